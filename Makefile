@@ -1,0 +1,150 @@
+# make run | test | check | notes | format | config | help | clean
+#
+# With nvcc, nvcc compiles the .cu files into build/cuda; without it (or with `make NVCC=`), g++ compiles the same files
+# as C++ into build/cpu. ./cs336 is of the flavour made last. Variables: NVCC=path, ARCH="-gencode ...", INSTALL=0
+# (install nothing), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1 (both sanitizers).
+
+SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu model.cu main.cu)
+TESTS := $(wildcard tests/*.cpp)
+
+ifeq ($(origin NVCC),undefined)
+NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
+endif
+ifdef ASAN
+override NVCC :=
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+endif
+FLAVOUR := $(if $(ASAN),asan,$(if $(NVCC),cuda,cpu))
+BUILD := build/$(FLAVOUR)$(if $(WERROR),-werror)
+MAKEFLAGS := $(MAKEFLAGS) $(if $(MAKELEVEL:0=)$(filter -j%,$(MAKEFLAGS)),,-j$(shell nproc))
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Flags. No fast-math anywhere: tests compare with exact results, and NaN has to stay NaN.
+
+CXXFLAGS := -std=c++17 -O2 -g -fopenmp -Wall -Wextra $(if $(WERROR),-Werror) $(SANITIZE)
+
+ifeq ($(FLAVOUR),cuda)
+# sm_80 runs on every later card, through its PTX at the latest; sm_90 spares the H100 and H200 that wait. nvcc hands
+# g++ rewritten text with parentheses of its own; the CPU flavour still warns about ours.
+ARCH ?= -gencode arch=compute_80,code=[sm_80,compute_80] -gencode arch=compute_90,code=sm_90
+CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
+CUDA_LIBS := $(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib $(CUDA_HOME)/extras/CUPTI/lib64)
+COMPILE_CU = $(NVCC) -x cu -std=c++17 -O2 -g -lineinfo --threads 2 $(ARCH) -ccbin $(CXX) \
+	-Xcompiler -fopenmp,-Wall,-Wextra,-Wno-parentheses $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror)
+LINK = $(NVCC) $(ARCH) -ccbin $(CXX) -Xcompiler -fopenmp
+LIBS = $(foreach lib,$(CUDA_LIBS),-L$(lib) -Xlinker -rpath -Xlinker $(lib)) -lcublas -lcublasLt -ldl
+else
+COMPILE_CU = $(CXX) -x c++ $(CXXFLAGS)
+LINK = $(CXX) $(CXXFLAGS)
+LIBS = -ldl
+endif
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The program and its tests
+
+all: cs336 ## build ./cs336
+
+cs336: $(BUILD)/cs336 FORCE
+	@ln -f $< $@
+
+ifneq ($(filter-out clean help format,$(or $(MAKECMDGOALS),all)),)
+-include $(BUILD)/config.mk
+endif
+DEFINES = $(if $(HAVE_OPENBLAS),-DHAVE_OPENBLAS)
+LIBS += $(if $(HAVE_OPENBLAS),-lopenblas)
+
+OBJECTS := $(SOURCES:%.cu=$(BUILD)/%.o)
+TEST_OBJECTS := $(TESTS:%.cpp=$(BUILD)/%.o)
+
+$(BUILD)/cs336: $(OBJECTS)
+	$(LINK) -o $@ $^ $(LIBS)
+
+$(BUILD)/tests/run: $(TEST_OBJECTS) $(filter-out $(BUILD)/main.o,$(OBJECTS))
+	$(LINK) -o $@ $^ $(LIBS)
+
+$(BUILD)/%.o: %.cu $(BUILD)/config.mk
+	$(COMPILE_CU) $(DEFINES) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
+
+$(BUILD)/tests/%.o: tests/%.cpp $(BUILD)/config.mk
+	$(CXX) $(CXXFLAGS) $(DEFINES) -I. -MMD -MP -c -o $@ $<
+
+# The commit stands in every table's caption: measure.cu is compiled again when it changes.
+$(BUILD)/measure.o: $(BUILD)/commit
+$(BUILD)/measure.o: DEFINES += -DCS336_COMMIT='"$(shell cat $(BUILD)/commit)"'
+$(BUILD)/commit: FORCE | $(BUILD)/config.mk
+	@git describe --always --dirty --exclude '*' >$@.new 2>/dev/null || echo unknown >$@.new; \
+	cmp -s $@.new $@ || cp $@.new $@
+
+-include $(OBJECTS:.o=.d) $(TEST_OBJECTS:.o=.d)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is there? Each probe compiles and links a line: a header without its library, or the reverse, does not count.
+$(BUILD)/config.mk:
+	@mkdir -p $(BUILD)/tests; probe() { printf '#include <%s>\nint main() { %s; }\n' "$$2" "$$3" | \
+	    $(CXX) -std=c++17 $(CUDA_HOME:%=-I%/include) -x c++ - -o $(BUILD)/probe $(CUDA_LIBS:%=-L%) $$4 2>/dev/null && \
+	    echo "HAVE_$$1 := yes" || echo "HAVE_$$1 :="; }; \
+	{ probe CLI11 CLI/Version.hpp 'return CLI11_VERSION_MAJOR'; \
+	  probe JSON nlohmann/json_fwd.hpp 'nlohmann::json* j; (void)j'; \
+	  probe DOCTEST doctest/doctest.h 'return DOCTEST_VERSION_MAJOR' -DDOCTEST_CONFIG_DISABLE; \
+	  probe OPENBLAS cblas.h 'return *openblas_get_config()' -lopenblas; \
+	  probe GLOO gloo/types.h 'gloo::Slot::build(0, 0)' -lgloo; \
+	  probe NCCL nccl.h 'ncclUniqueId id; ncclGetUniqueId(&id)' -lnccl; \
+	  probe CUPTI cupti.h 'uint32_t v; cuptiGetVersion(&v)' -lcupti; } >$@; rm -f $(BUILD)/probe
+
+config: ## look again for the libraries, and print what was found
+	@rm -f $(BUILD)/config.mk
+	@$(MAKE) --no-print-directory $(BUILD)/config.mk
+	@echo "flavour: $(FLAVOUR), nvcc: $(or $(NVCC),none), ARCH: $(ARCH)"; cat $(BUILD)/config.mk
+
+REQUIRED = $(if $(HAVE_CLI11),,libcli11-dev) $(if $(HAVE_JSON),,nlohmann-json3-dev)
+REQUIRED_BY_TESTS = $(if $(HAVE_DOCTEST),,doctest-dev)
+OPTIONAL = $(if $(HAVE_OPENBLAS),,libopenblas-dev) $(if $(HAVE_GLOO),,libgloo-dev)
+
+# install(required, optional): apt is asked only for what a probe missed. A machine without a network must not hang here.
+define install
+	@required="$(strip $1)"; optional="$(strip $2)"; [ -n "$$required$$optional" ] && [ "$(INSTALL)" != 0 ] || exit 0; \
+	line="apt-get update && apt-get install -y --no-install-recommends $$required $$optional"; \
+	if [ $$(id -u) = 0 ]; then sudo=; elif sudo -n true 2>/dev/null; then sudo=sudo; else \
+	    echo "missing: $$required $$optional. Please type: sudo sh -c '$$line'" >&2; [ -z "$$required" ]; exit; fi; \
+	apt="$$sudo timeout $${required:+6}60 env DEBIAN_FRONTEND=noninteractive apt-get -q -o Acquire::Retries=0 \
+	    -o Acquire::http::Timeout=5 -o Acquire::https::Timeout=5 -o DPkg::Lock::Timeout=60"; \
+	tried=$(BUILD)/tried; [ -z "$$required" ] && [ "$$(cat $$tried 2>/dev/null)" = "$$optional" ] && exit 0; \
+	echo "installing $$required $$optional"; $$apt update >$(BUILD)/apt.log 2>&1; \
+	for package in $$required; do $$apt install -y --no-install-recommends $$package >>$(BUILD)/apt.log 2>&1 || \
+	    { tail -n 3 $(BUILD)/apt.log >&2; echo "could not install $$package. Please type: $$line" >&2; exit 1; }; done; \
+	for package in $$optional; do $$apt install -y --no-install-recommends $$package >>$(BUILD)/apt.log 2>&1 || \
+	    echo "warning: could not install $$package; going on without it" >&2; done; \
+	echo "$$optional" >$$tried; rm -f $(BUILD)/config.mk
+endef
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What to type
+
+run: ## build and run ./cs336 benchmarking_script, installing what is missing first
+	$(call install,$(REQUIRED),$(OPTIONAL))
+	@$(MAKE) --no-print-directory cs336
+	./cs336 benchmarking_script
+
+test: ## build and run all tests, installing what is missing first
+	$(call install,$(REQUIRED) $(REQUIRED_BY_TESTS),$(OPTIONAL))
+	@$(MAKE) --no-print-directory $(BUILD)/cs336 $(BUILD)/tests/run
+	CS336_BINARY=$(BUILD)/cs336 $(BUILD)/tests/run
+
+check: ## what the CI runs: format, warnings as errors, tests in all flavours, sanitizers, every command once
+	$(call install,$(REQUIRED) $(REQUIRED_BY_TESTS),$(OPTIONAL))
+	+@tests/check.sh $(NVCC)
+
+notes: cs336 ## run all problems and write their tables into notes/
+	./cs336 reproduce
+
+format: ## clang-format all sources in place
+	clang-format -i *.cu *.h tests/*.cpp tests/*.h
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+clean: ## remove everything that was built
+	rm -rf build cs336
+
+FORCE:
+.PHONY: all run test check notes format config help clean FORCE

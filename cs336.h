@@ -1,0 +1,526 @@
+// cs336.h: the map. Every type and function that crosses a file, in the order in which the files build on each other:
+//   measure.cu      errors, devices, memory, timing, tables: the instruments
+//   tensor.cu       tensors, autograd's tape, one kernel per operation: what "PyTorch eager" does
+//   safetensors.cu  tensors in files
+//   precision.cu    section 1.1.5: rounding, autocast's dtype rules, loss scaling; `info`
+//   attention.cu    sections 1.2-1.3: attention, forward and backward
+//   model.cu        the Transformer LM, AdamW, section 1.1's experiments, `train`, `model`
+// Each .cu is compiled by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
+//
+// Letters, here and in every file:
+//   B batch, T positions (context length; the handout's S), C model width d_model, H heads, D head size (C/H),
+//   F width of the feed-forward (d_ff), V vocabulary, L layers, N rows (usually B*T).
+//   dx is the gradient of the loss with respect to x. Shapes are row-major, the last index runs fastest.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#define HD __host__ __device__  // a function that both sides call
+#else
+#define HD
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// measure.cu: errors. A command throws; main() prints the one line on stderr and exits with the code.
+
+struct Failure : std::runtime_error {
+    int exit_code;  // 1: it ran and failed, 2: wrong usage
+    Failure(int exit_code, const std::string& what) : std::runtime_error(what), exit_code(exit_code) {}
+};
+struct OutOfMemory : Failure {
+    size_t bytes;  // the request that did not fit
+    OutOfMemory(size_t bytes, const std::string& what) : Failure(1, what), bytes(bytes) {}
+};
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));         // exit 1
+[[noreturn]] void usage_error(const char* format, ...) __attribute__((format(printf, 1, 2)));  // exit 2
+std::string strprintf(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+#ifdef __CUDACC__
+void cuda_check(cudaError_t error, const char* call, const char* file, int line);
+#define CUDA_CHECK(call) cuda_check(call, #call, __FILE__, __LINE__)
+// After every <<<>>>. With the environment's CS336_SYNC=1 it also waits, so that a fault is reported at its own launch.
+void launch_check(const char* file, int line);
+#define LAUNCH_CHECK() launch_check(__FILE__, __LINE__)
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// measure.cu: where things run
+
+// META has shapes but no data, as in PyTorch: nothing is computed, but every allocation is counted, so running a step
+// on META tells how much memory it would take.
+enum Device { CPU, CUDA, META };
+enum DType { F32, F16, BF16, F64, I32, U8 };  // F64 on the CPU only: finite differences need it
+enum Mode { EAGER, FUSED };                   // one kernel an operation | hand-fused kernels
+enum Precision { FP32, TF32, PREC_BF16, PREC_FP16 };
+
+const char* name_of(Device d);
+const char* name_of(DType t);
+const char* name_of(Mode m);
+const char* name_of(Precision p);
+Mode mode_from(const std::string& name);  // names are checked when the command line is read
+Precision precision_from(const std::string& name);
+
+// What PyTorch, too, keeps globally: default device, autocast, grad mode.
+struct Context {
+    Device device = CPU;
+    Mode mode = FUSED;
+    Precision precision = FP32;
+    bool recording = true;  // write the tape; off inside NoGrad
+};
+extern Context context;
+
+int cuda_devices();  // 0 without a GPU, without a driver, or in a CPU build
+Device choose_device(
+    const std::string& want);       // auto|cpu|cuda; prints on stderr which one auto took; fails if there is none
+void synchronize();                 // wait for context.device
+std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2 threads, OpenBLAS ..."
+size_t available_memory(Device d);  // bytes that could be allocated now
+int cpu_threads();
+void choose_cpu_settings(char** argv);  // first thing in main(): may start the program anew, see there
+#ifdef __CUDACC__
+cudaStream_t stream();  // the one compute stream
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// measure.cu: memory. Every buffer of ours is allocated here, with a category and the range that was open.
+
+enum Category { PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS, WORKSPACE, INPUTS, CATEGORIES };
+const char* name_of(Category c);
+
+struct Memory {  // freed (in stream order) when the last shared_ptr goes
+    void* data;
+    size_t bytes;
+    Device device;
+    Category category;
+    const char* op;  // innermost open Range
+    ~Memory();
+};
+struct MemoryUse {  // bytes
+    size_t now, peak;
+    size_t now_by[CATEGORIES], peak_by[CATEGORIES];  // peak_by: each category's share at the moment of the total's peak
+};
+std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category);  // throws OutOfMemory
+const MemoryUse& memory_use(Device device);
+void reset_peak(Device device);
+void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);  // waits for the copy
+
+// A named stretch of work, e.g. Range r("attention"); ranges nest. Shown by NVTX tools, and names allocations.
+struct Range {
+    explicit Range(const char* name);
+    ~Range();
+    Range(const Range&) = delete;
+};
+const char* innermost_range();  // "" outside all of them
+
+// ---------------------------------------------------------------------------------------------------------------------
+// measure.cu: time, tables, ourselves as a child
+
+double now_ms();  // wall clock, monotonic
+struct Stats {
+    double mean, std, median, min, max;  // std: of the sample (n-1); 0 for n = 1
+    int n;
+};
+Stats stats_of(std::vector<double> values);
+// Runs f warmup + n times, each run followed by synchronize(); times in ms of the last n.
+std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f);
+
+struct Table {
+    std::string caption;  // one line: device, precision, sizes, warm-up, steps, commit
+    std::vector<std::string> columns;
+    std::vector<std::vector<std::string>> rows;
+};
+std::string format_table(const Table& table, const std::string& format);  // md (numbers right-aligned), csv or json
+void print(const Table& table, const std::string& format);                // to stdout
+void progress(const char* format, ...)
+    __attribute__((format(printf, 1, 2)));  // one rewritten line on a terminal; nothing in a pipe
+void note(const char* format, ...) __attribute__((format(printf, 1, 2)));  // one line on stderr
+std::string run_ourselves(
+    const std::vector<std::string>& arguments);  // a fresh process; its stdout; fails if it failed
+std::string commit();                            // of the build
+
+// ---------------------------------------------------------------------------------------------------------------------
+// precision.cu: number formats. Conversions round to nearest, ties to even, and are ours on the CPU (the GPU has
+// instructions for them); tests compare all 65,536 patterns of each with the definition.
+
+struct bf16 {
+    uint16_t bits;
+};
+struct fp16 {
+    uint16_t bits;
+};
+float bf16_to_float(uint16_t bits);
+uint16_t float_to_bf16(float x);
+float fp16_to_float(uint16_t bits);
+uint16_t float_to_fp16(float x);
+float round_to_tf32(float x);  // 10 explicit mantissa bits, as tensor cores see an fp32 operand in tf32 mode
+
+// n numbers on the CPU, from one format to another, by all threads.
+void convert(void* to, DType to_type, const void* from, DType from_type, int64_t n);
+void round_all_to_tf32(float* to, const float* from, int64_t n);
+
+HD inline double to_acc(double x) { return x; }  // to the type that arithmetic runs in
+HD inline float to_acc(float x) { return x; }
+HD inline float to_acc(bf16 x) {
+#ifdef __CUDA_ARCH__
+    return __bfloat162float(__ushort_as_bfloat16(x.bits));
+#else
+    return bf16_to_float(x.bits);
+#endif
+}
+HD inline float to_acc(fp16 x) {
+#ifdef __CUDA_ARCH__
+    return __half2float(__ushort_as_half(x.bits));
+#else
+    return fp16_to_float(x.bits);
+#endif
+}
+HD inline void from_acc(double a, double* x) { *x = a; }  // and back, rounding
+HD inline void from_acc(float a, float* x) { *x = a; }
+HD inline void from_acc(float a, bf16* x) {
+#ifdef __CUDA_ARCH__
+    x->bits = __bfloat16_as_ushort(__float2bfloat16_rn(a));
+#else
+    x->bits = float_to_bf16(a);
+#endif
+}
+HD inline void from_acc(float a, fp16* x) {
+#ifdef __CUDA_ARCH__
+    x->bits = __half_as_ushort(__float2half_rn(a));
+#else
+    x->bits = float_to_fp16(a);
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// tensor.cu: tensors
+
+constexpr int MAX_DIMS = 5;
+using Shape = std::vector<int64_t>;
+int64_t count(const Shape& shape);
+std::string to_string(const Shape& shape);  // "[4, 256, 768]"
+size_t size_of(DType t);
+
+struct Gradient;
+
+// A handle: copying it shares the data. `memory` and `gradient` are null where there is none.
+struct Tensor {
+    std::shared_ptr<Memory> memory;
+    char* data = nullptr;
+    DType dtype = F32;
+    Shape shape, stride;  // strides in elements; all tensors are row-major but for the views that eager mode makes
+    std::shared_ptr<Gradient> gradient;
+    explicit operator bool() const { return memory != nullptr; }
+    int64_t size() const { return count(shape); }
+    int64_t dim(int i) const { return shape[i < 0 ? i + shape.size() : i]; }
+    Device device() const { return memory->device; }
+    template <class T>
+    T* as() const {
+        return (T*)data;
+    }
+};
+
+Tensor empty(const Shape& shape, DType dtype, Category category = ACTIVATIONS);  // on context.device
+Tensor zeros(const Shape& shape, DType dtype, Category category = ACTIVATIONS);
+Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category = ACTIVATIONS);
+Tensor view(const Tensor& t, int64_t offset,
+            const Shape& shape);  // elements [offset, offset + count(shape)) of a row-major t
+void fill_zero(const Tensor& t);
+void copy(const Tensor& to, const Tensor& from);   // same count and dtype, both row-major, any devices
+Tensor to_device(const Tensor& t, Device device);  // a copy there (itself if it is there already), without gradient
+Tensor from_floats(const std::vector<float>& values, const Shape& shape,
+                   DType dtype = F32);  // rounds to dtype; on context.device
+Tensor from_ints(const std::vector<int>& values, const Shape& shape);
+std::vector<float> to_floats(const Tensor& t);  // any dtype, any strides, from any device
+std::vector<double> to_doubles(const Tensor& t);
+
+// Counter-based random numbers (Philox 4x32-10: Salmon et al., SC 2011): element i of stream `key` is a pure function
+// of (seed, key, i), so the CPU and the GPU draw the same bits in any order.
+HD void philox(uint32_t out[4], uint64_t seed, uint64_t key, uint64_t i);
+void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean,
+                 float std);                                     // bit-equal on CPU and GPU; bounded by 4.9 std
+int random_int(int n, uint64_t seed, uint64_t key, uint64_t i);  // uniform in [0, n)
+uint64_t key_of(const std::string& name);                        // a stream for each parameter name
+
+// One NaN-safe comparison for all tests: passes where |got - want| <= atol + rtol * |want|.
+struct Comparison {
+    int64_t wrong, worst;  // number of wrong elements, index of the worst one
+    double got, want, max_abs;
+    bool ok() const { return wrong == 0; }
+};
+Comparison compare(const Tensor& got, const Tensor& want, double rtol, double atol);
+std::string to_string(const Comparison& c);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// tensor.cu: the tape. Each op appends the function that computes its inputs' gradients; backward() runs them from the
+// last to the first and drops each after its run, and with it the activations that only it still held.
+
+struct Gradient {
+    DType dtype;  // of the tensor that it belongs to, and its shape
+    Shape shape;
+    Tensor value;                 // null until something was added
+    bool is_parameter = false;    // then value is a fixed view into the gradient arena ...
+    bool filled = false;          // ... which holds something since zero_gradients()
+    int uses = 0;                 // ops on the tape that still will add to it
+    std::function<void()> ready;  // parameters: called when the last of them has
+    Tensor low_precision;         // parameters: autocast's cached bf16/fp16 copy
+};
+using GradientPtr = std::shared_ptr<Gradient>;
+
+struct NoGrad {  // within its scope nothing is recorded, and activations live no longer than their last use
+    bool before = context.recording;
+    NoGrad() { context.recording = false; }
+    ~NoGrad() { context.recording = before; }
+};
+bool needs_gradient(const Tensor& t);  // recording, and t has a gradient to be computed
+void record(Tensor& y, const std::vector<Tensor>& inputs, std::function<void(const Tensor& dy)> backward);
+void add_gradient(const GradientPtr& g, const Tensor& dx);  // shares dx where it is the first; else adds with a kernel
+// For ops that write or accumulate in their own kernel: the tensor to write to, and whether to add to what it holds.
+Tensor gradient_target(const GradientPtr& g, bool* accumulate);
+void backward(const Tensor& loss, float scale = 1);  // dloss = scale; empties the tape
+void clear_tape();
+void scale_in_place(const Tensor& t, float s);
+void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate);  // to = from, or to += from; casts
+Tensor detached(const Tensor& t);                                         // same data, no gradient
+Tensor require_gradient(const Tensor& t);  // same data, a leaf of its own (tests, toy models)
+
+// ---------------------------------------------------------------------------------------------------------------------
+// tensor.cu: ops, each one kernel, with the dtypes that PyTorch's promotion and autocast give (precision.cu explains
+// them). Elementwise ops broadcast as PyTorch's do. All record themselves on the tape.
+
+Tensor add(const Tensor& a, const Tensor& b);
+Tensor sub(const Tensor& a, const Tensor& b);
+Tensor mul(const Tensor& a, const Tensor& b);
+Tensor div(const Tensor& a, const Tensor& b);
+Tensor scale(const Tensor& a, double s);  // a * s
+Tensor add_scalar(const Tensor& a, double s);
+Tensor exp(const Tensor& a);  // fp32 under autocast, as are log, square, rsqrt and the sums
+Tensor log(const Tensor& a);
+Tensor square(const Tensor& a);
+Tensor rsqrt(const Tensor& a);
+Tensor sqrt(const Tensor& a);  // keeps its dtype
+Tensor sigmoid(const Tensor& a);
+Tensor relu(const Tensor& a);
+Tensor where(const Tensor& mask, const Tensor& a, float otherwise);  // mask U8
+Tensor cast(const Tensor& a, DType dtype);
+Tensor sum_last(const Tensor& a);  // over the last dimension, which becomes 1
+Tensor mean_last(const Tensor& a);
+Tensor max_last(const Tensor& a);
+Tensor mean_all(const Tensor& a);                                 // []
+Tensor contiguous(const Tensor& a);                               // itself if it is row-major, else a copy
+Tensor reshape(const Tensor& a, const Shape& shape);              // a view where possible, else a copy
+Tensor transpose(const Tensor& a, int i, int j);                  // a view
+Tensor slice_last(const Tensor& a, int64_t start, int64_t step);  // a[..., start::step], a view
+Tensor interleave_last(const Tensor& a, const Tensor& b);         // stack(a, b, dim=-1).flatten(-2)
+Tensor gather_rows(const Tensor& table, const Tensor& index);     // table [V,C], index I32 [...] -> [..., C]
+Tensor pick_last(const Tensor& a, const Tensor& index);           // a [N,V], index I32 [N] -> [N,1]: a[n, index[n]]
+Tensor arange(int64_t n);                                         // I32 [n]
+Tensor greater_equal(const Tensor& a, const Tensor& b);           // U8
+
+// Matrix products, in context.precision: fp32 and tf32 on fp32 operands; bf16 and fp16 on operands that autocast casts.
+// Accumulation is always fp32 (fp64 for F64).
+Tensor matmul(const Tensor& a, const Tensor& b,
+              bool transpose_b = false);               // [...,M,K] x [...,K,N] (or [...,N,K]) -> [...,M,N]
+Tensor linear(const Tensor& x, const Tensor& weight);  // x [...,K], weight [N,K] -> x weight^T [...,N]
+// out = alpha * op(a) op(b) + beta * out on row-major tensors; leading dimensions are a batch. Not recorded, nothing
+// cast.
+void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b, double alpha = 1,
+          double beta = 0);
+DType matmul_dtype();                      // what autocast casts operands to: F32, BF16 or F16 (F64 stays F64)
+Tensor autocast_operand(const Tensor& t);  // cast to matmul_dtype(); a parameter's copy is cached while recording
+void drop_weight_copies(const std::vector<Tensor>& parameters);  // what leaving torch.autocast does
+
+// Runs f(T()) with the C++ type of a floating dtype.
+template <class Fn>
+void with_type(DType t, Fn f) {
+    switch (t) {
+        case F32: return f(float());
+        case BF16: return f(bf16());
+        case F16: return f(fp16());
+        case F64: return f(double());
+        default: fail("%s is not a floating type", name_of(t));
+    }
+}
+
+template <class Fn>
+void with_gpu_type(DType t, Fn f) {
+    switch (t) {
+        case F32: return f(float());
+        case BF16: return f(bf16());
+        case F16: return f(fp16());
+        default: fail("%s tensors are not for the GPU here", name_of(t));
+    }
+}
+
+#ifdef __CUDACC__
+constexpr int WARP = 32;
+inline int ceil_div(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
+__device__ inline float warp_sum(float x) {
+    for (int o = WARP / 2; o > 0; o /= 2) { x += __shfl_xor_sync(0xffffffff, x, o); }
+    return x;
+}
+__device__ inline float warp_max(float x) {
+    for (int o = WARP / 2; o > 0; o /= 2) { x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, o)); }
+    return x;
+}
+// Sum over a block of at most 32 warps, given to every thread. The first barrier closes the hazard that a slow warp
+// still reads `shared` from the call before.
+__device__ inline float block_sum(float x) {
+    __shared__ float shared[WARP];
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = (blockDim.x + WARP - 1) / WARP;
+    x = warp_sum(x);
+    __syncthreads();
+    if (lane == 0) { shared[warp] = x; }
+    __syncthreads();
+    return warp_sum(lane < warps ? shared[lane] : 0.0f);
+}
+__device__ inline float block_max(float x) {
+    __shared__ float shared[WARP];
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = (blockDim.x + WARP - 1) / WARP;
+    x = warp_max(x);
+    __syncthreads();
+    if (lane == 0) { shared[warp] = x; }
+    __syncthreads();
+    return warp_max(lane < warps ? shared[lane] : -INFINITY);
+}
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// safetensors.cu: u64 header length | JSON header | little-endian data
+
+struct FileTensor {
+    std::string dtype;  // as in the file: "F32", "BF16", "I64", ...
+    Shape shape;
+    const void* data;  // inside the mapped file
+    size_t bytes;
+};
+struct SafeTensors {
+    std::string path;
+    std::map<std::string, FileTensor> tensors;
+    std::map<std::string, std::string> metadata;
+    std::shared_ptr<void> mapping;
+};
+SafeTensors load_safetensors(const std::string& path);  // fails with path, tensor, expected and found; never half
+void save_safetensors(const std::string& path, const std::vector<std::pair<std::string, FileTensor>>& tensors,
+                      const std::map<std::string, std::string>& metadata = {});  // to a temporary name, then renamed
+const FileTensor& require_tensor(const SafeTensors& file, const std::string& name, const Shape& shape,
+                                 const std::set<std::string>& dtypes);  // -1 in shape: any size
+FileTensor describe(const Tensor& cpu_tensor);                          // for save_safetensors; points into the tensor
+
+// ---------------------------------------------------------------------------------------------------------------------
+// precision.cu: what autocast does
+
+// Runs the handout's ToyModel (fc1 - ReLU - LayerNorm - fc2, cross-entropy) forward and backward on context.device
+// under autocast to bf16 or fp16, and returns each component with the dtype that it was seen to have.
+// benchmarking_mixed_precision (a).
+Table toy_model_dtypes(Precision precision);
+
+// Dynamic loss scaling for fp16 (PyTorch's GradScaler): the loss is multiplied by `scale` so that small gradients do
+// not vanish in fp16; a step whose gradients hold inf or NaN is skipped and the scale halved; after `growth_interval`
+// good steps in a row it doubles.
+struct LossScaler {
+    float scale = 65536;
+    int good_steps = 0, growth_interval = 2000;
+};
+bool update_scale(LossScaler& scaler, bool found_inf);  // true: take the step
+
+// ---------------------------------------------------------------------------------------------------------------------
+// attention.cu: O = softmax(Q K^T / sqrt(D)) V; q [B,H,Tq,D], k and v [B,H,Tk,D] -> [B,H,Tq,D]. Causal: query i sees
+// keys j <= i, counted from the start. context.mode picks the implementation. Recorded.
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// model.cu: the handout's Transformer LM (pre-norm, RMSNorm, RoPE, SwiGLU, no biases, untied head). Layouts:
+// activations [B,T,C]; Linear weights [out,in]; the fused mode's joined weights are ranges of the same arena: qkv
+// [3C,C], w13 [2F,C].
+
+struct ModelConfig {
+    std::string name;  // "small" ... or "custom"
+    int d_model, d_ff, num_layers, num_heads, vocab_size;
+    float rope_theta = 10000, eps = 1e-5f;
+};
+extern const std::vector<ModelConfig> model_sizes;                  // the handout's table 1, vocabulary 10,000
+int64_t forward_flops(const ModelConfig& c, int64_t B, int64_t T);  // of the matrix products, attention counted in full
+
+struct Parameter {
+    std::string name;  // the staff model's state_dict key
+    Shape shape;
+    int64_t offset;  // in elements, the same in each arena
+    Tensor weight;   // a view into Model::weights, with its gradient slot
+};
+struct Layer {
+    Tensor ln1, q, k, v, qkv, o, ln2, w1, w3, w13, w2;
+};
+struct Model {
+    ModelConfig config;
+    std::vector<Parameter> parameters;  // in backward order: the first is the first whose gradient is ready
+    Tensor weights, gradients, m, v;    // arenas, [arena_size], all laid out alike; m and v: AdamW's moments
+    Tensor embedding, ln_final, lm_head;
+    std::vector<Layer> layers;
+    std::vector<Tensor> slots;  // every tensor with a gradient slot, joined ones included
+    Tensor rope;                // [T,D]: cos and sin of each pair's angle, interleaved
+    int step = 0;               // optimizer steps taken
+};
+void check_config(const ModelConfig& c);                            // usage_error unless it makes a model
+Model make_model(const ModelConfig& c, DType dtype = F32);          // weights allocated on context.device, not set
+void init_weights(const Model& model, uint64_t seed);               // normal; Linear std sqrt(2/(in+out)), embedding 1
+void make_gradients(Model& model);                                  // allocates the arena, once
+void make_optimizer_state(Model& model);                            // m and v, zero, once
+void zero_gradients(const Model& model);                            // marks them as unset: the first writer overwrites
+Tensor forward(Model& model, const Tensor& tokens);                 // tokens I32 [B,T] -> logits [B,T,V]
+Tensor cross_entropy(const Tensor& logits, const Tensor& targets);  // mean over all positions, []; targets I32 [B,T]
+
+// The ops of model.cu, in the order of the forward pass; each runs in context.mode.
+Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight,
+                   float eps);                                      // *x += delta (if any); returns rmsnorm(*x)
+Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype);  // [T, D/2, 2]
+void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope, int H, Tensor* q, Tensor* k, Tensor* v);
+Tensor swiglu(const Layer& layer, const Tensor& y);  // silu(y w1^T) * (y w3^T): [B,T,C] -> [B,T,F]
+
+struct AdamW {
+    float lr = 1e-3f, beta1 = 0.9f, beta2 = 0.999f, eps = 1e-8f, weight_decay = 0.01f;
+};
+double gradient_norm(const Model& model);  // over all gradients; inf or NaN if one of them is; waits for the device
+void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The command line. Options mean the same for every command; main.cu says which command takes which.
+
+struct Options {
+    std::set<std::string> given;  // names of the options that were typed, without dashes
+    bool has(const char* name) const { return given.count(name) > 0; }
+    std::vector<std::string> command_line;  // argv[1..]
+    std::string device = "auto", format = "md", table = "milliseconds";
+    std::vector<std::string> size, precision, mode;  // empty: the command's default
+    int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, vocab_size = 10000;
+    int context_length = 256, batch_size = 4, steps = 10;
+    std::vector<int> warmup;  // empty: 5
+    uint64_t seed = 0;
+    bool quick = false;
+    std::string out, weights, batch, data, save, load;
+    double rope_theta = 10000, lr = 1e-3, min_lr = 1e-4, weight_decay = 0.01, max_grad_norm = 1.0, val_fraction = 0.1,
+           temperature = 0.8;
+    int warmup_steps = 20, sample = 200, stop_at = 0, log_every = 1;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The commands, by file
+
+int cmd_info(const Options& o);  // precision.cu
+int cmd_mixed_precision_accumulation(const Options& o);
+int cmd_benchmarking_script(const Options& o);  // model.cu
+int cmd_benchmarking_mixed_precision(const Options& o);
+int cmd_torch_compile(const Options& o);
+int cmd_model(const Options& o);
+int cmd_train(const Options& o);

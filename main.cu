@@ -1,0 +1,397 @@
+// main.cu: the command table, the options and the help. Nothing is computed here.
+#include "cs336.h"
+
+#include <CLI/CLI.hpp>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+
+static int cmd_list(const Options& o);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Commands, in the handout's order. `options` names rows of the option table below: `name!` has to be given, and
+// `name=text` tells the help what this command takes where it is not given.
+
+struct Command {
+    const char* id;
+    const char* section;  // of the handout; "" for the tools
+    int points;           // 0: none
+    int gpus;             // 0: the same everywhere, 1: scaled down without a GPU, 2: needs two
+    const char* what;
+    const char* file;
+    int (*run)(const Options&);  // null: not built yet
+    std::string options;
+};
+
+static const std::string TIMED =
+    "device sizes d_model d_ff num_layers num_heads vocab_size context_length batch_size warmups steps seed "
+    "format quick ";
+
+static const Command COMMANDS[] = {
+    {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer", "model.cu",
+     cmd_benchmarking_script, TIMED + "precisions=fp32 modes=fused table"},
+    {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "measure.cu", nullptr, ""},
+    {"mixed_precision_accumulation", "1.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16", "precision.cu",
+     cmd_mixed_precision_accumulation, "format quick"},
+    {"benchmarking_mixed_precision", "1.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost", "model.cu",
+     cmd_benchmarking_mixed_precision, TIMED + "precisions=fp32,tf32,bf16 mode=fused"},
+    {"memory_profiling", "1.1.6", 4, 1, "where a step's memory goes", "measure.cu", nullptr, ""},
+    {"pytorch_attention", "1.2.1", 2, 1, "time and memory of plain attention", "attention.cu", nullptr, ""},
+    {"torch_compile", "1.3", 2, 1, "eager against fused kernels", "model.cu", cmd_torch_compile,
+     TIMED + "precisions=fp32"},
+    {"weighted_sum", "1.3.1", 0, 1, "the first kernel: a weighted sum", "attention.cu", nullptr, ""},
+    {"flash_forward", "1.3.2", 15, 1, "FlashAttention-2, forward", "attention.cu", nullptr, ""},
+    {"flash_backward", "1.3.2", 5, 1, "FlashAttention-2, backward", "attention.cu", nullptr, ""},
+    {"flash_benchmarking", "1.3.2", 5, 1, "FlashAttention-2 against plain attention", "attention.cu", nullptr, ""},
+    {"flash_leaderboard", "1.3.3", 0, 1, "one long causal sequence, as fast as it goes", "attention.cu", nullptr, ""},
+    {"distributed_communication_single_node", "2.1", 5, 2, "all-reduce: sizes, ranks, backends", "ddp.cu", nullptr, ""},
+    {"naive_ddp", "2.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", nullptr, ""},
+    {"naive_ddp_benchmarking", "2.2", 3, 2, "what it costs", "ddp.cu", nullptr, ""},
+    {"minimal_ddp_flat_benchmarking", "2.3.1", 2, 2, "one all-reduce for all gradients", "ddp.cu", nullptr, ""},
+    {"ddp_overlap_individual_parameters", "2.3.2", 5, 2, "communicate while backward runs", "ddp.cu", nullptr, ""},
+    {"ddp_overlap_individual_parameters_benchmarking", "2.3.2", 1, 2, "what it saves", "ddp.cu", nullptr, ""},
+    {"ddp_overlap_bucketed", "2.3.3", 8, 2, "the same, in buckets", "ddp.cu", nullptr, ""},
+    {"ddp_bucketed_benchmarking", "2.3.3", 3, 2, "which size of buckets", "ddp.cu", nullptr, ""},
+    {"communication_accounting", "2.4", 10, 0, "when communication becomes the limit", "ddp.cu", nullptr, ""},
+    {"optimizer_state_sharding", "3", 15, 2, "AdamW's state split over the ranks", "ddp.cu", nullptr, ""},
+    {"optimizer_state_sharding_accounting", "3", 5, 2, "its memory and time", "ddp.cu", nullptr, ""},
+    {"list", "", 0, 0, "every problem: section, points, command, notes page, whether it runs here", "main.cu", cmd_list,
+     "format quick"},
+    {"info", "", 0, 0, "the device, its libraries, its measured rates", "precision.cu", cmd_info,
+     "device format quick"},
+    {"train", "", 0, 0, "train on the bytes of a text, then continue it", "model.cu", cmd_train,
+     "data! val_fraction d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 "
+     "stop_at log_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=fused seed device save "
+     "load sample "
+     "temperature format quick"},
+    {"model", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", "model.cu", cmd_model,
+     "weights! batch! num_heads! out! rope_theta update_steps lr precision=fp32 mode=fused device"},
+    {"attention", "", 0, 0, "your q, k, v in, our output and gradients out", "attention.cu", nullptr, ""},
+    {"reproduce", "", 0, 1, "all of it, into notes/", "main.cu", nullptr, ""},
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Options. A reader parses one value into its field of Options and returns false where the value is not what it takes.
+
+struct Reader {
+    std::string takes;
+    std::function<bool(Options&, const std::string&)> read;
+    std::function<std::string(const Options&)> show;  // of Options' own default: "" where each command has its own
+};
+
+static std::vector<std::string> split(const std::string& list) {
+    std::vector<std::string> items;
+    for (size_t start = 0, comma; start <= list.size(); start = comma + 1) {
+        comma = std::min(list.find(',', start), list.size());
+        items.push_back(list.substr(start, comma - start));
+    }
+    return items;
+}
+
+static bool parse_whole(const std::string& text, uint64_t low, uint64_t high, uint64_t* value) {
+    if (text.empty() || text.find_first_not_of("0123456789") != std::string::npos) { return false; }
+    errno = 0;
+    *value = strtoull(text.c_str(), nullptr, 10);
+    return errno == 0 && *value >= low && *value <= high;
+}
+
+static Reader whole(int Options::*field, int low, int high = 1 << 20) {
+    auto read = [=](Options& o, const std::string& text) {
+        uint64_t value = 0;
+        if (!parse_whole(text, low, high, &value)) { return false; }
+        o.*field = (int)value;
+        return true;
+    };
+    auto show = [=](const Options& o) { return o.*field < low ? "" : std::to_string(o.*field); };
+    return {strprintf("a whole number from %d to %d", low, high), read, show};
+}
+
+static Reader wholes(std::vector<int> Options::*field, int low, int high, const char* by_default) {
+    auto read = [=](Options& o, const std::string& text) {
+        (o.*field).clear();
+        for (const std::string& item : split(text)) {
+            uint64_t value = 0;
+            if (!parse_whole(item, low, high, &value)) { return false; }
+            (o.*field).push_back((int)value);
+        }
+        return true;
+    };
+    auto show = [=](const Options&) { return std::string(by_default); };
+    return {strprintf("whole numbers from %d to %d, separated by commas", low, high), read, show};
+}
+
+static Reader seed_number() {
+    auto read = [](Options& o, const std::string& text) { return parse_whole(text, 0, UINT64_MAX, &o.seed); };
+    auto show = [](const Options& o) { return std::to_string(o.seed); };
+    return {"a whole number from 0 to 18446744073709551615", read, show};
+}
+
+// Finite, greater than 0 (or 0 itself where zero is true), and less than `below`.
+static Reader number(double Options::*field, bool zero = false, double below = INFINITY) {
+    auto read = [=](Options& o, const std::string& text) {
+        char* end = nullptr;
+        double value = strtod(text.c_str(), &end);
+        bool decimal = !text.empty() && text.find_first_not_of("0123456789.eE+-") == std::string::npos && *end == 0;
+        if (!decimal || !(value > 0 || (zero && value == 0)) || !(value < below)) { return false; }
+        o.*field = value;
+        return true;
+    };
+    auto show = [=](const Options& o) { return strprintf("%g", o.*field); };
+    std::string takes = zero ? "a finite number, 0 or greater" : "a finite number greater than 0";
+    return {takes + (below < INFINITY ? strprintf(" and less than %g", below) : ""), read, show};
+}
+
+static std::string join(const std::vector<std::string>& items, const char* between) {
+    std::string all;
+    for (const std::string& item : items) { all += (all.empty() ? "" : between) + item; }
+    return all;
+}
+
+static bool among(const std::string& text, const std::vector<std::string>& names) {
+    return std::find(names.begin(), names.end(), text) != names.end();
+}
+
+static Reader name(std::string Options::*field, const std::vector<std::string>& names) {
+    auto read = [=](Options& o, const std::string& text) {
+        o.*field = text;
+        return among(text, names);
+    };
+    auto show = [=](const Options& o) { return o.*field; };
+    return {"one of " + join(names, ", "), read, show};
+}
+
+static Reader names(std::vector<std::string> Options::*field, const std::vector<std::string>& names, bool list,
+                    const char* remark = "") {
+    auto read = [=](Options& o, const std::string& text) {
+        o.*field = list ? split(text) : std::vector<std::string>{text};
+        return std::all_of((o.*field).begin(), (o.*field).end(), [&](auto& item) { return among(item, names); });
+    };
+    auto show = [](const Options&) { return std::string(); };
+    return {(list ? "one or more, separated by commas, of " : "one of ") + join(names, ", ") + remark, read, show};
+}
+
+static Reader file(std::string Options::*field) {
+    auto read = [=](Options& o, const std::string& text) {
+        o.*field = text;
+        return !text.empty();
+    };
+    auto show = [](const Options&) { return std::string(); };
+    return {"a file name", read, show};
+}
+
+struct Option {
+    const char* key;   // in a command's row
+    const char* name;  // on the command line
+    Reader reader;
+    const char* help;
+};
+
+static const std::vector<Option>& option_table() {
+    const std::vector<std::string> sizes = {"small", "medium", "large", "xl", "2.7B"};
+    const std::vector<std::string> precisions = {"fp32", "tf32", "bf16", "fp16"};
+    const std::vector<std::string> modes = {"eager", "fused"};
+    const char* no_flash = " (flash is not built yet)";
+    static const std::vector<Option> table = {
+        {"device", "device", name(&Options::device, {"auto", "cpu", "cuda"}), "where to run; auto takes a GPU if any"},
+        {"sizes", "size", names(&Options::size, sizes, true),
+         "the handout's models, by default all, without a GPU fewer"},
+        {"d_model", "d_model", whole(&Options::d_model, 1), "width of the model"},
+        {"d_ff", "d_ff", whole(&Options::d_ff, 1), "width of the feed-forward layer"},
+        {"num_layers", "num_layers", whole(&Options::num_layers, 1), "number of blocks"},
+        {"num_heads", "num_heads", whole(&Options::num_heads, 1), "number of attention heads; divides d_model"},
+        {"vocab_size", "vocab_size", whole(&Options::vocab_size, 1), "number of different tokens"},
+        {"context_length", "context_length", whole(&Options::context_length, 1), "tokens in a sequence"},
+        {"batch_size", "batch_size", whole(&Options::batch_size, 1), "sequences in a batch"},
+        {"warmups", "warmup", wholes(&Options::warmup, 0, 1 << 20, "5"), "untimed steps first; each in its own run"},
+        {"steps", "steps", whole(&Options::steps, 1), "steps that are timed, or trained"},
+        {"update_steps", "steps", whole(&Options::steps, 0), "AdamW steps on the batch (default 0)"},
+        {"precisions", "precision", names(&Options::precision, precisions, true), "bf16, fp16: with autocast's rules"},
+        {"precision", "precision", names(&Options::precision, precisions, false), "bf16, fp16: with autocast's rules"},
+        {"modes", "mode", names(&Options::mode, modes, true, no_flash), "a kernel an operation, or hand-fused kernels"},
+        {"mode", "mode", names(&Options::mode, modes, false, no_flash), "a kernel an operation, or hand-fused kernels"},
+        {"seed", "seed", seed_number(), "of all random numbers"},
+        {"format", "format", name(&Options::format, {"md", "csv", "json"}), "of the table"},
+        {"table", "table", name(&Options::table, {"milliseconds", "seconds"}), "unit and shape of the table"},
+        {"data", "data", file(&Options::data), "the text; its bytes are the tokens"},
+        {"val_fraction", "val_fraction", number(&Options::val_fraction, false, 1), "its last part, held out"},
+        {"warmup_steps", "warmup_steps", whole(&Options::warmup_steps, 0), "steps until the learning rate is --lr"},
+        {"stop_at", "stop_at", whole(&Options::stop_at, 1), "stop after this step, as if interrupted, and --save"},
+        {"log_every", "log_every", whole(&Options::log_every, 1), "steps from one row of the table to the next"},
+        {"lr", "lr", number(&Options::lr), "learning rate"},
+        {"min_lr", "min_lr", number(&Options::min_lr, true), "where its cosine decay ends"},
+        {"weight_decay", "weight_decay", number(&Options::weight_decay, true), "AdamW's decoupled decay"},
+        {"max_grad_norm", "max_grad_norm", number(&Options::max_grad_norm), "gradients are clipped to this norm"},
+        {"save", "save", file(&Options::save), "write weights and optimizer state here at the end"},
+        {"load", "load", file(&Options::load), "go on from what --save wrote"},
+        {"sample", "sample", whole(&Options::sample, 0), "bytes to write as a continuation"},
+        {"temperature", "temperature", number(&Options::temperature), "of the sampling"},
+        {"weights", "weights", file(&Options::weights), "safetensors: the state_dict"},
+        {"batch", "batch", file(&Options::batch), "safetensors: tokens and targets [B, T]"},
+        {"out", "out", file(&Options::out), "safetensors to write"},
+        {"rope_theta", "rope_theta", number(&Options::rope_theta), "base of the rotary embedding"},
+    };
+    return table;
+}
+
+static const char* const QUICK = "shrink the run to some seconds on two CPU cores; the caption says what was shrunk";
+
+// ---------------------------------------------------------------------------------------------------------------------
+// list and help
+
+static int cmd_list(const Options& o) {
+    Table table;
+    table.caption = "commit " + commit() + "; `cs336 <command> --help` shows a command's options";
+    table.columns = {"problem", "section", "points", "command", "file", "notes page", "runs here"};
+    int gpus = cuda_devices();
+    for (const Command& c : COMMANDS) {
+        bool problem = c.section[0] != 0;
+        std::string here = !c.run           ? "not yet"
+                           : c.gpus <= gpus ? "yes"
+                           : c.gpus == 1    ? "scaled down: no GPU"
+                                            : strprintf("needs %d GPUs", c.gpus);
+        table.rows.push_back({c.id, problem ? c.section : "tool", c.points ? std::to_string(c.points) : "",
+                              std::string("cs336 ") + c.id, c.file,
+                              problem && c.run ? std::string("notes/") + c.id + ".md" : "", here});
+    }
+    print(table, o.format);
+    return 0;
+}
+
+static void print_overview(FILE* to) {
+    fprintf(to, "cs336: every problem of the CS336 systems assignment, worked through in C++ and CUDA\n\n");
+    fprintf(to, "usage: cs336 <command> [options]      any unambiguous beginning of a command will do\n");
+    fprintf(to, "       cs336 <command> --help         its options and their defaults\n");
+    fprintf(to, "       cs336 --version                the commit that this was built from\n\n");
+    for (const Command& c : COMMANDS) {
+        fprintf(to, "  %-5s %-46s %s%s\n", c.section, c.id, c.what, c.run ? "" : " (not yet)");
+    }
+    fprintf(to, "\nexit codes: 0 done, 1 it ran and failed, 2 wrong usage\n");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// From argv to a command and its Options
+
+static const Command& find_command(const std::string& word) {
+    std::vector<const Command*> found;
+    std::string start = word;
+    while (true) {  // an unknown word is shortened until some command starts like it: these are the candidates
+        for (const Command& c : COMMANDS) {
+            if (word == c.id) { return c; }
+            if (std::string(c.id).compare(0, start.size(), start) == 0) { found.push_back(&c); }
+        }
+        if (!found.empty()) { break; }
+        start.pop_back();
+    }
+    if (start == word && !word.empty() && found.size() == 1) { return *found[0]; }
+    std::vector<std::string> ids;
+    for (const Command* c : found) { ids.push_back(c->id); }
+    usage_error("%s: %s; candidates: %s", word.empty() ? "''" : word.c_str(),
+                start == word && !word.empty() ? "more than one command starts like this" : "no such command",
+                join(ids, ", ").c_str());
+}
+
+static const Option& find_option(const std::string& key) {
+    for (const Option& option : option_table()) {
+        if (key == option.key) { return option; }
+    }
+    fail("the command table names an unknown option: %s", key.c_str());
+}
+
+// Adds to app the option that one word of Command::options stands for; its value will go to o, what
+// it takes to `takes`, for messages.
+static void add_option(CLI::App& app, const std::string& word, Options& o, std::map<std::string, std::string>& takes) {
+    if (word == "quick") {
+        auto* flag = app.add_flag_callback(
+            "--quick", [&o] { o.quick = true, o.given.insert("quick"); }, QUICK);
+        flag->multi_option_policy(CLI::MultiOptionPolicy::TakeLast)->disable_flag_override();
+        return;
+    }
+    size_t end = std::min(word.find_first_of("!="), word.size());
+    bool required = word.compare(end, 1, "!") == 0;
+    const Option& option = find_option(word.substr(0, end));
+    takes[std::string("--") + option.name] = option.reader.takes;
+    std::string by_default = word.compare(end, 1, "=") == 0 ? word.substr(end + 1) : option.reader.show(o);
+    std::string help = std::string(option.help) + ": " + option.reader.takes +
+                       (by_default.empty() || required ? "" : " (default " + by_default + ")");
+    auto read = [&o, &option](const std::string& text) {
+        if (!option.reader.read(o, text)) {
+            usage_error("--%s: got '%s', takes %s", option.name, text.c_str(), option.reader.takes.c_str());
+        }
+        o.given.insert(option.name);
+    };
+    app.add_option_function<std::string>(std::string("--") + option.name, read, help)
+        ->type_name(" ")
+        ->required(required);
+}
+
+static int run_command(const Command& command, int argc, char** argv) {
+    Options o;
+    o.command_line.assign(argv + 1, argv + argc);
+    if (!command.run) { fail("not built yet"); }
+
+    std::map<std::string, std::string> takes;
+    CLI::App app(command.what, std::string("cs336 ") + command.id);
+    app.set_help_flag("--help,-h", "this text");
+    app.get_formatter()->column_width(32);
+    app.allow_extras();  // so that the message about them is ours
+    for (const std::string& word : CLI::detail::split(command.options, ' ')) {
+        if (!word.empty()) { add_option(app, word, o, takes); }
+    }
+    try {
+        app.parse(argc - 1, argv + 1);
+    } catch (const CLI::CallForHelp&) {
+        printf("%s", app.help().c_str());
+        return 0;
+    } catch (const CLI::ParseError& e) {
+        std::string what = e.what();  // starts with the option
+        std::string option = what.substr(0, what.find_first_of(": "));
+        if (option == "quick") { usage_error("--quick: got a value, takes none"); }
+        if (!takes.count(option)) { usage_error("%s", what.c_str()); }
+        bool twice = app.get_option(option)->count() > 1;
+        usage_error("%s: got %s, takes %s", option.c_str(), twice ? "it more than once" : "nothing",
+                    takes[option].c_str());
+    }
+    if (!app.remaining().empty()) {
+        std::vector<std::string> known;
+        for (const CLI::Option* option : app.get_options()) { known.push_back(option->get_name()); }
+        usage_error("%s: no such option; takes %s", app.remaining()[0].c_str(), join(known, ", ").c_str());
+    }
+    for (const char* dimension : {"d_model", "d_ff", "num_layers", "num_heads"}) {
+        if (o.has("size") && o.has(dimension)) {
+            usage_error("--size: got '%s' and --%s too, takes one or the other", join(o.size, ",").c_str(), dimension);
+        }
+    }
+    return command.run(o);
+}
+
+int main(int argc, char** argv) {
+    choose_cpu_settings(argv);
+    std::string word = argc > 1 ? argv[1] : "", who = "cs336";
+    if (argc < 2 || word == "--help" || word == "-h") {
+        print_overview(argc < 2 ? stderr : stdout);
+        return argc < 2 ? 2 : 0;
+    }
+    int exit_code = 1;
+    try {
+        if (word == "--version") {
+            printf("%s\n", commit().c_str());
+            exit_code = 0;
+        } else {
+            const Command& command = find_command(word);
+            who += std::string(" ") + command.id;
+            exit_code = run_command(command, argc, argv);
+        }
+    } catch (const Failure& failure) {
+        fprintf(stderr, "%s: %s\n", who.c_str(), failure.what());
+        exit_code = failure.exit_code;
+    } catch (const std::bad_alloc&) {
+        fprintf(stderr, "%s: out of memory on the host\n", who.c_str());
+    } catch (const std::exception& e) { fprintf(stderr, "%s: %s\n", who.c_str(), e.what()); }
+    if ((fflush(stdout) != 0 || ferror(stdout)) && exit_code == 0) {
+        fprintf(stderr, "%s: cannot write to stdout: %s\n", who.c_str(), strerror(errno));
+        exit_code = 1;
+    }
+    return exit_code;
+}

@@ -1,0 +1,724 @@
+// measure.cu: the instruments that every other file uses: errors, devices, memory, time, tables.
+#include "cs336.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <mutex>
+#include <numeric>
+#include <sstream>
+
+#include <fcntl.h>
+#include <malloc.h>
+#include <omp.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#ifdef __CUDACC__
+#include <nvtx3/nvToolsExt.h>
+#endif
+#ifdef HAVE_OPENBLAS
+extern "C" char* openblas_get_corename(void);
+#endif
+#ifndef CS336_COMMIT
+#define CS336_COMMIT "unknown"
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Errors
+
+static std::string format_list(const char* format, va_list arguments) {
+    va_list again;
+    va_copy(again, arguments);
+    std::string text(vsnprintf(nullptr, 0, format, again), '\0');
+    va_end(again);
+    vsnprintf(&text[0], text.size() + 1, format, arguments);
+    return text;
+}
+
+std::string strprintf(const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    std::string text = format_list(format, arguments);
+    va_end(arguments);
+    return text;
+}
+
+void fail(const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    std::string text = format_list(format, arguments);
+    va_end(arguments);
+    throw Failure(1, text);
+}
+
+void usage_error(const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    std::string text = format_list(format, arguments);
+    va_end(arguments);
+    throw Failure(2, text);
+}
+
+static bool environment_is_1(const char* name) {
+    const char* value = getenv(name);
+    return value && strcmp(value, "1") == 0;
+}
+
+#ifdef __CUDACC__
+void cuda_check(cudaError_t error, const char* call, const char* file, int line) {
+    if (error == cudaSuccess) { return; }
+    cudaGetLastError();  // or the next LAUNCH_CHECK would report this error again, as its own
+    std::string what = strprintf("%s:%d: %s: %s", file, line, call, cudaGetErrorString(error));
+    if (error == cudaErrorMemoryAllocation) { throw OutOfMemory(0, what); }
+    throw Failure(1, what);
+}
+
+void launch_check(const char* file, int line) {
+    static const bool wait = environment_is_1("CS336_SYNC");
+    cuda_check(cudaGetLastError(), "kernel launch", file, line);
+    if (wait) { cuda_check(cudaStreamSynchronize(stream()), "kernel", file, line); }
+}
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Names
+
+const char* name_of(Device d) {
+    static const char* const names[] = {"cpu", "cuda", "meta"};
+    return names[d];
+}
+
+const char* name_of(DType t) {
+    static const char* const names[] = {"float32", "float16", "bfloat16", "float64", "int32", "uint8"};
+    return names[t];
+}
+
+const char* name_of(Mode m) {
+    static const char* const names[] = {"eager", "fused"};
+    return names[m];
+}
+
+const char* name_of(Precision p) {
+    static const char* const names[] = {"fp32", "tf32", "bf16", "fp16"};
+    return names[p];
+}
+
+const char* name_of(Category c) {
+    static const char* const names[] = {"parameters",  "gradients", "optimizer state", "weight copies",
+                                        "activations", "workspace", "inputs"};
+    return names[c];
+}
+
+Mode mode_from(const std::string& name) {
+    for (Mode m : {EAGER, FUSED}) {
+        if (name == name_of(m)) { return m; }
+    }
+    fail("mode '%s': expected eager or fused", name.c_str());
+}
+
+Precision precision_from(const std::string& name) {
+    for (Precision p : {FP32, TF32, PREC_BF16, PREC_FP16}) {
+        if (name == name_of(p)) { return p; }
+    }
+    fail("precision '%s': expected fp32, tf32, bf16 or fp16", name.c_str());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Where things run
+
+Context context;
+
+// Of the first line of a file that starts with `key`: what follows it. "" if there is no such file or line.
+static std::string field_of(const char* path, const std::string& key) {
+    std::ifstream file(path);
+    for (std::string line; std::getline(file, line);) {
+        if (line.compare(0, key.size(), key) == 0) {
+            size_t start = line.find_first_not_of(" \t:", key.size());
+            return start == std::string::npos ? "" : line.substr(start);
+        }
+    }
+    return "";
+}
+
+// The number of GPUs, and where it is 0, why.
+static int count_gpus(std::string* why) {
+    int n = 0;
+#ifdef __CUDACC__
+    cudaError_t error = cudaGetDeviceCount(&n);
+    if (error != cudaSuccess) {
+        cudaGetLastError();
+        n = 0;
+        *why = cudaGetErrorString(error);
+    } else if (n == 0) {
+        *why = "the driver sees no GPU";
+    }
+#else
+    *why = "this build is for the CPU only";
+#endif
+    return n;
+}
+
+int cuda_devices() {
+    std::string why;
+    return count_gpus(&why);
+}
+
+Device choose_device(const std::string& want) {
+    if (want != "auto" && want != "cpu" && want != "cuda") {
+        fail("device '%s': expected auto, cpu or cuda", want.c_str());
+    }
+    if (want == "cpu") { return CPU; }
+    std::string why;
+    if (count_gpus(&why) == 0) {
+        if (want == "cuda") { fail("device cuda: there is none (%s)", why.c_str()); }
+        note("device auto: took cpu (%s)", why.c_str());
+        return CPU;
+    }
+#ifdef __CUDACC__
+    CUDA_CHECK(cudaSetDevice(0));
+#endif
+    if (want == "auto") { note("device auto: took cuda"); }
+    return CUDA;
+}
+
+#ifdef __CUDACC__
+cudaStream_t stream() {
+    static const cudaStream_t s = [] {
+        cudaStream_t created;
+        CUDA_CHECK(cudaStreamCreateWithFlags(&created, cudaStreamNonBlocking));
+        return created;
+    }();
+    return s;
+}
+#endif
+
+void synchronize() {
+#ifdef __CUDACC__
+    if (context.device == CUDA) { CUDA_CHECK(cudaDeviceSynchronize()); }
+#endif
+}
+
+int cpu_threads() { return omp_get_max_threads(); }
+
+// Two libraries read the environment only while the program loads, so we set what is unset and start once more.
+// OpenBLAS gives a processor younger than itself the kernels of an old one (Prescott: SSE3), five times too slow.
+// OpenMP's threads spin while they wait, by default; where cores are shared (containers, CI, several ranks) they then
+// take the time from those that work: a step was seen to take 4 times as long.
+void choose_cpu_settings(char** argv) {
+    std::string openblas;
+#if defined(HAVE_OPENBLAS) && defined(__x86_64__)
+    bool old = strcmp(openblas_get_corename(), "Prescott") == 0;
+    bool avx512 =
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (old && (avx512 || avx2)) { openblas = avx512 ? "SkylakeX" : "Haswell"; }
+#endif
+    bool restart = false;
+    auto set = [&](const char* name, const std::string& value) {
+        if (value.empty() || getenv(name)) { return; }
+        restart = setenv(name, value.c_str(), 1) == 0 || restart;
+    };
+    set("OPENBLAS_CORETYPE", openblas);
+    set("OMP_WAIT_POLICY", "passive");
+    if (!restart) { return; }
+    execv("/proc/self/exe", argv);
+    note("warning: could not start anew (%s): the CPU path may be several times slower", strerror(errno));
+}
+
+#ifdef __CUDACC__
+static std::string gpu_description() {
+    cudaDeviceProp properties;
+    int device, driver, runtime;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
+    CUDA_CHECK(cudaDriverGetVersion(&driver));
+    CUDA_CHECK(cudaRuntimeGetVersion(&runtime));
+    // The runtime only knows which CUDA the driver is made for; its own version ("580.95.05") stands in /proc.
+    std::istringstream words(field_of("/proc/driver/nvidia/version", "NVRM version"));
+    std::string version = strprintf("for CUDA %d.%d", driver / 1000, driver % 1000 / 10);
+    int major, minor;
+    for (std::string word; words >> word;) {
+        if (sscanf(word.c_str(), "%d.%d", &major, &minor) == 2) {
+            version = word;
+            break;
+        }
+    }
+    return strprintf("%s, driver %s, CUDA %d.%d", properties.name, version.c_str(), runtime / 1000,
+                     runtime % 1000 / 10);
+}
+#endif
+
+std::string device_description() {
+#ifdef __CUDACC__
+    if (context.device == CUDA) { return gpu_description(); }
+#endif
+    if (context.device == META) { return "meta (nothing is computed)"; }
+    std::string name = field_of("/proc/cpuinfo", "model name");
+    std::string text = strprintf("%s, %d threads", name.empty() ? "CPU" : name.c_str(), cpu_threads());
+#ifdef HAVE_OPENBLAS
+    text += strprintf(", OpenBLAS %s", openblas_get_corename());
+#endif
+    return text;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Ranges
+
+static thread_local std::vector<const char*> open_ranges;
+
+Range::Range(const char* name) {
+    open_ranges.push_back(name);
+#ifdef __CUDACC__
+    nvtxRangePushA(name);
+#endif
+}
+
+Range::~Range() {
+    open_ranges.pop_back();
+#ifdef __CUDACC__
+    nvtxRangePop();
+#endif
+}
+
+const char* innermost_range() { return open_ranges.empty() ? "" : open_ranges.back(); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Memory: the raw blocks
+
+static double to_gib(size_t bytes) { return bytes / 1073741824.0; }
+
+// What the kernel would still give: without swap, and within the container's limit, beyond which it kills.
+static size_t system_memory() {
+    std::string available = field_of("/proc/meminfo", "MemAvailable");
+    if (available.empty()) { fail("/proc/meminfo: found no MemAvailable"); }
+    size_t bytes = strtoull(available.c_str(), nullptr, 10) * 1024;
+    std::string limit = field_of("/sys/fs/cgroup/memory.max", "");
+    if (!limit.empty() && limit != "max") {
+        size_t used = strtoull(field_of("/sys/fs/cgroup/memory.current", "").c_str(), nullptr, 10);
+        // Cached files count as used, but make room when memory runs short.
+        size_t cached = strtoull(field_of("/sys/fs/cgroup/memory.stat", "inactive_file").c_str(), nullptr, 10);
+        size_t max = strtoull(limit.c_str(), nullptr, 10) + std::min(cached, used);
+        bytes = std::min(bytes, max > used ? max - used : 0);
+    }
+    return bytes;
+}
+
+#ifdef __CUDACC__
+static cudaMemPool_t memory_pool() {
+    static const cudaMemPool_t pool = [] {
+        int device;
+        cudaMemPool_t p;
+        uint64_t keep_everything = UINT64_MAX;  // by default each synchronize would give unused memory back
+        CUDA_CHECK(cudaGetDevice(&device));
+        CUDA_CHECK(cudaDeviceGetDefaultMemPool(&p, device));
+        CUDA_CHECK(cudaMemPoolSetAttribute(p, cudaMemPoolAttrReleaseThreshold, &keep_everything));
+        return p;
+    }();
+    return pool;
+}
+#endif
+
+size_t available_memory(Device d) {
+#ifdef __CUDACC__
+    if (d == CUDA) {
+        size_t free, total;
+        uint64_t reserved, used;
+        CUDA_CHECK(cudaMemGetInfo(&free, &total));
+        CUDA_CHECK(cudaMemPoolGetAttribute(memory_pool(), cudaMemPoolAttrReservedMemCurrent, &reserved));
+        CUDA_CHECK(cudaMemPoolGetAttribute(memory_pool(), cudaMemPoolAttrUsedMemCurrent, &used));
+        return free + (reserved - used);
+    }
+#endif
+    if (d == META) { return SIZE_MAX; }
+    malloc_trim(0);  // what we freed and malloc kept is available, too
+    return system_memory();
+}
+
+// Returns null where there is not enough memory.
+static void* allocate_cpu(size_t bytes) {
+    // Left alone, malloc maps each large block afresh and unmaps it when freed; the kernel then zeroes every page of
+    // every activation in every step. So: no mappings, and nothing goes back before available_memory() asks for it.
+    // Only speed hangs on it, so a malloc without these knobs (the sanitizers') will do.
+    static const bool tuned = (mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1), true);
+    (void)tuned;
+    // Linux promises more than it has, and kills the process when that is touched.
+    constexpr size_t large = 64 << 20;
+    if (bytes > large && bytes > system_memory() && bytes > available_memory(CPU)) { return nullptr; }
+    // Aligned by hand to 64 bytes, a cache line and an AVX-512 register: glibc 2.36's aligned_alloc hands the slack
+    // before a block to small requests, after which the block, once freed, is too short for the next one of its size.
+    char* block = (char*)malloc(bytes + 64);
+    if (!block) { return nullptr; }
+    char* data = (char*)(((uintptr_t)block + 64) & ~(uintptr_t)63);
+    ((char**)data)[-1] = block;
+    return data;
+}
+
+static void free_cpu(void* data) { free(((char**)data)[-1]); }
+
+#ifdef __CUDACC__
+// Where the pool holds enough, but in pieces, the driver remaps their pages into one block (measured).
+static void* allocate_cuda(size_t bytes) {
+    void* data = nullptr;
+    cudaError_t error = cudaMallocFromPoolAsync(&data, bytes, memory_pool(), stream());
+    if (error == cudaErrorMemoryAllocation) {
+        cudaGetLastError();
+        return nullptr;
+    }
+    CUDA_CHECK(error);
+    return data;
+}
+
+static void free_cuda(void* data) {
+    cudaError_t error = cudaFreeAsync(data, stream());
+    // Static tensors die after the driver has shut down, and after a fault every call fails: one line is enough.
+    static bool said = false;
+    if (error != cudaSuccess && error != cudaErrorCudartUnloading && !said) {
+        said = true;
+        note("cudaFreeAsync: %s", cudaGetErrorString(error));
+    }
+}
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Memory: the books
+
+static MemoryUse uses[3];       // one a device
+static std::mutex books_mutex;  // the last owner of a buffer may be another thread
+
+const MemoryUse& memory_use(Device device) { return uses[device]; }
+
+static void book(Device device, Category category, int64_t bytes) {
+    std::lock_guard<std::mutex> lock(books_mutex);
+    MemoryUse& use = uses[device];
+    use.now += bytes;
+    use.now_by[category] += bytes;
+    if (use.now > use.peak) {
+        use.peak = use.now;
+        std::copy_n(use.now_by, CATEGORIES, use.peak_by);
+    }
+}
+
+void reset_peak(Device device) {
+    std::lock_guard<std::mutex> lock(books_mutex);
+    MemoryUse& use = uses[device];
+    use.peak = use.now;
+    std::copy_n(use.now_by, CATEGORIES, use.peak_by);
+}
+
+static void* allocate_raw(Device device, size_t bytes) {
+    if (device == CUDA) {
+#ifdef __CUDACC__
+        return allocate_cuda(bytes);
+#else
+        fail("device cuda: this build is for the CPU only");
+#endif
+    }
+    return allocate_cpu(bytes);
+}
+
+// Bytes of 0xFF are NaN in all our float formats, so whoever reads what nobody wrote shows it.
+static void poison(Device device, void* data, size_t bytes) {
+#ifdef __CUDACC__
+    if (device == CUDA) {
+        CUDA_CHECK(cudaMemsetAsync(data, 0xFF, bytes, stream()));
+        return;
+    }
+#endif
+    if (device == CPU) { memset(data, 0xFF, bytes); }
+}
+
+std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category) {
+    static const bool poisoning = environment_is_1("CS336_POISON");
+    auto memory = std::make_shared<Memory>();
+    memory->device = device;
+    memory->category = category;
+    memory->op = innermost_range();
+    if (bytes > 0 && device != META) {
+        memory->data = allocate_raw(device, bytes);
+        if (!memory->data) {
+            throw OutOfMemory(bytes,
+                              strprintf("out of memory on %s: %.2f GiB for %s%s%s, beside %.2f GiB in use, "
+                                        "with %.2f GiB available",
+                                        name_of(device), to_gib(bytes), name_of(category), *memory->op ? " in " : "",
+                                        memory->op, to_gib(uses[device].now), to_gib(available_memory(device))));
+        }
+    }
+    memory->bytes = bytes;
+    book(device, category, bytes);
+    if (poisoning && memory->data) { poison(device, memory->data, bytes); }
+    return memory;
+}
+
+Memory::~Memory() {
+    book(device, category, -(int64_t)bytes);
+    if (!data) { return; }
+#ifdef __CUDACC__
+    if (device == CUDA) {
+        free_cuda(data);
+        return;
+    }
+#endif
+    free_cpu(data);
+}
+
+void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes) {
+    if (bytes == 0 || to_device == META || from_device == META) { return; }
+#ifdef __CUDACC__
+    if (to_device == CUDA || from_device == CUDA) {
+        CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream()));
+        CUDA_CHECK(cudaStreamSynchronize(stream()));
+        return;
+    }
+#endif
+    memcpy(to, from, bytes);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Time
+
+double now_ms() {
+    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+Stats stats_of(std::vector<double> values) {
+    if (values.empty()) { fail("statistics of no values"); }
+    std::sort(values.begin(), values.end());
+    int n = values.size();
+    double mean = std::accumulate(values.begin(), values.end(), 0.0) / n;
+    double squares = 0;
+    for (double v : values) { squares += (v - mean) * (v - mean); }
+    double std = n > 1 ? std::sqrt(squares / (n - 1)) : 0;
+    double median = (values[(n - 1) / 2] + values[n / 2]) / 2;
+    return {mean, std, median, values.front(), values.back(), n};
+}
+
+std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f) {
+    std::vector<double> times;
+    synchronize();  // what was queued before is not ours to count
+    for (int i = -warmup; i < n; i++) {
+        double start = now_ms();
+        f();
+        synchronize();
+        if (i >= 0) { times.push_back(now_ms() - start); }
+    }
+    return times;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Lines on stderr
+
+static bool progress_is_open = false;
+
+static void end_progress() {
+    if (progress_is_open) {
+        fprintf(stderr, "\r\033[K");  // back to the line's start, and erase it
+        progress_is_open = false;
+    }
+}
+
+void progress(const char* format, ...) {
+    static const bool terminal = isatty(STDERR_FILENO);
+    if (!terminal) { return; }
+    va_list arguments;
+    va_start(arguments, format);
+    std::string text = format_list(format, arguments);
+    va_end(arguments);
+    // No automatic wrap (?7l ... ?7h): of a line that wrapped, the next '\r' would rewrite only the end.
+    fprintf(stderr, "\r\033[K\033[?7l%s\033[?7h", text.c_str());
+    fflush(stderr);
+    progress_is_open = true;
+}
+
+void note(const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    std::string text = format_list(format, arguments);
+    va_end(arguments);
+    end_progress();
+    fprintf(stderr, "%s\n", text.c_str());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tables
+
+// As JSON defines numbers: neither "nan" nor "007" is one.
+static bool is_number(const std::string& cell) {
+    const char* p = cell.c_str();
+    auto digits = [&p] {
+        const char* start = p;
+        while (isdigit((unsigned char)*p)) { p++; }
+        return p > start;
+    };
+    p += *p == '-';
+    bool leading_zero = p[0] == '0' && isdigit((unsigned char)p[1]);
+    if (leading_zero || !digits()) { return false; }
+    if (*p == '.' && (p++, !digits())) { return false; }
+    if (*p == 'e' || *p == 'E') {
+        p++;
+        p += *p == '+' || *p == '-';
+        if (!digits()) { return false; }
+    }
+    return p == cell.c_str() + cell.size();
+}
+
+// Columns on the screen, if each code point takes one: all bytes of UTF-8 but continuation bytes.
+static size_t width(const std::string& text) {
+    return std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; });
+}
+
+static std::string format_markdown(const Table& table) {
+    std::vector<std::vector<std::string>> lines = {table.columns};
+    lines.insert(lines.end(), table.rows.begin(), table.rows.end());
+    size_t columns = table.columns.size();
+    std::vector<size_t> widths(columns, 3);
+    std::vector<bool> right(columns, true);
+    for (size_t j = 0; j < columns; j++) {
+        for (size_t i = 0; i < lines.size(); i++) {
+            std::string& cell = lines[i][j];
+            right[j] = right[j] && (i == 0 || cell.empty() || cell == "OOM" || is_number(cell));
+            for (size_t k = 0; (k = cell.find('|', k)) != std::string::npos; k += 2) { cell.insert(k, "\\"); }
+            widths[j] = std::max(widths[j], width(cell));
+        }
+    }
+    std::string text = table.caption + "\n\n";
+    for (size_t i = 0; i < lines.size(); i++) {
+        for (size_t j = 0; j < columns; j++) {
+            std::string spaces(widths[j] - width(lines[i][j]), ' ');
+            text += "| " + (right[j] ? spaces + lines[i][j] : lines[i][j] + spaces) + " ";
+        }
+        text += "|\n";
+        for (size_t j = 0; i == 0 && j < columns; j++) {
+            std::string dashes(widths[j] - 1, '-');
+            text += "| " + (right[j] ? dashes + ":" : "-" + dashes) + (j + 1 < columns ? " " : " |\n");
+        }
+    }
+    return text;
+}
+
+static std::string quote_csv(const std::string& cell) {
+    if (cell.find_first_of(",\"\r\n") == std::string::npos) { return cell; }
+    std::string text = "\"";
+    for (char c : cell) { text += c == '"' ? "\"\"" : std::string(1, c); }
+    return text + "\"";
+}
+
+static std::string quote_json(const std::string& value) {
+    std::string text = "\"";
+    for (char c : value) {
+        if (c == '"' || c == '\\') {
+            text += std::string("\\") + c;
+        } else if ((unsigned char)c < 0x20) {
+            text += strprintf("\\u%04x", c);
+        } else {
+            text += c;
+        }
+    }
+    return text + "\"";
+}
+
+// f of each cell, with commas between
+static std::string join(const std::vector<std::string>& cells, const std::function<std::string(const std::string&)>& f,
+                        const char* comma) {
+    std::string text;
+    for (size_t j = 0; j < cells.size(); j++) { text += (j ? comma : "") + f(cells[j]); }
+    return text;
+}
+
+static std::string format_csv(const Table& table) {
+    std::string text = "# " + table.caption + "\n" + join(table.columns, quote_csv, ",") + "\n";
+    for (const auto& row : table.rows) { text += join(row, quote_csv, ",") + "\n"; }
+    return text;
+}
+
+static std::string format_json(const Table& table) {
+    std::string text = "{\"caption\": " + quote_json(table.caption) + ", \"columns\": [" +
+                       join(table.columns, quote_json, ", ") + "], \"rows\": [";
+    for (size_t i = 0; i < table.rows.size(); i++) {
+        auto value = [](const std::string& cell) { return is_number(cell) ? cell : quote_json(cell); };
+        text += (i ? ", [" : "[") + join(table.rows[i], value, ", ") + "]";
+    }
+    return text + "]}\n";
+}
+
+std::string format_table(const Table& table, const std::string& format) {
+    for (const auto& row : table.rows) {
+        if (row.size() != table.columns.size()) {
+            fail("table '%s': a row has %zu cells, expected %zu", table.caption.c_str(), row.size(),
+                 table.columns.size());
+        }
+    }
+    if (format == "md") { return format_markdown(table); }
+    if (format == "csv") { return format_csv(table); }
+    if (format == "json") { return format_json(table); }
+    fail("format '%s': expected md, csv or json", format.c_str());
+}
+
+void print(const Table& table, const std::string& format) {
+    static bool is_first = true;
+    std::string text = format_table(table, format);
+    if (!is_first && format != "json") {
+        text = "\n" + text;  // JSON stays one object a line
+    }
+    is_first = false;
+    end_progress();
+    signal(SIGPIPE, SIG_IGN);  // or a closed pipe would kill us before fwrite could tell
+    if (fwrite(text.data(), 1, text.size(), stdout) != text.size() || fflush(stdout) != 0) {
+        fail("cannot write to stdout: %s", strerror(errno));
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Ourselves
+
+std::string run_ourselves(const std::vector<std::string>& arguments) {
+    std::string line = "cs336";
+    std::vector<char*> argv = {(char*)"cs336"};
+    for (const std::string& a : arguments) {
+        line += " " + a;
+        argv.push_back((char*)a.c_str());
+    }
+    argv.push_back(nullptr);
+
+    int ends[2];  // read, write
+    if (pipe2(ends, O_CLOEXEC) != 0) { fail("pipe: %s", strerror(errno)); }
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
+    pid_t child;
+    int error = posix_spawn(&child, "/proc/self/exe", &actions, nullptr, argv.data(), environ);
+    posix_spawn_file_actions_destroy(&actions);
+    close(ends[1]);  // so that reading ends when the child closes its copy
+    if (error != 0) {
+        close(ends[0]);
+        fail("%s: could not be started: %s", line.c_str(), strerror(error));
+    }
+
+    std::string output;
+    char buffer[4096];
+    ssize_t n;
+    while ((n = read(ends[0], buffer, sizeof buffer)) > 0 || (n < 0 && errno == EINTR)) {
+        output.append(buffer, std::max<ssize_t>(n, 0));
+    }
+    int read_error = n < 0 ? errno : 0;
+    close(ends[0]);
+    int status;
+    while (waitpid(child, &status, 0) < 0) {
+        if (errno != EINTR) { fail("%s: waitpid: %s", line.c_str(), strerror(errno)); }
+    }
+    if (WIFSIGNALED(status)) {
+        fail("%s: killed by signal %d (%s)", line.c_str(), WTERMSIG(status), strsignal(WTERMSIG(status)));
+    }
+    if (WEXITSTATUS(status) != 0) { fail("%s: exited with %d", line.c_str(), WEXITSTATUS(status)); }
+    if (read_error != 0) { fail("%s: cannot read its output: %s", line.c_str(), strerror(read_error)); }
+    return output;
+}
+
+std::string commit() { return CS336_COMMIT; }

@@ -1,0 +1,1493 @@
+// model.cu: the handout's Transformer LM, its training, and the experiments of section 1.1.
+//
+//   x = E[tokens]
+//   each layer:  x += Wo attention(rope(Wq n), rope(Wk n), Wv n)        n = rmsnorm(x; ln1)
+//                x += W2 (silu(W1 n) * W3 n)                            n = rmsnorm(x; ln2)
+//   logits = lm_head rmsnorm(x; ln_final)
+//
+// Each op below comes as: formula; the eager form, a chain of tensor.cu's one-kernel operations that autograd
+// differentiates; the fused form with its backward by hand, as a plain loop for the CPU and as kernels for the GPU.
+// Under autocast, T is the compute type (bf16, fp16), while the residual stream x, the weights and all sums are fp32.
+#include "cs336.h"
+#include <algorithm>
+#include <cinttypes>
+#include <cstdio>
+
+#ifdef __CUDACC__
+static int blocks_for(int64_t n) { return (int)std::min<int64_t>((n + 255) / 256, 1 << 20); }
+#endif
+template <class T>
+using Wide = decltype(to_acc(T()));  // float, or double for float64 tensors
+
+// ---------------------------------------------------------------------------------------------------------------------
+// RMSNorm, with the residual add before it.
+//   x += delta;  r = 1/sqrt(mean_c(x_c^2) + eps);  y_c = w_c x_c r
+//   dx_c = r w_c dy_c - x_c r^3/C sum_j(w_j dy_j x_j);  dw_c = sum over rows of dy_c x_c r
+// x, delta, y, dx [N,C]; r [N]; w [C]. The handout's model needs 7 kernels forward and about 20 backward for it; fused
+// it is 1 and 3, and x is read and written once.
+
+static Tensor add_rmsnorm_eager(Tensor* x, const Tensor& delta, const Tensor& w, float eps) {
+    if (delta) {
+        Range r("residual");
+        *x = add(*x, delta);
+    }
+    Range r("rmsnorm");
+    return mul(w, mul(*x, rsqrt(add_scalar(mean_last(square(*x)), eps))));
+}
+
+template <class T>
+static void add_rmsnorm_cpu(T* y, Wide<T>* x_out, Wide<T>* r_out, const Wide<T>* x_in, const T* delta, const Wide<T>* w,
+                            int64_t N, int64_t C, float eps) {
+#pragma omp parallel for if (N > 64)
+    for (int64_t n = 0; n < N; n++) {
+        const Wide<T>* x = x_in + n * C;
+        if (delta) {
+            for (int64_t c = 0; c < C; c++) { x_out[n * C + c] = x[c] + to_acc(delta[n * C + c]); }
+            x = x_out + n * C;
+        }
+        double sum = 0;
+        for (int64_t c = 0; c < C; c++) { sum += (double)x[c] * x[c]; }
+        Wide<T> r = (Wide<T>)(1 / std::sqrt(sum / C + eps));
+        for (int64_t c = 0; c < C; c++) { from_acc(w[c] * (x[c] * r), &y[n * C + c]); }
+        r_out[n] = r;
+    }
+}
+template <class T>
+static void rmsnorm_backward_cpu(Wide<T>* dx, bool add_dx, Wide<T>* dw, bool add_dw, const T* dy, const Wide<T>* x,
+                                 const Wide<T>* r, const Wide<T>* w, int64_t N, int64_t C) {
+#pragma omp parallel for if (N > 64)
+    for (int64_t n = 0; n < N; n++) {
+        double dot = 0;
+        for (int64_t i = n * C; i < (n + 1) * C; i++) { dot += (double)w[i - n * C] * to_acc(dy[i]) * x[i]; }
+        Wide<T> k = (Wide<T>)(dot * r[n] * r[n] * r[n] / C);
+        for (int64_t i = n * C; i < (n + 1) * C; i++) {
+            Wide<T> d = r[n] * w[i - n * C] * to_acc(dy[i]) - x[i] * k;
+            dx[i] = add_dx ? dx[i] + d : d;
+        }
+    }
+#pragma omp parallel for if (N > 64)
+    for (int64_t c = 0; c < C; c++) {
+        double sum = 0;
+        for (int64_t n = 0; n < N; n++) { sum += (double)to_acc(dy[n * C + c]) * x[n * C + c] * r[n]; }
+        dw[c] = (Wide<T>)(add_dw ? dw[c] + sum : sum);
+    }
+}
+
+#ifdef __CUDACC__
+// One block a row. The second pass over x finds it in L1 or L2.
+template <class T>
+__global__ void add_rmsnorm_kernel(T* y, float* x_out, float* r_out, const float* x, const T* delta, const float* w,
+                                   int C, float eps) {
+    int64_t row = blockIdx.x * (int64_t)C;
+    float sum = 0;
+    for (int c = threadIdx.x; c < C; c += blockDim.x) {
+        float v = x[row + c];
+        if (delta) {
+            v += to_acc(delta[row + c]);
+            x_out[row + c] = v;
+        }
+        sum += v * v;
+    }
+    float r = 1 / sqrtf(block_sum(sum) / C + eps);
+    const float* source = delta ? x_out : x;  // each thread reads back only what it wrote itself
+    for (int c = threadIdx.x; c < C; c += blockDim.x) { from_acc(w[c] * (source[row + c] * r), &y[row + c]); }
+    if (threadIdx.x == 0) { r_out[blockIdx.x] = r; }
+}
+template <class T>
+__global__ void rmsnorm_backward_kernel(float* dx, bool add_dx, const T* dy, const float* x, const float* r_in,
+                                        const float* w, int C) {
+    int64_t row = blockIdx.x * (int64_t)C;
+    float dot = 0, r = r_in[blockIdx.x];
+    for (int c = threadIdx.x; c < C; c += blockDim.x) { dot += w[c] * to_acc(dy[row + c]) * x[row + c]; }
+    float k = block_sum(dot) * r * r * r / C;
+    for (int c = threadIdx.x; c < C; c += blockDim.x) {
+        float d = r * w[c] * to_acc(dy[row + c]) - x[row + c] * k;
+        dx[row + c] = add_dx ? dx[row + c] + d : d;
+    }
+}
+// dw in two deterministic steps: block (i,j) sums columns [32 i, 32 i + 32) over its share of the rows, then one thread
+// a column adds the gridDim.y partial sums in order.
+constexpr int DW_ROWS = 8;
+template <class T>
+__global__ void rmsnorm_dw_kernel(float* partial, const T* dy, const float* x, const float* r, int N, int C) {
+    __shared__ float shared[DW_ROWS][WARP];
+    int c = blockIdx.x * WARP + threadIdx.x;
+    float sum = 0;
+    if (c < C) {
+        for (int n = blockIdx.y * DW_ROWS + threadIdx.y; n < N; n += gridDim.y * DW_ROWS) {
+            sum += to_acc(dy[(int64_t)n * C + c]) * x[(int64_t)n * C + c] * r[n];
+        }
+    }
+    shared[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();  // all eight rows' sums must be there
+    if (threadIdx.y == 0 && c < C) {
+        for (int k = 1; k < DW_ROWS; k++) { sum += shared[k][threadIdx.x]; }
+        partial[blockIdx.y * C + c] = sum;
+    }
+}
+__global__ void add_partials_kernel(float* dw, bool add_dw, const float* partial, int parts, int C) {
+    int c = blockIdx.x * blockDim.x + threadIdx.x;
+    if (c >= C) { return; }
+    float sum = add_dw ? dw[c] : 0;
+    for (int k = 0; k < parts; k++) { sum += partial[k * C + c]; }
+    dw[c] = sum;
+}
+#endif
+
+static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dw, bool add_dw, const Tensor& dy,
+                             const Tensor& x, const Tensor& r, const Tensor& w) {
+    int64_t C = w.size(), N = x.size() / C;
+#ifdef __CUDACC__
+    int parts = (int)std::min<int64_t>(16, (N + DW_ROWS - 1) / DW_ROWS);
+    Tensor partial = dx.device() == CPU ? Tensor() : empty({parts, C}, F32, WORKSPACE);
+    if (dx.device() == CUDA) {
+        return with_gpu_type(dy.dtype, [&](auto zero) {
+            using T = decltype(zero);
+            rmsnorm_backward_kernel<<<N, 256, 0, stream()>>>(dx.as<float>(), add_dx, dy.as<T>(), x.as<float>(),
+                                                             r.as<float>(), w.as<float>(), (int)C);
+            LAUNCH_CHECK();
+            rmsnorm_dw_kernel<<<dim3(ceil_div(C, WARP), parts), dim3(WARP, DW_ROWS), 0, stream()>>>(
+                partial.as<float>(), dy.as<T>(), x.as<float>(), r.as<float>(), (int)N, (int)C);
+            LAUNCH_CHECK();
+            add_partials_kernel<<<ceil_div(C, 256), 256, 0, stream()>>>(dw.as<float>(), add_dw, partial.as<float>(),
+                                                                        parts, (int)C);
+            LAUNCH_CHECK();
+        });
+    }
+#endif
+    if (dx.device() == META) { return; }
+    with_type(dy.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        rmsnorm_backward_cpu(dx.as<Wide<T>>(), add_dx, dw.as<Wide<T>>(), add_dw, dy.as<T>(), x.as<Wide<T>>(),
+                             r.as<Wide<T>>(), w.as<Wide<T>>(), N, C);
+    });
+}
+
+static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor& w, float eps) {
+    Range range("rmsnorm");
+    Tensor x_in = *x_io, x = delta ? empty(x_in.shape, x_in.dtype) : x_in;
+    int64_t C = w.size(), N = x.size() / C;
+    DType dtype =
+        x.dtype == F64 ? F64 : matmul_dtype();  // rounded here once, where autocast would cast before the matmul
+    Tensor y = empty(x.shape, dtype), r = empty({N}, x.dtype);
+    if (delta && delta.dtype != dtype) { fail("add_rmsnorm: delta is %s", name_of(delta.dtype)); }
+    if (x.device() == CPU) {
+        with_type(dtype, [&](auto zero) {
+            using T = decltype(zero);
+            add_rmsnorm_cpu(y.as<T>(), x.as<Wide<T>>(), r.as<Wide<T>>(), x_in.as<Wide<T>>(), delta.as<T>(),
+                            w.as<Wide<T>>(), N, C, eps);
+        });
+    }
+#ifdef __CUDACC__
+    if (x.device() == CUDA) {
+        with_gpu_type(dtype, [&](auto zero) {
+            using T = decltype(zero);
+            add_rmsnorm_kernel<<<N, 256, 0, stream()>>>(y.as<T>(), x.as<float>(), r.as<float>(), x_in.as<float>(),
+                                                        delta.as<T>(), w.as<float>(), (int)C, eps);
+            LAUNCH_CHECK();
+        });
+    }
+#endif
+    if (delta) {
+        record(x, {x_in, delta}, [gx = x_in.gradient, gd = delta.gradient](const Tensor& dx) {
+            add_gradient(gx, dx);
+            add_gradient(gd, dx);
+        });
+        *x_io = x;
+    }
+    record(y, {x, w}, [x, r, w](const Tensor& dy) {
+        bool add_dx = false, add_dw = false;
+        Tensor dx = gradient_target(x.gradient, &add_dx), dw = gradient_target(w.gradient, &add_dw);
+        rmsnorm_backward(dx, add_dx, dw, add_dw, contiguous(dy), x, r, w);
+    });
+    return y;
+}
+Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float eps) {
+    return context.mode == EAGER ? add_rmsnorm_eager(x, delta, weight, eps) : add_rmsnorm_fused(x, delta, weight, eps);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// RoPE: each pair (x_2i, x_2i+1) of a query or key at position t is turned by the angle t theta^(-2i/D):
+//   y_2i = cos x_2i - sin x_2i+1,  y_2i+1 = sin x_2i + cos x_2i+1;  backward turns by the opposite angle.
+// Fused: one product gives q, k and v side by side, y [B,T,C] -> [B,T,3,H,D], and one kernel turns q and k and lays all
+// three out as [B,H,T,D] for attention: 3 elements read and 3 written, where eager needs some 16 kernels.
+
+Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype) {
+    std::vector<float> values(T * D);
+    for (int64_t t = 0; t < T; t++) {
+        for (int64_t i = 0; i < D / 2; i++) {
+            double angle = t * pow((double)theta, -2.0 * i / D);
+            values[t * D + 2 * i] = (float)cos(angle);
+            values[t * D + 2 * i + 1] = (float)sin(angle);
+        }
+    }
+    return context.device == META ? empty({T, D}, dtype, INPUTS) : from_floats(values, {T, D}, dtype);
+}
+
+static Tensor rope_eager(const Tensor& x, const Tensor& rope) {
+    Range r("rope");
+    Tensor cos = slice_last(rope, 0, 2), sin = slice_last(rope, 1, 2), x1 = slice_last(x, 0, 2),
+           x2 = slice_last(x, 1, 2);
+    return interleave_last(sub(mul(cos, x1), mul(sin, x2)), add(mul(sin, x1), mul(cos, x2)));
+}
+
+struct HeadShape {
+    int T, H, D;
+};
+// Pair p of [B,T,3,H,D/2]: from qkv to heads, or with `backward` from the heads' gradients to qkv's.
+template <class T>
+HD inline void split_pair(int64_t p, T* qkv, T* q, T* k, T* v, const Wide<T>* rope, HeadShape s, bool backward) {
+    int half = s.D / 2, i = (int)(p % half), h = (int)(p / half % s.H), which = (int)(p / half / s.H % 3);
+    int64_t bt = p / half / s.H / 3, b = bt / s.T, t = bt % s.T;
+    T* head = (which == 0 ? q : which == 1 ? k : v) + ((b * s.H + h) * s.T + t) * s.D + 2 * i;
+    T *from = backward ? head : qkv + 2 * p, *to = backward ? qkv + 2 * p : head;
+    Wide<T> x1 = to_acc(from[0]), x2 = to_acc(from[1]), cos = 1, sin = 0;
+    if (which < 2) {
+        cos = rope[t * s.D + 2 * i];
+        sin = backward ? -rope[t * s.D + 2 * i + 1] : rope[t * s.D + 2 * i + 1];
+    }
+    from_acc(cos * x1 - sin * x2, &to[0]);
+    from_acc(sin * x1 + cos * x2, &to[1]);
+}
+#ifdef __CUDACC__
+template <class T>
+__global__ void split_heads_kernel(int64_t n, T* qkv, T* q, T* k, T* v, const float* rope, HeadShape s, bool backward) {
+    for (int64_t p = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; p < n; p += (int64_t)gridDim.x * blockDim.x) {
+        split_pair(p, qkv, q, k, v, rope, s, backward);
+    }
+}
+#endif
+static void split_heads_run(const Tensor& qkv, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rope,
+                            bool backward) {
+    HeadShape s{(int)q.dim(2), (int)q.dim(1), (int)q.dim(3)};
+    int64_t n = qkv.size() / 2;
+    if (qkv.device() == META || n == 0) { return; }
+#ifdef __CUDACC__
+    if (qkv.device() == CUDA) {
+        return with_gpu_type(qkv.dtype, [&](auto zero) {
+            using T = decltype(zero);
+            split_heads_kernel<<<blocks_for(n), 256, 0, stream()>>>(n, qkv.as<T>(), q.as<T>(), k.as<T>(), v.as<T>(),
+                                                                    rope.as<float>(), s, backward);
+            LAUNCH_CHECK();
+        });
+    }
+#endif
+    with_type(qkv.dtype, [&](auto zero) {
+        using T = decltype(zero);
+#pragma omp parallel for if (n > 16384)
+        for (int64_t p = 0; p < n; p++) {
+            split_pair(p, qkv.as<T>(), q.as<T>(), k.as<T>(), v.as<T>(), rope.as<Wide<T>>(), s, backward);
+        }
+    });
+}
+
+void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope_all, int H, Tensor* q, Tensor* k, Tensor* v) {
+    int64_t B = y.dim(0), T = y.dim(1), C = y.dim(2), D = C / H;
+    Tensor rope = view(rope_all, 0, {T, D});
+    if (context.mode == EAGER) {
+        Range r("projections");
+        auto heads = [&](const Tensor& w) { return transpose(reshape(linear(y, w), {B, T, H, D}), 1, 2); };
+        *q = rope_eager(heads(layer.q), rope), *k = rope_eager(heads(layer.k), rope), *v = heads(layer.v);
+        return;
+    }
+    Range r("projections");
+    Tensor qkv = linear(y, layer.qkv);
+    *q = empty({B, H, T, D}, qkv.dtype), *k = empty({B, H, T, D}, qkv.dtype), *v = empty({B, H, T, D}, qkv.dtype);
+    split_heads_run(qkv, *q, *k, *v, rope, false);
+    // Three outputs, one backward: v's step is recorded first, so it runs last, when all three gradients are there.
+    auto dq = std::make_shared<Tensor>(), dk = std::make_shared<Tensor>();
+    record(*v, {qkv}, [dq, dk, rope, g = qkv.gradient](const Tensor& dv) {
+        Tensor dqkv = empty(g->shape, g->dtype);
+        split_heads_run(dqkv, *dq, *dk, contiguous(dv), rope, true);
+        add_gradient(g, dqkv);
+    });
+    record(*k, {qkv}, [dk](const Tensor& d) { *dk = contiguous(d); });
+    record(*q, {qkv}, [dq](const Tensor& d) { *dq = contiguous(d); });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// SwiGLU: g = silu(a) * b with a = y w1^T, b = y w3^T, silu(a) = a s, s = 1/(1 + exp(-a)).
+//   da = dg b s (1 + a (1 - s)),  db = dg a s.   Fused: one product gives h = [a | b], [N,2F]; then 2 reads and 1
+//   write.
+
+template <class A>
+HD inline A sigmoid_of(A a) {
+    return 1 / (1 + std::exp(-a));
+}
+template <class T>
+HD inline void swiglu_element(int64_t i, T* g, const T* h, int64_t F) {
+    int64_t at = i / F * 2 * F + i % F;
+    Wide<T> a = to_acc(h[at]), b = to_acc(h[at + F]);
+    from_acc(a * sigmoid_of(a) * b, &g[i]);
+}
+template <class T>
+HD inline void swiglu_backward_element(int64_t i, T* dh, const T* dg_in, const T* h, int64_t F) {
+    int64_t at = i / F * 2 * F + i % F;
+    Wide<T> a = to_acc(h[at]), b = to_acc(h[at + F]), s = sigmoid_of(a), dg = to_acc(dg_in[i]);
+    from_acc(dg * b * s * (1 + a * (1 - s)), &dh[at]);
+    from_acc(dg * a * s, &dh[at + F]);
+}
+#ifdef __CUDACC__
+template <class T>
+__global__ void swiglu_kernel(int64_t n, T* g, const T* h, int64_t F) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (i < n) { swiglu_element(i, g, h, F); }
+}
+template <class T>
+__global__ void swiglu_backward_kernel(int64_t n, T* dh, const T* dg, const T* h, int64_t F) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (i < n) { swiglu_backward_element(i, dh, dg, h, F); }
+}
+#endif
+static void swiglu_run(const Tensor& g, const Tensor& h) {
+    int64_t n = g.size(), F = g.dim(-1);
+    if (g.device() == META || n == 0) { return; }
+#ifdef __CUDACC__
+    if (g.device() == CUDA) {
+        return with_gpu_type(g.dtype, [&](auto zero) {
+            using T = decltype(zero);
+            swiglu_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(n, g.as<T>(), h.as<T>(), F);
+            LAUNCH_CHECK();
+        });
+    }
+#endif
+    with_type(g.dtype, [&](auto zero) {
+        using T = decltype(zero);
+#pragma omp parallel for if (n > 16384)
+        for (int64_t i = 0; i < n; i++) { swiglu_element(i, g.as<T>(), h.as<T>(), F); }
+    });
+}
+static void swiglu_backward_run(const Tensor& dh, const Tensor& dg, const Tensor& h) {
+    int64_t n = dg.size(), F = dg.dim(-1);
+    if (dg.device() == META || n == 0) { return; }
+#ifdef __CUDACC__
+    if (dg.device() == CUDA) {
+        return with_gpu_type(dg.dtype, [&](auto zero) {
+            using T = decltype(zero);
+            swiglu_backward_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(n, dh.as<T>(), dg.as<T>(), h.as<T>(), F);
+            LAUNCH_CHECK();
+        });
+    }
+#endif
+    with_type(dg.dtype, [&](auto zero) {
+        using T = decltype(zero);
+#pragma omp parallel for if (n > 16384)
+        for (int64_t i = 0; i < n; i++) { swiglu_backward_element(i, dh.as<T>(), dg.as<T>(), h.as<T>(), F); }
+    });
+}
+Tensor swiglu(const Layer& layer, const Tensor& y) {
+    if (context.mode == EAGER) {
+        Tensor a = linear(y, layer.w1), b = linear(y, layer.w3);
+        Range r("swiglu");
+        return mul(mul(a, sigmoid(a)), b);
+    }
+    Tensor h = linear(y, layer.w13);
+    Range r("swiglu");
+    Shape shape = y.shape;
+    shape.back() = layer.w1.dim(0);
+    Tensor g = empty(shape, h.dtype);
+    swiglu_run(g, h);
+    record(g, {h}, [h](const Tensor& dg) {
+        Tensor dh = empty(h.shape, h.dtype);
+        swiglu_backward_run(dh, contiguous(dg), h);
+        add_gradient(h.gradient, dh);
+    });
+    return g;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Cross-entropy of logits l [N,V] with targets t [N]:  loss = mean_n( lse_n - l[n,t_n] ), lse_n = log sum_v exp(l[n,v])
+//   dl[n,v] = (exp(l[n,v] - lse_n) - [v = t_n]) dloss / N.   In fp32 whatever the logits are.
+// Fused: the logits are read twice forward and once backward, and their gradient takes their place in memory.
+
+static Tensor cross_entropy_eager(const Tensor& logits, const Tensor& targets) {
+    Tensor l = cast(logits, logits.dtype == F64 ? F64 : F32);
+    Tensor shifted = sub(l, max_last(l));
+    return mean_all(sub(log(sum_last(exp(shifted))), pick_last(shifted, targets)));
+}
+template <class T>
+static void cross_entropy_cpu(Wide<T>* loss, Wide<T>* lse, const T* logits, const int* targets, int64_t N, int64_t V) {
+#pragma omp parallel for if (N > 64)
+    for (int64_t n = 0; n < N; n++) {
+        const T* l = logits + n * V;
+        Wide<T> m = -INFINITY;
+        double sum = 0;
+        for (int64_t v = 0; v < V; v++) { m = std::max(m, to_acc(l[v])); }
+        for (int64_t v = 0; v < V; v++) { sum += std::exp(to_acc(l[v]) - m); }
+        lse[n] = (Wide<T>)(m + std::log(sum));
+        loss[n] = lse[n] - to_acc(l[targets[n]]);
+    }
+}
+template <class T>
+static void cross_entropy_backward_cpu(T* dl, const T* l, const Wide<T>* lse, const int* targets, Wide<T> dloss,
+                                       int64_t N, int64_t V) {
+#pragma omp parallel for if (N > 64)
+    for (int64_t n = 0; n < N; n++) {
+        for (int64_t v = 0; v < V; v++) {
+            Wide<T> p = std::exp(to_acc(l[n * V + v]) - lse[n]);
+            from_acc((p - (v == targets[n])) * dloss / N, &dl[n * V + v]);
+        }
+    }
+}
+#ifdef __CUDACC__
+// One block a row; maximum and sum in one pass, the sum rescaled when the maximum grows.
+template <class T>
+__global__ void cross_entropy_kernel(float* loss, float* lse, const T* logits, const int* targets, int64_t V) {
+    const T* l = logits + blockIdx.x * V;
+    float m = -INFINITY, sum = 0;
+    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) {
+        float x = to_acc(l[v]), larger = fmaxf(m, x);
+        sum = sum * expf(m - larger) + expf(x - larger);
+        m = larger;
+    }
+    float row_m = block_max(m), row_sum = block_sum(m == -INFINITY ? 0 : sum * expf(m - row_m));
+    if (threadIdx.x == 0) {
+        lse[blockIdx.x] = row_m + logf(row_sum);
+        loss[blockIdx.x] = lse[blockIdx.x] - to_acc(l[targets[blockIdx.x]]);
+    }
+}
+template <class T>
+__global__ void cross_entropy_backward_kernel(T* dl, const T* l, const float* lse, const int* targets,
+                                              const float* dloss, int64_t N, int64_t V) {
+    float k = *dloss / N;
+    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) {
+        int64_t i = blockIdx.x * V + v;
+        from_acc((expf(to_acc(l[i]) - lse[blockIdx.x]) - (v == targets[blockIdx.x])) * k, &dl[i]);
+    }
+}
+#endif
+static void cross_entropy_run(const Tensor& loss, const Tensor& lse, const Tensor& l, const Tensor& targets) {
+    int64_t N = l.dim(0), V = l.dim(1);
+    if (l.device() == META) { return; }
+#ifdef __CUDACC__
+    if (l.device() == CUDA) {
+        return with_gpu_type(l.dtype, [&](auto zero) {
+            cross_entropy_kernel<<<N, 256, 0, stream()>>>(loss.as<float>(), lse.as<float>(), l.as<decltype(zero)>(),
+                                                          targets.as<int>(), V);
+            LAUNCH_CHECK();
+        });
+    }
+#endif
+    with_type(l.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        cross_entropy_cpu(loss.as<Wide<T>>(), lse.as<Wide<T>>(), l.as<T>(), targets.as<int>(), N, V);
+    });
+}
+static void cross_entropy_backward_run(const Tensor& dl, const Tensor& l, const Tensor& lse, const Tensor& targets,
+                                       const Tensor& dloss) {
+    int64_t N = l.dim(0), V = l.dim(1);
+    if (l.device() == META) { return; }
+#ifdef __CUDACC__
+    if (l.device() == CUDA) {
+        return with_gpu_type(l.dtype, [&](auto zero) {
+            using T = decltype(zero);
+            cross_entropy_backward_kernel<<<N, 256, 0, stream()>>>(dl.as<T>(), l.as<T>(), lse.as<float>(),
+                                                                   targets.as<int>(), dloss.as<float>(), N, V);
+            LAUNCH_CHECK();
+        });
+    }
+#endif
+    with_type(l.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        cross_entropy_backward_cpu(dl.as<T>(), l.as<T>(), lse.as<Wide<T>>(), targets.as<int>(), *dloss.as<Wide<T>>(), N,
+                                   V);
+    });
+}
+Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
+    Range range("loss");
+    int64_t V = logits.dim(-1), N = logits.size() / V;
+    Tensor l = reshape(logits, {N, V});
+    if (context.mode == EAGER) { return cross_entropy_eager(l, targets); }
+    DType wide = l.dtype == F64 ? F64 : F32;
+    Tensor rows = empty({N}, wide), lse = empty({N}, wide);
+    cross_entropy_run(rows, lse, l, targets);
+    Tensor loss = detached(mean_all(detached(rows)));
+    record(loss, {l}, [l, lse, targets](const Tensor& dloss) {
+        bool ours_alone = l.memory.use_count() == 1;  // nobody else can still want to see the logits
+        Tensor dl = ours_alone ? detached(l) : empty(l.shape, l.dtype);
+        cross_entropy_backward_run(dl, l, lse, targets, dloss);
+        add_gradient(l.gradient, dl);
+    });
+    return loss;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The gradients' norm, for clipping and to notice fp16's overflows: sqrt(sum g^2) over the whole arena. Its padding
+// holds zeros. Summed in a fixed order, so the same gradients give the same bits.
+
+#ifdef __CUDACC__
+constexpr int NORM_BLOCKS = 1024;
+__global__ void square_sum_kernel(double* partial, const float* g, int64_t n) {
+    float sum = 0;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+        sum += g[i] * g[i];
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) { partial[blockIdx.x] = sum; }
+}
+#endif
+double gradient_norm(const Model& model) {
+    Range range("gradient norm");
+    int64_t n = model.gradients.size();
+    if (model.gradients.device() == META) { return 1; }
+    double sum = 0;
+#ifdef __CUDACC__
+    if (model.gradients.device() == CUDA) {
+        Tensor partial = empty({NORM_BLOCKS}, F64, WORKSPACE);
+        square_sum_kernel<<<NORM_BLOCKS, 256, 0, stream()>>>(partial.as<double>(), model.gradients.as<float>(), n);
+        LAUNCH_CHECK();
+        for (double s : to_doubles(partial)) { sum += s; }
+        return sqrt(sum);
+    }
+#endif
+    constexpr int64_t CHUNK = 1 << 16;  // fixed chunks: the result does not depend on the number of threads
+    std::vector<double> partial((n + CHUNK - 1) / CHUNK);
+    with_type(model.gradients.dtype, [&](auto zero) {
+        const auto* g = model.gradients.as<decltype(zero)>();
+#pragma omp parallel for
+        for (size_t k = 0; k < partial.size(); k++) {
+            for (int64_t i = k * CHUNK; i < std::min<int64_t>(n, (k + 1) * CHUNK); i++) {
+                partial[k] += (double)to_acc(g[i]) * to_acc(g[i]);
+            }
+        }
+    });
+    for (double s : partial) { sum += s; }
+    return sqrt(sum);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// AdamW (Loshchilov and Hutter, 2019; the handout's order), t = 1, 2, ...:
+//   p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  p -= lr sqrt(1 - b2^t)/(1 - b1^t) m / (sqrt(v) +
+//   eps)
+// Op by op that is 13 kernels for every parameter tensor; fused it is one kernel over the arenas: 4 reads and 3 writes
+// of 4 bytes a parameter, and nothing else.
+
+struct AdamWScalars {
+    float decay, beta1, beta2, eps, step_size, gradient_scale;
+};
+template <class A>
+HD inline void adamw_element(int64_t i, A* p, const A* g_in, A* m, A* v, AdamWScalars s) {
+    A g = g_in[i] * s.gradient_scale;
+    m[i] = s.beta1 * m[i] + (1 - s.beta1) * g;
+    v[i] = s.beta2 * v[i] + (1 - s.beta2) * g * g;
+    p[i] = p[i] * s.decay - s.step_size * m[i] / (std::sqrt(v[i]) + s.eps);
+}
+#ifdef __CUDACC__
+__global__ void adamw_kernel(int64_t n, float* p, const float* g, float* m, float* v, AdamWScalars s) {
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+        adamw_element(i, p, g, m, v, s);
+    }
+}
+#endif
+static void adamw_fused(const Model& model, AdamWScalars s) {
+    int64_t n = model.weights.size();
+    const Tensor &p = model.weights, &g = model.gradients, &m = model.m, &v = model.v;
+    if (p.device() == META) { return; }
+#ifdef __CUDACC__
+    if (p.device() == CUDA) {
+        adamw_kernel<<<blocks_for(n), 256, 0, stream()>>>(n, p.as<float>(), g.as<float>(), m.as<float>(), v.as<float>(),
+                                                          s);
+        LAUNCH_CHECK();
+        return;
+    }
+#endif
+    with_type(p.dtype, [&](auto zero) {
+        using A = Wide<decltype(zero)>;
+#pragma omp parallel for if (n > 16384)
+        for (int64_t i = 0; i < n; i++) { adamw_element(i, p.as<A>(), g.as<A>(), m.as<A>(), v.as<A>(), s); }
+    });
+}
+static void adamw_eager(const Model& model, AdamWScalars s) {
+    for (const Parameter& parameter : model.parameters) {
+        Tensor p = parameter.weight, m = view(model.m, parameter.offset, p.shape),
+               v = view(model.v, parameter.offset, p.shape);
+        Tensor g = p.gradient->value;
+        if (s.gradient_scale != 1) { g = scale(g, s.gradient_scale); }
+        scale_in_place(p, s.decay);
+        scale_in_place(m, s.beta1);
+        copy_or_add(m, scale(g, 1 - s.beta1), true);
+        scale_in_place(v, s.beta2);
+        copy_or_add(v, scale(square(g), 1 - s.beta2), true);
+        copy_or_add(p, scale(div(m, add_scalar(sqrt(v), s.eps)), -s.step_size), true);
+    }
+}
+void adamw_step(Model& model, const AdamW& a, float gradient_scale) {
+    Range range("optimizer");
+    NoGrad no_grad;
+    int64_t all = 0, filled = 0;  // fused mode fills the joined slots instead of the single ones that they cover
+    for (const Parameter& p : model.parameters) { all += count(p.shape); }
+    for (const Tensor& t : model.slots) { filled += t.gradient->filled ? t.size() : 0; }
+    if (filled != all) { fail("adamw_step: gradients of %ld of %ld elements are there", (long)filled, (long)all); }
+    int t = ++model.step;
+    double step_size = a.lr * sqrt(1 - pow(a.beta2, t)) / (1 - pow(a.beta1, t));
+    AdamWScalars s{1 - a.lr * a.weight_decay, a.beta1, a.beta2, a.eps, (float)step_size, gradient_scale};
+    context.mode == EAGER ? adamw_eager(model, s) : adamw_fused(model, s);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The model: one arena a kind, laid out in the order in which backward finishes the gradients, so that "the gradients
+// that are ready" is always a prefix of the arena. Matrices that one product can serve together stand side by side.
+
+const std::vector<ModelConfig> model_sizes = {
+    {"small", 768, 3072, 12, 12, 10000}, {"medium", 1024, 4096, 24, 16, 10000}, {"large", 1280, 5120, 36, 20, 10000},
+    {"xl", 1600, 6400, 48, 25, 10000},   {"2.7B", 2560, 10240, 32, 32, 10000},
+};
+int64_t forward_flops(const ModelConfig& c, int64_t B, int64_t T) {
+    int64_t C = c.d_model, F = c.d_ff, weights = c.num_layers * (4 * C * C + 3 * C * F) + (int64_t)c.vocab_size * C;
+    return 2 * B * T * weights + 4 * B * T * T * C * c.num_layers;
+}
+void check_config(const ModelConfig& c) {
+    if (c.d_model % c.num_heads != 0) {
+        usage_error("--d_model %d is not divisible by --num_heads %d", c.d_model, c.num_heads);
+    }
+    if (c.d_model / c.num_heads % 2 != 0) {
+        usage_error("--d_model %d / --num_heads %d = %d is odd; RoPE turns pairs, so the head size must be even",
+                    c.d_model, c.num_heads, c.d_model / c.num_heads);
+    }
+}
+
+constexpr int64_t ARENA_ALIGNMENT = 64;  // elements; 256 bytes of fp32
+
+static int64_t add_parameter(Model& model, int64_t offset, const std::string& name, const Shape& shape) {
+    model.parameters.push_back({name, shape, offset, Tensor()});
+    return offset + count(shape);
+}
+static int64_t aligned(int64_t offset) { return (offset + ARENA_ALIGNMENT - 1) / ARENA_ALIGNMENT * ARENA_ALIGNMENT; }
+
+Model make_model(const ModelConfig& c, DType dtype) {
+    check_config(c);
+    Model model;
+    model.config = c;
+    int64_t C = c.d_model, F = c.d_ff, V = c.vocab_size, end = 0;
+    end = aligned(add_parameter(model, end, "lm_head.weight", {V, C}));
+    end = aligned(add_parameter(model, end, "ln_final.weight", {C}));
+    for (int l = c.num_layers - 1; l >= 0; l--) {
+        std::string layer = "layers." + std::to_string(l) + ".";
+        end = aligned(add_parameter(model, end, layer + "ffn.w2.weight", {C, F}));
+        end = add_parameter(model, end, layer + "ffn.w1.weight", {F, C});  // w1 and w3: one product
+        end = aligned(add_parameter(model, end, layer + "ffn.w3.weight", {F, C}));
+        end = aligned(add_parameter(model, end, layer + "ln2.weight", {C}));
+        end = aligned(add_parameter(model, end, layer + "attn.output_proj.weight", {C, C}));
+        end = add_parameter(model, end, layer + "attn.q_proj.weight", {C, C});  // q, k and v: one product
+        end = add_parameter(model, end, layer + "attn.k_proj.weight", {C, C});
+        end = aligned(add_parameter(model, end, layer + "attn.v_proj.weight", {C, C}));
+        end = aligned(add_parameter(model, end, layer + "ln1.weight", {C}));
+    }
+    end = aligned(add_parameter(model, end, "token_embeddings.weight", {V, C}));
+
+    model.weights = zeros({end}, dtype, PARAMETERS);  // zeros: the padding must not hold NaN
+    auto slot = [&](int64_t offset, const Shape& shape) {
+        Tensor t = require_gradient(view(model.weights, offset, shape));
+        t.gradient->is_parameter = true;
+        model.slots.push_back(t);
+        return t;
+    };
+    std::map<std::string, Parameter*> by_name;
+    for (Parameter& p : model.parameters) {
+        p.weight = slot(p.offset, p.shape);
+        by_name[p.name] = &p;
+    }
+    auto weight = [&](const std::string& name) { return by_name.at(name + ".weight")->weight; };
+    model.embedding = weight("token_embeddings"), model.ln_final = weight("ln_final"),
+    model.lm_head = weight("lm_head");
+    for (int l = 0; l < c.num_layers; l++) {
+        std::string n = "layers." + std::to_string(l) + ".";
+        Layer layer{weight(n + "ln1"),
+                    weight(n + "attn.q_proj"),
+                    weight(n + "attn.k_proj"),
+                    weight(n + "attn.v_proj"),
+                    Tensor(),
+                    weight(n + "attn.output_proj"),
+                    weight(n + "ln2"),
+                    weight(n + "ffn.w1"),
+                    weight(n + "ffn.w3"),
+                    Tensor(),
+                    weight(n + "ffn.w2")};
+        layer.qkv = slot(by_name.at(n + "attn.q_proj.weight")->offset, {3 * C, C});
+        layer.w13 = slot(by_name.at(n + "ffn.w1.weight")->offset, {2 * F, C});
+        model.layers.push_back(layer);
+    }
+    return model;
+}
+void init_weights(const Model& model, uint64_t seed) {
+    for (const Parameter& p : model.parameters) {
+        bool norm = p.shape.size() == 1, embedding = p.name == "token_embeddings.weight";
+        float std = norm ? 0 : embedding ? 1 : sqrtf(2.0f / (p.shape[0] + p.shape[1]));
+        fill_normal(p.weight, seed, key_of(p.name), norm ? 1 : 0, std);
+    }
+}
+void make_gradients(Model& model) {
+    if (model.gradients) { return; }
+    model.gradients = zeros(model.weights.shape, model.weights.dtype, GRADIENTS);
+    for (const Tensor& t : model.slots) {
+        int64_t offset = (t.data - model.weights.data) / (int64_t)size_of(t.dtype);
+        t.gradient->value = view(model.gradients, offset, t.shape);
+    }
+}
+void make_optimizer_state(Model& model) {
+    if (model.m) { return; }
+    model.m = zeros(model.weights.shape, model.weights.dtype, OPTIMIZER);
+    model.v = zeros(model.weights.shape, model.weights.dtype, OPTIMIZER);
+}
+void zero_gradients(const Model& model) {
+    for (const Tensor& t : model.slots) { t.gradient->filled = false; }
+}
+
+Tensor forward(Model& model, const Tensor& tokens) {
+    const ModelConfig& c = model.config;
+    int64_t B = tokens.dim(0), T = tokens.dim(1);
+    if (!model.rope || model.rope.dim(0) < T) {
+        model.rope = rope_table(T, c.d_model / c.num_heads, c.rope_theta, model.weights.dtype);
+    }
+    Range range("forward");
+    Tensor x, delta;  // the residual stream, and what the last block adds to it
+    {
+        Range r("embedding");
+        x = gather_rows(model.embedding, tokens);
+    }
+    for (const Layer& layer : model.layers) {
+        Range r("layer");
+        Tensor q, k, v;
+        split_heads(layer, add_rmsnorm(&x, delta, layer.ln1, c.eps), model.rope, c.num_heads, &q, &k, &v);
+        Tensor o = attention(q, k, v, true);
+        delta = linear(reshape(transpose(o, 1, 2), {B, T, c.d_model}), layer.o);
+        delta = linear(swiglu(layer, add_rmsnorm(&x, delta, layer.ln2, c.eps)), layer.w2);
+    }
+    Tensor y = add_rmsnorm(&x, delta, model.ln_final, c.eps);
+    Range r("lm_head");
+    return linear(y, model.lm_head);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// One training step on random data, and the memory that it would take: the same step on META, where nothing is
+// computed.
+
+struct Batch {
+    Tensor tokens, targets;  // I32 [B,T]
+};
+static Batch random_batch(int B, int T, int V, uint64_t seed) {
+    if (context.device == META) { return {empty({B, T}, I32, INPUTS), empty({B, T}, I32, INPUTS)}; }
+    std::vector<int> x(B * T), y(B * T);
+    for (int i = 0; i < B * T; i++) {
+        x[i] = random_int(V, seed, key_of("tokens"), i);
+        y[i] = random_int(V, seed, key_of("targets"), i);
+    }
+    return {from_ints(x, {B, T}), from_ints(y, {B, T})};
+}
+// Leaves the gradients, multiplied by loss_scale, in the arena; returns the loss.
+static Tensor forward_backward(
+    Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between = [] {}) {
+    zero_gradients(model);
+    Tensor loss = cross_entropy(forward(model, batch.tokens), batch.targets);
+    between();
+    Range range("backward");
+    backward(loss, loss_scale);
+    drop_weight_copies(model.slots);
+    return detached(loss);
+}
+// Clips to max_norm (0: does not), unscales, and steps unless fp16 overflowed. Returns the gradients' true norm.
+static double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm) {
+    bool fp16 = context.precision == PREC_FP16;
+    double scale = fp16 ? 1 / scaler.scale : 1, norm = 0;
+    if (fp16 || max_norm > 0) { norm = gradient_norm(model) * scale; }
+    if (fp16 && !update_scale(scaler, !std::isfinite(norm))) { return norm; }
+    if (max_norm > 0 && norm > max_norm) { scale *= max_norm / (norm + 1e-6); }
+    adamw_step(model, adamw, (float)scale);
+    return norm;
+}
+static float loss_scale_of(const LossScaler& scaler) { return context.precision == PREC_FP16 ? scaler.scale : 1; }
+
+enum Phase { FORWARD, FORWARD_BACKWARD, STEP };
+static void run_phase(
+    Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between = [] {}) {
+    if (phase == FORWARD) {
+        NoGrad no_grad;
+        forward(model, batch.tokens);
+        drop_weight_copies(model.slots);
+        return;
+    }
+    make_gradients(model);
+    if (phase == STEP) { make_optimizer_state(model); }
+    forward_backward(model, batch, loss_scale_of(scaler), between);
+    if (phase == STEP) { optimizer_step(model, AdamW(), scaler, 0); }
+}
+static size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
+    Device device = context.device;
+    context.device = META;
+    size_t before = memory_use(META).now;
+    reset_peak(META);
+    {
+        Model model = make_model(c);
+        LossScaler scaler;
+        run_phase(phase, model, random_batch(B, T, c.vocab_size, 0), scaler);
+    }
+    context.device = device;
+    return memory_use(META).peak - before;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What to run: the handout's settings, or what was asked for; without a GPU, or with --quick, less, and the caption
+// says so.
+
+struct Plan {
+    std::vector<ModelConfig> configs;
+    std::vector<Precision> precisions;
+    std::vector<Mode> modes;
+    std::vector<int> warmup;
+    int B, T, steps;
+    std::string scaled_down;  // empty, or what differs from the handout's setting
+};
+static Plan plan_of(const Options& o, const std::vector<std::string>& precisions,
+                    const std::vector<std::string>& modes) {
+    Plan p{{}, {}, {}, o.warmup, o.batch_size, o.context_length, o.steps, ""};
+    bool cpu = context.device == CPU;
+    auto shrink = [&](const char* name, int* value, int cpu_value, int quick_value) {
+        int smaller = o.quick ? quick_value : cpu_value;
+        if (o.has(name) || (!cpu && !o.quick) || *value <= smaller) { return; }
+        p.scaled_down += strprintf("%s%s %d instead of %d", p.scaled_down.empty() ? "" : ", ", name, smaller, *value);
+        *value = smaller;
+    };
+    int warmup = 5;
+    shrink("batch_size", &p.B, 1, cpu ? 1 : 4);
+    shrink("context_length", &p.T, 128, cpu ? 32 : 128);
+    shrink("steps", &p.steps, 3, 2);
+    shrink("warmup", &warmup, 1, 1);
+    if (p.warmup.empty()) { p.warmup = {warmup}; }
+    if (o.d_model || o.d_ff || o.num_layers || o.num_heads) {
+        ModelConfig c = model_sizes[0];
+        c.name = "custom";
+        if (o.d_model) { c.d_model = o.d_model; }
+        if (o.d_ff) { c.d_ff = o.d_ff; }
+        if (o.num_layers) { c.num_layers = o.num_layers; }
+        if (o.num_heads) { c.num_heads = o.num_heads; }
+        p.configs = {c};
+    } else if (o.size.empty() && (cpu || o.quick)) {
+        p.configs = {model_sizes[0]};
+        p.scaled_down += std::string(p.scaled_down.empty() ? "" : ", ") + "size small instead of all five";
+    } else {
+        for (const ModelConfig& c : model_sizes) {
+            if (o.size.empty() || std::count(o.size.begin(), o.size.end(), c.name)) { p.configs.push_back(c); }
+        }
+    }
+    for (ModelConfig& c : p.configs) {
+        c.vocab_size = o.vocab_size;
+        check_config(c);
+    }
+    for (const std::string& name : o.precision.empty() ? precisions : o.precision) {
+        p.precisions.push_back(precision_from(name));
+    }
+    for (const std::string& name : o.mode.empty() ? modes : o.mode) { p.modes.push_back(mode_from(name)); }
+    return p;
+}
+static std::string caption_of(const Plan& p, const std::string& what, const std::string& setting) {
+    std::string s = strprintf("%s; %s; batch %d, context length: %d, vocabulary %d, %s warmup, %d step; %s; commit %s",
+                              what.c_str(), setting.c_str(), p.B, p.T, p.configs[0].vocab_size,
+                              p.warmup.size() == 1 ? std::to_string(p.warmup[0]).c_str() : "several", p.steps,
+                              device_description().c_str(), commit().c_str());
+    return p.scaled_down.empty() ? s : s + "; scaled down: " + p.scaled_down;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Measuring one model. Each phase is warmed up and timed by itself, with a device synchronisation after every step;
+// the backward pass is timed between its own two synchronisations, not as a difference of two averages.
+
+struct PhaseTimes {
+    bool ran = false;
+    size_t needs = 0, peak = 0;  // bytes: predicted, measured
+    Stats all{}, backward_only{};
+};
+struct Measurement {
+    ModelConfig config;
+    PhaseTimes phase[3];
+};
+static PhaseTimes measure_phase(Phase phase, Model& model, const Batch& batch, int warmup, int steps) {
+    PhaseTimes t;
+    LossScaler scaler;
+    double middle = 0;
+    std::vector<double> all, backward_only;
+    for (int i = 0; i < warmup + steps; i++) {
+        synchronize();
+        double start = now_ms();
+        run_phase(phase, model, batch, scaler, [&] {
+            synchronize();
+            middle = now_ms();
+        });
+        synchronize();
+        double end = now_ms();
+        progress("%s %s: %d of %d", model.config.name.c_str(),
+                 phase == FORWARD ? "forward"
+                 : phase == STEP  ? "step"
+                                  : "backward",
+                 i + 1, warmup + steps);
+        if (i < warmup) { continue; }
+        all.push_back(end - start);
+        backward_only.push_back(end - middle);
+    }
+    t.ran = true;
+    t.all = stats_of(all);
+    t.backward_only = stats_of(backward_only);
+    return t;
+}
+static Measurement measure_model(const ModelConfig& c, const Plan& p, int warmup, uint64_t seed,
+                                 std::vector<Phase> phases = {FORWARD, FORWARD_BACKWARD, STEP}) {
+    Measurement r;
+    r.config = c;
+    for (Phase phase : phases) { r.phase[phase].needs = predicted_peak(c, p.B, p.T, phase); }
+    try {
+        Model model;
+        Batch batch;
+        for (Phase phase : phases) {
+            PhaseTimes& t = r.phase[phase];
+            size_t held = memory_use(context.device).now;
+            if (t.needs > held && t.needs - held > available_memory(context.device)) { break; }
+            if (!model.weights) {
+                model = make_model(c);
+                init_weights(model, seed);
+                batch = random_batch(p.B, p.T, c.vocab_size, seed);
+            }
+            reset_peak(context.device);
+            size_t needs = t.needs;
+            t = measure_phase(phase, model, batch, warmup, p.steps);
+            t.needs = needs;
+            t.peak = memory_use(context.device).peak;
+        }
+    } catch (const OutOfMemory&) { clear_tape(); }
+    return r;
+}
+
+static std::string ms(double x) { return strprintf("%.2f", x); }
+static std::string oom(const PhaseTimes& t) { return strprintf("OOM (%.1f GiB)", t.needs / 1073741824.0); }
+static void add_stats(std::vector<std::string>& row, const PhaseTimes& t, const Stats& s) {
+    row.push_back(t.ran ? ms(s.mean) : oom(t));
+    row.push_back(t.ran ? ms(s.std) : "");
+}
+static std::vector<std::string> size_cells(const ModelConfig& c) {
+    return {c.name, std::to_string(c.d_model), std::to_string(c.d_ff), std::to_string(c.num_layers),
+            std::to_string(c.num_heads)};
+}
+static const std::vector<std::string> milliseconds_columns = {
+    "size",        "d_model",         "d_ff",           "num_layers",   "num_heads",   "fw_mean_ms",
+    "fw_std_ms",   "bw_only_mean_ms", "bw_only_std_ms", "fwbw_mean_ms", "fwbw_std_ms", "step_mean_ms",
+    "step_std_ms", "TFLOP/s",         "peak fw MiB",    "peak step MiB"};
+static std::vector<std::string> milliseconds_row(const Measurement& r, const Plan& p) {
+    std::vector<std::string> row = size_cells(r.config);
+    const PhaseTimes &fw = r.phase[FORWARD], &fwbw = r.phase[FORWARD_BACKWARD], &step = r.phase[STEP];
+    add_stats(row, fw, fw.all);
+    add_stats(row, fwbw, fwbw.backward_only);
+    add_stats(row, fwbw, fwbw.all);
+    add_stats(row, step, step.all);
+    double flops = 3.0 * forward_flops(r.config, p.B, p.T);  // backward: two products for each of the forward's
+    row.push_back(step.ran ? strprintf("%.2f", flops / step.all.mean / 1e9) : "");
+    row.push_back(fw.ran ? strprintf("%.0f", fw.peak / 1048576.0) : "");
+    row.push_back(step.ran ? strprintf("%.0f", step.peak / 1048576.0) : "");
+    return row;
+}
+static void add_seconds_rows(Table& table, const Measurement& r) {
+    auto row = [&](const char* what, const PhaseTimes& t) {
+        table.rows.push_back({std::to_string(table.rows.size()), r.config.name + what,
+                              t.ran ? strprintf("%.6g", t.all.mean / 1e3) : oom(t),
+                              t.ran ? strprintf("%.6g", t.all.std / 1e3) : ""});
+    };
+    row(" (forward, backward)", r.phase[FORWARD_BACKWARD]);
+    row(" (forward only)", r.phase[FORWARD]);
+}
+
+// Part (c): each warm-up value and size in a process of its own. In one process the first row would warm up the others
+// (context, cuBLAS handle, memory pool, page tables), and the sweep would hide what it is there to show.
+static std::vector<std::string> measure_in_fresh_process(const Options& o, const ModelConfig& c, const Plan& p,
+                                                         int warmup, Precision precision, Mode mode) {
+    std::vector<std::string> arguments = {"benchmarking_script", "--device", name_of(context.device), "--format",
+                                          "csv"};
+    auto option = [&](const char* name, const std::string& value) {
+        arguments.push_back(std::string("--") + name);
+        arguments.push_back(value);
+    };
+    if (c.name == "custom") {
+        option("d_model", std::to_string(c.d_model)), option("d_ff", std::to_string(c.d_ff));
+        option("num_layers", std::to_string(c.num_layers)), option("num_heads", std::to_string(c.num_heads));
+    } else {
+        option("size", c.name);
+    }
+    option("vocab_size", std::to_string(c.vocab_size)), option("batch_size", std::to_string(p.B));
+    option("context_length", std::to_string(p.T)), option("steps", std::to_string(p.steps));
+    option("warmup", std::to_string(warmup)), option("seed", std::to_string(o.seed));
+    option("precision", name_of(precision)), option("mode", name_of(mode));
+    std::string csv = run_ourselves(arguments), cell;
+    while (!csv.empty() && csv.back() == '\n') { csv.pop_back(); }
+    std::vector<std::string> row;
+    for (char ch : csv.substr(csv.rfind('\n') + 1) + ",") {  // the last line; our cells hold no commas
+        if (ch == ',') {
+            row.push_back(cell);
+            cell.clear();
+        } else {
+            cell += ch;
+        }
+    }
+    if (row.size() != milliseconds_columns.size()) { fail("the measuring process printed '%s'", csv.c_str()); }
+    return row;
+}
+
+int cmd_benchmarking_script(const Options& o) {
+    context.device = choose_device(o.device);
+    Plan p = plan_of(o, {"fp32"}, {"fused"});
+    bool seconds = o.table == "seconds", sweep = p.warmup.size() > 1;
+    if (seconds && sweep) { usage_error("--table seconds takes one --warmup value, got %zu", p.warmup.size()); }
+    for (Precision precision : p.precisions) {
+        for (Mode mode : p.modes) {
+            context.precision = precision, context.mode = mode;
+            Table table;
+            std::string setting = strprintf("precision %s, mode %s", name_of(precision), name_of(mode));
+            table.caption = caption_of(p, "benchmarking_script", setting + (sweep ? ", each row a fresh process" : ""));
+            table.columns = seconds ? std::vector<std::string>{"", "model", "mean", "std"} : milliseconds_columns;
+            if (sweep) { table.columns.insert(table.columns.begin(), "warmup"); }
+            for (int warmup : p.warmup) {
+                for (const ModelConfig& c : p.configs) {
+                    if (sweep) {
+                        std::vector<std::string> row = measure_in_fresh_process(o, c, p, warmup, precision, mode);
+                        row.insert(row.begin(), std::to_string(warmup));
+                        table.rows.push_back(row);
+                        continue;
+                    }
+                    Measurement r = measure_model(c, p, warmup, o.seed);
+                    seconds ? add_seconds_rows(table, r) : table.rows.push_back(milliseconds_row(r, p));
+                }
+            }
+            print(table, o.format);
+        }
+    }
+    return 0;
+}
+
+// torch_compile (b): eager is one kernel an operation; fused is what a compiler, or here a person, makes of it.
+int cmd_torch_compile(const Options& o) {
+    context.device = choose_device(o.device);
+    Plan p = plan_of(o, {"fp32"}, {});
+    for (Precision precision : p.precisions) {
+        context.precision = precision;
+        Table table{caption_of(p, "torch_compile (b): whole model",
+                               strprintf("precision %s, vanilla = mode eager, compiled = "
+                                         "mode fused",
+                                         name_of(precision))),
+                    {"size", "run_type", "vanilla (ms)", "compiled (ms)", "speedup"},
+                    {}};
+        for (const ModelConfig& c : p.configs) {
+            Measurement r[2];
+            for (Mode mode : {EAGER, FUSED}) {
+                context.mode = mode;
+                r[mode] = measure_model(c, p, p.warmup[0], o.seed);
+            }
+            const char* names[] = {"forward", "forward+backward", "forward+backward+optimizer"};
+            for (Phase phase : {FORWARD, FORWARD_BACKWARD, STEP}) {
+                const PhaseTimes &eager = r[EAGER].phase[phase], &fused = r[FUSED].phase[phase];
+                table.rows.push_back(
+                    {c.name, names[phase], eager.ran ? ms(eager.all.mean) : oom(eager),
+                     fused.ran ? ms(fused.all.mean) : oom(fused),
+                     eager.ran && fused.ran ? strprintf("%.2fx", eager.all.mean / fused.all.mean) : ""});
+            }
+        }
+        print(table, o.format);
+    }
+    return 0;
+}
+
+int cmd_benchmarking_mixed_precision(const Options& o) {
+    context.device = choose_device(o.device);
+    Plan p = plan_of(o, {"fp32", "tf32", "bf16"}, {"fused"});
+    for (Precision precision : {PREC_FP16, PREC_BF16}) { print(toy_model_dtypes(precision), o.format); }
+    context.mode = p.modes[0];
+    Table table{caption_of(p, "benchmarking_mixed_precision (c)", strprintf("mode %s", name_of(context.mode))),
+                {"size", "precision", "fw_mean_ms", "fw_std_ms", "bw_only_mean_ms", "bw_only_std_ms", "fwbw_mean_ms",
+                 "fwbw_std_ms", "fwbw speedup"},
+                {}};
+    for (const ModelConfig& c : p.configs) {
+        double first = 0;
+        for (Precision precision : p.precisions) {
+            context.precision = precision;
+            Measurement r = measure_model(c, p, p.warmup[0], o.seed, {FORWARD, FORWARD_BACKWARD});
+            const PhaseTimes &fw = r.phase[FORWARD], &fwbw = r.phase[FORWARD_BACKWARD];
+            std::vector<std::string> row = {c.name, name_of(precision)};
+            add_stats(row, fw, fw.all);
+            add_stats(row, fwbw, fwbw.backward_only);
+            add_stats(row, fwbw, fwbw.all);
+            if (first == 0 && fwbw.ran) { first = fwbw.all.mean; }
+            row.push_back(fwbw.ran ? strprintf("%.2fx", first / fwbw.all.mean) : "");
+            table.rows.push_back(row);
+        }
+    }
+    print(table, o.format);
+    return 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// model: your weights and batch in, our logits, loss, gradients and (after N AdamW steps) parameters out.
+
+static Tensor tensor_from_file(const FileTensor& f) {  // F32 or BF16 -> F32, I64 or I32 -> I32, on the CPU
+    bool integer = f.dtype[0] == 'I';
+    Tensor t = empty_on(CPU, f.shape, integer ? I32 : F32, INPUTS);
+    for (int64_t i = 0; i < t.size(); i++) {
+        const char* at = (const char*)f.data;
+        if (f.dtype == "F32") { memcpy(t.as<float>() + i, at + 4 * i, 4); }
+        if (f.dtype == "I32") { memcpy(t.as<int>() + i, at + 4 * i, 4); }
+        if (f.dtype == "BF16") {
+            uint16_t bits;
+            memcpy(&bits, at + 2 * i, 2);
+            t.as<float>()[i] = bf16_to_float(bits);
+        }
+        if (f.dtype == "I64") {
+            int64_t value;
+            memcpy(&value, at + 8 * i, 8);
+            t.as<int>()[i] = value < INT32_MIN || value > INT32_MAX ? -1 : (int)value;  // -1: refused as a token below
+        }
+    }
+    return t;
+}
+static Tensor load_tokens(const SafeTensors& file, const char* name, const Shape& shape, int V) {
+    const FileTensor& f = require_tensor(file, name, shape, {"I32", "I64"});
+    Tensor t = tensor_from_file(f);
+    for (int64_t i = 0; i < t.size(); i++) {
+        int token = t.as<int>()[i];
+        if (token < 0 || token >= V) {
+            fail("%s: tensor %s: element %" PRId64 " is not a token of a vocabulary of %d", file.path.c_str(), name, i,
+                 V);
+        }
+    }
+    return to_device(t, context.device);
+}
+// The model whose weights a file holds; every tensor that is missing, superfluous or wrong-shaped is refused by name.
+static ModelConfig config_from_file(const SafeTensors& file, int num_heads, float rope_theta) {
+    const FileTensor& embedding = require_tensor(file, "token_embeddings.weight", {-1, -1}, {"F32", "BF16"});
+    const FileTensor& w1 = require_tensor(file, "layers.0.ffn.w1.weight", {-1, -1}, {"F32", "BF16"});
+    ModelConfig c{"custom", (int)embedding.shape[1], (int)w1.shape[0], 1, num_heads, (int)embedding.shape[0]};
+    c.rope_theta = rope_theta;
+    while (file.tensors.count("layers." + std::to_string(c.num_layers) + ".ln1.weight")) { c.num_layers++; }
+    return c;
+}
+static void load_weights(const SafeTensors& file, Model& model, const std::string& prefix, const Tensor& arena) {
+    for (const Parameter& p : model.parameters) {
+        Tensor t = tensor_from_file(require_tensor(file, prefix + p.name, p.shape, {"F32", "BF16"}));
+        copy(view(arena, p.offset, p.shape), t);
+    }
+}
+struct NamedTensors {  // what goes into a file; keeps the CPU copies alive
+    std::vector<Tensor> kept;
+    std::vector<std::pair<std::string, FileTensor>> list;
+    void add(const std::string& name, const Tensor& t) {
+        NoGrad no_grad;
+        Tensor wide = t.dtype == I32 || t.dtype == F32 ? t : cast(t, F32);
+        kept.push_back(to_device(contiguous(wide), CPU));
+        list.push_back({name, describe(kept.back())});
+    }
+};
+
+int cmd_model(const Options& o) {
+    context.device = choose_device(o.device);
+    context.precision = precision_from(o.precision.empty() ? "fp32" : o.precision[0]);
+    context.mode = mode_from(o.mode.empty() ? "fused" : o.mode[0]);
+    SafeTensors weights = load_safetensors(o.weights), batch_file = load_safetensors(o.batch);
+    ModelConfig c = config_from_file(weights, o.num_heads, (float)o.rope_theta);
+    if (c.d_model % c.num_heads != 0 || c.d_model / c.num_heads % 2 != 0) {
+        fail("%s: tensor token_embeddings.weight: width %d does not make %d heads of an even size", o.weights.c_str(),
+             c.d_model, c.num_heads);
+    }
+    Model model = make_model(c);
+    load_weights(weights, model, "", model.weights);
+    std::set<std::string> known;
+    for (const Parameter& p : model.parameters) { known.insert(p.name); }
+    for (const auto& t : weights.tensors) {
+        if (!known.count(t.first)) {
+            fail("%s: tensor %s: not a weight of a model of %d layers", o.weights.c_str(), t.first.c_str(),
+                 c.num_layers);
+        }
+    }
+    Shape shape = require_tensor(batch_file, "tokens", {-1, -1}, {"I32", "I64"}).shape;
+    if (count(shape) == 0) { fail("%s: tensor tokens: is empty, %s", o.batch.c_str(), to_string(shape).c_str()); }
+    Batch batch{load_tokens(batch_file, "tokens", shape, c.vocab_size),
+                load_tokens(batch_file, "targets", shape, c.vocab_size)};
+
+    make_gradients(model);
+    NamedTensors out;
+    LossScaler scaler;
+    zero_gradients(model);
+    Tensor logits = forward(model, batch.tokens), loss = cross_entropy(logits, batch.targets);
+    backward(loss, loss_scale_of(scaler));
+    drop_weight_copies(model.slots);
+    out.add("logits", logits);
+    out.add("loss", loss);
+    for (const Parameter& p : model.parameters) {
+        NoGrad no_grad;
+        out.add("grad." + p.name, scale(view(model.gradients, p.offset, p.shape), 1 / loss_scale_of(scaler)));
+    }
+    double first_loss = to_doubles(loss)[0], last_loss = first_loss;
+    int steps = o.has("steps") ? o.steps : 0;
+    AdamW adamw;
+    adamw.lr = (float)o.lr;
+    if (steps > 0) { make_optimizer_state(model); }
+    for (int i = 0; i < steps; i++) {
+        last_loss = to_doubles(forward_backward(model, batch, loss_scale_of(scaler)))[0];
+        optimizer_step(model, adamw, scaler, 0);
+    }
+    for (const Parameter& p : model.parameters) {
+        if (steps > 0) { out.add("param." + p.name, p.weight); }
+    }
+    save_safetensors(o.out, out.list, {{"format", "pt"}});
+    printf("model %s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d; tokens %s; loss %.6f", o.weights.c_str(),
+           c.num_layers, c.d_model, c.d_ff, c.num_heads, c.vocab_size, to_string(shape).c_str(), first_loss);
+    if (steps > 0) { printf("; before step %d: %.6f", steps, last_loss); }
+    printf("; wrote %zu tensors to %s\n", out.list.size(), o.out.c_str());
+    return 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// train: a real text, byte by byte.
+
+struct Text {
+    std::vector<uint8_t> bytes;
+    int64_t train;  // bytes [0, train) are trained on, the rest is held out
+};
+static Text read_text(const std::string& path, double val_fraction, int T) {
+    Text text;
+    FILE* f = fopen(path.c_str(), "rb");
+    if (!f) { fail("%s: %s", path.c_str(), strerror(errno)); }
+    uint8_t buffer[1 << 16];
+    size_t n;
+    while ((n = fread(buffer, 1, sizeof buffer, f)) > 0) { text.bytes.insert(text.bytes.end(), buffer, buffer + n); }
+    bool failed = ferror(f);
+    fclose(f);
+    if (failed) { fail("%s: could not be read", path.c_str()); }
+    int64_t size = (int64_t)text.bytes.size(), held_out = (int64_t)(size * val_fraction);
+    text.train = size - held_out;
+    if (text.train < T + 1 || held_out < T + 1) {
+        fail("%s: %" PRId64 " bytes, %" PRId64 " of them held out, are too few for a context of %d: each part needs %d",
+             path.c_str(), size, held_out, T, T + 1);
+    }
+    return text;
+}
+static Batch windows(const Text& text, const std::vector<int64_t>& starts, int T) {
+    std::vector<int> x, y;
+    for (int64_t start : starts) {
+        for (int t = 0; t < T; t++) {
+            x.push_back(text.bytes[start + t]);
+            y.push_back(text.bytes[start + t + 1]);
+        }
+    }
+    return {from_ints(x, {(int64_t)starts.size(), T}), from_ints(y, {(int64_t)starts.size(), T})};
+}
+// Which windows step `step` sees is a function of (seed, step) alone: that makes a resumed run equal to an
+// uninterrupted one.
+static Batch training_batch(const Text& text, int B, int T, uint64_t seed, int step) {
+    std::vector<int64_t> starts;
+    for (int b = 0; b < B; b++) {
+        starts.push_back(random_int((int)(text.train - T), seed, key_of("windows"), (uint64_t)step * B + b));
+    }
+    return windows(text, starts, T);
+}
+static double held_out_loss(Model& model, const Text& text, int B, int T) {
+    NoGrad no_grad;
+    double sum = 0;
+    int64_t n = 0, size = (int64_t)text.bytes.size();
+    for (int64_t at = text.train; at + T < size;) {
+        std::vector<int64_t> starts;
+        for (; (int)starts.size() < B && at + T < size; at += T) { starts.push_back(at); }
+        Batch batch = windows(text, starts, T);
+        sum += to_doubles(cross_entropy(forward(model, batch.tokens), batch.targets))[0] * starts.size();
+        n += starts.size();
+    }
+    drop_weight_copies(model.slots);
+    return sum / n;
+}
+// Continues the held-out text's first bytes, one byte at a time, each drawn from softmax(logits / temperature).
+static std::string sample_text(Model& model, const Text& text, int T, int n, double temperature, uint64_t seed) {
+    NoGrad no_grad;
+    std::vector<int> tokens(text.bytes.begin() + text.train, text.bytes.begin() + text.train + T);
+    std::string out;
+    for (int i = 0; i < n; i++) {
+        std::vector<int> window(tokens.end() - T, tokens.end());
+        Tensor logits = forward(model, from_ints(window, {1, T}));
+        int V = (int)logits.dim(-1);
+        std::vector<double> l = to_doubles(view(contiguous(logits), (int64_t)(T - 1) * V, {V}));
+        double max = *std::max_element(l.begin(), l.end()), sum = 0;
+        for (double& x : l) { sum += x = exp((x - max) / temperature); }
+        double at = random_int(1 << 30, seed, key_of("sample"), i) / (double)(1 << 30) * sum;
+        int token = 0;
+        while (token < V - 1 && (at -= l[token]) >= 0) { token++; }
+        tokens.push_back(token);
+        bool printable = (token >= 32 && token < 127) || token == '\n';
+        out += printable ? std::string(1, (char)token) : strprintf("\\x%02x", token);
+    }
+    return out;
+}
+// Linear warm-up, then a cosine from lr down to min_lr at the last step.
+static double learning_rate(const Options& o, int step) {
+    if (step < o.warmup_steps) { return o.lr * (step + 1) / o.warmup_steps; }
+    double progress = (step - o.warmup_steps) / std::max(1.0, (double)(o.steps - o.warmup_steps));
+    return o.min_lr + 0.5 * (o.lr - o.min_lr) * (1 + cos(M_PI * std::min(1.0, progress)));
+}
+
+// What a checkpoint's metadata holds beside the tensors: the options that shape the run, under their own names.
+using IntOption = int Options::*;
+using RealOption = double Options::*;
+struct RunOption {
+    const char* name;
+    IntOption integer;
+    RealOption real;
+};
+static const RunOption run_options[] = {
+    {"d_model", &Options::d_model, nullptr},
+    {"d_ff", &Options::d_ff, nullptr},
+    {"num_layers", &Options::num_layers, nullptr},
+    {"num_heads", &Options::num_heads, nullptr},
+    {"context_length", &Options::context_length, nullptr},
+    {"batch_size", &Options::batch_size, nullptr},
+    {"steps", &Options::steps, nullptr},
+    {"warmup_steps", &Options::warmup_steps, nullptr},
+    {"lr", nullptr, &Options::lr},
+    {"min_lr", nullptr, &Options::min_lr},
+    {"weight_decay", nullptr, &Options::weight_decay},
+    {"max_grad_norm", nullptr, &Options::max_grad_norm},
+    {"val_fraction", nullptr, &Options::val_fraction},
+};
+static void save_checkpoint(const std::string& path, const Model& model, const Options& o, const LossScaler& scaler) {
+    NamedTensors tensors;
+    for (const Parameter& p : model.parameters) {
+        tensors.add(p.name, p.weight);
+        tensors.add("adamw.m." + p.name, view(model.m, p.offset, p.shape));
+        tensors.add("adamw.v." + p.name, view(model.v, p.offset, p.shape));
+    }
+    std::map<std::string, std::string> metadata = {{"format", "pt"},
+                                                   {"step", std::to_string(model.step)},
+                                                   {"seed", std::to_string(o.seed)},
+                                                   {"precision", name_of(context.precision)},
+                                                   {"mode", name_of(context.mode)},
+                                                   {"loss_scale", strprintf("%.9g", scaler.scale)},
+                                                   {"good_steps", std::to_string(scaler.good_steps)}};
+    for (const RunOption& r : run_options) {
+        metadata[r.name] = r.integer ? std::to_string(o.*r.integer) : strprintf("%.17g", o.*r.real);
+    }
+    save_safetensors(path, tensors.list, metadata);
+}
+static const std::string& metadata_of(const SafeTensors& file, const char* name) {
+    auto it = file.metadata.find(name);
+    if (it == file.metadata.end()) {
+        fail("%s: metadata %s is missing: not a checkpoint of train", file.path.c_str(), name);
+    }
+    return it->second;
+}
+static double number_of(const SafeTensors& file, const char* name) {
+    const std::string& text = metadata_of(file, name);
+    char* end;
+    double value = strtod(text.c_str(), &end);
+    if (text.empty() || *end || !(fabs(value) < 2147483648.0)) {
+        fail("%s: metadata %s: expected a number, found '%s'", file.path.c_str(), name, text.c_str());
+    }
+    return value;
+}
+// Options that were not typed are the saved run's.
+static void options_from_checkpoint(const SafeTensors& file, Options& o) {
+    for (const RunOption& r : run_options) {
+        double value = number_of(file, r.name);
+        bool architecture = r.integer == &Options::d_model || r.integer == &Options::d_ff ||
+                            r.integer == &Options::num_layers || r.integer == &Options::num_heads;
+        if (architecture && o.has(r.name) && o.*r.integer != (int)value) {
+            fail("--%s %d contradicts %s, whose model has %d", r.name, o.*r.integer, file.path.c_str(), (int)value);
+        }
+        if (o.has(r.name)) { continue; }
+        if (r.integer) {
+            o.*r.integer = (int)value;
+        } else {
+            o.*r.real = value;
+        }
+    }
+    if (!o.has("seed")) { o.seed = strtoull(metadata_of(file, "seed").c_str(), nullptr, 10); }
+    if (o.precision.empty()) { o.precision = {metadata_of(file, "precision")}; }
+    if (o.mode.empty()) { o.mode = {metadata_of(file, "mode")}; }
+}
+
+int cmd_train(const Options& typed) {
+    Options o = typed;
+    struct Default {
+        const char* name;
+        IntOption field;
+        int value, quick;
+    };
+    for (const Default& d : {Default{"d_model", &Options::d_model, 128, 64},
+                             {"d_ff", &Options::d_ff, 512, 128},
+                             {"num_layers", &Options::num_layers, 4, 2},
+                             {"num_heads", &Options::num_heads, 4, 4},
+                             {"context_length", &Options::context_length, 128, 32},
+                             {"batch_size", &Options::batch_size, 8, 4},
+                             {"steps", &Options::steps, 200, 20}}) {
+        if (!o.has(d.name)) { o.*d.field = o.quick ? d.quick : d.value; }
+    }
+    SafeTensors checkpoint;
+    if (!o.load.empty()) {
+        checkpoint = load_safetensors(o.load);
+        options_from_checkpoint(checkpoint, o);
+    }
+    ModelConfig c{"custom", o.d_model, o.d_ff, o.num_layers, o.num_heads, 256};
+    check_config(c);
+    if (o.stop_at > o.steps) { usage_error("--stop_at %d lies beyond --steps %d", o.stop_at, o.steps); }
+    Text text = read_text(o.data, o.val_fraction, o.context_length);
+    context.device = choose_device(o.device);
+    context.precision = precision_from(o.precision.empty() ? "fp32" : o.precision[0]);
+    context.mode = mode_from(o.mode.empty() ? "fused" : o.mode[0]);
+
+    Model model = make_model(c);
+    LossScaler scaler;
+    make_gradients(model);
+    make_optimizer_state(model);
+    int step = 0;
+    if (checkpoint.path.empty()) {
+        init_weights(model, o.seed);
+    } else {
+        load_weights(checkpoint, model, "", model.weights);
+        load_weights(checkpoint, model, "adamw.m.", model.m);
+        load_weights(checkpoint, model, "adamw.v.", model.v);
+        step = model.step = (int)number_of(checkpoint, "step");
+        scaler.scale = (float)number_of(checkpoint, "loss_scale");
+        scaler.good_steps = (int)number_of(checkpoint, "good_steps");
+    }
+    int last = o.stop_at > 0 ? o.stop_at : o.steps;
+    double before = held_out_loss(model, text, o.batch_size, o.context_length), tokens = 0, busy_ms = 0;
+    Table table{
+        strprintf("train %s: %zu bytes, %" PRId64 " held out; %d layers, d_model %d, d_ff %d, %d heads, precision %s, "
+                  "mode %s; batch %d, context length %d, seed %" PRIu64 "; %s; commit %s%s",
+                  o.data.c_str(), text.bytes.size(), (int64_t)text.bytes.size() - text.train, o.num_layers, o.d_model,
+                  o.d_ff, o.num_heads, name_of(context.precision), name_of(context.mode), o.batch_size,
+                  o.context_length, o.seed, device_description().c_str(), commit().c_str(),
+                  o.quick ? "; scaled down: --quick" : ""),
+        {"step", "loss", "lr", "gradient norm", "ms", "tokens/s"},
+        {}};
+    for (; step < last; step++) {
+        synchronize();
+        double start = now_ms();
+        AdamW adamw;
+        adamw.lr = (float)learning_rate(o, step), adamw.weight_decay = (float)o.weight_decay;
+        Batch batch = training_batch(text, o.batch_size, o.context_length, o.seed, step);
+        Tensor loss = forward_backward(model, batch, loss_scale_of(scaler));
+        double norm = optimizer_step(model, adamw, scaler, o.max_grad_norm), l = to_doubles(loss)[0];
+        synchronize();
+        double elapsed = now_ms() - start, rate = 1000.0 * o.batch_size * o.context_length / elapsed;
+        tokens += o.batch_size * o.context_length, busy_ms += elapsed;
+        progress("step %d of %d: loss %.4f, %.0f tokens/s", step + 1, o.steps, l, rate);
+        if (!std::isfinite(l)) { fail("step %d: the loss is %f; a smaller --lr may help", step + 1, l); }
+        if ((step + 1) % o.log_every == 0 || step + 1 == last) {
+            table.rows.push_back({std::to_string(step + 1), strprintf("%.4f", l), strprintf("%.3g", adamw.lr),
+                                  std::isfinite(norm) ? strprintf("%.3f", norm) : "overflow, step skipped",
+                                  strprintf("%.2f", elapsed), strprintf("%.0f", rate)});
+        }
+    }
+    if (!o.save.empty()) { save_checkpoint(o.save, model, o, scaler); }
+    print(table, o.format);
+    Table summary{"", {"held-out loss before", "held-out loss after", "steps", "tokens/s", "peak MiB"}, {}};
+    summary.rows.push_back({strprintf("%.4f", before),
+                            strprintf("%.4f", held_out_loss(model, text, o.batch_size, o.context_length)),
+                            std::to_string(step), busy_ms > 0 ? strprintf("%.0f", 1000 * tokens / busy_ms) : "",
+                            strprintf("%.0f", memory_use(context.device).peak / 1048576.0)});
+    summary.caption = "train: loss in nats per byte";
+    print(summary, o.format);
+    if (o.sample > 0 && o.format == "md") {
+        printf("\nThe held-out text's first %d bytes continued (temperature %.2g):\n\n%s\n", o.context_length,
+               o.temperature, sample_text(model, text, o.context_length, o.sample, o.temperature, o.seed).c_str());
+    }
+    return 0;
+}

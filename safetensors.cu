@@ -1,0 +1,321 @@
+// safetensors.cu: tensors in files, in the format of https://github.com/huggingface/safetensors:
+//
+//   u64 N, little-endian | N bytes of JSON, padded with spaces | the data of all tensors, little-endian, row-major
+//   {"__metadata__": {"step": "7"}, "lm_head.weight": {"dtype": "F32", "shape": [10, 4], "data_offsets": [0, 160]},
+//   ...}
+//
+// Offsets count from the end of the header. The tensors cover the data exactly: no holes, no overlaps, nothing after
+// the last. A file is taken as a whole or not at all, because a wrong weight looks just like a right one.
+#include "cs336.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+
+#include <fcntl.h>
+#include <nlohmann/json.hpp>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+using nlohmann::json;
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the file's numbers are read as they are");
+
+constexpr uint64_t MAX_HEADER = 100000000;  // bytes; the limit of the reference implementation
+static const char* const METADATA = "__metadata__";
+
+// Bytes an element, 0 for a dtype that we do not know.
+static size_t size_of_dtype(const std::string& dtype) {
+    static const std::map<std::string, size_t> sizes = {
+        {"F64", 8}, {"I64", 8}, {"U64", 8},     {"F32", 4},     {"I32", 4}, {"U32", 4}, {"F16", 2}, {"BF16", 2},
+        {"I16", 2}, {"U16", 2}, {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"I8", 1},  {"U8", 1},  {"BOOL", 1}};
+    auto found = sizes.find(dtype);
+    return found == sizes.end() ? 0 : found->second;
+}
+
+// False where the size does not fit into a size_t.
+static bool bytes_of(const std::string& dtype, const Shape& shape, size_t* bytes) {
+    *bytes = size_of_dtype(dtype);
+    for (int64_t d : shape) {
+        if (d < 0 || __builtin_mul_overflow(*bytes, (size_t)d, bytes)) { return false; }
+    }
+    return true;
+}
+
+// Text from a file, fit for an error message: in quotes, on one line, not too long.
+static std::string shown(const json& value) {
+    std::string text = value.dump(-1, ' ', true, json::error_handler_t::replace);
+    return text.size() <= 120 ? text : text.substr(0, 117) + "...";
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reading
+
+struct Mapping {  // the file in memory; read on first touch, by the page
+    const char* data = nullptr;
+    size_t bytes = 0;
+    std::vector<std::vector<char>> aligned;  // copies of tensors that lie crooked in the file
+    ~Mapping() {
+        if (data) { munmap((void*)data, bytes); }
+    }
+};
+
+static std::shared_ptr<Mapping> map_file(const std::string& path) {
+    int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    struct stat status;
+    if (file < 0 || fstat(file, &status) != 0) {
+        int error = errno;
+        if (file >= 0) { close(file); }
+        fail("%s: cannot be opened: %s", path.c_str(), strerror(error));
+    }
+    auto mapping = std::make_shared<Mapping>();
+    size_t bytes = S_ISREG(status.st_mode) ? status.st_size : 0;
+    void* data = bytes >= 8 ? mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE, file, 0) : nullptr;
+    int error = errno;
+    close(file);
+    if (!S_ISREG(status.st_mode)) { fail("%s: expected a regular file", path.c_str()); }
+    if (bytes < 8) { fail("%s: expected at least 8 bytes, found %zu", path.c_str(), bytes); }
+    if (data == MAP_FAILED) { fail("%s: cannot be mapped: %s", path.c_str(), strerror(error)); }
+    mapping->data = (const char*)data;
+    mapping->bytes = bytes;
+    return mapping;
+}
+
+// The header's bytes as JSON. The library would take three things that we must not: of two equal keys it keeps the
+// last, at a zero byte it stops reading, and it follows any depth of nesting (an object of objects of arrays is all we
+// need).
+static json parse_header(const std::string& path, const char* text, size_t n) {
+    if (n == 0 || text[0] != '{') { fail("%s: header: expected '{' at its start", path.c_str()); }
+    if (memchr(text, 0, n)) { fail("%s: header: expected JSON, found a zero byte", path.c_str()); }
+    std::vector<std::set<std::string>> keys;  // of each open object
+    auto watch = [&](int depth, json::parse_event_t event, json& value) {
+        bool opens = event == json::parse_event_t::object_start || event == json::parse_event_t::array_start;
+        if (opens && depth > 2) { fail("%s: header: expected no more than three levels of nesting", path.c_str()); }
+        if (event == json::parse_event_t::object_start) { keys.emplace_back(); }
+        if (event == json::parse_event_t::object_end) { keys.pop_back(); }
+        if (event == json::parse_event_t::key && !keys.back().insert(value.get<std::string>()).second) {
+            fail("%s: tensor %s: found twice in the header", path.c_str(), shown(value).c_str());
+        }
+        return true;
+    };
+    try {
+        return json::parse(text, text + n, watch);
+    } catch (const json::parse_error& e) {
+        fail("%s: header: expected JSON, found an error at its byte %zu of %zu", path.c_str(), e.byte, n);
+    } catch (const json::exception& e) {  // out_of_range: a number like 1e999
+        fail("%s: header: expected JSON of numbers and strings (error %d)", path.c_str(), e.id);
+    }
+}
+
+// A list of whole numbers from 0 up to int64's largest.
+static bool read_sizes(const json& list, std::vector<int64_t>* sizes) {
+    if (!list.is_array()) { return false; }
+    for (const json& value : list) {
+        if (!value.is_number_unsigned() || value.get<uint64_t>() > (uint64_t)INT64_MAX) { return false; }
+        sizes->push_back(value.get<int64_t>());
+    }
+    return true;
+}
+
+// `where` is "PATH: tensor NAME".
+static FileTensor read_tensor(const char* where, const json& entry, const char* data, size_t data_bytes) {
+    if (!entry.is_object()) { fail("%s: expected an object, found %s", where, shown(entry).c_str()); }
+    for (const char* key : {"dtype", "shape", "data_offsets"}) {
+        if (!entry.contains(key)) { fail("%s: expected dtype, shape and data_offsets, found no %s", where, key); }
+    }
+    if (entry.size() != 3) {
+        fail("%s: expected dtype, shape and data_offsets, found %zu fields", where, entry.size());
+    }
+    const json &dtype = entry["dtype"], &shape = entry["shape"];
+    FileTensor t{};
+    t.dtype = dtype.is_string() ? dtype.get<std::string>() : "";
+    if (size_of_dtype(t.dtype) == 0) { fail("%s: expected a known dtype, found %s", where, shown(dtype).c_str()); }
+    if (!read_sizes(shape, &t.shape)) {
+        fail("%s: expected a shape of whole numbers >= 0, found %s", where, shown(shape).c_str());
+    }
+    if (!bytes_of(t.dtype, t.shape, &t.bytes)) { fail("%s: shape %s: overflow", where, shown(shape).c_str()); }
+
+    std::vector<int64_t> offsets;
+    if (!read_sizes(entry["data_offsets"], &offsets) || offsets.size() != 2) {
+        fail("%s: expected data_offsets [begin, end], found %s", where, shown(entry["data_offsets"]).c_str());
+    }
+    size_t begin = offsets[0], end = offsets[1];
+    if (begin > end || end > data_bytes) {
+        fail("%s: expected data_offsets within %zu bytes of data, found [%zu, %zu]", where, data_bytes, begin, end);
+    }
+    if (end - begin != t.bytes) {
+        fail("%s: expected %zu bytes for %s %s, found %zu", where, t.bytes, t.dtype.c_str(), shown(shape).c_str(),
+             end - begin);
+    }
+    t.data = data + begin;
+    return t;
+}
+
+static void check_layout(const SafeTensors& file, const char* data, size_t data_bytes) {
+    std::vector<std::pair<const FileTensor*, const std::string*>> order;
+    for (const auto& [name, t] : file.tensors) { order.push_back({&t, &name}); }
+    std::sort(order.begin(), order.end(), [](const auto& a, const auto& b) {
+        return std::make_pair(a.first->data, a.first->bytes) < std::make_pair(b.first->data, b.first->bytes);
+    });
+    size_t end = 0;  // of the tensors so far
+    for (const auto& [t, name] : order) {
+        size_t begin = (const char*)t->data - data;
+        if (begin != end) {
+            fail("%s: tensor %s: expected its data at byte %zu, found it at %zu: %s", file.path.c_str(),
+                 shown(*name).c_str(), end, begin, begin < end ? "it overlaps another tensor" : "there is a hole");
+        }
+        end += t->bytes;
+    }
+    if (end != data_bytes) { fail("%s: expected %zu bytes of data, found %zu", file.path.c_str(), end, data_bytes); }
+}
+
+SafeTensors load_safetensors(const std::string& path) {
+    std::shared_ptr<Mapping> mapping = map_file(path);
+    uint64_t header_bytes;
+    memcpy(&header_bytes, mapping->data, 8);
+    size_t limit = std::min<uint64_t>(mapping->bytes - 8, MAX_HEADER);
+    if (header_bytes > limit) {
+        fail("%s: expected a header of at most %zu bytes, found its length to be %llu", path.c_str(), limit,
+             (unsigned long long)header_bytes);
+    }
+    json header = parse_header(path, mapping->data + 8, header_bytes);
+    const char* data = mapping->data + 8 + header_bytes;
+    size_t data_bytes = mapping->bytes - 8 - header_bytes;
+
+    SafeTensors file;
+    file.path = path;
+    for (const auto& [name, entry] : header.items()) {
+        if (name == METADATA) { continue; }
+        std::string where = path + ": tensor " + shown(name);
+        file.tensors[name] = read_tensor(where.c_str(), entry, data, data_bytes);
+    }
+    check_layout(file, data, data_bytes);
+    if (header.contains(METADATA)) {
+        const json& metadata = header[METADATA];
+        if (!metadata.is_object()) { fail("%s: %s: expected an object of strings", path.c_str(), METADATA); }
+        for (const auto& [key, value] : metadata.items()) {
+            if (!value.is_string()) {
+                fail("%s: %s: %s: expected a string, found %s", path.c_str(), METADATA, shown(key).c_str(),
+                     shown(value).c_str());
+            }
+            file.metadata[key] = value.get<std::string>();
+        }
+    }
+    for (auto& [name, t] : file.tensors) {  // the format promises no alignment, C++ asks for it
+        if ((uintptr_t)t.data % size_of_dtype(t.dtype) != 0) {
+            mapping->aligned.emplace_back((const char*)t.data, (const char*)t.data + t.bytes);
+            t.data = mapping->aligned.back().data();
+        }
+    }
+    file.mapping = mapping;
+    return file;
+}
+
+const FileTensor& require_tensor(const SafeTensors& file, const std::string& name, const Shape& shape,
+                                 const std::set<std::string>& dtypes) {
+    std::string where = file.path + ": tensor " + shown(name), expected;
+    auto found = file.tensors.find(name);
+    if (found == file.tensors.end()) {
+        for (const auto& entry : file.tensors) {
+            expected += (expected.empty() ? "" : ", ") + shown(entry.first);
+            if (expected.size() > 120) {
+                expected += ", ...";
+                break;
+            }
+        }
+        fail("%s: not found among the file's %zu tensors%s%s", where.c_str(), file.tensors.size(),
+             expected.empty() ? "" : ": ", expected.c_str());
+    }
+    const FileTensor& t = found->second;
+    if (dtypes.count(t.dtype) == 0) {
+        for (const std::string& dtype : dtypes) { expected += (expected.empty() ? "" : " or ") + dtype; }
+        fail("%s: expected dtype %s, found %s", where.c_str(), expected.c_str(), t.dtype.c_str());
+    }
+    bool fits = t.shape.size() == shape.size();
+    for (size_t i = 0; fits && i < shape.size(); i++) { fits = shape[i] == -1 || shape[i] == t.shape[i]; }
+    if (!fits) {
+        for (int64_t d : shape) { expected += (expected.empty() ? "" : ", ") + (d == -1 ? "any" : std::to_string(d)); }
+        fail("%s: expected shape [%s], found %s", where.c_str(), expected.c_str(), to_string(t.shape).c_str());
+    }
+    return t;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Writing. Wide dtypes first: then every tensor starts at a multiple of its element size, if the data does, and can be
+// used where the file is mapped. A reader never sees half a file, and a failed save leaves the old one as it was: the
+// bytes go to a temporary file beside it, which takes the name in one step when they are on the disk.
+
+using NamedTensor = std::pair<std::string, FileTensor>;
+
+static std::string make_header(const std::string& path, const std::vector<NamedTensor>& tensors,
+                               const std::map<std::string, std::string>& metadata) {
+    nlohmann::ordered_json header = nlohmann::ordered_json::object();
+    if (!metadata.empty()) { header[METADATA] = metadata; }
+    size_t end = 0;
+    for (const auto& [name, t] : tensors) {
+        size_t bytes;
+        if (size_of_dtype(t.dtype) == 0 || !bytes_of(t.dtype, t.shape, &bytes) || bytes != t.bytes ||
+            (bytes > 0 && !t.data)) {
+            fail("%s: tensor %s: cannot write %zu bytes as dtype '%s', shape %s", path.c_str(), shown(name).c_str(),
+                 t.bytes, t.dtype.c_str(), to_string(t.shape).c_str());
+        }
+        if (name == METADATA || header.contains(name)) {
+            fail("%s: tensor %s: a name that is taken already", path.c_str(), shown(name).c_str());
+        }
+        header[name] = {{"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {end, end + bytes}}};
+        end += bytes;
+    }
+    std::string text;
+    try {
+        text = header.dump();
+    } catch (const json::exception&) { fail("%s: a name or metadata is not valid UTF-8", path.c_str()); }
+    text.resize((text.size() + 7) / 8 * 8, ' ');
+    if (text.size() > MAX_HEADER) { fail("%s: a header of %zu bytes is too long", path.c_str(), text.size()); }
+    return text;
+}
+
+static bool write_all(FILE* file, const std::string& header, const std::vector<NamedTensor>& tensors) {
+    uint64_t n = header.size();
+    bool ok = fwrite(&n, 8, 1, file) == 1 && fwrite(header.data(), 1, n, file) == n;
+    for (const auto& named : tensors) {
+        const FileTensor& t = named.second;
+        ok = ok && (t.bytes == 0 || fwrite(t.data, 1, t.bytes, file) == t.bytes);
+    }
+    return ok && fflush(file) == 0 && fsync(fileno(file)) == 0;
+}
+
+void save_safetensors(const std::string& path, const std::vector<NamedTensor>& tensors,
+                      const std::map<std::string, std::string>& metadata) {
+    struct stat status;
+    if (stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode)) {
+        fail("%s: cannot be written: expected a regular file", path.c_str());  // or we would replace /dev/null
+    }
+    std::vector<NamedTensor> order = tensors;
+    std::stable_sort(order.begin(), order.end(), [](const NamedTensor& a, const NamedTensor& b) {
+        return size_of_dtype(a.second.dtype) > size_of_dtype(b.second.dtype);
+    });
+    std::string header = make_header(path, order, metadata);
+
+    std::string temporary = path + ".tmp." + std::to_string(getpid());
+    FILE* file = fopen(temporary.c_str(), "wb");
+    if (!file) { fail("%s: cannot be written: %s", temporary.c_str(), strerror(errno)); }
+    int error = write_all(file, header, order) ? 0 : errno;
+    if (fclose(file) != 0 && error == 0) { error = errno; }
+    if (error == 0 && rename(temporary.c_str(), path.c_str()) != 0) { error = errno; }
+    if (error != 0) {
+        unlink(temporary.c_str());
+        fail("%s: cannot be written: %s", path.c_str(), strerror(error));
+    }
+}
+
+FileTensor describe(const Tensor& t) {
+    static const std::map<DType, const char*> names = {{F32, "F32"}, {F16, "F16"}, {BF16, "BF16"},
+                                                       {F64, "F64"}, {I32, "I32"}, {U8, "U8"}};
+    if (!t || t.device() != CPU) { fail("describe: expected a tensor on the CPU"); }
+    int64_t stride = 1;
+    for (int i = (int)t.shape.size() - 1; i >= 0; i--) {
+        if (t.shape[i] != 1 && t.stride[i] != stride) { fail("describe: expected a row-major tensor"); }
+        stride *= t.shape[i];
+    }
+    return {names.at(t.dtype), t.shape, t.data, (size_t)t.size() * size_of(t.dtype)};
+}

@@ -1,0 +1,1253 @@
+// tensor.cu: tensors, the tape that autograd replays, and one kernel per operation.
+//
+// This file is what "PyTorch eager" means: every operation is one kernel that reads its operands from memory and writes
+// its result back, and every operation leaves on a tape what its backward needs. model.cu runs the handout's model on
+// these ops as they are (--mode eager) or on hand-fused kernels that record themselves on the same tape (--mode fused).
+#include "cs336.h"
+#include <algorithm>
+#include <type_traits>
+#ifdef HAVE_OPENBLAS
+#include <cblas.h>
+#endif
+#ifdef __CUDACC__
+#include <cublas_v2.h>
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tensors
+
+int64_t count(const Shape& shape) {
+    int64_t n = 1;
+    for (int64_t d : shape) { n *= d; }
+    return n;
+}
+std::string to_string(const Shape& shape) {
+    std::string s = "[";
+    for (size_t i = 0; i < shape.size(); i++) { s += (i ? ", " : "") + std::to_string(shape[i]); }
+    return s + "]";
+}
+size_t size_of(DType t) {
+    switch (t) {
+        case F64: return 8;
+        case F32:
+        case I32: return 4;
+        case F16:
+        case BF16: return 2;
+        case U8: return 1;
+    }
+    fail("unknown dtype %d", (int)t);
+}
+static Shape row_major(const Shape& shape) {
+    Shape stride(shape.size());
+    int64_t n = 1;
+    for (int i = (int)shape.size() - 1; i >= 0; i--) {
+        stride[i] = n;
+        n *= shape[i];
+    }
+    return stride;
+}
+static bool is_row_major(const Tensor& t) {
+    Shape want = row_major(t.shape);
+    for (size_t i = 0; i < t.shape.size(); i++) {
+        if (t.shape[i] != 1 && t.stride[i] != want[i]) { return false; }
+    }
+    return true;
+}
+
+Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category) {
+    if (shape.size() > MAX_DIMS) {
+        fail("a tensor has at most %d dimensions, got %s", MAX_DIMS, to_string(shape).c_str());
+    }
+    Tensor t;
+    t.memory = allocate(device, count(shape) * size_of(dtype), category);
+    t.data = (char*)t.memory->data;
+    t.dtype = dtype;
+    t.shape = shape;
+    t.stride = row_major(shape);
+    return t;
+}
+Tensor empty(const Shape& shape, DType dtype, Category category) {
+    return empty_on(context.device, shape, dtype, category);
+}
+Tensor zeros(const Shape& shape, DType dtype, Category category) {
+    Tensor t = empty(shape, dtype, category);
+    fill_zero(t);
+    return t;
+}
+Tensor view(const Tensor& t, int64_t offset, const Shape& shape) {
+    if (!is_row_major(t) || offset < 0 || offset + count(shape) > t.size()) {
+        fail("view %s at %ld of %s is out of range", to_string(shape).c_str(), (long)offset,
+             to_string(t.shape).c_str());
+    }
+    Tensor v = detached(t);
+    v.data = t.data + offset * (int64_t)size_of(t.dtype);
+    v.shape = shape;
+    v.stride = row_major(shape);
+    return v;
+}
+Tensor detached(const Tensor& t) {
+    Tensor d = t;
+    d.gradient = nullptr;
+    return d;
+}
+void fill_zero(const Tensor& t) {
+    size_t bytes = t.size() * size_of(t.dtype);
+    if (!is_row_major(t)) { fail("fill_zero needs a row-major tensor"); }
+    if (bytes == 0 || t.device() == META) { return; }
+#ifdef __CUDACC__
+    if (t.device() == CUDA) {
+        CUDA_CHECK(cudaMemsetAsync(t.data, 0, bytes, stream()));
+        return;
+    }
+#endif
+    memset(t.data, 0, bytes);
+}
+void copy(const Tensor& to, const Tensor& from) {
+    if (to.dtype != from.dtype || to.size() != from.size() || !is_row_major(to) || !is_row_major(from)) {
+        fail("copy %s %s to %s %s", name_of(from.dtype), to_string(from.shape).c_str(), name_of(to.dtype),
+             to_string(to.shape).c_str());
+    }
+    copy_bytes(to.data, to.device(), from.data, from.device(), from.size() * size_of(from.dtype));
+}
+Tensor to_device(const Tensor& t, Device device) {
+    if (t.device() == device) { return detached(t); }
+    NoGrad no_grad;
+    Tensor source = contiguous(t);
+    Tensor result = empty_on(device, t.shape, t.dtype, t.memory->category);
+    copy(result, source);
+    return result;
+}
+
+// The value of element i as the type A that arithmetic runs in: float, or double for F64 tensors (CPU only).
+template <class A>
+HD A load(const char* data, DType t, int64_t i) {
+    switch (t) {
+        case F32: return (A)((const float*)data)[i];
+        case BF16: return (A)to_acc(((const bf16*)data)[i]);
+        case F16: return (A)to_acc(((const fp16*)data)[i]);
+        case F64: return (A)((const double*)data)[i];
+        case I32: return (A)((const int*)data)[i];
+        case U8: return (A)((const uint8_t*)data)[i];
+    }
+    return 0;
+}
+template <class A>
+HD void store(char* data, DType t, int64_t i, A x) {
+    switch (t) {
+        case F32: ((float*)data)[i] = (float)x; break;
+        case BF16: from_acc((float)x, (bf16*)data + i); break;
+        case F16: from_acc((float)x, (fp16*)data + i); break;
+        case F64: ((double*)data)[i] = (double)x; break;
+        case I32: ((int*)data)[i] = (int)x; break;
+        case U8: ((uint8_t*)data)[i] = (uint8_t)x; break;
+    }
+}
+
+std::vector<double> to_doubles(const Tensor& t) {
+    NoGrad no_grad;
+    Tensor c = to_device(contiguous(t), CPU);
+    std::vector<double> values(c.size());
+    for (int64_t i = 0; i < c.size(); i++) { values[i] = load<double>(c.data, c.dtype, i); }
+    return values;
+}
+std::vector<float> to_floats(const Tensor& t) {
+    std::vector<double> values = to_doubles(t);
+    return std::vector<float>(values.begin(), values.end());
+}
+template <class From>
+static Tensor from_values(const std::vector<From>& values, const Shape& shape, DType dtype, Category category) {
+    if ((int64_t)values.size() != count(shape)) {
+        fail("%zu values for shape %s", values.size(), to_string(shape).c_str());
+    }
+    Tensor t = empty_on(CPU, shape, dtype, category);
+    for (size_t i = 0; i < values.size(); i++) { store<From>(t.data, dtype, i, values[i]); }
+    return to_device(t, context.device);
+}
+Tensor from_floats(const std::vector<float>& values, const Shape& shape, DType dtype) {
+    return from_values(values, shape, dtype, INPUTS);
+}
+Tensor from_ints(const std::vector<int>& values, const Shape& shape) { return from_values(values, shape, I32, INPUTS); }
+
+Comparison compare(const Tensor& got, const Tensor& want, double rtol, double atol) {
+    if (got.shape != want.shape) {
+        fail("compare: got shape %s, want %s", to_string(got.shape).c_str(), to_string(want.shape).c_str());
+    }
+    std::vector<double> g = to_doubles(got), w = to_doubles(want);
+    Comparison c{0, -1, 0, 0, 0};
+    double worst = -1;
+    for (size_t i = 0; i < g.size(); i++) {
+        bool same = g[i] == w[i];  // also for infinities
+        double error = same ? 0 : fabs(g[i] - w[i]);
+        bool ok = same || (std::isfinite(error) && error <= atol + rtol * fabs(w[i]));
+        double excess = same ? 0 : std::isfinite(error) ? error - rtol * fabs(w[i]) : INFINITY;
+        c.wrong += !ok;
+        if (!(error <= c.max_abs)) { c.max_abs = error; }
+        if (excess > worst || c.worst < 0) {
+            worst = excess;
+            c.worst = i, c.got = g[i], c.want = w[i];
+        }
+    }
+    return c;
+}
+std::string to_string(const Comparison& c) {
+    return strprintf("%ld wrong; worst at %ld: got %.9g, want %.9g; largest error %.3g", (long)c.wrong, (long)c.worst,
+                     c.got, c.want, c.max_abs);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Random numbers. Philox 4x32 with 10 rounds: each round multiplies two of the four counter words and mixes in a key
+// that grows by the golden ratio and sqrt(3)-1. The counter is (i, key), the cipher's key is the seed.
+
+HD void philox(uint32_t out[4], uint64_t seed, uint64_t key, uint64_t i) {
+    uint32_t c[4] = {(uint32_t)i, (uint32_t)(i >> 32), (uint32_t)key, (uint32_t)(key >> 32)};
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t p0 = (uint64_t)0xD2511F53u * c[0], p1 = (uint64_t)0xCD9E8D57u * c[2];
+        uint32_t n0 = (uint32_t)(p1 >> 32) ^ c[1] ^ k0, n2 = (uint32_t)(p0 >> 32) ^ c[3] ^ k1;
+        c[1] = (uint32_t)p1, c[3] = (uint32_t)p0, c[0] = n0, c[2] = n2;
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    for (int j = 0; j < 4; j++) { out[j] = c[j]; }
+}
+
+// The sum of eight uniform 16-bit numbers, centred and scaled to variance 1. The sum is an integer and the rest is one
+// rounding, so every machine gets the same bits, which a formula with log and cos would not give.
+HD inline float normal(uint64_t seed, uint64_t key, uint64_t i) {
+    uint32_t r[4];
+    philox(r, seed, key, i);
+    int sum = 0;
+    for (int j = 0; j < 4; j++) { sum += (int)(r[j] & 0xffff) + (int)(r[j] >> 16); }
+    const float inverse_std = 1.8688060e-05f;  // 1 / sqrt(8 * (65536^2 - 1) / 12)
+    return (float)(2 * sum - 8 * 65535) * (0.5f * inverse_std);
+}
+HD inline float normal_scaled(uint64_t seed, uint64_t key, uint64_t i, float mean, float std) {
+    return fmaf(std, normal(seed, key, i), mean);  // fmaf on both sides: a compiler may fuse a*b+c on one of them only
+}
+
+#ifdef __CUDACC__
+__global__ void normal_kernel(char* out, DType dtype, int64_t n, uint64_t seed, uint64_t key, float mean, float std) {
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+        store<float>(out, dtype, i, normal_scaled(seed, key, i, mean, std));
+    }
+}
+static int grid_for(int64_t n) { return (int)std::min<int64_t>((n + 255) / 256, 132 * 64); }
+#endif
+
+void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float std) {
+    int64_t n = t.size();
+    if (n == 0 || t.device() == META) { return; }
+#ifdef __CUDACC__
+    if (t.device() == CUDA) {
+        normal_kernel<<<grid_for(n), 256, 0, stream()>>>(t.data, t.dtype, n, seed, key, mean, std);
+        LAUNCH_CHECK();
+        return;
+    }
+#endif
+#pragma omp parallel for
+    for (int64_t i = 0; i < n; i++) { store<float>(t.data, t.dtype, i, normal_scaled(seed, key, i, mean, std)); }
+}
+int random_int(int n, uint64_t seed, uint64_t key, uint64_t i) {
+    uint32_t r[4];
+    philox(r, seed, key, i);
+    return (int)(((uint64_t)r[0] * (uint32_t)n) >> 32);  // bias below n / 2^32
+}
+uint64_t key_of(const std::string& name) {  // FNV-1a
+    uint64_t h = 0xcbf29ce484222325u;
+    for (unsigned char c : name) { h = (h ^ c) * 0x100000001b3u; }
+    return h;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The tape: reverse-mode differentiation as a list of functions run backwards. A step owns (through its closure) the
+// tensors that its backward reads; popping the step gives them back.
+
+struct TapeStep {
+    GradientPtr output;
+    std::vector<GradientPtr> inputs;
+    std::function<void(const Tensor& dy)> backward;
+    const char* op;
+};
+static std::vector<TapeStep> tape;
+
+bool needs_gradient(const Tensor& t) { return context.recording && t.gradient != nullptr; }
+
+static GradientPtr new_gradient(const Tensor& t) {
+    auto g = std::make_shared<Gradient>();
+    g->dtype = t.dtype;
+    g->shape = t.shape;
+    return g;
+}
+Tensor require_gradient(const Tensor& t) {
+    Tensor leaf = detached(t);
+    leaf.gradient = new_gradient(leaf);
+    return leaf;
+}
+void record(Tensor& y, const std::vector<Tensor>& inputs, std::function<void(const Tensor&)> backward) {
+    TapeStep step;
+    for (const Tensor& x : inputs) {
+        if (needs_gradient(x)) {
+            step.inputs.push_back(x.gradient);
+            x.gradient->uses++;
+        }
+    }
+    y.gradient = nullptr;
+    if (step.inputs.empty()) { return; }
+    y.gradient = new_gradient(y);
+    step.output = y.gradient;
+    step.backward = std::move(backward);
+    step.op = innermost_range();
+    tape.push_back(std::move(step));
+}
+
+// The transpose of broadcasting: sums dx over the dimensions in which `shape` is 1 or missing.
+static Tensor sum_to(const Tensor& dx, const Shape& shape);
+
+void add_gradient(const GradientPtr& g, const Tensor& dx) {
+    if (!g) { return; }
+    Tensor d = cast(sum_to(dx, g->shape), g->dtype);
+    d.gradient = nullptr;
+    if (g->is_parameter) {
+        copy_or_add(g->value, d, g->filled);
+        g->filled = true;
+    } else {
+        g->value = g->value ? detached(add(g->value, d)) : d;
+    }
+}
+Tensor gradient_target(const GradientPtr& g, bool* accumulate) {
+    if (g->is_parameter) {
+        *accumulate = g->filled;
+        g->filled = true;
+        return g->value;
+    }
+    *accumulate = (bool)g->value;
+    if (!g->value) {
+        g->value = empty(g->shape, g->dtype);
+    } else if (g->value.memory.use_count() > 1 || !is_row_major(g->value)) {
+        Tensor own = empty(g->shape, g->dtype);  // shared with another gradient: adding in place would change that too
+        copy_or_add(own, g->value, false);
+        g->value = own;
+    }
+    return g->value;
+}
+void backward(const Tensor& loss, float scale) {
+    if (!loss.gradient) { fail("backward: nothing was recorded for this tensor"); }
+    NoGrad no_grad;
+    loss.gradient->value = add_scalar(zeros(loss.shape, loss.dtype), scale);
+    while (!tape.empty()) {
+        TapeStep step = std::move(tape.back());
+        tape.pop_back();
+        Range range(step.op);
+        Tensor dy = std::move(step.output->value);
+        step.output->value = Tensor();
+        if (dy) { step.backward(dy); }
+        for (const GradientPtr& g : step.inputs) {
+            if (--g->uses == 0 && g->ready) { g->ready(); }
+        }
+    }
+}
+void clear_tape() {
+    for (const TapeStep& step : tape) {
+        for (const GradientPtr& g : step.inputs) { g->uses = 0; }
+    }
+    tape.clear();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Elementwise operations: out[i] = f(a[i], b[i], c[i]) with strides, so that broadcasting (stride 0), transposes and
+// slices need no copies, as in PyTorch's TensorIterator. 8 bytes or more are moved for each FLOP or so: bandwidth is
+// everything, and a chain of k such kernels moves k times what one fused kernel would.
+
+#define FUNCTOR(NAME, ARGUMENTS, EXPRESSION) \
+    struct NAME {                            \
+        double s = 0;                        \
+        template <class A>                   \
+        HD A operator() ARGUMENTS const {    \
+            return EXPRESSION;               \
+        }                                    \
+    };
+FUNCTOR(Copy, (A a), a)
+FUNCTOR(Scale, (A a), a*(A)s)
+FUNCTOR(AddScalar, (A a), a + (A)s)
+FUNCTOR(Exp, (A a), std::exp(a))
+FUNCTOR(Log, (A a), std::log(a))
+FUNCTOR(Square, (A a), a* a)
+FUNCTOR(Sqrt, (A a), std::sqrt(a))
+FUNCTOR(Rsqrt, (A a), (A)1 / std::sqrt(a))
+FUNCTOR(Sigmoid, (A a), (A)1 / ((A)1 + std::exp(-a)))
+FUNCTOR(Relu, (A a), a > 0 ? a : (A)0)
+FUNCTOR(Add, (A a, A b), a + b)
+FUNCTOR(Sub, (A a, A b), a - b)
+FUNCTOR(Mul, (A a, A b), a* b)
+FUNCTOR(Div, (A a, A b), a / b)
+FUNCTOR(Where, (A mask, A a), mask != 0 ? a : (A)s)
+FUNCTOR(GreaterEqual, (A a, A b), (A)(a >= b))
+FUNCTOR(TwoTimes, (A a, A dy), (A)2 * a * dy)                  // square backward
+FUNCTOR(RsqrtBackward, (A y, A dy), (A)-0.5 * y * y * y * dy)  // dy/dx = -x^(-3/2)/2
+FUNCTOR(SigmoidBackward, (A y, A dy), y*((A)1 - y) * dy)
+FUNCTOR(ReluBackward, (A y, A dy), y > 0 ? dy : (A)0)
+FUNCTOR(DivBackward, (A y, A b, A dy), -dy* y / b)                            // d(a/b)/db = -(a/b)/b
+FUNCTOR(SelectEqual, (A column, A index, A dy), column == index ? dy : (A)0)  // scatters dy to one column a row
+#undef FUNCTOR
+
+struct Operand {
+    char* data;
+    DType dtype;
+    int64_t stride[MAX_DIMS];
+};
+struct Loop {
+    int64_t n;
+    int dims;
+    bool flat;  // every operand is row-major of the full shape: element i is at i
+    int64_t shape[MAX_DIMS];
+    Operand out, in[3];
+};
+
+static Operand operand(const Tensor& t, const Shape& shape) {
+    Operand o{t.data, t.dtype, {}};
+    int missing = (int)(shape.size() - t.shape.size());
+    if (missing < 0) { fail("cannot broadcast %s to %s", to_string(t.shape).c_str(), to_string(shape).c_str()); }
+    for (size_t d = missing; d < shape.size(); d++) {
+        int64_t own = t.shape[d - missing];
+        if (own != 1 && own != shape[d]) {
+            fail("cannot broadcast %s to %s", to_string(t.shape).c_str(), to_string(shape).c_str());
+        }
+        o.stride[d] = own == 1 ? 0 : t.stride[d - missing];
+    }
+    return o;
+}
+static Loop loop_over(const Tensor& out, const std::vector<Tensor>& inputs) {
+    Loop loop{};
+    loop.n = out.size();
+    loop.dims = (int)out.shape.size();
+    loop.flat = is_row_major(out);
+    for (int d = 0; d < loop.dims; d++) { loop.shape[d] = out.shape[d]; }
+    loop.out = operand(out, out.shape);
+    for (size_t k = 0; k < inputs.size(); k++) {
+        if (inputs[k].device() != out.device()) {
+            fail("an operand is on %s, the result on %s", name_of(inputs[k].device()), name_of(out.device()));
+        }
+        loop.in[k] = operand(inputs[k], out.shape);
+        loop.flat = loop.flat && inputs[k].size() == loop.n && is_row_major(inputs[k]);
+    }
+    return loop;
+}
+
+template <int N, class A, class F>
+HD A call(const F& f, const Loop& loop, const int64_t* at) {
+    A a = load<A>(loop.in[0].data, loop.in[0].dtype, at[0]);
+    if constexpr (N == 1) { return f(a); }
+    A b = N > 1 ? load<A>(loop.in[1].data, loop.in[1].dtype, at[1]) : A(0);
+    if constexpr (N == 2) { return f(a, b); }
+    if constexpr (N == 3) { return f(a, b, load<A>(loop.in[2].data, loop.in[2].dtype, at[2])); }
+}
+
+#ifdef __CUDACC__
+// I is the index type: 32-bit division is several times faster than 64-bit, and almost every tensor is small enough.
+template <int N, class I, class F>
+__global__ void elementwise_kernel(F f, Loop loop) {
+    for (I i = blockIdx.x * (I)blockDim.x + threadIdx.x; i < (I)loop.n; i += (I)gridDim.x * blockDim.x) {
+        int64_t at[3] = {(int64_t)i, (int64_t)i, (int64_t)i}, out = i;
+        if (!loop.flat) {
+            at[0] = at[1] = at[2] = out = 0;
+            I rest = i;
+            for (int d = loop.dims - 1; d >= 0; d--) {
+                I next = rest / (I)loop.shape[d], index = rest - next * (I)loop.shape[d];
+                out += index * loop.out.stride[d];
+                for (int k = 0; k < N; k++) { at[k] += index * loop.in[k].stride[d]; }
+                rest = next;
+            }
+        }
+        store<float>(loop.out.data, loop.out.dtype, out, call<N, float>(f, loop, at));
+    }
+}
+#endif
+
+// One run of n elements with constant strides; `fast` is the plain fp32 loop that the compiler can vectorise.
+template <int N, class A, class F>
+static void elementwise_span(const F& f, const Loop& loop, int64_t n, int64_t out, const int64_t* start,
+                             const int64_t* step, int64_t out_step) {
+    bool fast = out_step == 1 && loop.out.dtype == F32;
+    for (int k = 0; k < N; k++) { fast = fast && loop.in[k].dtype == F32 && step[k] == 1; }
+    if (fast) {
+        float* y = (float*)loop.out.data + out;
+        const float* x[3];
+        for (int k = 0; k < N; k++) { x[k] = (const float*)loop.in[k].data + start[k]; }
+        for (int64_t i = 0; i < n; i++) {
+            if constexpr (N == 1) { y[i] = f(x[0][i]); }
+            if constexpr (N == 2) { y[i] = f(x[0][i], x[1][i]); }
+            if constexpr (N == 3) { y[i] = f(x[0][i], x[1][i], x[2][i]); }
+        }
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        int64_t at[3] = {start[0] + i * step[0], start[1] + i * step[1], start[2] + i * step[2]};
+        store<A>(loop.out.data, loop.out.dtype, out + i * out_step, call<N, A>(f, loop, at));
+    }
+}
+template <int N, class A, class F>
+static void elementwise_cpu(const F& f, const Loop& loop) {
+    int64_t inner = loop.flat ? 4096 : loop.shape[loop.dims - 1], rows = (loop.n + inner - 1) / inner;
+#pragma omp parallel for if (loop.n > 16384)
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t start[3] = {r * inner, r * inner, r * inner}, step[3] = {1, 1, 1}, out = r * inner, out_step = 1;
+        if (!loop.flat) {
+            int last = loop.dims - 1;
+            int64_t rest = r;
+            start[0] = start[1] = start[2] = out = 0;
+            for (int k = 0; k < N; k++) { step[k] = loop.in[k].stride[last]; }
+            out_step = loop.out.stride[last];
+            for (int d = last - 1; d >= 0; d--) {
+                int64_t index = rest % loop.shape[d];
+                rest /= loop.shape[d];
+                out += index * loop.out.stride[d];
+                for (int k = 0; k < N; k++) { start[k] += index * loop.in[k].stride[d]; }
+            }
+        }
+        elementwise_span<N, A>(f, loop, std::min(inner, loop.n - r * inner), out, start, step, out_step);
+    }
+}
+
+template <int N, class F>
+static void elementwise_into(const F& f, const Tensor& out, const std::vector<Tensor>& inputs) {
+    Loop loop = loop_over(out, inputs);
+    if (loop.n == 0 || out.device() == META) { return; }
+    if (loop.dims == 0) {
+        loop.flat = true;  // a scalar: strides do not matter
+    }
+#ifdef __CUDACC__
+    if (out.device() == CUDA) {
+        if (loop.n < (int64_t)1 << 30) {
+            elementwise_kernel<N, uint32_t><<<grid_for(loop.n), 256, 0, stream()>>>(f, loop);
+        } else {
+            elementwise_kernel<N, uint64_t><<<grid_for(loop.n), 256, 0, stream()>>>(f, loop);
+        }
+        LAUNCH_CHECK();
+        return;
+    }
+#endif
+    if constexpr (std::is_same<F, Copy>::value) {
+        bool floats = out.dtype != I32 && out.dtype != U8 && inputs[0].dtype != I32 && inputs[0].dtype != U8;
+        if (loop.flat && floats) { return convert(out.data, out.dtype, inputs[0].data, inputs[0].dtype, loop.n); }
+    }
+    bool f64 = out.dtype == F64;
+    for (const Tensor& t : inputs) { f64 = f64 || t.dtype == F64; }
+    if (f64) {
+        elementwise_cpu<N, double>(f, loop);
+    } else {
+        elementwise_cpu<N, float>(f, loop);
+    }
+}
+static Shape broadcast(const Shape& a, const Shape& b) {
+    Shape shape = a.size() >= b.size() ? a : b;
+    const Shape& other = a.size() >= b.size() ? b : a;
+    size_t missing = shape.size() - other.size();
+    for (size_t d = 0; d < other.size(); d++) {
+        if (shape[missing + d] == 1) { shape[missing + d] = other[d]; }
+    }
+    return shape;  // a mismatch is found by operand()
+}
+template <class F>
+static Tensor unary(const F& f, DType dtype, const Tensor& a) {
+    Tensor y = empty_on(a.device(), a.shape, dtype);
+    elementwise_into<1>(f, y, {a});
+    return y;
+}
+template <class F>
+static Tensor binary(const F& f, DType dtype, const Tensor& a, const Tensor& b) {
+    Tensor y = empty_on(a.device(), broadcast(a.shape, b.shape), dtype);
+    elementwise_into<2>(f, y, {a, b});
+    return y;
+}
+
+// PyTorch's promotion: the wider of two floating types; bf16 with fp16 gives fp32; a float wins over an integer.
+static DType promote(DType a, DType b) {
+    if (a == b) { return a; }
+    if (a == F64 || b == F64) { return F64; }
+    if (a == F32 || b == F32) { return F32; }
+    bool a_float = a == BF16 || a == F16, b_float = b == BF16 || b == F16;
+    if (a_float && b_float) { return F32; }
+    return a_float ? a : b_float ? b : I32;
+}
+// Autocast's list of ops that run in fp32: exp, log, pow, rsqrt, sum, ... (mean and sigmoid are not on it).
+static Tensor fp32_operand(const Tensor& a) { return a.dtype == BF16 || a.dtype == F16 ? cast(a, F32) : a; }
+
+void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate) {
+    if (accumulate) {
+        elementwise_into<2>(Add(), to, {to, from});
+    } else {
+        elementwise_into<1>(Copy(), to, {from});
+    }
+}
+
+void scale_in_place(const Tensor& t, float s) { elementwise_into<1>(Scale{s}, t, {t}); }
+
+Tensor cast(const Tensor& a, DType dtype) {
+    if (a.dtype == dtype) { return a; }
+    Tensor y = unary(Copy(), dtype, a);
+    record(y, {a}, [ga = a.gradient](const Tensor& dy) { add_gradient(ga, dy); });  // add_gradient casts back
+    return y;
+}
+Tensor add(const Tensor& a, const Tensor& b) {
+    Tensor y = binary(Add(), promote(a.dtype, b.dtype), a, b);
+    record(y, {a, b}, [ga = a.gradient, gb = b.gradient](const Tensor& dy) {
+        add_gradient(ga, dy);
+        add_gradient(gb, dy);
+    });
+    return y;
+}
+Tensor sub(const Tensor& a, const Tensor& b) {
+    Tensor y = binary(Sub(), promote(a.dtype, b.dtype), a, b);
+    record(y, {a, b}, [ga = a.gradient, gb = b.gradient](const Tensor& dy) {
+        add_gradient(ga, dy);
+        if (gb) { add_gradient(gb, scale(dy, -1)); }
+    });
+    return y;
+}
+Tensor mul(const Tensor& a, const Tensor& b) {
+    Tensor y = binary(Mul(), promote(a.dtype, b.dtype), a, b);
+    // An operand is kept only for the other's gradient: a constant's partner is not.
+    Tensor keep_a = needs_gradient(b) ? a : Tensor(), keep_b = needs_gradient(a) ? b : Tensor();
+    record(y, {a, b}, [keep_a, keep_b, ga = a.gradient, gb = b.gradient](const Tensor& dy) {
+        if (ga) { add_gradient(ga, mul(dy, keep_b)); }
+        if (gb) { add_gradient(gb, mul(dy, keep_a)); }
+    });
+    return y;
+}
+Tensor div(const Tensor& a, const Tensor& b) {
+    Tensor y = binary(Div(), promote(a.dtype, b.dtype), a, b);
+    Tensor keep_y = needs_gradient(b) ? detached(y) : Tensor();
+    record(y, {a, b}, [keep_y, b, ga = a.gradient, gb = b.gradient](const Tensor& dy) {
+        if (ga) { add_gradient(ga, div(dy, b)); }
+        if (gb) {
+            Tensor db = empty(dy.shape, dy.dtype);
+            elementwise_into<3>(DivBackward(), db, {keep_y, b, dy});
+            add_gradient(gb, db);
+        }
+    });
+    return y;
+}
+Tensor scale(const Tensor& a, double s) {
+    Tensor y = unary(Scale{s}, a.dtype, a);
+    record(y, {a}, [s, ga = a.gradient](const Tensor& dy) { add_gradient(ga, scale(dy, s)); });
+    return y;
+}
+Tensor add_scalar(const Tensor& a, double s) {
+    Tensor y = unary(AddScalar{s}, a.dtype, a);
+    record(y, {a}, [ga = a.gradient](const Tensor& dy) { add_gradient(ga, dy); });
+    return y;
+}
+Tensor exp(const Tensor& a) {
+    Tensor x = fp32_operand(a), y = unary(Exp(), x.dtype, x), keep = y;
+    record(y, {x}, [keep, gx = x.gradient](const Tensor& dy) { add_gradient(gx, mul(dy, keep)); });
+    return y;
+}
+Tensor log(const Tensor& a) {
+    Tensor x = fp32_operand(a), y = unary(Log(), x.dtype, x);
+    record(y, {x}, [x](const Tensor& dy) { add_gradient(x.gradient, div(dy, x)); });
+    return y;
+}
+Tensor square(const Tensor& a) {
+    Tensor x = fp32_operand(a), y = unary(Square(), x.dtype, x);
+    record(y, {x}, [x](const Tensor& dy) { add_gradient(x.gradient, binary(TwoTimes(), x.dtype, x, dy)); });
+    return y;
+}
+Tensor sqrt(const Tensor& a) {
+    Tensor y = unary(Sqrt(), a.dtype, a), keep = y;
+    record(y, {a}, [keep, ga = a.gradient](const Tensor& dy) { add_gradient(ga, div(scale(dy, 0.5f), keep)); });
+    return y;
+}
+Tensor rsqrt(const Tensor& a) {
+    Tensor x = fp32_operand(a), y = unary(Rsqrt(), x.dtype, x), keep = y;
+    record(y, {x}, [keep, gx = x.gradient](const Tensor& dy) {
+        add_gradient(gx, binary(RsqrtBackward(), keep.dtype, keep, dy));
+    });
+    return y;
+}
+Tensor sigmoid(const Tensor& a) {
+    Tensor y = unary(Sigmoid(), a.dtype, a), keep = y;
+    record(y, {a}, [keep, ga = a.gradient](const Tensor& dy) {
+        add_gradient(ga, binary(SigmoidBackward(), keep.dtype, keep, dy));
+    });
+    return y;
+}
+Tensor relu(const Tensor& a) {
+    Tensor y = unary(Relu(), a.dtype, a), keep = y;
+    record(y, {a}, [keep, ga = a.gradient](const Tensor& dy) {
+        add_gradient(ga, binary(ReluBackward(), keep.dtype, keep, dy));
+    });
+    return y;
+}
+Tensor where(const Tensor& mask, const Tensor& a, float otherwise) {
+    Tensor y = binary(Where{otherwise}, a.dtype, mask, a);
+    record(y, {a},
+           [mask, ga = a.gradient](const Tensor& dy) { add_gradient(ga, binary(Where{0}, dy.dtype, mask, dy)); });
+    return y;
+}
+#ifdef __CUDACC__
+__global__ void arange_kernel(int* out, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) { out[i] = i; }
+}
+#endif
+Tensor arange(int64_t n) {
+    Tensor t = empty({n}, I32);
+#ifdef __CUDACC__
+    if (t.device() == CUDA && n > 0) {
+        arange_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(t.as<int>(), (int)n);
+        LAUNCH_CHECK();
+    }
+#endif
+    for (int64_t i = 0; i < n && t.device() == CPU; i++) { t.as<int>()[i] = (int)i; }
+    return t;
+}
+Tensor greater_equal(const Tensor& a, const Tensor& b) { return binary(GreaterEqual(), U8, a, b); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Views: another shape and other strides on the same memory. Only a reshape of a transposed tensor has to copy.
+
+Tensor contiguous(const Tensor& a) {
+    if (is_row_major(a)) { return a; }
+    Tensor y = unary(Copy(), a.dtype, a);
+    record(y, {a}, [ga = a.gradient](const Tensor& dy) { add_gradient(ga, dy); });
+    return y;
+}
+Tensor reshape(const Tensor& a, const Shape& shape) {
+    Tensor source = contiguous(a), y = view(source, 0, shape);
+    if (count(shape) != a.size()) { fail("reshape %s to %s", to_string(a.shape).c_str(), to_string(shape).c_str()); }
+    record(y, {source},
+           [from = source.shape, g = source.gradient](const Tensor& dy) { add_gradient(g, reshape(dy, from)); });
+    return y;
+}
+Tensor transpose(const Tensor& a, int i, int j) {
+    Tensor y = a;
+    std::swap(y.shape[i], y.shape[j]);
+    std::swap(y.stride[i], y.stride[j]);
+    record(y, {a}, [i, j, ga = a.gradient](const Tensor& dy) { add_gradient(ga, transpose(dy, i, j)); });
+    return y;
+}
+Tensor slice_last(const Tensor& a, int64_t start, int64_t step) {
+    Tensor y = a;
+    y.data += start * a.stride.back() * (int64_t)size_of(a.dtype);
+    y.shape.back() = (a.shape.back() - start + step - 1) / step;
+    y.stride.back() *= step;
+    record(y, {a}, [start, step, shape = a.shape, ga = a.gradient](const Tensor& dy) {
+        Tensor da = zeros(shape, dy.dtype);  // as autograd: zeros, then the slice is copied in
+        elementwise_into<1>(Copy(), slice_last(da, start, step), {dy});
+        add_gradient(ga, da);
+    });
+    return y;
+}
+Tensor interleave_last(const Tensor& a, const Tensor& b) {
+    Shape shape = a.shape;
+    shape.back() *= 2;
+    Tensor y = empty(shape, promote(a.dtype, b.dtype));
+    elementwise_into<1>(Copy(), slice_last(y, 0, 2), {a});
+    elementwise_into<1>(Copy(), slice_last(y, 1, 2), {b});
+    record(y, {a, b}, [ga = a.gradient, gb = b.gradient](const Tensor& dy) {
+        add_gradient(ga, slice_last(dy, 0, 2));
+        add_gradient(gb, slice_last(dy, 1, 2));
+    });
+    return y;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reductions. x [R,C] -> [R] along rows, or -> [C] down columns. Each input byte is read once.
+
+struct Sum {
+    template <class A>
+    HD A operator()(A a, A b) const {
+        return a + b;
+    }
+    HD float start() const { return 0; }
+};
+struct Max {
+    template <class A>
+    HD A operator()(A a, A b) const {
+        return a > b || a != a ? a : b;  // a NaN wins, as in PyTorch
+    }
+    HD float start() const { return -INFINITY; }
+};
+
+#ifdef __CUDACC__
+// One block a row: strided loads, then shuffles inside each warp, then one value a warp through shared memory.
+template <class F>
+__global__ void reduce_rows_kernel(F f, char* out, DType out_type, const char* x, DType type, int64_t C, float factor) {
+    __shared__ float shared[WARP];
+    float r = f.start();
+    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) { r = f(load<float>(x, type, blockIdx.x * C + c), r); }
+    for (int o = WARP / 2; o > 0; o /= 2) { r = f(__shfl_xor_sync(0xffffffff, r, o), r); }
+    if (threadIdx.x % WARP == 0) { shared[threadIdx.x / WARP] = r; }
+    __syncthreads();  // all warps' values must be there
+    if (threadIdx.x == 0) {
+        for (unsigned w = 1; w < blockDim.x / WARP; w++) { r = f(shared[w], r); }
+        store<float>(out, out_type, blockIdx.x, r * factor);
+    }
+}
+// Columns: 32 threads wide, so that a warp reads 32 neighbours of one row, and 8 rows at a time.
+__global__ void sum_columns_kernel(char* out, DType out_type, const char* x, DType type, int64_t R, int64_t C) {
+    __shared__ float shared[8][WARP];
+    int64_t c = blockIdx.x * (int64_t)WARP + threadIdx.x;
+    float sum = 0;
+    if (c < C) {
+        for (int64_t r = threadIdx.y; r < R; r += 8) { sum += load<float>(x, type, r * C + c); }
+    }
+    shared[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();  // all eight partial sums must be there
+    if (threadIdx.y == 0 && c < C) {
+        for (int k = 1; k < 8; k++) { sum += shared[k][threadIdx.x]; }
+        store<float>(out, out_type, c, sum);
+    }
+}
+__global__ void argmax_rows_kernel(int* out, const char* x, DType type, const char* max, int64_t C) {
+    __shared__ int first;
+    if (threadIdx.x == 0) { first = (int)C; }
+    __syncthreads();  // `first` must be set before anyone lowers it
+    float m = load<float>(max, type, blockIdx.x);
+    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
+        if (load<float>(x, type, blockIdx.x * C + c) == m) {
+            atomicMin(&first, (int)c);
+            break;
+        }
+    }
+    __syncthreads();  // all candidates must have been offered
+    if (threadIdx.x == 0) { out[blockIdx.x] = first; }
+}
+#endif
+
+template <class F>
+static Tensor reduce_last(const F& f, DType dtype, const Tensor& a, double factor) {
+    Shape shape = a.shape;
+    shape.back() = 1;
+    Tensor x = detached(contiguous(a)), y = empty_on(a.device(), shape, dtype);
+    int64_t R = y.size(), C = a.dim(-1);
+    if (R == 0 || y.device() == META) { return y; }
+#ifdef __CUDACC__
+    if (y.device() == CUDA) {
+        reduce_rows_kernel<<<R, C >= 256 ? 256 : 32 * ceil_div(C, 32), 0, stream()>>>(f, y.data, dtype, x.data, x.dtype,
+                                                                                      C, factor);
+        LAUNCH_CHECK();
+        return y;
+    }
+#endif
+#pragma omp parallel for if (R * C > 16384)
+    for (int64_t r = 0; r < R; r++) {
+        double value = f.start();
+        for (int64_t c = 0; c < C; c++) { value = f(load<double>(x.data, x.dtype, r * C + c), value); }
+        store<double>(y.data, y.dtype, r, value * factor);
+    }
+    return y;
+}
+static Tensor sum_columns(const Tensor& a, const Shape& shape) {
+    Tensor x = detached(contiguous(a)), y = empty_on(a.device(), shape, a.dtype);
+    int64_t C = y.size(), R = C == 0 ? 0 : a.size() / C;
+    if (C == 0 || y.device() == META) { return y; }
+#ifdef __CUDACC__
+    if (y.device() == CUDA) {
+        sum_columns_kernel<<<ceil_div(C, WARP), dim3(WARP, 8), 0, stream()>>>(y.data, y.dtype, x.data, x.dtype, R, C);
+        LAUNCH_CHECK();
+        return y;
+    }
+#endif
+#pragma omp parallel for if (R * C > 16384)
+    for (int64_t c = 0; c < C; c++) {
+        double sum = 0;
+        for (int64_t r = 0; r < R; r++) { sum += load<double>(x.data, x.dtype, r * C + c); }
+        store<double>(y.data, y.dtype, c, sum);
+    }
+    return y;
+}
+static Tensor sum_to(const Tensor& dx, const Shape& shape) {
+    if (dx.shape == shape) { return dx; }
+    Tensor d = dx;
+    if (!shape.empty() && shape.back() == 1 && d.shape.back() != 1) { d = reduce_last(Sum(), d.dtype, d, 1); }
+    if (d.shape == shape) { return d; }
+    if (d.size() == count(shape)) { return reshape(d, shape); }
+    size_t first = 0;  // leading 1s of the target are summed over as well
+    while (first < shape.size() && shape[first] == 1) { first++; }
+    size_t missing = d.shape.size() - shape.size();
+    for (size_t i = first; i < shape.size(); i++) {
+        if (d.shape[missing + i] != shape[i]) {
+            fail("cannot sum %s to %s", to_string(dx.shape).c_str(), to_string(shape).c_str());
+        }
+    }
+    return sum_columns(d, shape);
+}
+
+Tensor sum_last(const Tensor& a) {
+    Tensor x = fp32_operand(a), y = reduce_last(Sum(), x.dtype, x, 1);
+    record(y, {x}, [gx = x.gradient](const Tensor& dy) {
+        Tensor dx = empty(gx->shape, dy.dtype);
+        elementwise_into<1>(Copy(), dx, {dy});
+        add_gradient(gx, dx);
+    });
+    return y;
+}
+Tensor mean_last(const Tensor& a) {
+    double inverse = 1.0 / a.dim(-1);
+    Tensor y = reduce_last(Sum(), a.dtype, a, inverse);
+    record(y, {a}, [inverse, ga = a.gradient](const Tensor& dy) {
+        Tensor da = empty(ga->shape, dy.dtype);
+        elementwise_into<1>(Scale{inverse}, da, {dy});
+        add_gradient(ga, da);
+    });
+    return y;
+}
+Tensor mean_all(const Tensor& a) { return reshape(mean_last(reshape(a, {a.size()})), {}); }
+// The gradient of max goes to the first column that holds it.
+Tensor max_last(const Tensor& a) {
+    Tensor y = reduce_last(Max(), a.dtype, a, 1);
+    if (!needs_gradient(a)) { return y; }
+    Tensor index = empty(y.shape, I32), x = detached(contiguous(a));
+    int64_t R = y.size(), C = a.dim(-1);
+#ifdef __CUDACC__
+    if (y.device() == CUDA && R > 0) {
+        argmax_rows_kernel<<<R, C >= 256 ? 256 : 32 * ceil_div(C, 32), 0, stream()>>>(index.as<int>(), x.data, x.dtype,
+                                                                                      y.data, C);
+        LAUNCH_CHECK();
+    }
+#endif
+    if (y.device() == CPU) {
+        for (int64_t r = 0; r < R; r++) {
+            int64_t c = 0;
+            while (c < C - 1 && load<double>(x.data, x.dtype, r * C + c) != load<double>(y.data, y.dtype, r)) { c++; }
+            index.as<int>()[r] = (int)c;
+        }
+    }
+    record(y, {a}, [index, C, ga = a.gradient](const Tensor& dy) {
+        Tensor da = empty(ga->shape, dy.dtype);
+        elementwise_into<3>(SelectEqual(), da, {arange(C), index, dy});
+        add_gradient(ga, da);
+    });
+    return y;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Lookups. gather_rows: y[n,:] = table[index[n],:]. Its backward adds rows of dy that share an index; to give the same
+// bits in every run it does so in the order of n, without atomics: the first n with an index sums all its rows.
+
+#ifdef __CUDACC__
+__global__ void gather_rows_kernel(char* y, const char* table, DType type, const int* index, int64_t n, int64_t C) {
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n * C; i += (int64_t)gridDim.x * blockDim.x) {
+        store<float>(y, type, i, load<float>(table, type, index[i / C] * C + i % C));
+    }
+}
+__global__ void gather_rows_backward_kernel(char* dtable, DType type, const char* dy, DType dy_type, const int* index,
+                                            int64_t n, int64_t C) {
+    int token = index[blockIdx.x];
+    for (int64_t i = threadIdx.x; i < blockIdx.x; i += blockDim.x) {
+        if (index[i] == token) { token = -1; }
+    }
+    if (__syncthreads_or(token < 0)) { return; }  // an earlier block owns this row
+    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
+        float sum = load<float>(dtable, type, token * C + c);
+        for (int64_t i = blockIdx.x; i < n; i++) {
+            if (index[i] == token) { sum += load<float>(dy, dy_type, i * C + c); }
+        }
+        store<float>(dtable, type, token * C + c, sum);
+    }
+}
+#endif
+
+static void gather_rows_backward(const Tensor& dtable, const Tensor& dy, const Tensor& index) {
+    int64_t n = index.size(), C = dtable.dim(1);
+    if (n == 0 || dtable.device() == META) { return; }
+#ifdef __CUDACC__
+    if (dtable.device() == CUDA) {
+        gather_rows_backward_kernel<<<n, 256, 0, stream()>>>(dtable.data, dtable.dtype, dy.data, dy.dtype,
+                                                             index.as<int>(), n, C);
+        LAUNCH_CHECK();
+        return;
+    }
+#endif
+#pragma omp parallel for if (n * C > 16384)
+    for (int64_t c = 0; c < C; c++) {
+        for (int64_t i = 0; i < n; i++) {
+            int64_t at = index.as<int>()[i] * C + c;
+            store(dtable.data, dtable.dtype, at,
+                  load<double>(dtable.data, dtable.dtype, at) + load<double>(dy.data, dy.dtype, i * C + c));
+        }
+    }
+}
+Tensor gather_rows(const Tensor& table, const Tensor& index) {
+    int64_t n = index.size(), C = table.dim(1);
+    Shape shape = index.shape;
+    shape.push_back(C);
+    Tensor y = empty(shape, table.dtype);
+#ifdef __CUDACC__
+    if (y.device() == CUDA && n > 0) {
+        gather_rows_kernel<<<grid_for(n * C), 256, 0, stream()>>>(y.data, table.data, table.dtype, index.as<int>(), n,
+                                                                  C);
+        LAUNCH_CHECK();
+    }
+#endif
+    if (y.device() == CPU) {
+        size_t row = C * size_of(table.dtype);
+        for (int64_t i = 0; i < n; i++) { memcpy(y.data + i * row, table.data + index.as<int>()[i] * row, row); }
+    }
+    record(y, {table}, [index, g = table.gradient](const Tensor& dy) {
+        bool accumulate;
+        Tensor dtable = gradient_target(g, &accumulate);
+        if (!accumulate) { fill_zero(dtable); }
+        gather_rows_backward(dtable, contiguous(dy), index);
+    });
+    return y;
+}
+
+#ifdef __CUDACC__
+__global__ void pick_last_kernel(char* y, const char* a, DType type, const int* index, int64_t n, int64_t V) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (i < n) { store<float>(y, type, i, load<float>(a, type, i * V + index[i])); }
+}
+#endif
+Tensor pick_last(const Tensor& a, const Tensor& index) {
+    int64_t n = index.size(), V = a.dim(-1);
+    Tensor x = detached(contiguous(a)), y = empty({n, 1}, a.dtype);
+#ifdef __CUDACC__
+    if (y.device() == CUDA && n > 0) {
+        pick_last_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(y.data, x.data, x.dtype, index.as<int>(), n, V);
+        LAUNCH_CHECK();
+    }
+#endif
+    if (y.device() == CPU) {
+        for (int64_t i = 0; i < n; i++) {
+            store<double>(y.data, y.dtype, i, load<double>(x.data, x.dtype, i * V + index.as<int>()[i]));
+        }
+    }
+    record(y, {a}, [index, n, V, ga = a.gradient](const Tensor& dy) {
+        Tensor da = empty(ga->shape, dy.dtype);
+        elementwise_into<3>(SelectEqual(), da, {arange(V), reshape(index, {n, 1}), dy});
+        add_gradient(ga, da);
+    });
+    return y;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Matrix products. [M,K] x [K,N] costs 2MNK FLOPs and at least (MK + KN + MN) elements of traffic. The GPU's come from
+// cuBLAS, the CPU's from OpenBLAS; both think in columns or rows as told, we always in rows.
+
+DType matmul_dtype() { return context.precision == PREC_BF16 ? BF16 : context.precision == PREC_FP16 ? F16 : F32; }
+
+struct Matrix {  // how a BLAS sees the last two dimensions of a tensor, with all leading ones as a batch
+    int64_t rows, cols, ld, batch, batch_stride;
+};
+static Matrix matrix_of(const Tensor& t) {
+    int n = (int)t.shape.size();
+    if (n < 2 || (t.stride[n - 1] != 1 && t.shape[n - 1] != 1)) {
+        fail("gemm: %s is not a matrix with consecutive columns", to_string(t.shape).c_str());
+    }
+    Matrix m{t.shape[n - 2], t.shape[n - 1], t.shape[n - 2] == 1 ? t.shape[n - 1] : t.stride[n - 2], 1, 0};
+    for (int d = n - 3; d >= 0; d--) {
+        if (t.shape[d] == 1) { continue; }
+        if (m.batch == 1) {
+            m.batch_stride = t.stride[d];
+        } else if (t.stride[d] != m.batch * m.batch_stride) {
+            fail("gemm: the leading dimensions of %s have no common stride", to_string(t.shape).c_str());
+        }
+        m.batch *= t.shape[d];
+    }
+    return m;
+}
+
+#ifdef __CUDACC__
+static void cublas_check(cublasStatus_t status, const char* call, const char* file, int line) {
+    if (status != CUBLAS_STATUS_SUCCESS) { fail("%s:%d: %s: %s", file, line, call, cublasGetStatusString(status)); }
+}
+#define CUBLAS_CHECK(call) cublas_check(call, #call, __FILE__, __LINE__)
+
+// The workspace is ours (NVIDIA advises 32 MiB on Hopper): seen by the memory log, and fit for graph capture.
+static cublasHandle_t cublas() {
+    static cublasHandle_t handle = [] {
+        static Tensor workspace = empty_on(CUDA, {32 << 20}, U8, WORKSPACE);
+        cublasHandle_t h;
+        CUBLAS_CHECK(cublasCreate(&h));
+        CUBLAS_CHECK(cublasSetStream(h, stream()));
+        CUBLAS_CHECK(cublasSetWorkspace(h, workspace.data, 32 << 20));
+        return h;
+    }();
+    return handle;
+}
+static cudaDataType_t cuda_type(DType t) {
+    if (t == F64) { fail("float64 tensors live on the CPU only"); }
+    return t == BF16 ? CUDA_R_16BF : t == F16 ? CUDA_R_16F : CUDA_R_32F;
+}
+static void gemm_cuda(const Tensor& out, Matrix C, const Tensor& a, Matrix A, bool ta, const Tensor& b, Matrix B,
+                      bool tb, int K, float alpha, float beta) {
+    // cuBLAS is column-major: what it sees in our memory is every matrix transposed, and out^T = op(b)^T op(a)^T.
+    cublasComputeType_t compute =
+        context.precision == TF32 && a.dtype == F32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    CUBLAS_CHECK(cublasGemmStridedBatchedEx(
+        cublas(), tb ? CUBLAS_OP_T : CUBLAS_OP_N, ta ? CUBLAS_OP_T : CUBLAS_OP_N, (int)C.cols, (int)C.rows, K, &alpha,
+        b.data, cuda_type(b.dtype), (int)B.ld, B.batch_stride, a.data, cuda_type(a.dtype), (int)A.ld, A.batch_stride,
+        &beta, out.data, cuda_type(out.dtype), (int)C.ld, C.batch_stride, (int)C.batch, compute, CUBLAS_GEMM_DEFAULT));
+}
+#endif
+
+// The definition, for builds without OpenBLAS.
+#ifndef HAVE_OPENBLAS
+template <class T>
+static void gemm_blas(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* B, int64_t ldb, bool tb, int64_t M,
+                      int64_t N, int64_t K, double alpha, double beta) {
+    for (int64_t m = 0; m < M; m++) {
+        for (int64_t n = 0; n < N; n++) {
+            double sum = 0;
+            for (int64_t k = 0; k < K; k++) {
+                sum += (double)A[ta ? k * lda + m : m * lda + k] * B[tb ? n * ldb + k : k * ldb + n];
+            }
+            C[m * ldc + n] = (T)(alpha * sum + (beta == 0 ? 0 : beta * C[m * ldc + n]));
+        }
+    }
+}
+#else
+static void gemm_blas(float* C, int ldc, const float* A, int lda, bool ta, const float* B, int ldb, bool tb, int M,
+                      int N, int K, double alpha, double beta) {
+    cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, M, N, K, (float)alpha, A,
+                lda, B, ldb, (float)beta, C, ldc);
+}
+static void gemm_blas(double* C, int ldc, const double* A, int lda, bool ta, const double* B, int ldb, bool tb, int M,
+                      int N, int K, double alpha, double beta) {
+    cblas_dgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, M, N, K, alpha, A, lda,
+                B, ldb, beta, C, ldc);
+}
+#endif
+
+// An operand as fp32, which OpenBLAS multiplies: bf16 and fp16 widen exactly, tf32 rounds to 10 mantissa bits.
+static Tensor widened(const Tensor& t) {
+    if (t.dtype == F64 || (t.dtype == F32 && context.precision != TF32)) { return t; }
+    Tensor source = contiguous(t), w = empty_on(CPU, t.shape, F32, WORKSPACE);
+    if (t.dtype == F32) {
+        round_all_to_tf32(w.as<float>(), source.as<float>(), w.size());
+    } else {
+        convert(w.data, F32, source.data, t.dtype, w.size());
+    }
+    return w;
+}
+// OpenBLAS's own threads and OpenMP's would spin against each other for the same cores (seen: 4 times slower), so
+// OpenBLAS runs single-threaded inside our OpenMP loop: over the batch, or over slices of the output's longer side.
+template <class T>
+static void gemm_cpu(const Tensor& out, Matrix C, const Tensor& a, Matrix A, bool ta, const Tensor& b, Matrix B,
+                     bool tb, int64_t K, double alpha, double beta) {
+#ifdef HAVE_OPENBLAS
+    static bool once = (openblas_set_num_threads(1), true);
+    (void)once;
+#endif
+    bool by_rows = C.rows >= C.cols;
+    int64_t side = by_rows ? C.rows : C.cols,
+            slices = C.batch > 1 ? 1 : std::min<int64_t>(cpu_threads(), (side + 31) / 32);
+    int64_t slice = (side + slices - 1) / slices;
+#pragma omp parallel for schedule(dynamic) if (C.batch * slices > 1)
+    for (int64_t task = 0; task < C.batch * slices; task++) {
+        int64_t i = task / slices, start = task % slices * slice, n = std::min(slice, side - start);
+        if (n <= 0) { continue; }
+        int64_t row = by_rows ? start : 0, col = by_rows ? 0 : start;
+        gemm_blas(out.as<T>() + i * C.batch_stride + row * C.ld + col, C.ld,
+                  a.as<T>() + i * A.batch_stride + (ta ? row : row * A.ld), A.ld, ta,
+                  b.as<T>() + i * B.batch_stride + (tb ? col * B.ld : col), B.ld, tb, by_rows ? n : C.rows,
+                  by_rows ? C.cols : n, K, alpha, beta);
+    }
+}
+
+void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b, double alpha,
+          double beta) {
+    Matrix C = matrix_of(out), A = matrix_of(a), B = matrix_of(b);
+    int64_t M = transpose_a ? A.cols : A.rows, K = transpose_a ? A.rows : A.cols;
+    int64_t N = transpose_b ? B.rows : B.cols, K_b = transpose_b ? B.cols : B.rows;
+    if (C.rows != M || C.cols != N || K != K_b || A.batch != C.batch || B.batch != C.batch || a.dtype != b.dtype) {
+        fail("gemm: %s %s%s x %s %s%s -> %s do not fit", name_of(a.dtype), to_string(a.shape).c_str(),
+             transpose_a ? "^T" : "", name_of(b.dtype), to_string(b.shape).c_str(), transpose_b ? "^T" : "",
+             to_string(out.shape).c_str());
+    }
+    if ((a.dtype == F64) != (out.dtype == F64)) { fail("gemm: float64 operands need a float64 result"); }
+    if (out.device() == META || out.size() == 0) { return; }
+#ifdef __CUDACC__
+    if (out.device() == CUDA) {
+        gemm_cuda(out, C, a, A, transpose_a, b, B, transpose_b, (int)K, (float)alpha, (float)beta);
+        return;
+    }
+#endif
+    NoGrad no_grad;
+    Tensor wa = widened(a), wb = widened(b);
+    if (a.dtype == F64) {
+        gemm_cpu<double>(out, C, a, A, transpose_a, b, B, transpose_b, K, alpha, beta);
+    } else if (out.dtype == F32) {
+        gemm_cpu<float>(out, C, wa, matrix_of(wa), transpose_a, wb, matrix_of(wb), transpose_b, K, alpha, beta);
+    } else {  // computed in fp32, rounded once
+        Tensor wide = empty_on(CPU, out.shape, F32, WORKSPACE);
+        if (beta != 0) { elementwise_into<1>(Copy(), wide, {out}); }
+        gemm_cpu<float>(wide, matrix_of(wide), wa, matrix_of(wa), transpose_a, wb, matrix_of(wb), transpose_b, K, alpha,
+                        beta);
+        elementwise_into<1>(Copy(), out, {wide});
+    }
+}
+
+// g += op(a) op(b). Eager adds with a kernel of its own, as autograd does; fused lets the product accumulate.
+static void add_gemm(const GradientPtr& g, const Tensor& a, bool ta, const Tensor& b, bool tb) {
+    if (!g) { return; }
+    if (context.mode == EAGER && !g->is_parameter) {
+        Tensor d = empty(g->shape, g->dtype);
+        gemm(d, a, ta, b, tb);
+        add_gradient(g, d);
+        return;
+    }
+    bool accumulate;
+    Tensor target = gradient_target(g, &accumulate);
+    gemm(target, a, ta, b, tb, 1, accumulate);
+}
+
+Tensor autocast_operand(const Tensor& t) {
+    DType dtype = t.dtype == F64 ? F64 : matmul_dtype();
+    if (t.dtype == dtype) { return t; }
+    bool parameter = t.gradient && t.gradient->is_parameter;
+    if (parameter && t.gradient->low_precision) {
+        Tensor cached = t.gradient->low_precision;
+        if (!context.recording || cached.gradient) { return cached; }  // one made under NoGrad would lose the gradient
+    }
+    Tensor low;
+    if (parameter && context.mode == FUSED) {
+        // The copy stands for the parameter: its gradient is the parameter's own, which the matmul writes in fp32.
+        low = empty(t.shape, dtype, WEIGHT_COPIES);
+        elementwise_into<1>(Copy(), low, {t});
+        low.gradient = t.gradient;
+        if (!context.recording) { return low; }  // used once: not worth keeping
+    } else {
+        low = empty(t.shape, dtype, parameter ? WEIGHT_COPIES : ACTIVATIONS);
+        elementwise_into<1>(Copy(), low, {t});
+        record(low, {t}, [g = t.gradient](const Tensor& dy) { add_gradient(g, dy); });
+    }
+    if (parameter) { t.gradient->low_precision = low; }
+    return low;
+}
+void drop_weight_copies(const std::vector<Tensor>& parameters) {
+    for (const Tensor& p : parameters) { p.gradient->low_precision = Tensor(); }
+}
+
+Tensor matmul(const Tensor& a_in, const Tensor& b_in, bool transpose_b) {
+    Tensor a = contiguous(autocast_operand(a_in)), b = contiguous(autocast_operand(b_in));
+    Shape shape = a.shape;
+    shape.back() = transpose_b ? b.dim(-2) : b.dim(-1);
+    Tensor y = empty(shape, a.dtype);
+    gemm(y, a, false, b, transpose_b);
+    record(y, {a, b}, [a, b, transpose_b](const Tensor& dy_in) {
+        Tensor dy = contiguous(dy_in);
+        add_gemm(a.gradient, dy, false, b, !transpose_b);
+        if (transpose_b) {
+            add_gemm(b.gradient, dy, true, a, false);
+        } else {
+            add_gemm(b.gradient, a, true, dy, false);
+        }
+    });
+    return y;
+}
+Tensor linear(const Tensor& x_in, const Tensor& weight) {
+    Tensor x = reshape(autocast_operand(x_in), {x_in.size() / x_in.dim(-1), x_in.dim(-1)}),
+           w = autocast_operand(weight);
+    Shape shape = x_in.shape;
+    shape.back() = weight.dim(0);
+    Tensor y = empty({x.dim(0), weight.dim(0)}, x.dtype);
+    gemm(y, x, false, w, true);
+    record(y, {x, w}, [x, w](const Tensor& dy_in) {
+        Tensor dy = contiguous(dy_in);
+        add_gemm(x.gradient, dy, false, w, false);
+        add_gemm(w.gradient, dy, true, x, false);
+    });
+    return reshape(y, shape);
+}

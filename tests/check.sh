@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# tests/check.sh [nvcc]: what `make check` does. Each check, and each test case of the three test runs, counts as one in
+# the last line: `N passed, N failed, N skipped`. The logs stay in build/check. Without nvcc its flavour is skipped.
+cd "$(dirname "$0")/.." || exit 1
+nvcc=$1 passed=0 failed=0 skipped=0
+logs=build/check
+rm -rf $logs && mkdir -p $logs && echo "0 passed, 1 failed, 0 skipped" >$logs/summary
+
+ok() { passed=$((passed + 1)) && echo "ok       $1 ($SECONDS s)"; }
+skip() { skipped=$((skipped + 1)) && echo "skipped  $1: $2"; }
+bad() {
+    failed=$((failed + 1))
+    echo "FAILED   $1: $2; the end of $3:"
+    tail -n 40 "$3" | sed 's/^/    /'
+}
+
+# check NAME COMMAND...: one check
+check() {
+    local name=$1 log="$logs/${1//[ \/]/_}.log"
+    shift
+    if "$@" >"$log" 2>&1; then ok "$name"; else bad "$name" "exit code $?" "$log"; fi
+}
+
+# run_tests NAME COMMAND...: adds up the test cases
+run_tests() {
+    local name=$1 log="$logs/${1//[ \/]/_}.log" code=0 p=0 f=0 s=0
+    shift
+    "$@" >"$log" 2>&1 || code=$?
+    read -r p f s < <(sed -nE 's/^([0-9]+) passed, ([0-9]+) failed, ([0-9]+) skipped$/\1 \2 \3/p' "$log" | tail -n 1)
+    passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
+    if [ $code = 0 ] && [ "${p:-0}" -gt 0 ]; then
+        echo "ok       $name: $p passed, $s skipped ($SECONDS s)"
+    else
+        [ "${f:-0}" -gt 0 ] || failed=$((failed + 1))  # it died before its summary
+        echo "FAILED   $name: exit code $code, ${f:-?} test cases failed; the end of $log:"
+        tail -n 60 "$log" | sed 's/^/    /'
+    fi
+}
+
+# run_command NAME COMMAND...: exit code 0 and something on stdout
+run_command() {
+    local name=$1 log="$logs/${1//[ \/]/_}.log"
+    shift
+    if timeout 300 "$@" >"$log" 2>"$log.err" && [ -s "$log" ]; then ok "$name"; else
+        bad "$name" "exit code $?, or nothing on stdout" "$log.err"; fi
+}
+
+# every_command FLAVOUR PROGRAM: each command that is built, once, scaled down
+every_command() {
+    local flavour=$1 program=$2 command rest
+    while IFS=, read -r command rest; do
+        case $command in
+            *[!a-z_]* | "" | problem) continue ;;  # the caption and the header
+        esac
+        case $rest in
+            *"not yet"*) continue ;;
+            *needs*) skip "$flavour $command" "${rest##*,}" && continue ;;
+        esac
+        case $command in
+            train) run_command "$flavour $command" "$program" train --data LICENSE --quick ;;
+            model)
+                if [ -f tests/fixtures/model_weights.safetensors ]; then
+                    run_command "$flavour $command" "$program" model --weights tests/fixtures/model_weights.safetensors \
+                        --batch tests/fixtures/model_batch.safetensors --num_heads 2 --out $logs/$flavour.safetensors
+                else skip "$flavour $command" "no tests/fixtures/model_weights.safetensors"; fi ;;
+            *) run_command "$flavour $command" "$program" "$command" --quick ;;
+        esac
+    done < <("$program" list --format csv)
+}
+
+if command -v clang-format >/dev/null; then
+    check format clang-format --dry-run --Werror ./*.cu ./*.h tests/*.cpp tests/*.h
+else
+    skip format "no clang-format"
+fi
+
+check_flavour() {
+    local flavour=$1 nvcc=$2
+    check "$flavour build, warnings are errors" make INSTALL=0 WERROR=1 NVCC="$nvcc" "build/$flavour-werror/cs336" \
+        "build/$flavour-werror/tests/run"
+    run_tests "$flavour tests" make INSTALL=0 WERROR=1 NVCC="$nvcc" test
+    if [ -x "build/$flavour-werror/cs336" ]; then every_command "$flavour" "build/$flavour-werror/cs336"; fi
+}
+
+if [ -n "$nvcc" ]; then check_flavour cuda "$nvcc"; else skip "cuda flavour" "no nvcc"; fi
+unset CS336_REQUIRE_GPU  # what follows has no GPU code
+check_flavour cpu ""
+run_tests "asan tests" make INSTALL=0 ASAN=1 test
+
+echo "$passed passed, $failed failed, $skipped skipped" | tee $logs/summary
+[ $failed = 0 ]

@@ -1,0 +1,54 @@
+// test.h: what all tests share. A test of an op runs on both devices:
+//
+//   TEST_CASE_TEMPLATE("softmax", D, OnCPU, OnCUDA) {
+//       if (!begin<D>()) { return; }
+//       ...
+//   }
+//
+// Without a GPU the OnCUDA half counts as skipped; with CS336_REQUIRE_GPU=1 in the environment it fails instead.
+#pragma once
+#include "cs336.h"
+
+#include <doctest/doctest.h>
+
+#include <cstdlib>
+
+struct OnCPU {
+    static constexpr Device device = CPU;
+};
+struct OnCUDA {
+    static constexpr Device device = CUDA;
+};
+TYPE_TO_STRING(OnCPU);
+TYPE_TO_STRING(OnCUDA);
+
+// Runs ./cs336 (or the environment's CS336_BINARY) to its end.
+struct Run {
+    int exit_code;  // -1: died of a signal
+    std::string out, err;
+};
+Run run_cs336(const std::vector<std::string>& words, const char* stdout_path = nullptr);
+
+void skip_this_case(const char* why);  // main.cpp: counts the running test case as skipped; return after it
+
+inline bool gpu_required() {
+    const char* value = getenv("CS336_REQUIRE_GPU");
+    return value && strcmp(value, "1") == 0;
+}
+
+// Every test starts from the same context. False: there is no such device here; return.
+inline bool begin_on(Device device) {
+    clear_tape();
+    context = Context();
+    context.device = device;
+    if (device != CUDA || cuda_devices() > 0) { return true; }
+    context.device = CPU;
+    if (gpu_required()) { FAIL("CS336_REQUIRE_GPU=1, but no GPU was found (or this is a CPU build)"); }
+    skip_this_case("no GPU");
+    return false;
+}
+
+template <class D>
+bool begin() {
+    return begin_on(D::device);
+}

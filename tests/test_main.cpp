@@ -1,0 +1,182 @@
+// Tests of the command line, on the real program: the environment's CS336_BINARY, else ./cs336.
+#include "test.h"
+
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+using Words = std::vector<std::string>;
+
+static int lines(const std::string& text) { return (int)std::count(text.begin(), text.end(), '\n'); }
+static bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+TEST_CASE("main: help and version") {
+    Run help = run_cs336({"--help"});
+    CHECK(help.exit_code == 0);
+    CHECK(help.err == "");
+    CHECK(has(help.out, "benchmarking_script"));
+    CHECK(has(help.out, "optimizer_state_sharding_accounting"));
+    CHECK(has(help.out, "exit codes: 0"));
+
+    Run nothing = run_cs336({});
+    CHECK(nothing.exit_code == 2);
+    CHECK(nothing.out == "");
+    CHECK(nothing.err == help.out);
+
+    Run train = run_cs336({"train", "--help"});
+    CHECK(train.exit_code == 0);
+    CHECK(train.err == "");
+    CHECK(has(train.out, "--max_grad_norm"));
+
+    Run version = run_cs336({"--version"});
+    CHECK(version.exit_code == 0);
+    CHECK(lines(version.out) == 1);
+    CHECK(version.out.size() > 2);
+}
+
+// Splits one line of a table; no cell of `list` holds a quoted separator.
+static Words cells(const std::string& line, char separator) {
+    Words all = {""};
+    for (char c : line) {
+        if (c == separator) {
+            all.push_back("");
+        } else if (c != ' ') {
+            all.back() += c;
+        }
+    }
+    return all;
+}
+
+static Words lines_of(const std::string& text) {
+    Words all;
+    for (size_t start = 0, end; (end = text.find('\n', start)) != std::string::npos; start = end + 1) {
+        all.push_back(text.substr(start, end - start));
+    }
+    return all;
+}
+
+TEST_CASE("main: list in md, csv and json says the same, and its points add up to the handout's 107") {
+    Run md = run_cs336({"list"}), csv = run_cs336({"list", "--format", "csv"}),
+        json = run_cs336({"list", "--format", "json"});
+    for (const Run& r : {md, csv, json}) {
+        CHECK(r.exit_code == 0);
+        CHECK(r.err == "");
+    }
+    Words markdown;
+    for (const std::string& line : lines_of(md.out)) {
+        if (line[0] == '|') { markdown.push_back(line); }
+    }
+    Words commas;
+    for (const std::string& line : lines_of(csv.out)) {
+        if (!line.empty() && line[0] != '#') { commas.push_back(line); }
+    }
+    nlohmann::json parsed = nlohmann::json::parse(json.out);
+    REQUIRE(parsed.contains("rows"));
+    size_t rows = parsed["rows"].size();
+    REQUIRE(rows > 23);
+    REQUIRE(markdown.size() == rows + 2);  // header and rule
+    REQUIRE(commas.size() == rows + 1);
+
+    int points = 0;
+    for (size_t i = 0; i < rows; i++) {
+        Words in_md = cells(markdown[i + 2], '|'), in_csv = cells(commas[i + 1], ',');
+        REQUIRE(in_md.size() == 9);  // a separator at either end
+        REQUIRE(in_csv.size() == 7);
+        for (int column = 0; column < 7; column++) { CHECK(in_md[column + 1] == in_csv[column]); }
+        CHECK(has(parsed["rows"][i].dump(), "\"" + in_csv[0] + "\""));
+        points += atoi(in_csv[2].c_str());
+        if (in_csv[6] == "notyet") {
+            Run r = run_cs336({in_csv[0]});
+            CHECK(r.exit_code == 1);
+            CHECK(r.err == "cs336 " + in_csv[0] + ": not built yet\n");
+        }
+    }
+    CHECK(points == 107);
+}
+
+TEST_CASE("main: any unambiguous beginning of a command will do") {
+    CHECK(run_cs336({"li", "--format", "csv"}).out == run_cs336({"list", "--format", "csv"}).out);
+    // A whole name is never ambiguous, even where it begins another one.
+    CHECK(has(run_cs336({"optimizer_state_sharding"}).err, "cs336 optimizer_state_sharding: not built yet"));
+}
+
+TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that names the option") {
+    struct Wrong {
+        Words words;
+        const char* names;  // what the line has to name ...
+        const char* and_;   // ... and say
+    };
+    const std::string bench = "benchmarking_script";
+    const Wrong cases[] = {
+        {{"nonsense"}, "nonsense", "naive_ddp"},
+        {{"benchmarking"}, "benchmarking", "benchmarking_script, benchmarking_mixed_precision"},
+        {{""}, "''", "no such command"},
+        {{"--format", "md", "list"}, "--format", "no such command"},
+        {{"list", "--speed", "3"}, "--speed", "--format"},
+        {{"list", "more"}, "more", "--format"},
+        {{"list", "--form", "md"}, "--form", "--format"},
+        {{"list", "--format", "xml"}, "--format", "'xml'"},
+        {{"list", "--format", ""}, "--format", "md, csv, json"},
+        {{"list", "--format"}, "--format", "got nothing"},
+        {{"list", "--format", "md", "--format", "md"}, "--format", "more than once"},
+        {{"list", "--quick=3"}, "--quick", "takes none"},
+        {{bench, "--steps", "ten"}, "--steps", "'ten'"},
+        {{bench, "--steps", "2.5"}, "--steps", "'2.5'"},
+        {{bench, "--steps", " 2"}, "--steps", "' 2'"},
+        {{bench, "--steps", "0"}, "--steps", "from 1 to 1048576"},
+        {{bench, "--steps", "-3"}, "--steps", "'-3'"},
+        {{bench, "--steps", "1048577"}, "--steps", "from 1 to 1048576"},
+        {{bench, "--steps", "99999999999999999999"}, "--steps", "99999999999999999999"},
+        {{bench, "--steps", "4294967297"}, "--steps", "4294967297"},
+        {{bench, "--seed", "18446744073709551616"}, "--seed", "18446744073709551615"},
+        {{bench, "--warmup", "1,,2"}, "--warmup", "'1,,2'"},
+        {{bench, "--warmup", "1,2,"}, "--warmup", "'1,2,'"},
+        {{bench, "--size", "small,tiny"}, "--size", "2.7B"},
+        {{bench, "--size", "small,,xl"}, "--size", "'small,,xl'"},
+        {{bench, "--size"}, "--size", "got nothing"},
+        {{bench, "--size", "small", "--d_model", "64"}, "--size", "--d_model"},
+        {{bench, "--size", "small", "--num_heads", "4"}, "--size", "--num_heads"},
+        {{bench, "--mode", "flash"}, "--mode", "flash is not built yet"},
+        {{bench, "--precision", "fp8"}, "--precision", "bf16"},
+        {{bench, "--table", "minutes"}, "--table", "seconds"},
+        {{bench, "--device", "tpu"}, "--device", "cuda"},
+        {{"train"}, "--data", "got nothing"},
+        {{"train", "--data", ""}, "--data", "a file name"},
+        {{"train", "--data", "x", "--lr", "nan"}, "--lr", "'nan'"},
+        {{"train", "--data", "x", "--lr", "inf"}, "--lr", "'inf'"},
+        {{"train", "--data", "x", "--lr", "1e999"}, "--lr", "'1e999'"},
+        {{"train", "--data", "x", "--lr", "0x10"}, "--lr", "'0x10'"},
+        {{"train", "--data", "x", "--lr", "1e-3x"}, "--lr", "'1e-3x'"},
+        {{"train", "--data", "x", "--lr", "0"}, "--lr", "greater than 0"},
+        {{"train", "--data", "x", "--weight_decay", "-1"}, "--weight_decay", "'-1'"},
+        {{"train", "--data", "x", "--val_fraction", "1"}, "--val_fraction", "less than 1"},
+        {{"train", "--data", "x", "--precision", "fp32,bf16"}, "--precision", "'fp32,bf16'"},
+        {{"model", "--weights", "w", "--batch", "b", "--out", "o"}, "--num_heads", "got nothing"},
+    };
+    for (const Wrong& wrong : cases) {
+        std::string line = "cs336";
+        for (const std::string& word : wrong.words) { line += " '" + word + "'"; }
+        CAPTURE(line);
+        Run r = run_cs336(wrong.words);
+        CHECK(r.exit_code == 2);
+        CHECK(r.out == "");
+        CAPTURE(r.err);
+        CHECK(lines(r.err) == 1);
+        CHECK(has(r.err, wrong.names));
+        CHECK(has(r.err, wrong.and_));
+        CHECK(has(r.err, "cs336"));
+    }
+}
+
+TEST_CASE("main: a full disk under stdout is a failure") {
+    Run r = run_cs336({"list"}, "/dev/full");
+    CHECK(r.exit_code == 1);
+    CHECK(lines(r.err) == 1);
+    CHECK(has(r.err, "stdout"));
+}
+
+TEST_CASE("main: a file that is not there is a failure, not wrong usage") {
+    Run r = run_cs336({"train", "--data", "no/such/file", "--device", "cpu", "--quick"});
+    CHECK(r.exit_code == 1);
+    CHECK(r.out == "");
+    CHECK(has(r.err, "no/such/file"));
+}

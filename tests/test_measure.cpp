@@ -1,0 +1,339 @@
+// Tests of measure.cu. Cases marked skip are run as child processes, because what they check ends a process, or is read
+// from the environment only once.
+#include "test.h"
+
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+static std::string run_case(const std::string& name) { return run_ourselves({"--no-skip", "--test-case=" + name}); }
+
+struct OnMeta {
+    static constexpr Device device = META;
+};
+TYPE_TO_STRING(OnMeta);
+
+static bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+// What f throws: its message, after its exit code.
+static std::string failure_of(const std::function<void()>& f) {
+    try {
+        f();
+    } catch (const Failure& e) { return strprintf("%d: %s", e.exit_code, e.what()); }
+    return "nothing thrown";
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Errors and names
+
+TEST_CASE("measure: strprintf is not limited to a buffer") {
+    CHECK(strprintf("%s", "") == "");
+    CHECK(strprintf("%d %s %.2f", 7, "x", 1.005) == "7 x 1.00");
+    std::string big(1 << 20, 'a');
+    CHECK(strprintf("<%s>", big.c_str()) == "<" + big + ">");
+}
+
+TEST_CASE("measure: failures carry their exit code") {
+    CHECK(failure_of([] { fail("got %d, expected %d", 3, 4); }) == "1: got 3, expected 4");
+    CHECK(failure_of([] { usage_error("no such option %s", "--x"); }) == "2: no such option --x");
+}
+
+TEST_CASE("measure: names") {
+    CHECK(std::string(name_of(META)) == "meta");
+    CHECK(std::string(name_of(BF16)) == "bfloat16");
+    CHECK(std::string(name_of(U8)) == "uint8");
+    CHECK(std::string(name_of(OPTIMIZER)) == "optimizer state");
+    CHECK(std::string(name_of(INPUTS)) == "inputs");
+    for (Mode m : {EAGER, FUSED}) { CHECK(mode_from(name_of(m)) == m); }
+    for (Precision p : {FP32, TF32, PREC_BF16, PREC_FP16}) { CHECK(precision_from(name_of(p)) == p); }
+    CHECK(failure_of([] { mode_from("lazy"); }) == "1: mode 'lazy': expected eager or fused");
+    CHECK(has(failure_of([] { precision_from("FP32"); }), "1: precision 'FP32'"));
+}
+
+TEST_CASE("measure: choosing a device") {
+    CHECK(choose_device("cpu") == CPU);
+    CHECK(failure_of([] { choose_device("gpu"); }) == "1: device 'gpu': expected auto, cpu or cuda");
+    if (cuda_devices() == 0) {
+        CHECK(choose_device("auto") == CPU);
+        CHECK(has(failure_of([] { choose_device("cuda"); }), "1: device cuda: there is none ("));
+    } else {
+        CHECK(choose_device("auto") == CUDA);
+        CHECK(choose_device("cuda") == CUDA);
+    }
+}
+
+TEST_CASE_TEMPLATE("measure: a device describes itself", D, OnCPU, OnMeta, OnCUDA) {
+    if (!begin<D>()) { return; }
+    CHECK(device_description() != "");
+    if (D::device == CUDA) { CHECK(has(device_description(), ", driver ")); }
+    if (D::device == CPU) { CHECK(has(device_description(), strprintf(", %d threads", cpu_threads()))); }
+    CHECK(available_memory(D::device) > 64 << 20);
+    synchronize();
+    CHECK(commit() != "");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Memory
+
+TEST_CASE_TEMPLATE("measure: memory is counted by category, and the peak keeps its shares", D, OnCPU, OnMeta, OnCUDA) {
+    if (!begin<D>()) { return; }
+    Device d = D::device;
+    reset_peak(d);
+    MemoryUse base = memory_use(d);
+    CHECK(base.peak == base.now);
+    auto weights = allocate(d, 1000, PARAMETERS);
+    auto x = allocate(d, 300, ACTIVATIONS);
+    auto y = allocate(d, 500, ACTIVATIONS);
+    x = nullptr;
+    auto g = allocate(d, 100, GRADIENTS);  // 1600 in use, below the peak of 1800
+    const MemoryUse& use = memory_use(d);
+    CHECK(use.now - base.now == 1600);
+    CHECK(use.peak - base.now == 1800);
+    CHECK(use.now_by[ACTIVATIONS] - base.now_by[ACTIVATIONS] == 500);
+    CHECK(use.now_by[GRADIENTS] - base.now_by[GRADIENTS] == 100);
+    CHECK(use.peak_by[PARAMETERS] - base.now_by[PARAMETERS] == 1000);
+    CHECK(use.peak_by[ACTIVATIONS] - base.now_by[ACTIVATIONS] == 800);
+    CHECK(use.peak_by[GRADIENTS] - base.now_by[GRADIENTS] == 0);
+    reset_peak(d);
+    CHECK(use.peak - base.now == 1600);
+    CHECK(use.peak_by[GRADIENTS] - base.now_by[GRADIENTS] == 100);
+    auto second_owner = y;
+    y = nullptr;
+    CHECK(use.now - base.now == 1600);
+    weights = second_owner = g = nullptr;
+    CHECK(use.now == base.now);
+    CHECK(use.now_by[ACTIVATIONS] == base.now_by[ACTIVATIONS]);
+}
+
+TEST_CASE_TEMPLATE("measure: zero bytes are allowed", D, OnCPU, OnMeta, OnCUDA) {
+    if (!begin<D>()) { return; }
+    CHECK(allocate(D::device, 0, INPUTS)->bytes == 0);
+}
+
+TEST_CASE("measure: meta counts what no machine has") {
+    auto huge = allocate(META, size_t(1) << 46, WORKSPACE);
+    CHECK(huge->data == nullptr);
+    CHECK(huge->bytes == size_t(1) << 46);
+    CHECK(memory_use(META).now >= size_t(1) << 46);
+}
+
+TEST_CASE_TEMPLATE("measure: an absurd size is OutOfMemory, and leaves no trace", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    Device d = D::device;
+    MemoryUse before = memory_use(d);
+    for (size_t bytes : {size_t(1) << 46, SIZE_MAX - 8}) {
+        size_t asked = 0;
+        std::string what;
+        Range range("the range");
+        try {
+            allocate(d, bytes, ACTIVATIONS);
+        } catch (const OutOfMemory& e) {
+            asked = e.bytes;
+            what = e.what();
+        }
+        CHECK(asked == bytes);
+        CHECK(has(what, strprintf("out of memory on %s: %.2f GiB for activations in the range", name_of(d),
+                                  bytes / 1073741824.0)));
+    }
+    CHECK(memory_use(d).now == before.now);
+    CHECK(allocate(d, 1 << 20, ACTIVATIONS)->data != nullptr);  // and the device still works
+}
+
+// What was freed has to come back as one piece: 80% of the memory in eighths, then in quarters, then at once.
+TEST_CASE("measure: freed GPU memory is not lost in pieces") {
+    if (!begin_on(CUDA)) { return; }
+    size_t bytes = available_memory(CUDA) / 10 * 8;
+    for (int pieces : {8, 4, 1}) {
+        std::vector<std::shared_ptr<Memory>> held;
+        for (int i = 0; i < pieces; i++) { held.push_back(allocate(CUDA, bytes / pieces, ACTIVATIONS)); }
+        CHECK(available_memory(CUDA) < bytes / 2);
+    }
+    CHECK(available_memory(CUDA) >= bytes);
+}
+
+TEST_CASE("measure: CPU blocks are aligned, and their pages are kept") {
+    std::vector<std::shared_ptr<Memory>> small;
+    for (int i = 0; i < 10; i++) {
+        rusage before, after;
+        getrusage(RUSAGE_SELF, &before);
+        auto block = allocate(CPU, 100 << 20, ACTIVATIONS);
+        memset(block->data, i, block->bytes);
+        getrusage(RUSAGE_SELF, &after);
+        CHECK((uintptr_t)block->data % 64 == 0);
+#ifndef __SANITIZE_ADDRESS__  // its malloc does as it likes
+        if (i > 0) { CHECK(after.ru_minflt - before.ru_minflt < 100); }
+#endif
+        for (int j = 0; j < 50; j++) { small.push_back(allocate(CPU, 1 + 7 * j, ACTIVATIONS)); }
+    }
+    for (const auto& block : small) { CHECK((uintptr_t)block->data % 64 == 0); }
+}
+
+TEST_CASE_TEMPLATE("measure: copies between devices", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    std::vector<int> values(100003), back(values.size());
+    size_t bytes = values.size() * sizeof(int);
+    for (size_t i = 0; i < values.size(); i++) { values[i] = i * 2654435761u; }
+    auto a = allocate(D::device, bytes, INPUTS), b = allocate(D::device, bytes, INPUTS);
+    auto nowhere = allocate(META, bytes, INPUTS);
+    copy_bytes(a->data, D::device, values.data(), CPU, bytes);
+    copy_bytes(b->data, D::device, a->data, D::device, bytes);
+    copy_bytes(nowhere->data, META, b->data, D::device, bytes);
+    copy_bytes(b->data, D::device, nowhere->data, META, bytes);
+    copy_bytes(back.data(), CPU, b->data, D::device, bytes);
+    CHECK(back == values);
+}
+
+TEST_CASE("measure: ranges name allocations") {
+    CHECK(std::string(innermost_range()) == "");
+    Range outer("outer");
+    {
+        Range inner("inner");
+        CHECK(std::string(allocate(CPU, 4, WORKSPACE)->op) == "inner");
+        std::string elsewhere = "?";
+        std::thread([&] { elsewhere = innermost_range(); }).join();
+        CHECK(elsewhere == "");  // each thread has its own
+    }
+    CHECK(std::string(allocate(META, 4, WORKSPACE)->op) == "outer");
+}
+
+TEST_CASE_TEMPLATE("measure: CS336_POISON=1 fills allocations with NaN", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    const char* before = getenv("CS336_POISON");
+    if (before && std::string(before) == "1") {
+        auto block = allocate(D::device, 1001, ACTIVATIONS);
+        std::vector<unsigned char> bytes(1001, 0);
+        copy_bytes(bytes.data(), CPU, block->data, D::device, bytes.size());
+        CHECK(bytes == std::vector<unsigned char>(1001, 0xFF));
+    } else {  // it is read once: in a child, which runs this case again
+        setenv("CS336_POISON", "1", 1);
+        CHECK(failure_of([] { run_case("measure: CS336_POISON*"); }) == "nothing thrown");
+        unsetenv("CS336_POISON");
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Time
+
+TEST_CASE("measure: statistics") {
+    Stats s = stats_of({9, 2, 4, 4, 5, 4, 5, 7});
+    CHECK(s.n == 8);
+    CHECK(s.mean == doctest::Approx(5));
+    CHECK(s.std == doctest::Approx(std::sqrt(32.0 / 7)));
+    CHECK(s.median == doctest::Approx(4.5));
+    CHECK(s.min == 2);
+    CHECK(s.max == 9);
+    CHECK(stats_of({3, 1, 2}).median == 2);
+    CHECK(stats_of({3}).std == 0);
+    CHECK(stats_of({3}).median == 3);
+    CHECK(failure_of([] { stats_of({}); }) == "1: statistics of no values");
+}
+
+TEST_CASE("measure: time_ms warms up, then times") {
+    int calls = 0;
+    std::vector<double> times = time_ms(2, 3, [&] {
+        calls++;
+        std::this_thread::sleep_for(std::chrono::milliseconds(calls <= 2 ? 60 : 5));
+    });
+    CHECK(calls == 5);
+    CHECK(times.size() == 3);
+    for (double t : times) {
+        CHECK(t >= 5);
+        CHECK(t < 60);  // the warm-up is not among them
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tables
+
+static const Table example = {"two sizes, \"quoted\"",
+                              {"size", "ms", "a|b", "note"},
+                              {{"small", "1.5", "", "µ, ±"}, {"2.7B", "OOM", "-12e3", "say \"hi\"\n"}}};
+
+TEST_CASE("measure: table as markdown") {
+    Table t = {"caption, fp32", {"size", "step_ms", "GiB", "a|b", "±"}, {}};
+    t.rows = {{"small", "1.5", "", "x|y", "1 ± 2"}, {"2.7B", "OOM", "-12e3", "µ", ""}};
+    CHECK(format_table(t, "md") ==
+          "caption, fp32\n"
+          "\n"
+          "| size  | step_ms |   GiB | a\\|b | ±     |\n"
+          "| ----- | ------: | ----: | ---- | ----- |\n"
+          "| small |     1.5 |       | x\\|y | 1 ± 2 |\n"
+          "| 2.7B  |     OOM | -12e3 | µ    |       |\n");
+}
+
+TEST_CASE("measure: table as csv") {
+    CHECK(format_table(example, "csv") ==
+          "# two sizes, \"quoted\"\n"
+          "size,ms,a|b,note\n"
+          "small,1.5,,\"µ, ±\"\n"
+          "2.7B,OOM,-12e3,\"say \"\"hi\"\"\n\"\n");
+}
+
+TEST_CASE("measure: table as json") {
+    CHECK(format_table(example, "json") ==
+          "{\"caption\": \"two sizes, \\\"quoted\\\"\", \"columns\": [\"size\", \"ms\", \"a|b\", \"note\"], "
+          "\"rows\": [[\"small\", 1.5, \"\", \"µ, ±\"], [\"2.7B\", \"OOM\", -12e3, \"say \\\"hi\\\"\\u000a\"]]}\n");
+    // Only what JSON's grammar calls a number goes without quotes.
+    Table t = {
+        "",
+        {"x"},
+        {{"007"}, {"nan"}, {"0x1"}, {"1."}, {"-0.50"}, {"+1"}, {"1e"}, {"-"}, {".5"}, {"0"}, {"3 "}, {"back\\slash"}}};
+    CHECK(format_table(t, "json") ==
+          "{\"caption\": \"\", \"columns\": [\"x\"], \"rows\": [[\"007\"], [\"nan\"], [\"0x1\"], [\"1.\"], [-0.50], "
+          "[\"+1\"], [\"1e\"], [\"-\"], [\".5\"], [0], [\"3 \"], [\"back\\\\slash\"]]}\n");
+}
+
+TEST_CASE("measure: tables that cannot be") {
+    CHECK(failure_of([] { format_table(example, "xml"); }) == "1: format 'xml': expected md, csv or json");
+    Table ragged = {"ragged", {"a", "b"}, {{"1"}}};
+    CHECK(failure_of([&] { format_table(ragged, "md"); }) == "1: table 'ragged': a row has 1 cells, expected 2");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Output and child processes
+
+TEST_CASE("measure: child: prints" * doctest::skip()) {
+    print(example, "csv");
+    print(example, "csv");
+}
+
+TEST_CASE("measure: print writes tables to stdout, an empty line between two") {
+    std::string text = format_table(example, "csv");
+    CHECK(has(run_case("measure: child: prints"), text + "\n" + text));
+}
+
+TEST_CASE("measure: child: stdout is full and then closed" * doctest::skip()) {
+    REQUIRE(freopen("/dev/full", "w", stdout));
+    CHECK(failure_of([] { print(example, "md"); }) == "1: cannot write to stdout: No space left on device");
+    int ends[2];
+    REQUIRE(pipe(ends) == 0);
+    REQUIRE(dup2(ends[1], STDOUT_FILENO) >= 0);
+    close(ends[0]);
+    CHECK(failure_of([] { print(example, "md"); }) == "1: cannot write to stdout: Broken pipe");
+}
+
+TEST_CASE("measure: a stdout that takes nothing is a failure, not silence") {
+    CHECK(failure_of([] { run_case("measure: child: stdout is full and then closed"); }) == "nothing thrown");
+}
+
+TEST_CASE("measure: child: exits with 3" * doctest::skip()) { _exit(3); }
+TEST_CASE("measure: child: is killed" * doctest::skip()) { raise(SIGKILL); }
+TEST_CASE("measure: child: prints a lot" * doctest::skip()) {
+    for (int i = 0; i < 100000; i++) {  // more than a pipe holds
+        printf("line %d\n", i);
+    }
+    fflush(stdout);
+}
+
+TEST_CASE("measure: run_ourselves returns the output, or fails with the child") {
+    CHECK(has(run_case("measure: child: prints a lot"), "line 0\nline 1\n"));
+    CHECK(has(run_case("measure: child: prints a lot"), "line 99998\nline 99999\n"));
+    CHECK(failure_of([] { run_case("measure: child: exits with 3"); }) ==
+          "1: cs336 --no-skip --test-case=measure: child: exits with 3: exited with 3");
+    CHECK(has(failure_of([] { run_case("measure: child: is killed"); }), "killed by signal 9 (Killed)"));
+}

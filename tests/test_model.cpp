@@ -1,0 +1,497 @@
+// Tests of model.cu: each op and the whole model by finite differences in float64, fused against eager, GPU against
+// CPU, against PyTorch's fixtures, and the promises about memory, determinism and resuming.
+#include "test.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <sstream>
+
+static const ModelConfig tiny = {"tiny", 12, 10, 2, 3, 19};  // head size 4; nothing is a multiple of a tile
+static const ModelConfig odd = {"odd", 66, 130, 2, 3, 257};  // head size 22
+
+struct Setup {
+    Model model;
+    Tensor tokens, targets;
+};
+static Setup make_setup(const ModelConfig& c, int B, int T, DType dtype = F32) {
+    Setup s{make_model(c, dtype), Tensor(), Tensor()};
+    init_weights(s.model, 7);
+    make_gradients(s.model);
+    std::vector<int> x(B * T), y(B * T);
+    for (int i = 0; i < B * T; i++) {
+        x[i] = random_int(c.vocab_size, 7, 1, i);
+        y[i] = random_int(c.vocab_size, 7, 2, i);
+    }
+    s.tokens = from_ints(x, {B, T}), s.targets = from_ints(y, {B, T});
+    return s;
+}
+static double loss_of(Setup& s) {
+    NoGrad no_grad;
+    return to_doubles(cross_entropy(forward(s.model, s.tokens), s.targets))[0];
+}
+struct Result {
+    Tensor logits, loss, gradients;
+};
+static Result run_once(Setup& s, float loss_scale = 1) {
+    zero_gradients(s.model);
+    Result r;
+    r.logits = forward(s.model, s.tokens);
+    r.loss = cross_entropy(r.logits, s.targets);
+    backward(r.loss, loss_scale);
+    drop_weight_copies(s.model.slots);
+    r.gradients = to_device(s.model.gradients, CPU);
+    r.logits = to_device(detached(r.logits), CPU), r.loss = to_device(detached(r.loss), CPU);
+    return r;
+}
+static Tensor on_cpu(const Tensor& t) { return to_device(contiguous(detached(t)), CPU); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// One op at a time
+
+// f's outputs, weighted with fixed random numbers and summed, against central differences in each input.
+static void check_gradients(std::vector<Tensor> inputs,
+                            const std::function<std::vector<Tensor>(const std::vector<Tensor>&)>& f) {
+    auto objective = [&](const std::vector<Tensor>& leaves) {
+        Tensor sum;
+        uint64_t key = 100;
+        for (const Tensor& y : f(leaves)) {
+            Tensor weights = empty(y.shape, F64);
+            fill_normal(weights, 3, key++, 0, 1);
+            Tensor part = mean_all(mul(y, weights));
+            sum = sum ? add(sum, part) : part;
+        }
+        return sum;
+    };
+    std::vector<Tensor> leaves;
+    for (const Tensor& t : inputs) { leaves.push_back(require_gradient(t)); }
+    backward(objective(leaves));
+    NoGrad no_grad;
+    for (size_t k = 0; k < inputs.size(); k++) {
+        Tensor want = empty(inputs[k].shape, F64);
+        for (int64_t i = 0; i < want.size(); i++) {
+            double *x = inputs[k].as<double>() + i, before = *x, h = 1e-5;
+            *x = before + h;
+            double up = to_doubles(objective(inputs))[0];
+            *x = before - h;
+            double down = to_doubles(objective(inputs))[0];
+            *x = before;
+            want.as<double>()[i] = (up - down) / (2 * h);
+        }
+        Comparison c = compare(leaves[k].gradient->value, want, 1e-6, 1e-8);
+        CAPTURE(k);
+        CHECK_MESSAGE(c.ok(), to_string(c));
+    }
+}
+static Tensor random_tensor(const Shape& shape, uint64_t key, DType dtype = F64, float mean = 0) {
+    Tensor t = empty(shape, dtype);
+    fill_normal(t, 11, key, mean, 1);
+    return t;
+}
+static Layer layer_of(const std::vector<Tensor>& w, int64_t C, int64_t F) {  // w: qkv [3C,C], w13 [2F,C]
+    Layer l;
+    l.qkv = w[0], l.w13 = w[1];
+    l.q = view(w[0], 0, {C, C}), l.k = view(w[0], C * C, {C, C}), l.v = view(w[0], 2 * C * C, {C, C});
+    l.w1 = view(w[1], 0, {F, C}), l.w3 = view(w[1], F * C, {F, C});
+    return l;
+}
+
+TEST_CASE("model: every op's backward by finite differences") {
+    begin_on(CPU);
+    for (Mode mode : {EAGER, FUSED}) {
+        context.mode = mode;
+        CAPTURE(std::string(name_of(mode)));
+        SUBCASE("add_rmsnorm") {
+            check_gradients({random_tensor({2, 3, 5}, 1), random_tensor({2, 3, 5}, 2), random_tensor({5}, 3, F64, 1)},
+                            [](const std::vector<Tensor>& in) {
+                                Tensor x = in[0], y = add_rmsnorm(&x, in[1], in[2], 1e-5f);
+                                return std::vector<Tensor>{x, y};
+                            });
+        }
+        SUBCASE("rmsnorm without a residual") {
+            check_gradients({random_tensor({4, 7}, 1), random_tensor({7}, 3, F64, 1)},
+                            [](const std::vector<Tensor>& in) {
+                                Tensor x = in[0];
+                                return std::vector<Tensor>{add_rmsnorm(&x, Tensor(), in[1], 1e-5f), x};
+                            });
+        }
+        SUBCASE("cross_entropy") {
+            Tensor targets = from_ints({3, 0, 6, 6}, {2, 2});
+            check_gradients({random_tensor({2, 2, 7}, 1)}, [&](const std::vector<Tensor>& in) {
+                return std::vector<Tensor>{cross_entropy(mul(in[0], in[0]), targets)};
+            });
+        }
+    }
+    context.mode = FUSED;  // with single weights these two need leaves of their own: eager is held to fused below
+    SUBCASE("split_heads") {
+        Tensor rope = rope_table(5, 4, 100, F64);
+        check_gradients({random_tensor({2, 3, 8}, 1), random_tensor({24, 8}, 2)}, [&](const std::vector<Tensor>& in) {
+            Tensor q, k, v;
+            split_heads(layer_of({in[1], random_tensor({2, 8}, 9)}, 8, 1), in[0], rope, 2, &q, &k, &v);
+            return std::vector<Tensor>{q, k, v};
+        });
+    }
+    SUBCASE("swiglu") {
+        check_gradients({random_tensor({2, 3, 4}, 1), random_tensor({10, 4}, 2)}, [](const std::vector<Tensor>& in) {
+            return std::vector<Tensor>{swiglu(layer_of({random_tensor({12, 4}, 9), in[1]}, 4, 5), in[0])};
+        });
+    }
+}
+
+TEST_CASE("model: fused and eager agree in float64, and with finite differences") {
+    begin_on(CPU);
+    Setup s = make_setup(tiny, 2, 5, F64);
+    context.mode = EAGER;
+    Result eager = run_once(s);
+    context.mode = FUSED;
+    Result fused = run_once(s);
+    for (const Comparison& c :
+         {compare(fused.logits, eager.logits, 1e-12, 1e-12), compare(fused.loss, eager.loss, 1e-12, 0),
+          compare(fused.gradients, eager.gradients, 1e-10, 1e-13)}) {
+        CHECK_MESSAGE(c.ok(), to_string(c));
+    }
+    for (const Parameter& p : s.model.parameters) {
+        for (int64_t i : {(int64_t)0, count(p.shape) / 2, count(p.shape) - 1}) {
+            double *x = s.model.weights.as<double>() + p.offset + i, before = *x, h = 1e-5;
+            *x = before + h;
+            double up = loss_of(s);
+            *x = before - h;
+            double down = loss_of(s);
+            *x = before;
+            double got = fused.gradients.as<double>()[p.offset + i], want = (up - down) / (2 * h);
+            CHECK_MESSAGE(fabs(got - want) <= 1e-8 + 1e-5 * fabs(want), p.name, " ", i, ": ", got, " want ", want);
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The whole model, in every mode and precision, on every device, against float64 on the CPU
+
+struct Tolerance {
+    Precision precision;
+    double relative;  // to the largest value: each format's rounding times a few operations
+};
+static const Tolerance tolerances[] = {{FP32, 2e-5}, {TF32, 1e-2}, {PREC_BF16, 6e-2}, {PREC_FP16, 1e-2}};
+
+static double largest(const Tensor& t) {
+    double m = 0;
+    for (double x : to_doubles(t)) { m = std::max(m, fabs(x)); }
+    return m;
+}
+static void check_close(const Tensor& got, const Tensor& want, double relative) {
+    Comparison c = compare(got, want, 0, relative * largest(want));
+    CHECK_MESSAGE(c.ok(), to_string(c));
+}
+
+TEST_CASE_TEMPLATE("model: every mode and precision against float64", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    for (auto shape : {std::pair<int, int>{1, 1}, {3, 7}, {2, 65}}) {
+        context.device = CPU;
+        context.mode = EAGER, context.precision = FP32;
+        Setup truth = make_setup(odd, shape.first, shape.second, F64);
+        Result want = run_once(truth);
+        context.device = D::device;
+        Setup s = make_setup(odd, shape.first, shape.second);
+        for (Mode mode : {EAGER, FUSED}) {
+            for (const Tolerance& t : tolerances) {
+                context.mode = mode, context.precision = t.precision;
+                std::string what =
+                    strprintf("%s %s B %d T %d", name_of(mode), name_of(t.precision), shape.first, shape.second);
+                CAPTURE(what);
+                Result got = run_once(s, t.precision == PREC_FP16 ? 1024 : 1);
+                check_close(got.logits, want.logits, t.relative);
+                check_close(got.loss, want.loss, t.relative);
+                for (const Parameter& p : s.model.parameters) {
+                    CAPTURE(p.name);
+                    Tensor g = view(got.gradients, p.offset, p.shape);
+                    context.device = CPU;
+                    if (t.precision == PREC_FP16) { g = scale(g, 1 / 1024.0f); }
+                    check_close(g, view(want.gradients, p.offset, p.shape), t.relative);
+                    context.device = D::device;
+                }
+            }
+        }
+    }
+}
+
+TEST_CASE_TEMPLATE("model: PyTorch's fixtures", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    SafeTensors weights = load_safetensors("tests/fixtures/model_weights.safetensors");
+    SafeTensors batch = load_safetensors("tests/fixtures/model_batch.safetensors");
+    SafeTensors expected = load_safetensors("tests/fixtures/model_expected.safetensors");
+    auto floats = [](const FileTensor& f) {
+        Tensor t = empty_on(CPU, f.shape, F32);
+        memcpy(t.data, f.data, f.bytes);
+        return t;
+    };
+    for (Mode mode : {EAGER, FUSED}) {
+        CAPTURE(std::string(name_of(mode)));
+        context.mode = mode;
+        Setup s;
+        s.model = make_model({"fixture", 16, 24, 2, 2, 31});
+        for (const Parameter& p : s.model.parameters) { copy(detached(p.weight), floats(weights.tensors.at(p.name))); }
+        make_gradients(s.model);
+        make_optimizer_state(s.model);
+        std::vector<int> tokens(21), targets(21);
+        for (int i = 0; i < 21; i++) {
+            int64_t wide;
+            memcpy(&wide, (const char*)batch.tensors.at("tokens").data + 8 * i, 8);
+            tokens[i] = (int)wide;
+            memcpy(&targets[i], (const char*)batch.tensors.at("targets").data + 4 * i, 4);
+        }
+        s.tokens = from_ints(tokens, {3, 7}), s.targets = from_ints(targets, {3, 7});
+        for (int step = 0; step < 3; step++) {
+            Result r = run_once(s);
+            if (step == 0) {
+                check_close(r.logits, floats(expected.tensors.at("logits")), 1e-5);
+                check_close(r.loss, floats(expected.tensors.at("loss")), 1e-6);
+                for (const Parameter& p : s.model.parameters) {
+                    CAPTURE(p.name);
+                    check_close(view(r.gradients, p.offset, p.shape), floats(expected.tensors.at("grad." + p.name)),
+                                2e-5);
+                }
+            }
+            AdamW adamw;
+            adamw.lr = 1e-2f;
+            adamw_step(s.model, adamw);
+        }
+        for (const Parameter& p : s.model.parameters) {
+            CAPTURE(p.name);
+            check_close(on_cpu(p.weight), floats(expected.tensors.at("param." + p.name)), 2e-4);  // sqrt(v) magnifies
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Optimizer
+
+TEST_CASE_TEMPLATE("model: AdamW by its formula, eager and fused", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    for (Mode mode : {EAGER, FUSED}) {
+        context.mode = mode;
+        Setup s = make_setup(tiny, 1, 3);
+        make_optimizer_state(s.model);
+        std::vector<double> p = to_doubles(s.model.weights), m(p.size()), v(p.size());
+        AdamW a;
+        a.lr = 0.1f, a.weight_decay = 0.1f;
+        for (int t = 1; t <= 3; t++) {
+            Result r = run_once(s);
+            std::vector<double> g = to_doubles(r.gradients);
+            adamw_step(s.model, a, 0.5f);
+            for (size_t i = 0; i < p.size(); i++) {
+                m[i] = 0.9 * m[i] + 0.1 * g[i] * 0.5;
+                v[i] = 0.999 * v[i] + 0.001 * g[i] * g[i] * 0.25;
+                p[i] = p[i] * (1 - 0.1 * 0.1) -
+                       0.1 * sqrt(1 - pow(0.999, t)) / (1 - pow(0.9, t)) * m[i] / (sqrt(v[i]) + 1e-8);
+            }
+        }
+        std::vector<double> got = to_doubles(s.model.weights);
+        double worst = 0;
+        for (size_t i = 0; i < p.size(); i++) { worst = std::max(worst, fabs(got[i] - p[i])); }
+        CHECK_MESSAGE(worst < 2e-5, name_of(mode), " ", worst);
+    }
+}
+TEST_CASE_TEMPLATE("model: gradient_norm", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    Setup s = make_setup(odd, 2, 9);
+    Result r = run_once(s);
+    double sum = 0;
+    for (double g : to_doubles(r.gradients)) { sum += g * g; }
+    CHECK(gradient_norm(s.model) == doctest::Approx(sqrt(sum)).epsilon(1e-5));
+    copy(view(s.model.gradients, 5, {1}), to_device(from_floats({INFINITY}, {1}), D::device));
+    CHECK(!std::isfinite(gradient_norm(s.model)));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Promises
+
+TEST_CASE_TEMPLATE("model: two runs from one seed are bit-equal", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    for (Mode mode : {EAGER, FUSED}) {
+        for (Precision precision : {FP32, PREC_BF16}) {
+            context.mode = mode, context.precision = precision;
+            std::vector<float> weights[2];
+            for (auto& w : weights) {
+                Setup s = make_setup(odd, 3, 17);
+                make_optimizer_state(s.model);
+                for (int step = 0; step < 3; step++) {
+                    run_once(s);
+                    adamw_step(s.model, AdamW());
+                }
+                w = to_floats(s.model.weights);
+            }
+            CHECK(memcmp(weights[0].data(), weights[1].data(), weights[0].size() * sizeof(float)) == 0);
+        }
+    }
+}
+TEST_CASE_TEMPLATE("model: activations live no longer than they are needed", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    for (Mode mode : {EAGER, FUSED}) {
+        context.mode = mode;
+        std::vector<size_t> forward_peaks;
+        for (int layers : {2, 6}) {
+            ModelConfig c = odd;
+            c.num_layers = layers;
+            Setup s = make_setup(c, 2, 64);
+            {
+                NoGrad no_grad;
+                forward(s.model, s.tokens);
+            }  // makes the RoPE table
+            size_t held = memory_use(D::device).now;
+            reset_peak(D::device);
+            {
+                NoGrad no_grad;
+                forward(s.model, s.tokens);
+            }
+            CHECK(memory_use(D::device).now == held);
+            forward_peaks.push_back(memory_use(D::device).peak - held);
+            run_once(s);
+            CHECK(memory_use(D::device).now == held);
+        }
+        CHECK(forward_peaks[0] == forward_peaks[1]);  // depth costs a forward-only run nothing
+    }
+}
+TEST_CASE_TEMPLATE("model: META predicts the peak", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    for (Mode mode : {EAGER, FUSED}) {
+        for (Precision precision : {FP32, PREC_BF16}) {
+            context.mode = mode, context.precision = precision;
+            size_t peak[2];
+            for (int i = 0; i < 2; i++) {
+                context.device = i == 0 ? META : D::device;
+                gemm(zeros({1, 1}, F32), zeros({1, 1}, F32), false, zeros({1, 1}, F32),
+                     false);  // cuBLAS's workspace is there
+                size_t before = memory_use(context.device).now;
+                reset_peak(context.device);
+                Model model = make_model(odd);
+                make_gradients(model);
+                Tensor tokens = zeros({2, 33}, I32, INPUTS), targets = zeros({2, 33}, I32, INPUTS);
+                backward(cross_entropy(forward(model, tokens), targets));
+                drop_weight_copies(model.slots);
+                peak[i] = memory_use(context.device).peak - before;
+            }
+            CAPTURE(std::string(name_of(mode)));
+            if (D::device == CUDA || precision == FP32) { CHECK(peak[0] == peak[1]); }  // the CPU widens bf16 operands
+        }
+    }
+}
+TEST_CASE("model: the arena is in backward order, and gradients are ready in that order") {
+    begin_on(CPU);
+    Setup s = make_setup(tiny, 1, 4);
+    int64_t end = 0;
+    for (const Parameter& p : s.model.parameters) {
+        CHECK(p.offset >= end);
+        end = p.offset + count(p.shape);
+    }
+    std::vector<int64_t> ready;
+    for (const Tensor& t : s.model.slots) {
+        int64_t offset = (t.data - s.model.weights.data) / 4;
+        t.gradient->ready = [offset, &ready] { ready.push_back(offset); };
+    }
+    run_once(s);
+    CHECK(ready.size() == 1 + 1 + 2 * 6 + 1);  // lm_head, ln_final, (w2 w13 ln2 o qkv ln1) a layer, embedding
+    CHECK(std::is_sorted(ready.begin(), ready.end()));
+}
+TEST_CASE("model: configurations that make no model") {
+    CHECK_THROWS_WITH_AS(check_config({"", 10, 4, 1, 3, 5}), "--d_model 10 is not divisible by --num_heads 3", Failure);
+    CHECK_THROWS_AS(check_config({"", 9, 4, 1, 3, 5}), Failure);  // head size 3
+    CHECK(forward_flops(model_sizes[4], 4, 512) == doctest::Approx(14.19e12).epsilon(1e-3));
+    int64_t n = 0;
+    context.device = META;
+    for (const Parameter& p : make_model(model_sizes[0]).parameters) { n += count(p.shape); }
+    CHECK(n == 128625408);
+    context.device = CPU;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The commands
+
+static std::string bytes_of(const std::string& path) {
+    std::ifstream f(path, std::ios::binary);
+    std::stringstream s;
+    s << f.rdbuf();
+    return s.str();
+}
+static std::string scratch(const char* name) { return "build/test_" + std::to_string(getpid()) + "_" + name; }
+
+TEST_CASE_TEMPLATE("train: a resumed run equals the uninterrupted one bit for bit", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    for (const char* precision : {"fp32", "fp16"}) {
+        std::vector<std::string> common = {"train",    "--data", "LICENSE", "--device", name_of(D::device), "--quick",
+                                           "--sample", "0",      "--steps", "12",       "--precision",      precision};
+        auto train = [&](std::vector<std::string> more) {
+            more.insert(more.begin(), common.begin(), common.end());
+            Run r = run_cs336(more);
+            CHECK_MESSAGE(r.exit_code == 0, r.err);
+        };
+        std::string half = scratch("half"), resumed = scratch("resumed"), whole = scratch("whole");
+        train({"--save", whole});
+        train({"--stop_at", "5", "--save", half});
+        train({"--load", half, "--save", resumed});
+        CHECK(bytes_of(whole).size() > 10000);
+        CHECK(bytes_of(whole) == bytes_of(resumed));
+        CHECK(bytes_of(whole) != bytes_of(half));
+        for (const std::string& path : {half, resumed, whole}) { remove(path.c_str()); }
+    }
+}
+TEST_CASE_TEMPLATE("train: learns", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    Run r = run_cs336({"train", "--data", "LICENSE", "--device", name_of(D::device), "--quick", "--steps", "100",
+                       "--sample", "0", "--format", "csv"});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    double before = 0, after = 0;
+    size_t last = r.out.rfind('\n', r.out.size() - 2) + 1;
+    REQUIRE(sscanf(r.out.c_str() + last, "%lf,%lf", &before, &after) == 2);
+    CHECK(before > 5.0);  // about log 256 = 5.5 plus what random logits add
+    CHECK(after < 3.6);
+}
+TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    std::string out = scratch("model_out"), dir = "tests/fixtures/";
+    std::vector<std::string> good = {"model",
+                                     "--weights",
+                                     dir + "model_weights.safetensors",
+                                     "--batch",
+                                     dir + "model_batch.safetensors",
+                                     "--num_heads",
+                                     "2",
+                                     "--steps",
+                                     "3",
+                                     "--lr",
+                                     "0.01",
+                                     "--device",
+                                     name_of(D::device),
+                                     "--out",
+                                     out};
+    Run r = run_cs336(good);
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    SafeTensors got = load_safetensors(out), want = load_safetensors(dir + "model_expected.safetensors");
+    CHECK(got.tensors.size() == want.tensors.size());
+    for (const auto& t : want.tensors) {
+        const FileTensor& g = require_tensor(got, t.first, t.second.shape, {"F32"});
+        double worst = 0;
+        for (size_t i = 0; i < g.bytes / 4; i++) {
+            double error = fabs(((const float*)g.data)[i] - ((const float*)t.second.data)[i]);
+            if (!(error <= worst)) { worst = error; }
+        }
+        CHECK_MESSAGE(worst < 5e-4, t.first, " ", worst);
+    }
+    remove(out.c_str());
+
+    auto refused = [&](size_t which, const std::string& value, const char* says) {
+        std::vector<std::string> bad = good;
+        bad[which] = value;
+        Run b = run_cs336(bad);
+        CHECK(b.exit_code == 1);
+        CHECK_MESSAGE(b.err.find(says) != std::string::npos, b.err);
+        CHECK(std::count(b.err.begin(), b.err.end(), '\n') == 1);
+        CHECK(!std::ifstream(out).good());
+    };
+    refused(2, dir + "model_batch.safetensors", "token_embeddings.weight");
+    refused(4, dir + "model_weights.safetensors", "tokens");
+    refused(6, "3", "does not make 3 heads");
+    refused(2, "no/such/file", "no/such/file");
+    refused(good.size() - 1, "no/such/folder/out", "no/such/folder/out");
+}

@@ -1,0 +1,204 @@
+// Tests of precision.cu. The conversions are held against the definition of the formats, in double arithmetic.
+#include "test.h"
+
+#include <cmath>
+
+// The pieces of the experiment that cs336.h does not list: nobody else needs them.
+struct Accumulation {
+    float sum;
+    int stalled;
+};
+Accumulation accumulate(DType format, DType addend_format, bool kahan);
+std::string as_torch_prints(float x, DType dtype);
+
+static uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+static float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+struct Format {
+    const char* name;
+    int exponent_bits, mantissa_bits;
+    float (*to_float)(uint16_t);
+    uint16_t (*from_float)(float);
+    int infinity() const { return ((1 << exponent_bits) - 1) << mantissa_bits; }  // its bits; above are the NaNs
+};
+static const Format FORMATS[] = {{"fp16", 5, 10, fp16_to_float, float_to_fp16},
+                                 {"bf16", 8, 7, bf16_to_float, float_to_bf16}};
+
+// What the bits of a finite number, without its sign, stand for. Infinity's bits give the power of two after the
+// largest number, which is where rounding puts it.
+static double meaning(const Format& f, int bits) {
+    int bias = (1 << (f.exponent_bits - 1)) - 1, exponent = bits >> f.mantissa_bits;
+    int mantissa = bits & ((1 << f.mantissa_bits) - 1);
+    if (exponent == 0) { return std::ldexp(mantissa, 1 - bias - f.mantissa_bits); }
+    return std::ldexp(mantissa + (1 << f.mantissa_bits), exponent - bias - f.mantissa_bits);
+}
+
+TEST_CASE("precision: all 65,536 patterns of fp16 and bf16 mean what the format says, and survive a round trip") {
+    for (const Format& f : FORMATS) {
+        CAPTURE(std::string(f.name));
+        int wrong = 0, nans = 0;
+        for (int bits = 0; bits < 65536; bits++) {
+            int magnitude = bits & 0x7fff;
+            bool negative = bits >> 15;
+            float x = f.to_float((uint16_t)bits);
+            uint16_t back = f.from_float(x);
+            bool ok = std::signbit(x) == negative;
+            if (magnitude > f.infinity()) {
+                // NaN comes back as a quiet NaN of the same sign; the payload may stay, the quiet bit has to be set.
+                ok = ok && std::isnan(x) && back == (bits | 1 << (f.mantissa_bits - 1));
+                nans++;
+            } else if (magnitude == f.infinity()) {
+                ok = ok && std::isinf(x) && back == bits;
+            } else {
+                ok = ok && std::fabs((double)x) == meaning(f, magnitude) && back == bits;
+            }
+            wrong += !ok;
+        }
+        CHECK(wrong == 0);
+        CHECK(nans == 2 * ((1 << f.mantissa_bits) - 1));
+    }
+}
+
+TEST_CASE("precision: rounding goes to the nearest number, and from halfway to the even one") {
+    for (const Format& f : FORMATS) {
+        CAPTURE(std::string(f.name));
+        int wrong = 0, halfway = 0;
+        for (int low = 0; low < f.infinity(); low++) {  // the upper neighbour of the last one is infinity
+            int even = low % 2 == 0 ? low : low + 1;
+            double middle = (meaning(f, low) + meaning(f, low + 1)) / 2;
+            float x = (float)middle;  // exact: fp32 has the bits to spare
+            REQUIRE((double)x == middle);
+            for (int sign : {0, 0x8000}) {
+                float s = sign ? -1.0f : 1.0f;
+                wrong += f.from_float(s * x) != (sign | even);
+                wrong += f.from_float(s * std::nextafterf(x, 0)) != (sign | low);
+                wrong += f.from_float(s * std::nextafterf(x, INFINITY)) != (sign | (low + 1));
+            }
+            halfway++;
+        }
+        CHECK(wrong == 0);
+        CHECK(halfway == f.infinity());
+    }
+}
+
+TEST_CASE("precision: the ends of fp16") {
+    CHECK(float_to_fp16(65504) == 0x7bff);
+    CHECK(float_to_fp16(std::nextafterf(65520, 0)) == 0x7bff);
+    CHECK(float_to_fp16(65520) == 0x7c00);
+    CHECK(float_to_fp16(-65520) == 0xfc00);
+    CHECK(float_to_fp16(3.4e38f) == 0x7c00);
+    CHECK(float_to_fp16(INFINITY) == 0x7c00);
+    CHECK(float_to_fp16(0x1p-24f) == 1);
+    CHECK(float_to_fp16(0x1p-25f) == 0);  // a tie, and 0 is even
+    CHECK(float_to_fp16(0x1.000002p-25f) == 1);
+    CHECK(float_to_fp16(-1e-30f) == 0x8000);
+    CHECK(float_to_fp16(float_of(1)) == 0);                // fp32's own subnormals
+    CHECK(float_to_fp16(float_of(0x7f800001)) == 0x7e00);  // a NaN whose payload does not fit is still a NaN
+    CHECK(float_to_fp16(float_of(0xffffffff)) == 0xffff);
+    CHECK(float_to_bf16(float_of(0x7f800001)) == 0x7fc0);
+    CHECK(float_to_bf16(float_of(0xffffffff)) == 0xffff);
+    CHECK(float_to_bf16(3.4e38f) == 0x7f80);
+}
+
+TEST_CASE("precision: tf32 keeps ten bits of the mantissa") {
+    CHECK(round_to_tf32(1 + 0x1p-11f) == 1);
+    CHECK(round_to_tf32(1 + 0x1p-11f + 0x1p-23f) == 1 + 0x1p-10f);
+    CHECK(round_to_tf32(1 + 3 * 0x1p-11f) == 1 + 0x1p-9f);  // a tie upwards, to the even neighbour
+    CHECK(round_to_tf32(-1 - 3 * 0x1p-11f) == -1 - 0x1p-9f);
+    CHECK(round_to_tf32(2 - 0x1p-23f) == 2);
+    CHECK(std::isinf(round_to_tf32(3.4028235e38f)));
+    CHECK(std::isinf(round_to_tf32(INFINITY)));
+    CHECK(std::isnan(round_to_tf32(float_of(0x7fffffff))));
+    CHECK(std::isnan(round_to_tf32(float_of(0x7f800001))));
+    CHECK(std::signbit(round_to_tf32(-0.0f)));
+    // In fp16's normal range the two formats have the same numbers.
+    int wrong = 0;
+    for (uint32_t i = 0; i < 1000000; i++) {
+        uint32_t random[4];
+        philox(random, 1, 2, i);
+        float x = float_of((random[0] & 0x807fffff) | (113 + random[1] % 29) << 23);
+        wrong += bits_of(round_to_tf32(x)) != bits_of(fp16_to_float(float_to_fp16(x)));
+    }
+    CHECK(wrong == 0);
+}
+
+TEST_CASE("precision: 0.01 a thousand times") {
+    CHECK(accumulate(F32, F32, false).sum == 10.0001335f);
+    CHECK(accumulate(F16, F16, false).sum == 9.953125f);
+    CHECK(accumulate(F32, F16, false).sum == 10.0021362f);
+    Accumulation stuck = accumulate(BF16, BF16, false);
+    CHECK(stuck.sum == 4.0f);
+    CHECK(stuck.stalled < 1000);
+    CHECK(accumulate(F16, F16, false).stalled == 1000);
+    // Kahan's sum is as good as the format allows: the nearest number to the sum of the rounded addends, or next to it.
+    CHECK(std::fabs(accumulate(F16, F16, true).sum - 10.0021362) <= 0x1p-7);
+    CHECK(std::fabs(accumulate(BF16, BF16, true).sum - 10.0097656) <= 0x1p-4);
+}
+
+TEST_CASE("precision: numbers as PyTorch prints them") {
+    CHECK(as_torch_prints(10.0001335f, F32) == "tensor(10.0001)");
+    CHECK(as_torch_prints(9.953125f, F16) == "tensor(9.9531, dtype=torch.float16)");
+    CHECK(as_torch_prints(4, BF16) == "tensor(4., dtype=torch.bfloat16)");
+    CHECK(as_torch_prints(0, F32) == "tensor(0.)");
+    CHECK(as_torch_prints(-1.5f, F32) == "tensor(-1.5000)");
+    CHECK(as_torch_prints(0.00005f, F32) == "tensor(5.0000e-05)");
+    CHECK(as_torch_prints(3e9f, F32) == "tensor(3.0000e+09)");
+    CHECK(as_torch_prints(INFINITY, F32) == "tensor(inf)");
+    CHECK(as_torch_prints(-NAN, F32) == "tensor(nan)");
+}
+
+static std::string dtype_in(const Table& table, const std::string& component) {
+    for (const auto& row : table.rows) {
+        if (row[0] == component) { return row[1]; }
+    }
+    return "no such row";
+}
+
+TEST_CASE_TEMPLATE("precision: ToyModel's dtypes under autocast", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    for (Precision precision : {PREC_FP16, PREC_BF16, FP32}) {
+        std::string low = precision == PREC_FP16 ? "float16" : precision == PREC_BF16 ? "bfloat16" : "float32";
+        CAPTURE(low);
+        context.recording = false;  // it records by itself, and leaves the context as it was
+        Table table = toy_model_dtypes(precision);
+        CHECK(context.precision == FP32);
+        CHECK(!context.recording);
+        CHECK(table.rows.size() == 10);
+        CHECK(dtype_in(table, "model parameters within the autocast context") == "float32");
+        CHECK(dtype_in(table, "output of the first feed-forward layer") == low);
+        CHECK(dtype_in(table, "output of the layer norm") == "float32");
+        CHECK(dtype_in(table, "predicted logits") == low);
+        CHECK(dtype_in(table, "loss") == "float32");
+        CHECK(dtype_in(table, "gradients") == "float32");
+        for (const char* name : {"fc1 weight", "fc2 weight", "ln weight", "ln bias"}) {
+            CHECK(dtype_in(table, name) == "float32");
+        }
+    }
+}
+
+TEST_CASE("precision: loss scaling halves at once and doubles slowly") {
+    LossScaler s;
+    s.growth_interval = 3;
+    CHECK(!update_scale(s, true));
+    CHECK(s.scale == 32768);
+    CHECK(update_scale(s, false));
+    CHECK(update_scale(s, false));
+    CHECK(!update_scale(s, true));  // two good steps are forgotten
+    CHECK(s.scale == 16384);
+    for (int i = 0; i < 2; i++) { CHECK(update_scale(s, false)); }
+    CHECK(s.scale == 16384);
+    CHECK(update_scale(s, false));
+    CHECK(s.scale == 32768);
+    CHECK(s.good_steps == 0);
+    s.scale = 0x1p127f;
+    for (int i = 0; i < 3; i++) { CHECK(update_scale(s, false)); }
+    CHECK(s.scale == 0x1p127f);  // PyTorch's scaler, too, stops before infinity
+}
