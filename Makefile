@@ -4,7 +4,7 @@
 # as C++ into build/cpu. ./cs336 is of the flavour made last. Variables: NVCC=path, ARCH="-gencode ...", INSTALL=0
 # (install nothing), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1 (both sanitizers).
 
-SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu model.cu main.cu)
+SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu model.cu train.cu main.cu)
 TESTS := $(wildcard tests/*.cpp)
 
 ifeq ($(origin NVCC),undefined)
@@ -30,7 +30,7 @@ ARCH ?= -gencode arch=compute_80,code=[sm_80,compute_80] -gencode arch=compute_9
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
 CUDA_LIBS := $(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib $(CUDA_HOME)/extras/CUPTI/lib64)
 COMPILE_CU = $(NVCC) -x cu -std=c++17 -O2 -g -lineinfo --threads 2 $(ARCH) -ccbin $(CXX) \
-	-Xcompiler -fopenmp,-Wall,-Wextra,-Wno-parentheses $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror)
+	-Xcompiler -fopenmp,-Wall,-Wextra,-Wno-parentheses $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror -Xptxas -v)
 LINK = $(NVCC) $(ARCH) -ccbin $(CXX) -Xcompiler -fopenmp
 LIBS = $(foreach lib,$(CUDA_LIBS),-L$(lib) -Xlinker -rpath -Xlinker $(lib)) -lcublas -lcublasLt -ldl
 else
@@ -63,7 +63,7 @@ $(BUILD)/tests/run: $(TEST_OBJECTS) $(filter-out $(BUILD)/main.o,$(OBJECTS))
 	$(LINK) -o $@ $^ $(LIBS)
 
 $(BUILD)/%.o: %.cu $(BUILD)/config.mk
-	$(COMPILE_CU) $(DEFINES) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
+	$(COMPILE_CU) $(DEFINES) -MMD -MP -MF $(@:.o=.d) -c -o $@ $< $(if $(WERROR),2>$@.log || { cat $@.log >&2; false; })
 
 $(BUILD)/tests/%.o: tests/%.cpp $(BUILD)/config.mk
 	$(CXX) $(CXXFLAGS) $(DEFINES) -I. -MMD -MP -c -o $@ $<

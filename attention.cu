@@ -1,4 +1,4 @@
-// attention.cu: sections 1.2-1.3 of the handout.
+// attention.cu: section 1.2 of the handout, attention by its definition.
 //
 //   S = Q K^T / sqrt(D)      S_ij = -inf where key j may not be seen by query i (causal: j > i)
 //   P = softmax(S)           row by row: P_ij = exp(S_ij - m_i) / sum_j exp(S_ij - m_i), m_i = max_j S_ij
@@ -11,11 +11,12 @@
 //   dV = P^T dO,  dP = dO V^T,  dS_ij = P_ij (dP_ij - D_i) with D_i = sum_j P_ij dP_ij,
 //   dQ = dS K / sqrt(D),  dK = dS^T Q / sqrt(D).
 #include "cs336.h"
+#include <algorithm>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Eager: every operation of the handout's model is a kernel and every intermediate an array in memory.
 
-static Tensor attention_eager(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
+Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L) {
     Range range("attention");
     Tensor s, p;
     {
@@ -29,9 +30,11 @@ static Tensor attention_eager(const Tensor& q, const Tensor& k, const Tensor& v,
     }
     {
         Range r("softmax");
-        s = sub(s, max_last(s));
-        Tensor e = exp(s);
-        p = div(e, sum_last(e));
+        Tensor m = max_last(s);
+        s = sub(s, m);
+        Tensor e = exp(s), sum = sum_last(e);
+        p = div(e, sum);
+        if (L) { *L = reshape(add(detached(m), log(detached(sum))), {q.dim(0), q.dim(1), q.dim(2)}); }
     }
     Range r("values");
     return matmul(p, v);
@@ -43,7 +46,7 @@ static Tensor attention_eager(const Tensor& q, const Tensor& k, const Tensor& v,
 // Moves 2 elements read and 1 written per entry instead of the eager version's 10.
 
 template <class T>
-static void softmax_cpu(T* S, int64_t R, int Tq, int Tk, bool causal) {
+static void softmax_cpu(T* S, Wide<T>* L, int64_t R, int Tq, int Tk, bool causal) {
 #pragma omp parallel for if (R * Tk > 16384)
     for (int64_t r = 0; r < R; r++) {
         T* s = S + r * Tk;
@@ -54,6 +57,7 @@ static void softmax_cpu(T* S, int64_t R, int Tq, int Tk, bool causal) {
         for (int j = 0; j < n; j++) { m = std::max(m, to_acc(s[j])); }
         for (int j = 0; j < n; j++) { sum += std::exp(to_acc(s[j]) - m); }
         for (int j = 0; j < Tk; j++) { from_acc(j < n ? A(std::exp(to_acc(s[j]) - m) / sum) : A(0), &s[j]); }
+        if (L) { L[r] = A(m + std::log(sum)); }
     }
 }
 // dP becomes dS, in place.
@@ -74,7 +78,7 @@ static void softmax_backward_cpu(T* dP, const T* P, int64_t R, int Tq, int Tk, b
 #ifdef __CUDACC__
 // One warp a row: neighbouring lanes read neighbouring columns, and a row's second pass finds it in L1.
 template <class T>
-__global__ void softmax_kernel(T* S, int64_t R, int Tq, int Tk, bool causal) {
+__global__ void softmax_kernel(T* S, float* L, int64_t R, int Tq, int Tk, bool causal) {
     int64_t r = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
     int lane = threadIdx.x % WARP;
     if (r >= R) { return; }  // a warp leaves as one, so the shuffles below stay legal
@@ -88,7 +92,8 @@ __global__ void softmax_kernel(T* S, int64_t R, int Tq, int Tk, bool causal) {
     }
     float row_m = warp_max(m);
     // A lane without a column has m = -inf, and exp(-inf - row_m) = 0 takes it out of the sum.
-    float inverse = 1 / warp_sum(sum * expf(m - row_m));
+    float row_sum = warp_sum(sum * expf(m - row_m)), inverse = 1 / row_sum;
+    if (L && lane == 0) { L[r] = row_m + logf(row_sum); }
     for (int j = lane; j < Tk; j += WARP) { from_acc(j < n ? expf(to_acc(s[j]) - row_m) * inverse : 0.0f, &s[j]); }
 }
 template <class T>
@@ -105,19 +110,23 @@ __global__ void softmax_backward_kernel(T* dP, const T* P, int64_t R, int Tq, in
 }
 #endif
 
-static void softmax_in_place(const Tensor& s, bool causal) {
+static void softmax_in_place(const Tensor& s, const Tensor& L, bool causal) {
     int Tq = (int)s.dim(-2), Tk = (int)s.dim(-1);
     int64_t R = s.size() / Tk;
     if (s.device() == META || R == 0) { return; }
 #ifdef __CUDACC__
     if (s.device() == CUDA) {
         return with_gpu_type(s.dtype, [&](auto zero) {
-            softmax_kernel<<<ceil_div(R * WARP, 256), 256, 0, stream()>>>(s.as<decltype(zero)>(), R, Tq, Tk, causal);
+            softmax_kernel<<<ceil_div(R * WARP, 256), 256, 0, stream()>>>(s.as<decltype(zero)>(), L.as<float>(), R, Tq,
+                                                                          Tk, causal);
             LAUNCH_CHECK();
         });
     }
 #endif
-    with_type(s.dtype, [&](auto zero) { softmax_cpu(s.as<decltype(zero)>(), R, Tq, Tk, causal); });
+    with_type(s.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        softmax_cpu(s.as<T>(), L.as<Wide<T>>(), R, Tq, Tk, causal);
+    });
 }
 static void softmax_backward_in_place(const Tensor& dp, const Tensor& p, bool causal) {
     int Tq = (int)p.dim(-2), Tk = (int)p.dim(-1);
@@ -142,14 +151,16 @@ static void softmax_backward_in_place(const Tensor& dp, const Tensor& p, bool ca
 // ---------------------------------------------------------------------------------------------------------------------
 // Fused softmax: the products stay cuBLAS's, everything between them is one kernel, and S and P share one array.
 
-static Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, bool causal) {
+Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, bool causal, Tensor* L) {
     Range range("attention");
     Tensor q = contiguous(autocast_operand(q_in)), k = contiguous(autocast_operand(k_in)),
            v = contiguous(autocast_operand(v_in));
     double scale = 1 / std::sqrt((double)q.dim(-1));
     Tensor p = empty({q.dim(0), q.dim(1), q.dim(2), k.dim(2)}, q.dtype), o = empty(q.shape, q.dtype);
     gemm(p, q, false, k, true, scale);
-    softmax_in_place(p, causal);
+    Tensor lse = L ? empty({q.dim(0), q.dim(1), q.dim(2)}, q.dtype == F64 ? F64 : F32) : Tensor();
+    softmax_in_place(p, lse, causal);
+    if (L) { *L = lse; }
     gemm(o, p, false, v, false);
     record(o, {q, k, v}, [q, k, v, p, scale, causal](const Tensor& dO_in) {
         Tensor dO = contiguous(dO_in), dS = empty(p.shape, p.dtype);
@@ -172,6 +183,173 @@ static Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tens
     return o;
 }
 
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
-    return context.mode == EAGER ? attention_eager(q, k, v, causal) : attention_fused(q, k, v, causal);
+// ---------------------------------------------------------------------------------------------------------------------
+// The experiments of 1.2.1 and 1.3 (a): batch 8, no heads, no mask, head sizes and lengths on a grid
+
+struct AttentionCost {
+    bool ran = false;
+    double forward_ms = 0, backward_ms = 0;
+    size_t before_backward = 0;  // bytes held when backward starts: inputs, and what the forward saved
+    size_t needs = 0;            // bytes at the peak of forward and backward, predicted
+};
+using AttentionFunction = Tensor (*)(const Tensor&, const Tensor&, const Tensor&, bool, Tensor*);
+constexpr int GRID_BATCH = 8;
+static const std::vector<int> grid_head_sizes = {16, 32, 64, 128}, grid_lengths = {256, 1024, 4096, 8192, 16384};
+
+struct GridInputs {
+    Tensor q, k, v, dO;
+};
+static GridInputs grid_inputs(int S, int D) {
+    GridInputs in;
+    uint64_t key = 0;
+    for (Tensor* t : {&in.q, &in.k, &in.v, &in.dO}) {
+        *t = empty({GRID_BATCH, 1, S, D}, F32, INPUTS);
+        fill_normal(*t, 0, key++, 0, 1);
+        *t = require_gradient(*t);
+    }
+    return in;
+}
+// A forward and a backward pass without data; afterwards META's books tell the peak. `saved` sees what is held between.
+static size_t grid_peak(
+    AttentionFunction f, int S, int D, const std::function<void()>& saved = [] {}) {
+    Device device = context.device;
+    context.device = META;
+    size_t before = memory_use(META).now;
+    reset_peak(META);
+    {
+        GridInputs in = grid_inputs(S, D);
+        Tensor o = f(in.q, in.k, in.v, false, nullptr);
+        saved();
+        backward_from(o, in.dO);
+    }
+    context.device = device;
+    return memory_use(META).peak - before;
+}
+static AttentionCost grid_cost(AttentionFunction f, int S, int D, int passes) {
+    AttentionCost cost;
+    cost.needs = grid_peak(f, S, D);
+    if (cost.needs > available_memory(context.device)) { return cost; }
+    GridInputs in = grid_inputs(S, D);
+    Tensor o;
+    auto forward = [&] { o = f(in.q, in.k, in.v, false, nullptr); };
+    auto reset = [&] {
+        clear_tape();
+        o = Tensor();
+        for (const Tensor* t : {&in.q, &in.k, &in.v}) { t->gradient->value = Tensor(); }
+    };
+    progress("S %d, D %d", S, D);
+    cost.forward_ms = stats_of(time_queued_ms(3, passes, reset, forward)).mean;
+    cost.before_backward = memory_use(context.device).now;
+    auto prepare = [&] {
+        reset();
+        forward();
+    };
+    cost.backward_ms = stats_of(time_queued_ms(3, passes, prepare, [&] { backward_from(o, in.dO); })).mean;
+    reset();
+    cost.ran = true;
+    return cost;
+}
+
+struct Grid {
+    std::vector<int> lengths;
+    int passes;
+    std::string caption;
+};
+static Grid grid_of(const Options& o, const char* what) {
+    bool cpu = context.device == CPU;
+    Grid g{grid_lengths, o.has("steps") ? o.steps : 100, ""};
+    std::string scaled_down;
+    if (cpu || o.quick) {
+        g.lengths = cpu ? std::vector<int>{256, 1024} : std::vector<int>{256, 1024, 4096};
+        if (o.quick && cpu) { g.lengths.pop_back(); }
+        scaled_down = strprintf("; scaled down: lengths up to %d instead of 16384", g.lengths.back());
+        if (!o.has("steps")) {
+            g.passes = o.quick ? 3 : 10;
+            scaled_down += strprintf(", %d passes instead of 100", g.passes);
+        }
+    }
+    g.caption = strprintf(
+        "%s; batch %d, no heads, no mask, precision %s, 3 warmup, %d forward and %d backward passes; %s; commit %s%s",
+        what, GRID_BATCH, name_of(context.precision), g.passes, g.passes, device_description().c_str(),
+        commit().c_str(), scaled_down.c_str());
+    return g;
+}
+
+// What attention keeps for its backward, buffer by buffer, as the allocator saw it on META.
+static Table saved_table(int S, int D, size_t available) {
+    std::map<std::pair<std::string, size_t>, int> groups;
+    size_t saved = 0;
+    std::vector<const Memory*> before = live_memory(META);
+    size_t peak = grid_peak(attention_naive, S, D, [&] {
+        for (const Memory* m : live_memory(META)) {
+            if (std::count(before.begin(), before.end(), m)) { continue; }
+            groups[{m->category == INPUTS ? "inputs and dO" : m->op, m->bytes}]++;
+            saved += m->bytes;
+        }
+    });
+    Table table{
+        strprintf("the smallest configuration that does not fit: batch %d, d %d, S %d needs %.2f GiB at its peak, "
+                  "%.2f GiB are there. What is held when backward starts:",
+                  GRID_BATCH, D, S, peak / 1073741824.0, available / 1073741824.0),
+        {"what", "buffers", "bytes each", "bytes", "MiB"},
+        {}};
+    for (const auto& g : groups) {
+        size_t bytes = g.first.second * g.second;
+        table.rows.push_back({g.first.first, std::to_string(g.second), std::to_string(g.first.second),
+                              std::to_string(bytes), strprintf("%.2f", bytes / 1048576.0)});
+    }
+    table.rows.push_back({"all", "", "", std::to_string(saved), strprintf("%.2f", saved / 1048576.0)});
+    table.rows.push_back({"peak in backward", "", "", std::to_string(peak), strprintf("%.2f", peak / 1048576.0)});
+    return table;
+}
+
+int cmd_pytorch_attention(const Options& o) {
+    context.device = choose_device(o.device);
+    context.mode = EAGER;
+    Grid g = grid_of(o, "pytorch_attention: one kernel an operation");
+    Table table{g.caption, {"d_model", "seq_len", "forward_time", "backward_time", "memory_usage_mb", "status"}, {}};
+    for (int D : grid_head_sizes) {
+        for (int S : g.lengths) {
+            AttentionCost c = grid_cost(attention_naive, S, D, g.passes);
+            std::vector<std::string> row = {std::to_string(D), std::to_string(S)};
+            for (double ms : {c.forward_ms, c.backward_ms}) {
+                row.push_back(c.ran ? strprintf("%.6f", ms / 1e3) : "N/A");
+            }
+            row.push_back(c.ran ? strprintf("%.2f", c.before_backward / 1048576.0) : "N/A");
+            row.push_back(c.ran ? "OK" : strprintf("OOM (%.1f GiB)", c.needs / 1073741824.0));
+            table.rows.push_back(row);
+        }
+    }
+    print(table, o.format);
+    size_t available = available_memory(context.device);
+    int S = 256;
+    while (grid_peak(attention_naive, S, grid_head_sizes[0]) <= available) { S *= 2; }
+    print(saved_table(S, grid_head_sizes[0], available), o.format);
+    return 0;
+}
+
+Table attention_compile_table(const Options& o) {
+    Grid g = grid_of(o, "torch_compile (a): attention, vanilla = one kernel an operation, compiled = fused softmax");
+    Table table{g.caption,
+                {"d_model", "seq_len", "vanilla fw (ms)", "compiled fw (ms)", "speedup fw", "vanilla bw (ms)",
+                 "compiled bw (ms)", "speedup bw"},
+                {}};
+    for (int D : grid_head_sizes) {
+        for (int S : g.lengths) {
+            context.mode = EAGER;
+            AttentionCost naive = grid_cost(attention_naive, S, D, g.passes);
+            context.mode = FUSED;
+            AttentionCost fused = grid_cost(attention_fused, S, D, g.passes);
+            std::vector<std::string> row = {std::to_string(D), std::to_string(S)};
+            for (double AttentionCost::*pass : {&AttentionCost::forward_ms, &AttentionCost::backward_ms}) {
+                for (const AttentionCost* c : {&naive, &fused}) {
+                    row.push_back(c->ran ? strprintf("%.3f", c->*pass)
+                                         : strprintf("OOM (%.1f GiB)", c->needs / 1073741824.0));
+                }
+                row.push_back(naive.ran && fused.ran ? strprintf("%.2fx", naive.*pass / fused.*pass) : "");
+            }
+            table.rows.push_back(row);
+        }
+    }
+    return table;
 }

@@ -3,8 +3,11 @@
 //   tensor.cu       tensors, autograd's tape, one kernel per operation: what "PyTorch eager" does
 //   safetensors.cu  tensors in files
 //   precision.cu    section 1.1.5: rounding, autocast's dtype rules, loss scaling; `info`
-//   attention.cu    sections 1.2-1.3: attention, forward and backward
-//   model.cu        the Transformer LM, AdamW, section 1.1's experiments, `train`, `model`
+//   attention.cu    section 1.2: attention by its definition, forward and backward
+//   flash.cu        section 1.3: FlashAttention-2, all implementations of attention in one table
+//   flash_mma.cu    its tensor-core kernels
+//   model.cu        the Transformer LM, AdamW, section 1.1's experiments
+//   train.cu        `train` on a text, `model` on your weights
 // Each .cu is compiled by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
 //
 // Letters, here and in every file:
@@ -62,7 +65,7 @@ void launch_check(const char* file, int line);
 // on META tells how much memory it would take.
 enum Device { CPU, CUDA, META };
 enum DType { F32, F16, BF16, F64, I32, U8 };  // F64 on the CPU only: finite differences need it
-enum Mode { EAGER, FUSED };                   // one kernel an operation | hand-fused kernels
+enum Mode { EAGER, FUSED, FLASH };            // one kernel an operation | hand-fused kernels
 enum Precision { FP32, TF32, PREC_BF16, PREC_FP16 };
 
 const char* name_of(Device d);
@@ -77,7 +80,8 @@ struct Context {
     Device device = CPU;
     Mode mode = FUSED;
     Precision precision = FP32;
-    bool recording = true;  // write the tape; off inside NoGrad
+    bool recording = true;       // write the tape; off inside NoGrad
+    bool deterministic = false;  // the same bits in every run, where that costs something: flash attention's backward
 };
 extern Context context;
 
@@ -114,6 +118,7 @@ struct MemoryUse {  // bytes
 std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category);  // throws OutOfMemory
 const MemoryUse& memory_use(Device device);
 void reset_peak(Device device);
+std::vector<const Memory*> live_memory(Device device);  // every buffer that is held now
 void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);  // waits for the copy
 
 // A named stretch of work, e.g. Range r("attention"); ranges nest. Shown by NVTX tools, and names allocations.
@@ -133,6 +138,10 @@ struct Stats {
     int n;
 };
 Stats stats_of(std::vector<double> values);
+// Runs (prepare and) f warmup + n times without waiting in between; times in ms of the last n runs of f, taken on the
+// device by events (on the CPU by the clock), so that launch latency does not count where the device is the slower one.
+std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
+                                   const std::function<void()>& f);
 // Runs f warmup + n times, each run followed by synchronize(); times in ms of the last n.
 std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f);
 
@@ -288,7 +297,8 @@ void record(Tensor& y, const std::vector<Tensor>& inputs, std::function<void(con
 void add_gradient(const GradientPtr& g, const Tensor& dx);  // shares dx where it is the first; else adds with a kernel
 // For ops that write or accumulate in their own kernel: the tensor to write to, and whether to add to what it holds.
 Tensor gradient_target(const GradientPtr& g, bool* accumulate);
-void backward(const Tensor& loss, float scale = 1);  // dloss = scale; empties the tape
+void backward(const Tensor& loss, float scale = 1);     // dloss = scale; empties the tape
+void backward_from(const Tensor& y, const Tensor& dy);  // the same, from any y
 void clear_tape();
 void scale_in_place(const Tensor& t, float s);
 void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate);  // to = from, or to += from; casts
@@ -341,6 +351,8 @@ DType matmul_dtype();                      // what autocast casts operands to: F
 Tensor autocast_operand(const Tensor& t);  // cast to matmul_dtype(); a parameter's copy is cached while recording
 void drop_weight_copies(const std::vector<Tensor>& parameters);  // what leaving torch.autocast does
 
+template <class T>
+using Wide = decltype(to_acc(T()));  // the type that arithmetic on T runs in: float, or double for F64
 // Runs f(T()) with the C++ type of a floating dtype.
 template <class Fn>
 void with_type(DType t, Fn f) {
@@ -426,6 +438,9 @@ FileTensor describe(const Tensor& cpu_tensor);                          // for s
 // benchmarking_mixed_precision (a).
 Table toy_model_dtypes(Precision precision);
 
+// TFLOP/s of an n x n x n product of random numbers, the median of `runs`: what the card really gives.
+double matmul_rate(Precision precision, int64_t n, int runs);
+
 // Dynamic loss scaling for fp16 (PyTorch's GradScaler): the loss is multiplied by `scale` so that small gradients do
 // not vanish in fp16; a step whose gradients hold inf or NaN is skipped and the scale halved; after `growth_interval`
 // good steps in a row it doubles.
@@ -436,9 +451,72 @@ struct LossScaler {
 bool update_scale(LossScaler& scaler, bool found_inf);  // true: take the step
 
 // ---------------------------------------------------------------------------------------------------------------------
-// attention.cu: O = softmax(Q K^T / sqrt(D)) V; q [B,H,Tq,D], k and v [B,H,Tk,D] -> [B,H,Tq,D]. Causal: query i sees
-// keys j <= i, counted from the start. context.mode picks the implementation. Recorded.
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal);
+// attention.cu: O = softmax(Q K^T / sqrt(D)) V; q [B,H,Tq,D], k and v [B,H,Tk,D] -> [B,H,Tq,D], any strides. Causal:
+// query i sees keys j <= i, counted from the start, also where Tq != Tk. L [B,H,Tq] fp32 (if wanted): the logsumexp of
+// each row, L_i = log sum_j exp(S_ij). Both materialise S and P, and record themselves.
+Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L = nullptr);
+Tensor attention_fused(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L = nullptr);
+struct Options;
+Table attention_compile_table(const Options& o);  // torch_compile (a)
+
+// ---------------------------------------------------------------------------------------------------------------------
+// flash.cu: FlashAttention-2, and the table of all implementations of attention
+
+Tensor weighted_sum(const Tensor& x, const Tensor& w);  // y_n = sum_d w_d x_nd: x [N,D] fp32, w [D] -> [N]. Recorded
+
+struct AttentionTensors {
+    Tensor q, k, v, o, L;   // as above
+    Tensor dO, dq, dk, dv;  // backward only
+    bool causal;
+};
+// How a loop or kernel sees a [B,H,T,D] tensor: element (b,h,t,d) is at data[b*batch + h*head + t*row + d].
+struct Heads {
+    void* data;
+    int64_t batch, head, row;  // in elements
+};
+struct AttentionArgs {
+    Heads q, k, v, o, dO, dq, dk, dv;
+    float* L;
+    int B, H, Tq, Tk;
+    float scale;  // 1/sqrt(D)
+    bool causal;
+};
+AttentionArgs args_of(const AttentionTensors& t);
+constexpr float LOG2_E = 1.4426950408889634f;  // exp(x) = exp2(x log2 e), and exp2 is what the GPU has
+#ifdef __CUDACC__
+void flash_mma_forward(const AttentionTensors& t);  // flash_mma.cu: bf16 and fp16, D of 16, 32, 64, 80 and 128
+void flash_mma_backward(const AttentionTensors& t);
+// 16 bytes from global to shared memory without passing through registers; zeros if !valid. Asynchronous.
+__device__ __forceinline__ void cp_async_16(void* smem, const void* global, bool valid) {
+    uint32_t to = (uint32_t)__cvta_generic_to_shared(smem);
+    int bytes = valid ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>  // waits until at most the N newest groups of this thread are pending
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+#endif
+struct AttentionImpl {
+    const char* name;
+    Device device;
+    bool (*takes)(DType dtype, int64_t D);
+    // Either it works on tensor.cu's ops, which leave its backward on the tape ...
+    Tensor (*run)(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L);
+    // ... or it has both passes by hand: forward writes o and L, backward reads them and writes dq, dk, dv.
+    void (*forward)(const AttentionTensors& t);
+    void (*backward)(const AttentionTensors& t);
+    const char* note;
+};
+extern const std::vector<AttentionImpl> attention_impls;  // from the plainest to the fastest
+Tensor run_attention(const AttentionImpl& impl, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                     Tensor* L = nullptr);                                         // recorded
+const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D);         // null: no row takes this
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal);  // context.mode picks. Recorded
+// Causal, for the model in mode flash: q, k and v side by side in qkv [B,T,3C] -> [B,T,C], read and written in place of
+// transposes by strides.
+Tensor flash_self_attention(const Tensor& qkv, int H);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // model.cu: the handout's Transformer LM (pre-norm, RMSNorm, RoPE, SwiGLU, no biases, untied head). Layouts:
@@ -486,6 +564,7 @@ Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight,
                    float eps);                                      // *x += delta (if any); returns rmsnorm(*x)
 Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype);  // [T, D/2, 2]
 void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope, int H, Tensor* q, Tensor* k, Tensor* v);
+Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, int H);  // [B,T,C], before output_proj
 Tensor swiglu(const Layer& layer, const Tensor& y);  // silu(y w1^T) * (y w3^T): [B,T,C] -> [B,T,F]
 
 struct AdamW {
@@ -493,6 +572,19 @@ struct AdamW {
 };
 double gradient_norm(const Model& model);  // over all gradients; inf or NaN if one of them is; waits for the device
 void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1);
+
+struct Batch {
+    Tensor tokens, targets;  // I32 [B,T]
+};
+// One training step in two parts. Leaves the gradients, multiplied by loss_scale, in the arena; returns the loss.
+// `between` is called when forward is done.
+Tensor forward_backward(
+    Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between = [] {});
+// Clips to max_norm (0: does not), unscales, and steps unless fp16 overflowed. Returns the gradients' true norm (0
+// where it was not needed).
+double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm);
+float loss_scale_of(const LossScaler& scaler);                 // 1 unless the precision is fp16
+Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The command line. Options mean the same for every command; main.cu says which command takes which.
@@ -503,12 +595,13 @@ struct Options {
     std::vector<std::string> command_line;  // argv[1..]
     std::string device = "auto", format = "md", table = "milliseconds";
     std::vector<std::string> size, precision, mode;  // empty: the command's default
-    int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, vocab_size = 10000;
+    int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, head_size = 0, vocab_size = 10000;
     int context_length = 256, batch_size = 4, steps = 10;
     std::vector<int> warmup;  // empty: 5
     uint64_t seed = 0;
     bool quick = false;
-    std::string out, weights, batch, data, save, load;
+    std::string out, weights, batch, data, save, load, inputs, impl = "auto";
+    bool causal = false, deterministic = false;
     double rope_theta = 10000, lr = 1e-3, min_lr = 1e-4, weight_decay = 0.01, max_grad_norm = 1.0, val_fraction = 0.1,
            temperature = 0.8;
     int warmup_steps = 20, sample = 200, stop_at = 0, log_every = 1;
@@ -519,8 +612,15 @@ struct Options {
 
 int cmd_info(const Options& o);  // precision.cu
 int cmd_mixed_precision_accumulation(const Options& o);
+int cmd_pytorch_attention(const Options& o);  // attention.cu
+int cmd_weighted_sum(const Options& o);       // flash.cu
+int cmd_flash_forward(const Options& o);
+int cmd_flash_backward(const Options& o);
+int cmd_flash_benchmarking(const Options& o);
+int cmd_flash_leaderboard(const Options& o);
+int cmd_attention(const Options& o);
 int cmd_benchmarking_script(const Options& o);  // model.cu
 int cmd_benchmarking_mixed_precision(const Options& o);
 int cmd_torch_compile(const Options& o);
-int cmd_model(const Options& o);
+int cmd_model(const Options& o);  // train.cu
 int cmd_train(const Options& o);

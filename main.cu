@@ -31,21 +31,28 @@ static const std::string TIMED =
 
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer", "model.cu",
-     cmd_benchmarking_script, TIMED + "precisions=fp32 modes=fused table"},
+     cmd_benchmarking_script, TIMED + "precisions=fp32 modes=flash table"},
     {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "measure.cu", nullptr, ""},
     {"mixed_precision_accumulation", "1.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16", "precision.cu",
      cmd_mixed_precision_accumulation, "format quick"},
     {"benchmarking_mixed_precision", "1.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost", "model.cu",
-     cmd_benchmarking_mixed_precision, TIMED + "precisions=fp32,tf32,bf16 mode=fused"},
+     cmd_benchmarking_mixed_precision, TIMED + "precisions=fp32,tf32,bf16 mode=flash"},
     {"memory_profiling", "1.1.6", 4, 1, "where a step's memory goes", "measure.cu", nullptr, ""},
-    {"pytorch_attention", "1.2.1", 2, 1, "time and memory of plain attention", "attention.cu", nullptr, ""},
+    {"pytorch_attention", "1.2.1", 2, 1, "time and memory of plain attention", "attention.cu", cmd_pytorch_attention,
+     "device steps=100 format quick"},
     {"torch_compile", "1.3", 2, 1, "eager against fused kernels", "model.cu", cmd_torch_compile,
      TIMED + "precisions=fp32"},
-    {"weighted_sum", "1.3.1", 0, 1, "the first kernel: a weighted sum", "attention.cu", nullptr, ""},
-    {"flash_forward", "1.3.2", 15, 1, "FlashAttention-2, forward", "attention.cu", nullptr, ""},
-    {"flash_backward", "1.3.2", 5, 1, "FlashAttention-2, backward", "attention.cu", nullptr, ""},
-    {"flash_benchmarking", "1.3.2", 5, 1, "FlashAttention-2 against plain attention", "attention.cu", nullptr, ""},
-    {"flash_leaderboard", "1.3.3", 0, 1, "one long causal sequence, as fast as it goes", "attention.cu", nullptr, ""},
+    {"weighted_sum", "1.3.1", 0, 1, "the first kernel: a weighted sum", "flash.cu", cmd_weighted_sum,
+     "device format quick"},
+    {"flash_forward", "1.3.2", 15, 1, "FlashAttention-2, forward", "flash.cu", cmd_flash_forward,
+     "device seed format quick"},
+    {"flash_backward", "1.3.2", 5, 1, "FlashAttention-2, backward", "flash.cu", cmd_flash_backward,
+     "device seed deterministic format quick"},
+    {"flash_benchmarking", "1.3.2", 5, 1, "FlashAttention-2 against plain attention", "flash.cu",
+     cmd_flash_benchmarking, "device format quick"},
+    {"flash_leaderboard", "1.3.3", 0, 1, "one long causal sequence, as fast as it goes", "flash.cu",
+     cmd_flash_leaderboard,
+     "device num_heads=16 head_size=64 context_length=16384 precision=bf16 deterministic format quick"},
     {"distributed_communication_single_node", "2.1", 5, 2, "all-reduce: sizes, ranks, backends", "ddp.cu", nullptr, ""},
     {"naive_ddp", "2.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", nullptr, ""},
     {"naive_ddp_benchmarking", "2.2", 3, 2, "what it costs", "ddp.cu", nullptr, ""},
@@ -61,14 +68,15 @@ static const Command COMMANDS[] = {
      "format quick"},
     {"info", "", 0, 0, "the device, its libraries, its measured rates", "precision.cu", cmd_info,
      "device format quick"},
-    {"train", "", 0, 0, "train on the bytes of a text, then continue it", "model.cu", cmd_train,
+    {"train", "", 0, 0, "train on the bytes of a text, then continue it", "train.cu", cmd_train,
      "data! val_fraction d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 "
-     "stop_at log_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=fused seed device save "
+     "stop_at log_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash seed device save "
      "load sample "
      "temperature format quick"},
-    {"model", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", "model.cu", cmd_model,
-     "weights! batch! num_heads! out! rope_theta update_steps lr precision=fp32 mode=fused device"},
-    {"attention", "", 0, 0, "your q, k, v in, our output and gradients out", "attention.cu", nullptr, ""},
+    {"model", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", "train.cu", cmd_model,
+     "weights! batch! num_heads! out! rope_theta update_steps lr precision=fp32 mode=flash device"},
+    {"attention", "", 0, 0, "your q, k, v in, our output and gradients out", "flash.cu", cmd_attention,
+     "inputs! out! causal impl deterministic device"},
     {"reproduce", "", 0, 1, "all of it, into notes/", "main.cu", nullptr, ""},
 };
 
@@ -172,6 +180,14 @@ static Reader names(std::vector<std::string> Options::*field, const std::vector<
     return {(list ? "one or more, separated by commas, of " : "one of ") + join(names, ", ") + remark, read, show};
 }
 
+static Reader text(std::string Options::*field) {  // the command checks it
+    auto read = [=](Options& o, const std::string& value) {
+        o.*field = value;
+        return !value.empty();
+    };
+    return {"auto, or a name", read, [=](const Options& o) { return o.*field; }};
+}
+
 static Reader file(std::string Options::*field) {
     auto read = [=](Options& o, const std::string& text) {
         o.*field = text;
@@ -191,8 +207,8 @@ struct Option {
 static const std::vector<Option>& option_table() {
     const std::vector<std::string> sizes = {"small", "medium", "large", "xl", "2.7B"};
     const std::vector<std::string> precisions = {"fp32", "tf32", "bf16", "fp16"};
-    const std::vector<std::string> modes = {"eager", "fused"};
-    const char* no_flash = " (flash is not built yet)";
+    const std::vector<std::string> modes = {"eager", "fused", "flash"};
+    const char* mode_help = "a kernel an operation; fused; fused with FlashAttention (where the head size has one)";
     static const std::vector<Option> table = {
         {"device", "device", name(&Options::device, {"auto", "cpu", "cuda"}), "where to run; auto takes a GPU if any"},
         {"sizes", "size", names(&Options::size, sizes, true),
@@ -201,6 +217,7 @@ static const std::vector<Option>& option_table() {
         {"d_ff", "d_ff", whole(&Options::d_ff, 1), "width of the feed-forward layer"},
         {"num_layers", "num_layers", whole(&Options::num_layers, 1), "number of blocks"},
         {"num_heads", "num_heads", whole(&Options::num_heads, 1), "number of attention heads; divides d_model"},
+        {"head_size", "head_size", whole(&Options::head_size, 1), "D: 16, 32, 64, 80 or 128"},
         {"vocab_size", "vocab_size", whole(&Options::vocab_size, 1), "number of different tokens"},
         {"context_length", "context_length", whole(&Options::context_length, 1), "tokens in a sequence"},
         {"batch_size", "batch_size", whole(&Options::batch_size, 1), "sequences in a batch"},
@@ -209,8 +226,8 @@ static const std::vector<Option>& option_table() {
         {"update_steps", "steps", whole(&Options::steps, 0), "AdamW steps on the batch (default 0)"},
         {"precisions", "precision", names(&Options::precision, precisions, true), "bf16, fp16: with autocast's rules"},
         {"precision", "precision", names(&Options::precision, precisions, false), "bf16, fp16: with autocast's rules"},
-        {"modes", "mode", names(&Options::mode, modes, true, no_flash), "a kernel an operation, or hand-fused kernels"},
-        {"mode", "mode", names(&Options::mode, modes, false, no_flash), "a kernel an operation, or hand-fused kernels"},
+        {"modes", "mode", names(&Options::mode, modes, true), mode_help},
+        {"mode", "mode", names(&Options::mode, modes, false), mode_help},
         {"seed", "seed", seed_number(), "of all random numbers"},
         {"format", "format", name(&Options::format, {"md", "csv", "json"}), "of the table"},
         {"table", "table", name(&Options::table, {"milliseconds", "seconds"}), "unit and shape of the table"},
@@ -230,12 +247,24 @@ static const std::vector<Option>& option_table() {
         {"weights", "weights", file(&Options::weights), "safetensors: the state_dict"},
         {"batch", "batch", file(&Options::batch), "safetensors: tokens and targets [B, T]"},
         {"out", "out", file(&Options::out), "safetensors to write"},
+        {"inputs", "inputs", file(&Options::inputs), "safetensors: q, k, v and perhaps do, [B, H, S, D] or [B, S, D]"},
+        {"impl", "impl", text(&Options::impl), "which row of the table of implementations"},
         {"rope_theta", "rope_theta", number(&Options::rope_theta), "base of the rotary embedding"},
     };
     return table;
 }
 
-static const char* const QUICK = "shrink the run to some seconds on two CPU cores; the caption says what was shrunk";
+struct Flag {
+    const char* name;
+    bool Options::*field;
+    const char* help;
+};
+static const Flag flag_table[] = {
+    {"quick", &Options::quick, "shrink the run to some seconds on two CPU cores; the caption says what was shrunk"},
+    {"causal", &Options::causal, "query i sees keys j <= i only"},
+    {"deterministic", &Options::deterministic,
+     "the same bits in every run, at some cost in flash attention's backward"},
+};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // list and help
@@ -302,15 +331,18 @@ static const Option& find_option(const std::string& key) {
 // Adds to app the option that one word of Command::options stands for; its value will go to o, what
 // it takes to `takes`, for messages.
 static void add_option(CLI::App& app, const std::string& word, Options& o, std::map<std::string, std::string>& takes) {
-    if (word == "quick") {
-        auto* flag = app.add_flag_callback(
-            "--quick", [&o] { o.quick = true, o.given.insert("quick"); }, QUICK);
-        flag->multi_option_policy(CLI::MultiOptionPolicy::TakeLast)->disable_flag_override();
+    for (const Flag& flag : flag_table) {
+        if (word != flag.name) { continue; }
+        auto set = [&o, &flag] { o.*flag.field = true, o.given.insert(flag.name); };
+        app.add_flag_callback(std::string("--") + flag.name, set, flag.help)
+            ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast)
+            ->disable_flag_override();
         return;
     }
     size_t end = std::min(word.find_first_of("!="), word.size());
     bool required = word.compare(end, 1, "!") == 0;
-    const Option& option = find_option(word.substr(0, end));
+    const std::string key = word.substr(0, end);
+    const Option& option = find_option(key);
     takes[std::string("--") + option.name] = option.reader.takes;
     std::string by_default = word.compare(end, 1, "=") == 0 ? word.substr(end + 1) : option.reader.show(o);
     std::string help = std::string(option.help) + ": " + option.reader.takes +
@@ -347,7 +379,9 @@ static int run_command(const Command& command, int argc, char** argv) {
     } catch (const CLI::ParseError& e) {
         std::string what = e.what();  // starts with the option
         std::string option = what.substr(0, what.find_first_of(": "));
-        if (option == "quick") { usage_error("--quick: got a value, takes none"); }
+        for (const Flag& flag : flag_table) {
+            if (option == flag.name) { usage_error("--%s: got a value, takes none", flag.name); }
+        }
         if (!takes.count(option)) { usage_error("%s", what.c_str()); }
         bool twice = app.get_option(option)->count() > 1;
         usage_error("%s: got %s, takes %s", option.c_str(), twice ? "it more than once" : "nothing",
@@ -363,6 +397,7 @@ static int run_command(const Command& command, int argc, char** argv) {
             usage_error("--size: got '%s' and --%s too, takes one or the other", join(o.size, ",").c_str(), dimension);
         }
     }
+    context.deterministic = o.deterministic;
     return command.run(o);
 }
 

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <mutex>
+#include <set>
 #include <numeric>
 #include <sstream>
 
@@ -102,7 +103,7 @@ const char* name_of(DType t) {
 }
 
 const char* name_of(Mode m) {
-    static const char* const names[] = {"eager", "fused"};
+    static const char* const names[] = {"eager", "fused", "flash"};
     return names[m];
 }
 
@@ -118,10 +119,10 @@ const char* name_of(Category c) {
 }
 
 Mode mode_from(const std::string& name) {
-    for (Mode m : {EAGER, FUSED}) {
+    for (Mode m : {EAGER, FUSED, FLASH}) {
         if (name == name_of(m)) { return m; }
     }
-    fail("mode '%s': expected eager or fused", name.c_str());
+    fail("mode '%s': expected eager, fused or flash", name.c_str());
 }
 
 Precision precision_from(const std::string& name) {
@@ -395,15 +396,27 @@ static std::mutex books_mutex;  // the last owner of a buffer may be another thr
 
 const MemoryUse& memory_use(Device device) { return uses[device]; }
 
-static void book(Device device, Category category, int64_t bytes) {
+static std::set<const Memory*> live[3];
+
+static void book(const Memory* memory, bool comes) {
     std::lock_guard<std::mutex> lock(books_mutex);
-    MemoryUse& use = uses[device];
-    use.now += bytes;
-    use.now_by[category] += bytes;
+    MemoryUse& use = uses[memory->device];
+    if (comes) {
+        live[memory->device].insert(memory);
+    } else {
+        live[memory->device].erase(memory);
+    }
+    use.now += comes ? memory->bytes : -memory->bytes;
+    use.now_by[memory->category] += comes ? memory->bytes : -memory->bytes;
     if (use.now > use.peak) {
         use.peak = use.now;
         std::copy_n(use.now_by, CATEGORIES, use.peak_by);
     }
+}
+
+std::vector<const Memory*> live_memory(Device device) {
+    std::lock_guard<std::mutex> lock(books_mutex);
+    return std::vector<const Memory*>(live[device].begin(), live[device].end());
 }
 
 void reset_peak(Device device) {
@@ -441,7 +454,9 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category)
     memory->device = device;
     memory->category = category;
     memory->op = innermost_range();
-    if (bytes > 0 && device != META) {
+    if (device == META) {
+        memory->data = (void*)64;  // an address to count offsets from, never to read
+    } else if (bytes > 0) {
         memory->data = allocate_raw(device, bytes);
         if (!memory->data) {
             throw OutOfMemory(bytes,
@@ -452,14 +467,14 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category)
         }
     }
     memory->bytes = bytes;
-    book(device, category, bytes);
-    if (poisoning && memory->data) { poison(device, memory->data, bytes); }
+    book(memory.get(), true);
+    if (poisoning && memory->data && device != META) { poison(device, memory->data, bytes); }
     return memory;
 }
 
 Memory::~Memory() {
-    book(device, category, -(int64_t)bytes);
-    if (!data) { return; }
+    book(this, false);
+    if (!data || device == META) { return; }
 #ifdef __CUDACC__
     if (device == CUDA) {
         free_cuda(data);
@@ -500,6 +515,38 @@ Stats stats_of(std::vector<double> values) {
     return {mean, std, median, values.front(), values.back(), n};
 }
 
+std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
+                                   const std::function<void()>& f) {
+    std::vector<double> times;
+#ifdef __CUDACC__
+    std::vector<cudaEvent_t> events(context.device == CUDA ? 2 * n : 0);
+    for (cudaEvent_t& event : events) { CUDA_CHECK(cudaEventCreate(&event)); }
+#endif
+    for (int i = -warmup; i < n; i++) {
+        prepare();
+#ifdef __CUDACC__
+        if (context.device == CUDA) {
+            if (i >= 0) { CUDA_CHECK(cudaEventRecord(events[2 * i], stream())); }
+            f();
+            if (i >= 0) { CUDA_CHECK(cudaEventRecord(events[2 * i + 1], stream())); }
+            continue;
+        }
+#endif
+        double start = now_ms();
+        f();
+        if (i >= 0) { times.push_back(now_ms() - start); }
+    }
+    synchronize();
+#ifdef __CUDACC__
+    for (size_t i = 0; i < events.size(); i += 2) {
+        float ms;
+        CUDA_CHECK(cudaEventElapsedTime(&ms, events[i], events[i + 1]));
+        times.push_back(ms);
+    }
+    for (cudaEvent_t event : events) { CUDA_CHECK(cudaEventDestroy(event)); }
+#endif
+    return times;
+}
 std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f) {
     std::vector<double> times;
     synchronize();  // what was queued before is not ours to count

@@ -1,4 +1,4 @@
-// model.cu: the handout's Transformer LM, its training, and the experiments of section 1.1.
+// model.cu: the handout's Transformer LM, its training step, and the experiments of section 1.1.
 //
 //   x = E[tokens]
 //   each layer:  x += Wo attention(rope(Wq n), rope(Wk n), Wv n)        n = rmsnorm(x; ln1)
@@ -16,8 +16,6 @@
 #ifdef __CUDACC__
 static int blocks_for(int64_t n) { return (int)std::min<int64_t>((n + 255) / 256, 1 << 20); }
 #endif
-template <class T>
-using Wide = decltype(to_acc(T()));  // float, or double for float64 tensors
 
 // ---------------------------------------------------------------------------------------------------------------------
 // RMSNorm, with the residual add before it.
@@ -303,6 +301,67 @@ void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope_all, in
     });
     record(*k, {qkv}, [dk](const Tensor& d) { *dk = contiguous(d); });
     record(*q, {qkv}, [dq](const Tensor& d) { *dq = contiguous(d); });
+}
+
+// Mode flash turns q and k where they are, side by side in qkv: attention reads them by strides.
+template <class T>
+HD inline void turn_pair(int64_t p, T* qkv, const Wide<T>* rope, HeadShape s, bool backward) {
+    int half = s.D / 2, pairs = s.H * half, i = (int)(p % half);
+    int64_t bt = p / (2 * pairs), in_qk = p % (2 * pairs), t = bt % s.T;
+    T* x = qkv + bt * 6 * pairs + 2 * in_qk;
+    Wide<T> x1 = to_acc(x[0]), x2 = to_acc(x[1]), cos = rope[t * s.D + 2 * i];
+    Wide<T> sin = backward ? -rope[t * s.D + 2 * i + 1] : rope[t * s.D + 2 * i + 1];
+    from_acc(cos * x1 - sin * x2, &x[0]);
+    from_acc(sin * x1 + cos * x2, &x[1]);
+}
+#ifdef __CUDACC__
+template <class T>
+__global__ void turn_kernel(int64_t n, T* qkv, const float* rope, HeadShape s, bool backward) {
+    int64_t p = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (p < n) { turn_pair(p, qkv, rope, s, backward); }
+}
+#endif
+static void turn(const Tensor& qkv, const Tensor& rope, int H, bool backward) {
+    HeadShape s{(int)qkv.dim(1), H, (int)rope.dim(1)};
+    int64_t n = qkv.size() / 3;  // two of three are turned, in pairs
+    if (qkv.device() == META || n == 0) { return; }
+#ifdef __CUDACC__
+    if (qkv.device() == CUDA) {
+        return with_gpu_type(qkv.dtype, [&](auto zero) {
+            using T = decltype(zero);
+            turn_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(n, qkv.as<T>(), rope.as<float>(), s, backward);
+            LAUNCH_CHECK();
+        });
+    }
+#endif
+    with_type(qkv.dtype, [&](auto zero) {
+        using T = decltype(zero);
+#pragma omp parallel for if (n > 16384)
+        for (int64_t p = 0; p < n; p++) { turn_pair(p, qkv.as<T>(), rope.as<Wide<T>>(), s, backward); }
+    });
+}
+static Tensor rope_in_place(const Tensor& qkv, const Tensor& rope, int H) {
+    turn(qkv, rope, H, false);
+    Tensor turned = detached(qkv);
+    record(turned, {qkv}, [rope, H, g = qkv.gradient](const Tensor& d) {
+        turn(d, rope, H, true);  // in place again: attention's backward made d for us alone
+        add_gradient(g, d);
+    });
+    return turned;
+}
+
+Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, int H) {
+    if (context.mode == FLASH) {
+        Tensor qkv;
+        {
+            Range r("projections");
+            qkv = rope_in_place(linear(y, layer.qkv), view(rope, 0, {y.dim(1), y.dim(2) / H}), H);
+        }
+        return flash_self_attention(qkv, H);
+    }
+    Tensor q, k, v;
+    split_heads(layer, y, rope, H, &q, &k, &v);
+    return reshape(transpose(attention(q, k, v, true), 1, 2), y.shape);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -735,7 +794,7 @@ void zero_gradients(const Model& model) {
 
 Tensor forward(Model& model, const Tensor& tokens) {
     const ModelConfig& c = model.config;
-    int64_t B = tokens.dim(0), T = tokens.dim(1);
+    int64_t T = tokens.dim(1);
     if (!model.rope || model.rope.dim(0) < T) {
         model.rope = rope_table(T, c.d_model / c.num_heads, c.rope_theta, model.weights.dtype);
     }
@@ -747,10 +806,8 @@ Tensor forward(Model& model, const Tensor& tokens) {
     }
     for (const Layer& layer : model.layers) {
         Range r("layer");
-        Tensor q, k, v;
-        split_heads(layer, add_rmsnorm(&x, delta, layer.ln1, c.eps), model.rope, c.num_heads, &q, &k, &v);
-        Tensor o = attention(q, k, v, true);
-        delta = linear(reshape(transpose(o, 1, 2), {B, T, c.d_model}), layer.o);
+        delta =
+            linear(self_attention(layer, add_rmsnorm(&x, delta, layer.ln1, c.eps), model.rope, c.num_heads), layer.o);
         delta = linear(swiglu(layer, add_rmsnorm(&x, delta, layer.ln2, c.eps)), layer.w2);
     }
     Tensor y = add_rmsnorm(&x, delta, model.ln_final, c.eps);
@@ -762,21 +819,16 @@ Tensor forward(Model& model, const Tensor& tokens) {
 // One training step on random data, and the memory that it would take: the same step on META, where nothing is
 // computed.
 
-struct Batch {
-    Tensor tokens, targets;  // I32 [B,T]
-};
 static Batch random_batch(int B, int T, int V, uint64_t seed) {
     if (context.device == META) { return {empty({B, T}, I32, INPUTS), empty({B, T}, I32, INPUTS)}; }
-    std::vector<int> x(B * T), y(B * T);
-    for (int i = 0; i < B * T; i++) {
+    std::vector<int> x((size_t)B * T), y(x.size());
+    for (size_t i = 0; i < x.size(); i++) {
         x[i] = random_int(V, seed, key_of("tokens"), i);
         y[i] = random_int(V, seed, key_of("targets"), i);
     }
     return {from_ints(x, {B, T}), from_ints(y, {B, T})};
 }
-// Leaves the gradients, multiplied by loss_scale, in the arena; returns the loss.
-static Tensor forward_backward(
-    Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between = [] {}) {
+Tensor forward_backward(Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between) {
     zero_gradients(model);
     Tensor loss = cross_entropy(forward(model, batch.tokens), batch.targets);
     between();
@@ -785,8 +837,7 @@ static Tensor forward_backward(
     drop_weight_copies(model.slots);
     return detached(loss);
 }
-// Clips to max_norm (0: does not), unscales, and steps unless fp16 overflowed. Returns the gradients' true norm.
-static double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm) {
+double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm) {
     bool fp16 = context.precision == PREC_FP16;
     double scale = fp16 ? 1 / scaler.scale : 1, norm = 0;
     if (fp16 || max_norm > 0) { norm = gradient_norm(model) * scale; }
@@ -795,7 +846,7 @@ static double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scale
     adamw_step(model, adamw, (float)scale);
     return norm;
 }
-static float loss_scale_of(const LossScaler& scaler) { return context.precision == PREC_FP16 ? scaler.scale : 1; }
+float loss_scale_of(const LossScaler& scaler) { return context.precision == PREC_FP16 ? scaler.scale : 1; }
 
 enum Phase { FORWARD, FORWARD_BACKWARD, STEP };
 static void run_phase(
@@ -828,6 +879,11 @@ static size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
 // ---------------------------------------------------------------------------------------------------------------------
 // What to run: the handout's settings, or what was asked for; without a GPU, or with --quick, less, and the caption
 // says so.
+
+Mode fastest_mode(const ModelConfig& c, Precision precision) {
+    DType dtype = precision == PREC_BF16 ? BF16 : precision == PREC_FP16 ? F16 : F32;
+    return fastest_flash(context.device, dtype, c.d_model / c.num_heads) ? FLASH : FUSED;
+}
 
 struct Plan {
     std::vector<ModelConfig> configs;
@@ -877,6 +933,12 @@ static Plan plan_of(const Options& o, const std::vector<std::string>& precisions
         p.precisions.push_back(precision_from(name));
     }
     for (const std::string& name : o.mode.empty() ? modes : o.mode) { p.modes.push_back(mode_from(name)); }
+    if (p.modes.empty()) {
+        p.modes = {FLASH};
+        for (Precision precision : p.precisions) {
+            for (const ModelConfig& c : p.configs) { p.modes[0] = std::min(p.modes[0], fastest_mode(c, precision)); }
+        }
+    }
     return p;
 }
 static std::string caption_of(const Plan& p, const std::string& what, const std::string& setting) {
@@ -1029,7 +1091,7 @@ static std::vector<std::string> measure_in_fresh_process(const Options& o, const
 
 int cmd_benchmarking_script(const Options& o) {
     context.device = choose_device(o.device);
-    Plan p = plan_of(o, {"fp32"}, {"fused"});
+    Plan p = plan_of(o, {"fp32"}, {});
     bool seconds = o.table == "seconds", sweep = p.warmup.size() > 1;
     if (seconds && sweep) { usage_error("--table seconds takes one --warmup value, got %zu", p.warmup.size()); }
     for (Precision precision : p.precisions) {
@@ -1058,10 +1120,12 @@ int cmd_benchmarking_script(const Options& o) {
     return 0;
 }
 
-// torch_compile (b): eager is one kernel an operation; fused is what a compiler, or here a person, makes of it.
+// torch_compile: (a) attention alone; (b) the whole model. Eager is one kernel an operation; fused is what a compiler,
+// or here a person, makes of it.
 int cmd_torch_compile(const Options& o) {
     context.device = choose_device(o.device);
-    Plan p = plan_of(o, {"fp32"}, {});
+    print(attention_compile_table(o), o.format);
+    Plan p = plan_of(o, {"fp32"}, {"eager", "fused"});
     for (Precision precision : p.precisions) {
         context.precision = precision;
         Table table{caption_of(p, "torch_compile (b): whole model",
@@ -1092,7 +1156,7 @@ int cmd_torch_compile(const Options& o) {
 
 int cmd_benchmarking_mixed_precision(const Options& o) {
     context.device = choose_device(o.device);
-    Plan p = plan_of(o, {"fp32", "tf32", "bf16"}, {"fused"});
+    Plan p = plan_of(o, {"fp32", "tf32", "bf16"}, {});
     for (Precision precision : {PREC_FP16, PREC_BF16}) { print(toy_model_dtypes(precision), o.format); }
     context.mode = p.modes[0];
     Table table{caption_of(p, "benchmarking_mixed_precision (c)", strprintf("mode %s", name_of(context.mode))),
@@ -1115,379 +1179,5 @@ int cmd_benchmarking_mixed_precision(const Options& o) {
         }
     }
     print(table, o.format);
-    return 0;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// model: your weights and batch in, our logits, loss, gradients and (after N AdamW steps) parameters out.
-
-static Tensor tensor_from_file(const FileTensor& f) {  // F32 or BF16 -> F32, I64 or I32 -> I32, on the CPU
-    bool integer = f.dtype[0] == 'I';
-    Tensor t = empty_on(CPU, f.shape, integer ? I32 : F32, INPUTS);
-    for (int64_t i = 0; i < t.size(); i++) {
-        const char* at = (const char*)f.data;
-        if (f.dtype == "F32") { memcpy(t.as<float>() + i, at + 4 * i, 4); }
-        if (f.dtype == "I32") { memcpy(t.as<int>() + i, at + 4 * i, 4); }
-        if (f.dtype == "BF16") {
-            uint16_t bits;
-            memcpy(&bits, at + 2 * i, 2);
-            t.as<float>()[i] = bf16_to_float(bits);
-        }
-        if (f.dtype == "I64") {
-            int64_t value;
-            memcpy(&value, at + 8 * i, 8);
-            t.as<int>()[i] = value < INT32_MIN || value > INT32_MAX ? -1 : (int)value;  // -1: refused as a token below
-        }
-    }
-    return t;
-}
-static Tensor load_tokens(const SafeTensors& file, const char* name, const Shape& shape, int V) {
-    const FileTensor& f = require_tensor(file, name, shape, {"I32", "I64"});
-    Tensor t = tensor_from_file(f);
-    for (int64_t i = 0; i < t.size(); i++) {
-        int token = t.as<int>()[i];
-        if (token < 0 || token >= V) {
-            fail("%s: tensor %s: element %" PRId64 " is not a token of a vocabulary of %d", file.path.c_str(), name, i,
-                 V);
-        }
-    }
-    return to_device(t, context.device);
-}
-// The model whose weights a file holds; every tensor that is missing, superfluous or wrong-shaped is refused by name.
-static ModelConfig config_from_file(const SafeTensors& file, int num_heads, float rope_theta) {
-    const FileTensor& embedding = require_tensor(file, "token_embeddings.weight", {-1, -1}, {"F32", "BF16"});
-    const FileTensor& w1 = require_tensor(file, "layers.0.ffn.w1.weight", {-1, -1}, {"F32", "BF16"});
-    ModelConfig c{"custom", (int)embedding.shape[1], (int)w1.shape[0], 1, num_heads, (int)embedding.shape[0]};
-    c.rope_theta = rope_theta;
-    while (file.tensors.count("layers." + std::to_string(c.num_layers) + ".ln1.weight")) { c.num_layers++; }
-    return c;
-}
-static void load_weights(const SafeTensors& file, Model& model, const std::string& prefix, const Tensor& arena) {
-    for (const Parameter& p : model.parameters) {
-        Tensor t = tensor_from_file(require_tensor(file, prefix + p.name, p.shape, {"F32", "BF16"}));
-        copy(view(arena, p.offset, p.shape), t);
-    }
-}
-struct NamedTensors {  // what goes into a file; keeps the CPU copies alive
-    std::vector<Tensor> kept;
-    std::vector<std::pair<std::string, FileTensor>> list;
-    void add(const std::string& name, const Tensor& t) {
-        NoGrad no_grad;
-        Tensor wide = t.dtype == I32 || t.dtype == F32 ? t : cast(t, F32);
-        kept.push_back(to_device(contiguous(wide), CPU));
-        list.push_back({name, describe(kept.back())});
-    }
-};
-
-int cmd_model(const Options& o) {
-    context.device = choose_device(o.device);
-    context.precision = precision_from(o.precision.empty() ? "fp32" : o.precision[0]);
-    context.mode = mode_from(o.mode.empty() ? "fused" : o.mode[0]);
-    SafeTensors weights = load_safetensors(o.weights), batch_file = load_safetensors(o.batch);
-    ModelConfig c = config_from_file(weights, o.num_heads, (float)o.rope_theta);
-    if (c.d_model % c.num_heads != 0 || c.d_model / c.num_heads % 2 != 0) {
-        fail("%s: tensor token_embeddings.weight: width %d does not make %d heads of an even size", o.weights.c_str(),
-             c.d_model, c.num_heads);
-    }
-    Model model = make_model(c);
-    load_weights(weights, model, "", model.weights);
-    std::set<std::string> known;
-    for (const Parameter& p : model.parameters) { known.insert(p.name); }
-    for (const auto& t : weights.tensors) {
-        if (!known.count(t.first)) {
-            fail("%s: tensor %s: not a weight of a model of %d layers", o.weights.c_str(), t.first.c_str(),
-                 c.num_layers);
-        }
-    }
-    Shape shape = require_tensor(batch_file, "tokens", {-1, -1}, {"I32", "I64"}).shape;
-    if (count(shape) == 0) { fail("%s: tensor tokens: is empty, %s", o.batch.c_str(), to_string(shape).c_str()); }
-    Batch batch{load_tokens(batch_file, "tokens", shape, c.vocab_size),
-                load_tokens(batch_file, "targets", shape, c.vocab_size)};
-
-    make_gradients(model);
-    NamedTensors out;
-    LossScaler scaler;
-    zero_gradients(model);
-    Tensor logits = forward(model, batch.tokens), loss = cross_entropy(logits, batch.targets);
-    backward(loss, loss_scale_of(scaler));
-    drop_weight_copies(model.slots);
-    out.add("logits", logits);
-    out.add("loss", loss);
-    for (const Parameter& p : model.parameters) {
-        NoGrad no_grad;
-        out.add("grad." + p.name, scale(view(model.gradients, p.offset, p.shape), 1 / loss_scale_of(scaler)));
-    }
-    double first_loss = to_doubles(loss)[0], last_loss = first_loss;
-    int steps = o.has("steps") ? o.steps : 0;
-    AdamW adamw;
-    adamw.lr = (float)o.lr;
-    if (steps > 0) { make_optimizer_state(model); }
-    for (int i = 0; i < steps; i++) {
-        last_loss = to_doubles(forward_backward(model, batch, loss_scale_of(scaler)))[0];
-        optimizer_step(model, adamw, scaler, 0);
-    }
-    for (const Parameter& p : model.parameters) {
-        if (steps > 0) { out.add("param." + p.name, p.weight); }
-    }
-    save_safetensors(o.out, out.list, {{"format", "pt"}});
-    printf("model %s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d; tokens %s; loss %.6f", o.weights.c_str(),
-           c.num_layers, c.d_model, c.d_ff, c.num_heads, c.vocab_size, to_string(shape).c_str(), first_loss);
-    if (steps > 0) { printf("; before step %d: %.6f", steps, last_loss); }
-    printf("; wrote %zu tensors to %s\n", out.list.size(), o.out.c_str());
-    return 0;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// train: a real text, byte by byte.
-
-struct Text {
-    std::vector<uint8_t> bytes;
-    int64_t train;  // bytes [0, train) are trained on, the rest is held out
-};
-static Text read_text(const std::string& path, double val_fraction, int T) {
-    Text text;
-    FILE* f = fopen(path.c_str(), "rb");
-    if (!f) { fail("%s: %s", path.c_str(), strerror(errno)); }
-    uint8_t buffer[1 << 16];
-    size_t n;
-    while ((n = fread(buffer, 1, sizeof buffer, f)) > 0) { text.bytes.insert(text.bytes.end(), buffer, buffer + n); }
-    bool failed = ferror(f);
-    fclose(f);
-    if (failed) { fail("%s: could not be read", path.c_str()); }
-    int64_t size = (int64_t)text.bytes.size(), held_out = (int64_t)(size * val_fraction);
-    text.train = size - held_out;
-    if (text.train < T + 1 || held_out < T + 1) {
-        fail("%s: %" PRId64 " bytes, %" PRId64 " of them held out, are too few for a context of %d: each part needs %d",
-             path.c_str(), size, held_out, T, T + 1);
-    }
-    return text;
-}
-static Batch windows(const Text& text, const std::vector<int64_t>& starts, int T) {
-    std::vector<int> x, y;
-    for (int64_t start : starts) {
-        for (int t = 0; t < T; t++) {
-            x.push_back(text.bytes[start + t]);
-            y.push_back(text.bytes[start + t + 1]);
-        }
-    }
-    return {from_ints(x, {(int64_t)starts.size(), T}), from_ints(y, {(int64_t)starts.size(), T})};
-}
-// Which windows step `step` sees is a function of (seed, step) alone: that makes a resumed run equal to an
-// uninterrupted one.
-static Batch training_batch(const Text& text, int B, int T, uint64_t seed, int step) {
-    std::vector<int64_t> starts;
-    for (int b = 0; b < B; b++) {
-        starts.push_back(random_int((int)(text.train - T), seed, key_of("windows"), (uint64_t)step * B + b));
-    }
-    return windows(text, starts, T);
-}
-static double held_out_loss(Model& model, const Text& text, int B, int T) {
-    NoGrad no_grad;
-    double sum = 0;
-    int64_t n = 0, size = (int64_t)text.bytes.size();
-    for (int64_t at = text.train; at + T < size;) {
-        std::vector<int64_t> starts;
-        for (; (int)starts.size() < B && at + T < size; at += T) { starts.push_back(at); }
-        Batch batch = windows(text, starts, T);
-        sum += to_doubles(cross_entropy(forward(model, batch.tokens), batch.targets))[0] * starts.size();
-        n += starts.size();
-    }
-    drop_weight_copies(model.slots);
-    return sum / n;
-}
-// Continues the held-out text's first bytes, one byte at a time, each drawn from softmax(logits / temperature).
-static std::string sample_text(Model& model, const Text& text, int T, int n, double temperature, uint64_t seed) {
-    NoGrad no_grad;
-    std::vector<int> tokens(text.bytes.begin() + text.train, text.bytes.begin() + text.train + T);
-    std::string out;
-    for (int i = 0; i < n; i++) {
-        std::vector<int> window(tokens.end() - T, tokens.end());
-        Tensor logits = forward(model, from_ints(window, {1, T}));
-        int V = (int)logits.dim(-1);
-        std::vector<double> l = to_doubles(view(contiguous(logits), (int64_t)(T - 1) * V, {V}));
-        double max = *std::max_element(l.begin(), l.end()), sum = 0;
-        for (double& x : l) { sum += x = exp((x - max) / temperature); }
-        double at = random_int(1 << 30, seed, key_of("sample"), i) / (double)(1 << 30) * sum;
-        int token = 0;
-        while (token < V - 1 && (at -= l[token]) >= 0) { token++; }
-        tokens.push_back(token);
-        bool printable = (token >= 32 && token < 127) || token == '\n';
-        out += printable ? std::string(1, (char)token) : strprintf("\\x%02x", token);
-    }
-    return out;
-}
-// Linear warm-up, then a cosine from lr down to min_lr at the last step.
-static double learning_rate(const Options& o, int step) {
-    if (step < o.warmup_steps) { return o.lr * (step + 1) / o.warmup_steps; }
-    double progress = (step - o.warmup_steps) / std::max(1.0, (double)(o.steps - o.warmup_steps));
-    return o.min_lr + 0.5 * (o.lr - o.min_lr) * (1 + cos(M_PI * std::min(1.0, progress)));
-}
-
-// What a checkpoint's metadata holds beside the tensors: the options that shape the run, under their own names.
-using IntOption = int Options::*;
-using RealOption = double Options::*;
-struct RunOption {
-    const char* name;
-    IntOption integer;
-    RealOption real;
-};
-static const RunOption run_options[] = {
-    {"d_model", &Options::d_model, nullptr},
-    {"d_ff", &Options::d_ff, nullptr},
-    {"num_layers", &Options::num_layers, nullptr},
-    {"num_heads", &Options::num_heads, nullptr},
-    {"context_length", &Options::context_length, nullptr},
-    {"batch_size", &Options::batch_size, nullptr},
-    {"steps", &Options::steps, nullptr},
-    {"warmup_steps", &Options::warmup_steps, nullptr},
-    {"lr", nullptr, &Options::lr},
-    {"min_lr", nullptr, &Options::min_lr},
-    {"weight_decay", nullptr, &Options::weight_decay},
-    {"max_grad_norm", nullptr, &Options::max_grad_norm},
-    {"val_fraction", nullptr, &Options::val_fraction},
-};
-static void save_checkpoint(const std::string& path, const Model& model, const Options& o, const LossScaler& scaler) {
-    NamedTensors tensors;
-    for (const Parameter& p : model.parameters) {
-        tensors.add(p.name, p.weight);
-        tensors.add("adamw.m." + p.name, view(model.m, p.offset, p.shape));
-        tensors.add("adamw.v." + p.name, view(model.v, p.offset, p.shape));
-    }
-    std::map<std::string, std::string> metadata = {{"format", "pt"},
-                                                   {"step", std::to_string(model.step)},
-                                                   {"seed", std::to_string(o.seed)},
-                                                   {"precision", name_of(context.precision)},
-                                                   {"mode", name_of(context.mode)},
-                                                   {"loss_scale", strprintf("%.9g", scaler.scale)},
-                                                   {"good_steps", std::to_string(scaler.good_steps)}};
-    for (const RunOption& r : run_options) {
-        metadata[r.name] = r.integer ? std::to_string(o.*r.integer) : strprintf("%.17g", o.*r.real);
-    }
-    save_safetensors(path, tensors.list, metadata);
-}
-static const std::string& metadata_of(const SafeTensors& file, const char* name) {
-    auto it = file.metadata.find(name);
-    if (it == file.metadata.end()) {
-        fail("%s: metadata %s is missing: not a checkpoint of train", file.path.c_str(), name);
-    }
-    return it->second;
-}
-static double number_of(const SafeTensors& file, const char* name) {
-    const std::string& text = metadata_of(file, name);
-    char* end;
-    double value = strtod(text.c_str(), &end);
-    if (text.empty() || *end || !(fabs(value) < 2147483648.0)) {
-        fail("%s: metadata %s: expected a number, found '%s'", file.path.c_str(), name, text.c_str());
-    }
-    return value;
-}
-// Options that were not typed are the saved run's.
-static void options_from_checkpoint(const SafeTensors& file, Options& o) {
-    for (const RunOption& r : run_options) {
-        double value = number_of(file, r.name);
-        bool architecture = r.integer == &Options::d_model || r.integer == &Options::d_ff ||
-                            r.integer == &Options::num_layers || r.integer == &Options::num_heads;
-        if (architecture && o.has(r.name) && o.*r.integer != (int)value) {
-            fail("--%s %d contradicts %s, whose model has %d", r.name, o.*r.integer, file.path.c_str(), (int)value);
-        }
-        if (o.has(r.name)) { continue; }
-        if (r.integer) {
-            o.*r.integer = (int)value;
-        } else {
-            o.*r.real = value;
-        }
-    }
-    if (!o.has("seed")) { o.seed = strtoull(metadata_of(file, "seed").c_str(), nullptr, 10); }
-    if (o.precision.empty()) { o.precision = {metadata_of(file, "precision")}; }
-    if (o.mode.empty()) { o.mode = {metadata_of(file, "mode")}; }
-}
-
-int cmd_train(const Options& typed) {
-    Options o = typed;
-    struct Default {
-        const char* name;
-        IntOption field;
-        int value, quick;
-    };
-    for (const Default& d : {Default{"d_model", &Options::d_model, 128, 64},
-                             {"d_ff", &Options::d_ff, 512, 128},
-                             {"num_layers", &Options::num_layers, 4, 2},
-                             {"num_heads", &Options::num_heads, 4, 4},
-                             {"context_length", &Options::context_length, 128, 32},
-                             {"batch_size", &Options::batch_size, 8, 4},
-                             {"steps", &Options::steps, 200, 20}}) {
-        if (!o.has(d.name)) { o.*d.field = o.quick ? d.quick : d.value; }
-    }
-    SafeTensors checkpoint;
-    if (!o.load.empty()) {
-        checkpoint = load_safetensors(o.load);
-        options_from_checkpoint(checkpoint, o);
-    }
-    ModelConfig c{"custom", o.d_model, o.d_ff, o.num_layers, o.num_heads, 256};
-    check_config(c);
-    if (o.stop_at > o.steps) { usage_error("--stop_at %d lies beyond --steps %d", o.stop_at, o.steps); }
-    Text text = read_text(o.data, o.val_fraction, o.context_length);
-    context.device = choose_device(o.device);
-    context.precision = precision_from(o.precision.empty() ? "fp32" : o.precision[0]);
-    context.mode = mode_from(o.mode.empty() ? "fused" : o.mode[0]);
-
-    Model model = make_model(c);
-    LossScaler scaler;
-    make_gradients(model);
-    make_optimizer_state(model);
-    int step = 0;
-    if (checkpoint.path.empty()) {
-        init_weights(model, o.seed);
-    } else {
-        load_weights(checkpoint, model, "", model.weights);
-        load_weights(checkpoint, model, "adamw.m.", model.m);
-        load_weights(checkpoint, model, "adamw.v.", model.v);
-        step = model.step = (int)number_of(checkpoint, "step");
-        scaler.scale = (float)number_of(checkpoint, "loss_scale");
-        scaler.good_steps = (int)number_of(checkpoint, "good_steps");
-    }
-    int last = o.stop_at > 0 ? o.stop_at : o.steps;
-    double before = held_out_loss(model, text, o.batch_size, o.context_length), tokens = 0, busy_ms = 0;
-    Table table{
-        strprintf("train %s: %zu bytes, %" PRId64 " held out; %d layers, d_model %d, d_ff %d, %d heads, precision %s, "
-                  "mode %s; batch %d, context length %d, seed %" PRIu64 "; %s; commit %s%s",
-                  o.data.c_str(), text.bytes.size(), (int64_t)text.bytes.size() - text.train, o.num_layers, o.d_model,
-                  o.d_ff, o.num_heads, name_of(context.precision), name_of(context.mode), o.batch_size,
-                  o.context_length, o.seed, device_description().c_str(), commit().c_str(),
-                  o.quick ? "; scaled down: --quick" : ""),
-        {"step", "loss", "lr", "gradient norm", "ms", "tokens/s"},
-        {}};
-    for (; step < last; step++) {
-        synchronize();
-        double start = now_ms();
-        AdamW adamw;
-        adamw.lr = (float)learning_rate(o, step), adamw.weight_decay = (float)o.weight_decay;
-        Batch batch = training_batch(text, o.batch_size, o.context_length, o.seed, step);
-        Tensor loss = forward_backward(model, batch, loss_scale_of(scaler));
-        double norm = optimizer_step(model, adamw, scaler, o.max_grad_norm), l = to_doubles(loss)[0];
-        synchronize();
-        double elapsed = now_ms() - start, rate = 1000.0 * o.batch_size * o.context_length / elapsed;
-        tokens += o.batch_size * o.context_length, busy_ms += elapsed;
-        progress("step %d of %d: loss %.4f, %.0f tokens/s", step + 1, o.steps, l, rate);
-        if (!std::isfinite(l)) { fail("step %d: the loss is %f; a smaller --lr may help", step + 1, l); }
-        if ((step + 1) % o.log_every == 0 || step + 1 == last) {
-            table.rows.push_back({std::to_string(step + 1), strprintf("%.4f", l), strprintf("%.3g", adamw.lr),
-                                  std::isfinite(norm) ? strprintf("%.3f", norm) : "overflow, step skipped",
-                                  strprintf("%.2f", elapsed), strprintf("%.0f", rate)});
-        }
-    }
-    if (!o.save.empty()) { save_checkpoint(o.save, model, o, scaler); }
-    print(table, o.format);
-    Table summary{"", {"held-out loss before", "held-out loss after", "steps", "tokens/s", "peak MiB"}, {}};
-    summary.rows.push_back({strprintf("%.4f", before),
-                            strprintf("%.4f", held_out_loss(model, text, o.batch_size, o.context_length)),
-                            std::to_string(step), busy_ms > 0 ? strprintf("%.0f", 1000 * tokens / busy_ms) : "",
-                            strprintf("%.0f", memory_use(context.device).peak / 1048576.0)});
-    summary.caption = "train: loss in nats per byte";
-    print(summary, o.format);
-    if (o.sample > 0 && o.format == "md") {
-        printf("\nThe held-out text's first %d bytes continued (temperature %.2g):\n\n%s\n", o.context_length,
-               o.temperature, sample_text(model, text, o.context_length, o.sample, o.temperature, o.seed).c_str());
-    }
     return 0;
 }

@@ -327,7 +327,7 @@ static double copy_bandwidth(int64_t bytes, int runs) {
 }
 
 // FLOP/s of an n x n x n product, in TFLOP/s. Random operands: with zeros a GPU draws less power and clocks higher.
-static double matmul_rate(Precision precision, int64_t n, int runs) {
+double matmul_rate(Precision precision, int64_t n, int runs) {
     RestoreContext restore;
     context.precision = precision;
     DType dtype = matmul_dtype();

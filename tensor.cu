@@ -18,7 +18,11 @@
 
 int64_t count(const Shape& shape) {
     int64_t n = 1;
-    for (int64_t d : shape) { n *= d; }
+    for (int64_t d : shape) {
+        if (__builtin_mul_overflow(n, d, &n) || n > INT64_MAX / 8) {
+            fail("a tensor of shape %s is more than can be counted", to_string(shape).c_str());
+        }
+    }
     return n;
 }
 std::string to_string(const Shape& shape) {
@@ -330,16 +334,20 @@ Tensor gradient_target(const GradientPtr& g, bool* accumulate) {
     return g->value;
 }
 void backward(const Tensor& loss, float scale) {
-    if (!loss.gradient) { fail("backward: nothing was recorded for this tensor"); }
     NoGrad no_grad;
-    loss.gradient->value = add_scalar(zeros(loss.shape, loss.dtype), scale);
+    backward_from(loss, add_scalar(zeros(loss.shape, loss.dtype), scale));
+}
+void backward_from(const Tensor& y, const Tensor& dy) {
+    if (!y.gradient) { fail("backward: nothing was recorded for this tensor"); }
+    NoGrad no_grad;
+    y.gradient->value = detached(dy);
     while (!tape.empty()) {
         TapeStep step = std::move(tape.back());
         tape.pop_back();
         Range range(step.op);
-        Tensor dy = std::move(step.output->value);
+        Tensor d = std::move(step.output->value);
         step.output->value = Tensor();
-        if (dy) { step.backward(dy); }
+        if (d) { step.backward(d); }
         for (const GradientPtr& g : step.inputs) {
             if (--g->uses == 0 && g->ready) { g->ready(); }
         }
@@ -959,12 +967,14 @@ static void gather_rows_backward(const Tensor& dtable, const Tensor& dy, const T
         return;
     }
 #endif
-#pragma omp parallel for if (n * C > 16384)
-    for (int64_t c = 0; c < C; c++) {
-        for (int64_t i = 0; i < n; i++) {
-            int64_t at = index.as<int>()[i] * C + c;
-            store(dtable.data, dtable.dtype, at,
-                  load<double>(dtable.data, dtable.dtype, at) + load<double>(dy.data, dy.dtype, i * C + c));
+    std::map<int, std::vector<int64_t>> rows;  // of dy, by index
+    for (int64_t i = 0; i < n; i++) { rows[index.as<int>()[i]].push_back(i); }
+    for (const auto& entry : rows) {
+#pragma omp parallel for if (entry.second.size() * C > 16384)
+        for (int64_t c = 0; c < C; c++) {
+            double sum = load<double>(dtable.data, dtable.dtype, entry.first * C + c);
+            for (int64_t i : entry.second) { sum += load<double>(dy.data, dy.dtype, i * C + c); }
+            store(dtable.data, dtable.dtype, entry.first * C + c, sum);
         }
     }
 }
@@ -1202,7 +1212,7 @@ Tensor autocast_operand(const Tensor& t) {
         if (!context.recording || cached.gradient) { return cached; }  // one made under NoGrad would lose the gradient
     }
     Tensor low;
-    if (parameter && context.mode == FUSED) {
+    if (parameter && context.mode != EAGER) {
         // The copy stands for the parameter: its gradient is the parameter's own, which the matmul writes in fp32.
         low = empty(t.shape, dtype, WEIGHT_COPIES);
         elementwise_into<1>(Copy(), low, {t});

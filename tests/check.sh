@@ -82,7 +82,16 @@ check_flavour() {
     if [ -x "build/$flavour-werror/cs336" ]; then every_command "$flavour" "build/$flavour-werror/cs336"; fi
 }
 
-if [ -n "$nvcc" ]; then check_flavour cuda "$nvcc"; else skip "cuda flavour" "no nvcc"; fi
+# What ptxas said of each kernel lies beside its object file.
+no_spills() {
+    [ -s build/cuda-werror/flash_mma.o.log ] && ! grep -hE '[1-9][0-9]* bytes (stack frame|spill)' build/cuda-werror/*.o.log
+}
+if [ -n "$nvcc" ]; then
+    check_flavour cuda "$nvcc"
+    check "no kernel spills registers" no_spills
+else
+    skip "cuda flavour" "no nvcc"
+fi
 unset CS336_REQUIRE_GPU  # what follows has no GPU code
 check_flavour cpu ""
 run_tests "asan tests" make INSTALL=0 ASAN=1 test

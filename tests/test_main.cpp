@@ -135,7 +135,7 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{bench, "--size"}, "--size", "got nothing"},
         {{bench, "--size", "small", "--d_model", "64"}, "--size", "--d_model"},
         {{bench, "--size", "small", "--num_heads", "4"}, "--size", "--num_heads"},
-        {{bench, "--mode", "flash"}, "--mode", "flash is not built yet"},
+        {{bench, "--mode", "warp"}, "--mode", "eager, fused, flash"},
         {{bench, "--precision", "fp8"}, "--precision", "bf16"},
         {{bench, "--table", "minutes"}, "--table", "seconds"},
         {{bench, "--device", "tpu"}, "--device", "cuda"},

@@ -30,7 +30,7 @@ static void check_close(const Tensor& got, const Tensor& want, double rtol, doub
 
 // The scalar sum(w * y). Its gradient with respect to y is w itself, so that y's own backward gets an upstream gradient
 // that differs at every element, and no other op's backward takes part. dot() has the value.
-static Tensor weighted_sum(Tensor y, const Tensor& w) {
+static Tensor weighted_total(Tensor y, const Tensor& w) {
     Tensor loss = zeros({}, y.dtype);
     record(loss, {y}, [w, g = y.gradient](const Tensor&) { add_gradient(g, w); });
     return loss;
@@ -52,7 +52,7 @@ static Tensors gradients(const Tensors& values, const Op& f, Tensor* output = nu
     clear_tape();
     Tensors leaves = leaves_of(values), result;
     Tensor y = f(leaves);
-    backward(weighted_sum(y, normal(y.shape, y.dtype, 99)));
+    backward(weighted_total(y, normal(y.shape, y.dtype, 99)));
     for (const Tensor& x : leaves) {
         REQUIRE(x.gradient->value);
         result.push_back(x.gradient->value);
@@ -496,7 +496,7 @@ TEST_CASE_TEMPLATE("autocast copies a parameter once", D, OnCPU, OnCUDA) {
         auto run = [&] {
             weight.gradient->filled = false;
             Tensor y = linear(linear(x, weight), weight);
-            backward(weighted_sum(y, normal(y.shape, y.dtype, 99)));
+            backward(weighted_total(y, normal(y.shape, y.dtype, 99)));
         };
         weight.gradient->is_parameter = true;
         weight.gradient->value = empty({8, 8}, F32, GRADIENTS);

@@ -1,0 +1,280 @@
+// Tests of flash.cu: every row of the table of implementations, on the devices that are here, against the reference in
+// float64, on strided tensors that lie in memory full of NaN, with outputs that nothing may be written around.
+#include "test.h"
+
+#include <algorithm>
+
+static const DType low_types[] = {F32, BF16, F16};
+
+// A [B,H,T,D] tensor as the model has it, a view of [B,T,H,D] rows, with `guard` more rows before and behind, all of it
+// filled with `fill` first.
+struct Guarded {
+    Tensor all, t;
+};
+static Guarded guarded(int64_t B, int64_t H, int64_t T, int64_t D, DType dtype, float fill) {
+    constexpr int64_t GUARD = 3;
+    int64_t rows = B * T + 2 * GUARD, row = H * D;
+    Guarded g;
+    g.all = from_floats(std::vector<float>(rows * row, fill), {rows, row}, dtype);
+    g.t = view(g.all, GUARD * row, {B, T, H, D});
+    std::swap(g.t.shape[1], g.t.shape[2]);
+    std::swap(g.t.stride[1], g.t.stride[2]);
+    return g;
+}
+static void fill_with(const Guarded& g, const Tensor& values) { copy_or_add(g.t, values, false); }
+static bool guards_hold(const Guarded& g, float fill) {
+    std::vector<float> v = to_floats(g.all);
+    int64_t edge = (g.t.data - g.all.data) / (int64_t)size_of(g.all.dtype), end = edge + g.t.size();
+    for (int64_t i = 0; i < (int64_t)v.size(); i++) {
+        if ((i < edge || i >= end) && v[i] != fill) { return false; }
+    }
+    return true;
+}
+
+struct FlashSizes {
+    int B, H, Tq, Tk, D;
+};
+struct FlashProblem {
+    Tensor q, k, v, dO;       // plain, in the dtype under test, on the device
+    Tensor o, L, dq, dk, dv;  // the truth, float64, on the CPU
+};
+static Tensor normal(const Shape& shape, DType dtype, uint64_t key, float std) {
+    Tensor t = empty(shape, dtype);
+    fill_normal(t, 5, key, 0, std);
+    return t;
+}
+static FlashProblem make_problem(const FlashSizes& s, DType dtype, bool causal, float q_std = 1) {
+    FlashProblem p;
+    p.q = normal({s.B, s.H, s.Tq, s.D}, dtype, 1, q_std), p.k = normal({s.B, s.H, s.Tk, s.D}, dtype, 2, 1);
+    p.v = normal({s.B, s.H, s.Tk, s.D}, dtype, 3, 1), p.dO = normal({s.B, s.H, s.Tq, s.D}, dtype, 4, 1);
+    Device device = context.device;
+    auto wide = [&](const Tensor& t) {
+        Tensor c = to_device(t, CPU);
+        context.device = CPU;
+        c = detached(cast(c, F64));
+        context.device = device;
+        return c;
+    };
+    Tensor q = require_gradient(wide(p.q)), k = require_gradient(wide(p.k)), v = require_gradient(wide(p.v)),
+           dO = wide(p.dO);
+    context.device = CPU;
+    // The reference is slow; where it would take seconds, fused in float64 (which is held to it below) stands in.
+    bool small = (int64_t)s.Tq * s.Tk < 40000;
+    p.o = small ? run_attention(attention_impls[0], q, k, v, causal, &p.L) : attention_fused(q, k, v, causal, &p.L);
+    backward_from(p.o, dO);
+    p.o = detached(p.o), p.dq = q.gradient->value, p.dk = k.gradient->value, p.dv = v.gradient->value;
+    context.device = device;
+    return p;
+}
+static double largest(const Tensor& t) {
+    double m = 0;
+    for (double x : to_doubles(t)) { m = std::max(m, fabs(x)); }
+    return m;
+}
+static void check_close(const char* what, const Tensor& got, const Tensor& want, double tolerance) {
+    Comparison c = compare(got, want, tolerance, tolerance * std::max(1.0, largest(want)));
+    CHECK_MESSAGE(c.ok(), std::string(what), ": ", to_string(c));
+}
+static double tolerance_of(DType t) { return t == F32 ? 1e-4 : t == F16 ? 4e-3 : 2.5e-2; }
+
+// Passes by hand are run on guarded, strided tensors; the others (naive, fused) through the tape.
+static void check_impl(const AttentionImpl& impl, const FlashSizes& s, DType dtype, bool causal,
+                       const FlashProblem& p) {
+    std::string what = strprintf("%s %s B %d H %d Tq %d Tk %d D %d %s", impl.name, name_of(dtype), s.B, s.H, s.Tq, s.Tk,
+                                 s.D, causal ? "causal" : "full");
+    CAPTURE(what);
+    double tolerance = tolerance_of(dtype);
+    if (!impl.forward) {
+        Tensor q = require_gradient(p.q), k = require_gradient(p.k), v = require_gradient(p.v), L;
+        Tensor o = run_attention(impl, q, k, v, causal, &L);
+        backward_from(o, p.dO);
+        check_close("O", o, p.o, tolerance);
+        check_close("L", L, p.L, tolerance);
+        check_close("dQ", q.gradient->value, p.dq, tolerance);
+        check_close("dK", k.gradient->value, p.dk, tolerance);
+        check_close("dV", v.gradient->value, p.dv, tolerance);
+        return;
+    }
+    Guarded in[4], out[4];  // q k v dO | o dq dk dv
+    const Tensor* values[] = {&p.q, &p.k, &p.v, &p.dO};
+    for (int i = 0; i < 4; i++) {
+        in[i] = guarded(s.B, s.H, i == 1 || i == 2 ? s.Tk : s.Tq, s.D, dtype, NAN);
+        fill_with(in[i], *values[i]);
+        out[i] = guarded(s.B, s.H, i >= 2 ? s.Tk : s.Tq, s.D, dtype, 7);
+        fill_with(out[i], normal(out[i].t.shape, dtype, 9, NAN));  // what is not written stays NaN
+    }
+    Tensor L = from_floats(std::vector<float>(s.B * s.H * s.Tq, NAN), {s.B, s.H, s.Tq});
+    AttentionTensors t{in[0].t, in[1].t, in[2].t, out[0].t, L, in[3].t, out[1].t, out[2].t, out[3].t, causal};
+    impl.forward(t);
+    impl.backward(t);
+    check_close("O", out[0].t, p.o, tolerance);
+    check_close("L", L, p.L, tolerance);
+    check_close("dQ", out[1].t, p.dq, tolerance);
+    check_close("dK", out[2].t, p.dk, tolerance);
+    check_close("dV", out[3].t, p.dv, tolerance);
+    for (const Guarded& g : out) { CHECK(guards_hold(g, 7)); }
+}
+// With q_std > 1 the scores are large; rows that keep S in 16 bits are then off by S's rounding, and are left out.
+static void check_all(const FlashSizes& s, bool causal, float q_std = 1) {
+    for (DType dtype : low_types) {
+        bool taken = false;
+        for (const AttentionImpl& impl : attention_impls) {
+            taken = taken || (impl.device == context.device && impl.takes(dtype, s.D));
+        }
+        if (!taken) { continue; }
+        FlashProblem p = make_problem(s, dtype, causal, q_std);
+        for (const AttentionImpl& impl : attention_impls) {
+            bool exact = impl.forward || dtype == F32 || q_std == 1;
+            if (impl.device == context.device && impl.takes(dtype, s.D) && exact) {
+                check_impl(impl, s, dtype, causal, p);
+            }
+        }
+    }
+}
+
+TEST_CASE_TEMPLATE("flash: every implementation at every length and head size", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    const std::pair<int, int> lengths[] = {{1, 1},     {2, 2},    {31, 31},  {63, 63}, {64, 64}, {65, 65},  {127, 127},
+                                           {129, 129}, {65, 129}, {129, 65}, {1, 200}, {200, 1}, {200, 200}};
+    for (int head : {16, 32, 64, 80, 128}) {
+        for (auto [Tq, Tk] : lengths) {
+            for (bool causal : {false, true}) {
+                bool most = head != 64 && Tq * Tk > 10000 && D::device == CPU;  // the CPU checks these at one head size
+                if (!most) { check_all({head == 16 ? 2 : 1, 2, Tq, Tk, head}, causal); }
+            }
+        }
+    }
+}
+TEST_CASE_TEMPLATE("flash: long sequences", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    check_all({1, 2, 1000, 1000, 64}, true);
+    check_all({1, 1, 700, 1000, 32}, false);
+    if (D::device == CUDA) {
+        check_all({1, 1, 4097, 4097, 64}, true);
+        check_all({1, 1, 4097, 1000, 128}, true);
+    }
+}
+TEST_CASE_TEMPLATE("flash: large scores do not overflow, and a lone visible key is returned as it is", D, OnCPU,
+                   OnCUDA) {
+    if (!begin<D>()) { return; }
+    for (bool causal : {false, true}) { check_all({1, 2, 130, 130, 64}, causal, 60); }
+    for (const AttentionImpl& impl : attention_impls) {
+        for (DType dtype : low_types) {
+            if (impl.device != D::device || !impl.takes(dtype, 32)) { continue; }
+            Tensor q = normal({1, 1, 5, 32}, dtype, 1, 1), k = normal({1, 1, 5, 32}, dtype, 2, 1),
+                   v = normal({1, 1, 5, 32}, dtype, 3, 1);
+            std::vector<float> o = to_floats(run_attention(impl, q, k, v, true)), want = to_floats(v);
+            for (int d = 0; d < 32; d++) { CHECK(o[d] == doctest::Approx(want[d]).epsilon(1e-6)); }
+        }
+    }
+}
+TEST_CASE("flash: the reference and fused agree in float64") {
+    begin_on(CPU);
+    for (bool causal : {false, true}) {
+        FlashSizes s{2, 2, 37, 50, 16};
+        Tensor q = normal({2, 2, 37, 16}, F64, 1, 1), k = normal({2, 2, 50, 16}, F64, 2, 1),
+               v = normal({2, 2, 50, 16}, F64, 3, 1);
+        Tensor dO = normal({2, 2, 37, 16}, F64, 4, 1), results[2][5];
+        for (int i = 0; i < 2; i++) {
+            Tensor a = require_gradient(q), b = require_gradient(k), c = require_gradient(v);
+            Tensor o = i == 0 ? run_attention(attention_impls[0], a, b, c, causal, &results[i][1])
+                              : attention_fused(a, b, c, causal, &results[i][1]);
+            backward_from(o, dO);
+            results[i][0] = detached(o), results[i][2] = a.gradient->value, results[i][3] = b.gradient->value;
+            results[i][4] = c.gradient->value;
+        }
+        for (int j = 0; j < 5; j++) {
+            CHECK(strcmp(attention_impls[0].name, "reference") == 0);
+            Comparison c = compare(results[0][j], results[1][j], j == 1 ? 1e-6 : 1e-6, 1e-7);
+            CHECK_MESSAGE(c.ok(), j, " ", to_string(c));
+        }
+        (void)s;
+    }
+}
+TEST_CASE_TEMPLATE("flash: a deterministic backward gives the same bits", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    context.deterministic = true;
+    for (DType dtype : low_types) {
+        const AttentionImpl* impl = fastest_flash(D::device, dtype, 64);
+        if (!impl) { continue; }
+        std::vector<float> first;
+        for (int run = 0; run < 10; run++) {
+            Tensor q = require_gradient(normal({1, 2, 777, 64}, dtype, 1, 1)),
+                   k = require_gradient(normal({1, 2, 777, 64}, dtype, 2, 1));
+            Tensor v = require_gradient(normal({1, 2, 777, 64}, dtype, 3, 1));
+            backward_from(run_attention(*impl, q, k, v, true), normal({1, 2, 777, 64}, dtype, 4, 1));
+            std::vector<float> all = to_floats(q.gradient->value), dk = to_floats(k.gradient->value),
+                               dv = to_floats(v.gradient->value);
+            all.insert(all.end(), dk.begin(), dk.end());
+            all.insert(all.end(), dv.begin(), dv.end());
+            if (run == 0) { first = all; }
+            CHECK(memcmp(first.data(), all.data(), all.size() * sizeof(float)) == 0);
+        }
+    }
+}
+TEST_CASE_TEMPLATE("flash: memory grows with T, not with its square", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    const AttentionImpl* impl = fastest_flash(D::device, F32, 64);
+    REQUIRE(impl);
+    size_t peak[2];
+    for (int i = 0; i < 2; i++) {
+        int T = 512 << i;
+        Tensor q = require_gradient(normal({1, 1, T, 64}, F32, 1, 1));
+        size_t before = memory_use(D::device).now;
+        reset_peak(D::device);
+        backward_from(run_attention(*impl, q, q, q, true), q);
+        peak[i] = memory_use(D::device).peak - before;
+    }
+    CHECK(peak[1] < 2.5 * peak[0]);
+}
+TEST_CASE_TEMPLATE("flash: the attention command", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    std::string in = "build/test_attention_in.safetensors", out = "build/test_attention_out.safetensors";
+    FlashProblem p = make_problem({2, 3, 33, 65, 32}, F32, true);
+    std::vector<Tensor> host;
+    for (const Tensor* t : {&p.q, &p.k, &p.v, &p.dO}) { host.push_back(to_device(*t, CPU)); }
+    save_safetensors(
+        in, {{"q", describe(host[0])}, {"k", describe(host[1])}, {"v", describe(host[2])}, {"do", describe(host[3])}});
+    for (const char* impl : {"auto", "naive", "fused"}) {
+        Run r = run_cs336(
+            {"attention", "--inputs", in, "--out", out, "--causal", "--impl", impl, "--device", name_of(D::device)});
+        REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+        SafeTensors file = load_safetensors(out);
+        const std::pair<const char*, const Tensor*> expected[] = {
+            {"o", &p.o}, {"lse", &p.L}, {"dq", &p.dq}, {"dk", &p.dk}, {"dv", &p.dv}};
+        CHECK(file.tensors.size() == 5);
+        context.device = CPU;
+        for (const auto& e : expected) {
+            FileTensor f = require_tensor(file, e.first, e.second->shape, {"F32"});
+            Tensor got = empty(f.shape, F32);
+            memcpy(got.data, f.data, f.bytes);
+            check_close(e.first, got, *e.second, 1e-4);
+        }
+        context.device = D::device;
+        remove(out.c_str());
+    }
+    Run wrong =
+        run_cs336({"attention", "--inputs", in, "--out", out, "--impl", "nonsense", "--device", name_of(D::device)});
+    CHECK(wrong.exit_code == 2);
+    CHECK(wrong.err.find("--impl") != std::string::npos);
+    Run missing = run_cs336({"attention", "--inputs", "tests/fixtures/model_batch.safetensors", "--out", out,
+                             "--device", name_of(D::device)});
+    CHECK(missing.exit_code == 1);
+    CHECK(missing.err.find("tensor q is missing") != std::string::npos);
+    remove(in.c_str());
+}
+TEST_CASE_TEMPLATE("flash: weighted_sum and its backward are mul and sum_last", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    for (auto [N, C] : {std::pair<int, int>{1, 1}, {3, 7}, {31, 33}, {257, 129}, {1000, 1023}}) {
+        CAPTURE(N);
+        Tensor x = normal({N, C}, F32, 1, 1), w = normal({C}, F32, 2, 1), dy = normal({N}, F32, 3, 1);
+        Tensor results[2][3];
+        for (int i = 0; i < 2; i++) {
+            Tensor a = require_gradient(x), b = require_gradient(w);
+            Tensor y = i == 0 ? weighted_sum(a, b) : reshape(sum_last(mul(a, b)), {N});
+            backward_from(y, dy);
+            results[i][0] = detached(y), results[i][1] = a.gradient->value, results[i][2] = b.gradient->value;
+        }
+        for (int j = 0; j < 3; j++) { check_close("weighted_sum", results[0][j], results[1][j], 2e-6); }
+    }
+}
