@@ -974,6 +974,9 @@ static void launch_backward(const AttentionArgs& a, bool deterministic) {
     int64_t heads = (int64_t)a.B * a.H;
     BackwardWorkspace w;
     w.rows = ceil_div(a.Tq, BACKWARD_PAD) * BACKWARD_PAD;
+    if (heads * w.rows > INT32_MAX) {
+        fail("attention backward: %lld rows, at most 2^31-1", (long long)(heads * w.rows));
+    }
     int64_t rows = heads * w.rows, dq_count = deterministic ? 0 : rows * D;
     Tensor workspace = empty_on(CUDA, {dq_count + 2 * rows}, F32, WORKSPACE);
     w.dq = deterministic ? nullptr : workspace.as<float>();

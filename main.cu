@@ -282,7 +282,7 @@ static int cmd_list(const Options& o) {
                                             : strprintf("needs %d GPUs", c.gpus);
         table.rows.push_back({c.id, problem ? c.section : "tool", c.points ? std::to_string(c.points) : "",
                               std::string("cs336 ") + c.id, c.file,
-                              problem && c.run ? std::string("notes/") + c.id + ".md" : "", here});
+                              problem && c.run ? strprintf("notes/%s-%s.md", c.section, c.id) : "", here});
     }
     print(table, o.format);
     return 0;

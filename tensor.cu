@@ -1071,6 +1071,8 @@ static cublasHandle_t cublas() {
         cublasHandle_t h;
         CUBLAS_CHECK(cublasCreate(&h));
         CUBLAS_CHECK(cublasSetStream(h, stream()));
+        // Else a split sum over a long K may be added up in fp16: at K = 4097 that was off by 0.04.
+        CUBLAS_CHECK(cublasSetMathMode(h, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
         CUBLAS_CHECK(cublasSetWorkspace(h, workspace.data, 32 << 20));
         return h;
     }();
