@@ -63,6 +63,8 @@ every_command() {
                     run_command "$flavour $command" "$program" model --weights tests/fixtures/model_weights.safetensors \
                         --batch tests/fixtures/model_batch.safetensors --num_heads 2 --out $logs/$flavour.safetensors
                 else skip "$flavour $command" "no tests/fixtures/model_weights.safetensors"; fi ;;
+            attention) run_command "$flavour $command" "$program" attention --causal \
+                --inputs tests/fixtures/attention_inputs.safetensors --out $logs/$flavour.safetensors ;;
             *) run_command "$flavour $command" "$program" "$command" --quick ;;
         esac
     done < <("$program" list --format csv)

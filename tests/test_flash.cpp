@@ -152,6 +152,8 @@ TEST_CASE_TEMPLATE("flash: long sequences", D, OnCPU, OnCUDA) {
     if (D::device == CUDA) {
         check_all({1, 1, 4097, 4097, 64}, true);
         check_all({1, 1, 4097, 1000, 128}, true);
+        check_all({3, 100, 129, 129, 64}, true);  // more blocks than the card holds at once: the kernels' large tiles
+        check_all({3, 100, 129, 65, 128}, false);
     }
 }
 TEST_CASE_TEMPLATE("flash: large scores do not overflow, and a lone visible key is returned as it is", D, OnCPU,
@@ -262,6 +264,27 @@ TEST_CASE_TEMPLATE("flash: the attention command", D, OnCPU, OnCUDA) {
     CHECK(missing.exit_code == 1);
     CHECK(missing.err.find("tensor q is missing") != std::string::npos);
     remove(in.c_str());
+}
+TEST_CASE_TEMPLATE("flash: PyTorch's fixture", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    SafeTensors in = load_safetensors("tests/fixtures/attention_inputs.safetensors");
+    SafeTensors expected = load_safetensors("tests/fixtures/attention_expected.safetensors");
+    auto tensor = [](const SafeTensors& file, const char* name) {
+        FileTensor f = file.tensors.at(name);
+        Tensor t = empty_on(CPU, f.shape, F32);
+        memcpy(t.data, f.data, f.bytes);
+        return to_device(t, context.device);
+    };
+    for (const AttentionImpl& impl : attention_impls) {
+        if (impl.device != D::device || !impl.takes(F32, 16)) { continue; }
+        INFO(std::string(impl.name));
+        Tensor q = require_gradient(tensor(in, "q")), k = require_gradient(tensor(in, "k"));
+        Tensor v = require_gradient(tensor(in, "v")), L, o = run_attention(impl, q, k, v, true, &L);
+        backward_from(o, tensor(in, "do"));
+        const std::pair<const char*, Tensor> got[] = {
+            {"o", o}, {"lse", L}, {"dq", q.gradient->value}, {"dk", k.gradient->value}, {"dv", v.gradient->value}};
+        for (const auto& g : got) { check_close(g.first, g.second, tensor(expected, g.first), 1e-5); }
+    }
 }
 TEST_CASE_TEMPLATE("flash: weighted_sum and its backward are mul and sum_last", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
