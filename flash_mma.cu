@@ -707,8 +707,11 @@ __device__ __forceinline__ void step_alone(const AttentionArgs& a, int key, int 
     }
 }
 
-// Waits for the other warp of a pair. Barrier 0 is __syncthreads().
-__device__ __forceinline__ void pair_barrier(int pair) { asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory"); }
+// Waits for the other warp of a pair. barrier.sync, not bar.sync: the two warps come from different places in the code.
+// Barrier 0 is __syncthreads().
+__device__ __forceinline__ void pair_barrier(int pair) {
+    asm volatile("barrier.sync %0, 64;" ::"r"(pair + 1) : "memory");
+}
 
 // The same by a pair. The first warp does (1) and passes P^T, packed, in the order of its lanes.
 template <class T, class C, bool MASKED>
