@@ -42,7 +42,9 @@ endif
 # ----------------------------------------------------------------------------------------------------------------------
 # The program and its tests
 
-all: cs336 ## build ./cs336
+all: ## build ./cs336, installing what is missing first
+	$(call install,$(REQUIRED),$(OPTIONAL))
+	@$(MAKE) --no-print-directory cs336
 
 cs336: $(BUILD)/cs336 FORCE
 	@ln -f $< $@
@@ -120,9 +122,7 @@ endef
 # ----------------------------------------------------------------------------------------------------------------------
 # What to type
 
-run: ## build and run ./cs336 benchmarking_script, installing what is missing first
-	$(call install,$(REQUIRED),$(OPTIONAL))
-	@$(MAKE) --no-print-directory cs336
+run: all ## the same, then run ./cs336 benchmarking_script
 	./cs336 benchmarking_script
 
 test: ## build and run all tests, installing what is missing first
