@@ -1012,7 +1012,6 @@ static void launch_backward(const AttentionArgs& a, bool deterministic) {
     bool fits = (size_t)bytes >= std::max(Main::main_bytes, Dq::main_bytes);
     return fits ? launch_backward<T, Main, Dq>(a, deterministic) : launch_backward<T, Small, Small>(a, deterministic);
 }
-#ifndef BACKWARD_TRIAL
 template <class T>
 void flash_backward_mma(const AttentionArgs& a, int D, bool deterministic) {
     // <D, own, stream, step, warps, paired, blocks, dQ columns>
@@ -1033,10 +1032,7 @@ void flash_backward_mma(const AttentionArgs& a, int D, bool deterministic) {
         default: fail("head size %d: the tensor-core kernel takes 16, 32, 64, 80 and 128", D);
     }
 }
-#endif
-#endif
 
-#ifdef __CUDACC__
 void flash_mma_forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     int D = (int)t.q.dim(3);
