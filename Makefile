@@ -4,7 +4,7 @@
 # as C++ into build/cpu. ./cs336 is of the flavour made last. Variables: NVCC=path, ARCH="-gencode ...", INSTALL=0
 # (install nothing), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1 (both sanitizers).
 
-SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu model.cu train.cu main.cu)
+SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu model.cu train.cu plot.cu memory.cu main.cu)
 TESTS := $(wildcard tests/*.cpp)
 
 ifeq ($(origin NVCC),undefined)

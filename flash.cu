@@ -1489,9 +1489,17 @@ int cmd_flash_benchmarking(const Options& o) {
          "x Bwd", "x Tot"},
         {}};
     const AttentionImpl& naive = impl_named("naive", context.device);
+    std::vector<Chart> panels;
     for (DType dtype : {BF16, F32}) {
         for (int D : {16, 32, 64, 128}) {
             const AttentionImpl* flash = fastest_flash(context.device, dtype, D);
+            Chart chart{
+                Chart::LINES, strprintf("%s, D %d", name_of(dtype), D), "sequence length", "time (ms)", {}, {}, {}};
+            chart.log_axes = true;
+            chart.series = {{"naive forward", {}, false, 0},
+                            {"naive backward", {}, true, 0},
+                            {"flash forward", {}, false, 1},
+                            {"flash backward", {}, true, 1}};
             for (int S = 128; flash && S <= longest; S *= 2) {
                 AttentionCase c{1, 1, S, S, D, true};
                 progress("S %d, D %d, %s", S, D, name_of(dtype));
@@ -1508,10 +1516,19 @@ int cmd_flash_benchmarking(const Options& o) {
                     row.push_back(n.ran && f.ran ? strprintf("%.2f", x) : "");
                 }
                 table.rows.push_back(row);
+                chart.x.push_back(S);
+                size_t k = 0;
+                for (const PassTimes* t : {&n, &f}) {
+                    for (double ms : {t->forward, t->backward}) { chart.series[k++].y.push_back(t->ran ? ms : NAN); }
+                }
             }
+            if (!chart.x.empty()) { panels.push_back(chart); }
         }
     }
     print(table, o.format);
+    if (!o.plot.empty()) {
+        write_file(o.plot, draw("FlashAttention-2 against plain attention", table.caption, panels));
+    }
     return 0;
 }
 

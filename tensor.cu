@@ -58,23 +58,23 @@ static bool is_row_major(const Tensor& t) {
     return true;
 }
 
-Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category) {
+Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category, Source at) {
     if (shape.size() > MAX_DIMS) {
         fail("a tensor has at most %d dimensions, got %s", MAX_DIMS, to_string(shape).c_str());
     }
     Tensor t;
-    t.memory = allocate(device, count(shape) * size_of(dtype), category);
+    t.memory = allocate(device, count(shape) * size_of(dtype), category, at);
     t.data = (char*)t.memory->data;
     t.dtype = dtype;
     t.shape = shape;
     t.stride = row_major(shape);
     return t;
 }
-Tensor empty(const Shape& shape, DType dtype, Category category) {
-    return empty_on(context.device, shape, dtype, category);
+Tensor empty(const Shape& shape, DType dtype, Category category, Source at) {
+    return empty_on(context.device, shape, dtype, category, at);
 }
-Tensor zeros(const Shape& shape, DType dtype, Category category) {
-    Tensor t = empty(shape, dtype, category);
+Tensor zeros(const Shape& shape, DType dtype, Category category, Source at) {
+    Tensor t = empty(shape, dtype, category, at);
     fill_zero(t);
     return t;
 }
@@ -606,14 +606,14 @@ static Shape broadcast(const Shape& a, const Shape& b) {
     return shape;  // a mismatch is found by operand()
 }
 template <class F>
-static Tensor unary(const F& f, DType dtype, const Tensor& a) {
-    Tensor y = empty_on(a.device(), a.shape, dtype);
+static Tensor unary(const F& f, DType dtype, const Tensor& a, Source at = here()) {
+    Tensor y = empty_on(a.device(), a.shape, dtype, ACTIVATIONS, at);
     elementwise_into<1>(f, y, {a});
     return y;
 }
 template <class F>
-static Tensor binary(const F& f, DType dtype, const Tensor& a, const Tensor& b) {
-    Tensor y = empty_on(a.device(), broadcast(a.shape, b.shape), dtype);
+static Tensor binary(const F& f, DType dtype, const Tensor& a, const Tensor& b, Source at = here()) {
+    Tensor y = empty_on(a.device(), broadcast(a.shape, b.shape), dtype, ACTIVATIONS, at);
     elementwise_into<2>(f, y, {a, b});
     return y;
 }
