@@ -320,7 +320,7 @@ static void plot_grid(const std::string& path, const Grid& g, const std::string&
         }
         panels.push_back(chart);
     }
-    write_file(path, draw(title, g.caption, panels));
+    save_file(path, draw(title, g.caption, panels));
 }
 
 int cmd_pytorch_attention(const Options& o) {

@@ -1527,7 +1527,7 @@ int cmd_flash_benchmarking(const Options& o) {
     }
     print(table, o.format);
     if (!o.plot.empty()) {
-        write_file(o.plot, draw("FlashAttention-2 against plain attention", table.caption, panels));
+        save_file(o.plot, draw("FlashAttention-2 against plain attention", table.caption, panels));
     }
     return 0;
 }

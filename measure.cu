@@ -777,7 +777,7 @@ void print(const Table& table, const std::string& format) {
     }
 }
 
-void write_file(const std::string& path, const std::string& bytes) {
+void save_file(const std::string& path, const std::string& bytes) {
     std::string temporary = path + ".tmp." + std::to_string(getpid());
     FILE* file = fopen(temporary.c_str(), "wb");
     if (!file) { fail("%s: cannot be written: %s", path.c_str(), strerror(errno)); }

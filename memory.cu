@@ -397,14 +397,14 @@ struct MemoryPlan {
 };
 
 static void write_pictures(const Profile& r, const MemoryPlan& p, const std::string& folder) {
-    bool several = p.configs.size() * p.precisions.size() * p.lengths.size() > 1;
+    bool several = p.configs.size() * p.precisions.size() * p.lengths.size() > 1 || context.device == CPU;
     std::string which = several ? strprintf("_%s_%d_%s", r.config.name.c_str(), r.T, name_of(r.precision)) : "";
     std::string name = std::string(name_of(r.phase)) + which;
     std::string title =
         strprintf("Memory of %s: %s, context length %d, %s", r.phase == FORWARD ? "a forward pass" : "a training step",
                   r.config.name.c_str(), r.T, name_of(r.precision));
-    write_file(folder + "/timeline_" + name + ".svg", memory_timeline(r.log, title, p.caption, context.device != META));
-    write_file(folder + "/snapshot_" + name + ".pickle", snapshot_pickle(r.log));
+    save_file(folder + "/timeline_" + name + ".svg", memory_timeline(r.log, title, p.caption, context.device != META));
+    save_file(folder + "/snapshot_" + name + ".pickle", snapshot_pickle(r.log));
 }
 
 static std::vector<Profile> profile_all(const Options& o, const MemoryPlan& p) {

@@ -1148,7 +1148,7 @@ int cmd_benchmarking_script(const Options& o) {
     if (!o.plot.empty()) {
         if (several) { caption = caption_of(p, "benchmarking_script", "precision and mode under each bar"); }
         Chart chart{Chart::BARS, "", "", "time of a step (ms)", {}, bars.bars, bars.phases};
-        write_file(o.plot, draw("A training step by phase", caption, {chart}));
+        save_file(o.plot, draw("A training step by phase", caption, {chart}));
     }
     return 0;
 }

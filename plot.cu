@@ -255,7 +255,7 @@ static double space_below(const Chart& chart, double plot_width) {
 
 static std::string draw_panel(const Chart& chart, Box box, double low, double high) {
     std::string svg;
-    if (!chart.title.empty()) { svg += text_at(box.left, box.top + 14, "start", "panel", chart.title); }
+    if (!chart.title.empty()) { svg += text_at(box.left + 8, box.top + 14, "start", "panel", chart.title); }
     double above = (chart.title.empty() ? 4 : 26) + (chart.spans.empty() ? 0 : 36);
     double left = box.left + 76, right = box.right - 12;
     Axis y{low, high, box.bottom - space_below(chart, right - left), box.top + above, chart.log_axes};
