@@ -449,8 +449,9 @@ int cmd_memory_profiling(const Options& o) {
                          p.configs[0].vocab_size, how, device_description().c_str(), commit().c_str());
     };
     if (device == CUDA) {
-        p.caption =
-            caption("the second run of each phase") + (small ? "; scaled down: size small, context length 128" : "");
+        std::string how = strprintf("the second run of each phase; %s MiB of the card in use before the model",
+                                    mib(gpu_memory_used()).c_str());
+        p.caption = caption(how.c_str()) + (small ? "; scaled down: size small, context length 128" : "");
         print_details(o, p, profile_all(o, p));
         return 0;
     }
