@@ -654,7 +654,7 @@ struct Chart {
     std::vector<Span> spans = {};         // AREAS: named stretches of x
     std::string peak = "";                // AREAS: written at the highest point
 };
-// Panels stand in two columns if there are several; they share the legend, and so have the same series, and the y axis.
+// Several panels share the legend, which is the first one's; LINES stand in two columns and share the y axis as well.
 // AREAS: y[i] holds from x[i] to x[i+1]; more points than pixels are thinned out, and the highest of each pixel stays.
 std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Chart>& panels);
 std::string with_commas(double value);  // 12345 -> "12,345", 0.25 -> "0.25"

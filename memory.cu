@@ -34,29 +34,49 @@ size_t peak_of(const std::vector<MemoryEvent>& log) {
     return peak;
 }
 
+// The highest point gets its label.
+static void label_peak(Chart& chart) {
+    double peak = 0;
+    for (size_t i = 0; i < chart.x.size(); i++) {
+        double sum = 0;
+        for (const Series& s : chart.series) { sum += s.y[i]; }
+        peak = std::max(peak, sum);
+    }
+    chart.peak = "peak " + with_commas(round(peak)) + " MiB";
+}
+
+// Two charts: all that is held, and below it what comes and goes, which beside 13 GB of weights is hard to see.
 std::string memory_timeline(const std::vector<MemoryEvent>& log, const std::string& title, const std::string& subtitle,
                             bool in_ms) {
-    Chart chart{Chart::AREAS, "", in_ms ? "time (ms)" : "allocations and frees", "memory in use (MiB)", {}, {}, {}};
-    std::vector<Series> all(CATEGORIES);
+    Chart all{Chart::AREAS, "all that is held", in_ms ? "time (ms)" : "allocations and frees", "MiB", {}, {}, {}};
+    Chart changing = all;
+    changing.title = "of it: what comes and goes";
+    std::vector<Series> categories(CATEGORIES);
+    std::set<int> moving;
     double now[CATEGORIES] = {};
     for (size_t i = 0; i < log.size(); i++) {
         const MemoryEvent& e = log[i];
         now[e.category] += to_mib(e.is_alloc ? (double)e.bytes : -(double)e.bytes);
-        chart.x.push_back(in_ms ? e.ms : i);
-        for (int c = 0; c < CATEGORIES; c++) { all[c].y.push_back(now[c]); }
-        if (e.ms == 0 || e.ranges.empty()) { continue; }  // held before, or between the phases
-        if (chart.spans.empty() || chart.spans.back().name != e.ranges[0]) {
-            chart.spans.push_back({e.ranges[0], chart.x.back(), 0});
+        all.x.push_back(in_ms ? e.ms : i);
+        for (int c = 0; c < CATEGORIES; c++) { categories[c].y.push_back(now[c]); }
+        if (e.ms == 0) { continue; }  // held before
+        moving.insert(e.category);
+        if (e.ranges.empty()) { continue; }  // between the phases
+        if (all.spans.empty() || all.spans.back().name != e.ranges[0]) {
+            all.spans.push_back({e.ranges[0], all.x.back(), 0});
         }
-        chart.spans.back().to = chart.x.back();
+        all.spans.back().to = all.x.back();
     }
+    changing.x = all.x, changing.spans = all.spans;
     for (int c = 0; c < CATEGORIES; c++) {
-        all[c].name = name_of((Category)c), all[c].colour = c;
-        double highest = all[c].y.empty() ? 0 : *std::max_element(all[c].y.begin(), all[c].y.end());
-        if (highest > 0) { chart.series.push_back(all[c]); }
+        Series& s = categories[c];
+        s.name = name_of((Category)c), s.colour = c;
+        if (s.y.empty() || *std::max_element(s.y.begin(), s.y.end()) == 0) { continue; }
+        all.series.push_back(s);
+        if (moving.count(c)) { changing.series.push_back(s); }
     }
-    chart.peak = "peak " + with_commas(round(to_mib(peak_of(log)))) + " MiB";
-    return draw(title, subtitle, {chart});
+    label_peak(all), label_peak(changing);
+    return draw(title, subtitle, {all, changing});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -243,6 +263,7 @@ static Profile profile_memory(const ModelConfig& c, Precision precision, int B, 
         Batch batch = random_batch(B, T, c.vocab_size, seed);
         LossScaler scaler;
         run_phase(phase, model, batch, scaler);  // from here on gradients, moments and the libraries' own are there
+        synchronize();
         reset_peak(device);
         start_memory_log(device);
         run_phase(phase, model, batch, scaler);
@@ -429,7 +450,7 @@ static void print_details(const Options& o, const MemoryPlan& p, const std::vect
         print(difference_table(profiles, p.precisions[0], p.precisions[i]), o.format);
     }
     print(residual_table(profiles, p.B), o.format);
-    print(largest_table(profiles, 5), o.format);
+    print(largest_table(profiles, 8), o.format);
 }
 
 int cmd_memory_profiling(const Options& o) {

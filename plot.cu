@@ -93,24 +93,34 @@ static std::vector<double> ticks_of(const Axis& axis) {
     return ticks;
 }
 
-// The values that y has to show: stacked series count with their sum.
-static void extend_y(const Chart& chart, double* low, double* high) {
-    size_t n = chart.series[0].y.size();
-    for (size_t i = 0; i < n; i++) {
-        double sum = 0;
-        for (const Series& s : chart.series) {
-            if (std::isnan(s.y[i])) { continue; }
-            sum += s.y[i];
-            *low = std::min(*low, s.y[i]);
-            *high = std::max(*high, chart.kind == Chart::LINES ? s.y[i] : sum);
+// The y axis, still without its pixels, that shows all values of these charts; stacked ones count with their sum.
+static Axis y_axis(const std::vector<Chart>& charts) {
+    double low = INFINITY, high = -INFINITY;
+    for (const Chart& chart : charts) {
+        for (size_t i = 0; i < chart.series[0].y.size(); i++) {
+            double sum = 0;
+            for (const Series& s : chart.series) {
+                if (std::isnan(s.y[i])) { continue; }
+                sum += s.y[i];
+                low = std::min(low, s.y[i]);
+                high = std::max(high, chart.kind == Chart::LINES ? s.y[i] : sum);
+            }
         }
     }
+    const Chart& first = charts[0];
+    if (!first.log_axes) {  // room for what is written on top
+        return {0, high > 0 ? high * (first.peak.empty() ? 1.08 : 1.14) : 1, 0, 0, false};
+    }
+    if (!(low > 0) || std::isinf(low)) {
+        fail("chart '%s': a logarithmic axis takes numbers greater than 0, got %g", first.title.c_str(), low);
+    }
+    return {low / 1.3, high * 1.3, 0, 0, true};
 }
 
 static void check_chart(const Chart& chart, const Chart& first) {
     size_t n = chart.kind == Chart::BARS ? chart.bars.size() : chart.x.size();
-    if (chart.series.empty() || chart.series.size() > MAX_SERIES || chart.series.size() != first.series.size()) {
-        fail("chart '%s': %zu series, expected 1 to %d and the same in each panel", chart.title.c_str(),
+    if (chart.series.empty() || chart.series.size() > MAX_SERIES || chart.series.size() > first.series.size()) {
+        fail("chart '%s': %zu series, expected 1 to %d and not more than in the first panel", chart.title.c_str(),
              chart.series.size(), MAX_SERIES);
     }
     for (const Series& s : chart.series) {
@@ -253,12 +263,12 @@ static double space_below(const Chart& chart, double plot_width) {
     return labels + (chart.x_label.empty() ? 0 : 20);
 }
 
-static std::string draw_panel(const Chart& chart, Box box, double low, double high) {
+static std::string draw_panel(const Chart& chart, Box box, Axis y) {
     std::string svg;
     if (!chart.title.empty()) { svg += text_at(box.left + 8, box.top + 14, "start", "panel", chart.title); }
     double above = (chart.title.empty() ? 4 : 26) + (chart.spans.empty() ? 0 : 36);
     double left = box.left + 76, right = box.right - 12;
-    Axis y{low, high, box.bottom - space_below(chart, right - left), box.top + above, chart.log_axes};
+    y.start = box.bottom - space_below(chart, right - left), y.stop = box.top + above;
     Axis x{0, 1, left, right, chart.log_axes};
     if (chart.kind != Chart::BARS) {
         x.low = chart.x.front(), x.high = chart.x.back();
@@ -304,19 +314,7 @@ static std::vector<std::string> wrap(const std::string& text, double width) {
 std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Chart>& panels) {
     if (panels.empty()) { fail("chart '%s': nothing to draw", title.c_str()); }
     const Chart& first = panels[0];
-    double low = INFINITY, high = -INFINITY;
-    for (const Chart& chart : panels) {
-        check_chart(chart, first);
-        extend_y(chart, &low, &high);
-    }
-    if (first.log_axes) {
-        if (!(low > 0)) {
-            fail("chart '%s': a logarithmic axis takes numbers greater than 0, got %g", title.c_str(), low);
-        }
-        low /= 1.3, high *= 1.3;
-    } else {  // room for what is written on top
-        low = 0, high = high > 0 ? high * (first.peak.empty() ? 1.08 : 1.14) : 1;
-    }
+    for (const Chart& chart : panels) { check_chart(chart, first); }
 
     std::string svg;
     double y = 32;
@@ -339,11 +337,13 @@ std::string draw(const std::string& title, const std::string& subtitle, const st
         x += wide;
     }
     y += 16;
-    int columns = panels.size() > 1 ? 2 : 1;
-    double wide = (double)(WIDTH - 16) / columns, tall = columns == 1 ? 430 : 300;
+    int columns = panels.size() > 1 && first.kind == Chart::LINES ? 2 : 1;
+    double wide = (double)(WIDTH - 16) / columns, tall = panels.size() == 1 ? 430 : 300;
     for (size_t i = 0; i < panels.size(); i++) {
         double left = 8 + wide * (i % columns), top = y + (tall + 14) * (i / columns);
-        svg += draw_panel(panels[i], {left, top, left + wide - (columns > 1 ? 8 : 0), top + tall}, low, high);
+        Box box{left, top, left + wide - (columns > 1 ? 8 : 0), top + tall};
+        // Lines are compared from panel to panel; stacks may be of different kinds.
+        svg += draw_panel(panels[i], box, y_axis(first.kind == Chart::LINES ? panels : std::vector<Chart>{panels[i]}));
     }
     int height = (int)(y + (tall + 14) * ((panels.size() + columns - 1) / columns));
     return strprintf(
