@@ -183,7 +183,7 @@ TEST_CASE("snapshot: Python reads the pickle, and finds our log in it") {
     context.mode = EAGER;
     std::vector<MemoryEvent> log = log_of_step(CPU);
     size_t now = 0, events = 1;
-    REQUIRE(log.size() > 1000);
+    REQUIRE(log.size() > 500);  // more than a batch of events
     for (const MemoryEvent& e : log) {
         now += e.is_alloc ? e.bytes : -e.bytes;
         events += e.is_alloc ? 2 : 3;
