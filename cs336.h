@@ -185,7 +185,7 @@ std::string format_table(const Table& table, const std::string& format);  // md 
 void print(const Table& table, const std::string& format);                // to stdout
 void progress(const char* format, ...)
     __attribute__((format(printf, 1, 2)));  // one rewritten line on a terminal; nothing in a pipe
-void save_file(const std::string& path, const std::string& bytes);        // to a temporary name, then renamed
+void save_file(const std::string& path, const std::string& bytes);         // to a temporary name, then renamed
 void note(const char* format, ...) __attribute__((format(printf, 1, 2)));  // one line on stderr
 std::string run_ourselves(
     const std::vector<std::string>& arguments);  // a fresh process; its stdout; fails if it failed

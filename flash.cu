@@ -1526,9 +1526,7 @@ int cmd_flash_benchmarking(const Options& o) {
         }
     }
     print(table, o.format);
-    if (!o.plot.empty()) {
-        save_file(o.plot, draw("FlashAttention-2 against plain attention", table.caption, panels));
-    }
+    if (!o.plot.empty()) { save_file(o.plot, draw("FlashAttention-2 against plain attention", table.caption, panels)); }
     return 0;
 }
 

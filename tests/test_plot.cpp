@@ -3,17 +3,29 @@
 #include "test.h"
 
 #include <cstdio>
-#include <regex>
+#include <cstdlib>
 
 #include <unistd.h>
 
-static std::vector<std::vector<double>> numbers_of(const std::string& svg, const std::string& pattern) {
+// The numbers at the # of each place in the text that looks like the pattern.
+static std::vector<std::vector<double>> numbers_of(const std::string& text, const std::string& pattern) {
+    std::vector<std::string> parts;  // what stands between the numbers
+    for (size_t start = 0, end; start <= pattern.size(); start = end + 1) {
+        end = std::min(pattern.find('#', start), pattern.size());
+        parts.push_back(pattern.substr(start, end - start));
+    }
     std::vector<std::vector<double>> all;
-    std::regex expression(pattern);
-    for (std::sregex_iterator it(svg.begin(), svg.end(), expression), end; it != end; ++it) {
-        std::vector<double> groups;
-        for (size_t i = 1; i < it->size(); i++) { groups.push_back(std::stod((*it)[i])); }
-        all.push_back(groups);
+    for (size_t at = text.find(parts[0]); at != std::string::npos; at = text.find(parts[0], at + 1)) {
+        std::vector<double> numbers;
+        const char* p = text.c_str() + at + parts[0].size();
+        for (size_t i = 1; i < parts.size(); i++) {
+            char* end = nullptr;
+            double number = strtod(p, &end);
+            if (end == p || parts[i].compare(0, parts[i].size(), end, strnlen(end, parts[i].size())) != 0) { break; }
+            numbers.push_back(number);
+            p = end + parts[i].size();
+        }
+        if (numbers.size() + 1 == parts.size()) { all.push_back(numbers); }
     }
     return all;
 }
@@ -22,7 +34,7 @@ static std::vector<std::vector<double>> numbers_of(const std::string& svg, const
 struct PixelScale {
     double pixel0, per_pixel, value0;
     explicit PixelScale(const std::string& svg) {
-        auto ticks = numbers_of(svg, "y=\"([0-9.]+)\" text-anchor=\"end\" class=\"ytick\">([0-9.]+)<");
+        auto ticks = numbers_of(svg, "y=\"#\" text-anchor=\"end\" class=\"ytick\">#<");
         REQUIRE(ticks.size() >= 3);
         pixel0 = ticks[0][0], value0 = ticks[0][1];
         per_pixel = (ticks.back()[1] - value0) / (ticks.back()[0] - pixel0);
@@ -60,13 +72,14 @@ TEST_CASE("plot: areas are stacked, and lie where the axis says") {
     std::string svg = draw("t", "", {two_layers()});
     PixelScale value(svg);
     // One path a layer, the whole stack first; each starts at the bottom left, and goes to its first level.
-    std::regex path("<path class=\"f([01])\" d=\"M[0-9]+ ([0-9.]+)([HV0-9.]+)Z\"");
     std::map<int, std::vector<double>> levels;
-    for (std::sregex_iterator it(svg.begin(), svg.end(), path), end; it != end; ++it) {
-        CHECK(value(std::stod((*it)[2])) == doctest::Approx(0).epsilon(0.02));
-        for (const auto& level : numbers_of((*it)[3], "V([0-9.]+)")) {
-            levels[std::stoi((*it)[1])].push_back(value(level[0]));
-        }
+    for (int k : {0, 1}) {
+        std::string start = strprintf("<path class=\"f%d\" d=\"M", k);
+        size_t at = svg.find(start);
+        REQUIRE(at != std::string::npos);
+        std::string path = svg.substr(at, svg.find('>', at) - at);
+        CHECK(std::fabs(value(numbers_of(path, "M# #").at(0)[1])) < 0.02);
+        for (const auto& level : numbers_of(path, "V#")) { levels[k].push_back(value(level[0])); }
     }
     std::map<int, std::vector<double>> want = {
         {0, {1, 3, 2, 0}}, {1, {1, 4, 6, 0}}};  // 0: back to the bottom; the last point has no width
@@ -86,7 +99,7 @@ TEST_CASE("plot: thinning out keeps the one highest point among 100,000") {
     CHECK(svg.size() < 50000);
     PixelScale value(svg);
     double highest = 0;
-    for (const auto& level : numbers_of(svg, "V([0-9.]+)")) { highest = std::max(highest, value(level[0])); }
+    for (const auto& level : numbers_of(svg, "V#")) { highest = std::max(highest, value(level[0])); }
     CHECK(std::fabs(highest - 100) < 0.3);
 }
 
@@ -94,13 +107,12 @@ TEST_CASE("plot: bars are stacked, missing parts say OOM, shares add up to 100")
     Chart bars{Chart::BARS, "", "", "ms", {}, {"x", "y"}, {{"a", {10, 20}}, {"b", {30, NAN}}}};
     std::string svg = draw("t", "", {bars});
     PixelScale value(svg);
-    auto rects = numbers_of(
-        svg, "<rect x=\"([0-9.]+)\" y=\"([0-9.]+)\" width=\"[0-9.]+\" height=\"([0-9.]+)\" class=\"f[01]\"/>\n");
+    auto rects = numbers_of(svg, "<rect x=\"#\" y=\"#\" width=\"#\" height=\"#\" class=\"f#\"/>\n");
     REQUIRE(rects.size() == 3);
     double want[3][2] = {{10, 0}, {40, 10}, {20, 0}};  // top and bottom
     for (int i = 0; i < 3; i++) {
         CHECK(std::fabs(value(rects[i][1]) - want[i][0]) < 0.1);
-        CHECK(std::fabs(value(rects[i][1] + rects[i][2]) - want[i][1]) < 0.1);
+        CHECK(std::fabs(value(rects[i][1] + rects[i][3]) - want[i][1]) < 0.1);
     }
     CHECK(rects[1][0] == rects[0][0]);
     CHECK(svg.find(">OOM<") != std::string::npos);
@@ -114,7 +126,7 @@ TEST_CASE("plot: bars are stacked, missing parts say OOM, shares add up to 100")
 TEST_CASE("plot: on logarithmic axes a power is a straight line") {
     Chart chart{Chart::LINES, "", "S", "ms", {128, 256, 512, 1024}, {}, {{"s", {1, 4, 16, 64}}}};
     chart.log_axes = true;
-    auto dots = numbers_of(draw("t", "", {chart}), "cx=\"([0-9.]+)\" cy=\"([0-9.]+)\"");
+    auto dots = numbers_of(draw("t", "", {chart}), "cx=\"#\" cy=\"#\"");
     REQUIRE(dots.size() == 4);
     for (int i = 1; i < 3; i++) {
         for (int j : {0, 1}) { CHECK(std::fabs(dots[i + 1][j] - 2 * dots[i][j] + dots[i - 1][j]) < 0.3); }
