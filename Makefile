@@ -4,7 +4,7 @@
 # as C++ into build/cpu. ./cs336 is of the flavour made last. Variables: NVCC=path, ARCH="-gencode ...", INSTALL=0
 # (install nothing), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1 (both sanitizers).
 
-SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu model.cu train.cu plot.cu memory.cu main.cu)
+SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu model.cu train.cu plot.cu profile.cu memory.cu main.cu)
 TESTS := $(wildcard tests/*.cpp)
 
 ifeq ($(origin NVCC),undefined)
@@ -28,6 +28,7 @@ ifeq ($(FLAVOUR),cuda)
 # g++ rewritten text with parentheses of its own; the CPU flavour still warns about ours.
 ARCH ?= -gencode arch=compute_80,code=[sm_80,compute_80] -gencode arch=compute_90,code=sm_90
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
+CUPTI_INCLUDE := $(wildcard $(CUDA_HOME)/extras/CUPTI/include)
 CUDA_LIBS := $(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib $(CUDA_HOME)/extras/CUPTI/lib64)
 COMPILE_CU = $(NVCC) -x cu -std=c++17 -O2 -g -lineinfo --threads 2 $(ARCH) -ccbin $(CXX) \
 	-Xcompiler -fopenmp,-Wall,-Wextra,-Wno-parentheses $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror -Xptxas -v)
@@ -54,6 +55,10 @@ ifneq ($(filter-out clean help format,$(or $(MAKECMDGOALS),all)),)
 endif
 DEFINES = $(if $(HAVE_OPENBLAS),-DHAVE_OPENBLAS)
 LIBS += $(if $(HAVE_OPENBLAS),-lopenblas)
+ifeq ($(FLAVOUR),cuda)
+DEFINES += $(if $(HAVE_CUPTI),-DHAVE_CUPTI $(CUPTI_INCLUDE:%=-I%))
+LIBS += $(if $(HAVE_CUPTI),-lcupti)
+endif
 
 OBJECTS := $(SOURCES:%.cu=$(BUILD)/%.o)
 TEST_OBJECTS := $(TESTS:%.cpp=$(BUILD)/%.o)
@@ -83,7 +88,7 @@ $(BUILD)/commit: FORCE | $(BUILD)/config.mk
 # What is there? Each probe compiles and links a line: a header without its library, or the reverse, does not count.
 $(BUILD)/config.mk:
 	@mkdir -p $(BUILD)/tests; probe() { printf '#include <%s>\nint main() { %s; }\n' "$$2" "$$3" | \
-	    $(CXX) -std=c++17 $(CUDA_HOME:%=-I%/include) -x c++ - -o $(BUILD)/probe $(CUDA_LIBS:%=-L%) $$4 2>/dev/null && \
+	    $(CXX) -std=c++17 $(CUDA_HOME:%=-I%/include) $(CUPTI_INCLUDE:%=-I%) -x c++ - -o $(BUILD)/probe $(CUDA_LIBS:%=-L%) $$4 2>/dev/null && \
 	    echo "HAVE_$$1 := yes" || echo "HAVE_$$1 :="; }; \
 	{ probe CLI11 CLI/Version.hpp 'return CLI11_VERSION_MAJOR'; \
 	  probe JSON nlohmann/json_fwd.hpp 'nlohmann::json* j; (void)j'; \
