@@ -298,14 +298,14 @@ static int64_t epoch_ns() {
 }
 static int in_this_trace(int range) { return range >= first_range ? range - first_range : -1; }
 
-// Appends unless the list is full. The caller holds trace_mutex.
+// Appends unless the list is full.
 template <class T>
-static bool keep(std::vector<T>& list, const T& entry) {
+static bool keep(std::vector<T>& list, const T& entry, size_t& left_out) {
     bool room = list.size() < TRACE_LIMIT;
     if (room) {
         list.push_back(entry);
     } else {
-        trace.left_out++;
+        left_out++;
     }
     return room;
 }
@@ -321,9 +321,14 @@ using KernelActivity = CUpti_ActivityKernel9;
 static const CUpti_ActivityKind traced_activities[] = {
     CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION, CUPTI_ACTIVITY_KIND_RUNTIME, CUPTI_ACTIVITY_KIND_DRIVER,
     CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,    CUPTI_ACTIVITY_KIND_MEMCPY,  CUPTI_ACTIVITY_KIND_MEMSET};
-static std::unordered_map<uint32_t, int> range_of_call;
 static std::atomic<bool> cupti_runs{false};
-static std::string cupti_error;  // the first, from where nothing may be thrown
+// What CUPTI's thread found. It has a mutex of its own: going through a buffer takes milliseconds, in which ranges must
+// not have to wait.
+static std::mutex cupti_mutex;
+static std::vector<TracedWork> cupti_work;
+static std::unordered_map<uint32_t, int> range_of_call;
+static size_t cupti_dropped, cupti_left_out;
+static std::string cupti_error;  // the last, from where nothing may be thrown
 
 static std::string cupti_text(CUptiResult result, const char* call) {
     const char* text = nullptr;
@@ -387,9 +392,9 @@ static void take_record(const CUpti_Activity* record) {
         return;
     }
     if (w.end <= w.start) {
-        trace.dropped++;  // no room on the device for its times
+        cupti_dropped++;  // no room on the device for its times
     } else {
-        keep(trace.work, w);
+        keep(cupti_work, w, cupti_left_out);
     }
 }
 
@@ -399,7 +404,7 @@ static void CUPTIAPI give_buffer(uint8_t** buffer, size_t* size, size_t* max_rec
     *buffer = (uint8_t*)aligned_alloc(8, *size);
 }
 static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* buffer, size_t, size_t bytes) {
-    std::lock_guard<std::mutex> lock(trace_mutex);
+    std::lock_guard<std::mutex> lock(cupti_mutex);
     CUpti_Activity* record = nullptr;
     CUptiResult result = CUPTI_ERROR_MAX_LIMIT_REACHED;  // what the end of a buffer is called
     while (bytes > 0 && (result = cuptiActivityGetNextRecord(buffer, bytes, &record)) == CUPTI_SUCCESS) {
@@ -409,7 +414,7 @@ static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* bu
     size_t dropped = 0;
     result = cuptiActivityGetNumDroppedRecords(cuda, stream_id, &dropped);
     if (result != CUPTI_SUCCESS) { cupti_error = cupti_text(result, "cuptiActivityGetNumDroppedRecords"); }
-    trace.dropped += dropped;
+    cupti_dropped += dropped;
     free(buffer);
 }
 
@@ -422,7 +427,9 @@ static std::string start_cupti() {
         if (getenv(name)) { return strprintf("another profiler is attached (%s is set)", name); }
     }
     cupti_error.clear();
+    cupti_work.clear();
     range_of_call.clear();
+    cupti_dropped = cupti_left_out = 0;
     CUptiResult result = cuptiActivityRegisterCallbacks(give_buffer, take_buffer);
     if (result != CUPTI_SUCCESS) { return cupti_text(result, "cuptiActivityRegisterCallbacks"); }
     for (CUpti_ActivityKind kind : traced_activities) {
@@ -446,21 +453,23 @@ static void stop_cupti() {
     uint64_t cupti_now = 0;
     CUPTI_CHECK(cuptiGetTimestamp(&cupti_now));
     int64_t behind = epoch_ns() - (int64_t)cupti_now;
-    std::lock_guard<std::mutex> lock(trace_mutex);
+    std::lock_guard<std::mutex> lock(cupti_mutex);
     if (!cupti_error.empty()) { fail("%s", cupti_error.c_str()); }
-    for (TracedWork& w : trace.work) {
+    for (TracedWork& w : cupti_work) {
         auto call = range_of_call.find(w.correlation);
         if (call != range_of_call.end()) { w.range = in_this_trace(call->second); }
         w.start += behind, w.end += behind;
     }
-    std::sort(trace.work.begin(), trace.work.end(),
+    std::sort(cupti_work.begin(), cupti_work.end(),
               [](const TracedWork& a, const TracedWork& b) { return a.start < b.start; });
+    trace.work = std::move(cupti_work);
+    trace.dropped = cupti_dropped;
+    trace.left_out += cupti_left_out;
 }
-// Ranges call these, whose destructor must not throw: an error waits for stop_tracing(). Not under trace_mutex: CUPTI
-// may hold a lock of its own while take_buffer waits for ours.
+// Ranges call these, whose destructor must not throw: an error waits for stop_tracing().
 static void note_error(CUptiResult result, const char* call) {
     if (result == CUPTI_SUCCESS) { return; }
-    std::lock_guard<std::mutex> lock(trace_mutex);
+    std::lock_guard<std::mutex> lock(cupti_mutex);
     cupti_error = cupti_text(result, call);
 }
 static void push_call_range(int range) {
@@ -490,7 +499,7 @@ static int begin_traced(const char* name, int recorded_in) {
     {
         std::lock_guard<std::mutex> lock(trace_mutex);
         TracedRange r{name, in_this_trace(innermost_traced), in_this_trace(recorded_in), thread, epoch_ns(), 0};
-        if (!tracing || !keep(trace.ranges, r)) { return -1; }
+        if (!tracing || !keep(trace.ranges, r, trace.left_out)) { return -1; }
         innermost_traced = first_range + (int)trace.ranges.size() - 1;
     }
     push_call_range(innermost_traced);
@@ -506,7 +515,7 @@ static void end_traced(int range) {
 }
 static void trace_memory(size_t bytes) {
     std::lock_guard<std::mutex> lock(trace_mutex);
-    if (tracing) { keep(trace.memory, {epoch_ns(), bytes}); }
+    if (tracing) { keep(trace.memory, {epoch_ns(), bytes}, trace.left_out); }
 }
 
 void start_tracing() {

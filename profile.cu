@@ -140,6 +140,7 @@ std::vector<TracedWork> work_of_ranges(const Trace& trace) {
 
 struct NamedWork {
     std::string kernel, path;
+    KernelClass is;
     double ns;
 };
 static std::vector<NamedWork> named_work(const Trace& trace, const std::vector<std::string>& ranges) {
@@ -148,7 +149,11 @@ static std::vector<NamedWork> named_work(const Trace& trace, const std::vector<s
     for (const TracedWork& w : trace.work) {
         const std::string path = w.range < 0 ? "" : paths[w.range];
         bool wanted = std::any_of(ranges.begin(), ranges.end(), [&](auto& range) { return is_in(path, range); });
-        if (wanted) { found.push_back({short_kernel_name(w.name), path, (double)(w.end - w.start)}); }
+        if (!wanted) { continue; }
+        std::string name = short_kernel_name(w.name);
+        KernelClass is = kernel_class(name);
+        if (passes(path, "matmul")) { is.name = "matmul"; }  // cuBLAS clears or copies something first, here and there
+        found.push_back({name, path, is, (double)(w.end - w.start)});
     }
     return found;
 }
@@ -160,7 +165,7 @@ static double sum_of(const std::vector<NamedWork>& work, const std::function<boo
 static double sum_of(const std::vector<NamedWork>& work) {
     return sum_of(work, [](const NamedWork&) { return true; });
 }
-static bool is_class(const NamedWork& w, const std::string& name) { return kernel_class(w.kernel).name == name; }
+static bool is_class(const NamedWork& w, const std::string& name) { return w.is.name == name; }
 
 // By the text that `key` gives each, by total time, the largest first.
 static std::vector<KernelSummary> group(const std::vector<NamedWork>& work,
@@ -537,9 +542,7 @@ static std::vector<std::string> classes_of(const std::vector<ModelProfile>& mode
         }
     }
     std::vector<std::string> names;
-    for (const KernelSummary& k : group(all, [](const NamedWork& w) { return kernel_class(w.kernel).name; })) {
-        names.push_back(k.name);
-    }
+    for (const KernelSummary& k : group(all, [](const NamedWork& w) { return w.is.name; })) { names.push_back(k.name); }
     return names;
 }
 static Table share_table(const std::vector<ModelProfile>& models, const ProfilePlan& p) {
@@ -557,8 +560,7 @@ static Table share_table(const std::vector<ModelProfile>& models, const ProfileP
                 add_row(table, cells, {oom_cell(m.phase[part.phase])});
                 continue;
             }
-            double all = sum_of(work),
-                   cores = sum_of(work, [](const NamedWork&w) { return kernel_class(w.kernel).tensor_cores; });
+            double all = sum_of(work), cores = sum_of(work, [](const NamedWork&w) { return w.is.tensor_cores; });
             std::vector<std::string> more = {ms_of_ns(all / p.passes()), percent(cores, all)};
             for (const std::string& name : classes) {
                 more.push_back(percent(sum_of(work, [&](const NamedWork& w) { return is_class(w, name); }), all));
@@ -611,8 +613,8 @@ static void add_bars(const std::vector<ModelProfile>& models, const std::string&
             std::vector<NamedWork> work = named_work(m.phase[part.phase].trace, part.ranges);
             if (work.empty()) { continue; }
             bars.push_back(strprintf("%s %d %s%s", m.config.name.c_str(), m.T, part.name, setting.c_str()));
-            for (const NamedWork& w : work) { classes[kernel_class(w.kernel).name].resize(bars.size()); }
-            for (const NamedWork& w : work) { classes[kernel_class(w.kernel).name].back() += w.ns; }
+            for (const NamedWork& w : work) { classes[w.is.name].resize(bars.size()); }
+            for (const NamedWork& w : work) { classes[w.is.name].back() += w.ns; }
         }
     }
 }
