@@ -1,5 +1,5 @@
 // cs336.h: the map. Every type and function that crosses a file, in the order in which the files build on each other:
-//   measure.cu      errors, devices, memory, timing, tables: the instruments
+//   measure.cu      errors, devices, memory, tracing, timing, tables: the instruments
 //   tensor.cu       tensors, autograd's tape, one kernel per operation: what "PyTorch eager" does
 //   safetensors.cu  tensors in files
 //   precision.cu    section 1.1.5: rounding, autocast's dtype rules, loss scaling; `info`

@@ -453,6 +453,7 @@ static int run_command(const Command& command, int argc, char** argv) {
     }
     context.deterministic = o.deterministic;
     if (o.trace.empty() || command.run == cmd_nsys_profile) { return command.run(o); }  // that one traces by itself
+    note("--trace: the times in the tables include what tracing costs");
     start_tracing();
     int exit_code = command.run(o);
     Trace trace = stop_tracing();

@@ -683,6 +683,9 @@ int cmd_nsys_profile(const Options& o) {
         }
     }
     if (!o.trace.empty()) { write_trace(o.trace, traces, profile_caption(p, "trace")); }
+    if (!o.plot.empty() && bars.empty()) {
+        fail("--plot %s: nothing ran, so there is nothing to draw", o.plot.c_str());
+    }
     if (!o.plot.empty()) { plot_shares(o.plot, bars, bar_classes, profile_caption(p, "shares")); }
     return 0;
 }

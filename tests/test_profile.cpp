@@ -90,14 +90,15 @@ TEST_CASE("profile: backward's work stands where the forward recorded it") {
         {
             Range forward("forward");
             Range layer("layer");
+            Range attention("attention");
             y = matmul(x, x);
         }
         Range back("backward");
         backward_from(y, y);
     }
     Trace trace = stop_tracing();
-    CHECK(index_of(trace, "step/forward/layer/matmul") >= 0);
-    CHECK(index_of(trace, "step/backward/layer/matmul") >= 0);
+    CHECK(index_of(trace, "step/forward/layer/attention/matmul") >= 0);
+    CHECK(index_of(trace, "step/backward/layer/attention/matmul") >= 0);
     CHECK(!trace.memory.empty());
     CHECK(trace.memory.back().bytes == memory_use(CPU).now);
     CHECK(trace.work.empty());
@@ -355,6 +356,11 @@ TEST_CASE("profile: nsys_profile on a tiny model") {
     CHECK(r.exit_code == 1);
     CHECK(contains(r.err, "--range forward/nonsense: nothing ran there; there are forward, forward/embedding"));
     CHECK(run_cs336({"nsys_profile", "--warmup", "1,2", "--device", "cpu"}).exit_code == 2);
+
+    r = run_cs336({"nsys_profile", "--device", "cpu", "--d_model", "65536", "--d_ff", "262144", "--num_layers", "100",
+                   "--num_heads", "64", "--context_length", "8"});
+    CHECK(r.exit_code == 0);
+    CHECK(contains(r.out, "| OOM ("));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
