@@ -239,7 +239,8 @@ void write_trace(const std::string& path, const std::vector<Trace>& traces, cons
         for (size_t i = 0; i < trace.ranges.size(); i++) {
             const TracedRange& r = trace.ranges[i];
             int tid = threads.emplace(r.thread, (int)threads.size() + 1).first->second;
-            events.push_back({r.start, slice("range", r.name, rank, tid, r.start - midnight, r.end - r.start) +
+            events.push_back({r.start, slice("range", *r.name ? r.name : "(unnamed)", rank, tid, r.start - midnight,
+                                             r.end - r.start) +
                                            ",\"args\":{\"path\":" + quote_json(paths[i]) + "}}"});
         }
         for (const TracedWork& w : trace.work) {
