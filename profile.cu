@@ -321,13 +321,13 @@ struct ProfilePlan {
     std::vector<ModelConfig> configs;
     std::vector<int> lengths;
     int B, warmup, steps;
-    std::string scaled_down;
+    std::string scaled_down, setting;         // setting: precision and mode
     int passes() const { return steps + 1; }  // in a trace: one more, first, is not timed
 };
 static ProfilePlan profile_plan(const Options& o) {
     if (o.warmup.size() > 1) { usage_error("--warmup: got %zu values, nsys_profile takes one", o.warmup.size()); }
     bool cpu = context.device == CPU, small = o.quick || cpu;
-    ProfilePlan p{configs_of(o, small ? "small" : ""), o.context_lengths, o.batch_size, 2, 5, ""};
+    ProfilePlan p{configs_of(o, small ? "small" : ""), o.context_lengths, o.batch_size, 2, 5, "", ""};
     std::vector<std::string> smaller;
     if (small && o.size.empty() && p.configs[0].name != "custom") {
         smaller.push_back("size small instead of all five");
@@ -347,10 +347,9 @@ static ProfilePlan profile_plan(const Options& o) {
     return p;
 }
 static std::string profile_caption(const ProfilePlan& p, const std::string& what) {
-    std::string text =
-        strprintf("nsys_profile %s; precision %s, mode %s; batch %d, vocabulary %d, %d warmup, %d step; %s; commit %s",
-                  what.c_str(), name_of(context.precision), name_of(context.mode), p.B, p.configs[0].vocab_size,
-                  p.warmup, p.steps, device_description().c_str(), commit().c_str());
+    std::string text = strprintf("nsys_profile %s; %s; batch %d, vocabulary %d, %d warmup, %d step; %s; commit %s",
+                                 what.c_str(), p.setting.c_str(), p.B, p.configs[0].vocab_size, p.warmup, p.steps,
+                                 device_description().c_str(), commit().c_str());
     if (context.device == CPU) { text += "; no kernels on a CPU: ranges of operations, timed by the clock"; }
     return p.scaled_down.empty() ? text : text + "; scaled down: " + p.scaled_down;
 }
@@ -607,13 +606,17 @@ static Table softmax_table(const std::vector<ModelProfile>& models, const Profil
     return table;
 }
 
-static void add_bars(const std::vector<ModelProfile>& models, const std::string& setting,
+// A bar's label names what differs from bar to bar.
+static void add_bars(const std::vector<ModelProfile>& models, const ProfilePlan& p, const std::string& setting,
                      std::vector<std::string>& bars, std::map<std::string, std::vector<double>>& classes) {
     for (const ModelProfile& m : models) {
         for (const Part& part : parts) {
             std::vector<NamedWork> work = named_work(m.phase[part.phase].trace, part.ranges);
             if (work.empty()) { continue; }
-            bars.push_back(strprintf("%s %d %s%s", m.config.name.c_str(), m.T, part.name, setting.c_str()));
+            std::string label = setting.empty() ? "" : setting + " ";
+            if (p.configs.size() > 1) { label += m.config.name + " "; }
+            if (p.lengths.size() > 1) { label += std::to_string(m.T) + " "; }
+            bars.push_back(label + (part.ranges.size() > 1 ? "fw+bw" : part.name));
             for (const NamedWork& w : work) { classes[w.is.name].resize(bars.size()); }
             for (const NamedWork& w : work) { classes[w.is.name].back() += w.ns; }
         }
@@ -646,9 +649,15 @@ int cmd_nsys_profile(const Options& o) {
     std::vector<Trace> traces;
     std::vector<std::string> bars;
     std::map<std::string, std::vector<double>> bar_classes;
-    for (const std::string& precision : o.precision.empty() ? std::vector<std::string>{"fp32"} : o.precision) {
-        for (const std::string& mode : o.mode.empty() ? std::vector<std::string>{"eager"} : o.mode) {
+    std::vector<std::string> precisions = o.precision.empty() ? std::vector<std::string>{"fp32"} : o.precision;
+    std::vector<std::string> modes = o.mode.empty() ? std::vector<std::string>{"eager"} : o.mode;
+    bool several = precisions.size() * modes.size() > 1;
+    std::string settings;
+    for (const std::string& precision : precisions) {
+        for (const std::string& mode : modes) {
             context.precision = precision_from(precision), context.mode = mode_from(mode);
+            p.setting = strprintf("precision %s, mode %s", precision.c_str(), mode.c_str());
+            settings += (settings.empty() ? "" : ", ") + precision + " " + mode;
             std::vector<ModelProfile> models;
             for (const ModelConfig& c : p.configs) {
                 for (int T : p.lengths) { models.push_back(profile_model(c, T, p, o.seed)); }
@@ -673,7 +682,7 @@ int cmd_nsys_profile(const Options& o) {
             print(top_kernel_table(models, p), o.format);
             print(share_table(models, p), o.format);
             print(softmax_table(models, p), o.format);
-            add_bars(models, strprintf(" %s %s", precision.c_str(), mode.c_str()), bars, bar_classes);
+            add_bars(models, p, several ? precision + " " + mode : "", bars, bar_classes);
             for (ModelProfile& m : models) {
                 for (Phase phase : {FORWARD, STEP}) {
                     if (o.trace.empty() || !m.phase[phase].ran) { continue; }
@@ -683,10 +692,15 @@ int cmd_nsys_profile(const Options& o) {
             }
         }
     }
-    if (!o.trace.empty()) { write_trace(o.trace, traces, profile_caption(p, "trace")); }
+    if (several) { p.setting = settings; }
+    std::string sizes, lengths;
+    for (const ModelConfig& c : p.configs) { sizes += (sizes.empty() ? "" : ", ") + c.name; }
+    for (int T : p.lengths) { lengths += (lengths.empty() ? "" : ", ") + std::to_string(T); }
+    std::string what = "of size " + sizes + ", context length " + lengths;
+    if (!o.trace.empty()) { write_trace(o.trace, traces, profile_caption(p, what)); }
     if (!o.plot.empty() && bars.empty()) {
         fail("--plot %s: nothing ran, so there is nothing to draw", o.plot.c_str());
     }
-    if (!o.plot.empty()) { plot_shares(o.plot, bars, bar_classes, profile_caption(p, "shares")); }
+    if (!o.plot.empty()) { plot_shares(o.plot, bars, bar_classes, profile_caption(p, what)); }
     return 0;
 }
