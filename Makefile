@@ -4,7 +4,7 @@
 # as C++ into build/cpu. ./cs336 is of the flavour made last. Variables: NVCC=path, ARCH="-gencode ...", INSTALL=0
 # (install nothing), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1 (both sanitizers).
 
-SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu model.cu train.cu main.cu)
+SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu model.cu train.cu ranks.cu ddp.cu main.cu)
 TESTS := $(wildcard tests/*.cpp)
 
 ifeq ($(origin NVCC),undefined)
@@ -32,7 +32,7 @@ CUDA_LIBS := $(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib $(CUDA_HOME)/extras/
 COMPILE_CU = $(NVCC) -x cu -std=c++17 -O2 -g -lineinfo --threads 2 $(ARCH) -ccbin $(CXX) \
 	-Xcompiler -fopenmp,-Wall,-Wextra,-Wno-parentheses $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror -Xptxas -v)
 LINK = $(NVCC) $(ARCH) -ccbin $(CXX) -Xcompiler -fopenmp
-LIBS = $(foreach lib,$(CUDA_LIBS),-L$(lib) -Xlinker -rpath -Xlinker $(lib)) -lcublas -lcublasLt -ldl
+LIBS = $(foreach lib,$(CUDA_LIBS),-L$(lib) -Xlinker -rpath -Xlinker $(lib)) -lcublas -lcublasLt $(HAVE_NCCL:yes=-lnccl) -ldl
 else
 COMPILE_CU = $(CXX) -x c++ $(CXXFLAGS)
 LINK = $(CXX) $(CXXFLAGS)
@@ -51,7 +51,8 @@ ifneq ($(filter-out clean help format,$(or $(MAKECMDGOALS),all)),)
 -include $(BUILD)/config.mk
 endif
 DEFINES = $(if $(HAVE_OPENBLAS),-DHAVE_OPENBLAS)
-LIBS += $(if $(HAVE_OPENBLAS),-lopenblas)
+$(BUILD)/ranks.o: DEFINES += $(if $(HAVE_GLOO),-DHAVE_GLOO) $(if $(HAVE_NCCL),-DHAVE_NCCL)
+LIBS += $(if $(HAVE_OPENBLAS),-lopenblas) $(if $(HAVE_GLOO),-lgloo -lpthread)
 
 OBJECTS := $(SOURCES:%.cu=$(BUILD)/%.o)
 TEST_OBJECTS := $(TESTS:%.cpp=$(BUILD)/%.o)

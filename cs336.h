@@ -8,6 +8,8 @@
 //   flash_mma.cu    its tensor-core kernels
 //   model.cu        the Transformer LM, AdamW, section 1.1's experiments
 //   train.cu        `train` on a text, `model` on your weights
+//   ranks.cu        section 2.1: several processes, their store, NCCL and Gloo
+//   ddp.cu          sections 2.2 to 3: data parallel training, the sharded optimizer
 // Each .cu is compiled by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
 //
 // Letters, here and in every file:
@@ -86,8 +88,8 @@ struct Context {
 extern Context context;
 
 int cuda_devices();  // 0 without a GPU, without a driver, or in a CPU build
-Device choose_device(
-    const std::string& want);       // auto|cpu|cuda; prints on stderr which one auto took; fails if there is none
+// auto|cpu|cuda; prints on stderr which one auto took; fails if there is none. gpu: which one, of several.
+Device choose_device(const std::string& want, int gpu = 0);
 void synchronize();                 // wait for context.device
 std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2 threads, OpenBLAS ..."
 size_t available_memory(Device d);  // bytes that could be allocated now
@@ -587,6 +589,50 @@ float loss_scale_of(const LossScaler& scaler);                 // 1 unless the p
 Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
 
 // ---------------------------------------------------------------------------------------------------------------------
+// ranks.cu: one process a rank. A rank that fails, dies or stalls ends the others within the timeout, with one line.
+
+struct Links;  // connections and threads
+struct Communicator {
+    int rank = 0, world = 1, local_rank = 0, local_world = 1;  // local: on this machine
+    std::string backend;                                       // nccl or gloo
+    std::shared_ptr<Links> links;
+};
+bool is_rank();  // the environment says so: that of `--nproc`, torchrun, mpirun or srun
+// Starts n copies of this program with these arguments, waits for all; the exit code of the first that failed, or 0.
+int launch_ranks(int n, const std::vector<std::string>& arguments);
+// In a process that is no rank: starts o.nproc (default 2) ranks with the same command line. In a rank: sets
+// context.device, connects it with the others, and calls f. Returns the exit code.
+int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f);
+std::string why_not(const std::string& backend, Device device, int ranks);  // "" where that works on this machine
+
+struct Mark {  // a moment: on the GPU an event in its stream, else (and for Gloo) the clock's
+    double ms = 0;
+    std::shared_ptr<void> event;
+};
+Mark mark();                                      // of the compute stream
+double ms_of(const Mark& m, const Mark& origin);  // after synchronize()
+struct Work {                                     // a collective under way; the same on all ranks, in the same order
+    const char* what;
+    uint32_t number;
+    size_t bytes;  // of the whole tensor
+    double started_ms;
+    Mark begin, end;  // when it ran: valid after wait() and synchronize()
+    bool finished = false;
+    std::string error;  // Gloo's
+};
+using WorkPtr = std::shared_ptr<Work>;
+enum Reduction { SUM, AVERAGE };
+// All in place, fp32 or bf16 (broadcast and all-gather: any), row-major. They start when what is queued on the compute
+// stream is done, and run beside what follows. bounds: rank r owns elements [bounds[r], bounds[r + 1]) of t.
+WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction);
+WorkPtr broadcast(const Communicator& c, const Tensor& t, int root);
+WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, Reduction reduction);
+WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds);
+void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute stream waits, the host does not
+void barrier(const Communicator& c);                    // the host waits, also for its device
+// Every rank's text, through the store; also a barrier, with no deadline while all live.
+std::vector<std::string> gather_text(const Communicator& c, const std::string& text);
+// ---------------------------------------------------------------------------------------------------------------------
 // The command line. Options mean the same for every command; main.cu says which command takes which.
 
 struct Options {
@@ -605,6 +651,10 @@ struct Options {
     double rope_theta = 10000, lr = 1e-3, min_lr = 1e-4, weight_decay = 0.01, max_grad_norm = 1.0, val_fraction = 0.1,
            temperature = 0.8;
     int warmup_steps = 20, sample = 200, stop_at = 0, log_every = 1;
+    int nproc = 0;  // 0: the command's default
+    std::string backend = "auto";
+    double timeout = 60;                           // seconds
+    std::vector<double> sizes_mb, bucket_size_mb;  // empty: the handout's
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -624,3 +674,4 @@ int cmd_benchmarking_mixed_precision(const Options& o);
 int cmd_torch_compile(const Options& o);
 int cmd_model(const Options& o);  // train.cu
 int cmd_train(const Options& o);
+int cmd_distributed_communication_single_node(const Options& o);  // ranks.cu

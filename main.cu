@@ -29,6 +29,8 @@ static const std::string TIMED =
     "device sizes d_model d_ff num_layers num_heads vocab_size context_length batch_size warmups steps seed "
     "format quick ";
 
+static const std::string RANKS = "nproc backend timeout ";
+
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer", "model.cu",
      cmd_benchmarking_script, TIMED + "precisions=fp32 modes=flash table"},
@@ -53,7 +55,8 @@ static const Command COMMANDS[] = {
     {"flash_leaderboard", "1.3.3", 0, 1, "one long causal sequence, as fast as it goes", "flash.cu",
      cmd_flash_leaderboard,
      "device num_heads=16 head_size=64 context_length=16384 precision=bf16 deterministic format quick"},
-    {"distributed_communication_single_node", "2.1", 5, 2, "all-reduce: sizes, ranks, backends", "ddp.cu", nullptr, ""},
+    {"distributed_communication_single_node", "2.1", 5, 2, "all-reduce: sizes, ranks, backends", "ranks.cu",
+     cmd_distributed_communication_single_node, "device sizes_mb warmups steps " + RANKS + "format quick"},
     {"naive_ddp", "2.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", nullptr, ""},
     {"naive_ddp_benchmarking", "2.2", 3, 2, "what it costs", "ddp.cu", nullptr, ""},
     {"minimal_ddp_flat_benchmarking", "2.3.1", 2, 2, "one all-reduce for all gradients", "ddp.cu", nullptr, ""},
@@ -128,6 +131,22 @@ static Reader wholes(std::vector<int> Options::*field, int low, int high, const 
     };
     auto show = [=](const Options&) { return std::string(by_default); };
     return {strprintf("whole numbers from %d to %d, separated by commas", low, high), read, show};
+}
+
+static Reader numbers(std::vector<double> Options::*field, const char* by_default) {
+    auto read = [=](Options& o, const std::string& text) {
+        (o.*field).clear();
+        for (const std::string& item : split(text)) {
+            char* end = nullptr;
+            double value = strtod(item.c_str(), &end);
+            bool decimal = !item.empty() && item.find_first_not_of("0123456789.eE+-") == std::string::npos && *end == 0;
+            if (!decimal || !(value > 0) || !(value <= 1e5)) { return false; }
+            (o.*field).push_back(value);
+        }
+        return true;
+    };
+    auto show = [=](const Options&) { return std::string(by_default); };
+    return {"numbers greater than 0 and at most 1e5, separated by commas", read, show};
 }
 
 static Reader seed_number() {
@@ -249,6 +268,13 @@ static const std::vector<Option>& option_table() {
         {"out", "out", file(&Options::out), "safetensors to write"},
         {"inputs", "inputs", file(&Options::inputs), "safetensors: q, k, v and perhaps do, [B, H, S, D] or [B, S, D]"},
         {"impl", "impl", text(&Options::impl), "which row of the table of implementations"},
+        {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs"},
+        {"backend", "backend", name(&Options::backend, {"auto", "nccl", "gloo"}),
+         "of the collectives; auto takes nccl where every rank has a GPU"},
+        {"timeout", "timeout", number(&Options::timeout, false, 1e5), "seconds that a rank waits for the others"},
+        {"sizes_mb", "sizes_mb", numbers(&Options::sizes_mb, "1,10,100,1000"), "tensor sizes in MB (1e6 bytes)"},
+        {"bucket_size_mb", "bucket_size_mb", numbers(&Options::bucket_size_mb, "1,10,100,1000"),
+         "bucket sizes in MB (1e6 bytes)"},
         {"rope_theta", "rope_theta", number(&Options::rope_theta), "base of the rotary embedding"},
     };
     return table;

@@ -1,0 +1,1 @@
+#include "cs336.h"
