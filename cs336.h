@@ -574,10 +574,13 @@ struct AdamW {
 };
 double gradient_norm(const Model& model);  // over all gradients; inf or NaN if one of them is; waits for the device
 void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1);
+// The same for any row-major tensors of one size; t: the step, from 1.
+void adamw_update(const Tensor& p, const Tensor& g, const Tensor& m, const Tensor& v, const AdamW& a, int t);
 
 struct Batch {
     Tensor tokens, targets;  // I32 [B,T]
 };
+Batch random_batch(int B, int T, int V, uint64_t seed);
 // One training step in two parts. Leaves the gradients, multiplied by loss_scale, in the arena; returns the loss.
 // `between` is called when forward is done.
 Tensor forward_backward(
@@ -632,6 +635,65 @@ void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute str
 void barrier(const Communicator& c);                    // the host waits, also for its device
 // Every rank's text, through the store; also a barrier, with no deadline while all live.
 std::vector<std::string> gather_text(const Communicator& c, const std::string& text);
+// Times in ms of an all-reduce of n fp32 numbers, of every rank and step; *ok: the sums were right everywhere.
+std::vector<std::vector<double>> time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps, bool* ok);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// ddp.cu: data parallel training. Every rank has the same weights and its own part of the batch; gradients are
+// averaged.
+
+enum Strategy { NO_SYNC, NAIVE, FLAT, OVERLAPPED, BUCKETED };
+const char* name_of(Strategy s);
+struct Bucket {          // what goes as one all-reduce
+    int64_t begin, end;  // elements of the flat gradients
+    int parameters;      // in it
+    int missing;         // of these, the gradients that backward has not finished yet
+};
+struct DataParallel {
+    Communicator c;
+    Strategy strategy;
+    Tensor gradients;                   // flat, in backward order
+    std::vector<Parameter> parameters;  // those with gradients, by offset; a tied one stands here once
+    std::vector<Tensor> slots;          // their gradients call back
+    std::vector<Bucket> buckets;
+    std::vector<int> bucket_of;  // parameter -> bucket
+    std::vector<bool> is_ready;  // parameter
+    size_t next = 0;             // the bucket to go next: the order is the same on all ranks
+    std::vector<WorkPtr> works;  // of this step
+    ~DataParallel();
+};
+// Sends rank 0's weights to all, after checking that all ranks have the same parameters. bucket_mb: BUCKETED's cap, in
+// 1e6 bytes; a larger tensor has a bucket of its own.
+std::unique_ptr<DataParallel> data_parallel(const Communicator& c, Strategy strategy, double bucket_mb,
+                                            const Tensor& weights, const Tensor& gradients,
+                                            const std::vector<Parameter>& parameters, const std::vector<Tensor>& slots);
+void begin_step(DataParallel& d);                       // before each backward
+void finish_gradient_synchronization(DataParallel& d);  // after it: then the gradients are averages
+
+// The optimizer over flat weights, each element by itself, so that any range of elements can be a shard.
+enum Sharding {
+    UNSHARDED,  // every rank steps all weights
+    BROADCAST,  // the handout's: gradients are averaged before; each rank steps its shard, then sends it to all
+    ZERO1,      // reduce-scatter of the gradients, each rank steps its shard, all-gather of the weights
+};
+const char* name_of(Sharding s);
+struct ParameterGroup {
+    Tensor weights, gradients;  // flat
+    bool sgd = false;           // with momentum; else AdamW
+    AdamW adamw{};              // SGD takes lr and weight_decay from here
+    float momentum = 0.9f;
+    std::vector<int64_t> bounds{};  // of the shards
+    Tensor m{}, v{};                // of the own shard, allocated at its first step; v: AdamW only
+    int step = 0;
+};
+struct Optimizer {
+    Communicator c;
+    Sharding sharding;
+    std::vector<ParameterGroup> groups;
+};
+void add_parameter_group(Optimizer& optimizer, ParameterGroup group);  // also between steps
+void optimizer_step(Optimizer& optimizer);
+
 // ---------------------------------------------------------------------------------------------------------------------
 // The command line. Options mean the same for every command; main.cu says which command takes which.
 
@@ -655,6 +717,9 @@ struct Options {
     std::string backend = "auto";
     double timeout = 60;                           // seconds
     std::vector<double> sizes_mb, bucket_size_mb;  // empty: the handout's
+    // communication_accounting
+    double gpu_gb = 80, tpu_gb = 95, bandwidth_gb = 180, tflops = 460;  // bytes and FLOP by powers of ten, per second
+    int tokens = 2048, fsdp = 16, tp = 4, links_fsdp = 2, links_tp = 1;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -675,3 +740,13 @@ int cmd_torch_compile(const Options& o);
 int cmd_model(const Options& o);  // train.cu
 int cmd_train(const Options& o);
 int cmd_distributed_communication_single_node(const Options& o);  // ranks.cu
+int cmd_naive_ddp(const Options& o);                              // ddp.cu
+int cmd_ddp_overlap_individual_parameters(const Options& o);
+int cmd_ddp_overlap_bucketed(const Options& o);
+int cmd_naive_ddp_benchmarking(const Options& o);
+int cmd_minimal_ddp_flat_benchmarking(const Options& o);
+int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o);
+int cmd_ddp_bucketed_benchmarking(const Options& o);
+int cmd_communication_accounting(const Options& o);
+int cmd_optimizer_state_sharding(const Options& o);
+int cmd_optimizer_state_sharding_accounting(const Options& o);

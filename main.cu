@@ -30,6 +30,10 @@ static const std::string TIMED =
     "format quick ";
 
 static const std::string RANKS = "nproc backend timeout ";
+static const std::string DDP_TIMED =
+    "device size=xl d_model d_ff num_layers num_heads vocab_size context_length=512 batch_size=2 warmups steps "
+    "precision=fp32 mode=flash seed " +
+    RANKS + "format quick ";
 
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer", "model.cu",
@@ -55,18 +59,24 @@ static const Command COMMANDS[] = {
     {"flash_leaderboard", "1.3.3", 0, 1, "one long causal sequence, as fast as it goes", "flash.cu",
      cmd_flash_leaderboard,
      "device num_heads=16 head_size=64 context_length=16384 precision=bf16 deterministic format quick"},
-    {"distributed_communication_single_node", "2.1", 5, 2, "all-reduce: sizes, ranks, backends", "ranks.cu",
+    {"distributed_communication_single_node", "2.1", 5, 1, "all-reduce: sizes, ranks, backends", "ranks.cu",
      cmd_distributed_communication_single_node, "device sizes_mb warmups steps " + RANKS + "format quick"},
-    {"naive_ddp", "2.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", nullptr, ""},
-    {"naive_ddp_benchmarking", "2.2", 3, 2, "what it costs", "ddp.cu", nullptr, ""},
-    {"minimal_ddp_flat_benchmarking", "2.3.1", 2, 2, "one all-reduce for all gradients", "ddp.cu", nullptr, ""},
-    {"ddp_overlap_individual_parameters", "2.3.2", 5, 2, "communicate while backward runs", "ddp.cu", nullptr, ""},
-    {"ddp_overlap_individual_parameters_benchmarking", "2.3.2", 1, 2, "what it saves", "ddp.cu", nullptr, ""},
-    {"ddp_overlap_bucketed", "2.3.3", 8, 2, "the same, in buckets", "ddp.cu", nullptr, ""},
-    {"ddp_bucketed_benchmarking", "2.3.3", 3, 2, "which size of buckets", "ddp.cu", nullptr, ""},
+    {"naive_ddp", "2.2", 5, 1, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp,
+     "device seed " + RANKS + "format quick"},
+    {"naive_ddp_benchmarking", "2.2", 3, 1, "what it costs", "ddp.cu", cmd_naive_ddp_benchmarking, DDP_TIMED},
+    {"minimal_ddp_flat_benchmarking", "2.3.1", 2, 1, "one all-reduce for all gradients", "ddp.cu",
+     cmd_minimal_ddp_flat_benchmarking, DDP_TIMED},
+    {"ddp_overlap_individual_parameters", "2.3.2", 5, 1, "communicate while backward runs", "ddp.cu",
+     cmd_ddp_overlap_individual_parameters, "device seed " + RANKS + "format quick"},
+    {"ddp_overlap_individual_parameters_benchmarking", "2.3.2", 1, 1, "what it saves", "ddp.cu",
+     cmd_ddp_overlap_individual_parameters_benchmarking, DDP_TIMED},
+    {"ddp_overlap_bucketed", "2.3.3", 8, 1, "the same, in buckets", "ddp.cu", cmd_ddp_overlap_bucketed,
+     "device seed bucket_size_mb=0.0001,0.0016,0.01 " + RANKS + "format quick"},
+    {"ddp_bucketed_benchmarking", "2.3.3", 3, 1, "which size of buckets", "ddp.cu", cmd_ddp_bucketed_benchmarking,
+     DDP_TIMED + "bucket_size_mb"},
     {"communication_accounting", "2.4", 10, 0, "when communication becomes the limit", "ddp.cu", nullptr, ""},
-    {"optimizer_state_sharding", "3", 15, 2, "AdamW's state split over the ranks", "ddp.cu", nullptr, ""},
-    {"optimizer_state_sharding_accounting", "3", 5, 2, "its memory and time", "ddp.cu", nullptr, ""},
+    {"optimizer_state_sharding", "3", 15, 1, "AdamW's state split over the ranks", "ddp.cu", nullptr, ""},
+    {"optimizer_state_sharding_accounting", "3", 5, 1, "its memory and time", "ddp.cu", nullptr, ""},
     {"list", "", 0, 0, "every problem: section, points, command, notes page, whether it runs here", "main.cu", cmd_list,
      "format quick"},
     {"info", "", 0, 0, "the device, its libraries, its measured rates", "precision.cu", cmd_info,
@@ -232,6 +242,7 @@ static const std::vector<Option>& option_table() {
         {"device", "device", name(&Options::device, {"auto", "cpu", "cuda"}), "where to run; auto takes a GPU if any"},
         {"sizes", "size", names(&Options::size, sizes, true),
          "the handout's models, by default all, without a GPU fewer"},
+        {"size", "size", names(&Options::size, sizes, false), "one of the handout's models; without a GPU small"},
         {"d_model", "d_model", whole(&Options::d_model, 1), "width of the model"},
         {"d_ff", "d_ff", whole(&Options::d_ff, 1), "width of the feed-forward layer"},
         {"num_layers", "num_layers", whole(&Options::num_layers, 1), "number of blocks"},
