@@ -12,23 +12,6 @@
 #include <algorithm>
 #include <fstream>
 
-static void in_ranks(const char* test_case, int n, Device device, const std::function<void(const Communicator&)>& f) {
-    if (!is_rank()) {
-        CHECK(launch_ranks(n, {std::string("-tc=") + test_case, "-nv", "-m"}) == 0);
-        return;
-    }
-    if (getenv("WORLD_SIZE") != std::to_string(n)) { return; }
-    Options o;
-    o.device = name_of(device), o.timeout = 20;
-    CHECK(run_ranks(o, f) == 0);
-}
-static bool lacks(const char* backend, Device device, int n) {
-    std::string why = why_not(backend, device, n);
-    if (why.empty()) { return false; }
-    skip_this_case(why.c_str());
-    return true;
-}
-
 static void check_collectives(const Communicator& c) {
     for (DType dtype : {F32, BF16}) {
         for (int64_t n : {1, 3, 17, 1000, 70001}) {
