@@ -337,13 +337,13 @@ static std::shared_ptr<Server> start_server(const Identity& me, double patience_
     return s;
 }
 
-// Waits until every rank has said goodbye: they still ask.
+// Waits until every rank has closed its connection, after its goodbye was answered.
 static void stop_server(Server& s) {
     {
         std::unique_lock<std::mutex> lock(s.mutex);
         s.changed.wait(lock, [&] {
             for (int r = 0; r < s.world; r++) {
-                if (s.last_beat[r] > 0 && !s.finished[r] && !s.lost[r]) { return false; }
+                if (s.last_beat[r] > 0 && !s.lost[r]) { return false; }
             }
             return true;
         });
@@ -1002,9 +1002,9 @@ static void disconnect_ranks(Communicator& c) {
     if (l.pinned) { CUDA_CHECK(cudaFreeHost(l.pinned)); }
 #endif
     ask(l.store, 'Q', "", "", now_ms() + 1e3 * l.timeout_s, "rank 0's store does not answer");
-    if (l.server) { stop_server(*l.server); }
     close(l.store);
     close(l.beats);
+    if (l.server) { stop_server(*l.server); }
 }
 
 int run_ranks(const Options& o, const std::function<void(const Communicator&)>& body) {

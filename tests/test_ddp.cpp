@@ -62,10 +62,10 @@ static void check_data_parallel(const Communicator& c) {
         }
     }
 }
-TEST_CASE("ddp: gradients are averages, tensors go early, and what a rank does not use counts as zero") {
+TEST_CASE("ddp: gradients are averages that go early and what a rank does not use counts as zero") {
     if (lacks("gloo", CPU, 3)) { return; }
     for (int n : {1, 2, 3}) {
-        in_ranks("ddp: gradients are averages, tensors go early, and what a rank does not use counts as zero", n, CPU,
+        in_ranks("ddp: gradients are averages that go early and what a rank does not use counts as zero", n, CPU,
                  check_data_parallel);
     }
 }
