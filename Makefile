@@ -2,7 +2,8 @@
 #
 # With nvcc, nvcc compiles the .cu files into build/cuda; without it (or with `make NVCC=`), g++ compiles the same files
 # as C++ into build/cpu. ./cs336 is of the flavour made last. Variables: NVCC=path, ARCH="-gencode ...", INSTALL=0
-# (install nothing), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1 (both sanitizers).
+# (install nothing), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1 (both sanitizers),
+# TSAN=1 (the thread sanitizer, for the ranks' threads).
 
 SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu model.cu train.cu ranks.cu ddp.cu main.cu)
 TESTS := $(wildcard tests/*.cpp)
@@ -14,7 +15,11 @@ ifdef ASAN
 override NVCC :=
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 endif
-FLAVOUR := $(if $(ASAN),asan,$(if $(NVCC),cuda,cpu))
+ifdef TSAN
+override NVCC :=
+SANITIZE := -fsanitize=thread
+endif
+FLAVOUR := $(if $(ASAN),asan,$(if $(TSAN),tsan,$(if $(NVCC),cuda,cpu)))
 BUILD := build/$(FLAVOUR)$(if $(WERROR),-werror)
 MAKEFLAGS := $(MAKEFLAGS) $(if $(MAKELEVEL:0=)$(filter -j%,$(MAKEFLAGS)),,-j$(shell nproc))
 
