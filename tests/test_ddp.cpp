@@ -74,6 +74,31 @@ TEST_CASE("ddp: gradients are averages over NCCL") {
     in_ranks("ddp: gradients are averages over NCCL", 2, CUDA, check_data_parallel);
 }
 
+// y = w slow(w x): between the two uses of w backward takes long enough for an all-reduce that started too early.
+static void check_tied(const Communicator& c) {
+    Tensor weights = from_floats({3, 5}, {2}), gradients = empty({2}, F32, GRADIENTS);
+    Tensor w = require_gradient(weights);
+    w.gradient->is_parameter = true;
+    w.gradient->value = gradients;
+    auto d = data_parallel(c, OVERLAPPED, 0, weights, gradients, {{"w", {2}, 0, w}}, {w});
+    Tensor x = from_floats({1, 2 + 2 * (float)c.rank}, {2}), inner = mul(w, x), slow = detached(inner);
+    record(slow, {inner}, [g = inner.gradient](const Tensor& dy) {
+        usleep(50000);
+        add_gradient(g, dy);
+    });
+    begin_step(*d);
+    backward(mean_all(mul(w, slow)));  // dw = 2 w x / 2
+    finish_gradient_synchronization(*d);
+    std::vector<float> g = to_floats(gradients);
+    CHECK(g[0] == doctest::Approx(3 * 1));
+    CHECK(g[1] == doctest::Approx(5 * (2 + c.world - 1)));
+    CHECK(d->works.size() == 1);
+}
+TEST_CASE("ddp: a tied weight goes once and only after its last use") {
+    if (lacks("gloo", CPU, 3)) { return; }
+    for (int n : {2, 3}) { in_ranks("ddp: a tied weight goes once and only after its last use", n, CPU, check_tied); }
+}
+
 static void check_buckets(const Communicator& c) {
     Model model = make_model({"tiny", 12, 10, 2, 3, 19});
     init_weights(model, 1);
