@@ -390,8 +390,8 @@ struct Setting {
     int B, T, warmup, steps;  // B: sequences a rank
     std::string scaled_down;
 };
-static Setting setting_of(const Options& o) {
-    bool cpu = context.device == CPU;
+static Setting setting_of(const Options& o, const Communicator& c) {
+    bool cpu = context.device == CPU, slow = cpu || c.backend == "gloo";  // through the host: 8 GB a step at size xl
     Setting s{model_sizes[3], FP32, FLASH, 2, 512, 5, o.steps, ""};
     auto shrink = [&](bool given, const char* what, int* value, int to) {
         if (given || *value <= to) { return; }
@@ -409,19 +409,19 @@ static Setting setting_of(const Options& o) {
         if (o.num_layers) { s.config.num_layers = o.num_layers; }
         if (o.num_heads) { s.config.num_heads = o.num_heads; }
     } else if (!o.size.empty()) {
-        for (const ModelConfig& c : model_sizes) {
-            if (c.name == o.size[0]) { s.config = c; }
+        for (const ModelConfig& size : model_sizes) {
+            if (size.name == o.size[0]) { s.config = size; }
         }
     } else if (cpu && o.quick) {
         s.config = {"custom", 128, 512, 4, 4, 0};
         s.scaled_down = "4 layers of d_model 128 instead of size xl";
-    } else if (cpu || o.quick) {
+    } else if (slow || o.quick) {
         s.config = model_sizes[0];
         s.scaled_down = "size small instead of xl";
     }
     s.config.vocab_size = o.vocab_size;
     check_config(s.config);
-    if (cpu || o.quick) {
+    if (slow || o.quick) {
         shrink(o.has("batch_size"), "batch_size", &s.B, 1);
         shrink(o.has("context_length"), "context_length", &s.T, o.quick && cpu ? 32 : 128);
         shrink(o.has("steps"), "steps", &s.steps, 3);
@@ -455,13 +455,13 @@ struct Variant {
     std::vector<StepTimes> steps{};
 };
 
-static StepTimes timed_step(Model& model, DataParallel& d, const Batch& batch, const std::function<void()>& optimizer) {
+static StepTimes timed_step(Model& model, DataParallel& d, const Batch& batch, float loss_scale,
+                            const std::function<void()>& optimizer) {
     begin_step(d);
     barrier(d.c);
     double start = now_ms();
     Mark origin = mark(), middle;
-    LossScaler scaler;
-    Tensor loss = forward_backward(model, batch, loss_scale_of(scaler), [&] { middle = mark(); });
+    Tensor loss = forward_backward(model, batch, loss_scale, [&] { middle = mark(); });
     Mark finished = mark();
     finish_gradient_synchronization(d);
     Mark synchronized = mark();
@@ -499,8 +499,10 @@ static std::vector<StepTimes> mean_over_ranks(const Communicator& c, std::vector
 
 static void measure(const Communicator& c, const Setting& s, Model& model, const Batch& batch, Variant& v) {
     auto d = data_parallel(c, v.strategy, v.bucket_mb, model.weights, model.gradients, model.parameters, model.slots);
+    LossScaler scaler;
     for (int i = 0; i < s.warmup + s.steps; i++) {
-        StepTimes t = timed_step(model, *d, batch, [&] { adamw_step(model, AdamW()); });
+        StepTimes t =
+            timed_step(model, *d, batch, loss_scale_of(scaler), [&] { optimizer_step(model, AdamW(), scaler, 0); });
         if (c.rank == 0) { progress("%s: %d of %d", name_of(v.strategy), i + 1, s.warmup + s.steps); }
         if (i >= s.warmup) { v.steps.push_back(t); }
     }
@@ -660,7 +662,7 @@ static Table bucket_model(const Communicator& c, const std::vector<Variant>& var
 
 static int benchmark(const Options& o, const char* command, std::vector<Variant> variants) {
     return run_ranks(o, [&](const Communicator& c) {
-        Setting s = setting_of(o);
+        Setting s = setting_of(o, c);
         Model model = make_model(s.config);
         init_weights(model, o.seed);
         make_gradients(model);
@@ -800,8 +802,11 @@ int cmd_optimizer_state_sharding(const Options& o) {
 
 // optimizer_state_sharding_accounting: peak memory of three stretches of a first step, and the time of later ones.
 int cmd_optimizer_state_sharding_accounting(const Options& o) {
+    if (!o.precision.empty() && o.precision[0] == "fp16") {
+        usage_error("--precision: got fp16, which needs loss scaling; takes fp32, tf32 or bf16 here");
+    }
     return run_ranks(o, [&](const Communicator& c) {
-        Setting s = setting_of(o);
+        Setting s = setting_of(o, c);
         std::string caption = caption_of(s, c, "optimizer_state_sharding_accounting");
         Table memory{caption +
                          "; peak of rank 0 in MiB; predicted: 4 bytes a parameter for weights, gradients and each of "
@@ -847,7 +852,7 @@ int cmd_optimizer_state_sharding_accounting(const Options& o) {
             moment("after step", 2 * psi + state);
             Variant v{NO_SYNC, 0};
             for (int i = 0; i < s.warmup + s.steps; i++) {
-                StepTimes t = timed_step(model, *d, batch, [&] { optimizer_step(optimizer); });
+                StepTimes t = timed_step(model, *d, batch, 1, [&] { optimizer_step(optimizer); });
                 if (c.rank == 0) { progress("%s: %d of %d", name_of(sharding), i + 1, s.warmup + s.steps); }
                 if (i >= s.warmup) { v.steps.push_back(t); }
             }

@@ -18,7 +18,7 @@ struct Command {
     const char* id;
     const char* section;  // of the handout; "" for the tools
     int points;           // 0: none
-    int gpus;             // 0: the same everywhere, 1: scaled down without a GPU, 2: needs two
+    int gpus;             // 0: the same everywhere, 1: scaled down without a GPU, 2: without two, and over Gloo
     const char* what;
     const char* file;
     int (*run)(const Options&);  // null: not built yet
@@ -59,28 +59,28 @@ static const Command COMMANDS[] = {
     {"flash_leaderboard", "1.3.3", 0, 1, "one long causal sequence, as fast as it goes", "flash.cu",
      cmd_flash_leaderboard,
      "device num_heads=16 head_size=64 context_length=16384 precision=bf16 deterministic format quick"},
-    {"distributed_communication_single_node", "2.1", 5, 1, "all-reduce: sizes, ranks, backends", "ranks.cu",
+    {"distributed_communication_single_node", "2.1", 5, 2, "all-reduce: sizes, ranks, backends", "ranks.cu",
      cmd_distributed_communication_single_node, "device sizes_mb warmups steps " + RANKS + "format quick"},
-    {"naive_ddp", "2.2", 5, 1, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp,
+    {"naive_ddp", "2.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp,
      "device seed " + RANKS + "format quick"},
-    {"naive_ddp_benchmarking", "2.2", 3, 1, "what it costs", "ddp.cu", cmd_naive_ddp_benchmarking, DDP_TIMED},
-    {"minimal_ddp_flat_benchmarking", "2.3.1", 2, 1, "one all-reduce for all gradients", "ddp.cu",
+    {"naive_ddp_benchmarking", "2.2", 3, 2, "what it costs", "ddp.cu", cmd_naive_ddp_benchmarking, DDP_TIMED},
+    {"minimal_ddp_flat_benchmarking", "2.3.1", 2, 2, "one all-reduce for all gradients", "ddp.cu",
      cmd_minimal_ddp_flat_benchmarking, DDP_TIMED},
-    {"ddp_overlap_individual_parameters", "2.3.2", 5, 1, "communicate while backward runs", "ddp.cu",
+    {"ddp_overlap_individual_parameters", "2.3.2", 5, 2, "communicate while backward runs", "ddp.cu",
      cmd_ddp_overlap_individual_parameters, "device seed " + RANKS + "format quick"},
-    {"ddp_overlap_individual_parameters_benchmarking", "2.3.2", 1, 1, "what it saves", "ddp.cu",
+    {"ddp_overlap_individual_parameters_benchmarking", "2.3.2", 1, 2, "what it saves", "ddp.cu",
      cmd_ddp_overlap_individual_parameters_benchmarking, DDP_TIMED},
-    {"ddp_overlap_bucketed", "2.3.3", 8, 1, "the same, in buckets", "ddp.cu", cmd_ddp_overlap_bucketed,
+    {"ddp_overlap_bucketed", "2.3.3", 8, 2, "the same, in buckets", "ddp.cu", cmd_ddp_overlap_bucketed,
      "device seed bucket_size_mb=0.0001,0.0016,0.01 " + RANKS + "format quick"},
-    {"ddp_bucketed_benchmarking", "2.3.3", 3, 1, "which size of buckets", "ddp.cu", cmd_ddp_bucketed_benchmarking,
+    {"ddp_bucketed_benchmarking", "2.3.3", 3, 2, "which size of buckets", "ddp.cu", cmd_ddp_bucketed_benchmarking,
      DDP_TIMED + "bucket_size_mb"},
     {"communication_accounting", "2.4", 10, 0, "when communication becomes the limit", "ddp.cu",
      cmd_communication_accounting,
      "d_model=16384 d_ff=53248 num_layers=126 tokens gpu_gb tpu_gb tflops bandwidth_gb fsdp tp links_fsdp links_tp "
      "format quick"},
-    {"optimizer_state_sharding", "3", 15, 1, "AdamW's state split over the ranks", "ddp.cu",
+    {"optimizer_state_sharding", "3", 15, 2, "AdamW's state split over the ranks", "ddp.cu",
      cmd_optimizer_state_sharding, "device seed " + RANKS + "format quick"},
-    {"optimizer_state_sharding_accounting", "3", 5, 1, "its memory and time", "ddp.cu",
+    {"optimizer_state_sharding_accounting", "3", 5, 2, "its memory and time", "ddp.cu",
      cmd_optimizer_state_sharding_accounting, DDP_TIMED},
     {"list", "", 0, 0, "every problem: section, points, command, notes page, whether it runs here", "main.cu", cmd_list,
      "format quick"},
@@ -325,12 +325,12 @@ static int cmd_list(const Options& o) {
     table.caption = "commit " + commit() + "; `cs336 <command> --help` shows a command's options";
     table.columns = {"problem", "section", "points", "command", "file", "notes page", "runs here"};
     int gpus = cuda_devices();
+    std::string two = why_not("nccl", CUDA, 2).empty()                    ? "yes"
+                      : why_not("gloo", gpus > 0 ? CUDA : CPU, 2).empty() ? "scaled down: over Gloo"
+                                                                          : "needs two GPUs and NCCL; or Gloo";
     for (const Command& c : COMMANDS) {
         bool problem = c.section[0] != 0;
-        std::string here = !c.run           ? "not yet"
-                           : c.gpus <= gpus ? "yes"
-                           : c.gpus == 1    ? "scaled down: no GPU"
-                                            : strprintf("needs %d GPUs", c.gpus);
+        std::string here = !c.run ? "not yet" : c.gpus == 2 ? two : c.gpus <= gpus ? "yes" : "scaled down: no GPU";
         table.rows.push_back({c.id, problem ? c.section : "tool", c.points ? std::to_string(c.points) : "",
                               std::string("cs336 ") + c.id, c.file,
                               problem && c.run ? strprintf("notes/%s-%s.md", c.section, c.id) : "", here});

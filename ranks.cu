@@ -238,7 +238,8 @@ struct Server {  // in rank 0's process: a thread that accepts, and one for each
     std::vector<bool> lost, finished;  // lost: its connection closed before its goodbye
     bool stopping = false;
     std::vector<int> connections;
-    std::vector<std::thread> threads;
+    std::thread accepting;
+    std::vector<std::thread> threads;  // accepting's own until it has ended
 };
 
 static std::string complaint(const Server& s) {
@@ -321,7 +322,7 @@ static std::shared_ptr<Server> start_server(const Identity& me, double patience_
         fail("MASTER_PORT %d: rank 0 cannot listen there: %s", me.port, strerror(errno));
     }
     Server* server = s.get();
-    s->threads.emplace_back([server] {
+    s->accepting = std::thread([server] {
         for (int fd; (fd = accept4(server->listening, nullptr, nullptr, SOCK_CLOEXEC)) >= 0;) {
             int on = 1;
             setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
@@ -352,8 +353,8 @@ static void stop_server(Server& s) {
         for (int fd : s.connections) { shutdown(fd, SHUT_RDWR); }
     }
     shutdown(s.listening, SHUT_RDWR);
-    s.threads[0].join();
-    for (size_t i = 1; i < s.threads.size(); i++) { s.threads[i].join(); }
+    s.accepting.join();
+    for (std::thread& thread : s.threads) { thread.join(); }
     for (int fd : s.connections) { close(fd); }
     close(s.listening);
 }

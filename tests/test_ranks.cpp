@@ -245,6 +245,39 @@ TEST_CASE("ranks: one that never starts, another world size, the same rank twice
           "is not the store of rank 0"});
     close(fd);
 }
+TEST_CASE("ranks: what torchrun and mpirun and srun say is understood") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    auto variables = [](const char* launcher, int rank, int port) -> std::vector<std::string> {
+        std::string r = std::to_string(rank), at = "MASTER_PORT=" + std::to_string(port);
+        if (std::string(launcher) == "mpirun") {
+            return {"OMPI_COMM_WORLD_RANK=" + r, "OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_LOCAL_RANK=" + r,
+                    "OMPI_COMM_WORLD_LOCAL_SIZE=2", at};
+        }
+        if (std::string(launcher) == "srun") {
+            return {"SLURM_STEP_ID=0", "SLURM_NTASKS=2", "SLURM_PROCID=" + r, "SLURM_LOCALID=" + r, at};
+        }
+        std::vector<std::string> all = as_rank(rank, 2, port);
+        all.push_back("TORCHELASTIC_RUN_ID=x");  // torchrun's own store holds the port: ours takes the next
+        return all;
+    };
+    for (const char* launcher : {"mpirun", "srun", "torchrun"}) {
+        int port = some_free_port(), fd = socket(AF_INET, SOCK_STREAM, 0);
+        sockaddr_in a{};
+        a.sin_family = AF_INET, a.sin_addr.s_addr = htonl(INADDR_ANY), a.sin_port = htons((uint16_t)port);
+        if (std::string(launcher) == "torchrun") {
+            REQUIRE(bind(fd, (sockaddr*)&a, sizeof a) == 0);
+            REQUIRE(listen(fd, 5) == 0);
+        }
+        Started both[] = {start(short_run, variables(launcher, 0, port)),
+                          start(short_run, variables(launcher, 1, port))};
+        for (const Started& one : both) {
+            Ended e = finish(one, one.at_ms);
+            INFO(launcher << ": " << e.err);
+            CHECK(e.exit_code == 0);
+        }
+        close(fd);
+    }
+}
 TEST_CASE("ranks: wrong usage of the launcher") {
     if (lacks("gloo", CPU, 3)) { return; }
     std::vector<std::string> words = short_run;
