@@ -82,6 +82,7 @@ static bool identity_from_environment(Identity* me) {
     if (const char* address = getenv("MASTER_ADDR")) { me->address = address; }
     environment_int("MASTER_PORT", &me->port);
     if (getenv("TORCHELASTIC_RUN_ID")) { me->port++; }  // torchrun's own store holds MASTER_PORT
+    if (me->port < 1 || me->port > 65535) { usage_error("MASTER_PORT: got %d, takes 1 to 65535", me->port); }
     if (me->rank >= me->world) { usage_error("rank %d: the world has only %d ranks", me->rank, me->world); }
     return true;
 }
@@ -122,8 +123,8 @@ static pid_t start_rank(const std::vector<std::string>& variables, const std::ve
     if (child < 0) { fail("fork: %s", strerror(errno)); }
     if (child > 0) { return child; }
     // Only what is safe between fork and exec: other threads may have held a lock.
-    prctl(PR_SET_PDEATHSIG, SIGKILL);  // no rank outlives its launcher ...
-    if (getppid() != parent) { _exit(1); }
+    if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) { _exit(127); }  // no rank outlives its launcher
+    if (getppid() != parent) { _exit(1); }                      // which may have ended before that
     execve("/proc/self/exe", argv.data(), environment.data());
     _exit(127);
 }
@@ -134,11 +135,17 @@ int launch_ranks(int n, const std::vector<std::string>& arguments) {
     std::string threads = std::to_string(std::max(1, omp_get_num_procs() / n));
     fflush(nullptr);
     signal_to_forward = 0;
-    struct sigaction forward {
-    }, before[3];
     const int signals[] = {SIGINT, SIGTERM, SIGHUP};
+    struct sigaction forward = {}, before[3] = {};
     forward.sa_handler = [](int number) { signal_to_forward = number; };
-    for (int i = 0; i < 3; i++) { sigaction(signals[i], &forward, &before[i]); }
+    for (int i = 0; i < 3; i++) {
+        if (sigaction(signals[i], &forward, &before[i]) != 0) { fail("sigaction: %s", strerror(errno)); }
+    }
+    auto send_to_all = [](const std::vector<pid_t>& pids, int number) {
+        for (pid_t pid : pids) {
+            if (pid) { kill(pid, number); }  // one that has just ended is no failure
+        }
+    };
 
     std::vector<pid_t> alive;
     for (int r = 0; r < n; r++) {
@@ -167,11 +174,9 @@ int launch_ranks(int n, const std::vector<std::string>& arguments) {
         }
         if (int number = signal_to_forward) {
             signal_to_forward = 0, code = 1, kill_at = std::min(kill_at, now_ms() + 2000);
-            for (pid_t pid : alive) { pid&& kill(pid, number); }
+            send_to_all(alive, number);
         }
-        if (now_ms() > kill_at) {  // SIGKILL also ends a stopped process
-            for (pid_t pid : alive) { pid&& kill(pid, SIGKILL); }
-        }
+        if (now_ms() > kill_at) { send_to_all(alive, SIGKILL); }  // which also ends a stopped process
         usleep(5000);
     }
     for (int i = 0; i < 3; i++) { sigaction(signals[i], &before[i], nullptr); }
@@ -185,6 +190,10 @@ int launch_ranks(int n, const std::vector<std::string>& arguments) {
 //   B              heartbeat; the reply is empty, or which rank is gone
 //   Q              goodbye: this rank has done its work
 
+static void send_at_once(int fd) {  // small messages wait for no others; where it fails they are late, not lost
+    int on = 1;
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
 static bool send_all(int fd, const std::string& bytes) {
     for (size_t sent = 0; sent < bytes.size();) {
         ssize_t n = send(fd, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL);
@@ -310,12 +319,12 @@ static std::shared_ptr<Server> start_server(const Identity& me, double patience_
     bool six = s->listening >= 0;
     if (!six) { s->listening = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0); }  // a kernel without IPv6
     int yes = 1, no = 0;
-    setsockopt(s->listening, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+    (void)setsockopt(s->listening, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);  // else bind() says what is wrong
     sockaddr_in6 any6{};
     any6.sin6_family = AF_INET6, any6.sin6_addr = in6addr_any, any6.sin6_port = htons((uint16_t)me.port);
     sockaddr_in any4{};
     any4.sin_family = AF_INET, any4.sin_port = htons((uint16_t)me.port);
-    if (six) { setsockopt(s->listening, IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof no); }
+    if (six) { (void)setsockopt(s->listening, IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof no); }
     int bound =
         six ? bind(s->listening, (sockaddr*)&any6, sizeof any6) : bind(s->listening, (sockaddr*)&any4, sizeof any4);
     if (bound != 0 || listen(s->listening, 512) != 0) {
@@ -324,8 +333,7 @@ static std::shared_ptr<Server> start_server(const Identity& me, double patience_
     Server* server = s.get();
     s->accepting = std::thread([server] {
         for (int fd; (fd = accept4(server->listening, nullptr, nullptr, SOCK_CLOEXEC)) >= 0;) {
-            int on = 1;
-            setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+            send_at_once(fd);
             std::lock_guard<std::mutex> lock(server->mutex);
             if (server->stopping) {
                 close(fd);
@@ -372,8 +380,7 @@ static int dial(const Identity& me) {
         }
     }
     freeaddrinfo(found);
-    int on = 1;
-    if (fd >= 0) { setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on); }
+    if (fd >= 0) { send_at_once(fd); }
     return fd;
 }
 
@@ -454,7 +461,9 @@ static std::string stuck_collective(Links& l) {
     std::lock_guard<std::mutex> lock(l.mutex);
 #ifdef WITH_NCCL
     ncclResult_t state = ncclSuccess;
-    if (l.nccl) { cudaSetDevice(l.device); }  // or asking an event would start a context on GPU 0
+    if (l.nccl && cudaSetDevice(l.device) != cudaSuccess) {
+        return "cudaSetDevice failed";
+    }  // a thread starts on GPU 0
     if (l.nccl &&
         (ncclCommGetAsyncError(l.nccl, &state) != ncclSuccess || (state != ncclSuccess && state != ncclInProgress))) {
         return strprintf("NCCL: %s (%s)", ncclGetErrorString(state), ncclGetLastError(l.nccl));
@@ -593,9 +602,6 @@ static void connect_gloo(Communicator& c) {
         throw LostTouch(strprintf("Gloo: %s", e.what()));
     }
     l.worker = std::thread([&l] {
-#ifdef __CUDACC__
-        if (context.device == CUDA) { cudaSetDevice(l.device); }
-#endif
         while (true) {
             std::unique_lock<std::mutex> lock(l.mutex);
             l.changed.wait(lock, [&] { return l.stopping || !l.jobs.empty(); });
@@ -680,6 +686,7 @@ static void staged(Links& l, const Tensor& t, const Mark& ready, const std::func
 #ifdef __CUDACC__
     if (t.device() == CUDA) {
         size_t bytes = t.size() * size_of(t.dtype);
+        CUDA_CHECK(cudaSetDevice(l.device));  // of this thread
         if (bytes > l.pinned_bytes) {
             if (l.pinned) { CUDA_CHECK(cudaFreeHost(l.pinned)); }
             l.pinned_bytes = 0;
