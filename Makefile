@@ -5,7 +5,7 @@
 # (install nothing), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1 (both sanitizers),
 # TSAN=1 (the thread sanitizer, for the ranks' threads).
 
-SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu model.cu train.cu ranks.cu ddp.cu main.cu)
+SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu model.cu train.cu plot.cu memory.cu ranks.cu ddp.cu main.cu)
 TESTS := $(wildcard tests/*.cpp)
 
 ifeq ($(origin NVCC),undefined)
@@ -47,7 +47,9 @@ endif
 # ----------------------------------------------------------------------------------------------------------------------
 # The program and its tests
 
-all: cs336 ## build ./cs336
+all: ## build ./cs336, installing what is missing first
+	$(call install,$(REQUIRED),$(OPTIONAL))
+	@$(MAKE) --no-print-directory cs336
 
 cs336: $(BUILD)/cs336 FORCE
 	@ln -f $< $@
@@ -126,9 +128,7 @@ endef
 # ----------------------------------------------------------------------------------------------------------------------
 # What to type
 
-run: ## build and run ./cs336 benchmarking_script, installing what is missing first
-	$(call install,$(REQUIRED),$(OPTIONAL))
-	@$(MAKE) --no-print-directory cs336
+run: all ## the same, then run ./cs336 benchmarking_script
 	./cs336 benchmarking_script
 
 test: ## build and run all tests, installing what is missing first

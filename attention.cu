@@ -303,11 +303,32 @@ static Table saved_table(int S, int D, size_t available) {
     return table;
 }
 
+// Milliseconds against S, a panel for each D: `times` holds a row of series' values for each D and length, D outermost.
+static void plot_grid(const std::string& path, const Grid& g, const std::string& title,
+                      const std::vector<std::string>& names, const std::vector<std::vector<double>>& times) {
+    std::vector<Chart> panels;
+    size_t lengths = g.lengths.size();
+    for (size_t d = 0; d < grid_head_sizes.size(); d++) {
+        Chart chart{
+            Chart::LINES, strprintf("d_model %d", grid_head_sizes[d]), "sequence length", "time (ms)", {}, {}, {}};
+        chart.x.assign(g.lengths.begin(), g.lengths.end());
+        chart.log_axes = true;
+        for (size_t k = 0; k < names.size(); k++) {
+            Series s{names[k], {}, k % 2 == 1, (int)k / 2};
+            for (size_t i = 0; i < lengths; i++) { s.y.push_back(times[d * lengths + i][k]); }
+            chart.series.push_back(s);
+        }
+        panels.push_back(chart);
+    }
+    save_file(path, draw(title, g.caption, panels));
+}
+
 int cmd_pytorch_attention(const Options& o) {
     context.device = choose_device(o.device);
     context.mode = EAGER;
     Grid g = grid_of(o, "pytorch_attention: one kernel an operation");
     Table table{g.caption, {"d_model", "seq_len", "forward_time", "backward_time", "memory_usage_mb", "status"}, {}};
+    std::vector<std::vector<double>> times;
     for (int D : grid_head_sizes) {
         for (int S : g.lengths) {
             AttentionCost c = grid_cost(attention_naive, S, D, g.passes);
@@ -318,9 +339,11 @@ int cmd_pytorch_attention(const Options& o) {
             row.push_back(c.ran ? strprintf("%.2f", c.before_backward / 1048576.0) : "N/A");
             row.push_back(c.ran ? "OK" : strprintf("OOM (%.1f GiB)", c.needs / 1073741824.0));
             table.rows.push_back(row);
+            times.push_back({c.ran ? c.forward_ms : NAN, c.ran ? c.backward_ms : NAN});
         }
     }
     print(table, o.format);
+    if (!o.plot.empty()) { plot_grid(o.plot, g, "Attention, one kernel an operation", {"forward", "backward"}, times); }
     size_t available = available_memory(context.device);
     int S = 256;
     while (grid_peak(attention_naive, S, grid_head_sizes[0]) <= available) { S *= 2; }
@@ -334,6 +357,7 @@ Table attention_compile_table(const Options& o) {
                 {"d_model", "seq_len", "vanilla fw (ms)", "compiled fw (ms)", "speedup fw", "vanilla bw (ms)",
                  "compiled bw (ms)", "speedup bw"},
                 {}};
+    std::vector<std::vector<double>> times;
     for (int D : grid_head_sizes) {
         for (int S : g.lengths) {
             context.mode = EAGER;
@@ -349,7 +373,13 @@ Table attention_compile_table(const Options& o) {
                 row.push_back(naive.ran && fused.ran ? strprintf("%.2fx", naive.*pass / fused.*pass) : "");
             }
             table.rows.push_back(row);
+            times.push_back({naive.ran ? naive.forward_ms : NAN, naive.ran ? naive.backward_ms : NAN,
+                             fused.ran ? fused.forward_ms : NAN, fused.ran ? fused.backward_ms : NAN});
         }
+    }
+    if (!o.plot.empty()) {
+        plot_grid(o.plot, g, "Attention, one kernel an operation and with a fused softmax",
+                  {"eager forward", "eager backward", "fused forward", "fused backward"}, times);
     }
     return table;
 }

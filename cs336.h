@@ -8,6 +8,8 @@
 //   flash_mma.cu    its tensor-core kernels
 //   model.cu        the Transformer LM, AdamW, section 1.1's experiments
 //   train.cu        `train` on a text, `model` on your weights
+//   plot.cu         charts as SVG
+//   memory.cu       section 1.1.6: where a step's memory goes
 //   ranks.cu        section 2.1: several processes, their store, NCCL and Gloo
 //   ddp.cu          sections 2.2 to 3: data parallel training, the sharded optimizer
 // Each .cu is compiled by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
@@ -105,22 +107,51 @@ cudaStream_t stream();  // the one compute stream
 enum Category { PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS, WORKSPACE, INPUTS, CATEGORIES };
 const char* name_of(Category c);
 
+// A line of our source. As a default argument here() is the line of the call: f(int x, Source at = here()).
+struct Source {
+    const char* file;
+    int line;
+    const char* function;
+};
+constexpr Source here(const char* file = __builtin_FILE(), int line = __builtin_LINE(),
+                      const char* function = __builtin_FUNCTION()) {
+    return {file, line, function};
+}
+
 struct Memory {  // freed (in stream order) when the last shared_ptr goes
     void* data;
     size_t bytes;
     Device device;
     Category category;
     const char* op;  // innermost open Range
+    Source at;       // who asked for it
     ~Memory();
 };
 struct MemoryUse {  // bytes
     size_t now, peak;
     size_t now_by[CATEGORIES], peak_by[CATEGORIES];  // peak_by: each category's share at the moment of the total's peak
 };
-std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category);  // throws OutOfMemory
+std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
+                                 Source at = here());  // throws OutOfMemory
 const MemoryUse& memory_use(Device device);
 void reset_peak(Device device);
 std::vector<const Memory*> live_memory(Device device);  // every buffer that is held now
+
+// The log: what came and went on one device, in order. Off unless started, and then costs one test an allocation. While
+// it is on each allocation waits for the GPU, so that the times are the GPU's own.
+struct MemoryEvent {
+    double ms;      // since the start
+    bool is_alloc;  // else a free
+    uint64_t address;
+    size_t bytes;
+    Category category;
+    std::vector<const char*> ranges;  // that were open, outermost first
+    Source at;                        // who allocated it
+};
+void start_memory_log(Device device);        // begins, at 0 ms, with an allocation for each buffer that is held
+std::vector<MemoryEvent> stop_memory_log();  // empty if none was started
+size_t gpu_memory_used();                    // bytes of the whole card, as the driver sees it; 0 without a GPU
+void give_back_cached_memory();              // what our pool keeps but does not use
 void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);  // waits for the copy
 
 // A named stretch of work, e.g. Range r("attention"); ranges nest. Shown by NVTX tools, and names allocations.
@@ -156,6 +187,7 @@ std::string format_table(const Table& table, const std::string& format);  // md 
 void print(const Table& table, const std::string& format);                // to stdout
 void progress(const char* format, ...)
     __attribute__((format(printf, 1, 2)));  // one rewritten line on a terminal; nothing in a pipe
+void save_file(const std::string& path, const std::string& bytes);         // to a temporary name, then renamed
 void note(const char* format, ...) __attribute__((format(printf, 1, 2)));  // one line on stderr
 std::string run_ourselves(
     const std::vector<std::string>& arguments);  // a fresh process; its stdout; fails if it failed
@@ -242,9 +274,10 @@ struct Tensor {
     }
 };
 
-Tensor empty(const Shape& shape, DType dtype, Category category = ACTIVATIONS);  // on context.device
-Tensor zeros(const Shape& shape, DType dtype, Category category = ACTIVATIONS);
-Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category = ACTIVATIONS);
+Tensor empty(const Shape& shape, DType dtype, Category category = ACTIVATIONS,
+             Source at = here());  // on context.device
+Tensor zeros(const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
+Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
 Tensor view(const Tensor& t, int64_t offset,
             const Shape& shape);  // elements [offset, offset + count(shape)) of a row-major t
 void fill_zero(const Tensor& t);
@@ -588,8 +621,49 @@ Tensor forward_backward(
 // Clips to max_norm (0: does not), unscales, and steps unless fp16 overflowed. Returns the gradients' true norm (0
 // where it was not needed).
 double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm);
-float loss_scale_of(const LossScaler& scaler);                 // 1 unless the precision is fp16
+enum Phase { FORWARD, FORWARD_BACKWARD, STEP };  // forward: without a tape; step: with the optimizer's
+void run_phase(
+    Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between = [] {});
+size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // bytes, in context's mode and precision
+float loss_scale_of(const LossScaler& scaler);                           // 1 unless the precision is fp16
 Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
+
+// ---------------------------------------------------------------------------------------------------------------------
+// memory.cu: what PyTorch's pickle of a memory snapshot holds, for pytorch.org/memory_viz
+std::string snapshot_pickle(const std::vector<MemoryEvent>& log);
+size_t peak_of(const std::vector<MemoryEvent>& log);  // bytes; fails unless allocations and frees pair up by address
+std::string memory_timeline(const std::vector<MemoryEvent>& log, const std::string& title, const std::string& subtitle,
+                            bool in_ms);  // SVG; x counts events unless in_ms
+
+// ---------------------------------------------------------------------------------------------------------------------
+// plot.cu: charts as SVG, 900 wide, light or dark as the reader's screen is. At most 8 series a chart.
+
+struct Series {
+    std::string name;
+    std::vector<double> y;  // one for each x, or bar; NaN: not there
+    bool dashed = false;
+    int colour = -1;  // of 8; -1: by its position
+};
+struct Span {
+    std::string name;
+    double from, to;
+};
+struct Chart {
+    enum Kind { LINES, BARS, AREAS } kind;
+    std::string title, x_label, y_label;  // labels with their units
+    std::vector<double> x;                // LINES, AREAS: ascending, shared by all series
+    std::vector<std::string> bars;        // BARS: what stands under each
+    std::vector<Series> series;           // BARS and AREAS are stacked, the first at the bottom
+    bool log_axes = false;                // LINES: both; else y starts at 0
+    std::vector<Span> spans = {};         // AREAS: named stretches of x
+    std::string peak = "";                // AREAS: written at the highest point
+};
+// Several panels share the legend, which is the first one's; LINES stand in two columns and share the y axis as well.
+// AREAS: y[i] holds from x[i] to x[i+1]; more points than pixels are thinned out, and the highest of each pixel stays.
+std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Chart>& panels);
+std::string with_commas(double value);  // 12345 -> "12,345", 0.25 -> "0.25"
+// Each bar's parts in per cent of its sum: nsys_profile's share of the time by class of kernel.
+Chart share_chart(const std::string& title, const std::vector<std::string>& bars, std::vector<Series> classes);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // ranks.cu: one process a rank. A rank that fails, dies or stalls ends the others within the timeout, with one line.
@@ -705,10 +779,11 @@ struct Options {
     std::vector<std::string> size, precision, mode;  // empty: the command's default
     int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, head_size = 0, vocab_size = 10000;
     int context_length = 256, batch_size = 4, steps = 10;
-    std::vector<int> warmup;  // empty: 5
+    std::vector<int> warmup;           // empty: 5
+    std::vector<int> context_lengths;  // empty: the command's default
     uint64_t seed = 0;
     bool quick = false;
-    std::string out, weights, batch, data, save, load, inputs, impl = "auto";
+    std::string out, plot, weights, batch, data, save, load, inputs, impl = "auto";
     bool causal = false, deterministic = false;
     double rope_theta = 10000, lr = 1e-3, min_lr = 1e-4, weight_decay = 0.01, max_grad_norm = 1.0, val_fraction = 0.1,
            temperature = 0.8;
@@ -721,6 +796,9 @@ struct Options {
     double gpu_gb = 80, tpu_gb = 95, bandwidth_gb = 180, tflops = 460;  // bytes and FLOP by powers of ten, per second
     int tokens = 2048, fsdp = 16, tp = 4, links_fsdp = 2, links_tp = 1;
 };
+
+// model.cu: what --size, --d_model, ... name; without them the size `by_default` ("": all)
+std::vector<ModelConfig> configs_of(const Options& o, const std::string& by_default);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The commands, by file
@@ -737,7 +815,8 @@ int cmd_attention(const Options& o);
 int cmd_benchmarking_script(const Options& o);  // model.cu
 int cmd_benchmarking_mixed_precision(const Options& o);
 int cmd_torch_compile(const Options& o);
-int cmd_model(const Options& o);  // train.cu
+int cmd_memory_profiling(const Options& o);  // memory.cu
+int cmd_model(const Options& o);             // train.cu
 int cmd_train(const Options& o);
 int cmd_distributed_communication_single_node(const Options& o);  // ranks.cu
 int cmd_naive_ddp(const Options& o);                              // ddp.cu

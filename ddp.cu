@@ -660,9 +660,31 @@ static Table bucket_model(const Communicator& c, const std::vector<Variant>& var
     return table;
 }
 
+// True: a step would not fit; then the table says so and what it would have taken. The same on all ranks.
+static bool too_large(const Communicator& c, const Setting& s, const Table& without_rows,
+                      const std::vector<std::string>& labels, const std::string& format) {
+    size_t needs = predicted_peak(s.config, s.B, s.T, STEP), available = available_memory(context.device);
+    int gpus = std::max(1, cuda_devices());
+    size_t sharing = context.device == CUDA ? (c.local_world + gpus - 1) / gpus : c.local_world;
+    std::string somewhere;
+    for (const std::string& no : gather_text(c, needs * sharing > available ? "x" : "")) { somewhere += no; }
+    if (somewhere.empty()) { return false; }
+    Table table = without_rows;
+    for (const std::string& label : labels) {
+        table.rows.push_back(std::vector<std::string>(table.columns.size()));
+        table.rows.back()[0] = label;
+        table.rows.back()[1] = strprintf("OOM (%.1f GiB a rank)", needs / 1073741824.0);
+    }
+    if (c.rank == 0) { print(table, format); }
+    return true;
+}
+
 static int benchmark(const Options& o, const char* command, std::vector<Variant> variants) {
     return run_ranks(o, [&](const Communicator& c) {
         Setting s = setting_of(o, c);
+        std::vector<std::string> labels;
+        for (const Variant& v : variants) { labels.push_back(label_of(v)); }
+        if (too_large(c, s, comparison_table(caption_of(s, c, command), {}, s, c), labels, o.format)) { return; }
         Model model = make_model(s.config);
         init_weights(model, o.seed);
         make_gradients(model);
@@ -814,6 +836,7 @@ int cmd_optimizer_state_sharding_accounting(const Options& o) {
                      {"Optimizer", "Moment", "parameters", "gradients", "optimizer state", "activations and the rest",
                       "peak", "predicted without activations"},
                      {}};
+        if (too_large(c, s, memory, {"unsharded", "sharded"}, o.format)) { return; }
         Table time{"time per iteration; bytes that each rank sends in a ring",
                    {"Optimizer", "Total Time (ms)", "std", "gradients (ms)", "optimizer and weights (ms)",
                     "MB sent a step", "formula"},

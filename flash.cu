@@ -474,10 +474,12 @@ void flash_backward_cpu(const AttentionArgs& a, int D) {
 // two or three groups of 128 threads; each group takes every second (third) streamed tile, and their sums are merged.
 // Causal tiles differ in length: the longest start first, and whichever SM is done takes the next longest.
 
-// D: head size. N: rows of a streamed tile. GROUPS: groups of threads that share the block's own tile.
-template <int D_, int N_, int GROUPS_>
+// D: head size. N: rows of a streamed tile. GROUPS: groups of threads that share the block's own tile. SHARED: in the
+// backward pass the (two) groups also share the streamed tile.
+template <int D_, int N_, int GROUPS_, bool SHARED_ = false>
 struct Fp32Tile {
     static constexpr int D = D_, N = N_, GROUPS = GROUPS_;
+    static constexpr bool SHARED = SHARED_;
     static constexpr int OWN = 64;       // rows of the tile that the block owns
     static constexpr int THREADS = 128;  // of a group, in a grid of TX x TY; the TX threads of a row are in one warp
     static constexpr int TX = D == 128 ? 16 : 8, TY = THREADS / TX;
@@ -489,7 +491,8 @@ struct Fp32Tile {
     static constexpr int OWN_FLOATS = OWN * LD, STREAM_FLOATS = N * LD, P_FLOATS = OWN * LDP;
     static constexpr int GROUP_FLOATS = 2 * STREAM_FLOATS + P_FLOATS;
     static constexpr size_t forward_bytes = (OWN_FLOATS + GROUPS * GROUP_FLOATS) * sizeof(float);
-    static constexpr size_t backward_bytes = (2 * OWN_FLOATS + GROUPS * GROUP_FLOATS) * sizeof(float);
+    static constexpr size_t backward_bytes =
+        (2 * OWN_FLOATS + (SHARED ? 2 * STREAM_FLOATS + 2 * P_FLOATS : GROUPS * GROUP_FLOATS)) * sizeof(float);
     static_assert(D % 16 == 0 && N % 16 == 0);
     static_assert(THREADS * ROWS * OUT <= 2 * STREAM_FLOATS || GROUPS == 1, "the merge reuses the streamed tiles");
 };
@@ -504,6 +507,13 @@ __device__ __forceinline__ float exp2_fast(float x) {  // 2 ulp; results below 2
 // A barrier for one group of 128 threads; barrier 0 is __syncthreads().
 __device__ __forceinline__ void group_barrier(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+// Of `tiles` dealt to the groups in turn, the last groups may have got one less; they pass its n barriers all the same.
+// The program does not need it, but compute-sanitizer's racecheck does, to see what __syncthreads() separates later.
+template <class T>
+__device__ __forceinline__ void pass_barriers(int group, int tiles, int n) {
+    int dealt_last = tiles % T::GROUPS;
+    for (int i = 0; dealt_last > 0 && group >= dealt_last && i < n; i++) { group_barrier(group); }
 }
 // Rows [first, first + R) of a matrix with T rows to shared memory, zeros beyond T. Asynchronous.
 template <int R, int D, int THREADS>
@@ -752,6 +762,7 @@ __global__ __launch_bounds__(T::THREADS* T::GROUPS, 1) void flash_forward_fp32_k
         __syncwarp();
         rows_times_columns<T>(O, P, V, tx, ty);
     }
+    pass_barriers<T>(group, end, 2);
 
 #pragma unroll
     for (int i = 0; i < T::ROWS; i++) {
@@ -807,12 +818,12 @@ __global__ void flash_delta_fp32_kernel(AttentionArgs a, int D, float* delta, bo
     if (lane == 0) { delta[r] = sum; }
 }
 
-// dQ_i += dS^T's transpose times K: dS^T [OWN keys, N queries]. A thread has 4 neighbouring queries.
-template <class T>
+// dQ_i += dS^T's transpose times K: dS^T [OWN keys, N queries], by THREADS threads. One has 4 neighbouring queries.
+template <class T, int THREADS>
 __device__ __forceinline__ void add_dq(const AttentionArgs& a, int b, int h, int q0, const float* dS, const float* K,
                                        int t) {
-    constexpr int X = T::THREADS / (T::N / 4), OUT = T::D / X;
-    static_assert(T::D % X == 0);
+    constexpr int X = THREADS / (T::N / 4), OUT = T::D / X;
+    static_assert(T::D % X == 0 && X <= WARP);
     int x = grid_x<X>(t), y = grid_y<X>(t);
     float dQ[4][OUT];
     set_zero(dQ);
@@ -901,7 +912,7 @@ __global__ __launch_bounds__(T::THREADS* T::GROUPS, 1) void flash_backward_kv_fp
         rows_times_columns<T>(dK, P, Q, tx, ty);
         if (WITH_DQ) {
             group_barrier(group);  // all of dS is there
-            add_dq<T>(a, b, h, q0, P, K, t);
+            add_dq<T, T::THREADS>(a, b, h, q0, P, K, t);
         }
         group_barrier(group);  // Q has been read, and dS
         if (tile + T::GROUPS < end) {
@@ -910,6 +921,7 @@ __global__ __launch_bounds__(T::THREADS* T::GROUPS, 1) void flash_backward_kv_fp
         }
     }
 
+    pass_barriers<T>(group, end - first, WITH_DQ ? 5 : 4);
     cp_async_wait<0>();  // a group without a tile still has its first loads under way
     merge_groups<T>(dK, group_0, group, t);
     merge_groups<T>(dV, group_0, group, t);
@@ -920,6 +932,90 @@ __global__ __launch_bounds__(T::THREADS* T::GROUPS, 1) void flash_backward_kv_fp
         if (key >= a.Tk) { continue; }
         store_columns<T::TX>(head_of(a.dk, b, h) + key * a.dk.row, dK[i], tx, a.scale);
         store_columns<T::TX>(head_of(a.dv, b, h) + key * a.dv.row, dV[i], tx, 1);
+    }
+}
+
+// The same for large head sizes: the two groups share one tile of queries, and the products. Group 0 computes S and dV,
+// group 1 dP and dK; P passes through shared memory, and dQ is split. A thread holds one accumulator tile instead of
+// two, and S in 4x8 pieces instead of the 2x8 that two separate tiles of Q and dO would leave room for.
+template <class T, bool WITH_DQ>
+__global__ __launch_bounds__(T::THREADS * 2, 1) void flash_backward_shared_fp32_kernel(AttentionArgs a,
+                                                                                       const float* delta) {
+    extern __shared__ float4 fp32_memory[];
+    int group = threadIdx.x / T::THREADS, t = threadIdx.x % T::THREADS, tx = grid_x<T::TX>(t), ty = grid_y<T::TX>(t);
+    float *K = (float*)fp32_memory, *V = K + T::OWN_FLOATS, *Q = V + T::OWN_FLOATS, *dO = Q + T::STREAM_FLOATS;
+    float *P = dO + T::STREAM_FLOATS, *dS = P + T::P_FLOATS;
+
+    int head = blockIdx.x % (a.B * a.H), b = head / a.H, h = head % a.H;
+    int k0 = (int)blockIdx.x / (a.B * a.H) * T::OWN;  // the first keys are seen by the most queries
+    int first = a.causal ? k0 / T::N : 0, end = (a.Tq + T::N - 1) / T::N;
+    const float *q = head_of(a.q, b, h), *dO_ = head_of(a.dO, b, h);
+    const float *L = a.L + (int64_t)head * a.Tq, *D = delta + (int64_t)head * a.Tq;
+    // What a group multiplies: its product of rows, then its product of columns.
+    const float *own = group == 0 ? K : V, *streamed = group == 0 ? Q : dO;
+    float* mine = group == 0 ? P : dS;
+
+    load_rows<T::OWN, T::D, T::THREADS>(group == 0 ? K : V, group == 0 ? head_of(a.k, b, h) : head_of(a.v, b, h),
+                                        group == 0 ? a.k.row : a.v.row, k0, a.Tk, t);
+    auto load_tile = [&](int tile) {
+        load_rows<T::N, T::D, T::THREADS>(group == 0 ? Q : dO, group == 0 ? q : dO_, group == 0 ? a.q.row : a.dO.row,
+                                          tile * T::N, a.Tq, t);
+        cp_async_commit();
+    };
+    load_tile(first);
+
+    float sum[T::ROWS][T::OUT], c = a.scale * LOG2_E;  // dV or dK
+    set_zero(sum);
+    for (int tile = first; tile < end; tile++) {
+        int q0 = tile * T::N;
+        float l[T::COLS], s[T::ROWS][T::COLS];  // L or D, S or dP
+#pragma unroll
+        for (int j = 0; j < T::COLS; j++) {  // beyond Tq: L = inf makes P = 0
+            int query = q0 + tx + j * T::TX;
+            l[j] = group == 0 ? (query < a.Tq ? L[query] * LOG2_E : INFINITY) : (query < a.Tq ? D[query] : 0);
+        }
+        cp_async_wait<0>();
+        __syncthreads();  // Q and dO have arrived, and dS has been read
+        rows_times_rows<T>(s, own, streamed, tx, ty);
+        if (group == 0) {
+            bool masked = (a.causal && q0 < k0 + T::OWN - 1) || k0 + T::OWN > a.Tk;
+#pragma unroll
+            for (int i = 0; i < T::ROWS; i++) {
+#pragma unroll
+                for (int j = 0; j < T::COLS; j++) {
+                    s[i][j] = exp2_fast(fmaf(s[i][j], c, -l[j]));
+                    int query = q0 + tx + j * T::TX, key = k0 + ty + i * T::TY;
+                    if (masked && (key >= a.Tk || (a.causal && key > query))) { s[i][j] = 0; }
+                }
+            }
+            store_p<T>(P, s, tx, ty);
+        }
+        __syncthreads();  // P is there
+        if (group == 1) {
+#pragma unroll
+            for (int i = 0; i < T::ROWS; i++) {
+#pragma unroll
+                for (int j = 0; j < T::COLS; j++) {
+                    s[i][j] = P[(ty + i * T::TY) * T::LDP + tx + j * T::TX] * (s[i][j] - l[j]);
+                }
+            }
+            store_p<T>(dS, s, tx, ty);
+            __syncwarp();
+        }
+        rows_times_columns<T>(sum, mine, group == 0 ? dO : Q, tx, ty);
+        __syncthreads();  // Q, dO and P have been read, and all of dS is there
+        if (tile + 1 < end) { load_tile(tile + 1); }
+        if (WITH_DQ) { add_dq<T, 2 * T::THREADS>(a, b, h, q0, dS, K, threadIdx.x); }
+    }
+
+    cp_async_wait<0>();  // without a tile the first loads are still under way
+    const Heads& out = group == 0 ? a.dv : a.dk;
+#pragma unroll
+    for (int i = 0; i < T::ROWS; i++) {
+        int key = k0 + ty + i * T::TY;
+        if (key < a.Tk) {
+            store_columns<T::TX>(head_of(out, b, h) + key * out.row, sum[i], tx, group == 0 ? 1 : a.scale);
+        }
     }
 }
 
@@ -989,6 +1085,7 @@ __global__ __launch_bounds__(T::THREADS* T::GROUPS, 1) void flash_backward_q_fp3
         }
     }
 
+    pass_barriers<T>(group, end, 3);
     cp_async_wait<0>();
     merge_groups<T>(dQ, group_0, group, t);
     if (group > 0) { return; }
@@ -1019,15 +1116,21 @@ static void forward_fp32(const AttentionArgs& a) {
     int64_t blocks = (int64_t)a.B * a.H * ceil_div(a.Tq, T::OWN);
     launch_fp32<T>(flash_forward_fp32_kernel<T>, T::forward_bytes, blocks, a);
 }
-template <class T>
+template <class T, class QueryTile = T>
 static void backward_fp32(const AttentionArgs& a, const float* delta, bool deterministic) {
     int64_t heads = (int64_t)a.B * a.H, key_blocks = heads * ceil_div(a.Tk, T::OWN);
-    if (!deterministic) {
-        launch_fp32<T>(flash_backward_kv_fp32_kernel<T, true>, T::backward_bytes, key_blocks, a, delta);
-        return;
-    }
-    launch_fp32<T>(flash_backward_kv_fp32_kernel<T, false>, T::backward_bytes, key_blocks, a, delta);
-    launch_fp32<T>(flash_backward_q_fp32_kernel<T>, T::backward_bytes, heads * ceil_div(a.Tq, T::OWN), a, delta);
+    auto launch_kv = [&](auto with_dq) {
+        constexpr bool WITH_DQ = decltype(with_dq)::value;
+        auto kernel = [] {
+            if constexpr (T::SHARED) { return flash_backward_shared_fp32_kernel<T, WITH_DQ>; }
+            if constexpr (!T::SHARED) { return flash_backward_kv_fp32_kernel<T, WITH_DQ>; }
+        };
+        launch_fp32<T>(kernel(), T::backward_bytes, key_blocks, a, delta);
+    };
+    if (!deterministic) { return launch_kv(std::true_type()); }
+    launch_kv(std::false_type());
+    launch_fp32<QueryTile>(flash_backward_q_fp32_kernel<QueryTile>, QueryTile::backward_bytes,
+                           heads * ceil_div(a.Tq, QueryTile::OWN), a, delta);
 }
 
 void flash_forward_fp32(const AttentionArgs& a, int D) {
@@ -1057,7 +1160,9 @@ void flash_backward_fp32(const AttentionArgs& a, int D, bool deterministic) {
         case 32: return run(Fp32Tile<32, 64, 2>(), Fp32Tile<32, 64, 1>());
         case 64: return run(Fp32Tile<64, 64, 2>(), Fp32Tile<64, 64, 1>());
         case 80: return run(Fp32Tile<80, 64, 2>(), Fp32Tile<80, 32, 1>());
-        case 128: return run(Fp32Tile<128, 32, 2>(), Fp32Tile<128, 16, 1>());
+        case 128:
+            if (!large) { return backward_fp32<Fp32Tile<128, 16, 1>>(a, delta, deterministic); }
+            return backward_fp32<Fp32Tile<128, 64, 2, true>, Fp32Tile<128, 32, 2>>(a, delta, deterministic);
     }
     fail("flash attention in fp32: head size %d, expected 16, 32, 64, 80 or 128", D);
 }
@@ -1384,9 +1489,17 @@ int cmd_flash_benchmarking(const Options& o) {
          "x Bwd", "x Tot"},
         {}};
     const AttentionImpl& naive = impl_named("naive", context.device);
+    std::vector<Chart> panels;
     for (DType dtype : {BF16, F32}) {
         for (int D : {16, 32, 64, 128}) {
             const AttentionImpl* flash = fastest_flash(context.device, dtype, D);
+            Chart chart{
+                Chart::LINES, strprintf("%s, D %d", name_of(dtype), D), "sequence length", "time (ms)", {}, {}, {}};
+            chart.log_axes = true;
+            chart.series = {{"naive forward", {}, false, 0},
+                            {"naive backward", {}, true, 0},
+                            {"flash forward", {}, false, 1},
+                            {"flash backward", {}, true, 1}};
             for (int S = 128; flash && S <= longest; S *= 2) {
                 AttentionCase c{1, 1, S, S, D, true};
                 progress("S %d, D %d, %s", S, D, name_of(dtype));
@@ -1403,10 +1516,17 @@ int cmd_flash_benchmarking(const Options& o) {
                     row.push_back(n.ran && f.ran ? strprintf("%.2f", x) : "");
                 }
                 table.rows.push_back(row);
+                chart.x.push_back(S);
+                size_t k = 0;
+                for (const PassTimes* t : {&n, &f}) {
+                    for (double ms : {t->forward, t->backward}) { chart.series[k++].y.push_back(t->ran ? ms : NAN); }
+                }
             }
+            if (!chart.x.empty()) { panels.push_back(chart); }
         }
     }
     print(table, o.format);
+    if (!o.plot.empty()) { save_file(o.plot, draw("FlashAttention-2 against plain attention", table.caption, panels)); }
     return 0;
 }
 

@@ -707,8 +707,11 @@ __device__ __forceinline__ void step_alone(const AttentionArgs& a, int key, int 
     }
 }
 
-// Waits for the other warp of a pair. Barrier 0 is __syncthreads().
-__device__ __forceinline__ void pair_barrier(int pair) { asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory"); }
+// Waits for the other warp of a pair. barrier.sync, not bar.sync: the two warps come from different places in the code.
+// Barrier 0 is __syncthreads().
+__device__ __forceinline__ void pair_barrier(int pair) {
+    asm volatile("barrier.sync %0, 64;" ::"r"(pair + 1) : "memory");
+}
 
 // The same by a pair. The first warp does (1) and passes P^T, packed, in the order of its lanes.
 template <class T, class C, bool MASKED>
@@ -1009,7 +1012,6 @@ static void launch_backward(const AttentionArgs& a, bool deterministic) {
     bool fits = (size_t)bytes >= std::max(Main::main_bytes, Dq::main_bytes);
     return fits ? launch_backward<T, Main, Dq>(a, deterministic) : launch_backward<T, Small, Small>(a, deterministic);
 }
-#ifndef BACKWARD_TRIAL
 template <class T>
 void flash_backward_mma(const AttentionArgs& a, int D, bool deterministic) {
     // <D, own, stream, step, warps, paired, blocks, dQ columns>
@@ -1030,10 +1032,7 @@ void flash_backward_mma(const AttentionArgs& a, int D, bool deterministic) {
         default: fail("head size %d: the tensor-core kernel takes 16, 32, 64, 80 and 128", D);
     }
 }
-#endif
-#endif
 
-#ifdef __CUDACC__
 void flash_mma_forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     int D = (int)t.q.dim(3);

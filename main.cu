@@ -8,6 +8,9 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 static int cmd_list(const Options& o);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -37,17 +40,19 @@ static const std::string DDP_TIMED =
 
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer", "model.cu",
-     cmd_benchmarking_script, TIMED + "precisions=fp32 modes=flash table"},
+     cmd_benchmarking_script, TIMED + "precisions=fp32 modes=flash table plot"},
     {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "measure.cu", nullptr, ""},
     {"mixed_precision_accumulation", "1.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16", "precision.cu",
      cmd_mixed_precision_accumulation, "format quick"},
     {"benchmarking_mixed_precision", "1.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost", "model.cu",
      cmd_benchmarking_mixed_precision, TIMED + "precisions=fp32,tf32,bf16 mode=flash"},
-    {"memory_profiling", "1.1.6", 4, 1, "where a step's memory goes", "measure.cu", nullptr, ""},
+    {"memory_profiling", "1.1.6", 4, 1, "where a step's memory goes", "memory.cu", cmd_memory_profiling,
+     "device sizes=2.7B d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512 batch_size seed "
+     "precisions=fp32,bf16 mode=eager out_folder format quick"},
     {"pytorch_attention", "1.2.1", 2, 1, "time and memory of plain attention", "attention.cu", cmd_pytorch_attention,
-     "device steps=100 format quick"},
+     "device steps=100 plot format quick"},
     {"torch_compile", "1.3", 2, 1, "eager against fused kernels", "model.cu", cmd_torch_compile,
-     TIMED + "precisions=fp32"},
+     TIMED + "precisions=fp32 plot"},
     {"weighted_sum", "1.3.1", 0, 1, "the first kernel: a weighted sum", "flash.cu", cmd_weighted_sum,
      "device format quick"},
     {"flash_forward", "1.3.2", 15, 1, "FlashAttention-2, forward", "flash.cu", cmd_flash_forward,
@@ -55,12 +60,12 @@ static const Command COMMANDS[] = {
     {"flash_backward", "1.3.2", 5, 1, "FlashAttention-2, backward", "flash.cu", cmd_flash_backward,
      "device seed deterministic format quick"},
     {"flash_benchmarking", "1.3.2", 5, 1, "FlashAttention-2 against plain attention", "flash.cu",
-     cmd_flash_benchmarking, "device format quick"},
+     cmd_flash_benchmarking, "device plot format quick"},
     {"flash_leaderboard", "1.3.3", 0, 1, "one long causal sequence, as fast as it goes", "flash.cu",
      cmd_flash_leaderboard,
      "device num_heads=16 head_size=64 context_length=16384 precision=bf16 deterministic format quick"},
     {"distributed_communication_single_node", "2.1", 5, 2, "all-reduce: sizes, ranks, backends", "ranks.cu",
-     cmd_distributed_communication_single_node, "device sizes_mb warmups steps " + RANKS + "format quick"},
+     cmd_distributed_communication_single_node, "device sizes_mb warmups steps " + RANKS + "format plot quick"},
     {"naive_ddp", "2.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp,
      "device seed " + RANKS + "format quick"},
     {"naive_ddp_benchmarking", "2.2", 3, 2, "what it costs", "ddp.cu", cmd_naive_ddp_benchmarking, DDP_TIMED},
@@ -231,6 +236,36 @@ static Reader file(std::string Options::*field) {
     return {"a file name", read, show};
 }
 
+static bool is_folder(const std::string& path) {
+    struct stat status;
+    return stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
+}
+static std::string folder_of(const std::string& path) {
+    size_t slash = path.rfind('/');
+    return slash == std::string::npos ? "." : path.substr(0, slash + 1);
+}
+
+// Both are asked for before the measuring starts, and so is the folder.
+static Reader picture(std::string Options::*field) {
+    auto read = [=](Options& o, const std::string& text) {
+        o.*field = text;
+        bool svg = text.size() > 4 && text.compare(text.size() - 4, 4, ".svg") == 0;
+        return svg && is_folder(folder_of(text)) && !is_folder(text);
+    };
+    auto show = [](const Options&) { return std::string(); };
+    return {"a file name that ends in .svg, in a folder that exists", read, show};
+}
+static Reader folder(std::string Options::*field) {
+    auto read = [=](Options& o, const std::string& text) {
+        o.*field = text;
+        while (o.*field != "/" && !(o.*field).empty() && (o.*field).back() == '/') { (o.*field).pop_back(); }
+        return is_folder(o.*field) ||
+               (!text.empty() && is_folder(folder_of(o.*field)) && access((o.*field).c_str(), F_OK) != 0);
+    };
+    auto show = [](const Options&) { return std::string(); };
+    return {"a folder, there or to be made in one that is there", read, show};
+}
+
 struct Option {
     const char* key;   // in a command's row
     const char* name;  // on the command line
@@ -255,6 +290,8 @@ static const std::vector<Option>& option_table() {
         {"head_size", "head_size", whole(&Options::head_size, 1), "D: 16, 32, 64, 80 or 128"},
         {"vocab_size", "vocab_size", whole(&Options::vocab_size, 1), "number of different tokens"},
         {"context_length", "context_length", whole(&Options::context_length, 1), "tokens in a sequence"},
+        {"context_lengths", "context_length", wholes(&Options::context_lengths, 1, 1 << 20, ""),
+         "tokens in a sequence"},
         {"batch_size", "batch_size", whole(&Options::batch_size, 1), "sequences in a batch"},
         {"warmups", "warmup", wholes(&Options::warmup, 0, 1 << 20, "5"), "untimed steps first; each in its own run"},
         {"steps", "steps", whole(&Options::steps, 1), "steps that are timed, or trained"},
@@ -282,6 +319,8 @@ static const std::vector<Option>& option_table() {
         {"weights", "weights", file(&Options::weights), "safetensors: the state_dict"},
         {"batch", "batch", file(&Options::batch), "safetensors: tokens and targets [B, T]"},
         {"out", "out", file(&Options::out), "safetensors to write"},
+        {"out_folder", "out", folder(&Options::out), "where timelines (SVG) and snapshots (pickle) go"},
+        {"plot", "plot", picture(&Options::plot), "draw the table as SVG, too"},
         {"inputs", "inputs", file(&Options::inputs), "safetensors: q, k, v and perhaps do, [B, H, S, D] or [B, S, D]"},
         {"impl", "impl", text(&Options::impl), "which row of the table of implementations"},
         {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs"},

@@ -2,6 +2,7 @@
 #include "cs336.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cctype>
 #include <cerrno>
 #include <chrono>
@@ -329,6 +330,25 @@ static cudaMemPool_t memory_pool() {
 }
 #endif
 
+size_t gpu_memory_used() {
+#ifdef __CUDACC__
+    if (cuda_devices() > 0) {
+        size_t free, total;
+        CUDA_CHECK(cudaMemGetInfo(&free, &total));
+        return total - free;
+    }
+#endif
+    return 0;
+}
+
+void give_back_cached_memory() {
+#ifdef __CUDACC__
+    if (cuda_devices() == 0) { return; }
+    CUDA_CHECK(cudaDeviceSynchronize());  // what was freed in stream order is given back only once the stream got there
+    CUDA_CHECK(cudaMemPoolTrimTo(memory_pool(), 0));
+#endif
+}
+
 size_t available_memory(Device d) {
 #ifdef __CUDACC__
     if (d == CUDA) {
@@ -400,8 +420,36 @@ const MemoryUse& memory_use(Device device) { return uses[device]; }
 
 static std::set<const Memory*> live[3];
 
+static std::atomic<bool> logging{false};
+static Device logged_device;
+static double log_start;
+static std::vector<MemoryEvent> memory_log;
+
+static void log_event(const Memory* m, double ms, bool is_alloc, std::vector<const char*> ranges) {
+    if (m->bytes == 0 || m->device != logged_device) { return; }
+    memory_log.push_back({ms, is_alloc, (uint64_t)m->data, m->bytes, m->category, std::move(ranges), m->at});
+}
+
+void start_memory_log(Device device) {
+    std::lock_guard<std::mutex> lock(books_mutex);
+    memory_log.clear();
+    logged_device = device;
+    log_start = now_ms();
+    for (const Memory* m : live[device]) {
+        log_event(m, 0, true, *m->op ? std::vector<const char*>{m->op} : std::vector<const char*>());
+    }
+    logging = true;
+}
+
+std::vector<MemoryEvent> stop_memory_log() {
+    std::lock_guard<std::mutex> lock(books_mutex);
+    logging = false;
+    return std::move(memory_log);
+}
+
 static void book(const Memory* memory, bool comes) {
     std::lock_guard<std::mutex> lock(books_mutex);
+    if (logging) { log_event(memory, now_ms() - log_start, comes, open_ranges); }
     MemoryUse& use = uses[memory->device];
     if (comes) {
         live[memory->device].insert(memory);
@@ -450,14 +498,17 @@ static void poison(Device device, void* data, size_t bytes) {
     if (device == CPU) { memset(data, 0xFF, bytes); }
 }
 
-std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category) {
+std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at) {
     static const bool poisoning = environment_is_1("CS336_POISON");
     auto memory = std::make_shared<Memory>();
     memory->device = device;
     memory->category = category;
     memory->op = innermost_range();
+    memory->at = at;
     if (device == META) {
-        memory->data = (void*)64;  // an address to count offsets from, never to read
+        // An address to count offsets from, never to read; each buffer has its own, so that a log can tell them apart.
+        static std::atomic<uint64_t> next{1 << 20};
+        memory->data = (void*)next.fetch_add((bytes + 511) / 512 * 512);
     } else if (bytes > 0) {
         memory->data = allocate_raw(device, bytes);
         if (!memory->data) {
@@ -468,6 +519,10 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category)
                                         memory->op, to_gib(uses[device].now), to_gib(available_memory(device))));
         }
     }
+#ifdef __CUDACC__
+    // Not at a free, which is a destructor and must not throw: its time is early by one operation at most.
+    if (logging && device == CUDA) { CUDA_CHECK(cudaStreamSynchronize(stream())); }
+#endif
     memory->bytes = bytes;
     book(memory.get(), true);
     if (poisoning && memory->data && device != META) { poison(device, memory->data, bytes); }
@@ -721,6 +776,19 @@ void print(const Table& table, const std::string& format) {
     signal(SIGPIPE, SIG_IGN);  // or a closed pipe would kill us before fwrite could tell
     if (fwrite(text.data(), 1, text.size(), stdout) != text.size() || fflush(stdout) != 0) {
         fail("cannot write to stdout: %s", strerror(errno));
+    }
+}
+
+void save_file(const std::string& path, const std::string& bytes) {
+    std::string temporary = path + ".tmp." + std::to_string(getpid());
+    FILE* file = fopen(temporary.c_str(), "wb");
+    if (!file) { fail("%s: cannot be written: %s", path.c_str(), strerror(errno)); }
+    int error = fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size() ? 0 : errno;
+    if (fclose(file) != 0 && error == 0) { error = errno; }
+    if (error == 0 && rename(temporary.c_str(), path.c_str()) != 0) { error = errno; }
+    if (error != 0) {
+        unlink(temporary.c_str());
+        fail("%s: cannot be written: %s", path.c_str(), strerror(error));
     }
 }
 

@@ -853,9 +853,8 @@ double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, doub
 }
 float loss_scale_of(const LossScaler& scaler) { return context.precision == PREC_FP16 ? scaler.scale : 1; }
 
-enum Phase { FORWARD, FORWARD_BACKWARD, STEP };
-static void run_phase(
-    Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between = [] {}) {
+void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler,
+               const std::function<void()>& between) {
     if (phase == FORWARD) {
         NoGrad no_grad;
         forward(model, batch.tokens);
@@ -867,7 +866,7 @@ static void run_phase(
     forward_backward(model, batch, loss_scale_of(scaler), between);
     if (phase == STEP) { optimizer_step(model, AdamW(), scaler, 0); }
 }
-static size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
+size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
     Device device = context.device;
     context.device = META;
     size_t before = memory_use(META).now;
@@ -888,6 +887,30 @@ static size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
 Mode fastest_mode(const ModelConfig& c, Precision precision) {
     DType dtype = precision == PREC_BF16 ? BF16 : precision == PREC_FP16 ? F16 : F32;
     return fastest_flash(context.device, dtype, c.d_model / c.num_heads) ? FLASH : FUSED;
+}
+
+std::vector<ModelConfig> configs_of(const Options& o, const std::string& by_default) {
+    std::vector<ModelConfig> configs;
+    if (o.d_model || o.d_ff || o.num_layers || o.num_heads) {
+        ModelConfig c = model_sizes[0];
+        c.name = "custom";
+        if (o.d_model) { c.d_model = o.d_model; }
+        if (o.d_ff) { c.d_ff = o.d_ff; }
+        if (o.num_layers) { c.num_layers = o.num_layers; }
+        if (o.num_heads) { c.num_heads = o.num_heads; }
+        configs = {c};
+    } else {
+        for (const ModelConfig& c : model_sizes) {
+            bool wanted = o.size.empty() ? by_default.empty() || by_default == c.name
+                                         : std::count(o.size.begin(), o.size.end(), c.name) > 0;
+            if (wanted) { configs.push_back(c); }
+        }
+    }
+    for (ModelConfig& c : configs) {
+        c.vocab_size = o.vocab_size;
+        check_config(c);
+    }
+    return configs;
 }
 
 struct Plan {
@@ -914,25 +937,10 @@ static Plan plan_of(const Options& o, const std::vector<std::string>& precisions
     shrink("steps", &p.steps, 3, 2);
     shrink("warmup", &warmup, 1, 1);
     if (p.warmup.empty()) { p.warmup = {warmup}; }
-    if (o.d_model || o.d_ff || o.num_layers || o.num_heads) {
-        ModelConfig c = model_sizes[0];
-        c.name = "custom";
-        if (o.d_model) { c.d_model = o.d_model; }
-        if (o.d_ff) { c.d_ff = o.d_ff; }
-        if (o.num_layers) { c.num_layers = o.num_layers; }
-        if (o.num_heads) { c.num_heads = o.num_heads; }
-        p.configs = {c};
-    } else if (o.size.empty() && (cpu || o.quick)) {
-        p.configs = {model_sizes[0]};
+    bool fewer = o.size.empty() && (cpu || o.quick), custom = o.d_model || o.d_ff || o.num_layers || o.num_heads;
+    p.configs = configs_of(o, fewer ? "small" : "");
+    if (fewer && !custom) {
         p.scaled_down += std::string(p.scaled_down.empty() ? "" : ", ") + "size small instead of all five";
-    } else {
-        for (const ModelConfig& c : model_sizes) {
-            if (o.size.empty() || std::count(o.size.begin(), o.size.end(), c.name)) { p.configs.push_back(c); }
-        }
-    }
-    for (ModelConfig& c : p.configs) {
-        c.vocab_size = o.vocab_size;
-        check_config(c);
     }
     for (const std::string& name : o.precision.empty() ? precisions : o.precision) {
         p.precisions.push_back(precision_from(name));
@@ -1094,11 +1102,29 @@ static std::vector<std::string> measure_in_fresh_process(const Options& o, const
     return row;
 }
 
+// A bar for each size, setting by setting, of the step's three phases.
+struct StepBars {
+    std::vector<std::string> bars;
+    std::vector<Series> phases = {{"forward", {}}, {"backward", {}}, {"optimizer", {}}};
+};
+static void add_bar(StepBars& s, const Measurement& r, const std::string& setting) {
+    const PhaseTimes &fwbw = r.phase[FORWARD_BACKWARD], &step = r.phase[STEP];
+    double backward = fwbw.ran ? fwbw.backward_only.mean : NAN;
+    s.bars.push_back(r.config.name + setting);
+    s.phases[0].y.push_back(fwbw.ran ? fwbw.all.mean - backward : NAN);
+    s.phases[1].y.push_back(backward);
+    s.phases[2].y.push_back(step.ran ? std::max(0.0, step.all.mean - fwbw.all.mean) : NAN);
+}
+
 int cmd_benchmarking_script(const Options& o) {
     context.device = choose_device(o.device);
     Plan p = plan_of(o, {"fp32"}, {});
     bool seconds = o.table == "seconds", sweep = p.warmup.size() > 1;
     if (seconds && sweep) { usage_error("--table seconds takes one --warmup value, got %zu", p.warmup.size()); }
+    if (sweep && !o.plot.empty()) { usage_error("--plot takes one --warmup value, got %zu", p.warmup.size()); }
+    StepBars bars;
+    std::string caption;
+    bool several = p.precisions.size() * p.modes.size() > 1;
     for (Precision precision : p.precisions) {
         for (Mode mode : p.modes) {
             context.precision = precision, context.mode = mode;
@@ -1117,10 +1143,17 @@ int cmd_benchmarking_script(const Options& o) {
                     }
                     Measurement r = measure_model(c, p, warmup, o.seed);
                     seconds ? add_seconds_rows(table, r) : table.rows.push_back(milliseconds_row(r, p));
+                    add_bar(bars, r, several ? strprintf(" %s %s", name_of(precision), name_of(mode)) : "");
                 }
             }
             print(table, o.format);
+            caption = table.caption;
         }
+    }
+    if (!o.plot.empty()) {
+        if (several) { caption = caption_of(p, "benchmarking_script", "precision and mode under each bar"); }
+        Chart chart{Chart::BARS, "", "", "time of a step (ms)", {}, bars.bars, bars.phases};
+        save_file(o.plot, draw("A training step by phase", caption, {chart}));
     }
     return 0;
 }

@@ -1169,6 +1169,25 @@ static void group_rows(const Options& o, const Sweep& s, const char* backend, De
     }
 }
 
+static void plot_all_reduce(const Options& o, const Table& table) {
+    if (o.plot.empty()) { return; }
+    std::map<double, std::map<std::string, double>> ms;  // by size and group
+    std::set<std::string> groups;
+    for (const auto& row : table.rows) {
+        std::string group = row[0] + " " + row[1] + ", " + row[2] + " ranks";
+        if (row[4].empty()) { continue; }  // could not run here
+        groups.insert(group);
+        ms[strtod(row[3].c_str(), nullptr)][group] = strtod(row[4].c_str(), nullptr);
+    }
+    Chart chart{Chart::LINES, "", "tensor size (MB)", "median time (ms)", {}, {}, {}, true};
+    for (const std::string& group : groups) { chart.series.push_back({group, {}}); }
+    for (auto& [mb, times] : ms) {
+        chart.x.push_back(mb);
+        for (Series& series : chart.series) { series.y.push_back(times.count(series.name) ? times[series.name] : NAN); }
+    }
+    save_file(o.plot, draw("All-reduce", table.caption, {chart}));
+}
+
 int cmd_distributed_communication_single_node(const Options& o) {
     Sweep s = sweep_of(o);
     if (is_rank() || o.nproc > 0 || o.backend != "auto") {  // one group
@@ -1176,7 +1195,10 @@ int cmd_distributed_communication_single_node(const Options& o) {
             Table table{"", all_reduce_columns, {}};
             bool ok = all_reduce_rows(c, s, &table);
             table.caption = caption_of(s, device_description());
-            if (c.rank == 0) { print(table, o.format); }
+            if (c.rank == 0) {
+                print(table, o.format);
+                plot_all_reduce(o, table);
+            }
             if (!ok) { fail("wrong sums"); }
         });
     }
@@ -1204,5 +1226,6 @@ int cmd_distributed_communication_single_node(const Options& o) {
         }
     }
     print(handout, o.format);
+    plot_all_reduce(o, table);
     return 0;
 }

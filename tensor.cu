@@ -58,23 +58,23 @@ static bool is_row_major(const Tensor& t) {
     return true;
 }
 
-Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category) {
+Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category, Source at) {
     if (shape.size() > MAX_DIMS) {
         fail("a tensor has at most %d dimensions, got %s", MAX_DIMS, to_string(shape).c_str());
     }
     Tensor t;
-    t.memory = allocate(device, count(shape) * size_of(dtype), category);
+    t.memory = allocate(device, count(shape) * size_of(dtype), category, at);
     t.data = (char*)t.memory->data;
     t.dtype = dtype;
     t.shape = shape;
     t.stride = row_major(shape);
     return t;
 }
-Tensor empty(const Shape& shape, DType dtype, Category category) {
-    return empty_on(context.device, shape, dtype, category);
+Tensor empty(const Shape& shape, DType dtype, Category category, Source at) {
+    return empty_on(context.device, shape, dtype, category, at);
 }
-Tensor zeros(const Shape& shape, DType dtype, Category category) {
-    Tensor t = empty(shape, dtype, category);
+Tensor zeros(const Shape& shape, DType dtype, Category category, Source at) {
+    Tensor t = empty(shape, dtype, category, at);
     fill_zero(t);
     return t;
 }
@@ -404,8 +404,7 @@ struct Operand {
 };
 struct Loop {
     int64_t n;
-    int dims;
-    bool flat;  // every operand is row-major of the full shape: element i is at i
+    int dims;  // after neighbouring ones that all operands step through alike were joined: 1 where all are row-major
     int64_t shape[MAX_DIMS];
     Operand out, in[3];
 };
@@ -426,47 +425,103 @@ static Operand operand(const Tensor& t, const Shape& shape) {
 static Loop loop_over(const Tensor& out, const std::vector<Tensor>& inputs) {
     Loop loop{};
     loop.n = out.size();
-    loop.dims = (int)out.shape.size();
-    loop.flat = is_row_major(out);
-    for (int d = 0; d < loop.dims; d++) { loop.shape[d] = out.shape[d]; }
     loop.out = operand(out, out.shape);
+    std::vector<Operand*> operands = {&loop.out};
     for (size_t k = 0; k < inputs.size(); k++) {
         if (inputs[k].device() != out.device()) {
             fail("an operand is on %s, the result on %s", name_of(inputs[k].device()), name_of(out.device()));
         }
         loop.in[k] = operand(inputs[k], out.shape);
-        loop.flat = loop.flat && inputs[k].size() == loop.n && is_row_major(inputs[k]);
+        operands.push_back(&loop.in[k]);
+    }
+    loop.shape[0] = 1, loop.dims = 1;  // what a scalar has; dimension d of `out` becomes `last`, or a part of it
+    for (size_t d = 0; d < out.shape.size(); d++) {
+        if (out.shape[d] == 1) { continue; }
+        int last = loop.dims - 1;
+        auto joins = [&](Operand* o) { return o->stride[last] == o->stride[d] * out.shape[d]; };
+        bool join = d > 0 && std::all_of(operands.begin(), operands.end(), joins);
+        if (d > 0 && !join && loop.shape[last] != 1) { loop.dims++, last++; }
+        for (Operand* o : operands) { o->stride[last] = o->stride[d]; }
+        loop.shape[last] = (join ? loop.shape[last] : 1) * out.shape[d];
     }
     return loop;
 }
 
-template <int N, class A, class F>
-HD A call(const F& f, const Loop& loop, const int64_t* at) {
-    A a = load<A>(loop.in[0].data, loop.in[0].dtype, at[0]);
-    if constexpr (N == 1) { return f(a); }
-    A b = N > 1 ? load<A>(loop.in[1].data, loop.in[1].dtype, at[1]) : A(0);
-    if constexpr (N == 2) { return f(a, b); }
-    if constexpr (N == 3) { return f(a, b, load<A>(loop.in[2].data, loop.in[2].dtype, at[2])); }
+template <int N, class F, class A>
+HD A apply(const F& f, A x0, A x1, A x2) {
+    if constexpr (N == 1) { return f(x0); }
+    if constexpr (N == 2) { return f(x0, x1); }
+    if constexpr (N == 3) { return f(x0, x1, x2); }
 }
 
 #ifdef __CUDACC__
-// I is the index type: 32-bit division is several times faster than 64-bit, and almost every tensor is small enough.
-template <int N, class I, class F>
-__global__ void elementwise_kernel(F f, Loop loop) {
-    for (I i = blockIdx.x * (I)blockDim.x + threadIdx.x; i < (I)loop.n; i += (I)gridDim.x * blockDim.x) {
-        int64_t at[3] = {(int64_t)i, (int64_t)i, (int64_t)i}, out = i;
-        if (!loop.flat) {
-            at[0] = at[1] = at[2] = out = 0;
-            I rest = i;
-            for (int d = loop.dims - 1; d >= 0; d--) {
-                I next = rest / (I)loop.shape[d], index = rest - next * (I)loop.shape[d];
-                out += index * loop.out.stride[d];
-                for (int k = 0; k < N; k++) { at[k] += index * loop.in[k].stride[d]; }
-                rest = next;
-            }
+// W neighbours along the last dimension, as one access where they lie side by side.
+template <int W>
+__device__ inline void load_some(float (&x)[W], const Operand& o, int64_t step, int64_t at) {
+    if constexpr (W == 4) {
+        if (step == 1 && o.dtype == F32) {
+            float4 v = *(const float4*)(o.data + at * 4);
+            x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+            return;
         }
-        store<float>(loop.out.data, loop.out.dtype, out, call<N, float>(f, loop, at));
+        if (step == 1 && (o.dtype == BF16 || o.dtype == F16)) {
+            uint2 v = *(const uint2*)(o.data + at * 2);
+            uint16_t bits[4] = {(uint16_t)v.x, (uint16_t)(v.x >> 16), (uint16_t)v.y, (uint16_t)(v.y >> 16)};
+            for (int w = 0; w < 4; w++) { x[w] = o.dtype == BF16 ? to_acc(bf16{bits[w]}) : to_acc(fp16{bits[w]}); }
+            return;
+        }
     }
+    for (int w = 0; w < W; w++) { x[w] = w > 0 && step == 0 ? x[0] : load<float>(o.data, o.dtype, at + w * step); }
+}
+template <int W>
+__device__ inline void store_some(const Operand& o, int64_t step, int64_t at, const float (&x)[W]) {
+    if constexpr (W == 4) {
+        if (o.dtype == F32) {
+            *(float4*)(o.data + at * 4) = {x[0], x[1], x[2], x[3]};
+            return;
+        }
+        if (o.dtype == BF16 || o.dtype == F16) {
+            uint16_t bits[4];
+            for (int w = 0; w < 4; w++) {
+                o.dtype == BF16 ? from_acc(x[w], (bf16*)&bits[w]) : from_acc(x[w], (fp16*)&bits[w]);
+            }
+            *(uint2*)(o.data + at * 2) = {bits[0] | (uint32_t)bits[1] << 16, bits[2] | (uint32_t)bits[3] << 16};
+            return;
+        }
+    }
+    for (int w = 0; w < W; w++) { store<float>(o.data, o.dtype, at + w * step, x[w]); }
+}
+// I is the index type: 32-bit division is several times faster than 64-bit, and almost every tensor is small enough.
+// A thread computes W neighbours: one index calculation for all of them, and accesses of up to 16 bytes.
+template <int N, int W, class I, class F>
+__global__ void elementwise_kernel(F f, Loop loop) {
+    int last = loop.dims - 1;
+    for (I v = blockIdx.x * (I)blockDim.x + threadIdx.x; v < (I)(loop.n / W); v += (I)gridDim.x * blockDim.x) {
+        int64_t at[3] = {}, out = 0;
+        I rest = v * W;
+        for (int d = last; d >= 0; d--) {
+            I next = d > 0 ? rest / (I)loop.shape[d] : 0, index = rest - next * (I)loop.shape[d];
+            out += index * loop.out.stride[d];
+            for (int k = 0; k < N; k++) { at[k] += index * loop.in[k].stride[d]; }
+            rest = next;
+        }
+        float x[3][W] = {}, y[W];
+        for (int k = 0; k < N; k++) { load_some<W>(x[k], loop.in[k], loop.in[k].stride[last], at[k]); }
+        for (int w = 0; w < W; w++) { y[w] = apply<N>(f, x[0][w], x[1][w], x[2][w]); }
+        store_some<W>(loop.out, loop.out.stride[last], out, y);
+    }
+}
+// Whether every operand can be read and written by fours: neighbours (or one value for all four), aligned.
+static bool by_fours(const Loop& loop, int inputs) {
+    int last = loop.dims - 1;
+    auto fits = [&](const Operand& o) {
+        bool ok = o.stride[last] == 1 && (uintptr_t)o.data % (4 * size_of(o.dtype)) == 0;
+        for (int d = 0; d < last; d++) { ok = ok && o.stride[d] % 4 == 0; }
+        return ok;
+    };
+    bool ok = loop.shape[last] % 4 == 0 && fits(loop.out);
+    for (int k = 0; k < inputs; k++) { ok = ok && (loop.in[k].stride[last] == 0 || fits(loop.in[k])); }
+    return ok;
 }
 #endif
 
@@ -479,39 +534,34 @@ static void elementwise_span(const F& f, const Loop& loop, int64_t n, int64_t ou
     if (fast) {
         float* y = (float*)loop.out.data + out;
         const float* x[3];
-        for (int k = 0; k < N; k++) { x[k] = (const float*)loop.in[k].data + start[k]; }
-        for (int64_t i = 0; i < n; i++) {
-            if constexpr (N == 1) { y[i] = f(x[0][i]); }
-            if constexpr (N == 2) { y[i] = f(x[0][i], x[1][i]); }
-            if constexpr (N == 3) { y[i] = f(x[0][i], x[1][i], x[2][i]); }
-        }
+        for (int k = 0; k < 3; k++) { x[k] = (const float*)loop.in[k < N ? k : 0].data + start[k < N ? k : 0]; }
+        for (int64_t i = 0; i < n; i++) { y[i] = apply<N>(f, x[0][i], x[1][i], x[2][i]); }
         return;
     }
     for (int64_t i = 0; i < n; i++) {
-        int64_t at[3] = {start[0] + i * step[0], start[1] + i * step[1], start[2] + i * step[2]};
-        store<A>(loop.out.data, loop.out.dtype, out + i * out_step, call<N, A>(f, loop, at));
+        A x[3] = {};
+        for (int k = 0; k < N; k++) { x[k] = load<A>(loop.in[k].data, loop.in[k].dtype, start[k] + i * step[k]); }
+        store<A>(loop.out.data, loop.out.dtype, out + i * out_step, apply<N>(f, x[0], x[1], x[2]));
     }
 }
 template <int N, class A, class F>
 static void elementwise_cpu(const F& f, const Loop& loop) {
-    int64_t inner = loop.flat ? 4096 : loop.shape[loop.dims - 1], rows = (loop.n + inner - 1) / inner;
+    int last = loop.dims - 1;
+    int64_t inner = last == 0 ? 4096 : loop.shape[last], rows = (loop.n + inner - 1) / inner, step[3] = {};
+    for (int k = 0; k < N; k++) { step[k] = loop.in[k].stride[last]; }
 #pragma omp parallel for if (loop.n > 16384)
     for (int64_t r = 0; r < rows; r++) {
-        int64_t start[3] = {r * inner, r * inner, r * inner}, step[3] = {1, 1, 1}, out = r * inner, out_step = 1;
-        if (!loop.flat) {
-            int last = loop.dims - 1;
-            int64_t rest = r;
-            start[0] = start[1] = start[2] = out = 0;
-            for (int k = 0; k < N; k++) { step[k] = loop.in[k].stride[last]; }
-            out_step = loop.out.stride[last];
-            for (int d = last - 1; d >= 0; d--) {
-                int64_t index = rest % loop.shape[d];
-                rest /= loop.shape[d];
-                out += index * loop.out.stride[d];
-                for (int k = 0; k < N; k++) { start[k] += index * loop.in[k].stride[d]; }
-            }
+        int64_t start[3] = {}, out = 0, rest = r, length = std::min(inner, loop.n - r * inner);
+        auto go = [&](int64_t index, int d) {
+            out += index * loop.out.stride[d];
+            for (int k = 0; k < N; k++) { start[k] += index * loop.in[k].stride[d]; }
+        };
+        if (last == 0) { go(r * inner, 0); }
+        for (int d = last - 1; d >= 0; d--) {
+            go(rest % loop.shape[d], d);
+            rest /= loop.shape[d];
         }
-        elementwise_span<N, A>(f, loop, std::min(inner, loop.n - r * inner), out, start, step, out_step);
+        elementwise_span<N, A>(f, loop, length, out, start, step, loop.out.stride[last]);
     }
 }
 
@@ -519,23 +569,24 @@ template <int N, class F>
 static void elementwise_into(const F& f, const Tensor& out, const std::vector<Tensor>& inputs) {
     Loop loop = loop_over(out, inputs);
     if (loop.n == 0 || out.device() == META) { return; }
-    if (loop.dims == 0) {
-        loop.flat = true;  // a scalar: strides do not matter
-    }
 #ifdef __CUDACC__
     if (out.device() == CUDA) {
-        if (loop.n < (int64_t)1 << 30) {
-            elementwise_kernel<N, uint32_t><<<grid_for(loop.n), 256, 0, stream()>>>(f, loop);
-        } else {
-            elementwise_kernel<N, uint64_t><<<grid_for(loop.n), 256, 0, stream()>>>(f, loop);
-        }
-        LAUNCH_CHECK();
-        return;
+        auto launch = [&](auto width, auto index) {
+            constexpr int W = decltype(width)::value;
+            elementwise_kernel<N, W, decltype(index)><<<grid_for(loop.n / W), 256, 0, stream()>>>(f, loop);
+            LAUNCH_CHECK();
+        };
+        bool small = loop.n < (int64_t)1 << 30;
+        std::integral_constant<int, 4> four;
+        std::integral_constant<int, 1> one;
+        if (by_fours(loop, N)) { return small ? launch(four, uint32_t()) : launch(four, uint64_t()); }
+        return small ? launch(one, uint32_t()) : launch(one, uint64_t());
     }
 #endif
     if constexpr (std::is_same<F, Copy>::value) {
         bool floats = out.dtype != I32 && out.dtype != U8 && inputs[0].dtype != I32 && inputs[0].dtype != U8;
-        if (loop.flat && floats) { return convert(out.data, out.dtype, inputs[0].data, inputs[0].dtype, loop.n); }
+        bool neighbours = loop.dims == 1 && loop.out.stride[0] == 1 && loop.in[0].stride[0] == 1;
+        if (neighbours && floats) { return convert(out.data, out.dtype, inputs[0].data, inputs[0].dtype, loop.n); }
     }
     bool f64 = out.dtype == F64;
     for (const Tensor& t : inputs) { f64 = f64 || t.dtype == F64; }
@@ -555,14 +606,14 @@ static Shape broadcast(const Shape& a, const Shape& b) {
     return shape;  // a mismatch is found by operand()
 }
 template <class F>
-static Tensor unary(const F& f, DType dtype, const Tensor& a) {
-    Tensor y = empty_on(a.device(), a.shape, dtype);
+static Tensor unary(const F& f, DType dtype, const Tensor& a, Source at = here()) {
+    Tensor y = empty_on(a.device(), a.shape, dtype, ACTIVATIONS, at);
     elementwise_into<1>(f, y, {a});
     return y;
 }
 template <class F>
-static Tensor binary(const F& f, DType dtype, const Tensor& a, const Tensor& b) {
-    Tensor y = empty_on(a.device(), broadcast(a.shape, b.shape), dtype);
+static Tensor binary(const F& f, DType dtype, const Tensor& a, const Tensor& b, Source at = here()) {
+    Tensor y = empty_on(a.device(), broadcast(a.shape, b.shape), dtype, ACTIVATIONS, at);
     elementwise_into<2>(f, y, {a, b});
     return y;
 }
@@ -782,7 +833,15 @@ template <class F>
 __global__ void reduce_rows_kernel(F f, char* out, DType out_type, const char* x, DType type, int64_t C, float factor) {
     __shared__ float shared[WARP];
     float r = f.start();
-    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) { r = f(load<float>(x, type, blockIdx.x * C + c), r); }
+    if (C % 4 == 0 && (uintptr_t)x % 16 == 0) {
+        for (int64_t c = 4 * threadIdx.x; c < C; c += 4 * blockDim.x) {
+            float four[4];
+            load_some<4>(four, {(char*)x, type, {}}, 1, blockIdx.x * C + c);
+            for (float v : four) { r = f(v, r); }
+        }
+    } else {
+        for (int64_t c = threadIdx.x; c < C; c += blockDim.x) { r = f(load<float>(x, type, blockIdx.x * C + c), r); }
+    }
     for (int o = WARP / 2; o > 0; o /= 2) { r = f(__shfl_xor_sync(0xffffffff, r, o), r); }
     if (threadIdx.x % WARP == 0) { shared[threadIdx.x / WARP] = r; }
     __syncthreads();  // all warps' values must be there
@@ -1071,7 +1130,7 @@ static cublasHandle_t cublas() {
         cublasHandle_t h;
         CUBLAS_CHECK(cublasCreate(&h));
         CUBLAS_CHECK(cublasSetStream(h, stream()));
-        // Else a split sum over a long K may be added up in fp16: at K = 4097 that was off by 0.04.
+        // Or cuBLAS may add up the parts of a long sum in fp16.
         CUBLAS_CHECK(cublasSetMathMode(h, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
         CUBLAS_CHECK(cublasSetWorkspace(h, workspace.data, 32 << 20));
         return h;
@@ -1087,10 +1146,20 @@ static void gemm_cuda(const Tensor& out, Matrix C, const Tensor& a, Matrix A, bo
     // cuBLAS is column-major: what it sees in our memory is every matrix transposed, and out^T = op(b)^T op(a)^T.
     cublasComputeType_t compute =
         context.precision == TF32 && a.dtype == F32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
-    CUBLAS_CHECK(cublasGemmStridedBatchedEx(
-        cublas(), tb ? CUBLAS_OP_T : CUBLAS_OP_N, ta ? CUBLAS_OP_T : CUBLAS_OP_N, (int)C.cols, (int)C.rows, K, &alpha,
-        b.data, cuda_type(b.dtype), (int)B.ld, B.batch_stride, a.data, cuda_type(a.dtype), (int)A.ld, A.batch_stride,
-        &beta, out.data, cuda_type(out.dtype), (int)C.ld, C.batch_stride, (int)C.batch, compute, CUBLAS_GEMM_DEFAULT));
+    auto product = [&](int64_t k, int64_t n, float beta) {  // of k, k+1, ... k+n-1 of the K summands
+        const char *from_a = a.data + (ta ? k * A.ld : k) * size_of(a.dtype),
+                   *from_b = b.data + (tb ? k : k * B.ld) * size_of(b.dtype);
+        CUBLAS_CHECK(cublasGemmStridedBatchedEx(
+            cublas(), tb ? CUBLAS_OP_T : CUBLAS_OP_N, ta ? CUBLAS_OP_T : CUBLAS_OP_N, (int)C.cols, (int)C.rows, (int)n,
+            &alpha, from_b, cuda_type(b.dtype), (int)B.ld, B.batch_stride, from_a, cuda_type(a.dtype), (int)A.ld,
+            A.batch_stride, &beta, out.data, cuda_type(out.dtype), (int)C.ld, C.batch_stride, (int)C.batch, compute,
+            CUBLAS_GEMM_DEFAULT));
+    };
+    // cuBLAS 13.1 leaves out the last K % 8 summands of some 16-bit products where ta and not tb, as in a weight's
+    // gradient ([4097,1000]^T times [4097,128] for one, on Hopper): they become a product of their own.
+    int64_t apart = ta && !tb && a.dtype != F32 && K > 8 ? K % 8 : 0;
+    product(0, K - apart, beta);
+    if (apart > 0) { product(K - apart, apart, 1); }
 }
 #endif
 

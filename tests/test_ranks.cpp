@@ -10,7 +10,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <fstream>
+#include <iterator>
 
 static void check_collectives(const Communicator& c) {
     for (DType dtype : {F32, BF16}) {
@@ -294,8 +296,13 @@ TEST_CASE("ranks: wrong usage of the launcher") {
 }
 TEST_CASE("ranks: distributed_communication_single_node") {
     if (lacks("gloo", CPU, 2)) { return; }
-    Run r = run_cs336({"distributed_communication_single_node", "--quick", "--device", "cpu", "--format", "csv"});
+    Run r = run_cs336({"distributed_communication_single_node", "--quick", "--device", "cpu", "--format", "csv",
+                       "--plot", "/tmp/cs336_test_all_reduce.svg"});
     CHECK(r.exit_code == 0);
+    std::ifstream picture("/tmp/cs336_test_all_reduce.svg");
+    std::string svg((std::istreambuf_iterator<char>(picture)), std::istreambuf_iterator<char>());
+    CHECK(has_text(svg, "gloo cpu, 2 ranks"));
+    remove("/tmp/cs336_test_all_reduce.svg");
     CHECK(has_text(r.out, "gloo,cpu,2,1,"));
     CHECK(has_text(r.out, ",right\n"));
     CHECK(!has_text(r.out, "WRONG"));

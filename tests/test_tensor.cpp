@@ -253,7 +253,7 @@ static void check_cuda(const Case& c, DType dtype, double tolerance) {
 }
 TEST_CASE("the GPU agrees with the CPU") {
     if (!begin<OnCUDA>()) { return; }
-    for (int64_t n : {1, 3, 31, 33, 257}) {
+    for (int64_t n : {1, 3, 4, 31, 32, 33, 257}) {
         CAPTURE(n);
         for (const Case& c : elementwise_cases(n)) {
             check_cuda(c, F32, 1e-5);
@@ -323,6 +323,40 @@ TEST_CASE_TEMPLATE("gemm agrees with three loops", D, OnCPU, OnCUDA) {
     }
 }
 
+// cuBLAS 13.1 leaves out the last summands of these (see gemm_cuda). A^T is 0 but for its last column, so that C has to
+// be the last row of B.
+TEST_CASE("gemm adds up all of a long odd K") {
+    if (!begin<OnCUDA>()) { return; }
+    for (DType type : {BF16, F16}) {
+        for (int64_t K : {4097, 4099, 16387}) {
+            CAPTURE(K);
+            int64_t M = 1000, N = 128;
+            std::vector<float> last(K * M, 0);
+            std::fill(last.end() - M, last.end(), 1.0f);
+            Tensor a = from_floats(last, {K, M}, type), b = normal({K, N}, type, 1), c = zeros({M, N}, F32);
+            gemm(c, a, true, b, false, 1, 0);
+            std::vector<float> got = to_floats(c), want = to_floats(view(b, (K - 1) * N, {N}));
+            CHECK(std::vector<float>(got.end() - N, got.end()) == want);
+        }
+    }
+}
+TEST_CASE_TEMPLATE("ops of views that start anywhere", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    for (DType type : {F32, BF16, F16}) {
+        Tensor all = normal({4 * 8 + 3}, type, 0), row = normal({8}, type, 1);
+        std::vector<float> x = to_floats(all), r = to_floats(row);
+        for (int offset = 0; offset < 4; offset++) {
+            Tensor part = view(all, offset, {4, 8});
+            std::vector<float> want(32), largest_of(4, -INFINITY);
+            for (int i = 0; i < 32; i++) {
+                want[i] = x[offset + i] >= r[i % 8] ? x[offset + i] : 0;
+                largest_of[i / 8] = std::max(largest_of[i / 8], x[offset + i]);
+            }
+            CHECK(to_floats(where(greater_equal(part, row), part, 0)) == want);
+            CHECK(to_floats(max_last(part)) == largest_of);
+        }
+    }
+}
 TEST_CASE_TEMPLATE("what does not fit fails", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     Tensor a = zeros({2, 3}, F32), b = zeros({3, 4}, F32), c = zeros({2, 4}, F32), low = zeros({3, 4}, BF16);

@@ -1,0 +1,492 @@
+// memory.cu: section 1.1.6. Where a step's memory goes: the log of our allocations as tables, as a timeline, and as the
+// pickle that pytorch.org/memory_viz opens.
+#include "cs336.h"
+
+#include <algorithm>
+#include <cerrno>
+
+#include <sys/stat.h>
+
+static double to_mib(double bytes) { return bytes / 1048576; }
+static std::string mib(double bytes) { return strprintf("%.1f", to_mib(bytes)); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Replaying a log
+
+size_t peak_of(const std::vector<MemoryEvent>& log) {
+    std::map<uint64_t, size_t> held;
+    size_t now = 0, peak = 0;
+    for (const MemoryEvent& e : log) {
+        auto it = held.find(e.address);
+        if (e.is_alloc ? it != held.end() : it == held.end() || it->second != e.bytes) {
+            fail("memory log: %s of %zu bytes at %#lx does not pair up", e.is_alloc ? "the allocation" : "the free",
+                 e.bytes, (unsigned long)e.address);
+        }
+        if (e.is_alloc) {
+            held[e.address] = e.bytes;
+            now += e.bytes;
+        } else {
+            held.erase(it);
+            now -= e.bytes;
+        }
+        peak = std::max(peak, now);
+    }
+    return peak;
+}
+
+// The highest point gets its label.
+static void label_peak(Chart& chart) {
+    double peak = 0;
+    for (size_t i = 0; i < chart.x.size(); i++) {
+        double sum = 0;
+        for (const Series& s : chart.series) { sum += s.y[i]; }
+        peak = std::max(peak, sum);
+    }
+    chart.peak = "peak " + with_commas(round(peak)) + " MiB";
+}
+
+// Two charts: all that is held, and below it what comes and goes, which beside 13 GB of weights is hard to see.
+std::string memory_timeline(const std::vector<MemoryEvent>& log, const std::string& title, const std::string& subtitle,
+                            bool in_ms) {
+    Chart all{Chart::AREAS, "all that is held", in_ms ? "time (ms)" : "allocations and frees", "MiB", {}, {}, {}};
+    Chart changing = all;
+    changing.title = "of it: what comes and goes";
+    std::vector<Series> categories(CATEGORIES);
+    std::set<int> moving;
+    double now[CATEGORIES] = {};
+    for (size_t i = 0; i < log.size(); i++) {
+        const MemoryEvent& e = log[i];
+        now[e.category] += to_mib(e.is_alloc ? (double)e.bytes : -(double)e.bytes);
+        all.x.push_back(in_ms ? e.ms : i);
+        for (int c = 0; c < CATEGORIES; c++) { categories[c].y.push_back(now[c]); }
+        if (e.ms == 0) { continue; }  // held before
+        moving.insert(e.category);
+        if (e.ranges.empty()) { continue; }  // between the phases
+        if (all.spans.empty() || all.spans.back().name != e.ranges[0]) {
+            all.spans.push_back({e.ranges[0], all.x.back(), 0});
+        }
+        all.spans.back().to = all.x.back();
+    }
+    changing.x = all.x, changing.spans = all.spans;
+    for (int c = 0; c < CATEGORIES; c++) {
+        Series& s = categories[c];
+        s.name = name_of((Category)c), s.colour = c;
+        if (s.y.empty() || *std::max_element(s.y.begin(), s.y.end()) == 0) { continue; }
+        all.series.push_back(s);
+        if (moving.count(c)) { changing.series.push_back(s); }
+    }
+    label_peak(all), label_peak(changing);
+    return draw(title, subtitle, {all, changing});
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// snapshot.pickle. Python's pickle protocol 2: a program for a stack machine, whose last value is the object. The
+// viewer knows few of its instructions; these are enough.
+
+struct Pickle {
+    std::string bytes = "\x80\x02";
+    std::map<std::string, uint32_t> strings;  // written before: position in the memo
+    uint32_t memo_size = 0;
+
+    void little_endian(uint64_t value, int n) {
+        for (int i = 0; i < n; i++) { bytes += (char)(value >> (8 * i)); }
+    }
+    uint32_t memoize() {  // the value on top of the stack: LONG_BINPUT
+        bytes += 'r';
+        little_endian(memo_size, 4);
+        return memo_size++;
+    }
+    void again(uint32_t memo) {  // LONG_BINGET
+        bytes += 'j';
+        little_endian(memo, 4);
+    }
+    void text(const std::string& s) {
+        auto it = strings.find(s);
+        if (it != strings.end()) { return again(it->second); }
+        bytes += 'X';
+        little_endian(s.size(), 4);
+        bytes += s;
+        strings[s] = memoize();
+    }
+    void integer(int64_t value) {
+        if (value >= INT32_MIN && value <= INT32_MAX) {  // BININT
+            bytes += 'J';
+            little_endian((uint32_t)value, 4);
+        } else {  // LONG1, 8 bytes
+            bytes += "\x8a\x08";
+            little_endian((uint64_t)value, 8);
+        }
+    }
+    void boolean(bool value) { bytes += value ? '\x88' : '\x89'; }
+    void dict(const std::function<void()>& keys_and_values) {
+        bytes += "}(";
+        keys_and_values();
+        bytes += 'u';
+    }
+    // APPENDS a thousand at a time, as Python does: the viewer passes each batch as arguments of one call, and more
+    // than some 100,000 of them overflow its stack.
+    void list(size_t n, const std::function<void(size_t)>& item) {
+        bytes += ']';
+        for (size_t i = 0; i < n; i++) {
+            if (i % 1000 == 0) { bytes += '('; }
+            item(i);
+            if (i % 1000 == 999 || i + 1 == n) { bytes += 'e'; }
+        }
+    }
+    void number(const char* key, int64_t value) {
+        text(key);
+        integer(value);
+    }
+    void word(const char* key, const char* value) {
+        text(key);
+        text(value);
+    }
+};
+
+static const char* file_name(const char* path) {
+    const char* slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+// The stack that the viewer shows: the line that allocated, then the ranges around it, innermost first.
+static void write_frames(Pickle& p, const MemoryEvent& e, std::map<std::vector<const void*>, uint32_t>& written) {
+    std::vector<const void*> key(e.ranges.begin(), e.ranges.end());
+    key.push_back(e.at.file);
+    key.push_back((const void*)(intptr_t)e.at.line);
+    p.text("frames");
+    auto it = written.find(key);
+    if (it != written.end()) { return p.again(it->second); }
+    size_t n = e.ranges.size();
+    p.list(n + 1, [&](size_t i) {
+        p.dict([&] {
+            p.word("filename", i == 0 ? file_name(e.at.file) : "range");
+            p.number("line", i == 0 ? e.at.line : (int)(n + 1 - i));
+            p.word("name", i == 0 ? e.at.function : e.ranges[n - i]);
+        });
+    });
+    written[key] = p.memoize();
+}
+
+// Each of our buffers is told as a segment of its own: the pool below is the driver's, and its segments are not known.
+std::string snapshot_pickle(const std::vector<MemoryEvent>& log) {
+    Pickle p;
+    std::map<std::vector<const void*>, uint32_t> frames;
+    std::map<uint64_t, const MemoryEvent*> held;  // at the end
+    for (const MemoryEvent& e : log) {
+        if (e.is_alloc) {
+            held[e.address] = &e;
+        } else {
+            held.erase(e.address);
+        }
+    }
+    std::vector<const MemoryEvent*> live;
+    for (const auto& [address, e] : held) { live.push_back(e); }
+
+    auto write_segment = [&](size_t i) {
+        const MemoryEvent& e = *live[i];
+        p.dict([&] {
+            p.number("device", 0), p.number("address", e.address), p.number("stream", 0);
+            for (const char* key : {"total_size", "allocated_size", "active_size", "requested_size"}) {
+                p.number(key, e.bytes);
+            }
+            p.word("segment_type", "large");
+            p.text("segment_pool_id"), p.integer(0), p.integer(0), p.bytes += '\x86';  // a tuple of two
+            p.text("is_expandable"), p.boolean(false);
+            write_frames(p, e, frames);
+            p.text("blocks");
+            p.list(1, [&](size_t) {
+                p.dict([&] {
+                    p.number("address", e.address), p.number("size", e.bytes), p.number("requested_size", e.bytes);
+                    p.word("state", "active_allocated");
+                    write_frames(p, e, frames);
+                });
+            });
+        });
+    };
+    auto write_action = [&](const char* action, const MemoryEvent& e, const char* category) {
+        p.dict([&] {
+            p.word("action", action), p.number("addr", e.address), p.number("size", e.bytes), p.number("stream", 0);
+            p.number("time_us", (int64_t)(e.ms * 1e3)), p.word("category", category);
+            write_frames(p, e, frames);
+        });
+    };
+    // An event of ours is two or three of PyTorch's. The last one is a marker of category 'unknown': where events have
+    // categories and none is called so, the viewer fails.
+    static const std::vector<const char*> alloc = {"segment_alloc", "alloc"},
+                                          free = {"free_requested", "free_completed", "segment_free"};
+    std::vector<std::pair<size_t, const char*>> actions;
+    for (size_t i = 0; i < log.size(); i++) {
+        for (const char* action : log[i].is_alloc ? alloc : free) { actions.push_back({i, action}); }
+    }
+    MemoryEvent end{log.empty() ? 0 : log.back().ms, false, 0, 0, ACTIVATIONS, {}, here()};
+    p.dict([&] {
+        p.text("segments");
+        p.list(live.size(), write_segment);
+        p.text("device_traces");
+        p.list(1, [&](size_t) {
+            p.list(actions.size() + 1, [&](size_t i) {
+                if (i == actions.size()) { return write_action("snapshot", end, "unknown"); }
+                const MemoryEvent& e = log[actions[i].first];
+                write_action(actions[i].second, e, name_of(e.category));
+            });
+        });
+    });
+    return p.bytes + '.';
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// memory_profiling: one forward pass, or one step, of a model that has run before, with the log on
+
+struct Profile {
+    ModelConfig config;
+    Precision precision;
+    int T;
+    Phase phase;
+    bool ran = false;
+    size_t predicted = 0, peak = 0, peak_by[CATEGORIES] = {}, card = 0;  // bytes
+    std::vector<MemoryEvent> log = {};
+};
+
+static const char* name_of(Phase phase) { return phase == FORWARD ? "forward" : "step"; }
+
+static Profile profile_memory(const ModelConfig& c, Precision precision, int B, int T, Phase phase, uint64_t seed) {
+    Profile r{c, precision, T, phase};
+    Device device = context.device;
+    context.precision = precision;
+    progress("%s, context length %d, %s, %s", c.name.c_str(), T, name_of(precision), name_of(phase));
+    r.predicted = predicted_peak(c, B, T, phase);
+    give_back_cached_memory();  // so that the card's use is this run's
+    if (r.predicted > available_memory(device)) { return r; }
+    try {
+        Model model = make_model(c);
+        init_weights(model, seed);
+        Batch batch = random_batch(B, T, c.vocab_size, seed);
+        LossScaler scaler;
+        run_phase(phase, model, batch, scaler);  // from here on gradients, moments and the libraries' own are there
+        synchronize();
+        reset_peak(device);
+        start_memory_log(device);
+        run_phase(phase, model, batch, scaler);
+        r.log = stop_memory_log();
+        synchronize();
+        r.card = gpu_memory_used();
+    } catch (const OutOfMemory&) {
+        stop_memory_log();
+        clear_tape();
+        return r;
+    }
+    const MemoryUse& use = memory_use(device);
+    r.peak = use.peak;
+    std::copy_n(use.peak_by, CATEGORIES, r.peak_by);
+    if (peak_of(r.log) != r.peak) {
+        fail("memory_profiling: the log's peak is %zu bytes, the allocator's %zu", peak_of(r.log), r.peak);
+    }
+    r.ran = true;
+    return r;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Its tables, (b) to (e) as the handout counts
+
+static std::string peak_cell(const Profile& r) {
+    return r.ran ? mib(r.peak) : strprintf("OOM (%.1f GiB)", r.predicted / 1073741824.0);
+}
+
+// profiles: for each configuration the forward, then the step
+static Table peak_table(const std::vector<Profile>& profiles, Precision precision, const std::string& caption) {
+    bool meta = context.device == META, card = context.device == CUDA;
+    Table table{"memory_profiling (b): precision " + std::string(name_of(precision)) + "; " + caption,
+                {"size", "context length", "forward peak MiB", "full step peak MiB"},
+                {}};
+    if (!meta) { table.columns.insert(table.columns.end(), {"forward predicted MiB", "full step predicted MiB"}); }
+    if (card) { table.columns.insert(table.columns.end(), {"card in use, forward MiB", "card in use, step MiB"}); }
+    for (size_t i = 0; i < profiles.size(); i += 2) {
+        const Profile &forward = profiles[i], &step = profiles[i + 1];
+        if (forward.precision != precision) { continue; }
+        std::vector<std::string> row = {forward.config.name, std::to_string(forward.T), peak_cell(forward),
+                                        peak_cell(step)};
+        for (const Profile* r : {&forward, &step}) {
+            if (!meta) { row.push_back(mib(r->predicted)); }
+        }
+        for (const Profile* r : {&forward, &step}) {
+            if (card) { row.push_back(r->ran ? mib(r->card) : ""); }
+        }
+        table.rows.push_back(row);
+    }
+    return table;
+}
+
+static Table category_table(const std::vector<Profile>& profiles, const std::string& caption) {
+    Table table{"memory_profiling (c): MiB by category at the peak; " + caption,
+                {"size", "context length", "phase", "precision"},
+                {}};
+    for (int c = 0; c < CATEGORIES; c++) { table.columns.push_back(name_of((Category)c)); }
+    table.columns.push_back("all");
+    for (const Profile& r : profiles) {
+        if (!r.ran) { continue; }
+        std::vector<std::string> row = {r.config.name, std::to_string(r.T), name_of(r.phase), name_of(r.precision)};
+        for (size_t bytes : r.peak_by) { row.push_back(mib(bytes)); }
+        row.push_back(mib(r.peak));
+        table.rows.push_back(row);
+    }
+    return table;
+}
+
+// Weights that a matrix product multiplies with: all but the embedding, which is a look-up, and the norms. These are
+// the ones of which autocast keeps a copy of 2 bytes each.
+static int64_t matmul_weights(const ModelConfig& c) {
+    int64_t C = c.d_model;
+    return c.num_layers * (4 * C * C + 3 * C * c.d_ff) + (int64_t)c.vocab_size * C;
+}
+
+static Table difference_table(const std::vector<Profile>& profiles, Precision from, Precision to) {
+    Table table{strprintf("memory_profiling (c): what %s adds to %s's peak (MiB)", name_of(to), name_of(from)),
+                {"size", "context length", "phase", "all", "of it weight copies", "2 bytes a matmul weight",
+                 "activations", "the rest"},
+                {}};
+    for (const Profile& a : profiles) {
+        for (const Profile& b : profiles) {
+            bool pair = a.config.name == b.config.name && a.T == b.T && a.phase == b.phase && a.precision == from &&
+                        b.precision == to && a.ran && b.ran;
+            if (!pair) { continue; }
+            double all = (double)b.peak - (double)a.peak;
+            double copies = (double)b.peak_by[WEIGHT_COPIES] - (double)a.peak_by[WEIGHT_COPIES];
+            double activations = (double)b.peak_by[ACTIVATIONS] - (double)a.peak_by[ACTIVATIONS];
+            table.rows.push_back({a.config.name, std::to_string(a.T), name_of(a.phase), mib(all), mib(copies),
+                                  mib(2.0 * matmul_weights(a.config)), mib(activations),
+                                  mib(all - copies - activations)});
+        }
+    }
+    return table;
+}
+
+static Table residual_table(const std::vector<Profile>& profiles, int B) {
+    Table table{strprintf("memory_profiling (d): one tensor of the residual stream, batch %d: B*T*C*4 bytes", B),
+                {"size", "context length", "precision", "B*T*C*4", "MiB", "allocated bytes", "by"},
+                {}};
+    for (const Profile& r : profiles) {
+        if (r.phase != FORWARD || !r.ran) { continue; }
+        int64_t bytes = (int64_t)B * r.T * r.config.d_model * 4;
+        auto embedding = std::find_if(r.log.begin(), r.log.end(), [](const MemoryEvent& e) {
+            return e.ms > 0 && e.is_alloc && !e.ranges.empty() && strcmp(e.ranges.back(), "embedding") == 0;
+        });
+        if (embedding == r.log.end()) { fail("memory_profiling: the log has no allocation in range embedding"); }
+        const Source& at = embedding->at;
+        table.rows.push_back({r.config.name, std::to_string(r.T), name_of(r.precision), std::to_string(bytes),
+                              mib(bytes), std::to_string(embedding->bytes),
+                              strprintf("%s %s:%d", at.function, file_name(at.file), at.line)});
+    }
+    return table;
+}
+
+// Allocations of the same size, category, ranges and line are one row.
+static Table largest_table(const std::vector<Profile>& profiles, int rows) {
+    Table table{
+        strprintf("memory_profiling (e): the %d largest allocations of a forward pass; 'held': before it began", rows),
+        {"size", "context length", "precision", "MiB each", "times", "category", "range", "op", "line"},
+        {}};
+    for (const Profile& r : profiles) {
+        if (r.phase != FORWARD || !r.ran) { continue; }
+        std::map<std::vector<std::string>, int> groups;  // the cells from "MiB each" on, without "times"
+        std::vector<std::pair<size_t, std::vector<std::string>>> order;
+        for (const MemoryEvent& e : r.log) {
+            if (!e.is_alloc) { continue; }
+            std::string path = e.ms == 0 ? "held" : "";
+            for (const char* range : e.ranges) {
+                path += e.ms == 0 ? "" : (path.empty() ? "" : "/") + std::string(range);
+            }
+            std::vector<std::string> cells = {mib(e.bytes), name_of(e.category), path, e.at.function,
+                                              strprintf("%s:%d", file_name(e.at.file), e.at.line)};
+            if (groups[cells]++ == 0) { order.push_back({e.bytes, cells}); }
+        }
+        std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+        order.resize(std::min<size_t>(order.size(), rows));
+        for (const auto& [bytes, cells] : order) {
+            table.rows.push_back({r.config.name, std::to_string(r.T), name_of(r.precision), cells[0],
+                                  std::to_string(groups[cells]), cells[1], cells[2], cells[3], cells[4]});
+        }
+    }
+    return table;
+}
+
+struct MemoryPlan {
+    std::vector<ModelConfig> configs;
+    std::vector<Precision> precisions;
+    std::vector<int> lengths;
+    int B;
+    std::string caption;
+};
+
+static void write_pictures(const Profile& r, const MemoryPlan& p, const std::string& folder) {
+    bool several = p.configs.size() * p.precisions.size() * p.lengths.size() > 1 || context.device == CPU;
+    std::string which = several ? strprintf("_%s_%d_%s", r.config.name.c_str(), r.T, name_of(r.precision)) : "";
+    std::string name = std::string(name_of(r.phase)) + which;
+    std::string title =
+        strprintf("Memory of %s: %s, context length %d, %s", r.phase == FORWARD ? "a forward pass" : "a training step",
+                  r.config.name.c_str(), r.T, name_of(r.precision));
+    save_file(folder + "/timeline_" + name + ".svg", memory_timeline(r.log, title, p.caption, context.device != META));
+    save_file(folder + "/snapshot_" + name + ".pickle", snapshot_pickle(r.log));
+}
+
+static std::vector<Profile> profile_all(const Options& o, const MemoryPlan& p) {
+    std::vector<Profile> profiles;
+    for (const ModelConfig& c : p.configs) {
+        for (Precision precision : p.precisions) {
+            for (int T : p.lengths) {
+                for (Phase phase : {FORWARD, STEP}) {
+                    profiles.push_back(profile_memory(c, precision, p.B, T, phase, o.seed));
+                    if (!o.out.empty() && profiles.back().ran) { write_pictures(profiles.back(), p, o.out); }
+                }
+            }
+        }
+    }
+    for (Precision precision : p.precisions) { print(peak_table(profiles, precision, p.caption), o.format); }
+    return profiles;
+}
+
+static void print_details(const Options& o, const MemoryPlan& p, const std::vector<Profile>& profiles) {
+    print(category_table(profiles, p.caption), o.format);
+    for (size_t i = 1; i < p.precisions.size(); i++) {
+        print(difference_table(profiles, p.precisions[0], p.precisions[i]), o.format);
+    }
+    print(residual_table(profiles, p.B), o.format);
+    print(largest_table(profiles, 8), o.format);
+}
+
+int cmd_memory_profiling(const Options& o) {
+    Device device = context.device = choose_device(o.device);
+    if (!o.out.empty() && mkdir(o.out.c_str(), 0777) != 0 && errno != EEXIST) {
+        fail("--out %s: %s", o.out.c_str(), strerror(errno));
+    }
+    context.mode = o.mode.empty() ? EAGER : mode_from(o.mode[0]);
+    bool small = o.quick && device == CUDA;
+    MemoryPlan p{configs_of(o, small ? "small" : "2.7B"), {}, o.context_lengths, o.batch_size, ""};
+    for (const std::string& name : o.precision.empty() ? std::vector<std::string>{"fp32", "bf16"} : o.precision) {
+        p.precisions.push_back(precision_from(name));
+    }
+    if (p.lengths.empty()) { p.lengths = small ? std::vector<int>{128} : std::vector<int>{128, 256, 512}; }
+    auto caption = [&](const char* how) {
+        return strprintf("mode %s, batch %d, vocabulary %d; %s; %s; commit %s", name_of(context.mode), p.B,
+                         p.configs[0].vocab_size, how, device_description().c_str(), commit().c_str());
+    };
+    if (device == CUDA) {
+        std::string how = strprintf("the second run of each phase; %s MiB of the card in use before the model",
+                                    mib(gpu_memory_used()).c_str());
+        p.caption = caption(how.c_str()) + (small ? "; scaled down: size small, context length 128" : "");
+        print_details(o, p, profile_all(o, p));
+        return 0;
+    }
+    context.device = META;
+    p.caption = caption("predicted: every allocation counted, nothing computed");
+    print_details(o, p, profile_all(o, p));
+    // So small that it runs at once: what is predicted is what then happens.
+    context.device = device;
+    p.configs = {{"tiny", 256, 1024, 2, 4, 1000}};
+    p.lengths = {64};
+    p.B = 2;
+    p.caption = caption(
+        "really run, second run of each phase; scaled down: 2 layers, d_model 256, d_ff 1024, 4 heads, "
+        "context length 64");
+    profile_all(o, p);
+    return 0;
+}

@@ -1,0 +1,236 @@
+// Tests of memory.cu and of the log in measure.cu.
+#include "test.h"
+
+#include <cstdio>
+#include <set>
+#include <thread>
+
+#include <unistd.h>
+
+struct OnMetaToo {
+    static constexpr Device device = META;
+};
+TYPE_TO_STRING(OnMetaToo);
+
+static bool python_is_there() {
+    if (system("python3 -c 'import pickle' 2>/dev/null") == 0) { return true; }
+    skip_this_case("no python3");
+    return false;
+}
+
+TEST_CASE_TEMPLATE("memory log: off it holds nothing; on, every event with its bytes, category, ranges and line", D,
+                   OnCPU, OnCUDA, OnMetaToo) {
+    if (!begin<D>()) { return; }
+    CHECK(stop_memory_log().empty());
+    Tensor before = empty({100}, F32, INPUTS);
+    empty({7}, F32);
+    CHECK(stop_memory_log().empty());
+
+    start_memory_log(D::device);
+    size_t held = memory_use(D::device).now;
+    int line = 0;
+    {
+        Range outer("outer"), inner("inner");
+        line = __LINE__ + 1;
+        Tensor t = empty({256}, F32, GRADIENTS);
+    }
+    before = Tensor();
+    empty({0}, F32);  // nothing comes or goes
+    std::vector<MemoryEvent> log = stop_memory_log();
+    empty({7}, F32);
+
+    size_t first = 0, held_in_log = 0;  // what was there already comes first
+    while (first < log.size() && log[first].ms == 0) {
+        CHECK(log[first].is_alloc);
+        held_in_log += log[first++].bytes;
+    }
+    CHECK(held_in_log == held);
+    REQUIRE(log.size() == first + 3);
+    const MemoryEvent &alloc = log[first], &free = log[first + 1], &last = log[first + 2];
+    CHECK(alloc.is_alloc);
+    CHECK(alloc.bytes == 1024);
+    CHECK(alloc.category == GRADIENTS);
+    CHECK(alloc.ranges == std::vector<const char*>{"outer", "inner"});
+    CHECK(alloc.at.line == line);
+    CHECK(std::string(alloc.at.file).find("test_memory.cpp") != std::string::npos);
+    CHECK(!free.is_alloc);
+    CHECK(free.address == alloc.address);
+    CHECK(free.bytes == 1024);
+    CHECK(free.ms >= alloc.ms);
+    CHECK(!last.is_alloc);
+    CHECK(last.bytes == 400);
+    CHECK(last.category == INPUTS);
+}
+
+TEST_CASE_TEMPLATE("memory log: an operation's allocation names its own line in tensor.cu", D, OnCPU, OnCUDA,
+                   OnMetaToo) {
+    if (!begin<D>()) { return; }
+    Tensor a = empty({8}, F32);
+    start_memory_log(D::device);
+    mul(a, a);
+    std::vector<MemoryEvent> log = stop_memory_log();
+    REQUIRE(log.size() >= 2);
+    const Source& at = log[log.size() - 2].at;
+    CHECK(std::string(at.function) == "mul");
+    CHECK(std::string(at.file).find("tensor.cu") != std::string::npos);
+}
+
+static std::vector<MemoryEvent> log_of_step(Device device) {
+    ModelConfig c = {"tiny", 64, 128, 2, 4, 100};
+    Model model = make_model(c);
+    init_weights(model, 0);
+    Batch batch = random_batch(2, 16, c.vocab_size, 0);
+    LossScaler scaler;
+    run_phase(STEP, model, batch, scaler);
+    reset_peak(device);
+    start_memory_log(device);
+    run_phase(STEP, model, batch, scaler);
+    return stop_memory_log();
+}
+
+TEST_CASE_TEMPLATE("memory log: its peak is the allocator's, in every mode and precision", D, OnCPU, OnCUDA,
+                   OnMetaToo) {
+    if (!begin<D>()) { return; }
+    for (Mode mode : {EAGER, FUSED}) {
+        for (Precision precision : {FP32, PREC_BF16}) {
+            context.mode = mode, context.precision = precision;
+            std::vector<MemoryEvent> log = log_of_step(D::device);
+            CHECK(peak_of(log) == memory_use(D::device).peak);
+            std::set<Category> seen;
+            std::set<std::string> phases;
+            for (const MemoryEvent& e : log) {
+                seen.insert(e.category);
+                if (!e.ranges.empty() && e.ms > 0) { phases.insert(e.ranges[0]); }
+            }
+            for (Category c : {PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, INPUTS}) { CHECK(seen.count(c) == 1); }
+            CHECK(seen.count(WEIGHT_COPIES) == (precision == PREC_BF16));
+            for (const char* phase : {"forward", "loss", "backward"}) { CHECK(phases.count(phase) == 1); }
+        }
+    }
+}
+
+TEST_CASE("memory log: threads may free what others allocated") {
+    begin_on(CPU);
+    start_memory_log(CPU);
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; i++) {
+        threads.emplace_back([] {
+            for (int k = 0; k < 500; k++) { allocate(CPU, 64 + k, WORKSPACE); }
+        });
+    }
+    Tensor t = empty({1000}, F32);
+    threads.emplace_back([taken = std::move(t)]() mutable { taken = Tensor(); });
+    for (std::thread& thread : threads) { thread.join(); }
+    std::vector<MemoryEvent> log = stop_memory_log();
+    CHECK(log.size() >= 4002);
+    CHECK(peak_of(log) >= 4000);
+}
+
+TEST_CASE("memory log: peak_of refuses what does not pair up") {
+    MemoryEvent alloc{0, true, 64, 10, ACTIVATIONS, {}, here()}, free = alloc;
+    free.is_alloc = false;
+    CHECK(peak_of({}) == 0);
+    CHECK(peak_of({alloc, free, alloc}) == 10);
+    CHECK_THROWS_AS(peak_of({alloc, alloc}), Failure);
+    CHECK_THROWS_AS(peak_of({alloc, free, free}), Failure);
+    free.bytes = 9;
+    CHECK_THROWS_AS(peak_of({alloc, free}), Failure);
+}
+
+// What Python finds in the pickle, checked there: alloc and free pair up by address, no two segments overlap, what is
+// left is what `segments` says, the category 'unknown' is there, and so are our peak and end.
+static const char* const check_pickle = R"(
+import pickle, pickletools, sys
+data = open(sys.argv[1], 'rb').read()
+snapshot = pickle.loads(data)
+assert data[:2] == b'\x80\x02' and data[-1:] == b'.'
+[trace] = snapshot['device_traces']
+live, mapped, now, peak, pending = {}, {}, 0, 0, None
+for e in trace:
+    assert all(type(e[k]) is t for k, t in dict(action=str, addr=int, size=int, stream=int, time_us=int, frames=list).items())
+    assert all(sorted(f) == ['filename', 'line', 'name'] for f in e['frames'])
+    a, n = e['addr'], e['size']
+    if e['action'] == 'segment_alloc':
+        assert a not in mapped; mapped[a] = n
+    elif e['action'] == 'alloc':
+        assert mapped[a] == n and a not in live; live[a] = n; now += n; peak = max(peak, now)
+    elif e['action'] == 'free_requested':
+        assert live[a] == n; pending = a
+    elif e['action'] == 'free_completed':
+        assert pending == a; now -= live.pop(a)
+    elif e['action'] == 'segment_free':
+        assert mapped.pop(a) == n
+    else:
+        assert e['action'] == 'snapshot' and e is trace[-1]
+assert 'unknown' in {e['category'] for e in trace}
+segments = snapshot['segments']
+assert {s['address']: s['total_size'] for s in segments} == live == mapped
+assert all(sum(b['size'] for b in s['blocks']) == s['total_size'] for s in segments)
+# The most items between a MARK and its APPENDS.
+counts, longest = [0], 0
+for op, _, _ in pickletools.genops(data):
+    if op.name == 'MARK': counts.append(0)
+    elif op.name == 'APPENDS': longest = max(longest, counts.pop())
+    elif op.name == 'SETITEMS': counts.pop()
+    elif op.name == 'TUPLE2': counts[-1] -= 1
+    elif op.name not in ('PROTO', 'LONG_BINPUT', 'STOP'): counts[-1] += 1
+assert longest == min(len(trace), 1000)
+print(len(trace), peak, now)
+)";
+
+TEST_CASE("snapshot: Python reads the pickle, and finds our log in it") {
+    if (!begin_on(CPU) || !python_is_there()) { return; }
+    context.mode = EAGER;
+    std::vector<MemoryEvent> log = log_of_step(CPU);
+    size_t now = 0, events = 1;
+    REQUIRE(log.size() > 500);  // more than a batch of events
+    for (const MemoryEvent& e : log) {
+        now += e.is_alloc ? e.bytes : -e.bytes;
+        events += e.is_alloc ? 2 : 3;
+    }
+    std::string name = strprintf("/tmp/test_memory.%d", (int)getpid()), pickle = name + ".pickle",
+                script = name + ".py";
+    save_file(script, check_pickle);
+    save_file(pickle, snapshot_pickle(log));
+    FILE* python = popen(("python3 " + script + " " + pickle + " 2>&1").c_str(), "r");
+    REQUIRE(python);
+    char line[4096] = "";
+    std::string said;
+    while (fgets(line, sizeof line, python)) { said += line; }
+    CHECK(pclose(python) == 0);
+    CHECK(said == strprintf("%zu %zu %zu\n", events, peak_of(log), now));
+    save_file(pickle, snapshot_pickle({}));
+    CHECK(system(("python3 " + script + " " + pickle + " >/dev/null").c_str()) == 0);
+    unlink(script.c_str()), unlink(pickle.c_str());
+}
+
+TEST_CASE("memory_profiling: tables and files; what is predicted is what happens") {
+    std::string folder = strprintf("/tmp/test_memory.%d", (int)getpid());
+    Run r = run_cs336({"memory_profiling", "--device", "cpu", "--size", "small", "--context_length", "32",
+                       "--precision", "fp32", "--format", "csv", "--out", folder});
+    CHECK(r.exit_code == 0);
+    // B*T*C*4 = 4*32*768*4
+    CHECK(r.out.find("small,32,fp32,393216,0.4,393216,gather_rows tensor.cu:") != std::string::npos);
+    CHECK(r.out.find("parameters,held,make_model,model.cu:") != std::string::npos);
+    size_t tiny = r.out.find("\ntiny,64,");
+    REQUIRE(tiny != std::string::npos);
+    double forward = 0, step = 0, forward_predicted = 1, step_predicted = 1;
+    CHECK(sscanf(r.out.c_str() + tiny, "\ntiny,64,%lf,%lf,%lf,%lf", &forward, &step, &forward_predicted,
+                 &step_predicted) == 4);
+    CHECK(forward == forward_predicted);
+    CHECK(step == step_predicted);
+    for (const char* which : {"", "_tiny_64_fp32"}) {  // the predicted ones, and those of what really ran
+        for (const char* phase : {"forward", "step"}) {
+            CHECK(unlink((folder + "/timeline_" + phase + which + ".svg").c_str()) == 0);
+            CHECK(unlink((folder + "/snapshot_" + phase + which + ".pickle").c_str()) == 0);
+        }
+    }
+    CHECK(rmdir(folder.c_str()) == 0);
+
+    r = run_cs336({"memory_profiling", "--context_length", "128,x"});
+    CHECK(r.exit_code == 2);
+    CHECK(r.err.find("--context_length: got '128,x', takes whole numbers") != std::string::npos);
+    r = run_cs336({"memory_profiling", "--out", "/nonexistent/folder"});
+    CHECK(r.exit_code == 2);
+    CHECK(r.err.find("--out: got '/nonexistent/folder', takes a folder") != std::string::npos);
+}
