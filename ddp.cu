@@ -103,6 +103,7 @@ void begin_step(DataParallel& d) {
 
 void finish_gradient_synchronization(DataParallel& d) {
     if (d.strategy == NO_SYNC) { return; }
+    Range range("synchronize gradients");
     for (size_t i = 0; i < d.parameters.size(); i++) {  // this rank's loss did not depend on it: its part is zero
         if (d.is_ready[i]) { continue; }
         const Parameter& p = d.parameters[i];
@@ -391,6 +392,7 @@ struct Setting {
     std::string scaled_down;
 };
 static Setting setting_of(const Options& o, const Communicator& c) {
+    if (o.warmup.size() > 1) { usage_error("--warmup: got %zu values, takes one here", o.warmup.size()); }
     bool cpu = context.device == CPU, slow = cpu || c.backend == "gloo";  // through the host: 8 GB a step at size xl
     Setting s{model_sizes[3], FP32, FLASH, 2, 512, 5, o.steps, ""};
     auto shrink = [&](bool given, const char* what, int* value, int to) {

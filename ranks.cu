@@ -28,16 +28,22 @@
 #include <unistd.h>
 
 #ifdef HAVE_GLOO
+constexpr bool HAS_GLOO = true;
 #include <gloo/allgatherv.h>
 #include <gloo/allreduce.h>
 #include <gloo/broadcast.h>
 #include <gloo/rendezvous/context.h>
 #include <gloo/rendezvous/store.h>
 #include <gloo/transport/tcp/device.h>
+#else
+constexpr bool HAS_GLOO = false;
 #endif
 #if defined(__CUDACC__) && defined(HAVE_NCCL)
 #define WITH_NCCL
+constexpr bool HAS_NCCL = true;
 #include <nccl.h>
+#else
+constexpr bool HAS_NCCL = false;
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -461,9 +467,8 @@ static std::string stuck_collective(Links& l) {
     std::lock_guard<std::mutex> lock(l.mutex);
 #ifdef WITH_NCCL
     ncclResult_t state = ncclSuccess;
-    if (l.nccl && cudaSetDevice(l.device) != cudaSuccess) {
-        return "cudaSetDevice failed";
-    }  // a thread starts on GPU 0
+    // A thread starts on GPU 0, and would make a context there.
+    if (l.nccl && cudaSetDevice(l.device) != cudaSuccess) { return "the watchdog cannot use the GPU"; }
     if (l.nccl &&
         (ncclCommGetAsyncError(l.nccl, &state) != ncclSuccess || (state != ncclSuccess && state != ncclInProgress))) {
         return strprintf("NCCL: %s (%s)", ncclGetErrorString(state), ncclGetLastError(l.nccl));
@@ -497,7 +502,7 @@ static void watch(Links& l, double interval_ms, double patience_ms) {
     }
 }
 
-void store_set(const Communicator& c, const std::string& key, const std::string& value) {
+static void store_set(const Communicator& c, const std::string& key, const std::string& value) {
     std::lock_guard<std::mutex> lock(c.links->store_mutex);
     ask(c.links->store, 'S', key, value, now_ms() + 1e3 * c.links->timeout_s, "rank 0's store does not answer");
 }
@@ -505,7 +510,7 @@ static std::string store_get(const Communicator& c, const std::string& key, doub
     std::lock_guard<std::mutex> lock(c.links->store_mutex);
     return ask(c.links->store, 'G', key, "", deadline, waiting_for);
 }
-std::string store_get(const Communicator& c, const std::string& key) { return store_get(c, key, INFINITY, ""); }
+static std::string store_get(const Communicator& c, const std::string& key) { return store_get(c, key, INFINITY, ""); }
 
 std::vector<std::string> gather_text(const Communicator& c, const std::string& text) {
     std::string round = "gather/" + std::to_string(c.links->barriers++) + "/";
@@ -709,6 +714,7 @@ static void staged(Links& l, const Tensor& t, const Mark& ready, const std::func
 static void start_on_gloo(Links& l, const WorkPtr& work, const Tensor& t, const std::function<void(const Tensor&)>& f) {
     Mark ready = mark();
     auto job = [&l, work, t, f, ready] {
+        Range range(work->what);
         work->begin = {now_ms(), nullptr};
         std::string error;
         try {
@@ -761,6 +767,7 @@ static ncclDataType_t nccl_type(DType t) {
     }
 }
 static void start_on_nccl(Links& l, const WorkPtr& work, const std::function<void()>& enqueue) {
+    Range range(work->what);
     Mark ready = mark();
     CUDA_CHECK(cudaStreamWaitEvent(l.stream, (cudaEvent_t)ready.event.get()));
     work->begin = mark_on(l.stream);
@@ -910,28 +917,13 @@ void barrier(const Communicator& c) {
 // ---------------------------------------------------------------------------------------------------------------------
 // From the environment to a communicator, and back
 
-static bool nccl_is_built() {
-#ifdef WITH_NCCL
-    return true;
-#else
-    return false;
-#endif
-}
-static bool gloo_is_built() {
-#ifdef HAVE_GLOO
-    return true;
-#else
-    return false;
-#endif
-}
-
 // "" where n ranks on this machine can use this backend on this device, else why not
 std::string why_not(const std::string& backend, Device device, int n) {
     int gpus = cuda_devices();
     if (device == CUDA && gpus == 0) { return "no GPU here"; }
-    if (backend == "gloo") { return gloo_is_built() ? "" : "built without Gloo (libgloo-dev)"; }
-    if (!nccl_is_built()) { return "built without NCCL (nccl.h, libnccl)"; }
+    if (backend == "gloo") { return HAS_GLOO ? "" : "built without Gloo (libgloo-dev)"; }
     if (device != CUDA) { return "NCCL works on GPUs only"; }
+    if (!HAS_NCCL) { return "built without NCCL (nccl.h, libnccl)"; }
     if (gpus < n) { return strprintf("NCCL wants a GPU a rank: %d for %d ranks", gpus, n); }
     return "";
 }
@@ -1060,6 +1052,7 @@ struct Sweep {
     std::string scaled_down;
 };
 static Sweep sweep_of(const Options& o) {
+    if (o.warmup.size() > 1) { usage_error("--warmup: got %zu values, takes one here", o.warmup.size()); }
     Sweep s{o.sizes_mb, o.warmup.empty() ? 5 : o.warmup[0], o.steps, {2, 4, 6}, ""};
     auto add = [&](const char* what) { s.scaled_down += (s.scaled_down.empty() ? "" : ", ") + std::string(what); };
     if (s.sizes_mb.empty()) {
