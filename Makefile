@@ -5,7 +5,7 @@
 # (install nothing), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1 (both sanitizers),
 # TSAN=1 (the thread sanitizer, for the ranks' threads).
 
-SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu model.cu train.cu plot.cu memory.cu ranks.cu ddp.cu main.cu)
+SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu model.cu train.cu plot.cu profile.cu memory.cu ranks.cu ddp.cu main.cu)
 TESTS := $(wildcard tests/*.cpp)
 
 ifeq ($(origin NVCC),undefined)
@@ -33,6 +33,7 @@ ifeq ($(FLAVOUR),cuda)
 # g++ rewritten text with parentheses of its own; the CPU flavour still warns about ours.
 ARCH ?= -gencode arch=compute_80,code=[sm_80,compute_80] -gencode arch=compute_90,code=sm_90
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
+CUPTI_INCLUDE := $(wildcard $(CUDA_HOME)/extras/CUPTI/include)
 CUDA_LIBS := $(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib $(CUDA_HOME)/extras/CUPTI/lib64)
 COMPILE_CU = $(NVCC) -x cu -std=c++17 -O2 -g -lineinfo --threads 2 $(ARCH) -ccbin $(CXX) \
 	-Xcompiler -fopenmp,-Wall,-Wextra,-Wno-parentheses $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror -Xptxas -v)
@@ -60,6 +61,10 @@ endif
 DEFINES = $(if $(HAVE_OPENBLAS),-DHAVE_OPENBLAS)
 $(BUILD)/ranks.o: DEFINES += $(if $(HAVE_GLOO),-DHAVE_GLOO) $(if $(HAVE_NCCL),-DHAVE_NCCL)
 LIBS += $(if $(HAVE_OPENBLAS),-lopenblas) $(if $(HAVE_GLOO),-lgloo -lpthread)
+ifeq ($(FLAVOUR),cuda)
+DEFINES += $(if $(HAVE_CUPTI),-DHAVE_CUPTI $(CUPTI_INCLUDE:%=-I%))
+LIBS += $(if $(HAVE_CUPTI),-lcupti)
+endif
 
 OBJECTS := $(SOURCES:%.cu=$(BUILD)/%.o)
 TEST_OBJECTS := $(TESTS:%.cpp=$(BUILD)/%.o)
@@ -89,7 +94,7 @@ $(BUILD)/commit: FORCE | $(BUILD)/config.mk
 # What is there? Each probe compiles and links a line: a header without its library, or the reverse, does not count.
 $(BUILD)/config.mk:
 	@mkdir -p $(BUILD)/tests; probe() { printf '#include <%s>\nint main() { %s; }\n' "$$2" "$$3" | \
-	    $(CXX) -std=c++17 $(CUDA_HOME:%=-I%/include) -x c++ - -o $(BUILD)/probe $(CUDA_LIBS:%=-L%) $$4 2>/dev/null && \
+	    $(CXX) -std=c++17 $(CUDA_HOME:%=-I%/include) $(CUPTI_INCLUDE:%=-I%) -x c++ - -o $(BUILD)/probe $(CUDA_LIBS:%=-L%) $$4 2>/dev/null && \
 	    echo "HAVE_$$1 := yes" || echo "HAVE_$$1 :="; }; \
 	{ probe CLI11 CLI/Version.hpp 'return CLI11_VERSION_MAJOR'; \
 	  probe JSON nlohmann/json_fwd.hpp 'nlohmann::json* j; (void)j'; \

@@ -111,6 +111,7 @@ __global__ void softmax_backward_kernel(T* dP, const T* P, int64_t R, int Tq, in
 #endif
 
 static void softmax_in_place(const Tensor& s, const Tensor& L, bool causal) {
+    Range range("softmax");
     int Tq = (int)s.dim(-2), Tk = (int)s.dim(-1);
     int64_t R = s.size() / Tk;
     if (s.device() == META || R == 0) { return; }
@@ -129,6 +130,7 @@ static void softmax_in_place(const Tensor& s, const Tensor& L, bool causal) {
     });
 }
 static void softmax_backward_in_place(const Tensor& dp, const Tensor& p, bool causal) {
+    Range range("softmax");
     int Tq = (int)p.dim(-2), Tk = (int)p.dim(-1);
     int64_t R = p.size() / Tk;
     if (p.device() == META || R == 0) { return; }

@@ -9,6 +9,7 @@
 //   model.cu        the Transformer LM, AdamW, section 1.1's experiments
 //   train.cu        `train` on a text, `model` on your weights
 //   plot.cu         charts as SVG
+//   profile.cu      section 1.1.4: which kernels a step spends its time in, trace files
 //   memory.cu       section 1.1.6: where a step's memory goes
 //   ranks.cu        section 2.1: several processes, their store, NCCL and Gloo
 //   ddp.cu          sections 2.2 to 3: data parallel training, the sharded optimizer
@@ -154,13 +155,52 @@ size_t gpu_memory_used();                    // bytes of the whole card, as the 
 void give_back_cached_memory();              // what our pool keeps but does not use
 void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);  // waits for the copy
 
-// A named stretch of work, e.g. Range r("attention"); ranges nest. Shown by NVTX tools, and names allocations.
+// A named stretch of work, e.g. Range r("attention"); ranges nest. Shown by NVTX tools, names allocations, and says in
+// a trace what the work was for. `name` has to live as long as the program.
 struct Range {
-    explicit Range(const char* name);
+    explicit Range(const char* name, int recorded_in = -1);  // recorded_in: see TracedRange
     ~Range();
     Range(const Range&) = delete;
+
+  private:
+    int traced = -1;
 };
 const char* innermost_range();  // "" outside all of them
+int innermost_traced_range();   // of the trace that is being made; -1: none
+
+// ---------------------------------------------------------------------------------------------------------------------
+// measure.cu: tracing. What ran when and in which range: on the GPU as CUPTI sees it, kernels of cuBLAS and NCCL too.
+// Times are in ns since 1970, on all GPUs and in all processes of a machine; ranges are indices into Trace::ranges.
+
+struct TracedRange {
+    const char* name;
+    int parent;       // -1: none
+    int recorded_in;  // of a backward step: the range in which the forward recorded it; -1: none
+    int thread;       // as the system numbers it
+    int64_t start, end;
+};
+struct TracedWork {  // a kernel, a copy or a memset
+    const char* name;
+    int range;  // the innermost that was open at the launch, -1: none
+    int64_t start, end;
+    unsigned stream, correlation;
+    int grid[3], block[3], registers, shared_bytes;
+    int64_t bytes;  // copies and memsets
+};
+struct TracedMemory {
+    int64_t time;
+    size_t bytes;  // that our buffers hold on context.device, as the host thread booked it
+};
+struct Trace {
+    std::vector<TracedRange> ranges;   // by start
+    std::vector<TracedWork> work;      // by start
+    std::vector<TracedMemory> memory;  // by time
+    size_t dropped = 0;                // records for which CUPTI had no room
+    size_t left_out = 0;               // what came when a list already had a million entries
+    std::string no_kernels;            // why `work` is empty; "": kernels were traced
+};
+void start_tracing();  // fails if a trace is being made
+Trace stop_tracing();  // waits for the device
 
 // ---------------------------------------------------------------------------------------------------------------------
 // measure.cu: time, tables, ourselves as a child
@@ -185,6 +225,7 @@ struct Table {
 };
 std::string format_table(const Table& table, const std::string& format);  // md (numbers right-aligned), csv or json
 void print(const Table& table, const std::string& format);                // to stdout
+std::string quote_json(const std::string& value);                         // with its quotation marks
 void progress(const char* format, ...)
     __attribute__((format(printf, 1, 2)));  // one rewritten line on a terminal; nothing in a pipe
 void save_file(const std::string& path, const std::string& bytes);         // to a temporary name, then renamed
@@ -666,6 +707,30 @@ std::string with_commas(double value);  // 12345 -> "12,345", 0.25 -> "0.25"
 Chart share_chart(const std::string& title, const std::vector<std::string>& bars, std::vector<Series> classes);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// profile.cu: what a trace says
+
+struct KernelClass {
+    const char* name;  // "matmul", "softmax", "elementwise", ...; "other": no rule knows the name
+    bool tensor_cores;
+};
+KernelClass kernel_class(const std::string& kernel);     // by rules about names, which also hold for PyTorch's kernels
+std::string short_kernel_name(const std::string& name);  // "void f<int>(float*)" -> "f<int>"
+std::vector<std::string> range_paths(
+    const Trace& trace);  // of each range, e.g. "step/backward/layer/attention/softmax"
+// Without kernels (on the CPU): each range as work of its own, for the time that was not spent in ranges inside it.
+std::vector<TracedWork> work_of_ranges(const Trace& trace);
+struct KernelSummary {  // all launches of one kernel
+    std::string name;
+    Stats ns;
+    double total_ns() const { return ns.mean * ns.n; }
+};
+// Of the work in `range` and below it ("": of all work), by total time, the largest first.
+std::vector<KernelSummary> kernel_summary(const Trace& trace, const std::string& range);
+// Chrome's trace format, which Perfetto opens; the caption goes into otherData. One process a rank (environment RANK),
+// times count from the last midnight (UTC), so ranks' files merge by concatenating `traceEvents`.
+void write_trace(const std::string& path, const std::vector<Trace>& traces, const std::string& caption);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // ranks.cu: one process a rank. A rank that fails, dies or stalls ends the others within the timeout, with one line.
 
 struct Links;  // connections and threads
@@ -783,7 +848,9 @@ struct Options {
     std::vector<int> context_lengths;  // empty: the command's default
     uint64_t seed = 0;
     bool quick = false;
-    std::string out, plot, weights, batch, data, save, load, inputs, impl = "auto";
+    std::vector<std::string> range;  // empty: forward, step
+    int top = 10;
+    std::string trace, out, plot, weights, batch, data, save, load, inputs, impl = "auto";
     bool causal = false, deterministic = false;
     double rope_theta = 10000, lr = 1e-3, min_lr = 1e-4, weight_decay = 0.01, max_grad_norm = 1.0, val_fraction = 0.1,
            temperature = 0.8;
@@ -815,6 +882,7 @@ int cmd_attention(const Options& o);
 int cmd_benchmarking_script(const Options& o);  // model.cu
 int cmd_benchmarking_mixed_precision(const Options& o);
 int cmd_torch_compile(const Options& o);
+int cmd_nsys_profile(const Options& o);      // profile.cu
 int cmd_memory_profiling(const Options& o);  // memory.cu
 int cmd_model(const Options& o);             // train.cu
 int cmd_train(const Options& o);

@@ -5,6 +5,8 @@
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
+#include <iterator>
 #include <numeric>
 
 #include <omp.h>
@@ -499,7 +501,9 @@ static std::vector<StepTimes> mean_over_ranks(const Communicator& c, std::vector
     return mine;
 }
 
-static void measure(const Communicator& c, const Setting& s, Model& model, const Batch& batch, Variant& v) {
+// traces, if any, gets one more step's, which is not timed.
+static void measure(const Communicator& c, const Setting& s, Model& model, const Batch& batch, Variant& v,
+                    std::vector<Trace>* traces) {
     auto d = data_parallel(c, v.strategy, v.bucket_mb, model.weights, model.gradients, model.parameters, model.slots);
     LossScaler scaler;
     for (int i = 0; i < s.warmup + s.steps; i++) {
@@ -507,6 +511,14 @@ static void measure(const Communicator& c, const Setting& s, Model& model, const
             timed_step(model, *d, batch, loss_scale_of(scaler), [&] { optimizer_step(model, AdamW(), scaler, 0); });
         if (c.rank == 0) { progress("%s: %d of %d", name_of(v.strategy), i + 1, s.warmup + s.steps); }
         if (i >= s.warmup) { v.steps.push_back(t); }
+    }
+    if (traces) {
+        start_tracing();
+        {
+            Range range(name_of(v.strategy));
+            timed_step(model, *d, batch, loss_scale_of(scaler), [&] { optimizer_step(model, AdamW(), scaler, 0); });
+        }
+        traces->push_back(stop_tracing());
     }
     v.calls = (int)d->works.size();
     for (const WorkPtr& work : d->works) { v.bytes += (double)work->bytes; }
@@ -681,6 +693,30 @@ static bool too_large(const Communicator& c, const Setting& s, const Table& with
     return true;
 }
 
+// One file of all ranks, a process each, on one time axis. write_trace puts the events between two known lines.
+static void write_traces_of_ranks(const Communicator& c, const std::string& path, const std::vector<Trace>& traces,
+                                  const std::string& caption) {
+    auto part = [&](int rank) { return path + ".rank" + std::to_string(rank); };
+    const std::string begin = "\"traceEvents\":[\n", end = "\n],\"otherData\"";
+    write_trace(part(c.rank), traces, caption);
+    gather_text(c, "");
+    if (c.rank != 0) { return; }
+    std::string all;
+    for (int r = c.world - 1; r >= 0; r--) {  // rank 0's last: what stands around the events is the same in all
+        std::ifstream file(part(r));
+        std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+        size_t from = text.find(begin), to = text.rfind(end);
+        if (from == std::string::npos || to == std::string::npos) {
+            fail("%s: not there; are rank %d's files elsewhere?", part(r).c_str(), r);
+        }
+        from += begin.size();
+        std::string events = text.substr(from, to - from) + (all.empty() ? "" : ",\n") + all;
+        all = r > 0 ? events : text.substr(0, from) + events + text.substr(to);
+    }
+    save_file(path, all);
+    for (int r = 0; r < c.world; r++) { remove(part(r).c_str()); }
+}
+
 static int benchmark(const Options& o, const char* command, std::vector<Variant> variants) {
     return run_ranks(o, [&](const Communicator& c) {
         Setting s = setting_of(o, c);
@@ -692,7 +728,9 @@ static int benchmark(const Options& o, const char* command, std::vector<Variant>
         make_gradients(model);
         make_optimizer_state(model);
         Batch batch = random_batch(s.B, s.T, s.config.vocab_size, o.seed + 1 + c.rank);
-        for (Variant& v : variants) { measure(c, s, model, batch, v); }
+        std::vector<Trace> traces;
+        for (Variant& v : variants) { measure(c, s, model, batch, v, o.trace.empty() ? nullptr : &traces); }
+        if (!o.trace.empty()) { write_traces_of_ranks(c, o.trace, traces, caption_of(s, c, command)); }
         Stats single = single_process(c, s, model, o.seed);
         bool bucketed = variants.back().strategy == BUCKETED;
         Table overhead;

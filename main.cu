@@ -30,7 +30,7 @@ struct Command {
 
 static const std::string TIMED =
     "device sizes d_model d_ff num_layers num_heads vocab_size context_length batch_size warmups steps seed "
-    "format quick ";
+    "trace format quick ";
 
 static const std::string RANKS = "nproc backend timeout ";
 static const std::string DDP_TIMED =
@@ -41,7 +41,9 @@ static const std::string DDP_TIMED =
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer", "model.cu",
      cmd_benchmarking_script, TIMED + "precisions=fp32 modes=flash table plot"},
-    {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "measure.cu", nullptr, ""},
+    {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
+     "device sizes d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size warmups=2 "
+     "steps=5 precisions=fp32 modes=eager ranges=forward,step top=10 seed plot trace format quick"},
     {"mixed_precision_accumulation", "1.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16", "precision.cu",
      cmd_mixed_precision_accumulation, "format quick"},
     {"benchmarking_mixed_precision", "1.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost", "model.cu",
@@ -50,35 +52,35 @@ static const Command COMMANDS[] = {
      "device sizes=2.7B d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512 batch_size seed "
      "precisions=fp32,bf16 mode=eager out_folder format quick"},
     {"pytorch_attention", "1.2.1", 2, 1, "time and memory of plain attention", "attention.cu", cmd_pytorch_attention,
-     "device steps=100 plot format quick"},
+     "device steps=100 plot trace format quick"},
     {"torch_compile", "1.3", 2, 1, "eager against fused kernels", "model.cu", cmd_torch_compile,
      TIMED + "precisions=fp32 plot"},
     {"weighted_sum", "1.3.1", 0, 1, "the first kernel: a weighted sum", "flash.cu", cmd_weighted_sum,
-     "device format quick"},
+     "device trace format quick"},
     {"flash_forward", "1.3.2", 15, 1, "FlashAttention-2, forward", "flash.cu", cmd_flash_forward,
-     "device seed format quick"},
+     "device seed trace format quick"},
     {"flash_backward", "1.3.2", 5, 1, "FlashAttention-2, backward", "flash.cu", cmd_flash_backward,
-     "device seed deterministic format quick"},
+     "device seed deterministic trace format quick"},
     {"flash_benchmarking", "1.3.2", 5, 1, "FlashAttention-2 against plain attention", "flash.cu",
-     cmd_flash_benchmarking, "device plot format quick"},
+     cmd_flash_benchmarking, "device plot trace format quick"},
     {"flash_leaderboard", "1.3.3", 0, 1, "one long causal sequence, as fast as it goes", "flash.cu",
      cmd_flash_leaderboard,
-     "device num_heads=16 head_size=64 context_length=16384 precision=bf16 deterministic format quick"},
+     "device num_heads=16 head_size=64 context_length=16384 precision=bf16 deterministic trace format quick"},
     {"distributed_communication_single_node", "2.1", 5, 2, "all-reduce: sizes, ranks, backends", "ranks.cu",
      cmd_distributed_communication_single_node, "device sizes_mb warmups steps " + RANKS + "format plot quick"},
     {"naive_ddp", "2.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp,
      "device seed " + RANKS + "format quick"},
-    {"naive_ddp_benchmarking", "2.2", 3, 2, "what it costs", "ddp.cu", cmd_naive_ddp_benchmarking, DDP_TIMED},
+    {"naive_ddp_benchmarking", "2.2", 3, 2, "what it costs", "ddp.cu", cmd_naive_ddp_benchmarking, DDP_TIMED + "trace"},
     {"minimal_ddp_flat_benchmarking", "2.3.1", 2, 2, "one all-reduce for all gradients", "ddp.cu",
-     cmd_minimal_ddp_flat_benchmarking, DDP_TIMED},
+     cmd_minimal_ddp_flat_benchmarking, DDP_TIMED + "trace"},
     {"ddp_overlap_individual_parameters", "2.3.2", 5, 2, "communicate while backward runs", "ddp.cu",
      cmd_ddp_overlap_individual_parameters, "device seed " + RANKS + "format quick"},
     {"ddp_overlap_individual_parameters_benchmarking", "2.3.2", 1, 2, "what it saves", "ddp.cu",
-     cmd_ddp_overlap_individual_parameters_benchmarking, DDP_TIMED},
+     cmd_ddp_overlap_individual_parameters_benchmarking, DDP_TIMED + "trace"},
     {"ddp_overlap_bucketed", "2.3.3", 8, 2, "the same, in buckets", "ddp.cu", cmd_ddp_overlap_bucketed,
      "device seed bucket_size_mb=0.0001,0.0016,0.01 " + RANKS + "format quick"},
     {"ddp_bucketed_benchmarking", "2.3.3", 3, 2, "which size of buckets", "ddp.cu", cmd_ddp_bucketed_benchmarking,
-     DDP_TIMED + "bucket_size_mb"},
+     DDP_TIMED + "bucket_size_mb trace"},
     {"communication_accounting", "2.4", 10, 0, "when communication becomes the limit", "ddp.cu",
      cmd_communication_accounting,
      "d_model=16384 d_ff=53248 num_layers=126 tokens gpu_gb tpu_gb tflops bandwidth_gb fsdp tp links_fsdp links_tp "
@@ -95,7 +97,7 @@ static const Command COMMANDS[] = {
      "data! val_fraction d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 "
      "stop_at log_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash seed device save "
      "load sample "
-     "temperature format quick"},
+     "temperature trace format quick"},
     {"model", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", "train.cu", cmd_model,
      "weights! batch! num_heads! out! rope_theta update_steps lr precision=fp32 mode=flash device"},
     {"attention", "", 0, 0, "your q, k, v in, our output and gradients out", "flash.cu", cmd_attention,
@@ -227,6 +229,15 @@ static Reader text(std::string Options::*field) {  // the command checks it
     return {"auto, or a name", read, [=](const Options& o) { return o.*field; }};
 }
 
+static Reader paths(std::vector<std::string> Options::*field) {  // the command checks that there are such
+    auto read = [=](Options& o, const std::string& text) {
+        o.*field = split(text);
+        return !among("", o.*field);
+    };
+    auto show = [](const Options&) { return std::string(); };
+    return {"one or more, separated by commas, e.g. forward,step/backward/layer/attention", read, show};
+}
+
 static Reader file(std::string Options::*field) {
     auto read = [=](Options& o, const std::string& text) {
         o.*field = text;
@@ -246,14 +257,15 @@ static std::string folder_of(const std::string& path) {
 }
 
 // Both are asked for before the measuring starts, and so is the folder.
-static Reader picture(std::string Options::*field) {
+static Reader output(std::string Options::*field, const std::string& ending) {
     auto read = [=](Options& o, const std::string& text) {
         o.*field = text;
-        bool svg = text.size() > 4 && text.compare(text.size() - 4, 4, ".svg") == 0;
-        return svg && is_folder(folder_of(text)) && !is_folder(text);
+        size_t name = text.size() - std::min(text.size(), ending.size());
+        return name > 0 && text.compare(name, ending.size(), ending) == 0 && is_folder(folder_of(text)) &&
+               !is_folder(text);
     };
     auto show = [](const Options&) { return std::string(); };
-    return {"a file name that ends in .svg, in a folder that exists", read, show};
+    return {"a file name that ends in " + ending + ", in a folder that exists", read, show};
 }
 static Reader folder(std::string Options::*field) {
     auto read = [=](Options& o, const std::string& text) {
@@ -320,7 +332,10 @@ static const std::vector<Option>& option_table() {
         {"batch", "batch", file(&Options::batch), "safetensors: tokens and targets [B, T]"},
         {"out", "out", file(&Options::out), "safetensors to write"},
         {"out_folder", "out", folder(&Options::out), "where timelines (SVG) and snapshots (pickle) go"},
-        {"plot", "plot", picture(&Options::plot), "draw the table as SVG, too"},
+        {"plot", "plot", output(&Options::plot, ".svg"), "draw the table as SVG, too"},
+        {"trace", "trace", output(&Options::trace, ".json"), "write what ran when, for Perfetto or chrome://tracing"},
+        {"ranges", "range", paths(&Options::range), "kernel summaries of these parts of the run"},
+        {"top", "top", whole(&Options::top, 1), "rows of a kernel summary"},
         {"inputs", "inputs", file(&Options::inputs), "safetensors: q, k, v and perhaps do, [B, H, S, D] or [B, S, D]"},
         {"impl", "impl", text(&Options::impl), "which row of the table of implementations"},
         {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs"},
@@ -488,7 +503,18 @@ static int run_command(const Command& command, int argc, char** argv) {
         }
     }
     context.deterministic = o.deterministic;
-    return command.run(o);
+    // That one traces by itself, as the ranks do.
+    if (o.trace.empty() || command.run == cmd_nsys_profile || command.gpus == 2) { return command.run(o); }
+    start_tracing();
+    int exit_code = command.run(o);
+    Trace trace = stop_tracing();
+    if (cuda_devices() > 0 && !trace.no_kernels.empty()) {
+        note("--trace: without kernels: %s", trace.no_kernels.c_str());
+    }
+    write_trace(o.trace, {trace},
+                strprintf("cs336 %s; %s; commit %s", join(o.command_line, " ").c_str(), device_description().c_str(),
+                          commit().c_str()));
+    return exit_code;
 }
 
 int main(int argc, char** argv) {

@@ -12,19 +12,25 @@
 #include <cstdlib>
 #include <fstream>
 #include <mutex>
-#include <set>
 #include <numeric>
+#include <set>
 #include <sstream>
+#include <unordered_map>
 
+#include <cxxabi.h>
 #include <fcntl.h>
 #include <malloc.h>
 #include <omp.h>
 #include <spawn.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #ifdef __CUDACC__
 #include <nvtx3/nvToolsExt.h>
+#ifdef HAVE_CUPTI
+#include <cupti.h>
+#endif
 #endif
 #ifdef HAVE_OPENBLAS
 extern "C" char* openblas_get_corename(void);
@@ -274,15 +280,281 @@ std::string device_description() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Tracing. Ranges keep a list with their times. What the GPU runs is recorded by CUPTI, NVIDIA's tracing library, in
+// buffers that it fills and hands back on a thread of its own. How a kernel finds its range: each open range is pushed
+// on CUPTI's stack of external ids; every launch leaves a record (id on top, number of the call), and the kernel's own
+// record names the call, too. That holds for kernels that libraries launch.
+
+static std::atomic<bool> tracing{false};
+static std::mutex trace_mutex;
+static Trace trace;
+// Ranges are numbered on from one trace to the next, so that one left over from an earlier trace is known as such.
+static int first_range = 0;
+static thread_local int innermost_traced = -1;
+constexpr size_t TRACE_LIMIT = 1000000;  // of each list; some 100 bytes an entry
+
+// system_clock is CLOCK_REALTIME, which CUPTI uses, too.
+static int64_t epoch_ns() {
+    auto now = std::chrono::system_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+static int in_this_trace(int range) { return range >= first_range ? range - first_range : -1; }
+
+// Appends unless the list is full.
+template <class T>
+static bool keep(std::vector<T>& list, const T& entry, size_t& left_out) {
+    bool room = list.size() < TRACE_LIMIT;
+    if (room) {
+        list.push_back(entry);
+    } else {
+        left_out++;
+    }
+    return room;
+}
+
+#if defined(__CUDACC__) && defined(HAVE_CUPTI)
+#if CUPTI_API_VERSION >= 130000
+using KernelActivity = CUpti_ActivityKernel10;
+#else
+using KernelActivity = CUpti_ActivityKernel9;
+#endif
+// RUNTIME and DRIVER because a launch's external id is recorded only beside its API record. CONCURRENT_KERNEL, because
+// KERNEL would run one kernel at a time.
+static const CUpti_ActivityKind traced_activities[] = {
+    CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION, CUPTI_ACTIVITY_KIND_RUNTIME, CUPTI_ACTIVITY_KIND_DRIVER,
+    CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,    CUPTI_ACTIVITY_KIND_MEMCPY,  CUPTI_ACTIVITY_KIND_MEMSET};
+static std::atomic<bool> cupti_runs{false};
+// What CUPTI's thread found. It has a mutex of its own: going through a buffer takes milliseconds, in which ranges must
+// not have to wait.
+static std::mutex cupti_mutex;
+static std::vector<TracedWork> cupti_work;
+static std::unordered_map<uint32_t, int> range_of_call;
+static size_t cupti_dropped, cupti_left_out;
+static std::string cupti_error;  // the last, from where nothing may be thrown
+
+static std::string cupti_text(CUptiResult result, const char* call) {
+    const char* text = nullptr;
+    return strprintf("%s: %s", call,
+                     cuptiGetResultString(result, &text) == CUPTI_SUCCESS && text ? text : "unknown error");
+}
+#define CUPTI_CHECK(call) \
+    if (CUptiResult result_ = (call); result_ != CUPTI_SUCCESS) { fail("%s", cupti_text(result_, #call).c_str()); }
+
+static const char* kernel_name(const char* mangled) {
+    static std::unordered_map<std::string, std::string> names;  // nodes stay where they are
+    auto found = names.find(mangled);
+    if (found == names.end()) {
+        int status = 0;
+        char* text = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
+        found = names.emplace(mangled, status == 0 && text ? text : mangled).first;
+        free(text);
+    }
+    return found->second.c_str();
+}
+static const char* copy_name(int kind) {
+    static const char* const names[] = {"", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH"};
+    static const std::vector<std::string> all = [] {
+        std::vector<std::string> texts;
+        for (const char* name : names) { texts.push_back(strprintf("[CUDA memcpy %s]", name)); }
+        return texts;
+    }();
+    return all[kind > 0 && kind < (int)all.size() ? kind : 0].c_str();
+}
+// All three record types begin alike, in what is read here. They are packed: nothing may refer to their fields.
+template <class R>
+static TracedWork work_of(const R* r, const char* name) {
+    TracedWork w{};
+    w.name = name, w.range = -1;
+    w.start = r->start, w.end = r->end;
+    w.stream = r->streamId, w.correlation = r->correlationId;
+    return w;
+}
+static void take_record(const CUpti_Activity* record) {
+    if (record->kind == CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION) {
+        auto r = (const CUpti_ActivityExternalCorrelation*)record;
+        range_of_call[r->correlationId] = (int)r->externalId;
+        return;
+    }
+    TracedWork w;
+    if (record->kind == CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL) {
+        auto r = (const KernelActivity*)record;
+        w = work_of(r, kernel_name(r->name));
+        w.grid[0] = r->gridX, w.grid[1] = r->gridY, w.grid[2] = r->gridZ;
+        w.block[0] = r->blockX, w.block[1] = r->blockY, w.block[2] = r->blockZ;
+        w.registers = r->registersPerThread, w.shared_bytes = r->staticSharedMemory + r->dynamicSharedMemory;
+    } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
+        auto r = (const CUpti_ActivityMemcpy6*)record;
+        w = work_of(r, copy_name(r->copyKind));
+        w.bytes = r->bytes;
+    } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMSET) {
+        auto r = (const CUpti_ActivityMemset4*)record;
+        w = work_of(r, "[CUDA memset]");
+        w.bytes = r->bytes;
+    } else {
+        return;
+    }
+    if (w.end <= w.start) {
+        cupti_dropped++;  // no room on the device for its times
+    } else {
+        keep(cupti_work, w, cupti_left_out);
+    }
+}
+
+static void CUPTIAPI give_buffer(uint8_t** buffer, size_t* size, size_t* max_records) {
+    *size = 8 << 20;
+    *max_records = 0;  // as many as fit
+    *buffer = (uint8_t*)aligned_alloc(8, *size);
+}
+static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* buffer, size_t, size_t bytes) {
+    std::lock_guard<std::mutex> lock(cupti_mutex);
+    CUpti_Activity* record = nullptr;
+    CUptiResult result = CUPTI_ERROR_MAX_LIMIT_REACHED;  // what the end of a buffer is called
+    while (bytes > 0 && (result = cuptiActivityGetNextRecord(buffer, bytes, &record)) == CUPTI_SUCCESS) {
+        take_record(record);
+    }
+    if (result != CUPTI_ERROR_MAX_LIMIT_REACHED) { cupti_error = cupti_text(result, "cuptiActivityGetNextRecord"); }
+    size_t dropped = 0;
+    result = cuptiActivityGetNumDroppedRecords(cuda, stream_id, &dropped);
+    if (result != CUPTI_SUCCESS) { cupti_error = cupti_text(result, "cuptiActivityGetNumDroppedRecords"); }
+    cupti_dropped += dropped;
+    free(buffer);
+}
+
+// Starts CUPTI, or says why not.
+static std::string start_cupti() {
+    std::string why;
+    if (count_gpus(&why) == 0) { return why; }
+    for (const char* name :
+         {"NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE", "CUDA_INJECTION64_PATH"}) {
+        if (getenv(name)) { return strprintf("another profiler is attached (%s is set)", name); }
+    }
+    cupti_error.clear();
+    cupti_work.clear();
+    range_of_call.clear();
+    cupti_dropped = cupti_left_out = 0;
+    CUptiResult result = cuptiActivityRegisterCallbacks(give_buffer, take_buffer);
+    if (result != CUPTI_SUCCESS) { return cupti_text(result, "cuptiActivityRegisterCallbacks"); }
+    for (CUpti_ActivityKind kind : traced_activities) {
+        result = cuptiActivityEnable(kind);
+        if (result == CUPTI_SUCCESS) { continue; }
+        for (CUpti_ActivityKind enabled : traced_activities) {
+            if (enabled == kind) { break; }
+            CUPTI_CHECK(cuptiActivityDisable(enabled));
+        }
+        return cupti_text(result, "cuptiActivityEnable");
+    }
+    cupti_runs = true;
+    return "";
+}
+static void stop_cupti() {
+    if (!cupti_runs) { return; }
+    CUDA_CHECK(cudaDeviceSynchronize());  // flushing does not wait for what still runs
+    CUPTI_CHECK(cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED));
+    for (CUpti_ActivityKind kind : traced_activities) { CUPTI_CHECK(cuptiActivityDisable(kind)); }
+    cupti_runs = false;
+    uint64_t cupti_now = 0;
+    CUPTI_CHECK(cuptiGetTimestamp(&cupti_now));
+    int64_t behind = epoch_ns() - (int64_t)cupti_now;
+    std::lock_guard<std::mutex> lock(cupti_mutex);
+    if (!cupti_error.empty()) { fail("%s", cupti_error.c_str()); }
+    for (TracedWork& w : cupti_work) {
+        auto call = range_of_call.find(w.correlation);
+        if (call != range_of_call.end()) { w.range = in_this_trace(call->second); }
+        w.start += behind, w.end += behind;
+    }
+    std::sort(cupti_work.begin(), cupti_work.end(),
+              [](const TracedWork& a, const TracedWork& b) { return a.start < b.start; });
+    trace.work = std::move(cupti_work);
+    trace.dropped = cupti_dropped;
+    trace.left_out += cupti_left_out;
+}
+// Ranges call these, whose destructor must not throw: an error waits for stop_tracing().
+static void note_error(CUptiResult result, const char* call) {
+    if (result == CUPTI_SUCCESS) { return; }
+    std::lock_guard<std::mutex> lock(cupti_mutex);
+    cupti_error = cupti_text(result, call);
+}
+static void push_call_range(int range) {
+    if (!cupti_runs) { return; }
+    note_error(cuptiActivityPushExternalCorrelationId(CUPTI_EXTERNAL_CORRELATION_KIND_CUSTOM0, range),
+               "cuptiActivityPushExternalCorrelationId");
+}
+static void pop_call_range() {
+    if (!cupti_runs) { return; }
+    uint64_t last;
+    note_error(cuptiActivityPopExternalCorrelationId(CUPTI_EXTERNAL_CORRELATION_KIND_CUSTOM0, &last),
+               "cuptiActivityPopExternalCorrelationId");
+}
+#else
+static std::string start_cupti() {
+    std::string why = "this build has no CUPTI";
+    count_gpus(&why);
+    return why;
+}
+static void stop_cupti() {}
+static void push_call_range(int) {}
+static void pop_call_range() {}
+#endif
+
+static int begin_traced(const char* name, int recorded_in) {
+    static thread_local const int thread = (int)syscall(SYS_gettid);
+    {
+        std::lock_guard<std::mutex> lock(trace_mutex);
+        TracedRange r{name, in_this_trace(innermost_traced), in_this_trace(recorded_in), thread, epoch_ns(), 0};
+        if (!tracing || !keep(trace.ranges, r, trace.left_out)) { return -1; }
+        innermost_traced = first_range + (int)trace.ranges.size() - 1;
+    }
+    push_call_range(innermost_traced);
+    return innermost_traced;
+}
+static void end_traced(int range) {
+    pop_call_range();
+    std::lock_guard<std::mutex> lock(trace_mutex);
+    if (in_this_trace(range) < 0) { return; }  // its trace ended while it was open
+    TracedRange& r = trace.ranges[range - first_range];
+    r.end = epoch_ns();
+    innermost_traced = r.parent < 0 ? -1 : first_range + r.parent;
+}
+static void trace_memory(size_t bytes) {
+    std::lock_guard<std::mutex> lock(trace_mutex);
+    if (tracing) { keep(trace.memory, {epoch_ns(), bytes}, trace.left_out); }
+}
+
+void start_tracing() {
+    if (tracing) { fail("a trace is being made already"); }
+    synchronize();  // what was queued before does not belong to it
+    trace = Trace();
+    trace.no_kernels = start_cupti();
+    tracing = true;
+}
+
+Trace stop_tracing() {
+    if (!tracing) { fail("no trace is being made"); }
+    synchronize();
+    tracing = false;
+    stop_cupti();
+    std::lock_guard<std::mutex> lock(trace_mutex);
+    int64_t now = epoch_ns();
+    for (TracedRange& r : trace.ranges) {
+        if (r.end == 0) { r.end = now; }  // open still
+    }
+    first_range += (int)trace.ranges.size();
+    return std::move(trace);
+}
+
+int innermost_traced_range() { return tracing ? innermost_traced : -1; }
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Ranges
 
 static thread_local std::vector<const char*> open_ranges;
 
-Range::Range(const char* name) {
+Range::Range(const char* name, int recorded_in) {
     open_ranges.push_back(name);
 #ifdef __CUDACC__
     nvtxRangePushA(name);
 #endif
+    if (tracing) { traced = begin_traced(name, recorded_in); }
 }
 
 Range::~Range() {
@@ -290,6 +562,7 @@ Range::~Range() {
 #ifdef __CUDACC__
     nvtxRangePop();
 #endif
+    if (traced >= 0) { end_traced(traced); }
 }
 
 const char* innermost_range() { return open_ranges.empty() ? "" : open_ranges.back(); }
@@ -458,6 +731,7 @@ static void book(const Memory* memory, bool comes) {
     }
     use.now += comes ? memory->bytes : -memory->bytes;
     use.now_by[memory->category] += comes ? memory->bytes : -memory->bytes;
+    if (tracing && memory->device == context.device) { trace_memory(use.now); }
     if (use.now > use.peak) {
         use.peak = use.now;
         std::copy_n(use.now_by, CATEGORIES, use.peak_by);
@@ -714,7 +988,7 @@ static std::string quote_csv(const std::string& cell) {
     return text + "\"";
 }
 
-static std::string quote_json(const std::string& value) {
+std::string quote_json(const std::string& value) {
     std::string text = "\"";
     for (char c : value) {
         if (c == '"' || c == '\\') {

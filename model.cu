@@ -811,9 +811,15 @@ Tensor forward(Model& model, const Tensor& tokens) {
     }
     for (const Layer& layer : model.layers) {
         Range r("layer");
-        delta =
-            linear(self_attention(layer, add_rmsnorm(&x, delta, layer.ln1, c.eps), model.rope, c.num_heads), layer.o);
-        delta = linear(swiglu(layer, add_rmsnorm(&x, delta, layer.ln2, c.eps)), layer.w2);
+        Tensor a = self_attention(layer, add_rmsnorm(&x, delta, layer.ln1, c.eps), model.rope, c.num_heads);
+        {
+            Range output("projections");
+            delta = linear(a, layer.o);
+        }
+        a = Tensor();  // not to be held while the next block runs
+        Tensor y = add_rmsnorm(&x, delta, layer.ln2, c.eps);
+        Range ffn("ffn");
+        delta = linear(swiglu(layer, y), layer.w2);
     }
     Tensor y = add_rmsnorm(&x, delta, model.ln_final, c.eps);
     Range r("lm_head");
@@ -1122,6 +1128,7 @@ int cmd_benchmarking_script(const Options& o) {
     bool seconds = o.table == "seconds", sweep = p.warmup.size() > 1;
     if (seconds && sweep) { usage_error("--table seconds takes one --warmup value, got %zu", p.warmup.size()); }
     if (sweep && !o.plot.empty()) { usage_error("--plot takes one --warmup value, got %zu", p.warmup.size()); }
+    if (sweep && !o.trace.empty()) { usage_error("--trace takes one --warmup value, got %zu", p.warmup.size()); }
     StepBars bars;
     std::string caption;
     bool several = p.precisions.size() * p.modes.size() > 1;

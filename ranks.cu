@@ -103,16 +103,18 @@ bool is_rank() {
 
 static volatile sig_atomic_t signal_to_forward = 0;
 
+// Below the range from which the kernel takes ports for outgoing connections: one of those could take it before rank 0.
 static int free_port() {
-    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    sockaddr_in address{};
-    address.sin_family = AF_INET, address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof address;
-    if (fd < 0 || bind(fd, (sockaddr*)&address, size) != 0 || getsockname(fd, (sockaddr*)&address, &size) != 0) {
-        fail("cannot find a free port: %s", strerror(errno));
+    for (int i = 0; i < 1000; i++) {
+        int port = 20000 + (getpid() + 7 * i) % 10000, fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        if (fd < 0) { fail("socket: %s", strerror(errno)); }
+        sockaddr_in address{};
+        address.sin_family = AF_INET, address.sin_port = htons((uint16_t)port);
+        bool taken = bind(fd, (sockaddr*)&address, sizeof address) != 0;
+        close(fd);
+        if (!taken) { return port; }
     }
-    close(fd);
-    return ntohs(address.sin_port);
+    fail("found no free port from 20000 to 29999");
 }
 
 static pid_t start_rank(const std::vector<std::string>& variables, const std::vector<std::string>& arguments) {
@@ -945,15 +947,15 @@ static void connect_ranks(Communicator& c, const Identity& me, const Options& o)
     c.links = std::make_shared<Links>();
     Links& l = *c.links;
     l.me = me, l.timeout_s = o.timeout;
-    double deadline = now_ms() + 1e3 * o.timeout;
-    double patience_ms = 0.8e3 * o.timeout;  // so that all is over within the timeout
+    double patience_ms = 0.8e3 * o.timeout,
+           deadline = now_ms() + patience_ms;  // so that all is over within the timeout
     if (me.rank == 0) { l.server = start_server(me, patience_ms); }
     l.store = connect_to_store(me, "main", deadline);
     l.beats = connect_to_store(me, "beats", deadline);
     l.watchdog = std::thread([&l, patience_ms] { watch(l, std::min(patience_ms / 8, 500.0), patience_ms); });
     store_set(c, "started/" + std::to_string(c.rank), "");
     for (int r = 0; r < c.world; r++) {
-        std::string missing = strprintf("rank %d of %d did not start within %g s", r, c.world, o.timeout);
+        std::string missing = strprintf("rank %d of %d did not start within %g s", r, c.world, patience_ms / 1e3);
         store_get(c, "started/" + std::to_string(r), deadline, missing.c_str());
     }
 
@@ -1030,7 +1032,8 @@ int run_ranks(const Options& o, const std::function<void(const Communicator&)>& 
         disconnect_ranks(c);
         return 0;
     } catch (const LostTouch& lost) {
-        usleep((useconds_t)1e6);  // if another rank is gone the watchdog knows which, and ends us here
+        usleep((useconds_t)(1e6 * std::min(1.0, 0.1 * o.timeout)));  // if another rank is gone the watchdog knows
+                                                                     // which, and ends us here
         give_up(me.rank, 1, lost.what());
     } catch (const Failure& failure) {
         give_up(me.rank, failure.exit_code, failure.what());

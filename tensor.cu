@@ -270,6 +270,7 @@ struct TapeStep {
     std::vector<GradientPtr> inputs;
     std::function<void(const Tensor& dy)> backward;
     const char* op;
+    int range;  // where it was recorded, for a trace
 };
 static std::vector<TapeStep> tape;
 
@@ -300,6 +301,7 @@ void record(Tensor& y, const std::vector<Tensor>& inputs, std::function<void(con
     step.output = y.gradient;
     step.backward = std::move(backward);
     step.op = innermost_range();
+    step.range = innermost_traced_range();
     tape.push_back(std::move(step));
 }
 
@@ -344,7 +346,7 @@ void backward_from(const Tensor& y, const Tensor& dy) {
     while (!tape.empty()) {
         TapeStep step = std::move(tape.back());
         tape.pop_back();
-        Range range(step.op);
+        Range range(step.op, step.range);
         Tensor d = std::move(step.output->value);
         step.output->value = Tensor();
         if (d) { step.backward(d); }
@@ -1239,6 +1241,7 @@ void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b,
     }
     if ((a.dtype == F64) != (out.dtype == F64)) { fail("gemm: float64 operands need a float64 result"); }
     if (out.device() == META || out.size() == 0) { return; }
+    Range range("matmul");
 #ifdef __CUDACC__
     if (out.device() == CUDA) {
         gemm_cuda(out, C, a, A, transpose_a, b, B, transpose_b, (int)K, (float)alpha, (float)beta);

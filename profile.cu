@@ -1,0 +1,688 @@
+// profile.cu: section 1.1.4. What a trace says: which kernels, in which part of the model, on tensor cores or not; the
+// trace as a file; nsys_profile.
+#include "cs336.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Kernel names. The first rule whose pattern occurs in the name holds.
+//   cuBLAS: nvjet (Hopper's own), xmma, cutlass, gemv. `tensorop`, `s1688`, `s16816`, `hmma`, `wgmma` are names of
+//   tensor core instructions; `simt` and `ffma` mean fp32 multiply-adds on the CUDA cores, and so does ampere_sgemm. On
+//   the CPU the names are those of ranges.
+
+struct KernelRule {
+    const char* pattern;
+    KernelClass is;
+};
+static const KernelRule kernel_rules[] = {
+    {"nccl", {"communication", false}},
+    {"[CUDA mem", {"copy", false}},
+    {"flash_forward_kernel", {"attention", true}},  // flash_mma.cu
+    {"backward_main", {"attention", true}},
+    {"backward_dq", {"attention", true}},
+    {"backward_before", {"attention", false}},
+    {"backward_after", {"attention", false}},
+    {"_fp32_kernel", {"attention", false}},     // flash.cu
+    {"flash_fwd_kernel", {"attention", true}},  // FlashAttention-2 in PyTorch
+    {"flash_bwd", {"attention", true}},
+    {"fmha_cutlass", {"attention", true}},
+    {"simt", {"matmul", false}},
+    {"ffma", {"matmul", false}},
+    {"ampere_sgemm", {"matmul", false}},
+    {"splitKreduce", {"matmul", false}},
+    {"gemv", {"matmul", false}},
+    {"nvjet", {"matmul", true}},
+    {"tensorop", {"matmul", true}},
+    {"s1688", {"matmul", true}},
+    {"s16816", {"matmul", true}},
+    {"hmma", {"matmul", true}},
+    {"wgmma", {"matmul", true}},
+    {"bf16bf16", {"matmul", true}},
+    {"f16f16", {"matmul", true}},
+    {"tf32", {"matmul", true}},
+    {"gemm", {"matmul", false}},
+    {"matmul", {"matmul", false}},
+    {"softmax", {"softmax", false}},
+    {"rmsnorm", {"norm", false}},
+    {"layer_norm", {"norm", false}},
+    {"add_partials_kernel", {"norm", false}},
+    {"split_heads_kernel", {"rope", false}},
+    {"turn_kernel", {"rope", false}},
+    {"rope", {"rope", false}},
+    {"cross_entropy", {"loss", false}},
+    {"pick_last_kernel", {"loss", false}},
+    {"loss", {"loss", false}},
+    {"adamw", {"optimizer", false}},
+    {"multi_tensor_apply", {"optimizer", false}},
+    {"optimizer", {"optimizer", false}},
+    {"gather_rows", {"embedding", false}},
+    {"embedding", {"embedding", false}},
+    {"Copy>", {"copy", false}},
+    {"direct_copy", {"copy", false}},
+    {"square_sum_kernel", {"reduction", false}},
+    {"sum_chunks_kernel", {"reduction", false}},
+    {"sum_columns_kernel", {"reduction", false}},
+    {"reduce", {"reduction", false}},
+    {"argmax_rows_kernel", {"reduction", false}},
+    {"weighted_sum", {"reduction", false}},
+    {"elementwise", {"elementwise", false}},
+    {"swiglu", {"elementwise", false}},
+    {"normal_kernel", {"elementwise", false}},
+    {"arange_kernel", {"elementwise", false}},
+    {"residual", {"elementwise", false}},
+    {"mask", {"elementwise", false}},
+    {"scores", {"elementwise", false}},
+};
+
+KernelClass kernel_class(const std::string& kernel) {
+    for (const KernelRule& rule : kernel_rules) {
+        if (kernel.find(rule.pattern) != std::string::npos) { return rule.is; }
+    }
+    return {"other", false};
+}
+
+std::string short_kernel_name(const std::string& name) {
+    std::string s = name;
+    const std::string anonymous = "(anonymous namespace)::";
+    for (size_t at; (at = s.find(anonymous)) != std::string::npos;) { s.erase(at, anonymous.size()); }
+    if (s.compare(0, 5, "void ") == 0) { s.erase(0, 5); }
+    int depth = 0;  // of template arguments, where a parenthesis is no parameter list
+    for (size_t i = 0; i < s.size(); i++) {
+        depth += s[i] == '<' ? 1 : s[i] == '>' ? -1 : 0;
+        if (s[i] == '(' && depth == 0 && i > 0) { return s.substr(0, i); }
+    }
+    return s;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Ranges as paths. A backward step stands below its own `backward`, and then where the forward recorded it:
+// step/backward/layer/attention/softmax.
+
+std::vector<std::string> range_paths(const Trace& trace) {
+    std::vector<std::string> paths;
+    for (const TracedRange& r : trace.ranges) {  // parents stand before their children
+        std::string above = r.parent < 0 ? "" : paths[r.parent], own = r.name;
+        if (r.recorded_in >= 0) {
+            own = paths[r.recorded_in];
+            for (const char* outer : {"step/", "forward/"}) {
+                if (own.compare(0, strlen(outer), outer) == 0) { own.erase(0, strlen(outer)); }
+            }
+        }
+        paths.push_back(above.empty() || own.empty() ? above + own : above + "/" + own);
+    }
+    return paths;
+}
+static bool is_in(const std::string& path, const std::string& range) {
+    if (range.empty()) { return true; }
+    return path.compare(0, range.size(), range) == 0 && (path.size() == range.size() || path[range.size()] == '/');
+}
+static bool passes(const std::string& path, const char* range) {
+    return ("/" + path + "/").find(std::string("/") + range + "/") != std::string::npos;
+}
+
+std::vector<TracedWork> work_of_ranges(const Trace& trace) {
+    std::vector<TracedWork> work;
+    for (const TracedRange& r : trace.ranges) {
+        TracedWork w{};
+        w.name = r.name, w.range = (int)work.size();
+        w.start = r.start, w.end = r.end;
+        work.push_back(w);
+    }
+    for (const TracedRange& r : trace.ranges) {
+        if (r.parent >= 0) { work[r.parent].end -= r.end - r.start; }
+    }
+    return work;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Sums
+
+struct NamedWork {
+    std::string kernel, path;
+    KernelClass is;
+    double ns;
+};
+static std::vector<NamedWork> named_work(const Trace& trace, const std::vector<std::string>& ranges) {
+    std::vector<std::string> paths = range_paths(trace);
+    std::vector<NamedWork> found;
+    for (const TracedWork& w : trace.work) {
+        const std::string path = w.range < 0 ? "" : paths[w.range];
+        bool wanted = std::any_of(ranges.begin(), ranges.end(), [&](auto& range) { return is_in(path, range); });
+        if (!wanted) { continue; }
+        std::string name = short_kernel_name(w.name);
+        KernelClass is = kernel_class(name);
+        if (passes(path, "matmul")) { is.name = "matmul"; }  // cuBLAS clears or copies something first, here and there
+        found.push_back({name, path, is, (double)(w.end - w.start)});
+    }
+    return found;
+}
+static double sum_of(const std::vector<NamedWork>& work, const std::function<bool(const NamedWork&)>& wanted) {
+    double ns = 0;
+    for (const NamedWork& w : work) { ns += wanted(w) ? w.ns : 0; }
+    return ns;
+}
+static double sum_of(const std::vector<NamedWork>& work) {
+    return sum_of(work, [](const NamedWork&) { return true; });
+}
+static bool is_class(const NamedWork& w, const std::string& name) { return w.is.name == name; }
+
+// By the text that `key` gives each, by total time, the largest first.
+static std::vector<KernelSummary> group(const std::vector<NamedWork>& work,
+                                        const std::function<std::string(const NamedWork&)>& key) {
+    std::map<std::string, std::vector<double>> times;
+    for (const NamedWork& w : work) { times[key(w)].push_back(w.ns); }
+    std::vector<KernelSummary> all;
+    for (const auto& [name, ns] : times) { all.push_back({name, stats_of(ns)}); }
+    std::stable_sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.total_ns() > b.total_ns(); });
+    return all;
+}
+static std::vector<KernelSummary> by_kernel(const std::vector<NamedWork>& work) {
+    return group(work, [](const NamedWork& w) { return w.kernel; });
+}
+std::vector<KernelSummary> kernel_summary(const Trace& trace, const std::string& range) {
+    return by_kernel(named_work(trace, {range}));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Trace files
+
+constexpr size_t TRACE_FILE_BYTES = 95000000;  // viewers in a browser become slow with more
+constexpr int64_t DAY = 86400LL * 1000000000;  // ns
+
+static std::string microseconds(int64_t ns) { return strprintf("%lld.%03d", (long long)(ns / 1000), (int)(ns % 1000)); }
+static std::string slice(const char* category, const std::string& name, int pid, int tid, int64_t start, int64_t ns) {
+    return strprintf("{\"ph\":\"X\",\"cat\":\"%s\",\"name\":%s,\"pid\":%d,\"tid\":%d,\"ts\":%s,\"dur\":%s", category,
+                     quote_json(name).c_str(), pid, tid, microseconds(start).c_str(), microseconds(ns).c_str());
+}
+static std::string label(const char* what, int pid, int tid, const std::string& name) {
+    return strprintf("{\"ph\":\"M\",\"name\":\"%s\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":%s}}", what, pid, tid,
+                     quote_json(name).c_str());
+}
+
+// Rows of the timeline. A row's slices have to nest, so where work of one stream overlaps it gets another row.
+struct Rows {
+    std::map<std::pair<std::string, int>, std::pair<int, int64_t>> rows;  // (name, copy) -> (tid, end of the last)
+    int row_of(const std::string& name, int64_t start, int64_t end, int first_tid) {
+        for (int copy = 0;; copy++) {
+            auto row = rows.emplace(std::make_pair(name, copy), std::make_pair(first_tid + (int)rows.size(), 0)).first;
+            if (row->second.second > start) { continue; }
+            row->second.second = end;
+            return row->second.first;
+        }
+    }
+};
+
+void write_trace(const std::string& path, const std::vector<Trace>& traces, const std::string& caption) {
+    const char* rank_text = getenv("RANK");
+    int rank = rank_text ? atoi(rank_text) : 0;
+    struct Event {
+        int64_t time;
+        std::string text;
+    };
+    std::vector<Event> events;
+    std::vector<std::string> head = {label("process_name", rank, 0, strprintf("rank %d", rank))};
+    std::map<int, int> threads;  // the system's number -> ours
+    Rows rows;
+    size_t dropped = 0, left_out = 0, bytes = 0;
+    std::string no_kernels;
+    int64_t midnight = INT64_MAX;
+    for (const Trace& trace : traces) {
+        for (const TracedRange& r : trace.ranges) { midnight = std::min(midnight, r.start / DAY * DAY); }
+        for (const TracedWork& w : trace.work) { midnight = std::min(midnight, w.start / DAY * DAY); }
+        for (const TracedMemory& m : trace.memory) { midnight = std::min(midnight, m.time / DAY * DAY); }
+    }
+    for (const Trace& trace : traces) {
+        dropped += trace.dropped, left_out += trace.left_out;
+        no_kernels = trace.no_kernels;
+        std::vector<std::string> paths = range_paths(trace);
+        for (size_t i = 0; i < trace.ranges.size(); i++) {
+            const TracedRange& r = trace.ranges[i];
+            int tid = threads.emplace(r.thread, (int)threads.size() + 1).first->second;
+            events.push_back({r.start, slice("range", r.name, rank, tid, r.start - midnight, r.end - r.start) +
+                                           ",\"args\":{\"path\":" + quote_json(paths[i]) + "}}"});
+        }
+        for (const TracedWork& w : trace.work) {
+            int tid = rows.row_of(strprintf("stream %u", w.stream), w.start, w.end, 1000);
+            std::string args = strprintf("\"range\":%s,\"correlation\":%u",
+                                         quote_json(w.range < 0 ? "" : paths[w.range]).c_str(), w.correlation);
+            if (w.grid[0] > 0) {
+                args += strprintf(
+                    ",\"grid\":\"%d x %d x %d\",\"block\":\"%d x %d x %d\",\"registers\":%d"
+                    ",\"shared memory (bytes)\":%d,\"class\":\"%s\"",
+                    w.grid[0], w.grid[1], w.grid[2], w.block[0], w.block[1], w.block[2], w.registers, w.shared_bytes,
+                    kernel_class(w.name).name);
+            } else {
+                args += strprintf(",\"bytes\":%lld", (long long)w.bytes);
+            }
+            events.push_back({w.start, slice(w.grid[0] > 0 ? "kernel" : "copy", short_kernel_name(w.name), rank, tid,
+                                             w.start - midnight, w.end - w.start) +
+                                           ",\"args\":{" + args + "}}"});
+        }
+        for (const TracedMemory& m : trace.memory) {
+            events.push_back({m.time, strprintf("{\"ph\":\"C\",\"name\":\"memory\",\"pid\":%d,\"ts\":%s,\"args\":"
+                                                "{\"bytes held\":%zu}}",
+                                                rank, microseconds(m.time - midnight).c_str(), m.bytes)});
+        }
+    }
+    std::stable_sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.time < b.time; });
+    for (const auto& [system, tid] : threads) {
+        head.push_back(label("thread_name", rank, tid, strprintf("CPU thread %d", system)));
+    }
+    for (const auto& [name, row] : rows.rows) {
+        head.push_back(label("thread_name", rank, row.first, name.first + (name.second ? ", overlapping" : "")));
+    }
+    std::string text = "{\"displayTimeUnit\":\"ns\",\"traceEvents\":[\n";
+    for (size_t i = 0; i < head.size(); i++) { text += (i ? ",\n" : "") + head[i]; }
+    for (const Event& event : events) {
+        bytes += event.text.size() + 2;
+        if (bytes > TRACE_FILE_BYTES) {  // and all that comes later
+            left_out++;
+        } else {
+            text += ",\n" + event.text;
+        }
+    }
+    text += strprintf(
+        "\n],\"otherData\":{\"caption\":%s,\"times\":\"microseconds since midnight, UTC\","
+        "\"kernels\":%s,\"records dropped by CUPTI\":\"%zu\",\"events left out\":\"%zu\"}}\n",
+        quote_json(caption).c_str(), quote_json(no_kernels.empty() ? "traced" : no_kernels).c_str(), dropped, left_out);
+    save_file(path, text);
+    if (left_out > 0) { note("%s: the last %zu events are left out, it would be too large", path.c_str(), left_out); }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// nsys_profile: forward alone and whole steps, each timed untraced and traced. What the answers need of one model:
+
+struct Part {
+    const char* name;
+    Phase phase;                      // in whose trace
+    std::vector<std::string> ranges;  // of it
+};
+static const std::vector<Part> parts = {
+    {"forward", FORWARD, {"forward"}},
+    {"forward+backward", STEP, {"step/forward", "step/loss", "step/backward"}},
+    {"step", STEP, {"step"}},
+};
+
+struct Profiled {
+    bool ran = false;
+    size_t needs = 0;  // bytes, predicted
+    Stats untraced{}, traced{};
+    Trace trace;
+};
+struct ModelProfile {
+    ModelConfig config;
+    int T;
+    Profiled phase[STEP + 1];  // FORWARD and STEP
+};
+
+struct ProfilePlan {
+    std::vector<ModelConfig> configs;
+    std::vector<int> lengths;
+    int B, warmup, steps;
+    std::string scaled_down;
+    int passes() const { return steps + 1; }  // in a trace: one more, first, is not timed
+};
+static ProfilePlan profile_plan(const Options& o) {
+    if (o.warmup.size() > 1) { usage_error("--warmup: got %zu values, nsys_profile takes one", o.warmup.size()); }
+    bool cpu = context.device == CPU, small = o.quick || cpu;
+    ProfilePlan p{configs_of(o, small ? "small" : ""), o.context_lengths, o.batch_size, 2, 5, ""};
+    std::vector<std::string> smaller;
+    if (small && o.size.empty() && p.configs[0].name != "custom") {
+        smaller.push_back("size small instead of all five");
+    }
+    if (p.lengths.empty()) {
+        p.lengths = small ? std::vector<int>{o.quick && cpu ? 32 : 128} : std::vector<int>{128, 256, 512, 1024};
+        if (small) { smaller.push_back(strprintf("context length %d instead of 128 to 1024", p.lengths[0])); }
+    }
+    if (cpu && !o.has("batch_size")) {
+        p.B = 1;
+        smaller.push_back(strprintf("batch 1 instead of %d", o.batch_size));
+    }
+    if (small) { p.warmup = 1, p.steps = 2; }
+    if (!o.warmup.empty()) { p.warmup = o.warmup[0]; }
+    if (o.has("steps")) { p.steps = o.steps; }
+    for (const std::string& text : smaller) { p.scaled_down += (p.scaled_down.empty() ? "" : ", ") + text; }
+    return p;
+}
+static std::string profile_caption(const ProfilePlan& p, const std::string& what) {
+    std::string text =
+        strprintf("nsys_profile %s; precision %s, mode %s; batch %d, vocabulary %d, %d warmup, %d step; %s; commit %s",
+                  what.c_str(), name_of(context.precision), name_of(context.mode), p.B, p.configs[0].vocab_size,
+                  p.warmup, p.steps, device_description().c_str(), commit().c_str());
+    if (context.device == CPU) { text += "; no kernels on a CPU: ranges of operations, timed by the clock"; }
+    return p.scaled_down.empty() ? text : text + "; scaled down: " + p.scaled_down;
+}
+
+static void profile_phase(Profiled& r, Phase phase, Model& model, const Batch& batch, const ProfilePlan& p) {
+    LossScaler scaler;
+    auto pass = [&] {
+        if (phase == FORWARD) { return run_phase(phase, model, batch, scaler); }
+        Range range("step");
+        run_phase(phase, model, batch, scaler);
+    };
+    r.untraced = stats_of(time_ms(p.warmup, p.steps, pass));
+    start_tracing();
+    std::vector<double> times;
+    try {
+        times = time_ms(1, p.steps, pass);
+    } catch (...) {
+        stop_tracing();
+        throw;
+    }
+    r.trace = stop_tracing();
+    r.traced = stats_of(times);
+    if (context.device == CPU) { r.trace.work = work_of_ranges(r.trace); }
+    r.ran = true;
+}
+static ModelProfile profile_model(const ModelConfig& c, int T, const ProfilePlan& p, uint64_t seed) {
+    ModelProfile r{c, T, {}};
+    for (Phase phase : {FORWARD, STEP}) { r.phase[phase].needs = predicted_peak(c, p.B, T, phase); }
+    try {
+        Model model;
+        Batch batch;
+        for (Phase phase : {FORWARD, STEP}) {
+            size_t held = memory_use(context.device).now, needs = r.phase[phase].needs;
+            if (needs > held && needs - held > available_memory(context.device)) { break; }
+            if (!model.weights) {
+                model = make_model(c);
+                init_weights(model, seed);
+                batch = random_batch(p.B, T, c.vocab_size, seed);
+            }
+            progress("%s, context length %d: %s", c.name.c_str(), T, phase == FORWARD ? "forward" : "step");
+            profile_phase(r.phase[phase], phase, model, batch, p);
+        }
+    } catch (const OutOfMemory&) { clear_tape(); }
+    return r;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Its tables
+
+static std::string ms_of_ns(double ns) { return strprintf("%.3f", ns / 1e6); }
+static std::string percent(double part, double whole) { return whole > 0 ? strprintf("%.1f", 100 * part / whole) : ""; }
+static std::string with_unit(double ns) {  // as nsys prints times: a unit in each cell
+    return ns >= 1e9   ? strprintf("%.3f s", ns / 1e9)
+           : ns >= 1e6 ? strprintf("%.3f ms", ns / 1e6)
+           : ns >= 1e3 ? strprintf("%.3f μs", ns / 1e3)
+                       : strprintf("%.0f ns", ns);
+}
+static std::vector<std::string> model_cells(const ModelProfile& m) { return {m.config.name, std::to_string(m.T)}; }
+static std::string oom_cell(const Profiled& r) { return strprintf("OOM (%.1f GiB)", r.needs / 1073741824.0); }
+
+// A row; where it is short, for want of memory, the rest stays empty.
+static void add_row(Table& table, std::vector<std::string> cells, const std::vector<std::string>& more) {
+    cells.insert(cells.end(), more.begin(), more.end());
+    cells.resize(table.columns.size());
+    table.rows.push_back(cells);
+}
+
+static Table time_table(const std::vector<ModelProfile>& models, const ProfilePlan& p) {
+    size_t dropped = 0, left_out = 0;
+    Table table{"",
+                {"size", "context length", "phase", "untraced (ms)", "std", "traced (ms)", "std", "tracing adds (%)",
+                 "sum of kernels (ms)", "kernels"},
+                {}};
+    for (const ModelProfile& m : models) {
+        for (Phase phase : {FORWARD, STEP}) {
+            const Profiled& r = m.phase[phase];
+            std::vector<std::string> cells = model_cells(m);
+            cells.push_back(phase == FORWARD ? "forward" : "step");
+            if (!r.ran) {
+                add_row(table, cells, {oom_cell(r)});
+                continue;
+            }
+            dropped += r.trace.dropped, left_out += r.trace.left_out;
+            std::vector<NamedWork> work = named_work(r.trace, {""});
+            bool traced = !work.empty();
+            add_row(table, cells,
+                    {strprintf("%.3f", r.untraced.mean), strprintf("%.3f", r.untraced.std),
+                     strprintf("%.3f", r.traced.mean), strprintf("%.3f", r.traced.std),
+                     strprintf("%.1f", 100 * (r.traced.mean / r.untraced.mean - 1)),
+                     traced ? ms_of_ns(sum_of(work) / p.passes()) : "",
+                     traced ? strprintf("%.0f", (double)work.size() / p.passes()) : ""});
+        }
+    }
+    table.caption = profile_caption(
+        p,
+        strprintf("(a): times by the clock, and by the trace; %zu records dropped, %zu left out", dropped, left_out));
+    return table;
+}
+
+static Table summary_table(const ModelProfile& m, const std::string& range, int top, const ProfilePlan& p) {
+    Table table{"", {"Time (%)", "Total Time", "Instances", "Avg", "Med", "Min", "Max", "StdDev", "Name"}, {}};
+    const Profiled& r = m.phase[is_in(range, "step") ? STEP : FORWARD];
+    std::vector<KernelSummary> all = kernel_summary(r.trace, range);
+    if (r.ran && all.empty()) {
+        std::set<std::string> ranges;
+        for (Phase phase : {FORWARD, STEP}) {
+            for (const std::string& path : range_paths(m.phase[phase].trace)) { ranges.insert(path); }
+        }
+        std::string known;
+        for (const std::string& path : ranges) { known += (known.empty() ? "" : ", ") + path; }
+        fail("--range %s: nothing ran there; there are %s", range.c_str(), known.c_str());
+    }
+    double total = 0;
+    for (const KernelSummary& k : all) { total += k.total_ns(); }
+    for (const KernelSummary& k : all) {
+        if ((int)table.rows.size() == top) { break; }
+        table.rows.push_back({percent(k.total_ns(), total) + "%", with_unit(k.total_ns()), std::to_string(k.ns.n),
+                              with_unit(k.ns.mean), with_unit(k.ns.median), with_unit(k.ns.min), with_unit(k.ns.max),
+                              with_unit(k.ns.std), "`" + k.name + "`"});
+    }
+    table.caption = profile_caption(
+        p, strprintf("kernel summary: %s, context length %d, range %s, %d passes, the first %zu of %zu kernels%s",
+                     m.config.name.c_str(), m.T, range.c_str(), p.passes(), table.rows.size(), all.size(),
+                     r.ran ? "" : ", OOM"));
+    return table;
+}
+
+static Table top_kernel_table(const std::vector<ModelProfile>& models, const ProfilePlan& p) {
+    Table table{profile_caption(p, "(b): the kernel with the most time"),
+                {"size", "context length", "phase", "Time (%)", "launches a pass", "class", "tensor cores",
+                 "the forward's, too", "kernel"},
+                {}};
+    for (const ModelProfile& m : models) {
+        std::string forward_top;
+        for (const Part& part : parts) {
+            std::vector<std::string> cells = model_cells(m);
+            cells.push_back(part.name);
+            std::vector<NamedWork> work = named_work(m.phase[part.phase].trace, part.ranges);
+            if (work.empty()) {
+                add_row(table, cells, {oom_cell(m.phase[part.phase])});
+                continue;
+            }
+            KernelSummary k = by_kernel(work)[0];
+            KernelClass is = kernel_class(k.name);
+            if (part.phase == FORWARD) { forward_top = k.name; }
+            add_row(table, cells,
+                    {percent(k.total_ns(), sum_of(work)), strprintf("%g", (double)k.ns.n / p.passes()), is.name,
+                     is.tensor_cores ? "yes" : "no", k.name == forward_top ? "yes" : "no", "`" + k.name + "`"});
+        }
+    }
+    return table;
+}
+
+// The work that is no matrix product, by the part of the model that it is for.
+static Table other_parts_table(const ModelProfile& m, int top, const ProfilePlan& p) {
+    Table table{profile_caption(p, strprintf("(c): what is not a matrix product, forward of %s, context length %d",
+                                             m.config.name.c_str(), m.T)),
+                {"part of the model", "Time (%)", "ms a forward", "kernels a forward"},
+                {}};
+    std::vector<NamedWork> work = named_work(m.phase[FORWARD].trace, {"forward"}), rest;
+    for (const NamedWork& w : work) {
+        if (!is_class(w, "matmul")) { rest.push_back(w); }
+    }
+    auto inner = [](const NamedWork& w) {
+        size_t layer = w.path.find("layer/"), at = layer == std::string::npos ? w.path.find('/') + 1 : layer + 6;
+        return at == 0 ? w.path : w.path.substr(at);
+    };
+    for (const KernelSummary& k : group(rest, inner)) {
+        if ((int)table.rows.size() == top) { break; }
+        table.rows.push_back({k.name, percent(k.total_ns(), sum_of(work)), ms_of_ns(k.total_ns() / p.passes()),
+                              strprintf("%g", (double)k.ns.n / p.passes())});
+    }
+    return table;
+}
+
+static const std::vector<Part> shared_parts = {
+    parts[0],
+    parts[1],
+    parts[2],
+    {"step: backward", STEP, {"step/backward"}},
+    {"step: optimizer", STEP, {"step/optimizer"}},
+};
+// Classes by the time that they take in all models, the largest first.
+static std::vector<std::string> classes_of(const std::vector<ModelProfile>& models) {
+    std::vector<NamedWork> all;
+    for (const ModelProfile& m : models) {
+        for (Phase phase : {FORWARD, STEP}) {
+            std::vector<NamedWork> work = named_work(m.phase[phase].trace, {""});
+            all.insert(all.end(), work.begin(), work.end());
+        }
+    }
+    std::vector<std::string> names;
+    for (const KernelSummary& k : group(all, [](const NamedWork& w) { return w.is.name; })) { names.push_back(k.name); }
+    return names;
+}
+static Table share_table(const std::vector<ModelProfile>& models, const ProfilePlan& p) {
+    Table table{profile_caption(p, "(c), (d): share of each class of kernels in the time of all (%)"),
+                {"size", "context length", "phase", "all (ms)", "on tensor cores"},
+                {}};
+    std::vector<std::string> classes = classes_of(models);
+    table.columns.insert(table.columns.end(), classes.begin(), classes.end());
+    for (const ModelProfile& m : models) {
+        for (const Part& part : shared_parts) {
+            std::vector<NamedWork> work = named_work(m.phase[part.phase].trace, part.ranges);
+            std::vector<std::string> cells = model_cells(m);
+            cells.push_back(part.name);
+            if (work.empty()) {
+                add_row(table, cells, {oom_cell(m.phase[part.phase])});
+                continue;
+            }
+            double all = sum_of(work), cores = sum_of(work, [](const NamedWork&w) { return w.is.tensor_cores; });
+            std::vector<std::string> more = {ms_of_ns(all / p.passes()), percent(cores, all)};
+            for (const std::string& name : classes) {
+                more.push_back(percent(sum_of(work, [&](const NamedWork& w) { return is_class(w, name); }), all));
+            }
+            add_row(table, cells, more);
+        }
+    }
+    return table;
+}
+
+// FLOPs of one forward, as the handout counts them: softmax 5 an entry of S (maximum, subtract, exp, sum, divide), the
+// two products 2 D each. Bytes at least: each operand read once, each result written once.
+static Table softmax_table(const std::vector<ModelProfile>& models, const ProfilePlan& p) {
+    Table table{profile_caption(p, "(e): softmax beside the attention's two matrix products, per forward"),
+                {"size", "context length", "softmax (ms)", "products (ms)", "ratio of times", "softmax (GFLOP)",
+                 "products (GFLOP)", "ratio of FLOPs (5 : 4 D)", "softmax (MiB, at least)", "products (MiB, at least)",
+                 "ratio of bytes"},
+                {}};
+    for (const ModelProfile& m : models) {
+        if (!m.phase[FORWARD].ran) {
+            add_row(table, model_cells(m), {oom_cell(m.phase[FORWARD])});
+            continue;
+        }
+        const ModelConfig& c = m.config;
+        double BTC = (double)p.B * m.T * c.d_model, S = (double)p.B * c.num_heads * m.T * m.T, L = c.num_layers;
+        double element = context.precision == PREC_BF16 || context.precision == PREC_FP16 ? 2 : 4;
+        double softmax_flops = 5 * S * L, product_flops = 4.0 * S * L * c.d_model / c.num_heads;
+        double softmax_bytes = 2 * S * L * element, product_bytes = (4 * BTC + 2 * S) * L * element;
+        std::vector<NamedWork> work = named_work(m.phase[FORWARD].trace, {"forward"});
+        double softmax = sum_of(work, [](const NamedWork& w) { return passes(w.path, "softmax"); });
+        double products =
+            sum_of(work, [](const NamedWork& w) { return passes(w.path, "attention") && is_class(w, "matmul"); });
+        double one = sum_of(work, [](const NamedWork& w) { return passes(w.path, "attention"); });  // mode flash
+        bool both = softmax > 0 && products > 0;
+        auto mib = [](double bytes) { return strprintf("%.1f", bytes / 1048576); };
+        add_row(
+            table, model_cells(m),
+            {both ? ms_of_ns(softmax / p.passes()) : "in one kernel", ms_of_ns((both ? products : one) / p.passes()),
+             both ? strprintf("1 : %.2f", products / softmax) : "", strprintf("%.3f", softmax_flops / 1e9),
+             strprintf("%.3f", product_flops / 1e9), strprintf("1 : %.1f", product_flops / softmax_flops),
+             mib(softmax_bytes), mib(product_bytes), strprintf("1 : %.2f", product_bytes / softmax_bytes)});
+    }
+    return table;
+}
+
+static void add_bars(const std::vector<ModelProfile>& models, const std::string& setting,
+                     std::vector<std::string>& bars, std::map<std::string, std::vector<double>>& classes) {
+    for (const ModelProfile& m : models) {
+        for (const Part& part : parts) {
+            std::vector<NamedWork> work = named_work(m.phase[part.phase].trace, part.ranges);
+            if (work.empty()) { continue; }
+            bars.push_back(strprintf("%s %d %s%s", m.config.name.c_str(), m.T, part.name, setting.c_str()));
+            for (const NamedWork& w : work) { classes[w.is.name].resize(bars.size()); }
+            for (const NamedWork& w : work) { classes[w.is.name].back() += w.ns; }
+        }
+    }
+}
+static void plot_shares(const std::string& path, const std::vector<std::string>& bars,
+                        std::map<std::string, std::vector<double>>& classes, const std::string& caption) {
+    std::vector<Series> series;
+    for (auto& [name, ns] : classes) {
+        ns.resize(bars.size());
+        series.push_back({name, ns});
+    }
+    auto total = [](const Series& s) {
+        double sum = 0;
+        for (double y : s.y) { sum += y; }
+        return sum;
+    };
+    std::sort(series.begin(), series.end(), [&](const Series& a, const Series& b) { return total(a) > total(b); });
+    constexpr size_t MOST = 8;  // that a chart takes
+    for (; series.size() > MOST; series.pop_back()) {
+        for (size_t i = 0; i < bars.size(); i++) { series[MOST - 1].y[i] += series.back().y[i]; }
+        series[MOST - 1].name = "the rest";
+    }
+    save_file(path, draw("Share of each class of kernels", caption, {share_chart("", bars, series)}));
+}
+
+int cmd_nsys_profile(const Options& o) {
+    context.device = choose_device(o.device);
+    ProfilePlan p = profile_plan(o);
+    std::vector<Trace> traces;
+    std::vector<std::string> bars;
+    std::map<std::string, std::vector<double>> bar_classes;
+    for (const std::string& precision : o.precision.empty() ? std::vector<std::string>{"fp32"} : o.precision) {
+        for (const std::string& mode : o.mode.empty() ? std::vector<std::string>{"eager"} : o.mode) {
+            context.precision = precision_from(precision), context.mode = mode_from(mode);
+            std::vector<ModelProfile> models;
+            for (const ModelConfig& c : p.configs) {
+                for (int T : p.lengths) { models.push_back(profile_model(c, T, p, o.seed)); }
+            }
+            print(time_table(models, p), o.format);
+            std::string why;
+            for (const ModelProfile& m : models) {
+                if (m.phase[FORWARD].ran && context.device == CUDA) { why = m.phase[FORWARD].trace.no_kernels; }
+            }
+            if (!why.empty()) {
+                note("tracing off: %s; the tables about kernels are left out", why.c_str());
+                continue;
+            }
+            for (const ModelProfile& m : models) {
+                if (!m.phase[FORWARD].ran) { continue; }
+                for (const std::string& range :
+                     o.range.empty() ? std::vector<std::string>{"forward", "step"} : o.range) {
+                    print(summary_table(m, range, o.top, p), o.format);
+                }
+                print(other_parts_table(m, o.top, p), o.format);
+            }
+            print(top_kernel_table(models, p), o.format);
+            print(share_table(models, p), o.format);
+            print(softmax_table(models, p), o.format);
+            add_bars(models, strprintf(" %s %s", precision.c_str(), mode.c_str()), bars, bar_classes);
+            for (ModelProfile& m : models) {
+                for (Phase phase : {FORWARD, STEP}) {
+                    if (o.trace.empty() || !m.phase[phase].ran) { continue; }
+                    if (context.device == CPU) { m.phase[phase].trace.work.clear(); }  // its ranges are in the file
+                    traces.push_back(std::move(m.phase[phase].trace));
+                }
+            }
+        }
+    }
+    if (!o.trace.empty()) { write_trace(o.trace, traces, profile_caption(p, "trace")); }
+    if (!o.plot.empty()) { plot_shares(o.plot, bars, bar_classes, profile_caption(p, "shares")); }
+    return 0;
+}

@@ -1,0 +1,441 @@
+// Tests of profile.cu, and of measure.cu's tracing.
+#include "test.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <thread>
+
+static int index_of(const Trace& trace, const std::string& path) {
+    std::vector<std::string> paths = range_paths(trace);
+    auto found = std::find(paths.begin(), paths.end(), path);
+    return found == paths.end() ? -1 : (int)(found - paths.begin());
+}
+
+TEST_CASE("profile: ranges nest, each thread's by themselves") {
+    begin_on(CPU);
+    CHECK(innermost_traced_range() == -1);
+    Trace trace;
+    {
+        Range before("before the trace");
+        start_tracing();
+        CHECK_THROWS_AS(start_tracing(), Failure);
+        {
+            Range step("step");
+            Range inner("forward");
+            std::vector<std::thread> threads;
+            for (int i = 0; i < 4; i++) {
+                threads.emplace_back([] {
+                    for (int k = 0; k < 100; k++) {
+                        Range outer("outer");
+                        Range inner("inner");
+                    }
+                });
+            }
+            for (std::thread& t : threads) { t.join(); }
+        }
+        { Range again("again"); }
+    }
+    trace = stop_tracing();
+    CHECK_THROWS_AS(stop_tracing(), Failure);
+    REQUIRE(trace.ranges.size() == 3 + 4 * 200);
+    std::vector<std::string> paths = range_paths(trace);
+    CHECK(std::count(paths.begin(), paths.end(), "step") == 1);
+    CHECK(std::count(paths.begin(), paths.end(), "step/forward") == 1);
+    CHECK(std::count(paths.begin(), paths.end(), "again") == 1);
+    CHECK(std::count(paths.begin(), paths.end(), "outer") == 400);
+    CHECK(std::count(paths.begin(), paths.end(), "outer/inner") == 400);
+    std::set<int> threads;
+    for (const TracedRange& r : trace.ranges) {
+        threads.insert(r.thread);
+        CHECK(r.start <= r.end);
+        if (r.parent < 0) { continue; }
+        const TracedRange& parent = trace.ranges[r.parent];
+        CHECK(parent.thread == r.thread);
+        CHECK(parent.start <= r.start);
+        CHECK(r.end <= parent.end);
+    }
+    CHECK(threads.size() == 5);
+}
+
+TEST_CASE("profile: a trace knows nothing of the one before") {
+    begin_on(CPU);
+    Tensor x = require_gradient(from_floats({1, 2}, {2})), y;
+    start_tracing();
+    {
+        Range range("forward");
+        y = square(x);
+    }
+    auto open = std::make_unique<Range>("open at the end");
+    Trace first = stop_tracing();
+    REQUIRE(first.ranges.size() == 2);
+    CHECK(first.ranges[1].end >= first.ranges[1].start);
+    start_tracing();
+    backward_from(y, y);
+    { Range range("new"); }
+    open.reset();
+    Trace second = stop_tracing();
+    for (const std::string& path : range_paths(second)) { CHECK((path == "forward" || path == "new")); }
+    CHECK(index_of(second, "new") >= 0);
+}
+
+TEST_CASE("profile: backward's work stands where the forward recorded it") {
+    begin_on(CPU);
+    Tensor x = require_gradient(from_floats({1, 2, 3, 4}, {2, 2})), y;
+    start_tracing();
+    {
+        Range step("step");
+        {
+            Range forward("forward");
+            Range layer("layer");
+            y = matmul(x, x);
+        }
+        Range back("backward");
+        backward_from(y, y);
+    }
+    Trace trace = stop_tracing();
+    CHECK(index_of(trace, "step/forward/layer/matmul") >= 0);
+    CHECK(index_of(trace, "step/backward/layer/matmul") >= 0);
+    CHECK(!trace.memory.empty());
+    CHECK(trace.memory.back().bytes == memory_use(CPU).now);
+    CHECK(trace.work.empty());
+    std::vector<TracedWork> work = work_of_ranges(trace);
+    int64_t sum = 0;
+    for (const TracedWork& w : work) { sum += w.end - w.start; }
+    CHECK(sum == trace.ranges[0].end - trace.ranges[0].start);  // each moment counts once
+}
+
+// step (0..1000): forward/softmax, backward/softmax (recorded in 2), optimizer
+static Trace made_up_trace() {
+    int64_t day = 86400LL * 1000000000, t = 20000 * day + 5;
+    Trace trace;
+    trace.ranges = {{"step", -1, -1, 77, t, t + 1000},
+                    {"forward", 0, -1, 77, t + 10, t + 400},
+                    {"soft\"max\\\n", 1, -1, 77, t + 20, t + 90},
+                    {"backward", 0, -1, 77, t + 400, t + 800},
+                    {"soft\"max\\\n", 3, 2, 77, t + 420, t + 500},
+                    {"optimizer", 0, -1, 78, t + 800, t + 990}};
+    auto work = [&](const char* name, int range, int64_t start, int64_t ns, unsigned stream) {
+        TracedWork w{name, range, t + start, t + start + ns, stream, 1, {2, 3, 4}, {128, 1, 1}, 40, 1024, 0};
+        trace.work.push_back(w);
+    };
+    work("void softmax_kernel<float>(float*, int)", 2, 100, 30, 7);
+    work("void softmax_kernel<float>(float*, int)", 2, 120, 50, 7);  // overlaps the one before
+    work("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", 1, 200, 100, 7);
+    work("void softmax_kernel<float>(float*, int)", 4, 500, 60, 7);
+    work("[CUDA memset]", -1, 700, 10, 8);
+    trace.work.back().grid[0] = 0;
+    trace.memory = {{t, 100}, {t + 50, 200}};
+    trace.dropped = 3;
+    return trace;
+}
+
+TEST_CASE("profile: the report on made-up records") {
+    Trace trace = made_up_trace();
+    std::vector<std::string> paths = range_paths(trace);
+    CHECK(paths[2] == "step/forward/soft\"max\\\n");
+    CHECK(paths[4] == "step/backward/soft\"max\\\n");
+    std::vector<KernelSummary> all = kernel_summary(trace, "");
+    REQUIRE(all.size() == 3);
+    CHECK(all[0].name == "softmax_kernel<float>");
+    CHECK(all[0].ns.n == 3);
+    CHECK(all[0].total_ns() == doctest::Approx(140));
+    CHECK(all[0].ns.median == 50);
+    CHECK(all[0].ns.min == 30);
+    CHECK(all[0].ns.max == 60);
+    CHECK(all[0].ns.std == doctest::Approx(15.2752523));
+    CHECK(all[2].name == "[CUDA memset]");
+    std::vector<KernelSummary> forward = kernel_summary(trace, "step/forward");
+    REQUIRE(forward.size() == 2);
+    CHECK(forward[0].name == "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT");
+    CHECK(forward[1].total_ns() == doctest::Approx(80));
+    CHECK(kernel_summary(trace, "step/forw").empty());  // whole names only
+    CHECK(kernel_summary(trace, "forward").empty());    // from the outermost on
+}
+
+TEST_CASE("profile: kernel names") {
+    struct Case {
+        const char* name;
+        const char* is;
+        bool tensor_cores;
+    };
+    const Case cases[] = {
+        {"ampere_sgemm_128x64_tn", "matmul", false},
+        {"void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>(T1::Params)", "matmul", false},
+        {"void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x256_16x3_tn_align4>(T1::Params)", "matmul", true},
+        {"void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(T1::Params)",
+         "matmul", true},
+        {"sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma_aligna4_alignc4_execute_"
+         "kernel__5x_cublas",
+         "matmul", false},
+        {"sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__"
+         "5x_cublas",
+         "matmul", true},
+        {"nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matmul", true},
+        {"void cublasLt::splitKreduce_kernel<32, 16, int, float, float, float, float, true, false, false>(x)", "matmul",
+         false},
+        {"void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false, false>(x)", "matmul",
+         false},
+        {"ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication", false},
+        {"void at::native::vectorized_elementwise_kernel<(int)4, at::native::CUDAFunctor_add<float>, "
+         "std::array<char *, (unsigned long)3>>(int, T2, T3)",
+         "elementwise", false},
+        {"void at::native::(anonymous namespace)::softmax_warp_forward<float, float, float, 8, false, false>(x)",
+         "softmax", false},
+        {"void elementwise_kernel<1, 4, unsigned int, Copy>(Copy, Loop)", "copy", false},
+        {"void elementwise_kernel<2, 4, unsigned int, Mul>(Mul, Loop)", "elementwise", false},
+        {"void reduce_rows_kernel<Max>(Max, char*, DType, char const*, DType, long, float)", "reduction", false},
+        {"adamw_kernel(long, float*, float const*, float*, float*, AdamWScalars)", "optimizer", false},
+        {"void add_rmsnorm_kernel<float>(float*, float*)", "norm", false},
+        {"void flash_forward_kernel<Tile, 64>(AttentionArgs)", "attention", true},
+        {"void flash_forward_fp32_kernel<Tile>(AttentionArgs)", "attention", false},
+        {"void flash_backward_kv_fp32_kernel<Tile>(AttentionArgs, float const*)", "attention", false},
+        {"[CUDA memcpy DtoD]", "copy", false},
+        {"void someone_elses_kernel(int)", "other", false},
+    };
+    for (const Case& c : cases) {
+        CAPTURE(c.name);
+        for (const std::string& name : {std::string(c.name), short_kernel_name(c.name)}) {
+            CHECK(kernel_class(name).name == std::string(c.is));
+            CHECK(kernel_class(name).tensor_cores == c.tensor_cores);
+        }
+    }
+    CHECK(short_kernel_name("void f<int, (E)3>(float*)") == "f<int, (E)3>");
+    CHECK(short_kernel_name("void (anonymous namespace)::g(int)") == "g");
+    CHECK(short_kernel_name("adamw_kernel(long)") == "adamw_kernel");
+    CHECK(short_kernel_name("nvjet_x") == "nvjet_x");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Trace files, as Python reads them
+
+struct TemporaryFile {
+    std::string path;
+    explicit TemporaryFile(const char* name) : path(strprintf("/tmp/cs336-test-%d-%s", (int)getpid(), name)) {}
+    ~TemporaryFile() { unlink(path.c_str()); }
+};
+
+static const char* const check_trace = R"(
+import json, sys
+trace = json.load(open(sys.argv[1]))
+rows, counters, names = {}, 0, set()
+for e in trace['traceEvents']:
+    assert e['ph'] in 'XMC', e
+    if e['ph'] == 'C': counters += 1; assert e['ts'] >= 0
+    if e['ph'] != 'X': continue
+    names.add(e['name'])
+    assert e['ts'] >= 0 and e['dur'] >= 0, e
+    rows.setdefault((e['pid'], e['tid']), []).append((round(e['ts'] * 1000), -round(e['dur'] * 1000)))
+named = {(e['pid'], e['tid']) for e in trace['traceEvents'] if e['ph'] == 'M' and e['name'] == 'thread_name'}
+assert set(rows) <= named, 'a row without a name'
+for row in rows.values():
+    open_until = []
+    for start, minus_length in sorted(row):
+        end = start - minus_length
+        while open_until and open_until[-1] <= start: open_until.pop()
+        assert not open_until or end <= open_until[-1], 'slices overlap without nesting'
+        open_until.append(end)
+print(len(rows), sum(map(len, rows.values())), counters, json.dumps(sorted(names)), json.dumps(trace['otherData']))
+)";
+
+// What the script prints; "" if it failed.
+static std::string python(const std::string& script, const std::string& argument) {
+    TemporaryFile file("check.py");
+    std::ofstream(file.path) << script;
+    FILE* pipe = popen(("python3 " + file.path + " " + argument + " 2>&1").c_str(), "r");
+    REQUIRE(pipe);
+    std::string text;
+    for (int c = fgetc(pipe); c != EOF; c = fgetc(pipe)) { text += (char)c; }
+    int status = pclose(pipe);
+    CAPTURE(text);
+    CHECK(status == 0);
+    return status == 0 ? text : "";
+}
+static bool have_python() {
+    if (system("python3 -c 'import json' >/dev/null 2>&1") == 0) { return true; }
+    skip_this_case("no python3");
+    return false;
+}
+static bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+TEST_CASE("profile: a trace file is JSON whose slices nest") {
+    if (!have_python()) { return; }
+    TemporaryFile file("trace.json");
+    Trace trace = made_up_trace();
+    trace.no_kernels = "";
+    write_trace(file.path, {trace}, "a \"caption\"");
+    std::string text = python(check_trace, file.path);
+    // Two threads, stream 7 with its overlapping slice on a row of its own, stream 8; 6 ranges and 5 pieces of work.
+    CHECK(contains(text, "5 11 2 "));
+    CHECK(contains(text, R"("soft\"max\\\n")"));
+    CHECK(contains(text, R"("softmax_kernel<float>")"));
+    CHECK(contains(text, R"("caption": "a \"caption\"")"));
+    CHECK(contains(text, R"("records dropped by CUPTI": "3")"));
+
+    CHECK_THROWS_AS(write_trace("/no/such/folder/trace.json", {trace}, ""), Failure);
+}
+
+TEST_CASE("profile: a trace file stays below 100 MB") {
+    TemporaryFile file("large.json");
+    static const std::string name(2000, 'x');
+    Trace trace;
+    for (int i = 0; i < 30000; i++) { trace.ranges.push_back({name.c_str(), -1, -1, 1, i, i + 1}); }
+    write_trace(file.path, {trace}, "");
+    std::ifstream in(file.path, std::ios::ate);
+    int64_t bytes = in.tellg();
+    CHECK(bytes > 90000000);
+    CHECK(bytes < 100000000);
+    in.seekg(-200, std::ios::end);
+    std::string end(std::istreambuf_iterator<char>(in), {});
+    CHECK(contains(end, "\"events left out\":\""));
+    CHECK(!contains(end, "\"events left out\":\"0\""));
+}
+
+TEST_CASE("profile: --trace of a command") {
+    if (!have_python()) { return; }
+    TemporaryFile file("command.json");
+    Run r = run_cs336({"benchmarking_script", "--device", "cpu", "--quick", "--d_model", "32", "--num_layers", "2",
+                       "--num_heads", "2", "--d_ff", "64", "--vocab_size", "50", "--trace", file.path});
+    CAPTURE(r.err);
+    REQUIRE(r.exit_code == 0);
+    std::string text = python(check_trace, file.path);
+    for (const char* range : {"forward", "layer", "attention", "ffn", "matmul", "loss", "backward", "optimizer"}) {
+        CHECK(contains(text, strprintf("\"%s\"", range)));
+    }
+    CHECK(contains(text, "cs336 benchmarking_script --device cpu"));
+
+    for (const char* path : {"/no/such/folder/t.json", "/tmp", "trace.txt"}) {
+        Run wrong = run_cs336({"benchmarking_script", "--trace", path});
+        CHECK(wrong.exit_code == 2);
+        CHECK(contains(wrong.err, "--trace"));
+    }
+}
+
+TEST_CASE("profile: nsys_profile on a tiny model") {
+    TemporaryFile plot("shares.svg");
+    std::vector<std::string> words = {"nsys_profile",
+                                      "--device",
+                                      "cpu",
+                                      "--d_model",
+                                      "32",
+                                      "--num_layers",
+                                      "2",
+                                      "--num_heads",
+                                      "2",
+                                      "--d_ff",
+                                      "64",
+                                      "--vocab_size",
+                                      "50",
+                                      "--batch_size",
+                                      "2",
+                                      "--steps",
+                                      "2",
+                                      "--mode",
+                                      "eager,fused",
+                                      "--context_length",
+                                      "8,16",
+                                      "--plot",
+                                      plot.path};
+    Run r = run_cs336(words);
+    CAPTURE(r.err);
+    REQUIRE(r.exit_code == 0);
+    CHECK(contains(r.out, "| Time (%) | Total Time | Instances | Avg "));
+    CHECK(contains(r.out, "mode eager"));
+    CHECK(contains(r.out, "mode fused"));
+    CHECK(contains(r.out, "range step, 3 passes"));
+    CHECK(contains(r.out, "1 : 12.8"));  // 4 D / 5 with D = 16
+    CHECK(std::ifstream(plot.path).good());
+
+    words.insert(words.end(), {"--range", "forward/layer/attention"});
+    CHECK(contains(run_cs336(words).out, "range forward/layer/attention, "));
+    words.back() = "forward/nonsense";
+    r = run_cs336(words);
+    CHECK(r.exit_code == 1);
+    CHECK(contains(r.err, "--range forward/nonsense: nothing ran there; there are forward, forward/embedding"));
+    CHECK(run_cs336({"nsys_profile", "--warmup", "1,2", "--device", "cpu"}).exit_code == 2);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// With a GPU
+
+TEST_CASE("profile: kernels add up to the step's time, and each has its range") {
+    if (!begin_on(CUDA)) { return; }
+    for (Mode mode : {FUSED, FLASH}) {
+        context.mode = mode;
+        ModelConfig c{"custom", 2560, 10240, 2, 32, 1000};
+        Model model = make_model(c);
+        init_weights(model, 0);
+        Batch batch = random_batch(4, 512, c.vocab_size, 0);
+        LossScaler scaler;
+        auto step = [&] {
+            Range range("step");
+            run_phase(STEP, model, batch, scaler);
+        };
+        time_queued_ms(
+            2, 1, [] {}, step);
+        start_tracing();
+        std::vector<double> times = time_queued_ms(
+            0, 5, [] {}, step);
+        Trace trace = stop_tracing();
+        if (!trace.no_kernels.empty()) { return skip_this_case(trace.no_kernels.c_str()); }
+        CHECK(trace.dropped == 0);
+        CHECK(trace.left_out == 0);
+        double events = stats_of(times).mean * 5e6, kernels = 0;
+        std::vector<std::string> paths = range_paths(trace);
+        int outside = 0, in_backward = 0;
+        for (const TracedWork& w : trace.work) {
+            kernels += w.end - w.start;
+            outside += w.range < 0 || paths[w.range].compare(0, 5, "step/") != 0;
+            in_backward += w.range >= 0 && paths[w.range].find("step/backward/layer/") == 0;
+        }
+        MESSAGE(name_of(mode), ": kernels ", kernels / 5e6, " ms a step, events ", events / 5e6, " ms");
+        CHECK(outside == 0);
+        CHECK(in_backward > 5 * 2 * 10);
+        CHECK(kernels == doctest::Approx(events).epsilon(0.03));
+    }
+}
+
+TEST_CASE("profile: kernel records of a launch") {
+    if (!begin_on(CUDA)) { return; }
+    Tensor x = zeros({1000}, F32);
+    synchronize();
+    start_tracing();
+    {
+        Range range("here");
+        x = scale(x, 2);
+        fill_zero(x);
+    }
+    x = add_scalar(x, 1);  // outside
+    Trace trace = stop_tracing();
+    if (!trace.no_kernels.empty()) { return skip_this_case(trace.no_kernels.c_str()); }
+    REQUIRE(trace.work.size() == 3);
+    const TracedWork& w = trace.work[0];
+    CHECK(contains(short_kernel_name(w.name), "elementwise_kernel<1, "));
+    CHECK(contains(short_kernel_name(w.name), "Scale>"));
+    CHECK(w.range == 0);
+    CHECK(w.grid[0] > 0);
+    CHECK(w.block[0] == 256);
+    CHECK(w.registers > 0);
+    CHECK(w.start > trace.ranges[0].start);
+    CHECK(w.start - trace.ranges[0].start < 1000000000);  // the same clock
+    CHECK(kernel_class(trace.work[1].name).name == std::string("copy"));
+    CHECK(trace.work[1].bytes == 4000);
+    CHECK(trace.work[1].range == 0);
+    CHECK(trace.work[2].range == -1);
+}
+
+TEST_CASE("profile: beside another profiler ours is off, and says so") {
+    if (!begin_on(CUDA)) { return; }
+    setenv("NSYS_PROFILING_SESSION_ID", "1", 1);
+    start_tracing();
+    Trace trace = stop_tracing();
+    Run r = run_cs336({"nsys_profile", "--d_model", "64", "--num_heads", "2", "--num_layers", "1", "--d_ff", "64",
+                       "--context_length", "16", "--steps", "1"});
+    unsetenv("NSYS_PROFILING_SESSION_ID");
+    CHECK(!trace.no_kernels.empty());
+    CHECK(r.exit_code == 0);
+    CHECK(contains(r.err, "tracing off: "));
+    CHECK(!contains(r.out, "kernel summary"));
+}
