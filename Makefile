@@ -2,9 +2,10 @@
 #
 # With nvcc, nvcc compiles the .cu files into build/cuda; without it (or with `make NVCC=`), g++ compiles the same files
 # as C++ into build/cpu. ./cs336 is of the flavour made last. Variables: NVCC=path, ARCH="-gencode ...", INSTALL=0
-# (install nothing), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1 (both sanitizers).
+# (install nothing), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1 (both sanitizers),
+# TSAN=1 (the thread sanitizer, for the ranks' threads).
 
-SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu model.cu train.cu plot.cu profile.cu memory.cu main.cu)
+SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu model.cu train.cu plot.cu profile.cu memory.cu ranks.cu ddp.cu main.cu)
 TESTS := $(wildcard tests/*.cpp)
 
 ifeq ($(origin NVCC),undefined)
@@ -14,7 +15,11 @@ ifdef ASAN
 override NVCC :=
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 endif
-FLAVOUR := $(if $(ASAN),asan,$(if $(NVCC),cuda,cpu))
+ifdef TSAN
+override NVCC :=
+SANITIZE := -fsanitize=thread
+endif
+FLAVOUR := $(if $(ASAN),asan,$(if $(TSAN),tsan,$(if $(NVCC),cuda,cpu)))
 BUILD := build/$(FLAVOUR)$(if $(WERROR),-werror)
 MAKEFLAGS := $(MAKEFLAGS) $(if $(MAKELEVEL:0=)$(filter -j%,$(MAKEFLAGS)),,-j$(shell nproc))
 
@@ -33,7 +38,7 @@ CUDA_LIBS := $(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib $(CUDA_HOME)/extras/
 COMPILE_CU = $(NVCC) -x cu -std=c++17 -O2 -g -lineinfo --threads 2 $(ARCH) -ccbin $(CXX) \
 	-Xcompiler -fopenmp,-Wall,-Wextra,-Wno-parentheses $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror -Xptxas -v)
 LINK = $(NVCC) $(ARCH) -ccbin $(CXX) -Xcompiler -fopenmp
-LIBS = $(foreach lib,$(CUDA_LIBS),-L$(lib) -Xlinker -rpath -Xlinker $(lib)) -lcublas -lcublasLt -ldl
+LIBS = $(foreach lib,$(CUDA_LIBS),-L$(lib) -Xlinker -rpath -Xlinker $(lib)) -lcublas -lcublasLt $(HAVE_NCCL:yes=-lnccl) -ldl
 else
 COMPILE_CU = $(CXX) -x c++ $(CXXFLAGS)
 LINK = $(CXX) $(CXXFLAGS)
@@ -54,7 +59,8 @@ ifneq ($(filter-out clean help format,$(or $(MAKECMDGOALS),all)),)
 -include $(BUILD)/config.mk
 endif
 DEFINES = $(if $(HAVE_OPENBLAS),-DHAVE_OPENBLAS)
-LIBS += $(if $(HAVE_OPENBLAS),-lopenblas)
+$(BUILD)/ranks.o: DEFINES += $(if $(HAVE_GLOO),-DHAVE_GLOO) $(if $(HAVE_NCCL),-DHAVE_NCCL)
+LIBS += $(if $(HAVE_OPENBLAS),-lopenblas) $(if $(HAVE_GLOO),-lgloo -lpthread)
 ifeq ($(FLAVOUR),cuda)
 DEFINES += $(if $(HAVE_CUPTI),-DHAVE_CUPTI $(CUPTI_INCLUDE:%=-I%))
 LIBS += $(if $(HAVE_CUPTI),-lcupti)

@@ -11,6 +11,8 @@
 //   plot.cu         charts as SVG
 //   profile.cu      section 1.1.4: which kernels a step spends its time in, trace files
 //   memory.cu       section 1.1.6: where a step's memory goes
+//   ranks.cu        section 2.1: several processes, their store, NCCL and Gloo
+//   ddp.cu          sections 2.2 to 3: data parallel training, the sharded optimizer
 // Each .cu is compiled by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
 //
 // Letters, here and in every file:
@@ -89,8 +91,8 @@ struct Context {
 extern Context context;
 
 int cuda_devices();  // 0 without a GPU, without a driver, or in a CPU build
-Device choose_device(
-    const std::string& want);       // auto|cpu|cuda; prints on stderr which one auto took; fails if there is none
+// auto|cpu|cuda; prints on stderr which one auto took; fails if there is none. gpu: which one, of several.
+Device choose_device(const std::string& want, int gpu = 0);
 void synchronize();                 // wait for context.device
 std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2 threads, OpenBLAS ..."
 size_t available_memory(Device d);  // bytes that could be allocated now
@@ -646,10 +648,13 @@ struct AdamW {
 };
 double gradient_norm(const Model& model);  // over all gradients; inf or NaN if one of them is; waits for the device
 void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1);
+// The same for any row-major tensors of one size; t: the step, from 1.
+void adamw_update(const Tensor& p, const Tensor& g, const Tensor& m, const Tensor& v, const AdamW& a, int t);
 
 struct Batch {
     Tensor tokens, targets;  // I32 [B,T]
 };
+Batch random_batch(int B, int T, int V, uint64_t seed);
 // One training step in two parts. Leaves the gradients, multiplied by loss_scale, in the arena; returns the loss.
 // `between` is called when forward is done.
 Tensor forward_backward(
@@ -658,7 +663,6 @@ Tensor forward_backward(
 // where it was not needed).
 double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm);
 enum Phase { FORWARD, FORWARD_BACKWARD, STEP };  // forward: without a tape; step: with the optimizer's
-Batch random_batch(int B, int T, int V, uint64_t seed);
 void run_phase(
     Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between = [] {});
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // bytes, in context's mode and precision
@@ -727,6 +731,109 @@ std::vector<KernelSummary> kernel_summary(const Trace& trace, const std::string&
 void write_trace(const std::string& path, const std::vector<Trace>& traces, const std::string& caption);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// ranks.cu: one process a rank. A rank that fails, dies or stalls ends the others within the timeout, with one line.
+
+struct Links;  // connections and threads
+struct Communicator {
+    int rank = 0, world = 1, local_rank = 0, local_world = 1;  // local: on this machine
+    std::string backend;                                       // nccl or gloo
+    std::shared_ptr<Links> links;
+};
+bool is_rank();  // the environment says so: that of `--nproc`, torchrun, mpirun or srun
+// Starts n copies of this program with these arguments, waits for all; the exit code of the first that failed, or 0.
+int launch_ranks(int n, const std::vector<std::string>& arguments);
+// In a process that is no rank: starts o.nproc (default 2) ranks with the same command line. In a rank: sets
+// context.device, connects it with the others, and calls f. Returns the exit code.
+int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f);
+std::string why_not(const std::string& backend, Device device, int ranks);  // "" where that works on this machine
+
+struct Mark {  // a moment: on the GPU an event in its stream, else (and for Gloo) the clock's
+    double ms = 0;
+    std::shared_ptr<void> event;
+};
+Mark mark();                                      // of the compute stream
+double ms_of(const Mark& m, const Mark& origin);  // after synchronize()
+struct Work {                                     // a collective under way; the same on all ranks, in the same order
+    const char* what;
+    uint32_t number;
+    size_t bytes;  // of the whole tensor
+    double started_ms;
+    Mark begin, end;  // when it ran: valid after wait() and synchronize()
+    bool finished = false;
+    std::string error;  // Gloo's
+};
+using WorkPtr = std::shared_ptr<Work>;
+enum Reduction { SUM, AVERAGE };
+// All in place, fp32 or bf16 (broadcast and all-gather: any), row-major. They start when what is queued on the compute
+// stream is done, and run beside what follows. bounds: rank r owns elements [bounds[r], bounds[r + 1]) of t.
+WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction);
+WorkPtr broadcast(const Communicator& c, const Tensor& t, int root);
+WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, Reduction reduction);
+WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds);
+void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute stream waits, the host does not
+void barrier(const Communicator& c);                    // the host waits, also for its device
+// Every rank's text, through the store; also a barrier, with no deadline while all live.
+std::vector<std::string> gather_text(const Communicator& c, const std::string& text);
+// Times in ms of an all-reduce of n fp32 numbers, of every rank and step; *ok: the sums were right everywhere.
+std::vector<std::vector<double>> time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps, bool* ok);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// ddp.cu: data parallel training. Every rank has the same weights and its own part of the batch; gradients are
+// averaged.
+
+enum Strategy { NO_SYNC, NAIVE, FLAT, OVERLAPPED, BUCKETED };
+const char* name_of(Strategy s);
+struct Bucket {          // what goes as one all-reduce
+    int64_t begin, end;  // elements of the flat gradients
+    int parameters;      // in it
+    int missing;         // of these, the gradients that backward has not finished yet
+};
+struct DataParallel {
+    Communicator c;
+    Strategy strategy;
+    Tensor gradients;                   // flat, in backward order
+    std::vector<Parameter> parameters;  // those with gradients, by offset; a tied one stands here once
+    std::vector<Tensor> slots;          // their gradients call back
+    std::vector<Bucket> buckets;
+    std::vector<int> bucket_of;  // parameter -> bucket
+    std::vector<bool> is_ready;  // parameter
+    size_t next = 0;             // the bucket to go next: the order is the same on all ranks
+    std::vector<WorkPtr> works;  // of this step
+    ~DataParallel();
+};
+// Sends rank 0's weights to all, after checking that all ranks have the same parameters. bucket_mb: BUCKETED's cap, in
+// 1e6 bytes; a larger tensor has a bucket of its own.
+std::unique_ptr<DataParallel> data_parallel(const Communicator& c, Strategy strategy, double bucket_mb,
+                                            const Tensor& weights, const Tensor& gradients,
+                                            const std::vector<Parameter>& parameters, const std::vector<Tensor>& slots);
+void begin_step(DataParallel& d);                       // before each backward
+void finish_gradient_synchronization(DataParallel& d);  // after it: then the gradients are averages
+
+// The optimizer over flat weights, each element by itself, so that any range of elements can be a shard.
+enum Sharding {
+    UNSHARDED,  // every rank steps all weights
+    BROADCAST,  // the handout's: gradients are averaged before; each rank steps its shard, then sends it to all
+    ZERO1,      // reduce-scatter of the gradients, each rank steps its shard, all-gather of the weights
+};
+const char* name_of(Sharding s);
+struct ParameterGroup {
+    Tensor weights, gradients;  // flat
+    bool sgd = false;           // with momentum; else AdamW
+    AdamW adamw{};              // SGD takes lr and weight_decay from here
+    float momentum = 0.9f;
+    std::vector<int64_t> bounds{};  // of the shards
+    Tensor m{}, v{};                // of the own shard, allocated at its first step; v: AdamW only
+    int step = 0;
+};
+struct Optimizer {
+    Communicator c;
+    Sharding sharding;
+    std::vector<ParameterGroup> groups;
+};
+void add_parameter_group(Optimizer& optimizer, ParameterGroup group);  // also between steps
+void optimizer_step(Optimizer& optimizer);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // The command line. Options mean the same for every command; main.cu says which command takes which.
 
 struct Options {
@@ -748,6 +855,13 @@ struct Options {
     double rope_theta = 10000, lr = 1e-3, min_lr = 1e-4, weight_decay = 0.01, max_grad_norm = 1.0, val_fraction = 0.1,
            temperature = 0.8;
     int warmup_steps = 20, sample = 200, stop_at = 0, log_every = 1;
+    int nproc = 0;  // 0: the command's default
+    std::string backend = "auto";
+    double timeout = 60;                           // seconds
+    std::vector<double> sizes_mb, bucket_size_mb;  // empty: the handout's
+    // communication_accounting
+    double gpu_gb = 80, tpu_gb = 95, bandwidth_gb = 180, tflops = 460;  // bytes and FLOP by powers of ten, per second
+    int tokens = 2048, fsdp = 16, tp = 4, links_fsdp = 2, links_tp = 1;
 };
 
 // model.cu: what --size, --d_model, ... name; without them the size `by_default` ("": all)
@@ -772,3 +886,14 @@ int cmd_nsys_profile(const Options& o);      // profile.cu
 int cmd_memory_profiling(const Options& o);  // memory.cu
 int cmd_model(const Options& o);             // train.cu
 int cmd_train(const Options& o);
+int cmd_distributed_communication_single_node(const Options& o);  // ranks.cu
+int cmd_naive_ddp(const Options& o);                              // ddp.cu
+int cmd_ddp_overlap_individual_parameters(const Options& o);
+int cmd_ddp_overlap_bucketed(const Options& o);
+int cmd_naive_ddp_benchmarking(const Options& o);
+int cmd_minimal_ddp_flat_benchmarking(const Options& o);
+int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o);
+int cmd_ddp_bucketed_benchmarking(const Options& o);
+int cmd_communication_accounting(const Options& o);
+int cmd_optimizer_state_sharding(const Options& o);
+int cmd_optimizer_state_sharding_accounting(const Options& o);

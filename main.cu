@@ -21,7 +21,7 @@ struct Command {
     const char* id;
     const char* section;  // of the handout; "" for the tools
     int points;           // 0: none
-    int gpus;             // 0: the same everywhere, 1: scaled down without a GPU, 2: needs two
+    int gpus;             // 0: the same everywhere, 1: scaled down without a GPU, 2: without two, and over Gloo
     const char* what;
     const char* file;
     int (*run)(const Options&);  // null: not built yet
@@ -31,6 +31,12 @@ struct Command {
 static const std::string TIMED =
     "device sizes d_model d_ff num_layers num_heads vocab_size context_length batch_size warmups steps seed "
     "trace format quick ";
+
+static const std::string RANKS = "nproc backend timeout ";
+static const std::string DDP_TIMED =
+    "device size=xl d_model d_ff num_layers num_heads vocab_size context_length=512 batch_size=2 warmups steps "
+    "precision=fp32 mode=flash seed " +
+    RANKS + "format quick ";
 
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer", "model.cu",
@@ -60,17 +66,29 @@ static const Command COMMANDS[] = {
     {"flash_leaderboard", "1.3.3", 0, 1, "one long causal sequence, as fast as it goes", "flash.cu",
      cmd_flash_leaderboard,
      "device num_heads=16 head_size=64 context_length=16384 precision=bf16 deterministic trace format quick"},
-    {"distributed_communication_single_node", "2.1", 5, 2, "all-reduce: sizes, ranks, backends", "ddp.cu", nullptr, ""},
-    {"naive_ddp", "2.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", nullptr, ""},
-    {"naive_ddp_benchmarking", "2.2", 3, 2, "what it costs", "ddp.cu", nullptr, ""},
-    {"minimal_ddp_flat_benchmarking", "2.3.1", 2, 2, "one all-reduce for all gradients", "ddp.cu", nullptr, ""},
-    {"ddp_overlap_individual_parameters", "2.3.2", 5, 2, "communicate while backward runs", "ddp.cu", nullptr, ""},
-    {"ddp_overlap_individual_parameters_benchmarking", "2.3.2", 1, 2, "what it saves", "ddp.cu", nullptr, ""},
-    {"ddp_overlap_bucketed", "2.3.3", 8, 2, "the same, in buckets", "ddp.cu", nullptr, ""},
-    {"ddp_bucketed_benchmarking", "2.3.3", 3, 2, "which size of buckets", "ddp.cu", nullptr, ""},
-    {"communication_accounting", "2.4", 10, 0, "when communication becomes the limit", "ddp.cu", nullptr, ""},
-    {"optimizer_state_sharding", "3", 15, 2, "AdamW's state split over the ranks", "ddp.cu", nullptr, ""},
-    {"optimizer_state_sharding_accounting", "3", 5, 2, "its memory and time", "ddp.cu", nullptr, ""},
+    {"distributed_communication_single_node", "2.1", 5, 2, "all-reduce: sizes, ranks, backends", "ranks.cu",
+     cmd_distributed_communication_single_node, "device sizes_mb warmups steps " + RANKS + "format plot quick"},
+    {"naive_ddp", "2.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp,
+     "device seed " + RANKS + "format quick"},
+    {"naive_ddp_benchmarking", "2.2", 3, 2, "what it costs", "ddp.cu", cmd_naive_ddp_benchmarking, DDP_TIMED + "trace"},
+    {"minimal_ddp_flat_benchmarking", "2.3.1", 2, 2, "one all-reduce for all gradients", "ddp.cu",
+     cmd_minimal_ddp_flat_benchmarking, DDP_TIMED + "trace"},
+    {"ddp_overlap_individual_parameters", "2.3.2", 5, 2, "communicate while backward runs", "ddp.cu",
+     cmd_ddp_overlap_individual_parameters, "device seed " + RANKS + "format quick"},
+    {"ddp_overlap_individual_parameters_benchmarking", "2.3.2", 1, 2, "what it saves", "ddp.cu",
+     cmd_ddp_overlap_individual_parameters_benchmarking, DDP_TIMED + "trace"},
+    {"ddp_overlap_bucketed", "2.3.3", 8, 2, "the same, in buckets", "ddp.cu", cmd_ddp_overlap_bucketed,
+     "device seed bucket_size_mb=0.0001,0.0016,0.01 " + RANKS + "format quick"},
+    {"ddp_bucketed_benchmarking", "2.3.3", 3, 2, "which size of buckets", "ddp.cu", cmd_ddp_bucketed_benchmarking,
+     DDP_TIMED + "bucket_size_mb trace"},
+    {"communication_accounting", "2.4", 10, 0, "when communication becomes the limit", "ddp.cu",
+     cmd_communication_accounting,
+     "d_model=16384 d_ff=53248 num_layers=126 tokens gpu_gb tpu_gb tflops bandwidth_gb fsdp tp links_fsdp links_tp "
+     "format quick"},
+    {"optimizer_state_sharding", "3", 15, 2, "AdamW's state split over the ranks", "ddp.cu",
+     cmd_optimizer_state_sharding, "device seed " + RANKS + "format quick"},
+    {"optimizer_state_sharding_accounting", "3", 5, 2, "its memory and time", "ddp.cu",
+     cmd_optimizer_state_sharding_accounting, DDP_TIMED},
     {"list", "", 0, 0, "every problem: section, points, command, notes page, whether it runs here", "main.cu", cmd_list,
      "format quick"},
     {"info", "", 0, 0, "the device, its libraries, its measured rates", "precision.cu", cmd_info,
@@ -135,6 +153,22 @@ static Reader wholes(std::vector<int> Options::*field, int low, int high, const 
     };
     auto show = [=](const Options&) { return std::string(by_default); };
     return {strprintf("whole numbers from %d to %d, separated by commas", low, high), read, show};
+}
+
+static Reader numbers(std::vector<double> Options::*field, const char* by_default) {
+    auto read = [=](Options& o, const std::string& text) {
+        (o.*field).clear();
+        for (const std::string& item : split(text)) {
+            char* end = nullptr;
+            double value = strtod(item.c_str(), &end);
+            bool decimal = !item.empty() && item.find_first_not_of("0123456789.eE+-") == std::string::npos && *end == 0;
+            if (!decimal || !(value > 0) || !(value <= 1e5)) { return false; }
+            (o.*field).push_back(value);
+        }
+        return true;
+    };
+    auto show = [=](const Options&) { return std::string(by_default); };
+    return {"numbers greater than 0 and at most 1e5, separated by commas", read, show};
 }
 
 static Reader seed_number() {
@@ -260,6 +294,7 @@ static const std::vector<Option>& option_table() {
         {"device", "device", name(&Options::device, {"auto", "cpu", "cuda"}), "where to run; auto takes a GPU if any"},
         {"sizes", "size", names(&Options::size, sizes, true),
          "the handout's models, by default all, without a GPU fewer"},
+        {"size", "size", names(&Options::size, sizes, false), "one of the handout's models; without a GPU small"},
         {"d_model", "d_model", whole(&Options::d_model, 1), "width of the model"},
         {"d_ff", "d_ff", whole(&Options::d_ff, 1), "width of the feed-forward layer"},
         {"num_layers", "num_layers", whole(&Options::num_layers, 1), "number of blocks"},
@@ -303,6 +338,22 @@ static const std::vector<Option>& option_table() {
         {"top", "top", whole(&Options::top, 1), "rows of a kernel summary"},
         {"inputs", "inputs", file(&Options::inputs), "safetensors: q, k, v and perhaps do, [B, H, S, D] or [B, S, D]"},
         {"impl", "impl", text(&Options::impl), "which row of the table of implementations"},
+        {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs"},
+        {"backend", "backend", name(&Options::backend, {"auto", "nccl", "gloo"}),
+         "of the collectives; auto takes nccl where every rank has a GPU"},
+        {"timeout", "timeout", number(&Options::timeout, false, 1e5), "seconds that a rank waits for the others"},
+        {"sizes_mb", "sizes_mb", numbers(&Options::sizes_mb, "1,10,100,1000"), "tensor sizes in MB (1e6 bytes)"},
+        {"bucket_size_mb", "bucket_size_mb", numbers(&Options::bucket_size_mb, "1,10,100,1000"),
+         "bucket sizes in MB (1e6 bytes)"},
+        {"tokens", "tokens", whole(&Options::tokens, 1), "on a device, whose activations are saved for backward"},
+        {"gpu_gb", "gpu_gb", number(&Options::gpu_gb), "memory of a GPU in part (a)"},
+        {"tpu_gb", "tpu_gb", number(&Options::tpu_gb), "memory of a chip in part (b)"},
+        {"tflops", "tflops", number(&Options::tflops), "C, of a chip, in 1e12 FLOP/s"},
+        {"bandwidth_gb", "bandwidth_gb", number(&Options::bandwidth_gb), "W, of a link, in 1e9 bytes/s"},
+        {"fsdp", "fsdp", whole(&Options::fsdp, 1), "X, chips along the FSDP axis"},
+        {"tp", "tp", whole(&Options::tp, 1), "Y, chips along the tensor-parallel axis"},
+        {"links_fsdp", "links_fsdp", whole(&Options::links_fsdp, 1, 3), "M_X, mesh axes of the FSDP traffic"},
+        {"links_tp", "links_tp", whole(&Options::links_tp, 1, 3), "M_Y, mesh axes of the tensor-parallel traffic"},
         {"rope_theta", "rope_theta", number(&Options::rope_theta), "base of the rotary embedding"},
     };
     return table;
@@ -328,12 +379,12 @@ static int cmd_list(const Options& o) {
     table.caption = "commit " + commit() + "; `cs336 <command> --help` shows a command's options";
     table.columns = {"problem", "section", "points", "command", "file", "notes page", "runs here"};
     int gpus = cuda_devices();
+    std::string two = why_not("nccl", CUDA, 2).empty()                    ? "yes"
+                      : why_not("gloo", gpus > 0 ? CUDA : CPU, 2).empty() ? "scaled down: over Gloo"
+                                                                          : "needs two GPUs and NCCL; or Gloo";
     for (const Command& c : COMMANDS) {
         bool problem = c.section[0] != 0;
-        std::string here = !c.run           ? "not yet"
-                           : c.gpus <= gpus ? "yes"
-                           : c.gpus == 1    ? "scaled down: no GPU"
-                                            : strprintf("needs %d GPUs", c.gpus);
+        std::string here = !c.run ? "not yet" : c.gpus == 2 ? two : c.gpus <= gpus ? "yes" : "scaled down: no GPU";
         table.rows.push_back({c.id, problem ? c.section : "tool", c.points ? std::to_string(c.points) : "",
                               std::string("cs336 ") + c.id, c.file,
                               problem && c.run ? strprintf("notes/%s-%s.md", c.section, c.id) : "", here});
@@ -452,7 +503,8 @@ static int run_command(const Command& command, int argc, char** argv) {
         }
     }
     context.deterministic = o.deterministic;
-    if (o.trace.empty() || command.run == cmd_nsys_profile) { return command.run(o); }  // that one traces by itself
+    // That one traces by itself, as the ranks do.
+    if (o.trace.empty() || command.run == cmd_nsys_profile || command.gpus == 2) { return command.run(o); }
     note("--trace: the times in the tables include what tracing costs");
     start_tracing();
     int exit_code = command.run(o);

@@ -179,7 +179,7 @@ int cuda_devices() {
     return count_gpus(&why);
 }
 
-Device choose_device(const std::string& want) {
+Device choose_device(const std::string& want, int gpu) {
     if (want != "auto" && want != "cpu" && want != "cuda") {
         fail("device '%s': expected auto, cpu or cuda", want.c_str());
     }
@@ -191,7 +191,9 @@ Device choose_device(const std::string& want) {
         return CPU;
     }
 #ifdef __CUDACC__
-    CUDA_CHECK(cudaSetDevice(0));
+    CUDA_CHECK(cudaSetDevice(gpu));
+#else
+    (void)gpu;
 #endif
     if (want == "auto") { note("device auto: took cuda"); }
     return CUDA;

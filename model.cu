@@ -638,9 +638,8 @@ __global__ void adamw_kernel(int64_t n, float* p, const float* g, float* m, floa
     }
 }
 #endif
-static void adamw_fused(const Model& model, AdamWScalars s) {
-    int64_t n = model.weights.size();
-    const Tensor &p = model.weights, &g = model.gradients, &m = model.m, &v = model.v;
+static void adamw_fused(const Tensor& p, const Tensor& g, const Tensor& m, const Tensor& v, AdamWScalars s) {
+    int64_t n = p.size();
     if (p.device() == META) { return; }
 #ifdef __CUDACC__
     if (p.device() == CUDA) {
@@ -670,6 +669,14 @@ static void adamw_eager(const Model& model, AdamWScalars s) {
         copy_or_add(p, scale(div(m, add_scalar(sqrt(v), s.eps)), -s.step_size), true);
     }
 }
+static AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale) {
+    double step_size = a.lr * sqrt(1 - pow(a.beta2, t)) / (1 - pow(a.beta1, t));
+    return {1 - a.lr * a.weight_decay, a.beta1, a.beta2, a.eps, (float)step_size, gradient_scale};
+}
+void adamw_update(const Tensor& p, const Tensor& g, const Tensor& m, const Tensor& v, const AdamW& a, int t) {
+    Range range("optimizer");
+    adamw_fused(p, g, m, v, scalars_of(a, t, 1));
+}
 void adamw_step(Model& model, const AdamW& a, float gradient_scale) {
     Range range("optimizer");
     NoGrad no_grad;
@@ -677,10 +684,8 @@ void adamw_step(Model& model, const AdamW& a, float gradient_scale) {
     for (const Parameter& p : model.parameters) { all += count(p.shape); }
     for (const Tensor& t : model.slots) { filled += t.gradient->filled ? t.size() : 0; }
     if (filled != all) { fail("adamw_step: gradients of %ld of %ld elements are there", (long)filled, (long)all); }
-    int t = ++model.step;
-    double step_size = a.lr * sqrt(1 - pow(a.beta2, t)) / (1 - pow(a.beta1, t));
-    AdamWScalars s{1 - a.lr * a.weight_decay, a.beta1, a.beta2, a.eps, (float)step_size, gradient_scale};
-    context.mode == EAGER ? adamw_eager(model, s) : adamw_fused(model, s);
+    AdamWScalars s = scalars_of(a, ++model.step, gradient_scale);
+    context.mode == EAGER ? adamw_eager(model, s) : adamw_fused(model.weights, model.gradients, model.m, model.v, s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -52,3 +52,22 @@ template <class D>
 bool begin() {
     return begin_on(D::device);
 }
+
+// A test that needs ranks launches this program again as n ranks, each of which runs the same test case and, once
+// connected, f.
+inline void in_ranks(const char* test_case, int n, Device device, const std::function<void(const Communicator&)>& f) {
+    if (!is_rank()) {
+        CHECK(launch_ranks(n, {std::string("-tc=") + test_case, "-nv", "-m"}) == 0);
+        return;
+    }
+    if (getenv("WORLD_SIZE") != std::to_string(n)) { return; }
+    Options o;
+    o.device = name_of(device), o.timeout = 20;
+    CHECK(run_ranks(o, f) == 0);
+}
+inline bool lacks(const char* backend, Device device, int n) {
+    std::string why = why_not(backend, device, n);
+    if (why.empty()) { return false; }
+    skip_this_case(why.c_str());
+    return true;
+}

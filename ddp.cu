@@ -1,0 +1,1025 @@
+// ddp.cu: sections 2.2 to 3. Data parallel training in four ways, the sharded optimizer, and what communication costs.
+#include "cs336.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <numeric>
+
+#include <omp.h>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Data parallel. The four ways differ in two things only: how the flat gradients are cut into buckets, and whether a
+// bucket goes as soon as backward has finished it or after all of backward.
+//   naive       a bucket a tensor, afterwards         overlapped  a bucket a tensor, at once
+//   flat        one bucket, afterwards                bucketed    as many tensors as fit the cap, at once
+// Since the gradients lie in one buffer in the order in which backward finishes them, buckets are ranges of it: nothing
+// is copied.
+
+const char* name_of(Strategy s) {
+    static const char* const names[] = {"no sync", "naive", "flat", "overlapped", "bucketed"};
+    return names[s];
+}
+static bool goes_at_once(Strategy s) { return s == OVERLAPPED || s == BUCKETED; }
+
+static void cut_into_buckets(DataParallel& d, double bucket_mb) {
+    double cap = d.strategy == FLAT ? INFINITY : d.strategy == BUCKETED ? bucket_mb * 1e6 : 0;
+    double bytes = 0;
+    for (const Parameter& p : d.parameters) {
+        double more = (double)count(p.shape) * size_of(d.gradients.dtype);
+        if (d.buckets.empty() || bytes + more > cap) {
+            d.buckets.push_back({p.offset, 0, 0, 0});
+            bytes = 0;
+        }
+        bytes += more;
+        d.buckets.back().end = p.offset + count(p.shape);
+        d.buckets.back().parameters++;
+        d.bucket_of.push_back((int)d.buckets.size() - 1);
+    }
+}
+
+static void start_next_bucket(DataParallel& d) {
+    const Bucket& b = d.buckets[d.next++];
+    d.works.push_back(all_reduce(d.c, view(d.gradients, b.begin, {b.end - b.begin}), AVERAGE));
+}
+
+// Backward has finished the gradient that lies at [begin, end): of one parameter, or of several that are one product.
+static void gradient_is_ready(DataParallel& d, int64_t begin, int64_t end) {
+    for (size_t i = 0; i < d.parameters.size(); i++) {
+        if (d.parameters[i].offset < begin || d.parameters[i].offset >= end || d.is_ready[i]) { continue; }
+        d.is_ready[i] = true;
+        d.buckets[d.bucket_of[i]].missing--;
+    }
+    while (goes_at_once(d.strategy) && d.next < d.buckets.size() && d.buckets[d.next].missing == 0) {
+        start_next_bucket(d);
+    }
+}
+
+// A collective between different tensors would end in garbage, or abort inside Gloo.
+static void check_same_parameters(const Communicator& c, const std::vector<Parameter>& parameters) {
+    std::string mine;
+    for (const Parameter& p : parameters) { mine += p.name + " " + to_string(p.shape) + "\n"; }
+    std::string first = gather_text(c, mine)[0];
+    if (mine == first) { return; }
+    size_t i = 0, line = 0;
+    for (; i < mine.size() && i < first.size() && mine[i] == first[i]; i++) {
+        if (mine[i] == '\n') { line = i + 1; }
+    }
+    auto at = [&](const std::string& text) {
+        return line < text.size() ? text.substr(line, text.find('\n', line) - line) : std::string("nothing");
+    };
+    fail("the models differ: where rank 0 has %s, rank %d has %s", at(first).c_str(), c.rank, at(mine).c_str());
+}
+
+std::unique_ptr<DataParallel> data_parallel(const Communicator& c, Strategy strategy, double bucket_mb,
+                                            const Tensor& weights, const Tensor& gradients,
+                                            const std::vector<Parameter>& parameters,
+                                            const std::vector<Tensor>& slots) {
+    check_same_parameters(c, parameters);
+    wait(c, broadcast(c, weights, 0));
+    auto made = std::make_unique<DataParallel>();
+    DataParallel& d = *made;
+    d.c = c, d.strategy = strategy, d.gradients = gradients, d.parameters = parameters, d.slots = slots;
+    d.is_ready.resize(parameters.size());
+    if (strategy == NO_SYNC) { return made; }
+    cut_into_buckets(d, bucket_mb);
+    for (const Tensor& t : slots) {
+        int64_t begin = (t.gradient->value.data - gradients.data) / (int64_t)size_of(gradients.dtype);
+        t.gradient->ready = [&d, begin, end = begin + t.size()] { gradient_is_ready(d, begin, end); };
+    }
+    return made;
+}
+DataParallel::~DataParallel() {
+    for (const Tensor& t : slots) { t.gradient->ready = nullptr; }
+}
+
+void begin_step(DataParallel& d) {
+    d.next = 0;
+    d.works.clear();
+    d.is_ready.assign(d.parameters.size(), false);
+    for (Bucket& b : d.buckets) { b.missing = b.parameters; }
+}
+
+void finish_gradient_synchronization(DataParallel& d) {
+    if (d.strategy == NO_SYNC) { return; }
+    Range range("synchronize gradients");
+    for (size_t i = 0; i < d.parameters.size(); i++) {  // this rank's loss did not depend on it: its part is zero
+        if (d.is_ready[i]) { continue; }
+        const Parameter& p = d.parameters[i];
+        fill_zero(view(d.gradients, p.offset, p.shape));
+        gradient_is_ready(d, p.offset, p.offset + count(p.shape));
+        p.weight.gradient->filled = true;
+    }
+    while (d.next < d.buckets.size()) { start_next_bucket(d); }
+    for (const WorkPtr& work : d.works) { wait(d.c, work); }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Section 3: the optimizer, sharded. AdamW keeps 8 bytes of state beside each weight's 4 and its gradient's 4; with N
+// ranks each keeps the state of 1/N of the elements only. Per rank, Psi elements move:
+//   unsharded   all-reduce of the gradients                                  2 Psi (N-1)/N
+//   broadcast   the same, and a broadcast of each shard of the weights       3 Psi (N-1)/N
+//   ZeRO-1      reduce-scatter of the gradients, all-gather of the weights   2 Psi (N-1)/N
+
+const char* name_of(Sharding s) {
+    static const char* const names[] = {"unsharded", "sharded, broadcast", "sharded, ZeRO-1"};
+    return names[s];
+}
+
+void add_parameter_group(Optimizer& optimizer, ParameterGroup group) {
+    int64_t n = group.weights.size(), world = optimizer.c.world;
+    group.bounds = {0};
+    for (int64_t r = 1; r <= world; r++) { group.bounds.push_back(n * r / world); }
+    optimizer.groups.push_back(group);
+}
+
+// PyTorch's SGD: g += wd p;  m = momentum m + g;  p -= lr m
+static void sgd_update(const Tensor& p, const Tensor& g, const Tensor& m, const AdamW& a, float momentum) {
+    scale_in_place(m, momentum);
+    copy_or_add(m, g, true);
+    if (a.weight_decay > 0) { copy_or_add(m, scale(p, a.weight_decay), true); }
+    copy_or_add(p, scale(m, -a.lr), true);
+}
+
+void optimizer_step(Optimizer& o) {
+    NoGrad no_grad;
+    for (ParameterGroup& g : o.groups) {
+        bool whole = o.sharding == UNSHARDED;
+        int64_t begin = whole ? 0 : g.bounds[o.c.rank], n = (whole ? g.weights.size() : g.bounds[o.c.rank + 1]) - begin;
+        if (o.sharding == ZERO1) { wait(o.c, reduce_scatter(o.c, g.gradients, g.bounds, AVERAGE)); }
+        if (!g.m && n > 0) { g.m = zeros({n}, g.weights.dtype, OPTIMIZER); }
+        if (!g.v && n > 0 && !g.sgd) { g.v = zeros({n}, g.weights.dtype, OPTIMIZER); }
+        g.step++;
+        if (n > 0) {
+            Tensor p = view(g.weights, begin, {n}), dp = view(g.gradients, begin, {n});
+            g.sgd ? sgd_update(p, dp, g.m, g.adamw, g.momentum) : adamw_update(p, dp, g.m, g.v, g.adamw, g.step);
+        }
+        std::vector<WorkPtr> works;
+        if (o.sharding == ZERO1) { works.push_back(all_gather(o.c, g.weights, g.bounds)); }
+        for (int r = 0; o.sharding == BROADCAST && r < o.c.world; r++) {
+            Tensor shard = view(g.weights, g.bounds[r], {g.bounds[r + 1] - g.bounds[r]});
+            if (shard.size() > 0) { works.push_back(broadcast(o.c, shard, r)); }
+        }
+        for (const WorkPtr& work : works) { wait(o.c, work); }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Models to train, as flat weights and gradients: the public tests' toy models, one with parameters that have no
+// gradient, one with two layers that share their weight, and a small Transformer.
+
+struct Trainee {
+    std::string name;
+    std::vector<Parameter> parameters;  // with gradients, in backward order
+    std::vector<Tensor> slots;
+    Tensor weights, gradients;  // weights may be longer: those without gradients come last
+    Model lm;                   // of the Transformer only
+    std::map<std::string, Tensor> by_name;
+};
+
+static Trainee make_toy(bool tied, uint64_t seed) {
+    struct Toy {
+        const char* name;
+        Shape shape;
+        bool has_gradient;
+    };
+    std::vector<Toy> plain = {{"fc3.weight", {5, 50}, true},
+                              {"fc2.fc.weight", {50, 10}, true},
+                              {"fc1.weight", {10, 10}, true},
+                              {"fc2.fc.bias", {50}, false},
+                              {"no_grad_fixed_param", {2}, false}};
+    std::vector<Toy> sharing = {{"fc5.weight", {5, 50}, true},
+                                {"fc3.weight", {10, 50}, true},
+                                {"fc2.weight = fc4.weight", {50, 10}, true},
+                                {"fc1.weight", {10, 10}, true}};
+    Trainee t;
+    t.name = tied ? "ToyModelWithTiedWeights" : "ToyModel";
+    int64_t all = 0, with_gradient = 0;
+    for (const Toy& toy : tied ? sharing : plain) {
+        all += count(toy.shape);
+        with_gradient += toy.has_gradient ? count(toy.shape) : 0;
+    }
+    t.weights = empty({all}, F32, PARAMETERS);
+    t.gradients = zeros({with_gradient}, F32, GRADIENTS);
+    fill_normal(t.weights, seed, key_of(t.name), 0, 0.3f);
+    int64_t offset = 0;
+    for (const Toy& toy : tied ? sharing : plain) {
+        Tensor weight = view(t.weights, offset, toy.shape);
+        if (toy.has_gradient) {
+            weight = require_gradient(weight);
+            weight.gradient->is_parameter = true;
+            weight.gradient->value = view(t.gradients, offset, toy.shape);
+            t.parameters.push_back({toy.name, toy.shape, offset, weight});
+            t.slots.push_back(weight);
+        }
+        t.by_name[toy.name] = weight;
+        offset += count(toy.shape);
+    }
+    return t;
+}
+static Trainee make_lm(uint64_t seed) {
+    Trainee t;
+    t.lm = make_model({"lm", 64, 128, 2, 4, 100});
+    init_weights(t.lm, seed);
+    make_gradients(t.lm);
+    t.name = "Transformer, d_model 64, 2 layers";
+    t.parameters = t.lm.parameters, t.slots = t.lm.slots;
+    t.weights = t.lm.weights, t.gradients = t.lm.gradients;
+    return t;
+}
+
+// The mean loss over rows [first, first + rows) of step's batch of random data, and its gradients.
+static double loss_and_gradients(Trainee& t, uint64_t seed, int step, int64_t first, int64_t rows, int64_t all) {
+    for (const Tensor& slot : t.slots) { slot.gradient->filled = false; }
+    Tensor loss;
+    auto part = [&](const char* what, int64_t width) {
+        Tensor whole = empty({all, width}, F32, INPUTS);
+        fill_normal(whole, seed, key_of(what) + step, 0, 1);
+        return view(whole, first * width, {rows, width});
+    };
+    if (t.lm.weights) {
+        Batch b = random_batch((int)all, 16, t.lm.config.vocab_size, seed + step);
+        loss = cross_entropy(forward(t.lm, view(b.tokens, first * 16, {rows, 16})),
+                             view(b.targets, first * 16, {rows, 16}));
+    } else {
+        auto& w = t.by_name;
+        bool tied = w.count("fc5.weight") > 0;
+        Tensor x = relu(linear(part("x", 10), w["fc1.weight"]));
+        if (tied) {
+            const Tensor& shared = w["fc2.weight = fc4.weight"];
+            x = relu(linear(relu(linear(x, shared)), w["fc3.weight"]));
+            x = linear(relu(linear(x, shared)), w["fc5.weight"]);
+        } else {
+            x = linear(relu(add(linear(x, w["fc2.fc.weight"]), w["fc2.fc.bias"])), w["fc3.weight"]);
+        }
+        loss = mean_all(square(sub(x, part("y", 5))));
+    }
+    double value = to_doubles(loss)[0];
+    backward(loss);
+    drop_weight_copies(t.slots);
+    return value;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// naive_ddp, ddp_overlap_individual_parameters, ddp_overlap_bucketed: N ranks against one process that sees the whole
+// batch. Each rank starts from other weights, so that the broadcast is tested too. Equal but for rounding: the sum over
+// the batch is taken in another order.
+
+static bool same_bits_everywhere(const Communicator& c, const Tensor& t) {
+    Tensor host = to_device(t, CPU);
+    std::string bytes(host.data, host.size() * size_of(host.dtype));
+    std::string mine = std::to_string(key_of(bytes));
+    for (const std::string& other : gather_text(c, mine)) {
+        if (other != mine) { return false; }
+    }
+    return true;
+}
+
+struct Difference {
+    double max = 0, sum = 0;
+    int64_t wrong = 0, n = 0;
+};
+static void add_difference(Difference& d, const Tensor& got, const Tensor& want) {
+    std::vector<double> a = to_doubles(got), b = to_doubles(want);
+    for (size_t i = 0; i < a.size(); i++) {
+        double difference = std::fabs(a[i] - b[i]);
+        d.wrong += !(difference <= 1e-6 + 1e-5 * std::fabs(b[i]));  // NaN is wrong
+        d.max = difference > d.max || std::isnan(difference) ? difference : d.max;
+        d.sum += difference, d.n++;
+    }
+}
+
+constexpr int STEPS = 5, ROWS_A_RANK = 10;
+
+static bool train_and_compare(const Communicator& c, Strategy strategy, double bucket_mb, const Options& o, int model,
+                              Table* table) {
+    auto make = [&](uint64_t seed) { return model == 2 ? make_lm(seed) : make_toy(model == 1, seed); };
+    Trainee ours = make(o.seed + c.rank), reference = make(o.seed);
+    auto d = data_parallel(c, strategy, bucket_mb, ours.weights, ours.gradients, ours.parameters, ours.slots);
+    Optimizer sgd{c, UNSHARDED, {}}, reference_sgd{c, UNSHARDED, {}};
+    auto group = [](const Trainee& t) {
+        ParameterGroup g{view(t.weights, 0, t.gradients.shape), t.gradients};
+        g.sgd = true, g.adamw.lr = 0.1f, g.adamw.weight_decay = 0, g.momentum = 0;
+        return g;
+    };
+    add_parameter_group(sgd, group(ours)), add_parameter_group(reference_sgd, group(reference));
+    std::vector<Difference> differences(ours.parameters.size());
+    int64_t all = (int64_t)ROWS_A_RANK * c.world;
+    size_t calls = 0;
+    for (int step = 0; step < STEPS; step++) {
+        begin_step(*d);
+        loss_and_gradients(ours, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, all);
+        finish_gradient_synchronization(*d);
+        optimizer_step(sgd);
+        calls = d->works.size();
+        loss_and_gradients(reference, o.seed, step, 0, all, all);
+        optimizer_step(reference_sgd);
+        for (size_t i = 0; i < ours.parameters.size(); i++) {
+            add_difference(differences[i], ours.parameters[i].weight, reference.parameters[i].weight);
+        }
+    }
+    Difference frozen;  // broadcast at the start, then untouched
+    int64_t trained = ours.gradients.size(), rest = ours.weights.size() - trained;
+    if (rest > 0) {
+        add_difference(frozen, view(ours.weights, trained, {rest}), view(reference.weights, trained, {rest}));
+    }
+    bool same = same_bits_everywhere(c, ours.weights), all_match = same;
+    auto row = [&](const std::string& parameter, const Difference& x) {
+        bool match = x.wrong == 0;
+        all_match = all_match && match;
+        table->rows.push_back({ours.name, strategy == BUCKETED ? strprintf("%g", bucket_mb) : "", std::to_string(calls),
+                               parameter, strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n),
+                               match ? "match" : "DIFFER", same ? "identical" : "DIFFER"});
+    };
+    if (model == 2) {
+        Difference together;
+        for (const Difference& x : differences) {
+            together.max = std::max(together.max, x.max), together.sum += x.sum, together.n += x.n;
+            together.wrong += x.wrong;
+        }
+        row(strprintf("all %zu", differences.size()), together);
+    } else {
+        for (size_t i = 0; i < differences.size(); i++) { row(ours.parameters[i].name, differences[i]); }
+        if (frozen.n > 0) { row("without gradient", frozen); }
+    }
+    std::string verdicts;
+    for (const std::string& v : gather_text(c, all_match ? "" : "x")) { verdicts += v; }
+    return verdicts.empty();
+}
+
+static int check_strategy(const Options& o, const char* command, Strategy strategy, std::vector<double> bucket_mb) {
+    return run_ranks(o, [&](const Communicator& c) {
+        Table table{
+            strprintf("%s: weights of data parallel against single-process training after each of %d steps; World "
+                      "size: %d, Batch size: %d, SGD, Learning rate: 0.1; backend %s; %s; commit %s",
+                      command, STEPS, c.world, ROWS_A_RANK * c.world, c.backend.c_str(), device_description().c_str(),
+                      commit().c_str()),
+            {"Model", "Bucket (MB)", "all-reduces a step", "Parameter", "max diff", "mean diff", "Parameters",
+             "bits on all ranks"},
+            {}};
+        bool ok = true;
+        for (int model = 0; model < 3; model++) {
+            for (double mb : bucket_mb) {  // the Transformer's smallest matrix has 0.016 MB
+                ok = train_and_compare(c, strategy, model == 2 ? 100 * mb : mb, o, model, &table) && ok;
+            }
+        }
+        if (c.rank == 0) { print(table, o.format); }
+        if (!ok) { fail("data parallel training does not give the weights of single-process training"); }
+    });
+}
+int cmd_naive_ddp(const Options& o) { return check_strategy(o, "naive_ddp", NAIVE, {0}); }
+int cmd_ddp_overlap_individual_parameters(const Options& o) {
+    return check_strategy(o, "ddp_overlap_individual_parameters", OVERLAPPED, {0});
+}
+int cmd_ddp_overlap_bucketed(const Options& o) {
+    std::vector<double> tests = {0.0001, 0.0016, 0.01};
+    return check_strategy(o, "ddp_overlap_bucketed", BUCKETED, o.bucket_size_mb.empty() ? tests : o.bucket_size_mb);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The benchmarking commands. A step's times come from marks on the device's time line, so that nothing waits in
+// between:
+//   | forward | backward          | exposed | optimizer |      compute stream
+//             |   [all-reduce][all-reduce]  |                  communication stream: hidden, as far as under backward
+// Hidden share = communication time under backward / communication time.
+
+struct Setting {
+    ModelConfig config;
+    Precision precision;
+    Mode mode;
+    int B, T, warmup, steps;  // B: sequences a rank
+    std::string scaled_down;
+};
+static Setting setting_of(const Options& o, const Communicator& c) {
+    if (o.warmup.size() > 1) { usage_error("--warmup: got %zu values, takes one here", o.warmup.size()); }
+    bool cpu = context.device == CPU, slow = cpu || c.backend == "gloo";  // through the host: 8 GB a step at size xl
+    Setting s{model_sizes[3], FP32, FLASH, 2, 512, 5, o.steps, ""};
+    auto shrink = [&](bool given, const char* what, int* value, int to) {
+        if (given || *value <= to) { return; }
+        s.scaled_down += strprintf("%s%s %d instead of %d", s.scaled_down.empty() ? "" : ", ", what, to, *value);
+        *value = to;
+    };
+    if (!o.warmup.empty()) { s.warmup = o.warmup[0]; }
+    if (o.has("batch_size")) { s.B = o.batch_size; }
+    if (o.has("context_length")) { s.T = o.context_length; }
+    if (o.d_model || o.d_ff || o.num_layers || o.num_heads) {
+        s.config = model_sizes[0];
+        s.config.name = "custom";
+        if (o.d_model) { s.config.d_model = o.d_model; }
+        if (o.d_ff) { s.config.d_ff = o.d_ff; }
+        if (o.num_layers) { s.config.num_layers = o.num_layers; }
+        if (o.num_heads) { s.config.num_heads = o.num_heads; }
+    } else if (!o.size.empty()) {
+        for (const ModelConfig& size : model_sizes) {
+            if (size.name == o.size[0]) { s.config = size; }
+        }
+    } else if (cpu && o.quick) {
+        s.config = {"custom", 128, 512, 4, 4, 0};
+        s.scaled_down = "4 layers of d_model 128 instead of size xl";
+    } else if (slow || o.quick) {
+        s.config = model_sizes[0];
+        s.scaled_down = "size small instead of xl";
+    }
+    s.config.vocab_size = o.vocab_size;
+    check_config(s.config);
+    if (slow || o.quick) {
+        shrink(o.has("batch_size"), "batch_size", &s.B, 1);
+        shrink(o.has("context_length"), "context_length", &s.T, o.quick && cpu ? 32 : 128);
+        shrink(o.has("steps"), "steps", &s.steps, 3);
+        shrink(!o.warmup.empty(), "warmup", &s.warmup, 1);
+    }
+    s.precision = precision_from(o.precision.empty() ? "fp32" : o.precision[0]);
+    s.mode = o.mode.empty() ? fastest_mode(s.config, s.precision) : mode_from(o.mode[0]);
+    context.precision = s.precision, context.mode = s.mode;
+    return s;
+}
+static std::string caption_of(const Setting& s, const Communicator& c, const char* command) {
+    std::string devices = context.device == CUDA
+                              ? strprintf("%d x %s", std::min(c.world, cuda_devices()), device_description().c_str())
+                              : device_description() + " a rank";
+    return strprintf(
+        "%s; %d ranks, backend %s; size %s (d_model %d, %d layers), precision %s, mode %s; %d sequences a rank, "
+        "context length: %d, %d warmup, %d step; %s; commit %s%s",
+        command, c.world, c.backend.c_str(), s.config.name.c_str(), s.config.d_model, s.config.num_layers,
+        name_of(s.precision), name_of(s.mode), s.B, s.T, s.warmup, s.steps, devices.c_str(), commit().c_str(),
+        s.scaled_down.empty() ? "" : ("; scaled down: " + s.scaled_down).c_str());
+}
+
+struct StepTimes {  // ms
+    double total, forward, backward, exposed, optimizer, communication, hidden, loss;
+};
+struct Variant {
+    Strategy strategy;
+    double bucket_mb;
+    int calls = 0;
+    double bytes = 0;  // reduced a step
+    std::vector<StepTimes> steps{};
+};
+
+static StepTimes timed_step(Model& model, DataParallel& d, const Batch& batch, float loss_scale,
+                            const std::function<void()>& optimizer) {
+    begin_step(d);
+    barrier(d.c);
+    double start = now_ms();
+    Mark origin = mark(), middle;
+    Tensor loss = forward_backward(model, batch, loss_scale, [&] { middle = mark(); });
+    Mark finished = mark();
+    finish_gradient_synchronization(d);
+    Mark synchronized = mark();
+    optimizer();
+    Mark end = mark();
+    synchronize();
+    StepTimes t{};
+    t.total = now_ms() - start;
+    double begin = ms_of(middle, origin), stop = ms_of(finished, origin);
+    t.forward = begin, t.backward = stop - begin;
+    t.exposed = ms_of(synchronized, finished), t.optimizer = ms_of(end, synchronized);
+    for (const WorkPtr& work : d.works) {
+        double from = ms_of(work->begin, origin), to = ms_of(work->end, origin);
+        t.communication += to - from;
+        t.hidden += std::max(0.0, std::min(to, stop) - std::max(from, begin));
+    }
+    t.loss = to_doubles(loss)[0];
+    return t;
+}
+
+// Every rank's numbers, averaged over the ranks.
+static std::vector<StepTimes> mean_over_ranks(const Communicator& c, std::vector<StepTimes> mine) {
+    constexpr size_t N = sizeof(StepTimes) / sizeof(double);
+    std::string bytes((const char*)mine.data(), mine.size() * sizeof(StepTimes));
+    for (StepTimes& t : mine) { t = StepTimes(); }
+    for (const std::string& other : gather_text(c, bytes)) {
+        for (size_t i = 0; i < mine.size() * N; i++) {
+            double value;
+            memcpy(&value, other.data() + i * sizeof(double), sizeof(double));
+            ((double*)mine.data())[i] += value / c.world;
+        }
+    }
+    return mine;
+}
+
+// traces, if any, gets one more step's, which is not timed.
+static void measure(const Communicator& c, const Setting& s, Model& model, const Batch& batch, Variant& v,
+                    std::vector<Trace>* traces) {
+    auto d = data_parallel(c, v.strategy, v.bucket_mb, model.weights, model.gradients, model.parameters, model.slots);
+    LossScaler scaler;
+    for (int i = 0; i < s.warmup + s.steps; i++) {
+        StepTimes t =
+            timed_step(model, *d, batch, loss_scale_of(scaler), [&] { optimizer_step(model, AdamW(), scaler, 0); });
+        if (c.rank == 0) { progress("%s: %d of %d", name_of(v.strategy), i + 1, s.warmup + s.steps); }
+        if (i >= s.warmup) { v.steps.push_back(t); }
+    }
+    if (traces) {
+        start_tracing();
+        {
+            Range range(name_of(v.strategy));
+            timed_step(model, *d, batch, loss_scale_of(scaler), [&] { optimizer_step(model, AdamW(), scaler, 0); });
+        }
+        traces->push_back(stop_tracing());
+    }
+    v.calls = (int)d->works.size();
+    for (const WorkPtr& work : d->works) { v.bytes += (double)work->bytes; }
+    v.steps = mean_over_ranks(c, v.steps);
+}
+
+static Stats stats_of(const Variant& v, double StepTimes::*field) {
+    std::vector<double> values;
+    for (const StepTimes& t : v.steps) { values.push_back(t.*field); }
+    return stats_of(values);
+}
+static double mean_of(const Variant& v, double StepTimes::*field) { return stats_of(v, field).mean; }
+static std::string label_of(const Variant& v) {
+    return v.strategy == BUCKETED ? strprintf("bucketed, %g MB", v.bucket_mb) : name_of(v.strategy);
+}
+
+static Table comparison_table(const std::string& caption, const std::vector<Variant>& variants, const Setting& s,
+                              const Communicator& c) {
+    Table table{
+        caption,
+        {"Strategy", "Total Time (ms)", "std", "Forward (ms)", "Backward (ms)", "Exposed Comm (ms)", "Comm Prop.",
+         "Optimizer (ms)", "Comm Time (ms)", "hidden", "all-reduces", "MB a step", "Tokens/second", "step / no sync"},
+        {}};
+    double floor = 0;
+    for (const Variant& v : variants) { floor = v.strategy == NO_SYNC ? mean_of(v, &StepTimes::total) : floor; }
+    for (const Variant& v : variants) {
+        Stats total = stats_of(v, &StepTimes::total);
+        double exposed = mean_of(v, &StepTimes::exposed), all = mean_of(v, &StepTimes::communication);
+        auto ms = [&](double StepTimes::*field) { return strprintf("%.2f", mean_of(v, field)); };
+        table.rows.push_back(
+            {label_of(v), strprintf("%.2f", total.mean), strprintf("%.2f", total.std), ms(&StepTimes::forward),
+             ms(&StepTimes::backward), strprintf("%.2f", exposed), strprintf("%.1f%%", 100 * exposed / total.mean),
+             ms(&StepTimes::optimizer), strprintf("%.2f", all),
+             all > 0 ? strprintf("%.1f%%", 100 * mean_of(v, &StepTimes::hidden) / all) : "", std::to_string(v.calls),
+             strprintf("%.1f", v.bytes / 1e6), strprintf("%.0f", 1e3 * s.B * s.T * c.world / total.mean),
+             floor > 0 ? strprintf("%.3f", total.mean / floor) : ""});
+    }
+    return table;
+}
+
+// The write-ups' layout: a line a step, then blocks.
+static void print_step_lines(const Variant& v) {
+    int n = (int)v.steps.size();
+    printf("\n%s:\n", label_of(v).c_str());
+    for (int i = 0; i < n; i++) {
+        const StepTimes& t = v.steps[i];
+        printf(
+            "Step %2d/%d: Total: %.4fs, Forward: %.4fs, Backward: %.4fs, Comm: %.4fs (%.1f%%), Calls: %d, Loss: %.4f\n",
+            i + 1, n, t.total / 1e3, t.forward / 1e3, t.backward / 1e3, t.exposed / 1e3, 100 * t.exposed / t.total,
+            v.calls, t.loss);
+    }
+}
+static void print_blocks(const Variant& v, const Setting& s, const Communicator& c, int64_t parameters) {
+    auto line = [&](const char* what, double StepTimes::*field, bool share) {
+        Stats x = stats_of(v, field);
+        printf("%s %.4f ± %.4f seconds%s\n", what, x.mean / 1e3, x.std / 1e3,
+               share ? strprintf(" (%.1f%%)", 100 * x.mean / mean_of(v, &StepTimes::total)).c_str() : "");
+    };
+    double total = mean_of(v, &StepTimes::total);
+    printf("\nModel Configuration:\n  Model: %s (%dd, %d layers, %d heads)\n  Parameters: %" PRId64
+           "\n  Sequence length: %d\n",
+           s.config.name.c_str(), s.config.d_model, s.config.num_layers, s.config.num_heads, parameters, s.T);
+    printf(
+        "\nTraining Configuration:\n  Setup: %d ranks, %s\n  Batch size per rank: %d\n  Effective batch size: %d\n"
+        "  Optimizer: AdamW\n",
+        c.world, c.backend.c_str(), s.B, s.B * c.world);
+    printf("\nTiming Results, %s (averaged over %zu steps):\n", label_of(v).c_str(), v.steps.size());
+    line("  Total time per step:    ", &StepTimes::total, false);
+    line("    - Forward pass:       ", &StepTimes::forward, true);
+    line("    - Backward pass:      ", &StepTimes::backward, true);
+    line("    - Communication:      ", &StepTimes::exposed, true);
+    line("    - Optimizer step:     ", &StepTimes::optimizer, true);
+    printf(
+        "\nCommunication Analysis:\n  Average gradient data transferred: %.1f MB per step\n  Communication calls: %d "
+        "per "
+        "step\n  Communication overhead: %.1f%% of total step time\n",
+        v.bytes / 1e6, v.calls, 100 * mean_of(v, &StepTimes::exposed) / total);
+    printf("\nPerformance Metrics:\n  Throughput: %.1f samples/second\n  Tokens/second: %.0f\n",
+           1e3 * s.B * c.world / total, 1e3 * s.B * c.world * s.T / total);
+}
+static void print_comparison(const Variant& a, const Variant& b) {
+    auto better = [&](double StepTimes::*field) { return 100 * (1 - mean_of(b, field) / mean_of(a, field)); };
+    printf("\nCOMPARISON RESULTS: %s against %s\n", label_of(a).c_str(), label_of(b).c_str());
+    printf("Step time improvement:        %+.1f%%\n", better(&StepTimes::total));
+    printf("Communication time reduction: %+.1f%%\n", better(&StepTimes::exposed));
+    printf("Throughput improvement:       %+.1f%%\n",
+           100 * (mean_of(a, &StepTimes::total) / mean_of(b, &StepTimes::total) - 1));
+    printf("Communication calls reduced:  %d → %d (%+d)\n", a.calls, b.calls, b.calls - a.calls);
+}
+
+// One process with the whole batch and, on the CPU, all cores; the other ranks wait.
+static Stats single_process(const Communicator& c, const Setting& s, Model& model, uint64_t seed) {
+    std::vector<double> times = {0};
+    if (c.rank == 0) {
+        int threads = omp_get_max_threads();
+        omp_set_num_threads(omp_get_num_procs());
+        Batch batch = random_batch(s.B * c.world, s.T, s.config.vocab_size, seed);
+        times = time_ms(s.warmup, s.steps, [&] {
+            forward_backward(model, batch, 1);
+            adamw_step(model, AdamW());
+        });
+        omp_set_num_threads(threads);
+    }
+    gather_text(c, "");
+    return stats_of(times);
+}
+
+// t = o + s / w, the line through the measured all-reduces with the least relative errors: ms, and bytes a ms.
+struct Line {
+    double overhead, bandwidth;
+};
+static Line fit_line(const std::vector<double>& bytes, const std::vector<double>& ms) {
+    double s0 = 0, s1 = 0, s2 = 0, t0 = 0, t1 = 0;
+    for (size_t i = 0; i < ms.size(); i++) {
+        double weight = 1 / (ms[i] * ms[i]);
+        s0 += weight, s1 += weight * bytes[i], s2 += weight * bytes[i] * bytes[i];
+        t0 += weight * ms[i], t1 += weight * ms[i] * bytes[i];
+    }
+    double slope = (s0 * t1 - s1 * t0) / (s0 * s2 - s1 * s1);
+    return {(t0 - slope * s1) / s0, 1 / slope};
+}
+
+// overhead(s, w, o, n) = s / (n w) + n o: the last bucket cannot hide, and each call costs o. Least at the bucket size
+// sqrt(s o w).
+static Table bucket_model(const Communicator& c, const std::vector<Variant>& variants, double bytes, bool quick) {
+    std::vector<double> sizes, times;
+    for (double mb : {0.25, 1.0, 4.0, 16.0, 64.0, 256.0}) {
+        if (mb * 1e6 > std::max(bytes, 1e6) || (quick && mb > 16)) { continue; }
+        bool ok;
+        std::vector<double> all;
+        for (const auto& of_rank : time_all_reduce(c, (int64_t)(mb * 1e6 / 4), 3, quick ? 3 : 7, &ok)) {
+            all.insert(all.end(), of_rank.begin(), of_rank.end());
+        }
+        sizes.push_back(mb * 1e6), times.push_back(stats_of(all).median);
+    }
+    Line fit = fit_line(sizes, times);
+    double o = std::max(fit.overhead, 0.0), w = fit.bandwidth;
+    double best = sqrt(bytes * o * w);
+    Table table{
+        strprintf("DDP overhead s/(n_b w) + n_b o with s = %.1f MB, and from all-reduces of %g to %g MB: o = %.1f us, "
+                  "w = %.2f GB/s (algbw); least, %.2f ms, with buckets of sqrt(s o w) = %.1f MB; measured overhead = "
+                  "exposed communication",
+                  bytes / 1e6, sizes.front() / 1e6, sizes.back() / 1e6, 1e3 * o, w / 1e6, 2 * sqrt(bytes * o / w),
+                  best / 1e6),
+        {"Bucket Size (MB)", "Total Time (ms)", "n_b", "model's overhead (ms)", "measured (ms)"},
+        {}};
+    for (const Variant& v : variants) {
+        if (v.strategy != BUCKETED) { continue; }
+        table.rows.push_back({strprintf("%g", v.bucket_mb), strprintf("%.2f", mean_of(v, &StepTimes::total)),
+                              std::to_string(v.calls), strprintf("%.2f", bytes / (v.calls * w) + v.calls * o),
+                              strprintf("%.2f", mean_of(v, &StepTimes::exposed))});
+    }
+    return table;
+}
+
+// True: a step would not fit; then the table says so and what it would have taken. The same on all ranks.
+static bool too_large(const Communicator& c, const Setting& s, const Table& without_rows,
+                      const std::vector<std::string>& labels, const std::string& format) {
+    size_t needs = predicted_peak(s.config, s.B, s.T, STEP), available = available_memory(context.device);
+    int gpus = std::max(1, cuda_devices());
+    size_t sharing = context.device == CUDA ? (c.local_world + gpus - 1) / gpus : c.local_world;
+    std::string somewhere;
+    for (const std::string& no : gather_text(c, needs * sharing > available ? "x" : "")) { somewhere += no; }
+    if (somewhere.empty()) { return false; }
+    Table table = without_rows;
+    for (const std::string& label : labels) {
+        table.rows.push_back(std::vector<std::string>(table.columns.size()));
+        table.rows.back()[0] = label;
+        table.rows.back()[1] = strprintf("OOM (%.1f GiB a rank)", needs / 1073741824.0);
+    }
+    if (c.rank == 0) { print(table, format); }
+    return true;
+}
+
+// One file of all ranks, a process each, on one time axis. write_trace puts the events between two known lines.
+static void write_traces_of_ranks(const Communicator& c, const std::string& path, const std::vector<Trace>& traces,
+                                  const std::string& caption) {
+    auto part = [&](int rank) { return path + ".rank" + std::to_string(rank); };
+    const std::string begin = "\"traceEvents\":[\n", end = "\n],\"otherData\"";
+    write_trace(part(c.rank), traces, caption);
+    gather_text(c, "");
+    if (c.rank != 0) { return; }
+    std::string all;
+    for (int r = c.world - 1; r >= 0; r--) {  // rank 0's last: what stands around the events is the same in all
+        std::ifstream file(part(r));
+        std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+        size_t from = text.find(begin), to = text.rfind(end);
+        if (from == std::string::npos || to == std::string::npos) {
+            fail("%s: not there; are rank %d's files elsewhere?", part(r).c_str(), r);
+        }
+        from += begin.size();
+        std::string events = text.substr(from, to - from) + (all.empty() ? "" : ",\n") + all;
+        all = r > 0 ? events : text.substr(0, from) + events + text.substr(to);
+    }
+    save_file(path, all);
+    for (int r = 0; r < c.world; r++) { remove(part(r).c_str()); }
+}
+
+static int benchmark(const Options& o, const char* command, std::vector<Variant> variants) {
+    return run_ranks(o, [&](const Communicator& c) {
+        Setting s = setting_of(o, c);
+        std::vector<std::string> labels;
+        for (const Variant& v : variants) { labels.push_back(label_of(v)); }
+        if (too_large(c, s, comparison_table(caption_of(s, c, command), {}, s, c), labels, o.format)) { return; }
+        Model model = make_model(s.config);
+        init_weights(model, o.seed);
+        make_gradients(model);
+        make_optimizer_state(model);
+        Batch batch = random_batch(s.B, s.T, s.config.vocab_size, o.seed + 1 + c.rank);
+        std::vector<Trace> traces;
+        for (Variant& v : variants) { measure(c, s, model, batch, v, o.trace.empty() ? nullptr : &traces); }
+        if (!o.trace.empty()) { write_traces_of_ranks(c, o.trace, traces, caption_of(s, c, command)); }
+        Stats single = single_process(c, s, model, o.seed);
+        bool bucketed = variants.back().strategy == BUCKETED;
+        Table overhead;
+        if (bucketed) { overhead = bucket_model(c, variants, variants.back().bytes, o.quick); }
+        if (c.rank != 0) { return; }
+
+        print(comparison_table(caption_of(s, c, command), variants, s, c), o.format);
+        if (bucketed) { print(overhead, o.format); }
+        const Variant& last =
+            *std::min_element(variants.begin(), variants.end(), [&](const Variant& a, const Variant& b) {
+                auto key = [&](const Variant& v) {  // of the buckets the fastest
+                    return v.strategy == variants.back().strategy ? mean_of(v, &StepTimes::total) : INFINITY;
+                };
+                return key(a) < key(b);
+            });
+        double total = mean_of(last, &StepTimes::total);
+        Table one{"one process with the whole batch, all cores or one GPU",
+                  {"Setup", "Total Time (ms)", "Samples/second", "Tokens/second", "Speedup ratio"},
+                  {}};
+        auto row = [&](const std::string& what, double ms) {
+            double samples = 1e3 * s.B * c.world / ms;
+            one.rows.push_back({what, strprintf("%.2f", ms), strprintf("%.2f", samples),
+                                strprintf("%.0f", samples * s.T), strprintf("%.2fx", single.mean / ms)});
+        };
+        row("single", single.mean);
+        row(strprintf("%d ranks, %s", c.world, label_of(last).c_str()), total);
+        print(one, o.format);
+        if (o.format != "md") { return; }
+        int64_t parameters = 0;
+        for (const Parameter& p : model.parameters) { parameters += count(p.shape); }
+        for (const Variant& v : variants) {
+            if (v.strategy != NO_SYNC && v.strategy != BUCKETED) { print_step_lines(v); }
+        }
+        print_blocks(last, s, c, parameters);
+        if (variants.size() > 2) { print_comparison(variants[1], last); }
+    });
+}
+int cmd_naive_ddp_benchmarking(const Options& o) {
+    return benchmark(o, "naive_ddp_benchmarking", {{NO_SYNC, 0}, {NAIVE, 0}});
+}
+int cmd_minimal_ddp_flat_benchmarking(const Options& o) {
+    return benchmark(o, "minimal_ddp_flat_benchmarking", {{NO_SYNC, 0}, {NAIVE, 0}, {FLAT, 0}});
+}
+int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o) {
+    return benchmark(o, "ddp_overlap_individual_parameters_benchmarking",
+                     {{NO_SYNC, 0}, {NAIVE, 0}, {FLAT, 0}, {OVERLAPPED, 0}});
+}
+int cmd_ddp_bucketed_benchmarking(const Options& o) {
+    std::vector<Variant> variants = {{NO_SYNC, 0}, {NAIVE, 0}, {FLAT, 0}, {OVERLAPPED, 0}};
+    for (double mb : o.bucket_size_mb.empty() ? std::vector<double>{1, 10, 100, 1000} : o.bucket_size_mb) {
+        variants.push_back({BUCKETED, mb});
+    }
+    return benchmark(o, "ddp_bucketed_benchmarking", variants);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// optimizer_state_sharding: 10 steps with the public test's settings (lr 0.1, decay 0.1), sharded against unsharded,
+// both data parallel. The second parameter group comes after 5 steps.
+
+static bool shard_and_compare(const Communicator& c, Sharding sharding, bool sgd, bool tied, const Options& o,
+                              Table* table) {
+    Trainee ours = make_toy(tied, o.seed), reference = make_toy(tied, o.seed);
+    auto d = data_parallel(c, sharding == ZERO1 ? NO_SYNC : FLAT, 0, ours.weights, ours.gradients, ours.parameters,
+                           ours.slots);
+    auto plain =
+        data_parallel(c, FLAT, 0, reference.weights, reference.gradients, reference.parameters, reference.slots);
+    Optimizer sharded{c, sharding, {}}, whole{c, UNSHARDED, {}};
+    int64_t first = ours.parameters.back().offset, all = ours.gradients.size();
+    auto group = [&](const Trainee& t, int64_t begin, int64_t end, float lr) {
+        ParameterGroup g{view(t.weights, begin, {end - begin}), view(t.gradients, begin, {end - begin})};
+        g.sgd = sgd, g.adamw.lr = sgd ? lr / 10 : lr, g.adamw.weight_decay = 0.1f;
+        return g;
+    };
+    Difference difference;
+    int64_t rows = (int64_t)ROWS_A_RANK * c.world;
+    for (int step = 0; step < 10; step++) {
+        if (step == 0) {
+            add_parameter_group(sharded, group(ours, 0, first, 0.1f)),
+                add_parameter_group(whole, group(reference, 0, first, 0.1f));
+        } else if (step == 5) {
+            add_parameter_group(sharded, group(ours, first, all, 0.05f));
+            add_parameter_group(whole, group(reference, first, all, 0.05f));
+        }
+        begin_step(*d), begin_step(*plain);
+        loss_and_gradients(ours, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, rows);
+        finish_gradient_synchronization(*d);
+        loss_and_gradients(reference, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, rows);
+        finish_gradient_synchronization(*plain);
+        optimizer_step(sharded), optimizer_step(whole);
+        add_difference(difference, ours.weights, reference.weights);
+    }
+    auto state_of = [](const Optimizer& optimizer) {
+        int64_t n = 0;
+        for (const ParameterGroup& g : optimizer.groups) { n += (g.m ? g.m.size() : 0) + (g.v ? g.v.size() : 0); }
+        return n;
+    };
+    bool same = same_bits_everywhere(c, ours.weights), match = same && difference.wrong == 0;
+    std::string states;
+    for (const std::string& n : gather_text(c, std::to_string(state_of(sharded)))) {
+        states += (states.empty() ? "" : " + ") + n;
+    }
+    table->rows.push_back({ours.name, sgd ? "SGD, momentum" : "AdamW", name_of(sharding),
+                           strprintf("%.2e", difference.max), strprintf("%.2e", difference.sum / difference.n),
+                           difference.wrong ? "DIFFER" : "match", same ? "identical" : "DIFFER", states,
+                           std::to_string(state_of(whole))});
+    std::string verdicts;
+    for (const std::string& v : gather_text(c, match ? "" : "x")) { verdicts += v; }
+    return verdicts.empty();
+}
+
+int cmd_optimizer_state_sharding(const Options& o) {
+    return run_ranks(o, [&](const Communicator& c) {
+        Table table{
+            strprintf("optimizer_state_sharding: weights after each of 10 steps, sharded against unsharded; %d ranks, "
+                      "backend %s, lr 0.1 (SGD 0.01), weight decay 0.1, a second parameter group with half the lr "
+                      "after 5 steps; %s; commit %s",
+                      c.world, c.backend.c_str(), device_description().c_str(), commit().c_str()),
+            {"Model", "Optimizer", "Scheme", "max diff", "mean diff", "Parameters", "bits on all ranks",
+             "state elements, by rank", "unsharded"},
+            {}};
+        bool ok = true;
+        for (bool tied : {false, true}) {
+            for (bool sgd : {false, true}) {
+                for (Sharding s : {BROADCAST, ZERO1}) { ok = shard_and_compare(c, s, sgd, tied, o, &table) && ok; }
+            }
+        }
+        if (c.rank == 0) { print(table, o.format); }
+        if (!ok) { fail("sharded training does not give the weights of unsharded training"); }
+    });
+}
+
+// optimizer_state_sharding_accounting: peak memory of three stretches of a first step, and the time of later ones.
+int cmd_optimizer_state_sharding_accounting(const Options& o) {
+    if (!o.precision.empty() && o.precision[0] == "fp16") {
+        usage_error("--precision: got fp16, which needs loss scaling; takes fp32, tf32 or bf16 here");
+    }
+    return run_ranks(o, [&](const Communicator& c) {
+        Setting s = setting_of(o, c);
+        std::string caption = caption_of(s, c, "optimizer_state_sharding_accounting");
+        Table memory{caption +
+                         "; peak of rank 0 in MiB; predicted: 4 bytes a parameter for weights, gradients and each of "
+                         "two moments, the moments divided by the ranks where sharded",
+                     {"Optimizer", "Moment", "parameters", "gradients", "optimizer state", "activations and the rest",
+                      "peak", "predicted without activations"},
+                     {}};
+        if (too_large(c, s, memory, {"unsharded", "sharded"}, o.format)) { return; }
+        Table time{"time per iteration; bytes that each rank sends in a ring",
+                   {"Optimizer", "Total Time (ms)", "std", "gradients (ms)", "optimizer and weights (ms)",
+                    "MB sent a step", "formula"},
+                   {}};
+        Batch batch = random_batch(s.B, s.T, s.config.vocab_size, o.seed + 1 + c.rank);
+        for (Sharding sharding : {UNSHARDED, BROADCAST, ZERO1}) {
+            reset_peak(context.device);
+            Model model = make_model(s.config);
+            init_weights(model, o.seed);
+            synchronize();
+            double psi = (double)model.weights.size() * 4, n = c.world;
+            auto moment = [&](const char* what, double predicted) {
+                const MemoryUse& use = memory_use(context.device);
+                double rest =
+                    (double)use.peak - use.peak_by[PARAMETERS] - use.peak_by[GRADIENTS] - use.peak_by[OPTIMIZER];
+                auto mib = [](double bytes) { return strprintf("%.1f", bytes / 1048576); };
+                memory.rows.push_back({name_of(sharding), what, mib(use.peak_by[PARAMETERS]),
+                                       mib(use.peak_by[GRADIENTS]), mib(use.peak_by[OPTIMIZER]), mib(rest),
+                                       mib(use.peak), mib(predicted)});
+                reset_peak(context.device);
+            };
+            moment("after init", psi);
+            make_gradients(model);
+            auto d = data_parallel(c, sharding == ZERO1 ? NO_SYNC : FLAT, 0, model.weights, model.gradients,
+                                   model.parameters, model.slots);
+            Optimizer optimizer{c, sharding, {}};
+            add_parameter_group(optimizer, {model.weights, model.gradients});
+            begin_step(*d);
+            forward_backward(model, batch, 1);
+            finish_gradient_synchronization(*d);
+            synchronize();
+            moment("before step", 2 * psi);
+            optimizer_step(optimizer);
+            synchronize();
+            double state = 2 * psi / (sharding == UNSHARDED ? 1 : n);
+            moment("after step", 2 * psi + state);
+            Variant v{NO_SYNC, 0};
+            for (int i = 0; i < s.warmup + s.steps; i++) {
+                StepTimes t = timed_step(model, *d, batch, 1, [&] { optimizer_step(optimizer); });
+                if (c.rank == 0) { progress("%s: %d of %d", name_of(sharding), i + 1, s.warmup + s.steps); }
+                if (i >= s.warmup) { v.steps.push_back(t); }
+            }
+            moment("later steps", 2 * psi + state);
+            v.steps = mean_over_ranks(c, v.steps);
+            Stats total = stats_of(v, &StepTimes::total);
+            double sent = (sharding == BROADCAST ? 3 : 2) * psi * (n - 1) / n;
+            time.rows.push_back({name_of(sharding), strprintf("%.2f", total.mean), strprintf("%.2f", total.std),
+                                 strprintf("%.2f", mean_of(v, &StepTimes::exposed)),
+                                 strprintf("%.2f", mean_of(v, &StepTimes::optimizer)), strprintf("%.1f", sent / 1e6),
+                                 sharding == BROADCAST ? "3 Psi (N-1)/N" : "2 Psi (N-1)/N"});
+        }
+        if (c.rank != 0) { return; }
+        print(memory, o.format);
+        print(time, o.format);
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// communication_accounting: the handout's XXL model, L blocks of two Linear layers D x F and F x D, arithmetic only.
+// C: FLOP/s of a chip; W: bytes/s of a link; X chips share the FSDP axis with M_X links, Y the TP axis with M_Y.
+
+int cmd_communication_accounting(const Options& o) {
+    double D = o.d_model ? o.d_model : 16384, F = o.d_ff ? o.d_ff : 53248, L = o.num_layers ? o.num_layers : 126;
+    double C = o.tflops * 1e12, W = o.bandwidth_gb * 1e9, X = o.fsdp, Y = o.tp, MX = o.links_fsdp, MY = o.links_tp;
+    double P = 2 * D * F * L, tokens = o.tokens, GB = 1e9, GIB = 1073741824.0;
+    Table table{
+        strprintf("communication_accounting: D = d_model %g, F = d_ff %g, L = %g blocks of two Linear layers; GB = 1e9 "
+                  "bytes, GiB = 2^30; C = %g TFLOP/s, W = %g GB/s, X = %g (FSDP), Y = %g (TP), M_X = %g, M_Y = %g; "
+                  "commit %s",
+                  D, F, L, o.tflops, o.bandwidth_gb, X, Y, MX, MY, commit().c_str()),
+        {"part", "quantity", "formula", "value", "unit"},
+        {}};
+    auto row = [&](const char* part, const std::string& quantity, const char* formula, const std::string& value,
+                   const char* unit) {
+        table.rows.push_back({part, quantity, formula, value, unit});
+    };
+    auto bytes = [&](const char* part, const std::string& quantity, const char* formula, double value) {
+        row(part, quantity, formula, strprintf("%.1f", value / GB), "GB");
+        row(part, quantity, formula, strprintf("%.1f", value / GIB), "GiB");
+    };
+    row("a", "parameters P", "2 D F L", strprintf("%.0f", P), "");
+    bytes("a", "master weights, fp32", "4 P", 4 * P);
+    bytes("a", "weights, gradients, two moments, fp32", "16 P", 16 * P);
+    double per_token = 2 * L * (D + F);
+    row("a", "saved for backward, bf16, a token", "2 L (D + F)", strprintf("%.0f", per_token), "bytes");
+    row("a", "saved for backward, bf16, a token", "2 L (D + F)", strprintf("%.6f", per_token / GIB), "GiB");
+    row("a", strprintf("GPUs of %g GB for 16 P", o.gpu_gb), "16 P / memory, in GB",
+        strprintf("%.2f", 16 * P / GB / o.gpu_gb), "");
+    row("a", strprintf("GPUs of %g GiB for 16 P", o.gpu_gb), "16 P / memory, in GiB",
+        strprintf("%.2f", 16 * P / GIB / o.gpu_gb), "");
+
+    // A: all saved activations of a device's tokens; every second layer's are sharded, the other half is not.
+    auto devices = [&](double tokens_here, double unit) {
+        double half = per_token * tokens_here / 2, left = o.tpu_gb * unit - half;
+        if (left <= 0) { return std::string("none"); }
+        return strprintf("%.0f", floor((16 * P + half) / left) + 1);  // strictly less than the memory
+    };
+    row("b", "memory a device", "(16 P + A/2) / N + A/2", "", "bytes");
+    for (double t : {0.0, tokens, 4 * tokens}) {
+        row("b", strprintf("least N below %g GB, %g tokens a device", o.tpu_gb, t), "(16 P + A/2) / (memory - A/2)",
+            devices(t, GB), "devices");
+    }
+    row("b", strprintf("least N below %g GiB, 0 tokens a device", o.tpu_gb), "the same, in GiB", devices(0, GIB),
+        "devices");
+    row("b", "tokens a device from which no N is enough", "A/2 = memory",
+        strprintf("%.0f", ceil(o.tpu_gb * GB / (per_token / 2))), "tokens");
+
+    // Forward of one block: T_math = 4 B D F / (X Y C); gather of the weights T_FSDP = 4 D F / (Y W M_X); all-reduce of
+    // the activations T_TP = 4 B D / (X W M_Y). B: tokens overall.
+    double alpha = C / W;
+    row("c", "alpha", "C / W", strprintf("%.1f", alpha), "FLOP/byte");
+    double tp_share = alpha * Y / (MY * F), fsdp_batch = alpha * X / MX;
+    auto batch = [&](const char* how, const char* formula, double B) {
+        std::string quantity = std::string("least batch, axes ") + how;
+        bool possible = std::isfinite(B) && B > 0;
+        row("c", quantity, formula, possible ? strprintf("%.0f", ceil(B)) : "none", "tokens");
+        row("c", quantity + ", a chip", "B / (X Y)", possible ? strprintf("%.1f", B / (X * Y)) : "none", "tokens");
+        row("c", quantity + ", an FSDP shard", "B / X", possible ? strprintf("%.1f", B / X) : "none", "tokens");
+    };
+    batch("not overlapped", "(alpha X / M_X) / (1 - alpha Y / (M_Y F))",
+          tp_share < 1 ? fsdp_batch / (1 - tp_share) : -1);
+    batch("overlapped", "alpha X / M_X, if TP's condition holds", tp_share <= 1 ? fsdp_batch : -1);
+    row("c", "TP is compute bound for Y below", "M_Y F / alpha", strprintf("%.1f", MY * F / alpha), "chips");
+
+    double N = X * Y, least_sum = 4 * alpha * alpha / (MX * MY * F), best_x = 2 * alpha * N / (MY * F);
+    // Not overlapped, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half: X = 2 alpha N /
+    // (M_Y F).
+    row("d", "least batch a chip, split free, not overlapped", "4 alpha^2 / (M_X M_Y F)", strprintf("%.1f", least_sum),
+        "tokens");
+    row("d", strprintf("the same for %g chips, X = 2 alpha N / (M_Y F) = %.1f", N, best_x), "N times that",
+        strprintf("%.0f", ceil(least_sum * N)), "tokens");
+    row("d", "least batch a chip, split free, overlapped", "alpha^2 / (M_X M_Y F)", strprintf("%.1f", least_sum / 4),
+        "tokens");
+    row("d", strprintf("the same for %g chips", N), "N times that", strprintf("%.0f", ceil(least_sum / 4 * N)),
+        "tokens");
+    for (double x = 1; x <= N; x++) {
+        if (fmod(N, x) != 0) { continue; }
+        double share = alpha * (N / x) / (MY * F);
+        if (share < 1) {
+            row("d", strprintf("least batch, X = %g, Y = %g, not overlapped", x, N / x), "as in c",
+                strprintf("%.0f", ceil(alpha * x / MX / (1 - share))), "tokens");
+        }
+    }
+    print(table, o.format);
+    return 0;
+}

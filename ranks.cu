@@ -1,0 +1,1227 @@
+// ranks.cu: several processes that work as one, each a rank with its own GPU (or its share of the CPU's cores).
+//   the launcher     `--nproc N` starts N copies of this program; torchrun, mpirun and srun do the same from outside
+//   the store        rank 0 serves keys and values over TCP: how the ranks find each other, and who is alive
+//   the communicator all-reduce, broadcast, reduce-scatter, all-gather and barrier on NCCL or Gloo, asynchronous
+//   section 2.1      distributed_communication_single_node
+#include "cs336.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <omp.h>
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#ifdef HAVE_GLOO
+constexpr bool HAS_GLOO = true;
+#include <gloo/allgatherv.h>
+#include <gloo/allreduce.h>
+#include <gloo/broadcast.h>
+#include <gloo/rendezvous/context.h>
+#include <gloo/rendezvous/store.h>
+#include <gloo/transport/tcp/device.h>
+#else
+constexpr bool HAS_GLOO = false;
+#endif
+#if defined(__CUDACC__) && defined(HAVE_NCCL)
+#define WITH_NCCL
+constexpr bool HAS_NCCL = true;
+#include <nccl.h>
+#else
+constexpr bool HAS_NCCL = false;
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Who am I? The launcher says so in the environment.
+
+static bool environment_int(const char* name, int* value) {
+    const char* text = getenv(name);
+    if (!text || !*text) { return false; }
+    char* end;
+    long number = strtol(text, &end, 10);
+    if (*end || number < 0 || number > 1 << 20) {
+        usage_error("environment variable %s: got '%s', takes a whole number", name, text);
+    }
+    *value = (int)number;
+    return true;
+}
+
+struct Identity {
+    int rank = 0, world = 1, local_rank = 0, local_world = 1;  // local: among the ranks of this machine
+    std::string address = "127.0.0.1";                         // of rank 0's store
+    int port = 29500;
+};
+
+// False: this process was started by hand, as the only one.
+static bool identity_from_environment(Identity* me) {
+    int steps, tasks = 1;
+    if (getenv("RANK") && getenv("WORLD_SIZE")) {  // torchrun, and our own launcher
+        environment_int("RANK", &me->rank), environment_int("WORLD_SIZE", &me->world);
+        me->local_rank = me->rank, me->local_world = me->world;
+        environment_int("LOCAL_RANK", &me->local_rank), environment_int("LOCAL_WORLD_SIZE", &me->local_world);
+    } else if (environment_int("OMPI_COMM_WORLD_RANK", &me->rank)) {  // mpirun
+        environment_int("OMPI_COMM_WORLD_SIZE", &me->world);
+        environment_int("OMPI_COMM_WORLD_LOCAL_RANK", &me->local_rank);
+        environment_int("OMPI_COMM_WORLD_LOCAL_SIZE", &me->local_world);
+    } else if (environment_int("SLURM_STEP_ID", &steps) && environment_int("SLURM_NTASKS", &tasks) && tasks > 1) {
+        me->world = me->local_world = tasks;  // srun; an interactive shell is a step of one task, and no rank
+        environment_int("SLURM_PROCID", &me->rank), environment_int("SLURM_LOCALID", &me->local_rank);
+        environment_int("SLURM_NTASKS_PER_NODE", &me->local_world);
+    } else {
+        return false;
+    }
+    if (const char* address = getenv("MASTER_ADDR")) { me->address = address; }
+    environment_int("MASTER_PORT", &me->port);
+    if (getenv("TORCHELASTIC_RUN_ID")) { me->port++; }  // torchrun's own store holds MASTER_PORT
+    if (me->port < 1 || me->port > 65535) { usage_error("MASTER_PORT: got %d, takes 1 to 65535", me->port); }
+    if (me->rank >= me->world) { usage_error("rank %d: the world has only %d ranks", me->rank, me->world); }
+    return true;
+}
+
+bool is_rank() {
+    Identity me;
+    return identity_from_environment(&me);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The launcher. It waits for its ranks, and where one fails it kills the rest: they would wait for it for ever.
+
+static volatile sig_atomic_t signal_to_forward = 0;
+
+// Below the range from which the kernel takes ports for outgoing connections: one of those could take it before rank 0.
+static int free_port() {
+    for (int i = 0; i < 1000; i++) {
+        int port = 20000 + (getpid() + 7 * i) % 10000, fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        if (fd < 0) { fail("socket: %s", strerror(errno)); }
+        sockaddr_in address{};
+        address.sin_family = AF_INET, address.sin_port = htons((uint16_t)port);
+        bool taken = bind(fd, (sockaddr*)&address, sizeof address) != 0;
+        close(fd);
+        if (!taken) { return port; }
+    }
+    fail("found no free port from 20000 to 29999");
+}
+
+static pid_t start_rank(const std::vector<std::string>& variables, const std::vector<std::string>& arguments) {
+    std::vector<char*> environment, argv = {(char*)"cs336"};
+    for (const std::string& v : variables) { environment.push_back((char*)v.c_str()); }
+    for (char** v = environ; *v; v++) {
+        std::string name(*v, strcspn(*v, "=") + 1);
+        auto same = [&](const std::string& ours) { return ours.compare(0, name.size(), name) == 0; };
+        if (std::none_of(variables.begin(), variables.end(), same)) { environment.push_back(*v); }
+    }
+    for (const std::string& a : arguments) { argv.push_back((char*)a.c_str()); }
+    environment.push_back(nullptr), argv.push_back(nullptr);
+    pid_t parent = getpid(), child = fork();
+    if (child < 0) { fail("fork: %s", strerror(errno)); }
+    if (child > 0) { return child; }
+    // Only what is safe between fork and exec: other threads may have held a lock.
+    if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) { _exit(127); }  // no rank outlives its launcher
+    if (getppid() != parent) { _exit(1); }                      // which may have ended before that
+    execve("/proc/self/exe", argv.data(), environment.data());
+    _exit(127);
+}
+
+int launch_ranks(int n, const std::vector<std::string>& arguments) {
+    const char* chosen = getenv("MASTER_PORT");
+    std::string port = chosen ? chosen : std::to_string(free_port());
+    std::string threads = std::to_string(std::max(1, omp_get_num_procs() / n));
+    fflush(nullptr);
+    signal_to_forward = 0;
+    const int signals[] = {SIGINT, SIGTERM, SIGHUP};
+    struct sigaction forward = {}, before[3] = {};
+    forward.sa_handler = [](int number) { signal_to_forward = number; };
+    for (int i = 0; i < 3; i++) {
+        if (sigaction(signals[i], &forward, &before[i]) != 0) { fail("sigaction: %s", strerror(errno)); }
+    }
+    auto send_to_all = [](const std::vector<pid_t>& pids, int number) {
+        for (pid_t pid : pids) {
+            if (pid) { kill(pid, number); }  // one that has just ended is no failure
+        }
+    };
+
+    std::vector<pid_t> alive;
+    for (int r = 0; r < n; r++) {
+        std::vector<std::string> variables = {
+            "RANK=" + std::to_string(r),       "WORLD_SIZE=" + std::to_string(n),
+            "LOCAL_RANK=" + std::to_string(r), "LOCAL_WORLD_SIZE=" + std::to_string(n),
+            "MASTER_ADDR=127.0.0.1",           "MASTER_PORT=" + port};
+        if (!getenv("OMP_NUM_THREADS")) { variables.push_back("OMP_NUM_THREADS=" + threads); }
+        if (!getenv("OPENBLAS_NUM_THREADS")) { variables.push_back("OPENBLAS_NUM_THREADS=" + threads); }
+        alive.push_back(start_rank(variables, arguments));
+    }
+    int code = 0, left = n;
+    double kill_at = INFINITY;
+    while (left > 0) {
+        for (int r = 0; r < n; r++) {
+            int status = 0;
+            if (!alive[r] || waitpid(alive[r], &status, WNOHANG) != alive[r]) { continue; }
+            bool first = code == 0;
+            if (WIFSIGNALED(status) && first) {
+                note("cs336: rank %d (process %d) was killed by signal %d (%s)", r, (int)alive[r], WTERMSIG(status),
+                     strsignal(WTERMSIG(status)));
+            }
+            alive[r] = 0, left--;
+            if (first) { code = WIFSIGNALED(status) ? 1 : WEXITSTATUS(status); }
+            if (first && code != 0) { kill_at = 0; }
+        }
+        if (int number = signal_to_forward) {
+            signal_to_forward = 0, code = 1, kill_at = std::min(kill_at, now_ms() + 2000);
+            send_to_all(alive, number);
+        }
+        if (now_ms() > kill_at) { send_to_all(alive, SIGKILL); }  // which also ends a stopped process
+        usleep(5000);
+    }
+    for (int i = 0; i < 3; i++) { sigaction(signals[i], &before[i], nullptr); }
+    return code;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The store. A request is an operation, a key and a value; a reply is a value. All are framed as u32 length, bytes.
+//   H rank world   hello; the reply is empty, or what is wrong
+//   S key value    set            G key   get, blocks until somebody has set it
+//   B              heartbeat; the reply is empty, or which rank is gone
+//   Q              goodbye: this rank has done its work
+
+static void send_at_once(int fd) {  // small messages wait for no others; where it fails they are late, not lost
+    int on = 1;
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+static bool send_all(int fd, const std::string& bytes) {
+    for (size_t sent = 0; sent < bytes.size();) {
+        ssize_t n = send(fd, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL);
+        if (n < 0 && errno == EINTR) { continue; }
+        if (n <= 0) { return false; }
+        sent += n;
+    }
+    return true;
+}
+
+// 1: got it, 0: the connection is lost, -1: the deadline passed
+static int receive_all(int fd, char* to, size_t n, double deadline) {
+    while (n > 0) {
+        double left = deadline - now_ms();
+        pollfd p{fd, POLLIN, 0};
+        int ready = poll(&p, 1, deadline == INFINITY ? -1 : (int)std::max(0.0, std::min(left, 1e9)));
+        if (ready == 0) { return -1; }
+        if (ready < 0) {
+            if (errno == EINTR) { continue; }
+            return 0;
+        }
+        ssize_t got = recv(fd, to, n, 0);
+        if (got < 0 && errno == EINTR) { continue; }
+        if (got <= 0) { return 0; }
+        to += got, n -= got;
+    }
+    return 1;
+}
+
+static bool send_framed(int fd, const std::string& bytes) {
+    uint32_t n = (uint32_t)bytes.size();
+    return send_all(fd, std::string((char*)&n, 4) + bytes);
+}
+
+static int receive_framed(int fd, std::string* bytes, double deadline) {
+    uint32_t n = 0;
+    int result = receive_all(fd, (char*)&n, 4, deadline);
+    if (result != 1) { return result; }
+    if (n > 1 << 26) { return 0; }  // no peer of ours
+    bytes->resize(n);
+    return receive_all(fd, &(*bytes)[0], n, deadline);
+}
+
+struct Server {  // in rank 0's process: a thread that accepts, and one for each connection
+    int listening = -1, world = 1;
+    double patience_ms = 0;  // a rank without a heartbeat for so long is gone
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::map<std::string, std::string> values;
+    std::vector<double> last_beat;     // 0: has not said hello yet
+    std::vector<bool> lost, finished;  // lost: its connection closed before its goodbye
+    bool stopping = false;
+    std::vector<int> connections;
+    std::thread accepting;
+    std::vector<std::thread> threads;  // accepting's own until it has ended
+};
+
+static std::string complaint(const Server& s) {
+    for (int r = 0; r < s.world; r++) {
+        if (s.finished[r] || s.last_beat[r] == 0) { continue; }
+        if (s.lost[r]) { return strprintf("rank %d is gone: its process has ended", r); }
+        double silent = now_ms() - s.last_beat[r];
+        if (silent > s.patience_ms) {
+            return strprintf("rank %d has shown no sign of life for %.1f s", r, silent / 1e3);
+        }
+    }
+    return "";
+}
+
+static std::string hello(Server& s, const std::string& text, int* rank) {
+    int world = 0, beats = 0;
+    if (sscanf(text.c_str(), "%d %d %d", rank, &world, &beats) != 3 || *rank < 0) { return "not a rank of ours"; }
+    if (world != s.world || *rank >= world) {
+        return strprintf("rank %d says that there are %d ranks, but rank 0 says %d", *rank, world, s.world);
+    }
+    if (!beats && s.last_beat[*rank] > 0) { return strprintf("two processes say that they are rank %d", *rank); }
+    s.last_beat[*rank] = now_ms();
+    return "";
+}
+
+static void serve(Server& s, int fd) {
+    int rank = -1;
+    bool owner = false;  // of the rank's main connection, whose end is the process's end
+    std::string request, reply;
+    while (receive_framed(fd, &request, INFINITY) == 1 && !request.empty()) {
+        std::string key = request.substr(1, request.find('\0', 1) - 1), value;
+        if (key.size() + 2 <= request.size()) { value = request.substr(key.size() + 2); }
+        std::unique_lock<std::mutex> lock(s.mutex);
+        reply.clear();
+        switch (request[0]) {
+            case 'H':
+                reply = hello(s, value, &rank);
+                owner = reply.empty() && key == "main";
+                reply = "cs336" + reply;  // whoever else may listen here would not say that
+                break;
+            case 'S': s.values[key] = value; break;
+            case 'G':
+                s.changed.wait(lock, [&] { return s.stopping || s.values.count(key); });
+                reply = s.values[key];
+                break;
+            case 'B':
+                if (rank >= 0) { s.last_beat[rank] = now_ms(); }
+                reply = complaint(s);
+                break;
+            case 'Q':
+                if (rank >= 0) { s.finished[rank] = true; }
+                break;
+        }
+        s.changed.notify_all();
+        lock.unlock();
+        if (!send_framed(fd, reply)) { break; }
+    }
+    std::lock_guard<std::mutex> lock(s.mutex);
+    if (owner) { s.lost[rank] = true; }
+    s.changed.notify_all();
+}
+
+static std::shared_ptr<Server> start_server(const Identity& me, double patience_ms) {
+    auto s = std::make_shared<Server>();
+    s->world = me.world, s->patience_ms = patience_ms;
+    s->last_beat.resize(me.world), s->lost.resize(me.world), s->finished.resize(me.world);
+    s->listening = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    bool six = s->listening >= 0;
+    if (!six) { s->listening = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0); }  // a kernel without IPv6
+    int yes = 1, no = 0;
+    (void)setsockopt(s->listening, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);  // else bind() says what is wrong
+    sockaddr_in6 any6{};
+    any6.sin6_family = AF_INET6, any6.sin6_addr = in6addr_any, any6.sin6_port = htons((uint16_t)me.port);
+    sockaddr_in any4{};
+    any4.sin_family = AF_INET, any4.sin_port = htons((uint16_t)me.port);
+    if (six) { (void)setsockopt(s->listening, IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof no); }
+    int bound =
+        six ? bind(s->listening, (sockaddr*)&any6, sizeof any6) : bind(s->listening, (sockaddr*)&any4, sizeof any4);
+    if (bound != 0 || listen(s->listening, 512) != 0) {
+        fail("MASTER_PORT %d: rank 0 cannot listen there: %s", me.port, strerror(errno));
+    }
+    Server* server = s.get();
+    s->accepting = std::thread([server] {
+        for (int fd; (fd = accept4(server->listening, nullptr, nullptr, SOCK_CLOEXEC)) >= 0;) {
+            send_at_once(fd);
+            std::lock_guard<std::mutex> lock(server->mutex);
+            if (server->stopping) {
+                close(fd);
+                return;
+            }
+            server->connections.push_back(fd);
+            server->threads.emplace_back([server, fd] { serve(*server, fd); });
+        }
+    });
+    return s;
+}
+
+// Waits until every rank has closed its connection, after its goodbye was answered.
+static void stop_server(Server& s) {
+    {
+        std::unique_lock<std::mutex> lock(s.mutex);
+        s.changed.wait(lock, [&] {
+            for (int r = 0; r < s.world; r++) {
+                if (s.last_beat[r] > 0 && !s.lost[r]) { return false; }
+            }
+            return true;
+        });
+        s.stopping = true;
+        s.changed.notify_all();
+        for (int fd : s.connections) { shutdown(fd, SHUT_RDWR); }
+    }
+    shutdown(s.listening, SHUT_RDWR);
+    s.accepting.join();
+    for (std::thread& thread : s.threads) { thread.join(); }
+    for (int fd : s.connections) { close(fd); }
+    close(s.listening);
+}
+
+static int dial(const Identity& me) {
+    addrinfo hint{}, *found = nullptr;
+    hint.ai_socktype = SOCK_STREAM;
+    if (getaddrinfo(me.address.c_str(), std::to_string(me.port).c_str(), &hint, &found) != 0) { return -1; }
+    int fd = -1;
+    for (addrinfo* a = found; a && fd < 0; a = a->ai_next) {
+        fd = socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC, 0);
+        if (fd >= 0 && connect(fd, a->ai_addr, a->ai_addrlen) != 0) {
+            close(fd);
+            fd = -1;
+        }
+    }
+    freeaddrinfo(found);
+    if (fd >= 0) { send_at_once(fd); }
+    return fd;
+}
+
+// A failure of the others, or of the way to them: the watchdog may know better which rank it was, and why.
+struct LostTouch : Failure {
+    explicit LostTouch(const std::string& what) : Failure(1, what) {}
+};
+
+static std::string ask(int fd, char operation, const std::string& key, const std::string& value, double deadline,
+                       const char* waiting_for) {
+    std::string reply;
+    int result = send_framed(fd, operation + key + '\0' + value) ? receive_framed(fd, &reply, deadline) : 0;
+    if (result == 0) { throw LostTouch("rank 0 is gone: its store has closed the connection"); }
+    if (result < 0) { throw LostTouch(waiting_for); }
+    return reply;
+}
+
+static int connect_to_store(const Identity& me, const char* kind, double deadline) {
+    std::string where = strprintf("%s:%d", me.address.c_str(), me.port);
+    while (true) {
+        int fd = dial(me);
+        if (fd >= 0) {
+            std::string whom = strprintf("%d %d %d", me.rank, me.world, strcmp(kind, "main") != 0);
+            std::string foreign = "what listens on " + where + " is not the store of rank 0";
+            std::string reply = ask(fd, 'H', kind, whom, deadline, foreign.c_str());
+            if (reply.compare(0, 5, "cs336") != 0) { fail("%s", foreign.c_str()); }
+            if (reply.size() > 5) { fail("%s", reply.c_str() + 5); }
+            return fd;
+        }
+        if (now_ms() > deadline) { throw LostTouch("rank 0 did not start: nothing listens on " + where); }
+        usleep(10000);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What holds a rank's connections, and the watchdog: a thread that shows that we live and asks whether all others do.
+// It ends the process, since the main thread may wait in a collective that will never finish.
+
+struct Links {
+    Identity me;
+    double timeout_s = 60;
+    int store = -1, beats = -1;
+    std::shared_ptr<Server> server;  // rank 0 only
+    std::mutex store_mutex, mutex;   // of the store's connection; of what follows
+    std::condition_variable changed;
+    bool stopping = false;
+    std::thread watchdog;
+    uint32_t collectives = 0, barriers = 0;
+    std::deque<WorkPtr> under_way;
+    Tensor barrier_token;
+
+#ifdef HAVE_GLOO
+    std::shared_ptr<gloo::rendezvous::Context> gloo;
+    std::thread worker;
+    std::deque<std::function<void()>> jobs;
+#endif
+#ifdef WITH_NCCL
+    ncclComm_t nccl = nullptr;
+#endif
+#ifdef __CUDACC__
+    cudaStream_t stream = nullptr;  // where collectives run, beside the compute stream
+    int device = 0;
+    void* pinned = nullptr;  // Gloo cannot read GPU memory: tensors pass through this
+    size_t pinned_bytes = 0;
+#endif
+};
+
+// The ranks see a failure at the same time. The lower rank speaks first; its end makes the launcher end the others
+// before they repeat it.
+[[noreturn]] static void give_up(int rank, int exit_code, const std::string& why) {
+    usleep(100000 * std::min(rank, 10));
+    note("cs336: rank %d: %s", rank, why.c_str());
+    fflush(stdout);
+    _exit(exit_code);
+}
+
+static std::string stuck_collective(Links& l) {
+    std::lock_guard<std::mutex> lock(l.mutex);
+#ifdef WITH_NCCL
+    ncclResult_t state = ncclSuccess;
+    // A thread starts on GPU 0, and would make a context there.
+    if (l.nccl && cudaSetDevice(l.device) != cudaSuccess) { return "the watchdog cannot use the GPU"; }
+    if (l.nccl &&
+        (ncclCommGetAsyncError(l.nccl, &state) != ncclSuccess || (state != ncclSuccess && state != ncclInProgress))) {
+        return strprintf("NCCL: %s (%s)", ncclGetErrorString(state), ncclGetLastError(l.nccl));
+    }
+    while (!l.under_way.empty() && cudaEventQuery((cudaEvent_t)l.under_way.front()->end.event.get()) == cudaSuccess) {
+        l.under_way.pop_front();
+    }
+#endif
+    if (l.under_way.empty() || now_ms() - l.under_way.front()->started_ms < 1e3 * l.timeout_s) { return ""; }
+    return strprintf("%s number %u has not finished for %g s, though all ranks live: do all call the same?",
+                     l.under_way.front()->what, l.under_way.front()->number, l.timeout_s);
+}
+
+static void watch(Links& l, double interval_ms, double patience_ms) {
+    while (true) {
+        std::string why;
+        try {
+            why = ask(l.beats, 'B', "", "", now_ms() + patience_ms,
+                      strprintf("rank 0 has shown no sign of life for %.1f s", patience_ms / 1e3).c_str());
+        } catch (const Failure& failure) {
+            why = failure.what();
+            usleep(200000);  // a launcher that saw rank 0's end says more, and ends us
+        }
+        if (why.empty()) { why = stuck_collective(l); }
+        if (!why.empty()) { give_up(l.me.rank, 1, why); }
+        std::unique_lock<std::mutex> lock(l.mutex);
+        if (l.changed.wait_for(lock, std::chrono::duration<double, std::milli>(interval_ms),
+                               [&] { return l.stopping; })) {
+            return;
+        }
+    }
+}
+
+static void store_set(const Communicator& c, const std::string& key, const std::string& value) {
+    std::lock_guard<std::mutex> lock(c.links->store_mutex);
+    ask(c.links->store, 'S', key, value, now_ms() + 1e3 * c.links->timeout_s, "rank 0's store does not answer");
+}
+static std::string store_get(const Communicator& c, const std::string& key, double deadline, const char* waiting_for) {
+    std::lock_guard<std::mutex> lock(c.links->store_mutex);
+    return ask(c.links->store, 'G', key, "", deadline, waiting_for);
+}
+static std::string store_get(const Communicator& c, const std::string& key) { return store_get(c, key, INFINITY, ""); }
+
+std::vector<std::string> gather_text(const Communicator& c, const std::string& text) {
+    std::string round = "gather/" + std::to_string(c.links->barriers++) + "/";
+    store_set(c, round + std::to_string(c.rank), text);
+    std::vector<std::string> all;
+    for (int r = 0; r < c.world; r++) { all.push_back(store_get(c, round + std::to_string(r))); }
+    return all;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Moments on the device's time line
+
+#ifdef __CUDACC__
+static std::mutex events_mutex;
+static std::vector<cudaEvent_t> spare_events;  // creating one costs as much as a launch
+static std::shared_ptr<void> new_event() {
+    std::lock_guard<std::mutex> lock(events_mutex);
+    cudaEvent_t event;
+    if (spare_events.empty()) {
+        CUDA_CHECK(cudaEventCreate(&event));
+    } else {
+        event = spare_events.back();
+        spare_events.pop_back();
+    }
+    return std::shared_ptr<void>(event, [](void* e) {
+        std::lock_guard<std::mutex> lock(events_mutex);
+        spare_events.push_back((cudaEvent_t)e);
+    });
+}
+static Mark mark_on(cudaStream_t s) {
+    Mark m{now_ms(), new_event()};
+    CUDA_CHECK(cudaEventRecord((cudaEvent_t)m.event.get(), s));
+    return m;
+}
+#endif
+
+Mark mark() {
+#ifdef __CUDACC__
+    if (context.device == CUDA) { return mark_on(stream()); }
+#endif
+    return {now_ms(), nullptr};
+}
+
+double ms_of(const Mark& m, const Mark& origin) {
+#ifdef __CUDACC__
+    if (m.event && origin.event) {
+        float ms;
+        CUDA_CHECK(cudaEventElapsedTime(&ms, (cudaEvent_t)origin.event.get(), (cudaEvent_t)m.event.get()));
+        return ms;
+    }
+#endif
+    return m.ms - origin.ms;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Gloo: one worker thread takes the collectives in order, which is the same on every rank; each has its own tag.
+
+#ifdef HAVE_GLOO
+struct GlooStore : gloo::rendezvous::Store {
+    const Communicator& c;
+    double deadline;
+    GlooStore(const Communicator& c, double deadline) : c(c), deadline(deadline) {}
+    void set(const std::string& key, const std::vector<char>& value) override {
+        store_set(c, "gloo/" + key, std::string(value.begin(), value.end()));
+    }
+    std::vector<char> get(const std::string& key) override {
+        std::string value = store_get(c, "gloo/" + key, deadline, "another rank did not connect to Gloo in time");
+        return std::vector<char>(value.begin(), value.end());
+    }
+    void wait(const std::vector<std::string>& keys) override {
+        for (const std::string& key : keys) { get(key); }
+    }
+    void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds&) override { wait(keys); }
+};
+
+static void connect_gloo(Communicator& c) {
+    Links& l = *c.links;
+    // Left empty it would be what the host's name resolves to, in containers often nothing.
+    bool one_machine = c.local_world == c.world;
+    const char* interface = getenv("GLOO_SOCKET_IFNAME");
+    gloo::transport::tcp::attr attributes;
+    if (interface) {
+        attributes.iface = interface;
+    } else if (one_machine) {
+        attributes.hostname = "127.0.0.1";
+    }
+    try {
+        auto device = gloo::transport::tcp::CreateDevice(attributes);
+        l.gloo = std::make_shared<gloo::rendezvous::Context>(c.rank, c.world);
+        l.gloo->setTimeout(std::chrono::milliseconds((int64_t)(1e3 * l.timeout_s)));
+        GlooStore store(c, now_ms() + 1e3 * l.timeout_s);
+        l.gloo->connectFullMesh(store, device);
+    } catch (const Failure&) { throw; } catch (const std::exception& e) {
+        throw LostTouch(strprintf("Gloo: %s", e.what()));
+    }
+    l.worker = std::thread([&l] {
+        while (true) {
+            std::unique_lock<std::mutex> lock(l.mutex);
+            l.changed.wait(lock, [&] { return l.stopping || !l.jobs.empty(); });
+            if (l.jobs.empty()) { return; }
+            std::function<void()> job = std::move(l.jobs.front());
+            l.jobs.pop_front();
+            lock.unlock();
+            job();
+        }
+    });
+}
+
+template <class T>
+static void add_into(void* to, const void* a, const void* b, size_t n) {
+    for (size_t i = 0; i < n; i++) { from_acc(to_acc(((const T*)a)[i]) + to_acc(((const T*)b)[i]), (T*)to + i); }
+}
+static void gloo_all_reduce(Links& l, const Tensor& t, uint32_t tag, float scale) {
+    gloo::AllreduceOptions options(l.gloo);
+    options.setTag(tag);
+    options.setAlgorithm(gloo::AllreduceOptions::Algorithm::RING);
+    with_type(t.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        T* data = t.as<T>();
+        options.setOutput(data, (size_t)t.size());
+        options.setReduceFunction(add_into<T>);
+        gloo::allreduce(options);
+        if (scale == 1) { return; }
+        for (int64_t i = 0; i < t.size(); i++) { from_acc(to_acc(data[i]) * (Wide<T>)scale, &data[i]); }
+    });
+}
+static void gloo_broadcast(Links& l, const Tensor& t, uint32_t tag, int root) {
+    gloo::BroadcastOptions options(l.gloo);
+    options.setTag(tag);
+    options.setRoot(root);
+    options.setOutput((char*)t.data, (size_t)t.size() * size_of(t.dtype));
+    gloo::broadcast(options);
+}
+// A ring, since Gloo's own reduce-scatter spoils its connections for what comes after: in W - 1 turns the sum of each
+// chunk travels once around, gaining each rank's part, and ends with its owner.
+static void gloo_reduce_scatter(Links& l, const Tensor& t, const std::vector<int64_t>& bounds, uint32_t tag,
+                                float scale) {
+    int world = l.me.world, rank = l.me.rank, next = (rank + 1) % world, before = (rank + world - 1) % world;
+    int64_t longest = 0;
+    for (int r = 0; r < world; r++) { longest = std::max(longest, bounds[r + 1] - bounds[r]); }
+    with_type(t.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        T* data = t.as<T>();
+        std::vector<T> arriving(longest), leaving(longest);
+        auto in = l.gloo->createUnboundBuffer(arriving.data(), longest * sizeof(T));
+        auto out = l.gloo->createUnboundBuffer(leaving.data(), longest * sizeof(T));
+        for (int turn = 0; turn < world; turn++) {
+            int chunk = (rank + 2 * world - 1 - turn) % world;
+            int64_t n = bounds[chunk + 1] - bounds[chunk];
+            T* mine = data + bounds[chunk];
+            bool last = turn + 1 == world;
+            for (int64_t i = 0; i < n; i++) {
+                Wide<T> sum = to_acc(mine[i]) + (turn > 0 ? to_acc(arriving[i]) : 0);
+                from_acc(last ? sum * (Wide<T>)scale : sum, last ? &mine[i] : &leaving[i]);
+            }
+            if (last) { break; }
+            uint64_t slot = ((uint64_t)1 << 63) + ((uint64_t)tag << 16) + turn;  // outside Gloo's own range
+            int64_t coming = (chunk + world - 1) % world;
+            in->recv(before, slot, 0, (bounds[coming + 1] - bounds[coming]) * sizeof(T));
+            out->send(next, slot, 0, n * sizeof(T));
+            in->waitRecv();
+            out->waitSend();
+        }
+    });
+}
+static void gloo_all_gather(Links& l, const Tensor& t, const std::vector<int64_t>& bounds, uint32_t tag) {
+    gloo::AllgathervOptions options(l.gloo);
+    options.setTag(tag);
+    std::vector<size_t> bytes;
+    for (int r = 0; r < l.me.world; r++) { bytes.push_back((bounds[r + 1] - bounds[r]) * size_of(t.dtype)); }
+    options.setOutput((char*)t.data, bytes);  // in place: no input
+    gloo::allgatherv(options);
+}
+
+// Runs f on t, or on a copy of it in pinned host memory where t lies on the GPU.
+static void staged(Links& l, const Tensor& t, const Mark& ready, const std::function<void(const Tensor&)>& f) {
+    (void)l, (void)ready;
+#ifdef __CUDACC__
+    if (t.device() == CUDA) {
+        size_t bytes = t.size() * size_of(t.dtype);
+        CUDA_CHECK(cudaSetDevice(l.device));  // of this thread
+        if (bytes > l.pinned_bytes) {
+            if (l.pinned) { CUDA_CHECK(cudaFreeHost(l.pinned)); }
+            l.pinned_bytes = 0;
+            CUDA_CHECK(cudaMallocHost(&l.pinned, bytes));
+            l.pinned_bytes = bytes;
+        }
+        Tensor host = t;
+        host.data = (char*)l.pinned;
+        CUDA_CHECK(cudaStreamWaitEvent(l.stream, (cudaEvent_t)ready.event.get()));
+        CUDA_CHECK(cudaMemcpyAsync(host.data, t.data, bytes, cudaMemcpyDeviceToHost, l.stream));
+        CUDA_CHECK(cudaStreamSynchronize(l.stream));
+        f(host);
+        CUDA_CHECK(cudaMemcpyAsync(t.data, host.data, bytes, cudaMemcpyHostToDevice, l.stream));
+        CUDA_CHECK(cudaStreamSynchronize(l.stream));
+        return;
+    }
+#endif
+    f(t);
+}
+static void start_on_gloo(Links& l, const WorkPtr& work, const Tensor& t, const std::function<void(const Tensor&)>& f) {
+    Mark ready = mark();
+    auto job = [&l, work, t, f, ready] {
+        Range range(work->what);
+        work->begin = {now_ms(), nullptr};
+        std::string error;
+        try {
+            staged(l, t, ready, f);
+        } catch (const std::exception& e) { error = e.what(); }
+        std::lock_guard<std::mutex> lock(l.mutex);
+        work->end = {now_ms(), nullptr};
+        work->error = error;
+        work->finished = true;
+        l.changed.notify_all();
+    };
+    std::lock_guard<std::mutex> lock(l.mutex);
+    l.jobs.push_back(job);
+    l.changed.notify_all();
+}
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// NCCL: a stream of its own, which waits for the compute stream by an event before each collective, as the compute
+// stream does afterwards. The host waits for neither.
+
+#ifdef WITH_NCCL
+static void nccl_check(Links& l, ncclResult_t result, const char* call) {
+    if (result == ncclSuccess) { return; }
+    throw LostTouch(strprintf("%s: %s (%s)", call, ncclGetErrorString(result), ncclGetLastError(l.nccl)));
+}
+#define NCCL_CHECK(l, call) nccl_check(l, call, #call)
+
+static void connect_nccl(Communicator& c) {
+    Links& l = *c.links;
+    ncclUniqueId id;
+    if (c.rank == 0) {
+        NCCL_CHECK(l, ncclGetUniqueId(&id));
+        store_set(c, "nccl", std::string(id.internal, sizeof id.internal));
+    }
+    std::string bytes = store_get(c, "nccl", now_ms() + 1e3 * l.timeout_s, "rank 0 did not set up NCCL in time");
+    memcpy(id.internal, bytes.data(), sizeof id.internal);
+    // Blocking, since a non-blocking communicator starts a thread for every collective. A peer that dies meanwhile is
+    // the watchdog's business.
+    ncclComm_t made;
+    NCCL_CHECK(l, ncclCommInitRank(&made, c.world, id, c.rank));
+    std::lock_guard<std::mutex> lock(l.mutex);
+    l.nccl = made;
+}
+static ncclDataType_t nccl_type(DType t) {
+    switch (t) {
+        case F32: return ncclFloat32;
+        case BF16: return ncclBfloat16;
+        default: fail("NCCL: %s tensors are not for collectives here", name_of(t));
+    }
+}
+static void start_on_nccl(Links& l, const WorkPtr& work, const std::function<void()>& enqueue) {
+    Range range(work->what);
+    Mark ready = mark();
+    CUDA_CHECK(cudaStreamWaitEvent(l.stream, (cudaEvent_t)ready.event.get()));
+    work->begin = mark_on(l.stream);
+    enqueue();
+    work->end = mark_on(l.stream);
+    std::lock_guard<std::mutex> lock(l.mutex);
+    l.under_way.push_back(work);
+}
+static bool equal_parts(const std::vector<int64_t>& bounds) {
+    for (size_t r = 1; r < bounds.size(); r++) {
+        if (bounds[r] - bounds[r - 1] != bounds[1] - bounds[0]) { return false; }
+    }
+    return true;
+}
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The collectives. Each is started, and finished by wait().
+
+static WorkPtr new_work(const Communicator& c, const char* what, size_t bytes) {
+    auto work = std::make_shared<Work>();
+    work->what = what, work->number = c.links->collectives++, work->bytes = bytes, work->started_ms = now_ms();
+    return work;
+}
+static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
+
+WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction) {
+    Links& l = *c.links;
+    WorkPtr work = new_work(c, "all-reduce", bytes_of(t));
+#ifdef WITH_NCCL
+    if (l.nccl) {
+        start_on_nccl(l, work, [&] {
+            NCCL_CHECK(l, ncclAllReduce(t.data, t.data, t.size(), nccl_type(t.dtype),
+                                        reduction == AVERAGE ? ncclAvg : ncclSum, l.nccl, l.stream));
+        });
+        return work;
+    }
+#endif
+#ifdef HAVE_GLOO
+    float scale = reduction == AVERAGE ? 1.0f / c.world : 1;
+    start_on_gloo(l, work, t, [&l, work, scale](const Tensor& x) { gloo_all_reduce(l, x, work->number, scale); });
+#endif
+    (void)l, (void)reduction;
+    return work;
+}
+
+WorkPtr broadcast(const Communicator& c, const Tensor& t, int root) {
+    Links& l = *c.links;
+    WorkPtr work = new_work(c, "broadcast", bytes_of(t));
+#ifdef WITH_NCCL
+    if (l.nccl) {
+        start_on_nccl(l, work, [&] {
+            NCCL_CHECK(l, ncclBroadcast(t.data, t.data, bytes_of(t), ncclInt8, root, l.nccl, l.stream));
+        });
+        return work;
+    }
+#endif
+#ifdef HAVE_GLOO
+    start_on_gloo(l, work, t, [&l, work, root](const Tensor& x) { gloo_broadcast(l, x, work->number, root); });
+#endif
+    (void)l, (void)root;
+    return work;
+}
+
+WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds,
+                       Reduction reduction) {
+    Links& l = *c.links;
+    WorkPtr work = new_work(c, "reduce-scatter", bytes_of(t));
+#ifdef WITH_NCCL
+    if (l.nccl) {
+        start_on_nccl(l, work, [&] {
+            ncclRedOp_t op = reduction == AVERAGE ? ncclAvg : ncclSum;
+            auto part = [&](int r) { return t.data + bounds[r] * size_of(t.dtype); };
+            if (equal_parts(bounds)) {
+                NCCL_CHECK(
+                    l, ncclReduceScatter(t.data, part(c.rank), bounds[1], nccl_type(t.dtype), op, l.nccl, l.stream));
+                return;
+            }
+            NCCL_CHECK(l, ncclGroupStart());
+            for (int r = 0; r < c.world; r++) {
+                NCCL_CHECK(l, ncclReduce(part(r), part(r), bounds[r + 1] - bounds[r], nccl_type(t.dtype), op, r, l.nccl,
+                                         l.stream));
+            }
+            NCCL_CHECK(l, ncclGroupEnd());
+        });
+        return work;
+    }
+#endif
+#ifdef HAVE_GLOO
+    float scale = reduction == AVERAGE ? 1.0f / c.world : 1;
+    start_on_gloo(l, work, t, [&l, work, bounds, scale](const Tensor& x) {
+        gloo_reduce_scatter(l, x, bounds, work->number, scale);
+    });
+#endif
+    (void)l, (void)reduction, (void)bounds;
+    return work;
+}
+
+WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds) {
+    Links& l = *c.links;
+    WorkPtr work = new_work(c, "all-gather", bytes_of(t));
+#ifdef WITH_NCCL
+    if (l.nccl) {
+        start_on_nccl(l, work, [&] {
+            auto part = [&](int r) { return t.data + bounds[r] * size_of(t.dtype); };
+            if (equal_parts(bounds)) {
+                NCCL_CHECK(
+                    l, ncclAllGather(part(c.rank), t.data, bounds[1] * size_of(t.dtype), ncclInt8, l.nccl, l.stream));
+                return;
+            }
+            NCCL_CHECK(l, ncclGroupStart());
+            for (int r = 0; r < c.world; r++) {
+                NCCL_CHECK(l, ncclBroadcast(part(r), part(r), (bounds[r + 1] - bounds[r]) * size_of(t.dtype), ncclInt8,
+                                            r, l.nccl, l.stream));
+            }
+            NCCL_CHECK(l, ncclGroupEnd());
+        });
+        return work;
+    }
+#endif
+#ifdef HAVE_GLOO
+    start_on_gloo(l, work, t, [&l, work, bounds](const Tensor& x) { gloo_all_gather(l, x, bounds, work->number); });
+#endif
+    (void)l, (void)bounds;
+    return work;
+}
+
+void wait(const Communicator& c, const WorkPtr& work) {
+    Links& l = *c.links;
+#ifdef WITH_NCCL
+    if (l.nccl) {
+        CUDA_CHECK(cudaStreamWaitEvent(stream(), (cudaEvent_t)work->end.event.get()));
+        return;
+    }
+#endif
+    std::unique_lock<std::mutex> lock(l.mutex);
+    l.changed.wait(lock, [&] { return work->finished; });
+    if (!work->error.empty()) { throw LostTouch(strprintf("%s: Gloo: %s", work->what, work->error.c_str())); }
+}
+
+void barrier(const Communicator& c) {
+    synchronize();
+    wait(c, all_reduce(c, c.links->barrier_token, SUM));
+    synchronize();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// From the environment to a communicator, and back
+
+// "" where n ranks on this machine can use this backend on this device, else why not
+std::string why_not(const std::string& backend, Device device, int n) {
+    int gpus = cuda_devices();
+    if (device == CUDA && gpus == 0) { return "no GPU here"; }
+    if (backend == "gloo") { return HAS_GLOO ? "" : "built without Gloo (libgloo-dev)"; }
+    if (device != CUDA) { return "NCCL works on GPUs only"; }
+    if (!HAS_NCCL) { return "built without NCCL (nccl.h, libnccl)"; }
+    if (gpus < n) { return strprintf("NCCL wants a GPU a rank: %d for %d ranks", gpus, n); }
+    return "";
+}
+
+static std::string choose_backend(const std::string& want, Device device, const Identity& me) {
+    std::string why = why_not("nccl", device, me.local_world);
+    std::string backend = want == "auto" ? (why.empty() ? "nccl" : "gloo") : want;
+    std::string not_this = why_not(backend, device, me.local_world);
+    if (!not_this.empty()) { fail("backend %s: %s", backend.c_str(), not_this.c_str()); }
+    if (me.rank == 0 && want == "auto" && backend == "gloo") { note("backend auto: took gloo (%s)", why.c_str()); }
+    if (me.rank == 0 && backend == "gloo" && device == CUDA) {
+        note("backend gloo: what is on the GPU passes through pinned host memory");
+    }
+    return backend;
+}
+
+static void connect_ranks(Communicator& c, const Identity& me, const Options& o) {
+    c.rank = me.rank, c.world = me.world, c.local_rank = me.local_rank, c.local_world = me.local_world;
+    c.links = std::make_shared<Links>();
+    Links& l = *c.links;
+    l.me = me, l.timeout_s = o.timeout;
+    double patience_ms = 0.8e3 * o.timeout,
+           deadline = now_ms() + patience_ms;  // so that all is over within the timeout
+    if (me.rank == 0) { l.server = start_server(me, patience_ms); }
+    l.store = connect_to_store(me, "main", deadline);
+    l.beats = connect_to_store(me, "beats", deadline);
+    l.watchdog = std::thread([&l, patience_ms] { watch(l, std::min(patience_ms / 8, 500.0), patience_ms); });
+    store_set(c, "started/" + std::to_string(c.rank), "");
+    for (int r = 0; r < c.world; r++) {
+        std::string missing = strprintf("rank %d of %d did not start within %g s", r, c.world, patience_ms / 1e3);
+        store_get(c, "started/" + std::to_string(r), deadline, missing.c_str());
+    }
+
+    int gpus = cuda_devices(), gpu = gpus > 0 ? me.local_rank % gpus : 0;
+    std::string device = o.device != "auto" || c.rank == 0 ? o.device : gpus > 0 ? "cuda" : "cpu";
+    context.device = choose_device(device, gpu);
+    c.backend = choose_backend(o.backend, context.device, me);
+#ifdef __CUDACC__
+    if (context.device == CUDA) {
+        int least, greatest;  // collectives first: the others wait for them
+        l.device = gpu;
+        CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+        CUDA_CHECK(cudaStreamCreateWithPriority(&l.stream, cudaStreamNonBlocking, greatest));
+    }
+#endif
+#ifdef WITH_NCCL
+    if (c.backend == "nccl") { connect_nccl(c); }
+#endif
+#ifdef HAVE_GLOO
+    if (c.backend == "gloo") { connect_gloo(c); }
+#endif
+    l.barrier_token = zeros({1}, F32, WORKSPACE);
+    barrier(c);
+}
+
+static void disconnect_ranks(Communicator& c) {
+    Links& l = *c.links;
+    gather_text(c, "");  // nobody still waits for a part of ours
+    {
+        std::lock_guard<std::mutex> lock(l.mutex);
+        l.stopping = true;
+        l.changed.notify_all();
+    }
+    l.watchdog.join();
+#ifdef HAVE_GLOO
+    if (l.worker.joinable()) { l.worker.join(); }
+    l.gloo.reset();
+#endif
+#ifdef WITH_NCCL
+    l.under_way.clear();
+    if (l.nccl) { NCCL_CHECK(l, ncclCommDestroy(l.nccl)); }
+#endif
+    l.barrier_token = Tensor();
+#ifdef __CUDACC__
+    if (l.stream) { CUDA_CHECK(cudaStreamDestroy(l.stream)); }
+    if (l.pinned) { CUDA_CHECK(cudaFreeHost(l.pinned)); }
+#endif
+    ask(l.store, 'Q', "", "", now_ms() + 1e3 * l.timeout_s, "rank 0's store does not answer");
+    close(l.store);
+    close(l.beats);
+    if (l.server) { stop_server(*l.server); }
+}
+
+int run_ranks(const Options& o, const std::function<void(const Communicator&)>& body) {
+    if (!is_rank()) {
+        int n = o.nproc > 0 ? o.nproc : 2;
+        Device device = o.device == "cuda" || (o.device == "auto" && cuda_devices() > 0) ? CUDA : CPU;
+        std::string why = why_not(o.backend == "auto" ? "gloo" : o.backend, device, n);
+        if (o.backend == "auto" && why_not("nccl", device, n).empty()) { why = ""; }
+        if (!why.empty()) {
+            fail("%d ranks, device %s, backend %s: %s", n, o.device.c_str(), o.backend.c_str(), why.c_str());
+        }
+        return launch_ranks(n, o.command_line);
+    }
+    Identity me;
+    Communicator c;  // out here, since a failure ends the process while its threads still run
+    try {
+        identity_from_environment(&me);
+        if (o.nproc > 0 && o.nproc != me.world) {
+            usage_error("--nproc: got %d, but the launcher has started %d ranks", o.nproc, me.world);
+        }
+        connect_ranks(c, me, o);
+        body(c);
+        disconnect_ranks(c);
+        return 0;
+    } catch (const LostTouch& lost) {
+        usleep((useconds_t)(1e6 * std::min(1.0, 0.1 * o.timeout)));  // if another rank is gone the watchdog knows
+                                                                     // which, and ends us here
+        give_up(me.rank, 1, lost.what());
+    } catch (const Failure& failure) {
+        give_up(me.rank, failure.exit_code, failure.what());
+    } catch (const std::exception& e) { give_up(me.rank, 1, e.what()); }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// distributed_communication_single_node. Bandwidths as nccl-tests define them: algbw = S / t; busbw = algbw 2(n-1)/n,
+// what each link carries in a ring, which does not depend on the number of ranks n. GB = 1e9 bytes.
+
+static const std::vector<std::string> all_reduce_columns = {"Backend",          "Device",       "Ranks",
+                                                            "Tensor Size (MB)", "median ms",    "worst rank ms",
+                                                            "algbw (GB/s)",     "busbw (GB/s)", "sums"};
+
+struct Sweep {
+    std::vector<double> sizes_mb;
+    int warmup = 5, steps;
+    std::vector<int> ranks;
+    std::string scaled_down;
+};
+static Sweep sweep_of(const Options& o) {
+    if (o.warmup.size() > 1) { usage_error("--warmup: got %zu values, takes one here", o.warmup.size()); }
+    Sweep s{o.sizes_mb, o.warmup.empty() ? 5 : o.warmup[0], o.steps, {2, 4, 6}, ""};
+    auto add = [&](const char* what) { s.scaled_down += (s.scaled_down.empty() ? "" : ", ") + std::string(what); };
+    if (s.sizes_mb.empty()) {
+        s.sizes_mb = {1, 10, 100, 1000};
+        if (o.quick) {
+            s.sizes_mb = {1, 10}, add("only 1 and 10 MB");
+        } else if (cuda_devices() == 0) {
+            s.sizes_mb = {1, 10, 100}, add("no 1 GB");
+        }
+    }
+    if (o.quick && !o.has("steps")) { s.steps = 3, add("3 steps instead of 10"); }
+    if (o.quick && o.warmup.empty()) { s.warmup = 1, add("1 warm-up instead of 5"); }
+    if (o.quick) { s.ranks = {2}, add("only 2 ranks"); }
+    return s;
+}
+
+static std::vector<double> numbers_of(const std::string& text) {
+    std::vector<double> all;
+    const char* p = text.c_str();
+    for (char* end; *p; p = end) {
+        all.push_back(strtod(p, &end));
+        if (end == p) { fail("expected numbers, found '%s'", text.c_str()); }
+    }
+    return all;
+}
+
+// Times in ms of every rank and step; *ok: the sums were right everywhere.
+std::vector<std::vector<double>> time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps, bool* ok) {
+    std::vector<float> host(n);
+    for (int64_t i = 0; i < n; i++) { host[i] = (float)(i % 1000 + c.rank); }
+    Tensor t = empty({n}, F32, WORKSPACE);
+    copy_bytes(t.data, context.device, host.data(), CPU, n * sizeof(float));
+    wait(c, all_reduce(c, t, SUM));
+    synchronize();
+    copy_bytes(host.data(), CPU, t.data, context.device, n * sizeof(float));
+    bool right = true;
+    for (int64_t i = 0; i < n; i++) {
+        right = right && host[i] == (float)(c.world * (i % 1000) + c.world * (c.world - 1) / 2);
+    }
+    scale_in_place(t, 1e-20f);  // each further sum multiplies by up to the number of ranks
+    std::string mine;
+    for (int i = 0; i < warmup + steps; i++) {
+        barrier(c);
+        double start = now_ms();
+        wait(c, all_reduce(c, t, SUM));
+        synchronize();
+        if (i >= warmup) { mine += strprintf(" %.17g", now_ms() - start); }
+    }
+    std::vector<std::vector<double>> all;
+    *ok = true;
+    for (const std::string& text : gather_text(c, (right ? "1" : "0") + mine)) {
+        all.push_back(numbers_of(text));
+        *ok = *ok && all.back()[0] == 1;
+        all.back().erase(all.back().begin());
+    }
+    return all;
+}
+
+static std::string caption_of(const Sweep& s, const std::string& where) {
+    return strprintf(
+        "distributed_communication_single_node: all-reduce, float32; MB = 1e6 bytes; %d warm-ups, %d steps, a "
+        "barrier before each, median over steps and ranks; %s; commit %s%s",
+        s.warmup, s.steps, where.c_str(), commit().c_str(),
+        s.scaled_down.empty() ? "" : ("; scaled down: " + s.scaled_down).c_str());
+}
+
+static bool all_reduce_rows(const Communicator& c, const Sweep& s, Table* table) {
+    bool all_ok = true;
+    for (double mb : s.sizes_mb) {
+        bool ok;
+        int64_t n = (int64_t)(mb * 1e6 / sizeof(float));
+        std::vector<double> all, medians;
+        for (const std::vector<double>& of_rank : time_all_reduce(c, n, s.warmup, s.steps, &ok)) {
+            all.insert(all.end(), of_rank.begin(), of_rank.end());
+            medians.push_back(stats_of(of_rank).median);
+        }
+        double t = stats_of(all).median, algbw = n * sizeof(float) / t / 1e6;
+        table->rows.push_back({c.backend, name_of(context.device), std::to_string(c.world), strprintf("%g", mb),
+                               strprintf("%.3f", t), strprintf("%.3f", stats_of(medians).max), strprintf("%.2f", algbw),
+                               strprintf("%.2f", algbw * 2 * (c.world - 1) / c.world), ok ? "right" : "WRONG"});
+        all_ok = all_ok && ok;
+    }
+    return all_ok;
+}
+
+// A group of ranks is a run of its own: its table's rows, or one that says why it cannot be.
+static void group_rows(const Options& o, const Sweep& s, const char* backend, Device device, int n, Table* table) {
+    std::string why = why_not(backend, device, n);
+    if (!why.empty()) {
+        table->rows.push_back({backend, name_of(device), std::to_string(n), "all", "", "", "", "", why});
+        return;
+    }
+    std::string sizes;
+    for (double mb : s.sizes_mb) { sizes += (sizes.empty() ? "" : ",") + strprintf("%g", mb); }
+    progress("all-reduce: %s, %d ranks", backend, n);
+    std::string csv =
+        run_ourselves({"distributed_communication_single_node", "--nproc", std::to_string(n), "--backend", backend,
+                       "--device", name_of(device), "--sizes_mb", sizes, "--warmup", std::to_string(s.warmup),
+                       "--steps", std::to_string(s.steps), "--timeout", strprintf("%g", o.timeout), "--format", "csv"});
+    for (size_t start = csv.find(backend); start != std::string::npos && start < csv.size();) {
+        size_t end = csv.find('\n', start);
+        std::vector<std::string> row = {""};
+        for (char ch : csv.substr(start, end - start)) { ch == ',' ? row.push_back("") : row.back().push_back(ch); }
+        if (row.size() != table->columns.size()) { fail("the measuring ranks printed '%s'", csv.c_str()); }
+        table->rows.push_back(row);
+        start = end + 1;
+    }
+}
+
+static void plot_all_reduce(const Options& o, const Table& table) {
+    if (o.plot.empty()) { return; }
+    std::map<double, std::map<std::string, double>> ms;  // by size and group
+    std::set<std::string> groups;
+    for (const auto& row : table.rows) {
+        std::string group = row[0] + " " + row[1] + ", " + row[2] + " ranks";
+        if (row[4].empty()) { continue; }  // could not run here
+        groups.insert(group);
+        ms[strtod(row[3].c_str(), nullptr)][group] = strtod(row[4].c_str(), nullptr);
+    }
+    Chart chart{Chart::LINES, "", "tensor size (MB)", "median time (ms)", {}, {}, {}, true};
+    for (const std::string& group : groups) { chart.series.push_back({group, {}}); }
+    for (auto& [mb, times] : ms) {
+        chart.x.push_back(mb);
+        for (Series& series : chart.series) { series.y.push_back(times.count(series.name) ? times[series.name] : NAN); }
+    }
+    save_file(o.plot, draw("All-reduce", table.caption, {chart}));
+}
+
+int cmd_distributed_communication_single_node(const Options& o) {
+    Sweep s = sweep_of(o);
+    if (is_rank() || o.nproc > 0 || o.backend != "auto") {  // one group
+        return run_ranks(o, [&](const Communicator& c) {
+            Table table{"", all_reduce_columns, {}};
+            bool ok = all_reduce_rows(c, s, &table);
+            table.caption = caption_of(s, device_description());
+            if (c.rank == 0) {
+                print(table, o.format);
+                plot_all_reduce(o, table);
+            }
+            if (!ok) { fail("wrong sums"); }
+        });
+    }
+    Table table{"", all_reduce_columns, {}};
+    if (o.device != "cuda") {
+        for (int n : s.ranks) { group_rows(o, s, "gloo", CPU, n, &table); }
+    }
+    if (o.device != "cpu") {
+        for (int n : s.ranks) { group_rows(o, s, "nccl", CUDA, n, &table); }
+    }
+    context.device = cuda_devices() > 0 && o.device != "cpu" ? CUDA : CPU;
+    table.caption = caption_of(s, device_description());
+    print(table, o.format);
+
+    Table handout{"the same, median ms", {"Backend", "Device", "Tensor Size (MB)"}, {}};
+    for (int n : s.ranks) { handout.columns.push_back(strprintf("%d Procs", n)); }
+    std::map<std::string, std::map<std::string, std::string>> cells;  // backend and size, ranks
+    for (const auto& row : table.rows) { cells[row[0] + row[3]][row[2]] = row[4]; }
+    for (const char* backend : {"gloo", "nccl"}) {
+        for (double mb : s.sizes_mb) {
+            std::string size = strprintf("%g", mb);
+            if (!cells.count(backend + size)) { continue; }
+            handout.rows.push_back({backend, strcmp(backend, "gloo") == 0 ? "cpu" : "cuda", size});
+            for (int n : s.ranks) { handout.rows.back().push_back(cells[backend + size][std::to_string(n)]); }
+        }
+    }
+    print(handout, o.format);
+    plot_all_reduce(o, table);
+    return 0;
+}

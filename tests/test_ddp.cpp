@@ -1,0 +1,275 @@
+// Tests of ddp.cu: the four ways of data parallel training and the sharded optimizer against plain training, how
+// gradients are cut into buckets, when they go, and the numbers of communication_accounting.
+#include "test.h"
+
+#include <nlohmann/json.hpp>
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <map>
+
+static bool holds(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+// Four weights of one layer each, y = w3 * (w2 * (w1 * x)) + w0 * x, all [3]: w0 is not used where `skip` is set.
+struct FourWeights {
+    Tensor weights, gradients;
+    std::vector<Parameter> parameters;
+    std::vector<Tensor> slots;
+};
+static FourWeights four_weights(float value) {
+    FourWeights f;
+    f.weights = from_floats(std::vector<float>(12, value), {12});
+    f.gradients = empty({12}, F32, GRADIENTS);
+    copy(f.gradients, from_floats(std::vector<float>(12, NAN), {12}));
+    for (int i = 0; i < 4; i++) {
+        Tensor w = require_gradient(view(f.weights, 3 * i, {3}));
+        w.gradient->is_parameter = true;
+        w.gradient->value = view(f.gradients, 3 * i, {3});
+        f.parameters.push_back({strprintf("w%d", 3 - i), {3}, 3 * i, w});
+        f.slots.push_back(w);
+    }
+    return f;
+}
+static Tensor objective(FourWeights& f, const Tensor& x, bool skip) {
+    for (Tensor& t : f.slots) { t.gradient->filled = false; }
+    Tensor y = mul(f.slots[0], mul(f.slots[1], mul(f.slots[2], x)));
+    if (!skip) { y = add(y, mul(f.slots[3], x)); }
+    return mean_all(y);
+}
+static void check_data_parallel(const Communicator& c) {
+    for (Strategy strategy : {NAIVE, FLAT, OVERLAPPED, BUCKETED}) {
+        for (int steps = 0; steps < 2; steps++) {
+            FourWeights f = four_weights(2.0f + c.rank);  // the broadcast makes it 2 everywhere
+            auto d = data_parallel(c, strategy, 24e-6, f.weights, f.gradients, f.parameters, f.slots);
+            Tensor x = from_floats({1, 1 + (float)c.rank, 3}, {3});
+            begin_step(*d);
+            backward(objective(f, x, c.rank == 1));  // rank 1's loss does not depend on w0
+            INFO("rank " << c.rank << " of " << c.world << ", " << name_of(strategy));
+            size_t early = strategy == OVERLAPPED ? 3 : strategy == BUCKETED ? 1 : 0;
+            if (c.rank == 1) { CHECK(d->works.size() == early); }
+            finish_gradient_synchronization(*d);
+            CHECK(d->works.size() == (strategy == FLAT ? 1 : strategy == BUCKETED ? 2 : 4));
+            double sum = 0, without = 0;  // of x1 over the ranks; of all but rank 1
+            for (int r = 0; r < c.world; r++) { sum += 1 + r, without += r == 1 ? 0 : 1 + r; }
+            std::vector<float> g = to_floats(f.gradients);
+            int used = c.world - (c.world > 1);
+            for (int i = 0; i < 9; i++) {
+                double x_i = i % 3 == 0 ? 1 : i % 3 == 1 ? sum / c.world : 3;
+                CHECK(g[i] == doctest::Approx(4 * x_i / 3));
+            }
+            for (int i = 0; i < 3; i++) {
+                double x_i = i == 0 ? used : i == 1 ? without : 3.0 * used;
+                CHECK(g[9 + i] == doctest::Approx(x_i / 3 / c.world));
+            }
+        }
+    }
+}
+TEST_CASE("ddp: gradients are averages that go early and what a rank does not use counts as zero") {
+    if (lacks("gloo", CPU, 3)) { return; }
+    for (int n : {1, 2, 3}) {
+        in_ranks("ddp: gradients are averages that go early and what a rank does not use counts as zero", n, CPU,
+                 check_data_parallel);
+    }
+}
+TEST_CASE("ddp: gradients are averages over NCCL") {
+    if (lacks("nccl", CUDA, 2)) { return; }
+    in_ranks("ddp: gradients are averages over NCCL", 2, CUDA, check_data_parallel);
+}
+
+// y = w slow(w x): between the two uses of w backward takes long enough for an all-reduce that started too early.
+static void check_tied(const Communicator& c) {
+    Tensor weights = from_floats({3, 5}, {2}), gradients = empty({2}, F32, GRADIENTS);
+    Tensor w = require_gradient(weights);
+    w.gradient->is_parameter = true;
+    w.gradient->value = gradients;
+    auto d = data_parallel(c, OVERLAPPED, 0, weights, gradients, {{"w", {2}, 0, w}}, {w});
+    Tensor x = from_floats({1, 2 + 2 * (float)c.rank}, {2}), inner = mul(w, x), slow = detached(inner);
+    record(slow, {inner}, [g = inner.gradient](const Tensor& dy) {
+        usleep(50000);
+        add_gradient(g, dy);
+    });
+    begin_step(*d);
+    backward(mean_all(mul(w, slow)));  // dw = 2 w x / 2
+    finish_gradient_synchronization(*d);
+    std::vector<float> g = to_floats(gradients);
+    CHECK(g[0] == doctest::Approx(3 * 1));
+    CHECK(g[1] == doctest::Approx(5 * (2 + c.world - 1)));
+    CHECK(d->works.size() == 1);
+}
+TEST_CASE("ddp: a tied weight goes once and only after its last use") {
+    if (lacks("gloo", CPU, 3)) { return; }
+    for (int n : {2, 3}) { in_ranks("ddp: a tied weight goes once and only after its last use", n, CPU, check_tied); }
+}
+
+static void check_buckets(const Communicator& c) {
+    Model model = make_model({"tiny", 12, 10, 2, 3, 19});
+    init_weights(model, 1);
+    make_gradients(model);
+    for (double mb : {1e-6, 5e-4, 1e-3, 1.0}) {
+        auto d = data_parallel(c, BUCKETED, mb, model.weights, model.gradients, model.parameters, model.slots);
+        size_t p = 0;
+        for (const Bucket& b :
+             d->buckets) {  // whole tensors, in order, none left out, and the cap holds but for one alone
+            double bytes = 0;
+            int n = 0;
+            CHECK(b.begin == model.parameters[p].offset);
+            for (; p < model.parameters.size() && model.parameters[p].offset < b.end; p++, n++) {
+                bytes += 4.0 * count(model.parameters[p].shape);
+            }
+            CHECK(n == b.parameters);
+            CHECK((bytes <= mb * 1e6 || n == 1));
+        }
+        CHECK(p == model.parameters.size());
+        if (mb == 1.0) { CHECK(d->buckets.size() == 1); }
+        if (mb == 1e-6) { CHECK(d->buckets.size() == model.parameters.size()); }
+    }
+}
+TEST_CASE("ddp: buckets") {
+    if (lacks("gloo", CPU, 1)) { return; }
+    in_ranks("ddp: buckets", 1, CPU, check_buckets);
+}
+
+static void check_command(const std::vector<std::string>& words, const char* expected) {
+    Run r = run_cs336(words);
+    std::string line;
+    for (const std::string& w : words) { line += w + " "; }
+    INFO(line << "\n" << r.out << r.err);
+    CHECK(r.exit_code == 0);
+    CHECK(holds(r.out, expected));
+    CHECK(!holds(r.out, "DIFFER"));
+}
+TEST_CASE("ddp: weights equal those of single-process training, 1 to 4 ranks, all ways") {
+    if (lacks("gloo", CPU, 4)) { return; }
+    for (const char* n : {"1", "2", "3", "4"}) {
+        for (const char* command : {"naive_ddp", "ddp_overlap_individual_parameters", "ddp_overlap_bucketed"}) {
+            check_command({command, "--device", "cpu", "--nproc", n}, "identical");
+            if (n == std::string("4")) { break; }  // more ranks than cores take their time
+        }
+        check_command({"optimizer_state_sharding", "--device", "cpu", "--nproc", n}, "identical");
+    }
+}
+TEST_CASE("ddp: overlapped, 20 times") {  // a race does not show every time
+    if (lacks("gloo", CPU, 2)) { return; }
+    for (int i = 0; i < 20; i++) {
+        const char* command = i % 2 ? "ddp_overlap_bucketed" : "ddp_overlap_individual_parameters";
+        check_command({command, "--device", "cpu", "--nproc", i % 4 < 2 ? "2" : "3", "--seed", std::to_string(i)},
+                      "identical");
+    }
+}
+TEST_CASE("ddp: the same commands on GPUs") {
+    if (cuda_devices() == 0) { return skip_this_case("no GPU"); }
+    int gpus = cuda_devices();
+    for (const char* command :
+         {"naive_ddp", "ddp_overlap_individual_parameters", "ddp_overlap_bucketed", "optimizer_state_sharding"}) {
+        if (gpus >= 2) {
+            check_command({command, "--device", "cuda", "--nproc", "2", "--backend", "nccl"}, "identical");
+        }
+        if (gpus >= 4) {
+            check_command({command, "--device", "cuda", "--nproc", "4", "--backend", "nccl"}, "identical");
+        }
+        if (why_not("gloo", CUDA, 2).empty()) {
+            check_command({command, "--device", "cuda", "--nproc", "2", "--backend", "gloo"}, "identical");
+        }
+    }
+}
+TEST_CASE("ddp: benchmarking commands") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    Run r = run_cs336({"ddp_bucketed_benchmarking", "--quick", "--device", "cpu", "--bucket_size_mb", "0.5,100"});
+    INFO(r.out << r.err);
+    CHECK(r.exit_code == 0);
+    CHECK(holds(r.out, "scaled down: "));
+    CHECK(holds(r.out, "Calls: 39, Loss: "));  // 9 tensors a layer and 3
+    CHECK(holds(r.out, "Communication calls reduced:  39 → "));
+    CHECK(holds(r.out, "bucketed, 0.5 MB"));
+    CHECK(holds(r.out, "w = "));
+    CHECK(holds(r.out, "Speedup ratio"));
+    Run memory = run_cs336({"optimizer_state_sharding_accounting", "--quick", "--device", "cpu"});
+    CHECK(memory.exit_code == 0);
+    CHECK(holds(memory.out, "sharded, ZeRO-1"));
+    CHECK(run_cs336({"naive_ddp_benchmarking", "--size", "tiny"}).exit_code == 2);
+    CHECK(run_cs336({"ddp_bucketed_benchmarking", "--bucket_size_mb", "0"}).exit_code == 2);
+}
+TEST_CASE("ddp: --trace puts all ranks into one file") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    const char* path = "/tmp/cs336_test_ranks.json";
+    Run r =
+        run_cs336({"ddp_overlap_individual_parameters_benchmarking", "--quick", "--device", "cpu", "--trace", path});
+    INFO(r.err);
+    CHECK(r.exit_code == 0);
+    std::ifstream file(path);
+    nlohmann::json trace = nlohmann::json::parse(file, nullptr, false);
+    REQUIRE(!trace.is_discarded());
+    std::map<std::pair<int, std::string>, int> seen;  // process and name of a range
+    for (const auto& event : trace["traceEvents"]) {
+        if (event["ph"] == "X") { seen[{event["pid"].get<int>(), event["name"].get<std::string>()}]++; }
+    }
+    for (int rank : {0, 1}) {
+        for (const char* name : {"naive", "flat", "overlapped", "forward", "backward", "optimizer"}) {
+            INFO("rank " << rank << ", " << name);
+            CHECK(seen[{rank, name}] > 0);
+        }
+        CHECK(seen[{rank, "all-reduce"}] >= 39 + 1 + 39);
+    }
+    remove(path);
+    CHECK(!std::ifstream(std::string(path) + ".rank1").good());
+}
+TEST_CASE("ddp: ranks with different models stop before the first collective") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    double before = now_ms();
+    std::string all;
+    std::string line = strprintf(
+        "for r in 0 1; do RANK=$r WORLD_SIZE=2 MASTER_PORT=%d timeout 20 %s naive_ddp_benchmarking --quick --device "
+        "cpu "
+        "--timeout 3 --d_model $((32 + 32 * r)) --num_heads 4 2>&1 & done; wait",
+        20000 + (int)(getpid() % 10000), getenv("CS336_BINARY") ? getenv("CS336_BINARY") : "./cs336");
+    FILE* pipe = popen(line.c_str(), "r");
+    REQUIRE(pipe);
+    for (int ch; (ch = fgetc(pipe)) != EOF;) { all += (char)ch; }
+    pclose(pipe);
+    INFO(all);
+    CHECK(holds(
+        all, "the models differ: where rank 0 has lm_head.weight [10000, 32], rank 1 has lm_head.weight [10000, 64]"));
+    CHECK(holds(all, "rank 0: rank 1 is gone"));
+    CHECK(now_ms() - before < 5000);
+    MESSAGE("different models: over after " << (int)(now_ms() - before) << " ms");
+}
+TEST_CASE("ddp: communication_accounting") {
+    Run r = run_cs336({"communication_accounting", "--format", "csv"});
+    CHECK(r.exit_code == 0);
+    for (const char* row : {"2 D F L,219848638464",
+                            ",879.4,GB",
+                            ",819.0,GiB",
+                            ",3517.6,GB",
+                            ",3276.0,GiB",
+                            ",17547264,bytes",
+                            ",0.016342,GiB",
+                            "in GB\",43.97",
+                            "in GiB\",40.95",
+                            "0 tokens a device\",(16 P + A/2) / (memory - A/2),38",
+                            "2048 tokens a device\",(16 P + A/2) / (memory - A/2),46",
+                            "8192 tokens a device\",(16 P + A/2) / (memory - A/2),156",
+                            "A/2 = memory,10828",
+                            ",2555.6,",
+                            ",25302,tokens",
+                            ",395.3,tokens",
+                            ",1581.4,tokens",
+                            ",20445,tokens",
+                            ",319.4,tokens",
+                            ",1277.8,tokens",
+                            ",20.8,chips",
+                            ",245.3,tokens",
+                            ",15700,tokens",
+                            ",61.3,tokens",
+                            ",3925,tokens",
+                            "\"least batch, X = 8, Y = 8, not overlapped\",as in c,16594",
+                            "\"least batch, X = 4, Y = 16, not overlapped\",as in c,22021"}) {
+        INFO(row << " in\n" << r.out);
+        CHECK(holds(r.out, row));
+    }
+    Run none = run_cs336({"communication_accounting", "--tokens", "10828", "--tp", "21", "--format", "csv"});
+    CHECK(holds(none.out, "10828 tokens a device\",(16 P + A/2) / (memory - A/2),none"));
+    CHECK(holds(none.out, "(alpha X / M_X) / (1 - alpha Y / (M_Y F)),none"));
+}

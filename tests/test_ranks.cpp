@@ -1,0 +1,316 @@
+// Tests of ranks.cu: every collective with 1 to 4 ranks against what it should give, and what the others do when a rank
+// dies, stalls, never starts, or is not one of them. A test that needs ranks launches this program again as N ranks,
+// each of which runs the same test case.
+#include "test.h"
+
+#include <netinet/in.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+
+static void check_collectives(const Communicator& c) {
+    for (DType dtype : {F32, BF16}) {
+        for (int64_t n : {1, 3, 17, 1000, 70001}) {
+            auto value = [](int rank, int64_t i) { return (float)((i * 7 + rank * 3) % 13); };
+            std::vector<float> mine(n), sum(n);
+            std::vector<int64_t> bounds = {0};
+            for (int r = 0; r < c.world; r++) {
+                bounds.push_back(r + 1 == c.world ? n : std::min(n, bounds[r] + n / c.world + r));  // unequal parts
+                for (int64_t i = 0; i < n; i++) { sum[i] += value(r, i); }
+            }
+            for (int64_t i = 0; i < n; i++) { mine[i] = value(c.rank, i); }
+            INFO("rank " << c.rank << " of " << c.world << ", " << name_of(dtype) << ", n " << n);
+
+            Tensor added = from_floats(mine, {n}, dtype), averaged = from_floats(mine, {n}, dtype),
+                   sent = from_floats(mine, {n}, dtype), scattered = from_floats(mine, {n}, dtype);
+            WorkPtr works[] = {all_reduce(c, added, SUM), all_reduce(c, averaged, AVERAGE),
+                               broadcast(c, sent, c.world - 1), reduce_scatter(c, scattered, bounds, AVERAGE)};
+            for (int k : {2, 0, 3, 1}) { wait(c, works[k]); }
+            std::vector<float> a = to_floats(added), b = to_floats(averaged), s = to_floats(sent),
+                               p = to_floats(scattered);
+            wait(c, all_gather(c, scattered, bounds));
+            std::vector<float> g = to_floats(scattered);
+            int wrong = 0;
+            for (int64_t i = 0; i < n; i++) {
+                double average = sum[i] / c.world, error = dtype == BF16 ? average / 128 : 1e-6 * average;
+                bool own = i >= bounds[c.rank] && i < bounds[c.rank + 1];
+                wrong += a[i] != sum[i];
+                wrong += !(std::fabs(b[i] - average) <= error);
+                wrong += s[i] != value(c.world - 1, i);
+                wrong += own && !(std::fabs(p[i] - average) <= error);
+                wrong += !(std::fabs(g[i] - average) <= error);
+            }
+            CHECK(wrong == 0);
+        }
+    }
+    std::vector<std::string> texts = gather_text(c, "from " + std::to_string(c.rank));
+    REQUIRE((int)texts.size() == c.world);
+    for (int r = 0; r < c.world; r++) { CHECK(texts[r] == "from " + std::to_string(r)); }
+}
+TEST_CASE("ranks: collectives over Gloo") {
+    if (lacks("gloo", CPU, 4)) { return; }
+    for (int n : {1, 2, 3, 4}) { in_ranks("ranks: collectives over Gloo", n, CPU, check_collectives); }
+}
+TEST_CASE("ranks: collectives over NCCL") {
+    if (lacks("nccl", CUDA, 2)) { return; }
+    for (int n : {1, 2, 3, 4}) {
+        if (why_not("nccl", CUDA, n).empty()) { in_ranks("ranks: collectives over NCCL", n, CUDA, check_collectives); }
+    }
+}
+TEST_CASE("ranks: GPU tensors over Gloo") {
+    if (lacks("gloo", CUDA, 2)) { return; }
+    in_ranks("ranks: GPU tensors over Gloo", 2, CUDA, check_collectives);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Failures
+
+struct Started {
+    pid_t pid;
+    FILE *out, *err;
+    double at_ms;
+};
+static Started start(std::vector<std::string> words, std::vector<std::string> variables = {}) {
+    const char* binary = getenv("CS336_BINARY");
+    words.insert(words.begin(), binary ? binary : "./cs336");
+    std::vector<char*> argv;
+    for (std::string& w : words) { argv.push_back(w.data()); }
+    argv.push_back(nullptr);
+    Started s{0, tmpfile(), tmpfile(), now_ms()};
+    REQUIRE(s.out);
+    REQUIRE(s.err);
+    fflush(nullptr);
+    s.pid = fork();
+    REQUIRE(s.pid >= 0);
+    if (s.pid == 0) {
+        dup2(fileno(s.out), 1);
+        dup2(fileno(s.err), 2);
+        for (std::string& v : variables) { putenv(v.data()); }
+        execv(argv[0], argv.data());
+        _exit(127);
+    }
+    return s;
+}
+struct Ended {
+    int exit_code;
+    std::string err;
+    int lines;
+    double ms;  // since `since`
+};
+static Ended finish(const Started& s, double since) {
+    int status = 0;
+    while (waitpid(s.pid, &status, WNOHANG) == 0) {
+        if (now_ms() - since > 20000) { kill(s.pid, SIGKILL); }  // a hang
+        usleep(2000);
+    }
+    Ended e{WIFEXITED(status) ? WEXITSTATUS(status) : -1, "", 0, now_ms() - since};
+    rewind(s.err);
+    for (int c; (c = fgetc(s.err)) != EOF;) { e.err += (char)c; }
+    e.lines = (int)std::count(e.err.begin(), e.err.end(), '\n');
+    fclose(s.out);
+    fclose(s.err);
+    return e;
+}
+static std::vector<pid_t> children_of(pid_t pid) {
+    std::ifstream file("/proc/" + std::to_string(pid) + "/task/" + std::to_string(pid) + "/children");
+    std::vector<pid_t> all;
+    for (pid_t child; file >> child;) { all.push_back(child); }
+    return all;
+}
+static std::string variable_of(pid_t pid, const std::string& name) {
+    std::ifstream file("/proc/" + std::to_string(pid) + "/environ");
+    for (std::string v; std::getline(file, v, '\0');) {
+        if (v.compare(0, name.size() + 1, name + "=") == 0) { return v.substr(name.size() + 1); }
+    }
+    return "";
+}
+static pid_t rank_of_launcher(pid_t launcher, int rank) {
+    for (int tries = 0; tries < 2000; tries++) {
+        for (pid_t pid : children_of(launcher)) {
+            if (variable_of(pid, "RANK") == std::to_string(rank)) { return pid; }
+        }
+        usleep(2000);
+    }
+    return 0;
+}
+static bool gone(pid_t pid) {  // or a zombie that nobody has fetched yet
+    std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+    std::string text;
+    std::getline(file, text);
+    return text.empty() || text[text.rfind(')') + 2] == 'Z';
+}
+static const std::vector<std::string> long_run = {"distributed_communication_single_node",
+                                                  "--nproc",
+                                                  "3",
+                                                  "--device",
+                                                  "cpu",
+                                                  "--backend",
+                                                  "gloo",
+                                                  "--sizes_mb",
+                                                  "4",
+                                                  "--steps",
+                                                  "1000000",
+                                                  "--timeout",
+                                                  "3"};
+
+static bool has_text(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+TEST_CASE("ranks: one that is killed, or stalls, ends all within the timeout and is named") {
+    if (lacks("gloo", CPU, 3)) { return; }
+    for (int number : {SIGKILL, SIGSTOP}) {
+        for (int victim : {0, 1}) {
+            Started s = start(long_run);
+            std::vector<pid_t> ranks;
+            for (int r = 0; r < 3; r++) { ranks.push_back(rank_of_launcher(s.pid, r)); }
+            for (pid_t pid : ranks) { REQUIRE(pid > 0); }
+            usleep(700000);
+            double since = now_ms();
+            kill(ranks[victim], number);
+            Ended e = finish(s, since);
+            INFO("signal " << number << " to rank " << victim << ": " << e.ms << " ms: " << e.err);
+            CHECK(e.exit_code == 1);
+            CHECK(e.lines == 1);
+            CHECK(has_text(e.err, "rank " + std::to_string(victim)));
+            CHECK(has_text(e.err, number == SIGKILL ? "killed by signal 9" : "no sign of life"));
+            CHECK(e.ms < 3500);
+            for (pid_t pid : ranks) { CHECK(gone(pid)); }
+            MESSAGE("signal " << number << " to rank " << victim << ": over after " << (int)e.ms << " ms");
+        }
+    }
+}
+TEST_CASE("ranks: signals to the launcher reach all, and no rank outlives it") {
+    if (lacks("gloo", CPU, 3)) { return; }
+    for (int number : {SIGTERM, SIGINT, SIGKILL}) {
+        Started s = start(long_run);
+        std::vector<pid_t> ranks;
+        for (int r = 0; r < 3; r++) { ranks.push_back(rank_of_launcher(s.pid, r)); }
+        usleep(300000);
+        kill(s.pid, number);
+        Ended e = finish(s, now_ms());
+        CHECK(e.exit_code == (number == SIGKILL ? -1 : 1));
+        usleep(100000);
+        for (pid_t pid : ranks) { CHECK((pid > 0 && gone(pid))); }
+    }
+}
+
+static int some_free_port() {  // and the next one; below the ports of outgoing connections
+    static int port = 20000 + (int)(getpid() * 7 % 9000);
+    while (true) {
+        port += 2;
+        int free = 0;
+        for (int i : {0, 1}) {
+            int fd = socket(AF_INET, SOCK_STREAM, 0);
+            sockaddr_in a{};
+            a.sin_family = AF_INET, a.sin_port = htons((uint16_t)(port + i));
+            free += bind(fd, (sockaddr*)&a, sizeof a) == 0;
+            close(fd);
+        }
+        if (free == 2) { return port; }
+    }
+}
+static std::vector<std::string> as_rank(int rank, int world, int port) {
+    return {"RANK=" + std::to_string(rank), "WORLD_SIZE=" + std::to_string(world), "LOCAL_RANK=" + std::to_string(rank),
+            "MASTER_ADDR=127.0.0.1", "MASTER_PORT=" + std::to_string(port)};
+}
+static const std::vector<std::string> short_run = {
+    "distributed_communication_single_node", "--device", "cpu", "--backend", "gloo", "--quick", "--timeout", "3"};
+TEST_CASE("ranks: one that never starts, another world size, the same rank twice, a taken port, a foreign server") {
+    if (lacks("gloo", CPU, 3)) { return; }
+    int fd = socket(AF_INET, SOCK_STREAM, 0), on = 1;
+    sockaddr_in a{};
+    a.sin_family = AF_INET, a.sin_addr.s_addr = htonl(INADDR_ANY), a.sin_port = htons((uint16_t)some_free_port());
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    REQUIRE(bind(fd, (sockaddr*)&a, sizeof a) == 0);
+    REQUIRE(listen(fd, 5) == 0);
+    int taken = ntohs(a.sin_port), ports[] = {some_free_port(), some_free_port(), some_free_port()};
+    struct Case {
+        int rank, world, port;
+        std::string says;
+    };
+    std::vector<Case> cases = {
+        {0, 2, ports[0], "rank 1 of 2 did not start within 2.4 s"},
+        {1, 2, ports[1], "rank 0 did not start: nothing listens on 127.0.0.1:"},
+        {0, 2, ports[2], "rank 1 "},
+        {1, 3, ports[2], "rank 1 says that there are 3 ranks, but rank 0 says 2"},
+        {0, 2, taken, strprintf("MASTER_PORT %d: rank 0 cannot listen there: Address already in use", taken)},
+        {1, 2, taken, "is not the store of rank 0"},
+    };
+    std::vector<Started> started;  // all at once: most of them wait for the timeout
+    for (const Case& one : cases) { started.push_back(start(short_run, as_rank(one.rank, one.world, one.port))); }
+    for (size_t i = 0; i < cases.size(); i++) {
+        Ended e = finish(started[i], started[i].at_ms);
+        INFO("case " << i << ": " << e.ms << " ms: " << e.err);
+        CHECK(e.exit_code == 1);
+        CHECK(e.lines == 1);
+        CHECK(has_text(e.err, cases[i].says));
+        CHECK(e.ms < 3500);
+        MESSAGE(cases[i].says << ": over after " << (int)e.ms << " ms");
+    }
+    close(fd);
+}
+TEST_CASE("ranks: what torchrun and mpirun and srun say is understood") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    auto variables = [](const char* launcher, int rank, int port) -> std::vector<std::string> {
+        std::string r = std::to_string(rank), at = "MASTER_PORT=" + std::to_string(port);
+        if (std::string(launcher) == "mpirun") {
+            return {"OMPI_COMM_WORLD_RANK=" + r, "OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_LOCAL_RANK=" + r,
+                    "OMPI_COMM_WORLD_LOCAL_SIZE=2", at};
+        }
+        if (std::string(launcher) == "srun") {
+            return {"SLURM_STEP_ID=0", "SLURM_NTASKS=2", "SLURM_PROCID=" + r, "SLURM_LOCALID=" + r, at};
+        }
+        std::vector<std::string> all = as_rank(rank, 2, port);
+        all.push_back("TORCHELASTIC_RUN_ID=x");  // torchrun's own store holds the port: ours takes the next
+        return all;
+    };
+    for (const char* launcher : {"mpirun", "srun", "torchrun"}) {
+        int port = some_free_port(), fd = socket(AF_INET, SOCK_STREAM, 0);
+        sockaddr_in a{};
+        a.sin_family = AF_INET, a.sin_addr.s_addr = htonl(INADDR_ANY), a.sin_port = htons((uint16_t)port);
+        if (std::string(launcher) == "torchrun") {
+            REQUIRE(bind(fd, (sockaddr*)&a, sizeof a) == 0);
+            REQUIRE(listen(fd, 5) == 0);
+        }
+        Started both[] = {start(short_run, variables(launcher, 0, port)),
+                          start(short_run, variables(launcher, 1, port))};
+        for (const Started& one : both) {
+            Ended e = finish(one, one.at_ms);
+            INFO(launcher << ": " << e.err);
+            CHECK(e.exit_code == 0);
+        }
+        close(fd);
+    }
+}
+TEST_CASE("ranks: wrong usage of the launcher") {
+    if (lacks("gloo", CPU, 3)) { return; }
+    std::vector<std::string> words = short_run;
+    words.insert(words.end(), {"--nproc", "3"});
+    Started s = start(words, as_rank(0, 2, some_free_port()));
+    Ended e = finish(s, s.at_ms);
+    CHECK(e.exit_code == 2);
+    CHECK(has_text(e.err, "--nproc: got 3, but the launcher has started 2 ranks"));
+    Run nccl = run_cs336({"distributed_communication_single_node", "--device", "cpu", "--backend", "nccl"});
+    CHECK(nccl.exit_code == 1);
+    CHECK(has_text(nccl.err, "NCCL"));
+    CHECK(run_cs336({"distributed_communication_single_node", "--nproc", "0"}).exit_code == 2);
+    CHECK(run_cs336({"distributed_communication_single_node", "--sizes_mb", "1,x"}).exit_code == 2);
+}
+TEST_CASE("ranks: distributed_communication_single_node") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    Run r = run_cs336({"distributed_communication_single_node", "--quick", "--device", "cpu", "--format", "csv",
+                       "--plot", "/tmp/cs336_test_all_reduce.svg"});
+    CHECK(r.exit_code == 0);
+    std::ifstream picture("/tmp/cs336_test_all_reduce.svg");
+    std::string svg((std::istreambuf_iterator<char>(picture)), std::istreambuf_iterator<char>());
+    CHECK(has_text(svg, "gloo cpu, 2 ranks"));
+    remove("/tmp/cs336_test_all_reduce.svg");
+    CHECK(has_text(r.out, "gloo,cpu,2,1,"));
+    CHECK(has_text(r.out, ",right\n"));
+    CHECK(!has_text(r.out, "WRONG"));
+}
