@@ -6,7 +6,7 @@
 # TSAN=1 (the thread sanitizer, for the ranks' threads).
 
 SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu model.cu train.cu plot.cu profile.cu memory.cu ranks.cu ddp.cu main.cu)
-TESTS := $(wildcard tests/*.cpp)
+TESTS := $(filter-out tests/fuzz_%,$(wildcard tests/*.cpp))
 
 ifeq ($(origin NVCC),undefined)
 NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
@@ -145,6 +145,14 @@ check: ## what the CI runs: format, warnings as errors, tests in all flavours, s
 	$(call install,$(REQUIRED) $(REQUIRED_BY_TESTS),$(OPTIONAL))
 	+@tests/check.sh $(NVCC)
 
+FUZZED := tests/fuzz_safetensors.cpp safetensors.cu measure.cu tensor.cu precision.cu
+fuzz: ## ten minutes of libFuzzer (needs clang) on the reader of safetensors; what it finds goes to build/fuzz
+	@mkdir -p build/fuzz/corpus
+	clang++ -x c++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. \
+	    -DCS336_COMMIT='"fuzz"' $(FUZZED) -o build/fuzz/run -ldl -l:libgomp.so.1
+	build/fuzz/run -max_total_time=600 -timeout=5 -max_len=4096 -print_final_stats=1 -artifact_prefix=build/fuzz/ \
+	    build/fuzz/corpus tests/fuzz_corpus
+
 notes: cs336 ## run all problems and write their tables into notes/
 	./cs336 reproduce
 
@@ -158,4 +166,4 @@ clean: ## remove everything that was built
 	rm -rf build cs336
 
 FORCE:
-.PHONY: all run test check notes format config help clean FORCE
+.PHONY: all run test check fuzz notes format config help clean FORCE

@@ -262,10 +262,11 @@ static Reader output(std::string Options::*field, const std::string& ending) {
         o.*field = text;
         size_t name = text.size() - std::min(text.size(), ending.size());
         return name > 0 && text.compare(name, ending.size(), ending) == 0 && is_folder(folder_of(text)) &&
-               !is_folder(text);
+               access(folder_of(text).c_str(), W_OK) == 0 && !is_folder(text);
     };
     auto show = [](const Options&) { return std::string(); };
-    return {"a file name that ends in " + ending + ", in a folder that exists", read, show};
+    return {"a file name " + (ending.empty() ? "" : "that ends in " + ending + ", ") + "in a folder that exists", read,
+            show};
 }
 static Reader folder(std::string Options::*field) {
     auto read = [=](Options& o, const std::string& text) {
@@ -324,13 +325,13 @@ static const std::vector<Option>& option_table() {
         {"min_lr", "min_lr", number(&Options::min_lr, true), "where its cosine decay ends"},
         {"weight_decay", "weight_decay", number(&Options::weight_decay, true), "AdamW's decoupled decay"},
         {"max_grad_norm", "max_grad_norm", number(&Options::max_grad_norm), "gradients are clipped to this norm"},
-        {"save", "save", file(&Options::save), "write weights and optimizer state here at the end"},
+        {"save", "save", output(&Options::save, ""), "write weights and optimizer state here at the end"},
         {"load", "load", file(&Options::load), "go on from what --save wrote"},
         {"sample", "sample", whole(&Options::sample, 0), "bytes to write as a continuation"},
         {"temperature", "temperature", number(&Options::temperature), "of the sampling"},
         {"weights", "weights", file(&Options::weights), "safetensors: the state_dict"},
         {"batch", "batch", file(&Options::batch), "safetensors: tokens and targets [B, T]"},
-        {"out", "out", file(&Options::out), "safetensors to write"},
+        {"out", "out", output(&Options::out, ""), "safetensors to write"},
         {"out_folder", "out", folder(&Options::out), "where timelines (SVG) and snapshots (pickle) go"},
         {"plot", "plot", output(&Options::plot, ".svg"), "draw the table as SVG, too"},
         {"trace", "trace", output(&Options::trace, ".json"), "write what ran when, for Perfetto or chrome://tracing"},
@@ -518,6 +519,14 @@ static int run_command(const Command& command, int argc, char** argv) {
     return exit_code;
 }
 
+// What was typed, or read from a file, may hold control characters: a message stays one line and cannot steer a
+// terminal.
+static std::string on_one_line(const std::string& text) {
+    std::string line;
+    for (char c : text) { line += (unsigned char)c < 0x20 || c == 0x7f ? strprintf("\\x%02x", c) : std::string(1, c); }
+    return line;
+}
+
 int main(int argc, char** argv) {
     choose_cpu_settings(argv);
     std::string word = argc > 1 ? argv[1] : "", who = "cs336";
@@ -536,7 +545,7 @@ int main(int argc, char** argv) {
             exit_code = run_command(command, argc, argv);
         }
     } catch (const Failure& failure) {
-        fprintf(stderr, "%s: %s\n", who.c_str(), failure.what());
+        fprintf(stderr, "%s: %s\n", who.c_str(), on_one_line(failure.what()).c_str());
         exit_code = failure.exit_code;
     } catch (const std::bad_alloc&) {
         fprintf(stderr, "%s: out of memory on the host\n", who.c_str());
