@@ -265,8 +265,7 @@ static Reader output(std::string Options::*field, const std::string& ending) {
                access(folder_of(text).c_str(), W_OK) == 0 && !is_folder(text);
     };
     auto show = [](const Options&) { return std::string(); };
-    return {"a file name " + (ending.empty() ? "" : "that ends in " + ending + ", ") + "in a folder that exists", read,
-            show};
+    return {"a file name that ends in " + ending + ", in a folder that exists", read, show};
 }
 static Reader folder(std::string Options::*field) {
     auto read = [=](Options& o, const std::string& text) {
@@ -325,13 +324,13 @@ static const std::vector<Option>& option_table() {
         {"min_lr", "min_lr", number(&Options::min_lr, true), "where its cosine decay ends"},
         {"weight_decay", "weight_decay", number(&Options::weight_decay, true), "AdamW's decoupled decay"},
         {"max_grad_norm", "max_grad_norm", number(&Options::max_grad_norm), "gradients are clipped to this norm"},
-        {"save", "save", output(&Options::save, ""), "write weights and optimizer state here at the end"},
+        {"save", "save", file(&Options::save), "write weights and optimizer state here at the end"},
         {"load", "load", file(&Options::load), "go on from what --save wrote"},
         {"sample", "sample", whole(&Options::sample, 0), "bytes to write as a continuation"},
         {"temperature", "temperature", number(&Options::temperature), "of the sampling"},
         {"weights", "weights", file(&Options::weights), "safetensors: the state_dict"},
         {"batch", "batch", file(&Options::batch), "safetensors: tokens and targets [B, T]"},
-        {"out", "out", output(&Options::out, ""), "safetensors to write"},
+        {"out", "out", file(&Options::out), "safetensors to write"},
         {"out_folder", "out", folder(&Options::out), "where timelines (SVG) and snapshots (pickle) go"},
         {"plot", "plot", output(&Options::plot, ".svg"), "draw the table as SVG, too"},
         {"trace", "trace", output(&Options::trace, ".json"), "write what ran when, for Perfetto or chrome://tracing"},
