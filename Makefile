@@ -5,7 +5,7 @@
 # (install nothing), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1 (both sanitizers),
 # TSAN=1 (the thread sanitizer, for the ranks' threads).
 
-SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu model.cu train.cu plot.cu profile.cu memory.cu ranks.cu ddp.cu main.cu)
+SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu hopper.cu model.cu train.cu plot.cu profile.cu memory.cu ranks.cu ddp.cu main.cu)
 TESTS := $(filter-out tests/fuzz_%,$(wildcard tests/*.cpp))
 
 ifeq ($(origin NVCC),undefined)
@@ -80,6 +80,9 @@ $(BUILD)/%.o: %.cu $(BUILD)/config.mk
 
 $(BUILD)/tests/%.o: tests/%.cpp $(BUILD)/config.mk
 	$(CXX) $(CXXFLAGS) $(DEFINES) -I. -MMD -MP -c -o $@ $<
+
+# wgmma and setmaxnreg belong to this one architecture; no later card has them.
+$(BUILD)/hopper.o: ARCH := -gencode arch=compute_90a,code=sm_90a
 
 # The commit stands in every table's caption: measure.cu is compiled again when it changes.
 $(BUILD)/measure.o: $(BUILD)/commit

@@ -6,6 +6,7 @@
 //   attention.cu    section 1.2: attention by its definition, forward and backward
 //   flash.cu        section 1.3: FlashAttention-2, all implementations of attention in one table
 //   flash_mma.cu    its tensor-core kernels
+//   hopper.cu       those for the H100 and H200
 //   model.cu        the Transformer LM, AdamW, section 1.1's experiments
 //   train.cu        `train` on a text, `model` on your weights
 //   plot.cu         charts as SVG
@@ -562,6 +563,19 @@ constexpr float LOG2_E = 1.4426950408889634f;  // exp(x) = exp2(x log2 e), and e
 #ifdef __CUDACC__
 void flash_mma_forward(const AttentionTensors& t);  // flash_mma.cu: bf16 and fp16, D of 16, 32, 64, 80 and 128
 void flash_mma_backward(const AttentionTensors& t);
+// What lies between the backward's kernels: dq in the order in which the main kernel's lanes hold it, and for each
+// two queries L log2(e) of both, then D_i of both. Rows beyond Tq have L = inf, which makes their P 0.
+struct BackwardWorkspace {
+    float* dq;      // [B*H, rows/16, D/8, 128]
+    float4* stats;  // [B*H, rows/2]
+    int rows;       // Tq rounded up to a multiple of 128
+};
+// The backward with another main kernel between `before` and `after`; null: its own.
+void flash_mma_backward_around(const AttentionTensors& t,
+                               void (*main)(const AttentionArgs& a, const BackwardWorkspace& w, int D, DType dtype));
+void hopper_forward(const AttentionTensors& t);  // hopper.cu: the same on compute capability 9.0
+void hopper_backward(const AttentionTensors& t);
+bool is_hopper();
 // 16 bytes from global to shared memory without passing through registers; zeros if !valid. Asynchronous.
 __device__ __forceinline__ void cp_async_16(void* smem, const void* global, bool valid) {
     uint32_t to = (uint32_t)__cvta_generic_to_shared(smem);

@@ -1202,6 +1202,7 @@ static void tiled_backward(const AttentionTensors& t) { flash_backward_cpu(args_
 #ifdef __CUDACC__
 static bool fp32_on_gpu(DType t, int64_t D) { return t == F32 && flash_head_size(D); }
 static bool low_on_gpu(DType t, int64_t D) { return (t == BF16 || t == F16) && flash_head_size(D); }
+static bool low_on_hopper(DType t, int64_t D) { return low_on_gpu(t, D) && is_hopper(); }
 static void fp32_forward(const AttentionTensors& t) { flash_forward_fp32(args_of(t), head_size(t)); }
 static void fp32_backward(const AttentionTensors& t) {
     flash_backward_fp32(args_of(t), head_size(t), context.deterministic);
@@ -1219,6 +1220,7 @@ const std::vector<AttentionImpl> attention_impls = {
     {"flash_fp32", CUDA, fp32_on_gpu, nullptr, fp32_forward, fp32_backward, "FlashAttention-2 in true fp32"},
     {"flash_mma", CUDA, low_on_gpu, nullptr, flash_mma_forward, flash_mma_backward,
      "FlashAttention-2 on tensor cores (mma.sync)"},
+    {"hopper", CUDA, low_on_hopper, nullptr, hopper_forward, hopper_backward, "the same with wgmma and TMA (H100)"},
 #endif
 };
 

@@ -475,14 +475,6 @@ struct BackwardTile {
 };
 constexpr int BACKWARD_PAD = 128;  // the workspace's rows per head are a multiple of this, and it of every tile
 
-// What lies between the kernels: dq in the order in which the main kernel's lanes hold it, and for each query
-// (L log2(e), D_i). Rows beyond Tq have L = inf, which makes their P 0.
-struct BackwardWorkspace {
-    float* dq;      // [B*H, rows/16, D/8, 128]
-    float2* stats;  // [B*H, rows]
-    int rows;       // Tq rounded up
-};
-
 // Element i of lane's four in a 16x8 block of dQ: row lane/4 + 8(i/2), column 2(lane%4) + i%2. One vector add of a
 // warp, or one scalar add, touches neighbouring addresses only.
 __device__ __forceinline__ int dq_index(int lane, int i) {
@@ -520,7 +512,9 @@ __global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
     // The grid ends with a whole block: w.rows is a multiple of 128. So all lanes are here.
     for (int s = GROUP / 2; s > 0; s /= 2) { sum += __shfl_xor_sync(0xffffffff, sum, s); }
     if (d == 0) {
-        w.stats[row] = i < a.Tq ? make_float2(a.L[(int64_t)bh * a.Tq + i] * LOG2_E, sum) : make_float2(INFINITY, 0);
+        float* two = (float*)&w.stats[row / 2];
+        two[row % 2] = i < a.Tq ? a.L[(int64_t)bh * a.Tq + i] * LOG2_E : INFINITY;
+        two[2 + row % 2] = sum;
     }
     if (w.dq && d < D) {
         float4* dq = (float4*)(w.dq + row * D + d);
@@ -639,17 +633,17 @@ __device__ __forceinline__ T* head_of(const Heads& x, int b, int h) {
 // S^T of one step becomes P^T. stats: of the step's queries.
 template <class C, bool MASKED>
 __device__ __forceinline__ void exponentiate(float (&s)[C::m][C::n][4], const AttentionArgs& a, int key, int query,
-                                             const float2* stats, int lane) {
+                                             const float4* stats, int lane) {
     float factor = a.scale * LOG2_E;
 #pragma unroll
     for (int n = 0; n < C::n; n++) {  // a lane's columns are the queries 8n + 2(lane%4) and the next one
-        float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
+        float4 two = stats[4 * n + lane % 4];
 #pragma unroll
         for (int m = 0; m < C::m; m++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 int at_key = key + 16 * m + 8 * (i / 2) + lane / 4, at_query = query + 8 * n + lane % 4 * 2 + i % 2;
-                float x = s[m][n][i] * factor - (i % 2 ? two.z : two.x);
+                float x = s[m][n][i] * factor - (i % 2 ? two.y : two.x);
                 // Keys beyond Tk have S = 0, and exp(-L) may be inf: zero rows of K alone do not take them out.
                 if (MASKED && (at_key >= a.Tk || (a.causal && at_key > at_query))) { x = -INFINITY; }
                 s[m][n][i] = exp2_approx(x);
@@ -659,13 +653,13 @@ __device__ __forceinline__ void exponentiate(float (&s)[C::m][C::n][4], const At
 }
 // dP^T - D of one step.
 template <class T, class C>
-__device__ __forceinline__ void multiply_dp(float (&dp)[C::m][C::n][4], const T* v, const T* dO, const float2* stats,
+__device__ __forceinline__ void multiply_dp(float (&dp)[C::m][C::n][4], const T* v, const T* dO, const float4* stats,
                                             int lane) {
 #pragma unroll
     for (int n = 0; n < C::n; n++) {
-        float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
+        float4 two = stats[4 * n + lane % 4];
 #pragma unroll
-        for (int i = 0; i < C::m * 4; i++) { dp[i / 4][n][i % 4] = i % 2 ? -two.w : -two.y; }
+        for (int i = 0; i < C::m * 4; i++) { dp[i / 4][n][i % 4] = i % 2 ? -two.w : -two.z; }
     }
     multiply<T, C>(dp, v, dO, lane);
 }
@@ -685,7 +679,7 @@ __device__ __forceinline__ void store_ds(T* ds, const uint32_t (&p)[C::m][4], in
 // the queries'; ds: where dS^T goes, if anywhere.
 template <class T, class C, bool MASKED, bool STORE_DS>
 __device__ __forceinline__ void step_alone(const AttentionArgs& a, int key, int query, const T* k, const T* v,
-                                           const T* q, const T* dO, const float2* stats, T* ds, int lane,
+                                           const T* q, const T* dO, const float4* stats, T* ds, int lane,
                                            float (&dk)[C::m][C::D / 8][4], float (&dv)[C::m][C::D / 8][4]) {
     float s[C::m][C::n][4] = {}, dp[C::m][C::n][4];
     multiply<T, C>(s, k, q, lane);
@@ -716,7 +710,7 @@ __device__ __forceinline__ void pair_barrier(int pair) {
 // The same by a pair. The first warp does (1) and passes P^T, packed, in the order of its lanes.
 template <class T, class C, bool MASKED>
 __device__ __forceinline__ void step_first(const AttentionArgs& a, int pair, int key, int query, const T* k, const T* q,
-                                           const T* dO, const float2* stats, uint4* exchange, int lane,
+                                           const T* dO, const float4* stats, uint4* exchange, int lane,
                                            float (&dv)[C::m][C::D / 8][4]) {
     float s[C::m][C::n][4] = {};
     multiply<T, C>(s, k, q, lane);
@@ -736,7 +730,7 @@ __device__ __forceinline__ void step_first(const AttentionArgs& a, int pair, int
 }
 // The second warp does (2).
 template <class T, class C, bool STORE_DS>
-__device__ __forceinline__ void step_second(int pair, const T* v, const T* q, const T* dO, const float2* stats,
+__device__ __forceinline__ void step_second(int pair, const T* v, const T* q, const T* dO, const float4* stats,
                                             const uint4* exchange, T* ds, int lane, float (&dk)[C::m][C::D / 8][4]) {
     float dp[C::m][C::n][4];
     multiply_dp<T, C>(dp, v, dO, stats, lane);
@@ -803,10 +797,10 @@ __global__ __launch_bounds__(C::threads, C::blocks) void backward_main(Attention
     constexpr int Bk = C::own, Bq = C::stream, tile_size = Bq * C::row, ds_size = Bk * C::ds_row;
     extern __shared__ __align__(16) char shared[];
     T *k = (T*)shared, *v = k + Bk * C::row, *q = v + Bk * C::row, *dO = q + 2 * tile_size, *ds = dO + 2 * tile_size;
-    float2* stats = (float2*)(ds + C::ds_buffers * ds_size);
+    float4* stats = (float4*)(ds + C::ds_buffers * ds_size);  // of two queries each
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, owner = warp % C::owners, own = owner * C::m * 16;
     bool first = warp < C::owners;  // of a pair
-    uint4* exchange = (uint4*)(stats + 2 * Bq) + owner * C::m * C::n / 2 * WARP;
+    uint4* exchange = (uint4*)(stats + Bq) + owner * C::m * C::n / 2 * WARP;
     // Causal: the first keys are seen by the most queries. The longest blocks start first, those of all heads together.
     int bh = blockIdx.x % (a.B * a.H), b = bh / a.H, h = bh % a.H, key = blockIdx.x / (a.B * a.H) * Bk;
     int begin = a.causal ? key / Bq : 0, end = (a.Tq + Bq - 1) / Bq;  // query tiles
@@ -818,9 +812,8 @@ __global__ __launch_bounds__(C::threads, C::blocks) void backward_main(Attention
     auto load_tile = [&](int tile) {
         load_rows<T, C, Bq>(q + tile % 2 * tile_size, from_q, a.q.row, tile * Bq, a.Tq);
         load_rows<T, C, Bq>(dO + tile % 2 * tile_size, from_dO, a.dO.row, tile * Bq, a.Tq);
-        if (threadIdx.x < Bq / 2) {  // two queries are 16 bytes
-            int i = threadIdx.x * 2;
-            cp_async_16(stats + tile % 2 * Bq + i, w.stats + (row + tile * Bq + i), true);
+        if (threadIdx.x < Bq / 2) {
+            cp_async_16(stats + tile % 2 * (Bq / 2) + threadIdx.x, w.stats + (row + tile * Bq) / 2 + threadIdx.x, true);
         }
         cp_async_commit();
     };
@@ -841,7 +834,7 @@ __global__ __launch_bounds__(C::threads, C::blocks) void backward_main(Attention
         if (tile + 1 < end) { load_tile(tile + 1); }
         if (C::paired && ADD_DQ && tile > begin) { add_dq(tile - 1); }  // that barrier made its dS complete, too
         const T *q0 = q + tile % 2 * tile_size, *dO0 = dO + tile % 2 * tile_size;
-        const float2* stats0 = stats + tile % 2 * Bq;
+        const float4* stats0 = stats + tile % 2 * (Bq / 2);
         T* ds0 = ds + tile % C::ds_buffers * ds_size + own * C::ds_row;
         if constexpr (C::paired) {
             if (first) {
@@ -853,7 +846,7 @@ __global__ __launch_bounds__(C::threads, C::blocks) void backward_main(Attention
 #pragma unroll 1
             for (int i = 0; i < Bq; i += C::step) {
                 step_alone<T, C, MASKED, ADD_DQ>(a, key + own, tile * Bq + i, my_k, my_v, q0 + i * C::row,
-                                                 dO0 + i * C::row, stats0 + i, ds0 + i, lane, dk, sum);
+                                                 dO0 + i * C::row, stats0 + i / 2, ds0 + i, lane, dk, sum);
             }
             if (ADD_DQ) {
                 __syncthreads();  // dS is there, from every warp
@@ -941,7 +934,9 @@ __global__ __launch_bounds__(C::threads, C::blocks) void backward_dq(AttentionAr
     const T *my_q = q + own * C::row, *my_dO = dO + own * C::row;
     float2 stats[C::m][2];
     for (int i = 0; i < C::m * 2; i++) {
-        stats[i / 2][i % 2] = w.stats[(int64_t)bh * w.rows + query + own + 8 * i + lane / 4];
+        int64_t row = (int64_t)bh * w.rows + query + own + 8 * i + lane / 4;
+        const float* two = (const float*)&w.stats[row / 2];
+        stats[i / 2][i % 2] = make_float2(two[row % 2], two[2 + row % 2]);
     }
     float dq[C::m][C::D / 8][4] = {};
 
@@ -970,8 +965,9 @@ template <class Kernel>
 static void allow_shared_memory(Kernel kernel, size_t bytes) {
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
 }
+using OtherMain = void (*)(const AttentionArgs& a, const BackwardWorkspace& w, int D, DType dtype);
 template <class T, class Main, class Dq>
-static void launch_backward(const AttentionArgs& a, bool deterministic) {
+static void launch_backward(const AttentionArgs& a, bool deterministic, OtherMain other) {
     constexpr int D = Main::D;
     static_assert(BACKWARD_PAD % Main::stream == 0 && BACKWARD_PAD % Dq::own == 0);
     int64_t heads = (int64_t)a.B * a.H;
@@ -983,7 +979,7 @@ static void launch_backward(const AttentionArgs& a, bool deterministic) {
     int64_t rows = heads * w.rows, dq_count = deterministic ? 0 : rows * D;
     Tensor workspace = empty_on(CUDA, {dq_count + 2 * rows}, F32, WORKSPACE);
     w.dq = deterministic ? nullptr : workspace.as<float>();
-    w.stats = (float2*)(workspace.as<float>() + dq_count);
+    w.stats = (float4*)(workspace.as<float>() + dq_count);
 
     backward_before<T, D><<<ceil_div(rows * row_threads(D), 256), 256, 0, stream()>>>(a, w);
     LAUNCH_CHECK();
@@ -997,7 +993,11 @@ static void launch_backward(const AttentionArgs& a, bool deterministic) {
         allow_shared_memory(backward_dq<T, Dq>, Dq::dq_bytes);
         backward_dq<T, Dq><<<(int)(heads * ceil_div(a.Tq, Dq::own)), Dq::threads, Dq::dq_bytes, stream()>>>(a, w);
     } else {
-        launch_main(backward_main<T, Main, true>, Main::own, Main::threads, Main::main_bytes);
+        if (other) {
+            other(a, w, D, std::is_same<T, bf16>::value ? BF16 : F16);
+        } else {
+            launch_main(backward_main<T, Main, true>, Main::own, Main::threads, Main::main_bytes);
+        }
         backward_after<T, D><<<ceil_div(heads * a.Tq * (D / 8), 256), 256, 0, stream()>>>(a, w);
     }
     LAUNCH_CHECK();
@@ -1005,15 +1005,16 @@ static void launch_backward(const AttentionArgs& a, bool deterministic) {
 // Cards of compute capability 8.6 and 8.9 give a block 99 KB of shared memory, A100 163 KB, H100 227 KB: Main and Dq
 // where they fit, else Small for both passes.
 template <class T, class Main, class Dq, class Small>
-static void launch_backward(const AttentionArgs& a, bool deterministic) {
+static void launch_backward(const AttentionArgs& a, bool deterministic, OtherMain other) {
     int device, bytes;
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     bool fits = (size_t)bytes >= std::max(Main::main_bytes, Dq::main_bytes);
-    return fits ? launch_backward<T, Main, Dq>(a, deterministic) : launch_backward<T, Small, Small>(a, deterministic);
+    return fits ? launch_backward<T, Main, Dq>(a, deterministic, other)
+                : launch_backward<T, Small, Small>(a, deterministic, other);
 }
 template <class T>
-void flash_backward_mma(const AttentionArgs& a, int D, bool deterministic) {
+static void flash_backward_mma(const AttentionArgs& a, int D, bool deterministic, OtherMain other) {
     // <D, own, stream, step, warps, paired, blocks, dQ columns>
     using Tile16 = BackwardTile<16, 128, 64, 32, 4, false, 2, 1>;
     using Tile32 = BackwardTile<32, 128, 64, 32, 4, false, 2, 1>;
@@ -1024,11 +1025,11 @@ void flash_backward_mma(const AttentionArgs& a, int D, bool deterministic) {
     using Dq128 = BackwardTile<128, 128, 64, 64, 8, false, 1, 2>;
     using Small128 = BackwardTile<128, 64, 32, 16, 4, false, 1, 2>;
     switch (D) {
-        case 16: return launch_backward<T, Tile16, Tile16>(a, deterministic);
-        case 32: return launch_backward<T, Tile32, Tile32>(a, deterministic);
-        case 64: return launch_backward<T, Tile64, Tile64>(a, deterministic);
-        case 80: return launch_backward<T, Tile80, Tile80, Small80>(a, deterministic);
-        case 128: return launch_backward<T, Main128, Dq128, Small128>(a, deterministic);
+        case 16: return launch_backward<T, Tile16, Tile16>(a, deterministic, other);
+        case 32: return launch_backward<T, Tile32, Tile32>(a, deterministic, other);
+        case 64: return launch_backward<T, Tile64, Tile64>(a, deterministic, other);
+        case 80: return launch_backward<T, Tile80, Tile80, Small80>(a, deterministic, other);
+        case 128: return launch_backward<T, Main128, Dq128, Small128>(a, deterministic, other);
         default: fail("head size %d: the tensor-core kernel takes 16, 32, 64, 80 and 128", D);
     }
 }
@@ -1038,10 +1039,11 @@ void flash_mma_forward(const AttentionTensors& t) {
     int D = (int)t.q.dim(3);
     t.q.dtype == BF16 ? flash_forward_mma<bf16>(a, D) : flash_forward_mma<fp16>(a, D);
 }
-void flash_mma_backward(const AttentionTensors& t) {
+void flash_mma_backward_around(const AttentionTensors& t, OtherMain main) {
     AttentionArgs a = args_of(t);
     int D = (int)t.q.dim(3);
-    t.q.dtype == BF16 ? flash_backward_mma<bf16>(a, D, context.deterministic)
-                      : flash_backward_mma<fp16>(a, D, context.deterministic);
+    t.q.dtype == BF16 ? flash_backward_mma<bf16>(a, D, context.deterministic, main)
+                      : flash_backward_mma<fp16>(a, D, context.deterministic, main);
 }
+void flash_mma_backward(const AttentionTensors& t) { flash_mma_backward_around(t, nullptr); }
 #endif

@@ -214,6 +214,35 @@ TEST_CASE_TEMPLATE("flash: a deterministic backward gives the same bits", D, OnC
         }
     }
 }
+// A race shows itself by repetition. Only dQ is a sum whose order may change.
+TEST_CASE_TEMPLATE("flash: many runs give the same O, L, dK and dV, and the same dQ but for rounding", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    for (const AttentionImpl& impl : attention_impls) {
+        if (impl.device != D::device || !impl.forward || !impl.takes(BF16, 64)) { continue; }
+        for (int64_t head_size : {64, 128}) {
+            Tensor in[4];
+            for (int i = 0; i < 4; i++) { in[i] = normal({1, 3, 777, head_size}, BF16, 1 + i, 1); }
+            std::vector<float> first;
+            Tensor first_dq;
+            int different = 0, far = 0;
+            for (int run = 0; run < (D::device == CUDA ? 200 : 3); run++) {
+                Tensor q = require_gradient(in[0]), k = require_gradient(in[1]), v = require_gradient(in[2]), L;
+                Tensor o = run_attention(impl, q, k, v, true, &L);
+                backward_from(o, in[3]);
+                std::vector<float> all = to_floats(o);
+                for (const Tensor& t : {L, k.gradient->value, v.gradient->value}) {
+                    std::vector<float> more = to_floats(t);
+                    all.insert(all.end(), more.begin(), more.end());
+                }
+                if (run == 0) { first = all, first_dq = q.gradient->value; }
+                different += memcmp(first.data(), all.data(), all.size() * sizeof(float)) != 0;
+                far += !compare(q.gradient->value, first_dq, 1e-2, 1e-2).ok();
+            }
+            CHECK_MESSAGE(different == 0, impl.name, " ", head_size);
+            CHECK_MESSAGE(far == 0, impl.name, " ", head_size);
+        }
+    }
+}
 TEST_CASE_TEMPLATE("flash: memory grows with T, not with its square", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     const AttentionImpl* impl = fastest_flash(D::device, F32, 64);

@@ -1,0 +1,817 @@
+// hopper.cu: FlashAttention on the H100 and H200 (compute capability 9.0), with what only they have.
+//
+// Read flash.cu and flash_mma.cu first: the algorithm and its notation are theirs. What is new here:
+//   - wgmma: four warps, a warpgroup, multiply 64xK by KxN matrices straight from shared memory, asynchronously; this
+//     reaches the card's full rate, mma.sync about 60 % of it;
+//   - TMA: one thread asks for a whole tile, and the copy engine writes it to shared memory, swizzled, with zeros where
+//     the tensor ends;
+//   - mbarriers: counters in shared memory on which copies announce their bytes and warps their arrival;
+//   - setmaxnreg: a warpgroup that only loads gives its registers to those that compute.
+#include "cs336.h"
+#include <algorithm>
+
+#ifdef __CUDACC__
+#include <cuda.h>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// PTX, one instruction a function
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+// An mbarrier passes from phase to phase: each time `count` arrivals were made and all announced bytes have come.
+__device__ __forceinline__ void mbarrier_init(uint64_t* b, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count) : "memory");
+}
+// Makes the initialised mbarriers visible to the copy engine; __syncthreads() makes them visible to the block.
+__device__ __forceinline__ void mbarrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* b) {
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expecting(uint64_t* b, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+                 : "memory");
+}
+// Waits until the phase of this parity is over. Of a fresh mbarrier phase 1 counts as over, phase 0 as running.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* b, int parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}" ::"r"(shared_address(b)),
+        "r"(parity)
+        : "memory");
+}
+// Box (d, row, h, b) of the mapped tensor to shared memory; its bytes count towards the mbarrier.
+__device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint64_t* b, int d, int row, int h,
+                                         int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], "
+        "[%2];" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(b)), "r"(d), "r"(row), "r"(h), "r"(batch)
+        : "memory");
+}
+// `bytes` bytes (a multiple of 16, as both addresses are) to shared memory.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes, uint64_t* b) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(b))
+                 : "memory");
+}
+// Adds `bytes` bytes of fp32 numbers in shared memory to those at `to`. Asynchronous: until bulk_wait() from must stay
+// as it is, and until bulk_wait_all() the sums may not be there.
+__device__ __forceinline__ void bulk_add(float* to, const void* from, int bytes) {
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(
+            to),
+        "r"(shared_address(from)), "r"(bytes)
+        : "memory");
+}
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// What this thread stored to shared memory will be seen by wgmma and TMA; then a barrier, as always.
+__device__ __forceinline__ void shared_to_async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Four 8x8 matrices of 16-bit elements to shared memory, transposed: lane l gives the address of row l%8 of matrix l/8,
+// and holds of each matrix two neighbours of column l/4.
+__device__ __forceinline__ void stmatrix_x4_transposed(void* smem, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(smem)),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+// Before the first wgmma of a batch: what registers it reads and writes was written by ordinary instructions.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N>  // until at most the N newest batches are at work
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+// After a wait: keeps the compiler from reading a result before it.
+template <int N>
+__device__ __forceinline__ void pin(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) { asm volatile("" : "+f"(x[i])::"memory"); }
+}
+template <int N>
+__device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N>
+__device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+// Barriers 1 and up among whole warps; n counts the threads of both sides. `arrive` does not wait. Not bar.sync: the
+// sides may come from different instructions.
+__device__ __forceinline__ void barrier_sync(int id, int n) {
+    asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(n) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(int id, int n) {
+    asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(n) : "memory");
+}
+template <class T>
+__device__ __forceinline__ float2 unpack(uint32_t both) {
+    if constexpr (std::is_same<T, bf16>::value) {
+        return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000));
+    } else {
+        return __half22float2(*(const __half2*)&both);
+    }
+}
+__device__ __forceinline__ float exp2_approx(float x) {  // 2 ulp; exp2(-inf) = 0
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+template <class T>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t r;
+    if constexpr (std::is_same<T, bf16>::value) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    }
+    return r;
+}
+
+// A descriptor of a tile (see "Tiles in shared memory") from its low word: 128-byte swizzle, 8 rows are 1024 bytes.
+__device__ __forceinline__ uint64_t whole(uint32_t low) { return (uint64_t)(1u << 30 | 1024 / 16) << 32 | low; }
+
+// wgmma's operand list has to be spelled out. Of d [64,N] thread t holds row 16 (t/32) + t%32/4 at d[4j], d[4j+1] in
+// columns 8j + 2 (t%4) and one more, and row + 8 at d[4j+2], d[4j+3].
+#define R8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define R16 R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define R32 R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define R40 R32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define R64 R40 ",%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D8(i) D4(i), D4(i + 4)
+#define D16 D8(0), D8(8)
+#define D32 D16, D8(16), D8(24)
+#define D40 D32, D8(32)
+#define D64 D40, D8(40), D8(48), D8(56)
+// d = a b + (add ? d : 0): a [64,16] in registers (packed as d is: a[0], a[1] rows and rows + 8 of 8 columns, a[2],
+// a[3] of the next 8), b [16,N] in shared memory, its rows being the summed index.
+#define WGMMA_RS(N, TYPE, R, A0, A1, A2, A3, B, P, ...)                                                               \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
+                 "." TYPE " {" R "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", p, 1, 1, 1;\n}"                  \
+                 : __VA_ARGS__                                                                                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(whole(b)), "r"((int)add))
+#define WGMMA_RS_FUNCTION(COUNT, N, R, A0, A1, A2, A3, B, P, ...)                                          \
+    template <class T>                                                                                     \
+    __device__ __forceinline__ void wgmma(float(&d)[COUNT], const uint32_t(&a)[4], uint32_t b, bool add) { \
+        if constexpr (std::is_same<T, bf16>::value) {                                                      \
+            WGMMA_RS(N, "bf16", R, A0, A1, A2, A3, B, P, __VA_ARGS__);                                     \
+        } else {                                                                                           \
+            WGMMA_RS(N, "f16", R, A0, A1, A2, A3, B, P, __VA_ARGS__);                                      \
+        }                                                                                                  \
+    }
+WGMMA_RS_FUNCTION(8, 16, R8, 8, 9, 10, 11, 12, 13, D8(0))
+WGMMA_RS_FUNCTION(16, 32, R16, 16, 17, 18, 19, 20, 21, D16)
+WGMMA_RS_FUNCTION(32, 64, R32, 32, 33, 34, 35, 36, 37, D32)
+WGMMA_RS_FUNCTION(40, 80, R40, 40, 41, 42, 43, 44, 45, D40)
+WGMMA_RS_FUNCTION(64, 128, R64, 64, 65, 66, 67, 68, 69, D64)
+// The same with both operands in shared memory. A_ROWS, B_ROWS: whether the summed index runs over that tile's rows (a
+// is [16,64], b [16,N]) or along them (a is [64,16], b [N,16]).
+#define WGMMA_SS(N, TYPE, R, A, B, P, TA, TB, ...)                                                                    \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
+                 "." TYPE " {" R "}, %" #A ", %" #B ", p, 1, 1, %" #TA ", %" #TB ";\n}"                               \
+                 : __VA_ARGS__                                                                                        \
+                 : "l"(whole(a)), "l"(whole(b)), "r"((int)add), "n"(A_ROWS), "n"(B_ROWS))
+#define WGMMA_SS_FUNCTION(COUNT, N, R, A, B, P, TA, TB, ...)                                    \
+    template <class T, int A_ROWS, int B_ROWS>                                                  \
+    __device__ __forceinline__ void wgmma(float(&d)[COUNT], uint32_t a, uint32_t b, bool add) { \
+        if constexpr (std::is_same<T, bf16>::value) {                                           \
+            WGMMA_SS(N, "bf16", R, A, B, P, TA, TB, __VA_ARGS__);                               \
+        } else {                                                                                \
+            WGMMA_SS(N, "f16", R, A, B, P, TA, TB, __VA_ARGS__);                                \
+        }                                                                                       \
+    }
+WGMMA_SS_FUNCTION(8, 16, R8, 8, 9, 10, 11, 12, D8(0))
+WGMMA_SS_FUNCTION(16, 32, R16, 16, 17, 18, 19, 20, D16)
+WGMMA_SS_FUNCTION(32, 64, R32, 32, 33, 34, 35, 36, D32)
+WGMMA_SS_FUNCTION(64, 128, R64, 64, 65, 66, 67, 68, D64)
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tiles in shared memory
+//
+// A tile of R rows and D columns lies as ceil(D/64) slabs [R][64] of 128-byte rows. Within a slab, 16-byte chunk c of
+// row r is stored at chunk c ^ (r % 8): "128-byte swizzle", so that a column of chunks touches all banks. TMA writes it
+// so and wgmma reads it so. wgmma gets a descriptor: address, swizzle, and two distances (LBO, SBO).
+
+constexpr int SLAB = 64;            // columns
+constexpr int SLAB_ROW = 2 * SLAB;  // bytes
+
+// SBO: from 8 rows to the next 8. LBO: from 64 columns to the next 64 where the rows are the summed index; else unused.
+// This is the low word, address and LBO in units of 16 bytes; the high one, whole() knows, is the same for all tiles.
+__device__ __forceinline__ uint32_t descriptor(const void* at, int lbo) {
+    return (uint32_t)(lbo / 16) << 16 | (shared_address(at) & 0x3FFFF) / 16;
+}
+__device__ __forceinline__ uint32_t advance(uint32_t descriptor, int bytes) { return descriptor + bytes / 16; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Forward. Roles in a block: one warpgroup loads (one thread of it), the others own 64 queries each. K and V go through
+// rings of STAGES tiles; `full` tells that a tile has come, `empty` that every warpgroup has read it.
+//
+// A warpgroup does, for key tiles from the last to the first:
+//   S' = Q K^T for the next tile is issued, then O += P V for this one; while the tensor cores do the second, the
+//   exponential unit does the softmax of S'. Two or three warpgroups take turns to issue ("ping-pong"), so that one's
+//   products run under another's exponentials.
+
+// 16 rows of a result, times a factor for each thread's two: through shared memory of the warp's own (16 rows in each
+// slab, swizzled as everywhere), then 16 bytes a thread to global memory.
+template <class T, int D, int SLAB_BYTES>
+__device__ __forceinline__ void store_rows(const Heads& to, int b, int h, int first, int rows, const float (&x)[D / 2],
+                                           const float (&factor)[2], char* own, int lane) {
+    auto chunk = [&](int r, int d) {
+        return own + d / SLAB * SLAB_BYTES + r * SLAB_ROW + ((d % SLAB / 8) ^ (r % 8)) * 16;
+    };
+#pragma unroll
+    for (int j = 0; j < D / 2; j += 2) {
+        int r = lane / 4 + j % 4 / 2 * 8;
+        *(uint32_t*)(chunk(r, j / 4 * 8) + lane % 4 * 4) =
+            pack<T>(x[j] * factor[j % 4 / 2], x[j + 1] * factor[j % 4 / 2]);
+    }
+    __syncwarp();  // what the other lanes wrote is read below
+    T* out = (T*)to.data + b * to.batch + h * to.head;
+    for (int n = lane; n < 16 * (D / 8); n += WARP) {
+        int r = n / (D / 8), d = n % (D / 8) * 8;
+        uint4 eight = *(uint4*)chunk(r, d);
+        if (first + r < rows) { *(uint4*)(out + (first + r) * to.row + d) = eight; }
+    }
+}
+
+// m, what is subtracted from a row's scores, need not be their maximum: P = exp2(S - m) may be as large as 2^SLACK
+// without harm. So m follows the maximum only when that has grown by more, and O is rarely multiplied.
+constexpr float SLACK = 8;
+
+template <int HEAD, int WARPGROUPS, int KEYS, int LOADER_REGISTERS, int REGISTERS>
+struct HopperForward {
+    static constexpr int D = HEAD, groups = WARPGROUPS, Bq = 64 * WARPGROUPS, Bk = KEYS, stages = 2;
+    static constexpr int threads = 128 * (WARPGROUPS + 1);
+    static constexpr int loader_registers = LOADER_REGISTERS, registers = REGISTERS;  // of a thread
+    static constexpr int slabs = (D + SLAB - 1) / SLAB;
+    static constexpr int q_slab = Bq * SLAB_ROW, k_slab = Bk * SLAB_ROW;  // bytes
+    static constexpr int q_bytes = slabs * q_slab, k_bytes = slabs * k_slab;
+    static constexpr size_t bytes = q_bytes + 2 * stages * k_bytes + 1024;  // the swizzle needs addresses / 1024
+    static_assert(Bk == 128 && D % 16 == 0 && D <= 128);
+};
+template <class Tile>
+struct alignas(8) HopperBarriers {
+    uint64_t q_full, k_full[Tile::stages], k_empty[Tile::stages], v_full[Tile::stages], v_empty[Tile::stages];
+};
+
+template <class Tile, class T>
+__global__ void __launch_bounds__(Tile::threads, 1)
+    hopper_forward(AttentionArgs a, const __grid_constant__ CUtensorMap q_map,
+                   const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int D = Tile::D, Bk = Tile::Bk, Bq = Tile::Bq;
+    extern __shared__ char dynamic[];
+    __shared__ HopperBarriers<Tile> bars;
+    char* q_tile = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
+    char *k_ring = q_tile + Tile::q_bytes, *v_ring = k_ring + Tile::stages * Tile::k_bytes;
+
+    int heads = a.B * a.H, head = blockIdx.x % heads, b = head / a.H, h = head % a.H, blocks = gridDim.x / heads;
+    int q0 = (blocks - 1 - (int)blockIdx.x / heads) * Bq;  // the last queries see the most keys: they start first
+    int tiles = ((a.causal ? min(a.Tk, q0 + Bq) : a.Tk) + Bk - 1) / Bk;
+
+    if (threadIdx.x == 0) {
+        mbarrier_init(&bars.q_full, 1);
+        for (int i = 0; i < Tile::stages; i++) {
+            mbarrier_init(&bars.k_full[i], 1), mbarrier_init(&bars.v_full[i], 1);
+            mbarrier_init(&bars.k_empty[i], Tile::groups), mbarrier_init(&bars.v_empty[i], Tile::groups);
+        }
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // so the compiler knows that it is uniform
+    if (warpgroup == Tile::groups) {
+        fewer_registers<Tile::loader_registers>();
+        if (threadIdx.x % 128 == 0) {
+            mbarrier_arrive_expecting(&bars.q_full, Tile::q_bytes);
+            for (int s = 0; s < Tile::slabs; s++) {
+                tma_load(q_tile + s * Tile::q_slab, &q_map, &bars.q_full, s * SLAB, q0, h, b);
+            }
+            auto load = [&](char* ring, const CUtensorMap* map, uint64_t* full, uint64_t* empty, int i, int tile) {
+                int stage = i % Tile::stages, phase = i / Tile::stages % 2;
+                mbarrier_wait(&empty[stage], phase ^ 1);
+                mbarrier_arrive_expecting(&full[stage], Tile::k_bytes);
+                for (int s = 0; s < Tile::slabs; s++) {
+                    tma_load(ring + stage * Tile::k_bytes + s * Tile::k_slab, map, &full[stage], s * SLAB, tile * Bk, h,
+                             b);
+                }
+            };
+            for (int i = 0; i < tiles; i++) {
+                load(k_ring, &k_map, bars.k_full, bars.k_empty, i, tiles - 1 - i);
+                load(v_ring, &v_map, bars.v_full, bars.v_empty, i, tiles - 1 - i);
+            }
+        }
+        return;
+    }
+
+    more_registers<Tile::registers>();
+    int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
+    int first = q0 + warpgroup * 64, row = first + warp * 16 + lane / 4;  // this thread's queries: row and row + 8
+    float c = a.scale * LOG2_E;
+    float s[Bk / 2], o[D / 2] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};  // m: times c, so in powers of 2
+    uint32_t p[Bk / 16][4];
+    uint32_t q_at = descriptor(q_tile + warpgroup * 64 * SLAB_ROW, 16), k_at = descriptor(k_ring, 16),
+             v_at = descriptor(v_ring, Tile::k_slab);
+
+    auto scores = [&](int i) {  // S = Q K^T of the i-th tile
+        mbarrier_wait(&bars.k_full[i % Tile::stages], i / Tile::stages % 2);
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < D; d += 16) {
+            int slab = d / SLAB, in_slab = d % SLAB * 2;
+            wgmma<T, 0, 0>(s, advance(q_at, slab * Tile::q_slab + in_slab),
+                           advance(k_at, i % Tile::stages * Tile::k_bytes + slab * Tile::k_slab + in_slab), d > 0);
+        }
+        wgmma_commit();
+    };
+    auto add_values = [&](int i) {  // O += P V of the i-th tile
+        mbarrier_wait(&bars.v_full[i % Tile::stages], i / Tile::stages % 2);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < Bk / 16; k++) {
+            wgmma<T>(o, p[k], advance(v_at, i % Tile::stages * Tile::k_bytes + k * 16 * SLAB_ROW), true);
+        }
+        wgmma_commit();
+    };
+    auto release = [&](uint64_t* empty, int i) {
+        if (t == 0) { mbarrier_arrive(&empty[i % Tile::stages]); }
+    };
+    // Turns S of the i-th tile into P, unpacked; returns by what O has to be multiplied.
+    auto softmax = [&](int i, auto masked, float(&shrink)[2]) {
+        if constexpr (decltype(masked)::value) {
+            int key = (tiles - 1 - i) * Bk + lane % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < Bk / 2; j++) {
+                int column = key + j / 4 * 8 + j % 2, query = row + j % 4 / 2 * 8;
+                if (column >= a.Tk || (a.causal && column > query)) { s[j] = -INFINITY; }
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float larger = s[2 * r];
+#pragma unroll
+            for (int j = 0; j < Bk / 2; j += 4) { larger = fmaxf(larger, fmaxf(s[j + 2 * r], s[j + 2 * r + 1])); }
+            larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 1));
+            larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 2));
+            float before = m[r];
+            m[r] = larger * c > before + SLACK ? larger * c : before;
+            float base = decltype(masked)::value && m[r] == -INFINITY ? 0 : m[r];  // no key yet: -inf - -inf is NaN
+            shrink[r] = exp2_approx(before - base);
+            l[r] *= shrink[r];
+#pragma unroll
+            for (int j = 0; j < Bk / 2; j += 4) {
+#pragma unroll
+                for (int e = 2 * r; e < 2 * r + 2; e++) {
+                    s[j + e] = exp2_approx(fmaf(s[j + e], c, -base));
+                    l[r] += s[j + e];
+                }
+            }
+        }
+    };
+    auto pack_p = [&] {
+#pragma unroll
+        for (int k = 0; k < Bk / 16; k++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) { p[k][e] = pack<T>(s[8 * k + 2 * e], s[8 * k + 2 * e + 1]); }
+        }
+    };
+    // Turns. A warpgroup that waits for its turn finds that the one before it has issued its products.
+    constexpr bool turns = Tile::groups > 1;
+    auto wait_turn = [&] {
+        if (turns) { barrier_sync(1 + warpgroup, 256); }
+    };
+    auto pass_turn = [&] {
+        if (turns) { barrier_arrive(1 + (warpgroup + 1) % Tile::groups, 256); }
+    };
+
+    // Tiles from the last: those that hold keys which some query of this warpgroup does not see come first.
+    int whole = min(a.Tk, a.causal ? first + 1 : a.Tk) / Bk, masked_end = max(tiles - whole, 1);
+    float shrink[2];
+    mbarrier_wait(&bars.q_full, 0);
+    scores(0);
+    wgmma_wait<0>();
+    pin(s);
+    release(bars.k_empty, 0);
+    softmax(0, std::true_type(), shrink);
+    pack_p();
+    if (turns && warpgroup == Tile::groups - 1) { pass_turn(); }
+
+    auto step = [&](int i, auto masked) {
+        wait_turn();
+        scores(i);
+        add_values(i - 1);
+        pass_turn();
+        wgmma_wait<1>();
+        pin(s);
+        release(bars.k_empty, i);
+        softmax(i, masked, shrink);
+        wgmma_wait<0>();
+        pin(o);
+        release(bars.v_empty, i - 1);
+        if (__any_sync(0xffffffff, shrink[0] != 1 || shrink[1] != 1)) {
+#pragma unroll
+            for (int j = 0; j < D / 2; j++) { o[j] *= shrink[j % 4 / 2]; }
+        }
+        pack_p();
+    };
+    int i = 1;
+#pragma unroll 1
+    for (; i < masked_end; i++) { step(i, std::true_type()); }
+#pragma unroll 1
+    for (; i < tiles; i++) { step(i, std::false_type()); }
+    add_values(tiles - 1);
+    wgmma_wait<0>();
+    pin(o);
+    if (turns && warpgroup == 0) { wait_turn(); }  // the last turn that was passed on
+
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        l[r] += __shfl_xor_sync(0xffffffff, l[r], 1);
+        l[r] += __shfl_xor_sync(0xffffffff, l[r], 2);
+        int query = row + 8 * r;
+        if (lane % 4 == 0 && query < a.Tq) { a.L[(int64_t)head * a.Tq + query] = m[r] / LOG2_E + logf(l[r]); }
+    }
+    float inverse[2] = {1 / l[0], 1 / l[1]};
+    store_rows<T, D, Tile::q_slab>(a.o, b, h, first + warp * 16, a.Tq, o, inverse,
+                                   q_tile + (warpgroup * 64 + warp * 16) * SLAB_ROW, lane);
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Backward: the main kernel of flash_mma.cu's three; `before` and `after` are used as they are, and the workspace's
+// order of dQ, made for the fragments of mma, is that of wgmma's, too.
+//
+// A block owns Bk = 128 keys, 64 for each of two warpgroups, and streams tiles of Bq queries past them:
+//   S^T = K Q^T, dP^T = V dO^T       both operands in shared memory
+//   dV += P^T dO, dK += dS^T Q       P^T and dS^T straight from the registers in which the first two left S^T and dP^T
+//   dQ = dS K                        sums over the keys of both warpgroups, so dS^T goes through shared memory; each
+//   takes
+//                                    half of the tile's queries, or where there are only 64, half of the columns
+template <int HEAD, int QUERIES, int LOADER_REGISTERS, int REGISTERS>
+struct HopperBackward {
+    static constexpr int D = HEAD, Bq = QUERIES, Bk = 128, stages = 2, threads = 3 * 128;
+    static constexpr int loader_registers = LOADER_REGISTERS, registers = REGISTERS;
+    static constexpr int slabs = (D + SLAB - 1) / SLAB;
+    static constexpr int k_slab = Bk * SLAB_ROW, q_slab = Bq * SLAB_ROW;  // bytes
+    static constexpr int k_bytes = slabs * k_slab, q_bytes = slabs * q_slab, ds_bytes = Bk / SLAB * q_slab;
+    static constexpr int stats_bytes = Bq * sizeof(float2), dq_columns = D < 64 ? D : 64;
+    static constexpr int dq_bytes = 16 * dq_columns * 4;  // of a warp
+    // dS is doubled: while one tile's is read, the next is written, and one barrier a tile is enough.
+    static constexpr size_t bytes =
+        2 * k_bytes + 2 * stages * q_bytes + 2 * ds_bytes + stages * stats_bytes + 8 * dq_bytes + 1024;
+    static constexpr bool by_columns = Bq == 64;
+    static constexpr int lag = Bq == 64 ? 1 : 0;  // tiles by which dQ is behind
+    static_assert(D % 16 == 0 && D <= 128 && (Bq == 64 || Bq == 128));
+};
+template <class Tile>
+struct alignas(8) HopperBackwardBarriers {
+    uint64_t k_full, v_full, q_full[Tile::stages], q_empty[Tile::stages], dO_full[Tile::stages], dO_empty[Tile::stages];
+};
+
+template <class Tile, class T>
+__global__ void __launch_bounds__(Tile::threads, 1)
+    hopper_backward_kernel(AttentionArgs a, BackwardWorkspace w, const __grid_constant__ CUtensorMap q_map,
+                           const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
+                           const __grid_constant__ CUtensorMap dO_map) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int D = Tile::D, Bk = Tile::Bk, Bq = Tile::Bq, stages = Tile::stages;
+    extern __shared__ char dynamic[];
+    __shared__ HopperBackwardBarriers<Tile> bars;
+    char* k_tile = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
+    char *v_tile = k_tile + Tile::k_bytes, *q_ring = v_tile + Tile::k_bytes, *dO_ring = q_ring + stages * Tile::q_bytes;
+    char *ds_tiles = dO_ring + stages * Tile::q_bytes, *stats_ring = ds_tiles + 2 * Tile::ds_bytes,
+         *dq_tiles = stats_ring + stages * Tile::stats_bytes;
+
+    int heads = a.B * a.H, head = blockIdx.x % heads, b = head / a.H, h = head % a.H;
+    int k0 = (int)blockIdx.x / heads * Bk;  // the first keys are seen by the most queries: they start first
+    int begin = a.causal ? k0 / Bq : 0, tiles = max((a.Tq + Bq - 1) / Bq - begin, 0);
+
+    if (threadIdx.x == 0) {
+        mbarrier_init(&bars.k_full, 1), mbarrier_init(&bars.v_full, 1);
+        for (int i = 0; i < stages; i++) {
+            mbarrier_init(&bars.q_full[i], 1), mbarrier_init(&bars.dO_full[i], 1);
+            mbarrier_init(&bars.q_empty[i], 2), mbarrier_init(&bars.dO_empty[i], 2);
+        }
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // so the compiler knows that it is uniform
+    if (warpgroup == 2) {
+        fewer_registers<Tile::loader_registers>();
+        if (threadIdx.x % 128 == 0 && tiles > 0) {
+            auto load_own = [&](char* to, const CUtensorMap* map, uint64_t* full) {
+                mbarrier_arrive_expecting(full, Tile::k_bytes);
+                for (int s = 0; s < Tile::slabs; s++) {
+                    tma_load(to + s * Tile::k_slab, map, full, s * SLAB, k0, h, b);
+                }
+            };
+            auto load = [&](char* ring, const CUtensorMap* map, uint64_t* full, int i, int more) {
+                mbarrier_arrive_expecting(&full[i % stages], Tile::q_bytes + more);
+                for (int s = 0; s < Tile::slabs; s++) {
+                    tma_load(ring + i % stages * Tile::q_bytes + s * Tile::q_slab, map, &full[i % stages], s * SLAB,
+                             (begin + i) * Bq, h, b);
+                }
+            };
+            load_own(k_tile, &k_map, &bars.k_full);
+            for (int i = 0; i < tiles; i++) {
+                int stage = i % stages, phase = i / stages % 2;
+                mbarrier_wait(&bars.q_empty[stage], phase ^ 1);
+                load(q_ring, &q_map, bars.q_full, i, Tile::stats_bytes);
+                bulk_load(stats_ring + stage * Tile::stats_bytes,
+                          w.stats + ((int64_t)head * w.rows + (int64_t)(begin + i) * Bq) / 2, Tile::stats_bytes,
+                          &bars.q_full[stage]);
+                if (i == 0) { load_own(v_tile, &v_map, &bars.v_full); }
+                mbarrier_wait(&bars.dO_empty[stage], phase ^ 1);
+                load(dO_ring, &dO_map, bars.dO_full, i, 0);
+            }
+        }
+        return;
+    }
+
+    more_registers<Tile::registers>();
+    int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
+    int first = k0 + warpgroup * 64, row = first + warp * 16 + lane / 4;  // this thread's keys: row and row + 8
+    float c = a.scale * LOG2_E, dk[D / 2] = {}, dv[D / 2] = {};
+    uint32_t k_at = descriptor(k_tile + warpgroup * 64 * SLAB_ROW, 16),
+             v_at = descriptor(v_tile + warpgroup * 64 * SLAB_ROW, 16), q_at = descriptor(q_ring, Tile::q_slab),
+             dO_at = descriptor(dO_ring, Tile::q_slab);
+
+    // x = own rows times a streamed tile, transposed
+    auto rows_times_rows = [&](float(&x)[Bq / 2], uint32_t own, uint32_t streamed) {
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < D; d += 16) {
+            int slab = d / SLAB, in_slab = d % SLAB * 2;
+            wgmma<T, 0, 0>(x, advance(own, slab * Tile::k_slab + in_slab),
+                           advance(streamed, slab * Tile::q_slab + in_slab), d > 0);
+        }
+        wgmma_commit();
+    };
+    // sum += x times a streamed tile
+    auto add_product = [&](float(&sum)[D / 2], const uint32_t(&x)[Bq / 16][4], uint32_t streamed) {
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < Bq / 16; k++) { wgmma<T>(sum, x[k], advance(streamed, k * 16 * SLAB_ROW), true); }
+        wgmma_commit();
+    };
+    // Each warpgroup computes 64 queries of dQ, or where a tile has no more, 64 columns of all.
+    int dq_query = Tile::by_columns ? 0 : warpgroup * 64, dq_column = Tile::by_columns ? warpgroup * 64 : 0;
+    uint32_t ds_at = descriptor(ds_tiles + dq_query * SLAB_ROW, 16),
+             k_all = descriptor(k_tile + dq_column / SLAB * Tile::k_slab, 16);
+    auto start_dq = [&](float(&dq)[Tile::dq_columns / 2], int i) {
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < Bk / 16; k++) {
+            int slab = k * 16 / SLAB, in_slab = k * 16 % SLAB * 2;
+            wgmma<T, 0, 1>(dq, advance(ds_at, (i & 1) * Tile::ds_bytes + slab * Tile::q_slab + in_slab),
+                           advance(k_all, k * 16 * SLAB_ROW), k > 0);
+        }
+        wgmma_commit();
+    };
+    // The copy engine adds a warp's 16 rows of it to the sum in global memory: they are neighbours there.
+    float4* own_dq = (float4*)(dq_tiles + (warpgroup * 4 + warp) * Tile::dq_bytes);
+    int dq_blocks = min(Tile::dq_columns, D - dq_column) / 8;  // of 8 columns
+    auto put_dq = [&](const float(&dq)[Tile::dq_columns / 2]) {
+        if (lane == 0) { bulk_wait(); }
+        __syncwarp();  // the previous tile's has been read
+#pragma unroll
+        for (int n = 0; n < Tile::dq_columns / 8; n++) {
+            own_dq[n * 32 + lane] = make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+        }
+    };
+    auto add_dq = [&](int q0) {  // after put_dq() and a fence
+        __syncwarp();            // all lanes have written
+        if (lane == 0) {
+            int64_t block = (((int64_t)head * w.rows + q0 + dq_query) / 16 + warp) * (D / 8) + dq_column / 8;
+            bulk_add(w.dq + block * 128, own_dq, dq_blocks * 512);
+        }
+    };
+    // dS of tile i: each warpgroup tells the other that its half is there. Two barriers each, since one may be a tile
+    // ahead of the other.
+    auto give_ds = [&](int i) { barrier_arrive(1 + 2 * warpgroup + (i & 1), 256); };
+    auto await_ds = [&](int i) { barrier_sync(1 + 2 * (warpgroup ^ 1) + (i & 1), 256); };
+
+    float s[Bq / 2];
+    auto scores = [&](int i) {
+        mbarrier_wait(&bars.q_full[i % stages], i / stages % 2);
+        rows_times_rows(s, k_at, advance(q_at, i % stages * Tile::q_bytes));
+    };
+    // Of a tile S is there when its step begins. What the step issues, in the tensor cores' order: dP; dV; dQ; dK; S of
+    // the next tile. Where registers allow (lag 1), dQ is that of the tile before and goes in front of dV: its dS has
+    // long been written by both warpgroups, so they need not be at the same point, and one's exponentials run under the
+    // other's products.
+    auto step = [&](int i, auto masked) {
+        int stage = i % stages, q0 = (begin + i) * Bq;
+        const float4* stats = (const float4*)(stats_ring + stage * Tile::stats_bytes);  // two queries' L, then their D
+        float dp[Bq / 2];
+        mbarrier_wait(&bars.dO_full[stage], i / stages % 2);
+        rows_times_rows(dp, v_at, advance(dO_at, stage * Tile::q_bytes));
+        uint32_t p[Bq / 16][4], ds[Bq / 16][4];
+#pragma unroll
+        for (int j = Bq / 2 - 4; j >= 0; j -= 4) {
+            float2 L = *(const float2*)&stats[j + lane % 4].x;
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                s[j + e] = exp2_approx(fmaf(s[j + e], c, -(e % 2 ? L.y : L.x)));
+                if constexpr (decltype(masked)::value) {
+                    int key = row + e / 2 * 8, query = q0 + 2 * j + lane % 4 * 2 + e % 2;
+                    if (key >= a.Tk || (a.causal && key > query)) { s[j + e] = 0; }
+                }
+            }
+            if (j % 8 == 0) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) { p[j / 8][e] = pack<T>(s[j + 2 * e], s[j + 2 * e + 1]); }
+            }
+        }
+        wgmma_wait<0>();
+        pin(dp);
+        constexpr int N = Tile::dq_columns / 2;
+        float fresh[N];
+        float(&dq)[N] = Tile::lag ? *(float(*)[N])s : fresh;  // S is no longer needed: with a lag, its registers are
+        if constexpr (Tile::lag) {
+            await_ds(i - 1);
+            start_dq(dq, i - 1);
+        }
+        add_product(dv, p, advance(dO_at, stage * Tile::q_bytes));
+        char* ds_tile = ds_tiles + (i & 1) * Tile::ds_bytes + warpgroup * Tile::q_slab;
+#pragma unroll
+        for (int k = 0; k < Bq / 16; k++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int j = 8 * k + 4 * half;
+                float2 Di = *(const float2*)&stats[j + lane % 4].z;
+#pragma unroll
+                for (int r = 0; r < 2; r++) {  // P comes from its packed form: unpacked it would need 64 registers
+                    float2 two = unpack<T>(p[k][2 * half + r]);
+                    ds[k][2 * half + r] = pack<T>(two.x * (dp[j + 2 * r] - Di.x), two.y * (dp[j + 2 * r + 1] - Di.y));
+                }
+            }
+            int query = 16 * k + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
+            stmatrix_x4_transposed(ds_tile + query * SLAB_ROW + (chunk ^ lane % 8) * 16, ds[k]);
+        }
+        if constexpr (Tile::lag) {
+            wgmma_wait<1>();  // dQ is done
+            pin(dq);
+            put_dq(dq);
+        }
+        shared_to_async_fence();
+        give_ds(i);
+        if constexpr (Tile::lag) {
+            if (i > 0) { add_dq(q0 - Bq); }
+            add_product(dk, ds, advance(q_at, stage * Tile::q_bytes));
+            // At the end the last tile's S once more, without use: a branch here costs more.
+            scores(min(i + 1, tiles - 1));
+        } else {
+            await_ds(i);
+            start_dq(dq, i);
+            add_product(dk, ds, advance(q_at, stage * Tile::q_bytes));
+            wgmma_wait<2>();  // dV is done, and P's registers are free
+            pin(dv);
+            scores(min(i + 1, tiles - 1));
+            wgmma_wait<2>();  // dQ is done
+            pin(dq);
+            put_dq(dq);
+            shared_to_async_fence();
+            add_dq(q0);
+        }
+        wgmma_wait<0>();
+        pin(dv);
+        pin(dk);
+        pin(s);
+        if (t == 0) {
+            mbarrier_arrive(&bars.dO_empty[stage]);
+            mbarrier_arrive(&bars.q_empty[stage]);
+        }
+    };
+    if (tiles > 0) {
+        mbarrier_wait(&bars.k_full, 0);
+        scores(0);
+        wgmma_wait<0>();
+        pin(s);
+        mbarrier_wait(&bars.v_full, 0);
+        if (Tile::lag) { give_ds(-1); }  // of no tile: what comes of it is not used
+    }
+    // Causal: the first tiles hold queries that do not see all of this warpgroup's keys.
+    int masked_end = first + 64 > a.Tk ? tiles : a.causal ? min(tiles, (first + 63 + Bq - 1) / Bq - begin) : 0;
+    int i = 0;
+#pragma unroll 1
+    for (; i < masked_end; i++) { step(i, std::true_type()); }
+#pragma unroll 1
+    for (; i < tiles; i++) { step(i, std::false_type()); }
+
+    if (Tile::lag && tiles > 0) {
+        float dq[Tile::dq_columns / 2];
+        await_ds(tiles - 1);
+        start_dq(dq, tiles - 1);
+        wgmma_wait<0>();
+        pin(dq);
+        put_dq(dq);
+        shared_to_async_fence();
+        add_dq((begin + tiles - 1) * Bq);
+    }
+    if (lane == 0) { bulk_wait_all(); }
+    barrier_sync(5, 256);  // K is no longer read by the other warpgroup
+    int own = (warpgroup * 64 + warp * 16) * SLAB_ROW;
+    float scale[2] = {a.scale, a.scale}, one[2] = {1, 1};
+    store_rows<T, D, Tile::k_slab>(a.dk, b, h, first + warp * 16, a.Tk, dk, scale, k_tile + own, lane);
+    store_rows<T, D, Tile::k_slab>(a.dv, b, h, first + warp * 16, a.Tk, dv, one, v_tile + own, lane);
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launching
+
+// How TMA sees x [B,H,T,D]: boxes of `rows` rows and 64 columns; beyond T and D it reads zeros.
+static CUtensorMap tensor_map(const Heads& x, DType dtype, int B, int H, int T, int D, int rows) {
+    static const auto encode = [] {  // from the driver, which we do not link
+        void* function = nullptr;
+        cudaDriverEntryPointQueryResult result;
+        CUDA_CHECK(
+            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result));
+        if (result != cudaDriverEntryPointSuccess) { fail("the driver has no cuTensorMapEncodeTiled"); }
+        return (decltype(&cuTensorMapEncodeTiled))function;
+    }();
+    CUtensorMap map;
+    cuuint64_t size[] = {(cuuint64_t)D, (cuuint64_t)T, (cuuint64_t)H, (cuuint64_t)B};
+    auto bytes = [](int64_t stride, int size) { return (cuuint64_t)(size > 1 ? stride * 2 : 16); };
+    cuuint64_t stride[] = {bytes(x.row, T), bytes(x.head, H), bytes(x.batch, B)};
+    cuuint32_t box[] = {SLAB, (cuuint32_t)rows, 1, 1}, step[] = {1, 1, 1, 1};
+    CUresult error = encode(&map, dtype == BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
+                            x.data, size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (error != CUDA_SUCCESS) { fail("cuTensorMapEncodeTiled: error %d", (int)error); }
+    return map;
+}
+
+template <class Tile, class T>
+static void launch_hopper_forward(const AttentionArgs& a, DType dtype) {
+    auto kernel = hopper_forward<Tile, T>;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)Tile::bytes));
+    int64_t blocks = (int64_t)a.B * a.H * ceil_div(a.Tq, Tile::Bq);
+    kernel<<<(unsigned)blocks, Tile::threads, Tile::bytes, stream()>>>(
+        a, tensor_map(a.q, dtype, a.B, a.H, a.Tq, Tile::D, Tile::Bq),
+        tensor_map(a.k, dtype, a.B, a.H, a.Tk, Tile::D, Tile::Bk),
+        tensor_map(a.v, dtype, a.B, a.H, a.Tk, Tile::D, Tile::Bk));
+    LAUNCH_CHECK();
+}
+template <class T>
+static void hopper_forward_typed(const AttentionArgs& a, int D, DType dtype) {
+    switch (D) {
+        case 16: return launch_hopper_forward<HopperForward<16, 3, 128, 32, 160>, T>(a, dtype);
+        case 32: return launch_hopper_forward<HopperForward<32, 3, 128, 32, 160>, T>(a, dtype);
+        case 64: return launch_hopper_forward<HopperForward<64, 3, 128, 32, 160>, T>(a, dtype);
+        case 80: return launch_hopper_forward<HopperForward<80, 2, 128, 24, 240>, T>(a, dtype);
+        case 128: return launch_hopper_forward<HopperForward<128, 2, 128, 24, 240>, T>(a, dtype);
+    }
+    fail("hopper_forward: head size %d; it has 16, 32, 64, 80 and 128", D);
+}
+
+template <class Tile, class T>
+static void launch_hopper_backward(const AttentionArgs& a, const BackwardWorkspace& w, DType dtype) {
+    auto kernel = hopper_backward_kernel<Tile, T>;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)Tile::bytes));
+    auto map = [&](const Heads& x, int T_, int rows) { return tensor_map(x, dtype, a.B, a.H, T_, Tile::D, rows); };
+    kernel<<<(unsigned)((int64_t)a.B * a.H * ceil_div(a.Tk, Tile::Bk)), Tile::threads, Tile::bytes, stream()>>>(
+        a, w, map(a.q, a.Tq, Tile::Bq), map(a.k, a.Tk, Tile::Bk), map(a.v, a.Tk, Tile::Bk), map(a.dO, a.Tq, Tile::Bq));
+    LAUNCH_CHECK();
+}
+template <class T>
+static void hopper_backward_typed(const AttentionArgs& a, const BackwardWorkspace& w, int D, DType dtype) {
+    switch (D) {
+        case 16: return launch_hopper_backward<HopperBackward<16, 128, 24, 240>, T>(a, w, dtype);
+        case 32: return launch_hopper_backward<HopperBackward<32, 128, 24, 240>, T>(a, w, dtype);
+        case 64: return launch_hopper_backward<HopperBackward<64, 128, 24, 240>, T>(a, w, dtype);
+        case 80: return launch_hopper_backward<HopperBackward<80, 64, 24, 240>, T>(a, w, dtype);
+        case 128: return launch_hopper_backward<HopperBackward<128, 64, 24, 240>, T>(a, w, dtype);
+    }
+    fail("hopper_backward: head size %d; it has 16, 32, 64, 80 and 128", D);
+}
+static void hopper_backward_main(const AttentionArgs& a, const BackwardWorkspace& w, int D, DType dtype) {
+    dtype == BF16 ? hopper_backward_typed<bf16>(a, w, D, dtype) : hopper_backward_typed<fp16>(a, w, D, dtype);
+}
+void hopper_backward(const AttentionTensors& t) {
+    // The deterministic one has a kernel of its own for dQ; it is flash_mma's.
+    flash_mma_backward_around(t, context.deterministic ? nullptr : hopper_backward_main);
+}
+void hopper_forward(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
+    int D = (int)t.q.dim(3);
+    t.q.dtype == BF16 ? hopper_forward_typed<bf16>(a, D, BF16) : hopper_forward_typed<fp16>(a, D, F16);
+}
+bool is_hopper() {
+    static const bool yes = [] {
+        int device, major, minor;
+        if (cuda_devices() == 0) { return false; }
+        CUDA_CHECK(cudaGetDevice(&device));
+        CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+        CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+        return major == 9 && minor == 0;
+    }();
+    return yes;
+}
+#endif
