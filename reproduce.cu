@@ -193,6 +193,49 @@ static Experiment experiment_of(const Words& words, bool quick, const CommandPar
     return e;
 }
 
+struct Agenda {
+    std::vector<Page> pages;
+    std::vector<Experiment> all;          // each command line once, in the order of the pages
+    std::vector<std::vector<int>> index;  // page, block -> experiment; -1: left out by --only
+};
+// Reads all pages and checks all their command lines.
+static Agenda make_agenda(bool in_place, bool quick, const CommandParser& parse) {
+    Agenda agenda;
+    agenda.pages = read_pages(in_place);
+    for (const Page& page : agenda.pages) {
+        agenda.index.emplace_back();
+        for (const Block& block : page.blocks) {
+            try {
+                Experiment e = experiment_of(block.words, quick, parse);
+                auto same = [&](const Experiment& other) { return other.words == e.words; };
+                size_t i = std::find_if(agenda.all.begin(), agenda.all.end(), same) - agenda.all.begin();
+                if (i == agenda.all.size()) { agenda.all.push_back(e); }
+                agenda.index.back().push_back((int)i);
+            } catch (const Failure& failure) { fail("%s:%d: %s", page.path.c_str(), block.line, failure.what()); }
+        }
+    }
+    return agenda;
+}
+
+static void keep_only(Agenda& agenda, const Words& problems) {
+    Words ids;
+    std::set<std::string> wanted;
+    for (const Experiment& e : agenda.all) {
+        if (!std::count(ids.begin(), ids.end(), e.id)) { ids.push_back(e.id); }
+    }
+    for (const std::string& word : problems) { wanted.insert(full_name(word, ids, "problem in notes/")); }
+    std::vector<Experiment> some;
+    std::vector<int> moved;
+    for (const Experiment& e : agenda.all) {
+        moved.push_back(wanted.count(e.id) ? (int)some.size() : -1);
+        if (wanted.count(e.id)) { some.push_back(e); }
+    }
+    for (auto& blocks : agenda.index) {
+        for (int& i : blocks) { i = moved[i]; }
+    }
+    agenda.all = some;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // State: what an interrupted run has done already, and how long each command took, for the estimate. It holds for one
 // machine and one commit.
@@ -218,6 +261,16 @@ static void write_state(const State& s) {
     save_file(s.path, s.json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
 }
 static double known_seconds(const State& s, const Experiment& e) { return s.json["seconds"].value(e.line(), -1.0); }
+static int take_outputs(const State& s, std::vector<Experiment>& all) {
+    int taken = 0;
+    for (Experiment& e : all) {
+        auto found = s.json["outputs"].find(e.line());
+        if (found == s.json["outputs"].end() || !found->is_string()) { continue; }
+        e.output = *found, e.seconds = std::max(known_seconds(s, e), 0.0);
+        taken++;
+    }
+    return taken;
+}
 
 static std::string machine() {
     context.device = cuda_devices() > 0 ? CUDA : CPU;
@@ -286,14 +339,50 @@ static void run(std::vector<Experiment>& all, size_t now, State& state) {
     write_state(state);
 }
 
+static void run_all(std::vector<Experiment>& all, State& state) {
+    struct sigaction stop = {}, before[3] = {};
+    const int signals[] = {SIGINT, SIGTERM, SIGHUP};
+    stop.sa_handler = [](int) { interrupted = 1; };
+    for (int i = 0; i < 3; i++) { sigaction(signals[i], &stop, &before[i]); }
+    for (size_t i = 0; i < all.size() && !interrupted; i++) {
+        if (all[i].cannot.empty() && all[i].seconds < 0) { run(all, i, state); }
+    }
+    for (int i = 0; i < 3; i++) { sigaction(signals[i], &before[i], nullptr); }
+    if (interrupted) {
+        size_t done = std::count_if(all.begin(), all.end(), [](const Experiment& e) { return e.seconds >= 0; });
+        fail("interrupted; %zu of %zu are done, and the same command goes on from there", done, all.size());
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
-// reproduce
+// What came of it
 
 static std::string status_of(const Experiment& e) {
     return !e.cannot.empty()        ? "could not run"
            : !e.failed.empty()      ? "failed"
            : !e.scaled_down.empty() ? "scaled down"
                                     : "ran";
+}
+static int count_of(const std::vector<Experiment>& all, const std::string& status) {
+    return (int)std::count_if(all.begin(), all.end(), [&](const Experiment& e) { return status_of(e) == status; });
+}
+
+// What the captions say was scaled down, and whether each block finds its tables.
+static void read_outputs(Agenda& agenda) {
+    for (Experiment& e : agenda.all) {
+        std::string from_caption = scaled_down_in(e.output);
+        if (!from_caption.empty()) { e.scaled_down = from_caption; }
+    }
+    for (size_t p = 0; p < agenda.pages.size(); p++) {
+        for (size_t b = 0; b < agenda.pages[p].blocks.size(); b++) {
+            const Block& block = agenda.pages[p].blocks[b];
+            if (agenda.index[p][b] < 0) { continue; }
+            Experiment& e = agenda.all[agenda.index[p][b]];
+            if (status_of(e) != "ran" || !shown(e.output, block).empty()) { continue; }
+            e.failed = strprintf("%s:%d: none of its captions has '%s'", agenda.pages[p].path.c_str(), block.line,
+                                 join(block.tables, " or ").c_str());
+        }
+    }
 }
 
 static Table summary_of(const std::vector<Experiment>& all, bool quick, const std::string& machine) {
@@ -310,27 +399,31 @@ static Table summary_of(const std::vector<Experiment>& all, bool quick, const st
 
 // The pages with the new outputs in their blocks; to `out`, or in place ("") and then only what was not scaled down.
 // Returns the number of blocks written.
-static int write_pages(const std::vector<Page>& pages, const std::vector<std::vector<int>>& experiment_of_block,
-                       const std::vector<Experiment>& all, const std::string& out) {
+static int write_pages(const Agenda& agenda, const std::string& out) {
     int written = 0;
-    for (size_t p = 0; p < pages.size(); p++) {
-        std::string text = pages[p].text;
-        for (size_t b = pages[p].blocks.size(); b-- > 0;) {  // from the end: what stands before stays where it is
-            const Block& block = pages[p].blocks[b];
-            if (experiment_of_block[p][b] < 0) { continue; }
-            const Experiment& e = all[experiment_of_block[p][b]];
-            std::string status = status_of(e);
+    for (size_t p = 0; p < agenda.pages.size(); p++) {
+        const Page &before = agenda.pages[p],
+                   page = read_page(before.path);  // it may have been edited while all this ran
+        auto same = [](const Block& x, const Block& y) { return x.words == y.words && x.tables == y.tables; };
+        if (!std::equal(page.blocks.begin(), page.blocks.end(), before.blocks.begin(), before.blocks.end(), same)) {
+            fail("%s: its markers have changed; the same command goes on with the new ones", page.path.c_str());
+        }
+        std::string text = page.text;
+        for (size_t b = page.blocks.size(); b-- > 0;) {  // from the end: what stands before stays where it is
+            const Block& block = page.blocks[b];
+            if (agenda.index[p][b] < 0) { continue; }
+            const Experiment& e = agenda.all[agenda.index[p][b]];
+            std::string status = status_of(e), content = shown(e.output, block);
             if (status != "ran" && (status != "scaled down" || out.empty())) { continue; }
-            std::string content = shown(e.output, block);
             if (content.empty()) { content = "(no such table in this run, which was scaled down)\n"; }
             text.replace(block.begin, block.end - block.begin, content);
             written++;
         }
-        std::string name = pages[p].path.substr(pages[p].path.rfind('/') + 1);
-        if (out.empty() ? text != pages[p].text : true) {
-            save_file(out.empty() ? pages[p].path : out + "/" + name, text);
+        if (out.empty()) {
+            if (text != page.text) { save_file(page.path, text); }
+            continue;
         }
-        if (out.empty()) { continue; }
+        save_file(out + page.path.substr(page.path.rfind('/')), text);
         for (const std::string& picture : links_of(text, ".svg")) {
             std::string bytes;
             if (read_file("notes/" + picture, &bytes)) { save_file(out + "/" + picture, bytes); }
@@ -339,117 +432,44 @@ static int write_pages(const std::vector<Page>& pages, const std::vector<std::ve
     return written;
 }
 
-static bool same_file(const std::string& a, const std::string& b) {
-    struct stat s, t;
-    return stat(a.c_str(), &s) == 0 && stat(b.c_str(), &t) == 0 && s.st_dev == t.st_dev && s.st_ino == t.st_ino;
-}
-
 // Where there is none, makes it; wrong usage if nothing can be written there.
 static void require_folder(const std::string& path) {
     if ((mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) || access(path.c_str(), W_OK) != 0) {
         usage_error("%s: cannot be written to: %s", path.c_str(), strerror(errno));
     }
 }
+static bool same_file(const std::string& a, const std::string& b) {
+    struct stat s, t;
+    return stat(a.c_str(), &s) == 0 && stat(b.c_str(), &t) == 0 && s.st_dev == t.st_dev && s.st_ino == t.st_ino;
+}
 
 int reproduce(const Options& o, const CommandParser& parse) {
-    std::string out = o.out.empty() && o.quick ? "build/reproduce" : o.out;
-    std::vector<Page> pages = read_pages(out.empty());
-    if (!out.empty() && same_file(out, "notes")) {
-        usage_error("--out: got notes, where the pages come from; takes another folder");
-    }
-
-    // Each command line once, in the order of the pages. All of them are checked before any is run.
-    std::vector<Experiment> all;
-    std::vector<std::vector<int>> experiment_of_block;  // -1: left out by --only
-    for (const Page& page : pages) {
-        experiment_of_block.emplace_back();
-        for (const Block& block : page.blocks) {
-            try {
-                Experiment e = experiment_of(block.words, o.quick, parse);
-                auto same = [&](const Experiment& other) { return other.words == e.words; };
-                size_t i = std::find_if(all.begin(), all.end(), same) - all.begin();
-                if (i == all.size()) { all.push_back(e); }
-                experiment_of_block.back().push_back((int)i);
-            } catch (const Failure& failure) { fail("%s:%d: %s", page.path.c_str(), block.line, failure.what()); }
-        }
-    }
-    if (!o.only.empty()) {
-        Words ids;
-        std::set<std::string> wanted;
-        for (const Experiment& e : all) {
-            if (!std::count(ids.begin(), ids.end(), e.id)) { ids.push_back(e.id); }
-        }
-        for (const std::string& word : o.only) { wanted.insert(full_name(word, ids, "problem in notes/")); }
-        std::vector<Experiment> some;
-        std::vector<int> index;
-        for (const Experiment& e : all) {
-            index.push_back(wanted.count(e.id) ? (int)some.size() : -1);
-            if (wanted.count(e.id)) { some.push_back(e); }
-        }
-        for (auto& blocks : experiment_of_block) {
-            for (int& i : blocks) { i = index[i]; }
-        }
-        all = some;
-    }
-    if (out.empty() || o.out.empty()) { require_folder("build"); }
+    const std::string out = o.out.empty() && o.quick ? "build/reproduce" : o.out;
+    Agenda agenda = make_agenda(out.empty(), o.quick, parse);
+    if (!o.only.empty()) { keep_only(agenda, o.only); }
+    if (same_file(out, "notes")) { usage_error("--out: got notes, where the pages come from; takes another folder"); }
+    if (o.out.empty()) { require_folder("build"); }
     if (!out.empty()) { require_folder(out); }
-    for (const Page& page : pages) {
+    for (const Page& page : agenda.pages) {
         if (out.empty() && access(page.path.c_str(), W_OK) != 0) {
             usage_error("%s: cannot be written: %s", page.path.c_str(), strerror(errno));
         }
     }
 
-    std::string where = machine();
+    std::vector<Experiment>& all = agenda.all;
+    const std::string where = machine();
     State state = read_state((out.empty() ? "build" : out) + "/.reproduce.json", where);
-    size_t kept = 0;
-    for (Experiment& e : all) {
-        auto found = state.json["outputs"].find(e.line());
-        if (o.fresh || found == state.json["outputs"].end() || !found->is_string()) { continue; }
-        e.output = *found, e.seconds = std::max(known_seconds(state, e), 0.0);
-        kept++;
-    }
-    if (kept > 0) { note("%zu of %zu were done before the interruption; --fresh runs them again", kept, all.size()); }
-
-    struct sigaction stop = {}, before[3] = {};
-    stop.sa_handler = [](int) { interrupted = 1; };
-    const int signals[] = {SIGINT, SIGTERM, SIGHUP};
-    for (int i = 0; i < 3; i++) { sigaction(signals[i], &stop, &before[i]); }
-    for (size_t i = 0; i < all.size() && !interrupted; i++) {
-        if (all[i].cannot.empty() && all[i].seconds < 0) { run(all, i, state); }
-    }
-    for (int i = 0; i < 3; i++) { sigaction(signals[i], &before[i], nullptr); }
-    if (interrupted) {
-        size_t done = std::count_if(all.begin(), all.end(), [](const Experiment& e) { return e.seconds >= 0; });
-        fail("interrupted; %zu of %zu are done, and the same command goes on from there", done, all.size());
-    }
-
-    int failed = 0, reduced = 0;
-    for (Experiment& e : all) {
-        std::string from_caption = scaled_down_in(e.output);
-        if (!from_caption.empty()) { e.scaled_down = from_caption; }
-    }
-    for (size_t p = 0; p < pages.size(); p++) {  // a page may ask for a table that there is no more
-        for (size_t b = 0; b < pages[p].blocks.size(); b++) {
-            if (experiment_of_block[p][b] < 0) { continue; }
-            Experiment& e = all[experiment_of_block[p][b]];
-            const Block& block = pages[p].blocks[b];
-            if (status_of(e) == "ran" && shown(e.output, block).empty()) {
-                e.failed = strprintf("%s:%d: none of its captions has '%s'", pages[p].path.c_str(), block.line,
-                                     join(block.tables, " or ").c_str());
-            }
-        }
-    }
-    for (const Experiment& e : all) {
-        failed += status_of(e) == "failed";
-        reduced += status_of(e) == "scaled down";
-    }
-    int blocks = write_pages(pages, experiment_of_block, all, out);
+    int kept = o.fresh ? 0 : take_outputs(state, all);
+    if (kept > 0) { note("%d of %zu were done before the interruption; --fresh runs them again", kept, all.size()); }
+    run_all(all, state);
+    read_outputs(agenda);
+    int blocks = write_pages(agenda, out), failed = count_of(all, "failed"), reduced = count_of(all, "scaled down");
     for (const Experiment& e : all) { state.json["outputs"].erase(e.line()); }  // this run is complete
     write_state(state);
     print(summary_of(all, o.quick, where), o.format);
     note("%d blocks written to %s", blocks, out.empty() ? "notes/ and README.md" : out.c_str());
     if (out.empty() && reduced > 0) {
-        note("%d commands ran scaled down, so the tables in notes/ stay as they were; --out DIR writes copies",
+        note("%d commands ran scaled down, so their tables in notes/ stay as they were; --out DIR writes copies",
              reduced);
     }
     if (failed > 0) { fail("%d of %zu commands failed", failed, all.size()); }
