@@ -238,7 +238,7 @@ static void keep_only(Agenda& agenda, const Words& problems) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // State: what an interrupted run has done already, and how long each command took, for the estimate. It holds for one
-// machine and one commit.
+// machine and one commit, and lies as .reproduce.json in --out's folder, else in build/.
 
 struct State {
     std::string path;
