@@ -14,6 +14,7 @@
 //   memory.cu       section 1.1.6: where a step's memory goes
 //   ranks.cu        section 2.1: several processes, their store, NCCL and Gloo
 //   ddp.cu          sections 2.2 to 3: data parallel training, the sharded optimizer
+//   reproduce.cu    `reproduce`: the tables of notes/, measured again
 // Each .cu is compiled by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
 //
 // Letters, here and in every file:
@@ -80,6 +81,8 @@ const char* name_of(Mode m);
 const char* name_of(Precision p);
 Mode mode_from(const std::string& name);  // names are checked when the command line is read
 Precision precision_from(const std::string& name);
+// The one of `names` that is `word`, or else the only one that begins with it; else usage_error with the candidates.
+std::string full_name(const std::string& word, const std::vector<std::string>& names, const char* kind);
 
 // What PyTorch, too, keeps globally: default device, autocast, grad mode.
 struct Context {
@@ -231,9 +234,10 @@ void progress(const char* format, ...)
     __attribute__((format(printf, 1, 2)));  // one rewritten line on a terminal; nothing in a pipe
 void save_file(const std::string& path, const std::string& bytes);         // to a temporary name, then renamed
 void note(const char* format, ...) __attribute__((format(printf, 1, 2)));  // one line on stderr
-std::string run_ourselves(
-    const std::vector<std::string>& arguments);  // a fresh process; its stdout; fails if it failed
-std::string commit();                            // of the build
+// A fresh process; its stdout; fails if it failed. With `watch`, which is called about once a second, its stderr is
+// kept for the failure's message, of which it is the last line; where watch throws, the process ends.
+std::string run_ourselves(const std::vector<std::string>& arguments, const std::function<void()>& watch = nullptr);
+std::string commit();  // of the build
 
 // ---------------------------------------------------------------------------------------------------------------------
 // precision.cu: number formats. Conversions round to nearest, ties to even, and are ours on the CPU (the GPU has
@@ -873,6 +877,8 @@ struct Options {
     std::string backend = "auto";
     double timeout = 60;                           // seconds
     std::vector<double> sizes_mb, bucket_size_mb;  // empty: the handout's
+    std::vector<std::string> only;                 // of reproduce: problems; empty: all
+    bool fresh = false;
     // communication_accounting
     double gpu_gb = 80, tpu_gb = 95, bandwidth_gb = 180, tflops = 460;  // bytes and FLOP by powers of ten, per second
     int tokens = 2048, fsdp = 16, tp = 4, links_fsdp = 2, links_tp = 1;
@@ -911,3 +917,14 @@ int cmd_ddp_bucketed_benchmarking(const Options& o);
 int cmd_communication_accounting(const Options& o);
 int cmd_optimizer_state_sharding(const Options& o);
 int cmd_optimizer_state_sharding_accounting(const Options& o);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// reproduce.cu
+
+struct Invocation {           // a command line that has been read and checked
+    std::string id, section;  // of the command
+    int gpus;                 // see main.cu's Command
+    Options options;
+};
+using CommandParser = std::function<Invocation(const std::vector<std::string>& words)>;  // main.cu's; throws Failure
+int reproduce(const Options& o, const CommandParser& parse);

@@ -761,11 +761,13 @@ static int benchmark(const Options& o, const char* command, std::vector<Variant>
         if (o.format != "md") { return; }
         int64_t parameters = 0;
         for (const Parameter& p : model.parameters) { parameters += count(p.shape); }
+        printf("```");  // text, in markdown
         for (const Variant& v : variants) {
             if (v.strategy != NO_SYNC && v.strategy != BUCKETED) { print_step_lines(v); }
         }
         print_blocks(last, s, c, parameters);
         if (variants.size() > 2) { print_comparison(variants[1], last); }
+        printf("```\n");
     });
 }
 int cmd_naive_ddp_benchmarking(const Options& o) {

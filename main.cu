@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 static int cmd_list(const Options& o);
+static int cmd_reproduce(const Options& o);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Commands, in the handout's order. `options` names rows of the option table below: `name!` has to be given, and
@@ -24,7 +25,7 @@ struct Command {
     int gpus;             // 0: the same everywhere, 1: scaled down without a GPU, 2: without two, and over Gloo
     const char* what;
     const char* file;
-    int (*run)(const Options&);  // null: not built yet
+    int (*run)(const Options&);
     std::string options;
 };
 
@@ -102,7 +103,8 @@ static const Command COMMANDS[] = {
      "weights! batch! num_heads! out! rope_theta update_steps lr precision=fp32 mode=flash device"},
     {"attention", "", 0, 0, "your q, k, v in, our output and gradients out", "flash.cu", cmd_attention,
      "inputs! out! causal impl deterministic device"},
-    {"reproduce", "", 0, 1, "all of it, into notes/", "main.cu", nullptr, ""},
+    {"reproduce", "", 0, 1, "all of it, into notes/", "reproduce.cu", cmd_reproduce,
+     "only pages_folder fresh format quick"},
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -229,13 +231,13 @@ static Reader text(std::string Options::*field) {  // the command checks it
     return {"auto, or a name", read, [=](const Options& o) { return o.*field; }};
 }
 
-static Reader paths(std::vector<std::string> Options::*field) {  // the command checks that there are such
+static Reader items(std::vector<std::string> Options::*field, const char* example) {  // the command checks them
     auto read = [=](Options& o, const std::string& text) {
         o.*field = split(text);
         return !among("", o.*field);
     };
     auto show = [](const Options&) { return std::string(); };
-    return {"one or more, separated by commas, e.g. forward,step/backward/layer/attention", read, show};
+    return {std::string("one or more, separated by commas, e.g. ") + example, read, show};
 }
 
 static Reader file(std::string Options::*field) {
@@ -332,9 +334,12 @@ static const std::vector<Option>& option_table() {
         {"batch", "batch", file(&Options::batch), "safetensors: tokens and targets [B, T]"},
         {"out", "out", file(&Options::out), "safetensors to write"},
         {"out_folder", "out", folder(&Options::out), "where timelines (SVG) and snapshots (pickle) go"},
+        {"pages_folder", "out", folder(&Options::out), "where the pages go, instead of notes/"},
+        {"only", "only", items(&Options::only, "nsys_profile,naive_ddp"), "problems to run; any unambiguous beginning"},
         {"plot", "plot", output(&Options::plot, ".svg"), "draw the table as SVG, too"},
         {"trace", "trace", output(&Options::trace, ".json"), "write what ran when, for Perfetto or chrome://tracing"},
-        {"ranges", "range", paths(&Options::range), "kernel summaries of these parts of the run"},
+        {"ranges", "range", items(&Options::range, "forward,step/backward/layer/attention"),
+         "kernel summaries of these parts of the run"},
         {"top", "top", whole(&Options::top, 1), "rows of a kernel summary"},
         {"inputs", "inputs", file(&Options::inputs), "safetensors: q, k, v and perhaps do, [B, H, S, D] or [B, S, D]"},
         {"impl", "impl", text(&Options::impl), "which row of the table of implementations"},
@@ -367,6 +372,7 @@ struct Flag {
 static const Flag flag_table[] = {
     {"quick", &Options::quick, "shrink the run to some seconds on two CPU cores; the caption says what was shrunk"},
     {"causal", &Options::causal, "query i sees keys j <= i only"},
+    {"fresh", &Options::fresh, "run everything, also what an interrupted run has done already"},
     {"deterministic", &Options::deterministic,
      "the same bits in every run, at some cost in flash attention's backward"},
 };
@@ -384,10 +390,10 @@ static int cmd_list(const Options& o) {
                                                                           : "needs two GPUs and NCCL; or Gloo";
     for (const Command& c : COMMANDS) {
         bool problem = c.section[0] != 0;
-        std::string here = !c.run ? "not yet" : c.gpus == 2 ? two : c.gpus <= gpus ? "yes" : "scaled down: no GPU";
+        std::string here = c.gpus == 2 ? two : c.gpus <= gpus ? "yes" : "scaled down: no GPU";
         table.rows.push_back({c.id, problem ? c.section : "tool", c.points ? std::to_string(c.points) : "",
                               std::string("cs336 ") + c.id, c.file,
-                              problem && c.run ? strprintf("notes/%s-%s.md", c.section, c.id) : "", here});
+                              problem ? strprintf("notes/%s-%s.md", c.section, c.id) : "", here});
     }
     print(table, o.format);
     return 0;
@@ -398,9 +404,7 @@ static void print_overview(FILE* to) {
     fprintf(to, "usage: cs336 <command> [options]      any unambiguous beginning of a command will do\n");
     fprintf(to, "       cs336 <command> --help         its options and their defaults\n");
     fprintf(to, "       cs336 --version                the commit that this was built from\n\n");
-    for (const Command& c : COMMANDS) {
-        fprintf(to, "  %-5s %-46s %s%s\n", c.section, c.id, c.what, c.run ? "" : " (not yet)");
-    }
+    for (const Command& c : COMMANDS) { fprintf(to, "  %-5s %-46s %s\n", c.section, c.id, c.what); }
     fprintf(to, "\nexit codes: 0 done, 1 it ran and failed, 2 wrong usage\n");
 }
 
@@ -408,22 +412,10 @@ static void print_overview(FILE* to) {
 // From argv to a command and its Options
 
 static const Command& find_command(const std::string& word) {
-    std::vector<const Command*> found;
-    std::string start = word;
-    while (true) {  // an unknown word is shortened until some command starts like it: these are the candidates
-        for (const Command& c : COMMANDS) {
-            if (word == c.id) { return c; }
-            if (std::string(c.id).compare(0, start.size(), start) == 0) { found.push_back(&c); }
-        }
-        if (!found.empty()) { break; }
-        start.pop_back();
-    }
-    if (start == word && !word.empty() && found.size() == 1) { return *found[0]; }
     std::vector<std::string> ids;
-    for (const Command* c : found) { ids.push_back(c->id); }
-    usage_error("%s: %s; candidates: %s", word.empty() ? "''" : word.c_str(),
-                start == word && !word.empty() ? "more than one command starts like this" : "no such command",
-                join(ids, ", ").c_str());
+    for (const Command& c : COMMANDS) { ids.push_back(c.id); }
+    const std::string id = full_name(word, ids, "command");
+    return *std::find_if(std::begin(COMMANDS), std::end(COMMANDS), [&](const Command& c) { return id == c.id; });
 }
 
 static const Option& find_option(const std::string& key) {
@@ -463,11 +455,9 @@ static void add_option(CLI::App& app, const std::string& word, Options& o, std::
         ->required(required);
 }
 
-static int run_command(const Command& command, int argc, char** argv) {
-    Options o;
-    o.command_line.assign(argv + 1, argv + argc);
-    if (!command.run) { fail("not built yet"); }
-
+// words: what follows the program's name. Returns the help, where that is what they ask for.
+static std::string parse_options(const Command& command, const std::vector<std::string>& words, Options& o) {
+    o.command_line = words;
     std::map<std::string, std::string> takes;
     CLI::App app(command.what, std::string("cs336 ") + command.id);
     app.set_help_flag("--help,-h", "this text");
@@ -477,11 +467,8 @@ static int run_command(const Command& command, int argc, char** argv) {
         if (!word.empty()) { add_option(app, word, o, takes); }
     }
     try {
-        app.parse(argc - 1, argv + 1);
-    } catch (const CLI::CallForHelp&) {
-        printf("%s", app.help().c_str());
-        return 0;
-    } catch (const CLI::ParseError& e) {
+        app.parse(std::vector<std::string>(words.rbegin(), words.rend() - 1));  // CLI11 takes them from the end
+    } catch (const CLI::CallForHelp&) { return app.help(); } catch (const CLI::ParseError& e) {
         std::string what = e.what();  // starts with the option
         std::string option = what.substr(0, what.find_first_of(": "));
         for (const Flag& flag : flag_table) {
@@ -502,6 +489,16 @@ static int run_command(const Command& command, int argc, char** argv) {
             usage_error("--size: got '%s' and --%s too, takes one or the other", join(o.size, ",").c_str(), dimension);
         }
     }
+    return "";
+}
+
+static int run_command(const Command& command, const std::vector<std::string>& words) {
+    Options o;
+    std::string help = parse_options(command, words, o);
+    if (!help.empty()) {
+        printf("%s", help.c_str());
+        return 0;
+    }
     context.deterministic = o.deterministic;
     // That one traces by itself, as the ranks do.
     if (o.trace.empty() || command.run == cmd_nsys_profile || command.gpus == 2) { return command.run(o); }
@@ -516,6 +513,15 @@ static int run_command(const Command& command, int argc, char** argv) {
                 strprintf("cs336 %s; %s; commit %s", join(o.command_line, " ").c_str(), device_description().c_str(),
                           commit().c_str()));
     return exit_code;
+}
+
+static int cmd_reproduce(const Options& o) {
+    return reproduce(o, [](const std::vector<std::string>& words) {
+        const Command& command = find_command(words[0]);
+        Invocation invocation{command.id, command.section, command.gpus, {}};
+        if (!parse_options(command, words, invocation.options).empty()) { usage_error("--help: measures nothing"); }
+        return invocation;
+    });
 }
 
 // What was typed, or read from a file, may hold control characters: a message stays one line and cannot steer a
@@ -541,7 +547,7 @@ int main(int argc, char** argv) {
         } else {
             const Command& command = find_command(word);
             who += std::string(" ") + command.id;
-            exit_code = run_command(command, argc, argv);
+            exit_code = run_command(command, {argv + 1, argv + argc});
         }
     } catch (const Failure& failure) {
         fprintf(stderr, "%s: %s\n", who.c_str(), on_one_line(failure.what()).c_str());

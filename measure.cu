@@ -21,6 +21,7 @@
 #include <fcntl.h>
 #include <malloc.h>
 #include <omp.h>
+#include <poll.h>
 #include <spawn.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -137,6 +138,24 @@ Precision precision_from(const std::string& name) {
         if (name == name_of(p)) { return p; }
     }
     fail("precision '%s': expected fp32, tf32, bf16 or fp16", name.c_str());
+}
+
+std::string full_name(const std::string& word, const std::vector<std::string>& names, const char* kind) {
+    std::string start = word, candidates;
+    std::vector<std::string> found;
+    while (true) {  // an unknown word is shortened until some name starts like it: these are the candidates
+        for (const std::string& name : names) {
+            if (word == name) { return name; }
+            if (name.compare(0, start.size(), start) == 0) { found.push_back(name); }
+        }
+        if (!found.empty() || start.empty()) { break; }
+        start.pop_back();
+    }
+    bool begins = start == word && !word.empty();
+    if (begins && found.size() == 1) { return found[0]; }
+    for (const std::string& name : found) { candidates += (candidates.empty() ? "" : ", ") + name; }
+    usage_error(begins ? "%s: more than one %s starts like this; candidates: %s" : "%s: no such %s; candidates: %s",
+                word.empty() ? "''" : word.c_str(), kind, candidates.c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1069,7 +1088,28 @@ void save_file(const std::string& path, const std::string& bytes) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Ourselves
 
-std::string run_ourselves(const std::vector<std::string>& arguments) {
+// Ends the child and what it has started: all are in its process group. NCCL's ranks get a moment to tidy up.
+static void end_group(pid_t child) {
+    kill(-child, SIGTERM);
+    for (int i = 0; i < 300 && waitpid(child, nullptr, WNOHANG) == 0; i++) { usleep(10000); }
+    kill(-child, SIGKILL);
+    waitpid(child, nullptr, 0);  // fails where it has been waited for above
+}
+
+static std::string last_line_of(FILE* file) {
+    std::string line, last;
+    rewind(file);
+    for (int c; (c = fgetc(file)) != EOF;) {
+        if (c != '\n') {
+            line += (char)c;
+        } else if (!line.empty()) {
+            last = line, line.clear();
+        }
+    }
+    return line.empty() ? last : line;
+}
+
+std::string run_ourselves(const std::vector<std::string>& arguments, const std::function<void()>& watch) {
     std::string line = "cs336";
     std::vector<char*> argv = {(char*)"cs336"};
     for (const std::string& a : arguments) {
@@ -1080,12 +1120,21 @@ std::string run_ourselves(const std::vector<std::string>& arguments) {
 
     int ends[2];  // read, write
     if (pipe2(ends, O_CLOEXEC) != 0) { fail("pipe: %s", strerror(errno)); }
+    std::unique_ptr<FILE, int (*)(FILE*)> errors(watch ? tmpfile() : nullptr, fclose);
+    if (watch && !errors) { fail("tmpfile: %s", strerror(errno)); }
     posix_spawn_file_actions_t actions;
     posix_spawn_file_actions_init(&actions);
     posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
+    posix_spawnattr_t attributes;
+    posix_spawnattr_init(&attributes);
+    if (watch) {
+        posix_spawn_file_actions_adddup2(&actions, fileno(errors.get()), STDERR_FILENO);
+        posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP);  // group 0: its own
+    }
     pid_t child;
-    int error = posix_spawn(&child, "/proc/self/exe", &actions, nullptr, argv.data(), environ);
+    int error = posix_spawn(&child, "/proc/self/exe", &actions, &attributes, argv.data(), environ);
     posix_spawn_file_actions_destroy(&actions);
+    posix_spawnattr_destroy(&attributes);
     close(ends[1]);  // so that reading ends when the child closes its copy
     if (error != 0) {
         close(ends[0]);
@@ -1094,9 +1143,21 @@ std::string run_ourselves(const std::vector<std::string>& arguments) {
 
     std::string output;
     char buffer[4096];
-    ssize_t n;
-    while ((n = read(ends[0], buffer, sizeof buffer)) > 0 || (n < 0 && errno == EINTR)) {
-        output.append(buffer, std::max<ssize_t>(n, 0));
+    ssize_t n = 0;
+    try {
+        while (true) {
+            if (watch) { watch(); }
+            pollfd p{ends[0], POLLIN, 0};
+            int ready = poll(&p, 1, watch ? 1000 : -1);
+            if (ready == 0 || (ready < 0 && errno == EINTR)) { continue; }
+            n = read(ends[0], buffer, sizeof buffer);
+            if (n == 0 || (n < 0 && errno != EINTR)) { break; }
+            output.append(buffer, std::max<ssize_t>(n, 0));
+        }
+    } catch (...) {
+        end_group(child);
+        close(ends[0]);
+        throw;
     }
     int read_error = n < 0 ? errno : 0;
     close(ends[0]);
@@ -1107,7 +1168,11 @@ std::string run_ourselves(const std::vector<std::string>& arguments) {
     if (WIFSIGNALED(status)) {
         fail("%s: killed by signal %d (%s)", line.c_str(), WTERMSIG(status), strsignal(WTERMSIG(status)));
     }
-    if (WEXITSTATUS(status) != 0) { fail("%s: exited with %d", line.c_str(), WEXITSTATUS(status)); }
+    if (WEXITSTATUS(status) != 0) {
+        std::string why = errors ? last_line_of(errors.get()) : "";
+        fail("%s",
+             why.empty() ? strprintf("%s: exited with %d", line.c_str(), WEXITSTATUS(status)).c_str() : why.c_str());
+    }
     if (read_error != 0) { fail("%s: cannot read its output: %s", line.c_str(), strerror(read_error)); }
     return output;
 }

@@ -170,8 +170,9 @@ int cmd_mixed_precision_accumulation(const Options& o) {
         results.push_back(a);
     }
     if (o.format == "md") {
+        printf("```\n");
         for (int i = 0; i < 4; i++) { printf("%s\n", as_torch_prints(results[i].sum, rows[i].format).c_str()); }
-        printf("\n");
+        printf("```\n");
     }
     print(table, o.format);
     if (o.format == "md") {

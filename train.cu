@@ -375,7 +375,7 @@ int cmd_train(const Options& typed) {
     summary.caption = "train: loss in nats per byte";
     print(summary, o.format);
     if (o.sample > 0 && o.format == "md") {
-        printf("\nThe held-out text's first %d bytes continued (temperature %.2g):\n\n%s\n", o.context_length,
+        printf("\nThe held-out text's first %d bytes continued (temperature %.2g):\n\n```\n%s\n```\n", o.context_length,
                o.temperature, sample_text(model, text, o.context_length, o.sample, o.temperature, o.seed).c_str());
     }
     return 0;

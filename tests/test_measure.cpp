@@ -9,6 +9,7 @@
 #include <thread>
 
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 static std::string run_case(const std::string& name) { return run_ourselves({"--no-skip", "--test-case=" + name}); }
@@ -327,6 +328,33 @@ TEST_CASE("measure: child: prints a lot" * doctest::skip()) {
         printf("line %d\n", i);
     }
     fflush(stdout);
+}
+
+TEST_CASE("measure: child: says why and exits with 4" * doctest::skip()) {
+    fprintf(stderr, "not this line\nbecause of this\n");
+    _exit(4);
+}
+
+TEST_CASE("measure: child: sleeps" * doctest::skip()) {
+    printf("child %d\n", (int)getpid());
+    fflush(stdout);
+    sleep(100);
+}
+
+TEST_CASE("measure: a watched child says on stderr why it failed, and ends where the watch throws") {
+    auto watched = [](const char* name, const std::function<void()>& watch) {
+        return run_ourselves({"--no-skip", std::string("--test-case=") + name}, watch);
+    };
+    CHECK(has(watched("measure: child: prints a lot", [] {}), "line 99998\nline 99999\n"));
+    CHECK(failure_of([&] { watched("measure: child: says why and exits with 4", [] {}); }) == "1: because of this");
+    CHECK(has(failure_of([&] { watched("measure: child: exits with 3", [] {}); }), "exited with 3"));
+    double start = now_ms();
+    auto stop_after_a_second = [&] {
+        if (now_ms() > start + 1000) { fail("enough"); }
+    };
+    CHECK(failure_of([&] { watched("measure: child: sleeps", stop_after_a_second); }) == "1: enough");
+    CHECK(now_ms() < start + 5000);
+    CHECK(waitpid(-1, nullptr, WNOHANG) == -1);  // no child is left
 }
 
 TEST_CASE("measure: run_ourselves returns the output, or fails with the child") {

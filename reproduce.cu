@@ -1,0 +1,477 @@
+// reproduce.cu: measures the tables of notes/ again. The pages are the list of what there is to run: between
+//   <!-- begin: ./cs336 COMMAND OPTIONS -->
+// and
+//   <!-- end -->
+// stands what this command line prints. `; tables: (b), precision fp32 or (c)` behind it takes of its tables only those
+// whose captions contain both "(b)" and "precision fp32", or "(c)". A command line is run once, whatever the number of
+// blocks that show it, as a process of its own.
+#include "cs336.h"
+
+#include <algorithm>
+#include <csignal>
+#include <cerrno>
+#include <cstdio>
+#include <fstream>
+#include <sstream>
+
+#include <nlohmann/json.hpp>
+#include <sys/stat.h>
+#include <unistd.h>
+
+using Words = std::vector<std::string>;
+
+static std::string join(const Words& words, const char* between) {
+    std::string all;
+    for (const std::string& word : words) { all += (all.empty() ? "" : between) + word; }
+    return all;
+}
+static Words split(const std::string& text, const std::string& between) {
+    Words parts;
+    for (size_t start = 0, end; start <= text.size(); start = end + between.size()) {
+        end = std::min(text.find(between, start), text.size());
+        if (end > start) { parts.push_back(text.substr(start, end - start)); }
+    }
+    return parts;
+}
+static bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+static bool starts(const std::string& text, const std::string& with) { return text.compare(0, with.size(), with) == 0; }
+static bool ends(const std::string& text, const std::string& with) {
+    return text.size() >= with.size() && text.compare(text.size() - with.size(), with.size(), with) == 0;
+}
+static bool read_file(const std::string& path, std::string* text) {
+    std::ifstream file(path, std::ios::binary);
+    text->assign(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+    return file.good() || file.eof();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Pages and their blocks
+
+struct Block {
+    int line;           // of its begin marker
+    size_t begin, end;  // what stands between the markers, as bytes of the page
+    Words words;        // of the command line, without ./cs336
+    Words tables;       // empty: all that the command prints
+};
+struct Page {
+    std::string path, text;
+    std::vector<Block> blocks;
+};
+
+static Page read_page(const std::string& path) {
+    Page page{path, "", {}};
+    if (!read_file(path, &page.text)) { fail("%s: cannot be read: %s", path.c_str(), strerror(errno)); }
+    const std::string begin = "<!-- begin", end = "<!-- end -->", close = " -->", program = "<!-- begin: ./cs336 ";
+    bool open = false;
+    int number = 0;
+    for (size_t at = 0, next; at < page.text.size(); at = next) {
+        next = std::min(page.text.find('\n', at), page.text.size() - 1) + 1;
+        std::string line = page.text.substr(at, next - at);
+        while (!line.empty() && isspace((unsigned char)line.back())) { line.pop_back(); }
+        number++;
+        if (starts(line, begin)) {
+            if (open) { fail("%s:%d: the block above has no '%s'", path.c_str(), number, end.c_str()); }
+            Words parts = split(line.substr(0, line.size() - std::min(line.size(), close.size())), "; tables: ");
+            if (!starts(line, program) || !ends(line, close) || parts.size() > 2 || parts[0].size() <= program.size()) {
+                fail("%s:%d: got '%s', takes '%sCOMMAND OPTIONS -->' or '%sCOMMAND OPTIONS; tables: CAPTIONS -->'",
+                     path.c_str(), number, line.c_str(), program.c_str(), program.c_str());
+            }
+            page.blocks.push_back({number, next, 0, split(parts[0].substr(program.size()), " "),
+                                   parts.size() > 1 ? split(parts[1], " or ") : Words()});
+            open = true;
+        } else if (starts(line, "<!-- end")) {
+            if (!open || line != end) { fail("%s:%d: '%s' ends no block", path.c_str(), number, line.c_str()); }
+            page.blocks.back().end = at;
+            open = false;
+        }
+    }
+    if (open) { fail("%s:%d: this block has no '%s'", path.c_str(), page.blocks.back().line, end.c_str()); }
+    return page;
+}
+
+// What a page links to in its own folder, in order, each once: [text](NAME.md) with this ending.
+static Words links_of(const std::string& text, const std::string& ending) {
+    Words names;
+    for (size_t at = 0; (at = text.find("](", at)) != std::string::npos; at += 2) {
+        std::string name = text.substr(at + 2, text.find(')', at) - at - 2);
+        if (!has(name, "/") && ends(name, ending) && !std::count(names.begin(), names.end(), name)) {
+            names.push_back(name);
+        }
+    }
+    return names;
+}
+
+// The handout's order is that of notes/README.md. The front page comes last; it has no copy in another folder.
+static std::vector<Page> read_pages(bool with_front_page) {
+    struct stat status;
+    if (stat("notes/README.md", &status) != 0) {
+        usage_error("notes/README.md: not found from the current folder, which has to be the repository's");
+    }
+    std::vector<Page> pages = {read_page("notes/README.md")};
+    for (const std::string& name : links_of(pages[0].text, ".md")) { pages.push_back(read_page("notes/" + name)); }
+    if (with_front_page && stat("README.md", &status) == 0) { pages.push_back(read_page("README.md")); }
+    return pages;
+}
+
+// What the block shows of a command's output; "": none of its tables.
+static std::string shown(const std::string& output, const Block& block) {
+    if (block.tables.empty()) { return output; }
+    Words lines;
+    std::istringstream stream(output);
+    for (std::string line; std::getline(stream, line);) { lines.push_back(line); }
+    std::string all;
+    for (size_t i = 2; i < lines.size(); i++) {  // caption, empty line, table
+        if (!starts(lines[i], "|") || !lines[i - 1].empty()) { continue; }
+        const std::string& caption = lines[i - 2];
+        bool wanted = std::any_of(block.tables.begin(), block.tables.end(), [&](const std::string& phrases) {
+            Words parts = split(phrases, ", ");
+            return std::all_of(parts.begin(), parts.end(), [&](const std::string& part) { return has(caption, part); });
+        });
+        if (!wanted) { continue; }
+        all += (all.empty() ? "" : "\n") + caption + "\n\n";
+        for (; i < lines.size() && starts(lines[i], "|"); i++) { all += lines[i] + "\n"; }
+    }
+    return all;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What to run, and whether this machine can
+
+struct Experiment {
+    Words words;  // as it is run
+    std::string id, section;
+    std::string cannot, failed, scaled_down;  // "", or why; scaled_down: or what was
+    std::string output;
+    double seconds = -1;  // < 0: has not run
+    std::string line() const { return join(words, " "); }
+};
+
+// On too few GPUs, and with --quick, a command chooses its sizes by itself: it would keep to what it is given.
+static const Words chooses_how_much = {"size",           "d_model",    "d_ff",   "num_layers", "num_heads",
+                                       "context_length", "batch_size", "warmup", "steps",      "sizes_mb",
+                                       "bucket_size_mb", "precision",  "mode"};
+static Words scaled_down(const Words& words, bool quick) {
+    Words fewer;
+    for (size_t i = 0; i < words.size(); i++) {
+        std::string name = starts(words[i], "--") ? words[i].substr(2, words[i].find('=') - 2) : "";
+        if (!std::count(chooses_how_much.begin(), chooses_how_much.end(), name)) {
+            fewer.push_back(words[i]);
+        } else if (!has(words[i], "=")) {
+            i++;  // its value
+        }
+    }
+    if (quick && !std::count(fewer.begin(), fewer.end(), "--quick")) { fewer.push_back("--quick"); }
+    return fewer;
+}
+
+static Experiment experiment_of(const Words& words, bool quick, const CommandParser& parse) {
+    Invocation asked = parse(words);
+    const Options& o = asked.options;
+    if (!o.out.empty() || !o.plot.empty() || !o.trace.empty() || !o.save.empty() || asked.id == "reproduce") {
+        usage_error("a block's command writes no files");
+    }
+    bool ranks = asked.gpus == 2, gloo = o.backend == "gloo";
+    int gpus = cuda_devices(), n = o.nproc > 0 ? o.nproc : 2;
+    int needs = o.device == "cpu" ? 0 : ranks ? (gloo ? 1 : n) : asked.gpus;
+    Experiment e;
+    e.id = asked.id, e.section = asked.section;
+    if (needs > gpus) {
+        std::string why = needs > 1 ? strprintf("needs %d GPUs", needs) : "needs a GPU";
+        // Two ranks run anywhere, over Gloo; more of them show nothing new there.
+        if ((o.device == "cuda" && gpus == 0) || o.backend == "nccl" || needs > 2) { e.cannot = why; }
+        e.scaled_down = gpus == 0 ? "no GPU" : strprintf("%d GPU%s", gpus, gpus == 1 ? "" : "s");
+    }
+    if (ranks && e.cannot.empty()) {
+        Device device = gpus > 0 && o.device != "cpu" ? CUDA : CPU;
+        bool nccl = !gloo && needs > 0 && why_not("nccl", device, n).empty();
+        if (!nccl) { e.cannot = why_not("gloo", device, n); }
+        if (!nccl && !gloo && needs > 0 && needs <= gpus) { e.scaled_down = why_not("nccl", device, n); }
+    }
+    bool same = !e.cannot.empty() || (!quick && e.scaled_down.empty());
+    e.words = same ? words : scaled_down(words, quick);
+    if (!same) { parse(e.words); }  // there are commands without --quick
+    return e;
+}
+
+struct Agenda {
+    std::vector<Page> pages;
+    std::vector<Experiment> all;          // each command line once, in the order of the pages
+    std::vector<std::vector<int>> index;  // page, block -> experiment; -1: left out by --only
+};
+// Reads all pages and checks all their command lines.
+static Agenda make_agenda(bool in_place, bool quick, const CommandParser& parse) {
+    Agenda agenda;
+    agenda.pages = read_pages(in_place);
+    for (const Page& page : agenda.pages) {
+        agenda.index.emplace_back();
+        for (const Block& block : page.blocks) {
+            try {
+                Experiment e = experiment_of(block.words, quick, parse);
+                auto same = [&](const Experiment& other) { return other.words == e.words; };
+                size_t i = std::find_if(agenda.all.begin(), agenda.all.end(), same) - agenda.all.begin();
+                if (i == agenda.all.size()) { agenda.all.push_back(e); }
+                agenda.index.back().push_back((int)i);
+            } catch (const Failure& failure) { fail("%s:%d: %s", page.path.c_str(), block.line, failure.what()); }
+        }
+    }
+    return agenda;
+}
+
+static void keep_only(Agenda& agenda, const Words& problems) {
+    Words ids;
+    std::set<std::string> wanted;
+    for (const Experiment& e : agenda.all) {
+        if (!std::count(ids.begin(), ids.end(), e.id)) { ids.push_back(e.id); }
+    }
+    for (const std::string& word : problems) { wanted.insert(full_name(word, ids, "problem in notes/")); }
+    std::vector<Experiment> some;
+    std::vector<int> moved;
+    for (const Experiment& e : agenda.all) {
+        moved.push_back(wanted.count(e.id) ? (int)some.size() : -1);
+        if (wanted.count(e.id)) { some.push_back(e); }
+    }
+    for (auto& blocks : agenda.index) {
+        for (int& i : blocks) { i = moved[i]; }
+    }
+    agenda.all = some;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// State: what an interrupted run has done already, and how long each command took, for the estimate. It holds for one
+// machine and one commit, and lies as .reproduce.json in --out's folder, else in build/.
+
+struct State {
+    std::string path;
+    nlohmann::json json;
+};
+static State read_state(const std::string& path, const std::string& machine) {
+    State s{path, nlohmann::json::object()};
+    std::string text;
+    if (read_file(path, &text)) { s.json = nlohmann::json::parse(text, nullptr, false); }
+    if (!s.json.is_object() || s.json.value("machine", "") != machine || !s.json["seconds"].is_object()) {
+        s.json = {{"machine", machine}, {"seconds", nlohmann::json::object()}};
+    }
+    if (s.json.value("commit", "") != commit() || !s.json["outputs"].is_object()) {
+        s.json["outputs"] = nlohmann::json::object();
+    }
+    s.json["commit"] = commit();
+    return s;
+}
+static void write_state(const State& s) {
+    save_file(s.path, s.json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+}
+static double known_seconds(const State& s, const Experiment& e) { return s.json["seconds"].value(e.line(), -1.0); }
+static int take_outputs(const State& s, std::vector<Experiment>& all) {
+    int taken = 0;
+    for (Experiment& e : all) {
+        auto found = s.json["outputs"].find(e.line());
+        if (found == s.json["outputs"].end() || !found->is_string()) { continue; }
+        e.output = *found, e.seconds = std::max(known_seconds(s, e), 0.0);
+        taken++;
+    }
+    return taken;
+}
+
+static std::string machine() {
+    context.device = cuda_devices() > 0 ? CUDA : CPU;
+    int gpus = cuda_devices();
+    return (gpus > 1 ? strprintf("%d x ", gpus) : "") + device_description();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Running
+
+static volatile sig_atomic_t interrupted = 0;
+constexpr double LIMIT_S = 1800;  // of one command: on an H200 the whole list takes less
+
+static std::string duration(double seconds) {
+    return seconds < 90 ? strprintf("%.0f s", std::max(seconds, 0.0)) : strprintf("%.0f min", seconds / 60);
+}
+
+// Of all experiments: those of which an earlier run knows how long they took, and the others by the mean so far.
+static std::string time_left(const std::vector<Experiment>& all, size_t now, double elapsed, const State& state) {
+    double sum = 0, left = 0;
+    int finished = 0;
+    for (const Experiment& e : all) {
+        if (e.seconds >= 0) { sum += e.seconds, finished++; }
+    }
+    for (size_t i = now; i < all.size(); i++) {
+        if (!all[i].cannot.empty() || all[i].seconds >= 0) { continue; }
+        double known = known_seconds(state, all[i]);
+        if (known < 0 && finished == 0) { return "no estimate yet"; }
+        double whole = known >= 0 ? known : sum / finished;
+        left += i == now ? std::max(whole - elapsed, 0.0) : whole;
+    }
+    return "about " + duration(left) + " left";
+}
+
+// The first "; scaled down: ..." of the captions; "": there is none.
+static std::string scaled_down_in(const std::string& output) {
+    const std::string key = "; scaled down: ";
+    size_t at = output.find(key);
+    if (at == std::string::npos) { return ""; }
+    at += key.size();
+    return output.substr(at, output.find_first_of(";\n", at) - at);
+}
+
+static void run(std::vector<Experiment>& all, size_t now, State& state) {
+    Experiment& e = all[now];
+    double start = now_ms();
+    auto elapsed = [&] { return (now_ms() - start) / 1e3; };
+    auto watch = [&] {
+        if (interrupted) { usage_error("interrupted"); }
+        if (elapsed() > LIMIT_S) { fail("took more than %s", duration(LIMIT_S).c_str()); }
+        std::string bar(20 * now / all.size(), '#');
+        progress("[%-20s] %zu of %zu, %s: ./cs336 %s", bar.c_str(), now + 1, all.size(),
+                 time_left(all, now, elapsed(), state).c_str(), e.line().c_str());
+    };
+    try {
+        e.output = run_ourselves(e.words, watch);
+    } catch (const Failure& failure) {
+        if (interrupted) { return; }
+        e.failed = failure.what();
+        note("./cs336 %s: %s", e.line().c_str(), e.failed.c_str());
+    }
+    e.seconds = elapsed();
+    if (!e.failed.empty()) { return; }
+    state.json["seconds"][e.line()] = e.seconds;
+    state.json["outputs"][e.line()] = e.output;
+    write_state(state);
+}
+
+static void run_all(std::vector<Experiment>& all, State& state) {
+    struct sigaction stop = {}, before[3] = {};
+    const int signals[] = {SIGINT, SIGTERM, SIGHUP};
+    stop.sa_handler = [](int) { interrupted = 1; };
+    for (int i = 0; i < 3; i++) { sigaction(signals[i], &stop, &before[i]); }
+    for (size_t i = 0; i < all.size() && !interrupted; i++) {
+        if (all[i].cannot.empty() && all[i].seconds < 0) { run(all, i, state); }
+    }
+    for (int i = 0; i < 3; i++) { sigaction(signals[i], &before[i], nullptr); }
+    if (interrupted) {
+        size_t done = std::count_if(all.begin(), all.end(), [](const Experiment& e) { return e.seconds >= 0; });
+        fail("interrupted; %zu of %zu are done, and the same command goes on from there", done, all.size());
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What came of it
+
+static std::string status_of(const Experiment& e) {
+    return !e.cannot.empty()        ? "could not run"
+           : !e.failed.empty()      ? "failed"
+           : !e.scaled_down.empty() ? "scaled down"
+                                    : "ran";
+}
+static int count_of(const std::vector<Experiment>& all, const std::string& status) {
+    return (int)std::count_if(all.begin(), all.end(), [&](const Experiment& e) { return status_of(e) == status; });
+}
+
+// What the captions say was scaled down, and whether each block finds its tables.
+static void read_outputs(Agenda& agenda) {
+    for (Experiment& e : agenda.all) {
+        std::string from_caption = scaled_down_in(e.output);
+        if (!from_caption.empty()) { e.scaled_down = from_caption; }
+    }
+    for (size_t p = 0; p < agenda.pages.size(); p++) {
+        for (size_t b = 0; b < agenda.pages[p].blocks.size(); b++) {
+            const Block& block = agenda.pages[p].blocks[b];
+            if (agenda.index[p][b] < 0) { continue; }
+            Experiment& e = agenda.all[agenda.index[p][b]];
+            if (status_of(e) != "ran" || !shown(e.output, block).empty()) { continue; }
+            e.failed = strprintf("%s:%d: none of its captions has '%s'", agenda.pages[p].path.c_str(), block.line,
+                                 join(block.tables, " or ").c_str());
+        }
+    }
+}
+
+static Table summary_of(const std::vector<Experiment>& all, bool quick, const std::string& machine) {
+    Table table{strprintf("reproduce%s; %s; commit %s", quick ? " --quick" : "", machine.c_str(), commit().c_str()),
+                {"problem", "section", "command", "status", "why", "seconds"},
+                {}};
+    for (const Experiment& e : all) {
+        std::string why = !e.cannot.empty() ? e.cannot : !e.failed.empty() ? e.failed : e.scaled_down;
+        table.rows.push_back({e.id, e.section, "./cs336 " + e.line(), status_of(e), why,
+                              e.seconds >= 0 ? strprintf("%.1f", e.seconds) : ""});
+    }
+    return table;
+}
+
+// The pages with the new outputs in their blocks; to `out`, or in place ("") and then only what was not scaled down.
+// Returns the number of blocks written.
+static int write_pages(const Agenda& agenda, const std::string& out) {
+    int written = 0;
+    for (size_t p = 0; p < agenda.pages.size(); p++) {
+        const Page &before = agenda.pages[p],
+                   page = read_page(before.path);  // it may have been edited while all this ran
+        auto same = [](const Block& x, const Block& y) { return x.words == y.words && x.tables == y.tables; };
+        if (!std::equal(page.blocks.begin(), page.blocks.end(), before.blocks.begin(), before.blocks.end(), same)) {
+            fail("%s: its markers have changed; the same command goes on with the new ones", page.path.c_str());
+        }
+        std::string text = page.text;
+        for (size_t b = page.blocks.size(); b-- > 0;) {  // from the end: what stands before stays where it is
+            const Block& block = page.blocks[b];
+            if (agenda.index[p][b] < 0) { continue; }
+            const Experiment& e = agenda.all[agenda.index[p][b]];
+            std::string status = status_of(e), content = shown(e.output, block);
+            if (status != "ran" && (status != "scaled down" || out.empty())) { continue; }
+            if (content.empty()) { content = "(no such table in this run, which was scaled down)\n"; }
+            text.replace(block.begin, block.end - block.begin, content);
+            written++;
+        }
+        if (out.empty()) {
+            if (text != page.text) { save_file(page.path, text); }
+            continue;
+        }
+        save_file(out + page.path.substr(page.path.rfind('/')), text);
+        for (const std::string& picture : links_of(text, ".svg")) {
+            std::string bytes;
+            if (read_file("notes/" + picture, &bytes)) { save_file(out + "/" + picture, bytes); }
+        }
+    }
+    return written;
+}
+
+// Where there is none, makes it; wrong usage if nothing can be written there.
+static void require_folder(const std::string& path) {
+    if ((mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) || access(path.c_str(), W_OK) != 0) {
+        usage_error("%s: cannot be written to: %s", path.c_str(), strerror(errno));
+    }
+}
+static bool same_file(const std::string& a, const std::string& b) {
+    struct stat s, t;
+    return stat(a.c_str(), &s) == 0 && stat(b.c_str(), &t) == 0 && s.st_dev == t.st_dev && s.st_ino == t.st_ino;
+}
+
+int reproduce(const Options& o, const CommandParser& parse) {
+    const std::string out = o.out.empty() && o.quick ? "build/reproduce" : o.out;
+    Agenda agenda = make_agenda(out.empty(), o.quick, parse);
+    if (!o.only.empty()) { keep_only(agenda, o.only); }
+    if (same_file(out, "notes")) { usage_error("--out: got notes, where the pages come from; takes another folder"); }
+    if (o.out.empty()) { require_folder("build"); }
+    if (!out.empty()) { require_folder(out); }
+    for (const Page& page : agenda.pages) {
+        if (out.empty() && access(page.path.c_str(), W_OK) != 0) {
+            usage_error("%s: cannot be written: %s", page.path.c_str(), strerror(errno));
+        }
+    }
+
+    std::vector<Experiment>& all = agenda.all;
+    const std::string where = machine();
+    State state = read_state((out.empty() ? "build" : out) + "/.reproduce.json", where);
+    int kept = o.fresh ? 0 : take_outputs(state, all);
+    if (kept > 0) { note("%d of %zu were done before the interruption; --fresh runs them again", kept, all.size()); }
+    run_all(all, state);
+    read_outputs(agenda);
+    int blocks = write_pages(agenda, out), failed = count_of(all, "failed"), reduced = count_of(all, "scaled down");
+    for (const Experiment& e : all) { state.json["outputs"].erase(e.line()); }  // this run is complete
+    write_state(state);
+    print(summary_of(all, o.quick, where), o.format);
+    note("%d blocks written to %s", blocks, out.empty() ? "notes/ and README.md" : out.c_str());
+    if (out.empty() && reduced > 0) {
+        note("%d commands ran scaled down, so their tables in notes/ stay as they were; --out DIR writes copies",
+             reduced);
+    }
+    if (failed > 0) { fail("%d of %zu commands failed", failed, all.size()); }
+    return 0;
+}

@@ -1,0 +1,328 @@
+// Tests of `reproduce`, on the real program and on pages made here, with commands that take no time.
+#include "test.h"
+
+#include <nlohmann/json.hpp>
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <csignal>
+#include <fstream>
+
+using Words = std::vector<std::string>;
+static bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+static std::string read(const std::string& path) {
+    std::ifstream file(path);
+    return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+static void write(const std::string& path, const std::string& text) { std::ofstream(path) << text; }
+
+// A folder with notes/README.md, which links to a.md and b.md. The test works in it.
+struct Repository {
+    std::string before, folder;
+    const char* binary = getenv("CS336_BINARY");
+    std::string old_binary = binary ? binary : "";
+    Repository() {
+        char path[PATH_MAX], absolute[PATH_MAX], name[] = "/tmp/cs336-reproduce-XXXXXX";
+        REQUIRE(getcwd(path, sizeof path));
+        REQUIRE(realpath(binary ? binary : "./cs336", absolute));
+        REQUIRE(mkdtemp(name));
+        before = path, folder = name;
+        setenv("CS336_BINARY", absolute, 1);
+        REQUIRE(chdir(name) == 0);
+        REQUIRE(mkdir("notes", 0777) == 0);
+        write("notes/README.md", "[a](a.md), then [b](b.md); [elsewhere](../a.md)\n");
+        write("notes/a.md", "nothing\n"), write("notes/b.md", "nothing\n");
+    }
+    ~Repository() {
+        if (chdir(before.c_str()) == 0 && system(("rm -rf " + folder).c_str()) != 0) { fprintf(stderr, "rm failed\n"); }
+        old_binary.empty() ? unsetenv("CS336_BINARY") : setenv("CS336_BINARY", old_binary.c_str(), 1);
+    }
+};
+
+static std::string block(const std::string& line, const std::string& content) {
+    return "<!-- begin: ./cs336 " + line + " -->\n" + content + "<!-- end -->\n";
+}
+static nlohmann::json rows_of(const std::string& out) { return nlohmann::json::parse(out)["rows"]; }
+
+TEST_CASE("reproduce: blocks get what their commands print, everything else stays, and twice is the same") {
+    Repository repository;
+    std::string accounting = run_cs336({"communication_accounting"}).out;
+    std::string other = run_cs336({"communication_accounting", "--tokens", "4096"}).out;
+    std::string sums = run_cs336({"mixed_precision_accumulation"}).out;
+    REQUIRE(accounting != other);
+    auto page = [&](const std::string& a, const std::string& b, const std::string& c) {
+        return "# Page\n<!-- a comment -->\n" + block("communication_accounting", a) + "between\n" +
+               block("communication_accounting --tokens 4096", b) + block("mixed_precision_accumulation", c) + "after";
+    };
+    // Of mixed_precision_accumulation's output only the table, without the text around it.
+    size_t from = sums.find("mixed_precision_accumulation: "), to = sums.find("\n\nAn fp32 sum");
+    REQUIRE(from != std::string::npos);
+    REQUIRE(to != std::string::npos);
+    std::string table = sums.substr(from, to + 1 - from);
+    auto selection = [&](const std::string& a) {
+        return block("mixed_precision_accumulation; tables: nowhere or 0.01 added, device cpu", a);
+    };
+    write("notes/a.md", page("old\n", "", "older\n\nold\n"));
+    write("notes/b.md", selection("old\n"));
+    write("README.md", "Front\n" + block("communication_accounting", "old\n"));
+    for (int i = 0; i < 2; i++) {
+        Run r = run_cs336({"reproduce", "--format", "json"});
+        CAPTURE(r.err);
+        CHECK(r.exit_code == 0);
+        CHECK(read("notes/a.md") == page(accounting, other, sums));
+        CHECK(read("notes/b.md") == selection(table));
+        CHECK(read("README.md") == "Front\n" + block("communication_accounting", accounting));
+        nlohmann::json rows = rows_of(r.out);
+        REQUIRE(rows.size() == 3);  // the same command line is run once
+        CHECK(rows[0][0] == "communication_accounting");
+        CHECK(rows[0][1] == 2.4);
+        CHECK(rows[1][2] == "./cs336 communication_accounting --tokens 4096");
+        for (const auto& row : rows) { CHECK(row[3] == "ran"); }
+    }
+    CHECK(read("notes/README.md") == "[a](a.md), then [b](b.md); [elsewhere](../a.md)\n");
+}
+
+TEST_CASE("reproduce: markers that it cannot read are named by file and line, before anything runs") {
+    Repository repository;
+    struct Bad {
+        std::string page;
+        const char* says;
+    };
+    const std::string begin = "<!-- begin: ./cs336 communication_accounting -->\n", end = "<!-- end -->\n";
+    const Bad cases[] = {
+        {"x\n<!-- begin: train -->\n" + end, "notes/b.md:2: got '<!-- begin: train -->'"},
+        {"<!-- begin: ./cs336 -->\n" + end, "notes/b.md:1: got"},
+        {"<!-- begin: ./cs336 list\n" + end, "notes/b.md:1: got"},
+        {"<!-- begin: NCCL_DEBUG=INFO ./cs336 naive_ddp -->\n" + end, "notes/b.md:1: got"},
+        {begin + "1\n", "notes/b.md:1: this block has no '<!-- end -->'"},
+        {begin + "1\n" + begin + end, "notes/b.md:3: the block above has no '<!-- end -->'"},
+        {"1\n" + end, "notes/b.md:2: '<!-- end -->' ends no block"},
+        {begin + "<!-- end: -->\n", "notes/b.md:2: '<!-- end: -->' ends no block"},
+        {"<!-- begin: ./cs336 nonsense -->\n" + end, "notes/b.md:1: nonsense: no such command"},
+        {"\n<!-- begin: ./cs336 naive_ddp --sped 3 -->\n" + end, "notes/b.md:2: --sped: no such option"},
+        {"<!-- begin: ./cs336 naive_ddp --nproc 0 -->\n" + end, "notes/b.md:1: --nproc: got '0'"},
+        {"<!-- begin: ./cs336 naive_ddp --help -->\n" + end, "notes/b.md:1: --help"},
+        {"<!-- begin: ./cs336 pytorch_attention --plot x.svg -->\n" + end, "notes/b.md:1: a block's command writes no"},
+        {"<!-- begin: ./cs336 reproduce -->\n" + end, "notes/b.md:1: a block's command"},
+    };
+    for (const Bad& bad : cases) {
+        write("notes/a.md", block("communication_accounting", "old\n")), write("notes/b.md", bad.page);
+        Run r = run_cs336({"reproduce"});
+        CAPTURE(bad.page);
+        CAPTURE(r.err);
+        CHECK(r.exit_code == 1);
+        CHECK(r.out == "");
+        CHECK(has(r.err, std::string("cs336 reproduce: ") + bad.says));
+        CHECK(std::count(r.err.begin(), r.err.end(), '\n') == 1);
+        CHECK(read("notes/a.md") == block("communication_accounting", "old\n"));
+    }
+}
+
+TEST_CASE("reproduce: --only") {
+    Repository repository;
+    std::string page = block("communication_accounting", "old\n") + block("mixed_precision_accumulation", "old\n") +
+                       block("optimizer_state_sharding --nproc 64", "old\n") +
+                       block("optimizer_state_sharding_accounting --nproc 64", "old\n");
+    write("notes/a.md", page);
+    Run r = run_cs336({"reproduce", "--format", "json", "--only", "comm,optimizer_state_sharding"});
+    CHECK(r.exit_code == 0);
+    REQUIRE(rows_of(r.out).size() == 2);
+    CHECK(rows_of(r.out)[1][0] == "optimizer_state_sharding");  // a whole name is never ambiguous
+    CHECK(has(read("notes/a.md"), block("communication_accounting", run_cs336({"communication_accounting"}).out)));
+    CHECK(has(read("notes/a.md"), block("mixed_precision_accumulation", "old\n")));
+
+    Run ambiguous = run_cs336({"reproduce", "--only", "optimizer"});
+    CHECK(ambiguous.exit_code == 2);
+    CHECK(has(ambiguous.err, "more than one problem"));
+    CHECK(has(ambiguous.err, "optimizer_state_sharding, optimizer_state_sharding_accounting"));
+    for (const char* unknown : {"nonsense", "communication_accounting,nsys", "list"}) {
+        Run none = run_cs336({"reproduce", "--only", unknown});
+        CAPTURE(none.err);
+        CHECK(none.exit_code == 2);
+        CHECK(has(none.err, "no such problem in notes/; candidates: "));
+    }
+}
+
+TEST_CASE("reproduce: a command that fails leaves its block as it was, and the others go on") {
+    Repository repository;
+    write("notes/a.md", block("train --data no/such/file", "old\n") +
+                            block("mixed_precision_accumulation; tables: no such caption", "old\n") +
+                            block("communication_accounting", "old\n"));
+    Run r = run_cs336({"reproduce", "--format", "json"});
+    CAPTURE(r.err);
+    CHECK(r.exit_code == 1);
+    CHECK(has(r.err, "2 of 3 commands failed"));
+    nlohmann::json rows = rows_of(r.out);
+    CHECK(rows[0][3] == "failed");
+    CHECK(has(rows[0][4], "no/such/file"));
+    CHECK(rows[1][3] == "failed");
+    CHECK(has(rows[1][4], "notes/a.md:4: none of its captions has 'no such caption'"));
+    CHECK(rows[2][3] == "ran");
+    std::string page = read("notes/a.md");
+    CHECK(has(page, block("train --data no/such/file", "old\n")));
+    CHECK(has(page, block("mixed_precision_accumulation; tables: no such caption", "old\n")));
+    CHECK(has(page, block("communication_accounting", run_cs336({"communication_accounting"}).out)));
+}
+
+TEST_CASE("reproduce: what was scaled down goes to --out only; what cannot run goes nowhere") {
+    Repository repository;
+    const std::string quick = "flash_forward --device cpu --quick", many = "naive_ddp --nproc 64";
+    std::string page =
+        "![p](p.svg)\n" + block(quick, "old\n") + block(quick + "; tables: no such", "old\n") + block(many, "old\n");
+    write("notes/a.md", page), write("notes/p.svg", "<svg/>"), write("README.md", block("list", "old\n"));
+
+    Run r = run_cs336({"reproduce", "--format", "json", "--only", "flash_forward,naive_ddp"});
+    CAPTURE(r.err);
+    CHECK(r.exit_code == 0);
+    nlohmann::json rows = rows_of(r.out);
+    REQUIRE(rows.size() == 2);
+    CHECK(rows[0][3] == "scaled down");
+    CHECK(rows[0][4] == "without the largest sizes");
+    CHECK(rows[1][2] == "./cs336 " + many);
+    CHECK(rows[1][3] == "could not run");
+    CHECK(rows[1][4] == "needs 64 GPUs");
+    CHECK(has(r.err, "--out DIR"));
+    CHECK(read("notes/a.md") == page);
+
+    r = run_cs336({"reproduce", "--out", "copies"});
+    CHECK(r.exit_code == 0);
+    CHECK(read("notes/a.md") == page);
+    std::string copy = read("copies/a.md");
+    CHECK(has(copy, "flash_forward: largest error"));
+    CHECK(has(copy, block(quick + "; tables: no such", "(no such table in this run, which was scaled down)\n")));
+    CHECK(has(copy, block(many, "old\n")));
+    CHECK(read("copies/b.md") == "nothing\n");
+    CHECK(read("copies/p.svg") == "<svg/>");
+    CHECK(read("copies/README.md") == read("notes/README.md"));
+    CHECK(read("README.md") == block("list", "old\n"));  // the front page has no copy
+}
+
+TEST_CASE("reproduce: --quick shrinks all commands, each once, and writes to build/reproduce") {
+    Repository repository;
+    write("notes/a.md", block("flash_forward --device cpu", "old\n") + block("flash_forward --device=cpu", "old\n"));
+    write("notes/b.md", block("naive_ddp_benchmarking --device cpu --size xl --steps 50 --nproc 2", "old\n") +
+                            block("naive_ddp_benchmarking --device cpu --precision=bf16 --nproc 2", "old\n"));
+    Run r = run_cs336({"reproduce", "--quick", "--format", "json", "--only", "flash_forward"});
+    CAPTURE(r.err);
+    CHECK(r.exit_code == 0);
+    CHECK(has(read("notes/a.md"), "old\n"));
+    CHECK(has(read("build/reproduce/a.md"), "scaled down: without the largest sizes"));
+    CHECK(has(read("build/reproduce/b.md"), "old\n"));
+    if (lacks("gloo", CPU, 2)) { return; }
+    r = run_cs336({"reproduce", "--quick", "--format", "json", "--only", "naive"});
+    CAPTURE(r.err);
+    CHECK(r.exit_code == 0);
+    nlohmann::json rows = rows_of(r.out);
+    REQUIRE(rows.size() == 1);
+    CHECK(rows[0][2] == "./cs336 naive_ddp_benchmarking --device cpu --nproc 2 --quick");
+    CHECK(rows[0][3] == "scaled down");
+    CHECK(!has(read("build/reproduce/b.md"), "old\n"));
+}
+
+// Starts reproduce and interrupts it as soon as its state file names `done`.
+static Run interrupt(const std::string& done) {
+    fflush(nullptr);
+    pid_t child = fork();
+    REQUIRE(child >= 0);
+    if (child == 0) {
+        dup2(open("out", O_WRONLY | O_CREAT | O_TRUNC, 0666), 1),
+            dup2(open("err", O_WRONLY | O_CREAT | O_TRUNC, 0666), 2);
+        execl(getenv("CS336_BINARY"), "cs336", "reproduce", (char*)nullptr);
+        _exit(127);
+    }
+    for (int i = 0; i < 3000 && !has(read("build/.reproduce.json"), "\"" + done + "\": \""); i++) { usleep(10000); }
+    usleep(300000);  // by now the next command runs
+    kill(child, SIGINT);
+    int status = 0;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read("out"), read("err")};
+}
+
+TEST_CASE("reproduce: an interrupted run goes on where it was, a complete one starts afresh") {
+    Repository repository;
+    const std::string quick = block("communication_accounting", "old\n");
+    const std::string slow = "train --data notes/README.md --device cpu --context_length 8 --steps 1000000";
+    write("notes/README.md",
+          "[a](a.md) and [b](b.md), with some more text, so that there are enough bytes to train on: "
+          "a model needs a sequence to learn from, and another one that is held out of it for the loss "
+          "before and after; these are some two hundred and fifty bytes, a tenth of which is that.\n");
+    write("notes/a.md", quick), write("notes/b.md", block(slow, "old\n"));
+    Run r = interrupt("communication_accounting");
+    CAPTURE(r.err);
+    CHECK(r.exit_code == 1);
+    CHECK(r.out == "");
+    CHECK(has(r.err, "interrupted; 1 of 2 are done"));
+    CHECK(read("notes/a.md") == quick);
+
+    // What has been done is taken from the state: a word changed there comes out in the page.
+    std::string state = read("build/.reproduce.json");
+    size_t word = state.find("master weights");
+    REQUIRE(word != std::string::npos);
+    state.replace(word, 14, "MASTER WEIGHTS");
+    write("notes/b.md", "nothing\n");
+    write("build/.reproduce.json", state);
+    r = run_cs336({"reproduce"});
+    CHECK(r.exit_code == 0);
+    CHECK(has(r.err, "1 of 1 were done before the interruption"));
+    CHECK(has(read("notes/a.md"), "MASTER WEIGHTS"));
+
+    r = run_cs336({"reproduce"});  // that was complete
+    CHECK(r.exit_code == 0);
+    CHECK(!has(read("notes/a.md"), "MASTER WEIGHTS"));
+
+    write("build/.reproduce.json", state);
+    CHECK(run_cs336({"reproduce", "--fresh"}).exit_code == 0);
+    CHECK(!has(read("notes/a.md"), "MASTER WEIGHTS"));
+
+    // Another commit's outputs are not taken.
+    size_t commit = state.find("\"commit\": \"");
+    REQUIRE(commit != std::string::npos);
+    write("build/.reproduce.json", state.insert(commit + 11, "another-"));
+    CHECK(run_cs336({"reproduce"}).exit_code == 0);
+    CHECK(!has(read("notes/a.md"), "MASTER WEIGHTS"));
+
+    write("build/.reproduce.json", "{ no json");
+    CHECK(run_cs336({"reproduce"}).exit_code == 0);
+}
+
+TEST_CASE("reproduce: folders that are not there or take nothing") {
+    Repository repository;
+    write("notes/a.md", block("communication_accounting", "old\n")), write("file", "");
+    for (const char* bad : {"/proc/copies", "file", "no/such/folder", "notes", "./notes/"}) {
+        Run r = run_cs336({"reproduce", "--out", bad});
+        CAPTURE(bad);
+        CAPTURE(r.err);
+        CHECK(r.exit_code == 2);
+        CHECK(r.out == "");
+        CHECK(std::count(r.err.begin(), r.err.end(), '\n') == 1);
+    }
+    REQUIRE(chdir("notes") == 0);
+    Run r = run_cs336({"reproduce"});
+    CHECK(r.exit_code == 2);
+    CHECK(has(r.err, "notes/README.md: not found"));
+}
+
+// In the repository itself: every marker is read before --only is, so this checks them all.
+TEST_CASE("reproduce: the committed pages have a block for every problem, and their command lines are valid") {
+    Run r = run_cs336({"reproduce", "--only", "?"});
+    CAPTURE(r.err);
+    REQUIRE(r.exit_code == 2);
+    int problems = 0;
+    nlohmann::json rows = rows_of(run_cs336({"list", "--format", "json"}).out);
+    for (const auto& row : rows) {
+        if (row[1] == "tool") { continue; }
+        std::string id = row[0], page = row[5];
+        CAPTURE(page);
+        CHECK((has(r.err, " " + id + ",") || has(r.err, " " + id + "\n")));
+        std::string begin = "<!-- begin: ./cs336 " + id;
+        CHECK((has(read(page), begin + " ") || has(read(page), begin + ";")));
+        problems++;
+    }
+    CHECK(problems == 23);
+}
