@@ -337,10 +337,11 @@ using KernelActivity = CUpti_ActivityKernel10;
 #else
 using KernelActivity = CUpti_ActivityKernel9;
 #endif
-// CONCURRENT_KERNEL, because KERNEL would run one kernel at a time.
-static const CUpti_ActivityKind traced_activities[] = {CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION,
-                                                       CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,
-                                                       CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET};
+// RUNTIME and DRIVER because a launch's external id is recorded only beside its API record. CONCURRENT_KERNEL, because
+// KERNEL would run one kernel at a time.
+static const CUpti_ActivityKind traced_activities[] = {
+    CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION, CUPTI_ACTIVITY_KIND_RUNTIME, CUPTI_ACTIVITY_KIND_DRIVER,
+    CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,    CUPTI_ACTIVITY_KIND_MEMCPY,  CUPTI_ACTIVITY_KIND_MEMSET};
 static std::atomic<bool> cupti_runs{false};
 // What CUPTI's thread found. It has a mutex of its own: going through a buffer takes milliseconds, in which ranges must
 // not have to wait.
@@ -357,23 +358,6 @@ static std::string cupti_text(CUptiResult result, const char* call) {
 }
 #define CUPTI_CHECK(call) \
     if (CUptiResult result_ = (call); result_ != CUPTI_SUCCESS) { fail("%s", cupti_text(result_, #call).c_str()); }
-
-// A launch's external id is recorded only beside its API record, so launches and copies are recorded as calls, too. All
-// other calls are not: there are several for each launch, and each record costs time.
-static CUptiResult trace_calls(bool on) {
-    for (CUpti_CallbackDomain domain : {CUPTI_CB_DOMAIN_RUNTIME_API, CUPTI_CB_DOMAIN_DRIVER_API}) {
-        bool runtime = domain == CUPTI_CB_DOMAIN_RUNTIME_API;
-        int count = runtime ? (int)CUPTI_RUNTIME_TRACE_CBID_SIZE : (int)CUPTI_DRIVER_TRACE_CBID_SIZE;
-        for (int id = 1; id < count; id++) {
-            const char* name = nullptr;  // a number without a call has none
-            if (cuptiGetCallbackName(domain, id, &name) != CUPTI_SUCCESS || !name) { continue; }
-            if (!strstr(name, "Launch") && !strstr(name, "Memcpy") && !strstr(name, "Memset")) { continue; }
-            CUptiResult result = runtime ? cuptiActivityEnableRuntimeApi(id, on) : cuptiActivityEnableDriverApi(id, on);
-            if (result != CUPTI_SUCCESS) { return result; }
-        }
-    }
-    return CUPTI_SUCCESS;
-}
 
 static const char* kernel_name(const char* mangled) {
     static std::unordered_map<std::string, std::string> names;  // nodes stay where they are
@@ -478,10 +462,6 @@ static std::string start_cupti() {
         }
         return cupti_text(result, "cuptiActivityEnable");
     }
-    if ((result = trace_calls(true)) != CUPTI_SUCCESS) {
-        for (CUpti_ActivityKind kind : traced_activities) { CUPTI_CHECK(cuptiActivityDisable(kind)); }
-        return cupti_text(result, "cuptiActivityEnableRuntimeApi");
-    }
     cupti_runs = true;
     return "";
 }
@@ -490,7 +470,6 @@ static void stop_cupti() {
     CUDA_CHECK(cudaDeviceSynchronize());  // flushing does not wait for what still runs
     CUPTI_CHECK(cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED));
     for (CUpti_ActivityKind kind : traced_activities) { CUPTI_CHECK(cuptiActivityDisable(kind)); }
-    CUPTI_CHECK(trace_calls(false));
     cupti_runs = false;
     uint64_t cupti_now = 0;
     CUPTI_CHECK(cuptiGetTimestamp(&cupti_now));
