@@ -440,8 +440,7 @@ static void add_option(CLI::App& app, const std::string& word, Options& o, std::
         if (word != flag.name) { continue; }
         auto set = [&o, &flag] { o.*flag.field = true, o.given.insert(flag.name); };
         app.add_flag_callback(std::string("--") + flag.name, set, flag.help)
-            ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast)
-            ->disable_flag_override();
+            ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
         return;
     }
     size_t end = std::min(word.find_first_of("!="), word.size());
@@ -476,6 +475,14 @@ static int run_command(const Command& command, int argc, char** argv) {
     for (const std::string& word : CLI::detail::split(command.options, ' ')) {
         if (!word.empty()) { add_option(app, word, o, takes); }
     }
+    for (int i = 2; i < argc; i++) {  // CLI11 takes --quick=true and --quick= for --quick
+        for (const Flag& flag : flag_table) {
+            std::string start = std::string("--") + flag.name;
+            if (app.get_option_no_throw(start) && std::string(argv[i]).compare(0, start.size() + 1, start + "=") == 0) {
+                usage_error("%s: got a value, takes none", start.c_str());
+            }
+        }
+    }
     try {
         app.parse(argc - 1, argv + 1);
     } catch (const CLI::CallForHelp&) {
@@ -484,9 +491,6 @@ static int run_command(const Command& command, int argc, char** argv) {
     } catch (const CLI::ParseError& e) {
         std::string what = e.what();  // starts with the option
         std::string option = what.substr(0, what.find_first_of(": "));
-        for (const Flag& flag : flag_table) {
-            if (option == flag.name) { usage_error("--%s: got a value, takes none", flag.name); }
-        }
         if (!takes.count(option)) { usage_error("%s", what.c_str()); }
         bool twice = app.get_option(option)->count() > 1;
         usage_error("%s: got %s, takes %s", option.c_str(), twice ? "it more than once" : "nothing",
