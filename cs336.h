@@ -585,6 +585,7 @@ struct AttentionImpl {
     void (*backward)(const AttentionTensors& t);
     const char* note;
 };
+bool flash_head_size(int64_t D);                          // 16, 32, 64, 80 and 128: those with a GPU kernel
 extern const std::vector<AttentionImpl> attention_impls;  // from the plainest to the fastest
 Tensor run_attention(const AttentionImpl& impl, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                      Tensor* L = nullptr);                                         // recorded

@@ -1192,7 +1192,7 @@ static bool any_float(DType t, int64_t) { return t == F32 || t == BF16 || t == F
 static bool gpu_float(DType t, int64_t) { return t == F32 || t == BF16 || t == F16; }
 #endif
 static bool only_fp32(DType t, int64_t) { return t == F32; }
-static bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 80 || D == 128; }
+bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 80 || D == 128; }
 
 static void reference(const AttentionTensors& t) {  // both passes: the second one too if there is a dO
     with_type(t.q.dtype, [&](auto zero) { attention_reference_cpu<decltype(zero)>(args_of(t), head_size(t)); });

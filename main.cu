@@ -171,6 +171,16 @@ static Reader numbers(std::vector<double> Options::*field, const char* by_defaul
     return {"numbers greater than 0 and at most 1e5, separated by commas", read, show};
 }
 
+static Reader head_size() {
+    auto read = [](Options& o, const std::string& text) {
+        uint64_t value = 0;
+        if (!parse_whole(text, 1, 1 << 20, &value) || !flash_head_size((int64_t)value)) { return false; }
+        o.head_size = (int)value;
+        return true;
+    };
+    return {"one of 16, 32, 64, 80, 128", read, [](const Options&) { return std::string(); }};
+}
+
 static Reader seed_number() {
     auto read = [](Options& o, const std::string& text) { return parse_whole(text, 0, UINT64_MAX, &o.seed); };
     auto show = [](const Options& o) { return std::to_string(o.seed); };
@@ -299,7 +309,7 @@ static const std::vector<Option>& option_table() {
         {"d_ff", "d_ff", whole(&Options::d_ff, 1), "width of the feed-forward layer"},
         {"num_layers", "num_layers", whole(&Options::num_layers, 1), "number of blocks"},
         {"num_heads", "num_heads", whole(&Options::num_heads, 1), "number of attention heads; divides d_model"},
-        {"head_size", "head_size", whole(&Options::head_size, 1), "D: 16, 32, 64, 80 or 128"},
+        {"head_size", "head_size", head_size(), "D"},
         {"vocab_size", "vocab_size", whole(&Options::vocab_size, 1), "number of different tokens"},
         {"context_length", "context_length", whole(&Options::context_length, 1), "tokens in a sequence"},
         {"context_lengths", "context_length", wholes(&Options::context_lengths, 1, 1 << 20, ""),

@@ -142,6 +142,7 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{bench, "--precision", "fp8"}, "--precision", "bf16"},
         {{bench, "--table", "minutes"}, "--table", "seconds"},
         {{bench, "--device", "tpu"}, "--device", "cuda"},
+        {{"flash_leaderboard", "--head_size", "17"}, "--head_size", "16, 32, 64, 80, 128"},
         {{"train"}, "--data", "got nothing"},
         {{"train", "--data", ""}, "--data", "a file name"},
         {{"train", "--data", "x", "--lr", "nan"}, "--lr", "'nan'"},
