@@ -394,7 +394,6 @@ struct Setting {
     std::string scaled_down;
 };
 static Setting setting_of(const Options& o, const Communicator& c) {
-    if (o.warmup.size() > 1) { usage_error("--warmup: got %zu values, takes one here", o.warmup.size()); }
     bool cpu = context.device == CPU, slow = cpu || c.backend == "gloo";  // through the host: 8 GB a step at size xl
     Setting s{model_sizes[3], FP32, FLASH, 2, 512, 5, o.steps, ""};
     auto shrink = [&](bool given, const char* what, int* value, int to) {

@@ -1610,6 +1610,17 @@ static Tensor from_file(const FileTensor& f, const std::string& path) {
 int cmd_attention(const Options& o) {
     context.device = choose_device(o.device);
     context.mode = FUSED;
+    std::string here;
+    bool is_here = o.impl == "auto";
+    for (const AttentionImpl& row : attention_impls) {
+        if (row.device != context.device) { continue; }
+        here += std::string(here.empty() ? "" : ", ") + row.name;
+        is_here = is_here || o.impl == row.name;
+    }
+    if (!is_here) {
+        usage_error("--impl: got '%s', takes auto or, on %s, one of %s", o.impl.c_str(), name_of(context.device),
+                    here.c_str());
+    }
     SafeTensors file = load_safetensors(o.inputs);
     auto q_it = file.tensors.find("q");
     if (q_it == file.tensors.end()) { fail("%s: tensor q is missing", o.inputs.c_str()); }
@@ -1641,8 +1652,8 @@ int cmd_attention(const Options& o) {
         if (!impl) { impl = &impl_named("fused", context.device); }
     }
     if (!impl) {
-        usage_error("--impl: got '%s', takes auto or, for %s on %s, one of %s", o.impl.c_str(), name_of(in.q.dtype),
-                    name_of(context.device), known.c_str());
+        fail("%s: holds %s, and --impl %s does not take it; %s do", o.inputs.c_str(), name_of(in.q.dtype),
+             o.impl.c_str(), known.c_str());
     }
     CaseResult r = run_case(*impl, in, o.causal, with_backward);
     std::vector<Tensor> kept;

@@ -29,32 +29,32 @@ struct Command {
 };
 
 static const std::string TIMED =
-    "device sizes d_model d_ff num_layers num_heads vocab_size context_length batch_size warmups steps seed "
+    "device sizes d_model d_ff num_layers num_heads vocab_size context_length batch_size steps seed "
     "trace format quick ";
 
 static const std::string RANKS = "nproc backend timeout ";
 static const std::string DDP_TIMED =
-    "device size=xl d_model d_ff num_layers num_heads vocab_size context_length=512 batch_size=2 warmups steps "
+    "device size=xl d_model d_ff num_layers num_heads vocab_size context_length=512 batch_size=2 warmup steps "
     "precision=fp32 mode=flash seed " +
     RANKS + "format quick ";
 
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer", "model.cu",
-     cmd_benchmarking_script, TIMED + "precisions=fp32 modes=flash table plot"},
+     cmd_benchmarking_script, TIMED + "warmups precisions=fp32 modes=flash table plot"},
     {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
-     "device sizes d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size warmups=2 "
+     "device sizes d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size warmup=2 "
      "steps=5 precisions=fp32 modes=eager ranges=forward,step top=10 seed plot trace format quick"},
     {"mixed_precision_accumulation", "1.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16", "precision.cu",
      cmd_mixed_precision_accumulation, "format quick"},
     {"benchmarking_mixed_precision", "1.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost", "model.cu",
-     cmd_benchmarking_mixed_precision, TIMED + "precisions=fp32,tf32,bf16 mode=flash"},
+     cmd_benchmarking_mixed_precision, TIMED + "warmup precisions=fp32,tf32,bf16 mode=flash"},
     {"memory_profiling", "1.1.6", 4, 1, "where a step's memory goes", "memory.cu", cmd_memory_profiling,
      "device sizes=2.7B d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512 batch_size seed "
      "precisions=fp32,bf16 mode=eager out_folder format quick"},
     {"pytorch_attention", "1.2.1", 2, 1, "time and memory of plain attention", "attention.cu", cmd_pytorch_attention,
      "device steps=100 plot trace format quick"},
     {"torch_compile", "1.3", 2, 1, "eager against fused kernels", "model.cu", cmd_torch_compile,
-     TIMED + "precisions=fp32 plot"},
+     TIMED + "warmup precisions=fp32 plot"},
     {"weighted_sum", "1.3.1", 0, 1, "the first kernel: a weighted sum", "flash.cu", cmd_weighted_sum,
      "device trace format quick"},
     {"flash_forward", "1.3.2", 15, 1, "FlashAttention-2, forward", "flash.cu", cmd_flash_forward,
@@ -67,7 +67,7 @@ static const Command COMMANDS[] = {
      cmd_flash_leaderboard,
      "device num_heads=16 head_size=64 context_length=16384 precision=bf16 deterministic trace format quick"},
     {"distributed_communication_single_node", "2.1", 5, 2, "all-reduce: sizes, ranks, backends", "ranks.cu",
-     cmd_distributed_communication_single_node, "device sizes_mb warmups steps " + RANKS + "format plot quick"},
+     cmd_distributed_communication_single_node, "device sizes_mb warmup steps " + RANKS + "format plot quick"},
     {"naive_ddp", "2.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp,
      "device seed " + RANKS + "format quick"},
     {"naive_ddp_benchmarking", "2.2", 3, 2, "what it costs", "ddp.cu", cmd_naive_ddp_benchmarking, DDP_TIMED + "trace"},
@@ -155,6 +155,14 @@ static Reader wholes(std::vector<int> Options::*field, int low, int high, const 
     return {strprintf("whole numbers from %d to %d, separated by commas", low, high), read, show};
 }
 
+static Reader first_whole(std::vector<int> Options::*field, int low, int high, const char* by_default) {
+    Reader several = wholes(field, low, high, by_default);
+    auto read = [=](Options& o, const std::string& text) {
+        return text.find(',') == std::string::npos && several.read(o, text);
+    };
+    return {strprintf("a whole number from %d to %d", low, high), read, several.show};
+}
+
 static Reader numbers(std::vector<double> Options::*field, const char* by_default) {
     auto read = [=](Options& o, const std::string& text) {
         (o.*field).clear();
@@ -231,12 +239,12 @@ static Reader names(std::vector<std::string> Options::*field, const std::vector<
     return {(list ? "one or more, separated by commas, of " : "one of ") + join(names, ", ") + remark, read, show};
 }
 
-static Reader text(std::string Options::*field) {  // the command checks it
-    auto read = [=](Options& o, const std::string& value) {
-        o.*field = value;
-        return !value.empty();
-    };
-    return {"auto, or a name", read, [=](const Options& o) { return o.*field; }};
+static std::vector<std::string> implementations() {
+    std::vector<std::string> names = {"auto"};
+    for (const AttentionImpl& impl : attention_impls) {
+        if (!among(impl.name, names)) { names.push_back(impl.name); }
+    }
+    return names;
 }
 
 static Reader paths(std::vector<std::string> Options::*field) {  // the command checks that there are such
@@ -316,6 +324,7 @@ static const std::vector<Option>& option_table() {
          "tokens in a sequence"},
         {"batch_size", "batch_size", whole(&Options::batch_size, 1), "sequences in a batch"},
         {"warmups", "warmup", wholes(&Options::warmup, 0, 1 << 20, "5"), "untimed steps first; each in its own run"},
+        {"warmup", "warmup", first_whole(&Options::warmup, 0, 1 << 20, "5"), "untimed steps first"},
         {"steps", "steps", whole(&Options::steps, 1), "steps that are timed, or trained"},
         {"update_steps", "steps", whole(&Options::steps, 0), "AdamW steps on the batch (default 0)"},
         {"precisions", "precision", names(&Options::precision, precisions, true), "bf16, fp16: with autocast's rules"},
@@ -347,7 +356,7 @@ static const std::vector<Option>& option_table() {
         {"ranges", "range", paths(&Options::range), "kernel summaries of these parts of the run"},
         {"top", "top", whole(&Options::top, 1), "rows of a kernel summary"},
         {"inputs", "inputs", file(&Options::inputs), "safetensors: q, k, v and perhaps do, [B, H, S, D] or [B, S, D]"},
-        {"impl", "impl", text(&Options::impl), "which row of the table of implementations"},
+        {"impl", "impl", name(&Options::impl, implementations()), "which row of the table of implementations"},
         {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs"},
         {"backend", "backend", name(&Options::backend, {"auto", "nccl", "gloo"}),
          "of the collectives; auto takes nccl where every rank has a GPU"},
@@ -511,6 +520,9 @@ static int run_command(const Command& command, int argc, char** argv) {
         for (const CLI::Option* option : app.get_options()) { known.push_back(option->get_name()); }
         usage_error("%s: no such option; takes %s", app.remaining()[0].c_str(), join(known, ", ").c_str());
     }
+    // Contradictions: before a device is chosen and announced. train has sizes of its own, and checks them first.
+    bool has_model = app.get_option_no_throw("--size") && app.get_option_no_throw("--num_heads");
+    if (has_model) { configs_of(o, ""); }
     for (const char* dimension : {"d_model", "d_ff", "num_layers", "num_heads"}) {
         if (o.has("size") && o.has(dimension)) {
             usage_error("--size: got '%s' and --%s too, takes one or the other", join(o.size, ",").c_str(), dimension);

@@ -325,7 +325,6 @@ struct ProfilePlan {
     int passes() const { return steps + 1; }  // in a trace: one more, first, is not timed
 };
 static ProfilePlan profile_plan(const Options& o) {
-    if (o.warmup.size() > 1) { usage_error("--warmup: got %zu values, nsys_profile takes one", o.warmup.size()); }
     bool cpu = context.device == CPU, small = o.quick || cpu;
     ProfilePlan p{configs_of(o, small ? "small" : ""), o.context_lengths, o.batch_size, 2, 5, "", ""};
     std::vector<std::string> smaller;

@@ -1055,7 +1055,6 @@ struct Sweep {
     std::string scaled_down;
 };
 static Sweep sweep_of(const Options& o) {
-    if (o.warmup.size() > 1) { usage_error("--warmup: got %zu values, takes one here", o.warmup.size()); }
     Sweep s{o.sizes_mb, o.warmup.empty() ? 5 : o.warmup[0], o.steps, {2, 4, 6}, ""};
     auto add = [&](const char* what) { s.scaled_down += (s.scaled_down.empty() ? "" : ", ") + std::string(what); };
     if (s.sizes_mb.empty()) {
