@@ -274,26 +274,33 @@ static std::string folder_of(const std::string& path) {
     return slash == std::string::npos ? "." : path.substr(0, slash + 1);
 }
 
-// Both are asked for before the measuring starts, and so is the folder.
-static Reader output(std::string Options::*field, const std::string& ending) {
+static bool can_write_in(const std::string& folder) {
+    return is_folder(folder) && access(folder.c_str(), W_OK | X_OK) == 0;
+}
+
+// What a run writes at its end is looked into before it starts.
+static Reader output(std::string Options::*field, const std::string& ending = "") {
     auto read = [=](Options& o, const std::string& text) {
         o.*field = text;
         size_t name = text.size() - std::min(text.size(), ending.size());
-        return name > 0 && text.compare(name, ending.size(), ending) == 0 && is_folder(folder_of(text)) &&
-               access(folder_of(text).c_str(), W_OK) == 0 && !is_folder(text);
+        struct stat status;
+        bool regular = stat(text.c_str(), &status) != 0 || S_ISREG(status.st_mode);  // or it is not there
+        return name > 0 && text.compare(name, ending.size(), ending) == 0 && text.back() != '/' && regular &&
+               can_write_in(folder_of(text));
     };
     auto show = [](const Options&) { return std::string(); };
-    return {"a file name that ends in " + ending + ", in a folder that exists", read, show};
+    std::string takes = "a file name" + (ending.empty() ? "" : " that ends in " + ending);
+    return {takes + ": of a new or regular file, in a folder that can be written to", read, show};
 }
 static Reader folder(std::string Options::*field) {
     auto read = [=](Options& o, const std::string& text) {
         o.*field = text;
         while (o.*field != "/" && !(o.*field).empty() && (o.*field).back() == '/') { (o.*field).pop_back(); }
-        return is_folder(o.*field) ||
-               (!text.empty() && is_folder(folder_of(o.*field)) && access((o.*field).c_str(), F_OK) != 0);
+        bool there = access((o.*field).c_str(), F_OK) == 0;
+        return !text.empty() && can_write_in(there ? o.*field : folder_of(o.*field));
     };
     auto show = [](const Options&) { return std::string(); };
-    return {"a folder, there or to be made in one that is there", read, show};
+    return {"a folder that can be written to, or to be made in one", read, show};
 }
 
 struct Option {
@@ -343,13 +350,13 @@ static const std::vector<Option>& option_table() {
         {"min_lr", "min_lr", number(&Options::min_lr, true), "where its cosine decay ends"},
         {"weight_decay", "weight_decay", number(&Options::weight_decay, true), "AdamW's decoupled decay"},
         {"max_grad_norm", "max_grad_norm", number(&Options::max_grad_norm), "gradients are clipped to this norm"},
-        {"save", "save", file(&Options::save), "write weights and optimizer state here at the end"},
+        {"save", "save", output(&Options::save), "write weights and optimizer state here at the end"},
         {"load", "load", file(&Options::load), "go on from what --save wrote"},
         {"sample", "sample", whole(&Options::sample, 0), "bytes to write as a continuation"},
         {"temperature", "temperature", number(&Options::temperature), "of the sampling"},
         {"weights", "weights", file(&Options::weights), "safetensors: the state_dict"},
         {"batch", "batch", file(&Options::batch), "safetensors: tokens and targets [B, T]"},
-        {"out", "out", file(&Options::out), "safetensors to write"},
+        {"out", "out", output(&Options::out), "safetensors to write"},
         {"out_folder", "out", folder(&Options::out), "where timelines (SVG) and snapshots (pickle) go"},
         {"plot", "plot", output(&Options::plot, ".svg"), "draw the table as SVG, too"},
         {"trace", "trace", output(&Options::trace, ".json"), "write what ran when, for Perfetto or chrome://tracing"},
@@ -520,14 +527,13 @@ static int run_command(const Command& command, int argc, char** argv) {
         for (const CLI::Option* option : app.get_options()) { known.push_back(option->get_name()); }
         usage_error("%s: no such option; takes %s", app.remaining()[0].c_str(), join(known, ", ").c_str());
     }
-    // Contradictions: before a device is chosen and announced. train has sizes of its own, and checks them first.
-    bool has_model = app.get_option_no_throw("--size") && app.get_option_no_throw("--num_heads");
-    if (has_model) { configs_of(o, ""); }
     for (const char* dimension : {"d_model", "d_ff", "num_layers", "num_heads"}) {
         if (o.has("size") && o.has(dimension)) {
             usage_error("--size: got '%s' and --%s too, takes one or the other", join(o.size, ",").c_str(), dimension);
         }
     }
+    // Do the sizes fit each other? Asked before a device is chosen and announced.
+    if (app.get_option_no_throw("--size")) { configs_of(o, ""); }
     context.deterministic = o.deterministic;
     // That one traces by itself, as the ranks do.
     if (o.trace.empty() || command.run == cmd_nsys_profile || command.gpus == 2) { return command.run(o); }

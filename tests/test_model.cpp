@@ -508,5 +508,8 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
         remove(batch.c_str());
     }
     refused(2, "no/such/file", "no/such/file");
-    refused(good.size() - 1, "no/such/folder/out", "no/such/folder/out");
+    good.back() = "no/such/folder/out";  // asked before the work
+    Run nowhere = run_cs336(good);
+    CHECK(nowhere.exit_code == 2);
+    CHECK_MESSAGE(nowhere.err.find("--out: got 'no/such/folder/out'") != std::string::npos, nowhere.err);
 }
