@@ -550,14 +550,6 @@ static int run_command(const Command& command, int argc, char** argv) {
     return exit_code;
 }
 
-// What was typed, or read from a file, may hold control characters: a message stays one line and cannot steer a
-// terminal.
-static std::string on_one_line(const std::string& text) {
-    std::string line;
-    for (char c : text) { line += (unsigned char)c < 0x20 || c == 0x7f ? strprintf("\\x%02x", c) : std::string(1, c); }
-    return line;
-}
-
 int main(int argc, char** argv) {
     choose_cpu_settings(argv);
     std::string word = argc > 1 ? argv[1] : "", who = "cs336";
@@ -576,13 +568,13 @@ int main(int argc, char** argv) {
             exit_code = run_command(command, argc, argv);
         }
     } catch (const Failure& failure) {
-        fprintf(stderr, "%s: %s\n", who.c_str(), on_one_line(failure.what()).c_str());
+        note("%s: %s", who.c_str(), failure.what());
         exit_code = failure.exit_code;
     } catch (const std::bad_alloc&) {
-        fprintf(stderr, "%s: out of memory on the host\n", who.c_str());
-    } catch (const std::exception& e) { fprintf(stderr, "%s: %s\n", who.c_str(), e.what()); }
+        note("%s: out of memory on the host", who.c_str());
+    } catch (const std::exception& e) { note("%s: %s", who.c_str(), e.what()); }
     if ((fflush(stdout) != 0 || ferror(stdout)) && exit_code == 0) {
-        fprintf(stderr, "%s: cannot write to stdout: %s\n", who.c_str(), strerror(errno));
+        note("%s: cannot write to stdout: %s", who.c_str(), strerror(errno));
         exit_code = 1;
     }
     return exit_code;

@@ -915,13 +915,17 @@ void progress(const char* format, ...) {
     progress_is_open = true;
 }
 
+// What was typed, or read from a file, may hold control characters: they must not break the line or steer a terminal.
 void note(const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    std::string text = format_list(format, arguments);
+    std::string line;
+    for (unsigned char c : format_list(format, arguments)) {
+        line += c < 0x20 || c == 0x7f ? strprintf("\\x%02x", c) : std::string(1, (char)c);
+    }
     va_end(arguments);
     end_progress();
-    fprintf(stderr, "%s\n", text.c_str());
+    fprintf(stderr, "%s\n", line.c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

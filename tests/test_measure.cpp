@@ -336,3 +336,12 @@ TEST_CASE("measure: run_ourselves returns the output, or fails with the child") 
           "1: cs336 --no-skip --test-case=measure: child: exits with 3: exited with 3");
     CHECK(has(failure_of([] { run_case("measure: child: is killed"); }), "killed by signal 9 (Killed)"));
 }
+
+TEST_CASE("measure: child: notes" * doctest::skip()) {
+    REQUIRE(dup2(STDOUT_FILENO, STDERR_FILENO) >= 0);
+    note("%s", "a\nb\x1b[31m\x7f, \xc2\xb5");
+}
+
+TEST_CASE("measure: a note is one line, whatever it says") {
+    CHECK(has(run_case("measure: child: notes"), "a\\x0ab\\x1b[31m\\x7f, \xc2\xb5\n"));
+}
