@@ -22,6 +22,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -30,6 +31,8 @@
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include <sys/types.h>
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
@@ -228,8 +231,18 @@ void print(const Table& table, const std::string& format);                // to 
 std::string quote_json(const std::string& value);                         // with its quotation marks
 void progress(const char* format, ...)
     __attribute__((format(printf, 1, 2)));  // one rewritten line on a terminal; nothing in a pipe
-void save_file(const std::string& path, const std::string& bytes);         // to a temporary name, then renamed
+struct Unfinished {  // a file that is removed when this goes, or when SIGINT, SIGTERM or SIGHUP ends us
+    explicit Unfinished(const std::string& path);
+    ~Unfinished();
+    Unfinished(const Unfinished&) = delete;
+};
+// `write` fills a temporary file beside path, which takes its name in one step: nobody ever sees half a file, and where
+// it fails the old one stays. write returns false, with errno, if it failed.
+void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
+void save_file(const std::string& path, const std::string& bytes);
 void note(const char* format, ...) __attribute__((format(printf, 1, 2)));  // one line on stderr
+// Starts this program anew, its stdout to a descriptor; it does not outlive us.
+pid_t start_ourselves(const std::vector<std::string>& arguments, char** environment, int stdout_descriptor);
 std::string run_ourselves(
     const std::vector<std::string>& arguments);  // a fresh process; its stdout; fails if it failed
 std::string commit();                            // of the build

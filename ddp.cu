@@ -697,9 +697,13 @@ static void write_traces_of_ranks(const Communicator& c, const std::string& path
                                   const std::string& caption) {
     auto part = [&](int rank) { return path + ".rank" + std::to_string(rank); };
     const std::string begin = "\"traceEvents\":[\n", end = "\n],\"otherData\"";
+    Unfinished mine(part(c.rank));
     write_trace(part(c.rank), traces, caption);
     gather_text(c, "");
-    if (c.rank != 0) { return; }
+    if (c.rank != 0) {
+        gather_text(c, "");  // rank 0 has read it
+        return;
+    }
     std::string all;
     for (int r = c.world - 1; r >= 0; r--) {  // rank 0's last: what stands around the events is the same in all
         std::ifstream file(part(r));
@@ -713,7 +717,7 @@ static void write_traces_of_ranks(const Communicator& c, const std::string& path
         all = r > 0 ? events : text.substr(0, from) + events + text.substr(to);
     }
     save_file(path, all);
-    for (int r = 0; r < c.world; r++) { remove(part(r).c_str()); }
+    gather_text(c, "");
 }
 
 static int benchmark(const Options& o, const char* command, std::vector<Variant> variants) {

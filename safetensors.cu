@@ -296,16 +296,7 @@ void save_safetensors(const std::string& path, const std::vector<NamedTensor>& t
     });
     std::string header = make_header(path, order, metadata);
 
-    std::string temporary = path + ".tmp." + std::to_string(getpid());
-    FILE* file = fopen(temporary.c_str(), "wb");
-    if (!file) { fail("%s: cannot be written: %s", temporary.c_str(), strerror(errno)); }
-    int error = write_all(file, header, order) ? 0 : errno;
-    if (fclose(file) != 0 && error == 0) { error = errno; }
-    if (error == 0 && rename(temporary.c_str(), path.c_str()) != 0) { error = errno; }
-    if (error != 0) {
-        unlink(temporary.c_str());
-        fail("%s: cannot be written: %s", path.c_str(), strerror(error));
-    }
+    replace_file(path, [&](FILE* file) { return write_all(file, header, order); });
 }
 
 FileTensor describe(const Tensor& t) {
