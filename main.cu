@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -551,6 +552,15 @@ static int run_command(const Command& command, int argc, char** argv) {
 }
 
 int main(int argc, char** argv) {
+    bool no_stdout = fcntl(STDOUT_FILENO, F_GETFD) < 0;
+    for (int fd :
+         {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {  // or the next file that is opened would get our lines
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd) { return 1; }
+    }
+    if (no_stdout) {
+        note("cs336: cannot write to stdout: it is closed");
+        return 1;
+    }
     choose_cpu_settings(argv);
     std::string word = argc > 1 ? argv[1] : "", who = "cs336";
     if (argc < 2 || word == "--help" || word == "-h") {

@@ -242,8 +242,7 @@ const FileTensor& require_tensor(const SafeTensors& file, const std::string& nam
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Writing. Wide dtypes first: then every tensor starts at a multiple of its element size, if the data does, and can be
-// used where the file is mapped. A reader never sees half a file, and a failed save leaves the old one as it was: the
-// bytes go to a temporary file beside it, which takes the name in one step when they are on the disk.
+// used where the file is mapped. The file takes its name when its bytes are on the disk.
 
 using NamedTensor = std::pair<std::string, FileTensor>;
 
