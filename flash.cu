@@ -1659,8 +1659,7 @@ int cmd_attention(const Options& o) {
     std::vector<Tensor> kept;
     std::vector<std::pair<std::string, FileTensor>> out;
     auto put = [&](const char* name, const Tensor& t, const Shape& as) {
-        kept.push_back(to_device(contiguous(t), CPU));
-        kept.back().shape = as;
+        kept.push_back(view(to_device(contiguous(t), CPU), 0, as));
         out.push_back({name, describe(kept.back())});
     };
     put("o", r.o, shape);
