@@ -61,7 +61,7 @@ struct Mapping {  // the file in memory; read on first touch, by the page
 };
 
 static std::shared_ptr<Mapping> map_file(const std::string& path) {
-    int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a FIFO would wait for a writer
     struct stat status;
     if (file < 0 || fstat(file, &status) != 0) {
         int error = errno;
