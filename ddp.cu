@@ -1015,8 +1015,11 @@ int cmd_communication_accounting(const Options& o) {
         "tokens");
     row("d", strprintf("the same for %g chips", N), "N times that", strprintf("%.0f", ceil(least_sum / 4 * N)),
         "tokens");
-    for (double x = 1; x <= N; x++) {
-        if (fmod(N, x) != 0) { continue; }
+    std::set<double> divisors;
+    for (double x = 1; x * x <= N; x++) {
+        if (fmod(N, x) == 0) { divisors.insert({x, N / x}); }
+    }
+    for (double x : divisors) {
         double share = alpha * (N / x) / (MY * F);
         if (share < 1) {
             row("d", strprintf("least batch, X = %g, Y = %g, not overlapped", x, N / x), "as in c",
