@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 
@@ -291,7 +292,7 @@ static Reader output(std::string Options::*field, const std::string& ending = ""
     };
     auto show = [](const Options&) { return std::string(); };
     std::string takes = "a file name" + (ending.empty() ? "" : " that ends in " + ending);
-    return {takes + ": of a new or regular file, in a folder that can be written to", read, show};
+    return {takes + ", of a new or regular file in a folder that can be written to", read, show};
 }
 static Reader folder(std::string Options::*field) {
     auto read = [=](Options& o, const std::string& text) {
@@ -538,10 +539,10 @@ static int run_command(const Command& command, int argc, char** argv) {
     context.deterministic = o.deterministic;
     // That one traces by itself, as the ranks do.
     if (o.trace.empty() || command.run == cmd_nsys_profile || command.gpus == 2) { return command.run(o); }
-    note("--trace: the times in the tables include what tracing costs");
     start_tracing();
     int exit_code = command.run(o);
     Trace trace = stop_tracing();
+    note("--trace: the times in the tables include what tracing costs");
     if (cuda_devices() > 0 && !trace.no_kernels.empty()) {
         note("--trace: without kernels: %s", trace.no_kernels.c_str());
     }
@@ -561,6 +562,7 @@ int main(int argc, char** argv) {
         note("cs336: cannot write to stdout: it is closed");
         return 1;
     }
+    signal(SIGXFSZ, SIG_IGN);  // a file that grows over `ulimit -f`: the write fails, and says so
     choose_cpu_settings(argv);
     std::string word = argc > 1 ? argv[1] : "", who = "cs336";
     if (argc < 2 || word == "--help" || word == "-h") {
