@@ -542,13 +542,13 @@ static int run_command(const Command& command, int argc, char** argv) {
     start_tracing();
     int exit_code = command.run(o);
     Trace trace = stop_tracing();
+    write_trace(o.trace, {trace},
+                strprintf("cs336 %s; %s; commit %s", join(o.command_line, " ").c_str(), device_description().c_str(),
+                          commit().c_str()));
     note("--trace: the times in the tables include what tracing costs");
     if (cuda_devices() > 0 && !trace.no_kernels.empty()) {
         note("--trace: without kernels: %s", trace.no_kernels.c_str());
     }
-    write_trace(o.trace, {trace},
-                strprintf("cs336 %s; %s; commit %s", join(o.command_line, " ").c_str(), device_description().c_str(),
-                          commit().c_str()));
     return exit_code;
 }
 
@@ -565,13 +565,16 @@ int main(int argc, char** argv) {
     signal(SIGXFSZ, SIG_IGN);  // a file that grows over `ulimit -f`: the write fails, and says so
     choose_cpu_settings(argv);
     std::string word = argc > 1 ? argv[1] : "", who = "cs336";
-    if (argc < 2 || word == "--help" || word == "-h") {
-        print_overview(argc < 2 ? stderr : stdout);
-        return argc < 2 ? 2 : 0;
+    if (argc < 2) {
+        print_overview(stderr);
+        return 2;
     }
     int exit_code = 1;
     try {
-        if (word == "--version") {
+        if (word == "--help" || word == "-h") {
+            print_overview(stdout);
+            exit_code = 0;
+        } else if (word == "--version") {
             printf("%s\n", commit().c_str());
             exit_code = 0;
         } else {

@@ -175,6 +175,7 @@ int launch_ranks(int n, const std::vector<std::string>& arguments) {
             }
         }
         if (int number = signal_to_forward) {
+            if (code == 0) { note("cs336: signal %d (%s): ending %d ranks", number, strsignal(number), left); }
             signal_to_forward = 0, code = 1, kill_at = std::min(kill_at, now_ms() + 2000);
             send_to_all(alive, number);
         }

@@ -185,10 +185,12 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
 }
 
 TEST_CASE("main: a full disk under stdout is a failure") {
-    Run r = run_cs336({"list"}, "/dev/full");
-    CHECK(r.exit_code == 1);
-    CHECK(lines(r.err) == 1);
-    CHECK(has(r.err, "stdout"));
+    for (const char* word : {"list", "--help", "--version"}) {
+        Run r = run_cs336({word}, "/dev/full");
+        CHECK(r.exit_code == 1);
+        CHECK(lines(r.err) == 1);
+        CHECK(has(r.err, "stdout"));
+    }
 }
 
 TEST_CASE("main: a file that is not there is a failure, not wrong usage") {
