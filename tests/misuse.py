@@ -193,6 +193,7 @@ def try_options(pool):
             for what, value in values: job(what, [*others(option), option, value], option)
         for word in ("--nonsense", "extra", "-x", "--", "-", "--Format", "---format", "--formatmd", "--no-quick"):
             job("an unknown option, a word too many", [*others(""), word], word)
+    for what, _, _ in jobs: row(what)  # in this order, whichever call ends first
     list(pool.map(lambda j: check(j[0], j[1], run(j[1], timeout=10), [2], names=j[2]), jobs))
     for line in CONTRADICTIONS.strip().splitlines():
         call, names = map(str.strip, line.split("|"))
@@ -311,6 +312,7 @@ def try_files(pool):
         r = run(call(name), limit_gib=4, timeout=20)
         check(what, [which], r, codes, r.seconds > 10 and f"{r.seconds:.1f} s", r.code == 1 and r.out and "something on stdout", names=name)
         if data is not None: os.unlink(name)
+    for job in jobs: row(job[0])
     list(pool.map(one, enumerate(jobs)))
 
 
@@ -360,14 +362,16 @@ def try_signals():
                 time.sleep(0.0005)
             child.send_signal(number)  # to the one process, not to its group as a terminal does
             start = time.monotonic()
-            more, err = child.communicate()
-            out += more
+            try: child.wait(10)
+            except subprocess.TimeoutExpired: pass  # the group is killed below
             alive = True
-            while alive and time.monotonic() < start + 5:  # the kernel ends the children soon after their parent
+            while alive and time.monotonic() < start + 12:  # the kernel ends the children soon after their parent
                 try: os.killpg(child.pid, 0)
                 except ProcessLookupError: alive = False
                 else: time.sleep(0.02)
             if alive: os.killpg(child.pid, signal.SIGKILL)
+            more, err = child.communicate()
+            out += more
             left = [n for n in os.listdir(FOLDER.name) if n.startswith("x")]
             check(f"SIGINT, SIGTERM: {what}", words, Result(child.returncode, out, err, 0), [1 if what == "2 ranks" else -number],
                   time.monotonic() - start > 4 and "it did not end within 4 s", alive and "processes are left", left and f"left: {left}",
@@ -381,6 +385,7 @@ def try_disks():
         r = run([*words, option, at(name)], preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)))
         left = [n for n in os.listdir(FOLDER.name) if n.startswith("x")]
         check("files limited to 4 KiB (ulimit -f)", words, r, [1], left and f"left: {left}", names="File too large")
+        for n in left: os.unlink(at(n))
     disk = at("disk")
     os.mkdir(disk)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True).returncode != 0:
