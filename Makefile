@@ -148,12 +148,13 @@ check: ## what the CI runs: format, warnings as errors, tests in all flavours, s
 	$(call install,$(REQUIRED) $(REQUIRED_BY_TESTS),$(OPTIONAL))
 	+@tests/check.sh $(NVCC)
 
+FUZZ_SECONDS := 600
 FUZZED := tests/fuzz_safetensors.cpp safetensors.cu measure.cu tensor.cu precision.cu
 fuzz: ## ten minutes of libFuzzer (needs clang) on the reader of safetensors; what it finds goes to build/fuzz
 	@mkdir -p build/fuzz/corpus
 	clang++ -x c++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. \
 	    -DCS336_COMMIT='"fuzz"' $(FUZZED) -o build/fuzz/run -ldl -l:libgomp.so.1
-	build/fuzz/run -max_total_time=600 -timeout=5 -max_len=4096 -print_final_stats=1 -artifact_prefix=build/fuzz/ \
+	build/fuzz/run -max_total_time=$(FUZZ_SECONDS) -timeout=5 -max_len=4096 -print_final_stats=1 -artifact_prefix=build/fuzz/ \
 	    build/fuzz/corpus tests/fuzz_corpus
 
 notes: cs336 ## run all problems and write their tables into notes/

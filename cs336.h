@@ -24,6 +24,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -32,6 +33,8 @@
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include <sys/types.h>
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
@@ -232,8 +235,20 @@ void print(const Table& table, const std::string& format);                // to 
 std::string quote_json(const std::string& value);                         // with its quotation marks
 void progress(const char* format, ...)
     __attribute__((format(printf, 1, 2)));  // one rewritten line on a terminal; nothing in a pipe
-void save_file(const std::string& path, const std::string& bytes);         // to a temporary name, then renamed
+struct Unfinished {  // a file that is removed when this goes, or when SIGINT, SIGTERM or SIGHUP ends us
+    explicit Unfinished(const std::string& path);
+    ~Unfinished();
+    Unfinished(const Unfinished&) = delete;
+};
+// `write` fills a temporary file beside path, which takes its name in one step: nobody ever sees half a file, and where
+// it fails the old one stays. write returns false, with errno, if it failed.
+void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
+void save_file(const std::string& path, const std::string& bytes);
 void note(const char* format, ...) __attribute__((format(printf, 1, 2)));  // one line on stderr
+// Starts this program anew, its stdout to a descriptor, and if given its stderr to another one: then in a process group
+// of its own. It does not outlive us.
+pid_t start_ourselves(const std::vector<std::string>& arguments, char** environment, int stdout_descriptor,
+                      int stderr_descriptor = -1);
 // A fresh process; its stdout; fails if it failed. With `watch`, which is called about once a second, its stderr is
 // kept for the failure's message, of which it is the last line; where watch throws, the process ends.
 std::string run_ourselves(const std::vector<std::string>& arguments, const std::function<void()>& watch = nullptr);
@@ -603,6 +618,7 @@ struct AttentionImpl {
     void (*backward)(const AttentionTensors& t);
     const char* note;
 };
+bool flash_head_size(int64_t D);                          // 16, 32, 64, 80 and 128: those with a GPU kernel
 extern const std::vector<AttentionImpl> attention_impls;  // from the plainest to the fastest
 Tensor run_attention(const AttentionImpl& impl, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                      Tensor* L = nullptr);                                         // recorded

@@ -394,7 +394,6 @@ struct Setting {
     std::string scaled_down;
 };
 static Setting setting_of(const Options& o, const Communicator& c) {
-    if (o.warmup.size() > 1) { usage_error("--warmup: got %zu values, takes one here", o.warmup.size()); }
     bool cpu = context.device == CPU, slow = cpu || c.backend == "gloo";  // through the host: 8 GB a step at size xl
     Setting s{model_sizes[3], FP32, FLASH, 2, 512, 5, o.steps, ""};
     auto shrink = [&](bool given, const char* what, int* value, int to) {
@@ -698,9 +697,13 @@ static void write_traces_of_ranks(const Communicator& c, const std::string& path
                                   const std::string& caption) {
     auto part = [&](int rank) { return path + ".rank" + std::to_string(rank); };
     const std::string begin = "\"traceEvents\":[\n", end = "\n],\"otherData\"";
+    Unfinished mine(part(c.rank));
     write_trace(part(c.rank), traces, caption);
     gather_text(c, "");
-    if (c.rank != 0) { return; }
+    if (c.rank != 0) {
+        gather_text(c, "");  // rank 0 has read it
+        return;
+    }
     std::string all;
     for (int r = c.world - 1; r >= 0; r--) {  // rank 0's last: what stands around the events is the same in all
         std::ifstream file(part(r));
@@ -714,7 +717,7 @@ static void write_traces_of_ranks(const Communicator& c, const std::string& path
         all = r > 0 ? events : text.substr(0, from) + events + text.substr(to);
     }
     save_file(path, all);
-    for (int r = 0; r < c.world; r++) { remove(part(r).c_str()); }
+    gather_text(c, "");
 }
 
 static int benchmark(const Options& o, const char* command, std::vector<Variant> variants) {
@@ -1014,8 +1017,11 @@ int cmd_communication_accounting(const Options& o) {
         "tokens");
     row("d", strprintf("the same for %g chips", N), "N times that", strprintf("%.0f", ceil(least_sum / 4 * N)),
         "tokens");
-    for (double x = 1; x <= N; x++) {
-        if (fmod(N, x) != 0) { continue; }
+    std::set<double> divisors;
+    for (double x = 1; x * x <= N; x++) {
+        if (fmod(N, x) == 0) { divisors.insert({x, N / x}); }
+    }
+    for (double x : divisors) {
         double share = alpha * (N / x) / (MY * F);
         if (share < 1) {
             row("d", strprintf("least batch, X = %g, Y = %g, not overlapped", x, N / x), "as in c",

@@ -1192,7 +1192,7 @@ static bool any_float(DType t, int64_t) { return t == F32 || t == BF16 || t == F
 static bool gpu_float(DType t, int64_t) { return t == F32 || t == BF16 || t == F16; }
 #endif
 static bool only_fp32(DType t, int64_t) { return t == F32; }
-static bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 80 || D == 128; }
+bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 80 || D == 128; }
 
 static void reference(const AttentionTensors& t) {  // both passes: the second one too if there is a dO
     with_type(t.q.dtype, [&](auto zero) { attention_reference_cpu<decltype(zero)>(args_of(t), head_size(t)); });
@@ -1612,6 +1612,17 @@ static Tensor from_file(const FileTensor& f, const std::string& path) {
 int cmd_attention(const Options& o) {
     context.device = choose_device(o.device);
     context.mode = FUSED;
+    std::string here;
+    bool is_here = o.impl == "auto";
+    for (const AttentionImpl& row : attention_impls) {
+        if (row.device != context.device) { continue; }
+        here += std::string(here.empty() ? "" : ", ") + row.name;
+        is_here = is_here || o.impl == row.name;
+    }
+    if (!is_here) {
+        usage_error("--impl: got '%s', takes auto or, on %s, one of %s", o.impl.c_str(), name_of(context.device),
+                    here.c_str());
+    }
     SafeTensors file = load_safetensors(o.inputs);
     auto q_it = file.tensors.find("q");
     if (q_it == file.tensors.end()) { fail("%s: tensor q is missing", o.inputs.c_str()); }
@@ -1643,15 +1654,14 @@ int cmd_attention(const Options& o) {
         if (!impl) { impl = &impl_named("fused", context.device); }
     }
     if (!impl) {
-        usage_error("--impl: got '%s', takes auto or, for %s on %s, one of %s", o.impl.c_str(), name_of(in.q.dtype),
-                    name_of(context.device), known.c_str());
+        fail("%s: holds %s, and --impl %s does not take it; %s do", o.inputs.c_str(), name_of(in.q.dtype),
+             o.impl.c_str(), known.c_str());
     }
     CaseResult r = run_case(*impl, in, o.causal, with_backward);
     std::vector<Tensor> kept;
     std::vector<std::pair<std::string, FileTensor>> out;
     auto put = [&](const char* name, const Tensor& t, const Shape& as) {
-        kept.push_back(to_device(contiguous(t), CPU));
-        kept.back().shape = as;
+        kept.push_back(view(to_device(contiguous(t), CPU), 0, as));
         out.push_back({name, describe(kept.back())});
     };
     put("o", r.o, shape);

@@ -5,9 +5,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -30,32 +32,32 @@ struct Command {
 };
 
 static const std::string TIMED =
-    "device sizes d_model d_ff num_layers num_heads vocab_size context_length batch_size warmups steps seed "
+    "device sizes d_model d_ff num_layers num_heads vocab_size context_length batch_size steps seed "
     "trace format quick ";
 
 static const std::string RANKS = "nproc backend timeout ";
 static const std::string DDP_TIMED =
-    "device size=xl d_model d_ff num_layers num_heads vocab_size context_length=512 batch_size=2 warmups steps "
+    "device size=xl d_model d_ff num_layers num_heads vocab_size context_length=512 batch_size=2 warmup steps "
     "precision=fp32 mode=flash seed " +
     RANKS + "format quick ";
 
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer", "model.cu",
-     cmd_benchmarking_script, TIMED + "precisions=fp32 modes=flash table plot"},
+     cmd_benchmarking_script, TIMED + "warmups precisions=fp32 modes=flash table plot"},
     {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
-     "device sizes d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size warmups=2 "
+     "device sizes d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size warmup=2 "
      "steps=5 precisions=fp32 modes=eager ranges=forward,step top=10 seed plot trace format quick"},
     {"mixed_precision_accumulation", "1.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16", "precision.cu",
      cmd_mixed_precision_accumulation, "format quick"},
     {"benchmarking_mixed_precision", "1.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost", "model.cu",
-     cmd_benchmarking_mixed_precision, TIMED + "precisions=fp32,tf32,bf16 mode=flash"},
+     cmd_benchmarking_mixed_precision, TIMED + "warmup precisions=fp32,tf32,bf16 mode=flash"},
     {"memory_profiling", "1.1.6", 4, 1, "where a step's memory goes", "memory.cu", cmd_memory_profiling,
      "device sizes=2.7B d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512 batch_size seed "
      "precisions=fp32,bf16 mode=eager out_folder format quick"},
     {"pytorch_attention", "1.2.1", 2, 1, "time and memory of plain attention", "attention.cu", cmd_pytorch_attention,
      "device steps=100 plot trace format quick"},
     {"torch_compile", "1.3", 2, 1, "eager against fused kernels", "model.cu", cmd_torch_compile,
-     TIMED + "precisions=fp32 plot"},
+     TIMED + "warmup precisions=fp32 plot"},
     {"weighted_sum", "1.3.1", 0, 1, "the first kernel: a weighted sum", "flash.cu", cmd_weighted_sum,
      "device trace format quick"},
     {"flash_forward", "1.3.2", 15, 1, "FlashAttention-2, forward", "flash.cu", cmd_flash_forward,
@@ -68,7 +70,7 @@ static const Command COMMANDS[] = {
      cmd_flash_leaderboard,
      "device num_heads=16 head_size=64 context_length=16384 precision=bf16 deterministic trace format quick"},
     {"distributed_communication_single_node", "2.1", 5, 2, "all-reduce: sizes, ranks, backends", "ranks.cu",
-     cmd_distributed_communication_single_node, "device sizes_mb warmups steps " + RANKS + "format plot quick"},
+     cmd_distributed_communication_single_node, "device sizes_mb warmup steps " + RANKS + "format plot quick"},
     {"naive_ddp", "2.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp,
      "device seed " + RANKS + "format quick"},
     {"naive_ddp_benchmarking", "2.2", 3, 2, "what it costs", "ddp.cu", cmd_naive_ddp_benchmarking, DDP_TIMED + "trace"},
@@ -157,6 +159,14 @@ static Reader wholes(std::vector<int> Options::*field, int low, int high, const 
     return {strprintf("whole numbers from %d to %d, separated by commas", low, high), read, show};
 }
 
+static Reader first_whole(std::vector<int> Options::*field, int low, int high, const char* by_default) {
+    Reader several = wholes(field, low, high, by_default);
+    auto read = [=](Options& o, const std::string& text) {
+        return text.find(',') == std::string::npos && several.read(o, text);
+    };
+    return {strprintf("a whole number from %d to %d", low, high), read, several.show};
+}
+
 static Reader numbers(std::vector<double> Options::*field, const char* by_default) {
     auto read = [=](Options& o, const std::string& text) {
         (o.*field).clear();
@@ -171,6 +181,16 @@ static Reader numbers(std::vector<double> Options::*field, const char* by_defaul
     };
     auto show = [=](const Options&) { return std::string(by_default); };
     return {"numbers greater than 0 and at most 1e5, separated by commas", read, show};
+}
+
+static Reader head_size() {
+    auto read = [](Options& o, const std::string& text) {
+        uint64_t value = 0;
+        if (!parse_whole(text, 1, 1 << 20, &value) || !flash_head_size((int64_t)value)) { return false; }
+        o.head_size = (int)value;
+        return true;
+    };
+    return {"one of 16, 32, 64, 80, 128", read, [](const Options&) { return std::string(); }};
 }
 
 static Reader seed_number() {
@@ -223,12 +243,12 @@ static Reader names(std::vector<std::string> Options::*field, const std::vector<
     return {(list ? "one or more, separated by commas, of " : "one of ") + join(names, ", ") + remark, read, show};
 }
 
-static Reader text(std::string Options::*field) {  // the command checks it
-    auto read = [=](Options& o, const std::string& value) {
-        o.*field = value;
-        return !value.empty();
-    };
-    return {"auto, or a name", read, [=](const Options& o) { return o.*field; }};
+static std::vector<std::string> implementations() {
+    std::vector<std::string> names = {"auto"};
+    for (const AttentionImpl& impl : attention_impls) {
+        if (!among(impl.name, names)) { names.push_back(impl.name); }
+    }
+    return names;
 }
 
 static Reader items(std::vector<std::string> Options::*field, const char* example) {  // the command checks them
@@ -258,26 +278,33 @@ static std::string folder_of(const std::string& path) {
     return slash == std::string::npos ? "." : path.substr(0, slash + 1);
 }
 
-// Both are asked for before the measuring starts, and so is the folder.
-static Reader output(std::string Options::*field, const std::string& ending) {
+static bool can_write_in(const std::string& folder) {
+    return is_folder(folder) && access(folder.c_str(), W_OK | X_OK) == 0;
+}
+
+// What a run writes at its end is looked into before it starts.
+static Reader output(std::string Options::*field, const std::string& ending = "") {
     auto read = [=](Options& o, const std::string& text) {
         o.*field = text;
         size_t name = text.size() - std::min(text.size(), ending.size());
-        return name > 0 && text.compare(name, ending.size(), ending) == 0 && is_folder(folder_of(text)) &&
-               access(folder_of(text).c_str(), W_OK) == 0 && !is_folder(text);
+        struct stat status;
+        bool regular = stat(text.c_str(), &status) != 0 || S_ISREG(status.st_mode);  // or it is not there
+        return name > 0 && text.compare(name, ending.size(), ending) == 0 && text.back() != '/' && regular &&
+               can_write_in(folder_of(text));
     };
     auto show = [](const Options&) { return std::string(); };
-    return {"a file name that ends in " + ending + ", in a folder that exists", read, show};
+    std::string takes = "a file name" + (ending.empty() ? "" : " that ends in " + ending);
+    return {takes + ", of a new or regular file in a folder that can be written to", read, show};
 }
 static Reader folder(std::string Options::*field) {
     auto read = [=](Options& o, const std::string& text) {
         o.*field = text;
         while (o.*field != "/" && !(o.*field).empty() && (o.*field).back() == '/') { (o.*field).pop_back(); }
-        return is_folder(o.*field) ||
-               (!text.empty() && is_folder(folder_of(o.*field)) && access((o.*field).c_str(), F_OK) != 0);
+        bool there = access((o.*field).c_str(), F_OK) == 0;
+        return !text.empty() && can_write_in(there ? o.*field : folder_of(o.*field));
     };
     auto show = [](const Options&) { return std::string(); };
-    return {"a folder, there or to be made in one that is there", read, show};
+    return {"a folder that can be written to, or to be made in one", read, show};
 }
 
 struct Option {
@@ -301,13 +328,14 @@ static const std::vector<Option>& option_table() {
         {"d_ff", "d_ff", whole(&Options::d_ff, 1), "width of the feed-forward layer"},
         {"num_layers", "num_layers", whole(&Options::num_layers, 1), "number of blocks"},
         {"num_heads", "num_heads", whole(&Options::num_heads, 1), "number of attention heads; divides d_model"},
-        {"head_size", "head_size", whole(&Options::head_size, 1), "D: 16, 32, 64, 80 or 128"},
+        {"head_size", "head_size", head_size(), "D"},
         {"vocab_size", "vocab_size", whole(&Options::vocab_size, 1), "number of different tokens"},
         {"context_length", "context_length", whole(&Options::context_length, 1), "tokens in a sequence"},
         {"context_lengths", "context_length", wholes(&Options::context_lengths, 1, 1 << 20, ""),
          "tokens in a sequence"},
         {"batch_size", "batch_size", whole(&Options::batch_size, 1), "sequences in a batch"},
         {"warmups", "warmup", wholes(&Options::warmup, 0, 1 << 20, "5"), "untimed steps first; each in its own run"},
+        {"warmup", "warmup", first_whole(&Options::warmup, 0, 1 << 20, "5"), "untimed steps first"},
         {"steps", "steps", whole(&Options::steps, 1), "steps that are timed, or trained"},
         {"update_steps", "steps", whole(&Options::steps, 0), "AdamW steps on the batch (default 0)"},
         {"precisions", "precision", names(&Options::precision, precisions, true), "bf16, fp16: with autocast's rules"},
@@ -326,13 +354,13 @@ static const std::vector<Option>& option_table() {
         {"min_lr", "min_lr", number(&Options::min_lr, true), "where its cosine decay ends"},
         {"weight_decay", "weight_decay", number(&Options::weight_decay, true), "AdamW's decoupled decay"},
         {"max_grad_norm", "max_grad_norm", number(&Options::max_grad_norm), "gradients are clipped to this norm"},
-        {"save", "save", file(&Options::save), "write weights and optimizer state here at the end"},
+        {"save", "save", output(&Options::save), "write weights and optimizer state here at the end"},
         {"load", "load", file(&Options::load), "go on from what --save wrote"},
         {"sample", "sample", whole(&Options::sample, 0), "bytes to write as a continuation"},
         {"temperature", "temperature", number(&Options::temperature), "of the sampling"},
         {"weights", "weights", file(&Options::weights), "safetensors: the state_dict"},
         {"batch", "batch", file(&Options::batch), "safetensors: tokens and targets [B, T]"},
-        {"out", "out", file(&Options::out), "safetensors to write"},
+        {"out", "out", output(&Options::out), "safetensors to write"},
         {"out_folder", "out", folder(&Options::out), "where timelines (SVG) and snapshots (pickle) go"},
         {"pages_folder", "out", folder(&Options::out), "where the pages go, instead of notes/"},
         {"only", "only", items(&Options::only, "nsys_profile,naive_ddp"), "problems to run; any unambiguous beginning"},
@@ -342,7 +370,7 @@ static const std::vector<Option>& option_table() {
          "kernel summaries of these parts of the run"},
         {"top", "top", whole(&Options::top, 1), "rows of a kernel summary"},
         {"inputs", "inputs", file(&Options::inputs), "safetensors: q, k, v and perhaps do, [B, H, S, D] or [B, S, D]"},
-        {"impl", "impl", text(&Options::impl), "which row of the table of implementations"},
+        {"impl", "impl", name(&Options::impl, implementations()), "which row of the table of implementations"},
         {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs"},
         {"backend", "backend", name(&Options::backend, {"auto", "nccl", "gloo"}),
          "of the collectives; auto takes nccl where every rank has a GPU"},
@@ -432,8 +460,7 @@ static void add_option(CLI::App& app, const std::string& word, Options& o, std::
         if (word != flag.name) { continue; }
         auto set = [&o, &flag] { o.*flag.field = true, o.given.insert(flag.name); };
         app.add_flag_callback(std::string("--") + flag.name, set, flag.help)
-            ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast)
-            ->disable_flag_override();
+            ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
         return;
     }
     size_t end = std::min(word.find_first_of("!="), word.size());
@@ -466,14 +493,19 @@ static std::string parse_options(const Command& command, const std::vector<std::
     for (const std::string& word : CLI::detail::split(command.options, ' ')) {
         if (!word.empty()) { add_option(app, word, o, takes); }
     }
+    for (size_t i = 1; i < words.size(); i++) {  // CLI11 takes --quick=true and --quick= for --quick
+        for (const Flag& flag : flag_table) {
+            std::string start = std::string("--") + flag.name;
+            if (app.get_option_no_throw(start) && words[i].compare(0, start.size() + 1, start + "=") == 0) {
+                usage_error("%s: got a value, takes none", start.c_str());
+            }
+        }
+    }
     try {
         app.parse(std::vector<std::string>(words.rbegin(), words.rend() - 1));  // CLI11 takes them from the end
     } catch (const CLI::CallForHelp&) { return app.help(); } catch (const CLI::ParseError& e) {
         std::string what = e.what();  // starts with the option
         std::string option = what.substr(0, what.find_first_of(": "));
-        for (const Flag& flag : flag_table) {
-            if (option == flag.name) { usage_error("--%s: got a value, takes none", flag.name); }
-        }
         if (!takes.count(option)) { usage_error("%s", what.c_str()); }
         bool twice = app.get_option(option)->count() > 1;
         usage_error("%s: got %s, takes %s", option.c_str(), twice ? "it more than once" : "nothing",
@@ -489,6 +521,8 @@ static std::string parse_options(const Command& command, const std::vector<std::
             usage_error("--size: got '%s' and --%s too, takes one or the other", join(o.size, ",").c_str(), dimension);
         }
     }
+    // Do the sizes fit each other? Asked before a device is chosen and announced.
+    if (app.get_option_no_throw("--size")) { configs_of(o, ""); }
     return "";
 }
 
@@ -502,16 +536,16 @@ static int run_command(const Command& command, const std::vector<std::string>& w
     context.deterministic = o.deterministic;
     // That one traces by itself, as the ranks do.
     if (o.trace.empty() || command.run == cmd_nsys_profile || command.gpus == 2) { return command.run(o); }
-    note("--trace: the times in the tables include what tracing costs");
     start_tracing();
     int exit_code = command.run(o);
     Trace trace = stop_tracing();
-    if (cuda_devices() > 0 && !trace.no_kernels.empty()) {
-        note("--trace: without kernels: %s", trace.no_kernels.c_str());
-    }
     write_trace(o.trace, {trace},
                 strprintf("cs336 %s; %s; commit %s", join(o.command_line, " ").c_str(), device_description().c_str(),
                           commit().c_str()));
+    note("--trace: the times in the tables include what tracing costs");
+    if (cuda_devices() > 0 && !trace.no_kernels.empty()) {
+        note("--trace: without kernels: %s", trace.no_kernels.c_str());
+    }
     return exit_code;
 }
 
@@ -524,24 +558,29 @@ static int cmd_reproduce(const Options& o) {
     });
 }
 
-// What was typed, or read from a file, may hold control characters: a message stays one line and cannot steer a
-// terminal.
-static std::string on_one_line(const std::string& text) {
-    std::string line;
-    for (char c : text) { line += (unsigned char)c < 0x20 || c == 0x7f ? strprintf("\\x%02x", c) : std::string(1, c); }
-    return line;
-}
-
 int main(int argc, char** argv) {
+    bool no_stdout = fcntl(STDOUT_FILENO, F_GETFD) < 0;
+    for (int fd :
+         {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {  // or the next file that is opened would get our lines
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd) { return 1; }
+    }
+    if (no_stdout) {
+        note("cs336: cannot write to stdout: it is closed");
+        return 1;
+    }
+    signal(SIGXFSZ, SIG_IGN);  // a file that grows over `ulimit -f`: the write fails, and says so
     choose_cpu_settings(argv);
     std::string word = argc > 1 ? argv[1] : "", who = "cs336";
-    if (argc < 2 || word == "--help" || word == "-h") {
-        print_overview(argc < 2 ? stderr : stdout);
-        return argc < 2 ? 2 : 0;
+    if (argc < 2) {
+        print_overview(stderr);
+        return 2;
     }
     int exit_code = 1;
     try {
-        if (word == "--version") {
+        if (word == "--help" || word == "-h") {
+            print_overview(stdout);
+            exit_code = 0;
+        } else if (word == "--version") {
             printf("%s\n", commit().c_str());
             exit_code = 0;
         } else {
@@ -550,13 +589,13 @@ int main(int argc, char** argv) {
             exit_code = run_command(command, {argv + 1, argv + argc});
         }
     } catch (const Failure& failure) {
-        fprintf(stderr, "%s: %s\n", who.c_str(), on_one_line(failure.what()).c_str());
+        note("%s: %s", who.c_str(), failure.what());
         exit_code = failure.exit_code;
     } catch (const std::bad_alloc&) {
-        fprintf(stderr, "%s: out of memory on the host\n", who.c_str());
-    } catch (const std::exception& e) { fprintf(stderr, "%s: %s\n", who.c_str(), e.what()); }
+        note("%s: out of memory on the host", who.c_str());
+    } catch (const std::exception& e) { note("%s: %s", who.c_str(), e.what()); }
     if ((fflush(stdout) != 0 || ferror(stdout)) && exit_code == 0) {
-        fprintf(stderr, "%s: cannot write to stdout: %s\n", who.c_str(), strerror(errno));
+        note("%s: cannot write to stdout: %s", who.c_str(), strerror(errno));
         exit_code = 1;
     }
     return exit_code;

@@ -6,6 +6,7 @@
 #include <cctype>
 #include <cerrno>
 #include <chrono>
+#include <climits>
 #include <csignal>
 #include <cstdarg>
 #include <cstdio>
@@ -22,7 +23,7 @@
 #include <malloc.h>
 #include <omp.h>
 #include <poll.h>
-#include <spawn.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -934,13 +935,17 @@ void progress(const char* format, ...) {
     progress_is_open = true;
 }
 
+// What was typed, or read from a file, may hold control characters: they must not break the line or steer a terminal.
 void note(const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    std::string text = format_list(format, arguments);
+    std::string line;
+    for (unsigned char c : format_list(format, arguments)) {
+        line += c < 0x20 || c == 0x7f ? strprintf("\\x%02x", c) : std::string(1, (char)c);
+    }
     va_end(arguments);
     end_progress();
-    fprintf(stderr, "%s\n", text.c_str());
+    fprintf(stderr, "%s\n", line.c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1072,17 +1077,51 @@ void print(const Table& table, const std::string& format) {
     }
 }
 
-void save_file(const std::string& path, const std::string& bytes) {
-    std::string temporary = path + ".tmp." + std::to_string(getpid());
-    FILE* file = fopen(temporary.c_str(), "wb");
-    if (!file) { fail("%s: cannot be written: %s", path.c_str(), strerror(errno)); }
-    int error = fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size() ? 0 : errno;
-    if (fclose(file) != 0 && error == 0) { error = errno; }
-    if (error == 0 && rename(temporary.c_str(), path.c_str()) != 0) { error = errno; }
-    if (error != 0) {
-        unlink(temporary.c_str());
-        fail("%s: cannot be written: %s", path.c_str(), strerror(error));
+// ---------------------------------------------------------------------------------------------------------------------
+// Files
+
+// A signal handler may read plain arrays, but neither strings nor lists. The main thread alone writes files.
+static const int END_SIGNALS[] = {SIGINT, SIGTERM, SIGHUP};
+static char unfinished[4][PATH_MAX];
+static volatile sig_atomic_t unfinished_files = 0;
+static struct sigaction before_unfinished[3];
+
+static void remove_unfinished(int number) {
+    for (int i = 0; i < unfinished_files; i++) { unlink(unfinished[i]); }
+    raise(number);  // SA_RESETHAND: it ends us, as if we had never caught it
+}
+
+Unfinished::Unfinished(const std::string& path) {
+    if (unfinished_files == 4) { fail("%s: more than 4 unfinished files", path.c_str()); }
+    if (path.size() >= PATH_MAX) { fail("%s: cannot be written: %s", path.c_str(), strerror(ENAMETOOLONG)); }
+    strcpy(unfinished[unfinished_files], path.c_str());
+    if (++unfinished_files > 1) { return; }
+    struct sigaction action = {};
+    action.sa_handler = remove_unfinished;
+    action.sa_flags = (int)SA_RESETHAND;
+    for (int i = 0; i < 3; i++) {
+        sigaction(END_SIGNALS[i], nullptr, &before_unfinished[i]);
+        if (before_unfinished[i].sa_handler == SIG_DFL) { sigaction(END_SIGNALS[i], &action, nullptr); }
     }
+}
+Unfinished::~Unfinished() {
+    unlink(unfinished[unfinished_files - 1]);  // gone already where it took its final name
+    if (--unfinished_files > 0) { return; }
+    for (int i = 0; i < 3; i++) { sigaction(END_SIGNALS[i], &before_unfinished[i], nullptr); }
+}
+
+void replace_file(const std::string& path, const std::function<bool(FILE*)>& write) {
+    Unfinished temporary(path + ".tmp." + std::to_string(getpid()));
+    const char* name = unfinished[unfinished_files - 1];
+    FILE* file = fopen(name, "wbe");
+    int error = file && write(file) ? 0 : errno;
+    if (file && fclose(file) != 0 && error == 0) { error = errno; }
+    if (error == 0 && rename(name, path.c_str()) != 0) { error = errno; }
+    if (error != 0) { fail("%s: cannot be written: %s", path.c_str(), strerror(error)); }
+}
+
+void save_file(const std::string& path, const std::string& bytes) {
+    replace_file(path, [&](FILE* file) { return fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size(); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1109,37 +1148,32 @@ static std::string last_line_of(FILE* file) {
     return line.empty() ? last : line;
 }
 
+pid_t start_ourselves(const std::vector<std::string>& arguments, char** environment, int stdout_descriptor,
+                      int stderr_descriptor) {
+    std::vector<char*> argv = {(char*)"cs336"};
+    for (const std::string& a : arguments) { argv.push_back((char*)a.c_str()); }
+    argv.push_back(nullptr);
+    pid_t parent = getpid(), child = fork();
+    if (child < 0) { fail("fork: %s", strerror(errno)); }
+    if (child > 0) { return child; }
+    // Only what is safe between fork and exec: other threads may have held a lock.
+    if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) { _exit(127); }
+    if (getppid() != parent) { _exit(1); }  // which may have ended before that
+    if (stdout_descriptor != STDOUT_FILENO && dup2(stdout_descriptor, STDOUT_FILENO) < 0) { _exit(127); }
+    if (stderr_descriptor >= 0 && (dup2(stderr_descriptor, STDERR_FILENO) < 0 || setpgid(0, 0) != 0)) { _exit(127); }
+    execve("/proc/self/exe", argv.data(), environment);
+    _exit(127);
+}
+
 std::string run_ourselves(const std::vector<std::string>& arguments, const std::function<void()>& watch) {
     std::string line = "cs336";
-    std::vector<char*> argv = {(char*)"cs336"};
-    for (const std::string& a : arguments) {
-        line += " " + a;
-        argv.push_back((char*)a.c_str());
-    }
-    argv.push_back(nullptr);
-
+    for (const std::string& a : arguments) { line += " " + a; }
     int ends[2];  // read, write
     if (pipe2(ends, O_CLOEXEC) != 0) { fail("pipe: %s", strerror(errno)); }
     std::unique_ptr<FILE, int (*)(FILE*)> errors(watch ? tmpfile() : nullptr, fclose);
     if (watch && !errors) { fail("tmpfile: %s", strerror(errno)); }
-    posix_spawn_file_actions_t actions;
-    posix_spawn_file_actions_init(&actions);
-    posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
-    posix_spawnattr_t attributes;
-    posix_spawnattr_init(&attributes);
-    if (watch) {
-        posix_spawn_file_actions_adddup2(&actions, fileno(errors.get()), STDERR_FILENO);
-        posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP);  // group 0: its own
-    }
-    pid_t child;
-    int error = posix_spawn(&child, "/proc/self/exe", &actions, &attributes, argv.data(), environ);
-    posix_spawn_file_actions_destroy(&actions);
-    posix_spawnattr_destroy(&attributes);
+    pid_t child = start_ourselves(arguments, environ, ends[1], watch ? fileno(errors.get()) : -1);
     close(ends[1]);  // so that reading ends when the child closes its copy
-    if (error != 0) {
-        close(ends[0]);
-        fail("%s: could not be started: %s", line.c_str(), strerror(error));
-    }
 
     std::string output;
     char buffer[4096];

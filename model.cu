@@ -1123,12 +1123,12 @@ static void add_bar(StepBars& s, const Measurement& r, const std::string& settin
 }
 
 int cmd_benchmarking_script(const Options& o) {
+    bool seconds = o.table == "seconds", sweep = o.warmup.size() > 1;
+    if (seconds && sweep) { usage_error("--table seconds takes one --warmup value, got %zu", o.warmup.size()); }
+    if (sweep && !o.plot.empty()) { usage_error("--plot takes one --warmup value, got %zu", o.warmup.size()); }
+    if (sweep && !o.trace.empty()) { usage_error("--trace takes one --warmup value, got %zu", o.warmup.size()); }
     context.device = choose_device(o.device);
     Plan p = plan_of(o, {"fp32"}, {});
-    bool seconds = o.table == "seconds", sweep = p.warmup.size() > 1;
-    if (seconds && sweep) { usage_error("--table seconds takes one --warmup value, got %zu", p.warmup.size()); }
-    if (sweep && !o.plot.empty()) { usage_error("--plot takes one --warmup value, got %zu", p.warmup.size()); }
-    if (sweep && !o.trace.empty()) { usage_error("--trace takes one --warmup value, got %zu", p.warmup.size()); }
     StepBars bars;
     std::string caption;
     bool several = p.precisions.size() * p.modes.size() > 1;

@@ -22,7 +22,6 @@
 #include <netinet/tcp.h>
 #include <omp.h>
 #include <poll.h>
-#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -118,23 +117,15 @@ static int free_port() {
 }
 
 static pid_t start_rank(const std::vector<std::string>& variables, const std::vector<std::string>& arguments) {
-    std::vector<char*> environment, argv = {(char*)"cs336"};
+    std::vector<char*> environment;
     for (const std::string& v : variables) { environment.push_back((char*)v.c_str()); }
     for (char** v = environ; *v; v++) {
         std::string name(*v, strcspn(*v, "=") + 1);
         auto same = [&](const std::string& ours) { return ours.compare(0, name.size(), name) == 0; };
         if (std::none_of(variables.begin(), variables.end(), same)) { environment.push_back(*v); }
     }
-    for (const std::string& a : arguments) { argv.push_back((char*)a.c_str()); }
-    environment.push_back(nullptr), argv.push_back(nullptr);
-    pid_t parent = getpid(), child = fork();
-    if (child < 0) { fail("fork: %s", strerror(errno)); }
-    if (child > 0) { return child; }
-    // Only what is safe between fork and exec: other threads may have held a lock.
-    if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) { _exit(127); }  // no rank outlives its launcher
-    if (getppid() != parent) { _exit(1); }                      // which may have ended before that
-    execve("/proc/self/exe", argv.data(), environment.data());
-    _exit(127);
+    environment.push_back(nullptr);
+    return start_ourselves(arguments, environment.data(), STDOUT_FILENO);
 }
 
 int launch_ranks(int n, const std::vector<std::string>& arguments) {
@@ -178,9 +169,13 @@ int launch_ranks(int n, const std::vector<std::string>& arguments) {
             }
             alive[r] = 0, left--;
             if (first) { code = WIFSIGNALED(status) ? 1 : WEXITSTATUS(status); }
-            if (first && code != 0) { kill_at = 0; }
+            if (first && code != 0) {  // what a rank has half written it removes; half a second is enough for that
+                send_to_all(alive, SIGTERM);
+                kill_at = std::min(kill_at, now_ms() + 500);
+            }
         }
         if (int number = signal_to_forward) {
+            if (code == 0) { note("cs336: signal %d (%s): ending %d ranks", number, strsignal(number), left); }
             signal_to_forward = 0, code = 1, kill_at = std::min(kill_at, now_ms() + 2000);
             send_to_all(alive, number);
         }
@@ -1055,7 +1050,6 @@ struct Sweep {
     std::string scaled_down;
 };
 static Sweep sweep_of(const Options& o) {
-    if (o.warmup.size() > 1) { usage_error("--warmup: got %zu values, takes one here", o.warmup.size()); }
     Sweep s{o.sizes_mb, o.warmup.empty() ? 5 : o.warmup[0], o.steps, {2, 4, 6}, ""};
     auto add = [&](const char* what) { s.scaled_down += (s.scaled_down.empty() ? "" : ", ") + std::string(what); };
     if (s.sizes_mb.empty()) {

@@ -61,7 +61,7 @@ struct Mapping {  // the file in memory; read on first touch, by the page
 };
 
 static std::shared_ptr<Mapping> map_file(const std::string& path) {
-    int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a FIFO would wait for a writer
     struct stat status;
     if (file < 0 || fstat(file, &status) != 0) {
         int error = errno;
@@ -242,8 +242,7 @@ const FileTensor& require_tensor(const SafeTensors& file, const std::string& nam
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Writing. Wide dtypes first: then every tensor starts at a multiple of its element size, if the data does, and can be
-// used where the file is mapped. A reader never sees half a file, and a failed save leaves the old one as it was: the
-// bytes go to a temporary file beside it, which takes the name in one step when they are on the disk.
+// used where the file is mapped. The file takes its name when its bytes are on the disk.
 
 using NamedTensor = std::pair<std::string, FileTensor>;
 
@@ -296,16 +295,7 @@ void save_safetensors(const std::string& path, const std::vector<NamedTensor>& t
     });
     std::string header = make_header(path, order, metadata);
 
-    std::string temporary = path + ".tmp." + std::to_string(getpid());
-    FILE* file = fopen(temporary.c_str(), "wb");
-    if (!file) { fail("%s: cannot be written: %s", temporary.c_str(), strerror(errno)); }
-    int error = write_all(file, header, order) ? 0 : errno;
-    if (fclose(file) != 0 && error == 0) { error = errno; }
-    if (error == 0 && rename(temporary.c_str(), path.c_str()) != 0) { error = errno; }
-    if (error != 0) {
-        unlink(temporary.c_str());
-        fail("%s: cannot be written: %s", path.c_str(), strerror(error));
-    }
+    replace_file(path, [&](FILE* file) { return write_all(file, header, order); });
 }
 
 FileTensor describe(const Tensor& t) {

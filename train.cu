@@ -2,8 +2,12 @@
 #include "cs336.h"
 #include <algorithm>
 #include <cerrno>
+#include <cfloat>
 #include <cinttypes>
+#include <climits>
 #include <cstdio>
+
+#include <sys/stat.h>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // model: your weights and batch in, our logits, loss, gradients and (after N AdamW steps) parameters out.
@@ -134,13 +138,20 @@ struct Text {
 static Text read_text(const std::string& path, double val_fraction, int T) {
     Text text;
     FILE* f = fopen(path.c_str(), "rb");
-    if (!f) { fail("%s: %s", path.c_str(), strerror(errno)); }
+    struct stat status;
+    if (!f || fstat(fileno(f), &status) != 0) { fail("%s: %s", path.c_str(), strerror(errno)); }
+    if (!S_ISREG(status.st_mode) && !S_ISFIFO(status.st_mode)) { fail("%s: expected a file", path.c_str()); }
+    constexpr size_t LIMIT = INT_MAX;  // of random_int, which draws where a window starts
     uint8_t buffer[1 << 16];
-    size_t n;
-    while ((n = fread(buffer, 1, sizeof buffer, f)) > 0) { text.bytes.insert(text.bytes.end(), buffer, buffer + n); }
+    bool too_long = status.st_size > (int64_t)LIMIT;
+    for (size_t n; !too_long && (n = fread(buffer, 1, sizeof buffer, f)) > 0;) {
+        text.bytes.insert(text.bytes.end(), buffer, buffer + n);
+        too_long = text.bytes.size() > LIMIT;
+    }
     bool failed = ferror(f);
     fclose(f);
     if (failed) { fail("%s: could not be read", path.c_str()); }
+    if (too_long) { fail("%s: expected at most %zu bytes", path.c_str(), LIMIT); }
     int64_t size = (int64_t)text.bytes.size(), held_out = (int64_t)(size * val_fraction);
     text.train = size - held_out;
     if (text.train < T + 1 || held_out < T + 1) {
@@ -217,21 +228,22 @@ struct RunOption {
     const char* name;
     IntOption integer;
     RealOption real;
+    double low, high;  // as on the command line
 };
 static const RunOption run_options[] = {
-    {"d_model", &Options::d_model, nullptr},
-    {"d_ff", &Options::d_ff, nullptr},
-    {"num_layers", &Options::num_layers, nullptr},
-    {"num_heads", &Options::num_heads, nullptr},
-    {"context_length", &Options::context_length, nullptr},
-    {"batch_size", &Options::batch_size, nullptr},
-    {"steps", &Options::steps, nullptr},
-    {"warmup_steps", &Options::warmup_steps, nullptr},
-    {"lr", nullptr, &Options::lr},
-    {"min_lr", nullptr, &Options::min_lr},
-    {"weight_decay", nullptr, &Options::weight_decay},
-    {"max_grad_norm", nullptr, &Options::max_grad_norm},
-    {"val_fraction", nullptr, &Options::val_fraction},
+    {"d_model", &Options::d_model, nullptr, 1, 1 << 20},
+    {"d_ff", &Options::d_ff, nullptr, 1, 1 << 20},
+    {"num_layers", &Options::num_layers, nullptr, 1, 1 << 20},
+    {"num_heads", &Options::num_heads, nullptr, 1, 1 << 20},
+    {"context_length", &Options::context_length, nullptr, 1, 1 << 20},
+    {"batch_size", &Options::batch_size, nullptr, 1, 1 << 20},
+    {"steps", &Options::steps, nullptr, 1, 1 << 20},
+    {"warmup_steps", &Options::warmup_steps, nullptr, 0, 1 << 20},
+    {"lr", nullptr, &Options::lr, DBL_TRUE_MIN, DBL_MAX},
+    {"min_lr", nullptr, &Options::min_lr, 0, DBL_MAX},
+    {"weight_decay", nullptr, &Options::weight_decay, 0, DBL_MAX},
+    {"max_grad_norm", nullptr, &Options::max_grad_norm, DBL_TRUE_MIN, DBL_MAX},
+    {"val_fraction", nullptr, &Options::val_fraction, DBL_TRUE_MIN, 1 - DBL_EPSILON / 2},
 };
 static void save_checkpoint(const std::string& path, const Model& model, const Options& o, const LossScaler& scaler) {
     NamedTensors tensors;
@@ -259,19 +271,34 @@ static const std::string& metadata_of(const SafeTensors& file, const char* name)
     }
     return it->second;
 }
-static double number_of(const SafeTensors& file, const char* name) {
+static double real_of(const SafeTensors& file, const char* name, double low, double high) {
     const std::string& text = metadata_of(file, name);
     char* end;
     double value = strtod(text.c_str(), &end);
-    if (text.empty() || *end || !(fabs(value) < 2147483648.0)) {
-        fail("%s: metadata %s: expected a number, found '%s'", file.path.c_str(), name, text.c_str());
+    if (text.find_first_not_of("0123456789.eE+-") != std::string::npos || text.c_str() + text.size() != end ||
+        !(value >= low && value <= high)) {
+        fail("%s: metadata %s: expected a number from %g to %g, found '%s'", file.path.c_str(), name, low, high,
+             text.c_str());
     }
     return value;
+}
+static int whole_of(const SafeTensors& file, const char* name, double low, double high) {
+    double value = real_of(file, name, low, high);
+    if (value != floor(value)) {
+        fail("%s: metadata %s: expected a whole number, found '%s'", file.path.c_str(), name,
+             metadata_of(file, name).c_str());
+    }
+    return (int)value;
+}
+static std::string name_in(const SafeTensors& file, const char* name, const std::set<std::string>& names) {
+    const std::string& text = metadata_of(file, name);
+    if (!names.count(text)) { fail("%s: metadata %s: found '%s'", file.path.c_str(), name, text.c_str()); }
+    return text;
 }
 // Options that were not typed are the saved run's.
 static void options_from_checkpoint(const SafeTensors& file, Options& o) {
     for (const RunOption& r : run_options) {
-        double value = number_of(file, r.name);
+        double value = r.integer ? whole_of(file, r.name, r.low, r.high) : real_of(file, r.name, r.low, r.high);
         bool architecture = r.integer == &Options::d_model || r.integer == &Options::d_ff ||
                             r.integer == &Options::num_layers || r.integer == &Options::num_heads;
         if (architecture && o.has(r.name) && o.*r.integer != (int)value) {
@@ -284,9 +311,21 @@ static void options_from_checkpoint(const SafeTensors& file, Options& o) {
             o.*r.real = value;
         }
     }
-    if (!o.has("seed")) { o.seed = strtoull(metadata_of(file, "seed").c_str(), nullptr, 10); }
-    if (o.precision.empty()) { o.precision = {metadata_of(file, "precision")}; }
-    if (o.mode.empty()) { o.mode = {metadata_of(file, "mode")}; }
+    const std::string& seed = metadata_of(file, "seed");
+    errno = 0;
+    uint64_t value = strtoull(seed.c_str(), nullptr, 10);
+    if (seed.empty() || seed.find_first_not_of("0123456789") != std::string::npos || errno != 0) {
+        fail("%s: metadata seed: expected a whole number, found '%s'", file.path.c_str(), seed.c_str());
+    }
+    if (!o.has("seed")) { o.seed = value; }
+    std::string precision = name_in(file, "precision", {"fp32", "tf32", "bf16", "fp16"});
+    std::string mode = name_in(file, "mode", {"eager", "fused", "flash"});
+    if (o.precision.empty()) { o.precision = {precision}; }
+    if (o.mode.empty()) { o.mode = {mode}; }
+    if (o.d_model % (2 * o.num_heads) != 0) {
+        fail("%s: metadata: d_model %d does not make %d heads of an even size", file.path.c_str(), o.d_model,
+             o.num_heads);
+    }
 }
 
 int cmd_train(const Options& typed) {
@@ -329,9 +368,9 @@ int cmd_train(const Options& typed) {
         load_weights(checkpoint, model, "", model.weights);
         load_weights(checkpoint, model, "adamw.m.", model.m);
         load_weights(checkpoint, model, "adamw.v.", model.v);
-        step = model.step = (int)number_of(checkpoint, "step");
-        scaler.scale = (float)number_of(checkpoint, "loss_scale");
-        scaler.good_steps = (int)number_of(checkpoint, "good_steps");
+        step = model.step = whole_of(checkpoint, "step", 0, 1 << 20);
+        scaler.scale = (float)real_of(checkpoint, "loss_scale", FLT_MIN, FLT_MAX);
+        scaler.good_steps = whole_of(checkpoint, "good_steps", 0, 1 << 20);
     }
     int last = o.stop_at > 0 ? o.stop_at : o.steps;
     double before = held_out_loss(model, text, o.batch_size, o.context_length), tokens = 0, busy_ms = 0;

@@ -92,6 +92,11 @@ else
 fi
 unset CS336_REQUIRE_GPU  # what follows has no GPU code
 check_flavour cpu ""
+if command -v python3 >/dev/null; then
+    run_tests "misuse" python3 tests/misuse.py build/cpu-werror/cs336 --short
+else
+    skip misuse "no python3"
+fi
 run_tests "asan tests" make INSTALL=0 ASAN=1 test
 
 echo "$passed passed, $failed failed, $skipped skipped" | tee $logs/summary

@@ -286,6 +286,21 @@ TEST_CASE_TEMPLATE("flash: the attention command", D, OnCPU, OnCUDA) {
         context.device = D::device;
         remove(out.c_str());
     }
+    auto without_heads = [](const Tensor& t) {
+        return describe(view(t, 0, {t.dim(0) * t.dim(1), t.dim(2), t.dim(3)}));
+    };
+    save_safetensors(in, {{"q", without_heads(host[0])}, {"k", without_heads(host[1])}, {"v", without_heads(host[2])}});
+    Run three = run_cs336({"attention", "--inputs", in, "--out", out, "--causal", "--device", name_of(D::device)});
+    REQUIRE_MESSAGE(three.exit_code == 0, three.err);
+    SafeTensors file = load_safetensors(out);
+    FileTensor f = require_tensor(file, "o", {6, 33, 32}, {"F32"});
+    require_tensor(file, "lse", {6, 33}, {"F32"});
+    context.device = CPU;
+    Tensor got = empty(p.o.shape, F32);
+    memcpy(got.data, f.data, f.bytes);
+    check_close("o of [B, S, D]", got, p.o, 1e-4);
+    context.device = D::device;
+    remove(out.c_str());
     Run wrong =
         run_cs336({"attention", "--inputs", in, "--out", out, "--impl", "nonsense", "--device", name_of(D::device)});
     CHECK(wrong.exit_code == 2);

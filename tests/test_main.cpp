@@ -114,6 +114,9 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{"list", "--format"}, "--format", "got nothing"},
         {{"list", "--format", "md", "--format", "md"}, "--format", "more than once"},
         {{"list", "--quick=3"}, "--quick", "takes none"},
+        {{"list", "--quick=true"}, "--quick", "takes none"},
+        {{"list", "--quick="}, "--quick", "takes none"},
+        {{"list", "--causal=true"}, "--causal", "no such option"},
         {{bench, "--steps", "ten"}, "--steps", "'ten'"},
         {{bench, "--steps", "2.5"}, "--steps", "'2.5'"},
         {{bench, "--steps", " 2"}, "--steps", "' 2'"},
@@ -130,10 +133,24 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{bench, "--size"}, "--size", "got nothing"},
         {{bench, "--size", "small", "--d_model", "64"}, "--size", "--d_model"},
         {{bench, "--size", "small", "--num_heads", "4"}, "--size", "--num_heads"},
+        {{bench, "--d_model", "63", "--num_heads", "2"}, "--d_model 63", "not divisible by --num_heads 2"},
+        {{"nsys_profile", "--d_model", "62", "--num_heads", "2"}, "--num_heads 2", "= 31 is odd"},
+        {{"naive_ddp_benchmarking", "--d_model", "63", "--num_heads", "2"}, "--d_model 63", "not divisible"},
+        {{"naive_ddp_benchmarking", "--warmup", "1,2"}, "--warmup", "'1,2'"},
+        {{"torch_compile", "--warmup", "1,2"}, "--warmup", "'1,2'"},
+        {{bench, "--warmup", "1,2", "--table", "seconds"}, "--warmup", "--table seconds takes one"},
         {{bench, "--mode", "warp"}, "--mode", "eager, fused, flash"},
         {{bench, "--precision", "fp8"}, "--precision", "bf16"},
         {{bench, "--table", "minutes"}, "--table", "seconds"},
         {{bench, "--device", "tpu"}, "--device", "cuda"},
+        {{"attention", "--inputs", "no/such/file", "--out", "o", "--impl", "none"}, "--impl", "'none'"},
+        {{"attention", "--inputs", "i", "--out", "no/such/folder/o"}, "--out", "in a folder that can be written to"},
+        {{"attention", "--inputs", "i", "--out", "/dev/null"}, "--out", "regular file"},
+        {{"train", "--data", "LICENSE", "--save", "no/such/folder/o"}, "--save", "no/such/folder/o"},
+        {{"train", "--data", "LICENSE", "--save", "tests/"}, "--save", "'tests/'"},
+        {{"train", "--data", "LICENSE", "--save", "tests"}, "--save", "'tests'"},
+        {{"memory_profiling", "--out", "tests/main.cpp"}, "--out", "a folder that can be written to"},
+        {{"flash_leaderboard", "--head_size", "17"}, "--head_size", "16, 32, 64, 80, 128"},
         {{"train"}, "--data", "got nothing"},
         {{"train", "--data", ""}, "--data", "a file name"},
         {{"train", "--data", "x", "--lr", "nan"}, "--lr", "'nan'"},
@@ -163,10 +180,12 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
 }
 
 TEST_CASE("main: a full disk under stdout is a failure") {
-    Run r = run_cs336({"list"}, "/dev/full");
-    CHECK(r.exit_code == 1);
-    CHECK(lines(r.err) == 1);
-    CHECK(has(r.err, "stdout"));
+    for (const char* word : {"list", "--help", "--version"}) {
+        Run r = run_cs336({word}, "/dev/full");
+        CHECK(r.exit_code == 1);
+        CHECK(lines(r.err) == 1);
+        CHECK(has(r.err, "stdout"));
+    }
 }
 
 TEST_CASE("main: a file that is not there is a failure, not wrong usage") {

@@ -6,6 +6,8 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <thread>
 
 #include <sys/resource.h>
@@ -363,4 +365,61 @@ TEST_CASE("measure: run_ourselves returns the output, or fails with the child") 
     CHECK(failure_of([] { run_case("measure: child: exits with 3"); }) ==
           "1: cs336 --no-skip --test-case=measure: child: exits with 3: exited with 3");
     CHECK(has(failure_of([] { run_case("measure: child: is killed"); }), "killed by signal 9 (Killed)"));
+}
+
+TEST_CASE("measure: child: is interrupted while it writes" * doctest::skip()) {
+    int number = atoi(getenv("CS336_TEST_SIGNAL"));
+    signal(number, SIG_DFL);  // doctest has a handler of its own
+    Unfinished part(getenv("CS336_TEST_FILE") + std::string(".part"));
+    save_file(getenv("CS336_TEST_FILE") + std::string(".part"), "done");
+    replace_file(getenv("CS336_TEST_FILE"), [&](FILE* file) {
+        REQUIRE(fputs("new", file) >= 0);
+        REQUIRE(fflush(file) == 0);
+        raise(number);
+        return true;
+    });
+}
+
+TEST_CASE("measure: a signal, or a failure, in the middle of a file leaves the old one and nothing else") {
+    char folder[] = "/tmp/cs336_test_XXXXXX";
+    REQUIRE(mkdtemp(folder));
+    std::string path = std::string(folder) + "/file";
+    save_file(path, "old");
+    auto only_the_old = [&] {
+        int entries = 0;
+        for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+            CAPTURE(entry.path().string());
+            CHECK(entry.path() == path);
+            entries++;
+        }
+        CHECK(entries == 1);
+        std::ifstream file(path);
+        CHECK(std::string(std::istreambuf_iterator<char>(file), {}) == "old");
+    };
+    setenv("CS336_TEST_FILE", path.c_str(), 1);
+    for (int number : {SIGINT, SIGTERM, SIGHUP}) {
+        setenv("CS336_TEST_SIGNAL", std::to_string(number).c_str(), 1);
+        CHECK(has(failure_of([] { run_case("measure: child: is interrupted while it writes"); }),
+                  strprintf("killed by signal %d ", number)));
+        only_the_old();
+    }
+    CHECK(failure_of([&] {
+              replace_file(path, [](FILE*) {
+                  errno = ENOSPC;
+                  return false;
+              });
+          }) == "1: " + path + ": cannot be written: No space left on device");
+    only_the_old();
+    { Unfinished gone(path); }
+    CHECK(access(path.c_str(), F_OK) != 0);
+    CHECK(rmdir(folder) == 0);
+}
+
+TEST_CASE("measure: child: notes" * doctest::skip()) {
+    REQUIRE(dup2(STDOUT_FILENO, STDERR_FILENO) >= 0);
+    note("%s", "a\nb\x1b[31m\x7f, \xc2\xb5");
+}
+
+TEST_CASE("measure: a note is one line, whatever it says") {
+    CHECK(has(run_case("measure: child: notes"), "a\\x0ab\\x1b[31m\\x7f, \xc2\xb5\n"));
 }

@@ -444,6 +444,56 @@ TEST_CASE_TEMPLATE("train: a resumed run equals the uninterrupted one bit for bi
         for (const std::string& path : {half, resumed, whole}) { remove(path.c_str()); }
     }
 }
+TEST_CASE("train: a checkpoint whose metadata cannot be is refused, in a line that names it") {
+    std::string good = scratch("good"), bad = scratch("bad");
+    Run r = run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--steps", "1", "--save", good});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    SafeTensors file = load_safetensors(good);
+    auto loaded = [&](const std::string& name, const std::string& value) {
+        auto metadata = file.metadata;
+        REQUIRE(metadata.count(name));
+        metadata[name] = value;
+        save_safetensors(bad, {file.tensors.begin(), file.tensors.end()}, metadata);
+        return run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--sample", "0", "--load", bad});
+    };
+    r = loaded("batch_size", "3");
+    CHECK_MESSAGE(r.exit_code == 0, r.err);
+    CHECK(r.out.find("; batch 3, ") != std::string::npos);
+    const std::pair<const char*, const char*> wrong[] = {{"batch_size", "0"},
+                                                         {"batch_size", "-1"},
+                                                         {"batch_size", "1.5"},
+                                                         {"batch_size", ""},
+                                                         {"batch_size", "0x2"},
+                                                         {"steps", "1048577"},
+                                                         {"steps", "nan"},
+                                                         {"context_length", "1e7"},
+                                                         {"num_heads", "0"},
+                                                         {"d_model", "63"},
+                                                         {"lr", "0"},
+                                                         {"lr", "inf"},
+                                                         {"val_fraction", "1"},
+                                                         {"min_lr", "-1e-9"},
+                                                         {"warmup_steps", "2 "},
+                                                         {"seed", "-1"},
+                                                         {"seed", "1e3"},
+                                                         {"mode", "warp"},
+                                                         {"precision", "fp8"},
+                                                         {"step", "-1"},
+                                                         {"loss_scale", "0"},
+                                                         {"good_steps", "x"},
+                                                         {"seed", "18446744073709551616"}};
+    for (const auto& [name, value] : wrong) {
+        CAPTURE(std::string(name) + " = " + value);
+        r = loaded(name, value);
+        CAPTURE(r.err);
+        CHECK(r.exit_code == 1);
+        CHECK(r.out == "");
+        CHECK(std::count(r.err.begin(), r.err.end(), '\n') == 1);
+        CHECK(r.err.find(bad + ": metadata") != std::string::npos);
+        CHECK(r.err.find(name) != std::string::npos);
+    }
+    for (const std::string& path : {good, bad}) { remove(path.c_str()); }
+}
 TEST_CASE_TEMPLATE("train: learns", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     Run r = run_cs336({"train", "--data", "LICENSE", "--device", name_of(D::device), "--quick", "--steps", "100",
@@ -508,5 +558,8 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
         remove(batch.c_str());
     }
     refused(2, "no/such/file", "no/such/file");
-    refused(good.size() - 1, "no/such/folder/out", "no/such/folder/out");
+    good.back() = "no/such/folder/out";  // asked before the work
+    Run nowhere = run_cs336(good);
+    CHECK(nowhere.exit_code == 2);
+    CHECK_MESSAGE(nowhere.err.find("--out: got 'no/such/folder/out'") != std::string::npos, nowhere.err);
 }

@@ -351,10 +351,14 @@ TEST_CASE("profile: nsys_profile on a tiny model") {
 
     words.insert(words.end(), {"--range", "forward/layer/attention"});
     CHECK(contains(run_cs336(words).out, "range forward/layer/attention, "));
-    words.back() = "forward/nonsense";
-    r = run_cs336(words);
-    CHECK(r.exit_code == 1);
-    CHECK(contains(r.err, "--range forward/nonsense: nothing ran there; there are forward, forward/embedding"));
+    for (const char* unknown : {"forward/nonsense", "forward/layer/attention/soft", "forward/layer/attention/mask"}) {
+        words.back() = unknown;  // the last one is there in mode eager, but not in mode fused
+        r = run_cs336(words);
+        CHECK(r.exit_code == 2);
+        CHECK(r.out == "");
+        CHECK(contains(r.err, "--range: got '" + std::string(unknown) + "', takes, for precision fp32 and mode "));
+        CHECK(contains(r.err, " some of forward, forward/embedding, forward/layer, "));
+    }
     CHECK(run_cs336({"nsys_profile", "--warmup", "1,2", "--device", "cpu"}).exit_code == 2);
 
     r = run_cs336({"nsys_profile", "--device", "cpu", "--d_model", "65536", "--d_ff", "262144", "--num_layers", "100",

@@ -227,6 +227,10 @@ TEST_CASE("safetensors: every kind of lie is refused by name") {
     auto load = [](const std::string& name) { return failure_of([&] { load_safetensors(name); }); };
     CHECK(load(folder.path) == folder.path + ": expected a regular file");
     CHECK(load("/dev/zero") == "/dev/zero: expected a regular file");
+    std::string fifo = folder.path + "/fifo";
+    REQUIRE(mkfifo(fifo.c_str(), 0600) == 0);
+    CHECK(load(fifo) == fifo + ": expected a regular file");  // and not: waits for a writer
+    unlink(fifo.c_str());
     CHECK(has(load(folder.path + "/none"), "/none: cannot be opened: No such file or directory"));
 }
 
