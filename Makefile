@@ -81,8 +81,8 @@ $(BUILD)/%.o: %.cu $(BUILD)/config.mk
 $(BUILD)/tests/%.o: tests/%.cpp $(BUILD)/config.mk
 	$(CXX) $(CXXFLAGS) $(DEFINES) -I. -MMD -MP -c -o $@ $<
 
-# wgmma and setmaxnreg belong to this one architecture; no later card has them.
-$(BUILD)/hopper.o: ARCH := -gencode arch=compute_90a,code=sm_90a
+# wgmma and setmaxnreg belong to this one architecture; no later card has them. So it stays also with `make ARCH=...`.
+$(BUILD)/hopper.o: override ARCH := -gencode arch=compute_90a,code=sm_90a
 
 # The commit stands in every table's caption: measure.cu is compiled again when it changes.
 $(BUILD)/measure.o: $(BUILD)/commit

@@ -262,7 +262,6 @@ template <class Tile, class T>
 __global__ void __launch_bounds__(Tile::threads, 1)
     hopper_forward(AttentionArgs a, const __grid_constant__ CUtensorMap q_map,
                    const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr int D = Tile::D, Bk = Tile::Bk, Bq = Tile::Bq;
     extern __shared__ char dynamic[];
     __shared__ HopperBarriers<Tile> bars;
@@ -438,7 +437,6 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     float inverse[2] = {1 / l[0], 1 / l[1]};
     store_rows<T, D, Tile::q_slab>(a.o, b, h, first + warp * 16, a.Tq, o, inverse,
                                    q_tile + (warpgroup * 64 + warp * 16) * SLAB_ROW, lane);
-#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -477,7 +475,6 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     hopper_backward_kernel(AttentionArgs a, BackwardWorkspace w, const __grid_constant__ CUtensorMap q_map,
                            const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
                            const __grid_constant__ CUtensorMap dO_map) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr int D = Tile::D, Bk = Tile::Bk, Bq = Tile::Bq, stages = Tile::stages;
     extern __shared__ char dynamic[];
     __shared__ HopperBackwardBarriers<Tile> bars;
@@ -720,7 +717,6 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     float scale[2] = {a.scale, a.scale}, one[2] = {1, 1};
     store_rows<T, D, Tile::k_slab>(a.dk, b, h, first + warp * 16, a.Tk, dk, scale, k_tile + own, lane);
     store_rows<T, D, Tile::k_slab>(a.dv, b, h, first + warp * 16, a.Tk, dv, one, v_tile + own, lane);
-#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
