@@ -32,6 +32,7 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include <sys/types.h>
@@ -595,6 +596,25 @@ void flash_mma_backward_around(const AttentionTensors& t,
 void hopper_forward(const AttentionTensors& t);  // hopper.cu: the same on compute capability 9.0
 void hopper_backward(const AttentionTensors& t);
 bool is_hopper();
+// What several attention kernels share. (2) of flash_mma.cu is lazy: what is subtracted from a row's scores follows
+// their maximum only when one exceeds it by more than SLACK powers of two. So P <= 256: far from the limits of fp16 and
+// of fp32 sums.
+constexpr float SLACK = 8;
+__device__ __forceinline__ float exp2_approx(float x) {  // 2 ulp; results below 2^-126 become 0; exp2(-inf) = 0
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+template <class T>  // bf16 or fp16: two floats rounded and packed, the first in the low half
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t r;
+    if constexpr (std::is_same<T, bf16>::value) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    }
+    return r;
+}
 // 16 bytes from global to shared memory without passing through registers; zeros if !valid. Asynchronous.
 __device__ __forceinline__ void cp_async_16(void* smem, const void* global, bool valid) {
     uint32_t to = (uint32_t)__cvta_generic_to_shared(smem);

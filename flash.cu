@@ -499,11 +499,6 @@ struct Fp32Tile {
 
 #ifdef __CUDACC__
 
-__device__ __forceinline__ float exp2_fast(float x) {  // 2 ulp; results below 2^-126 become 0
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 // A barrier for one group of 128 threads; barrier 0 is __syncthreads().
 __device__ __forceinline__ void group_barrier(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
@@ -695,12 +690,12 @@ __device__ __forceinline__ void softmax_step(float (&s)[T::ROWS][T::COLS], float
         for (int j = 0; j < T::COLS; j++) { larger = fmaxf(larger, s[i][j]); }
         larger = combine_row<T::TX>(larger, [](float x, float y) { return fmaxf(x, y); });
         float base = larger == -INFINITY ? 0 : larger * c;  // no key seen yet: -inf - -inf would be NaN
-        float shrink = exp2_fast(m[i] * c - base);
+        float shrink = exp2_approx(m[i] * c - base);
         m[i] = larger;
         l[i] *= shrink;
 #pragma unroll
         for (int j = 0; j < T::COLS; j++) {
-            s[i][j] = exp2_fast(fmaf(s[i][j], c, -base));
+            s[i][j] = exp2_approx(fmaf(s[i][j], c, -base));
             l[i] += s[i][j];
         }
 #pragma unroll
@@ -782,11 +777,11 @@ __global__ __launch_bounds__(T::THREADS* T::GROUPS, 1) void flash_forward_fp32_k
             const float* row = group_0 + 2 * T::STREAM_FLOATS + (ty + i * T::TY) * 2;
             for (int g = 0; g < T::GROUPS; g++) { larger = fmaxf(larger, row[g * T::GROUP_FLOATS]); }
             for (int g = 0; g < T::GROUPS; g++) {
-                sum += row[g * T::GROUP_FLOATS + 1] * exp2_fast((row[g * T::GROUP_FLOATS] - larger) * c);
+                sum += row[g * T::GROUP_FLOATS + 1] * exp2_approx((row[g * T::GROUP_FLOATS] - larger) * c);
             }
             m[i] = larger, l[i] = sum;
 #pragma unroll
-            for (int n = 0; n < T::OUT; n++) { O[i][n] *= exp2_fast((mine - larger) * c); }
+            for (int n = 0; n < T::OUT; n++) { O[i][n] *= exp2_approx((mine - larger) * c); }
         }
         merge_groups<T>(O, group_0, group, t);
     }
@@ -893,7 +888,7 @@ __global__ __launch_bounds__(T::THREADS* T::GROUPS, 1) void flash_backward_kv_fp
         for (int i = 0; i < T::ROWS; i++) {
 #pragma unroll
             for (int j = 0; j < T::COLS; j++) {
-                s[i][j] = exp2_fast(fmaf(s[i][j], c, -l[j]));
+                s[i][j] = exp2_approx(fmaf(s[i][j], c, -l[j]));
                 int query = q0 + tx + j * T::TX, key = k0 + ty + i * T::TY;
                 if (masked && (key >= a.Tk || (a.causal && key > query))) { s[i][j] = 0; }
                 ds[i][j] = s[i][j] * (ds[i][j] - d[j]);
@@ -983,7 +978,7 @@ __global__ __launch_bounds__(T::THREADS * 2, 1) void flash_backward_shared_fp32_
             for (int i = 0; i < T::ROWS; i++) {
 #pragma unroll
                 for (int j = 0; j < T::COLS; j++) {
-                    s[i][j] = exp2_fast(fmaf(s[i][j], c, -l[j]));
+                    s[i][j] = exp2_approx(fmaf(s[i][j], c, -l[j]));
                     int query = q0 + tx + j * T::TX, key = k0 + ty + i * T::TY;
                     if (masked && (key >= a.Tk || (a.causal && key > query))) { s[i][j] = 0; }
                 }
@@ -1070,7 +1065,7 @@ __global__ __launch_bounds__(T::THREADS* T::GROUPS, 1) void flash_backward_q_fp3
 #pragma unroll
             for (int j = 0; j < T::COLS; j++) {
                 int query = q0 + ty + i * T::TY, key = k0 + tx + j * T::TX;
-                s[i][j] = exp2_fast(fmaf(s[i][j], c, -l[i]));
+                s[i][j] = exp2_approx(fmaf(s[i][j], c, -l[i]));
                 if (masked && (key >= a.Tk || (a.causal && key > query))) { s[i][j] = 0; }
                 ds[i][j] = s[i][j] * (ds[i][j] - d[i]);
             }

@@ -43,21 +43,6 @@ __device__ __forceinline__ void mma<fp16>(float (&d)[4], const uint32_t (&a)[4],
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// Two floats rounded and packed, the first in the low half.
-template <class T>
-__device__ __forceinline__ uint32_t pack(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t pack<bf16>(float low, float high) {
-    uint32_t r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-template <>
-__device__ __forceinline__ uint32_t pack<fp16>(float low, float high) {
-    uint32_t r;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
 #endif
 
 #ifdef __CUDACC__
@@ -82,14 +67,6 @@ __device__ __forceinline__ uint32_t pack<fp16>(float low, float high) {
 // (2) is lazy. Any m gives the same O and L as long as nothing overflows, so m follows the maximum only when a score
 // exceeds it by more than SLACK. A vote over the warp asks whether one does; mostly none does, which saves the exchange
 // of maxima between lanes and the scaling of O.
-
-constexpr float SLACK = 8;  // in powers of two: P <= 256, far from the limits of fp16 and of the fp32 sums
-
-__device__ __forceinline__ float exp2_approx(float x) {  // 2 ulp; exp2(-inf) = 0
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
 
 // How a block works. A warp owns Bq/WARPS queries; rather 32 than 16, because every warp reads all of K and V from
 // shared memory, and with 16 that takes longer than the products.
@@ -633,11 +610,11 @@ __device__ __forceinline__ T* head_of(const Heads& x, int b, int h) {
 // S^T of one step becomes P^T. stats: of the step's queries.
 template <class C, bool MASKED>
 __device__ __forceinline__ void exponentiate(float (&s)[C::m][C::n][4], const AttentionArgs& a, int key, int query,
-                                             const float4* stats, int lane) {
+                                             const float2* stats, int lane) {
     float factor = a.scale * LOG2_E;
 #pragma unroll
     for (int n = 0; n < C::n; n++) {  // a lane's columns are the queries 8n + 2(lane%4) and the next one
-        float4 two = stats[4 * n + lane % 4];
+        float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
 #pragma unroll
         for (int m = 0; m < C::m; m++) {
 #pragma unroll
@@ -653,11 +630,11 @@ __device__ __forceinline__ void exponentiate(float (&s)[C::m][C::n][4], const At
 }
 // dP^T - D of one step.
 template <class T, class C>
-__device__ __forceinline__ void multiply_dp(float (&dp)[C::m][C::n][4], const T* v, const T* dO, const float4* stats,
+__device__ __forceinline__ void multiply_dp(float (&dp)[C::m][C::n][4], const T* v, const T* dO, const float2* stats,
                                             int lane) {
 #pragma unroll
     for (int n = 0; n < C::n; n++) {
-        float4 two = stats[4 * n + lane % 4];
+        float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
 #pragma unroll
         for (int i = 0; i < C::m * 4; i++) { dp[i / 4][n][i % 4] = i % 2 ? -two.w : -two.z; }
     }
@@ -679,7 +656,7 @@ __device__ __forceinline__ void store_ds(T* ds, const uint32_t (&p)[C::m][4], in
 // the queries'; ds: where dS^T goes, if anywhere.
 template <class T, class C, bool MASKED, bool STORE_DS>
 __device__ __forceinline__ void step_alone(const AttentionArgs& a, int key, int query, const T* k, const T* v,
-                                           const T* q, const T* dO, const float4* stats, T* ds, int lane,
+                                           const T* q, const T* dO, const float2* stats, T* ds, int lane,
                                            float (&dk)[C::m][C::D / 8][4], float (&dv)[C::m][C::D / 8][4]) {
     float s[C::m][C::n][4] = {}, dp[C::m][C::n][4];
     multiply<T, C>(s, k, q, lane);
@@ -710,7 +687,7 @@ __device__ __forceinline__ void pair_barrier(int pair) {
 // The same by a pair. The first warp does (1) and passes P^T, packed, in the order of its lanes.
 template <class T, class C, bool MASKED>
 __device__ __forceinline__ void step_first(const AttentionArgs& a, int pair, int key, int query, const T* k, const T* q,
-                                           const T* dO, const float4* stats, uint4* exchange, int lane,
+                                           const T* dO, const float2* stats, uint4* exchange, int lane,
                                            float (&dv)[C::m][C::D / 8][4]) {
     float s[C::m][C::n][4] = {};
     multiply<T, C>(s, k, q, lane);
@@ -730,7 +707,7 @@ __device__ __forceinline__ void step_first(const AttentionArgs& a, int pair, int
 }
 // The second warp does (2).
 template <class T, class C, bool STORE_DS>
-__device__ __forceinline__ void step_second(int pair, const T* v, const T* q, const T* dO, const float4* stats,
+__device__ __forceinline__ void step_second(int pair, const T* v, const T* q, const T* dO, const float2* stats,
                                             const uint4* exchange, T* ds, int lane, float (&dk)[C::m][C::D / 8][4]) {
     float dp[C::m][C::n][4];
     multiply_dp<T, C>(dp, v, dO, stats, lane);
@@ -797,10 +774,10 @@ __global__ __launch_bounds__(C::threads, C::blocks) void backward_main(Attention
     constexpr int Bk = C::own, Bq = C::stream, tile_size = Bq * C::row, ds_size = Bk * C::ds_row;
     extern __shared__ __align__(16) char shared[];
     T *k = (T*)shared, *v = k + Bk * C::row, *q = v + Bk * C::row, *dO = q + 2 * tile_size, *ds = dO + 2 * tile_size;
-    float4* stats = (float4*)(ds + C::ds_buffers * ds_size);  // of two queries each
+    float2* stats = (float2*)(ds + C::ds_buffers * ds_size);
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, owner = warp % C::owners, own = owner * C::m * 16;
     bool first = warp < C::owners;  // of a pair
-    uint4* exchange = (uint4*)(stats + Bq) + owner * C::m * C::n / 2 * WARP;
+    uint4* exchange = (uint4*)(stats + 2 * Bq) + owner * C::m * C::n / 2 * WARP;
     // Causal: the first keys are seen by the most queries. The longest blocks start first, those of all heads together.
     int bh = blockIdx.x % (a.B * a.H), b = bh / a.H, h = bh % a.H, key = blockIdx.x / (a.B * a.H) * Bk;
     int begin = a.causal ? key / Bq : 0, end = (a.Tq + Bq - 1) / Bq;  // query tiles
@@ -812,8 +789,9 @@ __global__ __launch_bounds__(C::threads, C::blocks) void backward_main(Attention
     auto load_tile = [&](int tile) {
         load_rows<T, C, Bq>(q + tile % 2 * tile_size, from_q, a.q.row, tile * Bq, a.Tq);
         load_rows<T, C, Bq>(dO + tile % 2 * tile_size, from_dO, a.dO.row, tile * Bq, a.Tq);
-        if (threadIdx.x < Bq / 2) {
-            cp_async_16(stats + tile % 2 * (Bq / 2) + threadIdx.x, w.stats + (row + tile * Bq) / 2 + threadIdx.x, true);
+        if (threadIdx.x < Bq / 2) {  // two queries are 16 bytes
+            int i = threadIdx.x * 2;
+            cp_async_16(stats + tile % 2 * Bq + i, (const float2*)w.stats + (row + tile * Bq + i), true);
         }
         cp_async_commit();
     };
@@ -834,7 +812,7 @@ __global__ __launch_bounds__(C::threads, C::blocks) void backward_main(Attention
         if (tile + 1 < end) { load_tile(tile + 1); }
         if (C::paired && ADD_DQ && tile > begin) { add_dq(tile - 1); }  // that barrier made its dS complete, too
         const T *q0 = q + tile % 2 * tile_size, *dO0 = dO + tile % 2 * tile_size;
-        const float4* stats0 = stats + tile % 2 * (Bq / 2);
+        const float2* stats0 = stats + tile % 2 * Bq;
         T* ds0 = ds + tile % C::ds_buffers * ds_size + own * C::ds_row;
         if constexpr (C::paired) {
             if (first) {
@@ -846,7 +824,7 @@ __global__ __launch_bounds__(C::threads, C::blocks) void backward_main(Attention
 #pragma unroll 1
             for (int i = 0; i < Bq; i += C::step) {
                 step_alone<T, C, MASKED, ADD_DQ>(a, key + own, tile * Bq + i, my_k, my_v, q0 + i * C::row,
-                                                 dO0 + i * C::row, stats0 + i / 2, ds0 + i, lane, dk, sum);
+                                                 dO0 + i * C::row, stats0 + i, ds0 + i, lane, dk, sum);
             }
             if (ADD_DQ) {
                 __syncthreads();  // dS is there, from every warp
@@ -993,7 +971,10 @@ static void launch_backward(const AttentionArgs& a, bool deterministic, OtherMai
         allow_shared_memory(backward_dq<T, Dq>, Dq::dq_bytes);
         backward_dq<T, Dq><<<(int)(heads * ceil_div(a.Tq, Dq::own)), Dq::threads, Dq::dq_bytes, stream()>>>(a, w);
     } else {
-        if (other) {
+        // dq_index depends on what this file was compiled for. The other main kernel knows the order of sm_90.
+        cudaFuncAttributes after;
+        CUDA_CHECK(cudaFuncGetAttributes(&after, backward_after<T, D>));
+        if (other && after.ptxVersion >= 90) {
             other(a, w, D, std::is_same<T, bf16>::value ? BF16 : F16);
         } else {
             launch_main(backward_main<T, Main, true>, Main::own, Main::threads, Main::main_bytes);

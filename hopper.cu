@@ -8,7 +8,7 @@
 //   - mbarriers: counters in shared memory on which copies announce their bytes and warps their arrival;
 //   - setmaxnreg: a warpgroup that only loads gives its registers to those that compute.
 #include "cs336.h"
-#include <algorithm>
+#include <type_traits>
 
 #ifdef __CUDACC__
 #include <cuda.h>
@@ -115,24 +115,11 @@ __device__ __forceinline__ float2 unpack(uint32_t both) {
         return __half22float2(*(const __half2*)&both);
     }
 }
-__device__ __forceinline__ float exp2_approx(float x) {  // 2 ulp; exp2(-inf) = 0
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-template <class T>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-    uint32_t r;
-    if constexpr (std::is_same<T, bf16>::value) {
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    } else {
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    }
-    return r;
-}
 
 // A descriptor of a tile (see "Tiles in shared memory") from its low word: 128-byte swizzle, 8 rows are 1024 bytes.
-__device__ __forceinline__ uint64_t whole(uint32_t low) { return (uint64_t)(1u << 30 | 1024 / 16) << 32 | low; }
+__device__ __forceinline__ uint64_t full_descriptor(uint32_t low) {
+    return (uint64_t)(1u << 30 | 1024 / 16) << 32 | low;
+}
 
 // wgmma's operand list has to be spelled out. Of d [64,N] thread t holds row 16 (t/32) + t%32/4 at d[4j], d[4j+1] in
 // columns 8j + 2 (t%4) and one more, and row + 8 at d[4j+2], d[4j+3].
@@ -153,7 +140,7 @@ __device__ __forceinline__ uint64_t whole(uint32_t low) { return (uint64_t)(1u <
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
                  "." TYPE " {" R "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", p, 1, 1, 1;\n}"                  \
                  : __VA_ARGS__                                                                                        \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(whole(b)), "r"((int)add))
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(full_descriptor(b)), "r"((int)add))
 #define WGMMA_RS_FUNCTION(COUNT, N, R, A0, A1, A2, A3, B, P, ...)                                          \
     template <class T>                                                                                     \
     __device__ __forceinline__ void wgmma(float(&d)[COUNT], const uint32_t(&a)[4], uint32_t b, bool add) { \
@@ -168,26 +155,26 @@ WGMMA_RS_FUNCTION(16, 32, R16, 16, 17, 18, 19, 20, 21, D16)
 WGMMA_RS_FUNCTION(32, 64, R32, 32, 33, 34, 35, 36, 37, D32)
 WGMMA_RS_FUNCTION(40, 80, R40, 40, 41, 42, 43, 44, 45, D40)
 WGMMA_RS_FUNCTION(64, 128, R64, 64, 65, 66, 67, 68, 69, D64)
-// The same with both operands in shared memory. A_ROWS, B_ROWS: whether the summed index runs over that tile's rows (a
-// is [16,64], b [16,N]) or along them (a is [64,16], b [N,16]).
-#define WGMMA_SS(N, TYPE, R, A, B, P, TA, TB, ...)                                                                    \
+// The same with both operands in shared memory, a as [64,16]. B_ROWS: whether the summed index runs over that tile's
+// rows (b is [16,N]) or along them (b is [N,16]).
+#define WGMMA_SS(N, TYPE, R, A, B, P, TB, ...)                                                                        \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
-                 "." TYPE " {" R "}, %" #A ", %" #B ", p, 1, 1, %" #TA ", %" #TB ";\n}"                               \
+                 "." TYPE " {" R "}, %" #A ", %" #B ", p, 1, 1, 0, %" #TB ";\n}"                                      \
                  : __VA_ARGS__                                                                                        \
-                 : "l"(whole(a)), "l"(whole(b)), "r"((int)add), "n"(A_ROWS), "n"(B_ROWS))
-#define WGMMA_SS_FUNCTION(COUNT, N, R, A, B, P, TA, TB, ...)                                    \
-    template <class T, int A_ROWS, int B_ROWS>                                                  \
+                 : "l"(full_descriptor(a)), "l"(full_descriptor(b)), "r"((int)add), "n"(B_ROWS))
+#define WGMMA_SS_FUNCTION(COUNT, N, R, A, B, P, TB, ...)                                        \
+    template <class T, int B_ROWS>                                                              \
     __device__ __forceinline__ void wgmma(float(&d)[COUNT], uint32_t a, uint32_t b, bool add) { \
         if constexpr (std::is_same<T, bf16>::value) {                                           \
-            WGMMA_SS(N, "bf16", R, A, B, P, TA, TB, __VA_ARGS__);                               \
+            WGMMA_SS(N, "bf16", R, A, B, P, TB, __VA_ARGS__);                                   \
         } else {                                                                                \
-            WGMMA_SS(N, "f16", R, A, B, P, TA, TB, __VA_ARGS__);                                \
+            WGMMA_SS(N, "f16", R, A, B, P, TB, __VA_ARGS__);                                    \
         }                                                                                       \
     }
-WGMMA_SS_FUNCTION(8, 16, R8, 8, 9, 10, 11, 12, D8(0))
-WGMMA_SS_FUNCTION(16, 32, R16, 16, 17, 18, 19, 20, D16)
-WGMMA_SS_FUNCTION(32, 64, R32, 32, 33, 34, 35, 36, D32)
-WGMMA_SS_FUNCTION(64, 128, R64, 64, 65, 66, 67, 68, D64)
+WGMMA_SS_FUNCTION(8, 16, R8, 8, 9, 10, 11, D8(0))
+WGMMA_SS_FUNCTION(16, 32, R16, 16, 17, 18, 19, D16)
+WGMMA_SS_FUNCTION(32, 64, R32, 32, 33, 34, 35, D32)
+WGMMA_SS_FUNCTION(64, 128, R64, 64, 65, 66, 67, D64)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiles in shared memory
@@ -199,8 +186,10 @@ WGMMA_SS_FUNCTION(64, 128, R64, 64, 65, 66, 67, 68, D64)
 constexpr int SLAB = 64;            // columns
 constexpr int SLAB_ROW = 2 * SLAB;  // bytes
 
-// SBO: from 8 rows to the next 8. LBO: from 64 columns to the next 64 where the rows are the summed index; else unused.
-// This is the low word, address and LBO in units of 16 bytes; the high one, whole() knows, is the same for all tiles.
+// SBO: from 8 rows to the next 8. LBO: from 64 columns to the next 64 where the rows are the summed index and N > 64;
+// else unused.
+// This is the low word, address and LBO in units of 16 bytes; the high one, full_descriptor() knows, is the same for
+// all tiles.
 __device__ __forceinline__ uint32_t descriptor(const void* at, int lbo) {
     return (uint32_t)(lbo / 16) << 16 | (shared_address(at) & 0x3FFFF) / 16;
 }
@@ -208,7 +197,7 @@ __device__ __forceinline__ uint32_t advance(uint32_t descriptor, int bytes) { re
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward. Roles in a block: one warpgroup loads (one thread of it), the others own 64 queries each. K and V go through
-// rings of STAGES tiles; `full` tells that a tile has come, `empty` that every warpgroup has read it.
+// rings of `stages` tiles; `full` tells that a tile has come, `empty` that every warpgroup has read it.
 //
 // A warpgroup does, for key tiles from the last to the first:
 //   S' = Q K^T for the next tile is issued, then O += P V for this one; while the tensor cores do the second, the
@@ -238,20 +227,17 @@ __device__ __forceinline__ void store_rows(const Heads& to, int b, int h, int fi
     }
 }
 
-// m, what is subtracted from a row's scores, need not be their maximum: P = exp2(S - m) may be as large as 2^SLACK
-// without harm. So m follows the maximum only when that has grown by more, and O is rarely multiplied.
-constexpr float SLACK = 8;
-
-template <int HEAD, int WARPGROUPS, int KEYS, int LOADER_REGISTERS, int REGISTERS>
+template <int HEAD, int WARPGROUPS, int LOADER_REGISTERS, int REGISTERS>
 struct HopperForward {
-    static constexpr int D = HEAD, groups = WARPGROUPS, Bq = 64 * WARPGROUPS, Bk = KEYS, stages = 2;
+    static constexpr int D = HEAD, groups = WARPGROUPS, Bq = 64 * WARPGROUPS, Bk = 128, stages = 2;
     static constexpr int threads = 128 * (WARPGROUPS + 1);
     static constexpr int loader_registers = LOADER_REGISTERS, registers = REGISTERS;  // of a thread
     static constexpr int slabs = (D + SLAB - 1) / SLAB;
     static constexpr int q_slab = Bq * SLAB_ROW, k_slab = Bk * SLAB_ROW;  // bytes
     static constexpr int q_bytes = slabs * q_slab, k_bytes = slabs * k_slab;
-    static constexpr size_t bytes = q_bytes + 2 * stages * k_bytes + 1024;  // the swizzle needs addresses / 1024
-    static_assert(Bk == 128 && D % 16 == 0 && D <= 128);
+    static constexpr size_t bytes =
+        q_bytes + 2 * stages * k_bytes + 1024;  // 1024: to begin at a multiple of it, as the swizzle needs
+    static_assert(D % 16 == 0 && D <= 128 && groups > 1);
 };
 template <class Tile>
 struct alignas(8) HopperBarriers {
@@ -260,8 +246,8 @@ struct alignas(8) HopperBarriers {
 
 template <class Tile, class T>
 __global__ void __launch_bounds__(Tile::threads, 1)
-    hopper_forward(AttentionArgs a, const __grid_constant__ CUtensorMap q_map,
-                   const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
+    hopper_forward_kernel(AttentionArgs a, const __grid_constant__ CUtensorMap q_map,
+                          const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
     constexpr int D = Tile::D, Bk = Tile::Bk, Bq = Tile::Bq;
     extern __shared__ char dynamic[];
     __shared__ HopperBarriers<Tile> bars;
@@ -322,8 +308,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 #pragma unroll
         for (int d = 0; d < D; d += 16) {
             int slab = d / SLAB, in_slab = d % SLAB * 2;
-            wgmma<T, 0, 0>(s, advance(q_at, slab * Tile::q_slab + in_slab),
-                           advance(k_at, i % Tile::stages * Tile::k_bytes + slab * Tile::k_slab + in_slab), d > 0);
+            wgmma<T, 0>(s, advance(q_at, slab * Tile::q_slab + in_slab),
+                        advance(k_at, i % Tile::stages * Tile::k_bytes + slab * Tile::k_slab + in_slab), d > 0);
         }
         wgmma_commit();
     };
@@ -379,13 +365,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         }
     };
     // Turns. A warpgroup that waits for its turn finds that the one before it has issued its products.
-    constexpr bool turns = Tile::groups > 1;
-    auto wait_turn = [&] {
-        if (turns) { barrier_sync(1 + warpgroup, 256); }
-    };
-    auto pass_turn = [&] {
-        if (turns) { barrier_arrive(1 + (warpgroup + 1) % Tile::groups, 256); }
-    };
+    auto wait_turn = [&] { barrier_sync(1 + warpgroup, 256); };
+    auto pass_turn = [&] { barrier_arrive(1 + (warpgroup + 1) % Tile::groups, 256); };
 
     // Tiles from the last: those that hold keys which some query of this warpgroup does not see come first.
     int whole = min(a.Tk, a.causal ? first + 1 : a.Tk) / Bk, masked_end = max(tiles - whole, 1);
@@ -397,7 +378,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     release(bars.k_empty, 0);
     softmax(0, std::true_type(), shrink);
     pack_p();
-    if (turns && warpgroup == Tile::groups - 1) { pass_turn(); }
+    if (warpgroup == Tile::groups - 1) { pass_turn(); }
 
     auto step = [&](int i, auto masked) {
         wait_turn();
@@ -425,7 +406,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     add_values(tiles - 1);
     wgmma_wait<0>();
     pin(o);
-    if (turns && warpgroup == 0) { wait_turn(); }  // the last turn that was passed on
+    if (warpgroup == 0) { wait_turn(); }  // the last turn that was passed on
 
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -444,11 +425,10 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 // order of dQ, made for the fragments of mma, is that of wgmma's, too.
 //
 // A block owns Bk = 128 keys, 64 for each of two warpgroups, and streams tiles of Bq queries past them:
-//   S^T = K Q^T, dP^T = V dO^T       both operands in shared memory
-//   dV += P^T dO, dK += dS^T Q       P^T and dS^T straight from the registers in which the first two left S^T and dP^T
-//   dQ = dS K                        sums over the keys of both warpgroups, so dS^T goes through shared memory; each
-//   takes
-//                                    half of the tile's queries, or where there are only 64, half of the columns
+//   S^T = K Q^T, dP^T = V dO^T   both operands in shared memory
+//   dV += P^T dO, dK += dS^T Q   P^T and dS^T straight from the registers in which the first two left S^T and dP^T
+//   dQ = dS K                    sums over all keys of the block, so dS goes through shared memory; a warpgroup
+//                                takes half of the tile's queries, or where there are only 64, half of the columns
 template <int HEAD, int QUERIES, int LOADER_REGISTERS, int REGISTERS>
 struct HopperBackward {
     static constexpr int D = HEAD, Bq = QUERIES, Bk = 128, stages = 2, threads = 3 * 128;
@@ -544,8 +524,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 #pragma unroll
         for (int d = 0; d < D; d += 16) {
             int slab = d / SLAB, in_slab = d % SLAB * 2;
-            wgmma<T, 0, 0>(x, advance(own, slab * Tile::k_slab + in_slab),
-                           advance(streamed, slab * Tile::q_slab + in_slab), d > 0);
+            wgmma<T, 0>(x, advance(own, slab * Tile::k_slab + in_slab),
+                        advance(streamed, slab * Tile::q_slab + in_slab), d > 0);
         }
         wgmma_commit();
     };
@@ -565,8 +545,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 #pragma unroll
         for (int k = 0; k < Bk / 16; k++) {
             int slab = k * 16 / SLAB, in_slab = k * 16 % SLAB * 2;
-            wgmma<T, 0, 1>(dq, advance(ds_at, (i & 1) * Tile::ds_bytes + slab * Tile::q_slab + in_slab),
-                           advance(k_all, k * 16 * SLAB_ROW), k > 0);
+            wgmma<T, 1>(dq, advance(ds_at, (i & 1) * Tile::ds_bytes + slab * Tile::q_slab + in_slab),
+                        advance(k_all, k * 16 * SLAB_ROW), k > 0);
         }
         wgmma_commit();
     };
@@ -680,7 +660,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         pin(dv);
         pin(dk);
         pin(s);
-        if (t == 0) {
+        if (t == 0) {  // for its warpgroup, whose four warps do their products together
             mbarrier_arrive(&bars.dO_empty[stage]);
             mbarrier_arrive(&bars.q_empty[stage]);
         }
@@ -746,7 +726,7 @@ static CUtensorMap tensor_map(const Heads& x, DType dtype, int B, int H, int T, 
 
 template <class Tile, class T>
 static void launch_hopper_forward(const AttentionArgs& a, DType dtype) {
-    auto kernel = hopper_forward<Tile, T>;
+    auto kernel = hopper_forward_kernel<Tile, T>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)Tile::bytes));
     int64_t blocks = (int64_t)a.B * a.H * ceil_div(a.Tq, Tile::Bq);
     kernel<<<(unsigned)blocks, Tile::threads, Tile::bytes, stream()>>>(
@@ -758,11 +738,11 @@ static void launch_hopper_forward(const AttentionArgs& a, DType dtype) {
 template <class T>
 static void hopper_forward_typed(const AttentionArgs& a, int D, DType dtype) {
     switch (D) {
-        case 16: return launch_hopper_forward<HopperForward<16, 3, 128, 32, 160>, T>(a, dtype);
-        case 32: return launch_hopper_forward<HopperForward<32, 3, 128, 32, 160>, T>(a, dtype);
-        case 64: return launch_hopper_forward<HopperForward<64, 3, 128, 32, 160>, T>(a, dtype);
-        case 80: return launch_hopper_forward<HopperForward<80, 2, 128, 24, 240>, T>(a, dtype);
-        case 128: return launch_hopper_forward<HopperForward<128, 2, 128, 24, 240>, T>(a, dtype);
+        case 16: return launch_hopper_forward<HopperForward<16, 3, 32, 160>, T>(a, dtype);
+        case 32: return launch_hopper_forward<HopperForward<32, 3, 32, 160>, T>(a, dtype);
+        case 64: return launch_hopper_forward<HopperForward<64, 3, 32, 160>, T>(a, dtype);
+        case 80: return launch_hopper_forward<HopperForward<80, 2, 24, 240>, T>(a, dtype);
+        case 128: return launch_hopper_forward<HopperForward<128, 2, 24, 240>, T>(a, dtype);
     }
     fail("hopper_forward: head size %d; it has 16, 32, 64, 80 and 128", D);
 }
@@ -791,8 +771,7 @@ static void hopper_backward_main(const AttentionArgs& a, const BackwardWorkspace
     dtype == BF16 ? hopper_backward_typed<bf16>(a, w, D, dtype) : hopper_backward_typed<fp16>(a, w, D, dtype);
 }
 void hopper_backward(const AttentionTensors& t) {
-    // The deterministic one has a kernel of its own for dQ; it is flash_mma's.
-    flash_mma_backward_around(t, context.deterministic ? nullptr : hopper_backward_main);
+    flash_mma_backward_around(t, hopper_backward_main);  // which has its own kernels for a deterministic dQ
 }
 void hopper_forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
