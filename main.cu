@@ -159,7 +159,7 @@ static Reader wholes(std::vector<int> Options::*field, int low, int high, const 
     return {strprintf("whole numbers from %d to %d, separated by commas", low, high), read, show};
 }
 
-static Reader first_whole(std::vector<int> Options::*field, int low, int high, const char* by_default) {
+static Reader one_whole(std::vector<int> Options::*field, int low, int high, const char* by_default) {
     Reader several = wholes(field, low, high, by_default);
     auto read = [=](Options& o, const std::string& text) {
         return text.find(',') == std::string::npos && several.read(o, text);
@@ -335,7 +335,7 @@ static const std::vector<Option>& option_table() {
          "tokens in a sequence"},
         {"batch_size", "batch_size", whole(&Options::batch_size, 1), "sequences in a batch"},
         {"warmups", "warmup", wholes(&Options::warmup, 0, 1 << 20, "5"), "untimed steps first; each in its own run"},
-        {"warmup", "warmup", first_whole(&Options::warmup, 0, 1 << 20, "5"), "untimed steps first"},
+        {"warmup", "warmup", one_whole(&Options::warmup, 0, 1 << 20, "5"), "untimed steps first"},
         {"steps", "steps", whole(&Options::steps, 1), "steps that are timed, or trained"},
         {"update_steps", "steps", whole(&Options::steps, 0), "AdamW steps on the batch (default 0)"},
         {"precisions", "precision", names(&Options::precision, precisions, true), "bf16, fp16: with autocast's rules"},

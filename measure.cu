@@ -480,8 +480,11 @@ static std::string start_cupti() {
         }
         return cupti_text(result, "cuptiActivityEnable");
     }
+    if ((result = leave_out_other_calls()) != CUPTI_SUCCESS) {
+        for (CUpti_ActivityKind kind : traced_activities) { CUPTI_CHECK(cuptiActivityDisable(kind)); }
+        return cupti_text(result, "leave_out_other_calls");
+    }
     cupti_runs = true;
-    CUPTI_CHECK(leave_out_other_calls());
     return "";
 }
 static void stop_cupti() {

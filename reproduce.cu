@@ -40,8 +40,10 @@ static bool ends(const std::string& text, const std::string& with) {
 }
 static bool read_file(const std::string& path, std::string* text) {
     std::ifstream file(path, std::ios::binary);
-    text->assign(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
-    return file.good() || file.eof();
+    std::ostringstream all;
+    all << file.rdbuf();  // of an empty file: sets failbit of `all`
+    *text = all.str();
+    return file.is_open() && !file.bad();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -72,12 +74,16 @@ static Page read_page(const std::string& path) {
         if (starts(line, begin)) {
             if (open) { fail("%s:%d: the block above has no '%s'", path.c_str(), number, end.c_str()); }
             Words parts = split(line.substr(0, line.size() - std::min(line.size(), close.size())), "; tables: ");
-            if (!starts(line, program) || !ends(line, close) || parts.size() > 2 || parts[0].size() <= program.size()) {
+            Words words, tables;
+            if (!parts.empty()) { words = split(parts[0].substr(std::min(parts[0].size(), program.size())), " "); }
+            if (parts.size() > 1) { tables = split(parts[1], " or "); }
+            bool selects = has(line, "; tables:");
+            if (!starts(line, program) || !ends(line, close) || parts.size() > 2 || words.empty() ||
+                selects == tables.empty()) {
                 fail("%s:%d: got '%s', takes '%sCOMMAND OPTIONS -->' or '%sCOMMAND OPTIONS; tables: CAPTIONS -->'",
                      path.c_str(), number, line.c_str(), program.c_str(), program.c_str());
             }
-            page.blocks.push_back({number, next, 0, split(parts[0].substr(program.size()), " "),
-                                   parts.size() > 1 ? split(parts[1], " or ") : Words()});
+            page.blocks.push_back({number, next, 0, words, tables});
             open = true;
         } else if (starts(line, "<!-- end")) {
             if (!open || line != end) { fail("%s:%d: '%s' ends no block", path.c_str(), number, line.c_str()); }
@@ -146,7 +152,7 @@ struct Experiment {
     std::string line() const { return join(words, " "); }
 };
 
-// On too few GPUs, and with --quick, a command chooses its sizes by itself: it would keep to what it is given.
+// On too few GPUs, and with --quick, these options are left out: a command scales down only what it was not given.
 static const Words chooses_how_much = {"size",           "d_model",    "d_ff",   "num_layers", "num_heads",
                                        "context_length", "batch_size", "warmup", "steps",      "sizes_mb",
                                        "bucket_size_mb", "precision",  "mode"};
@@ -184,7 +190,7 @@ static Experiment experiment_of(const Words& words, bool quick, const CommandPar
     if (ranks && e.cannot.empty()) {
         Device device = gpus > 0 && o.device != "cpu" ? CUDA : CPU;
         bool nccl = !gloo && needs > 0 && why_not("nccl", device, n).empty();
-        if (!nccl) { e.cannot = why_not("gloo", device, n); }
+        if (!nccl) { e.cannot = why_not(o.backend == "nccl" ? "nccl" : "gloo", device, n); }
         if (!nccl && !gloo && needs > 0 && needs <= gpus) { e.scaled_down = why_not("nccl", device, n); }
     }
     bool same = !e.cannot.empty() || (!quick && e.scaled_down.empty());
@@ -238,23 +244,28 @@ static void keep_only(Agenda& agenda, const Words& problems) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // State: what an interrupted run has done already, and how long each command took, for the estimate. It holds for one
-// machine and one commit, and lies as .reproduce.json in --out's folder, else in build/.
+// machine and one build, and lies as .reproduce.json in --out's folder, else in build/.
 
+// The commit alone does not tell one uncommitted change from another.
+static std::string this_build() {
+    struct stat s;
+    return commit() + (stat("/proc/self/exe", &s) == 0 ? strprintf(" of %lld", (long long)s.st_mtime) : "");
+}
 struct State {
     std::string path;
     nlohmann::json json;
 };
-static State read_state(const std::string& path, const std::string& machine) {
+static State read_state(const std::string& path, const std::string& machine, bool fresh) {
     State s{path, nlohmann::json::object()};
     std::string text;
     if (read_file(path, &text)) { s.json = nlohmann::json::parse(text, nullptr, false); }
     if (!s.json.is_object() || s.json.value("machine", "") != machine || !s.json["seconds"].is_object()) {
         s.json = {{"machine", machine}, {"seconds", nlohmann::json::object()}};
     }
-    if (s.json.value("commit", "") != commit() || !s.json["outputs"].is_object()) {
+    if (fresh || s.json.value("commit", "") != this_build() || !s.json["outputs"].is_object()) {
         s.json["outputs"] = nlohmann::json::object();
     }
-    s.json["commit"] = commit();
+    s.json["commit"] = this_build();
     return s;
 }
 static void write_state(const State& s) {
@@ -350,7 +361,7 @@ static void run_all(std::vector<Experiment>& all, State& state) {
     for (int i = 0; i < 3; i++) { sigaction(signals[i], &before[i], nullptr); }
     if (interrupted) {
         size_t done = std::count_if(all.begin(), all.end(), [](const Experiment& e) { return e.seconds >= 0; });
-        fail("interrupted; %zu of %zu are done, and the same command goes on from there", done, all.size());
+        fail("interrupted; %zu of %zu are done; without --fresh the same command goes on from there", done, all.size());
     }
 }
 
@@ -434,7 +445,7 @@ static int write_pages(const Agenda& agenda, const std::string& out) {
 
 // Where there is none, makes it; wrong usage if nothing can be written there.
 static void require_folder(const std::string& path) {
-    if ((mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) || access(path.c_str(), W_OK) != 0) {
+    if ((mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) || access(path.c_str(), W_OK | X_OK) != 0) {
         usage_error("%s: cannot be written to: %s", path.c_str(), strerror(errno));
     }
 }
@@ -447,19 +458,19 @@ int reproduce(const Options& o, const CommandParser& parse) {
     const std::string out = o.out.empty() && o.quick ? "build/reproduce" : o.out;
     Agenda agenda = make_agenda(out.empty(), o.quick, parse);
     if (!o.only.empty()) { keep_only(agenda, o.only); }
-    if (same_file(out, "notes")) { usage_error("--out: got notes, where the pages come from; takes another folder"); }
-    if (o.out.empty()) { require_folder("build"); }
-    if (!out.empty()) { require_folder(out); }
-    for (const Page& page : agenda.pages) {
-        if (out.empty() && access(page.path.c_str(), W_OK) != 0) {
-            usage_error("%s: cannot be written: %s", page.path.c_str(), strerror(errno));
+    for (const char* source : {"notes", "."}) {
+        if (same_file(out, source)) {
+            usage_error("--out: got %s, where the pages come from; takes another folder", out.c_str());
         }
     }
+    if (o.out.empty()) { require_folder("build"); }
+    if (!out.empty()) { require_folder(out); }
+    if (out.empty()) { require_folder("notes"), require_folder("."); }
 
     std::vector<Experiment>& all = agenda.all;
     const std::string where = machine();
-    State state = read_state((out.empty() ? "build" : out) + "/.reproduce.json", where);
-    int kept = o.fresh ? 0 : take_outputs(state, all);
+    State state = read_state((out.empty() ? "build" : out) + "/.reproduce.json", where, o.fresh);
+    int kept = take_outputs(state, all);
     if (kept > 0) { note("%d of %zu were done before the interruption; --fresh runs them again", kept, all.size()); }
     run_all(all, state);
     read_outputs(agenda);

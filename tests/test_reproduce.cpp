@@ -99,6 +99,8 @@ TEST_CASE("reproduce: markers that it cannot read are named by file and line, be
         {"x\n<!-- begin: train -->\n" + end, "notes/b.md:2: got '<!-- begin: train -->'"},
         {"<!-- begin: ./cs336 -->\n" + end, "notes/b.md:1: got"},
         {"<!-- begin: ./cs336 list\n" + end, "notes/b.md:1: got"},
+        {"<!-- begin: ./cs336    -->\n" + end, "notes/b.md:1: got"},
+        {"<!-- begin: ./cs336 list; tables:  -->\n" + end, "notes/b.md:1: got"},
         {"<!-- begin: NCCL_DEBUG=INFO ./cs336 naive_ddp -->\n" + end, "notes/b.md:1: got"},
         {begin + "1\n", "notes/b.md:1: this block has no '<!-- end -->'"},
         {begin + "1\n" + begin + end, "notes/b.md:3: the block above has no '<!-- end -->'"},
@@ -294,7 +296,7 @@ TEST_CASE("reproduce: an interrupted run goes on where it was, a complete one st
 TEST_CASE("reproduce: folders that are not there or take nothing") {
     Repository repository;
     write("notes/a.md", block("communication_accounting", "old\n")), write("file", "");
-    for (const char* bad : {"/proc/copies", "file", "no/such/folder", "notes", "./notes/"}) {
+    for (const char* bad : {"/proc/copies", "file", "no/such/folder", "notes", "./notes/", "."}) {
         Run r = run_cs336({"reproduce", "--out", bad});
         CAPTURE(bad);
         CAPTURE(r.err);
