@@ -169,9 +169,10 @@ int launch_ranks(int n, const std::vector<std::string>& arguments) {
             }
             alive[r] = 0, left--;
             if (first) { code = WIFSIGNALED(status) ? 1 : WEXITSTATUS(status); }
-            if (first && code != 0) {  // what a rank has half written it removes; half a second is enough for that
+            if (first && code != 0) {  // what a rank has half written it removes, also a stopped one
                 send_to_all(alive, SIGTERM);
-                kill_at = std::min(kill_at, now_ms() + 500);
+                send_to_all(alive, SIGCONT);
+                kill_at = std::min(kill_at, now_ms() + 100);
             }
         }
         if (int number = signal_to_forward) {

@@ -229,7 +229,7 @@ static void keep_only(Agenda& agenda, const Words& problems) {
     for (const Experiment& e : agenda.all) {
         if (!std::count(ids.begin(), ids.end(), e.id)) { ids.push_back(e.id); }
     }
-    for (const std::string& word : problems) { wanted.insert(full_name(word, ids, "problem in notes/")); }
+    for (const std::string& word : problems) { wanted.insert(full_name(word, ids, "problem for --only")); }
     std::vector<Experiment> some;
     std::vector<int> moved;
     for (const Experiment& e : agenda.all) {

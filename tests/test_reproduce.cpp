@@ -147,7 +147,7 @@ TEST_CASE("reproduce: --only") {
         Run none = run_cs336({"reproduce", "--only", unknown});
         CAPTURE(none.err);
         CHECK(none.exit_code == 2);
-        CHECK(has(none.err, "no such problem in notes/; candidates: "));
+        CHECK(has(none.err, "no such problem for --only; candidates: "));
     }
 }
 
