@@ -214,18 +214,12 @@ static GridInputs grid_inputs(int S, int D) {
 // A forward and a backward pass without data; afterwards META's books tell the peak. `saved` sees what is held between.
 static size_t grid_peak(
     AttentionFunction f, int S, int D, const std::function<void()>& saved = [] {}) {
-    Device device = context.device;
-    context.device = META;
-    size_t before = memory_use(META).now;
-    reset_peak(META);
-    {
+    return planned_peak([&] {
         GridInputs in = grid_inputs(S, D);
         Tensor o = f(in.q, in.k, in.v, false, nullptr);
         saved();
         backward_from(o, in.dO);
-    }
-    context.device = device;
-    return memory_use(META).peak - before;
+    });
 }
 static AttentionCost grid_cost(AttentionFunction f, int S, int D, int passes) {
     AttentionCost cost;

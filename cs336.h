@@ -91,12 +91,21 @@ std::string full_name(const std::string& word, const std::vector<std::string>& n
 // What PyTorch, too, keeps globally: default device, autocast, grad mode.
 struct Context {
     Device device = CPU;
+    Device planned_for = CPU;  // while device is META: where the run would be
     Mode mode = FUSED;
     Precision precision = FP32;
     bool recording = true;       // write the tape; off inside NoGrad
     bool deterministic = false;  // the same bits in every run, where that costs something: flash attention's backward
 };
 extern Context context;
+struct Planning {  // within its scope nothing is computed, memory only counted
+    Device before = context.device;
+    Planning() {
+        if (before != META) { context.planned_for = before; }
+        context.device = META;
+    }
+    ~Planning() { context.device = before; }
+};
 
 int cuda_devices();  // 0 without a GPU, without a driver, or in a CPU build
 // auto|cpu|cuda; prints on stderr which one auto took; fails if there is none. gpu: which one, of several.
@@ -144,6 +153,7 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
                                  Source at = here());  // throws OutOfMemory
 const MemoryUse& memory_use(Device device);
 void reset_peak(Device device);
+size_t planned_peak(const std::function<void()>& run);  // bytes that it would hold at most, found on META
 std::vector<const Memory*> live_memory(Device device);  // every buffer that is held now
 
 // The log: what came and went on one device, in order. Off unless started, and then costs one test an allocation. While
@@ -375,12 +385,12 @@ std::string to_string(const Comparison& c);
 struct Gradient {
     DType dtype;  // of the tensor that it belongs to, and its shape
     Shape shape;
-    Tensor value;                 // null until something was added
-    bool is_parameter = false;    // then value is a fixed view into the gradient arena ...
-    bool filled = false;          // ... which holds something since zero_gradients()
+    Tensor value;                 // null until something was added, but where it is a view into a flat buffer
+    bool is_parameter = false;    // then it stays after backward ...
+    bool filled = false;          // ... and this says that it holds something
     int uses = 0;                 // ops on the tape that still will add to it
     std::function<void()> ready;  // parameters: called when the last of them has
-    Tensor low_precision;         // parameters: autocast's cached bf16/fp16 copy
+    Tensor low_precision;         // parameters: autocast's bf16/fp16 copy, as long as it is one
 };
 using GradientPtr = std::shared_ptr<Gradient>;
 
@@ -444,9 +454,9 @@ Tensor linear(const Tensor& x, const Tensor& weight);  // x [...,K], weight [N,K
 // cast.
 void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b, double alpha = 1,
           double beta = 0);
-DType matmul_dtype();                      // what autocast casts operands to: F32, BF16 or F16 (F64 stays F64)
+DType matmul_dtype(Precision precision = context.precision);  // what autocast casts operands to (F64 stays F64)
 Tensor autocast_operand(const Tensor& t);  // cast to matmul_dtype(); a parameter's copy is cached while recording
-void drop_weight_copies(const std::vector<Tensor>& parameters);  // what leaving torch.autocast does
+void drop_weight_copies(const std::vector<Tensor>& parameters);  // where autocast ends, or the weights change
 
 template <class T>
 using Wide = decltype(to_acc(T()));  // the type that arithmetic on T runs in: float, or double for F64
@@ -474,6 +484,19 @@ void with_gpu_type(DType t, Fn f) {
 
 #ifdef __CUDACC__
 constexpr int WARP = 32;
+// W neighbours in one access: 16 bytes a thread is what memory likes best. The address has to be a multiple of them.
+template <class T, int W>
+struct alignas(sizeof(T) * W) Pack {
+    T at[W];
+};
+template <int W, class T>
+__device__ Pack<T, W> load_pack(const T* from) {
+    return *(const Pack<T, W>*)from;
+}
+template <class T, int W>
+__device__ void store_pack(T* to, const Pack<T, W>& pack) {
+    *(Pack<T, W>*)to = pack;
+}
 inline int ceil_div(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
 __device__ inline float warp_sum(float x) {
     for (int o = WARP / 2; o > 0; o /= 2) { x += __shfl_xor_sync(0xffffffff, x, o); }
@@ -643,6 +666,7 @@ extern const std::vector<AttentionImpl> attention_impls;  // from the plainest t
 Tensor run_attention(const AttentionImpl& impl, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                      Tensor* L = nullptr);                                         // recorded
 const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D);         // null: no row takes this
+const AttentionImpl& require_flash(Device device, DType dtype, int64_t D);         // usage_error if no row does
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal);  // context.mode picks. Recorded
 // Causal, for the model in mode flash: q, k and v side by side in qkv [B,T,3C] -> [B,T,C], read and written in place of
 // transposes by strides.
@@ -674,18 +698,20 @@ struct Model {
     ModelConfig config;
     std::vector<Parameter> parameters;  // in backward order: the first is the first whose gradient is ready
     Tensor weights, gradients, m, v;    // arenas, [arena_size], all laid out alike; m and v: AdamW's moments
+    Tensor low;                         // the weights as 16-bit matmuls take them, if they do
     Tensor embedding, ln_final, lm_head;
     std::vector<Layer> layers;
     std::vector<Tensor> slots;  // every tensor with a gradient slot, joined ones included
     Tensor rope;                // [T,D]: cos and sin of each pair's angle, interleaved
     int step = 0;               // optimizer steps taken
 };
-void check_config(const ModelConfig& c);                            // usage_error unless it makes a model
-Model make_model(const ModelConfig& c, DType dtype = F32);          // weights allocated on context.device, not set
-void init_weights(const Model& model, uint64_t seed);               // normal; Linear std sqrt(2/(in+out)), embedding 1
-void make_gradients(Model& model);                                  // allocates the arena, once
+void check_config(const ModelConfig& c);                    // usage_error unless it makes a model
+Model make_model(const ModelConfig& c, DType dtype = F32);  // weights allocated on context.device, not set
+void init_weights(const Model& model, uint64_t seed);       // normal; Linear std sqrt(2/(in+out)), embedding 1
+void make_gradients(
+    Model& model);  // an arena for them, once; without it each lives from its first use to zero_gradients
 void make_optimizer_state(Model& model);                            // m and v, zero, once
-void zero_gradients(const Model& model);                            // marks them as unset: the first writer overwrites
+void zero_gradients(const Model& model);                            // from here on the first writer overwrites
 Tensor forward(Model& model, const Tensor& tokens);                 // tokens I32 [B,T] -> logits [B,T,V]
 Tensor cross_entropy(const Tensor& logits, const Tensor& targets);  // mean over all positions, []; targets I32 [B,T]
 
@@ -709,7 +735,7 @@ struct Batch {
     Tensor tokens, targets;  // I32 [B,T]
 };
 Batch random_batch(int B, int T, int V, uint64_t seed);
-// One training step in two parts. Leaves the gradients, multiplied by loss_scale, in the arena; returns the loss.
+// One training step in two parts. Leaves the gradients, multiplied by loss_scale; returns the loss.
 // `between` is called when forward is done.
 Tensor forward_backward(
     Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between = [] {});
@@ -722,6 +748,8 @@ void run_phase(
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // bytes, in context's mode and precision
 float loss_scale_of(const LossScaler& scaler);                           // 1 unless the precision is fp16
 Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
+void check_mode(const ModelConfig& c, Mode mode,
+                Precision precision);  // usage_error if it cannot run on context.device
 
 // ---------------------------------------------------------------------------------------------------------------------
 // memory.cu: what PyTorch's pickle of a memory snapshot holds, for pytorch.org/memory_viz

@@ -80,6 +80,7 @@ std::unique_ptr<DataParallel> data_parallel(const Communicator& c, Strategy stra
                                             const std::vector<Tensor>& slots) {
     check_same_parameters(c, parameters);
     wait(c, broadcast(c, weights, 0));
+    drop_weight_copies(slots);
     auto made = std::make_unique<DataParallel>();
     DataParallel& d = *made;
     d.c = c, d.strategy = strategy, d.gradients = gradients, d.parameters = parameters, d.slots = slots;

@@ -1227,12 +1227,14 @@ const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
     }
     return best;
 }
-static const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {
-    const AttentionImpl* impl = fastest_flash(device == META ? (cuda_devices() > 0 ? CUDA : CPU) : device, dtype, D);
+const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {
+    if (device == META) { device = context.planned_for; }
+    const AttentionImpl* impl = fastest_flash(device, dtype, D);
     if (!impl) {
         usage_error(
-            "mode flash: no FlashAttention here for %s and head size %ld (there is one for 16, 32, 64, 80 and 128)",
-            name_of(dtype), (long)D);
+            "mode flash: no FlashAttention on %s for %s and head size %ld (on the CPU: float32; on a GPU: "
+            "float32, bfloat16 and float16, head sizes 16, 32, 64, 80 and 128)",
+            name_of(device), name_of(dtype), (long)D);
     }
     return *impl;
 }
@@ -1434,14 +1436,8 @@ struct PassTimes {
 static PassTimes time_passes(const AttentionImpl& impl, const AttentionCase& c, DType dtype, double warmup,
                              double budget) {
     PassTimes t;
-    Device device = context.device;
-    context.device = META;
-    size_t before = memory_use(META).now;
-    reset_peak(META);
-    run_case(impl, random_case(c, dtype, 0), c.causal, true);
-    t.needs = memory_use(META).peak - before;
-    context.device = device;
-    if (t.needs > available_memory(device)) { return t; }
+    t.needs = planned_peak([&] { run_case(impl, random_case(c, dtype, 0), c.causal, true); });
+    if (t.needs > available_memory(context.device)) { return t; }
     CaseTensors in = random_case(c, dtype, 0);
     Tensor q = require_gradient(in.q), k = require_gradient(in.k), v = require_gradient(in.v), y;
     auto reset = [&] {

@@ -790,6 +790,13 @@ void reset_peak(Device device) {
     use.peak = use.now;
     std::copy_n(use.now_by, CATEGORIES, use.peak_by);
 }
+size_t planned_peak(const std::function<void()>& run) {
+    Planning planning;
+    size_t before = memory_use(META).now;
+    reset_peak(META);
+    run();
+    return memory_use(META).peak - before;
+}
 
 static void* allocate_raw(Device device, size_t bytes) {
     if (device == CUDA) {

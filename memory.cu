@@ -464,6 +464,9 @@ int cmd_memory_profiling(const Options& o) {
     for (const std::string& name : o.precision.empty() ? std::vector<std::string>{"fp32", "bf16"} : o.precision) {
         p.precisions.push_back(precision_from(name));
     }
+    for (const ModelConfig& c : p.configs) {
+        for (Precision precision : p.precisions) { check_mode(c, context.mode, precision); }
+    }
     if (p.lengths.empty()) { p.lengths = small ? std::vector<int>{128} : std::vector<int>{128, 256, 512}; }
     auto caption = [&](const char* how) {
         return strprintf("mode %s, batch %d, vocabulary %d; %s; %s; commit %s", name_of(context.mode), p.B,
@@ -476,11 +479,12 @@ int cmd_memory_profiling(const Options& o) {
         print_details(o, p, profile_all(o, p));
         return 0;
     }
-    context.device = META;
-    p.caption = caption("predicted: every allocation counted, nothing computed");
-    print_details(o, p, profile_all(o, p));
+    {
+        Planning planning;
+        p.caption = caption("predicted: every allocation counted, nothing computed");
+        print_details(o, p, profile_all(o, p));
+    }
     // So small that it runs at once: what is predicted is what then happens.
-    context.device = device;
     p.configs = {{"tiny", 256, 1024, 2, 4, 1000}};
     p.lengths = {64};
     p.B = 2;

@@ -571,15 +571,62 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The gradients' norm, for clipping and to notice fp16's overflows: sqrt(sum g^2) over the whole arena. Its padding
-// holds zeros. Summed in a fixed order, so the same gradients give the same bits.
+// The weights as 16-bit matmuls take them are kept from step to step: AdamW writes them beside the weights, 2 bytes a
+// parameter, where a cast in each forward would read 4 and write 2. Eager casts, as PyTorch does.
+static int64_t offset_of(const Model& model, const Tensor& slot) {
+    return (slot.data - model.weights.data) / (int64_t)size_of(slot.dtype);
+}
+static void attach_low_weights(const Model& model) {
+    for (const Tensor& t : model.slots) {
+        bool multiplied = t.shape.size() == 2 && t.data != model.embedding.data;
+        if (multiplied) { t.gradient->low_precision = view(model.low, offset_of(model, t), t.shape); }
+    }
+}
+static void make_low_weights(Model& model) {
+    DType dtype = model.weights.dtype == F64 ? F64 : matmul_dtype();
+    bool wanted = context.mode != EAGER && dtype != model.weights.dtype;
+    if (model.low && (!wanted || model.low.dtype != dtype)) {
+        drop_weight_copies(model.slots);
+        model.low = Tensor();
+    }
+    if (!wanted || (model.low && model.lm_head.gradient->low_precision)) { return; }
+    Range range("weight copies");
+    if (!model.low) { model.low = empty(model.weights.shape, dtype, WEIGHT_COPIES); }
+    copy_or_add(model.low, model.weights, false);
+    attach_low_weights(model);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Where a model's gradients lie: in their arena, whose padding holds zeros, or one by one as backward left them.
+
+struct Piece {
+    Tensor g;
+    int64_t offset;  // in the arenas of weights and moments
+};
+static std::vector<Piece> gradient_pieces(const Model& model) {
+    int64_t all = 0, filled = 0;  // fused mode fills the joined slots instead of the single ones that they cover
+    std::vector<Piece> pieces;
+    for (const Parameter& p : model.parameters) { all += count(p.shape); }
+    for (const Tensor& t : model.slots) {
+        if (!t.gradient->filled) { continue; }
+        filled += t.size();
+        pieces.push_back({t.gradient->value, offset_of(model, t)});
+    }
+    if (filled != all) { fail("gradients of %ld of %ld elements are there", (long)filled, (long)all); }
+    return model.gradients ? std::vector<Piece>{{model.gradients, 0}} : pieces;
+}
+
+// The gradients' norm, for clipping and to notice fp16's overflows: sqrt(sum g^2) over all of them. Summed in a fixed
+// order, so the same gradients give the same bits.
 
 #ifdef __CUDACC__
 constexpr int NORM_BLOCKS = 1024;
-__global__ void square_sum_kernel(double* partial, const float* g, int64_t n) {
+template <class T>
+__global__ void square_sum_kernel(double* partial, const T* g, int64_t n) {
     float sum = 0;
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
-        sum += g[i] * g[i];
+        float x = to_acc(g[i]);
+        sum += x * x;
     }
     sum = block_sum(sum);
     if (threadIdx.x == 0) { partial[blockIdx.x] = sum; }
@@ -587,30 +634,40 @@ __global__ void square_sum_kernel(double* partial, const float* g, int64_t n) {
 #endif
 double gradient_norm(const Model& model) {
     Range range("gradient norm");
-    int64_t n = model.gradients.size();
-    if (model.gradients.device() == META) { return 1; }
+    std::vector<Piece> pieces = gradient_pieces(model);
+    if (model.weights.device() == META) { return 1; }
     double sum = 0;
 #ifdef __CUDACC__
-    if (model.gradients.device() == CUDA) {
-        Tensor partial = empty({NORM_BLOCKS}, F64, WORKSPACE);
-        square_sum_kernel<<<NORM_BLOCKS, 256, 0, stream()>>>(partial.as<double>(), model.gradients.as<float>(), n);
-        LAUNCH_CHECK();
+    if (model.weights.device() == CUDA) {
+        Tensor partial = zeros({(int64_t)pieces.size(), NORM_BLOCKS}, F64, WORKSPACE);
+        for (size_t k = 0; k < pieces.size(); k++) {
+            const Tensor& g = pieces[k].g;
+            int blocks = std::min(NORM_BLOCKS, ceil_div(g.size(), 1024));
+            with_gpu_type(g.dtype, [&](auto zero) {
+                square_sum_kernel<<<blocks, 256, 0, stream()>>>(partial.as<double>() + k * NORM_BLOCKS,
+                                                                g.as<decltype(zero)>(), g.size());
+                LAUNCH_CHECK();
+            });
+        }
         for (double s : to_doubles(partial)) { sum += s; }
         return sqrt(sum);
     }
 #endif
     constexpr int64_t CHUNK = 1 << 16;  // fixed chunks: the result does not depend on the number of threads
-    std::vector<double> partial((n + CHUNK - 1) / CHUNK);
-    with_type(model.gradients.dtype, [&](auto zero) {
-        const auto* g = model.gradients.as<decltype(zero)>();
+    for (const Piece& piece : pieces) {
+        int64_t n = piece.g.size();
+        std::vector<double> partial((n + CHUNK - 1) / CHUNK);
+        with_type(piece.g.dtype, [&](auto zero) {
+            const auto* g = piece.g.as<decltype(zero)>();
 #pragma omp parallel for
-        for (size_t k = 0; k < partial.size(); k++) {
-            for (int64_t i = k * CHUNK; i < std::min<int64_t>(n, (k + 1) * CHUNK); i++) {
-                partial[k] += (double)to_acc(g[i]) * to_acc(g[i]);
+            for (size_t k = 0; k < partial.size(); k++) {
+                for (int64_t i = k * CHUNK; i < std::min<int64_t>(n, (k + 1) * CHUNK); i++) {
+                    partial[k] += (double)to_acc(g[i]) * to_acc(g[i]);
+                }
             }
-        }
-    });
-    for (double s : partial) { sum += s; }
+        });
+        for (double s : partial) { sum += s; }
+    }
     return sqrt(sum);
 }
 
@@ -618,42 +675,112 @@ double gradient_norm(const Model& model) {
 // AdamW (Loshchilov and Hutter, 2019; the handout's order), t = 1, 2, ...:
 //   p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  p -= lr sqrt(1 - b2^t)/(1 - b1^t) m / (sqrt(v) +
 //   eps)
-// Op by op that is 13 kernels for every parameter tensor; fused it is one kernel over the arenas: 4 reads and 3 writes
-// of 4 bytes a parameter, and nothing else.
+// Op by op that is 13 kernels for every parameter tensor; fused it is one for 64 of them: of fp32 p, m and v each is
+// read and written once, 24 bytes a parameter, g read (2 or 4) and the weight as matmuls take it written (0 or 2).
 
 struct AdamWScalars {
     float decay, beta1, beta2, eps, step_size, gradient_scale;
 };
 template <class A>
-HD inline void adamw_element(int64_t i, A* p, const A* g_in, A* m, A* v, AdamWScalars s) {
-    A g = g_in[i] * s.gradient_scale;
-    m[i] = s.beta1 * m[i] + (1 - s.beta1) * g;
-    v[i] = s.beta2 * v[i] + (1 - s.beta2) * g * g;
-    p[i] = p[i] * s.decay - s.step_size * m[i] / (std::sqrt(v[i]) + s.eps);
+HD inline void adamw_element(A& p, A g, A& m, A& v, AdamWScalars s) {
+    g *= s.gradient_scale;
+    m = s.beta1 * m + (1 - s.beta1) * g;
+    v = s.beta2 * v + (1 - s.beta2) * g * g;
+    p = p * s.decay - s.step_size * m / (std::sqrt(v) + s.eps);
 }
 #ifdef __CUDACC__
-__global__ void adamw_kernel(int64_t n, float* p, const float* g, float* m, float* v, AdamWScalars s) {
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
-        adamw_element(i, p, g, m, v, s);
+constexpr int ADAMW_PIECES = 64, ADAMW_CHUNK = 2048;  // elements a block
+struct AdamWPieces {
+    const void* g[ADAMW_PIECES];
+    int64_t offset[ADAMW_PIECES], size[ADAMW_PIECES];
+    int first_block[ADAMW_PIECES];
+    int count;
+};
+// W: elements a thread takes at a time, in one access of each array.
+template <int W, class G, class L>
+__global__ void adamw_kernel(AdamWPieces pieces, float* p_all, float* m_all, float* v_all, L* low_all, AdamWScalars s) {
+    int k = 0;  // our piece: the last that begins at or before our block
+    for (int end = pieces.count; end - k > 1;) {
+        int middle = (k + end) / 2;
+        (pieces.first_block[middle] <= (int)blockIdx.x ? k : end) = middle;
+    }
+    int64_t start = (int64_t)(blockIdx.x - pieces.first_block[k]) * ADAMW_CHUNK, offset = pieces.offset[k] + start;
+    int n = (int)min((int64_t)ADAMW_CHUNK, pieces.size[k] - start);
+    const G* g_in = (const G*)pieces.g[k] + start;
+    for (int i = threadIdx.x * W; i < n; i += blockDim.x * W) {
+        auto p = load_pack<W>(p_all + offset + i), m = load_pack<W>(m_all + offset + i),
+             v = load_pack<W>(v_all + offset + i);
+        auto g = load_pack<W>(g_in + i);
+        Pack<L, W> low;
+        for (int j = 0; j < W; j++) {
+            adamw_element(p.at[j], to_acc(g.at[j]), m.at[j], v.at[j], s);
+            from_acc(p.at[j], &low.at[j]);
+        }
+        store_pack(p_all + offset + i, p), store_pack(m_all + offset + i, m), store_pack(v_all + offset + i, v);
+        if (low_all) { store_pack(low_all + offset + i, low); }
     }
 }
-#endif
-static void adamw_fused(const Tensor& p, const Tensor& g, const Tensor& m, const Tensor& v, AdamWScalars s) {
-    int64_t n = p.size();
-    if (p.device() == META) { return; }
-#ifdef __CUDACC__
-    if (p.device() == CUDA) {
-        adamw_kernel<<<blocks_for(n), 256, 0, stream()>>>(n, p.as<float>(), g.as<float>(), m.as<float>(), v.as<float>(),
-                                                          s);
+// Of the pieces those whose gradients are G, at most ADAMW_PIECES a launch.
+template <class G, class L>
+static void adamw_launch(const std::vector<Piece>& pieces, const Tensor& p, const Tensor& m, const Tensor& v,
+                         const Tensor& low, AdamWScalars s) {
+    for (size_t next = 0; next < pieces.size();) {
+        AdamWPieces some;
+        some.count = 0;
+        int blocks = 0;
+        bool by_fours = true;
+        for (; next < pieces.size() && some.count < ADAMW_PIECES; next++) {
+            const Piece& piece = pieces[next];
+            int k = some.count++;
+            some.g[k] = piece.g.data, some.offset[k] = piece.offset, some.size[k] = piece.g.size();
+            some.first_block[k] = blocks;
+            blocks += ceil_div(piece.g.size(), ADAMW_CHUNK);
+            for (const Tensor* t : {&p, &m, &v, &low}) {
+                by_fours &= ((uintptr_t)t->data / size_of(t->dtype) + piece.offset) % 4 == 0;
+            }
+            by_fours &= piece.g.size() % 4 == 0 && (uintptr_t)piece.g.data / sizeof(G) % 4 == 0;
+        }
+        auto kernel = by_fours ? adamw_kernel<4, G, L> : adamw_kernel<1, G, L>;
+        kernel<<<blocks, 256, 0, stream()>>>(some, p.as<float>(), m.as<float>(), v.as<float>(), low.as<L>(), s);
         LAUNCH_CHECK();
-        return;
     }
+}
 #endif
-    with_type(p.dtype, [&](auto zero) {
-        using A = Wide<decltype(zero)>;
+// p, m and v are flat; g's pieces say where in them they belong; low, if there is one, gets p rounded.
+static void adamw_fused(const Tensor& p, const std::vector<Piece>& gradients, const Tensor& m, const Tensor& v,
+                        const Tensor& low, AdamWScalars s) {
+    if (p.device() == META) { return; }
+    for (DType dtype : {F32, BF16, F16, F64}) {
+        std::vector<Piece> pieces;
+        for (const Piece& piece : gradients) {
+            if (piece.g.dtype == dtype && piece.g.size() > 0) { pieces.push_back(piece); }
+        }
+        if (pieces.empty()) { continue; }
+#ifdef __CUDACC__
+        if (p.device() == CUDA) {
+            with_gpu_type(dtype, [&](auto g) {
+                with_gpu_type(low ? low.dtype : F32,
+                              [&](auto l) { adamw_launch<decltype(g), decltype(l)>(pieces, p, m, v, low, s); });
+            });
+            continue;
+        }
+#endif
+        with_type(dtype, [&](auto g_zero) {
+            with_type(p.dtype, [&](auto p_zero) {
+                using G = decltype(g_zero);
+                using A = Wide<decltype(p_zero)>;
+                for (const Piece& piece : pieces) {
+                    const G* g = piece.g.as<G>();
+                    A *p_at = p.as<A>() + piece.offset, *m_at = m.as<A>() + piece.offset,
+                      *v_at = v.as<A>() + piece.offset;
+                    int64_t n = piece.g.size();
 #pragma omp parallel for if (n > 16384)
-        for (int64_t i = 0; i < n; i++) { adamw_element(i, p.as<A>(), g.as<A>(), m.as<A>(), v.as<A>(), s); }
-    });
+                    for (int64_t i = 0; i < n; i++) { adamw_element(p_at[i], (A)to_acc(g[i]), m_at[i], v_at[i], s); }
+                }
+            });
+        });
+    }
+    if (low && p.device() == CPU) { copy_or_add(low, p, false); }
 }
 static void adamw_eager(const Model& model, AdamWScalars s) {
     for (const Parameter& parameter : model.parameters) {
@@ -675,17 +802,16 @@ static AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale) {
 }
 void adamw_update(const Tensor& p, const Tensor& g, const Tensor& m, const Tensor& v, const AdamW& a, int t) {
     Range range("optimizer");
-    adamw_fused(p, g, m, v, scalars_of(a, t, 1));
+    adamw_fused(p, {{g, 0}}, m, v, Tensor(), scalars_of(a, t, 1));
 }
 void adamw_step(Model& model, const AdamW& a, float gradient_scale) {
     Range range("optimizer");
     NoGrad no_grad;
-    int64_t all = 0, filled = 0;  // fused mode fills the joined slots instead of the single ones that they cover
-    for (const Parameter& p : model.parameters) { all += count(p.shape); }
-    for (const Tensor& t : model.slots) { filled += t.gradient->filled ? t.size() : 0; }
-    if (filled != all) { fail("adamw_step: gradients of %ld of %ld elements are there", (long)filled, (long)all); }
+    std::vector<Piece> gradients = gradient_pieces(model);
     AdamWScalars s = scalars_of(a, ++model.step, gradient_scale);
-    context.mode == EAGER ? adamw_eager(model, s) : adamw_fused(model.weights, model.gradients, model.m, model.v, s);
+    if (context.mode == EAGER) { return adamw_eager(model, s); }
+    adamw_fused(model.weights, gradients, model.m, model.v, model.low, s);
+    if (model.low) { attach_low_weights(model); }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -783,10 +909,7 @@ void init_weights(const Model& model, uint64_t seed) {
 void make_gradients(Model& model) {
     if (model.gradients) { return; }
     model.gradients = zeros(model.weights.shape, model.weights.dtype, GRADIENTS);
-    for (const Tensor& t : model.slots) {
-        int64_t offset = (t.data - model.weights.data) / (int64_t)size_of(t.dtype);
-        t.gradient->value = view(model.gradients, offset, t.shape);
-    }
+    for (const Tensor& t : model.slots) { t.gradient->value = view(model.gradients, offset_of(model, t), t.shape); }
 }
 void make_optimizer_state(Model& model) {
     if (model.m) { return; }
@@ -794,7 +917,10 @@ void make_optimizer_state(Model& model) {
     model.v = zeros(model.weights.shape, model.weights.dtype, OPTIMIZER);
 }
 void zero_gradients(const Model& model) {
-    for (const Tensor& t : model.slots) { t.gradient->filled = false; }
+    for (const Tensor& t : model.slots) {
+        t.gradient->filled = false;
+        if (!model.gradients) { t.gradient->value = Tensor(); }
+    }
 }
 
 Tensor forward(Model& model, const Tensor& tokens) {
@@ -804,6 +930,7 @@ Tensor forward(Model& model, const Tensor& tokens) {
         model.rope = rope_table(T, c.d_model / c.num_heads, c.rope_theta, model.weights.dtype);
     }
     Range range("forward");
+    make_low_weights(model);
     Tensor x, delta;  // the residual stream, and what the last block adds to it
     {
         Range r("embedding");
@@ -864,26 +991,19 @@ void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler
     if (phase == FORWARD) {
         NoGrad no_grad;
         forward(model, batch.tokens);
-        drop_weight_copies(model.slots);
+        if (!model.low) { drop_weight_copies(model.slots); }
         return;
     }
-    make_gradients(model);
     if (phase == STEP) { make_optimizer_state(model); }
     forward_backward(model, batch, loss_scale_of(scaler), between);
     if (phase == STEP) { optimizer_step(model, AdamW(), scaler, 0); }
 }
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
-    Device device = context.device;
-    context.device = META;
-    size_t before = memory_use(META).now;
-    reset_peak(META);
-    {
+    return planned_peak([&] {
         Model model = make_model(c);
         LossScaler scaler;
         run_phase(phase, model, random_batch(B, T, c.vocab_size, 0), scaler);
-    }
-    context.device = device;
-    return memory_use(META).peak - before;
+    });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -891,8 +1011,10 @@ size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
 // says so.
 
 Mode fastest_mode(const ModelConfig& c, Precision precision) {
-    DType dtype = precision == PREC_BF16 ? BF16 : precision == PREC_FP16 ? F16 : F32;
-    return fastest_flash(context.device, dtype, c.d_model / c.num_heads) ? FLASH : FUSED;
+    return fastest_flash(context.device, matmul_dtype(precision), c.d_model / c.num_heads) ? FLASH : FUSED;
+}
+void check_mode(const ModelConfig& c, Mode mode, Precision precision) {
+    if (mode == FLASH) { require_flash(context.device, matmul_dtype(precision), c.d_model / c.num_heads); }
 }
 
 std::vector<ModelConfig> configs_of(const Options& o, const std::string& by_default) {
@@ -956,6 +1078,11 @@ static Plan plan_of(const Options& o, const std::vector<std::string>& precisions
         p.modes = {FLASH};
         for (Precision precision : p.precisions) {
             for (const ModelConfig& c : p.configs) { p.modes[0] = std::min(p.modes[0], fastest_mode(c, precision)); }
+        }
+    }
+    for (Mode mode : p.modes) {
+        for (Precision precision : p.precisions) {
+            for (const ModelConfig& c : p.configs) { check_mode(c, mode, precision); }
         }
     }
     return p;

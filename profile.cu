@@ -640,7 +640,7 @@ static void check_ranges(const Options& o, const std::vector<std::string>& preci
     if (o.range.empty()) { return; }
     ModelConfig c = configs_of(o, "")[0];
     c.num_layers = 1;
-    context.device = META;
+    Planning planning;
     for (const std::string& precision : precisions) {
         for (const std::string& mode : modes) {
             context.precision = precision_from(precision), context.mode = mode_from(mode);
@@ -672,9 +672,14 @@ int cmd_nsys_profile(const Options& o) {
     std::vector<std::string> precisions = o.precision.empty() ? std::vector<std::string>{"fp32"} : o.precision;
     std::vector<std::string> modes = o.mode.empty() ? std::vector<std::string>{"eager"} : o.mode;
     bool several = precisions.size() * modes.size() > 1;
-    check_ranges(o, precisions, modes);
     context.device = choose_device(o.device);
+    check_ranges(o, precisions, modes);
     ProfilePlan p = profile_plan(o);
+    for (const ModelConfig& c : p.configs) {
+        for (const std::string& precision : precisions) {
+            for (const std::string& mode : modes) { check_mode(c, mode_from(mode), precision_from(precision)); }
+        }
+    }
     std::string settings;
     for (const std::string& precision : precisions) {
         for (const std::string& mode : modes) {

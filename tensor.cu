@@ -310,19 +310,23 @@ static Tensor sum_to(const Tensor& dx, const Shape& shape);
 
 void add_gradient(const GradientPtr& g, const Tensor& dx) {
     if (!g) { return; }
+    if (g->is_parameter) {
+        bool accumulate;
+        Tensor target = gradient_target(g, &accumulate);
+        copy_or_add(target, sum_to(dx, g->shape), accumulate);
+        return;
+    }
     Tensor d = cast(sum_to(dx, g->shape), g->dtype);
     d.gradient = nullptr;
-    if (g->is_parameter) {
-        copy_or_add(g->value, d, g->filled);
-        g->filled = true;
-    } else {
-        g->value = g->value ? detached(add(g->value, d)) : d;
-    }
+    g->value = g->value ? detached(add(g->value, d)) : d;
 }
 Tensor gradient_target(const GradientPtr& g, bool* accumulate) {
     if (g->is_parameter) {
         *accumulate = g->filled;
         g->filled = true;
+        // Where a 16-bit copy stands for the parameter, autocast's matmul gives a 16-bit gradient: no more is kept.
+        bool low = context.mode != EAGER && g->low_precision;
+        if (!g->value) { g->value = empty(g->shape, low ? g->low_precision.dtype : g->dtype, GRADIENTS); }
         return g->value;
     }
     *accumulate = (bool)g->value;
@@ -1096,7 +1100,7 @@ Tensor pick_last(const Tensor& a, const Tensor& index) {
 // Matrix products. [M,K] x [K,N] costs 2MNK FLOPs and at least (MK + KN + MN) elements of traffic. The GPU's come from
 // cuBLAS, the CPU's from OpenBLAS; both think in columns or rows as told, we always in rows.
 
-DType matmul_dtype() { return context.precision == PREC_BF16 ? BF16 : context.precision == PREC_FP16 ? F16 : F32; }
+DType matmul_dtype(Precision precision) { return precision == PREC_BF16 ? BF16 : precision == PREC_FP16 ? F16 : F32; }
 
 struct Matrix {  // how a BLAS sees the last two dimensions of a tensor, with all leading ones as a batch
     int64_t rows, cols, ld, batch, batch_stride;
@@ -1121,7 +1125,10 @@ static Matrix matrix_of(const Tensor& t) {
 
 #ifdef __CUDACC__
 static void cublas_check(cublasStatus_t status, const char* call, const char* file, int line) {
-    if (status != CUBLAS_STATUS_SUCCESS) { fail("%s:%d: %s: %s", file, line, call, cublasGetStatusString(status)); }
+    if (status == CUBLAS_STATUS_SUCCESS) { return; }
+    std::string what = strprintf("%s:%d: %s: %s", file, line, call, cublasGetStatusString(status));
+    if (status == CUBLAS_STATUS_ALLOC_FAILED) { throw OutOfMemory(0, what + ": out of memory"); }
+    throw Failure(1, what);
 }
 #define CUBLAS_CHECK(call) cublas_check(call, #call, __FILE__, __LINE__)
 
@@ -1280,24 +1287,18 @@ static void add_gemm(const GradientPtr& g, const Tensor& a, bool ta, const Tenso
 Tensor autocast_operand(const Tensor& t) {
     DType dtype = t.dtype == F64 ? F64 : matmul_dtype();
     if (t.dtype == dtype) { return t; }
-    bool parameter = t.gradient && t.gradient->is_parameter;
-    if (parameter && t.gradient->low_precision) {
-        Tensor cached = t.gradient->low_precision;
-        if (!context.recording || cached.gradient) { return cached; }  // one made under NoGrad would lose the gradient
-    }
-    Tensor low;
-    if (parameter && context.mode != EAGER) {
-        // The copy stands for the parameter: its gradient is the parameter's own, which the matmul writes in fp32.
-        low = empty(t.shape, dtype, WEIGHT_COPIES);
-        elementwise_into<1>(Copy(), low, {t});
-        low.gradient = t.gradient;
-        if (!context.recording) { return low; }  // used once: not worth keeping
-    } else {
+    bool parameter = t.gradient && t.gradient->is_parameter, eager = context.mode == EAGER;
+    Tensor low = parameter ? t.gradient->low_precision : Tensor();
+    // Eager's copy has a gradient of its own, to be cast back; one made under NoGrad has none.
+    if (!low || low.dtype != dtype || (eager && context.recording && !low.gradient)) {
         low = empty(t.shape, dtype, parameter ? WEIGHT_COPIES : ACTIVATIONS);
         elementwise_into<1>(Copy(), low, {t});
-        record(low, {t}, [g = t.gradient](const Tensor& dy) { add_gradient(g, dy); });
+        if (eager || !parameter) {
+            record(low, {t}, [g = t.gradient](const Tensor& dy) { add_gradient(g, dy); });
+        }
+        if (parameter && (eager || context.recording)) { t.gradient->low_precision = low; }
     }
-    if (parameter) { t.gradient->low_precision = low; }
+    if (parameter && !eager) { low.gradient = context.recording ? t.gradient : nullptr; }  // stands for the parameter
     return low;
 }
 void drop_weight_copies(const std::vector<Tensor>& parameters) {

@@ -359,7 +359,6 @@ int cmd_train(const Options& typed) {
 
     Model model = make_model(c);
     LossScaler scaler;
-    make_gradients(model);
     make_optimizer_state(model);
     int step = 0;
     if (checkpoint.path.empty()) {

@@ -360,6 +360,11 @@ TEST_CASE("profile: nsys_profile on a tiny model") {
         CHECK(contains(r.err, " some of forward, forward/embedding, forward/layer, "));
     }
     CHECK(run_cs336({"nsys_profile", "--warmup", "1,2", "--device", "cpu"}).exit_code == 2);
+    Run late =
+        run_cs336({"nsys_profile", "--device", "cpu", "--quick", "--mode", "eager,flash", "--precision", "fp32,bf16"});
+    CHECK(late.exit_code == 2);  // although it would be the last setting to run
+    CHECK(late.out.empty());
+    CHECK(contains(late.err, "mode flash: no FlashAttention on cpu for bfloat16 and head size 64"));
 
     r = run_cs336({"nsys_profile", "--device", "cpu", "--d_model", "65536", "--d_ff", "262144", "--num_layers", "100",
                    "--num_heads", "64", "--context_length", "8"});
