@@ -96,6 +96,7 @@ struct Context {
     Precision precision = FP32;
     bool recording = true;       // write the tape; off inside NoGrad
     bool deterministic = false;  // the same bits in every run, where that costs something: flash attention's backward
+    bool graphs = true;  // mode flash launches a repeated step as CUDA graphs; off where each launch is looked at
 };
 extern Context context;
 struct Planning {  // within its scope nothing is computed, memory only counted
@@ -136,6 +137,7 @@ constexpr Source here(const char* file = __builtin_FILE(), int line = __builtin_
     return {file, line, function};
 }
 
+struct Region;
 struct Memory {  // freed (in stream order) when the last shared_ptr goes
     void* data;
     size_t bytes;
@@ -143,8 +145,21 @@ struct Memory {  // freed (in stream order) when the last shared_ptr goes
     Category category;
     const char* op;  // innermost open Range
     Source at;       // who asked for it
+    std::shared_ptr<Region> region;
+    size_t offset;  // in the region, if there is one
     ~Memory();
 };
+// A CUDA graph's kernels have their addresses built in, so what a captured step allocates has to lie at the same places
+// at each launch: in a block of its own, each buffer at the first offset where there is room. How large the block must
+// be shows in a rehearsal: the same step, run with buffers from the pool.
+struct Region {
+    std::shared_ptr<Memory> block;     // null in the rehearsal
+    std::map<size_t, size_t> taken{};  // offset -> end
+    size_t bytes = 0;                  // that were needed at most
+};
+// Runs f; what it allocates on the GPU has a place in the region, and with a block lies there.
+void allocate_in(const std::shared_ptr<Region>& region, const std::function<void()>& f);
+bool watched();     // a trace or a memory log is being made
 struct MemoryUse {  // bytes
     size_t now, peak;
     size_t now_by[CATEGORIES], peak_by[CATEGORIES];  // peak_by: each category's share at the moment of the total's peak
@@ -704,6 +719,7 @@ struct Model {
     std::vector<Tensor> slots;  // every tensor with a gradient slot, joined ones included
     Tensor rope;                // [T,D]: cos and sin of each pair's angle, interleaved
     int step = 0;               // optimizer steps taken
+    std::shared_ptr<struct StepGraphs> graphs;
 };
 void check_config(const ModelConfig& c);                    // usage_error unless it makes a model
 Model make_model(const ModelConfig& c, DType dtype = F32);  // weights allocated on context.device, not set

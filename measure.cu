@@ -798,6 +798,29 @@ size_t planned_peak(const std::function<void()>& run) {
     return memory_use(META).peak - before;
 }
 
+bool watched() { return tracing || logging; }
+
+static std::shared_ptr<Region> region;  // in use
+
+void allocate_in(const std::shared_ptr<Region>& r, const std::function<void()>& f) {
+    struct Use {
+        explicit Use(const std::shared_ptr<Region>& r) { region = r; }
+        ~Use() { region = nullptr; }
+    } use(r);
+    f();
+}
+static size_t place_in(Region& r, size_t bytes) {
+    size_t at = 0, aligned = (bytes + 511) / 512 * 512;
+    for (const auto& buffer : r.taken) {
+        if (buffer.first - at >= aligned) { break; }
+        at = buffer.second;
+    }
+    r.taken[at] = at + aligned;
+    r.bytes = std::max(r.bytes, at + aligned);
+    if (r.block && r.bytes > r.block->bytes) { fail("a step needs more memory than the one before it"); }
+    return at;
+}
+
 static void* allocate_raw(Device device, size_t bytes) {
     if (device == CUDA) {
 #ifdef __CUDACC__
@@ -832,7 +855,9 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
         static std::atomic<uint64_t> next{1 << 20};
         memory->data = (void*)next.fetch_add((bytes + 511) / 512 * 512);
     } else if (bytes > 0) {
-        memory->data = allocate_raw(device, bytes);
+        if (region && device == CUDA) { memory->region = region, memory->offset = place_in(*region, bytes); }
+        bool inside = memory->region && memory->region->block;
+        memory->data = inside ? (char*)memory->region->block->data + memory->offset : allocate_raw(device, bytes);
         if (!memory->data) {
             throw OutOfMemory(bytes,
                               strprintf("out of memory on %s: %.2f GiB for %s%s%s, beside %.2f GiB in use, "
@@ -846,12 +871,14 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
     if (logging && device == CUDA) { CUDA_CHECK(cudaStreamSynchronize(stream())); }
 #endif
     memory->bytes = bytes;
-    book(memory.get(), true);
+    if (!memory->region || !memory->region->block) { book(memory.get(), true); }
     if (poisoning && memory->data && device != META) { poison(device, memory->data, bytes); }
     return memory;
 }
 
 Memory::~Memory() {
+    if (region) { region->taken.erase(offset); }
+    if (region && region->block) { return; }  // which is booked and freed as a whole
     book(this, false);
     if (!data || device == META) { return; }
 #ifdef __CUDACC__

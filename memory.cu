@@ -455,6 +455,7 @@ static void print_details(const Options& o, const MemoryPlan& p, const std::vect
 
 int cmd_memory_profiling(const Options& o) {
     Device device = context.device = choose_device(o.device);
+    context.graphs = false;
     if (!o.out.empty() && mkdir(o.out.c_str(), 0777) != 0 && errno != EEXIST) {
         fail("--out %s: %s", o.out.c_str(), strerror(errno));
     }

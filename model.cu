@@ -923,14 +923,18 @@ void zero_gradients(const Model& model) {
     }
 }
 
-Tensor forward(Model& model, const Tensor& tokens) {
+// What a forward needs besides the weights, and leaves for the next one.
+static void make_ready(Model& model, int64_t T) {
     const ModelConfig& c = model.config;
-    int64_t T = tokens.dim(1);
     if (!model.rope || model.rope.dim(0) < T) {
         model.rope = rope_table(T, c.d_model / c.num_heads, c.rope_theta, model.weights.dtype);
     }
-    Range range("forward");
     make_low_weights(model);
+}
+Tensor forward(Model& model, const Tensor& tokens) {
+    const ModelConfig& c = model.config;
+    Range range("forward");
+    make_ready(model, tokens.dim(1));
     Tensor x, delta;  // the residual stream, and what the last block adds to it
     {
         Range r("embedding");
@@ -966,13 +970,113 @@ Batch random_batch(int B, int T, int V, uint64_t seed) {
     }
     return {from_ints(x, {B, T}), from_ints(y, {B, T})};
 }
-Tensor forward_backward(Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between) {
-    zero_gradients(model);
-    Tensor loss = cross_entropy(forward(model, batch.tokens), batch.targets);
-    between();
+static Tensor forward_to_loss(Model& model, const Batch& batch) {
+    return cross_entropy(forward(model, batch.tokens), batch.targets);
+}
+static void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale) {
     Range range("backward");
     backward(loss, loss_scale);
+    drop_weight_copies(model.slots);  // the weights are about to change
+}
+
+#ifdef __CUDACC__
+// The two passes as CUDA graphs. A launch costs the CPU some 2 us and what leads to it, the tape and the allocations,
+// more; a small model's kernels take less than that each. A graph, captured once, launches all its kernels at once and
+// leaves shorter gaps between them. The first step of a kind is a rehearsal (see Region), the second is captured, and
+// from then on the same kernels run on the same buffers.
+struct StepGraphs {
+    std::shared_ptr<Region> region = std::make_shared<Region>();
+    std::string kind;  // of step: what its kernels have built in
+    Batch batch;
+    Tensor loss;
+    std::vector<std::pair<GradientPtr, Tensor>> gradients;
+    cudaGraphExec_t forward = nullptr, backward = nullptr;
+    StepGraphs() = default;
+    StepGraphs(const StepGraphs&) = delete;
+    ~StepGraphs() {  // errors have been reported by then, or the process ends
+        if (forward) { cudaGraphExecDestroy(forward); }
+        if (backward) { cudaGraphExecDestroy(backward); }
+    }
+};
+static std::string kind_of_step(const Model& model, const Batch& batch, float loss_scale) {
+    return strprintf("%s %d %d %g %p %p", to_string(batch.tokens.shape).c_str(), context.precision,
+                     context.deterministic, loss_scale, (void*)model.low.data, (void*)model.rope.data);
+}
+static cudaGraphExec_t capture(const std::shared_ptr<Region>& region, const std::function<void()>& work) {
+    cudaGraph_t graph = nullptr;
+    CUDA_CHECK(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
+    try {
+        allocate_in(region, work);
+    } catch (...) {
+        if (cudaStreamEndCapture(stream(), &graph) == cudaSuccess) { cudaGraphDestroy(graph); }
+        throw;
+    }
+    CUDA_CHECK(cudaStreamEndCapture(stream(), &graph));
+    cudaGraphExec_t executable;
+    CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
+    CUDA_CHECK(cudaGraphDestroy(graph));
+    return executable;
+}
+static void copy_in_stream(const Tensor& to, const Tensor& from) {
+    CUDA_CHECK(cudaMemcpyAsync(to.data, from.data, to.size() * size_of(to.dtype), cudaMemcpyDefault, stream()));
+}
+static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float loss_scale,
+                                         const std::function<void()>& between) {
+    zero_gradients(model);
+    make_ready(model, batch.tokens.dim(1));
+    if (!model.graphs || model.graphs->kind != kind_of_step(model, batch, loss_scale)) {
+        model.graphs = std::make_shared<StepGraphs>();
+        model.graphs->kind = kind_of_step(model, batch, loss_scale);
+        Tensor loss;
+        allocate_in(model.graphs->region, [&] {
+            loss = forward_to_loss(model, batch);
+            between();
+            backward_from_loss(model, loss, loss_scale);
+        });
+        return detached(loss);
+    }
+    StepGraphs& g = *model.graphs;
+    if (!g.forward) {
+        give_back_cached_memory();  // the rehearsal's buffers
+        auto block = allocate(CUDA, g.region->bytes, ACTIVATIONS);
+        g.region = std::make_shared<Region>(Region{block});
+        g.batch = {empty(batch.tokens.shape, I32, INPUTS), empty(batch.targets.shape, I32, INPUTS)};
+        g.forward = capture(g.region, [&] { g.loss = forward_to_loss(model, g.batch); });
+        g.backward = capture(g.region, [&] { backward_from_loss(model, g.loss, loss_scale); });
+        g.loss = detached(g.loss);
+        for (const Tensor& t : model.slots) {
+            if (t.gradient->filled) { g.gradients.push_back({t.gradient, t.gradient->value}); }
+        }
+    }
+    copy_in_stream(g.batch.tokens, batch.tokens), copy_in_stream(g.batch.targets, batch.targets);
+    {
+        Range range("forward");
+        CUDA_CHECK(cudaGraphLaunch(g.forward, stream()));
+    }
+    between();
+    {
+        Range range("backward");
+        CUDA_CHECK(cudaGraphLaunch(g.backward, stream()));
+    }
     drop_weight_copies(model.slots);
+    for (const auto& gradient : g.gradients) { gradient.first->value = gradient.second, gradient.first->filled = true; }
+    Tensor loss = empty(g.loss.shape, g.loss.dtype);
+    copy_in_stream(loss, g.loss);
+    return loss;
+}
+#endif
+
+Tensor forward_backward(Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between) {
+#ifdef __CUDACC__
+    // With an arena somebody may wait for single gradients, and whoever watches wants to see single kernels.
+    bool by_graphs =
+        context.mode == FLASH && context.device == CUDA && context.graphs && !model.gradients && !watched();
+    if (by_graphs) { return forward_backward_by_graphs(model, batch, loss_scale, between); }
+#endif
+    zero_gradients(model);
+    Tensor loss = forward_to_loss(model, batch);
+    between();
+    backward_from_loss(model, loss, loss_scale);
     return detached(loss);
 }
 double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm) {

@@ -337,6 +337,43 @@ TEST_CASE_TEMPLATE("model: steps with and without an arena for the gradients", D
         }
     }
 }
+// A step as graphs and launch by launch: the same bits, also where something changes in between.
+TEST_CASE("model: steps by CUDA graphs") {
+    if (!begin<OnCUDA>()) { return; }
+    const ModelConfig config = {"graphs", 64, 96, 2, 4, 101};
+    for (Precision precision : {FP32, PREC_BF16, PREC_FP16}) {
+        Tensor weights[2];
+        std::vector<double> losses[2];
+        for (bool graphs : {false, true}) {
+            context.mode = FLASH, context.deterministic = true;
+            context.graphs = graphs, context.precision = precision;
+            Model model = make_model(config);
+            init_weights(model, 7);
+            make_optimizer_state(model);
+            LossScaler scaler;
+            scaler.growth_interval = 4;  // another scale is another kind of step
+            for (int step = 0; step < 12; step++) {
+                int T = step < 8 ? 33 : 64;
+                Batch batch = random_batch(2, T, config.vocab_size, step);
+                bool after_forward = false;
+                Tensor loss = forward_backward(model, batch, loss_scale_of(scaler), [&] { after_forward = true; });
+                CHECK(after_forward);
+                losses[graphs].push_back(to_doubles(loss)[0]);
+                losses[graphs].push_back(optimizer_step(model, AdamW(), scaler, 0.5));
+                if (step == 3) { run_phase(FORWARD, model, random_batch(3, 65, config.vocab_size, 1), scaler); }
+                if (step == 5) {  // somebody else writes the weights
+                    scale_in_place(model.weights, 0.5);
+                    drop_weight_copies(model.slots);
+                }
+            }
+            CHECK((bool)model.graphs == graphs);
+            weights[graphs] = on_cpu(model.weights);
+        }
+        CAPTURE(std::string(name_of(precision)));
+        CHECK(losses[0] == losses[1]);
+        CHECK(compare(weights[0], weights[1], 0, 0).ok());
+    }
+}
 // What the 16-bit matmuls take is the weights rounded: after a forward, after AdamW, and after somebody else wrote
 // them.
 TEST_CASE_TEMPLATE("model: the kept 16-bit weights follow the weights", D, OnCPU, OnCUDA) {
