@@ -232,49 +232,66 @@ static Tensor rope_eager(const Tensor& x, const Tensor& rope) {
 struct HeadShape {
     int T, H, D;
 };
-// Pair p of [B,T,3,H,D/2]: from qkv to heads, or with `backward` from the heads' gradients to qkv's.
+// One pair, by the angle whose cosine and sine are cos_sin.
 template <class T>
-HD inline void split_pair(int64_t p, T* qkv, T* q, T* k, T* v, const Wide<T>* rope, HeadShape s, bool backward) {
-    int half = s.D / 2, i = (int)(p % half), h = (int)(p / half % s.H), which = (int)(p / half / s.H % 3);
-    int64_t bt = p / half / s.H / 3, b = bt / s.T, t = bt % s.T;
-    T* head = (which == 0 ? q : which == 1 ? k : v) + ((b * s.H + h) * s.T + t) * s.D + 2 * i;
-    T *from = backward ? head : qkv + 2 * p, *to = backward ? qkv + 2 * p : head;
-    Wide<T> x1 = to_acc(from[0]), x2 = to_acc(from[1]), cos = 1, sin = 0;
-    if (which < 2) {
-        cos = rope[t * s.D + 2 * i];
-        sin = backward ? -rope[t * s.D + 2 * i + 1] : rope[t * s.D + 2 * i + 1];
-    }
-    from_acc(cos * x1 - sin * x2, &to[0]);
-    from_acc(sin * x1 + cos * x2, &to[1]);
+HD inline void turn_pair(T* x, const Wide<T>* cos_sin, bool backward) {
+    Wide<T> x1 = to_acc(x[0]), x2 = to_acc(x[1]), cos = cos_sin[0], sin = backward ? -cos_sin[1] : cos_sin[1];
+    from_acc(cos * x1 - sin * x2, &x[0]);
+    from_acc(sin * x1 + cos * x2, &x[1]);
+}
+// Where column c of row bt of q, k or v, [B,T] rows of [H,D], is among its heads.
+HD inline int64_t in_heads(int bt, int c, HeadShape s) {
+    int h = c / s.D;
+    return (((int64_t)(bt / s.T) * s.H + h) * s.T + bt % s.T) * s.D + (c - h * s.D);
 }
 #ifdef __CUDACC__
-template <class T>
-__global__ void split_heads_kernel(int64_t n, T* qkv, T* q, T* k, T* v, const float* rope, HeadShape s, bool backward) {
-    for (int64_t p = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; p < n; p += (int64_t)gridDim.x * blockDim.x) {
-        split_pair(p, qkv, q, k, v, rope, s, backward);
+template <class T, int W>
+__device__ inline void turn_pack(Pack<T, W>& pack, const float* rope, bool backward) {
+    Pack<float, W> cos_sin = load_pack<W>(rope);
+    for (int i = 0; i < W; i += 2) { turn_pair(&pack.x[i], &cos_sin.x[i], backward); }
+}
+// From qkv to the heads, or with `backward` from the heads' gradients to qkv's.
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS)
+    split_heads_kernel(T* qkv, T* q, T* k, T* v, const float* rope, HeadShape s, bool backward) {
+    const int C = s.H * s.D, bt = blockIdx.x, which = blockIdx.y;
+    T *heads = which == 0 ? q : which == 1 ? k : v, *joined = qkv + (bt * (int64_t)3 + which) * C;
+    for (int c = W * threadIdx.x; c < C; c += W * blockDim.x) {
+        T* head = heads + in_heads(bt, c, s);
+        Pack<T, W> pack = load_pack<W>(backward ? head : joined + c);
+        if (which < 2) { turn_pack(pack, rope + bt % s.T * s.D + c % s.D, backward); }
+        store_pack(backward ? joined + c : head, pack);
     }
 }
 #endif
 static void split_heads_run(const Tensor& qkv, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rope,
                             bool backward) {
     HeadShape s{(int)q.dim(2), (int)q.dim(1), (int)q.dim(3)};
-    int64_t n = qkv.size() / 2;
+    int64_t n = qkv.size(), C = s.H * s.D, N = n / (3 * C);
     if (qkv.device() == META || n == 0) { return; }
 #ifdef __CUDACC__
     if (qkv.device() == CUDA) {
-        return with_gpu_type(qkv.dtype, [&](auto zero) {
+        std::vector<const void*> addresses = {qkv.data, q.data, k.data, v.data, rope.data};
+        return with_packs<2>(qkv.dtype, s.D, addresses, [&](auto zero, auto width) {
             using T = decltype(zero);
-            split_heads_kernel<<<blocks_for(n), 256, 0, stream()>>>(n, qkv.as<T>(), q.as<T>(), k.as<T>(), v.as<T>(),
-                                                                    rope.as<float>(), s, backward);
+            split_heads_kernel<T, width><<<dim3(N, 3), threads_for(C / width), 0, stream()>>>(
+                qkv.as<T>(), q.as<T>(), k.as<T>(), v.as<T>(), rope.as<float>(), s, backward);
             LAUNCH_CHECK();
         });
     }
 #endif
     with_type(qkv.dtype, [&](auto zero) {
         using T = decltype(zero);
-#pragma omp parallel for if (n > 16384)
-        for (int64_t p = 0; p < n; p++) {
-            split_pair(p, qkv.as<T>(), q.as<T>(), k.as<T>(), v.as<T>(), rope.as<Wide<T>>(), s, backward);
+        T* heads[] = {q.as<T>(), k.as<T>(), v.as<T>()};
+#pragma omp parallel for if (n > 32768)
+        for (int bt = 0; bt < (int)N; bt++) {
+            for (int64_t i = 0; i < 3 * C; i += 2) {
+                int which = (int)(i / C), c = (int)(i % C);
+                T *joined = qkv.as<T>() + bt * 3 * C + i, *head = heads[which] + in_heads(bt, c, s);
+                T *from = backward ? head : joined, *to = backward ? joined : head;
+                to[0] = from[0], to[1] = from[1];
+                if (which < 2) { turn_pair(to, rope.as<Wide<T>>() + bt % s.T * s.D + c % s.D, backward); }
+            }
         }
     });
 }
@@ -304,40 +321,40 @@ void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope_all, in
 }
 
 // Mode flash turns q and k where they are, side by side in qkv: attention reads them by strides.
-template <class T>
-HD inline void turn_pair(int64_t p, T* qkv, const Wide<T>* rope, HeadShape s, bool backward) {
-    int half = s.D / 2, pairs = s.H * half, i = (int)(p % half);
-    int64_t bt = p / (2 * pairs), in_qk = p % (2 * pairs), t = bt % s.T;
-    T* x = qkv + bt * 6 * pairs + 2 * in_qk;
-    Wide<T> x1 = to_acc(x[0]), x2 = to_acc(x[1]), cos = rope[t * s.D + 2 * i];
-    Wide<T> sin = backward ? -rope[t * s.D + 2 * i + 1] : rope[t * s.D + 2 * i + 1];
-    from_acc(cos * x1 - sin * x2, &x[0]);
-    from_acc(sin * x1 + cos * x2, &x[1]);
-}
 #ifdef __CUDACC__
-template <class T>
-__global__ void turn_kernel(int64_t n, T* qkv, const float* rope, HeadShape s, bool backward) {
-    int64_t p = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (p < n) { turn_pair(p, qkv, rope, s, backward); }
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS) turn_kernel(T* qkv, const float* rope, HeadShape s, bool backward) {
+    const int C = s.H * s.D, bt = blockIdx.x;
+    for (int c = W * threadIdx.x; c < 2 * C; c += W * blockDim.x) {
+        T* x = qkv + bt * (int64_t)3 * C + c;
+        Pack<T, W> pack = load_pack<W>(x);
+        turn_pack(pack, rope + bt % s.T * s.D + c % s.D, backward);
+        store_pack(x, pack);
+    }
 }
 #endif
 static void turn(const Tensor& qkv, const Tensor& rope, int H, bool backward) {
     HeadShape s{(int)qkv.dim(1), H, (int)rope.dim(1)};
-    int64_t n = qkv.size() / 3;  // two of three are turned, in pairs
+    int64_t n = qkv.size(), C = s.H * s.D, N = n / (3 * C);
     if (qkv.device() == META || n == 0) { return; }
 #ifdef __CUDACC__
     if (qkv.device() == CUDA) {
-        return with_gpu_type(qkv.dtype, [&](auto zero) {
+        return with_packs<2>(qkv.dtype, s.D, {qkv.data, rope.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            turn_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(n, qkv.as<T>(), rope.as<float>(), s, backward);
+            turn_kernel<T, width>
+                <<<N, threads_for(2 * C / width), 0, stream()>>>(qkv.as<T>(), rope.as<float>(), s, backward);
             LAUNCH_CHECK();
         });
     }
 #endif
     with_type(qkv.dtype, [&](auto zero) {
         using T = decltype(zero);
-#pragma omp parallel for if (n > 16384)
-        for (int64_t p = 0; p < n; p++) { turn_pair(p, qkv.as<T>(), rope.as<Wide<T>>(), s, backward); }
+#pragma omp parallel for if (n > 32768)
+        for (int64_t bt = 0; bt < N; bt++) {
+            for (int64_t c = 0; c < 2 * C; c += 2) {
+                turn_pair(qkv.as<T>() + bt * 3 * C + c, rope.as<Wide<T>>() + bt % s.T * s.D + c % s.D, backward);
+            }
+        }
     });
 }
 static Tensor rope_in_place(const Tensor& qkv, const Tensor& rope, int H) {
@@ -374,28 +391,36 @@ HD inline A sigmoid_of(A a) {
     return 1 / (1 + std::exp(-a));
 }
 template <class T>
-HD inline void swiglu_element(int64_t i, T* g, const T* h, int64_t F) {
-    int64_t at = i / F * 2 * F + i % F;
-    Wide<T> a = to_acc(h[at]), b = to_acc(h[at + F]);
-    from_acc(a * sigmoid_of(a) * b, &g[i]);
+HD inline void swiglu_element(T* g, T a_in, T b_in) {
+    Wide<T> a = to_acc(a_in), b = to_acc(b_in);
+    from_acc(a * sigmoid_of(a) * b, g);
 }
 template <class T>
-HD inline void swiglu_backward_element(int64_t i, T* dh, const T* dg_in, const T* h, int64_t F) {
-    int64_t at = i / F * 2 * F + i % F;
-    Wide<T> a = to_acc(h[at]), b = to_acc(h[at + F]), s = sigmoid_of(a), dg = to_acc(dg_in[i]);
-    from_acc(dg * b * s * (1 + a * (1 - s)), &dh[at]);
-    from_acc(dg * a * s, &dh[at + F]);
+HD inline void swiglu_backward_element(T* da, T* db, T dg_in, T a_in, T b_in) {
+    Wide<T> a = to_acc(a_in), b = to_acc(b_in), s = sigmoid_of(a), dg = to_acc(dg_in);
+    from_acc(dg * b * s * (1 + a * (1 - s)), da);
+    from_acc(dg * a * s, db);
 }
 #ifdef __CUDACC__
-template <class T>
-__global__ void swiglu_kernel(int64_t n, T* g, const T* h, int64_t F) {
-    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (i < n) { swiglu_element(i, g, h, F); }
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS) swiglu_kernel(T* g, const T* h, int F) {
+    const int64_t row = blockIdx.x * (int64_t)F;
+    for (int f = W * threadIdx.x; f < F; f += W * blockDim.x) {
+        Pack<T, W> a = load_pack<W>(h + 2 * row + f), b = load_pack<W>(h + 2 * row + F + f), out;
+        for (int i = 0; i < W; i++) { swiglu_element(&out.x[i], a.x[i], b.x[i]); }
+        store_pack(g + row + f, out);
+    }
 }
-template <class T>
-__global__ void swiglu_backward_kernel(int64_t n, T* dh, const T* dg, const T* h, int64_t F) {
-    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (i < n) { swiglu_backward_element(i, dh, dg, h, F); }
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS) swiglu_backward_kernel(T* dh, const T* dg, const T* h, int F) {
+    const int64_t row = blockIdx.x * (int64_t)F;
+    for (int f = W * threadIdx.x; f < F; f += W * blockDim.x) {
+        const int64_t at = 2 * row + f;
+        Pack<T, W> a = load_pack<W>(h + at), b = load_pack<W>(h + at + F), d = load_pack<W>(dg + row + f), da, db;
+        for (int i = 0; i < W; i++) { swiglu_backward_element(&da.x[i], &db.x[i], d.x[i], a.x[i], b.x[i]); }
+        store_pack(dh + at, da);
+        store_pack(dh + at + F, db);
+    }
 }
 #endif
 static void swiglu_run(const Tensor& g, const Tensor& h) {
@@ -403,17 +428,21 @@ static void swiglu_run(const Tensor& g, const Tensor& h) {
     if (g.device() == META || n == 0) { return; }
 #ifdef __CUDACC__
     if (g.device() == CUDA) {
-        return with_gpu_type(g.dtype, [&](auto zero) {
+        return with_packs(g.dtype, F, {g.data, h.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            swiglu_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(n, g.as<T>(), h.as<T>(), F);
+            swiglu_kernel<T, width><<<n / F, threads_for(F / width), 0, stream()>>>(g.as<T>(), h.as<T>(), (int)F);
             LAUNCH_CHECK();
         });
     }
 #endif
     with_type(g.dtype, [&](auto zero) {
         using T = decltype(zero);
+        const T* a = h.as<T>();
 #pragma omp parallel for if (n > 16384)
-        for (int64_t i = 0; i < n; i++) { swiglu_element(i, g.as<T>(), h.as<T>(), F); }
+        for (int64_t i = 0; i < n; i++) {
+            int64_t at = i / F * 2 * F + i % F;
+            swiglu_element(g.as<T>() + i, a[at], a[at + F]);
+        }
     });
 }
 static void swiglu_backward_run(const Tensor& dh, const Tensor& dg, const Tensor& h) {
@@ -421,17 +450,23 @@ static void swiglu_backward_run(const Tensor& dh, const Tensor& dg, const Tensor
     if (dg.device() == META || n == 0) { return; }
 #ifdef __CUDACC__
     if (dg.device() == CUDA) {
-        return with_gpu_type(dg.dtype, [&](auto zero) {
+        return with_packs(dg.dtype, F, {dh.data, dg.data, h.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            swiglu_backward_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(n, dh.as<T>(), dg.as<T>(), h.as<T>(), F);
+            swiglu_backward_kernel<T, width>
+                <<<n / F, threads_for(F / width), 0, stream()>>>(dh.as<T>(), dg.as<T>(), h.as<T>(), (int)F);
             LAUNCH_CHECK();
         });
     }
 #endif
     with_type(dg.dtype, [&](auto zero) {
         using T = decltype(zero);
+        const T* a = h.as<T>();
+        T* da = dh.as<T>();
 #pragma omp parallel for if (n > 16384)
-        for (int64_t i = 0; i < n; i++) { swiglu_backward_element(i, dh.as<T>(), dg.as<T>(), h.as<T>(), F); }
+        for (int64_t i = 0; i < n; i++) {
+            int64_t at = i / F * 2 * F + i % F;
+            swiglu_backward_element(&da[at], &da[at + F], dg.as<T>()[i], a[at], a[at + F]);
+        }
     });
 }
 Tensor swiglu(const Layer& layer, const Tensor& y) {
