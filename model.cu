@@ -22,7 +22,7 @@ static int blocks_for(int64_t n) { return (int)std::min<int64_t>((n + 255) / 256
 //   x += delta;  r = 1/sqrt(mean_c(x_c^2) + eps);  y_c = w_c x_c r
 //   dx_c = r w_c dy_c - x_c r^3/C sum_j(w_j dy_j x_j);  dw_c = sum over rows of dy_c x_c r
 // x, delta, y, dx [N,C]; r [N]; w [C]. The handout's model needs 7 kernels forward and about 20 backward for it; fused
-// it is 1 and 3, and x is read and written once.
+// it is 1 and 2, and x is read and written once.
 
 static Tensor add_rmsnorm_eager(Tensor* x, const Tensor& delta, const Tensor& w, float eps) {
     if (delta) {
@@ -72,63 +72,86 @@ static void rmsnorm_backward_cpu(Wide<T>* dx, bool add_dx, Wide<T>* dw, bool add
 }
 
 #ifdef __CUDACC__
-// One block a row. The second pass over x finds it in L1 or L2.
-template <class T>
-__global__ void add_rmsnorm_kernel(T* y, float* x_out, float* r_out, const float* x, const T* delta, const float* w,
-                                   int C, float eps) {
-    int64_t row = blockIdx.x * (int64_t)C;
+// Each of a row's elements is needed twice, before and after the sum over the row. Where the row is one pack a thread
+// it waits in registers; a longer one is read again, by the thread that wrote it, from L1 or L2.
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS)
+    add_rmsnorm_kernel(T* y, float* x_out, float* r_out, const float* x, const T* delta, const float* w_in, int C,
+                       float eps) {
+    const int64_t row = blockIdx.x * (int64_t)C;
+    const int step = W * blockDim.x;
+    Pack<float, W> v = {}, w = {};
     float sum = 0;
-    for (int c = threadIdx.x; c < C; c += blockDim.x) {
-        float v = x[row + c];
+    for (int c = W * threadIdx.x; c < C; c += step) {
+        v = load_pack<W>(x + row + c), w = load_pack<W>(w_in + c);
         if (delta) {
-            v += to_acc(delta[row + c]);
-            x_out[row + c] = v;
+            Pack<T, W> d = load_pack<W>(delta + row + c);
+            for (int i = 0; i < W; i++) { v.x[i] += to_acc(d.x[i]); }
+            store_pack(x_out + row + c, v);
         }
-        sum += v * v;
+        for (float value : v.x) { sum += value * value; }
     }
     float r = 1 / sqrtf(block_sum(sum) / C + eps);
-    const float* source = delta ? x_out : x;  // each thread reads back only what it wrote itself
-    for (int c = threadIdx.x; c < C; c += blockDim.x) { from_acc(w[c] * (source[row + c] * r), &y[row + c]); }
+    for (int c = W * threadIdx.x; c < C; c += step) {
+        if (C > step) { v = load_pack<W>((delta ? x_out : x) + row + c), w = load_pack<W>(w_in + c); }
+        Pack<T, W> out;
+        for (int i = 0; i < W; i++) { from_acc(w.x[i] * (v.x[i] * r), &out.x[i]); }
+        store_pack(y + row + c, out);
+    }
     if (threadIdx.x == 0) { r_out[blockIdx.x] = r; }
 }
-template <class T>
-__global__ void rmsnorm_backward_kernel(float* dx, bool add_dx, const T* dy, const float* x, const float* r_in,
-                                        const float* w, int C) {
-    int64_t row = blockIdx.x * (int64_t)C;
-    float dot = 0, r = r_in[blockIdx.x];
-    for (int c = threadIdx.x; c < C; c += blockDim.x) { dot += w[c] * to_acc(dy[row + c]) * x[row + c]; }
-    float k = block_sum(dot) * r * r * r / C;
-    for (int c = threadIdx.x; c < C; c += blockDim.x) {
-        float d = r * w[c] * to_acc(dy[row + c]) - x[row + c] * k;
-        dx[row + c] = add_dx ? dx[row + c] + d : d;
+// dx, and of dw the sum over the rows that a block takes: into partial [gridDim.x,C]. A thread has the same columns in
+// all of its rows, so it adds them up in registers; in rows of several packs a thread, in `partial`.
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS)
+    rmsnorm_backward_kernel(float* dx, bool add_dx, float* partial, const T* dy, const float* x, const float* r_in,
+                            const float* w_in, int N, int C) {
+    const int first = blockIdx.x, rows = gridDim.x, step = W * blockDim.x;
+    Pack<float, W> v = {}, w = {}, out = {}, dw = {};
+    Pack<T, W> d = {};
+    for (int n = first; n < N; n += rows) {
+        const int64_t row = n * (int64_t)C;
+        auto read = [&](int c) {
+            v = load_pack<W>(x + row + c), w = load_pack<W>(w_in + c), d = load_pack<W>(dy + row + c);
+            if (add_dx) { out = load_pack<W>(dx + row + c); }
+        };
+        float dot = 0, r = r_in[n];
+        for (int c = W * threadIdx.x; c < C; c += step) {
+            read(c);
+            for (int i = 0; i < W; i++) { dot += w.x[i] * to_acc(d.x[i]) * v.x[i]; }
+        }
+        float k = block_sum(dot) * r * r * r / C;
+        for (int c = W * threadIdx.x; c < C; c += step) {
+            float* sums = partial + first * (int64_t)C + c;
+            if (C > step) {
+                read(c);
+                dw = n == first ? Pack<float, W>() : load_pack<W>(sums);
+            }
+            for (int i = 0; i < W; i++) {
+                float g = to_acc(d.x[i]), change = r * w.x[i] * g - v.x[i] * k;
+                out.x[i] = add_dx ? out.x[i] + change : change;
+                dw.x[i] += g * v.x[i] * r;
+            }
+            store_pack(dx + row + c, out);
+            if (C > step || n + rows >= N) { store_pack(sums, dw); }
+        }
     }
 }
-// dw in two deterministic steps: block (i,j) sums columns [32 i, 32 i + 32) over its share of the rows, then one thread
-// a column adds the gridDim.y partial sums in order.
-constexpr int DW_ROWS = 8;
-template <class T>
-__global__ void rmsnorm_dw_kernel(float* partial, const T* dy, const float* x, const float* r, int N, int C) {
-    __shared__ float shared[DW_ROWS][WARP];
+// dw from the partial sums, always in the same order: 32 columns a block, of each of which 32 threads add up a share.
+constexpr int DW_SHARES = 32;
+__global__ void rmsnorm_dw_kernel(float* dw, bool add_dw, const float* partial, int parts, int C) {
+    __shared__ float shared[DW_SHARES][WARP];
     int c = blockIdx.x * WARP + threadIdx.x;
     float sum = 0;
     if (c < C) {
-        for (int n = blockIdx.y * DW_ROWS + threadIdx.y; n < N; n += gridDim.y * DW_ROWS) {
-            sum += to_acc(dy[(int64_t)n * C + c]) * x[(int64_t)n * C + c] * r[n];
-        }
+        for (int k = threadIdx.y; k < parts; k += DW_SHARES) { sum += partial[k * (int64_t)C + c]; }
     }
     shared[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();  // all eight rows' sums must be there
+    __syncthreads();  // all shares must be there
     if (threadIdx.y == 0 && c < C) {
-        for (int k = 1; k < DW_ROWS; k++) { sum += shared[k][threadIdx.x]; }
-        partial[blockIdx.y * C + c] = sum;
+        for (int k = 1; k < DW_SHARES; k++) { sum += shared[k][threadIdx.x]; }
+        dw[c] = add_dw ? dw[c] + sum : sum;
     }
-}
-__global__ void add_partials_kernel(float* dw, bool add_dw, const float* partial, int parts, int C) {
-    int c = blockIdx.x * blockDim.x + threadIdx.x;
-    if (c >= C) { return; }
-    float sum = add_dw ? dw[c] : 0;
-    for (int k = 0; k < parts; k++) { sum += partial[k * C + c]; }
-    dw[c] = sum;
 }
 #endif
 
@@ -136,21 +159,21 @@ static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dw, bo
                              const Tensor& x, const Tensor& r, const Tensor& w) {
     int64_t C = w.size(), N = x.size() / C;
 #ifdef __CUDACC__
-    int parts = (int)std::min<int64_t>(16, (N + DW_ROWS - 1) / DW_ROWS);
+    // Four rows or more a block, so that the partial sums are few beside them; and no more blocks than run at a time.
+    int parts = std::min(ceil_div(N, 4), 4 * 132);
     Tensor partial = dx.device() == CPU ? Tensor() : empty({parts, C}, F32, WORKSPACE);
     if (dx.device() == CUDA) {
-        return with_gpu_type(dy.dtype, [&](auto zero) {
+        with_packs(dy.dtype, C, {dx.data, partial.data, dy.data, x.data, w.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            rmsnorm_backward_kernel<<<N, 256, 0, stream()>>>(dx.as<float>(), add_dx, dy.as<T>(), x.as<float>(),
-                                                             r.as<float>(), w.as<float>(), (int)C);
-            LAUNCH_CHECK();
-            rmsnorm_dw_kernel<<<dim3(ceil_div(C, WARP), parts), dim3(WARP, DW_ROWS), 0, stream()>>>(
-                partial.as<float>(), dy.as<T>(), x.as<float>(), r.as<float>(), (int)N, (int)C);
-            LAUNCH_CHECK();
-            add_partials_kernel<<<ceil_div(C, 256), 256, 0, stream()>>>(dw.as<float>(), add_dw, partial.as<float>(),
-                                                                        parts, (int)C);
+            rmsnorm_backward_kernel<T, width><<<parts, threads_for(C / width), 0, stream()>>>(
+                dx.as<float>(), add_dx, partial.as<float>(), dy.as<T>(), x.as<float>(), r.as<float>(), w.as<float>(),
+                (int)N, (int)C);
             LAUNCH_CHECK();
         });
+        rmsnorm_dw_kernel<<<ceil_div(C, WARP), dim3(WARP, DW_SHARES), 0, stream()>>>(
+            dw.as<float>(), add_dw, partial.as<float>(), parts, (int)C);
+        LAUNCH_CHECK();
+        return;
     }
 #endif
     if (dx.device() == META) { return; }
@@ -178,10 +201,10 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
     }
 #ifdef __CUDACC__
     if (x.device() == CUDA) {
-        with_gpu_type(dtype, [&](auto zero) {
+        with_packs(dtype, C, {y.data, x.data, x_in.data, delta.data, w.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            add_rmsnorm_kernel<<<N, 256, 0, stream()>>>(y.as<T>(), x.as<float>(), r.as<float>(), x_in.as<float>(),
-                                                        delta.as<T>(), w.as<float>(), (int)C, eps);
+            add_rmsnorm_kernel<T, width><<<N, threads_for(C / width), 0, stream()>>>(
+                y.as<T>(), x.as<float>(), r.as<float>(), x_in.as<float>(), delta.as<T>(), w.as<float>(), (int)C, eps);
             LAUNCH_CHECK();
         });
     }
