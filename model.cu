@@ -10,6 +10,7 @@
 // Under autocast, T is the compute type (bf16, fp16), while the residual stream x, the weights and all sums are fp32.
 #include "cs336.h"
 #include <algorithm>
+#include <cfloat>
 #include <cinttypes>
 #include <cstdio>
 
@@ -515,7 +516,7 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Cross-entropy of logits l [N,V] with targets t [N]:  loss = mean_n( lse_n - l[n,t_n] ), lse_n = log sum_v exp(l[n,v])
 //   dl[n,v] = (exp(l[n,v] - lse_n) - [v = t_n]) dloss / N.   In fp32 whatever the logits are.
-// Fused: the logits are read twice forward and once backward, and their gradient takes their place in memory.
+// Fused: the logits are read once forward and once backward, and their gradient takes their place in memory.
 
 static Tensor cross_entropy_eager(const Tensor& logits, const Tensor& targets) {
     Tensor l = cast(logits, logits.dtype == F64 ? F64 : F32);
@@ -547,29 +548,38 @@ static void cross_entropy_backward_cpu(T* dl, const T* l, const Wide<T>* lse, co
     }
 }
 #ifdef __CUDACC__
-// One block a row; maximum and sum in one pass, the sum rescaled when the maximum grows.
-template <class T>
-__global__ void cross_entropy_kernel(float* loss, float* lse, const T* logits, const int* targets, int64_t V) {
-    const T* l = logits + blockIdx.x * V;
-    float m = -INFINITY, sum = 0;
-    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) {
-        float x = to_acc(l[v]), larger = fmaxf(m, x);
-        sum = sum * expf(m - larger) + expf(x - larger);
+// Maximum and sum in one pass, the sum rescaled when the maximum grows. The maximum starts from a finite number: logits
+// of -inf then add exp(-inf) = 0, where -inf - -inf would be NaN.
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS)
+    cross_entropy_kernel(float* loss, float* lse, const T* logits, const int* targets, int V) {
+    const T* l = logits + blockIdx.x * (int64_t)V;
+    float m = -FLT_MAX, sum = 0;
+    for (int v = W * threadIdx.x; v < V; v += W * blockDim.x) {
+        Pack<T, W> pack = load_pack<W>(l + v);
+        float larger = m;
+        for (const T& x : pack.x) { larger = fmaxf(larger, to_acc(x)); }
+        sum *= expf(m - larger);
+        for (const T& x : pack.x) { sum += expf(to_acc(x) - larger); }
         m = larger;
     }
-    float row_m = block_max(m), row_sum = block_sum(m == -INFINITY ? 0 : sum * expf(m - row_m));
+    float row_m = block_max(m), row_sum = block_sum(sum * expf(m - row_m));
     if (threadIdx.x == 0) {
         lse[blockIdx.x] = row_m + logf(row_sum);
         loss[blockIdx.x] = lse[blockIdx.x] - to_acc(l[targets[blockIdx.x]]);
     }
 }
-template <class T>
-__global__ void cross_entropy_backward_kernel(T* dl, const T* l, const float* lse, const int* targets,
-                                              const float* dloss, int64_t N, int64_t V) {
-    float k = *dloss / N;
-    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) {
-        int64_t i = blockIdx.x * V + v;
-        from_acc((expf(to_acc(l[i]) - lse[blockIdx.x]) - (v == targets[blockIdx.x])) * k, &dl[i]);
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS)
+    cross_entropy_backward_kernel(T* dl, const T* l, const float* lse_in, const int* targets, const float* dloss,
+                                  int64_t N, int V) {
+    const int64_t row = blockIdx.x * (int64_t)V;
+    const float k = *dloss / N, lse = lse_in[blockIdx.x];
+    const int target = targets[blockIdx.x];
+    for (int v = W * threadIdx.x; v < V; v += W * blockDim.x) {
+        Pack<T, W> pack = load_pack<W>(l + row + v);
+        for (int i = 0; i < W; i++) { from_acc((expf(to_acc(pack.x[i]) - lse) - (v + i == target)) * k, &pack.x[i]); }
+        store_pack(dl + row + v, pack);
     }
 }
 #endif
@@ -578,9 +588,10 @@ static void cross_entropy_run(const Tensor& loss, const Tensor& lse, const Tenso
     if (l.device() == META) { return; }
 #ifdef __CUDACC__
     if (l.device() == CUDA) {
-        return with_gpu_type(l.dtype, [&](auto zero) {
-            cross_entropy_kernel<<<N, 256, 0, stream()>>>(loss.as<float>(), lse.as<float>(), l.as<decltype(zero)>(),
-                                                          targets.as<int>(), V);
+        return with_packs(l.dtype, V, {l.data}, [&](auto zero, auto width) {
+            using T = decltype(zero);
+            cross_entropy_kernel<T, width><<<N, threads_for(V / width), 0, stream()>>>(
+                loss.as<float>(), lse.as<float>(), l.as<T>(), targets.as<int>(), (int)V);
             LAUNCH_CHECK();
         });
     }
@@ -596,10 +607,10 @@ static void cross_entropy_backward_run(const Tensor& dl, const Tensor& l, const 
     if (l.device() == META) { return; }
 #ifdef __CUDACC__
     if (l.device() == CUDA) {
-        return with_gpu_type(l.dtype, [&](auto zero) {
+        return with_packs(l.dtype, V, {dl.data, l.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            cross_entropy_backward_kernel<<<N, 256, 0, stream()>>>(dl.as<T>(), l.as<T>(), lse.as<float>(),
-                                                                   targets.as<int>(), dloss.as<float>(), N, V);
+            cross_entropy_backward_kernel<T, width><<<N, threads_for(V / width), 0, stream()>>>(
+                dl.as<T>(), l.as<T>(), lse.as<float>(), targets.as<int>(), dloss.as<float>(), N, (int)V);
             LAUNCH_CHECK();
         });
     }
