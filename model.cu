@@ -10,6 +10,7 @@
 // Under autocast, T is the compute type (bf16, fp16), while the residual stream x, the weights and all sums are fp32.
 #include "cs336.h"
 #include <algorithm>
+#include <cfloat>
 #include <cinttypes>
 #include <cstdio>
 
@@ -22,7 +23,7 @@ static int blocks_for(int64_t n) { return (int)std::min<int64_t>((n + 255) / 256
 //   x += delta;  r = 1/sqrt(mean_c(x_c^2) + eps);  y_c = w_c x_c r
 //   dx_c = r w_c dy_c - x_c r^3/C sum_j(w_j dy_j x_j);  dw_c = sum over rows of dy_c x_c r
 // x, delta, y, dx [N,C]; r [N]; w [C]. The handout's model needs 7 kernels forward and about 20 backward for it; fused
-// it is 1 and 3, and x is read and written once.
+// it is 1 and 2, and x is read and written once.
 
 static Tensor add_rmsnorm_eager(Tensor* x, const Tensor& delta, const Tensor& w, float eps) {
     if (delta) {
@@ -72,63 +73,86 @@ static void rmsnorm_backward_cpu(Wide<T>* dx, bool add_dx, Wide<T>* dw, bool add
 }
 
 #ifdef __CUDACC__
-// One block a row. The second pass over x finds it in L1 or L2.
-template <class T>
-__global__ void add_rmsnorm_kernel(T* y, float* x_out, float* r_out, const float* x, const T* delta, const float* w,
-                                   int C, float eps) {
-    int64_t row = blockIdx.x * (int64_t)C;
+// Each of a row's elements is needed twice, before and after the sum over the row. Where the row is one pack a thread
+// it waits in registers; a longer one is read again, by the thread that wrote it, from L1 or L2.
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS)
+    add_rmsnorm_kernel(T* y, float* x_out, float* r_out, const float* x, const T* delta, const float* w_in, int C,
+                       float eps) {
+    const int64_t row = blockIdx.x * (int64_t)C;
+    const int step = W * blockDim.x;
+    Pack<float, W> v = {}, w = {};
     float sum = 0;
-    for (int c = threadIdx.x; c < C; c += blockDim.x) {
-        float v = x[row + c];
+    for (int c = W * threadIdx.x; c < C; c += step) {
+        v = load_pack<W>(x + row + c), w = load_pack<W>(w_in + c);
         if (delta) {
-            v += to_acc(delta[row + c]);
-            x_out[row + c] = v;
+            Pack<T, W> d = load_pack<W>(delta + row + c);
+            for (int i = 0; i < W; i++) { v.x[i] += to_acc(d.x[i]); }
+            store_pack(x_out + row + c, v);
         }
-        sum += v * v;
+        for (float value : v.x) { sum += value * value; }
     }
     float r = 1 / sqrtf(block_sum(sum) / C + eps);
-    const float* source = delta ? x_out : x;  // each thread reads back only what it wrote itself
-    for (int c = threadIdx.x; c < C; c += blockDim.x) { from_acc(w[c] * (source[row + c] * r), &y[row + c]); }
+    for (int c = W * threadIdx.x; c < C; c += step) {
+        if (C > step) { v = load_pack<W>((delta ? x_out : x) + row + c), w = load_pack<W>(w_in + c); }
+        Pack<T, W> out;
+        for (int i = 0; i < W; i++) { from_acc(w.x[i] * (v.x[i] * r), &out.x[i]); }
+        store_pack(y + row + c, out);
+    }
     if (threadIdx.x == 0) { r_out[blockIdx.x] = r; }
 }
-template <class T>
-__global__ void rmsnorm_backward_kernel(float* dx, bool add_dx, const T* dy, const float* x, const float* r_in,
-                                        const float* w, int C) {
-    int64_t row = blockIdx.x * (int64_t)C;
-    float dot = 0, r = r_in[blockIdx.x];
-    for (int c = threadIdx.x; c < C; c += blockDim.x) { dot += w[c] * to_acc(dy[row + c]) * x[row + c]; }
-    float k = block_sum(dot) * r * r * r / C;
-    for (int c = threadIdx.x; c < C; c += blockDim.x) {
-        float d = r * w[c] * to_acc(dy[row + c]) - x[row + c] * k;
-        dx[row + c] = add_dx ? dx[row + c] + d : d;
+// dx, and of dw the sum over the rows that a block takes: into partial [gridDim.x,C]. A thread has the same columns in
+// all of its rows, so it adds them up in registers; in rows of several packs a thread, in `partial`.
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS)
+    rmsnorm_backward_kernel(float* dx, bool add_dx, float* partial, const T* dy, const float* x, const float* r_in,
+                            const float* w_in, int N, int C) {
+    const int first = blockIdx.x, rows = gridDim.x, step = W * blockDim.x;
+    Pack<float, W> v = {}, w = {}, out = {}, dw = {};
+    Pack<T, W> d = {};
+    for (int n = first; n < N; n += rows) {
+        const int64_t row = n * (int64_t)C;
+        auto read = [&](int c) {
+            v = load_pack<W>(x + row + c), w = load_pack<W>(w_in + c), d = load_pack<W>(dy + row + c);
+            if (add_dx) { out = load_pack<W>(dx + row + c); }
+        };
+        float dot = 0, r = r_in[n];
+        for (int c = W * threadIdx.x; c < C; c += step) {
+            read(c);
+            for (int i = 0; i < W; i++) { dot += w.x[i] * to_acc(d.x[i]) * v.x[i]; }
+        }
+        float k = block_sum(dot) * r * r * r / C;
+        for (int c = W * threadIdx.x; c < C; c += step) {
+            float* sums = partial + first * (int64_t)C + c;
+            if (C > step) {
+                read(c);
+                dw = n == first ? Pack<float, W>() : load_pack<W>(sums);
+            }
+            for (int i = 0; i < W; i++) {
+                float g = to_acc(d.x[i]), change = r * w.x[i] * g - v.x[i] * k;
+                out.x[i] = add_dx ? out.x[i] + change : change;
+                dw.x[i] += g * v.x[i] * r;
+            }
+            store_pack(dx + row + c, out);
+            if (C > step || n + rows >= N) { store_pack(sums, dw); }
+        }
     }
 }
-// dw in two deterministic steps: block (i,j) sums columns [32 i, 32 i + 32) over its share of the rows, then one thread
-// a column adds the gridDim.y partial sums in order.
-constexpr int DW_ROWS = 8;
-template <class T>
-__global__ void rmsnorm_dw_kernel(float* partial, const T* dy, const float* x, const float* r, int N, int C) {
-    __shared__ float shared[DW_ROWS][WARP];
+// dw from the partial sums, always in the same order: 32 columns a block, of each of which 32 threads add up a share.
+constexpr int DW_SHARES = 32;
+__global__ void rmsnorm_dw_kernel(float* dw, bool add_dw, const float* partial, int parts, int C) {
+    __shared__ float shared[DW_SHARES][WARP];
     int c = blockIdx.x * WARP + threadIdx.x;
     float sum = 0;
     if (c < C) {
-        for (int n = blockIdx.y * DW_ROWS + threadIdx.y; n < N; n += gridDim.y * DW_ROWS) {
-            sum += to_acc(dy[(int64_t)n * C + c]) * x[(int64_t)n * C + c] * r[n];
-        }
+        for (int k = threadIdx.y; k < parts; k += DW_SHARES) { sum += partial[k * (int64_t)C + c]; }
     }
     shared[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();  // all eight rows' sums must be there
+    __syncthreads();  // all shares must be there
     if (threadIdx.y == 0 && c < C) {
-        for (int k = 1; k < DW_ROWS; k++) { sum += shared[k][threadIdx.x]; }
-        partial[blockIdx.y * C + c] = sum;
+        for (int k = 1; k < DW_SHARES; k++) { sum += shared[k][threadIdx.x]; }
+        dw[c] = add_dw ? dw[c] + sum : sum;
     }
-}
-__global__ void add_partials_kernel(float* dw, bool add_dw, const float* partial, int parts, int C) {
-    int c = blockIdx.x * blockDim.x + threadIdx.x;
-    if (c >= C) { return; }
-    float sum = add_dw ? dw[c] : 0;
-    for (int k = 0; k < parts; k++) { sum += partial[k * C + c]; }
-    dw[c] = sum;
 }
 #endif
 
@@ -136,21 +160,21 @@ static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dw, bo
                              const Tensor& x, const Tensor& r, const Tensor& w) {
     int64_t C = w.size(), N = x.size() / C;
 #ifdef __CUDACC__
-    int parts = (int)std::min<int64_t>(16, (N + DW_ROWS - 1) / DW_ROWS);
+    // Four rows or more a block, so that the partial sums are few beside them; and no more blocks than run at a time.
+    int parts = std::min(ceil_div(N, 4), 4 * 132);
     Tensor partial = dx.device() == CPU ? Tensor() : empty({parts, C}, F32, WORKSPACE);
     if (dx.device() == CUDA) {
-        return with_gpu_type(dy.dtype, [&](auto zero) {
+        with_packs(dy.dtype, C, {dx.data, partial.data, dy.data, x.data, w.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            rmsnorm_backward_kernel<<<N, 256, 0, stream()>>>(dx.as<float>(), add_dx, dy.as<T>(), x.as<float>(),
-                                                             r.as<float>(), w.as<float>(), (int)C);
-            LAUNCH_CHECK();
-            rmsnorm_dw_kernel<<<dim3(ceil_div(C, WARP), parts), dim3(WARP, DW_ROWS), 0, stream()>>>(
-                partial.as<float>(), dy.as<T>(), x.as<float>(), r.as<float>(), (int)N, (int)C);
-            LAUNCH_CHECK();
-            add_partials_kernel<<<ceil_div(C, 256), 256, 0, stream()>>>(dw.as<float>(), add_dw, partial.as<float>(),
-                                                                        parts, (int)C);
+            rmsnorm_backward_kernel<T, width><<<parts, threads_for(C / width), 0, stream()>>>(
+                dx.as<float>(), add_dx, partial.as<float>(), dy.as<T>(), x.as<float>(), r.as<float>(), w.as<float>(),
+                (int)N, (int)C);
             LAUNCH_CHECK();
         });
+        rmsnorm_dw_kernel<<<ceil_div(C, WARP), dim3(WARP, DW_SHARES), 0, stream()>>>(
+            dw.as<float>(), add_dw, partial.as<float>(), parts, (int)C);
+        LAUNCH_CHECK();
+        return;
     }
 #endif
     if (dx.device() == META) { return; }
@@ -178,10 +202,10 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
     }
 #ifdef __CUDACC__
     if (x.device() == CUDA) {
-        with_gpu_type(dtype, [&](auto zero) {
+        with_packs(dtype, C, {y.data, x.data, x_in.data, delta.data, w.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            add_rmsnorm_kernel<<<N, 256, 0, stream()>>>(y.as<T>(), x.as<float>(), r.as<float>(), x_in.as<float>(),
-                                                        delta.as<T>(), w.as<float>(), (int)C, eps);
+            add_rmsnorm_kernel<T, width><<<N, threads_for(C / width), 0, stream()>>>(
+                y.as<T>(), x.as<float>(), r.as<float>(), x_in.as<float>(), delta.as<T>(), w.as<float>(), (int)C, eps);
             LAUNCH_CHECK();
         });
     }
@@ -232,49 +256,66 @@ static Tensor rope_eager(const Tensor& x, const Tensor& rope) {
 struct HeadShape {
     int T, H, D;
 };
-// Pair p of [B,T,3,H,D/2]: from qkv to heads, or with `backward` from the heads' gradients to qkv's.
+// One pair, by the angle whose cosine and sine are cos_sin.
 template <class T>
-HD inline void split_pair(int64_t p, T* qkv, T* q, T* k, T* v, const Wide<T>* rope, HeadShape s, bool backward) {
-    int half = s.D / 2, i = (int)(p % half), h = (int)(p / half % s.H), which = (int)(p / half / s.H % 3);
-    int64_t bt = p / half / s.H / 3, b = bt / s.T, t = bt % s.T;
-    T* head = (which == 0 ? q : which == 1 ? k : v) + ((b * s.H + h) * s.T + t) * s.D + 2 * i;
-    T *from = backward ? head : qkv + 2 * p, *to = backward ? qkv + 2 * p : head;
-    Wide<T> x1 = to_acc(from[0]), x2 = to_acc(from[1]), cos = 1, sin = 0;
-    if (which < 2) {
-        cos = rope[t * s.D + 2 * i];
-        sin = backward ? -rope[t * s.D + 2 * i + 1] : rope[t * s.D + 2 * i + 1];
-    }
-    from_acc(cos * x1 - sin * x2, &to[0]);
-    from_acc(sin * x1 + cos * x2, &to[1]);
+HD inline void turn_pair(T* x, const Wide<T>* cos_sin, bool backward) {
+    Wide<T> x1 = to_acc(x[0]), x2 = to_acc(x[1]), cos = cos_sin[0], sin = backward ? -cos_sin[1] : cos_sin[1];
+    from_acc(cos * x1 - sin * x2, &x[0]);
+    from_acc(sin * x1 + cos * x2, &x[1]);
+}
+// Where column c of row bt of q, k or v, [B,T] rows of [H,D], is among its heads.
+HD inline int64_t in_heads(int bt, int c, HeadShape s) {
+    int h = c / s.D;
+    return (((int64_t)(bt / s.T) * s.H + h) * s.T + bt % s.T) * s.D + (c - h * s.D);
 }
 #ifdef __CUDACC__
-template <class T>
-__global__ void split_heads_kernel(int64_t n, T* qkv, T* q, T* k, T* v, const float* rope, HeadShape s, bool backward) {
-    for (int64_t p = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; p < n; p += (int64_t)gridDim.x * blockDim.x) {
-        split_pair(p, qkv, q, k, v, rope, s, backward);
+template <class T, int W>
+__device__ inline void turn_pack(Pack<T, W>& pack, const float* rope, bool backward) {
+    Pack<float, W> cos_sin = load_pack<W>(rope);
+    for (int i = 0; i < W; i += 2) { turn_pair(&pack.x[i], &cos_sin.x[i], backward); }
+}
+// From qkv to the heads, or with `backward` from the heads' gradients to qkv's.
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS)
+    split_heads_kernel(T* qkv, T* q, T* k, T* v, const float* rope, HeadShape s, bool backward) {
+    const int C = s.H * s.D, bt = blockIdx.x, which = blockIdx.y;
+    T *heads = which == 0 ? q : which == 1 ? k : v, *joined = qkv + (bt * (int64_t)3 + which) * C;
+    for (int c = W * threadIdx.x; c < C; c += W * blockDim.x) {
+        T* head = heads + in_heads(bt, c, s);
+        Pack<T, W> pack = load_pack<W>(backward ? head : joined + c);
+        if (which < 2) { turn_pack(pack, rope + bt % s.T * s.D + c % s.D, backward); }
+        store_pack(backward ? joined + c : head, pack);
     }
 }
 #endif
 static void split_heads_run(const Tensor& qkv, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rope,
                             bool backward) {
     HeadShape s{(int)q.dim(2), (int)q.dim(1), (int)q.dim(3)};
-    int64_t n = qkv.size() / 2;
+    int64_t n = qkv.size(), C = s.H * s.D, N = n / (3 * C);
     if (qkv.device() == META || n == 0) { return; }
 #ifdef __CUDACC__
     if (qkv.device() == CUDA) {
-        return with_gpu_type(qkv.dtype, [&](auto zero) {
+        std::vector<const void*> addresses = {qkv.data, q.data, k.data, v.data, rope.data};
+        return with_packs<2>(qkv.dtype, s.D, addresses, [&](auto zero, auto width) {
             using T = decltype(zero);
-            split_heads_kernel<<<blocks_for(n), 256, 0, stream()>>>(n, qkv.as<T>(), q.as<T>(), k.as<T>(), v.as<T>(),
-                                                                    rope.as<float>(), s, backward);
+            split_heads_kernel<T, width><<<dim3(N, 3), threads_for(C / width), 0, stream()>>>(
+                qkv.as<T>(), q.as<T>(), k.as<T>(), v.as<T>(), rope.as<float>(), s, backward);
             LAUNCH_CHECK();
         });
     }
 #endif
     with_type(qkv.dtype, [&](auto zero) {
         using T = decltype(zero);
-#pragma omp parallel for if (n > 16384)
-        for (int64_t p = 0; p < n; p++) {
-            split_pair(p, qkv.as<T>(), q.as<T>(), k.as<T>(), v.as<T>(), rope.as<Wide<T>>(), s, backward);
+        T* heads[] = {q.as<T>(), k.as<T>(), v.as<T>()};
+#pragma omp parallel for if (n > 32768)
+        for (int bt = 0; bt < (int)N; bt++) {
+            for (int64_t i = 0; i < 3 * C; i += 2) {
+                int which = (int)(i / C), c = (int)(i % C);
+                T *joined = qkv.as<T>() + bt * 3 * C + i, *head = heads[which] + in_heads(bt, c, s);
+                T *from = backward ? head : joined, *to = backward ? joined : head;
+                to[0] = from[0], to[1] = from[1];
+                if (which < 2) { turn_pair(to, rope.as<Wide<T>>() + bt % s.T * s.D + c % s.D, backward); }
+            }
         }
     });
 }
@@ -304,40 +345,40 @@ void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope_all, in
 }
 
 // Mode flash turns q and k where they are, side by side in qkv: attention reads them by strides.
-template <class T>
-HD inline void turn_pair(int64_t p, T* qkv, const Wide<T>* rope, HeadShape s, bool backward) {
-    int half = s.D / 2, pairs = s.H * half, i = (int)(p % half);
-    int64_t bt = p / (2 * pairs), in_qk = p % (2 * pairs), t = bt % s.T;
-    T* x = qkv + bt * 6 * pairs + 2 * in_qk;
-    Wide<T> x1 = to_acc(x[0]), x2 = to_acc(x[1]), cos = rope[t * s.D + 2 * i];
-    Wide<T> sin = backward ? -rope[t * s.D + 2 * i + 1] : rope[t * s.D + 2 * i + 1];
-    from_acc(cos * x1 - sin * x2, &x[0]);
-    from_acc(sin * x1 + cos * x2, &x[1]);
-}
 #ifdef __CUDACC__
-template <class T>
-__global__ void turn_kernel(int64_t n, T* qkv, const float* rope, HeadShape s, bool backward) {
-    int64_t p = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (p < n) { turn_pair(p, qkv, rope, s, backward); }
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS) turn_kernel(T* qkv, const float* rope, HeadShape s, bool backward) {
+    const int C = s.H * s.D, bt = blockIdx.x;
+    for (int c = W * threadIdx.x; c < 2 * C; c += W * blockDim.x) {
+        T* x = qkv + bt * (int64_t)3 * C + c;
+        Pack<T, W> pack = load_pack<W>(x);
+        turn_pack(pack, rope + bt % s.T * s.D + c % s.D, backward);
+        store_pack(x, pack);
+    }
 }
 #endif
 static void turn(const Tensor& qkv, const Tensor& rope, int H, bool backward) {
     HeadShape s{(int)qkv.dim(1), H, (int)rope.dim(1)};
-    int64_t n = qkv.size() / 3;  // two of three are turned, in pairs
+    int64_t n = qkv.size(), C = s.H * s.D, N = n / (3 * C);
     if (qkv.device() == META || n == 0) { return; }
 #ifdef __CUDACC__
     if (qkv.device() == CUDA) {
-        return with_gpu_type(qkv.dtype, [&](auto zero) {
+        return with_packs<2>(qkv.dtype, s.D, {qkv.data, rope.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            turn_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(n, qkv.as<T>(), rope.as<float>(), s, backward);
+            turn_kernel<T, width>
+                <<<N, threads_for(2 * C / width), 0, stream()>>>(qkv.as<T>(), rope.as<float>(), s, backward);
             LAUNCH_CHECK();
         });
     }
 #endif
     with_type(qkv.dtype, [&](auto zero) {
         using T = decltype(zero);
-#pragma omp parallel for if (n > 16384)
-        for (int64_t p = 0; p < n; p++) { turn_pair(p, qkv.as<T>(), rope.as<Wide<T>>(), s, backward); }
+#pragma omp parallel for if (n > 32768)
+        for (int64_t bt = 0; bt < N; bt++) {
+            for (int64_t c = 0; c < 2 * C; c += 2) {
+                turn_pair(qkv.as<T>() + bt * 3 * C + c, rope.as<Wide<T>>() + bt % s.T * s.D + c % s.D, backward);
+            }
+        }
     });
 }
 static Tensor rope_in_place(const Tensor& qkv, const Tensor& rope, int H) {
@@ -374,28 +415,36 @@ HD inline A sigmoid_of(A a) {
     return 1 / (1 + std::exp(-a));
 }
 template <class T>
-HD inline void swiglu_element(int64_t i, T* g, const T* h, int64_t F) {
-    int64_t at = i / F * 2 * F + i % F;
-    Wide<T> a = to_acc(h[at]), b = to_acc(h[at + F]);
-    from_acc(a * sigmoid_of(a) * b, &g[i]);
+HD inline void swiglu_element(T* g, T a_in, T b_in) {
+    Wide<T> a = to_acc(a_in), b = to_acc(b_in);
+    from_acc(a * sigmoid_of(a) * b, g);
 }
 template <class T>
-HD inline void swiglu_backward_element(int64_t i, T* dh, const T* dg_in, const T* h, int64_t F) {
-    int64_t at = i / F * 2 * F + i % F;
-    Wide<T> a = to_acc(h[at]), b = to_acc(h[at + F]), s = sigmoid_of(a), dg = to_acc(dg_in[i]);
-    from_acc(dg * b * s * (1 + a * (1 - s)), &dh[at]);
-    from_acc(dg * a * s, &dh[at + F]);
+HD inline void swiglu_backward_element(T* da, T* db, T dg_in, T a_in, T b_in) {
+    Wide<T> a = to_acc(a_in), b = to_acc(b_in), s = sigmoid_of(a), dg = to_acc(dg_in);
+    from_acc(dg * b * s * (1 + a * (1 - s)), da);
+    from_acc(dg * a * s, db);
 }
 #ifdef __CUDACC__
-template <class T>
-__global__ void swiglu_kernel(int64_t n, T* g, const T* h, int64_t F) {
-    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (i < n) { swiglu_element(i, g, h, F); }
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS) swiglu_kernel(T* g, const T* h, int F) {
+    const int64_t row = blockIdx.x * (int64_t)F;
+    for (int f = W * threadIdx.x; f < F; f += W * blockDim.x) {
+        Pack<T, W> a = load_pack<W>(h + 2 * row + f), b = load_pack<W>(h + 2 * row + F + f), out;
+        for (int i = 0; i < W; i++) { swiglu_element(&out.x[i], a.x[i], b.x[i]); }
+        store_pack(g + row + f, out);
+    }
 }
-template <class T>
-__global__ void swiglu_backward_kernel(int64_t n, T* dh, const T* dg, const T* h, int64_t F) {
-    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (i < n) { swiglu_backward_element(i, dh, dg, h, F); }
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS) swiglu_backward_kernel(T* dh, const T* dg, const T* h, int F) {
+    const int64_t row = blockIdx.x * (int64_t)F;
+    for (int f = W * threadIdx.x; f < F; f += W * blockDim.x) {
+        const int64_t at = 2 * row + f;
+        Pack<T, W> a = load_pack<W>(h + at), b = load_pack<W>(h + at + F), d = load_pack<W>(dg + row + f), da, db;
+        for (int i = 0; i < W; i++) { swiglu_backward_element(&da.x[i], &db.x[i], d.x[i], a.x[i], b.x[i]); }
+        store_pack(dh + at, da);
+        store_pack(dh + at + F, db);
+    }
 }
 #endif
 static void swiglu_run(const Tensor& g, const Tensor& h) {
@@ -403,17 +452,21 @@ static void swiglu_run(const Tensor& g, const Tensor& h) {
     if (g.device() == META || n == 0) { return; }
 #ifdef __CUDACC__
     if (g.device() == CUDA) {
-        return with_gpu_type(g.dtype, [&](auto zero) {
+        return with_packs(g.dtype, F, {g.data, h.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            swiglu_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(n, g.as<T>(), h.as<T>(), F);
+            swiglu_kernel<T, width><<<n / F, threads_for(F / width), 0, stream()>>>(g.as<T>(), h.as<T>(), (int)F);
             LAUNCH_CHECK();
         });
     }
 #endif
     with_type(g.dtype, [&](auto zero) {
         using T = decltype(zero);
+        const T* a = h.as<T>();
 #pragma omp parallel for if (n > 16384)
-        for (int64_t i = 0; i < n; i++) { swiglu_element(i, g.as<T>(), h.as<T>(), F); }
+        for (int64_t i = 0; i < n; i++) {
+            int64_t at = i / F * 2 * F + i % F;
+            swiglu_element(g.as<T>() + i, a[at], a[at + F]);
+        }
     });
 }
 static void swiglu_backward_run(const Tensor& dh, const Tensor& dg, const Tensor& h) {
@@ -421,17 +474,23 @@ static void swiglu_backward_run(const Tensor& dh, const Tensor& dg, const Tensor
     if (dg.device() == META || n == 0) { return; }
 #ifdef __CUDACC__
     if (dg.device() == CUDA) {
-        return with_gpu_type(dg.dtype, [&](auto zero) {
+        return with_packs(dg.dtype, F, {dh.data, dg.data, h.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            swiglu_backward_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(n, dh.as<T>(), dg.as<T>(), h.as<T>(), F);
+            swiglu_backward_kernel<T, width>
+                <<<n / F, threads_for(F / width), 0, stream()>>>(dh.as<T>(), dg.as<T>(), h.as<T>(), (int)F);
             LAUNCH_CHECK();
         });
     }
 #endif
     with_type(dg.dtype, [&](auto zero) {
         using T = decltype(zero);
+        const T* a = h.as<T>();
+        T* da = dh.as<T>();
 #pragma omp parallel for if (n > 16384)
-        for (int64_t i = 0; i < n; i++) { swiglu_backward_element(i, dh.as<T>(), dg.as<T>(), h.as<T>(), F); }
+        for (int64_t i = 0; i < n; i++) {
+            int64_t at = i / F * 2 * F + i % F;
+            swiglu_backward_element(&da[at], &da[at + F], dg.as<T>()[i], a[at], a[at + F]);
+        }
     });
 }
 Tensor swiglu(const Layer& layer, const Tensor& y) {
@@ -457,7 +516,7 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Cross-entropy of logits l [N,V] with targets t [N]:  loss = mean_n( lse_n - l[n,t_n] ), lse_n = log sum_v exp(l[n,v])
 //   dl[n,v] = (exp(l[n,v] - lse_n) - [v = t_n]) dloss / N.   In fp32 whatever the logits are.
-// Fused: the logits are read twice forward and once backward, and their gradient takes their place in memory.
+// Fused: the logits are read once forward and once backward, and their gradient takes their place in memory.
 
 static Tensor cross_entropy_eager(const Tensor& logits, const Tensor& targets) {
     Tensor l = cast(logits, logits.dtype == F64 ? F64 : F32);
@@ -489,29 +548,38 @@ static void cross_entropy_backward_cpu(T* dl, const T* l, const Wide<T>* lse, co
     }
 }
 #ifdef __CUDACC__
-// One block a row; maximum and sum in one pass, the sum rescaled when the maximum grows.
-template <class T>
-__global__ void cross_entropy_kernel(float* loss, float* lse, const T* logits, const int* targets, int64_t V) {
-    const T* l = logits + blockIdx.x * V;
-    float m = -INFINITY, sum = 0;
-    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) {
-        float x = to_acc(l[v]), larger = fmaxf(m, x);
-        sum = sum * expf(m - larger) + expf(x - larger);
+// Maximum and sum in one pass, the sum rescaled when the maximum grows. The maximum starts from a finite number: logits
+// of -inf then add exp(-inf) = 0, where -inf - -inf would be NaN.
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS)
+    cross_entropy_kernel(float* loss, float* lse, const T* logits, const int* targets, int V) {
+    const T* l = logits + blockIdx.x * (int64_t)V;
+    float m = -FLT_MAX, sum = 0;
+    for (int v = W * threadIdx.x; v < V; v += W * blockDim.x) {
+        Pack<T, W> pack = load_pack<W>(l + v);
+        float larger = m;
+        for (const T& x : pack.x) { larger = fmaxf(larger, to_acc(x)); }
+        sum *= expf(m - larger);
+        for (const T& x : pack.x) { sum += expf(to_acc(x) - larger); }
         m = larger;
     }
-    float row_m = block_max(m), row_sum = block_sum(m == -INFINITY ? 0 : sum * expf(m - row_m));
+    float row_m = block_max(m), row_sum = block_sum(sum * expf(m - row_m));
     if (threadIdx.x == 0) {
         lse[blockIdx.x] = row_m + logf(row_sum);
         loss[blockIdx.x] = lse[blockIdx.x] - to_acc(l[targets[blockIdx.x]]);
     }
 }
-template <class T>
-__global__ void cross_entropy_backward_kernel(T* dl, const T* l, const float* lse, const int* targets,
-                                              const float* dloss, int64_t N, int64_t V) {
-    float k = *dloss / N;
-    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) {
-        int64_t i = blockIdx.x * V + v;
-        from_acc((expf(to_acc(l[i]) - lse[blockIdx.x]) - (v == targets[blockIdx.x])) * k, &dl[i]);
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS)
+    cross_entropy_backward_kernel(T* dl, const T* l, const float* lse_in, const int* targets, const float* dloss,
+                                  int64_t N, int V) {
+    const int64_t row = blockIdx.x * (int64_t)V;
+    const float k = *dloss / N, lse = lse_in[blockIdx.x];
+    const int target = targets[blockIdx.x];
+    for (int v = W * threadIdx.x; v < V; v += W * blockDim.x) {
+        Pack<T, W> pack = load_pack<W>(l + row + v);
+        for (int i = 0; i < W; i++) { from_acc((expf(to_acc(pack.x[i]) - lse) - (v + i == target)) * k, &pack.x[i]); }
+        store_pack(dl + row + v, pack);
     }
 }
 #endif
@@ -520,9 +588,10 @@ static void cross_entropy_run(const Tensor& loss, const Tensor& lse, const Tenso
     if (l.device() == META) { return; }
 #ifdef __CUDACC__
     if (l.device() == CUDA) {
-        return with_gpu_type(l.dtype, [&](auto zero) {
-            cross_entropy_kernel<<<N, 256, 0, stream()>>>(loss.as<float>(), lse.as<float>(), l.as<decltype(zero)>(),
-                                                          targets.as<int>(), V);
+        return with_packs(l.dtype, V, {l.data}, [&](auto zero, auto width) {
+            using T = decltype(zero);
+            cross_entropy_kernel<T, width><<<N, threads_for(V / width), 0, stream()>>>(
+                loss.as<float>(), lse.as<float>(), l.as<T>(), targets.as<int>(), (int)V);
             LAUNCH_CHECK();
         });
     }
@@ -538,10 +607,10 @@ static void cross_entropy_backward_run(const Tensor& dl, const Tensor& l, const 
     if (l.device() == META) { return; }
 #ifdef __CUDACC__
     if (l.device() == CUDA) {
-        return with_gpu_type(l.dtype, [&](auto zero) {
+        return with_packs(l.dtype, V, {dl.data, l.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            cross_entropy_backward_kernel<<<N, 256, 0, stream()>>>(dl.as<T>(), l.as<T>(), lse.as<float>(),
-                                                                   targets.as<int>(), dloss.as<float>(), N, V);
+            cross_entropy_backward_kernel<T, width><<<N, threads_for(V / width), 0, stream()>>>(
+                dl.as<T>(), l.as<T>(), lse.as<float>(), targets.as<int>(), dloss.as<float>(), N, (int)V);
             LAUNCH_CHECK();
         });
     }

@@ -46,7 +46,6 @@ static const KernelRule kernel_rules[] = {
     {"softmax", {"softmax", false}},
     {"rmsnorm", {"norm", false}},
     {"layer_norm", {"norm", false}},
-    {"add_partials_kernel", {"norm", false}},
     {"split_heads_kernel", {"rope", false}},
     {"turn_kernel", {"rope", false}},
     {"rope", {"rope", false}},

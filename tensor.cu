@@ -999,24 +999,47 @@ Tensor max_last(const Tensor& a) {
 // bits in every run it does so in the order of n, without atomics: the first n with an index sums all its rows.
 
 #ifdef __CUDACC__
-__global__ void gather_rows_kernel(char* y, const char* table, DType type, const int* index, int64_t n, int64_t C) {
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n * C; i += (int64_t)gridDim.x * blockDim.x) {
-        store<float>(y, type, i, load<float>(table, type, index[i / C] * C + i % C));
+template <class T, int W>
+__global__ void gather_rows_kernel(T* y, const T* table, const int* index, int64_t C) {
+    for (int64_t c = W * threadIdx.x; c < C; c += W * blockDim.x) {
+        store_pack(y + blockIdx.x * C + c, load_pack<W>(table + index[blockIdx.x] * C + c));
     }
 }
-__global__ void gather_rows_backward_kernel(char* dtable, DType type, const char* dy, DType dy_type, const int* index,
-                                            int64_t n, int64_t C) {
-    int token = index[blockIdx.x];
-    for (int64_t i = threadIdx.x; i < blockIdx.x; i += blockDim.x) {
-        if (index[i] == token) { token = -1; }
-    }
-    if (__syncthreads_or(token < 0)) { return; }  // an earlier block owns this row
-    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
-        float sum = load<float>(dtable, type, token * C + c);
-        for (int64_t i = blockIdx.x; i < n; i++) {
-            if (index[i] == token) { sum += load<float>(dy, dy_type, i * C + c); }
+// One block an n. It looks through the indices once: each warp lists, in order, where its share of them has the token.
+constexpr int LOOKUP_WARPS = 8, LOOKUP_SHARE = 128;
+template <class T, int W>
+__global__ void gather_rows_backward_kernel(T* dtable, const T* dy, const int* index, int64_t n, int64_t C) {
+    __shared__ int rows[LOOKUP_WARPS][LOOKUP_SHARE], counts[LOOKUP_WARPS];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, token = index[blockIdx.x];
+    for (int64_t chunk = 0; chunk < n; chunk += LOOKUP_WARPS * LOOKUP_SHARE) {
+        int count = 0;
+        bool earlier = false;
+        for (int k = lane; k < LOOKUP_SHARE; k += WARP) {
+            int64_t i = chunk + warp * LOOKUP_SHARE + k;
+            bool same = i < n && index[i] == token;
+            earlier = earlier || (same && i < blockIdx.x);
+            unsigned lanes = __ballot_sync(0xffffffff, same);
+            if (same) { rows[warp][count + __popc(lanes & ((1u << lane) - 1))] = (int)i; }
+            count += __popc(lanes);
         }
-        store<float>(dtable, type, token * C + c, sum);
+        if (lane == 0) { counts[warp] = count; }
+        if (__syncthreads_or(earlier)) { return; }  // an earlier block owns this row; else the lists are there
+        if (!__syncthreads_or(count > 0)) { continue; }
+        for (int64_t c = W * threadIdx.x; c < C; c += W * blockDim.x) {
+            Pack<T, W> pack = load_pack<W>(dtable + token * C + c);
+            float sum[W];
+            for (int i = 0; i < W; i++) { sum[i] = to_acc(pack.x[i]); }
+            for (int w = 0; w < LOOKUP_WARPS; w++) {
+#pragma unroll 4  // the loads of four rows go out together
+                for (int k = 0; k < counts[w]; k++) {
+                    Pack<T, W> d = load_pack<W>(dy + rows[w][k] * C + c);
+                    for (int i = 0; i < W; i++) { sum[i] += to_acc(d.x[i]); }
+                }
+            }
+            for (int i = 0; i < W; i++) { from_acc(sum[i], &pack.x[i]); }
+            store_pack(dtable + token * C + c, pack);
+        }
+        __syncthreads();  // the lists have been read
     }
 }
 #endif
@@ -1026,10 +1049,12 @@ static void gather_rows_backward(const Tensor& dtable, const Tensor& dy, const T
     if (n == 0 || dtable.device() == META) { return; }
 #ifdef __CUDACC__
     if (dtable.device() == CUDA) {
-        gather_rows_backward_kernel<<<n, 256, 0, stream()>>>(dtable.data, dtable.dtype, dy.data, dy.dtype,
-                                                             index.as<int>(), n, C);
-        LAUNCH_CHECK();
-        return;
+        return with_packs(dtable.dtype, C, {dtable.data, dy.data}, [&](auto zero, auto width) {
+            using T = decltype(zero);
+            gather_rows_backward_kernel<T, width>
+                <<<n, LOOKUP_WARPS * WARP, 0, stream()>>>(dtable.as<T>(), dy.as<T>(), index.as<int>(), n, C);
+            LAUNCH_CHECK();
+        });
     }
 #endif
     std::map<int, std::vector<int64_t>> rows;  // of dy, by index
@@ -1050,9 +1075,12 @@ Tensor gather_rows(const Tensor& table, const Tensor& index) {
     Tensor y = empty(shape, table.dtype);
 #ifdef __CUDACC__
     if (y.device() == CUDA && n > 0) {
-        gather_rows_kernel<<<grid_for(n * C), 256, 0, stream()>>>(y.data, table.data, table.dtype, index.as<int>(), n,
-                                                                  C);
-        LAUNCH_CHECK();
+        with_packs(table.dtype, C, {y.data, table.data}, [&](auto zero, auto width) {
+            using T = decltype(zero);
+            gather_rows_kernel<T, width>
+                <<<n, threads_for(C / width), 0, stream()>>>(y.as<T>(), table.as<T>(), index.as<int>(), C);
+            LAUNCH_CHECK();
+        });
     }
 #endif
     if (y.device() == CPU) {
@@ -1063,7 +1091,7 @@ Tensor gather_rows(const Tensor& table, const Tensor& index) {
         bool accumulate;
         Tensor dtable = gradient_target(g, &accumulate);
         if (!accumulate) { fill_zero(dtable); }
-        gather_rows_backward(dtable, contiguous(dy), index);
+        gather_rows_backward(dtable, contiguous(cast(dy, g->dtype)), index);
     });
     return y;
 }
