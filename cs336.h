@@ -499,19 +499,6 @@ void with_gpu_type(DType t, Fn f) {
 
 #ifdef __CUDACC__
 constexpr int WARP = 32;
-// W neighbours in one access: 16 bytes a thread is what memory likes best. The address has to be a multiple of them.
-template <class T, int W>
-struct alignas(sizeof(T) * W) Pack {
-    T at[W];
-};
-template <int W, class T>
-__device__ Pack<T, W> load_pack(const T* from) {
-    return *(const Pack<T, W>*)from;
-}
-template <class T, int W>
-__device__ void store_pack(T* to, const Pack<T, W>& pack) {
-    *(Pack<T, W>*)to = pack;
-}
 inline int ceil_div(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
 __device__ inline float warp_sum(float x) {
     for (int o = WARP / 2; o > 0; o /= 2) { x += __shfl_xor_sync(0xffffffff, x, o); }

@@ -782,8 +782,8 @@ __global__ void adamw_kernel(AdamWPieces pieces, float* p_all, float* m_all, flo
         auto g = load_pack<W>(g_in + i);
         Pack<L, W> low;
         for (int j = 0; j < W; j++) {
-            adamw_element(p.at[j], to_acc(g.at[j]), m.at[j], v.at[j], s);
-            from_acc(p.at[j], &low.at[j]);
+            adamw_element(p.x[j], to_acc(g.x[j]), m.x[j], v.x[j], s);
+            from_acc(p.x[j], &low.x[j]);
         }
         store_pack(p_all + offset + i, p), store_pack(m_all + offset + i, m), store_pack(v_all + offset + i, v);
         if (low_all) { store_pack(low_all + offset + i, low); }
