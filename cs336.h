@@ -905,7 +905,7 @@ struct Options {
     std::vector<std::string> range;  // empty: forward, step
     int top = 10;
     std::string trace, out, plot, weights, batch, data, save, load, inputs, impl = "auto";
-    bool causal = false, deterministic = false;
+    bool causal = false, not_causal = false, deterministic = false;
     double rope_theta = 10000, lr = 1e-3, min_lr = 1e-4, weight_decay = 0.01, max_grad_norm = 1.0, val_fraction = 0.1,
            temperature = 0.8;
     int warmup_steps = 20, sample = 200, stop_at = 0, log_every = 1;
