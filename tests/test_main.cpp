@@ -141,6 +141,7 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{"naive_ddp_benchmarking", "--warmup", "1,2"}, "--warmup", "'1,2'"},
         {{"torch_compile", "--warmup", "1,2"}, "--warmup", "'1,2'"},
         {{bench, "--warmup", "1,2", "--table", "seconds"}, "--warmup", "--table seconds takes one"},
+        {{bench, "--warmup", "1,2", "--roofline"}, "--roofline", "takes one --warmup value"},
         {{bench, "--mode", "warp"}, "--mode", "eager, fused, flash"},
         {{bench, "--precision", "fp8"}, "--precision", "bf16"},
         {{bench, "--table", "minutes"}, "--table", "seconds"},
