@@ -591,6 +591,7 @@ Table toy_model_dtypes(Precision precision);
 
 // TFLOP/s of an n x n x n product of random numbers, the median of `runs`: what the card really gives.
 double matmul_rate(Precision precision, int64_t n, int runs);
+double copy_bandwidth(int64_t bytes, int runs);  // GB/s read plus written, likewise
 
 // Dynamic loss scaling for fp16 (PyTorch's GradScaler): the loss is multiplied by `scale` so that small gradients do
 // not vanish in fp16; a step whose gradients hold inf or NaN is skipped and the scale halved; after `growth_interval`
@@ -965,7 +966,7 @@ struct Options {
     std::vector<std::string> range;  // empty: forward, step
     int top = 10;
     std::string trace, out, plot, weights, batch, data, save, load, inputs, impl = "auto";
-    bool causal = false, deterministic = false;
+    bool causal = false, not_causal = false, deterministic = false, roofline = false;
     double rope_theta = 10000, lr = 1e-3, min_lr = 1e-4, weight_decay = 0.01, max_grad_norm = 1.0, val_fraction = 0.1,
            temperature = 0.8;
     int warmup_steps = 20, sample = 200, stop_at = 0, log_every = 1;

@@ -1558,25 +1558,36 @@ int cmd_flash_leaderboard(const Options& o) {
     if (o.head_size) { c.D = o.head_size, handout = false; }
     if (o.has("context_length")) { c.Tq = o.context_length, handout = false; }
     if (!o.precision.empty()) { precision = precision_from(o.precision[0]), handout = false; }
+    if (o.not_causal) { c.causal = false, handout = false; }
     c.Tk = c.Tq;
     context.precision = precision;
     DType dtype = matmul_dtype();
-    require_flash(context.device, dtype, c.D);
-    double rate = matmul_rate(precision, cpu ? 1024 : 8192, 20), forward_flops = 2.0 * c.H * c.Tq * (double)c.Tk * c.D;
-    Table table{
-        strprintf("flash_leaderboard: batch 1, %d heads, D %d, S %d, %s, causal%s; %.2g s of warm-up, %.2g s of runs, "
-                  "median; this "
-                  "device multiplies matrices at %.3g TFLOP/s; %s; commit %s%s",
-                  c.H, c.D, c.Tq, name_of(precision), context.deterministic ? ", deterministic" : "", warmup / 1e3,
-                  budget / 1e3, rate, device_description().c_str(), commit().c_str(), scaled_down.c_str()),
-        {"implementation", "card", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s", "of the matmul rate"},
-        {}};
+    const AttentionImpl& fastest = require_flash(context.device, dtype, c.D);
+    std::vector<const AttentionImpl*> impls;
+    std::string here;
     for (const AttentionImpl& impl : attention_impls) {
         bool flash = impl.forward && impl.device == context.device && impl.forward != reference;
         if (!flash || !impl.takes(dtype, c.D)) { continue; }
-        PassTimes t = time_passes(impl, c, dtype, warmup, budget);
+        here += std::string(", ") + impl.name;
+        bool wanted = !o.has("impl") || o.impl == impl.name || (o.impl == "auto" && &impl == &fastest);
+        if (wanted) { impls.push_back(&impl); }
+    }
+    if (impls.empty()) { usage_error("--impl: got '%s', takes auto%s here", o.impl.c_str(), here.c_str()); }
+    double rate = matmul_rate(precision, cpu ? 1024 : 8192, 20);
+    double forward_flops = (c.causal ? 2.0 : 4.0) * c.H * c.Tq * (double)c.Tk * c.D;
+    Table table{
+        strprintf("flash_leaderboard: batch 1, %d heads, D %d, S %d, %s, %s%s; %.2g s of warm-up, %.2g s of runs, "
+                  "median; this "
+                  "device multiplies matrices at %.3g TFLOP/s; %s; commit %s%s",
+                  c.H, c.D, c.Tq, name_of(precision), c.causal ? "causal" : "not causal",
+                  context.deterministic ? ", deterministic" : "", warmup / 1e3, budget / 1e3, rate,
+                  device_description().c_str(), commit().c_str(), scaled_down.c_str()),
+        {"implementation", "card", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s", "of the matmul rate"},
+        {}};
+    for (const AttentionImpl* impl : impls) {
+        PassTimes t = time_passes(*impl, c, dtype, warmup, budget);
         double tflops = 3.5 * forward_flops / t.both / 1e9;
-        table.rows.push_back({std::string("ours: ") + impl.name, "this one", strprintf("%.3f", t.forward),
+        table.rows.push_back({std::string("ours: ") + impl->name, "this one", strprintf("%.3f", t.forward),
                               strprintf("%.3f", t.backward), strprintf("%.3f", t.both), strprintf("%.3g", tflops),
                               strprintf("%.0f %%", 100 * tflops / rate)});
     }

@@ -43,7 +43,7 @@ static const std::string DDP_TIMED =
 
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer", "model.cu",
-     cmd_benchmarking_script, TIMED + "warmups precisions=fp32 modes=flash table plot"},
+     cmd_benchmarking_script, TIMED + "warmups precisions=fp32 modes=flash table roofline plot"},
     {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
      "device sizes d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size warmup=2 "
      "steps=5 precisions=fp32 modes=eager ranges=forward,step top=10 seed plot trace format quick"},
@@ -68,7 +68,8 @@ static const Command COMMANDS[] = {
      cmd_flash_benchmarking, "device plot trace format quick"},
     {"flash_leaderboard", "1.3.3", 0, 1, "one long causal sequence, as fast as it goes", "flash.cu",
      cmd_flash_leaderboard,
-     "device num_heads=16 head_size=64 context_length=16384 precision=bf16 deterministic trace format quick"},
+     "device num_heads=16 head_size=64 context_length=16384 precision=bf16 not_causal impl=all deterministic trace "
+     "format quick"},
     {"distributed_communication_single_node", "2.1", 5, 2, "all-reduce: sizes, ranks, backends", "ranks.cu",
      cmd_distributed_communication_single_node, "device sizes_mb warmup steps " + RANKS + "format plot quick"},
     {"naive_ddp", "2.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp,
@@ -400,6 +401,8 @@ struct Flag {
 static const Flag flag_table[] = {
     {"quick", &Options::quick, "shrink the run to some seconds on two CPU cores; the caption says what was shrunk"},
     {"causal", &Options::causal, "query i sees keys j <= i only"},
+    {"not_causal", &Options::not_causal, "every query sees all keys"},
+    {"roofline", &Options::roofline, "how close each phase comes to what the matmul rate and the copy bandwidth allow"},
     {"fresh", &Options::fresh, "run everything, also what an interrupted run has done already"},
     {"deterministic", &Options::deterministic,
      "the same bits in every run, at some cost in flash attention's backward"},

@@ -1422,11 +1422,188 @@ static void add_bar(StepBars& s, const Measurement& r, const std::string& settin
     s.phases[2].y.push_back(step.ran ? std::max(0.0, step.all.mean - fwbw.all.mean) : NAN);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// --roofline: how near each phase comes to the least time that this device needs, if products are the library's and
+// what lies between two of them is one pass. N = B T rows; e bytes for an element of a product (2 in bf16 and fp16,
+// else 4); the residual stream, the weights, their gradients and AdamW's moments take 4.
+//   FLOPs of the products   forward 2N (L (4C^2 + 3CF) + CV); backward, with dx and dW, twice that
+//   FLOPs of attention      forward 2 B T^2 C L, the causal half; backward 2.5 times that (five products, not two)
+//   bytes of attention      forward reads q, k, v and writes o: 4e NC L; backward 8e NC L
+//   bytes beside these:
+//   forward    embedding 8NC; 2L+1 norms, (4 + e) NC for x and y, and all but the first as much again for the residual
+//              add; RoPE turns q and k, 4e NC L; SwiGLU, from [a | b] to g, 3e NF L
+//   loss       reads the logits, e NV
+//   backward   logits to their gradient 2e NV; norms, dy and x to dx: (8 + e) NC each, and 2L of them add to a dx that
+//   is
+//              there, 4NC, and write it for the next product if that wants low precision, e NC; RoPE 4e NC L; SwiGLU,
+//              dg and [a | b] to [da | db], 5e NF L; embedding 4(N + V)C
+//   optimizer  reads p, g, m, v and writes p, m, v: 28 for each parameter, and e for the copy that a low-precision
+//   product
+//              needs of its weight
+// floor = the products' time, each measured alone at the model's own shape, operands and results included
+//       + attention's, the larger of FLOPs / matmul rate of a large square and bytes / copy bandwidth
+//       + bytes / copy bandwidth.  What the L2 cache still holds from the op before is faster than that.
+
+struct Floor {
+    double products = 0, attention = 0, bytes = 0;           // FLOPs, FLOPs, bytes beside these
+    double products_ms = 0, attention_ms = 0, bytes_ms = 0;  // their times
+    double ms() const { return products_ms + attention_ms + bytes_ms; }
+};
+struct Ceilings {
+    double bytes_per_ms, flops_per_ms;
+};
+struct StepFloors {
+    Floor forward, loss, backward, optimizer;
+};
+
+struct ProductTimes {
+    double y, dx, dW;  // ms of y = x W^T, dx = dy W, dW = dy^T x
+};
+static ProductTimes time_product(int64_t N, int64_t in, int64_t out) {
+    bool gpu = context.device == CUDA;
+    DType dtype = matmul_dtype();
+    Tensor x = empty({N, in}, dtype, WORKSPACE), W = empty({out, in}, dtype, WORKSPACE),
+           y = empty({N, out}, dtype, WORKSPACE), dx = empty({N, in}, dtype, WORKSPACE),
+           dW = empty({out, in}, F32, WORKSPACE);
+    fill_normal(x, 0, key_of("x"), 0, 1);
+    fill_normal(W, 0, key_of("W"), 0, 0.02f);
+    // Several between two events: one alone is so short that the host's pace would count.
+    int runs = gpu ? 10 : 3, repeat = gpu ? 10 : 1;
+    auto ms = [&](const std::function<void()>& product) {
+        auto repeated = [&] {
+            for (int i = 0; i < repeat; i++) { product(); }
+        };
+        return stats_of(time_queued_ms(
+                            1, runs, [] {}, repeated))
+                   .median /
+               repeat;
+    };
+    return {ms([&] { gemm(y, x, false, W, true); }), ms([&] { gemm(dx, y, false, W, false); }),
+            ms([&] { gemm(dW, y, true, x, false); })};
+}
+static StepFloors floors_of(const ModelConfig& c, double B, double T, const Ceilings& ceilings) {
+    double N = B * T, C = c.d_model, F = c.d_ff, V = c.vocab_size, L = c.num_layers, e = size_of(matmul_dtype());
+    double low = e < 4 ? e : 0, weights = L * (4 * C * C + 3 * C * F) + C * V;
+    struct Product {
+        double in, out, times;
+    };
+    StepFloors f;
+    for (const Product& p : {Product{C, 3 * C, L}, {C, C, L}, {C, 2 * F, L}, {F, C, L}, {C, V, 1}}) {
+        progress("%s roofline: product of %.0f x %.0f x %.0f", c.name.c_str(), N, p.in, p.out);
+        ProductTimes t = time_product((int64_t)N, (int64_t)p.in, (int64_t)p.out);
+        f.forward.products_ms += p.times * t.y;
+        f.backward.products_ms += p.times * (t.dx + t.dW);
+    }
+    f.forward.products = 2 * N * weights;
+    f.backward.products = 2 * f.forward.products;
+    f.forward.attention = 2 * B * T * T * C * L;
+    f.backward.attention = 2.5 * f.forward.attention;
+    auto attention_ms = [&](double flops, double bytes) {
+        return std::max(flops / ceilings.flops_per_ms, bytes / ceilings.bytes_per_ms);
+    };
+    f.forward.attention_ms = attention_ms(f.forward.attention, 4 * e * N * C * L);
+    f.backward.attention_ms = attention_ms(f.backward.attention, 8 * e * N * C * L);
+    f.forward.bytes = 8 * N * C + (4 * L + 1) * (4 + e) * N * C + 4 * e * N * C * L + 3 * e * N * F * L;
+    f.loss.bytes = e * N * V;
+    f.backward.bytes = 2 * e * N * V + (2 * L + 1) * (8 + e) * N * C + 2 * L * (4 + low) * N * C + 4 * e * N * C * L +
+                       5 * e * N * F * L + 4 * (N + V) * C;
+    f.optimizer.bytes = 28 * (weights + V * C + (2 * L + 1) * C) + low * weights;
+    for (Floor* phase : {&f.forward, &f.loss, &f.backward, &f.optimizer}) {
+        phase->bytes_ms = phase->bytes / ceilings.bytes_per_ms;
+    }
+    return f;
+}
+
+// Means in ms of forward, loss, backward and optimizer, each between two synchronisations.
+static std::vector<double> measure_parts(const ModelConfig& c, const Plan& p, int warmup, uint64_t seed) {
+    Model model = make_model(c);
+    init_weights(model, seed);
+    make_gradients(model);
+    make_optimizer_state(model);
+    Batch batch = random_batch(p.B, p.T, c.vocab_size, seed);
+    LossScaler scaler;
+    std::vector<double> sums(4);
+    for (int i = -warmup; i < p.steps; i++) {
+        Tensor logits, loss;
+        const std::function<void()> parts[] = {
+            [&] { logits = forward(model, batch.tokens); },
+            [&] {
+                loss = cross_entropy(logits, batch.targets);
+                logits = Tensor();  // held by nobody else, they make room for their gradient
+            },
+            [&] {
+                backward(loss, loss_scale_of(scaler));
+                drop_weight_copies(model.slots);
+            },
+            [&] { optimizer_step(model, AdamW(), scaler, 0); },
+        };
+        zero_gradients(model);
+        for (int k = 0; k < 4; k++) {
+            synchronize();
+            double start = now_ms();
+            parts[k]();
+            synchronize();
+            if (i >= 0) { sums[k] += (now_ms() - start) / p.steps; }
+        }
+    }
+    return sums;
+}
+
+static Table roofline_table(const Options& o, const Plan& p, const std::vector<Measurement>& measured) {
+    bool gpu = context.device == CUDA;
+    int n = gpu ? 8192 : o.quick ? 512 : 1024;
+    int64_t mib = gpu ? 1024 : o.quick ? 64 : 256;
+    progress("roofline: copy bandwidth and matmul rate");
+    double bandwidth = copy_bandwidth(mib << 20, gpu ? 20 : 10), rate = matmul_rate(context.precision, n, 10);
+    Ceilings ceilings{bandwidth * 1e6, rate * 1e9};
+    std::string setting = strprintf(
+        "precision %s, mode %s, copy %.4g GB/s, matmul %d^3 %.4g TFLOP/s; floor = matmul + attention + bytes, share = "
+        "floor / measured",
+        name_of(context.precision), name_of(context.mode), bandwidth, n, rate);
+    Table table{caption_of(p, "roofline", setting),
+                {"size", "phase", "matmul GFLOP", "attention GFLOP", "MB", "matmul ms", "matmul TFLOP/s",
+                 "attention ms", "bytes ms", "floor ms", "measured ms", "share"},
+                {}};
+    for (const Measurement& m : measured) {
+        auto row = [&](const char* phase, const Floor& f, double ms) {
+            table.rows.push_back(
+                {m.config.name, phase, strprintf("%.6g", f.products / 1e9), strprintf("%.6g", f.attention / 1e9),
+                 strprintf("%.6g", f.bytes / 1e6), strprintf("%.3f", f.products_ms),
+                 f.products > 0 ? strprintf("%.4g", f.products / f.products_ms / 1e9) : "",
+                 strprintf("%.3f", f.attention_ms), strprintf("%.3f", f.bytes_ms), strprintf("%.3f", f.ms()),
+                 strprintf("%.3f", ms), strprintf("%.1f %%", 100 * f.ms() / ms)});
+        };
+        const PhaseTimes& step = m.phase[STEP];
+        try {
+            if (!step.ran) { throw OutOfMemory(step.needs, ""); }
+            StepFloors f = floors_of(m.config, p.B, p.T, ceilings);
+            std::vector<double> ms = measure_parts(m.config, p, p.warmup[0], o.seed);
+            row("forward", f.forward, ms[0]);
+            row("loss", f.loss, ms[1]);
+            row("backward", f.backward, ms[2]);
+            row("optimizer", f.optimizer, ms[3]);
+            Floor all;
+            for (const Floor& part : {f.forward, f.loss, f.backward, f.optimizer}) {
+                for (double Floor::*x : {&Floor::products, &Floor::attention, &Floor::bytes, &Floor::products_ms,
+                                         &Floor::attention_ms, &Floor::bytes_ms}) {
+                    all.*x += part.*x;
+                }
+            }
+            row("step", all, step.all.mean);  // as in the table before, without synchronisations inside
+        } catch (const OutOfMemory&) {
+            clear_tape();
+            table.rows.push_back({m.config.name, "step", "", "", "", "", "", "", "", "", oom(step), ""});
+        }
+    }
+    return table;
+}
+
 int cmd_benchmarking_script(const Options& o) {
     bool seconds = o.table == "seconds", sweep = o.warmup.size() > 1;
     if (seconds && sweep) { usage_error("--table seconds takes one --warmup value, got %zu", o.warmup.size()); }
     if (sweep && !o.plot.empty()) { usage_error("--plot takes one --warmup value, got %zu", o.warmup.size()); }
     if (sweep && !o.trace.empty()) { usage_error("--trace takes one --warmup value, got %zu", o.warmup.size()); }
+    if (sweep && o.roofline) { usage_error("--roofline takes one --warmup value, got %zu", o.warmup.size()); }
     context.device = choose_device(o.device);
     Plan p = plan_of(o, {"fp32"}, {});
     StepBars bars;
@@ -1440,6 +1617,7 @@ int cmd_benchmarking_script(const Options& o) {
             table.caption = caption_of(p, "benchmarking_script", setting + (sweep ? ", each row a fresh process" : ""));
             table.columns = seconds ? std::vector<std::string>{"", "model", "mean", "std"} : milliseconds_columns;
             if (sweep) { table.columns.insert(table.columns.begin(), "warmup"); }
+            std::vector<Measurement> measured;
             for (int warmup : p.warmup) {
                 for (const ModelConfig& c : p.configs) {
                     if (sweep) {
@@ -1451,10 +1629,12 @@ int cmd_benchmarking_script(const Options& o) {
                     Measurement r = measure_model(c, p, warmup, o.seed);
                     seconds ? add_seconds_rows(table, r) : table.rows.push_back(milliseconds_row(r, p));
                     add_bar(bars, r, several ? strprintf(" %s %s", name_of(precision), name_of(mode)) : "");
+                    measured.push_back(r);
                 }
             }
             print(table, o.format);
             caption = table.caption;
+            if (o.roofline) { print(roofline_table(o, p, measured), o.format); }
         }
     }
     if (!o.plot.empty()) {

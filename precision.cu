@@ -314,8 +314,7 @@ static size_t total_memory() {
     return (size_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
 }
 
-// Bytes read plus bytes written a second, in GB/s.
-static double copy_bandwidth(int64_t bytes, int runs) {
+double copy_bandwidth(int64_t bytes, int runs) {
     Tensor from = zeros({bytes}, U8, WORKSPACE), to = zeros({bytes}, U8, WORKSPACE);  // zeros: every page is touched
     int pieces = context.device == CPU ? cpu_threads() : 1;                           // one core cannot fill the bus
     int64_t piece = bytes / pieces;

@@ -131,6 +131,7 @@ naive_ddp_benchmarking --d_model 63 --num_heads 2        | --d_model 63
 benchmarking_script --warmup 1,2 --table seconds         | --warmup
 benchmarking_script --warmup 1,2 --plot build/x.svg      | --plot
 benchmarking_script --warmup 1,2 --trace build/x.json    | --trace
+benchmarking_script --warmup 1,2 --roofline              | --roofline
 torch_compile --warmup 1,2                               | --warmup
 optimizer_state_sharding_accounting --precision fp16     | --precision
 nsys_profile --range step,nonsense                       | nonsense

@@ -3,6 +3,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include <sys/wait.h>
+
 #include <algorithm>
 using Words = std::vector<std::string>;
 
@@ -139,6 +141,7 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{"naive_ddp_benchmarking", "--warmup", "1,2"}, "--warmup", "'1,2'"},
         {{"torch_compile", "--warmup", "1,2"}, "--warmup", "'1,2'"},
         {{bench, "--warmup", "1,2", "--table", "seconds"}, "--warmup", "--table seconds takes one"},
+        {{bench, "--warmup", "1,2", "--roofline"}, "--roofline", "takes one --warmup value"},
         {{bench, "--mode", "warp"}, "--mode", "eager, fused, flash"},
         {{bench, "--precision", "fp8"}, "--precision", "bf16"},
         {{bench, "--table", "minutes"}, "--table", "seconds"},
@@ -151,6 +154,7 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{"train", "--data", "LICENSE", "--save", "tests"}, "--save", "'tests'"},
         {{"memory_profiling", "--out", "tests/main.cpp"}, "--out", "a folder that can be written to"},
         {{"flash_leaderboard", "--head_size", "17"}, "--head_size", "16, 32, 64, 80, 128"},
+        {{"flash_leaderboard", "--device", "cpu", "--impl", "naive"}, "--impl", "takes auto, tiled here"},
         {{"train"}, "--data", "got nothing"},
         {{"train", "--data", ""}, "--data", "a file name"},
         {{"train", "--data", "x", "--lr", "nan"}, "--lr", "'nan'"},
@@ -193,4 +197,36 @@ TEST_CASE("main: a file that is not there is a failure, not wrong usage") {
     CHECK(r.exit_code == 1);
     CHECK(r.out == "");
     CHECK(has(r.err, "no/such/file"));
+}
+
+TEST_CASE("main: tests/vs_pytorch.py explains itself and refuses in one line, also without PyTorch") {
+    auto run = [](const std::string& words) {
+        Run r{-1, "", ""};
+        // -S: no site-packages, so there is no torch
+        FILE* pipe = popen(("python3 -S tests/vs_pytorch.py " + words + " 2>&1").c_str(), "r");
+        REQUIRE(pipe);
+        for (int c; (c = fgetc(pipe)) != EOF;) { r.out += (char)c; }
+        int status = pclose(pipe);
+        r.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+        return r;
+    };
+    Run help = run("--help");
+    if (help.exit_code == 127) { return skip_this_case("no python3"); }
+    CHECK(help.exit_code == 0);
+    CHECK(has(help.out, "--max_ratio"));
+    const char* binary = getenv("CS336_BINARY");
+    const std::string program = std::string("--program ") + (binary ? binary : "./cs336");
+    const std::pair<std::string, const char*> wrong[] = {
+        {"--size small,tiny", "--size"},   {"--max_ratio nan", "--max_ratio"}, {"--rounds 0", "--rounds"},
+        {"--no_model", "--no_model"},      {"--speed 3", "--speed"},           {"--program no/such", "no/such"},
+        {program + " --quick", "PyTorch"},
+    };
+    for (const auto& [words, names] : wrong) {
+        CAPTURE(words);
+        Run r = run(words);
+        CAPTURE(r.out);
+        CHECK(r.exit_code == 2);
+        CHECK(lines(r.out) == 1);
+        CHECK(has(r.out, names));
+    }
 }
