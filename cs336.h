@@ -146,15 +146,16 @@ struct Memory {  // freed (in stream order) when the last shared_ptr goes
     const char* op;  // innermost open Range
     Source at;       // who asked for it
     std::shared_ptr<Region> region;
-    size_t offset;  // in the region, if there is one
+    size_t offset;  // in the region, if there is one; of gradients from its end
     ~Memory();
 };
 // A CUDA graph's kernels have their addresses built in, so what a captured step allocates has to lie at the same places
-// at each launch: in a block of its own, each buffer at the first offset where there is room. How large the block must
-// be shows in a rehearsal: the same step, run with buffers from the pool.
+// at each launch: in a block of its own, gradients, which stay, from its end downwards, the others at the first offset
+// where there is room. How large the block must be shows in a rehearsal: the same step with buffers from the pool.
 struct Region {
     std::shared_ptr<Memory> block;     // null in the rehearsal
-    std::map<size_t, size_t> taken{};  // offset -> end
+    std::map<size_t, size_t> taken{};  // offset -> end, without the gradients
+    size_t gradients = 0;              // bytes
     size_t bytes = 0;                  // that were needed at most
 };
 // Runs f; what it allocates on the GPU has a place in the region, and with a block lies there.

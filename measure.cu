@@ -809,14 +809,18 @@ void allocate_in(const std::shared_ptr<Region>& r, const std::function<void()>& 
     } use(r);
     f();
 }
-static size_t place_in(Region& r, size_t bytes) {
+static size_t place_in(Region& r, size_t bytes, Category category) {
     size_t at = 0, aligned = (bytes + 511) / 512 * 512;
-    for (const auto& buffer : r.taken) {
-        if (buffer.first - at >= aligned) { break; }
-        at = buffer.second;
+    if (category == GRADIENTS) {
+        at = r.gradients += aligned;
+    } else {
+        for (const auto& buffer : r.taken) {
+            if (buffer.first - at >= aligned) { break; }
+            at = buffer.second;
+        }
+        r.taken[at] = at + aligned;
     }
-    r.taken[at] = at + aligned;
-    r.bytes = std::max(r.bytes, at + aligned);
+    r.bytes = std::max(r.bytes, (r.taken.empty() ? 0 : r.taken.rbegin()->second) + r.gradients);
     if (r.block && r.bytes > r.block->bytes) { fail("a step needs more memory than the one before it"); }
     return at;
 }
@@ -855,9 +859,13 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
         static std::atomic<uint64_t> next{1 << 20};
         memory->data = (void*)next.fetch_add((bytes + 511) / 512 * 512);
     } else if (bytes > 0) {
-        if (region && device == CUDA) { memory->region = region, memory->offset = place_in(*region, bytes); }
-        bool inside = memory->region && memory->region->block;
-        memory->data = inside ? (char*)memory->region->block->data + memory->offset : allocate_raw(device, bytes);
+        if (region && device == CUDA) { memory->region = region, memory->offset = place_in(*region, bytes, category); }
+        if (memory->region && memory->region->block) {
+            char *begin = (char*)region->block->data, *end = begin + region->block->bytes;
+            memory->data = category == GRADIENTS ? end - memory->offset : begin + memory->offset;
+        } else {
+            memory->data = allocate_raw(device, bytes);
+        }
         if (!memory->data) {
             throw OutOfMemory(bytes,
                               strprintf("out of memory on %s: %.2f GiB for %s%s%s, beside %.2f GiB in use, "
@@ -877,7 +885,7 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
 }
 
 Memory::~Memory() {
-    if (region) { region->taken.erase(offset); }
+    if (region && category != GRADIENTS) { region->taken.erase(offset); }
     if (region && region->block) { return; }  // which is booked and freed as a whole
     book(this, false);
     if (!data || device == META) { return; }

@@ -708,15 +708,18 @@ double gradient_norm(const Model& model) {
     double sum = 0;
 #ifdef __CUDACC__
     if (model.weights.device() == CUDA) {
-        Tensor partial = zeros({(int64_t)pieces.size(), NORM_BLOCKS}, F64, WORKSPACE);
-        for (size_t k = 0; k < pieces.size(); k++) {
-            const Tensor& g = pieces[k].g;
-            int blocks = std::min(NORM_BLOCKS, ceil_div(g.size(), 1024));
+        auto blocks_of = [](const Tensor& g) { return std::min(NORM_BLOCKS, ceil_div(g.size(), 1024)); };
+        int64_t blocks = 0;
+        for (const Piece& piece : pieces) { blocks += blocks_of(piece.g); }
+        Tensor partial = empty({blocks}, F64, WORKSPACE);
+        double* next = partial.as<double>();
+        for (const Piece& piece : pieces) {
+            const Tensor& g = piece.g;
             with_gpu_type(g.dtype, [&](auto zero) {
-                square_sum_kernel<<<blocks, 256, 0, stream()>>>(partial.as<double>() + k * NORM_BLOCKS,
-                                                                g.as<decltype(zero)>(), g.size());
+                square_sum_kernel<<<blocks_of(g), 256, 0, stream()>>>(next, g.as<decltype(zero)>(), g.size());
                 LAUNCH_CHECK();
             });
+            next += blocks_of(g);
         }
         for (double s : to_doubles(partial)) { sum += s; }
         return sqrt(sum);
@@ -1170,6 +1173,7 @@ void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler
     if (phase == STEP) { make_optimizer_state(model); }
     forward_backward(model, batch, loss_scale_of(scaler), between);
     if (phase == STEP) { optimizer_step(model, AdamW(), scaler, 0); }
+    if (phase == FORWARD_BACKWARD && model.low) { attach_low_weights(model); }  // nobody has written the weights
 }
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
     return planned_peak([&] {
@@ -1425,7 +1429,7 @@ static void add_bar(StepBars& s, const Measurement& r, const std::string& settin
 // ---------------------------------------------------------------------------------------------------------------------
 // --roofline: how near each phase comes to the least time that this device needs, if products are the library's and
 // what lies between two of them is one pass. N = B T rows; e bytes for an element of a product (2 in bf16 and fp16,
-// else 4); the residual stream, the weights, their gradients and AdamW's moments take 4.
+// else 4), of its gradients too; the residual stream, the weights and AdamW's moments take 4.
 //   FLOPs of the products   forward 2N (L (4C^2 + 3CF) + CV); backward, with dx and dW, twice that
 //   FLOPs of attention      forward 2 B T^2 C L, the causal half; backward 2.5 times that (five products, not two)
 //   bytes of attention      forward reads q, k, v and writes o: 4e NC L; backward 8e NC L
@@ -1433,13 +1437,10 @@ static void add_bar(StepBars& s, const Measurement& r, const std::string& settin
 //   forward    embedding 8NC; 2L+1 norms, (4 + e) NC for x and y, and all but the first as much again for the residual
 //              add; RoPE turns q and k, 4e NC L; SwiGLU, from [a | b] to g, 3e NF L
 //   loss       reads the logits, e NV
-//   backward   logits to their gradient 2e NV; norms, dy and x to dx: (8 + e) NC each, and 2L of them add to a dx that
-//   is
-//              there, 4NC, and write it for the next product if that wants low precision, e NC; RoPE 4e NC L; SwiGLU,
-//              dg and [a | b] to [da | db], 5e NF L; embedding 4(N + V)C
-//   optimizer  reads p, g, m, v and writes p, m, v: 28 for each parameter, and e for the copy that a low-precision
-//   product
-//              needs of its weight
+//   backward   logits to their gradient 2e NV; norms, dy and x to dx: (8 + e) NC each; 2L of them add it to one that
+//              is there, 4NC, and write that for the next product if it wants low precision, e NC; RoPE 4e NC L;
+//              SwiGLU, dg and [a | b] to [da | db], 5e NF L; embedding 4(N + V)C
+//   optimizer  reads p, g, m, v and writes p, m, v: 28 a parameter; in low precision g is 2 less, p's copy 2 more
 // floor = the products' time, each measured alone at the model's own shape, operands and results included
 //       + attention's, the larger of FLOPs / matmul rate of a large square and bytes / copy bandwidth
 //       + bytes / copy bandwidth.  What the L2 cache still holds from the op before is faster than that.
@@ -1464,7 +1465,7 @@ static ProductTimes time_product(int64_t N, int64_t in, int64_t out) {
     DType dtype = matmul_dtype();
     Tensor x = empty({N, in}, dtype, WORKSPACE), W = empty({out, in}, dtype, WORKSPACE),
            y = empty({N, out}, dtype, WORKSPACE), dx = empty({N, in}, dtype, WORKSPACE),
-           dW = empty({out, in}, F32, WORKSPACE);
+           dW = empty({out, in}, dtype, WORKSPACE);
     fill_normal(x, 0, key_of("x"), 0, 1);
     fill_normal(W, 0, key_of("W"), 0, 0.02f);
     // Several between two events: one alone is so short that the host's pace would count.
@@ -1507,7 +1508,7 @@ static StepFloors floors_of(const ModelConfig& c, double B, double T, const Ceil
     f.loss.bytes = e * N * V;
     f.backward.bytes = 2 * e * N * V + (2 * L + 1) * (8 + e) * N * C + 2 * L * (4 + low) * N * C + 4 * e * N * C * L +
                        5 * e * N * F * L + 4 * (N + V) * C;
-    f.optimizer.bytes = 28 * (weights + V * C + (2 * L + 1) * C) + low * weights;
+    f.optimizer.bytes = 28 * (weights + V * C + (2 * L + 1) * C);
     for (Floor* phase : {&f.forward, &f.loss, &f.backward, &f.optimizer}) {
         phase->bytes_ms = phase->bytes / ceilings.bytes_per_ms;
     }
@@ -1518,7 +1519,6 @@ static StepFloors floors_of(const ModelConfig& c, double B, double T, const Ceil
 static std::vector<double> measure_parts(const ModelConfig& c, const Plan& p, int warmup, uint64_t seed) {
     Model model = make_model(c);
     init_weights(model, seed);
-    make_gradients(model);
     make_optimizer_state(model);
     Batch batch = random_batch(p.B, p.T, c.vocab_size, seed);
     LossScaler scaler;

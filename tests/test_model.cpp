@@ -227,8 +227,8 @@ TEST_CASE("model: fused ops on rows of any length, the GPU against the CPU") {
             context.device = CPU;
             for (size_t k = 0; k < results[CPU].size(); k++) {
                 CAPTURE(k);
-                Comparison c =
-                    compare(results[CUDA][k], results[CPU][k], tolerance, tolerance * largest(results[CPU][k]));
+                double atol = 1e-8 + tolerance * largest(results[CPU][k]);  // of one element a row dx is all rounding
+                Comparison c = compare(results[CUDA][k], results[CPU][k], tolerance, atol);
                 CHECK_MESSAGE(c.ok(), to_string(c));
             }
         }
@@ -673,8 +673,7 @@ TEST_CASE_TEMPLATE("model: the roofline's FLOPs are the model's, its floors add 
         CHECK(cell(4, "attention GFLOP") == doctest::Approx(3.5 * attention).epsilon(1e-5));
         int64_t weights = 0;
         for (const Parameter& p : make_model(c).parameters) { weights += count(p.shape); }
-        double copies = caption.find("bf16") == std::string::npos ? 0 : 2.0 * (weights - 1000 * 128 - 5 * 128);
-        CHECK(cell(3, "MB") == doctest::Approx((28.0 * weights + copies) / 1e6).epsilon(1e-5));
+        CHECK(cell(3, "MB") == doctest::Approx(28.0 * weights / 1e6).epsilon(1e-5));
     }
 }
 
