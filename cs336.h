@@ -470,6 +470,8 @@ Tensor linear(const Tensor& x, const Tensor& weight);  // x [...,K], weight [N,K
 // cast.
 void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b, double alpha = 1,
           double beta = 0);
+// For tests: a 16-bit product by each of the kernels among which gemm() picks on a GPU.
+std::vector<Tensor> gemm_by_each_kernel(const Tensor& a, bool ta, const Tensor& b, bool tb, DType dtype);
 DType matmul_dtype(Precision precision = context.precision);  // what autocast casts operands to (F64 stays F64)
 Tensor autocast_operand(const Tensor& t);  // cast to matmul_dtype(); a parameter's copy is cached while recording
 void drop_weight_copies(const std::vector<Tensor>& parameters);  // where autocast ends, or the weights change
