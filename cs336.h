@@ -420,6 +420,8 @@ void record(Tensor& y, const std::vector<Tensor>& inputs, std::function<void(con
 void add_gradient(const GradientPtr& g, const Tensor& dx);  // shares dx where it is the first; else adds with a kernel
 // For ops that write or accumulate in their own kernel: the tensor to write to, and whether to add to what it holds.
 Tensor gradient_target(const GradientPtr& g, bool* accumulate);
+// The same for those that write g's own dtype only, where the target may be 16-bit (make_gradients).
+void write_gradient(const GradientPtr& g, const std::function<void(const Tensor& target, bool accumulate)>& write);
 void backward(const Tensor& loss, float scale = 1);     // dloss = scale; empties the tape
 void backward_from(const Tensor& y, const Tensor& dy);  // the same, from any y
 void clear_tape();
@@ -744,8 +746,8 @@ struct Model {
 void check_config(const ModelConfig& c);                    // usage_error unless it makes a model
 Model make_model(const ModelConfig& c, DType dtype = F32);  // weights allocated on context.device, not set
 void init_weights(const Model& model, uint64_t seed);       // normal; Linear std sqrt(2/(in+out)), embedding 1
-void make_gradients(
-    Model& model);  // an arena for them, once; without it each lives from its first use to zero_gradients
+// An arena for them, once. Without it each gradient lives from its first use to zero_gradients.
+void make_gradients(Model& model, DType dtype = F32);
 void make_optimizer_state(Model& model);                            // m and v, zero, once
 void zero_gradients(const Model& model);                            // from here on the first writer overwrites
 Tensor forward(Model& model, const Tensor& tokens);                 // tokens I32 [B,T] -> logits [B,T,V]
@@ -973,6 +975,7 @@ struct Options {
     double rope_theta = 10000, lr = 1e-3, min_lr = 1e-4, weight_decay = 0.01, max_grad_norm = 1.0, val_fraction = 0.1,
            temperature = 0.8;
     int warmup_steps = 20, sample = 200, stop_at = 0, log_every = 1;
+    std::string reduce_dtype = "fp32";
     int nproc = 0;  // 0: the command's default
     std::string backend = "auto";
     double timeout = 60;                           // seconds

@@ -340,6 +340,16 @@ Tensor gradient_target(const GradientPtr& g, bool* accumulate) {
     }
     return g->value;
 }
+void write_gradient(const GradientPtr& g, const std::function<void(const Tensor& target, bool accumulate)>& write) {
+    if (g->is_parameter && g->value && g->value.dtype != g->dtype) {
+        Tensor own = empty(g->shape, g->dtype);
+        write(own, false);
+        return add_gradient(g, own);
+    }
+    bool accumulate;
+    Tensor target = gradient_target(g, &accumulate);
+    write(target, accumulate);
+}
 void backward(const Tensor& loss, float scale) {
     NoGrad no_grad;
     backward_from(loss, add_scalar(zeros(loss.shape, loss.dtype), scale));
@@ -1089,10 +1099,10 @@ Tensor gather_rows(const Tensor& table, const Tensor& index) {
         for (int64_t i = 0; i < n; i++) { memcpy(y.data + i * row, table.data + index.as<int>()[i] * row, row); }
     }
     record(y, {table}, [index, g = table.gradient](const Tensor& dy) {
-        bool accumulate;
-        Tensor dtable = gradient_target(g, &accumulate);
-        if (!accumulate) { fill_zero(dtable); }
-        gather_rows_backward(dtable, contiguous(cast(dy, g->dtype)), index);
+        write_gradient(g, [&](const Tensor& dtable, bool accumulate) {
+            if (!accumulate) { fill_zero(dtable); }
+            gather_rows_backward(dtable, contiguous(cast(dy, g->dtype)), index);
+        });
     });
     return y;
 }
