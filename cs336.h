@@ -409,7 +409,7 @@ struct Gradient {
     DType dtype;  // of the tensor that it belongs to, and its shape
     Shape shape;
     // Null until something was added, but where it is a view into a flat buffer. A parameter's is 16-bit where
-    // low_precision stands for the parameter.
+    // low_precision stands for the parameter, or where that buffer is.
     Tensor value;
     bool is_parameter = false;    // then it stays after backward ...
     bool filled = false;          // ... and this says that it holds something
@@ -429,6 +429,8 @@ void record(Tensor& y, const std::vector<Tensor>& inputs, std::function<void(con
 void add_gradient(const GradientPtr& g, const Tensor& dx);  // shares dx where it is the first; else adds with a kernel
 // For ops that write or accumulate in their own kernel: the tensor to write to, and whether to add to what it holds.
 Tensor gradient_target(const GradientPtr& g, bool* accumulate);
+// The same for those that write g's own dtype only, where the target may be 16-bit (make_gradients).
+void write_gradient(const GradientPtr& g, const std::function<void(const Tensor& target, bool accumulate)>& write);
 void backward(const Tensor& loss, float scale = 1);     // dloss = scale; empties the tape
 void backward_from(const Tensor& y, const Tensor& dy);  // the same, from any y
 void clear_tape();
@@ -479,6 +481,8 @@ Tensor linear(const Tensor& x, const Tensor& weight);  // x [...,K], weight [N,K
 // cast.
 void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b, double alpha = 1,
           double beta = 0);
+// For tests: a 16-bit product by each of the kernels among which gemm() picks on a GPU.
+std::vector<Tensor> gemm_by_each_kernel(const Tensor& a, bool ta, const Tensor& b, bool tb, DType dtype);
 DType matmul_dtype(Precision precision = context.precision);  // what autocast casts operands to (F64 stays F64)
 Tensor autocast_operand(const Tensor& t);  // cast to matmul_dtype(); a parameter's copy is cached while recording
 void drop_weight_copies(const std::vector<Tensor>& parameters);  // where autocast ends, or the weights change
@@ -736,8 +740,9 @@ struct Model {
 void check_config(const ModelConfig& c);                    // usage_error unless it makes a model
 Model make_model(const ModelConfig& c, DType dtype = F32);  // weights allocated on context.device, not set
 void init_weights(const Model& model, uint64_t seed);       // normal; Linear std sqrt(2/(in+out)), embedding 1
-// An arena for them, once; without it each lives from its first use to zero_gradients, in the dtype that backward gave.
-void make_gradients(Model& model);
+// An arena for them, once, in dtype (a float64 model's in float64). Without it each gradient lives from its first use
+// to zero_gradients, in the dtype that backward gave.
+void make_gradients(Model& model, DType dtype = F32);
 void make_optimizer_state(Model& model);                            // m and v, zero, once
 void zero_gradients(const Model& model);                            // from here on the first writer overwrites
 Tensor forward(Model& model, const Tensor& tokens);                 // tokens I32 [B,T] -> logits [B,T,V]
@@ -963,6 +968,7 @@ struct Options {
     double rope_theta = 10000, lr = 1e-3, min_lr = 1e-4, weight_decay = 0.01, max_grad_norm = 1.0, val_fraction = 0.1,
            temperature = 0.8;
     int warmup_steps = 20, sample = 200, stop_at = 0, log_every = 1;
+    std::string reduce_dtype = "fp32";
     int nproc = 0;  // 0: the command's default
     std::string backend = "auto";
     double timeout = 60;                           // seconds

@@ -392,11 +392,12 @@ struct Setting {
     Precision precision;
     Mode mode;
     int B, T, warmup, steps;  // B: sequences a rank
+    DType reduce;             // of the gradients
     std::string scaled_down;
 };
 static Setting setting_of(const Options& o, const Communicator& c) {
     bool cpu = context.device == CPU, slow = cpu || c.backend == "gloo";  // through the host: 8 GB a step at size xl
-    Setting s{model_sizes[3], FP32, FLASH, 2, 512, 5, o.steps, ""};
+    Setting s{model_sizes[3], FP32, FLASH, 2, 512, 5, o.steps, o.reduce_dtype == "bf16" ? BF16 : F32, ""};
     auto shrink = [&](bool given, const char* what, int* value, int to) {
         if (given || *value <= to) { return; }
         s.scaled_down += strprintf("%s%s %d instead of %d", s.scaled_down.empty() ? "" : ", ", what, to, *value);
@@ -432,6 +433,9 @@ static Setting setting_of(const Options& o, const Communicator& c) {
         shrink(!o.warmup.empty(), "warmup", &s.warmup, 1);
     }
     s.precision = precision_from(o.precision.empty() ? "fp32" : o.precision[0]);
+    if (s.reduce == BF16 && s.precision != PREC_BF16) {
+        usage_error("--reduce_dtype bf16 takes --precision bf16, got %s", name_of(s.precision));
+    }
     s.mode = o.mode.empty() ? fastest_mode(s.config, s.precision) : mode_from(o.mode[0]);
     context.precision = s.precision, context.mode = s.mode;
     return s;
@@ -441,10 +445,11 @@ static std::string caption_of(const Setting& s, const Communicator& c, const cha
                               ? strprintf("%d x %s", std::min(c.world, cuda_devices()), device_description().c_str())
                               : device_description() + " a rank";
     return strprintf(
-        "%s; %d ranks, backend %s; size %s (d_model %d, %d layers), precision %s, mode %s; %d sequences a rank, "
+        "%s; %d ranks, backend %s; size %s (d_model %d, %d layers), precision %s, mode %s%s; %d sequences a rank, "
         "context length: %d, %d warmup, %d step; %s; commit %s%s",
         command, c.world, c.backend.c_str(), s.config.name.c_str(), s.config.d_model, s.config.num_layers,
-        name_of(s.precision), name_of(s.mode), s.B, s.T, s.warmup, s.steps, devices.c_str(), commit().c_str(),
+        name_of(s.precision), name_of(s.mode), s.reduce == BF16 ? ", gradients reduced in bf16" : "", s.B, s.T,
+        s.warmup, s.steps, devices.c_str(), commit().c_str(),
         s.scaled_down.empty() ? "" : ("; scaled down: " + s.scaled_down).c_str());
 }
 
@@ -729,7 +734,7 @@ static int benchmark(const Options& o, const char* command, std::vector<Variant>
         if (too_large(c, s, comparison_table(caption_of(s, c, command), {}, s, c), labels, o.format)) { return; }
         Model model = make_model(s.config);
         init_weights(model, o.seed);
-        make_gradients(model);
+        make_gradients(model, s.reduce);
         make_optimizer_state(model);
         Batch batch = random_batch(s.B, s.T, s.config.vocab_size, o.seed + 1 + c.rank);
         std::vector<Trace> traces;

@@ -235,9 +235,11 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
         *x_io = x;
     }
     record(y, {x, w}, [x, r, w](const Tensor& dy) {
-        bool add_dx = false, add_dw = false;
-        Tensor dx = gradient_target(x.gradient, &add_dx), dw = gradient_target(w.gradient, &add_dw);
-        rmsnorm_backward(dx, add_dx, dw, add_dw, contiguous(dy), x, r, w);
+        bool add_dx;
+        Tensor dx = gradient_target(x.gradient, &add_dx);
+        write_gradient(w.gradient, [&](const Tensor& dw, bool add_dw) {
+            rmsnorm_backward(dx, add_dx, dw, add_dw, contiguous(dy), x, r, w);
+        });
     });
     return y;
 }
@@ -999,9 +1001,9 @@ void init_weights(const Model& model, uint64_t seed) {
         fill_normal(p.weight, seed, key_of(p.name), norm ? 1 : 0, std);
     }
 }
-void make_gradients(Model& model) {
+void make_gradients(Model& model, DType dtype) {
     if (model.gradients) { return; }
-    model.gradients = zeros(model.weights.shape, model.weights.dtype, GRADIENTS);
+    model.gradients = zeros(model.weights.shape, model.weights.dtype == F64 ? F64 : dtype, GRADIENTS);
     for (const Tensor& t : model.slots) { t.gradient->value = view(model.gradients, offset_of(model, t), t.shape); }
 }
 void make_optimizer_state(Model& model) {

@@ -159,6 +159,14 @@ TEST_CASE("ddp: overlapped, 20 times") {  // a race does not show every time
                       "identical");
     }
 }
+TEST_CASE("ddp: overlapped over NCCL, 20 times") {
+    if (lacks("nccl", CUDA, 2)) { return; }
+    for (int i = 0; i < 20; i++) {
+        const char* command = i % 2 ? "ddp_overlap_bucketed" : "ddp_overlap_individual_parameters";
+        check_command({command, "--device", "cuda", "--nproc", "2", "--backend", "nccl", "--seed", std::to_string(i)},
+                      "identical");
+    }
+}
 TEST_CASE("ddp: the same commands on GPUs") {
     if (cuda_devices() == 0) { return skip_this_case("no GPU"); }
     int gpus = cuda_devices();

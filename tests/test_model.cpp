@@ -396,6 +396,33 @@ TEST_CASE_TEMPLATE("model: steps with and without an arena for the gradients", D
         }
     }
 }
+TEST_CASE_TEMPLATE("model: a 16-bit arena for the gradients", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    context.mode = FUSED, context.precision = PREC_BF16;
+    for (const ModelConfig& config : {tiny, odd}) {
+        std::vector<float> gradients[2], weights[2];
+        for (DType dtype : {F32, BF16}) {
+            Model model = make_model(config);
+            init_weights(model, 7);
+            make_gradients(model, dtype);
+            make_optimizer_state(model);
+            LossScaler scaler;
+            forward_backward(model, random_batch(2, 9, config.vocab_size, 7), 1);
+            CHECK(model.gradients.dtype == dtype);
+            gradients[dtype == BF16] = to_floats(model.gradients);
+            double norm = optimizer_step(model, AdamW(), scaler, 0.01), sum = 0;
+            for (float g : gradients[dtype == BF16]) { sum += (double)g * g; }
+            CHECK(norm == doctest::Approx(sqrt(sum)).epsilon(1e-5));
+            weights[dtype == BF16] = to_floats(model.weights);
+        }
+        int wrong = 0;
+        for (size_t i = 0; i < gradients[0].size(); i++) {  // one rounding more: 8 bits
+            wrong += std::abs(gradients[0][i] - gradients[1][i]) > 0.0079 * std::abs(gradients[0][i]) + 1e-6;
+            wrong += std::abs(weights[0][i] - weights[1][i]) > 2e-5;  // AdamW's first step is lr for any gradient
+        }
+        CHECK(wrong == 0);
+    }
+}
 // A step as graphs and launch by launch: the same bits, also where something changes in between.
 TEST_CASE("model: steps by CUDA graphs") {
     if (!begin<OnCUDA>()) { return; }

@@ -145,49 +145,60 @@ static bool gone(pid_t pid) {  // or a zombie that nobody has fetched yet
     std::getline(file, text);
     return text.empty() || text[text.rfind(')') + 2] == 'Z';
 }
-static const std::vector<std::string> long_run = {"distributed_communication_single_node",
-                                                  "--nproc",
-                                                  "3",
-                                                  "--device",
-                                                  "cpu",
-                                                  "--backend",
-                                                  "gloo",
-                                                  "--sizes_mb",
-                                                  "4",
-                                                  "--steps",
-                                                  "1000000",
-                                                  "--timeout",
-                                                  "3"};
+static std::vector<std::string> long_run(const char* device = "cpu", const char* backend = "gloo",
+                                         const char* ranks = "3") {
+    return {"distributed_communication_single_node",
+            "--nproc",
+            ranks,
+            "--device",
+            device,
+            "--backend",
+            backend,
+            "--sizes_mb",
+            "4",
+            "--steps",
+            "1000000",
+            "--timeout",
+            "3"};
+}
 
 static bool has_text(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
+// What `victim` of the ranks of this command gets ends them all, in one line that names it.
+static void check_failure(const std::vector<std::string>& command, int number, int victim, double seconds_before) {
+    Started s = start(command);
+    std::vector<pid_t> ranks;
+    for (int r = 0; r < std::stoi(command[2]); r++) { ranks.push_back(rank_of_launcher(s.pid, r)); }
+    for (pid_t pid : ranks) { REQUIRE(pid > 0); }
+    usleep((unsigned)(seconds_before * 1e6));
+    double since = now_ms();
+    kill(ranks[victim], number);
+    Ended e = finish(s, since);
+    INFO("signal " << number << " to rank " << victim << ": " << e.ms << " ms: " << e.err);
+    CHECK(e.exit_code == 1);
+    CHECK(e.lines == 1);
+    CHECK(has_text(e.err, "rank " + std::to_string(victim)));
+    CHECK(has_text(e.err, number == SIGKILL ? "killed by signal 9" : "no sign of life"));
+    CHECK(e.ms < 3500);
+    for (pid_t pid : ranks) { CHECK(gone(pid)); }
+    MESSAGE("signal " << number << " to rank " << victim << ": over after " << (int)e.ms << " ms");
+}
 TEST_CASE("ranks: one that is killed, or stalls, ends all within the timeout and is named") {
     if (lacks("gloo", CPU, 3)) { return; }
     for (int number : {SIGKILL, SIGSTOP}) {
-        for (int victim : {0, 1}) {
-            Started s = start(long_run);
-            std::vector<pid_t> ranks;
-            for (int r = 0; r < 3; r++) { ranks.push_back(rank_of_launcher(s.pid, r)); }
-            for (pid_t pid : ranks) { REQUIRE(pid > 0); }
-            usleep(700000);
-            double since = now_ms();
-            kill(ranks[victim], number);
-            Ended e = finish(s, since);
-            INFO("signal " << number << " to rank " << victim << ": " << e.ms << " ms: " << e.err);
-            CHECK(e.exit_code == 1);
-            CHECK(e.lines == 1);
-            CHECK(has_text(e.err, "rank " + std::to_string(victim)));
-            CHECK(has_text(e.err, number == SIGKILL ? "killed by signal 9" : "no sign of life"));
-            CHECK(e.ms < 3500);
-            for (pid_t pid : ranks) { CHECK(gone(pid)); }
-            MESSAGE("signal " << number << " to rank " << victim << ": over after " << (int)e.ms << " ms");
-        }
+        for (int victim : {0, 1}) { check_failure(long_run(), number, victim, 0.7); }
+    }
+}
+TEST_CASE("ranks: the same over NCCL") {
+    if (lacks("nccl", CUDA, 2)) { return; }
+    for (int number : {SIGKILL, SIGSTOP}) {
+        for (int victim : {0, 1}) { check_failure(long_run("cuda", "nccl", "2"), number, victim, 4); }
     }
 }
 TEST_CASE("ranks: signals to the launcher reach all, and no rank outlives it") {
     if (lacks("gloo", CPU, 3)) { return; }
     for (int number : {SIGTERM, SIGINT, SIGKILL}) {
-        Started s = start(long_run);
+        Started s = start(long_run());
         std::vector<pid_t> ranks;
         for (int r = 0; r < 3; r++) { ranks.push_back(rank_of_launcher(s.pid, r)); }
         usleep(300000);

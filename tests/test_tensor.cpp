@@ -477,6 +477,34 @@ TEST_CASE_TEMPLATE("backward frees the activations", D, OnCPU, OnCUDA) {
     }
     CHECK(memory_use(D::device).now == before);
 }
+TEST_CASE("gemm: whichever kernel is picked, the bits are the same") {
+    if (!begin<OnCUDA>()) { return; }
+    for (DType type : {BF16, F16}) {
+        for (DType out : {type, F32}) {
+            for (bool ta : {false, true}) {
+                for (bool tb : {false, true}) {
+                    if (ta && tb) { continue; }
+                    for (auto [M, N, K] :
+                         {std::array<int64_t, 3>{1024, 2304, 768}, {768, 1024, 10000}, {1600, 520, 1024}}) {
+                        Tensor a = empty(ta ? Shape{K, M} : Shape{M, K}, type);
+                        Tensor b = empty(tb ? Shape{N, K} : Shape{K, N}, type), c = empty({M, N}, out);
+                        fill_normal(a, 0, 1, 0, 1), fill_normal(b, 0, 2, 0, 1);
+                        std::vector<Tensor> all = gemm_by_each_kernel(a, ta, b, tb, out);
+                        CHECK(all.size() >= 2);
+                        gemm(c, a, ta, b, tb);
+                        std::vector<float> want = to_floats(c);
+                        for (const Tensor& one : all) { CHECK(to_floats(one) == want); }
+                        gemm(c, a, ta, b, tb, 1, 1);
+                        std::vector<float> twice = to_floats(c);
+                        for (size_t i = 0; i < want.size(); i += 997) {
+                            CHECK(twice[i] == doctest::Approx(2 * want[i]).epsilon(1e-2));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
 TEST_CASE("META counts what the CPU uses") {
     size_t peak[2], activations[2];
     for (Device device : {CPU, META}) {
