@@ -5,7 +5,7 @@
 # (install nothing), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1 (both sanitizers),
 # TSAN=1 (the thread sanitizer, for the ranks' threads).
 
-SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu hopper.cu model.cu train.cu plot.cu profile.cu memory.cu ranks.cu ddp.cu reproduce.cu main.cu)
+SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu hopper.cu model.cu benchmark.cu train.cu plot.cu profile.cu memory.cu ranks.cu ddp.cu reproduce.cu main.cu)
 TESTS := $(filter-out tests/fuzz_%,$(wildcard tests/*.cpp))
 
 ifeq ($(origin NVCC),undefined)

@@ -51,7 +51,7 @@ static void softmax_cpu(T* S, Wide<T>* L, int64_t R, int Tq, int Tk, bool causal
     for (int64_t r = 0; r < R; r++) {
         T* s = S + r * Tk;
         int n = causal ? std::min((int)(r % Tq) + 1, Tk) : Tk;
-        using A = decltype(to_acc(T()));
+        using A = Wide<T>;
         A m = -INFINITY;
         double sum = 0;
         for (int j = 0; j < n; j++) { m = std::max(m, to_acc(s[j])); }
@@ -68,7 +68,7 @@ static void softmax_backward_cpu(T* dP, const T* P, int64_t R, int Tq, int Tk, b
         T* dp = dP + r * Tk;
         const T* p = P + r * Tk;
         int n = causal ? std::min((int)(r % Tq) + 1, Tk) : Tk;  // P is 0 beyond, and so is dS
-        using A = decltype(to_acc(T()));
+        using A = Wide<T>;
         double D = 0;
         for (int j = 0; j < n; j++) { D += (double)to_acc(p[j]) * to_acc(dp[j]); }
         for (int j = 0; j < Tk; j++) { from_acc(j < n ? to_acc(p[j]) * (to_acc(dp[j]) - A(D)) : A(0), &dp[j]); }
@@ -333,7 +333,7 @@ int cmd_pytorch_attention(const Options& o) {
                 row.push_back(c.ran ? strprintf("%.6f", ms / 1e3) : "N/A");
             }
             row.push_back(c.ran ? strprintf("%.2f", c.before_backward / 1048576.0) : "N/A");
-            row.push_back(c.ran ? "OK" : strprintf("OOM (%.1f GiB)", c.needs / 1073741824.0));
+            row.push_back(c.ran ? "OK" : oom_cell(c.needs));
             table.rows.push_back(row);
             times.push_back({c.ran ? c.forward_ms : NAN, c.ran ? c.backward_ms : NAN});
         }
@@ -363,8 +363,7 @@ Table attention_compile_table(const Options& o) {
             std::vector<std::string> row = {std::to_string(D), std::to_string(S)};
             for (double AttentionCost::*pass : {&AttentionCost::forward_ms, &AttentionCost::backward_ms}) {
                 for (const AttentionCost* c : {&naive, &fused}) {
-                    row.push_back(c->ran ? strprintf("%.3f", c->*pass)
-                                         : strprintf("OOM (%.1f GiB)", c->needs / 1073741824.0));
+                    row.push_back(c->ran ? strprintf("%.3f", c->*pass) : oom_cell(c->needs));
                 }
                 row.push_back(naive.ran && fused.ran ? strprintf("%.2fx", naive.*pass / fused.*pass) : "");
             }

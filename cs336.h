@@ -7,7 +7,8 @@
 //   flash.cu        section 1.3: FlashAttention-2, all implementations of attention in one table
 //   flash_mma.cu    its tensor-core kernels
 //   hopper.cu       those for the H100 and H200
-//   model.cu        the Transformer LM, AdamW, section 1.1's experiments
+//   model.cu        the Transformer LM, AdamW, a training step
+//   benchmark.cu    sections 1.1.3, 1.1.5 and 1.3: how long a step takes, in each mode and precision
 //   train.cu        `train` on a text, `model` on your weights
 //   plot.cu         charts as SVG
 //   profile.cu      section 1.1.4: which kernels a step spends its time in, trace files
@@ -60,6 +61,7 @@ struct OutOfMemory : Failure {
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));         // exit 1
 [[noreturn]] void usage_error(const char* format, ...) __attribute__((format(printf, 1, 2)));  // exit 2
 std::string strprintf(const char* format, ...) __attribute__((format(printf, 1, 2)));
+std::string join(const std::vector<std::string>& items, const char* between);
 
 #ifdef __CUDACC__
 void cuda_check(cudaError_t error, const char* call, const char* file, int line);
@@ -99,6 +101,10 @@ struct Context {
     bool graphs = true;  // mode flash launches a repeated step as CUDA graphs; off where each launch is looked at
 };
 extern Context context;
+struct RestoreContext {  // at the end of its scope the context is as it was, also after an error
+    Context before = context;
+    ~RestoreContext() { context = before; }
+};
 struct Planning {  // within its scope nothing is computed, memory only counted
     Device before = context.device;
     Planning() {
@@ -165,8 +171,8 @@ struct MemoryUse {  // bytes
     size_t now, peak;
     size_t now_by[CATEGORIES], peak_by[CATEGORIES];  // peak_by: each category's share at the moment of the total's peak
 };
-std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
-                                 Source at = here());  // throws OutOfMemory
+// Throws OutOfMemory.
+std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at = here());
 const MemoryUse& memory_use(Device device);
 void reset_peak(Device device);
 size_t planned_peak(const std::function<void()>& run);  // bytes that it would hold at most, found on META
@@ -260,8 +266,9 @@ struct Table {
 std::string format_table(const Table& table, const std::string& format);  // md (numbers right-aligned), csv or json
 void print(const Table& table, const std::string& format);                // to stdout
 std::string quote_json(const std::string& value);                         // with its quotation marks
-void progress(const char* format, ...)
-    __attribute__((format(printf, 1, 2)));  // one rewritten line on a terminal; nothing in a pipe
+std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)", for a run that would have held so much
+// One rewritten line on a terminal; nothing in a pipe.
+void progress(const char* format, ...) __attribute__((format(printf, 1, 2)));
 struct Unfinished {  // a file that is removed when this goes, or when SIGINT, SIGTERM or SIGHUP ends us
     explicit Unfinished(const std::string& path);
     ~Unfinished();
@@ -362,17 +369,17 @@ struct Tensor {
     }
 };
 
-Tensor empty(const Shape& shape, DType dtype, Category category = ACTIVATIONS,
-             Source at = here());  // on context.device
+// Row-major; empty and zeros are on context.device.
+Tensor empty(const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
 Tensor zeros(const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
 Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
-Tensor view(const Tensor& t, int64_t offset,
-            const Shape& shape);  // elements [offset, offset + count(shape)) of a row-major t
+// Elements [offset, offset + count(shape)) of a row-major t, without its gradient.
+Tensor view(const Tensor& t, int64_t offset, const Shape& shape);
 void fill_zero(const Tensor& t);
 void copy(const Tensor& to, const Tensor& from);   // same count and dtype, both row-major, any devices
 Tensor to_device(const Tensor& t, Device device);  // a copy there (itself if it is there already), without gradient
-Tensor from_floats(const std::vector<float>& values, const Shape& shape,
-                   DType dtype = F32);  // rounds to dtype; on context.device
+// On context.device; rounds to dtype.
+Tensor from_floats(const std::vector<float>& values, const Shape& shape, DType dtype = F32);
 Tensor from_ints(const std::vector<int>& values, const Shape& shape);
 std::vector<float> to_floats(const Tensor& t);  // any dtype, any strides, from any device
 std::vector<double> to_doubles(const Tensor& t);
@@ -380,8 +387,8 @@ std::vector<double> to_doubles(const Tensor& t);
 // Counter-based random numbers (Philox 4x32-10: Salmon et al., SC 2011): element i of stream `key` is a pure function
 // of (seed, key, i), so the CPU and the GPU draw the same bits in any order.
 HD void philox(uint32_t out[4], uint64_t seed, uint64_t key, uint64_t i);
-void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean,
-                 float std);                                     // bit-equal on CPU and GPU; bounded by 4.9 std
+// Bit-equal on CPU and GPU; bounded by 4.9 std.
+void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float std);
 int random_int(int n, uint64_t seed, uint64_t key, uint64_t i);  // uniform in [0, n)
 uint64_t key_of(const std::string& name);                        // a stream for each parameter name
 
@@ -401,7 +408,9 @@ std::string to_string(const Comparison& c);
 struct Gradient {
     DType dtype;  // of the tensor that it belongs to, and its shape
     Shape shape;
-    Tensor value;                 // null until something was added, but where it is a view into a flat buffer
+    // Null until something was added, but where it is a view into a flat buffer. A parameter's is 16-bit where
+    // low_precision stands for the parameter, or where that buffer is.
+    Tensor value;
     bool is_parameter = false;    // then it stays after backward ...
     bool filled = false;          // ... and this says that it holds something
     int uses = 0;                 // ops on the tape that still will add to it
@@ -465,8 +474,8 @@ Tensor greater_equal(const Tensor& a, const Tensor& b);           // U8
 
 // Matrix products, in context.precision: fp32 and tf32 on fp32 operands; bf16 and fp16 on operands that autocast casts.
 // Accumulation is always fp32 (fp64 for F64).
-Tensor matmul(const Tensor& a, const Tensor& b,
-              bool transpose_b = false);               // [...,M,K] x [...,K,N] (or [...,N,K]) -> [...,M,N]
+// [...,M,K] x [...,K,N] (transpose_b: [...,N,K]) -> [...,M,N]
+Tensor matmul(const Tensor& a, const Tensor& b, bool transpose_b = false);
 Tensor linear(const Tensor& x, const Tensor& weight);  // x [...,K], weight [N,K] -> x weight^T [...,N]
 // out = alpha * op(a) op(b) + beta * out on row-major tensors; leading dimensions are a batch. Not recorded, nothing
 // cast.
@@ -477,6 +486,7 @@ std::vector<Tensor> gemm_by_each_kernel(const Tensor& a, bool ta, const Tensor& 
 DType matmul_dtype(Precision precision = context.precision);  // what autocast casts operands to (F64 stays F64)
 Tensor autocast_operand(const Tensor& t);  // cast to matmul_dtype(); a parameter's copy is cached while recording
 void drop_weight_copies(const std::vector<Tensor>& parameters);  // where autocast ends, or the weights change
+void one_blas_thread();                                          // before products inside an OpenMP loop of ours
 
 template <class T>
 using Wide = decltype(to_acc(T()));  // the type that arithmetic on T runs in: float, or double for F64
@@ -492,7 +502,7 @@ void with_type(DType t, Fn f) {
     }
 }
 
-template <class Fn>
+template <class Fn>  // the same where F64 cannot be
 void with_gpu_type(DType t, Fn f) {
     switch (t) {
         case F32: return f(float());
@@ -512,26 +522,6 @@ __device__ inline float warp_sum(float x) {
 __device__ inline float warp_max(float x) {
     for (int o = WARP / 2; o > 0; o /= 2) { x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, o)); }
     return x;
-}
-// Sum over a block of at most 32 warps, given to every thread. The first barrier closes the hazard that a slow warp
-// still reads `shared` from the call before.
-__device__ inline float block_sum(float x) {
-    __shared__ float shared[WARP];
-    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = (blockDim.x + WARP - 1) / WARP;
-    x = warp_sum(x);
-    __syncthreads();
-    if (lane == 0) { shared[warp] = x; }
-    __syncthreads();
-    return warp_sum(lane < warps ? shared[lane] : 0.0f);
-}
-__device__ inline float block_max(float x) {
-    __shared__ float shared[WARP];
-    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = (blockDim.x + WARP - 1) / WARP;
-    x = warp_max(x);
-    __syncthreads();
-    if (lane == 0) { shared[warp] = x; }
-    __syncthreads();
-    return warp_max(lane < warps ? shared[lane] : -INFINITY);
 }
 
 // For kernels that are bound by memory: one block takes a row, and a thread W neighbours of it at a time, by accesses
@@ -719,7 +709,9 @@ struct ModelConfig {
     int d_model, d_ff, num_layers, num_heads, vocab_size;
     float rope_theta = 10000, eps = 1e-5f;
 };
-extern const std::vector<ModelConfig> model_sizes;                  // the handout's table 1, vocabulary 10,000
+extern const std::vector<ModelConfig> model_sizes;  // the handout's table 1, vocabulary 10,000
+// Elements of what matrix products multiply with: all weights but the embedding, which is a look-up, and the norms'.
+int64_t matmul_weights(const ModelConfig& c);
 int64_t forward_flops(const ModelConfig& c, int64_t B, int64_t T);  // of the matrix products, attention counted in full
 
 struct Parameter {
@@ -734,19 +726,22 @@ struct Layer {
 struct Model {
     ModelConfig config;
     std::vector<Parameter> parameters;  // in backward order: the first is the first whose gradient is ready
-    Tensor weights, gradients, m, v;    // arenas, [arena_size], all laid out alike; m and v: AdamW's moments
-    Tensor low;                         // the weights as 16-bit matmuls take them, if they do
+    // Arenas, [arena_size], all laid out alike: gradients after make_gradients, AdamW's moments m and v after
+    // make_optimizer_state, else null.
+    Tensor weights, gradients, m, v;
+    Tensor low;  // the weights as 16-bit matmuls take them, if they do
     Tensor embedding, ln_final, lm_head;
     std::vector<Layer> layers;
-    std::vector<Tensor> slots;  // every tensor with a gradient slot, joined ones included
-    Tensor rope;                // [T,D]: cos and sin of each pair's angle, interleaved
-    int step = 0;               // optimizer steps taken
-    std::shared_ptr<struct StepGraphs> graphs;
+    std::vector<Tensor> slots;                  // every tensor with a gradient slot, joined ones included
+    Tensor rope;                                // [T,D]: cos and sin of each pair's angle, interleaved
+    int step = 0;                               // optimizer steps taken
+    std::shared_ptr<struct StepGraphs> graphs;  // forward_backward's, in mode flash on the GPU
 };
 void check_config(const ModelConfig& c);                    // usage_error unless it makes a model
 Model make_model(const ModelConfig& c, DType dtype = F32);  // weights allocated on context.device, not set
 void init_weights(const Model& model, uint64_t seed);       // normal; Linear std sqrt(2/(in+out)), embedding 1
-// An arena for them, once. Without it each gradient lives from its first use to zero_gradients.
+// An arena for them, once, in dtype (a float64 model's in float64). Without it each gradient lives from its first use
+// to zero_gradients, in the dtype that backward gave.
 void make_gradients(Model& model, DType dtype = F32);
 void make_optimizer_state(Model& model);                            // m and v, zero, once
 void zero_gradients(const Model& model);                            // from here on the first writer overwrites
@@ -754,9 +749,10 @@ Tensor forward(Model& model, const Tensor& tokens);                 // tokens I3
 Tensor cross_entropy(const Tensor& logits, const Tensor& targets);  // mean over all positions, []; targets I32 [B,T]
 
 // The ops of model.cu, in the order of the forward pass; each runs in context.mode.
-Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight,
-                   float eps);                                      // *x += delta (if any); returns rmsnorm(*x)
-Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype);  // [T, D/2, 2]
+// *x += delta (if any); returns rmsnorm(*x). x, delta and the result [B,T,C], weight [C].
+Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float eps);
+Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype);  // [T,D]: cos and sin of each pair, interleaved
+// y [B,T,C] to q, k, v [B,H,T,D], q and k turned by rope.
 void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope, int H, Tensor* q, Tensor* k, Tensor* v);
 Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, int H);  // [B,T,C], before output_proj
 Tensor swiglu(const Layer& layer, const Tensor& y);  // silu(y w1^T) * (y w3^T): [B,T,C] -> [B,T,F]
@@ -765,6 +761,7 @@ struct AdamW {
     float lr = 1e-3f, beta1 = 0.9f, beta2 = 0.999f, eps = 1e-8f, weight_decay = 0.01f;
 };
 double gradient_norm(const Model& model);  // over all gradients; inf or NaN if one of them is; waits for the device
+// With all gradients, times gradient_scale; fails if one is missing.
 void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1);
 // The same for any row-major tensors of one size; t: the step, from 1.
 void adamw_update(const Tensor& p, const Tensor& g, const Tensor& m, const Tensor& v, const AdamW& a, int t);
@@ -772,29 +769,21 @@ void adamw_update(const Tensor& p, const Tensor& g, const Tensor& m, const Tenso
 struct Batch {
     Tensor tokens, targets;  // I32 [B,T]
 };
-Batch random_batch(int B, int T, int V, uint64_t seed);
-// One training step in two parts. Leaves the gradients, multiplied by loss_scale; returns the loss.
-// `between` is called when forward is done.
+Batch random_batch(int B, int T, int V, uint64_t seed);  // uniform in [0, V)
+// A training step is forward_backward, then optimizer_step. Leaves the gradients, multiplied by loss_scale; returns the
+// loss, [], without the scale. `between` is called when forward is done.
 Tensor forward_backward(
     Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between = [] {});
 // Clips to max_norm (0: does not), unscales, and steps unless fp16 overflowed. Returns the gradients' true norm (0
 // where it was not needed).
 double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm);
-enum Phase { FORWARD, FORWARD_BACKWARD, STEP };  // forward: without a tape; step: with the optimizer's
+enum Phase { FORWARD, FORWARD_BACKWARD, STEP };  // FORWARD: without a tape; STEP: with the optimizer's
 void run_phase(
     Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between = [] {});
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // bytes, in context's mode and precision
 float loss_scale_of(const LossScaler& scaler);                           // 1 unless the precision is fp16
 Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
-void check_mode(const ModelConfig& c, Mode mode,
-                Precision precision);  // usage_error if it cannot run on context.device
-
-// ---------------------------------------------------------------------------------------------------------------------
-// memory.cu: what PyTorch's pickle of a memory snapshot holds, for pytorch.org/memory_viz
-std::string snapshot_pickle(const std::vector<MemoryEvent>& log);
-size_t peak_of(const std::vector<MemoryEvent>& log);  // bytes; fails unless allocations and frees pair up by address
-std::string memory_timeline(const std::vector<MemoryEvent>& log, const std::string& title, const std::string& subtitle,
-                            bool in_ms);  // SVG; x counts events unless in_ms
+void check_mode(const ModelConfig& c, Mode mode, Precision precision);  // usage_error if context.device cannot run it
 
 // ---------------------------------------------------------------------------------------------------------------------
 // plot.cu: charts as SVG, 900 wide, light or dark as the reader's screen is. At most 8 series a chart.
@@ -854,8 +843,7 @@ struct KernelClass {
 };
 KernelClass kernel_class(const std::string& kernel);     // by rules about names, which also hold for PyTorch's kernels
 std::string short_kernel_name(const std::string& name);  // "void f<int>(float*)" -> "f<int>"
-std::vector<std::string> range_paths(
-    const Trace& trace);  // of each range, e.g. "step/backward/layer/attention/softmax"
+std::vector<std::string> range_paths(const Trace& trace);  // of each, e.g. "step/backward/layer/attention/softmax"
 // Without kernels (on the CPU): each range as work of its own, for the time that was not spent in ranges inside it.
 std::vector<TracedWork> work_of_ranges(const Trace& trace);
 struct KernelSummary {  // all launches of one kernel
@@ -868,6 +856,11 @@ std::vector<KernelSummary> kernel_summary(const Trace& trace, const std::string&
 // Chrome's trace format, which Perfetto opens; the caption goes into otherData. One process a rank (environment RANK),
 // times count from the last midnight (UTC), so ranks' files merge by concatenating `traceEvents`.
 void write_trace(const std::string& path, const std::vector<Trace>& traces, const std::string& caption);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// memory.cu: what PyTorch's pickle of a memory snapshot holds, for pytorch.org/memory_viz
+std::string snapshot_pickle(const std::vector<MemoryEvent>& log);
+size_t peak_of(const std::vector<MemoryEvent>& log);  // bytes; fails unless allocations and frees pair up by address
 
 // ---------------------------------------------------------------------------------------------------------------------
 // ranks.cu: one process a rank. A rank that fails, dies or stalls ends the others within the timeout, with one line.
@@ -1031,7 +1024,7 @@ int cmd_flash_backward(const Options& o);
 int cmd_flash_benchmarking(const Options& o);
 int cmd_flash_leaderboard(const Options& o);
 int cmd_attention(const Options& o);
-int cmd_benchmarking_script(const Options& o);  // model.cu
+int cmd_benchmarking_script(const Options& o);  // benchmark.cu
 int cmd_benchmarking_mixed_precision(const Options& o);
 int cmd_torch_compile(const Options& o);
 int cmd_nsys_profile(const Options& o);      // profile.cu

@@ -13,8 +13,8 @@
 // Backward recomputes P = exp(S - L) block by block (no maximum is needed any more) and needs two sums, dK_j and dV_j
 // over the queries and dQ_i over the keys:
 //   6. D_i = sum_d dO_id O_id           [T]; equals sum_j P_ij dP_ij
-//   7. dV = P^T dO      8. dP = dO V^T      9. dS = P (dP - D)      10. dQ = dS K / sqrt(D)      11. dK = dS^T Q /
-//   sqrt(D)
+//   7. dV = P^T dO      8. dP = dO V^T      9. dS = P (dP - D)      10. dQ = dS K / sqrt(D)
+//   11. dK = dS^T Q / sqrt(D)
 #include "cs336.h"
 #include <algorithm>
 #include <cinttypes>
@@ -163,7 +163,7 @@ Tensor weighted_sum(const Tensor& x_in, const Tensor& w_in) {
     return y;
 }
 
-// Times one size, and compares y, dx and dw with the fp64 reference on the CPU; *error: the largest difference.
+// Times one size, and compares y, dx and dw with the fp64 reference on the CPU; *ok becomes false if one is off.
 static void weighted_sum_row(Table* table, int64_t N, int64_t D, int steps, uint64_t seed, bool* ok) {
     Tensor x = empty({N, D}, F32), w = empty({D}, F32), dy = empty({N}, F32), y = empty({N}, F32);
     Tensor dx = empty({N, D}, F32), dw = empty({D}, F32);
@@ -232,7 +232,7 @@ static T* head_on_cpu(const Heads& x, int b, int h) {
 }
 template <class T, class Out = T>
 static void attention_reference_cpu(const AttentionArgs& a, int D) {
-    using A = decltype(to_acc(Out()));
+    using A = Wide<Out>;
 #pragma omp parallel for
     for (int head = 0; head < a.B * a.H; head++) {
         int b = head / a.H, h = head % a.H;
@@ -313,12 +313,6 @@ static void tile_product(float* C, int64_t ldc, const float* A, int64_t lda, boo
     }
 #endif
 }
-static void one_blas_thread() {
-#ifdef HAVE_OPENBLAS
-    static bool once = (openblas_set_num_threads(1), true);
-    (void)once;
-#endif
-}
 // e^x for x <= 0 within 2 ulp, without a branch or a call, so that the compiler makes vector code of loops over it:
 // x log2(e) = n + f with |f| <= 1/2; 2^f is a polynomial (Taylor's, of degree 6, in f ln 2), 2^n goes into the
 // exponent.
@@ -371,7 +365,7 @@ static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int 
         a.L[(int64_t)head * a.Tq + q0 + i] = m[i] + std::log(l[i]);
     }
 }
-void flash_forward_cpu(const AttentionArgs& a, int D) {
+static void flash_forward_cpu(const AttentionArgs& a, int D) {
     one_blas_thread();
     int64_t heads = (int64_t)a.B * a.H, tiles = (a.Tq + CPU_BQ - 1) / CPU_BQ;
 #pragma omp parallel
@@ -419,7 +413,7 @@ static void flash_backward_tile_cpu(const AttentionArgs& a, int D, int head, int
 }
 // A thread works on a slice of a head: every `slices`-th key tile of it, which also evens out the causal triangle. dQ
 // crosses key tiles, so each slice has a dQ of its own and they are added up at the end: deterministic, and O(S).
-void flash_backward_cpu(const AttentionArgs& a, int D) {
+static void flash_backward_cpu(const AttentionArgs& a, int D) {
     one_blas_thread();
     int64_t heads = (int64_t)a.B * a.H, rows = heads * a.Tq, tiles = (a.Tk + CPU_BK - 1) / CPU_BK;
     int64_t slices = std::min((cpu_threads() + heads - 1) / heads, tiles);
@@ -650,7 +644,7 @@ __device__ __forceinline__ void rows_times_columns(float (&out)[T::ROWS][T::OUT]
         }
     }
 }
-// The P of the thread to shared memory, where the 8 threads of its rows, all in its warp, will read it.
+// The P of the thread to shared memory, where the TX threads of its rows, all in its warp, will read it.
 template <class T>
 __device__ __forceinline__ void store_p(float* P, const float (&p)[T::ROWS][T::COLS], int tx, int ty) {
 #pragma unroll
@@ -722,7 +716,7 @@ __global__ __launch_bounds__(T::THREADS* T::GROUPS, 1) void flash_forward_fp32_k
     load_rows<T::N, T::D, T::THREADS>(K, k, a.k.row, group * T::N, a.Tk, t);
     cp_async_commit();
     cp_async_wait<0>();
-    __syncthreads();  // Q, loaded by both groups
+    __syncthreads();  // Q, loaded by all groups
 
     float O[T::ROWS][T::OUT], m[T::ROWS], l[T::ROWS], c = a.scale * LOG2_E;
     set_zero(O);
@@ -863,7 +857,7 @@ __global__ __launch_bounds__(T::THREADS* T::GROUPS, 1) void flash_backward_kv_fp
     load_rows<T::N, T::D, T::THREADS>(Q, q, a.q.row, (first + group) * T::N, a.Tq, t);
     cp_async_commit();
     cp_async_wait<2>();
-    __syncthreads();  // K and V, loaded by both groups
+    __syncthreads();  // K and V, loaded by all groups
 
     float dK[T::ROWS][T::OUT], dV[T::ROWS][T::OUT], c = a.scale * LOG2_E;
     set_zero(dK);
@@ -1036,7 +1030,7 @@ __global__ __launch_bounds__(T::THREADS* T::GROUPS, 1) void flash_backward_q_fp3
     load_rows<T::N, T::D, T::THREADS>(K, k, a.k.row, group * T::N, a.Tk, t);
     cp_async_commit();
     cp_async_wait<2>();
-    __syncthreads();  // Q and dO, loaded by both groups
+    __syncthreads();  // Q and dO, loaded by all groups
 
     float dQ[T::ROWS][T::OUT], l[T::ROWS], d[T::ROWS], c = a.scale * LOG2_E;
     set_zero(dQ);
@@ -1128,7 +1122,7 @@ static void backward_fp32(const AttentionArgs& a, const float* delta, bool deter
                            heads * ceil_div(a.Tq, QueryTile::OWN), a, delta);
 }
 
-void flash_forward_fp32(const AttentionArgs& a, int D) {
+static void flash_forward_fp32(const AttentionArgs& a, int D) {
     bool large = shared_memory_per_block() >= Fp32Tile<128, 64, 2>::forward_bytes;
     switch (D) {
         case 16: return large ? forward_fp32<Fp32Tile<16, 64, 2>>(a) : forward_fp32<Fp32Tile<16, 64, 1>>(a);
@@ -1139,7 +1133,7 @@ void flash_forward_fp32(const AttentionArgs& a, int D) {
     }
     fail("flash attention in fp32: head size %d, expected 16, 32, 64, 80 or 128", D);
 }
-void flash_backward_fp32(const AttentionArgs& a, int D, bool deterministic) {
+static void flash_backward_fp32(const AttentionArgs& a, int D, bool deterministic) {
     Tensor workspace = empty({a.B, a.H, a.Tq}, F32, WORKSPACE);
     float* delta = workspace.as<float>();
     int64_t rows = (int64_t)a.B * a.H * a.Tq;
@@ -1282,12 +1276,10 @@ static Tensor flash(const AttentionImpl& impl, const Tensor& q_in, const Tensor&
 }
 Tensor run_attention(const AttentionImpl& impl, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                      Tensor* L) {
-    Precision before = context.precision;  // an operand that is bf16 or fp16 already stays so
+    RestoreContext restore;  // an operand that is bf16 or fp16 already stays so
     if (q.dtype == BF16) { context.precision = PREC_BF16; }
     if (q.dtype == F16) { context.precision = PREC_FP16; }
-    Tensor o = impl.run ? impl.run(q, k, v, causal, L) : flash(impl, q, k, v, causal, L);
-    context.precision = before;
-    return o;
+    return impl.run ? impl.run(q, k, v, causal, L) : flash(impl, q, k, v, causal, L);
 }
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
     if (context.mode == EAGER) { return attention_naive(q, k, v, causal); }
@@ -1373,13 +1365,11 @@ static CaseResult run_case(const AttentionImpl& impl, const CaseTensors& in, boo
     return r;
 }
 static CaseResult reference_of(const CaseTensors& in, bool causal, bool with_backward) {
-    Device device = context.device;
+    RestoreContext restore;
     CaseTensors wide{to_device(in.q, CPU), to_device(in.k, CPU), to_device(in.v, CPU), to_device(in.dO, CPU)};
     context.device = CPU;
     for (Tensor* t : {&wide.q, &wide.k, &wide.v, &wide.dO}) { *t = cast(*t, F64); }
-    CaseResult r = run_case(attention_impls[0], wide, causal, with_backward);
-    context.device = device;
-    return r;
+    return run_case(attention_impls[0], wide, causal, with_backward);
 }
 static int check_attention(const Options& o, const char* name, bool with_backward) {
     context.device = choose_device(o.device);
@@ -1501,8 +1491,7 @@ int cmd_flash_benchmarking(const Options& o) {
                 std::vector<std::string> row = {std::to_string(S), std::to_string(D), name_of(dtype)};
                 for (const PassTimes* t : {&n, &f}) {
                     for (double ms : {t->forward, t->backward, t->both}) {
-                        row.push_back(t->ran ? strprintf("%.3f", ms)
-                                             : strprintf("OOM (%.1f GiB)", t->needs / 1073741824.0));
+                        row.push_back(t->ran ? strprintf("%.3f", ms) : oom_cell(t->needs));
                     }
                 }
                 for (double x : {n.forward / f.forward, n.backward / f.backward, n.both / f.both}) {
@@ -1614,16 +1603,16 @@ static Tensor from_file(const FileTensor& f, const std::string& path) {
 int cmd_attention(const Options& o) {
     context.device = choose_device(o.device);
     context.mode = FUSED;
-    std::string here;
+    std::vector<std::string> here, known;
     bool is_here = o.impl == "auto";
     for (const AttentionImpl& row : attention_impls) {
         if (row.device != context.device) { continue; }
-        here += std::string(here.empty() ? "" : ", ") + row.name;
+        here.push_back(row.name);
         is_here = is_here || o.impl == row.name;
     }
     if (!is_here) {
         usage_error("--impl: got '%s', takes auto or, on %s, one of %s", o.impl.c_str(), name_of(context.device),
-                    here.c_str());
+                    join(here, ", ").c_str());
     }
     SafeTensors file = load_safetensors(o.inputs);
     auto q_it = file.tensors.find("q");
@@ -1645,10 +1634,9 @@ int cmd_attention(const Options& o) {
     if (with_backward) { in.dO = from_file(require_tensor(file, "do", shape, {fq.dtype}), o.inputs); }
 
     const AttentionImpl* impl = nullptr;
-    std::string known;
     for (const AttentionImpl& row : attention_impls) {
         if (row.device != context.device || !row.takes(in.q.dtype, D)) { continue; }
-        known += std::string(known.empty() ? "" : ", ") + row.name;
+        known.push_back(row.name);
         if (o.impl == row.name) { impl = &row; }
     }
     if (o.impl == "auto") {
@@ -1657,7 +1645,7 @@ int cmd_attention(const Options& o) {
     }
     if (!impl) {
         fail("%s: holds %s, and --impl %s does not take it; %s do", o.inputs.c_str(), name_of(in.q.dtype),
-             o.impl.c_str(), known.c_str());
+             o.impl.c_str(), join(known, ", ").c_str());
     }
     CaseResult r = run_case(*impl, in, o.causal, with_backward);
     std::vector<Tensor> kept;

@@ -532,9 +532,9 @@ __device__ __forceinline__ void load_rows(T* to, const T* x, int64_t stride, int
     if (d >= C::D) { return; }
     const T* from = x + (first + r) * stride + d;
     to += r * C::row + d;
+    // Addresses advance by constants: this runs before each tile's first product.
 #pragma unroll
-    for (int i = 0; i < ROWS;
-         i += down) {  // addresses advance by constants: this runs before each tile's first product
+    for (int i = 0; i < ROWS; i += down) {
         cp_async_16(to + i * C::row, from, i < left);  // of a row that does not exist nothing is read
         from += down * stride;
     }

@@ -42,21 +42,21 @@ static const std::string DDP_TIMED =
     RANKS + "format quick ";
 
 static const Command COMMANDS[] = {
-    {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer", "model.cu",
-     cmd_benchmarking_script, TIMED + "warmups precisions=fp32 modes=flash table roofline plot"},
+    {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer",
+     "benchmark.cu", cmd_benchmarking_script, TIMED + "warmups precisions=fp32 modes=flash table roofline plot"},
     {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
      "device sizes d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size warmup=2 "
      "steps=5 precisions=fp32 modes=eager ranges=forward,step top=10 seed plot trace format quick"},
     {"mixed_precision_accumulation", "1.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16", "precision.cu",
      cmd_mixed_precision_accumulation, "format quick"},
-    {"benchmarking_mixed_precision", "1.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost", "model.cu",
-     cmd_benchmarking_mixed_precision, TIMED + "warmup precisions=fp32,tf32,bf16 mode=flash"},
+    {"benchmarking_mixed_precision", "1.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost",
+     "benchmark.cu", cmd_benchmarking_mixed_precision, TIMED + "warmup precisions=fp32,tf32,bf16 mode=flash"},
     {"memory_profiling", "1.1.6", 4, 1, "where a step's memory goes", "memory.cu", cmd_memory_profiling,
      "device sizes=2.7B d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512 batch_size seed "
      "precisions=fp32,bf16 mode=eager out_folder format quick"},
     {"pytorch_attention", "1.2.1", 2, 1, "time and memory of plain attention", "attention.cu", cmd_pytorch_attention,
      "device steps=100 plot trace format quick"},
-    {"torch_compile", "1.3", 2, 1, "eager against fused kernels", "model.cu", cmd_torch_compile,
+    {"torch_compile", "1.3", 2, 1, "eager against fused kernels", "benchmark.cu", cmd_torch_compile,
      TIMED + "warmup precisions=fp32 plot"},
     {"weighted_sum", "1.3.1", 0, 1, "the first kernel: a weighted sum", "flash.cu", cmd_weighted_sum,
      "device trace format quick"},
@@ -214,12 +214,6 @@ static Reader number(double Options::*field, bool zero = false, double below = I
     auto show = [=](const Options& o) { return strprintf("%g", o.*field); };
     std::string takes = zero ? "a finite number, 0 or greater" : "a finite number greater than 0";
     return {takes + (below < INFINITY ? strprintf(" and less than %g", below) : ""), read, show};
-}
-
-static std::string join(const std::vector<std::string>& items, const char* between) {
-    std::string all;
-    for (const std::string& item : items) { all += (all.empty() ? "" : between) + item; }
-    return all;
 }
 
 static bool among(const std::string& text, const std::vector<std::string>& names) {

@@ -41,6 +41,8 @@ extern "C" char* openblas_get_corename(void);
 #define CS336_COMMIT "unknown"
 #endif
 
+static double to_gib(size_t bytes) { return bytes / 1073741824.0; }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Errors
 
@@ -75,6 +77,12 @@ void usage_error(const char* format, ...) {
     std::string text = format_list(format, arguments);
     va_end(arguments);
     throw Failure(2, text);
+}
+
+std::string join(const std::vector<std::string>& items, const char* between) {
+    std::string all;
+    for (const std::string& item : items) { all += (all.empty() ? "" : between) + item; }
+    return all;
 }
 
 static bool environment_is_1(const char* name) {
@@ -142,7 +150,7 @@ Precision precision_from(const std::string& name) {
 }
 
 std::string full_name(const std::string& word, const std::vector<std::string>& names, const char* kind) {
-    std::string start = word, candidates;
+    std::string start = word;
     std::vector<std::string> found;
     while (true) {  // an unknown word is shortened until some name starts like it: these are the candidates
         for (const std::string& name : names) {
@@ -154,9 +162,8 @@ std::string full_name(const std::string& word, const std::vector<std::string>& n
     }
     bool begins = start == word && !word.empty();
     if (begins && found.size() == 1) { return found[0]; }
-    for (const std::string& name : found) { candidates += (candidates.empty() ? "" : ", ") + name; }
     usage_error(begins ? "%s: more than one %s starts like this; candidates: %s" : "%s: no such %s; candidates: %s",
-                word.empty() ? "''" : word.c_str(), kind, candidates.c_str());
+                word.empty() ? "''" : word.c_str(), kind, join(found, ", ").c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -610,8 +617,6 @@ const char* innermost_range() { return open_ranges.empty() ? "" : open_ranges.ba
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory: the raw blocks
-
-static double to_gib(size_t bytes) { return bytes / 1073741824.0; }
 
 // What the kernel would still give: without swap, and within the container's limit, beyond which it kills.
 static size_t system_memory() {
@@ -1089,26 +1094,28 @@ std::string quote_json(const std::string& value) {
     return text + "\"";
 }
 
+std::string oom_cell(size_t bytes) { return strprintf("OOM (%.1f GiB)", to_gib(bytes)); }
+
 // f of each cell, with commas between
-static std::string join(const std::vector<std::string>& cells, const std::function<std::string(const std::string&)>& f,
-                        const char* comma) {
+static std::string join_cells(const std::vector<std::string>& cells,
+                              const std::function<std::string(const std::string&)>& f, const char* comma) {
     std::string text;
     for (size_t j = 0; j < cells.size(); j++) { text += (j ? comma : "") + f(cells[j]); }
     return text;
 }
 
 static std::string format_csv(const Table& table) {
-    std::string text = "# " + table.caption + "\n" + join(table.columns, quote_csv, ",") + "\n";
-    for (const auto& row : table.rows) { text += join(row, quote_csv, ",") + "\n"; }
+    std::string text = "# " + table.caption + "\n" + join_cells(table.columns, quote_csv, ",") + "\n";
+    for (const auto& row : table.rows) { text += join_cells(row, quote_csv, ",") + "\n"; }
     return text;
 }
 
 static std::string format_json(const Table& table) {
     std::string text = "{\"caption\": " + quote_json(table.caption) + ", \"columns\": [" +
-                       join(table.columns, quote_json, ", ") + "], \"rows\": [";
+                       join_cells(table.columns, quote_json, ", ") + "], \"rows\": [";
     for (size_t i = 0; i < table.rows.size(); i++) {
         auto value = [](const std::string& cell) { return is_number(cell) ? cell : quote_json(cell); };
-        text += (i ? ", [" : "[") + join(table.rows[i], value, ", ") + "]";
+        text += (i ? ", [" : "[") + join_cells(table.rows[i], value, ", ") + "]";
     }
     return text + "]}\n";
 }

@@ -46,8 +46,8 @@ static void label_peak(Chart& chart) {
 }
 
 // Two charts: all that is held, and below it what comes and goes, which beside 13 GB of weights is hard to see.
-std::string memory_timeline(const std::vector<MemoryEvent>& log, const std::string& title, const std::string& subtitle,
-                            bool in_ms) {
+static std::string memory_timeline(const std::vector<MemoryEvent>& log, const std::string& title,
+                                   const std::string& subtitle, bool in_ms) {
     Chart all{Chart::AREAS, "all that is held", in_ms ? "time (ms)" : "allocations and frees", "MiB", {}, {}, {}};
     Chart changing = all;
     changing.title = "of it: what comes and goes";
@@ -288,9 +288,7 @@ static Profile profile_memory(const ModelConfig& c, Precision precision, int B, 
 // ---------------------------------------------------------------------------------------------------------------------
 // Its tables, (b) to (e) as the handout counts
 
-static std::string peak_cell(const Profile& r) {
-    return r.ran ? mib(r.peak) : strprintf("OOM (%.1f GiB)", r.predicted / 1073741824.0);
-}
+static std::string peak_cell(const Profile& r) { return r.ran ? mib(r.peak) : oom_cell(r.predicted); }
 
 // profiles: for each configuration the forward, then the step
 static Table peak_table(const std::vector<Profile>& profiles, Precision precision, const std::string& caption) {
@@ -332,13 +330,7 @@ static Table category_table(const std::vector<Profile>& profiles, const std::str
     return table;
 }
 
-// Weights that a matrix product multiplies with: all but the embedding, which is a look-up, and the norms. These are
-// the ones of which autocast keeps a copy of 2 bytes each.
-static int64_t matmul_weights(const ModelConfig& c) {
-    int64_t C = c.d_model;
-    return c.num_layers * (4 * C * C + 3 * C * c.d_ff) + (int64_t)c.vocab_size * C;
-}
-
+// Of each weight that is multiplied with autocast makes a copy of 2 bytes an element; the fused modes keep one of all.
 static Table difference_table(const std::vector<Profile>& profiles, Precision from, Precision to) {
     Table table{strprintf("memory_profiling (c): what %s adds to %s's peak (MiB)", name_of(to), name_of(from)),
                 {"size", "context length", "phase", "all", "of it weight copies", "2 bytes a matmul weight",

@@ -1,4 +1,4 @@
-// model.cu: the handout's Transformer LM, its training step, and the experiments of section 1.1.
+// model.cu: the handout's Transformer LM and its training step.
 //
 //   x = E[tokens]
 //   each layer:  x += Wo attention(rope(Wq n), rope(Wk n), Wv n)        n = rmsnorm(x; ln1)
@@ -11,11 +11,28 @@
 #include "cs336.h"
 #include <algorithm>
 #include <cfloat>
-#include <cinttypes>
-#include <cstdio>
 
 #ifdef __CUDACC__
-static int blocks_for(int64_t n) { return (int)std::min<int64_t>((n + 255) / 256, 1 << 20); }
+// Sum over a block of at most 32 warps, given to every thread. The first barrier closes the hazard that a slow warp
+// still reads `shared` from the call before.
+__device__ inline float block_sum(float x) {
+    __shared__ float shared[WARP];
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = (blockDim.x + WARP - 1) / WARP;
+    x = warp_sum(x);
+    __syncthreads();
+    if (lane == 0) { shared[warp] = x; }
+    __syncthreads();
+    return warp_sum(lane < warps ? shared[lane] : 0.0f);
+}
+__device__ inline float block_max(float x) {
+    __shared__ float shared[WARP];
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = (blockDim.x + WARP - 1) / WARP;
+    x = warp_max(x);
+    __syncthreads();
+    if (lane == 0) { shared[warp] = x; }
+    __syncthreads();
+    return warp_max(lane < warps ? shared[lane] : -INFINITY);
+}
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -644,7 +661,7 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The weights as 16-bit matmuls take them are kept from step to step: AdamW writes them beside the weights, 2 bytes a
 // parameter, where a cast in each forward would read 4 and write 2. Eager casts, as PyTorch does.
-static int64_t offset_of(const Model& model, const Tensor& slot) {
+static int64_t offset_of(const Model& model, const Tensor& slot) {  // in elements
     return (slot.data - model.weights.data) / (int64_t)size_of(slot.dtype);
 }
 static void attach_low_weights(const Model& model) {
@@ -889,16 +906,20 @@ void adamw_step(Model& model, const AdamW& a, float gradient_scale) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The model: one arena a kind, laid out in the order in which backward finishes the gradients, so that "the gradients
-// that are ready" is always a prefix of the arena. Matrices that one product can serve together stand side by side.
+// The model: one arena for the weights, one for each moment and, if make_gradients was called, one for the gradients,
+// all laid out in the order in which backward finishes the gradients, so that "the gradients that are ready" is always
+// a prefix of the arena. Matrices that one product can serve together stand side by side.
 
 const std::vector<ModelConfig> model_sizes = {
     {"small", 768, 3072, 12, 12, 10000}, {"medium", 1024, 4096, 24, 16, 10000}, {"large", 1280, 5120, 36, 20, 10000},
     {"xl", 1600, 6400, 48, 25, 10000},   {"2.7B", 2560, 10240, 32, 32, 10000},
 };
+int64_t matmul_weights(const ModelConfig& c) {
+    int64_t C = c.d_model, F = c.d_ff;
+    return c.num_layers * (4 * C * C + 3 * C * F) + c.vocab_size * C;
+}
 int64_t forward_flops(const ModelConfig& c, int64_t B, int64_t T) {
-    int64_t C = c.d_model, F = c.d_ff, weights = c.num_layers * (4 * C * C + 3 * C * F) + (int64_t)c.vocab_size * C;
-    return 2 * B * T * weights + 4 * B * T * T * C * c.num_layers;
+    return 2 * B * T * matmul_weights(c) + 4 * B * T * T * c.d_model * c.num_layers;
 }
 void check_config(const ModelConfig& c) {
     if (c.d_model % c.num_heads != 0) {
@@ -1186,8 +1207,7 @@ size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What to run: the handout's settings, or what was asked for; without a GPU, or with --quick, less, and the caption
-// says so.
+// Which models and which mode a command runs.
 
 Mode fastest_mode(const ModelConfig& c, Precision precision) {
     return fastest_flash(context.device, matmul_dtype(precision), c.d_model / c.num_heads) ? FLASH : FUSED;
@@ -1218,493 +1238,4 @@ std::vector<ModelConfig> configs_of(const Options& o, const std::string& by_defa
         check_config(c);
     }
     return configs;
-}
-
-struct Plan {
-    std::vector<ModelConfig> configs;
-    std::vector<Precision> precisions;
-    std::vector<Mode> modes;
-    std::vector<int> warmup;
-    int B, T, steps;
-    std::string scaled_down;  // empty, or what differs from the handout's setting
-};
-static Plan plan_of(const Options& o, const std::vector<std::string>& precisions,
-                    const std::vector<std::string>& modes) {
-    Plan p{{}, {}, {}, o.warmup, o.batch_size, o.context_length, o.steps, ""};
-    bool cpu = context.device == CPU;
-    auto shrink = [&](const char* name, int* value, int cpu_value, int quick_value) {
-        int smaller = o.quick ? quick_value : cpu_value;
-        if (o.has(name) || (!cpu && !o.quick) || *value <= smaller) { return; }
-        p.scaled_down += strprintf("%s%s %d instead of %d", p.scaled_down.empty() ? "" : ", ", name, smaller, *value);
-        *value = smaller;
-    };
-    int warmup = 5;
-    shrink("batch_size", &p.B, 1, cpu ? 1 : 4);
-    shrink("context_length", &p.T, 128, cpu ? 32 : 128);
-    shrink("steps", &p.steps, 3, 2);
-    shrink("warmup", &warmup, 1, 1);
-    if (p.warmup.empty()) { p.warmup = {warmup}; }
-    bool fewer = o.size.empty() && (cpu || o.quick), custom = o.d_model || o.d_ff || o.num_layers || o.num_heads;
-    p.configs = configs_of(o, fewer ? "small" : "");
-    if (fewer && !custom) {
-        p.scaled_down += std::string(p.scaled_down.empty() ? "" : ", ") + "size small instead of all five";
-    }
-    for (const std::string& name : o.precision.empty() ? precisions : o.precision) {
-        p.precisions.push_back(precision_from(name));
-    }
-    for (const std::string& name : o.mode.empty() ? modes : o.mode) { p.modes.push_back(mode_from(name)); }
-    if (p.modes.empty()) {
-        p.modes = {FLASH};
-        for (Precision precision : p.precisions) {
-            for (const ModelConfig& c : p.configs) { p.modes[0] = std::min(p.modes[0], fastest_mode(c, precision)); }
-        }
-    }
-    for (Mode mode : p.modes) {
-        for (Precision precision : p.precisions) {
-            for (const ModelConfig& c : p.configs) { check_mode(c, mode, precision); }
-        }
-    }
-    return p;
-}
-static std::string caption_of(const Plan& p, const std::string& what, const std::string& setting) {
-    std::string s = strprintf("%s; %s; batch %d, context length: %d, vocabulary %d, %s warmup, %d step; %s; commit %s",
-                              what.c_str(), setting.c_str(), p.B, p.T, p.configs[0].vocab_size,
-                              p.warmup.size() == 1 ? std::to_string(p.warmup[0]).c_str() : "several", p.steps,
-                              device_description().c_str(), commit().c_str());
-    return p.scaled_down.empty() ? s : s + "; scaled down: " + p.scaled_down;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Measuring one model. Each phase is warmed up and timed by itself, with a device synchronisation after every step;
-// the backward pass is timed between its own two synchronisations, not as a difference of two averages.
-
-struct PhaseTimes {
-    bool ran = false;
-    size_t needs = 0, peak = 0;  // bytes: predicted, measured
-    Stats all{}, backward_only{};
-};
-struct Measurement {
-    ModelConfig config;
-    PhaseTimes phase[3];
-};
-static PhaseTimes measure_phase(Phase phase, Model& model, const Batch& batch, int warmup, int steps) {
-    PhaseTimes t;
-    LossScaler scaler;
-    double middle = 0;
-    std::vector<double> all, backward_only;
-    for (int i = 0; i < warmup + steps; i++) {
-        synchronize();
-        double start = now_ms();
-        run_phase(phase, model, batch, scaler, [&] {
-            synchronize();
-            middle = now_ms();
-        });
-        synchronize();
-        double end = now_ms();
-        progress("%s %s: %d of %d", model.config.name.c_str(),
-                 phase == FORWARD ? "forward"
-                 : phase == STEP  ? "step"
-                                  : "backward",
-                 i + 1, warmup + steps);
-        if (i < warmup) { continue; }
-        all.push_back(end - start);
-        backward_only.push_back(end - middle);
-    }
-    t.ran = true;
-    t.all = stats_of(all);
-    t.backward_only = stats_of(backward_only);
-    return t;
-}
-static Measurement measure_model(const ModelConfig& c, const Plan& p, int warmup, uint64_t seed,
-                                 std::vector<Phase> phases = {FORWARD, FORWARD_BACKWARD, STEP}) {
-    Measurement r;
-    r.config = c;
-    for (Phase phase : phases) { r.phase[phase].needs = predicted_peak(c, p.B, p.T, phase); }
-    try {
-        Model model;
-        Batch batch;
-        for (Phase phase : phases) {
-            PhaseTimes& t = r.phase[phase];
-            size_t held = memory_use(context.device).now;
-            if (t.needs > held && t.needs - held > available_memory(context.device)) { break; }
-            if (!model.weights) {
-                model = make_model(c);
-                init_weights(model, seed);
-                batch = random_batch(p.B, p.T, c.vocab_size, seed);
-            }
-            reset_peak(context.device);
-            size_t needs = t.needs;
-            t = measure_phase(phase, model, batch, warmup, p.steps);
-            t.needs = needs;
-            t.peak = memory_use(context.device).peak;
-        }
-    } catch (const OutOfMemory&) { clear_tape(); }
-    return r;
-}
-
-static std::string ms(double x) { return strprintf("%.2f", x); }
-static std::string oom(const PhaseTimes& t) { return strprintf("OOM (%.1f GiB)", t.needs / 1073741824.0); }
-static void add_stats(std::vector<std::string>& row, const PhaseTimes& t, const Stats& s) {
-    row.push_back(t.ran ? ms(s.mean) : oom(t));
-    row.push_back(t.ran ? ms(s.std) : "");
-}
-static std::vector<std::string> size_cells(const ModelConfig& c) {
-    return {c.name, std::to_string(c.d_model), std::to_string(c.d_ff), std::to_string(c.num_layers),
-            std::to_string(c.num_heads)};
-}
-static const std::vector<std::string> milliseconds_columns = {
-    "size",        "d_model",         "d_ff",           "num_layers",   "num_heads",   "fw_mean_ms",
-    "fw_std_ms",   "bw_only_mean_ms", "bw_only_std_ms", "fwbw_mean_ms", "fwbw_std_ms", "step_mean_ms",
-    "step_std_ms", "TFLOP/s",         "peak fw MiB",    "peak step MiB"};
-static std::vector<std::string> milliseconds_row(const Measurement& r, const Plan& p) {
-    std::vector<std::string> row = size_cells(r.config);
-    const PhaseTimes &fw = r.phase[FORWARD], &fwbw = r.phase[FORWARD_BACKWARD], &step = r.phase[STEP];
-    add_stats(row, fw, fw.all);
-    add_stats(row, fwbw, fwbw.backward_only);
-    add_stats(row, fwbw, fwbw.all);
-    add_stats(row, step, step.all);
-    double flops = 3.0 * forward_flops(r.config, p.B, p.T);  // backward: two products for each of the forward's
-    row.push_back(step.ran ? strprintf("%.2f", flops / step.all.mean / 1e9) : "");
-    row.push_back(fw.ran ? strprintf("%.0f", fw.peak / 1048576.0) : "");
-    row.push_back(step.ran ? strprintf("%.0f", step.peak / 1048576.0) : "");
-    return row;
-}
-static void add_seconds_rows(Table& table, const Measurement& r) {
-    auto row = [&](const char* what, const PhaseTimes& t) {
-        table.rows.push_back({std::to_string(table.rows.size()), r.config.name + what,
-                              t.ran ? strprintf("%.6g", t.all.mean / 1e3) : oom(t),
-                              t.ran ? strprintf("%.6g", t.all.std / 1e3) : ""});
-    };
-    row(" (forward, backward)", r.phase[FORWARD_BACKWARD]);
-    row(" (forward only)", r.phase[FORWARD]);
-}
-
-// Part (c): each warm-up value and size in a process of its own. In one process the first row would warm up the others
-// (context, cuBLAS handle, memory pool, page tables), and the sweep would hide what it is there to show.
-static std::vector<std::string> measure_in_fresh_process(const Options& o, const ModelConfig& c, const Plan& p,
-                                                         int warmup, Precision precision, Mode mode) {
-    std::vector<std::string> arguments = {"benchmarking_script", "--device", name_of(context.device), "--format",
-                                          "csv"};
-    auto option = [&](const char* name, const std::string& value) {
-        arguments.push_back(std::string("--") + name);
-        arguments.push_back(value);
-    };
-    if (c.name == "custom") {
-        option("d_model", std::to_string(c.d_model)), option("d_ff", std::to_string(c.d_ff));
-        option("num_layers", std::to_string(c.num_layers)), option("num_heads", std::to_string(c.num_heads));
-    } else {
-        option("size", c.name);
-    }
-    option("vocab_size", std::to_string(c.vocab_size)), option("batch_size", std::to_string(p.B));
-    option("context_length", std::to_string(p.T)), option("steps", std::to_string(p.steps));
-    option("warmup", std::to_string(warmup)), option("seed", std::to_string(o.seed));
-    option("precision", name_of(precision)), option("mode", name_of(mode));
-    std::string csv = run_ourselves(arguments), cell;
-    while (!csv.empty() && csv.back() == '\n') { csv.pop_back(); }
-    std::vector<std::string> row;
-    for (char ch : csv.substr(csv.rfind('\n') + 1) + ",") {  // the last line; our cells hold no commas
-        if (ch == ',') {
-            row.push_back(cell);
-            cell.clear();
-        } else {
-            cell += ch;
-        }
-    }
-    if (row.size() != milliseconds_columns.size()) { fail("the measuring process printed '%s'", csv.c_str()); }
-    return row;
-}
-
-// A bar for each size, setting by setting, of the step's three phases.
-struct StepBars {
-    std::vector<std::string> bars;
-    std::vector<Series> phases = {{"forward", {}}, {"backward", {}}, {"optimizer", {}}};
-};
-static void add_bar(StepBars& s, const Measurement& r, const std::string& setting) {
-    const PhaseTimes &fwbw = r.phase[FORWARD_BACKWARD], &step = r.phase[STEP];
-    double backward = fwbw.ran ? fwbw.backward_only.mean : NAN;
-    s.bars.push_back(r.config.name + setting);
-    s.phases[0].y.push_back(fwbw.ran ? fwbw.all.mean - backward : NAN);
-    s.phases[1].y.push_back(backward);
-    s.phases[2].y.push_back(step.ran ? std::max(0.0, step.all.mean - fwbw.all.mean) : NAN);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// --roofline: how near each phase comes to the least time that this device needs, if products are the library's and
-// what lies between two of them is one pass. N = B T rows; e bytes for an element of a product (2 in bf16 and fp16,
-// else 4), of its gradients too; the residual stream, the weights and AdamW's moments take 4.
-//   FLOPs of the products   forward 2N (L (4C^2 + 3CF) + CV); backward, with dx and dW, twice that
-//   FLOPs of attention      forward 2 B T^2 C L, the causal half; backward 2.5 times that (five products, not two)
-//   bytes of attention      forward reads q, k, v and writes o: 4e NC L; backward 8e NC L
-//   bytes beside these:
-//   forward    embedding 8NC; 2L+1 norms, (4 + e) NC for x and y, and all but the first as much again for the residual
-//              add; RoPE turns q and k, 4e NC L; SwiGLU, from [a | b] to g, 3e NF L
-//   loss       reads the logits, e NV
-//   backward   logits to their gradient 2e NV; norms, dy and x to dx: (8 + e) NC each; 2L of them add it to one that
-//              is there, 4NC, and write that for the next product if it wants low precision, e NC; RoPE 4e NC L;
-//              SwiGLU, dg and [a | b] to [da | db], 5e NF L; embedding 4(N + V)C
-//   optimizer  reads p, g, m, v and writes p, m, v: 28 a parameter; in low precision g is 2 less, p's copy 2 more
-// floor = the products' time, each measured alone at the model's own shape, operands and results included
-//       + attention's, the larger of FLOPs / matmul rate of a large square and bytes / copy bandwidth
-//       + bytes / copy bandwidth.  What the L2 cache still holds from the op before is faster than that.
-
-struct Floor {
-    double products = 0, attention = 0, bytes = 0;           // FLOPs, FLOPs, bytes beside these
-    double products_ms = 0, attention_ms = 0, bytes_ms = 0;  // their times
-    double ms() const { return products_ms + attention_ms + bytes_ms; }
-};
-struct Ceilings {
-    double bytes_per_ms, flops_per_ms;
-};
-struct StepFloors {
-    Floor forward, loss, backward, optimizer;
-};
-
-struct ProductTimes {
-    double y, dx, dW;  // ms of y = x W^T, dx = dy W, dW = dy^T x
-};
-static ProductTimes time_product(int64_t N, int64_t in, int64_t out) {
-    bool gpu = context.device == CUDA;
-    DType dtype = matmul_dtype();
-    Tensor x = empty({N, in}, dtype, WORKSPACE), W = empty({out, in}, dtype, WORKSPACE),
-           y = empty({N, out}, dtype, WORKSPACE), dx = empty({N, in}, dtype, WORKSPACE),
-           dW = empty({out, in}, dtype, WORKSPACE);
-    fill_normal(x, 0, key_of("x"), 0, 1);
-    fill_normal(W, 0, key_of("W"), 0, 0.02f);
-    // Several between two events: one alone is so short that the host's pace would count.
-    int runs = gpu ? 10 : 3, repeat = gpu ? 10 : 1;
-    auto ms = [&](const std::function<void()>& product) {
-        auto repeated = [&] {
-            for (int i = 0; i < repeat; i++) { product(); }
-        };
-        return stats_of(time_queued_ms(
-                            1, runs, [] {}, repeated))
-                   .median /
-               repeat;
-    };
-    return {ms([&] { gemm(y, x, false, W, true); }), ms([&] { gemm(dx, y, false, W, false); }),
-            ms([&] { gemm(dW, y, true, x, false); })};
-}
-static StepFloors floors_of(const ModelConfig& c, double B, double T, const Ceilings& ceilings) {
-    double N = B * T, C = c.d_model, F = c.d_ff, V = c.vocab_size, L = c.num_layers, e = size_of(matmul_dtype());
-    double low = e < 4 ? e : 0, weights = L * (4 * C * C + 3 * C * F) + C * V;
-    struct Product {
-        double in, out, times;
-    };
-    StepFloors f;
-    for (const Product& p : {Product{C, 3 * C, L}, {C, C, L}, {C, 2 * F, L}, {F, C, L}, {C, V, 1}}) {
-        progress("%s roofline: product of %.0f x %.0f x %.0f", c.name.c_str(), N, p.in, p.out);
-        ProductTimes t = time_product((int64_t)N, (int64_t)p.in, (int64_t)p.out);
-        f.forward.products_ms += p.times * t.y;
-        f.backward.products_ms += p.times * (t.dx + t.dW);
-    }
-    f.forward.products = 2 * N * weights;
-    f.backward.products = 2 * f.forward.products;
-    f.forward.attention = 2 * B * T * T * C * L;
-    f.backward.attention = 2.5 * f.forward.attention;
-    auto attention_ms = [&](double flops, double bytes) {
-        return std::max(flops / ceilings.flops_per_ms, bytes / ceilings.bytes_per_ms);
-    };
-    f.forward.attention_ms = attention_ms(f.forward.attention, 4 * e * N * C * L);
-    f.backward.attention_ms = attention_ms(f.backward.attention, 8 * e * N * C * L);
-    f.forward.bytes = 8 * N * C + (4 * L + 1) * (4 + e) * N * C + 4 * e * N * C * L + 3 * e * N * F * L;
-    f.loss.bytes = e * N * V;
-    f.backward.bytes = 2 * e * N * V + (2 * L + 1) * (8 + e) * N * C + 2 * L * (4 + low) * N * C + 4 * e * N * C * L +
-                       5 * e * N * F * L + 4 * (N + V) * C;
-    f.optimizer.bytes = 28 * (weights + V * C + (2 * L + 1) * C);
-    for (Floor* phase : {&f.forward, &f.loss, &f.backward, &f.optimizer}) {
-        phase->bytes_ms = phase->bytes / ceilings.bytes_per_ms;
-    }
-    return f;
-}
-
-// Means in ms of forward, loss, backward and optimizer, each between two synchronisations.
-static std::vector<double> measure_parts(const ModelConfig& c, const Plan& p, int warmup, uint64_t seed) {
-    Model model = make_model(c);
-    init_weights(model, seed);
-    make_optimizer_state(model);
-    Batch batch = random_batch(p.B, p.T, c.vocab_size, seed);
-    LossScaler scaler;
-    std::vector<double> sums(4);
-    for (int i = -warmup; i < p.steps; i++) {
-        Tensor logits, loss;
-        const std::function<void()> parts[] = {
-            [&] { logits = forward(model, batch.tokens); },
-            [&] {
-                loss = cross_entropy(logits, batch.targets);
-                logits = Tensor();  // held by nobody else, they make room for their gradient
-            },
-            [&] {
-                backward(loss, loss_scale_of(scaler));
-                drop_weight_copies(model.slots);
-            },
-            [&] { optimizer_step(model, AdamW(), scaler, 0); },
-        };
-        zero_gradients(model);
-        for (int k = 0; k < 4; k++) {
-            synchronize();
-            double start = now_ms();
-            parts[k]();
-            synchronize();
-            if (i >= 0) { sums[k] += (now_ms() - start) / p.steps; }
-        }
-    }
-    return sums;
-}
-
-static Table roofline_table(const Options& o, const Plan& p, const std::vector<Measurement>& measured) {
-    bool gpu = context.device == CUDA;
-    int n = gpu ? 8192 : o.quick ? 512 : 1024;
-    int64_t mib = gpu ? 1024 : o.quick ? 64 : 256;
-    progress("roofline: copy bandwidth and matmul rate");
-    double bandwidth = copy_bandwidth(mib << 20, gpu ? 20 : 10), rate = matmul_rate(context.precision, n, 10);
-    Ceilings ceilings{bandwidth * 1e6, rate * 1e9};
-    std::string setting = strprintf(
-        "precision %s, mode %s, copy %.4g GB/s, matmul %d^3 %.4g TFLOP/s; floor = matmul + attention + bytes, share = "
-        "floor / measured",
-        name_of(context.precision), name_of(context.mode), bandwidth, n, rate);
-    Table table{caption_of(p, "roofline", setting),
-                {"size", "phase", "matmul GFLOP", "attention GFLOP", "MB", "matmul ms", "matmul TFLOP/s",
-                 "attention ms", "bytes ms", "floor ms", "measured ms", "share"},
-                {}};
-    for (const Measurement& m : measured) {
-        auto row = [&](const char* phase, const Floor& f, double ms) {
-            table.rows.push_back(
-                {m.config.name, phase, strprintf("%.6g", f.products / 1e9), strprintf("%.6g", f.attention / 1e9),
-                 strprintf("%.6g", f.bytes / 1e6), strprintf("%.3f", f.products_ms),
-                 f.products > 0 ? strprintf("%.4g", f.products / f.products_ms / 1e9) : "",
-                 strprintf("%.3f", f.attention_ms), strprintf("%.3f", f.bytes_ms), strprintf("%.3f", f.ms()),
-                 strprintf("%.3f", ms), strprintf("%.1f %%", 100 * f.ms() / ms)});
-        };
-        const PhaseTimes& step = m.phase[STEP];
-        try {
-            if (!step.ran) { throw OutOfMemory(step.needs, ""); }
-            StepFloors f = floors_of(m.config, p.B, p.T, ceilings);
-            std::vector<double> ms = measure_parts(m.config, p, p.warmup[0], o.seed);
-            row("forward", f.forward, ms[0]);
-            row("loss", f.loss, ms[1]);
-            row("backward", f.backward, ms[2]);
-            row("optimizer", f.optimizer, ms[3]);
-            Floor all;
-            for (const Floor& part : {f.forward, f.loss, f.backward, f.optimizer}) {
-                for (double Floor::*x : {&Floor::products, &Floor::attention, &Floor::bytes, &Floor::products_ms,
-                                         &Floor::attention_ms, &Floor::bytes_ms}) {
-                    all.*x += part.*x;
-                }
-            }
-            row("step", all, step.all.mean);  // as in the table before, without synchronisations inside
-        } catch (const OutOfMemory&) {
-            clear_tape();
-            table.rows.push_back({m.config.name, "step", "", "", "", "", "", "", "", "", oom(step), ""});
-        }
-    }
-    return table;
-}
-
-int cmd_benchmarking_script(const Options& o) {
-    bool seconds = o.table == "seconds", sweep = o.warmup.size() > 1;
-    if (seconds && sweep) { usage_error("--table seconds takes one --warmup value, got %zu", o.warmup.size()); }
-    if (sweep && !o.plot.empty()) { usage_error("--plot takes one --warmup value, got %zu", o.warmup.size()); }
-    if (sweep && !o.trace.empty()) { usage_error("--trace takes one --warmup value, got %zu", o.warmup.size()); }
-    if (sweep && o.roofline) { usage_error("--roofline takes one --warmup value, got %zu", o.warmup.size()); }
-    context.device = choose_device(o.device);
-    Plan p = plan_of(o, {"fp32"}, {});
-    StepBars bars;
-    std::string caption;
-    bool several = p.precisions.size() * p.modes.size() > 1;
-    for (Precision precision : p.precisions) {
-        for (Mode mode : p.modes) {
-            context.precision = precision, context.mode = mode;
-            Table table;
-            std::string setting = strprintf("precision %s, mode %s", name_of(precision), name_of(mode));
-            table.caption = caption_of(p, "benchmarking_script", setting + (sweep ? ", each row a fresh process" : ""));
-            table.columns = seconds ? std::vector<std::string>{"", "model", "mean", "std"} : milliseconds_columns;
-            if (sweep) { table.columns.insert(table.columns.begin(), "warmup"); }
-            std::vector<Measurement> measured;
-            for (int warmup : p.warmup) {
-                for (const ModelConfig& c : p.configs) {
-                    if (sweep) {
-                        std::vector<std::string> row = measure_in_fresh_process(o, c, p, warmup, precision, mode);
-                        row.insert(row.begin(), std::to_string(warmup));
-                        table.rows.push_back(row);
-                        continue;
-                    }
-                    Measurement r = measure_model(c, p, warmup, o.seed);
-                    seconds ? add_seconds_rows(table, r) : table.rows.push_back(milliseconds_row(r, p));
-                    add_bar(bars, r, several ? strprintf(" %s %s", name_of(precision), name_of(mode)) : "");
-                    measured.push_back(r);
-                }
-            }
-            print(table, o.format);
-            caption = table.caption;
-            if (o.roofline) { print(roofline_table(o, p, measured), o.format); }
-        }
-    }
-    if (!o.plot.empty()) {
-        if (several) { caption = caption_of(p, "benchmarking_script", "precision and mode under each bar"); }
-        Chart chart{Chart::BARS, "", "", "time of a step (ms)", {}, bars.bars, bars.phases};
-        save_file(o.plot, draw("A training step by phase", caption, {chart}));
-    }
-    return 0;
-}
-
-// torch_compile: (a) attention alone; (b) the whole model. Eager is one kernel an operation; fused is what a compiler,
-// or here a person, makes of it.
-int cmd_torch_compile(const Options& o) {
-    context.device = choose_device(o.device);
-    print(attention_compile_table(o), o.format);
-    Plan p = plan_of(o, {"fp32"}, {"eager", "fused"});
-    for (Precision precision : p.precisions) {
-        context.precision = precision;
-        Table table{caption_of(p, "torch_compile (b): whole model",
-                               strprintf("precision %s, vanilla = mode eager, compiled = "
-                                         "mode fused",
-                                         name_of(precision))),
-                    {"size", "run_type", "vanilla (ms)", "compiled (ms)", "speedup"},
-                    {}};
-        for (const ModelConfig& c : p.configs) {
-            Measurement r[2];
-            for (Mode mode : {EAGER, FUSED}) {
-                context.mode = mode;
-                r[mode] = measure_model(c, p, p.warmup[0], o.seed);
-            }
-            const char* names[] = {"forward", "forward+backward", "forward+backward+optimizer"};
-            for (Phase phase : {FORWARD, FORWARD_BACKWARD, STEP}) {
-                const PhaseTimes &eager = r[EAGER].phase[phase], &fused = r[FUSED].phase[phase];
-                table.rows.push_back(
-                    {c.name, names[phase], eager.ran ? ms(eager.all.mean) : oom(eager),
-                     fused.ran ? ms(fused.all.mean) : oom(fused),
-                     eager.ran && fused.ran ? strprintf("%.2fx", eager.all.mean / fused.all.mean) : ""});
-            }
-        }
-        print(table, o.format);
-    }
-    return 0;
-}
-
-int cmd_benchmarking_mixed_precision(const Options& o) {
-    context.device = choose_device(o.device);
-    Plan p = plan_of(o, {"fp32", "tf32", "bf16"}, {});
-    for (Precision precision : {PREC_FP16, PREC_BF16}) { print(toy_model_dtypes(precision), o.format); }
-    context.mode = p.modes[0];
-    Table table{caption_of(p, "benchmarking_mixed_precision (c)", strprintf("mode %s", name_of(context.mode))),
-                {"size", "precision", "fw_mean_ms", "fw_std_ms", "bw_only_mean_ms", "bw_only_std_ms", "fwbw_mean_ms",
-                 "fwbw_std_ms", "fwbw speedup"},
-                {}};
-    for (const ModelConfig& c : p.configs) {
-        double first = 0;
-        for (Precision precision : p.precisions) {
-            context.precision = precision;
-            Measurement r = measure_model(c, p, p.warmup[0], o.seed, {FORWARD, FORWARD_BACKWARD});
-            const PhaseTimes &fw = r.phase[FORWARD], &fwbw = r.phase[FORWARD_BACKWARD];
-            std::vector<std::string> row = {c.name, name_of(precision)};
-            add_stats(row, fw, fw.all);
-            add_stats(row, fwbw, fwbw.backward_only);
-            add_stats(row, fwbw, fwbw.all);
-            if (first == 0 && fwbw.ran) { first = fwbw.all.mean; }
-            row.push_back(fwbw.ran ? strprintf("%.2fx", first / fwbw.all.mean) : "");
-            table.rows.push_back(row);
-        }
-    }
-    print(table, o.format);
-    return 0;
 }

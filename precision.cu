@@ -82,9 +82,8 @@ void convert(void* to_data, DType to_type, const void* from_data, DType from_typ
         with_type(from_type, [&](auto from_zero) {
             auto* to = (decltype(to_zero)*)to_data;
             auto* from = (const decltype(from_zero)*)from_data;
-            using Arithmetic = decltype(to_acc(to_zero));
 #pragma omp parallel for if (n > 16384)
-            for (int64_t i = 0; i < n; i++) { from_acc((Arithmetic)to_acc(from[i]), &to[i]); }
+            for (int64_t i = 0; i < n; i++) { from_acc((Wide<decltype(to_zero)>)to_acc(from[i]), &to[i]); }
         });
     });
 }
@@ -194,12 +193,6 @@ int cmd_mixed_precision_accumulation(const Options& o) {
 // products take 16-bit copies of their operands, because tensor cores run those at several times fp32's rate and sum in
 // fp32 anyway; what divides, exponentiates or sums over many elements runs in fp32; the rest takes what it is given.
 // Parameters stay in fp32, and so do their gradients: the gradient of a cast casts back.
-
-// What a function changes in the context, undone at its end, also by an error.
-struct RestoreContext {
-    Context before = context;
-    ~RestoreContext() { context = before; }
-};
 
 // y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension, var = mean((x - mean)^2). PyTorch's
 // layer_norm is one operation on autocast's fp32 list, so its input is widened first. In fp16 the squares overflow from
@@ -326,7 +319,7 @@ double copy_bandwidth(int64_t bytes, int runs) {
     return 2.0 * piece * pieces / ms / 1e6;
 }
 
-// FLOP/s of an n x n x n product, in TFLOP/s. Random operands: with zeros a GPU draws less power and clocks higher.
+// Random operands: with zeros a GPU draws less power and clocks higher.
 double matmul_rate(Precision precision, int64_t n, int runs) {
     RestoreContext restore;
     context.precision = precision;

@@ -341,7 +341,7 @@ static ProfilePlan profile_plan(const Options& o) {
     if (small) { p.warmup = 1, p.steps = 2; }
     if (!o.warmup.empty()) { p.warmup = o.warmup[0]; }
     if (o.has("steps")) { p.steps = o.steps; }
-    for (const std::string& text : smaller) { p.scaled_down += (p.scaled_down.empty() ? "" : ", ") + text; }
+    p.scaled_down = join(smaller, ", ");
     return p;
 }
 static std::string profile_caption(const ProfilePlan& p, const std::string& what) {
@@ -406,7 +406,6 @@ static std::string with_unit(double ns) {  // as nsys prints times: a unit in ea
                        : strprintf("%.0f ns", ns);
 }
 static std::vector<std::string> model_cells(const ModelProfile& m) { return {m.config.name, std::to_string(m.T)}; }
-static std::string oom_cell(const Profiled& r) { return strprintf("OOM (%.1f GiB)", r.needs / 1073741824.0); }
 
 // A row; where it is short, for want of memory, the rest stays empty.
 static void add_row(Table& table, std::vector<std::string> cells, const std::vector<std::string>& more) {
@@ -427,7 +426,7 @@ static Table time_table(const std::vector<ModelProfile>& models, const ProfilePl
             std::vector<std::string> cells = model_cells(m);
             cells.push_back(phase == FORWARD ? "forward" : "step");
             if (!r.ran) {
-                add_row(table, cells, {oom_cell(r)});
+                add_row(table, cells, {oom_cell(r.needs)});
                 continue;
             }
             dropped += r.trace.dropped, left_out += r.trace.left_out;
@@ -479,7 +478,7 @@ static Table top_kernel_table(const std::vector<ModelProfile>& models, const Pro
             cells.push_back(part.name);
             std::vector<NamedWork> work = named_work(m.phase[part.phase].trace, part.ranges);
             if (work.empty()) {
-                add_row(table, cells, {oom_cell(m.phase[part.phase])});
+                add_row(table, cells, {oom_cell(m.phase[part.phase].needs)});
                 continue;
             }
             KernelSummary k = by_kernel(work)[0];
@@ -547,7 +546,7 @@ static Table share_table(const std::vector<ModelProfile>& models, const ProfileP
             std::vector<std::string> cells = model_cells(m);
             cells.push_back(part.name);
             if (work.empty()) {
-                add_row(table, cells, {oom_cell(m.phase[part.phase])});
+                add_row(table, cells, {oom_cell(m.phase[part.phase].needs)});
                 continue;
             }
             double all = sum_of(work), cores = sum_of(work, [](const NamedWork&w) { return w.is.tensor_cores; });
@@ -571,7 +570,7 @@ static Table softmax_table(const std::vector<ModelProfile>& models, const Profil
                 {}};
     for (const ModelProfile& m : models) {
         if (!m.phase[FORWARD].ran) {
-            add_row(table, model_cells(m), {oom_cell(m.phase[FORWARD])});
+            add_row(table, model_cells(m), {oom_cell(m.phase[FORWARD].needs)});
             continue;
         }
         const ModelConfig& c = m.config;
@@ -655,8 +654,7 @@ static void check_ranges(const Options& o, const std::vector<std::string>& preci
                 if (std::any_of(paths.begin(), paths.end(), [&](auto& path) { return is_in(path, range); })) {
                     continue;
                 }
-                std::string known;
-                for (const std::string& path : paths) { known += (known.empty() ? "" : ", ") + path; }
+                std::string known = join({paths.begin(), paths.end()}, ", ");
                 usage_error("--range: got '%s', takes, for precision %s and mode %s, some of %s", range.c_str(),
                             precision.c_str(), mode.c_str(), known.c_str());
             }
@@ -680,12 +678,12 @@ int cmd_nsys_profile(const Options& o) {
             for (const std::string& mode : modes) { check_mode(c, mode_from(mode), precision_from(precision)); }
         }
     }
-    std::string settings;
+    std::vector<std::string> settings, sizes, lengths;
     for (const std::string& precision : precisions) {
         for (const std::string& mode : modes) {
             context.precision = precision_from(precision), context.mode = mode_from(mode);
             p.setting = strprintf("precision %s, mode %s", precision.c_str(), mode.c_str());
-            settings += (settings.empty() ? "" : ", ") + precision + " " + mode;
+            settings.push_back(precision + " " + mode);
             std::vector<ModelProfile> models;
             for (const ModelConfig& c : p.configs) {
                 for (int T : p.lengths) { models.push_back(profile_model(c, T, p, o.seed)); }
@@ -720,11 +718,10 @@ int cmd_nsys_profile(const Options& o) {
             }
         }
     }
-    if (several) { p.setting = settings; }
-    std::string sizes, lengths;
-    for (const ModelConfig& c : p.configs) { sizes += (sizes.empty() ? "" : ", ") + c.name; }
-    for (int T : p.lengths) { lengths += (lengths.empty() ? "" : ", ") + std::to_string(T); }
-    std::string what = "of size " + sizes + ", context length " + lengths;
+    if (several) { p.setting = join(settings, ", "); }
+    for (const ModelConfig& c : p.configs) { sizes.push_back(c.name); }
+    for (int T : p.lengths) { lengths.push_back(std::to_string(T)); }
+    std::string what = "of size " + join(sizes, ", ") + ", context length " + join(lengths, ", ");
     if (!o.trace.empty()) { write_trace(o.trace, traces, profile_caption(p, what)); }
     if (!o.plot.empty() && bars.empty()) {
         fail("--plot %s: nothing ran, so there is nothing to draw", o.plot.c_str());

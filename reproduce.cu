@@ -8,8 +8,8 @@
 #include "cs336.h"
 
 #include <algorithm>
-#include <csignal>
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <fstream>
 #include <sstream>
@@ -20,11 +20,6 @@
 
 using Words = std::vector<std::string>;
 
-static std::string join(const Words& words, const char* between) {
-    std::string all;
-    for (const std::string& word : words) { all += (all.empty() ? "" : between) + word; }
-    return all;
-}
 static Words split(const std::string& text, const std::string& between) {
     Words parts;
     for (size_t start = 0, end; start <= text.size(); start = end + between.size()) {

@@ -5,7 +5,6 @@
 // these ops as they are (--mode eager) or on hand-fused kernels that record themselves on the same tape (--mode fused).
 #include "cs336.h"
 #include <algorithm>
-#include <type_traits>
 #ifdef HAVE_OPENBLAS
 #include <cblas.h>
 #endif
@@ -235,6 +234,7 @@ __global__ void normal_kernel(char* out, DType dtype, int64_t n, uint64_t seed, 
         store<float>(out, dtype, i, normal_scaled(seed, key, i, mean, std));
     }
 }
+// Blocks of 256 threads; the loop in the kernel does the rest. 132: the SMs of an H100 or H200.
 static int grid_for(int64_t n) { return (int)std::min<int64_t>((n + 255) / 256, 132 * 64); }
 #endif
 
@@ -1377,14 +1377,18 @@ static Tensor widened(const Tensor& t) {
     return w;
 }
 // OpenBLAS's own threads and OpenMP's would spin against each other for the same cores (seen: 4 times slower), so
-// OpenBLAS runs single-threaded inside our OpenMP loop: over the batch, or over slices of the output's longer side.
-template <class T>
-static void gemm_cpu(const Tensor& out, Matrix C, const Tensor& a, Matrix A, bool ta, const Tensor& b, Matrix B,
-                     bool tb, int64_t K, double alpha, double beta) {
+// OpenBLAS runs single-threaded inside our OpenMP loops.
+void one_blas_thread() {
 #ifdef HAVE_OPENBLAS
     static bool once = (openblas_set_num_threads(1), true);
     (void)once;
 #endif
+}
+// Over the batch, or over slices of the output's longer side.
+template <class T>
+static void gemm_cpu(const Tensor& out, Matrix C, const Tensor& a, Matrix A, bool ta, const Tensor& b, Matrix B,
+                     bool tb, int64_t K, double alpha, double beta) {
+    one_blas_thread();
     bool by_rows = C.rows >= C.cols;
     int64_t side = by_rows ? C.rows : C.cols,
             slices = C.batch > 1 ? 1 : std::min<int64_t>(cpu_threads(), (side + 31) / 32);

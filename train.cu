@@ -328,8 +328,8 @@ static void options_from_checkpoint(const SafeTensors& file, Options& o) {
     }
 }
 
-int cmd_train(const Options& typed) {
-    Options o = typed;
+// train's own defaults, which are smaller than those of the timed commands.
+static void set_defaults(Options& o) {
     struct Default {
         const char* name;
         IntOption field;
@@ -344,6 +344,23 @@ int cmd_train(const Options& typed) {
                              {"steps", &Options::steps, 200, 20}}) {
         if (!o.has(d.name)) { o.*d.field = o.quick ? d.quick : d.value; }
     }
+}
+
+// Random weights and moments of zero, or the checkpoint's weights, moments, step and loss scale.
+static void start_from(const SafeTensors& checkpoint, Model& model, LossScaler& scaler, uint64_t seed) {
+    make_optimizer_state(model);
+    if (checkpoint.path.empty()) { return init_weights(model, seed); }
+    load_weights(checkpoint, model, "", model.weights);
+    load_weights(checkpoint, model, "adamw.m.", model.m);
+    load_weights(checkpoint, model, "adamw.v.", model.v);
+    model.step = whole_of(checkpoint, "step", 0, 1 << 20);
+    scaler.scale = (float)real_of(checkpoint, "loss_scale", FLT_MIN, FLT_MAX);
+    scaler.good_steps = whole_of(checkpoint, "good_steps", 0, 1 << 20);
+}
+
+int cmd_train(const Options& typed) {
+    Options o = typed;
+    set_defaults(o);
     SafeTensors checkpoint;
     if (!o.load.empty()) {
         checkpoint = load_safetensors(o.load);
@@ -359,19 +376,8 @@ int cmd_train(const Options& typed) {
 
     Model model = make_model(c);
     LossScaler scaler;
-    make_optimizer_state(model);
-    int step = 0;
-    if (checkpoint.path.empty()) {
-        init_weights(model, o.seed);
-    } else {
-        load_weights(checkpoint, model, "", model.weights);
-        load_weights(checkpoint, model, "adamw.m.", model.m);
-        load_weights(checkpoint, model, "adamw.v.", model.v);
-        step = model.step = whole_of(checkpoint, "step", 0, 1 << 20);
-        scaler.scale = (float)real_of(checkpoint, "loss_scale", FLT_MIN, FLT_MAX);
-        scaler.good_steps = whole_of(checkpoint, "good_steps", 0, 1 << 20);
-    }
-    int last = o.stop_at > 0 ? o.stop_at : o.steps;
+    start_from(checkpoint, model, scaler, o.seed);
+    int step = model.step, last = o.stop_at > 0 ? o.stop_at : o.steps;
     double before = held_out_loss(model, text, o.batch_size, o.context_length), tokens = 0, busy_ms = 0;
     Table table{
         strprintf("train %s: %zu bytes, %" PRId64 " held out; %d layers, d_model %d, d_ff %d, %d heads, precision %s, "

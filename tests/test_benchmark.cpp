@@ -1,0 +1,75 @@
+// Tests of benchmark.cu.
+#include "test.h"
+
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <sstream>
+
+TEST_CASE_TEMPLATE("benchmark: the roofline's FLOPs are the model's, its floors add up, and its shares can be", D,
+                   OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    Run r = run_cs336({"benchmarking_script",
+                       "--device",
+                       name_of(D::device),
+                       "--quick",
+                       "--roofline",
+                       "--d_model",
+                       "128",
+                       "--d_ff",
+                       "320",
+                       "--num_layers",
+                       "2",
+                       "--num_heads",
+                       "4",
+                       "--vocab_size",
+                       "1000",
+                       "--context_length",
+                       "48",
+                       "--precision",
+                       "fp32,bf16",
+                       "--format",
+                       "json"});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    std::istringstream lines(r.out);
+    std::vector<nlohmann::json> tables;
+    for (std::string line; std::getline(lines, line);) {
+        if (!line.empty()) { tables.push_back(nlohmann::json::parse(line)); }
+    }
+    REQUIRE(tables.size() == 4);  // of each precision the usual one, then the roofline
+    const ModelConfig c{"custom", 128, 320, 2, 4, 1000};
+    for (const nlohmann::json& t : {tables[1], tables[3]}) {
+        std::string caption = t["caption"];
+        CAPTURE(caption);
+        CHECK(caption.find("roofline; precision ") == 0);
+        REQUIRE(t["rows"].size() == 5);
+        auto cell = [&](int row, const char* column) {
+            size_t k = std::find(t["columns"].begin(), t["columns"].end(), column) - t["columns"].begin();
+            REQUIRE_MESSAGE(k < t["columns"].size(), column);
+            const nlohmann::json& x = t["rows"][row][k];
+            return x.is_string() ? atof(x.get<std::string>().c_str()) : x.get<double>();
+        };
+        const char* phases[] = {"forward", "loss", "backward", "optimizer", "step"};
+        double floors = 0;
+        for (int i = 0; i < 5; i++) {
+            CHECK(t["rows"][i][1] == phases[i]);
+            double floor = cell(i, "matmul ms") + cell(i, "attention ms") + cell(i, "bytes ms");
+            CHECK(std::abs(cell(i, "floor ms") - floor) < 2.1e-3);  // three decimals each
+            CHECK(cell(i, "MB") > 0);
+            CHECK(cell(i, "measured ms") > 0);
+            CHECK(cell(i, "share") >= 0);
+            CHECK(cell(i, "share") < 1000);
+            floors += i < 4 ? cell(i, "floor ms") : 0;
+        }
+        CHECK(std::abs(cell(4, "floor ms") - floors) < 5e-3);
+        CHECK(cell(4, "share") > 0);
+        int B = D::device == CPU ? 1 : 4;
+        double matmul = cell(0, "matmul GFLOP"), attention = cell(0, "attention GFLOP");  // causal: half of it
+        CHECK(matmul + 2 * attention == doctest::Approx(forward_flops(c, B, 48) / 1e9).epsilon(1e-5));
+        CHECK(cell(4, "matmul GFLOP") == doctest::Approx(3 * matmul).epsilon(1e-5));
+        CHECK(cell(4, "attention GFLOP") == doctest::Approx(3.5 * attention).epsilon(1e-5));
+        int64_t weights = 0;
+        for (const Parameter& p : make_model(c).parameters) { weights += count(p.shape); }
+        CHECK(cell(3, "MB") == doctest::Approx(28.0 * weights / 1e6).epsilon(1e-5));
+    }
+}

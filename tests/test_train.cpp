@@ -1,0 +1,157 @@
+// Tests of train.cu: resuming, checkpoints, learning, and your own weights.
+#include "test.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <sstream>
+
+static std::string bytes_of(const std::string& path) {
+    std::ifstream f(path, std::ios::binary);
+    std::stringstream s;
+    s << f.rdbuf();
+    return s.str();
+}
+static std::string scratch(const char* name) { return "build/test_" + std::to_string(getpid()) + "_" + name; }
+
+TEST_CASE_TEMPLATE("train: a resumed run equals the uninterrupted one bit for bit", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    for (const char* precision : {"fp32", "fp16"}) {
+        std::vector<std::string> common = {"train",    "--data", "LICENSE", "--device", name_of(D::device), "--quick",
+                                           "--sample", "0",      "--steps", "12",       "--precision",      precision};
+        auto train = [&](std::vector<std::string> more) {
+            more.insert(more.begin(), common.begin(), common.end());
+            Run r = run_cs336(more);
+            CHECK_MESSAGE(r.exit_code == 0, r.err);
+        };
+        std::string half = scratch("half"), resumed = scratch("resumed"), whole = scratch("whole");
+        train({"--save", whole});
+        train({"--stop_at", "5", "--save", half});
+        train({"--load", half, "--save", resumed});
+        CHECK(bytes_of(whole).size() > 10000);
+        CHECK(bytes_of(whole) == bytes_of(resumed));
+        CHECK(bytes_of(whole) != bytes_of(half));
+        for (const std::string& path : {half, resumed, whole}) { remove(path.c_str()); }
+    }
+}
+TEST_CASE("train: a checkpoint whose metadata cannot be is refused, in a line that names it") {
+    std::string good = scratch("good"), bad = scratch("bad");
+    Run r = run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--steps", "1", "--save", good});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    SafeTensors file = load_safetensors(good);
+    auto loaded = [&](const std::string& name, const std::string& value) {
+        auto metadata = file.metadata;
+        REQUIRE(metadata.count(name));
+        metadata[name] = value;
+        save_safetensors(bad, {file.tensors.begin(), file.tensors.end()}, metadata);
+        return run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--sample", "0", "--load", bad});
+    };
+    r = loaded("batch_size", "3");
+    CHECK_MESSAGE(r.exit_code == 0, r.err);
+    CHECK(r.out.find("; batch 3, ") != std::string::npos);
+    const std::pair<const char*, const char*> wrong[] = {{"batch_size", "0"},
+                                                         {"batch_size", "-1"},
+                                                         {"batch_size", "1.5"},
+                                                         {"batch_size", ""},
+                                                         {"batch_size", "0x2"},
+                                                         {"steps", "1048577"},
+                                                         {"steps", "nan"},
+                                                         {"context_length", "1e7"},
+                                                         {"num_heads", "0"},
+                                                         {"d_model", "63"},
+                                                         {"lr", "0"},
+                                                         {"lr", "inf"},
+                                                         {"val_fraction", "1"},
+                                                         {"min_lr", "-1e-9"},
+                                                         {"warmup_steps", "2 "},
+                                                         {"seed", "-1"},
+                                                         {"seed", "1e3"},
+                                                         {"mode", "warp"},
+                                                         {"precision", "fp8"},
+                                                         {"step", "-1"},
+                                                         {"loss_scale", "0"},
+                                                         {"good_steps", "x"},
+                                                         {"seed", "18446744073709551616"}};
+    for (const auto& [name, value] : wrong) {
+        CAPTURE(std::string(name) + " = " + value);
+        r = loaded(name, value);
+        CAPTURE(r.err);
+        CHECK(r.exit_code == 1);
+        CHECK(r.out == "");
+        CHECK(std::count(r.err.begin(), r.err.end(), '\n') == 1);
+        CHECK(r.err.find(bad + ": metadata") != std::string::npos);
+        CHECK(r.err.find(name) != std::string::npos);
+    }
+    for (const std::string& path : {good, bad}) { remove(path.c_str()); }
+}
+TEST_CASE_TEMPLATE("train: learns", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    Run r = run_cs336({"train", "--data", "LICENSE", "--device", name_of(D::device), "--quick", "--steps", "100",
+                       "--sample", "0", "--format", "csv"});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    double before = 0, after = 0;
+    size_t last = r.out.rfind('\n', r.out.size() - 2) + 1;
+    REQUIRE(sscanf(r.out.c_str() + last, "%lf,%lf", &before, &after) == 2);
+    CHECK(before > 5.0);  // about log 256 = 5.5 plus what random logits add
+    CHECK(after < 3.6);
+}
+TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    std::string out = scratch("model_out"), dir = "tests/fixtures/";
+    std::vector<std::string> good = {"model",
+                                     "--weights",
+                                     dir + "model_weights.safetensors",
+                                     "--batch",
+                                     dir + "model_batch.safetensors",
+                                     "--num_heads",
+                                     "2",
+                                     "--steps",
+                                     "3",
+                                     "--lr",
+                                     "0.01",
+                                     "--device",
+                                     name_of(D::device),
+                                     "--out",
+                                     out};
+    Run r = run_cs336(good);
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    SafeTensors got = load_safetensors(out), want = load_safetensors(dir + "model_expected.safetensors");
+    CHECK(got.tensors.size() == want.tensors.size());
+    for (const auto& t : want.tensors) {
+        FileTensor g = require_tensor(got, t.first, t.second.shape, {"F32"});
+        double worst = 0;
+        for (size_t i = 0; i < g.bytes / 4; i++) {
+            double error = fabs(((const float*)g.data)[i] - ((const float*)t.second.data)[i]);
+            if (!(error <= worst)) { worst = error; }
+        }
+        CHECK_MESSAGE(worst < 5e-4, t.first, " ", worst);
+    }
+    remove(out.c_str());
+
+    auto refused = [&](size_t which, const std::string& value, const char* says) {
+        std::vector<std::string> bad = good;
+        bad[which] = value;
+        Run b = run_cs336(bad);
+        CHECK(b.exit_code == 1);
+        CHECK_MESSAGE(b.err.find(says) != std::string::npos, b.err);
+        CHECK(std::count(b.err.begin(), b.err.end(), '\n') == 1);
+        CHECK(!std::ifstream(out).good());
+    };
+    refused(2, dir + "model_batch.safetensors", "token_embeddings.weight");
+    refused(4, dir + "model_weights.safetensors", "tokens");
+    refused(6, "3", "does not make 3 heads");
+    for (int token : {-1, 31}) {  // the vocabulary is 31
+        int tokens[2] = {0, token}, targets[2] = {1, 2};
+        std::string batch = scratch("batch");
+        save_safetensors(batch, {{"tokens", {"I32", {1, 2}, tokens, 8}}, {"targets", {"I32", {1, 2}, targets, 8}}});
+        refused(4, batch, "tokens: element 1 is not a token of a vocabulary of 31");
+        remove(batch.c_str());
+    }
+    refused(2, "no/such/file", "no/such/file");
+    good.back() = "no/such/folder/out";  // asked before the work
+    Run nowhere = run_cs336(good);
+    CHECK(nowhere.exit_code == 2);
+    CHECK_MESSAGE(nowhere.err.find("--out: got 'no/such/folder/out'") != std::string::npos, nowhere.err);
+}
