@@ -815,6 +815,25 @@ std::string with_commas(double value);  // 12345 -> "12,345", 0.25 -> "0.25"
 // Each bar's parts in per cent of its sum: nsys_profile's share of the time by class of kernel.
 Chart share_chart(const std::string& title, const std::vector<std::string>& bars, std::vector<Series> classes);
 
+struct Slice {  // of a timeline's row
+    double start, end;
+    int colour;  // of 8
+};
+// Neighbours of one colour whose gap is below half a pixel become one, unless both can be seen: wider than a pixel.
+std::vector<Slice> join_neighbours(const std::vector<Slice>& slices, double pixel);
+struct Row {
+    std::string name;
+    std::vector<Slice> slices;  // by start, none before 0
+    bool apart = false;         // from the row above
+};
+struct Timeline {
+    std::string title, remark;  // remark: at the right
+    std::vector<Row> rows;
+};
+// Timelines one below the other, on one axis from 0. Of the legend's series only names and colours count.
+std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Timeline>& timelines,
+                 const std::vector<Series>& legend, const std::string& x_label);
+
 // ---------------------------------------------------------------------------------------------------------------------
 // profile.cu: what a trace says
 
@@ -945,6 +964,16 @@ struct Optimizer {
 };
 void add_parameter_group(Optimizer& optimizer, ParameterGroup group);  // also between steps
 void optimizer_step(Optimizer& optimizer);
+
+// What a step's trace shows, for --plot. The parts' numbers are their colours.
+enum StepPart { FORWARD_PART = 0, BACKWARD_PART = 1, OPTIMIZER_PART = 2, ALL_REDUCE_PART = 4, WAIT_PART = 7 };
+// In ns, by start, all-reduces among them. On GPUs kernels, and the compute stream's wait between backward and the
+// optimizer; without kernels the threads' ranges. What ran before forward is left out.
+std::vector<Slice> slices_of_step(const Trace& trace);
+struct StepSums {                      // in the slices' unit
+    double step, all_reduces, hidden;  // hidden: of all-reduces, between backward's beginning and its end
+};
+StepSums sums_of(const std::vector<Slice>& slices);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The command line. Options mean the same for every command; main.cu says which command takes which.

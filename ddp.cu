@@ -726,6 +726,136 @@ static void write_traces_of_ranks(const Communicator& c, const std::string& path
     gather_text(c, "");
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// --plot: the traced step of each way, two rows a rank.
+
+static int part_of(const std::string& range) {
+    static const std::map<std::string, int> parts = {
+        {"forward", FORWARD_PART},         {"loss", FORWARD_PART},
+        {"backward", BACKWARD_PART},       {"synchronize gradients", WAIT_PART},
+        {"gradient norm", OPTIMIZER_PART}, {"optimizer", OPTIMIZER_PART}};
+    auto found = parts.find(range);
+    return found == parts.end() ? -1 : found->second;
+}
+
+// Where backward begins and ends, and the optimizer begins; infinities where they are not there.
+struct Bounds {
+    double begin = INFINITY, end = -INFINITY, optimizer = INFINITY;
+};
+static Bounds bounds_of(const std::vector<Slice>& slices) {
+    Bounds b;
+    for (const Slice& s : slices) {
+        if (s.colour == BACKWARD_PART) { b.begin = std::min(b.begin, s.start), b.end = std::max(b.end, s.end); }
+        if (s.colour == OPTIMIZER_PART) { b.optimizer = std::min(b.optimizer, s.start); }
+    }
+    return b;
+}
+
+std::vector<Slice> slices_of_step(const Trace& trace) {
+    bool kernels = !trace.work.empty(), reduced = false;
+    std::vector<int> parts;  // of the ranges
+    std::vector<Slice> slices;
+    auto on_gloos_thread = [&](const TracedRange& r) { return r.parent < 0 && !strcmp(r.name, "all-reduce"); };
+    for (const TracedRange& r : trace.ranges) {  // parents stand before their children
+        bool outer = r.parent >= 0 && trace.ranges[r.parent].parent < 0;
+        parts.push_back(!strcmp(r.name, "all-reduce") ? ALL_REDUCE_PART
+                        : outer                       ? part_of(r.name)
+                        : r.parent < 0                ? -1
+                                                      : parts[r.parent]);
+        bool shown = on_gloos_thread(r) || (!kernels && outer && parts.back() != ALL_REDUCE_PART);
+        if (shown && parts.back() >= 0) { slices.push_back({(double)r.start, (double)r.end, parts.back()}); }
+    }
+    for (const TracedWork& w : trace.work) {
+        int part = strstr(w.name, "nccl") ? ALL_REDUCE_PART : w.range < 0 ? -1 : parts[w.range];
+        bool copied_by_gloo = w.range >= 0 && on_gloos_thread(trace.ranges[w.range]);
+        if (part < 0 || part == WAIT_PART || copied_by_gloo) { continue; }
+        slices.push_back({(double)w.start, (double)w.end, part});
+    }
+    double start = INFINITY;  // the barrier before it is an all-reduce, too
+    for (const Slice& s : slices) { start = s.colour == ALL_REDUCE_PART ? start : std::min(start, s.start); }
+    slices.erase(std::remove_if(slices.begin(), slices.end(), [&](const Slice& s) { return s.start < start; }),
+                 slices.end());
+    for (const Slice& s : slices) { reduced = reduced || s.colour == ALL_REDUCE_PART; }
+    Bounds b = bounds_of(slices);
+    if (kernels && reduced && b.end < b.optimizer && b.optimizer < INFINITY) {
+        slices.push_back({b.end, b.optimizer, WAIT_PART});
+    }
+    std::stable_sort(slices.begin(), slices.end(), [](const Slice& a, const Slice& b) { return a.start < b.start; });
+    return slices;
+}
+
+StepSums sums_of(const std::vector<Slice>& slices) {
+    Bounds b = bounds_of(slices);
+    StepSums sums{};
+    for (const Slice& s : slices) {
+        sums.step = std::max(sums.step, s.end - slices[0].start);
+        if (s.colour != ALL_REDUCE_PART) { continue; }
+        sums.all_reduces += s.end - s.start;
+        sums.hidden += std::max(0.0, std::min(s.end, b.end) - std::max(s.start, b.begin));
+    }
+    return sums;
+}
+
+static Timeline timeline_of(const Communicator& c, const Trace& trace, const Variant& v) {
+    std::vector<Slice> mine = slices_of_step(trace);
+    std::vector<std::vector<Slice>> ranks;
+    double origin = INFINITY;
+    for (const std::string& bytes : gather_text(c, {(const char*)mine.data(), mine.size() * sizeof(Slice)})) {
+        ranks.emplace_back(bytes.size() / sizeof(Slice));
+        if (bytes.empty()) { continue; }
+        memcpy((void*)ranks.back().data(), bytes.data(), bytes.size());
+        origin = std::min(origin, ranks.back()[0].start);
+    }
+    Timeline timeline;
+    StepSums mean{};
+    for (size_t r = 0; r < ranks.size(); r++) {
+        Row computing{strprintf("rank %zu computes", r), {}, r > 0}, communicating{"communicates", {}};
+        for (Slice& s : ranks[r]) {
+            s.start = (s.start - origin) / 1e6, s.end = (s.end - origin) / 1e6;
+            (s.colour == ALL_REDUCE_PART ? communicating : computing).slices.push_back(s);
+        }
+        StepSums sums = sums_of(ranks[r]);
+        double n = (double)ranks.size();
+        mean.step += sums.step / n, mean.all_reduces += sums.all_reduces / n, mean.hidden += sums.hidden / n;
+        timeline.rows.push_back(computing);
+        if (v.strategy != NO_SYNC) { timeline.rows.push_back(communicating); }
+    }
+    timeline.title = label_of(v), timeline.remark = strprintf("step %.2f ms", mean.step);
+    if (v.strategy != NO_SYNC) {
+        timeline.title += strprintf(": %d all-reduce%s %s backward", v.calls, v.calls == 1 ? "" : "s",
+                                    goes_at_once(v.strategy) ? "during" : "after");
+        timeline.remark += strprintf(", all-reduces %.2f ms, hidden %.1f%%", mean.all_reduces,
+                                     mean.all_reduces > 0 ? 100 * mean.hidden / mean.all_reduces : 0);
+    }
+    return timeline;
+}
+
+static void plot_steps(const Communicator& c, const std::string& path, const std::vector<Trace>& traces,
+                       const std::vector<Variant>& variants, const std::string& caption) {
+    std::string missing;
+    for (const std::string& why : gather_text(c, context.device == CUDA ? traces[0].no_kernels : "")) {
+        missing = missing.empty() ? why : missing;
+    }
+    if (!missing.empty()) {  // when kernels were launched says nothing
+        if (c.rank == 0) { note("--plot %s: left out, tracing off: %s", path.c_str(), missing.c_str()); }
+        return;
+    }
+    std::vector<Timeline> timelines;
+    for (size_t i = 0; i < traces.size(); i++) { timelines.push_back(timeline_of(c, traces[i], variants[i])); }
+    if (c.rank != 0) { return; }
+    std::vector<Series> legend = {{"forward, loss", {}, false, FORWARD_PART},
+                                  {"backward", {}, false, BACKWARD_PART},
+                                  {"waits for all-reduces", {}, false, WAIT_PART},
+                                  {"optimizer", {}, false, OPTIMIZER_PART},
+                                  {"all-reduce", {}, false, ALL_REDUCE_PART}};
+    save_file(path, draw("One step, each way: what computes and what communicates",
+                         caption + "; drawn from a trace of one more step each, numbers are its means over ranks",
+                         timelines, legend, "ms from the start of the step"));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The commands
+
 static int benchmark(const Options& o, const char* command, std::vector<Variant> variants) {
     return run_ranks(o, [&](const Communicator& c) {
         Setting s = setting_of(o, c);
@@ -738,8 +868,10 @@ static int benchmark(const Options& o, const char* command, std::vector<Variant>
         make_optimizer_state(model);
         Batch batch = random_batch(s.B, s.T, s.config.vocab_size, o.seed + 1 + c.rank);
         std::vector<Trace> traces;
-        for (Variant& v : variants) { measure(c, s, model, batch, v, o.trace.empty() ? nullptr : &traces); }
+        bool traced = !o.trace.empty() || !o.plot.empty();
+        for (Variant& v : variants) { measure(c, s, model, batch, v, traced ? &traces : nullptr); }
         if (!o.trace.empty()) { write_traces_of_ranks(c, o.trace, traces, caption_of(s, c, command)); }
+        if (!o.plot.empty()) { plot_steps(c, o.plot, traces, variants, caption_of(s, c, command)); }
         Stats single = single_process(c, s, model, o.seed);
         bool bucketed = variants.back().strategy == BUCKETED;
         Table overhead;

@@ -1,4 +1,5 @@
-// plot.cu: charts as SVG. Lines on linear or logarithmic axes, stacked bars, stacked areas; title, legend, labels.
+// plot.cu: charts as SVG. Lines on linear or logarithmic axes, stacked bars, stacked areas, timelines; title, legend,
+// labels.
 #include "cs336.h"
 
 #include <algorithm>
@@ -20,6 +21,7 @@ static std::string style() {
         ".title{font-size:18px;font-weight:600}.panel{font-weight:600}.muted{fill:#59636e}"
         ".page{fill:#ffffff}.grid{stroke:#d1d9e0}.axis{stroke:#59636e}.span{stroke:#59636e;stroke-dasharray:3 3}"
         ".line{fill:none;stroke-width:2;stroke-linejoin:round}.dashed{stroke-dasharray:6 4}"
+        ".slices{stroke-width:16px}"
         ".peak{fill:#1f2328}.halo{paint-order:stroke;stroke:#ffffff;stroke-width:4px;stroke-linejoin:round;font-weight:"
         "600}";
     for (int dark = 0; dark < 2; dark++) {
@@ -311,14 +313,9 @@ static std::vector<std::string> wrap(const std::string& text, double width) {
     return lines;
 }
 
-std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Chart>& panels) {
-    if (panels.empty()) { fail("chart '%s': nothing to draw", title.c_str()); }
-    const Chart& first = panels[0];
-    for (const Chart& chart : panels) { check_chart(chart, first); }
-
-    std::string svg;
-    double y = 32;
-    svg += text_at(16, y, "start", "title", title);
+// Title, subtitle and legend; y goes on to what stands below.
+static std::string draw_head(const std::string& title, const std::string& subtitle, const Chart& first, double& y) {
+    std::string svg = text_at(16, y = 32, "start", "title", title);
     for (const std::string& line : wrap(subtitle, WIDTH - 32)) { svg += text_at(16, y += 20, "start", "muted", line); }
     double x = 16;
     y += 28;
@@ -337,6 +334,23 @@ std::string draw(const std::string& title, const std::string& subtitle, const st
         x += wide;
     }
     y += 16;
+    return svg;
+}
+static std::string page(const std::string& title, int height, const std::string& svg) {
+    return strprintf(
+               "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" "
+               "role=\"img\">\n<title>%s</title>\n",
+               WIDTH, height, WIDTH, height, escape(title).c_str()) +
+           style() + strprintf("<rect class=\"page\" width=\"%d\" height=\"%d\"/>\n", WIDTH, height) + svg + "</svg>\n";
+}
+
+std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Chart>& panels) {
+    if (panels.empty()) { fail("chart '%s': nothing to draw", title.c_str()); }
+    const Chart& first = panels[0];
+    for (const Chart& chart : panels) { check_chart(chart, first); }
+
+    double y;
+    std::string svg = draw_head(title, subtitle, first, y);
     int columns = panels.size() > 1 && first.kind == Chart::LINES ? 2 : 1;
     double wide = (double)(WIDTH - 16) / columns, tall = panels.size() == 1 ? 430 : 300;
     for (size_t i = 0; i < panels.size(); i++) {
@@ -346,11 +360,7 @@ std::string draw(const std::string& title, const std::string& subtitle, const st
         svg += draw_panel(panels[i], box, y_axis(first.kind == Chart::LINES ? panels : std::vector<Chart>{panels[i]}));
     }
     int height = (int)(y + (tall + 14) * ((panels.size() + columns - 1) / columns));
-    return strprintf(
-               "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" "
-               "role=\"img\">\n<title>%s</title>\n",
-               WIDTH, height, WIDTH, height, escape(title).c_str()) +
-           style() + strprintf("<rect class=\"page\" width=\"%d\" height=\"%d\"/>\n", WIDTH, height) + svg + "</svg>\n";
+    return page(title, height, svg);
 }
 
 Chart share_chart(const std::string& title, const std::vector<std::string>& bars, std::vector<Series> classes) {
@@ -360,4 +370,59 @@ Chart share_chart(const std::string& title, const std::vector<std::string>& bars
         for (Series& s : classes) { s.y[i] *= 100 / sum; }
     }
     return {Chart::BARS, title, "", "share of the time (%)", {}, bars, classes};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Timelines
+
+std::vector<Slice> join_neighbours(const std::vector<Slice>& slices, double pixel) {
+    std::vector<Slice> joined;
+    for (const Slice& s : slices) {
+        bool same = !joined.empty() && joined.back().colour == s.colour && s.start - joined.back().end < pixel / 2;
+        if (same && std::min(s.end - s.start, joined.back().end - joined.back().start) < pixel) {
+            joined.back().end = std::max(joined.back().end, s.end);
+        } else {
+            joined.push_back(s);
+        }
+    }
+    return joined;
+}
+
+// Slices are pieces of thick lines, a path a colour: there may be thousands. Wide ones leave a seam to the next.
+static std::string draw_row(const Row& row, const Axis& x, double y) {
+    std::map<int, std::string> paths;
+    for (const Slice& s : join_neighbours(row.slices, x.high / (x.stop - x.start))) {
+        double wide = x(s.end) - x(s.start);
+        paths[s.colour] += strprintf("M%.2f %.1fh%.2f", x(s.start), y, wide > 2 ? wide - 0.4 : wide);
+    }
+    std::string svg = text_at(x.start - 8, y + 4.5, "end", "muted", row.name);
+    for (const auto& [colour, path] : paths) {
+        svg += strprintf("<path class=\"slices s%d\" d=\"%s\"/>\n", colour, path.c_str());
+    }
+    return svg;
+}
+
+std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Timeline>& timelines,
+                 const std::vector<Series>& legend, const std::string& x_label) {
+    Axis x{0, 0, 140, WIDTH - 20, false};
+    for (const Timeline& t : timelines) {
+        for (const Row& row : t.rows) {
+            for (const Slice& s : row.slices) { x.high = std::max(x.high, s.end); }
+        }
+    }
+    if (!(x.high > 0)) { fail("chart '%s': nothing to draw", title.c_str()); }
+    double y;
+    std::string svg = draw_head(title, subtitle, {Chart::BARS, "", "", "", {}, {}, legend}, y), rows;
+    for (const Timeline& t : timelines) {
+        y += 20;
+        rows += text_at(16, y, "start", "panel", t.title) + text_at(x.stop, y, "end", "muted remark", t.remark);
+        double top = y + 4;
+        y -= 2;
+        for (const Row& row : t.rows) { rows += draw_row(row, x, y += row.apart ? 24 : 18); }
+        y += 12;
+        for (double at : ticks_of(x)) { svg += line_from(x(at), top, x(at), y, "grid"); }
+    }
+    for (double at : ticks_of(x)) { svg += text_at(x(at), y + 17, "middle", "xtick", with_commas(at)); }
+    svg += text_at((x.start + x.stop) / 2, y + 37, "middle", "muted", x_label);
+    return page(title, (int)y + 48, svg + rows);
 }

@@ -224,6 +224,96 @@ TEST_CASE("ddp: --trace puts all ranks into one file") {
     remove(path);
     CHECK(!std::ifstream(std::string(path) + ".rank1").good());
 }
+
+// parent: its index, or -1; work: the range of the launch
+static TracedRange a_range(const char* name, int parent, int64_t start, int64_t end) {
+    return {name, parent, -1, parent < 0 ? 2 : 1, start, end};
+}
+static TracedWork a_kernel(const char* name, int range, int64_t start, int64_t end) {
+    return {name, range, start, end, 0, 0, {1, 1, 1}, {1, 1, 1}, 0, 0, 0};
+}
+static std::string text_of(const std::vector<Slice>& slices) {
+    std::string text;
+    for (const Slice& s : slices) { text += strprintf("%g-%g:%d ", s.start, s.end, s.colour); }
+    return text;
+}
+TEST_CASE("ddp: what --plot shows of a step over Gloo") {
+    Trace trace;
+    trace.ranges = {a_range("overlapped", -1, 1000, 2000), a_range("all-reduce", -1, 1001, 1009),  // the barrier
+                    a_range("forward", 0, 1010, 1200),     a_range("layer", 2, 1020, 1100),
+                    a_range("loss", 0, 1200, 1300),        a_range("backward", 0, 1300, 1700),
+                    a_range("loss", 5, 1310, 1400),        a_range("all-reduce", -1, 1500, 1600),
+                    a_range("all-reduce", -1, 1650, 1750), a_range("synchronize gradients", 0, 1700, 1750),
+                    a_range("optimizer", 0, 1750, 1900)};
+    std::vector<Slice> slices = slices_of_step(trace);
+    CHECK(text_of(slices) == "1010-1200:0 1200-1300:0 1300-1700:1 1500-1600:4 1650-1750:4 1700-1750:7 1750-1900:2 ");
+    StepSums sums = sums_of(slices);
+    CHECK(sums.step == 890);
+    CHECK(sums.all_reduces == 200);
+    CHECK(sums.hidden == 150);  // 100 and 50
+    CHECK(slices_of_step(Trace()).empty());
+    CHECK(sums_of({}).step == 0);
+}
+TEST_CASE("ddp: what --plot shows of a step's kernels") {
+    Trace trace;
+    trace.ranges = {a_range("overlapped", -1, 0, 500), a_range("all-reduce", 0, 1, 2),  // the barrier
+                    a_range("forward", 0, 10, 20),     a_range("matmul", 2, 11, 12),
+                    a_range("backward", 0, 20, 40),    a_range("layer", 4, 21, 30),
+                    a_range("all-reduce", 5, 25, 26),  a_range("synchronize gradients", 0, 40, 50),
+                    a_range("all-reduce", 7, 41, 42),  a_range("optimizer", 0, 50, 60)};
+    const char* nccl = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)";
+    trace.work = {a_kernel(nccl, 1, 2, 4),
+                  a_kernel("gemm", 3, 100, 200),
+                  a_kernel("gemm", 5, 200, 300),
+                  a_kernel(nccl, 6, 250, 350),
+                  a_kernel("gemm", 4, 300, 400),
+                  a_kernel(nccl, 8, 380, 420),
+                  a_kernel("[CUDA memset]", 7, 405, 406),
+                  a_kernel("adamw", 9, 430, 480),
+                  a_kernel("[CUDA memcpy Device-to-Host]", 0, 490, 491)};
+    std::vector<Slice> slices = slices_of_step(trace);
+    CHECK(text_of(slices) == "100-200:0 200-300:1 250-350:4 300-400:1 380-420:4 400-430:7 430-480:2 ");
+    StepSums sums = sums_of(slices);
+    CHECK(sums.step == 380);
+    CHECK(sums.all_reduces == 140);
+    CHECK(sums.hidden == 120);  // 100 and 20
+    // Gloo's copies lie within its thread's range, which is what is shown.
+    trace.ranges.push_back(a_range("all-reduce", -1, 240, 360));
+    trace.work[3] = a_kernel("[CUDA memcpy Device-to-Host]", 10, 250, 350);
+    CHECK(text_of(slices_of_step(trace)) == "100-200:0 200-300:1 240-360:4 300-400:1 380-420:4 400-430:7 430-480:2 ");
+}
+TEST_CASE("ddp: --plot draws all ranks, with --trace and without") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    std::string svg_path = strprintf("/tmp/cs336_test_ddp.%d.svg", (int)getpid());
+    std::string json_path = strprintf("/tmp/cs336_test_ddp.%d.json", (int)getpid());
+    for (bool with_trace : {false, true}) {
+        std::vector<std::string> words = {
+            "naive_ddp_benchmarking", "--quick", "--device", "cpu", "--nproc", "2", "--plot", svg_path};
+        if (with_trace) { words.insert(words.end(), {"--trace", json_path}); }
+        Run r = run_cs336(words);
+        INFO(r.err);
+        CHECK(r.exit_code == 0);
+        std::ifstream file(svg_path);
+        std::string svg((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+        for (const char* part :
+             {">no sync<", ">naive: 39 all-reduces after backward<", ">rank 0 computes<", ">rank 1 computes<",
+              ">communicates<", "hidden 0.0%", "backend gloo", "precision fp32"}) {
+            INFO(part);
+            CHECK(holds(svg, part));
+        }
+        size_t rows = 0;  // with all-reduces: naive's, a rank each
+        for (size_t at = 0; (at = svg.find("class=\"slices s4\"", at)) != std::string::npos; at++) { rows++; }
+        CHECK(rows == 2);
+        CHECK(svg.size() < 20000);
+        CHECK(std::ifstream(json_path).good() == with_trace);
+        remove(svg_path.c_str());
+    }
+    remove(json_path.c_str());
+    Run wrong = run_cs336({"naive_ddp_benchmarking", "--quick", "--plot", "/nonexistent/x.svg"});
+    CHECK(wrong.exit_code == 2);
+    CHECK(wrong.out == "");
+    CHECK(holds(wrong.err, "--plot: got '/nonexistent/x.svg', takes a file name that ends in .svg"));
+}
 TEST_CASE("ddp: ranks with different models stop before the first collective") {
     if (lacks("gloo", CPU, 2)) { return; }
     double before = now_ms();

@@ -146,6 +146,55 @@ TEST_CASE("plot: what does not fit together is refused") {
     CHECK_THROWS_AS(draw("t", "", {chart}), Failure);
 }
 
+TEST_CASE("plot: neighbours in a row are joined where a pixel cannot tell them apart") {
+    auto joined = [](const std::vector<Slice>& slices) {
+        std::string text;
+        for (const Slice& s : join_neighbours(slices, 1)) { text += strprintf("%g-%g:%d ", s.start, s.end, s.colour); }
+        return text;
+    };
+    CHECK(joined({}) == "");
+    CHECK(joined({{0, 0.2, 1}, {0.3, 0.5, 1}, {0.6, 4, 1}}) == "0-4:1 ");
+    CHECK(joined({{0, 0.2, 1}, {0.8, 1, 1}}) == "0-0.2:1 0.8-1:1 ");  // the gap shows
+    CHECK(joined({{0, 0.2, 1}, {0.2, 0.4, 2}, {0.4, 0.6, 1}}) == "0-0.2:1 0.2-0.4:2 0.4-0.6:1 ");
+    CHECK(joined({{0, 3, 1}, {3, 6, 1}}) == "0-3:1 3-6:1 ");  // both can be seen
+    CHECK(joined({{0, 3, 1}, {0.5, 0.6, 1}}) == "0-3:1 ");    // inside the one before
+}
+
+TEST_CASE("plot: timelines lie on one axis, are well-formed and stay small") {
+    std::vector<Slice> kernels;  // 100,000 of 7 us, 3 us apart
+    for (int i = 0; i < 100000; i++) { kernels.push_back({0.01 * i, 0.01 * i + 0.007, 1}); }
+    std::vector<Timeline> timelines = {
+        {"a <b>", "1 & 2", {{"x", {{0, 250, 0}, {500, 1000, 4}}}, {"y", {{250, 500, 4}}}}},
+        {"thousands", "", {{"x", kernels, true}}}};
+    std::string svg = draw("t", "s", timelines, {{"zero", {}, false, 0}, {"four", {}, false, 4}}, "ms");
+    CHECK(svg.size() < 10000);
+    auto ticks = numbers_of(svg, "<text x=\"#\" y=\"#\" text-anchor=\"middle\" class=\"xtick\">#<");
+    REQUIRE(ticks.size() >= 3);
+    double per_pixel = (ticks[1][2] - ticks[0][2]) / (ticks[1][0] - ticks[0][0]), zero = ticks[0][0];
+    auto slices = numbers_of(svg, "M# #h#");
+    REQUIRE(slices.size() == 4);
+    double want[4][2] = {{0, 250}, {500, 1000}, {250, 500}, {0, 1000}};
+    for (int i = 0; i < 4; i++) {
+        CHECK(std::fabs((slices[i][0] - zero) * per_pixel - want[i][0]) < 0.5);
+        CHECK(std::fabs((slices[i][0] + slices[i][2] - zero) * per_pixel - want[i][1]) < 1);
+        CHECK(slices[i][0] + slices[i][2] <= 880);
+    }
+    CHECK(slices[0][1] == slices[1][1]);
+    CHECK(slices[1][1] < slices[2][1]);
+    CHECK(slices[2][1] < slices[3][1]);
+    auto size = numbers_of(svg, "width=\"900\" height=\"#\" viewBox=\"0 0 900 #\"");
+    REQUIRE(size.size() == 1);
+    CHECK(size[0][0] == size[0][1]);
+    CHECK(slices[3][1] + 40 < size[0][0]);
+    CHECK(svg.find("class=\"f4\"") != std::string::npos);  // in the legend
+    CHECK_THROWS_AS(draw("t", "", std::vector<Timeline>{{"empty", "", {{"x", {}}}}}, {}, ""), Failure);
+    if (system("python3 -c 'import xml.dom.minidom' 2>/dev/null") != 0) { return skip_this_case("no python3"); }
+    std::string path = strprintf("/tmp/test_plot.%d.svg", (int)getpid());
+    save_file(path, svg);
+    CHECK(system(("python3 -c \"import xml.dom.minidom as d, sys; d.parse(sys.argv[1])\" " + path).c_str()) == 0);
+    unlink(path.c_str());
+}
+
 TEST_CASE("plot: --plot wants an .svg in a folder that exists, before anything is measured") {
     for (const char* path : {"/nonexistent/x.svg", "x.png", ".svg", "/tmp"}) {
         Run r = run_cs336({"flash_benchmarking", "--quick", "--plot", path});
