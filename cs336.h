@@ -720,7 +720,7 @@ struct Parameter {
     int64_t offset;  // in elements, the same in each arena
     Tensor weight;   // a view into Model::weights, with its gradient slot
 };
-struct Layer {
+struct Layer {  // weights, as in the forward pass; o: output_proj; qkv and w13: the joined ones
     Tensor ln1, q, k, v, qkv, o, ln2, w1, w3, w13, w2;
 };
 struct Model {

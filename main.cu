@@ -101,8 +101,7 @@ static const Command COMMANDS[] = {
     {"train", "", 0, 0, "train on the bytes of a text, then continue it", "train.cu", cmd_train,
      "data! val_fraction d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 "
      "stop_at log_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash seed device save "
-     "load sample "
-     "temperature trace format quick"},
+     "load sample temperature trace format quick"},
     {"model", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", "train.cu", cmd_model,
      "weights! batch! num_heads! out! rope_theta update_steps lr precision=fp32 mode=flash device"},
     {"attention", "", 0, 0, "your q, k, v in, our output and gradients out", "flash.cu", cmd_attention,
@@ -454,8 +453,8 @@ static const Option& find_option(const std::string& key) {
     fail("the command table names an unknown option: %s", key.c_str());
 }
 
-// Adds to app the option that one word of Command::options stands for; its value will go to o, what
-// it takes to `takes`, for messages.
+// Adds to app the option that one word of Command::options stands for; its value will go to o, what it takes to
+// `takes`, for messages.
 static void add_option(CLI::App& app, const std::string& word, Options& o, std::map<std::string, std::string>& takes) {
     for (const Flag& flag : flag_table) {
         if (word != flag.name) { continue; }
@@ -561,8 +560,8 @@ static int cmd_reproduce(const Options& o) {
 
 int main(int argc, char** argv) {
     bool no_stdout = fcntl(STDOUT_FILENO, F_GETFD) < 0;
-    for (int fd :
-         {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {  // or the next file that is opened would get our lines
+    // A closed one is opened, or the next file that is opened would get our lines.
+    for (int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd) { return 1; }
     }
     if (no_stdout) {

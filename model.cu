@@ -206,8 +206,8 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
     Range range("rmsnorm");
     Tensor x_in = *x_io, x = delta ? empty(x_in.shape, x_in.dtype) : x_in;
     int64_t C = w.size(), N = x.size() / C;
-    DType dtype =
-        x.dtype == F64 ? F64 : matmul_dtype();  // rounded here once, where autocast would cast before the matmul
+    // Rounded here once, where autocast would cast before the matmul.
+    DType dtype = x.dtype == F64 ? F64 : matmul_dtype();
     Tensor y = empty(x.shape, dtype), r = empty({N}, x.dtype);
     if (delta && delta.dtype != dtype) { fail("add_rmsnorm: delta is %s", name_of(delta.dtype)); }
     if (x.device() == CPU) {
@@ -426,8 +426,8 @@ Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, i
 
 // ---------------------------------------------------------------------------------------------------------------------
 // SwiGLU: g = silu(a) * b with a = y w1^T, b = y w3^T, silu(a) = a s, s = 1/(1 + exp(-a)).
-//   da = dg b s (1 + a (1 - s)),  db = dg a s.   Fused: one product gives h = [a | b], [N,2F]; then 2 reads and 1
-//   write.
+//   da = dg b s (1 + a (1 - s)),  db = dg a s.
+// Fused: one product gives h = [a | b], [N,2F]; then 2 reads and 1 write.
 
 template <class A>
 HD inline A sigmoid_of(A a) {
@@ -764,8 +764,8 @@ double gradient_norm(const Model& model) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // AdamW (Loshchilov and Hutter, 2019; the handout's order), t = 1, 2, ...:
-//   p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  p -= lr sqrt(1 - b2^t)/(1 - b1^t) m / (sqrt(v) +
-//   eps)
+//   p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
+//   p -= lr sqrt(1 - b2^t)/(1 - b1^t) m / (sqrt(v) + eps)
 // Op by op that is 13 kernels for every parameter tensor; fused it is one for 64 of them: of fp32 p, m and v each is
 // read and written once, 24 bytes a parameter, g read (2 or 4) and the weight as matmuls take it written (0 or 2).
 

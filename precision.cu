@@ -209,8 +209,8 @@ static Tensor layer_norm(const Tensor& x16, const Tensor& weight, const Tensor& 
 // exp cannot overflow. On autocast's fp32 list, like layer_norm. logits [N,V], targets I32 [N] -> [].
 static Tensor toy_cross_entropy(const Tensor& logits16, const Tensor& targets) {
     Tensor logits = cast(logits16, F32);
-    Tensor z =
-        sub(logits, max_last(detached(logits)));  // any constant will do, so none of the gradient goes through it
+    // Any constant will do, so none of the gradient goes through it.
+    Tensor z = sub(logits, max_last(detached(logits)));
     return mean_all(sub(log(sum_last(exp(z))), pick_last(z, targets)));
 }
 

@@ -915,7 +915,6 @@ void barrier(const Communicator& c) {
 // ---------------------------------------------------------------------------------------------------------------------
 // From the environment to a communicator, and back
 
-// "" where n ranks on this machine can use this backend on this device, else why not
 std::string why_not(const std::string& backend, Device device, int n) {
     int gpus = cuda_devices();
     if (device == CUDA && gpus == 0) { return "no GPU here"; }
@@ -943,8 +942,8 @@ static void connect_ranks(Communicator& c, const Identity& me, const Options& o)
     c.links = std::make_shared<Links>();
     Links& l = *c.links;
     l.me = me, l.timeout_s = o.timeout;
-    double patience_ms = 0.8e3 * o.timeout,
-           deadline = now_ms() + patience_ms;  // so that all is over within the timeout
+    // 0.8: so that all is over within the timeout.
+    double patience_ms = 0.8e3 * o.timeout, deadline = now_ms() + patience_ms;
     if (me.rank == 0) { l.server = start_server(me, patience_ms); }
     l.store = connect_to_store(me, "main", deadline);
     l.beats = connect_to_store(me, "beats", deadline);
@@ -1028,8 +1027,8 @@ int run_ranks(const Options& o, const std::function<void(const Communicator&)>& 
         disconnect_ranks(c);
         return 0;
     } catch (const LostTouch& lost) {
-        usleep((useconds_t)(1e6 * std::min(1.0, 0.1 * o.timeout)));  // if another rank is gone the watchdog knows
-                                                                     // which, and ends us here
+        // If another rank is gone the watchdog knows which, and ends us here.
+        usleep((useconds_t)(1e6 * std::min(1.0, 0.1 * o.timeout)));
         give_up(me.rank, 1, lost.what());
     } catch (const Failure& failure) {
         give_up(me.rank, failure.exit_code, failure.what());
@@ -1077,7 +1076,6 @@ static std::vector<double> numbers_of(const std::string& text) {
     return all;
 }
 
-// Times in ms of every rank and step; *ok: the sums were right everywhere.
 std::vector<std::vector<double>> time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps, bool* ok) {
     std::vector<float> host(n);
     for (int64_t i = 0; i < n; i++) { host[i] = (float)(i % 1000 + c.rank); }

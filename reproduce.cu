@@ -408,8 +408,7 @@ static Table summary_of(const std::vector<Experiment>& all, bool quick, const st
 static int write_pages(const Agenda& agenda, const std::string& out) {
     int written = 0;
     for (size_t p = 0; p < agenda.pages.size(); p++) {
-        const Page &before = agenda.pages[p],
-                   page = read_page(before.path);  // it may have been edited while all this ran
+        const Page &before = agenda.pages[p], page = read_page(before.path);  // which may have been edited meanwhile
         auto same = [](const Block& x, const Block& y) { return x.words == y.words && x.tables == y.tables; };
         if (!std::equal(page.blocks.begin(), page.blocks.end(), before.blocks.begin(), before.blocks.end(), same)) {
             fail("%s: its markers have changed; the same command goes on with the new ones", page.path.c_str());

@@ -29,6 +29,8 @@ struct Run {
 };
 Run run_cs336(const std::vector<std::string>& words, const char* stdout_path = nullptr);
 
+inline bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
 void skip_this_case(const char* why);  // main.cpp: counts the running test case as skipped; return after it
 
 inline bool gpu_required() {

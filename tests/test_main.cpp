@@ -9,7 +9,6 @@
 using Words = std::vector<std::string>;
 
 static int lines(const std::string& text) { return (int)std::count(text.begin(), text.end(), '\n'); }
-static bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 TEST_CASE("main: help and version") {
     Run help = run_cs336({"--help"});

@@ -21,8 +21,6 @@ struct OnMeta {
 };
 TYPE_TO_STRING(OnMeta);
 
-static bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 // What f throws: its message, after its exit code.
 static std::string failure_of(const std::function<void()>& f) {
     try {

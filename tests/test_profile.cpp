@@ -259,7 +259,6 @@ static bool have_python() {
     skip_this_case("no python3");
     return false;
 }
-static bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 TEST_CASE("profile: a trace file is JSON whose slices nest") {
     if (!have_python()) { return; }
@@ -269,11 +268,11 @@ TEST_CASE("profile: a trace file is JSON whose slices nest") {
     write_trace(file.path, {trace}, "a \"caption\"");
     std::string text = python(check_trace, file.path);
     // Two threads, stream 7 with its overlapping slice on a row of its own, stream 8; 6 ranges and 5 pieces of work.
-    CHECK(contains(text, "5 11 2 "));
-    CHECK(contains(text, R"("soft\"max\\\n")"));
-    CHECK(contains(text, R"("softmax_kernel<float>")"));
-    CHECK(contains(text, R"("caption": "a \"caption\"")"));
-    CHECK(contains(text, R"("records dropped by CUPTI": "3")"));
+    CHECK(has(text, "5 11 2 "));
+    CHECK(has(text, R"("soft\"max\\\n")"));
+    CHECK(has(text, R"("softmax_kernel<float>")"));
+    CHECK(has(text, R"("caption": "a \"caption\"")"));
+    CHECK(has(text, R"("records dropped by CUPTI": "3")"));
 
     CHECK_THROWS_AS(write_trace("/no/such/folder/trace.json", {trace}, ""), Failure);
 }
@@ -290,8 +289,8 @@ TEST_CASE("profile: a trace file stays below 100 MB") {
     CHECK(bytes < 100000000);
     in.seekg(-200, std::ios::end);
     std::string end(std::istreambuf_iterator<char>(in), {});
-    CHECK(contains(end, "\"events left out\":\""));
-    CHECK(!contains(end, "\"events left out\":\"0\""));
+    CHECK(has(end, "\"events left out\":\""));
+    CHECK(!has(end, "\"events left out\":\"0\""));
 }
 
 TEST_CASE("profile: --trace of a command") {
@@ -303,14 +302,14 @@ TEST_CASE("profile: --trace of a command") {
     REQUIRE(r.exit_code == 0);
     std::string text = python(check_trace, file.path);
     for (const char* range : {"forward", "layer", "attention", "ffn", "matmul", "loss", "backward", "optimizer"}) {
-        CHECK(contains(text, strprintf("\"%s\"", range)));
+        CHECK(has(text, strprintf("\"%s\"", range)));
     }
-    CHECK(contains(text, "cs336 benchmarking_script --device cpu"));
+    CHECK(has(text, "cs336 benchmarking_script --device cpu"));
 
     for (const char* path : {"/no/such/folder/t.json", "/tmp", "trace.txt"}) {
         Run wrong = run_cs336({"benchmarking_script", "--trace", path});
         CHECK(wrong.exit_code == 2);
-        CHECK(contains(wrong.err, "--trace"));
+        CHECK(has(wrong.err, "--trace"));
     }
 }
 
@@ -342,34 +341,34 @@ TEST_CASE("profile: nsys_profile on a tiny model") {
     Run r = run_cs336(words);
     CAPTURE(r.err);
     REQUIRE(r.exit_code == 0);
-    CHECK(contains(r.out, "| Time (%) | Total Time | Instances | Avg "));
-    CHECK(contains(r.out, "mode eager"));
-    CHECK(contains(r.out, "mode fused"));
-    CHECK(contains(r.out, "range step, 3 passes"));
-    CHECK(contains(r.out, "1 : 12.8"));  // 4 D / 5 with D = 16
+    CHECK(has(r.out, "| Time (%) | Total Time | Instances | Avg "));
+    CHECK(has(r.out, "mode eager"));
+    CHECK(has(r.out, "mode fused"));
+    CHECK(has(r.out, "range step, 3 passes"));
+    CHECK(has(r.out, "1 : 12.8"));  // 4 D / 5 with D = 16
     CHECK(std::ifstream(plot.path).good());
 
     words.insert(words.end(), {"--range", "forward/layer/attention"});
-    CHECK(contains(run_cs336(words).out, "range forward/layer/attention, "));
+    CHECK(has(run_cs336(words).out, "range forward/layer/attention, "));
     for (const char* unknown : {"forward/nonsense", "forward/layer/attention/soft", "forward/layer/attention/mask"}) {
         words.back() = unknown;  // the last one is there in mode eager, but not in mode fused
         r = run_cs336(words);
         CHECK(r.exit_code == 2);
         CHECK(r.out == "");
-        CHECK(contains(r.err, "--range: got '" + std::string(unknown) + "', takes, for precision fp32 and mode "));
-        CHECK(contains(r.err, " some of forward, forward/embedding, forward/layer, "));
+        CHECK(has(r.err, "--range: got '" + std::string(unknown) + "', takes, for precision fp32 and mode "));
+        CHECK(has(r.err, " some of forward, forward/embedding, forward/layer, "));
     }
     CHECK(run_cs336({"nsys_profile", "--warmup", "1,2", "--device", "cpu"}).exit_code == 2);
     Run late =
         run_cs336({"nsys_profile", "--device", "cpu", "--quick", "--mode", "eager,flash", "--precision", "fp32,bf16"});
     CHECK(late.exit_code == 2);  // although it would be the last setting to run
     CHECK(late.out.empty());
-    CHECK(contains(late.err, "mode flash: no FlashAttention on cpu for bfloat16 and head size 64"));
+    CHECK(has(late.err, "mode flash: no FlashAttention on cpu for bfloat16 and head size 64"));
 
     r = run_cs336({"nsys_profile", "--device", "cpu", "--d_model", "65536", "--d_ff", "262144", "--num_layers", "100",
                    "--num_heads", "64", "--context_length", "8"});
     CHECK(r.exit_code == 0);
-    CHECK(contains(r.out, "| OOM ("));
+    CHECK(has(r.out, "| OOM ("));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -427,8 +426,8 @@ TEST_CASE("profile: kernel records of a launch") {
     if (!trace.no_kernels.empty()) { return skip_this_case(trace.no_kernels.c_str()); }
     REQUIRE(trace.work.size() == 3);
     const TracedWork& w = trace.work[0];
-    CHECK(contains(short_kernel_name(w.name), "elementwise_kernel<1, "));
-    CHECK(contains(short_kernel_name(w.name), "Scale>"));
+    CHECK(has(short_kernel_name(w.name), "elementwise_kernel<1, "));
+    CHECK(has(short_kernel_name(w.name), "Scale>"));
     CHECK(w.range == 0);
     CHECK(w.grid[0] > 0);
     CHECK(w.block[0] == 256);
@@ -451,6 +450,6 @@ TEST_CASE("profile: beside another profiler ours is off, and says so") {
     unsetenv("NSYS_PROFILING_SESSION_ID");
     CHECK(!trace.no_kernels.empty());
     CHECK(r.exit_code == 0);
-    CHECK(contains(r.err, "tracing off: "));
-    CHECK(!contains(r.out, "kernel summary"));
+    CHECK(has(r.err, "tracing off: "));
+    CHECK(!has(r.out, "kernel summary"));
 }

@@ -162,8 +162,6 @@ static std::vector<std::string> long_run(const char* device = "cpu", const char*
             "3"};
 }
 
-static bool has_text(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 // What `victim` of the ranks of this command gets ends them all, in one line that names it.
 static void check_failure(const std::vector<std::string>& command, int number, int victim, double seconds_before) {
     Started s = start(command);
@@ -177,8 +175,8 @@ static void check_failure(const std::vector<std::string>& command, int number, i
     INFO("signal " << number << " to rank " << victim << ": " << e.ms << " ms: " << e.err);
     CHECK(e.exit_code == 1);
     CHECK(e.lines == 1);
-    CHECK(has_text(e.err, "rank " + std::to_string(victim)));
-    CHECK(has_text(e.err, number == SIGKILL ? "killed by signal 9" : "no sign of life"));
+    CHECK(has(e.err, "rank " + std::to_string(victim)));
+    CHECK(has(e.err, number == SIGKILL ? "killed by signal 9" : "no sign of life"));
     CHECK(e.ms < 3500);
     for (pid_t pid : ranks) { CHECK(gone(pid)); }
     MESSAGE("signal " << number << " to rank " << victim << ": over after " << (int)e.ms << " ms");
@@ -259,7 +257,7 @@ TEST_CASE("ranks: one that never starts, another world size, the same rank twice
         INFO("case " << i << ": " << e.ms << " ms: " << e.err);
         CHECK(e.exit_code == 1);
         CHECK(e.lines == 1);
-        CHECK(has_text(e.err, cases[i].says));
+        CHECK(has(e.err, cases[i].says));
         CHECK(e.ms < 3500);
         MESSAGE(cases[i].says << ": over after " << (int)e.ms << " ms");
     }
@@ -305,10 +303,10 @@ TEST_CASE("ranks: wrong usage of the launcher") {
     Started s = start(words, as_rank(0, 2, some_free_port()));
     Ended e = finish(s, s.at_ms);
     CHECK(e.exit_code == 2);
-    CHECK(has_text(e.err, "--nproc: got 3, but the launcher has started 2 ranks"));
+    CHECK(has(e.err, "--nproc: got 3, but the launcher has started 2 ranks"));
     Run nccl = run_cs336({"distributed_communication_single_node", "--device", "cpu", "--backend", "nccl"});
     CHECK(nccl.exit_code == 1);
-    CHECK(has_text(nccl.err, "NCCL"));
+    CHECK(has(nccl.err, "NCCL"));
     CHECK(run_cs336({"distributed_communication_single_node", "--nproc", "0"}).exit_code == 2);
     CHECK(run_cs336({"distributed_communication_single_node", "--sizes_mb", "1,x"}).exit_code == 2);
 }
@@ -319,9 +317,9 @@ TEST_CASE("ranks: distributed_communication_single_node") {
     CHECK(r.exit_code == 0);
     std::ifstream picture("/tmp/cs336_test_all_reduce.svg");
     std::string svg((std::istreambuf_iterator<char>(picture)), std::istreambuf_iterator<char>());
-    CHECK(has_text(svg, "gloo cpu, 2 ranks"));
+    CHECK(has(svg, "gloo cpu, 2 ranks"));
     remove("/tmp/cs336_test_all_reduce.svg");
-    CHECK(has_text(r.out, "gloo,cpu,2,1,"));
-    CHECK(has_text(r.out, ",right\n"));
-    CHECK(!has_text(r.out, "WRONG"));
+    CHECK(has(r.out, "gloo,cpu,2,1,"));
+    CHECK(has(r.out, ",right\n"));
+    CHECK(!has(r.out, "WRONG"));
 }

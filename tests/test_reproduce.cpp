@@ -14,7 +14,6 @@
 #include <fstream>
 
 using Words = std::vector<std::string>;
-static bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 static std::string read(const std::string& path) {
     std::ifstream file(path);

@@ -70,7 +70,6 @@ static std::string refusal(const std::string& path, const std::string& bytes) {
     }
     return "";
 }
-static bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 static const char* const TWO =  // a valid header for 12 bytes of data
     R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"U8","shape":[4],"data_offsets":[8,12]}})";
