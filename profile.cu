@@ -18,6 +18,7 @@ struct KernelRule {
 static const KernelRule kernel_rules[] = {
     {"nccl", {"communication", false}},
     {"[CUDA mem", {"copy", false}},
+    {"hopper_", {"attention", true}},
     {"flash_forward_kernel", {"attention", true}},  // flash_mma.cu
     {"backward_main", {"attention", true}},
     {"backward_dq", {"attention", true}},

@@ -1028,7 +1028,7 @@ int run_ranks(const Options& o, const std::function<void(const Communicator&)>& 
         return 0;
     } catch (const LostTouch& lost) {
         // If another rank is gone the watchdog knows which, and ends us here.
-        usleep((useconds_t)(1e6 * std::min(1.0, 0.1 * o.timeout)));
+        usleep((useconds_t)(1e6 * std::min(1.0, 0.2 * o.timeout)));
         give_up(me.rank, 1, lost.what());
     } catch (const Failure& failure) {
         give_up(me.rank, failure.exit_code, failure.what());

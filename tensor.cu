@@ -1242,13 +1242,20 @@ static std::vector<cublasLtMatmulAlgo_t> kernels_for(const Product& p, const Pic
         CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(wish, what, &value, sizeof(value)));
     };
     want(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (uint64_t)WORKSPACE_BYTES);
-    want(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_NONE);
     want(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p.A));
     want(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(p.B));
     want(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(p.C));
     want(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(p.C));
     cublasLtMatmulHeuristicResult_t found[8];
-    int n = 0;
+    int n = 0, parts = 1;
+    // Where the library would cut K into parts it keeps the product.
+    CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(cublas_lt(), l.product, l.A, l.B, l.C, l.C, wish, 1, found, &n));
+    if (n > 0) {
+        CUBLAS_CHECK(cublasLtMatmulAlgoConfigGetAttribute(&found[0].algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &parts,
+                                                          sizeof(parts), nullptr));
+    }
+    if (n == 0 || parts > 1) { return {}; }
+    want(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_NONE);
     CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(cublas_lt(), l.product, l.A, l.B, l.C, l.C, wish, 8, found, &n));
     CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(wish));
     std::vector<cublasLtMatmulAlgo_t> kernels;
@@ -1264,35 +1271,26 @@ static void run(const Product& p, const Picked& l, float alpha, float beta) {
 // Null where it is left to the library: nothing to choose from, or what C holds is needed still, or a graph is
 // captured.
 static const Picked* pick_kernel(const Product& p, float beta) {
-    static std::map<std::vector<int64_t>, Picked> known;
-    std::vector<int64_t> key = {p.type,
-                                p.out_type,
-                                p.m,
-                                p.n,
-                                p.k,
-                                p.ta,
-                                p.tb,
-                                p.lda,
-                                p.ldb,
-                                p.ldc,
-                                alignment_of(p.A),
-                                alignment_of(p.B),
-                                alignment_of(p.C)};
+    static std::map<std::vector<int64_t>, std::shared_ptr<Picked>> known;
+    std::vector<int64_t> key = {p.type, p.out_type, p.m, p.n, p.k, p.ta, p.tb, p.lda, p.ldb, p.ldc};
+    for (const void* address : {p.A, p.B, (const void*)p.C}) { key.push_back(alignment_of(address)); }
     auto at = known.find(key);
-    if (at != known.end()) { return &at->second; }
+    if (at != known.end()) { return at->second.get(); }
     cudaStreamCaptureStatus status;
     CUDA_CHECK(cudaStreamIsCapturing(stream(), &status));
     if (beta != 0 || status != cudaStreamCaptureStatusNone) { return nullptr; }
-    Picked l = layouts_of(p), best = l;
+    Picked l = layouts_of(p);
+    std::shared_ptr<Picked>& best = known[key];
     double shortest = INFINITY;
     for (const cublasLtMatmulAlgo_t& kernel : kernels_for(p, l)) {
         l.kernel = kernel;
+        auto once = [&] { run(p, l, 1, 0); };
         double ms = stats_of(time_queued_ms(
-                                 2, 5, [] {}, [&] { run(p, l, 1, 0); }))
+                                 2, 5, [] {}, once))
                         .median;
-        if (ms < 0.98 * shortest) { shortest = ms, best = l; }
+        if (ms < 0.98 * shortest) { shortest = ms, best = std::make_shared<Picked>(l); }
     }
-    return shortest < INFINITY ? &(known[key] = best) : nullptr;
+    return best.get();
 }
 static Product product_of(const Tensor& out, Matrix C, const void* a, DType type, Matrix A, bool ta, const void* b,
                           Matrix B, bool tb, int K) {  // in our memory cuBLAS sees every matrix transposed

@@ -245,7 +245,9 @@ static const RunOption run_options[] = {
     {"max_grad_norm", nullptr, &Options::max_grad_norm, DBL_TRUE_MIN, DBL_MAX},
     {"val_fraction", nullptr, &Options::val_fraction, DBL_TRUE_MIN, 1 - DBL_EPSILON / 2},
 };
-static void save_checkpoint(const std::string& path, const Model& model, const Options& o, const LossScaler& scaler) {
+// step: batches seen; the model's own are fewer where fp16 skipped some.
+static void save_checkpoint(const std::string& path, const Model& model, int step, const Options& o,
+                            const LossScaler& scaler) {
     NamedTensors tensors;
     for (const Parameter& p : model.parameters) {
         tensors.add(p.name, p.weight);
@@ -253,7 +255,8 @@ static void save_checkpoint(const std::string& path, const Model& model, const O
         tensors.add("adamw.v." + p.name, view(model.v, p.offset, p.shape));
     }
     std::map<std::string, std::string> metadata = {{"format", "pt"},
-                                                   {"step", std::to_string(model.step)},
+                                                   {"step", std::to_string(step)},
+                                                   {"updates", std::to_string(model.step)},
                                                    {"seed", std::to_string(o.seed)},
                                                    {"precision", name_of(context.precision)},
                                                    {"mode", name_of(context.mode)},
@@ -353,7 +356,7 @@ static void start_from(const SafeTensors& checkpoint, Model& model, LossScaler& 
     load_weights(checkpoint, model, "", model.weights);
     load_weights(checkpoint, model, "adamw.m.", model.m);
     load_weights(checkpoint, model, "adamw.v.", model.v);
-    model.step = whole_of(checkpoint, "step", 0, 1 << 20);
+    model.step = whole_of(checkpoint, "updates", 0, 1 << 20);
     scaler.scale = (float)real_of(checkpoint, "loss_scale", FLT_MIN, FLT_MAX);
     scaler.good_steps = whole_of(checkpoint, "good_steps", 0, 1 << 20);
 }
@@ -377,7 +380,8 @@ int cmd_train(const Options& typed) {
     Model model = make_model(c);
     LossScaler scaler;
     start_from(checkpoint, model, scaler, o.seed);
-    int step = model.step, last = o.stop_at > 0 ? o.stop_at : o.steps;
+    int step = checkpoint.path.empty() ? 0 : whole_of(checkpoint, "step", 0, 1 << 20);
+    int last = o.stop_at > 0 ? o.stop_at : o.steps;
     double before = held_out_loss(model, text, o.batch_size, o.context_length), tokens = 0, busy_ms = 0;
     Table table{
         strprintf("train %s: %zu bytes, %" PRId64 " held out; %d layers, d_model %d, d_ff %d, %d heads, precision %s, "
@@ -408,7 +412,7 @@ int cmd_train(const Options& typed) {
                                   strprintf("%.2f", elapsed), strprintf("%.0f", rate)});
         }
     }
-    if (!o.save.empty() && !diverged) { save_checkpoint(o.save, model, o, scaler); }
+    if (!o.save.empty() && !diverged) { save_checkpoint(o.save, model, step, o, scaler); }
     print(table, o.format);
     if (diverged) { fail("the loss of step %d is not a number; a smaller --lr may help; nothing was saved", step); }
     Table summary{"", {"held-out loss before", "held-out loss after", "steps", "tokens/s", "peak MiB"}, {}};

@@ -175,6 +175,7 @@ TEST_CASE("profile: kernel names") {
          "5x_cublas",
          "matmul", true},
         {"nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matmul", true},
+        {"void hopper_backward_kernel<HopperBackward<64, 128, 24, 240>, bf16>(HopperArgs)", "attention", true},
         {"void cublasLt::splitKreduce_kernel<32, 16, int, float, float, float, float, true, false, false>(x)", "matmul",
          false},
         {"void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false, false>(x)", "matmul",
