@@ -152,19 +152,24 @@ struct Memory {  // freed (in stream order) when the last shared_ptr goes
     const char* op;  // innermost open Range
     Source at;       // who asked for it
     std::shared_ptr<Region> region;
-    size_t offset;  // in the region, if there is one; of gradients from its end
+    size_t place;  // in the region, if there is one
     ~Memory();
 };
 // A CUDA graph's kernels have their addresses built in, so what a captured step allocates has to lie at the same places
-// at each launch: in a block of its own, gradients, which stay, from its end downwards, the others at the first offset
-// where there is room. How large the block must be shows in a rehearsal: the same step with buffers from the pool.
+// at each launch: in a block of its own. A rehearsal, the same step with buffers from the pool, shows what comes and
+// goes when; plan_places then lays the buffers into a block that is not much larger than what the step holds at most.
 struct Region {
-    std::shared_ptr<Memory> block;     // null in the rehearsal
-    std::map<size_t, size_t> taken{};  // offset -> end, without the gradients
-    size_t gradients = 0;              // bytes
-    size_t bytes = 0;                  // that were needed at most
+    struct Place {
+        size_t bytes, offset;
+        int from, to;  // of the step's allocations and frees, counted together, those between which it is there
+    };
+    std::shared_ptr<Memory> block;  // null in the rehearsal
+    std::vector<Place> places;      // in the order of allocation
+    int events = 0;
+    size_t next = 0;  // with a block: the next allocation's place
 };
-// Runs f; what it allocates on the GPU has a place in the region, and with a block lies there.
+size_t plan_places(Region& rehearsed);  // right after the rehearsal: sets the offsets; bytes of the block
+// Runs f; what it allocates on the GPU (or on META) gets a place in the region, and with a block lies there.
 void allocate_in(const std::shared_ptr<Region>& region, const std::function<void()>& f);
 bool watched();     // a trace or a memory log is being made
 struct MemoryUse {  // bytes
@@ -481,6 +486,9 @@ Tensor linear(const Tensor& x, const Tensor& weight);  // x [...,K], weight [N,K
 // cast.
 void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b, double alpha = 1,
           double beta = 0);
+#ifdef __CUDACC__
+void start_cublas();  // with its workspace; else the first product does
+#endif
 // For tests: a 16-bit product by each of the kernels among which gemm() picks on a GPU.
 std::vector<Tensor> gemm_by_each_kernel(const Tensor& a, bool ta, const Tensor& b, bool tb, DType dtype);
 DType matmul_dtype(Precision precision = context.precision);  // what autocast casts operands to (F64 stays F64)

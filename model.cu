@@ -1081,6 +1081,7 @@ static void backward_from_loss(const Model& model, const Tensor& loss, float los
 // from then on the same kernels run on the same buffers.
 struct StepGraphs {
     std::shared_ptr<Region> region = std::make_shared<Region>();
+    size_t bytes = 0;  // that its block has to have
     std::string kind;  // of step: what its kernels have built in
     Batch batch;
     Tensor loss;
@@ -1120,25 +1121,32 @@ static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float
     zero_gradients(model);
     make_ready(model, batch.tokens.dim(1));
     if (!model.graphs || model.graphs->kind != kind_of_step(model, batch, loss_scale)) {
+        start_cublas();  // whose workspace is no part of the step
         model.graphs = std::make_shared<StepGraphs>();
         model.graphs->kind = kind_of_step(model, batch, loss_scale);
-        Tensor loss;
+        Tensor result = empty({}, F32);
         allocate_in(model.graphs->region, [&] {
-            loss = forward_to_loss(model, batch);
+            Tensor loss = forward_to_loss(model, batch);
+            copy_in_stream(result, loss);
             between();
             backward_from_loss(model, loss, loss_scale);
         });
-        return detached(loss);
+        model.graphs->bytes = plan_places(*model.graphs->region);
+        return result;
     }
     StepGraphs& g = *model.graphs;
     if (!g.forward) {
         give_back_cached_memory();  // the rehearsal's buffers
-        auto block = allocate(CUDA, g.region->bytes, ACTIVATIONS);
-        g.region = std::make_shared<Region>(Region{block});
+        auto block = allocate(CUDA, g.bytes, ACTIVATIONS);
+        g.region = std::make_shared<Region>(Region{block, g.region->places});
         g.batch = {empty(batch.tokens.shape, I32, INPUTS), empty(batch.targets.shape, I32, INPUTS)};
-        g.forward = capture(g.region, [&] { g.loss = forward_to_loss(model, g.batch); });
-        g.backward = capture(g.region, [&] { backward_from_loss(model, g.loss, loss_scale); });
-        g.loss = detached(g.loss);
+        g.loss = empty({}, F32);
+        Tensor loss;
+        g.forward = capture(g.region, [&] {
+            loss = forward_to_loss(model, g.batch);
+            copy_in_stream(g.loss, loss);
+        });
+        g.backward = capture(g.region, [&] { backward_from_loss(model, loss, loss_scale); });
         for (const Tensor& t : model.slots) {
             if (t.gradient->filled) { g.gradients.push_back({t.gradient, t.gradient->value}); }
         }
@@ -1155,9 +1163,9 @@ static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float
     }
     drop_weight_copies(model.slots);
     for (const auto& gradient : g.gradients) { gradient.first->value = gradient.second, gradient.first->filled = true; }
-    Tensor loss = empty(g.loss.shape, g.loss.dtype);
-    copy_in_stream(loss, g.loss);
-    return loss;
+    Tensor result = empty({}, F32);
+    copy_in_stream(result, g.loss);
+    return result;
 }
 #endif
 

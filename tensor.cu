@@ -1189,6 +1189,7 @@ static cublasHandle_t cublas() {
     }();
     return handle;
 }
+void start_cublas() { cublas(); }
 static cudaDataType_t cuda_type(DType t) {
     if (t == F64) { fail("float64 tensors live on the CPU only"); }
     return t == BF16 ? CUDA_R_16BF : t == F16 ? CUDA_R_16F : CUDA_R_32F;
@@ -1328,7 +1329,8 @@ static void gemm_cuda(const Tensor& out, Matrix C, const Tensor& a, Matrix A, bo
             CUBLAS_GEMM_DEFAULT));
     };
     // cuBLAS 13.1 leaves out the last K % 8 summands of some 16-bit products where ta and not tb, as in a weight's
-    // gradient ([4097,1000]^T times [4097,128] for one, on Hopper): they become a product of their own.
+    // gradient ([4097,1000]^T times [4097,128] for one, on Hopper): they become a product of their own, at the price of
+    // one rounding more where `out` is 16-bit.
     int64_t apart = ta && !tb && a.dtype != F32 && K > 8 ? K % 8 : 0;
     product(0, K - apart, beta);
     if (apart > 0) { product(K - apart, apart, 1); }

@@ -36,6 +36,26 @@ TEST_CASE_TEMPLATE("train: a resumed run equals the uninterrupted one bit for bi
         for (const std::string& path : {half, resumed, whole}) { remove(path.c_str()); }
     }
 }
+TEST_CASE("train: steps that fp16 skipped survive a checkpoint") {
+    std::string start = scratch("start"), large = scratch("large"), half = scratch("half");
+    auto train = [&](std::vector<std::string> more) {
+        more.insert(more.begin(), {"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--sample", "0"});
+        Run r = run_cs336(more);
+        REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+        return r.out;
+    };
+    train({"--precision", "fp16", "--steps", "12", "--stop_at", "2", "--save", start});
+    SafeTensors file = load_safetensors(start);
+    auto metadata = file.metadata;
+    metadata["loss_scale"] = "1e12";  // so large that gradients overflow until it has halved a few times
+    save_safetensors(large, {file.tensors.begin(), file.tensors.end()}, metadata);
+    std::string whole = scratch("whole"), resumed = scratch("resumed");
+    CHECK(train({"--load", large, "--log_every", "1", "--save", whole}).find("overflow") != std::string::npos);
+    train({"--load", large, "--stop_at", "6", "--save", half});
+    train({"--load", half, "--save", resumed});
+    CHECK(bytes_of(whole) == bytes_of(resumed));
+    for (const std::string& path : {start, large, half, whole, resumed}) { remove(path.c_str()); }
+}
 TEST_CASE("train: a checkpoint whose metadata cannot be is refused, in a line that names it") {
     std::string good = scratch("good"), bad = scratch("bad");
     Run r = run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--steps", "1", "--save", good});
