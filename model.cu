@@ -1074,6 +1074,15 @@ static void backward_from_loss(const Model& model, const Tensor& loss, float los
     drop_weight_copies(model.slots);  // the weights are about to change
 }
 
+static Tensor forward_backward_by_launches(Model& model, const Batch& batch, float loss_scale,
+                                           const std::function<void()>& between) {
+    zero_gradients(model);
+    Tensor loss = forward_to_loss(model, batch);
+    between();
+    backward_from_loss(model, loss, loss_scale);
+    return detached(loss);
+}
+
 #ifdef __CUDACC__
 // The two passes as CUDA graphs. A launch costs the CPU some 2 us and what leads to it, the tape and the allocations,
 // more; a small model's kernels take less than that each. A graph, captured once, launches all its kernels at once and
@@ -1082,6 +1091,7 @@ static void backward_from_loss(const Model& model, const Tensor& loss, float los
 struct StepGraphs {
     std::shared_ptr<Region> region = std::make_shared<Region>();
     size_t bytes = 0;  // that its block has to have
+    bool too_large = false;
     std::string kind;  // of step: what its kernels have built in
     Batch batch;
     Tensor loss;
@@ -1135,8 +1145,12 @@ static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float
         return result;
     }
     StepGraphs& g = *model.graphs;
-    if (!g.forward) {
+    if (!g.forward && !g.too_large) {
         give_back_cached_memory();  // the rehearsal's buffers
+        g.too_large = g.bytes > available_memory(CUDA);
+    }
+    if (g.too_large) { return forward_backward_by_launches(model, batch, loss_scale, between); }
+    if (!g.forward) {
         auto block = allocate(CUDA, g.bytes, ACTIVATIONS);
         g.region = std::make_shared<Region>(Region{block, g.region->places});
         g.batch = {empty(batch.tokens.shape, I32, INPUTS), empty(batch.targets.shape, I32, INPUTS)};
@@ -1176,11 +1190,7 @@ Tensor forward_backward(Model& model, const Batch& batch, float loss_scale, cons
         context.mode == FLASH && context.device == CUDA && context.graphs && !model.gradients && !watched();
     if (by_graphs) { return forward_backward_by_graphs(model, batch, loss_scale, between); }
 #endif
-    zero_gradients(model);
-    Tensor loss = forward_to_loss(model, batch);
-    between();
-    backward_from_loss(model, loss, loss_scale);
-    return detached(loss);
+    return forward_backward_by_launches(model, batch, loss_scale, between);
 }
 double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm) {
     bool fp16 = context.precision == PREC_FP16;
