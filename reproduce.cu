@@ -148,9 +148,9 @@ struct Experiment {
 };
 
 // On too few GPUs, and with --quick, these options are left out: a command scales down only what it was not given.
-static const Words chooses_how_much = {"size",           "d_model",    "d_ff",   "num_layers", "num_heads",
-                                       "context_length", "batch_size", "warmup", "steps",      "sizes_mb",
-                                       "bucket_size_mb", "precision",  "mode"};
+static const Words chooses_how_much = {"size",           "d_model",    "d_ff",         "num_layers", "num_heads",
+                                       "context_length", "batch_size", "warmup",       "steps",      "sizes_mb",
+                                       "bucket_size_mb", "precision",  "reduce_dtype", "mode"};
 static Words scaled_down(const Words& words, bool quick) {
     Words fewer;
     for (size_t i = 0; i < words.size(); i++) {

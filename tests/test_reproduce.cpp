@@ -207,8 +207,9 @@ TEST_CASE("reproduce: what was scaled down goes to --out only; what cannot run g
 TEST_CASE("reproduce: --quick shrinks all commands, each once, and writes to build/reproduce") {
     Repository repository;
     write("notes/a.md", block("flash_forward --device cpu", "old\n") + block("flash_forward --device=cpu", "old\n"));
-    write("notes/b.md", block("naive_ddp_benchmarking --device cpu --size xl --steps 50 --nproc 2", "old\n") +
-                            block("naive_ddp_benchmarking --device cpu --precision=bf16 --nproc 2", "old\n"));
+    write("notes/b.md",
+          block("naive_ddp_benchmarking --device cpu --size xl --steps 50 --nproc 2", "old\n") +
+              block("naive_ddp_benchmarking --device cpu --precision=bf16 --reduce_dtype bf16 --nproc 2", "old\n"));
     Run r = run_cs336({"reproduce", "--quick", "--format", "json", "--only", "flash_forward"});
     CAPTURE(r.err);
     CHECK(r.exit_code == 0);
