@@ -467,8 +467,11 @@ TEST_CASE("model: steps by CUDA graphs") {
 // A graph's block need not be much larger than what a step holds at most, gaps between its buffers included.
 TEST_CASE("model: a step packs well") {
     begin<OnCPU>();
-    for (Precision precision : {FP32, PREC_BF16}) {
-        context.mode = FUSED, context.precision = precision;
+    for (auto [mode, precision] : std::vector<std::pair<Mode, Precision>>{
+             {FUSED, FP32}, {FUSED, PREC_BF16}, {FLASH, FP32}, {FLASH, PREC_BF16}}) {
+        context.mode = mode, context.precision = precision;
+        context.device = mode == FLASH ? CUDA : CPU;  // only planned for, so no GPU is needed; but a build for GPUs is
+        if (mode == FLASH && !fastest_flash(CUDA, matmul_dtype(), 64)) { continue; }
         for (const ModelConfig& config : {model_sizes[0], model_sizes[3]}) {
             Planning planning;
             Model model = make_model(config);
