@@ -486,11 +486,12 @@ static void watch(Links& l, double interval_ms, double patience_ms) {
         try {
             why = ask(l.beats, 'B', "", "", now_ms() + patience_ms,
                       strprintf("rank 0 has shown no sign of life for %.1f s", patience_ms / 1e3).c_str());
-        } catch (const Failure& failure) {
-            why = failure.what();
-            usleep(200000);  // a launcher that saw rank 0's end says more, and ends us
+        } catch (const Failure& failure) { why = failure.what(); }
+        if (why.empty()) {
+            why = stuck_collective(l);
+        } else {
+            usleep(200000);  // a launcher that saw that rank's end says more, and ends us
         }
-        if (why.empty()) { why = stuck_collective(l); }
         if (!why.empty()) { give_up(l.me.rank, 1, why); }
         std::unique_lock<std::mutex> lock(l.mutex);
         if (l.changed.wait_for(lock, std::chrono::duration<double, std::milli>(interval_ms),
