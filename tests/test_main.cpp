@@ -216,8 +216,14 @@ TEST_CASE("main: tests/vs_pytorch.py explains itself and refuses in one line, al
     const char* binary = getenv("CS336_BINARY");
     const std::string program = std::string("--program ") + (binary ? binary : "./cs336");
     const std::pair<std::string, const char*> wrong[] = {
-        {"--size small,tiny", "--size"},   {"--max_ratio nan", "--max_ratio"}, {"--rounds 0", "--rounds"},
-        {"--no_model", "--no_model"},      {"--speed 3", "--speed"},           {"--program no/such", "no/such"},
+        {"--size small,tiny", "--size"},
+        {"--max_ratio nan", "--max_ratio"},
+        {"--rounds 0", "--rounds"},
+        {"--no_model", "--no_model"},
+        {"--speed 3", "--speed"},
+        {"--program no/such", "no/such"},
+        {"--context_length 256,0", "--context_length"},
+        {"--train no/such", "--train"},
         {program + " --quick", "PyTorch"},
     };
     for (const auto& [words, names] : wrong) {

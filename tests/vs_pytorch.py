@@ -2,7 +2,9 @@
 """tests/vs_pytorch.py: our model and our attention beside PyTorch's, in turn on one GPU, as a table of ratios.
 
   python3 tests/vs_pytorch.py                       the five sizes in bf16 and fp32
+  python3 tests/vs_pytorch.py --context_length 512,1024 --size large,xl,2.7B --precision bf16
   python3 tests/vs_pytorch.py --attention           attention's shapes, too (with --no_model only those)
+  python3 tests/vs_pytorch.py --no_model --train FILE        `train` on this text beside PyTorch: the losses
   python3 tests/vs_pytorch.py --max_ratio 1         exit code 1 if any of our times is longer than PyTorch's
   python3 tests/vs_pytorch.py --device cpu --quick  tries this script where there is no GPU
 
@@ -13,8 +15,11 @@ is the handout's, with a matrix each for q, k, v, w1 and w3. It uses no CUDA gra
 Model: 5 warm-up and 10 timed steps of each phase, a synchronisation after every step, their mean. Memory: the most that
 tensors took during whole steps. Attention: batch 1, 16 heads, runs queued one behind the other, each between two events, the
 L2 cache as the run before left it, their median. Both sides alike and in turn; of --rounds rounds the median. Ratios are
-ours / PyTorch's: below 1, ours is faster, or needs less."""
-import argparse, gc, json, math, statistics, subprocess, sys, time
+ours / PyTorch's: below 1, ours is faster, or needs less.
+
+Training: both go on from the same checkpoint of ours, taken after one step, with the same batches, learning rates and clipping.
+Their losses on the text's held-out part may differ by no more than those of ours with other seeds do, else the exit code is 1."""
+import argparse, gc, itertools, json, math, os, statistics, subprocess, sys, tempfile, time
 
 SIZES = {"small": (768, 3072, 12, 12), "medium": (1024, 4096, 24, 16), "large": (1280, 5120, 36, 20),
          "xl": (1600, 6400, 48, 25), "2.7B": (2560, 10240, 32, 32)}  # d_model, d_ff, num_layers, num_heads
@@ -44,27 +49,35 @@ def takes(what, read):
 def several(names):
     return takes("one or more of " + ",".join(names), lambda text: set(text.split(",")) <= set(names) and text.split(","))
 
-whole = takes("a whole number from 1", lambda text: text.isdigit() and int(text))
+def number(text): return text.isdigit() and int(text)
+
+def numbers(text):
+    each = [number(t) for t in text.split(",")]
+    return all(each) and each
+
+whole, wholes = takes("a whole number from 1", number), takes("whole numbers from 1, separated by commas", numbers)
 positive = takes("a finite number greater than 0", lambda text: 0 < float(text) < math.inf and float(text))
 
 p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 p.add_argument("--size", type=several(SIZES), default=list(SIZES), metavar="S", help="of " + ",".join(SIZES))
 p.add_argument("--precision", type=several(["bf16", "fp32"]), default=["bf16", "fp32"], metavar="P", help="of bf16,fp32")
-p.add_argument("--context_length", type=whole, default=256, metavar="N", help="default 256")
+p.add_argument("--context_length", type=wholes, default=[256], metavar="N", help="one or more, default 256")
 p.add_argument("--batch_size", type=whole, default=4, metavar="N", help="default 4")
 p.add_argument("--rounds", type=whole, default=2, metavar="N", help="default 2")
 p.add_argument("--max_ratio", type=positive, metavar="R", help="exit 1 if any ratio of times is larger")
 p.add_argument("--attention", action="store_true", help="attention against two of SDPA's backends, too")
 p.add_argument("--no_model", action="store_true", help="without the model's table")
+p.add_argument("--train", metavar="FILE", help="compare losses, too: 200 steps on this text with each of three seeds")
 p.add_argument("--program", default="./cs336", metavar="FILE", help="ours, default ./cs336")
 p.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default cuda")
-p.add_argument("--quick", action="store_true", help="size small, context 32, batch 1, 2 steps, one round, short sequences")
-p.set_defaults(warmup=5, steps=10, heads=16, shapes=SHAPES)
+p.add_argument("--quick", action="store_true", help="size small, context 32, batch 1, 2 steps, one round, short sequences, short training")
+p.set_defaults(warmup=5, steps=10, heads=16, shapes=SHAPES, seeds=3)
 if "--quick" in sys.argv:
-    p.set_defaults(size=["small"], context_length=32, batch_size=1, rounds=1, warmup=1, steps=2, heads=2,
+    p.set_defaults(size=["small"], context_length=[32], batch_size=1, rounds=1, warmup=1, steps=2, heads=2,
                    shapes=[(256, 64, True), (256, 128, False)])
 o = p.parse_args()
-if o.no_model and not o.attention: stop("--no_model: takes --attention with it, or nothing is left to do")
+if o.no_model and not (o.attention or o.train): stop("--no_model: takes --attention or --train with it, or nothing is left to do")
+if o.train and not os.path.isfile(o.train): stop(f"--train: got '{o.train}', takes a file")
 try: commit = subprocess.run([o.program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
 except (OSError, subprocess.CalledProcessError) as e: stop(f"--program: got '{o.program}', takes what `make` builds: {e}")
 try:
@@ -77,7 +90,7 @@ torch.set_float32_matmul_precision("highest")  # no TF32
 torch._dynamo.config.cache_size_limit = 64  # beyond its limit dynamo goes on uncompiled
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The handout's Transformer LM. B batch, T positions, C d_model, H heads
+# The handout's Transformer LM. B batch, T positions, C d_model, H heads, V vocabulary
 
 def rope_table(T, D):
     angle = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
@@ -104,11 +117,11 @@ class Block(nn.Module):
         return x + self.w2(F.silu(self.w1(n)) * self.w3(n))
 
 class LM(nn.Module):
-    def __init__(self, T, C, d_ff, num_layers, H):
+    def __init__(self, V, T, C, d_ff, num_layers, H):
         super().__init__()
-        self.embedding, self.rope = nn.Embedding(VOCAB, C), rope_table(T, C // H)
+        self.embedding, self.rope = nn.Embedding(V, C), rope_table(T, C // H)
         self.blocks = nn.ModuleList(Block(C, d_ff, H) for _ in range(num_layers))
-        self.ln_final, self.lm_head = nn.RMSNorm(C, eps=1e-5), nn.Linear(C, VOCAB, bias=False)
+        self.ln_final, self.lm_head = nn.RMSNorm(C, eps=1e-5), nn.Linear(C, V, bias=False)
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -131,21 +144,28 @@ def mean_ms(f):
         times.append((time.perf_counter() - start) * 1e3)
     return statistics.mean(times[o.warmup:])
 
-def model_pytorch(size, precision):
-    with torch.device(o.device):
-        model = LM(o.context_length, *SIZES[size])
-        tokens, targets = torch.randint(VOCAB, (2, o.batch_size, o.context_length))
+def compiled(model, precision):
+    """Its optimizer, its autocast, and the loss of a batch."""
     for block in model.blocks: block.compile()  # what is compiled for the first serves all, and the next round's
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     autocast = torch.autocast(o.device, torch.bfloat16, enabled=precision == "bf16")
+
+    def loss_of(tokens, targets):
+        with autocast: return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), autocast, loss_of
+
+def model_pytorch(size, precision, T):
+    with torch.device(o.device):
+        model = LM(VOCAB, T, *SIZES[size])
+        tokens, targets = torch.randint(VOCAB, (2, o.batch_size, T))
+    optimizer, autocast, loss_of = compiled(model, precision)
 
     def fw():
         with torch.no_grad(), autocast: model(tokens)
 
     def fwbw():
         optimizer.zero_grad(set_to_none=True)
-        with autocast: loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-        loss.backward()
+        loss_of(tokens, targets).backward()
 
     def step():
         fwbw()
@@ -155,19 +175,22 @@ def model_pytorch(size, precision):
     if CUDA: torch.cuda.reset_peak_memory_stats()
     return times + [mean_ms(step), torch.cuda.max_memory_allocated() / 2**20 if CUDA else math.nan]
 
-def ours(command, columns, *options):
-    """These columns of the only row that a command of ours prints; NaN for what did not fit into memory."""
+def tables_of_ours(command, *options):
     words = [o.program, command, *map(str, options), "--device", o.device, "--format", "json"]
     run = subprocess.run(words, capture_output=True, text=True)
     if run.returncode: stop(f"{' '.join(words)}: {run.stderr.strip()}", 1)
-    table = json.loads(run.stdout)
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+def ours(command, columns, *options):
+    """These columns of the first row that a command of ours prints; NaN for what did not fit into memory."""
+    table = tables_of_ours(command, *options)[0]
     cells = [table["rows"][0][table["columns"].index(column)] for column in columns]
     return [cell if isinstance(cell, (int, float)) else math.nan for cell in cells]
 
-def model_ours(size, precision):
+def model_ours(size, precision, T):
     return ours("benchmarking_script", ["fw_mean_ms", "fwbw_mean_ms", "step_mean_ms", "peak step MiB"], "--size", size,
-                "--precision", precision, "--context_length", o.context_length, "--batch_size", o.batch_size,
-                "--warmup", o.warmup, "--steps", o.steps)
+                "--precision", precision, "--context_length", T, "--batch_size", o.batch_size, "--warmup", o.warmup, "--steps",
+                o.steps)
 
 def moment():
     if not CUDA: return time.perf_counter()
@@ -219,9 +242,97 @@ def in_turn(what, sides):
     return {name: [statistics.median(column) for column in zip(*values)] for name, values in rounds.items()}
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Training: the losses of all steps but the first, and the one on the held-out text
+
+def load_checkpoint(path):
+    """Tensors by name, metadata."""
+    with open(path, "rb") as f:
+        header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        data, metadata = bytearray(f.read()), header.pop("__metadata__")
+    part = lambda t: torch.frombuffer(data[slice(*t["data_offsets"])], dtype=torch.float32).view(t["shape"])
+    return {name: part(t).to(o.device) for name, t in header.items()}, metadata
+
+def our_name(name):
+    """Of a parameter of LM, in checkpoints."""
+    for theirs, here in [("embedding", "token_embeddings"), ("blocks", "layers"), (".o.", ".attn.output_proj.")]:
+        name = name.replace(theirs, here)
+    for w in "qkv": name = name.replace(f".{w}.", f".attn.{w}_proj.")
+    for w in ("w1", "w2", "w3"): name = name.replace(f".{w}.", f".ffn.{w}.")
+    return name
+
+def first_of_window(n, seed, i):
+    """As random_int() in tensor.cu draws it for train.cu: Philox 4x32-10."""
+    key, m = 0xcbf29ce484222325, 0xffffffff
+    for c in b"windows": key = (key ^ c) * 0x100000001b3 % 2**64
+    c, k = [i & m, i >> 32, key & m, key >> 32], [seed & m, seed >> 32]
+    for _ in range(10):
+        p, q = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c, k = [q >> 32 ^ c[1] ^ k[0], q & m, p >> 32 ^ c[3] ^ k[1], p & m], [(k[0] + 0x9E3779B9) & m, (k[1] + 0xBB67AE85) & m]
+    return c[0] * n >> 32
+
+def train_pytorch(text, checkpoint, precision):
+    tensors, meta = load_checkpoint(checkpoint)
+    T, B, steps, done, seed = (int(meta[k]) for k in ("context_length", "batch_size", "steps", "step", "seed"))
+    lr, min_lr, warmup = float(meta["lr"]), float(meta["min_lr"]), int(meta["warmup_steps"])
+    with torch.device(o.device):
+        model = LM(256, T, *(int(meta[k]) for k in ("d_model", "d_ff", "num_layers", "num_heads")))
+    optimizer, autocast, loss_of = compiled(model, precision)
+    optimizer.param_groups[0]["weight_decay"] = float(meta["weight_decay"])
+    for name, w in model.named_parameters():
+        w.data.copy_(tensors[our_name(name)])
+        optimizer.state[w] = {"step": torch.tensor(float(done), device=o.device),
+                              "exp_avg": tensors["adamw.m." + our_name(name)], "exp_avg_sq": tensors["adamw.v." + our_name(name)]}
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(o.device, torch.int64)
+    held_out = len(text) - int(len(text) * float(meta["val_fraction"]))
+
+    def batch(starts): return [torch.stack([data[s + i:s + i + T] for s in starts]) for i in (0, 1)]
+
+    losses = []
+    for step in range(done, steps):
+        progress = min(1, (step - warmup) / max(1, steps - warmup))
+        rate = lr * (step + 1) / warmup if step < warmup else min_lr + (lr - min_lr) / 2 * (1 + math.cos(math.pi * progress))
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(*batch([first_of_window(held_out - T, seed, step * B + b) for b in range(B)]))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), float(meta["max_grad_norm"]))
+        optimizer.step()
+        losses.append(loss.item())
+    starts = range(held_out, len(text) - T, T)
+    with torch.no_grad(): parts = [loss_of(*batch([s])).item() for s in starts]
+    return losses, statistics.mean(parts)
+
+def train_ours(checkpoint, precision):
+    mode = ["--mode", "fused"] if not CUDA else []  # flash takes fp32 only on a CPU
+    steps, summary = tables_of_ours("train", "--data", o.train, "--load", checkpoint, "--precision", precision, "--sample", 0, *mode)
+    return [row[1] for row in steps["rows"]], summary["rows"][0][1]
+
+def train_table():
+    with open(o.train, "rb") as f: text = f.read()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(o.seeds):
+            checkpoint = os.path.join(folder, f"{seed}.safetensors")
+            quick = ["--quick"] if "--quick" in sys.argv else []
+            tables_of_ours("train", "--data", o.train, "--seed", seed, "--stop_at", 1, "--save", checkpoint, "--sample", 0, *quick)
+            for precision in o.precision:
+                torch._dynamo.reset()
+                a, b = train_ours(checkpoint, precision), train_pytorch(text, checkpoint, precision)
+                apart = max(abs(x - y) for x, y in zip(a[0], b[0]))
+                rows.append([seed, precision, len(a[0]) + 1, a[1], b[1], abs(a[1] - b[1]), apart])
+                print(f"train, seed {seed}, {precision}: {a[1]:.4f} {b[1]:.4f}", file=sys.stderr)
+    show(f"train on {os.path.basename(o.train)}, {len(text)} bytes: loss in nats a byte, of PyTorch from the same checkpoint",
+         ["seed", "precision", "steps", "held-out ours", "held-out PyTorch", "difference", "of a step's loss at most"], rows)
+    for precision in o.precision:
+        mine = [row for row in rows if row[1] == precision]
+        noise, worst = max(r[3] for r in mine) - min(r[3] for r in mine), max(r[5] for r in mine)
+        print(f"{precision}: seeds differ by {noise:.4f}, ours and PyTorch by {worst:.4f} at most\n", flush=True)
+        if worst > noise: above.append(f"train {precision}: {worst:.4f} from PyTorch's loss")
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Tables
 
-above = []  # ratios of times that are above --max_ratio
+above = []  # ratios of times above --max_ratio, losses apart
 
 def ratio(what, x, peer):
     r = math.inf if math.isnan(x) and not math.isnan(peer) else x / peer
@@ -230,31 +341,30 @@ def ratio(what, x, peer):
 
 def show(caption, columns, rows):
     def cell(column, x):
-        digits = 2 if "ratio" in column else 0 if "MiB" in column else 3
+        digits = 2 if "ratio" in column else 0 if "MiB" in column else 3 if "ms" in column else 4
         return f"{x:.{digits}f}" if isinstance(x, float) else str(x)
 
     table = [columns] + [[cell(*pair) for pair in zip(columns, row)] for row in rows]
     width = [max(map(len, column)) for column in zip(*table)]
     table.insert(1, ["-" * (w - 1) + ":" for w in width])
     device = torch.cuda.get_device_name() if CUDA else "CPU"
-    print(f"{caption}; median of {o.rounds} rounds; {device}, PyTorch {torch.__version__}; commit {commit}\n")
+    print(f"{caption}; {device}, PyTorch {torch.__version__}; commit {commit}\n")
     for row in table: print("| " + " | ".join(f"{x:>{w}}" for x, w in zip(row, width)) + " |")
     print(flush=True)
 
 def model_table():
     rows = []
-    for size in o.size:
-        for precision in o.precision:
-            torch._dynamo.reset()
-            t = in_turn(f"{size} {precision}", {"ours": lambda: model_ours(size, precision),
-                                                "PyTorch": lambda: model_pytorch(size, precision)})
-            row = [size, precision]
-            for i, phase in enumerate(["fw", "fw+bw", "step"]):
-                row += [t["ours"][i], t["PyTorch"][i], ratio(f"{size} {precision} {phase}", t["ours"][i], t["PyTorch"][i])]
-            rows.append(row + [t["ours"][3], t["PyTorch"][3], t["ours"][3] / t["PyTorch"][3]])
+    for size, precision, T in itertools.product(o.size, o.precision, o.context_length):
+        torch._dynamo.reset()
+        what = f"{size} {precision} {T}"
+        t = in_turn(what, {"ours": lambda: model_ours(size, precision, T), "PyTorch": lambda: model_pytorch(size, precision, T)})
+        row = [size, precision, T]
+        for i, phase in enumerate(["fw", "fw+bw", "step"]):
+            row += [t["ours"][i], t["PyTorch"][i], ratio(f"{what} {phase}", t["ours"][i], t["PyTorch"][i])]
+        rows.append(row + [t["ours"][3], t["PyTorch"][3], t["ours"][3] / t["PyTorch"][3]])
     columns = [f"{phase} {column}" for phase in ("fw", "fw+bw", "step") for column in ("ours ms", "PyTorch ms", "ratio")]
-    show(f"model: batch {o.batch_size}, context length {o.context_length}, mean of {o.steps} steps after {o.warmup}",
-         ["size", "precision", *columns, "peak ours MiB", "peak PyTorch MiB", "peak ratio"], rows)
+    show(f"model: batch {o.batch_size}, mean of {o.steps} steps after {o.warmup}; median of {o.rounds} rounds",
+         ["size", "precision", "context length", *columns, "peak ours MiB", "peak PyTorch MiB", "peak ratio"], rows)
 
 def attention_table():
     peers = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
@@ -270,9 +380,10 @@ def attention_table():
             for name in peers: row += [t[name][i], ratio(f"{what} {which}, {name}", t["ours"][i], t[name][i])]
             rows.append(row)
     columns = [f"{name} {column}" for name in peers for column in ("ms", "ratio")]
-    show(f"attention: batch 1, {o.heads} heads, {'bf16' if CUDA else 'fp32'}",
+    show(f"attention: batch 1, {o.heads} heads, {'bf16' if CUDA else 'fp32'}; median of {o.rounds} rounds",
          ["S", "D", "causal", "pass", "ours ms", *columns], rows)
 
 if not o.no_model: model_table()
 if o.attention: attention_table()
-if above: stop(f"above --max_ratio {o.max_ratio:g}: " + "; ".join(above), 1)
+if o.train: train_table()
+if above: stop("not within bounds: " + "; ".join(above), 1)
