@@ -420,7 +420,7 @@ struct Gradient {
     bool filled = false;          // ... and this says that it holds something
     int uses = 0;                 // ops on the tape that still will add to it
     std::function<void()> ready;  // parameters: called when the last of them has
-    Tensor low_precision;         // parameters: autocast's bf16/fp16 copy, as long as it is one
+    Tensor low_precision;         // parameters: as bf16/fp16 products take it, autocast's copy or a half of it
 };
 using GradientPtr = std::shared_ptr<Gradient>;
 
@@ -737,7 +737,7 @@ struct Model {
     // Arenas, [arena_size], all laid out alike: gradients after make_gradients, AdamW's moments m and v after
     // make_optimizer_state, else null.
     Tensor weights, gradients, m, v;
-    Tensor low;  // the weights as 16-bit matmuls take them, if they do
+    bool split = false;  // weights holds its matrices in halves, see split_weights
     Tensor embedding, ln_final, lm_head;
     std::vector<Layer> layers;
     std::vector<Tensor> slots;                  // every tensor with a gradient slot, joined ones included
@@ -748,6 +748,10 @@ struct Model {
 void check_config(const ModelConfig& c);                    // usage_error unless it makes a model
 Model make_model(const ModelConfig& c, DType dtype = F32);  // weights allocated on context.device, not set
 void init_weights(const Model& model, uint64_t seed);       // normal; Linear std sqrt(2/(in+out)), embedding 1
+// In bf16 (else it does nothing) the arena then holds each matrix as bf16 and the bits that it lacks to fp32: forward
+// casts no more. Until join_weights only forward, backward and adamw_step can read the weights.
+void split_weights(Model& model);
+void join_weights(Model& model);
 // An arena for them, once, in dtype (a float64 model's in float64). Without it each gradient lives from its first use
 // to zero_gradients, in the dtype that backward gave.
 void make_gradients(Model& model, DType dtype = F32);

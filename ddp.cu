@@ -864,6 +864,7 @@ static int benchmark(const Options& o, const char* command, std::vector<Variant>
         if (too_large(c, s, comparison_table(caption_of(s, c, command), {}, s, c), labels, o.format)) { return; }
         Model model = make_model(s.config);
         init_weights(model, o.seed);
+        split_weights(model);
         make_gradients(model, s.reduce);
         make_optimizer_state(model);
         Batch batch = random_batch(s.B, s.T, s.config.vocab_size, o.seed + 1 + c.rank);

@@ -330,7 +330,8 @@ static Table category_table(const std::vector<Profile>& profiles, const std::str
     return table;
 }
 
-// Of each weight that is multiplied with autocast makes a copy of 2 bytes an element; the fused modes keep one of all.
+// Of each weight that is multiplied with autocast makes a copy of 2 bytes an element; not so the fused modes in bf16,
+// see split_weights.
 static Table difference_table(const std::vector<Profile>& profiles, Precision from, Precision to) {
     Table table{strprintf("memory_profiling (c): what %s adds to %s's peak (MiB)", name_of(to), name_of(from)),
                 {"size", "context length", "phase", "all", "of it weight copies", "2 bytes a matmul weight",

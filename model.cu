@@ -659,37 +659,101 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The weights as 16-bit matmuls take them are kept from step to step: AdamW writes them beside the weights, 2 bytes a
-// parameter, where a cast in each forward would read 4 and write 2. Eager casts, as PyTorch does.
-static int64_t offset_of(const Model& model, const Tensor& slot) {  // in elements
-    return (slot.data - model.weights.data) / (int64_t)size_of(slot.dtype);
+// Split weights. bf16 is the upper half of fp32, so the weights that AdamW updates in fp32 and those that bf16 products
+// take need 4 bytes together, not 6, and no cast: a matrix's place in the arena then holds first the upper halves of
+// all its elements, which are the bf16 matrix, then their lower halves. Only forward, backward and adamw_step know.
+
+struct Halves {
+    uint16_t upper, lower;
+};
+// upper is rounded to nearest, ties away from zero (a cast's go to even, which could not be undone); lower is as it
+// was, and its first bit says whether upper was rounded up. NaN stays NaN.
+HD inline Halves halves_of(float x) {
+    uint32_t bits = 0x7fc00000;
+    if (x == x) { memcpy(&bits, &x, 4); }
+    return {(uint16_t)((bits + 0x8000) >> 16), (uint16_t)bits};
 }
-static void attach_low_weights(const Model& model) {
-    for (const Tensor& t : model.slots) {
-        bool multiplied = t.shape.size() == 2 && t.data != model.embedding.data;
-        if (multiplied) { t.gradient->low_precision = view(model.low, offset_of(model, t), t.shape); }
+HD inline float joined(Halves h) {
+    uint32_t bits = (uint32_t)(uint16_t)(h.upper - (h.lower >> 15)) << 16 | h.lower;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+// Element i of n, either way.
+HD inline void convert_halves(float* whole, uint16_t* halves, int64_t n, int64_t i, bool split) {
+    if (split) {
+        Halves h = halves_of(whole[i]);
+        halves[i] = h.upper, halves[n + i] = h.lower;
+    } else {
+        whole[i] = joined({halves[i], halves[n + i]});
     }
 }
-static void make_low_weights(Model& model) {
-    DType dtype = model.weights.dtype == F64 ? F64 : matmul_dtype();
-    bool wanted = context.mode != EAGER && dtype != model.weights.dtype;
-    if (model.low && (!wanted || model.low.dtype != dtype)) {
-        drop_weight_copies(model.slots);
-        model.low = Tensor();
+#ifdef __CUDACC__
+__global__ void convert_halves_kernel(float* whole, uint16_t* halves, int64_t n, bool split) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (i < n) { convert_halves(whole, halves, n, i, split); }
+}
+#endif
+static void convert_halves_run(const Tensor& whole, const Tensor& place, bool split) {
+    int64_t n = whole.size();
+    auto* halves = (uint16_t*)place.data;
+#ifdef __CUDACC__
+    if (whole.device() == CUDA) {
+        convert_halves_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(whole.as<float>(), halves, n, split);
+        LAUNCH_CHECK();
     }
-    if (!wanted || (model.low && model.lm_head.gradient->low_precision)) { return; }
-    Range range("weight copies");
-    if (!model.low) { model.low = empty(model.weights.shape, dtype, WEIGHT_COPIES); }
-    copy_or_add(model.low, model.weights, false);
-    attach_low_weights(model);
+#endif
+    if (whole.device() == CPU) {
+#pragma omp parallel for
+        for (int64_t i = 0; i < n; i++) { convert_halves(whole.as<float>(), halves, n, i, split); }
+    }
+}
+static std::vector<Tensor> matrices_of(const Model& model) {  // as the products take them
+    std::vector<Tensor> all = {model.lm_head};
+    for (const Layer& l : model.layers) { all.insert(all.end(), {l.qkv, l.o, l.w13, l.w2}); }
+    return all;
+}
+static bool takes_split_weights(const Model& model) {
+    return context.mode != EAGER && matmul_dtype() == BF16 && model.weights.dtype == F32;
+}
+static void convert_weights(Model& model, bool split) {
+    NoGrad no_grad;
+    std::vector<Tensor> matrices = matrices_of(model);
+    int64_t largest = 0;
+    for (const Tensor& t : matrices) { largest = std::max(largest, t.size()); }
+    Tensor scratch = empty({largest}, F32, WORKSPACE);
+    for (const Tensor& t : matrices) {
+        Tensor whole = view(scratch, 0, t.shape), place = detached(t);
+        if (split) { copy_or_add(whole, place, false); }
+        convert_halves_run(whole, place, split);
+        if (!split) { copy_or_add(place, whole, false); }
+    }
+    drop_weight_copies(model.slots);
+    model.split = split;
+}
+void split_weights(Model& model) {
+    if (!model.split && takes_split_weights(model)) { convert_weights(model, true); }
+}
+void join_weights(Model& model) {
+    if (model.split) { convert_weights(model, false); }
+}
+static void attach_upper_halves(const Model& model) {
+    for (const Tensor& t : matrices_of(model)) {
+        t.gradient->low_precision = detached(t);
+        t.gradient->low_precision.dtype = BF16;
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Where a model's gradients lie: in their arena, whose padding holds zeros, or one by one as backward left them.
 
+static int64_t offset_of(const Model& model, const Tensor& slot) {  // in elements
+    return (slot.data - model.weights.data) / (int64_t)size_of(slot.dtype);
+}
 struct Piece {
     Tensor g;
     int64_t offset;  // in the arenas of weights and moments
+    bool split;      // its weights
 };
 static std::vector<Piece> gradient_pieces(const Model& model) {
     int64_t all = 0, filled = 0;  // fused mode fills the joined slots instead of the single ones that they cover
@@ -698,10 +762,11 @@ static std::vector<Piece> gradient_pieces(const Model& model) {
     for (const Tensor& t : model.slots) {
         if (!t.gradient->filled) { continue; }
         filled += t.size();
-        pieces.push_back({t.gradient->value, offset_of(model, t)});
+        bool matrix = t.shape.size() == 2 && t.data != model.embedding.data;
+        pieces.push_back({t.gradient->value, offset_of(model, t), model.split && matrix});
     }
     if (filled != all) { fail("gradients of %ld of %ld elements are there", (long)filled, (long)all); }
-    return model.gradients ? std::vector<Piece>{{model.gradients, 0}} : pieces;
+    return model.gradients && !model.split ? std::vector<Piece>{{model.gradients, 0, false}} : pieces;
 }
 
 // The gradients' norm, for clipping and to notice fp16's overflows: sqrt(sum g^2) over all of them. Summed in a fixed
@@ -767,7 +832,7 @@ double gradient_norm(const Model& model) {
 //   p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
 //   p -= lr sqrt(1 - b2^t)/(1 - b1^t) m / (sqrt(v) + eps)
 // Op by op that is 13 kernels for every parameter tensor; fused it is one for 64 of them: of fp32 p, m and v each is
-// read and written once, 24 bytes a parameter, g read (2 or 4) and the weight as matmuls take it written (0 or 2).
+// read and written once, 24 bytes a parameter, whether p is split or not, and g read (2 or 4).
 
 struct AdamWScalars {
     float decay, beta1, beta2, eps, step_size, gradient_scale;
@@ -788,8 +853,8 @@ struct AdamWPieces {
     int count;
 };
 // W: elements a thread takes at a time, in one access of each array.
-template <int W, class G, class L>
-__global__ void adamw_kernel(AdamWPieces pieces, float* p_all, float* m_all, float* v_all, L* low_all, AdamWScalars s) {
+template <int W, bool split, class G>
+__global__ void adamw_kernel(AdamWPieces pieces, float* p_all, float* m_all, float* v_all, AdamWScalars s) {
     int k = 0;  // our piece: the last that begins at or before our block
     for (int end = pieces.count; end - k > 1;) {
         int middle = (k + end) / 2;
@@ -798,23 +863,35 @@ __global__ void adamw_kernel(AdamWPieces pieces, float* p_all, float* m_all, flo
     int64_t start = (int64_t)(blockIdx.x - pieces.first_block[k]) * ADAMW_CHUNK, offset = pieces.offset[k] + start;
     int n = (int)min((int64_t)ADAMW_CHUNK, pieces.size[k] - start);
     const G* g_in = (const G*)pieces.g[k] + start;
+    uint16_t *upper = (uint16_t*)(p_all + pieces.offset[k]) + start, *lower = upper + pieces.size[k];
     for (int i = threadIdx.x * W; i < n; i += blockDim.x * W) {
-        auto p = load_pack<W>(p_all + offset + i), m = load_pack<W>(m_all + offset + i),
-             v = load_pack<W>(v_all + offset + i);
+        auto m = load_pack<W>(m_all + offset + i), v = load_pack<W>(v_all + offset + i);
         auto g = load_pack<W>(g_in + i);
-        Pack<L, W> low;
-        for (int j = 0; j < W; j++) {
-            adamw_element(p.x[j], to_acc(g.x[j]), m.x[j], v.x[j], s);
-            from_acc(p.x[j], &low.x[j]);
+        Pack<float, W> p;
+        Pack<uint16_t, W> u, l;
+        if (split) {
+            u = load_pack<W>(upper + i), l = load_pack<W>(lower + i);
+            for (int j = 0; j < W; j++) { p.x[j] = joined({u.x[j], l.x[j]}); }
+        } else {
+            p = load_pack<W>(p_all + offset + i);
         }
-        store_pack(p_all + offset + i, p), store_pack(m_all + offset + i, m), store_pack(v_all + offset + i, v);
-        if (low_all) { store_pack(low_all + offset + i, low); }
+        for (int j = 0; j < W; j++) { adamw_element(p.x[j], to_acc(g.x[j]), m.x[j], v.x[j], s); }
+        if (split) {
+            for (int j = 0; j < W; j++) {
+                Halves h = halves_of(p.x[j]);
+                u.x[j] = h.upper, l.x[j] = h.lower;
+            }
+            store_pack(upper + i, u), store_pack(lower + i, l);
+        } else {
+            store_pack(p_all + offset + i, p);
+        }
+        store_pack(m_all + offset + i, m), store_pack(v_all + offset + i, v);
     }
 }
-// Of the pieces those whose gradients are G, at most ADAMW_PIECES a launch.
-template <class G, class L>
+// At most ADAMW_PIECES a launch; all have gradients of type G.
+template <bool split, class G>
 static void adamw_launch(const std::vector<Piece>& pieces, const Tensor& p, const Tensor& m, const Tensor& v,
-                         const Tensor& low, AdamWScalars s) {
+                         AdamWScalars s) {
     for (size_t next = 0; next < pieces.size();) {
         AdamWPieces some;
         some.count = 0;
@@ -826,52 +903,63 @@ static void adamw_launch(const std::vector<Piece>& pieces, const Tensor& p, cons
             some.g[k] = piece.g.data, some.offset[k] = piece.offset, some.size[k] = piece.g.size();
             some.first_block[k] = blocks;
             blocks += ceil_div(piece.g.size(), ADAMW_CHUNK);
-            for (const Tensor* t : {&p, &m, &v, &low}) {
-                by_fours &= ((uintptr_t)t->data / size_of(t->dtype) + piece.offset) % 4 == 0;
+            for (const Tensor* t : {&p, &m, &v}) {
+                by_fours &= ((uintptr_t)t->data / sizeof(float) + piece.offset) % 4 == 0;
             }
             by_fours &= piece.g.size() % 4 == 0 && (uintptr_t)piece.g.data / sizeof(G) % 4 == 0;
         }
-        auto kernel = by_fours ? adamw_kernel<4, G, L> : adamw_kernel<1, G, L>;
-        kernel<<<blocks, 256, 0, stream()>>>(some, p.as<float>(), m.as<float>(), v.as<float>(), low.as<L>(), s);
+        auto kernel = by_fours ? adamw_kernel<4, split, G> : adamw_kernel<1, split, G>;
+        kernel<<<blocks, 256, 0, stream()>>>(some, p.as<float>(), m.as<float>(), v.as<float>(), s);
         LAUNCH_CHECK();
     }
 }
 #endif
-// p, m and v are flat; g's pieces say where in them they belong; low, if there is one, gets p rounded.
-static void adamw_fused(const Tensor& p, const std::vector<Piece>& gradients, const Tensor& m, const Tensor& v,
-                        const Tensor& low, AdamWScalars s) {
+template <class G, class P>
+static void adamw_cpu(const Piece& piece, P* p, P* m, P* v, AdamWScalars s) {
+    const G* g = piece.g.as<G>();
+    auto* halves = (uint16_t*)p;
+    int64_t n = piece.g.size();
+#pragma omp parallel for if (n > 16384)
+    for (int64_t i = 0; i < n; i++) {
+        P x = piece.split ? joined({halves[i], halves[n + i]}) : p[i];
+        adamw_element(x, (P)to_acc(g[i]), m[i], v[i], s);
+        if (piece.split) {
+            Halves h = halves_of((float)x);
+            halves[i] = h.upper, halves[n + i] = h.lower;
+        } else {
+            p[i] = x;
+        }
+    }
+}
+// p, m and v are flat; the pieces say where in them they belong.
+static void adamw_fused(const Tensor& p, const std::vector<Piece>& all, const Tensor& m, const Tensor& v,
+                        AdamWScalars s) {
     if (p.device() == META) { return; }
     for (DType dtype : {F32, BF16, F16, F64}) {
-        std::vector<Piece> pieces;
-        for (const Piece& piece : gradients) {
-            if (piece.g.dtype == dtype && piece.g.size() > 0) { pieces.push_back(piece); }
+        std::vector<Piece> pieces[2];  // [1]: those whose weights are split
+        for (const Piece& piece : all) {
+            if (piece.g.dtype == dtype && piece.g.size() > 0) { pieces[piece.split].push_back(piece); }
         }
-        if (pieces.empty()) { continue; }
 #ifdef __CUDACC__
-        if (p.device() == CUDA) {
-            with_gpu_type(dtype, [&](auto g) {
-                with_gpu_type(low ? low.dtype : F32,
-                              [&](auto l) { adamw_launch<decltype(g), decltype(l)>(pieces, p, m, v, low, s); });
+        if (p.device() == CUDA && (pieces[0].size() || pieces[1].size())) {
+            with_gpu_type(dtype, [&](auto zero) {
+                adamw_launch<false, decltype(zero)>(pieces[0], p, m, v, s);
+                adamw_launch<true, decltype(zero)>(pieces[1], p, m, v, s);
             });
             continue;
         }
 #endif
-        with_type(dtype, [&](auto g_zero) {
-            with_type(p.dtype, [&](auto p_zero) {
-                using G = decltype(g_zero);
-                using A = Wide<decltype(p_zero)>;
-                for (const Piece& piece : pieces) {
-                    const G* g = piece.g.as<G>();
-                    A *p_at = p.as<A>() + piece.offset, *m_at = m.as<A>() + piece.offset,
-                      *v_at = v.as<A>() + piece.offset;
-                    int64_t n = piece.g.size();
-#pragma omp parallel for if (n > 16384)
-                    for (int64_t i = 0; i < n; i++) { adamw_element(p_at[i], (A)to_acc(g[i]), m_at[i], v_at[i], s); }
-                }
+        for (const Piece& piece : all) {
+            if (piece.g.dtype != dtype) { continue; }
+            with_type(dtype, [&](auto g_zero) {
+                with_type(p.dtype, [&](auto p_zero) {
+                    using P = Wide<decltype(p_zero)>;
+                    int64_t at = piece.offset;
+                    adamw_cpu<decltype(g_zero)>(piece, p.as<P>() + at, m.as<P>() + at, v.as<P>() + at, s);
+                });
             });
-        });
+        }
     }
-    if (low && p.device() == CPU) { copy_or_add(low, p, false); }
 }
 static void adamw_eager(const Model& model, AdamWScalars s) {
     for (const Parameter& parameter : model.parameters) {
@@ -893,16 +981,15 @@ static AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale) {
 }
 void adamw_update(const Tensor& p, const Tensor& g, const Tensor& m, const Tensor& v, const AdamW& a, int t) {
     Range range("optimizer");
-    adamw_fused(p, {{g, 0}}, m, v, Tensor(), scalars_of(a, t, 1));
+    adamw_fused(p, {{g, 0, false}}, m, v, scalars_of(a, t, 1));
 }
 void adamw_step(Model& model, const AdamW& a, float gradient_scale) {
     Range range("optimizer");
     NoGrad no_grad;
+    if (context.mode == EAGER) { join_weights(model); }
     std::vector<Piece> gradients = gradient_pieces(model);
     AdamWScalars s = scalars_of(a, ++model.step, gradient_scale);
-    if (context.mode == EAGER) { return adamw_eager(model, s); }
-    adamw_fused(model.weights, gradients, model.m, model.v, model.low, s);
-    if (model.low) { attach_low_weights(model); }
+    context.mode == EAGER ? adamw_eager(model, s) : adamw_fused(model.weights, gradients, model.m, model.v, s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1024,7 +1111,8 @@ static void make_ready(Model& model, int64_t T) {
     if (!model.rope || model.rope.dim(0) < T) {
         model.rope = rope_table(T, c.d_model / c.num_heads, c.rope_theta, model.weights.dtype);
     }
-    make_low_weights(model);
+    if (!takes_split_weights(model)) { join_weights(model); }
+    if (model.split) { attach_upper_halves(model); }
 }
 Tensor forward(Model& model, const Tensor& tokens) {
     const ModelConfig& c = model.config;
@@ -1105,8 +1193,8 @@ struct StepGraphs {
     }
 };
 static std::string kind_of_step(const Model& model, const Batch& batch, float loss_scale) {
-    return strprintf("%s %d %d %g %p %p", to_string(batch.tokens.shape).c_str(), context.precision,
-                     context.deterministic, loss_scale, (void*)model.low.data, (void*)model.rope.data);
+    return strprintf("%s %d %d %g %d %p", to_string(batch.tokens.shape).c_str(), context.precision,
+                     context.deterministic, loss_scale, model.split, (void*)model.rope.data);
 }
 static cudaGraphExec_t capture(const std::shared_ptr<Region>& region, const std::function<void()>& work) {
     cudaGraph_t graph = nullptr;
@@ -1205,16 +1293,16 @@ float loss_scale_of(const LossScaler& scaler) { return context.precision == PREC
 
 void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler,
                const std::function<void()>& between) {
+    split_weights(model);
     if (phase == FORWARD) {
         NoGrad no_grad;
         forward(model, batch.tokens);
-        if (!model.low) { drop_weight_copies(model.slots); }
+        drop_weight_copies(model.slots);
         return;
     }
     if (phase == STEP) { make_optimizer_state(model); }
     forward_backward(model, batch, loss_scale_of(scaler), between);
     if (phase == STEP) { optimizer_step(model, AdamW(), scaler, 0); }
-    if (phase == FORWARD_BACKWARD && model.low) { attach_low_weights(model); }  // nobody has written the weights
 }
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
     return planned_peak([&] {

@@ -246,9 +246,10 @@ static const RunOption run_options[] = {
     {"val_fraction", nullptr, &Options::val_fraction, DBL_TRUE_MIN, 1 - DBL_EPSILON / 2},
 };
 // step: batches seen; the model's own are fewer where fp16 skipped some.
-static void save_checkpoint(const std::string& path, const Model& model, int step, const Options& o,
+static void save_checkpoint(const std::string& path, Model& model, int step, const Options& o,
                             const LossScaler& scaler) {
     NamedTensors tensors;
+    join_weights(model);
     for (const Parameter& p : model.parameters) {
         tensors.add(p.name, p.weight);
         tensors.add("adamw.m." + p.name, view(model.m, p.offset, p.shape));
@@ -266,6 +267,7 @@ static void save_checkpoint(const std::string& path, const Model& model, int ste
         metadata[r.name] = r.integer ? std::to_string(o.*r.integer) : strprintf("%.17g", o.*r.real);
     }
     save_safetensors(path, tensors.list, metadata);
+    split_weights(model);
 }
 static const std::string& metadata_of(const SafeTensors& file, const char* name) {
     auto it = file.metadata.find(name);
@@ -380,6 +382,7 @@ int cmd_train(const Options& typed) {
     Model model = make_model(c);
     LossScaler scaler;
     start_from(checkpoint, model, scaler, o.seed);
+    split_weights(model);
     int step = checkpoint.path.empty() ? 0 : whole_of(checkpoint, "step", 0, 1 << 20);
     int last = o.stop_at > 0 ? o.stop_at : o.steps;
     double before = held_out_loss(model, text, o.batch_size, o.context_length), tokens = 0, busy_ms = 0;
