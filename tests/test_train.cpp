@@ -18,7 +18,7 @@ static std::string scratch(const char* name) { return "build/test_" + std::to_st
 
 TEST_CASE_TEMPLATE("train: a resumed run equals the uninterrupted one bit for bit", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    for (const char* precision : {"fp32", "fp16"}) {
+    for (const char* precision : {"fp32", "bf16", "fp16"}) {
         std::vector<std::string> common = {"train",    "--data", "LICENSE", "--device", name_of(D::device), "--quick",
                                            "--sample", "0",      "--steps", "12",       "--precision",      precision};
         auto train = [&](std::vector<std::string> more) {
