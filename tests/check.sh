@@ -99,7 +99,7 @@ if command -v python3 >/dev/null; then
 else
     skip misuse "no python3"
 fi
-run_tests "asan tests" make INSTALL=0 ASAN=1 test
+run_tests "asan tests" make INSTALL=0 WERROR=1 ASAN=1 test
 
 echo "$passed passed, $failed failed, $skipped skipped" | tee $logs/summary
 [ $failed = 0 ]
