@@ -185,6 +185,7 @@ static std::vector<std::string> measure_in_fresh_process(const Options& o, const
     option("context_length", std::to_string(p.T)), option("steps", std::to_string(p.steps));
     option("warmup", std::to_string(warmup)), option("seed", std::to_string(o.seed));
     option("precision", name_of(precision)), option("mode", name_of(mode));
+    if (context.recompute) { arguments.push_back("--recompute"); }
     std::string csv = run_ourselves(arguments), cell;
     while (!csv.empty() && csv.back() == '\n') { csv.pop_back(); }
     std::vector<std::string> row;
@@ -348,7 +349,7 @@ static Table roofline_table(const Options& o, const Plan& p, const std::vector<M
     std::string setting = strprintf(
         "precision %s, mode %s, copy %.4g GB/s, matmul %d^3 %.4g TFLOP/s; floor = matmul + attention + bytes, share = "
         "floor / measured",
-        name_of(context.precision), name_of(context.mode), bandwidth, n, rate);
+        name_of(context.precision), caption_of(context.mode).c_str(), bandwidth, n, rate);
     Table table{caption_of(p, "roofline", setting),
                 {"size", "phase", "matmul GFLOP", "attention GFLOP", "MB", "matmul ms", "matmul TFLOP/s",
                  "attention ms", "bytes ms", "floor ms", "measured ms", "share"},
@@ -402,7 +403,7 @@ int cmd_benchmarking_script(const Options& o) {
         for (Mode mode : p.modes) {
             context.precision = precision, context.mode = mode;
             Table table;
-            std::string setting = strprintf("precision %s, mode %s", name_of(precision), name_of(mode));
+            std::string setting = strprintf("precision %s, mode %s", name_of(precision), caption_of(mode).c_str());
             table.caption = caption_of(p, "benchmarking_script", setting + (sweep ? ", each row a fresh process" : ""));
             table.columns = seconds ? std::vector<std::string>{"", "model", "mean", "std"} : milliseconds_columns;
             if (sweep) { table.columns.insert(table.columns.begin(), "warmup"); }

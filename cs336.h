@@ -98,6 +98,7 @@ struct Context {
     Precision precision = FP32;
     bool recording = true;       // write the tape; off inside NoGrad
     bool deterministic = false;  // the same bits in every run, where that costs something: flash attention's backward
+    bool recompute = false;      // backward computes the norms' outputs and SwiGLU's again, so that nobody keeps them
     bool graphs = true;  // mode flash launches a repeated step as CUDA graphs; off where each launch is looked at
 };
 extern Context context;
@@ -416,11 +417,12 @@ struct Gradient {
     // Null until something was added, but where it is a view into a flat buffer. A parameter's is 16-bit where
     // low_precision stands for the parameter, or where that buffer is.
     Tensor value;
-    bool is_parameter = false;    // then it stays after backward ...
-    bool filled = false;          // ... and this says that it holds something
-    int uses = 0;                 // ops on the tape that still will add to it
-    std::function<void()> ready;  // parameters: called when the last of them has
-    Tensor low_precision;         // parameters: as bf16/fp16 products take it, autocast's copy or a half of it
+    bool is_parameter = false;      // then it stays after backward ...
+    bool filled = false;            // ... and this says that it holds something
+    int uses = 0;                   // ops on the tape that still will add to it
+    std::function<void()> ready;    // parameters: called when the last of them has
+    std::function<Tensor()> again;  // computes the tensor that it belongs to once more: linear() need not keep that
+    Tensor low_precision;           // parameters: as bf16/fp16 products take it, autocast's copy or a half of it
 };
 using GradientPtr = std::shared_ptr<Gradient>;
 
@@ -796,6 +798,7 @@ size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // byte
 float loss_scale_of(const LossScaler& scaler);                           // 1 unless the precision is fp16
 Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
 void check_mode(const ModelConfig& c, Mode mode, Precision precision);  // usage_error if context.device cannot run it
+std::string caption_of(Mode mode);  // "flash", or with --recompute "flash, recompute"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // plot.cu: charts as SVG, 900 wide, light or dark as the reader's screen is. At most 8 series a chart.
@@ -1005,7 +1008,7 @@ struct Options {
     std::vector<std::string> range;  // empty: forward, step
     int top = 10;
     std::string trace, out, plot, weights, batch, data, save, load, inputs, impl = "auto";
-    bool causal = false, not_causal = false, deterministic = false, roofline = false;
+    bool causal = false, not_causal = false, deterministic = false, roofline = false, recompute = false;
     double rope_theta = 10000, lr = 1e-3, min_lr = 1e-4, weight_decay = 0.01, max_grad_norm = 1.0, val_fraction = 0.1,
            temperature = 0.8;
     int warmup_steps = 20, sample = 200, stop_at = 0, log_every = 1;

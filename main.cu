@@ -43,7 +43,8 @@ static const std::string DDP_TIMED =
 
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer",
-     "benchmark.cu", cmd_benchmarking_script, TIMED + "warmups precisions=fp32 modes=flash table roofline plot"},
+     "benchmark.cu", cmd_benchmarking_script,
+     TIMED + "warmups precisions=fp32 modes=flash recompute table roofline plot"},
     {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
      "device sizes d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size warmup=2 "
      "steps=5 precisions=fp32 modes=eager ranges=forward,step top=10 seed plot trace format quick"},
@@ -53,7 +54,7 @@ static const Command COMMANDS[] = {
      "benchmark.cu", cmd_benchmarking_mixed_precision, TIMED + "warmup precisions=fp32,tf32,bf16 mode=flash"},
     {"memory_profiling", "1.1.6", 4, 1, "where a step's memory goes", "memory.cu", cmd_memory_profiling,
      "device sizes=2.7B d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512 batch_size seed "
-     "precisions=fp32,bf16 mode=eager out_folder format quick"},
+     "precisions=fp32,bf16 mode=eager recompute out_folder format quick"},
     {"pytorch_attention", "1.2.1", 2, 1, "time and memory of plain attention", "attention.cu", cmd_pytorch_attention,
      "device steps=100 plot trace format quick"},
     {"torch_compile", "1.3", 2, 1, "eager against fused kernels", "benchmark.cu", cmd_torch_compile,
@@ -100,8 +101,8 @@ static const Command COMMANDS[] = {
      "device format quick"},
     {"train", "", 0, 0, "train on the bytes of a text, then continue it", "train.cu", cmd_train,
      "data! val_fraction d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 "
-     "stop_at log_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash seed device save "
-     "load sample temperature trace format quick"},
+     "stop_at log_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash recompute seed "
+     "device save load sample temperature trace format quick"},
     {"model", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", "train.cu", cmd_model,
      "weights! batch! num_heads! out! rope_theta update_steps lr precision=fp32 mode=flash device"},
     {"attention", "", 0, 0, "your q, k, v in, our output and gradients out", "flash.cu", cmd_attention,
@@ -400,6 +401,9 @@ static const Flag flag_table[] = {
     {"causal", &Options::causal, "query i sees keys j <= i only"},
     {"not_causal", &Options::not_causal, "every query sees all keys"},
     {"roofline", &Options::roofline, "how close each phase comes to what the matmul rate and the copy bandwidth allow"},
+    {"recompute", &Options::recompute,
+     "the norms' outputs and SwiGLU's again in backward instead of keeping them: less memory, more time (fused, "
+     "flash)"},
     {"fresh", &Options::fresh, "run everything, also what an interrupted run has done already"},
     {"deterministic", &Options::deterministic,
      "the same bits in every run, at some cost in flash attention's backward"},
@@ -533,7 +537,7 @@ static int run_command(const Command& command, const std::vector<std::string>& w
         printf("%s", help.c_str());
         return 0;
     }
-    context.deterministic = o.deterministic;
+    context.deterministic = o.deterministic, context.recompute = o.recompute;
     // That one traces by itself, as the ranks do.
     if (o.trace.empty() || command.run == cmd_nsys_profile || command.gpus == 2) { return command.run(o); }
     start_tracing();

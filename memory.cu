@@ -463,7 +463,7 @@ int cmd_memory_profiling(const Options& o) {
     }
     if (p.lengths.empty()) { p.lengths = small ? std::vector<int>{128} : std::vector<int>{128, 256, 512}; }
     auto caption = [&](const char* how) {
-        return strprintf("mode %s, batch %d, vocabulary %d; %s; %s; commit %s", name_of(context.mode), p.B,
+        return strprintf("mode %s, batch %d, vocabulary %d; %s; %s; commit %s", caption_of(context.mode).c_str(), p.B,
                          p.configs[0].vocab_size, how, device_description().c_str(), commit().c_str());
     };
     if (device == CUDA) {

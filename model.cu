@@ -241,6 +241,13 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
             rmsnorm_backward(dx, add_dx, dw, add_dw, contiguous(dy), x, r, w);
         });
     });
+    if (context.recompute && y.gradient) {
+        y.gradient->again = [x = detached(x), w, eps] {
+            NoGrad no_grad;
+            Tensor same = x;
+            return add_rmsnorm_fused(&same, Tensor(), w, eps);
+        };
+    }
     return y;
 }
 Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float eps) {
@@ -519,16 +526,21 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
         return mul(mul(a, sigmoid(a)), b);
     }
     Tensor h = linear(y, layer.w13);
-    Range r("swiglu");
     Shape shape = y.shape;
     shape.back() = layer.w1.dim(0);
-    Tensor g = empty(shape, h.dtype);
-    swiglu_run(g, h);
+    auto compute = [shape, h = detached(h)] {
+        Range range("swiglu");
+        Tensor g = empty(shape, h.dtype);
+        swiglu_run(g, h);
+        return g;
+    };
+    Tensor g = compute();
     record(g, {h}, [h](const Tensor& dg) {
         Tensor dh = empty(h.shape, h.dtype);
         swiglu_backward_run(dh, contiguous(dg), h);
         add_gradient(h.gradient, dh);
     });
+    if (context.recompute && g.gradient) { g.gradient->again = compute; }
     return g;
 }
 
@@ -1193,8 +1205,8 @@ struct StepGraphs {
     }
 };
 static std::string kind_of_step(const Model& model, const Batch& batch, float loss_scale) {
-    return strprintf("%s %d %d %g %d %p", to_string(batch.tokens.shape).c_str(), context.precision,
-                     context.deterministic, loss_scale, model.split, (void*)model.rope.data);
+    return strprintf("%s %d %d %d %g %d %p", to_string(batch.tokens.shape).c_str(), context.precision,
+                     context.deterministic, context.recompute, loss_scale, model.split, (void*)model.rope.data);
 }
 static cudaGraphExec_t capture(const std::shared_ptr<Region>& region, const std::function<void()>& work) {
     cudaGraph_t graph = nullptr;
@@ -1320,7 +1332,9 @@ Mode fastest_mode(const ModelConfig& c, Precision precision) {
 }
 void check_mode(const ModelConfig& c, Mode mode, Precision precision) {
     if (mode == FLASH) { require_flash(context.device, matmul_dtype(precision), c.d_model / c.num_heads); }
+    if (mode == EAGER && context.recompute) { usage_error("--recompute: takes mode fused or flash; eager keeps all"); }
 }
+std::string caption_of(Mode mode) { return name_of(mode) + std::string(context.recompute ? ", recompute" : ""); }
 
 std::vector<ModelConfig> configs_of(const Options& o, const std::string& by_default) {
     std::vector<ModelConfig> configs;

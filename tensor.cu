@@ -1519,10 +1519,13 @@ Tensor linear(const Tensor& x_in, const Tensor& weight) {
     shape.back() = weight.dim(0);
     Tensor y = empty({x.dim(0), weight.dim(0)}, x.dtype);
     gemm(y, x, false, w, true);
-    record(y, {x, w}, [x, w](const Tensor& dy_in) {
+    auto again = x_in.gradient ? x_in.gradient->again : nullptr;
+    Tensor kept = x;
+    if (again) { kept.memory = nullptr, kept.data = nullptr; }
+    record(y, {x, w}, [x = kept, w, again](const Tensor& dy_in) {
         Tensor dy = contiguous(dy_in);
         add_gemm(x.gradient, dy, false, w, false);
-        add_gemm(w.gradient, dy, true, x, false);
+        add_gemm(w.gradient, dy, true, again ? view(again(), 0, x.shape) : x, false);
     });
     return reshape(y, shape);
 }

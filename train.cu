@@ -378,6 +378,7 @@ int cmd_train(const Options& typed) {
     context.device = choose_device(o.device);
     context.precision = precision_from(o.precision.empty() ? "fp32" : o.precision[0]);
     context.mode = o.mode.empty() ? fastest_mode(c, context.precision) : mode_from(o.mode[0]);
+    check_mode(c, context.mode, context.precision);
 
     Model model = make_model(c);
     LossScaler scaler;
@@ -390,7 +391,7 @@ int cmd_train(const Options& typed) {
         strprintf("train %s: %zu bytes, %" PRId64 " held out; %d layers, d_model %d, d_ff %d, %d heads, precision %s, "
                   "mode %s; batch %d, context length %d, seed %" PRIu64 "; %s; commit %s%s",
                   o.data.c_str(), text.bytes.size(), (int64_t)text.bytes.size() - text.train, o.num_layers, o.d_model,
-                  o.d_ff, o.num_heads, name_of(context.precision), name_of(context.mode), o.batch_size,
+                  o.d_ff, o.num_heads, name_of(context.precision), caption_of(context.mode).c_str(), o.batch_size,
                   o.context_length, o.seed, device_description().c_str(), commit().c_str(),
                   o.quick ? "; scaled down: --quick" : ""),
         {"step", "loss", "lr", "gradient norm", "ms", "tokens/s"},

@@ -589,6 +589,40 @@ TEST_CASE_TEMPLATE("model: split weights learn what whole ones do", D, OnCPU, On
         }
     }
 }
+TEST_CASE_TEMPLATE("model: --recompute changes memory and no bit", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    const ModelConfig config = {"", 64, 96, 3, 4, 40};
+    const int B = 2, T = 128;
+    for (Mode mode : {FUSED, FLASH}) {
+        for (Precision precision : {FP32, PREC_BF16, PREC_FP16}) {
+            if (mode == FLASH && !fastest_flash(D::device, matmul_dtype(precision), 16)) { continue; }
+            context.mode = mode, context.precision = precision, context.deterministic = true;
+            std::vector<float> gradients[2];
+            size_t held[2];
+            for (bool recompute : {false, true}) {
+                context.recompute = recompute;
+                Setup s = make_setup(config, B, T);
+                forward(s.model, s.tokens);  // rope, cuBLAS's workspace
+                clear_tape();
+                drop_weight_copies(s.model.slots);
+                size_t before = memory_use(D::device).now;
+                zero_gradients(s.model);
+                Tensor loss = cross_entropy(forward(s.model, s.tokens), s.targets);
+                held[recompute] = memory_use(D::device).now - before;
+                backward(loss);
+                drop_weight_copies(s.model.slots);
+                CHECK(memory_use(D::device).now <= before + 256);  // the loss
+                gradients[recompute] = to_floats(s.model.gradients);
+            }
+            CAPTURE(std::string(name_of(mode)) + " " + name_of(precision));
+            CHECK(gradients[0] == gradients[1]);
+            int64_t norms = 2 * config.num_layers + 1, C = config.d_model, F = config.d_ff;
+            CHECK(held[0] - held[1] == B * T * (norms * C + config.num_layers * F) * size_of(matmul_dtype()));
+        }
+    }
+    context.recompute = true;
+    CHECK_THROWS_WITH_AS(check_mode(config, EAGER, FP32), doctest::Contains("--recompute"), Failure);
+}
 TEST_CASE_TEMPLATE("model: gradient_norm", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     Setup s = make_setup(odd, 2, 9);
