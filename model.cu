@@ -13,26 +13,20 @@
 #include <cfloat>
 
 #ifdef __CUDACC__
-// Sum over a block of at most 32 warps, given to every thread. The first barrier closes the hazard that a slow warp
-// still reads `shared` from the call before.
-__device__ inline float block_sum(float x) {
+// Sum or maximum over a block of at most 32 warps, given to every thread. The first barrier closes the hazard that a
+// slow warp still reads `shared` from the call before.
+template <float (*over_warp)(float)>
+__device__ inline float over_block(float x, float of_nothing) {
     __shared__ float shared[WARP];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = (blockDim.x + WARP - 1) / WARP;
-    x = warp_sum(x);
+    x = over_warp(x);
     __syncthreads();
     if (lane == 0) { shared[warp] = x; }
     __syncthreads();
-    return warp_sum(lane < warps ? shared[lane] : 0.0f);
+    return over_warp(lane < warps ? shared[lane] : of_nothing);
 }
-__device__ inline float block_max(float x) {
-    __shared__ float shared[WARP];
-    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = (blockDim.x + WARP - 1) / WARP;
-    x = warp_max(x);
-    __syncthreads();
-    if (lane == 0) { shared[warp] = x; }
-    __syncthreads();
-    return warp_max(lane < warps ? shared[lane] : -INFINITY);
-}
+__device__ inline float block_sum(float x) { return over_block<warp_sum>(x, 0); }
+__device__ inline float block_max(float x) { return over_block<warp_max>(x, -INFINITY); }
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
