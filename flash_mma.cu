@@ -43,9 +43,7 @@ __device__ __forceinline__ void mma<fp16>(float (&d)[4], const uint32_t (&a)[4],
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-#endif
 
-#ifdef __CUDACC__
 // ---------------------------------------------------------------------------------------------------------------------
 // FlashAttention-2 forward on tensor cores (Dao 2023, algorithm 1; handout, eq. 4-12), bf16 and fp16, sm_80 and later.
 //
@@ -403,9 +401,7 @@ void flash_forward_mma(const AttentionArgs& a, int D) {
         default: fail("flash_forward_mma: head size %d; it has 16, 32, 64, 80 and 128", D);
     }
 }
-#endif
 
-#ifdef __CUDACC__
 // ---------------------------------------------------------------------------------------------------------------------
 // FlashAttention-2 backward on tensor cores (Dao 2023, algorithm 2; handout, eq. 13-19), bf16 and fp16, sm_80 and
 // later.
