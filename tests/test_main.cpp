@@ -224,6 +224,8 @@ TEST_CASE("main: tests/vs_pytorch.py explains itself and refuses in one line, al
         {"--program no/such", "no/such"},
         {"--context_length 256,0", "--context_length"},
         {"--train no/such", "--train"},
+        {"--plot bars.png", "--plot"},
+        {"--plot no/such/bars.svg", "--plot"},
         {program + " --quick", "PyTorch"},
     };
     for (const auto& [words, names] : wrong) {

@@ -68,6 +68,7 @@ p.add_argument("--max_ratio", type=positive, metavar="R", help="exit 1 if any ra
 p.add_argument("--attention", action="store_true", help="attention against two of SDPA's backends, too")
 p.add_argument("--no_model", action="store_true", help="without the model's table")
 p.add_argument("--train", metavar="FILE", help="compare losses, too: 200 steps on this text with each of three seeds")
+p.add_argument("--plot", metavar="FILE", help="the steps as bars, an .svg file")
 p.add_argument("--program", default="./cs336", metavar="FILE", help="ours, default ./cs336")
 p.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default cuda")
 p.add_argument("--quick", action="store_true", help="size small, context 32, batch 1, 2 steps, one round, short sequences, short training")
@@ -77,6 +78,8 @@ if "--quick" in sys.argv:
                    shapes=[(256, 64, True), (256, 128, False)])
 o = p.parse_args()
 if o.no_model and not (o.attention or o.train): stop("--no_model: takes --attention or --train with it, or nothing is left to do")
+if o.plot and (o.no_model or not o.plot.endswith(".svg") or not os.path.isdir(os.path.dirname(o.plot) or ".")):
+    stop(f"--plot: got '{o.plot}', takes a name that ends in .svg, in a folder that exists, and no --no_model with it")
 if o.train and not os.path.isfile(o.train): stop(f"--train: got '{o.train}', takes a file")
 try: commit = subprocess.run([o.program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
 except (OSError, subprocess.CalledProcessError) as e: stop(f"--program: got '{o.program}', takes what `make` builds: {e}")
@@ -339,6 +342,10 @@ def ratio(what, x, peer):
     if o.max_ratio and r > o.max_ratio: above.append(f"{what} {r:.2f}")
     return r
 
+def where():
+    device = torch.cuda.get_device_name() if CUDA else "CPU"
+    return f"{device}, PyTorch {torch.__version__}; commit {commit}"
+
 def show(caption, columns, rows):
     def cell(column, x):
         digits = 2 if "ratio" in column else 0 if "MiB" in column else 3 if "ms" in column else 4
@@ -347,10 +354,37 @@ def show(caption, columns, rows):
     table = [columns] + [[cell(*pair) for pair in zip(columns, row)] for row in rows]
     width = [max(map(len, column)) for column in zip(*table)]
     table.insert(1, ["-" * (w - 1) + ":" for w in width])
-    device = torch.cuda.get_device_name() if CUDA else "CPU"
-    print(f"{caption}; {device}, PyTorch {torch.__version__}; commit {commit}\n")
+    print(f"{caption}; {where()}\n")
     for row in table: print("| " + " | ".join(f"{x:>{w}}" for x, w in zip(row, width)) + " |")
     print(flush=True)
+
+LIGHT = "text{fill:#1f2328}.page{fill:#fff}.muted{fill:#59636e}.ours{fill:#2a78d6}.peer{fill:#8b949e}"
+DARK = "text{fill:#e6edf3}.page{fill:#0d1117}.muted{fill:#9198a1}.ours{fill:#3987e5}.peer{fill:#6e7681}"
+
+def picture(caption, rows):
+    """Of each row of the model's table two bars, ours above PyTorch's: forward, backward, optimizer."""
+    left, width, height = 190, 520, 56 * len(rows) + 100
+    longest = max(x for row in rows for x in row[9:11] if not math.isnan(x))
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height}" width="900" height="{height}">',
+           f"<style>text{{font:13px system-ui,sans-serif}}.title{{font-size:18px;font-weight:600}}{LIGHT}",
+           f"@media(prefers-color-scheme:dark){{{DARK}}}</style>", '<rect class="page" width="900" height="100%"/>']
+    def text(x, y, words, kind=""): out.append(f'<text class="{kind}" x="{x:.1f}" y="{y}">{words}</text>')
+    text(20, 32, "A training step beside PyTorch, ms: forward, backward, optimizer", "title")
+    text(20, 54, caption, "muted")
+    for n, row in enumerate(rows):
+        top = 80 + 56 * n
+        text(20, top + 24, f"{row[0]} {row[1]}, {row[2]} tokens")
+        for side, kind in enumerate(("ours", "peer")):
+            fw, fwbw, step = row[3 + side], row[6 + side], row[9 + side]
+            y, x = top + 20 * side, left
+            if math.isnan(step): text(x, y + 13, "out of memory", "muted")
+            else:
+                for ms, shade in ((fw, 1), (fwbw - fw, 0.7), (step - fwbw, 0.45)):
+                    bar = max(ms, 0) / longest * width
+                    out.append(f'<rect class="{kind}" fill-opacity="{shade}" x="{x:.1f}" y="{y}" width="{bar:.1f}" height="17"/>')
+                    x += bar
+                text(x + 8, y + 13, f"{step:.2f} " + (f"ours, {row[11]:.2f} of PyTorch's" if kind == "ours" else "PyTorch"))
+    return "\n".join(out + ["</svg>\n"])
 
 def model_table():
     rows = []
@@ -363,8 +397,10 @@ def model_table():
             row += [t["ours"][i], t["PyTorch"][i], ratio(f"{what} {phase}", t["ours"][i], t["PyTorch"][i])]
         rows.append(row + [t["ours"][3], t["PyTorch"][3], t["ours"][3] / t["PyTorch"][3]])
     columns = [f"{phase} {column}" for phase in ("fw", "fw+bw", "step") for column in ("ours ms", "PyTorch ms", "ratio")]
-    show(f"model: batch {o.batch_size}, mean of {o.steps} steps after {o.warmup}; median of {o.rounds} rounds",
-         ["size", "precision", "context length", *columns, "peak ours MiB", "peak PyTorch MiB", "peak ratio"], rows)
+    caption = f"model: batch {o.batch_size}, mean of {o.steps} steps after {o.warmup}; median of {o.rounds} rounds"
+    show(caption, ["size", "precision", "context length", *columns, "peak ours MiB", "peak PyTorch MiB", "peak ratio"], rows)
+    if o.plot:
+        with open(o.plot, "w") as f: f.write(picture(f"{caption}; {where()}", rows))
 
 def attention_table():
     peers = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
