@@ -117,6 +117,7 @@ static Measurement measure_model(const ModelConfig& c, const Plan& p, int warmup
             if (!model.weights) {
                 model = make_model(c);
                 init_weights(model, seed);
+                split_weights(model);
                 batch = random_batch(p.B, p.T, c.vocab_size, seed);
             }
             reset_peak(context.device);
@@ -229,7 +230,7 @@ static void add_bar(StepBars& s, const Measurement& r, const std::string& settin
 //   backward   logits to their gradient 2e NV; norms, dy and x to dx: (8 + e) NC each; 2L of them add it to one that
 //              is there, 4NC, and write that for the next product if it wants low precision, e NC; RoPE 4e NC L;
 //              SwiGLU, dg and [a | b] to [da | db], 5e NF L; embedding 4(N + V)C
-//   optimizer  reads p, g, m, v and writes p, m, v: 28 a parameter; the matrices' g is e, and fp16 has a copy to write
+//   optimizer  reads p, g, m, v and writes p, m, v: 28 a parameter, but the matrices' g is e
 // floor = the products' time, each measured alone at the model's own shape, operands and results included
 //       + attention's, the larger of FLOPs / matmul rate of a large square and bytes / copy bandwidth
 //       + bytes / copy bandwidth.  What the L2 cache still holds from the op before is faster than that.
@@ -297,7 +298,7 @@ static StepFloors floors_of(const ModelConfig& c, double B, double T, const Ceil
     f.loss.bytes = e * N * V;
     f.backward.bytes = 2 * e * N * V + (2 * L + 1) * (8 + e) * N * C + 2 * L * (4 + low) * N * C + 4 * e * N * C * L +
                        5 * e * N * F * L + 4 * (N + V) * C;
-    f.optimizer.bytes = (24 + e + (matmul_dtype() == F16 ? 2 : 0)) * weights + 28 * (V * C + (2 * L + 1) * C);
+    f.optimizer.bytes = (24 + e) * weights + 28 * (V * C + (2 * L + 1) * C);
     for (Floor* phase : {&f.forward, &f.loss, &f.backward, &f.optimizer}) {
         phase->bytes_ms = phase->bytes / ceilings.bytes_per_ms;
     }

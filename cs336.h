@@ -421,7 +421,7 @@ struct Gradient {
     bool filled = false;            // ... and this says that it holds something
     int uses = 0;                   // ops on the tape that still will add to it
     std::function<void()> ready;    // parameters: called when the last of them has
-    std::function<Tensor()> again;  // computes the tensor that it belongs to once more: linear() need not keep that
+    std::function<Tensor()> again;  // computes its tensor once more, as products take it: linear() need not keep that
     Tensor low_precision;           // parameters: as bf16/fp16 products take it, autocast's copy or a half of it
 };
 using GradientPtr = std::shared_ptr<Gradient>;
@@ -750,8 +750,9 @@ struct Model {
 void check_config(const ModelConfig& c);                    // usage_error unless it makes a model
 Model make_model(const ModelConfig& c, DType dtype = F32);  // weights allocated on context.device, not set
 void init_weights(const Model& model, uint64_t seed);       // normal; Linear std sqrt(2/(in+out)), embedding 1
-// In bf16 (else it does nothing) the arena then holds each matrix as bf16 and the bits that it lacks to fp32: forward
-// casts no more. Until join_weights only forward, backward and adamw_step can read the weights.
+// For bf16 and mode fused or flash (else it does nothing): the arena then holds each matrix as bf16 and the bits that
+// it lacks to fp32, so that forward casts no more. Until join_weights only forward, backward and adamw_step can read
+// them.
 void split_weights(Model& model);
 void join_weights(Model& model);
 // An arena for them, once, in dtype (a float64 model's in float64). Without it each gradient lives from its first use

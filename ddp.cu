@@ -681,8 +681,15 @@ static Table bucket_model(const Communicator& c, const std::vector<Variant>& var
 
 // True: a step would not fit; then the table says so and what it would have taken. The same on all ranks.
 static bool too_large(const Communicator& c, const Setting& s, const Table& without_rows,
-                      const std::vector<std::string>& labels, const std::string& format) {
-    size_t needs = predicted_peak(s.config, s.B, s.T, STEP), available = available_memory(context.device);
+                      const std::vector<std::string>& labels, const std::string& format, bool split) {
+    size_t needs = planned_peak([&] {
+        Model model = make_model(s.config);
+        if (split) { split_weights(model); }
+        make_gradients(model, s.reduce);
+        LossScaler scaler;
+        run_phase(STEP, model, random_batch(s.B, s.T, s.config.vocab_size, 0), scaler);
+    });
+    size_t available = available_memory(context.device);
     int gpus = std::max(1, cuda_devices());
     size_t sharing = context.device == CUDA ? (c.local_world + gpus - 1) / gpus : c.local_world;
     std::string somewhere;
@@ -861,7 +868,7 @@ static int benchmark(const Options& o, const char* command, std::vector<Variant>
         Setting s = setting_of(o, c);
         std::vector<std::string> labels;
         for (const Variant& v : variants) { labels.push_back(label_of(v)); }
-        if (too_large(c, s, comparison_table(caption_of(s, c, command), {}, s, c), labels, o.format)) { return; }
+        if (too_large(c, s, comparison_table(caption_of(s, c, command), {}, s, c), labels, o.format, true)) { return; }
         Model model = make_model(s.config);
         init_weights(model, o.seed);
         split_weights(model);
@@ -1020,7 +1027,7 @@ int cmd_optimizer_state_sharding_accounting(const Options& o) {
                      {"Optimizer", "Moment", "parameters", "gradients", "optimizer state", "activations and the rest",
                       "peak", "predicted without activations"},
                      {}};
-        if (too_large(c, s, memory, {"unsharded", "sharded"}, o.format)) { return; }
+        if (too_large(c, s, memory, {"unsharded", "sharded"}, o.format, false)) { return; }
         Table time{"time per iteration; bytes that each rank sends in a ring",
                    {"Optimizer", "Total Time (ms)", "std", "gradients (ms)", "optimizer and weights (ms)",
                     "MB sent a step", "formula"},

@@ -260,6 +260,7 @@ static Profile profile_memory(const ModelConfig& c, Precision precision, int B, 
     try {
         Model model = make_model(c);
         init_weights(model, seed);
+        split_weights(model);
         Batch batch = random_batch(B, T, c.vocab_size, seed);
         LossScaler scaler;
         run_phase(phase, model, batch, scaler);  // from here on gradients, moments and the libraries' own are there

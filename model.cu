@@ -520,10 +520,10 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
         return mul(mul(a, sigmoid(a)), b);
     }
     Tensor h = linear(y, layer.w13);
+    Range r("swiglu");
     Shape shape = y.shape;
     shape.back() = layer.w1.dim(0);
     auto compute = [shape, h = detached(h)] {
-        Range range("swiglu");
         Tensor g = empty(shape, h.dtype);
         swiglu_run(g, h);
         return g;
@@ -534,7 +534,12 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
         swiglu_backward_run(dh, contiguous(dg), h);
         add_gradient(h.gradient, dh);
     });
-    if (context.recompute && g.gradient) { g.gradient->again = compute; }
+    if (context.recompute && g.gradient) {
+        g.gradient->again = [compute] {
+            Range range("swiglu");
+            return compute();
+        };
+    }
     return g;
 }
 
@@ -768,7 +773,7 @@ static std::vector<Piece> gradient_pieces(const Model& model) {
     for (const Tensor& t : model.slots) {
         if (!t.gradient->filled) { continue; }
         filled += t.size();
-        bool matrix = t.shape.size() == 2 && t.data != model.embedding.data;
+        bool matrix = t.shape.size() == 2 && t.data != model.embedding.data;  // split only where the joined are filled
         pieces.push_back({t.gradient->value, offset_of(model, t), model.split && matrix});
     }
     if (filled != all) { fail("gradients of %ld of %ld elements are there", (long)filled, (long)all); }
@@ -942,12 +947,12 @@ static void adamw_fused(const Tensor& p, const std::vector<Piece>& all, const Te
                         AdamWScalars s) {
     if (p.device() == META) { return; }
     for (DType dtype : {F32, BF16, F16, F64}) {
-        std::vector<Piece> pieces[2];  // [1]: those whose weights are split
-        for (const Piece& piece : all) {
-            if (piece.g.dtype == dtype && piece.g.size() > 0) { pieces[piece.split].push_back(piece); }
-        }
 #ifdef __CUDACC__
-        if (p.device() == CUDA && (pieces[0].size() || pieces[1].size())) {
+        if (p.device() == CUDA && dtype != F64) {
+            std::vector<Piece> pieces[2];  // [1]: those whose weights are split
+            for (const Piece& piece : all) {
+                if (piece.g.dtype == dtype && piece.g.size() > 0) { pieces[piece.split].push_back(piece); }
+            }
             with_gpu_type(dtype, [&](auto zero) {
                 adamw_launch<false, decltype(zero)>(pieces[0], p, m, v, s);
                 adamw_launch<true, decltype(zero)>(pieces[1], p, m, v, s);
@@ -992,7 +997,6 @@ void adamw_update(const Tensor& p, const Tensor& g, const Tensor& m, const Tenso
 void adamw_step(Model& model, const AdamW& a, float gradient_scale) {
     Range range("optimizer");
     NoGrad no_grad;
-    if (context.mode == EAGER) { join_weights(model); }
     std::vector<Piece> gradients = gradient_pieces(model);
     AdamWScalars s = scalars_of(a, ++model.step, gradient_scale);
     context.mode == EAGER ? adamw_eager(model, s) : adamw_fused(model.weights, gradients, model.m, model.v, s);
@@ -1299,7 +1303,6 @@ float loss_scale_of(const LossScaler& scaler) { return context.precision == PREC
 
 void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler,
                const std::function<void()>& between) {
-    split_weights(model);
     if (phase == FORWARD) {
         NoGrad no_grad;
         forward(model, batch.tokens);
@@ -1314,6 +1317,8 @@ size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
     return planned_peak([&] {
         Model model = make_model(c);
         LossScaler scaler;
+        split_weights(model);
+        reset_peak(META);
         run_phase(phase, model, random_batch(B, T, c.vocab_size, 0), scaler);
     });
 }

@@ -386,6 +386,7 @@ static ModelProfile profile_model(const ModelConfig& c, int T, const ProfilePlan
             if (!model.weights) {
                 model = make_model(c);
                 init_weights(model, seed);
+                split_weights(model);
                 batch = random_batch(p.B, T, c.vocab_size, seed);
             }
             progress("%s, context length %d: %s", c.name.c_str(), T, phase == FORWARD ? "forward" : "step");

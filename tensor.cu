@@ -325,7 +325,7 @@ Tensor gradient_target(const GradientPtr& g, bool* accumulate) {
     if (g->is_parameter) {
         *accumulate = g->filled;
         g->filled = true;
-        // Where a 16-bit copy stands for the parameter, autocast's matmul gives a 16-bit gradient: no more is kept.
+        // Where 16 bits stand for the parameter, autocast's matmul gives a 16-bit gradient: no more is kept.
         bool low = context.mode != EAGER && g->low_precision;
         if (!g->value) { g->value = empty(g->shape, low ? g->low_precision.dtype : g->dtype, GRADIENTS); }
         return g->value;

@@ -249,6 +249,8 @@ static const RunOption run_options[] = {
 static void save_checkpoint(const std::string& path, Model& model, int step, const Options& o,
                             const LossScaler& scaler) {
     NamedTensors tensors;
+    zero_gradients(model);
+    model.graphs = nullptr;  // both make room on a GPU that the run has filled
     join_weights(model);
     for (const Parameter& p : model.parameters) {
         tensors.add(p.name, p.weight);

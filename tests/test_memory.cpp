@@ -79,6 +79,7 @@ static std::vector<MemoryEvent> log_of_step(Device device) {
     ModelConfig c = {"tiny", 64, 128, 2, 4, 100};
     Model model = make_model(c);
     init_weights(model, 0);
+    split_weights(model);
     Batch batch = random_batch(2, 16, c.vocab_size, 0);
     LossScaler scaler;
     run_phase(STEP, model, batch, scaler);
@@ -97,14 +98,17 @@ TEST_CASE_TEMPLATE("memory log: its peak is the allocator's, in every mode and p
             std::vector<MemoryEvent> log = log_of_step(D::device);
             CHECK(peak_of(log) == memory_use(D::device).peak);
             std::set<Category> seen;
-            std::set<std::string> phases;
+            std::set<std::string> phases, in_backward;
             for (const MemoryEvent& e : log) {
                 seen.insert(e.category);
-                if (!e.ranges.empty() && e.ms > 0) { phases.insert(e.ranges[0]); }
+                if (e.ranges.empty() || e.ms <= 0) { continue; }
+                phases.insert(e.ranges[0]);
+                if (phases.count("backward")) { in_backward.insert(e.ranges.back()); }
             }
             for (Category c : {PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, INPUTS}) { CHECK(seen.count(c) == 1); }
             CHECK(seen.count(WEIGHT_COPIES) == (precision == PREC_BF16 && mode == EAGER));  // else: split_weights
             for (const char* phase : {"forward", "loss", "backward"}) { CHECK(phases.count(phase) == 1); }
+            for (const char* op : {"swiglu", "projections", "lm_head"}) { CHECK(in_backward.count(op) == 1); }
         }
     }
 }
