@@ -27,9 +27,10 @@ TEST_BUILD := build/tests$(if $(TSAN),-tsan)$(if $(WERROR),-werror)
 MAKEFLAGS := $(MAKEFLAGS) $(if $(MAKELEVEL:0=)$(filter -j%,$(MAKEFLAGS)),,-j$(shell nproc))
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Flags. No fast-math anywhere: tests compare with exact results, and NaN has to stay NaN.
+# Flags. No fast-math anywhere: tests compare with exact results, and NaN has to stay NaN. Without math-errno sqrt is an
+# instruction, also a vector's; its results are the same.
 
-CXXFLAGS := -std=c++17 -O2 -g -fopenmp -Wall -Wextra $(if $(WERROR),-Werror)
+CXXFLAGS := -std=c++17 -O2 -fno-math-errno -g -fopenmp -Wall -Wextra $(if $(WERROR),-Werror)
 
 ifeq ($(FLAVOUR),cuda)
 # sm_80 runs on every later card, through its PTX at the latest; sm_90 spares the H100 and H200 that wait. nvcc hands
@@ -39,7 +40,7 @@ CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
 CUPTI_INCLUDE := $(wildcard $(CUDA_HOME)/extras/CUPTI/include)
 CUDA_LIBS := $(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib $(CUDA_HOME)/extras/CUPTI/lib64)
 COMPILE_CU = $(NVCC) -x cu -std=c++17 -O2 -g -lineinfo --threads 2 $(ARCH) -ccbin $(CXX) \
-	-Xcompiler -fopenmp,-Wall,-Wextra,-Wno-parentheses $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror -Xptxas -v)
+	-Xcompiler -fno-math-errno,-fopenmp,-Wall,-Wextra,-Wno-parentheses $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror -Xptxas -v)
 LINK = $(NVCC) $(ARCH) -ccbin $(CXX) -Xcompiler -fopenmp
 LIBS = $(foreach lib,$(CUDA_LIBS),-L$(lib) -Xlinker -rpath -Xlinker $(lib)) -lcublas -lcublasLt $(HAVE_NCCL:yes=-lnccl) -ldl
 else

@@ -925,16 +925,16 @@ static void adamw_launch(const std::vector<Piece>& pieces, const Tensor& p, cons
     }
 }
 #endif
-template <class G, class P>
+template <bool split, class G, class P>
 static void adamw_cpu(const Piece& piece, P* p, P* m, P* v, AdamWScalars s) {
     const G* g = piece.g.as<G>();
     auto* halves = (uint16_t*)p;
     int64_t n = piece.g.size();
-#pragma omp parallel for if (n > 16384)
+#pragma omp parallel for simd if (n > 16384)
     for (int64_t i = 0; i < n; i++) {
-        P x = piece.split ? joined({halves[i], halves[n + i]}) : p[i];
+        P x = split ? joined({halves[i], halves[n + i]}) : p[i];
         adamw_element(x, (P)to_acc(g[i]), m[i], v[i], s);
-        if (piece.split) {
+        if (split) {
             Halves h = halves_of((float)x);
             halves[i] = h.upper, halves[n + i] = h.lower;
         } else {
@@ -966,7 +966,9 @@ static void adamw_fused(const Tensor& p, const std::vector<Piece>& all, const Te
                 with_type(p.dtype, [&](auto p_zero) {
                     using P = Wide<decltype(p_zero)>;
                     int64_t at = piece.offset;
-                    adamw_cpu<decltype(g_zero)>(piece, p.as<P>() + at, m.as<P>() + at, v.as<P>() + at, s);
+                    auto update =
+                        piece.split ? adamw_cpu<true, decltype(g_zero), P> : adamw_cpu<false, decltype(g_zero), P>;
+                    update(piece, p.as<P>() + at, m.as<P>() + at, v.as<P>() + at, s);
                 });
             });
         }
