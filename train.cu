@@ -379,7 +379,9 @@ int cmd_train(const Options& typed) {
     Text text = read_text(o.data, o.val_fraction, o.context_length);
     context.device = choose_device(o.device);
     context.precision = precision_from(o.precision.empty() ? "fp32" : o.precision[0]);
-    context.mode = o.mode.empty() ? fastest_mode(c, context.precision) : mode_from(o.mode[0]);
+    context.mode = o.mode.empty() ? FLASH : mode_from(o.mode[0]);
+    // A checkpoint's flash may have been another device's, or another precision's.
+    if (!typed.has("mode") && context.mode == FLASH) { context.mode = fastest_mode(c, context.precision); }
     check_mode(c, context.mode, context.precision);
 
     Model model = make_model(c);

@@ -306,8 +306,7 @@ def train_pytorch(text, checkpoint, precision):
     return losses, statistics.mean(parts)
 
 def train_ours(checkpoint, precision):
-    mode = ["--mode", "fused"] if not CUDA else []  # flash takes fp32 only on a CPU
-    steps, summary = tables_of_ours("train", "--data", o.train, "--load", checkpoint, "--precision", precision, "--sample", 0, *mode)
+    steps, summary = tables_of_ours("train", "--data", o.train, "--load", checkpoint, "--precision", precision, "--sample", 0)
     return [row[1] for row in steps["rows"]], summary["rows"][0][1]
 
 def train_table():
