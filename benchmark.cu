@@ -115,9 +115,7 @@ static Measurement measure_model(const ModelConfig& c, const Plan& p, int warmup
             size_t held = memory_use(context.device).now;
             if (t.needs > held && t.needs - held > available_memory(context.device)) { break; }
             if (!model.weights) {
-                model = make_model(c);
-                init_weights(model, seed);
-                split_weights(model);
+                model = random_model(c, seed);
                 batch = random_batch(p.B, p.T, c.vocab_size, seed);
             }
             reset_peak(context.device);
@@ -307,9 +305,7 @@ static StepFloors floors_of(const ModelConfig& c, double B, double T, const Ceil
 
 // Means in ms of forward, loss, backward and optimizer, each between two synchronisations.
 static std::vector<double> measure_parts(const ModelConfig& c, const Plan& p, int warmup, uint64_t seed) {
-    Model model = make_model(c);
-    init_weights(model, seed);
-    split_weights(model);
+    Model model = random_model(c, seed);
     make_optimizer_state(model);
     Batch batch = random_batch(p.B, p.T, c.vocab_size, seed);
     LossScaler scaler;

@@ -755,6 +755,7 @@ void init_weights(const Model& model, uint64_t seed);       // normal; Linear st
 // them.
 void split_weights(Model& model);
 void join_weights(Model& model);
+Model random_model(const ModelConfig& c, uint64_t seed);  // made, initialised and split, as timed runs want it
 // An arena for them, once, in dtype (a float64 model's in float64). Without it each gradient lives from its first use
 // to zero_gradients, in the dtype that backward gave.
 void make_gradients(Model& model, DType dtype = F32);

@@ -869,9 +869,7 @@ static int benchmark(const Options& o, const char* command, std::vector<Variant>
         std::vector<std::string> labels;
         for (const Variant& v : variants) { labels.push_back(label_of(v)); }
         if (too_large(c, s, comparison_table(caption_of(s, c, command), {}, s, c), labels, o.format, true)) { return; }
-        Model model = make_model(s.config);
-        init_weights(model, o.seed);
-        split_weights(model);
+        Model model = random_model(s.config, o.seed);
         make_gradients(model, s.reduce);
         make_optimizer_state(model);
         Batch batch = random_batch(s.B, s.T, s.config.vocab_size, o.seed + 1 + c.rank);

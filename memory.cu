@@ -258,9 +258,7 @@ static Profile profile_memory(const ModelConfig& c, Precision precision, int B, 
     give_back_cached_memory();  // so that the card's use is this run's
     if (r.predicted > available_memory(device)) { return r; }
     try {
-        Model model = make_model(c);
-        init_weights(model, seed);
-        split_weights(model);
+        Model model = random_model(c, seed);
         Batch batch = random_batch(B, T, c.vocab_size, seed);
         LossScaler scaler;
         run_phase(phase, model, batch, scaler);  // from here on gradients, moments and the libraries' own are there

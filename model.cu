@@ -1100,6 +1100,12 @@ void init_weights(const Model& model, uint64_t seed) {
         fill_normal(p.weight, seed, key_of(p.name), norm ? 1 : 0, std);
     }
 }
+Model random_model(const ModelConfig& c, uint64_t seed) {
+    Model model = make_model(c);
+    init_weights(model, seed);
+    split_weights(model);
+    return model;
+}
 void make_gradients(Model& model, DType dtype) {
     if (model.gradients) { return; }
     model.gradients = zeros(model.weights.shape, model.weights.dtype == F64 ? F64 : dtype, GRADIENTS);
@@ -1317,10 +1323,9 @@ void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler
 }
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
     return planned_peak([&] {
-        Model model = make_model(c);
+        Model model = random_model(c, 0);
         LossScaler scaler;
-        split_weights(model);
-        reset_peak(META);
+        reset_peak(META);  // splitting is no part of the phase
         run_phase(phase, model, random_batch(B, T, c.vocab_size, 0), scaler);
     });
 }

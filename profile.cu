@@ -384,9 +384,7 @@ static ModelProfile profile_model(const ModelConfig& c, int T, const ProfilePlan
             size_t held = memory_use(context.device).now, needs = r.phase[phase].needs;
             if (needs > held && needs - held > available_memory(context.device)) { break; }
             if (!model.weights) {
-                model = make_model(c);
-                init_weights(model, seed);
-                split_weights(model);
+                model = random_model(c, seed);
                 batch = random_batch(p.B, T, c.vocab_size, seed);
             }
             progress("%s, context length %d: %s", c.name.c_str(), T, phase == FORWARD ? "forward" : "step");

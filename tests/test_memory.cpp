@@ -77,9 +77,7 @@ TEST_CASE_TEMPLATE("memory log: an operation's allocation names its own line in 
 
 static std::vector<MemoryEvent> log_of_step(Device device) {
     ModelConfig c = {"tiny", 64, 128, 2, 4, 100};
-    Model model = make_model(c);
-    init_weights(model, 0);
-    split_weights(model);
+    Model model = random_model(c, 0);
     Batch batch = random_batch(2, 16, c.vocab_size, 0);
     LossScaler scaler;
     run_phase(STEP, model, batch, scaler);
