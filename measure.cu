@@ -2,10 +2,10 @@
 #include "cs336.h"
 
 #include <algorithm>
-#include <climits>
 #include <atomic>
 #include <cctype>
 #include <cerrno>
+#include <climits>
 #include <chrono>
 #include <climits>
 #include <csignal>

@@ -1255,9 +1255,12 @@ static std::vector<cublasLtMatmulAlgo_t> kernels_for(const Product& p, const Pic
         CUBLAS_CHECK(cublasLtMatmulAlgoConfigGetAttribute(&found[0].algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &parts,
                                                           sizeof(parts), nullptr));
     }
-    if (n == 0 || parts > 1) { return {}; }
-    want(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_NONE);
-    CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(cublas_lt(), l.product, l.A, l.B, l.C, l.C, wish, 8, found, &n));
+    if (parts > 1) {
+        n = 0;
+    } else if (n > 0) {
+        want(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_NONE);
+        CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(cublas_lt(), l.product, l.A, l.B, l.C, l.C, wish, 8, found, &n));
+    }
     CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(wish));
     std::vector<cublasLtMatmulAlgo_t> kernels;
     for (int i = 0; i < n; i++) {
