@@ -362,7 +362,7 @@ DARK = "text{fill:#e6edf3}.page{fill:#0d1117}.muted{fill:#9198a1}.ours{fill:#398
 
 def picture(caption, rows):
     """Of each row of the model's table two bars, ours above PyTorch's: forward, backward, optimizer."""
-    left, width, height = 190, 520, 56 * len(rows) + 100
+    left, width, height = 205, 520, 56 * len(rows) + 100
     longest = max([x for row in rows for x in row[9:11] if not math.isnan(x)], default=1)
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height}" width="900" height="{height}">',
            f"<style>text{{font:13px system-ui,sans-serif}}.title{{font-size:18px;font-weight:600}}{LIGHT}",
