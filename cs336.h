@@ -284,6 +284,7 @@ struct Unfinished {  // a file that is removed when this goes, or when SIGINT, S
 // it fails the old one stays. write returns false, with errno, if it failed.
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
 void save_file(const std::string& path, const std::string& bytes);
+bool same_file(const std::string& a, const std::string& b);                // both are there, and are one
 void note(const char* format, ...) __attribute__((format(printf, 1, 2)));  // one line on stderr
 // Starts this program anew, its stdout to a descriptor, and if given its stderr to another one: then in a process group
 // of its own. It does not outlive us.

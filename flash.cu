@@ -198,8 +198,11 @@ int cmd_weighted_sum(const Options& o) {
     Device chosen = choose_device(o.device);
     Table table;
     table.caption = strprintf(
-        "weighted_sum: forward and backward, fp32, median of %d runs after 2, errors against fp64%s, commit %s",
-        o.steps, o.quick ? ", --quick: smaller sizes" : "", commit().c_str());
+        "weighted_sum: forward and backward, fp32, median of %d runs after 2, errors against fp64, commit %s%s",
+        o.steps, commit().c_str(),
+        o.quick          ? "; scaled down: --quick, smaller sizes"
+        : chosen == CUDA ? ""
+                         : "; scaled down: no GPU, smaller sizes");
     table.columns = {"device", "N", "D", "forward ms", "GB/s", "backward ms", "GB/s", "max error"};
     bool ok = true;
     std::vector<Shape> sizes = {{1, 1}, {1, 7}, {3, 1}, {31, 33}, {257, 129}, {1000, 1023}, {5, 4097}};

@@ -32,7 +32,7 @@ struct Command {
 };
 
 static const std::string TIMED =
-    "device sizes d_model d_ff num_layers num_heads vocab_size context_length batch_size steps seed "
+    "device sizes=all d_model d_ff num_layers num_heads vocab_size context_length batch_size steps seed "
     "trace format quick ";
 
 static const std::string RANKS = "nproc backend timeout ";
@@ -46,7 +46,8 @@ static const Command COMMANDS[] = {
      "benchmark.cu", cmd_benchmarking_script,
      TIMED + "warmups precisions=fp32 modes=flash recompute table roofline plot"},
     {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
-     "device sizes d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size warmup=2 "
+     "device sizes=all d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size "
+     "warmup=2 "
      "steps=5 precisions=fp32 modes=eager ranges=forward,step top=10 seed plot trace format quick"},
     {"mixed_precision_accumulation", "1.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16", "precision.cu",
      cmd_mixed_precision_accumulation, "format quick"},
@@ -104,7 +105,7 @@ static const Command COMMANDS[] = {
      "stop_at log_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash recompute seed "
      "device save load sample temperature trace format quick"},
     {"model", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", "train.cu", cmd_model,
-     "weights! batch! num_heads! out! rope_theta update_steps lr precision=fp32 mode=flash device"},
+     "weights! batch! num_heads! out! rope_theta update_steps=0 lr precision=fp32 mode=flash device"},
     {"attention", "", 0, 0, "your q, k, v in, our output and gradients out", "flash.cu", cmd_attention,
      "inputs! out! causal impl deterministic device"},
     {"reproduce", "", 0, 1, "all of it, into notes/", "reproduce.cu", cmd_reproduce,
@@ -317,13 +318,13 @@ static const std::vector<Option>& option_table() {
     const char* mode_help = "a kernel an operation; fused; fused with FlashAttention (where the head size has one)";
     static const std::vector<Option> table = {
         {"device", "device", name(&Options::device, {"auto", "cpu", "cuda"}), "where to run; auto takes a GPU if any"},
-        {"sizes", "size", names(&Options::size, sizes, true),
-         "the handout's models, by default all, without a GPU fewer"},
+        {"sizes", "size", names(&Options::size, sizes, true), "the handout's models; all means fewer without a GPU"},
         {"size", "size", names(&Options::size, sizes, false), "one of the handout's models; without a GPU small"},
         {"d_model", "d_model", whole(&Options::d_model, 1), "width of the model"},
         {"d_ff", "d_ff", whole(&Options::d_ff, 1), "width of the feed-forward layer"},
         {"num_layers", "num_layers", whole(&Options::num_layers, 1), "number of blocks"},
-        {"num_heads", "num_heads", whole(&Options::num_heads, 1), "number of attention heads; divides d_model"},
+        {"num_heads", "num_heads", whole(&Options::num_heads, 1),
+         "number of attention heads; divides d_model where there is one"},
         {"head_size", "head_size", head_size(), "D"},
         {"vocab_size", "vocab_size", whole(&Options::vocab_size, 1), "number of different tokens"},
         {"context_length", "context_length", whole(&Options::context_length, 1), "tokens in a sequence"},
@@ -333,7 +334,7 @@ static const std::vector<Option>& option_table() {
         {"warmups", "warmup", wholes(&Options::warmup, 0, 1 << 20, "5"), "untimed steps first; each in its own run"},
         {"warmup", "warmup", one_whole(&Options::warmup, 0, 1 << 20, "5"), "untimed steps first"},
         {"steps", "steps", whole(&Options::steps, 1), "steps that are timed, or trained"},
-        {"update_steps", "steps", whole(&Options::steps, 0), "AdamW steps on the batch (default 0)"},
+        {"update_steps", "steps", whole(&Options::steps, 0), "AdamW steps on the batch"},
         {"precisions", "precision", names(&Options::precision, precisions, true), "bf16, fp16: with autocast's rules"},
         {"precision", "precision", names(&Options::precision, precisions, false), "bf16, fp16: with autocast's rules"},
         {"modes", "mode", names(&Options::mode, modes, true), mode_help},
@@ -519,6 +520,17 @@ static std::string parse_options(const Command& command, const std::vector<std::
         std::vector<std::string> known;
         for (const CLI::Option* option : app.get_options()) { known.push_back(option->get_name()); }
         usage_error("%s: no such option; takes %s", app.remaining()[0].c_str(), join(known, ", ").c_str());
+    }
+    const std::pair<const char*, std::string> inputs[] = {
+        {"data", o.data}, {"weights", o.weights}, {"batch", o.batch}, {"inputs", o.inputs}};
+    const std::pair<const char*, std::string> outputs[] = {
+        {"out", o.out}, {"save", o.save}, {"plot", o.plot}, {"trace", o.trace}};
+    for (const auto& in : inputs) {
+        for (const auto& out : outputs) {
+            if (same_file(in.second, out.second)) {
+                usage_error("--%s: got '%s', takes another file than --%s", out.first, out.second.c_str(), in.first);
+            }
+        }
     }
     for (const char* dimension : {"d_model", "d_ff", "num_layers", "num_heads"}) {
         if (o.has("size") && o.has(dimension)) {

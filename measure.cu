@@ -25,6 +25,7 @@
 #include <omp.h>
 #include <poll.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -1210,6 +1211,10 @@ void replace_file(const std::string& path, const std::function<bool(FILE*)>& wri
     if (error != 0) { fail("%s: cannot be written: %s", path.c_str(), strerror(error)); }
 }
 
+bool same_file(const std::string& a, const std::string& b) {
+    struct stat s, t;
+    return stat(a.c_str(), &s) == 0 && stat(b.c_str(), &t) == 0 && s.st_dev == t.st_dev && s.st_ino == t.st_ino;
+}
 void save_file(const std::string& path, const std::string& bytes) {
     replace_file(path, [&](FILE* file) { return fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size(); });
 }

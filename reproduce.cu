@@ -348,15 +348,20 @@ static void run(std::vector<Experiment>& all, size_t now, State& state) {
 static void run_all(std::vector<Experiment>& all, State& state) {
     struct sigaction stop = {}, before[3] = {};
     const int signals[] = {SIGINT, SIGTERM, SIGHUP};
-    stop.sa_handler = [](int) { interrupted = 1; };
-    for (int i = 0; i < 3; i++) { sigaction(signals[i], &stop, &before[i]); }
+    stop.sa_handler = [](int number) { interrupted = number; };
+    for (int i = 0; i < 3; i++) {
+        sigaction(signals[i], &stop, &before[i]);
+        if (before[i].sa_handler == SIG_IGN) { sigaction(signals[i], &before[i], nullptr); }  // as under nohup
+    }
     for (size_t i = 0; i < all.size() && !interrupted; i++) {
         if (all[i].cannot.empty() && all[i].seconds < 0) { run(all, i, state); }
     }
     for (int i = 0; i < 3; i++) { sigaction(signals[i], &before[i], nullptr); }
     if (interrupted) {
         size_t done = std::count_if(all.begin(), all.end(), [](const Experiment& e) { return e.seconds >= 0; });
-        fail("interrupted; %zu of %zu are done; without --fresh the same command goes on from there", done, all.size());
+        note("cs336 reproduce: interrupted; %zu of %zu are done; without --fresh the same command goes on from there",
+             done, all.size());
+        raise(interrupted);
     }
 }
 
@@ -421,6 +426,7 @@ static int write_pages(const Agenda& agenda, const std::string& out) {
             std::string status = status_of(e), content = shown(e.output, block);
             if (status != "ran" && (status != "scaled down" || out.empty())) { continue; }
             if (content.empty()) { content = "(no such table in this run, which was scaled down)\n"; }
+            if (e.words != block.words) { content = "Run as `./cs336 " + e.line() + "`:\n\n" + content; }
             text.replace(block.begin, block.end - block.begin, content);
             written++;
         }
@@ -442,10 +448,6 @@ static void require_folder(const std::string& path) {
     if ((mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) || access(path.c_str(), W_OK | X_OK) != 0) {
         usage_error("%s: cannot be written to: %s", path.c_str(), strerror(errno));
     }
-}
-static bool same_file(const std::string& a, const std::string& b) {
-    struct stat s, t;
-    return stat(a.c_str(), &s) == 0 && stat(b.c_str(), &t) == 0 && s.st_dev == t.st_dev && s.st_ino == t.st_ino;
 }
 
 int reproduce(const Options& o, const CommandParser& parse) {

@@ -1297,7 +1297,7 @@ static const Picked* pick_kernel(const Product& p, float beta) {
     return best.get();
 }
 static Product product_of(const Tensor& out, Matrix C, const void* a, DType type, Matrix A, bool ta, const void* b,
-                          Matrix B, bool tb, int K) {  // in our memory cuBLAS sees every matrix transposed
+                          Matrix B, bool tb, int K) {  // transposed, see gemm_cuda()
     return {cuda_type(type),
             cuda_type(out.dtype),
             (int)C.cols,

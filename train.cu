@@ -268,7 +268,12 @@ static void save_checkpoint(const std::string& path, Model& model, int step, con
     for (const RunOption& r : run_options) {
         metadata[r.name] = r.integer ? std::to_string(o.*r.integer) : strprintf("%.17g", o.*r.real);
     }
-    save_safetensors(path, tensors.list, metadata);
+    try {
+        save_safetensors(path, tensors.list, metadata);
+    } catch (...) {
+        split_weights(model);
+        throw;
+    }
     split_weights(model);
 }
 static const std::string& metadata_of(const SafeTensors& file, const char* name) {
@@ -420,7 +425,10 @@ int cmd_train(const Options& typed) {
                                   strprintf("%.2f", elapsed), strprintf("%.0f", rate)});
         }
     }
-    if (!o.save.empty() && !diverged) { save_checkpoint(o.save, model, step, o, scaler); }
+    std::exception_ptr not_saved;  // then the tables are all that is left of the run
+    try {
+        if (!o.save.empty() && !diverged) { save_checkpoint(o.save, model, step, o, scaler); }
+    } catch (const Failure&) { not_saved = std::current_exception(); }
     print(table, o.format);
     if (diverged) { fail("the loss of step %d is not a number; a smaller --lr may help; nothing was saved", step); }
     Table summary{"", {"held-out loss before", "held-out loss after", "steps", "tokens/s", "peak MiB"}, {}};
@@ -434,5 +442,6 @@ int cmd_train(const Options& typed) {
         printf("\nThe held-out text's first %d bytes continued (temperature %.2g):\n\n```\n%s\n```\n", o.context_length,
                o.temperature, sample_text(model, text, o.context_length, o.sample, o.temperature, o.seed).c_str());
     }
+    if (not_saved) { std::rethrow_exception(not_saved); }
     return 0;
 }

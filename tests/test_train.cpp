@@ -1,6 +1,7 @@
 // Tests of train.cu: resuming, checkpoints, learning, and your own weights.
 #include "test.h"
 
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -119,6 +120,34 @@ TEST_CASE_TEMPLATE("train: learns", D, OnCPU, OnCUDA) {
     CHECK(before > 5.0);  // about log 256 = 5.5 plus what random logits add
     CHECK(after < 3.6);
 }
+TEST_CASE_TEMPLATE("train: a full disk takes the checkpoint, not the tables", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    for (const char* precision : {"fp32", "bf16"}) {
+        std::vector<std::string> words = {"train",    "--data",  "LICENSE",     "--device", name_of(D::device),
+                                          "--quick",  "--steps", "3",           "--sample", "0",
+                                          "--format", "csv",     "--precision", precision};
+        auto losses = [](const Run& r) {  // before and after, on the last line
+            std::string last = r.out.substr(r.out.rfind('\n', r.out.size() - 2) + 1);
+            return last.substr(0, last.find(",3,"));
+        };
+        Run whole = run_cs336(words);
+        REQUIRE_MESSAGE(whole.exit_code == 0, whole.err);
+        std::string path = scratch("full");
+        words.insert(words.end(), {"--save", path});
+        rlimit before, small;
+        REQUIRE(getrlimit(RLIMIT_FSIZE, &before) == 0);
+        small = before;
+        small.rlim_cur = 8192;  // bytes: enough for what it prints
+        REQUIRE(setrlimit(RLIMIT_FSIZE, &small) == 0);
+        Run r = run_cs336(words);
+        setrlimit(RLIMIT_FSIZE, &before);
+        CHECK(r.exit_code == 1);
+        CHECK_MESSAGE(has(r.err, path + ": cannot be written: File too large"), r.err);
+        CHECK(losses(r) == losses(whole));
+        CHECK(losses(r).find(',') != std::string::npos);
+        CHECK(!std::ifstream(path).good());
+    }
+}
 TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     std::string out = scratch("model_out"), dir = "tests/fixtures/";
@@ -172,6 +201,12 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
         remove(batch.c_str());
     }
     refused(2, "no/such/file", "no/such/file");
+    good.back() = scratch("own");
+    REQUIRE(symlink(("../" + good[2]).c_str(), good.back().c_str()) == 0);  // the weights by another name
+    Run own = run_cs336(good);
+    remove(good.back().c_str());
+    CHECK(own.exit_code == 2);
+    CHECK_MESSAGE(has(own.err, "--out: got '" + good.back() + "', takes another file than --weights"), own.err);
     good.back() = "no/such/folder/out";  // asked before the work
     Run nowhere = run_cs336(good);
     CHECK(nowhere.exit_code == 2);

@@ -315,7 +315,7 @@ def train_table():
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(o.seeds):
             checkpoint = os.path.join(folder, f"{seed}.safetensors")
-            quick = ["--quick"] if "--quick" in sys.argv else []
+            quick = ["--quick"] if o.quick else []
             tables_of_ours("train", "--data", o.train, "--seed", seed, "--stop_at", 1, "--save", checkpoint, "--sample", 0, *quick)
             for precision in o.precision:
                 torch._dynamo.reset()
