@@ -268,12 +268,7 @@ static void save_checkpoint(const std::string& path, Model& model, int step, con
     for (const RunOption& r : run_options) {
         metadata[r.name] = r.integer ? std::to_string(o.*r.integer) : strprintf("%.17g", o.*r.real);
     }
-    try {
-        save_safetensors(path, tensors.list, metadata);
-    } catch (...) {
-        split_weights(model);
-        throw;
-    }
+    save_safetensors(path, tensors.list, metadata);
     split_weights(model);
 }
 static const std::string& metadata_of(const SafeTensors& file, const char* name) {

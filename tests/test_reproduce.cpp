@@ -225,6 +225,7 @@ TEST_CASE("reproduce: --quick shrinks all commands, each once, and writes to bui
     CHECK(rows[0][2] == "./cs336 naive_ddp_benchmarking --device cpu --nproc 2 --quick");
     CHECK(rows[0][3] == "scaled down");
     CHECK(!has(read("build/reproduce/b.md"), "old\n"));
+    CHECK(has(read("build/reproduce/b.md"), "Run as `" + rows[0][2].get<std::string>() + "`:\n"));
 }
 
 // Starts reproduce and interrupts it as soon as its state file names `done`.
