@@ -8,7 +8,7 @@
 
 Failures are printed as they occur. At the end come a table (with --write in notes/misuse.md, in the place of its table) and
 the line `N passed, N failed, N skipped`, in rows of it. --short: every option, fewer values and files."""
-import collections, concurrent.futures, ctypes, json, math, os, random, re, resource, signal, struct, subprocess, sys, tempfile, time
+import collections, concurrent.futures, ctypes, json, math, os, random, re, resource, shutil, signal, struct, subprocess, sys, tempfile, time
 
 os.chdir(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 PROGRAM = os.path.abspath(sys.argv[1])
@@ -380,6 +380,15 @@ def try_signals():
             for n in left: os.unlink(at(n))
 
 
+def try_own_inputs():
+    for words, given, option in ((MODEL, "--weights", "--out"), (MODEL, "--batch", "--out"), (ATTENTION, "--inputs", "--out"), (TINY_TRAIN, "--data", "--save")):
+        place, name = words.index(given) + 1, at("own")
+        shutil.copy(words[place], name)
+        r = run([*words[:place], name, *words[place + 1:], option, name])
+        same = open(name, "rb").read() == open(words[place], "rb").read()
+        check("an output that is its command's own input", [*words, option], r, [2], not same and "it is overwritten", names=option)
+
+
 def try_disks():
     """A tmpfs of 64 KiB, full and then read-only; and a limit to the size of files."""
     for words, option, name in WRITERS[:4]:
@@ -464,6 +473,7 @@ def try_gpu(_):
 def try_surroundings(_):
     try_streams()
     try_environment()
+    try_own_inputs()
     try_disks()
     try_signals()
 
