@@ -6,7 +6,7 @@
   surroundings  signals, full disks, closed streams, locales, environment variables, no GPU
   gpu           a GPU that others keep busy, or whose memory they hold
 
-Failures are printed as they occur. At the end come a table (with --write in notes/misuse.md, in the place of its table) and
+Failures are printed as they occur. At the end come a table (with --write in notes/misuse.md, too) and
 the line `N passed, N failed, N skipped`, in rows of it. --short: every option, fewer values and files."""
 import collections, concurrent.futures, ctypes, json, math, os, random, re, resource, shutil, signal, struct, subprocess, sys, tempfile, time
 
@@ -495,10 +495,15 @@ with concurrent.futures.ThreadPoolExecutor(2) as pool:
         {"options": try_options, "files": try_files, "surroundings": try_surroundings, "gpu": try_gpu}[part](pool)
         print(f"{part}: {time.monotonic() - start:.0f} s", flush=True)
 print(table())
-if WRITE:
+if WRITE:  # what was skipped, or is of another part, stays as it is
+    key = lambda line: line.split(" | ")[0]
+    new = {key(line): line for line in table().split("\n") if "| skipped: " not in line}
     lines = open("notes/misuse.md").read().split("\n")
-    rows = [i for i, line in enumerate(lines) if line.startswith("|")]
-    open("notes/misuse.md", "w").write("\n".join(lines[: rows[0]] + [table()] + lines[rows[-1] + 1 :]))
+    old = [i for i, line in enumerate(lines) if line.startswith("|")]
+    known = {key(lines[i]) for i in old}
+    for i in old: lines[i] = new.get(key(lines[i]), lines[i])
+    lines[old[-1] + 1 : old[-1] + 1] = [line for what, line in new.items() if what not in known]
+    open("notes/misuse.md", "w").write("\n".join(lines))
 bad, skipped = sum(failed > 0 for _, failed, _ in rows.values()), sum(bool(why) for _, _, why in rows.values())
 print(f"{len(rows) - bad - skipped} passed, {bad} failed, {skipped} skipped")
 sys.exit(bad > 0)
