@@ -642,6 +642,13 @@ struct AttentionArgs {
 AttentionArgs args_of(const AttentionTensors& t);
 constexpr float LOG2_E = 1.4426950408889634f;  // exp(x) = exp2(x log2 e), and exp2 is what the GPU has
 #ifdef __CUDACC__
+// Attention's kernels: block (x, y, z) owns tile y of head z gridDim.x + x. Blocks start in the order x, y, z: of
+// gridDim.x heads all first tiles, then all second ones. A head's blocks stream the same K and V past themselves
+// (backward: Q and dO, and add to the same dQ): the fewer heads are at work, the more of that comes from the L2 cache.
+// But causal, the first tile takes twice the mean, and until it is over, the others have to keep the device busy, which
+// runs `blocks` blocks on an SM. Fails above 65,535 tiles (4.19 million queries or keys in tiles of 64).
+dim3 attention_grid(const AttentionArgs& a, int tiles, int blocks = 1);
+__device__ __forceinline__ int head_of_block() { return blockIdx.z * gridDim.x + blockIdx.x; }
 void flash_mma_forward(const AttentionTensors& t);  // flash_mma.cu: bf16 and fp16, D of 16, 32, 64, 80 and 128
 void flash_mma_backward(const AttentionTensors& t);
 // What lies between the backward's kernels: dq in the order in which the main kernel's lanes hold it, and for each

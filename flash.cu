@@ -708,8 +708,8 @@ __global__ __launch_bounds__(T::THREADS* T::GROUPS, 1) void flash_forward_fp32_k
     float* group_0 = Q + T::OWN_FLOATS;
     float *K = group_0 + group * T::GROUP_FLOATS, *V = K + T::STREAM_FLOATS, *P = V + T::STREAM_FLOATS;
 
-    int tiles = gridDim.x / (a.B * a.H), head = blockIdx.x % (a.B * a.H), b = head / a.H, h = head % a.H;
-    int q0 = (tiles - 1 - (int)blockIdx.x / (a.B * a.H)) * T::OWN;  // the last queries see the most keys
+    int head = head_of_block(), b = head / a.H, h = head % a.H;
+    int q0 = (int)(gridDim.y - 1 - blockIdx.y) * T::OWN;  // the last queries see the most keys: they start first
     int keys = a.causal ? min(a.Tk, q0 + T::OWN) : a.Tk;
     int end = (keys + T::N - 1) / T::N;
     int whole = min(a.Tk, a.causal ? q0 + 1 : a.Tk) / T::N;  // tiles before this one are seen by every query
@@ -846,8 +846,8 @@ __global__ __launch_bounds__(T::THREADS* T::GROUPS, 1) void flash_backward_kv_fp
     float *K = (float*)fp32_memory, *V = K + T::OWN_FLOATS, *group_0 = V + T::OWN_FLOATS;
     float *Q = group_0 + group * T::GROUP_FLOATS, *dO = Q + T::STREAM_FLOATS, *P = dO + T::STREAM_FLOATS;
 
-    int head = blockIdx.x % (a.B * a.H), b = head / a.H, h = head % a.H;
-    int k0 = (int)blockIdx.x / (a.B * a.H) * T::OWN;  // the first keys are seen by the most queries
+    int head = head_of_block(), b = head / a.H, h = head % a.H;
+    int k0 = (int)blockIdx.y * T::OWN;  // the first keys are seen by the most queries: they start first
     int first = a.causal ? k0 / T::N : 0, end = (a.Tq + T::N - 1) / T::N;
     const float *q = head_of(a.q, b, h), *dO_ = head_of(a.dO, b, h);
     const float *L = a.L + (int64_t)head * a.Tq, *D = delta + (int64_t)head * a.Tq;
@@ -938,8 +938,8 @@ __global__ __launch_bounds__(T::THREADS * 2, 1) void flash_backward_shared_fp32_
     float *K = (float*)fp32_memory, *V = K + T::OWN_FLOATS, *Q = V + T::OWN_FLOATS, *dO = Q + T::STREAM_FLOATS;
     float *P = dO + T::STREAM_FLOATS, *dS = P + T::P_FLOATS;
 
-    int head = blockIdx.x % (a.B * a.H), b = head / a.H, h = head % a.H;
-    int k0 = (int)blockIdx.x / (a.B * a.H) * T::OWN;  // the first keys are seen by the most queries
+    int head = head_of_block(), b = head / a.H, h = head % a.H;
+    int k0 = (int)blockIdx.y * T::OWN;  // the first keys are seen by the most queries: they start first
     int first = a.causal ? k0 / T::N : 0, end = (a.Tq + T::N - 1) / T::N;
     const float *q = head_of(a.q, b, h), *dO_ = head_of(a.dO, b, h);
     const float *L = a.L + (int64_t)head * a.Tq, *D = delta + (int64_t)head * a.Tq;
@@ -1020,8 +1020,8 @@ __global__ __launch_bounds__(T::THREADS* T::GROUPS, 1) void flash_backward_q_fp3
     float *Q = (float*)fp32_memory, *dO = Q + T::OWN_FLOATS, *group_0 = dO + T::OWN_FLOATS;
     float *K = group_0 + group * T::GROUP_FLOATS, *V = K + T::STREAM_FLOATS, *P = V + T::STREAM_FLOATS;
 
-    int tiles = gridDim.x / (a.B * a.H), head = blockIdx.x % (a.B * a.H), b = head / a.H, h = head % a.H;
-    int q0 = (tiles - 1 - (int)blockIdx.x / (a.B * a.H)) * T::OWN;
+    int head = head_of_block(), b = head / a.H, h = head % a.H;
+    int q0 = (int)(gridDim.y - 1 - blockIdx.y) * T::OWN;
     int end = ((a.causal ? min(a.Tk, q0 + T::OWN) : a.Tk) + T::N - 1) / T::N;
     const float *k = head_of(a.k, b, h), *v = head_of(a.v, b, h);
 
@@ -1089,12 +1089,23 @@ __global__ __launch_bounds__(T::THREADS* T::GROUPS, 1) void flash_backward_q_fp3
 }
 
 // ---- launchers ----
+dim3 attention_grid(const AttentionArgs& a, int tiles, int blocks) {
+    constexpr int MOST = 65535;  // of y and z
+    if (tiles > MOST) { fail("attention: %d tiles of queries or keys, at most %d are possible", tiles, MOST); }
+    int device, SMs, heads = a.B * a.H;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&SMs, cudaDevAttrMultiProcessorCount, device));
+    int together = std::max(a.causal ? 2 * SMs * blocks / std::max(tiles, 1) : 1, ceil_div(heads, MOST));
+    while (together < heads && heads % together != 0) { together++; }
+    together = std::min(together, heads);
+    return dim3(together, tiles, heads / together);
+}
 // Large tiles where the device has the shared memory (A100: 163 KB a block, H100: 227), small ones (at most 99 KB)
 // where it does not (A10, RTX 30, 40 and 50).
 template <class T, class Kernel, class... Arguments>
-static void launch_fp32(Kernel kernel, size_t bytes, int64_t blocks, Arguments... arguments) {
+static void launch_fp32(Kernel kernel, size_t bytes, int tiles, const AttentionArgs& a, Arguments... more) {
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    kernel<<<(unsigned)blocks, T::THREADS * T::GROUPS, bytes, stream()>>>(arguments...);
+    kernel<<<attention_grid(a, tiles), T::THREADS * T::GROUPS, bytes, stream()>>>(a, more...);
     LAUNCH_CHECK();
 }
 static size_t shared_memory_per_block() {
@@ -1105,24 +1116,22 @@ static size_t shared_memory_per_block() {
 }
 template <class T>
 static void forward_fp32(const AttentionArgs& a) {
-    int64_t blocks = (int64_t)a.B * a.H * ceil_div(a.Tq, T::OWN);
-    launch_fp32<T>(flash_forward_fp32_kernel<T>, T::forward_bytes, blocks, a);
+    launch_fp32<T>(flash_forward_fp32_kernel<T>, T::forward_bytes, ceil_div(a.Tq, T::OWN), a);
 }
 template <class T, class QueryTile = T>
 static void backward_fp32(const AttentionArgs& a, const float* delta, bool deterministic) {
-    int64_t heads = (int64_t)a.B * a.H, key_blocks = heads * ceil_div(a.Tk, T::OWN);
     auto launch_kv = [&](auto with_dq) {
         constexpr bool WITH_DQ = decltype(with_dq)::value;
         auto kernel = [] {
             if constexpr (T::SHARED) { return flash_backward_shared_fp32_kernel<T, WITH_DQ>; }
             if constexpr (!T::SHARED) { return flash_backward_kv_fp32_kernel<T, WITH_DQ>; }
         };
-        launch_fp32<T>(kernel(), T::backward_bytes, key_blocks, a, delta);
+        launch_fp32<T>(kernel(), T::backward_bytes, ceil_div(a.Tk, T::OWN), a, delta);
     };
     if (!deterministic) { return launch_kv(std::true_type()); }
     launch_kv(std::false_type());
     launch_fp32<QueryTile>(flash_backward_q_fp32_kernel<QueryTile>, QueryTile::backward_bytes,
-                           heads * ceil_div(a.Tq, QueryTile::OWN), a, delta);
+                           ceil_div(a.Tq, QueryTile::OWN), a, delta);
 }
 
 static void flash_forward_fp32(const AttentionArgs& a, int D) {
@@ -1338,6 +1347,8 @@ struct AttentionCase {
 static const std::vector<AttentionCase> check_cases = {
     {4, 1, 128, 128, 64, false}, {4, 1, 128, 128, 64, true}, {1, 2, 1, 1, 16, true},      {2, 3, 65, 65, 32, true},
     {1, 2, 127, 200, 80, false}, {1, 2, 200, 127, 80, true}, {2, 1, 257, 129, 128, true}, {1, 1, 63, 300, 128, true},
+    {1, 2, 700, 500, 64, false}, {1, 2, 500, 300, 128, false}, {1, 1, 500, 300, 80, false},
+    {4, 300, 130, 130, 16, true},  // more heads than attention_grid() lets start together
 };
 struct CaseTensors {
     Tensor q, k, v, dO;

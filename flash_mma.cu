@@ -227,9 +227,10 @@ __device__ __forceinline__ void add_values(ForwardRows<Tile>& rows, const float 
 
 // ---- the end: O /= l and L. O goes through the warp's own rows of Q's place, to be stored 16 bytes at a time ----
 template <class Tile, class T>
-__device__ __forceinline__ void store_rows(ForwardRows<Tile>& rows, const AttentionArgs& a, T* smem, int bh,
-                                           int query) {
-    int lane = threadIdx.x % WARP;
+__device__ __forceinline__ void store_rows(ForwardRows<Tile>& rows, const AttentionArgs& a, T* smem, int query) {
+    int lane = threadIdx.x % WARP, z = blockIdx.z;
+    asm volatile("" : "+r"(z));  // so that the head is computed again: kept from the start it would be spilled
+    int bh = z * gridDim.x + blockIdx.x;
     __syncwarp();  // the other lanes may still read Q
 #pragma unroll
     for (int i = 0; i < Tile::m; i++) {
@@ -259,13 +260,13 @@ __device__ __forceinline__ void store_rows(ForwardRows<Tile>& rows, const Attent
     }
 }
 
-// Block (x, y) has head x and the y-th tile of queries from the END: causal tiles grow with their queries, and the
-// longest come first, so that short ones fill the gaps at the end of the launch.
+// A block's tile of queries is counted from the END: causal tiles grow with their queries, and the longest come first,
+// so that short ones fill the gaps at the end of the launch.
 template <class Tile, class T>
 __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_kernel(AttentionArgs a) {
     extern __shared__ __align__(16) char shared[];
     constexpr int Bq = Tile::Bq, Bk = Tile::Bk, row = Tile::row, groups = Bk / Tile::group;
-    int bh = blockIdx.x, b = bh / a.H, h = bh % a.H;
+    int bh = head_of_block(), b = bh / a.H, h = bh % a.H;
     int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * Tile::m * 16;
     int q0 = (gridDim.y - 1 - blockIdx.y) * Bq, query = q0 + warp_row;  // first of the block, and of the warp
     const T* q = (const T*)a.q.data + b * a.q.batch + h * a.q.head + q0 * a.q.row;
@@ -351,19 +352,18 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
             for (int g = 0; g < groups; g++) { scores<Tile>(s, q_fragments, at_q, kv + at_key, g); }
         }
     }
-    store_rows(rows, a, smem_q + warp_row * row, bh, query);
+    store_rows(rows, a, smem_q + warp_row * row, query);
 }
 
 template <class Tile, class T>
 static void launch_forward(const AttentionArgs& a) {
-    int tiles = ceil_div(a.Tq, Tile::Bq);
     for (int64_t row : {a.q.row, a.k.row, a.v.row}) {
         if (row > INT32_MAX) { fail("flash_forward_mma: rows %lld elements apart, at most 2^31 - 1", (long long)row); }
     }
-    if (tiles > 65535) { fail("flash_forward_mma: %d queries, at most %d are possible", a.Tq, 65535 * Tile::Bq); }
     CUDA_CHECK(cudaFuncSetAttribute(flash_forward_kernel<Tile, T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     (int)Tile::bytes));
-    flash_forward_kernel<Tile, T><<<dim3(a.B * a.H, tiles), Tile::threads, Tile::bytes, stream()>>>(a);
+    flash_forward_kernel<Tile, T>
+        <<<attention_grid(a, ceil_div(a.Tq, Tile::Bq), Tile::blocks), Tile::threads, Tile::bytes, stream()>>>(a);
     LAUNCH_CHECK();
 }
 
@@ -774,8 +774,8 @@ __global__ __launch_bounds__(C::threads, C::blocks) void backward_main(Attention
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, owner = warp % C::owners, own = owner * C::m * 16;
     bool first = warp < C::owners;  // of a pair
     uint4* exchange = (uint4*)(stats + 2 * Bq) + owner * C::m * C::n / 2 * WARP;
-    // Causal: the first keys are seen by the most queries. The longest blocks start first, those of all heads together.
-    int bh = blockIdx.x % (a.B * a.H), b = bh / a.H, h = bh % a.H, key = blockIdx.x / (a.B * a.H) * Bk;
+    // Causal: the first keys are seen by the most queries, so they start first.
+    int bh = head_of_block(), b = bh / a.H, h = bh % a.H, key = blockIdx.y * Bk;
     int begin = a.causal ? key / Bq : 0, end = (a.Tq + Bq - 1) / Bq;  // query tiles
     // Masked are those that the diagonal crosses; all, if some keys are beyond Tk.
     int masked_end = key + Bk > a.Tk ? end : a.causal ? min(end, (key + Bk) / Bq) : begin;
@@ -889,8 +889,8 @@ __global__ __launch_bounds__(C::threads, C::blocks) void backward_dq(AttentionAr
     extern __shared__ __align__(16) char shared[];
     T *q = (T*)shared, *dO = q + Bq * C::row, *k = dO + Bq * C::row, *v = k + 2 * Bk * C::row;
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    int heads = a.B * a.H, bh = blockIdx.x % heads, b = bh / a.H, h = bh % a.H;
-    int query = (gridDim.x / heads - 1 - blockIdx.x / heads) * Bq;  // the last queries see the most keys: longest first
+    int bh = head_of_block(), b = bh / a.H, h = bh % a.H;
+    int query = (gridDim.y - 1 - blockIdx.y) * Bq;  // the last queries see the most keys: they start first
     int end = (min(a.causal ? query + Bq : a.Tk, a.Tk) + Bk - 1) / Bk;  // key tiles
     int unmasked_end = min(a.causal ? query / Bk : end, a.Tk / Bk);
     const T *from_k = head_of<const T>(a.k, b, h), *from_v = head_of<const T>(a.v, b, h);
@@ -957,15 +957,14 @@ static void launch_backward(const AttentionArgs& a, bool deterministic, OtherMai
 
     backward_before<T, D><<<ceil_div(rows * row_threads(D), 256), 256, 0, stream()>>>(a, w);
     LAUNCH_CHECK();
-    auto launch_main = [&](auto kernel, int own, int threads, size_t bytes) {
+    auto launch = [&](auto kernel, int tiles, int threads, int blocks, size_t bytes) {
         allow_shared_memory(kernel, bytes);
-        kernel<<<(int)(heads * ceil_div(a.Tk, own)), threads, bytes, stream()>>>(a, w);
+        kernel<<<attention_grid(a, tiles, blocks), threads, bytes, stream()>>>(a, w);
         LAUNCH_CHECK();
     };
     if (deterministic) {
-        launch_main(backward_main<T, Dq, false>, Dq::own, Dq::threads, Dq::main_bytes);
-        allow_shared_memory(backward_dq<T, Dq>, Dq::dq_bytes);
-        backward_dq<T, Dq><<<(int)(heads * ceil_div(a.Tq, Dq::own)), Dq::threads, Dq::dq_bytes, stream()>>>(a, w);
+        launch(backward_main<T, Dq, false>, ceil_div(a.Tk, Dq::own), Dq::threads, Dq::blocks, Dq::main_bytes);
+        launch(backward_dq<T, Dq>, ceil_div(a.Tq, Dq::own), Dq::threads, Dq::blocks, Dq::dq_bytes);
     } else {
         // dq_index depends on what this file was compiled for. The other main kernel knows the order of sm_90.
         cudaFuncAttributes after;
@@ -973,7 +972,8 @@ static void launch_backward(const AttentionArgs& a, bool deterministic, OtherMai
         if (other && after.ptxVersion >= 90) {
             other(a, w, D, std::is_same<T, bf16>::value ? BF16 : F16);
         } else {
-            launch_main(backward_main<T, Main, true>, Main::own, Main::threads, Main::main_bytes);
+            launch(backward_main<T, Main, true>, ceil_div(a.Tk, Main::own), Main::threads, Main::blocks,
+                   Main::main_bytes);
         }
         backward_after<T, D><<<ceil_div(heads * a.Tq * (D / 8), 256), 256, 0, stream()>>>(a, w);
     }

@@ -58,18 +58,7 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes,
                  "l"(from), "r"(bytes), "r"(shared_address(b))
                  : "memory");
 }
-// Adds `bytes` bytes of fp32 numbers in shared memory to those at `to`. Asynchronous: until bulk_wait() from must stay
-// as it is, and until bulk_wait_all() the sums may not be there.
-__device__ __forceinline__ void bulk_add(float* to, const void* from, int bytes) {
-    asm volatile(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(
-            to),
-        "r"(shared_address(from)), "r"(bytes)
-        : "memory");
-}
-__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-__device__ __forceinline__ void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// What this thread stored to shared memory will be seen by wgmma and TMA; then a barrier, as always.
+// What this thread stored to shared memory will be seen by wgmma; then a barrier, as always.
 __device__ __forceinline__ void shared_to_async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Four 8x8 matrices of 16-bit elements to shared memory, transposed: lane l gives the address of row l%8 of matrix l/8,
 // and holds of each matrix two neighbours of column l/4.
@@ -254,8 +243,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     char* q_tile = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
     char *k_ring = q_tile + Tile::q_bytes, *v_ring = k_ring + Tile::stages * Tile::k_bytes;
 
-    int heads = a.B * a.H, head = blockIdx.x % heads, b = head / a.H, h = head % a.H, blocks = gridDim.x / heads;
-    int q0 = (blocks - 1 - (int)blockIdx.x / heads) * Bq;  // the last queries see the most keys: they start first
+    int head = head_of_block(), b = head / a.H, h = head % a.H;
+    int q0 = (int)(gridDim.y - 1 - blockIdx.y) * Bq;  // the last queries see the most keys: they start first
     int tiles = ((a.causal ? min(a.Tk, q0 + Bq) : a.Tk) + Bk - 1) / Bk;
 
     if (threadIdx.x == 0) {
@@ -437,10 +426,8 @@ struct HopperBackward {
     static constexpr int k_slab = Bk * SLAB_ROW, q_slab = Bq * SLAB_ROW;  // bytes
     static constexpr int k_bytes = slabs * k_slab, q_bytes = slabs * q_slab, ds_bytes = Bk / SLAB * q_slab;
     static constexpr int stats_bytes = Bq * sizeof(float2), dq_columns = D < 64 ? D : 64;
-    static constexpr int dq_bytes = 16 * dq_columns * 4;  // of a warp
     // dS is doubled: while one tile's is read, the next is written, and one barrier a tile is enough.
-    static constexpr size_t bytes =
-        2 * k_bytes + 2 * stages * q_bytes + 2 * ds_bytes + stages * stats_bytes + 8 * dq_bytes + 1024;
+    static constexpr size_t bytes = 2 * k_bytes + 2 * stages * q_bytes + 2 * ds_bytes + stages * stats_bytes + 1024;
     static constexpr bool by_columns = Bq == 64;
     static constexpr int lag = Bq == 64 ? 1 : 0;  // tiles by which dQ is behind
     static_assert(D % 16 == 0 && D <= 128 && (Bq == 64 || Bq == 128));
@@ -460,11 +447,10 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     __shared__ HopperBackwardBarriers<Tile> bars;
     char* k_tile = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
     char *v_tile = k_tile + Tile::k_bytes, *q_ring = v_tile + Tile::k_bytes, *dO_ring = q_ring + stages * Tile::q_bytes;
-    char *ds_tiles = dO_ring + stages * Tile::q_bytes, *stats_ring = ds_tiles + 2 * Tile::ds_bytes,
-         *dq_tiles = stats_ring + stages * Tile::stats_bytes;
+    char *ds_tiles = dO_ring + stages * Tile::q_bytes, *stats_ring = ds_tiles + 2 * Tile::ds_bytes;
 
-    int heads = a.B * a.H, head = blockIdx.x % heads, b = head / a.H, h = head % a.H;
-    int k0 = (int)blockIdx.x / heads * Bk;  // the first keys are seen by the most queries: they start first
+    int head = head_of_block(), b = head / a.H, h = head % a.H;
+    int k0 = (int)blockIdx.y * Bk;  // the first keys are seen by the most queries: they start first
     int begin = a.causal ? k0 / Bq : 0, tiles = max((a.Tq + Bq - 1) / Bq - begin, 0);
 
     if (threadIdx.x == 0) {
@@ -550,22 +536,17 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         }
         wgmma_commit();
     };
-    // The copy engine adds a warp's 16 rows of it to the sum in global memory: they are neighbours there.
-    float4* own_dq = (float4*)(dq_tiles + (warpgroup * 4 + warp) * Tile::dq_bytes);
+    // Adds it to the sum in global memory, where a warp's 16 rows and 8 columns are 128 neighbours.
     int dq_blocks = min(Tile::dq_columns, D - dq_column) / 8;  // of 8 columns
-    auto put_dq = [&](const float(&dq)[Tile::dq_columns / 2]) {
-        if (lane == 0) { bulk_wait(); }
-        __syncwarp();  // the previous tile's has been read
+    int64_t block = (((int64_t)head * w.rows + begin * Bq + dq_query) / 16 + warp) * (D / 8) + dq_column / 8;
+    float4* first_dq = (float4*)w.dq + block * WARP + lane;
+    auto add_dq = [&](const float(&dq)[Tile::dq_columns / 2], int i) {
+        float4* to = first_dq + (int64_t)i * (Bq / 16 * (D / 8) * WARP);
 #pragma unroll
         for (int n = 0; n < Tile::dq_columns / 8; n++) {
-            own_dq[n * 32 + lane] = make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
-        }
-    };
-    auto add_dq = [&](int q0) {  // after put_dq() and a fence
-        __syncwarp();            // all lanes have written
-        if (lane == 0) {
-            int64_t block = (((int64_t)head * w.rows + q0 + dq_query) / 16 + warp) * (D / 8) + dq_column / 8;
-            bulk_add(w.dq + block * 128, own_dq, dq_blocks * 512);
+            if (D % Tile::dq_columns == 0 || n < dq_blocks) {  // the first is known to the compiler
+                atomicAdd(to + n * WARP, make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]));
+            }
         }
     };
     // dS of tile i: each warpgroup tells the other that its half is there. Two barriers each, since one may be a tile
@@ -634,12 +615,11 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         if constexpr (Tile::lag) {
             wgmma_wait<1>();  // dQ is done
             pin(dq);
-            put_dq(dq);
+            if (i > 0) { add_dq(dq, i - 1); }
         }
         shared_to_async_fence();
         give_ds(i);
         if constexpr (Tile::lag) {
-            if (i > 0) { add_dq(q0 - Bq); }
             add_product(dk, ds, advance(q_at, stage * Tile::q_bytes));
             // At the end the last tile's S once more, without use: a branch here costs more.
             scores(min(i + 1, tiles - 1));
@@ -652,9 +632,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
             scores(min(i + 1, tiles - 1));
             wgmma_wait<2>();  // dQ is done
             pin(dq);
-            put_dq(dq);
-            shared_to_async_fence();
-            add_dq(q0);
+            add_dq(dq, i);
         }
         wgmma_wait<0>();
         pin(dv);
@@ -687,16 +665,13 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         start_dq(dq, tiles - 1);
         wgmma_wait<0>();
         pin(dq);
-        put_dq(dq);
-        shared_to_async_fence();
-        add_dq((begin + tiles - 1) * Bq);
+        add_dq(dq, tiles - 1);
     }
-    if (lane == 0) { bulk_wait_all(); }
     barrier_sync(5, 256);  // K is no longer read by the other warpgroup
-    int own = (warpgroup * 64 + warp * 16) * SLAB_ROW;
+    int rows = (warpgroup * 64 + warp * 16) * SLAB_ROW;
     float scale[2] = {a.scale, a.scale}, one[2] = {1, 1};
-    store_rows<T, D, Tile::k_slab>(a.dk, b, h, first + warp * 16, a.Tk, dk, scale, k_tile + own, lane);
-    store_rows<T, D, Tile::k_slab>(a.dv, b, h, first + warp * 16, a.Tk, dv, one, v_tile + own, lane);
+    store_rows<T, D, Tile::k_slab>(a.dk, b, h, first + warp * 16, a.Tk, dk, scale, k_tile + rows, lane);
+    store_rows<T, D, Tile::k_slab>(a.dv, b, h, first + warp * 16, a.Tk, dv, one, v_tile + rows, lane);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -728,8 +703,7 @@ template <class Tile, class T>
 static void launch_hopper_forward(const AttentionArgs& a, DType dtype) {
     auto kernel = hopper_forward_kernel<Tile, T>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)Tile::bytes));
-    int64_t blocks = (int64_t)a.B * a.H * ceil_div(a.Tq, Tile::Bq);
-    kernel<<<(unsigned)blocks, Tile::threads, Tile::bytes, stream()>>>(
+    kernel<<<attention_grid(a, ceil_div(a.Tq, Tile::Bq)), Tile::threads, Tile::bytes, stream()>>>(
         a, tensor_map(a.q, dtype, a.B, a.H, a.Tq, Tile::D, Tile::Bq),
         tensor_map(a.k, dtype, a.B, a.H, a.Tk, Tile::D, Tile::Bk),
         tensor_map(a.v, dtype, a.B, a.H, a.Tk, Tile::D, Tile::Bk));
@@ -752,7 +726,7 @@ static void launch_hopper_backward(const AttentionArgs& a, const BackwardWorkspa
     auto kernel = hopper_backward_kernel<Tile, T>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)Tile::bytes));
     auto map = [&](const Heads& x, int T_, int rows) { return tensor_map(x, dtype, a.B, a.H, T_, Tile::D, rows); };
-    kernel<<<(unsigned)((int64_t)a.B * a.H * ceil_div(a.Tk, Tile::Bk)), Tile::threads, Tile::bytes, stream()>>>(
+    kernel<<<attention_grid(a, ceil_div(a.Tk, Tile::Bk)), Tile::threads, Tile::bytes, stream()>>>(
         a, w, map(a.q, a.Tq, Tile::Bq), map(a.k, a.Tk, Tile::Bk), map(a.v, a.Tk, Tile::Bk), map(a.dO, a.Tq, Tile::Bq));
     LAUNCH_CHECK();
 }
