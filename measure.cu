@@ -310,9 +310,9 @@ std::string device_description() {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tracing. Ranges keep a list with their times. What the GPU runs is recorded by CUPTI, NVIDIA's tracing library, in
-// buffers that it fills and hands back on a thread of its own. How a kernel finds its range: each open range is pushed
-// on CUPTI's stack of external ids; every launch leaves a record (id on top, number of the call), and the kernel's own
-// record names the call, too. That holds for kernels that libraries launch.
+// buffers that it fills and hands back on a thread of its own. How a kernel finds its range: CUPTI calls us at each
+// launch, on the thread that launches; the launch has a number, which the kernel's record names, too. That holds for
+// kernels that libraries launch.
 
 static std::atomic<bool> tracing{false};
 static std::mutex trace_mutex;
@@ -347,17 +347,14 @@ using KernelActivity = CUpti_ActivityKernel10;
 #else
 using KernelActivity = CUpti_ActivityKernel9;
 #endif
-// RUNTIME and DRIVER because a launch's external id is recorded only beside its API record. CONCURRENT_KERNEL, because
-// KERNEL would run one kernel at a time.
-static const CUpti_ActivityKind traced_activities[] = {
-    CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION, CUPTI_ACTIVITY_KIND_RUNTIME, CUPTI_ACTIVITY_KIND_DRIVER,
-    CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,    CUPTI_ACTIVITY_KIND_MEMCPY,  CUPTI_ACTIVITY_KIND_MEMSET};
+// CONCURRENT_KERNEL, because KERNEL would run one kernel at a time.
+static const CUpti_ActivityKind traced_activities[] = {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,
+                                                       CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET};
 static std::atomic<bool> cupti_runs{false};
 // What CUPTI's thread found. It has a mutex of its own: going through a buffer takes milliseconds, in which ranges must
 // not have to wait.
 static std::mutex cupti_mutex;
 static std::vector<TracedWork> cupti_work;
-static std::unordered_map<uint32_t, int> range_of_call;
 static size_t cupti_dropped, cupti_left_out;
 static std::string cupti_error;  // the last, from where nothing may be thrown
 
@@ -369,21 +366,33 @@ static std::string cupti_text(CUptiResult result, const char* call) {
 #define CUPTI_CHECK(call) \
     if (CUptiResult result_ = (call); result_ != CUPTI_SUCCESS) { fail("%s", cupti_text(result_, #call).c_str()); }
 
-// Of the API calls only launches and copies need records; there are several others for each launch, and each record
-// costs time. Naming only the wanted ones, without the activity kinds, gives no external ids.
-static CUptiResult leave_out_other_calls() {
-    for (CUpti_CallbackDomain domain : {CUPTI_CB_DOMAIN_RUNTIME_API, CUPTI_CB_DOMAIN_DRIVER_API}) {
-        bool runtime = domain == CUPTI_CB_DOMAIN_RUNTIME_API;
-        int count = runtime ? (int)CUPTI_RUNTIME_TRACE_CBID_SIZE : (int)CUPTI_DRIVER_TRACE_CBID_SIZE;
-        for (int id = 1; id < count; id++) {
-            const char* name = nullptr;  // a number without a call has none
-            if (cuptiGetCallbackName(domain, id, &name) != CUPTI_SUCCESS || !name) { continue; }
-            if (strstr(name, "Launch") || strstr(name, "Memcpy") || strstr(name, "Memset")) { continue; }
-            CUptiResult result = runtime ? cuptiActivityEnableRuntimeApi(id, 0) : cuptiActivityEnableDriverApi(id, 0);
-            if (result != CUPTI_SUCCESS) { return result; }
+// Which range each launch and copy was made in. CUPTI has a way of its own, external ids, but it costs twice as much:
+// they come in records of their own, beside a record for each API call.
+struct Launch {
+    uint32_t correlation;
+    int range;
+};
+static CUpti_SubscriberHandle launch_subscriber;
+static std::mutex launch_mutex;
+static std::vector<Launch> launches;
+
+static void CUPTIAPI note_launch(void*, CUpti_CallbackDomain, CUpti_CallbackId, const void* call) {
+    auto info = (const CUpti_CallbackData*)call;
+    if (info->callbackSite != CUPTI_API_ENTER) { return; }
+    std::lock_guard<std::mutex> lock(launch_mutex);
+    if (launches.size() < TRACE_LIMIT) { launches.push_back({info->correlationId, innermost_traced}); }
+}
+// The runtime's calls, too, end in one of the driver's.
+static CUptiResult watch_launches() {
+    CUptiResult result = cuptiSubscribe(&launch_subscriber, (CUpti_CallbackFunc)note_launch, nullptr);
+    for (int id = 1; id < (int)CUPTI_DRIVER_TRACE_CBID_SIZE && result == CUPTI_SUCCESS; id++) {
+        const char* name = nullptr;  // a number without a call has none
+        if (cuptiGetCallbackName(CUPTI_CB_DOMAIN_DRIVER_API, id, &name) != CUPTI_SUCCESS || !name) { continue; }
+        if (strstr(name, "Launch") || strstr(name, "Memcpy") || strstr(name, "Memset")) {
+            result = cuptiEnableCallback(1, launch_subscriber, CUPTI_CB_DOMAIN_DRIVER_API, id);
         }
     }
-    return CUPTI_SUCCESS;
+    return result;
 }
 
 static const char* kernel_name(const char* mangled) {
@@ -416,11 +425,6 @@ static TracedWork work_of(const R* r, const char* name) {
     return w;
 }
 static void take_record(const CUpti_Activity* record) {
-    if (record->kind == CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION) {
-        auto r = (const CUpti_ActivityExternalCorrelation*)record;
-        if (cupti_left_out == 0) { range_of_call[r->correlationId] = (int)r->externalId; }
-        return;
-    }
     TracedWork w;
     if (record->kind == CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL) {
         auto r = (const KernelActivity*)record;
@@ -476,22 +480,20 @@ static std::string start_cupti() {
     }
     cupti_error.clear();
     cupti_work.clear();
-    range_of_call.clear();
+    launches.clear();
     cupti_dropped = cupti_left_out = 0;
     CUptiResult result = cuptiActivityRegisterCallbacks(give_buffer, take_buffer);
     if (result != CUPTI_SUCCESS) { return cupti_text(result, "cuptiActivityRegisterCallbacks"); }
-    for (CUpti_ActivityKind kind : traced_activities) {
-        result = cuptiActivityEnable(kind);
-        if (result == CUPTI_SUCCESS) { continue; }
-        for (CUpti_ActivityKind enabled : traced_activities) {
-            if (enabled == kind) { break; }
-            CUPTI_CHECK(cuptiActivityDisable(enabled));
-        }
-        return cupti_text(result, "cuptiActivityEnable");
+    if ((result = watch_launches()) == CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED) {
+        return "another profiler is attached";
     }
-    if ((result = leave_out_other_calls()) != CUPTI_SUCCESS) {
-        for (CUpti_ActivityKind kind : traced_activities) { CUPTI_CHECK(cuptiActivityDisable(kind)); }
-        return cupti_text(result, "leave_out_other_calls");
+    for (CUpti_ActivityKind kind : traced_activities) {
+        if (result == CUPTI_SUCCESS) { result = cuptiActivityEnable(kind); }
+    }
+    if (result != CUPTI_SUCCESS) {
+        for (CUpti_ActivityKind kind : traced_activities) { (void)cuptiActivityDisable(kind); }  // those that are on
+        (void)cuptiUnsubscribe(launch_subscriber);
+        return cupti_text(result, "starting CUPTI");
     }
     cupti_runs = true;
     return "";
@@ -501,15 +503,18 @@ static void stop_cupti() {
     CUDA_CHECK(cudaDeviceSynchronize());  // flushing does not wait for what still runs
     CUPTI_CHECK(cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED));
     for (CUpti_ActivityKind kind : traced_activities) { CUPTI_CHECK(cuptiActivityDisable(kind)); }
+    CUPTI_CHECK(cuptiUnsubscribe(launch_subscriber));
     cupti_runs = false;
     uint64_t cupti_now = 0;
     CUPTI_CHECK(cuptiGetTimestamp(&cupti_now));
     int64_t behind = epoch_ns() - (int64_t)cupti_now;
-    std::lock_guard<std::mutex> lock(cupti_mutex);
+    std::scoped_lock lock(cupti_mutex, launch_mutex);
     if (!cupti_error.empty()) { fail("%s", cupti_error.c_str()); }
+    std::unordered_map<uint32_t, int> range_of;
+    for (const Launch& l : launches) { range_of[l.correlation] = l.range; }
     for (TracedWork& w : cupti_work) {
-        auto call = range_of_call.find(w.correlation);
-        if (call != range_of_call.end()) { w.range = in_this_trace(call->second); }
+        auto launch = range_of.find(w.correlation);
+        if (launch != range_of.end()) { w.range = in_this_trace(launch->second); }
         w.start += behind, w.end += behind;
     }
     std::sort(cupti_work.begin(), cupti_work.end(),
@@ -518,23 +523,6 @@ static void stop_cupti() {
     trace.dropped = cupti_dropped;
     trace.left_out += cupti_left_out;
 }
-// Ranges call these, whose destructor must not throw: an error waits for stop_tracing().
-static void note_error(CUptiResult result, const char* call) {
-    if (result == CUPTI_SUCCESS) { return; }
-    std::lock_guard<std::mutex> lock(cupti_mutex);
-    cupti_error = cupti_text(result, call);
-}
-static void push_call_range(int range) {
-    if (!cupti_runs) { return; }
-    note_error(cuptiActivityPushExternalCorrelationId(CUPTI_EXTERNAL_CORRELATION_KIND_CUSTOM0, range),
-               "cuptiActivityPushExternalCorrelationId");
-}
-static void pop_call_range() {
-    if (!cupti_runs) { return; }
-    uint64_t last;
-    note_error(cuptiActivityPopExternalCorrelationId(CUPTI_EXTERNAL_CORRELATION_KIND_CUSTOM0, &last),
-               "cuptiActivityPopExternalCorrelationId");
-}
 #else
 static std::string start_cupti() {
     std::string why = "this build has no CUPTI";
@@ -542,8 +530,6 @@ static std::string start_cupti() {
     return why;
 }
 static void stop_cupti() {}
-static void push_call_range(int) {}
-static void pop_call_range() {}
 #endif
 
 static int begin_traced(const char* name, int recorded_in) {
@@ -554,11 +540,9 @@ static int begin_traced(const char* name, int recorded_in) {
         if (!tracing || !keep(trace.ranges, r, trace.left_out)) { return -1; }
         innermost_traced = first_range + (int)trace.ranges.size() - 1;
     }
-    push_call_range(innermost_traced);
     return innermost_traced;
 }
 static void end_traced(int range) {
-    pop_call_range();
     std::lock_guard<std::mutex> lock(trace_mutex);
     if (in_this_trace(range) < 0) { return; }  // its trace ended while it was open
     TracedRange& r = trace.ranges[range - first_range];
