@@ -115,14 +115,18 @@ __device__ __forceinline__ uint64_t full_descriptor(uint32_t low) {
 #define R8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define R16 R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define R32 R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define R40 R32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define R36 R32 ",%32,%33,%34,%35"
+#define R40 R36 ",%36,%37,%38,%39"
 #define R64 R40 ",%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define R68 R64 ",%64,%65,%66,%67"
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D8(i) D4(i), D4(i + 4)
 #define D16 D8(0), D8(8)
 #define D32 D16, D8(16), D8(24)
+#define D36 D32, D4(32)
 #define D40 D32, D8(32)
 #define D64 D40, D8(40), D8(48), D8(56)
+#define D68 D64, D4(64)
 // d = a b + (add ? d : 0): a [64,16] in registers (packed as d is: a[0], a[1] rows and rows + 8 of 8 columns, a[2],
 // a[3] of the next 8), b [16,N] in shared memory, its rows being the summed index.
 #define WGMMA_RS(N, TYPE, R, A0, A1, A2, A3, B, P, ...)                                                               \
@@ -142,8 +146,10 @@ __device__ __forceinline__ uint64_t full_descriptor(uint32_t low) {
 WGMMA_RS_FUNCTION(8, 16, R8, 8, 9, 10, 11, 12, 13, D8(0))
 WGMMA_RS_FUNCTION(16, 32, R16, 16, 17, 18, 19, 20, 21, D16)
 WGMMA_RS_FUNCTION(32, 64, R32, 32, 33, 34, 35, 36, 37, D32)
+WGMMA_RS_FUNCTION(36, 72, R36, 36, 37, 38, 39, 40, 41, D36)
 WGMMA_RS_FUNCTION(40, 80, R40, 40, 41, 42, 43, 44, 45, D40)
 WGMMA_RS_FUNCTION(64, 128, R64, 64, 65, 66, 67, 68, 69, D64)
+WGMMA_RS_FUNCTION(68, 136, R68, 68, 69, 70, 71, 72, 73, D68)
 // The same with both operands in shared memory, a as [64,16]. B_ROWS: whether the summed index runs over that tile's
 // rows (b is [16,N]) or along them (b is [N,16]).
 #define WGMMA_SS(N, TYPE, R, A, B, P, TB, ...)                                                                        \
@@ -190,13 +196,16 @@ __device__ __forceinline__ uint32_t advance(uint32_t descriptor, int bytes) { re
 //
 // A warpgroup does, for key tiles from the last to the first:
 //   S' = Q K^T for the next tile is issued, then O += P V for this one; while the tensor cores do the second, the
-//   exponential unit does the softmax of S'. Two or three warpgroups take turns to issue ("ping-pong"), so that one's
-//   products run under another's exponentials.
+//   exponential unit does the softmax of S'. And there are two or three warpgroups: while one waits, another issues.
+//
+// The rows of P are summed by the tensor cores, too: at D 64 and 128 each tile of V has eight more columns, of ones,
+// and what O has there is l. That spares an addition an element, and l is of the very weights that V is multiplied
+// with, rounded as they are.
 
 // 16 rows of a result, times a factor for each thread's two: through shared memory of the warp's own (16 rows in each
 // slab, swizzled as everywhere), then 16 bytes a thread to global memory.
-template <class T, int D, int SLAB_BYTES>
-__device__ __forceinline__ void store_rows(const Heads& to, int b, int h, int first, int rows, const float (&x)[D / 2],
+template <class T, int D, int SLAB_BYTES, int N>
+__device__ __forceinline__ void store_rows(const Heads& to, int b, int h, int first, int rows, const float (&x)[N],
                                            const float (&factor)[2], char* own, int lane) {
     auto chunk = [&](int r, int d) {
         return own + d / SLAB * SLAB_BYTES + r * SLAB_ROW + ((d % SLAB / 8) ^ (r % 8)) * 16;
@@ -224,8 +233,10 @@ struct HopperForward {
     static constexpr int slabs = (D + SLAB - 1) / SLAB;
     static constexpr int q_slab = Bq * SLAB_ROW, k_slab = Bk * SLAB_ROW;  // bytes
     static constexpr int q_bytes = slabs * q_slab, k_bytes = slabs * k_slab;
+    static constexpr bool sums = D % SLAB == 0;  // V has another slab, of ones
+    static constexpr int v_bytes = k_bytes + (sums ? k_slab : 0), o_columns = D + (sums ? 8 : 0);
     static constexpr size_t bytes =
-        q_bytes + 2 * stages * k_bytes + 1024;  // 1024: to begin at a multiple of it, as the swizzle needs
+        q_bytes + stages * (k_bytes + v_bytes) + 1024;  // 1024: to begin at a multiple of it, as the swizzle needs
     static_assert(D % 16 == 0 && D <= 128 && groups > 1);
 };
 template <class Tile>
@@ -255,6 +266,14 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         }
         mbarrier_init_fence();
     }
+    if (Tile::sums && threadIdx.x < Bk) {  // of the ones only the first 8 columns are read
+        uint32_t one = pack<T>(1, 1);
+        for (int i = 0; i < Tile::stages; i++) {
+            char* ones = v_ring + i * Tile::v_bytes + Tile::k_bytes + threadIdx.x * SLAB_ROW;
+            *(uint4*)(ones + threadIdx.x % 8 * 16) = make_uint4(one, one, one, one);
+        }
+        shared_to_async_fence();
+    }
     __syncthreads();
 
     int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // so the compiler knows that it is uniform
@@ -265,18 +284,17 @@ __global__ void __launch_bounds__(Tile::threads, 1)
             for (int s = 0; s < Tile::slabs; s++) {
                 tma_load(q_tile + s * Tile::q_slab, &q_map, &bars.q_full, s * SLAB, q0, h, b);
             }
-            auto load = [&](char* ring, const CUtensorMap* map, uint64_t* full, uint64_t* empty, int i, int tile) {
-                int stage = i % Tile::stages, phase = i / Tile::stages % 2;
+            auto load = [&](char* ring, int bytes, const CUtensorMap* map, uint64_t* full, uint64_t* empty, int i) {
+                int stage = i % Tile::stages, phase = i / Tile::stages % 2, key = (tiles - 1 - i) * Bk;
                 mbarrier_wait(&empty[stage], phase ^ 1);
                 mbarrier_arrive_expecting(&full[stage], Tile::k_bytes);
                 for (int s = 0; s < Tile::slabs; s++) {
-                    tma_load(ring + stage * Tile::k_bytes + s * Tile::k_slab, map, &full[stage], s * SLAB, tile * Bk, h,
-                             b);
+                    tma_load(ring + stage * bytes + s * Tile::k_slab, map, &full[stage], s * SLAB, key, h, b);
                 }
             };
             for (int i = 0; i < tiles; i++) {
-                load(k_ring, &k_map, bars.k_full, bars.k_empty, i, tiles - 1 - i);
-                load(v_ring, &v_map, bars.v_full, bars.v_empty, i, tiles - 1 - i);
+                load(k_ring, Tile::k_bytes, &k_map, bars.k_full, bars.k_empty, i);
+                load(v_ring, Tile::v_bytes, &v_map, bars.v_full, bars.v_empty, i);
             }
         }
         return;
@@ -286,7 +304,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
     int first = q0 + warpgroup * 64, row = first + warp * 16 + lane / 4;  // this thread's queries: row and row + 8
     float c = a.scale * LOG2_E;
-    float s[Bk / 2], o[D / 2] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};  // m: times c, so in powers of 2
+    float s[Bk / 2], o[Tile::o_columns / 2] = {}, m[2] = {-INFINITY, -INFINITY};  // m: times c, so in powers of 2
+    float l[2] = {0, 0};
     uint32_t p[Bk / 16][4];
     uint32_t q_at = descriptor(q_tile + warpgroup * 64 * SLAB_ROW, 16), k_at = descriptor(k_ring, 16),
              v_at = descriptor(v_ring, Tile::k_slab);
@@ -307,7 +326,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < Bk / 16; k++) {
-            wgmma<T>(o, p[k], advance(v_at, i % Tile::stages * Tile::k_bytes + k * 16 * SLAB_ROW), true);
+            wgmma<T>(o, p[k], advance(v_at, i % Tile::stages * Tile::v_bytes + k * 16 * SLAB_ROW), true);
         }
         wgmma_commit();
     };
@@ -341,7 +360,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 #pragma unroll
                 for (int e = 2 * r; e < 2 * r + 2; e++) {
                     s[j + e] = exp2_approx(fmaf(s[j + e], c, -base));
-                    l[r] += s[j + e];
+                    if constexpr (!Tile::sums) { l[r] += s[j + e]; }
                 }
             }
         }
@@ -353,9 +372,6 @@ __global__ void __launch_bounds__(Tile::threads, 1)
             for (int e = 0; e < 4; e++) { p[k][e] = pack<T>(s[8 * k + 2 * e], s[8 * k + 2 * e + 1]); }
         }
     };
-    // Turns. A warpgroup that waits for its turn finds that the one before it has issued its products.
-    auto wait_turn = [&] { barrier_sync(1 + warpgroup, 256); };
-    auto pass_turn = [&] { barrier_arrive(1 + (warpgroup + 1) % Tile::groups, 256); };
 
     // Tiles from the last: those that hold keys which some query of this warpgroup does not see come first.
     int whole = min(a.Tk, a.causal ? first + 1 : a.Tk) / Bk, masked_end = max(tiles - whole, 1);
@@ -367,24 +383,25 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     release(bars.k_empty, 0);
     softmax(0, std::true_type(), shrink);
     pack_p();
-    if (warpgroup == Tile::groups - 1) { pass_turn(); }
 
     auto step = [&](int i, auto masked) {
-        wait_turn();
         scores(i);
         add_values(i - 1);
-        pass_turn();
         wgmma_wait<1>();
         pin(s);
         release(bars.k_empty, i);
         softmax(i, masked, shrink);
+        // The products with V run until here. Without pin and branch ptxas would wait for them before the exponentials.
+        pin(s);
+        if (__any_sync(0xffffffff, shrink[0] != 1 || shrink[1] != 1)) {
+            wgmma_wait<0>();
+            pin(o);
+#pragma unroll
+            for (int j = 0; j < Tile::o_columns / 2; j++) { o[j] *= shrink[j % 4 / 2]; }
+        }
         wgmma_wait<0>();
         pin(o);
         release(bars.v_empty, i - 1);
-        if (__any_sync(0xffffffff, shrink[0] != 1 || shrink[1] != 1)) {
-#pragma unroll
-            for (int j = 0; j < D / 2; j++) { o[j] *= shrink[j % 4 / 2]; }
-        }
         pack_p();
     };
     int i = 1;
@@ -395,12 +412,15 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     add_values(tiles - 1);
     wgmma_wait<0>();
     pin(o);
-    if (warpgroup == 0) { wait_turn(); }  // the last turn that was passed on
 
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        l[r] += __shfl_xor_sync(0xffffffff, l[r], 1);
-        l[r] += __shfl_xor_sync(0xffffffff, l[r], 2);
+        if constexpr (Tile::sums) {
+            l[r] = o[D / 2 + 2 * r];
+        } else {
+            l[r] += __shfl_xor_sync(0xffffffff, l[r], 1);
+            l[r] += __shfl_xor_sync(0xffffffff, l[r], 2);
+        }
         int query = row + 8 * r;
         if (lane % 4 == 0 && query < a.Tq) { a.L[(int64_t)head * a.Tq + query] = m[r] / LOG2_E + logf(l[r]); }
     }
@@ -429,7 +449,7 @@ struct HopperBackward {
     // dS is doubled: while one tile's is read, the next is written, and one barrier a tile is enough.
     static constexpr size_t bytes = 2 * k_bytes + 2 * stages * q_bytes + 2 * ds_bytes + stages * stats_bytes + 1024;
     static constexpr bool by_columns = Bq == 64;
-    static constexpr int lag = Bq == 64 ? 1 : 0;  // tiles by which dQ is behind
+    static constexpr bool early_dq = Bq == 64;  // S's registers hold it, else dP's
     static_assert(D % 16 == 0 && D <= 128 && (Bq == 64 || Bq == 128));
 };
 template <class Tile>
@@ -549,20 +569,22 @@ __global__ void __launch_bounds__(Tile::threads, 1)
             }
         }
     };
-    // dS of tile i: each warpgroup tells the other that its half is there. Two barriers each, since one may be a tile
-    // ahead of the other.
+    // Of dS there is room for two tiles. Each warpgroup tells the other that its half of tile i is there, and that dQ
+    // of tile i has been computed from it. Two barriers each, since one may be a tile ahead of the other.
     auto give_ds = [&](int i) { barrier_arrive(1 + 2 * warpgroup + (i & 1), 256); };
     auto await_ds = [&](int i) { barrier_sync(1 + 2 * (warpgroup ^ 1) + (i & 1), 256); };
+    auto give_back_ds = [&](int i) { barrier_arrive(6 + 2 * warpgroup + (i & 1), 256); };
+    auto await_ds_back = [&](int i) { barrier_sync(6 + 2 * (warpgroup ^ 1) + (i & 1), 256); };
 
     float s[Bq / 2];
     auto scores = [&](int i) {
         mbarrier_wait(&bars.q_full[i % stages], i / stages % 2);
         rows_times_rows(s, k_at, advance(q_at, i % stages * Tile::q_bytes));
     };
-    // Of a tile S is there when its step begins. What the step issues, in the tensor cores' order: dP; dV; dQ; dK; S of
-    // the next tile. Where registers allow (lag 1), dQ is that of the tile before and goes in front of dV: its dS has
-    // long been written by both warpgroups, so they need not be at the same point, and one's exponentials run under the
-    // other's products.
+    // Of a tile S is there when its step begins. What the step issues, in the tensor cores' order: dP; dV; dQ of the
+    // tile before; dK; S of the next tile. dQ lags so that nobody waits for the other warpgroup's half of dS: it has
+    // long been written. The two need not be at the same point, and one's exponentials run under the other's products.
+    // Where dQ fits into the registers of S, which are free early, it goes in front of dV.
     auto step = [&](int i, auto masked) {
         int stage = i % stages, q0 = (begin + i) * Bq;
         const float4* stats = (const float4*)(stats_ring + stage * Tile::stats_bytes);  // two queries' L, then their D
@@ -589,13 +611,14 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         wgmma_wait<0>();
         pin(dp);
         constexpr int N = Tile::dq_columns / 2;
-        float fresh[N];
-        float(&dq)[N] = Tile::lag ? *(float(*)[N])s : fresh;  // S is no longer needed: with a lag, its registers are
-        if constexpr (Tile::lag) {
+        float later[N];
+        float(&dq)[N] = Tile::early_dq ? *(float(*)[N])s : later;
+        if constexpr (Tile::early_dq) {
             await_ds(i - 1);
             start_dq(dq, i - 1);
         }
         add_product(dv, p, advance(dO_at, stage * Tile::q_bytes));
+        if constexpr (!Tile::early_dq) { await_ds_back(i - 2); }
         char* ds_tile = ds_tiles + (i & 1) * Tile::ds_bytes + warpgroup * Tile::q_slab;
 #pragma unroll
         for (int k = 0; k < Bq / 16; k++) {
@@ -612,27 +635,28 @@ __global__ void __launch_bounds__(Tile::threads, 1)
             int query = 16 * k + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
             stmatrix_x4_transposed(ds_tile + query * SLAB_ROW + (chunk ^ lane % 8) * 16, ds[k]);
         }
-        if constexpr (Tile::lag) {
-            wgmma_wait<1>();  // dQ is done
+        if constexpr (Tile::early_dq) {
+            wgmma_wait<1>();  // dQ is done, so that give_ds() gives the tile before back, too
             pin(dq);
-            if (i > 0) { add_dq(dq, i - 1); }
         }
-        shared_to_async_fence();
+        shared_to_async_fence();  // it would wait for additions that were just started, so they come later
         give_ds(i);
-        if constexpr (Tile::lag) {
+        // At the end the last tile's S once more, without use: a branch here costs more.
+        if constexpr (Tile::early_dq) {
+            if (i > 0) { add_dq(dq, i - 1); }
             add_product(dk, ds, advance(q_at, stage * Tile::q_bytes));
-            // At the end the last tile's S once more, without use: a branch here costs more.
             scores(min(i + 1, tiles - 1));
         } else {
-            await_ds(i);
-            start_dq(dq, i);
+            await_ds(i - 1);
+            start_dq(dq, i - 1);
             add_product(dk, ds, advance(q_at, stage * Tile::q_bytes));
             wgmma_wait<2>();  // dV is done, and P's registers are free
             pin(dv);
             scores(min(i + 1, tiles - 1));
             wgmma_wait<2>();  // dQ is done
             pin(dq);
-            add_dq(dq, i);
+            give_back_ds(i - 1);
+            if (i > 0) { add_dq(dq, i - 1); }
         }
         wgmma_wait<0>();
         pin(dv);
@@ -649,7 +673,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         wgmma_wait<0>();
         pin(s);
         mbarrier_wait(&bars.v_full, 0);
-        if (Tile::lag) { give_ds(-1); }  // of no tile: what comes of it is not used
+        give_ds(-1);  // of no tile: what comes of it is not used
+        if (!Tile::early_dq) { give_back_ds(-2); }
     }
     // Causal: the first tiles hold queries that do not see all of this warpgroup's keys.
     int masked_end = first + 64 > a.Tk ? tiles : a.causal ? min(tiles, (first + 63 + Bq - 1) / Bq - begin) : 0;
@@ -659,7 +684,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 #pragma unroll 1
     for (; i < tiles; i++) { step(i, std::false_type()); }
 
-    if (Tile::lag && tiles > 0) {
+    if (tiles > 0) {
+        if (!Tile::early_dq) { await_ds_back(tiles - 2); }  // each arrival has been waited for
         float dq[Tile::dq_columns / 2];
         await_ds(tiles - 1);
         start_dq(dq, tiles - 1);

@@ -149,6 +149,7 @@ TEST_CASE_TEMPLATE("flash: long sequences", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     check_all({1, 2, 1000, 1000, 64}, true);
     check_all({1, 1, 700, 1000, 32}, false);
+    check_all({1, 300, 400, 400, 16}, true);  // more heads than attention_grid() lets start together
     if (D::device == CUDA) {
         check_all({1, 1, 4097, 4097, 64}, true);
         check_all({1, 1, 4097, 1000, 128}, true);
