@@ -446,7 +446,7 @@ struct HopperBackward {
     static constexpr int k_slab = Bk * SLAB_ROW, q_slab = Bq * SLAB_ROW;  // bytes
     static constexpr int k_bytes = slabs * k_slab, q_bytes = slabs * q_slab, ds_bytes = Bk / SLAB * q_slab;
     static constexpr int stats_bytes = Bq * sizeof(float2), dq_columns = D < 64 ? D : 64;
-    // dS is doubled: while one tile's is read, the next is written, and one barrier a tile is enough.
+    // dS is doubled: while one tile's is read, the next is written.
     static constexpr size_t bytes = 2 * k_bytes + 2 * stages * q_bytes + 2 * ds_bytes + stages * stats_bytes + 1024;
     static constexpr bool by_columns = Bq == 64;
     static constexpr bool early_dq = Bq == 64;  // S's registers hold it, else dP's
