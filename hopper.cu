@@ -391,17 +391,17 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         pin(s);
         release(bars.k_empty, i);
         softmax(i, masked, shrink);
-        // The products with V run until here. Without pin and branch ptxas would wait for them before the exponentials.
+        // Without a branch here, which all take, ptxas would wait for the products with V before the exponentials. It
+        // has to be one for the whole warpgroup, as all that belongs to wgmma; the vote below is only a warp's.
         pin(s);
-        if (__any_sync(0xffffffff, shrink[0] != 1 || shrink[1] != 1)) {
-            wgmma_wait<0>();
-            pin(o);
-#pragma unroll
-            for (int j = 0; j < Tile::o_columns / 2; j++) { o[j] *= shrink[j % 4 / 2]; }
-        }
+        if (a.Tk > 0) { wgmma_wait<0>(); }
         wgmma_wait<0>();
         pin(o);
         release(bars.v_empty, i - 1);
+        if (__any_sync(0xffffffff, shrink[0] != 1 || shrink[1] != 1)) {
+#pragma unroll
+            for (int j = 0; j < Tile::o_columns / 2; j++) { o[j] *= shrink[j % 4 / 2]; }
+        }
         pack_p();
     };
     int i = 1;
