@@ -230,7 +230,7 @@ template <class Tile, class T>
 __device__ __forceinline__ void store_rows(ForwardRows<Tile>& rows, const AttentionArgs& a, T* smem, int query) {
     int lane = threadIdx.x % WARP, z = blockIdx.z;
     asm volatile("" : "+r"(z));  // so that the head is computed again: kept from the start it would be spilled
-    int bh = z * gridDim.x + blockIdx.x;
+    int bh = head_of_block(z);
     __syncwarp();  // the other lanes may still read Q
 #pragma unroll
     for (int i = 0; i < Tile::m; i++) {

@@ -47,8 +47,7 @@ static const Command COMMANDS[] = {
      TIMED + "warmups precisions=fp32 modes=flash recompute table roofline plot"},
     {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
      "device sizes=all d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size "
-     "warmup=2 "
-     "steps=5 precisions=fp32 modes=eager ranges=forward,step top=10 seed plot trace format quick"},
+     "warmup=2 steps=5 precisions=fp32 modes=eager ranges=forward,step top=10 seed plot trace format quick"},
     {"mixed_precision_accumulation", "1.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16", "precision.cu",
      cmd_mixed_precision_accumulation, "format quick"},
     {"benchmarking_mixed_precision", "1.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost",

@@ -366,7 +366,7 @@ static std::string cupti_text(CUptiResult result, const char* call) {
 #define CUPTI_CHECK(call) \
     if (CUptiResult result_ = (call); result_ != CUPTI_SUCCESS) { fail("%s", cupti_text(result_, #call).c_str()); }
 
-// Which range each launch and copy was made in. CUPTI has a way of its own, external ids, but it costs twice as much:
+// Which range each launch and copy was made in. CUPTI has a way of its own, external ids, but it costs more than twice:
 // they come in records of their own, beside a record for each API call.
 struct Launch {
     uint32_t correlation;
