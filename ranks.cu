@@ -1028,8 +1028,8 @@ int run_ranks(const Options& o, const std::function<void(const Communicator&)>& 
         disconnect_ranks(c);
         return 0;
     } catch (const LostTouch& lost) {
-        // If another rank is gone the watchdog knows which, and ends us here.
-        usleep((useconds_t)(1e6 * std::min(1.0, 0.2 * o.timeout)));
+        // If another rank is gone the watchdog, once there is one, knows which, and ends us here.
+        if (c.links->watchdog.joinable()) { usleep((useconds_t)(1e6 * std::min(1.0, 0.2 * o.timeout))); }
         give_up(me.rank, 1, lost.what());
     } catch (const Failure& failure) {
         give_up(me.rank, failure.exit_code, failure.what());
