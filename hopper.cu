@@ -74,6 +74,12 @@ template <int N>  // until at most the N newest batches are at work
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
+// wgmma_wait<0>() that stays behind the arithmetic before it. ptxas moves a wait up to the last branch, so here is one,
+// which all take: `yes` is true, but only at run time. It has to be the whole warpgroup's, as all that belongs to wgmma.
+__device__ __forceinline__ void wgmma_wait_in_place(bool yes) {
+    if (yes) { wgmma_wait<0>(); }
+    wgmma_wait<0>();
+}
 // After a wait: keeps the compiler from reading a result before it.
 template <int N>
 __device__ __forceinline__ void pin(float (&x)[N]) {
@@ -96,12 +102,17 @@ __device__ __forceinline__ void barrier_sync(int id, int n) {
 __device__ __forceinline__ void barrier_arrive(int id, int n) {
     asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(n) : "memory");
 }
+// (p's two numbers times x and y), packed. In bf16 x and y are rounded first: two elements are then two instructions
+// instead of five. fp16 has not the range for that: infinity times a weight of 0 would be NaN.
 template <class T>
-__device__ __forceinline__ float2 unpack(uint32_t both) {
+__device__ __forceinline__ uint32_t multiply_packed(uint32_t p, float x, float y) {
     if constexpr (std::is_same<T, bf16>::value) {
-        return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000));
+        uint32_t xy = pack<T>(x, y), product;
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(p), "r"(xy));
+        return product;
     } else {
-        return __half22float2(*(const __half2*)&both);
+        float2 two = __half22float2(*(const __half2*)&p);
+        return pack<T>(two.x * x, two.y * y);
     }
 }
 
@@ -391,11 +402,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         pin(s);
         release(bars.k_empty, i);
         softmax(i, masked, shrink);
-        // Without a branch here, which all take, ptxas would wait for the products with V before the exponentials. It
-        // has to be one for the whole warpgroup, as all that belongs to wgmma; the vote below is only a warp's.
         pin(s);
-        if (a.Tk > 0) { wgmma_wait<0>(); }
-        wgmma_wait<0>();
+        wgmma_wait_in_place(a.Tk > 0);  // for P V, after the exponentials
         pin(o);
         release(bars.v_empty, i - 1);
         if (__any_sync(0xffffffff, shrink[0] != 1 || shrink[1] != 1)) {
@@ -524,14 +532,14 @@ __global__ void __launch_bounds__(Tile::threads, 1)
              v_at = descriptor(v_tile + warpgroup * 64 * SLAB_ROW, 16), q_at = descriptor(q_ring, Tile::q_slab),
              dO_at = descriptor(dO_ring, Tile::q_slab);
 
-    // x = own rows times a streamed tile, transposed
-    auto rows_times_rows = [&](float(&x)[Bq / 2], uint32_t own, uint32_t streamed) {
+    // x = (add ? x : 0) + own rows times a streamed tile, transposed
+    auto rows_times_rows = [&](float(&x)[Bq / 2], uint32_t own, uint32_t streamed, bool add) {
         wgmma_fence();
 #pragma unroll
         for (int d = 0; d < D; d += 16) {
             int slab = d / SLAB, in_slab = d % SLAB * 2;
             wgmma<T, 0>(x, advance(own, slab * Tile::k_slab + in_slab),
-                        advance(streamed, slab * Tile::q_slab + in_slab), d > 0);
+                        advance(streamed, slab * Tile::q_slab + in_slab), d > 0 || add);
         }
         wgmma_commit();
     };
@@ -579,7 +587,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     float s[Bq / 2];
     auto scores = [&](int i) {
         mbarrier_wait(&bars.q_full[i % stages], i / stages % 2);
-        rows_times_rows(s, k_at, advance(q_at, i % stages * Tile::q_bytes));
+        rows_times_rows(s, k_at, advance(q_at, i % stages * Tile::q_bytes), false);
     };
     // Of a tile S is there when its step begins. What the step issues, in the tensor cores' order: dP; dV; dQ of the
     // tile before; dK; S of the next tile. dQ lags so that nobody waits for the other warpgroup's half of dS: it has
@@ -587,10 +595,18 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     // Where dQ fits into the registers of S, which are free early, it goes in front of dV.
     auto step = [&](int i, auto masked) {
         int stage = i % stages, q0 = (begin + i) * Bq;
-        const float4* stats = (const float4*)(stats_ring + stage * Tile::stats_bytes);  // two queries' L, then their D
+        const float4* stats = (const float4*)(stats_ring + stage * Tile::stats_bytes);  // two queries' L, then their -D
+        auto minus_D = [&](int j) { return *(const float2*)&stats[j + lane % 4].z; };
         float dp[Bq / 2];
+        if constexpr (Tile::early_dq) {
+#pragma unroll
+            for (int j = 0; j < Bq / 2; j += 4) {
+                float2 x = minus_D(j);
+                dp[j] = dp[j + 2] = x.x, dp[j + 1] = dp[j + 3] = x.y;
+            }
+        }
         mbarrier_wait(&bars.dO_full[stage], i / stages % 2);
-        rows_times_rows(dp, v_at, advance(dO_at, stage * Tile::q_bytes));
+        rows_times_rows(dp, v_at, advance(dO_at, stage * Tile::q_bytes), Tile::early_dq);
         uint32_t p[Bq / 16][4], ds[Bq / 16][4];
 #pragma unroll
         for (int j = Bq / 2 - 4; j >= 0; j -= 4) {
@@ -608,8 +624,15 @@ __global__ void __launch_bounds__(Tile::threads, 1)
                 for (int e = 0; e < 4; e++) { p[j / 8][e] = pack<T>(s[j + 2 * e], s[j + 2 * e + 1]); }
             }
         }
-        wgmma_wait<0>();
+        float2 later_D[Bq / 8];  // loaded all at once: between the stores of dS each load would be waited for
+#pragma unroll
+        for (int j = 0; j < Bq / 2 && !Tile::early_dq; j += 4) { later_D[j / 4] = minus_D(j); }
+        wgmma_wait_in_place(a.Tk > 0);  // for dP, after the exponentials
         pin(dp);
+        if constexpr (!Tile::early_dq) {
+#pragma unroll
+            for (int j = 0; j < Bq / 2; j++) { dp[j] += j % 2 ? later_D[j / 4].y : later_D[j / 4].x; }
+        }
         constexpr int N = Tile::dq_columns / 2;
         float later[N];
         float(&dq)[N] = Tile::early_dq ? *(float(*)[N])s : later;
@@ -625,11 +648,9 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int j = 8 * k + 4 * half;
-                float2 Di = *(const float2*)&stats[j + lane % 4].z;
 #pragma unroll
                 for (int r = 0; r < 2; r++) {  // P comes from its packed form: unpacked it would need 64 registers
-                    float2 two = unpack<T>(p[k][2 * half + r]);
-                    ds[k][2 * half + r] = pack<T>(two.x * (dp[j + 2 * r] - Di.x), two.y * (dp[j + 2 * r + 1] - Di.y));
+                    ds[k][2 * half + r] = multiply_packed<T>(p[k][2 * half + r], dp[j + 2 * r], dp[j + 2 * r + 1]);
                 }
             }
             int query = 16 * k + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
