@@ -43,17 +43,7 @@ static Tensor normal(const Shape& shape, DType dtype, uint64_t key, float std) {
     fill_normal(t, 5, key, 0, std);
     return t;
 }
-// Of q all rows are of standard deviation q_std, or if `few`, rows 16 to 31 of B 1, H 1, which are one warp's.
-static FlashProblem make_problem(const FlashSizes& s, DType dtype, bool causal, float q_std = 1, bool few = false) {
-    FlashProblem p;
-    p.q = normal({s.B, s.H, s.Tq, s.D}, dtype, 1, few ? 1 : q_std);
-    if (few) {
-        std::vector<float> q = to_floats(p.q);
-        for (int i = 16 * s.D; i < 32 * s.D; i++) { q[i] *= q_std; }
-        p.q = from_floats(q, p.q.shape, dtype);
-    }
-    p.k = normal({s.B, s.H, s.Tk, s.D}, dtype, 2, 1);
-    p.v = normal({s.B, s.H, s.Tk, s.D}, dtype, 3, 1), p.dO = normal({s.B, s.H, s.Tq, s.D}, dtype, 4, 1);
+static void find_truth(FlashProblem& p, bool causal) {
     Device device = context.device;
     auto wide = [&](const Tensor& t) {
         Tensor c = to_device(t, CPU);
@@ -66,11 +56,25 @@ static FlashProblem make_problem(const FlashSizes& s, DType dtype, bool causal, 
            dO = wide(p.dO);
     context.device = CPU;
     // The reference is slow; where it would take seconds, fused in float64 (which is held to it below) stands in.
-    bool small = (int64_t)s.Tq * s.Tk < 40000;
+    bool small = q.dim(2) * k.dim(2) < 40000;
     p.o = small ? run_attention(attention_impls[0], q, k, v, causal, &p.L) : attention_fused(q, k, v, causal, &p.L);
     backward_from(p.o, dO);
     p.o = detached(p.o), p.dq = q.gradient->value, p.dk = k.gradient->value, p.dv = v.gradient->value;
     context.device = device;
+}
+static Tensor with_rows_times(const Tensor& t, int begin, int end, float factor) {  // of a tensor [1,1,T,D]
+    std::vector<float> x = to_floats(t);
+    for (int64_t i = begin * t.dim(3); i < end * t.dim(3); i++) { x[i] *= factor; }
+    return from_floats(x, t.shape, t.dtype);
+}
+// Of q all rows are of standard deviation q_std, or if `few`, rows 16 to 31 of B 1, H 1, which are one warp's.
+static FlashProblem make_problem(const FlashSizes& s, DType dtype, bool causal, float q_std = 1, bool few = false) {
+    FlashProblem p;
+    p.q = normal({s.B, s.H, s.Tq, s.D}, dtype, 1, few ? 1 : q_std);
+    if (few) { p.q = with_rows_times(p.q, 16, 32, q_std); }
+    p.k = normal({s.B, s.H, s.Tk, s.D}, dtype, 2, 1);
+    p.v = normal({s.B, s.H, s.Tk, s.D}, dtype, 3, 1), p.dO = normal({s.B, s.H, s.Tq, s.D}, dtype, 4, 1);
+    find_truth(p, causal);
     return p;
 }
 static double largest(const Tensor& t) {
@@ -177,6 +181,23 @@ TEST_CASE_TEMPLATE("flash: large scores do not overflow, and a lone visible key 
                    v = normal({1, 1, 5, 32}, dtype, 3, 1);
             std::vector<float> o = to_floats(run_attention(impl, q, k, v, true)), want = to_floats(v);
             for (int d = 0; d < 32; d++) { CHECK(o[d] == doctest::Approx(want[d]).epsilon(1e-6)); }
+        }
+    }
+}
+// The last key, which only the last query sees, gets dP of some 10^6 from the others: at weights of 0.
+TEST_CASE("flash: fp16 takes a dP beyond its range where P is 0") {
+    if (!begin_on(CUDA)) { return; }
+    constexpr int T = 130;
+    for (int head : {64, 80, 128}) {
+        FlashProblem p;
+        p.q = normal({1, 1, T, head}, F16, 1, 1), p.k = normal({1, 1, T, head}, F16, 2, 1);
+        p.v = with_rows_times(normal({1, 1, T, head}, F16, 3, 1), T - 1, T, 2000);
+        p.dO = with_rows_times(normal({1, 1, T, head}, F16, 4, 30), T - 1, T, 1e-4f);
+        find_truth(p, true);
+        for (const AttentionImpl& impl : attention_impls) {
+            if (impl.device == CUDA && impl.takes(F16, head) && impl.forward) {
+                check_impl(impl, {1, 1, T, T, head}, F16, true, p);
+            }
         }
     }
 }
