@@ -596,7 +596,12 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     auto step = [&](int i, auto masked) {
         int stage = i % stages, q0 = (begin + i) * Bq;
         const float4* stats = (const float4*)(stats_ring + stage * Tile::stats_bytes);  // two queries' L, then their -D
+        auto L_of = [&](int j) { return *(const float2*)&stats[j + lane % 4].x; };
         auto minus_D = [&](int j) { return *(const float2*)&stats[j + lane % 4].z; };
+        constexpr int EARLY = Bq / 2 - Bq / 8;  // a quarter, with which the exponentials begin
+        float2 early_L[Bq / 32];                // (for all of L there are not the registers)
+#pragma unroll
+        for (int j = EARLY; j < Bq / 2; j += 4) { early_L[(j - EARLY) / 4] = L_of(j); }
         float dp[Bq / 2];
         if constexpr (Tile::early_dq) {
 #pragma unroll
@@ -610,7 +615,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         uint32_t p[Bq / 16][4], ds[Bq / 16][4];
 #pragma unroll
         for (int j = Bq / 2 - 4; j >= 0; j -= 4) {
-            float2 L = *(const float2*)&stats[j + lane % 4].x;
+            float2 L = j < EARLY ? L_of(j) : early_L[(j - EARLY) / 4];
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 s[j + e] = exp2_approx(fmaf(s[j + e], c, -(e % 2 ? L.y : L.x)));
