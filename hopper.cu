@@ -592,14 +592,15 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     // Of a tile S is there when its step begins. What the step issues, in the tensor cores' order: dP; dV; dQ of the
     // tile before; dK; S of the next tile. dQ lags so that nobody waits for the other warpgroup's half of dS: it has
     // long been written. The two need not be at the same point, and one's exponentials run under the other's products.
-    // Where dQ fits into the registers of S, which are free early, it goes in front of dV.
+    // Where dQ fits into the registers of S, which are free early, it goes in front of dV, and the sum of dP starts at -D.
+    // With 128 queries that would hold dP back, so -D is added later.
     auto step = [&](int i, auto masked) {
         int stage = i % stages, q0 = (begin + i) * Bq;
         const float4* stats = (const float4*)(stats_ring + stage * Tile::stats_bytes);  // two queries' L, then their -D
         auto L_of = [&](int j) { return *(const float2*)&stats[j + lane % 4].x; };
         auto minus_D = [&](int j) { return *(const float2*)&stats[j + lane % 4].z; };
-        constexpr int EARLY = Bq / 2 - Bq / 8;  // a quarter, with which the exponentials begin
-        float2 early_L[Bq / 32];                // (for all of L there are not the registers)
+        constexpr int EARLY = Bq / 2 - Bq / 8;  // from here on L is loaded before dP is issued: a quarter, with which
+        float2 early_L[Bq / 32];                // the exponentials begin; more would hold dP back
 #pragma unroll
         for (int j = EARLY; j < Bq / 2; j += 4) { early_L[(j - EARLY) / 4] = L_of(j); }
         float dp[Bq / 2];
