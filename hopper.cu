@@ -74,8 +74,8 @@ template <int N>  // until at most the N newest batches are at work
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// wgmma_wait<0>() that stays behind the arithmetic before it. ptxas moves a wait up to the last branch, so here is one,
-// which all take: `yes` is true, but only at run time. It has to be the whole warpgroup's, as all that belongs to wgmma.
+// wgmma_wait<0>() that stays behind the arithmetic before it: ptxas moves a wait up to the last branch, so here is one.
+// All take it (`yes` is true, but only at run time), since what belongs to wgmma has to be done by the whole warpgroup.
 __device__ __forceinline__ void wgmma_wait_in_place(bool yes) {
     if (yes) { wgmma_wait<0>(); }
     wgmma_wait<0>();
@@ -592,8 +592,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     // Of a tile S is there when its step begins. What the step issues, in the tensor cores' order: dP; dV; dQ of the
     // tile before; dK; S of the next tile. dQ lags so that nobody waits for the other warpgroup's half of dS: it has
     // long been written. The two need not be at the same point, and one's exponentials run under the other's products.
-    // Where dQ fits into the registers of S, which are free early, it goes in front of dV, and the sum of dP starts at -D.
-    // With 128 queries that would hold dP back, so -D is added later.
+    // Where dQ fits into the registers of S, which are free early, it goes in front of dV, and the sum of dP starts at
+    // -D. With 128 queries that would hold dP back, so -D is added later.
     auto step = [&](int i, auto masked) {
         int stage = i % stages, q0 = (begin + i) * Bq;
         const float4* stats = (const float4*)(stats_ring + stage * Tile::stats_bytes);  // two queries' L, then their -D
