@@ -652,7 +652,7 @@ __device__ __forceinline__ int head_of_block(int z = blockIdx.z) { return z * gr
 void flash_mma_forward(const AttentionTensors& t);  // flash_mma.cu: bf16 and fp16, D of 16, 32, 64, 80 and 128
 void flash_mma_backward(const AttentionTensors& t);
 // What lies between the backward's kernels: dq in the order in which the main kernel's lanes hold it, and for each
-// two queries L log2(e) of both, then -D_i of both. Rows beyond Tq have L = inf, which makes their P 0.
+// two queries L log2(e) of both, then D_i of both. Rows beyond Tq have L = inf, which makes their P 0.
 struct BackwardWorkspace {
     float* dq;      // [B*H, rows/16, D/8, 128]
     float4* stats;  // [B*H, rows/2]

@@ -487,7 +487,7 @@ __global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
     if (d == 0) {
         float* two = (float*)&w.stats[row / 2];
         two[row % 2] = i < a.Tq ? a.L[(int64_t)bh * a.Tq + i] * LOG2_E : INFINITY;
-        two[2 + row % 2] = -sum;
+        two[2 + row % 2] = sum;
     }
     if (w.dq && d < D) {
         float4* dq = (float4*)(w.dq + row * D + d);
@@ -632,7 +632,7 @@ __device__ __forceinline__ void multiply_dp(float (&dp)[C::m][C::n][4], const T*
     for (int n = 0; n < C::n; n++) {
         float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
 #pragma unroll
-        for (int i = 0; i < C::m * 4; i++) { dp[i / 4][n][i % 4] = i % 2 ? two.w : two.z; }
+        for (int i = 0; i < C::m * 4; i++) { dp[i / 4][n][i % 4] = i % 2 ? -two.w : -two.z; }
     }
     multiply<T, C>(dp, v, dO, lane);
 }
@@ -859,7 +859,7 @@ __device__ __forceinline__ void backward_dq_step(const AttentionArgs& a, int que
 #pragma unroll
     for (int m = 0; m < C::m; m++) {
 #pragma unroll
-        for (int i = 0; i < C::n * 4; i++) { dp[m][i / 4][i % 4] = stats[m][i % 4 / 2].y; }
+        for (int i = 0; i < C::n * 4; i++) { dp[m][i / 4][i % 4] = -stats[m][i % 4 / 2].y; }
     }
     multiply<T, C>(dp, dO, v, lane);
 #pragma unroll

@@ -74,8 +74,9 @@ template <int N>  // until at most the N newest batches are at work
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// wgmma_wait<0>() that stays behind the arithmetic before it: ptxas moves a wait up to the last branch, so here is one.
-// All take it (`yes` is true, but only at run time), since what belongs to wgmma has to be done by the whole warpgroup.
+// wgmma_wait<0>() that stays behind the arithmetic before it, whose results are pinned: ptxas moves a wait up to the
+// last branch, so here is one. All take it (`yes` is true, but only at run time), since what belongs to wgmma has to be
+// done by the whole warpgroup. The second wait is for the compiler: around the branch products would still be at work.
 __device__ __forceinline__ void wgmma_wait_in_place(bool yes) {
     if (yes) { wgmma_wait<0>(); }
     wgmma_wait<0>();
@@ -102,20 +103,6 @@ __device__ __forceinline__ void barrier_sync(int id, int n) {
 __device__ __forceinline__ void barrier_arrive(int id, int n) {
     asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(n) : "memory");
 }
-// (p's two numbers times x and y), packed. In bf16 x and y are rounded first: two elements are then two instructions
-// instead of five. fp16 has not the range for that: infinity times a weight of 0 would be NaN.
-template <class T>
-__device__ __forceinline__ uint32_t multiply_packed(uint32_t p, float x, float y) {
-    if constexpr (std::is_same<T, bf16>::value) {
-        uint32_t xy = pack<T>(x, y), product;
-        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(p), "r"(xy));
-        return product;
-    } else {
-        float2 two = __half22float2(*(const __half2*)&p);
-        return pack<T>(two.x * x, two.y * y);
-    }
-}
-
 // A descriptor of a tile (see "Tiles in shared memory") from its low word: 128-byte swizzle, 8 rows are 1024 bytes.
 __device__ __forceinline__ uint64_t full_descriptor(uint32_t low) {
     return (uint64_t)(1u << 30 | 1024 / 16) << 32 | low;
@@ -456,10 +443,25 @@ struct HopperBackward {
     static constexpr int stats_bytes = Bq * sizeof(float2), dq_columns = D < 64 ? D : 64;
     // dS is doubled: while one tile's is read, the next is written.
     static constexpr size_t bytes = 2 * k_bytes + 2 * stages * q_bytes + 2 * ds_bytes + stages * stats_bytes + 1024;
-    static constexpr bool by_columns = Bq == 64;
-    static constexpr bool early_dq = Bq == 64;  // S's registers hold it, else dP's
+    // Tiles of 64 queries: a warpgroup computes half of dQ's columns, in the registers of S and so early, and the sum
+    // of dP starts at -D. Of 128: half of the queries, in the registers of dP; and loading D first would hold dP back.
+    static constexpr bool small = Bq == 64;
     static_assert(D % 16 == 0 && D <= 128 && (Bq == 64 || Bq == 128));
 };
+// (p's two numbers times x and y), packed. In bf16 x and y are rounded first: two elements are then two instructions
+// instead of five. fp16 has not the range for that: infinity times a weight of 0 would be NaN.
+template <class T>
+__device__ __forceinline__ uint32_t multiply_packed(uint32_t p, float x, float y) {
+    if constexpr (std::is_same<T, bf16>::value) {
+        uint32_t xy = pack<T>(x, y), product;
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(p), "r"(xy));
+        return product;
+    } else {
+        float2 two = __half22float2(*(const __half2*)&p);
+        return pack<T>(two.x * x, two.y * y);
+    }
+}
+
 template <class Tile>
 struct alignas(8) HopperBackwardBarriers {
     uint64_t k_full, v_full, q_full[Tile::stages], q_empty[Tile::stages], dO_full[Tile::stages], dO_empty[Tile::stages];
@@ -551,7 +553,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         wgmma_commit();
     };
     // Each warpgroup computes 64 queries of dQ, or where a tile has no more, 64 columns of all.
-    int dq_query = Tile::by_columns ? 0 : warpgroup * 64, dq_column = Tile::by_columns ? warpgroup * 64 : 0;
+    int dq_query = Tile::small ? 0 : warpgroup * 64, dq_column = Tile::small ? warpgroup * 64 : 0;
     uint32_t ds_at = descriptor(ds_tiles + dq_query * SLAB_ROW, 16),
              k_all = descriptor(k_tile + dq_column / SLAB * Tile::k_slab, 16);
     auto start_dq = [&](float(&dq)[Tile::dq_columns / 2], int i) {
@@ -592,27 +594,26 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     // Of a tile S is there when its step begins. What the step issues, in the tensor cores' order: dP; dV; dQ of the
     // tile before; dK; S of the next tile. dQ lags so that nobody waits for the other warpgroup's half of dS: it has
     // long been written. The two need not be at the same point, and one's exponentials run under the other's products.
-    // Where dQ fits into the registers of S, which are free early, it goes in front of dV, and the sum of dP starts at
-    // -D. With 128 queries that would hold dP back, so -D is added later.
+    // In small tiles dQ goes in front of dV.
     auto step = [&](int i, auto masked) {
         int stage = i % stages, q0 = (begin + i) * Bq;
-        const float4* stats = (const float4*)(stats_ring + stage * Tile::stats_bytes);  // two queries' L, then their -D
+        const float4* stats = (const float4*)(stats_ring + stage * Tile::stats_bytes);  // two queries' L, then their D
         auto L_of = [&](int j) { return *(const float2*)&stats[j + lane % 4].x; };
-        auto minus_D = [&](int j) { return *(const float2*)&stats[j + lane % 4].z; };
+        auto D_of = [&](int j) { return *(const float2*)&stats[j + lane % 4].z; };
         constexpr int EARLY = Bq / 2 - Bq / 8;  // from here on L is loaded before dP is issued: a quarter, with which
         float2 early_L[Bq / 32];                // the exponentials begin; more would hold dP back
 #pragma unroll
         for (int j = EARLY; j < Bq / 2; j += 4) { early_L[(j - EARLY) / 4] = L_of(j); }
         float dp[Bq / 2];
-        if constexpr (Tile::early_dq) {
+        if constexpr (Tile::small) {
 #pragma unroll
             for (int j = 0; j < Bq / 2; j += 4) {
-                float2 x = minus_D(j);
-                dp[j] = dp[j + 2] = x.x, dp[j + 1] = dp[j + 3] = x.y;
+                float2 Di = D_of(j);
+                dp[j] = dp[j + 2] = -Di.x, dp[j + 1] = dp[j + 3] = -Di.y;
             }
         }
         mbarrier_wait(&bars.dO_full[stage], i / stages % 2);
-        rows_times_rows(dp, v_at, advance(dO_at, stage * Tile::q_bytes), Tile::early_dq);
+        rows_times_rows(dp, v_at, advance(dO_at, stage * Tile::q_bytes), Tile::small);
         uint32_t p[Bq / 16][4], ds[Bq / 16][4];
 #pragma unroll
         for (int j = Bq / 2 - 4; j >= 0; j -= 4) {
@@ -632,22 +633,22 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         }
         float2 later_D[Bq / 8];  // loaded all at once: between the stores of dS each load would be waited for
 #pragma unroll
-        for (int j = 0; j < Bq / 2 && !Tile::early_dq; j += 4) { later_D[j / 4] = minus_D(j); }
-        wgmma_wait_in_place(a.Tk > 0);  // for dP, after the exponentials
+        for (int j = 0; j < Bq / 2 && !Tile::small; j += 4) { later_D[j / 4] = D_of(j); }
+        wgmma_wait_in_place(a.Tk > 0);  // for dP; small tiles' exponentials ptxas puts behind it, under dQ's product
         pin(dp);
-        if constexpr (!Tile::early_dq) {
+        if constexpr (!Tile::small) {
 #pragma unroll
-            for (int j = 0; j < Bq / 2; j++) { dp[j] += j % 2 ? later_D[j / 4].y : later_D[j / 4].x; }
+            for (int j = 0; j < Bq / 2; j++) { dp[j] -= j % 2 ? later_D[j / 4].y : later_D[j / 4].x; }
         }
         constexpr int N = Tile::dq_columns / 2;
-        float later[N];
-        float(&dq)[N] = Tile::early_dq ? *(float(*)[N])s : later;
-        if constexpr (Tile::early_dq) {
+        float own[N];
+        float(&dq)[N] = Tile::small ? *(float(*)[N])s : own;
+        if constexpr (Tile::small) {
             await_ds(i - 1);
             start_dq(dq, i - 1);
         }
         add_product(dv, p, advance(dO_at, stage * Tile::q_bytes));
-        if constexpr (!Tile::early_dq) { await_ds_back(i - 2); }
+        if constexpr (!Tile::small) { await_ds_back(i - 2); }
         char* ds_tile = ds_tiles + (i & 1) * Tile::ds_bytes + warpgroup * Tile::q_slab;
 #pragma unroll
         for (int k = 0; k < Bq / 16; k++) {
@@ -655,21 +656,21 @@ __global__ void __launch_bounds__(Tile::threads, 1)
             for (int half = 0; half < 2; half++) {
                 int j = 8 * k + 4 * half;
 #pragma unroll
-                for (int r = 0; r < 2; r++) {  // P comes from its packed form: unpacked it would need 64 registers
+                for (int r = 0; r < 2; r++) {  // P is taken packed: unpacked it would need Bq / 2 registers
                     ds[k][2 * half + r] = multiply_packed<T>(p[k][2 * half + r], dp[j + 2 * r], dp[j + 2 * r + 1]);
                 }
             }
             int query = 16 * k + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
             stmatrix_x4_transposed(ds_tile + query * SLAB_ROW + (chunk ^ lane % 8) * 16, ds[k]);
         }
-        if constexpr (Tile::early_dq) {
+        if constexpr (Tile::small) {
             wgmma_wait<1>();  // dQ is done, so that give_ds() gives the tile before back, too
             pin(dq);
         }
         shared_to_async_fence();  // it would wait for additions that were just started, so they come later
         give_ds(i);
         // At the end the last tile's S once more, without use: a branch here costs more.
-        if constexpr (Tile::early_dq) {
+        if constexpr (Tile::small) {
             if (i > 0) { add_dq(dq, i - 1); }
             add_product(dk, ds, advance(q_at, stage * Tile::q_bytes));
             scores(min(i + 1, tiles - 1));
@@ -701,7 +702,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         pin(s);
         mbarrier_wait(&bars.v_full, 0);
         give_ds(-1);  // of no tile: what comes of it is not used
-        if (!Tile::early_dq) { give_back_ds(-2); }
+        if (!Tile::small) { give_back_ds(-2); }
     }
     // Causal: the first tiles hold queries that do not see all of this warpgroup's keys.
     int masked_end = first + 64 > a.Tk ? tiles : a.causal ? min(tiles, (first + 63 + Bq - 1) / Bq - begin) : 0;
@@ -712,7 +713,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     for (; i < tiles; i++) { step(i, std::false_type()); }
 
     if (tiles > 0) {
-        if (!Tile::early_dq) { await_ds_back(tiles - 2); }  // each arrival has been waited for
+        if (!Tile::small) { await_ds_back(tiles - 2); }  // each arrival has been waited for
         float dq[Tile::dq_columns / 2];
         await_ds(tiles - 1);
         start_dq(dq, tiles - 1);

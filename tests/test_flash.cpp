@@ -184,7 +184,8 @@ TEST_CASE_TEMPLATE("flash: large scores do not overflow, and a lone visible key 
         }
     }
 }
-// The last key, which only the last query sees, gets dP of some 10^6 from the others: at weights of 0.
+// The last query but one does not see the last key, which is in its tile: there dP is beyond 5 * 10^5, at a weight of
+// 0. (naive and fused would keep it in 16 bits.)
 TEST_CASE("flash: fp16 takes a dP beyond its range where P is 0") {
     if (!begin_on(CUDA)) { return; }
     constexpr int T = 130;
