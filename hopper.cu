@@ -103,6 +103,7 @@ __device__ __forceinline__ void barrier_sync(int id, int n) {
 __device__ __forceinline__ void barrier_arrive(int id, int n) {
     asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(n) : "memory");
 }
+
 // A descriptor of a tile (see "Tiles in shared memory") from its low word: 128-byte swizzle, 8 rows are 1024 bytes.
 __device__ __forceinline__ uint64_t full_descriptor(uint32_t low) {
     return (uint64_t)(1u << 30 | 1024 / 16) << 32 | low;
@@ -641,8 +642,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
             for (int j = 0; j < Bq / 2; j++) { dp[j] -= j % 2 ? later_D[j / 4].y : later_D[j / 4].x; }
         }
         constexpr int N = Tile::dq_columns / 2;
-        float own[N];
-        float(&dq)[N] = Tile::small ? *(float(*)[N])s : own;
+        float dq_registers[N];  // dP's, when dS is made; not used in small tiles
+        float(&dq)[N] = Tile::small ? *(float(*)[N])s : dq_registers;
         if constexpr (Tile::small) {
             await_ds(i - 1);
             start_dq(dq, i - 1);
