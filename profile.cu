@@ -360,7 +360,8 @@ static void profile_phase(Profiled& r, Phase phase, Model& model, const Batch& b
         Range range("step");
         run_phase(phase, model, batch, scaler);
     };
-    r.untraced = stats_of(time_ms(p.warmup, p.steps, pass));
+    // A machine's speed wanders: half of the untraced runs come before the traced ones, half after them.
+    std::vector<double> untraced = time_ms(p.warmup, (p.steps + 1) / 2, pass);
     start_tracing();
     std::vector<double> times;
     try {
@@ -371,6 +372,9 @@ static void profile_phase(Profiled& r, Phase phase, Model& model, const Batch& b
     }
     r.trace = stop_tracing();
     r.traced = stats_of(times);
+    times = time_ms(1, p.steps / 2, pass);
+    untraced.insert(untraced.end(), times.begin(), times.end());
+    r.untraced = stats_of(untraced);
     if (context.device == CPU) { r.trace.work = work_of_ranges(r.trace); }
     r.ran = true;
 }
@@ -433,16 +437,16 @@ static Table time_table(const std::vector<ModelProfile>& models, const ProfilePl
             std::vector<NamedWork> work = named_work(r.trace, {""});
             bool traced = !work.empty();
             add_row(table, cells,
-                    {strprintf("%.3f", r.untraced.mean), strprintf("%.3f", r.untraced.std),
-                     strprintf("%.3f", r.traced.mean), strprintf("%.3f", r.traced.std),
-                     strprintf("%.1f", 100 * (r.traced.mean / r.untraced.mean - 1)),
+                    {strprintf("%.3f", r.untraced.median), strprintf("%.3f", r.untraced.std),
+                     strprintf("%.3f", r.traced.median), strprintf("%.3f", r.traced.std),
+                     strprintf("%.1f", 100 * (r.traced.median / r.untraced.median - 1)),
                      traced ? ms_of_ns(sum_of(work) / p.passes()) : "",
                      traced ? strprintf("%.0f", (double)work.size() / p.passes()) : ""});
         }
     }
     table.caption = profile_caption(
-        p,
-        strprintf("(a): times by the clock, and by the trace; %zu records dropped, %zu left out", dropped, left_out));
+        p, strprintf("(a): medians by the clock, and sums of the trace; %zu records dropped, %zu left out", dropped,
+                     left_out));
     return table;
 }
 
