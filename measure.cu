@@ -321,6 +321,7 @@ static Trace trace;
 static int first_range = 0;
 static thread_local int innermost_traced = -1;
 constexpr size_t TRACE_LIMIT = 1000000;  // of each list; some 100 bytes an entry
+constexpr size_t TRACE_ROOM = 1 << 17;   // of each list from the start: some 20 steps of a small model
 
 // system_clock is CLOCK_REALTIME, which CUPTI uses, too.
 static int64_t epoch_ns() {
@@ -329,6 +330,12 @@ static int64_t epoch_ns() {
 }
 static int in_this_trace(int range) { return range >= first_range ? range - first_range : -1; }
 
+// Empties the list, and writes to its room once: a page's first touch takes microseconds, which a step would pay for.
+template <class T>
+static void make_room(std::vector<T>& list) {
+    list.resize(TRACE_ROOM);
+    list.clear();
+}
 // Appends unless the list is full.
 template <class T>
 static bool keep(std::vector<T>& list, const T& entry, size_t& left_out) {
@@ -450,10 +457,28 @@ static void take_record(const CUpti_Activity* record) {
     }
 }
 
+// CUPTI's buffers are used again and again, for the reason given at make_room().
+constexpr size_t CUPTI_BUFFER = 2 << 20;  // bytes, some 10000 records
+static std::mutex buffer_mutex;
+static std::vector<uint8_t*> spare_buffers;
+
+static uint8_t* new_buffer() { return (uint8_t*)aligned_alloc(8, CUPTI_BUFFER); }
+static void make_buffers() {
+    std::lock_guard<std::mutex> lock(buffer_mutex);
+    while (spare_buffers.size() < 4) {
+        uint8_t* buffer = new_buffer();
+        if (!buffer) { return; }
+        memset(buffer, 0, CUPTI_BUFFER);
+        spare_buffers.push_back(buffer);
+    }
+}
 static void CUPTIAPI give_buffer(uint8_t** buffer, size_t* size, size_t* max_records) {
-    *size = 8 << 20;
+    *size = CUPTI_BUFFER;
     *max_records = 0;  // as many as fit
-    *buffer = (uint8_t*)aligned_alloc(8, *size);
+    std::lock_guard<std::mutex> lock(buffer_mutex);
+    if (spare_buffers.empty()) { spare_buffers.push_back(new_buffer()); }
+    *buffer = spare_buffers.back();
+    spare_buffers.pop_back();
 }
 static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* buffer, size_t, size_t bytes) {
     std::lock_guard<std::mutex> lock(cupti_mutex);
@@ -467,7 +492,8 @@ static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* bu
     result = cuptiActivityGetNumDroppedRecords(cuda, stream_id, &dropped);
     if (result != CUPTI_SUCCESS) { cupti_error = cupti_text(result, "cuptiActivityGetNumDroppedRecords"); }
     cupti_dropped += dropped;
-    free(buffer);
+    std::lock_guard<std::mutex> spare_lock(buffer_mutex);
+    spare_buffers.push_back(buffer);
 }
 
 // Starts CUPTI, or says why not.
@@ -479,8 +505,9 @@ static std::string start_cupti() {
         if (getenv(name)) { return strprintf("another profiler is attached (%s is set)", name); }
     }
     cupti_error.clear();
-    cupti_work.clear();
-    launches.clear();
+    make_room(cupti_work);
+    make_room(launches);
+    make_buffers();
     cupti_dropped = cupti_left_out = 0;
     CUptiResult result = cuptiActivityRegisterCallbacks(give_buffer, take_buffer);
     if (result != CUPTI_SUCCESS) { return cupti_text(result, "cuptiActivityRegisterCallbacks"); }
@@ -519,6 +546,7 @@ static void stop_cupti() {
     }
     std::sort(cupti_work.begin(), cupti_work.end(),
               [](const TracedWork& a, const TracedWork& b) { return a.start < b.start; });
+    cupti_work.shrink_to_fit();
     trace.work = std::move(cupti_work);
     trace.dropped = cupti_dropped;
     trace.left_out += cupti_left_out;
@@ -558,6 +586,8 @@ void start_tracing() {
     if (tracing) { fail("a trace is being made already"); }
     synchronize();  // what was queued before does not belong to it
     trace = Trace();
+    make_room(trace.ranges);
+    make_room(trace.memory);
     trace.no_kernels = start_cupti();
     tracing = true;
 }
@@ -573,6 +603,8 @@ Trace stop_tracing() {
         if (r.end == 0) { r.end = now; }  // open still
     }
     first_range += (int)trace.ranges.size();
+    trace.ranges.shrink_to_fit();
+    trace.memory.shrink_to_fit();
     return std::move(trace);
 }
 
