@@ -457,11 +457,13 @@ static void take_record(const CUpti_Activity* record) {
     }
 }
 
-// CUPTI's buffers are used again and again, for the reason given at make_room().
+// CUPTI's buffers are used again and again: it zeroes each one on the thread that launches, which would pay for the
+// first touch of its pages. Four, so that some are left while CUPTI's thread reads; for their mutex, see cupti_mutex.
 constexpr size_t CUPTI_BUFFER = 2 << 20;  // bytes, some 10000 records
 static std::mutex buffer_mutex;
 static std::vector<uint8_t*> spare_buffers;
 
+// Not malloc: of that and the memset below g++ makes calloc, which touches nothing.
 static uint8_t* new_buffer() { return (uint8_t*)aligned_alloc(8, CUPTI_BUFFER); }
 static void make_buffers() {
     std::lock_guard<std::mutex> lock(buffer_mutex);
@@ -476,9 +478,8 @@ static void CUPTIAPI give_buffer(uint8_t** buffer, size_t* size, size_t* max_rec
     *size = CUPTI_BUFFER;
     *max_records = 0;  // as many as fit
     std::lock_guard<std::mutex> lock(buffer_mutex);
-    if (spare_buffers.empty()) { spare_buffers.push_back(new_buffer()); }
-    *buffer = spare_buffers.back();
-    spare_buffers.pop_back();
+    *buffer = spare_buffers.empty() ? new_buffer() : spare_buffers.back();  // null: CUPTI drops records
+    if (!spare_buffers.empty()) { spare_buffers.pop_back(); }
 }
 static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* buffer, size_t, size_t bytes) {
     std::lock_guard<std::mutex> lock(cupti_mutex);
@@ -603,7 +604,7 @@ Trace stop_tracing() {
         if (r.end == 0) { r.end = now; }  // open still
     }
     first_range += (int)trace.ranges.size();
-    trace.ranges.shrink_to_fit();
+    trace.ranges.shrink_to_fit();  // nsys_profile keeps the traces of all models
     trace.memory.shrink_to_fit();
     return std::move(trace);
 }

@@ -360,21 +360,20 @@ static void profile_phase(Profiled& r, Phase phase, Model& model, const Batch& b
         Range range("step");
         run_phase(phase, model, batch, scaler);
     };
-    // A machine's speed wanders: half of the untraced runs come before the traced ones, half after them.
-    std::vector<double> untraced = time_ms(p.warmup, (p.steps + 1) / 2, pass);
+    int half = (p.steps + 1) / 2;  // untraced before, and as many after: a machine's speed wanders
+    std::vector<double> untraced = time_ms(p.warmup, half, pass), traced;
     start_tracing();
-    std::vector<double> times;
     try {
-        times = time_ms(1, p.steps, pass);
+        traced = time_ms(1, p.steps, pass);
     } catch (...) {
         stop_tracing();
         throw;
     }
-    r.trace = stop_tracing();
-    r.traced = stats_of(times);
-    times = time_ms(1, p.steps / 2, pass);
-    untraced.insert(untraced.end(), times.begin(), times.end());
-    r.untraced = stats_of(untraced);
+    Trace trace = stop_tracing();
+    std::vector<double> after = time_ms(1, half, pass);
+    untraced.insert(untraced.end(), after.begin(), after.end());
+    r.untraced = stats_of(untraced), r.traced = stats_of(traced);
+    r.trace = std::move(trace);
     if (context.device == CPU) { r.trace.work = work_of_ranges(r.trace); }
     r.ran = true;
 }
