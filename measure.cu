@@ -478,8 +478,9 @@ static void CUPTIAPI give_buffer(uint8_t** buffer, size_t* size, size_t* max_rec
     *size = CUPTI_BUFFER;
     *max_records = 0;  // as many as fit
     std::lock_guard<std::mutex> lock(buffer_mutex);
-    *buffer = spare_buffers.empty() ? new_buffer() : spare_buffers.back();  // null: CUPTI drops records
-    if (!spare_buffers.empty()) { spare_buffers.pop_back(); }
+    if (spare_buffers.empty()) { spare_buffers.push_back(new_buffer()); }  // null: CUPTI drops records
+    *buffer = spare_buffers.back();
+    spare_buffers.pop_back();
 }
 static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* buffer, size_t, size_t bytes) {
     std::lock_guard<std::mutex> lock(cupti_mutex);
