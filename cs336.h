@@ -664,6 +664,31 @@ void flash_mma_backward_around(const AttentionTensors& t,
 void hopper_forward(const AttentionTensors& t);  // hopper.cu: the same on compute capability 9.0
 void hopper_backward(const AttentionTensors& t);
 bool is_hopper();
+// Programmatic dependent launch: on compute capability 9.0 a kernel launched so may start when all blocks of the kernel
+// before it in the stream have called let_next_kernel_start() or ended. What that kernel writes it may read, and what
+// that kernel uses overwrite, only after await_previous_kernel(), which waits for that kernel's end. (Kernels further
+// back have ended, if that one was not launched so itself, or called await_previous_kernel() first.)
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+template <class... P, class... A>
+void launch_early(void (*kernel)(P...), dim3 grid, int threads, size_t bytes, const A&... args) {
+    cudaLaunchAttribute early;
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = bytes, config.stream = stream();
+    config.attrs = &early, config.numAttrs = is_hopper();
+    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
+    LAUNCH_CHECK();
+}
 // What several attention kernels share. (2) of flash_mma.cu is lazy: what is subtracted from a row's scores follows
 // their maximum only when one exceeds it by more than SLACK powers of two. So P <= 256: far from the limits of fp16 and
 // of fp32 sums.

@@ -464,51 +464,76 @@ __device__ __forceinline__ void add_dq(float* block, int lane, const float (&x)[
     for (int i = 0; i < 4; i++) { atomicAdd(block + dq_index(lane, i), x[i]); }
 #endif
 }
+// The 16 elements of lanes 4r to 4r + 3 are four float4: where the k-th is, and which one is element i of lane 4r + c.
+__device__ __forceinline__ int four_of_dq(int r, int k) {
+#if __CUDA_ARCH__ >= 900
+    return 4 * r + k;
+#else
+    return k * (WARP / 4) + r;
+#endif
+}
+__device__ __forceinline__ float of_dq(const float4 (&x)[4], int c, int i) {
+#if __CUDA_ARCH__ >= 900
+    return (&x[c].x)[i];
+#else
+    return (&x[i].x)[c];
+#endif
+}
 
 // Threads that move one row, 8 elements each: a power of two, so for D = 80 6 of 16 stand by.
 HD constexpr int row_threads(int D) { return D <= 16 ? 2 : D <= 32 ? 4 : D <= 64 ? 8 : 16; }
 
-// ---- before ----
+// ---- before: row_threads(D) threads take two neighbouring rows ----
 template <class T, int D>
 __global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
     constexpr int GROUP = row_threads(D);
-    int64_t index = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, row = index / GROUP;
-    int d = (int)(index % GROUP) * 8;
-    int bh = (int)(row / w.rows), i = (int)(row % w.rows);
-    float sum = 0;
-    if (i < a.Tq && d < D) {
-        const T* o = (const T*)a.o.data + bh / a.H * a.o.batch + bh % a.H * a.o.head + i * a.o.row + d;
-        const T* dO = (const T*)a.dO.data + bh / a.H * a.dO.batch + bh % a.H * a.dO.head + i * a.dO.row + d;
-        uint4 x = *(const uint4*)o, y = *(const uint4*)dO;
-        for (int e = 0; e < 8; e++) { sum += to_acc(((const T*)&x)[e]) * to_acc(((const T*)&y)[e]); }
+    let_next_kernel_start();
+    int64_t index = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, pair = index / GROUP;
+    int bh = (int)(2 * pair / w.rows), i = (int)(2 * pair % w.rows), n = (int)(index % GROUP);
+    uint4 o[2] = {}, dO[2] = {};
+    auto load = [&](const Heads& x, int row) {
+        return *(const uint4*)((const T*)x.data + bh / a.H * x.batch + bh % a.H * x.head + row * x.row + n * 8);
+    };
+    if (n < D / 8) {
+        for (int r = 0; r < 2; r++) {
+            if (i + r < a.Tq) { o[r] = load(a.o, i + r), dO[r] = load(a.dO, i + r); }
+        }
+        for (int k = 0; k < 4 && w.dq; k++) {  // a warp's stores lie side by side; a row's order in dq is another
+            ((float4*)(w.dq + 2 * pair * D))[k * (D / 8) + n] = make_float4(0, 0, 0, 0);
+        }
     }
-    // The grid ends with a whole block: w.rows is a multiple of 128. So all lanes are here.
-    for (int s = GROUP / 2; s > 0; s /= 2) { sum += __shfl_xor_sync(0xffffffff, sum, s); }
-    if (d == 0) {
-        float* two = (float*)&w.stats[row / 2];
-        two[row % 2] = i < a.Tq ? a.L[(int64_t)bh * a.Tq + i] * LOG2_E : INFINITY;
-        two[2 + row % 2] = sum;
+    float sum[2] = {};
+    for (int r = 0; r < 2; r++) {
+        for (int e = 0; e < 8; e++) { sum[r] += to_acc(((const T*)&o[r])[e]) * to_acc(((const T*)&dO[r])[e]); }
+        // The grid ends with a whole block: w.rows is a multiple of 128. So all lanes are here.
+        for (int s = GROUP / 2; s > 0; s /= 2) { sum[r] += __shfl_xor_sync(0xffffffff, sum[r], s); }
     }
-    if (w.dq && d < D) {
-        float4* dq = (float4*)(w.dq + row * D + d);
-        dq[0] = dq[1] = make_float4(0, 0, 0, 0);
+    if (n == 0) {
+        auto L = [&](int row) { return row < a.Tq ? a.L[(int64_t)bh * a.Tq + row] * LOG2_E : INFINITY; };
+        w.stats[pair] = make_float4(L(i), L(i + 1), sum[0], sum[1]);
     }
 }
 
-// ---- after: a thread writes 8 elements of a row ----
+// ---- after: a thread writes 8 elements of two rows, r and r + 8 of a block: what four lanes hold of it ----
 template <class T, int D>
 __global__ void backward_after(AttentionArgs a, BackwardWorkspace w) {
-    int64_t index = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, row = index / (D / 8);
-    int n = (int)(index % (D / 8)), bh = (int)(row / a.Tq), i = (int)(row % a.Tq);
+    await_previous_kernel();
+    int64_t index = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, tile = index / D;  // of 16 rows
+    int n = (int)(index % (D / 8)), r = (int)(index / (D / 8) % 8);
+    int bh = (int)(tile / (w.rows / 16)), i = (int)(tile % (w.rows / 16)) * 16 + r;
     if (bh >= a.B * a.H) { return; }
-    const float* block = w.dq + (((int64_t)bh * w.rows / 16 + i / 16) * (D / 8) + n) * 128;
-    uint32_t out[4];
-    for (int c = 0; c < 4; c++) {
-        int lane = i % 8 * 4 + c, e = i % 16 / 8 * 2;
-        out[c] = pack<T>(block[dq_index(lane, e)] * a.scale, block[dq_index(lane, e + 1)] * a.scale);
+    const float4* block = (const float4*)w.dq + (tile * (D / 8) + n) * WARP;
+    float4 x[4];
+    for (int k = 0; k < 4; k++) { x[k] = block[four_of_dq(r, k)]; }
+    for (int half = 0; half < 2; half++) {
+        uint32_t out[4];
+        for (int c = 0; c < 4; c++) {
+            out[c] = pack<T>(of_dq(x, c, 2 * half) * a.scale, of_dq(x, c, 2 * half + 1) * a.scale);
+        }
+        int row = i + 8 * half;
+        T* dq = (T*)a.dq.data + bh / a.H * a.dq.batch + bh % a.H * a.dq.head + row * a.dq.row + n * 8;
+        if (row < a.Tq) { *(uint4*)dq = make_uint4(out[0], out[1], out[2], out[3]); }
     }
-    T* dq = (T*)a.dq.data + bh / a.H * a.dq.batch + bh % a.H * a.dq.head + i * a.dq.row + n * 8;
-    *(uint4*)dq = make_uint4(out[0], out[1], out[2], out[3]);
 }
 
 // ---- parts of both main kernels ----
@@ -955,7 +980,7 @@ static void launch_backward(const AttentionArgs& a, bool deterministic, OtherMai
     w.dq = deterministic ? nullptr : workspace.as<float>();
     w.stats = (float4*)(workspace.as<float>() + dq_count);
 
-    backward_before<T, D><<<ceil_div(rows * row_threads(D), 256), 256, 0, stream()>>>(a, w);
+    backward_before<T, D><<<rows / 2 * row_threads(D) / 128, 128, 0, stream()>>>(a, w);
     LAUNCH_CHECK();
     auto launch = [&](auto kernel, int tiles, int threads, int blocks, size_t bytes) {
         allow_shared_memory(kernel, bytes);
@@ -975,7 +1000,7 @@ static void launch_backward(const AttentionArgs& a, bool deterministic, OtherMai
             launch(backward_main<T, Main, true>, ceil_div(a.Tk, Main::own), Main::threads, Main::blocks,
                    Main::main_bytes);
         }
-        backward_after<T, D><<<ceil_div(heads * a.Tq * (D / 8), 256), 256, 0, stream()>>>(a, w);
+        launch_early(backward_after<T, D>, ceil_div(rows / 2 * (D / 8), 256), 256, 0, a, w);
     }
     LAUNCH_CHECK();
 }

@@ -483,6 +483,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     int head = head_of_block(), b = head / a.H, h = head % a.H;
     int k0 = (int)blockIdx.y * Bk;  // the first keys are seen by the most queries: they start first
     int begin = a.causal ? k0 / Bq : 0, tiles = max((a.Tq + Bq - 1) / Bq - begin, 0);
+    let_next_kernel_start();
 
     if (threadIdx.x == 0) {
         mbarrier_init(&bars.k_full, 1), mbarrier_init(&bars.v_full, 1);
@@ -516,6 +517,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
                 int stage = i % stages, phase = i / stages % 2;
                 mbarrier_wait(&bars.q_empty[stage], phase ^ 1);
                 load(q_ring, &q_map, bars.q_full, i, Tile::stats_bytes);
+                // L and D, and dQ's zeros, to which nobody adds before this copy has come.
+                if (i == 0) { await_previous_kernel(); }
                 bulk_load(stats_ring + stage * Tile::stats_bytes,
                           w.stats + ((int64_t)head * w.rows + (int64_t)(begin + i) * Bq) / 2, Tile::stats_bytes,
                           &bars.q_full[stage]);
@@ -781,9 +784,9 @@ static void launch_hopper_backward(const AttentionArgs& a, const BackwardWorkspa
     auto kernel = hopper_backward_kernel<Tile, T>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)Tile::bytes));
     auto map = [&](const Heads& x, int T_, int rows) { return tensor_map(x, dtype, a.B, a.H, T_, Tile::D, rows); };
-    kernel<<<attention_grid(a, ceil_div(a.Tk, Tile::Bk)), Tile::threads, Tile::bytes, stream()>>>(
-        a, w, map(a.q, a.Tq, Tile::Bq), map(a.k, a.Tk, Tile::Bk), map(a.v, a.Tk, Tile::Bk), map(a.dO, a.Tq, Tile::Bq));
-    LAUNCH_CHECK();
+    launch_early(kernel, attention_grid(a, ceil_div(a.Tk, Tile::Bk)), Tile::threads, Tile::bytes, a, w,
+                 map(a.q, a.Tq, Tile::Bq), map(a.k, a.Tk, Tile::Bk), map(a.v, a.Tk, Tile::Bk),
+                 map(a.dO, a.Tq, Tile::Bq));
 }
 template <class T>
 static void hopper_backward_typed(const AttentionArgs& a, const BackwardWorkspace& w, int D, DType dtype) {
