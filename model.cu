@@ -63,8 +63,8 @@ static void add_rmsnorm_cpu(T* y, Wide<T>* x_out, Wide<T>* r_out, const Wide<T>*
     }
 }
 template <class T>
-static void rmsnorm_backward_cpu(Wide<T>* dx, bool add_dx, Wide<T>* dw, bool add_dw, const T* dy, const Wide<T>* x,
-                                 const Wide<T>* r, const Wide<T>* w, int64_t N, int64_t C) {
+static void rmsnorm_backward_cpu(Wide<T>* dx, bool add_dx, T* dx_low, Wide<T>* dw, bool add_dw, const T* dy,
+                                 const Wide<T>* x, const Wide<T>* r, const Wide<T>* w, int64_t N, int64_t C) {
 #pragma omp parallel for if (N > 64)
     for (int64_t n = 0; n < N; n++) {
         double dot = 0;
@@ -73,6 +73,7 @@ static void rmsnorm_backward_cpu(Wide<T>* dx, bool add_dx, Wide<T>* dw, bool add
         for (int64_t i = n * C; i < (n + 1) * C; i++) {
             Wide<T> d = r[n] * w[i - n * C] * to_acc(dy[i]) - x[i] * k;
             dx[i] = add_dx ? dx[i] + d : d;
+            if (dx_low) { from_acc(dx[i], &dx_low[i]); }
         }
     }
 #pragma omp parallel for if (N > 64)
@@ -112,12 +113,13 @@ __global__ void __launch_bounds__(PACK_THREADS)
     }
     if (threadIdx.x == 0) { r_out[blockIdx.x] = r; }
 }
-// dx, and of dw the sum over the rows that a block takes: into partial [gridDim.x,C]. A thread has the same columns in
-// all of its rows, so it adds them up in registers; in rows of several packs a thread, in `partial`.
+// dx, where wanted once more as T, and of dw the sum over the rows that a block takes: into partial [gridDim.x,C]. A
+// thread has the same columns in all of its rows, so it adds them up in registers; in rows of several packs a thread,
+// in `partial`.
 template <class T, int W>
 __global__ void __launch_bounds__(PACK_THREADS)
-    rmsnorm_backward_kernel(float* dx, bool add_dx, float* partial, const T* dy, const float* x, const float* r_in,
-                            const float* w_in, int N, int C) {
+    rmsnorm_backward_kernel(float* dx, bool add_dx, T* dx_low, float* partial, const T* dy, const float* x,
+                            const float* r_in, const float* w_in, int N, int C) {
     const int first = blockIdx.x, rows = gridDim.x, step = W * blockDim.x;
     Pack<float, W> v = {}, w = {}, out = {}, dw = {};
     Pack<T, W> d = {};
@@ -139,12 +141,15 @@ __global__ void __launch_bounds__(PACK_THREADS)
                 read(c);
                 dw = n == first ? Pack<float, W>() : load_pack<W>(sums);
             }
+            Pack<T, W> low;
             for (int i = 0; i < W; i++) {
                 float g = to_acc(d.x[i]), change = r * w.x[i] * g - v.x[i] * k;
                 out.x[i] = add_dx ? out.x[i] + change : change;
                 dw.x[i] += g * v.x[i] * r;
+                from_acc(out.x[i], &low.x[i]);
             }
             store_pack(dx + row + c, out);
+            if (dx_low) { store_pack(dx_low + row + c, low); }
             if (C > step || n + rows >= N) { store_pack(sums, dw); }
         }
     }
@@ -167,21 +172,22 @@ __global__ void rmsnorm_dw_kernel(float* dw, bool add_dw, const float* partial, 
 }
 #endif
 
-static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dw, bool add_dw, const Tensor& dy,
-                             const Tensor& x, const Tensor& r, const Tensor& w) {
+static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dx_low, const Tensor& dw, bool add_dw,
+                             const Tensor& dy, const Tensor& x, const Tensor& r, const Tensor& w) {
     int64_t C = w.size(), N = x.size() / C;
 #ifdef __CUDACC__
     // Four rows or more a block, so that the partial sums are few beside them; and no more blocks than run at a time.
     int parts = std::min(ceil_div(N, 4), 4 * 132);
     Tensor partial = dx.device() == CPU ? Tensor() : empty({parts, C}, F32, WORKSPACE);
     if (dx.device() == CUDA) {
-        with_packs(dy.dtype, C, {dx.data, partial.data, dy.data, x.data, w.data}, [&](auto zero, auto width) {
-            using T = decltype(zero);
-            rmsnorm_backward_kernel<T, width><<<parts, threads_for(C / width), 0, stream()>>>(
-                dx.as<float>(), add_dx, partial.as<float>(), dy.as<T>(), x.as<float>(), r.as<float>(), w.as<float>(),
-                (int)N, (int)C);
-            LAUNCH_CHECK();
-        });
+        with_packs(dy.dtype, C, {dx.data, dx_low.data, partial.data, dy.data, x.data, w.data},
+                   [&](auto zero, auto width) {
+                       using T = decltype(zero);
+                       rmsnorm_backward_kernel<T, width><<<parts, threads_for(C / width), 0, stream()>>>(
+                           dx.as<float>(), add_dx, dx_low.as<T>(), partial.as<float>(), dy.as<T>(), x.as<float>(),
+                           r.as<float>(), w.as<float>(), (int)N, (int)C);
+                       LAUNCH_CHECK();
+                   });
         rmsnorm_dw_kernel<<<ceil_div(C, WARP), dim3(WARP, DW_SHARES), 0, stream()>>>(
             dw.as<float>(), add_dw, partial.as<float>(), parts, (int)C);
         LAUNCH_CHECK();
@@ -191,8 +197,8 @@ static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dw, bo
     if (dx.device() == META) { return; }
     with_type(dy.dtype, [&](auto zero) {
         using T = decltype(zero);
-        rmsnorm_backward_cpu(dx.as<Wide<T>>(), add_dx, dw.as<Wide<T>>(), add_dw, dy.as<T>(), x.as<Wide<T>>(),
-                             r.as<Wide<T>>(), w.as<Wide<T>>(), N, C);
+        rmsnorm_backward_cpu(dx.as<Wide<T>>(), add_dx, dx_low.as<T>(), dw.as<Wide<T>>(), add_dw, dy.as<T>(),
+                             x.as<Wide<T>>(), r.as<Wide<T>>(), w.as<Wide<T>>(), N, C);
     });
 }
 
@@ -221,18 +227,22 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
         });
     }
 #endif
+    auto dx_low = std::make_shared<Tensor>();  // delta's gradient, written along with dx
     if (delta) {
-        record(x, {x_in, delta}, [gx = x_in.gradient, gd = delta.gradient](const Tensor& dx) {
+        record(x, {x_in, delta}, [dx_low, gx = x_in.gradient, gd = delta.gradient](const Tensor& dx) {
             add_gradient(gx, dx);
-            add_gradient(gd, dx);
+            add_gradient(gd, *dx_low ? *dx_low : dx);
+            *dx_low = Tensor();
         });
         *x_io = x;
     }
-    record(y, {x, w}, [x, r, w](const Tensor& dy) {
+    bool low = delta && delta.gradient && delta.dtype != x.dtype;
+    record(y, {x, w}, [x, r, w, dx_low, low](const Tensor& dy) {  // the last to add to x's gradient
         bool add_dx;
         Tensor dx = gradient_target(x.gradient, &add_dx);
+        if (low) { *dx_low = empty(x.shape, dy.dtype); }
         write_gradient(w.gradient, [&](const Tensor& dw, bool add_dw) {
-            rmsnorm_backward(dx, add_dx, dw, add_dw, contiguous(dy), x, r, w);
+            rmsnorm_backward(dx, add_dx, *dx_low, dw, add_dw, contiguous(dy), x, r, w);
         });
     });
     if (context.recompute && y.gradient) {
