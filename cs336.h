@@ -778,7 +778,7 @@ struct Model {
     std::vector<Tensor> slots;                  // every tensor with a gradient slot, joined ones included
     Tensor rope;                                // [T,D]: cos and sin of each pair's angle, interleaved
     int step = 0;                               // optimizer steps taken
-    std::shared_ptr<struct StepGraphs> graphs;  // forward_backward's, in mode flash on the GPU
+    std::shared_ptr<struct StepGraphs> graphs;  // in mode flash on the GPU: of the last kind of step
 };
 void check_config(const ModelConfig& c);                    // usage_error unless it makes a model
 Model make_model(const ModelConfig& c, DType dtype = F32);  // weights allocated on context.device, not set
@@ -795,6 +795,7 @@ void make_gradients(Model& model, DType dtype = F32);
 void make_optimizer_state(Model& model);                            // m and v, zero, once
 void zero_gradients(const Model& model);                            // from here on the first writer overwrites
 Tensor forward(Model& model, const Tensor& tokens);                 // tokens I32 [B,T] -> logits [B,T,V]
+Tensor infer(Model& model, const Tensor& tokens);                   // without a tape; the next call may overwrite them
 Tensor cross_entropy(const Tensor& logits, const Tensor& targets);  // mean over all positions, []; targets I32 [B,T]
 
 // The ops of model.cu, in the order of the forward pass; each runs in context.mode.

@@ -1200,17 +1200,17 @@ static Tensor forward_backward_by_launches(Model& model, const Batch& batch, flo
 }
 
 #ifdef __CUDACC__
-// The two passes as CUDA graphs. A launch costs the CPU some 2 us and what leads to it, the tape and the allocations,
-// more; a small model's kernels take less than that each. A graph, captured once, launches all its kernels at once and
-// leaves shorter gaps between them. The first step of a kind is a rehearsal (see Region), the second is captured, and
-// from then on the same kernels run on the same buffers.
+// A step's two passes as CUDA graphs, or a forward alone as one. A launch costs the CPU some 2 us and what leads to it,
+// the tape and the allocations, more; a small model's kernels take less than that each. A graph, captured once,
+// launches all its kernels at once and leaves shorter gaps between them. The first step of a kind is a rehearsal (see
+// Region), the second is captured, and from then on the same kernels run on the same buffers.
 struct StepGraphs {
     std::shared_ptr<Region> region = std::make_shared<Region>();
     size_t bytes = 0;  // that its block has to have
     bool too_large = false;
     std::string kind;  // of step: what its kernels have built in
     Batch batch;
-    Tensor loss;
+    Tensor loss, logits;  // logits: of a forward alone
     std::vector<std::pair<GradientPtr, Tensor>> gradients;
     cudaGraphExec_t forward = nullptr, backward = nullptr;
     StepGraphs() = default;
@@ -1220,8 +1220,8 @@ struct StepGraphs {
         if (backward) { cudaGraphExecDestroy(backward); }
     }
 };
-static std::string kind_of_step(const Model& model, const Batch& batch, float loss_scale) {
-    return strprintf("%s %d %d %d %g %d %p", to_string(batch.tokens.shape).c_str(), context.precision,
+static std::string kind_of_step(const Model& model, const char* what, const Tensor& tokens, float loss_scale) {
+    return strprintf("%s %s %d %d %d %g %d %p", what, to_string(tokens.shape).c_str(), context.precision,
                      context.deterministic, context.recompute, loss_scale, model.split, (void*)model.rope.data);
 }
 static cudaGraphExec_t capture(const std::shared_ptr<Region>& region, const std::function<void()>& work) {
@@ -1242,71 +1242,111 @@ static cudaGraphExec_t capture(const std::shared_ptr<Region>& region, const std:
 static void copy_in_stream(const Tensor& to, const Tensor& from) {
     CUDA_CHECK(cudaMemcpyAsync(to.data, from.data, to.size() * size_of(to.dtype), cudaMemcpyDefault, stream()));
 }
-static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float loss_scale,
-                                         const std::function<void()>& between) {
-    zero_gradients(model);
-    make_ready(model, batch.tokens.dim(1));
-    if (!model.graphs || model.graphs->kind != kind_of_step(model, batch, loss_scale)) {
+// The graphs of this kind of step, to be captured or launched. Null: `by_launches` has done the step, as the rehearsal
+// or because there is no room for the graphs' block.
+static StepGraphs* graphs_or(Model& model, const std::string& kind, const Shape& tokens,
+                             const std::function<void()>& by_launches) {
+    if (!model.graphs || model.graphs->kind != kind) {
         start_cublas();  // whose workspace is no part of the step
         model.graphs = std::make_shared<StepGraphs>();
-        model.graphs->kind = kind_of_step(model, batch, loss_scale);
-        Tensor result = empty({}, F32);
-        allocate_in(model.graphs->region, [&] {
-            Tensor loss = forward_to_loss(model, batch);
-            copy_in_stream(result, loss);
-            between();
-            backward_from_loss(model, loss, loss_scale);
-        });
+        allocate_in(model.graphs->region, by_launches);
         model.graphs->bytes = plan_places(*model.graphs->region);
-        return result;
+        model.graphs->kind = kind;  // now that the rehearsal is complete
+        return nullptr;
     }
     StepGraphs& g = *model.graphs;
     if (!g.forward && !g.too_large) {
         give_back_cached_memory();  // the rehearsal's buffers
         g.too_large = g.bytes > available_memory(CUDA);
     }
-    if (g.too_large) { return forward_backward_by_launches(model, batch, loss_scale, between); }
+    if (g.too_large) {
+        by_launches();
+        return nullptr;
+    }
     if (!g.forward) {
         auto block = allocate(CUDA, g.bytes, ACTIVATIONS);
         g.region = std::make_shared<Region>(Region{block, g.region->places});
-        g.batch = {empty(batch.tokens.shape, I32, INPUTS), empty(batch.targets.shape, I32, INPUTS)};
-        g.loss = empty({}, F32);
+        g.batch = {empty(tokens, I32, INPUTS), empty(tokens, I32, INPUTS)};
+    }
+    return &g;
+}
+static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float loss_scale,
+                                         const std::function<void()>& between) {
+    zero_gradients(model);
+    make_ready(model, batch.tokens.dim(1));
+    Tensor result = empty({}, F32);
+    std::string kind = kind_of_step(model, "step", batch.tokens, loss_scale);
+    StepGraphs* g = graphs_or(model, kind, batch.tokens.shape, [&] {
+        Tensor loss = forward_to_loss(model, batch);
+        copy_in_stream(result, loss);
+        between();
+        backward_from_loss(model, loss, loss_scale);
+    });
+    if (!g) { return result; }
+    if (!g->forward) {
+        g->loss = empty({}, F32);
         Tensor loss;
-        g.forward = capture(g.region, [&] {
-            loss = forward_to_loss(model, g.batch);
-            copy_in_stream(g.loss, loss);
+        g->forward = capture(g->region, [&] {
+            loss = forward_to_loss(model, g->batch);
+            copy_in_stream(g->loss, loss);
         });
-        g.backward = capture(g.region, [&] { backward_from_loss(model, loss, loss_scale); });
+        g->backward = capture(g->region, [&] { backward_from_loss(model, loss, loss_scale); });
         for (const Tensor& t : model.slots) {
-            if (t.gradient->filled) { g.gradients.push_back({t.gradient, t.gradient->value}); }
+            if (t.gradient->filled) { g->gradients.push_back({t.gradient, t.gradient->value}); }
         }
     }
-    copy_in_stream(g.batch.tokens, batch.tokens), copy_in_stream(g.batch.targets, batch.targets);
+    copy_in_stream(g->batch.tokens, batch.tokens), copy_in_stream(g->batch.targets, batch.targets);
     {
         Range range("forward");
-        CUDA_CHECK(cudaGraphLaunch(g.forward, stream()));
+        CUDA_CHECK(cudaGraphLaunch(g->forward, stream()));
     }
     between();
     {
         Range range("backward");
-        CUDA_CHECK(cudaGraphLaunch(g.backward, stream()));
+        CUDA_CHECK(cudaGraphLaunch(g->backward, stream()));
     }
     drop_weight_copies(model.slots);
-    for (const auto& gradient : g.gradients) { gradient.first->value = gradient.second, gradient.first->filled = true; }
-    Tensor result = empty({}, F32);
-    copy_in_stream(result, g.loss);
+    for (const auto& gradient : g->gradients) {
+        gradient.first->value = gradient.second, gradient.first->filled = true;
+    }
+    copy_in_stream(result, g->loss);
     return result;
+}
+static Tensor infer_by_graph(Model& model, const Tensor& tokens) {
+    make_ready(model, tokens.dim(1));
+    Tensor logits;
+    StepGraphs* g = graphs_or(model, kind_of_step(model, "forward", tokens, 1), tokens.shape,
+                              [&] { logits = forward(model, tokens); });
+    if (!g) { return logits; }
+    if (!g->forward) {
+        g->forward = capture(g->region, [&] { g->logits = forward(model, g->batch.tokens); });
+    }
+    copy_in_stream(g->batch.tokens, tokens);
+    Range range("forward");
+    CUDA_CHECK(cudaGraphLaunch(g->forward, stream()));
+    return g->logits;
+}
+// With an arena somebody may wait for single gradients, and whoever watches wants to see single kernels.
+static bool by_graphs(const Model& model) {
+    return context.mode == FLASH && context.device == CUDA && context.graphs && !model.gradients && !watched();
 }
 #endif
 
 Tensor forward_backward(Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between) {
 #ifdef __CUDACC__
-    // With an arena somebody may wait for single gradients, and whoever watches wants to see single kernels.
-    bool by_graphs =
-        context.mode == FLASH && context.device == CUDA && context.graphs && !model.gradients && !watched();
-    if (by_graphs) { return forward_backward_by_graphs(model, batch, loss_scale, between); }
+    if (by_graphs(model)) { return forward_backward_by_graphs(model, batch, loss_scale, between); }
 #endif
     return forward_backward_by_launches(model, batch, loss_scale, between);
+}
+Tensor infer(Model& model, const Tensor& tokens) {
+    NoGrad no_grad;
+    Tensor logits;
+#ifdef __CUDACC__
+    if (by_graphs(model)) { logits = infer_by_graph(model, tokens); }
+#endif
+    if (!logits) { logits = forward(model, tokens); }
+    drop_weight_copies(model.slots);
+    return logits;
 }
 double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm) {
     bool fp16 = context.precision == PREC_FP16;
@@ -1322,9 +1362,7 @@ float loss_scale_of(const LossScaler& scaler) { return context.precision == PREC
 void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler,
                const std::function<void()>& between) {
     if (phase == FORWARD) {
-        NoGrad no_grad;
-        forward(model, batch.tokens);
-        drop_weight_copies(model.slots);
+        infer(model, batch.tokens);
         return;
     }
     if (phase == STEP) { make_optimizer_state(model); }

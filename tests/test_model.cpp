@@ -468,6 +468,24 @@ TEST_CASE("model: steps by CUDA graphs") {
         CHECK(compare(weights[0], weights[1], 0, 0).ok());
     }
 }
+TEST_CASE("model: inference by a CUDA graph") {
+    if (!begin<OnCUDA>()) { return; }
+    for (Precision precision : {FP32, PREC_BF16, PREC_FP16}) {
+        context.mode = FLASH, context.precision = precision;
+        Model model = make_model({"graphs", 64, 96, 2, 4, 101});
+        init_weights(model, 7);
+        split_weights(model);
+        for (int call = 0; call < 7; call++) {  // of each shape the first is the rehearsal, the second is captured
+            Tensor tokens = random_batch(2, call < 4 ? 33 : 64, 101, call).tokens;
+            if (call == 3) { scale_in_place(model.ln_final, 0.5); }
+            std::vector<float> by_graph = to_floats(infer(model, tokens));
+            CHECK((bool)model.graphs);
+            context.graphs = false;
+            CHECK(to_floats(infer(model, tokens)) == by_graph);
+            context.graphs = true;
+        }
+    }
+}
 // A graph's block need not be much larger than what a step holds at most, gaps between its buffers included.
 TEST_CASE("model: a step packs well") {
     begin<OnCPU>();
