@@ -419,6 +419,7 @@ static int write_pages(const Agenda& agenda, const std::string& out) {
             fail("%s: its markers have changed; the same command goes on with the new ones", page.path.c_str());
         }
         std::string text = page.text;
+        int written_before = written;
         for (size_t b = page.blocks.size(); b-- > 0;) {  // from the end: what stands before stays where it is
             const Block& block = page.blocks[b];
             if (agenda.index[p][b] < 0) { continue; }
@@ -434,7 +435,10 @@ static int write_pages(const Agenda& agenda, const std::string& out) {
             if (text != page.text) { save_file(page.path, text); }
             continue;
         }
-        save_file(out + page.path.substr(page.path.rfind('/')), text);
+        std::string copy = out + page.path.substr(page.path.rfind('/')), earlier;
+        // With --only, what earlier runs wrote there of other problems stays.
+        if (written == written_before && read_file(copy, &earlier)) { continue; }
+        save_file(copy, text);
         for (const std::string& picture : links_of(text, ".svg")) {
             std::string bytes;
             if (read_file("notes/" + picture, &bytes)) { save_file(out + "/" + picture, bytes); }

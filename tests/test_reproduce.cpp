@@ -138,6 +138,15 @@ TEST_CASE("reproduce: --only") {
     CHECK(has(read("notes/a.md"), block("communication_accounting", run_cs336({"communication_accounting"}).out)));
     CHECK(has(read("notes/a.md"), block("mixed_precision_accumulation", "old\n")));
 
+    write("notes/b.md", block("mixed_precision_accumulation", "old\n"));
+    for (const char* id : {"communication_accounting", "mixed_precision_accumulation"}) {
+        CHECK(run_cs336({"reproduce", "--only", id, "--out", "out"}).exit_code == 0);
+    }
+    CHECK(
+        has(read("out/b.md"), block("mixed_precision_accumulation", run_cs336({"mixed_precision_accumulation"}).out)));
+    CHECK(run_cs336({"reproduce", "--only", "communication_accounting", "--out", "out"}).exit_code == 0);
+    CHECK(!has(read("out/b.md"), "old"));  // of another problem: left as it was
+
     Run ambiguous = run_cs336({"reproduce", "--only", "optimizer"});
     CHECK(ambiguous.exit_code == 2);
     CHECK(has(ambiguous.err, "more than one problem"));
