@@ -221,8 +221,7 @@ def attention_pytorch(S, D, causal, backend):
     qkv = [x.requires_grad_() for x in (q, k, v)]
     forward = lambda _: F.scaled_dot_product_attention(*qkv, is_causal=causal)
     backward = lambda out: torch.autograd.grad(out, qkv, dO)
-    synchronize()
-    time.sleep(1)  # our side begins with a process's start, on a card that has cooled for as long; a hot one is slower
+    if CUDA: time.sleep(1)  # as long as our process takes to start: a card that has just been busy is slower
     with sdpa_kernel(backend):
         return [median_ms(lambda: None, forward), median_ms(lambda: forward(None), backward),
                 median_ms(lambda: None, lambda _: backward(forward(None)))]
