@@ -354,6 +354,7 @@ def try_streams():
 
 
 def try_signals():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, as would all that it starts
     for what, words in ENDLESS.items():
         for number in (signal.SIGINT, signal.SIGTERM) if not SHORT else (signal.SIGINT,):
             child = subprocess.Popen([PROGRAM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
