@@ -436,7 +436,7 @@ static int write_pages(const Agenda& agenda, const std::string& out) {
             continue;
         }
         std::string copy = out + page.path.substr(page.path.rfind('/')), earlier;
-        // With --only, what earlier runs wrote there of other problems stays.
+        // A page that this run wrote nothing into stays as an earlier one left it: with --only, other problems' pages.
         if (written == written_before && read_file(copy, &earlier)) { continue; }
         save_file(copy, text);
         for (const std::string& picture : links_of(text, ".svg")) {
