@@ -203,7 +203,7 @@ __device__ __forceinline__ uint32_t advance(uint32_t descriptor, int bytes) { re
 
 // 16 rows of a result, times a factor for each thread's two: through shared memory of the warp's own (16 rows in each
 // slab, swizzled as everywhere), then 16 bytes a thread to global memory.
-template <class T, int D, int SLAB_BYTES, int N>
+template <class T, int D, int SLAB_BYTES, bool LOADED_AGAIN, int N>
 __device__ __forceinline__ void store_rows(const Heads& to, int b, int h, int first, int rows, const float (&x)[N],
                                            const float (&factor)[2], char* own, int lane) {
     auto chunk = [&](int r, int d) {
@@ -215,7 +215,8 @@ __device__ __forceinline__ void store_rows(const Heads& to, int b, int h, int fi
         *(uint32_t*)(chunk(r, j / 4 * 8) + lane % 4 * 4) =
             pack<T>(x[j] * factor[j % 4 / 2], x[j + 1] * factor[j % 4 / 2]);
     }
-    __syncwarp();  // what the other lanes wrote is read below
+    if (LOADED_AGAIN) { shared_to_async_fence(); }  // here, before the stores to global memory, for which it would wait
+    __syncwarp();                                   // what the other lanes wrote is read below
     T* out = (T*)to.data + b * to.batch + h * to.head;
     for (int n = lane; n < 16 * (D / 8); n += WARP) {
         int r = n / (D / 8), d = n % (D / 8) * 8;
@@ -235,31 +236,46 @@ struct HopperForward {
     static constexpr bool sums = D % SLAB == 0;  // V has another slab, of ones
     static constexpr int v_bytes = k_bytes + (sums ? k_slab : 0), o_columns = D + (sums ? 8 : 0);
     static constexpr size_t bytes =
-        q_bytes + stages * (k_bytes + v_bytes) + 1024;  // 1024: to begin at a multiple of it, as the swizzle needs
+        2 * q_bytes + stages * (k_bytes + v_bytes) + 1024;  // 1024: to begin at a multiple of it, as the swizzle needs
     static_assert(D % 16 == 0 && D <= 128 && groups > 1);
 };
 template <class Tile>
 struct alignas(8) HopperBarriers {
-    uint64_t q_full, k_full[Tile::stages], k_empty[Tile::stages], v_full[Tile::stages], v_empty[Tile::stages];
+    uint64_t q_full[2], q_empty[2];
+    uint64_t k_full[Tile::stages], k_empty[Tile::stages], v_full[Tile::stages], v_empty[Tile::stages];
+    int block[2];  // whose Q that is
 };
+// What the forward's blocks take work from, and how many of them have found none; 0 between launches. There is one of
+// these, so two forwards must not run at the same time: all of ours are in one stream.
+__device__ int next_block, blocks_done;
 
+// `order` is attention_grid()'s: as many blocks as the device runs at a time take its blocks in turn.
 template <class Tile, class T>
 __global__ void __launch_bounds__(Tile::threads, 1)
-    hopper_forward_kernel(AttentionArgs a, const __grid_constant__ CUtensorMap q_map,
+    hopper_forward_kernel(AttentionArgs a, dim3 order, const __grid_constant__ CUtensorMap q_map,
                           const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
-    constexpr int D = Tile::D, Bk = Tile::Bk, Bq = Tile::Bq;
+    constexpr int D = Tile::D, Bk = Tile::Bk, Bq = Tile::Bq, stages = Tile::stages;
     extern __shared__ char dynamic[];
     __shared__ HopperBarriers<Tile> bars;
-    char* q_tile = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
-    char *k_ring = q_tile + Tile::q_bytes, *v_ring = k_ring + Tile::stages * Tile::k_bytes;
+    char* q_tiles = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
+    char *k_ring = q_tiles + 2 * Tile::q_bytes, *v_ring = k_ring + stages * Tile::k_bytes;
 
-    int head = head_of_block(), b = head / a.H, h = head % a.H;
-    int q0 = (int)(gridDim.y - 1 - blockIdx.y) * Bq;  // the last queries see the most keys: they start first
-    int tiles = ((a.causal ? min(a.Tk, q0 + Bq) : a.Tk) + Bk - 1) / Bk;
+    const int blocks = order.x * order.y * order.z;
+    struct Place {
+        int b, h, q0, tiles;
+    };
+    auto place_of = [&](int block) {
+        int head = block / (order.x * order.y) * order.x + block % order.x;
+        int q0 =
+            (int)(order.y - 1 - block / order.x % order.y) * Bq;  // the last queries see the most keys: they come first
+        return Place{head / a.H, head % a.H, q0, ((a.causal ? min(a.Tk, q0 + Bq) : a.Tk) + Bk - 1) / Bk};
+    };
 
     if (threadIdx.x == 0) {
-        mbarrier_init(&bars.q_full, 1);
-        for (int i = 0; i < Tile::stages; i++) {
+        for (int i = 0; i < 2; i++) {
+            mbarrier_init(&bars.q_full[i], 1), mbarrier_init(&bars.q_empty[i], 4 * Tile::groups);
+        }
+        for (int i = 0; i < stages; i++) {
             mbarrier_init(&bars.k_full[i], 1), mbarrier_init(&bars.v_full[i], 1);
             mbarrier_init(&bars.k_empty[i], Tile::groups), mbarrier_init(&bars.v_empty[i], Tile::groups);
         }
@@ -267,7 +283,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     }
     if (Tile::sums && threadIdx.x < Bk) {  // of the ones only the first 8 columns are read
         uint32_t one = pack<T>(1, 1);
-        for (int i = 0; i < Tile::stages; i++) {
+        for (int i = 0; i < stages; i++) {
             char* ones = v_ring + i * Tile::v_bytes + Tile::k_bytes + threadIdx.x * SLAB_ROW;
             *(uint4*)(ones + threadIdx.x % 8 * 16) = make_uint4(one, one, one, one);
         }
@@ -279,150 +295,186 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     if (warpgroup == Tile::groups) {
         fewer_registers<Tile::loader_registers>();
         if (threadIdx.x % 128 == 0) {
-            mbarrier_arrive_expecting(&bars.q_full, Tile::q_bytes);
-            for (int s = 0; s < Tile::slabs; s++) {
-                tma_load(q_tile + s * Tile::q_slab, &q_map, &bars.q_full, s * SLAB, q0, h, b);
-            }
-            auto load = [&](char* ring, int bytes, const CUtensorMap* map, uint64_t* full, uint64_t* empty, int i) {
-                int stage = i % Tile::stages, phase = i / Tile::stages % 2, key = (tiles - 1 - i) * Bk;
-                mbarrier_wait(&empty[stage], phase ^ 1);
-                mbarrier_arrive_expecting(&full[stage], Tile::k_bytes);
-                for (int s = 0; s < Tile::slabs; s++) {
-                    tma_load(ring + stage * bytes + s * Tile::k_slab, map, &full[stage], s * SLAB, key, h, b);
+            int n = 0;  // tiles of K and V so far
+            for (int block = blockIdx.x, turn = 0;; turn++) {
+                int buffer = turn % 2;
+                mbarrier_wait(&bars.q_empty[buffer], turn / 2 % 2 ^ 1);
+                bars.block[buffer] = block;
+                if (block >= blocks) {
+                    mbarrier_arrive(&bars.q_full[buffer]);
+                    break;
                 }
-            };
-            for (int i = 0; i < tiles; i++) {
-                load(k_ring, Tile::k_bytes, &k_map, bars.k_full, bars.k_empty, i);
-                load(v_ring, Tile::v_bytes, &v_map, bars.v_full, bars.v_empty, i);
+                Place p = place_of(block);
+                mbarrier_arrive_expecting(&bars.q_full[buffer], Tile::q_bytes);
+                for (int s = 0; s < Tile::slabs; s++) {
+                    tma_load(q_tiles + buffer * Tile::q_bytes + s * Tile::q_slab, &q_map, &bars.q_full[buffer],
+                             s * SLAB, p.q0, p.h, p.b);
+                }
+                auto load = [&](char* ring, int bytes, const CUtensorMap* map, uint64_t* full, uint64_t* empty,
+                                int key) {
+                    int stage = n % stages, phase = n / stages % 2;
+                    mbarrier_wait(&empty[stage], phase ^ 1);
+                    mbarrier_arrive_expecting(&full[stage], Tile::k_bytes);
+                    for (int s = 0; s < Tile::slabs; s++) {
+                        tma_load(ring + stage * bytes + s * Tile::k_slab, map, &full[stage], s * SLAB, key, p.h, p.b);
+                    }
+                };
+                for (int i = p.tiles - 1; i >= 0; i--, n++) {
+                    load(k_ring, Tile::k_bytes, &k_map, bars.k_full, bars.k_empty, i * Bk);
+                    load(v_ring, Tile::v_bytes, &v_map, bars.v_full, bars.v_empty, i * Bk);
+                }
+                // Not before: the blocks' work would be claimed too early to even out.
+                block = gridDim.x + atomicAdd(&next_block, 1);
             }
+            if (atomicAdd(&blocks_done, 1) == (int)gridDim.x - 1) {
+                next_block = blocks_done = 0;
+            }  // for the next launch
         }
         return;
     }
 
     more_registers<Tile::registers>();
     int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
-    int first = q0 + warpgroup * 64, row = first + warp * 16 + lane / 4;  // this thread's queries: row and row + 8
     float c = a.scale * LOG2_E;
-    float s[Bk / 2], o[Tile::o_columns / 2] = {}, m[2] = {-INFINITY, -INFINITY};  // m: times c, so in powers of 2
-    float l[2] = {0, 0};
-    uint32_t p[Bk / 16][4];
-    uint32_t q_at = descriptor(q_tile + warpgroup * 64 * SLAB_ROW, 16), k_at = descriptor(k_ring, 16),
-             v_at = descriptor(v_ring, Tile::k_slab);
+    uint32_t k_at = descriptor(k_ring, 16), v_at = descriptor(v_ring, Tile::k_slab);
+    int n = 0;  // tiles of K and V before this block's
+#pragma unroll 1
+    for (int turn = 0;; turn++) {
+        int buffer = turn % 2;
+        mbarrier_wait(&bars.q_full[buffer], turn / 2 % 2);
+        int block = __shfl_sync(0xffffffff, bars.block[buffer], 0);  // uniform, for the compiler
+        if (block >= blocks) { break; }
+        Place place = place_of(block);
+        const int b = place.b, h = place.h, q0 = place.q0, tiles = place.tiles;
+        int first = q0 + warpgroup * 64, row = first + warp * 16 + lane / 4;  // this thread's queries: row and row + 8
+        float s[Bk / 2], o[Tile::o_columns / 2] = {}, m[2] = {-INFINITY, -INFINITY};  // m: times c, so in powers of 2
+        float l[2] = {0, 0};
+        uint32_t p[Bk / 16][4];
+        char* q_tile = q_tiles + buffer * Tile::q_bytes;
+        uint32_t q_at = descriptor(q_tile + warpgroup * 64 * SLAB_ROW, 16);
 
-    auto scores = [&](int i) {  // S = Q K^T of the i-th tile
-        mbarrier_wait(&bars.k_full[i % Tile::stages], i / Tile::stages % 2);
-        wgmma_fence();
+        auto scores = [&](int i) {  // S = Q K^T of the i-th tile
+            int stage = (n + i) % stages;
+            mbarrier_wait(&bars.k_full[stage], (n + i) / stages % 2);
+            wgmma_fence();
 #pragma unroll
-        for (int d = 0; d < D; d += 16) {
-            int slab = d / SLAB, in_slab = d % SLAB * 2;
-            wgmma<T, 0>(s, advance(q_at, slab * Tile::q_slab + in_slab),
-                        advance(k_at, i % Tile::stages * Tile::k_bytes + slab * Tile::k_slab + in_slab), d > 0);
-        }
-        wgmma_commit();
-    };
-    auto add_values = [&](int i) {  // O += P V of the i-th tile
-        mbarrier_wait(&bars.v_full[i % Tile::stages], i / Tile::stages % 2);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < Bk / 16; k++) {
-            wgmma<T>(o, p[k], advance(v_at, i % Tile::stages * Tile::v_bytes + k * 16 * SLAB_ROW), true);
-        }
-        wgmma_commit();
-    };
-    auto release = [&](uint64_t* empty, int i) {
-        if (t == 0) { mbarrier_arrive(&empty[i % Tile::stages]); }
-    };
-    // Turns S of the i-th tile into P, unpacked; returns by what O has to be multiplied.
-    auto softmax = [&](int i, auto masked, float(&shrink)[2]) {
-        if constexpr (decltype(masked)::value) {
-            int key = (tiles - 1 - i) * Bk + lane % 4 * 2;
-#pragma unroll
-            for (int j = 0; j < Bk / 2; j++) {
-                int column = key + j / 4 * 8 + j % 2, query = row + j % 4 / 2 * 8;
-                if (column >= a.Tk || (a.causal && column > query)) { s[j] = -INFINITY; }
+            for (int d = 0; d < D; d += 16) {
+                int slab = d / SLAB, in_slab = d % SLAB * 2;
+                wgmma<T, 0>(s, advance(q_at, slab * Tile::q_slab + in_slab),
+                            advance(k_at, stage * Tile::k_bytes + slab * Tile::k_slab + in_slab), d > 0);
             }
-        }
+            wgmma_commit();
+        };
+        auto add_values = [&](int i) {  // O += P V of the i-th tile
+            int stage = (n + i) % stages;
+            mbarrier_wait(&bars.v_full[stage], (n + i) / stages % 2);
+            wgmma_fence();
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float larger = s[2 * r];
+            for (int k = 0; k < Bk / 16; k++) {
+                wgmma<T>(o, p[k], advance(v_at, stage * Tile::v_bytes + k * 16 * SLAB_ROW), true);
+            }
+            wgmma_commit();
+        };
+        auto release = [&](uint64_t* empty, int i) {
+            if (t == 0) { mbarrier_arrive(&empty[(n + i) % stages]); }
+        };
+        // Turns S of the i-th tile into P, unpacked; returns by what O has to be multiplied.
+        auto softmax = [&](int i, auto masked, float(&shrink)[2]) {
+            if constexpr (decltype(masked)::value) {
+                int key = (tiles - 1 - i) * Bk + lane % 4 * 2;
 #pragma unroll
-            for (int j = 0; j < Bk / 2; j += 4) { larger = fmaxf(larger, fmaxf(s[j + 2 * r], s[j + 2 * r + 1])); }
-            larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 1));
-            larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 2));
-            float before = m[r];
-            m[r] = larger * c > before + SLACK ? larger * c : before;
-            float base = decltype(masked)::value && m[r] == -INFINITY ? 0 : m[r];  // no key yet: -inf - -inf is NaN
-            shrink[r] = exp2_approx(before - base);
-            l[r] *= shrink[r];
-#pragma unroll
-            for (int j = 0; j < Bk / 2; j += 4) {
-#pragma unroll
-                for (int e = 2 * r; e < 2 * r + 2; e++) {
-                    s[j + e] = exp2_approx(fmaf(s[j + e], c, -base));
-                    if constexpr (!Tile::sums) { l[r] += s[j + e]; }
+                for (int j = 0; j < Bk / 2; j++) {
+                    int column = key + j / 4 * 8 + j % 2, query = row + j % 4 / 2 * 8;
+                    if (column >= a.Tk || (a.causal && column > query)) { s[j] = -INFINITY; }
                 }
             }
-        }
-    };
-    auto pack_p = [&] {
 #pragma unroll
-        for (int k = 0; k < Bk / 16; k++) {
+            for (int r = 0; r < 2; r++) {
+                float larger = s[2 * r];
 #pragma unroll
-            for (int e = 0; e < 4; e++) { p[k][e] = pack<T>(s[8 * k + 2 * e], s[8 * k + 2 * e + 1]); }
-        }
-    };
+                for (int j = 0; j < Bk / 2; j += 4) { larger = fmaxf(larger, fmaxf(s[j + 2 * r], s[j + 2 * r + 1])); }
+                larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 1));
+                larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 2));
+                float before = m[r];
+                m[r] = larger * c > before + SLACK ? larger * c : before;
+                float base = decltype(masked)::value && m[r] == -INFINITY ? 0 : m[r];  // no key yet: -inf - -inf is NaN
+                shrink[r] = exp2_approx(before - base);
+                l[r] *= shrink[r];
+#pragma unroll
+                for (int j = 0; j < Bk / 2; j += 4) {
+#pragma unroll
+                    for (int e = 2 * r; e < 2 * r + 2; e++) {
+                        s[j + e] = exp2_approx(fmaf(s[j + e], c, -base));
+                        if constexpr (!Tile::sums) { l[r] += s[j + e]; }
+                    }
+                }
+            }
+        };
+        auto pack_p = [&] {
+#pragma unroll
+            for (int k = 0; k < Bk / 16; k++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) { p[k][e] = pack<T>(s[8 * k + 2 * e], s[8 * k + 2 * e + 1]); }
+            }
+        };
 
-    // Tiles from the last: those that hold keys which some query of this warpgroup does not see come first.
-    int whole = min(a.Tk, a.causal ? first + 1 : a.Tk) / Bk, masked_end = max(tiles - whole, 1);
-    float shrink[2];
-    mbarrier_wait(&bars.q_full, 0);
-    scores(0);
-    wgmma_wait<0>();
-    pin(s);
-    release(bars.k_empty, 0);
-    softmax(0, std::true_type(), shrink);
-    pack_p();
-
-    auto step = [&](int i, auto masked) {
-        scores(i);
-        add_values(i - 1);
-        wgmma_wait<1>();
+        // Tiles from the last: those that hold keys which some query of this warpgroup does not see come first.
+        int whole = min(a.Tk, a.causal ? first + 1 : a.Tk) / Bk, masked_end = max(tiles - whole, 1);
+        float shrink[2];
+        scores(0);
+        wgmma_wait<0>();
         pin(s);
-        release(bars.k_empty, i);
-        softmax(i, masked, shrink);
-        pin(s);
-        wgmma_wait_in_place(a.Tk > 0);  // for P V, after the exponentials
-        pin(o);
-        release(bars.v_empty, i - 1);
-        if (__any_sync(0xffffffff, shrink[0] != 1 || shrink[1] != 1)) {
-#pragma unroll
-            for (int j = 0; j < Tile::o_columns / 2; j++) { o[j] *= shrink[j % 4 / 2]; }
-        }
+        release(bars.k_empty, 0);
+        softmax(0, std::true_type(), shrink);
         pack_p();
-    };
-    int i = 1;
+
+        auto step = [&](int i, auto masked) {
+            scores(i);
+            add_values(i - 1);
+            wgmma_wait<1>();
+            pin(s);
+            release(bars.k_empty, i);
+            softmax(i, masked, shrink);
+            pin(s);
+            wgmma_wait_in_place(a.Tk > 0);  // for P V, after the exponentials
+            pin(o);
+            release(bars.v_empty, i - 1);
+            if (__any_sync(0xffffffff, shrink[0] != 1 || shrink[1] != 1)) {
+#pragma unroll
+                for (int j = 0; j < Tile::o_columns / 2; j++) { o[j] *= shrink[j % 4 / 2]; }
+            }
+            pack_p();
+        };
+        int i = 1;
 #pragma unroll 1
-    for (; i < masked_end; i++) { step(i, std::true_type()); }
+        for (; i < masked_end; i++) { step(i, std::true_type()); }
 #pragma unroll 1
-    for (; i < tiles; i++) { step(i, std::false_type()); }
-    add_values(tiles - 1);
-    wgmma_wait<0>();
-    pin(o);
+        for (; i < tiles; i++) { step(i, std::false_type()); }
+        add_values(tiles - 1);
+        wgmma_wait<0>();
+        pin(o);
+        release(bars.v_empty, tiles - 1);
+        n += tiles;
 
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        if constexpr (Tile::sums) {
-            l[r] = o[D / 2 + 2 * r];
-        } else {
-            l[r] += __shfl_xor_sync(0xffffffff, l[r], 1);
-            l[r] += __shfl_xor_sync(0xffffffff, l[r], 2);
+        for (int r = 0; r < 2; r++) {
+            if constexpr (Tile::sums) {
+                l[r] = o[D / 2 + 2 * r];
+            } else {
+                l[r] += __shfl_xor_sync(0xffffffff, l[r], 1);
+                l[r] += __shfl_xor_sync(0xffffffff, l[r], 2);
+            }
+            int query = row + 8 * r;
+            if (lane % 4 == 0 && query < a.Tq) {
+                a.L[((int64_t)b * a.H + h) * a.Tq + query] = m[r] / LOG2_E + logf(l[r]);
+            }
         }
-        int query = row + 8 * r;
-        if (lane % 4 == 0 && query < a.Tq) { a.L[(int64_t)head * a.Tq + query] = m[r] / LOG2_E + logf(l[r]); }
+        float inverse[2] = {1 / l[0], 1 / l[1]};
+        store_rows<T, D, Tile::q_slab, true>(a.o, b, h, first + warp * 16, a.Tq, o, inverse,
+                                             q_tile + (warpgroup * 64 + warp * 16) * SLAB_ROW, lane);
+        __syncwarp();  // all lanes have read
+        if (lane == 0) { mbarrier_arrive(&bars.q_empty[buffer]); }
     }
-    float inverse[2] = {1 / l[0], 1 / l[1]};
-    store_rows<T, D, Tile::q_slab>(a.o, b, h, first + warp * 16, a.Tq, o, inverse,
-                                   q_tile + (warpgroup * 64 + warp * 16) * SLAB_ROW, lane);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -728,8 +780,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     barrier_sync(5, 256);  // K is no longer read by the other warpgroup
     int rows = (warpgroup * 64 + warp * 16) * SLAB_ROW;
     float scale[2] = {a.scale, a.scale}, one[2] = {1, 1};
-    store_rows<T, D, Tile::k_slab>(a.dk, b, h, first + warp * 16, a.Tk, dk, scale, k_tile + rows, lane);
-    store_rows<T, D, Tile::k_slab>(a.dv, b, h, first + warp * 16, a.Tk, dv, one, v_tile + rows, lane);
+    store_rows<T, D, Tile::k_slab, false>(a.dk, b, h, first + warp * 16, a.Tk, dk, scale, k_tile + rows, lane);
+    store_rows<T, D, Tile::k_slab, false>(a.dv, b, h, first + warp * 16, a.Tk, dv, one, v_tile + rows, lane);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -761,8 +813,12 @@ template <class Tile, class T>
 static void launch_hopper_forward(const AttentionArgs& a, DType dtype) {
     auto kernel = hopper_forward_kernel<Tile, T>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)Tile::bytes));
-    kernel<<<attention_grid(a, ceil_div(a.Tq, Tile::Bq)), Tile::threads, Tile::bytes, stream()>>>(
-        a, tensor_map(a.q, dtype, a.B, a.H, a.Tq, Tile::D, Tile::Bq),
+    dim3 order = attention_grid(a, ceil_div(a.Tq, Tile::Bq));
+    int device, SMs;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&SMs, cudaDevAttrMultiProcessorCount, device));
+    kernel<<<std::min<int64_t>(SMs, (int64_t)order.x * order.y * order.z), Tile::threads, Tile::bytes, stream()>>>(
+        a, order, tensor_map(a.q, dtype, a.B, a.H, a.Tq, Tile::D, Tile::Bq),
         tensor_map(a.k, dtype, a.B, a.H, a.Tk, Tile::D, Tile::Bk),
         tensor_map(a.v, dtype, a.B, a.H, a.Tk, Tile::D, Tile::Bk));
     LAUNCH_CHECK();
@@ -773,8 +829,8 @@ static void hopper_forward_typed(const AttentionArgs& a, int D, DType dtype) {
         case 16: return launch_hopper_forward<HopperForward<16, 3, 32, 160>, T>(a, dtype);
         case 32: return launch_hopper_forward<HopperForward<32, 3, 32, 160>, T>(a, dtype);
         case 64: return launch_hopper_forward<HopperForward<64, 3, 32, 160>, T>(a, dtype);
-        case 80: return launch_hopper_forward<HopperForward<80, 2, 24, 240>, T>(a, dtype);
-        case 128: return launch_hopper_forward<HopperForward<128, 2, 24, 240>, T>(a, dtype);
+        case 80: return launch_hopper_forward<HopperForward<80, 2, 40, 232>, T>(a, dtype);
+        case 128: return launch_hopper_forward<HopperForward<128, 2, 40, 232>, T>(a, dtype);
     }
     fail("hopper_forward: head size %d; it has 16, 32, 64, 80 and 128", D);
 }
