@@ -194,15 +194,19 @@ __device__ __forceinline__ uint32_t advance(uint32_t descriptor, int bytes) { re
 // rings of `stages` tiles; `full` tells that a tile has come, `empty` that every warpgroup has read it.
 //
 // A warpgroup does, for key tiles from the last to the first:
-//   S' = Q K^T for the next tile is issued, then O += P V for this one; while the tensor cores do the second, the
-//   exponential unit does the softmax of S'. And there are two or three warpgroups: while one waits, another issues.
+//   S' = Q K^T for the next tile is issued, then O += P V for this one, and the turn goes to the next warpgroup, whose
+//   products the tensor cores do while the exponential unit does the softmax of S'. The wait for P V stands behind the
+//   row maxima and a quarter of the exponentials: the rest of them can then be packed in P's registers as they come.
+//
+// There are as many blocks as multiprocessors. Each takes one tile of queries after another, from a counter, and has
+// two buffers for Q, so that the next tile's Q, K and V are loaded while this one's last products are at work.
 //
 // The rows of P are summed by the tensor cores, too: at D 64 and 128 each tile of V has eight more columns, of ones,
 // and what O has there is l. That spares an addition an element, and l is of the very weights that V is multiplied
 // with, rounded as they are.
 
 // 16 rows of a result, times a factor for each thread's two: through shared memory of the warp's own (16 rows in each
-// slab, swizzled as everywhere), then 16 bytes a thread to global memory.
+// slab, swizzled as everywhere), then 16 bytes a thread to global memory. LOADED_AGAIN: by TMA, later on.
 template <class T, int D, int SLAB_BYTES, bool LOADED_AGAIN, int N>
 __device__ __forceinline__ void store_rows(const Heads& to, int b, int h, int first, int rows, const float (&x)[N],
                                            const float (&factor)[2], char* own, int lane) {
@@ -249,7 +253,7 @@ struct alignas(8) HopperBarriers {
 // these, so two forwards must not run at the same time: all of ours are in one stream.
 __device__ int next_block, blocks_done;
 
-// `order` is attention_grid()'s: as many blocks as the device runs at a time take its blocks in turn.
+// `order` is attention_grid()'s, whose blocks are what is taken here.
 template <class Tile, class T>
 __global__ void __launch_bounds__(Tile::threads, 1)
     hopper_forward_kernel(AttentionArgs a, dim3 order, const __grid_constant__ CUtensorMap q_map,
@@ -266,8 +270,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     };
     auto place_of = [&](int block) {
         int head = block / (order.x * order.y) * order.x + block % order.x;
-        int q0 =
-            (int)(order.y - 1 - block / order.x % order.y) * Bq;  // the last queries see the most keys: they come first
+        int tile = order.y - 1 - block / order.x % order.y;  // the last queries see the most keys: they come first
+        int q0 = tile * Bq;
         return Place{head / a.H, head % a.H, q0, ((a.causal ? min(a.Tk, q0 + Bq) : a.Tk) + Bk - 1) / Bk};
     };
 
@@ -296,9 +300,9 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         fewer_registers<Tile::loader_registers>();
         if (threadIdx.x % 128 == 0) {
             int n = 0;  // tiles of K and V so far
-            for (int block = blockIdx.x, turn = 0;; turn++) {
-                int buffer = turn % 2;
-                mbarrier_wait(&bars.q_empty[buffer], turn / 2 % 2 ^ 1);
+            for (int block = blockIdx.x, served = 0;; served++) {
+                int buffer = served % 2;
+                mbarrier_wait(&bars.q_empty[buffer], served / 2 % 2 ^ 1);
                 bars.block[buffer] = block;
                 if (block >= blocks) {
                     mbarrier_arrive(&bars.q_full[buffer]);
@@ -326,9 +330,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
                 // Not before: the blocks' work would be claimed too early to even out.
                 block = gridDim.x + atomicAdd(&next_block, 1);
             }
-            if (atomicAdd(&blocks_done, 1) == (int)gridDim.x - 1) {
-                next_block = blocks_done = 0;
-            }  // for the next launch
+            if (atomicAdd(&blocks_done, 1) == (int)gridDim.x - 1) { next_block = blocks_done = 0; }
         }
         return;
     }
@@ -337,49 +339,49 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
     float c = a.scale * LOG2_E;
     uint32_t k_at = descriptor(k_ring, 16), v_at = descriptor(v_ring, Tile::k_slab);
-    int n = 0;  // tiles of K and V before this block's
+    uint32_t k_next = k_at, v_next = v_at;  // of the tile to be read next
+    uint32_t k_tiles = 0, v_tiles = 0;      // read so far
+    constexpr int TURN = 1;                 // the first of the barriers at which a warpgroup waits for its turn
+    if (warpgroup == Tile::groups - 1) { barrier_arrive(TURN, 256); }
 #pragma unroll 1
-    for (int turn = 0;; turn++) {
-        int buffer = turn % 2;
-        mbarrier_wait(&bars.q_full[buffer], turn / 2 % 2);
+    for (int served = 0;; served++) {
+        int buffer = served % 2;
+        mbarrier_wait(&bars.q_full[buffer], served / 2 % 2);
         int block = __shfl_sync(0xffffffff, bars.block[buffer], 0);  // uniform, for the compiler
         if (block >= blocks) { break; }
         Place place = place_of(block);
         const int b = place.b, h = place.h, q0 = place.q0, tiles = place.tiles;
         int first = q0 + warpgroup * 64, row = first + warp * 16 + lane / 4;  // this thread's queries: row and row + 8
         float s[Bk / 2], o[Tile::o_columns / 2] = {}, m[2] = {-INFINITY, -INFINITY};  // m: times c, so in powers of 2
-        float l[2] = {0, 0};
+        float l[2] = {0, 0}, base[2], shrink[2];  // of the newest tile: what is subtracted, by what O is multiplied
         uint32_t p[Bk / 16][4];
         char* q_tile = q_tiles + buffer * Tile::q_bytes;
         uint32_t q_at = descriptor(q_tile + warpgroup * 64 * SLAB_ROW, 16);
 
-        auto scores = [&](int i) {  // S = Q K^T of the i-th tile
-            int stage = (n + i) % stages;
-            mbarrier_wait(&bars.k_full[stage], (n + i) / stages % 2);
+        auto scores = [&] {  // S = Q K^T of the next tile
+            mbarrier_wait(&bars.k_full[k_tiles % stages], k_tiles / stages % 2);
             wgmma_fence();
 #pragma unroll
             for (int d = 0; d < D; d += 16) {
                 int slab = d / SLAB, in_slab = d % SLAB * 2;
                 wgmma<T, 0>(s, advance(q_at, slab * Tile::q_slab + in_slab),
-                            advance(k_at, stage * Tile::k_bytes + slab * Tile::k_slab + in_slab), d > 0);
+                            advance(k_next, slab * Tile::k_slab + in_slab), d > 0);
             }
             wgmma_commit();
+            k_tiles++, k_next = advance(2 * k_at - k_next, Tile::k_bytes);
         };
-        auto add_values = [&](int i) {  // O += P V of the i-th tile
-            int stage = (n + i) % stages;
-            mbarrier_wait(&bars.v_full[stage], (n + i) / stages % 2);
+        auto add_values = [&] {  // O += P V
+            mbarrier_wait(&bars.v_full[v_tiles % stages], v_tiles / stages % 2);
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < Bk / 16; k++) {
-                wgmma<T>(o, p[k], advance(v_at, stage * Tile::v_bytes + k * 16 * SLAB_ROW), true);
-            }
+            for (int k = 0; k < Bk / 16; k++) { wgmma<T>(o, p[k], advance(v_next, k * 16 * SLAB_ROW), true); }
             wgmma_commit();
+            v_tiles++, v_next = advance(2 * v_at - v_next, Tile::v_bytes);
         };
-        auto release = [&](uint64_t* empty, int i) {
-            if (t == 0) { mbarrier_arrive(&empty[(n + i) % stages]); }
+        auto release = [&](uint64_t* empty, uint32_t read) {  // the last of so many tiles
+            if (t == 0) { mbarrier_arrive(&empty[(read - 1) % stages]); }
         };
-        // Turns S of the i-th tile into P, unpacked; returns by what O has to be multiplied.
-        auto softmax = [&](int i, auto masked, float(&shrink)[2]) {
+        auto row_maxima = [&](int i, auto masked) {  // of S of the i-th tile
             if constexpr (decltype(masked)::value) {
                 int key = (tiles - 1 - i) * Bk + lane % 4 * 2;
 #pragma unroll
@@ -397,14 +399,19 @@ __global__ void __launch_bounds__(Tile::threads, 1)
                 larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 2));
                 float before = m[r];
                 m[r] = larger * c > before + SLACK ? larger * c : before;
-                float base = decltype(masked)::value && m[r] == -INFINITY ? 0 : m[r];  // no key yet: -inf - -inf is NaN
-                shrink[r] = exp2_approx(before - base);
+                base[r] = decltype(masked)::value && m[r] == -INFINITY ? 0 : m[r];  // no key yet: -inf - -inf is NaN
+                shrink[r] = exp2_approx(before - base[r]);
                 l[r] *= shrink[r];
+            }
+        };
+        auto exponentials = [&](int from, int to) {  // turns these columns of S into P, unpacked
 #pragma unroll
-                for (int j = 0; j < Bk / 2; j += 4) {
+            for (int r = 0; r < 2; r++) {
+#pragma unroll
+                for (int j = from / 2; j < to / 2; j += 4) {
 #pragma unroll
                     for (int e = 2 * r; e < 2 * r + 2; e++) {
-                        s[j + e] = exp2_approx(fmaf(s[j + e], c, -base));
+                        s[j + e] = exp2_approx(fmaf(s[j + e], c, -base[r]));
                         if constexpr (!Tile::sums) { l[r] += s[j + e]; }
                     }
                 }
@@ -420,29 +427,32 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 
         // Tiles from the last: those that hold keys which some query of this warpgroup does not see come first.
         int whole = min(a.Tk, a.causal ? first + 1 : a.Tk) / Bk, masked_end = max(tiles - whole, 1);
-        float shrink[2];
-        scores(0);
+        scores();
         wgmma_wait<0>();
         pin(s);
-        release(bars.k_empty, 0);
-        softmax(0, std::true_type(), shrink);
+        release(bars.k_empty, k_tiles);
+        row_maxima(0, std::true_type());
+        exponentials(0, Bk);
         pack_p();
 
         auto step = [&](int i, auto masked) {
-            scores(i);
-            add_values(i - 1);
+            barrier_sync(TURN + warpgroup, 256);
+            scores();
+            add_values();
+            barrier_arrive(TURN + (warpgroup + 1) % Tile::groups, 256);
             wgmma_wait<1>();
             pin(s);
-            release(bars.k_empty, i);
-            softmax(i, masked, shrink);
-            pin(s);
-            wgmma_wait_in_place(a.Tk > 0);  // for P V, after the exponentials
+            release(bars.k_empty, k_tiles);
+            row_maxima(i, masked);
+            exponentials(0, Bk / 4);
+            wgmma_wait<0>();
             pin(o);
-            release(bars.v_empty, i - 1);
+            release(bars.v_empty, v_tiles);
             if (__any_sync(0xffffffff, shrink[0] != 1 || shrink[1] != 1)) {
 #pragma unroll
                 for (int j = 0; j < Tile::o_columns / 2; j++) { o[j] *= shrink[j % 4 / 2]; }
             }
+            exponentials(Bk / 4, Bk);
             pack_p();
         };
         int i = 1;
@@ -450,11 +460,10 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         for (; i < masked_end; i++) { step(i, std::true_type()); }
 #pragma unroll 1
         for (; i < tiles; i++) { step(i, std::false_type()); }
-        add_values(tiles - 1);
+        add_values();
         wgmma_wait<0>();
         pin(o);
-        release(bars.v_empty, tiles - 1);
-        n += tiles;
+        release(bars.v_empty, v_tiles);
 
 #pragma unroll
         for (int r = 0; r < 2; r++) {
