@@ -484,6 +484,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         __syncwarp();  // all lanes have read
         if (lane == 0) { mbarrier_arrive(&bars.q_empty[buffer]); }
     }
+    if (warpgroup == 0) { barrier_sync(TURN, 256); }  // each arrival has been waited for
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -680,30 +681,38 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         mbarrier_wait(&bars.dO_full[stage], i / stages % 2);
         rows_times_rows(dp, v_at, advance(dO_at, stage * Tile::q_bytes), Tile::small);
         uint32_t p[Bq / 16][4], ds[Bq / 16][4];
+        auto exponentials = [&](int from, int to) {  // turns S of these queries into P and packs it, from the last
 #pragma unroll
-        for (int j = Bq / 2 - 4; j >= 0; j -= 4) {
-            float2 L = j < EARLY ? L_of(j) : early_L[(j - EARLY) / 4];
+            for (int j = to / 2 - 4; j >= from / 2; j -= 4) {
+                float2 L = j < EARLY ? L_of(j) : early_L[(j - EARLY) / 4];
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                s[j + e] = exp2_approx(fmaf(s[j + e], c, -(e % 2 ? L.y : L.x)));
-                if constexpr (decltype(masked)::value) {
-                    int key = row + e / 2 * 8, query = q0 + 2 * j + lane % 4 * 2 + e % 2;
-                    if (key >= a.Tk || (a.causal && key > query)) { s[j + e] = 0; }
+                for (int e = 0; e < 4; e++) {
+                    s[j + e] = exp2_approx(fmaf(s[j + e], c, -(e % 2 ? L.y : L.x)));
+                    if constexpr (decltype(masked)::value) {
+                        int key = row + e / 2 * 8, query = q0 + 2 * j + lane % 4 * 2 + e % 2;
+                        if (key >= a.Tk || (a.causal && key > query)) { s[j + e] = 0; }
+                    }
+                }
+                if (j % 8 == 0) {
+#pragma unroll
+                    for (int e = 0; e < 4; e++) { p[j / 8][e] = pack<T>(s[j + 2 * e], s[j + 2 * e + 1]); }
                 }
             }
-            if (j % 8 == 0) {
+        };
+        if constexpr (Tile::small) {
+            exponentials(Bq / 4, Bq);
+            wgmma_wait<0>();  // for dP; the last quarter of the exponentials comes under dQ's product
+            pin(dp);
+            exponentials(0, Bq / 4);
+        } else {
+            exponentials(0, Bq);
+            float2 row_D[Bq / 8];  // loaded all at once: between the stores of dS each load would be waited for
 #pragma unroll
-                for (int e = 0; e < 4; e++) { p[j / 8][e] = pack<T>(s[j + 2 * e], s[j + 2 * e + 1]); }
-            }
-        }
-        float2 later_D[Bq / 8];  // loaded all at once: between the stores of dS each load would be waited for
+            for (int j = 0; j < Bq / 2; j += 4) { row_D[j / 4] = D_of(j); }
+            wgmma_wait_in_place(a.Tk > 0);  // for dP
+            pin(dp);
 #pragma unroll
-        for (int j = 0; j < Bq / 2 && !Tile::small; j += 4) { later_D[j / 4] = D_of(j); }
-        wgmma_wait_in_place(a.Tk > 0);  // for dP; small tiles' exponentials ptxas puts behind it, under dQ's product
-        pin(dp);
-        if constexpr (!Tile::small) {
-#pragma unroll
-            for (int j = 0; j < Bq / 2; j++) { dp[j] -= j % 2 ? later_D[j / 4].y : later_D[j / 4].x; }
+            for (int j = 0; j < Bq / 2; j++) { dp[j] -= j % 2 ? row_D[j / 4].y : row_D[j / 4].x; }
         }
         constexpr int N = Tile::dq_columns / 2;
         float dq_registers[N];  // dP's, when dS is made; not used in small tiles
