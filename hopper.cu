@@ -58,7 +58,7 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes,
                  "l"(from), "r"(bytes), "r"(shared_address(b))
                  : "memory");
 }
-// What this thread stored to shared memory will be seen by wgmma; then a barrier, as always.
+// What this thread stored to shared memory comes before what wgmma and TMA do there after the next barrier.
 __device__ __forceinline__ void shared_to_async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Four 8x8 matrices of 16-bit elements to shared memory, transposed: lane l gives the address of row l%8 of matrix l/8,
 // and holds of each matrix two neighbours of column l/4.
@@ -74,8 +74,8 @@ template <int N>  // until at most the N newest batches are at work
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// wgmma_wait<0>() that stays behind the arithmetic before it, whose results are pinned: ptxas moves a wait up to the
-// last branch, so here is one. All take it (`yes` is true, but only at run time), since what belongs to wgmma has to be
+// wgmma_wait<0>() that stays behind the arithmetic before it: ptxas moves a wait up to the last branch, so here is one.
+// All take it (`yes` is true, but only at run time), since what belongs to wgmma has to be
 // done by the whole warpgroup. The second wait is for the compiler: around the branch products would still be at work.
 __device__ __forceinline__ void wgmma_wait_in_place(bool yes) {
     if (yes) { wgmma_wait<0>(); }
@@ -195,18 +195,20 @@ __device__ __forceinline__ uint32_t advance(uint32_t descriptor, int bytes) { re
 //
 // A warpgroup does, for key tiles from the last to the first:
 //   S' = Q K^T for the next tile is issued, then O += P V for this one, and the turn goes to the next warpgroup, whose
-//   products the tensor cores do while the exponential unit does the softmax of S'. The wait for P V stands behind the
-//   row maxima and a quarter of the exponentials: the rest of them can then be packed in P's registers as they come.
+//   products the tensor cores do while the exponential unit does the softmax of S'. The wait for P V is written behind
+//   the row maxima and a quarter of the exponentials (ptxas moves it into that quarter); O is then multiplied, and the
+//   other exponentials are packed in P's registers as they come.
 //
-// There are as many blocks as multiprocessors. Each takes one tile of queries after another, from a counter, and has
-// two buffers for Q, so that the next tile's Q, K and V are loaded while this one's last products are at work.
+// There are at most as many blocks as multiprocessors. Each takes one tile of queries after another, from a counter,
+// and has two buffers for Q, so that the next tile's Q, K and V are loaded while this one's last products are at work.
+// O leaves through its Q's buffer; each warp gives its rows back, so q_empty counts warps.
 //
 // The rows of P are summed by the tensor cores, too: at D 64 and 128 each tile of V has eight more columns, of ones,
 // and what O has there is l. That spares an addition an element, and l is of the very weights that V is multiplied
 // with, rounded as they are.
 
 // 16 rows of a result, times a factor for each thread's two: through shared memory of the warp's own (16 rows in each
-// slab, swizzled as everywhere), then 16 bytes a thread to global memory. LOADED_AGAIN: by TMA, later on.
+// slab, swizzled as everywhere), then 16 bytes a thread to global memory. LOADED_AGAIN: TMA will write there later.
 template <class T, int D, int SLAB_BYTES, bool LOADED_AGAIN, int N>
 __device__ __forceinline__ void store_rows(const Heads& to, int b, int h, int first, int rows, const float (&x)[N],
                                            const float (&factor)[2], char* own, int lane) {
@@ -241,19 +243,20 @@ struct HopperForward {
     static constexpr int v_bytes = k_bytes + (sums ? k_slab : 0), o_columns = D + (sums ? 8 : 0);
     static constexpr size_t bytes =
         2 * q_bytes + stages * (k_bytes + v_bytes) + 1024;  // 1024: to begin at a multiple of it, as the swizzle needs
-    static_assert(D % 16 == 0 && D <= 128 && groups > 1);
+    static_assert(D % 16 == 0 && D <= 128 && groups > 1 && stages == 2);
 };
 template <class Tile>
 struct alignas(8) HopperBarriers {
     uint64_t q_full[2], q_empty[2];
     uint64_t k_full[Tile::stages], k_empty[Tile::stages], v_full[Tile::stages], v_empty[Tile::stages];
-    int block[2];  // whose Q that is
+    int tile[2];  // whose Q that is; none is left if it is not below `all`
 };
-// What the forward's blocks take work from, and how many of them have found none; 0 between launches. There is one of
-// these, so two forwards must not run at the same time: all of ours are in one stream.
-__device__ int next_block, blocks_done;
+// How many tiles of queries the forward's blocks have taken after their first ones, and how many blocks have found none
+// left; 0 between launches. A device has one pair, so two forwards must not run at a time: all of ours are in one
+// stream.
+__device__ int tiles_taken, blocks_done;
 
-// `order` is attention_grid()'s, whose blocks are what is taken here.
+// `order` is attention_grid()'s: its blocks, numbered in their order, are the tiles of queries that are taken here.
 template <class Tile, class T>
 __global__ void __launch_bounds__(Tile::threads, 1)
     hopper_forward_kernel(AttentionArgs a, dim3 order, const __grid_constant__ CUtensorMap q_map,
@@ -264,14 +267,14 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     char* q_tiles = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
     char *k_ring = q_tiles + 2 * Tile::q_bytes, *v_ring = k_ring + stages * Tile::k_bytes;
 
-    const int blocks = order.x * order.y * order.z;
+    const int all = order.x * order.y * order.z;
     struct Place {
-        int b, h, q0, tiles;
+        int b, h, q0, tiles;  // of keys
     };
-    auto place_of = [&](int block) {
-        int head = block / (order.x * order.y) * order.x + block % order.x;
-        int tile = order.y - 1 - block / order.x % order.y;  // the last queries see the most keys: they come first
-        int q0 = tile * Bq;
+    auto place_of = [&](int tile) {
+        int head = tile / (order.x * order.y) * order.x + tile % order.x;
+        int row = order.y - 1 - tile / order.x % order.y;  // the last queries see the most keys: they come first
+        int q0 = row * Bq;
         return Place{head / a.H, head % a.H, q0, ((a.causal ? min(a.Tk, q0 + Bq) : a.Tk) + Bk - 1) / Bk};
     };
 
@@ -300,15 +303,15 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         fewer_registers<Tile::loader_registers>();
         if (threadIdx.x % 128 == 0) {
             int n = 0;  // tiles of K and V so far
-            for (int block = blockIdx.x, served = 0;; served++) {
+            for (int tile = blockIdx.x, served = 0;; served++) {
                 int buffer = served % 2;
                 mbarrier_wait(&bars.q_empty[buffer], served / 2 % 2 ^ 1);
-                bars.block[buffer] = block;
-                if (block >= blocks) {
+                bars.tile[buffer] = tile;
+                if (tile >= all) {
                     mbarrier_arrive(&bars.q_full[buffer]);
                     break;
                 }
-                Place p = place_of(block);
+                Place p = place_of(tile);
                 mbarrier_arrive_expecting(&bars.q_full[buffer], Tile::q_bytes);
                 for (int s = 0; s < Tile::slabs; s++) {
                     tma_load(q_tiles + buffer * Tile::q_bytes + s * Tile::q_slab, &q_map, &bars.q_full[buffer],
@@ -327,10 +330,10 @@ __global__ void __launch_bounds__(Tile::threads, 1)
                     load(k_ring, Tile::k_bytes, &k_map, bars.k_full, bars.k_empty, i * Bk);
                     load(v_ring, Tile::v_bytes, &v_map, bars.v_full, bars.v_empty, i * Bk);
                 }
-                // Not before: the blocks' work would be claimed too early to even out.
-                block = gridDim.x + atomicAdd(&next_block, 1);
+                // Not before: work would be taken too early to even out.
+                tile = gridDim.x + atomicAdd(&tiles_taken, 1);
             }
-            if (atomicAdd(&blocks_done, 1) == (int)gridDim.x - 1) { next_block = blocks_done = 0; }
+            if (atomicAdd(&blocks_done, 1) == (int)gridDim.x - 1) { tiles_taken = blocks_done = 0; }
         }
         return;
     }
@@ -339,7 +342,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
     float c = a.scale * LOG2_E;
     uint32_t k_at = descriptor(k_ring, 16), v_at = descriptor(v_ring, Tile::k_slab);
-    uint32_t k_next = k_at, v_next = v_at;  // of the tile to be read next
+    uint32_t k_next = k_at, v_next = v_at;  // of the tile to be read next: they swap between the two stages
     uint32_t k_tiles = 0, v_tiles = 0;      // read so far
     constexpr int TURN = 1;                 // the first of the barriers at which a warpgroup waits for its turn
     if (warpgroup == Tile::groups - 1) { barrier_arrive(TURN, 256); }
@@ -347,13 +350,15 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     for (int served = 0;; served++) {
         int buffer = served % 2;
         mbarrier_wait(&bars.q_full[buffer], served / 2 % 2);
-        int block = __shfl_sync(0xffffffff, bars.block[buffer], 0);  // uniform, for the compiler
-        if (block >= blocks) { break; }
-        Place place = place_of(block);
-        const int b = place.b, h = place.h, q0 = place.q0, tiles = place.tiles;
-        int first = q0 + warpgroup * 64, row = first + warp * 16 + lane / 4;  // this thread's queries: row and row + 8
+        int tile = __shfl_sync(0xffffffff, bars.tile[buffer], 0);  // uniform, for the compiler
+        if (tile >= all) { break; }
+        Place place = place_of(tile);
+        const int b = place.b, h = place.h, tiles = place.tiles;
+        int first = place.q0 + warpgroup * 64,
+            row = first + warp * 16 + lane / 4;  // this thread's queries: row and row + 8
         float s[Bk / 2], o[Tile::o_columns / 2] = {}, m[2] = {-INFINITY, -INFINITY};  // m: times c, so in powers of 2
-        float l[2] = {0, 0}, base[2], shrink[2];  // of the newest tile: what is subtracted, by what O is multiplied
+        float l[2] = {0, 0};
+        float base[2], shrink[2];  // of the newest tile: what is subtracted, and by what O is multiplied
         uint32_t p[Bk / 16][4];
         char* q_tile = q_tiles + buffer * Tile::q_bytes;
         uint32_t q_at = descriptor(q_tile + warpgroup * 64 * SLAB_ROW, 16);
@@ -706,13 +711,13 @@ __global__ void __launch_bounds__(Tile::threads, 1)
             exponentials(0, Bq / 4);
         } else {
             exponentials(0, Bq);
-            float2 row_D[Bq / 8];  // loaded all at once: between the stores of dS each load would be waited for
+            float2 all_D[Bq / 8];  // loaded all at once: between the stores of dS each load would be waited for
 #pragma unroll
-            for (int j = 0; j < Bq / 2; j += 4) { row_D[j / 4] = D_of(j); }
+            for (int j = 0; j < Bq / 2; j += 4) { all_D[j / 4] = D_of(j); }
             wgmma_wait_in_place(a.Tk > 0);  // for dP
             pin(dp);
 #pragma unroll
-            for (int j = 0; j < Bq / 2; j++) { dp[j] -= j % 2 ? row_D[j / 4].y : row_D[j / 4].x; }
+            for (int j = 0; j < Bq / 2; j++) { dp[j] -= j % 2 ? all_D[j / 4].y : all_D[j / 4].x; }
         }
         constexpr int N = Tile::dq_columns / 2;
         float dq_registers[N];  // dP's, when dS is made; not used in small tiles
