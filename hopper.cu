@@ -75,8 +75,8 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 // wgmma_wait<0>() that stays behind the arithmetic before it: ptxas moves a wait up to the last branch, so here is one.
-// All take it (`yes` is true, but only at run time), since what belongs to wgmma has to be
-// done by the whole warpgroup. The second wait is for the compiler: around the branch products would still be at work.
+// All take it (`yes` is true, but only at run time), since what belongs to wgmma has to be done by the whole warpgroup.
+// The second wait is for the compiler: around the branch products would still be at work.
 __device__ __forceinline__ void wgmma_wait_in_place(bool yes) {
     if (yes) { wgmma_wait<0>(); }
     wgmma_wait<0>();
