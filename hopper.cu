@@ -252,8 +252,7 @@ struct alignas(8) HopperBarriers {
     int tile[2];  // whose Q that is; none is left if it is not below `all`
 };
 // How many tiles of queries the forward's blocks have taken after their first ones, and how many blocks have found none
-// left; 0 between launches. A device has one pair, so two forwards must not run at a time: all of ours are in one
-// stream.
+// left; 0 between launches. A device has one pair, so two forwards must not run at a time: ours are all in one stream.
 __device__ int tiles_taken, blocks_done;
 
 // `order` is attention_grid()'s: its blocks, numbered in their order, are the tiles of queries that are taken here.
@@ -273,8 +272,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     };
     auto place_of = [&](int tile) {
         int head = tile / (order.x * order.y) * order.x + tile % order.x;
-        int row = order.y - 1 - tile / order.x % order.y;  // the last queries see the most keys: they come first
-        int q0 = row * Bq;
+        int of_head = order.y - 1 - tile / order.x % order.y;  // the last queries see the most keys: they come first
+        int q0 = of_head * Bq;
         return Place{head / a.H, head % a.H, q0, ((a.causal ? min(a.Tk, q0 + Bq) : a.Tk) + Bk - 1) / Bk};
     };
 
@@ -354,8 +353,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         if (tile >= all) { break; }
         Place place = place_of(tile);
         const int b = place.b, h = place.h, tiles = place.tiles;
-        int first = place.q0 + warpgroup * 64,
-            row = first + warp * 16 + lane / 4;  // this thread's queries: row and row + 8
+        int first = place.q0 + warpgroup * 64;
+        int row = first + warp * 16 + lane / 4;  // this thread's queries: row and row + 8
         float s[Bk / 2], o[Tile::o_columns / 2] = {}, m[2] = {-INFINITY, -INFINITY};  // m: times c, so in powers of 2
         float l[2] = {0, 0};
         float base[2], shrink[2];  // of the newest tile: what is subtracted, and by what O is multiplied

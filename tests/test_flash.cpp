@@ -255,7 +255,7 @@ TEST_CASE_TEMPLATE("flash: many runs give the same O, L, dK and dV, and the same
         if (impl.device != D::device || !impl.forward || !impl.takes(dtype, 64)) { continue; }
         for (auto [head_size, many] : {std::pair(64, false), {128, false}, {64, true}, {128, true}}) {
             if (many && D::device == CPU) { continue; }
-            Tensor in[4];  // many: more blocks than the card holds at once, so that some take work again and again
+            Tensor in[4];  // many: more tiles of queries than multiprocessors, so that some blocks take a second
             for (int i = 0; i < 4; i++) {
                 in[i] = normal({1, many ? 140 : 3, many ? 130 : 777, head_size}, dtype, 1 + i, 1);
             }
