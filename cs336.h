@@ -648,6 +648,7 @@ constexpr float LOG2_E = 1.4426950408889634f;  // exp(x) = exp2(x log2 e), and e
 // But causal, the first tile takes twice the mean, and until it is over, the others have to keep the device busy, which
 // runs `blocks` blocks on an SM. Fails above 65,535 tiles (4.19 million queries or keys in tiles of 64).
 dim3 attention_grid(const AttentionArgs& a, int tiles, int blocks = 1);
+int multiprocessors();  // of the current device
 __device__ __forceinline__ int head_of_block(int z = blockIdx.z) { return z * gridDim.x + blockIdx.x; }
 void flash_mma_forward(const AttentionTensors& t);  // flash_mma.cu: bf16 and fp16, D of 16, 32, 64, 80 and 128
 void flash_mma_backward(const AttentionTensors& t);

@@ -1089,13 +1089,17 @@ __global__ __launch_bounds__(T::THREADS* T::GROUPS, 1) void flash_backward_q_fp3
 }
 
 // ---- launchers ----
+int multiprocessors() {
+    int device, count;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
+}
 dim3 attention_grid(const AttentionArgs& a, int tiles, int blocks) {
     constexpr int MOST = 65535;  // of y and z
     if (tiles > MOST) { fail("attention: %d tiles of queries or keys, at most %d are possible", tiles, MOST); }
-    int device, SMs, heads = a.B * a.H;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&SMs, cudaDevAttrMultiProcessorCount, device));
-    int together = std::max(a.causal ? 2 * SMs * blocks / std::max(tiles, 1) : 1, ceil_div(heads, MOST));
+    int heads = a.B * a.H;
+    int together = std::max(a.causal ? 2 * multiprocessors() * blocks / std::max(tiles, 1) : 1, ceil_div(heads, MOST));
     while (together < heads && heads % together != 0) { together++; }
     together = std::min(together, heads);
     return dim3(together, tiles, heads / together);

@@ -371,10 +371,7 @@ static void launch_forward(const AttentionArgs& a) {
 // when it is over. Smaller tiles then shorten it, though their 16 queries a warp cost more reads of shared memory.
 template <class Large, class Small, class T>
 static void launch_forward_large_or_small(const AttentionArgs& a) {
-    int device, SMs;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&SMs, cudaDevAttrMultiProcessorCount, device));
-    bool small = (int64_t)a.B * a.H * ceil_div(a.Tq, Large::Bq) <= 2 * SMs;
+    bool small = (int64_t)a.B * a.H * ceil_div(a.Tq, Large::Bq) <= 2 * multiprocessors();
     small ? launch_forward<Small, T>(a) : launch_forward<Large, T>(a);
 }
 

@@ -836,13 +836,11 @@ static void launch_hopper_forward(const AttentionArgs& a, DType dtype) {
     auto kernel = hopper_forward_kernel<Tile, T>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)Tile::bytes));
     dim3 order = attention_grid(a, ceil_div(a.Tq, Tile::Bq));
-    int device, SMs;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&SMs, cudaDevAttrMultiProcessorCount, device));
-    kernel<<<std::min<int64_t>(SMs, (int64_t)order.x * order.y * order.z), Tile::threads, Tile::bytes, stream()>>>(
-        a, order, tensor_map(a.q, dtype, a.B, a.H, a.Tq, Tile::D, Tile::Bq),
-        tensor_map(a.k, dtype, a.B, a.H, a.Tk, Tile::D, Tile::Bk),
-        tensor_map(a.v, dtype, a.B, a.H, a.Tk, Tile::D, Tile::Bk));
+    int blocks = std::min<int64_t>(multiprocessors(), (int64_t)order.x * order.y * order.z);
+    kernel<<<blocks, Tile::threads, Tile::bytes, stream()>>>(a, order,
+                                                             tensor_map(a.q, dtype, a.B, a.H, a.Tq, Tile::D, Tile::Bq),
+                                                             tensor_map(a.k, dtype, a.B, a.H, a.Tk, Tile::D, Tile::Bk),
+                                                             tensor_map(a.v, dtype, a.B, a.H, a.Tk, Tile::D, Tile::Bk));
     LAUNCH_CHECK();
 }
 template <class T>
