@@ -88,6 +88,7 @@ try:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 except ImportError as e: stop(f"needs PyTorch, 2.4 or later (pip install torch): {e}")
 CUDA = o.device == "cuda"
+of_rounds = "one round" if o.rounds == 1 else f"median of {o.rounds} rounds"
 if CUDA and not torch.cuda.is_available(): stop("--device: got 'cuda', but torch sees no GPU")
 torch.set_float32_matmul_precision("highest")  # no TF32
 torch._dynamo.config.cache_size_limit = 64  # beyond its limit dynamo goes on uncompiled
@@ -397,7 +398,7 @@ def model_table():
             row += [t["ours"][i], t["PyTorch"][i], ratio(f"{what} {phase}", t["ours"][i], t["PyTorch"][i])]
         rows.append(row + [t["ours"][3], t["PyTorch"][3], t["ours"][3] / t["PyTorch"][3]])
     columns = [f"{phase} {column}" for phase in ("fw", "fw+bw", "step") for column in ("ours ms", "PyTorch ms", "ratio")]
-    caption = f"model: batch {o.batch_size}, mean of {o.steps} steps after {o.warmup}; median of {o.rounds} rounds"
+    caption = f"model: batch {o.batch_size}, mean of {o.steps} steps after {o.warmup}; {of_rounds}"
     show(caption, ["size", "precision", "context length", *columns, "peak ours MiB", "peak PyTorch MiB", "peak ratio"], rows)
     if o.plot:
         with open(o.plot, "w") as f: f.write(picture(f"{caption}; {where()}", rows))
@@ -416,7 +417,7 @@ def attention_table():
             for name in peers: row += [t[name][i], ratio(f"{what} {which}, {name}", t["ours"][i], t[name][i])]
             rows.append(row)
     columns = [f"{name} {column}" for name in peers for column in ("ms", "ratio")]
-    show(f"attention: batch 1, {o.heads} heads, {'bf16' if CUDA else 'fp32'}; median of {o.rounds} rounds",
+    show(f"attention: batch 1, {o.heads} heads, {'bf16' if CUDA else 'fp32'}; {of_rounds}",
          ["S", "D", "causal", "pass", "ours ms", *columns], rows)
 
 if not o.no_model: model_table()
