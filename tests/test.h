@@ -12,6 +12,7 @@
 #include <doctest/doctest.h>
 
 #include <cstdlib>
+#include <filesystem>
 
 struct OnCPU {
     static constexpr Device device = CPU;
@@ -28,6 +29,29 @@ struct Run {
     std::string out, err;
 };
 Run run_cs336(const std::vector<std::string>& words, const char* stdout_path = nullptr);
+
+// A folder of this test's own in /tmp. It goes with all that is in it.
+struct Folder {
+    std::string path;
+    Folder() {
+        char name[] = "/tmp/cs336_test_XXXXXX";
+        REQUIRE(mkdtemp(name));
+        path = name;
+    }
+    Folder(const Folder&) = delete;
+    ~Folder() {
+        std::error_code ignored;
+        std::filesystem::remove_all(path, ignored);
+    }
+    std::string operator/(const std::string& name) const { return path + "/" + name; }
+    std::vector<std::string> files() const {
+        std::vector<std::string> names;
+        for (const auto& entry : std::filesystem::directory_iterator(path)) {
+            names.push_back(entry.path().filename());
+        }
+        return names;
+    }
+};
 
 inline bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 

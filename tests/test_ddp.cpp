@@ -202,7 +202,8 @@ TEST_CASE("ddp: benchmarking commands") {
 }
 TEST_CASE("ddp: --trace puts all ranks into one file") {
     if (lacks("gloo", CPU, 2)) { return; }
-    const char* path = "/tmp/cs336_test_ranks.json";
+    Folder folder;
+    std::string path = folder / "trace.json";
     Run r =
         run_cs336({"ddp_overlap_individual_parameters_benchmarking", "--quick", "--device", "cpu", "--trace", path});
     INFO(r.err);
@@ -221,8 +222,7 @@ TEST_CASE("ddp: --trace puts all ranks into one file") {
         }
         CHECK(seen[{rank, "all-reduce"}] >= 39 + 1 + 39);
     }
-    remove(path);
-    CHECK(!std::ifstream(std::string(path) + ".rank1").good());
+    CHECK(folder.files() == std::vector<std::string>{"trace.json"});  // no rank's own
 }
 
 // parent: its index, or -1; work: the range of the launch
@@ -284,8 +284,8 @@ TEST_CASE("ddp: what --plot shows of a step's kernels") {
 }
 TEST_CASE("ddp: --plot draws all ranks, with --trace and without") {
     if (lacks("gloo", CPU, 2)) { return; }
-    std::string svg_path = strprintf("/tmp/cs336_test_ddp.%d.svg", (int)getpid());
-    std::string json_path = strprintf("/tmp/cs336_test_ddp.%d.json", (int)getpid());
+    Folder folder;
+    std::string svg_path = folder / "steps.svg", json_path = folder / "steps.json";
     for (bool with_trace : {false, true}) {
         std::vector<std::string> words = {
             "naive_ddp_benchmarking", "--quick", "--device", "cpu", "--nproc", "2", "--plot", svg_path};
@@ -306,9 +306,7 @@ TEST_CASE("ddp: --plot draws all ranks, with --trace and without") {
         CHECK(rows == 2);
         CHECK(svg.size() < 20000);
         CHECK(std::ifstream(json_path).good() == with_trace);
-        remove(svg_path.c_str());
     }
-    remove(json_path.c_str());
     Run wrong = run_cs336({"naive_ddp_benchmarking", "--quick", "--plot", "/nonexistent/x.svg"});
     CHECK(wrong.exit_code == 2);
     CHECK(wrong.out == "");

@@ -297,7 +297,8 @@ TEST_CASE_TEMPLATE("flash: memory grows with T, not with its square", D, OnCPU, 
 }
 TEST_CASE_TEMPLATE("flash: the attention command", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    std::string in = "build/test_attention_in.safetensors", out = "build/test_attention_out.safetensors";
+    Folder folder;
+    std::string in = folder / "in.safetensors", out = folder / "out.safetensors";
     FlashProblem p = make_problem({2, 3, 33, 65, 32}, F32, true);
     std::vector<Tensor> host;
     for (const Tensor* t : {&p.q, &p.k, &p.v, &p.dO}) { host.push_back(to_device(*t, CPU)); }
@@ -319,7 +320,7 @@ TEST_CASE_TEMPLATE("flash: the attention command", D, OnCPU, OnCUDA) {
             check_close(e.first, got, *e.second, 1e-4);
         }
         context.device = D::device;
-        remove(out.c_str());
+        remove(out.c_str());  // so that the next one has to be written
     }
     auto without_heads = [](const Tensor& t) {
         return describe(view(t, 0, {t.dim(0) * t.dim(1), t.dim(2), t.dim(3)}));
@@ -335,7 +336,6 @@ TEST_CASE_TEMPLATE("flash: the attention command", D, OnCPU, OnCUDA) {
     memcpy(got.data, f.data, f.bytes);
     check_close("o of [B, S, D]", got, p.o, 1e-4);
     context.device = D::device;
-    remove(out.c_str());
     Run wrong =
         run_cs336({"attention", "--inputs", in, "--out", out, "--impl", "nonsense", "--device", name_of(D::device)});
     CHECK(wrong.exit_code == 2);
@@ -344,7 +344,6 @@ TEST_CASE_TEMPLATE("flash: the attention command", D, OnCPU, OnCUDA) {
                              "--device", name_of(D::device)});
     CHECK(missing.exit_code == 1);
     CHECK(missing.err.find("tensor q is missing") != std::string::npos);
-    remove(in.c_str());
 }
 TEST_CASE_TEMPLATE("flash: PyTorch's fixture", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }

@@ -190,8 +190,8 @@ TEST_CASE("snapshot: Python reads the pickle, and finds our log in it") {
         now += e.is_alloc ? e.bytes : -e.bytes;
         events += e.is_alloc ? 2 : 3;
     }
-    std::string name = strprintf("/tmp/test_memory.%d", (int)getpid()), pickle = name + ".pickle",
-                script = name + ".py";
+    Folder folder;
+    std::string pickle = folder / "snapshot.pickle", script = folder / "check.py";
     save_file(script, check_pickle);
     save_file(pickle, snapshot_pickle(log));
     FILE* python = popen(("python3 " + script + " " + pickle + " 2>&1").c_str(), "r");
@@ -203,13 +203,13 @@ TEST_CASE("snapshot: Python reads the pickle, and finds our log in it") {
     CHECK(said == strprintf("%zu %zu %zu\n", events, peak_of(log), now));
     save_file(pickle, snapshot_pickle({}));
     CHECK(system(("python3 " + script + " " + pickle + " >/dev/null").c_str()) == 0);
-    unlink(script.c_str()), unlink(pickle.c_str());
 }
 
 TEST_CASE("memory_profiling: tables and files; what is predicted is what happens") {
-    std::string folder = strprintf("/tmp/test_memory.%d", (int)getpid());
+    Folder folder;
+    std::string out = folder / "new";
     Run r = run_cs336({"memory_profiling", "--device", "cpu", "--size", "small", "--context_length", "32",
-                       "--precision", "fp32", "--format", "csv", "--out", folder});
+                       "--precision", "fp32", "--format", "csv", "--out", out});
     CHECK(r.exit_code == 0);
     // B*T*C*4 = 4*32*768*4
     CHECK(r.out.find("small,32,fp32,393216,0.4,393216,gather_rows tensor.cu:") != std::string::npos);
@@ -223,11 +223,11 @@ TEST_CASE("memory_profiling: tables and files; what is predicted is what happens
     CHECK(step == step_predicted);
     for (const char* which : {"", "_tiny_64_fp32"}) {  // the predicted ones, and those of what really ran
         for (const char* phase : {"forward", "step"}) {
-            CHECK(unlink((folder + "/timeline_" + phase + which + ".svg").c_str()) == 0);
-            CHECK(unlink((folder + "/snapshot_" + phase + which + ".pickle").c_str()) == 0);
+            CHECK(unlink((out + "/timeline_" + phase + which + ".svg").c_str()) == 0);
+            CHECK(unlink((out + "/snapshot_" + phase + which + ".pickle").c_str()) == 0);
         }
     }
-    CHECK(rmdir(folder.c_str()) == 0);
+    CHECK(rmdir(out.c_str()) == 0);
 
     r = run_cs336({"memory_profiling", "--context_length", "128,x"});
     CHECK(r.exit_code == 2);

@@ -56,7 +56,8 @@ TEST_CASE("plot: every kind is well-formed XML, whatever the names are") {
     Chart bars{Chart::BARS, "b", "", "ms", {}, {"<small>", "2.7B"}, {{"forward", {1, NAN}}, {"backward", {2, 3}}}};
     Chart lines{Chart::LINES, "l", "S", "ms", {128, 256, 65536}, {}, {{"naive", {0.01, NAN, 70}, true}}};
     lines.log_axes = true;
-    std::string path = strprintf("/tmp/test_plot.%d.svg", (int)getpid());
+    Folder folder;
+    std::string path = folder / "x.svg";
     for (const std::string& svg :
          {draw("A & B", "<caption>", {areas}), draw("bars", "", {bars}), draw("lines", "", {lines, lines, lines}),
           draw("one bar", "", {share_chart("", {"x"}, {{"y", {0.5}}})})}) {
@@ -65,7 +66,6 @@ TEST_CASE("plot: every kind is well-formed XML, whatever the names are") {
         CHECK(svg.find("prefers-color-scheme:dark") != std::string::npos);
         CHECK(svg.find("nan") == std::string::npos);
     }
-    unlink(path.c_str());
 }
 
 TEST_CASE("plot: areas are stacked, and lie where the axis says") {
@@ -189,10 +189,10 @@ TEST_CASE("plot: timelines lie on one axis, are well-formed and stay small") {
     CHECK(svg.find("class=\"f4\"") != std::string::npos);  // in the legend
     CHECK_THROWS_AS(draw("t", "", std::vector<Timeline>{{"empty", "", {{"x", {}}}}}, {}, ""), Failure);
     if (system("python3 -c 'import xml.dom.minidom' 2>/dev/null") != 0) { return skip_this_case("no python3"); }
-    std::string path = strprintf("/tmp/test_plot.%d.svg", (int)getpid());
+    Folder folder;
+    std::string path = folder / "x.svg";
     save_file(path, svg);
     CHECK(system(("python3 -c \"import xml.dom.minidom as d, sys; d.parse(sys.argv[1])\" " + path).c_str()) == 0);
-    unlink(path.c_str());
 }
 
 TEST_CASE("plot: --plot wants an .svg in a folder that exists, before anything is measured") {
@@ -203,9 +203,9 @@ TEST_CASE("plot: --plot wants an .svg in a folder that exists, before anything i
         CHECK(r.err.find("--plot: got '" + std::string(path) + "', takes a file name that ends in .svg") !=
               std::string::npos);
     }
-    std::string path = strprintf("/tmp/test_plot.%d.svg", (int)getpid());
+    Folder folder;
+    std::string path = folder / "x.svg";
     Run r = run_cs336({"pytorch_attention", "--device", "cpu", "--quick", "--steps", "1", "--plot", path});
     CHECK(r.exit_code == 0);
     CHECK(access(path.c_str(), R_OK) == 0);
-    unlink(path.c_str());
 }

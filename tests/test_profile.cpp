@@ -213,12 +213,6 @@ TEST_CASE("profile: kernel names") {
 // ---------------------------------------------------------------------------------------------------------------------
 // Trace files, as Python reads them
 
-struct TemporaryFile {
-    std::string path;
-    explicit TemporaryFile(const char* name) : path(strprintf("/tmp/cs336-test-%d-%s", (int)getpid(), name)) {}
-    ~TemporaryFile() { unlink(path.c_str()); }
-};
-
 static const char* const check_trace = R"(
 import json, sys
 trace = json.load(open(sys.argv[1]))
@@ -244,9 +238,9 @@ print(len(rows), sum(map(len, rows.values())), counters, json.dumps(sorted(names
 
 // What the script prints; "" if it failed.
 static std::string python(const std::string& script, const std::string& argument) {
-    TemporaryFile file("check.py");
-    std::ofstream(file.path) << script;
-    FILE* pipe = popen(("python3 " + file.path + " " + argument + " 2>&1").c_str(), "r");
+    Folder folder;
+    std::ofstream(folder / "check.py") << script;
+    FILE* pipe = popen(("python3 " + folder / "check.py" + " " + argument + " 2>&1").c_str(), "r");
     REQUIRE(pipe);
     std::string text;
     for (int c = fgetc(pipe); c != EOF; c = fgetc(pipe)) { text += (char)c; }
@@ -263,11 +257,12 @@ static bool have_python() {
 
 TEST_CASE("profile: a trace file is JSON whose slices nest") {
     if (!have_python()) { return; }
-    TemporaryFile file("trace.json");
+    Folder folder;
+    std::string file = folder / "trace.json";
     Trace trace = made_up_trace();
     trace.no_kernels = "";
-    write_trace(file.path, {trace}, "a \"caption\"");
-    std::string text = python(check_trace, file.path);
+    write_trace(file, {trace}, "a \"caption\"");
+    std::string text = python(check_trace, file);
     // Two threads, stream 7 with its overlapping slice on a row of its own, stream 8; 6 ranges and 5 pieces of work.
     CHECK(has(text, "5 11 2 "));
     CHECK(has(text, R"("soft\"max\\\n")"));
@@ -279,12 +274,13 @@ TEST_CASE("profile: a trace file is JSON whose slices nest") {
 }
 
 TEST_CASE("profile: a trace file stays below 100 MB") {
-    TemporaryFile file("large.json");
+    Folder folder;
+    std::string file = folder / "large.json";
     static const std::string name(2000, 'x');
     Trace trace;
     for (int i = 0; i < 30000; i++) { trace.ranges.push_back({name.c_str(), -1, -1, 1, i, i + 1}); }
-    write_trace(file.path, {trace}, "");
-    std::ifstream in(file.path, std::ios::ate);
+    write_trace(file, {trace}, "");
+    std::ifstream in(file, std::ios::ate);
     int64_t bytes = in.tellg();
     CHECK(bytes > 90000000);
     CHECK(bytes < 100000000);
@@ -296,12 +292,13 @@ TEST_CASE("profile: a trace file stays below 100 MB") {
 
 TEST_CASE("profile: --trace of a command") {
     if (!have_python()) { return; }
-    TemporaryFile file("command.json");
+    Folder folder;
+    std::string file = folder / "command.json";
     Run r = run_cs336({"benchmarking_script", "--device", "cpu", "--quick", "--d_model", "32", "--num_layers", "2",
-                       "--num_heads", "2", "--d_ff", "64", "--vocab_size", "50", "--trace", file.path});
+                       "--num_heads", "2", "--d_ff", "64", "--vocab_size", "50", "--trace", file});
     CAPTURE(r.err);
     REQUIRE(r.exit_code == 0);
-    std::string text = python(check_trace, file.path);
+    std::string text = python(check_trace, file);
     for (const char* range : {"forward", "layer", "attention", "ffn", "matmul", "loss", "backward", "optimizer"}) {
         CHECK(has(text, strprintf("\"%s\"", range)));
     }
@@ -315,7 +312,8 @@ TEST_CASE("profile: --trace of a command") {
 }
 
 TEST_CASE("profile: nsys_profile on a tiny model") {
-    TemporaryFile plot("shares.svg");
+    Folder folder;
+    std::string plot = folder / "shares.svg";
     std::vector<std::string> words = {"nsys_profile",
                                       "--device",
                                       "cpu",
@@ -338,7 +336,7 @@ TEST_CASE("profile: nsys_profile on a tiny model") {
                                       "--context_length",
                                       "8,16",
                                       "--plot",
-                                      plot.path};
+                                      plot};
     Run r = run_cs336(words);
     CAPTURE(r.err);
     REQUIRE(r.exit_code == 0);
@@ -347,7 +345,7 @@ TEST_CASE("profile: nsys_profile on a tiny model") {
     CHECK(has(r.out, "mode fused"));
     CHECK(has(r.out, "range step, 3 passes"));
     CHECK(has(r.out, "1 : 12.8"));  // 4 D / 5 with D = 16
-    CHECK(std::ifstream(plot.path).good());
+    CHECK(std::ifstream(plot).good());
 
     words.insert(words.end(), {"--range", "forward/layer/attention"});
     CHECK(has(run_cs336(words).out, "range forward/layer/attention, "));

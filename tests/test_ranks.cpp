@@ -316,13 +316,14 @@ TEST_CASE("ranks: wrong usage of the launcher") {
 }
 TEST_CASE("ranks: distributed_communication_single_node") {
     if (lacks("gloo", CPU, 2)) { return; }
-    Run r = run_cs336({"distributed_communication_single_node", "--quick", "--device", "cpu", "--format", "csv",
-                       "--plot", "/tmp/cs336_test_all_reduce.svg"});
+    Folder folder;
+    std::string plot = folder / "all_reduce.svg";
+    Run r = run_cs336(
+        {"distributed_communication_single_node", "--quick", "--device", "cpu", "--format", "csv", "--plot", plot});
     CHECK(r.exit_code == 0);
-    std::ifstream picture("/tmp/cs336_test_all_reduce.svg");
+    std::ifstream picture(plot);
     std::string svg((std::istreambuf_iterator<char>(picture)), std::istreambuf_iterator<char>());
     CHECK(has(svg, "gloo cpu, 2 ranks"));
-    remove("/tmp/cs336_test_all_reduce.svg");
     CHECK(has(r.out, "gloo,cpu,2,1,"));
     CHECK(has(r.out, ",right\n"));
     CHECK(!has(r.out, "WRONG"));

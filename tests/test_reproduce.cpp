@@ -23,23 +23,23 @@ static void write(const std::string& path, const std::string& text) { std::ofstr
 
 // A folder with notes/README.md, which links to a.md and b.md. The test works in it.
 struct Repository {
-    std::string before, folder;
+    Folder folder;
+    std::string before;
     const char* binary = getenv("CS336_BINARY");
     std::string old_binary = binary ? binary : "";
     Repository() {
-        char path[PATH_MAX], absolute[PATH_MAX], name[] = "/tmp/cs336-reproduce-XXXXXX";
+        char path[PATH_MAX], absolute[PATH_MAX];
         REQUIRE(getcwd(path, sizeof path));
         REQUIRE(realpath(binary ? binary : "./cs336", absolute));
-        REQUIRE(mkdtemp(name));
-        before = path, folder = name;
+        before = path;
         setenv("CS336_BINARY", absolute, 1);
-        REQUIRE(chdir(name) == 0);
+        REQUIRE(chdir(folder.path.c_str()) == 0);
         REQUIRE(mkdir("notes", 0777) == 0);
         write("notes/README.md", "[a](a.md), then [b](b.md); [elsewhere](../a.md)\n");
         write("notes/a.md", "nothing\n"), write("notes/b.md", "nothing\n");
     }
     ~Repository() {
-        if (chdir(before.c_str()) == 0 && system(("rm -rf " + folder).c_str()) != 0) { fprintf(stderr, "rm failed\n"); }
+        if (chdir(before.c_str()) != 0) { perror(before.c_str()); }
         old_binary.empty() ? unsetenv("CS336_BINARY") : setenv("CS336_BINARY", old_binary.c_str(), 1);
     }
 };

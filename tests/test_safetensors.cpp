@@ -6,34 +6,9 @@
 #include <fstream>
 #include <iterator>
 
-#include <dirent.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-// A directory of this test's own, removed at its end.
-struct Folder {
-    std::string path;
-    Folder() {
-        char name[] = "/tmp/cs336_test_XXXXXX";
-        REQUIRE(mkdtemp(name));
-        path = name;
-    }
-    std::vector<std::string> files() const {
-        std::vector<std::string> names;
-        DIR* directory = opendir(path.c_str());
-        while (dirent* entry = directory ? readdir(directory) : nullptr) {
-            std::string name = entry->d_name;
-            if (name != "." && name != "..") { names.push_back(name); }
-        }
-        if (directory) { closedir(directory); }
-        return names;
-    }
-    ~Folder() {
-        for (const std::string& name : files()) { remove((path + "/" + name).c_str()); }
-        rmdir(path.c_str());
-    }
-};
 
 static void write_file(const std::string& path, const std::string& bytes) {
     std::ofstream file(path, std::ios::binary);
@@ -76,7 +51,7 @@ static const char* const TWO =  // a valid header for 12 bytes of data
 
 TEST_CASE("safetensors: a round trip gives back every bit, name, shape and dtype") {
     Folder folder;
-    std::string path = folder.path + "/x.safetensors";
+    std::string path = folder / "x.safetensors";
     std::vector<std::pair<std::string, FileTensor>> out;
     std::vector<Tensor> tensors;
     context = Context();
@@ -116,7 +91,7 @@ TEST_CASE("safetensors: a round trip gives back every bit, name, shape and dtype
 
 TEST_CASE("safetensors: the bytes of a small file") {
     Folder folder;
-    std::string path = folder.path + "/x.safetensors";
+    std::string path = folder / "x.safetensors";
     uint8_t byte = 7;
     float number = 1;
     save_safetensors(path, {{"b", {"U8", {1}, &byte, 1}}, {"a", {"F32", {}, &number, 4}}});
@@ -132,7 +107,7 @@ TEST_CASE("safetensors: the bytes of a small file") {
 
 TEST_CASE("safetensors: a tensor that lies crooked in its file is given aligned") {
     Folder folder;
-    std::string path = folder.path + "/x.safetensors";
+    std::string path = folder / "x.safetensors";
     for (int pad = 0; pad < 8; pad++) {
         std::string header = R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},)"
                              R"("b":{"dtype":"F64","shape":[1],"data_offsets":[1,9]}})";
@@ -153,7 +128,7 @@ static std::string one(const std::string& dtype, const std::string& shape, const
 
 TEST_CASE("safetensors: every kind of lie is refused by name") {
     Folder folder;
-    std::string path = folder.path + "/x.safetensors";
+    std::string path = folder / "x.safetensors";
     CHECK(refusal(path, one("\"F32\"", "[2]", "[0,8]")) == "");
     CHECK(refusal(path, in_file(TWO, std::string(12, 'x'))) == "");
     struct Case {
@@ -226,16 +201,16 @@ TEST_CASE("safetensors: every kind of lie is refused by name") {
     auto load = [](const std::string& name) { return failure_of([&] { load_safetensors(name); }); };
     CHECK(load(folder.path) == folder.path + ": expected a regular file");
     CHECK(load("/dev/zero") == "/dev/zero: expected a regular file");
-    std::string fifo = folder.path + "/fifo";
+    std::string fifo = folder / "fifo";
     REQUIRE(mkfifo(fifo.c_str(), 0600) == 0);
     CHECK(load(fifo) == fifo + ": expected a regular file");  // and not: waits for a writer
     unlink(fifo.c_str());
-    CHECK(has(load(folder.path + "/none"), "/none: cannot be opened: No such file or directory"));
+    CHECK(has(load(folder / "none"), "/none: cannot be opened: No such file or directory"));
 }
 
 TEST_CASE("safetensors: cut short anywhere, or longer by a byte, a file is refused") {
     Folder folder;
-    std::string path = folder.path + "/x.safetensors", whole = in_file(TWO, std::string(12, 'x'));
+    std::string path = folder / "x.safetensors", whole = in_file(TWO, std::string(12, 'x'));
     for (size_t n = 0; n < whole.size(); n++) {
         CAPTURE(n);
         CHECK(refusal(path, whole.substr(0, n)) != "");
@@ -246,7 +221,7 @@ TEST_CASE("safetensors: cut short anywhere, or longer by a byte, a file is refus
 
 TEST_CASE("safetensors: with any bit flipped a file is refused or read within its bounds") {
     Folder folder;
-    std::string path = folder.path + "/x.safetensors", whole = in_file(TWO, std::string(12, 'x'));
+    std::string path = folder / "x.safetensors", whole = in_file(TWO, std::string(12, 'x'));
     int refused = 0, taken = 0;
     auto try_it = [&](const std::string& bytes) {
         if (refusal(path, bytes) != "") {
@@ -282,7 +257,7 @@ TEST_CASE("safetensors: with any bit flipped a file is refused or read within it
 
 TEST_CASE("safetensors: require_tensor says what it expected and what it found") {
     Folder folder;
-    std::string path = folder.path + "/x.safetensors";
+    std::string path = folder / "x.safetensors";
     write_file(path, in_file(TWO, std::string(12, 'x')));
     SafeTensors file = load_safetensors(path);
     CHECK(&require_tensor(file, "a", {2}, {"F32", "BF16"}) == &file.tensors["a"]);
@@ -302,7 +277,7 @@ TEST_CASE("safetensors: require_tensor says what it expected and what it found")
 
 TEST_CASE("safetensors: a save that fails leaves nothing, and the old file as it was") {
     Folder folder;
-    std::string path = folder.path + "/x.safetensors";
+    std::string path = folder / "x.safetensors";
     write_file(path, "old");
     float numbers[2] = {1, 2};
     FileTensor good{"F32", {2}, numbers, 8};
@@ -314,7 +289,7 @@ TEST_CASE("safetensors: a save that fails leaves nothing, and the old file as it
         CHECK(folder.files() == std::vector<std::string>{"x.safetensors"});
         CHECK(read_file(path) == "old");
     };
-    fails(folder.path + "/none/x.safetensors", {{"a", good}});
+    fails(folder / "none/x.safetensors", {{"a", good}});
     fails("/proc/x.safetensors", {{"a", good}});  // nobody may write there, root included
     fails(folder.path, {{"a", good}});
     fails(path, {{"a", good}, {"a", good}});
@@ -341,7 +316,7 @@ TEST_CASE("safetensors: a save that fails leaves nothing, and the old file as it
     CHECK(read_file(path) == "old");
 
     // What is no regular file is not replaced. A FIFO stands here for /dev/null, which root could replace.
-    std::string fifo = folder.path + "/fifo";
+    std::string fifo = folder / "fifo";
     REQUIRE(mkfifo(fifo.c_str(), 0600) == 0);
     what = failure_of([&] { save_safetensors(fifo, {{"a", good}}); });
     CHECK(what == fifo + ": cannot be written: expected a regular file");

@@ -15,7 +15,6 @@ static std::string bytes_of(const std::string& path) {
     s << f.rdbuf();
     return s.str();
 }
-static std::string scratch(const char* name) { return "build/test_" + std::to_string(getpid()) + "_" + name; }
 
 TEST_CASE_TEMPLATE("train: a resumed run equals the uninterrupted one bit for bit", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
@@ -27,7 +26,8 @@ TEST_CASE_TEMPLATE("train: a resumed run equals the uninterrupted one bit for bi
             Run r = run_cs336(more);
             CHECK_MESSAGE(r.exit_code == 0, r.err);
         };
-        std::string half = scratch("half"), resumed = scratch("resumed"), whole = scratch("whole");
+        Folder folder;
+        std::string half = folder / "half", resumed = folder / "resumed", whole = folder / "whole";
         train({"--save", whole});
         train({"--stop_at", "5", "--save", half});
         train({"--load", half, "--save", resumed});
@@ -36,11 +36,11 @@ TEST_CASE_TEMPLATE("train: a resumed run equals the uninterrupted one bit for bi
         CHECK(bytes_of(whole) != bytes_of(half));
         common.back() = strcmp(precision, "fp32") == 0 ? "bf16" : "fp32";  // which may not have the saved mode
         train({"--load", half});
-        for (const std::string& path : {half, resumed, whole}) { remove(path.c_str()); }
     }
 }
 TEST_CASE("train: steps that fp16 skipped survive a checkpoint") {
-    std::string start = scratch("start"), large = scratch("large"), half = scratch("half");
+    Folder folder;
+    std::string start = folder / "start", large = folder / "large", half = folder / "half";
     auto train = [&](std::vector<std::string> more) {
         more.insert(more.begin(), {"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--sample", "0"});
         Run r = run_cs336(more);
@@ -52,15 +52,15 @@ TEST_CASE("train: steps that fp16 skipped survive a checkpoint") {
     auto metadata = file.metadata;
     metadata["loss_scale"] = "1e12";  // so large that gradients overflow until it has halved a few times
     save_safetensors(large, {file.tensors.begin(), file.tensors.end()}, metadata);
-    std::string whole = scratch("whole"), resumed = scratch("resumed");
+    std::string whole = folder / "whole", resumed = folder / "resumed";
     CHECK(train({"--load", large, "--log_every", "1", "--save", whole}).find("overflow") != std::string::npos);
     train({"--load", large, "--stop_at", "6", "--save", half});
     train({"--load", half, "--save", resumed});
     CHECK(bytes_of(whole) == bytes_of(resumed));
-    for (const std::string& path : {start, large, half, whole, resumed}) { remove(path.c_str()); }
 }
 TEST_CASE("train: a checkpoint whose metadata cannot be is refused, in a line that names it") {
-    std::string good = scratch("good"), bad = scratch("bad");
+    Folder folder;
+    std::string good = folder / "good", bad = folder / "bad";
     Run r = run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--steps", "1", "--save", good});
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
     SafeTensors file = load_safetensors(good);
@@ -107,7 +107,6 @@ TEST_CASE("train: a checkpoint whose metadata cannot be is refused, in a line th
         CHECK(r.err.find(bad + ": metadata") != std::string::npos);
         CHECK(r.err.find(name) != std::string::npos);
     }
-    for (const std::string& path : {good, bad}) { remove(path.c_str()); }
 }
 TEST_CASE_TEMPLATE("train: learns", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
@@ -132,7 +131,8 @@ TEST_CASE_TEMPLATE("train: a full disk takes the checkpoint, not the tables", D,
         };
         Run whole = run_cs336(words);
         REQUIRE_MESSAGE(whole.exit_code == 0, whole.err);
-        std::string path = scratch("full");
+        Folder folder;
+        std::string path = folder / "full";
         words.insert(words.end(), {"--save", path});
         rlimit before, small;
         REQUIRE(getrlimit(RLIMIT_FSIZE, &before) == 0);
@@ -150,7 +150,8 @@ TEST_CASE_TEMPLATE("train: a full disk takes the checkpoint, not the tables", D,
 }
 TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    std::string out = scratch("model_out"), dir = "tests/fixtures/";
+    Folder folder;
+    std::string out = folder / "out", dir = "tests/fixtures/";
     std::vector<std::string> good = {"model",
                                      "--weights",
                                      dir + "model_weights.safetensors",
@@ -195,16 +196,14 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
     refused(6, "3", "does not make 3 heads");
     for (int token : {-1, 31}) {  // the vocabulary is 31
         int tokens[2] = {0, token}, targets[2] = {1, 2};
-        std::string batch = scratch("batch");
+        std::string batch = folder / "batch";
         save_safetensors(batch, {{"tokens", {"I32", {1, 2}, tokens, 8}}, {"targets", {"I32", {1, 2}, targets, 8}}});
         refused(4, batch, "tokens: element 1 is not a token of a vocabulary of 31");
-        remove(batch.c_str());
     }
     refused(2, "no/such/file", "no/such/file");
-    good.back() = scratch("own");
-    REQUIRE(symlink(("../" + good[2]).c_str(), good.back().c_str()) == 0);  // the weights by another name
+    good.back() = folder / "own";
+    std::filesystem::create_symlink(std::filesystem::absolute(good[2]), good.back());  // the weights by another name
     Run own = run_cs336(good);
-    remove(good.back().c_str());
     CHECK(own.exit_code == 2);
     CHECK_MESSAGE(has(own.err, "--out: got '" + good.back() + "', takes another file than --weights"), own.err);
     good.back() = "no/such/folder/out";  // asked before the work
