@@ -95,8 +95,8 @@ template <int N>
 __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
-// Barriers 1 and up among whole warps; n counts the threads of both sides. `arrive` does not wait. Not bar.sync: the
-// sides may come from different instructions.
+// Barriers 1 and up among whole warps; n counts the threads of both sides. `arrive` does not wait. (Not bar.sync, which
+// is .aligned: the compiler would have to know that a warp's lanes are together.)
 __device__ __forceinline__ void barrier_sync(int id, int n) {
     asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(n) : "memory");
 }
@@ -196,7 +196,7 @@ __device__ __forceinline__ uint32_t advance(uint32_t descriptor, int bytes) { re
 // A warpgroup does, for key tiles from the last to the first:
 //   S' = Q K^T for the next tile is issued, then O += P V for this one, and the turn goes to the next warpgroup, whose
 //   products the tensor cores do while the exponential unit does the softmax of S'. The wait for P V is written behind
-//   the row maxima and a quarter of the exponentials (ptxas moves it into that quarter); O is then multiplied, and the
+//   the row maxima and a quarter of the exponentials (ptxas moves it up to the maxima); O is then multiplied, and the
 //   other exponentials are packed in P's registers as they come.
 //
 // There are at most as many blocks as multiprocessors. Each takes one tile of queries after another, from a counter,
@@ -499,7 +499,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 //   S^T = K Q^T, dP^T = V dO^T   both operands in shared memory
 //   dV += P^T dO, dK += dS^T Q   P^T and dS^T straight from the registers in which the first two left S^T and dP^T
 //   dQ = dS K                    sums over all keys of the block, so dS goes through shared memory; a warpgroup
-//                                takes half of the tile's queries, or where there are only 64, half of the columns
+//                                takes half of the tile's queries, or where there are only 64, 64 columns (at D 80 the
+//                                second's last 48 are zeros, computed and not added)
 template <int HEAD, int QUERIES, int LOADER_REGISTERS, int REGISTERS>
 struct HopperBackward {
     static constexpr int D = HEAD, Bq = QUERIES, Bk = 128, stages = 2, threads = 3 * 128;
@@ -510,9 +511,10 @@ struct HopperBackward {
     static constexpr int stats_bytes = Bq * sizeof(float2), dq_columns = D < 64 ? D : 64;
     // dS is doubled: while one tile's is read, the next is written.
     static constexpr size_t bytes = 2 * k_bytes + 2 * stages * q_bytes + 2 * ds_bytes + stages * stats_bytes + 1024;
-    // Tiles of 64 queries: a warpgroup computes half of dQ's columns, in the registers of S and so early, and the sum
-    // of dP starts at -D. Of 128: half of the queries, in the registers of dP; and loading D first would hold dP back.
-    static constexpr bool small = Bq == 64;
+    // Tiles of 64 queries, at D 80 and 128: a warpgroup computes 64 of dQ's columns, in the registers of S and so
+    // early, and the sum of dP starts at -D. Of 128: half of the queries, in the registers of dP; and loading D first
+    // would hold dP back.
+    static constexpr bool early_dq = Bq == 64;
     static_assert(D % 16 == 0 && D <= 128 && (Bq == 64 || Bq == 128));
 };
 // (p's two numbers times x and y), packed. In bf16 x and y are rounded first: two elements are then two instructions
@@ -623,7 +625,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         wgmma_commit();
     };
     // Each warpgroup computes 64 queries of dQ, or where a tile has no more, 64 columns of all.
-    int dq_query = Tile::small ? 0 : warpgroup * 64, dq_column = Tile::small ? warpgroup * 64 : 0;
+    int dq_query = Tile::early_dq ? 0 : warpgroup * 64, dq_column = Tile::early_dq ? warpgroup * 64 : 0;
     uint32_t ds_at = descriptor(ds_tiles + dq_query * SLAB_ROW, 16),
              k_all = descriptor(k_tile + dq_column / SLAB * Tile::k_slab, 16);
     auto start_dq = [&](float(&dq)[Tile::dq_columns / 2], int i) {
@@ -664,7 +666,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     // Of a tile S is there when its step begins. What the step issues, in the tensor cores' order: dP; dV; dQ of the
     // tile before; dK; S of the next tile. dQ lags so that nobody waits for the other warpgroup's half of dS: it has
     // long been written. The two need not be at the same point, and one's exponentials run under the other's products.
-    // In small tiles dQ goes in front of dV.
+    // Early dQ goes in front of dV.
     auto step = [&](int i, auto masked) {
         int stage = i % stages, q0 = (begin + i) * Bq;
         const float4* stats = (const float4*)(stats_ring + stage * Tile::stats_bytes);  // two queries' L, then their D
@@ -675,7 +677,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 #pragma unroll
         for (int j = EARLY; j < Bq / 2; j += 4) { early_L[(j - EARLY) / 4] = L_of(j); }
         float dp[Bq / 2];
-        if constexpr (Tile::small) {
+        if constexpr (Tile::early_dq) {
 #pragma unroll
             for (int j = 0; j < Bq / 2; j += 4) {
                 float2 Di = D_of(j);
@@ -683,7 +685,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
             }
         }
         mbarrier_wait(&bars.dO_full[stage], i / stages % 2);
-        rows_times_rows(dp, v_at, advance(dO_at, stage * Tile::q_bytes), Tile::small);
+        rows_times_rows(dp, v_at, advance(dO_at, stage * Tile::q_bytes), Tile::early_dq);
         uint32_t p[Bq / 16][4], ds[Bq / 16][4];
         auto exponentials = [&](int from, int to) {  // turns S of these queries into P and packs it, from the last
 #pragma unroll
@@ -703,9 +705,9 @@ __global__ void __launch_bounds__(Tile::threads, 1)
                 }
             }
         };
-        if constexpr (Tile::small) {
+        if constexpr (Tile::early_dq) {
             exponentials(Bq / 4, Bq);
-            wgmma_wait<0>();  // for dP; the last quarter of the exponentials comes under dQ's product
+            wgmma_wait<0>();  // for dP; ptxas moves the last quarter of the exponentials behind the first wgmma of dQ
             pin(dp);
             exponentials(0, Bq / 4);
         } else {
@@ -719,14 +721,14 @@ __global__ void __launch_bounds__(Tile::threads, 1)
             for (int j = 0; j < Bq / 2; j++) { dp[j] -= j % 2 ? all_D[j / 4].y : all_D[j / 4].x; }
         }
         constexpr int N = Tile::dq_columns / 2;
-        float dq_registers[N];  // dP's, when dS is made; not used in small tiles
-        float(&dq)[N] = Tile::small ? *(float(*)[N])s : dq_registers;
-        if constexpr (Tile::small) {
+        float dq_registers[N];  // dP's, when dS is made; not used by early dQ
+        float(&dq)[N] = Tile::early_dq ? *(float(*)[N])s : dq_registers;
+        if constexpr (Tile::early_dq) {
             await_ds(i - 1);
             start_dq(dq, i - 1);
         }
         add_product(dv, p, advance(dO_at, stage * Tile::q_bytes));
-        if constexpr (!Tile::small) { await_ds_back(i - 2); }
+        if constexpr (!Tile::early_dq) { await_ds_back(i - 2); }
         char* ds_tile = ds_tiles + (i & 1) * Tile::ds_bytes + warpgroup * Tile::q_slab;
 #pragma unroll
         for (int k = 0; k < Bq / 16; k++) {
@@ -741,14 +743,14 @@ __global__ void __launch_bounds__(Tile::threads, 1)
             int query = 16 * k + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
             stmatrix_x4_transposed(ds_tile + query * SLAB_ROW + (chunk ^ lane % 8) * 16, ds[k]);
         }
-        if constexpr (Tile::small) {
+        if constexpr (Tile::early_dq) {
             wgmma_wait<1>();  // dQ is done, so that give_ds() gives the tile before back, too
             pin(dq);
         }
         shared_to_async_fence();  // it would wait for additions that were just started, so they come later
         give_ds(i);
         // At the end the last tile's S once more, without use: a branch here costs more.
-        if constexpr (Tile::small) {
+        if constexpr (Tile::early_dq) {
             if (i > 0) { add_dq(dq, i - 1); }
             add_product(dk, ds, advance(q_at, stage * Tile::q_bytes));
             scores(min(i + 1, tiles - 1));
@@ -768,7 +770,9 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         pin(dv);
         pin(dk);
         pin(s);
-        if (t == 0) {  // for its warpgroup, whose four warps do their products together
+        // For its warpgroup: the four warps do their products together, and have read L and D, which q_empty gives
+        // back, too, before the barrier_sync in await_ds() or await_ds_back(), where all 128 threads meet.
+        if (t == 0) {
             mbarrier_arrive(&bars.dO_empty[stage]);
             mbarrier_arrive(&bars.q_empty[stage]);
         }
@@ -780,7 +784,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         pin(s);
         mbarrier_wait(&bars.v_full, 0);
         give_ds(-1);  // of no tile: what comes of it is not used
-        if (!Tile::small) { give_back_ds(-2); }
+        if (!Tile::early_dq) { give_back_ds(-2); }
     }
     // Causal: the first tiles hold queries that do not see all of this warpgroup's keys.
     int masked_end = first + 64 > a.Tk ? tiles : a.causal ? min(tiles, (first + 63 + Bq - 1) / Bq - begin) : 0;
@@ -791,7 +795,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     for (; i < tiles; i++) { step(i, std::false_type()); }
 
     if (tiles > 0) {
-        if (!Tile::small) { await_ds_back(tiles - 2); }  // each arrival has been waited for
+        if (!Tile::early_dq) { await_ds_back(tiles - 2); }  // each arrival has been waited for
         float dq[Tile::dq_columns / 2];
         await_ds(tiles - 1);
         start_dq(dq, tiles - 1);
