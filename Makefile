@@ -53,7 +53,7 @@ endif
 # The program and its tests
 
 all: ## build ./cs336, installing what is missing first
-	$(call install,$(REQUIRED),$(OPTIONAL))
+	$(call install,$(REQUIRED),$(OPTIONAL) $(REQUIRED_BY_TESTS))
 	@$(MAKE) --no-print-directory cs336
 
 cs336: $(BUILD)/cs336 FORCE
@@ -126,13 +126,15 @@ define install
 	@required="$(strip $1)"; optional="$(strip $2)"; [ -n "$$required$$optional" ] && [ "$(INSTALL)" != 0 ] || exit 0; \
 	line="apt-get update && apt-get install -y --no-install-recommends $$required $$optional"; \
 	if [ $$(id -u) = 0 ]; then sudo=; elif sudo -n true 2>/dev/null; then sudo=sudo; else \
-	    echo "missing: $$required $$optional. Please type: sudo sh -c '$$line'" >&2; [ -z "$$required" ]; exit; fi; \
+	    echo "missing: $$required $$optional. Please type: sudo sh -c '$$line'$${optional:+, then make config}" >&2; \
+	    [ -z "$$required" ] && exit; rm -f $(BUILD)/config.mk; exit 1; fi; \
 	apt="$$sudo timeout $${required:+6}60 env DEBIAN_FRONTEND=noninteractive apt-get -q -o Acquire::Retries=0 \
 	    -o Acquire::http::Timeout=5 -o Acquire::https::Timeout=5 -o DPkg::Lock::Timeout=60"; \
 	tried=$(BUILD)/tried; [ -z "$$required" ] && [ "$$(cat $$tried 2>/dev/null)" = "$$optional" ] && exit 0; \
 	echo "installing $$required $$optional"; $$apt update >$(BUILD)/apt.log 2>&1; \
 	for package in $$required; do $$apt install -y --no-install-recommends $$package >>$(BUILD)/apt.log 2>&1 || \
-	    { tail -n 3 $(BUILD)/apt.log >&2; echo "could not install $$package. Please type: $$line" >&2; exit 1; }; done; \
+	    { tail -n 3 $(BUILD)/apt.log >&2; echo "could not install $$package. Please type: $$line" >&2; \
+	      rm -f $(BUILD)/config.mk; exit 1; }; done; \
 	for package in $$optional; do $$apt install -y --no-install-recommends $$package >>$(BUILD)/apt.log 2>&1 || \
 	    echo "warning: could not install $$package; going on without it" >&2; done; \
 	echo "$$optional" >$$tried; rm -f $(BUILD)/config.mk
