@@ -1243,7 +1243,7 @@ const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {
     if (!impl) {
         usage_error(
             "mode flash: no FlashAttention on %s for %s and head size %ld (on the CPU: float32; on a GPU: "
-            "float32, bfloat16 and float16, head sizes 16, 32, 64, 80 and 128)",
+            "float32, bfloat16 and float16, head sizes 16, 32, 64, 80 and 128); --mode fused takes them all",
             name_of(device), name_of(dtype), (long)D);
     }
     return *impl;
@@ -1556,7 +1556,9 @@ int cmd_flash_leaderboard(const Options& o) {
     if (cpu) {
         c.H = 2, c.Tq = o.quick ? 512 : 1024;
         warmup = 10, budget = 200, handout = false;
-        scaled_down = "; scaled down: 2 heads instead of 16, a shorter sequence, fp32, less time";
+        scaled_down = std::string("; scaled down: ") + (o.num_heads ? "" : "2 heads instead of 16, ") +
+                      (o.has("context_length") ? "" : "a shorter sequence, ") + (o.precision.empty() ? "fp32, " : "") +
+                      "less time";
     } else if (o.quick) {
         scaled_down = "; scaled down: 0.1 s of warm-up and 0.5 s of runs instead of 1 s and 10 s";
     }
@@ -1575,10 +1577,11 @@ int cmd_flash_leaderboard(const Options& o) {
         bool flash = impl.forward && impl.device == context.device && impl.forward != reference;
         if (!flash || !impl.takes(dtype, c.D)) { continue; }
         here += std::string(", ") + impl.name;
-        bool wanted = !o.has("impl") || o.impl == impl.name || (o.impl == "auto" && &impl == &fastest);
+        bool wanted =
+            !o.has("impl") || o.impl == "all" || o.impl == impl.name || (o.impl == "auto" && &impl == &fastest);
         if (wanted) { impls.push_back(&impl); }
     }
-    if (impls.empty()) { usage_error("--impl: got '%s', takes auto%s here", o.impl.c_str(), here.c_str()); }
+    if (impls.empty()) { usage_error("--impl: got '%s', takes all, auto%s here", o.impl.c_str(), here.c_str()); }
     double rate = matmul_rate(precision, cpu ? 1024 : 8192, 20);
     double forward_flops = (c.causal ? 2.0 : 4.0) * c.H * c.Tq * (double)c.Tk * c.D;
     Table table{

@@ -29,6 +29,7 @@ struct Command {
     const char* file;
     int (*run)(const Options&);
     std::string options;
+    bool is_check = false;  // it measures no time, and checks as much without GPUs
 };
 
 static const std::string TIMED =
@@ -62,29 +63,30 @@ static const Command COMMANDS[] = {
     {"weighted_sum", "1.3.1", 0, 1, "the first kernel: a weighted sum", "flash.cu", cmd_weighted_sum,
      "device trace format quick"},
     {"flash_forward", "1.3.2", 15, 1, "FlashAttention-2, forward", "flash.cu", cmd_flash_forward,
-     "device seed trace format quick"},
+     "device seed trace format quick", true},
     {"flash_backward", "1.3.2", 5, 1, "FlashAttention-2, backward", "flash.cu", cmd_flash_backward,
-     "device seed deterministic trace format quick"},
+     "device seed deterministic trace format quick", true},
     {"flash_benchmarking", "1.3.2", 5, 1, "FlashAttention-2 against plain attention", "flash.cu",
      cmd_flash_benchmarking, "device plot trace format quick"},
     {"flash_leaderboard", "1.3.3", 0, 1, "one long causal sequence, as fast as it goes", "flash.cu",
      cmd_flash_leaderboard,
-     "device num_heads=16 head_size=64 context_length=16384 precision=bf16 not_causal impl=all deterministic trace "
+     "device num_heads=16 head_size=64 context_length=16384 precision=bf16 not_causal flash_impl=all deterministic "
+     "trace "
      "format quick"},
     {"distributed_communication_single_node", "2.1", 5, 2, "all-reduce: sizes, ranks, backends", "ranks.cu",
      cmd_distributed_communication_single_node, "device sizes_mb warmup steps " + RANKS + "format plot quick"},
     {"naive_ddp", "2.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp,
-     "device seed " + RANKS + "format quick"},
+     "device seed " + RANKS + "format quick", true},
     {"naive_ddp_benchmarking", "2.2", 3, 2, "what it costs", "ddp.cu", cmd_naive_ddp_benchmarking,
      DDP_TIMED + "reduce_dtype plot_step trace"},
     {"minimal_ddp_flat_benchmarking", "2.3.1", 2, 2, "one all-reduce for all gradients", "ddp.cu",
      cmd_minimal_ddp_flat_benchmarking, DDP_TIMED + "reduce_dtype plot_step trace"},
     {"ddp_overlap_individual_parameters", "2.3.2", 5, 2, "communicate while backward runs", "ddp.cu",
-     cmd_ddp_overlap_individual_parameters, "device seed " + RANKS + "format quick"},
+     cmd_ddp_overlap_individual_parameters, "device seed " + RANKS + "format quick", true},
     {"ddp_overlap_individual_parameters_benchmarking", "2.3.2", 1, 2, "what it saves", "ddp.cu",
      cmd_ddp_overlap_individual_parameters_benchmarking, DDP_TIMED + "reduce_dtype plot_step trace"},
     {"ddp_overlap_bucketed", "2.3.3", 8, 2, "the same, in buckets", "ddp.cu", cmd_ddp_overlap_bucketed,
-     "device seed bucket_size_mb=0.0001,0.0016,0.01 " + RANKS + "format quick"},
+     "device seed bucket_size_mb=0.0001,0.0016,0.01 " + RANKS + "format quick", true},
     {"ddp_bucketed_benchmarking", "2.3.3", 3, 2, "which size of buckets", "ddp.cu", cmd_ddp_bucketed_benchmarking,
      DDP_TIMED + "bucket_size_mb reduce_dtype plot_step trace"},
     {"communication_accounting", "2.4", 10, 0, "when communication becomes the limit", "ddp.cu",
@@ -92,7 +94,7 @@ static const Command COMMANDS[] = {
      "d_model=16384 d_ff=53248 num_layers=126 tokens gpu_gb tpu_gb tflops bandwidth_gb fsdp tp links_fsdp links_tp "
      "format quick"},
     {"optimizer_state_sharding", "3", 15, 2, "AdamW's state split over the ranks", "ddp.cu",
-     cmd_optimizer_state_sharding, "device seed " + RANKS + "format quick"},
+     cmd_optimizer_state_sharding, "device seed " + RANKS + "format quick", true},
     {"optimizer_state_sharding_accounting", "3", 5, 2, "its memory and time", "ddp.cu",
      cmd_optimizer_state_sharding_accounting, DDP_TIMED},
     {"list", "", 0, 0, "every problem: section, points, command, notes page, whether it runs here", "main.cu", cmd_list,
@@ -104,9 +106,9 @@ static const Command COMMANDS[] = {
      "stop_at log_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash recompute seed "
      "device save load sample temperature trace format quick"},
     {"model", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", "train.cu", cmd_model,
-     "weights! batch! num_heads! out! rope_theta update_steps=0 lr precision=fp32 mode=flash device"},
+     "weights! batch! num_heads! model_out! rope_theta update_steps=0 lr precision=fp32 mode=flash device"},
     {"attention", "", 0, 0, "your q, k, v in, our output and gradients out", "flash.cu", cmd_attention,
-     "inputs! out! causal impl deterministic device"},
+     "inputs! attention_out! causal impl deterministic device"},
     {"reproduce", "", 0, 1, "all of it, into notes/", "reproduce.cu", cmd_reproduce,
      "only pages_folder fresh format quick"},
 };
@@ -239,10 +241,10 @@ static Reader names(std::vector<std::string> Options::*field, const std::vector<
     return {(list ? "one or more, separated by commas, of " : "one of ") + join(names, ", ") + remark, read, show};
 }
 
-static std::vector<std::string> implementations() {
-    std::vector<std::string> names = {"auto"};
+static std::vector<std::string> implementations(std::vector<std::string> names, bool flash) {
     for (const AttentionImpl& impl : attention_impls) {
-        if (!among(impl.name, names)) { names.push_back(impl.name); }
+        bool tiles = impl.forward && strcmp(impl.name, "reference") != 0;
+        if ((tiles || !flash) && !among(impl.name, names)) { names.push_back(impl.name); }
     }
     return names;
 }
@@ -314,7 +316,8 @@ static const std::vector<Option>& option_table() {
     const std::vector<std::string> sizes = {"small", "medium", "large", "xl", "2.7B"};
     const std::vector<std::string> precisions = {"fp32", "tf32", "bf16", "fp16"};
     const std::vector<std::string> modes = {"eager", "fused", "flash"};
-    const char* mode_help = "a kernel an operation; fused; fused with FlashAttention (where the head size has one)";
+    const char* mode_help =
+        "a kernel an operation; fused; fused with FlashAttention (where head size and precision have one)";
     static const std::vector<Option> table = {
         {"device", "device", name(&Options::device, {"auto", "cpu", "cuda"}), "where to run; auto takes a GPU if any"},
         {"sizes", "size", names(&Options::size, sizes, true), "the handout's models; all means fewer without a GPU"},
@@ -356,7 +359,8 @@ static const std::vector<Option>& option_table() {
         {"temperature", "temperature", number(&Options::temperature), "of the sampling"},
         {"weights", "weights", file(&Options::weights), "safetensors: the state_dict"},
         {"batch", "batch", file(&Options::batch), "safetensors: tokens and targets [B, T]"},
-        {"out", "out", output(&Options::out), "safetensors to write"},
+        {"model_out", "out", output(&Options::out), "safetensors to write: logits, loss, grad.<name> and param.<name>"},
+        {"attention_out", "out", output(&Options::out), "safetensors to write: o, lse and, with do, dq, dk and dv"},
         {"out_folder", "out", folder(&Options::out), "where timelines (SVG) and snapshots (pickle) go"},
         {"pages_folder", "out", folder(&Options::out), "where the pages go, instead of notes/"},
         {"only", "only", items(&Options::only, "nsys_profile,naive_ddp"), "problems to run; any unambiguous beginning"},
@@ -366,8 +370,12 @@ static const std::vector<Option>& option_table() {
         {"ranges", "range", items(&Options::range, "forward,step/backward/layer/attention"),
          "kernel summaries of these parts of the run"},
         {"top", "top", whole(&Options::top, 1), "rows of a kernel summary"},
-        {"inputs", "inputs", file(&Options::inputs), "safetensors: q, k, v and perhaps do, [B, H, S, D] or [B, S, D]"},
-        {"impl", "impl", name(&Options::impl, implementations()), "which row of the table of implementations"},
+        {"inputs", "inputs", file(&Options::inputs),
+         "safetensors: q, k, v and perhaps do, dL/do; [B, H, S, D] or [B, S, D]"},
+        {"impl", "impl", name(&Options::impl, implementations({"auto"}, false)),
+         "which row of the table of implementations"},
+        {"flash_impl", "impl", name(&Options::impl, implementations({"all", "auto"}, true)),
+         "those with tiles; auto: the fastest"},
         {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs"},
         {"backend", "backend", name(&Options::backend, {"auto", "nccl", "gloo"}),
          "of the collectives; auto takes nccl where every rank has a GPU"},
@@ -417,12 +425,16 @@ static int cmd_list(const Options& o) {
     table.caption = "commit " + commit() + "; `cs336 <command> --help` shows a command's options";
     table.columns = {"problem", "section", "points", "command", "file", "notes page", "runs here"};
     int gpus = cuda_devices();
-    std::string two = why_not("nccl", CUDA, 2).empty()                    ? "yes"
-                      : why_not("gloo", gpus > 0 ? CUDA : CPU, 2).empty() ? "scaled down: over Gloo"
-                                                                          : "needs two GPUs and NCCL; or Gloo";
+    bool nccl = why_not("nccl", CUDA, 2).empty(), gloo = why_not("gloo", gpus > 0 ? CUDA : CPU, 2).empty();
     for (const Command& c : COMMANDS) {
         bool problem = c.section[0] != 0;
-        std::string here = c.gpus == 2 ? two : c.gpus <= gpus ? "yes" : "scaled down: no GPU";
+        std::string here = "yes";
+        if (c.gpus == 1 && gpus == 0) { here = c.is_check ? "yes: on the CPU" : "scaled down: no GPU"; }
+        if (c.gpus == 2 && !nccl) {
+            here = !gloo        ? "needs two GPUs and NCCL; or Gloo"
+                   : c.is_check ? "yes: over Gloo"
+                                : "scaled down: over Gloo";
+        }
         table.rows.push_back({c.id, problem ? c.section : "tool", c.points ? std::to_string(c.points) : "",
                               std::string("cs336 ") + c.id, c.file,
                               problem ? strprintf("notes/%s-%s.md", c.section, c.id) : "", here});
@@ -434,7 +446,7 @@ static int cmd_list(const Options& o) {
 static void print_overview(FILE* to) {
     fprintf(to, "cs336: every problem of the CS336 systems assignment, worked through in C++ and CUDA\n\n");
     fprintf(to, "usage: cs336 <command> [options]      any unambiguous beginning of a command will do\n");
-    fprintf(to, "       cs336 <command> --help         its options and their defaults\n");
+    fprintf(to, "       cs336 <command> --help         its options and their defaults (or: cs336 help <command>)\n");
     fprintf(to, "       cs336 --version                the commit that this was built from\n\n");
     for (const Command& c : COMMANDS) { fprintf(to, "  %-5s %-46s %s\n", c.section, c.id, c.what); }
     fprintf(to, "\nexit codes: 0 done, 1 it ran and failed, 2 wrong usage\n");
@@ -592,16 +604,18 @@ int main(int argc, char** argv) {
     }
     int exit_code = 1;
     try {
-        if (word == "--help" || word == "-h") {
+        if (word == "--help" || word == "-h" || (word == "help" && argc == 2)) {
             print_overview(stdout);
             exit_code = 0;
         } else if (word == "--version") {
             printf("%s\n", commit().c_str());
             exit_code = 0;
         } else {
-            const Command& command = find_command(word);
+            std::vector<std::string> words = {argv + 1, argv + argc};
+            if (word == "help" && argc == 3) { words = {words[1], "--help"}; }
+            const Command& command = find_command(words[0]);
             who += std::string(" ") + command.id;
-            exit_code = run_command(command, {argv + 1, argv + argc});
+            exit_code = run_command(command, words);
         }
     } catch (const Failure& failure) {
         note("%s: %s", who.c_str(), failure.what());

@@ -87,6 +87,26 @@ TEST_CASE("main: list in md, csv and json says the same, and its points add up t
         points += atoi(in_csv[2].c_str());
     }
     CHECK(points == 107);
+    if (cuda_devices() == 0) {  // a check is no smaller without a GPU, a measurement is
+        CHECK(has(csv.out, "notes/1.3.2-flash_forward.md,yes: on the CPU"));
+        CHECK(has(csv.out, "notes/1.3.2-flash_benchmarking.md,scaled down: no GPU"));
+    }
+}
+
+TEST_CASE("main: help is --help") {
+    CHECK(run_cs336({"help"}).out == run_cs336({"--help"}).out);
+    CHECK(run_cs336({"help", "train"}).out == run_cs336({"train", "--help"}).out);
+    CHECK(has(run_cs336({"help", "nonsense"}).err, "no such command"));
+}
+
+TEST_CASE("main: flash_leaderboard's caption names what was scaled down, and not what was asked for") {
+    Words words = {"flash_leaderboard", "--device", "cpu", "--quick", "--impl", "all", "--num_heads", "1"};
+    Run r = run_cs336(words);
+    CHECK(r.exit_code == 0);
+    CHECK(has(r.out, "1 heads, D 64, S 512, fp32"));
+    CHECK(has(r.out, "; scaled down: a shorter sequence, fp32, less time\n"));
+    words.insert(words.end(), {"--context_length", "64", "--precision", "fp32"});
+    CHECK(has(run_cs336(words).out, "; scaled down: less time\n"));
 }
 
 TEST_CASE("main: any unambiguous beginning of a command will do") {
@@ -153,7 +173,7 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{"train", "--data", "LICENSE", "--save", "tests"}, "--save", "'tests'"},
         {{"memory_profiling", "--out", "tests/main.cpp"}, "--out", "a folder that can be written to"},
         {{"flash_leaderboard", "--head_size", "17"}, "--head_size", "16, 32, 64, 80, 128"},
-        {{"flash_leaderboard", "--device", "cpu", "--impl", "naive"}, "--impl", "takes auto, tiled here"},
+        {{"flash_leaderboard", "--device", "cpu", "--impl", "naive"}, "--impl", "all, auto, tiled"},
         {{"train"}, "--data", "got nothing"},
         {{"train", "--data", ""}, "--data", "a file name"},
         {{"train", "--data", "x", "--lr", "nan"}, "--lr", "'nan'"},
