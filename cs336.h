@@ -734,6 +734,7 @@ struct AttentionImpl {
 };
 bool flash_head_size(int64_t D);                          // 16, 32, 64, 80 and 128: those with a GPU kernel
 extern const std::vector<AttentionImpl> attention_impls;  // from the plainest to the fastest
+bool is_flash(const AttentionImpl& impl);                 // it goes by tiles and never stores S
 Tensor run_attention(const AttentionImpl& impl, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                      Tensor* L = nullptr);                                         // recorded
 const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D);         // null: no row takes this

@@ -1229,11 +1229,11 @@ const std::vector<AttentionImpl> attention_impls = {
 #endif
 };
 
+bool is_flash(const AttentionImpl& impl) { return impl.forward && impl.forward != reference; }
 const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
     const AttentionImpl* best = nullptr;
     for (const AttentionImpl& impl : attention_impls) {
-        bool flash = impl.forward && impl.forward != reference;
-        if (flash && impl.device == device && impl.takes(dtype, D)) { best = &impl; }
+        if (is_flash(impl) && impl.device == device && impl.takes(dtype, D)) { best = &impl; }
     }
     return best;
 }
@@ -1572,16 +1572,13 @@ int cmd_flash_leaderboard(const Options& o) {
     DType dtype = matmul_dtype();
     const AttentionImpl& fastest = require_flash(context.device, dtype, c.D);
     std::vector<const AttentionImpl*> impls;
-    std::string here;
+    std::string here, which = o.has("impl") ? o.impl : "all";
     for (const AttentionImpl& impl : attention_impls) {
-        bool flash = impl.forward && impl.device == context.device && impl.forward != reference;
-        if (!flash || !impl.takes(dtype, c.D)) { continue; }
+        if (!is_flash(impl) || impl.device != context.device || !impl.takes(dtype, c.D)) { continue; }
         here += std::string(", ") + impl.name;
-        bool wanted =
-            !o.has("impl") || o.impl == "all" || o.impl == impl.name || (o.impl == "auto" && &impl == &fastest);
-        if (wanted) { impls.push_back(&impl); }
+        if (which == "all" || which == impl.name || (which == "auto" && &impl == &fastest)) { impls.push_back(&impl); }
     }
-    if (impls.empty()) { usage_error("--impl: got '%s', takes all, auto%s here", o.impl.c_str(), here.c_str()); }
+    if (impls.empty()) { usage_error("--impl: got '%s', takes all, auto%s here", which.c_str(), here.c_str()); }
     double rate = matmul_rate(precision, cpu ? 1024 : 8192, 20);
     double forward_flops = (c.causal ? 2.0 : 4.0) * c.H * c.Tq * (double)c.Tk * c.D;
     Table table{

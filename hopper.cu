@@ -841,10 +841,9 @@ static void launch_hopper_forward(const AttentionArgs& a, DType dtype) {
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)Tile::bytes));
     dim3 order = attention_grid(a, ceil_div(a.Tq, Tile::Bq));
     int blocks = std::min<int64_t>(multiprocessors(), (int64_t)order.x * order.y * order.z);
-    kernel<<<blocks, Tile::threads, Tile::bytes, stream()>>>(a, order,
-                                                             tensor_map(a.q, dtype, a.B, a.H, a.Tq, Tile::D, Tile::Bq),
-                                                             tensor_map(a.k, dtype, a.B, a.H, a.Tk, Tile::D, Tile::Bk),
-                                                             tensor_map(a.v, dtype, a.B, a.H, a.Tk, Tile::D, Tile::Bk));
+    auto map = [&](const Heads& x, int T_, int rows) { return tensor_map(x, dtype, a.B, a.H, T_, Tile::D, rows); };
+    kernel<<<blocks, Tile::threads, Tile::bytes, stream()>>>(a, order, map(a.q, a.Tq, Tile::Bq),
+                                                             map(a.k, a.Tk, Tile::Bk), map(a.v, a.Tk, Tile::Bk));
     LAUNCH_CHECK();
 }
 template <class T>

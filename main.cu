@@ -70,9 +70,8 @@ static const Command COMMANDS[] = {
      cmd_flash_benchmarking, "device plot trace format quick"},
     {"flash_leaderboard", "1.3.3", 0, 1, "one long causal sequence, as fast as it goes", "flash.cu",
      cmd_flash_leaderboard,
-     "device num_heads=16 head_size=64 context_length=16384 precision=bf16 not_causal flash_impl=all deterministic "
-     "trace "
-     "format quick"},
+     "device num_heads=16 head_size=64 context_length=16384 precision=bf16 not_causal flash_impl=all "
+     "deterministic trace format quick"},
     {"distributed_communication_single_node", "2.1", 5, 2, "all-reduce: sizes, ranks, backends", "ranks.cu",
      cmd_distributed_communication_single_node, "device sizes_mb warmup steps " + RANKS + "format plot quick"},
     {"naive_ddp", "2.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp,
@@ -243,8 +242,7 @@ static Reader names(std::vector<std::string> Options::*field, const std::vector<
 
 static std::vector<std::string> implementations(std::vector<std::string> names, bool flash) {
     for (const AttentionImpl& impl : attention_impls) {
-        bool tiles = impl.forward && strcmp(impl.name, "reference") != 0;
-        if ((tiles || !flash) && !among(impl.name, names)) { names.push_back(impl.name); }
+        if ((is_flash(impl) || !flash) && !among(impl.name, names)) { names.push_back(impl.name); }
     }
     return names;
 }
