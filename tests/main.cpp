@@ -8,6 +8,8 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <fstream>
+#include <iterator>
 #include <map>
 
 static bool skipped_now = false;
@@ -45,18 +47,16 @@ struct Counter : doctest::IReporter {
 };
 REGISTER_LISTENER("counter", 1, Counter);
 
-static std::string contents(FILE* file) {
+static std::string rest_of(FILE* file) {
     std::string text;
-    rewind(file);
     for (int c = fgetc(file); c != EOF; c = fgetc(file)) { text += (char)c; }
-    fclose(file);
     return text;
 }
+static int exit_code_of(int status) { return WIFEXITED(status) ? WEXITSTATUS(status) : -1; }
 
 // Files take the two streams: no pipe can fill up and block the program.
 Run run_cs336(const std::vector<std::string>& words, const char* stdout_path) {
-    const char* binary = getenv("CS336_BINARY");
-    std::vector<std::string> all = {binary ? binary : "./cs336"};
+    std::vector<std::string> all = {program()};
     all.insert(all.end(), words.begin(), words.end());
     std::vector<char*> argv;
     for (std::string& word : all) { argv.push_back(word.data()); }
@@ -75,11 +75,29 @@ Run run_cs336(const std::vector<std::string>& words, const char* stdout_path) {
     }
     int status = 0;
     REQUIRE(waitpid(child, &status, 0) == child);
-    Run result;
-    result.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-    result.out = contents(out);
-    result.err = contents(err);
+    rewind(out), rewind(err);
+    Run result{exit_code_of(status), rest_of(out), rest_of(err)};
+    fclose(out), fclose(err);
     return result;
+}
+
+Run run_shell(const std::string& line) {
+    FILE* pipe = popen(("exec 2>&1; " + line).c_str(), "r");
+    REQUIRE(pipe);
+    std::string out = rest_of(pipe);
+    return {exit_code_of(pclose(pipe)), out, ""};
+}
+
+std::string read_file(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    REQUIRE_MESSAGE(file.is_open(), path);
+    return {std::istreambuf_iterator<char>(file), {}};
+}
+void write_file(const std::string& path, const std::string& text) {
+    std::ofstream file(path, std::ios::binary);
+    file << text;
+    file.close();
+    REQUIRE(file.good());
 }
 
 int main(int argc, char** argv) {

@@ -11,6 +11,8 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <filesystem>
 
@@ -23,12 +25,17 @@ struct OnCUDA {
 TYPE_TO_STRING(OnCPU);
 TYPE_TO_STRING(OnCUDA);
 
-// Runs ./cs336 (or the environment's CS336_BINARY) to its end.
+inline std::string program() {
+    const char* path = getenv("CS336_BINARY");
+    return path ? path : "./cs336";
+}
+// Runs program() to its end.
 struct Run {
     int exit_code;  // -1: died of a signal
     std::string out, err;
 };
 Run run_cs336(const std::vector<std::string>& words, const char* stdout_path = nullptr);
+Run run_shell(const std::string& line);  // both streams are in out
 
 // A folder of this test's own in /tmp. It goes with all that is in it.
 struct Folder {
@@ -52,6 +59,9 @@ struct Folder {
         return names;
     }
 };
+
+std::string read_file(const std::string& path);
+void write_file(const std::string& path, const std::string& text);
 
 inline bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
@@ -77,6 +87,13 @@ inline bool begin_on(Device device) {
 template <class D>
 bool begin() {
     return begin_on(D::device);
+}
+
+inline std::string setting() { return strprintf("%s %s", name_of(context.mode), name_of(context.precision)); }
+inline double largest(const Tensor& t) {
+    double m = 0;
+    for (double x : to_doubles(t)) { m = std::max(m, fabs(x)); }
+    return m;
 }
 
 // A test that needs ranks launches this program again as n ranks, each of which runs the same test case and, once

@@ -14,7 +14,6 @@ static std::string to_string(const Sizes& s) {
     return strprintf("B=%d H=%d Tq=%d Tk=%d D=%d", s.B, s.H, s.Tq, s.Tk, s.D);
 }
 
-static std::string setting() { return strprintf("%s %s", name_of(context.mode), name_of(context.precision)); }
 static Tensor normal(const Shape& shape, DType dtype, uint64_t key, float std = 1) {
     Tensor t = empty(shape, dtype);
     fill_normal(t, 1, key, 0, std);

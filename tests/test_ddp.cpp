@@ -11,8 +11,6 @@
 #include <fstream>
 #include <map>
 
-static bool holds(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 // Four weights of one layer each, y = w3 * (w2 * (w1 * x)) + w0 * x, all [3]: w0 is not used where `skip` is set.
 struct FourWeights {
     Tensor weights, gradients;
@@ -138,8 +136,8 @@ static void check_command(const std::vector<std::string>& words, const char* exp
     for (const std::string& w : words) { line += w + " "; }
     INFO(line << "\n" << r.out << r.err);
     CHECK(r.exit_code == 0);
-    CHECK(holds(r.out, expected));
-    CHECK(!holds(r.out, "DIFFER"));
+    CHECK(has(r.out, expected));
+    CHECK(!has(r.out, "DIFFER"));
 }
 TEST_CASE("ddp: weights equal those of single-process training, 1 to 4 ranks, all ways") {
     if (lacks("gloo", CPU, 4)) { return; }
@@ -188,15 +186,15 @@ TEST_CASE("ddp: benchmarking commands") {
     Run r = run_cs336({"ddp_bucketed_benchmarking", "--quick", "--device", "cpu", "--bucket_size_mb", "0.5,100"});
     INFO(r.out << r.err);
     CHECK(r.exit_code == 0);
-    CHECK(holds(r.out, "scaled down: "));
-    CHECK(holds(r.out, "Calls: 39, Loss: "));  // 9 tensors a layer and 3
-    CHECK(holds(r.out, "Communication calls reduced:  39 → "));
-    CHECK(holds(r.out, "bucketed, 0.5 MB"));
-    CHECK(holds(r.out, "w = "));
-    CHECK(holds(r.out, "Speedup ratio"));
+    CHECK(has(r.out, "scaled down: "));
+    CHECK(has(r.out, "Calls: 39, Loss: "));  // 9 tensors a layer and 3
+    CHECK(has(r.out, "Communication calls reduced:  39 → "));
+    CHECK(has(r.out, "bucketed, 0.5 MB"));
+    CHECK(has(r.out, "w = "));
+    CHECK(has(r.out, "Speedup ratio"));
     Run memory = run_cs336({"optimizer_state_sharding_accounting", "--quick", "--device", "cpu"});
     CHECK(memory.exit_code == 0);
-    CHECK(holds(memory.out, "sharded, ZeRO-1"));
+    CHECK(has(memory.out, "sharded, ZeRO-1"));
     CHECK(run_cs336({"naive_ddp_benchmarking", "--size", "tiny"}).exit_code == 2);
     CHECK(run_cs336({"ddp_bucketed_benchmarking", "--bucket_size_mb", "0"}).exit_code == 2);
 }
@@ -208,8 +206,7 @@ TEST_CASE("ddp: --trace puts all ranks into one file") {
         run_cs336({"ddp_overlap_individual_parameters_benchmarking", "--quick", "--device", "cpu", "--trace", path});
     INFO(r.err);
     CHECK(r.exit_code == 0);
-    std::ifstream file(path);
-    nlohmann::json trace = nlohmann::json::parse(file, nullptr, false);
+    nlohmann::json trace = nlohmann::json::parse(read_file(path), nullptr, false);
     REQUIRE(!trace.is_discarded());
     std::map<std::pair<int, std::string>, int> seen;  // process and name of a range
     for (const auto& event : trace["traceEvents"]) {
@@ -293,13 +290,12 @@ TEST_CASE("ddp: --plot draws all ranks, with --trace and without") {
         Run r = run_cs336(words);
         INFO(r.err);
         CHECK(r.exit_code == 0);
-        std::ifstream file(svg_path);
-        std::string svg((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+        std::string svg = read_file(svg_path);
         for (const char* part :
              {">no sync<", ">naive: 39 all-reduces after backward<", ">rank 0 computes<", ">rank 1 computes<",
               ">communicates<", "hidden 0.0%", "backend gloo", "precision fp32"}) {
             INFO(part);
-            CHECK(holds(svg, part));
+            CHECK(has(svg, part));
         }
         size_t rows = 0;  // with all-reduces: naive's, a rank each
         for (size_t at = 0; (at = svg.find("class=\"slices s4\"", at)) != std::string::npos; at++) { rows++; }
@@ -310,25 +306,19 @@ TEST_CASE("ddp: --plot draws all ranks, with --trace and without") {
     Run wrong = run_cs336({"naive_ddp_benchmarking", "--quick", "--plot", "/nonexistent/x.svg"});
     CHECK(wrong.exit_code == 2);
     CHECK(wrong.out == "");
-    CHECK(holds(wrong.err, "--plot: got '/nonexistent/x.svg', takes a file name that ends in .svg"));
+    CHECK(has(wrong.err, "--plot: got '/nonexistent/x.svg', takes a file name that ends in .svg"));
 }
 TEST_CASE("ddp: ranks with different models stop before the first collective") {
     if (lacks("gloo", CPU, 2)) { return; }
     double before = now_ms();
-    std::string all;
-    std::string line = strprintf(
-        "for r in 0 1; do RANK=$r WORLD_SIZE=2 MASTER_PORT=%d timeout 20 %s naive_ddp_benchmarking --quick --device "
-        "cpu "
-        "--timeout 3 --d_model $((32 + 32 * r)) --num_heads 4 2>&1 & done; wait",
-        20000 + (int)(getpid() % 10000), getenv("CS336_BINARY") ? getenv("CS336_BINARY") : "./cs336");
-    FILE* pipe = popen(line.c_str(), "r");
-    REQUIRE(pipe);
-    for (int ch; (ch = fgetc(pipe)) != EOF;) { all += (char)ch; }
-    pclose(pipe);
+    const char* ranks =
+        "for r in 0 1; do RANK=$r WORLD_SIZE=2 MASTER_PORT=%d timeout 20 %s naive_ddp_benchmarking --quick "
+        "--device cpu --timeout 3 --d_model $((32 + 32 * r)) --num_heads 4 & done; wait";
+    std::string all = run_shell(strprintf(ranks, 20000 + (int)(getpid() % 10000), program().c_str())).out;
     INFO(all);
-    CHECK(holds(
-        all, "the models differ: where rank 0 has lm_head.weight [10000, 32], rank 1 has lm_head.weight [10000, 64]"));
-    CHECK(holds(all, "rank 0: rank 1 is gone"));
+    CHECK(has(all,
+              "the models differ: where rank 0 has lm_head.weight [10000, 32], rank 1 has lm_head.weight [10000, 64]"));
+    CHECK(has(all, "rank 0: rank 1 is gone"));
     CHECK(now_ms() - before < 5000);
     MESSAGE("different models: over after " << (int)(now_ms() - before) << " ms");
 }
@@ -363,9 +353,9 @@ TEST_CASE("ddp: communication_accounting") {
                             "\"least batch, X = 8, Y = 8, not overlapped\",as in c,16594",
                             "\"least batch, X = 4, Y = 16, not overlapped\",as in c,22021"}) {
         INFO(row << " in\n" << r.out);
-        CHECK(holds(r.out, row));
+        CHECK(has(r.out, row));
     }
     Run none = run_cs336({"communication_accounting", "--tokens", "10828", "--tp", "21", "--format", "csv"});
-    CHECK(holds(none.out, "10828 tokens a device\",(16 P + A/2) / (memory - A/2),none"));
-    CHECK(holds(none.out, "(alpha X / M_X) / (1 - alpha Y / (M_Y F)),none"));
+    CHECK(has(none.out, "10828 tokens a device\",(16 P + A/2) / (memory - A/2),none"));
+    CHECK(has(none.out, "(alpha X / M_X) / (1 - alpha Y / (M_Y F)),none"));
 }

@@ -77,11 +77,6 @@ static FlashProblem make_problem(const FlashSizes& s, DType dtype, bool causal, 
     find_truth(p, causal);
     return p;
 }
-static double largest(const Tensor& t) {
-    double m = 0;
-    for (double x : to_doubles(t)) { m = std::max(m, fabs(x)); }
-    return m;
-}
 static void check_close(const char* what, const Tensor& got, const Tensor& want, double tolerance) {
     Comparison c = compare(got, want, tolerance, tolerance * std::max(1.0, largest(want)));
     CHECK_MESSAGE(c.ok(), std::string(what), ": ", to_string(c));

@@ -3,8 +3,6 @@
 
 #include <nlohmann/json.hpp>
 
-#include <sys/wait.h>
-
 #include <algorithm>
 using Words = std::vector<std::string>;
 
@@ -220,22 +218,12 @@ TEST_CASE("main: a file that is not there is a failure, not wrong usage") {
 }
 
 TEST_CASE("main: tests/vs_pytorch.py explains itself and refuses in one line, also without PyTorch") {
-    auto run = [](const std::string& words) {
-        Run r{-1, "", ""};
-        // -S: no site-packages, so there is no torch
-        FILE* pipe = popen(("python3 -S tests/vs_pytorch.py " + words + " 2>&1").c_str(), "r");
-        REQUIRE(pipe);
-        for (int c; (c = fgetc(pipe)) != EOF;) { r.out += (char)c; }
-        int status = pclose(pipe);
-        r.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-        return r;
-    };
+    // -S: no site-packages, so there is no torch
+    auto run = [](const std::string& words) { return run_shell("python3 -S tests/vs_pytorch.py " + words); };
     Run help = run("--help");
     if (help.exit_code == 127) { return skip_this_case("no python3"); }
     CHECK(help.exit_code == 0);
     CHECK(has(help.out, "--max_ratio"));
-    const char* binary = getenv("CS336_BINARY");
-    const std::string program = std::string("--program ") + (binary ? binary : "./cs336");
     const std::pair<std::string, const char*> wrong[] = {
         {"--size small,tiny", "--size"},
         {"--max_ratio nan", "--max_ratio"},
@@ -247,7 +235,7 @@ TEST_CASE("main: tests/vs_pytorch.py explains itself and refuses in one line, al
         {"--train no/such", "--train"},
         {"--plot bars.png", "--plot"},
         {"--plot no/such/bars.svg", "--plot"},
-        {program + " --quick", "PyTorch"},
+        {"--program " + program() + " --quick", "PyTorch"},
     };
     for (const auto& [words, names] : wrong) {
         CAPTURE(words);

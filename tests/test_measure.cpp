@@ -383,8 +383,7 @@ TEST_CASE("measure: a signal, or a failure, in the middle of a file leaves the o
     save_file(path, "old");
     auto only_the_old = [&] {
         CHECK(folder.files() == std::vector<std::string>{"file"});
-        std::ifstream file(path);
-        CHECK(std::string(std::istreambuf_iterator<char>(file), {}) == "old");
+        CHECK(read_file(path) == "old");
     };
     setenv("CS336_TEST_FILE", path.c_str(), 1);
     for (int number : {SIGINT, SIGTERM, SIGHUP}) {

@@ -194,13 +194,9 @@ TEST_CASE("snapshot: Python reads the pickle, and finds our log in it") {
     std::string pickle = folder / "snapshot.pickle", script = folder / "check.py";
     save_file(script, check_pickle);
     save_file(pickle, snapshot_pickle(log));
-    FILE* python = popen(("python3 " + script + " " + pickle + " 2>&1").c_str(), "r");
-    REQUIRE(python);
-    char line[4096] = "";
-    std::string said;
-    while (fgets(line, sizeof line, python)) { said += line; }
-    CHECK(pclose(python) == 0);
-    CHECK(said == strprintf("%zu %zu %zu\n", events, peak_of(log), now));
+    Run python = run_shell("python3 " + script + " " + pickle);
+    CHECK(python.exit_code == 0);
+    CHECK(python.out == strprintf("%zu %zu %zu\n", events, peak_of(log), now));
     save_file(pickle, snapshot_pickle({}));
     CHECK(system(("python3 " + script + " " + pickle + " >/dev/null").c_str()) == 0);
 }

@@ -43,11 +43,6 @@ static StepResult run_once(Setup& s, float loss_scale = 1) {
     r.logits = to_device(detached(r.logits), CPU), r.loss = to_device(detached(r.loss), CPU);
     return r;
 }
-static double largest(const Tensor& t) {
-    double m = 0;
-    for (double x : to_doubles(t)) { m = std::max(m, fabs(x)); }
-    return m;
-}
 static Tensor on_cpu(const Tensor& t) { return to_device(contiguous(detached(t)), CPU); }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -239,15 +239,11 @@ print(len(rows), sum(map(len, rows.values())), counters, json.dumps(sorted(names
 // What the script prints; "" if it failed.
 static std::string python(const std::string& script, const std::string& argument) {
     Folder folder;
-    std::ofstream(folder / "check.py") << script;
-    FILE* pipe = popen(("python3 " + folder / "check.py" + " " + argument + " 2>&1").c_str(), "r");
-    REQUIRE(pipe);
-    std::string text;
-    for (int c = fgetc(pipe); c != EOF; c = fgetc(pipe)) { text += (char)c; }
-    int status = pclose(pipe);
-    CAPTURE(text);
-    CHECK(status == 0);
-    return status == 0 ? text : "";
+    write_file(folder / "check.py", script);
+    Run r = run_shell("python3 " + folder / "check.py" + " " + argument);
+    CAPTURE(r.out);
+    CHECK(r.exit_code == 0);
+    return r.exit_code == 0 ? r.out : "";
 }
 static bool have_python() {
     if (system("python3 -c 'import json' >/dev/null 2>&1") == 0) { return true; }

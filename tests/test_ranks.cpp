@@ -77,8 +77,7 @@ struct Started {
     double at_ms;
 };
 static Started start(std::vector<std::string> words, std::vector<std::string> variables = {}) {
-    const char* binary = getenv("CS336_BINARY");
-    words.insert(words.begin(), binary ? binary : "./cs336");
+    words.insert(words.begin(), program());
     std::vector<char*> argv;
     for (std::string& w : words) { argv.push_back(w.data()); }
     argv.push_back(nullptr);
@@ -321,9 +320,7 @@ TEST_CASE("ranks: distributed_communication_single_node") {
     Run r = run_cs336(
         {"distributed_communication_single_node", "--quick", "--device", "cpu", "--format", "csv", "--plot", plot});
     CHECK(r.exit_code == 0);
-    std::ifstream picture(plot);
-    std::string svg((std::istreambuf_iterator<char>(picture)), std::istreambuf_iterator<char>());
-    CHECK(has(svg, "gloo cpu, 2 ranks"));
+    CHECK(has(read_file(plot), "gloo cpu, 2 ranks"));
     CHECK(has(r.out, "gloo,cpu,2,1,"));
     CHECK(has(r.out, ",right\n"));
     CHECK(!has(r.out, "WRONG"));

@@ -9,38 +9,24 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <climits>
 #include <csignal>
-#include <fstream>
 
 using Words = std::vector<std::string>;
-
-static std::string read(const std::string& path) {
-    std::ifstream file(path);
-    return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-}
-static void write(const std::string& path, const std::string& text) { std::ofstream(path) << text; }
 
 // A folder with notes/README.md, which links to a.md and b.md. The test works in it.
 struct Repository {
     Folder folder;
-    std::string before;
-    const char* binary = getenv("CS336_BINARY");
-    std::string old_binary = binary ? binary : "";
+    std::string before = std::filesystem::current_path(), binary = program();
     Repository() {
-        char path[PATH_MAX], absolute[PATH_MAX];
-        REQUIRE(getcwd(path, sizeof path));
-        REQUIRE(realpath(binary ? binary : "./cs336", absolute));
-        before = path;
-        setenv("CS336_BINARY", absolute, 1);
+        setenv("CS336_BINARY", std::filesystem::canonical(binary).c_str(), 1);
         REQUIRE(chdir(folder.path.c_str()) == 0);
         REQUIRE(mkdir("notes", 0777) == 0);
-        write("notes/README.md", "[a](a.md), then [b](b.md); [elsewhere](../a.md)\n");
-        write("notes/a.md", "nothing\n"), write("notes/b.md", "nothing\n");
+        write_file("notes/README.md", "[a](a.md), then [b](b.md); [elsewhere](../a.md)\n");
+        write_file("notes/a.md", "nothing\n"), write_file("notes/b.md", "nothing\n");
     }
     ~Repository() {
         if (chdir(before.c_str()) != 0) { perror(before.c_str()); }
-        old_binary.empty() ? unsetenv("CS336_BINARY") : setenv("CS336_BINARY", old_binary.c_str(), 1);
+        setenv("CS336_BINARY", binary.c_str(), 1);
     }
 };
 
@@ -67,16 +53,16 @@ TEST_CASE("reproduce: blocks get what their commands print, everything else stay
     auto selection = [&](const std::string& a) {
         return block("mixed_precision_accumulation; tables: nowhere or 0.01 added, device cpu", a);
     };
-    write("notes/a.md", page("old\n", "", "older\n\nold\n"));
-    write("notes/b.md", selection("old\n"));
-    write("README.md", "Front\n" + block("communication_accounting", "old\n"));
+    write_file("notes/a.md", page("old\n", "", "older\n\nold\n"));
+    write_file("notes/b.md", selection("old\n"));
+    write_file("README.md", "Front\n" + block("communication_accounting", "old\n"));
     for (int i = 0; i < 2; i++) {
         Run r = run_cs336({"reproduce", "--format", "json"});
         CAPTURE(r.err);
         CHECK(r.exit_code == 0);
-        CHECK(read("notes/a.md") == page(accounting, other, sums));
-        CHECK(read("notes/b.md") == selection(table));
-        CHECK(read("README.md") == "Front\n" + block("communication_accounting", accounting));
+        CHECK(read_file("notes/a.md") == page(accounting, other, sums));
+        CHECK(read_file("notes/b.md") == selection(table));
+        CHECK(read_file("README.md") == "Front\n" + block("communication_accounting", accounting));
         nlohmann::json rows = rows_of(r.out);
         REQUIRE(rows.size() == 3);  // the same command line is run once
         CHECK(rows[0][0] == "communication_accounting");
@@ -84,7 +70,7 @@ TEST_CASE("reproduce: blocks get what their commands print, everything else stay
         CHECK(rows[1][2] == "./cs336 communication_accounting --tokens 4096");
         for (const auto& row : rows) { CHECK(row[3] == "ran"); }
     }
-    CHECK(read("notes/README.md") == "[a](a.md), then [b](b.md); [elsewhere](../a.md)\n");
+    CHECK(read_file("notes/README.md") == "[a](a.md), then [b](b.md); [elsewhere](../a.md)\n");
 }
 
 TEST_CASE("reproduce: markers that it cannot read are named by file and line, before anything runs") {
@@ -113,7 +99,7 @@ TEST_CASE("reproduce: markers that it cannot read are named by file and line, be
         {"<!-- begin: ./cs336 reproduce -->\n" + end, "notes/b.md:1: a block's command"},
     };
     for (const Bad& bad : cases) {
-        write("notes/a.md", block("communication_accounting", "old\n")), write("notes/b.md", bad.page);
+        write_file("notes/a.md", block("communication_accounting", "old\n")), write_file("notes/b.md", bad.page);
         Run r = run_cs336({"reproduce"});
         CAPTURE(bad.page);
         CAPTURE(r.err);
@@ -121,7 +107,7 @@ TEST_CASE("reproduce: markers that it cannot read are named by file and line, be
         CHECK(r.out == "");
         CHECK(has(r.err, std::string("cs336 reproduce: ") + bad.says));
         CHECK(std::count(r.err.begin(), r.err.end(), '\n') == 1);
-        CHECK(read("notes/a.md") == block("communication_accounting", "old\n"));
+        CHECK(read_file("notes/a.md") == block("communication_accounting", "old\n"));
     }
 }
 
@@ -130,22 +116,22 @@ TEST_CASE("reproduce: --only") {
     std::string page = block("communication_accounting", "old\n") + block("mixed_precision_accumulation", "old\n") +
                        block("optimizer_state_sharding --nproc 64", "old\n") +
                        block("optimizer_state_sharding_accounting --nproc 64", "old\n");
-    write("notes/a.md", page);
+    write_file("notes/a.md", page);
     Run r = run_cs336({"reproduce", "--format", "json", "--only", "comm,optimizer_state_sharding"});
     CHECK(r.exit_code == 0);
     REQUIRE(rows_of(r.out).size() == 2);
     CHECK(rows_of(r.out)[1][0] == "optimizer_state_sharding");  // a whole name is never ambiguous
-    CHECK(has(read("notes/a.md"), block("communication_accounting", run_cs336({"communication_accounting"}).out)));
-    CHECK(has(read("notes/a.md"), block("mixed_precision_accumulation", "old\n")));
+    CHECK(has(read_file("notes/a.md"), block("communication_accounting", run_cs336({"communication_accounting"}).out)));
+    CHECK(has(read_file("notes/a.md"), block("mixed_precision_accumulation", "old\n")));
 
-    write("notes/b.md", block("mixed_precision_accumulation", "old\n"));
+    write_file("notes/b.md", block("mixed_precision_accumulation", "old\n"));
     for (const char* id : {"communication_accounting", "mixed_precision_accumulation"}) {
         CHECK(run_cs336({"reproduce", "--only", id, "--out", "out"}).exit_code == 0);
     }
-    CHECK(
-        has(read("out/b.md"), block("mixed_precision_accumulation", run_cs336({"mixed_precision_accumulation"}).out)));
+    CHECK(has(read_file("out/b.md"),
+              block("mixed_precision_accumulation", run_cs336({"mixed_precision_accumulation"}).out)));
     CHECK(run_cs336({"reproduce", "--only", "communication_accounting", "--out", "out"}).exit_code == 0);
-    CHECK(!has(read("out/b.md"), "old"));  // of another problem: left as it was
+    CHECK(!has(read_file("out/b.md"), "old"));  // of another problem: left as it was
 
     Run ambiguous = run_cs336({"reproduce", "--only", "optimizer"});
     CHECK(ambiguous.exit_code == 2);
@@ -161,9 +147,9 @@ TEST_CASE("reproduce: --only") {
 
 TEST_CASE("reproduce: a command that fails leaves its block as it was, and the others go on") {
     Repository repository;
-    write("notes/a.md", block("train --data no/such/file", "old\n") +
-                            block("mixed_precision_accumulation; tables: no such caption", "old\n") +
-                            block("communication_accounting", "old\n"));
+    write_file("notes/a.md", block("train --data no/such/file", "old\n") +
+                                 block("mixed_precision_accumulation; tables: no such caption", "old\n") +
+                                 block("communication_accounting", "old\n"));
     Run r = run_cs336({"reproduce", "--format", "json"});
     CAPTURE(r.err);
     CHECK(r.exit_code == 1);
@@ -174,7 +160,7 @@ TEST_CASE("reproduce: a command that fails leaves its block as it was, and the o
     CHECK(rows[1][3] == "failed");
     CHECK(has(rows[1][4], "notes/a.md:4: none of its captions has 'no such caption'"));
     CHECK(rows[2][3] == "ran");
-    std::string page = read("notes/a.md");
+    std::string page = read_file("notes/a.md");
     CHECK(has(page, block("train --data no/such/file", "old\n")));
     CHECK(has(page, block("mixed_precision_accumulation; tables: no such caption", "old\n")));
     CHECK(has(page, block("communication_accounting", run_cs336({"communication_accounting"}).out)));
@@ -185,7 +171,8 @@ TEST_CASE("reproduce: what was scaled down goes to --out only; what cannot run g
     const std::string quick = "flash_forward --device cpu --quick", many = "naive_ddp --nproc 64";
     std::string page =
         "![p](p.svg)\n" + block(quick, "old\n") + block(quick + "; tables: no such", "old\n") + block(many, "old\n");
-    write("notes/a.md", page), write("notes/p.svg", "<svg/>"), write("README.md", block("list", "old\n"));
+    write_file("notes/a.md", page), write_file("notes/p.svg", "<svg/>"),
+        write_file("README.md", block("list", "old\n"));
 
     Run r = run_cs336({"reproduce", "--format", "json", "--only", "flash_forward,naive_ddp"});
     CAPTURE(r.err);
@@ -198,33 +185,35 @@ TEST_CASE("reproduce: what was scaled down goes to --out only; what cannot run g
     CHECK(rows[1][3] == "could not run");
     CHECK(rows[1][4] == "needs 64 GPUs");
     CHECK(has(r.err, "--out DIR"));
-    CHECK(read("notes/a.md") == page);
+    CHECK(read_file("notes/a.md") == page);
 
     r = run_cs336({"reproduce", "--out", "copies"});
     CHECK(r.exit_code == 0);
-    CHECK(read("notes/a.md") == page);
-    std::string copy = read("copies/a.md");
+    CHECK(read_file("notes/a.md") == page);
+    std::string copy = read_file("copies/a.md");
     CHECK(has(copy, "flash_forward: largest error"));
     CHECK(has(copy, block(quick + "; tables: no such", "(no such table in this run, which was scaled down)\n")));
     CHECK(has(copy, block(many, "old\n")));
-    CHECK(read("copies/b.md") == "nothing\n");
-    CHECK(read("copies/p.svg") == "<svg/>");
-    CHECK(read("copies/README.md") == read("notes/README.md"));
-    CHECK(read("README.md") == block("list", "old\n"));  // the front page has no copy
+    CHECK(read_file("copies/b.md") == "nothing\n");
+    CHECK(read_file("copies/p.svg") == "<svg/>");
+    CHECK(read_file("copies/README.md") == read_file("notes/README.md"));
+    CHECK(read_file("README.md") == block("list", "old\n"));  // the front page has no copy
 }
 
 TEST_CASE("reproduce: --quick shrinks all commands, each once, and writes to build/reproduce") {
     Repository repository;
-    write("notes/a.md", block("flash_forward --device cpu", "old\n") + block("flash_forward --device=cpu", "old\n"));
-    write("notes/b.md",
-          block("naive_ddp_benchmarking --device cpu --size xl --steps 50 --nproc 2", "old\n") +
-              block("naive_ddp_benchmarking --device cpu --precision=bf16 --reduce_dtype bf16 --nproc 2", "old\n"));
+    write_file("notes/a.md",
+               block("flash_forward --device cpu", "old\n") + block("flash_forward --device=cpu", "old\n"));
+    write_file(
+        "notes/b.md",
+        block("naive_ddp_benchmarking --device cpu --size xl --steps 50 --nproc 2", "old\n") +
+            block("naive_ddp_benchmarking --device cpu --precision=bf16 --reduce_dtype bf16 --nproc 2", "old\n"));
     Run r = run_cs336({"reproduce", "--quick", "--format", "json", "--only", "flash_forward"});
     CAPTURE(r.err);
     CHECK(r.exit_code == 0);
-    CHECK(has(read("notes/a.md"), "old\n"));
-    CHECK(has(read("build/reproduce/a.md"), "scaled down: without the largest sizes"));
-    CHECK(has(read("build/reproduce/b.md"), "old\n"));
+    CHECK(has(read_file("notes/a.md"), "old\n"));
+    CHECK(has(read_file("build/reproduce/a.md"), "scaled down: without the largest sizes"));
+    CHECK(has(read_file("build/reproduce/b.md"), "old\n"));
     if (lacks("gloo", CPU, 2)) { return; }
     r = run_cs336({"reproduce", "--quick", "--format", "json", "--only", "naive"});
     CAPTURE(r.err);
@@ -233,8 +222,8 @@ TEST_CASE("reproduce: --quick shrinks all commands, each once, and writes to bui
     REQUIRE(rows.size() == 1);
     CHECK(rows[0][2] == "./cs336 naive_ddp_benchmarking --device cpu --nproc 2 --quick");
     CHECK(rows[0][3] == "scaled down");
-    CHECK(!has(read("build/reproduce/b.md"), "old\n"));
-    CHECK(has(read("build/reproduce/b.md"), "Run as `" + rows[0][2].get<std::string>() + "`:\n"));
+    CHECK(!has(read_file("build/reproduce/b.md"), "old\n"));
+    CHECK(has(read_file("build/reproduce/b.md"), "Run as `" + rows[0][2].get<std::string>() + "`:\n"));
 }
 
 // Starts reproduce and interrupts it as soon as its state file names `done`.
@@ -248,64 +237,66 @@ static Run interrupt(const std::string& done) {
         execl(getenv("CS336_BINARY"), "cs336", "reproduce", (char*)nullptr);
         _exit(127);
     }
-    for (int i = 0; i < 3000 && !has(read("build/.reproduce.json"), "\"" + done + "\": \""); i++) { usleep(10000); }
+    const char* state = "build/.reproduce.json";
+    auto is_done = [&] { return access(state, R_OK) == 0 && has(read_file(state), "\"" + done + "\": \""); };
+    for (int i = 0; i < 3000 && !is_done(); i++) { usleep(10000); }
     usleep(300000);  // by now the next command runs
     kill(child, SIGINT);
     int status = 0;
     REQUIRE(waitpid(child, &status, 0) == child);
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read("out"), read("err")};
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read_file("out"), read_file("err")};
 }
 
 TEST_CASE("reproduce: an interrupted run goes on where it was, a complete one starts afresh") {
     Repository repository;
     const std::string quick = block("communication_accounting", "old\n");
     const std::string slow = "train --data notes/README.md --device cpu --context_length 8 --steps 1000000";
-    write("notes/README.md",
-          "[a](a.md) and [b](b.md), with some more text, so that there are enough bytes to train on: "
-          "a model needs a sequence to learn from, and another one that is held out of it for the loss "
-          "before and after; these are some two hundred and fifty bytes, a tenth of which is that.\n");
-    write("notes/a.md", quick), write("notes/b.md", block(slow, "old\n"));
+    write_file("notes/README.md",
+               "[a](a.md) and [b](b.md), with some more text, so that there are enough bytes to train on: "
+               "a model needs a sequence to learn from, and another one that is held out of it for the loss "
+               "before and after; these are some two hundred and fifty bytes, a tenth of which is that.\n");
+    write_file("notes/a.md", quick), write_file("notes/b.md", block(slow, "old\n"));
     Run r = interrupt("communication_accounting");
     CAPTURE(r.err);
     CHECK(r.exit_code == -1);  // of the signal, as its caller may want to know
     CHECK(r.out == "");
     CHECK(has(r.err, "interrupted; 1 of 2 are done"));
-    CHECK(read("notes/a.md") == quick);
+    CHECK(read_file("notes/a.md") == quick);
 
     // What has been done is taken from the state: a word changed there comes out in the page.
-    std::string state = read("build/.reproduce.json");
+    std::string state = read_file("build/.reproduce.json");
     size_t word = state.find("master weights");
     REQUIRE(word != std::string::npos);
     state.replace(word, 14, "MASTER WEIGHTS");
-    write("notes/b.md", "nothing\n");
-    write("build/.reproduce.json", state);
+    write_file("notes/b.md", "nothing\n");
+    write_file("build/.reproduce.json", state);
     r = run_cs336({"reproduce"});
     CHECK(r.exit_code == 0);
     CHECK(has(r.err, "1 of 1 were done before the interruption"));
-    CHECK(has(read("notes/a.md"), "MASTER WEIGHTS"));
+    CHECK(has(read_file("notes/a.md"), "MASTER WEIGHTS"));
 
     r = run_cs336({"reproduce"});  // that was complete
     CHECK(r.exit_code == 0);
-    CHECK(!has(read("notes/a.md"), "MASTER WEIGHTS"));
+    CHECK(!has(read_file("notes/a.md"), "MASTER WEIGHTS"));
 
-    write("build/.reproduce.json", state);
+    write_file("build/.reproduce.json", state);
     CHECK(run_cs336({"reproduce", "--fresh"}).exit_code == 0);
-    CHECK(!has(read("notes/a.md"), "MASTER WEIGHTS"));
+    CHECK(!has(read_file("notes/a.md"), "MASTER WEIGHTS"));
 
     // Another commit's outputs are not taken.
     size_t commit = state.find("\"commit\": \"");
     REQUIRE(commit != std::string::npos);
-    write("build/.reproduce.json", state.insert(commit + 11, "another-"));
+    write_file("build/.reproduce.json", state.insert(commit + 11, "another-"));
     CHECK(run_cs336({"reproduce"}).exit_code == 0);
-    CHECK(!has(read("notes/a.md"), "MASTER WEIGHTS"));
+    CHECK(!has(read_file("notes/a.md"), "MASTER WEIGHTS"));
 
-    write("build/.reproduce.json", "{ no json");
+    write_file("build/.reproduce.json", "{ no json");
     CHECK(run_cs336({"reproduce"}).exit_code == 0);
 }
 
 TEST_CASE("reproduce: folders that are not there or take nothing") {
     Repository repository;
-    write("notes/a.md", block("communication_accounting", "old\n")), write("file", "");
+    write_file("notes/a.md", block("communication_accounting", "old\n")), write_file("file", "");
     for (const char* bad : {"/proc/copies", "file", "no/such/folder", "notes", "./notes/", "."}) {
         Run r = run_cs336({"reproduce", "--out", bad});
         CAPTURE(bad);
@@ -333,7 +324,7 @@ TEST_CASE("reproduce: the committed pages have a block for every problem, and th
         CAPTURE(page);
         CHECK((has(r.err, " " + id + ",") || has(r.err, " " + id + "\n")));
         std::string begin = "<!-- begin: ./cs336 " + id;
-        CHECK((has(read(page), begin + " ") || has(read(page), begin + ";")));
+        CHECK((has(read_file(page), begin + " ") || has(read_file(page), begin + ";")));
         problems++;
     }
     CHECK(problems == 23);

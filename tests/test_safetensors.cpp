@@ -3,23 +3,11 @@
 
 #include <csignal>
 #include <cstdio>
-#include <fstream>
-#include <iterator>
 
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-static void write_file(const std::string& path, const std::string& bytes) {
-    std::ofstream file(path, std::ios::binary);
-    file << bytes;
-    file.close();
-    REQUIRE(file.good());
-}
-static std::string read_file(const std::string& path) {
-    std::ifstream file(path, std::ios::binary);
-    return {std::istreambuf_iterator<char>(file), {}};
-}
 static std::string in_file(const std::string& header, const std::string& data) {
     uint64_t n = header.size();
     return std::string((const char*)&n, 8) + header + data;

@@ -10,18 +10,12 @@ using Op = std::function<Tensor(const Tensors& x)>;
 // ---------------------------------------------------------------------------------------------------------------------
 // Tools
 
-static std::string setting() { return strprintf("%s %s", name_of(context.mode), name_of(context.precision)); }
 static Tensor normal(const Shape& shape, DType dtype, uint64_t key, float mean = 0, float std = 1) {
     Tensor t = empty(shape, dtype);
     fill_normal(t, 1, key, mean, std);
     return t;
 }
 static bool same_bits(const Tensor& a, const Tensor& b) { return a.shape == b.shape && to_doubles(a) == to_doubles(b); }
-static double largest(const Tensor& t) {
-    double m = 0;
-    for (double x : to_doubles(t)) { m = std::max(m, fabs(x)); }
-    return m;
-}
 static void check_close(const Tensor& got, const Tensor& want, double rtol, double atol) {
     CHECK(got.dtype == want.dtype);
     Comparison c = compare(got, want, rtol, atol);

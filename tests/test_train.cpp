@@ -7,14 +7,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
-#include <sstream>
-
-static std::string bytes_of(const std::string& path) {
-    std::ifstream f(path, std::ios::binary);
-    std::stringstream s;
-    s << f.rdbuf();
-    return s.str();
-}
 
 TEST_CASE_TEMPLATE("train: a resumed run equals the uninterrupted one bit for bit", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
@@ -31,9 +23,9 @@ TEST_CASE_TEMPLATE("train: a resumed run equals the uninterrupted one bit for bi
         train({"--save", whole});
         train({"--stop_at", "5", "--save", half});
         train({"--load", half, "--save", resumed});
-        CHECK(bytes_of(whole).size() > 10000);
-        CHECK(bytes_of(whole) == bytes_of(resumed));
-        CHECK(bytes_of(whole) != bytes_of(half));
+        CHECK(read_file(whole).size() > 10000);
+        CHECK(read_file(whole) == read_file(resumed));
+        CHECK(read_file(whole) != read_file(half));
         common.back() = strcmp(precision, "fp32") == 0 ? "bf16" : "fp32";  // which may not have the saved mode
         train({"--load", half});
     }
@@ -56,7 +48,7 @@ TEST_CASE("train: steps that fp16 skipped survive a checkpoint") {
     CHECK(train({"--load", large, "--log_every", "1", "--save", whole}).find("overflow") != std::string::npos);
     train({"--load", large, "--stop_at", "6", "--save", half});
     train({"--load", half, "--save", resumed});
-    CHECK(bytes_of(whole) == bytes_of(resumed));
+    CHECK(read_file(whole) == read_file(resumed));
 }
 TEST_CASE("train: a checkpoint whose metadata cannot be is refused, in a line that names it") {
     Folder folder;
