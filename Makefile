@@ -5,7 +5,7 @@
 # (install nothing), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1 (both sanitizers),
 # TSAN=1 (the thread sanitizer, for the ranks' threads).
 
-SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu hopper.cu model.cu benchmark.cu train.cu plot.cu profile.cu memory.cu ranks.cu ddp.cu reproduce.cu main.cu)
+SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu hopper.cu model.cu benchmark.cu train.cu plot.cu profile.cu memory.cu store.cu ranks.cu ddp.cu reproduce.cu main.cu)
 TESTS := $(filter-out tests/fuzz_%,$(wildcard tests/*.cpp))
 
 ifeq ($(origin NVCC),undefined)
@@ -155,14 +155,14 @@ check: ## what the CI runs: format, warnings as errors, tests in all flavours, s
 	$(call install,$(REQUIRED) $(REQUIRED_BY_TESTS),$(OPTIONAL))
 	+@tests/check.sh $(NVCC)
 
-FUZZ_SECONDS := 600
-FUZZED := tests/fuzz_safetensors.cpp safetensors.cu measure.cu tensor.cu precision.cu
-fuzz: ## ten minutes of libFuzzer (needs clang) on the reader of safetensors; what it finds goes to build/fuzz
-	@mkdir -p build/fuzz/corpus
-	clang++ -x c++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. \
-	    -DCS336_COMMIT='"fuzz"' $(FUZZED) -o build/fuzz/run -ldl -l:libgomp.so.1
-	build/fuzz/run -max_total_time=$(FUZZ_SECONDS) -timeout=5 -max_len=4096 -print_final_stats=1 -artifact_prefix=build/fuzz/ \
-	    build/fuzz/corpus tests/fuzz_corpus
+FUZZ_SECONDS := 300
+fuzz: ## libFuzzer (needs clang), five minutes each, on the reader of safetensors and on the store; finds go to build/fuzz
+	@for target in safetensors store; do mkdir -p build/fuzz/$$target; \
+	    clang++ -x c++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. \
+	        -DCS336_COMMIT='"fuzz"' tests/fuzz_$$target.cpp $$target.cu measure.cu tensor.cu precision.cu \
+	        -o build/fuzz/run_$$target -ldl -l:libgomp.so.1 && \
+	    build/fuzz/run_$$target -max_total_time=$(FUZZ_SECONDS) -timeout=5 -max_len=4096 -print_final_stats=1 \
+	        -artifact_prefix=build/fuzz/ build/fuzz/$$target tests/fuzz_corpus/$$target || exit; done
 
 notes: cs336 ## run all problems and write their tables into notes/
 	./cs336 reproduce

@@ -13,7 +13,8 @@
 //   plot.cu         charts as SVG
 //   profile.cu      section 1.1.4: which kernels a step spends its time in, trace files
 //   memory.cu       section 1.1.6: where a step's memory goes
-//   ranks.cu        section 2.1: several processes, their store, NCCL and Gloo
+//   store.cu        how several processes find each other, and which of them lives
+//   ranks.cu        section 2.1: several processes, NCCL and Gloo
 //   ddp.cu          sections 2.2 to 3: data parallel training, the sharded optimizer
 //   reproduce.cu    `reproduce`: the tables of notes/, measured again
 // Each .cu is compiled by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
@@ -28,6 +29,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <set>
@@ -916,6 +918,56 @@ std::string snapshot_pickle(const std::vector<MemoryEvent>& log);
 size_t peak_of(const std::vector<MemoryEvent>& log);  // bytes; fails unless allocations and frees pair up by address
 
 // ---------------------------------------------------------------------------------------------------------------------
+// store.cu: keys and values that rank 0 serves over TCP. Deadlines are in ms, as now_ms() counts; INFINITY: none.
+
+// A failure of the other ranks, or of the way to them: the watchdog may know better which rank it was, and why.
+struct LostTouch : Failure {
+    explicit LostTouch(const std::string& what) : Failure(1, what) {}
+};
+struct Hello {           // what a process says of itself; all ranks have to agree on what has no remark
+    std::string token;   // of the job
+    std::string commit;  // of the program
+    int rank = 0;        // its own
+    int world = 1;
+    bool for_heartbeats = false;  // the rank's second connection
+    std::string command;
+    std::map<std::string, std::string> options;  // those that were typed
+};
+struct StorePeer {  // a connection, as the store sees it
+    int fd = -1;
+    std::string in, out;   // the beginning of a request; replies that are not sent yet
+    double since_ms = 0;   // when it connected
+    int rank = -1;         // -1: a stranger, whose hello has not been accepted
+    bool is_main = false;  // it ends when its rank ends
+    bool waiting = false;  // until somebody sets `key`
+    bool closing = false;  // when its replies are sent
+    std::string key;
+};
+struct StoreState {
+    Hello own;               // rank 0's
+    double patience_ms = 0;  // a rank without a heartbeat for so long is gone
+    std::map<std::string, std::string> values;
+    std::vector<double> last_beat;     // 0: has not said hello yet
+    std::vector<bool> lost, finished;  // lost: its connection was closed
+    std::list<StorePeer> peers;        // the oldest first
+};
+StoreState empty_store(const Hello& own, double patience_ms);
+void take_bytes(StoreState& s, StorePeer& p, const char* bytes, size_t n);  // what came from p, one of s.peers
+
+struct StoreServer;  // a thread of rank 0's process; it owns its listening socket
+// Port 0: the system chooses one. only_this_machine: it listens on a loopback address.
+int listen_for_ranks(const std::string& address, int port, double deadline, bool* only_this_machine);
+int port_of(int listening);
+std::shared_ptr<StoreServer> start_store(int listening, const Hello& own, double patience_ms);
+void stop_store_soon(StoreServer& server);  // once every rank has closed its connection
+void wait_for_store(StoreServer& server);   // until it has stopped
+// Tries until the deadline; throws what is wrong. Returns a descriptor.
+int connect_to_store(const std::string& address, int port, const Hello& own, double deadline);
+// See store.cu for the operations. waiting_for: the error's text where no reply came by the deadline.
+std::string ask_store(int fd, char operation, const std::string& key, const std::string& value, double deadline,
+                      const std::string& waiting_for);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // ranks.cu: one process a rank. A rank that fails, dies or stalls ends the others within the timeout, with one line.
 
 struct Links;  // connections and threads
@@ -1032,7 +1084,8 @@ StepSums sums_of(const std::vector<Slice>& slices);
 // The command line. Options mean the same for every command; main.cu says which command takes which.
 
 struct Options {
-    std::set<std::string> given;  // names of the options that were typed, without dashes
+    std::string command;                       // its whole name
+    std::map<std::string, std::string> given;  // the options that were typed: name without dashes, value
     bool has(const char* name) const { return given.count(name) > 0; }
     std::vector<std::string> command_line;  // argv[1..]
     std::string device = "auto", format = "md", table = "milliseconds";

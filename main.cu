@@ -472,7 +472,7 @@ static const Option& find_option(const std::string& key) {
 static void add_option(CLI::App& app, const std::string& word, Options& o, std::map<std::string, std::string>& takes) {
     for (const Flag& flag : flag_table) {
         if (word != flag.name) { continue; }
-        auto set = [&o, &flag] { o.*flag.field = true, o.given.insert(flag.name); };
+        auto set = [&o, &flag] { o.*flag.field = true, o.given[flag.name] = ""; };
         app.add_flag_callback(std::string("--") + flag.name, set, flag.help)
             ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
         return;
@@ -489,7 +489,7 @@ static void add_option(CLI::App& app, const std::string& word, Options& o, std::
         if (!option.reader.read(o, text)) {
             usage_error("--%s: got '%s', takes %s", option.name, text.c_str(), option.reader.takes.c_str());
         }
-        o.given.insert(option.name);
+        o.given[option.name] = text;
     };
     app.add_option_function<std::string>(std::string("--") + option.name, read, help)
         ->type_name(" ")
@@ -498,7 +498,7 @@ static void add_option(CLI::App& app, const std::string& word, Options& o, std::
 
 // words: what follows the program's name. Returns the help, where that is what they ask for.
 static std::string parse_options(const Command& command, const std::vector<std::string>& words, Options& o) {
-    o.command_line = words;
+    o.command = command.id, o.command_line = words;
     std::map<std::string, std::string> takes;
     CLI::App app(command.what, std::string("cs336 ") + command.id);
     app.set_help_flag("--help,-h", "this text");

@@ -1,6 +1,6 @@
 // ranks.cu: several processes that work as one, each a rank with its own GPU (or its share of the CPU's cores).
 //   the launcher     `--nproc N` starts N copies of this program; torchrun, mpirun and srun do the same from outside
-//   the store        rank 0 serves keys and values over TCP: how the ranks find each other, and who is alive
+//   the watchdog     ends a rank when another one is gone, dead or stuck
 //   the communicator all-reduce, broadcast, reduce-scatter, all-gather and barrier on NCCL or Gloo, asynchronous
 //   section 2.1      distributed_communication_single_node
 #include "cs336.h"
@@ -17,11 +17,8 @@
 #include <mutex>
 #include <thread>
 
-#include <netdb.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
+#include <fcntl.h>
 #include <omp.h>
-#include <poll.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -60,34 +57,54 @@ static bool environment_int(const char* name, int* value) {
     return true;
 }
 
+static const char* const STORE_FD = "CS336_STORE_FD";  // the launcher tells rank 0 its listening socket
+
 struct Identity {
     int rank = 0, world = 1, local_rank = 0, local_world = 1;  // local: among the ranks of this machine
     std::string address = "127.0.0.1";                         // of rank 0's store
     int port = 29500;
+    std::string token;   // of the job
+    int listening = -1;  // rank 0 of our own launcher: the store's socket, which the launcher has opened
 };
+
+static bool port_from_environment(int* port) {
+    bool chosen = environment_int("MASTER_PORT", port);
+    if (chosen && (*port < 1 || *port > 65535)) { usage_error("MASTER_PORT: got %d, takes 1 to 65535", *port); }
+    return chosen;
+}
+
+static std::string environment_text(const char* name) {
+    const char* text = getenv(name);
+    return text ? text : "";
+}
 
 // False: this process was started by hand, as the only one.
 static bool identity_from_environment(Identity* me) {
     int steps, tasks = 1;
+    std::string job;                               // a name that keeps two jobs on one port apart, but is no secret
     if (getenv("RANK") && getenv("WORLD_SIZE")) {  // torchrun, and our own launcher
         environment_int("RANK", &me->rank), environment_int("WORLD_SIZE", &me->world);
         me->local_rank = me->rank, me->local_world = me->world;
         environment_int("LOCAL_RANK", &me->local_rank), environment_int("LOCAL_WORLD_SIZE", &me->local_world);
+        job = environment_text("TORCHELASTIC_RUN_ID");
     } else if (environment_int("OMPI_COMM_WORLD_RANK", &me->rank)) {  // mpirun
         environment_int("OMPI_COMM_WORLD_SIZE", &me->world);
         environment_int("OMPI_COMM_WORLD_LOCAL_RANK", &me->local_rank);
         environment_int("OMPI_COMM_WORLD_LOCAL_SIZE", &me->local_world);
+        job = environment_text("PMIX_NAMESPACE");
     } else if (environment_int("SLURM_STEP_ID", &steps) && environment_int("SLURM_NTASKS", &tasks) && tasks > 1) {
         me->world = me->local_world = tasks;  // srun; an interactive shell is a step of one task, and no rank
         environment_int("SLURM_PROCID", &me->rank), environment_int("SLURM_LOCALID", &me->local_rank);
         environment_int("SLURM_NTASKS_PER_NODE", &me->local_world);
+        job = environment_text("SLURM_JOB_ID") + "." + environment_text("SLURM_STEP_ID");
     } else {
         return false;
     }
     if (const char* address = getenv("MASTER_ADDR")) { me->address = address; }
-    environment_int("MASTER_PORT", &me->port);
-    if (getenv("TORCHELASTIC_RUN_ID")) { me->port++; }  // torchrun's own store holds MASTER_PORT
-    if (me->port < 1 || me->port > 65535) { usage_error("MASTER_PORT: got %d, takes 1 to 65535", me->port); }
+    port_from_environment(&me->port);
+    if (!environment_text("TORCHELASTIC_RUN_ID").empty()) { me->port++; }  // torchrun's own store holds MASTER_PORT
+    environment_int(STORE_FD, &me->listening);
+    me->token = environment_text("CS336_TOKEN") + "/" + job;
     if (me->rank >= me->world) { usage_error("rank %d: the world has only %d ranks", me->rank, me->world); }
     return true;
 }
@@ -102,18 +119,12 @@ bool is_rank() {
 
 static volatile sig_atomic_t signal_to_forward = 0;
 
-// Below the range from which the kernel takes ports for outgoing connections: one of those could take it before rank 0.
-static int free_port() {
-    for (int i = 0; i < 1000; i++) {
-        int port = 20000 + (getpid() + 7 * i) % 10000, fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        if (fd < 0) { fail("socket: %s", strerror(errno)); }
-        sockaddr_in address{};
-        address.sin_family = AF_INET, address.sin_port = htons((uint16_t)port);
-        bool taken = bind(fd, (sockaddr*)&address, sizeof address) != 0;
-        close(fd);
-        if (!taken) { return port; }
-    }
-    fail("found no free port from 20000 to 29999");
+static std::string random_token() {
+    unsigned char bytes[16];
+    if (getentropy(bytes, sizeof bytes) != 0) { fail("getentropy: %s", strerror(errno)); }
+    std::string token;
+    for (unsigned char byte : bytes) { token += strprintf("%02x", byte); }
+    return token;
 }
 
 static pid_t start_rank(const std::vector<std::string>& variables, const std::vector<std::string>& arguments) {
@@ -129,8 +140,13 @@ static pid_t start_rank(const std::vector<std::string>& variables, const std::ve
 }
 
 int launch_ranks(int n, const std::vector<std::string>& arguments) {
-    const char* chosen = getenv("MASTER_PORT");
-    std::string port = chosen ? chosen : std::to_string(free_port());
+    // The socket is opened here, so that the system can choose the port and nobody can take it before rank 0.
+    int port = 0;
+    bool only_this_machine;
+    port_from_environment(&port);
+    int listening = listen_for_ranks("127.0.0.1", port, INFINITY, &only_this_machine);
+    port = port_of(listening);
+    std::string token = random_token();
     std::string threads = std::to_string(std::max(1, omp_get_num_procs() / n));
     fflush(nullptr);
     signal_to_forward = 0;
@@ -139,6 +155,7 @@ int launch_ranks(int n, const std::vector<std::string>& arguments) {
     forward.sa_handler = [](int number) { signal_to_forward = number; };
     for (int i = 0; i < 3; i++) {
         if (sigaction(signals[i], &forward, &before[i]) != 0) { fail("sigaction: %s", strerror(errno)); }
+        if (before[i].sa_handler == SIG_IGN) { sigaction(signals[i], &before[i], nullptr); }  // as under nohup
     }
     auto send_to_all = [](const std::vector<pid_t>& pids, int number) {
         for (pid_t pid : pids) {
@@ -148,13 +165,22 @@ int launch_ranks(int n, const std::vector<std::string>& arguments) {
 
     std::vector<pid_t> alive;
     for (int r = 0; r < n; r++) {
-        std::vector<std::string> variables = {
-            "RANK=" + std::to_string(r),       "WORLD_SIZE=" + std::to_string(n),
-            "LOCAL_RANK=" + std::to_string(r), "LOCAL_WORLD_SIZE=" + std::to_string(n),
-            "MASTER_ADDR=127.0.0.1",           "MASTER_PORT=" + port};
+        std::vector<std::string> variables = {"RANK=" + std::to_string(r),
+                                              "WORLD_SIZE=" + std::to_string(n),
+                                              "LOCAL_RANK=" + std::to_string(r),
+                                              "LOCAL_WORLD_SIZE=" + std::to_string(n),
+                                              "MASTER_ADDR=127.0.0.1",
+                                              "MASTER_PORT=" + std::to_string(port),
+                                              "CS336_TOKEN=" + token,
+                                              "TORCHELASTIC_RUN_ID="};
+        if (r == 0) {
+            variables.push_back(std::string(STORE_FD) + "=" + std::to_string(listening));
+            if (fcntl(listening, F_SETFD, 0) != 0) { fail("fcntl: %s", strerror(errno)); }  // it stays open in rank 0
+        }
         if (!getenv("OMP_NUM_THREADS")) { variables.push_back("OMP_NUM_THREADS=" + threads); }
         if (!getenv("OPENBLAS_NUM_THREADS")) { variables.push_back("OPENBLAS_NUM_THREADS=" + threads); }
         alive.push_back(start_rank(variables, arguments));
+        if (r == 0) { close(listening); }
     }
     int code = 0, left = n;
     double kill_at = INFINITY;
@@ -188,238 +214,6 @@ int launch_ranks(int n, const std::vector<std::string>& arguments) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The store. A request is an operation, a key and a value; a reply is a value. All are framed as u32 length, bytes.
-//   H rank world   hello; the reply is empty, or what is wrong
-//   S key value    set            G key   get, blocks until somebody has set it
-//   B              heartbeat; the reply is empty, or which rank is gone
-//   Q              goodbye: this rank has done its work
-
-static void send_at_once(int fd) {  // small messages wait for no others; where it fails they are late, not lost
-    int on = 1;
-    (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-}
-static bool send_all(int fd, const std::string& bytes) {
-    for (size_t sent = 0; sent < bytes.size();) {
-        ssize_t n = send(fd, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL);
-        if (n < 0 && errno == EINTR) { continue; }
-        if (n <= 0) { return false; }
-        sent += n;
-    }
-    return true;
-}
-
-// 1: got it, 0: the connection is lost, -1: the deadline passed
-static int receive_all(int fd, char* to, size_t n, double deadline) {
-    while (n > 0) {
-        double left = deadline - now_ms();
-        pollfd p{fd, POLLIN, 0};
-        int ready = poll(&p, 1, deadline == INFINITY ? -1 : (int)std::max(0.0, std::min(left, 1e9)));
-        if (ready == 0) { return -1; }
-        if (ready < 0) {
-            if (errno == EINTR) { continue; }
-            return 0;
-        }
-        ssize_t got = recv(fd, to, n, 0);
-        if (got < 0 && errno == EINTR) { continue; }
-        if (got <= 0) { return 0; }
-        to += got, n -= got;
-    }
-    return 1;
-}
-
-static bool send_framed(int fd, const std::string& bytes) {
-    uint32_t n = (uint32_t)bytes.size();
-    return send_all(fd, std::string((char*)&n, 4) + bytes);
-}
-
-static int receive_framed(int fd, std::string* bytes, double deadline) {
-    uint32_t n = 0;
-    int result = receive_all(fd, (char*)&n, 4, deadline);
-    if (result != 1) { return result; }
-    if (n > 1 << 26) { return 0; }  // no peer of ours
-    bytes->resize(n);
-    return receive_all(fd, &(*bytes)[0], n, deadline);
-}
-
-struct Server {  // in rank 0's process: a thread that accepts, and one for each connection
-    int listening = -1, world = 1;
-    double patience_ms = 0;  // a rank without a heartbeat for so long is gone
-    std::mutex mutex;
-    std::condition_variable changed;
-    std::map<std::string, std::string> values;
-    std::vector<double> last_beat;     // 0: has not said hello yet
-    std::vector<bool> lost, finished;  // lost: its connection closed before its goodbye
-    bool stopping = false;
-    std::vector<int> connections;
-    std::thread accepting;
-    std::vector<std::thread> threads;  // accepting's own until it has ended
-};
-
-static std::string complaint(const Server& s) {
-    for (int r = 0; r < s.world; r++) {
-        if (s.finished[r] || s.last_beat[r] == 0) { continue; }
-        if (s.lost[r]) { return strprintf("rank %d is gone: its process has ended", r); }
-        double silent = now_ms() - s.last_beat[r];
-        if (silent > s.patience_ms) {
-            return strprintf("rank %d has shown no sign of life for %.1f s", r, silent / 1e3);
-        }
-    }
-    return "";
-}
-
-static std::string hello(Server& s, const std::string& text, int* rank) {
-    int world = 0, beats = 0;
-    if (sscanf(text.c_str(), "%d %d %d", rank, &world, &beats) != 3 || *rank < 0) { return "not a rank of ours"; }
-    if (world != s.world || *rank >= world) {
-        return strprintf("rank %d says that there are %d ranks, but rank 0 says %d", *rank, world, s.world);
-    }
-    if (!beats && s.last_beat[*rank] > 0) { return strprintf("two processes say that they are rank %d", *rank); }
-    s.last_beat[*rank] = now_ms();
-    return "";
-}
-
-static void serve(Server& s, int fd) {
-    int rank = -1;
-    bool owner = false;  // of the rank's main connection, whose end is the process's end
-    std::string request, reply;
-    while (receive_framed(fd, &request, INFINITY) == 1 && !request.empty()) {
-        std::string key = request.substr(1, request.find('\0', 1) - 1), value;
-        if (key.size() + 2 <= request.size()) { value = request.substr(key.size() + 2); }
-        std::unique_lock<std::mutex> lock(s.mutex);
-        reply.clear();
-        switch (request[0]) {
-            case 'H':
-                reply = hello(s, value, &rank);
-                owner = reply.empty() && key == "main";
-                reply = "cs336" + reply;  // whoever else may listen here would not say that
-                break;
-            case 'S': s.values[key] = value; break;
-            case 'G':
-                s.changed.wait(lock, [&] { return s.stopping || s.values.count(key); });
-                reply = s.values[key];
-                break;
-            case 'B':
-                if (rank >= 0) { s.last_beat[rank] = now_ms(); }
-                reply = complaint(s);
-                break;
-            case 'Q':
-                if (rank >= 0) { s.finished[rank] = true; }
-                break;
-        }
-        s.changed.notify_all();
-        lock.unlock();
-        if (!send_framed(fd, reply)) { break; }
-    }
-    std::lock_guard<std::mutex> lock(s.mutex);
-    if (owner) { s.lost[rank] = true; }
-    s.changed.notify_all();
-}
-
-static std::shared_ptr<Server> start_server(const Identity& me, double patience_ms) {
-    auto s = std::make_shared<Server>();
-    s->world = me.world, s->patience_ms = patience_ms;
-    s->last_beat.resize(me.world), s->lost.resize(me.world), s->finished.resize(me.world);
-    s->listening = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    bool six = s->listening >= 0;
-    if (!six) { s->listening = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0); }  // a kernel without IPv6
-    int yes = 1, no = 0;
-    (void)setsockopt(s->listening, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);  // else bind() says what is wrong
-    sockaddr_in6 any6{};
-    any6.sin6_family = AF_INET6, any6.sin6_addr = in6addr_any, any6.sin6_port = htons((uint16_t)me.port);
-    sockaddr_in any4{};
-    any4.sin_family = AF_INET, any4.sin_port = htons((uint16_t)me.port);
-    if (six) { (void)setsockopt(s->listening, IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof no); }
-    int bound =
-        six ? bind(s->listening, (sockaddr*)&any6, sizeof any6) : bind(s->listening, (sockaddr*)&any4, sizeof any4);
-    if (bound != 0 || listen(s->listening, 512) != 0) {
-        fail("MASTER_PORT %d: rank 0 cannot listen there: %s", me.port, strerror(errno));
-    }
-    Server* server = s.get();
-    s->accepting = std::thread([server] {
-        for (int fd; (fd = accept4(server->listening, nullptr, nullptr, SOCK_CLOEXEC)) >= 0;) {
-            send_at_once(fd);
-            std::lock_guard<std::mutex> lock(server->mutex);
-            if (server->stopping) {
-                close(fd);
-                return;
-            }
-            server->connections.push_back(fd);
-            server->threads.emplace_back([server, fd] { serve(*server, fd); });
-        }
-    });
-    return s;
-}
-
-// Waits until every rank has closed its connection, after its goodbye was answered.
-static void stop_server(Server& s) {
-    {
-        std::unique_lock<std::mutex> lock(s.mutex);
-        s.changed.wait(lock, [&] {
-            for (int r = 0; r < s.world; r++) {
-                if (s.last_beat[r] > 0 && !s.lost[r]) { return false; }
-            }
-            return true;
-        });
-        s.stopping = true;
-        s.changed.notify_all();
-        for (int fd : s.connections) { shutdown(fd, SHUT_RDWR); }
-    }
-    shutdown(s.listening, SHUT_RDWR);
-    s.accepting.join();
-    for (std::thread& thread : s.threads) { thread.join(); }
-    for (int fd : s.connections) { close(fd); }
-    close(s.listening);
-}
-
-static int dial(const Identity& me) {
-    addrinfo hint{}, *found = nullptr;
-    hint.ai_socktype = SOCK_STREAM;
-    if (getaddrinfo(me.address.c_str(), std::to_string(me.port).c_str(), &hint, &found) != 0) { return -1; }
-    int fd = -1;
-    for (addrinfo* a = found; a && fd < 0; a = a->ai_next) {
-        fd = socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC, 0);
-        if (fd >= 0 && connect(fd, a->ai_addr, a->ai_addrlen) != 0) {
-            close(fd);
-            fd = -1;
-        }
-    }
-    freeaddrinfo(found);
-    if (fd >= 0) { send_at_once(fd); }
-    return fd;
-}
-
-// A failure of the others, or of the way to them: the watchdog may know better which rank it was, and why.
-struct LostTouch : Failure {
-    explicit LostTouch(const std::string& what) : Failure(1, what) {}
-};
-
-static std::string ask(int fd, char operation, const std::string& key, const std::string& value, double deadline,
-                       const char* waiting_for) {
-    std::string reply;
-    int result = send_framed(fd, operation + key + '\0' + value) ? receive_framed(fd, &reply, deadline) : 0;
-    if (result == 0) { throw LostTouch("rank 0 is gone: its store has closed the connection"); }
-    if (result < 0) { throw LostTouch(waiting_for); }
-    return reply;
-}
-
-static int connect_to_store(const Identity& me, const char* kind, double deadline) {
-    std::string where = strprintf("%s:%d", me.address.c_str(), me.port);
-    while (true) {
-        int fd = dial(me);
-        if (fd >= 0) {
-            std::string whom = strprintf("%d %d %d", me.rank, me.world, strcmp(kind, "main") != 0);
-            std::string foreign = "what listens on " + where + " is not the store of rank 0";
-            std::string reply = ask(fd, 'H', kind, whom, deadline, foreign.c_str());
-            if (reply.compare(0, 5, "cs336") != 0) { fail("%s", foreign.c_str()); }
-            if (reply.size() > 5) { fail("%s", reply.c_str() + 5); }
-            return fd;
-        }
-        if (now_ms() > deadline) { throw LostTouch("rank 0 did not start: nothing listens on " + where); }
-        usleep(10000);
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // What holds a rank's connections, and the watchdog: a thread that shows that we live and asks whether all others do.
 // It ends the process, since the main thread may wait in a collective that will never finish.
 
@@ -427,8 +221,8 @@ struct Links {
     Identity me;
     double timeout_s = 60;
     int store = -1, beats = -1;
-    std::shared_ptr<Server> server;  // rank 0 only
-    std::mutex store_mutex, mutex;   // of the store's connection; of what follows
+    std::shared_ptr<StoreServer> server;  // rank 0 only
+    std::mutex store_mutex, mutex;        // of the store's connection; of what follows
     std::condition_variable changed;
     bool stopping = false;
     std::thread watchdog;
@@ -484,8 +278,8 @@ static void watch(Links& l, double interval_ms, double patience_ms) {
     while (true) {
         std::string why;
         try {
-            why = ask(l.beats, 'B', "", "", now_ms() + patience_ms,
-                      strprintf("rank 0 has shown no sign of life for %.1f s", patience_ms / 1e3).c_str());
+            why = ask_store(l.beats, 'B', "", "", now_ms() + patience_ms,
+                            strprintf("rank 0 has shown no sign of life for %.1f s", patience_ms / 1e3));
         } catch (const Failure& failure) { why = failure.what(); }
         if (why.empty()) {
             why = stuck_collective(l);
@@ -503,11 +297,12 @@ static void watch(Links& l, double interval_ms, double patience_ms) {
 
 static void store_set(const Communicator& c, const std::string& key, const std::string& value) {
     std::lock_guard<std::mutex> lock(c.links->store_mutex);
-    ask(c.links->store, 'S', key, value, now_ms() + 1e3 * c.links->timeout_s, "rank 0's store does not answer");
+    ask_store(c.links->store, 'S', key, value, now_ms() + 1e3 * c.links->timeout_s, "rank 0's store does not answer");
 }
-static std::string store_get(const Communicator& c, const std::string& key, double deadline, const char* waiting_for) {
+static std::string store_get(const Communicator& c, const std::string& key, double deadline,
+                             const std::string& waiting_for) {
     std::lock_guard<std::mutex> lock(c.links->store_mutex);
-    return ask(c.links->store, 'G', key, "", deadline, waiting_for);
+    return ask_store(c.links->store, 'G', key, "", deadline, waiting_for);
 }
 static std::string store_get(const Communicator& c, const std::string& key) { return store_get(c, key, INFINITY, ""); }
 
@@ -568,6 +363,10 @@ double ms_of(const Mark& m, const Mark& origin) {
 // Gloo: one worker thread takes the collectives in order, which is the same on every rank; each has its own tag.
 
 #ifdef HAVE_GLOO
+static std::string first_line(const std::exception& e) {  // Gloo's messages have several
+    return std::string(e.what(), strcspn(e.what(), "\n"));
+}
+
 struct GlooStore : gloo::rendezvous::Store {
     const Communicator& c;
     double deadline;
@@ -603,8 +402,15 @@ static void connect_gloo(Communicator& c) {
         GlooStore store(c, now_ms() + 1e3 * l.timeout_s);
         l.gloo->connectFullMesh(store, device);
     } catch (const Failure&) { throw; } catch (const std::exception& e) {
-        throw LostTouch(strprintf("Gloo: %s", e.what()));
+        throw LostTouch("Gloo: " + first_line(e));
     }
+    // Gloo's own threads throw where a peer sends what they do not expect.
+    std::set_terminate([] {
+        try {
+            std::rethrow_exception(std::current_exception());
+        } catch (const std::exception& e) { note("cs336: Gloo: %s", first_line(e).c_str()); }
+        _exit(1);
+    });
     l.worker = std::thread([&l] {
         while (true) {
             std::unique_lock<std::mutex> lock(l.mutex);
@@ -718,7 +524,7 @@ static void start_on_gloo(Links& l, const WorkPtr& work, const Tensor& t, const 
         std::string error;
         try {
             staged(l, t, ready, f);
-        } catch (const std::exception& e) { error = e.what(); }
+        } catch (const std::exception& e) { error = first_line(e); }
         std::lock_guard<std::mutex> lock(l.mutex);
         work->end = {now_ms(), nullptr};
         work->error = error;
@@ -938,6 +744,28 @@ static std::string choose_backend(const std::string& want, Device device, const 
     return backend;
 }
 
+// Rank 0's: the launcher's, or its own on MASTER_ADDR.
+static int listening_socket(const Identity& me, double deadline) {
+    if (me.listening >= 0) {
+        int listens = 0;
+        socklen_t n = sizeof listens;
+        bool ours = getsockopt(me.listening, SOL_SOCKET, SO_ACCEPTCONN, &listens, &n) == 0 && listens;
+        if (!ours || fcntl(me.listening, F_SETFD, FD_CLOEXEC) != 0) {
+            usage_error("environment variable %s: got %d, which is no listening socket", STORE_FD, me.listening);
+        }
+        unsetenv(STORE_FD);  // a process that we start has no such socket
+        return me.listening;
+    }
+    bool only_this_machine;
+    int fd = listen_for_ranks(me.address, me.port, deadline, &only_this_machine);
+    if (!only_this_machine && !getenv("CS336_TOKEN")) {
+        note(
+            "warning: whoever reaches %s:%d can join this job; CS336_TOKEN, one secret for all ranks, keeps others out",
+            me.address.c_str(), me.port);
+    }
+    return fd;
+}
+
 static void connect_ranks(Communicator& c, const Identity& me, const Options& o) {
     c.rank = me.rank, c.world = me.world, c.local_rank = me.local_rank, c.local_world = me.local_world;
     c.links = std::make_shared<Links>();
@@ -945,20 +773,28 @@ static void connect_ranks(Communicator& c, const Identity& me, const Options& o)
     l.me = me, l.timeout_s = o.timeout;
     // 0.8: so that all is over within the timeout.
     double patience_ms = 0.8e3 * o.timeout, deadline = now_ms() + patience_ms;
-    if (me.rank == 0) { l.server = start_server(me, patience_ms); }
-    l.store = connect_to_store(me, "main", deadline);
-    l.beats = connect_to_store(me, "beats", deadline);
+    Hello hello{me.token, commit(), me.rank, me.world, false, o.command, o.given};
+    if (me.rank == 0) { l.server = start_store(listening_socket(me, deadline), hello, patience_ms); }
+    l.store = connect_to_store(me.address, me.port, hello, deadline);
+    hello.for_heartbeats = true;
+    l.beats = connect_to_store(me.address, me.port, hello, deadline);
     l.watchdog = std::thread([&l, patience_ms] { watch(l, std::min(patience_ms / 8, 500.0), patience_ms); });
     store_set(c, "started/" + std::to_string(c.rank), "");
     for (int r = 0; r < c.world; r++) {
         std::string missing = strprintf("rank %d of %d did not start within %g s", r, c.world, patience_ms / 1e3);
-        store_get(c, "started/" + std::to_string(r), deadline, missing.c_str());
+        store_get(c, "started/" + std::to_string(r), deadline, missing);
     }
 
     int gpus = cuda_devices(), gpu = gpus > 0 ? me.local_rank % gpus : 0;
     std::string device = o.device != "auto" || c.rank == 0 ? o.device : gpus > 0 ? "cuda" : "cpu";
     context.device = choose_device(device, gpu);
     c.backend = choose_backend(o.backend, context.device, me);
+    std::vector<std::string> works =
+        gather_text(c, strprintf("%s over %s", name_of(context.device), c.backend.c_str()));
+    for (int r = 0; r < c.world; r++) {
+        if (works[r] == works[0]) { continue; }
+        fail("rank %d works on %s, but rank 0 on %s", r, works[r].c_str(), works[0].c_str());
+    }
 #ifdef __CUDACC__
     if (context.device == CUDA) {
         int least, greatest;  // collectives first: the others wait for them
@@ -999,10 +835,11 @@ static void disconnect_ranks(Communicator& c) {
     if (l.stream) { CUDA_CHECK(cudaStreamDestroy(l.stream)); }
     if (l.pinned) { CUDA_CHECK(cudaFreeHost(l.pinned)); }
 #endif
-    ask(l.store, 'Q', "", "", now_ms() + 1e3 * l.timeout_s, "rank 0's store does not answer");
+    ask_store(l.store, 'Q', "", "", now_ms() + 1e3 * l.timeout_s, "rank 0's store does not answer");
+    if (l.server) { stop_store_soon(*l.server); }
     close(l.store);
     close(l.beats);
-    if (l.server) { stop_server(*l.server); }
+    if (l.server) { wait_for_store(*l.server); }
 }
 
 int run_ranks(const Options& o, const std::function<void(const Communicator&)>& body) {

@@ -98,7 +98,7 @@ static Started start(std::vector<std::string> words, std::vector<std::string> va
 }
 struct Ended {
     int exit_code;
-    std::string err;
+    std::string err, out;
     int lines;
     double ms;  // since `since`
 };
@@ -108,8 +108,9 @@ static Ended finish(const Started& s, double since) {
         if (now_ms() - since > 20000) { kill(s.pid, SIGKILL); }  // a hang
         usleep(2000);
     }
-    Ended e{WIFEXITED(status) ? WEXITSTATUS(status) : -1, "", 0, now_ms() - since};
-    rewind(s.err);
+    Ended e{WIFEXITED(status) ? WEXITSTATUS(status) : -1, "", "", 0, now_ms() - since};
+    rewind(s.out), rewind(s.err);
+    for (int c; (c = fgetc(s.out)) != EOF;) { e.out += (char)c; }
     for (int c; (c = fgetc(s.err)) != EOF;) { e.err += (char)c; }
     e.lines = (int)std::count(e.err.begin(), e.err.end(), '\n');
     fclose(s.out);
@@ -265,6 +266,191 @@ TEST_CASE("ranks: one that never starts, another world size, the same rank twice
         MESSAGE(cases[i].says << ": over after " << (int)e.ms << " ms");
     }
     close(fd);
+}
+static int connected_to(int port) {
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    REQUIRE(fd >= 0);
+    sockaddr_in a{};
+    a.sin_family = AF_INET, a.sin_addr.s_addr = htonl(INADDR_LOOPBACK), a.sin_port = htons((uint16_t)port);
+    for (int tries = 0; connect(fd, (sockaddr*)&a, sizeof a) != 0; tries++) {
+        REQUIRE(tries < 1000);
+        usleep(10000);
+    }
+    return fd;
+}
+static void say(int fd, const std::string& bytes, uint32_t announced = 0) {
+    uint32_t n = announced ? announced : (uint32_t)bytes.size();
+    (void)!send(fd, &n, 4, MSG_NOSIGNAL);
+    (void)!send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+}
+static long resident_kib(pid_t pid) {
+    std::ifstream file("/proc/" + std::to_string(pid) + "/status");
+    for (std::string line; std::getline(file, line);) {
+        if (line.compare(0, 6, "VmRSS:") == 0) { return std::stol(line.substr(6)); }
+    }
+    return 0;
+}
+static long descriptors(pid_t pid) {
+    auto all = std::filesystem::directory_iterator("/proc/" + std::to_string(pid) + "/fd");
+    return std::distance(begin(all), end(all));
+}
+TEST_CASE("ranks: strangers at rank 0's port neither enter, nor end the job, nor take its memory and descriptors") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    int port = some_free_port();
+    std::vector<std::string> words = short_run;
+    words.back() = "20";
+    Started zero = start(words, as_rank(0, 2, port));
+    std::vector<int> held = {connected_to(port)};  // once this is there, rank 0 is
+    long before_kib = resident_kib(zero.pid);
+    for (int i = 0; i < 1100; i++) { close(connected_to(port)); }
+    for (int i = 0; i < 30; i++) {
+        held.push_back(connected_to(port));
+        say(held.back(), std::string(1 << 16, 'x'), 1 << 26);
+    }
+    std::string zero_byte(1, '\0');
+    for (const std::string& request :
+         {"Hmain" + zero_byte + "100 2 0", "Hmain" + zero_byte + "1 2 1", "B" + zero_byte, "Q" + zero_byte,
+          "Sgather/0/1" + zero_byte + "1 1e-6 1e-6 1e-6", "Sstarted/1" + zero_byte, std::string("Gstarted/0")}) {
+        int fd = connected_to(port);
+        say(fd, request);
+        say(fd, "B" + zero_byte);
+        close(fd);
+    }
+    int http = connected_to(port);
+    (void)!send(http, "GET / HTTP/1.0\r\n\r\n", 18, MSG_NOSIGNAL);
+    close(http);
+    for (int i = 0; i < 200; i++) { held.push_back(connected_to(port)); }  // these say nothing
+    usleep(200000);
+    MESSAGE(descriptors(zero.pid) << " descriptors, " << resident_kib(zero.pid) - before_kib << " KiB more");
+    CHECK(descriptors(zero.pid) < 100);
+    CHECK(resident_kib(zero.pid) - before_kib < 16 << 10);
+    Started one = start(words, as_rank(1, 2, port));
+    usleep(2500000);
+    char byte;
+    for (int fd : held) { CHECK(recv(fd, &byte, 1, MSG_DONTWAIT) <= 0); }  // nobody was told anything
+    int closed = 0;
+    for (int fd : held) { closed += recv(fd, &byte, 1, MSG_DONTWAIT) == 0 || errno == ECONNRESET; }
+    CHECK(closed == (int)held.size());
+    for (const Started& rank : {zero, one}) {
+        Ended e = finish(rank, rank.at_ms);
+        INFO(e.err);
+        CHECK(e.exit_code == 0);
+        CHECK(has(e.out, "right") == (rank.pid == zero.pid));
+        CHECK(!has(e.out, "00000.00"));
+    }
+    for (int fd : held) { close(fd); }
+}
+// The local addresses, as the kernel writes them, of what listens on this port.
+static std::vector<std::string> listening_addresses(int port) {
+    std::vector<std::string> found;
+    for (const char* name : {"/proc/net/tcp", "/proc/net/tcp6"}) {
+        std::ifstream file(name);
+        for (std::string number, local, remote, state, line; file >> number >> local >> remote >> state;) {
+            std::getline(file, line);
+            size_t colon = local.find(':');
+            bool here = colon != std::string::npos && std::stoi(local.substr(colon + 1), nullptr, 16) == port;
+            if (state == "0A" && here) { found.push_back(local.substr(0, colon)); }
+        }
+    }
+    return found;
+}
+TEST_CASE("ranks: --nproc listens on loopback only, on a port and with a token of its own") {
+    if (lacks("gloo", CPU, 3)) { return; }
+    std::set<std::string> tokens, ports;
+    std::vector<Started> jobs = {start(long_run()), start(long_run())};
+    for (const Started& job : jobs) {
+        pid_t zero = rank_of_launcher(job.pid, 0);
+        REQUIRE(zero > 0);
+        std::string port = variable_of(zero, "MASTER_PORT");
+        CHECK(listening_addresses(std::stoi(port)) == std::vector<std::string>{"0100007F"});
+        ports.insert(port), tokens.insert(variable_of(zero, "CS336_TOKEN"));
+    }
+    CHECK(ports.size() == 2);
+    CHECK(tokens.size() == 2);
+    for (const std::string& token : tokens) { CHECK(token.size() == 32); }
+    for (const Started& job : jobs) {
+        kill(job.pid, SIGTERM);
+        finish(job, now_ms());
+    }
+}
+TEST_CASE("ranks: another job, another program, other options are refused by what differs first") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    int port = some_free_port();
+    auto words = [](std::vector<std::string> more) {
+        std::vector<std::string> all = {"naive_ddp_benchmarking", "--quick", "--device", "cpu", "--timeout", "5"};
+        all.insert(all.end(), more.begin(), more.end());
+        return all;
+    };
+    Started zero = start(words({"--seed", "1"}), as_rank(0, 2, port));
+    close(connected_to(port));
+    struct Case {
+        std::vector<std::string> words;
+        std::string token, says;
+    };
+    for (const Case& one :
+         {Case{words({"--seed", "1"}), "x", "the store of rank 0 belongs to another job"},
+          {words({}), "", "rank 1 has no --seed, but rank 0 has --seed 1"},
+          {words({"--seed", "2"}), "", "rank 1 has --seed 2, but rank 0 has --seed 1"},
+          {words({"--seed", "1", "--precision", "bf16"}), "",
+           "rank 1 has --precision bf16, but rank 0 has no --precision"},
+          {words({"--seed", "1", "--batch_size", "4"}), "", "rank 1 has --batch_size 4, but"},
+          {words({"--seed", "1", "--num_heads", "2"}), "", "rank 1 has --num_heads 2, but"},
+          {{"naive_ddp", "--quick"}, "", "rank 1 runs naive_ddp, but rank 0 runs naive_ddp_benchmarking"}}) {
+        std::vector<std::string> variables = as_rank(1, 2, port);
+        if (!one.token.empty()) { variables.push_back("CS336_TOKEN=" + one.token); }
+        Started s = start(one.words, variables);
+        Ended e = finish(s, s.at_ms);
+        INFO(e.err);
+        CHECK(e.exit_code == 1);
+        CHECK(e.lines == 1);
+        CHECK(has(e.err, one.says));
+    }
+    Ended e = finish(zero, zero.at_ms);
+    CHECK(has(e.err, "rank 1 of 2 did not start"));
+}
+TEST_CASE("ranks: --timeout bounds connecting to an address that does not answer") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in a{};
+    a.sin_family = AF_INET, a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t n = sizeof a;
+    REQUIRE(bind(fd, (sockaddr*)&a, n) == 0);
+    REQUIRE(listen(fd, 0) == 0);
+    REQUIRE(getsockname(fd, (sockaddr*)&a, &n) == 0);
+    std::vector<int> queue;  // when it is full, the kernel drops what else asks to connect
+    for (int i = 0; i < 8; i++) {
+        queue.push_back(socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0));
+        (void)connect(queue.back(), (sockaddr*)&a, sizeof a);
+    }
+    Started s = start(short_run, as_rank(1, 2, ntohs(a.sin_port)));
+    Ended e = finish(s, s.at_ms);
+    INFO(e.ms << " ms: " << e.err);
+    CHECK(e.exit_code == 1);
+    CHECK(e.lines == 1);
+    CHECK(has(e.err, "rank 0 did not start: Connection timed out on 127.0.0.1:"));
+    CHECK(e.ms < 3500);
+    for (int q : queue) { close(q); }
+    close(fd);
+}
+TEST_CASE("ranks: too few descriptors are named; an inherited nohup holds") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    for (const char* limit : {"5", "6", "8"}) {
+        Run r = run_shell(std::string("ulimit -n ") + limit + "; exec " + program() +
+                          " naive_ddp --nproc 2 --device cpu --timeout 3");
+        INFO(r.out);
+        CHECK(r.exit_code == 1);
+        CHECK(has(r.out, "Too many open files"));
+    }
+    signal(SIGHUP, SIG_IGN);
+    Started s = start(long_run());
+    signal(SIGHUP, SIG_DFL);
+    std::vector<pid_t> all = {rank_of_launcher(s.pid, 0), rank_of_launcher(s.pid, 1), s.pid};
+    usleep(500000);
+    for (pid_t pid : all) { CHECK(kill(pid, SIGHUP) == 0); }
+    usleep(500000);
+    for (pid_t pid : all) { CHECK(!gone(pid)); }
+    kill(s.pid, SIGTERM);
+    finish(s, now_ms());
 }
 TEST_CASE("ranks: what torchrun and mpirun and srun say is understood") {
     if (lacks("gloo", CPU, 2)) { return; }
