@@ -405,11 +405,13 @@ static void connect_gloo(Communicator& c) {
         throw LostTouch("Gloo: " + first_line(e));
     }
     // Gloo's own threads throw where a peer sends what they do not expect.
+    static const int rank = c.rank;
     std::set_terminate([] {
         try {
-            std::rethrow_exception(std::current_exception());
-        } catch (const std::exception& e) { note("cs336: Gloo: %s", first_line(e).c_str()); }
-        _exit(1);
+            if (std::exception_ptr thrown = std::current_exception()) { std::rethrow_exception(thrown); }
+        } catch (const std::exception& e) { give_up(rank, 1, "Gloo: " + first_line(e)); } catch (...) {
+        }
+        abort();
     });
     l.worker = std::thread([&l] {
         while (true) {

@@ -100,6 +100,13 @@ else
     skip misuse "no python3"
 fi
 run_tests "asan tests" make INSTALL=0 WERROR=1 ASAN=1 test
+# One OpenMP thread, since the sanitizer does not know libgomp's barriers; and no case that asks for a speed.
+tsan_tests() {
+    make INSTALL=0 WERROR=1 TSAN=1 build/tsan-werror/cs336 build/tsan-werror/tests/run &&
+        OMP_NUM_THREADS=1 CS336_BINARY=build/tsan-werror/cs336 build/tsan-werror/tests/run \
+            -tc="store*,ranks: collectives over Gloo,ranks: strangers*,ranks: --nproc*,ranks: what torchrun*"
+}
+run_tests "tsan tests" tsan_tests
 
 echo "$passed passed, $failed failed, $skipped skipped" | tee $logs/summary
 [ $failed = 0 ]

@@ -1,19 +1,20 @@
 #!/usr/bin/env python3
-"""tests/misuse.py PROGRAM [--short] [--write] [options|files|surroundings|gpu ...]: the program given what it does not take.
+"""tests/misuse.py PROGRAM [--short] [--write] [options|files|surroundings|strangers|gpu ...]: the program given what it does not take.
 
   options       every option of every command, as --help lists them, with values of the wrong kind or out of range
   files         safetensors that are damaged, lie or hold nonsense, and what is no file at all
   surroundings  signals, full disks, closed streams, locales, environment variables, no GPU
+  strangers     connections to rank 0's port that are no ranks
   gpu           a GPU that others keep busy, or whose memory they hold
 
 Failures are printed as they occur. At the end come a table (with --write in notes/misuse.md, too) and
 the line `N passed, N failed, N skipped`, in rows of it. --short: every option, fewer values and files."""
-import collections, concurrent.futures, ctypes, json, math, os, random, re, resource, shutil, signal, struct, subprocess, sys, tempfile, time
+import collections, concurrent.futures, ctypes, json, math, os, random, re, resource, shutil, signal, socket, struct, subprocess, sys, tempfile, time
 
 os.chdir(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 PROGRAM = os.path.abspath(sys.argv[1])
 SHORT, WRITE = "--short" in sys.argv, "--write" in sys.argv
-PARTS = [word for word in sys.argv[2:] if not word.startswith("--")] or ["options", "files", "surroundings", "gpu"]
+PARTS = [word for word in sys.argv[2:] if not word.startswith("--")] or ["options", "files", "surroundings", "strangers", "gpu"]
 FOLDER = tempfile.TemporaryDirectory(prefix="cs336_misuse_")
 FIXTURES = "tests/fixtures/"
 # What the program would otherwise set for itself, by starting once more: twice the time of a call.
@@ -480,6 +481,52 @@ def try_surroundings(_):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Strangers
+
+def frame(request, announced=None):
+    return struct.pack("<I", len(request) if announced is None else announced) + request
+
+
+def hello(**wrong):
+    """As rank 1 would say it, but for one field; what a stranger cannot know it guesses."""
+    fields = {"token": "/", "commit": run(["--version"]).out.decode().strip(), "rank": "1", "world": "2", "heartbeats": "0",
+              "command": "naive_ddp", "option": "timeout", "value": "20", **wrong}
+    return frame(b"H" + b"".join(str(value).encode() + b"\0" for value in fields.values()))
+
+
+def try_strangers(_):
+    """Ranks 0 and 1 by hand; before rank 1 comes strangers: many connections at once, which stay open, and many one by one."""
+    words, pick = ["naive_ddp", "--device", "cpu", "--backend", "gloo", "--timeout", "20"], random.Random(0)
+    kinds = {"connections that say nothing": [b""] * 300,
+             "noise": [pick.randbytes(pick.randrange(1, 5000)) for _ in range(200)],
+             "another protocol": [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"SSH-2.0-x\r\n"] * 20,
+             "frames that announce up to 2^32 bytes": [frame(b"H" * 60000, n) for n in (65537, 1 << 26, 1 << 31, 2**32 - 1, 0)] * 10,
+             "requests without a hello": [frame(r) for r in (b"B", b"Q", b"Sgather/0/1\0" b"1 1e-6", b"Sstarted/1\0", b"Gnccl", b"x", b"\0")] * 10,
+             "a hello with a wrong field": [hello(**{field: wrong}) + frame(b"Q") for field in ("token", "commit", "rank", "world", "heartbeats", "command", "value")
+                                            for wrong in ("", "x", "-1", "3", "100", "9" * 30, "\x1b[31m")] + [frame(b"Hmain\x00100 2 0") + frame(b"B\0")]}
+    if b"without Gloo" in run([*words, "--nproc", "2"]).err:
+        return [skip(f"a stranger at rank 0's port: {what}", "built without Gloo") for what in kinds]
+    for what, messages in kinds.items():
+        with socket.socket() as free: free.bind(("127.0.0.1", 0)); port = free.getsockname()[1]
+        start = lambda rank: subprocess.Popen([PROGRAM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={
+            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)})
+        ranks, open_ones = [start(0)], []
+        for message in [b"", *messages]:
+            for tries in range(500):
+                try: open_ones.append(socket.create_connection(("127.0.0.1", port)))
+                except OSError: time.sleep(0.02)
+                else: break
+            try: open_ones[-1].sendall(message)
+            except OSError: pass
+        for _ in range(500): socket.create_connection(("127.0.0.1", port)).close()
+        ranks.append(start(1))
+        for rank in ranks:
+            out, err = rank.communicate(timeout=60)
+            check(f"a stranger at rank 0's port: {what}", words, Result(rank.returncode, out, err, 0), [0])
+        for one in open_ones: one.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 def table():
     lines = ["| what was tried | calls | exit codes | as it should be |", "| --- | ---: | --- | --- |"]
@@ -493,7 +540,7 @@ def table():
 with concurrent.futures.ThreadPoolExecutor(2) as pool:
     for part in PARTS:
         start = time.monotonic()
-        {"options": try_options, "files": try_files, "surroundings": try_surroundings, "gpu": try_gpu}[part](pool)
+        {"options": try_options, "files": try_files, "surroundings": try_surroundings, "strangers": try_strangers, "gpu": try_gpu}[part](pool)
         print(f"{part}: {time.monotonic() - start:.0f} s", flush=True)
 print(table())
 if WRITE:  # what was skipped, or is of another part, stays as it is
