@@ -318,9 +318,9 @@ static void tile_product(float* C, int64_t ldc, const float* A, int64_t lda, boo
 }
 // e^x for x <= 0 within 2 ulp, without a branch or a call, so that the compiler makes vector code of loops over it:
 // x log2(e) = n + f with |f| <= 1/2; 2^f is a polynomial (Taylor's, of degree 6, in f ln 2), 2^n goes into the
-// exponent.
+// exponent. NaN stays NaN: it compares as false.
 static inline float exp_negative(float x) {
-    x = x > -87.0f ? x : -87.0f;              // e^-87 = 1.6e-38: the last before the numbers lose bits
+    x = x < -87.0f ? -87.0f : x;              // e^-87 = 1.6e-38: the last before the numbers lose bits
     float n = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 leaves no bits for a fraction: rounds to an integer
     uint32_t bits;
     memcpy(&bits, &n, 4);
@@ -404,7 +404,7 @@ static void flash_backward_tile_cpu(const AttentionArgs& a, int D, int head, int
 #pragma omp simd
             for (int j = 0; j < seen; j++) {
                 float x = p[j] - L;
-                p[j] = exp_negative(x < 0 ? x : 0);  // P <= 1, whatever L was rounded to
+                p[j] = exp_negative(x > 0 ? 0 : x);  // P <= 1, whatever L was rounded to
                 ds[j] = p[j] * (ds[j] - Di) * a.scale;
             }
             for (int j = seen; j < N; j++) { p[j] = ds[j] = 0; }

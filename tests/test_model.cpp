@@ -649,6 +649,31 @@ TEST_CASE_TEMPLATE("model: gradient_norm", D, OnCPU, OnCUDA) {
     copy(view(s.model.gradients, 5, {1}), to_device(from_floats({INFINITY}, {1}), D::device));
     CHECK(!std::isfinite(gradient_norm(s.model)));
 }
+TEST_CASE_TEMPLATE("model: one weight that is not finite shows in the loss and the gradients, in every mode", D, OnCPU,
+                   OnCUDA) {
+    if (!begin<D>()) { return; }
+    Setup s = make_setup({"", 32, 40, 2, 2, 40}, 2, 70);
+    int token = (int)to_doubles(s.tokens)[0];
+    for (Mode mode : {EAGER, FUSED, FLASH}) {
+        for (Precision precision : {FP32, TF32, PREC_BF16, PREC_FP16}) {
+            if (mode == FLASH && !fastest_flash(D::device, matmul_dtype(precision), 16)) { continue; }
+            context.mode = mode, context.precision = precision;
+            CHECK(std::isfinite(to_doubles(run_once(s).loss)[0] + gradient_norm(s.model)));
+            for (const Parameter& p : s.model.parameters) {
+                for (float value : {NAN, INFINITY}) {
+                    CAPTURE(setting() + " " + p.name + strprintf(" %f", value));
+                    bool embedding = p.name == "token_embeddings.weight";  // of its rows not all are looked up
+                    Tensor place = view(p.weight, (embedding ? token + 1 : p.shape[0]) * p.weight.stride[0] - 1, {1});
+                    Tensor before = from_floats(to_floats(place), {1});
+                    copy(place, from_floats({value}, {1}));
+                    CHECK(!std::isfinite(to_doubles(run_once(s).loss)[0]));
+                    CHECK(!std::isfinite(gradient_norm(s.model)));
+                    copy(place, before);
+                }
+            }
+        }
+    }
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Promises
