@@ -364,6 +364,7 @@ TEST_CASE_TEMPLATE("model: steps with and without an arena for the gradients", D
             Tensor weights[2];
             double norm[2];
             size_t peak[2];
+            std::vector<float> gradients[2];
             for (bool arena : {false, true}) {
                 Model model = make_model(config);
                 init_weights(model, 7);
@@ -380,13 +381,22 @@ TEST_CASE_TEMPLATE("model: steps with and without an arena for the gradients", D
                     peak[arena] = memory_use(D::device).peak;
                 }
                 weights[arena] = on_cpu(model.weights);
+                for (const Parameter& p : model.parameters) {  // in fused mode some lie in joined slots
+                    std::vector<float> g = to_floats(gradient_of(model, p));
+                    if (arena) { CHECK(g == to_floats(view(model.gradients, p.offset, p.shape))); }
+                    gradients[arena].insert(gradients[arena].end(), g.begin(), g.end());
+                }
                 zero_gradients(model);
+                CHECK_THROWS_WITH_AS(gradient_of(model, model.parameters[0]), "lm_head.weight has no gradient",
+                                     Failure);
                 CHECK((bool)model.lm_head.gradient->value == arena);
                 CHECK_THROWS_WITH_AS(adamw_step(model, adamw), doctest::Contains("gradients of 0 of"), Failure);
             }
             CAPTURE(config.name + " " + name_of(mode));
             CHECK(norm[0] == doctest::Approx(norm[1]).epsilon(1e-6));
             CHECK(compare(weights[0], weights[1], 1e-4, 1e-5).ok());
+            Shape all = {(int64_t)gradients[0].size()};
+            CHECK(compare(from_floats(gradients[0], all), from_floats(gradients[1], all), 1e-3, 1e-4).ok());
             CHECK(peak[0] < peak[1]);
         }
     }
