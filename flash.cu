@@ -189,10 +189,10 @@ static void weighted_sum_row(Table* table, int64_t N, int64_t D, int steps, uint
     context.device = device;
     double GB = 1e9, ms = 1e-3;
     double forward_bytes = 4.0 * (N * D + D + N), backward_bytes = 4.0 * (2 * N * D + 2 * D + N);
-    table->rows.push_back({name_of(device), std::to_string(N), std::to_string(D), strprintf("%.4f", forward.median),
-                           strprintf("%.1f", forward_bytes / (forward.median * ms) / GB),
-                           strprintf("%.4f", backward.median),
-                           strprintf("%.1f", backward_bytes / (backward.median * ms) / GB), strprintf("%.1e", error)});
+    table->rows.push_back({name_of(device), std::to_string(N), std::to_string(D), strprintf("%.4g", forward.median),
+                           strprintf("%.4g", forward_bytes / (forward.median * ms) / GB),
+                           strprintf("%.4g", backward.median),
+                           strprintf("%.4g", backward_bytes / (backward.median * ms) / GB), strprintf("%.1e", error)});
 }
 int cmd_weighted_sum(const Options& o) {
     Device chosen = choose_device(o.device);
@@ -1439,6 +1439,7 @@ struct PassTimes {
     double forward = 0, backward = 0, both = 0;  // ms, medians
     size_t needs = 0;
 };
+static std::string ms_cell(const PassTimes& t, double ms) { return t.ran ? strprintf("%.3f", ms) : oom_cell(t.needs); }
 // Each pass for about `budget` ms, at least 3 times.
 static PassTimes time_passes(const AttentionImpl& impl, const AttentionCase& c, DType dtype, double warmup,
                              double budget) {
@@ -1507,9 +1508,7 @@ int cmd_flash_benchmarking(const Options& o) {
                           f = time_passes(*flash, c, dtype, budget / 4, budget);
                 std::vector<std::string> row = {std::to_string(S), std::to_string(D), name_of(dtype)};
                 for (const PassTimes* t : {&n, &f}) {
-                    for (double ms : {t->forward, t->backward, t->both}) {
-                        row.push_back(t->ran ? strprintf("%.3f", ms) : oom_cell(t->needs));
-                    }
+                    for (double ms : {t->forward, t->backward, t->both}) { row.push_back(ms_cell(*t, ms)); }
                 }
                 for (double x : {n.forward / f.forward, n.backward / f.backward, n.both / f.both}) {
                     row.push_back(n.ran && f.ran ? strprintf("%.2f", x) : "");
@@ -1593,9 +1592,9 @@ int cmd_flash_leaderboard(const Options& o) {
     for (const AttentionImpl* impl : impls) {
         PassTimes t = time_passes(*impl, c, dtype, warmup, budget);
         double tflops = 3.5 * forward_flops / t.both / 1e9;
-        table.rows.push_back({std::string("ours: ") + impl->name, "this one", strprintf("%.3f", t.forward),
-                              strprintf("%.3f", t.backward), strprintf("%.3f", t.both), strprintf("%.3g", tflops),
-                              strprintf("%.0f %%", 100 * tflops / rate)});
+        table.rows.push_back({std::string("ours: ") + impl->name, "this one", ms_cell(t, t.forward),
+                              ms_cell(t, t.backward), ms_cell(t, t.both), t.ran ? strprintf("%.3g", tflops) : "",
+                              t.ran ? strprintf("%.0f %%", 100 * tflops / rate) : ""});
     }
     for (const Published& p : published) {
         if (!handout) { break; }

@@ -417,6 +417,23 @@ TEST_CASE_TEMPLATE("flash: PyTorch's fixture", D, OnCPU, OnCUDA) {
         for (const auto& g : got) { check_close(g.first, g.second, tensor(expected, g.first), 1e-5); }
     }
 }
+TEST_CASE_TEMPLATE("flash: the leaderboard says OOM where there is not the memory", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    Run r = run_cs336({"flash_leaderboard", "--quick", "--num_heads", "1048576", "--context_length", "1048576",
+                       "--format", "csv", "--device", name_of(D::device)});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    std::string row = r.out.substr(r.out.rfind('\n', r.out.size() - 2) + 1), oom = row.substr(0, row.find(" GiB)"));
+    CHECK_MESSAGE(has(row, ",this one,OOM ("), row);
+    oom = oom.substr(oom.find("OOM")) + " GiB)";
+    CHECK_MESSAGE(has(row, "," + oom + "," + oom + "," + oom + ",,\n"), row);  // three times, and no rates
+}
+TEST_CASE_TEMPLATE("flash: weighted_sum's table has no time and no rate of 0", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    Run r = run_cs336({"weighted_sum", "--quick", "--format", "csv", "--device", name_of(D::device)});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    CHECK(has(r.out, "\ncpu,1,1,"));  // 12 bytes in less than a microsecond
+    for (const char* zero : {",0.0,", ",0.0000,", ",0,"}) { CHECK_MESSAGE(!has(r.out, zero), r.out); }
+}
 TEST_CASE_TEMPLATE("flash: weighted_sum and its backward are mul and sum_last", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     for (auto [N, C] : {std::pair<int, int>{1, 1}, {3, 7}, {31, 33}, {257, 129}, {1000, 1023}}) {
