@@ -814,6 +814,7 @@ Tensor swiglu(const Layer& layer, const Tensor& y);  // silu(y w1^T) * (y w3^T):
 struct AdamW {
     float lr = 1e-3f, beta1 = 0.9f, beta2 = 0.999f, eps = 1e-8f, weight_decay = 0.01f;
 };
+Tensor gradient_of(const Model& model, const Parameter& p);  // after backward, wherever it lies
 double gradient_norm(const Model& model);  // over all gradients; inf or NaN if one of them is; waits for the device
 // With all gradients, times gradient_scale; fails if one is missing.
 void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1);
@@ -828,8 +829,8 @@ Batch random_batch(int B, int T, int V, uint64_t seed);  // uniform in [0, V)
 // loss, [], without the scale. `between` is called when forward is done.
 Tensor forward_backward(
     Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between = [] {});
-// Clips to max_norm (0: does not), unscales, and steps unless fp16 overflowed. Returns the gradients' true norm (0
-// where it was not needed).
+// Clips to max_norm (0: does not), unscales, and returns the gradients' true norm (0 where it was not needed: without
+// clipping, unless in fp16). Steps unless that is not finite; in fp16 the loss scale then halves.
 double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm);
 enum Phase { FORWARD, FORWARD_BACKWARD, STEP };  // FORWARD: without a tape; STEP: with the optimizer's
 void run_phase(

@@ -662,18 +662,23 @@ static Table bucket_model(const Communicator& c, const std::vector<Variant>& var
     Line fit = fit_line(sizes, times);
     double o = std::max(fit.overhead, 0.0), w = fit.bandwidth;
     double best = sqrt(bytes * o * w);
+    bool fits = std::isfinite(w) && w > 0;  // else noise made the larger ones as fast as the smaller ones
+    std::string line = strprintf(
+        "o = %.1f us, w = %.2f GB/s (algbw); least, %.2f ms, with buckets of sqrt(s o w) = "
+        "%.1f MB",
+        1e3 * o, w / 1e6, 2 * sqrt(bytes * o / w), best / 1e6);
     Table table{
-        strprintf("DDP overhead s/(n_b w) + n_b o with s = %.1f MB, and from all-reduces of %g to %g MB: o = %.1f us, "
-                  "w = %.2f GB/s (algbw); least, %.2f ms, with buckets of sqrt(s o w) = %.1f MB; measured overhead = "
-                  "exposed communication",
-                  bytes / 1e6, sizes.front() / 1e6, sizes.back() / 1e6, 1e3 * o, w / 1e6, 2 * sqrt(bytes * o / w),
-                  best / 1e6),
+        strprintf("DDP overhead s/(n_b w) + n_b o with s = %.1f MB, and from all-reduces of %g to %g MB: %s; measured "
+                  "overhead = exposed communication",
+                  bytes / 1e6, sizes.front() / 1e6, sizes.back() / 1e6,
+                  fits ? line.c_str() : "no w, they took no longer"),
         {"Bucket Size (MB)", "Total Time (ms)", "n_b", "model's overhead (ms)", "measured (ms)"},
         {}};
     for (const Variant& v : variants) {
         if (v.strategy != BUCKETED) { continue; }
         table.rows.push_back({strprintf("%g", v.bucket_mb), strprintf("%.2f", mean_of(v, &StepTimes::total)),
-                              std::to_string(v.calls), strprintf("%.2f", bytes / (v.calls * w) + v.calls * o),
+                              std::to_string(v.calls),
+                              fits ? strprintf("%.2f", bytes / (v.calls * w) + v.calls * o) : "",
                               strprintf("%.2f", mean_of(v, &StepTimes::exposed))});
     }
     return table;
@@ -1100,6 +1105,10 @@ int cmd_communication_accounting(const Options& o) {
         {}};
     auto row = [&](const char* part, const std::string& quantity, const char* formula, const std::string& value,
                    const char* unit) {
+        if (!std::isfinite(strtod(value.c_str(), nullptr))) {
+            fail("%s is %s: --tflops, --bandwidth_gb, --gpu_gb or --tpu_gb is too large or too small", quantity.c_str(),
+                 value.c_str());
+        }
         table.rows.push_back({part, quantity, formula, value, unit});
     };
     auto bytes = [&](const char* part, const std::string& quantity, const char* formula, double value) {

@@ -189,10 +189,10 @@ static void weighted_sum_row(Table* table, int64_t N, int64_t D, int steps, uint
     context.device = device;
     double GB = 1e9, ms = 1e-3;
     double forward_bytes = 4.0 * (N * D + D + N), backward_bytes = 4.0 * (2 * N * D + 2 * D + N);
-    table->rows.push_back({name_of(device), std::to_string(N), std::to_string(D), strprintf("%.4f", forward.median),
-                           strprintf("%.1f", forward_bytes / (forward.median * ms) / GB),
-                           strprintf("%.4f", backward.median),
-                           strprintf("%.1f", backward_bytes / (backward.median * ms) / GB), strprintf("%.1e", error)});
+    table->rows.push_back({name_of(device), std::to_string(N), std::to_string(D), strprintf("%.4g", forward.median),
+                           strprintf("%.4g", forward_bytes / (forward.median * ms) / GB),
+                           strprintf("%.4g", backward.median),
+                           strprintf("%.4g", backward_bytes / (backward.median * ms) / GB), strprintf("%.1e", error)});
 }
 int cmd_weighted_sum(const Options& o) {
     Device chosen = choose_device(o.device);
@@ -318,9 +318,9 @@ static void tile_product(float* C, int64_t ldc, const float* A, int64_t lda, boo
 }
 // e^x for x <= 0 within 2 ulp, without a branch or a call, so that the compiler makes vector code of loops over it:
 // x log2(e) = n + f with |f| <= 1/2; 2^f is a polynomial (Taylor's, of degree 6, in f ln 2), 2^n goes into the
-// exponent.
+// exponent. NaN stays NaN: it compares as false.
 static inline float exp_negative(float x) {
-    x = x > -87.0f ? x : -87.0f;              // e^-87 = 1.6e-38: the last before the numbers lose bits
+    x = x < -87.0f ? -87.0f : x;              // e^-87 = 1.6e-38: the last before the numbers lose bits
     float n = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 leaves no bits for a fraction: rounds to an integer
     uint32_t bits;
     memcpy(&bits, &n, 4);
@@ -404,7 +404,7 @@ static void flash_backward_tile_cpu(const AttentionArgs& a, int D, int head, int
 #pragma omp simd
             for (int j = 0; j < seen; j++) {
                 float x = p[j] - L;
-                p[j] = exp_negative(x < 0 ? x : 0);  // P <= 1, whatever L was rounded to
+                p[j] = exp_negative(x > 0 ? 0 : x);  // P <= 1, whatever L was rounded to
                 ds[j] = p[j] * (ds[j] - Di) * a.scale;
             }
             for (int j = seen; j < N; j++) { p[j] = ds[j] = 0; }
@@ -1439,6 +1439,7 @@ struct PassTimes {
     double forward = 0, backward = 0, both = 0;  // ms, medians
     size_t needs = 0;
 };
+static std::string ms_cell(const PassTimes& t, double ms) { return t.ran ? strprintf("%.3f", ms) : oom_cell(t.needs); }
 // Each pass for about `budget` ms, at least 3 times.
 static PassTimes time_passes(const AttentionImpl& impl, const AttentionCase& c, DType dtype, double warmup,
                              double budget) {
@@ -1507,9 +1508,7 @@ int cmd_flash_benchmarking(const Options& o) {
                           f = time_passes(*flash, c, dtype, budget / 4, budget);
                 std::vector<std::string> row = {std::to_string(S), std::to_string(D), name_of(dtype)};
                 for (const PassTimes* t : {&n, &f}) {
-                    for (double ms : {t->forward, t->backward, t->both}) {
-                        row.push_back(t->ran ? strprintf("%.3f", ms) : oom_cell(t->needs));
-                    }
+                    for (double ms : {t->forward, t->backward, t->both}) { row.push_back(ms_cell(*t, ms)); }
                 }
                 for (double x : {n.forward / f.forward, n.backward / f.backward, n.both / f.both}) {
                     row.push_back(n.ran && f.ran ? strprintf("%.2f", x) : "");
@@ -1593,9 +1592,9 @@ int cmd_flash_leaderboard(const Options& o) {
     for (const AttentionImpl* impl : impls) {
         PassTimes t = time_passes(*impl, c, dtype, warmup, budget);
         double tflops = 3.5 * forward_flops / t.both / 1e9;
-        table.rows.push_back({std::string("ours: ") + impl->name, "this one", strprintf("%.3f", t.forward),
-                              strprintf("%.3f", t.backward), strprintf("%.3f", t.both), strprintf("%.3g", tflops),
-                              strprintf("%.0f %%", 100 * tflops / rate)});
+        table.rows.push_back({std::string("ours: ") + impl->name, "this one", ms_cell(t, t.forward),
+                              ms_cell(t, t.backward), ms_cell(t, t.both), t.ran ? strprintf("%.3g", tflops) : "",
+                              t.ran ? strprintf("%.0f %%", 100 * tflops / rate) : ""});
     }
     for (const Published& p : published) {
         if (!handout) { break; }

@@ -791,6 +791,14 @@ static std::vector<Piece> gradient_pieces(const Model& model) {
     return model.gradients && !model.split ? std::vector<Piece>{{model.gradients, 0, false}} : pieces;
 }
 
+Tensor gradient_of(const Model& model, const Parameter& p) {
+    for (const Tensor& t : model.slots) {
+        int64_t begin = p.offset - offset_of(model, t);
+        if (t.gradient->filled && begin >= 0 && begin < t.size()) { return view(t.gradient->value, begin, p.shape); }
+    }
+    fail("%s has no gradient", p.name.c_str());
+}
+
 // The gradients' norm, for clipping and to notice fp16's overflows: sqrt(sum g^2) over all of them. Summed in a fixed
 // order, so the same gradients give the same bits.
 
@@ -1353,7 +1361,8 @@ double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, doub
     bool fp16 = context.precision == PREC_FP16;
     double scale = fp16 ? 1 / scaler.scale : 1, norm = 0;
     if (fp16 || max_norm > 0) { norm = gradient_norm(model) * scale; }
-    if (fp16 && !update_scale(scaler, !std::isfinite(norm))) { return norm; }
+    if (fp16) { update_scale(scaler, !std::isfinite(norm)); }
+    if (!std::isfinite(norm)) { return norm; }  // a step would spread it to all weights
     if (max_norm > 0 && norm > max_norm) { scale *= max_norm / (norm + 1e-6); }
     adamw_step(model, adamw, (float)scale);
     return norm;

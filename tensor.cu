@@ -399,7 +399,7 @@ FUNCTOR(Square, (A a), a* a)
 FUNCTOR(Sqrt, (A a), std::sqrt(a))
 FUNCTOR(Rsqrt, (A a), (A)1 / std::sqrt(a))
 FUNCTOR(Sigmoid, (A a), (A)1 / ((A)1 + std::exp(-a)))
-FUNCTOR(Relu, (A a), a > 0 ? a : (A)0)
+FUNCTOR(Relu, (A a), a <= 0 ? (A)0 : a)  // NaN stays NaN, as in PyTorch
 FUNCTOR(Add, (A a, A b), a + b)
 FUNCTOR(Sub, (A a, A b), a - b)
 FUNCTOR(Mul, (A a, A b), a* b)
@@ -409,7 +409,7 @@ FUNCTOR(GreaterEqual, (A a, A b), (A)(a >= b))
 FUNCTOR(TwoTimes, (A a, A dy), (A)2 * a * dy)                  // square backward
 FUNCTOR(RsqrtBackward, (A y, A dy), (A)-0.5 * y * y * y * dy)  // dy/dx = -x^(-3/2)/2
 FUNCTOR(SigmoidBackward, (A y, A dy), y*((A)1 - y) * dy)
-FUNCTOR(ReluBackward, (A y, A dy), y > 0 ? dy : (A)0)
+FUNCTOR(ReluBackward, (A y, A dy), y <= 0 ? (A)0 : dy)
 FUNCTOR(DivBackward, (A y, A b, A dy), -dy* y / b)                            // d(a/b)/db = -(a/b)/b
 FUNCTOR(SelectEqual, (A column, A index, A dy), column == index ? dy : (A)0)  // scatters dy to one column a row
 #undef FUNCTOR

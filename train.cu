@@ -69,6 +69,15 @@ struct NamedTensors {  // what goes into a file; keeps the CPU copies alive
         list.push_back({name, describe(kept.back())});
     }
 };
+// The name of the first that holds NaN or an infinity; "": none does.
+static std::string first_not_finite(const NamedTensors& tensors) {
+    for (const auto& [name, t] : tensors.list) {
+        const float* x = (const float*)t.data;
+        auto finite = [](float value) { return std::isfinite(value); };
+        if (t.dtype == "F32" && !std::all_of(x, x + count(t.shape), finite)) { return name; }
+    }
+    return "";
+}
 
 int cmd_model(const Options& o) {
     context.device = choose_device(o.device);
@@ -124,6 +133,8 @@ int cmd_model(const Options& o) {
     printf("model %s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d; tokens %s; loss %.6f", o.weights.c_str(),
            c.num_layers, c.d_model, c.d_ff, c.num_heads, c.vocab_size, to_string(shape).c_str(), first_loss);
     if (steps > 0) { printf("; before step %d: %.6f", steps, last_loss); }
+    std::string bad = first_not_finite(out);  // your weights may ask for it
+    if (!bad.empty()) { printf("; the first tensor that is not finite: %s", bad.c_str()); }
     printf("; wrote %zu tensors to %s\n", out.list.size(), o.out.c_str());
     return 0;
 }
@@ -245,18 +256,20 @@ static const RunOption run_options[] = {
     {"max_grad_norm", nullptr, &Options::max_grad_norm, DBL_TRUE_MIN, DBL_MAX},
     {"val_fraction", nullptr, &Options::val_fraction, DBL_TRUE_MIN, 1 - DBL_EPSILON / 2},
 };
-// step: batches seen; the model's own are fewer where fp16 skipped some.
-static void save_checkpoint(const std::string& path, Model& model, int step, const Options& o,
-                            const LossScaler& scaler) {
-    NamedTensors tensors;
-    zero_gradients(model);
-    model.graphs = nullptr;  // both make room on a GPU that the run has filled
+// What a checkpoint holds. Joins the weights.
+static NamedTensors state_of(Model& model) {
     join_weights(model);
+    NamedTensors tensors;
     for (const Parameter& p : model.parameters) {
         tensors.add(p.name, p.weight);
         tensors.add("adamw.m." + p.name, view(model.m, p.offset, p.shape));
         tensors.add("adamw.v." + p.name, view(model.v, p.offset, p.shape));
     }
+    return tensors;
+}
+// step: batches seen; the model's own are fewer where fp16 skipped some.
+static void save_checkpoint(const std::string& path, const NamedTensors& tensors, const Model& model, int step,
+                            const Options& o, const LossScaler& scaler) {
     std::map<std::string, std::string> metadata = {{"format", "pt"},
                                                    {"step", std::to_string(step)},
                                                    {"updates", std::to_string(model.step)},
@@ -269,7 +282,6 @@ static void save_checkpoint(const std::string& path, Model& model, int step, con
         metadata[r.name] = r.integer ? std::to_string(o.*r.integer) : strprintf("%.17g", o.*r.real);
     }
     save_safetensors(path, tensors.list, metadata);
-    split_weights(model);
 }
 static const std::string& metadata_of(const SafeTensors& file, const char* name) {
     auto it = file.metadata.find(name);
@@ -365,6 +377,27 @@ static void start_from(const SafeTensors& checkpoint, Model& model, LossScaler& 
     scaler.good_steps = whole_of(checkpoint, "good_steps", 0, 1 << 20);
 }
 
+// What ends the run after a step: the loss or the gradients' norm is not finite. In fp16 that norm halves the loss
+// scale, until it is below 2^-14, fp16's smallest normal number: then even a gradient of 1 has lost bits.
+static std::string why_to_end(double loss, double norm, const LossScaler& scaler) {
+    if (!std::isfinite(loss)) { return "the loss"; }
+    if (std::isfinite(norm)) { return ""; }
+    if (context.precision != PREC_FP16) { return "the gradient norm"; }
+    return scaler.scale < 0x1p-14f ? strprintf("at a loss scale of %.2g the gradient norm", 2 * scaler.scale) : "";
+}
+static void make_room(Model& model) {  // on a GPU that the run has filled
+    zero_gradients(model);
+    model.graphs = nullptr;
+}
+[[noreturn]] static void fail_at(int step, const std::string& what, Model& model) {
+    NamedTensors gradients;
+    for (const Parameter& p : model.parameters) { gradients.add(p.name + "'s gradient", gradient_of(model, p)); }
+    make_room(model);
+    std::string name = first_not_finite(state_of(model));  // it was there before the gradients
+    if (name.empty()) { name = first_not_finite(gradients); }
+    fail("step %d: %s is not finite; first tensor that is not finite: %s; nothing was saved; a smaller --lr may help",
+         step, what.c_str(), name.empty() ? "none" : name.c_str());
+}
 int cmd_train(const Options& typed) {
     Options o = typed;
     set_defaults(o);
@@ -400,8 +433,8 @@ int cmd_train(const Options& typed) {
                   o.quick ? "; scaled down: --quick" : ""),
         {"step", "loss", "lr", "gradient norm", "ms", "tokens/s"},
         {}};
-    bool diverged = false;
-    for (; step < last && !diverged; step++) {
+    std::string not_finite;  // what ends the run before its last step
+    for (; step < last && not_finite.empty(); step++) {
         synchronize();
         double start = now_ms();
         AdamW adamw;
@@ -413,23 +446,35 @@ int cmd_train(const Options& typed) {
         double elapsed = now_ms() - start, rate = 1000.0 * o.batch_size * o.context_length / elapsed;
         tokens += o.batch_size * o.context_length, busy_ms += elapsed;
         progress("step %d of %d: loss %.4f, %.0f tokens/s", step + 1, o.steps, l, rate);
-        diverged = !std::isfinite(l);
-        if ((step + 1) % o.log_every == 0 || step + 1 == last || diverged) {
-            table.rows.push_back({std::to_string(step + 1), strprintf("%.4f", l), strprintf("%.3g", adamw.lr),
-                                  std::isfinite(norm) ? strprintf("%.3f", norm) : "overflow, step skipped",
-                                  strprintf("%.2f", elapsed), strprintf("%.0f", rate)});
+        not_finite = why_to_end(l, norm, scaler);
+        if ((step + 1) % o.log_every == 0 || step + 1 == last || !not_finite.empty()) {
+            table.rows.push_back(
+                {std::to_string(step + 1), strprintf("%.4f", l), strprintf("%.3g", adamw.lr),
+                 std::isfinite(norm) || !not_finite.empty() ? strprintf("%.3f", norm) : "overflow, step skipped",
+                 strprintf("%.2f", elapsed), strprintf("%.0f", rate)});
         }
     }
-    std::exception_ptr not_saved;  // then the tables are all that is left of the run
+    double after = NAN;
+    std::exception_ptr failure;  // then the tables are all that is left of the run
     try {
-        if (!o.save.empty() && !diverged) { save_checkpoint(o.save, model, step, o, scaler); }
-    } catch (const Failure&) { not_saved = std::current_exception(); }
+        if (!not_finite.empty()) { fail_at(step, not_finite, model); }
+        make_room(model);
+        double loss = held_out_loss(model, text, o.batch_size, o.context_length);
+        NamedTensors state = state_of(model);
+        std::string name = first_not_finite(state);
+        if (name.empty() && !std::isfinite(loss)) { name = "the held-out loss"; }
+        if (!name.empty()) {
+            fail("after step %d %s is not finite; nothing was saved; a smaller --lr may help", step, name.c_str());
+        }
+        after = loss;
+        if (!o.save.empty()) { save_checkpoint(o.save, state, model, step, o, scaler); }
+        split_weights(model);
+    } catch (const Failure&) { failure = std::current_exception(); }
     print(table, o.format);
-    if (diverged) { fail("the loss of step %d is not a number; a smaller --lr may help; nothing was saved", step); }
+    if (!std::isfinite(after)) { std::rethrow_exception(failure); }
     Table summary{"", {"held-out loss before", "held-out loss after", "steps", "tokens/s", "peak MiB"}, {}};
-    summary.rows.push_back({strprintf("%.4f", before),
-                            strprintf("%.4f", held_out_loss(model, text, o.batch_size, o.context_length)),
-                            std::to_string(step), busy_ms > 0 ? strprintf("%.0f", 1000 * tokens / busy_ms) : "",
+    summary.rows.push_back({strprintf("%.4f", before), strprintf("%.4f", after), std::to_string(step),
+                            busy_ms > 0 ? strprintf("%.0f", 1000 * tokens / busy_ms) : "",
                             strprintf("%.0f", memory_use(context.device).peak / 1048576.0)});
     summary.caption = "train: loss in nats per byte";
     print(summary, o.format);
@@ -437,6 +482,6 @@ int cmd_train(const Options& typed) {
         printf("\nThe held-out text's first %d bytes continued (temperature %.2g):\n\n```\n%s\n```\n", o.context_length,
                o.temperature, sample_text(model, text, o.context_length, o.sample, o.temperature, o.seed).c_str());
     }
-    if (not_saved) { std::rethrow_exception(not_saved); }
+    if (failure) { std::rethrow_exception(failure); }
     return 0;
 }

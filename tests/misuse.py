@@ -9,7 +9,7 @@
 
 Failures are printed as they occur. At the end come a table (with --write in notes/misuse.md, too) and
 the line `N passed, N failed, N skipped`, in rows of it. --short: every option, fewer values and files."""
-import collections, concurrent.futures, ctypes, json, math, os, random, re, resource, shutil, signal, socket, struct, subprocess, sys, tempfile, time
+import collections, concurrent.futures, csv, ctypes, json, math, os, random, re, resource, shutil, signal, socket, struct, subprocess, sys, tempfile, time
 
 os.chdir(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 PROGRAM = os.path.abspath(sys.argv[1])
@@ -54,11 +54,45 @@ def skip(what, why):
     print(f"skipped  {what}: {why}", flush=True)
 
 
+NO_NUMBER = re.compile(r"(?<![a-z])(nan|inf)x?(?![a-z])")
+# A whole's time, and a rate, are never 0. A spread may be, and a part: what is sent by one rank, or computed by AdamW.
+TIME_OR_RATE = re.compile(r"(\bms|_ms|\(ms\)|[Tt]ime|/s|/second)( |$)(?!\(%\))")
+MAY_BE_0 = re.compile(r"std|StdDev|Comm|overhead|gradients|measured \(|matmul|attention ms")
+
+
+def cells_of(text):
+    """(column, cell) of all tables, in md, csv or json. Beside a column "unit" the unit belongs to each cell's column."""
+    columns, csv_follows = None, False
+    for line in text.splitlines():
+        rows_here = []
+        if line.startswith('{"caption"'):
+            table = json.loads(line)
+            columns, rows_here = table["columns"], table["rows"]
+        elif line.startswith("|") or (csv_follows and line):
+            cells = [c.strip() for c in line.strip("|").split("|")] if line[0] == "|" else next(csv.reader([line]))
+            if columns: rows_here = [cells]
+            else: columns = cells
+        else: columns, csv_follows = None, line.startswith("# ")
+        for cells in rows_here:
+            unit = " " + cells[columns.index("unit")] if "unit" in columns else ""
+            yield from ((column + unit, str(cell)) for column, cell in zip(columns, cells))
+
+
+def no_result(r):
+    """A cell that is no number, or a time or rate of 0, in a table of a run that succeeded."""
+    for column, cell in cells_of(r.out.decode("utf-8", "replace")) if r.code == 0 else ():
+        zero = re.fullmatch(r"-?[0.]*0[0.]*(e[+-]\d+)?( ?[a-zμ%/]+)?", cell, re.I)
+        if NO_NUMBER.search(cell) or (zero and TIME_OR_RATE.search(column) and not MAY_BE_0.search(column)):
+            return f"{cell} under {column}"
+
+
 def check(what, words, r, codes, *problems, names=""):
-    """One line on stderr (beside the one about --device auto) that says `names`, where it failed; no control characters."""
+    """One line on stderr (beside the one about --device auto) that says `names`, where it failed; no control characters;
+    else tables of results."""
     lines = [l for l in r.err.decode("utf-8", "replace").split("\n") if l and not l.startswith(("device auto:", "backend"))]
     failed = r.code not in (0, -signal.SIGPIPE, -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP)
     problems = [p for p in problems if p] + [p for p in (
+        no_result(r),
         r.code not in codes and f"exit code {r.code}, expected {' or '.join(map(str, codes))}",
         failed and len(lines) != 1 and f"{len(lines)} lines on stderr",
         failed and any(ord(c) < 32 or ord(c) == 127 for l in lines for c in l) and "a control character on stderr",
@@ -153,9 +187,9 @@ benchmarking_script --quick --d_model 1048576 --d_ff 1048576 --num_heads 1
 benchmarking_script --quick --vocab_size 1048576 --d_model 1048576 --num_heads 8192
 benchmarking_script --quick --batch_size 1048576 --context_length 1048576
 torch_compile --quick --batch_size 1048576 --context_length 1048576
-nsys_profile --quick --batch_size 1048576 --context_length 1048576 --range forward
-memory_profiling --quick --batch_size 1048576 --context_length 1048576 --precision fp32
 flash_leaderboard --quick --num_heads 1048576 --context_length 1048576
+memory_profiling --quick --batch_size 1048576 --context_length 1048576 --precision fp32
+nsys_profile --quick --batch_size 1048576 --context_length 1048576 --range forward
 train --data LICENSE --quick --context_length 1048576
 train --data LICENSE --quick --d_model 1048576 --d_ff 1048576
 train --data LICENSE --quick --steps 1 --batch_size 1048576
@@ -391,6 +425,18 @@ def try_own_inputs():
         check("an output that is its command's own input", [*words, option], r, [2], not same and "it is overwritten", names=option)
 
 
+def try_divergence():
+    good = at("good")
+    assert run([*TINY_TRAIN, "--save", good]).code == 0
+    for steps in ("1", "2", "3"):
+        for precision in ("fp32", "bf16", "fp16"):
+            words = [*TRAIN, "--steps", steps, "--precision", precision, "--lr", "1e18", "--min_lr", "1e18", "--warmup_steps", "0"]
+            before = open(good, "rb").read()
+            r = run([*words, "--save", good])
+            check("training into NaN over a good checkpoint", words, r, [1],
+                  before != open(good, "rb").read() and "the good file is gone", names="not finite")
+
+
 def try_disks():
     """A tmpfs of 64 KiB, full and then read-only; and a limit to the size of files."""
     for words, option, name in WRITERS[:4]:
@@ -476,6 +522,7 @@ def try_surroundings(_):
     try_streams()
     try_environment()
     try_own_inputs()
+    try_divergence()
     try_disks()
     try_signals()
 

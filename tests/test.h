@@ -90,9 +90,9 @@ bool begin() {
 }
 
 inline std::string setting() { return strprintf("%s %s", name_of(context.mode), name_of(context.precision)); }
-inline double largest(const Tensor& t) {
+inline double largest(const Tensor& t) {  // NaN if it holds one
     double m = 0;
-    for (double x : to_doubles(t)) { m = std::max(m, fabs(x)); }
+    for (double x : to_doubles(t)) { m = m >= fabs(x) || std::isnan(m) ? m : fabs(x); }
     return m;
 }
 

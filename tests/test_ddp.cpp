@@ -355,6 +355,10 @@ TEST_CASE("ddp: communication_accounting") {
         INFO(row << " in\n" << r.out);
         CHECK(has(r.out, row));
     }
+    Run beyond = run_cs336({"communication_accounting", "--tflops", "1e308", "--bandwidth_gb", "1e-308"});
+    CHECK(beyond.exit_code == 1);
+    CHECK_MESSAGE(has(beyond.err, "alpha is inf: --tflops, --bandwidth_gb"), beyond.err);
+    CHECK(beyond.out == "");
     Run none = run_cs336({"communication_accounting", "--tokens", "10828", "--tp", "21", "--format", "csv"});
     CHECK(has(none.out, "10828 tokens a device\",(16 P + A/2) / (memory - A/2),none"));
     CHECK(has(none.out, "(alpha X / M_X) / (1 - alpha Y / (M_Y F)),none"));

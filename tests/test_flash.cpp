@@ -197,6 +197,59 @@ TEST_CASE("flash: fp16 takes a dP beyond its range where P is 0") {
         }
     }
 }
+// One number of the second of two heads is not finite: then no implementation may give a finite result where the
+// reference does not. Tiles may spread it further (0 times NaN is NaN), but not into the first head.
+static void check_spread(const char* what, const Tensor& got_in, const Tensor& want_in) {
+    std::vector<double> got = to_doubles(got_in), want = to_doubles(want_in);
+    int hidden = 0, strayed = 0;
+    for (size_t i = 0; i < got.size(); i++) {
+        hidden += !std::isfinite(want[i]) && std::isfinite(got[i]);
+        strayed += i < got.size() / 2 && !std::isfinite(got[i]);
+    }
+    CHECK_MESSAGE(hidden == 0, std::string(what));
+    CHECK_MESSAGE(strayed == 0, std::string(what));
+}
+static void check_not_finite(const FlashProblem& clean, float value, const std::string& what) {
+    int T = (int)clean.q.dim(2), C = (int)clean.q.dim(3);
+    for (Tensor FlashProblem::*input : {&FlashProblem::q, &FlashProblem::k, &FlashProblem::v, &FlashProblem::dO}) {
+        for (int at : {0, T / 2 * C + C / 2, T * C - 1}) {
+            FlashProblem p = clean;
+            std::vector<float> x = to_floats(p.*input);
+            x[T * C + at] = value;
+            p.*input = from_floats(x, clean.q.shape, clean.q.dtype);
+            for (bool causal : {false, true}) {
+                find_truth(p, causal);
+                CHECK(!std::isfinite(largest(p.dq) + largest(p.dk) + largest(p.dv)));
+                for (const AttentionImpl& impl : attention_impls) {
+                    if (impl.device != context.device || !impl.takes(clean.q.dtype, C)) { continue; }
+                    CAPTURE(strprintf("%s, %s, %s in input %ld, element %d", impl.name, what.c_str(),
+                                      causal ? "causal" : "full", (long)(&(p.*input) - &p.q), at));
+                    Tensor q = require_gradient(p.q), k = require_gradient(p.k), v = require_gradient(p.v), L;
+                    Tensor o = run_attention(impl, q, k, v, causal, &L);
+                    backward_from(o, p.dO);
+                    check_spread("O", o, p.o);
+                    check_spread("L", L, p.L);
+                    check_spread("dQ", q.gradient->value, p.dq);
+                    check_spread("dK", k.gradient->value, p.dk);
+                    check_spread("dV", v.gradient->value, p.dv);
+                }
+            }
+        }
+    }
+}
+TEST_CASE_TEMPLATE("flash: what is not finite in the reference is so in every implementation", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    for (DType dtype : low_types) {
+        for (int head : {16, 32, 64, 80, 128}) {
+            if (D::device == CPU && head != 16 && !(head == 80 && dtype == F32)) { continue; }
+            // 140: more than one tile of queries, and of keys; the last ones are not full.
+            FlashProblem clean = make_problem({1, 2, 140, 140, head}, dtype, false);
+            for (float value : {NAN, INFINITY}) {
+                check_not_finite(clean, value, strprintf("%s, D %d, %f", name_of(dtype), head, value));
+            }
+        }
+    }
+}
 TEST_CASE("flash: the reference and fused agree in float64") {
     begin_on(CPU);
     for (bool causal : {false, true}) {
@@ -363,6 +416,23 @@ TEST_CASE_TEMPLATE("flash: PyTorch's fixture", D, OnCPU, OnCUDA) {
             {"o", o}, {"lse", L}, {"dq", q.gradient->value}, {"dk", k.gradient->value}, {"dv", v.gradient->value}};
         for (const auto& g : got) { check_close(g.first, g.second, tensor(expected, g.first), 1e-5); }
     }
+}
+TEST_CASE_TEMPLATE("flash: the leaderboard says OOM where there is not the memory", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    Run r = run_cs336({"flash_leaderboard", "--quick", "--num_heads", "1048576", "--context_length", "1048576",
+                       "--format", "csv", "--device", name_of(D::device)});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    std::string row = r.out.substr(r.out.rfind('\n', r.out.size() - 2) + 1), oom = row.substr(0, row.find(" GiB)"));
+    CHECK_MESSAGE(has(row, ",this one,OOM ("), row);
+    oom = oom.substr(oom.find("OOM")) + " GiB)";
+    CHECK_MESSAGE(has(row, "," + oom + "," + oom + "," + oom + ",,\n"), row);  // three times, and no rates
+}
+TEST_CASE_TEMPLATE("flash: weighted_sum's table has no time and no rate of 0", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    Run r = run_cs336({"weighted_sum", "--quick", "--format", "csv", "--device", name_of(D::device)});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    CHECK(has(r.out, "\ncpu,1,1,"));  // 12 bytes in less than a microsecond
+    for (const char* zero : {",0.0,", ",0.0000,", ",0,"}) { CHECK_MESSAGE(!has(r.out, zero), r.out); }
 }
 TEST_CASE_TEMPLATE("flash: weighted_sum and its backward are mul and sum_last", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }

@@ -364,6 +364,7 @@ TEST_CASE_TEMPLATE("model: steps with and without an arena for the gradients", D
             Tensor weights[2];
             double norm[2];
             size_t peak[2];
+            std::vector<float> gradients[2];
             for (bool arena : {false, true}) {
                 Model model = make_model(config);
                 init_weights(model, 7);
@@ -380,13 +381,22 @@ TEST_CASE_TEMPLATE("model: steps with and without an arena for the gradients", D
                     peak[arena] = memory_use(D::device).peak;
                 }
                 weights[arena] = on_cpu(model.weights);
+                for (const Parameter& p : model.parameters) {  // in fused mode some lie in joined slots
+                    std::vector<float> g = to_floats(gradient_of(model, p));
+                    if (arena) { CHECK(g == to_floats(view(model.gradients, p.offset, p.shape))); }
+                    gradients[arena].insert(gradients[arena].end(), g.begin(), g.end());
+                }
                 zero_gradients(model);
+                CHECK_THROWS_WITH_AS(gradient_of(model, model.parameters[0]), "lm_head.weight has no gradient",
+                                     Failure);
                 CHECK((bool)model.lm_head.gradient->value == arena);
                 CHECK_THROWS_WITH_AS(adamw_step(model, adamw), doctest::Contains("gradients of 0 of"), Failure);
             }
             CAPTURE(config.name + " " + name_of(mode));
             CHECK(norm[0] == doctest::Approx(norm[1]).epsilon(1e-6));
             CHECK(compare(weights[0], weights[1], 1e-4, 1e-5).ok());
+            Shape all = {(int64_t)gradients[0].size()};
+            CHECK(compare(from_floats(gradients[0], all), from_floats(gradients[1], all), 1e-3, 1e-4).ok());
             CHECK(peak[0] < peak[1]);
         }
     }
@@ -648,6 +658,31 @@ TEST_CASE_TEMPLATE("model: gradient_norm", D, OnCPU, OnCUDA) {
     CHECK(gradient_norm(s.model) == doctest::Approx(sqrt(sum)).epsilon(1e-5));
     copy(view(s.model.gradients, 5, {1}), to_device(from_floats({INFINITY}, {1}), D::device));
     CHECK(!std::isfinite(gradient_norm(s.model)));
+}
+TEST_CASE_TEMPLATE("model: one weight that is not finite shows in the loss and the gradients, in every mode", D, OnCPU,
+                   OnCUDA) {
+    if (!begin<D>()) { return; }
+    Setup s = make_setup({"", 32, 40, 2, 2, 40}, 2, 70);
+    int token = (int)to_doubles(s.tokens)[0];
+    for (Mode mode : {EAGER, FUSED, FLASH}) {
+        for (Precision precision : {FP32, TF32, PREC_BF16, PREC_FP16}) {
+            if (mode == FLASH && !fastest_flash(D::device, matmul_dtype(precision), 16)) { continue; }
+            context.mode = mode, context.precision = precision;
+            CHECK(std::isfinite(to_doubles(run_once(s).loss)[0] + gradient_norm(s.model)));
+            for (const Parameter& p : s.model.parameters) {
+                for (float value : {NAN, INFINITY}) {
+                    CAPTURE(setting() + " " + p.name + strprintf(" %f", value));
+                    bool embedding = p.name == "token_embeddings.weight";  // of its rows not all are looked up
+                    Tensor place = view(p.weight, (embedding ? token + 1 : p.shape[0]) * p.weight.stride[0] - 1, {1});
+                    Tensor before = from_floats(to_floats(place), {1});
+                    copy(place, from_floats({value}, {1}));
+                    CHECK(!std::isfinite(to_doubles(run_once(s).loss)[0]));
+                    CHECK(!std::isfinite(gradient_norm(s.model)));
+                    copy(place, before);
+                }
+            }
+        }
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -221,6 +221,10 @@ TEST_CASE_TEMPLATE("ops give the values of their formulas", D, OnCPU, OnCUDA) {
     CHECK(to_floats(where(greater_equal(arange(3), from_ints({1}, {})), a, -1)) ==
           std::vector<float>{-1, 2, 3, -1, 5, 6});
     CHECK(std::isnan(to_floats(max_last(from_floats({1, NAN, 2}, {3})))[0]));
+    Tensor not_a_number = require_gradient(from_floats({NAN}, {1})), y = relu(not_a_number);
+    backward(y);
+    CHECK(std::isnan(to_floats(y)[0]));
+    CHECK(to_floats(not_a_number.gradient->value) == std::vector<float>{1});  // dy: 0 would hide dy's NaN, too
     for (float x : {0.1f, 1.0f, 2.5f}) {
         Tensor t = from_floats({x}, {1});
         CHECK(to_floats(exp(t))[0] == doctest::Approx(std::exp(x)).epsilon(1e-6));

@@ -140,6 +140,88 @@ TEST_CASE_TEMPLATE("train: a full disk takes the checkpoint, not the tables", D,
         CHECK(!std::ifstream(path).good());
     }
 }
+// A checkpoint of one step, with `change` done to each tensor.
+static void changed_checkpoint(const std::string& good, const std::string& path, const std::string& loss_scale,
+                               const std::function<void(const std::string& name, std::vector<float>& x)>& change) {
+    SafeTensors file = load_safetensors(good);
+    std::map<std::string, std::vector<float>> data;
+    std::vector<std::pair<std::string, FileTensor>> tensors;
+    for (const auto& [name, t] : file.tensors) {
+        std::vector<float>& x = data[name];
+        x.assign((const float*)t.data, (const float*)t.data + t.bytes / 4);
+        change(name, x);
+        tensors.push_back({name, {"F32", t.shape, x.data(), t.bytes}});
+    }
+    auto metadata = file.metadata;
+    metadata["loss_scale"] = loss_scale;
+    save_safetensors(path, tensors, metadata);
+}
+TEST_CASE_TEMPLATE("train: what is not finite ends the run, is named, and is not saved", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    Folder folder;
+    std::string good = folder / "good", bad = folder / "bad", kept;
+    auto train = [&](const std::vector<std::string>& more) {
+        std::vector<std::string> words = {
+            "train",          "--data", "LICENSE",  "--device", name_of(D::device), "--quick", "--steps", "9",
+            "--warmup_steps", "0",      "--sample", "0",        "--log_every",      "1",       "--save",  good};
+        words.insert(words.end(), more.begin(), more.end());
+        return run_cs336(words);
+    };
+    auto ends = [&](const std::vector<std::string>& more, int rows, const std::string& says) {
+        CAPTURE(join(more, " "));
+        Run r = train(more);
+        CHECK(r.exit_code == 1);
+        CHECK_MESSAGE(has(r.err, says), r.err);
+        CHECK(has(r.err, "nothing was saved"));
+        CHECK(std::count(r.err.begin(), r.err.end(), '\n') == 1);
+        CHECK(std::count(r.out.begin(), r.out.end(), '\n') == 4 + rows);  // of the one table
+        CHECK(!has(r.out, "held-out loss after"));
+        CHECK(read_file(good) == kept);
+        return r;
+    };
+    Run first = train({"--stop_at", "1"});
+    REQUIRE_MESSAGE(first.exit_code == 0, first.err);
+    kept = read_file(good);
+    // 1e18: scores overflow, but no square in RMSNorm, whose result would then be 0, and the loss finite.
+    for (const char* precision : {"fp32", "bf16", "fp16"}) {
+        std::vector<std::string> words = {"--lr",   "1e18",  "--min_lr",    "1e18",
+                                          "--mode", "fused", "--precision", precision};
+        // The second step's forward pass meets what the first one's update made; a single step's, the evaluation.
+        Run r =
+            ends(words, 2, "step 2: the loss is not finite; first tensor that is not finite: lm_head.weight's grad");
+        CHECK(!has(r.out, "skipped"));
+        words.insert(words.end(), {"--stop_at", "1"});
+        ends(words, 1, "after step 1 the held-out loss is not finite");
+    }
+    // An embedding that neither text has grows with each step until it is infinite, and no loss shows it.
+    changed_checkpoint(good, bad, "1", [](const std::string& name, std::vector<float>& x) {
+        if (name == "token_embeddings.weight") { x[0] = 3e38f; }
+    });
+    ends({"--load", bad, "--weight_decay", "1e4", "--lr", "0.001", "--stop_at", "2"}, 1,
+         "after step 2 token_embeddings.weight is not finite");
+    changed_checkpoint(good, bad, "1", [](const std::string& name, std::vector<float>& x) {
+        if (name == "adamw.v.layers.1.ffn.w3.weight") { x[7] = INFINITY; }
+    });
+    ends({"--load", bad, "--stop_at", "2"}, 1, "after step 2 adamw.v.layers.1.ffn.w3.weight is not finite");
+    changed_checkpoint(good, bad, "1", [](const std::string& name, std::vector<float>& x) {
+        if (name == "layers.0.attn.k_proj.weight") { x[7] = NAN; }
+    });
+    ends({"--load", bad}, 1, "step 2: the loss is not finite; first tensor that is not finite: layers.0.attn.k_proj.w");
+    // The residual stream is 0, so no weight of a norm can change the logits, but ln_final's is a factor of gradients.
+    changed_checkpoint(good, bad, "0.0003", [](const std::string& name, std::vector<float>& x) {
+        bool huge = name == "ln_final.weight", zero = name == "token_embeddings.weight",
+             large = name == "lm_head.weight";
+        for (float& value : x) { value = huge ? 3e38f : zero ? 0 : large ? 1e3f * value : value; }
+    });
+    for (const char* mode : {"eager", "fused"}) {
+        ends({"--load", bad, "--mode", mode}, 1,
+             "step 2: the gradient norm is not finite; first tensor that is not finite: layers.1.ffn.w2.weight's grad");
+    }
+    Run r = ends({"--load", bad, "--precision", "fp16"}, 3,
+                 "step 4: at a loss scale of 7.5e-05 the gradient norm is not finite; first tensor that is not finite: "
+                 "layers.1.ffn.w2.weight's gradient");
+    CHECK(has(r.out, "overflow, step skipped"));
+}
 TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     Folder folder;
@@ -172,6 +254,15 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
         }
         CHECK_MESSAGE(worst < 5e-4, t.first, " ", worst);
     }
+    remove(out.c_str());
+
+    CHECK(!has(r.out, "not finite"));
+    good[10] = "1e30";
+    r = run_cs336(good);
+    good[10] = "0.01";
+    CHECK(r.exit_code == 0);  // the file holds what came of it
+    CHECK_MESSAGE(has(r.out, "; the first tensor that is not finite: param."), r.out);
+    CHECK(load_safetensors(out).tensors.size() == want.tensors.size());
     remove(out.c_str());
 
     auto refused = [&](size_t which, const std::string& value, const char* says) {
