@@ -62,6 +62,8 @@ struct OutOfMemory : Failure {
 [[noreturn]] void usage_error(const char* format, ...) __attribute__((format(printf, 1, 2)));  // exit 2
 std::string strprintf(const char* format, ...) __attribute__((format(printf, 1, 2)));
 std::string join(const std::vector<std::string>& items, const char* between);
+// What has no place in a line, or is not UTF-8, as \xNN: control characters, those that turn the direction of reading.
+std::string one_line(const std::string& text);
 
 #ifdef __CUDACC__
 void cuda_check(cudaError_t error, const char* call, const char* file, int line);

@@ -87,6 +87,43 @@ std::string join(const std::vector<std::string>& items, const char* between) {
     return all;
 }
 
+// The character of UTF-8 that begins at text[i]. code -1: none does.
+struct Character {
+    int code, bytes;
+};
+static Character character_at(const std::string& text, size_t i) {
+    static const int least[] = {0, 0x80, 0x800, 0x10000};  // of a character with so many bytes more
+    unsigned char c = text[i];
+    int more = c < 0x80 ? 0 : c < 0xc0 ? -1 : c < 0xe0 ? 1 : c < 0xf0 ? 2 : c < 0xf8 ? 3 : -1;
+    int code = more > 0 ? c & (0x3f >> more) : c;
+    for (int k = 1; k <= more; k++) {
+        unsigned char next = i + k < text.size() ? text[i + k] : 0;
+        if ((next & 0xc0) != 0x80) { return {-1, 1}; }
+        code = code << 6 | (next & 0x3f);
+    }
+    bool surrogate = code >= 0xd800 && code < 0xe000;
+    if (more < 0 || code < least[more] || code > 0x10ffff || surrogate) { return {-1, 1}; }
+    return {code, more + 1};
+}
+// Ends a line, steers a terminal, or turns the direction in which the text around it is read.
+static bool steers(int code) {
+    return code < 0x20 || (code >= 0x7f && code < 0xa0) || code == 0x61c || code == 0x200e || code == 0x200f ||
+           (code >= 0x2028 && code <= 0x202e) || (code >= 0x2066 && code <= 0x2069);
+}
+std::string one_line(const std::string& text) {
+    std::string line;
+    for (size_t i = 0; i < text.size();) {
+        Character c = character_at(text, i);
+        if (c.code >= 0 && !steers(c.code)) {
+            line.append(text, i, c.bytes);
+        } else {
+            for (int k = 0; k < c.bytes; k++) { line += strprintf("\\x%02x", (unsigned char)text[i + k]); }
+        }
+        i += c.bytes;
+    }
+    return line;
+}
+
 static bool environment_is_1(const char* name) {
     const char* value = getenv(name);
     return value && strcmp(value, "1") == 0;
@@ -1037,20 +1074,24 @@ void progress(const char* format, ...) {
     std::string text = format_list(format, arguments);
     va_end(arguments);
     // No automatic wrap (?7l ... ?7h): of a line that wrapped, the next '\r' would rewrite only the end.
-    fprintf(stderr, "\r\033[K\033[?7l%s\033[?7h", text.c_str());
+    fprintf(stderr, "\r\033[K\033[?7l%s\033[?7h", one_line(text).c_str());
     fflush(stderr);
     progress_is_open = true;
 }
 
-// What was typed, or read from a file, may hold control characters: they must not break the line or steer a terminal.
+// What was typed, or read from a file, may be long and hold anything.
 void note(const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    std::string line;
-    for (unsigned char c : format_list(format, arguments)) {
-        line += c < 0x20 || c == 0x7f ? strprintf("\\x%02x", c) : std::string(1, (char)c);
-    }
+    std::string line = one_line(format_list(format, arguments));
     va_end(arguments);
+    constexpr size_t END = 1500;  // bytes that are shown of either end; no character is cut
+    if (line.size() > 2 * END + 5) {
+        size_t head = END, tail = line.size() - END;
+        while ((line[head] & 0xc0) == 0x80) { head--; }
+        while ((line[tail] & 0xc0) == 0x80) { tail++; }
+        line.replace(head, tail - head, " ... ");
+    }
     end_progress();
     fprintf(stderr, "%s\n", line.c_str());
 }
@@ -1092,12 +1133,13 @@ static std::string format_markdown(const Table& table) {
     for (size_t j = 0; j < columns; j++) {
         for (size_t i = 0; i < lines.size(); i++) {
             std::string& cell = lines[i][j];
+            cell = one_line(cell);
             right[j] = right[j] && (i == 0 || cell.empty() || cell == "OOM" || is_number(cell));
             for (size_t k = 0; (k = cell.find('|', k)) != std::string::npos; k += 2) { cell.insert(k, "\\"); }
             widths[j] = std::max(widths[j], width(cell));
         }
     }
-    std::string text = table.caption + "\n\n";
+    std::string text = one_line(table.caption) + "\n\n";
     for (size_t i = 0; i < lines.size(); i++) {
         for (size_t j = 0; j < columns; j++) {
             std::string spaces(widths[j] - width(lines[i][j]), ' ');
@@ -1112,8 +1154,9 @@ static std::string format_markdown(const Table& table) {
     return text;
 }
 
-static std::string quote_csv(const std::string& cell) {
-    if (cell.find_first_of(",\"\r\n") == std::string::npos) { return cell; }
+static std::string quote_csv(const std::string& value) {
+    std::string cell = one_line(value);
+    if (cell.find_first_of(",\"") == std::string::npos) { return cell; }
     std::string text = "\"";
     for (char c : cell) { text += c == '"' ? "\"\"" : std::string(1, c); }
     return text + "\"";
@@ -1121,14 +1164,18 @@ static std::string quote_csv(const std::string& cell) {
 
 std::string quote_json(const std::string& value) {
     std::string text = "\"";
-    for (char c : value) {
-        if (c == '"' || c == '\\') {
-            text += std::string("\\") + c;
-        } else if ((unsigned char)c < 0x20) {
-            text += strprintf("\\u%04x", c);
+    for (size_t i = 0; i < value.size();) {
+        Character c = character_at(value, i);
+        if (c.code == '"' || c.code == '\\') {
+            text += strprintf("\\%c", c.code);
+        } else if (c.code < 0) {  // JSON has no way to say it
+            text += strprintf("\\\\x%02x", (unsigned char)value[i]);
+        } else if (steers(c.code)) {
+            text += strprintf("\\u%04x", c.code);
         } else {
-            text += c;
+            text.append(value, i, c.bytes);
         }
+        i += c.bytes;
     }
     return text + "\"";
 }
@@ -1144,7 +1191,7 @@ static std::string join_cells(const std::vector<std::string>& cells,
 }
 
 static std::string format_csv(const Table& table) {
-    std::string text = "# " + table.caption + "\n" + join_cells(table.columns, quote_csv, ",") + "\n";
+    std::string text = "# " + one_line(table.caption) + "\n" + join_cells(table.columns, quote_csv, ",") + "\n";
     for (const auto& row : table.rows) { text += join_cells(row, quote_csv, ",") + "\n"; }
     return text;
 }

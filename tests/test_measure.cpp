@@ -10,7 +10,10 @@
 #include <fstream>
 #include <thread>
 
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -270,7 +273,7 @@ TEST_CASE("measure: table as csv") {
           "# two sizes, \"quoted\"\n"
           "size,ms,a|b,note\n"
           "small,1.5,,\"µ, ±\"\n"
-          "2.7B,OOM,-12e3,\"say \"\"hi\"\"\n\"\n");
+          "2.7B,OOM,-12e3,\"say \"\"hi\"\"\\x0a\"\n");
 }
 
 TEST_CASE("measure: table as json") {
@@ -285,6 +288,25 @@ TEST_CASE("measure: table as json") {
     CHECK(format_table(t, "json") ==
           "{\"caption\": \"\", \"columns\": [\"x\"], \"rows\": [[\"007\"], [\"nan\"], [\"0x1\"], [\"1.\"], [-0.50], "
           "[\"+1\"], [\"1e\"], [\"-\"], [\".5\"], [0], [\"3 \"], [\"back\\\\slash\"]]}\n");
+}
+
+// A line break, an escape sequence, one in C1, "RIGHT-TO-LEFT OVERRIDE", and a byte, half a character and a surrogate
+// that are no UTF-8.
+static const std::string hostile = "\n\x1b[31m\xc2\x9b\xe2\x80\xae\xff\xc3(\xed\xa0\x80|\xc2\xb5\xf0\x9f\x98\x80";
+
+TEST_CASE("measure: text of any kind stays on its line, and within JSON") {
+    CHECK(one_line(hostile) ==
+          "\\x0a\\x1b[31m\\xc2\\x9b\\xe2\\x80\\xae\\xff\\xc3(\\xed\\xa0\\x80|\xc2\xb5\xf0\x9f\x98\x80");
+    CHECK(one_line("\xc2") == "\\xc2");
+    CHECK(quote_json(hostile) ==
+          "\"\\u000a\\u001b[31m\\u009b\\u202e\\\\xff\\\\xc3(\\\\xed\\\\xa0\\\\x80|\xc2\xb5"
+          "\xf0\x9f\x98\x80\"");
+    Table t = {hostile, {hostile}, {{hostile}}};
+    for (const char* format : {"md", "csv"}) {
+        std::string text = format_table(t, format);
+        CHECK(std::count(text.begin(), text.end(), '\n') == (format == std::string("md") ? 5 : 3));
+        for (const char* bad : {"\x1b", "\xc2\x9b", "\xe2\x80\xae", "\xff"}) { CHECK(!has(text, bad)); }
+    }
 }
 
 TEST_CASE("measure: tables that cannot be") {
@@ -406,8 +428,17 @@ TEST_CASE("measure: a signal, or a failure, in the middle of a file leaves the o
 TEST_CASE("measure: child: notes" * doctest::skip()) {
     REQUIRE(dup2(STDOUT_FILENO, STDERR_FILENO) >= 0);
     note("%s", "a\nb\x1b[31m\x7f, \xc2\xb5");
+    std::string micros = "x";
+    for (int i = 0; i < 500000; i++) { micros += "\xc2\xb5"; }
+    note("--long: got '%s'", micros.c_str());
 }
 
 TEST_CASE("measure: a note is one line, whatever it says") {
-    CHECK(has(run_case("measure: child: notes"), "a\\x0ab\\x1b[31m\\x7f, \xc2\xb5\n"));
+    std::string text = run_case("measure: child: notes");
+    CHECK(has(text, "a\\x0ab\\x1b[31m\\x7f, \xc2\xb5\n"));
+    CHECK(has(text, "--long: got 'x\xc2\xb5"));
+    CHECK(has(text, "\xc2\xb5 ... \xc2\xb5"));
+    CHECK(has(text, "\xc2\xb5'\n"));
+    CHECK(text.size() < 4000);
+    CHECK(one_line(text).find("\\xc2") == std::string::npos);  // no character was cut
 }
