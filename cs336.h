@@ -123,6 +123,10 @@ Device choose_device(const std::string& want, int gpu = 0);
 void synchronize();                 // wait for context.device
 std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2 threads, OpenBLAS ..."
 size_t available_memory(Device d);  // bytes that could be allocated now
+// What the kernel would still give: without swap, and within the limits of our control groups. root: tests have folders
+// of their own for /proc and /sys.
+size_t system_memory(const std::string& root = "");
+void require_memory(size_t bytes, const std::string& what);  // throws OutOfMemory if the CPU has not so much
 int cpu_threads();
 void choose_cpu_settings(char** argv);  // first thing in main(): may start the program anew, see there
 #ifdef __CUDACC__

@@ -583,7 +583,17 @@ static int cmd_reproduce(const Options& o) {
     });
 }
 
+struct HostOutOfMemory : std::bad_alloc {
+    char text[200];  // there may be no room for a string; and the range is closed when the text is read
+    HostOutOfMemory() {
+        const char* range = innermost_range();
+        snprintf(text, sizeof text, "out of memory on the host%s%s", *range ? " in " : "", range);
+    }
+    const char* what() const noexcept override { return text; }
+};
+
 int main(int argc, char** argv) {
+    std::set_new_handler([] { throw HostOutOfMemory(); });
     bool no_stdout = fcntl(STDOUT_FILENO, F_GETFD) < 0;
     // A closed one is opened, or the next file that is opened would get our lines.
     for (int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
@@ -618,8 +628,6 @@ int main(int argc, char** argv) {
     } catch (const Failure& failure) {
         note("%s: %s", who.c_str(), failure.what());
         exit_code = failure.exit_code;
-    } catch (const std::bad_alloc&) {
-        note("%s: out of memory on the host", who.c_str());
     } catch (const std::exception& e) { note("%s: %s", who.c_str(), e.what()); }
     if ((fflush(stdout) != 0 || ferror(stdout)) && exit_code == 0) {
         note("%s: cannot write to stdout: %s", who.c_str(), strerror(errno));

@@ -24,9 +24,11 @@
 #include <malloc.h>
 #include <omp.h>
 #include <poll.h>
+#include <sys/file.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/sysinfo.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -675,20 +677,56 @@ const char* innermost_range() { return open_ranges.empty() ? "" : open_ranges.ba
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory: the raw blocks
 
-// What the kernel would still give: without swap, and within the container's limit, beyond which it kills.
-static size_t system_memory() {
-    std::string available = field_of("/proc/meminfo", "MemAvailable");
-    if (available.empty()) { fail("/proc/meminfo: found no MemAvailable"); }
-    size_t bytes = strtoull(available.c_str(), nullptr, 10) * 1024;
-    std::string limit = field_of("/sys/fs/cgroup/memory.max", "");
-    if (!limit.empty() && limit != "max") {
-        size_t used = strtoull(field_of("/sys/fs/cgroup/memory.current", "").c_str(), nullptr, 10);
-        // Cached files count as used, but make room when memory runs short.
-        size_t cached = strtoull(field_of("/sys/fs/cgroup/memory.stat", "inactive_file").c_str(), nullptr, 10);
-        size_t max = strtoull(limit.c_str(), nullptr, 10) + std::min(cached, used);
-        bytes = std::min(bytes, max > used ? max - used : 0);
+// What is left below the limits of our control group and of those around it, beyond which the kernel kills. Both
+// versions can be mounted: in version 1 the memory controller has a tree of its own.
+static size_t memory_of_groups(const std::string& root) {
+    auto lists = [](const std::string& items, const char* item) {
+        return ("," + items + ",").find("," + std::string(item) + ",") != std::string::npos;
+    };
+    auto bytes_in = [](const std::string& path, const char* key) {
+        return strtoull(field_of(path.c_str(), key).c_str(), nullptr, 10);
+    };
+    size_t left = SIZE_MAX;
+    std::ifstream mounts(root + "/proc/self/mountinfo");
+    for (std::string line; std::getline(mounts, line);) {
+        std::istringstream words(line);
+        std::string word, top, folder, type, options, group;  // top: which group it is that is mounted
+        words >> word >> word >> word >> top >> folder;
+        while (words >> word && word != "-") {}
+        words >> type >> word >> options;
+        bool v1 = type == "cgroup" && lists(options, "memory");
+        if (!v1 && type != "cgroup2") { continue; }
+        std::ifstream ours(root + "/proc/self/cgroup");
+        while (std::getline(ours, line)) {  // 4:memory:/a/b, or in version 2 0::/a/b
+            size_t first = line.find(':'), second = line.find(':', first + 1);
+            if (second == std::string::npos) { continue; }
+            std::string controllers = line.substr(first + 1, second - first - 1);
+            if (v1 ? lists(controllers, "memory") : controllers.empty()) { group = line.substr(second + 1); }
+        }
+        if (top != "/" && group.compare(0, top.size(), top) == 0) { group.erase(0, top.size()); }
+        for (bool more = true; more;) {
+            const std::string at = root + folder + group + "/";
+            std::string limit = field_of((at + (v1 ? "memory.limit_in_bytes" : "memory.max")).c_str(), "");
+            if (!limit.empty() && limit != "max") {
+                size_t used = bytes_in(at + (v1 ? "memory.usage_in_bytes" : "memory.current"), "");
+                // Cached files count as used, but make room when memory runs short.
+                size_t cached = bytes_in(at + "memory.stat", v1 ? "total_inactive_file" : "inactive_file");
+                size_t max = strtoull(limit.c_str(), nullptr, 10) + std::min(cached, used);
+                left = std::min(left, max > used ? max - used : 0);
+            }
+            more = !group.empty();
+            if (more) { group.resize(group.rfind('/') == std::string::npos ? 0 : group.rfind('/')); }
+        }
     }
-    return bytes;
+    return left;
+}
+
+size_t system_memory(const std::string& root) {
+    std::string available = field_of((root + "/proc/meminfo").c_str(), "MemAvailable");
+    size_t bytes = strtoull(available.c_str(), nullptr, 10) * 1024;
+    struct sysinfo info;
+    if (available.empty() && sysinfo(&info) == 0) { bytes = (info.freeram + info.bufferram) * info.mem_unit; }
+    return std::min(bytes, memory_of_groups(root));
 }
 
 #ifdef __CUDACC__
@@ -741,6 +779,13 @@ size_t available_memory(Device d) {
     return system_memory();
 }
 
+void require_memory(size_t bytes, const std::string& what) {
+    size_t available = available_memory(CPU);
+    if (bytes <= available) { return; }
+    throw OutOfMemory(bytes, strprintf("out of memory on cpu: %.2f GiB for %s, with %.2f GiB available", to_gib(bytes),
+                                       what.c_str(), to_gib(available)));
+}
+
 // Returns null where there is not enough memory.
 static void* allocate_cpu(size_t bytes) {
     // Left alone, malloc maps each large block afresh and unmaps it when freed; the kernel then zeroes every page of
@@ -748,9 +793,15 @@ static void* allocate_cpu(size_t bytes) {
     // Only speed hangs on it, so a malloc without these knobs (the sanitizers') will do.
     static const bool tuned = (mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1), true);
     (void)tuned;
-    // Linux promises more than it has, and kills the process when that is touched.
-    constexpr size_t large = 64 << 20;
-    if (bytes > large && bytes > system_memory() && bytes > available_memory(CPU)) { return nullptr; }
+    // Linux promises more than it has, and kills the process when that is touched. To ask what there is takes some 0.2
+    // ms: it is asked whenever so many bytes more were allocated, and there has to be room for as many again.
+    constexpr size_t unasked_bytes = 32 << 20;
+    static std::atomic<size_t> unasked{0};
+    size_t needs = std::max(bytes, bytes + unasked_bytes);  // of SIZE_MAX the sum wraps
+    if (bytes > unasked_bytes || (unasked += bytes) > unasked_bytes) {
+        if (needs > system_memory() && needs > available_memory(CPU)) { return nullptr; }
+        unasked = 0;
+    }
     // Aligned by hand to 64 bytes, a cache line and an AVX-512 register: glibc 2.36's aligned_alloc hands the slack
     // before a block to small requests, after which the block, once freed, is too short for the next one of its size.
     char* block = (char*)malloc(bytes + 64);

@@ -145,6 +145,11 @@ static Text read_text(const std::string& path, double val_fraction, int T) {
     uint8_t buffer[1 << 16];
     bool too_long = status.st_size > (int64_t)LIMIT;
     for (size_t n; !too_long && (n = fread(buffer, 1, sizeof buffer, f)) > 0;) {
+        if (text.bytes.size() + n > text.bytes.capacity()) {
+            size_t room = std::max({(size_t)status.st_size, 2 * text.bytes.size(), n});  // a FIFO's size is 0
+            require_memory(room, path);
+            text.bytes.reserve(room);
+        }
         text.bytes.insert(text.bytes.end(), buffer, buffer + n);
         too_long = text.bytes.size() > LIMIT;
     }

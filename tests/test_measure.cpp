@@ -147,6 +147,71 @@ TEST_CASE_TEMPLATE("measure: an absurd size is OutOfMemory, and leaves no trace"
     CHECK(allocate(d, 1 << 20, ACTIVATIONS)->data != nullptr);  // and the device still works
 }
 
+// Folders that look like /proc and /sys of a machine with 8 GiB available.
+struct Machine {
+    Folder folder;
+    Machine(const std::string& mounts, const std::string& groups) {
+        file("/proc/meminfo", "MemTotal: 9 kB\nMemAvailable:    8388608 kB\n");
+        file("/proc/self/mountinfo", "22 1 0:21 / /proc rw - proc proc rw\n" + mounts);
+        file("/proc/self/cgroup", groups);
+    }
+    void file(const std::string& path, const std::string& text) const {
+        std::filesystem::create_directories(std::filesystem::path(folder.path + path).parent_path());
+        write_file(folder.path + path, text);
+    }
+    void v1(const std::string& group, size_t mib, size_t used, size_t cached) const {
+        const std::string at = "/sys/fs/cgroup/memory" + group;
+        file(at + "/memory.limit_in_bytes", std::to_string(mib << 20) + "\n");
+        file(at + "/memory.usage_in_bytes", std::to_string(used << 20) + "\n");
+        file(at + "/memory.stat", "inactive_file 1\ntotal_inactive_file " + std::to_string(cached << 20) + "\n");
+    }
+    void v2(const std::string& group, const std::string& max, size_t used, size_t cached) const {
+        const std::string at = "/sys/fs/cgroup" + group;
+        file(at + "/memory.max", max + "\n");
+        file(at + "/memory.current", std::to_string(used << 20) + "\n");
+        file(at + "/memory.stat", "anon 5\ninactive_file " + std::to_string(cached << 20) + "\n");
+    }
+    double mib() const { return system_memory(folder.path) / 1048576.0; }
+};
+static const char* const V1 =
+    "30 22 0:4 / /sys/fs/cgroup/cpu rw,relatime shared:3 - cgroup cgroup rw,cpu\n"
+    "31 22 0:5 / /sys/fs/cgroup/memory rw,relatime shared:4 master:2 - cgroup cgroup rw,memory\n";
+static const char* const V2 = "31 22 0:5 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n";
+
+TEST_CASE("measure: memory is what the tightest of the control groups leaves") {
+    Machine none("", "0::/a\n"), nested(V2, "0::/slurm/job/step\n"), old(V1, "5:cpu:/c\n4:memory:/slurm/job\n0::/\n");
+    CHECK(none.mib() == 8192);
+    nested.v2("/slurm/job/step", "max", 100, 0);
+    CHECK(nested.mib() == 8192);
+    nested.v2("/slurm/job", std::to_string(512 << 20), 300, 50);
+    CHECK(nested.mib() == 262);
+    nested.v2("/slurm", std::to_string(2048ll << 20), 2000, 10);
+    CHECK(nested.mib() == 58);
+    nested.v2("", std::to_string(100 << 20), 120, 0);  // a container: its own group is the root that it sees
+    CHECK(nested.mib() == 0);
+    old.v1("", size_t(1) << 43, 5000, 0);
+    CHECK(old.mib() == 8192);
+    old.v1("/slurm", 1000, 500, 100);
+    CHECK(old.mib() == 600);
+    old.v1("/slurm/job", 300, 200, 0);
+    CHECK(old.mib() == 100);
+    // The group as the machine sees it, mounted in a container as the root of its tree.
+    Machine docker("31 22 0:5 /docker/1f /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n",
+                   "4:memory:/docker/1f/in\n");
+    docker.v1("", 400, 100, 0);
+    CHECK(docker.mib() == 300);
+    docker.v1("/in", 200, 100, 0);
+    CHECK(docker.mib() == 100);
+    Folder nothing;  // no /proc
+    CHECK(system_memory(nothing.path) > 0);
+}
+
+TEST_CASE("measure: what there is no memory for is named before it is allocated") {
+    require_memory(1 << 20, "a little");
+    CHECK(has(failure_of([] { require_memory(size_t(1) << 46, "the text"); }),
+              "1: out of memory on cpu: 65536.00 GiB for the text, with "));
+}
+
 // What was freed has to come back as one piece: 80% of the memory in eighths, then in quarters, then at once.
 TEST_CASE("measure: freed GPU memory is not lost in pieces") {
     if (!begin_on(CUDA)) { return; }
