@@ -286,8 +286,11 @@ struct Unfinished {  // a file that is removed when this goes, or when SIGINT, S
     ~Unfinished();
     Unfinished(const Unfinished&) = delete;
 };
+void remove_unfinished_files();                       // where the process ends without destructors
+std::string real_name(const std::string& path);       // in its real folder, behind all symbolic links; there or not
+std::string temporary_name(const std::string& path);  // beside it; left over, the next replace_file(path) removes it
 // `write` fills a temporary file beside path, which takes its name in one step: nobody ever sees half a file, and where
-// it fails the old one stays. write returns false, with errno, if it failed.
+// it fails the old one stays. write returns false, with errno, if it failed; null: only tries whether it could.
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
 void save_file(const std::string& path, const std::string& bytes);
 bool same_file(const std::string& a, const std::string& b);                // both are there, and are one

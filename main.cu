@@ -286,7 +286,7 @@ static Reader output(std::string Options::*field, const std::string& ending = ""
         struct stat status;
         bool regular = stat(text.c_str(), &status) != 0 || S_ISREG(status.st_mode);  // or it is not there
         return name > 0 && text.compare(name, ending.size(), ending) == 0 && text.back() != '/' && regular &&
-               can_write_in(folder_of(text));
+               can_write_in(folder_of(real_name(text)));
     };
     auto show = [](const Options&) { return std::string(); };
     std::string takes = "a file name" + (ending.empty() ? "" : " that ends in " + ending);
@@ -496,6 +496,23 @@ static void add_option(CLI::App& app, const std::string& word, Options& o, std::
         ->required(required);
 }
 
+using NamedFiles = std::vector<std::pair<const char*, std::string>>;  // option, "" where it was not given
+
+// What would fail only after the work: two files of one name, and a file that cannot be created.
+static void try_outputs(const NamedFiles& outputs) {
+    std::map<std::string, const char*> taken;
+    for (const auto& [option, path] : outputs) {
+        if (path.empty()) { continue; }
+        auto [first, is_new] = taken.emplace(real_name(path), option);
+        if (!is_new) {
+            usage_error("--%s: got '%s', takes another file than --%s", option, path.c_str(), first->second);
+        }
+        try {
+            replace_file(is_folder(path) ? path + "/cs336" : path, nullptr);
+        } catch (const Failure& failure) { usage_error("--%s: %s", option, failure.what()); }
+    }
+}
+
 // words: what follows the program's name. Returns the help, where that is what they ask for.
 static std::string parse_options(const Command& command, const std::vector<std::string>& words, Options& o) {
     o.command_line = words;
@@ -530,13 +547,13 @@ static std::string parse_options(const Command& command, const std::vector<std::
         for (const CLI::Option* option : app.get_options()) { known.push_back(option->get_name()); }
         usage_error("%s: no such option; takes %s", app.remaining()[0].c_str(), join(known, ", ").c_str());
     }
-    const std::pair<const char*, std::string> inputs[] = {
-        {"data", o.data}, {"weights", o.weights}, {"batch", o.batch}, {"inputs", o.inputs}};
-    const std::pair<const char*, std::string> outputs[] = {
-        {"out", o.out}, {"save", o.save}, {"plot", o.plot}, {"trace", o.trace}};
+    const NamedFiles inputs = {
+        {"data", o.data}, {"weights", o.weights}, {"batch", o.batch}, {"inputs", o.inputs}, {"load", o.load}};
+    const NamedFiles outputs = {{"out", o.out}, {"save", o.save}, {"plot", o.plot}, {"trace", o.trace}};
     for (const auto& in : inputs) {
         for (const auto& out : outputs) {
-            if (same_file(in.second, out.second)) {
+            bool goes_on = in.second == o.load && out.second == o.save;
+            if (!goes_on && same_file(in.second, out.second)) {
                 usage_error("--%s: got '%s', takes another file than --%s", out.first, out.second.c_str(), in.first);
             }
         }
@@ -548,6 +565,7 @@ static std::string parse_options(const Command& command, const std::vector<std::
     }
     // Do the sizes fit each other? Asked before a device is chosen and announced.
     if (app.get_option_no_throw("--size")) { configs_of(o, ""); }
+    try_outputs(outputs);
     return "";
 }
 

@@ -5,16 +5,18 @@
 #include <atomic>
 #include <cctype>
 #include <cerrno>
-#include <climits>
 #include <chrono>
 #include <climits>
 #include <csignal>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
+#include <filesystem>
 #include <fstream>
 #include <mutex>
 #include <numeric>
+#include <random>
 #include <set>
 #include <sstream>
 #include <unordered_map>
@@ -1293,8 +1295,11 @@ static char unfinished[4][PATH_MAX];
 static volatile sig_atomic_t unfinished_files = 0;
 static struct sigaction before_unfinished[3];
 
-static void remove_unfinished(int number) {
+void remove_unfinished_files() {
     for (int i = 0; i < unfinished_files; i++) { unlink(unfinished[i]); }
+}
+static void remove_unfinished(int number) {
+    remove_unfinished_files();
     raise(number);  // SA_RESETHAND: it ends us, as if we had never caught it
 }
 
@@ -1317,14 +1322,61 @@ Unfinished::~Unfinished() {
     for (int i = 0; i < 3; i++) { sigaction(END_SIGNALS[i], &before_unfinished[i], nullptr); }
 }
 
+std::string real_name(const std::string& path) {
+    namespace fs = std::filesystem;
+    fs::path p = path;
+    std::error_code error;
+    for (int i = 0; i < 40 && fs::is_symlink(p, error); i++) {  // also one whose target is not there yet
+        p = p.parent_path() / fs::read_symlink(p, error);       // an absolute one takes the folder's place
+    }
+    fs::path folder = fs::canonical(p.has_parent_path() ? p.parent_path() : ".", error);
+    return error ? path : (folder / p.filename()).string();
+}
+
+static const char* const TEMPORARY = ".tmp.cs336.";
+std::string temporary_name(const std::string& path) {  // that nobody can guess
+    return real_name(path) + TEMPORARY + strprintf("%08x", std::random_device()());
+}
+// What a run that was killed has left beside path. One that is being written is locked, from soon after its creation.
+static void remove_stale(const std::string& path) {
+    std::error_code error;
+    const std::filesystem::path folder = std::filesystem::path(path).parent_path();
+    for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+        std::string name = entry.path().string();
+        if (name.compare(0, path.size() + strlen(TEMPORARY), path + TEMPORARY) != 0) { continue; }
+        int file = open(name.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+        struct stat s;
+        if (file < 0) { continue; }
+        bool old = fstat(file, &s) == 0 && S_ISREG(s.st_mode) && s.st_mtime < time(nullptr) - 60;
+        if (old && flock(file, LOCK_EX | LOCK_NB) == 0) { unlink(name.c_str()); }
+        close(file);
+    }
+}
+
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write) {
-    Unfinished temporary(path + ".tmp." + std::to_string(getpid()));
+    const std::string target = real_name(path);
+    struct stat before;
+    bool replaces = stat(target.c_str(), &before) == 0;
+    if (replaces && !S_ISREG(before.st_mode)) {
+        fail("%s: cannot be written: expected a regular file", path.c_str());  // or we would replace /dev/null
+    }
+    remove_stale(target);
+    Unfinished temporary(temporary_name(target));
     const char* name = unfinished[unfinished_files - 1];
-    FILE* file = fopen(name, "wbe");
-    int error = file && write(file) ? 0 : errno;
+    int descriptor = open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, replaces ? 0600 : 0666);
+    FILE* file = descriptor < 0 ? nullptr : fdopen(descriptor, "wb");
+    bool ok = file && (!replaces || fchmod(descriptor, before.st_mode & 07777) == 0);
+    if (ok) { flock(descriptor, LOCK_EX | LOCK_NB); }  // where it cannot be locked, remove_stale cannot lock it either
+    if (write) {
+        ok = ok && write(file) && fflush(file) == 0 && fsync(descriptor) == 0 && rename(name, target.c_str()) == 0;
+    }
+    int error = ok ? 0 : errno;
     if (file && fclose(file) != 0 && error == 0) { error = errno; }
-    if (error == 0 && rename(name, path.c_str()) != 0) { error = errno; }
     if (error != 0) { fail("%s: cannot be written: %s", path.c_str(), strerror(error)); }
+    // The new name, too, has to reach the disk. Not every file system can be asked for it.
+    int folder = open(target.substr(0, target.rfind('/') + 1).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (write && folder >= 0) { fsync(folder); }
+    if (folder >= 0) { close(folder); }
 }
 
 bool same_file(const std::string& a, const std::string& b) {
@@ -1364,6 +1416,8 @@ pid_t start_ourselves(const std::vector<std::string>& arguments, char** environm
     std::vector<char*> argv = {(char*)"cs336"};
     for (const std::string& a : arguments) { argv.push_back((char*)a.c_str()); }
     argv.push_back(nullptr);
+    const char* ourselves = "/proc/self/exe";
+    if (access(ourselves, X_OK) != 0) { fail("%s: cannot be started: %s", ourselves, strerror(errno)); }
     pid_t parent = getpid(), child = fork();
     if (child < 0) { fail("fork: %s", strerror(errno)); }
     if (child > 0) { return child; }
@@ -1372,7 +1426,7 @@ pid_t start_ourselves(const std::vector<std::string>& arguments, char** environm
     if (getppid() != parent) { _exit(1); }  // which may have ended before that
     if (stdout_descriptor != STDOUT_FILENO && dup2(stdout_descriptor, STDOUT_FILENO) < 0) { _exit(127); }
     if (stderr_descriptor >= 0 && (dup2(stderr_descriptor, STDERR_FILENO) < 0 || setpgid(0, 0) != 0)) { _exit(127); }
-    execve("/proc/self/exe", argv.data(), environment);
+    execve(ourselves, argv.data(), environment);
     _exit(127);
 }
 

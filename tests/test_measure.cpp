@@ -490,6 +490,71 @@ TEST_CASE("measure: a signal, or a failure, in the middle of a file leaves the o
     CHECK(folder.files().empty());
 }
 
+TEST_CASE("measure: child: ends without destructors while it writes" * doctest::skip()) {
+    replace_file(getenv("CS336_TEST_FILE"), [](FILE*) -> bool {
+        remove_unfinished_files();
+        _exit(0);
+    });
+}
+
+TEST_CASE("measure: a file keeps its mode, and is written behind its links") {
+    Folder folder;
+    std::string path = folder / "file", link = folder / "link", chain = folder / "chain",
+                new_link = folder / "new_link";
+    auto mode_of = [](const std::string& name) {
+        struct stat s;
+        REQUIRE(stat(name.c_str(), &s) == 0);
+        return s.st_mode & 07777;
+    };
+    mode_t mask = umask(027);
+    save_file(path, "old");
+    umask(mask);
+    CHECK(mode_of(path) == 0640);
+    REQUIRE(chmod(path.c_str(), 0604) == 0);
+    REQUIRE(mkdir((folder / "away").c_str(), 0777) == 0);
+    std::filesystem::create_symlink("file", link);
+    std::filesystem::create_symlink(link, chain);
+    std::filesystem::create_symlink("away/new", new_link);
+    save_file(chain, "new");
+    save_file(new_link, "there");
+    CHECK(read_file(path) == "new");
+    CHECK(mode_of(path) == 0604);
+    CHECK(read_file(folder / "away/new") == "there");
+    for (const std::string& l : {link, chain, new_link}) { CHECK(std::filesystem::is_symlink(l)); }
+    CHECK(folder.files().size() == 5);
+    CHECK(real_name(chain) == real_name(folder / "away/../file"));
+    setenv("CS336_TEST_FILE", path.c_str(), 1);
+    run_case("measure: child: ends without destructors while it writes");
+    CHECK(read_file(path) == "new");
+    CHECK(folder.files().size() == 5);
+}
+
+TEST_CASE("measure: temporary files have names that nobody can guess, and stale ones go") {
+    Folder folder;
+    std::string path = folder / "file", victim = folder / "victim", stale = temporary_name(path), fresh = stale + "x",
+                locked = stale + "y", other = folder / "file.tmp.backup";
+    CHECK(temporary_name(path) != stale);
+    for (const std::string& name : {victim, stale, fresh, locked, other}) { write_file(name, "untouched"); }
+    std::filesystem::create_symlink("victim", path + ".tmp." + std::to_string(getpid()));
+    for (const std::string& name : {stale, locked, other}) {
+        timespec long_ago[2] = {};
+        REQUIRE(utimensat(AT_FDCWD, name.c_str(), long_ago, 0) == 0);
+    }
+    int file = open(locked.c_str(), O_RDONLY);
+    REQUIRE(flock(file, LOCK_EX) == 0);
+    replace_file(path, nullptr);  // tries, and leaves nothing
+    CHECK(!std::filesystem::exists(path));
+    CHECK(!std::filesystem::exists(stale));
+    save_file(path, "new");
+    close(file);
+    CHECK(folder.files().size() == 6);
+    for (const std::string& name : {victim, fresh, locked, other}) { CHECK(read_file(name) == "untouched"); }
+    CHECK(failure_of([&] { replace_file(folder / std::string(250, 'x'), nullptr); }) ==
+          "1: " + (folder / std::string(250, 'x')) + ": cannot be written: File name too long");
+    REQUIRE(mkfifo((folder / "fifo").c_str(), 0600) == 0);
+    CHECK(has(failure_of([&] { save_file(folder / "fifo", ""); }), "expected a regular file"));
+}
+
 TEST_CASE("measure: child: notes" * doctest::skip()) {
     REQUIRE(dup2(STDOUT_FILENO, STDERR_FILENO) >= 0);
     note("%s", "a\nb\x1b[31m\x7f, \xc2\xb5");
