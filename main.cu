@@ -202,18 +202,20 @@ static Reader seed_number() {
     return {"a whole number from 0 to 18446744073709551615", read, show};
 }
 
-// Finite, greater than 0 (or 0 itself where zero is true), and less than `below`.
-static Reader number(double Options::*field, bool zero = false, double below = INFINITY) {
+// Finite, greater than 0 (or 0 itself where zero is true), and less than `below`. is_float: as a float, too.
+static Reader number(double Options::*field, bool zero = false, double below = INFINITY, bool is_float = false) {
     auto read = [=](Options& o, const std::string& text) {
         char* end = nullptr;
         double value = strtod(text.c_str(), &end);
         bool decimal = !text.empty() && text.find_first_not_of("0123456789.eE+-") == std::string::npos && *end == 0;
-        if (!decimal || !(value > 0 || (zero && value == 0)) || !(value < below)) { return false; }
+        double used = is_float ? (double)(float)value : value;
+        if (!decimal || !(used > 0 || (zero && value == 0)) || !(used < below)) { return false; }
         o.*field = value;
         return true;
     };
     auto show = [=](const Options& o) { return strprintf("%g", o.*field); };
     std::string takes = zero ? "a finite number, 0 or greater" : "a finite number greater than 0";
+    takes += is_float ? ", in the range of float" : "";
     return {takes + (below < INFINITY ? strprintf(" and less than %g", below) : ""), read, show};
 }
 
@@ -347,9 +349,10 @@ static const std::vector<Option>& option_table() {
         {"warmup_steps", "warmup_steps", whole(&Options::warmup_steps, 0), "steps until the learning rate is --lr"},
         {"stop_at", "stop_at", whole(&Options::stop_at, 1), "stop after this step, as if interrupted, and --save"},
         {"log_every", "log_every", whole(&Options::log_every, 1), "steps from one row of the table to the next"},
-        {"lr", "lr", number(&Options::lr), "learning rate"},
-        {"min_lr", "min_lr", number(&Options::min_lr, true), "where its cosine decay ends"},
-        {"weight_decay", "weight_decay", number(&Options::weight_decay, true), "AdamW's decoupled decay"},
+        {"lr", "lr", number(&Options::lr, false, INFINITY, true), "learning rate"},
+        {"min_lr", "min_lr", number(&Options::min_lr, true, INFINITY, true), "where its cosine decay ends"},
+        {"weight_decay", "weight_decay", number(&Options::weight_decay, true, INFINITY, true),
+         "AdamW's decoupled decay"},
         {"max_grad_norm", "max_grad_norm", number(&Options::max_grad_norm), "gradients are clipped to this norm"},
         {"save", "save", output(&Options::save), "write weights and optimizer state here at the end"},
         {"load", "load", file(&Options::load), "go on from what --save wrote"},
@@ -392,7 +395,8 @@ static const std::vector<Option>& option_table() {
         {"tp", "tp", whole(&Options::tp, 1), "Y, chips along the tensor-parallel axis"},
         {"links_fsdp", "links_fsdp", whole(&Options::links_fsdp, 1, 3), "M_X, mesh axes of the FSDP traffic"},
         {"links_tp", "links_tp", whole(&Options::links_tp, 1, 3), "M_Y, mesh axes of the tensor-parallel traffic"},
-        {"rope_theta", "rope_theta", number(&Options::rope_theta), "base of the rotary embedding"},
+        {"rope_theta", "rope_theta", number(&Options::rope_theta, false, INFINITY, true),
+         "base of the rotary embedding"},
     };
     return table;
 }

@@ -244,9 +244,9 @@ static const RunOption run_options[] = {
     {"batch_size", &Options::batch_size, nullptr, 1, 1 << 20},
     {"steps", &Options::steps, nullptr, 1, 1 << 20},
     {"warmup_steps", &Options::warmup_steps, nullptr, 0, 1 << 20},
-    {"lr", nullptr, &Options::lr, DBL_TRUE_MIN, DBL_MAX},
-    {"min_lr", nullptr, &Options::min_lr, 0, DBL_MAX},
-    {"weight_decay", nullptr, &Options::weight_decay, 0, DBL_MAX},
+    {"lr", nullptr, &Options::lr, FLT_TRUE_MIN, FLT_MAX},
+    {"min_lr", nullptr, &Options::min_lr, 0, FLT_MAX},
+    {"weight_decay", nullptr, &Options::weight_decay, 0, FLT_MAX},
     {"max_grad_norm", nullptr, &Options::max_grad_norm, DBL_TRUE_MIN, DBL_MAX},
     {"val_fraction", nullptr, &Options::val_fraction, DBL_TRUE_MIN, 1 - DBL_EPSILON / 2},
 };
