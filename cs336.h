@@ -580,21 +580,22 @@ inline int threads_for(int64_t packs) { return WARP * ceil_div(packs, WARP * cei
 struct FileTensor {
     std::string dtype;  // as in the file: "F32", "BF16", "I64", ...
     Shape shape;
-    const void* data;  // inside the mapped file
+    const void* data;  // in SafeTensors::content
     size_t bytes;
 };
 struct SafeTensors {
     std::string path;
     std::map<std::string, FileTensor> tensors;
     std::map<std::string, std::string> metadata;
-    std::shared_ptr<void> mapping;
+    std::shared_ptr<void> content;  // the file's bytes
 };
 SafeTensors load_safetensors(const std::string& path);  // fails with path, tensor, expected and found; never half
 void save_safetensors(const std::string& path, const std::vector<std::pair<std::string, FileTensor>>& tensors,
                       const std::map<std::string, std::string>& metadata = {});  // to a temporary name, then renamed
 const FileTensor& require_tensor(const SafeTensors& file, const std::string& name, const Shape& shape,
                                  const std::set<std::string>& dtypes);  // -1 in shape: any size
-FileTensor describe(const Tensor& cpu_tensor);                          // for save_safetensors; points into the tensor
+void require_no_others(const SafeTensors& file, const std::set<std::string>& names, const std::string& what);
+FileTensor describe(const Tensor& cpu_tensor);  // for save_safetensors; points into the tensor
 
 // ---------------------------------------------------------------------------------------------------------------------
 // precision.cu: what autocast does

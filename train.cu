@@ -48,16 +48,31 @@ static Tensor load_tokens(const SafeTensors& file, const char* name, const Shape
 static ModelConfig config_from_file(const SafeTensors& file, int num_heads, float rope_theta) {
     FileTensor embedding = require_tensor(file, "token_embeddings.weight", {-1, -1}, {"F32", "BF16"});
     FileTensor w1 = require_tensor(file, "layers.0.ffn.w1.weight", {-1, -1}, {"F32", "BF16"});
+    for (const FileTensor* t : {&embedding, &w1}) {
+        for (int64_t n : t->shape) {  // one that is empty may claim any length
+            if (n < 1 || n > INT_MAX) {
+                fail("%s: tensor %s: expected a shape of whole numbers from 1 to %d, found %s", file.path.c_str(),
+                     t == &w1 ? "layers.0.ffn.w1.weight" : "token_embeddings.weight", INT_MAX,
+                     to_string(t->shape).c_str());
+            }
+        }
+    }
     ModelConfig c{"custom", (int)embedding.shape[1], (int)w1.shape[0], 1, num_heads, (int)embedding.shape[0]};
     c.rope_theta = rope_theta;
     while (file.tensors.count("layers." + std::to_string(c.num_layers) + ".ln1.weight")) { c.num_layers++; }
     return c;
 }
-static void load_weights(const SafeTensors& file, Model& model, const std::string& prefix, const Tensor& arena) {
-    for (const Parameter& p : model.parameters) {
-        Tensor t = tensor_from_file(require_tensor(file, prefix + p.name, p.shape, {"F32", "BF16"}));
-        copy(view(arena, p.offset, p.shape), t);
+// Each prefix of the weights' names goes into its arena; the file may hold nothing else.
+static void load_weights(const SafeTensors& file, Model& model, const std::map<std::string, Tensor>& arenas) {
+    std::set<std::string> known;
+    for (const auto& [prefix, arena] : arenas) {
+        for (const Parameter& p : model.parameters) {
+            Tensor t = tensor_from_file(require_tensor(file, prefix + p.name, p.shape, {"F32", "BF16"}));
+            copy(view(arena, p.offset, p.shape), t);
+            known.insert(prefix + p.name);
+        }
     }
+    require_no_others(file, known, strprintf("one of a model of %d layers", model.config.num_layers));
 }
 struct NamedTensors {  // what goes into a file; keeps the CPU copies alive
     std::vector<Tensor> kept;
@@ -81,15 +96,9 @@ int cmd_model(const Options& o) {
     }
     context.mode = o.mode.empty() ? fastest_mode(c, context.precision) : mode_from(o.mode[0]);
     Model model = make_model(c);
-    load_weights(weights, model, "", model.weights);
-    std::set<std::string> known;
-    for (const Parameter& p : model.parameters) { known.insert(p.name); }
-    for (const auto& t : weights.tensors) {
-        if (!known.count(t.first)) {
-            fail("%s: tensor %s: not a weight of a model of %d layers", o.weights.c_str(), t.first.c_str(),
-                 c.num_layers);
-        }
-    }
+    load_weights(weights, model, {{"", model.weights}});
+    weights.content = nullptr, weights.tensors.clear();
+    require_no_others(batch_file, {"tokens", "targets"}, "tokens or targets");
     Shape shape = require_tensor(batch_file, "tokens", {-1, -1}, {"I32", "I64"}).shape;
     if (count(shape) == 0) { fail("%s: tensor tokens: is empty, %s", o.batch.c_str(), to_string(shape).c_str()); }
     Batch batch{load_tokens(batch_file, "tokens", shape, c.vocab_size),
@@ -121,10 +130,12 @@ int cmd_model(const Options& o) {
         if (steps > 0) { out.add("param." + p.name, p.weight); }
     }
     save_safetensors(o.out, out.list, {{"format", "pt"}});
-    printf("model %s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d; tokens %s; loss %.6f", o.weights.c_str(),
-           c.num_layers, c.d_model, c.d_ff, c.num_heads, c.vocab_size, to_string(shape).c_str(), first_loss);
-    if (steps > 0) { printf("; before step %d: %.6f", steps, last_loss); }
-    printf("; wrote %zu tensors to %s\n", out.list.size(), o.out.c_str());
+    std::string line = strprintf(
+        "model %s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d; tokens %s; loss %.6f", o.weights.c_str(),
+        c.num_layers, c.d_model, c.d_ff, c.num_heads, c.vocab_size, to_string(shape).c_str(), first_loss);
+    if (steps > 0) { line += strprintf("; before step %d: %.6f", steps, last_loss); }
+    line += strprintf("; wrote %zu tensors to %s", out.list.size(), o.out.c_str());
+    printf("%s\n", one_line(line).c_str());
     return 0;
 }
 
@@ -362,9 +373,7 @@ static void set_defaults(Options& o) {
 static void start_from(const SafeTensors& checkpoint, Model& model, LossScaler& scaler, uint64_t seed) {
     make_optimizer_state(model);
     if (checkpoint.path.empty()) { return init_weights(model, seed); }
-    load_weights(checkpoint, model, "", model.weights);
-    load_weights(checkpoint, model, "adamw.m.", model.m);
-    load_weights(checkpoint, model, "adamw.v.", model.v);
+    load_weights(checkpoint, model, {{"", model.weights}, {"adamw.m.", model.m}, {"adamw.v.", model.v}});
     model.step = whole_of(checkpoint, "updates", 0, 1 << 20);
     scaler.scale = (float)real_of(checkpoint, "loss_scale", FLT_MIN, FLT_MAX);
     scaler.good_steps = whole_of(checkpoint, "good_steps", 0, 1 << 20);
@@ -392,6 +401,7 @@ int cmd_train(const Options& typed) {
     Model model = make_model(c);
     LossScaler scaler;
     start_from(checkpoint, model, scaler, o.seed);
+    checkpoint.content = nullptr, checkpoint.tensors.clear();
     split_weights(model);
     int step = checkpoint.path.empty() ? 0 : whole_of(checkpoint, "step", 0, 1 << 20);
     int last = o.stop_at > 0 ? o.stop_at : o.steps;
