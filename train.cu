@@ -448,9 +448,15 @@ int cmd_train(const Options& typed) {
                             strprintf("%.0f", memory_use(context.device).peak / 1048576.0)});
     summary.caption = "train: loss in nats per byte";
     print(summary, o.format);
-    if (o.sample > 0 && o.format == "md") {
-        printf("\nThe held-out text's first %d bytes continued (temperature %.2g):\n\n```\n%s\n```\n", o.context_length,
-               o.temperature, sample_text(model, text, o.context_length, o.sample, o.temperature, o.seed).c_str());
+    if (o.sample > 0) {
+        std::string caption = strprintf("The held-out text's first %d bytes continued (temperature %.2g)",
+                                        o.context_length, o.temperature);
+        std::string sample = sample_text(model, text, o.context_length, o.sample, o.temperature, o.seed);
+        if (o.format == "md") {
+            printf("\n%s:\n\n```\n%s\n```\n", caption.c_str(), sample.c_str());
+        } else {
+            print({caption, {"sample"}, {{sample}}}, o.format);
+        }
     }
     if (not_saved) { std::rethrow_exception(not_saved); }
     return 0;

@@ -1,6 +1,7 @@
 // Tests of train.cu: resuming, checkpoints, learning, and your own weights.
 #include "test.h"
 
+#include <nlohmann/json.hpp>
 #include <sys/resource.h>
 #include <unistd.h>
 
