@@ -64,6 +64,8 @@ struct OutOfMemory : Failure {
 [[noreturn]] void usage_error(const char* format, ...) __attribute__((format(printf, 1, 2)));  // exit 2
 std::string strprintf(const char* format, ...) __attribute__((format(printf, 1, 2)));
 std::string join(const std::vector<std::string>& items, const char* between);
+// What has no place in a line, or is not UTF-8, as \xNN: control characters, those that turn the direction of reading.
+std::string one_line(const std::string& text);
 
 #ifdef __CUDACC__
 void cuda_check(cudaError_t error, const char* call, const char* file, int line);
@@ -123,6 +125,10 @@ Device choose_device(const std::string& want, int gpu = 0);
 void synchronize();                 // wait for context.device
 std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2 threads, OpenBLAS ..."
 size_t available_memory(Device d);  // bytes that could be allocated now
+// What the kernel would still give: without swap, and within the limits of our control groups. root: tests have folders
+// of their own for /proc and /sys.
+size_t system_memory(const std::string& root = "");
+void require_memory(size_t bytes, const std::string& what);  // throws OutOfMemory if the CPU has not so much
 int cpu_threads();
 void choose_cpu_settings(char** argv);  // first thing in main(): may start the program anew, see there
 #ifdef __CUDACC__
@@ -282,8 +288,11 @@ struct Unfinished {  // a file that is removed when this goes, or when SIGINT, S
     ~Unfinished();
     Unfinished(const Unfinished&) = delete;
 };
+void remove_unfinished_files();                       // where the process ends without destructors
+std::string real_name(const std::string& path);       // in its real folder, behind all symbolic links; there or not
+std::string temporary_name(const std::string& path);  // beside it; left over, the next replace_file(path) removes it
 // `write` fills a temporary file beside path, which takes its name in one step: nobody ever sees half a file, and where
-// it fails the old one stays. write returns false, with errno, if it failed.
+// it fails the old one stays. write returns false, with errno, if it failed; null: only tries whether it could.
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
 void save_file(const std::string& path, const std::string& bytes);
 bool same_file(const std::string& a, const std::string& b);                // both are there, and are one
@@ -573,21 +582,22 @@ inline int threads_for(int64_t packs) { return WARP * ceil_div(packs, WARP * cei
 struct FileTensor {
     std::string dtype;  // as in the file: "F32", "BF16", "I64", ...
     Shape shape;
-    const void* data;  // inside the mapped file
+    const void* data;  // in SafeTensors::content
     size_t bytes;
 };
 struct SafeTensors {
     std::string path;
     std::map<std::string, FileTensor> tensors;
     std::map<std::string, std::string> metadata;
-    std::shared_ptr<void> mapping;
+    std::shared_ptr<void> content;  // the file's bytes
 };
 SafeTensors load_safetensors(const std::string& path);  // fails with path, tensor, expected and found; never half
 void save_safetensors(const std::string& path, const std::vector<std::pair<std::string, FileTensor>>& tensors,
                       const std::map<std::string, std::string>& metadata = {});  // to a temporary name, then renamed
 const FileTensor& require_tensor(const SafeTensors& file, const std::string& name, const Shape& shape,
                                  const std::set<std::string>& dtypes);  // -1 in shape: any size
-FileTensor describe(const Tensor& cpu_tensor);                          // for save_safetensors; points into the tensor
+void require_no_others(const SafeTensors& file, const std::set<std::string>& names, const std::string& what);
+FileTensor describe(const Tensor& cpu_tensor);  // for save_safetensors; points into the tensor
 
 // ---------------------------------------------------------------------------------------------------------------------
 // precision.cu: what autocast does

@@ -713,22 +713,22 @@ static bool too_large(const Communicator& c, const Setting& s, const Table& with
 // One file of all ranks, a process each, on one time axis. write_trace puts the events between two known lines.
 static void write_traces_of_ranks(const Communicator& c, const std::string& path, const std::vector<Trace>& traces,
                                   const std::string& caption) {
-    auto part = [&](int rank) { return path + ".rank" + std::to_string(rank); };
+    const std::string part = temporary_name(path);
     const std::string begin = "\"traceEvents\":[\n", end = "\n],\"otherData\"";
-    Unfinished mine(part(c.rank));
-    write_trace(part(c.rank), traces, caption);
-    gather_text(c, "");
+    Unfinished mine(part);
+    write_trace(part, traces, caption);
+    std::vector<std::string> parts = gather_text(c, part);
     if (c.rank != 0) {
         gather_text(c, "");  // rank 0 has read it
         return;
     }
     std::string all;
     for (int r = c.world - 1; r >= 0; r--) {  // rank 0's last: what stands around the events is the same in all
-        std::ifstream file(part(r));
+        std::ifstream file(parts[r]);
         std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
         size_t from = text.find(begin), to = text.rfind(end);
         if (from == std::string::npos || to == std::string::npos) {
-            fail("%s: not there; are rank %d's files elsewhere?", part(r).c_str(), r);
+            fail("%s: not there; are rank %d's files elsewhere?", parts[r].c_str(), r);
         }
         from += begin.size();
         std::string events = text.substr(from, to - from) + (all.empty() ? "" : ",\n") + all;
@@ -871,6 +871,7 @@ static void plot_steps(const Communicator& c, const std::string& path, const std
 static int benchmark(const Options& o, const char* command, std::vector<Variant> variants) {
     return run_ranks(o, [&](const Communicator& c) {
         Setting s = setting_of(o, c);
+        if (!o.trace.empty()) { replace_file(temporary_name(o.trace), nullptr); }  // its name is longer than --trace's
         std::vector<std::string> labels;
         for (const Variant& v : variants) { labels.push_back(label_of(v)); }
         if (too_large(c, s, comparison_table(caption_of(s, c, command), {}, s, c), labels, o.format, true)) { return; }

@@ -1641,6 +1641,7 @@ int cmd_attention(const Options& o) {
     Shape keys = shape;
     keys[keys.size() - 2] = -1;
     FileTensor fk = require_tensor(file, "k", keys, {fq.dtype}), fv = require_tensor(file, "v", fk.shape, {fq.dtype});
+    require_no_others(file, {"q", "k", "v", "do"}, "q, k, v or do");
     bool with_backward = file.tensors.count("do") > 0;
     int64_t D = shape.back();
     if (!flash_head_size(D)) {
@@ -1674,8 +1675,10 @@ int cmd_attention(const Options& o) {
     put("lse", r.L, Shape(shape.begin(), shape.end() - 1));
     if (with_backward) { put("dq", r.dq, shape), put("dk", r.dk, fk.shape), put("dv", r.dv, fk.shape); }
     save_safetensors(o.out, out, {{"format", "pt"}});
-    printf("attention %s: q %s, k %s, %s, %s, implementation %s on %s; wrote %zu tensors to %s\n", o.inputs.c_str(),
-           to_string(shape).c_str(), to_string(fk.shape).c_str(), name_of(in.q.dtype),
-           o.causal ? "causal" : "not causal", impl->name, name_of(context.device), out.size(), o.out.c_str());
+    std::string line =
+        strprintf("attention %s: q %s, k %s, %s, %s, implementation %s on %s; wrote %zu tensors to %s",
+                  o.inputs.c_str(), to_string(shape).c_str(), to_string(fk.shape).c_str(), name_of(in.q.dtype),
+                  o.causal ? "causal" : "not causal", impl->name, name_of(context.device), out.size(), o.out.c_str());
+    printf("%s\n", one_line(line).c_str());
     return 0;
 }

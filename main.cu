@@ -202,18 +202,20 @@ static Reader seed_number() {
     return {"a whole number from 0 to 18446744073709551615", read, show};
 }
 
-// Finite, greater than 0 (or 0 itself where zero is true), and less than `below`.
-static Reader number(double Options::*field, bool zero = false, double below = INFINITY) {
+// Finite, greater than 0 (or 0 itself where zero is true), and less than `below`. is_float: as a float, too.
+static Reader number(double Options::*field, bool zero = false, double below = INFINITY, bool is_float = false) {
     auto read = [=](Options& o, const std::string& text) {
         char* end = nullptr;
         double value = strtod(text.c_str(), &end);
         bool decimal = !text.empty() && text.find_first_not_of("0123456789.eE+-") == std::string::npos && *end == 0;
-        if (!decimal || !(value > 0 || (zero && value == 0)) || !(value < below)) { return false; }
+        double used = is_float ? (double)(float)value : value;
+        if (!decimal || !(used > 0 || (zero && value == 0)) || !(used < below)) { return false; }
         o.*field = value;
         return true;
     };
     auto show = [=](const Options& o) { return strprintf("%g", o.*field); };
     std::string takes = zero ? "a finite number, 0 or greater" : "a finite number greater than 0";
+    takes += is_float ? ", in the range of float" : "";
     return {takes + (below < INFINITY ? strprintf(" and less than %g", below) : ""), read, show};
 }
 
@@ -286,7 +288,7 @@ static Reader output(std::string Options::*field, const std::string& ending = ""
         struct stat status;
         bool regular = stat(text.c_str(), &status) != 0 || S_ISREG(status.st_mode);  // or it is not there
         return name > 0 && text.compare(name, ending.size(), ending) == 0 && text.back() != '/' && regular &&
-               can_write_in(folder_of(text));
+               can_write_in(folder_of(real_name(text)));
     };
     auto show = [](const Options&) { return std::string(); };
     std::string takes = "a file name" + (ending.empty() ? "" : " that ends in " + ending);
@@ -347,9 +349,10 @@ static const std::vector<Option>& option_table() {
         {"warmup_steps", "warmup_steps", whole(&Options::warmup_steps, 0), "steps until the learning rate is --lr"},
         {"stop_at", "stop_at", whole(&Options::stop_at, 1), "stop after this step, as if interrupted, and --save"},
         {"log_every", "log_every", whole(&Options::log_every, 1), "steps from one row of the table to the next"},
-        {"lr", "lr", number(&Options::lr), "learning rate"},
-        {"min_lr", "min_lr", number(&Options::min_lr, true), "where its cosine decay ends"},
-        {"weight_decay", "weight_decay", number(&Options::weight_decay, true), "AdamW's decoupled decay"},
+        {"lr", "lr", number(&Options::lr, false, INFINITY, true), "learning rate"},
+        {"min_lr", "min_lr", number(&Options::min_lr, true, INFINITY, true), "where its cosine decay ends"},
+        {"weight_decay", "weight_decay", number(&Options::weight_decay, true, INFINITY, true),
+         "AdamW's decoupled decay"},
         {"max_grad_norm", "max_grad_norm", number(&Options::max_grad_norm), "gradients are clipped to this norm"},
         {"save", "save", output(&Options::save), "write weights and optimizer state here at the end"},
         {"load", "load", file(&Options::load), "go on from what --save wrote"},
@@ -392,7 +395,8 @@ static const std::vector<Option>& option_table() {
         {"tp", "tp", whole(&Options::tp, 1), "Y, chips along the tensor-parallel axis"},
         {"links_fsdp", "links_fsdp", whole(&Options::links_fsdp, 1, 3), "M_X, mesh axes of the FSDP traffic"},
         {"links_tp", "links_tp", whole(&Options::links_tp, 1, 3), "M_Y, mesh axes of the tensor-parallel traffic"},
-        {"rope_theta", "rope_theta", number(&Options::rope_theta), "base of the rotary embedding"},
+        {"rope_theta", "rope_theta", number(&Options::rope_theta, false, INFINITY, true),
+         "base of the rotary embedding"},
     };
     return table;
 }
@@ -496,6 +500,23 @@ static void add_option(CLI::App& app, const std::string& word, Options& o, std::
         ->required(required);
 }
 
+using NamedFiles = std::vector<std::pair<const char*, std::string>>;  // option, "" where it was not given
+
+// What would fail only after the work: two files of one name, and a file that cannot be created.
+static void try_outputs(const NamedFiles& outputs) {
+    std::map<std::string, const char*> taken;
+    for (const auto& [option, path] : outputs) {
+        if (path.empty()) { continue; }
+        auto [first, is_new] = taken.emplace(real_name(path), option);
+        if (!is_new) {
+            usage_error("--%s: got '%s', takes another file than --%s", option, path.c_str(), first->second);
+        }
+        try {
+            replace_file(is_folder(path) ? path + "/cs336" : path, nullptr);
+        } catch (const Failure& failure) { usage_error("--%s: %s", option, failure.what()); }
+    }
+}
+
 // words: what follows the program's name. Returns the help, where that is what they ask for.
 static std::string parse_options(const Command& command, const std::vector<std::string>& words, Options& o) {
     o.command = command.id, o.command_line = words;
@@ -530,13 +551,13 @@ static std::string parse_options(const Command& command, const std::vector<std::
         for (const CLI::Option* option : app.get_options()) { known.push_back(option->get_name()); }
         usage_error("%s: no such option; takes %s", app.remaining()[0].c_str(), join(known, ", ").c_str());
     }
-    const std::pair<const char*, std::string> inputs[] = {
-        {"data", o.data}, {"weights", o.weights}, {"batch", o.batch}, {"inputs", o.inputs}};
-    const std::pair<const char*, std::string> outputs[] = {
-        {"out", o.out}, {"save", o.save}, {"plot", o.plot}, {"trace", o.trace}};
+    const NamedFiles inputs = {
+        {"data", o.data}, {"weights", o.weights}, {"batch", o.batch}, {"inputs", o.inputs}, {"load", o.load}};
+    const NamedFiles outputs = {{"out", o.out}, {"save", o.save}, {"plot", o.plot}, {"trace", o.trace}};
     for (const auto& in : inputs) {
         for (const auto& out : outputs) {
-            if (same_file(in.second, out.second)) {
+            bool goes_on = in.second == o.load && out.second == o.save;
+            if (!goes_on && same_file(in.second, out.second)) {
                 usage_error("--%s: got '%s', takes another file than --%s", out.first, out.second.c_str(), in.first);
             }
         }
@@ -548,6 +569,7 @@ static std::string parse_options(const Command& command, const std::vector<std::
     }
     // Do the sizes fit each other? Asked before a device is chosen and announced.
     if (app.get_option_no_throw("--size")) { configs_of(o, ""); }
+    try_outputs(outputs);
     return "";
 }
 
@@ -583,7 +605,17 @@ static int cmd_reproduce(const Options& o) {
     });
 }
 
+struct HostOutOfMemory : std::bad_alloc {
+    char text[200];  // there may be no room for a string; and the range is closed when the text is read
+    HostOutOfMemory() {
+        const char* range = innermost_range();
+        snprintf(text, sizeof text, "out of memory on the host%s%s", *range ? " in " : "", range);
+    }
+    const char* what() const noexcept override { return text; }
+};
+
 int main(int argc, char** argv) {
+    std::set_new_handler([] { throw HostOutOfMemory(); });
     bool no_stdout = fcntl(STDOUT_FILENO, F_GETFD) < 0;
     // A closed one is opened, or the next file that is opened would get our lines.
     for (int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
@@ -618,8 +650,6 @@ int main(int argc, char** argv) {
     } catch (const Failure& failure) {
         note("%s: %s", who.c_str(), failure.what());
         exit_code = failure.exit_code;
-    } catch (const std::bad_alloc&) {
-        note("%s: out of memory on the host", who.c_str());
     } catch (const std::exception& e) { note("%s: %s", who.c_str(), e.what()); }
     if ((fflush(stdout) != 0 || ferror(stdout)) && exit_code == 0) {
         note("%s: cannot write to stdout: %s", who.c_str(), strerror(errno));

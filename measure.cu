@@ -5,16 +5,18 @@
 #include <atomic>
 #include <cctype>
 #include <cerrno>
-#include <climits>
 #include <chrono>
 #include <climits>
 #include <csignal>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
+#include <filesystem>
 #include <fstream>
 #include <mutex>
 #include <numeric>
+#include <random>
 #include <set>
 #include <sstream>
 #include <unordered_map>
@@ -24,9 +26,11 @@
 #include <malloc.h>
 #include <omp.h>
 #include <poll.h>
+#include <sys/file.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/sysinfo.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -85,6 +89,43 @@ std::string join(const std::vector<std::string>& items, const char* between) {
     std::string all;
     for (const std::string& item : items) { all += (all.empty() ? "" : between) + item; }
     return all;
+}
+
+// The character of UTF-8 that begins at text[i]. code -1: none does.
+struct Character {
+    int code, bytes;
+};
+static Character character_at(const std::string& text, size_t i) {
+    static const int least[] = {0, 0x80, 0x800, 0x10000};  // of a character with so many bytes more
+    unsigned char c = text[i];
+    int more = c < 0x80 ? 0 : c < 0xc0 ? -1 : c < 0xe0 ? 1 : c < 0xf0 ? 2 : c < 0xf8 ? 3 : -1;
+    int code = more > 0 ? c & (0x3f >> more) : c;
+    for (int k = 1; k <= more; k++) {
+        unsigned char next = i + k < text.size() ? text[i + k] : 0;
+        if ((next & 0xc0) != 0x80) { return {-1, 1}; }
+        code = code << 6 | (next & 0x3f);
+    }
+    bool surrogate = code >= 0xd800 && code < 0xe000;
+    if (more < 0 || code < least[more] || code > 0x10ffff || surrogate) { return {-1, 1}; }
+    return {code, more + 1};
+}
+// Ends a line, steers a terminal, or turns the direction in which the text around it is read.
+static bool steers(int code) {
+    return code < 0x20 || (code >= 0x7f && code < 0xa0) || code == 0x61c || code == 0x200e || code == 0x200f ||
+           (code >= 0x2028 && code <= 0x202e) || (code >= 0x2066 && code <= 0x2069);
+}
+std::string one_line(const std::string& text) {
+    std::string line;
+    for (size_t i = 0; i < text.size();) {
+        Character c = character_at(text, i);
+        if (c.code >= 0 && !steers(c.code)) {
+            line.append(text, i, c.bytes);
+        } else {
+            for (int k = 0; k < c.bytes; k++) { line += strprintf("\\x%02x", (unsigned char)text[i + k]); }
+        }
+        i += c.bytes;
+    }
+    return line;
 }
 
 static bool environment_is_1(const char* name) {
@@ -638,20 +679,56 @@ const char* innermost_range() { return open_ranges.empty() ? "" : open_ranges.ba
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory: the raw blocks
 
-// What the kernel would still give: without swap, and within the container's limit, beyond which it kills.
-static size_t system_memory() {
-    std::string available = field_of("/proc/meminfo", "MemAvailable");
-    if (available.empty()) { fail("/proc/meminfo: found no MemAvailable"); }
-    size_t bytes = strtoull(available.c_str(), nullptr, 10) * 1024;
-    std::string limit = field_of("/sys/fs/cgroup/memory.max", "");
-    if (!limit.empty() && limit != "max") {
-        size_t used = strtoull(field_of("/sys/fs/cgroup/memory.current", "").c_str(), nullptr, 10);
-        // Cached files count as used, but make room when memory runs short.
-        size_t cached = strtoull(field_of("/sys/fs/cgroup/memory.stat", "inactive_file").c_str(), nullptr, 10);
-        size_t max = strtoull(limit.c_str(), nullptr, 10) + std::min(cached, used);
-        bytes = std::min(bytes, max > used ? max - used : 0);
+// What is left below the limits of our control group and of those around it, beyond which the kernel kills. Both
+// versions can be mounted: in version 1 the memory controller has a tree of its own.
+static size_t memory_of_groups(const std::string& root) {
+    auto lists = [](const std::string& items, const char* item) {
+        return ("," + items + ",").find("," + std::string(item) + ",") != std::string::npos;
+    };
+    auto bytes_in = [](const std::string& path, const char* key) {
+        return strtoull(field_of(path.c_str(), key).c_str(), nullptr, 10);
+    };
+    size_t left = SIZE_MAX;
+    std::ifstream mounts(root + "/proc/self/mountinfo");
+    for (std::string line; std::getline(mounts, line);) {
+        std::istringstream words(line);
+        std::string word, top, folder, type, options, group;  // top: which group it is that is mounted
+        words >> word >> word >> word >> top >> folder;
+        while (words >> word && word != "-") {}
+        words >> type >> word >> options;
+        bool v1 = type == "cgroup" && lists(options, "memory");
+        if (!v1 && type != "cgroup2") { continue; }
+        std::ifstream ours(root + "/proc/self/cgroup");
+        while (std::getline(ours, line)) {  // 4:memory:/a/b, or in version 2 0::/a/b
+            size_t first = line.find(':'), second = line.find(':', first + 1);
+            if (second == std::string::npos) { continue; }
+            std::string controllers = line.substr(first + 1, second - first - 1);
+            if (v1 ? lists(controllers, "memory") : controllers.empty()) { group = line.substr(second + 1); }
+        }
+        if (top != "/" && group.compare(0, top.size(), top) == 0) { group.erase(0, top.size()); }
+        for (bool more = true; more;) {
+            const std::string at = root + folder + group + "/";
+            std::string limit = field_of((at + (v1 ? "memory.limit_in_bytes" : "memory.max")).c_str(), "");
+            if (!limit.empty() && limit != "max") {
+                size_t used = bytes_in(at + (v1 ? "memory.usage_in_bytes" : "memory.current"), "");
+                // Cached files count as used, but make room when memory runs short.
+                size_t cached = bytes_in(at + "memory.stat", v1 ? "total_inactive_file" : "inactive_file");
+                size_t max = strtoull(limit.c_str(), nullptr, 10) + std::min(cached, used);
+                left = std::min(left, max > used ? max - used : 0);
+            }
+            more = !group.empty();
+            if (more) { group.resize(group.rfind('/') == std::string::npos ? 0 : group.rfind('/')); }
+        }
     }
-    return bytes;
+    return left;
+}
+
+size_t system_memory(const std::string& root) {
+    std::string available = field_of((root + "/proc/meminfo").c_str(), "MemAvailable");
+    size_t bytes = strtoull(available.c_str(), nullptr, 10) * 1024;
+    struct sysinfo info;
+    if (available.empty() && sysinfo(&info) == 0) { bytes = (info.freeram + info.bufferram) * info.mem_unit; }
+    return std::min(bytes, memory_of_groups(root));
 }
 
 #ifdef __CUDACC__
@@ -704,6 +781,13 @@ size_t available_memory(Device d) {
     return system_memory();
 }
 
+void require_memory(size_t bytes, const std::string& what) {
+    size_t available = available_memory(CPU);
+    if (bytes <= available) { return; }
+    throw OutOfMemory(bytes, strprintf("out of memory on cpu: %.2f GiB for %s, with %.2f GiB available", to_gib(bytes),
+                                       what.c_str(), to_gib(available)));
+}
+
 // Returns null where there is not enough memory.
 static void* allocate_cpu(size_t bytes) {
     // Left alone, malloc maps each large block afresh and unmaps it when freed; the kernel then zeroes every page of
@@ -711,9 +795,15 @@ static void* allocate_cpu(size_t bytes) {
     // Only speed hangs on it, so a malloc without these knobs (the sanitizers') will do.
     static const bool tuned = (mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1), true);
     (void)tuned;
-    // Linux promises more than it has, and kills the process when that is touched.
-    constexpr size_t large = 64 << 20;
-    if (bytes > large && bytes > system_memory() && bytes > available_memory(CPU)) { return nullptr; }
+    // Linux promises more than it has, and kills the process when that is touched. To ask what there is takes some 0.2
+    // ms: it is asked whenever so many bytes more were allocated, and there has to be room for as many again.
+    constexpr size_t unasked_bytes = 32 << 20;
+    static std::atomic<size_t> unasked{0};
+    size_t needs = std::max(bytes, bytes + unasked_bytes);  // of SIZE_MAX the sum wraps
+    if (bytes > unasked_bytes || (unasked += bytes) > unasked_bytes) {
+        if (needs > system_memory() && needs > available_memory(CPU)) { return nullptr; }
+        unasked = 0;
+    }
     // Aligned by hand to 64 bytes, a cache line and an AVX-512 register: glibc 2.36's aligned_alloc hands the slack
     // before a block to small requests, after which the block, once freed, is too short for the next one of its size.
     char* block = (char*)malloc(bytes + 64);
@@ -1037,20 +1127,24 @@ void progress(const char* format, ...) {
     std::string text = format_list(format, arguments);
     va_end(arguments);
     // No automatic wrap (?7l ... ?7h): of a line that wrapped, the next '\r' would rewrite only the end.
-    fprintf(stderr, "\r\033[K\033[?7l%s\033[?7h", text.c_str());
+    fprintf(stderr, "\r\033[K\033[?7l%s\033[?7h", one_line(text).c_str());
     fflush(stderr);
     progress_is_open = true;
 }
 
-// What was typed, or read from a file, may hold control characters: they must not break the line or steer a terminal.
+// What was typed, or read from a file, may be long and hold anything.
 void note(const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    std::string line;
-    for (unsigned char c : format_list(format, arguments)) {
-        line += c < 0x20 || c == 0x7f ? strprintf("\\x%02x", c) : std::string(1, (char)c);
-    }
+    std::string line = one_line(format_list(format, arguments));
     va_end(arguments);
+    constexpr size_t END = 1500;  // bytes that are shown of either end; no character is cut
+    if (line.size() > 2 * END + 5) {
+        size_t head = END, tail = line.size() - END;
+        while ((line[head] & 0xc0) == 0x80) { head--; }
+        while ((line[tail] & 0xc0) == 0x80) { tail++; }
+        line.replace(head, tail - head, " ... ");
+    }
     end_progress();
     fprintf(stderr, "%s\n", line.c_str());
 }
@@ -1092,12 +1186,13 @@ static std::string format_markdown(const Table& table) {
     for (size_t j = 0; j < columns; j++) {
         for (size_t i = 0; i < lines.size(); i++) {
             std::string& cell = lines[i][j];
+            cell = one_line(cell);
             right[j] = right[j] && (i == 0 || cell.empty() || cell == "OOM" || is_number(cell));
             for (size_t k = 0; (k = cell.find('|', k)) != std::string::npos; k += 2) { cell.insert(k, "\\"); }
             widths[j] = std::max(widths[j], width(cell));
         }
     }
-    std::string text = table.caption + "\n\n";
+    std::string text = one_line(table.caption) + "\n\n";
     for (size_t i = 0; i < lines.size(); i++) {
         for (size_t j = 0; j < columns; j++) {
             std::string spaces(widths[j] - width(lines[i][j]), ' ');
@@ -1112,8 +1207,9 @@ static std::string format_markdown(const Table& table) {
     return text;
 }
 
-static std::string quote_csv(const std::string& cell) {
-    if (cell.find_first_of(",\"\r\n") == std::string::npos) { return cell; }
+static std::string quote_csv(const std::string& value) {
+    std::string cell = one_line(value);
+    if (cell.find_first_of(",\"") == std::string::npos) { return cell; }
     std::string text = "\"";
     for (char c : cell) { text += c == '"' ? "\"\"" : std::string(1, c); }
     return text + "\"";
@@ -1121,14 +1217,18 @@ static std::string quote_csv(const std::string& cell) {
 
 std::string quote_json(const std::string& value) {
     std::string text = "\"";
-    for (char c : value) {
-        if (c == '"' || c == '\\') {
-            text += std::string("\\") + c;
-        } else if ((unsigned char)c < 0x20) {
-            text += strprintf("\\u%04x", c);
+    for (size_t i = 0; i < value.size();) {
+        Character c = character_at(value, i);
+        if (c.code == '"' || c.code == '\\') {
+            text += strprintf("\\%c", c.code);
+        } else if (c.code < 0) {  // JSON has no way to say it
+            text += strprintf("\\\\x%02x", (unsigned char)value[i]);
+        } else if (steers(c.code)) {
+            text += strprintf("\\u%04x", c.code);
         } else {
-            text += c;
+            text.append(value, i, c.bytes);
         }
+        i += c.bytes;
     }
     return text + "\"";
 }
@@ -1144,7 +1244,7 @@ static std::string join_cells(const std::vector<std::string>& cells,
 }
 
 static std::string format_csv(const Table& table) {
-    std::string text = "# " + table.caption + "\n" + join_cells(table.columns, quote_csv, ",") + "\n";
+    std::string text = "# " + one_line(table.caption) + "\n" + join_cells(table.columns, quote_csv, ",") + "\n";
     for (const auto& row : table.rows) { text += join_cells(row, quote_csv, ",") + "\n"; }
     return text;
 }
@@ -1195,8 +1295,11 @@ static char unfinished[4][PATH_MAX];
 static volatile sig_atomic_t unfinished_files = 0;
 static struct sigaction before_unfinished[3];
 
-static void remove_unfinished(int number) {
+void remove_unfinished_files() {
     for (int i = 0; i < unfinished_files; i++) { unlink(unfinished[i]); }
+}
+static void remove_unfinished(int number) {
+    remove_unfinished_files();
     raise(number);  // SA_RESETHAND: it ends us, as if we had never caught it
 }
 
@@ -1219,14 +1322,61 @@ Unfinished::~Unfinished() {
     for (int i = 0; i < 3; i++) { sigaction(END_SIGNALS[i], &before_unfinished[i], nullptr); }
 }
 
+std::string real_name(const std::string& path) {
+    namespace fs = std::filesystem;
+    fs::path p = path;
+    std::error_code error;
+    for (int i = 0; i < 40 && fs::is_symlink(p, error); i++) {  // also one whose target is not there yet
+        p = p.parent_path() / fs::read_symlink(p, error);       // an absolute one takes the folder's place
+    }
+    fs::path folder = fs::canonical(p.has_parent_path() ? p.parent_path() : ".", error);
+    return error ? path : (folder / p.filename()).string();
+}
+
+static const char* const TEMPORARY = ".tmp.cs336.";
+std::string temporary_name(const std::string& path) {  // that nobody can guess
+    return real_name(path) + TEMPORARY + strprintf("%08x", std::random_device()());
+}
+// What a run that was killed has left beside path. One that is being written is locked, from soon after its creation.
+static void remove_stale(const std::string& path) {
+    std::error_code error;
+    const std::filesystem::path folder = std::filesystem::path(path).parent_path();
+    for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+        std::string name = entry.path().string();
+        if (name.compare(0, path.size() + strlen(TEMPORARY), path + TEMPORARY) != 0) { continue; }
+        int file = open(name.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+        struct stat s;
+        if (file < 0) { continue; }
+        bool old = fstat(file, &s) == 0 && S_ISREG(s.st_mode) && s.st_mtime < time(nullptr) - 60;
+        if (old && flock(file, LOCK_EX | LOCK_NB) == 0) { unlink(name.c_str()); }
+        close(file);
+    }
+}
+
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write) {
-    Unfinished temporary(path + ".tmp." + std::to_string(getpid()));
+    const std::string target = real_name(path);
+    struct stat before;
+    bool replaces = stat(target.c_str(), &before) == 0;
+    if (replaces && !S_ISREG(before.st_mode)) {
+        fail("%s: cannot be written: expected a regular file", path.c_str());  // or we would replace /dev/null
+    }
+    remove_stale(target);
+    Unfinished temporary(temporary_name(target));
     const char* name = unfinished[unfinished_files - 1];
-    FILE* file = fopen(name, "wbe");
-    int error = file && write(file) ? 0 : errno;
+    int descriptor = open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, replaces ? 0600 : 0666);
+    FILE* file = descriptor < 0 ? nullptr : fdopen(descriptor, "wb");
+    bool ok = file && (!replaces || fchmod(descriptor, before.st_mode & 07777) == 0);
+    if (ok) { flock(descriptor, LOCK_EX | LOCK_NB); }  // where it cannot be locked, remove_stale cannot lock it either
+    if (write) {
+        ok = ok && write(file) && fflush(file) == 0 && fsync(descriptor) == 0 && rename(name, target.c_str()) == 0;
+    }
+    int error = ok ? 0 : errno;
     if (file && fclose(file) != 0 && error == 0) { error = errno; }
-    if (error == 0 && rename(name, path.c_str()) != 0) { error = errno; }
     if (error != 0) { fail("%s: cannot be written: %s", path.c_str(), strerror(error)); }
+    // The new name, too, has to reach the disk. Not every file system can be asked for it.
+    int folder = open(target.substr(0, target.rfind('/') + 1).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (write && folder >= 0) { fsync(folder); }
+    if (folder >= 0) { close(folder); }
 }
 
 bool same_file(const std::string& a, const std::string& b) {
@@ -1266,6 +1416,8 @@ pid_t start_ourselves(const std::vector<std::string>& arguments, char** environm
     std::vector<char*> argv = {(char*)"cs336"};
     for (const std::string& a : arguments) { argv.push_back((char*)a.c_str()); }
     argv.push_back(nullptr);
+    const char* ourselves = "/proc/self/exe";
+    if (access(ourselves, X_OK) != 0) { fail("%s: cannot be started: %s", ourselves, strerror(errno)); }
     pid_t parent = getpid(), child = fork();
     if (child < 0) { fail("fork: %s", strerror(errno)); }
     if (child > 0) { return child; }
@@ -1274,7 +1426,7 @@ pid_t start_ourselves(const std::vector<std::string>& arguments, char** environm
     if (getppid() != parent) { _exit(1); }  // which may have ended before that
     if (stdout_descriptor != STDOUT_FILENO && dup2(stdout_descriptor, STDOUT_FILENO) < 0) { _exit(127); }
     if (stderr_descriptor >= 0 && (dup2(stderr_descriptor, STDERR_FILENO) < 0 || setpgid(0, 0) != 0)) { _exit(127); }
-    execve("/proc/self/exe", argv.data(), environment);
+    execve(ourselves, argv.data(), environment);
     _exit(127);
 }
 

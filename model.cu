@@ -1183,12 +1183,12 @@ Tensor forward(Model& model, const Tensor& tokens) {
 
 Batch random_batch(int B, int T, int V, uint64_t seed) {
     if (context.device == META) { return {empty({B, T}, I32, INPUTS), empty({B, T}, I32, INPUTS)}; }
-    std::vector<int> x((size_t)B * T), y(x.size());
-    for (size_t i = 0; i < x.size(); i++) {
-        x[i] = random_int(V, seed, key_of("tokens"), i);
-        y[i] = random_int(V, seed, key_of("targets"), i);
+    Tensor x = empty_on(CPU, {B, T}, I32, INPUTS), y = empty_on(CPU, {B, T}, I32, INPUTS);
+    for (int64_t i = 0; i < x.size(); i++) {
+        x.as<int>()[i] = random_int(V, seed, key_of("tokens"), i);
+        y.as<int>()[i] = random_int(V, seed, key_of("targets"), i);
     }
-    return {from_ints(x, {B, T}), from_ints(y, {B, T})};
+    return {to_device(x, context.device), to_device(y, context.device)};
 }
 static Tensor forward_to_loss(Model& model, const Batch& batch) {
     return cross_entropy(forward(model, batch.tokens), batch.targets);

@@ -40,7 +40,9 @@ static std::string style() {
 
 static std::string escape(const std::string& text) {
     std::string escaped;
-    for (char c : text) { escaped += c == '&' ? "&amp;" : c == '<' ? "&lt;" : c == '>' ? "&gt;" : std::string(1, c); }
+    for (char c : one_line(text)) {
+        escaped += c == '&' ? "&amp;" : c == '<' ? "&lt;" : c == '>' ? "&gt;" : std::string(1, c);
+    }
     return escaped;
 }
 static int colour_of(const Chart& chart, size_t k) {

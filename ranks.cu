@@ -917,6 +917,9 @@ static std::vector<double> numbers_of(const std::string& text) {
 }
 
 std::vector<std::vector<double>> time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps, bool* ok) {
+    size_t tensors = context.device == CPU ? 2 : 1;
+    require_memory(tensors * n * sizeof(float) * c.local_world, "the tensors of this machine's ranks");
+    barrier(c);  // nobody has taken his share before all have looked
     std::vector<float> host(n);
     for (int64_t i = 0; i < n; i++) { host[i] = (float)(i % 1000 + c.rank); }
     Tensor t = empty({n}, F32, WORKSPACE);

@@ -34,6 +34,8 @@ static bool ends(const std::string& text, const std::string& with) {
     return text.size() >= with.size() && text.compare(text.size() - with.size(), with.size(), with) == 0;
 }
 static bool read_file(const std::string& path, std::string* text) {
+    struct stat status;
+    if (stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode)) { return errno = EINVAL, false; }  // a FIFO waits
     std::ifstream file(path, std::ios::binary);
     std::ostringstream all;
     all << file.rdbuf();  // of an empty file: sets failbit of `all`
@@ -250,17 +252,24 @@ struct State {
     std::string path;
     nlohmann::json json;
 };
+// Only what has the type that we write is taken; the rest of the file may be anything.
 static State read_state(const std::string& path, const std::string& machine, bool fresh) {
-    State s{path, nlohmann::json::object()};
+    using nlohmann::json;
+    State s{path,
+            {{"machine", machine}, {"commit", this_build()}, {"seconds", json::object()}, {"outputs", json::object()}}};
     std::string text;
-    if (read_file(path, &text)) { s.json = nlohmann::json::parse(text, nullptr, false); }
-    if (!s.json.is_object() || s.json.value("machine", "") != machine || !s.json["seconds"].is_object()) {
-        s.json = {{"machine", machine}, {"seconds", nlohmann::json::object()}};
-    }
-    if (fresh || s.json.value("commit", "") != this_build() || !s.json["outputs"].is_object()) {
-        s.json["outputs"] = nlohmann::json::object();
-    }
-    s.json["commit"] = this_build();
+    if (!read_file(path, &text)) { return s; }
+    const json found = json::parse(text, nullptr, false);
+    auto take = [&](const char* key, bool (json::*is_right)() const noexcept) {
+        if (!found.contains(key) || !found[key].is_object()) { return; }
+        for (const auto& [line, value] : found[key].items()) {
+            if ((value.*is_right)()) { s.json[key][line] = value; }
+        }
+    };
+    auto same = [&](const char* key) { return found.is_object() && found.contains(key) && found[key] == s.json[key]; };
+    if (!same("machine")) { return s; }
+    take("seconds", &json::is_number);
+    if (!fresh && same("commit")) { take("outputs", &json::is_string); }
     return s;
 }
 static void write_state(const State& s) {
@@ -271,7 +280,7 @@ static int take_outputs(const State& s, std::vector<Experiment>& all) {
     int taken = 0;
     for (Experiment& e : all) {
         auto found = s.json["outputs"].find(e.line());
-        if (found == s.json["outputs"].end() || !found->is_string()) { continue; }
+        if (found == s.json["outputs"].end()) { continue; }
         e.output = *found, e.seconds = std::max(known_seconds(s, e), 0.0);
         taken++;
     }
@@ -470,6 +479,7 @@ int reproduce(const Options& o, const CommandParser& parse) {
     std::vector<Experiment>& all = agenda.all;
     const std::string where = machine();
     State state = read_state((out.empty() ? "build" : out) + "/.reproduce.json", where, o.fresh);
+    replace_file(state.path, nullptr);  // before hours of work
     int kept = take_outputs(state, all);
     if (kept > 0) { note("%d of %zu were done before the interruption; --fresh runs them again", kept, all.size()); }
     run_all(all, state);

@@ -14,7 +14,6 @@
 
 #include <fcntl.h>
 #include <nlohmann/json.hpp>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -51,35 +50,30 @@ static std::string shown(const json& value) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Reading
 
-struct Mapping {  // the file in memory; read on first touch, by the page
-    const char* data = nullptr;
-    size_t bytes = 0;
-    std::vector<std::vector<char>> aligned;  // copies of tensors that lie crooked in the file
-    ~Mapping() {
-        if (data) { munmap((void*)data, bytes); }
-    }
-};
+using Stream = std::unique_ptr<FILE, int (*)(FILE*)>;
 
-static std::shared_ptr<Mapping> map_file(const std::string& path) {
-    int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a FIFO would wait for a writer
+static Stream open_input(const std::string& path, size_t* bytes) {
+    int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a FIFO would wait for a writer
+    Stream file(descriptor < 0 ? nullptr : fdopen(descriptor, "rb"), fclose);
     struct stat status;
-    if (file < 0 || fstat(file, &status) != 0) {
-        int error = errno;
-        if (file >= 0) { close(file); }
-        fail("%s: cannot be opened: %s", path.c_str(), strerror(error));
-    }
-    auto mapping = std::make_shared<Mapping>();
-    size_t bytes = S_ISREG(status.st_mode) ? status.st_size : 0;
-    void* data = bytes >= 8 ? mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE, file, 0) : nullptr;
-    int error = errno;
-    close(file);
+    if (!file || fstat(descriptor, &status) != 0) { fail("%s: cannot be opened: %s", path.c_str(), strerror(errno)); }
     if (!S_ISREG(status.st_mode)) { fail("%s: expected a regular file", path.c_str()); }
-    if (bytes < 8) { fail("%s: expected at least 8 bytes, found %zu", path.c_str(), bytes); }
-    if (data == MAP_FAILED) { fail("%s: cannot be mapped: %s", path.c_str(), strerror(error)); }
-    mapping->data = (const char*)data;
-    mapping->bytes = bytes;
-    return mapping;
+    *bytes = status.st_size;
+    if (*bytes < 8) { fail("%s: expected at least 8 bytes, found %zu", path.c_str(), *bytes); }
+    return file;
 }
+
+// The next n bytes. Read, not mapped: of a mapped file that another process cuts short the lost pages would kill us.
+static void read_next(const std::string& path, const Stream& file, void* to, size_t n) {
+    size_t got = fread(to, 1, n, file.get());
+    if (got < n && ferror(file.get())) { fail("%s: cannot be read: %s", path.c_str(), strerror(errno)); }
+    if (got < n) { fail("%s: its last %zu bytes are gone since it was opened", path.c_str(), n - got); }
+}
+
+struct Content {
+    std::shared_ptr<Memory> data;
+    std::vector<std::vector<char>> aligned;  // copies of tensors that lie crooked in the file
+};
 
 // The header's bytes as JSON. The library would take three things that we must not: of two equal keys it keeps the
 // last, at a zero byte it stops reading, and it follows any depth of nesting (an object of objects of arrays is all we
@@ -170,17 +164,22 @@ static void check_layout(const SafeTensors& file, const char* data, size_t data_
 }
 
 SafeTensors load_safetensors(const std::string& path) {
-    std::shared_ptr<Mapping> mapping = map_file(path);
+    size_t bytes;
+    Stream input = open_input(path, &bytes);
     uint64_t header_bytes;
-    memcpy(&header_bytes, mapping->data, 8);
-    size_t limit = std::min<uint64_t>(mapping->bytes - 8, MAX_HEADER);
+    read_next(path, input, &header_bytes, 8);
+    size_t limit = std::min<uint64_t>(bytes - 8, MAX_HEADER);
     if (header_bytes > limit) {
         fail("%s: expected a header of at most %zu bytes, found its length to be %llu", path.c_str(), limit,
              (unsigned long long)header_bytes);
     }
-    json header = parse_header(path, mapping->data + 8, header_bytes);
-    const char* data = mapping->data + 8 + header_bytes;
-    size_t data_bytes = mapping->bytes - 8 - header_bytes;
+    std::string text(header_bytes, ' ');
+    read_next(path, input, text.data(), header_bytes);
+    json header = parse_header(path, text.data(), header_bytes);
+    size_t data_bytes = bytes - 8 - header_bytes;
+    auto content = std::make_shared<Content>();
+    content->data = allocate(CPU, std::max<size_t>(data_bytes, 1), INPUTS);
+    char* data = (char*)content->data->data;
 
     SafeTensors file;
     file.path = path;
@@ -190,6 +189,7 @@ SafeTensors load_safetensors(const std::string& path) {
         file.tensors[name] = read_tensor(where.c_str(), entry, data, data_bytes);
     }
     check_layout(file, data, data_bytes);
+    read_next(path, input, data, data_bytes);
     if (header.contains(METADATA)) {
         const json& metadata = header[METADATA];
         if (!metadata.is_object()) { fail("%s: %s: expected an object of strings", path.c_str(), METADATA); }
@@ -203,12 +203,20 @@ SafeTensors load_safetensors(const std::string& path) {
     }
     for (auto& [name, t] : file.tensors) {  // the format promises no alignment, C++ asks for it
         if ((uintptr_t)t.data % size_of_dtype(t.dtype) != 0) {
-            mapping->aligned.emplace_back((const char*)t.data, (const char*)t.data + t.bytes);
-            t.data = mapping->aligned.back().data();
+            content->aligned.emplace_back((const char*)t.data, (const char*)t.data + t.bytes);
+            t.data = content->aligned.back().data();
         }
     }
-    file.mapping = mapping;
+    file.content = content;
     return file;
+}
+
+void require_no_others(const SafeTensors& file, const std::set<std::string>& names, const std::string& what) {
+    for (const auto& entry : file.tensors) {
+        if (!names.count(entry.first)) {
+            fail("%s: tensor %s: not %s", file.path.c_str(), shown(entry.first).c_str(), what.c_str());
+        }
+    }
 }
 
 const FileTensor& require_tensor(const SafeTensors& file, const std::string& name, const Shape& shape,
@@ -242,7 +250,7 @@ const FileTensor& require_tensor(const SafeTensors& file, const std::string& nam
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Writing. Wide dtypes first: then every tensor starts at a multiple of its element size, if the data does, and can be
-// used where the file is mapped. The file takes its name when its bytes are on the disk.
+// used where the file is read to. The file takes its name when its bytes are on the disk.
 
 using NamedTensor = std::pair<std::string, FileTensor>;
 
@@ -280,15 +288,11 @@ static bool write_all(FILE* file, const std::string& header, const std::vector<N
         const FileTensor& t = named.second;
         ok = ok && (t.bytes == 0 || fwrite(t.data, 1, t.bytes, file) == t.bytes);
     }
-    return ok && fflush(file) == 0 && fsync(fileno(file)) == 0;
+    return ok;
 }
 
 void save_safetensors(const std::string& path, const std::vector<NamedTensor>& tensors,
                       const std::map<std::string, std::string>& metadata) {
-    struct stat status;
-    if (stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode)) {
-        fail("%s: cannot be written: expected a regular file", path.c_str());  // or we would replace /dev/null
-    }
     std::vector<NamedTensor> order = tensors;
     std::stable_sort(order.begin(), order.end(), [](const NamedTensor& a, const NamedTensor& b) {
         return size_of_dtype(a.second.dtype) > size_of_dtype(b.second.dtype);

@@ -48,16 +48,31 @@ static Tensor load_tokens(const SafeTensors& file, const char* name, const Shape
 static ModelConfig config_from_file(const SafeTensors& file, int num_heads, float rope_theta) {
     FileTensor embedding = require_tensor(file, "token_embeddings.weight", {-1, -1}, {"F32", "BF16"});
     FileTensor w1 = require_tensor(file, "layers.0.ffn.w1.weight", {-1, -1}, {"F32", "BF16"});
+    for (const FileTensor* t : {&embedding, &w1}) {
+        for (int64_t n : t->shape) {  // one that is empty may claim any length
+            if (n < 1 || n > INT_MAX) {
+                fail("%s: tensor %s: expected a shape of whole numbers from 1 to %d, found %s", file.path.c_str(),
+                     t == &w1 ? "layers.0.ffn.w1.weight" : "token_embeddings.weight", INT_MAX,
+                     to_string(t->shape).c_str());
+            }
+        }
+    }
     ModelConfig c{"custom", (int)embedding.shape[1], (int)w1.shape[0], 1, num_heads, (int)embedding.shape[0]};
     c.rope_theta = rope_theta;
     while (file.tensors.count("layers." + std::to_string(c.num_layers) + ".ln1.weight")) { c.num_layers++; }
     return c;
 }
-static void load_weights(const SafeTensors& file, Model& model, const std::string& prefix, const Tensor& arena) {
-    for (const Parameter& p : model.parameters) {
-        Tensor t = tensor_from_file(require_tensor(file, prefix + p.name, p.shape, {"F32", "BF16"}));
-        copy(view(arena, p.offset, p.shape), t);
+// Each prefix of the weights' names goes into its arena; the file may hold nothing else.
+static void load_weights(const SafeTensors& file, Model& model, const std::map<std::string, Tensor>& arenas) {
+    std::set<std::string> known;
+    for (const auto& [prefix, arena] : arenas) {
+        for (const Parameter& p : model.parameters) {
+            Tensor t = tensor_from_file(require_tensor(file, prefix + p.name, p.shape, {"F32", "BF16"}));
+            copy(view(arena, p.offset, p.shape), t);
+            known.insert(prefix + p.name);
+        }
     }
+    require_no_others(file, known, strprintf("one of a model of %d layers", model.config.num_layers));
 }
 struct NamedTensors {  // what goes into a file; keeps the CPU copies alive
     std::vector<Tensor> kept;
@@ -90,15 +105,9 @@ int cmd_model(const Options& o) {
     }
     context.mode = o.mode.empty() ? fastest_mode(c, context.precision) : mode_from(o.mode[0]);
     Model model = make_model(c);
-    load_weights(weights, model, "", model.weights);
-    std::set<std::string> known;
-    for (const Parameter& p : model.parameters) { known.insert(p.name); }
-    for (const auto& t : weights.tensors) {
-        if (!known.count(t.first)) {
-            fail("%s: tensor %s: not a weight of a model of %d layers", o.weights.c_str(), t.first.c_str(),
-                 c.num_layers);
-        }
-    }
+    load_weights(weights, model, {{"", model.weights}});
+    weights.content = nullptr, weights.tensors.clear();
+    require_no_others(batch_file, {"tokens", "targets"}, "tokens or targets");
     Shape shape = require_tensor(batch_file, "tokens", {-1, -1}, {"I32", "I64"}).shape;
     if (count(shape) == 0) { fail("%s: tensor tokens: is empty, %s", o.batch.c_str(), to_string(shape).c_str()); }
     Batch batch{load_tokens(batch_file, "tokens", shape, c.vocab_size),
@@ -130,12 +139,14 @@ int cmd_model(const Options& o) {
         if (steps > 0) { out.add("param." + p.name, p.weight); }
     }
     save_safetensors(o.out, out.list, {{"format", "pt"}});
-    printf("model %s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d; tokens %s; loss %.6f", o.weights.c_str(),
-           c.num_layers, c.d_model, c.d_ff, c.num_heads, c.vocab_size, to_string(shape).c_str(), first_loss);
-    if (steps > 0) { printf("; before step %d: %.6f", steps, last_loss); }
+    std::string line = strprintf(
+        "model %s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d; tokens %s; loss %.6f", o.weights.c_str(),
+        c.num_layers, c.d_model, c.d_ff, c.num_heads, c.vocab_size, to_string(shape).c_str(), first_loss);
+    if (steps > 0) { line += strprintf("; before step %d: %.6f", steps, last_loss); }
     std::string bad = first_not_finite(out);  // your weights may ask for it
-    if (!bad.empty()) { printf("; the first tensor that is not finite: %s", bad.c_str()); }
-    printf("; wrote %zu tensors to %s\n", out.list.size(), o.out.c_str());
+    if (!bad.empty()) { line += "; the first tensor that is not finite: " + bad; }
+    line += strprintf("; wrote %zu tensors to %s", out.list.size(), o.out.c_str());
+    printf("%s\n", one_line(line).c_str());
     return 0;
 }
 
@@ -156,6 +167,11 @@ static Text read_text(const std::string& path, double val_fraction, int T) {
     uint8_t buffer[1 << 16];
     bool too_long = status.st_size > (int64_t)LIMIT;
     for (size_t n; !too_long && (n = fread(buffer, 1, sizeof buffer, f)) > 0;) {
+        if (text.bytes.size() + n > text.bytes.capacity()) {
+            size_t room = std::max({(size_t)status.st_size, 2 * text.bytes.size(), n});  // a FIFO's size is 0
+            require_memory(room, path);
+            text.bytes.reserve(room);
+        }
         text.bytes.insert(text.bytes.end(), buffer, buffer + n);
         too_long = text.bytes.size() > LIMIT;
     }
@@ -250,9 +266,9 @@ static const RunOption run_options[] = {
     {"batch_size", &Options::batch_size, nullptr, 1, 1 << 20},
     {"steps", &Options::steps, nullptr, 1, 1 << 20},
     {"warmup_steps", &Options::warmup_steps, nullptr, 0, 1 << 20},
-    {"lr", nullptr, &Options::lr, DBL_TRUE_MIN, DBL_MAX},
-    {"min_lr", nullptr, &Options::min_lr, 0, DBL_MAX},
-    {"weight_decay", nullptr, &Options::weight_decay, 0, DBL_MAX},
+    {"lr", nullptr, &Options::lr, FLT_TRUE_MIN, FLT_MAX},
+    {"min_lr", nullptr, &Options::min_lr, 0, FLT_MAX},
+    {"weight_decay", nullptr, &Options::weight_decay, 0, FLT_MAX},
     {"max_grad_norm", nullptr, &Options::max_grad_norm, DBL_TRUE_MIN, DBL_MAX},
     {"val_fraction", nullptr, &Options::val_fraction, DBL_TRUE_MIN, 1 - DBL_EPSILON / 2},
 };
@@ -369,9 +385,7 @@ static void set_defaults(Options& o) {
 static void start_from(const SafeTensors& checkpoint, Model& model, LossScaler& scaler, uint64_t seed) {
     make_optimizer_state(model);
     if (checkpoint.path.empty()) { return init_weights(model, seed); }
-    load_weights(checkpoint, model, "", model.weights);
-    load_weights(checkpoint, model, "adamw.m.", model.m);
-    load_weights(checkpoint, model, "adamw.v.", model.v);
+    load_weights(checkpoint, model, {{"", model.weights}, {"adamw.m.", model.m}, {"adamw.v.", model.v}});
     model.step = whole_of(checkpoint, "updates", 0, 1 << 20);
     scaler.scale = (float)real_of(checkpoint, "loss_scale", FLT_MIN, FLT_MAX);
     scaler.good_steps = whole_of(checkpoint, "good_steps", 0, 1 << 20);
@@ -420,6 +434,7 @@ int cmd_train(const Options& typed) {
     Model model = make_model(c);
     LossScaler scaler;
     start_from(checkpoint, model, scaler, o.seed);
+    checkpoint.content = nullptr, checkpoint.tensors.clear();
     split_weights(model);
     int step = checkpoint.path.empty() ? 0 : whole_of(checkpoint, "step", 0, 1 << 20);
     int last = o.stop_at > 0 ? o.stop_at : o.steps;
@@ -478,9 +493,15 @@ int cmd_train(const Options& typed) {
                             strprintf("%.0f", memory_use(context.device).peak / 1048576.0)});
     summary.caption = "train: loss in nats per byte";
     print(summary, o.format);
-    if (o.sample > 0 && o.format == "md") {
-        printf("\nThe held-out text's first %d bytes continued (temperature %.2g):\n\n```\n%s\n```\n", o.context_length,
-               o.temperature, sample_text(model, text, o.context_length, o.sample, o.temperature, o.seed).c_str());
+    if (o.sample > 0) {
+        std::string caption = strprintf("The held-out text's first %d bytes continued (temperature %.2g)",
+                                        o.context_length, o.temperature);
+        std::string sample = sample_text(model, text, o.context_length, o.sample, o.temperature, o.seed);
+        if (o.format == "md") {
+            printf("\n%s:\n\n```\n%s\n```\n", caption.c_str(), sample.c_str());
+        } else {
+            print({caption, {"sample"}, {{sample}}}, o.format);
+        }
     }
     if (failure) { std::rethrow_exception(failure); }
     return 0;

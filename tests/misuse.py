@@ -311,6 +311,11 @@ def nonsense():
     header, body = unpacked(open(FIXTURES + "model_weights.safetensors", "rb").read())
     yield "model --weights", "NaN", packed(header, b"\xff" * len(body)), [0]
     floats = lambda shape: ("F32", list(shape), b"\xff" * (4 * math.prod(shape)))
+    for what, width in (("d_model 0", 16), ("d_ff 0", 24)):
+        entries = {k: [0 if n == width else n for n in v["shape"]] for k, v in header.items() if k != "__metadata__"}
+        yield "model --weights", what, tensors(**{k: floats(shape) for k, shape in entries.items()}), [1]
+    yield "attention --inputs", "dO for do", tensors(**{k: floats((1, 3, 16)) for k in ("q", "k", "v", "dO")}), [1]
+    yield "model --batch", "a mask, too", tensors(tokens=tokens(0, 1), targets=tokens(1, 2), mask=tokens(1, 1)), [1]
     for what, q, k, v, codes in (("NaN", (1, 3, 16), (1, 3, 16), (1, 3, 16), [0]), ("empty", (1, 0, 16), (1, 0, 16), (1, 0, 16), [1]),
                                  ("head size 17", (1, 2, 17), (1, 2, 17), (1, 2, 17), [1]), ("a vector", (16,), (16,), (16,), [1]),
                                  ("another batch", (2, 3, 16), (1, 3, 16), (1, 3, 16), [1]), ("another v", (1, 3, 16), (1, 3, 16), (1, 4, 16), [1])):
@@ -437,6 +442,82 @@ def try_divergence():
                   before != open(good, "rb").read() and "the good file is gone", names="not finite")
 
 
+def try_planted():
+    """Names that others could have planted, or that are no good; and what comes out of hostile names."""
+    folder, victim = at("planted"), at("victim")
+    os.mkdir(folder)
+    open(victim, "w").write("untouched")
+    for words, option, name in WRITERS[:5]:
+        two = [*words, option, os.path.join(folder, name)]
+        os.mkfifo(two[-1])
+        check("a FIFO where the output goes", two, run(two, timeout=10), [2], names=option)
+        os.unlink(two[-1])
+        long = [*words, option, os.path.join(folder, "x" * (250 - len(name)) + name)]
+        check("a name too long for a temporary file", long, run(long), [2], names="File name too long")
+        # Process numbers can be guessed. These are of the next ones.
+        child = subprocess.Popen([PROGRAM, *two], stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=lambda: [
+            os.symlink(victim, f"{two[-1]}.tmp.{os.getpid()}")])
+        out, err = child.communicate(timeout=60)
+        written = os.path.isfile(two[-1]) and not os.path.islink(two[-1])
+        check("a symbolic link planted where the temporary file would be", two, Result(child.returncode, out, err, 0), [0],
+              open(victim, "rb").read() != b"untouched" and "its target is overwritten", not written and "no output")
+        for n in os.listdir(folder): os.unlink(os.path.join(folder, n))
+    hostile = os.path.join(folder.encode(), b"\x1b[2J\n\xe2\x80\xae\xff.json")
+    shutil.copy(TEXT, hostile)
+    for form in ("md", "csv", "json"):
+        words = [b"train", b"--data", hostile, *(w.encode() for w in TINY_TRAIN[3:]), b"--trace", hostile + b".json", b"--format", form.encode()]
+        r = run(words)
+        texts = [(r.out + r.err).decode("utf-8", "surrogateescape"), open(hostile + b".json", errors="surrogateescape").read()]
+        bad = any(c in t for t in texts for c in "\x1b\u202e\udcff")
+        try: [json.loads(line) for line in [*(r.out.decode().splitlines() if form == "json" else []), texts[1]]]
+        except ValueError as e: bad = str(e)
+        check("control characters in file names", [repr(words)], r, [0], bad and f"in the output: {bad}")
+    call = ["train", "--data", TEXT, "--save", "x" * 100000]
+    check("a value of 100000 bytes", call, run(call), [2], len(run(call).err) > 5000 and "all of it on stderr", names="--save")
+    two = [*TINY_TRAIN, "--save", os.path.join(folder, "x.json"), "--trace", os.path.join(folder, ".", "x.json")]
+    check("two outputs of one name", two, run(two), [2], names="--trace")
+
+
+def try_groups():
+    """Memory limited by a control group around ours, of version 1 or 2."""
+    what, outer = "memory limited to 100 MiB by a control group", None
+    for parent, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        try:
+            outer = f"{parent}/cs336_misuse_{os.getpid()}"
+            os.makedirs(outer + "/inner")
+            open(f"{outer}/{limit}", "r+").write(str(100 << 20))
+            break
+        except OSError:
+            for group in (outer + "/inner", outer):
+                if os.path.isdir(group): os.rmdir(group)
+            outer = None
+    if not outer: return skip(what, "no right to make one")
+    with open(at("long"), "wb") as f: f.truncate(150 << 20)
+    deep = "--d_model 256 --num_layers 12 --num_heads 4 --d_ff 512 --device cpu".split()
+    try:
+        for words in ([*TINY_TRAIN, *deep], ["train", "--data", at("long"), "--quick", "--device", "cpu"],
+                      [*TINY_TRAIN, "--device", "cpu", "--batch_size", "2000"],
+                      "distributed_communication_single_node --nproc 2 --sizes_mb 100 --device cpu --backend gloo".split()):
+            r = run(words, preexec_fn=lambda: open(outer + "/inner/cgroup.procs", "w").write(str(os.getpid())))
+            check(what, words, r, [1], names="out of memory")
+    finally:
+        time.sleep(0.2)
+        for group in (outer + "/inner", outer): os.rmdir(group)
+
+
+def try_without_proc():
+    libc, what = ctypes.CDLL(None), "no /proc"
+
+    def hide():
+        private, new_mounts = 0x44000, 0x20000
+        ok = libc.unshare(new_mounts) == 0 and libc.mount(b"none", b"/", None, private, None) == 0
+        if not ok or libc.mount(b"tmpfs", b"/proc", b"tmpfs", 0, None) != 0: os._exit(99)
+    if run(["--version"], preexec_fn=hide).code == 99: return skip(what, "no right to hide it")
+    for words, code in ((["list"], 0), (TINY_TRAIN, 0), (["naive_ddp", "--backend", "gloo", "--device", "cpu"], 1),
+                        (["benchmarking_script", "--warmup", "1,2", "--quick", "--device", "cpu"], 1)):
+        check(what, words, run(words, preexec_fn=hide), [code], names="/proc/self/exe")
+
+
 def try_disks():
     """A tmpfs of 64 KiB, full and then read-only; and a limit to the size of files."""
     for words, option, name in WRITERS[:4]:
@@ -523,6 +604,9 @@ def try_surroundings(_):
     try_environment()
     try_own_inputs()
     try_divergence()
+    try_planted()
+    try_groups()
+    try_without_proc()
     try_disks()
     try_signals()
 

@@ -387,6 +387,11 @@ TEST_CASE_TEMPLATE("flash: the attention command", D, OnCPU, OnCUDA) {
     memcpy(got.data, f.data, f.bytes);
     check_close("o of [B, S, D]", got, p.o, 1e-4);
     context.device = D::device;
+    save_safetensors(
+        in, {{"q", describe(host[0])}, {"k", describe(host[1])}, {"v", describe(host[2])}, {"dO", describe(host[3])}});
+    Run misspelt = run_cs336({"attention", "--inputs", in, "--out", out, "--device", name_of(D::device)});
+    CHECK(misspelt.exit_code == 1);
+    CHECK_MESSAGE(has(misspelt.err, "tensor \"dO\": not q, k, v or do"), misspelt.err);
     Run wrong =
         run_cs336({"attention", "--inputs", in, "--out", out, "--impl", "nonsense", "--device", name_of(D::device)});
     CHECK(wrong.exit_code == 2);

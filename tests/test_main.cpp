@@ -181,6 +181,12 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{"train", "--data", "x", "--lr", "0x10"}, "--lr", "'0x10'"},
         {{"train", "--data", "x", "--lr", "1e-3x"}, "--lr", "'1e-3x'"},
         {{"train", "--data", "x", "--lr", "0"}, "--lr", "greater than 0"},
+        {{"train", "--data", "x", "--lr", "1e300"}, "--lr", "range of float"},
+        {{"train", "--data", "x", "--min_lr", "1e-300"}, "--min_lr", "range of float"},
+        {{"train", "--data", "x", "--weight_decay", "1e39"}, "--weight_decay", "range of float"},
+        {{"model", "--weights", "w", "--batch", "b", "--num_heads", "2", "--out", "o", "--rope_theta", "1e-300"},
+         "--rope_theta",
+         "range of float"},
         {{"train", "--data", "x", "--weight_decay", "-1"}, "--weight_decay", "'-1'"},
         {{"train", "--data", "x", "--val_fraction", "1"}, "--val_fraction", "less than 1"},
         {{"train", "--data", "x", "--precision", "fp32,bf16"}, "--precision", "'fp32,bf16'"},
@@ -199,6 +205,38 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         CHECK(has(r.err, wrong.and_));
         CHECK(has(r.err, "cs336"));
     }
+}
+
+TEST_CASE("main: the files that a run will write are tried, and compared with each other, before the work") {
+    Folder folder;
+    std::filesystem::create_directory(folder / "a");
+    std::filesystem::create_symlink("a", folder / "b");
+    std::filesystem::create_symlink("a/x.json", folder / "link");
+    const Words train = {"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--sample", "0", "--steps", "1"};
+    auto run = [&](const Words& more) {
+        Words words = train;
+        words.insert(words.end(), more.begin(), more.end());
+        return run_cs336(words);
+    };
+    const std::string trace = folder / "a/x.json";
+    for (const std::string& save : {trace, folder / "a/./x.json", folder / "b/x.json", folder / "link"}) {
+        Run r = run({"--save", save, "--trace", trace});
+        CAPTURE(save);
+        CHECK(r.exit_code == 2);
+        CHECK(has(r.err, "--trace: got '" + trace + "', takes another file than --save"));
+    }
+    for (size_t n : {240, 300}) {  // of bytes: too many for the temporary file, and for any
+        Run r = run({"--save", folder / std::string(n, 'x')});
+        CHECK(r.exit_code == 2);
+        CHECK(has(r.err, "--save: "));
+        CHECK(has(r.err, "File name too long"));
+    }
+    CHECK(folder.files().size() == 3);
+    CHECK(run({"--save", folder / "link"}).exit_code == 0);
+    CHECK(run({"--load", trace, "--save", trace}).exit_code == 0);
+    Run lost = run({"--load", trace, "--trace", trace});
+    CHECK(lost.exit_code == 2);
+    CHECK(has(lost.err, "takes another file than --load"));
 }
 
 TEST_CASE("main: a full disk under stdout is a failure") {

@@ -10,7 +10,10 @@
 #include <fstream>
 #include <thread>
 
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -144,6 +147,71 @@ TEST_CASE_TEMPLATE("measure: an absurd size is OutOfMemory, and leaves no trace"
     CHECK(allocate(d, 1 << 20, ACTIVATIONS)->data != nullptr);  // and the device still works
 }
 
+// Folders that look like /proc and /sys of a machine with 8 GiB available.
+struct Machine {
+    Folder folder;
+    Machine(const std::string& mounts, const std::string& groups) {
+        file("/proc/meminfo", "MemTotal: 9 kB\nMemAvailable:    8388608 kB\n");
+        file("/proc/self/mountinfo", "22 1 0:21 / /proc rw - proc proc rw\n" + mounts);
+        file("/proc/self/cgroup", groups);
+    }
+    void file(const std::string& path, const std::string& text) const {
+        std::filesystem::create_directories(std::filesystem::path(folder.path + path).parent_path());
+        write_file(folder.path + path, text);
+    }
+    void v1(const std::string& group, size_t mib, size_t used, size_t cached) const {
+        const std::string at = "/sys/fs/cgroup/memory" + group;
+        file(at + "/memory.limit_in_bytes", std::to_string(mib << 20) + "\n");
+        file(at + "/memory.usage_in_bytes", std::to_string(used << 20) + "\n");
+        file(at + "/memory.stat", "inactive_file 1\ntotal_inactive_file " + std::to_string(cached << 20) + "\n");
+    }
+    void v2(const std::string& group, const std::string& max, size_t used, size_t cached) const {
+        const std::string at = "/sys/fs/cgroup" + group;
+        file(at + "/memory.max", max + "\n");
+        file(at + "/memory.current", std::to_string(used << 20) + "\n");
+        file(at + "/memory.stat", "anon 5\ninactive_file " + std::to_string(cached << 20) + "\n");
+    }
+    double mib() const { return system_memory(folder.path) / 1048576.0; }
+};
+static const char* const V1 =
+    "30 22 0:4 / /sys/fs/cgroup/cpu rw,relatime shared:3 - cgroup cgroup rw,cpu\n"
+    "31 22 0:5 / /sys/fs/cgroup/memory rw,relatime shared:4 master:2 - cgroup cgroup rw,memory\n";
+static const char* const V2 = "31 22 0:5 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n";
+
+TEST_CASE("measure: memory is what the tightest of the control groups leaves") {
+    Machine none("", "0::/a\n"), nested(V2, "0::/slurm/job/step\n"), old(V1, "5:cpu:/c\n4:memory:/slurm/job\n0::/\n");
+    CHECK(none.mib() == 8192);
+    nested.v2("/slurm/job/step", "max", 100, 0);
+    CHECK(nested.mib() == 8192);
+    nested.v2("/slurm/job", std::to_string(512 << 20), 300, 50);
+    CHECK(nested.mib() == 262);
+    nested.v2("/slurm", std::to_string(2048ll << 20), 2000, 10);
+    CHECK(nested.mib() == 58);
+    nested.v2("", std::to_string(100 << 20), 120, 0);  // a container: its own group is the root that it sees
+    CHECK(nested.mib() == 0);
+    old.v1("", size_t(1) << 43, 5000, 0);
+    CHECK(old.mib() == 8192);
+    old.v1("/slurm", 1000, 500, 100);
+    CHECK(old.mib() == 600);
+    old.v1("/slurm/job", 300, 200, 0);
+    CHECK(old.mib() == 100);
+    // The group as the machine sees it, mounted in a container as the root of its tree.
+    Machine docker("31 22 0:5 /docker/1f /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n",
+                   "4:memory:/docker/1f/in\n");
+    docker.v1("", 400, 100, 0);
+    CHECK(docker.mib() == 300);
+    docker.v1("/in", 200, 100, 0);
+    CHECK(docker.mib() == 100);
+    Folder nothing;  // no /proc
+    CHECK(system_memory(nothing.path) > 0);
+}
+
+TEST_CASE("measure: what there is no memory for is named before it is allocated") {
+    require_memory(1 << 20, "a little");
+    CHECK(has(failure_of([] { require_memory(size_t(1) << 46, "the text"); }),
+              "1: out of memory on cpu: 65536.00 GiB for the text, with "));
+}
+
 // What was freed has to come back as one piece: 80% of the memory in eighths, then in quarters, then at once.
 TEST_CASE("measure: freed GPU memory is not lost in pieces") {
     if (!begin_on(CUDA)) { return; }
@@ -270,7 +338,7 @@ TEST_CASE("measure: table as csv") {
           "# two sizes, \"quoted\"\n"
           "size,ms,a|b,note\n"
           "small,1.5,,\"µ, ±\"\n"
-          "2.7B,OOM,-12e3,\"say \"\"hi\"\"\n\"\n");
+          "2.7B,OOM,-12e3,\"say \"\"hi\"\"\\x0a\"\n");
 }
 
 TEST_CASE("measure: table as json") {
@@ -285,6 +353,25 @@ TEST_CASE("measure: table as json") {
     CHECK(format_table(t, "json") ==
           "{\"caption\": \"\", \"columns\": [\"x\"], \"rows\": [[\"007\"], [\"nan\"], [\"0x1\"], [\"1.\"], [-0.50], "
           "[\"+1\"], [\"1e\"], [\"-\"], [\".5\"], [0], [\"3 \"], [\"back\\\\slash\"]]}\n");
+}
+
+// A line break, an escape sequence, one in C1, "RIGHT-TO-LEFT OVERRIDE", and a byte, half a character and a surrogate
+// that are no UTF-8.
+static const std::string hostile = "\n\x1b[31m\xc2\x9b\xe2\x80\xae\xff\xc3(\xed\xa0\x80|\xc2\xb5\xf0\x9f\x98\x80";
+
+TEST_CASE("measure: text of any kind stays on its line, and within JSON") {
+    CHECK(one_line(hostile) ==
+          "\\x0a\\x1b[31m\\xc2\\x9b\\xe2\\x80\\xae\\xff\\xc3(\\xed\\xa0\\x80|\xc2\xb5\xf0\x9f\x98\x80");
+    CHECK(one_line("\xc2") == "\\xc2");
+    CHECK(quote_json(hostile) ==
+          "\"\\u000a\\u001b[31m\\u009b\\u202e\\\\xff\\\\xc3(\\\\xed\\\\xa0\\\\x80|\xc2\xb5"
+          "\xf0\x9f\x98\x80\"");
+    Table t = {hostile, {hostile}, {{hostile}}};
+    for (const char* format : {"md", "csv"}) {
+        std::string text = format_table(t, format);
+        CHECK(std::count(text.begin(), text.end(), '\n') == (format == std::string("md") ? 5 : 3));
+        for (const char* bad : {"\x1b", "\xc2\x9b", "\xe2\x80\xae", "\xff"}) { CHECK(!has(text, bad)); }
+    }
 }
 
 TEST_CASE("measure: tables that cannot be") {
@@ -403,11 +490,85 @@ TEST_CASE("measure: a signal, or a failure, in the middle of a file leaves the o
     CHECK(folder.files().empty());
 }
 
+TEST_CASE("measure: child: ends without destructors while it writes" * doctest::skip()) {
+    replace_file(getenv("CS336_TEST_FILE"), [](FILE*) -> bool {
+        remove_unfinished_files();
+        _exit(0);
+    });
+}
+
+TEST_CASE("measure: a file keeps its mode, and is written behind its links") {
+    Folder folder;
+    std::string path = folder / "file", link = folder / "link", chain = folder / "chain",
+                new_link = folder / "new_link";
+    auto mode_of = [](const std::string& name) {
+        struct stat s;
+        REQUIRE(stat(name.c_str(), &s) == 0);
+        return s.st_mode & 07777;
+    };
+    mode_t mask = umask(027);
+    save_file(path, "old");
+    umask(mask);
+    CHECK(mode_of(path) == 0640);
+    REQUIRE(chmod(path.c_str(), 0604) == 0);
+    REQUIRE(mkdir((folder / "away").c_str(), 0777) == 0);
+    std::filesystem::create_symlink("file", link);
+    std::filesystem::create_symlink(link, chain);
+    std::filesystem::create_symlink("away/new", new_link);
+    save_file(chain, "new");
+    save_file(new_link, "there");
+    CHECK(read_file(path) == "new");
+    CHECK(mode_of(path) == 0604);
+    CHECK(read_file(folder / "away/new") == "there");
+    for (const std::string& l : {link, chain, new_link}) { CHECK(std::filesystem::is_symlink(l)); }
+    CHECK(folder.files().size() == 5);
+    CHECK(real_name(chain) == real_name(folder / "away/../file"));
+    setenv("CS336_TEST_FILE", path.c_str(), 1);
+    run_case("measure: child: ends without destructors while it writes");
+    CHECK(read_file(path) == "new");
+    CHECK(folder.files().size() == 5);
+}
+
+TEST_CASE("measure: temporary files have names that nobody can guess, and stale ones go") {
+    Folder folder;
+    std::string path = folder / "file", victim = folder / "victim", stale = temporary_name(path), fresh = stale + "x",
+                locked = stale + "y", other = folder / "file.tmp.backup";
+    CHECK(temporary_name(path) != stale);
+    for (const std::string& name : {victim, stale, fresh, locked, other}) { write_file(name, "untouched"); }
+    std::filesystem::create_symlink("victim", path + ".tmp." + std::to_string(getpid()));
+    for (const std::string& name : {stale, locked, other}) {
+        timespec long_ago[2] = {};
+        REQUIRE(utimensat(AT_FDCWD, name.c_str(), long_ago, 0) == 0);
+    }
+    int file = open(locked.c_str(), O_RDONLY);
+    REQUIRE(flock(file, LOCK_EX) == 0);
+    replace_file(path, nullptr);  // tries, and leaves nothing
+    CHECK(!std::filesystem::exists(path));
+    CHECK(!std::filesystem::exists(stale));
+    save_file(path, "new");
+    close(file);
+    CHECK(folder.files().size() == 6);
+    for (const std::string& name : {victim, fresh, locked, other}) { CHECK(read_file(name) == "untouched"); }
+    CHECK(failure_of([&] { replace_file(folder / std::string(250, 'x'), nullptr); }) ==
+          "1: " + (folder / std::string(250, 'x')) + ": cannot be written: File name too long");
+    REQUIRE(mkfifo((folder / "fifo").c_str(), 0600) == 0);
+    CHECK(has(failure_of([&] { save_file(folder / "fifo", ""); }), "expected a regular file"));
+}
+
 TEST_CASE("measure: child: notes" * doctest::skip()) {
     REQUIRE(dup2(STDOUT_FILENO, STDERR_FILENO) >= 0);
     note("%s", "a\nb\x1b[31m\x7f, \xc2\xb5");
+    std::string micros = "x";
+    for (int i = 0; i < 500000; i++) { micros += "\xc2\xb5"; }
+    note("--long: got '%s'", micros.c_str());
 }
 
 TEST_CASE("measure: a note is one line, whatever it says") {
-    CHECK(has(run_case("measure: child: notes"), "a\\x0ab\\x1b[31m\\x7f, \xc2\xb5\n"));
+    std::string text = run_case("measure: child: notes");
+    CHECK(has(text, "a\\x0ab\\x1b[31m\\x7f, \xc2\xb5\n"));
+    CHECK(has(text, "--long: got 'x\xc2\xb5"));
+    CHECK(has(text, "\xc2\xb5 ... \xc2\xb5"));
+    CHECK(has(text, "\xc2\xb5'\n"));
+    CHECK(text.size() < 4000);
+    CHECK(one_line(text).find("\\xc2") == std::string::npos);  // no character was cut
 }

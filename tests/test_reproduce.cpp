@@ -294,6 +294,38 @@ TEST_CASE("reproduce: an interrupted run goes on where it was, a complete one st
     CHECK(run_cs336({"reproduce"}).exit_code == 0);
 }
 
+TEST_CASE("reproduce: a state of any shape is taken as none") {
+    Repository repository;
+    write_file("notes/a.md", block("communication_accounting", "old\n"));
+    REQUIRE(run_cs336({"reproduce"}).exit_code == 0);
+    const nlohmann::json good = nlohmann::json::parse(read_file("build/.reproduce.json"));
+    auto with = [&](const char* key, const std::string& value) {
+        nlohmann::json others = good;
+        others.erase(key);
+        return strprintf("{\"%s\": %s, ", key, value.c_str()) + others.dump().substr(1);
+    };
+    const std::string deep = std::string(100000, '[') + std::string(100000, ']');
+    for (const std::string& state :
+         {with("machine", "3"), with("commit", "{}"), with("seconds", "[]"), with("seconds", "{\"x\": \"y\"}"),
+          with("seconds", "{\"communication_accounting\": \"y\"}"),
+          with("seconds", "{\"communication_accounting\": null}"), with("outputs", "[]"),
+          with("outputs", "{\"communication_accounting\": 5}"), with("outputs", deep), with("more", deep),
+          std::string("[]"), std::string("null"), std::string(), std::string("\xff\x00", 2), deep}) {
+        CAPTURE(state.substr(0, 200));
+        write_file("build/.reproduce.json", state);
+        Run r = run_cs336({"reproduce"});
+        CAPTURE(r.err);
+        CHECK(r.exit_code == 0);
+        CHECK(nlohmann::json::parse(read_file("build/.reproduce.json"))["outputs"].empty());
+    }
+    REQUIRE(remove("build/.reproduce.json") == 0);
+    REQUIRE(mkfifo("build/.reproduce.json", 0600) == 0);
+    Run r = run_cs336({"reproduce"});
+    CHECK(r.exit_code == 1);
+    CHECK_MESSAGE(has(r.err, "build/.reproduce.json: cannot be written: expected a regular file"), r.err);
+    CHECK(r.out == "");
+}
+
 TEST_CASE("reproduce: folders that are not there or take nothing") {
     Repository repository;
     write_file("notes/a.md", block("communication_accounting", "old\n")), write_file("file", "");

@@ -1,6 +1,7 @@
 // Tests of train.cu: resuming, checkpoints, learning, and your own weights.
 #include "test.h"
 
+#include <nlohmann/json.hpp>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -98,6 +99,33 @@ TEST_CASE("train: a checkpoint whose metadata cannot be is refused, in a line th
         CHECK(std::count(r.err.begin(), r.err.end(), '\n') == 1);
         CHECK(r.err.find(bad + ": metadata") != std::string::npos);
         CHECK(r.err.find(name) != std::string::npos);
+    }
+}
+TEST_CASE("train: a checkpoint with more in it than its metadata says is refused") {
+    Folder folder;
+    std::string good = folder / "good", bad = folder / "bad";
+    Run r = run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--steps", "1", "--save", good});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    SafeTensors file = load_safetensors(good);
+    REQUIRE(file.metadata["num_layers"] == "2");
+    file.metadata["num_layers"] = "1";
+    save_safetensors(bad, {file.tensors.begin(), file.tensors.end()}, file.metadata);
+    r = run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--load", bad});
+    CHECK(r.exit_code == 1);
+    CHECK_MESSAGE(has(r.err, bad + ": tensor \"adamw.m.layers.1.attn.k_proj.weight\": not one of a model of 1 layers"),
+                  r.err);
+}
+TEST_CASE("train: the sample is in every format") {
+    for (const char* format : {"md", "csv", "json"}) {
+        Run r = run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--steps", "1", "--sample", "9",
+                           "--format", format});
+        CHECK(r.exit_code == 0);
+        CHECK(has(r.out, "The held-out text's first 32 bytes continued (temperature 0.8)"));
+        std::string last = r.out.substr(r.out.rfind('\n', r.out.size() - 2) + 1);
+        if (format == std::string("json")) {
+            CHECK(nlohmann::json::parse(last)["rows"][0][0].get<std::string>().size() >= 9);
+        }
+        if (format == std::string("csv")) { CHECK(last.size() > 9); }
     }
 }
 TEST_CASE_TEMPLATE("train: learns", D, OnCPU, OnCUDA) {
@@ -284,6 +312,20 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
         refused(4, batch, "tokens: element 1 is not a token of a vocabulary of 31");
     }
     refused(2, "no/such/file", "no/such/file");
+    SafeTensors weights = load_safetensors(good[2]), batch = load_safetensors(good[4]);
+    std::string bad = folder / "bad";
+    batch.tensors["mask"] = batch.tensors["tokens"];
+    save_safetensors(bad, {batch.tensors.begin(), batch.tensors.end()});
+    refused(4, bad, "tensor \"mask\": not tokens or targets");
+    for (const char* width : {"d_model", "d_ff"}) {  // a file in order, but for its width of 0
+        auto tensors = weights.tensors;
+        for (auto& [name, t] : tensors) {
+            for (int64_t& n : t.shape) { n = n == (width == std::string("d_ff") ? 24 : 16) ? 0 : n; }
+            t.bytes = count(t.shape) * 4;
+        }
+        save_safetensors(bad, {tensors.begin(), tensors.end()});
+        refused(2, bad, "expected a shape of whole numbers from 1 to 2147483647");
+    }
     good.back() = folder / "own";
     std::filesystem::create_symlink(std::filesystem::absolute(good[2]), good.back());  // the weights by another name
     Run own = run_cs336(good);
