@@ -251,6 +251,7 @@ struct Links {
 [[noreturn]] static void give_up(int rank, int exit_code, const std::string& why) {
     usleep(100000 * std::min(rank, 10));
     note("cs336: rank %d: %s", rank, why.c_str());
+    remove_unfinished_files();
     fflush(stdout);
     _exit(exit_code);
 }

@@ -208,6 +208,28 @@ TEST_CASE("ranks: signals to the launcher reach all, and no rank outlives it") {
     }
 }
 
+TEST_CASE("ranks: a file that is being written goes, too, when another rank stalls") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    if (!is_rank()) {
+        Folder folder;
+        setenv("CS336_TEST_FOLDER", folder.path.c_str(), 1);
+        CHECK(launch_ranks(2, {"-tc=ranks: a file that is being written*", "-nv", "-m"}) == 1);
+        CHECK(folder.files().empty());
+        return;
+    }
+    Options o;
+    o.device = "cpu", o.timeout = 2;
+    run_ranks(o, [](const Communicator& c) {
+        std::string path = std::string(getenv("CS336_TEST_FOLDER")) + "/part" + std::to_string(c.rank);
+        signal(SIGTERM, SIG_DFL);  // doctest's handler would stay
+        Unfinished part(path);
+        write_file(path, "half");
+        gather_text(c, "");
+        if (c.rank == 1) { raise(SIGSTOP); }
+        pause();
+    });
+}
+
 static int some_free_port() {  // and the next one; below the ports of outgoing connections
     static int port = 20000 + (int)(getpid() * 7 % 9000);
     while (true) {
