@@ -679,16 +679,17 @@ const char* innermost_range() { return open_ranges.empty() ? "" : open_ranges.ba
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory: the raw blocks
 
-// What is left below the limits of our control group and of those around it, beyond which the kernel kills. Both
-// versions can be mounted: in version 1 the memory controller has a tree of its own.
-static size_t memory_of_groups(const std::string& root) {
+// A control group that limits memory: ours, or one around it.
+struct MemoryGroup {
+    std::string limit, used, stat;  // files
+    const char* cached;             // field of stat
+};
+// Both versions can be mounted: in version 1 the memory controller has a tree of its own.
+static std::vector<MemoryGroup> memory_groups(const std::string& root) {
     auto lists = [](const std::string& items, const char* item) {
         return ("," + items + ",").find("," + std::string(item) + ",") != std::string::npos;
     };
-    auto bytes_in = [](const std::string& path, const char* key) {
-        return strtoull(field_of(path.c_str(), key).c_str(), nullptr, 10);
-    };
-    size_t left = SIZE_MAX;
+    std::vector<MemoryGroup> groups;
     std::ifstream mounts(root + "/proc/self/mountinfo");
     for (std::string line; std::getline(mounts, line);) {
         std::istringstream words(line);
@@ -707,28 +708,57 @@ static size_t memory_of_groups(const std::string& root) {
         }
         if (top != "/" && group.compare(0, top.size(), top) == 0) { group.erase(0, top.size()); }
         for (bool more = true; more;) {
-            const std::string at = root + folder + group + "/";
-            std::string limit = field_of((at + (v1 ? "memory.limit_in_bytes" : "memory.max")).c_str(), "");
-            if (!limit.empty() && limit != "max") {
-                size_t used = bytes_in(at + (v1 ? "memory.usage_in_bytes" : "memory.current"), "");
-                // Cached files count as used, but make room when memory runs short.
-                size_t cached = bytes_in(at + "memory.stat", v1 ? "total_inactive_file" : "inactive_file");
-                size_t max = strtoull(limit.c_str(), nullptr, 10) + std::min(cached, used);
-                left = std::min(left, max > used ? max - used : 0);
-            }
+            const std::string at = root + folder + group + "/", stat = at + "memory.stat";
+            groups.push_back(v1 ? MemoryGroup{at + "memory.limit_in_bytes", at + "memory.usage_in_bytes", stat,
+                                              "\ntotal_inactive_file "}
+                                : MemoryGroup{at + "memory.max", at + "memory.current", stat, "\ninactive_file "});
             more = !group.empty();
             if (more) { group.resize(group.rfind('/') == std::string::npos ? 0 : group.rfind('/')); }
         }
+    }
+    return groups;
+}
+
+// The number behind `before`, which begins with a line's end. False: there is no such file, or no number.
+static bool number_in(const char* path, const char* before, size_t* number) {
+    char text[1 << 14] = "\n", *end = text + 1;
+    int file = open(path, O_RDONLY | O_CLOEXEC);
+    if (file < 0) { return false; }
+    for (ssize_t n; end < text + sizeof text - 1 && (n = read(file, end, text + sizeof text - 1 - end)) > 0;) {
+        end += n;
+    }
+    close(file);
+    *end = 0;
+    const char* found = strstr(text, before);
+    char* behind = nullptr;
+    if (found) { *number = strtoull(found + strlen(before), &behind, 10); }
+    return found && behind > found + strlen(before);
+}
+
+// Uses no heap: what it took there could be a piece of a large block that was freed and is about to come again.
+static size_t memory_left(const char* meminfo, const std::vector<MemoryGroup>& groups) {
+    size_t left = 0;
+    struct sysinfo info;
+    if (number_in(meminfo, "\nMemAvailable:", &left)) {
+        left *= 1024;
+    } else if (sysinfo(&info) == 0) {
+        left = (info.freeram + info.bufferram) * info.mem_unit;
+    }
+    for (const MemoryGroup& group : groups) {
+        size_t limit, used = 0, cached = 0;
+        if (!number_in(group.limit.c_str(), "\n", &limit)) { continue; }  // "max"
+        number_in(group.used.c_str(), "\n", &used);
+        number_in(group.stat.c_str(), group.cached, &cached);
+        limit += std::min(cached, used);  // cached files count as used, but make room when memory runs short
+        left = std::min(left, limit > used ? limit - used : 0);
     }
     return left;
 }
 
 size_t system_memory(const std::string& root) {
-    std::string available = field_of((root + "/proc/meminfo").c_str(), "MemAvailable");
-    size_t bytes = strtoull(available.c_str(), nullptr, 10) * 1024;
-    struct sysinfo info;
-    if (available.empty() && sysinfo(&info) == 0) { bytes = (info.freeram + info.bufferram) * info.mem_unit; }
-    return std::min(bytes, memory_of_groups(root));
+    static const std::vector<MemoryGroup> ours = memory_groups("");
+    if (root.empty()) { return memory_left("/proc/meminfo", ours); }
+    return memory_left((root + "/proc/meminfo").c_str(), memory_groups(root));
 }
 
 #ifdef __CUDACC__
