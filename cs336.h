@@ -935,12 +935,11 @@ size_t peak_of(const std::vector<MemoryEvent>& log);  // bytes; fails unless all
 struct LostTouch : Failure {
     explicit LostTouch(const std::string& what) : Failure(1, what) {}
 };
-struct Hello {           // what a process says of itself; all ranks have to agree on what has no remark
-    std::string token;   // of the job
-    std::string commit;  // of the program
-    int rank = 0;        // its own
+struct Hello {                    // what a process says of itself. All ranks have to agree but on:
+    int rank = 0;                 // its own
+    bool for_heartbeats = false;  // this is the rank's second connection
     int world = 1;
-    bool for_heartbeats = false;  // the rank's second connection
+    std::string token, commit;  // of the job, of the program
     std::string command;
     std::map<std::string, std::string> options;  // those that were typed
 };

@@ -776,7 +776,7 @@ static void connect_ranks(Communicator& c, const Identity& me, const Options& o)
     l.me = me, l.timeout_s = o.timeout;
     // 0.8: so that all is over within the timeout.
     double patience_ms = 0.8e3 * o.timeout, deadline = now_ms() + patience_ms;
-    Hello hello{me.token, commit(), me.rank, me.world, false, o.command, o.given};
+    Hello hello{me.rank, false, me.world, me.token, commit(), o.command, o.given};
     if (me.rank == 0) { l.server = start_store(listening_socket(me, deadline), hello, patience_ms); }
     l.store = connect_to_store(me.address, me.port, hello, deadline);
     hello.for_heartbeats = true;

@@ -14,7 +14,7 @@ static void expect(bool ok, const char* what) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t n) {
     bool secret = n > 0 && bytes[0] % 2 == 1;  // else the fuzzer may learn the token, and say what a rank may say
-    StoreState s = empty_store({secret ? "a token that no input holds" : "", "c", 0, 3, false, "t", {}}, 1000);
+    StoreState s = empty_store({0, false, 3, secret ? "a token that no input holds" : "", "c", "t", {}}, 1000);
     for (int i = 0; i < 4; i++) { s.peers.emplace_back(); }
     auto p = s.peers.begin();
     size_t sent = 0, held = 0;

@@ -13,7 +13,7 @@ static std::string fields(const std::vector<std::string>& all) {
     for (const std::string& field : all) { text += field + '\0'; }
     return text;
 }
-static const Hello own = {"secret/", "abc", 0, 2, false, "naive_ddp", {{"quick", ""}, {"seed", "1"}}};
+static const Hello own = {0, false, 2, "secret/", "abc", "naive_ddp", {{"quick", ""}, {"seed", "1"}}};
 static const std::vector<std::string> good = {"secret/", "abc", "1", "2", "0", "naive_ddp", "quick", "", "seed", "1"};
 
 struct Talk {  // of one store with several peers
