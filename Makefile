@@ -2,10 +2,10 @@
 #
 # With nvcc, nvcc compiles the .cu files into build/cuda; without it (or with `make NVCC=`), g++ compiles the same files
 # as C++ into build/cpu. ./cs336 is of the flavour made last. Variables: NVCC=path, ARCH="-gencode ...", INSTALL=0
-# (install nothing), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1 (both sanitizers),
+# (install nothing), PLAIN=1 (without the fast_*.cu), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1 (both sanitizers),
 # TSAN=1 (the thread sanitizer, for the ranks' threads).
 
-SOURCES := $(wildcard measure.cu tensor.cu safetensors.cu precision.cu attention.cu flash.cu flash_mma.cu hopper.cu model.cu benchmark.cu train.cu plot.cu profile.cu memory.cu store.cu ranks.cu ddp.cu reproduce.cu main.cu)
+SOURCES := $(filter-out $(if $(PLAIN),fast_%),$(wildcard *.cu))
 TESTS := $(filter-out tests/fuzz_%,$(wildcard tests/*.cpp))
 
 ifeq ($(origin NVCC),undefined)
@@ -20,7 +20,7 @@ override NVCC :=
 SANITIZE := -fsanitize=thread
 endif
 FLAVOUR := $(if $(ASAN),asan,$(if $(TSAN),tsan,$(if $(NVCC),cuda,cpu)))
-BUILD := build/$(FLAVOUR)$(if $(WERROR),-werror)
+BUILD := build/$(FLAVOUR)$(if $(PLAIN),-plain)$(if $(WERROR),-werror)
 # The tests' own code is the same for all flavours, and nothing in it is worth sanitizing; but the thread sanitizer has
 # to see all of a program.
 TEST_BUILD := build/tests$(if $(TSAN),-tsan)$(if $(WERROR),-werror)
@@ -87,7 +87,7 @@ $(TEST_BUILD)/%.o: tests/%.cpp | $(BUILD)/config.mk
 	$(CXX) $(CXXFLAGS) $(if $(TSAN),$(SANITIZE)) -I. -MMD -MP -c -o $@ $<
 
 # wgmma and setmaxnreg belong to this one architecture; no later card has them. So it stays also with `make ARCH=...`.
-$(BUILD)/hopper.o: override ARCH := -gencode arch=compute_90a,code=sm_90a
+$(BUILD)/fast_flash_hopper.o: override ARCH := -gencode arch=compute_90a,code=sm_90a
 
 # The commit stands in every table's caption: measure.cu is compiled again when it changes.
 $(BUILD)/measure.o: $(BUILD)/commit

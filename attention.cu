@@ -1,4 +1,6 @@
-// attention.cu: section 1.2 of the handout, attention by its definition.
+// attention.cu: sections 1.2 and 1.3 of the handout. Attention by its definition, with a fused softmax, and by tiles:
+// FlashAttention-2 in plain C++ and as the simplest kernels. Faster kernels stand in other files; all are rows of the
+// table of implementations at the end.
 //
 //   S = Q K^T / sqrt(D)      S_ij = -inf where key j may not be seen by query i (causal: j > i)
 //   P = softmax(S)           row by row: P_ij = exp(S_ij - m_i) / sum_j exp(S_ij - m_i), m_i = max_j S_ij
@@ -10,8 +12,11 @@
 // Backward, given dO (handout, eq. 13-19; D_i below is not the head size):
 //   dV = P^T dO,  dP = dO V^T,  dS_ij = P_ij (dP_ij - D_i) with D_i = sum_j P_ij dP_ij,
 //   dQ = dS K / sqrt(D),  dK = dS^T Q / sqrt(D).
-#include "cs336.h"
+#include "gpu.h"
 #include <algorithm>
+#ifdef HAVE_OPENBLAS
+#include <cblas.h>
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Eager: every operation of the handout's model is a kernel and every intermediate an array in memory.
@@ -50,7 +55,7 @@ static void softmax_cpu(T* S, Wide<T>* L, int64_t R, int Tq, int Tk, bool causal
 #pragma omp parallel for if (R * Tk > 16384)
     for (int64_t r = 0; r < R; r++) {
         T* s = S + r * Tk;
-        int n = causal ? std::min((int)(r % Tq) + 1, Tk) : Tk;
+        int n = keys_seen(causal, (int)(r % Tq), Tk);
         using A = Wide<T>;
         A m = -INFINITY;
         double sum = 0;
@@ -67,7 +72,7 @@ static void softmax_backward_cpu(T* dP, const T* P, int64_t R, int Tq, int Tk, b
     for (int64_t r = 0; r < R; r++) {
         T* dp = dP + r * Tk;
         const T* p = P + r * Tk;
-        int n = causal ? std::min((int)(r % Tq) + 1, Tk) : Tk;  // P is 0 beyond, and so is dS
+        int n = keys_seen(causal, (int)(r % Tq), Tk);  // P is 0 beyond, and so is dS
         using A = Wide<T>;
         double D = 0;
         for (int j = 0; j < n; j++) { D += (double)to_acc(p[j]) * to_acc(dp[j]); }
@@ -83,7 +88,7 @@ __global__ void softmax_kernel(T* S, float* L, int64_t R, int Tq, int Tk, bool c
     int lane = threadIdx.x % WARP;
     if (r >= R) { return; }  // a warp leaves as one, so the shuffles below stay legal
     T* s = S + r * Tk;
-    int n = causal ? min((int)(r % Tq) + 1, Tk) : Tk;
+    int n = keys_seen(causal, (int)(r % Tq), Tk);
     float m = -INFINITY, sum = 0;
     for (int j = lane; j < n; j += WARP) {
         float x = to_acc(s[j]), larger = fmaxf(m, x);
@@ -102,7 +107,7 @@ __global__ void softmax_backward_kernel(T* dP, const T* P, int64_t R, int Tq, in
     int lane = threadIdx.x % WARP;
     if (r >= R) { return; }
     dP += r * Tk, P += r * Tk;
-    int n = causal ? min((int)(r % Tq) + 1, Tk) : Tk;
+    int n = keys_seen(causal, (int)(r % Tq), Tk);
     float D = 0;
     for (int j = lane; j < n; j += WARP) { D += to_acc(P[j]) * to_acc(dP[j]); }
     D = warp_sum(D);
@@ -186,195 +191,721 @@ Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tensor& v_i
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The experiments of 1.2.1 and 1.3 (a): batch 8, no heads, no mask, head sizes and lengths on a grid
+// weighted_sum (handout, 1.3.1): the warm-up kernel.
+//   y_n = sum_d w_d x_nd                            x [N,D], w [D] -> y [N]
+//   dx_nd = w_d dy_n,  dw_d = sum_n x_nd dy_n
+// 2 FLOPs for each x that is read: memory decides. Forward moves 4 N D bytes; backward reads x and writes dx: 8 N D.
 
-struct AttentionCost {
-    bool ran = false;
-    double forward_ms = 0, backward_ms = 0;
-    size_t before_backward = 0;  // bytes held when backward starts: inputs, and what the forward saved
-    size_t needs = 0;            // bytes at the peak of forward and backward, predicted
-};
-using AttentionFunction = Tensor (*)(const Tensor&, const Tensor&, const Tensor&, bool, Tensor*);
-constexpr int GRID_BATCH = 8;
-static const std::vector<int> grid_head_sizes = {16, 32, 64, 128}, grid_lengths = {256, 1024, 4096, 8192, 16384};
-
-struct GridInputs {
-    Tensor q, k, v, dO;
-};
-static GridInputs grid_inputs(int S, int D) {
-    GridInputs in;
-    uint64_t key = 0;
-    for (Tensor* t : {&in.q, &in.k, &in.v, &in.dO}) {
-        *t = empty({GRID_BATCH, 1, S, D}, F32, INPUTS);
-        fill_normal(*t, 0, key++, 0, 1);
-        *t = require_gradient(*t);
+template <class T>
+static void weighted_sum_cpu(T* y, const T* x, const T* w, int64_t N, int64_t D) {
+#pragma omp parallel for if (N * D > 16384)
+    for (int64_t n = 0; n < N; n++) {
+        double sum = 0;
+        for (int64_t d = 0; d < D; d++) { sum += (double)w[d] * x[n * D + d]; }
+        y[n] = (T)sum;
     }
-    return in;
 }
-// A forward and a backward pass without data; afterwards META's books tell the peak. `saved` sees what is held between.
-static size_t grid_peak(
-    AttentionFunction f, int S, int D, const std::function<void()>& saved = [] {}) {
-    return planned_peak([&] {
-        GridInputs in = grid_inputs(S, D);
-        Tensor o = f(in.q, in.k, in.v, false, nullptr);
-        saved();
-        backward_from(o, in.dO);
-    });
-}
-static AttentionCost grid_cost(AttentionFunction f, int S, int D, int passes) {
-    AttentionCost cost;
-    cost.needs = grid_peak(f, S, D);
-    if (cost.needs > available_memory(context.device)) { return cost; }
-    GridInputs in = grid_inputs(S, D);
-    Tensor o;
-    auto forward = [&] { o = f(in.q, in.k, in.v, false, nullptr); };
-    auto reset = [&] {
-        clear_tape();
-        o = Tensor();
-        for (const Tensor* t : {&in.q, &in.k, &in.v}) { t->gradient->value = Tensor(); }
-    };
-    progress("S %d, D %d", S, D);
-    cost.forward_ms = stats_of(time_queued_ms(3, passes, reset, forward)).mean;
-    cost.before_backward = memory_use(context.device).now;
-    auto prepare = [&] {
-        reset();
-        forward();
-    };
-    cost.backward_ms = stats_of(time_queued_ms(3, passes, prepare, [&] { backward_from(o, in.dO); })).mean;
-    reset();
-    cost.ran = true;
-    return cost;
-}
-
-struct Grid {
-    std::vector<int> lengths;
-    int passes;
-    std::string caption;
-};
-static Grid grid_of(const Options& o, const char* what) {
-    bool cpu = context.device == CPU;
-    Grid g{grid_lengths, o.has("steps") ? o.steps : 100, ""};
-    std::string scaled_down;
-    if (cpu || o.quick) {
-        g.lengths = cpu ? std::vector<int>{256, 1024} : std::vector<int>{256, 1024, 4096};
-        if (o.quick && cpu) { g.lengths.pop_back(); }
-        scaled_down = strprintf("; scaled down: lengths up to %d instead of 16384", g.lengths.back());
-        if (!o.has("steps")) {
-            g.passes = o.quick ? 3 : 10;
-            scaled_down += strprintf(", %d passes instead of 100", g.passes);
+template <class T>
+static void weighted_sum_backward_cpu(T* dx, T* dw, const T* dy, const T* x, const T* w, int64_t N, int64_t D) {
+#pragma omp parallel if (N * D > 16384)
+    {
+#pragma omp for
+        for (int64_t n = 0; n < N; n++) {
+            for (int64_t d = 0; d < D; d++) { dx[n * D + d] = w[d] * dy[n]; }
         }
-    }
-    g.caption = strprintf(
-        "%s; batch %d, no heads, no mask, precision %s, 3 warmup, %d forward and %d backward passes; %s; commit %s%s",
-        what, GRID_BATCH, name_of(context.precision), g.passes, g.passes, device_description().c_str(),
-        commit().c_str(), scaled_down.c_str());
-    return g;
-}
-
-// What attention keeps for its backward, buffer by buffer, as the allocator saw it on META.
-static Table saved_table(int S, int D, size_t available) {
-    std::map<std::pair<std::string, size_t>, int> groups;
-    size_t saved = 0;
-    std::vector<const Memory*> before = live_memory(META);
-    size_t peak = grid_peak(attention_naive, S, D, [&] {
-        for (const Memory* m : live_memory(META)) {
-            if (std::count(before.begin(), before.end(), m)) { continue; }
-            groups[{m->category == INPUTS ? "inputs and dO" : m->op, m->bytes}]++;
-            saved += m->bytes;
-        }
-    });
-    Table table{
-        strprintf("the smallest configuration that does not fit: batch %d, d %d, S %d needs %.2f GiB at its peak, "
-                  "%.2f GiB are there. What is held when backward starts:",
-                  GRID_BATCH, D, S, peak / 1073741824.0, available / 1073741824.0),
-        {"what", "buffers", "bytes each", "bytes", "MiB"},
-        {}};
-    for (const auto& g : groups) {
-        size_t bytes = g.first.second * g.second;
-        table.rows.push_back({g.first.first, std::to_string(g.second), std::to_string(g.first.second),
-                              std::to_string(bytes), strprintf("%.2f", bytes / 1048576.0)});
-    }
-    table.rows.push_back({"all", "", "", std::to_string(saved), strprintf("%.2f", saved / 1048576.0)});
-    table.rows.push_back({"peak in backward", "", "", std::to_string(peak), strprintf("%.2f", peak / 1048576.0)});
-    return table;
-}
-
-// Milliseconds against S, a panel for each D: `times` holds a row of series' values for each D and length, D outermost.
-static void plot_grid(const std::string& path, const Grid& g, const std::string& title,
-                      const std::vector<std::string>& names, const std::vector<std::vector<double>>& times) {
-    std::vector<Chart> panels;
-    size_t lengths = g.lengths.size();
-    for (size_t d = 0; d < grid_head_sizes.size(); d++) {
-        Chart chart{
-            Chart::LINES, strprintf("d_model %d", grid_head_sizes[d]), "sequence length", "time (ms)", {}, {}, {}};
-        chart.x.assign(g.lengths.begin(), g.lengths.end());
-        chart.log_axes = true;
-        for (size_t k = 0; k < names.size(); k++) {
-            Series s{names[k], {}, k % 2 == 1, (int)k / 2};
-            for (size_t i = 0; i < lengths; i++) { s.y.push_back(times[d * lengths + i][k]); }
-            chart.series.push_back(s);
-        }
-        panels.push_back(chart);
-    }
-    save_file(path, draw(title, g.caption, panels));
-}
-
-int cmd_pytorch_attention(const Options& o) {
-    context.device = choose_device(o.device);
-    context.mode = EAGER;
-    Grid g = grid_of(o, "pytorch_attention: one kernel an operation");
-    Table table{g.caption, {"d_model", "seq_len", "forward_time", "backward_time", "memory_usage_mb", "status"}, {}};
-    std::vector<std::vector<double>> times;
-    for (int D : grid_head_sizes) {
-        for (int S : g.lengths) {
-            AttentionCost c = grid_cost(attention_naive, S, D, g.passes);
-            std::vector<std::string> row = {std::to_string(D), std::to_string(S)};
-            for (double ms : {c.forward_ms, c.backward_ms}) {
-                row.push_back(c.ran ? strprintf("%.6f", ms / 1e3) : "N/A");
+#pragma omp for
+        for (int64_t strip = 0; strip < D; strip += 64) {  // 64 columns a thread: rows are still read in long pieces
+            int64_t width = std::min<int64_t>(64, D - strip);
+            double sum[64] = {};
+            for (int64_t n = 0; n < N; n++) {
+                for (int64_t d = 0; d < width; d++) { sum[d] += (double)dy[n] * x[n * D + strip + d]; }
             }
-            row.push_back(c.ran ? strprintf("%.2f", c.before_backward / 1048576.0) : "N/A");
-            row.push_back(c.ran ? "OK" : oom_cell(c.needs));
-            table.rows.push_back(row);
-            times.push_back({c.ran ? c.forward_ms : NAN, c.ran ? c.backward_ms : NAN});
+            for (int64_t d = 0; d < width; d++) { dw[strip + d] = (T)sum[d]; }
         }
     }
-    print(table, o.format);
-    if (!o.plot.empty()) { plot_grid(o.plot, g, "Attention, one kernel an operation", {"forward", "backward"}, times); }
-    size_t available = available_memory(context.device);
-    int S = 256;
-    while (grid_peak(attention_naive, S, grid_head_sizes[0]) <= available) { S *= 2; }
-    print(saved_table(S, grid_head_sizes[0], available), o.format);
-    return 0;
 }
 
-Table attention_compile_table(const Options& o) {
-    Grid g = grid_of(o, "torch_compile (a): attention, vanilla = one kernel an operation, compiled = fused softmax");
-    Table table{g.caption,
-                {"d_model", "seq_len", "vanilla fw (ms)", "compiled fw (ms)", "speedup fw", "vanilla bw (ms)",
-                 "compiled bw (ms)", "speedup bw"},
-                {}};
-    std::vector<std::vector<double>> times;
-    for (int D : grid_head_sizes) {
-        for (int S : g.lengths) {
-            context.mode = EAGER;
-            AttentionCost naive = grid_cost(attention_naive, S, D, g.passes);
-            context.mode = FUSED;
-            AttentionCost fused = grid_cost(attention_fused, S, D, g.passes);
-            std::vector<std::string> row = {std::to_string(D), std::to_string(S)};
-            for (double AttentionCost::*pass : {&AttentionCost::forward_ms, &AttentionCost::backward_ms}) {
-                for (const AttentionCost* c : {&naive, &fused}) {
-                    row.push_back(c->ran ? strprintf("%.3f", c->*pass) : oom_cell(c->needs));
+#ifdef __CUDACC__
+// A warp takes a row: its lanes read neighbouring columns, so a load of the warp is one piece of 128 bytes.
+__global__ void weighted_sum_kernel(float* y, const float* x, const float* w, int64_t N, int64_t D) {
+    int64_t n = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
+    int lane = threadIdx.x % WARP;
+    if (n >= N) { return; }
+    float sum = 0;
+#pragma unroll 8
+    for (int64_t d = lane; d < D; d += WARP) { sum += w[d] * x[n * D + d]; }
+    sum = warp_sum(sum);
+    if (lane == 0) { y[n] = sum; }
+}
+
+// dw sums over all rows, which belong to different blocks, so it takes two steps: each block writes the sum over its
+// own rows to partial [chunks,D], and a second kernel adds the chunks up. Atomics would take one step, but add in no
+// fixed order. A block has 32 columns (a warp reads 32 neighbours) and 8 rows at a time.
+constexpr int SUM_ROWS = 8;
+__global__ void weighted_sum_backward_kernel(float* dx, float* partial, const float* dy, const float* x, const float* w,
+                                             int64_t N, int64_t D, int64_t chunk) {
+    __shared__ float sums[SUM_ROWS][WARP];
+    int64_t d = blockIdx.x * (int64_t)WARP + threadIdx.x;
+    int64_t first = blockIdx.y * chunk, end = min(first + chunk, N);
+    float sum = 0;
+    if (d < D) {
+        float weight = w[d];
+#pragma unroll 4
+        for (int64_t n = first + threadIdx.y; n < end; n += SUM_ROWS) {
+            sum += x[n * D + d] * dy[n];
+            dx[n * D + d] = weight * dy[n];
+        }
+    }
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();  // all rows' sums are there
+    if (threadIdx.y > 0 || d >= D) { return; }
+    for (int r = 1; r < SUM_ROWS; r++) { sum += sums[r][threadIdx.x]; }
+    partial[blockIdx.y * D + d] = sum;
+}
+__global__ void sum_chunks_kernel(float* dw, const float* partial, int64_t chunks, int64_t D) {
+    int64_t d = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (d >= D) { return; }
+    float sum = 0;
+#pragma unroll 8
+    for (int64_t c = 0; c < chunks; c++) { sum += partial[c * D + d]; }
+    dw[d] = sum;
+}
+#endif
+
+void weighted_sum_forward(const Tensor& y, const Tensor& x, const Tensor& w) {
+    int64_t D = w.size(), N = y.size();
+    if (y.device() == META || N == 0) { return; }
+#ifdef __CUDACC__
+    if (y.device() == CUDA) {
+        weighted_sum_kernel<<<ceil_div(N * WARP, 256), 256, 0, stream()>>>(y.as<float>(), x.as<float>(), w.as<float>(),
+                                                                           N, D);
+        LAUNCH_CHECK();
+        return;
+    }
+#endif
+    if (x.dtype == F64) { return weighted_sum_cpu(y.as<double>(), x.as<double>(), w.as<double>(), N, D); }
+    weighted_sum_cpu(y.as<float>(), x.as<float>(), w.as<float>(), N, D);
+}
+void weighted_sum_backward(const Tensor& dx, const Tensor& dw, const Tensor& dy, const Tensor& x, const Tensor& w) {
+    int64_t D = w.size(), N = dy.size();
+    if (N == 0) { fill_zero(dw); }
+    if (dx.device() == META || dx.size() == 0) { return; }
+#ifdef __CUDACC__
+    if (dx.device() == CUDA) {
+        int64_t strips = ceil_div(D, WARP);  // as many chunks as keep the chip busy, but no more to add up than needed
+        int64_t chunk = std::max<int64_t>(64, ceil_div(N * strips, multiprocessors() * 16)),
+                chunks = ceil_div(N, chunk);
+        Tensor partial = empty({chunks, D}, F32, WORKSPACE);
+        weighted_sum_backward_kernel<<<dim3((unsigned)strips, (unsigned)chunks), dim3(WARP, SUM_ROWS), 0, stream()>>>(
+            dx.as<float>(), partial.as<float>(), dy.as<float>(), x.as<float>(), w.as<float>(), N, D, chunk);
+        LAUNCH_CHECK();
+        sum_chunks_kernel<<<ceil_div(D, 128), 128, 0, stream()>>>(dw.as<float>(), partial.as<float>(), chunks, D);
+        LAUNCH_CHECK();
+        return;
+    }
+#endif
+    if (x.dtype == F64) {
+        return weighted_sum_backward_cpu(dx.as<double>(), dw.as<double>(), dy.as<double>(), x.as<double>(),
+                                         w.as<double>(), N, D);
+    }
+    weighted_sum_backward_cpu(dx.as<float>(), dw.as<float>(), dy.as<float>(), x.as<float>(), w.as<float>(), N, D);
+}
+
+Tensor weighted_sum(const Tensor& x_in, const Tensor& w_in) {
+    Range range("weighted_sum");
+    Tensor x = contiguous(x_in), w = contiguous(w_in);
+    bool known = x.dtype == F32 || (x.dtype == F64 && x.device() != CUDA);
+    if (x.shape.empty() || w.shape != Shape{x.dim(-1)} || !known || w.dtype != x.dtype) {
+        fail("weighted_sum: got x %s %s and w %s %s, expected fp32 x [...,D] and w [D]", name_of(x.dtype),
+             to_string(x.shape).c_str(), name_of(w.dtype), to_string(w.shape).c_str());
+    }
+    Tensor y = empty(Shape(x.shape.begin(), x.shape.end() - 1), x.dtype);
+    weighted_sum_forward(y, x, w);
+    record(y, {x, w}, [x, w](const Tensor& dy) {
+        Tensor dx = empty(x.shape, x.dtype), dw = empty(w.shape, w.dtype);
+        weighted_sum_backward(dx, dw, contiguous(dy), x, w);
+        add_gradient(x.gradient, dx);
+        add_gradient(w.gradient, dw);
+    });
+    return y;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The reference: one query at a time, by the definition, in fp64. Never optimised: all else is compared with it.
+//   s_j = scale q_i k_j;  L_i = log sum_j exp s_j;  p_j = exp(s_j - L_i);  O_i = sum_j p_j v_j
+//   dp_j = dO_i v_j;  D_i = sum_j p_j dp_j;  ds_j = p_j (dp_j - D_i)
+//   dV_j += p_j dO_i;  dQ_i = scale sum_j ds_j k_j;  dK_j += scale ds_j q_i            (handout, eq. 13-19)
+// q, k, v and dO are of type T, the results of type Out. The backward is computed where a.dO has data.
+
+template <class T, class Out = T>
+static void attention_reference_cpu(const AttentionArgs& a, int D) {
+    using A = Wide<Out>;
+#pragma omp parallel for
+    for (int head = 0; head < a.B * a.H; head++) {
+        int b = head / a.H, h = head % a.H;
+        const T *q = head_of<T>(a.q, b, h), *k = head_of<T>(a.k, b, h), *v = head_of<T>(a.v, b, h);
+        std::vector<double> s(a.Tk), dp(a.Tk), o(D), dQ(D), dK, dV;
+        const T* dO = a.dO.data ? head_of<T>(a.dO, b, h) : nullptr;
+        if (dO) { dK.resize((size_t)a.Tk * D), dV.resize((size_t)a.Tk * D); }
+        for (int i = 0; i < a.Tq; i++) {
+            int n = keys_seen(a.causal, i, a.Tk);
+            double m = -INFINITY, sum = 0, Di = 0;
+            for (int j = 0; j < n; j++) {
+                s[j] = 0;
+                for (int d = 0; d < D; d++) { s[j] += (double)to_acc(q[i * a.q.row + d]) * to_acc(k[j * a.k.row + d]); }
+                s[j] *= a.scale;
+                m = std::max(m, s[j]);
+            }
+            for (int j = 0; j < n; j++) { sum += std::exp(s[j] - m); }
+            double L = m + std::log(sum);
+            a.L[(int64_t)head * a.Tq + i] = (float)L;
+            std::fill(o.begin(), o.end(), 0.0);
+            for (int j = 0; j < n; j++) {
+                s[j] = std::exp(s[j] - L);  // from here on p_j
+                for (int d = 0; d < D; d++) { o[d] += s[j] * to_acc(v[j * a.v.row + d]); }
+            }
+            for (int d = 0; d < D; d++) { from_acc((A)o[d], head_of<Out>(a.o, b, h) + i * a.o.row + d); }
+            if (!dO) { continue; }
+            for (int j = 0; j < n; j++) {
+                dp[j] = 0;
+                for (int d = 0; d < D; d++) {
+                    dp[j] += (double)to_acc(dO[i * a.dO.row + d]) * to_acc(v[j * a.v.row + d]);
+                    dV[(size_t)j * D + d] += s[j] * to_acc(dO[i * a.dO.row + d]);
                 }
-                row.push_back(naive.ran && fused.ran ? strprintf("%.2fx", naive.*pass / fused.*pass) : "");
+                Di += s[j] * dp[j];
             }
-            table.rows.push_back(row);
-            times.push_back({naive.ran ? naive.forward_ms : NAN, naive.ran ? naive.backward_ms : NAN,
-                             fused.ran ? fused.forward_ms : NAN, fused.ran ? fused.backward_ms : NAN});
+            std::fill(dQ.begin(), dQ.end(), 0.0);
+            for (int j = 0; j < n; j++) {
+                double ds = s[j] * (dp[j] - Di) * a.scale;
+                for (int d = 0; d < D; d++) {
+                    dQ[d] += ds * to_acc(k[j * a.k.row + d]);
+                    dK[(size_t)j * D + d] += ds * to_acc(q[i * a.q.row + d]);
+                }
+            }
+            for (int d = 0; d < D; d++) { from_acc((A)dQ[d], head_of<Out>(a.dq, b, h) + i * a.dq.row + d); }
+        }
+        for (int j = 0; dO && j < a.Tk; j++) {
+            for (int d = 0; d < D; d++) {
+                from_acc((A)dK[(size_t)j * D + d], head_of<Out>(a.dk, b, h) + j * a.dk.row + d);
+                from_acc((A)dV[(size_t)j * D + d], head_of<Out>(a.dv, b, h) + j * a.dv.row + d);
+            }
         }
     }
-    if (!o.plot.empty()) {
-        plot_grid(o.plot, g, "Attention, one kernel an operation and with a fused softmax",
-                  {"eager forward", "eager backward", "fused forward", "fused backward"}, times);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// FlashAttention-2 (Dao, 2023), the handout's section 1.3.2. Every kernel cites these numbers.
+//
+// S = Q K^T / sqrt(D) and P = softmax(S) never exist as a whole. A block of Bq queries walks over the keys in blocks of
+// Bk and keeps, a row, the largest score m so far, the sum l of exp(S_ij - m), and O so far, unnormalised:
+//   1. S = Q K^T                        [Bq,Bk], of this block of keys only
+//   2. m' = max(m, rowmax S)
+//   3. P = exp(S - m'), a = exp(m - m')
+//   4. l = a l + rowsum P
+//   5. O = a O + P V
+// and at the end O = O / l and L = m + log l. That is exact: a rescales what was summed under a smaller maximum.
+// Memory is O(T), traffic (T/Bq) T D elements instead of T^2.
+//
+// Backward recomputes P = exp(S - L) block by block (no maximum is needed any more) and needs two sums, dK_j and dV_j
+// over the queries and dQ_i over the keys:
+//   6. D_i = sum_d dO_id O_id           [T]; equals sum_j P_ij dP_ij
+//   7. dV = P^T dO      8. dP = dO V^T      9. dS = P (dP - D)      10. dQ = dS K / sqrt(D)
+//   11. dK = dS^T Q / sqrt(D)
+
+// On the CPU, in fp32. The reason is the GPU's: a tile of S fits into a core's cache, all of S does not fit anywhere.
+// Causal tiles above the diagonal are skipped, so half of the products disappear, which the versions above cannot do.
+
+constexpr int CPU_BQ = 64, CPU_BK = 128;  // with D = 64: Q, K, V, S and O tiles take 128 KiB
+
+// C = alpha op(A) op(B) + beta C; C is [M,N]. By one thread: the loops around it are the parallel ones.
+static void tile_product(float* C, int64_t ldc, const float* A, int64_t lda, bool ta, const float* B, int64_t ldb,
+                         bool tb, int M, int N, int K, float alpha, float beta) {
+#ifdef HAVE_OPENBLAS
+    cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, M, N, K, alpha, A,
+                (int)lda, B, (int)ldb, beta, C, (int)ldc);
+#else
+    for (int i = 0; i < M; i++) {
+        for (int j = 0; j < N; j++) { C[i * ldc + j] = beta == 0 ? 0 : C[i * ldc + j] * beta; }
+        for (int k = 0; k < K; k++) {
+            float x = alpha * (ta ? A[k * lda + i] : A[i * lda + k]);
+            if (tb) {
+                for (int j = 0; j < N; j++) { C[i * ldc + j] += x * B[j * ldb + k]; }
+            } else {
+                for (int j = 0; j < N; j++) { C[i * ldc + j] += x * B[k * ldb + j]; }
+            }
+        }
     }
+#endif
+}
+// e^x for x <= 0 within 2 ulp, without a branch or a call, so that the compiler makes vector code of loops over it:
+// x log2(e) = n + f with |f| <= 1/2; 2^f is a polynomial (Taylor's, of degree 6, in f ln 2), 2^n goes into the
+// exponent. NaN stays NaN: it compares as false.
+static inline float exp_negative(float x) {
+    x = x < -87.0f ? -87.0f : x;              // e^-87 = 1.6e-38: the last before the numbers lose bits
+    float n = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 leaves no bits for a fraction: rounds to an integer
+    uint32_t bits;
+    memcpy(&bits, &n, 4);
+    n -= 12582912.0f;
+    float r = x - n * 0.693145752f - n * 1.42860677e-6f;  // ln 2 in two pieces: the first product is exact
+    float p = 1 + r * (1 + r * (1 / 2.0f + r * (1 / 6.0f + r * (1 / 24.0f + r * (1 / 120.0f + r / 720)))));
+    bits = (bits + 127) << 23;  // n's low bits, as the exponent
+    float power;
+    memcpy(&power, &bits, 4);
+    return p * power;
+}
+
+// Queries [q0, q0 + M) of one head: O and L. S is a tile of scratch.
+static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int q0, float* S, float* O) {
+    int b = head / a.H, h = head % a.H, M = std::min(CPU_BQ, a.Tq - q0);
+    const float* q = head_of<float>(a.q, b, h) + q0 * a.q.row;
+    int keys = keys_seen(a.causal, q0 + M - 1, a.Tk);
+    float m[CPU_BQ], l[CPU_BQ];
+    for (int i = 0; i < M; i++) { m[i] = -INFINITY, l[i] = 0; }
+    for (int k0 = 0; k0 < keys; k0 += CPU_BK) {
+        int N = std::min(CPU_BK, keys - k0);
+        tile_product(S, CPU_BK, q, a.q.row, false, head_of<float>(a.k, b, h) + k0 * a.k.row, a.k.row, true, M, N, D,
+                     a.scale, 0);
+        for (int i = 0; i < M; i++) {
+            float *s = S + i * CPU_BK, larger = m[i], sum = 0;
+            int seen = std::clamp(keys_seen(a.causal, q0 + i, a.Tk) - k0, 0, N);  // keys of this tile
+#pragma omp simd reduction(max : larger)
+            for (int j = 0; j < seen; j++) { larger = s[j] > larger ? s[j] : larger; }
+#pragma omp simd reduction(+ : sum)
+            for (int j = 0; j < seen; j++) {
+                s[j] = exp_negative(s[j] - larger);
+                sum += s[j];
+            }
+            for (int j = seen; j < N; j++) { s[j] = 0; }
+            float shrink = m[i] == larger ? 1 : std::exp(m[i] - larger);  // 0 in the first tile
+            m[i] = larger, l[i] = l[i] * shrink + sum;
+            for (int d = 0; k0 > 0 && d < D; d++) { O[i * D + d] *= shrink; }
+        }
+        tile_product(O, D, S, CPU_BK, false, head_of<float>(a.v, b, h) + k0 * a.v.row, a.v.row, false, M, D, N, 1,
+                     k0 > 0);
+    }
+    for (int i = 0; i < M; i++) {
+        float* o = head_of<float>(a.o, b, h) + (q0 + i) * a.o.row;
+        for (int d = 0; d < D; d++) { o[d] = O[i * D + d] / l[i]; }
+        a.L[(int64_t)head * a.Tq + q0 + i] = m[i] + std::log(l[i]);
+    }
+}
+static void flash_forward_cpu(const AttentionArgs& a, int D) {
+    one_blas_thread();
+    int64_t heads = (int64_t)a.B * a.H, tiles = (a.Tq + CPU_BQ - 1) / CPU_BQ;
+#pragma omp parallel
+    {
+        std::vector<float> S(CPU_BQ * CPU_BK), O(CPU_BQ * D);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < heads * tiles; i++) {  // the last tiles have the most keys, and go first
+            int tile = (int)(tiles - 1 - i / heads);
+            flash_forward_tile_cpu(a, D, (int)(i % heads), tile * CPU_BQ, S.data(), O.data());
+        }
+    }
+}
+
+// Keys [k0, k0 + N) of one head: dK and dV, and their share of dQ, added to dQ [Tq,D].
+static void flash_backward_tile_cpu(const AttentionArgs& a, int D, int head, int k0, const float* delta, float* dQ,
+                                    float* P, float* dS) {
+    int b = head / a.H, h = head % a.H, N = std::min(CPU_BK, a.Tk - k0);
+    const float *k = head_of<float>(a.k, b, h) + k0 * a.k.row, *v = head_of<float>(a.v, b, h) + k0 * a.v.row;
+    float *dk = head_of<float>(a.dk, b, h) + k0 * a.dk.row, *dv = head_of<float>(a.dv, b, h) + k0 * a.dv.row;
+    for (int j = 0; j < N; j++) {
+        for (int d = 0; d < D; d++) { dk[j * a.dk.row + d] = dv[j * a.dv.row + d] = 0; }
+    }
+    for (int q0 = a.causal ? k0 / CPU_BQ * CPU_BQ : 0; q0 < a.Tq; q0 += CPU_BQ) {
+        int M = std::min(CPU_BQ, a.Tq - q0);
+        const float *q = head_of<float>(a.q, b, h) + q0 * a.q.row, *dO = head_of<float>(a.dO, b, h) + q0 * a.dO.row;
+        tile_product(P, CPU_BK, q, a.q.row, false, k, a.k.row, true, M, N, D, a.scale, 0);
+        tile_product(dS, CPU_BK, dO, a.dO.row, false, v, a.v.row, true, M, N, D, 1, 0);
+        for (int i = 0; i < M; i++) {
+            float *p = P + i * CPU_BK, *ds = dS + i * CPU_BK;
+            float L = a.L[(int64_t)head * a.Tq + q0 + i], Di = delta[(int64_t)head * a.Tq + q0 + i];
+            int seen = std::clamp(keys_seen(a.causal, q0 + i, a.Tk) - k0, 0, N);  // keys of this tile
+#pragma omp simd
+            for (int j = 0; j < seen; j++) {
+                float x = p[j] - L;
+                p[j] = exp_negative(x > 0 ? 0 : x);  // P <= 1, whatever L was rounded to
+                ds[j] = p[j] * (ds[j] - Di) * a.scale;
+            }
+            for (int j = seen; j < N; j++) { p[j] = ds[j] = 0; }
+        }
+        tile_product(dv, a.dv.row, P, CPU_BK, true, dO, a.dO.row, false, N, D, M, 1, 1);
+        tile_product(dk, a.dk.row, dS, CPU_BK, true, q, a.q.row, false, N, D, M, 1, 1);
+        tile_product(dQ + (int64_t)q0 * D, D, dS, CPU_BK, false, k, a.k.row, false, M, D, N, 1, 1);
+    }
+}
+// A thread works on a slice of a head: every `slices`-th key tile of it, which also evens out the causal triangle. dQ
+// crosses key tiles, so each slice has a dQ of its own and they are added up at the end: deterministic, and O(S).
+static void flash_backward_cpu(const AttentionArgs& a, int D) {
+    one_blas_thread();
+    int64_t heads = (int64_t)a.B * a.H, rows = heads * a.Tq, tiles = (a.Tk + CPU_BK - 1) / CPU_BK;
+    int64_t slices = std::min((cpu_threads() + heads - 1) / heads, tiles);
+    std::vector<float> delta(rows), dQ(slices * rows * D);
+#pragma omp parallel
+    {
+#pragma omp for
+        for (int64_t r = 0; r < rows; r++) {
+            int b = (int)(r / a.Tq / a.H), h = (int)(r / a.Tq % a.H);
+            const float *o = head_of<float>(a.o, b, h) + r % a.Tq * a.o.row,
+                        *dO = head_of<float>(a.dO, b, h) + r % a.Tq * a.dO.row;
+            for (int d = 0; d < D; d++) { delta[r] += o[d] * dO[d]; }
+        }
+        std::vector<float> P(CPU_BQ * CPU_BK), dS(CPU_BQ * CPU_BK);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < heads * slices; i++) {
+            int head = (int)(i % heads), slice = (int)(i / heads);
+            for (int64_t tile = slice; tile < tiles; tile += slices) {
+                flash_backward_tile_cpu(a, D, head, (int)tile * CPU_BK, delta.data(),
+                                        dQ.data() + (slice * heads + head) * a.Tq * D, P.data(), dS.data());
+            }
+        }
+#pragma omp for
+        for (int64_t r = 0; r < rows; r++) {
+            int b = (int)(r / a.Tq / a.H), h = (int)(r / a.Tq % a.H);
+            float* dq = head_of<float>(a.dq, b, h) + r % a.Tq * a.dq.row;
+            for (int d = 0; d < D; d++) {
+                dq[d] = 0;
+                for (int64_t slice = 0; slice < slices; slice++) { dq[d] += dQ[(slice * rows + r) * D + d]; }
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The same on a GPU, as simply as it goes: flash_v1. A block owns a tile of 32 rows (of Q; for dK and dV of K and V)
+// and has a warp for each. The warp's lanes hold that row's columns in registers: columns lane, lane + 32, ... Tiles of
+// 32 rows of the other side pass through shared memory; a warp's lanes are then that tile's 32 rows. All sums are fp32.
+//
+// It runs on every card since sm_75. What it leaves to faster kernels: a product here reads one number from shared
+// memory and one from another lane for each multiplication, so the multipliers wait most of the time; the tensor cores
+// stand idle; nothing is copied while something is computed.
+
+#ifdef __CUDACC__
+constexpr int V1_TILE = WARP, V1_D = 128, V1_COLUMNS = V1_D / WARP;
+using V1Tile = float[V1_TILE][V1_D + 1];  // + 1: 32 lanes that read one column of 32 rows read 32 different banks
+using V1Row = float[V1_COLUMNS];          // a row, spread over a warp
+
+template <class T>
+__device__ void v1_load(V1Tile& tile, const T* from, int64_t stride, int first, int rows, int D) {
+    int i = first + threadIdx.y;
+    for (int d = threadIdx.x; d < D; d += WARP) { tile[threadIdx.y][d] = i < rows ? to_acc(from[i * stride + d]) : 0; }
+}
+template <class T>
+__device__ void v1_load(V1Row& row, const T* from, int64_t stride, int i, int rows, int D) {
+    for (int c = 0; c < V1_COLUMNS; c++) {
+        int d = c * WARP + threadIdx.x;
+        row[c] = i < rows && d < D ? to_acc(from[i * stride + d]) : 0;
+    }
+}
+template <class T>
+__device__ void v1_store(const V1Row& row, float factor, T* to, int64_t stride, int i, int rows, int D) {
+    for (int c = 0; c < V1_COLUMNS; c++) {
+        int d = c * WARP + threadIdx.x;
+        if (i < rows && d < D) { from_acc(row[c] * factor, &to[i * stride + d]); }
+    }
+}
+// The warp's row times row `lane` of the tile: 32 products at once.
+__device__ inline float v1_dot(const V1Row& row, const V1Tile& tile, int D) {
+    float sum = 0;
+#pragma unroll
+    for (int c = 0; c < V1_COLUMNS; c++) {
+        for (int d = c * WARP; d < min(D, (c + 1) * WARP); d++) {
+            sum += __shfl_sync(0xffffffff, row[c], d % WARP) * tile[threadIdx.x][d];
+        }
+    }
+    return sum;
+}
+// row += sum_j x_j tile_j, where lane j holds x_j.
+__device__ inline void v1_add_rows(V1Row& row, float x, const V1Tile& tile, int D) {
+    for (int j = 0; j < V1_TILE; j++) {
+        float x_j = __shfl_sync(0xffffffff, x, j);
+#pragma unroll
+        for (int c = 0; c < V1_COLUMNS; c++) {
+            int d = c * WARP + threadIdx.x;
+            if (d < D) { row[c] += x_j * tile[j][d]; }
+        }
+    }
+}
+
+template <class T>
+__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_forward_kernel(AttentionArgs a, int D) {
+    __shared__ V1Tile K, V;
+    int head = blockIdx.x, b = head / a.H, h = head % a.H, q0 = blockIdx.y * V1_TILE, i = q0 + threadIdx.y;
+    V1Row q, O = {};
+    v1_load(q, head_of<const T>(a.q, b, h), a.q.row, i, a.Tq, D);
+    float m = -INFINITY, l = 0;
+    int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
+    for (int k0 = 0; k0 < keys; k0 += V1_TILE) {
+        __syncthreads();  // all warps have read the tiles of the turn before
+        v1_load(K, head_of<const T>(a.k, b, h), a.k.row, k0, a.Tk, D);
+        v1_load(V, head_of<const T>(a.v, b, h), a.v.row, k0, a.Tk, D);
+        __syncthreads();  // the tiles are there
+        bool seen = k0 + threadIdx.x < keys_seen(a.causal, i, a.Tk);
+        float dot = v1_dot(q, K, D), s = seen ? a.scale * dot : -INFINITY;  // 1
+        float larger = fmaxf(m, warp_max(s));                               // 2: m'
+        float p = expf(s - larger), shrink = expf(m - larger);              // 3: P, a
+        l = shrink * l + warp_sum(p);                                       // 4
+        for (float& o : O) { o *= shrink; }                                 // 5
+        v1_add_rows(O, p, V, D);
+        m = larger;
+    }
+    v1_store(O, 1 / l, head_of<T>(a.o, b, h), a.o.row, i, a.Tq, D);
+    if (threadIdx.x == 0 && i < a.Tq) { a.L[(int64_t)head * a.Tq + i] = m + logf(l); }
+}
+
+// Backward first needs D_i (6), by a warp for each query.
+template <class T>
+__global__ void flash_v1_delta_kernel(AttentionArgs a, int D, float* delta) {
+    int head = blockIdx.x, b = head / a.H, h = head % a.H, i = blockIdx.y * V1_TILE + threadIdx.y;
+    V1Row o, dO;
+    v1_load(o, head_of<const T>(a.o, b, h), a.o.row, i, a.Tq, D);
+    v1_load(dO, head_of<const T>(a.dO, b, h), a.dO.row, i, a.Tq, D);
+    float sum = 0;
+    for (int c = 0; c < V1_COLUMNS; c++) { sum += o[c] * dO[c]; }
+    sum = warp_sum(sum);
+    if (threadIdx.x == 0 && i < a.Tq) { delta[(int64_t)head * a.Tq + i] = sum; }  // 6
+}
+
+// dK and dV: a block owns keys, and the queries that see them pass.
+template <class T>
+__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dkv_kernel(AttentionArgs a, int D, const float* delta) {
+    __shared__ V1Tile Q, dO;
+    int head = blockIdx.x, b = head / a.H, h = head % a.H, k0 = blockIdx.y * V1_TILE, j = k0 + threadIdx.y;
+    V1Row k, v, dK = {}, dV = {};
+    v1_load(k, head_of<const T>(a.k, b, h), a.k.row, j, a.Tk, D);
+    v1_load(v, head_of<const T>(a.v, b, h), a.v.row, j, a.Tk, D);
+    for (int q0 = a.causal ? k0 : 0; q0 < a.Tq; q0 += V1_TILE) {
+        __syncthreads();  // all warps have read the tiles of the turn before
+        v1_load(Q, head_of<const T>(a.q, b, h), a.q.row, q0, a.Tq, D);
+        v1_load(dO, head_of<const T>(a.dO, b, h), a.dO.row, q0, a.Tq, D);
+        __syncthreads();  // the tiles are there
+        int i = q0 + threadIdx.x;
+        bool seen = i < a.Tq && j < keys_seen(a.causal, i, a.Tk);
+        float L = seen ? a.L[(int64_t)head * a.Tq + i] : 0, D_i = seen ? delta[(int64_t)head * a.Tq + i] : 0;
+        float dot = v1_dot(k, Q, D), p = seen ? expf(a.scale * dot - L) : 0;  // P again, from L
+        v1_add_rows(dV, p, dO, D);                                            // 7
+        float dP = v1_dot(v, dO, D);                                          // 8
+        float dS = seen ? p * (dP - D_i) : 0;                                 // 9
+        v1_add_rows(dK, dS, Q, D);                                            // 11
+    }
+    v1_store(dK, a.scale, head_of<T>(a.dk, b, h), a.dk.row, j, a.Tk, D);
+    v1_store(dV, 1, head_of<T>(a.dv, b, h), a.dv.row, j, a.Tk, D);
+}
+
+// dQ: a block owns queries, and the keys that they see pass. P and dS are computed a second time, so that no two blocks
+// add to the same dQ: no atomics are needed, and every run gives the same bits.
+template <class T>
+__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(AttentionArgs a, int D, const float* delta) {
+    __shared__ V1Tile K, V;
+    int head = blockIdx.x, b = head / a.H, h = head % a.H, q0 = blockIdx.y * V1_TILE, i = q0 + threadIdx.y;
+    V1Row q, dO, dQ = {};
+    v1_load(q, head_of<const T>(a.q, b, h), a.q.row, i, a.Tq, D);
+    v1_load(dO, head_of<const T>(a.dO, b, h), a.dO.row, i, a.Tq, D);
+    float L = i < a.Tq ? a.L[(int64_t)head * a.Tq + i] : 0, D_i = i < a.Tq ? delta[(int64_t)head * a.Tq + i] : 0;
+    int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
+    for (int k0 = 0; k0 < keys; k0 += V1_TILE) {
+        __syncthreads();  // all warps have read the tiles of the turn before
+        v1_load(K, head_of<const T>(a.k, b, h), a.k.row, k0, a.Tk, D);
+        v1_load(V, head_of<const T>(a.v, b, h), a.v.row, k0, a.Tk, D);
+        __syncthreads();  // the tiles are there
+        bool seen = k0 + threadIdx.x < keys_seen(a.causal, i, a.Tk);
+        float dot = v1_dot(q, K, D), dP = v1_dot(dO, V, D);          // 8
+        float dS = seen ? expf(a.scale * dot - L) * (dP - D_i) : 0;  // 9
+        v1_add_rows(dQ, dS, K, D);                                   // 10
+    }
+    v1_store(dQ, a.scale, head_of<T>(a.dq, b, h), a.dq.row, i, a.Tq, D);
+}
+
+static dim3 v1_grid(const AttentionArgs& a, int rows) { return dim3(a.B * a.H, ceil_div(rows, V1_TILE)); }
+static void flash_v1_forward(const AttentionArgs& a, int D, DType dtype) {
+    with_gpu_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        flash_v1_forward_kernel<T><<<v1_grid(a, a.Tq), dim3(WARP, V1_TILE), 0, stream()>>>(a, D);
+        LAUNCH_CHECK();
+    });
+}
+static void flash_v1_backward(const AttentionArgs& a, int D, DType dtype) {
+    Tensor workspace = empty({a.B, a.H, a.Tq}, F32, WORKSPACE);
+    float* delta = workspace.as<float>();
+    dim3 threads(WARP, V1_TILE);
+    with_gpu_type(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        flash_v1_delta_kernel<T><<<v1_grid(a, a.Tq), threads, 0, stream()>>>(a, D, delta);
+        LAUNCH_CHECK();
+        flash_v1_dkv_kernel<T><<<v1_grid(a, a.Tk), threads, 0, stream()>>>(a, D, delta);
+        LAUNCH_CHECK();
+        flash_v1_dq_kernel<T><<<v1_grid(a, a.Tq), threads, 0, stream()>>>(a, D, delta);
+        LAUNCH_CHECK();
+    });
+}
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The table of implementations: dispatch, commands, benchmarks and tests walk it.
+
+static Heads heads_of(const Tensor& t) {
+    return t ? Heads{t.data, t.stride[0], t.stride[1], t.stride[2]} : Heads{nullptr, 0, 0, 0};
+}
+AttentionArgs args_of(const AttentionTensors& t) {
+    AttentionArgs a{heads_of(t.q),   heads_of(t.k),
+                    heads_of(t.v),   heads_of(t.o),
+                    heads_of(t.dO),  heads_of(t.dq),
+                    heads_of(t.dk),  heads_of(t.dv),
+                    t.L.as<float>(), (int)t.q.dim(0),
+                    (int)t.q.dim(1), (int)t.q.dim(2),
+                    (int)t.k.dim(2), 1 / sqrtf((float)t.q.dim(3)),
+                    t.causal};
+    return a;
+}
+static int head_size(const AttentionTensors& t) { return (int)t.q.dim(3); }
+
+static bool any_float(DType t, int64_t) { return t == F32 || t == BF16 || t == F16 || t == F64; }
+#ifdef __CUDACC__
+static bool gpu_float(DType t, int64_t) { return t == F32 || t == BF16 || t == F16; }
+static bool flash_on_gpu(DType t, int64_t D) { return gpu_float(t, D) && flash_head_size(D); }
+#endif
+static bool only_fp32(DType t, int64_t) { return t == F32; }
+bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 80 || D == 128; }
+
+static void reference(const AttentionTensors& t) {  // both passes: the second one too if there is a dO
+    with_type(t.q.dtype, [&](auto zero) { attention_reference_cpu<decltype(zero)>(args_of(t), head_size(t)); });
+}
+static void tiled_forward(const AttentionTensors& t) { flash_forward_cpu(args_of(t), head_size(t)); }
+static void tiled_backward(const AttentionTensors& t) { flash_backward_cpu(args_of(t), head_size(t)); }
+#ifdef __CUDACC__
+static void v1_forward(const AttentionTensors& t) { flash_v1_forward(args_of(t), head_size(t), t.q.dtype); }
+static void v1_backward(const AttentionTensors& t) { flash_v1_backward(args_of(t), head_size(t), t.q.dtype); }
+#endif
+
+static std::list<AttentionImpl>& the_table() {  // made by whichever file's row comes first
+    static std::list<AttentionImpl> table = {
+        {"reference", CPU, 0, any_float, nullptr, reference, reference, "the formula in plain loops: the truth"},
+        {"naive", CPU, 10, any_float, attention_naive, nullptr, nullptr, "one operation at a time, S and P in memory"},
+        {"fused", CPU, 20, any_float, attention_fused, nullptr, nullptr, "softmax as one loop, P in the place of S"},
+        {"tiled", CPU, 30, only_fp32, nullptr, tiled_forward, tiled_backward,
+         "FlashAttention-2 in plain C++: O(T) memory"},
+#ifdef __CUDACC__
+        {"naive", CUDA, 10, gpu_float, attention_naive, nullptr, nullptr, "one kernel an operation, S and P in memory"},
+        {"fused", CUDA, 20, gpu_float, attention_fused, nullptr, nullptr, "softmax as one kernel, P in the place of S"},
+        {"flash_v1", CUDA, 30, flash_on_gpu, nullptr, v1_forward, v1_backward,
+         "FlashAttention-2, the simplest kernels"},
+#endif
+    };
     return table;
+}
+const std::list<AttentionImpl>& attention_impls() { return the_table(); }
+AddAttention::AddAttention(const AttentionImpl& impl) {
+    auto faster = [&](const AttentionImpl& row) { return row.device == impl.device && row.rung > impl.rung; };
+    the_table().insert(std::find_if(the_table().begin(), the_table().end(), faster), impl);
+}
+
+bool is_flash(const AttentionImpl& impl) { return impl.forward && impl.forward != reference; }
+const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
+    const AttentionImpl* best = nullptr;
+    for (const AttentionImpl& impl : attention_impls()) {
+        if (is_flash(impl) && impl.device == device && impl.takes(dtype, D)) { best = &impl; }
+    }
+    return best;
+}
+const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {
+    if (device == META) { device = context.planned_for; }
+    const AttentionImpl* impl = fastest_flash(device, dtype, D);
+    if (!impl) {
+        usage_error(
+            "mode flash: no FlashAttention on %s for %s and head size %ld (on the CPU: float32; on a GPU: "
+            "float32, bfloat16 and float16, head sizes 16, 32, 64, 80 and 128); --mode fused takes them all",
+            name_of(device), name_of(dtype), (long)D);
+    }
+    return *impl;
+}
+
+// The kernels read rows of D neighbours in 16-byte pieces; anything else is copied first.
+static Tensor readable(const Tensor& t) {
+    bool ok = t.stride[3] == 1 && (uintptr_t)t.data % 16 == 0;
+    for (int d = 0; d < 3; d++) { ok = ok && (t.shape[d] == 1 || t.stride[d] * size_of(t.dtype) % 16 == 0); }
+    return ok ? t : contiguous(t);
+}
+static void run_forward(const AttentionImpl& impl, const AttentionTensors& t) {
+    if (t.q.device() != META && t.o.size() > 0) { impl.forward(t); }
+}
+static void run_backward(const AttentionImpl& impl, const AttentionTensors& t) {
+    if (t.q.device() != META && t.o.size() > 0) { impl.backward(t); }
+}
+static Tensor flash(const AttentionImpl& impl, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, bool causal,
+                    Tensor* L) {
+    Range range("attention");
+    Tensor q = readable(autocast_operand(q_in)), k = readable(autocast_operand(k_in)),
+           v = readable(autocast_operand(v_in));
+    AttentionTensors t{q,
+                       k,
+                       v,
+                       empty(q.shape, q.dtype),
+                       empty({q.dim(0), q.dim(1), q.dim(2)}, F32),
+                       Tensor(),
+                       Tensor(),
+                       Tensor(),
+                       Tensor(),
+                       causal};
+    run_forward(impl, t);
+    if (L) { *L = t.L; }
+    Tensor o = t.o;
+    record(o, {q, k, v}, [t, &impl](const Tensor& dO) {
+        AttentionTensors b = t;
+        b.dO = readable(dO);
+        b.dq = empty(t.q.shape, t.q.dtype), b.dk = empty(t.k.shape, t.k.dtype), b.dv = empty(t.v.shape, t.v.dtype);
+        run_backward(impl, b);
+        add_gradient(t.q.gradient, b.dq);
+        add_gradient(t.k.gradient, b.dk);
+        add_gradient(t.v.gradient, b.dv);
+    });
+    return o;
+}
+Tensor run_attention(const AttentionImpl& impl, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                     Tensor* L) {
+    RestoreContext restore;  // an operand that is bf16 or fp16 already stays so
+    if (q.dtype == BF16) { context.precision = PREC_BF16; }
+    if (q.dtype == F16) { context.precision = PREC_FP16; }
+    return impl.run ? impl.run(q, k, v, causal, L) : flash(impl, q, k, v, causal, L);
+}
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
+    if (context.mode == EAGER) { return attention_naive(q, k, v, causal); }
+    if (context.mode == FUSED) { return attention_fused(q, k, v, causal); }
+    DType dtype = q.dtype == F64 ? F64 : matmul_dtype();
+    return flash(require_flash(q.device(), dtype, q.dim(-1)), q, k, v, causal, nullptr);
+}
+
+// Part `which` of x [B,T,parts*C] as [B,H,T,D].
+static Tensor heads_view(const Tensor& x, int which, int parts, int H) {
+    int64_t B = x.dim(0), T = x.dim(1), C = x.dim(2) / parts, D = C / H;
+    Tensor t = detached(x);
+    t.data += which * C * (int64_t)size_of(x.dtype);
+    t.shape = {B, H, T, D};
+    t.stride = {T * parts * C, D, parts * C, 1};
+    return t;
+}
+Tensor flash_self_attention(const Tensor& qkv, int H) {
+    Range range("attention");
+    int64_t B = qkv.dim(0), T = qkv.dim(1), C = qkv.dim(2) / 3;
+    const AttentionImpl& impl = require_flash(qkv.device(), qkv.dtype, C / H);
+    Tensor o = empty({B, T, C}, qkv.dtype), L = empty({B, H, T}, F32);
+    AttentionTensors t{heads_view(qkv, 0, 3, H),
+                       heads_view(qkv, 1, 3, H),
+                       heads_view(qkv, 2, 3, H),
+                       heads_view(o, 0, 1, H),
+                       L,
+                       Tensor(),
+                       Tensor(),
+                       Tensor(),
+                       Tensor(),
+                       true};
+    run_forward(impl, t);
+    record(o, {qkv}, [t, H, &impl, g = qkv.gradient](const Tensor& dO) {
+        AttentionTensors b = t;
+        Tensor dqkv = empty(g->shape, g->dtype), dO_rows = contiguous(dO);
+        b.dO = heads_view(dO_rows, 0, 1, H);
+        b.dq = heads_view(dqkv, 0, 3, H), b.dk = heads_view(dqkv, 1, 3, H), b.dv = heads_view(dqkv, 2, 3, H);
+        run_backward(impl, b);
+        add_gradient(g, dqkv);
+    });
+    return o;
 }

@@ -3,12 +3,10 @@
 //   tensor.cu       tensors, autograd's tape, one kernel per operation: what "PyTorch eager" does
 //   safetensors.cu  tensors in files
 //   precision.cu    section 1.1.5: rounding, autocast's dtype rules, loss scaling; `info`
-//   attention.cu    section 1.2: attention by its definition, forward and backward
-//   flash.cu        section 1.3: FlashAttention-2, all implementations of attention in one table
-//   flash_mma.cu    its tensor-core kernels
-//   hopper.cu       those for the H100 and H200
+//   attention.cu    sections 1.2 and 1.3: attention by its definition and by tiles, all implementations in one table
 //   model.cu        the Transformer LM, AdamW, a training step
-//   benchmark.cu    sections 1.1.3, 1.1.5 and 1.3: how long a step takes, in each mode and precision
+//   bench_step.cu   sections 1.1.3, 1.1.5 and 1.3: how long a step takes, in each mode and precision
+//   bench_attention.cu  the experiments with attention
 //   train.cu        `train` on a text, `model` on your weights
 //   plot.cu         charts as SVG
 //   profile.cu      section 1.1.4: which kernels a step spends its time in, trace files
@@ -534,48 +532,6 @@ void with_gpu_type(DType t, Fn f) {
     }
 }
 
-#ifdef __CUDACC__
-constexpr int WARP = 32;
-inline int ceil_div(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
-__device__ inline float warp_sum(float x) {
-    for (int o = WARP / 2; o > 0; o /= 2) { x += __shfl_xor_sync(0xffffffff, x, o); }
-    return x;
-}
-__device__ inline float warp_max(float x) {
-    for (int o = WARP / 2; o > 0; o /= 2) { x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, o)); }
-    return x;
-}
-
-// For kernels that are bound by memory: one block takes a row, and a thread W neighbours of it at a time, by accesses
-// of 16 bytes (the most that one instruction moves), where a load of each element would move 2 or 4.
-template <class T, int W>
-struct alignas(W * sizeof(T) < 16 ? W * sizeof(T) : 16) Pack {
-    T x[W];
-};
-template <int W, class T>
-__device__ inline Pack<T, W> load_pack(const T* from) {
-    return *(const Pack<T, W>*)from;
-}
-template <int W, class T>
-__device__ inline void store_pack(T* to, const Pack<T, W>& pack) {
-    *(Pack<T, W>*)to = pack;
-}
-// Runs f(T(), W): W elements of the dtype are 16 bytes where n, of which all rows' lengths are multiples, and the
-// addresses allow that, else W is `least`.
-template <int least = 1, class Fn>
-void with_packs(DType dtype, int64_t n, const std::vector<const void*>& addresses, Fn f) {
-    with_gpu_type(dtype, [&](auto zero) {
-        constexpr int W = 16 / sizeof(zero);
-        bool fits = n % W == 0;
-        for (const void* address : addresses) { fits = fits && (uintptr_t)address % 16 == 0; }
-        fits ? f(zero, std::integral_constant<int, W>()) : f(zero, std::integral_constant<int, least>());
-    });
-}
-constexpr int PACK_THREADS = 640;  // at most; a row of any of the handout's widths is then one pack a thread
-// For a row of so many packs: each thread takes the same number of them, as far as whole warps allow.
-inline int threads_for(int64_t packs) { return WARP * ceil_div(packs, WARP * ceil_div(packs, PACK_THREADS)); }
-#endif
-
 // ---------------------------------------------------------------------------------------------------------------------
 // safetensors.cu: u64 header length | JSON header | little-endian data
 
@@ -626,13 +582,13 @@ bool update_scale(LossScaler& scaler, bool found_inf);  // true: take the step
 // each row, L_i = log sum_j exp(S_ij). Both materialise S and P, and record themselves.
 Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L = nullptr);
 Tensor attention_fused(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L = nullptr);
-struct Options;
-Table attention_compile_table(const Options& o);  // torch_compile (a)
 
 // ---------------------------------------------------------------------------------------------------------------------
-// flash.cu: FlashAttention-2, and the table of all implementations of attention
+// attention.cu: FlashAttention-2, and the table of all implementations of attention
 
 Tensor weighted_sum(const Tensor& x, const Tensor& w);  // y_n = sum_d w_d x_nd: x [N,D] fp32, w [D] -> [N]. Recorded
+void weighted_sum_forward(const Tensor& y, const Tensor& x, const Tensor& w);
+void weighted_sum_backward(const Tensor& dx, const Tensor& dw, const Tensor& dy, const Tensor& x, const Tensor& w);
 
 struct AttentionTensors {
     Tensor q, k, v, o, L;   // as above
@@ -644,6 +600,12 @@ struct Heads {
     void* data;
     int64_t batch, head, row;  // in elements
 };
+template <class T>
+HD inline T* head_of(const Heads& x, int b, int h) {
+    return (T*)x.data + b * x.batch + h * x.head;
+}
+// The causal mask, the only one: query i sees keys 0 to keys_seen - 1.
+HD inline int keys_seen(bool causal, int i, int Tk) { return causal && i + 1 < Tk ? i + 1 : Tk; }
 struct AttentionArgs {
     Heads q, k, v, o, dO, dq, dk, dv;
     float* L;
@@ -652,90 +614,10 @@ struct AttentionArgs {
     bool causal;
 };
 AttentionArgs args_of(const AttentionTensors& t);
-constexpr float LOG2_E = 1.4426950408889634f;  // exp(x) = exp2(x log2 e), and exp2 is what the GPU has
-#ifdef __CUDACC__
-// Attention's kernels: block (x, y, z) owns tile y of head z gridDim.x + x. Blocks start in the order x, y, z: of
-// gridDim.x heads all first tiles, then all second ones. A head's blocks stream the same K and V past themselves
-// (backward: Q and dO, and add to the same dQ): the fewer heads are at work, the more of that comes from the L2 cache.
-// But causal, the first tile takes twice the mean, and until it is over, the others have to keep the device busy, which
-// runs `blocks` blocks on an SM. Fails above 65,535 tiles (4.19 million queries or keys in tiles of 64).
-dim3 attention_grid(const AttentionArgs& a, int tiles, int blocks = 1);
-int multiprocessors();  // of the current device
-__device__ __forceinline__ int head_of_block(int z = blockIdx.z) { return z * gridDim.x + blockIdx.x; }
-void flash_mma_forward(const AttentionTensors& t);  // flash_mma.cu: bf16 and fp16, D of 16, 32, 64, 80 and 128
-void flash_mma_backward(const AttentionTensors& t);
-// What lies between the backward's kernels: dq in the order in which the main kernel's lanes hold it, and for each
-// two queries L log2(e) of both, then D_i of both. Rows beyond Tq have L = inf, which makes their P 0.
-struct BackwardWorkspace {
-    float* dq;      // [B*H, rows/16, D/8, 128]
-    float4* stats;  // [B*H, rows/2]
-    int rows;       // Tq rounded up to a multiple of 128
-};
-// The backward with another main kernel between `before` and `after`; null: its own.
-void flash_mma_backward_around(const AttentionTensors& t,
-                               void (*main)(const AttentionArgs& a, const BackwardWorkspace& w, int D, DType dtype));
-void hopper_forward(const AttentionTensors& t);  // hopper.cu: the same on compute capability 9.0
-void hopper_backward(const AttentionTensors& t);
-bool is_hopper();
-// Programmatic dependent launch: on compute capability 9.0 a kernel launched so may start when all blocks of the kernel
-// before it in the stream have called let_next_kernel_start() or ended. What that kernel writes it may read, and what
-// that kernel uses overwrite, only after await_previous_kernel(), which waits for that kernel's end. (Kernels further
-// back have ended, if that one was not launched so itself, or called await_previous_kernel() first.)
-__device__ __forceinline__ void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void await_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-template <class... P, class... A>
-void launch_early(void (*kernel)(P...), dim3 grid, int threads, size_t bytes, const A&... args) {
-    cudaLaunchAttribute early;
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = bytes, config.stream = stream();
-    config.attrs = &early, config.numAttrs = is_hopper();
-    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
-    LAUNCH_CHECK();
-}
-// What several attention kernels share. (2) of flash_mma.cu is lazy: what is subtracted from a row's scores follows
-// their maximum only when one exceeds it by more than SLACK powers of two. So P <= 256: far from the limits of fp16 and
-// of fp32 sums.
-constexpr float SLACK = 8;
-__device__ __forceinline__ float exp2_approx(float x) {  // 2 ulp; results below 2^-126 become 0; exp2(-inf) = 0
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-template <class T>  // bf16 or fp16: two floats rounded and packed, the first in the low half
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-    uint32_t r;
-    if constexpr (std::is_same<T, bf16>::value) {
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    } else {
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    }
-    return r;
-}
-// 16 bytes from global to shared memory without passing through registers; zeros if !valid. Asynchronous.
-__device__ __forceinline__ void cp_async_16(void* smem, const void* global, bool valid) {
-    uint32_t to = (uint32_t)__cvta_generic_to_shared(smem);
-    int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N>  // waits until at most the N newest groups of this thread are pending
-__device__ __forceinline__ void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-#endif
 struct AttentionImpl {
     const char* name;
     Device device;
+    int rung;  // of the ladder from the plainest to the fastest
     bool (*takes)(DType dtype, int64_t D);
     // Either it works on tensor.cu's ops, which leave its backward on the tape ...
     Tensor (*run)(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L);
@@ -744,9 +626,14 @@ struct AttentionImpl {
     void (*backward)(const AttentionTensors& t);
     const char* note;
 };
-bool flash_head_size(int64_t D);                          // 16, 32, 64, 80 and 128: those with a GPU kernel
-extern const std::vector<AttentionImpl> attention_impls;  // from the plainest to the fastest
-bool is_flash(const AttentionImpl& impl);                 // it goes by tiles and never stores S
+// The table of implementations, by rung. Dispatch, commands, benchmarks and tests walk it. A file with a further
+// implementation adds its row while the program loads: static const AddAttention row({...}).
+const std::list<AttentionImpl>& attention_impls();
+struct AddAttention {
+    explicit AddAttention(const AttentionImpl& impl);
+};
+bool flash_head_size(int64_t D);           // 16, 32, 64, 80 and 128: those with a GPU kernel
+bool is_flash(const AttentionImpl& impl);  // it goes by tiles and never stores S
 Tensor run_attention(const AttentionImpl& impl, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                      Tensor* L = nullptr);                                         // recorded
 const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D);         // null: no row takes this
@@ -989,6 +876,7 @@ struct Communicator {
 bool is_rank();  // the environment says so: that of `--nproc`, torchrun, mpirun or srun
 // Starts n copies of this program with these arguments, waits for all; the exit code of the first that failed, or 0.
 int launch_ranks(int n, const std::vector<std::string>& arguments);
+struct Options;
 // In a process that is no rank: starts o.nproc (default 2) ranks with the same command line. In a rank: sets
 // context.device, connects it with the others, and calls f. Returns the exit code.
 int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f);
@@ -1133,14 +1021,15 @@ std::vector<ModelConfig> configs_of(const Options& o, const std::string& by_defa
 
 int cmd_info(const Options& o);  // precision.cu
 int cmd_mixed_precision_accumulation(const Options& o);
-int cmd_pytorch_attention(const Options& o);  // attention.cu
-int cmd_weighted_sum(const Options& o);       // flash.cu
+int cmd_pytorch_attention(const Options& o);      // bench_attention.cu
+Table attention_compile_table(const Options& o);  // torch_compile (a)
+int cmd_weighted_sum(const Options& o);
 int cmd_flash_forward(const Options& o);
 int cmd_flash_backward(const Options& o);
 int cmd_flash_benchmarking(const Options& o);
 int cmd_flash_leaderboard(const Options& o);
 int cmd_attention(const Options& o);
-int cmd_benchmarking_script(const Options& o);  // benchmark.cu
+int cmd_benchmarking_script(const Options& o);  // bench_step.cu
 int cmd_benchmarking_mixed_precision(const Options& o);
 int cmd_torch_compile(const Options& o);
 int cmd_nsys_profile(const Options& o);      // profile.cu

@@ -44,7 +44,7 @@ static const std::string DDP_TIMED =
 
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer",
-     "benchmark.cu", cmd_benchmarking_script,
+     "bench_step.cu", cmd_benchmarking_script,
      TIMED + "warmups precisions=fp32 modes=flash recompute table roofline plot"},
     {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
      "device sizes=all d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size "
@@ -52,23 +52,23 @@ static const Command COMMANDS[] = {
     {"mixed_precision_accumulation", "1.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16", "precision.cu",
      cmd_mixed_precision_accumulation, "format quick"},
     {"benchmarking_mixed_precision", "1.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost",
-     "benchmark.cu", cmd_benchmarking_mixed_precision, TIMED + "warmup precisions=fp32,tf32,bf16 mode=flash"},
+     "bench_step.cu", cmd_benchmarking_mixed_precision, TIMED + "warmup precisions=fp32,tf32,bf16 mode=flash"},
     {"memory_profiling", "1.1.6", 4, 1, "where a step's memory goes", "memory.cu", cmd_memory_profiling,
      "device sizes=2.7B d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512 batch_size seed "
      "precisions=fp32,bf16 mode=eager recompute out_folder format quick"},
-    {"pytorch_attention", "1.2.1", 2, 1, "time and memory of plain attention", "attention.cu", cmd_pytorch_attention,
-     "device steps=100 plot trace format quick"},
-    {"torch_compile", "1.3", 2, 1, "eager against fused kernels", "benchmark.cu", cmd_torch_compile,
+    {"pytorch_attention", "1.2.1", 2, 1, "time and memory of plain attention", "bench_attention.cu",
+     cmd_pytorch_attention, "device steps=100 plot trace format quick"},
+    {"torch_compile", "1.3", 2, 1, "eager against fused kernels", "bench_step.cu", cmd_torch_compile,
      TIMED + "warmup precisions=fp32 plot"},
-    {"weighted_sum", "1.3.1", 0, 1, "the first kernel: a weighted sum", "flash.cu", cmd_weighted_sum,
+    {"weighted_sum", "1.3.1", 0, 1, "the first kernel: a weighted sum", "attention.cu", cmd_weighted_sum,
      "device trace format quick"},
-    {"flash_forward", "1.3.2", 15, 1, "FlashAttention-2, forward", "flash.cu", cmd_flash_forward,
+    {"flash_forward", "1.3.2", 15, 1, "FlashAttention-2, forward", "attention.cu", cmd_flash_forward,
      "device seed trace format quick", true},
-    {"flash_backward", "1.3.2", 5, 1, "FlashAttention-2, backward", "flash.cu", cmd_flash_backward,
+    {"flash_backward", "1.3.2", 5, 1, "FlashAttention-2, backward", "attention.cu", cmd_flash_backward,
      "device seed deterministic trace format quick", true},
-    {"flash_benchmarking", "1.3.2", 5, 1, "FlashAttention-2 against plain attention", "flash.cu",
+    {"flash_benchmarking", "1.3.2", 5, 1, "FlashAttention-2 against plain attention", "bench_attention.cu",
      cmd_flash_benchmarking, "device plot trace format quick"},
-    {"flash_leaderboard", "1.3.3", 0, 1, "one long causal sequence, as fast as it goes", "flash.cu",
+    {"flash_leaderboard", "1.3.3", 0, 1, "one long causal sequence, as fast as it goes", "bench_attention.cu",
      cmd_flash_leaderboard,
      "device num_heads=16 head_size=64 context_length=16384 precision=bf16 not_causal flash_impl=all "
      "deterministic trace format quick"},
@@ -106,7 +106,7 @@ static const Command COMMANDS[] = {
      "device save load sample temperature trace format quick"},
     {"model", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", "train.cu", cmd_model,
      "weights! batch! num_heads! model_out! rope_theta update_steps=0 lr precision=fp32 mode=flash device"},
-    {"attention", "", 0, 0, "your q, k, v in, our output and gradients out", "flash.cu", cmd_attention,
+    {"attention", "", 0, 0, "your q, k, v in, our output and gradients out", "bench_attention.cu", cmd_attention,
      "inputs! attention_out! causal impl deterministic device"},
     {"reproduce", "", 0, 1, "all of it, into notes/", "reproduce.cu", cmd_reproduce,
      "only pages_folder fresh format quick"},
@@ -243,7 +243,7 @@ static Reader names(std::vector<std::string> Options::*field, const std::vector<
 }
 
 static std::vector<std::string> implementations(std::vector<std::string> names, bool flash) {
-    for (const AttentionImpl& impl : attention_impls) {
+    for (const AttentionImpl& impl : attention_impls()) {
         if ((is_flash(impl) || !flash) && !among(impl.name, names)) { names.push_back(impl.name); }
     }
     return names;

@@ -1,5 +1,5 @@
 // measure.cu: the instruments that every other file uses: errors, devices, tracing, memory, time, tables.
-#include "cs336.h"
+#include "gpu.h"
 
 #include <algorithm>
 #include <atomic>
@@ -314,6 +314,13 @@ void choose_cpu_settings(char** argv) {
 }
 
 #ifdef __CUDACC__
+int multiprocessors() {
+    int device, count;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
+}
+
 static std::string gpu_description() {
     cudaDeviceProp properties;
     int device, driver, runtime;

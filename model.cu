@@ -8,7 +8,7 @@
 // Each op below comes as: formula; the eager form, a chain of tensor.cu's one-kernel operations that autograd
 // differentiates; the fused form with its backward by hand, as a plain loop for the CPU and as kernels for the GPU.
 // Under autocast, T is the compute type (bf16, fp16), while the residual stream x, the weights and all sums are fp32.
-#include "cs336.h"
+#include "gpu.h"
 #include <algorithm>
 #include <cfloat>
 

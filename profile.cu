@@ -19,12 +19,13 @@ static const KernelRule kernel_rules[] = {
     {"nccl", {"communication", false}},
     {"[CUDA mem", {"copy", false}},
     {"hopper_", {"attention", true}},
-    {"flash_forward_kernel", {"attention", true}},  // flash_mma.cu
+    {"flash_forward_kernel", {"attention", true}},  // fast_flash_mma.cu
     {"backward_main", {"attention", true}},
     {"backward_dq", {"attention", true}},
     {"backward_before", {"attention", false}},
     {"backward_after", {"attention", false}},
-    {"_fp32_kernel", {"attention", false}},     // flash.cu
+    {"flash_v1_", {"attention", false}},        // attention.cu
+    {"_fp32_kernel", {"attention", false}},     // fast_flash_fp32.cu
     {"flash_fwd_kernel", {"attention", true}},  // FlashAttention-2 in PyTorch
     {"flash_bwd", {"attention", true}},
     {"fmha_cutlass", {"attention", true}},

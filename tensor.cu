@@ -3,7 +3,7 @@
 // This file is what "PyTorch eager" means: every operation is one kernel that reads its operands from memory and writes
 // its result back, and every operation leaves on a tape what its backward needs. model.cu runs the handout's model on
 // these ops as they are (--mode eager) or on hand-fused kernels that record themselves on the same tape (--mode fused).
-#include "cs336.h"
+#include "gpu.h"
 #include <algorithm>
 #ifdef HAVE_OPENBLAS
 #include <cblas.h>

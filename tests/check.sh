@@ -83,7 +83,7 @@ check_flavour() {
 
 # What ptxas said of each kernel lies beside its object file. C75xx: it gave up on wgmma's or setmaxnreg's promise.
 no_spills() {
-    [ -s build/cuda-werror/hopper.o.log ] &&
+    [ -s build/cuda-werror/fast_flash_hopper.o.log ] &&
         ! grep -hE '[1-9][0-9]* bytes (stack frame|spill)|C75[0-9][0-9]' build/cuda-werror/*.o.log
 }
 if [ -n "$nvcc" ]; then

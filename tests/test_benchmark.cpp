@@ -1,4 +1,4 @@
-// Tests of benchmark.cu.
+// Tests of bench_step.cu.
 #include "test.h"
 
 #include <nlohmann/json.hpp>

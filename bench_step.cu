@@ -1,4 +1,4 @@
-// benchmark.cu: how long the whole model's passes take (sections 1.1.3, 1.1.5 and 1.3): benchmarking_script with its
+// bench_step.cu: how long the whole model's passes take (sections 1.1.3, 1.1.5 and 1.3): benchmarking_script with its
 // roofline, torch_compile, benchmarking_mixed_precision.
 #include "cs336.h"
 #include <algorithm>

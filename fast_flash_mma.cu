@@ -1,9 +1,11 @@
-// flash_mma.cu: FlashAttention-2 on tensor cores, forward and backward, for every NVIDIA card since the A100 (sm_80).
+// fast_flash_mma.cu: FlashAttention-2 on tensor cores, forward and backward, for every NVIDIA card since the A100
+// (sm_80).
 //
-// Read flash.cu first: it has the algorithm in plain C++ and in fp32. What is new here is the hardware: cp.async copies
-// tiles to shared memory while others are computed on, ldmatrix hands them to the lanes of a warp in the layout that
-// mma.sync wants, and mma.sync multiplies 16x16 by 16x8 matrices of 16-bit numbers with fp32 sums.
-#include "cs336.h"
+// Read attention.cu first: it has the algorithm in plain C++ and as the simplest kernels. What is new here is the
+// hardware: cp.async copies tiles to shared memory while others are computed on, ldmatrix hands them to the lanes of a
+// warp in the layout that mma.sync wants, and mma.sync multiplies 16x16 by 16x8 matrices of 16-bit numbers with fp32
+// sums.
+#include "fast_flash.h"
 #include <algorithm>
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -619,10 +621,6 @@ __device__ __forceinline__ void store_rows(T* x, int64_t stride, int first, int 
         }
     }
 }
-template <class T>
-__device__ __forceinline__ T* head_of(const Heads& x, int b, int h) {
-    return (T*)x.data + b * x.batch + h * x.head;
-}
 
 // ---- main: a block owns keys ----
 // S^T of one step becomes P^T. stats: of the step's queries.
@@ -1033,7 +1031,7 @@ static void flash_backward_mma(const AttentionArgs& a, int D, bool deterministic
     }
 }
 
-void flash_mma_forward(const AttentionTensors& t) {
+static void forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     int D = (int)t.q.dim(3);
     t.q.dtype == BF16 ? flash_forward_mma<bf16>(a, D) : flash_forward_mma<fp16>(a, D);
@@ -1044,5 +1042,8 @@ void flash_mma_backward_around(const AttentionTensors& t, OtherMain main) {
     t.q.dtype == BF16 ? flash_backward_mma<bf16>(a, D, context.deterministic, main)
                       : flash_backward_mma<fp16>(a, D, context.deterministic, main);
 }
-void flash_mma_backward(const AttentionTensors& t) { flash_mma_backward_around(t, nullptr); }
+static void backward(const AttentionTensors& t) { flash_mma_backward_around(t, nullptr); }
+static bool takes(DType t, int64_t D) { return (t == BF16 || t == F16) && flash_head_size(D); }
+static const AddAttention row({"flash_mma", CUDA, 50, takes, nullptr, forward, backward,
+                               "FlashAttention-2 on tensor cores (mma.sync)"});
 #endif

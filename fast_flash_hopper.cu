@@ -1,13 +1,13 @@
-// hopper.cu: FlashAttention on the H100 and H200 (compute capability 9.0), with what only they have.
+// fast_flash_hopper.cu: FlashAttention on the H100 and H200 (compute capability 9.0), with what only they have.
 //
-// Read flash.cu and flash_mma.cu first: the algorithm and its notation are theirs. What is new here:
+// Read attention.cu and fast_flash_mma.cu first: the algorithm and its notation are theirs. What is new here:
 //   - wgmma: four warps, a warpgroup, multiply 64xK by KxN matrices straight from shared memory, asynchronously; this
 //     reaches the card's full rate, mma.sync about 60 % of it;
 //   - TMA: one thread asks for a whole tile, and the copy engine writes it to shared memory, swizzled, with zeros where
 //     the tensor ends;
 //   - mbarriers: counters in shared memory on which copies announce their bytes and warps their arrival;
 //   - setmaxnreg: a warpgroup that only loads gives its registers to those that compute.
-#include "cs336.h"
+#include "fast_flash.h"
 #include <type_traits>
 
 #ifdef __CUDACC__
@@ -492,8 +492,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Backward: the main kernel of flash_mma.cu's three; `before` and `after` are used as they are, and the workspace's
-// order of dQ, made for the fragments of mma, is that of wgmma's, too.
+// Backward: the main kernel of fast_flash_mma.cu's three; `before` and `after` are used as they are, and the
+// workspace's order of dQ, made for the fragments of mma, is that of wgmma's, too.
 //
 // A block owns Bk = 128 keys, 64 for each of two warpgroups, and streams tiles of Bq queries past them:
 //   S^T = K Q^T, dP^T = V dO^T   both operands in shared memory
@@ -881,10 +881,10 @@ static void hopper_backward_typed(const AttentionArgs& a, const BackwardWorkspac
 static void hopper_backward_main(const AttentionArgs& a, const BackwardWorkspace& w, int D, DType dtype) {
     dtype == BF16 ? hopper_backward_typed<bf16>(a, w, D, dtype) : hopper_backward_typed<fp16>(a, w, D, dtype);
 }
-void hopper_backward(const AttentionTensors& t) {
+static void backward(const AttentionTensors& t) {
     flash_mma_backward_around(t, hopper_backward_main);  // which has its own kernels for a deterministic dQ
 }
-void hopper_forward(const AttentionTensors& t) {
+static void forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     int D = (int)t.q.dim(3);
     t.q.dtype == BF16 ? hopper_forward_typed<bf16>(a, D, BF16) : hopper_forward_typed<fp16>(a, D, F16);
@@ -900,4 +900,7 @@ bool is_hopper() {
     }();
     return yes;
 }
+static bool takes(DType t, int64_t D) { return (t == BF16 || t == F16) && flash_head_size(D) && is_hopper(); }
+static const AddAttention row({"hopper", CUDA, 60, takes, nullptr, forward, backward,
+                               "the same with wgmma and TMA (H100)"});
 #endif

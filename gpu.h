@@ -1,0 +1,47 @@
+// gpu.h: what several files' kernels share. Without nvcc it is cs336.h alone.
+#pragma once
+#include "cs336.h"
+
+#ifdef __CUDACC__
+int multiprocessors();  // measure.cu: of the current device
+
+constexpr int WARP = 32;
+inline int ceil_div(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
+__device__ inline float warp_sum(float x) {
+    for (int o = WARP / 2; o > 0; o /= 2) { x += __shfl_xor_sync(0xffffffff, x, o); }
+    return x;
+}
+__device__ inline float warp_max(float x) {
+    for (int o = WARP / 2; o > 0; o /= 2) { x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, o)); }
+    return x;
+}
+
+// For kernels that are bound by memory: one block takes a row, and a thread W neighbours of it at a time, by accesses
+// of 16 bytes (the most that one instruction moves), where a load of each element would move 2 or 4.
+template <class T, int W>
+struct alignas(W * sizeof(T) < 16 ? W * sizeof(T) : 16) Pack {
+    T x[W];
+};
+template <int W, class T>
+__device__ inline Pack<T, W> load_pack(const T* from) {
+    return *(const Pack<T, W>*)from;
+}
+template <int W, class T>
+__device__ inline void store_pack(T* to, const Pack<T, W>& pack) {
+    *(Pack<T, W>*)to = pack;
+}
+// Runs f(T(), W): W elements of the dtype are 16 bytes where n, of which all rows' lengths are multiples, and the
+// addresses allow that, else W is `least`.
+template <int least = 1, class Fn>
+void with_packs(DType dtype, int64_t n, const std::vector<const void*>& addresses, Fn f) {
+    with_gpu_type(dtype, [&](auto zero) {
+        constexpr int W = 16 / sizeof(zero);
+        bool fits = n % W == 0;
+        for (const void* address : addresses) { fits = fits && (uintptr_t)address % 16 == 0; }
+        fits ? f(zero, std::integral_constant<int, W>()) : f(zero, std::integral_constant<int, least>());
+    });
+}
+constexpr int PACK_THREADS = 640;  // at most; a row of any of the handout's widths is then one pack a thread
+// For a row of so many packs: each thread takes the same number of them, as far as whole warps allow.
+inline int threads_for(int64_t packs) { return WARP * ceil_div(packs, WARP * ceil_div(packs, PACK_THREADS)); }
+#endif
