@@ -605,7 +605,7 @@ HD inline T* head_of(const Heads& x, int b, int h) {
     return (T*)x.data + b * x.batch + h * x.head;
 }
 // The causal mask, the only one: query i sees keys 0 to keys_seen - 1.
-HD inline int keys_seen(bool causal, int i, int Tk) { return causal && i + 1 < Tk ? i + 1 : Tk; }
+HD inline int keys_seen(bool causal, int i, int Tk) { return causal ? (i + 1 < Tk ? i + 1 : Tk) : Tk; }
 struct AttentionArgs {
     Heads q, k, v, o, dO, dq, dk, dv;
     float* L;
@@ -857,7 +857,7 @@ int listen_for_ranks(const std::string& address, int port, double deadline, bool
 int port_of(int listening);
 std::shared_ptr<StoreServer> start_store(int listening, const Hello& own, double patience_ms);
 void stop_store_soon(StoreServer& server);  // once every rank has closed its connection
-void wait_for_store(StoreServer& server);   // until it has stopped
+void wait_for_store(StoreServer& server);   // until it has stopped; fails if a rank stalls at its end
 // Tries until the deadline; throws what is wrong. Returns a descriptor.
 int connect_to_store(const std::string& address, int port, const Hello& own, double deadline);
 // See store.cu for the operations. waiting_for: the error's text where no reply came by the deadline.

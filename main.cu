@@ -511,6 +511,13 @@ static void try_outputs(const NamedFiles& outputs) {
         if (!is_new) {
             usage_error("--%s: got '%s', takes another file than --%s", option, path.c_str(), first->second);
         }
+        for (int stream : {STDOUT_FILENO, STDERR_FILENO}) {
+            struct stat to, file;
+            if (fstat(stream, &to) == 0 && stat(path.c_str(), &file) == 0 && to.st_dev == file.st_dev &&
+                to.st_ino == file.st_ino) {
+                usage_error("--%s: got '%s', which is where our own lines go", option, path.c_str());
+            }
+        }
         try {
             replace_file(is_folder(path) ? path + "/cs336" : path, nullptr);
         } catch (const Failure& failure) { usage_error("--%s: %s", option, failure.what()); }
@@ -556,7 +563,7 @@ static std::string parse_options(const Command& command, const std::vector<std::
     const NamedFiles outputs = {{"out", o.out}, {"save", o.save}, {"plot", o.plot}, {"trace", o.trace}};
     for (const auto& in : inputs) {
         for (const auto& out : outputs) {
-            bool goes_on = in.second == o.load && out.second == o.save;
+            bool goes_on = strcmp(in.first, "load") == 0 && strcmp(out.first, "save") == 0;
             if (!goes_on && same_file(in.second, out.second)) {
                 usage_error("--%s: got '%s', takes another file than --%s", out.first, out.second.c_str(), in.first);
             }
@@ -625,6 +632,7 @@ int main(int argc, char** argv) {
         note("cs336: cannot write to stdout: it is closed");
         return 1;
     }
+    signal(SIGCHLD, SIG_DFL);  // ignored by who started us, waitpid() would lose our children
     signal(SIGXFSZ, SIG_IGN);  // a file that grows over `ulimit -f`: the write fails, and says so
     choose_cpu_settings(argv);
     std::string word = argc > 1 ? argv[1] : "", who = "cs336";

@@ -1380,7 +1380,10 @@ static void remove_stale(const std::string& path) {
     const std::filesystem::path folder = std::filesystem::path(path).parent_path();
     for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
         std::string name = entry.path().string();
-        if (name.compare(0, path.size() + strlen(TEMPORARY), path + TEMPORARY) != 0) { continue; }
+        const std::string start = path + TEMPORARY;
+        bool ours = name.size() == start.size() + 8 && name.compare(0, start.size(), start) == 0 &&
+                    name.find_first_not_of("0123456789abcdef", start.size()) == std::string::npos;
+        if (!ours) { continue; }
         int file = open(name.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
         struct stat s;
         if (file < 0) { continue; }
@@ -1394,6 +1397,9 @@ void replace_file(const std::string& path, const std::function<bool(FILE*)>& wri
     const std::string target = real_name(path);
     struct stat before;
     bool replaces = stat(target.c_str(), &before) == 0;
+    if (replaces ? access(target.c_str(), W_OK) != 0 : errno != ENOENT) {  // its owner forbids it; links in a circle
+        fail("%s: cannot be written: %s", path.c_str(), strerror(errno));
+    }
     if (replaces && !S_ISREG(before.st_mode)) {
         fail("%s: cannot be written: expected a regular file", path.c_str());  // or we would replace /dev/null
     }

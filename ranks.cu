@@ -80,7 +80,7 @@ static std::string environment_text(const char* name) {
 
 // False: this process was started by hand, as the only one.
 static bool identity_from_environment(Identity* me) {
-    int steps, tasks = 1;
+    int tasks = 1;
     std::string job;                               // a name that keeps two jobs on one port apart, but is no secret
     if (getenv("RANK") && getenv("WORLD_SIZE")) {  // torchrun, and our own launcher
         environment_int("RANK", &me->rank), environment_int("WORLD_SIZE", &me->world);
@@ -92,7 +92,7 @@ static bool identity_from_environment(Identity* me) {
         environment_int("OMPI_COMM_WORLD_LOCAL_RANK", &me->local_rank);
         environment_int("OMPI_COMM_WORLD_LOCAL_SIZE", &me->local_world);
         job = environment_text("PMIX_NAMESPACE");
-    } else if (environment_int("SLURM_STEP_ID", &steps) && environment_int("SLURM_NTASKS", &tasks) && tasks > 1) {
+    } else if (getenv("SLURM_STEP_ID") && environment_int("SLURM_NTASKS", &tasks) && tasks > 1) {
         me->world = me->local_world = tasks;  // srun; an interactive shell is a step of one task, and no rank
         environment_int("SLURM_PROCID", &me->rank), environment_int("SLURM_LOCALID", &me->local_rank);
         environment_int("SLURM_NTASKS_PER_NODE", &me->local_world);
@@ -102,10 +102,15 @@ static bool identity_from_environment(Identity* me) {
     }
     if (const char* address = getenv("MASTER_ADDR")) { me->address = address; }
     port_from_environment(&me->port);
-    if (!environment_text("TORCHELASTIC_RUN_ID").empty()) { me->port++; }  // torchrun's own store holds MASTER_PORT
+    if (!environment_text("TORCHELASTIC_RUN_ID").empty() && ++me->port > 65535) {  // torchrun's own store has the first
+        usage_error("MASTER_PORT: got 65535, takes less under torchrun: ours is the next port");
+    }
     environment_int(STORE_FD, &me->listening);
     me->token = environment_text("CS336_TOKEN") + "/" + job;
     if (me->rank >= me->world) { usage_error("rank %d: the world has only %d ranks", me->rank, me->world); }
+    if (me->local_rank >= me->local_world) {
+        usage_error("local rank %d: this machine has only %d ranks", me->local_rank, me->local_world);
+    }
     return true;
 }
 
@@ -187,7 +192,9 @@ int launch_ranks(int n, const std::vector<std::string>& arguments) {
     while (left > 0) {
         for (int r = 0; r < n; r++) {
             int status = 0;
-            if (!alive[r] || waitpid(alive[r], &status, WNOHANG) != alive[r]) { continue; }
+            pid_t ended = alive[r] ? waitpid(alive[r], &status, WNOHANG) : 0;
+            if (ended == 0) { continue; }
+            if (ended < 0) { status = W_EXITCODE(1, 0); }  // somebody else has waited for it
             bool first = code == 0;
             if (WIFSIGNALED(status) && first) {
                 note("cs336: rank %d (process %d) was killed by signal %d (%s)", r, (int)alive[r], WTERMSIG(status),
@@ -761,7 +768,7 @@ static int listening_socket(const Identity& me, double deadline) {
     }
     bool only_this_machine;
     int fd = listen_for_ranks(me.address, me.port, deadline, &only_this_machine);
-    if (!only_this_machine && !getenv("CS336_TOKEN")) {
+    if (!only_this_machine && environment_text("CS336_TOKEN").empty()) {
         note(
             "warning: whoever reaches %s:%d can join this job; CS336_TOKEN, one secret for all ranks, keeps others out",
             me.address.c_str(), me.port);
@@ -904,6 +911,9 @@ static Sweep sweep_of(const Options& o) {
     if (o.quick && !o.has("steps")) { s.steps = 3, add("3 steps instead of 10"); }
     if (o.quick && o.warmup.empty()) { s.warmup = 1, add("1 warm-up instead of 5"); }
     if (o.quick) { s.ranks = {2}, add("only 2 ranks"); }
+    for (double mb : s.sizes_mb) {
+        if (mb * 1e6 < sizeof(float)) { usage_error("--sizes_mb: got %g, takes 4e-06 or more: one number", mb); }
+    }
     return s;
 }
 

@@ -296,6 +296,9 @@ void stop_store_soon(StoreServer& server) { server.stop_by_ms = now_ms() + serve
 void wait_for_store(StoreServer& server) {
     server.thread.join();
     close(server.listening);
+    for (int r = 0; r < server.state.own.world; r++) {
+        if (!server.state.lost[r]) { fail("rank %d has shown no sign of life since its goodbye", r); }
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -438,7 +441,11 @@ int connect_to_store(const std::string& address, int port, const Hello& own, dou
         int fd = dial(addresses, deadline, &why);
         if (fd >= 0) {
             int result = send_all(fd, request) ? receive_framed(fd, &reply, deadline) : 0;
-            if (result < 0 || (result == 1 && reply.compare(0, 5, "cs336") != 0)) { fail("%s", foreign.c_str()); }
+            if (result < 0) {
+                fail("what listens on %s does not answer: it is not the store of rank 0, or rank 0 is stopped",
+                     where.c_str());
+            }
+            if (result == 1 && reply.compare(0, 5, "cs336") != 0) { fail("%s", foreign.c_str()); }
             if (result == 1 && reply.size() > 5) { fail("%s", reply.c_str() + 5); }
             if (result == 1) { return fd; }
             close(fd);

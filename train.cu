@@ -189,6 +189,7 @@ static Text read_text(const std::string& path, double val_fraction, int T) {
 }
 static Batch windows(const Text& text, const std::vector<int64_t>& starts, int T) {
     std::vector<int> x, y;
+    x.reserve(starts.size() * T), y.reserve(starts.size() * T);
     for (int64_t start : starts) {
         for (int t = 0; t < T; t++) {
             x.push_back(text.bytes[start + t]);
@@ -424,6 +425,7 @@ int cmd_train(const Options& typed) {
     check_config(c);
     if (o.stop_at > o.steps) { usage_error("--stop_at %d lies beyond --steps %d", o.stop_at, o.steps); }
     Text text = read_text(o.data, o.val_fraction, o.context_length);
+    require_memory((size_t)4 * sizeof(int) * o.batch_size * o.context_length, "a batch");  // as windows() makes it
     context.device = choose_device(o.device);
     context.precision = precision_from(o.precision.empty() ? "fp32" : o.precision[0]);
     context.mode = o.mode.empty() ? FLASH : mode_from(o.mode[0]);
@@ -459,7 +461,7 @@ int cmd_train(const Options& typed) {
         double norm = optimizer_step(model, adamw, scaler, o.max_grad_norm), l = to_doubles(loss)[0];
         synchronize();
         double elapsed = now_ms() - start, rate = 1000.0 * o.batch_size * o.context_length / elapsed;
-        tokens += o.batch_size * o.context_length, busy_ms += elapsed;
+        tokens += (double)o.batch_size * o.context_length, busy_ms += elapsed;
         progress("step %d of %d: loss %.4f, %.0f tokens/s", step + 1, o.steps, l, rate);
         not_finite = why_to_end(l, norm, scaler);
         if ((step + 1) % o.log_every == 0 || step + 1 == last || !not_finite.empty()) {

@@ -73,6 +73,13 @@ else
     skip format "no clang-format"
 fi
 
+# What only makes it faster can be left out: the build and the tests of PLAIN=1, and nobody else names it.
+no_fast_names() {
+    ! grep -nE '(^|[^a-z_])fast_[a-z]' main.cu precision.cu attention.cu model.cu ddp.cu cs336.h gpu.h measure.cu tensor.cu \
+        safetensors.cu store.cu ranks.cu
+}
+check "core and base do not name the fast files" no_fast_names
+
 check_flavour() {
     local flavour=$1 nvcc=$2
     check "$flavour build, warnings are errors" make INSTALL=0 WERROR=1 NVCC="$nvcc" "build/$flavour-werror/cs336" \
@@ -89,11 +96,13 @@ no_spills() {
 if [ -n "$nvcc" ]; then
     check_flavour cuda "$nvcc"
     check "no kernel spills registers" no_spills
+    check "cuda build without the fast files" make INSTALL=0 WERROR=1 PLAIN=1 NVCC="$nvcc" build/cuda-plain-werror/cs336
 else
     skip "cuda flavour" "no nvcc"
 fi
 unset CS336_REQUIRE_GPU  # what follows has no GPU code
 check_flavour cpu ""
+run_tests "cpu tests without the fast files" make INSTALL=0 WERROR=1 PLAIN=1 NVCC= test
 if command -v python3 >/dev/null; then
     run_tests "misuse" python3 tests/misuse.py build/cpu-werror/cs336 --short
 else

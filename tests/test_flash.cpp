@@ -1,5 +1,6 @@
-// Tests of attention.cu and the fast kernels: every row of the table of implementations, on the devices that are here, against the reference in
-// float64, on strided tensors that lie in memory full of NaN, with outputs that nothing may be written around.
+// Tests of attention.cu and the fast kernels: every row of the table of implementations, on the devices that are here,
+// against the reference in float64, on strided tensors that lie in memory full of NaN, with outputs that nothing may be
+// written around.
 #include "test.h"
 
 #include <algorithm>

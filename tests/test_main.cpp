@@ -1,6 +1,8 @@
 // Tests of the command line, on the real program: the environment's CS336_BINARY, else ./cs336.
 #include "test.h"
 
+#include <unistd.h>
+
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
@@ -283,4 +285,29 @@ TEST_CASE("main: tests/vs_pytorch.py explains itself and refuses in one line, al
         CHECK(lines(r.out) == 1);
         CHECK(has(r.out, names));
     }
+}
+TEST_CASE("main: no output goes where another file, our own input or our own lines are") {
+    Folder folder;
+    std::string same = folder / "same", file = folder / "file", a = folder / "a", b = folder / "b";
+    std::string train = program() + " train --device cpu --quick --sample 0 --data LICENSE ";
+    CHECK(run_shell(train + "--steps 1 --save " + same).exit_code == 0);
+    std::string before = read_file(same);
+    Run r = run_shell(program() + " train --device cpu --quick --sample 0 --steps 2 --data " + same + " --load " +
+                      same + " --save " + same);
+    CHECK(r.exit_code == 2);
+    CHECK(has(r.out, "takes another file than --data"));
+    CHECK(read_file(same) == before);
+    CHECK(run_shell(train + "--load " + same + " --steps 2 --save " + same).exit_code == 0);  // goes on
+    for (const std::string& name : {file, std::string("/dev/stdout")}) {
+        r = run_shell("(" + train + "--save " + name + " > " + file + ")");
+        INFO(r.out);
+        CHECK(r.exit_code == 2);
+        CHECK(has(r.out, "which is where our own lines go"));
+    }
+    REQUIRE(symlink(a.c_str(), b.c_str()) == 0);
+    REQUIRE(symlink(b.c_str(), a.c_str()) == 0);
+    r = run_shell(train + "--save " + a);
+    CHECK(r.exit_code == 2);
+    CHECK(std::filesystem::is_symlink(a));
+    CHECK(std::filesystem::is_symlink(b));
 }

@@ -531,12 +531,13 @@ TEST_CASE("measure: a file keeps its mode, and is written behind its links") {
 
 TEST_CASE("measure: temporary files have names that nobody can guess, and stale ones go") {
     Folder folder;
-    std::string path = folder / "file", victim = folder / "victim", stale = temporary_name(path), fresh = stale + "x",
-                locked = stale + "y", other = folder / "file.tmp.backup";
+    std::string path = folder / "file", victim = folder / "victim", stale = temporary_name(path),
+                fresh = temporary_name(path), locked = temporary_name(path), other = folder / "file.tmp.backup",
+                notes = stale + "0";
     CHECK(temporary_name(path) != stale);
-    for (const std::string& name : {victim, stale, fresh, locked, other}) { write_file(name, "untouched"); }
+    for (const std::string& name : {victim, stale, fresh, locked, other, notes}) { write_file(name, "untouched"); }
     std::filesystem::create_symlink("victim", path + ".tmp." + std::to_string(getpid()));
-    for (const std::string& name : {stale, locked, other}) {
+    for (const std::string& name : {stale, locked, other, notes}) {
         timespec long_ago[2] = {};
         REQUIRE(utimensat(AT_FDCWD, name.c_str(), long_ago, 0) == 0);
     }
@@ -547,8 +548,8 @@ TEST_CASE("measure: temporary files have names that nobody can guess, and stale 
     CHECK(!std::filesystem::exists(stale));
     save_file(path, "new");
     close(file);
-    CHECK(folder.files().size() == 6);
-    for (const std::string& name : {victim, fresh, locked, other}) { CHECK(read_file(name) == "untouched"); }
+    CHECK(folder.files().size() == 7);
+    for (const std::string& name : {victim, fresh, locked, other, notes}) { CHECK(read_file(name) == "untouched"); }
     CHECK(failure_of([&] { replace_file(folder / std::string(250, 'x'), nullptr); }) ==
           "1: " + (folder / std::string(250, 'x')) + ": cannot be written: File name too long");
     REQUIRE(mkfifo((folder / "fifo").c_str(), 0600) == 0);

@@ -475,6 +475,57 @@ TEST_CASE("ranks: too few descriptors are named; an inherited nohup holds") {
     kill(s.pid, SIGTERM);
     finish(s, now_ms());
 }
+TEST_CASE("ranks: children are waited for, also where SIGCHLD was ignored") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    signal(SIGCHLD, SIG_IGN);
+    Started s = start({"naive_ddp", "--quick", "--nproc", "2", "--device", "cpu"});
+    signal(SIGCHLD, SIG_DFL);
+    Ended e = finish(s, s.at_ms);
+    CHECK(e.exit_code == 0);
+}
+TEST_CASE("ranks: a rank that stalls after its goodbye is not waited for without end") {
+    bool only_this_machine;
+    int listening = listen_for_ranks("127.0.0.1", 0, INFINITY, &only_this_machine), port = port_of(listening);
+    CHECK(only_this_machine);
+    Hello hello{0, false, 2, "x/", "c", "t", {}};
+    auto server = start_store(listening, hello, 300);
+    std::vector<int> ranks;
+    for (hello.rank = 0; hello.rank < 2; hello.rank++) {
+        ranks.push_back(connect_to_store("127.0.0.1", port, hello, now_ms() + 5000));
+        CHECK(ask_store(ranks.back(), 'Q', "", "", now_ms() + 5000, "no reply") == "");
+    }
+    close(ranks[0]);
+    stop_store_soon(*server);
+    double since = now_ms();
+    CHECK_THROWS_WITH(wait_for_store(*server), "rank 1 has shown no sign of life since its goodbye");
+    CHECK(now_ms() - since > 200);
+    CHECK(now_ms() - since < 2000);
+    close(ranks[1]);
+}
+TEST_CASE("ranks: what the environment says is checked") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    struct Case {
+        std::vector<std::string> variables;
+        int exit_code;
+        std::string says;
+    };
+    std::string port = "MASTER_PORT=" + std::to_string(some_free_port());
+    for (const Case& one : {
+             Case{{"SLURM_STEP_ID=4294967290", "SLURM_NTASKS=1", "SLURM_PROCID=0"}, 0, ""},
+             {{"RANK=0", "WORLD_SIZE=1", "MASTER_PORT=65535", "TORCHELASTIC_RUN_ID=x"}, 2, "MASTER_PORT: got 65535"},
+             {{"RANK=0", "WORLD_SIZE=1", port, "LOCAL_WORLD_SIZE=0"}, 2, "this machine has only 0 ranks"},
+             {{"RANK=0", "WORLD_SIZE=1", port, "MASTER_ADDR=0.0.0.0", "CS336_TOKEN="}, 0, "can join this job"},
+             {{"RANK=0", "WORLD_SIZE=1", port, "MASTER_ADDR=0.0.0.0", "CS336_TOKEN=x"}, 0, ""},
+             {{"RANK=0", "WORLD_SIZE=1", port, "CS336_STORE_FD=0"}, 2, "is no listening socket"},
+         }) {
+        Started s = start(short_run, one.variables);
+        Ended e = finish(s, s.at_ms);
+        INFO(one.variables.back() << ": " << e.err);
+        CHECK(e.exit_code == one.exit_code);
+        CHECK(has(e.err, one.says));
+        CHECK(has(e.err, "warning: whoever") == has(one.says, "join"));
+    }
+}
 TEST_CASE("ranks: what torchrun and mpirun and srun say is understood") {
     if (lacks("gloo", CPU, 2)) { return; }
     auto variables = [](const char* launcher, int rank, int port) -> std::vector<std::string> {
@@ -521,6 +572,7 @@ TEST_CASE("ranks: wrong usage of the launcher") {
     CHECK(has(nccl.err, "NCCL"));
     CHECK(run_cs336({"distributed_communication_single_node", "--nproc", "0"}).exit_code == 2);
     CHECK(run_cs336({"distributed_communication_single_node", "--sizes_mb", "1,x"}).exit_code == 2);
+    CHECK(run_cs336({"distributed_communication_single_node", "--sizes_mb", "1,1e-6"}).exit_code == 2);
 }
 TEST_CASE("ranks: distributed_communication_single_node") {
     if (lacks("gloo", CPU, 2)) { return; }
