@@ -4,6 +4,7 @@
 #include "test.h"
 
 #include <algorithm>
+#include <array>
 
 static const DType low_types[] = {F32, BF16, F16};
 
@@ -454,5 +455,35 @@ TEST_CASE_TEMPLATE("flash: weighted_sum and its backward are mul and sum_last", 
             results[i][0] = detached(y), results[i][1] = a.gradient->value, results[i][2] = b.gradient->value;
         }
         for (int j = 0; j < 3; j++) { check_close("weighted_sum", results[0][j], results[1][j], 2e-6); }
+    }
+}
+TEST_CASE("flash: v1 on the GPU, tiles' borders, all types") {  // small: for the sanitizers
+    if (!begin_on(CUDA)) { return; }
+    const AttentionImpl* plain = nullptr;
+    for (const AttentionImpl& impl : attention_impls()) {
+        if (impl.device == CUDA && strcmp(impl.name, "naive") == 0) { plain = &impl; }
+        if (strcmp(impl.name, "flash_v1") != 0) { continue; }
+        REQUIRE(plain);
+        for (DType dtype : {F32, BF16, F16}) {
+            for (auto [Tq, Tk, D] : {std::array<int, 3>{33, 65, 80}, {64, 31, 16}}) {
+                for (bool causal : {false, true}) {
+                    INFO(name_of(dtype) << " " << Tq << " " << Tk << " " << D << " " << causal);
+                    Tensor q = empty({1, 2, Tq, D}, dtype), k = empty({1, 2, Tk, D}, dtype), v = empty(k.shape, dtype);
+                    fill_normal(q, 0, 1, 0, 1), fill_normal(k, 0, 2, 0, 1), fill_normal(v, 0, 3, 0, 1);
+                    Tensor results[2][4];
+                    for (int i : {0, 1}) {
+                        Tensor a = require_gradient(q), b = require_gradient(k), c = require_gradient(v);
+                        Tensor o = run_attention(i == 0 ? impl : *plain, a, b, c, causal);
+                        backward_from(o, q);
+                        results[i][0] = detached(o), results[i][1] = a.gradient->value;
+                        results[i][2] = b.gradient->value, results[i][3] = c.gradient->value;
+                        clear_tape();
+                    }
+                    for (int part = 0; part < 4; part++) {
+                        CHECK(compare(results[0][part], results[1][part], 2e-2, 2e-2).ok());
+                    }
+                }
+            }
+        }
     }
 }
