@@ -12,8 +12,10 @@
 //   profile.cu      section 1.1.4: which kernels a step spends its time in, trace files
 //   memory.cu       section 1.1.6: where a step's memory goes
 //   store.cu        how several processes find each other, and which of them lives
-//   ranks.cu        section 2.1: several processes, NCCL and Gloo
+//   ranks.cu        several processes, NCCL and Gloo
 //   ddp.cu          sections 2.2 to 3: data parallel training, the sharded optimizer
+//   bench_ddp.cu    the experiments with several ranks
+//   accounting.cu   section 2.4: arithmetic alone
 //   reproduce.cu    `reproduce`: the tables of notes/, measured again
 // Each .cu is compiled by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
 //
@@ -855,7 +857,9 @@ struct StoreServer;  // a thread of rank 0's process; it owns its listening sock
 // Port 0: the system chooses one. only_this_machine: it listens on a loopback address.
 int listen_for_ranks(const std::string& address, int port, double deadline, bool* only_this_machine);
 int port_of(int listening);
-std::shared_ptr<StoreServer> start_store(int listening, const Hello& own, double patience_ms);
+// fail_with is called by the thread where the system keeps ranks from connecting.
+std::shared_ptr<StoreServer> start_store(int listening, const Hello& own, double patience_ms,
+                                         const std::function<void(const std::string&)>& fail_with);
 void stop_store_soon(StoreServer& server);  // once every rank has closed its connection
 void wait_for_store(StoreServer& server);   // until it has stopped; fails if a rank stalls at its end
 // Tries until the deadline; throws what is wrong. Returns a descriptor.
@@ -909,8 +913,6 @@ void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute str
 void barrier(const Communicator& c);                    // the host waits, also for its device
 // Every rank's text, through the store; also a barrier, with no deadline while all live.
 std::vector<std::string> gather_text(const Communicator& c, const std::string& text);
-// Times in ms of an all-reduce of n fp32 numbers, of every rank and step; *ok: the sums were right everywhere.
-std::vector<std::vector<double>> time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps, bool* ok);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // ddp.cu: data parallel training. Every rank has the same weights and its own part of the batch; gradients are
@@ -918,10 +920,11 @@ std::vector<std::vector<double>> time_all_reduce(const Communicator& c, int64_t 
 
 enum Strategy { NO_SYNC, NAIVE, FLAT, OVERLAPPED, BUCKETED };
 const char* name_of(Strategy s);
-struct Bucket {          // what goes as one all-reduce
-    int64_t begin, end;  // elements of the flat gradients
-    int parameters;      // in it
-    int missing;         // of these, the gradients that backward has not finished yet
+bool goes_at_once(Strategy s);  // a bucket is sent as soon as backward has finished it
+struct Bucket {                 // what goes as one all-reduce
+    int64_t begin, end;         // elements of the flat gradients
+    int parameters;             // in it
+    int missing;                // of these, the gradients that backward has not finished yet
 };
 struct DataParallel {
     Communicator c;
@@ -1036,17 +1039,17 @@ int cmd_nsys_profile(const Options& o);      // profile.cu
 int cmd_memory_profiling(const Options& o);  // memory.cu
 int cmd_model(const Options& o);             // train.cu
 int cmd_train(const Options& o);
-int cmd_distributed_communication_single_node(const Options& o);  // ranks.cu
-int cmd_naive_ddp(const Options& o);                              // ddp.cu
+int cmd_distributed_communication_single_node(const Options& o);  // bench_ddp.cu
+int cmd_naive_ddp(const Options& o);
 int cmd_ddp_overlap_individual_parameters(const Options& o);
 int cmd_ddp_overlap_bucketed(const Options& o);
 int cmd_naive_ddp_benchmarking(const Options& o);
 int cmd_minimal_ddp_flat_benchmarking(const Options& o);
 int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o);
 int cmd_ddp_bucketed_benchmarking(const Options& o);
-int cmd_communication_accounting(const Options& o);
 int cmd_optimizer_state_sharding(const Options& o);
 int cmd_optimizer_state_sharding_accounting(const Options& o);
+int cmd_communication_accounting(const Options& o);  // accounting.cu
 
 // ---------------------------------------------------------------------------------------------------------------------
 // reproduce.cu

@@ -2,7 +2,6 @@
 //   the launcher     `--nproc N` starts N copies of this program; torchrun, mpirun and srun do the same from outside
 //   the watchdog     ends a rank when another one is gone, dead or stuck
 //   the communicator all-reduce, broadcast, reduce-scatter, all-gather and barrier on NCCL or Gloo, asynchronous
-//   section 2.1      distributed_communication_single_node
 #include "cs336.h"
 
 #include <algorithm>
@@ -784,7 +783,10 @@ static void connect_ranks(Communicator& c, const Identity& me, const Options& o)
     // 0.8: so that all is over within the timeout.
     double patience_ms = 0.8e3 * o.timeout, deadline = now_ms() + patience_ms;
     Hello hello{me.rank, false, me.world, me.token, commit(), o.command, o.given};
-    if (me.rank == 0) { l.server = start_store(listening_socket(me, deadline), hello, patience_ms); }
+    if (me.rank == 0) {
+        l.server = start_store(listening_socket(me, deadline), hello, patience_ms,
+                               [](const std::string& why) { give_up(0, 1, "the ranks cannot connect: " + why); });
+    }
     l.store = connect_to_store(me.address, me.port, hello, deadline);
     hello.for_heartbeats = true;
     l.beats = connect_to_store(me.address, me.port, hello, deadline);
@@ -881,194 +883,4 @@ int run_ranks(const Options& o, const std::function<void(const Communicator&)>& 
     } catch (const Failure& failure) {
         give_up(me.rank, failure.exit_code, failure.what());
     } catch (const std::exception& e) { give_up(me.rank, 1, e.what()); }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// distributed_communication_single_node. Bandwidths as nccl-tests define them: algbw = S / t; busbw = algbw 2(n-1)/n,
-// what each link carries in a ring, which does not depend on the number of ranks n. GB = 1e9 bytes.
-
-static const std::vector<std::string> all_reduce_columns = {"Backend",          "Device",       "Ranks",
-                                                            "Tensor Size (MB)", "median ms",    "worst rank ms",
-                                                            "algbw (GB/s)",     "busbw (GB/s)", "sums"};
-
-struct Sweep {
-    std::vector<double> sizes_mb;
-    int warmup = 5, steps;
-    std::vector<int> ranks;
-    std::string scaled_down;
-};
-static Sweep sweep_of(const Options& o) {
-    Sweep s{o.sizes_mb, o.warmup.empty() ? 5 : o.warmup[0], o.steps, {2, 4, 6}, ""};
-    auto add = [&](const char* what) { s.scaled_down += (s.scaled_down.empty() ? "" : ", ") + std::string(what); };
-    if (s.sizes_mb.empty()) {
-        s.sizes_mb = {1, 10, 100, 1000};
-        if (o.quick) {
-            s.sizes_mb = {1, 10}, add("only 1 and 10 MB");
-        } else if (cuda_devices() == 0) {
-            s.sizes_mb = {1, 10, 100}, add("no 1 GB");
-        }
-    }
-    if (o.quick && !o.has("steps")) { s.steps = 3, add("3 steps instead of 10"); }
-    if (o.quick && o.warmup.empty()) { s.warmup = 1, add("1 warm-up instead of 5"); }
-    if (o.quick) { s.ranks = {2}, add("only 2 ranks"); }
-    for (double mb : s.sizes_mb) {
-        if (mb * 1e6 < sizeof(float)) { usage_error("--sizes_mb: got %g, takes 4e-06 or more: one number", mb); }
-    }
-    return s;
-}
-
-static std::vector<double> numbers_of(const std::string& text) {
-    std::vector<double> all;
-    const char* p = text.c_str();
-    for (char* end; *p; p = end) {
-        all.push_back(strtod(p, &end));
-        if (end == p) { fail("expected numbers, found '%s'", text.c_str()); }
-    }
-    return all;
-}
-
-std::vector<std::vector<double>> time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps, bool* ok) {
-    size_t tensors = context.device == CPU ? 2 : 1;
-    require_memory(tensors * n * sizeof(float) * c.local_world, "the tensors of this machine's ranks");
-    barrier(c);  // nobody has taken his share before all have looked
-    std::vector<float> host(n);
-    for (int64_t i = 0; i < n; i++) { host[i] = (float)(i % 1000 + c.rank); }
-    Tensor t = empty({n}, F32, WORKSPACE);
-    copy_bytes(t.data, context.device, host.data(), CPU, n * sizeof(float));
-    wait(c, all_reduce(c, t, SUM));
-    synchronize();
-    copy_bytes(host.data(), CPU, t.data, context.device, n * sizeof(float));
-    bool right = true;
-    for (int64_t i = 0; i < n; i++) {
-        right = right && host[i] == (float)(c.world * (i % 1000) + c.world * (c.world - 1) / 2);
-    }
-    scale_in_place(t, 1e-20f);  // each further sum multiplies by up to the number of ranks
-    std::string mine;
-    for (int i = 0; i < warmup + steps; i++) {
-        barrier(c);
-        double start = now_ms();
-        wait(c, all_reduce(c, t, SUM));
-        synchronize();
-        if (i >= warmup) { mine += strprintf(" %.17g", now_ms() - start); }
-    }
-    std::vector<std::vector<double>> all;
-    *ok = true;
-    for (const std::string& text : gather_text(c, (right ? "1" : "0") + mine)) {
-        all.push_back(numbers_of(text));
-        *ok = *ok && all.back()[0] == 1;
-        all.back().erase(all.back().begin());
-    }
-    return all;
-}
-
-static std::string caption_of(const Sweep& s, const std::string& where) {
-    return strprintf(
-        "distributed_communication_single_node: all-reduce, float32; MB = 1e6 bytes; %d warm-ups, %d steps, a "
-        "barrier before each, median over steps and ranks; %s; commit %s%s",
-        s.warmup, s.steps, where.c_str(), commit().c_str(),
-        s.scaled_down.empty() ? "" : ("; scaled down: " + s.scaled_down).c_str());
-}
-
-static bool all_reduce_rows(const Communicator& c, const Sweep& s, Table* table) {
-    bool all_ok = true;
-    for (double mb : s.sizes_mb) {
-        bool ok;
-        int64_t n = (int64_t)(mb * 1e6 / sizeof(float));
-        std::vector<double> all, medians;
-        for (const std::vector<double>& of_rank : time_all_reduce(c, n, s.warmup, s.steps, &ok)) {
-            all.insert(all.end(), of_rank.begin(), of_rank.end());
-            medians.push_back(stats_of(of_rank).median);
-        }
-        double t = stats_of(all).median, algbw = n * sizeof(float) / t / 1e6;
-        table->rows.push_back({c.backend, name_of(context.device), std::to_string(c.world), strprintf("%g", mb),
-                               strprintf("%.3f", t), strprintf("%.3f", stats_of(medians).max), strprintf("%.2f", algbw),
-                               strprintf("%.2f", algbw * 2 * (c.world - 1) / c.world), ok ? "right" : "WRONG"});
-        all_ok = all_ok && ok;
-    }
-    return all_ok;
-}
-
-// A group of ranks is a run of its own: its table's rows, or one that says why it cannot be.
-static void group_rows(const Options& o, const Sweep& s, const char* backend, Device device, int n, Table* table) {
-    std::string why = why_not(backend, device, n);
-    if (!why.empty()) {
-        table->rows.push_back({backend, name_of(device), std::to_string(n), "all", "", "", "", "", why});
-        return;
-    }
-    std::string sizes;
-    for (double mb : s.sizes_mb) { sizes += (sizes.empty() ? "" : ",") + strprintf("%g", mb); }
-    progress("all-reduce: %s, %d ranks", backend, n);
-    std::string csv =
-        run_ourselves({"distributed_communication_single_node", "--nproc", std::to_string(n), "--backend", backend,
-                       "--device", name_of(device), "--sizes_mb", sizes, "--warmup", std::to_string(s.warmup),
-                       "--steps", std::to_string(s.steps), "--timeout", strprintf("%g", o.timeout), "--format", "csv"});
-    for (size_t start = csv.find(backend); start != std::string::npos && start < csv.size();) {
-        size_t end = csv.find('\n', start);
-        std::vector<std::string> row = {""};
-        for (char ch : csv.substr(start, end - start)) { ch == ',' ? row.push_back("") : row.back().push_back(ch); }
-        if (row.size() != table->columns.size()) { fail("the measuring ranks printed '%s'", csv.c_str()); }
-        table->rows.push_back(row);
-        start = end + 1;
-    }
-}
-
-static void plot_all_reduce(const Options& o, const Table& table) {
-    if (o.plot.empty()) { return; }
-    std::map<double, std::map<std::string, double>> ms;  // by size and group
-    std::set<std::string> groups;
-    for (const auto& row : table.rows) {
-        std::string group = row[0] + " " + row[1] + ", " + row[2] + " ranks";
-        if (row[4].empty()) { continue; }  // could not run here
-        groups.insert(group);
-        ms[strtod(row[3].c_str(), nullptr)][group] = strtod(row[4].c_str(), nullptr);
-    }
-    Chart chart{Chart::LINES, "", "tensor size (MB)", "median time (ms)", {}, {}, {}, true};
-    for (const std::string& group : groups) { chart.series.push_back({group, {}}); }
-    for (auto& [mb, times] : ms) {
-        chart.x.push_back(mb);
-        for (Series& series : chart.series) { series.y.push_back(times.count(series.name) ? times[series.name] : NAN); }
-    }
-    save_file(o.plot, draw("All-reduce", table.caption, {chart}));
-}
-
-int cmd_distributed_communication_single_node(const Options& o) {
-    Sweep s = sweep_of(o);
-    if (is_rank() || o.nproc > 0 || o.backend != "auto") {  // one group
-        return run_ranks(o, [&](const Communicator& c) {
-            Table table{"", all_reduce_columns, {}};
-            bool ok = all_reduce_rows(c, s, &table);
-            table.caption = caption_of(s, device_description());
-            if (c.rank == 0) {
-                print(table, o.format);
-                plot_all_reduce(o, table);
-            }
-            if (!ok) { fail("wrong sums"); }
-        });
-    }
-    Table table{"", all_reduce_columns, {}};
-    if (o.device != "cuda") {
-        for (int n : s.ranks) { group_rows(o, s, "gloo", CPU, n, &table); }
-    }
-    if (o.device != "cpu") {
-        for (int n : s.ranks) { group_rows(o, s, "nccl", CUDA, n, &table); }
-    }
-    context.device = cuda_devices() > 0 && o.device != "cpu" ? CUDA : CPU;
-    table.caption = caption_of(s, device_description());
-    print(table, o.format);
-
-    Table handout{"the same, median ms", {"Backend", "Device", "Tensor Size (MB)"}, {}};
-    for (int n : s.ranks) { handout.columns.push_back(strprintf("%d Procs", n)); }
-    std::map<std::string, std::map<std::string, std::string>> cells;  // backend and size, ranks
-    for (const auto& row : table.rows) { cells[row[0] + row[3]][row[2]] = row[4]; }
-    for (const char* backend : {"gloo", "nccl"}) {
-        for (double mb : s.sizes_mb) {
-            std::string size = strprintf("%g", mb);
-            if (!cells.count(backend + size)) { continue; }
-            handout.rows.push_back({backend, strcmp(backend, "gloo") == 0 ? "cpu" : "cuda", size});
-            for (int n : s.ranks) { handout.rows.back().push_back(cells[backend + size][std::to_string(n)]); }
-        }
-    }
-    print(handout, o.format);
-    plot_all_reduce(o, table);
-    return 0;
 }

@@ -202,7 +202,8 @@ StoreState empty_store(const Hello& own, double patience_ms) {
 
 struct StoreServer {
     int listening;
-    StoreState state;  // the thread's alone
+    StoreState state;                                   // the thread's alone
+    std::function<void(const std::string&)> fail_with;  // where ranks cannot connect
     std::thread thread;
     std::atomic<double> stop_by_ms{INFINITY};  // finite: it ends when all ranks are gone, or then
 };
@@ -223,8 +224,9 @@ static void accept_one(StoreServer& server) {
         auto oldest = std::find_if(peers.begin(), peers.end(), stranger);
         if (oldest != peers.end()) {
             drop(server.state, oldest);  // a rank that was too slow tries again
-        } else {
-            usleep(10000);  // no descriptor is left: who waits to be accepted waits on
+        } else {                         // no descriptor is left: who waits to be accepted waits on
+            if (peers.size() < 2 * (size_t)server.state.own.world) { server.fail_with(strerror(errno)); }
+            usleep(10000);
         }
     }
     if (fd < 0) { return; }
@@ -283,9 +285,10 @@ static void serve_all(StoreServer& server) {
     for (const StorePeer& p : s.peers) { close(p.fd); }
 }
 
-std::shared_ptr<StoreServer> start_store(int listening, const Hello& own, double patience_ms) {
+std::shared_ptr<StoreServer> start_store(int listening, const Hello& own, double patience_ms,
+                                         const std::function<void(const std::string&)>& fail_with) {
     auto server = std::make_shared<StoreServer>();
-    server->listening = listening;
+    server->listening = listening, server->fail_with = fail_with;
     server->state = empty_store(own, patience_ms);
     StoreServer* s = server.get();
     server->thread = std::thread([s] { serve_all(*s); });

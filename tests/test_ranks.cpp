@@ -488,7 +488,7 @@ TEST_CASE("ranks: a rank that stalls after its goodbye is not waited for without
     int listening = listen_for_ranks("127.0.0.1", 0, INFINITY, &only_this_machine), port = port_of(listening);
     CHECK(only_this_machine);
     Hello hello{0, false, 2, "x/", "c", "t", {}};
-    auto server = start_store(listening, hello, 300);
+    auto server = start_store(listening, hello, 300, nullptr);
     std::vector<int> ranks;
     for (hello.rank = 0; hello.rank < 2; hello.rank++) {
         ranks.push_back(connect_to_store("127.0.0.1", port, hello, now_ms() + 5000));
