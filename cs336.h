@@ -824,7 +824,7 @@ size_t peak_of(const std::vector<MemoryEvent>& log);  // bytes; fails unless all
 struct LostTouch : Failure {
     explicit LostTouch(const std::string& what) : Failure(1, what) {}
 };
-struct Hello {                    // what a process says of itself. All ranks have to agree but on:
+struct Hello {                    // what a process says of itself. Ranks may differ in the first two fields only
     int rank = 0;                 // its own
     bool for_heartbeats = false;  // this is the rank's second connection
     int world = 1;

@@ -632,7 +632,7 @@ int main(int argc, char** argv) {
         note("cs336: cannot write to stdout: it is closed");
         return 1;
     }
-    signal(SIGCHLD, SIG_DFL);  // ignored by who started us, waitpid() would lose our children
+    signal(SIGCHLD, SIG_DFL);  // whoever started us may ignore it; waitpid() would then find no children
     signal(SIGXFSZ, SIG_IGN);  // a file that grows over `ulimit -f`: the write fails, and says so
     choose_cpu_settings(argv);
     std::string word = argc > 1 ? argv[1] : "", who = "cs336";
