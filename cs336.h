@@ -1,5 +1,6 @@
 // cs336.h: the map. Every type and function that crosses a file, in the order in which the files build on each other:
-//   measure.cu      errors, devices, memory, tracing, timing, tables: the instruments
+//   measure.cu      errors, devices, memory, timing, tables: the instruments
+//   trace.cu        named ranges, and a trace of what ran in them
 //   tensor.cu       tensors, autograd's tape, one kernel per operation: what "PyTorch eager" does
 //   safetensors.cu  tensors in files
 //   precision.cu    section 1.1.5: rounding, autocast's dtype rules, loss scaling; `info`
@@ -119,7 +120,7 @@ struct Planning {  // within its scope nothing is computed, memory only counted
     ~Planning() { context.device = before; }
 };
 
-int cuda_devices();  // 0 without a GPU, without a driver, or in a CPU build
+int cuda_devices(std::string* why = nullptr);  // 0 without a GPU or its driver, or in a CPU build: why
 // auto|cpu|cuda; prints on stderr which one auto took; fails if there is none. gpu: which one, of several.
 Device choose_device(const std::string& want, int gpu = 0);
 void synchronize();                 // wait for context.device
@@ -209,6 +210,9 @@ size_t gpu_memory_used();                    // bytes of the whole card, as the 
 void give_back_cached_memory();              // what our pool keeps but does not use
 void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);  // waits for the copy
 
+// ---------------------------------------------------------------------------------------------------------------------
+// trace.cu: named ranges of work, and what ran in them
+
 // A named stretch of work, e.g. Range r("attention"); ranges nest. Shown by NVTX tools, names allocations, and says in
 // a trace what the work was for. `name` has to live as long as the program.
 struct Range {
@@ -219,11 +223,11 @@ struct Range {
   private:
     int traced = -1;
 };
-const char* innermost_range();  // "" outside all of them
-int innermost_traced_range();   // of the trace that is being made; -1: none
+const std::vector<const char*>& open_ranges();  // of this thread, outermost first
+const char* innermost_range();                  // "" outside all of them
+int innermost_traced_range();                   // of the trace that is being made; -1: none
 
-// ---------------------------------------------------------------------------------------------------------------------
-// measure.cu: tracing. What ran when and in which range: on the GPU as CUPTI sees it, kernels of cuBLAS and NCCL too.
+// What ran when and in which range: on the GPU as CUPTI sees it, kernels of cuBLAS and NCCL too.
 // Times are in ns since 1970, on all GPUs and in all processes of a machine; ranges are indices into Trace::ranges.
 
 struct TracedRange {
@@ -255,6 +259,8 @@ struct Trace {
 };
 void start_tracing();  // fails if a trace is being made
 Trace stop_tracing();  // waits for the device
+bool is_tracing();
+void trace_memory(size_t bytes);  // what context.device holds now, for the trace that is being made, if any
 
 // ---------------------------------------------------------------------------------------------------------------------
 // measure.cu: time, tables, ourselves as a child

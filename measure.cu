@@ -1,4 +1,4 @@
-// measure.cu: the instruments that every other file uses: errors, devices, tracing, memory, time, tables.
+// measure.cu: the instruments that every other file uses: errors, devices, memory, time, tables.
 #include "gpu.h"
 
 #include <algorithm>
@@ -35,10 +35,6 @@
 #include <unistd.h>
 
 #ifdef __CUDACC__
-#include <nvtx3/nvToolsExt.h>
-#ifdef HAVE_CUPTI
-#include <cupti.h>
-#endif
 #endif
 #ifdef HAVE_OPENBLAS
 extern "C" char* openblas_get_corename(void);
@@ -226,27 +222,23 @@ static std::string field_of(const char* path, const std::string& key) {
     return "";
 }
 
-// The number of GPUs, and where it is 0, why.
-static int count_gpus(std::string* why) {
+int cuda_devices(std::string* why) {
     int n = 0;
+    std::string reason;
 #ifdef __CUDACC__
     cudaError_t error = cudaGetDeviceCount(&n);
     if (error != cudaSuccess) {
         cudaGetLastError();
         n = 0;
-        *why = cudaGetErrorString(error);
+        reason = cudaGetErrorString(error);
     } else if (n == 0) {
-        *why = "the driver sees no GPU";
+        reason = "the driver sees no GPU";
     }
 #else
-    *why = "this build is for the CPU only";
+    reason = "this build is for the CPU only";
 #endif
+    if (why) { *why = reason; }
     return n;
-}
-
-int cuda_devices() {
-    std::string why;
-    return count_gpus(&why);
 }
 
 Device choose_device(const std::string& want, int gpu) {
@@ -255,7 +247,7 @@ Device choose_device(const std::string& want, int gpu) {
     }
     if (want == "cpu") { return CPU; }
     std::string why;
-    if (count_gpus(&why) == 0) {
+    if (cuda_devices(&why) == 0) {
         if (want == "cuda") { fail("device cuda: there is none (%s)", why.c_str()); }
         note("device auto: took cpu (%s)", why.c_str());
         return CPU;
@@ -355,333 +347,6 @@ std::string device_description() {
 #endif
     return text;
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Tracing. Ranges keep a list with their times. What the GPU runs is recorded by CUPTI, NVIDIA's tracing library, in
-// buffers that it fills and hands back on a thread of its own. How a kernel finds its range: CUPTI calls us at each
-// launch, on the thread that launches; the launch has a number, which the kernel's record names, too. That holds for
-// kernels that libraries launch.
-
-static std::atomic<bool> tracing{false};
-static std::mutex trace_mutex;
-static Trace trace;
-// Ranges are numbered on from one trace to the next, so that one left over from an earlier trace is known as such.
-static int first_range = 0;
-static thread_local int innermost_traced = -1;
-constexpr size_t TRACE_LIMIT = 1000000;  // of each list; some 100 bytes an entry
-constexpr size_t TRACE_ROOM = 1 << 17;   // of each list from the start: some 20 steps of a small model
-
-// system_clock is CLOCK_REALTIME, which CUPTI uses, too.
-static int64_t epoch_ns() {
-    auto now = std::chrono::system_clock::now().time_since_epoch();
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
-}
-static int in_this_trace(int range) { return range >= first_range ? range - first_range : -1; }
-
-// Empties the list, and writes to its room once: a page's first touch takes microseconds, which a step would pay for.
-template <class T>
-static void make_room(std::vector<T>& list) {
-    list.resize(TRACE_ROOM);
-    list.clear();
-}
-// Appends unless the list is full.
-template <class T>
-static bool keep(std::vector<T>& list, const T& entry, size_t& left_out) {
-    bool room = list.size() < TRACE_LIMIT;
-    if (room) {
-        list.push_back(entry);
-    } else {
-        left_out++;
-    }
-    return room;
-}
-
-#if defined(__CUDACC__) && defined(HAVE_CUPTI)
-#if CUPTI_API_VERSION >= 130000
-using KernelActivity = CUpti_ActivityKernel10;
-#else
-using KernelActivity = CUpti_ActivityKernel9;
-#endif
-// CONCURRENT_KERNEL, because KERNEL would run one kernel at a time.
-static const CUpti_ActivityKind traced_activities[] = {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,
-                                                       CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET};
-static std::atomic<bool> cupti_runs{false};
-// What CUPTI's thread found. It has a mutex of its own: going through a buffer takes milliseconds, in which ranges must
-// not have to wait.
-static std::mutex cupti_mutex;
-static std::vector<TracedWork> cupti_work;
-static size_t cupti_dropped, cupti_left_out;
-static std::string cupti_error;  // the last, from where nothing may be thrown
-
-static std::string cupti_text(CUptiResult result, const char* call) {
-    const char* text = nullptr;
-    return strprintf("%s: %s", call,
-                     cuptiGetResultString(result, &text) == CUPTI_SUCCESS && text ? text : "unknown error");
-}
-#define CUPTI_CHECK(call) \
-    if (CUptiResult result_ = (call); result_ != CUPTI_SUCCESS) { fail("%s", cupti_text(result_, #call).c_str()); }
-
-// Which range each launch and copy was made in. CUPTI has a way of its own, external ids, but it costs more than twice:
-// they come in records of their own, beside a record for each API call.
-struct Launch {
-    uint32_t correlation;
-    int range;
-};
-static CUpti_SubscriberHandle launch_subscriber;
-static std::mutex launch_mutex;
-static std::vector<Launch> launches;
-
-static void CUPTIAPI note_launch(void*, CUpti_CallbackDomain, CUpti_CallbackId, const void* call) {
-    auto info = (const CUpti_CallbackData*)call;
-    if (info->callbackSite != CUPTI_API_ENTER) { return; }
-    std::lock_guard<std::mutex> lock(launch_mutex);
-    if (launches.size() < TRACE_LIMIT) { launches.push_back({info->correlationId, innermost_traced}); }
-}
-// The runtime's calls, too, end in one of the driver's.
-static CUptiResult watch_launches() {
-    CUptiResult result = cuptiSubscribe(&launch_subscriber, (CUpti_CallbackFunc)note_launch, nullptr);
-    for (int id = 1; id < (int)CUPTI_DRIVER_TRACE_CBID_SIZE && result == CUPTI_SUCCESS; id++) {
-        const char* name = nullptr;  // a number without a call has none
-        if (cuptiGetCallbackName(CUPTI_CB_DOMAIN_DRIVER_API, id, &name) != CUPTI_SUCCESS || !name) { continue; }
-        if (strstr(name, "Launch") || strstr(name, "Memcpy") || strstr(name, "Memset")) {
-            result = cuptiEnableCallback(1, launch_subscriber, CUPTI_CB_DOMAIN_DRIVER_API, id);
-        }
-    }
-    return result;
-}
-
-static const char* kernel_name(const char* mangled) {
-    static std::unordered_map<std::string, std::string> names;  // nodes stay where they are
-    auto found = names.find(mangled);
-    if (found == names.end()) {
-        int status = 0;
-        char* text = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
-        found = names.emplace(mangled, status == 0 && text ? text : mangled).first;
-        free(text);
-    }
-    return found->second.c_str();
-}
-static const char* copy_name(int kind) {
-    static const char* const names[] = {"", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH"};
-    static const std::vector<std::string> all = [] {
-        std::vector<std::string> texts;
-        for (const char* name : names) { texts.push_back(strprintf("[CUDA memcpy %s]", name)); }
-        return texts;
-    }();
-    return all[kind > 0 && kind < (int)all.size() ? kind : 0].c_str();
-}
-// All three record types begin alike, in what is read here. They are packed: nothing may refer to their fields.
-template <class R>
-static TracedWork work_of(const R* r, const char* name) {
-    TracedWork w{};
-    w.name = name, w.range = -1;
-    w.start = r->start, w.end = r->end;
-    w.stream = r->streamId, w.correlation = r->correlationId;
-    return w;
-}
-static void take_record(const CUpti_Activity* record) {
-    TracedWork w;
-    if (record->kind == CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL) {
-        auto r = (const KernelActivity*)record;
-        w = work_of(r, kernel_name(r->name));
-        w.grid[0] = r->gridX, w.grid[1] = r->gridY, w.grid[2] = r->gridZ;
-        w.block[0] = r->blockX, w.block[1] = r->blockY, w.block[2] = r->blockZ;
-        w.registers = r->registersPerThread, w.shared_bytes = r->staticSharedMemory + r->dynamicSharedMemory;
-    } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
-        auto r = (const CUpti_ActivityMemcpy6*)record;
-        w = work_of(r, copy_name(r->copyKind));
-        w.bytes = r->bytes;
-    } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMSET) {
-        auto r = (const CUpti_ActivityMemset4*)record;
-        w = work_of(r, "[CUDA memset]");
-        w.bytes = r->bytes;
-    } else {
-        return;
-    }
-    if (w.end <= w.start) {
-        cupti_dropped++;  // no room on the device for its times
-    } else {
-        keep(cupti_work, w, cupti_left_out);
-    }
-}
-
-// CUPTI's buffers are used again and again: it zeroes each one on the thread that launches, which would pay for the
-// first touch of its pages. Four, so that some are left while CUPTI's thread reads; for their mutex, see cupti_mutex.
-constexpr size_t CUPTI_BUFFER = 2 << 20;  // bytes, some 10000 records
-static std::mutex buffer_mutex;
-static std::vector<uint8_t*> spare_buffers;
-
-// Not malloc: of that and the memset below g++ makes calloc, which touches nothing.
-static uint8_t* new_buffer() { return (uint8_t*)aligned_alloc(8, CUPTI_BUFFER); }
-static void make_buffers() {
-    std::lock_guard<std::mutex> lock(buffer_mutex);
-    while (spare_buffers.size() < 4) {
-        uint8_t* buffer = new_buffer();
-        if (!buffer) { return; }
-        memset(buffer, 0, CUPTI_BUFFER);
-        spare_buffers.push_back(buffer);
-    }
-}
-static void CUPTIAPI give_buffer(uint8_t** buffer, size_t* size, size_t* max_records) {
-    *size = CUPTI_BUFFER;
-    *max_records = 0;  // as many as fit
-    std::lock_guard<std::mutex> lock(buffer_mutex);
-    if (spare_buffers.empty()) { spare_buffers.push_back(new_buffer()); }  // null: CUPTI drops records
-    *buffer = spare_buffers.back();
-    spare_buffers.pop_back();
-}
-static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* buffer, size_t, size_t bytes) {
-    std::lock_guard<std::mutex> lock(cupti_mutex);
-    CUpti_Activity* record = nullptr;
-    CUptiResult result = CUPTI_ERROR_MAX_LIMIT_REACHED;  // what the end of a buffer is called
-    while (bytes > 0 && (result = cuptiActivityGetNextRecord(buffer, bytes, &record)) == CUPTI_SUCCESS) {
-        take_record(record);
-    }
-    if (result != CUPTI_ERROR_MAX_LIMIT_REACHED) { cupti_error = cupti_text(result, "cuptiActivityGetNextRecord"); }
-    size_t dropped = 0;
-    result = cuptiActivityGetNumDroppedRecords(cuda, stream_id, &dropped);
-    if (result != CUPTI_SUCCESS) { cupti_error = cupti_text(result, "cuptiActivityGetNumDroppedRecords"); }
-    cupti_dropped += dropped;
-    std::lock_guard<std::mutex> spare_lock(buffer_mutex);
-    spare_buffers.push_back(buffer);
-}
-
-// Starts CUPTI, or says why not.
-static std::string start_cupti() {
-    std::string why;
-    if (count_gpus(&why) == 0) { return why; }
-    for (const char* name :
-         {"NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE", "CUDA_INJECTION64_PATH"}) {
-        if (getenv(name)) { return strprintf("another profiler is attached (%s is set)", name); }
-    }
-    cupti_error.clear();
-    make_room(cupti_work);
-    make_room(launches);
-    make_buffers();
-    cupti_dropped = cupti_left_out = 0;
-    CUptiResult result = cuptiActivityRegisterCallbacks(give_buffer, take_buffer);
-    if (result != CUPTI_SUCCESS) { return cupti_text(result, "cuptiActivityRegisterCallbacks"); }
-    if ((result = watch_launches()) == CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED) {
-        return "another profiler is attached";
-    }
-    for (CUpti_ActivityKind kind : traced_activities) {
-        if (result == CUPTI_SUCCESS) { result = cuptiActivityEnable(kind); }
-    }
-    if (result != CUPTI_SUCCESS) {
-        for (CUpti_ActivityKind kind : traced_activities) { (void)cuptiActivityDisable(kind); }  // those that are on
-        (void)cuptiUnsubscribe(launch_subscriber);
-        return cupti_text(result, "starting CUPTI");
-    }
-    cupti_runs = true;
-    return "";
-}
-static void stop_cupti() {
-    if (!cupti_runs) { return; }
-    CUDA_CHECK(cudaDeviceSynchronize());  // flushing does not wait for what still runs
-    CUPTI_CHECK(cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED));
-    for (CUpti_ActivityKind kind : traced_activities) { CUPTI_CHECK(cuptiActivityDisable(kind)); }
-    CUPTI_CHECK(cuptiUnsubscribe(launch_subscriber));
-    cupti_runs = false;
-    uint64_t cupti_now = 0;
-    CUPTI_CHECK(cuptiGetTimestamp(&cupti_now));
-    int64_t behind = epoch_ns() - (int64_t)cupti_now;
-    std::scoped_lock lock(cupti_mutex, launch_mutex);
-    if (!cupti_error.empty()) { fail("%s", cupti_error.c_str()); }
-    std::unordered_map<uint32_t, int> range_of;
-    for (const Launch& l : launches) { range_of[l.correlation] = l.range; }
-    for (TracedWork& w : cupti_work) {
-        auto launch = range_of.find(w.correlation);
-        if (launch != range_of.end()) { w.range = in_this_trace(launch->second); }
-        w.start += behind, w.end += behind;
-    }
-    std::sort(cupti_work.begin(), cupti_work.end(),
-              [](const TracedWork& a, const TracedWork& b) { return a.start < b.start; });
-    cupti_work.shrink_to_fit();
-    trace.work = std::move(cupti_work);
-    trace.dropped = cupti_dropped;
-    trace.left_out += cupti_left_out;
-}
-#else
-static std::string start_cupti() {
-    std::string why = "this build has no CUPTI";
-    count_gpus(&why);
-    return why;
-}
-static void stop_cupti() {}
-#endif
-
-static int begin_traced(const char* name, int recorded_in) {
-    static thread_local const int thread = (int)syscall(SYS_gettid);
-    {
-        std::lock_guard<std::mutex> lock(trace_mutex);
-        TracedRange r{name, in_this_trace(innermost_traced), in_this_trace(recorded_in), thread, epoch_ns(), 0};
-        if (!tracing || !keep(trace.ranges, r, trace.left_out)) { return -1; }
-        innermost_traced = first_range + (int)trace.ranges.size() - 1;
-    }
-    return innermost_traced;
-}
-static void end_traced(int range) {
-    std::lock_guard<std::mutex> lock(trace_mutex);
-    if (in_this_trace(range) < 0) { return; }  // its trace ended while it was open
-    TracedRange& r = trace.ranges[range - first_range];
-    r.end = epoch_ns();
-    innermost_traced = r.parent < 0 ? -1 : first_range + r.parent;
-}
-static void trace_memory(size_t bytes) {
-    std::lock_guard<std::mutex> lock(trace_mutex);
-    if (tracing) { keep(trace.memory, {epoch_ns(), bytes}, trace.left_out); }
-}
-
-void start_tracing() {
-    if (tracing) { fail("a trace is being made already"); }
-    synchronize();  // what was queued before does not belong to it
-    trace = Trace();
-    make_room(trace.ranges);
-    make_room(trace.memory);
-    trace.no_kernels = start_cupti();
-    tracing = true;
-}
-
-Trace stop_tracing() {
-    if (!tracing) { fail("no trace is being made"); }
-    synchronize();
-    tracing = false;
-    stop_cupti();
-    std::lock_guard<std::mutex> lock(trace_mutex);
-    int64_t now = epoch_ns();
-    for (TracedRange& r : trace.ranges) {
-        if (r.end == 0) { r.end = now; }  // open still
-    }
-    first_range += (int)trace.ranges.size();
-    trace.ranges.shrink_to_fit();  // nsys_profile keeps the traces of all models
-    trace.memory.shrink_to_fit();
-    return std::move(trace);
-}
-
-int innermost_traced_range() { return tracing ? innermost_traced : -1; }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Ranges
-
-static thread_local std::vector<const char*> open_ranges;
-
-Range::Range(const char* name, int recorded_in) {
-    open_ranges.push_back(name);
-#ifdef __CUDACC__
-    nvtxRangePushA(name);
-#endif
-    if (tracing) { traced = begin_traced(name, recorded_in); }
-}
-
-Range::~Range() {
-    open_ranges.pop_back();
-#ifdef __CUDACC__
-    nvtxRangePop();
-#endif
-    if (traced >= 0) { end_traced(traced); }
-}
-
-const char* innermost_range() { return open_ranges.empty() ? "" : open_ranges.back(); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory: the raw blocks
@@ -915,7 +580,7 @@ std::vector<MemoryEvent> stop_memory_log() {
 
 static void book(const Memory* memory, bool comes) {
     std::lock_guard<std::mutex> lock(books_mutex);
-    if (logging) { log_event(memory, now_ms() - log_start, comes, open_ranges); }
+    if (logging) { log_event(memory, now_ms() - log_start, comes, open_ranges()); }
     MemoryUse& use = uses[memory->device];
     if (comes) {
         live[memory->device].insert(memory);
@@ -924,7 +589,7 @@ static void book(const Memory* memory, bool comes) {
     }
     use.now += comes ? memory->bytes : -memory->bytes;
     use.now_by[memory->category] += comes ? memory->bytes : -memory->bytes;
-    if (tracing && memory->device == context.device) { trace_memory(use.now); }
+    if (memory->device == context.device) { trace_memory(use.now); }
     if (use.now > use.peak) {
         use.peak = use.now;
         std::copy_n(use.now_by, CATEGORIES, use.peak_by);
@@ -950,7 +615,7 @@ size_t planned_peak(const std::function<void()>& run) {
     return memory_use(META).peak - before;
 }
 
-bool watched() { return tracing || logging; }
+bool watched() { return is_tracing() || logging; }
 
 static std::shared_ptr<Region> region;  // in use
 

@@ -33,7 +33,7 @@ run_tests() {
     else
         [ "${f:-0}" -gt 0 ] || failed=$((failed + 1))  # it died before its summary
         echo "FAILED   $name: exit code $code, ${f:-?} test cases failed; the end of $log:"
-        tail -n 60 "$log" | sed 's/^/    /'
+        { grep -A 12 'ERROR:' "$log" | head -n 60; tail -n 10 "$log"; } | sed 's/^/    /'
     fi
 }
 
@@ -75,17 +75,20 @@ fi
 
 # What only makes it faster can be left out: the build and the tests of PLAIN=1, and nobody else names it.
 no_fast_names() {
-    ! grep -nE '(^|[^a-z_])fast_[a-z]' main.cu precision.cu attention.cu model.cu ddp.cu cs336.h gpu.h measure.cu tensor.cu \
-        safetensors.cu store.cu ranks.cu
+    ! grep -nE '(^|[^a-z_])fast_[a-z]' main.cu precision.cu attention.cu model.cu ddp.cu cs336.h gpu.h measure.cu trace.cu \
+        tensor.cu safetensors.cu store.cu ranks.cu
 }
 check "core and base do not name the fast files" no_fast_names
 
+# check_flavour FLAVOUR NVCC SUFFIX: builds the whole program and the one without the fast files; tests, and runs each
+# command of, the one with this suffix
 check_flavour() {
-    local flavour=$1 nvcc=$2
-    check "$flavour build, warnings are errors" make INSTALL=0 WERROR=1 NVCC="$nvcc" "build/$flavour-werror/cs336" \
-        "build/$flavour-werror/tests/run"
-    run_tests "$flavour tests" make INSTALL=0 WERROR=1 NVCC="$nvcc" test
-    if [ -x "build/$flavour-werror/cs336" ]; then every_command "$flavour" "build/$flavour-werror/cs336"; fi
+    local flavour=$1 nvcc=$2 suffix=$3
+    local build=build/$flavour-werror
+    check "$flavour build, warnings are errors" make INSTALL=0 WERROR=1 NVCC="$nvcc" $build/cs336 $build/tests/run
+    check "$flavour build without the fast files" make INSTALL=0 WERROR=1 PLAIN=1 NVCC="$nvcc" $build/cs336-plain
+    run_tests "$flavour$suffix tests" make INSTALL=0 WERROR=1 PLAIN=${suffix:+1} NVCC="$nvcc" test
+    if [ -x $build/cs336$suffix ]; then every_command "$flavour$suffix" $build/cs336$suffix; fi
 }
 
 # What ptxas said of each kernel lies beside its object file. C75xx: it gave up on wgmma's or setmaxnreg's promise.
@@ -94,15 +97,13 @@ no_spills() {
         ! grep -hE '[1-9][0-9]* bytes (stack frame|spill)|C75[0-9][0-9]' build/cuda-werror/*.o.log
 }
 if [ -n "$nvcc" ]; then
-    check_flavour cuda "$nvcc"
+    check_flavour cuda "$nvcc" ""
     check "no kernel spills registers" no_spills
-    check "cuda build without the fast files" make INSTALL=0 WERROR=1 PLAIN=1 NVCC="$nvcc" build/cuda-plain-werror/cs336
 else
     skip "cuda flavour" "no nvcc"
 fi
 unset CS336_REQUIRE_GPU  # what follows has no GPU code
-check_flavour cpu ""
-run_tests "cpu tests without the fast files" make INSTALL=0 WERROR=1 PLAIN=1 NVCC= test
+check_flavour cpu "" -plain  # the tests of the whole program, by g++, are those under the sanitizers
 if command -v python3 >/dev/null; then
     run_tests "misuse" python3 tests/misuse.py build/cpu-werror/cs336 --short
 else
