@@ -2,11 +2,11 @@
 #
 # With nvcc, nvcc compiles the .cu files into build/cuda; without it (or with `make NVCC=`), g++ compiles the same files
 # as C++ into build/cpu. ./cs336 is of the flavour made last. Variables: NVCC=path, ARCH="-gencode ...", INSTALL=0
-# (install nothing), PLAIN=1 (without the fast_*.cu), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1 (both sanitizers),
-# TSAN=1 (the thread sanitizer, for the ranks' threads).
+# (install nothing), PLAIN=1 (without the fast_*.cu), WERROR=1 (warnings are errors, in a folder of its own), ASAN=1
+# (both sanitizers), TSAN=1 (the thread sanitizer, for the ranks' threads).
 
 SOURCES := $(filter-out $(if $(PLAIN),fast_%),$(wildcard *.cu))
-TESTS := $(filter-out tests/fuzz_%,$(wildcard tests/*.cpp))
+TESTS := $(filter-out tests/fuzz_% $(if $(PLAIN),tests/test_fast%),$(wildcard tests/*.cpp))
 
 ifeq ($(origin NVCC),undefined)
 NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
@@ -163,7 +163,7 @@ FUZZ_SECONDS := 300
 fuzz: ## libFuzzer (needs clang), five minutes each, on the reader of safetensors and on the store; finds go to build/fuzz
 	@for target in safetensors store; do mkdir -p build/fuzz/$$target; \
 	    clang++ -x c++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. \
-	        -DCS336_COMMIT='"fuzz"' tests/fuzz_$$target.cpp $$target.cu measure.cu trace.cu tensor.cu precision.cu \
+	        -DCS336_COMMIT='"fuzz"' tests/fuzz_$$target.cpp $$target.cu measure.cu trace.cu tensor.cu matmul.cu precision.cu \
 	        -o build/fuzz/run_$$target -ldl -l:libgomp.so.1 && \
 	    build/fuzz/run_$$target -max_total_time=$(FUZZ_SECONDS) -timeout=5 -max_len=4096 -print_final_stats=1 \
 	        -artifact_prefix=build/fuzz/ build/fuzz/$$target tests/fuzz_corpus/$$target || exit; done

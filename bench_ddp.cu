@@ -725,7 +725,7 @@ static bool too_large(const Communicator& c, const Setting& s, const Table& with
                       const std::vector<std::string>& labels, const std::string& format, bool split) {
     size_t needs = planned_peak([&] {
         Model model = make_model(s.config);
-        if (split) { split_weights(model); }
+        if (split) { choose_form(model); }
         make_gradients(model, s.reduce);
         LossScaler scaler;
         run_phase(STEP, model, random_batch(s.B, s.T, s.config.vocab_size, 0), scaler);

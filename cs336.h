@@ -2,6 +2,7 @@
 //   measure.cu      errors, devices, memory, timing, tables: the instruments
 //   trace.cu        named ranges, and a trace of what ran in them
 //   tensor.cu       tensors, autograd's tape, one kernel per operation: what "PyTorch eager" does
+//   matmul.cu       matrix products, by cuBLAS and OpenBLAS
 //   safetensors.cu  tensors in files
 //   precision.cu    section 1.1.5: rounding, autocast's dtype rules, loss scaling; `info`
 //   attention.cu    sections 1.2 and 1.3: attention by its definition and by tiles, all implementations in one table
@@ -25,6 +26,7 @@
 //   F width of the feed-forward (d_ff), V vocabulary, L layers, N rows (usually B*T).
 //   dx is the gradient of the loss with respect to x. Shapes are row-major, the last index runs fastest.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -76,6 +78,22 @@ void launch_check(const char* file, int line);
 #define LAUNCH_CHECK() launch_check(__FILE__, __LINE__)
 #endif
 
+// A table of implementations, from the plainest to the fastest. A row enters it while the program loads, so that its
+// file can be left out: static const AddRow<StepImpl> row({...}).
+template <class Impl>
+std::list<Impl>& table_of() {
+    static std::list<Impl> rows;
+    return rows;
+}
+template <class Impl>
+struct AddRow {
+    explicit AddRow(const Impl& row) {
+        auto& rows = table_of<Impl>();
+        auto above = [&](const Impl& other) { return other.rung > row.rung; };
+        rows.insert(std::find_if(rows.begin(), rows.end(), above), row);
+    }
+};
+
 // ---------------------------------------------------------------------------------------------------------------------
 // measure.cu: where things run
 
@@ -104,7 +122,7 @@ struct Context {
     bool recording = true;       // write the tape; off inside NoGrad
     bool deterministic = false;  // the same bits in every run, where that costs something: flash attention's backward
     bool recompute = false;      // backward computes the norms' outputs and SwiGLU's again, so that nobody keeps them
-    bool graphs = true;  // mode flash launches a repeated step as CUDA graphs; off where each launch is looked at
+    bool each_launch = false;    // somebody looks at each launch, so none may hide in a CUDA graph
 };
 extern Context context;
 struct RestoreContext {  // at the end of its scope the context is as it was, also after an error
@@ -153,34 +171,26 @@ constexpr Source here(const char* file = __builtin_FILE(), int line = __builtin_
     return {file, line, function};
 }
 
-struct Region;
+// Fixed places for buffers, as a captured CUDA graph needs them: its kernels have their addresses built in.
+struct Places {
+    virtual ~Places() = default;
+    virtual size_t take(size_t bytes, void** at) = 0;  // the buffer's number; *at stays null: it comes from the pool
+    virtual void give(size_t number) = 0;
+};
 struct Memory {  // freed (in stream order) when the last shared_ptr goes
     void* data;
     size_t bytes;
     Device device;
     Category category;
-    const char* op;  // innermost open Range
-    Source at;       // who asked for it
-    std::shared_ptr<Region> region;
-    size_t place;  // in the region, if there is one
+    const char* op;                  // innermost open Range
+    Source at;                       // who asked for it
+    std::shared_ptr<Places> places;  // that were in use
+    size_t number;                   // among theirs
+    bool placed = false;             // it lies at one of them, so it is neither counted nor freed by itself
     ~Memory();
 };
-// A CUDA graph's kernels have their addresses built in, so what a captured step allocates has to lie at the same places
-// at each launch: in a block of its own. A rehearsal, the same step with buffers from the pool, shows what comes and
-// goes when; plan_places then lays the buffers into a block that is not much larger than what the step holds at most.
-struct Region {
-    struct Place {
-        size_t bytes, offset;
-        int from, to;  // of the step's allocations and frees, counted together, those between which it is there
-    };
-    std::shared_ptr<Memory> block;  // null in the rehearsal
-    std::vector<Place> places;      // in the order of allocation
-    int events = 0;
-    size_t next = 0;  // with a block: the next allocation's place
-};
-size_t plan_places(Region& rehearsed);  // right after the rehearsal: sets the offsets; bytes of the block
-// Runs f; what it allocates on the GPU (or on META) gets a place in the region, and with a block lies there.
-void allocate_in(const std::shared_ptr<Region>& region, const std::function<void()>& f);
+// Runs f; what it allocates on the GPU (or on META) is asked of `places`.
+void allocate_in(const std::shared_ptr<Places>& places, const std::function<void()>& f);
 bool watched();     // a trace or a memory log is being made
 struct MemoryUse {  // bytes
     size_t now, peak;
@@ -408,6 +418,30 @@ Tensor from_ints(const std::vector<int>& values, const Shape& shape);
 std::vector<float> to_floats(const Tensor& t);  // any dtype, any strides, from any device
 std::vector<double> to_doubles(const Tensor& t);
 
+template <class T>
+using Wide = decltype(to_acc(T()));  // the type that arithmetic on T runs in: float, or double for F64
+// Runs f(T()) with the C++ type of a floating dtype.
+template <class Fn>
+void with_type(DType t, Fn f) {
+    switch (t) {
+        case F32: return f(float());
+        case BF16: return f(bf16());
+        case F16: return f(fp16());
+        case F64: return f(double());
+        default: fail("%s is not a floating type", name_of(t));
+    }
+}
+
+template <class Fn>  // the same where F64 cannot be
+void with_gpu_type(DType t, Fn f) {
+    switch (t) {
+        case F32: return f(float());
+        case BF16: return f(bf16());
+        case F16: return f(fp16());
+        default: fail("%s tensors are not for the GPU here", name_of(t));
+    }
+}
+
 // Counter-based random numbers (Philox 4x32-10: Salmon et al., SC 2011): element i of stream `key` is a pure function
 // of (seed, key, i), so the CPU and the GPU draw the same bits in any order.
 HD void philox(uint32_t out[4], uint64_t seed, uint64_t key, uint64_t i);
@@ -497,8 +531,9 @@ Tensor pick_last(const Tensor& a, const Tensor& index);           // a [N,V], in
 Tensor arange(int64_t n);                                         // I32 [n]
 Tensor greater_equal(const Tensor& a, const Tensor& b);           // U8
 
-// Matrix products, in context.precision: fp32 and tf32 on fp32 operands; bf16 and fp16 on operands that autocast casts.
-// Accumulation is always fp32 (fp64 for F64).
+// ---------------------------------------------------------------------------------------------------------------------
+// matmul.cu: matrix products, in context.precision: fp32 and tf32 on fp32 operands; bf16 and fp16 on operands that
+// autocast casts. Accumulation is always fp32 (fp64 for F64).
 // [...,M,K] x [...,K,N] (transpose_b: [...,N,K]) -> [...,M,N]
 Tensor matmul(const Tensor& a, const Tensor& b, bool transpose_b = false);
 Tensor linear(const Tensor& x, const Tensor& weight);  // x [...,K], weight [N,K] -> x weight^T [...,N]
@@ -506,39 +541,27 @@ Tensor linear(const Tensor& x, const Tensor& weight);  // x [...,K], weight [N,K
 // cast.
 void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b, double alpha = 1,
           double beta = 0);
-#ifdef __CUDACC__
-void start_cublas();  // with its workspace; else the first product does
-#endif
-// For tests: a 16-bit product by each of the kernels among which gemm() picks on a GPU.
-std::vector<Tensor> gemm_by_each_kernel(const Tensor& a, bool ta, const Tensor& b, bool tb, DType dtype);
+struct Matrix {  // how a BLAS sees the last two dimensions of a tensor, with all leading ones as a batch
+    char* data;
+    DType dtype;
+    int64_t rows, cols, ld, batch, batch_stride;  // ld, batch_stride: elements from one row, one matrix, to the next
+};
+Matrix matrix_of(const Tensor& t);
+struct Product {  // C = alpha op(A) op(B) + beta C, row-major; K: the length of its sums
+    Matrix C, A, B;
+    bool transpose_a, transpose_b;
+    int64_t K;
+    float alpha, beta;
+};
+struct ProductImpl {  // on the GPU
+    const char* name;
+    int rung;
+    bool (*run)(const Product& p);  // false: the product is not for it, but for a lower rung
+};
 DType matmul_dtype(Precision precision = context.precision);  // what autocast casts operands to (F64 stays F64)
 Tensor autocast_operand(const Tensor& t);  // cast to matmul_dtype(); a parameter's copy is cached while recording
 void drop_weight_copies(const std::vector<Tensor>& parameters);  // where autocast ends, or the weights change
 void one_blas_thread();                                          // before products inside an OpenMP loop of ours
-
-template <class T>
-using Wide = decltype(to_acc(T()));  // the type that arithmetic on T runs in: float, or double for F64
-// Runs f(T()) with the C++ type of a floating dtype.
-template <class Fn>
-void with_type(DType t, Fn f) {
-    switch (t) {
-        case F32: return f(float());
-        case BF16: return f(bf16());
-        case F16: return f(fp16());
-        case F64: return f(double());
-        default: fail("%s is not a floating type", name_of(t));
-    }
-}
-
-template <class Fn>  // the same where F64 cannot be
-void with_gpu_type(DType t, Fn f) {
-    switch (t) {
-        case F32: return f(float());
-        case BF16: return f(bf16());
-        case F16: return f(fp16());
-        default: fail("%s tensors are not for the GPU here", name_of(t));
-    }
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // safetensors.cu: u64 header length | JSON header | little-endian data
@@ -681,23 +704,22 @@ struct Model {
     // Arenas, [arena_size], all laid out alike: gradients after make_gradients, AdamW's moments m and v after
     // make_optimizer_state, else null.
     Tensor weights, gradients, m, v;
-    bool split = false;  // weights holds its matrices in halves, see split_weights
+    const struct WeightForm* form = nullptr;  // in which `weights` are; null: each as it is
     Tensor embedding, ln_final, lm_head;
     std::vector<Layer> layers;
-    std::vector<Tensor> slots;                  // every tensor with a gradient slot, joined ones included
-    Tensor rope;                                // [T,D]: cos and sin of each pair's angle, interleaved
-    int step = 0;                               // optimizer steps taken
-    std::shared_ptr<struct StepGraphs> graphs;  // in mode flash on the GPU: of the last kind of step
+    std::vector<Tensor> slots;   // every tensor with a gradient slot, joined ones included
+    Tensor rope;                 // [T,D]: cos and sin of each pair's angle, interleaved
+    int step = 0;                // optimizer steps taken
+    std::shared_ptr<void> kept;  // by the way in which the last step ran, for the next one
 };
 void check_config(const ModelConfig& c);                    // usage_error unless it makes a model
 Model make_model(const ModelConfig& c, DType dtype = F32);  // weights allocated on context.device, not set
 void init_weights(const Model& model, uint64_t seed);       // normal; Linear std sqrt(2/(in+out)), embedding 1
-// For bf16 and mode fused or flash (else it does nothing): the arena then holds each matrix as bf16 and the bits that
-// it lacks to fp32, so that forward casts no more. Until join_weights only forward, backward and adamw_step can read
-// them.
-void split_weights(Model& model);
-void join_weights(Model& model);
-Model random_model(const ModelConfig& c, uint64_t seed);  // made, initialised and split, as timed runs want it
+// Puts the weights into the form that suits the context's mode and precision best, if there is one (see WeightForm).
+// Until plain_weights only forward, backward and adamw_step can read them.
+void choose_form(Model& model);
+void plain_weights(Model& model);
+Model random_model(const ModelConfig& c, uint64_t seed);  // made, initialised, its form chosen: for timed runs
 // An arena for them, once, in dtype (a float64 model's in float64). Without it each gradient lives from its first use
 // to zero_gradients, in the dtype that backward gave.
 void make_gradients(Model& model, DType dtype = F32);
@@ -726,14 +748,60 @@ void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1);
 // The same for any row-major tensors of one size; t: the step, from 1.
 void adamw_update(const Tensor& p, const Tensor& g, const Tensor& m, const Tensor& v, const AdamW& a, int t);
 
+struct AdamWScalars {  // of one step
+    float decay, beta1, beta2, eps, step_size, gradient_scale;
+};
+template <class A>
+HD inline void adamw_element(A& p, A g, A& m, A& v, AdamWScalars s) {
+    g *= s.gradient_scale;
+    m = s.beta1 * m + (1 - s.beta1) * g;
+    v = s.beta2 * v + (1 - s.beta2) * g * g;
+    p = p * s.decay - s.step_size * m / (std::sqrt(v) + s.eps);
+}
+struct FlatGradient {
+    Tensor g;
+    int64_t offset;  // of its weights and moments, in their arenas
+};
+struct AdamWImpl {
+    const char* name;
+    int rung;
+    bool (*takes)(Device device);
+    void (*update)(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
+                   AdamWScalars s);  // p, m and v are flat
+};
+// By the fastest row.
+void adamw_flat(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
+                AdamWScalars s);
+// Another way to hold the weights in their arena.
+struct WeightForm {
+    const char* name;
+    int rung;
+    bool (*takes)(const Model& model);  // in this context
+    void (*enter)(Model& model);
+    void (*leave)(Model& model);
+    void (*lend)(const Model& model);  // before a forward: gives the products what they take (Gradient::low_precision)
+    void (*update)(Model& model, const std::vector<FlatGradient>& gradients, AdamWScalars s);  // adamw_step's
+};
+
 struct Batch {
     Tensor tokens, targets;  // I32 [B,T]
 };
 Batch random_batch(int B, int T, int V, uint64_t seed);  // uniform in [0, V)
+void make_ready(Model& model, int64_t T);                // what a forward needs besides the weights; forward calls it
+Tensor forward_to_loss(Model& model, const Batch& batch);
+void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale);
 // A training step is forward_backward, then optimizer_step. Leaves the gradients, multiplied by loss_scale; returns the
 // loss, [], without the scale. `between` is called when forward is done.
 Tensor forward_backward(
     Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between = [] {});
+struct StepImpl {  // a way to run these two passes, or a forward alone
+    const char* name;
+    int rung;
+    bool (*takes)(const Model& model);  // in this context
+    Tensor (*forward_backward)(Model& model, const Batch& batch, float loss_scale,
+                               const std::function<void()>& between);
+    Tensor (*infer)(Model& model, const Tensor& tokens);
+};
 // Clips to max_norm (0: does not), unscales, and returns the gradients' true norm (0 where it was not needed: without
 // clipping, unless in fp16). Steps unless that is not finite; in fp16 the loss scale then halves.
 double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm);

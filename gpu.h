@@ -3,7 +3,17 @@
 #include "cs336.h"
 
 #ifdef __CUDACC__
-int multiprocessors();  // measure.cu: of the current device
+#include <cublas_v2.h>
+
+int multiprocessors();  // measure.cu: of the current device; an H100's where META plans for a GPU and none is here
+
+// matmul.cu: cuBLAS
+void cublas_check(cublasStatus_t status, const char* call, const char* file, int line);
+#define CUBLAS_CHECK(call) cublas_check(call, #call, __FILE__, __LINE__)
+constexpr size_t CUBLAS_WORKSPACE_BYTES = 32 << 20;
+void* cublas_workspace();
+void start_cublas();  // with its workspace; else the first product does
+cudaDataType_t cuda_type(DType t);
 
 constexpr int WARP = 32;
 inline int ceil_div(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }

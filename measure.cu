@@ -308,6 +308,7 @@ void choose_cpu_settings(char** argv) {
 #ifdef __CUDACC__
 int multiprocessors() {
     int device, count;
+    if (cuda_devices() == 0) { return 132; }
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
     return count;
@@ -617,49 +618,14 @@ size_t planned_peak(const std::function<void()>& run) {
 
 bool watched() { return is_tracing() || logging; }
 
-static std::shared_ptr<Region> region;  // in use
+static std::shared_ptr<Places> places;  // in use
 
-void allocate_in(const std::shared_ptr<Region>& r, const std::function<void()>& f) {
+void allocate_in(const std::shared_ptr<Places>& use, const std::function<void()>& f) {
     struct Use {
-        explicit Use(const std::shared_ptr<Region>& r) { region = r; }
-        ~Use() { region = nullptr; }
-    } use(r);
+        explicit Use(const std::shared_ptr<Places>& use) { places = use; }
+        ~Use() { places = nullptr; }
+    } while_f_runs(use);
     f();
-}
-static size_t place_in(Region& r, size_t bytes) {
-    bytes = (bytes + 511) / 512 * 512;
-    if (!r.block) {
-        r.places.push_back({bytes, 0, r.events++, INT_MAX});
-        return r.places.size() - 1;
-    }
-    if (r.next == r.places.size() || r.places[r.next].bytes != bytes) {
-        fail("a step allocates otherwise than its rehearsal: %zu bytes as number %zu", bytes, r.next);
-    }
-    return r.next++;
-}
-// First what stays, as gradients do, then the largest; each at the lowest offset where nothing lies that is there at
-// the same time. At the handout's sizes the block is 0 to 4 % larger than what is held at most.
-size_t plan_places(Region& rehearsed) {
-    std::vector<Region::Place*> order, placed;
-    for (Region::Place& p : rehearsed.places) { order.push_back(&p); }
-    std::stable_sort(order.begin(), order.end(), [](const Region::Place* a, const Region::Place* b) {
-        bool a_stays = a->to == INT_MAX, b_stays = b->to == INT_MAX;
-        return a_stays != b_stays ? a_stays : !a_stays && a->bytes > b->bytes;
-    });
-    size_t end = 0;
-    for (Region::Place* p : order) {
-        p->offset = 0;
-        for (const Region::Place* other : placed) {  // by offset
-            if (other->to < p->from || p->to < other->from) { continue; }
-            if (other->offset >= p->offset + p->bytes) { break; }
-            p->offset = std::max(p->offset, other->offset + other->bytes);
-        }
-        placed.insert(
-            std::upper_bound(placed.begin(), placed.end(), p, [](auto* a, auto* b) { return a->offset < b->offset; }),
-            p);
-        end = std::max(end, p->offset + p->bytes);
-    }
-    return end;
 }
 
 static void* allocate_raw(Device device, size_t bytes) {
@@ -691,17 +657,16 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
     memory->category = category;
     memory->op = innermost_range();
     memory->at = at;
-    if (region && device != CPU && bytes > 0) { memory->region = region, memory->place = place_in(*region, bytes); }
+    void* place = nullptr;
+    if (places && device != CPU && bytes > 0) {
+        memory->places = places, memory->number = places->take(bytes, &place), memory->placed = place;
+    }
     if (device == META) {
         // An address to count offsets from, never to read; each buffer has its own, so that a log can tell them apart.
         static std::atomic<uint64_t> next{1 << 20};
         memory->data = (void*)next.fetch_add((bytes + 511) / 512 * 512);
     } else if (bytes > 0) {
-        if (memory->region && memory->region->block) {
-            memory->data = (char*)region->block->data + region->places[memory->place].offset;
-        } else {
-            memory->data = allocate_raw(device, bytes);
-        }
+        memory->data = place ? place : allocate_raw(device, bytes);
         if (!memory->data) {
             throw OutOfMemory(bytes,
                               strprintf("out of memory on %s: %.2f GiB for %s%s%s, beside %.2f GiB in use, "
@@ -715,14 +680,14 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
     if (logging && device == CUDA) { CUDA_CHECK(cudaStreamSynchronize(stream())); }
 #endif
     memory->bytes = bytes;
-    if (!memory->region || !memory->region->block) { book(memory.get(), true); }
+    if (!memory->placed) { book(memory.get(), true); }
     if (poisoning && memory->data && device != META) { poison(device, memory->data, bytes); }
     return memory;
 }
 
 Memory::~Memory() {
-    if (region && !region->block) { region->places[place].to = region->events++; }
-    if (region && region->block) { return; }  // which is booked and freed as a whole
+    if (places) { places->give(number); }
+    if (placed) { return; }
     book(this, false);
     if (!data || device == META) { return; }
 #ifdef __CUDACC__

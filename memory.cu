@@ -330,7 +330,7 @@ static Table category_table(const std::vector<Profile>& profiles, const std::str
 }
 
 // Of each weight that is multiplied with autocast makes a copy of 2 bytes an element; not so the fused modes in bf16,
-// see split_weights.
+// see WeightForm.
 static Table difference_table(const std::vector<Profile>& profiles, Precision from, Precision to) {
     Table table{strprintf("memory_profiling (c): what %s adds to %s's peak (MiB)", name_of(to), name_of(from)),
                 {"size", "context length", "phase", "all", "of it weight copies", "2 bytes a matmul weight",
@@ -447,7 +447,7 @@ static void print_details(const Options& o, const MemoryPlan& p, const std::vect
 
 int cmd_memory_profiling(const Options& o) {
     Device device = context.device = choose_device(o.device);
-    context.graphs = false;
+    context.each_launch = true;
     if (!o.out.empty() && mkdir(o.out.c_str(), 0777) != 0 && errno != EEXIST) {
         fail("--out %s: %s", o.out.c_str(), strerror(errno));
     }

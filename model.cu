@@ -176,9 +176,8 @@ static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dx_low
                              const Tensor& dy, const Tensor& x, const Tensor& r, const Tensor& w) {
     int64_t C = w.size(), N = x.size() / C;
 #ifdef __CUDACC__
-    // Four rows or more a block, so that the partial sums are few beside them; and no more blocks than run at a time
-    // on 132 multiprocessors, an H100's or H200's. Not asked of the card: META and the CPU come by here without one.
-    int parts = std::min(ceil_div(N, 4), 4 * 132);
+    // Four rows or more per block, so that the partial sums are few beside them; and no more blocks than run at a time.
+    int parts = dx.device() == CPU ? 0 : std::min(ceil_div(N, 4), 4 * multiprocessors());
     Tensor partial = dx.device() == CPU ? Tensor() : empty({parts, C}, F32, WORKSPACE);
     if (dx.device() == CUDA) {
         with_packs(dy.dtype, C, {dx.data, dx_low.data, partial.data, dy.data, x.data, w.data},
@@ -681,114 +680,22 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Split weights. bf16 is the upper half of fp32, so the weights that AdamW updates in fp32 and those that bf16 products
-// take need 4 bytes together, not 6, and no cast: a matrix's place in the arena then holds first the upper halves of
-// all its elements, which are the bf16 matrix, then their lower halves. Only forward, backward and adamw_step know.
-
-struct Halves {
-    uint16_t upper, lower;
-};
-// upper is rounded to nearest, ties away from zero (a cast's go to even, which could not be undone); lower is as it
-// was, and its first bit says whether upper was rounded up. NaN stays NaN.
-HD inline Halves halves_of(float x) {
-    uint32_t bits = 0x7fc00000;
-    if (x == x) { memcpy(&bits, &x, 4); }
-    return {(uint16_t)((bits + 0x8000) >> 16), (uint16_t)bits};
-}
-HD inline float joined(Halves h) {
-    uint32_t bits = (uint32_t)(uint16_t)(h.upper - (h.lower >> 15)) << 16 | h.lower;
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-// Element i of n, either way.
-HD inline void convert_halves(float* whole, uint16_t* halves, int64_t n, int64_t i, bool split) {
-    if (split) {
-        Halves h = halves_of(whole[i]);
-        halves[i] = h.upper, halves[n + i] = h.lower;
-    } else {
-        whole[i] = joined({halves[i], halves[n + i]});
-    }
-}
-#ifdef __CUDACC__
-__global__ void convert_halves_kernel(float* whole, uint16_t* halves, int64_t n, bool split) {
-    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (i < n) { convert_halves(whole, halves, n, i, split); }
-}
-#endif
-static void convert_halves_run(const Tensor& whole, const Tensor& place, bool split) {
-    int64_t n = whole.size();
-    auto* halves = (uint16_t*)place.data;
-#ifdef __CUDACC__
-    if (whole.device() == CUDA) {
-        convert_halves_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(whole.as<float>(), halves, n, split);
-        LAUNCH_CHECK();
-    }
-#endif
-    if (whole.device() == CPU) {
-#pragma omp parallel for
-        for (int64_t i = 0; i < n; i++) { convert_halves(whole.as<float>(), halves, n, i, split); }
-    }
-}
-static std::vector<Tensor> matrices_of(const Model& model) {  // as the products take them
-    std::vector<Tensor> all = {model.lm_head};
-    for (const Layer& l : model.layers) { all.insert(all.end(), {l.qkv, l.o, l.w13, l.w2}); }
-    return all;
-}
-static bool takes_split_weights(const Model& model) {
-    return context.mode != EAGER && matmul_dtype() == BF16 && model.weights.dtype == F32;
-}
-static void convert_weights(Model& model, bool split) {
-    NoGrad no_grad;
-    std::vector<Tensor> matrices = matrices_of(model);
-    int64_t largest = 0;
-    for (const Tensor& t : matrices) { largest = std::max(largest, t.size()); }
-    Tensor scratch = empty({largest}, F32, WORKSPACE);
-    for (const Tensor& t : matrices) {
-        Tensor whole = view(scratch, 0, t.shape), place = detached(t);
-        if (split) { copy_or_add(whole, place, false); }
-        convert_halves_run(whole, place, split);
-        if (!split) { copy_or_add(place, whole, false); }
-    }
-    drop_weight_copies(model.slots);
-    model.split = split;
-}
-void split_weights(Model& model) {
-    if (!model.split && takes_split_weights(model)) { convert_weights(model, true); }
-}
-void join_weights(Model& model) {
-    if (model.split) { convert_weights(model, false); }
-}
-static void attach_upper_halves(const Model& model) {
-    for (const Tensor& t : matrices_of(model)) {
-        t.gradient->low_precision = detached(t);
-        t.gradient->low_precision.dtype = BF16;
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // Where a model's gradients lie: in their arena, whose padding holds zeros, or one by one as backward left them.
 
 static int64_t offset_of(const Model& model, const Tensor& slot) {  // in elements
     return (slot.data - model.weights.data) / (int64_t)size_of(slot.dtype);
 }
-struct Piece {
-    Tensor g;
-    int64_t offset;  // in the arenas of weights and moments
-    bool split;      // its weights
-};
-static std::vector<Piece> gradient_pieces(const Model& model) {
+static std::vector<FlatGradient> flat_gradients(const Model& model) {
     int64_t all = 0, filled = 0;  // fused mode fills the joined slots instead of the single ones that they cover
-    std::vector<Piece> pieces;
+    std::vector<FlatGradient> gradients;
     for (const Parameter& p : model.parameters) { all += count(p.shape); }
     for (const Tensor& t : model.slots) {
         if (!t.gradient->filled) { continue; }
         filled += t.size();
-        bool matrix = t.shape.size() == 2 && t.data != model.embedding.data;  // split only where the joined are filled
-        pieces.push_back({t.gradient->value, offset_of(model, t), model.split && matrix});
+        gradients.push_back({t.gradient->value, offset_of(model, t)});
     }
     if (filled != all) { fail("gradients of %ld of %ld elements are there", (long)filled, (long)all); }
-    return model.gradients && !model.split ? std::vector<Piece>{{model.gradients, 0, false}} : pieces;
+    return model.gradients && !model.form ? std::vector<FlatGradient>{{model.gradients, 0}} : gradients;
 }
 
 Tensor gradient_of(const Model& model, const Parameter& p) {
@@ -817,18 +724,18 @@ __global__ void square_sum_kernel(double* partial, const T* g, int64_t n) {
 #endif
 double gradient_norm(const Model& model) {
     Range range("gradient norm");
-    std::vector<Piece> pieces = gradient_pieces(model);
+    std::vector<FlatGradient> gradients = flat_gradients(model);
     if (model.weights.device() == META) { return 1; }
     double sum = 0;
 #ifdef __CUDACC__
     if (model.weights.device() == CUDA) {
         auto blocks_of = [](const Tensor& g) { return std::min(NORM_BLOCKS, ceil_div(g.size(), 1024)); };
         int64_t blocks = 0;
-        for (const Piece& piece : pieces) { blocks += blocks_of(piece.g); }
+        for (const FlatGradient& one : gradients) { blocks += blocks_of(one.g); }
         Tensor partial = empty({blocks}, F64, WORKSPACE);
         double* next = partial.as<double>();
-        for (const Piece& piece : pieces) {
-            const Tensor& g = piece.g;
+        for (const FlatGradient& one : gradients) {
+            const Tensor& g = one.g;
             with_gpu_type(g.dtype, [&](auto zero) {
                 square_sum_kernel<<<blocks_of(g), 256, 0, stream()>>>(next, g.as<decltype(zero)>(), g.size());
                 LAUNCH_CHECK();
@@ -840,11 +747,11 @@ double gradient_norm(const Model& model) {
     }
 #endif
     constexpr int64_t CHUNK = 1 << 16;  // fixed chunks: the result does not depend on the number of threads
-    for (const Piece& piece : pieces) {
-        int64_t n = piece.g.size();
+    for (const FlatGradient& one : gradients) {
+        int64_t n = one.g.size();
         std::vector<double> partial((n + CHUNK - 1) / CHUNK);
-        with_type(piece.g.dtype, [&](auto zero) {
-            const auto* g = piece.g.as<decltype(zero)>();
+        with_type(one.g.dtype, [&](auto zero) {
+            const auto* g = one.g.as<decltype(zero)>();
 #pragma omp parallel for
             for (size_t k = 0; k < partial.size(); k++) {
                 for (int64_t i = k * CHUNK; i < std::min<int64_t>(n, (k + 1) * CHUNK); i++) {
@@ -861,137 +768,51 @@ double gradient_norm(const Model& model) {
 // AdamW (Loshchilov and Hutter, 2019; the handout's order), t = 1, 2, ...:
 //   p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
 //   p -= lr sqrt(1 - b2^t)/(1 - b1^t) m / (sqrt(v) + eps)
-// Op by op that is 13 kernels for every parameter tensor; fused it is one for 64 of them: of fp32 p, m and v each is
-// read and written once, 24 bytes a parameter, whether p is split or not, and g read (2 or 4).
+// Op by op that is 13 kernels for every parameter tensor; fused it is one: of fp32 p, m and v each is read and written
+// once, 24 bytes per parameter, and g read (2 or 4).
 
-struct AdamWScalars {
-    float decay, beta1, beta2, eps, step_size, gradient_scale;
-};
-template <class A>
-HD inline void adamw_element(A& p, A g, A& m, A& v, AdamWScalars s) {
-    g *= s.gradient_scale;
-    m = s.beta1 * m + (1 - s.beta1) * g;
-    v = s.beta2 * v + (1 - s.beta2) * g * g;
-    p = p * s.decay - s.step_size * m / (std::sqrt(v) + s.eps);
-}
 #ifdef __CUDACC__
-constexpr int ADAMW_PIECES = 64, ADAMW_CHUNK = 2048;  // elements a block
-struct AdamWPieces {
-    const void* g[ADAMW_PIECES];
-    int64_t offset[ADAMW_PIECES], size[ADAMW_PIECES];
-    int first_block[ADAMW_PIECES];
-    int count;
-};
-// W: elements a thread takes at a time, in one access of each array.
-template <int W, bool split, class G>
-__global__ void adamw_kernel(AdamWPieces pieces, float* p_all, float* m_all, float* v_all, AdamWScalars s) {
-    int k = 0;  // our piece: the last that begins at or before our block
-    for (int end = pieces.count; end - k > 1;) {
-        int middle = (k + end) / 2;
-        (pieces.first_block[middle] <= (int)blockIdx.x ? k : end) = middle;
-    }
-    int64_t start = (int64_t)(blockIdx.x - pieces.first_block[k]) * ADAMW_CHUNK, offset = pieces.offset[k] + start;
-    int n = (int)min((int64_t)ADAMW_CHUNK, pieces.size[k] - start);
-    const G* g_in = (const G*)pieces.g[k] + start;
-    uint16_t *upper = (uint16_t*)(p_all + pieces.offset[k]) + start, *lower = upper + pieces.size[k];
-    for (int i = threadIdx.x * W; i < n; i += blockDim.x * W) {
-        auto m = load_pack<W>(m_all + offset + i), v = load_pack<W>(v_all + offset + i);
-        auto g = load_pack<W>(g_in + i);
-        Pack<float, W> p;
-        Pack<uint16_t, W> u, l;
-        if (split) {
-            u = load_pack<W>(upper + i), l = load_pack<W>(lower + i);
-            for (int j = 0; j < W; j++) { p.x[j] = joined({u.x[j], l.x[j]}); }
-        } else {
-            p = load_pack<W>(p_all + offset + i);
-        }
-        for (int j = 0; j < W; j++) { adamw_element(p.x[j], to_acc(g.x[j]), m.x[j], v.x[j], s); }
-        if (split) {
-            for (int j = 0; j < W; j++) {
-                Halves h = halves_of(p.x[j]);
-                u.x[j] = h.upper, l.x[j] = h.lower;
-            }
-            store_pack(upper + i, u), store_pack(lower + i, l);
-        } else {
-            store_pack(p_all + offset + i, p);
-        }
-        store_pack(m_all + offset + i, m), store_pack(v_all + offset + i, v);
+template <class G>
+__global__ void adamw_kernel(float* p, const G* g, float* m, float* v, int64_t n, AdamWScalars s) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (i < n) { adamw_element(p[i], to_acc(g[i]), m[i], v[i], s); }
+}
+static void adamw_cuda(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
+                       AdamWScalars s) {
+    for (const FlatGradient& one : gradients) {
+        int64_t n = one.g.size(), at = one.offset;
+        if (n == 0) { continue; }
+        with_gpu_type(one.g.dtype, [&](auto zero) {
+            adamw_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(p.as<float>() + at, one.g.as<decltype(zero)>(),
+                                                                 m.as<float>() + at, v.as<float>() + at, n, s);
+            LAUNCH_CHECK();
+        });
     }
 }
-// At most ADAMW_PIECES a launch; all have gradients of type G.
-template <bool split, class G>
-static void adamw_launch(const std::vector<Piece>& pieces, const Tensor& p, const Tensor& m, const Tensor& v,
-                         AdamWScalars s) {
-    for (size_t next = 0; next < pieces.size();) {
-        AdamWPieces some;
-        some.count = 0;
-        int blocks = 0;
-        bool by_fours = true;
-        for (; next < pieces.size() && some.count < ADAMW_PIECES; next++) {
-            const Piece& piece = pieces[next];
-            int k = some.count++;
-            some.g[k] = piece.g.data, some.offset[k] = piece.offset, some.size[k] = piece.g.size();
-            some.first_block[k] = blocks;
-            blocks += ceil_div(piece.g.size(), ADAMW_CHUNK);
-            for (const Tensor* t : {&p, &m, &v}) {
-                by_fours &= ((uintptr_t)t->data / sizeof(float) + piece.offset) % 4 == 0;
-            }
-            by_fours &= piece.g.size() % 4 == 0 && (uintptr_t)piece.g.data / sizeof(G) % 4 == 0;
-        }
-        auto kernel = by_fours ? adamw_kernel<4, split, G> : adamw_kernel<1, split, G>;
-        kernel<<<blocks, 256, 0, stream()>>>(some, p.as<float>(), m.as<float>(), v.as<float>(), s);
-        LAUNCH_CHECK();
-    }
-}
+static const AddRow<AdamWImpl> cuda_row({"a kernel per tensor", 10, [](Device d) { return d == CUDA; }, adamw_cuda});
 #endif
-template <bool split, class G, class P>
-static void adamw_cpu(const Piece& piece, P* p, P* m, P* v, AdamWScalars s) {
-    const G* g = piece.g.as<G>();
-    auto* halves = (uint16_t*)p;
-    int64_t n = piece.g.size();
+static void adamw_cpu(const Tensor& p_all, const std::vector<FlatGradient>& gradients, const Tensor& m_all,
+                      const Tensor& v_all, AdamWScalars s) {
+    for (const FlatGradient& one : gradients) {
+        with_type(one.g.dtype, [&](auto g_zero) {
+            with_type(p_all.dtype, [&](auto p_zero) {
+                using P = Wide<decltype(p_zero)>;
+                const auto* g = one.g.as<decltype(g_zero)>();
+                P *p = p_all.as<P>() + one.offset, *m = m_all.as<P>() + one.offset, *v = v_all.as<P>() + one.offset;
+                int64_t n = one.g.size();
 #pragma omp parallel for simd if (n > 16384)
-    for (int64_t i = 0; i < n; i++) {
-        P x = split ? joined({halves[i], halves[n + i]}) : p[i];
-        adamw_element(x, (P)to_acc(g[i]), m[i], v[i], s);
-        if (split) {
-            Halves h = halves_of((float)x);
-            halves[i] = h.upper, halves[n + i] = h.lower;
-        } else {
-            p[i] = x;
-        }
+                for (int64_t i = 0; i < n; i++) { adamw_element(p[i], (P)to_acc(g[i]), m[i], v[i], s); }
+            });
+        });
     }
 }
-// p, m and v are flat; the pieces say where in them they belong.
-static void adamw_fused(const Tensor& p, const std::vector<Piece>& all, const Tensor& m, const Tensor& v,
-                        AdamWScalars s) {
-    if (p.device() == META) { return; }
-    for (DType dtype : {F32, BF16, F16, F64}) {
-#ifdef __CUDACC__
-        if (p.device() == CUDA && dtype != F64) {
-            std::vector<Piece> pieces[2];  // [1]: those whose weights are split
-            for (const Piece& piece : all) {
-                if (piece.g.dtype == dtype && piece.g.size() > 0) { pieces[piece.split].push_back(piece); }
-            }
-            with_gpu_type(dtype, [&](auto zero) {
-                adamw_launch<false, decltype(zero)>(pieces[0], p, m, v, s);
-                adamw_launch<true, decltype(zero)>(pieces[1], p, m, v, s);
-            });
-            continue;
-        }
-#endif
-        for (const Piece& piece : all) {
-            if (piece.g.dtype != dtype) { continue; }
-            with_type(dtype, [&](auto g_zero) {
-                with_type(p.dtype, [&](auto p_zero) {
-                    using P = Wide<decltype(p_zero)>;
-                    int64_t at = piece.offset;
-                    auto update =
-                        piece.split ? adamw_cpu<true, decltype(g_zero), P> : adamw_cpu<false, decltype(g_zero), P>;
-                    update(piece, p.as<P>() + at, m.as<P>() + at, v.as<P>() + at, s);
-                });
-            });
-        }
-    }
+static const AddRow<AdamWImpl> cpu_row({"loops", 10, [](Device d) { return d == CPU; }, adamw_cpu});
+
+void adamw_flat(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
+                AdamWScalars s) {
+    const auto& rows = table_of<AdamWImpl>();
+    auto row = std::find_if(rows.rbegin(), rows.rend(), [&](const AdamWImpl& r) { return r.takes(p.device()); });
+    if (row != rows.rend()) { row->update(p, gradients, m, v, s); }  // META: none
 }
 static void adamw_eager(const Model& model, AdamWScalars s) {
     for (const Parameter& parameter : model.parameters) {
@@ -1013,14 +834,29 @@ static AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale) {
 }
 void adamw_update(const Tensor& p, const Tensor& g, const Tensor& m, const Tensor& v, const AdamW& a, int t) {
     Range range("optimizer");
-    adamw_fused(p, {{g, 0, false}}, m, v, scalars_of(a, t, 1));
+    adamw_flat(p, {{g, 0}}, m, v, scalars_of(a, t, 1));
 }
 void adamw_step(Model& model, const AdamW& a, float gradient_scale) {
     Range range("optimizer");
     NoGrad no_grad;
-    std::vector<Piece> gradients = gradient_pieces(model);
+    std::vector<FlatGradient> gradients = flat_gradients(model);
     AdamWScalars s = scalars_of(a, ++model.step, gradient_scale);
-    context.mode == EAGER ? adamw_eager(model, s) : adamw_fused(model.weights, gradients, model.m, model.v, s);
+    if (context.mode == EAGER) {
+        adamw_eager(model, s);
+    } else if (model.form) {
+        model.form->update(model, gradients, s);
+    } else {
+        adamw_flat(model.weights, gradients, model.m, model.v, s);
+    }
+}
+
+void choose_form(Model& model) {
+    const auto& rows = table_of<WeightForm>();
+    auto row = std::find_if(rows.rbegin(), rows.rend(), [&](const WeightForm& r) { return r.takes(model); });
+    if (!model.form && row != rows.rend()) { row->enter(model), model.form = &*row; }
+}
+void plain_weights(Model& model) {
+    if (model.form) { model.form->leave(model), model.form = nullptr; }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1122,7 +958,7 @@ void init_weights(const Model& model, uint64_t seed) {
 Model random_model(const ModelConfig& c, uint64_t seed) {
     Model model = make_model(c);
     init_weights(model, seed);
-    split_weights(model);
+    choose_form(model);
     return model;
 }
 void make_gradients(Model& model, DType dtype) {
@@ -1142,14 +978,13 @@ void zero_gradients(const Model& model) {
     }
 }
 
-// What a forward needs besides the weights, and leaves for the next one.
-static void make_ready(Model& model, int64_t T) {
+void make_ready(Model& model, int64_t T) {
     const ModelConfig& c = model.config;
     if (!model.rope || model.rope.dim(0) < T) {
         model.rope = rope_table(T, c.d_model / c.num_heads, c.rope_theta, model.weights.dtype);
     }
-    if (!takes_split_weights(model)) { join_weights(model); }
-    if (model.split) { attach_upper_halves(model); }
+    if (model.form && !model.form->takes(model)) { plain_weights(model); }
+    if (model.form) { model.form->lend(model); }
 }
 Tensor forward(Model& model, const Tensor& tokens) {
     const ModelConfig& c = model.config;
@@ -1190,10 +1025,10 @@ Batch random_batch(int B, int T, int V, uint64_t seed) {
     }
     return {to_device(x, context.device), to_device(y, context.device)};
 }
-static Tensor forward_to_loss(Model& model, const Batch& batch) {
+Tensor forward_to_loss(Model& model, const Batch& batch) {
     return cross_entropy(forward(model, batch.tokens), batch.targets);
 }
-static void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale) {
+void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale) {
     Range range("backward");
     backward(loss, loss_scale);
     drop_weight_copies(model.slots);  // the weights are about to change
@@ -1208,152 +1043,19 @@ static Tensor forward_backward_by_launches(Model& model, const Batch& batch, flo
     return detached(loss);
 }
 
-#ifdef __CUDACC__
-// A step's two passes as CUDA graphs, or a forward alone as one. A launch costs the CPU some 2 us and what leads to it,
-// the tape and the allocations, more; a small model's kernels take less than that each. A graph, captured once,
-// launches all its kernels at once and leaves shorter gaps between them. The first step of a kind is a rehearsal (see
-// Region), the second is captured, and from then on the same kernels run on the same buffers.
-struct StepGraphs {
-    std::shared_ptr<Region> region = std::make_shared<Region>();
-    size_t bytes = 0;  // that its block has to have
-    bool too_large = false;
-    std::string kind;  // of step: what its kernels have built in
-    Batch batch;
-    Tensor loss, logits;  // logits: of a forward alone
-    std::vector<std::pair<GradientPtr, Tensor>> gradients;
-    cudaGraphExec_t forward = nullptr, backward = nullptr;
-    StepGraphs() = default;
-    StepGraphs(const StepGraphs&) = delete;
-    ~StepGraphs() {  // errors have been reported by then, or the process ends
-        if (forward) { cudaGraphExecDestroy(forward); }
-        if (backward) { cudaGraphExecDestroy(backward); }
-    }
-};
-static std::string kind_of_step(const Model& model, const char* what, const Tensor& tokens, float loss_scale) {
-    return strprintf("%s %s %d %d %d %g %d %p", what, to_string(tokens.shape).c_str(), context.precision,
-                     context.deterministic, context.recompute, loss_scale, model.split, (void*)model.rope.data);
-}
-static cudaGraphExec_t capture(const std::shared_ptr<Region>& region, const std::function<void()>& work) {
-    cudaGraph_t graph = nullptr;
-    CUDA_CHECK(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
-    try {
-        allocate_in(region, work);
-    } catch (...) {
-        if (cudaStreamEndCapture(stream(), &graph) == cudaSuccess) { cudaGraphDestroy(graph); }
-        throw;
-    }
-    CUDA_CHECK(cudaStreamEndCapture(stream(), &graph));
-    cudaGraphExec_t executable;
-    CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
-    CUDA_CHECK(cudaGraphDestroy(graph));
-    return executable;
-}
-static void copy_in_stream(const Tensor& to, const Tensor& from) {
-    CUDA_CHECK(cudaMemcpyAsync(to.data, from.data, to.size() * size_of(to.dtype), cudaMemcpyDefault, stream()));
-}
-// The graphs of this kind of step, to be captured or launched. Null: `by_launches` has done the step, as the rehearsal
-// or because there is no room for the graphs' block.
-static StepGraphs* graphs_or(Model& model, const std::string& kind, const Shape& tokens,
-                             const std::function<void()>& by_launches) {
-    if (!model.graphs || model.graphs->kind != kind) {
-        start_cublas();  // whose workspace is no part of the step
-        model.graphs = std::make_shared<StepGraphs>();
-        allocate_in(model.graphs->region, by_launches);
-        model.graphs->bytes = plan_places(*model.graphs->region);
-        model.graphs->kind = kind;  // now that the rehearsal is complete
-        return nullptr;
-    }
-    StepGraphs& g = *model.graphs;
-    if (!g.forward && !g.too_large) {
-        give_back_cached_memory();  // the rehearsal's buffers
-        g.too_large = g.bytes > available_memory(CUDA);
-    }
-    if (g.too_large) {
-        by_launches();
-        return nullptr;
-    }
-    if (!g.forward) {
-        auto block = allocate(CUDA, g.bytes, ACTIVATIONS);
-        g.region = std::make_shared<Region>(Region{block, g.region->places});
-        g.batch = {empty(tokens, I32, INPUTS), empty(tokens, I32, INPUTS)};
-    }
-    return &g;
-}
-static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float loss_scale,
-                                         const std::function<void()>& between) {
-    zero_gradients(model);
-    make_ready(model, batch.tokens.dim(1));
-    Tensor result = empty({}, F32);
-    std::string kind = kind_of_step(model, "step", batch.tokens, loss_scale);
-    StepGraphs* g = graphs_or(model, kind, batch.tokens.shape, [&] {
-        Tensor loss = forward_to_loss(model, batch);
-        copy_in_stream(result, loss);
-        between();
-        backward_from_loss(model, loss, loss_scale);
-    });
-    if (!g) { return result; }
-    if (!g->forward) {
-        g->loss = empty({}, F32);
-        Tensor loss;
-        g->forward = capture(g->region, [&] {
-            loss = forward_to_loss(model, g->batch);
-            copy_in_stream(g->loss, loss);
-        });
-        g->backward = capture(g->region, [&] { backward_from_loss(model, loss, loss_scale); });
-        for (const Tensor& t : model.slots) {
-            if (t.gradient->filled) { g->gradients.push_back({t.gradient, t.gradient->value}); }
-        }
-    }
-    copy_in_stream(g->batch.tokens, batch.tokens), copy_in_stream(g->batch.targets, batch.targets);
-    {
-        Range range("forward");
-        CUDA_CHECK(cudaGraphLaunch(g->forward, stream()));
-    }
-    between();
-    {
-        Range range("backward");
-        CUDA_CHECK(cudaGraphLaunch(g->backward, stream()));
-    }
-    drop_weight_copies(model.slots);
-    for (const auto& gradient : g->gradients) {
-        gradient.first->value = gradient.second, gradient.first->filled = true;
-    }
-    copy_in_stream(result, g->loss);
-    return result;
-}
-static Tensor infer_by_graph(Model& model, const Tensor& tokens) {
-    make_ready(model, tokens.dim(1));
-    Tensor logits;
-    StepGraphs* g = graphs_or(model, kind_of_step(model, "forward", tokens, 1), tokens.shape,
-                              [&] { logits = forward(model, tokens); });
-    if (!g) { return logits; }
-    if (!g->forward) {
-        g->forward = capture(g->region, [&] { g->logits = forward(model, g->batch.tokens); });
-    }
-    copy_in_stream(g->batch.tokens, tokens);
-    Range range("forward");
-    CUDA_CHECK(cudaGraphLaunch(g->forward, stream()));
-    return g->logits;
-}
-// With an arena somebody may wait for single gradients, and whoever watches wants to see single kernels.
-static bool by_graphs(const Model& model) {
-    return context.mode == FLASH && context.device == CUDA && context.graphs && !model.gradients && !watched();
-}
-#endif
+static const AddRow<StepImpl> launches_row({"launches", 10, [](const Model&) { return true; },
+                                            forward_backward_by_launches, forward});
 
+static const StepImpl& fastest_step(const Model& model) {
+    const auto& rows = table_of<StepImpl>();
+    return *std::find_if(rows.rbegin(), rows.rend(), [&](const StepImpl& r) { return r.takes(model); });
+}
 Tensor forward_backward(Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between) {
-#ifdef __CUDACC__
-    if (by_graphs(model)) { return forward_backward_by_graphs(model, batch, loss_scale, between); }
-#endif
-    return forward_backward_by_launches(model, batch, loss_scale, between);
+    return fastest_step(model).forward_backward(model, batch, loss_scale, between);
 }
 Tensor infer(Model& model, const Tensor& tokens) {
     NoGrad no_grad;
-    Tensor logits;
-#ifdef __CUDACC__
-    if (by_graphs(model)) { logits = infer_by_graph(model, tokens); }
-#endif
-    if (!logits) { logits = forward(model, tokens); }
+    Tensor logits = fastest_step(model).infer(model, tokens);
     drop_weight_copies(model.slots);
     return logits;
 }
@@ -1383,7 +1085,7 @@ size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
     return planned_peak([&] {
         Model model = random_model(c, 0);
         LossScaler scaler;
-        reset_peak(META);  // splitting is no part of the phase
+        reset_peak(META);  // another form of the weights is no part of the phase
         run_phase(phase, model, random_batch(B, T, c.vocab_size, 0), scaler);
     });
 }

@@ -674,7 +674,7 @@ int cmd_nsys_profile(const Options& o) {
     std::vector<std::string> modes = o.mode.empty() ? std::vector<std::string>{"eager"} : o.mode;
     bool several = precisions.size() * modes.size() > 1;
     context.device = choose_device(o.device);
-    context.graphs = false;
+    context.each_launch = true;
     check_ranges(o, precisions, modes);
     ProfilePlan p = profile_plan(o);
     for (const ModelConfig& c : p.configs) {

@@ -273,9 +273,9 @@ static const RunOption run_options[] = {
     {"max_grad_norm", nullptr, &Options::max_grad_norm, DBL_TRUE_MIN, DBL_MAX},
     {"val_fraction", nullptr, &Options::val_fraction, DBL_TRUE_MIN, 1 - DBL_EPSILON / 2},
 };
-// What a checkpoint holds. Joins the weights.
+// What a checkpoint holds. Leaves the weights plain.
 static NamedTensors state_of(Model& model) {
-    join_weights(model);
+    plain_weights(model);
     NamedTensors tensors;
     for (const Parameter& p : model.parameters) {
         tensors.add(p.name, p.weight);
@@ -402,7 +402,7 @@ static std::string why_to_end(double loss, double norm, const LossScaler& scaler
 }
 static void make_room(Model& model) {  // on a GPU that the run has filled
     zero_gradients(model);
-    model.graphs = nullptr;
+    model.kept = nullptr;
 }
 [[noreturn]] static void fail_at(int step, const std::string& what, Model& model) {
     NamedTensors gradients;
@@ -437,7 +437,7 @@ int cmd_train(const Options& typed) {
     LossScaler scaler;
     start_from(checkpoint, model, scaler, o.seed);
     checkpoint.content = nullptr, checkpoint.tensors.clear();
-    split_weights(model);
+    choose_form(model);
     int step = checkpoint.path.empty() ? 0 : whole_of(checkpoint, "step", 0, 1 << 20);
     int last = o.stop_at > 0 ? o.stop_at : o.steps;
     double before = held_out_loss(model, text, o.batch_size, o.context_length), tokens = 0, busy_ms = 0;
@@ -485,7 +485,7 @@ int cmd_train(const Options& typed) {
         }
         after = loss;
         if (!o.save.empty()) { save_checkpoint(o.save, state, model, step, o, scaler); }
-        split_weights(model);
+        choose_form(model);
     } catch (const Failure&) { failure = std::current_exception(); }
     print(table, o.format);
     if (!std::isfinite(after)) { std::rethrow_exception(failure); }

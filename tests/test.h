@@ -96,6 +96,12 @@ inline double largest(const Tensor& t) {  // NaN if it holds one
     return m;
 }
 
+// Models for tests.
+inline const ModelConfig tiny = {"tiny", 12, 10, 2, 3, 19};   // head size 4; nothing is a multiple of a tile
+inline const ModelConfig odd = {"odd", 66, 130, 2, 3, 257};   // head size 22
+inline const ModelConfig even = {"even", 64, 72, 2, 2, 264};  // whole packs of 16 bytes in all rows
+inline Tensor on_cpu(const Tensor& t) { return to_device(contiguous(detached(t)), CPU); }
+
 // A test that needs ranks launches this program again as n ranks, each of which runs the same test case and, once
 // connected, f.
 inline void in_ranks(const char* test_case, int n, Device device, const std::function<void(const Communicator&)>& f) {

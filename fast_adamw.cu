@@ -1,0 +1,201 @@
+// fast_adamw.cu: AdamW for many tensors in one launch, and weights that bf16 products need not cast.
+//
+// Split weights. bf16 is the upper half of fp32, so the weights that AdamW updates in fp32 and those that bf16 products
+// take need 4 bytes together, not 6, and no cast: a matrix's place in the arena then holds first the upper halves of
+// all its elements, which are the bf16 matrix, then their lower halves.
+#include "gpu.h"
+
+struct Halves {
+    uint16_t upper, lower;
+};
+// upper is rounded to nearest, ties away from zero (a cast's go to even, which could not be undone); lower is as it
+// was, and its first bit says whether upper was rounded up. NaN stays NaN.
+HD inline Halves halves_of(float x) {
+    uint32_t bits = 0x7fc00000;
+    if (x == x) { memcpy(&bits, &x, 4); }
+    return {(uint16_t)((bits + 0x8000) >> 16), (uint16_t)bits};
+}
+HD inline float joined(Halves h) {
+    uint32_t bits = (uint32_t)(uint16_t)(h.upper - (h.lower >> 15)) << 16 | h.lower;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+// Element i of n, either way.
+HD inline void convert_halves(float* whole, uint16_t* halves, int64_t n, int64_t i, bool split) {
+    if (split) {
+        Halves h = halves_of(whole[i]);
+        halves[i] = h.upper, halves[n + i] = h.lower;
+    } else {
+        whole[i] = joined({halves[i], halves[n + i]});
+    }
+}
+#ifdef __CUDACC__
+__global__ void convert_halves_kernel(float* whole, uint16_t* halves, int64_t n, bool split) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (i < n) { convert_halves(whole, halves, n, i, split); }
+}
+#endif
+static void convert_halves_run(const Tensor& whole, const Tensor& place, bool split) {
+    int64_t n = whole.size();
+    auto* halves = (uint16_t*)place.data;
+#ifdef __CUDACC__
+    if (whole.device() == CUDA) {
+        convert_halves_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(whole.as<float>(), halves, n, split);
+        LAUNCH_CHECK();
+    }
+#endif
+    if (whole.device() == CPU) {
+#pragma omp parallel for
+        for (int64_t i = 0; i < n; i++) { convert_halves(whole.as<float>(), halves, n, i, split); }
+    }
+}
+static std::vector<Tensor> matrices_of(const Model& model) {  // as the products take them
+    std::vector<Tensor> all = {model.lm_head};
+    for (const Layer& l : model.layers) { all.insert(all.end(), {l.qkv, l.o, l.w13, l.w2}); }
+    return all;
+}
+static bool takes(const Model& model) {
+    return context.mode != EAGER && matmul_dtype() == BF16 && model.weights.dtype == F32;
+}
+static void convert_weights(Model& model, bool split) {
+    NoGrad no_grad;
+    std::vector<Tensor> matrices = matrices_of(model);
+    int64_t largest = 0;
+    for (const Tensor& t : matrices) { largest = std::max(largest, t.size()); }
+    Tensor scratch = empty({largest}, F32, WORKSPACE);
+    for (const Tensor& t : matrices) {
+        Tensor whole = view(scratch, 0, t.shape), place = detached(t);
+        if (split) { copy_or_add(whole, place, false); }
+        convert_halves_run(whole, place, split);
+        if (!split) { copy_or_add(place, whole, false); }
+    }
+    drop_weight_copies(model.slots);
+}
+static void enter(Model& model) { convert_weights(model, true); }
+static void leave(Model& model) { convert_weights(model, false); }
+static void lend(const Model& model) {
+    for (const Tensor& t : matrices_of(model)) {
+        t.gradient->low_precision = detached(t);
+        t.gradient->low_precision.dtype = BF16;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// AdamW: up to 64 tensors per launch, up to 4 elements per access
+
+#ifdef __CUDACC__
+constexpr int MAX_TENSORS = 64, CHUNK = 2048;  // of a launch; elements of a block
+struct Updates {
+    const void* g[MAX_TENSORS];
+    int64_t offset[MAX_TENSORS], size[MAX_TENSORS];
+    int first_block[MAX_TENSORS];
+    int count;
+};
+// W: elements a thread takes at a time, in one access of each array.
+template <int W, bool split, class G>
+__global__ void adamw_kernel(Updates all, float* p_all, float* m_all, float* v_all, AdamWScalars s) {
+    int k = 0;  // our tensor: the last that begins at or before our block
+    for (int end = all.count; end - k > 1;) {
+        int middle = (k + end) / 2;
+        (all.first_block[middle] <= (int)blockIdx.x ? k : end) = middle;
+    }
+    int64_t start = (int64_t)(blockIdx.x - all.first_block[k]) * CHUNK, offset = all.offset[k] + start;
+    int n = (int)min((int64_t)CHUNK, all.size[k] - start);
+    const G* g_in = (const G*)all.g[k] + start;
+    uint16_t *upper = (uint16_t*)(p_all + all.offset[k]) + start, *lower = upper + all.size[k];
+    for (int i = threadIdx.x * W; i < n; i += blockDim.x * W) {
+        auto m = load_pack<W>(m_all + offset + i), v = load_pack<W>(v_all + offset + i);
+        auto g = load_pack<W>(g_in + i);
+        Pack<float, W> p;
+        Pack<uint16_t, W> u, l;
+        if (split) {
+            u = load_pack<W>(upper + i), l = load_pack<W>(lower + i);
+            for (int j = 0; j < W; j++) { p.x[j] = joined({u.x[j], l.x[j]}); }
+        } else {
+            p = load_pack<W>(p_all + offset + i);
+        }
+        for (int j = 0; j < W; j++) { adamw_element(p.x[j], to_acc(g.x[j]), m.x[j], v.x[j], s); }
+        if (split) {
+            for (int j = 0; j < W; j++) {
+                Halves h = halves_of(p.x[j]);
+                u.x[j] = h.upper, l.x[j] = h.lower;
+            }
+            store_pack(upper + i, u), store_pack(lower + i, l);
+        } else {
+            store_pack(p_all + offset + i, p);
+        }
+        store_pack(m_all + offset + i, m), store_pack(v_all + offset + i, v);
+    }
+}
+// All gradients are of type G.
+template <bool split, class G>
+static void launch(const std::vector<FlatGradient>& gradients, const Tensor& p, const Tensor& m, const Tensor& v,
+                   AdamWScalars s) {
+    for (size_t next = 0; next < gradients.size();) {
+        Updates some;
+        some.count = 0;
+        int blocks = 0;
+        bool by_fours = true;
+        for (; next < gradients.size() && some.count < MAX_TENSORS; next++) {
+            const FlatGradient& one = gradients[next];
+            int k = some.count++;
+            some.g[k] = one.g.data, some.offset[k] = one.offset, some.size[k] = one.g.size();
+            some.first_block[k] = blocks;
+            blocks += ceil_div(one.g.size(), CHUNK);
+            for (const Tensor* t : {&p, &m, &v}) {
+                by_fours &= ((uintptr_t)t->data / sizeof(float) + one.offset) % 4 == 0;
+            }
+            by_fours &= one.g.size() % 4 == 0 && (uintptr_t)one.g.data / sizeof(G) % 4 == 0;
+        }
+        auto kernel = by_fours ? adamw_kernel<4, split, G> : adamw_kernel<1, split, G>;
+        kernel<<<blocks, 256, 0, stream()>>>(some, p.as<float>(), m.as<float>(), v.as<float>(), s);
+        LAUNCH_CHECK();
+    }
+}
+template <bool split>
+static void update_cuda(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
+                        AdamWScalars s) {
+    for (DType dtype : {F32, BF16, F16}) {
+        std::vector<FlatGradient> some;
+        for (const FlatGradient& one : gradients) {
+            if (one.g.dtype == dtype && one.g.size() > 0) { some.push_back(one); }
+        }
+        with_gpu_type(dtype, [&](auto zero) { launch<split, decltype(zero)>(some, p, m, v, s); });
+    }
+}
+static const AddRow<AdamWImpl> row({"64 tensors per launch", 20, [](Device d) { return d == CUDA; },
+                                    update_cuda<false>});
+#endif
+static void update_split_cpu(const Tensor& p, const FlatGradient& one, const Tensor& m, const Tensor& v,
+                             AdamWScalars s) {
+    with_type(one.g.dtype, [&](auto zero) {
+        const auto* g = one.g.as<decltype(zero)>();
+        float *m_one = m.as<float>() + one.offset, *v_one = v.as<float>() + one.offset;
+        int64_t n = one.g.size();
+        auto *upper = (uint16_t*)(p.as<float>() + one.offset), *lower = upper + n;
+#pragma omp parallel for simd if (n > 16384)
+        for (int64_t i = 0; i < n; i++) {
+            float x = joined({upper[i], lower[i]});
+            adamw_element(x, (float)to_acc(g[i]), m_one[i], v_one[i], s);
+            Halves h = halves_of(x);
+            upper[i] = h.upper, lower[i] = h.lower;
+        }
+    });
+}
+static void update_model(Model& model, const std::vector<FlatGradient>& gradients, AdamWScalars s) {
+    std::set<const char*> matrices;
+    for (const Tensor& t : matrices_of(model)) { matrices.insert(t.data); }
+    std::vector<FlatGradient> split, whole;
+    for (const FlatGradient& one : gradients) {
+        (matrices.count(model.weights.data + one.offset * sizeof(float)) ? split : whole).push_back(one);
+    }
+    adamw_flat(model.weights, whole, model.m, model.v, s);
+#ifdef __CUDACC__
+    if (model.weights.device() == CUDA) { update_cuda<true>(model.weights, split, model.m, model.v, s); }
+#endif
+    if (model.weights.device() == CPU) {
+        for (const FlatGradient& one : split) { update_split_cpu(model.weights, one, model.m, model.v, s); }
+    }
+}
+static const AddRow<WeightForm> form({"split into bf16 and the rest", 20, takes, enter, leave, lend, update_model});

@@ -1,0 +1,191 @@
+// fast_step.cu: a step's two passes as CUDA graphs, or a forward alone as one.
+//
+// A launch costs the CPU some 2 us and what leads to it, the tape and the allocations, more; a small model's kernels
+// take less than that each. A graph, captured once, launches all its kernels at once and leaves shorter gaps between
+// them. The first step of a kind is a rehearsal (see StepPlaces), the second is captured, and from then on the same
+// kernels run on the same buffers.
+#include "fast.h"
+#include "gpu.h"
+
+#include <climits>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Places for the buffers
+
+size_t StepPlaces::take(size_t bytes, void** at) {
+    bytes = (bytes + 511) / 512 * 512;
+    if (!block) {
+        places.push_back({bytes, 0, events++, INT_MAX});
+        return places.size() - 1;
+    }
+    if (next == places.size() || places[next].bytes != bytes) {
+        fail("a step allocates otherwise than its rehearsal: %zu bytes as number %zu", bytes, next);
+    }
+    *at = (char*)block->data + places[next].offset;
+    return next++;
+}
+void StepPlaces::give(size_t number) {
+    if (!block) { places[number].to = events++; }
+}
+// First what stays, as gradients do, then the largest; each at the lowest offset where nothing lies that is there at
+// the same time. At the handout's sizes the block is 0 to 4 % larger than what is held at most.
+size_t plan_places(StepPlaces& rehearsed) {
+    std::vector<StepPlaces::Place*> order, placed;
+    for (StepPlaces::Place& p : rehearsed.places) { order.push_back(&p); }
+    std::stable_sort(order.begin(), order.end(), [](const StepPlaces::Place* a, const StepPlaces::Place* b) {
+        bool a_stays = a->to == INT_MAX, b_stays = b->to == INT_MAX;
+        return a_stays != b_stays ? a_stays : !a_stays && a->bytes > b->bytes;
+    });
+    size_t end = 0;
+    for (StepPlaces::Place* p : order) {
+        p->offset = 0;
+        for (const StepPlaces::Place* other : placed) {  // by offset
+            if (other->to < p->from || p->to < other->from) { continue; }
+            if (other->offset >= p->offset + p->bytes) { break; }
+            p->offset = std::max(p->offset, other->offset + other->bytes);
+        }
+        placed.insert(
+            std::upper_bound(placed.begin(), placed.end(), p, [](auto* a, auto* b) { return a->offset < b->offset; }),
+            p);
+        end = std::max(end, p->offset + p->bytes);
+    }
+    return end;
+}
+
+#ifdef __CUDACC__
+// ---------------------------------------------------------------------------------------------------------------------
+// The graphs
+
+struct StepGraphs {
+    std::shared_ptr<StepPlaces> places = std::make_shared<StepPlaces>();
+    size_t bytes = 0;  // that their block has to have
+    bool too_large = false;
+    std::string kind;  // of step: what its kernels have built in
+    Batch batch;
+    Tensor loss, logits;  // logits: of a forward alone
+    std::vector<std::pair<GradientPtr, Tensor>> gradients;
+    cudaGraphExec_t forward = nullptr, backward = nullptr;
+    StepGraphs() = default;
+    StepGraphs(const StepGraphs&) = delete;
+    ~StepGraphs() {  // errors have been reported by then, or the process ends
+        if (forward) { cudaGraphExecDestroy(forward); }
+        if (backward) { cudaGraphExecDestroy(backward); }
+    }
+};
+static std::string kind_of_step(const Model& model, const char* what, const Tensor& tokens, float loss_scale) {
+    return strprintf("%s %s %d %d %d %g %d %p", what, to_string(tokens.shape).c_str(), context.precision,
+                     context.deterministic, context.recompute, loss_scale, model.form != nullptr,
+                     (void*)model.rope.data);
+}
+static cudaGraphExec_t capture(const std::shared_ptr<StepPlaces>& places, const std::function<void()>& work) {
+    cudaGraph_t graph = nullptr;
+    CUDA_CHECK(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
+    try {
+        allocate_in(places, work);
+    } catch (...) {
+        if (cudaStreamEndCapture(stream(), &graph) == cudaSuccess) { cudaGraphDestroy(graph); }
+        throw;
+    }
+    CUDA_CHECK(cudaStreamEndCapture(stream(), &graph));
+    cudaGraphExec_t executable;
+    CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
+    CUDA_CHECK(cudaGraphDestroy(graph));
+    return executable;
+}
+static void copy_in_stream(const Tensor& to, const Tensor& from) {
+    CUDA_CHECK(cudaMemcpyAsync(to.data, from.data, to.size() * size_of(to.dtype), cudaMemcpyDefault, stream()));
+}
+// The graphs of this kind of step, to be captured or launched. Null: `by_launches` has done the step, as the rehearsal
+// or because there is no room for the graphs' block.
+static StepGraphs* graphs_or(Model& model, const std::string& kind, const Shape& tokens,
+                             const std::function<void()>& by_launches) {
+    if (!model.kept || ((StepGraphs*)model.kept.get())->kind != kind) {
+        start_cublas();  // whose workspace is no part of the step
+        auto rehearsal = std::make_shared<StepGraphs>();
+        model.kept = nullptr;  // its block goes before the new step needs the room
+        allocate_in(rehearsal->places, by_launches);
+        rehearsal->bytes = plan_places(*rehearsal->places);
+        rehearsal->kind = kind;
+        model.kept = rehearsal;
+        return nullptr;
+    }
+    StepGraphs& g = *(StepGraphs*)model.kept.get();
+    if (!g.forward && !g.too_large) {
+        give_back_cached_memory();  // the rehearsal's buffers
+        g.too_large = g.bytes > available_memory(CUDA);
+    }
+    if (g.too_large) {
+        by_launches();
+        return nullptr;
+    }
+    if (!g.forward) {
+        auto block = allocate(CUDA, g.bytes, ACTIVATIONS);
+        auto planned = std::make_shared<StepPlaces>();
+        planned->block = block, planned->places = g.places->places;
+        g.places = planned;
+        g.batch = {empty(tokens, I32, INPUTS), empty(tokens, I32, INPUTS)};
+    }
+    return &g;
+}
+static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float loss_scale,
+                                         const std::function<void()>& between) {
+    zero_gradients(model);
+    make_ready(model, batch.tokens.dim(1));
+    Tensor result = empty({}, F32);
+    std::string kind = kind_of_step(model, "step", batch.tokens, loss_scale);
+    StepGraphs* g = graphs_or(model, kind, batch.tokens.shape, [&] {
+        Tensor loss = forward_to_loss(model, batch);
+        copy_in_stream(result, loss);
+        between();
+        backward_from_loss(model, loss, loss_scale);
+    });
+    if (!g) { return result; }
+    if (!g->forward) {
+        g->loss = empty({}, F32);
+        Tensor loss;
+        g->forward = capture(g->places, [&] {
+            loss = forward_to_loss(model, g->batch);
+            copy_in_stream(g->loss, loss);
+        });
+        g->backward = capture(g->places, [&] { backward_from_loss(model, loss, loss_scale); });
+        for (const Tensor& t : model.slots) {
+            if (t.gradient->filled) { g->gradients.push_back({t.gradient, t.gradient->value}); }
+        }
+    }
+    copy_in_stream(g->batch.tokens, batch.tokens), copy_in_stream(g->batch.targets, batch.targets);
+    {
+        Range range("forward");
+        CUDA_CHECK(cudaGraphLaunch(g->forward, stream()));
+    }
+    between();
+    {
+        Range range("backward");
+        CUDA_CHECK(cudaGraphLaunch(g->backward, stream()));
+    }
+    drop_weight_copies(model.slots);
+    for (const auto& gradient : g->gradients) {
+        gradient.first->value = gradient.second, gradient.first->filled = true;
+    }
+    copy_in_stream(result, g->loss);
+    return result;
+}
+static Tensor infer_by_graph(Model& model, const Tensor& tokens) {
+    make_ready(model, tokens.dim(1));
+    Tensor logits;
+    StepGraphs* g = graphs_or(model, kind_of_step(model, "forward", tokens, 1), tokens.shape,
+                              [&] { logits = forward(model, tokens); });
+    if (!g) { return logits; }
+    if (!g->forward) {
+        g->forward = capture(g->places, [&] { g->logits = forward(model, g->batch.tokens); });
+    }
+    copy_in_stream(g->batch.tokens, tokens);
+    Range range("forward");
+    CUDA_CHECK(cudaGraphLaunch(g->forward, stream()));
+    return g->logits;
+}
+// With an arena somebody may wait for single gradients, and whoever watches wants to see single kernels.
+static bool by_graphs(const Model& model) {
+    return context.mode == FLASH && context.device == CUDA && !context.each_launch && !model.gradients && !watched();
+}
+static const AddRow<StepImpl> row({"graphs", 20, by_graphs, forward_backward_by_graphs, infer_by_graph});
+#endif

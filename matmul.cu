@@ -1,0 +1,262 @@
+// matmul.cu: matrix products. [M,K] x [K,N] costs 2MNK FLOPs and at least (MK + KN + MN) elements of traffic. The GPU's
+// products come from cuBLAS, the CPU's from OpenBLAS; both take columns or rows, as they are told, and we have rows.
+#include "gpu.h"
+#ifdef HAVE_OPENBLAS
+#include <cblas.h>
+#endif
+
+DType matmul_dtype(Precision precision) { return precision == PREC_BF16 ? BF16 : precision == PREC_FP16 ? F16 : F32; }
+
+Matrix matrix_of(const Tensor& t) {
+    int n = (int)t.shape.size();
+    if (n < 2 || (t.stride[n - 1] != 1 && t.shape[n - 1] != 1)) {
+        fail("gemm: %s is not a matrix with consecutive columns", to_string(t.shape).c_str());
+    }
+    int64_t ld = t.shape[n - 2] == 1 ? t.shape[n - 1] : t.stride[n - 2];
+    Matrix m{t.data, t.dtype, t.shape[n - 2], t.shape[n - 1], ld, 1, 0};
+    for (int d = n - 3; d >= 0; d--) {
+        if (t.shape[d] == 1) { continue; }
+        if (m.batch == 1) {
+            m.batch_stride = t.stride[d];
+        } else if (t.stride[d] != m.batch * m.batch_stride) {
+            fail("gemm: the leading dimensions of %s have no common stride", to_string(t.shape).c_str());
+        }
+        m.batch *= t.shape[d];
+    }
+    return m;
+}
+
+#ifdef __CUDACC__
+void cublas_check(cublasStatus_t status, const char* call, const char* file, int line) {
+    if (status == CUBLAS_STATUS_SUCCESS) { return; }
+    std::string what = strprintf("%s:%d: %s: %s", file, line, call, cublasGetStatusString(status));
+    if (status == CUBLAS_STATUS_ALLOC_FAILED) { throw OutOfMemory(0, what + ": out of memory"); }
+    throw Failure(1, what);
+}
+
+// The workspace is ours (NVIDIA advises 32 MiB on Hopper): seen by the memory log, and fit for graph capture.
+void* cublas_workspace() {
+    static Tensor workspace = empty_on(CUDA, {CUBLAS_WORKSPACE_BYTES}, U8, WORKSPACE);
+    return workspace.data;
+}
+static cublasHandle_t cublas() {
+    static cublasHandle_t handle = [] {
+        cublasHandle_t h;
+        CUBLAS_CHECK(cublasCreate(&h));
+        CUBLAS_CHECK(cublasSetStream(h, stream()));
+        // Or cuBLAS may add up the parts of a long sum in fp16.
+        CUBLAS_CHECK(cublasSetMathMode(h, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
+        CUBLAS_CHECK(cublasSetWorkspace(h, cublas_workspace(), CUBLAS_WORKSPACE_BYTES));
+        return h;
+    }();
+    return handle;
+}
+void start_cublas() { cublas(); }
+cudaDataType_t cuda_type(DType t) {
+    if (t == F64) { fail("float64 tensors live on the CPU only"); }
+    return t == BF16 ? CUDA_R_16BF : t == F16 ? CUDA_R_16F : CUDA_R_32F;
+}
+
+// By cuBLAS. It is column-major: what it sees in our memory is every matrix transposed, and C^T = op(B)^T op(A)^T.
+static bool cublas_product(const Product& p) {
+    const Matrix &C = p.C, &A = p.A, &B = p.B;
+    cublasComputeType_t compute =
+        context.precision == TF32 && A.dtype == F32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    CUBLAS_CHECK(cublasGemmStridedBatchedEx(
+        cublas(), p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, (int)C.cols,
+        (int)C.rows, (int)p.K, &p.alpha, B.data, cuda_type(B.dtype), (int)B.ld, B.batch_stride, A.data,
+        cuda_type(A.dtype), (int)A.ld, A.batch_stride, &p.beta, C.data, cuda_type(C.dtype), (int)C.ld, C.batch_stride,
+        (int)C.batch, compute, CUBLAS_GEMM_DEFAULT));
+    return true;
+}
+static const AddRow<ProductImpl> cublas_row({"cublas", 10, cublas_product});
+
+static void gemm_cuda(Product p) {
+    auto run = [&](int64_t first, int64_t n, float beta) {  // n of the K summands
+        Product part = p;
+        part.A.data += (p.transpose_a ? first * p.A.ld : first) * (int64_t)size_of(p.A.dtype);
+        part.B.data += (p.transpose_b ? first : first * p.B.ld) * (int64_t)size_of(p.B.dtype);
+        part.K = n, part.beta = beta;
+        const auto& rows = table_of<ProductImpl>();
+        for (auto row = rows.rbegin(); !row->run(part); ++row) {}  // the lowest takes everything
+    };
+    // cuBLAS 13.1 leaves out the last K % 8 summands of some 16-bit products where A is transposed and B is not, as in
+    // a weight's gradient ([4097,1000]^T times [4097,128] for one, on Hopper): they become a product of their own, at
+    // the price of one rounding more where C is 16-bit.
+    int64_t apart = p.transpose_a && !p.transpose_b && p.A.dtype != F32 && p.K > 8 ? p.K % 8 : 0;
+    run(0, p.K - apart, p.beta);
+    if (apart > 0) { run(p.K - apart, apart, 1); }
+}
+#endif
+
+// The definition, for builds without OpenBLAS.
+#ifndef HAVE_OPENBLAS
+template <class T>
+static void gemm_blas(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* B, int64_t ldb, bool tb, int64_t M,
+                      int64_t N, int64_t K, double alpha, double beta) {
+    for (int64_t m = 0; m < M; m++) {
+        for (int64_t n = 0; n < N; n++) {
+            double sum = 0;
+            for (int64_t k = 0; k < K; k++) {
+                sum += (double)A[ta ? k * lda + m : m * lda + k] * B[tb ? n * ldb + k : k * ldb + n];
+            }
+            C[m * ldc + n] = (T)(alpha * sum + (beta == 0 ? 0 : beta * C[m * ldc + n]));
+        }
+    }
+}
+#else
+static void gemm_blas(float* C, int ldc, const float* A, int lda, bool ta, const float* B, int ldb, bool tb, int M,
+                      int N, int K, double alpha, double beta) {
+    cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, M, N, K, (float)alpha, A,
+                lda, B, ldb, (float)beta, C, ldc);
+}
+static void gemm_blas(double* C, int ldc, const double* A, int lda, bool ta, const double* B, int ldb, bool tb, int M,
+                      int N, int K, double alpha, double beta) {
+    cblas_dgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, M, N, K, alpha, A, lda,
+                B, ldb, beta, C, ldc);
+}
+#endif
+
+// An operand as fp32, which OpenBLAS multiplies: bf16 and fp16 widen exactly, tf32 rounds to 10 mantissa bits.
+static Tensor widened(const Tensor& t) {
+    if (t.dtype == F64 || (t.dtype == F32 && context.precision != TF32)) { return t; }
+    Tensor source = contiguous(t), w = empty_on(CPU, t.shape, F32, WORKSPACE);
+    if (t.dtype == F32) {
+        round_all_to_tf32(w.as<float>(), source.as<float>(), w.size());
+    } else {
+        convert(w.data, F32, source.data, t.dtype, w.size());
+    }
+    return w;
+}
+// OpenBLAS's own threads and OpenMP's would spin against each other for the same cores (seen: 4 times slower), so
+// OpenBLAS runs single-threaded inside our OpenMP loops.
+void one_blas_thread() {
+#ifdef HAVE_OPENBLAS
+    static bool once = (openblas_set_num_threads(1), true);
+    (void)once;
+#endif
+}
+// Over the batch, or over slices of the output's longer side.
+template <class T>
+static void gemm_cpu(const Tensor& out, Matrix C, const Tensor& a, Matrix A, bool ta, const Tensor& b, Matrix B,
+                     bool tb, int64_t K, double alpha, double beta) {
+    one_blas_thread();
+    bool by_rows = C.rows >= C.cols;
+    int64_t side = by_rows ? C.rows : C.cols,
+            slices = C.batch > 1 ? 1 : std::min<int64_t>(cpu_threads(), (side + 31) / 32);
+    int64_t slice = (side + slices - 1) / slices;
+#pragma omp parallel for schedule(dynamic) if (C.batch * slices > 1)
+    for (int64_t task = 0; task < C.batch * slices; task++) {
+        int64_t i = task / slices, start = task % slices * slice, n = std::min(slice, side - start);
+        if (n <= 0) { continue; }
+        int64_t row = by_rows ? start : 0, col = by_rows ? 0 : start;
+        gemm_blas(out.as<T>() + i * C.batch_stride + row * C.ld + col, C.ld,
+                  a.as<T>() + i * A.batch_stride + (ta ? row : row * A.ld), A.ld, ta,
+                  b.as<T>() + i * B.batch_stride + (tb ? col * B.ld : col), B.ld, tb, by_rows ? n : C.rows,
+                  by_rows ? C.cols : n, K, alpha, beta);
+    }
+}
+
+void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b, double alpha,
+          double beta) {
+    Matrix C = matrix_of(out), A = matrix_of(a), B = matrix_of(b);
+    int64_t M = transpose_a ? A.cols : A.rows, K = transpose_a ? A.rows : A.cols;
+    int64_t N = transpose_b ? B.rows : B.cols, K_b = transpose_b ? B.cols : B.rows;
+    if (C.rows != M || C.cols != N || K != K_b || A.batch != C.batch || B.batch != C.batch || a.dtype != b.dtype) {
+        fail("gemm: %s %s%s x %s %s%s -> %s do not fit", name_of(a.dtype), to_string(a.shape).c_str(),
+             transpose_a ? "^T" : "", name_of(b.dtype), to_string(b.shape).c_str(), transpose_b ? "^T" : "",
+             to_string(out.shape).c_str());
+    }
+    if ((a.dtype == F64) != (out.dtype == F64)) { fail("gemm: float64 operands need a float64 result"); }
+    if (out.device() == META || out.size() == 0) { return; }
+    Range range("matmul");
+#ifdef __CUDACC__
+    if (out.device() == CUDA) {
+        gemm_cuda({C, A, B, transpose_a, transpose_b, K, (float)alpha, (float)beta});
+        return;
+    }
+#endif
+    NoGrad no_grad;
+    Tensor wa = widened(a), wb = widened(b);
+    if (a.dtype == F64) {
+        gemm_cpu<double>(out, C, a, A, transpose_a, b, B, transpose_b, K, alpha, beta);
+    } else if (out.dtype == F32) {
+        gemm_cpu<float>(out, C, wa, matrix_of(wa), transpose_a, wb, matrix_of(wb), transpose_b, K, alpha, beta);
+    } else {  // computed in fp32, rounded once
+        Tensor wide = empty_on(CPU, out.shape, F32, WORKSPACE);
+        if (beta != 0) { copy_or_add(wide, out, false); }
+        gemm_cpu<float>(wide, matrix_of(wide), wa, matrix_of(wa), transpose_a, wb, matrix_of(wb), transpose_b, K, alpha,
+                        beta);
+        copy_or_add(out, wide, false);
+    }
+}
+
+// g += op(a) op(b). Eager adds with a kernel of its own, as autograd does; fused lets the product accumulate.
+static void add_gemm(const GradientPtr& g, const Tensor& a, bool ta, const Tensor& b, bool tb) {
+    if (!g) { return; }
+    if (context.mode == EAGER && !g->is_parameter) {
+        Tensor d = empty(g->shape, g->dtype);
+        gemm(d, a, ta, b, tb);
+        add_gradient(g, d);
+        return;
+    }
+    bool accumulate;
+    Tensor target = gradient_target(g, &accumulate);
+    gemm(target, a, ta, b, tb, 1, accumulate);
+}
+
+Tensor autocast_operand(const Tensor& t) {
+    DType dtype = t.dtype == F64 ? F64 : matmul_dtype();
+    if (t.dtype == dtype) { return t; }
+    bool parameter = t.gradient && t.gradient->is_parameter, eager = context.mode == EAGER;
+    Tensor low = parameter ? t.gradient->low_precision : Tensor();
+    // Eager's copy has a gradient of its own, to be cast back; one made under NoGrad has none.
+    if (!low || low.dtype != dtype || (eager && context.recording && !low.gradient)) {
+        low = empty(t.shape, dtype, parameter ? WEIGHT_COPIES : ACTIVATIONS);
+        copy_or_add(low, t, false);
+        if (eager || !parameter) {
+            record(low, {t}, [g = t.gradient](const Tensor& dy) { add_gradient(g, dy); });
+        }
+        if (parameter && (eager || context.recording)) { t.gradient->low_precision = low; }
+    }
+    if (parameter && !eager) { low.gradient = context.recording ? t.gradient : nullptr; }  // stands for the parameter
+    return low;
+}
+void drop_weight_copies(const std::vector<Tensor>& parameters) {
+    for (const Tensor& p : parameters) { p.gradient->low_precision = Tensor(); }
+}
+
+Tensor matmul(const Tensor& a_in, const Tensor& b_in, bool transpose_b) {
+    Tensor a = contiguous(autocast_operand(a_in)), b = contiguous(autocast_operand(b_in));
+    Shape shape = a.shape;
+    shape.back() = transpose_b ? b.dim(-2) : b.dim(-1);
+    Tensor y = empty(shape, a.dtype);
+    gemm(y, a, false, b, transpose_b);
+    record(y, {a, b}, [a, b, transpose_b](const Tensor& dy_in) {
+        Tensor dy = contiguous(dy_in);
+        add_gemm(a.gradient, dy, false, b, !transpose_b);
+        if (transpose_b) {
+            add_gemm(b.gradient, dy, true, a, false);
+        } else {
+            add_gemm(b.gradient, a, true, dy, false);
+        }
+    });
+    return y;
+}
+Tensor linear(const Tensor& x_in, const Tensor& weight) {
+    Tensor x = reshape(autocast_operand(x_in), {x_in.size() / x_in.dim(-1), x_in.dim(-1)}),
+           w = autocast_operand(weight);
+    Shape shape = x_in.shape;
+    shape.back() = weight.dim(0);
+    Tensor y = empty({x.dim(0), weight.dim(0)}, x.dtype);
+    gemm(y, x, false, w, true);
+    auto again = x_in.gradient ? x_in.gradient->again : nullptr;
+    Tensor kept = x;
+    if (again) { kept.memory = nullptr, kept.data = nullptr; }
+    record(y, {x, w}, [x = kept, w, again](const Tensor& dy_in) {
+        Tensor dy = contiguous(dy_in);
+        add_gemm(x.gradient, dy, false, w, false);
+        add_gemm(w.gradient, dy, true, again ? view(again(), 0, x.shape) : x, false);
+    });
+    return reshape(y, shape);
+}

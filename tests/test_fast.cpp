@@ -1,0 +1,220 @@
+// Tests of what the fast_*.cu do otherwise than the files that they speed up. (The implementations of attention, of
+// products and of AdamW are tested where their tables are.)
+#include "fast.h"
+#include "test.h"
+
+#include <array>
+
+TEST_CASE("gemm: whichever kernel is picked, the bits are the same") {
+    if (!begin<OnCUDA>()) { return; }
+    size_t kernels = 0, products = 0;
+    for (DType type : {BF16, F16}) {
+        for (DType out : {type, F32}) {
+            for (bool ta : {false, true}) {
+                for (bool tb : {false, true}) {
+                    if (ta && tb) { continue; }
+                    for (auto [M, N, K] :
+                         {std::array<int64_t, 3>{1024, 2304, 768}, {768, 1024, 10000}, {1600, 520, 1024}}) {
+                        Tensor a = empty(ta ? Shape{K, M} : Shape{M, K}, type);
+                        Tensor b = empty(tb ? Shape{N, K} : Shape{K, N}, type), c = empty({M, N}, out);
+                        fill_normal(a, 0, 1, 0, 1), fill_normal(b, 0, 2, 0, 1);
+                        std::vector<Tensor> all = gemm_by_each_kernel(a, ta, b, tb, out);
+                        kernels += all.size(), products++;
+                        gemm(c, a, ta, b, tb);
+                        std::vector<float> want = to_floats(c);
+                        for (const Tensor& one : all) { CHECK(to_floats(one) == want); }
+                        gemm(c, a, ta, b, tb, 1, 1);
+                        std::vector<float> twice = to_floats(c);
+                        for (size_t i = 0; i < want.size(); i += 997) {
+                            CHECK(twice[i] == doctest::Approx(2 * want[i]).epsilon(1e-2));
+                        }
+                    }
+                }
+            }
+        }
+    }
+    CHECK(kernels > products);
+}
+// A step as graphs and launch by launch: the same bits, also where something changes in between.
+TEST_CASE("model: steps by CUDA graphs") {
+    if (!begin<OnCUDA>()) { return; }
+    const ModelConfig config = {"graphs", 64, 96, 2, 4, 101};
+    for (auto [precision, recompute] : std::vector<std::pair<Precision, bool>>{
+             {FP32, false}, {PREC_BF16, false}, {PREC_BF16, true}, {PREC_FP16, false}}) {
+        Tensor weights[2];
+        std::vector<double> losses[2];
+        for (bool graphs : {false, true}) {
+            context.mode = FLASH, context.deterministic = true;
+            context.each_launch = !graphs, context.precision = precision, context.recompute = recompute;
+            Model model = make_model(config);
+            init_weights(model, 7);
+            choose_form(model);
+            make_optimizer_state(model);
+            LossScaler scaler;
+            scaler.growth_interval = 4;  // another scale is another kind of step
+            for (int step = 0; step < 12; step++) {
+                int T = step < 8 ? 33 : 64;
+                Batch batch = random_batch(2, T, config.vocab_size, step);
+                bool after_forward = false;
+                Tensor loss = forward_backward(model, batch, loss_scale_of(scaler), [&] { after_forward = true; });
+                CHECK(after_forward);
+                losses[graphs].push_back(to_doubles(loss)[0]);
+                losses[graphs].push_back(optimizer_step(model, AdamW(), scaler, 0.5));
+                if (step == 3) { run_phase(FORWARD, model, random_batch(3, 65, config.vocab_size, 1), scaler); }
+                if (step == 5) {  // somebody else writes the weights
+                    plain_weights(model);
+                    scale_in_place(model.weights, 0.5);
+                    choose_form(model);
+                }
+            }
+            CHECK((bool)model.kept == graphs);
+            plain_weights(model);
+            weights[graphs] = on_cpu(model.weights);
+        }
+        CAPTURE(std::string(name_of(precision)));
+        CHECK(losses[0] == losses[1]);
+        CHECK(compare(weights[0], weights[1], 0, 0).ok());
+    }
+}
+TEST_CASE("model: inference by a CUDA graph") {
+    if (!begin<OnCUDA>()) { return; }
+    for (Precision precision : {FP32, PREC_BF16, PREC_FP16}) {
+        context.mode = FLASH, context.precision = precision;
+        Model model = make_model({"graphs", 64, 96, 2, 4, 101});
+        init_weights(model, 7);
+        choose_form(model);
+        for (int call = 0; call < 7; call++) {  // of each shape the first is the rehearsal, the second is captured
+            Tensor tokens = random_batch(2, call < 4 ? 33 : 64, 101, call).tokens;
+            if (call == 3) { scale_in_place(model.ln_final, 0.5); }
+            std::vector<float> by_graph = to_floats(infer(model, tokens));
+            CHECK((bool)model.kept);
+            context.each_launch = true;
+            CHECK(to_floats(infer(model, tokens)) == by_graph);
+            context.each_launch = false;
+        }
+    }
+}
+// A graph's block need not be much larger than what a step holds at most, gaps between its buffers included.
+TEST_CASE("model: a step packs well") {
+    begin<OnCPU>();
+    for (auto [mode, precision] : std::vector<std::pair<Mode, Precision>>{
+             {FUSED, FP32}, {FUSED, PREC_BF16}, {FLASH, FP32}, {FLASH, PREC_BF16}}) {
+        context.mode = mode, context.precision = precision;
+        context.device = mode == FLASH ? CUDA : CPU;  // only planned for, so no GPU is needed; but a build for GPUs is
+        if (mode == FLASH && !fastest_flash(CUDA, matmul_dtype(), 64)) { continue; }
+        for (auto [size, recompute] : {std::pair<int, bool>{0, false}, {3, false}, {3, true}}) {
+            const ModelConfig& config = model_sizes[size];
+            context.recompute = recompute;
+            Planning planning;
+            Model model = make_model(config);
+            choose_form(model);
+            LossScaler scaler;
+            Batch batch = random_batch(4, 256, config.vocab_size, 0);
+            run_phase(FORWARD, model, batch, scaler);  // rope is there
+            size_t before = memory_use(META).now;
+            reset_peak(META);
+            auto first = std::make_shared<StepPlaces>(), again = std::make_shared<StepPlaces>();
+            auto step = [&] { backward(cross_entropy(forward(model, batch.tokens), batch.targets)); };
+            allocate_in(first, step);
+            double held = memory_use(META).peak - before, planned = plan_places(*first);
+            zero_gradients(model);
+            allocate_in(again, step);
+            REQUIRE(again->places.size() == first->places.size());
+            for (size_t i = 0; i < again->places.size(); i++) {
+                CHECK(again->places[i].bytes == first->places[i].bytes);
+            }
+            CAPTURE(held);
+            CHECK(planned >= held);
+            CHECK(planned < 1.05 * held);
+            for (const StepPlaces::Place& p : first->places) {  // no two lie on each other
+                for (const StepPlaces::Place& q : first->places) {
+                    if (&p <= &q || p.to < q.from || q.to < p.from) { continue; }
+                    if (p.offset < q.offset + q.bytes && q.offset < p.offset + p.bytes) { FAIL("two at one place"); }
+                }
+            }
+        }
+    }
+}
+TEST_CASE_TEMPLATE("model: split weights are the fp32 weights, and their upper halves bf16", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    context.mode = FUSED, context.precision = PREC_BF16;
+    for (const ModelConfig& config : {tiny, odd}) {
+        Model model = make_model(config);
+        init_weights(model, 7);
+        // Ties to an even and to an odd neighbour, the largest number, the smallest, 0, -0, infinity, NaN.
+        std::vector<uint32_t> bits = {0x3f808000, 0xbf818000, 0x7f7fffff, 1, 0, 0x80000000, 0xff800000, 0x7fffffff};
+        std::vector<float> special(bits.size());
+        memcpy(special.data(), bits.data(), 4 * bits.size());
+        copy(view(model.lm_head, 0, {8}), to_device(from_floats(special, {8}), D::device));
+        std::vector<float> weights = to_floats(model.weights);
+        size_t held = memory_use(D::device).now;
+        choose_form(model);
+        CHECK(model.form);
+        CHECK(memory_use(D::device).now == held);
+        Tensor upper = detached(model.lm_head);
+        upper.dtype = BF16;
+        std::vector<float> rounded = to_floats(upper);
+        for (size_t i = 0; i < rounded.size(); i++) {  // lm_head is the arena's first
+            uint32_t exact;
+            memcpy(&exact, &weights[i], 4);
+            CAPTURE(exact);
+            if (weights[i] != weights[i]) {
+                CHECK(rounded[i] != rounded[i]);
+            } else if ((exact & 0xffff) == 0x8000) {
+                CHECK(std::abs(rounded[i]) > std::abs(weights[i]));
+            } else {
+                CHECK(rounded[i] == bf16_to_float(float_to_bf16(weights[i])));
+            }
+        }
+        context.precision = FP32;
+        LossScaler scaler;
+        run_phase(FORWARD, model, random_batch(2, 9, config.vocab_size, 7), scaler);
+        CHECK(!model.form);
+        std::vector<float> again = to_floats(model.weights);
+        CHECK(again[7] != again[7]);
+        again[7] = weights[7] = 0;
+        CHECK(memcmp(again.data(), weights.data(), 4 * weights.size()) == 0);
+        for (Precision precision : {FP32, PREC_FP16}) {
+            context.precision = precision;
+            choose_form(model);
+            CHECK(!model.form);
+        }
+        context.precision = PREC_BF16;
+    }
+}
+TEST_CASE_TEMPLATE("model: split weights learn what whole ones do", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    context.mode = FUSED, context.precision = PREC_BF16;
+    for (bool arena : {false, true}) {
+        for (const ModelConfig& config : {tiny, odd, even}) {
+            std::vector<double> weights[2], start;
+            for (bool split : {false, true}) {
+                Model model = make_model(config);
+                init_weights(model, 7);
+                start = to_doubles(model.weights);
+                make_optimizer_state(model);
+                if (arena) { make_gradients(model); }
+                if (split) { choose_form(model); }
+                AdamW adamw;
+                adamw.lr = 0.03f;
+                LossScaler scaler;
+                for (int step = 0; step < 3; step++) {
+                    forward_backward(model, random_batch(2, 9, config.vocab_size, step), 1);
+                    CHECK(model.lm_head.gradient->value.dtype == (arena ? F32 : BF16));
+                    CHECK(model.ln_final.gradient->value.dtype == F32);
+                    CHECK(model.embedding.gradient->value.dtype == F32);
+                    optimizer_step(model, adamw, scaler, 0.5);
+                }
+                CHECK((model.form != nullptr) == split);
+                plain_weights(model);
+                weights[split] = to_doubles(model.weights);
+            }
+            CAPTURE(config.name);
+            double apart = 0, way = 0;
+            for (size_t i = 0; i < start.size(); i++) {
+                apart += pow(weights[1][i] - weights[0][i], 2), way += pow(weights[0][i] - start[i], 2);
+            }
+            CHECK(sqrt(apart / way) < 0.02);  // not 0: a cast rounds one weight in 131072, a tie, to the other side
+        }
+    }
+}
