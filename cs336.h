@@ -67,7 +67,7 @@ struct OutOfMemory : Failure {
 [[noreturn]] void usage_error(const char* format, ...) __attribute__((format(printf, 1, 2)));  // exit 2
 std::string strprintf(const char* format, ...) __attribute__((format(printf, 1, 2)));
 std::string join(const std::vector<std::string>& items, const char* between);
-// What has no place in a line, or is not UTF-8, as \xNN: control characters, those that turn the direction of reading.
+// The text with control characters, those that turn the direction of reading, and what is not UTF-8 written as \xNN.
 std::string one_line(const std::string& text);
 
 #ifdef __CUDACC__
@@ -101,7 +101,7 @@ struct AddRow {
 // on META tells how much memory it would take.
 enum Device { CPU, CUDA, META };
 enum DType { F32, F16, BF16, F64, I32, U8 };  // F64 on the CPU only: finite differences need it
-enum Mode { EAGER, FUSED, FLASH };            // one kernel an operation | hand-fused kernels
+enum Mode { EAGER, FUSED, FLASH };            // one kernel per operation | hand-fused kernels
 enum Precision { FP32, TF32, PREC_BF16, PREC_FP16 };
 
 const char* name_of(Device d);
@@ -144,10 +144,10 @@ Device choose_device(const std::string& want, int gpu = 0);
 void synchronize();                 // wait for context.device
 std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2 threads, OpenBLAS ..."
 size_t available_memory(Device d);  // bytes that could be allocated now
-// What the kernel would still give: without swap, and within the limits of our control groups. root: tests have folders
-// of their own for /proc and /sys.
+// Bytes that Linux would still give, without swap and within the limits of our control groups. root: a folder with
+// /proc and /sys, for tests.
 size_t system_memory(const std::string& root = "");
-void require_memory(size_t bytes, const std::string& what);  // throws OutOfMemory if the CPU has not so much
+void require_memory(size_t bytes, const std::string& what);  // throws OutOfMemory if the CPU has less
 int cpu_threads();
 void choose_cpu_settings(char** argv);  // first thing in main(): may start the program anew, see there
 #ifdef __CUDACC__
@@ -203,8 +203,8 @@ void reset_peak(Device device);
 size_t planned_peak(const std::function<void()>& run);  // bytes that it would hold at most, found on META
 std::vector<const Memory*> live_memory(Device device);  // every buffer that is held now
 
-// The log: what came and went on one device, in order. Off unless started, and then costs one test an allocation. While
-// it is on each allocation waits for the GPU, so that the times are the GPU's own.
+// The log lists the allocations and frees on one device, in order. While it is on, each allocation waits for the GPU,
+// so that the times are the GPU's own.
 struct MemoryEvent {
     double ms;      // since the start
     bool is_alloc;  // else a free
@@ -469,12 +469,12 @@ struct Gradient {
     // Null until something was added, but where it is a view into a flat buffer. A parameter's is 16-bit where
     // low_precision stands for the parameter, or where that buffer is.
     Tensor value;
-    bool is_parameter = false;      // then it stays after backward ...
-    bool filled = false;            // ... and this says that it holds something
-    int uses = 0;                   // ops on the tape that still will add to it
-    std::function<void()> ready;    // parameters: called when the last of them has
-    std::function<Tensor()> again;  // computes its tensor once more, as products take it: linear() need not keep that
-    Tensor low_precision;           // parameters: as bf16/fp16 products take it, autocast's copy or a half of it
+    bool is_parameter = false;          // then it stays after backward ...
+    bool filled = false;                // ... and this says that it holds something
+    int uses = 0;                       // ops on the tape that still will add to it
+    std::function<void()> ready;        // parameters: called when the last of them has
+    std::function<Tensor()> recompute;  // its tensor, as products take it: linear() then need not keep it for backward
+    Tensor low_precision;               // parameters: as bf16/fp16 products take it, autocast's copy or a half of it
 };
 using GradientPtr = std::shared_ptr<Gradient>;
 
@@ -685,7 +685,7 @@ struct ModelConfig {
     float rope_theta = 10000, eps = 1e-5f;
 };
 extern const std::vector<ModelConfig> model_sizes;  // the handout's table 1, vocabulary 10,000
-// Elements of what matrix products multiply with: all weights but the embedding, which is a look-up, and the norms'.
+// Elements of the weights in matrix products: all but the embedding, which is a look-up, and the norms.
 int64_t matmul_weights(const ModelConfig& c);
 int64_t forward_flops(const ModelConfig& c, int64_t B, int64_t T);  // of the matrix products, attention counted in full
 
@@ -720,8 +720,8 @@ void init_weights(const Model& model, uint64_t seed);       // normal; Linear st
 void choose_form(Model& model);
 void plain_weights(Model& model);
 Model random_model(const ModelConfig& c, uint64_t seed);  // made, initialised, its form chosen: for timed runs
-// An arena for them, once, in dtype (a float64 model's in float64). Without it each gradient lives from its first use
-// to zero_gradients, in the dtype that backward gave.
+// Allocates an arena for the gradients, in dtype (float64 in a float64 model). Without it each gradient lives from its
+// first use to zero_gradients, in the dtype that backward gave.
 void make_gradients(Model& model, DType dtype = F32);
 void make_optimizer_state(Model& model);                            // m and v, zero, once
 void zero_gradients(const Model& model);                            // from here on the first writer overwrites
@@ -733,7 +733,7 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets);  // mean over
 // *x += delta (if any); returns rmsnorm(*x). x, delta and the result [B,T,C], weight [C].
 Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float eps);
 Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype);  // [T,D]: cos and sin of each pair, interleaved
-// y [B,T,C] to q, k, v [B,H,T,D], q and k turned by rope.
+// y [B,T,C] to q, k, v [B,H,T,D]; q and k are rotated by rope.
 void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope, int H, Tensor* q, Tensor* k, Tensor* v);
 Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, int H);  // [B,T,C], before output_proj
 Tensor swiglu(const Layer& layer, const Tensor& y);  // silu(y w1^T) * (y w3^T): [B,T,C] -> [B,T,F]

@@ -1,5 +1,5 @@
 // matmul.cu: matrix products. [M,K] x [K,N] costs 2MNK FLOPs and at least (MK + KN + MN) elements of traffic. The GPU's
-// products come from cuBLAS, the CPU's from OpenBLAS; both take columns or rows, as they are told, and we have rows.
+// products come from cuBLAS, the CPU's from OpenBLAS.
 #include "gpu.h"
 #ifdef HAVE_OPENBLAS
 #include <cblas.h>
@@ -250,13 +250,13 @@ Tensor linear(const Tensor& x_in, const Tensor& weight) {
     shape.back() = weight.dim(0);
     Tensor y = empty({x.dim(0), weight.dim(0)}, x.dtype);
     gemm(y, x, false, w, true);
-    auto again = x_in.gradient ? x_in.gradient->again : nullptr;
+    auto recompute = x_in.gradient ? x_in.gradient->recompute : nullptr;
     Tensor kept = x;
-    if (again) { kept.memory = nullptr, kept.data = nullptr; }
-    record(y, {x, w}, [x = kept, w, again](const Tensor& dy_in) {
+    if (recompute) { kept.memory = nullptr, kept.data = nullptr; }
+    record(y, {x, w}, [x = kept, w, recompute](const Tensor& dy_in) {
         Tensor dy = contiguous(dy_in);
         add_gemm(x.gradient, dy, false, w, false);
-        add_gemm(w.gradient, dy, true, again ? view(again(), 0, x.shape) : x, false);
+        add_gemm(w.gradient, dy, true, recompute ? view(recompute(), 0, x.shape) : x, false);
     });
     return reshape(y, shape);
 }

@@ -105,7 +105,7 @@ static Character character_at(const std::string& text, size_t i) {
     if (more < 0 || code < least[more] || code > 0x10ffff || surrogate) { return {-1, 1}; }
     return {code, more + 1};
 }
-// Ends a line, steers a terminal, or turns the direction in which the text around it is read.
+// The character ends a line, steers a terminal, or turns the direction of the text around it.
 static bool steers(int code) {
     return code < 0x20 || (code >= 0x7f && code < 0xa0) || code == 0x61c || code == 0x200e || code == 0x200f ||
            (code >= 0x2028 && code <= 0x202e) || (code >= 0x2066 && code <= 0x2069);
@@ -210,7 +210,7 @@ std::string full_name(const std::string& word, const std::vector<std::string>& n
 
 Context context;
 
-// Of the first line of a file that starts with `key`: what follows it. "" if there is no such file or line.
+// What follows `key` in the first line of the file that starts with it. "" without such a file or line.
 static std::string field_of(const char* path, const std::string& key) {
     std::ifstream file(path);
     for (std::string line; std::getline(file, line);) {
@@ -282,8 +282,8 @@ int cpu_threads() { return omp_get_max_threads(); }
 
 // Two libraries read the environment only while the program loads, so we set what is unset and start once more.
 // OpenBLAS gives a processor younger than itself the kernels of an old one (Prescott: SSE3), five times too slow.
-// OpenMP's threads spin while they wait, by default; where cores are shared (containers, CI, several ranks) they then
-// take the time from those that work: a step was seen to take 4 times as long.
+// OpenMP's threads spin while they wait, by default. Where cores are shared (containers, CI, several ranks) they take
+// the time from the threads that work: a step was seen to take 4 times as long.
 void choose_cpu_settings(char** argv) {
     std::string openblas;
 #if defined(HAVE_OPENBLAS) && defined(__x86_64__)
@@ -408,7 +408,7 @@ static bool number_in(const char* path, const char* before, size_t* number) {
     return found && behind > found + strlen(before);
 }
 
-// Uses no heap: what it took there could be a piece of a large block that was freed and is about to come again.
+// It uses no heap: its memory could be a piece of a large block that was freed and is about to be allocated again.
 static size_t memory_left(const char* meminfo, const std::vector<MemoryGroup>& groups) {
     size_t left = 0;
     struct sysinfo info;
@@ -463,7 +463,8 @@ size_t gpu_memory_used() {
 void give_back_cached_memory() {
 #ifdef __CUDACC__
     if (cuda_devices() == 0) { return; }
-    CUDA_CHECK(cudaDeviceSynchronize());  // what was freed in stream order is given back only once the stream got there
+    CUDA_CHECK(cudaDeviceSynchronize());  // memory that was freed in stream order is given back only when the stream
+                                          // gets there
     CUDA_CHECK(cudaMemPoolTrimTo(memory_pool(), 0));
 #endif
 }
@@ -480,7 +481,7 @@ size_t available_memory(Device d) {
     }
 #endif
     if (d == META) { return SIZE_MAX; }
-    malloc_trim(0);  // what we freed and malloc kept is available, too
+    malloc_trim(0);  // memory that we freed and malloc kept is available, too
     return system_memory();
 }
 
@@ -495,11 +496,11 @@ void require_memory(size_t bytes, const std::string& what) {
 static void* allocate_cpu(size_t bytes) {
     // Left alone, malloc maps each large block afresh and unmaps it when freed; the kernel then zeroes every page of
     // every activation in every step. So: no mappings, and nothing goes back before available_memory() asks for it.
-    // Only speed hangs on it, so a malloc without these knobs (the sanitizers') will do.
+    // Only speed depends on it, so a malloc without these options (the sanitizers') will do.
     static const bool tuned = (mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1), true);
     (void)tuned;
-    // Linux promises more than it has, and kills the process when that is touched. To ask what there is takes some 0.2
-    // ms: it is asked whenever so many bytes more were allocated, and there has to be room for as many again.
+    // Linux promises more memory than it has, and kills the process that touches it. The question takes some 0.2 ms, so
+    // we ask once per so many bytes, and want room for as many again.
     constexpr size_t unasked_bytes = 32 << 20;
     static std::atomic<size_t> unasked{0};
     size_t needs = std::max(bytes, bytes + unasked_bytes);  // of SIZE_MAX the sum wraps
@@ -507,8 +508,8 @@ static void* allocate_cpu(size_t bytes) {
         if (needs > system_memory() && needs > available_memory(CPU)) { return nullptr; }
         unasked = 0;
     }
-    // Aligned by hand to 64 bytes, a cache line and an AVX-512 register: glibc 2.36's aligned_alloc hands the slack
-    // before a block to small requests, after which the block, once freed, is too short for the next one of its size.
+    // The alignment to 64 bytes, a cache line and an AVX-512 register, is ours: glibc 2.36's aligned_alloc gives the
+    // slack before a block to small requests, and then the freed block is too short for the next one of its size.
     char* block = (char*)malloc(bytes + 64);
     if (!block) { return nullptr; }
     char* data = (char*)(((uintptr_t)block + 64) & ~(uintptr_t)63);
@@ -545,7 +546,7 @@ static void free_cuda(void* data) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory: the books
 
-static MemoryUse uses[3];       // one a device
+static MemoryUse uses[3];       // one per device
 static std::mutex books_mutex;  // the last owner of a buffer may be another thread
 
 const MemoryUse& memory_use(Device device) { return uses[device]; }
@@ -676,7 +677,7 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
         }
     }
 #ifdef __CUDACC__
-    // Not at a free, which is a destructor and must not throw: its time is early by one operation at most.
+    // A free does not wait: it is a destructor and must not throw. Its time is early by one operation at most.
     if (logging && device == CUDA) { CUDA_CHECK(cudaStreamSynchronize(stream())); }
 #endif
     memory->bytes = bytes;
@@ -793,7 +794,7 @@ void progress(const char* format, ...) {
     va_start(arguments, format);
     std::string text = format_list(format, arguments);
     va_end(arguments);
-    // No automatic wrap (?7l ... ?7h): of a line that wrapped, the next '\r' would rewrite only the end.
+    // No automatic wrap (?7l ... ?7h): the next '\r' would rewrite only the end of a line that wrapped.
     fprintf(stderr, "\r\033[K\033[?7l%s\033[?7h", one_line(text).c_str());
     fflush(stderr);
     progress_is_open = true;
@@ -943,7 +944,7 @@ void print(const Table& table, const std::string& format) {
     static bool is_first = true;
     std::string text = format_table(table, format);
     if (!is_first && format != "json") {
-        text = "\n" + text;  // JSON stays one object a line
+        text = "\n" + text;  // JSON stays one object per line
     }
     is_first = false;
     end_progress();
@@ -1004,7 +1005,7 @@ static const char* const TEMPORARY = ".tmp.cs336.";
 std::string temporary_name(const std::string& path) {  // that nobody can guess
     return real_name(path) + TEMPORARY + strprintf("%08x", std::random_device()());
 }
-// What a run that was killed has left beside path. One that is being written is locked, from soon after its creation.
+// Removes what a killed run has left beside path. A file that is being written is locked soon after its creation.
 static void remove_stale(const std::string& path) {
     std::error_code error;
     const std::filesystem::path folder = std::filesystem::path(path).parent_path();
@@ -1027,7 +1028,8 @@ void replace_file(const std::string& path, const std::function<bool(FILE*)>& wri
     const std::string target = real_name(path);
     struct stat before;
     bool replaces = stat(target.c_str(), &before) == 0;
-    if (replaces ? access(target.c_str(), W_OK) != 0 : errno != ENOENT) {  // its owner forbids it; links in a circle
+    if (replaces ? access(target.c_str(), W_OK) != 0
+                 : errno != ENOENT) {  // its owner forbids it, or links lead in a circle
         fail("%s: cannot be written: %s", path.c_str(), strerror(errno));
     }
     if (replaces && !S_ISREG(before.st_mode)) {
@@ -1063,7 +1065,8 @@ void save_file(const std::string& path, const std::string& bytes) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Ourselves
 
-// Ends the child and what it has started: all are in its process group. NCCL's ranks get a moment to tidy up.
+// Ends the child and the processes that it has started: all are in its process group. NCCL's ranks get a moment to tidy
+// up.
 static void end_group(pid_t child) {
     kill(-child, SIGTERM);
     for (int i = 0; i < 300 && waitpid(child, nullptr, WNOHANG) == 0; i++) { usleep(10000); }

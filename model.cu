@@ -85,8 +85,8 @@ static void rmsnorm_backward_cpu(Wide<T>* dx, bool add_dx, T* dx_low, Wide<T>* d
 }
 
 #ifdef __CUDACC__
-// Each of a row's elements is needed twice, before and after the sum over the row. Where the row is one pack a thread
-// it waits in registers; a longer one is read again, by the thread that wrote it, from L1 or L2.
+// A row's elements are needed twice, before and after the sum over the row. A row of one pack per thread stays in
+// registers in between; a longer row is read again, by the thread that wrote it, from L1 or L2.
 template <class T, int W>
 __global__ void __launch_bounds__(PACK_THREADS)
     add_rmsnorm_kernel(T* y, float* x_out, float* r_out, const float* x, const T* delta, const float* w_in, int C,
@@ -113,9 +113,9 @@ __global__ void __launch_bounds__(PACK_THREADS)
     }
     if (threadIdx.x == 0) { r_out[blockIdx.x] = r; }
 }
-// dx, where wanted once more as T, and of dw the sum over the rows that a block takes: into partial [gridDim.x,C]. A
-// thread has the same columns in all of its rows, so it adds them up in registers; in rows of several packs a thread,
-// in `partial`.
+// Writes dx, a copy of it as T if wanted, and each block's share of dw: the sum over its rows, in partial
+// [gridDim.x,C]. A thread has the same columns in all of its rows, so it adds them up in registers, or in `partial`
+// where a row is several packs per thread.
 template <class T, int W>
 __global__ void __launch_bounds__(PACK_THREADS)
     rmsnorm_backward_kernel(float* dx, bool add_dx, T* dx_low, float* partial, const T* dy, const float* x,
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(PACK_THREADS)
         }
     }
 }
-// dw from the partial sums, always in the same order: 32 columns a block, of each of which 32 threads add up a share.
+// dw from the partial sums, always in the same order: 32 columns per block, and 32 threads per column.
 constexpr int DW_SHARES = 32;
 __global__ void rmsnorm_dw_kernel(float* dw, bool add_dw, const float* partial, int parts, int C) {
     __shared__ float shared[DW_SHARES][WARP];
@@ -206,7 +206,7 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
     Range range("rmsnorm");
     Tensor x_in = *x_io, x = delta ? empty(x_in.shape, x_in.dtype) : x_in;
     int64_t C = w.size(), N = x.size() / C;
-    // Rounded here once, where autocast would cast before the matmul.
+    // y is rounded once, here; autocast would cast it before the product.
     DType dtype = x.dtype == F64 ? F64 : matmul_dtype();
     Tensor y = empty(x.shape, dtype), r = empty({N}, x.dtype);
     if (delta && delta.dtype != dtype) { fail("add_rmsnorm: delta is %s", name_of(delta.dtype)); }
@@ -246,7 +246,7 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
         });
     });
     if (context.recompute && y.gradient) {
-        y.gradient->again = [x = detached(x), w, eps] {
+        y.gradient->recompute = [x = detached(x), w, eps] {
             NoGrad no_grad;
             Tensor same = x;
             return add_rmsnorm_fused(&same, Tensor(), w, eps);
@@ -259,9 +259,9 @@ Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float e
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// RoPE: each pair (x_2i, x_2i+1) of a query or key at position t is turned by the angle t theta^(-2i/D):
-//   y_2i = cos x_2i - sin x_2i+1,  y_2i+1 = sin x_2i + cos x_2i+1;  backward turns by the opposite angle.
-// Fused: one product gives q, k and v side by side, y [B,T,C] -> [B,T,3,H,D], and one kernel turns q and k and lays all
+// RoPE: each pair (x_2i, x_2i+1) of a query or key at position t is rotated by the angle t theta^(-2i/D):
+//   y_2i = cos x_2i - sin x_2i+1,  y_2i+1 = sin x_2i + cos x_2i+1;  backward rotates by the opposite angle.
+// Fused: one product gives q, k and v side by side, y [B,T,C] -> [B,T,3,H,D]. One kernel rotates q and k and lays all
 // three out as [B,H,T,D] for attention: 3 elements read and 3 written, where eager needs some 16 kernels.
 
 Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype) {
@@ -288,21 +288,21 @@ struct HeadShape {
 };
 // One pair, by the angle whose cosine and sine are cos_sin.
 template <class T>
-HD inline void turn_pair(T* x, const Wide<T>* cos_sin, bool backward) {
+HD inline void rotate_pair(T* x, const Wide<T>* cos_sin, bool backward) {
     Wide<T> x1 = to_acc(x[0]), x2 = to_acc(x[1]), cos = cos_sin[0], sin = backward ? -cos_sin[1] : cos_sin[1];
     from_acc(cos * x1 - sin * x2, &x[0]);
     from_acc(sin * x1 + cos * x2, &x[1]);
 }
-// Where column c of row bt of q, k or v, [B,T] rows of [H,D], is among its heads.
+// The place, in [B,H,T,D], of column c of row bt of q, k or v, which are [B,T] rows of [H,D].
 HD inline int64_t in_heads(int bt, int c, HeadShape s) {
     int h = c / s.D;
     return (((int64_t)(bt / s.T) * s.H + h) * s.T + bt % s.T) * s.D + (c - h * s.D);
 }
 #ifdef __CUDACC__
 template <class T, int W>
-__device__ inline void turn_pack(Pack<T, W>& pack, const float* rope, bool backward) {
+__device__ inline void rotate_pack(Pack<T, W>& pack, const float* rope, bool backward) {
     Pack<float, W> cos_sin = load_pack<W>(rope);
-    for (int i = 0; i < W; i += 2) { turn_pair(&pack.x[i], &cos_sin.x[i], backward); }
+    for (int i = 0; i < W; i += 2) { rotate_pair(&pack.x[i], &cos_sin.x[i], backward); }
 }
 // From qkv to the heads, or with `backward` from the heads' gradients to qkv's.
 template <class T, int W>
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(PACK_THREADS)
     for (int c = W * threadIdx.x; c < C; c += W * blockDim.x) {
         T* head = heads + in_heads(bt, c, s);
         Pack<T, W> pack = load_pack<W>(backward ? head : joined + c);
-        if (which < 2) { turn_pack(pack, rope + bt % s.T * s.D + c % s.D, backward); }
+        if (which < 2) { rotate_pack(pack, rope + bt % s.T * s.D + c % s.D, backward); }
         store_pack(backward ? joined + c : head, pack);
     }
 }
@@ -344,7 +344,7 @@ static void split_heads_run(const Tensor& qkv, const Tensor& q, const Tensor& k,
                 T *joined = qkv.as<T>() + bt * 3 * C + i, *head = heads[which] + in_heads(bt, c, s);
                 T *from = backward ? head : joined, *to = backward ? joined : head;
                 to[0] = from[0], to[1] = from[1];
-                if (which < 2) { turn_pair(to, rope.as<Wide<T>>() + bt % s.T * s.D + c % s.D, backward); }
+                if (which < 2) { rotate_pair(to, rope.as<Wide<T>>() + bt % s.T * s.D + c % s.D, backward); }
             }
         }
     });
@@ -374,20 +374,20 @@ void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope_all, in
     record(*q, {qkv}, [dq](const Tensor& d) { *dq = contiguous(d); });
 }
 
-// Mode flash turns q and k where they are, side by side in qkv: attention reads them by strides.
+// Mode flash rotates q and k in place, side by side in qkv: attention reads them by strides.
 #ifdef __CUDACC__
 template <class T, int W>
-__global__ void __launch_bounds__(PACK_THREADS) turn_kernel(T* qkv, const float* rope, HeadShape s, bool backward) {
+__global__ void __launch_bounds__(PACK_THREADS) rope_kernel(T* qkv, const float* rope, HeadShape s, bool backward) {
     const int C = s.H * s.D, bt = blockIdx.x;
     for (int c = W * threadIdx.x; c < 2 * C; c += W * blockDim.x) {
         T* x = qkv + bt * (int64_t)3 * C + c;
         Pack<T, W> pack = load_pack<W>(x);
-        turn_pack(pack, rope + bt % s.T * s.D + c % s.D, backward);
+        rotate_pack(pack, rope + bt % s.T * s.D + c % s.D, backward);
         store_pack(x, pack);
     }
 }
 #endif
-static void turn(const Tensor& qkv, const Tensor& rope, int H, bool backward) {
+static void rotate(const Tensor& qkv, const Tensor& rope, int H, bool backward) {
     HeadShape s{(int)qkv.dim(1), H, (int)rope.dim(1)};
     int64_t n = qkv.size(), C = s.H * s.D, N = n / (3 * C);
     if (qkv.device() == META || n == 0) { return; }
@@ -395,7 +395,7 @@ static void turn(const Tensor& qkv, const Tensor& rope, int H, bool backward) {
     if (qkv.device() == CUDA) {
         return with_packs<2>(qkv.dtype, s.D, {qkv.data, rope.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            turn_kernel<T, width>
+            rope_kernel<T, width>
                 <<<N, threads_for(2 * C / width), 0, stream()>>>(qkv.as<T>(), rope.as<float>(), s, backward);
             LAUNCH_CHECK();
         });
@@ -406,19 +406,19 @@ static void turn(const Tensor& qkv, const Tensor& rope, int H, bool backward) {
 #pragma omp parallel for if (n > 32768)
         for (int64_t bt = 0; bt < N; bt++) {
             for (int64_t c = 0; c < 2 * C; c += 2) {
-                turn_pair(qkv.as<T>() + bt * 3 * C + c, rope.as<Wide<T>>() + bt % s.T * s.D + c % s.D, backward);
+                rotate_pair(qkv.as<T>() + bt * 3 * C + c, rope.as<Wide<T>>() + bt % s.T * s.D + c % s.D, backward);
             }
         }
     });
 }
 static Tensor rope_in_place(const Tensor& qkv, const Tensor& rope, int H) {
-    turn(qkv, rope, H, false);
-    Tensor turned = detached(qkv);
-    record(turned, {qkv}, [rope, H, g = qkv.gradient](const Tensor& d) {
-        turn(d, rope, H, true);  // in place again: attention's backward made d for us alone
+    rotate(qkv, rope, H, false);
+    Tensor rotated = detached(qkv);
+    record(rotated, {qkv}, [rope, H, g = qkv.gradient](const Tensor& d) {
+        rotate(d, rope, H, true);  // in place again: attention's backward made d for us alone
         add_gradient(g, d);
     });
-    return turned;
+    return rotated;
 }
 
 Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, int H) {
@@ -545,7 +545,7 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
         add_gradient(h.gradient, dh);
     });
     if (context.recompute && g.gradient) {
-        g.gradient->again = [compute] {
+        g.gradient->recompute = [compute] {
             Range range("swiglu");
             return compute();
         };
@@ -706,8 +706,8 @@ Tensor gradient_of(const Model& model, const Parameter& p) {
     fail("%s has no gradient", p.name.c_str());
 }
 
-// The gradients' norm, for clipping and to notice fp16's overflows: sqrt(sum g^2) over all of them. Summed in a fixed
-// order, so the same gradients give the same bits.
+// The gradients' norm, sqrt(sum g^2) over all of them, is for clipping and shows fp16's overflows. The order of the sum
+// is fixed, so the same gradients give the same bits.
 
 #ifdef __CUDACC__
 constexpr int NORM_BLOCKS = 1024;
@@ -1013,8 +1013,7 @@ Tensor forward(Model& model, const Tensor& tokens) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// One training step on random data, and the memory that it would take: the same step on META, where nothing is
-// computed.
+// One training step on random data. Its memory is predicted by the same step on META, where nothing is computed.
 
 Batch random_batch(int B, int T, int V, uint64_t seed) {
     if (context.device == META) { return {empty({B, T}, I32, INPUTS), empty({B, T}, I32, INPUTS)}; }

@@ -49,7 +49,7 @@ static const KernelRule kernel_rules[] = {
     {"rmsnorm", {"norm", false}},
     {"layer_norm", {"norm", false}},
     {"split_heads_kernel", {"rope", false}},
-    {"turn_kernel", {"rope", false}},
+    {"rope_kernel", {"rope", false}},
     {"rope", {"rope", false}},
     {"cross_entropy", {"loss", false}},
     {"pick_last_kernel", {"loss", false}},

@@ -257,7 +257,7 @@ uint64_t key_of(const std::string& name) {  // FNV-1a
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The tape: reverse-mode differentiation as a list of functions run backwards. A step owns (through its closure) the
-// tensors that its backward reads; popping the step gives them back.
+// tensors that its backward reads, and frees them when it leaves the tape.
 
 struct TapeStep {
     GradientPtr output;
@@ -318,7 +318,7 @@ Tensor gradient_target(const GradientPtr& g, bool* accumulate) {
     if (g->is_parameter) {
         *accumulate = g->filled;
         g->filled = true;
-        // Where 16 bits stand for the parameter, autocast's matmul gives a 16-bit gradient: no more is kept.
+        // Autocast's product gives a 16-bit gradient where 16 bits stand for the parameter: no more is kept.
         bool low = context.mode != EAGER && g->low_precision;
         if (!g->value) { g->value = empty(g->shape, low ? g->low_precision.dtype : g->dtype, GRADIENTS); }
         return g->value;
@@ -372,8 +372,8 @@ void clear_tape() {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Elementwise operations: out[i] = f(a[i], b[i], c[i]) with strides, so that broadcasting (stride 0), transposes and
-// slices need no copies, as in PyTorch's TensorIterator. 8 bytes or more are moved for each FLOP or so: bandwidth is
-// everything, and a chain of k such kernels moves k times what one fused kernel would.
+// slices need no copies, as in PyTorch's TensorIterator. Such a kernel moves 8 bytes or more per FLOP, so bandwidth
+// alone bounds it, and a chain of k of them moves k times the bytes of one fused kernel.
 
 #define FUNCTOR(NAME, ARGUMENTS, EXPRESSION) \
     struct NAME {                            \
@@ -404,7 +404,7 @@ FUNCTOR(RsqrtBackward, (A y, A dy), (A)-0.5 * y * y * y * dy)  // dy/dx = -x^(-3
 FUNCTOR(SigmoidBackward, (A y, A dy), y*((A)1 - y) * dy)
 FUNCTOR(ReluBackward, (A y, A dy), y <= 0 ? (A)0 : dy)
 FUNCTOR(DivBackward, (A y, A b, A dy), -dy* y / b)                            // d(a/b)/db = -(a/b)/b
-FUNCTOR(SelectEqual, (A column, A index, A dy), column == index ? dy : (A)0)  // scatters dy to one column a row
+FUNCTOR(SelectEqual, (A column, A index, A dy), column == index ? dy : (A)0)  // scatters dy to one column per row
 #undef FUNCTOR
 
 struct Operand {
@@ -414,7 +414,7 @@ struct Operand {
 };
 struct Loop {
     int64_t n;
-    int dims;  // after neighbouring ones that all operands step through alike were joined: 1 where all are row-major
+    int dims;  // neighbours that all operands step through alike are joined: 1 where all are row-major
     int64_t shape[MAX_DIMS];
     Operand out, in[3];
 };
@@ -838,7 +838,7 @@ struct Max {
 };
 
 #ifdef __CUDACC__
-// One block a row: strided loads, then shuffles inside each warp, then one value a warp through shared memory.
+// One block per row: strided loads, then shuffles inside each warp, then one value per warp through shared memory.
 template <class F>
 __global__ void reduce_rows_kernel(F f, char* out, DType out_type, const char* x, DType type, int64_t C, float factor) {
     __shared__ float shared[WARP];
@@ -1009,7 +1009,7 @@ __global__ void gather_rows_kernel(T* y, const T* table, const int* index, int64
         store_pack(y + blockIdx.x * C + c, load_pack<W>(table + index[blockIdx.x] * C + c));
     }
 }
-// One block an n. It looks through the indices once: each warp lists, in order, where its share of them has the token.
+// One block per n. It reads the indices once: each warp lists, in order, the places in its share that have the token.
 constexpr int LOOKUP_WARPS = 8, LOOKUP_SHARE = 128;
 template <class T, int W>
 __global__ void gather_rows_backward_kernel(T* dtable, const T* dy, const int* index, int64_t n, int64_t C) {
