@@ -35,8 +35,8 @@ int cmd_communication_accounting(const Options& o) {
     bytes("a", "master weights, fp32", "4 P", 4 * P);
     bytes("a", "weights, gradients, two moments, fp32", "16 P", 16 * P);
     double per_token = 2 * L * (D + F);
-    row("a", "saved for backward, bf16, a token", "2 L (D + F)", strprintf("%.0f", per_token), "bytes");
-    row("a", "saved for backward, bf16, a token", "2 L (D + F)", strprintf("%.6f", per_token / GIB), "GiB");
+    row("a", "saved for backward, bf16, per token", "2 L (D + F)", strprintf("%.0f", per_token), "bytes");
+    row("a", "saved for backward, bf16, per token", "2 L (D + F)", strprintf("%.6f", per_token / GIB), "GiB");
     row("a", strprintf("GPUs of %g GB for 16 P", o.gpu_gb), "16 P / memory, in GB",
         strprintf("%.2f", 16 * P / GB / o.gpu_gb), "");
     row("a", strprintf("GPUs of %g GiB for 16 P", o.gpu_gb), "16 P / memory, in GiB",
@@ -48,14 +48,14 @@ int cmd_communication_accounting(const Options& o) {
         if (left <= 0) { return std::string("none"); }
         return strprintf("%.0f", floor((16 * P + half) / left) + 1);  // strictly less than the memory
     };
-    row("b", "memory a device", "(16 P + A/2) / N + A/2", "", "bytes");
+    row("b", "memory per device", "(16 P + A/2) / N + A/2", "", "bytes");
     for (double t : {0.0, tokens, 4 * tokens}) {
-        row("b", strprintf("least N below %g GB, %g tokens a device", o.tpu_gb, t), "(16 P + A/2) / (memory - A/2)",
+        row("b", strprintf("least N below %g GB, %g tokens per device", o.tpu_gb, t), "(16 P + A/2) / (memory - A/2)",
             devices(t, GB), "devices");
     }
-    row("b", strprintf("least N below %g GiB, 0 tokens a device", o.tpu_gb), "the same, in GiB", devices(0, GIB),
+    row("b", strprintf("least N below %g GiB, 0 tokens per device", o.tpu_gb), "the same, in GiB", devices(0, GIB),
         "devices");
-    row("b", "tokens a device from which no N is enough", "A/2 = memory",
+    row("b", "tokens per device from which no N is enough", "A/2 = memory",
         strprintf("%.0f", ceil(o.tpu_gb * GB / (per_token / 2))), "tokens");
 
     // Forward of one block: T_math = 4 B D F / (X Y C); gather of the weights T_FSDP = 4 D F / (Y W M_X); all-reduce of
@@ -67,8 +67,8 @@ int cmd_communication_accounting(const Options& o) {
         std::string quantity = std::string("least batch, axes ") + how;
         bool possible = std::isfinite(B) && B > 0;
         row("c", quantity, formula, possible ? strprintf("%.0f", ceil(B)) : "none", "tokens");
-        row("c", quantity + ", a chip", "B / (X Y)", possible ? strprintf("%.1f", B / (X * Y)) : "none", "tokens");
-        row("c", quantity + ", an FSDP shard", "B / X", possible ? strprintf("%.1f", B / X) : "none", "tokens");
+        row("c", quantity + ", per chip", "B / (X Y)", possible ? strprintf("%.1f", B / (X * Y)) : "none", "tokens");
+        row("c", quantity + ", per FSDP shard", "B / X", possible ? strprintf("%.1f", B / X) : "none", "tokens");
     };
     batch("not overlapped", "(alpha X / M_X) / (1 - alpha Y / (M_Y F))",
           tp_share < 1 ? fsdp_batch / (1 - tp_share) : -1);
@@ -78,11 +78,11 @@ int cmd_communication_accounting(const Options& o) {
     double N = X * Y, least_sum = 4 * alpha * alpha / (MX * MY * F), best_x = 2 * alpha * N / (MY * F);
     // Not overlapped, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half: X = 2 alpha N /
     // (M_Y F).
-    row("d", "least batch a chip, split free, not overlapped", "4 alpha^2 / (M_X M_Y F)", strprintf("%.1f", least_sum),
-        "tokens");
+    row("d", "least batch per chip, split free, not overlapped", "4 alpha^2 / (M_X M_Y F)",
+        strprintf("%.1f", least_sum), "tokens");
     row("d", strprintf("the same for %g chips, X = 2 alpha N / (M_Y F) = %.1f", N, best_x), "N times that",
         strprintf("%.0f", ceil(least_sum * N)), "tokens");
-    row("d", "least batch a chip, split free, overlapped", "alpha^2 / (M_X M_Y F)", strprintf("%.1f", least_sum / 4),
+    row("d", "least batch per chip, split free, overlapped", "alpha^2 / (M_X M_Y F)", strprintf("%.1f", least_sum / 4),
         "tokens");
     row("d", strprintf("the same for %g chips", N), "N times that", strprintf("%.0f", ceil(least_sum / 4 * N)),
         "tokens");

@@ -293,6 +293,12 @@ struct Table {
     std::vector<std::string> columns;
     std::vector<std::vector<std::string>> rows;
 };
+struct Answer {
+    std::string part, text;  // part: the handout's letter; "": of the whole problem
+};
+std::vector<Answer> answers_of(const std::string& command, const std::vector<Table>& tables);  // answers.cu
+void print(const std::vector<Answer>& answers, const std::string& format);
+const std::vector<Table>& printed_tables();                               // of this run
 std::string format_table(const Table& table, const std::string& format);  // md (numbers right-aligned), csv or json
 void print(const Table& table, const std::string& format);                // to stdout
 std::string quote_json(const std::string& value);                         // with its quotation marks

@@ -589,17 +589,20 @@ static int run_command(const Command& command, const std::vector<std::string>& w
     }
     context.deterministic = o.deterministic, context.recompute = o.recompute;
     // That one traces by itself, as the ranks do.
-    if (o.trace.empty() || command.run == cmd_nsys_profile || command.gpus == 2) { return command.run(o); }
-    start_tracing();
+    bool traced = !o.trace.empty() && command.run != cmd_nsys_profile && command.gpus != 2;
+    if (traced) { start_tracing(); }
     int exit_code = command.run(o);
-    Trace trace = stop_tracing();
-    write_trace(o.trace, {trace},
-                strprintf("cs336 %s; %s; commit %s", join(o.command_line, " ").c_str(), device_description().c_str(),
-                          commit().c_str()));
-    note("--trace: the times in the tables include what tracing costs");
-    if (cuda_devices() > 0 && !trace.no_kernels.empty()) {
-        note("--trace: without kernels: %s", trace.no_kernels.c_str());
+    if (traced) {
+        Trace trace = stop_tracing();
+        write_trace(o.trace, {trace},
+                    strprintf("cs336 %s; %s; commit %s", join(o.command_line, " ").c_str(),
+                              device_description().c_str(), commit().c_str()));
+        note("--trace: the times in the tables include what tracing costs");
+        if (cuda_devices() > 0 && !trace.no_kernels.empty()) {
+            note("--trace: without kernels: %s", trace.no_kernels.c_str());
+        }
     }
+    if (exit_code == 0) { print(answers_of(command.id, printed_tables()), o.format); }
     return exit_code;
 }
 

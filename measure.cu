@@ -940,18 +940,38 @@ std::string format_table(const Table& table, const std::string& format) {
     fail("format '%s': expected md, csv or json", format.c_str());
 }
 
-void print(const Table& table, const std::string& format) {
+static void print_text(std::string text, const std::string& format) {
     static bool is_first = true;
-    std::string text = format_table(table, format);
-    if (!is_first && format != "json") {
-        text = "\n" + text;  // JSON stays one object per line
-    }
+    if (!is_first && format != "json") { text = "\n" + text; }  // JSON stays one object per line
     is_first = false;
     end_progress();
     signal(SIGPIPE, SIG_IGN);  // or a closed pipe would kill us before fwrite could tell
     if (fwrite(text.data(), 1, text.size(), stdout) != text.size() || fflush(stdout) != 0) {
         fail("cannot write to stdout: %s", strerror(errno));
     }
+}
+static std::vector<Table> printed;
+const std::vector<Table>& printed_tables() { return printed; }
+void print(const Table& table, const std::string& format) {
+    print_text(format_table(table, format), format);
+    printed.push_back(table);
+}
+void print(const std::vector<Answer>& answers, const std::string& format) {
+    if (answers.empty()) { return; }
+    std::string text = format == "json" ? "{\"answers\": {" : "";
+    for (size_t i = 0; i < answers.size(); i++) {
+        const Answer& a = answers[i];
+        std::string part = a.part.empty() ? "" : "(" + a.part + ") ";
+        if (format == "json") {
+            text += (i ? ", " : "") + quote_json(a.part) + ": " + quote_json(a.text);
+        } else if (format == "csv") {
+            text += "# " + part + a.text + "\n";
+        } else {
+            text +=
+                (i ? "\n" : "") + (part.empty() ? "" : "**" + part.substr(0, part.size() - 1) + "** ") + a.text + "\n";
+        }
+    }
+    print_text(text + (format == "json" ? "}}\n" : ""), format);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -347,9 +347,9 @@ TEST_CASE("ddp: communication_accounting") {
                             ",0.016342,GiB",
                             "in GB\",43.97",
                             "in GiB\",40.95",
-                            "0 tokens a device\",(16 P + A/2) / (memory - A/2),38",
-                            "2048 tokens a device\",(16 P + A/2) / (memory - A/2),46",
-                            "8192 tokens a device\",(16 P + A/2) / (memory - A/2),156",
+                            "0 tokens per device\",(16 P + A/2) / (memory - A/2),38",
+                            "2048 tokens per device\",(16 P + A/2) / (memory - A/2),46",
+                            "8192 tokens per device\",(16 P + A/2) / (memory - A/2),156",
                             "A/2 = memory,10828",
                             ",2555.6,",
                             ",25302,tokens",
@@ -373,6 +373,6 @@ TEST_CASE("ddp: communication_accounting") {
     CHECK_MESSAGE(has(beyond.err, "alpha is inf: --tflops, --bandwidth_gb"), beyond.err);
     CHECK(beyond.out == "");
     Run none = run_cs336({"communication_accounting", "--tokens", "10828", "--tp", "21", "--format", "csv"});
-    CHECK(has(none.out, "10828 tokens a device\",(16 P + A/2) / (memory - A/2),none"));
+    CHECK(has(none.out, "10828 tokens per device\",(16 P + A/2) / (memory - A/2),none"));
     CHECK(has(none.out, "(alpha X / M_X) / (1 - alpha Y / (M_Y F)),none"));
 }

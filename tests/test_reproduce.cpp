@@ -46,7 +46,7 @@ TEST_CASE("reproduce: blocks get what their commands print, everything else stay
                block("communication_accounting --tokens 4096", b) + block("mixed_precision_accumulation", c) + "after";
     };
     // Of mixed_precision_accumulation's output only the table, without the text around it.
-    size_t from = sums.find("mixed_precision_accumulation: "), to = sums.find("\n\nAn fp32 sum");
+    size_t from = sums.find("mixed_precision_accumulation: "), to = sums.find("\n\nThe fp32 sum");
     REQUIRE(from != std::string::npos);
     REQUIRE(to != std::string::npos);
     std::string table = sums.substr(from, to + 1 - from);

@@ -1,0 +1,47 @@
+// answers.h: what answers.cu and its neighbours share: reading a command's tables, saying numbers.
+#pragma once
+#include "cs336.h"
+
+using Tables = std::vector<Table>;
+using Answers = std::vector<Answer>;
+
+Tables tables_in(const std::string& markdown);  // as the program prints them: caption, empty line, table
+// Tables whose caption holds all of these words.
+Tables tables_with(const Tables& tables, const std::vector<std::string>& words);
+const Table* table_with(const Tables& tables, const std::vector<std::string>& words);  // null: there is none
+
+struct TableRow {
+    const Table* table = nullptr;  // null: there is no such row
+    size_t index = 0;
+    explicit operator bool() const { return table; }
+    // The cell in this column; "" where the row or the column is missing.
+    std::string text(const std::string& column) const;
+    // The number that the cell begins with ("1.91x": 1.91, "34.1%": 34.1); NaN where there is none, as in "OOM".
+    double number(const std::string& column) const;
+};
+struct Cell {
+    std::string column, text;
+};
+std::vector<TableRow> rows_of(const Table& table, const std::vector<Cell>& with = {});
+TableRow row_of(const Table& table, const std::vector<Cell>& with);  // the first such row
+// The row with the largest or smallest number in this column; rows without a number do not take part.
+TableRow largest_of(const std::vector<TableRow>& rows, const std::string& column);
+TableRow smallest_of(const std::vector<TableRow>& rows, const std::string& column);
+
+std::string value_in(const Table& table, const std::string& before, const std::string& after);  // of the caption
+// "" or, for a run that was shrunk, a sentence that says so.
+std::string scaled_down(const Table& table);
+std::string list_of(const std::vector<std::string>& items);       // "a", "a and b", "a, b and c"
+std::string number(double value, const char* format);             // number(3.366, "%.1f"): "3.4"
+std::string span(double least, double most, const char* format);  // "3.4 to 58.3", or "3.4" where both print alike
+// say("{} of {}", a, b): the parts take the places of the braces, in order.
+std::string say_all(const std::string& sentence, const std::vector<std::string>& parts);
+template <class... Part>
+std::string say(const std::string& sentence, const Part&... part) {
+    return say_all(sentence, {part...});
+}
+
+// One function per problem. Each gives the answers to the handout's questions, by its letters, 1 to 3 sentences each,
+// from the tables that its command printed. What the tables do not hold, the answer says.
+Answers answer_mixed_precision_accumulation(const Tables& tables);  // answers.cu
+Answers answer_communication_accounting(const Tables& tables);

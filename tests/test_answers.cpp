@@ -1,0 +1,62 @@
+// Tests of answers.cu and its neighbours: recorded tables in, the sentences out.
+#include "answers.h"
+#include "test.h"
+
+// The program's own tables, as they are printed and read back.
+static Tables tables_of(const std::vector<std::string>& words) {
+    Run r = run_cs336(words);
+    REQUIRE(r.exit_code == 0);
+    return tables_in(r.out);
+}
+static std::string said(const Answers& answers, const std::string& part) {
+    for (const Answer& answer : answers) {
+        if (answer.part == part) { return answer.text; }
+    }
+    return "no answer (" + part + ")";
+}
+static void check_says(const Answers& answers, const std::string& part, const std::vector<std::string>& phrases) {
+    std::string text = said(answers, part);
+    for (const std::string& phrase : phrases) { CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text); }
+}
+
+TEST_CASE("answers: tables are read back as they were printed") {
+    Table table{"a caption; scaled down: steps 2 instead of 5, S 1; commit 0", {"name", "ms"}, {}};
+    table.rows = {{"a | b", "1.91x"}, {"", "OOM"}, {"c", "34.1%"}, {"d", "nan"}};
+    Tables read = tables_in("text\n\n" + format_table(table, "md") + "\n" + format_table(table, "md") + "more\n");
+    REQUIRE(read.size() == 2);
+    CHECK(read[1].caption == table.caption);
+    CHECK(read[1].columns == table.columns);
+    CHECK(read[1].rows == table.rows);
+    CHECK(row_of(read[0], {{"name", "a | b"}}).number("ms") == 1.91);
+    CHECK(std::isnan(row_of(read[0], {{"name", ""}}).number("ms")));
+    CHECK(std::isnan(row_of(read[0], {{"name", "d"}}).number("ms")));
+    CHECK(std::isnan(row_of(read[0], {{"name", "e"}}).number("ms")));
+    CHECK(largest_of(rows_of(read[0]), "ms").text("name") == "c");
+    CHECK(smallest_of(rows_of(read[0]), "ms").text("name") == "a | b");
+    CHECK(scaled_down(table) == " This run was scaled down: steps 2 instead of 5, S 1.");
+    CHECK(list_of({"a", "b", "c"}) == "a, b and c");
+    CHECK(say("{} of {}", "1", std::string("{}")) == "1 of {}");
+}
+TEST_CASE("answers: the last part of what a command prints, in every format") {
+    const std::string begin = "P = 2 D F L = 219848638464 parameters take 4 P = 879.4 GB (819.0 GiB)";
+    CHECK(has(run_cs336({"communication_accounting"}).out, "\n\n**(a)** " + begin));
+    CHECK(has(run_cs336({"communication_accounting", "--format", "csv"}).out, "\n# (a) " + begin));
+    CHECK(has(run_cs336({"communication_accounting", "--format", "json"}).out, "\n{\"answers\": {\"a\": \"" + begin));
+}
+TEST_CASE("answers: mixed_precision_accumulation") {
+    check_says(answers_of("mixed_precision_accumulation", tables_of({"mixed_precision_accumulation"})), "",
+               {"is 10.0001335, the fp16 sum 9.9531250,", "fp16 addends 10.0021362", "costs 0.0021362",
+                "stops at 4 after 350 additions"});
+}
+TEST_CASE("answers: communication_accounting") {
+    Answers answers = answers_of("communication_accounting", tables_of({"communication_accounting"}));
+    check_says(answers, "a",
+               {"16 P = 3517.6 GB (3276.0 GiB)", "= 17547264 bytes per token", "44 GPUs of 80 GB, or of 41"});
+    check_says(answers, "b",
+               {"below 95 GB from N = 38 devices on; with 2048 tokens per device, from N = 46",
+                "from 10828 tokens per device on"});
+    check_says(answers, "c", {"= 25302 tokens overall, 395.3 per chip", "20445 tokens (319.4 per chip)"});
+    check_says(answers, "d", {"= 245.3 tokens per chip", "X = 8, Y = 8 needs least: 16594", "= 61.3."});
+    Answers none = answers_of("communication_accounting", tables_of({"communication_accounting", "--tp", "21"}));
+    check_says(none, "c", {"No batch is compute bound with X = 16 and Y = 21", "below M_Y F / alpha = 20.8"});
+}
