@@ -104,7 +104,7 @@ def main():
     pages = ["README.md"] + sorted("notes/" + f for f in os.listdir("notes") if f.endswith(".md"))
     bad = 0
 
-    def mended(page, line, match):
+    def mended(page, match):
         """The link as it should be; says what is wrong with it."""
         nonlocal bad
         text, (target, _, anchor) = match.group(1), match.group(2).partition("#")
@@ -114,39 +114,36 @@ def main():
         path = os.path.normpath(os.path.join(folder, target)) if target else page
         wrong = new = None
         if re.fullmatch(r"L\d+", anchor):
-            name = text.strip("`")
-            # a definition anywhere, else a declaration anywhere
-            all_places = [(f, n, d) for f, names in sources.items() for n, d in names.get(name, [])]
-            places = [p[:2] for p in all_places if p[2]] or [p[:2] for p in all_places]
+            name = " ".join(text.strip("`").split())
+            everywhere = [(f, n, d) for f, names in sources.items() for n, d in names.get(name, [])]
+            places = [p[:2] for p in everywhere if p[2]] or [p[:2] for p in everywhere]
             here = [p for p in places if p[0] == path] or places
             if not here:
                 wrong = f"nothing defines '{name}'"
+            elif len({p[0] for p in here}) > 1:
+                wrong = f"'{name}' is defined in several other files"
             elif (path, int(anchor[1:])) not in here:
                 new = min(here, key=lambda p: abs(p[1] - int(anchor[1:])))
                 wrong = f"'{name}' is defined at {new[0]}:{new[1]}"
-                if new[0] != path and len({p[0] for p in places}) > 1:
-                    new, wrong = None, f"'{name}' is defined in several other files"
         elif not os.path.exists(path):
             wrong = "no such file"
         elif anchor and not (path.endswith(".md") and anchor in headings_of(path)):
             wrong = "no such heading"
-        if wrong:
-            mend = new and "--write" in sys.argv
-            bad += not mend
-            print(f"{page}:{line}: {match.group()}: {wrong}{', mended' if mend else ''}")
-            if mend:
-                return f"[{text}]({os.path.relpath(new[0], folder or '.')}#L{new[1]})"
-        return match.group()
+        if not wrong:
+            return match.group()
+        mend = new and "--write" in sys.argv
+        bad += not mend
+        line = match.string.count("\n", 0, match.start()) + 1
+        print(f"{page}:{line}: {' '.join(match.group().split())}: {wrong}{', mended' if mend else ''}")
+        return f"[{text}]({os.path.relpath(new[0], folder or '.')}#L{new[1]})" if mend else match.group()
 
     for page in pages:
         old = open(page, encoding="utf-8").read()
-        lines, fenced = old.split("\n"), False
-        for n, line in enumerate(lines):
-            fenced ^= line.startswith("```")
-            if not fenced:
-                lines[n] = LINK.sub(lambda match: mended(page, n + 1, match), line)
-        if "\n".join(lines) != old:
-            open(page, "w", encoding="utf-8").write("\n".join(lines))
+        fences = [m.span() for m in re.finditer(r"^```.*?^```", old, re.M | re.S)]
+        outside = lambda at: not any(begin <= at < end for begin, end in fences)
+        new = LINK.sub(lambda match: mended(page, match) if outside(match.start()) else match.group(), old)
+        if new != old:
+            open(page, "w", encoding="utf-8").write(new)
     return 1 if bad else 0
 
 
