@@ -33,8 +33,8 @@ def blank_pairs(text, pair):
     return text
 
 
-def name_in(head, ends_in_brace):
-    """(what the head of a declaration names, where in it, whether it is a definition)"""
+def name_in(head, ends_in_brace, in_struct):
+    """(what the head of a declaration names, where in it, whether it is a definition); a data member is none"""
     flat = blank_pairs(head.replace("->", "  "), "<>")
     match = re.search(r"\b(struct|class|union|enum(?: class)?)\s+(?:alignas\(\w+\)\s*)?(\w+)[^()=]*$", flat)
     if match:
@@ -42,7 +42,7 @@ def name_in(head, ends_in_brace):
     bare = blank_pairs(flat, "()")
     match = re.search(r"((?:\w+::)*\w+)\s*(?:\[[^\]]*\]\s*)*=(?!=)", bare)
     if match and "operator" not in bare:
-        return match.group(1), match.start(1), True
+        return match.group(1), match.start(1), not in_struct
     for match in re.finditer(r"((?:\w+::)*~?\w+)\s*\(", flat):
         if match.group(1) not in NOT_A_FUNCTION:
             return match.group(1), match.start(1), ends_in_brace
@@ -77,7 +77,7 @@ def names_of(path):
         if char == "{" and (inside or re.search(r'\bnamespace\b|\bextern\s*$', head)):
             scopes.append(None if inside else "")
             continue
-        name, offset, definition = name_in(head, char == "{") if not inside else ("", 0, False)
+        name, offset, definition = name_in(head, char == "{", any(scopes)) if not inside else ("", 0, False)
         if name:
             add("::".join([s for s in scopes if s] + [name]), at - len(head) + offset, definition)
         if char == "{":
