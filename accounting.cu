@@ -1,11 +1,11 @@
-// accounting.cu: section 2.4, when communication becomes the limit: arithmetic alone.
+// accounting.cu: section 2.4, when communication becomes the limit. It is arithmetic alone.
 #include "cs336.h"
 
 #include <cinttypes>
 #include <cmath>
 
 // ---------------------------------------------------------------------------------------------------------------------
-// communication_accounting: the handout's XXL model, L blocks of two Linear layers D x F and F x D, arithmetic only.
+// communication_accounting: the handout's XXL model, L blocks of two Linear layers D x F and F x D.
 // C: FLOP/s of a chip; W: bytes/s of a link; X chips share the FSDP axis with M_X links, Y the TP axis with M_Y.
 
 int cmd_communication_accounting(const Options& o) {
@@ -42,7 +42,7 @@ int cmd_communication_accounting(const Options& o) {
     row("a", strprintf("GPUs of %g GiB for 16 P", o.gpu_gb), "16 P / memory, in GiB",
         strprintf("%.2f", 16 * P / GIB / o.gpu_gb), "");
 
-    // A: all saved activations of a device's tokens; every second layer's are sharded, the other half is not.
+    // A is all saved activations of a device's tokens. Every second layer's are sharded, the other half is not.
     auto devices = [&](double tokens_here, double unit) {
         double half = per_token * tokens_here / 2, left = o.tpu_gb * unit - half;
         if (left <= 0) { return std::string("none"); }

@@ -6,10 +6,10 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Data parallel. The four ways differ in two things only: how the flat gradients are cut into buckets, and whether a
 // bucket goes as soon as backward has finished it or after all of backward.
-//   naive       a bucket a tensor, afterwards         overlapped  a bucket a tensor, at once
+//   naive       a bucket per tensor, afterwards       overlapped  a bucket per tensor, at once
 //   flat        one bucket, afterwards                bucketed    as many tensors as fit the cap, at once
-// Since the gradients lie in one buffer in the order in which backward finishes them, buckets are ranges of it: nothing
-// is copied.
+// The gradients lie in one buffer, in the order in which backward finishes them. So buckets are ranges of this buffer,
+// and nothing is copied.
 
 const char* name_of(Strategy s) {
     static const char* const names[] = {"no sync", "naive", "flat", "overlapped", "bucketed"};
@@ -38,7 +38,7 @@ static void start_next_bucket(DataParallel& d) {
     d.works.push_back(all_reduce(d.c, view(d.gradients, b.begin, {b.end - b.begin}), AVERAGE));
 }
 
-// Backward has finished the gradient that lies at [begin, end): of one parameter, or of several that are one product.
+// Backward has finished the gradient at [begin, end), of one parameter, or of several that are one product.
 static void gradient_is_ready(DataParallel& d, int64_t begin, int64_t end) {
     for (size_t i = 0; i < d.parameters.size(); i++) {
         if (d.parameters[i].offset < begin || d.parameters[i].offset >= end || d.is_ready[i]) { continue; }
@@ -111,8 +111,8 @@ void finish_gradient_synchronization(DataParallel& d) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Section 3: the optimizer, sharded. AdamW keeps 8 bytes of state beside each weight's 4 and its gradient's 4; with N
-// ranks each keeps the state of 1/N of the elements only. Per rank, Psi elements move:
+// Section 3: the optimizer, sharded. AdamW keeps 8 bytes of state beside each weight's 4 and its gradient's 4. With N
+// ranks, each rank keeps the state of 1/N of the elements only. Elements that each rank sends, of Psi parameters:
 //   unsharded   all-reduce of the gradients                                  2 Psi (N-1)/N
 //   broadcast   the same, and a broadcast of each shard of the weights       3 Psi (N-1)/N
 //   ZeRO-1      reduce-scatter of the gradients, all-gather of the weights   2 Psi (N-1)/N

@@ -8,9 +8,9 @@
 // Text and colours
 
 constexpr int WIDTH = 900, MAX_SERIES = 8;
-constexpr double LETTER = 7.6;  // width of an average letter at 13 px, on the generous side: text is never measured
+constexpr double LETTER = 7.6;  // width of an average letter at 13 px, rather too wide: text is never measured
 
-// Neighbours in this order differ for colour-blind eyes, too. One set for a white page and one for a dark one.
+// Neighbours in this order differ for colour-blind eyes, too. One set is for a white page, one for a dark page.
 static const char* const colours[2][MAX_SERIES] = {
     {"#2a78d6", "#1baf7a", "#eda100", "#4a3aa7", "#e34948", "#7fb8ef", "#eb6834", "#8b949e"},
     {"#3987e5", "#199e70", "#c98500", "#9085e9", "#e66767", "#245a94", "#d95926", "#6e7681"}};
@@ -97,7 +97,7 @@ static std::vector<double> ticks_of(const Axis& axis) {
     return ticks;
 }
 
-// The y axis, still without its pixels, that shows all values of these charts; stacked ones count with their sum.
+// The y axis, still without its pixels, that shows all values of these charts. Stacked values count with their sum.
 static Axis y_axis(const std::vector<Chart>& charts) {
     double low = INFINITY, high = -INFINITY;
     for (const Chart& chart : charts) {
@@ -202,7 +202,7 @@ static double stacked(const Chart& chart, size_t series, size_t i) {
     return sum;
 }
 
-// One point for each pixel column: the highest of those that fall into it or still hold there.
+// One point per pixel column: the highest of the values that fall into it or still hold there.
 static std::vector<size_t> thinned(const Chart& chart, const Axis& x) {
     std::vector<size_t> chosen;
     size_t last = chart.series.size() - 1, next = 0, n = chart.x.size();
@@ -219,7 +219,8 @@ static std::vector<size_t> thinned(const Chart& chart, const Axis& x) {
 static std::string draw_areas(const Chart& chart, const Axis& x, const Axis& y) {
     std::string svg;
     std::vector<size_t> points = thinned(chart, x);
-    // From the whole stack down to its lowest layer, each from the bottom up, so that the next covers its lower part.
+    // The layers go from the whole stack down to the lowest, each from the bottom up, so that the next covers its lower
+    // part.
     for (int k = (int)chart.series.size() - 1; k >= 0; k--) {
         std::string path = strprintf("M%.0f %.1f", x.start, y.start), before;
         for (size_t i = 0; i < points.size(); i++) {
@@ -253,7 +254,7 @@ static std::string draw_areas(const Chart& chart, const Axis& x, const Axis& y) 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// A panel: its axes, grid and labels around what is drawn; then the page
+// A panel, with its axes, grid and labels around what is drawn; then the page
 
 struct Box {
     double left, top, right, bottom;
@@ -390,7 +391,7 @@ std::vector<Slice> join_neighbours(const std::vector<Slice>& slices, double pixe
     return joined;
 }
 
-// Slices are pieces of thick lines, a path a colour: there may be thousands. Wide ones leave a seam to the next.
+// Slices are pieces of thick lines, one path per colour, since there may be thousands. Wide slices leave a seam.
 static std::string draw_row(const Row& row, const Axis& x, double y) {
     std::map<int, std::string> paths;
     for (const Slice& s : join_neighbours(row.slices, x.high / (x.stop - x.start))) {

@@ -1,4 +1,4 @@
-// ranks.cu: several processes that work as one, each a rank with its own GPU (or its share of the CPU's cores).
+// ranks.cu: several processes that work as one. Each is a rank with its own GPU, or its share of the CPU's cores.
 //   the launcher     `--nproc N` starts N copies of this program; torchrun, mpirun and srun do the same from outside
 //   the watchdog     ends a rank when another one is gone, dead or stuck
 //   the communicator all-reduce, broadcast, reduce-scatter, all-gather and barrier on NCCL or Gloo, asynchronous
@@ -77,7 +77,7 @@ static std::string environment_text(const char* name) {
     return text ? text : "";
 }
 
-// False: this process was started by hand, as the only one.
+// False means that this process was started by hand, as the only one.
 static bool identity_from_environment(Identity* me) {
     int tasks = 1;
     std::string job;                               // a name that keeps two jobs on one port apart, but is no secret
@@ -119,7 +119,7 @@ bool is_rank() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The launcher. It waits for its ranks, and where one fails it kills the rest: they would wait for it for ever.
+// The launcher. It waits for its ranks. If one fails, it kills the rest, which would wait for that rank for ever.
 
 static volatile sig_atomic_t signal_to_forward = 0;
 
@@ -193,7 +193,7 @@ int launch_ranks(int n, const std::vector<std::string>& arguments) {
             int status = 0;
             pid_t ended = alive[r] ? waitpid(alive[r], &status, WNOHANG) : 0;
             if (ended == 0) { continue; }
-            if (ended < 0) { status = W_EXITCODE(1, 0); }  // somebody else has waited for it
+            if (ended < 0) { status = W_EXITCODE(1, 0); }  // somebody else has waited for this rank
             bool first = code == 0;
             if (WIFSIGNALED(status) && first) {
                 note("cs336: rank %d (process %d) was killed by signal %d (%s)", r, (int)alive[r], WTERMSIG(status),
@@ -201,7 +201,7 @@ int launch_ranks(int n, const std::vector<std::string>& arguments) {
             }
             alive[r] = 0, left--;
             if (first) { code = WIFSIGNALED(status) ? 1 : WEXITSTATUS(status); }
-            if (first && code != 0) {  // what a rank has half written it removes, also a stopped one
+            if (first && code != 0) {  // a rank removes what it has half written, also a stopped rank
                 send_to_all(alive, SIGTERM);
                 send_to_all(alive, SIGCONT);
                 kill_at = std::min(kill_at, now_ms() + 100);
@@ -220,8 +220,8 @@ int launch_ranks(int n, const std::vector<std::string>& arguments) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What holds a rank's connections, and the watchdog: a thread that shows that we live and asks whether all others do.
-// It ends the process, since the main thread may wait in a collective that will never finish.
+// A rank's connections, and its watchdog: a thread that shows that we live and asks whether all others do. The watchdog
+// ends the process, since the main thread may wait in a collective that will never finish.
 
 struct Links {
     Identity me;
@@ -291,7 +291,7 @@ static void watch(Links& l, double interval_ms, double patience_ms) {
         if (why.empty()) {
             why = stuck_collective(l);
         } else {
-            usleep(200000);  // a launcher that saw that rank's end says more, and ends us
+            usleep(200000);  // a launcher that saw that rank's end says more and ends us
         }
         if (!why.empty()) { give_up(l.me.rank, 1, why); }
         std::unique_lock<std::mutex> lock(l.mutex);
@@ -393,7 +393,7 @@ struct GlooStore : gloo::rendezvous::Store {
 
 static void connect_gloo(Communicator& c) {
     Links& l = *c.links;
-    // Left empty it would be what the host's name resolves to, in containers often nothing.
+    // An empty one would be what the host's name resolves to, in containers often nothing.
     bool one_machine = c.local_world == c.world;
     const char* interface = getenv("GLOO_SOCKET_IFNAME");
     gloo::transport::tcp::attr attributes;
@@ -458,8 +458,8 @@ static void gloo_broadcast(Links& l, const Tensor& t, uint32_t tag, int root) {
     options.setOutput((char*)t.data, (size_t)t.size() * size_of(t.dtype));
     gloo::broadcast(options);
 }
-// A ring, since Gloo's own reduce-scatter spoils its connections for what comes after: in W - 1 turns the sum of each
-// chunk travels once around, gaining each rank's part, and ends with its owner.
+// A ring, since Gloo's own reduce-scatter spoils its connections for what comes after. In W - 1 turns the sum of each
+// chunk travels once around. Each rank adds its part, and the chunk's owner gets the sum last.
 static void gloo_reduce_scatter(Links& l, const Tensor& t, const std::vector<int64_t>& bounds, uint32_t tag,
                                 float scale) {
     int world = l.me.world, rank = l.me.rank, next = (rank + 1) % world, before = (rank + world - 1) % world;
@@ -547,8 +547,8 @@ static void start_on_gloo(Links& l, const WorkPtr& work, const Tensor& t, const 
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// NCCL: a stream of its own, which waits for the compute stream by an event before each collective, as the compute
-// stream does afterwards. The host waits for neither.
+// NCCL has a stream of its own. It waits by an event for the compute stream before each collective, and the compute
+// stream waits for it afterwards. The host waits for neither.
 
 #ifdef WITH_NCCL
 static void nccl_check(Links& l, ncclResult_t result, const char* call) {
@@ -753,7 +753,7 @@ static std::string choose_backend(const std::string& want, Device device, const 
     return backend;
 }
 
-// Rank 0's: the launcher's, or its own on MASTER_ADDR.
+// Rank 0's socket: the launcher's, or its own on MASTER_ADDR.
 static int listening_socket(const Identity& me, double deadline) {
     if (me.listening >= 0) {
         int listens = 0;
@@ -780,7 +780,7 @@ static void connect_ranks(Communicator& c, const Identity& me, const Options& o)
     c.links = std::make_shared<Links>();
     Links& l = *c.links;
     l.me = me, l.timeout_s = o.timeout;
-    // 0.8: so that all is over within the timeout.
+    // 0.8, so that all is over within the timeout.
     double patience_ms = 0.8e3 * o.timeout, deadline = now_ms() + patience_ms;
     Hello hello{me.rank, false, me.world, me.token, commit(), o.command, o.given};
     if (me.rank == 0) {
@@ -866,7 +866,7 @@ int run_ranks(const Options& o, const std::function<void(const Communicator&)>& 
         return launch_ranks(n, o.command_line);
     }
     Identity me;
-    Communicator c;  // out here, since a failure ends the process while its threads still run
+    Communicator c;  // outside, since a failure ends the process while its threads still run
     try {
         identity_from_environment(&me);
         if (o.nproc > 0 && o.nproc != me.world) {
@@ -877,7 +877,7 @@ int run_ranks(const Options& o, const std::function<void(const Communicator&)>& 
         disconnect_ranks(c);
         return 0;
     } catch (const LostTouch& lost) {
-        // If another rank is gone the watchdog, once there is one, knows which, and ends us here.
+        // If another rank is gone, the watchdog (once there is one) knows which, and ends us here.
         if (c.links->watchdog.joinable()) { usleep((useconds_t)(1e6 * std::min(1.0, 0.2 * o.timeout))); }
         give_up(me.rank, 1, lost.what());
     } catch (const Failure& failure) {

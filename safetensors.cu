@@ -23,7 +23,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the file's numbers are
 constexpr uint64_t MAX_HEADER = 100000000;  // bytes; the limit of the reference implementation
 static const char* const METADATA = "__metadata__";
 
-// Bytes an element, 0 for a dtype that we do not know.
+// Bytes per element; 0 for a dtype that we do not know.
 static size_t size_of_dtype(const std::string& dtype) {
     static const std::map<std::string, size_t> sizes = {
         {"F64", 8}, {"I64", 8}, {"U64", 8},     {"F32", 4},     {"I32", 4}, {"U32", 4}, {"F16", 2}, {"BF16", 2},
@@ -32,7 +32,7 @@ static size_t size_of_dtype(const std::string& dtype) {
     return found == sizes.end() ? 0 : found->second;
 }
 
-// False where the size does not fit into a size_t.
+// False means that the size does not fit into a size_t.
 static bool bytes_of(const std::string& dtype, const Shape& shape, size_t* bytes) {
     *bytes = size_of_dtype(dtype);
     for (int64_t d : shape) {
@@ -63,7 +63,8 @@ static Stream open_input(const std::string& path, size_t* bytes) {
     return file;
 }
 
-// The next n bytes. Read, not mapped: of a mapped file that another process cuts short the lost pages would kill us.
+// The next n bytes. The file is read, not mapped: if another process cut a mapped file short, a lost page would kill
+// us.
 static void read_next(const std::string& path, const Stream& file, void* to, size_t n) {
     size_t got = fread(to, 1, n, file.get());
     if (got < n && ferror(file.get())) { fail("%s: cannot be read: %s", path.c_str(), strerror(errno)); }
@@ -72,12 +73,11 @@ static void read_next(const std::string& path, const Stream& file, void* to, siz
 
 struct Content {
     std::shared_ptr<Memory> data;
-    std::vector<std::vector<char>> aligned;  // copies of tensors that lie crooked in the file
+    std::vector<std::vector<char>> aligned;  // copies of tensors that are not aligned in the file
 };
 
-// The header's bytes as JSON. The library would take three things that we must not: of two equal keys it keeps the
-// last, at a zero byte it stops reading, and it follows any depth of nesting (an object of objects of arrays is all we
-// need).
+// The header's bytes as JSON. The library takes three things that we must not take: it keeps the last of two equal
+// keys, stops reading at a zero byte, and follows any depth of nesting (we need an object of objects of arrays).
 static json parse_header(const std::string& path, const char* text, size_t n) {
     if (n == 0 || text[0] != '{') { fail("%s: header: expected '{' at its start", path.c_str()); }
     if (memchr(text, 0, n)) { fail("%s: header: expected JSON, found a zero byte", path.c_str()); }
@@ -249,8 +249,8 @@ const FileTensor& require_tensor(const SafeTensors& file, const std::string& nam
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Writing. Wide dtypes first: then every tensor starts at a multiple of its element size, if the data does, and can be
-// used where the file is read to. The file takes its name when its bytes are on the disk.
+// Writing. Wide dtypes come first. Then every tensor starts at a multiple of its element size, if the data does, and
+// can be used where the file is read to. The file takes its name when its bytes are on the disk.
 
 using NamedTensor = std::pair<std::string, FileTensor>;
 

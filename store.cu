@@ -2,11 +2,13 @@
 // which rank still lives.
 //
 // A frame is u32 length (little-endian), then so many bytes. A request begins with its operation:
-//   H fields       hello: who I am. It comes first, and soon; the reply is "cs336", then what is wrong with it, if
-//   anything S key \0 value set G key          get; the reply comes when somebody has set it B              heartbeat;
-//   the reply is empty, or which rank is gone Q              goodbye: this rank has done its work
+//   H fields         hello: who I am. It has to come first, and soon; the reply is "cs336", then what is wrong, if any
+//   S key \0 value   set; the reply is empty
+//   G key            get; the reply is the value, and comes when somebody has set it
+//   B                heartbeat; the reply is empty, or says which rank is gone
+//   Q                goodbye: this rank has done its work; the reply is empty
 //
-// Anybody may connect who reaches the port. Until its hello is accepted a peer is a stranger: it gets little memory,
+// Anybody who reaches the port may connect. Until its hello is accepted a peer is a stranger: it gets little memory,
 // little time, and can change nothing. One thread serves all connections, so that no stranger costs a thread.
 #include "cs336.h"
 
@@ -67,14 +69,14 @@ static bool parse_hello(const std::string& text, Hello* h) {
     return true;
 }
 
-// The time that this takes says nothing about where two tokens differ.
+// The time of the comparison does not tell where two tokens differ.
 static bool same_token(const std::string& a, const std::string& b) {
     unsigned char differ = a.size() != b.size();
     for (size_t i = 0; i < std::min(a.size(), b.size()); i++) { differ |= a[i] ^ b[i]; }
     return !differ;
 }
 
-// Ranks that do not run the same would compute nonsense, or wait for each other for ever. "": they do.
+// Ranks that do not run the same would compute nonsense, or wait for each other for ever. "" means that they do.
 static std::string first_difference(const Hello& peer, const Hello& own) {
     std::string who = strprintf("rank %d ", peer.rank);
     if (peer.commit != own.commit) {
@@ -126,7 +128,7 @@ static std::string complaint(const StoreState& s) {
 static void hello(StoreState& s, StorePeer& p, const std::string& text) {
     Hello peer;
     std::string wrong = parse_hello(text, &peer) ? refusal(s, peer) : "not a rank of ours";
-    p.out += framed("cs336" + wrong);  // whoever else may listen here would not say that
+    p.out += framed("cs336" + wrong);  // another server on this port would not say that
     p.closing = !wrong.empty();
     if (p.closing) { return; }
     p.rank = peer.rank, p.is_main = !peer.for_heartbeats;
@@ -224,7 +226,7 @@ static void accept_one(StoreServer& server) {
         auto oldest = std::find_if(peers.begin(), peers.end(), stranger);
         if (oldest != peers.end()) {
             drop(server.state, oldest);  // a rank that was too slow tries again
-        } else {                         // no descriptor is left: who waits to be accepted waits on
+        } else {                         // no descriptor is left: the peer waits on
             if (peers.size() < 2 * (size_t)server.state.own.world) { server.fail_with(strerror(errno)); }
             usleep(10000);
         }
@@ -235,7 +237,7 @@ static void accept_one(StoreServer& server) {
     peers.push_back(p);
 }
 
-// False: the connection is to be closed.
+// False means that the connection has to be closed.
 static bool serve(StoreState& s, StorePeer& p, short events) {
     auto later = [] { return errno == EAGAIN || errno == EINTR; };
     if (events & POLLIN) {
@@ -313,7 +315,7 @@ static bool is_loopback(const sockaddr* a) {
 }
 
 using Addresses = std::shared_ptr<addrinfo>;
-// Null, with *why, where the name is not known by the deadline. A thread asks, for a name server may take a minute.
+// Null, with *why, where the name is not known by the deadline. A thread asks, because a name server may take a minute.
 static Addresses resolve(const std::string& address, int port, double deadline, std::string* why) {
     auto answer = std::make_shared<std::promise<std::pair<int, addrinfo*>>>();
     auto future = answer->get_future();
@@ -338,7 +340,7 @@ int listen_for_ranks(const std::string& address, int port, double deadline, bool
     Addresses found = resolve(address, port, deadline, &why);
     for (addrinfo* a = found.get(); a; a = a->ai_next) {
         int fd = socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), yes = 1;
-        // Where this fails bind() may, too, and says why.
+        // If this fails, bind() may fail, too, and says why.
         if (fd >= 0) { (void)setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes); }
         if (fd >= 0 && bind(fd, a->ai_addr, a->ai_addrlen) == 0 && listen(fd, 512) == 0) {
             *only_this_machine = is_loopback(a->ai_addr);
@@ -424,7 +426,7 @@ static int dial(const Addresses& addresses, double deadline, std::string* why) {
             }
         }
         if (error == 0 && fcntl(fd, F_SETFL, 0) == 0) {  // from now on it blocks
-            // Small messages wait for no others. Where this fails they are late, not lost.
+            // Small messages wait for no others. If this fails, they are late, not lost.
             (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
             return fd;
         }

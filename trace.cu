@@ -1,4 +1,4 @@
-// trace.cu: named ranges of work, and what ran in them: on the GPU as CUPTI, NVIDIA's tracing library, records it.
+// trace.cu: named ranges of work, and what ran in them. CUPTI, NVIDIA's tracing library, records what ran on the GPU.
 #include "cs336.h"
 
 #include <atomic>
@@ -19,18 +19,18 @@
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tracing. Ranges keep a list with their times. What the GPU runs is recorded by CUPTI, NVIDIA's tracing library, in
-// buffers that it fills and hands back on a thread of its own. How a kernel finds its range: CUPTI calls us at each
-// launch, on the thread that launches; the launch has a number, which the kernel's record names, too. That holds for
-// kernels that libraries launch.
+// Tracing. Ranges keep a list with their times. CUPTI records what the GPU runs, in buffers that it fills and hands
+// back on a thread of its own. How a kernel finds its range: CUPTI calls us at each launch, on the thread that
+// launches. The launch has a number, and the kernel's record names it, too. That holds for kernels that libraries
+// launch.
 
 static std::atomic<bool> tracing{false};
 static std::mutex trace_mutex;
 static Trace trace;
-// Ranges are numbered on from one trace to the next, so that one left over from an earlier trace is known as such.
+// The numbers of ranges go on from one trace to the next, so that a range of an earlier trace is known as such.
 static int first_range = 0;
 static thread_local int innermost_traced = -1;
-constexpr size_t TRACE_LIMIT = 1000000;  // of each list; some 100 bytes an entry
+constexpr size_t TRACE_LIMIT = 1000000;  // entries of each list; some 100 bytes per entry
 constexpr size_t TRACE_ROOM = 1 << 17;   // of each list from the start: some 20 steps of a small model
 
 // system_clock is CLOCK_REALTIME, which CUPTI uses, too.
@@ -40,7 +40,7 @@ static int64_t epoch_ns() {
 }
 static int in_this_trace(int range) { return range >= first_range ? range - first_range : -1; }
 
-// Empties the list, and writes to its room once: a page's first touch takes microseconds, which a step would pay for.
+// Empties the list, and writes to its room once: a page's first touch takes microseconds, and a step would pay for it.
 template <class T>
 static void make_room(std::vector<T>& list) {
     list.resize(TRACE_ROOM);
@@ -68,12 +68,12 @@ using KernelActivity = CUpti_ActivityKernel9;
 static const CUpti_ActivityKind traced_activities[] = {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,
                                                        CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET};
 static std::atomic<bool> cupti_runs{false};
-// What CUPTI's thread found. It has a mutex of its own: going through a buffer takes milliseconds, in which ranges must
-// not have to wait.
+// What CUPTI's thread found has a mutex of its own: reading a buffer takes milliseconds, and ranges must not wait so
+// long.
 static std::mutex cupti_mutex;
 static std::vector<TracedWork> cupti_work;
 static size_t cupti_dropped, cupti_left_out;
-static std::string cupti_error;  // the last, from where nothing may be thrown
+static std::string cupti_error;  // the last one, of CUPTI's thread, where nothing may be thrown
 
 static std::string cupti_text(CUptiResult result, const char* call) {
     const char* text = nullptr;
@@ -83,8 +83,8 @@ static std::string cupti_text(CUptiResult result, const char* call) {
 #define CUPTI_CHECK(call) \
     if (CUptiResult result_ = (call); result_ != CUPTI_SUCCESS) { fail("%s", cupti_text(result_, #call).c_str()); }
 
-// Which range each launch and copy was made in. CUPTI has a way of its own, external ids, but it costs more than twice:
-// they come in records of their own, beside a record for each API call.
+// In which range each launch and copy was made. CUPTI's own way, external ids, costs more than twice as much: these ids
+// come in records of their own, beside a record for each API call.
 struct Launch {
     uint32_t correlation;
     int range;
@@ -99,7 +99,7 @@ static void CUPTIAPI note_launch(void*, CUpti_CallbackDomain, CUpti_CallbackId, 
     std::lock_guard<std::mutex> lock(launch_mutex);
     if (launches.size() < TRACE_LIMIT) { launches.push_back({info->correlationId, innermost_traced}); }
 }
-// The runtime's calls, too, end in one of the driver's.
+// A call of the runtime ends in a call of the driver, so the driver's are enough.
 static CUptiResult watch_launches() {
     CUptiResult result = cuptiSubscribe(&launch_subscriber, (CUpti_CallbackFunc)note_launch, nullptr);
     for (int id = 1; id < (int)CUPTI_DRIVER_TRACE_CBID_SIZE && result == CUPTI_SUCCESS; id++) {
@@ -132,7 +132,7 @@ static const char* copy_name(int kind) {
     }();
     return all[kind > 0 && kind < (int)all.size() ? kind : 0].c_str();
 }
-// All three record types begin alike, in what is read here. They are packed: nothing may refer to their fields.
+// What is read here lies alike in all three types of records. They are packed: nothing may refer to their fields.
 template <class R>
 static TracedWork work_of(const R* r, const char* name) {
     TracedWork w{};
@@ -167,13 +167,14 @@ static void take_record(const CUpti_Activity* record) {
     }
 }
 
-// CUPTI's buffers are used again and again: it zeroes each one on the thread that launches, which would pay for the
-// first touch of its pages. Four, so that some are left while CUPTI's thread reads; for their mutex, see cupti_mutex.
+// CUPTI's buffers are used again and again: CUPTI zeroes each one on the thread that launches, and that thread would
+// pay for the first touch of its pages. There are four, so that some are left while CUPTI's thread reads. They have a
+// mutex of their own for the same reason as cupti_mutex.
 constexpr size_t CUPTI_BUFFER = 2 << 20;  // bytes, some 10000 records
 static std::mutex buffer_mutex;
 static std::vector<uint8_t*> spare_buffers;
 
-// Not malloc: of that and the memset below g++ makes calloc, which touches nothing.
+// Not malloc: g++ makes one calloc of malloc and the memset below, and calloc touches nothing.
 static uint8_t* new_buffer() { return (uint8_t*)aligned_alloc(8, CUPTI_BUFFER); }
 static void make_buffers() {
     std::lock_guard<std::mutex> lock(buffer_mutex);
@@ -188,7 +189,7 @@ static void CUPTIAPI give_buffer(uint8_t** buffer, size_t* size, size_t* max_rec
     *size = CUPTI_BUFFER;
     *max_records = 0;  // as many as fit
     std::lock_guard<std::mutex> lock(buffer_mutex);
-    if (spare_buffers.empty()) { spare_buffers.push_back(new_buffer()); }  // null: CUPTI drops records
+    if (spare_buffers.empty()) { spare_buffers.push_back(new_buffer()); }  // if it is null, CUPTI drops records
     *buffer = spare_buffers.back();
     spare_buffers.pop_back();
 }

@@ -73,6 +73,12 @@ else
     skip format "no clang-format"
 fi
 
+if command -v python3 >/dev/null; then
+    check links python3 tests/links.py
+else
+    skip links "no python3"
+fi
+
 # What only makes it faster can be left out: the build and the tests of PLAIN=1, and nobody else names it.
 no_fast_names() {
     ! grep -nE '(^|[^a-z_])fast[_.][a-z]' main.cu precision.cu attention.cu model.cu ddp.cu cs336.h gpu.h measure.cu trace.cu \

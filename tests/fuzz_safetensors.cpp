@@ -1,5 +1,6 @@
-// The reader of safetensors under libFuzzer: `make fuzz`. Whatever the bytes are, a file is refused in one line that
-// starts with its name, or every tensor lies within it, aligned, and the header's sizes are the data's.
+// The reader of safetensors under libFuzzer: `make fuzz`. Whatever the bytes are, either the file is refused
+// in one line that starts with its name, or every tensor lies within it, aligned, and the header's sizes are the
+// data's.
 #include "cs336.h"
 
 #include <cstdio>

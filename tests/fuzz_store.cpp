@@ -1,5 +1,5 @@
 // The store's protocol under libFuzzer: `make fuzz`. Each input byte below 8 ends a piece; the pieces go to the peers
-// in turn. Whatever they say: without the token nobody gets in, and the store holds no more than it was sent.
+// in turn. Whatever the peers say, nobody gets in without the token, and the store holds no more than it was sent.
 #include "cs336.h"
 
 #include <cstdio>

@@ -110,7 +110,7 @@ static void check_buckets(const Communicator& c) {
         auto d = data_parallel(c, BUCKETED, mb, model.weights, model.gradients, model.parameters, model.slots);
         size_t p = 0;
         for (const Bucket& b :
-             d->buckets) {  // whole tensors, in order, none left out, and the cap holds but for one alone
+             d->buckets) {  // whole tensors, in order, none left out, and the cap holds except for one alone
             double bytes = 0;
             int n = 0;
             CHECK(b.begin == model.parameters[p].offset);
@@ -187,7 +187,7 @@ TEST_CASE("ddp: benchmarking commands") {
     INFO(r.out << r.err);
     CHECK(r.exit_code == 0);
     CHECK(has(r.out, "scaled down: "));
-    CHECK(has(r.out, "Calls: 39, Loss: "));  // 9 tensors a layer and 3
+    CHECK(has(r.out, "Calls: 39, Loss: "));  // 9 tensors per layer and 3
     CHECK(has(r.out, "Communication calls reduced:  39 → "));
     CHECK(has(r.out, "bucketed, 0.5 MB"));
     CHECK(has(r.out, "w = "));

@@ -70,7 +70,7 @@ static Tensor with_rows_times(const Tensor& t, int begin, int end, float factor)
     for (int64_t i = begin * t.dim(3); i < end * t.dim(3); i++) { x[i] *= factor; }
     return from_floats(x, t.shape, t.dtype);
 }
-// Of q all rows are of standard deviation q_std, or if `few`, rows 16 to 31 of B 1, H 1, which are one warp's.
+// q's rows have standard deviation q_std; if `few`, only rows 16 to 31 of B 1, H 1 have it, which are one warp's.
 static FlashProblem make_problem(const FlashSizes& s, DType dtype, bool causal, float q_std = 1, bool few = false) {
     FlashProblem p;
     p.q = normal({s.B, s.H, s.Tq, s.D}, dtype, 1, few ? 1 : q_std);
@@ -86,7 +86,7 @@ static void check_close(const char* what, const Tensor& got, const Tensor& want,
 }
 static double tolerance_of(DType t) { return t == F32 ? 1e-4 : t == F16 ? 4e-3 : 2.5e-2; }
 
-// Passes by hand are run on guarded, strided tensors; the others (naive, fused) through the tape.
+// Implementations with passes of their own run on guarded, strided tensors; naive and fused run through the tape.
 static void check_impl(const AttentionImpl& impl, const FlashSizes& s, DType dtype, bool causal,
                        const FlashProblem& p) {
     std::string what = strprintf("%s %s B %d H %d Tq %d Tk %d D %d %s", impl.name, name_of(dtype), s.B, s.H, s.Tq, s.Tk,
@@ -306,7 +306,7 @@ TEST_CASE_TEMPLATE("flash: many runs give the same O, L, dK and dV, and the same
         if (impl.device != D::device || !impl.forward || !impl.takes(dtype, 64)) { continue; }
         for (auto [head_size, many] : {std::pair(64, false), {128, false}, {64, true}, {128, true}}) {
             if (many && D::device == CPU) { continue; }
-            Tensor in[4];  // many: over four tiles of queries a multiprocessor: blocks take one after another
+            Tensor in[4];  // many: over four tiles of queries per multiprocessor, so that blocks take one after another
             for (int i = 0; i < 4; i++) {
                 in[i] = normal({1, many ? 200 : 3, many ? 400 : 777, head_size}, dtype, 1 + i, 1);
             }

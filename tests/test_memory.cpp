@@ -140,8 +140,8 @@ TEST_CASE("memory log: peak_of refuses what does not pair up") {
     CHECK_THROWS_AS(peak_of({alloc, free}), Failure);
 }
 
-// What Python finds in the pickle, checked there: alloc and free pair up by address, no two segments overlap, what is
-// left is what `segments` says, the category 'unknown' is there, and so are our peak and end.
+// Python checks the pickle: alloc and free pair up by address, no two segments overlap, what is left is what `segments`
+// says, the category 'unknown' is there, and so are our peak and end.
 static const char* const check_pickle = R"(
 import pickle, pickletools, sys
 data = open(sys.argv[1], 'rb').read()

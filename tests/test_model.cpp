@@ -194,8 +194,8 @@ static std::vector<Tensor> fused_ops_on_rows(int64_t N, int64_t C) {
 }
 TEST_CASE("model: fused ops on rows of any length, the GPU against the CPU") {
     if (!begin_on(CUDA)) { return; }
-    // C: a pack or none, more than an element a thread, more than a pack a thread. N: more than RMSNorm's backward has
-    // blocks.
+    // C: a pack or none, more than one element per thread, more than one pack per thread. N: more rows than RMSNorm's
+    // backward has blocks.
     for (auto [N, C] : std::vector<std::pair<int, int>>{{1, 1}, {3, 8}, {5, 643}, {9, 2562}, {9, 5128}, {2200, 16}}) {
         for (auto [precision, tolerance] :
              {std::pair<Precision, double>{FP32, 2e-5}, {PREC_BF16, 1e-2}, {PREC_FP16, 2e-3}}) {
@@ -211,7 +211,7 @@ TEST_CASE("model: fused ops on rows of any length, the GPU against the CPU") {
             context.device = CPU;
             for (size_t k = 0; k < results[CPU].size(); k++) {
                 CAPTURE(k);
-                double atol = 1e-8 + tolerance * largest(results[CPU][k]);  // of one element a row dx is all rounding
+                double atol = 1e-8 + tolerance * largest(results[CPU][k]);  // one element per row: dx is all rounding
                 Comparison c = compare(results[CUDA][k], results[CPU][k], tolerance, atol);
                 CHECK_MESSAGE(c.ok(), to_string(c));
             }
@@ -626,7 +626,7 @@ TEST_CASE("model: the arena is in backward order, and gradients are ready in tha
         t.gradient->ready = [offset, &ready] { ready.push_back(offset); };
     }
     run_once(s);
-    CHECK(ready.size() == 1 + 1 + 2 * 6 + 1);  // lm_head, ln_final, (w2 w13 ln2 o qkv ln1) a layer, embedding
+    CHECK(ready.size() == 1 + 1 + 2 * 6 + 1);  // lm_head, ln_final, (w2 w13 ln2 o qkv ln1) per layer, embedding
     CHECK(std::is_sorted(ready.begin(), ready.end()));
 }
 TEST_CASE("model: configurations that make no model") {

@@ -71,7 +71,7 @@ TEST_CASE("plot: every kind is well-formed XML, whatever the names are") {
 TEST_CASE("plot: areas are stacked, and lie where the axis says") {
     std::string svg = draw("t", "", {two_layers()});
     PixelScale value(svg);
-    // One path a layer, the whole stack first; each starts at the bottom left, and goes to its first level.
+    // One path per layer, the whole stack first; each starts at the bottom left, and goes to its first level.
     std::map<int, std::vector<double>> levels;
     for (int k : {0, 1}) {
         std::string start = strprintf("<path class=\"f%d\" d=\"M", k);

@@ -1,4 +1,4 @@
-// Tests of profile.cu, and of measure.cu's tracing.
+// Tests of profile.cu, and of trace.cu.
 #include "test.h"
 
 #include <unistd.h>

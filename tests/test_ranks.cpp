@@ -162,7 +162,7 @@ static std::vector<std::string> long_run(const char* device = "cpu", const char*
             "3"};
 }
 
-// What `victim` of the ranks of this command gets ends them all, in one line that names it.
+// The signal that rank `victim` of this command gets ends all its ranks, in one line that names that rank.
 static void check_failure(const std::vector<std::string>& command, int number, int victim, double seconds_before) {
     Started s = start(command);
     std::vector<pid_t> ranks;

@@ -45,7 +45,7 @@ TEST_CASE("reproduce: blocks get what their commands print, everything else stay
         return "# Page\n<!-- a comment -->\n" + block("communication_accounting", a) + "between\n" +
                block("communication_accounting --tokens 4096", b) + block("mixed_precision_accumulation", c) + "after";
     };
-    // Of mixed_precision_accumulation's output only the table, without the text around it.
+    // Only the table of mixed_precision_accumulation's output, without the text around it.
     size_t from = sums.find("mixed_precision_accumulation: "), to = sums.find("\n\nThe fp32 sum");
     REQUIRE(from != std::string::npos);
     REQUIRE(to != std::string::npos);

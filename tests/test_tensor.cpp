@@ -326,8 +326,8 @@ TEST_CASE_TEMPLATE("gemm agrees with three loops", D, OnCPU, OnCUDA) {
     }
 }
 
-// cuBLAS 13.1 leaves out the last summands of these (see gemm_cuda). A^T is 0 but for its last column, so that C has to
-// be the last row of B.
+// cuBLAS 13.1 leaves out the last summands of these (see gemm_cuda). A^T is 0 except for its last column, so that C has
+// to be the last row of B.
 TEST_CASE("gemm adds up all of a long odd K") {
     if (!begin<OnCUDA>()) { return; }
     for (DType type : {BF16, F16}) {
@@ -440,7 +440,7 @@ TEST_CASE("random_int is uniform") {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Three layers x = relu(linear(x)) * x of [64,64], 16 KiB an activation.
+// Three layers x = relu(linear(x)) * x of [64,64], 16 KiB per activation.
 static Tensor three_layers(const Tensor& x, const Tensor& weight) {
     Tensor y = x;
     for (int i = 0; i < 3; i++) { y = mul(relu(linear(y, weight)), y); }

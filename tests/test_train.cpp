@@ -317,7 +317,7 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
     batch.tensors["mask"] = batch.tensors["tokens"];
     save_safetensors(bad, {batch.tensors.begin(), batch.tensors.end()});
     refused(4, bad, "tensor \"mask\": not tokens or targets");
-    for (const char* width : {"d_model", "d_ff"}) {  // a file in order, but for its width of 0
+    for (const char* width : {"d_model", "d_ff"}) {  // a file in order, except for its width of 0
         auto tensors = weights.tensors;
         for (auto& [name, t] : tensors) {
             for (int64_t& n : t.shape) { n = n == (width == std::string("d_ff") ? 24 : 16) ? 0 : n; }
