@@ -37,9 +37,10 @@ MAKEFLAGS := $(MAKEFLAGS) $(if $(MAKELEVEL:0=)$(filter -j%,$(MAKEFLAGS)),,-j$(sh
 CXXFLAGS := -std=c++17 -O2 -fno-math-errno -g -fopenmp -Wall -Wextra $(if $(WERROR),-Werror)
 
 ifeq ($(FLAVOUR),cuda)
-# sm_80 runs on every later card, through its PTX at the latest; sm_90 spares the H100 and H200 that wait. nvcc hands
-# g++ rewritten text with parentheses of its own; the CPU flavour still warns about ours.
-ARCH ?= -gencode arch=compute_80,code=[sm_80,compute_80] -gencode arch=compute_90,code=sm_90
+# The machine's own cards; without any (or with one that nvcc does not know) what runs from sm_80 on, through PTX at the
+# latest. nvcc hands g++ rewritten text with parentheses of its own; the CPU flavour still warns about ours.
+ARCH ?= $(or $(foreach card,$(CARDS),-gencode arch=compute_$(card),code=sm_$(card)),-gencode \
+	arch=compute_80,code=[sm_80,compute_80] -gencode arch=compute_90,code=sm_90)
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
 CUPTI_INCLUDE := $(wildcard $(CUDA_HOME)/extras/CUPTI/include)
 CUDA_LIBS := $(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib $(CUDA_HOME)/extras/CUPTI/lib64)
@@ -63,7 +64,7 @@ all: ## build ./cs336, installing what is missing first
 cs336: $(PROGRAM) FORCE
 	@ln -f $< $@
 
-ifneq ($(filter-out clean help format,$(or $(MAKECMDGOALS),all)),)
+ifneq ($(filter-out clean help format config,$(or $(MAKECMDGOALS),all)),)
 -include $(BUILD)/config.mk
 endif
 DEFINES = $(if $(HAVE_OPENBLAS),-DHAVE_OPENBLAS)
@@ -114,11 +115,14 @@ $(BUILD)/config.mk:
 	  probe OPENBLAS cblas.h 'return *openblas_get_config()' -lopenblas; \
 	  probe GLOO gloo/types.h 'gloo::Slot::build(0, 0)' -lgloo; \
 	  probe NCCL nccl.h 'ncclUniqueId id; ncclGetUniqueId(&id)' -lnccl; \
-	  probe CUPTI cupti.h 'uint32_t v; cuptiGetVersion(&v)' -lcupti; } >$@; rm -f $(BUILD)/probe
+	  probe CUPTI cupti.h 'uint32_t v; cuptiGetVersion(&v)' -lcupti; \
+	  echo "CARDS := $(if $(NVCC),$(sort $(filter $(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code)),$(subst .,,\
+	    $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)))))"; } >$@; rm -f $(BUILD)/probe
 
-config: ## look again for the libraries, and print what was found
+config: ## look again for the libraries and cards, and print what was found
 	@rm -f $(BUILD)/config.mk
-	@$(MAKE) --no-print-directory $(BUILD)/config.mk
+	@$(MAKE) --no-print-directory found
+found:
 	@echo "flavour: $(FLAVOUR), nvcc: $(or $(NVCC),none), ARCH: $(ARCH)"; cat $(BUILD)/config.mk
 
 REQUIRED = $(if $(HAVE_CLI11),,libcli11-dev) $(if $(HAVE_JSON),,nlohmann-json3-dev)
@@ -181,4 +185,4 @@ clean: ## remove everything that was built
 	rm -rf build cs336
 
 FORCE:
-.PHONY: all run test check fuzz notes format config help clean FORCE
+.PHONY: all run test check fuzz notes format config found help clean FORCE
