@@ -297,6 +297,7 @@ struct Answer {
     std::string part, text;  // part: the handout's letter; "": of the whole problem
 };
 std::vector<Answer> answers_of(const std::string& command, const std::vector<Table>& tables);  // answers.cu
+std::string format_answers(const std::vector<Answer>& answers, const std::string& format);
 void print(const std::vector<Answer>& answers, const std::string& format);
 const std::vector<Table>& printed_tables();                               // of this run
 std::string format_table(const Table& table, const std::string& format);  // md (numbers right-aligned), csv or json

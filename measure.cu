@@ -956,22 +956,23 @@ void print(const Table& table, const std::string& format) {
     print_text(format_table(table, format), format);
     printed.push_back(table);
 }
-void print(const std::vector<Answer>& answers, const std::string& format) {
-    if (answers.empty()) { return; }
+std::string format_answers(const std::vector<Answer>& answers, const std::string& format) {
     std::string text = format == "json" ? "{\"answers\": {" : "";
     for (size_t i = 0; i < answers.size(); i++) {
         const Answer& a = answers[i];
-        std::string part = a.part.empty() ? "" : "(" + a.part + ") ";
+        std::string part = a.part.empty() ? "" : "(" + a.part + ")";
         if (format == "json") {
             text += (i ? ", " : "") + quote_json(a.part) + ": " + quote_json(a.text);
         } else if (format == "csv") {
-            text += "# " + part + a.text + "\n";
+            text += "# " + part + (part.empty() ? "" : " ") + a.text + "\n";
         } else {
-            text +=
-                (i ? "\n" : "") + (part.empty() ? "" : "**" + part.substr(0, part.size() - 1) + "** ") + a.text + "\n";
+            text += (i ? "\n" : "") + (part.empty() ? "" : "**" + part + "** ") + a.text + "\n";
         }
     }
-    print_text(text + (format == "json" ? "}}\n" : ""), format);
+    return text + (format == "json" ? "}}\n" : "");
+}
+void print(const std::vector<Answer>& answers, const std::string& format) {
+    if (!answers.empty()) { print_text(format_answers(answers, format), format); }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@
 // stands what this command line prints. `; tables: (b), precision fp32 or (c)` behind it takes of its tables only those
 // whose captions contain both "(b)" and "precision fp32", or "(c)". A command line is run once, whatever the number of
 // blocks that show it, as a process of its own.
-#include "cs336.h"
+//   <!-- answers: ./cs336 COMMAND OPTIONS -->
+// begins a block for the answers that follow from the tables of this command line's blocks on the same page.
+#include "answers.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -51,16 +53,17 @@ struct Block {
     size_t begin, end;  // what stands between the markers, as bytes of the page
     Words words;        // of the command line, without ./cs336
     Words tables;       // empty: all that the command prints
+    bool answers;       // that follow from the tables of the blocks with the same words
 };
 struct Page {
     std::string path, text;
     std::vector<Block> blocks;
 };
 
-static Page read_page(const std::string& path) {
-    Page page{path, "", {}};
-    if (!read_file(path, &page.text)) { fail("%s: cannot be read: %s", path.c_str(), strerror(errno)); }
+static Page page_of(const std::string& path, const std::string& text) {
+    Page page{path, text, {}};
     const std::string begin = "<!-- begin", end = "<!-- end -->", close = " -->", program = "<!-- begin: ./cs336 ";
+    const std::string questions = "<!-- answers: ./cs336 ";
     bool open = false;
     int number = 0;
     for (size_t at = 0, next; at < page.text.size(); at = next) {
@@ -68,6 +71,8 @@ static Page read_page(const std::string& path) {
         std::string line = page.text.substr(at, next - at);
         while (!line.empty() && isspace((unsigned char)line.back())) { line.pop_back(); }
         number++;
+        bool answers = starts(line, questions);
+        if (answers) { line.replace(0, questions.size(), program); }
         if (starts(line, begin)) {
             if (open) { fail("%s:%d: the block above has no '%s'", path.c_str(), number, end.c_str()); }
             Words parts = split(line.substr(0, line.size() - std::min(line.size(), close.size())), "; tables: ");
@@ -76,11 +81,11 @@ static Page read_page(const std::string& path) {
             if (parts.size() > 1) { tables = split(parts[1], " or "); }
             bool selects = has(line, "; tables:");
             if (!starts(line, program) || !ends(line, close) || parts.size() > 2 || words.empty() ||
-                selects == tables.empty()) {
+                selects == tables.empty() || (answers && selects)) {
                 fail("%s:%d: got '%s', takes '%sCOMMAND OPTIONS -->' or '%sCOMMAND OPTIONS; tables: CAPTIONS -->'",
                      path.c_str(), number, line.c_str(), program.c_str(), program.c_str());
             }
-            page.blocks.push_back({number, next, 0, words, tables});
+            page.blocks.push_back({number, next, 0, words, tables, answers});
             open = true;
         } else if (starts(line, "<!-- end")) {
             if (!open || line != end) { fail("%s:%d: '%s' ends no block", path.c_str(), number, line.c_str()); }
@@ -90,6 +95,11 @@ static Page read_page(const std::string& path) {
     }
     if (open) { fail("%s:%d: this block has no '%s'", path.c_str(), page.blocks.back().line, end.c_str()); }
     return page;
+}
+static Page read_page(const std::string& path) {
+    std::string text;
+    if (!read_file(path, &text)) { fail("%s: cannot be read: %s", path.c_str(), strerror(errno)); }
+    return page_of(path, text);
 }
 
 // What a page links to in its own folder, in order, each once: [text](NAME.md) with this ending.
@@ -210,6 +220,10 @@ static Agenda make_agenda(bool in_place, bool quick, const CommandParser& parse)
         for (const Block& block : page.blocks) {
             try {
                 Experiment e = experiment_of(block.words, quick, parse);
+                if (block.answers) {
+                    agenda.index.back().push_back(-1);
+                    continue;
+                }
                 auto same = [&](const Experiment& other) { return other.words == e.words; };
                 size_t i = std::find_if(agenda.all.begin(), agenda.all.end(), same) - agenda.all.begin();
                 if (i == agenda.all.size()) { agenda.all.push_back(e); }
@@ -234,7 +248,7 @@ static void keep_only(Agenda& agenda, const Words& problems) {
         if (wanted.count(e.id)) { some.push_back(e); }
     }
     for (auto& blocks : agenda.index) {
-        for (int& i : blocks) { i = moved[i]; }
+        for (int& i : blocks) { i = i < 0 ? -1 : moved[i]; }
     }
     agenda.all = some;
 }
@@ -417,13 +431,35 @@ static Table summary_of(const std::vector<Experiment>& all, bool quick, const st
     return table;
 }
 
-// The pages with the new outputs in their blocks; to `out`, or in place ("") and then only what was not scaled down.
-// Returns the number of blocks written.
+// The page's text with the answers that follow from its tables.
+static std::string with_answers(const std::string& path, std::string text) {
+    Page page = page_of(path, text);
+    for (size_t b = page.blocks.size(); b-- > 0;) {
+        const Block& block = page.blocks[b];
+        if (!block.answers) { continue; }
+        Tables tables;
+        for (const Block& other : page.blocks) {
+            if (other.answers || other.words != block.words) { continue; }
+            for (const Table& table : tables_in(page.text.substr(other.begin, other.end - other.begin))) {
+                tables.push_back(table);
+            }
+        }
+        Answers answers = answers_of(block.words[0], tables);
+        if (answers.empty()) { answers = {{"", "(The tables on this page do not answer it.)"}}; }
+        text.replace(block.begin, block.end - block.begin, format_answers(answers, "md"));
+    }
+    return text;
+}
+
+// Writes the pages with the new outputs in their blocks, and the answers that follow from them: to `out`, or in place
+// (""), and then only outputs that were not scaled down. Returns the number of blocks of outputs.
 static int write_pages(const Agenda& agenda, const std::string& out) {
     int written = 0;
     for (size_t p = 0; p < agenda.pages.size(); p++) {
         const Page &before = agenda.pages[p], page = read_page(before.path);  // which may have been edited meanwhile
-        auto same = [](const Block& x, const Block& y) { return x.words == y.words && x.tables == y.tables; };
+        auto same = [](const Block& x, const Block& y) {
+            return x.words == y.words && x.tables == y.tables && x.answers == y.answers;
+        };
         if (!std::equal(page.blocks.begin(), page.blocks.end(), before.blocks.begin(), before.blocks.end(), same)) {
             fail("%s: its markers have changed; the same command goes on with the new ones", page.path.c_str());
         }
@@ -440,6 +476,7 @@ static int write_pages(const Agenda& agenda, const std::string& out) {
             text.replace(block.begin, block.end - block.begin, content);
             written++;
         }
+        text = with_answers(page.path, text);
         if (out.empty()) {
             if (text != page.text) { save_file(page.path, text); }
             continue;

@@ -73,6 +73,35 @@ TEST_CASE("reproduce: blocks get what their commands print, everything else stay
     CHECK(read_file("notes/README.md") == "[a](a.md), then [b](b.md); [elsewhere](../a.md)\n");
 }
 
+TEST_CASE("reproduce: answers follow from the tables of their command line's blocks, also from recorded ones") {
+    Repository repository;
+    std::string output = run_cs336({"communication_accounting"}).out;
+    std::string table = output.substr(0, output.find("\n**(a)**")), answers = output.substr(table.size() + 1);
+    std::string other = table;
+    for (size_t at; (at = other.find("879.4")) != std::string::npos;) { other.replace(at, 5, "123.4"); }
+    auto page = [&](const std::string& first, const std::string& second, const std::string& shown) {
+        return "# Page\n<!-- answers: ./cs336 communication_accounting -->\n" + first + "<!-- end -->\n" +
+               "<!-- answers: ./cs336 communication_accounting --fsdp 16 -->\n" + second + "<!-- end -->\n" +
+               block("communication_accounting; tables: communication_accounting", shown);
+    };
+    write_file("notes/a.md", page("old\n", "", "old\n"));
+    write_file("notes/b.md", "<!-- answers: ./cs336 naive_ddp -->\n<!-- end -->\n" +
+                                 page("", "", other));  // --only leaves its table as it is
+    write_file("README.md", "Front\n");
+    Run r = run_cs336({"reproduce", "--format", "json", "--only", "communication_accounting"});
+    CAPTURE(r.err);
+    CHECK(r.exit_code == 0);
+    const std::string none = "(The tables on this page do not answer it.)\n";
+    CHECK(read_file("notes/a.md") == page(answers, none, table));
+    write_file("notes/a.md", "nothing\n");
+    write_file("notes/b.md", page("", "", other) + block("mixed_precision_accumulation", ""));
+    r = run_cs336({"reproduce", "--only", "mixed_precision_accumulation"});
+    CHECK(r.exit_code == 0);
+    CHECK(has(read_file("notes/b.md"), "take 4 P = 123.4 GB"));
+    CHECK(has(read_file("notes/b.md"),
+              "end -->\n" + block("communication_accounting; tables: communication_accounting", other)));
+}
+
 TEST_CASE("reproduce: markers that it cannot read are named by file and line, before anything runs") {
     Repository repository;
     struct Bad {
@@ -87,6 +116,8 @@ TEST_CASE("reproduce: markers that it cannot read are named by file and line, be
         {"<!-- begin: ./cs336    -->\n" + end, "notes/b.md:1: got"},
         {"<!-- begin: ./cs336 list; tables:  -->\n" + end, "notes/b.md:1: got"},
         {"<!-- begin: NCCL_DEBUG=INFO ./cs336 naive_ddp -->\n" + end, "notes/b.md:1: got"},
+        {"<!-- answers: ./cs336 list; tables: a -->\n" + end, "notes/b.md:1: got"},
+        {"<!-- answers: ./cs336 nonsense -->\n" + end, "notes/b.md:1: nonsense: no such command"},
         {begin + "1\n", "notes/b.md:1: this block has no '<!-- end -->'"},
         {begin + "1\n" + begin + end, "notes/b.md:3: the block above has no '<!-- end -->'"},
         {"1\n" + end, "notes/b.md:2: '<!-- end -->' ends no block"},
