@@ -159,21 +159,20 @@ int cmd_mixed_precision_accumulation(const Options& o) {
     Table table;
     table.caption = strprintf("mixed_precision_accumulation: 0.01 added %d times, device cpu, commit %s", ADDITIONS,
                               commit().c_str());
-    table.columns = {"what",       "sum", "error against 10", "of it: rounding the addend", "of it: rounding the sum",
+    table.columns = {"what",
+                     "PyTorch prints",
+                     "sum",
+                     "error against 10",
+                     "of it: rounding the addend",
+                     "of it: rounding the sum",
                      "stops after"};
-    std::vector<Accumulation> results;
     for (const Row& row : rows) {
         Accumulation a = accumulate(row.format, row.addend, row.kahan);
         double exact_sum = ADDITIONS * (double)rounded(0.01f, row.addend);  // of the rounded addends
-        table.rows.push_back({row.what, strprintf("%.7f", a.sum), strprintf("%.7f", a.sum - 10.0),
-                              strprintf("%.7f", exact_sum - 10), strprintf("%.7f", a.sum - exact_sum),
+        table.rows.push_back({row.what, as_torch_prints(a.sum, row.format), strprintf("%.7f", a.sum),
+                              strprintf("%.7f", a.sum - 10.0), strprintf("%.7f", exact_sum - 10),
+                              strprintf("%.7f", a.sum - exact_sum),
                               a.stalled < ADDITIONS ? std::to_string(a.stalled) : ""});
-        results.push_back(a);
-    }
-    if (o.format == "md") {
-        printf("```\n");
-        for (int i = 0; i < 4; i++) { printf("%s\n", as_torch_prints(results[i].sum, rows[i].format).c_str()); }
-        printf("```\n");
     }
     print(table, o.format);
     return 0;
