@@ -9,7 +9,7 @@
 // C: FLOP/s of a chip; W: bytes/s of a link; X chips share the FSDP axis with M_X links, Y the TP axis with M_Y.
 
 int cmd_communication_accounting(const Options& o) {
-    double D = o.d_model ? o.d_model : 16384, F = o.d_ff ? o.d_ff : 53248, L = o.num_layers ? o.num_layers : 126;
+    double D = o.d_model, F = o.d_ff, L = o.num_layers;
     double C = o.tflops * 1e12, W = o.bandwidth_gb * 1e9, X = o.fsdp, Y = o.tp, MX = o.links_fsdp, MY = o.links_tp;
     double P = 2 * D * F * L, tokens = o.tokens, GB = 1e9, GIB = 1073741824.0;
     Table table{

@@ -8,15 +8,13 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // The experiments of 1.2.1 and 1.3 (a): batch 8, no heads, no mask, head sizes and lengths on a grid
 
-struct AttentionCost {
-    bool ran = false;
+struct AttentionCost : Attempt {  // needs: of forward and backward
     double forward_ms = 0, backward_ms = 0;
     size_t before_backward = 0;  // bytes held when backward starts: inputs, and what the forward saved
-    size_t needs = 0;            // bytes at the peak of forward and backward, predicted
 };
 using AttentionFunction = Tensor (*)(const Tensor&, const Tensor&, const Tensor&, bool, Tensor*);
 constexpr int GRID_BATCH = 8;
-static const std::vector<int> grid_head_sizes = {16, 32, 64, 128}, grid_lengths = {256, 1024, 4096, 8192, 16384};
+static const std::vector<int> grid_head_sizes = {16, 32, 64, 128};
 
 struct GridInputs {
     Tensor q, k, v, dO;
@@ -41,10 +39,7 @@ static size_t grid_peak(
         backward_from(o, in.dO);
     });
 }
-static AttentionCost grid_cost(AttentionFunction f, int S, int D, int passes) {
-    AttentionCost cost;
-    cost.needs = grid_peak(f, S, D);
-    if (cost.needs > available_memory(context.device)) { return cost; }
+static void time_grid(AttentionCost& cost, AttentionFunction f, int S, int D, int passes) {
     GridInputs in = grid_inputs(S, D);
     Tensor o;
     auto forward = [&] { o = f(in.q, in.k, in.v, false, nullptr); };
@@ -62,33 +57,32 @@ static AttentionCost grid_cost(AttentionFunction f, int S, int D, int passes) {
     };
     cost.backward_ms = stats_of(time_queued_ms(3, passes, prepare, [&] { backward_from(o, in.dO); })).mean;
     reset();
-    cost.ran = true;
+}
+static AttentionCost grid_cost(AttentionFunction f, int S, int D, int passes) {
+    AttentionCost cost;
+    cost.needs = grid_peak(f, S, D);
+    cost.run([&] { time_grid(cost, f, S, D, passes); });
     return cost;
 }
 
-struct Grid {
-    std::vector<int> lengths;
-    int passes;
-    std::string caption;
-};
-static Grid grid_of(const Options& o, const char* what) {
+// The lengths are the plan's context_lengths, the passes its steps.
+static Plan grid_plan(const Options& o) {
+    Plan p{o};
+    p.o.context_lengths = {256, 1024, 4096, 8192, 16384};
     bool cpu = context.device == CPU;
-    Grid g{grid_lengths, o.has("steps") ? o.steps : 100, ""};
-    std::string scaled_down;
     if (cpu || o.quick) {
-        g.lengths = cpu ? std::vector<int>{256, 1024} : std::vector<int>{256, 1024, 4096};
-        if (o.quick && cpu) { g.lengths.pop_back(); }
-        scaled_down = strprintf("; scaled down: lengths up to %d instead of 16384", g.lengths.back());
-        if (!o.has("steps")) {
-            g.passes = o.quick ? 3 : 10;
-            scaled_down += strprintf(", %d passes instead of 100", g.passes);
-        }
+        std::vector<int> lengths = {256, 1024, 4096};
+        lengths.resize(3 - cpu - (cpu && o.quick));
+        p.shrink("context_length", &Options::context_lengths, lengths,
+                 strprintf("lengths up to %d instead of 16384", lengths.back()));
+        int passes = o.quick ? 3 : 10;
+        p.shrink("steps", &Options::steps, passes, strprintf("%d passes instead of %d", passes, o.steps));
     }
-    g.caption = strprintf(
-        "%s; batch %d, no heads, no mask, precision %s, 3 warmup, %d forward and %d backward passes; %s; commit %s%s",
-        what, GRID_BATCH, name_of(context.precision), g.passes, g.passes, device_description().c_str(),
-        commit().c_str(), scaled_down.c_str());
-    return g;
+    return p;
+}
+static std::string grid_caption(const Plan& p, const char* what) {
+    return strprintf("%s; batch %d, no heads, no mask, precision %s, 3 warmup, %d forward and %d backward passes; %s",
+                     what, GRID_BATCH, name_of(context.precision), p.o.steps, p.o.steps, p.origin().c_str());
 }
 
 // What attention keeps for its backward, buffer by buffer, as the allocator saw it on META.
@@ -120,14 +114,14 @@ static Table saved_table(int S, int D, size_t available) {
 }
 
 // Milliseconds against S, a panel for each D: `times` holds a row of series' values for each D and length, D outermost.
-static void plot_grid(const std::string& path, const Grid& g, const std::string& title,
+static void plot_grid(const Plan& p, const std::string& title, const std::string& caption,
                       const std::vector<std::string>& names, const std::vector<std::vector<double>>& times) {
     std::vector<Chart> panels;
-    size_t lengths = g.lengths.size();
+    size_t lengths = p.o.context_lengths.size();
     for (size_t d = 0; d < grid_head_sizes.size(); d++) {
         Chart chart{
             Chart::LINES, strprintf("d_model %d", grid_head_sizes[d]), "sequence length", "time (ms)", {}, {}, {}};
-        chart.x.assign(g.lengths.begin(), g.lengths.end());
+        chart.x.assign(p.o.context_lengths.begin(), p.o.context_lengths.end());
         chart.log_axes = true;
         for (size_t k = 0; k < names.size(); k++) {
             Series s{names[k], {}, k % 2 == 1, (int)k / 2};
@@ -136,30 +130,34 @@ static void plot_grid(const std::string& path, const Grid& g, const std::string&
         }
         panels.push_back(chart);
     }
-    save_file(path, draw(title, g.caption, panels));
+    save_file(p.o.plot, draw(title, caption, panels));
 }
 
 int cmd_pytorch_attention(const Options& o) {
     context.device = choose_device(o.device);
     context.mode = EAGER;
-    Grid g = grid_of(o, "pytorch_attention: one kernel an operation");
-    Table table{g.caption, {"d_model", "seq_len", "forward_time", "backward_time", "memory_usage_mb", "status"}, {}};
+    Plan p = grid_plan(o);
+    Table table{grid_caption(p, "pytorch_attention: one kernel an operation"),
+                {"d_model", "seq_len", "forward_time", "backward_time", "memory_usage_mb", "status"},
+                {}};
     std::vector<std::vector<double>> times;
     for (int D : grid_head_sizes) {
-        for (int S : g.lengths) {
-            AttentionCost c = grid_cost(attention_naive, S, D, g.passes);
+        for (int S : p.o.context_lengths) {
+            AttentionCost c = grid_cost(attention_naive, S, D, p.o.steps);
             std::vector<std::string> row = {std::to_string(D), std::to_string(S)};
             for (double ms : {c.forward_ms, c.backward_ms}) {
                 row.push_back(c.ran ? strprintf("%.6f", ms / 1e3) : "N/A");
             }
             row.push_back(c.ran ? strprintf("%.2f", c.before_backward / 1048576.0) : "N/A");
-            row.push_back(c.ran ? "OK" : oom_cell(c.needs));
+            row.push_back(c.cell("OK"));
             table.rows.push_back(row);
             times.push_back({c.ran ? c.forward_ms : NAN, c.ran ? c.backward_ms : NAN});
         }
     }
     print(table, o.format);
-    if (!o.plot.empty()) { plot_grid(o.plot, g, "Attention, one kernel an operation", {"forward", "backward"}, times); }
+    if (!o.plot.empty()) {
+        plot_grid(p, "Attention, one kernel an operation", table.caption, {"forward", "backward"}, times);
+    }
     size_t available = available_memory(context.device);
     int S = 256;
     while (grid_peak(attention_naive, S, grid_head_sizes[0]) <= available) { S *= 2; }
@@ -168,23 +166,22 @@ int cmd_pytorch_attention(const Options& o) {
 }
 
 Table attention_compile_table(const Options& o) {
-    Grid g = grid_of(o, "torch_compile (a): attention, vanilla = one kernel an operation, compiled = fused softmax");
-    Table table{g.caption,
-                {"d_model", "seq_len", "vanilla fw (ms)", "compiled fw (ms)", "speedup fw", "vanilla bw (ms)",
-                 "compiled bw (ms)", "speedup bw"},
-                {}};
+    Plan p = grid_plan(o);
+    Table table{
+        grid_caption(p, "torch_compile (a): attention, vanilla = one kernel an operation, compiled = fused softmax"),
+        {"d_model", "seq_len", "vanilla fw (ms)", "compiled fw (ms)", "speedup fw", "vanilla bw (ms)",
+         "compiled bw (ms)", "speedup bw"},
+        {}};
     std::vector<std::vector<double>> times;
     for (int D : grid_head_sizes) {
-        for (int S : g.lengths) {
+        for (int S : p.o.context_lengths) {
             context.mode = EAGER;
-            AttentionCost naive = grid_cost(attention_naive, S, D, g.passes);
+            AttentionCost naive = grid_cost(attention_naive, S, D, p.o.steps);
             context.mode = FUSED;
-            AttentionCost fused = grid_cost(attention_fused, S, D, g.passes);
+            AttentionCost fused = grid_cost(attention_fused, S, D, p.o.steps);
             std::vector<std::string> row = {std::to_string(D), std::to_string(S)};
             for (double AttentionCost::*pass : {&AttentionCost::forward_ms, &AttentionCost::backward_ms}) {
-                for (const AttentionCost* c : {&naive, &fused}) {
-                    row.push_back(c->ran ? strprintf("%.3f", c->*pass) : oom_cell(c->needs));
-                }
+                for (const AttentionCost* c : {&naive, &fused}) { row.push_back(c->cell(strprintf("%.3f", c->*pass))); }
                 row.push_back(naive.ran && fused.ran ? strprintf("%.2fx", naive.*pass / fused.*pass) : "");
             }
             table.rows.push_back(row);
@@ -193,7 +190,7 @@ Table attention_compile_table(const Options& o) {
         }
     }
     if (!o.plot.empty()) {
-        plot_grid(o.plot, g, "Attention, one kernel an operation and with a fused softmax",
+        plot_grid(p, "Attention, one kernel an operation and with a fused softmax", table.caption,
                   {"eager forward", "eager backward", "fused forward", "fused backward"}, times);
     }
     return table;
@@ -203,12 +200,12 @@ Table attention_compile_table(const Options& o) {
 // weighted_sum
 
 // Times one size, and compares y, dx and dw with the fp64 reference on the CPU; *ok becomes false if one is off.
-static void weighted_sum_row(Table* table, int64_t N, int64_t D, int steps, uint64_t seed, bool* ok) {
+static void weighted_sum_row(Table* table, int64_t N, int64_t D, int runs, bool* ok) {
     Tensor x = empty({N, D}, F32), w = empty({D}, F32), dy = empty({N}, F32), y = empty({N}, F32);
     Tensor dx = empty({N, D}, F32), dw = empty({D}, F32);
-    fill_normal(x, seed, 1, 0, 1), fill_normal(w, seed, 2, 0, 1), fill_normal(dy, seed, 3, 0, 1);
-    Stats forward = stats_of(time_ms(2, steps, [&] { weighted_sum_forward(y, x, w); }));
-    Stats backward = stats_of(time_ms(2, steps, [&] { weighted_sum_backward(dx, dw, dy, x, w); }));
+    fill_normal(x, 0, 1, 0, 1), fill_normal(w, 0, 2, 0, 1), fill_normal(dy, 0, 3, 0, 1);
+    Stats forward = stats_of(time_ms(2, runs, [&] { weighted_sum_forward(y, x, w); }));
+    Stats backward = stats_of(time_ms(2, runs, [&] { weighted_sum_backward(dx, dw, dy, x, w); }));
 
     Device device = context.device;
     context.device = CPU;
@@ -234,14 +231,14 @@ static void weighted_sum_row(Table* table, int64_t N, int64_t D, int steps, uint
                            strprintf("%.4g", backward_bytes / (backward.median * ms) / GB), strprintf("%.1e", error)});
 }
 int cmd_weighted_sum(const Options& o) {
+    constexpr int RUNS = 10;
     Device chosen = choose_device(o.device);
+    Plan p{o};
+    if (o.quick || chosen == CPU) { p.note_smaller(o.quick ? "--quick, smaller sizes" : "no GPU, smaller sizes"); }
     Table table;
     table.caption = strprintf(
-        "weighted_sum: forward and backward, fp32, median of %d runs after 2, errors against fp64, commit %s%s",
-        o.steps, commit().c_str(),
-        o.quick          ? "; scaled down: --quick, smaller sizes"
-        : chosen == CUDA ? ""
-                         : "; scaled down: no GPU, smaller sizes");
+        "weighted_sum: forward and backward, fp32, median of %d runs after 2, errors against fp64, commit %s%s", RUNS,
+        commit().c_str(), p.scaled_down.c_str());
     table.columns = {"device", "N", "D", "forward ms", "GB/s", "backward ms", "GB/s", "max error"};
     bool ok = true;
     std::vector<Shape> sizes = {{1, 1}, {1, 7}, {3, 1}, {31, 33}, {257, 129}, {1000, 1023}, {5, 4097}};
@@ -252,7 +249,7 @@ int cmd_weighted_sum(const Options& o) {
         all.push_back(o.quick ? Shape{2048, 512} : device == CUDA ? Shape{65536, 4096} : Shape{16384, 1024});
         for (const Shape& s : all) {
             progress("weighted_sum %s %s", name_of(device), to_string(s).c_str());
-            weighted_sum_row(&table, s[0], s[1], o.steps, o.seed, &ok);
+            weighted_sum_row(&table, s[0], s[1], RUNS, &ok);
         }
     }
     context.device = chosen;
@@ -312,8 +309,10 @@ static CaseResult reference_of(const CaseTensors& in, bool causal, bool with_bac
 static int check_attention(const Options& o, const char* name, bool with_backward) {
     context.device = choose_device(o.device);
     context.mode = FUSED;
-    Table table{strprintf("%s: largest error against the reference in float64, rtol = atol = 1e-2; %s; commit %s", name,
-                          device_description().c_str(), commit().c_str()),
+    Plan p{o};
+    if (o.quick) { p.note_smaller("without the largest sizes"); }
+    Table table{strprintf("%s: largest error against the reference in float64, rtol = atol = 1e-2; %s", name,
+                          p.origin().c_str()),
                 {"implementation", "dtype", "B", "H", "Tq", "Tk", "D", "causal", "O", "L"},
                 {}};
     if (with_backward) { table.columns.insert(table.columns.end(), {"dQ", "dK", "dV"}); }
@@ -344,7 +343,6 @@ static int check_attention(const Options& o, const char* name, bool with_backwar
             }
         }
     }
-    if (o.quick) { table.caption += "; scaled down: without the largest sizes"; }
     print(table, o.format);
     if (wrong > 0) { fail("%d of %zu checks are off", wrong, table.rows.size()); }
     return 0;
@@ -355,18 +353,13 @@ int cmd_flash_backward(const Options& o) { return check_attention(o, "flash_back
 // ---------------------------------------------------------------------------------------------------------------------
 // flash_benchmarking and flash_leaderboard
 
-struct PassTimes {
-    bool ran = false;
+struct PassTimes : Attempt {
     double forward = 0, backward = 0, both = 0;  // ms, medians
-    size_t needs = 0;
 };
-static std::string ms_cell(const PassTimes& t, double ms) { return t.ran ? strprintf("%.3f", ms) : oom_cell(t.needs); }
+static std::string ms_cell(const PassTimes& t, double ms) { return t.cell(strprintf("%.3f", ms)); }
 // Each pass for about `budget` ms, at least 3 times.
-static PassTimes time_passes(const AttentionImpl& impl, const AttentionCase& c, DType dtype, double warmup,
-                             double budget) {
-    PassTimes t;
-    t.needs = planned_peak([&] { run_case(impl, random_case(c, dtype, 0), c.causal, true); });
-    if (t.needs > available_memory(context.device)) { return t; }
+static void time_passes(PassTimes& t, const AttentionImpl& impl, const AttentionCase& c, DType dtype, double warmup,
+                        double budget) {
     CaseTensors in = random_case(c, dtype, 0);
     Tensor q = require_gradient(in.q), k = require_gradient(in.k), v = require_gradient(in.v), y;
     auto reset = [&] {
@@ -385,7 +378,12 @@ static PassTimes time_passes(const AttentionImpl& impl, const AttentionCase& c, 
     t.backward = measure([&] { reset(), forward(); }, backward);
     t.both = measure(reset, [&] { forward(), backward(); });
     reset();
-    t.ran = true;
+}
+static PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dtype, double warmup,
+                            double budget) {
+    PassTimes t;
+    t.needs = planned_peak([&] { run_case(impl, random_case(c, dtype, 0), c.causal, true); });
+    t.run([&] { time_passes(t, impl, c, dtype, warmup, budget); });
     return t;
 }
 static const AttentionImpl& impl_named(const char* name, Device device) {
@@ -401,15 +399,14 @@ int cmd_flash_benchmarking(const Options& o) {
     bool cpu = context.device == CPU;
     int longest = cpu ? (o.quick ? 512 : 2048) : (o.quick ? 4096 : 65536);
     double budget = cpu || o.quick ? 20 : 100;
-    std::string scaled_down =
-        longest < 65536 ? strprintf("; scaled down: lengths up to %d instead of 65536", longest) : "";
-    if (cpu) { scaled_down += ", no bf16 (the CPU's tiled version is fp32)"; }
-    Table table{
-        strprintf("flash_benchmarking: batch 1, one head, causal, ms (median of %.0f ms of runs); %s; commit %s%s",
-                  budget, device_description().c_str(), commit().c_str(), scaled_down.c_str()),
-        {"Seq", "D", "dtype", "Naive Fwd", "Naive Bwd", "Naive Tot", "Flash Fwd", "Flash Bwd", "Flash Tot", "x Fwd",
-         "x Bwd", "x Tot"},
-        {}};
+    Plan p{o};
+    if (longest < 65536) { p.note_smaller(strprintf("lengths up to %d instead of 65536", longest)); }
+    if (cpu) { p.note_smaller("no bf16 (the CPU's tiled version is fp32)"); }
+    Table table{strprintf("flash_benchmarking: batch 1, one head, causal, ms (median of %.0f ms of runs); %s", budget,
+                          p.origin().c_str()),
+                {"Seq", "D", "dtype", "Naive Fwd", "Naive Bwd", "Naive Tot", "Flash Fwd", "Flash Bwd", "Flash Tot",
+                 "x Fwd", "x Bwd", "x Tot"},
+                {}};
     const AttentionImpl& naive = impl_named("naive", context.device);
     std::vector<Chart> panels;
     for (DType dtype : {BF16, F32}) {
@@ -425,8 +422,8 @@ int cmd_flash_benchmarking(const Options& o) {
             for (int S = 128; flash && S <= longest; S *= 2) {
                 AttentionCase c{1, 1, S, S, D, true};
                 progress("S %d, D %d, %s", S, D, name_of(dtype));
-                PassTimes n = time_passes(naive, c, dtype, budget / 4, budget),
-                          f = time_passes(*flash, c, dtype, budget / 4, budget);
+                PassTimes n = pass_times(naive, c, dtype, budget / 4, budget),
+                          f = pass_times(*flash, c, dtype, budget / 4, budget);
                 std::vector<std::string> row = {std::to_string(S), std::to_string(D), name_of(dtype)};
                 for (const PassTimes* t : {&n, &f}) {
                     for (double ms : {t->forward, t->backward, t->both}) { row.push_back(ms_cell(*t, ms)); }
@@ -468,59 +465,58 @@ static const Published published[] = {
 int cmd_flash_leaderboard(const Options& o) {
     context.device = choose_device(o.device);
     context.mode = FUSED;
-    bool cpu = context.device == CPU, handout = true;
-    AttentionCase c{1, 16, 16384, 16384, 64, true};
-    Precision precision = cpu ? FP32 : PREC_BF16;
-    double warmup = o.quick ? 100 : 1000, budget = o.quick ? 500 : 10000;
-    std::string scaled_down;
-    if (cpu) {
-        c.H = 2, c.Tq = o.quick ? 512 : 1024;
-        warmup = 10, budget = 200, handout = false;
-        scaled_down = std::string("; scaled down: ") + (o.num_heads ? "" : "2 heads instead of 16, ") +
-                      (o.has("context_length") ? "" : "a shorter sequence, ") + (o.precision.empty() ? "fp32, " : "") +
-                      "less time";
-    } else if (o.quick) {
-        scaled_down = "; scaled down: 0.1 s of warm-up and 0.5 s of runs instead of 1 s and 10 s";
+    bool cpu = context.device == CPU, handout = !cpu && !o.not_causal;
+    for (const char* name : {"num_heads", "head_size", "context_length", "precision"}) {
+        handout = handout && !o.has(name);
     }
-    if (o.num_heads) { c.H = o.num_heads, handout = false; }
-    if (o.head_size) { c.D = o.head_size, handout = false; }
-    if (o.has("context_length")) { c.Tq = o.context_length, handout = false; }
-    if (!o.precision.empty()) { precision = precision_from(o.precision[0]), handout = false; }
-    if (o.not_causal) { c.causal = false, handout = false; }
-    c.Tk = c.Tq;
+    double warmup = o.quick ? 100 : 1000, budget = o.quick ? 500 : 10000;  // ms
+    Plan p{o};
+    if (cpu) {
+        p.shrink("num_heads", &Options::num_heads, 2, strprintf("2 heads instead of %d", o.num_heads));
+        p.shrink("context_length", &Options::context_length, o.quick ? 512 : 1024, "a shorter sequence");
+        if (!o.has("precision")) { p.o.precision = {"fp32"}, p.note_smaller("fp32"); }
+        p.note_smaller("less time");
+        warmup = 10, budget = 200;
+    } else if (o.quick) {
+        p.note_smaller("0.1 s of warm-up and 0.5 s of runs instead of 1 s and 10 s");
+    }
+    const int S = p.o.context_length;
+    const AttentionCase c{1, p.o.num_heads, S, S, o.head_size, !o.not_causal};
+    const Precision precision = precision_from(p.o.precision[0]);
     context.precision = precision;
     DType dtype = matmul_dtype();
     const AttentionImpl& fastest = require_flash(context.device, dtype, c.D);
     std::vector<const AttentionImpl*> impls;
-    std::string here, which = o.has("impl") ? o.impl : "all";
+    std::string here;
     for (const AttentionImpl& impl : attention_impls()) {
         if (!is_flash(impl) || impl.device != context.device || !impl.takes(dtype, c.D)) { continue; }
         here += std::string(", ") + impl.name;
-        if (which == "all" || which == impl.name || (which == "auto" && &impl == &fastest)) { impls.push_back(&impl); }
+        if (o.impl == "all" || o.impl == impl.name || (o.impl == "auto" && &impl == &fastest)) {
+            impls.push_back(&impl);
+        }
     }
-    if (impls.empty()) { usage_error("--impl: got '%s', takes all, auto%s here", which.c_str(), here.c_str()); }
+    if (impls.empty()) { usage_error("--impl: got '%s', takes all, auto%s here", o.impl.c_str(), here.c_str()); }
     double rate = matmul_rate(precision, cpu ? 1024 : 8192, 20);
     double forward_flops = (c.causal ? 2.0 : 4.0) * c.H * c.Tq * (double)c.Tk * c.D;
     Table table{
         strprintf("flash_leaderboard: batch 1, %d heads, D %d, S %d, %s, %s%s; %.2g s of warm-up, %.2g s of runs, "
                   "median; this "
-                  "device multiplies matrices at %.3g TFLOP/s; %s; commit %s%s",
+                  "device multiplies matrices at %.3g TFLOP/s; %s",
                   c.H, c.D, c.Tq, name_of(precision), c.causal ? "causal" : "not causal",
-                  context.deterministic ? ", deterministic" : "", warmup / 1e3, budget / 1e3, rate,
-                  device_description().c_str(), commit().c_str(), scaled_down.c_str()),
+                  context.deterministic ? ", deterministic" : "", warmup / 1e3, budget / 1e3, rate, p.origin().c_str()),
         {"implementation", "card", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s", "of the matmul rate"},
         {}};
     for (const AttentionImpl* impl : impls) {
-        PassTimes t = time_passes(*impl, c, dtype, warmup, budget);
+        PassTimes t = pass_times(*impl, c, dtype, warmup, budget);
         double tflops = 3.5 * forward_flops / t.both / 1e9;
         table.rows.push_back({std::string("ours: ") + impl->name, "this one", ms_cell(t, t.forward),
                               ms_cell(t, t.backward), ms_cell(t, t.both), t.ran ? strprintf("%.3g", tflops) : "",
                               t.ran ? strprintf("%.0f %%", 100 * tflops / rate) : ""});
     }
-    for (const Published& p : published) {
+    for (const Published& other : published) {
         if (!handout) { break; }
-        table.rows.push_back(
-            {p.who, p.card, "", "", strprintf("%.3f", p.ms), strprintf("%.3g", 3.5 * forward_flops / p.ms / 1e9), ""});
+        table.rows.push_back({other.who, other.card, "", "", strprintf("%.3f", other.ms),
+                              strprintf("%.3g", 3.5 * forward_flops / other.ms / 1e9), ""});
     }
     print(table, o.format);
     return 0;

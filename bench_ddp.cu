@@ -6,8 +6,6 @@
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
-#include <iterator>
 #include <numeric>
 
 #include <omp.h>
@@ -20,30 +18,20 @@ static const std::vector<std::string> all_reduce_columns = {"Backend",          
                                                             "Tensor Size (MB)", "median ms",    "worst rank ms",
                                                             "algbw (GB/s)",     "busbw (GB/s)", "sums"};
 
-struct Sweep {
-    std::vector<double> sizes_mb;
-    int warmup = 5, steps;
-    std::vector<int> ranks;
-    std::string scaled_down;
-};
-static Sweep sweep_of(const Options& o) {
-    Sweep s{o.sizes_mb, o.warmup.empty() ? 5 : o.warmup[0], o.steps, {2, 4, 6}, ""};
-    auto add = [&](const char* what) { s.scaled_down += (s.scaled_down.empty() ? "" : ", ") + std::string(what); };
-    if (s.sizes_mb.empty()) {
-        s.sizes_mb = {1, 10, 100, 1000};
-        if (o.quick) {
-            s.sizes_mb = {1, 10}, add("only 1 and 10 MB");
-        } else if (cuda_devices() == 0) {
-            s.sizes_mb = {1, 10, 100}, add("no 1 GB");
-        }
+static Plan sweep_plan(const Options& o) {
+    Plan p{o};
+    if (o.quick) {
+        p.shrink("sizes_mb", &Options::sizes_mb, {1, 10});
+        p.shrink("steps", &Options::steps, 3);
+        p.shrink("warmup", &Options::warmup, {1});
+        p.note_smaller("only 2 ranks");
+    } else if (cuda_devices() == 0) {
+        p.shrink("sizes_mb", &Options::sizes_mb, {1, 10, 100});
     }
-    if (o.quick && !o.has("steps")) { s.steps = 3, add("3 steps instead of 10"); }
-    if (o.quick && o.warmup.empty()) { s.warmup = 1, add("1 warm-up instead of 5"); }
-    if (o.quick) { s.ranks = {2}, add("only 2 ranks"); }
-    for (double mb : s.sizes_mb) {
+    for (double mb : p.o.sizes_mb) {
         if (mb * 1e6 < sizeof(float)) { usage_error("--sizes_mb: got %g, takes 4e-06 or more: one number", mb); }
     }
-    return s;
+    return p;
 }
 
 static std::vector<double> numbers_of(const std::string& text) {
@@ -92,21 +80,20 @@ static std::vector<std::vector<double>> time_all_reduce(const Communicator& c, i
     return all;
 }
 
-static std::string caption_of(const Sweep& s, const std::string& where) {
+static std::string caption_of(const Plan& p) {
     return strprintf(
         "distributed_communication_single_node: all-reduce, float32; MB = 1e6 bytes; %d warm-ups, %d steps, a "
-        "barrier before each, median over steps and ranks; %s; commit %s%s",
-        s.warmup, s.steps, where.c_str(), commit().c_str(),
-        s.scaled_down.empty() ? "" : ("; scaled down: " + s.scaled_down).c_str());
+        "barrier before each, median over steps and ranks; %s",
+        p.o.warmup[0], p.o.steps, p.origin().c_str());
 }
 
-static bool all_reduce_rows(const Communicator& c, const Sweep& s, Table* table) {
+static bool all_reduce_rows(const Communicator& c, const Options& o, Table* table) {
     bool all_ok = true;
-    for (double mb : s.sizes_mb) {
+    for (double mb : o.sizes_mb) {
         bool ok;
         int64_t n = (int64_t)(mb * 1e6 / sizeof(float));
         std::vector<double> all, medians;
-        for (const std::vector<double>& of_rank : time_all_reduce(c, n, s.warmup, s.steps, &ok)) {
+        for (const std::vector<double>& of_rank : time_all_reduce(c, n, o.warmup[0], o.steps, &ok)) {
             all.insert(all.end(), of_rank.begin(), of_rank.end());
             medians.push_back(stats_of(of_rank).median);
         }
@@ -120,27 +107,21 @@ static bool all_reduce_rows(const Communicator& c, const Sweep& s, Table* table)
 }
 
 // A group of ranks is a run of its own: its table's rows, or one that says why it cannot be.
-static void group_rows(const Options& o, const Sweep& s, const char* backend, Device device, int n, Table* table) {
+static void group_rows(const Options& o, const char* backend, Device device, int n, Table* table) {
     std::string why = why_not(backend, device, n);
     if (!why.empty()) {
         table->rows.push_back({backend, name_of(device), std::to_string(n), "all", "", "", "", "", why});
         return;
     }
     std::string sizes;
-    for (double mb : s.sizes_mb) { sizes += (sizes.empty() ? "" : ",") + strprintf("%g", mb); }
+    for (double mb : o.sizes_mb) { sizes += (sizes.empty() ? "" : ",") + strprintf("%g", mb); }
     progress("all-reduce: %s, %d ranks", backend, n);
-    std::string csv =
-        run_ourselves({"distributed_communication_single_node", "--nproc", std::to_string(n), "--backend", backend,
-                       "--device", name_of(device), "--sizes_mb", sizes, "--warmup", std::to_string(s.warmup),
-                       "--steps", std::to_string(s.steps), "--timeout", strprintf("%g", o.timeout), "--format", "csv"});
-    for (size_t start = csv.find(backend); start != std::string::npos && start < csv.size();) {
-        size_t end = csv.find('\n', start);
-        std::vector<std::string> row = {""};
-        for (char ch : csv.substr(start, end - start)) { ch == ',' ? row.push_back("") : row.back().push_back(ch); }
-        if (row.size() != table->columns.size()) { fail("the measuring ranks printed '%s'", csv.c_str()); }
-        table->rows.push_back(row);
-        start = end + 1;
-    }
+    Table part = read_csv(run_ourselves({"distributed_communication_single_node", "--nproc", std::to_string(n),
+                                         "--backend", backend, "--device", name_of(device), "--sizes_mb", sizes,
+                                         "--warmup", std::to_string(o.warmup[0]), "--steps", std::to_string(o.steps),
+                                         "--timeout", strprintf("%g", o.timeout), "--format", "csv"}));
+    if (part.columns != table->columns) { fail("the measuring ranks printed '%s'", format_table(part, "csv").c_str()); }
+    table->rows.insert(table->rows.end(), part.rows.begin(), part.rows.end());
 }
 
 static void plot_all_reduce(const Options& o, const Table& table) {
@@ -163,12 +144,12 @@ static void plot_all_reduce(const Options& o, const Table& table) {
 }
 
 int cmd_distributed_communication_single_node(const Options& o) {
-    Sweep s = sweep_of(o);
-    if (is_rank() || o.nproc > 0 || o.backend != "auto") {  // one group
+    Plan p = sweep_plan(o);
+    if (is_rank() || o.has("nproc") || o.backend != "auto") {  // one group
         return run_ranks(o, [&](const Communicator& c) {
             Table table{"", all_reduce_columns, {}};
-            bool ok = all_reduce_rows(c, s, &table);
-            table.caption = caption_of(s, device_description());
+            bool ok = all_reduce_rows(c, p.o, &table);
+            table.caption = caption_of(p);
             if (c.rank == 0) {
                 print(table, o.format);
                 plot_all_reduce(o, table);
@@ -177,26 +158,27 @@ int cmd_distributed_communication_single_node(const Options& o) {
         });
     }
     Table table{"", all_reduce_columns, {}};
+    const std::vector<int> ranks = o.quick ? std::vector<int>{2} : std::vector<int>{2, 4, 6};
     if (o.device != "cuda") {
-        for (int n : s.ranks) { group_rows(o, s, "gloo", CPU, n, &table); }
+        for (int n : ranks) { group_rows(p.o, "gloo", CPU, n, &table); }
     }
     if (o.device != "cpu") {
-        for (int n : s.ranks) { group_rows(o, s, "nccl", CUDA, n, &table); }
+        for (int n : ranks) { group_rows(p.o, "nccl", CUDA, n, &table); }
     }
     context.device = cuda_devices() > 0 && o.device != "cpu" ? CUDA : CPU;
-    table.caption = caption_of(s, device_description());
+    table.caption = caption_of(p);
     print(table, o.format);
 
     Table handout{"the same, median ms", {"Backend", "Device", "Tensor Size (MB)"}, {}};
-    for (int n : s.ranks) { handout.columns.push_back(strprintf("%d Procs", n)); }
+    for (int n : ranks) { handout.columns.push_back(strprintf("%d Procs", n)); }
     std::map<std::string, std::map<std::string, std::string>> cells;  // backend and size, ranks
     for (const auto& row : table.rows) { cells[row[0] + row[3]][row[2]] = row[4]; }
     for (const char* backend : {"gloo", "nccl"}) {
-        for (double mb : s.sizes_mb) {
+        for (double mb : p.o.sizes_mb) {
             std::string size = strprintf("%g", mb);
             if (!cells.count(backend + size)) { continue; }
             handout.rows.push_back({backend, strcmp(backend, "gloo") == 0 ? "cpu" : "cuda", size});
-            for (int n : s.ranks) { handout.rows.back().push_back(cells[backend + size][std::to_string(n)]); }
+            for (int n : ranks) { handout.rows.back().push_back(cells[backend + size][std::to_string(n)]); }
         }
     }
     print(handout, o.format);
@@ -412,8 +394,7 @@ int cmd_ddp_overlap_individual_parameters(const Options& o) {
     return check_strategy(o, "ddp_overlap_individual_parameters", OVERLAPPED, {0});
 }
 int cmd_ddp_overlap_bucketed(const Options& o) {
-    std::vector<double> tests = {0.0001, 0.0016, 0.01};
-    return check_strategy(o, "ddp_overlap_bucketed", BUCKETED, o.bucket_size_mb.empty() ? tests : o.bucket_size_mb);
+    return check_strategy(o, "ddp_overlap_bucketed", BUCKETED, o.bucket_size_mb);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -423,70 +404,40 @@ int cmd_ddp_overlap_bucketed(const Options& o) {
 //             |   [all-reduce][all-reduce]  |                  communication stream: hidden, as far as under backward
 // Hidden share = communication time under backward / communication time.
 
-struct Setting {
-    ModelConfig config;
-    Precision precision;
-    Mode mode;
-    int B, T, warmup, steps;  // B: sequences a rank
-    DType reduce;             // of the gradients
-    std::string scaled_down;
-};
-static Setting setting_of(const Options& o, const Communicator& c) {
+// One model, in one precision and mode.
+static Plan plan_of(const Options& o, const Communicator& c) {
+    Plan p{o};
     bool cpu = context.device == CPU, slow = cpu || c.backend == "gloo";  // through the host: 8 GB a step at size xl
-    Setting s{model_sizes[3], FP32, FLASH, 2, 512, 5, o.steps, o.reduce_dtype == "bf16" ? BF16 : F32, ""};
-    auto shrink = [&](bool given, const char* what, int* value, int to) {
-        if (given || *value <= to) { return; }
-        s.scaled_down += strprintf("%s%s %d instead of %d", s.scaled_down.empty() ? "" : ", ", what, to, *value);
-        *value = to;
-    };
-    if (!o.warmup.empty()) { s.warmup = o.warmup[0]; }
-    if (o.has("batch_size")) { s.B = o.batch_size; }
-    if (o.has("context_length")) { s.T = o.context_length; }
-    if (o.d_model || o.d_ff || o.num_layers || o.num_heads) {
-        s.config = model_sizes[0];
-        s.config.name = "custom";
-        if (o.d_model) { s.config.d_model = o.d_model; }
-        if (o.d_ff) { s.config.d_ff = o.d_ff; }
-        if (o.num_layers) { s.config.num_layers = o.num_layers; }
-        if (o.num_heads) { s.config.num_heads = o.num_heads; }
-    } else if (!o.size.empty()) {
-        for (const ModelConfig& size : model_sizes) {
-            if (size.name == o.size[0]) { s.config = size; }
-        }
-    } else if (cpu && o.quick) {
-        s.config = {"custom", 128, 512, 4, 4, 0};
-        s.scaled_down = "4 layers of d_model 128 instead of size xl";
-    } else if (slow || o.quick) {
-        s.config = model_sizes[0];
-        s.scaled_down = "size small instead of xl";
-    }
-    s.config.vocab_size = o.vocab_size;
-    check_config(s.config);
     if (slow || o.quick) {
-        shrink(o.has("batch_size"), "batch_size", &s.B, 1);
-        shrink(o.has("context_length"), "context_length", &s.T, o.quick && cpu ? 32 : 128);
-        shrink(o.has("steps"), "steps", &s.steps, 3);
-        shrink(!o.warmup.empty(), "warmup", &s.warmup, 1);
+        if (cpu && o.quick && !o.has("size") && configs_of(o)[0].name != "custom") {
+            p.note_smaller("4 layers of d_model 128 instead of size " + o.size[0]);
+            p.o.d_model = 128, p.o.d_ff = 512, p.o.num_layers = 4, p.o.num_heads = 4;
+        }
+        p.shrink_size();
+        p.shrink("batch_size", &Options::batch_size, 1);
+        p.shrink("context_length", &Options::context_length, o.quick && cpu ? 32 : 128);
+        p.shrink("steps", &Options::steps, 3);
+        p.shrink("warmup", &Options::warmup, {1});
     }
-    s.precision = precision_from(o.precision.empty() ? "fp32" : o.precision[0]);
-    if (s.reduce == BF16 && s.precision != PREC_BF16) {
-        usage_error("--reduce_dtype bf16 takes --precision bf16, got %s", name_of(s.precision));
+    p.choose_models();
+    if (o.reduce_dtype == "bf16" && p.precisions[0] != PREC_BF16) {
+        usage_error("--reduce_dtype bf16 takes --precision bf16, got %s", name_of(p.precisions[0]));
     }
-    s.mode = o.mode.empty() ? fastest_mode(s.config, s.precision) : mode_from(o.mode[0]);
-    context.precision = s.precision, context.mode = s.mode;
-    return s;
+    context.precision = p.precisions[0], context.mode = p.modes[0];
+    return p;
 }
-static std::string caption_of(const Setting& s, const Communicator& c, const char* command) {
+static DType reduced_as(const Options& o) { return o.reduce_dtype == "bf16" ? BF16 : F32; }  // gradients
+static std::string caption_of(const Plan& p, const Communicator& c, const char* command) {
+    const ModelConfig& m = p.configs[0];
     std::string devices = context.device == CUDA
                               ? strprintf("%d x %s", std::min(c.world, cuda_devices()), device_description().c_str())
                               : device_description() + " a rank";
     return strprintf(
         "%s; %d ranks, backend %s; size %s (d_model %d, %d layers), precision %s, mode %s%s; %d sequences a rank, "
         "context length: %d, %d warmup, %d step; %s; commit %s%s",
-        command, c.world, c.backend.c_str(), s.config.name.c_str(), s.config.d_model, s.config.num_layers,
-        name_of(s.precision), name_of(s.mode), s.reduce == BF16 ? ", gradients reduced in bf16" : "", s.B, s.T,
-        s.warmup, s.steps, devices.c_str(), commit().c_str(),
-        s.scaled_down.empty() ? "" : ("; scaled down: " + s.scaled_down).c_str());
+        command, c.world, c.backend.c_str(), m.name.c_str(), m.d_model, m.num_layers, name_of(p.precisions[0]),
+        name_of(p.modes[0]), reduced_as(p.o) == BF16 ? ", gradients reduced in bf16" : "", p.o.batch_size,
+        p.o.context_length, p.o.warmup[0], p.o.steps, devices.c_str(), commit().c_str(), p.scaled_down.c_str());
 }
 
 struct StepTimes {  // ms
@@ -543,15 +494,15 @@ static std::vector<StepTimes> mean_over_ranks(const Communicator& c, std::vector
 }
 
 // traces, if any, gets one more step's, which is not timed.
-static void measure(const Communicator& c, const Setting& s, Model& model, const Batch& batch, Variant& v,
+static void measure(const Communicator& c, const Plan& p, Model& model, const Batch& batch, Variant& v,
                     std::vector<Trace>* traces) {
     auto d = data_parallel(c, v.strategy, v.bucket_mb, model.weights, model.gradients, model.parameters, model.slots);
     LossScaler scaler;
-    for (int i = 0; i < s.warmup + s.steps; i++) {
+    for (int i = 0; i < p.o.warmup[0] + p.o.steps; i++) {
         StepTimes t =
             timed_step(model, *d, batch, loss_scale_of(scaler), [&] { optimizer_step(model, AdamW(), scaler, 0); });
-        if (c.rank == 0) { progress("%s: %d of %d", name_of(v.strategy), i + 1, s.warmup + s.steps); }
-        if (i >= s.warmup) { v.steps.push_back(t); }
+        if (c.rank == 0) { progress("%s: %d of %d", name_of(v.strategy), i + 1, p.o.warmup[0] + p.o.steps); }
+        if (i >= p.o.warmup[0]) { v.steps.push_back(t); }
     }
     if (traces) {
         start_tracing();
@@ -576,7 +527,7 @@ static std::string label_of(const Variant& v) {
     return v.strategy == BUCKETED ? strprintf("bucketed, %g MB", v.bucket_mb) : name_of(v.strategy);
 }
 
-static Table comparison_table(const std::string& caption, const std::vector<Variant>& variants, const Setting& s,
+static Table comparison_table(const std::string& caption, const std::vector<Variant>& variants, const Plan& p,
                               const Communicator& c) {
     Table table{
         caption,
@@ -589,13 +540,14 @@ static Table comparison_table(const std::string& caption, const std::vector<Vari
         Stats total = stats_of(v, &StepTimes::total);
         double exposed = mean_of(v, &StepTimes::exposed), all = mean_of(v, &StepTimes::communication);
         auto ms = [&](double StepTimes::*field) { return strprintf("%.2f", mean_of(v, field)); };
-        table.rows.push_back(
-            {label_of(v), strprintf("%.2f", total.mean), strprintf("%.2f", total.std), ms(&StepTimes::forward),
-             ms(&StepTimes::backward), strprintf("%.2f", exposed), strprintf("%.1f%%", 100 * exposed / total.mean),
-             ms(&StepTimes::optimizer), strprintf("%.2f", all),
-             all > 0 ? strprintf("%.1f%%", 100 * mean_of(v, &StepTimes::hidden) / all) : "", std::to_string(v.calls),
-             strprintf("%.1f", v.bytes / 1e6), strprintf("%.0f", 1e3 * s.B * s.T * c.world / total.mean),
-             floor > 0 ? strprintf("%.3f", total.mean / floor) : ""});
+        table.rows.push_back({label_of(v), strprintf("%.2f", total.mean), strprintf("%.2f", total.std),
+                              ms(&StepTimes::forward), ms(&StepTimes::backward), strprintf("%.2f", exposed),
+                              strprintf("%.1f%%", 100 * exposed / total.mean), ms(&StepTimes::optimizer),
+                              strprintf("%.2f", all),
+                              all > 0 ? strprintf("%.1f%%", 100 * mean_of(v, &StepTimes::hidden) / all) : "",
+                              std::to_string(v.calls), strprintf("%.1f", v.bytes / 1e6),
+                              strprintf("%.0f", 1e3 * p.o.batch_size * p.o.context_length * c.world / total.mean),
+                              floor > 0 ? strprintf("%.3f", total.mean / floor) : ""});
     }
     return table;
 }
@@ -612,7 +564,7 @@ static void print_step_lines(const Variant& v) {
             v.calls, t.loss);
     }
 }
-static void print_blocks(const Variant& v, const Setting& s, const Communicator& c, int64_t parameters) {
+static void print_blocks(const Variant& v, const Plan& p, const Communicator& c, int64_t parameters) {
     auto line = [&](const char* what, double StepTimes::*field, bool share) {
         Stats x = stats_of(v, field);
         printf("%s %.4f ± %.4f seconds%s\n", what, x.mean / 1e3, x.std / 1e3,
@@ -621,11 +573,12 @@ static void print_blocks(const Variant& v, const Setting& s, const Communicator&
     double total = mean_of(v, &StepTimes::total);
     printf("\nModel Configuration:\n  Model: %s (%dd, %d layers, %d heads)\n  Parameters: %" PRId64
            "\n  Sequence length: %d\n",
-           s.config.name.c_str(), s.config.d_model, s.config.num_layers, s.config.num_heads, parameters, s.T);
+           p.configs[0].name.c_str(), p.configs[0].d_model, p.configs[0].num_layers, p.configs[0].num_heads, parameters,
+           p.o.context_length);
     printf(
         "\nTraining Configuration:\n  Setup: %d ranks, %s\n  Batch size per rank: %d\n  Effective batch size: %d\n"
         "  Optimizer: AdamW\n",
-        c.world, c.backend.c_str(), s.B, s.B * c.world);
+        c.world, c.backend.c_str(), p.o.batch_size, p.o.batch_size * c.world);
     printf("\nTiming Results, %s (averaged over %zu steps):\n", label_of(v).c_str(), v.steps.size());
     line("  Total time per step:    ", &StepTimes::total, false);
     line("    - Forward pass:       ", &StepTimes::forward, true);
@@ -638,7 +591,7 @@ static void print_blocks(const Variant& v, const Setting& s, const Communicator&
         "step\n  Communication overhead: %.1f%% of total step time\n",
         v.bytes / 1e6, v.calls, 100 * mean_of(v, &StepTimes::exposed) / total);
     printf("\nPerformance Metrics:\n  Throughput: %.1f samples/second\n  Tokens/second: %.0f\n",
-           1e3 * s.B * c.world / total, 1e3 * s.B * c.world * s.T / total);
+           1e3 * p.o.batch_size * c.world / total, 1e3 * p.o.batch_size * c.world * p.o.context_length / total);
 }
 static void print_comparison(const Variant& a, const Variant& b) {
     auto better = [&](double StepTimes::*field) { return 100 * (1 - mean_of(b, field) / mean_of(a, field)); };
@@ -651,13 +604,13 @@ static void print_comparison(const Variant& a, const Variant& b) {
 }
 
 // One process with the whole batch and, on the CPU, all cores; the other ranks wait.
-static Stats single_process(const Communicator& c, const Setting& s, Model& model, uint64_t seed) {
+static Stats single_process(const Communicator& c, const Plan& p, Model& model, uint64_t seed) {
     std::vector<double> times = {0};
     if (c.rank == 0) {
         int threads = omp_get_max_threads();
         omp_set_num_threads(omp_get_num_procs());
-        Batch batch = random_batch(s.B * c.world, s.T, s.config.vocab_size, seed);
-        times = time_ms(s.warmup, s.steps, [&] {
+        Batch batch = random_batch(p.o.batch_size * c.world, p.o.context_length, p.configs[0].vocab_size, seed);
+        times = time_ms(p.o.warmup[0], p.o.steps, [&] {
             forward_backward(model, batch, 1);
             adamw_step(model, AdamW());
         });
@@ -721,14 +674,14 @@ static Table bucket_model(const Communicator& c, const std::vector<Variant>& var
 }
 
 // True: a step would not fit; then the table says so and what it would have taken. The same on all ranks.
-static bool too_large(const Communicator& c, const Setting& s, const Table& without_rows,
+static bool too_large(const Communicator& c, const Plan& p, const Table& without_rows,
                       const std::vector<std::string>& labels, const std::string& format, bool split) {
     size_t needs = planned_peak([&] {
-        Model model = make_model(s.config);
+        Model model = make_model(p.configs[0]);
         if (split) { choose_form(model); }
-        make_gradients(model, s.reduce);
+        make_gradients(model, reduced_as(p.o));
         LossScaler scaler;
-        run_phase(STEP, model, random_batch(s.B, s.T, s.config.vocab_size, 0), scaler);
+        run_phase(STEP, model, random_batch(p.o.batch_size, p.o.context_length, p.configs[0].vocab_size, 0), scaler);
     });
     size_t available = available_memory(context.device);
     int gpus = std::max(1, cuda_devices());
@@ -746,32 +699,15 @@ static bool too_large(const Communicator& c, const Setting& s, const Table& with
     return true;
 }
 
-// One file of all ranks, a process each, on one time axis. write_trace puts the events between two known lines.
+// One file of all ranks, a process each, on one time axis.
 static void write_traces_of_ranks(const Communicator& c, const std::string& path, const std::vector<Trace>& traces,
                                   const std::string& caption) {
     const std::string part = temporary_name(path);
-    const std::string begin = "\"traceEvents\":[\n", end = "\n],\"otherData\"";
     Unfinished mine(part);
     write_trace(part, traces, caption);
     std::vector<std::string> parts = gather_text(c, part);
-    if (c.rank != 0) {
-        gather_text(c, "");  // rank 0 has read it
-        return;
-    }
-    std::string all;
-    for (int r = c.world - 1; r >= 0; r--) {  // rank 0's last: what stands around the events is the same in all
-        std::ifstream file(parts[r]);
-        std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-        size_t from = text.find(begin), to = text.rfind(end);
-        if (from == std::string::npos || to == std::string::npos) {
-            fail("%s: not there; are rank %d's files elsewhere?", parts[r].c_str(), r);
-        }
-        from += begin.size();
-        std::string events = text.substr(from, to - from) + (all.empty() ? "" : ",\n") + all;
-        all = r > 0 ? events : text.substr(0, from) + events + text.substr(to);
-    }
-    save_file(path, all);
-    gather_text(c, "");
+    if (c.rank == 0) { merge_traces(path, parts); }
+    gather_text(c, "");  // rank 0 has read all parts
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -906,27 +842,27 @@ static void plot_steps(const Communicator& c, const std::string& path, const std
 
 static int benchmark(const Options& o, const char* command, std::vector<Variant> variants) {
     return run_ranks(o, [&](const Communicator& c) {
-        Setting s = setting_of(o, c);
+        Plan p = plan_of(o, c);
         if (!o.trace.empty()) { replace_file(temporary_name(o.trace), nullptr); }  // its name is longer than --trace's
         std::vector<std::string> labels;
         for (const Variant& v : variants) { labels.push_back(label_of(v)); }
-        if (too_large(c, s, comparison_table(caption_of(s, c, command), {}, s, c), labels, o.format, true)) { return; }
-        Model model = random_model(s.config, o.seed);
-        make_gradients(model, s.reduce);
+        if (too_large(c, p, comparison_table(caption_of(p, c, command), {}, p, c), labels, o.format, true)) { return; }
+        Model model = random_model(p.configs[0], o.seed);
+        make_gradients(model, reduced_as(p.o));
         make_optimizer_state(model);
-        Batch batch = random_batch(s.B, s.T, s.config.vocab_size, o.seed + 1 + c.rank);
+        Batch batch = random_batch(p.o.batch_size, p.o.context_length, p.configs[0].vocab_size, o.seed + 1 + c.rank);
         std::vector<Trace> traces;
         bool traced = !o.trace.empty() || !o.plot.empty();
-        for (Variant& v : variants) { measure(c, s, model, batch, v, traced ? &traces : nullptr); }
-        if (!o.trace.empty()) { write_traces_of_ranks(c, o.trace, traces, caption_of(s, c, command)); }
-        if (!o.plot.empty()) { plot_steps(c, o.plot, traces, variants, caption_of(s, c, command)); }
-        Stats single = single_process(c, s, model, o.seed);
+        for (Variant& v : variants) { measure(c, p, model, batch, v, traced ? &traces : nullptr); }
+        if (!o.trace.empty()) { write_traces_of_ranks(c, o.trace, traces, caption_of(p, c, command)); }
+        if (!o.plot.empty()) { plot_steps(c, o.plot, traces, variants, caption_of(p, c, command)); }
+        Stats single = single_process(c, p, model, o.seed);
         bool bucketed = variants.back().strategy == BUCKETED;
         Table overhead;
         if (bucketed) { overhead = bucket_model(c, variants, variants.back().bytes, o.quick); }
         if (c.rank != 0) { return; }
 
-        print(comparison_table(caption_of(s, c, command), variants, s, c), o.format);
+        print(comparison_table(caption_of(p, c, command), variants, p, c), o.format);
         if (bucketed) { print(overhead, o.format); }
         const Variant& last =
             *std::min_element(variants.begin(), variants.end(), [&](const Variant& a, const Variant& b) {
@@ -940,9 +876,9 @@ static int benchmark(const Options& o, const char* command, std::vector<Variant>
                   {"Setup", "Total Time (ms)", "Samples/second", "Tokens/second", "Speedup ratio"},
                   {}};
         auto row = [&](const std::string& what, double ms) {
-            double samples = 1e3 * s.B * c.world / ms;
+            double samples = 1e3 * p.o.batch_size * c.world / ms;
             one.rows.push_back({what, strprintf("%.2f", ms), strprintf("%.2f", samples),
-                                strprintf("%.0f", samples * s.T), strprintf("%.2fx", single.mean / ms)});
+                                strprintf("%.0f", samples * p.o.context_length), strprintf("%.2fx", single.mean / ms)});
         };
         row("single", single.mean);
         row(strprintf("%d ranks, %s", c.world, label_of(last).c_str()), total);
@@ -954,7 +890,7 @@ static int benchmark(const Options& o, const char* command, std::vector<Variant>
         for (const Variant& v : variants) {
             if (v.strategy != NO_SYNC && v.strategy != BUCKETED) { print_step_lines(v); }
         }
-        print_blocks(last, s, c, parameters);
+        print_blocks(last, p, c, parameters);
         if (variants.size() > 2) { print_comparison(variants[1], last); }
         printf("```\n");
     });
@@ -971,9 +907,7 @@ int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o) {
 }
 int cmd_ddp_bucketed_benchmarking(const Options& o) {
     std::vector<Variant> variants = {{NO_SYNC, 0}, {NAIVE, 0}, {FLAT, 0}, {OVERLAPPED, 0}};
-    for (double mb : o.bucket_size_mb.empty() ? std::vector<double>{1, 10, 100, 1000} : o.bucket_size_mb) {
-        variants.push_back({BUCKETED, mb});
-    }
+    for (double mb : o.bucket_size_mb) { variants.push_back({BUCKETED, mb}); }
     return benchmark(o, "ddp_bucketed_benchmarking", variants);
 }
 
@@ -1055,27 +989,27 @@ int cmd_optimizer_state_sharding(const Options& o) {
 
 // optimizer_state_sharding_accounting: peak memory of three stretches of a first step, and the time of later ones.
 int cmd_optimizer_state_sharding_accounting(const Options& o) {
-    if (!o.precision.empty() && o.precision[0] == "fp16") {
+    if (o.precision[0] == "fp16") {
         usage_error("--precision: got fp16, which needs loss scaling; takes fp32, tf32 or bf16 here");
     }
     return run_ranks(o, [&](const Communicator& c) {
-        Setting s = setting_of(o, c);
-        std::string caption = caption_of(s, c, "optimizer_state_sharding_accounting");
+        Plan p = plan_of(o, c);
+        std::string caption = caption_of(p, c, "optimizer_state_sharding_accounting");
         Table memory{caption +
                          "; peak of rank 0 in MiB; predicted: 4 bytes a parameter for weights, gradients and each of "
                          "two moments, the moments divided by the ranks where sharded",
                      {"Optimizer", "Moment", "parameters", "gradients", "optimizer state", "activations and the rest",
                       "peak", "predicted without activations"},
                      {}};
-        if (too_large(c, s, memory, {"unsharded", "sharded"}, o.format, false)) { return; }
+        if (too_large(c, p, memory, {"unsharded", "sharded"}, o.format, false)) { return; }
         Table time{"time per iteration; bytes that each rank sends in a ring",
                    {"Optimizer", "Total Time (ms)", "std", "gradients (ms)", "optimizer and weights (ms)",
                     "MB sent a step", "formula"},
                    {}};
-        Batch batch = random_batch(s.B, s.T, s.config.vocab_size, o.seed + 1 + c.rank);
+        Batch batch = random_batch(p.o.batch_size, p.o.context_length, p.configs[0].vocab_size, o.seed + 1 + c.rank);
         for (Sharding sharding : {UNSHARDED, BROADCAST, ZERO1}) {
             reset_peak(context.device);
-            Model model = make_model(s.config);
+            Model model = make_model(p.configs[0]);
             init_weights(model, o.seed);
             synchronize();
             double psi = (double)model.weights.size() * 4, n = c.world;
@@ -1105,10 +1039,10 @@ int cmd_optimizer_state_sharding_accounting(const Options& o) {
             double state = 2 * psi / (sharding == UNSHARDED ? 1 : n);
             moment("after step", 2 * psi + state);
             Variant v{NO_SYNC, 0};
-            for (int i = 0; i < s.warmup + s.steps; i++) {
+            for (int i = 0; i < p.o.warmup[0] + p.o.steps; i++) {
                 StepTimes t = timed_step(model, *d, batch, 1, [&] { optimizer_step(optimizer); });
-                if (c.rank == 0) { progress("%s: %d of %d", name_of(sharding), i + 1, s.warmup + s.steps); }
-                if (i >= s.warmup) { v.steps.push_back(t); }
+                if (c.rank == 0) { progress("%s: %d of %d", name_of(sharding), i + 1, p.o.warmup[0] + p.o.steps); }
+                if (i >= p.o.warmup[0]) { v.steps.push_back(t); }
             }
             moment("later steps", 2 * psi + state);
             v.steps = mean_over_ranks(c, v.steps);

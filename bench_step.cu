@@ -1,84 +1,162 @@
 // bench_step.cu: how long the whole model's passes take (sections 1.1.3, 1.1.5 and 1.3): benchmarking_script with its
-// roofline, torch_compile, benchmarking_mixed_precision.
+// roofline, torch_compile, benchmarking_mixed_precision. And info: what this machine could do at most.
 #include "cs336.h"
 #include <algorithm>
 
-// ---------------------------------------------------------------------------------------------------------------------
-// What to run: the handout's settings, or what was asked for; without a GPU, or with --quick, less, and the caption
-// says so.
+#include <unistd.h>
+#ifdef HAVE_OPENBLAS
+#include <cblas.h>
+#endif
+#ifdef __CUDACC__
+#include <cublas_v2.h>
+#endif
 
-struct Plan {
-    std::vector<ModelConfig> configs;
-    std::vector<Precision> precisions;
-    std::vector<Mode> modes;
-    std::vector<int> warmup;
-    int B, T, steps;
-    std::string scaled_down;  // empty, or what differs from the handout's setting
-};
-static Plan plan_of(const Options& o, const std::vector<std::string>& precisions,
-                    const std::vector<std::string>& modes) {
-    Plan p{{}, {}, {}, o.warmup, o.batch_size, o.context_length, o.steps, ""};
-    bool cpu = context.device == CPU;
-    auto shrink = [&](const char* name, int* value, int cpu_value, int quick_value) {
-        int smaller = o.quick ? quick_value : cpu_value;
-        if (o.has(name) || (!cpu && !o.quick) || *value <= smaller) { return; }
-        p.scaled_down += strprintf("%s%s %d instead of %d", p.scaled_down.empty() ? "" : ", ", name, smaller, *value);
-        *value = smaller;
+// ---------------------------------------------------------------------------------------------------------------------
+// info: this machine's ceilings, measured. An operation takes at least the longer of two times: its bytes over the copy
+// bandwidth, and its FLOPs over the matmul rate.
+
+static const double GIB = 1 << 30;
+
+static size_t total_memory() {
+#ifdef __CUDACC__
+    if (context.device == CUDA) {
+        size_t free, total;
+        CUDA_CHECK(cudaMemGetInfo(&free, &total));
+        return total;
+    }
+#endif
+    return (size_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+}
+
+double copy_bandwidth(int64_t bytes, int runs) {
+    Tensor from = zeros({bytes}, U8, WORKSPACE), to = zeros({bytes}, U8, WORKSPACE);  // zeros: every page is touched
+    int pieces = context.device == CPU ? cpu_threads() : 1;                           // one core cannot fill the bus
+    int64_t piece = bytes / pieces;
+    auto copy_all = [&] {
+#pragma omp parallel for num_threads(pieces)
+        for (int i = 0; i < pieces; i++) { copy(view(to, i * piece, {piece}), view(from, i * piece, {piece})); }
     };
-    int warmup = 5;
-    shrink("batch_size", &p.B, 1, cpu ? 1 : 4);
-    shrink("context_length", &p.T, 128, cpu ? 32 : 128);
-    shrink("steps", &p.steps, 3, 2);
-    shrink("warmup", &warmup, 1, 1);
-    if (p.warmup.empty()) { p.warmup = {warmup}; }
-    bool fewer = o.size.empty() && (cpu || o.quick), custom = o.d_model || o.d_ff || o.num_layers || o.num_heads;
-    p.configs = configs_of(o, fewer ? "small" : "");
-    if (fewer && !custom) {
-        p.scaled_down += std::string(p.scaled_down.empty() ? "" : ", ") + "size small instead of all five";
-    }
-    for (const std::string& name : o.precision.empty() ? precisions : o.precision) {
-        p.precisions.push_back(precision_from(name));
-    }
-    for (const std::string& name : o.mode.empty() ? modes : o.mode) { p.modes.push_back(mode_from(name)); }
-    if (p.modes.empty()) {
-        p.modes = {FLASH};
-        for (Precision precision : p.precisions) {
-            for (const ModelConfig& c : p.configs) { p.modes[0] = std::min(p.modes[0], fastest_mode(c, precision)); }
+    double ms = stats_of(time_ms(2, runs, copy_all)).median;
+    return 2.0 * piece * pieces / ms / 1e6;
+}
+
+// Random operands: with zeros a GPU draws less power and clocks higher.
+double matmul_rate(Precision precision, int64_t n, int runs) {
+    RestoreContext restore;
+    context.precision = precision;
+    DType dtype = matmul_dtype();
+    Tensor a = empty({n, n}, dtype, WORKSPACE), b = empty({n, n}, dtype, WORKSPACE),
+           c = empty({n, n}, dtype, WORKSPACE);
+    fill_normal(a, 0, key_of("a"), 0, 1);
+    fill_normal(b, 0, key_of("b"), 0, 1);
+    double ms = stats_of(time_ms(2, runs, [&] { gemm(c, a, false, b, false); })).median;
+    return 2.0 * n * n * n / ms / 1e9;
+}
+
+static std::string libraries() {
+    std::string text;
+#ifdef __CUDACC__
+    int major, minor, patch;
+    cublasGetProperty(MAJOR_VERSION, &major);
+    cublasGetProperty(MINOR_VERSION, &minor);
+    cublasGetProperty(PATCH_LEVEL, &patch);
+    text += strprintf("cuBLAS %d.%d.%d, ", major, minor, patch);
+#endif
+#ifdef HAVE_OPENBLAS
+    text += strprintf("OpenBLAS with kernels for %s", openblas_get_corename());
+#else
+    text += "no OpenBLAS";
+#endif
+    return text;
+}
+
+int cmd_info(const Options& o) {
+    context.device = choose_device(o.device);
+    bool gpu = context.device == CUDA;
+    Table table;
+    table.caption = strprintf("info: device %s, median of several runs%s, commit %s", name_of(context.device),
+                              o.quick ? ", --quick: smaller sizes" : "", commit().c_str());
+    table.columns = {"what", "value", "unit"};
+    auto row = [&](const std::string& what, const std::string& value, const char* unit) {
+        table.rows.push_back({what, value, unit});
+    };
+    auto measured = [&](const std::string& what, const char* unit, const std::function<double()>& f) {
+        progress("%s", what.c_str());
+        try {
+            row(what, strprintf("%.4g", f()), unit);
+        } catch (const OutOfMemory& e) { row(what, "OOM", strprintf("%.2f GiB did not fit", e.bytes / GIB).c_str()); }
+    };
+
+    row("device", device_description(), "");
+    row("libraries", libraries(), "");
+    row("GPUs", std::to_string(cuda_devices()), "");
+    row("CPU threads", std::to_string(cpu_threads()), "");
+    row("memory", strprintf("%.2f", total_memory() / GIB), "GiB");
+    row("memory available", strprintf("%.2f", available_memory(context.device) / GIB), "GiB");
+
+    int64_t mib = gpu ? (o.quick ? 256 : 1024) : (o.quick ? 64 : 256);
+    measured(strprintf("copy of %d MiB, read + written", (int)mib), "GB/s",
+             [&] { return copy_bandwidth(mib << 20, gpu ? 20 : 10); });
+    if (gpu) {
+        int n = o.quick ? 4096 : 8192;
+        for (Precision p : {PREC_BF16, PREC_FP16, TF32, FP32}) {
+            measured(strprintf("matmul %d^3 %s", n, name_of(p)), "TFLOP/s", [&] { return matmul_rate(p, n, 10); });
         }
     }
-    for (Mode mode : p.modes) {
-        for (Precision precision : p.precisions) {
-            for (const ModelConfig& c : p.configs) { check_mode(c, mode, precision); }
-        }
+    RestoreContext restore;
+    context.device = CPU;
+#ifdef HAVE_OPENBLAS
+    int n = o.quick ? 1024 : 2048;
+    const char* how = "";
+#else
+    int n = 512;
+    const char* how = ", plain loops";
+#endif
+    measured(strprintf("matmul %d^3 fp32 on the CPU%s", n, how), "TFLOP/s", [&] { return matmul_rate(FP32, n, 10); });
+    print(table, o.format);
+    return 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What to run: the handout's settings, or what was asked for; without a GPU, or with --quick, less.
+
+static Plan plan_of(const Options& o) {
+    Plan p{o};
+    bool cpu = context.device == CPU;
+    if (cpu || o.quick) {
+        p.shrink("batch_size", &Options::batch_size, cpu ? 1 : 4);
+        p.shrink("context_length", &Options::context_length, cpu && o.quick ? 32 : 128);
+        p.shrink("steps", &Options::steps, o.quick ? 2 : 3);
+        p.shrink("warmup", &Options::warmup, {1});
+        p.shrink_size();
     }
+    p.choose_models();
     return p;
 }
 static std::string caption_of(const Plan& p, const std::string& what, const std::string& setting) {
-    std::string s = strprintf("%s; %s; batch %d, context length: %d, vocabulary %d, %s warmup, %d step; %s; commit %s",
-                              what.c_str(), setting.c_str(), p.B, p.T, p.configs[0].vocab_size,
-                              p.warmup.size() == 1 ? std::to_string(p.warmup[0]).c_str() : "several", p.steps,
-                              device_description().c_str(), commit().c_str());
-    return p.scaled_down.empty() ? s : s + "; scaled down: " + p.scaled_down;
+    return strprintf("%s; %s; batch %d, context length: %d, vocabulary %d, %s warmup, %d step; %s", what.c_str(),
+                     setting.c_str(), p.o.batch_size, p.o.context_length, p.o.vocab_size,
+                     p.o.warmup.size() == 1 ? std::to_string(p.o.warmup[0]).c_str() : "several", p.o.steps,
+                     p.origin().c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Measuring one model. Each phase is warmed up and timed by itself, with a device synchronisation after every step;
 // the backward pass is timed between its own two synchronisations, not as a difference of two averages.
 
-struct PhaseTimes {
-    bool ran = false;
-    size_t needs = 0, peak = 0;  // bytes: predicted, measured
+struct PhaseTimes : Attempt {
+    size_t peak = 0;  // bytes, measured
     Stats all{}, backward_only{};
 };
 struct Measurement {
     ModelConfig config;
     PhaseTimes phase[3];
 };
-static PhaseTimes measure_phase(Phase phase, Model& model, const Batch& batch, int warmup, int steps) {
-    PhaseTimes t;
+static void measure_phase(PhaseTimes& t, Phase phase, Model& model, const Batch& batch, int warmup, int steps) {
     LossScaler scaler;
     double middle = 0;
     std::vector<double> all, backward_only;
+    reset_peak(context.device);
     for (int i = 0; i < warmup + steps; i++) {
         synchronize();
         double start = now_ms();
@@ -97,40 +175,35 @@ static PhaseTimes measure_phase(Phase phase, Model& model, const Batch& batch, i
         all.push_back(end - start);
         backward_only.push_back(end - middle);
     }
-    t.ran = true;
     t.all = stats_of(all);
     t.backward_only = stats_of(backward_only);
-    return t;
+    t.peak = memory_use(context.device).peak;
 }
-static Measurement measure_model(const ModelConfig& c, const Plan& p, int warmup, uint64_t seed,
+static Measurement measure_model(const ModelConfig& c, const Options& o, int warmup,
                                  std::vector<Phase> phases = {FORWARD, FORWARD_BACKWARD, STEP}) {
     Measurement r;
     r.config = c;
-    for (Phase phase : phases) { r.phase[phase].needs = predicted_peak(c, p.B, p.T, phase); }
-    try {
-        Model model;
-        Batch batch;
-        for (Phase phase : phases) {
-            PhaseTimes& t = r.phase[phase];
-            size_t held = memory_use(context.device).now;
-            if (t.needs > held && t.needs - held > available_memory(context.device)) { break; }
+    for (Phase phase : phases) { r.phase[phase].needs = predicted_peak(c, o.batch_size, o.context_length, phase); }
+    Model model;
+    Batch batch;
+    for (Phase phase : phases) {
+        PhaseTimes& t = r.phase[phase];
+        auto measure = [&] {
             if (!model.weights) {
-                model = random_model(c, seed);
-                batch = random_batch(p.B, p.T, c.vocab_size, seed);
+                model = random_model(c, o.seed);
+                batch = random_batch(o.batch_size, o.context_length, c.vocab_size, o.seed);
             }
-            reset_peak(context.device);
-            size_t needs = t.needs;
-            t = measure_phase(phase, model, batch, warmup, p.steps);
-            t.needs = needs;
-            t.peak = memory_use(context.device).peak;
-        }
-    } catch (const OutOfMemory&) { clear_tape(); }
+            measure_phase(t, phase, model, batch, warmup, o.steps);
+        };
+        t.run(measure, memory_use(context.device).now);
+        if (!t.ran) { break; }
+    }
     return r;
 }
 
 static std::string ms(double x) { return strprintf("%.2f", x); }
 static void add_stats(std::vector<std::string>& row, const PhaseTimes& t, const Stats& s) {
-    row.push_back(t.ran ? ms(s.mean) : oom_cell(t.needs));
+    row.push_back(t.cell(ms(s.mean)));
     row.push_back(t.ran ? ms(s.std) : "");
 }
 static std::vector<std::string> size_cells(const ModelConfig& c) {
@@ -141,14 +214,15 @@ static const std::vector<std::string> milliseconds_columns = {
     "size",        "d_model",         "d_ff",           "num_layers",   "num_heads",   "fw_mean_ms",
     "fw_std_ms",   "bw_only_mean_ms", "bw_only_std_ms", "fwbw_mean_ms", "fwbw_std_ms", "step_mean_ms",
     "step_std_ms", "TFLOP/s",         "peak fw MiB",    "peak step MiB"};
-static std::vector<std::string> milliseconds_row(const Measurement& r, const Plan& p) {
+static std::vector<std::string> milliseconds_row(const Measurement& r, const Options& o) {
     std::vector<std::string> row = size_cells(r.config);
     const PhaseTimes &fw = r.phase[FORWARD], &fwbw = r.phase[FORWARD_BACKWARD], &step = r.phase[STEP];
     add_stats(row, fw, fw.all);
     add_stats(row, fwbw, fwbw.backward_only);
     add_stats(row, fwbw, fwbw.all);
     add_stats(row, step, step.all);
-    double flops = 3.0 * forward_flops(r.config, p.B, p.T);  // backward: two products for each of the forward's
+    // Backward has two products for each of the forward's.
+    double flops = 3.0 * forward_flops(r.config, o.batch_size, o.context_length);
     row.push_back(step.ran ? strprintf("%.2f", flops / step.all.mean / 1e9) : "");
     row.push_back(fw.ran ? strprintf("%.0f", fw.peak / 1048576.0) : "");
     row.push_back(step.ran ? strprintf("%.0f", step.peak / 1048576.0) : "");
@@ -157,7 +231,7 @@ static std::vector<std::string> milliseconds_row(const Measurement& r, const Pla
 static void add_seconds_rows(Table& table, const Measurement& r) {
     auto row = [&](const char* what, const PhaseTimes& t) {
         table.rows.push_back({std::to_string(table.rows.size()), r.config.name + what,
-                              t.ran ? strprintf("%.6g", t.all.mean / 1e3) : oom_cell(t.needs),
+                              t.cell(strprintf("%.6g", t.all.mean / 1e3)),
                               t.ran ? strprintf("%.6g", t.all.std / 1e3) : ""});
     };
     row(" (forward, backward)", r.phase[FORWARD_BACKWARD]);
@@ -166,8 +240,7 @@ static void add_seconds_rows(Table& table, const Measurement& r) {
 
 // Part (c): each warm-up value and size in a process of its own. In one process the first row would warm up the others
 // (context, cuBLAS handle, memory pool, page tables), and the sweep would hide what it is there to show.
-static std::vector<std::string> measure_in_fresh_process(const Options& o, const ModelConfig& c, const Plan& p,
-                                                         int warmup, Precision precision, Mode mode) {
+static std::vector<std::string> measure_in_fresh_process(const Options& o, const ModelConfig& c, int warmup) {
     std::vector<std::string> arguments = {"benchmarking_script", "--device", name_of(context.device), "--format",
                                           "csv"};
     auto option = [&](const char* name, const std::string& value) {
@@ -180,24 +253,16 @@ static std::vector<std::string> measure_in_fresh_process(const Options& o, const
     } else {
         option("size", c.name);
     }
-    option("vocab_size", std::to_string(c.vocab_size)), option("batch_size", std::to_string(p.B));
-    option("context_length", std::to_string(p.T)), option("steps", std::to_string(p.steps));
+    option("vocab_size", std::to_string(c.vocab_size)), option("batch_size", std::to_string(o.batch_size));
+    option("context_length", std::to_string(o.context_length)), option("steps", std::to_string(o.steps));
     option("warmup", std::to_string(warmup)), option("seed", std::to_string(o.seed));
-    option("precision", name_of(precision)), option("mode", name_of(mode));
+    option("precision", name_of(context.precision)), option("mode", name_of(context.mode));
     if (context.recompute) { arguments.push_back("--recompute"); }
-    std::string csv = run_ourselves(arguments), cell;
-    while (!csv.empty() && csv.back() == '\n') { csv.pop_back(); }
-    std::vector<std::string> row;
-    for (char ch : csv.substr(csv.rfind('\n') + 1) + ",") {  // the last line; our cells hold no commas
-        if (ch == ',') {
-            row.push_back(cell);
-            cell.clear();
-        } else {
-            cell += ch;
-        }
+    Table table = read_csv(run_ourselves(arguments));
+    if (table.columns != milliseconds_columns || table.rows.size() != 1) {
+        fail("the measuring process printed '%s'", format_table(table, "csv").c_str());
     }
-    if (row.size() != milliseconds_columns.size()) { fail("the measuring process printed '%s'", csv.c_str()); }
-    return row;
+    return table.rows[0];
 }
 
 // A bar for each size, setting by setting, of the step's three phases.
@@ -304,13 +369,13 @@ static StepFloors floors_of(const ModelConfig& c, double B, double T, const Ceil
 }
 
 // Means in ms of forward, loss, backward and optimizer, each between two synchronisations.
-static std::vector<double> measure_parts(const ModelConfig& c, const Plan& p, int warmup, uint64_t seed) {
-    Model model = random_model(c, seed);
+static std::vector<double> measure_parts(const ModelConfig& c, const Options& o) {
+    Model model = random_model(c, o.seed);
     make_optimizer_state(model);
-    Batch batch = random_batch(p.B, p.T, c.vocab_size, seed);
+    Batch batch = random_batch(o.batch_size, o.context_length, c.vocab_size, o.seed);
     LossScaler scaler;
     std::vector<double> sums(4);
-    for (int i = -warmup; i < p.steps; i++) {
+    for (int i = -o.warmup[0]; i < o.steps; i++) {
         Tensor logits, loss;
         const std::function<void()> parts[] = {
             [&] { logits = forward(model, batch.tokens); },
@@ -330,16 +395,16 @@ static std::vector<double> measure_parts(const ModelConfig& c, const Plan& p, in
             double start = now_ms();
             parts[k]();
             synchronize();
-            if (i >= 0) { sums[k] += (now_ms() - start) / p.steps; }
+            if (i >= 0) { sums[k] += (now_ms() - start) / o.steps; }
         }
     }
     return sums;
 }
 
-static Table roofline_table(const Options& o, const Plan& p, const std::vector<Measurement>& measured) {
+static Table roofline_table(const Plan& p, const std::vector<Measurement>& measured) {
     bool gpu = context.device == CUDA;
-    int n = gpu ? 8192 : o.quick ? 512 : 1024;
-    int64_t mib = gpu ? 1024 : o.quick ? 64 : 256;
+    int n = gpu ? 8192 : p.o.quick ? 512 : 1024;
+    int64_t mib = gpu ? 1024 : p.o.quick ? 64 : 256;
     progress("roofline: copy bandwidth and matmul rate");
     double bandwidth = copy_bandwidth(mib << 20, gpu ? 20 : 10), rate = matmul_rate(context.precision, n, 10);
     Ceilings ceilings{bandwidth * 1e6, rate * 1e9};
@@ -361,10 +426,10 @@ static Table roofline_table(const Options& o, const Plan& p, const std::vector<M
                  strprintf("%.3f", ms), strprintf("%.1f %%", 100 * f.ms() / ms)});
         };
         const PhaseTimes& step = m.phase[STEP];
-        try {
-            if (!step.ran) { throw OutOfMemory(step.needs, ""); }
-            StepFloors f = floors_of(m.config, p.B, p.T, ceilings);
-            std::vector<double> ms = measure_parts(m.config, p, p.warmup[0], o.seed);
+        Attempt parts{false, step.needs};
+        auto measure = [&] {
+            StepFloors f = floors_of(m.config, p.o.batch_size, p.o.context_length, ceilings);
+            std::vector<double> ms = measure_parts(m.config, p.o);
             row("forward", f.forward, ms[0]);
             row("loss", f.loss, ms[1]);
             row("backward", f.backward, ms[2]);
@@ -377,8 +442,9 @@ static Table roofline_table(const Options& o, const Plan& p, const std::vector<M
                 }
             }
             row("step", all, step.all.mean);  // as in the table before, without synchronisations inside
-        } catch (const OutOfMemory&) {
-            clear_tape();
+        };
+        if (step.ran) { parts.run(measure); }
+        if (!parts.ran) {
             table.rows.push_back({m.config.name, "step", "", "", "", "", "", "", "", "", oom_cell(step.needs), ""});
         }
     }
@@ -392,7 +458,7 @@ int cmd_benchmarking_script(const Options& o) {
     if (sweep && !o.trace.empty()) { usage_error("--trace takes one --warmup value, got %zu", o.warmup.size()); }
     if (sweep && o.roofline) { usage_error("--roofline takes one --warmup value, got %zu", o.warmup.size()); }
     context.device = choose_device(o.device);
-    Plan p = plan_of(o, {"fp32"}, {});
+    Plan p = plan_of(o);
     StepBars bars;
     std::string caption;
     bool several = p.precisions.size() * p.modes.size() > 1;
@@ -405,23 +471,23 @@ int cmd_benchmarking_script(const Options& o) {
             table.columns = seconds ? std::vector<std::string>{"", "model", "mean", "std"} : milliseconds_columns;
             if (sweep) { table.columns.insert(table.columns.begin(), "warmup"); }
             std::vector<Measurement> measured;
-            for (int warmup : p.warmup) {
+            for (int warmup : p.o.warmup) {
                 for (const ModelConfig& c : p.configs) {
                     if (sweep) {
-                        std::vector<std::string> row = measure_in_fresh_process(o, c, p, warmup, precision, mode);
+                        std::vector<std::string> row = measure_in_fresh_process(p.o, c, warmup);
                         row.insert(row.begin(), std::to_string(warmup));
                         table.rows.push_back(row);
                         continue;
                     }
-                    Measurement r = measure_model(c, p, warmup, o.seed);
-                    seconds ? add_seconds_rows(table, r) : table.rows.push_back(milliseconds_row(r, p));
+                    Measurement r = measure_model(c, p.o, warmup);
+                    seconds ? add_seconds_rows(table, r) : table.rows.push_back(milliseconds_row(r, p.o));
                     add_bar(bars, r, several ? strprintf(" %s %s", name_of(precision), name_of(mode)) : "");
                     measured.push_back(r);
                 }
             }
             print(table, o.format);
             caption = table.caption;
-            if (o.roofline) { print(roofline_table(o, p, measured), o.format); }
+            if (o.roofline) { print(roofline_table(p, measured), o.format); }
         }
     }
     if (!o.plot.empty()) {
@@ -436,8 +502,10 @@ int cmd_benchmarking_script(const Options& o) {
 // or here a person, makes of it.
 int cmd_torch_compile(const Options& o) {
     context.device = choose_device(o.device);
-    print(attention_compile_table(o), o.format);
-    Plan p = plan_of(o, {"fp32"}, {"eager", "fused"});
+    Options attention = o;
+    if (!o.has("steps")) { attention.steps = 100; }  // the handout's passes of (a); the table's default is for (b)
+    print(attention_compile_table(attention), o.format);
+    Plan p = plan_of(o);
     for (Precision precision : p.precisions) {
         context.precision = precision;
         Table table{caption_of(p, "torch_compile (b): whole model",
@@ -450,14 +518,13 @@ int cmd_torch_compile(const Options& o) {
             Measurement r[2];
             for (Mode mode : {EAGER, FUSED}) {
                 context.mode = mode;
-                r[mode] = measure_model(c, p, p.warmup[0], o.seed);
+                r[mode] = measure_model(c, p.o, p.o.warmup[0]);
             }
             const char* names[] = {"forward", "forward+backward", "forward+backward+optimizer"};
             for (Phase phase : {FORWARD, FORWARD_BACKWARD, STEP}) {
                 const PhaseTimes &eager = r[EAGER].phase[phase], &fused = r[FUSED].phase[phase];
                 table.rows.push_back(
-                    {c.name, names[phase], eager.ran ? ms(eager.all.mean) : oom_cell(eager.needs),
-                     fused.ran ? ms(fused.all.mean) : oom_cell(fused.needs),
+                    {c.name, names[phase], eager.cell(ms(eager.all.mean)), fused.cell(ms(fused.all.mean)),
                      eager.ran && fused.ran ? strprintf("%.2fx", eager.all.mean / fused.all.mean) : ""});
             }
         }
@@ -468,7 +535,7 @@ int cmd_torch_compile(const Options& o) {
 
 int cmd_benchmarking_mixed_precision(const Options& o) {
     context.device = choose_device(o.device);
-    Plan p = plan_of(o, {"fp32", "tf32", "bf16"}, {});
+    Plan p = plan_of(o);
     for (Precision precision : {PREC_FP16, PREC_BF16}) { print(toy_model_dtypes(precision), o.format); }
     context.mode = p.modes[0];
     Table table{caption_of(p, "benchmarking_mixed_precision (c)", strprintf("mode %s", name_of(context.mode))),
@@ -479,7 +546,7 @@ int cmd_benchmarking_mixed_precision(const Options& o) {
         double first = 0;
         for (Precision precision : p.precisions) {
             context.precision = precision;
-            Measurement r = measure_model(c, p, p.warmup[0], o.seed, {FORWARD, FORWARD_BACKWARD});
+            Measurement r = measure_model(c, p.o, p.o.warmup[0], {FORWARD, FORWARD_BACKWARD});
             const PhaseTimes &fw = r.phase[FORWARD], &fwbw = r.phase[FORWARD_BACKWARD];
             std::vector<std::string> row = {c.name, name_of(precision)};
             add_stats(row, fw, fw.all);

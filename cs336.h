@@ -4,10 +4,11 @@
 //   tensor.cu       tensors, autograd's tape, one kernel per operation: what "PyTorch eager" does
 //   matmul.cu       matrix products, by cuBLAS and OpenBLAS
 //   safetensors.cu  tensors in files
-//   precision.cu    section 1.1.5: rounding, autocast's dtype rules, loss scaling; `info`
+//   precision.cu    section 1.1.5: rounding, autocast's dtype rules, loss scaling
 //   attention.cu    sections 1.2 and 1.3: attention by its definition and by tiles, all implementations in one table
 //   model.cu        the Transformer LM, AdamW, a training step
-//   bench_step.cu   sections 1.1.3, 1.1.5 and 1.3: how long a step takes, in each mode and precision
+//   plan.cu         what an experiment runs, how large, and whether it fits
+//   bench_step.cu   sections 1.1.3, 1.1.5 and 1.3: how long a step takes, in each mode and precision; `info`
 //   bench_attention.cu  the experiments with attention
 //   train.cu        `train` on a text, `model` on your weights
 //   plot.cu         charts as SVG
@@ -302,7 +303,7 @@ void print(const std::vector<Answer>& answers, const std::string& format);
 const std::vector<Table>& printed_tables();                               // of this run
 std::string format_table(const Table& table, const std::string& format);  // md (numbers right-aligned), csv or json
 void print(const Table& table, const std::string& format);                // to stdout
-std::string quote_json(const std::string& value);                         // with its quotation marks
+Table read_csv(const std::string& text);                                  // of one table that was printed as csv
 std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)", for a run that would have held so much
 // One rewritten line on a terminal; nothing in a pipe.
 void progress(const char* format, ...) __attribute__((format(printf, 1, 2)));
@@ -601,10 +602,6 @@ FileTensor describe(const Tensor& cpu_tensor);  // for save_safetensors; points 
 // benchmarking_mixed_precision (a).
 Table toy_model_dtypes(Precision precision);
 
-// TFLOP/s of an n x n x n product of random numbers, the median of `runs`: what the card really gives.
-double matmul_rate(Precision precision, int64_t n, int runs);
-double copy_bandwidth(int64_t bytes, int runs);  // GB/s read plus written, likewise
-
 // Dynamic loss scaling for fp16 (PyTorch's GradScaler): the loss is multiplied by `scale` so that small gradients do
 // not vanish in fp16; a step whose gradients hold inf or NaN is skipped and the scale halved; after `growth_interval`
 // good steps in a row it doubles.
@@ -822,6 +819,13 @@ void check_mode(const ModelConfig& c, Mode mode, Precision precision);  // usage
 std::string caption_of(Mode mode);  // "flash", or with --recompute "flash, recompute"
 
 // ---------------------------------------------------------------------------------------------------------------------
+// bench_step.cu: this machine's ceilings
+
+// TFLOP/s of an n x n x n product of random numbers, the median of `runs`: what the card really gives.
+double matmul_rate(Precision precision, int64_t n, int runs);
+double copy_bandwidth(int64_t bytes, int runs);  // GB/s read plus written, likewise
+
+// ---------------------------------------------------------------------------------------------------------------------
 // plot.cu: charts as SVG, 900 wide, light or dark as the reader's screen is. At most 8 series a chart.
 
 struct Series {
@@ -890,8 +894,9 @@ struct KernelSummary {  // all launches of one kernel
 // Of the work in `range` and below it ("": of all work), by total time, the largest first.
 std::vector<KernelSummary> kernel_summary(const Trace& trace, const std::string& range);
 // Chrome's trace format, which Perfetto opens; the caption goes into otherData. One process a rank (environment RANK),
-// times count from the last midnight (UTC), so ranks' files merge by concatenating `traceEvents`.
+// times count from the last midnight (UTC), the same for all ranks.
 void write_trace(const std::string& path, const std::vector<Trace>& traces, const std::string& caption);
+void merge_traces(const std::string& path, const std::vector<std::string>& files_of_ranks);  // into one file
 
 // ---------------------------------------------------------------------------------------------------------------------
 // memory.cu: what PyTorch's pickle of a memory snapshot holds, for pytorch.org/memory_viz
@@ -962,7 +967,7 @@ bool is_rank();  // the environment says so: that of `--nproc`, torchrun, mpirun
 // Starts n copies of this program with these arguments, waits for all; the exit code of the first that failed, or 0.
 int launch_ranks(int n, const std::vector<std::string>& arguments);
 struct Options;
-// In a process that is no rank: starts o.nproc (default 2) ranks with the same command line. In a rank: sets
+// In a process that is no rank: starts o.nproc ranks with the same command line. In a rank: sets
 // context.device, connects it with the others, and calls f. Returns the exit code.
 int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f);
 std::string why_not(const std::string& backend, Device device, int ranks);  // "" where that works on this machine
@@ -1070,50 +1075,75 @@ struct Options {
     std::map<std::string, std::string> given;  // the options that were typed: name without dashes, value
     bool has(const char* name) const { return given.count(name) > 0; }
     std::vector<std::string> command_line;  // argv[1..]
-    std::string device = "auto", format = "md", table = "milliseconds";
-    std::vector<std::string> size, precision, mode;  // empty: the command's default
-    int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, head_size = 0, vocab_size = 10000;
-    int context_length = 256, batch_size = 4, steps = 10;
-    std::vector<int> warmup;           // empty: 5
-    std::vector<int> context_lengths;  // empty: the command's default
+    // What a command does not take stays empty, 0 or false; the rest has main.cu's defaults.
+    std::string device, format, table;
+    std::vector<std::string> size, precision, mode;
+    int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, head_size = 0, vocab_size = 0;
+    int context_length = 0, batch_size = 0, steps = 0;
+    std::vector<int> warmup, context_lengths;
     uint64_t seed = 0;
     bool quick = false;
-    std::vector<std::string> range;  // empty: forward, step
-    int top = 10;
-    std::string trace, out, plot, weights, batch, data, save, load, inputs, impl = "auto";
+    std::vector<std::string> range;
+    int top = 0;
+    std::string trace, out, plot, weights, batch, data, save, load, inputs, impl;
     bool causal = false, not_causal = false, deterministic = false, roofline = false, recompute = false;
-    double rope_theta = 10000, lr = 1e-3, min_lr = 1e-4, weight_decay = 0.01, max_grad_norm = 1.0, val_fraction = 0.1,
-           temperature = 0.8;
-    int warmup_steps = 20, sample = 200, stop_at = 0, log_every = 1;
-    std::string reduce_dtype = "fp32";
-    int nproc = 0;  // 0: the command's default
-    std::string backend = "auto";
-    double timeout = 60;                           // seconds
-    std::vector<double> sizes_mb, bucket_size_mb;  // empty: the handout's
-    std::vector<std::string> only;                 // of reproduce: problems; empty: all
+    double rope_theta = 0, lr = 0, min_lr = 0, weight_decay = 0, max_grad_norm = 0, val_fraction = 0, temperature = 0;
+    int warmup_steps = 0, sample = 0, stop_at = 0, log_every = 0;
+    std::string reduce_dtype, backend;
+    int nproc = 0;
+    double timeout = 0;  // seconds
+    std::vector<double> sizes_mb, bucket_size_mb;
+    std::vector<std::string> only;  // of reproduce: problems; empty: all
     bool fresh = false;
     // communication_accounting
-    double gpu_gb = 80, tpu_gb = 95, bandwidth_gb = 180, tflops = 460;  // bytes and FLOP by powers of ten, per second
-    int tokens = 2048, fsdp = 16, tp = 4, links_fsdp = 2, links_tp = 1;
+    double gpu_gb = 0, tpu_gb = 0, bandwidth_gb = 0, tflops = 0;  // bytes and FLOP by powers of ten, per second
+    int tokens = 0, fsdp = 0, tp = 0, links_fsdp = 0, links_tp = 0;
 };
 
-// model.cu: what --size, --d_model, ... name; without them the size `by_default` ("": all)
-std::vector<ModelConfig> configs_of(const Options& o, const std::string& by_default);
+// ---------------------------------------------------------------------------------------------------------------------
+// plan.cu: what an experiment runs, how large, and whether that fits into memory
+
+std::vector<ModelConfig> configs_of(const Options& o);  // what --d_model, --d_ff, ... name, else --size; checked
+// The mode `name`, checked. The default, flash, becomes fused where this head size and precision have none.
+Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, Precision precision);
+
+struct Plan {
+    Options o;  // as given, or scaled down by what follows
+    std::vector<ModelConfig> configs{};
+    std::vector<Precision> precisions{};
+    std::vector<Mode> modes{};
+    std::string scaled_down = "";  // "; scaled down: " and what is smaller than by default, or ""
+    void note_smaller(const std::string& words);
+    // Sets a default to `to` where it is larger; what was typed stays. words: instead of "NAME TO instead of DEFAULT".
+    template <class T>
+    void shrink(const char* name, T Options::*field, const T& to, const std::string& words = "");
+    void shrink_size();          // to small
+    void choose_models();        // configs, precisions and modes, checked against each other
+    std::string origin() const;  // the end of a caption: the device, the commit, and what was scaled down
+};
+
+struct Attempt {  // a run that may not fit into memory
+    bool ran = false;
+    size_t needs = 0;  // bytes at its peak, predicted
+    // Calls f if so much is available, beside the `held` bytes of it that are held already. ran: it came to its end.
+    void run(const std::function<void()>& f, size_t held = 0);
+    std::string cell(const std::string& result) const;  // of a table: the result, or that it did not fit
+};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The commands, by file
 
-int cmd_info(const Options& o);  // precision.cu
-int cmd_mixed_precision_accumulation(const Options& o);
-int cmd_pytorch_attention(const Options& o);      // bench_attention.cu
-Table attention_compile_table(const Options& o);  // torch_compile (a)
+int cmd_mixed_precision_accumulation(const Options& o);  // precision.cu
+int cmd_pytorch_attention(const Options& o);             // bench_attention.cu
+Table attention_compile_table(const Options& o);         // torch_compile (a)
 int cmd_weighted_sum(const Options& o);
 int cmd_flash_forward(const Options& o);
 int cmd_flash_backward(const Options& o);
 int cmd_flash_benchmarking(const Options& o);
 int cmd_flash_leaderboard(const Options& o);
 int cmd_attention(const Options& o);
-int cmd_benchmarking_script(const Options& o);  // bench_step.cu
+int cmd_info(const Options& o);  // bench_step.cu
+int cmd_benchmarking_script(const Options& o);
 int cmd_benchmarking_mixed_precision(const Options& o);
 int cmd_torch_compile(const Options& o);
 int cmd_nsys_profile(const Options& o);      // profile.cu

@@ -18,7 +18,7 @@ static int cmd_reproduce(const Options& o);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Commands, in the handout's order. `options` names rows of the option table below: `name!` has to be given, and
-// `name=text` tells the help what this command takes where it is not given.
+// `name=text` is read where nothing is given, in place of the option table's own default. No default stands elsewhere.
 
 struct Command {
     const char* id;
@@ -33,7 +33,7 @@ struct Command {
 };
 
 static const std::string TIMED =
-    "device sizes=all d_model d_ff num_layers num_heads vocab_size context_length batch_size steps seed "
+    "device sizes d_model d_ff num_layers num_heads vocab_size context_length batch_size steps seed "
     "trace format quick ";
 
 static const std::string RANKS = "nproc backend timeout ";
@@ -47,7 +47,7 @@ static const Command COMMANDS[] = {
      "bench_step.cu", cmd_benchmarking_script,
      TIMED + "warmups precisions=fp32 modes=flash recompute table roofline plot"},
     {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
-     "device sizes=all d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size "
+     "device sizes d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size "
      "warmup=2 steps=5 precisions=fp32 modes=eager ranges=forward,step top=10 seed plot trace format quick"},
     {"mixed_precision_accumulation", "1.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16", "precision.cu",
      cmd_mixed_precision_accumulation, "format quick"},
@@ -98,7 +98,7 @@ static const Command COMMANDS[] = {
      cmd_optimizer_state_sharding_accounting, DDP_TIMED},
     {"list", "", 0, 0, "every problem: section, points, command, notes page, whether it runs here", "main.cu", cmd_list,
      "format quick"},
-    {"info", "", 0, 0, "the device, its libraries, its measured rates", "precision.cu", cmd_info,
+    {"info", "", 0, 0, "the device, its libraries, its measured rates", "bench_step.cu", cmd_info,
      "device format quick"},
     {"train", "", 0, 0, "train on the bytes of a text, then continue it", "train.cu", cmd_train,
      "data! val_fraction d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 "
@@ -113,158 +113,126 @@ static const Command COMMANDS[] = {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Options. A reader parses one value into its field of Options and returns false where the value is not what it takes.
+// Options. A reader parses a text, typed or the tables' default, into its field of Options, and returns false where the
+// text is not what it takes. CLI11 hands over the texts only: its own conversions also take signs, octal and
+// hexadecimal numbers, its lists also empty items.
 
 struct Reader {
     std::string takes;
     std::function<bool(Options&, const std::string&)> read;
-    std::function<std::string(const Options&)> show;  // of Options' own default: "" where each command has its own
 };
+template <class T>
+using Parser = std::function<bool(const std::string& text, T* value)>;
 
-static std::vector<std::string> split(const std::string& list) {
-    std::vector<std::string> items;
-    for (size_t start = 0, comma; start <= list.size(); start = comma + 1) {
-        comma = std::min(list.find(',', start), list.size());
-        items.push_back(list.substr(start, comma - start));
-    }
-    return items;
+template <class T>
+static Reader one(T Options::*field, const std::string& takes, const Parser<T>& parse) {
+    return {takes, [=](Options& o, const std::string& text) { return parse(text, &(o.*field)); }};
+}
+// At most `most` items, separated by commas.
+template <class T>
+static Reader several(std::vector<T> Options::*field, const std::string& takes, const Parser<T>& parse,
+                      size_t most = SIZE_MAX) {
+    auto read = [=](Options& o, const std::string& text) {
+        (o.*field).clear();
+        for (size_t start = 0, comma; start <= text.size(); start = comma + 1) {
+            comma = std::min(text.find(',', start), text.size());
+            (o.*field).emplace_back();
+            if (!parse(text.substr(start, comma - start), &(o.*field).back())) { return false; }
+        }
+        return (o.*field).size() <= most;
+    };
+    return {takes, read};
 }
 
-static bool parse_whole(const std::string& text, uint64_t low, uint64_t high, uint64_t* value) {
-    if (text.empty() || text.find_first_not_of("0123456789") != std::string::npos) { return false; }
-    errno = 0;
-    *value = strtoull(text.c_str(), nullptr, 10);
-    return errno == 0 && *value >= low && *value <= high;
+template <class T>
+static Parser<T> whole_number(uint64_t low, uint64_t high) {
+    return [=](const std::string& text, T* value) {
+        errno = 0;
+        uint64_t number = strtoull(text.c_str(), nullptr, 10);
+        *value = (T)number;
+        bool digits = !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
+        return digits && errno == 0 && number >= low && number <= high;
+    };
 }
-
 static Reader whole(int Options::*field, int low, int high = 1 << 20) {
-    auto read = [=](Options& o, const std::string& text) {
-        uint64_t value = 0;
-        if (!parse_whole(text, low, high, &value)) { return false; }
-        o.*field = (int)value;
-        return true;
-    };
-    auto show = [=](const Options& o) { return o.*field < low ? "" : std::to_string(o.*field); };
-    return {strprintf("a whole number from %d to %d", low, high), read, show};
+    return one(field, strprintf("a whole number from %d to %d", low, high), whole_number<int>(low, high));
 }
 
-static Reader wholes(std::vector<int> Options::*field, int low, int high, const char* by_default) {
-    auto read = [=](Options& o, const std::string& text) {
-        (o.*field).clear();
-        for (const std::string& item : split(text)) {
-            uint64_t value = 0;
-            if (!parse_whole(item, low, high, &value)) { return false; }
-            (o.*field).push_back((int)value);
-        }
-        return true;
-    };
-    auto show = [=](const Options&) { return std::string(by_default); };
-    return {strprintf("whole numbers from %d to %d, separated by commas", low, high), read, show};
+static Reader one_whole(std::vector<int> Options::*field, int low) {
+    return several(field, strprintf("a whole number from %d to %d", low, 1 << 20), whole_number<int>(low, 1 << 20), 1);
 }
-
-static Reader one_whole(std::vector<int> Options::*field, int low, int high, const char* by_default) {
-    Reader several = wholes(field, low, high, by_default);
-    auto read = [=](Options& o, const std::string& text) {
-        return text.find(',') == std::string::npos && several.read(o, text);
-    };
-    return {strprintf("a whole number from %d to %d", low, high), read, several.show};
-}
-
-static Reader numbers(std::vector<double> Options::*field, const char* by_default) {
-    auto read = [=](Options& o, const std::string& text) {
-        (o.*field).clear();
-        for (const std::string& item : split(text)) {
-            char* end = nullptr;
-            double value = strtod(item.c_str(), &end);
-            bool decimal = !item.empty() && item.find_first_not_of("0123456789.eE+-") == std::string::npos && *end == 0;
-            if (!decimal || !(value > 0) || !(value <= 1e5)) { return false; }
-            (o.*field).push_back(value);
-        }
-        return true;
-    };
-    auto show = [=](const Options&) { return std::string(by_default); };
-    return {"numbers greater than 0 and at most 1e5, separated by commas", read, show};
+static Reader wholes(std::vector<int> Options::*field, int low) {
+    return several(field, strprintf("whole numbers from %d to %d, separated by commas", low, 1 << 20),
+                   whole_number<int>(low, 1 << 20));
 }
 
 static Reader head_size() {
-    auto read = [](Options& o, const std::string& text) {
-        uint64_t value = 0;
-        if (!parse_whole(text, 1, 1 << 20, &value) || !flash_head_size((int64_t)value)) { return false; }
-        o.head_size = (int)value;
-        return true;
+    auto parse = [](const std::string& text, int* value) {
+        return whole_number<int>(1, 1 << 20)(text, value) && flash_head_size(*value);
     };
-    return {"one of 16, 32, 64, 80, 128", read, [](const Options&) { return std::string(); }};
+    return one<int>(&Options::head_size, "one of 16, 32, 64, 80, 128", parse);
+}
+static Reader seed() {
+    return one(&Options::seed, "a whole number from 0 to 18446744073709551615", whole_number<uint64_t>(0, UINT64_MAX));
 }
 
-static Reader seed_number() {
-    auto read = [](Options& o, const std::string& text) { return parse_whole(text, 0, UINT64_MAX, &o.seed); };
-    auto show = [](const Options& o) { return std::to_string(o.seed); };
-    return {"a whole number from 0 to 18446744073709551615", read, show};
+static Parser<double> decimal(const std::function<bool(double)>& fits) {
+    return [=](const std::string& text, double* value) {
+        char* end = nullptr;
+        *value = strtod(text.c_str(), &end);
+        bool digits = !text.empty() && text.find_first_not_of("0123456789.eE+-") == std::string::npos && *end == 0;
+        return digits && fits(*value);
+    };
 }
-
 // Finite, greater than 0 (or 0 itself where zero is true), and less than `below`. is_float: as a float, too.
 static Reader number(double Options::*field, bool zero = false, double below = INFINITY, bool is_float = false) {
-    auto read = [=](Options& o, const std::string& text) {
-        char* end = nullptr;
-        double value = strtod(text.c_str(), &end);
-        bool decimal = !text.empty() && text.find_first_not_of("0123456789.eE+-") == std::string::npos && *end == 0;
+    auto fits = [=](double value) {
         double used = is_float ? (double)(float)value : value;
-        if (!decimal || !(used > 0 || (zero && value == 0)) || !(used < below)) { return false; }
-        o.*field = value;
-        return true;
+        return (used > 0 || (zero && value == 0)) && used < below;
     };
-    auto show = [=](const Options& o) { return strprintf("%g", o.*field); };
     std::string takes = zero ? "a finite number, 0 or greater" : "a finite number greater than 0";
     takes += is_float ? ", in the range of float" : "";
-    return {takes + (below < INFINITY ? strprintf(" and less than %g", below) : ""), read, show};
+    return one(field, takes + (below < INFINITY ? strprintf(" and less than %g", below) : ""), decimal(fits));
+}
+static Reader megabytes(std::vector<double> Options::*field) {
+    return several(field, "numbers greater than 0 and at most 1e5, separated by commas",
+                   decimal([](double value) { return value > 0 && value <= 1e5; }));
 }
 
-static bool among(const std::string& text, const std::vector<std::string>& names) {
+static Parser<std::string> text_that(const std::function<bool(const std::string&)>& fits) {
+    return [=](const std::string& text, std::string* value) {
+        *value = text;
+        return fits(text);
+    };
+}
+static Parser<std::string> not_empty() {
+    return text_that([](const std::string& text) { return !text.empty(); });
+}
+static bool is_among(const std::string& text, const std::vector<std::string>& names) {
     return std::find(names.begin(), names.end(), text) != names.end();
 }
-
+static Parser<std::string> among(const std::vector<std::string>& names) {
+    return text_that([=](const std::string& text) { return is_among(text, names); });
+}
 static Reader name(std::string Options::*field, const std::vector<std::string>& names) {
-    auto read = [=](Options& o, const std::string& text) {
-        o.*field = text;
-        return among(text, names);
-    };
-    auto show = [=](const Options& o) { return o.*field; };
-    return {"one of " + join(names, ", "), read, show};
+    return one(field, "one of " + join(names, ", "), among(names));
 }
-
-static Reader names(std::vector<std::string> Options::*field, const std::vector<std::string>& names, bool list,
-                    const char* remark = "") {
-    auto read = [=](Options& o, const std::string& text) {
-        o.*field = list ? split(text) : std::vector<std::string>{text};
-        return std::all_of((o.*field).begin(), (o.*field).end(), [&](auto& item) { return among(item, names); });
-    };
-    auto show = [](const Options&) { return std::string(); };
-    return {(list ? "one or more, separated by commas, of " : "one of ") + join(names, ", ") + remark, read, show};
+static Reader one_name(std::vector<std::string> Options::*field, const std::vector<std::string>& names) {
+    return several(field, "one of " + join(names, ", "), among(names), 1);
 }
+static Reader names(std::vector<std::string> Options::*field, const std::vector<std::string>& names) {
+    return several(field, "one or more, separated by commas, of " + join(names, ", "), among(names));
+}
+static Reader items(std::vector<std::string> Options::*field, const char* example) {  // the command checks them
+    return several(field, std::string("one or more, separated by commas, e.g. ") + example, not_empty());
+}
+static Reader file(std::string Options::*field) { return one(field, "a file name", not_empty()); }
 
 static std::vector<std::string> implementations(std::vector<std::string> names, bool flash) {
     for (const AttentionImpl& impl : attention_impls()) {
-        if ((is_flash(impl) || !flash) && !among(impl.name, names)) { names.push_back(impl.name); }
+        if ((is_flash(impl) || !flash) && !is_among(impl.name, names)) { names.push_back(impl.name); }
     }
     return names;
-}
-
-static Reader items(std::vector<std::string> Options::*field, const char* example) {  // the command checks them
-    auto read = [=](Options& o, const std::string& text) {
-        o.*field = split(text);
-        return !among("", o.*field);
-    };
-    auto show = [](const Options&) { return std::string(); };
-    return {std::string("one or more, separated by commas, e.g. ") + example, read, show};
-}
-
-static Reader file(std::string Options::*field) {
-    auto read = [=](Options& o, const std::string& text) {
-        o.*field = text;
-        return !text.empty();
-    };
-    auto show = [](const Options&) { return std::string(); };
-    return {"a file name", read, show};
 }
 
 static bool is_folder(const std::string& path) {
@@ -282,27 +250,24 @@ static bool can_write_in(const std::string& folder) {
 
 // What a run writes at its end is looked into before it starts.
 static Reader output(std::string Options::*field, const std::string& ending = "") {
-    auto read = [=](Options& o, const std::string& text) {
-        o.*field = text;
+    auto fits = [=](const std::string& text) {
         size_t name = text.size() - std::min(text.size(), ending.size());
         struct stat status;
         bool regular = stat(text.c_str(), &status) != 0 || S_ISREG(status.st_mode);  // or it is not there
         return name > 0 && text.compare(name, ending.size(), ending) == 0 && text.back() != '/' && regular &&
                can_write_in(folder_of(real_name(text)));
     };
-    auto show = [](const Options&) { return std::string(); };
     std::string takes = "a file name" + (ending.empty() ? "" : " that ends in " + ending);
-    return {takes + ", of a new or regular file in a folder that can be written to", read, show};
+    return one(field, takes + ", of a new or regular file in a folder that can be written to", text_that(fits));
 }
 static Reader folder(std::string Options::*field) {
-    auto read = [=](Options& o, const std::string& text) {
-        o.*field = text;
-        while (o.*field != "/" && !(o.*field).empty() && (o.*field).back() == '/') { (o.*field).pop_back(); }
-        bool there = access((o.*field).c_str(), F_OK) == 0;
-        return !text.empty() && can_write_in(there ? o.*field : folder_of(o.*field));
+    auto parse = [](const std::string& text, std::string* value) {
+        *value = text;
+        while (*value != "/" && !value->empty() && value->back() == '/') { value->pop_back(); }
+        bool there = access(value->c_str(), F_OK) == 0;
+        return !text.empty() && can_write_in(there ? *value : folder_of(*value));
     };
-    auto show = [](const Options&) { return std::string(); };
-    return {"a folder that can be written to, or to be made in one", read, show};
+    return one<std::string>(field, "a folder that can be written to, or to be made in one", parse);
 }
 
 struct Option {
@@ -310,6 +275,7 @@ struct Option {
     const char* name;  // on the command line
     Reader reader;
     const char* help;
+    const char* by_default = "";  // where a command's row names none; "": there is none
 };
 
 static const std::vector<Option>& option_table() {
@@ -319,45 +285,49 @@ static const std::vector<Option>& option_table() {
     const char* mode_help =
         "a kernel an operation; fused; fused with FlashAttention (where head size and precision have one)";
     static const std::vector<Option> table = {
-        {"device", "device", name(&Options::device, {"auto", "cpu", "cuda"}), "where to run; auto takes a GPU if any"},
-        {"sizes", "size", names(&Options::size, sizes, true), "the handout's models; all means fewer without a GPU"},
-        {"size", "size", names(&Options::size, sizes, false), "one of the handout's models; without a GPU small"},
+        {"device", "device", name(&Options::device, {"auto", "cpu", "cuda"}), "where to run; auto takes a GPU if any",
+         "auto"},
+        {"sizes", "size", names(&Options::size, sizes), "the handout's models; without a GPU the default may be small",
+         "small,medium,large,xl,2.7B"},
+        {"size", "size", one_name(&Options::size, sizes),
+         "one of the handout's models; without a GPU the default is small"},
         {"d_model", "d_model", whole(&Options::d_model, 1), "width of the model"},
         {"d_ff", "d_ff", whole(&Options::d_ff, 1), "width of the feed-forward layer"},
         {"num_layers", "num_layers", whole(&Options::num_layers, 1), "number of blocks"},
         {"num_heads", "num_heads", whole(&Options::num_heads, 1),
          "number of attention heads; divides d_model where there is one"},
         {"head_size", "head_size", head_size(), "D"},
-        {"vocab_size", "vocab_size", whole(&Options::vocab_size, 1), "number of different tokens"},
-        {"context_length", "context_length", whole(&Options::context_length, 1), "tokens in a sequence"},
-        {"context_lengths", "context_length", wholes(&Options::context_lengths, 1, 1 << 20, ""),
-         "tokens in a sequence"},
-        {"batch_size", "batch_size", whole(&Options::batch_size, 1), "sequences in a batch"},
-        {"warmups", "warmup", wholes(&Options::warmup, 0, 1 << 20, "5"), "untimed steps first; each in its own run"},
-        {"warmup", "warmup", one_whole(&Options::warmup, 0, 1 << 20, "5"), "untimed steps first"},
-        {"steps", "steps", whole(&Options::steps, 1), "steps that are timed, or trained"},
+        {"vocab_size", "vocab_size", whole(&Options::vocab_size, 1), "number of different tokens", "10000"},
+        {"context_length", "context_length", whole(&Options::context_length, 1), "tokens in a sequence", "256"},
+        {"context_lengths", "context_length", wholes(&Options::context_lengths, 1), "tokens in a sequence"},
+        {"batch_size", "batch_size", whole(&Options::batch_size, 1), "sequences in a batch", "4"},
+        {"warmups", "warmup", wholes(&Options::warmup, 0), "untimed steps first; each in its own run", "5"},
+        {"warmup", "warmup", one_whole(&Options::warmup, 0), "untimed steps first", "5"},
+        {"steps", "steps", whole(&Options::steps, 1), "steps that are timed, or trained", "10"},
         {"update_steps", "steps", whole(&Options::steps, 0), "AdamW steps on the batch"},
-        {"precisions", "precision", names(&Options::precision, precisions, true), "bf16, fp16: with autocast's rules"},
-        {"precision", "precision", names(&Options::precision, precisions, false), "bf16, fp16: with autocast's rules"},
-        {"modes", "mode", names(&Options::mode, modes, true), mode_help},
-        {"mode", "mode", names(&Options::mode, modes, false), mode_help},
-        {"seed", "seed", seed_number(), "of all random numbers"},
-        {"format", "format", name(&Options::format, {"md", "csv", "json"}), "of the table"},
-        {"table", "table", name(&Options::table, {"milliseconds", "seconds"}), "unit and shape of the table"},
+        {"precisions", "precision", names(&Options::precision, precisions), "bf16, fp16: with autocast's rules"},
+        {"precision", "precision", one_name(&Options::precision, precisions), "bf16, fp16: with autocast's rules"},
+        {"modes", "mode", names(&Options::mode, modes), mode_help},
+        {"mode", "mode", one_name(&Options::mode, modes), mode_help},
+        {"seed", "seed", seed(), "of all random numbers", "0"},
+        {"format", "format", name(&Options::format, {"md", "csv", "json"}), "of the table", "md"},
+        {"table", "table", name(&Options::table, {"milliseconds", "seconds"}), "unit and shape of the table",
+         "milliseconds"},
         {"data", "data", file(&Options::data), "the text; its bytes are the tokens"},
-        {"val_fraction", "val_fraction", number(&Options::val_fraction, false, 1), "its last part, held out"},
-        {"warmup_steps", "warmup_steps", whole(&Options::warmup_steps, 0), "steps until the learning rate is --lr"},
+        {"val_fraction", "val_fraction", number(&Options::val_fraction, false, 1), "its last part, held out", "0.1"},
+        {"warmup_steps", "warmup_steps", whole(&Options::warmup_steps, 0), "steps until the learning rate is --lr",
+         "20"},
         {"stop_at", "stop_at", whole(&Options::stop_at, 1), "stop after this step, as if interrupted, and --save"},
-        {"log_every", "log_every", whole(&Options::log_every, 1), "steps from one row of the table to the next"},
-        {"lr", "lr", number(&Options::lr, false, INFINITY, true), "learning rate"},
-        {"min_lr", "min_lr", number(&Options::min_lr, true, INFINITY, true), "where its cosine decay ends"},
+        {"log_every", "log_every", whole(&Options::log_every, 1), "steps from one row of the table to the next", "1"},
+        {"lr", "lr", number(&Options::lr, false, INFINITY, true), "learning rate", "0.001"},
+        {"min_lr", "min_lr", number(&Options::min_lr, true, INFINITY, true), "where its cosine decay ends", "0.0001"},
         {"weight_decay", "weight_decay", number(&Options::weight_decay, true, INFINITY, true),
-         "AdamW's decoupled decay"},
-        {"max_grad_norm", "max_grad_norm", number(&Options::max_grad_norm), "gradients are clipped to this norm"},
+         "AdamW's decoupled decay", "0.01"},
+        {"max_grad_norm", "max_grad_norm", number(&Options::max_grad_norm), "gradients are clipped to this norm", "1"},
         {"save", "save", output(&Options::save), "write weights and optimizer state here at the end"},
         {"load", "load", file(&Options::load), "go on from what --save wrote"},
-        {"sample", "sample", whole(&Options::sample, 0), "bytes to write as a continuation"},
-        {"temperature", "temperature", number(&Options::temperature), "of the sampling"},
+        {"sample", "sample", whole(&Options::sample, 0), "bytes to write as a continuation", "200"},
+        {"temperature", "temperature", number(&Options::temperature), "of the sampling", "0.8"},
         {"weights", "weights", file(&Options::weights), "safetensors: the state_dict"},
         {"batch", "batch", file(&Options::batch), "safetensors: tokens and targets [B, T]"},
         {"model_out", "out", output(&Options::out), "safetensors to write: logits, loss, grad.<name> and param.<name>"},
@@ -370,33 +340,37 @@ static const std::vector<Option>& option_table() {
         {"trace", "trace", output(&Options::trace, ".json"), "write what ran when, for Perfetto or chrome://tracing"},
         {"ranges", "range", items(&Options::range, "forward,step/backward/layer/attention"),
          "kernel summaries of these parts of the run"},
-        {"top", "top", whole(&Options::top, 1), "rows of a kernel summary"},
+        {"top", "top", whole(&Options::top, 1), "rows of a kernel summary", "10"},
         {"inputs", "inputs", file(&Options::inputs),
          "safetensors: q, k, v and perhaps do, dL/do; [B, H, S, D] or [B, S, D]"},
         {"impl", "impl", name(&Options::impl, implementations({"auto"}, false)),
-         "which row of the table of implementations"},
+         "which row of the table of implementations", "auto"},
         {"flash_impl", "impl", name(&Options::impl, implementations({"all", "auto"}, true)),
-         "those with tiles; auto: the fastest"},
-        {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs"},
+         "those with tiles; auto: the fastest", "all"},
+        {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs",
+         "2"},
+        {"group_nproc", "nproc", whole(&Options::nproc, 1, 64),
+         "ranks of the one group to measure; groups of 2, 4 and 6 where neither this nor --backend is given", "2"},
         {"backend", "backend", name(&Options::backend, {"auto", "nccl", "gloo"}),
-         "of the collectives; auto takes nccl where every rank has a GPU"},
+         "of the collectives; auto takes nccl where every rank has a GPU", "auto"},
         {"reduce_dtype", "reduce_dtype", name(&Options::reduce_dtype, {"fp32", "bf16"}),
-         "of the gradients as they are sent and reduced; bf16 with --precision bf16"},
-        {"timeout", "timeout", number(&Options::timeout, false, 1e5), "seconds that a rank waits for the others"},
-        {"sizes_mb", "sizes_mb", numbers(&Options::sizes_mb, "1,10,100,1000"), "tensor sizes in MB (1e6 bytes)"},
-        {"bucket_size_mb", "bucket_size_mb", numbers(&Options::bucket_size_mb, "1,10,100,1000"),
-         "bucket sizes in MB (1e6 bytes)"},
-        {"tokens", "tokens", whole(&Options::tokens, 1), "on a device, whose activations are saved for backward"},
-        {"gpu_gb", "gpu_gb", number(&Options::gpu_gb), "memory of a GPU in part (a)"},
-        {"tpu_gb", "tpu_gb", number(&Options::tpu_gb), "memory of a chip in part (b)"},
-        {"tflops", "tflops", number(&Options::tflops), "C, of a chip, in 1e12 FLOP/s"},
-        {"bandwidth_gb", "bandwidth_gb", number(&Options::bandwidth_gb), "W, of a link, in 1e9 bytes/s"},
-        {"fsdp", "fsdp", whole(&Options::fsdp, 1), "X, chips along the FSDP axis"},
-        {"tp", "tp", whole(&Options::tp, 1), "Y, chips along the tensor-parallel axis"},
-        {"links_fsdp", "links_fsdp", whole(&Options::links_fsdp, 1, 3), "M_X, mesh axes of the FSDP traffic"},
-        {"links_tp", "links_tp", whole(&Options::links_tp, 1, 3), "M_Y, mesh axes of the tensor-parallel traffic"},
+         "of the gradients as they are sent and reduced; bf16 with --precision bf16", "fp32"},
+        {"timeout", "timeout", number(&Options::timeout, false, 1e5), "seconds that a rank waits for the others", "60"},
+        {"sizes_mb", "sizes_mb", megabytes(&Options::sizes_mb), "tensor sizes in MB (1e6 bytes)", "1,10,100,1000"},
+        {"bucket_size_mb", "bucket_size_mb", megabytes(&Options::bucket_size_mb), "bucket sizes in MB (1e6 bytes)",
+         "1,10,100,1000"},
+        {"tokens", "tokens", whole(&Options::tokens, 1), "on a device, whose activations are saved for backward",
+         "2048"},
+        {"gpu_gb", "gpu_gb", number(&Options::gpu_gb), "memory of a GPU in part (a)", "80"},
+        {"tpu_gb", "tpu_gb", number(&Options::tpu_gb), "memory of a chip in part (b)", "95"},
+        {"tflops", "tflops", number(&Options::tflops), "C, of a chip, in 1e12 FLOP/s", "460"},
+        {"bandwidth_gb", "bandwidth_gb", number(&Options::bandwidth_gb), "W, of a link, in 1e9 bytes/s", "180"},
+        {"fsdp", "fsdp", whole(&Options::fsdp, 1), "X, chips along the FSDP axis", "16"},
+        {"tp", "tp", whole(&Options::tp, 1), "Y, chips along the tensor-parallel axis", "4"},
+        {"links_fsdp", "links_fsdp", whole(&Options::links_fsdp, 1, 3), "M_X, mesh axes of the FSDP traffic", "2"},
+        {"links_tp", "links_tp", whole(&Options::links_tp, 1, 3), "M_Y, mesh axes of the tensor-parallel traffic", "1"},
         {"rope_theta", "rope_theta", number(&Options::rope_theta, false, INFINITY, true),
-         "base of the rotary embedding"},
+         "base of the rotary embedding", "10000"},
     };
     return table;
 }
@@ -471,8 +445,8 @@ static const Option& find_option(const std::string& key) {
     fail("the command table names an unknown option: %s", key.c_str());
 }
 
-// Adds to app the option that one word of Command::options stands for; its value will go to o, what it takes to
-// `takes`, for messages.
+// Adds to app the option that one word of Command::options stands for. Its default goes to o at once, its value will;
+// what it takes goes to `takes`, for messages.
 static void add_option(CLI::App& app, const std::string& word, Options& o, std::map<std::string, std::string>& takes) {
     for (const Flag& flag : flag_table) {
         if (word != flag.name) { continue; }
@@ -486,9 +460,12 @@ static void add_option(CLI::App& app, const std::string& word, Options& o, std::
     const std::string key = word.substr(0, end);
     const Option& option = find_option(key);
     takes[std::string("--") + option.name] = option.reader.takes;
-    std::string by_default = word.compare(end, 1, "=") == 0 ? word.substr(end + 1) : option.reader.show(o);
+    const std::string by_default = word.compare(end, 1, "=") == 0 ? word.substr(end + 1) : option.by_default;
+    if (!by_default.empty() && !option.reader.read(o, by_default)) {
+        fail("the command table: --%s does not take its default '%s'", option.name, by_default.c_str());
+    }
     std::string help = std::string(option.help) + ": " + option.reader.takes +
-                       (by_default.empty() || required ? "" : " (default " + by_default + ")");
+                       (by_default.empty() ? "" : " (default " + by_default + ")");
     auto read = [&o, &option](const std::string& text) {
         if (!option.reader.read(o, text)) {
             usage_error("--%s: got '%s', takes %s", option.name, text.c_str(), option.reader.takes.c_str());
@@ -575,7 +552,7 @@ static std::string parse_options(const Command& command, const std::vector<std::
         }
     }
     // Do the sizes fit each other? Asked before a device is chosen and announced.
-    if (app.get_option_no_throw("--size")) { configs_of(o, ""); }
+    if (app.get_option_no_throw("--size")) { configs_of(o); }
     try_outputs(outputs);
     return "";
 }

@@ -24,6 +24,7 @@
 #include <cxxabi.h>
 #include <fcntl.h>
 #include <malloc.h>
+#include <nlohmann/json.hpp>
 #include <omp.h>
 #include <poll.h>
 #include <sys/file.h>
@@ -110,11 +111,12 @@ static bool steers(int code) {
     return code < 0x20 || (code >= 0x7f && code < 0xa0) || code == 0x61c || code == 0x200e || code == 0x200f ||
            (code >= 0x2028 && code <= 0x202e) || (code >= 0x2066 && code <= 0x2069);
 }
-std::string one_line(const std::string& text) {
+// Bytes that are not UTF-8, and characters of which `is_bad` is true, as \xNN.
+static std::string escaped(const std::string& text, bool (*is_bad)(int code)) {
     std::string line;
     for (size_t i = 0; i < text.size();) {
         Character c = character_at(text, i);
-        if (c.code >= 0 && !steers(c.code)) {
+        if (c.code >= 0 && !is_bad(c.code)) {
             line.append(text, i, c.bytes);
         } else {
             for (int k = 0; k < c.bytes; k++) { line += strprintf("\\x%02x", (unsigned char)text[i + k]); }
@@ -123,6 +125,7 @@ std::string one_line(const std::string& text) {
     }
     return line;
 }
+std::string one_line(const std::string& text) { return escaped(text, steers); }
 
 static bool environment_is_1(const char* name) {
     const char* value = getenv(name);
@@ -822,22 +825,9 @@ void note(const char* format, ...) {
 
 // As JSON defines numbers: neither "nan" nor "007" is one.
 static bool is_number(const std::string& cell) {
-    const char* p = cell.c_str();
-    auto digits = [&p] {
-        const char* start = p;
-        while (isdigit((unsigned char)*p)) { p++; }
-        return p > start;
-    };
-    p += *p == '-';
-    bool leading_zero = p[0] == '0' && isdigit((unsigned char)p[1]);
-    if (leading_zero || !digits()) { return false; }
-    if (*p == '.' && (p++, !digits())) { return false; }
-    if (*p == 'e' || *p == 'E') {
-        p++;
-        p += *p == '+' || *p == '-';
-        if (!digits()) { return false; }
-    }
-    return p == cell.c_str() + cell.size();
+    bool no_space =
+        !cell.empty() && (isdigit((unsigned char)cell[0]) || cell[0] == '-') && isdigit((unsigned char)cell.back());
+    return no_space && nlohmann::json::accept(cell);
 }
 
 // Columns on the screen, if each code point takes one: all bytes of UTF-8 but continuation bytes.
@@ -883,24 +873,6 @@ static std::string quote_csv(const std::string& value) {
     return text + "\"";
 }
 
-std::string quote_json(const std::string& value) {
-    std::string text = "\"";
-    for (size_t i = 0; i < value.size();) {
-        Character c = character_at(value, i);
-        if (c.code == '"' || c.code == '\\') {
-            text += strprintf("\\%c", c.code);
-        } else if (c.code < 0) {  // JSON has no way to say it
-            text += strprintf("\\\\x%02x", (unsigned char)value[i]);
-        } else if (steers(c.code)) {
-            text += strprintf("\\u%04x", c.code);
-        } else {
-            text.append(value, i, c.bytes);
-        }
-        i += c.bytes;
-    }
-    return text + "\"";
-}
-
 std::string oom_cell(size_t bytes) { return strprintf("OOM (%.1f GiB)", to_gib(bytes)); }
 
 // f of each cell, with commas between
@@ -917,14 +889,51 @@ static std::string format_csv(const Table& table) {
     return text;
 }
 
-static std::string format_json(const Table& table) {
-    std::string text = "{\"caption\": " + quote_json(table.caption) + ", \"columns\": [" +
-                       join_cells(table.columns, quote_json, ", ") + "], \"rows\": [";
-    for (size_t i = 0; i < table.rows.size(); i++) {
-        auto value = [](const std::string& cell) { return is_number(cell) ? cell : quote_json(cell); };
-        text += (i ? ", [" : "[") + join_cells(table.rows[i], value, ", ") + "]";
+// The table of format_csv's text.
+Table read_csv(const std::string& text) {
+    Table table;
+    std::istringstream lines(text);
+    for (std::string line; std::getline(lines, line);) {
+        if (table.columns.empty() && line.compare(0, 2, "# ") == 0) {
+            table.caption = line.substr(2);
+            continue;
+        }
+        std::vector<std::string> cells = {""};
+        bool quoted = false;
+        for (size_t i = 0; i < line.size(); i++) {
+            bool quote = line[i] == '"';
+            if (quote && quoted && line[i + 1] == '"') {
+                cells.back() += line[++i];
+            } else if (quote) {
+                quoted = !quoted;
+            } else if (line[i] == ',' && !quoted) {
+                cells.emplace_back();
+            } else {
+                cells.back() += line[i];
+            }
+        }
+        if (table.columns.empty()) {
+            table.columns = cells;
+        } else {
+            table.rows.push_back(cells);
+        }
     }
-    return text + "]}\n";
+    return table;
+}
+
+static std::string format_json(const Table& table) {
+    using nlohmann::ordered_json;
+    auto text = [](const std::string& cell) { return escaped(cell, [](int) { return false; }); };
+    ordered_json json = {
+        {"caption", text(table.caption)}, {"columns", ordered_json::array()}, {"rows", ordered_json::array()}};
+    for (const std::string& column : table.columns) { json["columns"].push_back(text(column)); }
+    for (const auto& row : table.rows) {
+        json["rows"].push_back(ordered_json::array());
+        for (const std::string& cell : row) {
+            json["rows"].back().push_back(is_number(cell) ? ordered_json::parse(cell) : ordered_json(text(cell)));
+        }
+    }
+    return json.dump(-1, ' ', true) + "\n";  // in ASCII: nothing in it steers a terminal
 }
 
 std::string format_table(const Table& table, const std::string& format) {
@@ -957,19 +966,18 @@ void print(const Table& table, const std::string& format) {
     printed.push_back(table);
 }
 std::string format_answers(const std::vector<Answer>& answers, const std::string& format) {
-    std::string text = format == "json" ? "{\"answers\": {" : "";
-    for (size_t i = 0; i < answers.size(); i++) {
-        const Answer& a = answers[i];
+    std::string text;
+    nlohmann::ordered_json json;
+    for (const Answer& a : answers) {
         std::string part = a.part.empty() ? "" : "(" + a.part + ")";
-        if (format == "json") {
-            text += (i ? ", " : "") + quote_json(a.part) + ": " + quote_json(a.text);
-        } else if (format == "csv") {
+        json["answers"][a.part] = a.text;
+        if (format == "csv") {
             text += "# " + part + (part.empty() ? "" : " ") + a.text + "\n";
         } else {
-            text += (i ? "\n" : "") + (part.empty() ? "" : "**" + part + "** ") + a.text + "\n";
+            text += (text.empty() ? "" : "\n") + (part.empty() ? "" : "**" + part + "** ") + a.text + "\n";
         }
     }
-    return text + (format == "json" ? "}}\n" : "");
+    return format == "json" ? json.dump(-1, ' ', true) + "\n" : text;
 }
 void print(const std::vector<Answer>& answers, const std::string& format) {
     if (!answers.empty()) { print_text(format_answers(answers, format), format); }

@@ -237,27 +237,25 @@ std::string snapshot_pickle(const std::vector<MemoryEvent>& log) {
 // ---------------------------------------------------------------------------------------------------------------------
 // memory_profiling: one forward pass, or one step, of a model that has run before, with the log on
 
-struct Profile {
+struct Profile : Attempt {
     ModelConfig config;
     Precision precision;
     int T;
     Phase phase;
-    bool ran = false;
-    size_t predicted = 0, peak = 0, peak_by[CATEGORIES] = {}, card = 0;  // bytes
+    size_t peak = 0, peak_by[CATEGORIES] = {}, card = 0;  // bytes
     std::vector<MemoryEvent> log = {};
 };
 
 static const char* name_of(Phase phase) { return phase == FORWARD ? "forward" : "step"; }
 
 static Profile profile_memory(const ModelConfig& c, Precision precision, int B, int T, Phase phase, uint64_t seed) {
-    Profile r{c, precision, T, phase};
+    Profile r{{}, c, precision, T, phase};
     Device device = context.device;
     context.precision = precision;
     progress("%s, context length %d, %s, %s", c.name.c_str(), T, name_of(precision), name_of(phase));
-    r.predicted = predicted_peak(c, B, T, phase);
+    r.needs = predicted_peak(c, B, T, phase);
     give_back_cached_memory();  // so that the card's use is this run's
-    if (r.predicted > available_memory(device)) { return r; }
-    try {
+    r.run([&] {
         Model model = random_model(c, seed);
         Batch batch = random_batch(B, T, c.vocab_size, seed);
         LossScaler scaler;
@@ -269,9 +267,9 @@ static Profile profile_memory(const ModelConfig& c, Precision precision, int B, 
         r.log = stop_memory_log();
         synchronize();
         r.card = gpu_memory_used();
-    } catch (const OutOfMemory&) {
+    });
+    if (!r.ran) {
         stop_memory_log();
-        clear_tape();
         return r;
     }
     const MemoryUse& use = memory_use(device);
@@ -280,14 +278,13 @@ static Profile profile_memory(const ModelConfig& c, Precision precision, int B, 
     if (peak_of(r.log) != r.peak) {
         fail("memory_profiling: the log's peak is %zu bytes, the allocator's %zu", peak_of(r.log), r.peak);
     }
-    r.ran = true;
     return r;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Its tables, (b) to (e) as the handout counts
 
-static std::string peak_cell(const Profile& r) { return r.ran ? mib(r.peak) : oom_cell(r.predicted); }
+static std::string peak_cell(const Profile& r) { return r.cell(mib(r.peak)); }
 
 // profiles: for each configuration the forward, then the step
 static Table peak_table(const std::vector<Profile>& profiles, Precision precision, const std::string& caption) {
@@ -303,7 +300,7 @@ static Table peak_table(const std::vector<Profile>& profiles, Precision precisio
         std::vector<std::string> row = {forward.config.name, std::to_string(forward.T), peak_cell(forward),
                                         peak_cell(step)};
         for (const Profile* r : {&forward, &step}) {
-            if (!meta) { row.push_back(mib(r->predicted)); }
+            if (!meta) { row.push_back(mib(r->needs)); }
         }
         for (const Profile* r : {&forward, &step}) {
             if (card) { row.push_back(r->ran ? mib(r->card) : ""); }
@@ -329,7 +326,7 @@ static Table category_table(const std::vector<Profile>& profiles, const std::str
     return table;
 }
 
-// Of each weight that is multiplied with autocast makes a copy of 2 bytes an element; not so the fused modes in bf16,
+// Autocast copies each weight that is multiplied with, at 2 bytes per element. The fused modes in bf16 need no copies,
 // see WeightForm.
 static Table difference_table(const std::vector<Profile>& profiles, Precision from, Precision to) {
     Table table{strprintf("memory_profiling (c): what %s adds to %s's peak (MiB)", name_of(to), name_of(from)),
@@ -401,48 +398,41 @@ static Table largest_table(const std::vector<Profile>& profiles, int rows) {
     return table;
 }
 
-struct MemoryPlan {
-    std::vector<ModelConfig> configs;
-    std::vector<Precision> precisions;
-    std::vector<int> lengths;
-    int B;
-    std::string caption;
-};
-
-static void write_pictures(const Profile& r, const MemoryPlan& p, const std::string& folder) {
-    bool several = p.configs.size() * p.precisions.size() * p.lengths.size() > 1 || context.device == CPU;
+static void write_pictures(const Profile& r, const Plan& p, const std::string& caption) {
+    bool several = p.configs.size() * p.precisions.size() * p.o.context_lengths.size() > 1 || context.device == CPU;
     std::string which = several ? strprintf("_%s_%d_%s", r.config.name.c_str(), r.T, name_of(r.precision)) : "";
     std::string name = std::string(name_of(r.phase)) + which;
     std::string title =
         strprintf("Memory of %s: %s, context length %d, %s", r.phase == FORWARD ? "a forward pass" : "a training step",
                   r.config.name.c_str(), r.T, name_of(r.precision));
-    save_file(folder + "/timeline_" + name + ".svg", memory_timeline(r.log, title, p.caption, context.device != META));
-    save_file(folder + "/snapshot_" + name + ".pickle", snapshot_pickle(r.log));
+    save_file(p.o.out + "/timeline_" + name + ".svg", memory_timeline(r.log, title, caption, context.device != META));
+    save_file(p.o.out + "/snapshot_" + name + ".pickle", snapshot_pickle(r.log));
 }
 
-static std::vector<Profile> profile_all(const Options& o, const MemoryPlan& p) {
+// Prints the peaks and, with_details, the other tables. how: what was measured, for the captions.
+static void profile_all(const Plan& p, const std::string& how, bool with_details) {
+    std::string caption = strprintf("mode %s, batch %d, vocabulary %d; %s; %s", caption_of(context.mode).c_str(),
+                                    p.o.batch_size, p.configs[0].vocab_size, how.c_str(), p.origin().c_str());
     std::vector<Profile> profiles;
     for (const ModelConfig& c : p.configs) {
         for (Precision precision : p.precisions) {
-            for (int T : p.lengths) {
+            for (int T : p.o.context_lengths) {
                 for (Phase phase : {FORWARD, STEP}) {
-                    profiles.push_back(profile_memory(c, precision, p.B, T, phase, o.seed));
-                    if (!o.out.empty() && profiles.back().ran) { write_pictures(profiles.back(), p, o.out); }
+                    profiles.push_back(profile_memory(c, precision, p.o.batch_size, T, phase, p.o.seed));
+                    if (!p.o.out.empty() && profiles.back().ran) { write_pictures(profiles.back(), p, caption); }
                 }
             }
         }
     }
-    for (Precision precision : p.precisions) { print(peak_table(profiles, precision, p.caption), o.format); }
-    return profiles;
-}
-
-static void print_details(const Options& o, const MemoryPlan& p, const std::vector<Profile>& profiles) {
-    print(category_table(profiles, p.caption), o.format);
+    const std::string& format = p.o.format;
+    for (Precision precision : p.precisions) { print(peak_table(profiles, precision, caption), format); }
+    if (!with_details) { return; }
+    print(category_table(profiles, caption), format);
     for (size_t i = 1; i < p.precisions.size(); i++) {
-        print(difference_table(profiles, p.precisions[0], p.precisions[i]), o.format);
+        print(difference_table(profiles, p.precisions[0], p.precisions[i]), format);
     }
-    print(residual_table(profiles, p.B), o.format);
-    print(largest_table(profiles, 8), o.format);
+    print(residual_table(profiles, p.o.batch_size), format);
+    print(largest_table(profiles, 8), format);
 }
 
 int cmd_memory_profiling(const Options& o) {
@@ -451,39 +441,27 @@ int cmd_memory_profiling(const Options& o) {
     if (!o.out.empty() && mkdir(o.out.c_str(), 0777) != 0 && errno != EEXIST) {
         fail("--out %s: %s", o.out.c_str(), strerror(errno));
     }
-    context.mode = o.mode.empty() ? EAGER : mode_from(o.mode[0]);
-    bool small = o.quick && device == CUDA;
-    MemoryPlan p{configs_of(o, small ? "small" : "2.7B"), {}, o.context_lengths, o.batch_size, ""};
-    for (const std::string& name : o.precision.empty() ? std::vector<std::string>{"fp32", "bf16"} : o.precision) {
-        p.precisions.push_back(precision_from(name));
+    Plan p{o};
+    if (o.quick && device == CUDA) {
+        p.shrink_size();
+        p.shrink("context_length", &Options::context_lengths, {128});
     }
-    for (const ModelConfig& c : p.configs) {
-        for (Precision precision : p.precisions) { check_mode(c, context.mode, precision); }
-    }
-    if (p.lengths.empty()) { p.lengths = small ? std::vector<int>{128} : std::vector<int>{128, 256, 512}; }
-    auto caption = [&](const char* how) {
-        return strprintf("mode %s, batch %d, vocabulary %d; %s; %s; commit %s", caption_of(context.mode).c_str(), p.B,
-                         p.configs[0].vocab_size, how, device_description().c_str(), commit().c_str());
-    };
+    p.choose_models();
+    context.mode = p.modes[0];
     if (device == CUDA) {
         std::string how = strprintf("the second run of each phase; %s MiB of the card in use before the model",
                                     mib(gpu_memory_used()).c_str());
-        p.caption = caption(how.c_str()) + (small ? "; scaled down: size small, context length 128" : "");
-        print_details(o, p, profile_all(o, p));
+        profile_all(p, how, true);
         return 0;
     }
     {
         Planning planning;
-        p.caption = caption("predicted: every allocation counted, nothing computed");
-        print_details(o, p, profile_all(o, p));
+        profile_all(p, "predicted: every allocation counted, nothing computed", true);
     }
     // So small that it runs at once: what is predicted is what then happens.
     p.configs = {{"tiny", 256, 1024, 2, 4, 1000}};
-    p.lengths = {64};
-    p.B = 2;
-    p.caption = caption(
-        "really run, second run of each phase; scaled down: 2 layers, d_model 256, d_ff 1024, 4 heads, "
-        "context length 64");
-    profile_all(o, p);
+    p.o.context_lengths = {64}, p.o.batch_size = 2;
+    p.note_smaller("2 layers, d_model 256, d_ff 1024, 4 heads, context length 64");
+    profile_all(p, "really run, second run of each phase", false);
     return 0;
 }

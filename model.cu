@@ -1100,27 +1100,3 @@ void check_mode(const ModelConfig& c, Mode mode, Precision precision) {
     if (mode == EAGER && context.recompute) { usage_error("--recompute: takes mode fused or flash; eager keeps all"); }
 }
 std::string caption_of(Mode mode) { return name_of(mode) + std::string(context.recompute ? ", recompute" : ""); }
-
-std::vector<ModelConfig> configs_of(const Options& o, const std::string& by_default) {
-    std::vector<ModelConfig> configs;
-    if (o.d_model || o.d_ff || o.num_layers || o.num_heads) {
-        ModelConfig c = model_sizes[0];
-        c.name = "custom";
-        if (o.d_model) { c.d_model = o.d_model; }
-        if (o.d_ff) { c.d_ff = o.d_ff; }
-        if (o.num_layers) { c.num_layers = o.num_layers; }
-        if (o.num_heads) { c.num_heads = o.num_heads; }
-        configs = {c};
-    } else {
-        for (const ModelConfig& c : model_sizes) {
-            bool wanted = o.size.empty() ? by_default.empty() || by_default == c.name
-                                         : std::count(o.size.begin(), o.size.end(), c.name) > 0;
-            if (wanted) { configs.push_back(c); }
-        }
-    }
-    for (ModelConfig& c : configs) {
-        c.vocab_size = o.vocab_size;
-        check_config(c);
-    }
-    return configs;
-}

@@ -4,6 +4,11 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <fstream>
+
+#include <nlohmann/json.hpp>
+
+using Json = nlohmann::ordered_json;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernel names. The first rule whose pattern occurs in the name holds.
@@ -191,14 +196,26 @@ std::vector<KernelSummary> kernel_summary(const Trace& trace, const std::string&
 constexpr size_t TRACE_FILE_BYTES = 95000000;  // viewers in a browser become slow with more
 constexpr int64_t DAY = 86400LL * 1000000000;  // ns
 
-static std::string microseconds(int64_t ns) { return strprintf("%lld.%03d", (long long)(ns / 1000), (int)(ns % 1000)); }
-static std::string slice(const char* category, const std::string& name, int pid, int tid, int64_t start, int64_t ns) {
-    return strprintf("{\"ph\":\"X\",\"cat\":\"%s\",\"name\":%s,\"pid\":%d,\"tid\":%d,\"ts\":%s,\"dur\":%s", category,
-                     quote_json(name).c_str(), pid, tid, microseconds(start).c_str(), microseconds(ns).c_str());
+static std::string text_of(const Json& json) { return json.dump(-1, ' ', true, Json::error_handler_t::replace); }
+static double microseconds(int64_t ns) { return (double)ns / 1e3; }
+static std::string slice(const char* category, const std::string& name, int pid, int tid, int64_t start, int64_t ns,
+                         const Json& args) {
+    return text_of({{"ph", "X"},
+                    {"cat", category},
+                    {"name", name},
+                    {"pid", pid},
+                    {"tid", tid},
+                    {"ts", microseconds(start)},
+                    {"dur", microseconds(ns)},
+                    {"args", args}});
 }
 static std::string label(const char* what, int pid, int tid, const std::string& name) {
-    return strprintf("{\"ph\":\"M\",\"name\":\"%s\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":%s}}", what, pid, tid,
-                     quote_json(name).c_str());
+    return text_of({{"ph", "M"}, {"name", what}, {"pid", pid}, {"tid", tid}, {"args", {{"name", name}}}});
+}
+// The events are dumped one by one: as a single value a large file would take ten times its size.
+static void save_trace(const std::string& path, const std::vector<std::string>& events, const Json& other) {
+    save_file(path, "{\"displayTimeUnit\":\"ns\",\"traceEvents\":[\n" + join(events, ",\n") +
+                        "\n],\"otherData\":" + text_of(other) + "}\n");
 }
 
 // Rows of the timeline. A row's slices have to nest, so where work of one stream overlaps it gets another row.
@@ -214,15 +231,51 @@ struct Rows {
     }
 };
 
+struct TraceEvent {
+    int64_t time;
+    std::string text;
+};
+static Json args_of(const TracedWork& w, const std::string& path) {
+    Json args = {{"range", path}, {"correlation", w.correlation}};
+    if (w.grid[0] == 0) {
+        args["bytes"] = w.bytes;
+        return args;
+    }
+    args["grid"] = strprintf("%d x %d x %d", w.grid[0], w.grid[1], w.grid[2]);
+    args["block"] = strprintf("%d x %d x %d", w.block[0], w.block[1], w.block[2]);
+    args["registers"] = w.registers;
+    args["shared memory (bytes)"] = w.shared_bytes;
+    args["class"] = kernel_class(w.name).name;
+    return args;
+}
+static void add_events(const Trace& trace, int rank, int64_t midnight, std::map<int, int>& threads, Rows& rows,
+                       std::vector<TraceEvent>& events) {
+    std::vector<std::string> paths = range_paths(trace);
+    for (size_t i = 0; i < trace.ranges.size(); i++) {
+        const TracedRange& r = trace.ranges[i];
+        int tid = threads.emplace(r.thread, (int)threads.size() + 1).first->second;
+        events.push_back({r.start, slice("range", *r.name ? r.name : "(unnamed)", rank, tid, r.start - midnight,
+                                         r.end - r.start, {{"path", paths[i]}})});
+    }
+    for (const TracedWork& w : trace.work) {
+        int tid = rows.row_of(strprintf("stream %u", w.stream), w.start, w.end, 1000);
+        events.push_back(
+            {w.start, slice(w.grid[0] > 0 ? "kernel" : "copy", short_kernel_name(w.name), rank, tid, w.start - midnight,
+                            w.end - w.start, args_of(w, w.range < 0 ? "" : paths[w.range]))});
+    }
+    for (const TracedMemory& m : trace.memory) {
+        events.push_back({m.time, text_of({{"ph", "C"},
+                                           {"name", "memory"},
+                                           {"pid", rank},
+                                           {"ts", microseconds(m.time - midnight)},
+                                           {"args", {{"bytes held", m.bytes}}}})});
+    }
+}
+
 void write_trace(const std::string& path, const std::vector<Trace>& traces, const std::string& caption) {
     const char* rank_text = getenv("RANK");
     int rank = rank_text ? atoi(rank_text) : 0;
-    struct Event {
-        int64_t time;
-        std::string text;
-    };
-    std::vector<Event> events;
-    std::vector<std::string> head = {label("process_name", rank, 0, strprintf("rank %d", rank))};
+    std::vector<TraceEvent> events;
     std::map<int, int> threads;  // the system's number -> ours
     Rows rows;
     size_t dropped = 0, left_out = 0, bytes = 0;
@@ -236,60 +289,47 @@ void write_trace(const std::string& path, const std::vector<Trace>& traces, cons
     for (const Trace& trace : traces) {
         dropped += trace.dropped, left_out += trace.left_out;
         no_kernels = trace.no_kernels;
-        std::vector<std::string> paths = range_paths(trace);
-        for (size_t i = 0; i < trace.ranges.size(); i++) {
-            const TracedRange& r = trace.ranges[i];
-            int tid = threads.emplace(r.thread, (int)threads.size() + 1).first->second;
-            events.push_back({r.start, slice("range", *r.name ? r.name : "(unnamed)", rank, tid, r.start - midnight,
-                                             r.end - r.start) +
-                                           ",\"args\":{\"path\":" + quote_json(paths[i]) + "}}"});
-        }
-        for (const TracedWork& w : trace.work) {
-            int tid = rows.row_of(strprintf("stream %u", w.stream), w.start, w.end, 1000);
-            std::string args = strprintf("\"range\":%s,\"correlation\":%u",
-                                         quote_json(w.range < 0 ? "" : paths[w.range]).c_str(), w.correlation);
-            if (w.grid[0] > 0) {
-                args += strprintf(
-                    ",\"grid\":\"%d x %d x %d\",\"block\":\"%d x %d x %d\",\"registers\":%d"
-                    ",\"shared memory (bytes)\":%d,\"class\":\"%s\"",
-                    w.grid[0], w.grid[1], w.grid[2], w.block[0], w.block[1], w.block[2], w.registers, w.shared_bytes,
-                    kernel_class(w.name).name);
-            } else {
-                args += strprintf(",\"bytes\":%lld", (long long)w.bytes);
-            }
-            events.push_back({w.start, slice(w.grid[0] > 0 ? "kernel" : "copy", short_kernel_name(w.name), rank, tid,
-                                             w.start - midnight, w.end - w.start) +
-                                           ",\"args\":{" + args + "}}"});
-        }
-        for (const TracedMemory& m : trace.memory) {
-            events.push_back({m.time, strprintf("{\"ph\":\"C\",\"name\":\"memory\",\"pid\":%d,\"ts\":%s,\"args\":"
-                                                "{\"bytes held\":%zu}}",
-                                                rank, microseconds(m.time - midnight).c_str(), m.bytes)});
-        }
+        add_events(trace, rank, midnight, threads, rows, events);
     }
-    std::stable_sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.time < b.time; });
+    std::stable_sort(events.begin(), events.end(),
+                     [](const TraceEvent& a, const TraceEvent& b) { return a.time < b.time; });
+    std::vector<std::string> texts = {label("process_name", rank, 0, strprintf("rank %d", rank))};
     for (const auto& [system, tid] : threads) {
-        head.push_back(label("thread_name", rank, tid, strprintf("CPU thread %d", system)));
+        texts.push_back(label("thread_name", rank, tid, strprintf("CPU thread %d", system)));
     }
     for (const auto& [name, row] : rows.rows) {
-        head.push_back(label("thread_name", rank, row.first, name.first + (name.second ? ", overlapping" : "")));
+        texts.push_back(label("thread_name", rank, row.first, name.first + (name.second ? ", overlapping" : "")));
     }
-    std::string text = "{\"displayTimeUnit\":\"ns\",\"traceEvents\":[\n";
-    for (size_t i = 0; i < head.size(); i++) { text += (i ? ",\n" : "") + head[i]; }
-    for (const Event& event : events) {
+    for (TraceEvent& event : events) {
         bytes += event.text.size() + 2;
         if (bytes > TRACE_FILE_BYTES) {  // and all that comes later
             left_out++;
         } else {
-            text += ",\n" + event.text;
+            texts.push_back(std::move(event.text));
         }
     }
-    text += strprintf(
-        "\n],\"otherData\":{\"caption\":%s,\"times\":\"microseconds since midnight, UTC\","
-        "\"kernels\":%s,\"records dropped by CUPTI\":\"%zu\",\"events left out\":\"%zu\"}}\n",
-        quote_json(caption).c_str(), quote_json(no_kernels.empty() ? "traced" : no_kernels).c_str(), dropped, left_out);
-    save_file(path, text);
+    save_trace(path, texts,
+               {{"caption", caption},
+                {"times", "microseconds since midnight, UTC"},
+                {"kernels", no_kernels.empty() ? "traced" : no_kernels},
+                {"records dropped by CUPTI", std::to_string(dropped)},
+                {"events left out", std::to_string(left_out)}});
     if (left_out > 0) { note("%s: the last %zu events are left out, it would be too large", path.c_str(), left_out); }
+}
+
+void merge_traces(const std::string& path, const std::vector<std::string>& files_of_ranks) {
+    std::vector<std::string> events;
+    Json other;  // rank 0's
+    for (size_t r = 0; r < files_of_ranks.size(); r++) {
+        std::ifstream file(files_of_ranks[r]);
+        const Json part = Json::parse(file, nullptr, false);
+        if (!part.contains("traceEvents") || !part.contains("otherData")) {
+            fail("%s: not there; are rank %zu's files elsewhere?", files_of_ranks[r].c_str(), r);
+        }
+        for (const Json& event : part["traceEvents"]) { events.push_back(text_of(event)); }
+        if (r == 0) { other = part["otherData"]; }
+    }
+    save_trace(path, events, other);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -306,9 +346,7 @@ static const std::vector<Part> parts = {
     {"step", STEP, {"step"}},
 };
 
-struct Profiled {
-    bool ran = false;
-    size_t needs = 0;  // bytes, predicted
+struct Profiled : Attempt {
     Stats untraced{}, traced{};
     Trace trace;
 };
@@ -318,54 +356,44 @@ struct ModelProfile {
     Profiled phase[STEP + 1];  // FORWARD and STEP
 };
 
-struct ProfilePlan {
-    std::vector<ModelConfig> configs;
-    std::vector<int> lengths;
-    int B, warmup, steps;
-    std::string scaled_down, setting;         // setting: precision and mode
-    int passes() const { return steps + 1; }  // in a trace: one more, first, is not timed
-};
-static ProfilePlan profile_plan(const Options& o) {
-    bool cpu = context.device == CPU, small = o.quick || cpu;
-    ProfilePlan p{configs_of(o, small ? "small" : ""), o.context_lengths, o.batch_size, 2, 5, "", ""};
-    std::vector<std::string> smaller;
-    if (small && o.size.empty() && p.configs[0].name != "custom") {
-        smaller.push_back("size small instead of all five");
+static Plan plan_of(const Options& o) {
+    Plan p{o};
+    bool cpu = context.device == CPU;
+    if (cpu || o.quick) {
+        p.shrink_size();
+        p.shrink("context_length", &Options::context_lengths, {cpu && o.quick ? 32 : 128});
+        p.shrink("batch_size", &Options::batch_size, cpu ? 1 : o.batch_size);
+        p.shrink("warmup", &Options::warmup, {1});
+        p.shrink("steps", &Options::steps, 2);
     }
-    if (p.lengths.empty()) {
-        p.lengths = small ? std::vector<int>{o.quick && cpu ? 32 : 128} : std::vector<int>{128, 256, 512, 1024};
-        if (small) { smaller.push_back(strprintf("context length %d instead of 128 to 1024", p.lengths[0])); }
-    }
-    if (cpu && !o.has("batch_size")) {
-        p.B = 1;
-        smaller.push_back(strprintf("batch 1 instead of %d", o.batch_size));
-    }
-    if (small) { p.warmup = 1, p.steps = 2; }
-    if (!o.warmup.empty()) { p.warmup = o.warmup[0]; }
-    if (o.has("steps")) { p.steps = o.steps; }
-    p.scaled_down = join(smaller, ", ");
+    p.choose_models();
     return p;
 }
-static std::string profile_caption(const ProfilePlan& p, const std::string& what) {
-    std::string text = strprintf("nsys_profile %s; %s; batch %d, vocabulary %d, %d warmup, %d step; %s; commit %s",
-                                 what.c_str(), p.setting.c_str(), p.B, p.configs[0].vocab_size, p.warmup, p.steps,
-                                 device_description().c_str(), commit().c_str());
-    if (context.device == CPU) { text += "; no kernels on a CPU: ranges of operations, timed by the clock"; }
-    return p.scaled_down.empty() ? text : text + "; scaled down: " + p.scaled_down;
+static int passes_of(const Plan& p) { return p.o.steps + 1; }  // in a trace: one more, first, is not timed
+static std::string profile_caption(const Plan& p, const std::string& setting, const std::string& what) {
+    const char* how = context.device == CPU ? "no kernels on a CPU: ranges of operations, timed by the clock; " : "";
+    return strprintf("nsys_profile %s; %s; batch %d, vocabulary %d, %d warmup, %d step; %s%s", what.c_str(),
+                     setting.c_str(), p.o.batch_size, p.o.vocab_size, p.o.warmup[0], p.o.steps, how,
+                     p.origin().c_str());
+}
+// Of the tables of one precision and mode.
+static std::string profile_caption(const Plan& p, const std::string& what) {
+    return profile_caption(p, strprintf("precision %s, mode %s", name_of(context.precision), name_of(context.mode)),
+                           what);
 }
 
-static void profile_phase(Profiled& r, Phase phase, Model& model, const Batch& batch, const ProfilePlan& p) {
+static void profile_phase(Profiled& r, Phase phase, Model& model, const Batch& batch, const Plan& p) {
     LossScaler scaler;
     auto pass = [&] {
         if (phase == FORWARD) { return run_phase(phase, model, batch, scaler); }
         Range range("step");
         run_phase(phase, model, batch, scaler);
     };
-    int half = (p.steps + 1) / 2;  // untraced before, and as many after: a machine's speed wanders
-    std::vector<double> untraced = time_ms(p.warmup, half, pass), traced;
+    int half = (p.o.steps + 1) / 2;  // untraced before, and as many after: a machine's speed wanders
+    std::vector<double> untraced = time_ms(p.o.warmup[0], half, pass), traced;
     start_tracing();
     try {
-        traced = time_ms(1, p.steps, pass);
+        traced = time_ms(1, p.o.steps, pass);
     } catch (...) {
         stop_tracing();
         throw;
@@ -376,25 +404,24 @@ static void profile_phase(Profiled& r, Phase phase, Model& model, const Batch& b
     r.untraced = stats_of(untraced), r.traced = stats_of(traced);
     r.trace = std::move(trace);
     if (context.device == CPU) { r.trace.work = work_of_ranges(r.trace); }
-    r.ran = true;
 }
-static ModelProfile profile_model(const ModelConfig& c, int T, const ProfilePlan& p, uint64_t seed) {
+static ModelProfile profile_model(const ModelConfig& c, int T, const Plan& p) {
     ModelProfile r{c, T, {}};
-    for (Phase phase : {FORWARD, STEP}) { r.phase[phase].needs = predicted_peak(c, p.B, T, phase); }
-    try {
-        Model model;
-        Batch batch;
-        for (Phase phase : {FORWARD, STEP}) {
-            size_t held = memory_use(context.device).now, needs = r.phase[phase].needs;
-            if (needs > held && needs - held > available_memory(context.device)) { break; }
+    for (Phase phase : {FORWARD, STEP}) { r.phase[phase].needs = predicted_peak(c, p.o.batch_size, T, phase); }
+    Model model;
+    Batch batch;
+    for (Phase phase : {FORWARD, STEP}) {
+        auto profile = [&] {
             if (!model.weights) {
-                model = random_model(c, seed);
-                batch = random_batch(p.B, T, c.vocab_size, seed);
+                model = random_model(c, p.o.seed);
+                batch = random_batch(p.o.batch_size, T, c.vocab_size, p.o.seed);
             }
             progress("%s, context length %d: %s", c.name.c_str(), T, phase == FORWARD ? "forward" : "step");
             profile_phase(r.phase[phase], phase, model, batch, p);
-        }
-    } catch (const OutOfMemory&) { clear_tape(); }
+        };
+        r.phase[phase].run(profile, memory_use(context.device).now);
+        if (!r.phase[phase].ran) { break; }
+    }
     return r;
 }
 
@@ -418,7 +445,7 @@ static void add_row(Table& table, std::vector<std::string> cells, const std::vec
     table.rows.push_back(cells);
 }
 
-static Table time_table(const std::vector<ModelProfile>& models, const ProfilePlan& p) {
+static Table time_table(const std::vector<ModelProfile>& models, const Plan& p) {
     size_t dropped = 0, left_out = 0;
     Table table{"",
                 {"size", "context length", "phase", "untraced (ms)", "std", "traced (ms)", "std", "tracing adds (%)",
@@ -440,8 +467,8 @@ static Table time_table(const std::vector<ModelProfile>& models, const ProfilePl
                     {strprintf("%.3f", r.untraced.median), strprintf("%.3f", r.untraced.std),
                      strprintf("%.3f", r.traced.median), strprintf("%.3f", r.traced.std),
                      strprintf("%.1f", 100 * (r.traced.median / r.untraced.median - 1)),
-                     traced ? ms_of_ns(sum_of(work) / p.passes()) : "",
-                     traced ? strprintf("%.0f", (double)work.size() / p.passes()) : ""});
+                     traced ? ms_of_ns(sum_of(work) / passes_of(p)) : "",
+                     traced ? strprintf("%.0f", (double)work.size() / passes_of(p)) : ""});
         }
     }
     table.caption = profile_caption(
@@ -450,7 +477,7 @@ static Table time_table(const std::vector<ModelProfile>& models, const ProfilePl
     return table;
 }
 
-static Table summary_table(const ModelProfile& m, const std::string& range, int top, const ProfilePlan& p) {
+static Table summary_table(const ModelProfile& m, const std::string& range, int top, const Plan& p) {
     Table table{"", {"Time (%)", "Total Time", "Instances", "Avg", "Med", "Min", "Max", "StdDev", "Name"}, {}};
     const Profiled& r = m.phase[is_in(range, "step") ? STEP : FORWARD];
     std::vector<KernelSummary> all = kernel_summary(r.trace, range);
@@ -465,12 +492,12 @@ static Table summary_table(const ModelProfile& m, const std::string& range, int 
     }
     table.caption = profile_caption(
         p, strprintf("kernel summary: %s, context length %d, range %s, %d passes, the first %zu of %zu kernels%s",
-                     m.config.name.c_str(), m.T, range.c_str(), p.passes(), table.rows.size(), all.size(),
+                     m.config.name.c_str(), m.T, range.c_str(), passes_of(p), table.rows.size(), all.size(),
                      r.ran ? "" : ", OOM"));
     return table;
 }
 
-static Table top_kernel_table(const std::vector<ModelProfile>& models, const ProfilePlan& p) {
+static Table top_kernel_table(const std::vector<ModelProfile>& models, const Plan& p) {
     Table table{profile_caption(p, "(b): the kernel with the most time"),
                 {"size", "context length", "phase", "Time (%)", "launches a pass", "class", "tensor cores",
                  "the forward's, too", "kernel"},
@@ -489,7 +516,7 @@ static Table top_kernel_table(const std::vector<ModelProfile>& models, const Pro
             KernelClass is = kernel_class(k.name);
             if (part.phase == FORWARD) { forward_top = k.name; }
             add_row(table, cells,
-                    {percent(k.total_ns(), sum_of(work)), strprintf("%g", (double)k.ns.n / p.passes()), is.name,
+                    {percent(k.total_ns(), sum_of(work)), strprintf("%g", (double)k.ns.n / passes_of(p)), is.name,
                      is.tensor_cores ? "yes" : "no", k.name == forward_top ? "yes" : "no", "`" + k.name + "`"});
         }
     }
@@ -497,7 +524,7 @@ static Table top_kernel_table(const std::vector<ModelProfile>& models, const Pro
 }
 
 // The work that is no matrix product, by the part of the model that it is for.
-static Table other_parts_table(const ModelProfile& m, int top, const ProfilePlan& p) {
+static Table other_parts_table(const ModelProfile& m, int top, const Plan& p) {
     Table table{profile_caption(p, strprintf("(c): what is not a matrix product, forward of %s, context length %d",
                                              m.config.name.c_str(), m.T)),
                 {"part of the model", "Time (%)", "ms a forward", "kernels a forward"},
@@ -512,8 +539,8 @@ static Table other_parts_table(const ModelProfile& m, int top, const ProfilePlan
     };
     for (const KernelSummary& k : group(rest, inner)) {
         if ((int)table.rows.size() == top) { break; }
-        table.rows.push_back({k.name, percent(k.total_ns(), sum_of(work)), ms_of_ns(k.total_ns() / p.passes()),
-                              strprintf("%g", (double)k.ns.n / p.passes())});
+        table.rows.push_back({k.name, percent(k.total_ns(), sum_of(work)), ms_of_ns(k.total_ns() / passes_of(p)),
+                              strprintf("%g", (double)k.ns.n / passes_of(p))});
     }
     return table;
 }
@@ -538,7 +565,7 @@ static std::vector<std::string> classes_of(const std::vector<ModelProfile>& mode
     for (const KernelSummary& k : group(all, [](const NamedWork& w) { return w.is.name; })) { names.push_back(k.name); }
     return names;
 }
-static Table share_table(const std::vector<ModelProfile>& models, const ProfilePlan& p) {
+static Table share_table(const std::vector<ModelProfile>& models, const Plan& p) {
     Table table{profile_caption(p, "(c), (d): share of each class of kernels in the time of all (%)"),
                 {"size", "context length", "phase", "all (ms)", "on tensor cores"},
                 {}};
@@ -554,7 +581,7 @@ static Table share_table(const std::vector<ModelProfile>& models, const ProfileP
                 continue;
             }
             double all = sum_of(work), cores = sum_of(work, [](const NamedWork&w) { return w.is.tensor_cores; });
-            std::vector<std::string> more = {ms_of_ns(all / p.passes()), percent(cores, all)};
+            std::vector<std::string> more = {ms_of_ns(all / passes_of(p)), percent(cores, all)};
             for (const std::string& name : classes) {
                 more.push_back(percent(sum_of(work, [&](const NamedWork& w) { return is_class(w, name); }), all));
             }
@@ -566,7 +593,7 @@ static Table share_table(const std::vector<ModelProfile>& models, const ProfileP
 
 // FLOPs of one forward, as the handout counts them: softmax 5 an entry of S (maximum, subtract, exp, sum, divide), the
 // two products 2 D each. Bytes at least: each operand read once, each result written once.
-static Table softmax_table(const std::vector<ModelProfile>& models, const ProfilePlan& p) {
+static Table softmax_table(const std::vector<ModelProfile>& models, const Plan& p) {
     Table table{profile_caption(p, "(e): softmax beside the attention's two matrix products, per forward"),
                 {"size", "context length", "softmax (ms)", "products (ms)", "ratio of times", "softmax (GFLOP)",
                  "products (GFLOP)", "ratio of FLOPs (5 : 4 D)", "softmax (MiB, at least)", "products (MiB, at least)",
@@ -578,7 +605,7 @@ static Table softmax_table(const std::vector<ModelProfile>& models, const Profil
             continue;
         }
         const ModelConfig& c = m.config;
-        double BTC = (double)p.B * m.T * c.d_model, S = (double)p.B * c.num_heads * m.T * m.T, L = c.num_layers;
+        double B = p.o.batch_size, BTC = B * m.T * c.d_model, S = B * c.num_heads * m.T * m.T, L = c.num_layers;
         double element = context.precision == PREC_BF16 || context.precision == PREC_FP16 ? 2 : 4;
         double softmax_flops = 5 * S * L, product_flops = 4.0 * S * L * c.d_model / c.num_heads;
         double softmax_bytes = 2 * S * L * element, product_bytes = (4 * BTC + 2 * S) * L * element;
@@ -589,18 +616,18 @@ static Table softmax_table(const std::vector<ModelProfile>& models, const Profil
         double one = sum_of(work, [](const NamedWork& w) { return passes(w.path, "attention"); });  // mode flash
         bool both = softmax > 0 && products > 0;
         auto mib = [](double bytes) { return strprintf("%.1f", bytes / 1048576); };
-        add_row(
-            table, model_cells(m),
-            {both ? ms_of_ns(softmax / p.passes()) : "in one kernel", ms_of_ns((both ? products : one) / p.passes()),
-             both ? strprintf("1 : %.2f", products / softmax) : "", strprintf("%.3f", softmax_flops / 1e9),
-             strprintf("%.3f", product_flops / 1e9), strprintf("1 : %.1f", product_flops / softmax_flops),
-             mib(softmax_bytes), mib(product_bytes), strprintf("1 : %.2f", product_bytes / softmax_bytes)});
+        add_row(table, model_cells(m),
+                {both ? ms_of_ns(softmax / passes_of(p)) : "in one kernel",
+                 ms_of_ns((both ? products : one) / passes_of(p)),
+                 both ? strprintf("1 : %.2f", products / softmax) : "", strprintf("%.3f", softmax_flops / 1e9),
+                 strprintf("%.3f", product_flops / 1e9), strprintf("1 : %.1f", product_flops / softmax_flops),
+                 mib(softmax_bytes), mib(product_bytes), strprintf("1 : %.2f", product_bytes / softmax_bytes)});
     }
     return table;
 }
 
 // A bar's label names what differs from bar to bar.
-static void add_bars(const std::vector<ModelProfile>& models, const ProfilePlan& p, const std::string& setting,
+static void add_bars(const std::vector<ModelProfile>& models, const Plan& p, const std::string& setting,
                      std::vector<std::string>& bars, std::map<std::string, std::vector<double>>& classes) {
     for (const ModelProfile& m : models) {
         for (const Part& part : parts) {
@@ -608,7 +635,7 @@ static void add_bars(const std::vector<ModelProfile>& models, const ProfilePlan&
             if (work.empty()) { continue; }
             std::string label = setting.empty() ? "" : setting + " ";
             if (p.configs.size() > 1) { label += m.config.name + " "; }
-            if (p.lengths.size() > 1) { label += std::to_string(m.T) + " "; }
+            if (p.o.context_lengths.size() > 1) { label += std::to_string(m.T) + " "; }
             bars.push_back(label + (part.ranges.size() > 1 ? "fw+bw" : part.name));
             for (const NamedWork& w : work) { classes[w.is.name].resize(bars.size()); }
             for (const NamedWork& w : work) { classes[w.is.name].back() += w.ns; }
@@ -637,14 +664,13 @@ static void plot_shares(const std::string& path, const std::vector<std::string>&
 }
 
 // Refuses a --range that one of the settings does not have. Which there are, a small run on META tells at once.
-static void check_ranges(const Options& o, const std::vector<std::string>& precisions,
-                         const std::vector<std::string>& modes) {
-    if (o.range.empty()) { return; }
-    ModelConfig c = configs_of(o, "")[0];
+static void check_ranges(const Options& o) {
+    if (!o.has("range")) { return; }
+    ModelConfig c = configs_of(o)[0];
     c.num_layers = 1;
     Planning planning;
-    for (const std::string& precision : precisions) {
-        for (const std::string& mode : modes) {
+    for (const std::string& precision : o.precision) {
+        for (const std::string& mode : o.mode) {
             context.precision = precision_from(precision), context.mode = mode_from(mode);
             start_tracing();
             predicted_peak(c, 1, 16, FORWARD);
@@ -666,53 +692,47 @@ static void check_ranges(const Options& o, const std::vector<std::string>& preci
     }
 }
 
+// The tables of one precision and mode. False: tracing shows no kernels, so those about kernels are left out.
+static bool print_tables(const std::vector<ModelProfile>& models, const Plan& p) {
+    print(time_table(models, p), p.o.format);
+    std::string why;
+    for (const ModelProfile& m : models) {
+        if (m.phase[FORWARD].ran && context.device == CUDA) { why = m.phase[FORWARD].trace.no_kernels; }
+    }
+    if (!why.empty()) {
+        note("tracing off: %s; the tables about kernels are left out", why.c_str());
+        return false;
+    }
+    for (const ModelProfile& m : models) {
+        if (!m.phase[FORWARD].ran) { continue; }
+        for (const std::string& range : p.o.range) { print(summary_table(m, range, p.o.top, p), p.o.format); }
+        print(other_parts_table(m, p.o.top, p), p.o.format);
+    }
+    print(top_kernel_table(models, p), p.o.format);
+    print(share_table(models, p), p.o.format);
+    print(softmax_table(models, p), p.o.format);
+    return true;
+}
+
 int cmd_nsys_profile(const Options& o) {
     std::vector<Trace> traces;
-    std::vector<std::string> bars;
+    std::vector<std::string> bars, settings, sizes, lengths;
     std::map<std::string, std::vector<double>> bar_classes;
-    std::vector<std::string> precisions = o.precision.empty() ? std::vector<std::string>{"fp32"} : o.precision;
-    std::vector<std::string> modes = o.mode.empty() ? std::vector<std::string>{"eager"} : o.mode;
-    bool several = precisions.size() * modes.size() > 1;
     context.device = choose_device(o.device);
     context.each_launch = true;
-    check_ranges(o, precisions, modes);
-    ProfilePlan p = profile_plan(o);
-    for (const ModelConfig& c : p.configs) {
-        for (const std::string& precision : precisions) {
-            for (const std::string& mode : modes) { check_mode(c, mode_from(mode), precision_from(precision)); }
-        }
-    }
-    std::vector<std::string> settings, sizes, lengths;
-    for (const std::string& precision : precisions) {
-        for (const std::string& mode : modes) {
-            context.precision = precision_from(precision), context.mode = mode_from(mode);
-            p.setting = strprintf("precision %s, mode %s", precision.c_str(), mode.c_str());
-            settings.push_back(precision + " " + mode);
+    check_ranges(o);
+    Plan p = plan_of(o);
+    bool several = p.precisions.size() * p.modes.size() > 1;
+    for (Precision precision : p.precisions) {
+        for (Mode mode : p.modes) {
+            context.precision = precision, context.mode = mode;
+            settings.push_back(name_of(precision) + std::string(" ") + name_of(mode));
             std::vector<ModelProfile> models;
             for (const ModelConfig& c : p.configs) {
-                for (int T : p.lengths) { models.push_back(profile_model(c, T, p, o.seed)); }
+                for (int T : p.o.context_lengths) { models.push_back(profile_model(c, T, p)); }
             }
-            print(time_table(models, p), o.format);
-            std::string why;
-            for (const ModelProfile& m : models) {
-                if (m.phase[FORWARD].ran && context.device == CUDA) { why = m.phase[FORWARD].trace.no_kernels; }
-            }
-            if (!why.empty()) {
-                note("tracing off: %s; the tables about kernels are left out", why.c_str());
-                continue;
-            }
-            for (const ModelProfile& m : models) {
-                if (!m.phase[FORWARD].ran) { continue; }
-                for (const std::string& range :
-                     o.range.empty() ? std::vector<std::string>{"forward", "step"} : o.range) {
-                    print(summary_table(m, range, o.top, p), o.format);
-                }
-                print(other_parts_table(m, o.top, p), o.format);
-            }
-            print(top_kernel_table(models, p), o.format);
-            print(share_table(models, p), o.format);
-            print(softmax_table(models, p), o.format);
-            add_bars(models, p, several ? precision + " " + mode : "", bars, bar_classes);
+            if (!print_tables(models, p)) { continue; }
+            add_bars(models, p, several ? settings.back() : "", bars, bar_classes);
             for (ModelProfile& m : models) {
                 for (Phase phase : {FORWARD, STEP}) {
                     if (o.trace.empty() || !m.phase[phase].ran) { continue; }
@@ -722,14 +742,14 @@ int cmd_nsys_profile(const Options& o) {
             }
         }
     }
-    if (several) { p.setting = join(settings, ", "); }
     for (const ModelConfig& c : p.configs) { sizes.push_back(c.name); }
-    for (int T : p.lengths) { lengths.push_back(std::to_string(T)); }
+    for (int T : p.o.context_lengths) { lengths.push_back(std::to_string(T)); }
     std::string what = "of size " + join(sizes, ", ") + ", context length " + join(lengths, ", ");
-    if (!o.trace.empty()) { write_trace(o.trace, traces, profile_caption(p, what)); }
+    std::string caption = several ? profile_caption(p, join(settings, ", "), what) : profile_caption(p, what);
+    if (!o.trace.empty()) { write_trace(o.trace, traces, caption); }
     if (!o.plot.empty() && bars.empty()) {
         fail("--plot %s: nothing ran, so there is nothing to draw", o.plot.c_str());
     }
-    if (!o.plot.empty()) { plot_shares(o.plot, bars, bar_classes, profile_caption(p, what)); }
+    if (!o.plot.empty()) { plot_shares(o.plot, bars, bar_classes, caption); }
     return 0;
 }

@@ -856,7 +856,7 @@ static void disconnect_ranks(Communicator& c) {
 
 int run_ranks(const Options& o, const std::function<void(const Communicator&)>& body) {
     if (!is_rank()) {
-        int n = o.nproc > 0 ? o.nproc : 2;
+        int n = o.nproc;
         Device device = o.device == "cuda" || (o.device == "auto" && cuda_devices() > 0) ? CUDA : CPU;
         std::string why = why_not(o.backend == "auto" ? "gloo" : o.backend, device, n);
         if (o.backend == "auto" && why_not("nccl", device, n).empty()) { why = ""; }
@@ -869,7 +869,7 @@ int run_ranks(const Options& o, const std::function<void(const Communicator&)>& 
     Communicator c;  // outside, since a failure ends the process while its threads still run
     try {
         identity_from_environment(&me);
-        if (o.nproc > 0 && o.nproc != me.world) {
+        if (o.has("nproc") && o.nproc != me.world) {
             usage_error("--nproc: got %d, but the launcher has started %d ranks", o.nproc, me.world);
         }
         connect_ranks(c, me, o);

@@ -184,7 +184,7 @@ static Experiment experiment_of(const Words& words, bool quick, const CommandPar
         usage_error("a block's command writes no files");
     }
     bool ranks = asked.gpus == 2, gloo = o.backend == "gloo";
-    int gpus = cuda_devices(), n = o.nproc > 0 ? o.nproc : 2;
+    int gpus = cuda_devices(), n = o.nproc;
     int needs = o.device == "cpu" ? 0 : ranks ? (gloo ? 1 : n) : asked.gpus;
     Experiment e;
     e.id = asked.id, e.section = asked.section;
@@ -317,7 +317,7 @@ static std::string duration(double seconds) {
     return seconds < 90 ? strprintf("%.0f s", std::max(seconds, 0.0)) : strprintf("%.0f min", seconds / 60);
 }
 
-// Of all experiments: those of which an earlier run knows how long they took, and the others by the mean so far.
+// An experiment takes as long as in an earlier run. One that has no earlier run takes the mean so far.
 static std::string time_left(const std::vector<Experiment>& all, size_t now, double elapsed, const State& state) {
     double sum = 0, left = 0;
     int finished = 0;

@@ -96,14 +96,14 @@ static std::string first_not_finite(const NamedTensors& tensors) {
 
 int cmd_model(const Options& o) {
     context.device = choose_device(o.device);
-    context.precision = precision_from(o.precision.empty() ? "fp32" : o.precision[0]);
+    context.precision = precision_from(o.precision[0]);
     SafeTensors weights = load_safetensors(o.weights), batch_file = load_safetensors(o.batch);
     ModelConfig c = config_from_file(weights, o.num_heads, (float)o.rope_theta);
     if (c.d_model % c.num_heads != 0 || c.d_model / c.num_heads % 2 != 0) {
         fail("%s: tensor token_embeddings.weight: width %d does not make %d heads of an even size", o.weights.c_str(),
              c.d_model, c.num_heads);
     }
-    context.mode = o.mode.empty() ? fastest_mode(c, context.precision) : mode_from(o.mode[0]);
+    context.mode = mode_for(o, o.mode[0], c, context.precision);
     Model model = make_model(c);
     load_weights(weights, model, {{"", model.weights}});
     weights.content = nullptr, weights.tensors.clear();
@@ -127,22 +127,21 @@ int cmd_model(const Options& o) {
         out.add("grad." + p.name, scale(view(model.gradients, p.offset, p.shape), 1 / loss_scale_of(scaler)));
     }
     double first_loss = to_doubles(loss)[0], last_loss = first_loss;
-    int steps = o.has("steps") ? o.steps : 0;
     AdamW adamw;
     adamw.lr = (float)o.lr;
-    if (steps > 0) { make_optimizer_state(model); }
-    for (int i = 0; i < steps; i++) {
+    if (o.steps > 0) { make_optimizer_state(model); }
+    for (int i = 0; i < o.steps; i++) {
         last_loss = to_doubles(forward_backward(model, batch, loss_scale_of(scaler)))[0];
         optimizer_step(model, adamw, scaler, 0);
     }
     for (const Parameter& p : model.parameters) {
-        if (steps > 0) { out.add("param." + p.name, p.weight); }
+        if (o.steps > 0) { out.add("param." + p.name, p.weight); }
     }
     save_safetensors(o.out, out.list, {{"format", "pt"}});
     std::string line = strprintf(
         "model %s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d; tokens %s; loss %.6f", o.weights.c_str(),
         c.num_layers, c.d_model, c.d_ff, c.num_heads, c.vocab_size, to_string(shape).c_str(), first_loss);
-    if (steps > 0) { line += strprintf("; before step %d: %.6f", steps, last_loss); }
+    if (o.steps > 0) { line += strprintf("; before step %d: %.6f", o.steps, last_loss); }
     std::string bad = first_not_finite(out);  // your weights may ask for it
     if (!bad.empty()) { line += "; the first tensor that is not finite: " + bad; }
     line += strprintf("; wrote %zu tensors to %s", out.list.size(), o.out.c_str());
@@ -356,30 +355,22 @@ static void options_from_checkpoint(const SafeTensors& file, Options& o) {
     if (!o.has("seed")) { o.seed = value; }
     std::string precision = name_in(file, "precision", {"fp32", "tf32", "bf16", "fp16"});
     std::string mode = name_in(file, "mode", {"eager", "fused", "flash"});
-    if (o.precision.empty()) { o.precision = {precision}; }
-    if (o.mode.empty()) { o.mode = {mode}; }
+    if (!o.has("precision")) { o.precision = {precision}; }
+    if (!o.has("mode")) { o.mode = {mode}; }
     if (o.d_model % (2 * o.num_heads) != 0) {
         fail("%s: metadata: d_model %d does not make %d heads of an even size", file.path.c_str(), o.d_model,
              o.num_heads);
     }
 }
 
-// train's own defaults, which are smaller than those of the timed commands.
-static void set_defaults(Options& o) {
-    struct Default {
-        const char* name;
-        IntOption field;
-        int value, quick;
-    };
-    for (const Default& d : {Default{"d_model", &Options::d_model, 128, 64},
-                             {"d_ff", &Options::d_ff, 512, 128},
-                             {"num_layers", &Options::num_layers, 4, 2},
-                             {"num_heads", &Options::num_heads, 4, 4},
-                             {"context_length", &Options::context_length, 128, 32},
-                             {"batch_size", &Options::batch_size, 8, 4},
-                             {"steps", &Options::steps, 200, 20}}) {
-        if (!o.has(d.name)) { o.*d.field = o.quick ? d.quick : d.value; }
-    }
+static Plan plan_of(const Options& o) {
+    Plan p{o};
+    if (!o.quick) { return p; }
+    p.shrink("d_model", &Options::d_model, 64), p.shrink("d_ff", &Options::d_ff, 128);
+    p.shrink("num_layers", &Options::num_layers, 2), p.shrink("context_length", &Options::context_length, 32);
+    p.shrink("batch_size", &Options::batch_size, 4), p.shrink("steps", &Options::steps, 20);
+    p.scaled_down = "; scaled down: --quick";  // a checkpoint's sizes may take the place of ours
+    return p;
 }
 
 // Random weights and moments of zero, or the checkpoint's weights, moments, step and loss scale.
@@ -414,8 +405,8 @@ static void make_room(Model& model) {  // on a GPU that the run has filled
          step, what.c_str(), name.empty() ? "none" : name.c_str());
 }
 int cmd_train(const Options& typed) {
-    Options o = typed;
-    set_defaults(o);
+    Plan plan = plan_of(typed);
+    Options& o = plan.o;
     SafeTensors checkpoint;
     if (!o.load.empty()) {
         checkpoint = load_safetensors(o.load);
@@ -427,11 +418,9 @@ int cmd_train(const Options& typed) {
     Text text = read_text(o.data, o.val_fraction, o.context_length);
     require_memory((size_t)4 * sizeof(int) * o.batch_size * o.context_length, "a batch");  // as windows() makes it
     context.device = choose_device(o.device);
-    context.precision = precision_from(o.precision.empty() ? "fp32" : o.precision[0]);
-    context.mode = o.mode.empty() ? FLASH : mode_from(o.mode[0]);
+    context.precision = precision_from(o.precision[0]);
     // A checkpoint's flash may have been another device's, or another precision's.
-    if (!typed.has("mode") && context.mode == FLASH) { context.mode = fastest_mode(c, context.precision); }
-    check_mode(c, context.mode, context.precision);
+    context.mode = mode_for(o, o.mode[0], c, context.precision);
 
     Model model = make_model(c);
     LossScaler scaler;
@@ -443,11 +432,10 @@ int cmd_train(const Options& typed) {
     double before = held_out_loss(model, text, o.batch_size, o.context_length), tokens = 0, busy_ms = 0;
     Table table{
         strprintf("train %s: %zu bytes, %" PRId64 " held out; %d layers, d_model %d, d_ff %d, %d heads, precision %s, "
-                  "mode %s; batch %d, context length %d, seed %" PRIu64 "; %s; commit %s%s",
+                  "mode %s; batch %d, context length %d, seed %" PRIu64 "; %s",
                   o.data.c_str(), text.bytes.size(), (int64_t)text.bytes.size() - text.train, o.num_layers, o.d_model,
                   o.d_ff, o.num_heads, name_of(context.precision), caption_of(context.mode).c_str(), o.batch_size,
-                  o.context_length, o.seed, device_description().c_str(), commit().c_str(),
-                  o.quick ? "; scaled down: --quick" : ""),
+                  o.context_length, o.seed, plan.origin().c_str()),
         {"step", "loss", "lr", "gradient norm", "ms", "tokens/s"},
         {}};
     std::string not_finite;  // what ends the run before its last step

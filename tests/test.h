@@ -111,7 +111,7 @@ inline void in_ranks(const char* test_case, int n, Device device, const std::fun
     }
     if (getenv("WORLD_SIZE") != std::to_string(n)) { return; }
     Options o;
-    o.device = name_of(device), o.timeout = 20;
+    o.device = name_of(device), o.backend = "auto", o.timeout = 20;
     CHECK(run_ranks(o, f) == 0);
 }
 inline bool lacks(const char* backend, Device device, int n) {

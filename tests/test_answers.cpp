@@ -41,7 +41,7 @@ TEST_CASE("answers: the last part of what a command prints, in every format") {
     const std::string begin = "P = 2 D F L = 219848638464 parameters take 4 P = 879.4 GB (819.0 GiB)";
     CHECK(has(run_cs336({"communication_accounting"}).out, "\n\n**(a)** " + begin));
     CHECK(has(run_cs336({"communication_accounting", "--format", "csv"}).out, "\n# (a) " + begin));
-    CHECK(has(run_cs336({"communication_accounting", "--format", "json"}).out, "\n{\"answers\": {\"a\": \"" + begin));
+    CHECK(has(run_cs336({"communication_accounting", "--format", "json"}).out, "\n{\"answers\":{\"a\":\"" + begin));
 }
 TEST_CASE("answers: mixed_precision_accumulation") {
     check_says(answers_of("mixed_precision_accumulation", tables_of({"mixed_precision_accumulation"})), "",

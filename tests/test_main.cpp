@@ -109,6 +109,95 @@ TEST_CASE("main: flash_leaderboard's caption names what was scaled down, and not
     CHECK(has(run_cs336(words).out, "; scaled down: less time\n"));
 }
 
+// What --help calls an option's default.
+static std::string default_of(const std::string& help, const std::string& option) {
+    for (const std::string& line : lines_of(help)) {
+        size_t at = line.find(" (default ");
+        if (line.find("  --" + option + " ") == 0 && at != std::string::npos) {
+            return line.substr(at + 10, line.size() - at - 11);
+        }
+    }
+    return "none";
+}
+
+TEST_CASE("main: every command runs with the defaults that its help shows") {
+    struct Case {
+        Words words;
+        std::vector<std::pair<const char*, const char*>> shown;  // option, and how the command's output shows it
+    };
+    const Words tiny = {"--device", "cpu", "--d_model", "32", "--d_ff", "64", "--num_layers", "1", "--num_heads", "2"};
+    const Words timed = {"--quick", "--vocab_size", "50"};
+    std::vector<Case> cases = {
+        {{"benchmarking_script"},
+         {{"batch_size", "batch_size 1 instead of %s, "},
+          {"context_length", "context_length 32 instead of %s, "},
+          {"steps", "steps 2 instead of %s, "},
+          {"warmup", "warmup 1 instead of %s\n"},
+          {"precision", "precision %s, "},
+          {"mode", "mode %s;"}}},
+        {{"nsys_profile"},
+         {{"context_length", "context_length 32 instead of %s, "},
+          {"batch_size", "batch_size 1 instead of %s, "},
+          {"warmup", "warmup 1 instead of %s, "},
+          {"steps", "steps 2 instead of %s\n"},
+          {"precision", "precision %s, "},
+          {"mode", "mode %s;"}}},
+        {{"torch_compile"}, {{"steps", "steps 2 instead of %s, "}, {"precision", "precision %s, "}}},
+        {{"memory_profiling"},
+         {{"batch_size", "batch %s, "}, {"vocab_size", "vocabulary %s; "}, {"mode", "mode %s, "}}}};
+    if (why_not("gloo", CPU, 2).empty()) {
+        cases.push_back({{"naive_ddp_benchmarking"},
+                         {{"nproc", "; %s ranks"},
+                          {"batch_size", "batch_size 1 instead of %s, "},
+                          {"context_length", "context_length 32 instead of %s, "},
+                          {"steps", "steps 3 instead of %s, "},
+                          {"warmup", "warmup 1 instead of %s\n"},
+                          {"precision", "precision %s, "}}});
+    }
+    for (Case& c : cases) {
+        c.words.insert(c.words.end(), tiny.begin(), tiny.end());
+        if (c.words[0] != "memory_profiling") { c.words.insert(c.words.end(), timed.begin(), timed.end()); }
+    }
+    cases.push_back({{"pytorch_attention", "--device", "cpu", "--quick"}, {{"steps", "3 passes instead of %s\n"}}});
+    cases.push_back({{"flash_leaderboard", "--device", "cpu", "--quick"},
+                     {{"num_heads", "2 heads instead of %s, "}, {"head_size", "D %s, S 512"}}});
+    cases.push_back({{"communication_accounting"},
+                     {{"d_model", "d_model %s, "},
+                      {"d_ff", "d_ff %s, "},
+                      {"num_layers", "L = %s "},
+                      {"tflops", "C = %s TFLOP/s"},
+                      {"bandwidth_gb", "W = %s GB/s"},
+                      {"fsdp", "X = %s (FSDP)"},
+                      {"tp", "Y = %s (TP)"},
+                      {"links_fsdp", "M_X = %s, "},
+                      {"links_tp", "M_Y = %s; "},
+                      {"gpu_gb", "GPUs of %s GB "},
+                      {"tpu_gb", "below %s GB, "},
+                      {"tokens", "GB, %s tokens"}}});
+    cases.push_back({{"train", "--data", "README.md", "--device", "cpu", "--steps", "1", "--sample", "1"},
+                     {{"d_model", "d_model %s, "},
+                      {"d_ff", "d_ff %s, "},
+                      {"num_layers", "; %s layers"},
+                      {"num_heads", " %s heads, "},
+                      {"batch_size", "batch %s, "},
+                      {"context_length", "context length %s, "},
+                      {"temperature", "(temperature %s)"}}});
+    for (const Case& c : cases) {
+        CAPTURE(c.words[0]);
+        std::string help = run_cs336({c.words[0], "--help"}).out;
+        Run r = run_cs336(c.words);
+        CAPTURE(r.err);
+        CHECK(r.exit_code == 0);
+        for (const auto& [option, pattern] : c.shown) {
+            std::string text = pattern;
+            text.replace(text.find("%s"), 2, default_of(help, option));
+            CAPTURE(std::string(option));
+            CAPTURE(r.out);
+            CHECK_MESSAGE(has(r.out, text), text);
+        }
+    }
+}
+
 TEST_CASE("main: any unambiguous beginning of a command will do") {
     CHECK(run_cs336({"li", "--format", "csv"}).out == run_cs336({"list", "--format", "csv"}).out);
     // A whole name is never ambiguous, even where it begins another one.

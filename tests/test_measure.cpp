@@ -2,6 +2,8 @@
 // from the environment only once.
 #include "test.h"
 
+#include <nlohmann/json.hpp>
+
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
@@ -343,16 +345,38 @@ TEST_CASE("measure: table as csv") {
 
 TEST_CASE("measure: table as json") {
     CHECK(format_table(example, "json") ==
-          "{\"caption\": \"two sizes, \\\"quoted\\\"\", \"columns\": [\"size\", \"ms\", \"a|b\", \"note\"], "
-          "\"rows\": [[\"small\", 1.5, \"\", \"µ, ±\"], [\"2.7B\", \"OOM\", -12e3, \"say \\\"hi\\\"\\u000a\"]]}\n");
-    // Only what JSON's grammar calls a number goes without quotes.
-    Table t = {
-        "",
-        {"x"},
-        {{"007"}, {"nan"}, {"0x1"}, {"1."}, {"-0.50"}, {"+1"}, {"1e"}, {"-"}, {".5"}, {"0"}, {"3 "}, {"back\\slash"}}};
+          "{\"caption\":\"two sizes, \\\"quoted\\\"\",\"columns\":[\"size\",\"ms\",\"a|b\",\"note\"],"
+          "\"rows\":[[\"small\",1.5,\"\",\"\\u00b5, \\u00b1\"],[\"2.7B\",\"OOM\",-12000.0,\"say \\\"hi\\\"\\n\"]]}\n");
+    // Only what JSON's grammar calls a number, and a double can hold, goes without quotes.
+    Table t = {"",
+               {"x"},
+               {{"007"},
+                {"nan"},
+                {"0x1"},
+                {"1."},
+                {"-0.50"},
+                {"+1"},
+                {"1e"},
+                {"-"},
+                {".5"},
+                {"0"},
+                {"3 "},
+                {"1e999"},
+                {"18446744073709551615"},
+                {"back\\slash"}}};
     CHECK(format_table(t, "json") ==
-          "{\"caption\": \"\", \"columns\": [\"x\"], \"rows\": [[\"007\"], [\"nan\"], [\"0x1\"], [\"1.\"], [-0.50], "
-          "[\"+1\"], [\"1e\"], [\"-\"], [\".5\"], [0], [\"3 \"], [\"back\\\\slash\"]]}\n");
+          "{\"caption\":\"\",\"columns\":[\"x\"],\"rows\":[[\"007\"],[\"nan\"],[\"0x1\"],[\"1.\"],[-0.5],[\"+1\"],"
+          "[\"1e\"],[\"-\"],[\".5\"],[0],[\"3 \"],[\"1e999\"],[18446744073709551615],[\"back\\\\slash\"]]}\n");
+}
+
+TEST_CASE("measure: what is printed as csv is read back") {
+    Table t = read_csv(format_table(example, "csv"));
+    CHECK(t.caption == example.caption);
+    CHECK(t.columns == example.columns);
+    CHECK(t.rows[0] == example.rows[0]);
+    CHECK(t.rows[1] == std::vector<std::string>{"2.7B", "OOM", "-12e3", "say \"hi\"\\x0a"});  // one line stays one
+    CHECK(read_csv("").columns.empty());
+    CHECK(read_csv("a,b\n,\"\"\"\"\n\"x").rows == std::vector<std::vector<std::string>>{{"", "\""}, {"x"}});
 }
 
 // A line break, an escape sequence, one in C1, "RIGHT-TO-LEFT OVERRIDE", and a byte, half a character and a surrogate
@@ -363,10 +387,15 @@ TEST_CASE("measure: text of any kind stays on its line, and within JSON") {
     CHECK(one_line(hostile) ==
           "\\x0a\\x1b[31m\\xc2\\x9b\\xe2\\x80\\xae\\xff\\xc3(\\xed\\xa0\\x80|\xc2\xb5\xf0\x9f\x98\x80");
     CHECK(one_line("\xc2") == "\\xc2");
-    CHECK(quote_json(hostile) ==
-          "\"\\u000a\\u001b[31m\\u009b\\u202e\\\\xff\\\\xc3(\\\\xed\\\\xa0\\\\x80|\xc2\xb5"
-          "\xf0\x9f\x98\x80\"");
     Table t = {hostile, {hostile}, {{hostile}}};
+    std::string json = format_table(t, "json");
+    auto is_printable = [](char c) { return c >= ' ' && c <= '~'; };
+    CHECK(std::all_of(json.begin(), json.end() - 1, is_printable));
+    const std::string valid = "\n\x1b[31m\xc2\x9b\xe2\x80\xae\\xff\\xc3(\\xed\\xa0\\x80|\xc2\xb5\xf0\x9f\x98\x80";
+    nlohmann::json parsed = nlohmann::json::parse(json);
+    CHECK(parsed["caption"] == valid);
+    CHECK(parsed["columns"][0] == valid);
+    CHECK(parsed["rows"][0][0] == valid);
     for (const char* format : {"md", "csv"}) {
         std::string text = format_table(t, format);
         CHECK(std::count(text.begin(), text.end(), '\n') == (format == std::string("md") ? 5 : 3));

@@ -218,7 +218,7 @@ TEST_CASE("ranks: a file that is being written goes, too, when another rank stal
         return;
     }
     Options o;
-    o.device = "cpu", o.timeout = 2;
+    o.device = "cpu", o.backend = "auto", o.timeout = 2;
     run_ranks(o, [](const Communicator& c) {
         std::string path = std::string(getenv("CS336_TEST_FOLDER")) + "/part" + std::to_string(c.rank);
         signal(SIGTERM, SIG_DFL);  // doctest's handler would stay
