@@ -113,7 +113,7 @@ static Table saved_table(int S, int D, size_t available) {
     return table;
 }
 
-// Milliseconds against S, a panel for each D: `times` holds a row of series' values for each D and length, D outermost.
+// Milliseconds against S, a panel per D. `times` holds a row of series' values per D and length, D outermost.
 static void plot_grid(const Plan& p, const std::string& title, const std::string& caption,
                       const std::vector<std::string>& names, const std::vector<std::vector<double>>& times) {
     std::vector<Chart> panels;
@@ -446,7 +446,7 @@ int cmd_flash_benchmarking(const Options& o) {
     return 0;
 }
 
-// The times of others at the same shape: batch 1, 16 heads, D 64, S 16384, bf16, causal, forward and backward.
+// Published times at the same shape: batch 1, 16 heads, D 64, S 16384, bf16, causal, forward and backward.
 struct Published {
     const char* who;
     const char* card;

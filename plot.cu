@@ -202,7 +202,7 @@ static double stacked(const Chart& chart, size_t series, size_t i) {
     return sum;
 }
 
-// One point for each pixel column: the highest of those that fall into it or still hold there.
+// One point per pixel column: the highest of those that fall into it or still hold there.
 static std::vector<size_t> thinned(const Chart& chart, const Axis& x) {
     std::vector<size_t> chosen;
     size_t last = chart.series.size() - 1, next = 0, n = chart.x.size();
@@ -390,7 +390,7 @@ std::vector<Slice> join_neighbours(const std::vector<Slice>& slices, double pixe
     return joined;
 }
 
-// Slices are pieces of thick lines, a path a colour: there may be thousands. Wide ones leave a seam to the next.
+// Slices are pieces of thick lines, one path per colour: there may be thousands. Wide ones leave a seam to the next.
 static std::string draw_row(const Row& row, const Axis& x, double y) {
     std::map<int, std::string> paths;
     for (const Slice& s : join_neighbours(row.slices, x.high / (x.stop - x.start))) {

@@ -198,6 +198,10 @@ TEST_CASE("main: every command runs with the defaults that its help shows") {
     }
 }
 
+TEST_CASE("main: numbers are decimal, also with zeros in front") {
+    CHECK(has(run_cs336({"communication_accounting", "--tokens", "010"}).out, "GB, 10 tokens a device"));
+}
+
 TEST_CASE("main: any unambiguous beginning of a command will do") {
     CHECK(run_cs336({"li", "--format", "csv"}).out == run_cs336({"list", "--format", "csv"}).out);
     // A whole name is never ambiguous, even where it begins another one.
