@@ -76,7 +76,7 @@ int cmd_communication_accounting(const Options& o) {
     row("c", "TP is compute bound for Y below", "M_Y F / alpha", strprintf("%.1f", MY * F / alpha), "chips");
 
     double N = X * Y, least_sum = 4 * alpha * alpha / (MX * MY * F), best_x = 2 * alpha * N / (MY * F);
-    // Not overlapped, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half: X = 2 alpha N /
+    // Without overlap B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half: X = 2 alpha N /
     // (M_Y F).
     row("d", "least batch per chip, split free, not overlapped", "4 alpha^2 / (M_X M_Y F)",
         strprintf("%.1f", least_sum), "tokens");

@@ -65,16 +65,14 @@ static AttentionCost grid_cost(AttentionFunction f, int S, int D, int passes) {
     return cost;
 }
 
-// The lengths are the plan's context_lengths, the passes its steps.
+// The lengths are the plan's context_lengths, the passes its steps. --context_length is torch_compile's, for the model.
 static Plan grid_plan(const Options& o) {
     Plan p{o};
     p.o.context_lengths = {256, 1024, 4096, 8192, 16384};
     bool cpu = context.device == CPU;
     if (cpu || o.quick) {
-        std::vector<int> lengths = {256, 1024, 4096};
-        lengths.resize(3 - cpu - (cpu && o.quick));
-        p.shrink("context_length", &Options::context_lengths, lengths,
-                 strprintf("lengths up to %d instead of 16384", lengths.back()));
+        p.o.context_lengths.resize(3 - cpu - (cpu && o.quick));
+        p.note_smaller(strprintf("lengths up to %d instead of 16384", p.o.context_lengths.back()));
         int passes = o.quick ? 3 : 10;
         p.shrink("steps", &Options::steps, passes, strprintf("%d passes instead of %d", passes, o.steps));
     }
@@ -113,7 +111,7 @@ static Table saved_table(int S, int D, size_t available) {
     return table;
 }
 
-// Milliseconds against S, a panel for each D: `times` holds a row of series' values for each D and length, D outermost.
+// Milliseconds against S, a panel per D. `times` holds a row of series' values per D and length, D outermost.
 static void plot_grid(const Plan& p, const std::string& title, const std::string& caption,
                       const std::vector<std::string>& names, const std::vector<std::vector<double>>& times) {
     std::vector<Chart> panels;
@@ -446,7 +444,7 @@ int cmd_flash_benchmarking(const Options& o) {
     return 0;
 }
 
-// The times of others at the same shape: batch 1, 16 heads, D 64, S 16384, bf16, causal, forward and backward.
+// Published times at the same shape: batch 1, 16 heads, D 64, S 16384, bf16, causal, forward and backward.
 struct Published {
     const char* who;
     const char* card;

@@ -44,12 +44,12 @@ static std::vector<double> numbers_of(const std::string& text) {
     return all;
 }
 
-// Times in ms of an all-reduce of n fp32 numbers, of every rank and step; *ok: the sums were right everywhere.
+// Times in ms of an all-reduce of n fp32 numbers, by rank and step. *ok: the sums were right on all ranks.
 static std::vector<std::vector<double>> time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps,
                                                         bool* ok) {
     size_t tensors = context.device == CPU ? 2 : 1;
     require_memory(tensors * n * sizeof(float) * c.local_world, "the tensors of this machine's ranks");
-    barrier(c);  // nobody has taken his share before all have looked
+    barrier(c);  // all ranks look before one takes its share
     std::vector<float> host(n);
     for (int64_t i = 0; i < n; i++) { host[i] = (float)(i % 1000 + c.rank); }
     Tensor t = empty({n}, F32, WORKSPACE);
@@ -284,8 +284,8 @@ static double loss_and_gradients(Trainee& t, uint64_t seed, int step, int64_t fi
 
 // ---------------------------------------------------------------------------------------------------------------------
 // naive_ddp, ddp_overlap_individual_parameters, ddp_overlap_bucketed: N ranks against one process that sees the whole
-// batch. Each rank starts from other weights, so that the broadcast is tested too. Equal but for rounding: the sum over
-// the batch is taken in another order.
+// batch. Each rank starts from other weights, so that the broadcast is tested too. The weights are equal but for
+// rounding: the sum over the batch is taken in another order.
 
 static bool same_bits_everywhere(const Communicator& c, const Tensor& t) {
     Tensor host = to_device(t, CPU);
@@ -407,7 +407,7 @@ int cmd_ddp_overlap_bucketed(const Options& o) {
 // One model, in one precision and mode.
 static Plan plan_of(const Options& o, const Communicator& c) {
     Plan p{o};
-    bool cpu = context.device == CPU, slow = cpu || c.backend == "gloo";  // through the host: 8 GB a step at size xl
+    bool cpu = context.device == CPU, slow = cpu || c.backend == "gloo";  // through the host: 8 GB per step at size xl
     if (slow || o.quick) {
         if (cpu && o.quick && !o.has("size") && configs_of(o)[0].name != "custom") {
             p.note_smaller("4 layers of d_model 128 instead of size " + o.size[0]);
@@ -447,7 +447,7 @@ struct Variant {
     Strategy strategy;
     double bucket_mb;
     int calls = 0;
-    double bytes = 0;  // reduced a step
+    double bytes = 0;  // reduced per step
     std::vector<StepTimes> steps{};
 };
 
@@ -493,7 +493,7 @@ static std::vector<StepTimes> mean_over_ranks(const Communicator& c, std::vector
     return mine;
 }
 
-// traces, if any, gets one more step's, which is not timed.
+// traces, if not null, gets the trace of one more step, which is not timed.
 static void measure(const Communicator& c, const Plan& p, Model& model, const Batch& batch, Variant& v,
                     std::vector<Trace>* traces) {
     auto d = data_parallel(c, v.strategy, v.bucket_mb, model.weights, model.gradients, model.parameters, model.slots);
@@ -552,7 +552,7 @@ static Table comparison_table(const std::string& caption, const std::vector<Vari
     return table;
 }
 
-// The write-ups' layout: a line a step, then blocks.
+// The write-ups' layout: a line per step, then blocks.
 static void print_step_lines(const Variant& v) {
     int n = (int)v.steps.size();
     printf("\n%s:\n", label_of(v).c_str());
@@ -635,8 +635,8 @@ static Line fit_line(const std::vector<double>& bytes, const std::vector<double>
     return {(t0 - slope * s1) / s0, 1 / slope};
 }
 
-// overhead(s, w, o, n) = s / (n w) + n o: the last bucket cannot hide, and each call costs o. Least at the bucket size
-// sqrt(s o w).
+// overhead(s, w, o, n) = s / (n w) + n o: the last bucket cannot hide, and each call costs o. It is least at the bucket
+// size sqrt(s o w).
 static Table bucket_model(const Communicator& c, const std::vector<Variant>& variants, double bytes, bool quick) {
     std::vector<double> sizes, times;
     for (double mb : {0.25, 1.0, 4.0, 16.0, 64.0, 256.0}) {
@@ -673,7 +673,7 @@ static Table bucket_model(const Communicator& c, const std::vector<Variant>& var
     return table;
 }
 
-// True: a step would not fit; then the table says so and what it would have taken. The same on all ranks.
+// True: a step would not fit on one of the ranks. The table then says so, and what the step would have taken.
 static bool too_large(const Communicator& c, const Plan& p, const Table& without_rows,
                       const std::vector<std::string>& labels, const std::string& format, bool split) {
     size_t needs = planned_peak([&] {
@@ -699,7 +699,7 @@ static bool too_large(const Communicator& c, const Plan& p, const Table& without
     return true;
 }
 
-// One file of all ranks, a process each, on one time axis.
+// One file of all ranks, one process per rank, on one time axis.
 static void write_traces_of_ranks(const Communicator& c, const std::string& path, const std::vector<Trace>& traces,
                                   const std::string& caption) {
     const std::string part = temporary_name(path);
@@ -711,7 +711,7 @@ static void write_traces_of_ranks(const Communicator& c, const std::string& path
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --plot: the traced step of each way, two rows a rank.
+// --plot: the traced step of each way, two rows per rank.
 
 static int part_of(const std::string& range) {
     static const std::map<std::string, int> parts = {
@@ -820,7 +820,7 @@ static void plot_steps(const Communicator& c, const std::string& path, const std
     for (const std::string& why : gather_text(c, context.device == CUDA ? traces[0].no_kernels : "")) {
         missing = missing.empty() ? why : missing;
     }
-    if (!missing.empty()) {  // when kernels were launched says nothing
+    if (!missing.empty()) {  // launches alone would not show when kernels ran
         if (c.rank == 0) { note("--plot %s: left out, tracing off: %s", path.c_str(), missing.c_str()); }
         return;
     }
@@ -866,7 +866,7 @@ static int benchmark(const Options& o, const char* command, std::vector<Variant>
         if (bucketed) { print(overhead, o.format); }
         const Variant& last =
             *std::min_element(variants.begin(), variants.end(), [&](const Variant& a, const Variant& b) {
-                auto key = [&](const Variant& v) {  // of the buckets the fastest
+                auto key = [&](const Variant& v) {  // the fastest of the buckets
                     return v.strategy == variants.back().strategy ? mean_of(v, &StepTimes::total) : INFINITY;
                 };
                 return key(a) < key(b);

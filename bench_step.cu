@@ -265,7 +265,7 @@ static std::vector<std::string> measure_in_fresh_process(const Options& o, const
     return table.rows[0];
 }
 
-// A bar for each size, setting by setting, of the step's three phases.
+// A bar per size and setting, made of the step's three phases.
 struct StepBars {
     std::vector<std::string> bars;
     std::vector<Series> phases = {{"forward", {}}, {"backward", {}}, {"optimizer", {}}};
@@ -281,8 +281,8 @@ static void add_bar(StepBars& s, const Measurement& r, const std::string& settin
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --roofline: how near each phase comes to the least time that this device needs, if products are the library's and
-// what lies between two of them is one pass. N = B T rows; e bytes for an element of a product (2 in bf16 and fp16,
-// else 4), of its gradients too; the residual stream, the weights and AdamW's moments take 4.
+// what lies between two of them is one pass. N = B T rows; e bytes per element of a product and of its gradients (2 in
+// bf16 and fp16, else 4); the residual stream, the weights and AdamW's moments take 4.
 //   FLOPs of the products   forward 2N (L (4C^2 + 3CF) + CV); backward, with dx and dW, twice that
 //   FLOPs of attention      forward 2 B T^2 C L, the causal half; backward 2.5 times that (five products, not two)
 //   bytes of attention      forward reads q, k, v and writes o: 4e NC L; backward 8e NC L
@@ -293,7 +293,7 @@ static void add_bar(StepBars& s, const Measurement& r, const std::string& settin
 //   backward   logits to their gradient 2e NV; norms, dy and x to dx: (8 + e) NC each; 2L of them add it to one that
 //              is there, 4NC, and write that for the next product if it wants low precision, e NC; RoPE 4e NC L;
 //              SwiGLU, dg and [a | b] to [da | db], 5e NF L; embedding 4(N + V)C
-//   optimizer  reads p, g, m, v and writes p, m, v: 28 a parameter, but the matrices' g is e
+//   optimizer  reads p, g, m, v and writes p, m, v: 28 per parameter, but the matrices' g is e
 // floor = the products' time, each measured alone at the model's own shape, operands and results included
 //       + attention's, the larger of FLOPs / matmul rate of a large square and bytes / copy bandwidth
 //       + bytes / copy bandwidth.  What the L2 cache still holds from the op before is faster than that.
@@ -321,7 +321,7 @@ static ProductTimes time_product(int64_t N, int64_t in, int64_t out) {
            dW = empty({out, in}, dtype, WORKSPACE);
     fill_normal(x, 0, key_of("x"), 0, 1);
     fill_normal(W, 0, key_of("W"), 0, 0.02f);
-    // Several between two events: one alone is so short that the host's pace would count.
+    // Several products stand between two events: one is so short that the host's pace would count.
     int runs = gpu ? 10 : 3, repeat = gpu ? 10 : 1;
     auto ms = [&](const std::function<void()>& product) {
         auto repeated = [&] {
@@ -498,7 +498,7 @@ int cmd_benchmarking_script(const Options& o) {
     return 0;
 }
 
-// torch_compile: (a) attention alone; (b) the whole model. Eager is one kernel an operation; fused is what a compiler,
+// torch_compile: (a) attention alone; (b) the whole model. Eager is one kernel per operation; fused is what a compiler,
 // or here a person, makes of it.
 int cmd_torch_compile(const Options& o) {
     context.device = choose_device(o.device);

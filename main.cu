@@ -565,7 +565,7 @@ static int run_command(const Command& command, const std::vector<std::string>& w
         return 0;
     }
     context.deterministic = o.deterministic, context.recompute = o.recompute;
-    // That one traces by itself, as the ranks do.
+    // nsys_profile traces by itself, and so do the ranks.
     bool traced = !o.trace.empty() && command.run != cmd_nsys_profile && command.gpus != 2;
     if (traced) { start_tracing(); }
     int exit_code = command.run(o);

@@ -45,7 +45,7 @@ static void label_peak(Chart& chart) {
     chart.peak = "peak " + with_commas(round(peak)) + " MiB";
 }
 
-// Two charts: all that is held, and below it what comes and goes, which beside 13 GB of weights is hard to see.
+// Two charts: all that is held, and what comes and goes. The latter is hard to see beside 13 GB of weights.
 static std::string memory_timeline(const std::vector<MemoryEvent>& log, const std::string& title,
                                    const std::string& subtitle, bool in_ms) {
     Chart all{Chart::AREAS, "all that is held", in_ms ? "time (ms)" : "allocations and frees", "MiB", {}, {}, {}};
@@ -167,7 +167,7 @@ static void write_frames(Pickle& p, const MemoryEvent& e, std::map<std::vector<c
     written[key] = p.memoize();
 }
 
-// Each of our buffers is told as a segment of its own: the pool below is the driver's, and its segments are not known.
+// Each of our buffers becomes a segment of its own: the pool below is the driver's, and its segments are not known.
 std::string snapshot_pickle(const std::vector<MemoryEvent>& log) {
     Pickle p;
     std::map<std::vector<const void*>, uint32_t> frames;
@@ -458,7 +458,7 @@ int cmd_memory_profiling(const Options& o) {
         Planning planning;
         profile_all(p, "predicted: every allocation counted, nothing computed", true);
     }
-    // So small that it runs at once: what is predicted is what then happens.
+    // This model is so small that it runs at once. Its peaks show that the prediction is what happens.
     p.configs = {{"tiny", 256, 1024, 2, 4, 1000}};
     p.o.context_lengths = {64}, p.o.batch_size = 2;
     p.note_smaller("2 layers, d_model 256, d_ff 1024, 4 heads, context length 64");

@@ -86,10 +86,10 @@ void round_all_to_tf32(float* to, const float* from, int64_t n) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// mixed_precision_accumulation: s = 0; a thousand times s = round(s + x), with x = round(0.01). Both roundings err:
-// that of x once, but its error is added a thousand times; that of s in every step, by up to half of the last bit of s,
-// and with a bias as long as s stays between the same powers of two. The latter kills: when s has grown so far that x
-// is less than half of its last bit, s no longer moves.
+// mixed_precision_accumulation: s = 0; a thousand times s = round(s + x), with x = round(0.01). Both roundings err.
+// x is rounded once, but its error is added a thousand times. s is rounded in every step, by up to half of its last
+// bit, and with a bias as long as s stays between the same powers of two. The rounding of s can stop the sum: when x is
+// less than half of the last bit of s, s no longer moves.
 //
 // Kahan's summation keeps in c what the last step rounded away, and takes it off the next addend:
 //   y = x - c;  t = s + y;  c = (t - s) - y;  s = t      (each operation rounded)

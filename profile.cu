@@ -173,7 +173,7 @@ static double sum_of(const std::vector<NamedWork>& work) {
 }
 static bool is_class(const NamedWork& w, const std::string& name) { return w.is.name == name; }
 
-// By the text that `key` gives each, by total time, the largest first.
+// Grouped by the text that `key` gives, the largest total time first.
 static std::vector<KernelSummary> group(const std::vector<NamedWork>& work,
                                         const std::function<std::string(const NamedWork&)>& key) {
     std::map<std::string, std::vector<double>> times;
@@ -333,7 +333,7 @@ void merge_traces(const std::string& path, const std::vector<std::string>& files
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// nsys_profile: forward alone and whole steps, each timed untraced and traced. What the answers need of one model:
+// nsys_profile: forward alone and whole steps, each timed untraced and traced. The answers need these parts of a model:
 
 struct Part {
     const char* name;
@@ -376,7 +376,7 @@ static std::string profile_caption(const Plan& p, const std::string& setting, co
                      setting.c_str(), p.o.batch_size, p.o.vocab_size, p.o.warmup[0], p.o.steps, how,
                      p.origin().c_str());
 }
-// Of the tables of one precision and mode.
+// For the tables of one precision and mode.
 static std::string profile_caption(const Plan& p, const std::string& what) {
     return profile_caption(p, strprintf("precision %s, mode %s", name_of(context.precision), name_of(context.mode)),
                            what);
@@ -438,7 +438,7 @@ static std::string with_unit(double ns) {  // as nsys prints times: a unit in ea
 }
 static std::vector<std::string> model_cells(const ModelProfile& m) { return {m.config.name, std::to_string(m.T)}; }
 
-// A row; where it is short, for want of memory, the rest stays empty.
+// Adds a row. A row that is short, for want of memory, ends in empty cells.
 static void add_row(Table& table, std::vector<std::string> cells, const std::vector<std::string>& more) {
     cells.insert(cells.end(), more.begin(), more.end());
     cells.resize(table.columns.size());
@@ -591,8 +591,8 @@ static Table share_table(const std::vector<ModelProfile>& models, const Plan& p)
     return table;
 }
 
-// FLOPs of one forward, as the handout counts them: softmax 5 an entry of S (maximum, subtract, exp, sum, divide), the
-// two products 2 D each. Bytes at least: each operand read once, each result written once.
+// FLOPs of one forward, as the handout counts them: softmax 5 per entry of S (maximum, subtract, exp, sum, divide),
+// the two products 2 D each. Bytes at least: each operand read once, each result written once.
 static Table softmax_table(const std::vector<ModelProfile>& models, const Plan& p) {
     Table table{profile_caption(p, "(e): softmax beside the attention's two matrix products, per forward"),
                 {"size", "context length", "softmax (ms)", "products (ms)", "ratio of times", "softmax (GFLOP)",
@@ -663,7 +663,7 @@ static void plot_shares(const std::string& path, const std::vector<std::string>&
     save_file(path, draw("Share of each class of kernels", caption, {share_chart("", bars, series)}));
 }
 
-// Refuses a --range that one of the settings does not have. Which there are, a small run on META tells at once.
+// Refuses a --range that one of the settings does not have. A small run on META tells at once which ranges there are.
 static void check_ranges(const Options& o) {
     if (!o.has("range")) { return; }
     ModelConfig c = configs_of(o)[0];

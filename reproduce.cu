@@ -2,9 +2,9 @@
 //   <!-- begin: ./cs336 COMMAND OPTIONS -->
 // and
 //   <!-- end -->
-// stands what this command line prints. `; tables: (b), precision fp32 or (c)` behind it takes of its tables only those
-// whose captions contain both "(b)" and "precision fp32", or "(c)". A command line is run once, whatever the number of
-// blocks that show it, as a process of its own.
+// stands what this command line prints. `; tables: (b), precision fp32 or (c)` behind it selects the tables whose
+// captions contain both "(b)" and "precision fp32", or "(c)". A command line is run once, whatever the number of blocks
+// that show it, as a process of its own.
 //   <!-- answers: ./cs336 COMMAND OPTIONS -->
 // begins a block for the answers that follow from the tables of this command line's blocks on the same page.
 #include "answers.h"

@@ -272,7 +272,7 @@ static const RunOption run_options[] = {
     {"max_grad_norm", nullptr, &Options::max_grad_norm, DBL_TRUE_MIN, DBL_MAX},
     {"val_fraction", nullptr, &Options::val_fraction, DBL_TRUE_MIN, 1 - DBL_EPSILON / 2},
 };
-// What a checkpoint holds. Leaves the weights plain.
+// The tensors of a checkpoint. Leaves the weights plain.
 static NamedTensors state_of(Model& model) {
     plain_weights(model);
     NamedTensors tensors;
