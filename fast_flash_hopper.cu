@@ -9,7 +9,6 @@
 //   - setmaxnreg: a warpgroup that only loads gives its registers to those that compute.
 // What it costs: the code runs on no other card, older or newer.
 #include "fast_flash.h"
-#include <type_traits>
 
 #ifdef __CUDACC__
 #include <cuda.h>
@@ -483,6 +482,7 @@ template <class Tile, class T>
 __global__ void __launch_bounds__(Tile::threads, 1)
     hopper_forward_kernel(AttentionArgs a, dim3 order, const __grid_constant__ CUtensorMap q_map,
                           const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
+#ifdef HAS_WGMMA
     extern __shared__ char dynamic[];
     __shared__ ForwardBarriers<Tile> bars;
     char* q_tiles = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
@@ -519,6 +519,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     }
     more_registers<Tile::registers>();
     forward_consumer<Tile, T>(a, order, all, bars, dynamic, warpgroup);
+#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -875,6 +876,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     hopper_backward_kernel(AttentionArgs a, BackwardWorkspace w, const __grid_constant__ CUtensorMap q_map,
                            const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
                            const __grid_constant__ CUtensorMap dO_map) {
+#ifdef HAS_WGMMA
     constexpr int Bk = Tile::Bk, Bq = Tile::Bq, stages = Tile::stages;
     extern __shared__ char dynamic[];
     __shared__ BackwardBarriers<Tile> bars;
@@ -912,6 +914,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     }
     more_registers<Tile::registers>();
     backward_consumer<Tile, T>(a, w, bars, memory, tile, warpgroup);
+#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -940,71 +943,66 @@ static CUtensorMap tensor_map(const Heads& x, DType dtype, int B, int H, int T, 
 }
 
 template <class Tile, class T>
-static void launch_hopper_forward(const AttentionArgs& a, DType dtype) {
-    auto kernel = hopper_forward_kernel<Tile, T>;
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)Tile::bytes));
+static void launch_forward(const AttentionArgs& a, DType dtype) {
     dim3 order = attention_grid(a, ceil_div(a.Tq, Tile::Bq));
     int blocks = std::min<int64_t>(multiprocessors(), (int64_t)order.x * order.y * order.z);
-    auto map = [&](const Heads& x, int T_, int rows) { return tensor_map(x, dtype, a.B, a.H, T_, Tile::D, rows); };
-    kernel<<<blocks, Tile::threads, Tile::bytes, stream()>>>(a, order, map(a.q, a.Tq, Tile::Bq),
-                                                             map(a.k, a.Tk, Tile::Bk), map(a.v, a.Tk, Tile::Bk));
-    LAUNCH_CHECK();
+    auto map = [&](const Heads& x, int rows, int box_rows) {
+        return tensor_map(x, dtype, a.B, a.H, rows, Tile::D, box_rows);
+    };
+    launch(hopper_forward_kernel<Tile, T>, blocks, Tile::threads, Tile::bytes, a, order, map(a.q, a.Tq, Tile::Bq),
+           map(a.k, a.Tk, Tile::Bk), map(a.v, a.Tk, Tile::Bk));
 }
 template <class T>
-static void hopper_forward_typed(const AttentionArgs& a, int D, DType dtype) {
-    switch (D) {
-        case 16: return launch_hopper_forward<HopperForward<16, 3, 32, 160>, T>(a, dtype);
-        case 32: return launch_hopper_forward<HopperForward<32, 3, 32, 160>, T>(a, dtype);
-        case 64: return launch_hopper_forward<HopperForward<64, 3, 32, 160>, T>(a, dtype);
-        case 80: return launch_hopper_forward<HopperForward<80, 2, 40, 232>, T>(a, dtype);
-        case 128: return launch_hopper_forward<HopperForward<128, 2, 40, 232>, T>(a, dtype);
+static void launch_forward(const AttentionArgs& a, int D, DType dtype) {
+    switch (D) {  // <D, warpgroups, the loader's registers, the others'>
+        case 16: return launch_forward<HopperForward<16, 3, 32, 160>, T>(a, dtype);
+        case 32: return launch_forward<HopperForward<32, 3, 32, 160>, T>(a, dtype);
+        case 64: return launch_forward<HopperForward<64, 3, 32, 160>, T>(a, dtype);
+        case 80: return launch_forward<HopperForward<80, 2, 40, 232>, T>(a, dtype);
+        case 128: return launch_forward<HopperForward<128, 2, 40, 232>, T>(a, dtype);
     }
-    fail("hopper_forward: head size %d; it has 16, 32, 64, 80 and 128", D);
-}
-
-template <class Tile, class T>
-static void launch_hopper_backward(const AttentionArgs& a, const BackwardWorkspace& w, DType dtype) {
-    auto kernel = hopper_backward_kernel<Tile, T>;
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)Tile::bytes));
-    auto map = [&](const Heads& x, int T_, int rows) { return tensor_map(x, dtype, a.B, a.H, T_, Tile::D, rows); };
-    launch_early(kernel, attention_grid(a, ceil_div(a.Tk, Tile::Bk)), Tile::threads, Tile::bytes, a, w,
-                 map(a.q, a.Tq, Tile::Bq), map(a.k, a.Tk, Tile::Bk), map(a.v, a.Tk, Tile::Bk),
-                 map(a.dO, a.Tq, Tile::Bq));
-}
-template <class T>
-static void hopper_backward_typed(const AttentionArgs& a, const BackwardWorkspace& w, int D, DType dtype) {
-    switch (D) {
-        case 16: return launch_hopper_backward<HopperBackward<16, 128, 24, 240>, T>(a, w, dtype);
-        case 32: return launch_hopper_backward<HopperBackward<32, 128, 24, 240>, T>(a, w, dtype);
-        case 64: return launch_hopper_backward<HopperBackward<64, 128, 24, 240>, T>(a, w, dtype);
-        case 80: return launch_hopper_backward<HopperBackward<80, 64, 24, 240>, T>(a, w, dtype);
-        case 128: return launch_hopper_backward<HopperBackward<128, 64, 24, 240>, T>(a, w, dtype);
-    }
-    fail("hopper_backward: head size %d; it has 16, 32, 64, 80 and 128", D);
-}
-static void hopper_backward_main(const AttentionArgs& a, const BackwardWorkspace& w, int D, DType dtype) {
-    dtype == BF16 ? hopper_backward_typed<bf16>(a, w, D, dtype) : hopper_backward_typed<fp16>(a, w, D, dtype);
-}
-static void backward(const AttentionTensors& t) {
-    flash_mma_backward_around(t, hopper_backward_main);  // which has its own kernels for a deterministic dQ
+    fail("hopper forward: head size %d; it has 16, 32, 64, 80 and 128", D);
 }
 static void forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     int D = (int)t.q.dim(3);
-    t.q.dtype == BF16 ? hopper_forward_typed<bf16>(a, D, BF16) : hopper_forward_typed<fp16>(a, D, F16);
+    t.q.dtype == BF16 ? launch_forward<bf16>(a, D, BF16) : launch_forward<fp16>(a, D, F16);
 }
-bool is_hopper() {
-    static const bool yes = [] {
-        int device, major, minor;
-        if (cuda_devices() == 0) { return false; }
-        CUDA_CHECK(cudaGetDevice(&device));
-        CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-        CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-        return major == 9 && minor == 0;
-    }();
-    return yes;
+
+template <class Tile, class T>
+static void launch_backward(const AttentionArgs& a, const BackwardWorkspace& w, DType dtype) {
+    auto map = [&](const Heads& x, int rows, int box_rows) {
+        return tensor_map(x, dtype, a.B, a.H, rows, Tile::D, box_rows);
+    };
+    launch<true>(hopper_backward_kernel<Tile, T>, attention_grid(a, ceil_div(a.Tk, Tile::Bk)), Tile::threads,
+                 Tile::bytes, a, w, map(a.q, a.Tq, Tile::Bq), map(a.k, a.Tk, Tile::Bk), map(a.v, a.Tk, Tile::Bk),
+                 map(a.dO, a.Tq, Tile::Bq));
 }
-static bool takes(DType t, int64_t D) { return (t == BF16 || t == F16) && flash_head_size(D) && is_hopper(); }
+template <class T>
+static void launch_backward(const AttentionArgs& a, const BackwardWorkspace& w, int D, DType dtype) {
+    switch (D) {  // <D, Bq, the loader's registers, the others'>
+        case 16: return launch_backward<HopperBackward<16, 128, 24, 240>, T>(a, w, dtype);
+        case 32: return launch_backward<HopperBackward<32, 128, 24, 240>, T>(a, w, dtype);
+        case 64: return launch_backward<HopperBackward<64, 128, 24, 240>, T>(a, w, dtype);
+        case 80: return launch_backward<HopperBackward<80, 64, 24, 240>, T>(a, w, dtype);
+        case 128: return launch_backward<HopperBackward<128, 64, 24, 240>, T>(a, w, dtype);
+    }
+    fail("hopper backward: head size %d; it has 16, 32, 64, 80 and 128", D);
+}
+static void backward(const AttentionTensors& t) {
+    if (context.deterministic) { return flash_mma_backward(t); }  // which has a kernel for dQ alone
+    Tensor memory;
+    BackwardWorkspace w = backward_begin(t, memory);
+    AttentionArgs a = args_of(t);
+    int D = (int)t.q.dim(3);
+    t.q.dtype == BF16 ? launch_backward<bf16>(a, w, D, BF16) : launch_backward<fp16>(a, w, D, F16);
+    backward_end(t, w);
+}
+static bool takes(DType t, int64_t D) {
+    static const bool runs_here =
+        compiled_for(hopper_forward_kernel<HopperForward<64, 3, 32, 160>, bf16>) == 90 && dq_order_of_sm_90();
+    return (t == BF16 || t == F16) && flash_head_size(D) && runs_here;
+}
 static const AddAttention row({"hopper", CUDA, 60, takes, nullptr, forward, backward,
-                               "the same with wgmma and TMA (H100)"});
+                               "the same with wgmma and TMA; needs sm_90a (H100, H200)"});
 #endif
