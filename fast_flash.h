@@ -1,6 +1,6 @@
 // fast_flash.h: what the fast attention kernels share. Steps are attention.cu's. In these files
 //   - a block owns one tile of rows (queries, or keys and values) and streams the tiles of the other side past them;
-//   - i is the index of a tile of queries, j of keys; a single one is `query` or `key`;
+//   - where a kernel walks over tiles, i is a tile of queries and j one of keys; a single one is `query` or `key`;
 //   - m, n and k run along a product's M, N and K, as in mma's name m16n8k16.
 #pragma once
 #include "gpu.h"

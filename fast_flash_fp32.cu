@@ -28,8 +28,8 @@ struct Fp32Tile {
     static constexpr int own = 64;       // rows of the tile that the block owns
     static constexpr int threads = 128;  // of a group, in a grid of tx x ty; the tx threads of a row are in one warp
     static constexpr int tx = D == 128 ? 16 : 8, ty = threads / tx;
-    static constexpr int rows = own / ty;          // own rows of a thread: ty + Tile::ty i
-    static constexpr int columns = streamed / tx;  // streamed rows of a thread: tx + Tile::tx j
+    static constexpr int rows = own / ty;          // own rows of a thread: ty + Tile::ty r
+    static constexpr int columns = streamed / tx;  // streamed rows of a thread: tx + Tile::tx n
     static constexpr int out_columns = D / tx;     // of O, dQ, dK or dV, of a thread
     // Floats of a row in shared memory, padded, so that what a warp reads is in different banks.
     static constexpr int row = D + 4, p_row = streamed + threads / ty;
@@ -144,9 +144,9 @@ __device__ __forceinline__ void add_columns(float* row, const float (&v)[COUNT],
 template <int R, int C>
 __device__ __forceinline__ void set_zero(float (&x)[R][C]) {
 #pragma unroll
-    for (int i = 0; i < R; i++) {
+    for (int r = 0; r < R; r++) {
 #pragma unroll
-        for (int j = 0; j < C; j++) { x[i][j] = 0; }
+        for (int n = 0; n < C; n++) { x[r][n] = 0; }
     }
 }
 // s = A B^T: own rows times streamed rows, both along d, so 16-byte loads take four d at once from each.
@@ -158,18 +158,18 @@ __device__ __forceinline__ void rows_times_rows(float (&s)[Tile::rows][Tile::col
     for (int d = 0; d < Tile::D; d += 4) {
         float4 a[Tile::rows];
 #pragma unroll
-        for (int i = 0; i < Tile::rows; i++) { a[i] = *(const float4*)(A + (ty + i * Tile::ty) * Tile::row + d); }
+        for (int r = 0; r < Tile::rows; r++) { a[r] = *(const float4*)(A + (ty + r * Tile::ty) * Tile::row + d); }
 #pragma unroll
-        for (int j = 0; j < Tile::columns; j++) {
-            float4 b = *(const float4*)(B + (tx + j * Tile::tx) * Tile::row + d);
+        for (int n = 0; n < Tile::columns; n++) {
+            float4 b = *(const float4*)(B + (tx + n * Tile::tx) * Tile::row + d);
 #pragma unroll
-            for (int i = 0; i < Tile::rows; i++) { s[i][j] = fmaf(a[i].x, b.x, s[i][j]); }
+            for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].x, b.x, s[r][n]); }
 #pragma unroll
-            for (int i = 0; i < Tile::rows; i++) { s[i][j] = fmaf(a[i].y, b.y, s[i][j]); }
+            for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].y, b.y, s[r][n]); }
 #pragma unroll
-            for (int i = 0; i < Tile::rows; i++) { s[i][j] = fmaf(a[i].z, b.z, s[i][j]); }
+            for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].z, b.z, s[r][n]); }
 #pragma unroll
-            for (int i = 0; i < Tile::rows; i++) { s[i][j] = fmaf(a[i].w, b.w, s[i][j]); }
+            for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].w, b.w, s[r][n]); }
         }
     }
 }
@@ -178,18 +178,18 @@ template <class Tile>
 __device__ __forceinline__ void rows_times_columns(float (&out)[Tile::rows][Tile::out_columns], const float* P,
                                                    const float* B, int tx, int ty) {
 #pragma unroll Tile::unroll
-    for (int j = 0; j < Tile::streamed; j += 4) {
+    for (int n = 0; n < Tile::streamed; n += 4) {
         float p[Tile::rows][4];
 #pragma unroll
-        for (int i = 0; i < Tile::rows; i++) { load_columns<1>(p[i], P + (ty + i * Tile::ty) * Tile::p_row + j, 0); }
+        for (int r = 0; r < Tile::rows; r++) { load_columns<1>(p[r], P + (ty + r * Tile::ty) * Tile::p_row + n, 0); }
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             float b[Tile::out_columns];
-            load_columns<Tile::tx>(b, B + (j + e) * Tile::row, tx);
+            load_columns<Tile::tx>(b, B + (n + e) * Tile::row, tx);
 #pragma unroll
-            for (int i = 0; i < Tile::rows; i++) {
+            for (int r = 0; r < Tile::rows; r++) {
 #pragma unroll
-                for (int c = 0; c < Tile::out_columns; c++) { out[i][c] = fmaf(p[i][e], b[c], out[i][c]); }
+                for (int c = 0; c < Tile::out_columns; c++) { out[r][c] = fmaf(p[r][e], b[c], out[r][c]); }
             }
         }
     }
@@ -198,9 +198,9 @@ __device__ __forceinline__ void rows_times_columns(float (&out)[Tile::rows][Tile
 template <class Tile>
 __device__ __forceinline__ void store_p(float* P, const float (&p)[Tile::rows][Tile::columns], int tx, int ty) {
 #pragma unroll
-    for (int i = 0; i < Tile::rows; i++) {
+    for (int r = 0; r < Tile::rows; r++) {
 #pragma unroll
-        for (int j = 0; j < Tile::columns; j++) { P[(ty + i * Tile::ty) * Tile::p_row + tx + j * Tile::tx] = p[i][j]; }
+        for (int n = 0; n < Tile::columns; n++) { P[(ty + r * Tile::ty) * Tile::p_row + tx + n * Tile::tx] = p[r][n]; }
     }
 }
 // Adds the other groups' sums to group 0's, each thread's to its counterpart's. Every thread of the block calls it.
@@ -210,16 +210,16 @@ __device__ __forceinline__ void merge_groups(float (&x)[Tile::rows][Tile::out_co
     if constexpr (Tile::groups == 1) { return; }
     __syncthreads();  // the streamed tiles, and what an earlier merge left there, are no longer read
     if (group > 0) {
-        for (int i = 0; i < Tile::rows * Tile::out_columns; i++) {
-            group_0[group * Tile::group_floats + i * Tile::threads + t] =
-                x[i / Tile::out_columns][i % Tile::out_columns];
+        for (int r = 0; r < Tile::rows * Tile::out_columns; r++) {
+            group_0[group * Tile::group_floats + r * Tile::threads + t] =
+                x[r / Tile::out_columns][r % Tile::out_columns];
         }
     }
     __syncthreads();
     for (int g = 1; group == 0 && g < Tile::groups; g++) {
 #pragma unroll
-        for (int i = 0; i < Tile::rows * Tile::out_columns; i++) {
-            x[i / Tile::out_columns][i % Tile::out_columns] += group_0[g * Tile::group_floats + i * Tile::threads + t];
+        for (int r = 0; r < Tile::rows * Tile::out_columns; r++) {
+            x[r / Tile::out_columns][r % Tile::out_columns] += group_0[g * Tile::group_floats + r * Tile::threads + t];
         }
     }
 }
@@ -232,22 +232,22 @@ __device__ __forceinline__ void softmax_step(float (&s)[Tile::rows][Tile::column
                                              float (&O)[Tile::rows][Tile::out_columns], float (&m)[Tile::rows],
                                              float (&l)[Tile::rows], float c) {
 #pragma unroll
-    for (int i = 0; i < Tile::rows; i++) {
-        float larger = m[i];
+    for (int r = 0; r < Tile::rows; r++) {
+        float larger = m[r];
 #pragma unroll
-        for (int j = 0; j < Tile::columns; j++) { larger = fmaxf(larger, s[i][j]); }
+        for (int n = 0; n < Tile::columns; n++) { larger = fmaxf(larger, s[r][n]); }
         larger = combine_row<Tile::tx>(larger, [](float x, float y) { return fmaxf(x, y); });
         float base = larger == -INFINITY ? 0 : larger * c;  // no key seen yet: -inf - -inf would be NaN
-        float shrink = exp2_approx(m[i] * c - base);
-        m[i] = larger;
-        l[i] *= shrink;
+        float shrink = exp2_approx(m[r] * c - base);
+        m[r] = larger;
+        l[r] *= shrink;
 #pragma unroll
-        for (int j = 0; j < Tile::columns; j++) {
-            s[i][j] = exp2_approx(fmaf(s[i][j], c, -base));
-            l[i] += s[i][j];
+        for (int n = 0; n < Tile::columns; n++) {
+            s[r][n] = exp2_approx(fmaf(s[r][n], c, -base));
+            l[r] += s[r][n];
         }
 #pragma unroll
-        for (int k = 0; k < Tile::out_columns; k++) { O[i][k] *= shrink; }
+        for (int k = 0; k < Tile::out_columns; k++) { O[r][k] *= shrink; }
     }
 }
 
@@ -278,28 +278,28 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
     float O[Tile::rows][Tile::out_columns], m[Tile::rows], l[Tile::rows], c = a.scale * LOG2_E;
     set_zero(O);
 #pragma unroll
-    for (int i = 0; i < Tile::rows; i++) { m[i] = -INFINITY, l[i] = 0; }
-    for (int tile = group; tile < end; tile += Tile::groups) {
+    for (int r = 0; r < Tile::rows; r++) { m[r] = -INFINITY, l[r] = 0; }
+    for (int j = group; j < end; j += Tile::groups) {
         cp_async_wait<0>();
         group_barrier(group);  // everybody's part of K has arrived, and V has been read
-        load_rows<Tile::streamed, Tile::D, Tile::threads>(V, v, a.v.row, tile * Tile::streamed, a.Tk, t);
+        load_rows<Tile::streamed, Tile::D, Tile::threads>(V, v, a.v.row, j * Tile::streamed, a.Tk, t);
         cp_async_commit();
         float s[Tile::rows][Tile::columns];
         rows_times_rows<Tile>(s, Q, K, tx, ty);  // step 1
         cp_async_wait<0>();
         group_barrier(group);  // V has arrived, and K has been read
-        if (tile + Tile::groups < end) {
-            load_rows<Tile::streamed, Tile::D, Tile::threads>(K, k, a.k.row, (tile + Tile::groups) * Tile::streamed,
-                                                              a.Tk, t);
+        if (j + Tile::groups < end) {
+            load_rows<Tile::streamed, Tile::D, Tile::threads>(K, k, a.k.row, (j + Tile::groups) * Tile::streamed, a.Tk,
+                                                              t);
             cp_async_commit();
         }
-        if (tile >= whole) {
+        if (j >= whole) {
 #pragma unroll
-            for (int i = 0; i < Tile::rows; i++) {
+            for (int r = 0; r < Tile::rows; r++) {
 #pragma unroll
-                for (int j = 0; j < Tile::columns; j++) {
-                    int query = q0 + ty + i * Tile::ty, key = tile * Tile::streamed + tx + j * Tile::tx;
-                    if (key >= a.Tk || (a.causal && key > query)) { s[i][j] = -INFINITY; }
+                for (int n = 0; n < Tile::columns; n++) {
+                    int query = q0 + ty + r * Tile::ty, key = j * Tile::streamed + tx + n * Tile::tx;
+                    if (key >= a.Tk || (a.causal && key > query)) { s[r][n] = -INFINITY; }
                 }
             }
         }
@@ -312,38 +312,38 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
     pass_barriers<Tile>(group, end, 2);
 
 #pragma unroll
-    for (int i = 0; i < Tile::rows; i++) {
-        l[i] = combine_row<Tile::tx>(l[i], [](float x, float y) { return x + y; });
+    for (int r = 0; r < Tile::rows; r++) {
+        l[r] = combine_row<Tile::tx>(l[r], [](float x, float y) { return x + y; });
     }
     if constexpr (Tile::groups > 1) {  // bring the groups to the largest m of each row; then l and O can be added
         float* ms = P;
         __syncthreads();  // P is no longer read
 #pragma unroll
-        for (int i = 0; i < Tile::rows; i++) {
-            if (tx == 0) { ms[(ty + i * Tile::ty) * 2] = m[i], ms[(ty + i * Tile::ty) * 2 + 1] = l[i]; }
+        for (int r = 0; r < Tile::rows; r++) {
+            if (tx == 0) { ms[(ty + r * Tile::ty) * 2] = m[r], ms[(ty + r * Tile::ty) * 2 + 1] = l[r]; }
         }
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < Tile::rows; i++) {
-            float larger = m[i], sum = 0, mine = m[i];
-            const float* row = group_0 + 2 * Tile::streamed_floats + (ty + i * Tile::ty) * 2;
+        for (int r = 0; r < Tile::rows; r++) {
+            float larger = m[r], sum = 0, mine = m[r];
+            const float* row = group_0 + 2 * Tile::streamed_floats + (ty + r * Tile::ty) * 2;
             for (int g = 0; g < Tile::groups; g++) { larger = fmaxf(larger, row[g * Tile::group_floats]); }
             for (int g = 0; g < Tile::groups; g++) {
                 sum += row[g * Tile::group_floats + 1] * exp2_approx((row[g * Tile::group_floats] - larger) * c);
             }
-            m[i] = larger, l[i] = sum;
+            m[r] = larger, l[r] = sum;
 #pragma unroll
-            for (int n = 0; n < Tile::out_columns; n++) { O[i][n] *= exp2_approx((mine - larger) * c); }
+            for (int n = 0; n < Tile::out_columns; n++) { O[r][n] *= exp2_approx((mine - larger) * c); }
         }
         merge_groups<Tile>(O, group_0, group, t);
     }
     if (group > 0) { return; }
 #pragma unroll
-    for (int i = 0; i < Tile::rows; i++) {  // step 6
-        int query = q0 + ty + i * Tile::ty;
+    for (int r = 0; r < Tile::rows; r++) {  // step 6
+        int query = q0 + ty + r * Tile::ty;
         if (query >= a.Tq) { continue; }
-        store_columns<Tile::tx>(head_of<float>(a.o, b, h) + query * a.o.row, O[i], tx, 1 / l[i]);
-        if (tx == 0) { a.L[(int64_t)head * a.Tq + query] = m[i] * a.scale + logf(l[i]); }
+        store_columns<Tile::tx>(head_of<float>(a.o, b, h) + query * a.o.row, O[r], tx, 1 / l[r]);
+        if (tx == 0) { a.L[(int64_t)head * a.Tq + query] = m[r] * a.scale + logf(l[r]); }
     }
 #endif
 }
@@ -354,13 +354,13 @@ __global__ void flash_delta_fp32_kernel(AttentionArgs a, int D, float* delta, bo
     int64_t r = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
     int lane = threadIdx.x % WARP;
     if (r >= (int64_t)a.B * a.H * a.Tq) { return; }
-    int64_t i = r % a.Tq;
+    int64_t query = r % a.Tq;
     int b = (int)(r / a.Tq) / a.H, h = (int)(r / a.Tq) % a.H;
-    const float *o = head_of<float>(a.o, b, h) + i * a.o.row, *dO = head_of<float>(a.dO, b, h) + i * a.dO.row;
+    const float *o = head_of<float>(a.o, b, h) + query * a.o.row, *dO = head_of<float>(a.dO, b, h) + query * a.dO.row;
     float sum = 0;
     for (int d = lane; d < D; d += WARP) {
         sum += o[d] * dO[d];
-        if (zero_dq) { head_of<float>(a.dq, b, h)[i * a.dq.row + d] = 0; }
+        if (zero_dq) { head_of<float>(a.dq, b, h)[query * a.dq.row + d] = 0; }
     }
     sum = warp_sum(sum);
     if (lane == 0) { delta[r] = sum; }
@@ -381,15 +381,15 @@ __device__ __forceinline__ void add_dq(const AttentionArgs& a, int b, int h, int
         load_columns<1>(ds, dS + key * Tile::p_row + 4 * y, 0);
         load_columns<X>(k, K + key * Tile::row, x);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int r = 0; r < 4; r++) {
 #pragma unroll
-            for (int c = 0; c < OUT; c++) { dQ[i][c] = fmaf(ds[i], k[c], dQ[i][c]); }
+            for (int c = 0; c < OUT; c++) { dQ[r][c] = fmaf(ds[r], k[c], dQ[r][c]); }
         }
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        int query = q0 + 4 * y + i;
-        if (query < a.Tq) { add_columns<X>(head_of<float>(a.dq, b, h) + query * a.dq.row, dQ[i], x, a.scale); }
+    for (int r = 0; r < 4; r++) {
+        int query = q0 + 4 * y + r;
+        if (query < a.Tq) { add_columns<X>(head_of<float>(a.dq, b, h) + query * a.dq.row, dQ[r], x, a.scale); }
     }
 }
 
@@ -425,14 +425,14 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
     float dK[Tile::rows][Tile::out_columns], dV[Tile::rows][Tile::out_columns], c = a.scale * LOG2_E;
     set_zero(dK);
     set_zero(dV);
-    for (int tile = first + group; tile < end; tile += Tile::groups) {
-        int q0 = tile * Tile::streamed, next = (tile + Tile::groups) * Tile::streamed;
+    for (int i = first + group; i < end; i += Tile::groups) {
+        int q0 = i * Tile::streamed, next = (i + Tile::groups) * Tile::streamed;
         float l[Tile::columns], d[Tile::columns], s[Tile::rows][Tile::columns], ds[Tile::rows][Tile::columns];
 #pragma unroll
-        for (int j = 0; j < Tile::columns; j++) {  // beyond Tq: L = inf makes P = 0
-            int query = q0 + tx + j * Tile::tx;
-            l[j] = query < a.Tq ? L[query] * LOG2_E : INFINITY;
-            d[j] = query < a.Tq ? D_i[query] : 0;
+        for (int n = 0; n < Tile::columns; n++) {  // beyond Tq: L = inf makes P = 0
+            int query = q0 + tx + n * Tile::tx;
+            l[n] = query < a.Tq ? L[query] * LOG2_E : INFINITY;
+            d[n] = query < a.Tq ? D_i[query] : 0;
         }
         cp_async_wait<1>();
         group_barrier(group);                      // dO has arrived; Q may be on its way
@@ -442,20 +442,20 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
         rows_times_rows<Tile>(s, K, Q, tx, ty);  // step 8's S
         bool masked = (a.causal && q0 < k0 + Tile::own - 1) || k0 + Tile::own > a.Tk;
 #pragma unroll
-        for (int i = 0; i < Tile::rows; i++) {
+        for (int r = 0; r < Tile::rows; r++) {
 #pragma unroll
-            for (int j = 0; j < Tile::columns; j++) {
-                s[i][j] = exp2_approx(fmaf(s[i][j], c, -l[j]));  // step 8's P
-                int query = q0 + tx + j * Tile::tx, key = k0 + ty + i * Tile::ty;
-                if (masked && (key >= a.Tk || (a.causal && key > query))) { s[i][j] = 0; }
-                ds[i][j] = s[i][j] * (ds[i][j] - d[j]);  // step 11
+            for (int n = 0; n < Tile::columns; n++) {
+                s[r][n] = exp2_approx(fmaf(s[r][n], c, -l[n]));  // step 8's P
+                int query = q0 + tx + n * Tile::tx, key = k0 + ty + r * Tile::ty;
+                if (masked && (key >= a.Tk || (a.causal && key > query))) { s[r][n] = 0; }
+                ds[r][n] = s[r][n] * (ds[r][n] - d[n]);  // step 11
             }
         }
         store_p<Tile>(P, s, tx, ty);
         __syncwarp();
         rows_times_columns<Tile>(dV, P, dO, tx, ty);  // step 9
         group_barrier(group);                         // dO has been read, and P
-        if (tile + Tile::groups < end) {
+        if (i + Tile::groups < end) {
             load_rows<Tile::streamed, Tile::D, Tile::threads>(dO, from_dO, a.dO.row, next, a.Tq, t);
             cp_async_commit();
         }
@@ -467,7 +467,7 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
             add_dq<Tile, Tile::threads>(a, b, h, q0, P, K, t);
         }
         group_barrier(group);  // Q has been read, and dS
-        if (tile + Tile::groups < end) {
+        if (i + Tile::groups < end) {
             load_rows<Tile::streamed, Tile::D, Tile::threads>(Q, q, a.q.row, next, a.Tq, t);
             cp_async_commit();
         }
@@ -479,11 +479,11 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
     merge_groups<Tile>(dV, group_0, group, t);
     if (group > 0) { return; }
 #pragma unroll
-    for (int i = 0; i < Tile::rows; i++) {
-        int key = k0 + ty + i * Tile::ty;
+    for (int r = 0; r < Tile::rows; r++) {
+        int key = k0 + ty + r * Tile::ty;
         if (key >= a.Tk) { continue; }
-        store_columns<Tile::tx>(head_of<float>(a.dk, b, h) + key * a.dk.row, dK[i], tx, a.scale);
-        store_columns<Tile::tx>(head_of<float>(a.dv, b, h) + key * a.dv.row, dV[i], tx, 1);
+        store_columns<Tile::tx>(head_of<float>(a.dk, b, h) + key * a.dk.row, dK[r], tx, a.scale);
+        store_columns<Tile::tx>(head_of<float>(a.dv, b, h) + key * a.dv.row, dV[r], tx, 1);
     }
 #endif
 }
@@ -514,23 +514,22 @@ __global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp
     load_rows<Tile::own, Tile::D, Tile::threads>(group == 0 ? K : V,
                                                  group == 0 ? head_of<float>(a.k, b, h) : head_of<float>(a.v, b, h),
                                                  group == 0 ? a.k.row : a.v.row, k0, a.Tk, t);
-    auto load_tile = [&](int tile) {
+    auto load_tile = [&](int i) {
         load_rows<Tile::streamed, Tile::D, Tile::threads>(group == 0 ? Q : dO, group == 0 ? q : from_dO,
-                                                          group == 0 ? a.q.row : a.dO.row, tile * Tile::streamed, a.Tq,
-                                                          t);
+                                                          group == 0 ? a.q.row : a.dO.row, i * Tile::streamed, a.Tq, t);
         cp_async_commit();
     };
     load_tile(first);
 
     float sum[Tile::rows][Tile::out_columns], c = a.scale * LOG2_E;  // dV or dK
     set_zero(sum);
-    for (int tile = first; tile < end; tile++) {
-        int q0 = tile * Tile::streamed;
+    for (int i = first; i < end; i++) {
+        int q0 = i * Tile::streamed;
         float l[Tile::columns], s[Tile::rows][Tile::columns];  // L or D, S or dP
 #pragma unroll
-        for (int j = 0; j < Tile::columns; j++) {  // beyond Tq: L = inf makes P = 0
-            int query = q0 + tx + j * Tile::tx;
-            l[j] = group == 0 ? (query < a.Tq ? L[query] * LOG2_E : INFINITY) : (query < a.Tq ? D_i[query] : 0);
+        for (int n = 0; n < Tile::columns; n++) {  // beyond Tq: L = inf makes P = 0
+            int query = q0 + tx + n * Tile::tx;
+            l[n] = group == 0 ? (query < a.Tq ? L[query] * LOG2_E : INFINITY) : (query < a.Tq ? D_i[query] : 0);
         }
         cp_async_wait<0>();
         __syncthreads();                                  // Q and dO have arrived, and dS has been read
@@ -538,12 +537,12 @@ __global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp
         if (group == 0) {
             bool masked = (a.causal && q0 < k0 + Tile::own - 1) || k0 + Tile::own > a.Tk;
 #pragma unroll
-            for (int i = 0; i < Tile::rows; i++) {
+            for (int r = 0; r < Tile::rows; r++) {
 #pragma unroll
-                for (int j = 0; j < Tile::columns; j++) {
-                    s[i][j] = exp2_approx(fmaf(s[i][j], c, -l[j]));  // step 8's P
-                    int query = q0 + tx + j * Tile::tx, key = k0 + ty + i * Tile::ty;
-                    if (masked && (key >= a.Tk || (a.causal && key > query))) { s[i][j] = 0; }
+                for (int n = 0; n < Tile::columns; n++) {
+                    s[r][n] = exp2_approx(fmaf(s[r][n], c, -l[n]));  // step 8's P
+                    int query = q0 + tx + n * Tile::tx, key = k0 + ty + r * Tile::ty;
+                    if (masked && (key >= a.Tk || (a.causal && key > query))) { s[r][n] = 0; }
                 }
             }
             store_p<Tile>(P, s, tx, ty);
@@ -551,10 +550,10 @@ __global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp
         __syncthreads();  // P is there
         if (group == 1) {
 #pragma unroll
-            for (int i = 0; i < Tile::rows; i++) {
+            for (int r = 0; r < Tile::rows; r++) {
 #pragma unroll
-                for (int j = 0; j < Tile::columns; j++) {
-                    s[i][j] = P[(ty + i * Tile::ty) * Tile::p_row + tx + j * Tile::tx] * (s[i][j] - l[j]);  // step 11
+                for (int n = 0; n < Tile::columns; n++) {
+                    s[r][n] = P[(ty + r * Tile::ty) * Tile::p_row + tx + n * Tile::tx] * (s[r][n] - l[n]);  // step 11
                 }
             }
             store_p<Tile>(dS, s, tx, ty);
@@ -562,17 +561,17 @@ __global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp
         }
         rows_times_columns<Tile>(sum, mine, group == 0 ? dO : Q, tx, ty);  // step 9 or 13
         __syncthreads();  // Q, dO and P have been read, and all of dS is there
-        if (tile + 1 < end) { load_tile(tile + 1); }
+        if (i + 1 < end) { load_tile(i + 1); }
         if (WITH_DQ) { add_dq<Tile, 2 * Tile::threads>(a, b, h, q0, dS, K, threadIdx.x); }
     }
 
     cp_async_wait<0>();  // without a tile the first loads are still under way
     const Heads& out = group == 0 ? a.dv : a.dk;
 #pragma unroll
-    for (int i = 0; i < Tile::rows; i++) {
-        int key = k0 + ty + i * Tile::ty;
+    for (int r = 0; r < Tile::rows; r++) {
+        int key = k0 + ty + r * Tile::ty;
         if (key < a.Tk) {
-            store_columns<Tile::tx>(head_of<float>(out, b, h) + key * out.row, sum[i], tx, group == 0 ? 1 : a.scale);
+            store_columns<Tile::tx>(head_of<float>(out, b, h) + key * out.row, sum[r], tx, group == 0 ? 1 : a.scale);
         }
     }
 #endif
@@ -609,40 +608,40 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
     float dQ[Tile::rows][Tile::out_columns], l[Tile::rows], d[Tile::rows], c = a.scale * LOG2_E;
     set_zero(dQ);
 #pragma unroll
-    for (int i = 0; i < Tile::rows; i++) {
-        int query = q0 + ty + i * Tile::ty;
-        l[i] = query < a.Tq ? a.L[(int64_t)head * a.Tq + query] * LOG2_E : INFINITY;
-        d[i] = query < a.Tq ? delta[(int64_t)head * a.Tq + query] : 0;
+    for (int r = 0; r < Tile::rows; r++) {
+        int query = q0 + ty + r * Tile::ty;
+        l[r] = query < a.Tq ? a.L[(int64_t)head * a.Tq + query] * LOG2_E : INFINITY;
+        d[r] = query < a.Tq ? delta[(int64_t)head * a.Tq + query] : 0;
     }
-    for (int tile = group; tile < end; tile += Tile::groups) {
-        int k0 = tile * Tile::streamed, next = (tile + Tile::groups) * Tile::streamed;
+    for (int j = group; j < end; j += Tile::groups) {
+        int k0 = j * Tile::streamed, next = (j + Tile::groups) * Tile::streamed;
         float s[Tile::rows][Tile::columns], ds[Tile::rows][Tile::columns];
         cp_async_wait<1>();
         group_barrier(group);                      // V has arrived; K may be on its way
         rows_times_rows<Tile>(ds, dO, V, tx, ty);  // step 10
         cp_async_wait<0>();
         group_barrier(group);  // K has arrived, and V has been read
-        if (tile + Tile::groups < end) {
+        if (j + Tile::groups < end) {
             load_rows<Tile::streamed, Tile::D, Tile::threads>(V, v, a.v.row, next, a.Tk, t);
             cp_async_commit();
         }
         rows_times_rows<Tile>(s, Q, K, tx, ty);  // step 8's S
         bool masked = (a.causal && k0 + Tile::streamed - 1 > q0) || k0 + Tile::streamed > a.Tk;
 #pragma unroll
-        for (int i = 0; i < Tile::rows; i++) {
+        for (int r = 0; r < Tile::rows; r++) {
 #pragma unroll
-            for (int j = 0; j < Tile::columns; j++) {
-                int query = q0 + ty + i * Tile::ty, key = k0 + tx + j * Tile::tx;
-                s[i][j] = exp2_approx(fmaf(s[i][j], c, -l[i]));  // step 8's P
-                if (masked && (key >= a.Tk || (a.causal && key > query))) { s[i][j] = 0; }
-                ds[i][j] = s[i][j] * (ds[i][j] - d[i]);  // step 11
+            for (int n = 0; n < Tile::columns; n++) {
+                int query = q0 + ty + r * Tile::ty, key = k0 + tx + n * Tile::tx;
+                s[r][n] = exp2_approx(fmaf(s[r][n], c, -l[r]));  // step 8's P
+                if (masked && (key >= a.Tk || (a.causal && key > query))) { s[r][n] = 0; }
+                ds[r][n] = s[r][n] * (ds[r][n] - d[r]);  // step 11
             }
         }
         store_p<Tile>(P, ds, tx, ty);
         __syncwarp();
         rows_times_columns<Tile>(dQ, P, K, tx, ty);  // step 12
         group_barrier(group);                        // K has been read, and P
-        if (tile + Tile::groups < end) {
+        if (j + Tile::groups < end) {
             load_rows<Tile::streamed, Tile::D, Tile::threads>(K, k, a.k.row, next, a.Tk, t);
             cp_async_commit();
         }
@@ -653,10 +652,10 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
     merge_groups<Tile>(dQ, group_0, group, t);
     if (group > 0) { return; }
 #pragma unroll
-    for (int i = 0; i < Tile::rows; i++) {
-        int query = q0 + ty + i * Tile::ty;
+    for (int r = 0; r < Tile::rows; r++) {
+        int query = q0 + ty + r * Tile::ty;
         if (query < a.Tq) {
-            store_columns<Tile::tx>(head_of<float>(a.dq, b, h) + query * a.dq.row, dQ[i], tx, a.scale);
+            store_columns<Tile::tx>(head_of<float>(a.dq, b, h) + query * a.dq.row, dQ[r], tx, a.scale);
         }
     }
 #endif

@@ -459,20 +459,17 @@ __device__ __forceinline__ void add_dq(float* block, int lane, const float (&x)[
     for (int i = 0; i < 4; i++) { atomicAdd(block + dq_index(lane, i), x[i]); }
 #endif
 }
-// The 16 elements of lanes 4r to 4r + 3 are four float4: where the k-th is, and which one is element i of lane 4r + c.
-__device__ __forceinline__ int four_of_dq(int r, int k) {
+// x[c] becomes what lane 4r + c holds of a block: in both orders four float4.
+__device__ __forceinline__ void load_dq(float (&x)[4][4], const float4* block, int r) {
+    for (int k = 0; k < 4; k++) {
 #if __CUDA_ARCH__ >= 900
-    return 4 * r + k;
+        float4 four = block[4 * r + k];  // one lane's
+        x[k][0] = four.x, x[k][1] = four.y, x[k][2] = four.z, x[k][3] = four.w;
 #else
-    return k * (WARP / 4) + r;
+        float4 four = block[k * (WARP / 4) + r];  // of each lane one
+        x[0][k] = four.x, x[1][k] = four.y, x[2][k] = four.z, x[3][k] = four.w;
 #endif
-}
-__device__ __forceinline__ float of_dq(const float4 (&x)[4], int c, int i) {
-#if __CUDA_ARCH__ >= 900
-    return (&x[c].x)[i];
-#else
-    return (&x[i].x)[c];
-#endif
+    }
 }
 
 // ---- before: row_threads(D) threads take two neighbouring rows ----
@@ -518,13 +515,11 @@ __global__ void backward_after(AttentionArgs a, BackwardWorkspace w) {
     int bh = (int)(tile / (w.rows / 16)), i = (int)(tile % (w.rows / 16)) * 16 + r;
     if (bh >= a.B * a.H) { return; }
     const float4* block = (const float4*)w.dq + (tile * (D / 8) + n) * WARP;
-    float4 x[4];
-    for (int k = 0; k < 4; k++) { x[k] = block[four_of_dq(r, k)]; }
+    float x[4][4];
+    load_dq(x, block, r);
     for (int half = 0; half < 2; half++) {
         uint32_t out[4];
-        for (int c = 0; c < 4; c++) {
-            out[c] = pack<T>(of_dq(x, c, 2 * half) * a.scale, of_dq(x, c, 2 * half + 1) * a.scale);
-        }
+        for (int c = 0; c < 4; c++) { out[c] = pack<T>(x[c][2 * half] * a.scale, x[c][2 * half + 1] * a.scale); }
         int row = i + 8 * half;
         T* dq = head_of<T>(a.dq, bh / a.H, bh % a.H) + row * a.dq.row + n * 8;
         if (row < a.Tq) { *(uint4*)dq = make_uint4(out[0], out[1], out[2], out[3]); }
@@ -680,24 +675,24 @@ __device__ __forceinline__ void step_alone(const AttentionArgs& a, int key, int 
                                            float (&dk)[Tile::own_fragments][Tile::D / 8][4],
                                            float (&dv)[Tile::own_fragments][Tile::D / 8][4]) {
     float s[Tile::own_fragments][Tile::step_fragments][4] = {}, dp[Tile::own_fragments][Tile::step_fragments][4];
-    multiply<T, Tile>(s, k, q, lane);
+    multiply<T, Tile>(s, k, q, lane);  // step 8
     exponentiate<Tile, MASKED>(s, a, key, query, stats, lane);
-    multiply_dp<T, Tile>(dp, v, dO, stats, lane);
+    multiply_dp<T, Tile>(dp, v, dO, stats, lane);  // step 10, and step 11's - D
     uint32_t p[Tile::own_fragments][4];
 #pragma unroll
     for (int n = 0; n < Tile::step_fragments; n += 2) {
         pack_operand<T, Tile>(p, s, n);
-        accumulate<T, Tile>(dv, p, dO + 8 * n * Tile::row, lane);
+        accumulate<T, Tile>(dv, p, dO + 8 * n * Tile::row, lane);  // step 9
     }
 #pragma unroll
     for (int n = 0; n < Tile::step_fragments; n += 2) {
 #pragma unroll
-        for (int i = 0; i < Tile::own_fragments * 8; i++) {
+        for (int i = 0; i < Tile::own_fragments * 8; i++) {  // step 11
             dp[i / 8][n + i / 4 % 2][i % 4] *= s[i / 8][n + i / 4 % 2][i % 4];
         }
         pack_operand<T, Tile>(p, dp, n);
         if (STORE_DS) { store_ds<T, Tile>(ds + 8 * n, p, lane); }
-        accumulate<T, Tile>(dk, p, q + 8 * n * Tile::row, lane);
+        accumulate<T, Tile>(dk, p, q + 8 * n * Tile::row, lane);  // step 13
     }
 }
 
@@ -807,64 +802,66 @@ __global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_main(Att
     bool first = warp < Tile::owners;  // of a pair
     uint4* exchange = (uint4*)(stats + 2 * Bq) + owner * Tile::own_fragments * Tile::step_fragments / 2 * WARP;
     // Causal: the first keys are seen by the most queries, so they start first.
-    int bh = head_of_block(), b = bh / a.H, h = bh % a.H, key = blockIdx.y * Bk;
-    int begin = a.causal ? key / Bq : 0, end = (a.Tq + Bq - 1) / Bq;  // query tiles
+    int bh = head_of_block(), b = bh / a.H, h = bh % a.H, k0 = blockIdx.y * Bk;
+    int begin = a.causal ? k0 / Bq : 0, end = (a.Tq + Bq - 1) / Bq;  // query tiles
     // Masked are those that the diagonal crosses; all, if some keys are beyond Tk.
-    int masked_end = key + Bk > a.Tk ? end : a.causal ? min(end, (key + Bk) / Bq) : begin;
+    int masked_end = k0 + Bk > a.Tk ? end : a.causal ? min(end, (k0 + Bk) / Bq) : begin;
     int row = bh * w.rows;  // of all heads' rows
     const T *from_q = head_of<const T>(a.q, b, h), *from_dO = head_of<const T>(a.dO, b, h);
 
-    auto load_tile = [&](int tile) {
-        load_rows<T, Tile, Bq>(q + tile % 2 * tile_size, from_q, a.q.row, tile * Bq, a.Tq);
-        load_rows<T, Tile, Bq>(dO + tile % 2 * tile_size, from_dO, a.dO.row, tile * Bq, a.Tq);
+    auto load_tile = [&](int i) {
+        load_rows<T, Tile, Bq>(q + i % 2 * tile_size, from_q, a.q.row, i * Bq, a.Tq);
+        load_rows<T, Tile, Bq>(dO + i % 2 * tile_size, from_dO, a.dO.row, i * Bq, a.Tq);
         if (threadIdx.x < Bq / 2) {  // two queries are 16 bytes
-            int i = threadIdx.x * 2;
-            cp_async_16(stats + tile % 2 * Bq + i, (const float2*)w.stats + (row + tile * Bq + i), true);
+            int two = threadIdx.x * 2;
+            cp_async_16(stats + i % 2 * Bq + two, (const float2*)w.stats + (row + i * Bq + two), true);
         }
         cp_async_commit();
     };
-    load_rows<T, Tile, Bk>(k, head_of<const T>(a.k, b, h), a.k.row, key, a.Tk);
-    load_rows<T, Tile, Bk>(v, head_of<const T>(a.v, b, h), a.v.row, key, a.Tk);
+    load_rows<T, Tile, Bk>(k, head_of<const T>(a.k, b, h), a.k.row, k0, a.Tk);
+    load_rows<T, Tile, Bk>(v, head_of<const T>(a.v, b, h), a.v.row, k0, a.Tk);
     if (begin < end) { load_tile(begin); }  // the loop waits for all three
     const T *my_k = k + own * Tile::row, *my_v = v + own * Tile::row;
     // A warp alone holds dV and dK; of a pair the first holds dV, the second dK, both in `sum`, and `dk` is not used.
     float sum[Tile::own_fragments][Tile::D / 8][4] = {}, dk[Tile::own_fragments][Tile::D / 8][4] = {};
 
-    auto add_dq = [&](int tile) {
-        backward_add_dq<T, Tile>(w.dq, row + tile * Bq, ds + tile % Tile::ds_buffers * ds_size, k, warp, lane);
+    auto add_dq = [&](int i) {
+        backward_add_dq<T, Tile>(w.dq, row + i * Bq, ds + i % Tile::ds_buffers * ds_size, k, warp, lane);
     };
-    auto step_tile = [&](int tile, auto masked) {
+    auto step_tile = [&](int i, auto masked) {
         constexpr bool MASKED = decltype(masked)::value;
         cp_async_wait<0>();
         __syncthreads();  // this tile is there, from every thread; and nobody reads the other buffers any more
-        if (tile + 1 < end) { load_tile(tile + 1); }
-        if (Tile::paired && ADD_DQ && tile > begin) { add_dq(tile - 1); }  // that barrier made its dS complete, too
-        const T *q0 = q + tile % 2 * tile_size, *dO0 = dO + tile % 2 * tile_size;
-        const float2* stats0 = stats + tile % 2 * Bq;
-        T* ds0 = ds + tile % Tile::ds_buffers * ds_size + own * Tile::ds_row;
+        if (i + 1 < end) { load_tile(i + 1); }
+        if (Tile::paired && ADD_DQ && i > begin) { add_dq(i - 1); }  // that barrier made its dS complete, too
+        const T *q_tile = q + i % 2 * tile_size, *dO_tile = dO + i % 2 * tile_size;
+        const float2* stats_tile = stats + i % 2 * Bq;
+        T* ds_tile = ds + i % Tile::ds_buffers * ds_size + own * Tile::ds_row;
         if constexpr (Tile::paired) {
             if (first) {
-                step_first<T, Tile, MASKED>(a, owner, key + own, tile * Bq, my_k, q0, dO0, stats0, exchange, lane, sum);
+                step_first<T, Tile, MASKED>(a, owner, k0 + own, i * Bq, my_k, q_tile, dO_tile, stats_tile, exchange,
+                                            lane, sum);
             } else {
-                step_second<T, Tile, ADD_DQ>(owner, my_v, q0, dO0, stats0, exchange, ds0, lane, sum);
+                step_second<T, Tile, ADD_DQ>(owner, my_v, q_tile, dO_tile, stats_tile, exchange, ds_tile, lane, sum);
             }
         } else {
 #pragma unroll 1
-            for (int i = 0; i < Bq; i += Tile::step) {
-                step_alone<T, Tile, MASKED, ADD_DQ>(a, key + own, tile * Bq + i, my_k, my_v, q0 + i * Tile::row,
-                                                    dO0 + i * Tile::row, stats0 + i, ds0 + i, lane, dk, sum);
+            for (int at = 0; at < Bq; at += Tile::step) {
+                step_alone<T, Tile, MASKED, ADD_DQ>(a, k0 + own, i * Bq + at, my_k, my_v, q_tile + at * Tile::row,
+                                                    dO_tile + at * Tile::row, stats_tile + at, ds_tile + at, lane, dk,
+                                                    sum);
             }
             if (ADD_DQ) {
                 __syncthreads();  // dS is there, from every warp
-                add_dq(tile);
+                add_dq(i);
             }
         }
     };
-    int tile = begin;
+    int i = begin;
 #pragma unroll 1
-    for (; tile < masked_end; tile++) { step_tile(tile, std::true_type()); }
+    for (; i < masked_end; i++) { step_tile(i, std::true_type()); }
 #pragma unroll 1
-    for (; tile < end; tile++) { step_tile(tile, std::false_type()); }
+    for (; i < end; i++) { step_tile(i, std::false_type()); }
     if (Tile::paired && ADD_DQ && begin < end) {
         __syncthreads();  // the last dS is there, from every warp
         add_dq(end - 1);
@@ -872,11 +869,11 @@ __global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_main(Att
     cp_async_wait<0>();  // causal keys that no query sees: K and V may still be on their way
     T *to_dk = head_of<T>(a.dk, b, h), *to_dv = head_of<T>(a.dv, b, h);
     if constexpr (Tile::paired) {
-        store_rows<T, Tile>(first ? to_dv : to_dk, first ? a.dv.row : a.dk.row, key + own, a.Tk, sum,
+        store_rows<T, Tile>(first ? to_dv : to_dk, first ? a.dv.row : a.dk.row, k0 + own, a.Tk, sum,
                             first ? 1 : a.scale, lane);
     } else {
-        store_rows<T, Tile>(to_dv, a.dv.row, key + own, a.Tk, sum, 1, lane);
-        store_rows<T, Tile>(to_dk, a.dk.row, key + own, a.Tk, dk, a.scale, lane);
+        store_rows<T, Tile>(to_dv, a.dv.row, k0 + own, a.Tk, sum, 1, lane);
+        store_rows<T, Tile>(to_dk, a.dk.row, k0 + own, a.Tk, dk, a.scale, lane);
     }
 #endif
 }
@@ -888,13 +885,13 @@ __device__ __forceinline__ void backward_dq_step(const AttentionArgs& a, int que
                                                  int lane, float (&dq)[Tile::own_fragments][Tile::D / 8][4]) {
     float s[Tile::own_fragments][Tile::step_fragments][4] = {}, dp[Tile::own_fragments][Tile::step_fragments][4];
     float factor = a.scale * LOG2_E;
-    multiply<T, Tile>(s, q, k, lane);
+    multiply<T, Tile>(s, q, k, lane);  // step 8
 #pragma unroll
     for (int m = 0; m < Tile::own_fragments; m++) {
 #pragma unroll
         for (int i = 0; i < Tile::step_fragments * 4; i++) { dp[m][i / 4][i % 4] = -stats[m][i % 4 / 2].y; }
     }
-    multiply<T, Tile>(dp, dO, v, lane);
+    multiply<T, Tile>(dp, dO, v, lane);  // step 10
 #pragma unroll
     for (int m = 0; m < Tile::own_fragments; m++) {
 #pragma unroll
@@ -904,7 +901,7 @@ __device__ __forceinline__ void backward_dq_step(const AttentionArgs& a, int que
                 int at_query = query + 16 * m + 8 * (i / 2) + lane / 4, at_key = key + 8 * n + lane % 4 * 2 + i % 2;
                 float x = s[m][n][i] * factor - stats[m][i / 2].x;
                 if (MASKED && (at_key >= a.Tk || (a.causal && at_key > at_query))) { x = -INFINITY; }
-                dp[m][n][i] *= exp2_approx(x);
+                dp[m][n][i] *= exp2_approx(x);  // steps 8 and 11
             }
         }
     }
@@ -912,7 +909,7 @@ __device__ __forceinline__ void backward_dq_step(const AttentionArgs& a, int que
     for (int n = 0; n < Tile::step_fragments; n += 2) {
         uint32_t ds[Tile::own_fragments][4];
         pack_operand<T, Tile>(ds, dp, n);
-        accumulate<T, Tile>(dq, ds, k + 8 * n * Tile::row, lane);
+        accumulate<T, Tile>(dq, ds, k + 8 * n * Tile::row, lane);  // step 12
     }
 }
 
@@ -924,17 +921,17 @@ __global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_dq(Atten
     T *q = (T*)shared, *dO = q + Bq * Tile::row, *k = dO + Bq * Tile::row, *v = k + 2 * Bk * Tile::row;
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     int bh = head_of_block(), b = bh / a.H, h = bh % a.H;
-    int query = (gridDim.y - 1 - blockIdx.y) * Bq;  // the last queries see the most keys: they start first
-    int end = (min(a.causal ? query + Bq : a.Tk, a.Tk) + Bk - 1) / Bk;  // key tiles
-    int unmasked_end = min(a.causal ? query / Bk : end, a.Tk / Bk);
+    int q0 = (gridDim.y - 1 - blockIdx.y) * Bq;  // the last queries see the most keys: they start first
+    int end = (min(a.causal ? q0 + Bq : a.Tk, a.Tk) + Bk - 1) / Bk;  // key tiles
+    int unmasked_end = min(a.causal ? q0 / Bk : end, a.Tk / Bk);
     const T *from_k = head_of<const T>(a.k, b, h), *from_v = head_of<const T>(a.v, b, h);
-    auto load_tile = [&](int tile) {
-        load_rows<T, Tile, Bk>(k + tile % 2 * Bk * Tile::row, from_k, a.k.row, tile * Bk, a.Tk);
-        load_rows<T, Tile, Bk>(v + tile % 2 * Bk * Tile::row, from_v, a.v.row, tile * Bk, a.Tk);
+    auto load_tile = [&](int j) {
+        load_rows<T, Tile, Bk>(k + j % 2 * Bk * Tile::row, from_k, a.k.row, j * Bk, a.Tk);
+        load_rows<T, Tile, Bk>(v + j % 2 * Bk * Tile::row, from_v, a.v.row, j * Bk, a.Tk);
         cp_async_commit();
     };
-    load_rows<T, Tile, Bq>(q, head_of<const T>(a.q, b, h), a.q.row, query, a.Tq);
-    load_rows<T, Tile, Bq>(dO, head_of<const T>(a.dO, b, h), a.dO.row, query, a.Tq);
+    load_rows<T, Tile, Bq>(q, head_of<const T>(a.q, b, h), a.q.row, q0, a.Tq);
+    load_rows<T, Tile, Bq>(dO, head_of<const T>(a.dO, b, h), a.dO.row, q0, a.Tq);
     load_tile(0);
     cp_async_wait<0>();
     __syncthreads();  // Q and dO are there, from every thread
@@ -942,30 +939,30 @@ __global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_dq(Atten
     const T *my_q = q + own * Tile::row, *my_dO = dO + own * Tile::row;
     float2 stats[Tile::own_fragments][2];
     for (int i = 0; i < Tile::own_fragments * 2; i++) {
-        int64_t row = (int64_t)bh * w.rows + query + own + 8 * i + lane / 4;
+        int64_t row = (int64_t)bh * w.rows + q0 + own + 8 * i + lane / 4;
         const float* two = (const float*)&w.stats[row / 2];
         stats[i / 2][i % 2] = make_float2(two[row % 2], two[2 + row % 2]);
     }
     float dq[Tile::own_fragments][Tile::D / 8][4] = {};
 
-    auto step = [&](int tile, auto masked) {
+    auto step = [&](int j, auto masked) {
         cp_async_wait<0>();
         __syncthreads();  // this tile is there, from every thread; and nobody reads the last one's buffers any more
-        if (tile + 1 < end) { load_tile(tile + 1); }
-        int buffer = tile % 2 * Bk;
+        if (j + 1 < end) { load_tile(j + 1); }
+        int buffer = j % 2 * Bk;
 #pragma unroll 1
-        for (int i = 0; i < Bk; i += Tile::step) {
-            backward_dq_step<T, Tile, decltype(masked)::value>(a, query + own, tile * Bk + i, my_q, my_dO,
-                                                               k + (buffer + i) * Tile::row,
-                                                               v + (buffer + i) * Tile::row, stats, lane, dq);
+        for (int at = 0; at < Bk; at += Tile::step) {
+            backward_dq_step<T, Tile, decltype(masked)::value>(a, q0 + own, j * Bk + at, my_q, my_dO,
+                                                               k + (buffer + at) * Tile::row,
+                                                               v + (buffer + at) * Tile::row, stats, lane, dq);
         }
     };
-    int tile = 0;
+    int j = 0;
 #pragma unroll 1
-    for (; tile < unmasked_end; tile++) { step(tile, std::false_type()); }
+    for (; j < unmasked_end; j++) { step(j, std::false_type()); }
 #pragma unroll 1
-    for (; tile < end; tile++) { step(tile, std::true_type()); }
-    store_rows<T, Tile>(head_of<T>(a.dq, b, h), a.dq.row, query + own, a.Tq, dq, a.scale, lane);
+    for (; j < end; j++) { step(j, std::true_type()); }
+    store_rows<T, Tile>(head_of<T>(a.dq, b, h), a.dq.row, q0 + own, a.Tq, dq, a.scale, lane);
 #endif
 }
 
