@@ -394,23 +394,34 @@ static void attention_reference_cpu(const AttentionArgs& a, int D) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// FlashAttention-2 (Dao, 2023), the handout's section 1.3.2. Every kernel cites these numbers.
+// FlashAttention-2 (Dao, 2023), the handout's section 1.3.2. Every kernel, here and in the fast_flash files, cites
+// these numbers.
 //
-// S = Q K^T / sqrt(D) and P = softmax(S) never exist as a whole. A block of Bq queries walks over the keys in blocks of
-// Bk and keeps, a row, the largest score m so far, the sum l of exp(S_ij - m), and O so far, unnormalised:
-//   1. S = Q K^T                        [Bq,Bk], of this block of keys only
-//   2. m' = max(m, rowmax S)
-//   3. P = exp(S - m'), a = exp(m - m')
-//   4. l = a l + rowsum P
-//   5. O = a O + P V
-// and at the end O = O / l and L = m + log l. That is exact: a rescales what was summed under a smaller maximum.
-// Memory is O(T), traffic (T/Bq) T D elements instead of T^2.
+// S = Q K^T / sqrt(D) and P = softmax(S) never exist as a whole. Queries are cut into tiles Q_i of Bq rows, keys and
+// values into tiles K_j and V_j of Bk rows; q_tiles and k_tiles are how many there are (the handout's T_q and T_k: here
+// Tq and Tk are the numbers of queries and keys). The first query and key of a tile are q0 and k0.
 //
-// Backward recomputes P = exp(S - L) block by block (no maximum is needed any more) and needs two sums, dK_j and dV_j
-// over the queries and dQ_i over the keys:
-//   6. D_i = sum_d dO_id O_id           [T]; equals sum_j P_ij dP_ij
-//   7. dV = P^T dO      8. dP = dO V^T      9. dS = P (dP - D)      10. dQ = dS K / sqrt(D)
-//   11. dK = dS^T Q / sqrt(D)
+// Forward (the handout's algorithm 1). A block of threads owns a tile Q_i, and all K_j and V_j pass. It keeps, for each
+// row, the largest score so far m, the sum l of exp(S - m), and O so far, unnormalised:
+//   1.  S = Q_i K_j^T / sqrt(D)         [Bq,Bk]
+//   2.  m' = max(m, rowmax S)
+//   3.  P = exp(S - m'), shrink = exp(m - m')
+//   4.  l = shrink l + rowsum P
+//   5.  O = shrink O + P V_j
+//   6.  after the last j: O_i = O / l, L_i = m' + log l
+// That is exact: shrink rescales what was summed under a smaller maximum. Memory is O(T), traffic (T/Bq) T D elements
+// instead of T^2.
+//
+// Backward (the handout's algorithm 2). Tiles of S are computed again. Now L is known, so no maximum is needed:
+//   7.  D_i = rowsum(dO_i O_i)          [Tq], once, before all else; equals sum_j P_ij dP_ij; not the head size
+//   8.  S = Q_i K_j^T / sqrt(D), P = exp(S - L_i)
+//   9.  dV_j += P^T dO_i
+//   10. dP = dO_i V_j^T
+//   11. dS = P (dP - D_i)
+//   12. dQ_i += dS K_j / sqrt(D)
+//   13. dK_j += dS^T Q_i / sqrt(D)
+// dK_j and dV_j are sums over the queries, dQ_i is one over the keys: whoever owns a tile of one kind crosses the
+// other.
 
 // On the CPU, in fp32. The reason is the GPU's: a tile of S fits into a core's cache, all of S does not fit anywhere.
 // Causal tiles above the diagonal are skipped, so half of the products disappear, which the versions above cannot do.
@@ -463,27 +474,28 @@ static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int 
     for (int i = 0; i < M; i++) { m[i] = -INFINITY, l[i] = 0; }
     for (int k0 = 0; k0 < keys; k0 += CPU_BK) {
         int N = std::min(CPU_BK, keys - k0);
+        // step 1
         tile_product(S, CPU_BK, q, a.q.row, false, head_of<float>(a.k, b, h) + k0 * a.k.row, a.k.row, true, M, N, D,
                      a.scale, 0);
         for (int i = 0; i < M; i++) {
             float *s = S + i * CPU_BK, larger = m[i], sum = 0;
             int seen = std::clamp(keys_seen(a.causal, q0 + i, a.Tk) - k0, 0, N);  // keys of this tile
 #pragma omp simd reduction(max : larger)
-            for (int j = 0; j < seen; j++) { larger = s[j] > larger ? s[j] : larger; }
+            for (int j = 0; j < seen; j++) { larger = s[j] > larger ? s[j] : larger; }  // step 2
 #pragma omp simd reduction(+ : sum)
             for (int j = 0; j < seen; j++) {
-                s[j] = exp_negative(s[j] - larger);
+                s[j] = exp_negative(s[j] - larger);  // step 3
                 sum += s[j];
             }
             for (int j = seen; j < N; j++) { s[j] = 0; }
-            float shrink = m[i] == larger ? 1 : std::exp(m[i] - larger);  // 0 in the first tile
-            m[i] = larger, l[i] = l[i] * shrink + sum;
-            for (int d = 0; k0 > 0 && d < D; d++) { O[i * D + d] *= shrink; }
+            float shrink = m[i] == larger ? 1 : std::exp(m[i] - larger);       // 0 in the first tile
+            m[i] = larger, l[i] = l[i] * shrink + sum;                         // step 4
+            for (int d = 0; k0 > 0 && d < D; d++) { O[i * D + d] *= shrink; }  // step 5
         }
         tile_product(O, D, S, CPU_BK, false, head_of<float>(a.v, b, h) + k0 * a.v.row, a.v.row, false, M, D, N, 1,
                      k0 > 0);
     }
-    for (int i = 0; i < M; i++) {
+    for (int i = 0; i < M; i++) {  // step 6
         float* o = head_of<float>(a.o, b, h) + (q0 + i) * a.o.row;
         for (int d = 0; d < D; d++) { o[d] = O[i * D + d] / l[i]; }
         a.L[(int64_t)head * a.Tq + q0 + i] = m[i] + std::log(l[i]);
@@ -515,8 +527,8 @@ static void flash_backward_tile_cpu(const AttentionArgs& a, int D, int head, int
     for (int q0 = a.causal ? k0 / CPU_BQ * CPU_BQ : 0; q0 < a.Tq; q0 += CPU_BQ) {
         int M = std::min(CPU_BQ, a.Tq - q0);
         const float *q = head_of<float>(a.q, b, h) + q0 * a.q.row, *dO = head_of<float>(a.dO, b, h) + q0 * a.dO.row;
-        tile_product(P, CPU_BK, q, a.q.row, false, k, a.k.row, true, M, N, D, a.scale, 0);
-        tile_product(dS, CPU_BK, dO, a.dO.row, false, v, a.v.row, true, M, N, D, 1, 0);
+        tile_product(P, CPU_BK, q, a.q.row, false, k, a.k.row, true, M, N, D, a.scale, 0);  // step 8's S
+        tile_product(dS, CPU_BK, dO, a.dO.row, false, v, a.v.row, true, M, N, D, 1, 0);     // step 10: dP
         for (int i = 0; i < M; i++) {
             float *p = P + i * CPU_BK, *ds = dS + i * CPU_BK;
             float L = a.L[(int64_t)head * a.Tq + q0 + i], Di = delta[(int64_t)head * a.Tq + q0 + i];
@@ -524,14 +536,14 @@ static void flash_backward_tile_cpu(const AttentionArgs& a, int D, int head, int
 #pragma omp simd
             for (int j = 0; j < seen; j++) {
                 float x = p[j] - L;
-                p[j] = exp_negative(x > 0 ? 0 : x);  // P <= 1, whatever L was rounded to
-                ds[j] = p[j] * (ds[j] - Di) * a.scale;
+                p[j] = exp_negative(x > 0 ? 0 : x);     // step 8; P <= 1, whatever L was rounded to
+                ds[j] = p[j] * (ds[j] - Di) * a.scale;  // step 11
             }
             for (int j = seen; j < N; j++) { p[j] = ds[j] = 0; }
         }
-        tile_product(dv, a.dv.row, P, CPU_BK, true, dO, a.dO.row, false, N, D, M, 1, 1);
-        tile_product(dk, a.dk.row, dS, CPU_BK, true, q, a.q.row, false, N, D, M, 1, 1);
-        tile_product(dQ + (int64_t)q0 * D, D, dS, CPU_BK, false, k, a.k.row, false, M, D, N, 1, 1);
+        tile_product(dv, a.dv.row, P, CPU_BK, true, dO, a.dO.row, false, N, D, M, 1, 1);             // step 9
+        tile_product(dk, a.dk.row, dS, CPU_BK, true, q, a.q.row, false, N, D, M, 1, 1);              // step 13
+        tile_product(dQ + (int64_t)q0 * D, D, dS, CPU_BK, false, k, a.k.row, false, M, D, N, 1, 1);  // step 12
     }
 }
 // A thread works on a slice of a head: every `slices`-th key tile of it, which also evens out the causal triangle. dQ
@@ -548,7 +560,7 @@ static void flash_backward_cpu(const AttentionArgs& a, int D) {
             int b = (int)(r / a.Tq / a.H), h = (int)(r / a.Tq % a.H);
             const float *o = head_of<float>(a.o, b, h) + r % a.Tq * a.o.row,
                         *dO = head_of<float>(a.dO, b, h) + r % a.Tq * a.dO.row;
-            for (int d = 0; d < D; d++) { delta[r] += o[d] * dO[d]; }
+            for (int d = 0; d < D; d++) { delta[r] += o[d] * dO[d]; }  // step 7
         }
         std::vector<float> P(CPU_BQ * CPU_BK), dS(CPU_BQ * CPU_BK);
 #pragma omp for schedule(dynamic)
@@ -641,19 +653,19 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_forward_kernel(Atte
         v1_load(V, head_of<const T>(a.v, b, h), a.v.row, k0, a.Tk, D);
         __syncthreads();  // the tiles are there
         bool seen = k0 + threadIdx.x < keys_seen(a.causal, i, a.Tk);
-        float dot = v1_dot(q, K, D), s = seen ? a.scale * dot : -INFINITY;  // 1
-        float larger = fmaxf(m, warp_max(s));                               // 2: m'
-        float p = expf(s - larger), shrink = expf(m - larger);              // 3: P, a
-        l = shrink * l + warp_sum(p);                                       // 4
-        for (float& o : O) { o *= shrink; }                                 // 5
+        float dot = v1_dot(q, K, D), s = seen ? a.scale * dot : -INFINITY;  // step 1
+        float larger = fmaxf(m, warp_max(s));                               // step 2: m'
+        float p = expf(s - larger), shrink = expf(m - larger);              // step 3
+        l = shrink * l + warp_sum(p);                                       // step 4
+        for (float& o : O) { o *= shrink; }                                 // step 5
         v1_add_rows(O, p, V, D);
         m = larger;
     }
-    v1_store(O, 1 / l, head_of<T>(a.o, b, h), a.o.row, i, a.Tq, D);
+    v1_store(O, 1 / l, head_of<T>(a.o, b, h), a.o.row, i, a.Tq, D);  // step 6
     if (threadIdx.x == 0 && i < a.Tq) { a.L[(int64_t)head * a.Tq + i] = m + logf(l); }
 }
 
-// Backward first needs D_i (6), by a warp for each query.
+// Step 7, by a warp for each query.
 template <class T>
 __global__ void flash_v1_delta_kernel(AttentionArgs a, int D, float* delta) {
     int head = blockIdx.x, b = head / a.H, h = head % a.H, i = blockIdx.y * V1_TILE + threadIdx.y;
@@ -663,7 +675,7 @@ __global__ void flash_v1_delta_kernel(AttentionArgs a, int D, float* delta) {
     float sum = 0;
     for (int c = 0; c < V1_COLUMNS; c++) { sum += o[c] * dO[c]; }
     sum = warp_sum(sum);
-    if (threadIdx.x == 0 && i < a.Tq) { delta[(int64_t)head * a.Tq + i] = sum; }  // 6
+    if (threadIdx.x == 0 && i < a.Tq) { delta[(int64_t)head * a.Tq + i] = sum; }
 }
 
 // dK and dV: a block owns keys, and the queries that see them pass.
@@ -682,11 +694,11 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dkv_kernel(Attentio
         int i = q0 + threadIdx.x;
         bool seen = i < a.Tq && j < keys_seen(a.causal, i, a.Tk);
         float L = seen ? a.L[(int64_t)head * a.Tq + i] : 0, D_i = seen ? delta[(int64_t)head * a.Tq + i] : 0;
-        float dot = v1_dot(k, Q, D), p = seen ? expf(a.scale * dot - L) : 0;  // P again, from L
-        v1_add_rows(dV, p, dO, D);                                            // 7
-        float dP = v1_dot(v, dO, D);                                          // 8
-        float dS = seen ? p * (dP - D_i) : 0;                                 // 9
-        v1_add_rows(dK, dS, Q, D);                                            // 11
+        float dot = v1_dot(k, Q, D), p = seen ? expf(a.scale * dot - L) : 0;  // step 8
+        v1_add_rows(dV, p, dO, D);                                            // step 9
+        float dP = v1_dot(v, dO, D);                                          // step 10
+        float dS = seen ? p * (dP - D_i) : 0;                                 // step 11
+        v1_add_rows(dK, dS, Q, D);                                            // step 13, but for the scale
     }
     v1_store(dK, a.scale, head_of<T>(a.dk, b, h), a.dk.row, j, a.Tk, D);
     v1_store(dV, 1, head_of<T>(a.dv, b, h), a.dv.row, j, a.Tk, D);
@@ -709,9 +721,9 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(Attention
         v1_load(V, head_of<const T>(a.v, b, h), a.v.row, k0, a.Tk, D);
         __syncthreads();  // the tiles are there
         bool seen = k0 + threadIdx.x < keys_seen(a.causal, i, a.Tk);
-        float dot = v1_dot(q, K, D), dP = v1_dot(dO, V, D);          // 8
-        float dS = seen ? expf(a.scale * dot - L) * (dP - D_i) : 0;  // 9
-        v1_add_rows(dQ, dS, K, D);                                   // 10
+        float dot = v1_dot(q, K, D), dP = v1_dot(dO, V, D);          // steps 8 and 10
+        float dS = seen ? expf(a.scale * dot - L) * (dP - D_i) : 0;  // steps 8 and 11
+        v1_add_rows(dQ, dS, K, D);                                   // step 12, but for the scale
     }
     v1_store(dQ, a.scale, head_of<T>(a.dq, b, h), a.dq.row, i, a.Tq, D);
 }

@@ -1,14 +1,14 @@
 // fast_flash_hopper.cu: FlashAttention on the H100 and H200 (compute capability 9.0), with what only they have.
 //
-// Read attention.cu and fast_flash_mma.cu first: the algorithm and its notation are theirs. What is new here:
-//   - wgmma: four warps, a warpgroup, multiply 64xK by KxN matrices straight from shared memory, asynchronously; this
-//     reaches the card's full rate, mma.sync about 60 % of it;
+// What changed against fast_flash_mma.cu, and why it is faster:
+//   - wgmma: four warps, a warpgroup, multiply 64xK by KxN matrices straight from shared memory, asynchronously. It
+//     reaches the card's full rate, mma.sync about 60 % of it.
 //   - TMA: one thread asks for a whole tile, and the copy engine writes it to shared memory, swizzled, with zeros where
-//     the tensor ends;
-//   - mbarriers: counters in shared memory on which copies announce their bytes and warps their arrival;
+//     the tensor ends.
+//   - mbarriers: counters in shared memory on which copies announce their bytes and warps their arrival.
 //   - setmaxnreg: a warpgroup that only loads gives its registers to those that compute.
+// What it costs: the code runs on no other card, older or newer.
 #include "fast_flash.h"
-#include <type_traits>
 
 #ifdef __CUDACC__
 #include <cuda.h>
@@ -51,7 +51,7 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint6
         "l"(map), "r"(shared_address(b)), "r"(d), "r"(row), "r"(h), "r"(batch)
         : "memory");
 }
-// `bytes` bytes (a multiple of 16, as both addresses are) to shared memory.
+// `bytes` bytes (a multiple of 16, as both addresses are) to shared
 __device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes, uint64_t* b) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(to)),
@@ -70,22 +70,26 @@ __device__ __forceinline__ void stmatrix_x4_transposed(void* smem, const uint32_
 // Before the first wgmma of a batch: what registers it reads and writes was written by ordinary instructions.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N>  // until at most the N newest batches are at work
-__device__ __forceinline__ void wgmma_wait() {
+// Keeps the compiler from reading a result before the wait that is written in front of this.
+template <int N>
+__device__ __forceinline__ void read_after_wait(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) { asm volatile("" : "+f"(x[i])::"memory"); }
+}
+// Until at most the N newest batches are at work. `results` are the registers that the finished ones wrote: without the
+// empty asm the compiler would read them before the wait.
+template <int N, int... COUNTS>
+__device__ __forceinline__ void wgmma_wait(float (&... results)[COUNTS]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+    (read_after_wait(results), ...);
 }
 // wgmma_wait<0>() that stays behind the arithmetic before it: ptxas moves a wait up to the last branch, so here is one.
 // All take it (`yes` is true, but only at run time), since what belongs to wgmma has to be done by the whole warpgroup.
 // The second wait is for the compiler: around the branch products would still be at work.
-__device__ __forceinline__ void wgmma_wait_in_place(bool yes) {
+template <int COUNT>
+__device__ __forceinline__ void wgmma_wait_in_place(bool yes, float (&results)[COUNT]) {
     if (yes) { wgmma_wait<0>(); }
-    wgmma_wait<0>();
-}
-// After a wait: keeps the compiler from reading a result before it.
-template <int N>
-__device__ __forceinline__ void pin(float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) { asm volatile("" : "+f"(x[i])::"memory"); }
+    wgmma_wait<0>(results);
 }
 template <int N>
 __device__ __forceinline__ void fewer_registers() {
@@ -191,24 +195,24 @@ __device__ __forceinline__ uint32_t advance(uint32_t descriptor, int bytes) { re
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward. Roles in a block: one warpgroup loads (one thread of it), the others own 64 queries each. K and V go through
-// rings of `stages` tiles; `full` tells that a tile has come, `empty` that every warpgroup has read it.
+// rings of `stages` tiles. `full` tells that a tile has come, `empty` that every warpgroup has read it.
 //
-// A warpgroup does, for key tiles from the last to the first:
-//   S' = Q K^T for the next tile is issued, then O += P V for this one, and the turn goes to the next warpgroup, whose
-//   products the tensor cores do while the exponential unit does the softmax of S'. The wait for P V is written behind
-//   the row maxima and a quarter of the exponentials (ptxas moves it up to the maxima); O is then multiplied, and the
-//   other exponentials are packed in P's registers as they come.
+// A warpgroup takes the tiles of keys from the last to the first. It issues step 1 for the next tile, then step 5's P V
+// for this one, and hands the turn to the next warpgroup: the tensor cores do that one's products while the exponential
+// unit does this one's softmax. The wait for P V is written behind the row maxima and a quarter of the exponentials
+// (ptxas moves it up to the maxima). O is then multiplied by `shrink`, and the other exponentials are packed in P's
+// registers as they come.
 //
 // There are at most as many blocks as multiprocessors. Each takes one tile of queries after another, from a counter,
 // and has two buffers for Q, so that the next tile's Q, K and V are loaded while this one's last products are at work.
-// O leaves through its Q's buffer; each warp gives its rows back, so q_empty counts warps.
+// O leaves through its Q's buffer. Each warp gives its rows back, so q_empty counts warps.
 //
-// The rows of P are summed by the tensor cores, too: at D 64 and 128 each tile of V has eight more columns, of ones,
-// and what O has there is l. That spares an addition an element, and l is of the very weights that V is multiplied
-// with, rounded as they are.
+// Step 4 is the tensor cores', too: at D 64 and 128 each tile of V has eight more columns, of ones, and what O has
+// there is l. That spares an addition per element, and l is of the very weights that V is multiplied with, rounded as
+// they are.
 
 // 16 rows of a result, times a factor for each thread's two: through shared memory of the warp's own (16 rows in each
-// slab, swizzled as everywhere), then 16 bytes a thread to global memory. LOADED_AGAIN: TMA will write there later.
+// slab, swizzled as everywhere), then 16 bytes a thread to global  LOADED_AGAIN: TMA will write there later.
 template <class T, int D, int SLAB_BYTES, bool LOADED_AGAIN, int N>
 __device__ __forceinline__ void store_rows(const Heads& to, int b, int h, int first, int rows, const float (&x)[N],
                                            const float (&factor)[2], char* own, int lane) {
@@ -223,7 +227,7 @@ __device__ __forceinline__ void store_rows(const Heads& to, int b, int h, int fi
     }
     if (LOADED_AGAIN) { shared_to_async_fence(); }  // here, before the stores to global memory, for which it would wait
     __syncwarp();                                   // what the other lanes wrote is read below
-    T* out = (T*)to.data + b * to.batch + h * to.head;
+    T* out = head_of<T>(to, b, h);
     for (int n = lane; n < 16 * (D / 8); n += WARP) {
         int r = n / (D / 8), d = n % (D / 8) * 8;
         uint4 eight = *(uint4*)chunk(r, d);
@@ -241,12 +245,13 @@ struct HopperForward {
     static constexpr int q_bytes = slabs * q_slab, k_bytes = slabs * k_slab;
     static constexpr bool sums = D % SLAB == 0;  // V has another slab, of ones
     static constexpr int v_bytes = k_bytes + (sums ? k_slab : 0), o_columns = D + (sums ? 8 : 0);
-    static constexpr size_t bytes =
-        2 * q_bytes + stages * (k_bytes + v_bytes) + 1024;  // 1024: to begin at a multiple of it, as the swizzle needs
+    // Bytes from the start of shared memory, two tiles of queries. 1024: to start at a multiple, as the swizzle needs.
+    static constexpr int k_ring = 2 * q_bytes, v_ring = k_ring + stages * k_bytes;
+    static constexpr size_t bytes = v_ring + stages * v_bytes + 1024;
     static_assert(D % 16 == 0 && D <= 128 && groups > 1 && stages == 2);
 };
 template <class Tile>
-struct alignas(8) HopperBarriers {
+struct alignas(8) ForwardBarriers {
     uint64_t q_full[2], q_empty[2];
     uint64_t k_full[Tile::stages], k_empty[Tile::stages], v_full[Tile::stages], v_empty[Tile::stages];
     int tile[2];  // whose Q that is; none is left if it is not below `all`
@@ -255,41 +260,248 @@ struct alignas(8) HopperBarriers {
 // left; 0 between launches. A device has one pair, so two forwards must not run at a time: ours are all in one stream.
 __device__ int tiles_taken, blocks_done;
 
+struct QueryTile {
+    int b, h, q0, k_tiles;  // q0: its first query; k_tiles: how many tiles of keys its queries see
+};
 // `order` is attention_grid()'s: its blocks, numbered in their order, are the tiles of queries that are taken here.
+template <class Tile>
+__device__ __forceinline__ QueryTile query_tile(const AttentionArgs& a, dim3 order, int tile) {
+    int head = tile / (order.x * order.y) * order.x + tile % order.x;
+    int i = order.y - 1 - tile / order.x % order.y;  // the last queries see the most keys: they come first
+    int q0 = i * Tile::Bq;
+    return {head / a.H, head % a.H, q0, (keys_seen(a.causal, q0 + Tile::Bq - 1, a.Tk) + Tile::Bk - 1) / Tile::Bk};
+}
+
+template <class Tile>
+__device__ __forceinline__ void forward_loader(const AttentionArgs& a, dim3 order, int all, const CUtensorMap* q_map,
+                                               const CUtensorMap* k_map, const CUtensorMap* v_map,
+                                               ForwardBarriers<Tile>& bars, char* q_tiles, char* k_ring, char* v_ring) {
+    constexpr int Bk = Tile::Bk, stages = Tile::stages;
+    int n = 0;  // tiles of K and V so far
+    for (int tile = blockIdx.x, served = 0;; served++) {
+        int buffer = served % 2;
+        mbarrier_wait(&bars.q_empty[buffer], served / 2 % 2 ^ 1);
+        bars.tile[buffer] = tile;
+        if (tile >= all) {
+            mbarrier_arrive(&bars.q_full[buffer]);
+            break;
+        }
+        QueryTile q = query_tile<Tile>(a, order, tile);
+        mbarrier_arrive_expecting(&bars.q_full[buffer], Tile::q_bytes);
+        for (int s = 0; s < Tile::slabs; s++) {
+            tma_load(q_tiles + buffer * Tile::q_bytes + s * Tile::q_slab, q_map, &bars.q_full[buffer], s * SLAB, q.q0,
+                     q.h, q.b);
+        }
+        auto load = [&](char* ring, int bytes, const CUtensorMap* map, uint64_t* full, uint64_t* empty, int key) {
+            int stage = n % stages, phase = n / stages % 2;
+            mbarrier_wait(&empty[stage], phase ^ 1);
+            mbarrier_arrive_expecting(&full[stage], Tile::k_bytes);
+            for (int s = 0; s < Tile::slabs; s++) {
+                tma_load(ring + stage * bytes + s * Tile::k_slab, map, &full[stage], s * SLAB, key, q.h, q.b);
+            }
+        };
+        for (int j = q.k_tiles - 1; j >= 0; j--, n++) {
+            load(k_ring, Tile::k_bytes, k_map, bars.k_full, bars.k_empty, j * Bk);
+            load(v_ring, Tile::v_bytes, v_map, bars.v_full, bars.v_empty, j * Bk);
+        }
+        // Not before: work would be taken too early to even out.
+        tile = gridDim.x + atomicAdd(&tiles_taken, 1);
+    }
+    if (atomicAdd(&blocks_done, 1) == (int)gridDim.x - 1) { tiles_taken = blocks_done = 0; }
+}
+
+// Step 2, lazy (see SLACK), and step 3's shrink, for this thread's queries `row` and row + 8. m is kept times
+// c = scale log2(e). base is what step 3 subtracts. MASKED: some query does not see all keys of the tile, which are
+// `key` and on.
+template <class Tile, bool MASKED>
+__device__ __forceinline__ void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], float (&base)[2],
+                                           float (&shrink)[2], float c, const AttentionArgs& a, int row, int key) {
+    if constexpr (MASKED) {
+#pragma unroll
+        for (int n = 0; n < Tile::Bk / 2; n++) {
+            int column = key + n / 4 * 8 + n % 2, query = row + n % 4 / 2 * 8;
+            if (column >= a.Tk || (a.causal && column > query)) { s[n] = -INFINITY; }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float larger = s[2 * r];
+#pragma unroll
+        for (int n = 0; n < Tile::Bk / 2; n += 4) { larger = fmaxf(larger, fmaxf(s[n + 2 * r], s[n + 2 * r + 1])); }
+        larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 1));
+        larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 2));
+        float before = m[r];
+        m[r] = larger * c > before + SLACK ? larger * c : before;
+        base[r] = MASKED && m[r] == -INFINITY ? 0 : m[r];  // no key yet: -inf - -inf is NaN
+        shrink[r] = exp2_approx(before - base[r]);
+        l[r] *= shrink[r];
+    }
+}
+// Step 3's P for these columns of S, unpacked; and step 4 where the tensor cores do not do it.
+template <class Tile>
+__device__ __forceinline__ void exponentials(float (&s)[Tile::Bk / 2], float (&l)[2], const float (&base)[2], float c,
+                                             int from, int to) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+#pragma unroll
+        for (int n = from / 2; n < to / 2; n += 4) {
+#pragma unroll
+            for (int e = 2 * r; e < 2 * r + 2; e++) {
+                s[n + e] = exp2_approx(fmaf(s[n + e], c, -base[r]));
+                if constexpr (!Tile::sums) { l[r] += s[n + e]; }
+            }
+        }
+    }
+}
+template <class T, int N>
+__device__ __forceinline__ void pack_all(uint32_t (&p)[N / 8][4], const float (&s)[N]) {
+#pragma unroll
+    for (int k = 0; k < N / 8; k++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) { p[k][e] = pack<T>(s[8 * k + 2 * e], s[8 * k + 2 * e + 1]); }
+    }
+}
+
+// Step 6, but for the division of O: l becomes the whole row's, and L is stored.
+template <class Tile, class T>
+__device__ __forceinline__ void store_L(const AttentionArgs& a, int b, int h, int first,
+                                        const float (&o)[Tile::o_columns / 2], const float (&m)[2], float (&l)[2],
+                                        int lane) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        if constexpr (Tile::sums) {
+            l[r] = o[Tile::D / 2 + 2 * r];
+        } else {
+            l[r] += __shfl_xor_sync(0xffffffff, l[r], 1);
+            l[r] += __shfl_xor_sync(0xffffffff, l[r], 2);
+        }
+        int query = first + lane / 4 + 8 * r;
+        if (lane % 4 == 0 && query < a.Tq) { a.L[((int64_t)b * a.H + h) * a.Tq + query] = m[r] / LOG2_E + logf(l[r]); }
+    }
+}
+
+template <class Tile, class T>
+__device__ __forceinline__ void forward_consumer(const AttentionArgs& a, dim3 order, int all,
+                                                 ForwardBarriers<Tile>& bars, char* dynamic, int warpgroup) {
+    constexpr int D = Tile::D, Bk = Tile::Bk, stages = Tile::stages;
+    char* q_tiles = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;  // passed, it costs instructions
+    int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
+    float c = a.scale * LOG2_E;
+    uint32_t k_at = descriptor(q_tiles + Tile::k_ring, 16), v_at = descriptor(q_tiles + Tile::v_ring, Tile::k_slab);
+    uint32_t k_next = k_at, v_next = v_at;  // of the tile to be read next: they swap between the two stages
+    uint32_t k_read = 0, v_read = 0;        // read so far
+    constexpr int TURN = 1;                 // the first of the barriers at which a warpgroup waits for its turn
+    if (warpgroup == Tile::groups - 1) { barrier_arrive(TURN, 256); }
+#pragma unroll 1
+    for (int served = 0;; served++) {
+        int buffer = served % 2;
+        mbarrier_wait(&bars.q_full[buffer], served / 2 % 2);
+        int tile = __shfl_sync(0xffffffff, bars.tile[buffer], 0);  // uniform, for the compiler
+        if (tile >= all) { break; }
+        QueryTile q = query_tile<Tile>(a, order, tile);
+        int first = q.q0 + warpgroup * 64;
+        int row = first + warp * 16 + lane / 4;  // this thread's queries: row and row + 8
+        float s[Bk / 2], o[Tile::o_columns / 2] = {}, m[2] = {-INFINITY, -INFINITY};  // m: times c, so in powers of 2
+        float l[2] = {0, 0};
+        float base[2], shrink[2];  // of the newest tile: what is subtracted, and by what O is multiplied
+        uint32_t p[Bk / 16][4];
+        char* q_tile = q_tiles + buffer * Tile::q_bytes;
+        uint32_t q_at = descriptor(q_tile + warpgroup * 64 * SLAB_ROW, 16);
+
+        auto scores = [&] {  // step 1, of the next tile
+            mbarrier_wait(&bars.k_full[k_read % stages], k_read / stages % 2);
+            wgmma_fence();
+#pragma unroll
+            for (int d = 0; d < D; d += 16) {
+                int slab = d / SLAB, in_slab = d % SLAB * 2;
+                wgmma<T, 0>(s, advance(q_at, slab * Tile::q_slab + in_slab),
+                            advance(k_next, slab * Tile::k_slab + in_slab), d > 0);
+            }
+            wgmma_commit();
+            k_read++, k_next = advance(2 * k_at - k_next, Tile::k_bytes);
+        };
+        auto add_values = [&] {  // step 5's O += P V, of this tile
+            mbarrier_wait(&bars.v_full[v_read % stages], v_read / stages % 2);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < Bk / 16; k++) { wgmma<T>(o, p[k], advance(v_next, k * 16 * SLAB_ROW), true); }
+            wgmma_commit();
+            v_read++, v_next = advance(2 * v_at - v_next, Tile::v_bytes);
+        };
+        auto release = [&](uint64_t* empty, uint32_t read) {  // the last of so many tiles
+            if (t == 0) { mbarrier_arrive(&empty[(read - 1) % stages]); }
+        };
+
+        // Tiles of keys from the last: those that hold keys which some query of this warpgroup does not see come first.
+        int whole = min(a.Tk, a.causal ? first + 1 : a.Tk) / Bk, masked_end = max(q.k_tiles - whole, 1);
+        auto key = [&](int from_end) { return (q.k_tiles - 1 - from_end) * Bk + lane % 4 * 2; };
+        scores();
+        wgmma_wait<0>(s);
+        release(bars.k_empty, k_read);
+        row_maxima<Tile, true>(s, m, l, base, shrink, c, a, row, key(0));
+        exponentials<Tile>(s, l, base, c, 0, Bk);
+        pack_all<T>(p, s);
+
+        auto step = [&](int from_end, auto masked) {
+            barrier_sync(TURN + warpgroup, 256);
+            scores();
+            add_values();
+            barrier_arrive(TURN + (warpgroup + 1) % Tile::groups, 256);
+            wgmma_wait<1>(s);
+            release(bars.k_empty, k_read);
+            row_maxima<Tile, decltype(masked)::value>(s, m, l, base, shrink, c, a, row, key(from_end));
+            exponentials<Tile>(s, l, base, c, 0, Bk / 4);
+            wgmma_wait<0>(o);
+            release(bars.v_empty, v_read);
+            if (__any_sync(0xffffffff, shrink[0] != 1 || shrink[1] != 1)) {  // step 5's shrink O
+#pragma unroll
+                for (int n = 0; n < Tile::o_columns / 2; n++) { o[n] *= shrink[n % 4 / 2]; }
+            }
+            exponentials<Tile>(s, l, base, c, Bk / 4, Bk);
+            pack_all<T>(p, s);
+        };
+        int from_end = 1;
+#pragma unroll 1
+        for (; from_end < masked_end; from_end++) { step(from_end, std::true_type()); }
+#pragma unroll 1
+        for (; from_end < q.k_tiles; from_end++) { step(from_end, std::false_type()); }
+        add_values();
+        wgmma_wait<0>(o);
+        release(bars.v_empty, v_read);
+        store_L<Tile, T>(a, q.b, q.h, first + warp * 16, o, m, l, lane);
+        float inverse[2] = {1 / l[0], 1 / l[1]};
+        store_rows<T, D, Tile::q_slab, true>(a.o, q.b, q.h, first + warp * 16, a.Tq, o, inverse,
+                                             q_tile + (warpgroup * 64 + warp * 16) * SLAB_ROW, lane);
+        __syncwarp();  // all lanes have read
+        if (lane == 0) { mbarrier_arrive(&bars.q_empty[buffer]); }
+    }
+    if (warpgroup == 0) { barrier_sync(TURN, 256); }  // each arrival has been waited for
+}
+
 template <class Tile, class T>
 __global__ void __launch_bounds__(Tile::threads, 1)
     hopper_forward_kernel(AttentionArgs a, dim3 order, const __grid_constant__ CUtensorMap q_map,
                           const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
-    constexpr int D = Tile::D, Bk = Tile::Bk, Bq = Tile::Bq, stages = Tile::stages;
+#ifdef HAS_WGMMA
     extern __shared__ char dynamic[];
-    __shared__ HopperBarriers<Tile> bars;
+    __shared__ ForwardBarriers<Tile> bars;
     char* q_tiles = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
-    char *k_ring = q_tiles + 2 * Tile::q_bytes, *v_ring = k_ring + stages * Tile::k_bytes;
-
+    char *k_ring = q_tiles + Tile::k_ring, *v_ring = q_tiles + Tile::v_ring;
     const int all = order.x * order.y * order.z;
-    struct Place {
-        int b, h, q0, tiles;  // of keys
-    };
-    auto place_of = [&](int tile) {
-        int head = tile / (order.x * order.y) * order.x + tile % order.x;
-        int of_head = order.y - 1 - tile / order.x % order.y;  // the last queries see the most keys: they come first
-        int q0 = of_head * Bq;
-        return Place{head / a.H, head % a.H, q0, ((a.causal ? min(a.Tk, q0 + Bq) : a.Tk) + Bk - 1) / Bk};
-    };
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
             mbarrier_init(&bars.q_full[i], 1), mbarrier_init(&bars.q_empty[i], 4 * Tile::groups);
         }
-        for (int i = 0; i < stages; i++) {
+        for (int i = 0; i < Tile::stages; i++) {
             mbarrier_init(&bars.k_full[i], 1), mbarrier_init(&bars.v_full[i], 1);
             mbarrier_init(&bars.k_empty[i], Tile::groups), mbarrier_init(&bars.v_empty[i], Tile::groups);
         }
         mbarrier_init_fence();
     }
-    if (Tile::sums && threadIdx.x < Bk) {  // of the ones only the first 8 columns are read
+    if (Tile::sums && threadIdx.x < Tile::Bk) {  // of the ones only the first 8 columns are read
         uint32_t one = pack<T>(1, 1);
-        for (int i = 0; i < stages; i++) {
+        for (int i = 0; i < Tile::stages; i++) {
             char* ones = v_ring + i * Tile::v_bytes + Tile::k_bytes + threadIdx.x * SLAB_ROW;
             *(uint4*)(ones + threadIdx.x % 8 * 16) = make_uint4(one, one, one, one);
         }
@@ -301,206 +513,29 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     if (warpgroup == Tile::groups) {
         fewer_registers<Tile::loader_registers>();
         if (threadIdx.x % 128 == 0) {
-            int n = 0;  // tiles of K and V so far
-            for (int tile = blockIdx.x, served = 0;; served++) {
-                int buffer = served % 2;
-                mbarrier_wait(&bars.q_empty[buffer], served / 2 % 2 ^ 1);
-                bars.tile[buffer] = tile;
-                if (tile >= all) {
-                    mbarrier_arrive(&bars.q_full[buffer]);
-                    break;
-                }
-                Place p = place_of(tile);
-                mbarrier_arrive_expecting(&bars.q_full[buffer], Tile::q_bytes);
-                for (int s = 0; s < Tile::slabs; s++) {
-                    tma_load(q_tiles + buffer * Tile::q_bytes + s * Tile::q_slab, &q_map, &bars.q_full[buffer],
-                             s * SLAB, p.q0, p.h, p.b);
-                }
-                auto load = [&](char* ring, int bytes, const CUtensorMap* map, uint64_t* full, uint64_t* empty,
-                                int key) {
-                    int stage = n % stages, phase = n / stages % 2;
-                    mbarrier_wait(&empty[stage], phase ^ 1);
-                    mbarrier_arrive_expecting(&full[stage], Tile::k_bytes);
-                    for (int s = 0; s < Tile::slabs; s++) {
-                        tma_load(ring + stage * bytes + s * Tile::k_slab, map, &full[stage], s * SLAB, key, p.h, p.b);
-                    }
-                };
-                for (int i = p.tiles - 1; i >= 0; i--, n++) {
-                    load(k_ring, Tile::k_bytes, &k_map, bars.k_full, bars.k_empty, i * Bk);
-                    load(v_ring, Tile::v_bytes, &v_map, bars.v_full, bars.v_empty, i * Bk);
-                }
-                // Not before: work would be taken too early to even out.
-                tile = gridDim.x + atomicAdd(&tiles_taken, 1);
-            }
-            if (atomicAdd(&blocks_done, 1) == (int)gridDim.x - 1) { tiles_taken = blocks_done = 0; }
+            forward_loader<Tile>(a, order, all, &q_map, &k_map, &v_map, bars, q_tiles, k_ring, v_ring);
         }
         return;
     }
-
     more_registers<Tile::registers>();
-    int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
-    float c = a.scale * LOG2_E;
-    uint32_t k_at = descriptor(k_ring, 16), v_at = descriptor(v_ring, Tile::k_slab);
-    uint32_t k_next = k_at, v_next = v_at;  // of the tile to be read next: they swap between the two stages
-    uint32_t k_tiles = 0, v_tiles = 0;      // read so far
-    constexpr int TURN = 1;                 // the first of the barriers at which a warpgroup waits for its turn
-    if (warpgroup == Tile::groups - 1) { barrier_arrive(TURN, 256); }
-#pragma unroll 1
-    for (int served = 0;; served++) {
-        int buffer = served % 2;
-        mbarrier_wait(&bars.q_full[buffer], served / 2 % 2);
-        int tile = __shfl_sync(0xffffffff, bars.tile[buffer], 0);  // uniform, for the compiler
-        if (tile >= all) { break; }
-        Place place = place_of(tile);
-        const int b = place.b, h = place.h, tiles = place.tiles;
-        int first = place.q0 + warpgroup * 64;
-        int row = first + warp * 16 + lane / 4;  // this thread's queries: row and row + 8
-        float s[Bk / 2], o[Tile::o_columns / 2] = {}, m[2] = {-INFINITY, -INFINITY};  // m: times c, so in powers of 2
-        float l[2] = {0, 0};
-        float base[2], shrink[2];  // of the newest tile: what is subtracted, and by what O is multiplied
-        uint32_t p[Bk / 16][4];
-        char* q_tile = q_tiles + buffer * Tile::q_bytes;
-        uint32_t q_at = descriptor(q_tile + warpgroup * 64 * SLAB_ROW, 16);
-
-        auto scores = [&] {  // S = Q K^T of the next tile
-            mbarrier_wait(&bars.k_full[k_tiles % stages], k_tiles / stages % 2);
-            wgmma_fence();
-#pragma unroll
-            for (int d = 0; d < D; d += 16) {
-                int slab = d / SLAB, in_slab = d % SLAB * 2;
-                wgmma<T, 0>(s, advance(q_at, slab * Tile::q_slab + in_slab),
-                            advance(k_next, slab * Tile::k_slab + in_slab), d > 0);
-            }
-            wgmma_commit();
-            k_tiles++, k_next = advance(2 * k_at - k_next, Tile::k_bytes);
-        };
-        auto add_values = [&] {  // O += P V
-            mbarrier_wait(&bars.v_full[v_tiles % stages], v_tiles / stages % 2);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < Bk / 16; k++) { wgmma<T>(o, p[k], advance(v_next, k * 16 * SLAB_ROW), true); }
-            wgmma_commit();
-            v_tiles++, v_next = advance(2 * v_at - v_next, Tile::v_bytes);
-        };
-        auto release = [&](uint64_t* empty, uint32_t read) {  // the last of so many tiles
-            if (t == 0) { mbarrier_arrive(&empty[(read - 1) % stages]); }
-        };
-        auto row_maxima = [&](int i, auto masked) {  // of S of the i-th tile
-            if constexpr (decltype(masked)::value) {
-                int key = (tiles - 1 - i) * Bk + lane % 4 * 2;
-#pragma unroll
-                for (int j = 0; j < Bk / 2; j++) {
-                    int column = key + j / 4 * 8 + j % 2, query = row + j % 4 / 2 * 8;
-                    if (column >= a.Tk || (a.causal && column > query)) { s[j] = -INFINITY; }
-                }
-            }
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                float larger = s[2 * r];
-#pragma unroll
-                for (int j = 0; j < Bk / 2; j += 4) { larger = fmaxf(larger, fmaxf(s[j + 2 * r], s[j + 2 * r + 1])); }
-                larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 1));
-                larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 2));
-                float before = m[r];
-                m[r] = larger * c > before + SLACK ? larger * c : before;
-                base[r] = decltype(masked)::value && m[r] == -INFINITY ? 0 : m[r];  // no key yet: -inf - -inf is NaN
-                shrink[r] = exp2_approx(before - base[r]);
-                l[r] *= shrink[r];
-            }
-        };
-        auto exponentials = [&](int from, int to) {  // turns these columns of S into P, unpacked
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-#pragma unroll
-                for (int j = from / 2; j < to / 2; j += 4) {
-#pragma unroll
-                    for (int e = 2 * r; e < 2 * r + 2; e++) {
-                        s[j + e] = exp2_approx(fmaf(s[j + e], c, -base[r]));
-                        if constexpr (!Tile::sums) { l[r] += s[j + e]; }
-                    }
-                }
-            }
-        };
-        auto pack_p = [&] {
-#pragma unroll
-            for (int k = 0; k < Bk / 16; k++) {
-#pragma unroll
-                for (int e = 0; e < 4; e++) { p[k][e] = pack<T>(s[8 * k + 2 * e], s[8 * k + 2 * e + 1]); }
-            }
-        };
-
-        // Tiles from the last: those that hold keys which some query of this warpgroup does not see come first.
-        int whole = min(a.Tk, a.causal ? first + 1 : a.Tk) / Bk, masked_end = max(tiles - whole, 1);
-        scores();
-        wgmma_wait<0>();
-        pin(s);
-        release(bars.k_empty, k_tiles);
-        row_maxima(0, std::true_type());
-        exponentials(0, Bk);
-        pack_p();
-
-        auto step = [&](int i, auto masked) {
-            barrier_sync(TURN + warpgroup, 256);
-            scores();
-            add_values();
-            barrier_arrive(TURN + (warpgroup + 1) % Tile::groups, 256);
-            wgmma_wait<1>();
-            pin(s);
-            release(bars.k_empty, k_tiles);
-            row_maxima(i, masked);
-            exponentials(0, Bk / 4);
-            wgmma_wait<0>();
-            pin(o);
-            release(bars.v_empty, v_tiles);
-            if (__any_sync(0xffffffff, shrink[0] != 1 || shrink[1] != 1)) {
-#pragma unroll
-                for (int j = 0; j < Tile::o_columns / 2; j++) { o[j] *= shrink[j % 4 / 2]; }
-            }
-            exponentials(Bk / 4, Bk);
-            pack_p();
-        };
-        int i = 1;
-#pragma unroll 1
-        for (; i < masked_end; i++) { step(i, std::true_type()); }
-#pragma unroll 1
-        for (; i < tiles; i++) { step(i, std::false_type()); }
-        add_values();
-        wgmma_wait<0>();
-        pin(o);
-        release(bars.v_empty, v_tiles);
-
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            if constexpr (Tile::sums) {
-                l[r] = o[D / 2 + 2 * r];
-            } else {
-                l[r] += __shfl_xor_sync(0xffffffff, l[r], 1);
-                l[r] += __shfl_xor_sync(0xffffffff, l[r], 2);
-            }
-            int query = row + 8 * r;
-            if (lane % 4 == 0 && query < a.Tq) {
-                a.L[((int64_t)b * a.H + h) * a.Tq + query] = m[r] / LOG2_E + logf(l[r]);
-            }
-        }
-        float inverse[2] = {1 / l[0], 1 / l[1]};
-        store_rows<T, D, Tile::q_slab, true>(a.o, b, h, first + warp * 16, a.Tq, o, inverse,
-                                             q_tile + (warpgroup * 64 + warp * 16) * SLAB_ROW, lane);
-        __syncwarp();  // all lanes have read
-        if (lane == 0) { mbarrier_arrive(&bars.q_empty[buffer]); }
-    }
-    if (warpgroup == 0) { barrier_sync(TURN, 256); }  // each arrival has been waited for
+    forward_consumer<Tile, T>(a, order, all, bars, dynamic, warpgroup);
+#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Backward: the main kernel of fast_flash_mma.cu's three; `before` and `after` are used as they are, and the
-// workspace's order of dQ, made for the fragments of mma, is that of wgmma's, too.
+// Backward: the main kernel, between fast_flash_mma.cu's `before` and `after`. The workspace's order of dQ, made for
+// the fragments of mma, is that of wgmma's, too.
 //
-// A block owns Bk = 128 keys, 64 for each of two warpgroups, and streams tiles of Bq queries past them:
-//   S^T = K Q^T, dP^T = V dO^T   both operands in shared memory
-//   dV += P^T dO, dK += dS^T Q   P^T and dS^T straight from the registers in which the first two left S^T and dP^T
-//   dQ = dS K                    sums over all keys of the block, so dS goes through shared memory; a warpgroup
-//                                takes half of the tile's queries, or where there are only 64, 64 columns (at D 80 the
-//                                second's last 48 are zeros, computed and not added)
+// A block owns Bk = 128 keys, 64 for each of two warpgroups, and streams tiles of Bq queries past them. Scores are
+// transposed, a row being a key, as in fast_flash_mma.cu:
+//   - steps 8 and 10, S^T = K Q^T and dP^T = V dO^T, have both operands in shared memory;
+//   - steps 9 and 13, dV += P^T dO and dK += dS^T Q, take P^T and dS^T straight from the registers in which 8 and 10
+//     left S^T and dP^T;
+//   - step 12, dQ += dS K, sums over all keys of the block, so dS goes through shared memory. A warpgroup takes half of
+//     the tile's queries, or where there are only 64, 64 columns (at D 80 the second's last 48 are zeros, computed and
+//     not added).
+// Step 12 lags one tile behind the others, so that nobody waits for the other warpgroup's half of dS: it has long been
+// written. The two need not be at the same point, and one's exponentials run under the other's products.
 template <int HEAD, int QUERIES, int LOADER_REGISTERS, int REGISTERS>
 struct HopperBackward {
     static constexpr int D = HEAD, Bq = QUERIES, Bk = 128, stages = 2, threads = 3 * 128;
@@ -511,10 +546,6 @@ struct HopperBackward {
     static constexpr int stats_bytes = Bq * sizeof(float2), dq_columns = D < 64 ? D : 64;
     // dS is doubled: while one tile's is read, the next is written.
     static constexpr size_t bytes = 2 * k_bytes + 2 * stages * q_bytes + 2 * ds_bytes + stages * stats_bytes + 1024;
-    // Tiles of 64 queries, at D 80 and 128: a warpgroup computes 64 of dQ's columns, in the registers of S and so
-    // early, and the sum of dP starts at -D. Of 128: half of the queries, in the registers of dP; and loading D first
-    // would hold dP back.
-    static constexpr bool early_dq = Bq == 64;
     static_assert(D % 16 == 0 && D <= 128 && (Bq == 64 || Bq == 128));
 };
 // (p's two numbers times x and y), packed. In bf16 x and y are rounded first: two elements are then two instructions
@@ -532,25 +563,335 @@ __device__ __forceinline__ uint32_t multiply_packed(uint32_t p, float x, float y
 }
 
 template <class Tile>
-struct alignas(8) HopperBackwardBarriers {
+struct alignas(8) BackwardBarriers {
     uint64_t k_full, v_full, q_full[Tile::stages], q_empty[Tile::stages], dO_full[Tile::stages], dO_empty[Tile::stages];
 };
+struct BackwardMemory {  // shared
+    char *k_tile, *v_tile, *q_ring, *dO_ring, *ds_tiles, *stats_ring;
+};
+struct KeyTile {
+    int head, b, h, k0;  // k0: its first key
+    int begin, q_tiles;  // the first tile of queries that see some of its keys, and how many do
+};
+
+template <class Tile>
+__device__ __forceinline__ void backward_loader(const BackwardWorkspace& w, const CUtensorMap* q_map,
+                                                const CUtensorMap* k_map, const CUtensorMap* v_map,
+                                                const CUtensorMap* dO_map, BackwardBarriers<Tile>& bars,
+                                                const BackwardMemory& memory, const KeyTile& tile) {
+    constexpr int Bq = Tile::Bq, stages = Tile::stages;
+    auto load_own = [&](char* to, const CUtensorMap* map, uint64_t* full) {
+        mbarrier_arrive_expecting(full, Tile::k_bytes);
+        for (int s = 0; s < Tile::slabs; s++) {
+            tma_load(to + s * Tile::k_slab, map, full, s * SLAB, tile.k0, tile.h, tile.b);
+        }
+    };
+    auto load = [&](char* ring, const CUtensorMap* map, uint64_t* full, int i, int more) {
+        mbarrier_arrive_expecting(&full[i % stages], Tile::q_bytes + more);
+        for (int s = 0; s < Tile::slabs; s++) {
+            tma_load(ring + i % stages * Tile::q_bytes + s * Tile::q_slab, map, &full[i % stages], s * SLAB,
+                     (tile.begin + i) * Bq, tile.h, tile.b);
+        }
+    };
+    load_own(memory.k_tile, k_map, &bars.k_full);
+    for (int i = 0; i < tile.q_tiles; i++) {
+        int stage = i % stages, phase = i / stages % 2;
+        mbarrier_wait(&bars.q_empty[stage], phase ^ 1);
+        load(memory.q_ring, q_map, bars.q_full, i, Tile::stats_bytes);
+        // L and D, and dQ's zeros, to which nobody adds before this copy has come.
+        if (i == 0) { await_previous_kernel(); }
+        bulk_load(memory.stats_ring + stage * Tile::stats_bytes,
+                  w.stats + ((int64_t)tile.head * w.rows + (int64_t)(tile.begin + i) * Bq) / 2, Tile::stats_bytes,
+                  &bars.q_full[stage]);
+        if (i == 0) { load_own(memory.v_tile, v_map, &bars.v_full); }
+        mbarrier_wait(&bars.dO_empty[stage], phase ^ 1);
+        load(memory.dO_ring, dO_map, bars.dO_full, i, 0);
+    }
+}
+
+// What a consumer's thread works with, and the parts of a step. i is a tile of queries, counted from tile.begin.
+template <class Tile, class T>
+struct BackwardConsumer {
+    static constexpr int D = Tile::D, Bk = Tile::Bk, Bq = Tile::Bq, stages = Tile::stages;
+    // From here on a thread's part of L is loaded before dP is issued: a quarter, with which the exponentials begin.
+    // More would hold dP back.
+    static constexpr int EARLY = Bq / 2 - Bq / 8;
+    using EarlyL = float2[Bq / 32];
+    using Scores = float[Bq / 2];         // of S^T, P^T, dP^T
+    using Packed = uint32_t[Bq / 16][4];  // of P^T, dS^T
+    using DqPart = float[Tile::dq_columns / 2];
+
+    const AttentionArgs& a;
+    const BackwardWorkspace& w;
+    BackwardBarriers<Tile>& bars;
+    const BackwardMemory& memory;
+    const KeyTile& tile;
+    int warpgroup;
+    Scores& s;
+    float (&dk)[D / 2], (&dv)[D / 2];
+    int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
+    int first = tile.k0 + warpgroup * 64, row = first + warp * 16 + lane / 4;  // this thread's keys: row and row + 8
+    float c = a.scale * LOG2_E;
+    uint32_t k_at = descriptor(memory.k_tile + warpgroup * 64 * SLAB_ROW, 16),
+             v_at = descriptor(memory.v_tile + warpgroup * 64 * SLAB_ROW, 16),
+             q_at = descriptor(memory.q_ring, Tile::q_slab), dO_at = descriptor(memory.dO_ring, Tile::q_slab);
+    // Each warpgroup computes 64 queries of dQ, or where a tile has no more, 64 columns of all.
+    int dq_query = Bq == 64 ? 0 : warpgroup * 64, dq_column = Bq == 64 ? warpgroup * 64 : 0;
+    uint32_t ds_at = descriptor(memory.ds_tiles + dq_query * SLAB_ROW, 16),
+             k_all = descriptor(memory.k_tile + dq_column / SLAB * Tile::k_slab, 16);
+    int dq_blocks = min(Tile::dq_columns, D - dq_column) / 8;  // of 8 columns
+    int64_t block = (((int64_t)tile.head * w.rows + tile.begin * Bq + dq_query) / 16 + warp) * (D / 8) + dq_column / 8;
+    float4* first_dq = (float4*)w.dq + block * WARP + lane;
+
+    // x = (add ? x : 0) + own rows times a streamed tile, transposed
+    __device__ __forceinline__ void rows_times_rows(Scores& x, uint32_t own, uint32_t streamed, bool add) {
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < D; d += 16) {
+            int slab = d / SLAB, in_slab = d % SLAB * 2;
+            wgmma<T, 0>(x, advance(own, slab * Tile::k_slab + in_slab),
+                        advance(streamed, slab * Tile::q_slab + in_slab), d > 0 || add);
+        }
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void scores(int i) {  // step 8's S
+        mbarrier_wait(&bars.q_full[i % stages], i / stages % 2);
+        rows_times_rows(s, k_at, advance(q_at, i % stages * Tile::q_bytes), false);
+    }
+    // sum += x times a streamed tile
+    __device__ __forceinline__ void add_product(float (&sum)[D / 2], const Packed& x, uint32_t streamed) {
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < Bq / 16; k++) { wgmma<T>(sum, x[k], advance(streamed, k * 16 * SLAB_ROW), true); }
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void start_dq(DqPart& dq, int i) {  // step 12's product
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < Bk / 16; k++) {
+            int slab = k * 16 / SLAB, in_slab = k * 16 % SLAB * 2;
+            wgmma<T, 1>(dq, advance(ds_at, (i & 1) * Tile::ds_bytes + slab * Tile::q_slab + in_slab),
+                        advance(k_all, k * 16 * SLAB_ROW), k > 0);
+        }
+        wgmma_commit();
+    }
+    // Step 12's sum, in global memory, where a warp's 16 rows and 8 columns are 128 neighbours.
+    __device__ __forceinline__ void add_dq(const DqPart& dq, int i) {
+        float4* to = first_dq + (int64_t)i * (Bq / 16 * (D / 8) * WARP);
+#pragma unroll
+        for (int n = 0; n < Tile::dq_columns / 8; n++) {
+            if (D % Tile::dq_columns == 0 || n < dq_blocks) {  // the first is known to the compiler
+                atomicAdd(to + n * WARP, make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]));
+            }
+        }
+    }
+    // There is room for two tiles of dS. Each warpgroup tells the other that its half of tile i is there, and that dQ
+    // of tile i has been computed from it. Two barriers each, since one may be a tile ahead of the other.
+    __device__ __forceinline__ void give_ds(int i) { barrier_arrive(1 + 2 * warpgroup + (i & 1), 256); }
+    __device__ __forceinline__ void await_ds(int i) { barrier_sync(1 + 2 * (warpgroup ^ 1) + (i & 1), 256); }
+    __device__ __forceinline__ void give_back_ds(int i) { barrier_arrive(6 + 2 * warpgroup + (i & 1), 256); }
+    __device__ __forceinline__ void await_ds_back(int i) { barrier_sync(6 + 2 * (warpgroup ^ 1) + (i & 1), 256); }
+
+    // Two queries' L, then their D: stats is the tile's, n a column of the scores.
+    __device__ __forceinline__ float2 L_of(const float4* stats, int n) {
+        return *(const float2*)&stats[n + lane % 4].x;
+    }
+    __device__ __forceinline__ float2 D_of(const float4* stats, int n) {
+        return *(const float2*)&stats[n + lane % 4].z;
+    }
+    __device__ __forceinline__ void load_early_L(EarlyL& early_L, const float4* stats) {
+#pragma unroll
+        for (int n = EARLY; n < Bq / 2; n += 4) { early_L[(n - EARLY) / 4] = L_of(stats, n); }
+    }
+    // Step 8's P for these queries of the tile from q0 on, packed, from the last.
+    template <bool MASKED>
+    __device__ __forceinline__ void exponentials(Packed& p, int q0, const float4* stats, const EarlyL& early_L,
+                                                 int from, int to) {
+#pragma unroll
+        for (int n = to / 2 - 4; n >= from / 2; n -= 4) {
+            float2 L = n < EARLY ? L_of(stats, n) : early_L[(n - EARLY) / 4];
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                s[n + e] = exp2_approx(fmaf(s[n + e], c, -(e % 2 ? L.y : L.x)));
+                if constexpr (MASKED) {
+                    int key = row + e / 2 * 8, query = q0 + 2 * n + lane % 4 * 2 + e % 2;
+                    if (key >= a.Tk || (a.causal && key > query)) { s[n + e] = 0; }
+                }
+            }
+            if (n % 8 == 0) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) { p[n / 8][e] = pack<T>(s[n + 2 * e], s[n + 2 * e + 1]); }
+            }
+        }
+    }
+    // Step 11 from P and dP - D, to registers for dK and to shared memory for dQ.
+    __device__ __forceinline__ void make_ds(Packed& ds, const Packed& p, const Scores& dp, int i) {
+        char* ds_tile = memory.ds_tiles + (i & 1) * Tile::ds_bytes + warpgroup * Tile::q_slab;
+#pragma unroll
+        for (int k = 0; k < Bq / 16; k++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int n = 8 * k + 4 * half;
+#pragma unroll
+                for (int r = 0; r < 2; r++) {  // P is taken packed: unpacked it would need Bq / 2 registers
+                    ds[k][2 * half + r] = multiply_packed<T>(p[k][2 * half + r], dp[n + 2 * r], dp[n + 2 * r + 1]);
+                }
+            }
+            int query = 16 * k + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
+            stmatrix_x4_transposed(ds_tile + query * SLAB_ROW + (chunk ^ lane % 8) * 16, ds[k]);
+        }
+    }
+    // One thread for its warpgroup: the four warps do their products together, and have read L and D, which q_empty
+    // gives back, too, before the barrier_sync in await_ds() or await_ds_back(), where all 128 threads meet.
+    __device__ __forceinline__ void release(int stage) {
+        if (t == 0) {
+            mbarrier_arrive(&bars.dO_empty[stage]);
+            mbarrier_arrive(&bars.q_empty[stage]);
+        }
+    }
+
+    // A step has S of tile i when it begins, and issues, in the tensor cores' order:
+    // at D 80 and 128 (tiles of 64 queries) dP; dQ of the tile before; dV; dK; S of the next tile. dQ takes the
+    // registers of S, which are free by then, and dP starts at -D.
+    template <bool MASKED>
+    __device__ __forceinline__ void step_of_64_queries(int i) {
+        int stage = i % stages, q0 = (tile.begin + i) * Bq;
+        const float4* stats = (const float4*)(memory.stats_ring + stage * Tile::stats_bytes);
+        EarlyL early_L;
+        load_early_L(early_L, stats);
+        Scores dp;
+#pragma unroll
+        for (int n = 0; n < Bq / 2; n += 4) {
+            float2 Di = D_of(stats, n);
+            dp[n] = dp[n + 2] = -Di.x, dp[n + 1] = dp[n + 3] = -Di.y;
+        }
+        mbarrier_wait(&bars.dO_full[stage], i / stages % 2);
+        rows_times_rows(dp, v_at, advance(dO_at, stage * Tile::q_bytes), true);  // step 10, and step 11's - D
+        Packed p, ds;
+        exponentials<MASKED>(p, q0, stats, early_L, Bq / 4, Bq);
+        wgmma_wait<0>();  // for dP; ptxas moves the last quarter of the exponentials behind the first wgmma of dQ
+        read_after_wait(dp);
+        exponentials<MASKED>(p, q0, stats, early_L, 0, Bq / 4);
+        await_ds(i - 1);
+        start_dq(s, i - 1);
+        add_product(dv, p, advance(dO_at, stage * Tile::q_bytes));  // step 9
+        make_ds(ds, p, dp, i);
+        wgmma_wait<1>(s);         // dQ is done, so that give_ds() gives the tile before back, too
+        shared_to_async_fence();  // it would wait for additions that were just started, so they come later
+        give_ds(i);
+        if (i > 0) { add_dq(s, i - 1); }
+        add_product(dk, ds, advance(q_at, stage * Tile::q_bytes));  // step 13
+        scores(min(i + 1, tile.q_tiles - 1));  // at the end the last tile's again, unused: a branch costs more
+        wgmma_wait<0>(dv, dk, s);
+        release(stage);
+    }
+    // At D 16, 32 and 64 (tiles of 128 queries): dP; dV; dQ of the tile before; dK; S of the next tile. dQ fits only
+    // into the registers of dP, which are free when dS is made; and loading D first would hold dP back.
+    template <bool MASKED>
+    __device__ __forceinline__ void step_of_128_queries(int i) {
+        int stage = i % stages, q0 = (tile.begin + i) * Bq;
+        const float4* stats = (const float4*)(memory.stats_ring + stage * Tile::stats_bytes);
+        EarlyL early_L;
+        load_early_L(early_L, stats);
+        Scores dp;
+        mbarrier_wait(&bars.dO_full[stage], i / stages % 2);
+        rows_times_rows(dp, v_at, advance(dO_at, stage * Tile::q_bytes), false);  // step 10
+        Packed p, ds;
+        exponentials<MASKED>(p, q0, stats, early_L, 0, Bq);
+        float2 all_D[Bq / 8];  // loaded all at once: between the stores of dS each load would be waited for
+#pragma unroll
+        for (int n = 0; n < Bq / 2; n += 4) { all_D[n / 4] = D_of(stats, n); }
+        wgmma_wait_in_place(a.Tk > 0, dp);
+#pragma unroll
+        for (int n = 0; n < Bq / 2; n++) { dp[n] -= n % 2 ? all_D[n / 4].y : all_D[n / 4].x; }
+        add_product(dv, p, advance(dO_at, stage * Tile::q_bytes));  // step 9
+        await_ds_back(i - 2);
+        make_ds(ds, p, dp, i);
+        shared_to_async_fence();  // it would wait for additions that were just started, so they come later
+        give_ds(i);
+        DqPart dq;
+        await_ds(i - 1);
+        start_dq(dq, i - 1);
+        add_product(dk, ds, advance(q_at, stage * Tile::q_bytes));  // step 13
+        wgmma_wait<2>(dv);                                          // P's registers are free
+        scores(min(i + 1, tile.q_tiles - 1));  // at the end the last tile's again, unused: a branch costs more
+        wgmma_wait<2>(dq);
+        give_back_ds(i - 1);
+        if (i > 0) { add_dq(dq, i - 1); }
+        wgmma_wait<0>(dv, dk, s);
+        release(stage);
+    }
+    template <bool MASKED>
+    __device__ __forceinline__ void step(int i) {
+        if constexpr (Bq == 64) {
+            step_of_64_queries<MASKED>(i);
+        } else {
+            step_of_128_queries<MASKED>(i);
+        }
+    }
+};
+
+template <class Tile, class T>
+__device__ __forceinline__ void backward_consumer(const AttentionArgs& a, const BackwardWorkspace& w,
+                                                  BackwardBarriers<Tile>& bars, const BackwardMemory& memory,
+                                                  const KeyTile& tile, int warpgroup) {
+    constexpr int D = Tile::D, Bq = Tile::Bq;
+    float s[Bq / 2], dk[D / 2] = {}, dv[D / 2] = {};
+    BackwardConsumer<Tile, T> consumer{a, w, bars, memory, tile, warpgroup, s, dk, dv};
+    const int first = consumer.first, end = tile.q_tiles;
+    if (end > 0) {
+        mbarrier_wait(&bars.k_full, 0);
+        consumer.scores(0);
+        wgmma_wait<0>(s);
+        mbarrier_wait(&bars.v_full, 0);
+        consumer.give_ds(-1);  // of no tile: what comes of it is not used
+        if (Bq == 128) { consumer.give_back_ds(-2); }
+    }
+    // Causal: the first tiles hold queries that do not see all of this warpgroup's keys.
+    int masked_end = first + 64 > a.Tk ? end : a.causal ? min(end, (first + 63 + Bq - 1) / Bq - tile.begin) : 0;
+    int i = 0;
+#pragma unroll 1
+    for (; i < masked_end; i++) { consumer.template step<true>(i); }
+#pragma unroll 1
+    for (; i < end; i++) { consumer.template step<false>(i); }
+    if (end > 0) {
+        if (Bq == 128) { consumer.await_ds_back(end - 2); }  // each arrival has been waited for
+        float dq[Tile::dq_columns / 2];
+        consumer.await_ds(end - 1);
+        consumer.start_dq(dq, end - 1);
+        wgmma_wait<0>(dq);
+        consumer.add_dq(dq, end - 1);
+    }
+    barrier_sync(5, 256);  // K is no longer read by the other warpgroup
+    const int warp_row = first + consumer.warp * 16, rows = (warpgroup * 64 + consumer.warp * 16) * SLAB_ROW;
+    float scale[2] = {a.scale, a.scale}, one[2] = {1, 1};
+    store_rows<T, D, Tile::k_slab, false>(a.dk, tile.b, tile.h, warp_row, a.Tk, dk, scale, memory.k_tile + rows,
+                                          consumer.lane);
+    store_rows<T, D, Tile::k_slab, false>(a.dv, tile.b, tile.h, warp_row, a.Tk, dv, one, memory.v_tile + rows,
+                                          consumer.lane);
+}
 
 template <class Tile, class T>
 __global__ void __launch_bounds__(Tile::threads, 1)
     hopper_backward_kernel(AttentionArgs a, BackwardWorkspace w, const __grid_constant__ CUtensorMap q_map,
                            const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
                            const __grid_constant__ CUtensorMap dO_map) {
-    constexpr int D = Tile::D, Bk = Tile::Bk, Bq = Tile::Bq, stages = Tile::stages;
+#ifdef HAS_WGMMA
+    constexpr int Bk = Tile::Bk, Bq = Tile::Bq, stages = Tile::stages;
     extern __shared__ char dynamic[];
-    __shared__ HopperBackwardBarriers<Tile> bars;
-    char* k_tile = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
-    char *v_tile = k_tile + Tile::k_bytes, *q_ring = v_tile + Tile::k_bytes, *dO_ring = q_ring + stages * Tile::q_bytes;
-    char *ds_tiles = dO_ring + stages * Tile::q_bytes, *stats_ring = ds_tiles + 2 * Tile::ds_bytes;
+    __shared__ BackwardBarriers<Tile> bars;
+    BackwardMemory memory;
+    memory.k_tile = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
+    memory.v_tile = memory.k_tile + Tile::k_bytes;
+    memory.q_ring = memory.v_tile + Tile::k_bytes;
+    memory.dO_ring = memory.q_ring + stages * Tile::q_bytes;
+    memory.ds_tiles = memory.dO_ring + stages * Tile::q_bytes;
+    memory.stats_ring = memory.ds_tiles + 2 * Tile::ds_bytes;
 
     int head = head_of_block(), b = head / a.H, h = head % a.H;
     int k0 = (int)blockIdx.y * Bk;  // the first keys are seen by the most queries: they start first
-    int begin = a.causal ? k0 / Bq : 0, tiles = max((a.Tq + Bq - 1) / Bq - begin, 0);
+    int begin = a.causal ? k0 / Bq : 0, q_tiles = max((a.Tq + Bq - 1) / Bq - begin, 0);
+    KeyTile tile = {head, b, h, k0, begin, q_tiles};
     let_next_kernel_start();
 
     if (threadIdx.x == 0) {
@@ -566,248 +907,14 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // so the compiler knows that it is uniform
     if (warpgroup == 2) {
         fewer_registers<Tile::loader_registers>();
-        if (threadIdx.x % 128 == 0 && tiles > 0) {
-            auto load_own = [&](char* to, const CUtensorMap* map, uint64_t* full) {
-                mbarrier_arrive_expecting(full, Tile::k_bytes);
-                for (int s = 0; s < Tile::slabs; s++) {
-                    tma_load(to + s * Tile::k_slab, map, full, s * SLAB, k0, h, b);
-                }
-            };
-            auto load = [&](char* ring, const CUtensorMap* map, uint64_t* full, int i, int more) {
-                mbarrier_arrive_expecting(&full[i % stages], Tile::q_bytes + more);
-                for (int s = 0; s < Tile::slabs; s++) {
-                    tma_load(ring + i % stages * Tile::q_bytes + s * Tile::q_slab, map, &full[i % stages], s * SLAB,
-                             (begin + i) * Bq, h, b);
-                }
-            };
-            load_own(k_tile, &k_map, &bars.k_full);
-            for (int i = 0; i < tiles; i++) {
-                int stage = i % stages, phase = i / stages % 2;
-                mbarrier_wait(&bars.q_empty[stage], phase ^ 1);
-                load(q_ring, &q_map, bars.q_full, i, Tile::stats_bytes);
-                // L and D, and dQ's zeros, to which nobody adds before this copy has come.
-                if (i == 0) { await_previous_kernel(); }
-                bulk_load(stats_ring + stage * Tile::stats_bytes,
-                          w.stats + ((int64_t)head * w.rows + (int64_t)(begin + i) * Bq) / 2, Tile::stats_bytes,
-                          &bars.q_full[stage]);
-                if (i == 0) { load_own(v_tile, &v_map, &bars.v_full); }
-                mbarrier_wait(&bars.dO_empty[stage], phase ^ 1);
-                load(dO_ring, &dO_map, bars.dO_full, i, 0);
-            }
+        if (threadIdx.x % 128 == 0 && tile.q_tiles > 0) {
+            backward_loader<Tile>(w, &q_map, &k_map, &v_map, &dO_map, bars, memory, tile);
         }
         return;
     }
-
     more_registers<Tile::registers>();
-    int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
-    int first = k0 + warpgroup * 64, row = first + warp * 16 + lane / 4;  // this thread's keys: row and row + 8
-    float c = a.scale * LOG2_E, dk[D / 2] = {}, dv[D / 2] = {};
-    uint32_t k_at = descriptor(k_tile + warpgroup * 64 * SLAB_ROW, 16),
-             v_at = descriptor(v_tile + warpgroup * 64 * SLAB_ROW, 16), q_at = descriptor(q_ring, Tile::q_slab),
-             dO_at = descriptor(dO_ring, Tile::q_slab);
-
-    // x = (add ? x : 0) + own rows times a streamed tile, transposed
-    auto rows_times_rows = [&](float(&x)[Bq / 2], uint32_t own, uint32_t streamed, bool add) {
-        wgmma_fence();
-#pragma unroll
-        for (int d = 0; d < D; d += 16) {
-            int slab = d / SLAB, in_slab = d % SLAB * 2;
-            wgmma<T, 0>(x, advance(own, slab * Tile::k_slab + in_slab),
-                        advance(streamed, slab * Tile::q_slab + in_slab), d > 0 || add);
-        }
-        wgmma_commit();
-    };
-    // sum += x times a streamed tile
-    auto add_product = [&](float(&sum)[D / 2], const uint32_t(&x)[Bq / 16][4], uint32_t streamed) {
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < Bq / 16; k++) { wgmma<T>(sum, x[k], advance(streamed, k * 16 * SLAB_ROW), true); }
-        wgmma_commit();
-    };
-    // Each warpgroup computes 64 queries of dQ, or where a tile has no more, 64 columns of all.
-    int dq_query = Tile::early_dq ? 0 : warpgroup * 64, dq_column = Tile::early_dq ? warpgroup * 64 : 0;
-    uint32_t ds_at = descriptor(ds_tiles + dq_query * SLAB_ROW, 16),
-             k_all = descriptor(k_tile + dq_column / SLAB * Tile::k_slab, 16);
-    auto start_dq = [&](float(&dq)[Tile::dq_columns / 2], int i) {
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < Bk / 16; k++) {
-            int slab = k * 16 / SLAB, in_slab = k * 16 % SLAB * 2;
-            wgmma<T, 1>(dq, advance(ds_at, (i & 1) * Tile::ds_bytes + slab * Tile::q_slab + in_slab),
-                        advance(k_all, k * 16 * SLAB_ROW), k > 0);
-        }
-        wgmma_commit();
-    };
-    // Adds it to the sum in global memory, where a warp's 16 rows and 8 columns are 128 neighbours.
-    int dq_blocks = min(Tile::dq_columns, D - dq_column) / 8;  // of 8 columns
-    int64_t block = (((int64_t)head * w.rows + begin * Bq + dq_query) / 16 + warp) * (D / 8) + dq_column / 8;
-    float4* first_dq = (float4*)w.dq + block * WARP + lane;
-    auto add_dq = [&](const float(&dq)[Tile::dq_columns / 2], int i) {
-        float4* to = first_dq + (int64_t)i * (Bq / 16 * (D / 8) * WARP);
-#pragma unroll
-        for (int n = 0; n < Tile::dq_columns / 8; n++) {
-            if (D % Tile::dq_columns == 0 || n < dq_blocks) {  // the first is known to the compiler
-                atomicAdd(to + n * WARP, make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]));
-            }
-        }
-    };
-    // Of dS there is room for two tiles. Each warpgroup tells the other that its half of tile i is there, and that dQ
-    // of tile i has been computed from it. Two barriers each, since one may be a tile ahead of the other.
-    auto give_ds = [&](int i) { barrier_arrive(1 + 2 * warpgroup + (i & 1), 256); };
-    auto await_ds = [&](int i) { barrier_sync(1 + 2 * (warpgroup ^ 1) + (i & 1), 256); };
-    auto give_back_ds = [&](int i) { barrier_arrive(6 + 2 * warpgroup + (i & 1), 256); };
-    auto await_ds_back = [&](int i) { barrier_sync(6 + 2 * (warpgroup ^ 1) + (i & 1), 256); };
-
-    float s[Bq / 2];
-    auto scores = [&](int i) {
-        mbarrier_wait(&bars.q_full[i % stages], i / stages % 2);
-        rows_times_rows(s, k_at, advance(q_at, i % stages * Tile::q_bytes), false);
-    };
-    // Of a tile S is there when its step begins. What the step issues, in the tensor cores' order: dP; dV; dQ of the
-    // tile before; dK; S of the next tile. dQ lags so that nobody waits for the other warpgroup's half of dS: it has
-    // long been written. The two need not be at the same point, and one's exponentials run under the other's products.
-    // Early dQ goes in front of dV.
-    auto step = [&](int i, auto masked) {
-        int stage = i % stages, q0 = (begin + i) * Bq;
-        const float4* stats = (const float4*)(stats_ring + stage * Tile::stats_bytes);  // two queries' L, then their D
-        auto L_of = [&](int j) { return *(const float2*)&stats[j + lane % 4].x; };
-        auto D_of = [&](int j) { return *(const float2*)&stats[j + lane % 4].z; };
-        constexpr int EARLY = Bq / 2 - Bq / 8;  // from here on L is loaded before dP is issued: a quarter, with which
-        float2 early_L[Bq / 32];                // the exponentials begin; more would hold dP back
-#pragma unroll
-        for (int j = EARLY; j < Bq / 2; j += 4) { early_L[(j - EARLY) / 4] = L_of(j); }
-        float dp[Bq / 2];
-        if constexpr (Tile::early_dq) {
-#pragma unroll
-            for (int j = 0; j < Bq / 2; j += 4) {
-                float2 Di = D_of(j);
-                dp[j] = dp[j + 2] = -Di.x, dp[j + 1] = dp[j + 3] = -Di.y;
-            }
-        }
-        mbarrier_wait(&bars.dO_full[stage], i / stages % 2);
-        rows_times_rows(dp, v_at, advance(dO_at, stage * Tile::q_bytes), Tile::early_dq);
-        uint32_t p[Bq / 16][4], ds[Bq / 16][4];
-        auto exponentials = [&](int from, int to) {  // turns S of these queries into P and packs it, from the last
-#pragma unroll
-            for (int j = to / 2 - 4; j >= from / 2; j -= 4) {
-                float2 L = j < EARLY ? L_of(j) : early_L[(j - EARLY) / 4];
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    s[j + e] = exp2_approx(fmaf(s[j + e], c, -(e % 2 ? L.y : L.x)));
-                    if constexpr (decltype(masked)::value) {
-                        int key = row + e / 2 * 8, query = q0 + 2 * j + lane % 4 * 2 + e % 2;
-                        if (key >= a.Tk || (a.causal && key > query)) { s[j + e] = 0; }
-                    }
-                }
-                if (j % 8 == 0) {
-#pragma unroll
-                    for (int e = 0; e < 4; e++) { p[j / 8][e] = pack<T>(s[j + 2 * e], s[j + 2 * e + 1]); }
-                }
-            }
-        };
-        if constexpr (Tile::early_dq) {
-            exponentials(Bq / 4, Bq);
-            wgmma_wait<0>();  // for dP; ptxas moves the last quarter of the exponentials behind the first wgmma of dQ
-            pin(dp);
-            exponentials(0, Bq / 4);
-        } else {
-            exponentials(0, Bq);
-            float2 all_D[Bq / 8];  // loaded all at once: between the stores of dS each load would be waited for
-#pragma unroll
-            for (int j = 0; j < Bq / 2; j += 4) { all_D[j / 4] = D_of(j); }
-            wgmma_wait_in_place(a.Tk > 0);  // for dP
-            pin(dp);
-#pragma unroll
-            for (int j = 0; j < Bq / 2; j++) { dp[j] -= j % 2 ? all_D[j / 4].y : all_D[j / 4].x; }
-        }
-        constexpr int N = Tile::dq_columns / 2;
-        float dq_registers[N];  // dP's, when dS is made; not used by early dQ
-        float(&dq)[N] = Tile::early_dq ? *(float(*)[N])s : dq_registers;
-        if constexpr (Tile::early_dq) {
-            await_ds(i - 1);
-            start_dq(dq, i - 1);
-        }
-        add_product(dv, p, advance(dO_at, stage * Tile::q_bytes));
-        if constexpr (!Tile::early_dq) { await_ds_back(i - 2); }
-        char* ds_tile = ds_tiles + (i & 1) * Tile::ds_bytes + warpgroup * Tile::q_slab;
-#pragma unroll
-        for (int k = 0; k < Bq / 16; k++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                int j = 8 * k + 4 * half;
-#pragma unroll
-                for (int r = 0; r < 2; r++) {  // P is taken packed: unpacked it would need Bq / 2 registers
-                    ds[k][2 * half + r] = multiply_packed<T>(p[k][2 * half + r], dp[j + 2 * r], dp[j + 2 * r + 1]);
-                }
-            }
-            int query = 16 * k + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
-            stmatrix_x4_transposed(ds_tile + query * SLAB_ROW + (chunk ^ lane % 8) * 16, ds[k]);
-        }
-        if constexpr (Tile::early_dq) {
-            wgmma_wait<1>();  // dQ is done, so that give_ds() gives the tile before back, too
-            pin(dq);
-        }
-        shared_to_async_fence();  // it would wait for additions that were just started, so they come later
-        give_ds(i);
-        // At the end the last tile's S once more, without use: a branch here costs more.
-        if constexpr (Tile::early_dq) {
-            if (i > 0) { add_dq(dq, i - 1); }
-            add_product(dk, ds, advance(q_at, stage * Tile::q_bytes));
-            scores(min(i + 1, tiles - 1));
-        } else {
-            await_ds(i - 1);
-            start_dq(dq, i - 1);
-            add_product(dk, ds, advance(q_at, stage * Tile::q_bytes));
-            wgmma_wait<2>();  // dV is done, and P's registers are free
-            pin(dv);
-            scores(min(i + 1, tiles - 1));
-            wgmma_wait<2>();  // dQ is done
-            pin(dq);
-            give_back_ds(i - 1);
-            if (i > 0) { add_dq(dq, i - 1); }
-        }
-        wgmma_wait<0>();
-        pin(dv);
-        pin(dk);
-        pin(s);
-        // For its warpgroup: the four warps do their products together, and have read L and D, which q_empty gives
-        // back, too, before the barrier_sync in await_ds() or await_ds_back(), where all 128 threads meet.
-        if (t == 0) {
-            mbarrier_arrive(&bars.dO_empty[stage]);
-            mbarrier_arrive(&bars.q_empty[stage]);
-        }
-    };
-    if (tiles > 0) {
-        mbarrier_wait(&bars.k_full, 0);
-        scores(0);
-        wgmma_wait<0>();
-        pin(s);
-        mbarrier_wait(&bars.v_full, 0);
-        give_ds(-1);  // of no tile: what comes of it is not used
-        if (!Tile::early_dq) { give_back_ds(-2); }
-    }
-    // Causal: the first tiles hold queries that do not see all of this warpgroup's keys.
-    int masked_end = first + 64 > a.Tk ? tiles : a.causal ? min(tiles, (first + 63 + Bq - 1) / Bq - begin) : 0;
-    int i = 0;
-#pragma unroll 1
-    for (; i < masked_end; i++) { step(i, std::true_type()); }
-#pragma unroll 1
-    for (; i < tiles; i++) { step(i, std::false_type()); }
-
-    if (tiles > 0) {
-        if (!Tile::early_dq) { await_ds_back(tiles - 2); }  // each arrival has been waited for
-        float dq[Tile::dq_columns / 2];
-        await_ds(tiles - 1);
-        start_dq(dq, tiles - 1);
-        wgmma_wait<0>();
-        pin(dq);
-        add_dq(dq, tiles - 1);
-    }
-    barrier_sync(5, 256);  // K is no longer read by the other warpgroup
-    int rows = (warpgroup * 64 + warp * 16) * SLAB_ROW;
-    float scale[2] = {a.scale, a.scale}, one[2] = {1, 1};
-    store_rows<T, D, Tile::k_slab, false>(a.dk, b, h, first + warp * 16, a.Tk, dk, scale, k_tile + rows, lane);
-    store_rows<T, D, Tile::k_slab, false>(a.dv, b, h, first + warp * 16, a.Tk, dv, one, v_tile + rows, lane);
+    backward_consumer<Tile, T>(a, w, bars, memory, tile, warpgroup);
+#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -836,71 +943,66 @@ static CUtensorMap tensor_map(const Heads& x, DType dtype, int B, int H, int T, 
 }
 
 template <class Tile, class T>
-static void launch_hopper_forward(const AttentionArgs& a, DType dtype) {
-    auto kernel = hopper_forward_kernel<Tile, T>;
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)Tile::bytes));
+static void launch_forward(const AttentionArgs& a, DType dtype) {
     dim3 order = attention_grid(a, ceil_div(a.Tq, Tile::Bq));
     int blocks = std::min<int64_t>(multiprocessors(), (int64_t)order.x * order.y * order.z);
-    auto map = [&](const Heads& x, int T_, int rows) { return tensor_map(x, dtype, a.B, a.H, T_, Tile::D, rows); };
-    kernel<<<blocks, Tile::threads, Tile::bytes, stream()>>>(a, order, map(a.q, a.Tq, Tile::Bq),
-                                                             map(a.k, a.Tk, Tile::Bk), map(a.v, a.Tk, Tile::Bk));
-    LAUNCH_CHECK();
+    auto map = [&](const Heads& x, int rows, int box_rows) {
+        return tensor_map(x, dtype, a.B, a.H, rows, Tile::D, box_rows);
+    };
+    launch(hopper_forward_kernel<Tile, T>, blocks, Tile::threads, Tile::bytes, a, order, map(a.q, a.Tq, Tile::Bq),
+           map(a.k, a.Tk, Tile::Bk), map(a.v, a.Tk, Tile::Bk));
 }
 template <class T>
-static void hopper_forward_typed(const AttentionArgs& a, int D, DType dtype) {
-    switch (D) {
-        case 16: return launch_hopper_forward<HopperForward<16, 3, 32, 160>, T>(a, dtype);
-        case 32: return launch_hopper_forward<HopperForward<32, 3, 32, 160>, T>(a, dtype);
-        case 64: return launch_hopper_forward<HopperForward<64, 3, 32, 160>, T>(a, dtype);
-        case 80: return launch_hopper_forward<HopperForward<80, 2, 40, 232>, T>(a, dtype);
-        case 128: return launch_hopper_forward<HopperForward<128, 2, 40, 232>, T>(a, dtype);
+static void launch_forward(const AttentionArgs& a, int D, DType dtype) {
+    switch (D) {  // <D, warpgroups, the loader's registers, the others'>
+        case 16: return launch_forward<HopperForward<16, 3, 32, 160>, T>(a, dtype);
+        case 32: return launch_forward<HopperForward<32, 3, 32, 160>, T>(a, dtype);
+        case 64: return launch_forward<HopperForward<64, 3, 32, 160>, T>(a, dtype);
+        case 80: return launch_forward<HopperForward<80, 2, 40, 232>, T>(a, dtype);
+        case 128: return launch_forward<HopperForward<128, 2, 40, 232>, T>(a, dtype);
     }
-    fail("hopper_forward: head size %d; it has 16, 32, 64, 80 and 128", D);
-}
-
-template <class Tile, class T>
-static void launch_hopper_backward(const AttentionArgs& a, const BackwardWorkspace& w, DType dtype) {
-    auto kernel = hopper_backward_kernel<Tile, T>;
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)Tile::bytes));
-    auto map = [&](const Heads& x, int T_, int rows) { return tensor_map(x, dtype, a.B, a.H, T_, Tile::D, rows); };
-    launch_early(kernel, attention_grid(a, ceil_div(a.Tk, Tile::Bk)), Tile::threads, Tile::bytes, a, w,
-                 map(a.q, a.Tq, Tile::Bq), map(a.k, a.Tk, Tile::Bk), map(a.v, a.Tk, Tile::Bk),
-                 map(a.dO, a.Tq, Tile::Bq));
-}
-template <class T>
-static void hopper_backward_typed(const AttentionArgs& a, const BackwardWorkspace& w, int D, DType dtype) {
-    switch (D) {
-        case 16: return launch_hopper_backward<HopperBackward<16, 128, 24, 240>, T>(a, w, dtype);
-        case 32: return launch_hopper_backward<HopperBackward<32, 128, 24, 240>, T>(a, w, dtype);
-        case 64: return launch_hopper_backward<HopperBackward<64, 128, 24, 240>, T>(a, w, dtype);
-        case 80: return launch_hopper_backward<HopperBackward<80, 64, 24, 240>, T>(a, w, dtype);
-        case 128: return launch_hopper_backward<HopperBackward<128, 64, 24, 240>, T>(a, w, dtype);
-    }
-    fail("hopper_backward: head size %d; it has 16, 32, 64, 80 and 128", D);
-}
-static void hopper_backward_main(const AttentionArgs& a, const BackwardWorkspace& w, int D, DType dtype) {
-    dtype == BF16 ? hopper_backward_typed<bf16>(a, w, D, dtype) : hopper_backward_typed<fp16>(a, w, D, dtype);
-}
-static void backward(const AttentionTensors& t) {
-    flash_mma_backward_around(t, hopper_backward_main);  // which has its own kernels for a deterministic dQ
+    fail("hopper forward: head size %d; it has 16, 32, 64, 80 and 128", D);
 }
 static void forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     int D = (int)t.q.dim(3);
-    t.q.dtype == BF16 ? hopper_forward_typed<bf16>(a, D, BF16) : hopper_forward_typed<fp16>(a, D, F16);
+    t.q.dtype == BF16 ? launch_forward<bf16>(a, D, BF16) : launch_forward<fp16>(a, D, F16);
 }
-bool is_hopper() {
-    static const bool yes = [] {
-        int device, major, minor;
-        if (cuda_devices() == 0) { return false; }
-        CUDA_CHECK(cudaGetDevice(&device));
-        CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-        CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-        return major == 9 && minor == 0;
-    }();
-    return yes;
+
+template <class Tile, class T>
+static void launch_backward(const AttentionArgs& a, const BackwardWorkspace& w, DType dtype) {
+    auto map = [&](const Heads& x, int rows, int box_rows) {
+        return tensor_map(x, dtype, a.B, a.H, rows, Tile::D, box_rows);
+    };
+    launch<true>(hopper_backward_kernel<Tile, T>, attention_grid(a, ceil_div(a.Tk, Tile::Bk)), Tile::threads,
+                 Tile::bytes, a, w, map(a.q, a.Tq, Tile::Bq), map(a.k, a.Tk, Tile::Bk), map(a.v, a.Tk, Tile::Bk),
+                 map(a.dO, a.Tq, Tile::Bq));
 }
-static bool takes(DType t, int64_t D) { return (t == BF16 || t == F16) && flash_head_size(D) && is_hopper(); }
+template <class T>
+static void launch_backward(const AttentionArgs& a, const BackwardWorkspace& w, int D, DType dtype) {
+    switch (D) {  // <D, Bq, the loader's registers, the others'>
+        case 16: return launch_backward<HopperBackward<16, 128, 24, 240>, T>(a, w, dtype);
+        case 32: return launch_backward<HopperBackward<32, 128, 24, 240>, T>(a, w, dtype);
+        case 64: return launch_backward<HopperBackward<64, 128, 24, 240>, T>(a, w, dtype);
+        case 80: return launch_backward<HopperBackward<80, 64, 24, 240>, T>(a, w, dtype);
+        case 128: return launch_backward<HopperBackward<128, 64, 24, 240>, T>(a, w, dtype);
+    }
+    fail("hopper backward: head size %d; it has 16, 32, 64, 80 and 128", D);
+}
+static void backward(const AttentionTensors& t) {
+    if (context.deterministic) { return flash_mma_backward(t); }  // which has a kernel for dQ alone
+    Tensor memory;
+    BackwardWorkspace w = backward_begin(t, memory);
+    AttentionArgs a = args_of(t);
+    int D = (int)t.q.dim(3);
+    t.q.dtype == BF16 ? launch_backward<bf16>(a, w, D, BF16) : launch_backward<fp16>(a, w, D, F16);
+    backward_end(t, w);
+}
+static bool takes(DType t, int64_t D) {
+    static const bool runs_here =
+        compiled_for(hopper_forward_kernel<HopperForward<64, 3, 32, 160>, bf16>) == 90 && dq_order_of_sm_90();
+    return (t == BF16 || t == F16) && flash_head_size(D) && runs_here;
+}
 static const AddAttention row({"hopper", CUDA, 60, takes, nullptr, forward, backward,
-                               "the same with wgmma and TMA (H100)"});
+                               "the same with wgmma and TMA; needs sm_90a (H100, H200)"});
 #endif

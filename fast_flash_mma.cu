@@ -1,12 +1,10 @@
-// fast_flash_mma.cu: FlashAttention-2 on tensor cores, forward and backward, for every NVIDIA card since the A100
-// (sm_80).
+// fast_flash_mma.cu: FlashAttention-2 on tensor cores, forward and backward, in bf16 and fp16.
 //
-// Read attention.cu first: it has the algorithm in plain C++ and as the simplest kernels. What is new here is the
-// hardware: cp.async copies tiles to shared memory while others are computed on, ldmatrix hands them to the lanes of a
-// warp in the layout that mma.sync wants, and mma.sync multiplies 16x16 by 16x8 matrices of 16-bit numbers with fp32
-// sums.
+// What changed against flash_v1 (attention.cu), and why it is faster: mma.sync multiplies 16x16 by 16x8 matrices of
+// 16-bit numbers with fp32 sums, ldmatrix hands them to the lanes of a warp in the layout that it wants, and cp.async
+// copies tiles to shared memory while others are computed on. What it costs: S, P and dS are rounded to 16 bits where
+// they enter a product, and the cards before the A100 (sm_80) cannot run it.
 #include "fast_flash.h"
-#include <algorithm>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // PTX, one instruction a function
@@ -47,56 +45,52 @@ __device__ __forceinline__ void mma<fp16>(float (&d)[4], const uint32_t (&a)[4],
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// FlashAttention-2 forward on tensor cores (Dao 2023, algorithm 1; handout, eq. 4-12), bf16 and fp16, sm_80 and later.
+// Forward. A block owns Bq queries and streams tiles of Bk keys and values past them. S and P live in registers only:
+// what a lane holds of S after step 1, the result of an mma, is laid out as the A operand that step 5 needs, so P takes
+// no way through shared memory or other lanes.
 //
-// A block owns Bq queries, streams tiles of Bk keys and values past them, and keeps for each query a maximum m, the sum
-// l of exp(S - m), and O, not yet divided by l. For each tile:
-//   S = Q K^T                                                    (1)
-//   m' = max(m, rowmax(S)),  l and O *= exp(m - m'),  m = m'     (2)
-//   P = exp(S - m),  l += rowsum(P),  O += P V                   (3)
-// and at the end O /= l, L = m + log(l). S and P live in registers only: what a lane holds of S after (1), the result
-// of an mma, is laid out as the A operand that (3) needs, so P takes no way through shared memory or other lanes.
-//
-// Tensor cores and the exponential unit are separate: to keep both busy, (1) of tile t+1 is mixed with (3) of tile t,
-// in groups of keys. The exponentials of a group free its registers of S for the next tile's. K is therefore loaded one
-// tile ahead of V.
+// Tensor cores and the exponential unit are separate. To keep both busy, step 1 of tile j + 1 is mixed with steps 3 to
+// 5 of tile j, in groups of keys. The exponentials of a group free its registers of S for the next tile's. K is
+// therefore loaded one tile ahead of V.
 //
 // The hardware's exponential is exp2: with c = scale log2(e), exp(scale (s - m)) is exp2(c s - c m), one multiply-add
 // and one ex2. m is kept times c.
 //
-// (2) is lazy. Any m gives the same O and L as long as nothing overflows, so m follows the maximum only when a score
-// exceeds it by more than SLACK. A vote over the warp asks whether one does; mostly none does, which saves the exchange
-// of maxima between lanes and the scaling of O.
+// Step 2 is lazy: see SLACK. A vote over the warp asks whether it is due. Mostly it is not, which saves the exchange of
+// maxima between lanes and the scaling of O.
+
+// Threads that move one row, 8 elements each: a power of two, so for D = 80 6 of 16 stand by.
+HD constexpr int row_threads(int D) { return D <= 16 ? 2 : D <= 32 ? 4 : D <= 64 ? 8 : 16; }
 
 // How a block works. A warp owns Bq/WARPS queries; rather 32 than 16, because every warp reads all of K and V from
 // shared memory, and with 16 that takes longer than the products.
 template <int HEAD, int QUERIES, int KEYS, int GROUP, int WARPS, bool KEEP_Q, int BLOCKS>
 struct ForwardTile {
     static constexpr int D = HEAD, Bq = QUERIES, Bk = KEYS, group = GROUP, threads = WARPS * WARP;
-    static constexpr int blocks = BLOCKS;      // that should share an SM: bounds the registers
-    static constexpr bool keep_q = KEEP_Q;     // in registers; else read again for every group
-    static constexpr int m = Bq / WARPS / 16;  // fragments of 16 queries that a warp owns
+    static constexpr int blocks = BLOCKS;              // that should share an SM: bounds the registers
+    static constexpr bool keep_q = KEEP_Q;             // in registers; else read again for every group
+    static constexpr int fragments = Bq / WARPS / 16;  // of 16 queries, that a warp owns
     static constexpr int row = D + 8;  // padded by 16 bytes: 8 rows at one column lie in 8 different bank groups
-    static constexpr int stage = 2 * Bk * row;                                    // elements; there are two
-    static constexpr int columns = D <= 16 ? 2 : D <= 32 ? 4 : D <= 64 ? 8 : 16;  // of 16 bytes, in which threads copy
+    static constexpr int stage = 2 * Bk * row;  // elements; there are two
     static constexpr size_t bytes = (Bq * row + 2 * stage) * 2;
-    static_assert(D % 16 == 0 && group % 16 == 0 && Bk % group == 0 && m >= 1 && Bq == m * 16 * WARPS);
-    static_assert(Bq * columns % threads == 0 && Bk * columns % threads == 0);
+    static_assert(D % 16 == 0 && group % 16 == 0 && Bk % group == 0 && fragments >= 1 && Bq == fragments * 16 * WARPS);
+    static_assert(Bq * row_threads(D) % threads == 0 && Bk * row_threads(D) % threads == 0);
     static_assert(bytes <= 99 << 10, "what a block can have on every device from sm_80 on");
 };
 
-// What a lane holds of its warp's queries: rows lane/4 + 8h of fragment i are at index [i][h].
+// What a lane holds of its warp's queries: rows lane/4 + 8h of fragment f are at index [f][h].
 template <class Tile>
 struct ForwardRows {
-    float o[Tile::m][Tile::D / 8][4];
-    float m[Tile::m][2], l[Tile::m][2];  // m the same in the four lanes of a row; l this lane's share of the sum
+    float o[Tile::fragments][Tile::D / 8][4];
+    float m[Tile::fragments][2],
+        l[Tile::fragments][2];  // m the same in the four lanes of a row; l this lane's share of the sum
 };
 
 // ROWS rows of D elements to shared memory; those from `valid` on are zeros, whatever lies there in memory. A thread
 // stays in one column of 8 elements; at D = 80 the last 6 of 16 have nothing to do.
 template <class Tile, int ROWS, class T>
 __device__ __forceinline__ void load_rows(T* to, const T* from, int stride, int valid) {
-    constexpr int columns = Tile::columns, step = Tile::threads / columns;
+    constexpr int columns = row_threads(Tile::D), step = Tile::threads / columns;
     int r = threadIdx.x / columns, d = threadIdx.x % columns * 8;
     if (d >= Tile::D) { return; }
     from += (int64_t)r * stride + d;
@@ -108,107 +102,110 @@ __device__ __forceinline__ void load_rows(T* to, const T* from, int stride, int 
     }
 }
 
-// ---- (1): S = Q K^T for a warp's queries and the keys of group g of a tile. at_q and at_k are this lane's rows ----
+// Step 1 for a warp's queries and the keys of group g of a tile. at_q and at_k are this lane's rows.
 template <class Tile, int KEPT, class T>
-__device__ __forceinline__ void scores(float (&s)[Tile::m][Tile::Bk / 8][4], uint32_t (&q)[KEPT][Tile::m][4],
-                                       const T* at_q, const T* at_k, int g) {
+__device__ __forceinline__ void scores(float (&s)[Tile::fragments][Tile::Bk / 8][4],
+                                       uint32_t (&q)[KEPT][Tile::fragments][4], const T* at_q, const T* at_k, int g) {
     constexpr int N = Tile::group / 16;
 #pragma unroll
-    for (int i = 0; i < Tile::m; i++) {
+    for (int f = 0; f < Tile::fragments; f++) {
 #pragma unroll
-        for (int n = g * 2 * N; n < (g + 1) * 2 * N; n++) { s[i][n][0] = s[i][n][1] = s[i][n][2] = s[i][n][3] = 0; }
+        for (int n = g * 2 * N; n < (g + 1) * 2 * N; n++) { s[f][n][0] = s[f][n][1] = s[f][n][2] = s[f][n][3] = 0; }
     }
 #pragma unroll
     for (int k = 0; k < Tile::D / 16; k++) {
-        uint32_t(&a)[Tile::m][4] = q[Tile::keep_q ? k : 0];
+        uint32_t(&own)[Tile::fragments][4] = q[Tile::keep_q ? k : 0];
         if (!Tile::keep_q) {
 #pragma unroll
-            for (int i = 0; i < Tile::m; i++) { ldmatrix_x4(a[i], at_q + i * 16 * Tile::row + k * 16); }
+            for (int f = 0; f < Tile::fragments; f++) { ldmatrix_x4(own[f], at_q + f * 16 * Tile::row + k * 16); }
         }
 #pragma unroll
         for (int n = g * N; n < (g + 1) * N; n++) {
             uint32_t b[4];
             ldmatrix_x4(b, at_k + n * 16 * Tile::row + k * 16);
 #pragma unroll
-            for (int i = 0; i < Tile::m; i++) {
-                mma<T>(s[i][2 * n], a[i], b[0], b[1]);
-                mma<T>(s[i][2 * n + 1], a[i], b[2], b[3]);
+            for (int f = 0; f < Tile::fragments; f++) {
+                mma<T>(s[f][2 * n], own[f], b[0], b[1]);
+                mma<T>(s[f][2 * n + 1], own[f], b[2], b[3]);
             }
         }
     }
 }
 
-// Keys that a query may not see, and those beyond Tk, get the score -inf.
+// Keys that a query may not see, and those beyond Tk, get the score -inf. (The masks of this file are keys_seen(),
+// written out: by its calls the forward has more instructions, and the backward spills registers.)
 template <class Tile>
-__device__ __forceinline__ void mask(float (&s)[Tile::m][Tile::Bk / 8][4], const AttentionArgs& a, int query, int key) {
+__device__ __forceinline__ void mask(float (&s)[Tile::fragments][Tile::Bk / 8][4], const AttentionArgs& a, int query,
+                                     int key) {
 #pragma unroll
-    for (int i = 0; i < Tile::m; i++) {
+    for (int f = 0; f < Tile::fragments; f++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            int end = (a.causal ? min(query + i * 16 + h * 8 + 1, a.Tk) : a.Tk) - key;
+            int end = (a.causal ? min(query + f * 16 + h * 8 + 1, a.Tk) : a.Tk) - key;
 #pragma unroll
             for (int n = 0; n < Tile::Bk / 8; n++) {
-                if (n * 8 >= end) { s[i][n][2 * h] = -INFINITY; }
-                if (n * 8 + 1 >= end) { s[i][n][2 * h + 1] = -INFINITY; }
+                if (n * 8 >= end) { s[f][n][2 * h] = -INFINITY; }
+                if (n * 8 + 1 >= end) { s[f][n][2 * h + 1] = -INFINITY; }
             }
         }
     }
 }
 
-// ---- (2), where it is due. Starts with m = -inf: the first tile always is. It shows key 0 to every query, so that m
-// is finite from there on and (3) never subtracts infinities ----
+// Step 2 where it is due, and what of steps 3 to 5 multiplies by shrink. It starts with m = -inf, so the first tile
+// always is due. That tile shows key 0 to every query, so m is finite from there on, and step 3 never subtracts
+// infinities.
 template <class Tile>
-__device__ __forceinline__ void raise_maximum(ForwardRows<Tile>& rows, const float (&s)[Tile::m][Tile::Bk / 8][4],
-                                              float c) {
-    float top[Tile::m][2];
+__device__ __forceinline__ void raise_maximum(ForwardRows<Tile>& rows,
+                                              const float (&s)[Tile::fragments][Tile::Bk / 8][4], float c) {
+    float top[Tile::fragments][2];
     bool due = false;
 #pragma unroll
-    for (int i = 0; i < Tile::m; i++) {
+    for (int f = 0; f < Tile::fragments; f++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float x = s[i][0][2 * h];
+            float x = s[f][0][2 * h];
 #pragma unroll
-            for (int n = 0; n < Tile::Bk / 8; n++) { x = fmaxf(x, fmaxf(s[i][n][2 * h], s[i][n][2 * h + 1])); }
-            top[i][h] = x * c;
-            due |= top[i][h] > rows.m[i][h] + SLACK;
+            for (int n = 0; n < Tile::Bk / 8; n++) { x = fmaxf(x, fmaxf(s[f][n][2 * h], s[f][n][2 * h + 1])); }
+            top[f][h] = x * c;
+            due |= top[f][h] > rows.m[f][h] + SLACK;
         }
     }
     if (!__any_sync(0xffffffff, due)) { return; }
 #pragma unroll
-    for (int i = 0; i < Tile::m; i++) {
+    for (int f = 0; f < Tile::fragments; f++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float x = fmaxf(rows.m[i][h], top[i][h]);
+            float x = fmaxf(rows.m[f][h], top[f][h]);
             x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
             x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-            float factor = exp2_approx(rows.m[i][h] - x);
-            rows.m[i][h] = x;
-            rows.l[i][h] *= factor;
+            float factor = exp2_approx(rows.m[f][h] - x);
+            rows.m[f][h] = x;
+            rows.l[f][h] *= factor;
 #pragma unroll
             for (int n = 0; n < Tile::D / 8; n++) {
-                rows.o[i][n][2 * h] *= factor;
-                rows.o[i][n][2 * h + 1] *= factor;
+                rows.o[f][n][2 * h] *= factor;
+                rows.o[f][n][2 * h + 1] *= factor;
             }
         }
     }
 }
 
-// ---- (3) for the keys of group g ----
+// Steps 3 to 5 for the keys of group g: P, and what it adds to l and O.
 template <class Tile, class T>
-__device__ __forceinline__ void add_values(ForwardRows<Tile>& rows, const float (&s)[Tile::m][Tile::Bk / 8][4],
+__device__ __forceinline__ void add_values(ForwardRows<Tile>& rows, const float (&s)[Tile::fragments][Tile::Bk / 8][4],
                                            const T* at_v, float c, int g) {
-    uint32_t p[Tile::group / 16][Tile::m][4];
+    uint32_t p[Tile::group / 16][Tile::fragments][4];
 #pragma unroll
     for (int k = 0; k < Tile::group / 16; k++) {
 #pragma unroll
-        for (int i = 0; i < Tile::m; i++) {
+        for (int f = 0; f < Tile::fragments; f++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) {  // row lane/4 + 8h, keys 2(lane%4) + 8(e/2) and the next one
                 int h = e % 2;
-                const float* x = &s[i][g * Tile::group / 8 + 2 * k + e / 2][2 * h];
-                float low = exp2_approx(x[0] * c - rows.m[i][h]), high = exp2_approx(x[1] * c - rows.m[i][h]);
-                rows.l[i][h] += low + high;
-                p[k][i][e] = pack<T>(low, high);
+                const float* x = &s[f][g * Tile::group / 8 + 2 * k + e / 2][2 * h];
+                float low = exp2_approx(x[0] * c - rows.m[f][h]), high = exp2_approx(x[1] * c - rows.m[f][h]);
+                rows.l[f][h] += low + high;
+                p[k][f][e] = pack<T>(low, high);
             }
         }
     }
@@ -219,44 +216,44 @@ __device__ __forceinline__ void add_values(ForwardRows<Tile>& rows, const float 
             uint32_t b[4];
             ldmatrix_x4_trans(b, at_v + (g * Tile::group + k * 16) * Tile::row + n * 16);
 #pragma unroll
-            for (int i = 0; i < Tile::m; i++) {
-                mma<T>(rows.o[i][2 * n], p[k][i], b[0], b[1]);
-                mma<T>(rows.o[i][2 * n + 1], p[k][i], b[2], b[3]);
+            for (int f = 0; f < Tile::fragments; f++) {
+                mma<T>(rows.o[f][2 * n], p[k][f], b[0], b[1]);
+                mma<T>(rows.o[f][2 * n + 1], p[k][f], b[2], b[3]);
             }
         }
     }
 }
 
-// ---- the end: O /= l and L. O goes through the warp's own rows of Q's place, to be stored 16 bytes at a time ----
+// Step 6. O goes through the warp's own rows of Q's place, to be stored 16 bytes at a time.
 template <class Tile, class T>
-__device__ __forceinline__ void store_rows(ForwardRows<Tile>& rows, const AttentionArgs& a, T* smem, int query) {
+__device__ __forceinline__ void store_output(ForwardRows<Tile>& rows, const AttentionArgs& a, T* smem, int query) {
     int lane = threadIdx.x % WARP, z = blockIdx.z;
     asm volatile("" : "+r"(z));  // so that the head is computed again: kept from the start it would be spilled
     int bh = head_of_block(z);
     __syncwarp();  // the other lanes may still read Q
 #pragma unroll
-    for (int i = 0; i < Tile::m; i++) {
+    for (int f = 0; f < Tile::fragments; f++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float l = rows.l[i][h];
+            float l = rows.l[f][h];
             l += __shfl_xor_sync(0xffffffff, l, 1);
             l += __shfl_xor_sync(0xffffffff, l, 2);
             float inverse = 1 / l;
-            int r = i * 16 + h * 8 + lane / 4;
+            int r = f * 16 + h * 8 + lane / 4;
             if (lane % 4 == 0 && query + r < a.Tq) {
-                a.L[(int64_t)bh * a.Tq + query + r] = rows.m[i][h] / LOG2_E + logf(l);
+                a.L[(int64_t)bh * a.Tq + query + r] = rows.m[f][h] / LOG2_E + logf(l);
             }
 #pragma unroll
             for (int n = 0; n < Tile::D / 8; n++) {
                 *(uint32_t*)(smem + r * Tile::row + n * 8 + lane % 4 * 2) =
-                    pack<T>(rows.o[i][n][2 * h] * inverse, rows.o[i][n][2 * h + 1] * inverse);
+                    pack<T>(rows.o[f][n][2 * h] * inverse, rows.o[f][n][2 * h + 1] * inverse);
             }
         }
     }
     __syncwarp();  // what the other lanes wrote is read below
-    T* o = (T*)a.o.data + bh / a.H * a.o.batch + bh % a.H * a.o.head;
+    T* o = head_of<T>(a.o, bh / a.H, bh % a.H);
     constexpr int chunks = Tile::D / 8;
-    for (int c = lane; c < Tile::m * 16 * chunks; c += WARP) {
+    for (int c = lane; c < Tile::fragments * 16 * chunks; c += WARP) {
         int r = c / chunks, d = c % chunks * 8;
         if (query + r < a.Tq) { *(uint4*)(o + (query + r) * a.o.row + d) = *(const uint4*)(smem + r * Tile::row + d); }
     }
@@ -266,14 +263,14 @@ __device__ __forceinline__ void store_rows(ForwardRows<Tile>& rows, const Attent
 // so that short ones fill the gaps at the end of the launch.
 template <class Tile, class T>
 __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_kernel(AttentionArgs a) {
+#ifdef HAS_CP_ASYNC
     extern __shared__ __align__(16) char shared[];
     constexpr int Bq = Tile::Bq, Bk = Tile::Bk, row = Tile::row, groups = Bk / Tile::group;
     int bh = head_of_block(), b = bh / a.H, h = bh % a.H;
-    int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * Tile::m * 16;
+    int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * Tile::fragments * 16;
     int q0 = (gridDim.y - 1 - blockIdx.y) * Bq, query = q0 + warp_row;  // first of the block, and of the warp
-    const T* q = (const T*)a.q.data + b * a.q.batch + h * a.q.head + q0 * a.q.row;
-    const T* k = (const T*)a.k.data + b * a.k.batch + h * a.k.head;
-    const T* v = (const T*)a.v.data + b * a.v.batch + h * a.v.head;
+    const T* q = head_of<const T>(a.q, b, h) + q0 * a.q.row;
+    const T *k = head_of<const T>(a.k, b, h), *v = head_of<const T>(a.v, b, h);
     T *smem_q = (T*)shared, *smem_kv = smem_q + Bq * row;
     // What lane l tells ldmatrix. Q, and V transposed: row l%16, column 8(l/16), so that its four 8x8 matrices come as
     // (rows, columns) (0,0) (8,0) (0,8) (8,8). K is K^T's transpose already, and has the middle two the other way
@@ -282,29 +279,29 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
     const T* at_q = smem_q + warp_row * row + at_row;
     float c = a.scale * LOG2_E;
 
-    // Tiles that some query of the block sees, and those that all see whole. The last one does not count among these:
-    // it has no next.
-    int tiles = ((a.causal ? min(q0 + Bq, a.Tk) : a.Tk) + Bk - 1) / Bk;
-    int whole_tiles = min((a.causal ? min(q0 + 1, a.Tk) : a.Tk) / Bk, tiles - 1);
+    // Tiles of keys that some query of the block sees, and those that all see whole. The last one does not count among
+    // these: it has no next.
+    int k_tiles = ((a.causal ? min(q0 + Bq, a.Tk) : a.Tk) + Bk - 1) / Bk;
+    int whole_tiles = min((a.causal ? min(q0 + 1, a.Tk) : a.Tk) / Bk, k_tiles - 1);
 
-    // Stage t%2 holds K of tile t+1 and V of tile t.
-    auto load_keys = [&](int t) {
-        T* to = smem_kv + (t + 1) % 2 * Tile::stage;
-        load_rows<Tile, Bk>(to, k + t * Bk * a.k.row, (int)a.k.row, a.Tk - t * Bk);
+    // Stage j%2 holds K of tile j + 1 and V of tile j.
+    auto load_keys = [&](int j) {
+        T* to = smem_kv + (j + 1) % 2 * Tile::stage;
+        load_rows<Tile, Bk>(to, k + j * Bk * a.k.row, (int)a.k.row, a.Tk - j * Bk);
     };
-    auto load_stage = [&](int t) {
-        T* to = smem_kv + t % 2 * Tile::stage + Bk * row;
-        if (t + 1 < tiles) { load_keys(t + 1); }
-        load_rows<Tile, Bk>(to, v + t * Bk * a.v.row, (int)a.v.row, a.Tk - t * Bk);
+    auto load_stage = [&](int j) {
+        T* to = smem_kv + j % 2 * Tile::stage + Bk * row;
+        if (j + 1 < k_tiles) { load_keys(j + 1); }
+        load_rows<Tile, Bk>(to, v + j * Bk * a.v.row, (int)a.v.row, a.Tk - j * Bk);
         cp_async_commit();
     };
-    // Waits for stage t. Behind the barrier all warps' copies for it are there, and no warp still reads stage t-1, into
-    // whose place t+1 is copied while t is computed.
-    auto next_stage = [&](int t) {
+    // Waits for stage j. Behind the barrier all warps' copies for it are there, and no warp still reads stage j - 1,
+    // into whose place j + 1 is copied while j is computed.
+    auto next_stage = [&](int j) {
         cp_async_wait<0>();
         __syncthreads();
-        if (t + 1 < tiles) { load_stage(t + 1); }
-        return smem_kv + t % 2 * Tile::stage;
+        if (j + 1 < k_tiles) { load_stage(j + 1); }
+        return smem_kv + j % 2 * Tile::stage;
     };
 
     load_rows<Tile, Bq>(smem_q, q, (int)a.q.row, a.Tq - q0);
@@ -313,25 +310,25 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
     load_stage(0);
     ForwardRows<Tile> rows = {};
 #pragma unroll
-    for (int i = 0; i < Tile::m; i++) { rows.m[i][0] = rows.m[i][1] = -INFINITY; }
+    for (int f = 0; f < Tile::fragments; f++) { rows.m[f][0] = rows.m[f][1] = -INFINITY; }
     cp_async_wait<1>();
     __syncthreads();  // Q and the first K, copied by all warps
-    uint32_t q_fragments[Tile::keep_q ? Tile::D / 16 : 1][Tile::m][4];
+    uint32_t q_fragments[Tile::keep_q ? Tile::D / 16 : 1][Tile::fragments][4];
     if (Tile::keep_q) {
 #pragma unroll
         for (int d = 0; d < Tile::D / 16; d++) {
 #pragma unroll
-            for (int i = 0; i < Tile::m; i++) { ldmatrix_x4(q_fragments[d][i], at_q + i * 16 * row + d * 16); }
+            for (int f = 0; f < Tile::fragments; f++) { ldmatrix_x4(q_fragments[d][f], at_q + f * 16 * row + d * 16); }
         }
     }
-    float s[Tile::m][Bk / 8][4];
+    float s[Tile::fragments][Bk / 8][4];
 #pragma unroll
     for (int g = 0; g < groups; g++) { scores<Tile>(s, q_fragments, at_q, smem_kv + Tile::stage + at_key, g); }
 
-    int t = 0;
+    int j = 0;
 #pragma unroll 1
-    for (; t < whole_tiles; t++) {
-        const T* kv = next_stage(t);
+    for (; j < whole_tiles; j++) {
+        const T* kv = next_stage(j);
         raise_maximum(rows, s, c);
 #pragma unroll
         for (int g = 0; g < groups; g++) {
@@ -340,21 +337,22 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
         }
     }
     // The diagonal and the end of the keys. Tiles that no query of this warp sees are skipped, but not their barriers.
-    int warp_tiles = a.causal ? min(tiles, (query + Tile::m * 16 + Bk - 1) / Bk) : tiles;
+    int warp_tiles = a.causal ? min(k_tiles, (query + Tile::fragments * 16 + Bk - 1) / Bk) : k_tiles;
 #pragma unroll 1
-    for (; t < tiles; t++) {
-        const T* kv = next_stage(t);
-        if (t >= warp_tiles) { continue; }
-        mask<Tile>(s, a, query + lane / 4, t * Bk + lane % 4 * 2);
+    for (; j < k_tiles; j++) {
+        const T* kv = next_stage(j);
+        if (j >= warp_tiles) { continue; }
+        mask<Tile>(s, a, query + lane / 4, j * Bk + lane % 4 * 2);
         raise_maximum(rows, s, c);
 #pragma unroll
         for (int g = 0; g < groups; g++) { add_values(rows, s, kv + Bk * row + at_row, c, g); }
-        if (t + 1 < warp_tiles) {
+        if (j + 1 < warp_tiles) {
 #pragma unroll
             for (int g = 0; g < groups; g++) { scores<Tile>(s, q_fragments, at_q, kv + at_key, g); }
         }
     }
-    store_rows(rows, a, smem_q + warp_row * row, query);
+    store_output(rows, a, smem_q + warp_row * row, query);
+#endif
 }
 
 template <class Tile, class T>
@@ -362,11 +360,8 @@ static void launch_forward(const AttentionArgs& a) {
     for (int64_t row : {a.q.row, a.k.row, a.v.row}) {
         if (row > INT32_MAX) { fail("flash_forward_mma: rows %lld elements apart, at most 2^31 - 1", (long long)row); }
     }
-    CUDA_CHECK(cudaFuncSetAttribute(flash_forward_kernel<Tile, T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    (int)Tile::bytes));
-    flash_forward_kernel<Tile, T>
-        <<<attention_grid(a, ceil_div(a.Tq, Tile::Bq), Tile::blocks), Tile::threads, Tile::bytes, stream()>>>(a);
-    LAUNCH_CHECK();
+    launch(flash_forward_kernel<Tile, T>, attention_grid(a, ceil_div(a.Tq, Tile::Bq), Tile::blocks), Tile::threads,
+           Tile::bytes, a);
 }
 
 // Where tiles of 128 queries do not give every SM two blocks, all blocks run at once, and the longest alone decides
@@ -379,7 +374,7 @@ static void launch_forward_large_or_small(const AttentionArgs& a) {
 
 // O and L from Q, K and V; T is bf16 or fp16.
 template <class T>
-void flash_forward_mma(const AttentionArgs& a, int D) {
+static void flash_forward_mma(const AttentionArgs& a, int D) {
     // <D, Bq, Bk, group, warps, Q in registers, blocks an SM>, the fastest measured that do not spill
     switch (D) {
         case 16:
@@ -402,48 +397,49 @@ void flash_forward_mma(const AttentionArgs& a, int D) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// FlashAttention-2 backward on tensor cores (Dao 2023, algorithm 2; handout, eq. 13-19), bf16 and fp16, sm_80 and
-// later.
-//
-//   before   D_i = rowsum(dO_i * O_i), and a zeroed fp32 dQ
-//   main     a block owns Bk keys and streams tiles of Bq queries past them. With S and P recomputed from L:
-//              S^T = K Q^T,  P^T = exp(scale S^T - L),  dV += P^T dO            (1)
-//              dP^T = V dO^T,  dS^T = P^T * (dP^T - D),  dK += dS^T Q           (2)
-//              dQ += dS K, by atomic adds: the other blocks of this head add to the same rows   (3)
-//   after    dQ = T(scale dQ)
-// The transposes are the point: what a warp holds of P^T and dS^T after their product (16 keys, 16 queries) is laid
-// out as the A operand of the next one, so P and dS reach dV and dK without leaving registers. Only (3) sums over the
-// keys of all warps, and takes dS through shared memory.
+// Backward. Three kernels:
+//   before   step 7, and a zeroed fp32 dQ
+//   main     a block owns Bk keys and streams tiles of Bq queries past them: steps 8 to 13, of which step 12 adds to dQ
+//            by atomics, since the other blocks of this head add to the same rows
+//   after    dQ, times the scale, as bf16 or fp16
+// Scores are transposed, a row being a key: S^T = K Q^T, dP^T = V dO^T. The transposes are the point: what a warp holds
+// of P^T and dS^T after their product (16 keys, 16 queries) is laid out as the A operand of steps 9 and 13, so P and dS
+// reach dV and dK without leaving registers. Only step 12 sums over the keys of all warps, and takes dS through shared
+// memory.
 //
 // Deterministic: atomic adds come in another order in each run, and so does their rounding. Instead, the main kernel
-// leaves out (3), and a second one owns queries, streams keys and computes S, dP and dS again: 7 products for 5.
+// leaves out step 12, and a second one owns queries, streams keys and computes S, dP and dS again: 7 products for 5.
 
-// How a block works. OWN rows (keys, or queries in the dQ kernel) stay; tiles of STREAM rows of the other side pass,
+// How a block works. OWN rows (keys, or queries in the dQ kernel) stay; tiles of STREAMED rows of the other side pass,
 // double-buffered, and are taken STEP rows at a time. A warp owns 16 or 32 rows: with 32 each ldmatrix of the streamed
 // side feeds twice as many products, and shared memory is what bounds these kernels. dV and dK of 32 rows are 128
-// floats a lane at D = 64; for D = 128, PAIRED: two warps share 32 rows, one does (1) and holds dV, the other (2) and
-// dK.
-template <int HEAD, int OWN, int STREAM, int STEP, int WARPS, bool PAIRED, int BLOCKS, int DQ_COLUMNS>
+// floats a lane at D = 64; for D = 128, PAIRED: two warps share 32 rows, one does steps 8 and 9 and holds dV, the
+// other 10, 11 and 13 and dK.
+template <int HEAD, int OWN, int STREAMED, int STEP, int WARPS, bool PAIRED, int BLOCKS, int DQ_COLUMNS>
 struct BackwardTile {
-    static constexpr int D = HEAD, own = OWN, stream = STREAM, step = STEP, warps = WARPS, threads = WARPS * WARP;
+    static constexpr int D = HEAD, own = OWN, streamed = STREAMED, step = STEP, warps = WARPS, threads = WARPS * WARP;
     static constexpr bool paired = PAIRED;
     static constexpr int blocks = BLOCKS;                      // that should share an SM: bounds the registers
     static constexpr int owners = PAIRED ? WARPS / 2 : WARPS;  // warps, or pairs of them, with rows of their own
-    static constexpr int m = OWN / owners / 16, n = STEP / 8;  // a lane's part of S^T: m x n fragments of 16x8
+    // A warp's part of S^T: own_fragments x step_fragments blocks of 16x8.
+    static constexpr int own_fragments = OWN / owners / 16, step_fragments = STEP / 8;
     static constexpr int row = D + 8;  // padded by 16 bytes: 8 rows at one column lie in 8 different bank groups
-    static constexpr int ds_row = STREAM + 8;           // dS^T: [key][query]
-    static constexpr int dq_columns = DQ_COLUMNS;       // (3): the warps' grid over dQ is dq_rows x dq_columns,
-    static constexpr int dq_rows = WARPS / DQ_COLUMNS;  // and each has dq_m x dq_n blocks of 16x16
-    static constexpr int dq_m = STREAM / 16 / dq_rows, dq_n = (D / 16 + DQ_COLUMNS - 1) / DQ_COLUMNS;
-    static constexpr int ds_buffers = PAIRED ? 2 : 1;  // 2: (3) runs a tile late, which spares a barrier
+    static constexpr int ds_row = STREAMED + 8;         // dS^T: [key][query]
+    static constexpr int dq_columns = DQ_COLUMNS;       // step 12: the warps' grid over dQ is dq_rows x dq_columns,
+    static constexpr int dq_rows = WARPS / DQ_COLUMNS;  // and each has dq_row_blocks x dq_column_blocks blocks of 16x16
+    static constexpr int dq_row_blocks = STREAMED / 16 / dq_rows,
+                         dq_column_blocks = (D / 16 + DQ_COLUMNS - 1) / DQ_COLUMNS;
+    static constexpr int ds_buffers = PAIRED ? 2 : 1;  // 2: step 12 runs a tile late, which spares a barrier
     // How far sums are unrolled, of S and dP over D and of dQ over the keys: as far as registers last, without spills.
     static constexpr int k_unroll = D >= 64 ? 1 : 2, dq_unroll = PAIRED ? 8 : D > 64 ? 2 : 4;
-    static constexpr size_t dq_bytes = 2 * OWN * row * 2 + 2 * 2 * STREAM * row * 2;  // the dQ kernel's shared memory
+    static constexpr size_t dq_bytes = 2 * OWN * row * 2 + 2 * 2 * STREAMED * row * 2;  // the dQ kernel's shared memory
     static constexpr size_t main_bytes =
-        dq_bytes + ds_buffers * OWN * ds_row * 2 + 2 * STREAM * sizeof(float2) + (PAIRED ? OWN * STEP * 2 : 0);
-    static_assert(D % 16 == 0 && m >= 1 && OWN == m * 16 * owners && STREAM % STEP == 0 && STEP % 16 == 0);
-    static_assert(OWN % STREAM == 0 && dq_rows * dq_columns == WARPS && dq_m >= 1 && dq_m * 16 * dq_rows == STREAM);
-    static_assert(!PAIRED || STEP == STREAM);  // the tile's barrier then guards the one buffer that P passes through
+        dq_bytes + ds_buffers * OWN * ds_row * 2 + 2 * STREAMED * sizeof(float2) + (PAIRED ? OWN * STEP * 2 : 0);
+    static_assert(D % 16 == 0 && own_fragments >= 1 && OWN == own_fragments * 16 * owners && STREAMED % STEP == 0 &&
+                  STEP % 16 == 0);
+    static_assert(OWN % STREAMED == 0 && dq_rows * dq_columns == WARPS && dq_row_blocks >= 1 &&
+                  dq_row_blocks * 16 * dq_rows == STREAMED);
+    static_assert(!PAIRED || STEP == STREAMED);  // the tile's barrier then guards the one buffer that P passes through
 };
 constexpr int BACKWARD_PAD = 128;  // the workspace's rows per head are a multiple of this, and it of every tile
 
@@ -463,35 +459,30 @@ __device__ __forceinline__ void add_dq(float* block, int lane, const float (&x)[
     for (int i = 0; i < 4; i++) { atomicAdd(block + dq_index(lane, i), x[i]); }
 #endif
 }
-// The 16 elements of lanes 4r to 4r + 3 are four float4: where the k-th is, and which one is element i of lane 4r + c.
-__device__ __forceinline__ int four_of_dq(int r, int k) {
+// x[c] becomes what lane 4r + c holds of a block: in both orders four float4.
+__device__ __forceinline__ void load_dq(float (&x)[4][4], const float4* block, int r) {
+    for (int k = 0; k < 4; k++) {
 #if __CUDA_ARCH__ >= 900
-    return 4 * r + k;
+        float4 four = block[4 * r + k];  // one lane's
+        x[k][0] = four.x, x[k][1] = four.y, x[k][2] = four.z, x[k][3] = four.w;
 #else
-    return k * (WARP / 4) + r;
+        float4 four = block[k * (WARP / 4) + r];  // of each lane one
+        x[0][k] = four.x, x[1][k] = four.y, x[2][k] = four.z, x[3][k] = four.w;
 #endif
+    }
 }
-__device__ __forceinline__ float of_dq(const float4 (&x)[4], int c, int i) {
-#if __CUDA_ARCH__ >= 900
-    return (&x[c].x)[i];
-#else
-    return (&x[i].x)[c];
-#endif
-}
-
-// Threads that move one row, 8 elements each: a power of two, so for D = 80 6 of 16 stand by.
-HD constexpr int row_threads(int D) { return D <= 16 ? 2 : D <= 32 ? 4 : D <= 64 ? 8 : 16; }
 
 // ---- before: row_threads(D) threads take two neighbouring rows ----
 template <class T, int D>
 __global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
+#ifdef HAS_CP_ASYNC
     constexpr int GROUP = row_threads(D);
     let_next_kernel_start();
     int64_t index = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, pair = index / GROUP;
     int bh = (int)(2 * pair / w.rows), i = (int)(2 * pair % w.rows), n = (int)(index % GROUP);
     uint4 o[2] = {}, dO[2] = {};
     auto load = [&](const Heads& x, int row) {
-        return *(const uint4*)((const T*)x.data + bh / a.H * x.batch + bh % a.H * x.head + row * x.row + n * 8);
+        return *(const uint4*)(head_of<const T>(x, bh / a.H, bh % a.H) + row * x.row + n * 8);
     };
     if (n < D / 8) {
         for (int r = 0; r < 2; r++) {
@@ -511,28 +502,29 @@ __global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
         auto L = [&](int row) { return row < a.Tq ? a.L[(int64_t)bh * a.Tq + row] * LOG2_E : INFINITY; };
         w.stats[pair] = make_float4(L(i), L(i + 1), sum[0], sum[1]);
     }
+#endif
 }
 
 // ---- after: a thread writes 8 elements of two rows, r and r + 8 of a block: what four lanes hold of it ----
 template <class T, int D>
 __global__ void backward_after(AttentionArgs a, BackwardWorkspace w) {
+#ifdef HAS_CP_ASYNC
     await_previous_kernel();
     int64_t index = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, tile = index / D;  // of 16 rows
     int n = (int)(index % (D / 8)), r = (int)(index / (D / 8) % 8);
     int bh = (int)(tile / (w.rows / 16)), i = (int)(tile % (w.rows / 16)) * 16 + r;
     if (bh >= a.B * a.H) { return; }
     const float4* block = (const float4*)w.dq + (tile * (D / 8) + n) * WARP;
-    float4 x[4];
-    for (int k = 0; k < 4; k++) { x[k] = block[four_of_dq(r, k)]; }
+    float x[4][4];
+    load_dq(x, block, r);
     for (int half = 0; half < 2; half++) {
         uint32_t out[4];
-        for (int c = 0; c < 4; c++) {
-            out[c] = pack<T>(of_dq(x, c, 2 * half) * a.scale, of_dq(x, c, 2 * half + 1) * a.scale);
-        }
+        for (int c = 0; c < 4; c++) { out[c] = pack<T>(x[c][2 * half] * a.scale, x[c][2 * half + 1] * a.scale); }
         int row = i + 8 * half;
-        T* dq = (T*)a.dq.data + bh / a.H * a.dq.batch + bh % a.H * a.dq.head + row * a.dq.row + n * 8;
+        T* dq = head_of<T>(a.dq, bh / a.H, bh % a.H) + row * a.dq.row + n * 8;
         if (row < a.Tq) { *(uint4*)dq = make_uint4(out[0], out[1], out[2], out[3]); }
     }
+#endif
 }
 
 // ---- parts of both main kernels ----
@@ -544,35 +536,39 @@ __device__ __forceinline__ int right_down(int lane, int row) {
     return (lane % 8 + lane / 16 * 8) * row + lane / 8 % 2 * 8;
 }
 
-// Rows [first, first + ROWS) of x to shared memory, asynchronously; zeros for those from `rows` on.
-template <class T, class C, int ROWS>
+// Rows [first, first + ROWS) of x to shared memory, asynchronously; zeros for those from `rows` on. (With one load_rows
+// for both passes, of this form the forward spills registers, of its form the backward has more instructions.)
+template <class T, class Tile, int ROWS>
 __device__ __forceinline__ void load_rows(T* to, const T* x, int64_t stride, int first, int rows) {
-    constexpr int across = row_threads(C::D), down = C::threads / across;
+    constexpr int across = row_threads(Tile::D), down = Tile::threads / across;
     int r = threadIdx.x / across, d = threadIdx.x % across * 8, left = rows - first - r;
-    if (d >= C::D) { return; }
+    if (d >= Tile::D) { return; }
     const T* from = x + (first + r) * stride + d;
-    to += r * C::row + d;
+    to += r * Tile::row + d;
     // Addresses advance by constants: this runs before each tile's first product.
 #pragma unroll
     for (int i = 0; i < ROWS; i += down) {
-        cp_async_16(to + i * C::row, from, i < left);  // of a row that does not exist nothing is read
+        cp_async_16(to + i * Tile::row, from, i < left);  // of a row that does not exist nothing is read
         from += down * stride;
     }
 }
 // c[owned rows, step] += own rows^T, for the streamed rows of one step.
-template <class T, class C>
-__device__ __forceinline__ void multiply(float (&c)[C::m][C::n][4], const T* own, const T* rows, int lane) {
-#pragma unroll(C::k_unroll)
-    for (int k = 0; k < C::D; k += 16) {
-        uint32_t f[C::m][4];
+template <class T, class Tile>
+__device__ __forceinline__ void multiply(float (&c)[Tile::own_fragments][Tile::step_fragments][4], const T* own,
+                                         const T* rows, int lane) {
+#pragma unroll(Tile::k_unroll)
+    for (int k = 0; k < Tile::D; k += 16) {
+        uint32_t f[Tile::own_fragments][4];
 #pragma unroll
-        for (int m = 0; m < C::m; m++) { ldmatrix_x4(f[m], own + 16 * m * C::row + k + down_right(lane, C::row)); }
+        for (int m = 0; m < Tile::own_fragments; m++) {
+            ldmatrix_x4(f[m], own + 16 * m * Tile::row + k + down_right(lane, Tile::row));
+        }
 #pragma unroll
-        for (int n = 0; n < C::n; n += 2) {
+        for (int n = 0; n < Tile::step_fragments; n += 2) {
             uint32_t b[4];
-            ldmatrix_x4(b, rows + 8 * n * C::row + k + right_down(lane, C::row));
+            ldmatrix_x4(b, rows + 8 * n * Tile::row + k + right_down(lane, Tile::row));
 #pragma unroll
-            for (int m = 0; m < C::m; m++) {
+            for (int m = 0; m < Tile::own_fragments; m++) {
                 mma<T>(c[m][n], f[m], b[0], b[1]);
                 mma<T>(c[m][n + 1], f[m], b[2], b[3]);
             }
@@ -580,41 +576,42 @@ __device__ __forceinline__ void multiply(float (&c)[C::m][C::n][4], const T* own
     }
 }
 // sum[owned rows, D] += p[owned rows, 16] rows, for 16 streamed rows.
-template <class T, class C>
-__device__ __forceinline__ void accumulate(float (&sum)[C::m][C::D / 8][4], const uint32_t (&p)[C::m][4], const T* rows,
-                                           int lane) {
+template <class T, class Tile>
+__device__ __forceinline__ void accumulate(float (&sum)[Tile::own_fragments][Tile::D / 8][4],
+                                           const uint32_t (&p)[Tile::own_fragments][4], const T* rows, int lane) {
 #pragma unroll
-    for (int n = 0; n < C::D / 8; n += 2) {
+    for (int n = 0; n < Tile::D / 8; n += 2) {
         uint32_t b[4];
-        ldmatrix_x4_trans(b, rows + 8 * n + down_right(lane, C::row));
+        ldmatrix_x4_trans(b, rows + 8 * n + down_right(lane, Tile::row));
 #pragma unroll
-        for (int m = 0; m < C::m; m++) {
+        for (int m = 0; m < Tile::own_fragments; m++) {
             mma<T>(sum[m][n], p[m], b[0], b[1]);
             mma<T>(sum[m][n + 1], p[m], b[2], b[3]);
         }
     }
 }
 // Rounded, the accumulators n and n+1 are the A operand of a product that sums over their 16 columns.
-template <class T, class C>
-__device__ __forceinline__ void pack_operand(uint32_t (&p)[C::m][4], const float (&c)[C::m][C::n][4], int n) {
+template <class T, class Tile>
+__device__ __forceinline__ void pack_operand(uint32_t (&p)[Tile::own_fragments][4],
+                                             const float (&c)[Tile::own_fragments][Tile::step_fragments][4], int n) {
 #pragma unroll
-    for (int m = 0; m < C::m; m++) {
+    for (int m = 0; m < Tile::own_fragments; m++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) { p[m][i] = pack<T>(c[m][n + i / 2][i % 2 * 2], c[m][n + i / 2][i % 2 * 2 + 1]); }
     }
 }
 // The warp's sums, times factor, to the rows of x from `first` on that exist.
-template <class T, class C>
-__device__ __forceinline__ void store_rows(T* x, int64_t stride, int first, int rows, float (&sum)[C::m][C::D / 8][4],
-                                           float factor, int lane) {
+template <class T, class Tile>
+__device__ __forceinline__ void store_rows(T* x, int64_t stride, int first, int rows,
+                                           float (&sum)[Tile::own_fragments][Tile::D / 8][4], float factor, int lane) {
 #pragma unroll
-    for (int m = 0; m < C::m; m++) {
+    for (int m = 0; m < Tile::own_fragments; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             int r = first + 16 * m + 8 * half + lane / 4;
             if (r >= rows) { continue; }
 #pragma unroll
-            for (int n = 0; n < C::D / 8; n++) {
+            for (int n = 0; n < Tile::D / 8; n++) {
                 *(uint32_t*)(x + r * stride + 8 * n + lane % 4 * 2) =
                     pack<T>(sum[m][n][2 * half] * factor, sum[m][n][2 * half + 1] * factor);
             }
@@ -624,15 +621,17 @@ __device__ __forceinline__ void store_rows(T* x, int64_t stride, int first, int 
 
 // ---- main: a block owns keys ----
 // S^T of one step becomes P^T. stats: of the step's queries.
-template <class C, bool MASKED>
-__device__ __forceinline__ void exponentiate(float (&s)[C::m][C::n][4], const AttentionArgs& a, int key, int query,
-                                             const float2* stats, int lane) {
+template <class Tile, bool MASKED>
+__device__ __forceinline__ void exponentiate(float (&s)[Tile::own_fragments][Tile::step_fragments][4],
+                                             const AttentionArgs& a, int key, int query, const float2* stats,
+                                             int lane) {
     float factor = a.scale * LOG2_E;
 #pragma unroll
-    for (int n = 0; n < C::n; n++) {  // a lane's columns are the queries 8n + 2(lane%4) and the next one
+    for (int n = 0; n < Tile::step_fragments;
+         n++) {  // a lane's columns are the queries 8n + 2(lane%4) and the next one
         float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
 #pragma unroll
-        for (int m = 0; m < C::m; m++) {
+        for (int m = 0; m < Tile::own_fragments; m++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 int at_key = key + 16 * m + 8 * (i / 2) + lane / 4, at_query = query + 8 * n + lane % 4 * 2 + i % 2;
@@ -645,52 +644,55 @@ __device__ __forceinline__ void exponentiate(float (&s)[C::m][C::n][4], const At
     }
 }
 // dP^T - D of one step.
-template <class T, class C>
-__device__ __forceinline__ void multiply_dp(float (&dp)[C::m][C::n][4], const T* v, const T* dO, const float2* stats,
-                                            int lane) {
+template <class T, class Tile>
+__device__ __forceinline__ void multiply_dp(float (&dp)[Tile::own_fragments][Tile::step_fragments][4], const T* v,
+                                            const T* dO, const float2* stats, int lane) {
 #pragma unroll
-    for (int n = 0; n < C::n; n++) {
+    for (int n = 0; n < Tile::step_fragments; n++) {
         float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
 #pragma unroll
-        for (int i = 0; i < C::m * 4; i++) { dp[i / 4][n][i % 4] = i % 2 ? -two.w : -two.z; }
+        for (int i = 0; i < Tile::own_fragments * 4; i++) { dp[i / 4][n][i % 4] = i % 2 ? -two.w : -two.z; }
     }
-    multiply<T, C>(dp, v, dO, lane);
+    multiply<T, Tile>(dp, v, dO, lane);
 }
 // The operand of keys [16 m, +16) and 16 queries to dS^T, [key][query], in shared memory.
-template <class T, class C>
-__device__ __forceinline__ void store_ds(T* ds, const uint32_t (&p)[C::m][4], int lane) {
+template <class T, class Tile>
+__device__ __forceinline__ void store_ds(T* ds, const uint32_t (&p)[Tile::own_fragments][4], int lane) {
 #pragma unroll
-    for (int m = 0; m < C::m; m++) {
+    for (int m = 0; m < Tile::own_fragments; m++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            T* to = ds + (16 * m + i % 2 * 8 + lane / 4) * C::ds_row + i / 2 * 8 + lane % 4 * 2;
+            T* to = ds + (16 * m + i % 2 * 8 + lane / 4) * Tile::ds_row + i / 2 * 8 + lane % 4 * 2;
             *(uint32_t*)to = p[m][i];
         }
     }
 }
-// (1) and (2) for the queries of one step by one warp. key: the warp's first; k, v: its rows of K and V; q, dO, stats:
-// the queries'; ds: where dS^T goes, if anywhere.
-template <class T, class C, bool MASKED, bool STORE_DS>
+// Steps 8 to 11 and 13 for Tile::step queries, by one warp. key: the warp's first; k, v: its rows of K and V; q, dO,
+// stats: the queries'; ds: where dS^T goes, if anywhere.
+template <class T, class Tile, bool MASKED, bool STORE_DS>
 __device__ __forceinline__ void step_alone(const AttentionArgs& a, int key, int query, const T* k, const T* v,
                                            const T* q, const T* dO, const float2* stats, T* ds, int lane,
-                                           float (&dk)[C::m][C::D / 8][4], float (&dv)[C::m][C::D / 8][4]) {
-    float s[C::m][C::n][4] = {}, dp[C::m][C::n][4];
-    multiply<T, C>(s, k, q, lane);
-    exponentiate<C, MASKED>(s, a, key, query, stats, lane);
-    multiply_dp<T, C>(dp, v, dO, stats, lane);
-    uint32_t p[C::m][4];
+                                           float (&dk)[Tile::own_fragments][Tile::D / 8][4],
+                                           float (&dv)[Tile::own_fragments][Tile::D / 8][4]) {
+    float s[Tile::own_fragments][Tile::step_fragments][4] = {}, dp[Tile::own_fragments][Tile::step_fragments][4];
+    multiply<T, Tile>(s, k, q, lane);  // step 8
+    exponentiate<Tile, MASKED>(s, a, key, query, stats, lane);
+    multiply_dp<T, Tile>(dp, v, dO, stats, lane);  // step 10, and step 11's - D
+    uint32_t p[Tile::own_fragments][4];
 #pragma unroll
-    for (int n = 0; n < C::n; n += 2) {
-        pack_operand<T, C>(p, s, n);
-        accumulate<T, C>(dv, p, dO + 8 * n * C::row, lane);
+    for (int n = 0; n < Tile::step_fragments; n += 2) {
+        pack_operand<T, Tile>(p, s, n);
+        accumulate<T, Tile>(dv, p, dO + 8 * n * Tile::row, lane);  // step 9
     }
 #pragma unroll
-    for (int n = 0; n < C::n; n += 2) {
+    for (int n = 0; n < Tile::step_fragments; n += 2) {
 #pragma unroll
-        for (int i = 0; i < C::m * 8; i++) { dp[i / 8][n + i / 4 % 2][i % 4] *= s[i / 8][n + i / 4 % 2][i % 4]; }
-        pack_operand<T, C>(p, dp, n);
-        if (STORE_DS) { store_ds<T, C>(ds + 8 * n, p, lane); }
-        accumulate<T, C>(dk, p, q + 8 * n * C::row, lane);
+        for (int i = 0; i < Tile::own_fragments * 8; i++) {  // step 11
+            dp[i / 8][n + i / 4 % 2][i % 4] *= s[i / 8][n + i / 4 % 2][i % 4];
+        }
+        pack_operand<T, Tile>(p, dp, n);
+        if (STORE_DS) { store_ds<T, Tile>(ds + 8 * n, p, lane); }
+        accumulate<T, Tile>(dk, p, q + 8 * n * Tile::row, lane);  // step 13
     }
 }
 
@@ -700,40 +702,42 @@ __device__ __forceinline__ void pair_barrier(int pair) {
     asm volatile("barrier.sync %0, 64;" ::"r"(pair + 1) : "memory");
 }
 
-// The same by a pair. The first warp does (1) and passes P^T, packed, in the order of its lanes.
-template <class T, class C, bool MASKED>
+// The same by a pair. The first warp does steps 8 and 9, and passes P^T, packed, in the order of its lanes.
+template <class T, class Tile, bool MASKED>
 __device__ __forceinline__ void step_first(const AttentionArgs& a, int pair, int key, int query, const T* k, const T* q,
                                            const T* dO, const float2* stats, uint4* exchange, int lane,
-                                           float (&dv)[C::m][C::D / 8][4]) {
-    float s[C::m][C::n][4] = {};
-    multiply<T, C>(s, k, q, lane);
-    exponentiate<C, MASKED>(s, a, key, query, stats, lane);
-    uint32_t p[C::n / 2][C::m][4];
+                                           float (&dv)[Tile::own_fragments][Tile::D / 8][4]) {
+    float s[Tile::own_fragments][Tile::step_fragments][4] = {};
+    multiply<T, Tile>(s, k, q, lane);
+    exponentiate<Tile, MASKED>(s, a, key, query, stats, lane);
+    uint32_t p[Tile::step_fragments / 2][Tile::own_fragments][4];
 #pragma unroll
-    for (int n = 0; n < C::n / 2; n++) {
-        pack_operand<T, C>(p[n], s, 2 * n);
+    for (int n = 0; n < Tile::step_fragments / 2; n++) {
+        pack_operand<T, Tile>(p[n], s, 2 * n);
 #pragma unroll
-        for (int m = 0; m < C::m; m++) {
-            exchange[(n * C::m + m) * WARP + lane] = make_uint4(p[n][m][0], p[n][m][1], p[n][m][2], p[n][m][3]);
+        for (int m = 0; m < Tile::own_fragments; m++) {
+            exchange[(n * Tile::own_fragments + m) * WARP + lane] =
+                make_uint4(p[n][m][0], p[n][m][1], p[n][m][2], p[n][m][3]);
         }
     }
     pair_barrier(pair);  // P is there
 #pragma unroll
-    for (int n = 0; n < C::n / 2; n++) { accumulate<T, C>(dv, p[n], dO + 16 * n * C::row, lane); }
+    for (int n = 0; n < Tile::step_fragments / 2; n++) { accumulate<T, Tile>(dv, p[n], dO + 16 * n * Tile::row, lane); }
 }
-// The second warp does (2).
-template <class T, class C, bool STORE_DS>
+// The second warp does steps 10, 11 and 13.
+template <class T, class Tile, bool STORE_DS>
 __device__ __forceinline__ void step_second(int pair, const T* v, const T* q, const T* dO, const float2* stats,
-                                            const uint4* exchange, T* ds, int lane, float (&dk)[C::m][C::D / 8][4]) {
-    float dp[C::m][C::n][4];
-    multiply_dp<T, C>(dp, v, dO, stats, lane);
+                                            const uint4* exchange, T* ds, int lane,
+                                            float (&dk)[Tile::own_fragments][Tile::D / 8][4]) {
+    float dp[Tile::own_fragments][Tile::step_fragments][4];
+    multiply_dp<T, Tile>(dp, v, dO, stats, lane);
     pair_barrier(pair);  // P is there
-    uint32_t p[C::n / 2][C::m][4];
+    uint32_t p[Tile::step_fragments / 2][Tile::own_fragments][4];
 #pragma unroll
-    for (int n = 0; n < C::n / 2; n++) {
+    for (int n = 0; n < Tile::step_fragments / 2; n++) {
 #pragma unroll
-        for (int m = 0; m < C::m; m++) {
-            uint4 packed = exchange[(n * C::m + m) * WARP + lane];
+        for (int m = 0; m < Tile::own_fragments; m++) {
+            uint4 packed = exchange[(n * Tile::own_fragments + m) * WARP + lane];
             uint32_t two[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -741,278 +745,248 @@ __device__ __forceinline__ void step_second(int pair, const T* v, const T* q, co
                 dp[m][2 * n + i / 2][i % 2 * 2 + 1] *= to_acc(T{(uint16_t)(two[i] >> 16)});
             }
         }
-        pack_operand<T, C>(p[n], dp, 2 * n);
-        if (STORE_DS) { store_ds<T, C>(ds + 16 * n, p[n], lane); }
+        pack_operand<T, Tile>(p[n], dp, 2 * n);
+        if (STORE_DS) { store_ds<T, Tile>(ds + 16 * n, p[n], lane); }
     }
 #pragma unroll
-    for (int n = 0; n < C::n / 2; n++) { accumulate<T, C>(dk, p[n], q + 16 * n * C::row, lane); }
+    for (int n = 0; n < Tile::step_fragments / 2; n++) { accumulate<T, Tile>(dk, p[n], q + 16 * n * Tile::row, lane); }
 }
-// (3): dQ[Bq,D] = dS K for one tile of queries, added to the workspace at `row` of all heads' rows.
-template <class T, class C>
+// Step 12 for one tile of queries: dS K [Bq,D], added to the workspace at `row` of all heads' rows.
+template <class T, class Tile>
 __device__ __forceinline__ void backward_add_dq(float* dq, int row, const T* ds, const T* k, int warp, int lane) {
-    int row_block = warp / C::dq_columns * C::dq_m, column_block = warp % C::dq_columns;
-    float sum[C::dq_m][C::dq_n][2][4] = {};
-#pragma unroll(C::dq_unroll)
-    for (int key = 0; key < C::own; key += 16) {
-        uint32_t f[C::dq_m][4];
+    int row_block = warp / Tile::dq_columns * Tile::dq_row_blocks, column_block = warp % Tile::dq_columns;
+    float sum[Tile::dq_row_blocks][Tile::dq_column_blocks][2][4] = {};
+#pragma unroll(Tile::dq_unroll)
+    for (int key = 0; key < Tile::own; key += 16) {
+        uint32_t f[Tile::dq_row_blocks][4];
 #pragma unroll
-        for (int m = 0; m < C::dq_m; m++) {
-            ldmatrix_x4_trans(f[m], ds + key * C::ds_row + 16 * (row_block + m) + right_down(lane, C::ds_row));
+        for (int m = 0; m < Tile::dq_row_blocks; m++) {
+            ldmatrix_x4_trans(f[m], ds + key * Tile::ds_row + 16 * (row_block + m) + right_down(lane, Tile::ds_row));
         }
 #pragma unroll
-        for (int n = 0; n < C::dq_n; n++) {
-            int column = column_block + n * C::dq_columns;
-            if (column >= C::D / 16) { continue; }  // D = 80 has 5 blocks, shared by 2 warps
+        for (int n = 0; n < Tile::dq_column_blocks; n++) {
+            int column = column_block + n * Tile::dq_columns;
+            if (column >= Tile::D / 16) { continue; }  // D = 80 has 5 blocks, shared by 2 warps
             uint32_t b[4];
-            ldmatrix_x4_trans(b, k + key * C::row + 16 * column + down_right(lane, C::row));
+            ldmatrix_x4_trans(b, k + key * Tile::row + 16 * column + down_right(lane, Tile::row));
 #pragma unroll
-            for (int m = 0; m < C::dq_m; m++) {
+            for (int m = 0; m < Tile::dq_row_blocks; m++) {
                 mma<T>(sum[m][n][0], f[m], b[0], b[1]);
                 mma<T>(sum[m][n][1], f[m], b[2], b[3]);
             }
         }
     }
 #pragma unroll
-    for (int m = 0; m < C::dq_m; m++) {
+    for (int m = 0; m < Tile::dq_row_blocks; m++) {
 #pragma unroll
-        for (int n = 0; n < C::dq_n; n++) {
-            int column = column_block + n * C::dq_columns;
-            if (column >= C::D / 16) { continue; }
-            float* block = dq + ((int64_t)(row / 16 + row_block + m) * (C::D / 8) + 2 * column) * 128;
+        for (int n = 0; n < Tile::dq_column_blocks; n++) {
+            int column = column_block + n * Tile::dq_columns;
+            if (column >= Tile::D / 16) { continue; }
+            float* block = dq + ((int64_t)(row / 16 + row_block + m) * (Tile::D / 8) + 2 * column) * 128;
             add_dq(block, lane, sum[m][n][0]);
             add_dq(block + 128, lane, sum[m][n][1]);
         }
     }
 }
 
-template <class T, class C, bool ADD_DQ>
-__global__ __launch_bounds__(C::threads, C::blocks) void backward_main(AttentionArgs a, BackwardWorkspace w) {
-    constexpr int Bk = C::own, Bq = C::stream, tile_size = Bq * C::row, ds_size = Bk * C::ds_row;
+template <class T, class Tile, bool ADD_DQ>
+__global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_main(AttentionArgs a, BackwardWorkspace w) {
+#ifdef HAS_CP_ASYNC
+    constexpr int Bk = Tile::own, Bq = Tile::streamed, tile_size = Bq * Tile::row, ds_size = Bk * Tile::ds_row;
     extern __shared__ __align__(16) char shared[];
-    T *k = (T*)shared, *v = k + Bk * C::row, *q = v + Bk * C::row, *dO = q + 2 * tile_size, *ds = dO + 2 * tile_size;
-    float2* stats = (float2*)(ds + C::ds_buffers * ds_size);
-    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, owner = warp % C::owners, own = owner * C::m * 16;
-    bool first = warp < C::owners;  // of a pair
-    uint4* exchange = (uint4*)(stats + 2 * Bq) + owner * C::m * C::n / 2 * WARP;
+    T *k = (T*)shared, *v = k + Bk * Tile::row, *q = v + Bk * Tile::row, *dO = q + 2 * tile_size,
+      *ds = dO + 2 * tile_size;
+    float2* stats = (float2*)(ds + Tile::ds_buffers * ds_size);
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, owner = warp % Tile::owners,
+        own = owner * Tile::own_fragments * 16;
+    bool first = warp < Tile::owners;  // of a pair
+    uint4* exchange = (uint4*)(stats + 2 * Bq) + owner * Tile::own_fragments * Tile::step_fragments / 2 * WARP;
     // Causal: the first keys are seen by the most queries, so they start first.
-    int bh = head_of_block(), b = bh / a.H, h = bh % a.H, key = blockIdx.y * Bk;
-    int begin = a.causal ? key / Bq : 0, end = (a.Tq + Bq - 1) / Bq;  // query tiles
+    int bh = head_of_block(), b = bh / a.H, h = bh % a.H, k0 = blockIdx.y * Bk;
+    int begin = a.causal ? k0 / Bq : 0, end = (a.Tq + Bq - 1) / Bq;  // query tiles
     // Masked are those that the diagonal crosses; all, if some keys are beyond Tk.
-    int masked_end = key + Bk > a.Tk ? end : a.causal ? min(end, (key + Bk) / Bq) : begin;
+    int masked_end = k0 + Bk > a.Tk ? end : a.causal ? min(end, (k0 + Bk) / Bq) : begin;
     int row = bh * w.rows;  // of all heads' rows
     const T *from_q = head_of<const T>(a.q, b, h), *from_dO = head_of<const T>(a.dO, b, h);
 
-    auto load_tile = [&](int tile) {
-        load_rows<T, C, Bq>(q + tile % 2 * tile_size, from_q, a.q.row, tile * Bq, a.Tq);
-        load_rows<T, C, Bq>(dO + tile % 2 * tile_size, from_dO, a.dO.row, tile * Bq, a.Tq);
+    auto load_tile = [&](int i) {
+        load_rows<T, Tile, Bq>(q + i % 2 * tile_size, from_q, a.q.row, i * Bq, a.Tq);
+        load_rows<T, Tile, Bq>(dO + i % 2 * tile_size, from_dO, a.dO.row, i * Bq, a.Tq);
         if (threadIdx.x < Bq / 2) {  // two queries are 16 bytes
-            int i = threadIdx.x * 2;
-            cp_async_16(stats + tile % 2 * Bq + i, (const float2*)w.stats + (row + tile * Bq + i), true);
+            int two = threadIdx.x * 2;
+            cp_async_16(stats + i % 2 * Bq + two, (const float2*)w.stats + (row + i * Bq + two), true);
         }
         cp_async_commit();
     };
-    load_rows<T, C, Bk>(k, head_of<const T>(a.k, b, h), a.k.row, key, a.Tk);
-    load_rows<T, C, Bk>(v, head_of<const T>(a.v, b, h), a.v.row, key, a.Tk);
+    load_rows<T, Tile, Bk>(k, head_of<const T>(a.k, b, h), a.k.row, k0, a.Tk);
+    load_rows<T, Tile, Bk>(v, head_of<const T>(a.v, b, h), a.v.row, k0, a.Tk);
     if (begin < end) { load_tile(begin); }  // the loop waits for all three
-    const T *my_k = k + own * C::row, *my_v = v + own * C::row;
+    const T *my_k = k + own * Tile::row, *my_v = v + own * Tile::row;
     // A warp alone holds dV and dK; of a pair the first holds dV, the second dK, both in `sum`, and `dk` is not used.
-    float sum[C::m][C::D / 8][4] = {}, dk[C::m][C::D / 8][4] = {};
+    float sum[Tile::own_fragments][Tile::D / 8][4] = {}, dk[Tile::own_fragments][Tile::D / 8][4] = {};
 
-    auto add_dq = [&](int tile) {
-        backward_add_dq<T, C>(w.dq, row + tile * Bq, ds + tile % C::ds_buffers * ds_size, k, warp, lane);
+    auto add_dq = [&](int i) {
+        backward_add_dq<T, Tile>(w.dq, row + i * Bq, ds + i % Tile::ds_buffers * ds_size, k, warp, lane);
     };
-    auto step_tile = [&](int tile, auto masked) {
+    auto step_tile = [&](int i, auto masked) {
         constexpr bool MASKED = decltype(masked)::value;
         cp_async_wait<0>();
         __syncthreads();  // this tile is there, from every thread; and nobody reads the other buffers any more
-        if (tile + 1 < end) { load_tile(tile + 1); }
-        if (C::paired && ADD_DQ && tile > begin) { add_dq(tile - 1); }  // that barrier made its dS complete, too
-        const T *q0 = q + tile % 2 * tile_size, *dO0 = dO + tile % 2 * tile_size;
-        const float2* stats0 = stats + tile % 2 * Bq;
-        T* ds0 = ds + tile % C::ds_buffers * ds_size + own * C::ds_row;
-        if constexpr (C::paired) {
+        if (i + 1 < end) { load_tile(i + 1); }
+        if (Tile::paired && ADD_DQ && i > begin) { add_dq(i - 1); }  // that barrier made its dS complete, too
+        const T *q_tile = q + i % 2 * tile_size, *dO_tile = dO + i % 2 * tile_size;
+        const float2* stats_tile = stats + i % 2 * Bq;
+        T* ds_tile = ds + i % Tile::ds_buffers * ds_size + own * Tile::ds_row;
+        if constexpr (Tile::paired) {
             if (first) {
-                step_first<T, C, MASKED>(a, owner, key + own, tile * Bq, my_k, q0, dO0, stats0, exchange, lane, sum);
+                step_first<T, Tile, MASKED>(a, owner, k0 + own, i * Bq, my_k, q_tile, dO_tile, stats_tile, exchange,
+                                            lane, sum);
             } else {
-                step_second<T, C, ADD_DQ>(owner, my_v, q0, dO0, stats0, exchange, ds0, lane, sum);
+                step_second<T, Tile, ADD_DQ>(owner, my_v, q_tile, dO_tile, stats_tile, exchange, ds_tile, lane, sum);
             }
         } else {
 #pragma unroll 1
-            for (int i = 0; i < Bq; i += C::step) {
-                step_alone<T, C, MASKED, ADD_DQ>(a, key + own, tile * Bq + i, my_k, my_v, q0 + i * C::row,
-                                                 dO0 + i * C::row, stats0 + i, ds0 + i, lane, dk, sum);
+            for (int at = 0; at < Bq; at += Tile::step) {
+                step_alone<T, Tile, MASKED, ADD_DQ>(a, k0 + own, i * Bq + at, my_k, my_v, q_tile + at * Tile::row,
+                                                    dO_tile + at * Tile::row, stats_tile + at, ds_tile + at, lane, dk,
+                                                    sum);
             }
             if (ADD_DQ) {
                 __syncthreads();  // dS is there, from every warp
-                add_dq(tile);
+                add_dq(i);
             }
         }
     };
-    int tile = begin;
+    int i = begin;
 #pragma unroll 1
-    for (; tile < masked_end; tile++) { step_tile(tile, std::true_type()); }
+    for (; i < masked_end; i++) { step_tile(i, std::true_type()); }
 #pragma unroll 1
-    for (; tile < end; tile++) { step_tile(tile, std::false_type()); }
-    if (C::paired && ADD_DQ && begin < end) {
+    for (; i < end; i++) { step_tile(i, std::false_type()); }
+    if (Tile::paired && ADD_DQ && begin < end) {
         __syncthreads();  // the last dS is there, from every warp
         add_dq(end - 1);
     }
     cp_async_wait<0>();  // causal keys that no query sees: K and V may still be on their way
     T *to_dk = head_of<T>(a.dk, b, h), *to_dv = head_of<T>(a.dv, b, h);
-    if constexpr (C::paired) {
-        store_rows<T, C>(first ? to_dv : to_dk, first ? a.dv.row : a.dk.row, key + own, a.Tk, sum, first ? 1 : a.scale,
-                         lane);
+    if constexpr (Tile::paired) {
+        store_rows<T, Tile>(first ? to_dv : to_dk, first ? a.dv.row : a.dk.row, k0 + own, a.Tk, sum,
+                            first ? 1 : a.scale, lane);
     } else {
-        store_rows<T, C>(to_dv, a.dv.row, key + own, a.Tk, sum, 1, lane);
-        store_rows<T, C>(to_dk, a.dk.row, key + own, a.Tk, dk, a.scale, lane);
+        store_rows<T, Tile>(to_dv, a.dv.row, k0 + own, a.Tk, sum, 1, lane);
+        store_rows<T, Tile>(to_dk, a.dk.row, k0 + own, a.Tk, dk, a.scale, lane);
     }
+#endif
 }
 
 // ---- dQ by itself: a block owns queries, for the deterministic backward ----
-template <class T, class C, bool MASKED>
+template <class T, class Tile, bool MASKED>
 __device__ __forceinline__ void backward_dq_step(const AttentionArgs& a, int query, int key, const T* q, const T* dO,
-                                                 const T* k, const T* v, const float2 (&stats)[C::m][2], int lane,
-                                                 float (&dq)[C::m][C::D / 8][4]) {
-    float s[C::m][C::n][4] = {}, dp[C::m][C::n][4];
+                                                 const T* k, const T* v, const float2 (&stats)[Tile::own_fragments][2],
+                                                 int lane, float (&dq)[Tile::own_fragments][Tile::D / 8][4]) {
+    float s[Tile::own_fragments][Tile::step_fragments][4] = {}, dp[Tile::own_fragments][Tile::step_fragments][4];
     float factor = a.scale * LOG2_E;
-    multiply<T, C>(s, q, k, lane);
+    multiply<T, Tile>(s, q, k, lane);  // step 8
 #pragma unroll
-    for (int m = 0; m < C::m; m++) {
+    for (int m = 0; m < Tile::own_fragments; m++) {
 #pragma unroll
-        for (int i = 0; i < C::n * 4; i++) { dp[m][i / 4][i % 4] = -stats[m][i % 4 / 2].y; }
+        for (int i = 0; i < Tile::step_fragments * 4; i++) { dp[m][i / 4][i % 4] = -stats[m][i % 4 / 2].y; }
     }
-    multiply<T, C>(dp, dO, v, lane);
+    multiply<T, Tile>(dp, dO, v, lane);  // step 10
 #pragma unroll
-    for (int m = 0; m < C::m; m++) {
+    for (int m = 0; m < Tile::own_fragments; m++) {
 #pragma unroll
-        for (int n = 0; n < C::n; n++) {
+        for (int n = 0; n < Tile::step_fragments; n++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 int at_query = query + 16 * m + 8 * (i / 2) + lane / 4, at_key = key + 8 * n + lane % 4 * 2 + i % 2;
                 float x = s[m][n][i] * factor - stats[m][i / 2].x;
                 if (MASKED && (at_key >= a.Tk || (a.causal && at_key > at_query))) { x = -INFINITY; }
-                dp[m][n][i] *= exp2_approx(x);
+                dp[m][n][i] *= exp2_approx(x);  // steps 8 and 11
             }
         }
     }
 #pragma unroll
-    for (int n = 0; n < C::n; n += 2) {
-        uint32_t ds[C::m][4];
-        pack_operand<T, C>(ds, dp, n);
-        accumulate<T, C>(dq, ds, k + 8 * n * C::row, lane);
+    for (int n = 0; n < Tile::step_fragments; n += 2) {
+        uint32_t ds[Tile::own_fragments][4];
+        pack_operand<T, Tile>(ds, dp, n);
+        accumulate<T, Tile>(dq, ds, k + 8 * n * Tile::row, lane);  // step 12
     }
 }
 
-template <class T, class C>
-__global__ __launch_bounds__(C::threads, C::blocks) void backward_dq(AttentionArgs a, BackwardWorkspace w) {
-    constexpr int Bq = C::own, Bk = C::stream;
+template <class T, class Tile>
+__global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_dq(AttentionArgs a, BackwardWorkspace w) {
+#ifdef HAS_CP_ASYNC
+    constexpr int Bq = Tile::own, Bk = Tile::streamed;
     extern __shared__ __align__(16) char shared[];
-    T *q = (T*)shared, *dO = q + Bq * C::row, *k = dO + Bq * C::row, *v = k + 2 * Bk * C::row;
+    T *q = (T*)shared, *dO = q + Bq * Tile::row, *k = dO + Bq * Tile::row, *v = k + 2 * Bk * Tile::row;
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     int bh = head_of_block(), b = bh / a.H, h = bh % a.H;
-    int query = (gridDim.y - 1 - blockIdx.y) * Bq;  // the last queries see the most keys: they start first
-    int end = (min(a.causal ? query + Bq : a.Tk, a.Tk) + Bk - 1) / Bk;  // key tiles
-    int unmasked_end = min(a.causal ? query / Bk : end, a.Tk / Bk);
+    int q0 = (gridDim.y - 1 - blockIdx.y) * Bq;  // the last queries see the most keys: they start first
+    int end = (min(a.causal ? q0 + Bq : a.Tk, a.Tk) + Bk - 1) / Bk;  // key tiles
+    int unmasked_end = min(a.causal ? q0 / Bk : end, a.Tk / Bk);
     const T *from_k = head_of<const T>(a.k, b, h), *from_v = head_of<const T>(a.v, b, h);
-    auto load_tile = [&](int tile) {
-        load_rows<T, C, Bk>(k + tile % 2 * Bk * C::row, from_k, a.k.row, tile * Bk, a.Tk);
-        load_rows<T, C, Bk>(v + tile % 2 * Bk * C::row, from_v, a.v.row, tile * Bk, a.Tk);
+    auto load_tile = [&](int j) {
+        load_rows<T, Tile, Bk>(k + j % 2 * Bk * Tile::row, from_k, a.k.row, j * Bk, a.Tk);
+        load_rows<T, Tile, Bk>(v + j % 2 * Bk * Tile::row, from_v, a.v.row, j * Bk, a.Tk);
         cp_async_commit();
     };
-    load_rows<T, C, Bq>(q, head_of<const T>(a.q, b, h), a.q.row, query, a.Tq);
-    load_rows<T, C, Bq>(dO, head_of<const T>(a.dO, b, h), a.dO.row, query, a.Tq);
+    load_rows<T, Tile, Bq>(q, head_of<const T>(a.q, b, h), a.q.row, q0, a.Tq);
+    load_rows<T, Tile, Bq>(dO, head_of<const T>(a.dO, b, h), a.dO.row, q0, a.Tq);
     load_tile(0);
     cp_async_wait<0>();
     __syncthreads();  // Q and dO are there, from every thread
-    int own = warp * C::m * 16;
-    const T *my_q = q + own * C::row, *my_dO = dO + own * C::row;
-    float2 stats[C::m][2];
-    for (int i = 0; i < C::m * 2; i++) {
-        int64_t row = (int64_t)bh * w.rows + query + own + 8 * i + lane / 4;
+    int own = warp * Tile::own_fragments * 16;
+    const T *my_q = q + own * Tile::row, *my_dO = dO + own * Tile::row;
+    float2 stats[Tile::own_fragments][2];
+    for (int i = 0; i < Tile::own_fragments * 2; i++) {
+        int64_t row = (int64_t)bh * w.rows + q0 + own + 8 * i + lane / 4;
         const float* two = (const float*)&w.stats[row / 2];
         stats[i / 2][i % 2] = make_float2(two[row % 2], two[2 + row % 2]);
     }
-    float dq[C::m][C::D / 8][4] = {};
+    float dq[Tile::own_fragments][Tile::D / 8][4] = {};
 
-    auto step = [&](int tile, auto masked) {
+    auto step = [&](int j, auto masked) {
         cp_async_wait<0>();
         __syncthreads();  // this tile is there, from every thread; and nobody reads the last one's buffers any more
-        if (tile + 1 < end) { load_tile(tile + 1); }
-        int buffer = tile % 2 * Bk;
+        if (j + 1 < end) { load_tile(j + 1); }
+        int buffer = j % 2 * Bk;
 #pragma unroll 1
-        for (int i = 0; i < Bk; i += C::step) {
-            backward_dq_step<T, C, decltype(masked)::value>(a, query + own, tile * Bk + i, my_q, my_dO,
-                                                            k + (buffer + i) * C::row, v + (buffer + i) * C::row, stats,
-                                                            lane, dq);
+        for (int at = 0; at < Bk; at += Tile::step) {
+            backward_dq_step<T, Tile, decltype(masked)::value>(a, q0 + own, j * Bk + at, my_q, my_dO,
+                                                               k + (buffer + at) * Tile::row,
+                                                               v + (buffer + at) * Tile::row, stats, lane, dq);
         }
     };
-    int tile = 0;
+    int j = 0;
 #pragma unroll 1
-    for (; tile < unmasked_end; tile++) { step(tile, std::false_type()); }
+    for (; j < unmasked_end; j++) { step(j, std::false_type()); }
 #pragma unroll 1
-    for (; tile < end; tile++) { step(tile, std::true_type()); }
-    store_rows<T, C>(head_of<T>(a.dq, b, h), a.dq.row, query + own, a.Tq, dq, a.scale, lane);
+    for (; j < end; j++) { step(j, std::true_type()); }
+    store_rows<T, Tile>(head_of<T>(a.dq, b, h), a.dq.row, q0 + own, a.Tq, dq, a.scale, lane);
+#endif
 }
 
 // ---- launch ----
-template <class Kernel>
-static void allow_shared_memory(Kernel kernel, size_t bytes) {
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-}
-using OtherMain = void (*)(const AttentionArgs& a, const BackwardWorkspace& w, int D, DType dtype);
-template <class T, class Main, class Dq>
-static void launch_backward(const AttentionArgs& a, bool deterministic, OtherMain other) {
-    constexpr int D = Main::D;
-    static_assert(BACKWARD_PAD % Main::stream == 0 && BACKWARD_PAD % Dq::own == 0);
-    int64_t heads = (int64_t)a.B * a.H;
-    BackwardWorkspace w;
-    w.rows = ceil_div(a.Tq, BACKWARD_PAD) * BACKWARD_PAD;
-    if (heads * w.rows > INT32_MAX) {
-        fail("attention backward: %lld rows, at most 2^31-1", (long long)(heads * w.rows));
-    }
-    int64_t rows = heads * w.rows, dq_count = deterministic ? 0 : rows * D;
-    Tensor workspace = empty_on(CUDA, {dq_count + 2 * rows}, F32, WORKSPACE);
-    w.dq = deterministic ? nullptr : workspace.as<float>();
-    w.stats = (float4*)(workspace.as<float>() + dq_count);
-
-    backward_before<T, D><<<rows / 2 * row_threads(D) / 128, 128, 0, stream()>>>(a, w);
-    LAUNCH_CHECK();
-    auto launch = [&](auto kernel, int tiles, int threads, int blocks, size_t bytes) {
-        allow_shared_memory(kernel, bytes);
-        kernel<<<attention_grid(a, tiles, blocks), threads, bytes, stream()>>>(a, w);
-        LAUNCH_CHECK();
-    };
-    if (deterministic) {
-        launch(backward_main<T, Dq, false>, ceil_div(a.Tk, Dq::own), Dq::threads, Dq::blocks, Dq::main_bytes);
-        launch(backward_dq<T, Dq>, ceil_div(a.Tq, Dq::own), Dq::threads, Dq::blocks, Dq::dq_bytes);
-    } else {
-        // dq_index depends on what this file was compiled for. The other main kernel knows the order of sm_90.
-        cudaFuncAttributes after;
-        CUDA_CHECK(cudaFuncGetAttributes(&after, backward_after<T, D>));
-        if (other && after.ptxVersion >= 90) {
-            other(a, w, D, std::is_same<T, bf16>::value ? BF16 : F16);
-        } else {
-            launch(backward_main<T, Main, true>, ceil_div(a.Tk, Main::own), Main::threads, Main::blocks,
-                   Main::main_bytes);
+// Main and Dq where a block can have that much shared memory, else Small for both.
+template <class T, class Main, class Dq, class Small = Main>
+static void launch_backward(const AttentionArgs& a, const BackwardWorkspace& w) {
+    static_assert(BACKWARD_PAD % Main::streamed == 0 && BACKWARD_PAD % Dq::own == 0);
+    if constexpr (!std::is_same<Main, Small>::value) {
+        if (shared_memory_per_block() < std::max(Main::main_bytes, Dq::main_bytes)) {
+            return launch_backward<T, Small, Small>(a, w);
         }
-        launch_early(backward_after<T, D>, ceil_div(rows / 2 * (D / 8), 256), 256, 0, a, w);
     }
-    LAUNCH_CHECK();
-}
-// Cards of compute capability 8.6 and 8.9 give a block 99 KB of shared memory, A100 163 KB, H100 227 KB: Main and Dq
-// where they fit, else Small for both passes.
-template <class T, class Main, class Dq, class Small>
-static void launch_backward(const AttentionArgs& a, bool deterministic, OtherMain other) {
-    int device, bytes;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    bool fits = (size_t)bytes >= std::max(Main::main_bytes, Dq::main_bytes);
-    return fits ? launch_backward<T, Main, Dq>(a, deterministic, other)
-                : launch_backward<T, Small, Small>(a, deterministic, other);
+    auto grid = [&](int rows, auto tile) { return attention_grid(a, ceil_div(rows, tile.own), tile.blocks); };
+    if (w.dq) {
+        launch(backward_main<T, Main, true>, grid(a.Tk, Main()), Main::threads, Main::main_bytes, a, w);
+    } else {
+        launch(backward_main<T, Dq, false>, grid(a.Tk, Dq()), Dq::threads, Dq::main_bytes, a, w);
+        launch(backward_dq<T, Dq>, grid(a.Tq, Dq()), Dq::threads, Dq::dq_bytes, a, w);
+    }
 }
 template <class T>
-static void flash_backward_mma(const AttentionArgs& a, int D, bool deterministic, OtherMain other) {
-    // <D, own, stream, step, warps, paired, blocks, dQ columns>
+static void launch_backward(const AttentionArgs& a, const BackwardWorkspace& w, int D) {
+    // <D, own, streamed, step, warps, paired, blocks, dQ columns>
     using Tile16 = BackwardTile<16, 128, 64, 32, 4, false, 2, 1>;
     using Tile32 = BackwardTile<32, 128, 64, 32, 4, false, 2, 1>;
     using Tile64 = BackwardTile<64, 128, 64, 32, 4, false, 2, 2>;
@@ -1022,28 +996,68 @@ static void flash_backward_mma(const AttentionArgs& a, int D, bool deterministic
     using Dq128 = BackwardTile<128, 128, 64, 64, 8, false, 1, 2>;
     using Small128 = BackwardTile<128, 64, 32, 16, 4, false, 1, 2>;
     switch (D) {
-        case 16: return launch_backward<T, Tile16, Tile16>(a, deterministic, other);
-        case 32: return launch_backward<T, Tile32, Tile32>(a, deterministic, other);
-        case 64: return launch_backward<T, Tile64, Tile64>(a, deterministic, other);
-        case 80: return launch_backward<T, Tile80, Tile80, Small80>(a, deterministic, other);
-        case 128: return launch_backward<T, Main128, Dq128, Small128>(a, deterministic, other);
+        case 16: return launch_backward<T, Tile16, Tile16>(a, w);
+        case 32: return launch_backward<T, Tile32, Tile32>(a, w);
+        case 64: return launch_backward<T, Tile64, Tile64>(a, w);
+        case 80: return launch_backward<T, Tile80, Tile80, Small80>(a, w);
+        case 128: return launch_backward<T, Main128, Dq128, Small128>(a, w);
         default: fail("head size %d: the tensor-core kernel takes 16, 32, 64, 80 and 128", D);
     }
 }
+// Runs f(T(), D) with the tensors' type and, as a type, their head size.
+template <class Fn>
+static void with_type_and_head_size(const AttentionTensors& t, Fn f) {
+    auto with_head_size = [&](auto zero) {
+        switch (t.q.dim(3)) {
+            case 16: return f(zero, std::integral_constant<int, 16>());
+            case 32: return f(zero, std::integral_constant<int, 32>());
+            case 64: return f(zero, std::integral_constant<int, 64>());
+            case 80: return f(zero, std::integral_constant<int, 80>());
+            default: return f(zero, std::integral_constant<int, 128>());
+        }
+    };
+    t.q.dtype == BF16 ? with_head_size(bf16()) : with_head_size(fp16());
+}
+BackwardWorkspace backward_begin(const AttentionTensors& t, Tensor& memory) {
+    AttentionArgs a = args_of(t);
+    BackwardWorkspace w;
+    w.rows = ceil_div(a.Tq, BACKWARD_PAD) * BACKWARD_PAD;
+    int64_t rows = (int64_t)a.B * a.H * w.rows, dq_count = context.deterministic ? 0 : rows * t.q.dim(3);
+    if (rows > INT32_MAX) { fail("attention backward: %lld rows, at most 2^31-1", (long long)rows); }
+    memory = empty_on(CUDA, {dq_count + 2 * rows}, F32, WORKSPACE);
+    w.dq = context.deterministic ? nullptr : memory.as<float>();
+    w.stats = (float4*)(memory.as<float>() + dq_count);
+    with_type_and_head_size(t, [&](auto zero, auto D) {
+        launch(backward_before<decltype(zero), D>, ceil_div(rows / 2 * row_threads(D), 128), 128, 0, a, w);
+    });
+    return w;
+}
+void backward_end(const AttentionTensors& t, const BackwardWorkspace& w) {
+    AttentionArgs a = args_of(t);
+    with_type_and_head_size(t, [&](auto zero, auto D) {
+        int64_t threads = (int64_t)a.B * a.H * w.rows / 2 * (D / 8);
+        launch<true>(backward_after<decltype(zero), D>, ceil_div(threads, 256), 256, 0, a, w);
+    });
+}
+bool dq_order_of_sm_90() { return compiled_for(backward_after<bf16, 64>) >= 90; }
 
+void flash_mma_backward(const AttentionTensors& t) {
+    Tensor memory;
+    BackwardWorkspace w = backward_begin(t, memory);
+    AttentionArgs a = args_of(t);
+    int D = (int)t.q.dim(3);
+    t.q.dtype == BF16 ? launch_backward<bf16>(a, w, D) : launch_backward<fp16>(a, w, D);
+    if (w.dq) { backward_end(t, w); }
+}
 static void forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     int D = (int)t.q.dim(3);
     t.q.dtype == BF16 ? flash_forward_mma<bf16>(a, D) : flash_forward_mma<fp16>(a, D);
 }
-void flash_mma_backward_around(const AttentionTensors& t, OtherMain main) {
-    AttentionArgs a = args_of(t);
-    int D = (int)t.q.dim(3);
-    t.q.dtype == BF16 ? flash_backward_mma<bf16>(a, D, context.deterministic, main)
-                      : flash_backward_mma<fp16>(a, D, context.deterministic, main);
+static bool takes(DType t, int64_t D) {
+    static const bool runs_here = compiled_for(backward_after<bf16, 64>) >= 80;
+    return (t == BF16 || t == F16) && flash_head_size(D) && runs_here;
 }
-static void backward(const AttentionTensors& t) { flash_mma_backward_around(t, nullptr); }
-static bool takes(DType t, int64_t D) { return (t == BF16 || t == F16) && flash_head_size(D); }
-static const AddAttention row({"flash_mma", CUDA, 50, takes, nullptr, forward, backward,
-                               "FlashAttention-2 on tensor cores (mma.sync)"});
+static const AddAttention row({"flash_mma", CUDA, 50, takes, nullptr, forward, flash_mma_backward,
+                               "FlashAttention-2 on tensor cores (mma.sync); needs sm_80"});
 #endif
