@@ -128,7 +128,7 @@ template <class T>
 static Reader one(T Options::*field, const std::string& takes, const Parser<T>& parse) {
     return {takes, [=](Options& o, const std::string& text) { return parse(text, &(o.*field)); }};
 }
-// At most `most` items, separated by commas.
+// `most`: how many items, separated by commas, it takes.
 template <class T>
 static Reader several(std::vector<T> Options::*field, const std::string& takes, const Parser<T>& parse,
                       size_t most = SIZE_MAX) {
@@ -248,7 +248,7 @@ static bool can_write_in(const std::string& folder) {
     return is_folder(folder) && access(folder.c_str(), W_OK | X_OK) == 0;
 }
 
-// What a run writes at its end is looked into before it starts.
+// A file that a run writes at its end is tried before the run starts.
 static Reader output(std::string Options::*field, const std::string& ending = "") {
     auto fits = [=](const std::string& text) {
         size_t name = text.size() - std::min(text.size(), ending.size());
@@ -445,8 +445,8 @@ static const Option& find_option(const std::string& key) {
     fail("the command table names an unknown option: %s", key.c_str());
 }
 
-// Adds to app the option that one word of Command::options stands for. Its default goes to o at once, its value will;
-// what it takes goes to `takes`, for messages.
+// Adds to app the option that one word of Command::options stands for. Its default goes to o now, its value when app
+// parses. `takes` gets what it takes, for messages.
 static void add_option(CLI::App& app, const std::string& word, Options& o, std::map<std::string, std::string>& takes) {
     for (const Flag& flag : flag_table) {
         if (word != flag.name) { continue; }
@@ -479,7 +479,7 @@ static void add_option(CLI::App& app, const std::string& word, Options& o, std::
 
 using NamedFiles = std::vector<std::pair<const char*, std::string>>;  // option, "" where it was not given
 
-// What would fail only after the work: two files of one name, and a file that cannot be created.
+// Refuses, before the work, two files of one name and a file that cannot be created.
 static void try_outputs(const NamedFiles& outputs) {
     std::map<std::string, const char*> taken;
     for (const auto& [option, path] : outputs) {
@@ -501,7 +501,7 @@ static void try_outputs(const NamedFiles& outputs) {
     }
 }
 
-// words: what follows the program's name. Returns the help, where that is what they ask for.
+// words: what follows the program's name. Returns the help if they ask for it, else "".
 static std::string parse_options(const Command& command, const std::vector<std::string>& words, Options& o) {
     o.command = command.id, o.command_line = words;
     std::map<std::string, std::string> takes;
@@ -551,7 +551,7 @@ static std::string parse_options(const Command& command, const std::vector<std::
             usage_error("--size: got '%s' and --%s too, takes one or the other", join(o.size, ",").c_str(), dimension);
         }
     }
-    // Do the sizes fit each other? Asked before a device is chosen and announced.
+    // The sizes have to fit each other. This is checked before a device is chosen and announced.
     if (app.get_option_no_throw("--size")) { configs_of(o); }
     try_outputs(outputs);
     return "";
@@ -604,7 +604,7 @@ struct HostOutOfMemory : std::bad_alloc {
 int main(int argc, char** argv) {
     std::set_new_handler([] { throw HostOutOfMemory(); });
     bool no_stdout = fcntl(STDOUT_FILENO, F_GETFD) < 0;
-    // A closed one is opened, or the next file that is opened would get our lines.
+    // A closed stream is opened, or the next file that is opened would get our lines.
     for (int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd) { return 1; }
     }

@@ -102,7 +102,7 @@ static Page read_page(const std::string& path) {
     return page_of(path, text);
 }
 
-// What a page links to in its own folder, in order, each once: [text](NAME.md) with this ending.
+// The names that a page links to in its own folder, in order, each once: [text](NAME.md) with this ending.
 static Words links_of(const std::string& text, const std::string& ending) {
     Words names;
     for (size_t at = 0; (at = text.find("](", at)) != std::string::npos; at += 2) {
@@ -159,7 +159,7 @@ struct Experiment {
     std::string line() const { return join(words, " "); }
 };
 
-// On too few GPUs, and with --quick, these options are left out: a command scales down only what it was not given.
+// These options are left out on too few GPUs and with --quick: a command scales down only what it was not given.
 static const Words chooses_how_much = {"size",           "d_model",    "d_ff",         "num_layers", "num_heads",
                                        "context_length", "batch_size", "warmup",       "steps",      "sizes_mb",
                                        "bucket_size_mb", "precision",  "reduce_dtype", "mode"};
@@ -266,7 +266,7 @@ struct State {
     std::string path;
     nlohmann::json json;
 };
-// Only what has the type that we write is taken; the rest of the file may be anything.
+// Takes only entries of the type that we write; the rest of the file may be anything.
 static State read_state(const std::string& path, const std::string& machine, bool fresh) {
     using nlohmann::json;
     State s{path,
@@ -493,7 +493,7 @@ static int write_pages(const Agenda& agenda, const std::string& out) {
     return written;
 }
 
-// Where there is none, makes it; wrong usage if nothing can be written there.
+// Makes the folder if there is none; usage_error if nothing can be written there.
 static void require_folder(const std::string& path) {
     if ((mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) || access(path.c_str(), W_OK | X_OK) != 0) {
         usage_error("%s: cannot be written to: %s", path.c_str(), strerror(errno));

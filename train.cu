@@ -197,7 +197,7 @@ static Batch windows(const Text& text, const std::vector<int64_t>& starts, int T
     }
     return {from_ints(x, {(int64_t)starts.size(), T}), from_ints(y, {(int64_t)starts.size(), T})};
 }
-// Which windows step `step` sees is a function of (seed, step) alone: that makes a resumed run equal to an
+// The windows that step `step` sees are a function of (seed, step) alone. That makes a resumed run equal to an
 // uninterrupted one.
 static Batch training_batch(const Text& text, int B, int T, uint64_t seed, int step) {
     std::vector<int64_t> starts;
@@ -248,7 +248,7 @@ static double learning_rate(const Options& o, int step) {
     return o.min_lr + 0.5 * (o.lr - o.min_lr) * (1 + cos(M_PI * std::min(1.0, progress)));
 }
 
-// What a checkpoint's metadata holds beside the tensors: the options that shape the run, under their own names.
+// A checkpoint's metadata holds the options that shape the run, under their own names.
 using IntOption = int Options::*;
 using RealOption = double Options::*;
 struct RunOption {
@@ -383,7 +383,7 @@ static void start_from(const SafeTensors& checkpoint, Model& model, LossScaler& 
     scaler.good_steps = whole_of(checkpoint, "good_steps", 0, 1 << 20);
 }
 
-// What ends the run after a step: the loss or the gradients' norm is not finite. In fp16 that norm halves the loss
+// Why the run ends after a step: the loss or the gradients' norm is not finite. In fp16 that norm halves the loss
 // scale, until it is below 2^-14, fp16's smallest normal number: then even a gradient of 1 has lost bits.
 static std::string why_to_end(double loss, double norm, const LossScaler& scaler) {
     if (!std::isfinite(loss)) { return "the loss"; }
