@@ -200,7 +200,7 @@ TEST_CASE("main: every command runs with the defaults that its help shows") {
 }
 
 TEST_CASE("main: numbers are decimal, also with zeros in front") {
-    CHECK(has(run_cs336({"communication_accounting", "--tokens", "010"}).out, "GB, 10 tokens a device"));
+    CHECK(has(run_cs336({"communication_accounting", "--tokens", "010"}).out, "GB, 10 tokens per device"));
 }
 
 TEST_CASE("main: any unambiguous beginning of a command will do") {
