@@ -186,6 +186,7 @@ static std::vector<std::string> measure_in_fresh_process(const Options& o, const
     option("precision", name_of(precision)), option("mode", name_of(mode));
     if (context.recompute) { arguments.push_back("--recompute"); }
     std::string csv = run_ourselves(arguments), cell;
+    csv = csv.substr(0, csv.find("\n\n"));  // its answers come after an empty line
     while (!csv.empty() && csv.back() == '\n') { csv.pop_back(); }
     std::vector<std::string> row;
     for (char ch : csv.substr(csv.rfind('\n') + 1) + ",") {  // the last line; our cells hold no commas
