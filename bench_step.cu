@@ -185,8 +185,7 @@ static std::vector<std::string> measure_in_fresh_process(const Options& o, const
     option("warmup", std::to_string(warmup)), option("seed", std::to_string(o.seed));
     option("precision", name_of(precision)), option("mode", name_of(mode));
     if (context.recompute) { arguments.push_back("--recompute"); }
-    std::string csv = run_ourselves(arguments), cell;
-    csv = csv.substr(0, csv.find("\n\n"));  // its answers come after an empty line
+    std::string out = run_ourselves(arguments), csv = out.substr(0, out.find("\n\n")), cell;  // not its answers
     while (!csv.empty() && csv.back() == '\n') { csv.pop_back(); }
     std::vector<std::string> row;
     for (char ch : csv.substr(csv.rfind('\n') + 1) + ",") {  // the last line; our cells hold no commas

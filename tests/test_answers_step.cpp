@@ -74,6 +74,15 @@ TEST_CASE("answers step: benchmarking_script with several numbers of warm-up ste
     t[0].caption = t[0].caption.substr(0, t[0].caption.find("NVIDIA")) + "AMD EPYC, 2 threads";
     CHECK(has(said(answers_of("benchmarking_script", t), "c"), "because the first step also touches"));
 }
+TEST_CASE("answers step: a sweep of warm-ups reads its children's tables, not their answers") {
+    Run r = run_cs336({"benchmarking_script", "--quick", "--warmup", "0,1", "--device", "cpu", "--d_model", "64",
+                       "--d_ff", "64", "--num_layers", "1", "--num_heads", "4", "--vocab_size", "100"});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    Tables tables = tables_in(r.out);
+    REQUIRE(tables.size() == 1);
+    CHECK(tables[0].rows.size() == 2);
+    CHECK(has(r.out, "\n\n**(c)** The mean time of forward (custom, fp32, mode "));
+}
 TEST_CASE("answers step: nsys_profile") {
     Answers answers = answers_from("nsys_profile", fixture("nsys_profile"));
     check_clean(answers);
