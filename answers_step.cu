@@ -337,13 +337,9 @@ static std::string other_kernels(const Tables& tables, const Profiled& p) {
     return text;
 }
 
-// "falls from 82.6 to 70.7 %"
-static std::string change_of(double from, double to) {
-    return say("{} from {} to {} %",
-               to < from   ? "falls"
-               : to > from ? "rises"
-                           : "stays, it goes",
-               number(from, "%.1f"), number(to, "%.1f"));
+static std::string change_of(double from, double to) {  // "falls from 82.6 to 70.7 %"
+    std::string a = number(from, "%.1f"), b = number(to, "%.1f");
+    return a == b ? say("stays at {} %", a) : say("{} from {} to {} %", to < from ? "falls" : "rises", a, b);
 }
 static std::string step_shares(const std::vector<Profiled>& profiles, const Profiled& p) {
     TableRow forward = row_in(p.shares, p, "forward"), step = row_in(p.shares, p, "step"),
@@ -587,7 +583,7 @@ static std::string timelines(const Table& categories) {
     for (size_t i = 0; i < step.size(); i++) {
         same.push_back(step[i]);
         if (i + 1 < step.size() && moments[i + 1] == moments[i]) { continue; }
-        text += say(" At {} the step's peak is {}: {} MiB of activations and {} MiB of gradients.",
+        text += say(" At context length {} the step's peak is {}: {} MiB of activations and {} MiB of gradients.",
                     cells_of(same, "context length"), moments[i], cells_of(same, "activations"),
                     cells_of(same, "gradients"));
         same.clear();
@@ -619,7 +615,7 @@ static std::string peaks_of(const Tables& tables, const Table& categories) {
     TableRow fp32 = row_of(categories, {{"precision", "fp32"}, {"phase", "step"}});
     if (ran(fp32, "parameters")) {
         text += say("Weights, gradients and AdamW's two moments take 4 x {} = {} MiB at any length ({}, fp32). ",
-                    fp32.text("parameters"), number(4 * fp32.number("parameters"), "%.0f"), fp32.text("size"));
+                    fp32.text("parameters"), number(4 * fp32.number("parameters"), "%.5g"), fp32.text("size"));
     }
     const Table* first = table_with(tables, {"memory_profiling (b)"});
     if (first->caption.find("predicted: ") != std::string::npos) {
@@ -658,18 +654,19 @@ static std::string difference(const Table& table, const Table& categories) {
     std::string text = say("{} takes {} than {}: it changes the peak {}.", to,
                            more   ? "more memory"
                            : less ? "less memory"
-                                  : "in some rows more memory, in others less",
+                                  : "in some rows more memory, in others not more",
                            from, list_of(phases));
     std::string rest = say(" Activations change by {} MiB, the rest by {} MiB.",
                            span_of(values("activations"), "%+.1f"), span_of(values("the rest"), "%+.1f"));
     if (!ran(largest_of(all, "of it weight copies"), "of it weight copies", 0)) {
         return text + " This mode keeps no 16-bit copies of weights beside the fp32 ones." + rest;
     }
+    bool eager = categories.caption.find("mode eager") != std::string::npos;
     return text +
-           say(" Autocast leaves weights, gradients and moments in fp32, and keeps a 16-bit copy of each matrix that a "
-               "product reads: {} MiB at the peak (all of them: {} MiB). The log accounts for each byte, so "
-               "fragmentation "
-               "is no part of it.",
+           say(" {} a 16-bit copy of each matrix that a product reads: {} MiB at the peak (all of them: {} MiB). The "
+               "log "
+               "accounts for each byte, so fragmentation is no part of it.",
+               eager ? "Autocast leaves weights, gradients and moments in fp32, and keeps" : "This mode keeps",
                span_of(values("of it weight copies"), "%.1f"),
                largest_of(all, "2 bytes a matmul weight").text("2 bytes a matmul weight")) +
            rest;
@@ -684,7 +681,7 @@ static std::string residual_stream(const Table& table) {
     const TableRow& last = rows.back();
     double bytes = last.number("B*T*C*4"), sequence = bytes / strtod(B.c_str(), nullptr);
     std::string text =
-        say("It has batch x context length x d_model numbers of 4 bytes: {} x {} x {} x 4 = {} bytes, "
+        say("One tensor has batch x context length x d_model numbers of 4 bytes: {} x {} x {} x 4 = {} bytes, "
             "divided by 1024^2 = {} MiB ({}). A single sequence has {} MiB: the batch counts.",
             B, last.text("context length"), number(sequence / 4 / last.number("context length"), "%.0f"),
             last.text("B*T*C*4"), last.text("MiB"), last.text("size"), number(sequence / 1048576, "%.2f"));
@@ -746,9 +743,7 @@ static std::string largest_of_forward(const Table& table) {
     }
     TableRow held =
         largest_of(rows_of(table, {{"size", size}, {"range", "held"}, {"category", "parameters"}}), "MiB each");
-    return text + (held ? say(" The weights ({} MiB) are larger, but they are there before the pass begins.",
-                              held.text("MiB each"))
-                        : "");
+    return text + (held ? say(" The weights ({} MiB) were there before the pass began.", held.text("MiB each")) : "");
 }
 
 Answers answer_memory_profiling(const Tables& tables) {
