@@ -238,6 +238,10 @@ Answers answers_of(const std::string& command, const Tables& tables) {
     static const std::map<std::string, Answers (*)(const Tables&)> functions = {
         {"mixed_precision_accumulation", answer_mixed_precision_accumulation},
         {"communication_accounting", answer_communication_accounting},
+        {"benchmarking_script", answer_benchmarking_script},
+        {"nsys_profile", answer_nsys_profile},
+        {"benchmarking_mixed_precision", answer_benchmarking_mixed_precision},
+        {"memory_profiling", answer_memory_profiling},
     };
     auto at = functions.find(command);
     return at == functions.end() ? Answers() : at->second(tables);

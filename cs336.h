@@ -303,7 +303,7 @@ void print(const std::vector<Answer>& answers, const std::string& format);
 const std::vector<Table>& printed_tables();                               // of this run
 std::string format_table(const Table& table, const std::string& format);  // md (numbers right-aligned), csv or json
 void print(const Table& table, const std::string& format);                // to stdout
-Table read_csv(const std::string& text);                                  // of one table that was printed as csv
+Table read_csv(const std::string& text);                                  // the first table of what was printed as csv
 std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)", for a run that would have held so much
 // One rewritten line on a terminal; nothing in a pipe.
 void progress(const char* format, ...) __attribute__((format(printf, 1, 2)));

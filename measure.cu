@@ -898,6 +898,7 @@ Table read_csv(const std::string& text) {
             table.caption = line.substr(2);
             continue;
         }
+        if (line.empty()) { break; }  // another table, or the answers
         std::vector<std::string> cells = {""};
         bool quoted = false;
         for (size_t i = 0; i < line.size(); i++) {

@@ -36,7 +36,7 @@ TEST_CASE_TEMPLATE("benchmark: the roofline's FLOPs are the model's, its floors 
     for (std::string line; std::getline(lines, line);) {
         if (!line.empty()) { tables.push_back(nlohmann::json::parse(line)); }
     }
-    REQUIRE(tables.size() == 4);  // per precision the usual table, then the roofline
+    REQUIRE(tables.size() == 5);  // per precision the usual table, then the roofline; then the answers
     const ModelConfig c{"custom", 128, 320, 2, 4, 1000};
     for (const nlohmann::json& t : {tables[1], tables[3]}) {
         std::string caption = t["caption"];

@@ -1,0 +1,765 @@
+// answers_step.cu: section 1.1 of the handout, answered from the commands' tables (see answers.cu):
+// benchmarking_script, nsys_profile, benchmarking_mixed_precision, memory_profiling.
+#include "answers.h"
+
+#include <cmath>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What these tables have in common
+
+using Rows = std::vector<TableRow>;
+
+static std::string setting_of(const Table& table) {  // "fp32, mode eager"
+    std::string setting = value_in(table, "precision ", ";");
+    return setting.substr(0, setting.find(", each row"));
+}
+static bool on_gpu(const Table& table) { return table.caption.find("CUDA ") != std::string::npos; }
+// Is there a number in the row's cell (an "OOM" is none), and is it larger than this?
+static bool ran(const TableRow& row, const std::string& column, double than = -INFINITY) {
+    return row.number(column) > than;
+}
+static Rows ran(const Rows& rows, const std::string& column, double than = -INFINITY) {
+    Rows found;
+    std::copy_if(rows.begin(), rows.end(), std::back_inserter(found),
+                 [&](const TableRow& row) { return ran(row, column, than); });
+    return found;
+}
+static std::string where(const TableRow& row) {  // "large" or "large at context length 256"
+    std::string T = row.text("context length");
+    return row.text("size") + (T.empty() ? "" : " at context length " + T);
+}
+// "6.72 ms (small) to 145.16 ms (2.7B)", "6.72 ms (small)", or "" where no row has a number.
+static std::string from_to(const Rows& rows, const std::string& column, const std::string& unit) {
+    TableRow least = smallest_of(rows, column), most = largest_of(rows, column);
+    auto cell = [&](const TableRow& row) { return row.text(column) + unit + " (" + where(row) + ")"; };
+    if (!least) { return ""; }
+    return least.index == most.index ? cell(least) : cell(least) + " to " + cell(most);
+}
+static std::string span_of(const std::vector<double>& values, const char* format) {
+    if (values.empty()) { return ""; }
+    return span(*std::min_element(values.begin(), values.end()), *std::max_element(values.begin(), values.end()),
+                format);
+}
+static std::string cells_of(const Rows& rows, const std::string& column) {  // "5.0, 10.0 and 20.0"
+    std::vector<std::string> cells;
+    for (const TableRow& row : rows) { cells.push_back(row.text(column)); }
+    return list_of(cells);
+}
+static std::vector<std::string> values_of(const Rows& rows, const std::string& column) {  // each once, in their order
+    std::vector<std::string> values;
+    for (const TableRow& row : rows) {
+        std::string value = row.text(column);
+        if (std::find(values.begin(), values.end(), value) == values.end()) { values.push_back(value); }
+    }
+    return values;
+}
+// columns: of these the cells can be "OOM (61.2 GiB)"; names: what each of them stands for.
+static std::string out_of_memory(const Rows& rows, const std::vector<Cell>& columns) {
+    std::vector<std::string> missing;
+    for (const TableRow& row : rows) {
+        std::vector<std::string> phases;
+        for (const Cell& column : columns) {
+            if (row.text(column.column).compare(0, 3, "OOM") == 0) {
+                phases.push_back(column.text.empty() ? row.text("phase") : column.text);
+            }
+        }
+        if (!phases.empty()) { missing.push_back(where(row) + " (" + list_of(phases) + ")"); }
+    }
+    return missing.empty() ? "" : " Out of memory: " + list_of(missing) + ".";
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 1.1.3 benchmarking_script
+
+struct TimedPhase {
+    const char *name, *mean, *deviation;
+};
+static const TimedPhase timed_phases[] = {{"forward", "fw_mean_ms", "fw_std_ms"},
+                                          {"backward", "bw_only_mean_ms", "bw_only_std_ms"},
+                                          {"a whole step", "step_mean_ms", "step_std_ms"}};
+constexpr double SMALL_DEVIATION = 0.05;  // of the mean
+
+static std::string phase_times(const Table& table, const Rows& all) {
+    std::vector<std::string> times;
+    double worst = -1;
+    std::string worst_of;
+    for (const TimedPhase& phase : timed_phases) {
+        Rows rows = ran(all, phase.mean, 0);
+        if (rows.empty()) { continue; }
+        times.push_back(phase.name + std::string(times.empty() ? " takes " : " ") + from_to(rows, phase.mean, " ms"));
+        for (const TableRow& row : rows) {
+            double share = row.number(phase.deviation) / row.number(phase.mean);
+            if (share > worst) { worst = share, worst_of = std::string(phase.name) + " of " + where(row); }
+        }
+    }
+    std::string memory =
+        out_of_memory(all, {{"fw_mean_ms", "forward"}, {"bw_only_mean_ms", "backward"}, {"step_mean_ms", "step"}});
+    if (times.empty()) { return say("In {}, no size has a time.", setting_of(table)) + memory; }
+    std::string text = say("In {}, {}.", setting_of(table), list_of(times));
+    std::vector<double> ratios;
+    for (const TableRow& row : ran(ran(all, "fw_mean_ms", 0), "bw_only_mean_ms", 0)) {
+        ratios.push_back(row.number("bw_only_mean_ms") / row.number("fw_mean_ms"));
+    }
+    if (!ratios.empty()) {
+        text += say(" Backward takes {} times as long as forward; by FLOPs it would be 2.", span_of(ratios, "%.2f"));
+    }
+    if (worst >= 0) {
+        text += say(" The standard deviation is at most {} % of the mean ({}): the variability is {}.",
+                    number(100 * worst, "%.1f"), worst_of, worst <= SMALL_DEVIATION ? "small" : "high");
+    }
+    return text + memory;
+}
+
+static std::string after_steps(const TableRow& row) {
+    std::string n = row.text("warmup");
+    return "after " + n + (n == "1" ? " warm-up step" : " warm-up steps");
+}
+static std::string warmup_effect(const Table& table) {
+    Rows all = ran(rows_of(table), "fw_mean_ms", 0);
+    if (all.empty()) { return "No forward has a time, so nothing shows what the warm-up steps change."; }
+    Rows rows = ran(rows_of(table, {{"size", all[0].text("size")}}), "fw_mean_ms", 0);
+    TableRow cold = smallest_of(rows, "warmup"), warm = largest_of(rows, "warmup"), enough = warm;
+    double mean = warm.number("fw_mean_ms");
+    std::vector<std::string> times;
+    for (const TableRow& row : rows) {
+        times.push_back(say("{} ms (standard deviation {} ms) {}", row.text("fw_mean_ms"), row.text("fw_std_ms"),
+                            after_steps(row)));
+    }
+    for (size_t i = rows.size(); i-- > 0;) {  // back from the warm one, as long as nothing changes
+        double now = rows[i].number("fw_mean_ms");
+        if (std::abs(now / mean - 1) > 0.02 || rows[i].number("fw_std_ms") > SMALL_DEVIATION * now) { break; }
+        enough = rows[i];
+    }
+    std::vector<double> ratios;
+    for (const std::string& size : values_of(all, "size")) {
+        Rows of_size = ran(rows_of(table, {{"size", size}}), "fw_mean_ms", 0);
+        ratios.push_back(smallest_of(of_size, "warmup").number("fw_mean_ms") /
+                         largest_of(of_size, "warmup").number("fw_mean_ms"));
+    }
+    double most = *std::max_element(ratios.begin(), ratios.end());
+    std::string text = say("The mean time of forward ({}, {}) is {}.", where(cold), setting_of(table), list_of(times));
+    if (cold.index == warm.index) { return text + " To compare, `--warmup 0,1,2,5` runs more than one number."; }
+    text += say(" The mean {} is {} times the one {}{}", after_steps(cold), span_of(ratios, "%.2f"), after_steps(warm),
+                ratios.size() > 1 ? " (all sizes)" : "");
+    if (most < 1.05 || !(cold.number("fw_mean_ms") - mean > warm.number("fw_std_ms"))) {
+        return text + ", which is no more than the times vary: this run shows no cost of the first steps.";
+    }
+    text += on_gpu(table)
+                ? ", because the first step also loads the kernels' code, creates the cuBLAS handle and grows "
+                  "the memory pool."
+                : ", because the first step also touches its memory for the first time.";
+    if (enough.index != cold.index) { text += say(" It is level (within 2 %) {}.", after_steps(enough)); }
+    if (on_gpu(table) && table.caption.find("mode flash") != std::string::npos && enough.text("warmup") == "2") {
+        text += " One step is not enough, because mode flash records its CUDA graph in the second.";
+    }
+    return text;
+}
+
+Answers answer_benchmarking_script(const Tables& tables) {
+    std::string times, warmup;
+    for (const Table& table : tables_with(tables, {"benchmarking_script;"})) {
+        bool sweep = table.columns[0] == "warmup";
+        if (sweep && warmup.empty()) { warmup = warmup_effect(table); }
+        std::string most = sweep ? largest_of(rows_of(table), "warmup").text("warmup") : "";
+        Rows rows = sweep ? rows_of(table, {{"warmup", most}}) : rows_of(table);
+        times += times.empty() ? "" : " ";
+        times += table.columns[0].empty() ? "The answers need the table in ms: run it without `--table seconds`."
+                                          : phase_times(table, rows);
+    }
+    if (times.empty()) { return {}; }
+    if (tables_with(tables, {"benchmarking_script;", "mode eager"}).empty()) {
+        times += " The handout's own model, one kernel per operation, is `--mode eager`.";
+    }
+    if (warmup.empty()) {
+        warmup =
+            "This run had one number of warm-up steps. `--warmup 0,1,2,5` compares several, each in a fresh "
+            "process.";
+    }
+    return {{"b", times + scaled_down(*table_with(tables, {"benchmarking_script;"}))}, {"c", warmup}};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 1.1.4 nsys_profile. The answers are about one setting, fp32 and mode eager where the run has it, and, where one model
+// has to stand for all, about the last whose step ran; (d) and (e) compare the other settings.
+
+struct Profiled {
+    const Table *times = nullptr, *top = nullptr, *shares = nullptr, *softmax = nullptr;  // (a), (b), (c) and (d), (e)
+    std::string setting, size, T;
+    Cell of_size() const { return {"size", size}; }
+    Cell of_length() const { return {"context length", T}; }
+    std::string model() const { return size + " at context length " + T; }
+};
+static Profiled profile_in(const Tables& tables, const Table& times) {
+    Profiled p;
+    p.times = &times;
+    p.setting = setting_of(times);
+    std::string precision = "precision " + p.setting + ";";
+    p.top = table_with(tables, {"nsys_profile (b)", precision});
+    p.shares = table_with(tables, {"nsys_profile (c), (d)", precision});
+    p.softmax = table_with(tables, {"nsys_profile (e)", precision});
+    Rows rows = ran(rows_of(times, {{"phase", "step"}}), "untraced (ms)");
+    if (rows.empty()) { rows = ran(rows_of(times, {{"phase", "forward"}}), "untraced (ms)"); }
+    if (!rows.empty()) { p.size = rows.back().text("size"), p.T = rows.back().text("context length"); }
+    return p;
+}
+static TableRow row_in(const Table* table, const Profiled& p, const std::string& phase) {
+    return table ? row_of(*table, {p.of_size(), p.of_length(), {"phase", phase}}) : TableRow();
+}
+
+static std::string total_time(const std::vector<Profiled>& profiles, const Profiled& p) {
+    auto forwards = [](const Profiled& of) {
+        return ran(rows_of(*of.times, {{"phase", "forward"}}), "tracing adds (%)");
+    };
+    Rows rows = forwards(p), summed = ran(rows, "sum of kernels (ms)", 0);
+    std::string memory = out_of_memory(rows_of(*p.times), {{"untraced (ms)", ""}});
+    if (rows.empty()) { return "No forward has a time." + memory; }
+    TableRow most = largest_of(rows, "tracing adds (%)");
+    double low = smallest_of(rows, "tracing adds (%)").number("tracing adds (%)"),
+           high = most.number("tracing adds (%)");
+    std::string text = say("In {}, forward takes {} by the clock, and {} while it is traced.", p.setting,
+                           from_to(rows, "untraced (ms)", " ms"), from_to(rows, "traced (ms)", " ms"));
+    text += std::max(high, -low) <= 2 ? " The two match: tracing changes the time by {} %."
+            : high >= -low
+                ? " They do not match everywhere: tracing changes the time by {} % (most: {}), because "
+                  "recording costs the CPU time at each launch."
+                : " They do not match: tracing changes the time by {} %. It cannot make a run faster, so the "
+                  "machine's speed varies that much.";
+    text = say(text, span(low, high, "%+.1f"), where(most));
+    std::vector<double> shares;
+    for (const TableRow& row : summed) {
+        shares.push_back(100 * row.number("sum of kernels (ms)") / row.number("traced (ms)"));
+    }
+    if (shares.empty()) {
+        text += " No kernels were traced, so (b) to (e) have no answer.";
+    } else if (on_gpu(*p.times)) {
+        text += say(" The kernels' own times sum up to {} % of the traced time{}.", span_of(shares, "%.0f"),
+                    *std::max_element(shares.begin(), shares.end()) < 100 ? "; the rest is gaps between them" : "");
+    } else {
+        text += say(" Without a GPU there are no kernels: the clock times the operations, which sum up to {}.",
+                    from_to(summed, "sum of kernels (ms)", " ms"));
+    }
+    std::vector<std::string> others;
+    for (const Profiled& other : profiles) {
+        TableRow row = largest_of(forwards(other), "tracing adds (%)");
+        if (row && other.setting != p.setting) {
+            others.push_back(row.text("tracing adds (%)") + " % in " + other.setting);
+        }
+    }
+    return text + (others.empty() ? "" : " In other settings tracing adds (at most) " + list_of(others) + ".") +
+           memory + scaled_down(*p.times);
+}
+
+// What the launches of forward's first kernel say about which product it is. w1 and w3 are the only two products of one
+// shape in a layer of mode eager: q, k, v and output are four, w2, scores and values have a shape of their own.
+static std::string launches_say(const Tables& tables, const Profiled& p, const TableRow& forward) {
+    auto model = std::find_if(model_sizes.begin(), model_sizes.end(), [&](auto& c) { return c.name == p.size; });
+    double launches = forward.number("launches a pass");
+    if (model == model_sizes.end() || std::isnan(launches)) { return ""; }
+    int n = (int)launches, L = model->num_layers;
+    if (n < L || n % L > 1) { return ""; }
+    std::string text = say(" That is {} per layer{}", std::to_string(n / L), n % L ? " and one more" : "");
+    const Table* summary = table_with(tables, {"kernel summary: " + p.size + ", context length " + p.T + ",",
+                                               "range forward,", "precision " + p.setting + ";"});
+    TableRow row = summary ? row_of(*summary, {{"Name", forward.text("kernel")}}) : TableRow();
+    std::string min = row.text("Min"), max = row.text("Max");
+    bool alike = row && row.number("Max") < 1.1 * row.number("Min") &&
+                 min.substr(min.find(' ') + 1) == max.substr(max.find(' ') + 1);
+    bool eager = p.setting.find("mode eager") != std::string::npos;
+    if (n == 2 * L && alike && eager && forward.text("class") == "matmul") {
+        text += say(", of {} to {} each: SwiGLU's w1 and w3, a layer's only pair of products of one shape", min, max);
+    }
+    return text + ".";
+}
+static std::string class_name(const TableRow& row) {
+    std::string name = row.text("class");
+    if (name != "matmul") { return name == "elementwise" ? "an elementwise kernel" : "class " + name; }
+    if (!on_gpu(*row.table)) { return "a matrix product"; }
+    return std::string("a matrix product on ") +
+           (row.text("tensor cores") == "yes" ? "tensor cores" : "the CUDA cores");
+}
+static std::string top_kernel(const Tables& tables, const Profiled& p) {
+    TableRow forward = row_in(p.top, p, "forward"), both = row_in(p.top, p, "forward+backward");
+    if (!ran(forward, "Time (%)")) { return "No kernels of a forward were traced."; }
+    std::string kernel = on_gpu(*p.top) ? "kernel" : "operation";
+    std::string text =
+        say("In forward of {} ({}) the {} with the most time is {}, {}: {} % of forward's time, launched {} times per "
+            "forward.",
+            p.model(), p.setting, kernel, forward.text("kernel"), class_name(forward), forward.text("Time (%)"),
+            forward.text("launches a pass"));
+    text += launches_say(tables, p, forward);
+    bool same = both.text("the forward's, too") == "yes";
+    bool products = forward.text("class") == "matmul" && both.text("class") == "matmul" && on_gpu(*p.top);
+    if (!ran(both, "Time (%)")) {
+        text += " Forward and backward together did not run (out of memory).";
+    } else if (same) {
+        text += say(" With backward it is the same one ({} %, {} launches per pass).", both.text("Time (%)"),
+                    both.text("launches a pass"));
+    } else {
+        text +=
+            say(" With backward it is another one, {}, {} ({} %, {} launches per pass){}.", both.text("kernel"),
+                class_name(both), both.text("Time (%)"), both.text("launches a pass"),
+                products ? ": backward's products have other operands transposed, so other kernels compute them" : "");
+    }
+    int all = 0, matmul = 0, stays = 0;
+    for (const TableRow& row : ran(rows_of(*p.top), "Time (%)")) {
+        all += row.text("phase") == "forward";
+        matmul += row.text("phase") == "forward" && row.text("class") == "matmul";
+        stays += row.text("phase") == "forward+backward" && row.text("the forward's, too") == "yes";
+    }
+    if (all > 1) {
+        text += say(" Of all {} models profiled, it is a matrix product in {}, and stays first with backward in {}.",
+                    std::to_string(all), std::to_string(matmul), std::to_string(stays));
+    }
+    return text;
+}
+
+static std::string other_kernels(const Tables& tables, const Profiled& p) {
+    const Table* table =
+        table_with(tables, {"nsys_profile (c): what is not", "forward of " + p.size + ", context length " + p.T + ";",
+                            "precision " + p.setting + ";"});
+    TableRow shares = row_in(p.shares, p, "forward");
+    if (!table || table->rows.empty() || !ran(shares, "all (ms)")) { return "No kernels of a forward were traced."; }
+    std::vector<std::string> parts, classes;
+    for (const TableRow& row : rows_of(*table)) {
+        if (row.number("Time (%)") < 1 && !parts.empty()) { break; }  // they are sorted
+        parts.push_back(say("{} {} %", row.text("part of the model"), row.text("Time (%)")));
+    }
+    for (const std::string& column : p.shares->columns) {
+        bool is_class = column != "matmul" && column != "size" && column != "context length" && column != "phase" &&
+                        column != "all (ms)" && column != "on tensor cores";
+        if (is_class && shares.number(column) >= 1) { classes.push_back(say("{} {} %", column, shares.text(column))); }
+    }
+    std::string text =
+        say("Matrix products take {} % of forward's time ({}, {}). The other parts of the model that take "
+            "most are {}.",
+            ran(shares, "matmul") ? shares.text("matmul") : "0.0", p.model(), p.setting, list_of(parts));
+    if (on_gpu(*table) && !classes.empty()) { text += " By kind of kernel: " + list_of(classes) + "."; }
+    return text;
+}
+
+static std::string change_of(double from, double to) {  // "falls from 82.6 to 70.7 %"
+    std::string a = number(from, "%.1f"), b = number(to, "%.1f");
+    return a == b ? say("stays at {} %", a) : say("{} from {} to {} %", to < from ? "falls" : "rises", a, b);
+}
+static std::string step_shares(const std::vector<Profiled>& profiles, const Profiled& p) {
+    TableRow forward = row_in(p.shares, p, "forward"), step = row_in(p.shares, p, "step"),
+             optimizer = row_in(p.shares, p, "step: optimizer");
+    if (!ran(forward, "matmul") || !ran(step, "matmul") || !ran(step, "all (ms)", 0)) {
+        return "There is no trace of a whole step to compare with forward (out of memory, or nothing was traced)." +
+               (p.shares ? out_of_memory(rows_of(*p.shares), {{"all (ms)", ""}}) : "");
+    }
+    std::string grows, text = say("From forward to a whole step with AdamW the share of matrix products {} ({}, {}).",
+                                  change_of(forward.number("matmul"), step.number("matmul")), p.model(), p.setting);
+    double most = 0;
+    for (size_t i = 5; i < p.shares->columns.size(); i++) {  // the classes come after "on tensor cores"
+        const std::string& column = p.shares->columns[i];
+        double growth = step.number(column) - forward.number(column);
+        if (growth > most && column != "matmul") { most = growth, grows = column; }
+    }
+    if (!grows.empty()) {
+        text += say(" The class that grows most is {}, from {} to {} %.", grows, forward.text(grows), step.text(grows));
+    }
+    if (ran(optimizer, "all (ms)")) {
+        text +=
+            say(" AdamW has no products and takes {} of the step's {} ms ({} %).", optimizer.text("all (ms)"),
+                step.text("all (ms)"), number(100 * optimizer.number("all (ms)") / step.number("all (ms)"), "%.1f"));
+    }
+    int all = 0, falls = 0;
+    for (const TableRow& row : ran(rows_of(*p.shares, {{"phase", "step"}}), "matmul")) {
+        TableRow before =
+            row_of(*p.shares,
+                   {{"size", row.text("size")}, {"context length", row.text("context length")}, {"phase", "forward"}});
+        all++, falls += row.number("matmul") < before.number("matmul");
+    }
+    if (all > 1) { text += say(" It falls in {} of {} models.", std::to_string(falls), std::to_string(all)); }
+    std::vector<std::string> others;
+    for (const Profiled& other : profiles) {
+        TableRow a = row_in(other.shares, other, "forward"), b = row_in(other.shares, other, "step");
+        if (other.setting == p.setting || !ran(a, "matmul") || !ran(b, "matmul")) { continue; }
+        others.push_back(say("in {} it {}", other.setting, change_of(a.number("matmul"), b.number("matmul"))));
+    }
+    return text + (others.empty() ? "" : " Other settings: " + list_of(others) + ".");
+}
+
+static double softmax_to_products(const TableRow& row) {  // of the times; NaN: they are one kernel, or did not run
+    return ran(row, "softmax (ms)", 0) && ran(row, "products (ms)", 0)
+               ? row.number("softmax (ms)") / row.number("products (ms)")
+               : NAN;
+}
+static std::string softmax_and_products(const std::vector<Profiled>& profiles, const Profiled& p) {
+    TableRow row = p.softmax ? row_of(*p.softmax, {p.of_size(), p.of_length()}) : TableRow();
+    if (!ran(row, "products (ms)", 0)) { return "No attention of a forward was traced."; }
+    double times = softmax_to_products(row);
+    std::string flops = row.text("ratio of FLOPs (5 : 4 D)");  // "1 : 51.2"
+    std::string counts = say(" In FLOPs they are {} ({} and {} GFLOP; 5 : 4 D per entry of S)", flops,
+                             row.text("softmax (GFLOP)"), row.text("products (GFLOP)"));
+    if (std::isnan(times)) {
+        return say(
+            "In {} ({}) softmax and both products are one kernel of {} ms per forward, so the trace cannot tell "
+            "their times apart; that of mode eager can.{}.",
+            p.setting, p.model(), row.text("products (ms)"), counts);
+    }
+    double per_flop = times * strtod(flops.substr(flops.find(':') + 1).c_str(), nullptr);
+    std::string text =
+        say("In {} ({}) softmax takes {} ms per forward, {} times as long as attention's two products "
+            "({} ms).{}, so a FLOP of softmax takes {} times as long.",
+            p.setting, p.model(), row.text("softmax (ms)"), number(times, "%.2f"), row.text("products (ms)"), counts,
+            number(per_flop, "%.1f"));
+    if (on_gpu(*p.softmax) && per_flop > 2) {
+        text += say(" Bytes explain it: even at best softmax moves {} MiB and the products {} MiB.",
+                    row.text("softmax (MiB, at least)"), row.text("products (MiB, at least)"));
+    }
+    std::vector<std::string> lengths, others;
+    for (const TableRow& other : rows_of(*p.softmax, {p.of_size()})) {
+        if (std::isnan(softmax_to_products(other))) { continue; }
+        lengths.push_back(
+            say("{} times at {}", number(softmax_to_products(other), "%.2f"), other.text("context length")));
+    }
+    if (lengths.size() > 1) { text += say(" By context length ({}): {}.", p.size, list_of(lengths)); }
+    for (const Profiled& other : profiles) {
+        TableRow o = other.softmax ? row_of(*other.softmax, {other.of_size(), other.of_length()}) : TableRow();
+        if (other.setting == p.setting || !ran(o, "products (ms)", 0)) { continue; }
+        others.push_back(other.setting + (std::isnan(softmax_to_products(o))
+                                              ? say(": one kernel of {} ms", o.text("products (ms)"))
+                                              : say(": {} times as long", number(softmax_to_products(o), "%.2f"))));
+    }
+    return text + (others.empty() ? "" : " Other settings: " + list_of(others) + ".");
+}
+
+Answers answer_nsys_profile(const Tables& tables) {
+    Tables times = tables_with(tables, {"nsys_profile (a)"});
+    std::vector<Profiled> profiles;
+    for (const Table& table : times) { profiles.push_back(profile_in(tables, table)); }
+    if (profiles.empty()) { return {}; }
+    auto main = std::find_if(profiles.begin(), profiles.end(), [](auto& p) { return p.setting == "fp32, mode eager"; });
+    const Profiled& p = main == profiles.end() ? profiles[0] : *main;
+    Answers answers = {{"a", total_time(profiles, p)}};
+    if (!p.top) { return answers; }
+    answers.push_back({"b", top_kernel(tables, p)});
+    answers.push_back({"c", other_kernels(tables, p)});
+    answers.push_back({"d", step_shares(profiles, p)});
+    answers.push_back({"e", softmax_and_products(profiles, p)});
+    return answers;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 1.1.5 benchmarking_mixed_precision
+
+static std::string dtypes_seen(const Tables& tables) {
+    const Table *half = table_with(tables, {"autocast to float16"}),
+                *bf16 = table_with(tables, {"autocast to bfloat16"});
+    if (!half) { return "The run printed no dtypes under autocast to float16."; }
+    std::vector<std::string> seen, differ;
+    for (const TableRow& row : rows_of(*half)) {
+        std::string component = row.text("component"), dtype = row.text("dtype");
+        std::string wanted = dtype == "float16" ? "bfloat16" : dtype;
+        std::string other = bf16 ? row_of(*bf16, {{"component", component}}).text("dtype") : wanted;
+        if (!other.empty() && other != wanted) { differ.push_back(component + " (" + other + ")"); }
+        bool one_of_many = component.find("weight") != std::string::npos || component.find("bias") != std::string::npos;
+        if (!one_of_many) { seen.push_back(component + ": " + dtype); }  // else "model parameters" has it
+    }
+    if (seen.empty()) { return "The table of dtypes under autocast to float16 is empty."; }
+    std::string text = "Under autocast to float16: " + list_of(seen) + ".";
+    if (!bf16) { return text; }
+    return text + (differ.empty() ? " With bfloat16 everything is the same, with bfloat16 in float16's place."
+                                  : " With bfloat16 these differ: " + list_of(differ) + ".");
+}
+static std::string layer_norm(const Tables& tables) {
+    auto dtype = [&](const char* format) {
+        const Table* table = table_with(tables, {std::string("autocast to ") + format});
+        return table ? row_of(*table, {{"component", "output of the layer norm"}}).text("dtype") : "";
+    };
+    std::string text =
+        "Layer norm's mean and variance are sums, of numbers and of squares: in fp16 a square overflows from 256 on "
+        "(256 x 256 = 65536, the largest number is 65504), and a small variance vanishes. bf16 has fp32's range, so "
+        "it takes that danger away, but with 8 significant bits a long sum still loses its small terms.";
+    std::string half = dtype("float16"), bf16 = dtype("bfloat16");
+    if (half.empty() || bf16.empty()) { return text; }
+    return text + say(" So autocast treats layer norm {}: its output is {} under float16 and {} under bfloat16.",
+                      half == bf16 ? "alike" : "differently", half, bf16);
+}
+// How many times as fast as in the first precision, by size.
+struct Speedups {
+    std::vector<double> forward, backward, both;
+    std::vector<std::string> sizes;
+};
+static Speedups speedups_of(const Table& table, const std::string& from, const std::string& to) {
+    Speedups s;
+    for (const TableRow& b : ran(rows_of(table, {{"precision", to}}), "fwbw_mean_ms", 0)) {
+        TableRow a = row_of(table, {{"size", b.text("size")}, {"precision", from}});
+        if (!ran(a, "fwbw_mean_ms")) { continue; }  // the row's speedup is then one over another precision
+        s.sizes.push_back(b.text("size"));
+        s.forward.push_back(a.number("fw_mean_ms") / b.number("fw_mean_ms"));
+        s.backward.push_back(a.number("bw_only_mean_ms") / b.number("bw_only_mean_ms"));
+        s.both.push_back(b.number("fwbw speedup"));
+    }
+    return s;
+}
+static std::string trend_of(const Speedups& s, const std::string& from, const std::string& to) {
+    if (s.sizes.empty()) { return say(" No size ran in both {} and {}.", from, to); }
+    std::string text = say(" {} is {} times as fast as {} in forward and {} times in backward", to,
+                           span_of(s.forward, "%.2f"), from, span_of(s.backward, "%.2f"));
+    if (s.sizes.size() == 1) { return text + " (one size, so this shows no trend)."; }
+    size_t best = std::max_element(s.both.begin(), s.both.end()) - s.both.begin();
+    text += say("; in both together {} times ({}) to {} times ({})", number(s.both.front(), "%.2f"), s.sizes.front(),
+                number(s.both.back(), "%.2f"), s.sizes.back());
+    if (std::is_sorted(s.both.begin(), s.both.end())) {
+        return text + ": the larger the model, the larger the factor.";
+    }
+    if (std::is_sorted(s.both.rbegin(), s.both.rend())) {
+        return text + ": the larger the model, the smaller the factor.";
+    }
+    return text + say(", and most at {} ({} times): the factor does not grow with each size.", s.sizes[best],
+                      number(s.both[best], "%.2f"));
+}
+static std::string low_precision_times(const Table& table) {
+    Rows all = rows_of(table), rows = ran(all, "fwbw_mean_ms", 0);
+    std::string memory = out_of_memory(all, {{"fw_mean_ms", "forward"}, {"bw_only_mean_ms", "backward"}});
+    if (rows.empty()) { return "No size has a time." + memory; }
+    std::string size = rows.back().text("size");
+    std::vector<std::string> times, precisions = values_of(all, "precision");
+    for (const TableRow& row : ran(rows_of(table, {{"size", size}}), "fwbw_mean_ms")) {
+        times.push_back(
+            say("{} and {} ms in {}", row.text("fw_mean_ms"), row.text("bw_only_mean_ms"), row.text("precision")));
+    }
+    std::string text =
+        say("Forward and backward of {} take {} (mode {}).", size, list_of(times), value_in(table, "mode ", ";"));
+    if (precisions.size() == 1) { text += " This run had one precision, so there is nothing to compare it with."; }
+    bool grows = precisions.size() > 1;
+    for (size_t i = 1; i < precisions.size(); i++) {
+        Speedups s = speedups_of(table, precisions[0], precisions[i]);
+        text += trend_of(s, precisions[0], precisions[i]);
+        grows = grows && !s.both.empty() && s.both.back() > std::max(1.0, s.both.front());
+    }
+    if (on_gpu(table) && grows) {
+        text += " In larger models products take more of the time, and products are what tensor cores make faster.";
+    }
+    if (!on_gpu(table)) {
+        text +=
+            " On a CPU low precision saves no arithmetic: operands are rounded or widened, and products run in "
+            "fp32.";
+    }
+    return text + memory + scaled_down(table);
+}
+
+Answers answer_benchmarking_mixed_precision(const Tables& tables) {
+    const Table* table = table_with(tables, {"benchmarking_mixed_precision (c)"});
+    if (!table) { return {}; }
+    return {{"a", dtypes_seen(tables)}, {"b", layer_norm(tables)}, {"c", low_precision_times(*table)}};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 1.1.6 memory_profiling. Where one model has to stand for all, it is the first of the table.
+
+// At which moment of a step the peak is, from the gradients that are there.
+static std::string moment_of(const TableRow& row, const std::string& mode) {
+    double whole = row.number("parameters"), gradients = row.number("gradients");
+    bool halved = mode != "eager" && row.text("precision") != "fp32" && row.text("precision") != "tf32";
+    return gradients >= (halved ? 0.49 : 0.995) * whole ? "after backward, when all gradients are there"
+           : gradients <= 0.05 * whole                  ? "just after the loss, when all activations are there"
+                                                        : "in backward, when a part of the gradients is there";
+}
+static std::string timelines(const Table& categories) {
+    Rows all = ran(rows_of(categories), "parameters", 0), same;
+    if (all.empty()) { return "Nothing ran, so there is no timeline."; }
+    std::string size = all[0].text("size"), precision = all[0].text("precision"),
+                mode = value_in(categories, "mode ", ",");
+    auto rows = [&](const char* phase) {
+        return ran(rows_of(categories, {{"size", size}, {"precision", precision}, {"phase", phase}}), "parameters", 0);
+    };
+    Rows forward = rows("forward"), step = rows("step");
+    bool copies = largest_of(forward, "weight copies").number("weight copies") > 0;
+    std::string text =
+        say("The forward pass ({}, {}, mode {}) keeps nothing for a backward: on top of the weights ({} "
+            "MiB{}) its timeline has one equal peak per layer, of {} MiB of activations at context "
+            "length {}.",
+            size, precision, mode, all[0].text("parameters"), copies ? ", and their growing 16-bit copies" : "",
+            cells_of(forward, "activations"), cells_of(forward, "context length"));
+    text +=
+        " In a step the stages can be told apart: activations climb in forward and come down layer by layer in "
+        "backward, while the gradients grow; the optimizer is flat.";
+    std::vector<std::string> moments;
+    for (const TableRow& row : step) { moments.push_back(moment_of(row, mode)); }
+    for (size_t i = 0; i < step.size(); i++) {
+        same.push_back(step[i]);
+        if (i + 1 < step.size() && moments[i + 1] == moments[i]) { continue; }
+        text += say(" At context length {} the step's peak is {}: {} MiB of activations and {} MiB of gradients.",
+                    cells_of(same, "context length"), moments[i], cells_of(same, "activations"),
+                    cells_of(same, "gradients"));
+        same.clear();
+    }
+    return text + (step.empty() ? " No step ran." : "") + " `--out DIR` writes the pictures.";
+}
+
+static std::string peaks_of(const Tables& tables, const Table& categories) {
+    std::string text;
+    std::vector<std::string> tiny;
+    for (const Table& table : tables_with(tables, {"memory_profiling (b)"})) {
+        std::string precision = value_in(table, "precision ", ";");
+        if (table.caption.find("really run") != std::string::npos) {
+            bool as_predicted = true;
+            for (const TableRow& row : rows_of(table)) {
+                as_predicted = as_predicted && row.text("forward peak MiB") == row.text("forward predicted MiB") &&
+                               row.text("full step peak MiB") == row.text("full step predicted MiB");
+            }
+            tiny.push_back((as_predicted ? "as predicted in " : "not as predicted in ") + precision);
+            continue;
+        }
+        for (const std::string& size : values_of(rows_of(table), "size")) {
+            Rows rows = rows_of(table, {{"size", size}});
+            text += say("{} in {} at context length {}, in MiB: forward {}; a full step {}. ", size, precision,
+                        cells_of(rows, "context length"), cells_of(rows, "forward peak MiB"),
+                        cells_of(rows, "full step peak MiB"));
+        }
+    }
+    TableRow fp32 = row_of(categories, {{"precision", "fp32"}, {"phase", "step"}});
+    if (ran(fp32, "parameters")) {
+        text += say("Weights, gradients and AdamW's two moments take 4 x {} = {} MiB at any length ({}, fp32). ",
+                    fp32.text("parameters"), number(4 * fp32.number("parameters"), "%.5g"), fp32.text("size"));
+    }
+    const Table* first = table_with(tables, {"memory_profiling (b)"});
+    if (first->caption.find("predicted: ") != std::string::npos) {
+        text += "Without a GPU these are predictions: each allocation was counted, nothing was computed. ";
+    }
+    if (!tiny.empty()) { text += say("A tiny model was really run; its peaks are {}. ", list_of(tiny)); }
+    return (text.empty() ? "No peak was recorded." : text.substr(0, text.size() - 1)) + scaled_down(*first);
+}
+
+// Of one table of differences: what one precision adds to another.
+static std::string difference(const Table& table, const Table& categories) {
+    std::string to = value_in(table, "what ", " adds"), from = value_in(table, "adds to ", "'s peak");
+    Rows all = ran(rows_of(table), "all");
+    auto values = [&](const std::string& column) {
+        std::vector<double> numbers;
+        for (const TableRow& row : all) { numbers.push_back(row.number(column)); }
+        return numbers;
+    };
+    std::vector<std::string> phases;
+    for (const char* phase : {"forward", "step"}) {
+        std::vector<double> more, share;
+        for (const TableRow& row : all) {
+            TableRow before = row_of(categories, {{"size", row.text("size")},
+                                                  {"context length", row.text("context length")},
+                                                  {"phase", phase},
+                                                  {"precision", from}});
+            if (row.text("phase") != phase || !ran(before, "all", 0)) { continue; }
+            more.push_back(row.number("all")), share.push_back(100 * row.number("all") / before.number("all"));
+        }
+        if (!more.empty()) {
+            phases.push_back(say("of a {} by {} MiB ({} %)", phase, span_of(more, "%+.1f"), span_of(share, "%+.1f")));
+        }
+    }
+    if (phases.empty()) { return say("Nothing ran in both {} and {}.", from, to); }
+    bool more = smallest_of(all, "all").number("all") > 0, less = largest_of(all, "all").number("all") < 0;
+    std::string text = say("{} takes {} than {}: it changes the peak {}.", to,
+                           more   ? "more memory"
+                           : less ? "less memory"
+                                  : "in some rows more memory, in others not more",
+                           from, list_of(phases));
+    std::string rest = say(" Activations change by {} MiB, the rest by {} MiB.",
+                           span_of(values("activations"), "%+.1f"), span_of(values("the rest"), "%+.1f"));
+    if (!ran(largest_of(all, "of it weight copies"), "of it weight copies", 0)) {
+        return text + " This mode keeps no 16-bit copies of weights beside the fp32 ones." + rest;
+    }
+    bool eager = categories.caption.find("mode eager") != std::string::npos;
+    return text +
+           say(" {} a 16-bit copy of each matrix that a product reads: {} MiB at the peak (all of them: {} MiB). The "
+               "log "
+               "accounts for each byte, so fragmentation is no part of it.",
+               eager ? "Autocast leaves weights, gradients and moments in fp32, and keeps" : "This mode keeps",
+               span_of(values("of it weight copies"), "%.1f"),
+               largest_of(all, "2 bytes a matmul weight").text("2 bytes a matmul weight")) +
+           rest;
+}
+
+static std::string residual_stream(const Table& table) {
+    Rows all = ran(rows_of(table), "B*T*C*4", 0);
+    if (all.empty()) { return "No forward ran, so no tensor was seen."; }
+    Rows rows =
+        ran(rows_of(table, {{"size", all[0].text("size")}, {"precision", all[0].text("precision")}}), "B*T*C*4", 0);
+    std::string B = value_in(table, "batch ", ":");
+    const TableRow& last = rows.back();
+    double bytes = last.number("B*T*C*4"), sequence = bytes / strtod(B.c_str(), nullptr);
+    std::string text =
+        say("One tensor has batch x context length x d_model numbers of 4 bytes: {} x {} x {} x 4 = {} bytes, "
+            "divided by 1024^2 = {} MiB ({}). A single sequence has {} MiB: the batch counts.",
+            B, last.text("context length"), number(sequence / 4 / last.number("context length"), "%.0f"),
+            last.text("B*T*C*4"), last.text("MiB"), last.text("size"), number(sequence / 1048576, "%.2f"));
+    if (rows.size() > 1) {
+        text += say(" At context length {} it is {} MiB.", cells_of(rows, "context length"), cells_of(rows, "MiB"));
+    }
+    bool equal = std::all_of(all.begin(), all.end(),
+                             [](auto& row) { return row.text("B*T*C*4") == row.text("allocated bytes"); });
+    return text + say(equal ? " The run allocated exactly that for the embedding's output, in {}."
+                            : " But the run allocated another number of bytes for the embedding's output, in {}.",
+                      list_of(values_of(all, "precision")));
+}
+
+// What these arrays are; "": none of forward's largest.
+static std::string array_of(const TableRow& row) {
+    std::string range = row.text("range");
+    auto in = [&](const char* part) { return range.find(part) != std::string::npos; };
+    return row.text("category") == "weight copies" ? " (16-bit copies of matrices)"
+           : in("attention/scores") || in("attention/mask") || in("attention/softmax")
+               ? " (attention's scores: they grow with B H T^2)"
+           : in("layer/ffn") ? " (the feed-forward block: they grow with B T d_ff)"
+           : in("lm_head")   ? " (the logits: B T V numbers)"
+                             : "";
+}
+static std::string largest_allocations(const Rows& rows) {
+    Rows own;  // not what was held before the pass began
+    std::copy_if(rows.begin(), rows.end(), std::back_inserter(own),
+                 [](const TableRow& row) { return row.text("range") != "held"; });
+    TableRow first = largest_of(own, "MiB each");
+    if (!first) { return "the table lists none of the pass itself"; }
+    std::vector<std::string> places;
+    for (const std::string& range : values_of(own, "range")) {
+        std::vector<std::string> ops;
+        for (const TableRow& row : own) {
+            bool wanted = row.text("range") == range && row.text("MiB each") == first.text("MiB each");
+            if (wanted) { ops.push_back(row.text("times") + " by " + row.text("op")); }
+        }
+        if (!ops.empty()) { places.push_back(list_of(ops) + " in " + range); }
+    }
+    std::string text = first.text("MiB each") + " MiB each" + array_of(first) + ": ";
+    for (size_t i = 0; i < places.size(); i++) { text += (i ? "; " : "") + places[i]; }
+    return text;
+}
+static std::string largest_of_forward(const Table& table) {
+    Rows all = rows_of(table);
+    if (all.empty()) { return "No forward ran, so nothing was allocated."; }
+    std::string size = all[0].text("size"), text;
+    for (const std::string& precision : values_of(all, "precision")) {
+        std::vector<std::string> lengths =
+            values_of(rows_of(table, {{"size", size}, {"precision", precision}}), "context length");
+        if (lengths.empty()) { continue; }
+        std::vector<std::string> asked = {lengths.back()};
+        if (lengths.size() > 1) { asked.push_back(lengths.front()); }
+        for (const std::string& T : asked) {
+            Rows rows = rows_of(table, {{"size", size}, {"precision", precision}, {"context length", T}});
+            text += say("{}{} in {} at context length {}: {}.", text.empty() ? "" : " ", size, precision, T,
+                        largest_allocations(rows));
+        }
+    }
+    TableRow held =
+        largest_of(rows_of(table, {{"size", size}, {"range", "held"}, {"category", "parameters"}}), "MiB each");
+    return text + (held ? say(" The weights ({} MiB) were there before the pass began.", held.text("MiB each")) : "");
+}
+
+Answers answer_memory_profiling(const Tables& tables) {
+    const Table *peaks = table_with(tables, {"memory_profiling (b)"}),
+                *categories = table_with(tables, {"memory_profiling (c): MiB by category"}),
+                *residual = table_with(tables, {"memory_profiling (d)"}),
+                *largest = table_with(tables, {"memory_profiling (e)"});
+    if (!peaks || !categories || !residual || !largest) { return {}; }
+    std::string mixed;
+    for (const Table& table : tables_with(tables, {"memory_profiling (c): what"})) {
+        mixed += (mixed.empty() ? "" : " ") + difference(table, *categories);
+    }
+    if (mixed.empty()) { mixed = "This run had one precision; `--precision fp32,bf16` compares two."; }
+    return {{"a", timelines(*categories)},
+            {"b", peaks_of(tables, *categories)},
+            {"c", mixed},
+            {"d", residual_stream(*residual)},
+            {"e", largest_of_forward(*largest)}};
+}

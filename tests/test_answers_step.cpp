@@ -1,0 +1,280 @@
+// Tests of answers_step.cu: tables that an H200 printed in, the sentences out; then the same tables with other numbers.
+#include "answers.h"
+#include "test.h"
+
+#include <regex>
+
+static const std::vector<std::string> recorded = {"benchmarking_script", "benchmarking_script_warmup", "nsys_profile",
+                                                  "benchmarking_mixed_precision", "memory_profiling"};
+static std::string fixture(const std::string& name) { return read_file("tests/fixtures/answers/" + name + ".md"); }
+static Answers answers_from(const std::string& name, const std::string& markdown) {
+    return answers_of(name.substr(0, name.find("_warmup")), tables_in(markdown));
+}
+static std::string said(const Answers& answers, const std::string& part) {
+    for (const Answer& answer : answers) {
+        if (answer.part == part) { return answer.text; }
+    }
+    return "no answer (" + part + ")";
+}
+static void check_says(const Answers& answers, const std::string& part, const std::vector<std::string>& phrases) {
+    std::string text = said(answers, part);
+    for (const std::string& phrase : phrases) { CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text); }
+}
+static void check_clean(const Answers& answers) {
+    static const std::regex dirt("\\b(nan|inf)\\b|  |\\( |\\(\\)| [,.;)]|^$|[{}]");
+    for (const Answer& a : answers) { CHECK_MESSAGE(!std::regex_search(a.text, dirt), a.part, ": ", a.text); }
+}
+static Tables with_cell(Tables tables, const std::vector<std::string>& words, const std::vector<Cell>& row,
+                        const std::string& column, const std::string& text) {
+    bool found = false;
+    for (Table& table : tables) {
+        if (table_with({table}, words) == nullptr || found) { continue; }
+        TableRow at = row_of(table, row);
+        size_t i = std::find(table.columns.begin(), table.columns.end(), column) - table.columns.begin();
+        found = at && i < table.columns.size();
+        if (found) { table.rows[at.index][i] = text; }
+    }
+    REQUIRE_MESSAGE(found, words[0], ", ", column, ", ", text);
+    return tables;
+}
+
+TEST_CASE("answers step: benchmarking_script") {
+    Answers answers = answers_from("benchmarking_script", fixture("benchmarking_script"));
+    check_clean(answers);
+    check_says(answers, "b",
+               {"In fp32, mode flash, forward takes 6.72 ms (small) to 145.16 ms (2.7B), backward 13.51 ms (small) to",
+                "Backward takes 1.84 to 2.06 times as long", "at most 1.1 % of the mean (forward of 2.7B): the var",
+                "variability is small", "In bf16, mode flash, forward takes 0.80 ms", "`--mode eager`"});
+    check_says(answers, "c", {"one number of warm-up steps"});
+    Tables t = tables_in(fixture("benchmarking_script"));
+    t = with_cell(t, {"precision fp32"}, {{"size", "2.7B"}}, "fw_std_ms", "31.55");
+    t = with_cell(t, {"precision fp32"}, {{"size", "small"}}, "bw_only_mean_ms", "3.36");
+    t = with_cell(t, {"precision fp32"}, {{"size", "2.7B"}}, "step_mean_ms", "OOM (50.8 GiB)");
+    answers = answers_of("benchmarking_script", t);
+    check_clean(answers);
+    check_says(answers, "b",
+               {"takes 0.50 to 2.06 times", "at most 21.7 % of the mean (forward of 2.7B): the variability is high",
+                "a whole step 21.25 ms (small) to 310.92 ms (xl)", "Out of memory: 2.7B (step)."});
+}
+TEST_CASE("answers step: benchmarking_script with several numbers of warm-up steps") {
+    std::string text = fixture("benchmarking_script_warmup");
+    Answers answers = answers_from("benchmarking_script", text);
+    check_clean(answers);
+    check_says(answers, "b", {"forward takes 6.68 ms (small), backward"});  // only the warm row
+    check_says(
+        answers, "c",
+        {"is 19.52 ms (standard deviation 39.43 ms) after 0 warm-up steps, 6.99", "is 2.92 times the one after 5",
+         "because the first step", "level (within 2 %) after 2 warm-up steps", "CUDA graph in the second"});
+    Tables t = with_cell(tables_in(text), {"fresh process"}, {{"warmup", "0"}}, "fw_mean_ms", "6.71");
+    t = with_cell(t, {"fresh process"}, {{"warmup", "0"}}, "fw_std_ms", "0.03");
+    answers = answers_of("benchmarking_script", t);
+    check_says(answers, "c", {"is 1.00 times the one after 5 warm-up steps, which is no more than the times vary"});
+    CHECK(!has(said(answers, "c"), "because"));
+    t = with_cell(tables_in(text), {"fresh process"}, {{"warmup", "1"}}, "fw_std_ms", "0.01");  // but 6.99 ms
+    check_says(answers_of("benchmarking_script", t), "c", {"level (within 2 %) after 2 warm-up steps"});
+    t = tables_in(text);
+    t[0].caption = t[0].caption.substr(0, t[0].caption.find("NVIDIA")) + "AMD EPYC, 2 threads";
+    CHECK(has(said(answers_of("benchmarking_script", t), "c"), "because the first step also touches"));
+}
+TEST_CASE("answers step: a sweep of warm-ups reads its children's tables, not their answers") {
+    Run r = run_cs336({"benchmarking_script", "--quick", "--warmup", "0,1", "--device", "cpu", "--d_model", "64",
+                       "--d_ff", "64", "--num_layers", "1", "--num_heads", "4", "--vocab_size", "100"});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    Tables tables = tables_in(r.out);
+    REQUIRE(tables.size() == 1);
+    CHECK(tables[0].rows.size() == 2);
+    CHECK(has(r.out, "\n\n**(c)** The mean time of forward (custom, fp32, mode "));
+}
+TEST_CASE("answers step: nsys_profile") {
+    Answers answers = answers_from("nsys_profile", fixture("nsys_profile"));
+    check_clean(answers);
+    check_says(
+        answers, "a",
+        {"In fp32, mode eager, forward takes 63.403 ms (large at context length 256) by the clock, and 63.757 ms",
+         "The two match: tracing changes the time by +0.6 %.", "95 % of the traced time",
+         "24.8 % in bf16, mode eager"});
+    check_says(
+        answers, "b",
+        {"tilesize64x64x8_stage3_warpsize1x4x1_ffma_aligna4_alignc4_execute_kernel__5x_cublas`, a matrix product "
+         "on the CUDA cores: 41.5 % of forward's time, launched 72 times per forward. That is 2 per layer",
+         "w1 and w3", "With backward it is another one", "(18.4 %, 217 launches per pass)"});
+    check_says(answers, "c",
+               {"take 82.6 % of forward", "projections/rope 5.3 %, attention/softmax 4.7 %", "elementwise 13.0 %"});
+    check_says(answers, "d",
+               {"falls from 82.6 to 70.7 % (large", "is elementwise, from 13.0 to 25.7 %", "(15.1 %)",
+                "in bf16, mode flash it falls from 70.2 to 47.6 %"});
+    check_says(answers, "e",
+               {"2.821 ms per forward, 1.43 times as long", "1 : 51.2", "73.3 times as long", "Bytes explain it",
+                "fp32, mode flash: one kernel of 1.330 ms and bf16, mode eager: 6.82 times as long"});
+}
+TEST_CASE("answers step: nsys_profile with other numbers") {
+    Tables t = tables_in(fixture("nsys_profile"));
+    const std::vector<std::string> share = {"(c), (d)"}, softmax = {"nsys_profile (e)"};
+    t = with_cell(t, {"nsys_profile (a)"}, {{"phase", "forward"}}, "tracing adds (%)", "12.6");
+    t = with_cell(t, {"nsys_profile (b)"}, {{"phase", "forward+backward"}}, "the forward's, too", "yes");
+    t = with_cell(t, {"nsys_profile (b)"}, {{"phase", "forward"}}, "tensor cores", "yes");
+    t = with_cell(t, share, {{"phase", "step"}}, "matmul", "90.7");
+    t = with_cell(t, softmax, {{"size", "large"}}, "softmax (ms)", "0.985");
+    Answers answers = answers_of("nsys_profile", t);
+    check_clean(answers);
+    check_says(answers, "a", {"They do not match everywhere: tracing changes the time by +12.6 % (most: large"});
+    check_says(answers, "b", {"product on tensor cores: 41.5 %", "With backward it is the same one (18.4 %"});
+    check_says(answers, "d", {"rises from 82.6 to 90.7 %"});
+    check_says(answers, "e", {"0.50 times as long as attention's two products", "takes 25.6 times as long"});
+
+    for (Table& table : t) {  // a second length, and a step that does not fit
+        if (!has(table.caption, "fp32, mode eager")) { continue; }
+        if (has(table.caption, "nsys_profile (a)")) {
+            table.rows.insert(table.rows.begin() + 1,
+                              {{"large", "512", "forward", "130.0", "0.1", "131.3", "0.1", "-19.7", "128.0", "2132"},
+                               {"2.7B", "512", "step", "OOM (65.2 GiB)", "", "", "", "", "", ""}});
+        }
+        if (has(table.caption, "nsys_profile (e)")) {
+            table.rows.push_back({"large", "512", "3.0", "2.0", "", "2", "102.4", "1 : 51.2", "1", "1", ""});
+        }
+    }
+    answers = answers_of("nsys_profile", t);
+    check_clean(answers);
+    check_says(
+        answers, "a",
+        {"63.403 ms (large at context length 256) to 130.0 ms (large at context length 512)",
+         "time by -19.7 to +12.6 %. It cannot make a run faster", "Out of memory: 2.7B at context length 512 (step)."});
+    check_says(answers, "e", {"By context length (large): 0.50 times at 256 and 1.50 times at 512."});
+
+    Tables times = tables_with(t, {"nsys_profile (a)"});  // as without CUPTI
+    for (Table& table : times) {
+        for (auto& row : table.rows) { row[8] = row[9] = ""; }
+    }
+    answers = answers_of("nsys_profile", times);
+    CHECK(answers.size() == 1);
+    check_says(answers, "a", {"No kernels were traced, so (b) to (e) have no answer."});
+}
+TEST_CASE("answers step: benchmarking_mixed_precision") {
+    std::string text = fixture("benchmarking_mixed_precision");
+    Answers answers = answers_from("benchmarking_mixed_precision", text);
+    check_clean(answers);
+    check_says(
+        answers, "a",
+        {"model parameters within the autocast context: float32", "first feed-forward layer: float16",
+         "layer norm: float32", "logits: float16", "loss: float32", "gradients: float32.", "same, with bfloat16"});
+    check_says(answers, "b",
+               {"65504", "treats layer norm alike: its output is float32 under float16 and float32 under"});
+    check_says(answers, "c",
+               {"Forward and backward of 2.7B take 145.55 and 299.50 ms in fp32, 25.89",
+                "tf32 is 4.14 to 6.13 times as fast as fp32 in forward", "does not grow with each size",
+                "8.10 times (small) to 11.97 times (2.7B): the larger the model, the larger the factor"});
+    Tables t = tables_in(text);
+    t = with_cell(t, {"to bfloat16"}, {{"component", "output of the layer norm"}}, "dtype", "bfloat16");
+    const char *sizes[] = {"small", "medium", "large", "xl"}, *factors[] = {"18.10x", "15.45x", "12.67x", "11.98x"};
+    for (int i = 0; i < 4; i++) {
+        t = with_cell(t, {"(c)"}, {{"size", sizes[i]}, {"precision", "bf16"}}, "fwbw speedup", factors[i]);
+    }
+    t = with_cell(t, {"(c)"}, {{"size", "2.7B"}, {"precision", "fp32"}}, "fw_mean_ms", "6.07");
+    answers = answers_of("benchmarking_mixed_precision", t);
+    check_clean(answers);
+    check_says(answers, "a", {"With bfloat16 these differ: output of the layer norm (bfloat16)."});
+    check_says(answers, "b", {"differently: its output is float32 under float16 and bfloat16 under bfloat16"});
+    check_says(answers, "c", {"bf16 is 0.50 to 12.37 times as fast", "the larger the model, the smaller the factor"});
+    CHECK(!has(said(answers, "c"), "tensor cores"));
+}
+TEST_CASE("answers step: memory_profiling") {
+    std::string text = fixture("memory_profiling");
+    Answers answers = answers_from("memory_profiling", text);
+    check_clean(answers);
+    check_says(answers, "a",
+               {"of 115.0, 230.0 and 504.5 MiB of activations",
+                "At context length 128 and 256 the step's peak is after backward",
+                "At context length 512 the step's peak is just after the loss",
+                "27596.5 MiB of activations and 197.7 MiB of grad"});
+    check_says(answers, "b",
+               {"2.7B in fp32 at context length 128, 256 and 512, in MiB: forward 13143.0, 13258.0 and 13532.6; a full "
+                "step 52415.8, 52415.9 and 66814.2.",
+                "2.7B in bf16", "4 x 12995.9 = 51984 MiB"});
+    check_says(answers, "c",
+               {"bf16 takes more memory than fp32", "of a forward by +6153.4 to +6358.6 MiB (+45.5 to +48.4 %)",
+                "16-bit copy of each matrix that a product reads: 6237.5 to 6448.8 MiB", "fragmentation is no part",
+                "Activations change by -5421.8 to -84.1 MiB"});
+    check_says(answers, "d",
+               {"4 x 512 x 2560 x 4 = 20971520 bytes", "= 20.0 MiB (2.7B). A single sequence has 5.00 MiB",
+                "it is 5.0, 10.0 and 20.0 MiB", "allocated exactly that"});
+    check_says(
+        answers, "e",
+        {"fp32 at context length 512: 128.0 MiB each (attention's scores", "32 by matmul and 32 by scale in forward",
+         "fp32 at context length 128: 20.0 MiB each (the feed-forward block", "64 by linear in forward/layer/ffn;",
+         "bf16 at context length 128: 50.0 MiB each (16-bit copies", "The weights (12995.9 MiB) were there before"});
+}
+TEST_CASE("answers step: memory_profiling with other numbers") {
+    Tables t = tables_in(fixture("memory_profiling"));
+    for (Table& table : t) {
+        if (!has(table.caption, "what bf16 adds")) { continue; }
+        for (auto& row : table.rows) { row[3] = "-" + row[3]; }
+    }
+    const std::vector<Cell> longest = {{"context length", "512"}, {"phase", "step"}};
+    t = with_cell(t, {"MiB by category"}, longest, "gradients", "6000.0");
+    t = with_cell(t, {"memory_profiling (b)"}, {{"context length", "512"}}, "full step peak MiB", "OOM (65.2 GiB)");
+    t = with_cell(t, {"memory_profiling (d)"}, {{"context length", "256"}}, "allocated bytes", "8");
+    t = with_cell(t, {"memory_profiling (e)"}, {{"MiB each", "19.5"}}, "MiB each", "21.0");
+    Answers answers = answers_of("memory_profiling", t);
+    check_clean(answers);
+    CHECK(has(said(answers, "c"), "Autocast leaves weights, gradients and moments in fp32, and keeps a 16-bit"));
+    check_says(answers, "a", {"At context length 512 the step's peak is in backward, when a part"});
+    check_says(answers, "b", {"a full step 52415.8, 52415.9 and OOM (65.2 GiB)."});
+    check_says(answers, "c", {"bf16 takes less memory than fp32", "of a forward by -6358.6 to -6153.4 MiB (-48.4 to"});
+    check_says(answers, "d", {"allocated another number of bytes"});
+    check_says(answers, "e",
+               {"length 128: 21.0 MiB each (the logits: B T V numbers): 1 by linear in forward/lm_head."});
+
+    for (Table& table : t) {
+        size_t at = table.caption.find("mode eager");
+        if (at != std::string::npos) { table.caption.replace(at, 10, "mode fused"); }
+    }
+    check_says(answers_of("memory_profiling", t), "c", {"This mode keeps a 16-bit copy"});
+    for (Table& table : t) {
+        if (!has(table.caption, "what bf16 adds")) { continue; }
+        for (auto& row : table.rows) { row[4] = "0.0"; }
+        table.rows[0][3] = "1.0";
+    }
+    check_says(answers_of("memory_profiling", t), "c",
+               {"bf16 takes in some rows more memory, in others not more than fp32", "keeps no 16-bit copies"});
+}
+// Whatever a table lacks: rows, numbers, memory, or itself. No crash, and no hole in a sentence.
+TEST_CASE("answers step: tables with holes") {
+    const std::vector<std::function<void(Table&)>> holes = {
+        [](Table& t) { t.rows.clear(); },
+        [](Table& t) { t.rows.resize(std::min<size_t>(t.rows.size(), 1)); },
+        [](Table& t) {
+            for (auto& row : t.rows) {
+                for (size_t i = 3; i < row.size(); i++) { row[i] = i == 3 ? "OOM (1.0 GiB)" : ""; }
+            }
+        },
+        [](Table& t) {  // the last row has run out of memory
+            for (size_t i = 3; !t.rows.empty() && i < t.rows.back().size(); i++) { t.rows.back()[i] = "OOM (1.0 GiB)"; }
+        },
+        [](Table& t) {
+            for (auto& row : t.rows) {
+                for (size_t i = 3; i < row.size(); i++) { row[i] = atof(row[i].c_str()) > 0 ? "0.00" : row[i]; }
+            }
+        },
+    };
+    for (const std::string& name : recorded) {
+        Tables tables = tables_in(fixture(name));
+        std::string command = name.substr(0, name.find("_warmup"));
+        for (size_t i = 0; i < tables.size(); i++) {
+            CAPTURE(name);
+            CAPTURE(tables[i].caption);
+            Tables fewer = tables;
+            fewer.erase(fewer.begin() + i);
+            check_clean(answers_of(command, fewer));
+            for (const auto& hole : holes) {
+                Tables other = tables;
+                hole(other[i]);
+                check_clean(answers_of(command, other));
+            }
+        }
+        for (const auto& hole : holes) {
+            Tables other = tables;
+            for (Table& table : other) { hole(table); }
+            check_clean(answers_of(command, other));
+        }
+    }
+}
