@@ -45,3 +45,13 @@ std::string say(const std::string& sentence, const Part&... part) {
 // from the tables that its command printed. What the tables do not hold, the answer says.
 Answers answer_mixed_precision_accumulation(const Tables& tables);  // answers.cu
 Answers answer_communication_accounting(const Tables& tables);
+Answers answer_distributed_communication_single_node(const Tables& tables);  // answers_ddp.cu
+Answers answer_naive_ddp(const Tables& tables);
+Answers answer_naive_ddp_benchmarking(const Tables& tables);
+Answers answer_minimal_ddp_flat_benchmarking(const Tables& tables);
+Answers answer_ddp_overlap_individual_parameters(const Tables& tables);
+Answers answer_ddp_overlap_individual_parameters_benchmarking(const Tables& tables);
+Answers answer_ddp_overlap_bucketed(const Tables& tables);
+Answers answer_ddp_bucketed_benchmarking(const Tables& tables);
+Answers answer_optimizer_state_sharding(const Tables& tables);
+Answers answer_optimizer_state_sharding_accounting(const Tables& tables);

@@ -133,7 +133,8 @@ static void group_rows(const Options& o, const Sweep& s, const char* backend, De
         run_ourselves({"distributed_communication_single_node", "--nproc", std::to_string(n), "--backend", backend,
                        "--device", name_of(device), "--sizes_mb", sizes, "--warmup", std::to_string(s.warmup),
                        "--steps", std::to_string(s.steps), "--timeout", strprintf("%g", o.timeout), "--format", "csv"});
-    for (size_t start = csv.find(backend); start != std::string::npos && start < csv.size();) {
+    auto is_row = [&](size_t at) { return at != std::string::npos && csv.compare(at, strlen(backend), backend) == 0; };
+    for (size_t start = csv.find(backend); is_row(start);) {  // after the rows come the answers
         size_t end = csv.find('\n', start);
         std::vector<std::string> row = {""};
         for (char ch : csv.substr(start, end - start)) { ch == ',' ? row.push_back("") : row.back().push_back(ch); }
