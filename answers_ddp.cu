@@ -61,7 +61,7 @@ static std::string growth_with_ranks(const std::vector<TableRow>& all) {
         few.text("Ranks"), ranks(many.text("Ranks")), large.text("Tensor Size (MB)"), times(of_large),
         small.text("Tensor Size (MB)"), times(of_small), times(ring),
         of_large > 1.25 * ring  ? "the large tensor takes longer than that"
-        : of_large < 0.8 * ring ? "the large tensor takes less long than that"
+        : of_large < 0.8 * ring ? "the large tensor takes less than that"
                                 : "that explains the large tensor",
         of_small > 1.1 * ring ? "; the small one also pays for the latency of 2(n-1) steps" : "");
 }
@@ -201,11 +201,14 @@ static const char *const TOTAL = "Total Time (ms)", *const EXPOSED = "Exposed Co
                          *const WHAT_IS_EXPOSED =
                              "exposed communication (from the end of backward to the end of the last all-reduce)";
 
+static const char* const ONE_RANK = "One rank has no other to share with, so there is nothing to compare.";
+
 static TableRow step_of(const Table& table, const std::string& strategy) {
     return row_of(table, {{"Strategy", strategy}});
 }
 // No answers, or one that says why there is none: a step to compare has no time.
 static Answers why_open(const Table& table, const std::string& part, const std::vector<std::string>& strategies) {
+    if (value_in(table, "; ", " ranks") == "1") { return {{part, ONE_RANK}}; }
     for (const std::string& s : strategies) {
         TableRow step = step_of(table, s);
         if (step.text(TOTAL).compare(0, 3, "OOM") == 0) {
@@ -380,7 +383,7 @@ static std::string matching_setup(const Table& table) {
     bool halved = table.caption.find("gradients reduced in bf16") != std::string::npos;
     std::string tokens = say("a matching setup has about {} times the tokens per rank", times(ratio));
     return say(
-        " Both expectations take backward to be as long as the all-reduces; here it takes {} and flat's all-reduce "
+        " The model in (b) takes backward to be as long as the all-reduces; here it takes {} and flat's all-reduce "
         "{}, so {}.",
         ms(backward), ms(reduces),
         ratio < 0.9 ? "calls hide under backward, too: " + tokens + " or slower links"
@@ -548,7 +551,9 @@ static Answers speed_and_zero(const Table* time, const Table& memory) {
 Answers answer_optimizer_state_sharding_accounting(const Tables& tables) {
     const Table* memory = table_with(tables, {"optimizer_state_sharding_accounting;"});
     if (!memory) { return {}; }
+    std::string n = value_in(*memory, "; ", " ranks");
+    if (n == "1") { return {{"", ONE_RANK}}; }
     Answers answers = speed_and_zero(table_with(tables, {"time per iteration"}), *memory);
-    answers.insert(answers.begin(), peaks(*memory, value_in(*memory, "; ", " ranks")));
+    answers.insert(answers.begin(), peaks(*memory, n));
     return answers;
 }

@@ -119,7 +119,7 @@ static bool all_reduce_rows(const Communicator& c, const Sweep& s, Table* table)
     return all_ok;
 }
 
-// A group of ranks is a run of its own: its table's rows, or one that says why it cannot be.
+// A group of ranks is a run of its own: its table's rows (answers follow them), or one that says why it cannot be.
 static void group_rows(const Options& o, const Sweep& s, const char* backend, Device device, int n, Table* table) {
     std::string why = why_not(backend, device, n);
     if (!why.empty()) {
@@ -133,8 +133,7 @@ static void group_rows(const Options& o, const Sweep& s, const char* backend, De
         run_ourselves({"distributed_communication_single_node", "--nproc", std::to_string(n), "--backend", backend,
                        "--device", name_of(device), "--sizes_mb", sizes, "--warmup", std::to_string(s.warmup),
                        "--steps", std::to_string(s.steps), "--timeout", strprintf("%g", o.timeout), "--format", "csv"});
-    auto is_row = [&](size_t at) { return at != std::string::npos && csv.compare(at, strlen(backend), backend) == 0; };
-    for (size_t start = csv.find(backend); is_row(start);) {  // after the rows come the answers
+    for (size_t start = csv.find(backend); csv.compare(std::min(start, csv.size()), strlen(backend), backend) == 0;) {
         size_t end = csv.find('\n', start);
         std::vector<std::string> row = {""};
         for (char ch : csv.substr(start, end - start)) { ch == ',' ? row.push_back("") : row.back().push_back(ch); }

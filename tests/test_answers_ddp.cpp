@@ -41,7 +41,7 @@ TEST_CASE("answers ddp: distributed_communication_single_node") {
         answers_to(command, {"459.355", "1459.355", "  760.968", "15760.968"}),
         {"2634 times as long for 1000 times the bytes", "the large tensor gets less bandwidth than the small one",
          "1000 MB take 11 times", "the large tensor takes longer than that"});
-    check_says(answers_to(command, {"760.968", "460.968"}), {"the large tensor takes less long than that"});
+    check_says(answers_to(command, {"760.968", "460.968"}), {"the large tensor takes less than that"});
     // without a GPU; and with one size
     const std::string gpus = "| nccl    | cuda   |     2 |                1 |     0.035 |";
     check_says(answers_to(command, {gpus, "| nccl | cuda | 2 | 1 | OOM |"}),
@@ -89,6 +89,8 @@ TEST_CASE("answers ddp: naive_ddp_benchmarking") {
           "() No step was measured: size xl (d_model 1600, 48 layers) does not fit into this machine's memory: OOM "
           "(61.2 GiB a "
           "rank).\n");
+    CHECK(answers_to(command, {"; 2 ranks", "; 1 ranks"}) ==
+          "() One rank has no other to share with, so there is nothing to compare.\n");
     CHECK(answers_to(command, {"| naive    |", "| other |"}) ==
           "() The table has no Total Time (ms) for \"naive\", so there is no answer.\n");
 }
@@ -132,7 +134,8 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
          "and they do: all-reduces take 62.10 ms in 435 calls and 25.66 ms in 9.",
          "and it does: 3.07 ms with 1000 MB, at least 0.55 ms with smaller buckets.",
          "backward takes 61.53 ms instead of 52.33, because",
-         "it takes 52.33 ms and flat's all-reduce 23.07 ms, so calls hide under backward, too: a matching setup has "
+         "The model in (b) takes backward to be as long as the all-reduces; here it takes 52.33 ms and flat's "
+         "all-reduce 23.07 ms, so calls hide under backward, too: a matching setup has "
          "about "
          "0.44 times the tokens per rank or slower links.",
          "overhead(s, w, o, n_b) = s/(n_b w) + n_b o.", "the best bucket has s/n_b = sqrt(s o w) bytes.",
@@ -204,6 +207,8 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
          "1.22 ms (0.4%) more than ours."});
     check_says(answers_to(command, {"354.61 | 0.13", "339.61 | 0.23"}),
                {"\"unsharded\" and \"sharded, broadcast\" differ by no more than one standard deviation (0.23 ms)"});
+    CHECK(answers_to(command, {"; 2 ranks", "; 1 ranks"}) ==
+          "() One rank has no other to share with, so there is nothing to compare.\n");
     check_says(answers_to(command, {"335.83", "OOM"}),
                {"1/2.", "(b) The table of times is missing or has empty cells"});
     check_says(answers_to(command, {"22900.1", ""}), {"(a) The table has no sharded peak after step", "(b) An iter"});
