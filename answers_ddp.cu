@@ -9,6 +9,13 @@ static std::string per_cent(double share) { return number(100 * share, "%.1f%%")
 static std::string title(const std::string& backend) { return backend == "gloo" ? "Gloo" : "NCCL"; }
 static std::string ms(double value) { return number(value, "%.2f ms"); }
 static std::string ranks(const std::string& n) { return n + (n == "1" ? " rank" : " ranks"); }
+// The first of these columns in which the row has no number; "": there is none such.
+static std::string column_without_number(const TableRow& row, const std::vector<std::string>& columns) {
+    for (const std::string& column : columns) {
+        if (std::isnan(row.number(column))) { return column; }
+    }
+    return "";
+}
 static std::string against(double value, double other) {  // "16.14 ms (12.1%) less than"
     double more = value - other;
     return say("{} ({}) {} than", ms(std::fabs(more)), per_cent(std::fabs(more) / other), more > 0 ? "more" : "less");
@@ -94,7 +101,9 @@ Answers answer_distributed_communication_single_node(const Tables& tables) {
     for (const char* backend : {"gloo", "nccl"}) {
         std::vector<TableRow> all;
         for (const TableRow& r : rows) {
-            if (r.text("Backend") == backend && !std::isnan(r.number("median ms"))) { all.push_back(r); }
+            bool measured =
+                column_without_number(r, {"Ranks", "Tensor Size (MB)", "median ms", "busbw (GB/s)"}).empty();
+            if (measured && r.text("Backend") == backend) { all.push_back(r); }
         }
         std::string few = smallest_of(all, "Ranks").text("Ranks"), open = not_measured(rows, backend);
         for (const TableRow& r : all) {
@@ -215,10 +224,10 @@ static Answers why_open(const Table& table, const std::string& part, const std::
             return {{part, say("No step was measured: size {} does not fit into this machine's memory: {}.",
                                value_in(table, "size ", ", precision"), step.text(TOTAL))}};
         }
-        for (const char* column : {TOTAL, EXPOSED, REDUCES, BACKWARD, CALLS}) {
-            if (std::isnan(step.number(column))) {
-                return {{part, say("The table has no {} for \"{}\", so there is no answer.", column, s)}};
-            }
+        std::string column =
+            column_without_number(step, {TOTAL, EXPOSED, REDUCES, BACKWARD, CALLS, "Comm Prop.", "MB a step"});
+        if (!column.empty()) {
+            return {{part, say("The table has no {} for \"{}\", so there is no answer.", column, s)}};
         }
     }
     return {};
@@ -410,10 +419,14 @@ static Answer bucket_model_answer(const Table* model) {
         s, o, value_in(*model, "w = ", " GB/s"), value_in(*model, "all-reduces of ", " MB"), best,
         atof(best.c_str()) > atof(s.c_str()) ? " (more than there is: one bucket)" : "",
         value_in(*model, "least, ", " ms"));
-    std::vector<TableRow> rows = rows_of(*model);
+
+    std::vector<TableRow> rows;
+    for (const TableRow& r : rows_of(*model)) {
+        if (column_without_number(r, model->columns).empty()) { rows.push_back(r); }
+    }
     TableRow least = smallest_of(rows, "model's overhead (ms)"), exposed = smallest_of(rows, "measured (ms)"),
              fastest = smallest_of(rows, TOTAL);
-    if (!least || !exposed || !fastest) { return {"b", text + " No step with buckets was measured."}; }
+    if (rows.empty()) { return {"b", text + " No step with buckets was measured."}; }
     return {"b", text + say(" Of the sizes measured the model prefers {} MB ({} ms), where {} ms were exposed; {} MB "
                             "exposed least ({} ms), and the step was fastest with {} MB ({} ms).",
                             least.text("Bucket Size (MB)"), least.text("model's overhead (ms)"),
@@ -491,9 +504,12 @@ static Answer peaks(const Table& table, const std::string& n) {
     std::vector<std::string> three[2];
     for (int sharded : {0, 1}) {
         for (const char* moment : {"after init", "before step", "after step", "later steps"}) {
-            TableRow r = memory_at(table, sharded ? BROADCAST_WAY : WHOLE, moment);
-            if (std::isnan(r.number("peak")) || std::isnan(r.number("optimizer state"))) {
-                return {"a", say("The table has no {} peak {}, so there is no comparison.", sharded ? "sharded" : WHOLE,
+            const char* optimizer = sharded ? BROADCAST_WAY : WHOLE;
+            TableRow r = memory_at(table, optimizer, moment);
+            std::string column = column_without_number(
+                r, {"peak", "parameters", "gradients", "optimizer state", "activations and the rest"});
+            if (!column.empty()) {
+                return {"a", say("The table has no {} for \"{}\" {}, so there is no comparison.", column, optimizer,
                                  moment)};
             }
             if (three[sharded].size() < 3) { three[sharded].push_back(r.text("peak")); }
@@ -522,15 +538,13 @@ static Answers speed_and_zero(const Table* time, const Table& memory) {
     auto of = [&](const char* optimizer) { return row_of(*time, {{"Optimizer", optimizer}}); };
     TableRow whole = of(WHOLE), ours = of(BROADCAST_WAY), zero = of(ZERO1_WAY);
     for (const TableRow& r : {whole, ours, zero}) {
-        for (const char* column : {TOTAL, step, sent}) {
-            if (std::isnan(r.number(column))) { return {{"b", open}, {"c", open}}; }
-        }
+        if (!column_without_number(r, {TOTAL, step, sent}).empty()) { return {{"b", open}, {"c", open}}; }
     }
-    std::string a = memory_at(memory, BROADCAST_WAY, "after step").text("optimizer state"),
-                b = memory_at(memory, ZERO1_WAY, "after step").text("optimizer state");
-    std::string kept = a.empty() || b.empty() ? ""
-                       : a == b               ? say(" Memory is the same, {} MiB of moments per rank in both.", a)
-                                : say(" The moments take {} MiB per rank in our way and {} MiB in ZeRO-1.", a, b);
+    TableRow a = memory_at(memory, BROADCAST_WAY, "after step"), b = memory_at(memory, ZERO1_WAY, "after step");
+    std::string x = a.text("optimizer state"), y = b.text("optimizer state"),
+                kept = std::isnan(a.number("optimizer state") + b.number("optimizer state")) ? ""
+                       : x == y ? say(" Memory is the same, {} MiB of moments per rank in both.", x)
+                                : say(" The moments take {} MiB per rank in our way and {} MiB in ZeRO-1.", x, y);
     return {
         {"b", say("An iteration takes {} ms sharded, {} unsharded ({} ms). The optimizer's step and the sending of "
                   "weights take {} ms instead of {}: a rank steps only its share but then broadcasts it, so it sends "

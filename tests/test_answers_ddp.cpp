@@ -46,6 +46,7 @@ TEST_CASE("answers ddp: distributed_communication_single_node") {
     const std::string gpus = "| nccl    | cuda   |     2 |                1 |     0.035 |";
     check_says(answers_to(command, {gpus, "| nccl | cuda | 2 | 1 | OOM |"}),
                {"NCCL with 2 ranks takes 0.071 ms for 10 MB", "Gloo takes 60 times (10 MB)"});
+    check_says(answers_to(command, {" 28.32 |        28.32 ", " | "}), {"NCCL with 2 ranks takes 0.071 ms for 10 MB"});
     Table one{"distributed_communication_single_node: all-reduce; scaled down: 3 steps instead of 10",
               {"Backend", "Device", "Ranks", "Tensor Size (MB)", "median ms", "busbw (GB/s)", "sums"},
               {{"gloo", "cpu", "2", "1", "0.5", "2.00", "right"}, {"nccl", "cuda", "2", "all", "", "", "no GPU here"}}};
@@ -161,6 +162,7 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking, tables with holes") {
         "o = 31.1 us, w = 283.24 GB/s (algbw); least, 1.87 ms, with buckets of sqrt(s o w) = 265.1 MB";
     check_says(answers_to(command, {fit, "no w, they took no longer"}),
                {"sqrt(s o w) bytes. This run could not fit w"});
+    check_says(answers_to(command, {"103.94 |  98 ", "103.94 |  "}), {"the model prefers 1000 MB (3.41 ms)"});
     check_says(answers_to(command, {"265.1 MB;", "9265.1 MB;"}), {"9265.1 MB (more than there is: one bucket)"});
     check_says(answers_to(command, {"DDP overhead", "something else"}), {"The table of the fitted model is missing"});
     check_says(answers_to(command, {"23.07", "52.07"}), {"so this setup matches."});
@@ -211,7 +213,8 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
           "() One rank has no other to share with, so there is nothing to compare.\n");
     check_says(answers_to(command, {"335.83", "OOM"}),
                {"1/2.", "(b) The table of times is missing or has empty cells"});
-    check_says(answers_to(command, {"22900.1", ""}), {"(a) The table has no sharded peak after step", "(b) An iter"});
+    check_says(answers_to(command, {"22900.1", ""}),
+               {"(a) The table has no peak for \"sharded, broadcast\" after step", "(b) An iter"});
     check_says(answers_to(command, {"time per iteration", "something else"}), {"(c) The table of times is missing"});
 }
 TEST_CASE("answers ddp: none without tables, once and from rank 0 alone, in every format") {
