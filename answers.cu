@@ -237,11 +237,21 @@ Answers answer_communication_accounting(const Tables& tables) {
 Answers answers_of(const std::string& command, const Tables& tables) {
     static const std::map<std::string, Answers (*)(const Tables&)> functions = {
         {"mixed_precision_accumulation", answer_mixed_precision_accumulation},
+        {"distributed_communication_single_node", answer_distributed_communication_single_node},
+        {"naive_ddp", answer_naive_ddp},
+        {"naive_ddp_benchmarking", answer_naive_ddp_benchmarking},
+        {"minimal_ddp_flat_benchmarking", answer_minimal_ddp_flat_benchmarking},
+        {"ddp_overlap_individual_parameters", answer_ddp_overlap_individual_parameters},
+        {"ddp_overlap_individual_parameters_benchmarking", answer_ddp_overlap_individual_parameters_benchmarking},
+        {"ddp_overlap_bucketed", answer_ddp_overlap_bucketed},
+        {"ddp_bucketed_benchmarking", answer_ddp_bucketed_benchmarking},
         {"communication_accounting", answer_communication_accounting},
         {"benchmarking_script", answer_benchmarking_script},
         {"nsys_profile", answer_nsys_profile},
         {"benchmarking_mixed_precision", answer_benchmarking_mixed_precision},
         {"memory_profiling", answer_memory_profiling},
+        {"optimizer_state_sharding", answer_optimizer_state_sharding},
+        {"optimizer_state_sharding_accounting", answer_optimizer_state_sharding_accounting},
     };
     auto at = functions.find(command);
     return at == functions.end() ? Answers() : at->second(tables);

@@ -49,3 +49,13 @@ Answers answer_benchmarking_script(const Tables& tables);  // answers_step.cu
 Answers answer_nsys_profile(const Tables& tables);
 Answers answer_benchmarking_mixed_precision(const Tables& tables);
 Answers answer_memory_profiling(const Tables& tables);
+Answers answer_distributed_communication_single_node(const Tables& tables);  // answers_ddp.cu
+Answers answer_naive_ddp(const Tables& tables);
+Answers answer_naive_ddp_benchmarking(const Tables& tables);
+Answers answer_minimal_ddp_flat_benchmarking(const Tables& tables);
+Answers answer_ddp_overlap_individual_parameters(const Tables& tables);
+Answers answer_ddp_overlap_individual_parameters_benchmarking(const Tables& tables);
+Answers answer_ddp_overlap_bucketed(const Tables& tables);
+Answers answer_ddp_bucketed_benchmarking(const Tables& tables);
+Answers answer_optimizer_state_sharding(const Tables& tables);
+Answers answer_optimizer_state_sharding_accounting(const Tables& tables);

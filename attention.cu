@@ -394,8 +394,8 @@ static void attention_reference_cpu(const AttentionArgs& a, int D) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// FlashAttention-2 (Dao, 2023), the handout's section 1.3.2. Every kernel, here and in the fast_flash files, cites
-// these numbers.
+// FlashAttention-2 (Dao, 2023), the handout's section 1.3.2. Every kernel, here and in other files, cites these
+// numbers.
 //
 // S = Q K^T / sqrt(D) and P = softmax(S) never exist as a whole. Queries are cut into tiles Q_i of Bq rows, keys and
 // values into tiles K_j and V_j of Bk rows; q_tiles and k_tiles are how many there are (the handout's T_q and T_k: here
@@ -797,7 +797,8 @@ static std::list<AttentionImpl>& the_table() {  // made by whichever file's row 
         {"tiled", CPU, 30, only_fp32, nullptr, tiled_forward, tiled_backward,
          "FlashAttention-2 in plain C++: O(T) memory"},
 #ifdef __CUDACC__
-        {"naive", CUDA, 10, gpu_float, attention_naive, nullptr, nullptr, "one kernel an operation, S and P in memory"},
+        {"naive", CUDA, 10, gpu_float, attention_naive, nullptr, nullptr,
+         "one kernel per operation, S and P in memory"},
         {"fused", CUDA, 20, gpu_float, attention_fused, nullptr, nullptr, "softmax as one kernel, P in the place of S"},
         {"flash_v1", CUDA, 30, flash_on_gpu, nullptr, v1_forward, v1_backward,
          "FlashAttention-2, the simplest kernels"},
