@@ -238,6 +238,13 @@ Answers answers_of(const std::string& command, const Tables& tables) {
     static const std::map<std::string, Answers (*)(const Tables&)> functions = {
         {"mixed_precision_accumulation", answer_mixed_precision_accumulation},
         {"communication_accounting", answer_communication_accounting},
+        {"pytorch_attention", answer_pytorch_attention},
+        {"torch_compile", answer_torch_compile},
+        {"weighted_sum", answer_weighted_sum},
+        {"flash_forward", answer_flash_forward},
+        {"flash_backward", answer_flash_backward},
+        {"flash_benchmarking", answer_flash_benchmarking},
+        {"flash_leaderboard", answer_flash_leaderboard},
     };
     auto at = functions.find(command);
     return at == functions.end() ? Answers() : at->second(tables);

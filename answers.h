@@ -45,3 +45,10 @@ std::string say(const std::string& sentence, const Part&... part) {
 // from the tables that its command printed. What the tables do not hold, the answer says.
 Answers answer_mixed_precision_accumulation(const Tables& tables);  // answers.cu
 Answers answer_communication_accounting(const Tables& tables);
+Answers answer_pytorch_attention(const Tables& tables);  // answers_attention.cu
+Answers answer_torch_compile(const Tables& tables);
+Answers answer_weighted_sum(const Tables& tables);
+Answers answer_flash_forward(const Tables& tables);
+Answers answer_flash_backward(const Tables& tables);
+Answers answer_flash_benchmarking(const Tables& tables);
+Answers answer_flash_leaderboard(const Tables& tables);
