@@ -252,6 +252,13 @@ Answers answers_of(const std::string& command, const Tables& tables) {
         {"memory_profiling", answer_memory_profiling},
         {"optimizer_state_sharding", answer_optimizer_state_sharding},
         {"optimizer_state_sharding_accounting", answer_optimizer_state_sharding_accounting},
+        {"pytorch_attention", answer_pytorch_attention},
+        {"torch_compile", answer_torch_compile},
+        {"weighted_sum", answer_weighted_sum},
+        {"flash_forward", answer_flash_forward},
+        {"flash_backward", answer_flash_backward},
+        {"flash_benchmarking", answer_flash_benchmarking},
+        {"flash_leaderboard", answer_flash_leaderboard},
     };
     auto at = functions.find(command);
     return at == functions.end() ? Answers() : at->second(tables);

@@ -59,3 +59,10 @@ Answers answer_ddp_overlap_bucketed(const Tables& tables);
 Answers answer_ddp_bucketed_benchmarking(const Tables& tables);
 Answers answer_optimizer_state_sharding(const Tables& tables);
 Answers answer_optimizer_state_sharding_accounting(const Tables& tables);
+Answers answer_pytorch_attention(const Tables& tables);  // answers_attention.cu
+Answers answer_torch_compile(const Tables& tables);
+Answers answer_weighted_sum(const Tables& tables);
+Answers answer_flash_forward(const Tables& tables);
+Answers answer_flash_backward(const Tables& tables);
+Answers answer_flash_benchmarking(const Tables& tables);
+Answers answer_flash_leaderboard(const Tables& tables);

@@ -430,7 +430,9 @@ TEST_CASE_TEMPLATE("flash: the leaderboard says OOM where there is not the memor
     Run r = run_cs336({"flash_leaderboard", "--quick", "--num_heads", "1048576", "--context_length", "1048576",
                        "--format", "csv", "--device", name_of(D::device)});
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-    std::string row = r.out.substr(r.out.rfind('\n', r.out.size() - 2) + 1), oom = row.substr(0, row.find(" GiB)"));
+    std::string row = r.out.substr(r.out.rfind("\nours: ") + 1);
+    row.resize(row.find('\n') + 1);
+    std::string oom = row.substr(0, row.find(" GiB)"));
     CHECK_MESSAGE(has(row, ",this one,OOM ("), row);
     oom = oom.substr(oom.find("OOM")) + " GiB)";
     CHECK_MESSAGE(has(row, "," + oom + "," + oom + "," + oom + ",,\n"), row);  // three times, and no rates
