@@ -334,13 +334,15 @@ Answers answer_ddp_overlap_individual_parameters_benchmarking(const Tables& tabl
                  overlapped.text(TOTAL), against(step, naive.number(TOTAL)), naive.text(TOTAL),
                  against(step, flat.number(TOTAL)), flat.text(TOTAL), none.text(TOTAL), overlapped.text(EXPOSED),
                  WHAT_IS_EXPOSED, naive.text(EXPOSED), flat.text(EXPOSED),
-                 hidden.empty() ? "" : say("; {} of the all-reduces' time lies under backward", hidden)) +
+                 std::isnan(overlapped.number("hidden"))
+                     ? ""
+                     : say("; {} of the all-reduces' time lies under backward", hidden)) +
                  price_of_hiding(none, naive, overlapped) + undecided(overlapped, naive) + undecided(overlapped, flat) +
                  scaled_down(*table)},
             {"b",
              "The two traces are files: `--trace FILE.json` (for Perfetto) and `--plot FILE.svg` show one more step of "
              "each way, naive and overlapped among them." +
-                 (hidden.empty() || hidden_naive.empty()
+                 (std::isnan(overlapped.number("hidden") + naive.number("hidden"))
                       ? ""
                       : say(" In the steps timed here {} of naive's all-reduce time lies under backward, and {} of "
                             "overlapped's.",
@@ -422,7 +424,9 @@ static Answer bucket_model_answer(const Table* model) {
 
     std::vector<TableRow> rows;
     for (const TableRow& r : rows_of(*model)) {
-        if (column_without_number(r, model->columns).empty()) { rows.push_back(r); }
+        if (column_without_number(r, {"Bucket Size (MB)", TOTAL, "model's overhead (ms)", "measured (ms)"}).empty()) {
+            rows.push_back(r);
+        }
     }
     TableRow least = smallest_of(rows, "model's overhead (ms)"), exposed = smallest_of(rows, "measured (ms)"),
              fastest = smallest_of(rows, TOTAL);
