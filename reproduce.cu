@@ -6,7 +6,7 @@
 // captions contain both "(b)" and "precision fp32", or "(c)". A command line is run once, whatever the number of blocks
 // that show it, as a process of its own.
 //   <!-- answers: ./cs336 COMMAND OPTIONS -->
-// begins a block for the answers that follow from the tables of this command line's blocks on the same page.
+// begins a block for the answers that follow from the tables of this page's blocks whose command lines begin like this.
 #include "answers.h"
 
 #include <algorithm>
@@ -53,7 +53,7 @@ struct Block {
     size_t begin, end;  // what stands between the markers, as bytes of the page
     Words words;        // of the command line, without ./cs336
     Words tables;       // empty: all that the command prints
-    bool answers;       // that follow from the tables of the blocks with the same words
+    bool answers;       // that follow from the tables of the blocks whose words begin with these
 };
 struct Page {
     std::string path, text;
@@ -439,7 +439,9 @@ static std::string with_answers(const std::string& path, std::string text) {
         if (!block.answers) { continue; }
         Tables tables;
         for (const Block& other : page.blocks) {
-            if (other.answers || other.words != block.words) { continue; }
+            bool asked = other.words.size() >= block.words.size() &&
+                         std::equal(block.words.begin(), block.words.end(), other.words.begin());
+            if (other.answers || !asked) { continue; }
             for (const Table& table : tables_in(page.text.substr(other.begin, other.end - other.begin))) {
                 tables.push_back(table);
             }
