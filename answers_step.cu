@@ -594,7 +594,9 @@ static std::string timelines(const Table& categories) {
 static std::string peaks_of(const Tables& tables, const Table& categories) {
     std::string text;
     std::vector<std::string> tiny;
-    for (const Table& table : tables_with(tables, {"memory_profiling (b)"})) {
+    const Table* first = table_with(tables, {"memory_profiling (b)"});
+    std::string mode = "mode " + value_in(*first, "mode ", ",") + ",";  // a page may show several
+    for (const Table& table : tables_with(tables, {"memory_profiling (b)", mode})) {
         std::string precision = value_in(table, "precision ", ";");
         if (table.caption.find("really run") != std::string::npos) {
             bool as_predicted = true;
@@ -617,7 +619,6 @@ static std::string peaks_of(const Tables& tables, const Table& categories) {
         text += say("Weights, gradients and AdamW's two moments take 4 x {} = {} MiB at any length ({}, fp32). ",
                     fp32.text("parameters"), number(4 * fp32.number("parameters"), "%.5g"), fp32.text("size"));
     }
-    const Table* first = table_with(tables, {"memory_profiling (b)"});
     if (first->caption.find("predicted: ") != std::string::npos) {
         text += "Without a GPU these are predictions: each allocation was counted, nothing was computed. ";
     }
