@@ -102,6 +102,23 @@ TEST_CASE("reproduce: answers follow from the tables of their command line's blo
               "end -->\n" + block("communication_accounting; tables: communication_accounting", other)));
 }
 
+TEST_CASE("reproduce: the answers on our pages are those of the tables beside them") {
+    std::map<std::string, std::string> pages;
+    for (const auto& entry : std::filesystem::directory_iterator("notes")) {
+        if (entry.path().extension() == ".md") { pages[entry.path()] = read_file(entry.path()); }
+    }
+    REQUIRE(pages.size() > 20);
+    Repository repository;
+    for (const auto& [path, text] : pages) { write_file(path, text); }
+    Run r = run_cs336({"reproduce", "--only", "communication_accounting"});
+    CAPTURE(r.err);
+    CHECK(r.exit_code == 0);
+    for (const auto& [path, text] : pages) {
+        bool same = path == "notes/2.4-communication_accounting.md" || read_file(path) == text;  // its commit differs
+        CHECK_MESSAGE(same, path,
+                      ": its answers are old; ./cs336 reproduce --only communication_accounting mends them");
+    }
+}
 TEST_CASE("reproduce: markers that it cannot read are named by file and line, before anything runs") {
     Repository repository;
     struct Bad {
