@@ -39,8 +39,8 @@ CXXFLAGS := -std=c++17 -O2 -fno-math-errno -g -fopenmp -Wall -Wextra $(if $(WERR
 ifeq ($(FLAVOUR),cuda)
 # The machine's own cards; without any (or with one that nvcc does not know) what runs from sm_80 on, through PTX at the
 # latest. nvcc hands g++ rewritten text with parentheses of its own; the CPU flavour still warns about ours.
-ARCH ?= $(or $(foreach card,$(CARDS),-gencode arch=compute_$(card),code=sm_$(card)),-gencode \
-	arch=compute_80,code=[sm_80,compute_80] -gencode arch=compute_90,code=sm_90)
+ANY_CARD := -gencode arch=compute_80,code=[sm_80,compute_80] -gencode arch=compute_90,code=sm_90
+ARCH ?= $(or $(foreach card,$(CARDS),-gencode arch=compute_$(card),code=sm_$(card)),$(ANY_CARD))
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
 CUPTI_INCLUDE := $(wildcard $(CUDA_HOME)/extras/CUPTI/include)
 CUDA_LIBS := $(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib $(CUDA_HOME)/extras/CUPTI/lib64)
