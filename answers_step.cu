@@ -157,9 +157,13 @@ static std::string warmup_effect(const Table& table) {
 
 Answers answer_benchmarking_script(const Tables& tables) {
     std::string times, warmup;
-    for (const Table& table : tables_with(tables, {"benchmarking_script;"})) {
-        bool sweep = table.columns[0] == "warmup";
+    auto is_sweep = [](const Table& table) { return table.columns[0] == "warmup"; };
+    Tables all = tables_with(tables, {"benchmarking_script;"});
+    bool sweeps_only = std::all_of(all.begin(), all.end(), is_sweep);
+    for (const Table& table : all) {
+        bool sweep = is_sweep(table);
         if (sweep && warmup.empty()) { warmup = warmup_effect(table); }
+        if (sweep && !sweeps_only) { continue; }  // its times are one size's, and those of (c)
         std::string most = sweep ? largest_of(rows_of(table), "warmup").text("warmup") : "";
         Rows rows = sweep ? rows_of(table, {{"warmup", most}}) : rows_of(table);
         times += times.empty() ? "" : " ";
@@ -239,9 +243,10 @@ static std::string total_time(const std::vector<Profiled>& profiles, const Profi
                     from_to(summed, "sum of kernels (ms)", " ms"));
     }
     std::vector<std::string> others;
+    std::set<std::string> named = {p.setting};  // a page may show one setting for several sizes: the first counts
     for (const Profiled& other : profiles) {
         TableRow row = largest_of(forwards(other), "tracing adds (%)");
-        if (row && other.setting != p.setting) {
+        if (row && named.insert(other.setting).second) {
             others.push_back(row.text("tracing adds (%)") + " % in " + other.setting);
         }
     }
