@@ -20,14 +20,17 @@
 template <class... P>
 int compiled_for(void (*kernel)(P...)) {
     if (cuda_devices() == 0) { return 0; }
+    static std::map<void (*)(P...), int> known;  // each launch with EARLY asks
+    auto found = known.find(kernel);
+    if (found != known.end()) { return found->second; }
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
         cudaGetLastError();  // it would be reported as the next launch's
-        return 0;
+        return known[kernel] = 0;
     }
     CUDA_CHECK(error);
-    return attributes.ptxVersion;
+    return known[kernel] = attributes.ptxVersion;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -226,22 +226,25 @@ static std::string field_of(const char* path, const std::string& key) {
 }
 
 int cuda_devices(std::string* why) {
-    int n = 0;
-    std::string reason;
+    static std::string reason;
+    static const int devices = [] {  // asked once: it takes microseconds, and launches want to know
+        int n = 0;
 #ifdef __CUDACC__
-    cudaError_t error = cudaGetDeviceCount(&n);
-    if (error != cudaSuccess) {
-        cudaGetLastError();
-        n = 0;
-        reason = cudaGetErrorString(error);
-    } else if (n == 0) {
-        reason = "the driver sees no GPU";
-    }
+        cudaError_t error = cudaGetDeviceCount(&n);
+        if (error != cudaSuccess) {
+            cudaGetLastError();
+            n = 0;
+            reason = cudaGetErrorString(error);
+        } else if (n == 0) {
+            reason = "the driver sees no GPU";
+        }
 #else
-    reason = "this build is for the CPU only";
+        reason = "this build is for the CPU only";
 #endif
+        return n;
+    }();
     if (why) { *why = reason; }
-    return n;
+    return devices;
 }
 
 Device choose_device(const std::string& want, int gpu) {
