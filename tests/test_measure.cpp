@@ -73,6 +73,13 @@ TEST_CASE("measure: choosing a device") {
     }
 }
 
+TEST_CASE("measure: launches may ask for the devices") {  // the driver takes microseconds each time that it is asked
+    cuda_devices();
+    double start = now_ms();
+    for (int i = 0; i < 100000; i++) { cuda_devices(); }
+    CHECK(now_ms() - start < 50);
+}
+
 TEST_CASE_TEMPLATE("measure: a device describes itself", D, OnCPU, OnMeta, OnCUDA) {
     if (!begin<D>()) { return; }
     CHECK(device_description() != "");
