@@ -472,7 +472,8 @@ static std::string dtypes_seen(const Tables& tables) {
 static std::string layer_norm(const Tables& tables) {
     auto dtype = [&](const char* format) {
         const Table* table = table_with(tables, {std::string("autocast to ") + format});
-        return table ? row_of(*table, {{"component", "output of the layer norm"}}).text("dtype") : "";
+        TableRow row = table ? row_of(*table, {{"component", "output of the layer norm"}}) : TableRow();
+        return row.text("dtype");
     };
     std::string text =
         "Layer norm's mean and variance are sums, of numbers and of squares: in fp16 a square overflows from 256 on "

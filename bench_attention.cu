@@ -487,9 +487,9 @@ int cmd_flash_leaderboard(const Options& o) {
     std::vector<const AttentionImpl*> impls;
     std::string here;
     for (const AttentionImpl& impl : attention_impls()) {
-        if (!is_flash(impl) || impl.device != context.device || !impl.takes(dtype, c.D)) { continue; }
+        if (impl.device != context.device || !impl.takes(dtype, c.D)) { continue; }
         here += std::string(", ") + impl.name;
-        if (o.impl == "all" || o.impl == impl.name || (o.impl == "auto" && &impl == &fastest)) {
+        if (o.impl == impl.name || (o.impl == "all" && is_flash(impl)) || (o.impl == "auto" && &impl == &fastest)) {
             impls.push_back(&impl);
         }
     }

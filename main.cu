@@ -228,9 +228,9 @@ static Reader items(std::vector<std::string> Options::*field, const char* exampl
 }
 static Reader file(std::string Options::*field) { return one(field, "a file name", not_empty()); }
 
-static std::vector<std::string> implementations(std::vector<std::string> names, bool flash) {
+static std::vector<std::string> implementations(std::vector<std::string> names) {
     for (const AttentionImpl& impl : attention_impls()) {
-        if ((is_flash(impl) || !flash) && !is_among(impl.name, names)) { names.push_back(impl.name); }
+        if (!is_among(impl.name, names)) { names.push_back(impl.name); }
     }
     return names;
 }
@@ -343,10 +343,10 @@ static const std::vector<Option>& option_table() {
         {"top", "top", whole(&Options::top, 1), "rows of a kernel summary", "10"},
         {"inputs", "inputs", file(&Options::inputs),
          "safetensors: q, k, v and perhaps do, dL/do; [B, H, S, D] or [B, S, D]"},
-        {"impl", "impl", name(&Options::impl, implementations({"auto"}, false)),
+        {"impl", "impl", name(&Options::impl, implementations({"auto"})),
          "which row of the table of implementations", "auto"},
-        {"flash_impl", "impl", name(&Options::impl, implementations({"all", "auto"}, true)),
-         "those with tiles; auto: the fastest", "all"},
+        {"flash_impl", "impl", name(&Options::impl, implementations({"all", "auto"})),
+         "all: those with tiles; auto: the fastest of them", "all"},
         {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs",
          "2"},
         {"group_nproc", "nproc", whole(&Options::nproc, 1, 64),

@@ -109,6 +109,19 @@ TEST_CASE("main: flash_leaderboard's caption names what was scaled down, and not
     CHECK(has(run_cs336(words).out, "; scaled down: less time\n"));
 }
 
+TEST_CASE("main: flash_leaderboard times those with tiles, and any other by its name") {
+    Words words = {"flash_leaderboard", "--device", "cpu", "--quick", "--context_length", "64", "--impl"};
+    auto rows = [&](const char* impl) {
+        Words all = words;
+        all.push_back(impl);
+        return run_cs336(all).out;
+    };
+    CHECK(has(rows("all"), "| ours: tiled"));
+    CHECK(!has(rows("all"), "| ours: naive"));
+    CHECK(has(rows("naive"), "| ours: naive"));
+    CHECK(!has(rows("naive"), "| ours: tiled"));
+}
+
 // What --help calls an option's default.
 static std::string default_of(const std::string& help, const std::string& option) {
     for (const std::string& line : lines_of(help)) {
@@ -267,8 +280,7 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{"train", "--data", "LICENSE", "--save", "tests"}, "--save", "'tests'"},
         {{"memory_profiling", "--out", "tests/main.cpp"}, "--out", "a folder that can be written to"},
         {{"flash_leaderboard", "--head_size", "17"}, "--head_size", "16, 32, 64, 80, 128"},
-        {{"flash_leaderboard", "--device", "cpu", "--impl", "naive"}, "--impl", "takes one of all, auto, tiled"},
-        {{"flash_leaderboard", "--device", "cpu", "--impl", "flash_mma"}, "--impl", "all, auto, tiled"},
+        {{"flash_leaderboard", "--device", "cpu", "--impl", "flash_mma"}, "--impl", "all, auto, reference, naive"},
         {{"train"}, "--data", "got nothing"},
         {{"train", "--data", ""}, "--data", "a file name"},
         {{"train", "--data", "x", "--lr", "nan"}, "--lr", "'nan'"},
