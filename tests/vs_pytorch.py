@@ -4,13 +4,18 @@
   python3 tests/vs_pytorch.py                       the five sizes in bf16 and fp32
   python3 tests/vs_pytorch.py --context_length 512,1024 --size large,xl,2.7B --precision bf16
   python3 tests/vs_pytorch.py --attention           attention's shapes, too (with --no_model only those)
+  python3 tests/vs_pytorch.py --no_model --torch_compile     problem 1.3 by PyTorch itself: eager and compiled
   python3 tests/vs_pytorch.py --no_model --train FILE        `train` on this text beside PyTorch: the losses
   python3 tests/vs_pytorch.py --max_ratio 1         exit code 1 if any of our times is longer than PyTorch's
   python3 tests/vs_pytorch.py --device cpu --quick  tries this script where there is no GPU
 
-The peer is what somebody who knows PyTorch well would run: each block under torch.compile, attention by SDPA, AdamW with
-fused=True. bf16 is autocast's, with weights and AdamW's moments in fp32, as ours is; fp32 is true fp32, without TF32. The model
-is the handout's, with a matrix each for q, k, v, w1 and w3. It uses no CUDA graphs and no max-autotune.
+The peer is the fastest PyTorch that we know: each block under torch.compile, attention by SDPA, AdamW with fused=True, and each
+phase captured in one CUDA graph, so that no host slows it. The step without the graph is a column of its own. bf16 is
+autocast's, with weights and AdamW's moments in fp32, as ours is; fp32 is true fp32, without TF32. The model is the handout's,
+with a matrix each for q, k, v, w1 and w3. There is no max-autotune.
+
+torch_compile: attention as in pytorch_attention, and the model with the handout's attention and RMSNorm, written as formulas;
+compiled is torch.compile of the whole, as the handout asks. AdamW is PyTorch's default.
 
 Model: 5 warm-up and 10 timed steps of each phase, a synchronisation after every step, their mean. Memory: the most that
 tensors took during whole steps. Attention: batch 1, 16 heads, runs queued one behind the other, each between two events, the
@@ -67,17 +72,20 @@ p.add_argument("--rounds", type=whole, default=2, metavar="N", help="default 2")
 p.add_argument("--max_ratio", type=positive, metavar="R", help="exit 1 if any ratio of times is larger")
 p.add_argument("--attention", action="store_true", help="attention against two of SDPA's backends, too")
 p.add_argument("--no_model", action="store_true", help="without the model's table")
+p.add_argument("--torch_compile", action="store_true", help="problem 1.3: attention and the model, eager and compiled")
+p.add_argument("--passes", type=whole, default=100, metavar="N", help="of attention in --torch_compile, default 100")
 p.add_argument("--train", metavar="FILE", help="compare losses, too: 200 steps on this text with each of three seeds")
 p.add_argument("--plot", metavar="FILE", help="the steps as bars, an .svg file")
 p.add_argument("--program", default="./cs336", metavar="FILE", help="ours, default ./cs336")
 p.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default cuda")
 p.add_argument("--quick", action="store_true", help="size small, context 32, batch 1, 2 steps, one round, short sequences, short training")
-p.set_defaults(warmup=5, steps=10, heads=16, shapes=SHAPES, seeds=3)
+p.set_defaults(warmup=5, steps=10, heads=16, shapes=SHAPES, seeds=3, lengths=[256, 1024, 4096, 8192, 16384])
 if "--quick" in sys.argv:
     p.set_defaults(size=["small"], context_length=[32], batch_size=1, rounds=1, warmup=1, steps=2, heads=2,
-                   shapes=[(256, 64, True), (256, 128, False)])
+                   shapes=[(256, 64, True), (256, 128, False)], lengths=[64], passes=3)
 o = p.parse_args()
-if o.no_model and not (o.attention or o.train): stop("--no_model: takes --attention or --train with it, or nothing is left to do")
+if o.no_model and not (o.attention or o.torch_compile or o.train):
+    stop("--no_model: takes --attention, --torch_compile or --train with it, or nothing is left to do")
 if o.plot and (o.no_model or not o.plot.endswith(".svg") or not os.path.isdir(os.path.dirname(o.plot) or ".")):
     stop(f"--plot: got '{o.plot}', takes a name that ends in .svg, in a folder that exists, and no --no_model with it")
 if o.train and not os.path.isfile(o.train): stop(f"--train: got '{o.train}', takes a file")
@@ -104,10 +112,28 @@ def rope(x, cos, sin):  # turns each pair of neighbours by its angle
     x1, x2 = x[..., 0::2], x[..., 1::2]
     return torch.stack((cos * x1 - sin * x2, sin * x1 + cos * x2), -1).flatten(-2).to(x.dtype)
 
-class Block(nn.Module):
-    def __init__(self, C, d_ff, H):
+def attention_formula(q, k, v, is_causal=True):
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = torch.where(mask, scores, -math.inf)
+    return torch.softmax(scores, -1) @ v
+
+class RMSNormFormula(nn.Module):
+    def __init__(self, C, eps):
         super().__init__()
-        self.H, self.ln1, self.ln2 = H, nn.RMSNorm(C, eps=1e-5), nn.RMSNorm(C, eps=1e-5)
+        self.eps, self.weight = eps, nn.Parameter(torch.ones(C))
+
+    def forward(self, x):
+        wide = x.to(torch.float32)
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+
+class Block(nn.Module):
+    def __init__(self, C, d_ff, H, formulas):
+        super().__init__()
+        RMSNorm = RMSNormFormula if formulas else nn.RMSNorm
+        self.attention = attention_formula if formulas else F.scaled_dot_product_attention
+        self.H, self.ln1, self.ln2 = H, RMSNorm(C, eps=1e-5), RMSNorm(C, eps=1e-5)
         self.q, self.k, self.v, self.o = (nn.Linear(C, C, bias=False) for _ in range(4))
         self.w1, self.w3, self.w2 = (nn.Linear(*shape, bias=False) for shape in ((C, d_ff), (C, d_ff), (d_ff, C)))
 
@@ -115,17 +141,17 @@ class Block(nn.Module):
         B, T, C = x.shape
         n = self.ln1(x)
         q, k, v = (w(n).view(B, T, self.H, C // self.H).transpose(1, 2) for w in (self.q, self.k, self.v))
-        a = F.scaled_dot_product_attention(rope(q, cos, sin), rope(k, cos, sin), v, is_causal=True)
+        a = self.attention(rope(q, cos, sin), rope(k, cos, sin), v, is_causal=True)
         x = x + self.o(a.transpose(1, 2).reshape(B, T, C))
         n = self.ln2(x)
         return x + self.w2(F.silu(self.w1(n)) * self.w3(n))
 
 class LM(nn.Module):
-    def __init__(self, V, T, C, d_ff, num_layers, H):
+    def __init__(self, V, T, C, d_ff, num_layers, H, formulas=False):
         super().__init__()
         self.embedding, self.rope = nn.Embedding(V, C), rope_table(T, C // H)
-        self.blocks = nn.ModuleList(Block(C, d_ff, H) for _ in range(num_layers))
-        self.ln_final, self.lm_head = nn.RMSNorm(C, eps=1e-5), nn.Linear(C, V, bias=False)
+        self.blocks = nn.ModuleList(Block(C, d_ff, H, formulas) for _ in range(num_layers))
+        self.ln_final, self.lm_head = (RMSNormFormula if formulas else nn.RMSNorm)(C, eps=1e-5), nn.Linear(C, V, bias=False)
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -138,32 +164,42 @@ class LM(nn.Module):
 def synchronize():
     if CUDA: torch.cuda.synchronize()
 
-def mean_ms(f):
+def free_memory():
+    gc.collect()
+    if CUDA: torch.cuda.empty_cache()
+
+def mean_ms(f, prepare=lambda: None, steps=None):
     times = []
-    for _ in range(o.warmup + o.steps):
+    for _ in range(o.warmup + (steps or o.steps)):
+        x = prepare()
         synchronize()
         start = time.perf_counter()
-        f()
+        f() if x is None else f(x)
         synchronize()
         times.append((time.perf_counter() - start) * 1e3)
     return statistics.mean(times[o.warmup:])
 
-def compiled(model, precision):
-    """Its optimizer, its autocast, and the loss of a batch."""
-    for block in model.blocks: block.compile()  # what is compiled for the first serves all, and the next round's
-    autocast = torch.autocast(o.device, torch.bfloat16, enabled=precision == "bf16")
+def captured(f):
+    """f as the replay of one CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # all that happens only once happens before the capture
+        for _ in range(4): f()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): f()
+    return graph.replay
+
+def ready(model, precision, graph=False):
+    """Its optimizer, its autocast, and the loss of a batch. Autocast's cached copies of weights would outlive a captured graph."""
+    autocast = torch.autocast(o.device, torch.bfloat16, enabled=precision == "bf16", cache_enabled=not graph)
 
     def loss_of(tokens, targets):
         with autocast: return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), autocast, loss_of
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=graph), autocast, loss_of
 
-def model_pytorch(size, precision, T):
-    with torch.device(o.device):
-        model = LM(VOCAB, T, *SIZES[size])
-        tokens, targets = torch.randint(VOCAB, (2, o.batch_size, T))
-    optimizer, autocast, loss_of = compiled(model, precision)
-
+def phases(model, optimizer, autocast, loss_of, tokens, targets):
     def fw():
         with torch.no_grad(), autocast: model(tokens)
 
@@ -175,9 +211,25 @@ def model_pytorch(size, precision, T):
         fwbw()
         optimizer.step()
 
-    times = [mean_ms(fw), mean_ms(fwbw)]
-    if CUDA: torch.cuda.reset_peak_memory_stats()
-    return times + [mean_ms(step), torch.cuda.max_memory_allocated() / 2**20 if CUDA else math.nan]
+    return fw, fwbw, step
+
+def compile_blocks(model):
+    for block in model.blocks: block.compile()  # what is compiled for the first serves all, and the next round's
+
+def model_pytorch(size, precision, T, graph):
+    graph = graph and CUDA
+    with torch.device(o.device):
+        model = LM(VOCAB, T, *SIZES[size])
+        tokens, targets = torch.randint(VOCAB, (2, o.batch_size, T))
+    compile_blocks(model)
+    optimizer, autocast, loss_of = ready(model, precision, graph)
+    results = []
+    for phase in phases(model, optimizer, autocast, loss_of, tokens, targets):
+        optimizer.zero_grad(set_to_none=True)
+        free_memory()
+        if CUDA: torch.cuda.reset_peak_memory_stats()
+        results.append(mean_ms(captured(phase) if graph else phase))
+    return results + [torch.cuda.max_memory_allocated() / 2**20 if CUDA else math.nan]
 
 def tables_of_ours(command, *options):
     words = [o.program, command, *map(str, options), "--device", o.device, "--format", "json"]
@@ -241,8 +293,7 @@ def in_turn(what, sides):
             except RuntimeError as e:  # no memory, or this backend does not take this shape
                 rounds[name].append([math.nan] * 4)
                 print(f"{what}, {name}: {str(e).splitlines()[0]}", file=sys.stderr)
-            gc.collect()  # the next one finds the GPU's memory free
-            if CUDA: torch.cuda.empty_cache()
+            free_memory()  # for the next one
             print(f"{what}, {name}:", *(f"{x:.3f}" for x in rounds[name][-1]), file=sys.stderr)
     return {name: [statistics.median(column) for column in zip(*values)] for name, values in rounds.items()}
 
@@ -281,7 +332,8 @@ def train_pytorch(text, checkpoint, precision):
     lr, min_lr, warmup = float(meta["lr"]), float(meta["min_lr"]), int(meta["warmup_steps"])
     with torch.device(o.device):
         model = LM(256, T, *(int(meta[k]) for k in ("d_model", "d_ff", "num_layers", "num_heads")))
-    optimizer, autocast, loss_of = compiled(model, precision)
+    compile_blocks(model)
+    optimizer, autocast, loss_of = ready(model, precision)
     optimizer.param_groups[0]["weight_decay"] = float(meta["weight_decay"])
     for name, w in model.named_parameters():
         w.data.copy_(tensors[our_name(name)])
@@ -392,16 +444,60 @@ def model_table():
     for size, precision, T in itertools.product(o.size, o.precision, o.context_length):
         torch._dynamo.reset()
         what = f"{size} {precision} {T}"
-        t = in_turn(what, {"ours": lambda: model_ours(size, precision, T), "PyTorch": lambda: model_pytorch(size, precision, T)})
+        t = in_turn(what, {"ours": lambda: model_ours(size, precision, T),
+                           "graph": lambda: model_pytorch(size, precision, T, True),
+                           "launches": lambda: model_pytorch(size, precision, T, False)})
         row = [size, precision, T]
         for i, phase in enumerate(["fw", "fw+bw", "step"]):
-            row += [t["ours"][i], t["PyTorch"][i], ratio(f"{what} {phase}", t["ours"][i], t["PyTorch"][i])]
-        rows.append(row + [t["ours"][3], t["PyTorch"][3], t["ours"][3] / t["PyTorch"][3]])
+            row += [t["ours"][i], t["graph"][i], ratio(f"{what} {phase}", t["ours"][i], t["graph"][i])]
+        rows.append(row + [t["launches"][2], t["ours"][3], t["graph"][3], t["ours"][3] / t["graph"][3]])
     columns = [f"{phase} {column}" for phase in ("fw", "fw+bw", "step") for column in ("ours ms", "PyTorch ms", "ratio")]
-    caption = f"model: batch {o.batch_size}, mean of {o.steps} steps after {o.warmup}; {of_rounds}"
-    show(caption, ["size", "precision", "context length", *columns, "peak ours MiB", "peak PyTorch MiB", "peak ratio"], rows)
+    columns += ["step without graph ms", "peak ours MiB", "peak PyTorch MiB", "peak ratio"]
+    caption = f"model: batch {o.batch_size}, mean of {o.steps} steps after {o.warmup}, PyTorch in a CUDA graph; {of_rounds}"
+    show(caption, ["size", "precision", "context length", *columns], rows)
     if o.plot:
         with open(o.plot, "w") as f: f.write(picture(f"{caption}; {where()}", rows))
+
+def compile_attention_table():
+    rows = []
+    for D, S in itertools.product((16, 32, 64, 128), o.lengths):
+        q, k, v, dO = torch.randn(4, 8, S, D, device=o.device)
+        qkv = [x.requires_grad_() for x in (q, k, v)]
+        torch._dynamo.reset()
+        times = []
+        for f in (attention_formula, torch.compile(attention_formula)):
+            forward = lambda: f(*qkv, is_causal=False)
+            backward = lambda out: torch.autograd.grad(out, qkv, dO)
+            times.append((mean_ms(forward, steps=o.passes), mean_ms(backward, forward, o.passes)))
+            free_memory()
+        (fw, bw), (compiled_fw, compiled_bw) = times
+        rows.append([D, S, fw, compiled_fw, fw / compiled_fw, bw, compiled_bw, bw / compiled_bw])
+        print("torch_compile (a):", *rows[-1], file=sys.stderr)
+    columns = [f"{phase} {column}" for phase in ("fw", "bw") for column in ("eager ms", "compiled ms", "ratio")]
+    show(f"PyTorch's torch_compile (a): attention, batch 8, no heads, no mask, fp32, mean of {o.passes} passes",
+         ["d_model", "seq_len", *columns], rows)
+
+def compile_model_table():
+    rows = []
+    for size, precision in itertools.product(o.size, o.precision):
+        T = o.context_length[0]
+        times = []
+        for compiles in (False, True):
+            torch._dynamo.reset()
+            with torch.device(o.device):
+                model = LM(VOCAB, T, *SIZES[size], formulas=True)
+                tokens, targets = torch.randint(VOCAB, (2, o.batch_size, T))
+            if compiles: model.compile()
+            _, autocast, loss_of = ready(model, precision)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            times.append([mean_ms(phase) for phase in phases(model, optimizer, autocast, loss_of, tokens, targets)])
+            model = optimizer = loss_of = None
+            free_memory()
+        names = ("forward", "forward+backward", "forward+backward+optimizer")
+        rows += [[size, precision, name, a, b, a / b] for name, a, b in zip(names, *times)]
+        print("torch_compile (b):", *rows[-3:], file=sys.stderr)
+    show(f"PyTorch's torch_compile (b): the model; batch {o.batch_size}, context length {o.context_length[0]}, mean of {o.steps} steps after {o.warmup}",
+         ["size", "precision", "run_type", "eager ms", "compiled ms", "ratio"], rows)
 
 def attention_table():
     peers = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
@@ -422,5 +518,6 @@ def attention_table():
 
 if not o.no_model: model_table()
 if o.attention: attention_table()
+if o.torch_compile: compile_attention_table(), compile_model_table()
 if o.train: train_table()
 if above: stop("not within bounds: " + "; ".join(above), 1)
