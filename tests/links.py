@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""tests/links.py [--write]: do the links of README.md and notes/ hold?
+"""tests/links.py [--write]: do the links of README.md, notes/ and notes/lab/ hold?
 
 A link's file has to exist, and its heading. A link to a line of code, [`name`](file.cu#L12), has to show the name that
 this line defines. --write mends the file and the line of such links: it takes the definition nearest to the old line.
@@ -101,7 +101,8 @@ def main():
         return 2
     os.chdir(ROOT)
     sources = {f: names_of(f) for f in sorted(os.listdir(".")) if f.endswith((".cu", ".h"))}
-    pages = ["README.md"] + sorted("notes/" + f for f in os.listdir("notes") if f.endswith(".md"))
+    pages = ["README.md"] + sorted(f"{folder}/{f}" for folder in ("notes", "notes/lab") for f in os.listdir(folder)
+                                   if f.endswith(".md"))
     bad = 0
 
     def mended(page, match):
