@@ -62,8 +62,17 @@ const Table* table_with(const Tables& tables, const std::vector<std::string>& wo
     return nullptr;
 }
 std::string TableRow::text(const std::string& column) const {
+    // Tables that were recorded earlier have these columns under another name.
+    static const std::map<std::string, std::string> earlier = {
+        {"launches per pass", "launches a pass"},
+        {"MB per step", "MB a step"},
+        {"MB sent per step", "MB sent a step"},
+        {"all-reduces per step", "all-reduces a step"},
+        {"2 bytes per matmul weight", "2 bytes a matmul weight"}};
     if (!table) { return ""; }
     size_t at = std::find(table->columns.begin(), table->columns.end(), column) - table->columns.begin();
+    auto renamed = earlier.find(column);
+    if (at == table->columns.size() && renamed != earlier.end()) { return text(renamed->second); }
     return at < table->rows[index].size() ? table->rows[index][at] : "";
 }
 double TableRow::number(const std::string& column) const {

@@ -79,27 +79,35 @@ static const TimedPhase timed_phases[] = {{"forward", "fw_mean_ms", "fw_std_ms"}
                                           {"a whole step", "step_mean_ms", "step_std_ms"}};
 constexpr double SMALL_DEVIATION = 0.05;  // of the mean
 
-static std::string phase_times(const Table& table, const Rows& all) {
-    std::vector<std::string> times;
+struct StepRows {  // of one setting
+    std::string setting;
+    Rows rows;
+};
+static std::string phase_times(const std::vector<StepRows>& settings, const std::string& at_end) {
+    std::string text, memory, worst_of;
     double worst = -1;
-    std::string worst_of;
-    for (const TimedPhase& phase : timed_phases) {
-        Rows rows = ran(all, phase.mean, 0);
-        if (rows.empty()) { continue; }
-        times.push_back(phase.name + std::string(times.empty() ? " takes " : " ") + from_to(rows, phase.mean, " ms"));
-        for (const TableRow& row : rows) {
-            double share = row.number(phase.deviation) / row.number(phase.mean);
-            if (share > worst) { worst = share, worst_of = std::string(phase.name) + " of " + where(row); }
-        }
-    }
-    std::string memory =
-        out_of_memory(all, {{"fw_mean_ms", "forward"}, {"bw_only_mean_ms", "backward"}, {"step_mean_ms", "step"}});
-    if (times.empty()) { return say("In {}, no size has a time.", setting_of(table)) + memory; }
-    std::string text = say("In {}, {}.", setting_of(table), list_of(times));
     std::vector<double> ratios;
-    for (const TableRow& row : ran(ran(all, "fw_mean_ms", 0), "bw_only_mean_ms", 0)) {
-        ratios.push_back(row.number("bw_only_mean_ms") / row.number("fw_mean_ms"));
+    for (const auto& [setting, all] : settings) {
+        std::vector<std::string> times;
+        for (const TimedPhase& phase : timed_phases) {
+            Rows rows = ran(all, phase.mean, 0);
+            if (rows.empty()) { continue; }
+            times.push_back(phase.name + std::string(times.empty() ? " takes " : " ") +
+                            from_to(rows, phase.mean, " ms"));
+            for (const TableRow& row : rows) {
+                double share = row.number(phase.deviation) / row.number(phase.mean);
+                if (share > worst) { worst = share, worst_of = say("{} of {} in {}", phase.name, where(row), setting); }
+            }
+        }
+        for (const TableRow& row : ran(ran(all, "fw_mean_ms", 0), "bw_only_mean_ms", 0)) {
+            ratios.push_back(row.number("bw_only_mean_ms") / row.number("fw_mean_ms"));
+        }
+        text += say("{} {}, {}", text.empty() ? "In" : "; in", setting,
+                    times.empty() ? "no size has a time" : list_of(times));
+        memory +=
+            out_of_memory(all, {{"fw_mean_ms", "forward"}, {"bw_only_mean_ms", "backward"}, {"step_mean_ms", "step"}});
     }
+    text += at_end + ".";
     if (!ratios.empty()) {
         text += say(" Backward takes {} times as long as forward; by FLOPs it would be 2.", span_of(ratios, "%.2f"));
     }
@@ -148,38 +156,38 @@ static std::string warmup_effect(const Table& table) {
                 ? ", because the first step also loads the kernels' code, creates the cuBLAS handle and grows "
                   "the memory pool."
                 : ", because the first step also touches its memory for the first time.";
-    if (enough.index != cold.index) { text += say(" It is level (within 2 %) {}.", after_steps(enough)); }
-    if (on_gpu(table) && table.caption.find("mode flash") != std::string::npos && enough.text("warmup") == "2") {
-        text += " One step is not enough, because mode flash records its CUDA graph in the second.";
-    }
-    return text;
+    if (enough.index == cold.index) { return text; }
+    bool graph = on_gpu(table) && table.caption.find("mode flash") != std::string::npos && enough.text("warmup") == "2";
+    return text + say(" It is level (within 2 %) {}{}.", after_steps(enough),
+                      graph ? ": mode flash records its CUDA graph in the second" : "");
 }
 
 Answers answer_benchmarking_script(const Tables& tables) {
-    std::string times, warmup;
+    std::vector<StepRows> settings;
+    std::string warmup, seconds;
     auto is_sweep = [](const Table& table) { return table.columns[0] == "warmup"; };
     Tables all = tables_with(tables, {"benchmarking_script;"});
+    if (all.empty()) { return {}; }
     bool sweeps_only = std::all_of(all.begin(), all.end(), is_sweep);
     for (const Table& table : all) {
         bool sweep = is_sweep(table);
         if (sweep && warmup.empty()) { warmup = warmup_effect(table); }
         if (sweep && !sweeps_only) { continue; }  // its times are one size's, and those of (c)
         std::string most = sweep ? largest_of(rows_of(table), "warmup").text("warmup") : "";
-        Rows rows = sweep ? rows_of(table, {{"warmup", most}}) : rows_of(table);
-        times += times.empty() ? "" : " ";
-        times += table.columns[0].empty() ? "The answers need the table in ms: run it without `--table seconds`."
-                                          : phase_times(table, rows);
+        if (table.columns[0].empty()) {
+            seconds = "The answers need the table in ms: run it without `--table seconds`.";
+        } else {
+            settings.push_back({setting_of(table), sweep ? rows_of(table, {{"warmup", most}}) : rows_of(table)});
+        }
     }
-    if (times.empty()) { return {}; }
-    if (tables_with(tables, {"benchmarking_script;", "mode eager"}).empty()) {
-        times += " The handout's own model, one kernel per operation, is `--mode eager`.";
-    }
+    bool eager = !tables_with(tables, {"benchmarking_script;", "mode eager"}).empty();
+    std::string handouts = eager ? "" : "; the handout's own model, one kernel per operation, is `--mode eager`";
     if (warmup.empty()) {
         warmup =
             "This run had one number of warm-up steps. `--warmup 0,1,2,5` compares several, each in a fresh "
             "process.";
     }
-    return {{"b", times + scaled_down(*table_with(tables, {"benchmarking_script;"}))}, {"c", warmup}};
+    return {{"b", (settings.empty() ? seconds : phase_times(settings, handouts)) + scaled_down(all[0])}, {"c", warmup}};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -188,6 +196,7 @@ Answers answer_benchmarking_script(const Tables& tables) {
 
 struct Profiled {
     const Table *times = nullptr, *top = nullptr, *shares = nullptr, *softmax = nullptr;  // (a), (b), (c) and (d), (e)
+    const Table* overview = nullptr;  // of all models, where the run had several
     std::string setting, size, T;
     Cell of_size() const { return {"size", size}; }
     Cell of_length() const { return {"context length", T}; }
@@ -198,6 +207,7 @@ static Profiled profile_in(const Tables& tables, const Table& times) {
     p.times = &times;
     p.setting = setting_of(times);
     std::string precision = "precision " + p.setting + ";";
+    p.overview = table_with(tables, {"nsys_profile overview", precision});
     p.top = table_with(tables, {"nsys_profile (b)", precision});
     p.shares = table_with(tables, {"nsys_profile (c), (d)", precision});
     p.softmax = table_with(tables, {"nsys_profile (e)", precision});
@@ -210,55 +220,70 @@ static TableRow row_in(const Table* table, const Profiled& p, const std::string&
     return table ? row_of(*table, {p.of_size(), p.of_length(), {"phase", phase}}) : TableRow();
 }
 
-static std::string total_time(const std::vector<Profiled>& profiles, const Profiled& p) {
-    auto forwards = [](const Profiled& of) {
-        return ran(rows_of(*of.times, {{"phase", "forward"}}), "tracing adds (%)");
-    };
-    Rows rows = forwards(p), summed = ran(rows, "sum of kernels (ms)", 0);
-    std::string memory = out_of_memory(rows_of(*p.times), {{"untraced (ms)", ""}});
-    if (rows.empty()) { return "No forward has a time." + memory; }
-    TableRow most = largest_of(rows, "tracing adds (%)");
-    double low = smallest_of(rows, "tracing adds (%)").number("tracing adds (%)"),
-           high = most.number("tracing adds (%)");
-    std::string text = say("In {}, forward takes {} by the clock, and {} while it is traced.", p.setting,
-                           from_to(rows, "untraced (ms)", " ms"), from_to(rows, "traced (ms)", " ms"));
-    text += std::max(high, -low) <= 2 ? " The two match: tracing changes the time by {} %."
-            : high >= -low
-                ? " They do not match everywhere: tracing changes the time by {} % (most: {}), because "
-                  "recording costs the CPU time at each launch."
-                : " They do not match: tracing changes the time by {} %. It cannot make a run faster, so the "
-                  "machine's speed varies that much.";
-    text = say(text, span(low, high, "%+.1f"), where(most));
+// Whether forward's time in the trace is its time by the clock, where the trace changes it by `column`'s percentages.
+static std::string do_they_match(const Rows& rows, const std::string& column) {
+    TableRow most = largest_of(rows, column);
+    double low = smallest_of(rows, column).number(column), high = most.number(column);
+    bool in_trace = column == "difference (%)", gpu = on_gpu(*most.table);
+    std::string by =
+        say("{} by {} %", in_trace ? "the trace differs" : "tracing changes the time", span(low, high, "%+.1f"));
+    if (std::max(high, -low) <= 2) { return " The two match: " + by; }
+    if (high >= -low) {
+        return say(" They do not match everywhere: {} (most: {}), because recording costs {}", by, where(most),
+                   gpu ? "the CPU time at each launch" : "time, and a CPU's speed varies");
+    }
+    return say(" They do not match: {}{}", by,
+               in_trace && gpu
+                   ? "; the clock also counts the launch before the first kernel and the wait after the last"
+                   : ", and as tracing cannot make a run faster, the machine's speed varies that much");
+}
+static std::string sums_of_kernels(const Rows& rows, const std::string& sum, const std::string& of) {
     std::vector<double> shares;
-    for (const TableRow& row : summed) {
-        shares.push_back(100 * row.number("sum of kernels (ms)") / row.number("traced (ms)"));
+    Rows summed = ran(rows, sum, 0);
+    for (const TableRow& row : summed) { shares.push_back(100 * row.number(sum) / row.number(of)); }
+    if (shares.empty()) { return " No kernels were traced, so (b) to (e) have no answer."; }
+    if (!on_gpu(*summed[0].table)) {
+        return say(" Without a GPU there are no kernels: the clock times the operations, which sum up to {}.",
+                   from_to(summed, sum, " ms"));
     }
-    if (shares.empty()) {
-        text += " No kernels were traced, so (b) to (e) have no answer.";
-    } else if (on_gpu(*p.times)) {
-        text += say(" The kernels' own times sum up to {} % of the traced time{}.", span_of(shares, "%.0f"),
-                    *std::max_element(shares.begin(), shares.end()) < 100 ? "; the rest is gaps between them" : "");
-    } else {
-        text += say(" Without a GPU there are no kernels: the clock times the operations, which sum up to {}.",
-                    from_to(summed, "sum of kernels (ms)", " ms"));
-    }
+    return say(" The kernels' own times sum up to {} % of the traced time{}.", span_of(shares, "%.0f"),
+               *std::max_element(shares.begin(), shares.end()) < 100 ? "; the rest is gaps between them" : "");
+}
+static std::string total_time(const std::vector<Profiled>& profiles, const Profiled& p) {
+    const char *clock = p.overview ? "forward by the clock (ms)" : "untraced (ms)",
+               *trace = p.overview ? "forward in the trace (ms)" : "traced (ms)",
+               *change = p.overview ? "difference (%)" : "tracing adds (%)",
+               *sum = p.overview ? "sum of its kernels (ms)" : "sum of kernels (ms)";
+    auto forwards = [&](const Profiled& of) {
+        if (of.overview) { return ran(rows_of(*of.overview), clock); }
+        return ran(rows_of(*of.times, {{"phase", "forward"}}), clock);
+    };
+    Rows all = forwards(p), rows = ran(all, change);
+    std::vector<Cell> phases = {{clock, p.overview ? "forward" : ""}};
+    if (p.overview) { phases.push_back({"step by the clock (ms)", "step"}); }
+    std::string memory = out_of_memory(rows_of(p.overview ? *p.overview : *p.times), phases);
+    if (all.empty()) { return "No forward has a time." + memory; }
+    std::string text = say("In {}, forward takes {} by the clock", p.setting, from_to(all, clock, " ms"));
+    if (rows.empty()) { return text + "." + sums_of_kernels(rows, sum, trace) + memory + scaled_down(*p.times); }
+    text += say(", and {} {}.", from_to(rows, trace, " ms"), p.overview ? "in the trace" : "while it is traced");
     std::vector<std::string> others;
     std::set<std::string> named = {p.setting};  // a page may show one setting for several sizes: the first counts
     for (const Profiled& other : profiles) {
-        TableRow row = largest_of(forwards(other), "tracing adds (%)");
+        TableRow row = largest_of(forwards(other), change);
         if (row && named.insert(other.setting).second) {
-            others.push_back(row.text("tracing adds (%)") + " % in " + other.setting);
+            others.push_back(row.text(change) + " % in " + other.setting);
         }
     }
-    return text + (others.empty() ? "" : " In other settings tracing adds (at most) " + list_of(others) + ".") +
-           memory + scaled_down(*p.times);
+    return text + do_they_match(rows, change) +
+           (others.empty() ? "." : "; in other settings by at most " + list_of(others) + ".") +
+           sums_of_kernels(rows, sum, trace) + memory + scaled_down(*p.times);
 }
 
 // What the launches of forward's first kernel say about which product it is. w1 and w3 are the only two products of one
 // shape in a layer of mode eager: q, k, v and output are four, w2, scores and values have a shape of their own.
 static std::string launches_say(const Tables& tables, const Profiled& p, const TableRow& forward) {
     auto model = std::find_if(model_sizes.begin(), model_sizes.end(), [&](auto& c) { return c.name == p.size; });
-    double launches = forward.number("launches a pass");
+    double launches = forward.number("launches per pass");
     if (model == model_sizes.end() || std::isnan(launches)) { return ""; }
     int n = (int)launches, L = model->num_layers;
     if (n < L || n % L > 1) { return ""; }
@@ -273,7 +298,7 @@ static std::string launches_say(const Tables& tables, const Profiled& p, const T
     if (n == 2 * L && alike && eager && forward.text("class") == "matmul") {
         text += say(", of {} to {} each: SwiGLU's w1 and w3, a layer's only pair of products of one shape", min, max);
     }
-    return text + ".";
+    return text;
 }
 static std::string class_name(const TableRow& row) {
     std::string name = row.text("class");
@@ -281,6 +306,18 @@ static std::string class_name(const TableRow& row) {
     if (!on_gpu(*row.table)) { return "a matrix product"; }
     return std::string("a matrix product on ") +
            (row.text("tensor cores") == "yes" ? "tensor cores" : "the CUDA cores");
+}
+// How many of the profiled models have a matrix product as forward's first kernel, too; "" for a single model.
+static std::string models_alike(const Profiled& p) {
+    int all = 0, matmul = 0;
+    std::string name = p.overview ? "top kernel of forward" : "kernel";
+    for (const TableRow& row : p.overview ? rows_of(*p.overview) : rows_of(*p.top, {{"phase", "forward"}})) {
+        all += ran(row, "Time (%)");
+        matmul += ran(row, "Time (%)") && std::string(kernel_class(row.text(name)).name) == "matmul";
+    }
+    return all > 1 ? say("; forward's first is a matrix product in {} of {} models", std::to_string(matmul),
+                         std::to_string(all))
+                   : "";
 }
 static std::string top_kernel(const Tables& tables, const Profiled& p) {
     TableRow forward = row_in(p.top, p, "forward"), both = row_in(p.top, p, "forward+backward");
@@ -290,32 +327,26 @@ static std::string top_kernel(const Tables& tables, const Profiled& p) {
         say("In forward of {} ({}) the {} with the most time is {}, {}: {} % of forward's time, launched {} times per "
             "forward.",
             p.model(), p.setting, kernel, forward.text("kernel"), class_name(forward), forward.text("Time (%)"),
-            forward.text("launches a pass"));
-    text += launches_say(tables, p, forward);
+            forward.text("launches per pass"));
+    std::string launches = launches_say(tables, p, forward), range = forward.text("runs in");
+    if (!range.empty()) {
+        launches += say("{} of its time is in the range {}", launches.empty() ? " Most" : "; most", range);
+    }
+    text += launches.empty() ? "" : launches + ".";
     bool same = both.text("the forward's, too") == "yes";
     bool products = forward.text("class") == "matmul" && both.text("class") == "matmul" && on_gpu(*p.top);
     if (!ran(both, "Time (%)")) {
-        text += " Forward and backward together did not run (out of memory).";
+        text += " Forward and backward together did not run (out of memory)";
     } else if (same) {
-        text += say(" With backward it is the same one ({} %, {} launches per pass).", both.text("Time (%)"),
-                    both.text("launches a pass"));
+        text += say(" With backward it is the same one ({} %, {} launches per pass)", both.text("Time (%)"),
+                    both.text("launches per pass"));
     } else {
         text +=
-            say(" With backward it is another one, {}, {} ({} %, {} launches per pass){}.", both.text("kernel"),
-                class_name(both), both.text("Time (%)"), both.text("launches a pass"),
+            say(" With backward it is another one, {}, {} ({} %, {} launches per pass){}", both.text("kernel"),
+                class_name(both), both.text("Time (%)"), both.text("launches per pass"),
                 products ? ": backward's products have other operands transposed, so other kernels compute them" : "");
     }
-    int all = 0, matmul = 0, stays = 0;
-    for (const TableRow& row : ran(rows_of(*p.top), "Time (%)")) {
-        all += row.text("phase") == "forward";
-        matmul += row.text("phase") == "forward" && row.text("class") == "matmul";
-        stays += row.text("phase") == "forward+backward" && row.text("the forward's, too") == "yes";
-    }
-    if (all > 1) {
-        text += say(" Of all {} models profiled, it is a matrix product in {}, and stays first with backward in {}.",
-                    std::to_string(all), std::to_string(matmul), std::to_string(stays));
-    }
-    return text;
+    return text + models_alike(p) + ".";
 }
 
 static std::string other_kernels(const Tables& tables, const Profiled& p) {
@@ -353,8 +384,23 @@ static std::string step_shares(const std::vector<Profiled>& profiles, const Prof
         return "There is no trace of a whole step to compare with forward (out of memory, or nothing was traced)." +
                (p.shares ? out_of_memory(rows_of(*p.shares), {{"all (ms)", ""}}) : "");
     }
-    std::string grows, text = say("From forward to a whole step with AdamW the share of matrix products {} ({}, {}).",
+    std::string grows, text = say("From forward to a whole step with AdamW the share of matrix products {} ({}, {})",
                                   change_of(forward.number("matmul"), step.number("matmul")), p.model(), p.setting);
+    int all = 0, falls = 0;
+    for (const TableRow& row : ran(rows_of(*p.shares, {{"phase", "step"}}), "matmul")) {
+        TableRow before =
+            row_of(*p.shares,
+                   {{"size", row.text("size")}, {"context length", row.text("context length")}, {"phase", "forward"}});
+        all++, falls += row.number("matmul") < before.number("matmul");
+    }
+    if (all > 1) { text += say("; it falls in {} of {} models", std::to_string(falls), std::to_string(all)); }
+    std::vector<std::string> others;
+    for (const Profiled& other : profiles) {
+        TableRow a = row_in(other.shares, other, "forward"), b = row_in(other.shares, other, "step");
+        if (other.setting == p.setting || !ran(a, "matmul") || !ran(b, "matmul")) { continue; }
+        others.push_back(say("in {} it {}", other.setting, change_of(a.number("matmul"), b.number("matmul"))));
+    }
+    text += (others.empty() ? "" : "; " + list_of(others)) + ".";
     double most = 0;
     for (size_t i = 5; i < p.shares->columns.size(); i++) {  // the classes come after "on tensor cores"
         const std::string& column = p.shares->columns[i];
@@ -369,21 +415,7 @@ static std::string step_shares(const std::vector<Profiled>& profiles, const Prof
             say(" AdamW has no products and takes {} of the step's {} ms ({} %).", optimizer.text("all (ms)"),
                 step.text("all (ms)"), number(100 * optimizer.number("all (ms)") / step.number("all (ms)"), "%.1f"));
     }
-    int all = 0, falls = 0;
-    for (const TableRow& row : ran(rows_of(*p.shares, {{"phase", "step"}}), "matmul")) {
-        TableRow before =
-            row_of(*p.shares,
-                   {{"size", row.text("size")}, {"context length", row.text("context length")}, {"phase", "forward"}});
-        all++, falls += row.number("matmul") < before.number("matmul");
-    }
-    if (all > 1) { text += say(" It falls in {} of {} models.", std::to_string(falls), std::to_string(all)); }
-    std::vector<std::string> others;
-    for (const Profiled& other : profiles) {
-        TableRow a = row_in(other.shares, other, "forward"), b = row_in(other.shares, other, "step");
-        if (other.setting == p.setting || !ran(a, "matmul") || !ran(b, "matmul")) { continue; }
-        others.push_back(say("in {} it {}", other.setting, change_of(a.number("matmul"), b.number("matmul"))));
-    }
-    return text + (others.empty() ? "" : " Other settings: " + list_of(others) + ".");
+    return text;
 }
 
 static double softmax_to_products(const TableRow& row) {  // of the times; NaN: they are one kernel, or did not run
@@ -404,31 +436,31 @@ static std::string softmax_and_products(const std::vector<Profiled>& profiles, c
             "their times apart; that of mode eager can.{}.",
             p.setting, p.model(), row.text("products (ms)"), counts);
     }
-    double per_flop = times * strtod(flops.substr(flops.find(':') + 1).c_str(), nullptr);
-    std::string text =
-        say("In {} ({}) softmax takes {} ms per forward, {} times as long as attention's two products "
-            "({} ms).{}, so a FLOP of softmax takes {} times as long.",
-            p.setting, p.model(), row.text("softmax (ms)"), number(times, "%.2f"), row.text("products (ms)"), counts,
-            number(per_flop, "%.1f"));
-    if (on_gpu(*p.softmax) && per_flop > 2) {
-        text += say(" Bytes explain it: even at best softmax moves {} MiB and the products {} MiB.",
-                    row.text("softmax (MiB, at least)"), row.text("products (MiB, at least)"));
-    }
     std::vector<std::string> lengths, others;
     for (const TableRow& other : rows_of(*p.softmax, {p.of_size()})) {
         if (std::isnan(softmax_to_products(other))) { continue; }
         lengths.push_back(
             say("{} times at {}", number(softmax_to_products(other), "%.2f"), other.text("context length")));
     }
-    if (lengths.size() > 1) { text += say(" By context length ({}): {}.", p.size, list_of(lengths)); }
     for (const Profiled& other : profiles) {
         TableRow o = other.softmax ? row_of(*other.softmax, {other.of_size(), other.of_length()}) : TableRow();
         if (other.setting == p.setting || !ran(o, "products (ms)", 0)) { continue; }
-        others.push_back(other.setting + (std::isnan(softmax_to_products(o))
-                                              ? say(": one kernel of {} ms", o.text("products (ms)"))
-                                              : say(": {} times as long", number(softmax_to_products(o), "%.2f"))));
+        others.push_back(std::isnan(softmax_to_products(o))
+                             ? say("in {} both are one kernel of {} ms", other.setting, o.text("products (ms)"))
+                             : say("in {} {} times", other.setting, number(softmax_to_products(o), "%.2f")));
     }
-    return text + (others.empty() ? "" : " Other settings: " + list_of(others) + ".");
+    double per_flop = times * strtod(flops.substr(flops.find(':') + 1).c_str(), nullptr);
+    std::string text =
+        say("In {} ({}) softmax takes {} ms per forward, {} times as long as attention's two products ({} ms){}{}.{}, "
+            "so a FLOP of softmax takes {} times as long.",
+            p.setting, p.model(), row.text("softmax (ms)"), number(times, "%.2f"), row.text("products (ms)"),
+            lengths.size() > 1 ? "; by context length " + list_of(lengths) : "",
+            others.empty() ? "" : "; " + list_of(others), counts, number(per_flop, "%.1f"));
+    if (on_gpu(*p.softmax) && per_flop > 2) {
+        text += say(" Bytes explain it: even at best softmax moves {} MiB and the products {} MiB.",
+                    row.text("softmax (MiB, at least)"), row.text("products (MiB, at least)"));
+    }
+    return text;
 }
 
 Answers answer_nsys_profile(const Tables& tables) {

@@ -45,7 +45,7 @@ static const std::string DDP_TIMED =
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer",
      "bench_step.cu", cmd_benchmarking_script,
-     TIMED + "warmups precisions=fp32 modes=flash recompute table roofline plot"},
+     TIMED + "warmups precisions=fp32 modes=eager,flash recompute table roofline plot"},
     {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
      "device sizes d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size "
      "warmup=2 steps=5 precisions=fp32 modes=eager ranges=forward,step top=10 seed plot trace format quick"},
@@ -283,7 +283,7 @@ static const std::vector<Option>& option_table() {
     const std::vector<std::string> precisions = {"fp32", "tf32", "bf16", "fp16"};
     const std::vector<std::string> modes = {"eager", "fused", "flash"};
     const char* mode_help =
-        "a kernel an operation; fused; fused with FlashAttention (where head size and precision have one)";
+        "a kernel per operation; fused; fused with FlashAttention (where head size and precision have one)";
     static const std::vector<Option> table = {
         {"device", "device", name(&Options::device, {"auto", "cpu", "cuda"}), "where to run; auto takes a GPU if any",
          "auto"},

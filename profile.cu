@@ -348,6 +348,7 @@ static const std::vector<Part> parts = {
 
 struct Profiled : Attempt {
     Stats untraced{}, traced{};
+    size_t peak = 0;  // bytes
     Trace trace;
 };
 struct ModelProfile {
@@ -390,6 +391,7 @@ static void profile_phase(Profiled& r, Phase phase, Model& model, const Batch& b
         run_phase(phase, model, batch, scaler);
     };
     int half = (p.o.steps + 1) / 2;  // untraced before, and as many after: a machine's speed wanders
+    reset_peak(context.device);
     std::vector<double> untraced = time_ms(p.o.warmup[0], half, pass), traced;
     start_tracing();
     try {
@@ -402,6 +404,7 @@ static void profile_phase(Profiled& r, Phase phase, Model& model, const Batch& b
     std::vector<double> after = time_ms(1, half, pass);
     untraced.insert(untraced.end(), after.begin(), after.end());
     r.untraced = stats_of(untraced), r.traced = stats_of(traced);
+    r.peak = memory_use(context.device).peak;
     r.trace = std::move(trace);
     if (context.device == CPU) { r.trace.work = work_of_ranges(r.trace); }
 }
@@ -443,6 +446,82 @@ static void add_row(Table& table, std::vector<std::string> cells, const std::vec
     cells.insert(cells.end(), more.begin(), more.end());
     cells.resize(table.columns.size());
     table.rows.push_back(cells);
+}
+
+// A forward's time in its trace: from its first kernel's start to the end of its last (on a CPU: of its ranges), the
+// median of all passes.
+static double forward_ms_of(const Trace& trace) {
+    std::vector<int> outermost;
+    std::map<int, std::pair<int64_t, int64_t>> passes;
+    auto widen = [&](int range, int64_t start, int64_t end) {
+        if (range < 0 || strcmp(trace.ranges[outermost[range]].name, "forward") != 0) { return; }
+        auto& pass = passes.emplace(outermost[range], std::make_pair(start, end)).first->second;
+        pass = {std::min(pass.first, start), std::max(pass.second, end)};
+    };
+    for (size_t i = 0; i < trace.ranges.size(); i++) {  // parents stand before their children
+        const TracedRange& r = trace.ranges[i];
+        outermost.push_back(r.parent < 0 ? (int)i : outermost[r.parent]);
+        if (context.device == CPU) { widen((int)i, r.start, r.end); }
+    }
+    for (const TracedWork& w : trace.work) { widen(w.range, w.start, w.end); }
+    std::vector<double> ns;
+    for (const auto& [range, pass] : passes) { ns.push_back((double)(pass.second - pass.first)); }
+    return stats_of(ns).median / 1e6;
+}
+
+// A vector per size, with all its lengths. A row per model: does the trace's time match the clock's, what takes most of
+// it, and does a step fit.
+using Sizes = std::vector<std::vector<ModelProfile>>;
+static Table overview_table(const Sizes& sizes, const Plan& p) {
+    Table table{profile_caption(p,
+                                "overview: forward by the clock and in the trace, medians; the kernel with the most "
+                                "time; whether a step fits"),
+                {"size", "context length", "forward by the clock (ms)", "forward in the trace (ms)", "difference (%)",
+                 "sum of its kernels (ms)", "step by the clock (ms)", "step peak (MiB)", "Time (%)",
+                 "launches per forward", "top kernel of forward"},
+                {}};
+    for (const std::vector<ModelProfile>& lengths : sizes) {
+        for (const ModelProfile& m : lengths) {
+            const Profiled &forward = m.phase[FORWARD], &step = m.phase[STEP];
+            std::vector<NamedWork> work = named_work(forward.trace, {"forward"});
+            std::vector<std::string> cells = model_cells(m), of_trace(3), of_kernel(3);
+            if (!work.empty()) {
+                double in_trace = forward_ms_of(forward.trace), clock = forward.untraced.median;
+                KernelSummary k = by_kernel(work)[0];
+                of_trace = {strprintf("%.3f", in_trace), strprintf("%.1f", 100 * (in_trace / clock - 1)),
+                            ms_of_ns(sum_of(work) / passes_of(p))};
+                of_kernel = {percent(k.total_ns(), sum_of(work)), strprintf("%g", (double)k.ns.n / passes_of(p)),
+                             "`" + k.name + "`"};
+            }
+            cells.push_back(forward.cell(strprintf("%.3f", forward.untraced.median)));
+            cells.insert(cells.end(), of_trace.begin(), of_trace.end());
+            cells.push_back(step.cell(strprintf("%.3f", step.untraced.median)));
+            cells.push_back(step.ran ? strprintf("%.1f", step.peak / 1048576.0) : "");
+            add_row(table, cells, of_kernel);
+        }
+    }
+    return table;
+}
+// The largest size of which a step ran, or a forward, or the first.
+static const std::vector<ModelProfile>& largest_that_fitted(const Sizes& sizes) {
+    for (Phase phase : {STEP, FORWARD}) {
+        for (size_t i = sizes.size(); i-- > 0;) {
+            for (const ModelProfile& m : sizes[i]) {
+                if (m.phase[phase].ran) { return sizes[i]; }
+            }
+        }
+    }
+    return sizes[0];
+}
+// Its longest context length of which a step ran, or a forward; null: none ran.
+static const ModelProfile* longest_that_fitted(const std::vector<ModelProfile>& lengths) {
+    const ModelProfile* longest = nullptr;
+    for (Phase phase : {FORWARD, STEP}) {
+        for (const ModelProfile& m : lengths) {
+            if (m.phase[phase].ran) { longest = &m; }
+        }
+    }
+    return longest;
 }
 
 static Table time_table(const std::vector<ModelProfile>& models, const Plan& p) {
@@ -497,10 +576,22 @@ static Table summary_table(const ModelProfile& m, const std::string& range, int 
     return table;
 }
 
+static std::string part_of_model(const NamedWork& w) {  // "ffn" of step/forward/layer/ffn
+    size_t layer = w.path.find("layer/"), at = layer == std::string::npos ? w.path.find('/') + 1 : layer + 6;
+    return at == 0 ? w.path : w.path.substr(at);
+}
+// The part of the model that most of the kernel's time is for, and how much of it.
+static std::string runs_in(const std::vector<NamedWork>& work, const KernelSummary& kernel) {
+    std::vector<NamedWork> same;
+    std::copy_if(work.begin(), work.end(), std::back_inserter(same),
+                 [&](const NamedWork& w) { return w.kernel == kernel.name; });
+    KernelSummary most = group(same, part_of_model)[0];
+    return most.name + " (" + percent(most.total_ns(), kernel.total_ns()) + " %)";
+}
 static Table top_kernel_table(const std::vector<ModelProfile>& models, const Plan& p) {
     Table table{profile_caption(p, "(b): the kernel with the most time"),
-                {"size", "context length", "phase", "Time (%)", "launches a pass", "class", "tensor cores",
-                 "the forward's, too", "kernel"},
+                {"size", "context length", "phase", "Time (%)", "launches per pass", "class", "tensor cores",
+                 "the forward's, too", "runs in", "kernel"},
                 {}};
     for (const ModelProfile& m : models) {
         std::string forward_top;
@@ -517,7 +608,8 @@ static Table top_kernel_table(const std::vector<ModelProfile>& models, const Pla
             if (part.phase == FORWARD) { forward_top = k.name; }
             add_row(table, cells,
                     {percent(k.total_ns(), sum_of(work)), strprintf("%g", (double)k.ns.n / passes_of(p)), is.name,
-                     is.tensor_cores ? "yes" : "no", k.name == forward_top ? "yes" : "no", "`" + k.name + "`"});
+                     is.tensor_cores ? "yes" : "no", k.name == forward_top ? "yes" : "no", runs_in(work, k),
+                     "`" + k.name + "`"});
         }
     }
     return table;
@@ -527,17 +619,13 @@ static Table top_kernel_table(const std::vector<ModelProfile>& models, const Pla
 static Table other_parts_table(const ModelProfile& m, int top, const Plan& p) {
     Table table{profile_caption(p, strprintf("(c): what is not a matrix product, forward of %s, context length %d",
                                              m.config.name.c_str(), m.T)),
-                {"part of the model", "Time (%)", "ms a forward", "kernels a forward"},
+                {"part of the model", "Time (%)", "ms per forward", "kernels per forward"},
                 {}};
     std::vector<NamedWork> work = named_work(m.phase[FORWARD].trace, {"forward"}), rest;
     for (const NamedWork& w : work) {
         if (!is_class(w, "matmul")) { rest.push_back(w); }
     }
-    auto inner = [](const NamedWork& w) {
-        size_t layer = w.path.find("layer/"), at = layer == std::string::npos ? w.path.find('/') + 1 : layer + 6;
-        return at == 0 ? w.path : w.path.substr(at);
-    };
-    for (const KernelSummary& k : group(rest, inner)) {
+    for (const KernelSummary& k : group(rest, part_of_model)) {
         if ((int)table.rows.size() == top) { break; }
         table.rows.push_back({k.name, percent(k.total_ns(), sum_of(work)), ms_of_ns(k.total_ns() / passes_of(p)),
                               strprintf("%g", (double)k.ns.n / passes_of(p))});
@@ -693,25 +781,34 @@ static void check_ranges(const Options& o) {
 }
 
 // The tables of one precision and mode. False: tracing shows no kernels, so those about kernels are left out.
-static bool print_tables(const std::vector<ModelProfile>& models, const Plan& p) {
+static bool print_tables(const Sizes& sizes, const Plan& p) {
+    if (sizes.size() * sizes[0].size() > 1) { print(overview_table(sizes, p), p.o.format); }
+    const std::vector<ModelProfile>& models = largest_that_fitted(sizes);
+    const ModelProfile* longest = longest_that_fitted(models);
     print(time_table(models, p), p.o.format);
-    std::string why;
-    for (const ModelProfile& m : models) {
-        if (m.phase[FORWARD].ran && context.device == CUDA) { why = m.phase[FORWARD].trace.no_kernels; }
-    }
+    std::string why = longest && context.device == CUDA ? longest->phase[FORWARD].trace.no_kernels : "";
     if (!why.empty()) {
         note("tracing off: %s; the tables about kernels are left out", why.c_str());
         return false;
     }
-    for (const ModelProfile& m : models) {
-        if (!m.phase[FORWARD].ran) { continue; }
-        for (const std::string& range : p.o.range) { print(summary_table(m, range, p.o.top, p), p.o.format); }
-        print(other_parts_table(m, p.o.top, p), p.o.format);
+    if (longest) {
+        for (const std::string& range : p.o.range) { print(summary_table(*longest, range, p.o.top, p), p.o.format); }
+        print(other_parts_table(*longest, p.o.top, p), p.o.format);
     }
     print(top_kernel_table(models, p), p.o.format);
     print(share_table(models, p), p.o.format);
     print(softmax_table(models, p), p.o.format);
     return true;
+}
+
+static void take_traces(std::vector<ModelProfile>& models, std::vector<Trace>& traces) {
+    for (ModelProfile& m : models) {
+        for (Phase phase : {FORWARD, STEP}) {
+            if (!m.phase[phase].ran) { continue; }
+            if (context.device == CPU) { m.phase[phase].trace.work.clear(); }  // its ranges are in the file
+            traces.push_back(std::move(m.phase[phase].trace));
+        }
+    }
 }
 
 int cmd_nsys_profile(const Options& o) {
@@ -727,18 +824,15 @@ int cmd_nsys_profile(const Options& o) {
         for (Mode mode : p.modes) {
             context.precision = precision, context.mode = mode;
             settings.push_back(name_of(precision) + std::string(" ") + name_of(mode));
-            std::vector<ModelProfile> models;
+            Sizes models;
             for (const ModelConfig& c : p.configs) {
-                for (int T : p.o.context_lengths) { models.push_back(profile_model(c, T, p)); }
+                models.emplace_back();
+                for (int T : p.o.context_lengths) { models.back().push_back(profile_model(c, T, p)); }
             }
             if (!print_tables(models, p)) { continue; }
-            add_bars(models, p, several ? settings.back() : "", bars, bar_classes);
-            for (ModelProfile& m : models) {
-                for (Phase phase : {FORWARD, STEP}) {
-                    if (o.trace.empty() || !m.phase[phase].ran) { continue; }
-                    if (context.device == CPU) { m.phase[phase].trace.work.clear(); }  // its ranges are in the file
-                    traces.push_back(std::move(m.phase[phase].trace));
-                }
+            for (std::vector<ModelProfile>& lengths : models) {
+                add_bars(lengths, p, several ? settings.back() : "", bars, bar_classes);
+                if (!o.trace.empty()) { take_traces(lengths, traces); }
             }
         }
     }

@@ -4,11 +4,15 @@
 
 #include <regex>
 
-static const std::vector<std::string> recorded = {"benchmarking_script", "benchmarking_script_warmup", "nsys_profile",
-                                                  "benchmarking_mixed_precision", "memory_profiling"};
+static const std::vector<std::string> recorded = {
+    "benchmarking_script", "benchmarking_script_warmup",   "nsys_profile",
+    "nsys_profile_cpu",    "benchmarking_mixed_precision", "memory_profiling"};
 static std::string fixture(const std::string& name) { return read_file("tests/fixtures/answers/" + name + ".md"); }
+static std::string command_of(const std::string& fixture) {  // without what its name adds to the command's
+    return fixture.substr(0, std::min(fixture.find("_warmup"), fixture.find("_cpu")));
+}
 static Answers answers_from(const std::string& name, const std::string& markdown) {
-    return answers_of(name.substr(0, name.find("_warmup")), tables_in(markdown));
+    return answers_of(command_of(name), tables_in(markdown));
 }
 static std::string said(const Answers& answers, const std::string& part) {
     for (const Answer& answer : answers) {
@@ -43,8 +47,8 @@ TEST_CASE("answers step: benchmarking_script") {
     check_clean(answers);
     check_says(answers, "b",
                {"In fp32, mode flash, forward takes 6.72 ms (small) to 145.16 ms (2.7B), backward 13.51 ms (small) to",
-                "Backward takes 1.84 to 2.06 times as long", "at most 1.1 % of the mean (forward of 2.7B): the var",
-                "variability is small", "In bf16, mode flash, forward takes 0.80 ms", "`--mode eager`"});
+                "Backward takes 1.84 to 2.09 times as long", "most 1.9 % of the mean (a whole step of xl in bf16, mode",
+                "variability is small", "; in bf16, mode flash, forward takes 0.80 ms", "`--mode eager`."});
     check_says(answers, "c", {"one number of warm-up steps"});
     Tables t = tables_in(fixture("benchmarking_script"));
     t = with_cell(t, {"precision fp32"}, {{"size", "2.7B"}}, "fw_std_ms", "31.55");
@@ -53,7 +57,9 @@ TEST_CASE("answers step: benchmarking_script") {
     answers = answers_of("benchmarking_script", t);
     check_clean(answers);
     check_says(answers, "b",
-               {"takes 0.50 to 2.06 times", "at most 21.7 % of the mean (forward of 2.7B): the variability is high",
+               {"takes 0.50 to 2.09 times",
+                "at most 21.7 % of the mean (forward of 2.7B in fp32, mode flash): the variability "
+                "is high",
                 "a whole step 21.25 ms (small) to 310.92 ms (xl)", "Out of memory: 2.7B (step)."});
 }
 TEST_CASE("answers step: benchmarking_script with several numbers of warm-up steps") {
@@ -91,7 +97,7 @@ TEST_CASE("answers step: nsys_profile") {
     check_says(
         answers, "a",
         {"In fp32, mode eager, forward takes 63.403 ms (large at context length 256) by the clock, and 63.757 ms",
-         "The two match: tracing changes the time by +0.6 %.", "95 % of the traced time",
+         "The two match: tracing changes the time by +0.6 %;", "95 % of the traced time",
          "24.8 % in bf16, mode eager"});
     check_says(
         answers, "b",
@@ -105,7 +111,7 @@ TEST_CASE("answers step: nsys_profile") {
                 "in bf16, mode flash it falls from 70.2 to 47.6 %"});
     check_says(answers, "e",
                {"2.821 ms per forward, 1.43 times as long", "1 : 51.2", "73.3 times as long", "Bytes explain it",
-                "fp32, mode flash: one kernel of 1.330 ms and bf16, mode eager: 6.82 times as long"});
+                "in fp32, mode flash both are one kernel of 1.330 ms and in bf16, mode eager 6.82 times"});
 }
 TEST_CASE("answers step: nsys_profile with other numbers") {
     Tables t = tables_in(fixture("nsys_profile"));
@@ -135,11 +141,11 @@ TEST_CASE("answers step: nsys_profile with other numbers") {
     }
     answers = answers_of("nsys_profile", t);
     check_clean(answers);
-    check_says(
-        answers, "a",
-        {"63.403 ms (large at context length 256) to 130.0 ms (large at context length 512)",
-         "time by -19.7 to +12.6 %. It cannot make a run faster", "Out of memory: 2.7B at context length 512 (step)."});
-    check_says(answers, "e", {"By context length (large): 0.50 times at 256 and 1.50 times at 512."});
+    check_says(answers, "a",
+               {"63.403 ms (large at context length 256) to 130.0 ms (large at context length 512)",
+                "time by -19.7 to +12.6 %, and as tracing cannot make a run faster, the machine's",
+                "Out of memory: 2.7B at context length 512 (step)."});
+    check_says(answers, "e", {"by context length 0.50 times at 256 and 1.50 times at 512;"});
 
     Tables times = tables_with(t, {"nsys_profile (a)"});  // as without CUPTI
     for (Table& table : times) {
@@ -148,6 +154,41 @@ TEST_CASE("answers step: nsys_profile with other numbers") {
     answers = answers_of("nsys_profile", times);
     CHECK(answers.size() == 1);
     check_says(answers, "a", {"No kernels were traced, so (b) to (e) have no answer."});
+}
+// What a CPU printed for two sizes at two lengths; then with an H200's name, other numbers and a step that does not
+// fit.
+TEST_CASE("answers step: nsys_profile of several sizes and lengths") {
+    Tables t = tables_in(fixture("nsys_profile_cpu"));
+    Answers answers = answers_of("nsys_profile", t);
+    check_clean(answers);
+    check_says(answers, "a",
+               {"forward takes 264.113 ms (small at context length 32) to 1324.406 ms (medium at context length 64) by "
+                "the clock, and 295.795 ms (small at context length 32) to 1286.605 ms (medium at context length 64) "
+                "in the trace. They do not match everywhere: the trace differs by -2.9 to +12.0 % (most: small at",
+                "Without a GPU there are no kernels"});
+    check_says(answers, "b",
+               {"medium at context length 64", "most of its time is in the range ffn/matmul (71.9 %).",
+                "forward's first is a matrix product in 4 of 4 models."});
+    check_says(answers, "e", {"by context length 4.58 times at 32 and 4.92 times at 64."});
+
+    for (Table& table : t) {
+        size_t at = table.caption.find("AMD EPYC");
+        if (at != std::string::npos) { table.caption.replace(at, 8, "NVIDIA H200, CUDA 13.0"); }
+    }
+    const std::vector<std::string> overview = {"nsys_profile overview"};
+    const std::vector<Cell> small = {{"size", "small"}, {"context length", "32"}}, medium = {{"size", "medium"}};
+    t = with_cell(t, overview, small, "difference (%)", "-0.9");
+    t = with_cell(t, overview, {{"size", "small"}, {"context length", "64"}}, "difference (%)", "0.2");
+    t = with_cell(t, overview, medium, "step by the clock (ms)", "OOM (161.2 GiB)");
+    t = with_cell(t, overview, medium, "top kernel of forward", "`softmax_kernel`");
+    answers = answers_of("nsys_profile", t);
+    check_clean(answers);
+    check_says(answers, "a",
+               {"They do not match: the trace differs by -2.9 to +1.6 %; the clock also counts the launch",
+                "Out of memory: medium at context length 32 (step)."});
+    check_says(answers, "b", {"a matrix product in 3 of 4 models."});
+    t = with_cell(t, overview, {{"size", "medium"}, {"context length", "64"}}, "difference (%)", "-1.0");
+    check_says(answers_of("nsys_profile", t), "a", {"The two match: the trace differs by -1.0 to +1.6 %."});
 }
 TEST_CASE("answers step: benchmarking_mixed_precision") {
     std::string text = fixture("benchmarking_mixed_precision");
@@ -258,7 +299,7 @@ TEST_CASE("answers step: tables with holes") {
     };
     for (const std::string& name : recorded) {
         Tables tables = tables_in(fixture(name));
-        std::string command = name.substr(0, name.find("_warmup"));
+        std::string command = command_of(name);
         for (size_t i = 0; i < tables.size(); i++) {
             CAPTURE(name);
             CAPTURE(tables[i].caption);

@@ -1,4 +1,5 @@
 // Tests of profile.cu, and of trace.cu.
+#include "answers.h"
 #include "test.h"
 
 #include <unistd.h>
@@ -343,6 +344,25 @@ TEST_CASE("profile: nsys_profile on a tiny model") {
     CHECK(has(r.out, "1 : 12.8"));  // 4 D / 5 with D = 16
     CHECK(std::ifstream(plot).good());
 
+    // Both lengths in one table, which comes first; then the details, those of one model for the longer one.
+    Tables tables = tables_in(r.out);
+    CHECK(has(tables[0].caption, "nsys_profile overview"));
+    std::vector<TableRow> models = rows_of(tables[0]);
+    REQUIRE(models.size() == 2);
+    for (const TableRow& m : models) {
+        double clock = m.number("forward by the clock (ms)"), trace = m.number("forward in the trace (ms)");
+        CHECK(trace > 0);
+        double rounding = 0.06 + 100 * 0.001 / clock;  // of the percentage, and of two times in thousandths of a ms
+        CHECK(std::abs(m.number("difference (%)") - 100 * (trace / clock - 1)) < rounding);
+        CHECK(m.number("step peak (MiB)") > 0.2);  // weights, gradients and two moments
+        TableRow top = row_of(*table_with(tables, {"(b)", "mode eager"}),
+                              {{"context length", m.text("context length")}, {"phase", "forward"}});
+        CHECK(m.text("launches per forward") == top.text("launches per pass"));
+    }
+    CHECK(models[1].text("context length") == "16");
+    CHECK(has(r.out, "kernel summary: custom, context length 16, "));
+    CHECK(!has(r.out, "kernel summary: custom, context length 8, "));
+
     words.insert(words.end(), {"--range", "forward/layer/attention"});
     CHECK(has(run_cs336(words).out, "range forward/layer/attention, "));
     for (const char* unknown : {"forward/nonsense", "forward/layer/attention/soft", "forward/layer/attention/mask"}) {
@@ -364,6 +384,7 @@ TEST_CASE("profile: nsys_profile on a tiny model") {
                    "--num_heads", "64", "--context_length", "8"});
     CHECK(r.exit_code == 0);
     CHECK(has(r.out, "| OOM ("));
+    CHECK(!has(r.out, "overview"));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
