@@ -39,13 +39,13 @@ static const std::string TIMED =
 static const std::string RANKS = "nproc backend timeout ";
 static const std::string DDP_TIMED =
     "device size=xl d_model d_ff num_layers num_heads vocab_size context_length=512 batch_size=2 warmup steps "
-    "precision=fp32 mode=flash seed " +
+    "precision=fp32 mode=flash checkpoint seed " +
     RANKS + "format quick ";
 
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer",
      "bench_step.cu", cmd_benchmarking_script,
-     TIMED + "warmups precisions=fp32 modes=flash recompute table roofline plot"},
+     TIMED + "warmups precisions=fp32 modes=flash recompute checkpoint table roofline plot"},
     {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
      "device sizes d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size "
      "warmup=2 steps=5 precisions=fp32 modes=eager ranges=forward,step top=10 seed plot trace format quick"},
@@ -55,7 +55,7 @@ static const Command COMMANDS[] = {
      "bench_step.cu", cmd_benchmarking_mixed_precision, TIMED + "warmup precisions=fp32,tf32,bf16 mode=flash"},
     {"memory_profiling", "1.1.6", 4, 1, "where a step's memory goes", "memory.cu", cmd_memory_profiling,
      "device sizes=2.7B d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512 batch_size seed "
-     "precisions=fp32,bf16 mode=eager recompute out_folder format quick"},
+     "precisions=fp32,bf16 mode=eager recompute checkpoint out_folder format quick"},
     {"pytorch_attention", "1.2.1", 2, 1, "time and memory of plain attention", "bench_attention.cu",
      cmd_pytorch_attention, "device steps=100 plot trace format quick"},
     {"torch_compile", "1.3", 2, 1, "eager against fused kernels", "bench_step.cu", cmd_torch_compile,
@@ -102,7 +102,8 @@ static const Command COMMANDS[] = {
      "device format quick"},
     {"train", "", 0, 0, "train on the bytes of a text, then continue it", "train.cu", cmd_train,
      "data! val_fraction d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 "
-     "stop_at log_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash recompute seed "
+     "stop_at log_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash recompute "
+     "checkpoint seed "
      "device save load sample temperature trace format quick"},
     {"model", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", "train.cu", cmd_model,
      "weights! batch! num_heads! model_out! rope_theta update_steps=0 lr precision=fp32 mode=flash device"},
@@ -228,6 +229,15 @@ static Reader items(std::vector<std::string> Options::*field, const char* exampl
 }
 static Reader file(std::string Options::*field) { return one(field, "a file name", not_empty()); }
 
+static Reader checkpointing() {
+    auto parse = [](const std::string& text, int* value) {
+        for (int named : {CHECKPOINT_FFN, CHECKPOINT_HALVES, CHECKPOINT_NESTED}) {
+            if (text == name_of_checkpoint(named)) { return *value = named, true; }
+        }
+        return whole_number<int>(0, 1 << 20)(text, value);
+    };
+    return one<int>(&Options::checkpoint, "a whole number of blocks, ffn, halves or nested", parse);
+}
 static std::vector<std::string> implementations(std::vector<std::string> names) {
     for (const AttentionImpl& impl : attention_impls()) {
         if (!is_among(impl.name, names)) { names.push_back(impl.name); }
@@ -340,11 +350,15 @@ static const std::vector<Option>& option_table() {
         {"trace", "trace", output(&Options::trace, ".json"), "write what ran when, for Perfetto or chrome://tracing"},
         {"ranges", "range", items(&Options::range, "forward,step/backward/layer/attention"),
          "kernel summaries of these parts of the run"},
+        {"checkpoint", "checkpoint", checkpointing(),
+         "blocks that are run again in backward instead of keeping what they compute; ffn: each block's feed-forward; "
+         "halves, nested: all blocks, nested so",
+         "0"},
         {"top", "top", whole(&Options::top, 1), "rows of a kernel summary", "10"},
         {"inputs", "inputs", file(&Options::inputs),
          "safetensors: q, k, v and perhaps do, dL/do; [B, H, S, D] or [B, S, D]"},
-        {"impl", "impl", name(&Options::impl, implementations({"auto"})),
-         "which row of the table of implementations", "auto"},
+        {"impl", "impl", name(&Options::impl, implementations({"auto"})), "which row of the table of implementations",
+         "auto"},
         {"flash_impl", "impl", name(&Options::impl, implementations({"all", "auto"})),
          "all: those with tiles; auto: the fastest of them", "all"},
         {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs",
@@ -564,7 +578,7 @@ static int run_command(const Command& command, const std::vector<std::string>& w
         printf("%s", help.c_str());
         return 0;
     }
-    context.deterministic = o.deterministic, context.recompute = o.recompute;
+    context.deterministic = o.deterministic, context.recompute = o.recompute, context.checkpoint = o.checkpoint;
     // nsys_profile traces by itself, and so do the ranks.
     bool traced = !o.trace.empty() && command.run != cmd_nsys_profile && command.gpus != 2;
     if (traced) { start_tracing(); }
