@@ -19,6 +19,7 @@
 //   ddp.cu          sections 2.2 to 3: data parallel training, the sharded optimizer
 //   bench_ddp.cu    the experiments with several ranks
 //   accounting.cu   section 2.4: arithmetic alone
+//   calcs.cu        the 2026 handout's section 8: arithmetic alone
 //   reproduce.cu    `reproduce`: the tables of notes/, measured again
 // Each .cu is compiled by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
 //
@@ -1111,6 +1112,9 @@ struct Options {
     // communication_accounting
     double gpu_gb = 0, tpu_gb = 0, bandwidth_gb = 0, tflops = 0;  // bytes and FLOP by powers of ten, per second
     int tokens = 0, fsdp = 0, tp = 0, links_fsdp = 0, links_tp = 0;
+    // calcs.cu, with some of those
+    int devices = 0;
+    double tensor_mb = 0;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1173,7 +1177,12 @@ int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o);
 int cmd_ddp_bucketed_benchmarking(const Options& o);
 int cmd_optimizer_state_sharding(const Options& o);
 int cmd_optimizer_state_sharding_accounting(const Options& o);
-int cmd_communication_accounting(const Options& o);  // accounting.cu
+int cmd_communication_accounting(const Options& o);   // accounting.cu
+int cmd_alternate_ring_all_reduce(const Options& o);  // calcs.cu
+int cmd_data_parallel_calcs(const Options& o);
+int cmd_fsdp_calcs(const Options& o);
+int cmd_tp_calcs(const Options& o);
+int cmd_fsdp_tp_calcs(const Options& o);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // reproduce.cu
