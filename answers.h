@@ -45,6 +45,11 @@ std::string say(const std::string& sentence, const Part&... part) {
 // from the tables that its command printed. What the tables do not hold, the answer says.
 Answers answer_mixed_precision_accumulation(const Tables& tables);  // answers.cu
 Answers answer_communication_accounting(const Tables& tables);
+Answers answer_alternate_ring_all_reduce(const Tables& tables);  // answers_calcs.cu
+Answers answer_data_parallel_calcs(const Tables& tables);
+Answers answer_fsdp_calcs(const Tables& tables);
+Answers answer_tp_calcs(const Tables& tables);
+Answers answer_fsdp_tp_calcs(const Tables& tables);
 Answers answer_benchmarking_script(const Tables& tables);  // answers_step.cu
 Answers answer_nsys_profile(const Tables& tables);
 Answers answer_benchmarking_mixed_precision(const Tables& tables);

@@ -258,6 +258,7 @@ static std::vector<std::string> measure_in_fresh_process(const Options& o, const
     option("warmup", std::to_string(warmup)), option("seed", std::to_string(o.seed));
     option("precision", name_of(context.precision)), option("mode", name_of(context.mode));
     if (context.recompute) { arguments.push_back("--recompute"); }
+    option("checkpoint", name_of_checkpoint(context.checkpoint));
     Table table = read_csv(run_ourselves(arguments));
     if (table.columns != milliseconds_columns || table.rows.size() != 1) {
         fail("the measuring process printed '%s'", format_table(table, "csv").c_str());

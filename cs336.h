@@ -19,6 +19,7 @@
 //   ddp.cu          sections 2.2 to 3: data parallel training, the sharded optimizer
 //   bench_ddp.cu    the experiments with several ranks
 //   accounting.cu   section 2.4: arithmetic alone
+//   calcs.cu        the 2026 handout's section 8: arithmetic alone
 //   reproduce.cu    `reproduce`: the tables of notes/, measured again
 // Each .cu is compiled by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
 //
@@ -123,6 +124,7 @@ struct Context {
     bool recording = true;       // write the tape; off inside NoGrad
     bool deterministic = false;  // the same bits in every run, where that costs something: flash attention's backward
     bool recompute = false;      // backward computes the norms' outputs and SwiGLU's again, so that nobody keeps them
+    int checkpoint = 0;          // blocks per gradient checkpoint; 0: none; below 0: an entry of Checkpointing
     bool each_launch = false;    // somebody looks at each launch, so none may hide in a CUDA graph
 };
 extern Context context;
@@ -501,6 +503,9 @@ void write_gradient(const GradientPtr& g, const std::function<void(const Tensor&
 void backward(const Tensor& loss, float scale = 1);     // dloss = scale; empties the tape
 void backward_from(const Tensor& y, const Tensor& dy);  // the same, from any y
 void clear_tape();
+// Gradient checkpointing (Chen et al., 2016): f(x), of which forward keeps x alone. Backward runs f again, now with a
+// tape. f reads x and parameters, nothing else that has a gradient, and may itself call checkpoint().
+Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x);
 void scale_in_place(const Tensor& t, float s);
 void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate);  // to = from, or to += from; casts
 Tensor detached(const Tensor& t);                                         // same data, no gradient
@@ -727,11 +732,20 @@ Model random_model(const ModelConfig& c, uint64_t seed);  // made, initialised, 
 // Allocates an arena for the gradients, in dtype (float64 in a float64 model). Without it each gradient lives from its
 // first use to zero_gradients, in the dtype that backward gave.
 void make_gradients(Model& model, DType dtype = F32);
-void make_optimizer_state(Model& model);                            // m and v, zero, once
-void zero_gradients(const Model& model);                            // from here on the first writer overwrites
-Tensor forward(Model& model, const Tensor& tokens);                 // tokens I32 [B,T] -> logits [B,T,V]
+void make_optimizer_state(Model& model);  // m and v, zero, once
+void zero_gradients(const Model& model);  // from here on the first writer overwrites
+// tokens I32 [B,T] -> logits [B,T,V]. With context.checkpoint backward needs the model as it was, at its address.
+Tensor forward(Model& model, const Tensor& tokens);
 Tensor infer(Model& model, const Tensor& tokens);                   // without a tape; the next call may overwrite them
 Tensor cross_entropy(const Tensor& logits, const Tensor& targets);  // mean over all positions, []; targets I32 [B,T]
+
+// What --checkpoint takes besides a number of blocks.
+enum Checkpointing {
+    CHECKPOINT_FFN = -1,     // each block's feed-forward is a checkpoint
+    CHECKPOINT_HALVES = -2,  // each half of the blocks is one, and within it each half of that, down to a block
+    CHECKPOINT_NESTED = -3,  // all blocks but the last are one, and within it all but the last
+};
+std::string name_of_checkpoint(int checkpoint);  // "4", "ffn", "halves", "nested"
 
 // The ops of model.cu, in the order of the forward pass; each runs in context.mode.
 // *x += delta (if any); returns rmsnorm(*x). x, delta and the result [B,T,C], weight [C].
@@ -816,7 +830,7 @@ size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // byte
 float loss_scale_of(const LossScaler& scaler);                           // 1 unless the precision is fp16
 Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
 void check_mode(const ModelConfig& c, Mode mode, Precision precision);  // usage_error if context.device cannot run it
-std::string caption_of(Mode mode);  // "flash", or with --recompute "flash, recompute"
+std::string caption_of(Mode mode);  // "flash"; with --recompute and --checkpoint "flash, recompute, checkpoint 4"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // bench_step.cu: this machine's ceilings
@@ -1084,7 +1098,7 @@ struct Options {
     uint64_t seed = 0;
     bool quick = false;
     std::vector<std::string> range;
-    int top = 0;
+    int top = 0, checkpoint = 0;
     std::string trace, out, plot, weights, batch, data, save, load, inputs, impl;
     bool causal = false, not_causal = false, deterministic = false, roofline = false, recompute = false;
     double rope_theta = 0, lr = 0, min_lr = 0, weight_decay = 0, max_grad_norm = 0, val_fraction = 0, temperature = 0;
@@ -1098,6 +1112,9 @@ struct Options {
     // communication_accounting
     double gpu_gb = 0, tpu_gb = 0, bandwidth_gb = 0, tflops = 0;  // bytes and FLOP by powers of ten, per second
     int tokens = 0, fsdp = 0, tp = 0, links_fsdp = 0, links_tp = 0;
+    // calcs.cu, with some of those
+    int devices = 0;
+    double tensor_mb = 0;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1160,7 +1177,12 @@ int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o);
 int cmd_ddp_bucketed_benchmarking(const Options& o);
 int cmd_optimizer_state_sharding(const Options& o);
 int cmd_optimizer_state_sharding_accounting(const Options& o);
-int cmd_communication_accounting(const Options& o);  // accounting.cu
+int cmd_communication_accounting(const Options& o);   // accounting.cu
+int cmd_alternate_ring_all_reduce(const Options& o);  // calcs.cu
+int cmd_data_parallel_calcs(const Options& o);
+int cmd_fsdp_calcs(const Options& o);
+int cmd_tp_calcs(const Options& o);
+int cmd_fsdp_tp_calcs(const Options& o);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // reproduce.cu

@@ -22,14 +22,15 @@ static int cmd_reproduce(const Options& o);
 
 struct Command {
     const char* id;
-    const char* section;  // of the handout; "" for the tools
-    int points;           // 0: none
+    const char* section;  // of the 2025 handout, of 2026's where 2025 has no such problem; "" for the tools
+    int points;           // the same in both editions; 0: none
     int gpus;             // 0: the same everywhere, 1: scaled down without a GPU, 2: without two, and over Gloo
     const char* what;
     const char* file;
     int (*run)(const Options&);
     std::string options;
     bool is_check = false;  // it measures no time, and checks as much without GPUs
+    const char* edition = "both";
 };
 
 static const std::string TIMED =
@@ -39,13 +40,15 @@ static const std::string TIMED =
 static const std::string RANKS = "nproc backend timeout ";
 static const std::string DDP_TIMED =
     "device size=xl d_model d_ff num_layers num_heads vocab_size context_length=512 batch_size=2 warmup steps "
-    "precision=fp32 mode=flash seed " +
+    "precision=fp32 mode=flash checkpoint seed " +
     RANKS + "format quick ";
+// The defaults are the 2026 leaderboard's layer and batch, and a device of an H200 node.
+static const std::string CALCS = "batch_tokens=65536 d_model=4096 d_ff=11008 tflops=989 bandwidth_gb=450 format quick ";
 
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer",
      "bench_step.cu", cmd_benchmarking_script,
-     TIMED + "warmups precisions=fp32 modes=eager,flash recompute table roofline plot"},
+     TIMED + "warmups precisions=fp32 modes=eager,flash recompute checkpoint table roofline plot"},
     {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
      "device sizes d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size "
      "warmup=2 steps=5 precisions=fp32 modes=eager ranges=forward,step top=10 seed plot trace format quick"},
@@ -55,7 +58,7 @@ static const Command COMMANDS[] = {
      "bench_step.cu", cmd_benchmarking_mixed_precision, TIMED + "warmup precisions=fp32,tf32,bf16 mode=flash"},
     {"memory_profiling", "1.1.6", 4, 1, "where a step's memory goes", "memory.cu", cmd_memory_profiling,
      "device sizes=2.7B d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512 batch_size seed "
-     "precisions=fp32,bf16 mode=eager recompute out_folder format quick"},
+     "precisions=fp32,bf16 mode=eager recompute checkpoint out_folder format quick"},
     {"pytorch_attention", "1.2.1", 2, 1, "time and memory of plain attention", "bench_attention.cu",
      cmd_pytorch_attention, "device steps=100 plot trace format quick"},
     {"torch_compile", "1.3", 2, 1, "eager against fused kernels", "bench_step.cu", cmd_torch_compile,
@@ -71,7 +74,8 @@ static const Command COMMANDS[] = {
     {"flash_leaderboard", "1.3.3", 0, 1, "one long causal sequence, as fast as it goes", "bench_attention.cu",
      cmd_flash_leaderboard,
      "device num_heads=16 head_size=64 context_length=16384 precision=bf16 not_causal flash_impl=all "
-     "deterministic trace format quick"},
+     "deterministic trace format quick",
+     false, "2025"},
     {"distributed_communication_single_node", "2.1", 5, 2, "all-reduce: sizes, ranks, backends", "bench_ddp.cu",
      cmd_distributed_communication_single_node, "device sizes_mb warmup steps " + RANKS + "format plot quick"},
     {"naive_ddp", "2.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp,
@@ -85,24 +89,36 @@ static const Command COMMANDS[] = {
     {"ddp_overlap_individual_parameters_benchmarking", "2.3.2", 1, 2, "what it saves", "bench_ddp.cu",
      cmd_ddp_overlap_individual_parameters_benchmarking, DDP_TIMED + "reduce_dtype plot_step trace"},
     {"ddp_overlap_bucketed", "2.3.3", 8, 2, "the same, in buckets", "ddp.cu", cmd_ddp_overlap_bucketed,
-     "device seed bucket_size_mb=0.0001,0.0016,0.01 " + RANKS + "format quick", true},
+     "device seed bucket_size_mb=0.0001,0.0016,0.01 " + RANKS + "format quick", true, "2025"},
     {"ddp_bucketed_benchmarking", "2.3.3", 3, 2, "which size of buckets", "bench_ddp.cu", cmd_ddp_bucketed_benchmarking,
-     DDP_TIMED + "bucket_size_mb reduce_dtype plot_step trace"},
+     DDP_TIMED + "bucket_size_mb reduce_dtype plot_step trace", false, "2025"},
     {"communication_accounting", "2.4", 10, 0, "when communication becomes the limit", "accounting.cu",
      cmd_communication_accounting,
      "d_model=16384 d_ff=53248 num_layers=126 tokens gpu_gb tpu_gb tflops bandwidth_gb fsdp tp links_fsdp links_tp "
-     "format quick"},
+     "format quick",
+     false, "2025"},
     {"optimizer_state_sharding", "3", 15, 2, "AdamW's state split over the ranks", "ddp.cu",
      cmd_optimizer_state_sharding, "device seed " + RANKS + "format quick", true},
     {"optimizer_state_sharding_accounting", "3", 5, 2, "its memory and time", "bench_ddp.cu",
      cmd_optimizer_state_sharding_accounting, DDP_TIMED},
-    {"list", "", 0, 0, "every problem: section, points, command, notes page, whether it runs here", "main.cu", cmd_list,
-     "format quick"},
+    {"alternate_ring_all_reduce", "8.1", 1, 0, "all-reduce that sends whole tensors around a ring", "calcs.cu",
+     cmd_alternate_ring_all_reduce, "tensor_mb devices bandwidth_gb=450 format quick", false, "2026"},
+    {"data_parallel_calcs", "8.2", 3, 0, "how many devices data parallelism can use", "calcs.cu",
+     cmd_data_parallel_calcs, CALCS + "devices", false, "2026"},
+    {"fsdp_calcs", "8.3", 3, 0, "how many devices FSDP can use", "calcs.cu", cmd_fsdp_calcs, CALCS + "devices", false,
+     "2026"},
+    {"tp_calcs", "8.4", 4, 0, "how many devices tensor parallelism can use", "calcs.cu", cmd_tp_calcs,
+     CALCS + "devices", false, "2026"},
+    {"fsdp_tp_calcs", "8.5", 6, 0, "how many devices both together can use", "calcs.cu", cmd_fsdp_tp_calcs,
+     CALCS + "fsdp=4 tp=2", false, "2026"},
+    {"list", "", 0, 0, "every problem: section, edition, points, command, notes page, whether it runs here", "main.cu",
+     cmd_list, "format quick"},
     {"info", "", 0, 0, "the device, its libraries, its measured rates", "bench_step.cu", cmd_info,
      "device format quick"},
     {"train", "", 0, 0, "train on the bytes of a text, then continue it", "train.cu", cmd_train,
      "data! val_fraction d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 "
-     "stop_at log_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash recompute seed "
+     "stop_at log_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash recompute "
+     "checkpoint seed "
      "device save load sample temperature trace format quick"},
     {"model", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", "train.cu", cmd_model,
      "weights! batch! num_heads! model_out! rope_theta update_steps=0 lr precision=fp32 mode=flash device"},
@@ -228,6 +244,15 @@ static Reader items(std::vector<std::string> Options::*field, const char* exampl
 }
 static Reader file(std::string Options::*field) { return one(field, "a file name", not_empty()); }
 
+static Reader checkpointing() {
+    auto parse = [](const std::string& text, int* value) {
+        for (int named : {CHECKPOINT_FFN, CHECKPOINT_HALVES, CHECKPOINT_NESTED}) {
+            if (text == name_of_checkpoint(named)) { return *value = named, true; }
+        }
+        return whole_number<int>(0, 1 << 20)(text, value);
+    };
+    return one<int>(&Options::checkpoint, "a whole number of blocks, ffn, halves or nested", parse);
+}
 static std::vector<std::string> implementations(std::vector<std::string> names) {
     for (const AttentionImpl& impl : attention_impls()) {
         if (!is_among(impl.name, names)) { names.push_back(impl.name); }
@@ -340,6 +365,10 @@ static const std::vector<Option>& option_table() {
         {"trace", "trace", output(&Options::trace, ".json"), "write what ran when, for Perfetto or chrome://tracing"},
         {"ranges", "range", items(&Options::range, "forward,step/backward/layer/attention"),
          "kernel summaries of these parts of the run"},
+        {"checkpoint", "checkpoint", checkpointing(),
+         "blocks that are run again in backward instead of keeping what they compute; ffn: each block's feed-forward; "
+         "halves, nested: all blocks, nested so",
+         "0"},
         {"top", "top", whole(&Options::top, 1), "rows of a kernel summary", "10"},
         {"inputs", "inputs", file(&Options::inputs),
          "safetensors: q, k, v and perhaps do, dL/do; [B, H, S, D] or [B, S, D]"},
@@ -361,12 +390,16 @@ static const std::vector<Option>& option_table() {
          "1,10,100,1000"},
         {"tokens", "tokens", whole(&Options::tokens, 1), "on a device, whose activations are saved for backward",
          "2048"},
+        {"batch_tokens", "batch_tokens", whole(&Options::tokens, 1), "B, tokens of the whole batch, the rows of x"},
+        {"devices", "devices", whole(&Options::devices, 2), "N, how many devices share the work", "8"},
+        {"tensor_mb", "tensor_mb", number(&Options::tensor_mb), "S, the tensor that is reduced, in 1e6 bytes", "1000"},
         {"gpu_gb", "gpu_gb", number(&Options::gpu_gb), "memory of a GPU in part (a)", "80"},
         {"tpu_gb", "tpu_gb", number(&Options::tpu_gb), "memory of a chip in part (b)", "95"},
         {"tflops", "tflops", number(&Options::tflops), "C, of a chip, in 1e12 FLOP/s", "460"},
-        {"bandwidth_gb", "bandwidth_gb", number(&Options::bandwidth_gb), "W, of a link, in 1e9 bytes/s", "180"},
-        {"fsdp", "fsdp", whole(&Options::fsdp, 1), "X, chips along the FSDP axis", "16"},
-        {"tp", "tp", whole(&Options::tp, 1), "Y, chips along the tensor-parallel axis", "4"},
+        {"bandwidth_gb", "bandwidth_gb", number(&Options::bandwidth_gb),
+         "W, of a link, or out of a device (section 8), in 1e9 bytes/s", "180"},
+        {"fsdp", "fsdp", whole(&Options::fsdp, 1), "X or N_FSDP, chips along the FSDP axis", "16"},
+        {"tp", "tp", whole(&Options::tp, 1), "Y or N_TP, chips along the tensor-parallel axis", "4"},
         {"links_fsdp", "links_fsdp", whole(&Options::links_fsdp, 1, 3), "M_X, mesh axes of the FSDP traffic", "2"},
         {"links_tp", "links_tp", whole(&Options::links_tp, 1, 3), "M_Y, mesh axes of the tensor-parallel traffic", "1"},
         {"rope_theta", "rope_theta", number(&Options::rope_theta, false, INFINITY, true),
@@ -399,7 +432,7 @@ static const Flag flag_table[] = {
 static int cmd_list(const Options& o) {
     Table table;
     table.caption = "commit " + commit() + "; `cs336 <command> --help` shows a command's options";
-    table.columns = {"problem", "section", "points", "command", "file", "notes page", "runs here"};
+    table.columns = {"problem", "section", "edition", "points", "command", "file", "notes page", "runs here"};
     int gpus = cuda_devices();
     bool nccl = why_not("nccl", CUDA, 2).empty(), gloo = why_not("gloo", gpus > 0 ? CUDA : CPU, 2).empty();
     for (const Command& c : COMMANDS) {
@@ -411,9 +444,10 @@ static int cmd_list(const Options& o) {
                    : c.is_check ? "yes: over Gloo"
                                 : "scaled down: over Gloo";
         }
-        table.rows.push_back({c.id, problem ? c.section : "tool", c.points ? std::to_string(c.points) : "",
-                              std::string("cs336 ") + c.id, c.file,
-                              problem ? strprintf("notes/%s-%s.md", c.section, c.id) : "", here});
+        const char* start = strcmp(c.edition, "2026") == 0 ? "2026-" : "";  // both editions have a section 3
+        table.rows.push_back({c.id, problem ? c.section : "tool", problem ? c.edition : "",
+                              c.points ? std::to_string(c.points) : "", std::string("cs336 ") + c.id, c.file,
+                              problem ? strprintf("notes/%s%s-%s.md", start, c.section, c.id) : "", here});
     }
     print(table, o.format);
     return 0;
@@ -564,7 +598,7 @@ static int run_command(const Command& command, const std::vector<std::string>& w
         printf("%s", help.c_str());
         return 0;
     }
-    context.deterministic = o.deterministic, context.recompute = o.recompute;
+    context.deterministic = o.deterministic, context.recompute = o.recompute, context.checkpoint = o.checkpoint;
     // nsys_profile traces by itself, and so do the ranks.
     bool traced = !o.trace.empty() && command.run != cmd_nsys_profile && command.gpus != 2;
     if (traced) { start_tracing(); }

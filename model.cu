@@ -986,27 +986,59 @@ void make_ready(Model& model, int64_t T) {
     if (model.form && !model.form->takes(model)) { plain_weights(model); }
     if (model.form) { model.form->lend(model); }
 }
+// Block l. The residual stream is *x + *delta, where *delta is what the block before adds to it (null: nothing).
+static void block(const Model& model, int l, Tensor* x, Tensor* delta) {
+    Range r("layer");
+    const ModelConfig& c = model.config;
+    const Layer& layer = model.layers[l];
+    Tensor a = self_attention(layer, add_rmsnorm(x, *delta, layer.ln1, c.eps), model.rope, c.num_heads);
+    {
+        Range output("projections");
+        *delta = linear(a, layer.o);
+    }
+    a = Tensor();  // not to be held while the feed-forward runs
+    Tensor y = add_rmsnorm(x, *delta, layer.ln2, c.eps);
+    Range ffn("ffn");
+    auto feed_forward = [&layer](const Tensor& y) { return linear(swiglu(layer, y), layer.w2); };
+    *delta = context.checkpoint == CHECKPOINT_FFN ? checkpoint(feed_forward, y) : feed_forward(y);
+}
+static Tensor run_blocks(const Model& model, Tensor x, int first, int end) {
+    Tensor delta;
+    for (int l = first; l < end; l++) { block(model, l, &x, &delta); }
+    return add(x, delta);
+}
+// Blocks [first, end) by gradient checkpoints. Of N blocks forward keeps, of tensors like x, and backward runs again
+//   k blocks each  N/k, and the k blocks that are run again keep all they compute   N blocks
+//   halves         log2 N, and one block                                            N log2 N
+//   nested         1, and one block                                                 N^2 / 2
+static Tensor checkpointed_blocks(const Model& model, Tensor x, int first, int end) {
+    auto part = [&](int first, int end, auto blocks) {
+        x = checkpoint([&model, first, end, blocks](const Tensor& x) { return blocks(model, x, first, end); }, x);
+    };
+    int k = context.checkpoint, middle = (first + end) / 2;
+    for (int l = first; k > 0 && l < end; l += k) { part(l, std::min(l + k, end), run_blocks); }
+    if (k > 0) { return x; }
+    if (end - first == 1) { return run_blocks(model, x, first, end); }
+    if (k == CHECKPOINT_HALVES) {
+        part(first, middle, checkpointed_blocks);
+        part(middle, end, checkpointed_blocks);
+        return x;
+    }
+    part(first, end - 1, checkpointed_blocks);
+    return run_blocks(model, x, end - 1, end);
+}
 Tensor forward(Model& model, const Tensor& tokens) {
     const ModelConfig& c = model.config;
     Range range("forward");
     make_ready(model, tokens.dim(1));
-    Tensor x, delta;  // the residual stream, and what the last block adds to it
+    Tensor x, delta;
     {
         Range r("embedding");
         x = gather_rows(model.embedding, tokens);
     }
-    for (const Layer& layer : model.layers) {
-        Range r("layer");
-        Tensor a = self_attention(layer, add_rmsnorm(&x, delta, layer.ln1, c.eps), model.rope, c.num_heads);
-        {
-            Range output("projections");
-            delta = linear(a, layer.o);
-        }
-        a = Tensor();  // not to be held while the next block runs
-        Tensor y = add_rmsnorm(&x, delta, layer.ln2, c.eps);
-        Range ffn("ffn");
-        delta = linear(swiglu(layer, y), layer.w2);
-    }
+    bool whole_blocks = context.checkpoint != 0 && context.checkpoint != CHECKPOINT_FFN && context.recording;
+    if (whole_blocks) { x = checkpointed_blocks(model, x, 0, c.num_layers); }
+    for (int l = 0; l < c.num_layers && !whole_blocks; l++) { block(model, l, &x, &delta); }
     Tensor y = add_rmsnorm(&x, delta, model.ln_final, c.eps);
     Range r("lm_head");
     return linear(y, model.lm_head);
@@ -1098,5 +1130,17 @@ Mode fastest_mode(const ModelConfig& c, Precision precision) {
 void check_mode(const ModelConfig& c, Mode mode, Precision precision) {
     if (mode == FLASH) { require_flash(context.device, matmul_dtype(precision), c.d_model / c.num_heads); }
     if (mode == EAGER && context.recompute) { usage_error("--recompute: takes mode fused or flash; eager keeps all"); }
+    if (context.checkpoint > c.num_layers) {
+        usage_error("--checkpoint: got %d, takes at most the model's %d blocks", context.checkpoint, c.num_layers);
+    }
 }
-std::string caption_of(Mode mode) { return name_of(mode) + std::string(context.recompute ? ", recompute" : ""); }
+std::string name_of_checkpoint(int checkpoint) {
+    return checkpoint == CHECKPOINT_FFN      ? "ffn"
+           : checkpoint == CHECKPOINT_HALVES ? "halves"
+           : checkpoint == CHECKPOINT_NESTED ? "nested"
+                                             : std::to_string(checkpoint);
+}
+std::string caption_of(Mode mode) {
+    std::string checkpoint = context.checkpoint ? ", checkpoint " + name_of_checkpoint(context.checkpoint) : "";
+    return name_of(mode) + std::string(context.recompute ? ", recompute" : "") + checkpoint;
+}

@@ -363,6 +363,24 @@ void backward_from(const Tensor& y, const Tensor& dy) {
         }
     }
 }
+Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x) {
+    if (!context.recording) { return f(x); }
+    Tensor in = x.gradient ? x : require_gradient(x), y;
+    {
+        NoGrad no_grad;
+        y = detached(f(in));
+    }
+    record(y, {in}, [f, in](const Tensor& dy) {
+        Tensor again;
+        {
+            RestoreContext restore;
+            context.recording = true;
+            again = f(in);  // f's steps come on top of the tape, where backward goes on
+        }
+        add_gradient(again.gradient, dy);
+    });
+    return y;
+}
 void clear_tape() {
     for (const TapeStep& step : tape) {
         for (const GradientPtr& g : step.inputs) { g->uses = 0; }

@@ -198,6 +198,7 @@ naive_ddp_benchmarking --quick --batch_size 1048576 --context_length 1048576
 distributed_communication_single_node --quick --nproc 2 --sizes_mb 1e5
 communication_accounting --d_model 1048576 --d_ff 1048576 --num_layers 1048576 --tokens 1048576 --fsdp 1048576 --tp 1048576
 communication_accounting --tflops 1e308 --bandwidth_gb 1e308 --gpu_gb 1e308 --tpu_gb 1e-308
+fsdp_tp_calcs --batch_tokens 1048576 --d_model 1048576 --d_ff 1048576 --fsdp 1048576 --tp 1048576 --tflops 1e200 --bandwidth_gb 1e200
 """
 
 
@@ -235,7 +236,7 @@ def try_options(pool):
         call, names = map(str.strip, line.split("|"))
         check("options that contradict each other or the command", call.split(), run(call.split()), [2], names=names)
     for call in LARGEST.strip().splitlines()[:: 4 if SHORT else 1]:
-        r = run([*call.split(), *(["--device", "cpu"] if "accounting" not in call else [])], limit_gib=16)
+        r = run([*call.split(), *([] if re.match(r"\w+_(accounting|calcs)", call) else ["--device", "cpu"])], limit_gib=16)
         check("the largest values, all at once", call.split(), r, [0, 1])
 
 

@@ -39,13 +39,20 @@ TEST_CASE("gemm: whichever kernel is picked, the bits are the same") {
 TEST_CASE("model: steps by CUDA graphs") {
     if (!begin<OnCUDA>()) { return; }
     const ModelConfig config = {"graphs", 64, 96, 2, 4, 101};
-    for (auto [precision, recompute] : std::vector<std::pair<Precision, bool>>{
-             {FP32, false}, {PREC_BF16, false}, {PREC_BF16, true}, {PREC_FP16, false}}) {
+    for (auto [precision, recompute, checkpoint] :
+         std::vector<std::tuple<Precision, bool, int>>{{FP32, false, 0},
+                                                       {PREC_BF16, false, 0},
+                                                       {PREC_BF16, true, 0},
+                                                       {PREC_FP16, false, 0},
+                                                       {PREC_BF16, true, 1},
+                                                       {FP32, false, CHECKPOINT_FFN},
+                                                       {PREC_FP16, false, CHECKPOINT_HALVES}}) {
         Tensor weights[2];
         std::vector<double> losses[2];
         for (bool graphs : {false, true}) {
             context.mode = FLASH, context.deterministic = true;
             context.each_launch = !graphs, context.precision = precision, context.recompute = recompute;
+            context.checkpoint = checkpoint;
             Model model = make_model(config);
             init_weights(model, 7);
             choose_form(model);
@@ -71,7 +78,7 @@ TEST_CASE("model: steps by CUDA graphs") {
             plain_weights(model);
             weights[graphs] = on_cpu(model.weights);
         }
-        CAPTURE(std::string(name_of(precision)));
+        CAPTURE(name_of(precision) + (" " + name_of_checkpoint(checkpoint)));
         CHECK(losses[0] == losses[1]);
         CHECK(compare(weights[0], weights[1], 0, 0).ok());
     }

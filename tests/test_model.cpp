@@ -504,6 +504,52 @@ TEST_CASE_TEMPLATE("model: --recompute changes memory and no bit", D, OnCPU, OnC
     context.recompute = true;
     CHECK_THROWS_WITH_AS(check_mode(config, EAGER, FP32), doctest::Contains("--recompute"), Failure);
 }
+TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    const ModelConfig config = {"", 64, 96, 5, 4, 40};
+    const int B = 2, T = 128;
+    const size_t x = B * T * config.d_model * sizeof(float);  // of the residual stream
+    for (Mode mode : {EAGER, FUSED, FLASH}) {
+        for (Precision precision : {FP32, PREC_BF16, PREC_FP16}) {
+            if (mode == FLASH && !fastest_flash(D::device, matmul_dtype(precision), 16)) { continue; }
+            context.mode = mode, context.precision = precision, context.deterministic = true;
+            std::map<int, std::vector<float>> gradients;
+            std::map<int, size_t> held, peak;
+            for (int checkpoint : {0, 1, 2, 5, (int)CHECKPOINT_FFN, (int)CHECKPOINT_HALVES, (int)CHECKPOINT_NESTED}) {
+                context.checkpoint = checkpoint;
+                Setup s = make_setup(config, B, T);
+                forward(s.model, s.tokens);  // rope, cuBLAS's workspace
+                clear_tape();
+                drop_weight_copies(s.model.slots);
+                size_t before = memory_use(D::device).now;
+                zero_gradients(s.model);
+                reset_peak(D::device);
+                Tensor loss = cross_entropy(forward(s.model, s.tokens), s.targets);
+                held[checkpoint] = memory_use(D::device).now - before;
+                backward(loss);
+                peak[checkpoint] = memory_use(D::device).peak - before;
+                drop_weight_copies(s.model.slots);
+                CHECK(memory_use(D::device).now <= before + 256);  // the loss
+                gradients[checkpoint] = to_floats(s.model.gradients);
+                CAPTURE(std::string(name_of(mode)) + " " + name_of(precision) + " " + name_of_checkpoint(checkpoint));
+                CHECK(gradients[checkpoint] == gradients[0]);
+            }
+            CAPTURE(std::string(name_of(mode)) + " " + name_of(precision));
+            CHECK(held[1] - held[2] == 2 * x);  // 5 checkpoints and 3
+            CHECK(held[2] - held[5] == 2 * x);
+            CHECK(held[CHECKPOINT_HALVES] - held[5] == x);
+            CHECK(held[CHECKPOINT_NESTED] > held[5]);  // it keeps all of the last block
+            CHECK(held[CHECKPOINT_FFN] < held[0]);
+            CHECK(held[1] < held[CHECKPOINT_FFN]);
+            CHECK(peak[1] < peak[2]);
+            CHECK(peak[2] < peak[5]);
+            CHECK(peak[CHECKPOINT_HALVES] < peak[2]);
+            CHECK(peak[CHECKPOINT_NESTED] < peak[2]);
+        }
+    }
+    context.checkpoint = 6;
+    CHECK_THROWS_WITH_AS(check_mode(config, EAGER, FP32), doctest::Contains("--checkpoint: got 6"), Failure);
+}
 TEST_CASE_TEMPLATE("model: gradient_norm", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     Setup s = make_setup(odd, 2, 9);
@@ -625,9 +671,14 @@ TEST_CASE("model: the arena is in backward order, and gradients are ready in tha
         int64_t offset = (t.data - s.model.weights.data) / 4;
         t.gradient->ready = [offset, &ready] { ready.push_back(offset); };
     }
-    run_once(s);
-    CHECK(ready.size() == 1 + 1 + 2 * 6 + 1);  // lm_head, ln_final, (w2 w13 ln2 o qkv ln1) per layer, embedding
-    CHECK(std::is_sorted(ready.begin(), ready.end()));
+    for (int checkpoint : {0, 1, 2, (int)CHECKPOINT_FFN, (int)CHECKPOINT_HALVES, (int)CHECKPOINT_NESTED}) {
+        CAPTURE(name_of_checkpoint(checkpoint));
+        context.checkpoint = checkpoint;
+        ready.clear();
+        run_once(s);
+        CHECK(ready.size() == 1 + 1 + 2 * 6 + 1);  // lm_head, ln_final, (w2 w13 ln2 o qkv ln1) per layer, embedding
+        CHECK(std::is_sorted(ready.begin(), ready.end()));
+    }
 }
 TEST_CASE("model: configurations that make no model") {
     CHECK_THROWS_WITH_AS(check_config({"", 10, 4, 1, 3, 5}), "--d_model 10 is not divisible by --num_heads 3", Failure);

@@ -475,6 +475,45 @@ TEST_CASE_TEMPLATE("backward frees the activations", D, OnCPU, OnCUDA) {
     }
     CHECK(memory_use(D::device).now == before);
 }
+TEST_CASE("a checkpoint keeps its input alone, and runs again in backward") {
+    begin_on(CPU);
+    Tensor p = require_gradient(from_floats({0.5, -1, 2}, {3}, F64)), x0 = from_floats({1, -2, 0.25}, {3}, F64);
+    int outer_calls = 0, inner_calls = 0;
+    auto inner = [&](const Tensor& x) {
+        inner_calls++;
+        return exp(mul(x, p));
+    };
+    auto outer = [&](const Tensor& x, bool kept) {
+        outer_calls++;
+        return mul(kept ? inner(square(x)) : checkpoint(inner, square(x)), add(p, x));
+    };
+    std::vector<double> wanted_dx, wanted_dp;
+    for (bool kept : {true, false}) {
+        Tensor x = require_gradient(x0);
+        p.gradient->value = Tensor();
+        Tensor y = kept ? outer(x, true) : checkpoint([&](const Tensor& x) { return outer(x, false); }, x);
+        backward_from(mul(y, p), from_floats({1, 2, -1}, {3}, F64));  // p's third use is outside
+        if (kept) {
+            wanted_dx = to_doubles(x.gradient->value), wanted_dp = to_doubles(p.gradient->value);
+            outer_calls = inner_calls = 0;
+        } else {
+            CHECK(to_doubles(x.gradient->value) == wanted_dx);
+            for (int i = 0; i < 3; i++) {  // added up in another order
+                CHECK(to_doubles(p.gradient->value)[i] == doctest::Approx(wanted_dp[i]).epsilon(1e-14));
+            }
+            CHECK(outer_calls == 2);
+            CHECK(inner_calls == 3);  // forward, backward's second run of the outer one, and its own
+        }
+    }
+    Tensor same = require_gradient(x0);  // what a function returns may be what it was given
+    backward_from(checkpoint([](const Tensor& x) { return x; }, same), x0);
+    CHECK(to_doubles(same.gradient->value) == to_doubles(x0));
+    outer_calls = 0;
+    NoGrad no_grad;
+    checkpoint([&](const Tensor& x) { return outer(x, false); }, x0);
+    clear_tape();
+    CHECK(outer_calls == 1);
+}
 TEST_CASE("gemm: each row of the products' table, against the CPU") {
     if (!begin<OnCUDA>()) { return; }
     std::map<std::string, int> taken;

@@ -1,0 +1,138 @@
+// answers_calcs.cu: the answers of section 8 of the 2026 handout. Equations, numbers and results are the tables' own.
+#include "answers.h"
+
+#include <cmath>
+
+static TableRow quantity(const Table& table, const std::string& name) { return row_of(table, {{"quantity", name}}); }
+static std::string result(const TableRow& row) {
+    return number(row.number("value"), "%.4g") + (row.text("unit").empty() ? "" : " " + row.text("unit"));
+}
+// "N - 1 = 8 - 1 = 7 devices"
+static std::string equation(const Table& table, const std::string& name) {
+    TableRow row = quantity(table, name);
+    return row.text("formula") + " = " + row.text("with numbers") + " = " + result(row);
+}
+// Of two rows in ms, which is longer.
+static std::string limit(const Table& table, const std::string& computation, const std::string& communication) {
+    TableRow compute = quantity(table, computation), communicate = quantity(table, communication);
+    bool compute_bound = compute.number("value") >= communicate.number("value");
+    return say("the products take {} and communication {}, so {} is the limit", result(compute), result(communicate),
+               compute_bound ? "computation" : "communication");
+}
+static std::string devices(const Table& table) { return value_in(table, "TFLOP/s, ", ";"); }  // "N_FSDP = 4, N_TP = 2"
+
+Answers answer_alternate_ring_all_reduce(const Tables& tables) {
+    const Table* table = table_with(tables, {"alternate_ring_all_reduce"});
+    if (!table) { return {}; }
+    return {{"", say("It takes {}: in each of N - 1 steps each device sends a whole tensor of S bytes. That is a ring "
+                     "all-gather of all N tensors. Reduce-scatter and all-gather send parts of S / N bytes instead, in "
+                     "2 (N - 1) steps, and take {}; the alternative takes {} times as long.",
+                     equation(*table, "time"), equation(*table, "time, reduce-scatter and all-gather"),
+                     equation(*table, "times as long"))}};
+}
+
+Answers answer_data_parallel_calcs(const Tables& tables) {
+    const Table* table = table_with(tables, {"data_parallel_calcs"});
+    if (!table) { return {}; }
+    return {
+        {"a", say("{}. Backward has six products, two for each product of forward: dz, two terms of dx, dW1, dW2 and "
+                  "dW3. Each takes 2 (B / N_DP) D D_FF on a device's B / N_DP rows.",
+                  equation(*table, "FLOPs of a device, backward"))},
+        {"b", say("{}. The three gradients have 3 D D_FF elements of 2 bytes, and a ring all-reduce sends 2 (N_DP - 1) "
+                  "/ N_DP of these 6 D D_FF bytes out of each device.",
+                  equation(*table, "communication time, backward"))},
+        {"c", say("{}. The products take 12 B D D_FF / (N_DP C); that is at least the time in (b) as long as "
+                  "(N_DP - 1) / W <= B / C. D and D_FF cancel. With {}, {}.",
+                  equation(*table, "most devices, backward"), devices(*table),
+                  limit(*table, "computation time, backward", "communication time, backward"))}};
+}
+
+Answers answer_fsdp_calcs(const Tables& tables) {
+    const Table* table = table_with(tables, {"fsdp_calcs"});
+    if (!table) { return {}; }
+    return {
+        {"a",
+         say("Backward: {}, in six products. Forward: {}, in three. A gathered weight is whole, so each product is "
+             "that of data parallelism: 2 (B / N_FSDP) D D_FF.",
+             equation(*table, "FLOPs of a device, backward"), equation(*table, "FLOPs of a device, forward"))},
+        {"b", say("Backward: {}; it gathers the three weights, 6 D D_FF bytes, and reduce-scatters as many bytes of "
+                  "gradients. Forward: {}; it gathers the weights only. Each collective sends (N_FSDP - 1) / N_FSDP of "
+                  "its bytes out of each device.",
+                  equation(*table, "communication time, backward"), equation(*table, "communication time, forward"))},
+        {"c", say("Backward: {}. Forward: the same, because it has half of backward's products and half of its bytes. "
+                  "Both follow from (N_FSDP - 1) / W <= B / C. With {}, in backward {}; in forward {}.",
+                  equation(*table, "most devices, backward"), devices(*table),
+                  limit(*table, "computation time, backward", "communication time, backward"),
+                  limit(*table, "computation time, forward", "communication time, forward"))}};
+}
+
+Answers answer_tp_calcs(const Tables& tables) {
+    const Table *steps = table_with(tables, {"tp_calcs (a)"}), *table = table_with(tables, {"tp_calcs: "});
+    if (!steps || !table) { return {}; }
+    std::vector<std::string> equations;
+    for (const TableRow& row : rows_of(*steps)) {
+        equations.push_back(row.text("equation") + ", " + row.text("shape"));
+    }
+    return {
+        {"a", say("{}. y is a sum over the devices, so dY is the gradient of each device's part, and nothing is sent "
+                  "before the end. The devices hold different columns of W1 and W2, so their dx(i) are parts of a sum: "
+                  "one all-reduce of (B, D).",
+                  join(equations, "; "))},
+        {"b", say("Forward: {}, in three products of 2 B D (D_FF / N_TP). Backward: {}, in six.",
+                  equation(*table, "FLOPs of a device, forward"), equation(*table, "FLOPs of a device, backward"))},
+        {"c", say("Forward: {}, an all-reduce of y, 2 B D bytes. Backward: the same, an all-reduce of dx. Each sends "
+                  "2 (N_TP - 1) / N_TP of its bytes out of each device.",
+                  equation(*table, "communication time, forward"))},
+        {"d", say("Backward: {}, from 4 (N_TP - 1) / W <= 12 D_FF / C. Forward: {}: half as many products for the same "
+                  "bytes. B and D cancel. With {}, in backward {}; in forward {}.",
+                  equation(*table, "most devices, backward"), equation(*table, "most devices, forward"),
+                  devices(*table), limit(*table, "computation time, backward", "communication time, backward"),
+                  limit(*table, "computation time, forward", "communication time, forward"))}};
+}
+
+// What (d) says after "The times add": the best split, or why one axis goes.
+static std::string best_split(const Table& table) {
+    const std::string ab = say("with a = {} and b = {}", equation(table, "a"), equation(table, "b"));
+    if (TableRow no_tp = quantity(table, "most devices, no TP")) {
+        return say(
+            "But {}, b is below {}: the best split would have less than one device on the TP axis. So there is "
+            "no TP, and {}.",
+            ab, equation(table, "least b for TP to pay"), equation(table, "most devices, no TP"));
+    }
+    if (TableRow no_fsdp = quantity(table, "most devices, no FSDP")) {
+        return say(
+            "But {}, a is below {}: the best split would have less than one device on the FSDP axis. So there is "
+            "no FSDP, and {}.",
+            ab, equation(table, "least a for FSDP to pay"), equation(table, "most devices, no FSDP"));
+    }
+    return say(
+        "Here Q = {}, N_FSDP = {} and N_TP = {}: {}. For large a and b that is nearly {}, a quarter of (c)'s. Both "
+        "axes have at least one device, because {}, b >= a / (a + 1) and a >= b / (b + 1).",
+        result(quantity(table, "Q")), equation(table, "best split, FSDP axis"), equation(table, "best split, TP axis"),
+        equation(table, "most devices, not overlapped"), equation(table, "the same for large a and b"), ab);
+}
+
+Answers answer_fsdp_tp_calcs(const Tables& tables) {
+    const Table* table = table_with(tables, {"fsdp_tp_calcs"});
+    if (!table) { return {}; }
+    return {
+        {"a", say("{}: three products of 2 (B / N_FSDP) D (D_FF / N_TP). FSDP splits the rows of x, TP the columns of "
+                  "W1 and W2 and the rows of W3.",
+                  equation(*table, "FLOPs of a device, forward"))},
+        {"b", say("{}. FSDP gathers a TP shard of the weights, 6 D D_FF / N_TP bytes, in {}; TP all-reduces y of "
+                  "B / N_FSDP rows, 2 B D / N_FSDP bytes, in {}.",
+                  equation(*table, "communication time, overlapped"),
+                  result(quantity(*table, "communication time, FSDP axis")),
+                  result(quantity(*table, "communication time, TP axis")))},
+        {"c",
+         say("{}. Each axis has a bound of its own, {}, and {}. The other axis does not occur in it, so both can be "
+             "at their bounds at once. Without each 1 the product is {}. With {}, {}.",
+             equation(*table, "most devices, overlapped"), equation(*table, "most devices, FSDP axis"),
+             equation(*table, "most devices, TP axis"), equation(*table, "the same without each 1"), devices(*table),
+             limit(*table, "computation time, forward", "communication time, overlapped"))},
+        {"d", say("The times add: 6 D D_FF (N_FSDP - 1) + 4 B D (N_TP - 1) <= 6 B D D_FF W / C, or 3 D_FF N_FSDP + 2 B "
+                  "N_TP <= Q with Q = 3 B D_FF W / C + 3 D_FF + 2 B. The product of two terms with a bounded sum is "
+                  "largest where they are equal: 3 D_FF N_FSDP = 2 B N_TP = Q / 2. {} With {}, {}.",
+                  best_split(*table), devices(*table),
+                  limit(*table, "computation time, forward", "communication time, not overlapped"))}};
+}
