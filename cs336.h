@@ -742,10 +742,11 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets);  // mean over
 // What --checkpoint takes besides a number of blocks.
 enum Checkpointing {
     CHECKPOINT_FFN = -1,     // each block's feed-forward is a checkpoint
+    CHECKPOINT_HALF = -4,    // each block is two: attention, and the feed-forward, each with its norm
     CHECKPOINT_HALVES = -2,  // each half of the blocks is one, and within it each half of that, down to a block
     CHECKPOINT_NESTED = -3,  // all blocks but the last are one, and within it all but the last
 };
-std::string name_of_checkpoint(int checkpoint);  // "4", "ffn", "halves", "nested"
+std::string name_of_checkpoint(int checkpoint);  // "4", "ffn", "half", "halves", "nested"
 
 // The ops of model.cu, in the order of the forward pass; each runs in context.mode.
 // *x += delta (if any); returns rmsnorm(*x). x, delta and the result [B,T,C], weight [C].

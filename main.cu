@@ -246,12 +246,12 @@ static Reader file(std::string Options::*field) { return one(field, "a file name
 
 static Reader checkpointing() {
     auto parse = [](const std::string& text, int* value) {
-        for (int named : {CHECKPOINT_FFN, CHECKPOINT_HALVES, CHECKPOINT_NESTED}) {
+        for (int named : {CHECKPOINT_FFN, CHECKPOINT_HALF, CHECKPOINT_HALVES, CHECKPOINT_NESTED}) {
             if (text == name_of_checkpoint(named)) { return *value = named, true; }
         }
         return whole_number<int>(0, 1 << 20)(text, value);
     };
-    return one<int>(&Options::checkpoint, "a whole number of blocks, ffn, halves or nested", parse);
+    return one<int>(&Options::checkpoint, "a whole number of blocks, ffn, half, halves or nested", parse);
 }
 static std::vector<std::string> implementations(std::vector<std::string> names) {
     for (const AttentionImpl& impl : attention_impls()) {
@@ -367,6 +367,7 @@ static const std::vector<Option>& option_table() {
          "kernel summaries of these parts of the run"},
         {"checkpoint", "checkpoint", checkpointing(),
          "blocks that are run again in backward instead of keeping what they compute; ffn: each block's feed-forward; "
+         "half: a block in two halves; "
          "halves, nested: all blocks, nested so",
          "0"},
         {"top", "top", whole(&Options::top, 1), "rows of a kernel summary", "10"},

@@ -991,15 +991,25 @@ static void block(const Model& model, int l, Tensor* x, Tensor* delta) {
     Range r("layer");
     const ModelConfig& c = model.config;
     const Layer& layer = model.layers[l];
-    Tensor a = self_attention(layer, add_rmsnorm(x, *delta, layer.ln1, c.eps), model.rope, c.num_heads);
-    {
+    auto attention = [&model, &c, &layer](const Tensor& y) {
+        Tensor a = self_attention(layer, y, model.rope, c.num_heads);
         Range output("projections");
-        *delta = linear(a, layer.o);
+        return linear(a, layer.o);
+    };
+    auto feed_forward = [&layer](const Tensor& y) {
+        Range ffn("ffn");
+        return linear(swiglu(layer, y), layer.w2);
+    };
+    if (context.checkpoint == CHECKPOINT_HALF) {
+        auto half = [&](auto f, const Tensor& ln) {
+            return checkpoint([f, ln, &c](Tensor x) { return add(x, f(add_rmsnorm(&x, Tensor(), ln, c.eps))); }, *x);
+        };
+        *x = half(attention, layer.ln1);
+        *x = half(feed_forward, layer.ln2);
+        return;
     }
-    a = Tensor();  // not to be held while the feed-forward runs
+    *delta = attention(add_rmsnorm(x, *delta, layer.ln1, c.eps));
     Tensor y = add_rmsnorm(x, *delta, layer.ln2, c.eps);
-    Range ffn("ffn");
-    auto feed_forward = [&layer](const Tensor& y) { return linear(swiglu(layer, y), layer.w2); };
     *delta = context.checkpoint == CHECKPOINT_FFN ? checkpoint(feed_forward, y) : feed_forward(y);
 }
 static Tensor run_blocks(const Model& model, Tensor x, int first, int end) {
@@ -1036,7 +1046,8 @@ Tensor forward(Model& model, const Tensor& tokens) {
         Range r("embedding");
         x = gather_rows(model.embedding, tokens);
     }
-    bool whole_blocks = context.checkpoint != 0 && context.checkpoint != CHECKPOINT_FFN && context.recording;
+    bool within_blocks = context.checkpoint == CHECKPOINT_FFN || context.checkpoint == CHECKPOINT_HALF;
+    bool whole_blocks = context.checkpoint != 0 && !within_blocks && context.recording;
     if (whole_blocks) { x = checkpointed_blocks(model, x, 0, c.num_layers); }
     for (int l = 0; l < c.num_layers && !whole_blocks; l++) { block(model, l, &x, &delta); }
     Tensor y = add_rmsnorm(&x, delta, model.ln_final, c.eps);
@@ -1136,6 +1147,7 @@ void check_mode(const ModelConfig& c, Mode mode, Precision precision) {
 }
 std::string name_of_checkpoint(int checkpoint) {
     return checkpoint == CHECKPOINT_FFN      ? "ffn"
+           : checkpoint == CHECKPOINT_HALF   ? "half"
            : checkpoint == CHECKPOINT_HALVES ? "halves"
            : checkpoint == CHECKPOINT_NESTED ? "nested"
                                              : std::to_string(checkpoint);

@@ -515,7 +515,8 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
             context.mode = mode, context.precision = precision, context.deterministic = true;
             std::map<int, std::vector<float>> gradients;
             std::map<int, size_t> held, peak;
-            for (int checkpoint : {0, 1, 2, 5, (int)CHECKPOINT_FFN, (int)CHECKPOINT_HALVES, (int)CHECKPOINT_NESTED}) {
+            for (int checkpoint : {0, 1, 2, 5, (int)CHECKPOINT_FFN, (int)CHECKPOINT_HALF, (int)CHECKPOINT_HALVES,
+                                   (int)CHECKPOINT_NESTED}) {
                 context.checkpoint = checkpoint;
                 Setup s = make_setup(config, B, T);
                 forward(s.model, s.tokens);  // rope, cuBLAS's workspace
@@ -539,6 +540,7 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
             CHECK(held[2] - held[5] == 2 * x);
             CHECK(held[CHECKPOINT_HALVES] - held[5] == x);
             CHECK(held[CHECKPOINT_NESTED] > held[5]);  // it keeps all of the last block
+            CHECK(held[CHECKPOINT_HALF] - held[1] == 5 * x);
             CHECK(held[CHECKPOINT_FFN] < held[0]);
             CHECK(held[1] < held[CHECKPOINT_FFN]);
             CHECK(peak[1] < peak[2]);
@@ -671,7 +673,8 @@ TEST_CASE("model: the arena is in backward order, and gradients are ready in tha
         int64_t offset = (t.data - s.model.weights.data) / 4;
         t.gradient->ready = [offset, &ready] { ready.push_back(offset); };
     }
-    for (int checkpoint : {0, 1, 2, (int)CHECKPOINT_FFN, (int)CHECKPOINT_HALVES, (int)CHECKPOINT_NESTED}) {
+    for (int checkpoint :
+         {0, 1, 2, (int)CHECKPOINT_FFN, (int)CHECKPOINT_HALF, (int)CHECKPOINT_HALVES, (int)CHECKPOINT_NESTED}) {
         CAPTURE(name_of_checkpoint(checkpoint));
         context.checkpoint = checkpoint;
         ready.clear();
