@@ -251,7 +251,7 @@ static Reader checkpointing() {
         }
         return whole_number<int>(0, 1 << 20)(text, value);
     };
-    return one<int>(&Options::checkpoint, "a whole number of blocks, ffn, half, halves or nested", parse);
+    return one<int>(&Options::checkpoint, "a whole number from 0 to 1048576, ffn, half, halves or nested", parse);
 }
 static std::vector<std::string> implementations(std::vector<std::string> names) {
     for (const AttentionImpl& impl : attention_impls()) {
@@ -367,8 +367,7 @@ static const std::vector<Option>& option_table() {
          "kernel summaries of these parts of the run"},
         {"checkpoint", "checkpoint", checkpointing(),
          "blocks that are run again in backward instead of keeping what they compute; ffn: each block's feed-forward; "
-         "half: a block in two halves; "
-         "halves, nested: all blocks, nested so",
+         "half: a block in two halves; halves, nested: all blocks, nested so",
          "0"},
         {"top", "top", whole(&Options::top, 1), "rows of a kernel summary", "10"},
         {"inputs", "inputs", file(&Options::inputs),
