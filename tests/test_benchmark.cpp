@@ -28,6 +28,8 @@ TEST_CASE_TEMPLATE("benchmark: the roofline's FLOPs are the model's, its floors 
                        "48",
                        "--precision",
                        "fp32,bf16",
+                       "--mode",
+                       "flash",
                        "--format",
                        "json"});
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);

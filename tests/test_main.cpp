@@ -216,11 +216,15 @@ TEST_CASE("main: every command runs with the defaults that its help shows") {
         CAPTURE(r.err);
         CHECK(r.exit_code == 0);
         for (const auto& [option, pattern] : c.shown) {
-            std::string text = pattern;
-            if (*option) { text.replace(text.find("%s"), 2, default_of(help, option)); }
             CAPTURE(std::string(option));
             CAPTURE(r.out);
-            CHECK_MESSAGE(has(r.out, text), text);
+            std::istringstream value(*option ? default_of(help, option) : "-");
+            char end = std::string(option) == "mode" ? ',' : '\n';  // each mode has a table of its own
+            for (std::string item; std::getline(value, item, end);) {
+                std::string text = pattern;
+                if (*option) { text.replace(text.find("%s"), 2, item); }
+                CHECK_MESSAGE(has(r.out, text), text);
+            }
         }
     }
 }
