@@ -29,7 +29,7 @@ TEST_CASE_TEMPLATE("benchmark: the roofline's FLOPs are the model's, its floors 
                        "--precision",
                        "fp32,bf16",
                        "--mode",
-                       "flash",
+                       "fused",
                        "--format",
                        "json"});
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
