@@ -17,7 +17,7 @@
 //   store.cu        how several processes find each other, and which of them lives
 //   ranks.cu        several processes, NCCL and Gloo
 //   ddp.cu          sections 2.2 to 3: data parallel training, the sharded optimizer
-//   bench_ddp.cu    the experiments with several ranks
+//   bench_ddp.cu, bench_fsdp.cu    the experiments with several ranks
 //   accounting.cu   section 2.4: arithmetic alone
 //   calcs.cu        the 2026 handout's section 8: arithmetic alone
 //   reproduce.cu    `reproduce`: the tables of notes/, measured again
@@ -506,6 +506,8 @@ void clear_tape();
 // Gradient checkpointing (Chen et al., 2016): f(x), of which forward keeps x alone. Backward runs f again, now with a
 // tape. f reads x and parameters, nothing else that has a gradient, and may itself call checkpoint().
 Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x);
+Tensor before_backward(const Tensor& y,
+                       const std::function<void()>& hook);  // y; backward calls hook when it comes to y
 void scale_in_place(const Tensor& t, float s);
 void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate);  // to = from, or to += from; casts
 Tensor detached(const Tensor& t);                                         // same data, no gradient
@@ -703,6 +705,7 @@ struct Parameter {
     Shape shape;
     int64_t offset;  // in elements, the same in each arena
     Tensor weight;   // a view into Model::weights, with its gradient slot
+    int unit = -1;   // FSDP gathers those of a unit together: 0 the embedding, 1 + l block l, L + 1 the head; -1: norms
 };
 struct Layer {  // weights, as in the forward pass; o: output_proj; qkv and w13: the joined ones
     Tensor ln1, q, k, v, qkv, o, ln2, w1, w3, w13, w2;
@@ -716,14 +719,22 @@ struct Model {
     const struct WeightForm* form = nullptr;  // in which `weights` are; null: each as it is
     Tensor embedding, ln_final, lm_head;
     std::vector<Layer> layers;
-    std::vector<Tensor> slots;   // every tensor with a gradient slot, joined ones included
-    Tensor rope;                 // [T,D]: cos and sin of each pair's angle, interleaved
-    int step = 0;                // optimizer steps taken
+    std::vector<Tensor> slots;  // every tensor with a gradient slot, joined ones included
+    Tensor rope;                // [T,D]: cos and sin of each pair's angle, interleaved
+    int step = 0;               // optimizer steps taken
+    // FSDP's hooks, else null: called before the ops of a unit, in forward and again in backward.
+    std::function<void(int unit)> pre_forward, pre_backward;
     std::shared_ptr<void> kept;  // by the way in which the last step ran, for the next one
 };
 void check_config(const ModelConfig& c);                    // usage_error unless it makes a model
 Model make_model(const ModelConfig& c, DType dtype = F32);  // weights allocated on context.device, not set
-void init_weights(const Model& model, uint64_t seed);       // normal; Linear std sqrt(2/(in+out)), embedding 1
+// The same in two steps, for those who put the weights elsewhere: the parameters without weights; then their weights.
+Model lay_out_model(const ModelConfig& c);
+// Gives the tensor, with a gradient slot, for parameter p, or for p and those after it that are one product with it.
+using Place = std::function<Tensor(const Parameter& p, const Shape& shape)>;
+void place_weights(Model& model, const Place& place);
+void init_weights(const Model& model, uint64_t seed);  // normal; Linear std sqrt(2/(in+out)), embedding 1
+void init_weight(const Tensor& weight, const std::string& name, uint64_t seed);
 // Puts the weights into the form that suits the context's mode and precision best, if there is one (see WeightForm).
 // Until plain_weights only forward, backward and adamw_step can read them.
 void choose_form(Model& model);
@@ -738,6 +749,10 @@ void zero_gradients(const Model& model);  // from here on the first writer overw
 Tensor forward(Model& model, const Tensor& tokens);
 Tensor infer(Model& model, const Tensor& tokens);                   // without a tape; the next call may overwrite them
 Tensor cross_entropy(const Tensor& logits, const Tensor& targets);  // mean over all positions, []; targets I32 [B,T]
+
+// Around the ops of a unit, for FSDP; y: what the last of them gave. The model has to stay at its address.
+void begin_unit(const Model& model, int unit);
+Tensor end_unit(const Model& model, int unit, const Tensor& y);
 
 // What --checkpoint takes besides a number of blocks.
 enum Checkpointing {
@@ -764,8 +779,6 @@ Tensor gradient_of(const Model& model, const Parameter& p);  // after backward, 
 double gradient_norm(const Model& model);  // over all gradients; inf or NaN if one of them is; waits for the device
 // With all gradients, times gradient_scale; fails if one is missing.
 void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1);
-// The same for any row-major tensors of one size; t: the step, from 1.
-void adamw_update(const Tensor& p, const Tensor& g, const Tensor& m, const Tensor& v, const AdamW& a, int t);
 
 struct AdamWScalars {  // of one step
     float decay, beta1, beta2, eps, step_size, gradient_scale;
@@ -788,6 +801,10 @@ struct AdamWImpl {
     void (*update)(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
                    AdamWScalars s);  // p, m and v are flat
 };
+// The same for flat p, m and v; t: the step, from 1.
+void adamw_update(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
+                  const AdamW& a, int t, float gradient_scale = 1);
+double square_sum(const std::vector<FlatGradient>& gradients);  // waits for the device
 // By the fastest row.
 void adamw_flat(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
                 AdamWScalars s);
@@ -824,6 +841,9 @@ struct StepImpl {  // a way to run these two passes, or a forward alone
 // Clips to max_norm (0: does not), unscales, and returns the gradients' true norm (0 where it was not needed: without
 // clipping, unless in fp16). Steps unless that is not finite; in fp16 the loss scale then halves.
 double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm);
+// The same for gradients that lie elsewhere.
+double guarded_step(LossScaler& scaler, double max_norm, const std::function<double()>& norm_of_gradients,
+                    const std::function<void(float gradient_scale)>& step);
 enum Phase { FORWARD, FORWARD_BACKWARD, STEP };  // FORWARD: without a tape; STEP: with the optimizer's
 void run_phase(
     Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between = [] {});
@@ -1072,6 +1092,58 @@ struct Optimizer {
 void add_parameter_group(Optimizer& optimizer, ParameterGroup group);  // also between steps
 void optimizer_step(Optimizer& optimizer);
 
+// FSDP: the weights are sharded, too.
+struct FsdpSlot {        // a tensor of a unit that has a gradient: one parameter's, or a joined one's
+    int64_t begin, end;  // elements of the unit
+    GradientPtr gradient;
+};
+struct FsdpUnit {  // what is gathered at once; its elements are those of the model's arena from begin
+    int64_t begin = 0, end = 0;
+    int64_t part = 0;           // elements that each rank keeps; the last rank's end in padding
+    int64_t offset = 0;         // of the own part, in Fsdp::weights
+    Tensor weights, gradients;  // whole, [world * part], while the unit has its buffer
+    Tensor gradient;            // the own part, averaged over the ranks; null until there is one
+    std::vector<FsdpSlot> slots;
+};
+struct FsdpWait {  // of the compute stream, for the weights of a unit
+    int unit;
+    WorkPtr gather;
+    Mark asked, got;
+};
+struct Fsdp {
+    Communicator c;
+    std::vector<Parameter> parameters;
+    std::vector<FsdpUnit> units;
+    ParameterGroup shard;                          // fp32: the own part of each unit, then the replicated weights
+    std::map<std::string, int64_t> replicated_at;  // by name: its first element there
+    int64_t replicated = 0;                        // where those begin
+    Tensor replicated_gradients, replicated_sum;   // of this backward; of all since the last step, or null
+    int in_buffer[2] = {-1, -1};                   // the unit whose weights each buffer has
+    WorkPtr gathers[2];
+    std::vector<int> order, last_order;  // in which this step, and the one before, asked for units
+    int next = 0, reducing = -1;         // the unit to be reduced next; the one whose reduce-scatter is under way
+    WorkPtr reduce;
+    std::vector<FsdpWait> waits;  // of this step
+};
+// Lays the weights out over the ranks, not set. compute_dtype: as which they are sent, and computed with, but for unit
+// 0, the embedding, which stays fp32 as under autocast. reduce_dtype: F32 or BF16, of gradients on the wire.
+std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Parameter>& parameters, DType compute_dtype,
+                                  DType reduce_dtype);
+Tensor place(Fsdp& f, const Parameter& p, const Shape& shape);  // see Place
+// A Transformer whose weights are f's, which has to outlive it.
+Model sharded_model(const ModelConfig& c, Fsdp& f);
+void add_hooks(Model& model, Fsdp& f);  // the same for a model that has been placed
+void pre_forward(Fsdp& f, int unit);    // waits for the unit's weights, and starts the next gather
+void pre_backward(Fsdp& f, int unit);   // the same; and starts to reduce the gradients of the unit behind it
+void begin_step(Fsdp& f);               // before its first forward: the weights have changed
+void finish_backward(Fsdp& f);          // after each backward: then the own gradients are averages, or sums of averages
+// AdamW or SGD, as f.shard says, on the own part. See guarded_step.
+double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm);
+// Every parameter in turn, whole and in fp32, of `flat`: f.shard's weights, m or v. With `write`, what `see` leaves
+// there is cut up again. Every rank has to call it.
+void visit_whole(Fsdp& f, const Tensor& flat, bool write,
+                 const std::function<void(const Parameter& p, const Tensor& whole)>& see);
+
 // What a step's trace shows, for --plot. The parts' numbers are their colours.
 enum StepPart { FORWARD_PART = 0, BACKWARD_PART = 1, OPTIMIZER_PART = 2, ALL_REDUCE_PART = 4, WAIT_PART = 7 };
 // In ns, by start, all-reduces among them. On GPUs kernels, and the compute stream's wait between backward and the
@@ -1178,6 +1250,7 @@ int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o);
 int cmd_ddp_bucketed_benchmarking(const Options& o);
 int cmd_optimizer_state_sharding(const Options& o);
 int cmd_optimizer_state_sharding_accounting(const Options& o);
+int cmd_fsdp(const Options& o);                       // bench_fsdp.cu
 int cmd_communication_accounting(const Options& o);   // accounting.cu
 int cmd_alternate_ring_all_reduce(const Options& o);  // calcs.cu
 int cmd_data_parallel_calcs(const Options& o);

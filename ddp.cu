@@ -1,4 +1,4 @@
-// ddp.cu: sections 2.2 to 3. Data parallel training in four ways, and the sharded optimizer.
+// ddp.cu: sections 2.2 to 3. Data parallel training in four ways, the sharded optimizer, and FSDP.
 #include "cs336.h"
 
 #include <algorithm>
@@ -148,7 +148,7 @@ void optimizer_step(Optimizer& o) {
         g.step++;
         if (n > 0) {
             Tensor p = view(g.weights, begin, {n}), dp = view(g.gradients, begin, {n});
-            g.sgd ? sgd_update(p, dp, g.m, g.adamw, g.momentum) : adamw_update(p, dp, g.m, g.v, g.adamw, g.step);
+            g.sgd ? sgd_update(p, dp, g.m, g.adamw, g.momentum) : adamw_update(p, {{dp, 0}}, g.m, g.v, g.adamw, g.step);
         }
         std::vector<WorkPtr> works;
         if (o.sharding == ZERO1) { works.push_back(all_gather(o.c, g.weights, g.bounds)); }
@@ -157,5 +157,227 @@ void optimizer_step(Optimizer& o) {
             if (shard.size() > 0) { works.push_back(broadcast(o.c, shard, r)); }
         }
         for (const WorkPtr& work : works) { wait(o.c, work); }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// FSDP (Zhao et al., 2023; ZeRO-3; the 2026 handout): the weights are sharded, too. Of each unit (the embedding, a
+// block, the head) a rank keeps 1/N of the elements, in fp32, with their gradients and moments. Norms are replicated.
+//   forward    compute unit i, gather unit i + 1 beside it
+//   backward   compute unit i, gather unit i - 1 and reduce-scatter unit i + 1's gradients beside it
+// Whole units lie in two buffers by turns, unit i in number i % 2; gradients in two more. So the gather of unit i + 1
+// overwrites unit i - 1. It starts when the compute stream has finished that unit, since collectives start behind what
+// is queued there.
+
+constexpr int64_t PART_ALIGNMENT = 64;  // elements
+
+static int64_t aligned_part(int64_t n) { return (n + PART_ALIGNMENT - 1) / PART_ALIGNMENT * PART_ALIGNMENT; }
+static Tensor own_part(const Fsdp& f, const FsdpUnit& u, const Tensor& whole) {
+    return view(whole, f.c.rank * u.part, {u.part});
+}
+static std::vector<int64_t> bounds_of(const Fsdp& f, const FsdpUnit& u) {
+    std::vector<int64_t> bounds;
+    for (int r = 0; r <= f.c.world; r++) { bounds.push_back(r * u.part); }
+    return bounds;
+}
+
+std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Parameter>& parameters, DType compute_dtype,
+                                  DType reduce_dtype) {
+    if (context.device != META) { check_same_parameters(c, parameters); }
+    auto made = std::make_unique<Fsdp>();
+    Fsdp& f = *made;
+    f.c = c, f.parameters = parameters;
+    for (const Parameter& p : parameters) {
+        if (p.unit < 0) { continue; }
+        if (p.unit >= (int)f.units.size()) { f.units.resize(p.unit + 1); }
+        FsdpUnit& u = f.units[p.unit];
+        u.begin = u.end == 0 ? p.offset : std::min(u.begin, p.offset);
+        u.end = std::max(u.end, p.offset + count(p.shape));
+    }
+    auto dtype_of = [&](size_t i) { return i == 0 ? F32 : compute_dtype; };
+    int64_t weight_bytes[2] = {0, 0}, gradient_bytes[2] = {0, 0};
+    for (size_t i = 0; i < f.units.size(); i++) {
+        FsdpUnit& u = f.units[i];
+        u.part = aligned_part((u.end - u.begin + c.world - 1) / c.world);
+        u.offset = f.replicated;
+        f.replicated += u.part;
+        int64_t n = c.world * u.part;
+        weight_bytes[i % 2] = std::max<int64_t>(weight_bytes[i % 2], n * size_of(dtype_of(i)));
+        gradient_bytes[i % 2] = std::max<int64_t>(gradient_bytes[i % 2], n * size_of(reduce_dtype));
+    }
+    int64_t end = f.replicated;
+    for (const Parameter& p : parameters) {
+        if (p.unit < 0) { f.replicated_at[p.name] = end, end = aligned_part(end + count(p.shape)); }
+    }
+    f.shard.weights = zeros({end}, F32, PARAMETERS);
+    f.replicated_gradients = zeros({end - f.replicated}, F32, GRADIENTS);
+    for (size_t buffer = 0; buffer < 2; buffer++) {
+        Tensor weights = empty({weight_bytes[buffer]}, U8, WEIGHT_COPIES),
+               gradients = empty({gradient_bytes[buffer]}, U8, GRADIENTS);
+        for (size_t i = buffer; i < f.units.size(); i += 2) {
+            FsdpUnit& u = f.units[i];
+            u.weights = weights, u.gradients = gradients;
+            u.weights.dtype = dtype_of(i), u.gradients.dtype = reduce_dtype;
+            u.weights.shape = u.gradients.shape = {c.world * u.part};
+        }
+    }
+    f.next = (int)f.units.size() - 1;
+    return made;
+}
+Tensor place(Fsdp& f, const Parameter& p, const Shape& shape) {
+    Tensor whole, gradients;
+    int64_t at;
+    if (p.unit < 0) {
+        whole = view(f.shard.weights, f.replicated, f.replicated_gradients.shape);
+        gradients = f.replicated_gradients, at = f.replicated_at.at(p.name) - f.replicated;
+    } else {
+        const FsdpUnit& u = f.units[p.unit];
+        whole = u.weights, gradients = u.gradients, at = p.offset - u.begin;
+    }
+    Tensor t = require_gradient(view(whole, at, shape));
+    t.gradient->is_parameter = true;
+    t.gradient->value = view(gradients, at, shape);
+    if (p.unit >= 0) { f.units[p.unit].slots.push_back({at, at + t.size(), t.gradient}); }
+    return t;
+}
+void add_hooks(Model& model, Fsdp& f) {
+    model.weights = f.shard.weights, model.gradients = f.replicated_gradients;  // so that slots keep their gradients
+    model.pre_forward = [&f](int unit) { pre_forward(f, unit); };
+    model.pre_backward = [&f](int unit) { pre_backward(f, unit); };
+}
+Model sharded_model(const ModelConfig& c, Fsdp& f) {
+    Model model = lay_out_model(c);
+    place_weights(model, [&](const Parameter& p, const Shape& shape) { return place(f, p, shape); });
+    add_hooks(model, f);
+    return model;
+}
+
+static void start_gather(Fsdp& f, int i) {
+    const FsdpUnit& u = f.units[i];
+    WorkPtr& gather = f.gathers[i % 2];
+    if (gather) { wait(f.c, gather); }  // of a unit that nobody asked for in the end
+    copy_or_add(own_part(f, u, u.weights), view(f.shard.weights, u.offset, {u.part}), false);  // casts
+    gather = all_gather(f.c, u.weights, bounds_of(f, u));
+    f.in_buffer[i % 2] = i;
+}
+// The step before tells which unit comes next, also where checkpoints run units again. The first step gathers each unit
+// when it is asked for.
+void pre_forward(Fsdp& f, int i) {
+    Range range("gather");
+    if (f.in_buffer[i % 2] != i) { start_gather(f, i); }
+    Mark asked = mark();
+    wait(f.c, f.gathers[i % 2]);
+    f.waits.push_back({i, f.gathers[i % 2], asked, mark()});
+    f.order.push_back(i);
+    size_t n = f.order.size();
+    int next = n < f.last_order.size() ? f.last_order[n] : i;
+    if (next % 2 != i % 2 && f.in_buffer[next % 2] != next) { start_gather(f, next); }
+}
+
+static void add_to(Tensor& sum, const Tensor& x) {
+    bool first = !sum;
+    if (first) { sum = empty(x.shape, F32, GRADIENTS); }
+    copy_or_add(sum, x, !first);
+}
+static void finish_reduce(Fsdp& f) {
+    if (f.reducing < 0) { return; }
+    FsdpUnit& u = f.units[f.reducing];
+    wait(f.c, f.reduce);
+    add_to(u.gradient, own_part(f, u, u.gradients));
+    f.reducing = -1;
+}
+// What has no gradient counts as zero: padding, and parameters that this rank's loss did not depend on.
+static void zero_the_rest(FsdpUnit& u) {
+    std::sort(u.slots.begin(), u.slots.end(), [](auto& a, auto& b) { return a.begin < b.begin; });
+    int64_t end = 0;
+    auto zero_up_to = [&](int64_t begin) {
+        if (begin > end) { fill_zero(view(u.gradients, end, {begin - end})); }
+    };
+    for (const FsdpSlot& slot : u.slots) {
+        if (!slot.gradient->filled) { continue; }
+        zero_up_to(slot.begin);
+        end = slot.end;
+    }
+    zero_up_to(u.gradients.size());
+}
+static void start_reduce(Fsdp& f, int i) {
+    Range range("reduce");
+    finish_reduce(f);  // of unit i + 1: backward now writes unit i - 1's gradients over them
+    FsdpUnit& u = f.units[i];
+    zero_the_rest(u);
+    f.reduce = reduce_scatter(f.c, u.gradients, bounds_of(f, u), AVERAGE);
+    f.reducing = i;
+}
+void pre_backward(Fsdp& f, int i) {
+    while (f.next > i) { start_reduce(f, f.next--); }
+    if (i > 0) { pre_forward(f, i); }  // a look-up's backward needs no weights, only the buffer for gradients
+}
+
+void begin_step(Fsdp& f) {
+    f.last_order = std::move(f.order);
+    f.order.clear(), f.waits.clear();
+    f.in_buffer[0] = f.in_buffer[1] = -1;
+}
+void finish_backward(Fsdp& f) {
+    Range range("synchronize gradients");
+    while (f.next >= 0) { start_reduce(f, f.next--); }
+    finish_reduce(f);
+    f.next = (int)f.units.size() - 1;
+    if (f.replicated_gradients.size() == 0) { return; }
+    wait(f.c, all_reduce(f.c, f.replicated_gradients, AVERAGE));
+    add_to(f.replicated_sum, f.replicated_gradients);
+    fill_zero(f.replicated_gradients);  // the next loss may not depend on all of them
+}
+
+static std::vector<FlatGradient> gradients_of(const Fsdp& f) {
+    std::vector<FlatGradient> all;
+    for (const FsdpUnit& u : f.units) { all.push_back({u.gradient, u.offset}); }
+    if (f.replicated_sum) { all.push_back({f.replicated_sum, f.replicated}); }
+    return all;
+}
+static double norm_over_ranks(const Fsdp& f) {
+    std::vector<FlatGradient> gradients = gradients_of(f);
+    if (f.c.rank > 0 && f.replicated_sum) { gradients.pop_back(); }  // they count once
+    Tensor sum = from_floats({(float)square_sum(gradients)}, {1});
+    wait(f.c, all_reduce(f.c, sum, SUM));
+    return std::sqrt(to_floats(sum)[0]);
+}
+double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) {
+    NoGrad no_grad;
+    ParameterGroup& g = f.shard;
+    if (!g.m) { g.m = zeros(g.weights.shape, F32, OPTIMIZER); }
+    if (!g.v && !g.sgd) { g.v = zeros(g.weights.shape, F32, OPTIMIZER); }
+    auto step = [&](float gradient_scale) {
+        g.step++;
+        std::vector<FlatGradient> gradients = gradients_of(f);
+        if (!g.sgd) { return adamw_update(g.weights, gradients, g.m, g.v, g.adamw, g.step, gradient_scale); }
+        for (const FlatGradient& one : gradients) {
+            auto own = [&](const Tensor& t) { return view(t, one.offset, one.g.shape); };
+            scale_in_place(one.g, gradient_scale);
+            sgd_update(own(g.weights), one.g, own(g.m), g.adamw, g.momentum);
+        }
+    };
+    double norm = guarded_step(
+        scaler, max_norm, [&] { return norm_over_ranks(f); }, step);
+    for (FsdpUnit& u : f.units) { u.gradient = Tensor(); }
+    f.replicated_sum = Tensor();
+    return norm;
+}
+
+void visit_whole(Fsdp& f, const Tensor& flat, bool write,
+                 const std::function<void(const Parameter& p, const Tensor& whole)>& see) {
+    for (int i = -1; i < (int)f.units.size(); i++) {
+        Tensor own = flat, whole = flat;
+        int64_t begin = 0;
+        if (i >= 0) {
+            const FsdpUnit& u = f.units[i];
+            own = view(flat, u.offset, {u.part}), whole = empty({f.c.world * u.part}, F32, WORKSPACE), begin = u.begin;
+            copy(own_part(f, u, whole), own);
+            wait(f.c, all_gather(f.c, whole, bounds_of(f, u)));
+        }
+        for (const Parameter& p : f.parameters) {
+            if (p.unit == i) { see(p, view(whole, i < 0 ? f.replicated_at.at(p.name) : p.offset - begin, p.shape)); }
+        }
+        if (i >= 0 && write) { copy(own, own_part(f, f.units[i], whole)); }
     }
 }

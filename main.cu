@@ -101,6 +101,8 @@ static const Command COMMANDS[] = {
      cmd_optimizer_state_sharding, "device seed " + RANKS + "format quick", true},
     {"optimizer_state_sharding_accounting", "3", 5, 2, "its memory and time", "bench_ddp.cu",
      cmd_optimizer_state_sharding_accounting, DDP_TIMED},
+    {"fsdp", "7", 15, 2, "the weights sharded, too", "ddp.cu", cmd_fsdp, "device seed " + RANKS + "format quick", true,
+     "2026"},
     {"alternate_ring_all_reduce", "8.1", 1, 0, "all-reduce that sends whole tensors around a ring", "calcs.cu",
      cmd_alternate_ring_all_reduce, "tensor_mb devices bandwidth_gb=450 format quick", false, "2026"},
     {"data_parallel_calcs", "8.2", 3, 0, "how many devices data parallelism can use", "calcs.cu",

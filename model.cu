@@ -722,13 +722,11 @@ __global__ void square_sum_kernel(double* partial, const T* g, int64_t n) {
     if (threadIdx.x == 0) { partial[blockIdx.x] = sum; }
 }
 #endif
-double gradient_norm(const Model& model) {
-    Range range("gradient norm");
-    std::vector<FlatGradient> gradients = flat_gradients(model);
-    if (model.weights.device() == META) { return 1; }
+double square_sum(const std::vector<FlatGradient>& gradients) {
+    if (context.device == META) { return 1; }
     double sum = 0;
 #ifdef __CUDACC__
-    if (model.weights.device() == CUDA) {
+    if (context.device == CUDA) {
         auto blocks_of = [](const Tensor& g) { return std::min(NORM_BLOCKS, ceil_div(g.size(), 1024)); };
         int64_t blocks = 0;
         for (const FlatGradient& one : gradients) { blocks += blocks_of(one.g); }
@@ -743,7 +741,7 @@ double gradient_norm(const Model& model) {
             next += blocks_of(g);
         }
         for (double s : to_doubles(partial)) { sum += s; }
-        return sqrt(sum);
+        return sum;
     }
 #endif
     constexpr int64_t CHUNK = 1 << 16;  // fixed chunks: the result does not depend on the number of threads
@@ -761,7 +759,11 @@ double gradient_norm(const Model& model) {
         });
         for (double s : partial) { sum += s; }
     }
-    return sqrt(sum);
+    return sum;
+}
+double gradient_norm(const Model& model) {
+    Range range("gradient norm");
+    return sqrt(square_sum(flat_gradients(model)));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -832,9 +834,10 @@ static AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale) {
     double step_size = a.lr * sqrt(1 - pow(a.beta2, t)) / (1 - pow(a.beta1, t));
     return {1 - a.lr * a.weight_decay, a.beta1, a.beta2, a.eps, (float)step_size, gradient_scale};
 }
-void adamw_update(const Tensor& p, const Tensor& g, const Tensor& m, const Tensor& v, const AdamW& a, int t) {
+void adamw_update(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
+                  const AdamW& a, int t, float gradient_scale) {
     Range range("optimizer");
-    adamw_flat(p, {{g, 0}}, m, v, scalars_of(a, t, 1));
+    adamw_flat(p, gradients, m, v, scalars_of(a, t, gradient_scale));
 }
 void adamw_step(Model& model, const AdamW& a, float gradient_scale) {
     Range range("optimizer");
@@ -887,43 +890,51 @@ void check_config(const ModelConfig& c) {
 
 constexpr int64_t ARENA_ALIGNMENT = 64;  // elements; 256 bytes of fp32
 
-static int64_t add_parameter(Model& model, int64_t offset, const std::string& name, const Shape& shape) {
-    model.parameters.push_back({name, shape, offset, Tensor()});
+static int64_t add_parameter(Model& model, int64_t offset, const std::string& name, const Shape& shape, int unit) {
+    model.parameters.push_back({name, shape, offset, Tensor(), shape.size() == 1 ? -1 : unit});
     return offset + count(shape);
 }
 static int64_t aligned(int64_t offset) { return (offset + ARENA_ALIGNMENT - 1) / ARENA_ALIGNMENT * ARENA_ALIGNMENT; }
 
-Model make_model(const ModelConfig& c, DType dtype) {
+Model lay_out_model(const ModelConfig& c) {
     check_config(c);
     Model model;
     model.config = c;
     int64_t C = c.d_model, F = c.d_ff, V = c.vocab_size, end = 0;
-    end = aligned(add_parameter(model, end, "lm_head.weight", {V, C}));
-    end = aligned(add_parameter(model, end, "ln_final.weight", {C}));
+    int unit = c.num_layers + 1;
+    auto add = [&](const std::string& name, const Shape& shape) {
+        end = add_parameter(model, end, name + ".weight", shape, unit);
+    };
+    auto add_last = [&](const std::string& name, const Shape& shape) { add(name, shape), end = aligned(end); };
+    add_last("lm_head", {V, C});
+    add_last("ln_final", {C});
     for (int l = c.num_layers - 1; l >= 0; l--) {
         std::string layer = "layers." + std::to_string(l) + ".";
-        end = aligned(add_parameter(model, end, layer + "ffn.w2.weight", {C, F}));
-        end = add_parameter(model, end, layer + "ffn.w1.weight", {F, C});  // w1 and w3: one product
-        end = aligned(add_parameter(model, end, layer + "ffn.w3.weight", {F, C}));
-        end = aligned(add_parameter(model, end, layer + "ln2.weight", {C}));
-        end = aligned(add_parameter(model, end, layer + "attn.output_proj.weight", {C, C}));
-        end = add_parameter(model, end, layer + "attn.q_proj.weight", {C, C});  // q, k and v: one product
-        end = add_parameter(model, end, layer + "attn.k_proj.weight", {C, C});
-        end = aligned(add_parameter(model, end, layer + "attn.v_proj.weight", {C, C}));
-        end = aligned(add_parameter(model, end, layer + "ln1.weight", {C}));
+        unit = 1 + l;
+        add_last(layer + "ffn.w2", {C, F});
+        add(layer + "ffn.w1", {F, C});  // w1 and w3: one product
+        add_last(layer + "ffn.w3", {F, C});
+        add_last(layer + "ln2", {C});
+        add_last(layer + "attn.output_proj", {C, C});
+        add(layer + "attn.q_proj", {C, C});  // q, k and v: one product
+        add(layer + "attn.k_proj", {C, C});
+        add_last(layer + "attn.v_proj", {C, C});
+        add_last(layer + "ln1", {C});
     }
-    end = aligned(add_parameter(model, end, "token_embeddings.weight", {V, C}));
-
-    model.weights = zeros({end}, dtype, PARAMETERS);  // zeros: the padding must not hold NaN
-    auto slot = [&](int64_t offset, const Shape& shape) {
-        Tensor t = require_gradient(view(model.weights, offset, shape));
-        t.gradient->is_parameter = true;
-        model.slots.push_back(t);
-        return t;
+    unit = 0;
+    add_last("token_embeddings", {V, C});
+    return model;
+}
+void place_weights(Model& model, const Place& place) {
+    const ModelConfig& c = model.config;
+    int64_t C = c.d_model, F = c.d_ff;
+    auto slot = [&](const Parameter& p, const Shape& shape) {
+        model.slots.push_back(place(p, shape));
+        return model.slots.back();
     };
     std::map<std::string, Parameter*> by_name;
     for (Parameter& p : model.parameters) {
-        p.weight = slot(p.offset, p.shape);
+        p.weight = slot(p, p.shape);
         by_name[p.name] = &p;
     }
     auto weight = [&](const std::string& name) { return by_name.at(name + ".weight")->weight; };
@@ -942,18 +953,29 @@ Model make_model(const ModelConfig& c, DType dtype) {
                     weight(n + "ffn.w3"),
                     Tensor(),
                     weight(n + "ffn.w2")};
-        layer.qkv = slot(by_name.at(n + "attn.q_proj.weight")->offset, {3 * C, C});
-        layer.w13 = slot(by_name.at(n + "ffn.w1.weight")->offset, {2 * F, C});
+        layer.qkv = slot(*by_name.at(n + "attn.q_proj.weight"), {3 * C, C});
+        layer.w13 = slot(*by_name.at(n + "ffn.w1.weight"), {2 * F, C});
         model.layers.push_back(layer);
     }
+}
+Model make_model(const ModelConfig& c, DType dtype) {
+    Model model = lay_out_model(c);
+    const Parameter& last = model.parameters.back();
+    model.weights = zeros({aligned(last.offset + count(last.shape))}, dtype, PARAMETERS);  // the padding: not NaN
+    place_weights(model, [&](const Parameter& p, const Shape& shape) {
+        Tensor t = require_gradient(view(model.weights, p.offset, shape));
+        t.gradient->is_parameter = true;
+        return t;
+    });
     return model;
 }
+void init_weight(const Tensor& weight, const std::string& name, uint64_t seed) {
+    bool norm = weight.shape.size() == 1, embedding = name == "token_embeddings.weight";
+    float std = norm ? 0 : embedding ? 1 : sqrtf(2.0f / (weight.dim(0) + weight.dim(1)));
+    fill_normal(weight, seed, key_of(name), norm ? 1 : 0, std);
+}
 void init_weights(const Model& model, uint64_t seed) {
-    for (const Parameter& p : model.parameters) {
-        bool norm = p.shape.size() == 1, embedding = p.name == "token_embeddings.weight";
-        float std = norm ? 0 : embedding ? 1 : sqrtf(2.0f / (p.shape[0] + p.shape[1]));
-        fill_normal(p.weight, seed, key_of(p.name), norm ? 1 : 0, std);
-    }
+    for (const Parameter& p : model.parameters) { init_weight(p.weight, p.name, seed); }
 }
 Model random_model(const ModelConfig& c, uint64_t seed) {
     Model model = make_model(c);
@@ -986,11 +1008,18 @@ void make_ready(Model& model, int64_t T) {
     if (model.form && !model.form->takes(model)) { plain_weights(model); }
     if (model.form) { model.form->lend(model); }
 }
+void begin_unit(const Model& model, int unit) {
+    if (model.pre_forward) { model.pre_forward(unit); }
+}
+Tensor end_unit(const Model& model, int unit, const Tensor& y) {
+    return model.pre_backward ? before_backward(y, [&model, unit] { model.pre_backward(unit); }) : y;
+}
 // Block l. The residual stream is *x + *delta, where *delta is what the block before adds to it (null: nothing).
 static void block(const Model& model, int l, Tensor* x, Tensor* delta) {
     Range r("layer");
     const ModelConfig& c = model.config;
     const Layer& layer = model.layers[l];
+    begin_unit(model, 1 + l);
     auto attention = [&model, &c, &layer](const Tensor& y) {
         Tensor a = self_attention(layer, y, model.rope, c.num_heads);
         Range output("projections");
@@ -1005,12 +1034,13 @@ static void block(const Model& model, int l, Tensor* x, Tensor* delta) {
             return checkpoint([f, ln, &c](Tensor x) { return add(x, f(add_rmsnorm(&x, Tensor(), ln, c.eps))); }, *x);
         };
         *x = half(attention, layer.ln1);
-        *x = half(feed_forward, layer.ln2);
+        *x = end_unit(model, 1 + l, half(feed_forward, layer.ln2));
         return;
     }
     *delta = attention(add_rmsnorm(x, *delta, layer.ln1, c.eps));
     Tensor y = add_rmsnorm(x, *delta, layer.ln2, c.eps);
-    *delta = context.checkpoint == CHECKPOINT_FFN ? checkpoint(feed_forward, y) : feed_forward(y);
+    *delta =
+        end_unit(model, 1 + l, context.checkpoint == CHECKPOINT_FFN ? checkpoint(feed_forward, y) : feed_forward(y));
 }
 static Tensor run_blocks(const Model& model, Tensor x, int first, int end) {
     Tensor delta;
@@ -1044,7 +1074,8 @@ Tensor forward(Model& model, const Tensor& tokens) {
     Tensor x, delta;
     {
         Range r("embedding");
-        x = gather_rows(model.embedding, tokens);
+        begin_unit(model, 0);
+        x = end_unit(model, 0, gather_rows(model.embedding, tokens));
     }
     bool within_blocks = context.checkpoint == CHECKPOINT_FFN || context.checkpoint == CHECKPOINT_HALF;
     bool whole_blocks = context.checkpoint != 0 && !within_blocks && context.recording;
@@ -1052,6 +1083,7 @@ Tensor forward(Model& model, const Tensor& tokens) {
     for (int l = 0; l < c.num_layers && !whole_blocks; l++) { block(model, l, &x, &delta); }
     Tensor y = add_rmsnorm(&x, delta, model.ln_final, c.eps);
     Range r("lm_head");
+    begin_unit(model, c.num_layers + 1);
     return linear(y, model.lm_head);
 }
 
@@ -1101,15 +1133,21 @@ Tensor infer(Model& model, const Tensor& tokens) {
     drop_weight_copies(model.slots);
     return logits;
 }
-double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm) {
+double guarded_step(LossScaler& scaler, double max_norm, const std::function<double()>& norm_of_gradients,
+                    const std::function<void(float gradient_scale)>& step) {
     bool fp16 = context.precision == PREC_FP16;
     double scale = fp16 ? 1 / scaler.scale : 1, norm = 0;
-    if (fp16 || max_norm > 0) { norm = gradient_norm(model) * scale; }
+    if (fp16 || max_norm > 0) { norm = norm_of_gradients() * scale; }
     if (fp16) { update_scale(scaler, !std::isfinite(norm)); }
     if (!std::isfinite(norm)) { return norm; }  // a step would spread it to all weights
     if (max_norm > 0 && norm > max_norm) { scale *= max_norm / (norm + 1e-6); }
-    adamw_step(model, adamw, (float)scale);
+    step((float)scale);
     return norm;
+}
+double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm) {
+    return guarded_step(
+        scaler, max_norm, [&] { return gradient_norm(model); },
+        [&](float gradient_scale) { adamw_step(model, adamw, gradient_scale); });
 }
 float loss_scale_of(const LossScaler& scaler) { return context.precision == PREC_FP16 ? scaler.scale : 1; }
 

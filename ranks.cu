@@ -609,6 +609,7 @@ static WorkPtr new_work(const Communicator& c, const char* what, size_t bytes) {
 static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
 
 WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction) {
+    if (t.device() == META) { return nullptr; }
     Links& l = *c.links;
     WorkPtr work = new_work(c, "all-reduce", bytes_of(t));
 #ifdef WITH_NCCL
@@ -648,6 +649,7 @@ WorkPtr broadcast(const Communicator& c, const Tensor& t, int root) {
 
 WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds,
                        Reduction reduction) {
+    if (t.device() == META) { return nullptr; }
     Links& l = *c.links;
     WorkPtr work = new_work(c, "reduce-scatter", bytes_of(t));
 #ifdef WITH_NCCL
@@ -681,6 +683,7 @@ WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector
 }
 
 WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds) {
+    if (t.device() == META) { return nullptr; }
     Links& l = *c.links;
     WorkPtr work = new_work(c, "all-gather", bytes_of(t));
 #ifdef WITH_NCCL
@@ -710,6 +713,7 @@ WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int
 }
 
 void wait(const Communicator& c, const WorkPtr& work) {
+    if (!work) { return; }
     Links& l = *c.links;
 #ifdef WITH_NCCL
     if (l.nccl) {

@@ -381,6 +381,14 @@ Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor&
     });
     return y;
 }
+Tensor before_backward(const Tensor& y_in, const std::function<void()>& hook) {
+    Tensor y = y_in;
+    record(y, {y_in}, [hook, g = y_in.gradient](const Tensor& dy) {
+        hook();
+        add_gradient(g, dy);
+    });
+    return y;
+}
 void clear_tape() {
     for (const TapeStep& step : tape) {
         for (const GradientPtr& g : step.inputs) { g->uses = 0; }

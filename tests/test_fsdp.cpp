@@ -1,0 +1,158 @@
+// test_fsdp.cpp: FSDP's weights, how often it gathers, and what it holds.
+#include "test.h"
+
+static void check_fsdp(const std::vector<std::string>& more) {
+    std::vector<std::string> words = {"fsdp", "--quick"};
+    words.insert(words.end(), more.begin(), more.end());
+    Run r = run_cs336(words);
+    INFO(join(words, " ") << "\n" << r.out << r.err);
+    CHECK(r.exit_code == 0);
+    CHECK(has(r.out, "match"));
+    CHECK(!has(r.out, "DIFFER"));
+}
+TEST_CASE("fsdp: weights equal those of single-process training, 1 to 3 ranks") {
+    if (lacks("gloo", CPU, 3)) { return; }
+    for (const char* n : {"1", "2", "3"}) { check_fsdp({"--device", "cpu", "--nproc", n}); }
+}
+TEST_CASE("fsdp: the same on GPUs") {
+    if (lacks("nccl", CUDA, 2)) { return; }
+    for (const char* n : {"1", "2"}) { check_fsdp({"--device", "cuda", "--backend", "nccl", "--nproc", n}); }
+}
+
+static const ModelConfig small = {"small", 32, 48, 4, 2, 50};
+static std::unique_ptr<Fsdp> shards_of(const Communicator& c) {
+    return fully_shard(c, lay_out_model(small).parameters, F32, F32);
+}
+static Tensor step_of(Model& model, Fsdp& f, int rank) {
+    LossScaler scaler;
+    begin_step(f);
+    Tensor loss = forward_backward(model, random_batch(2, 8, 50, rank), 1);
+    finish_backward(f);
+    optimizer_step(f, scaler, 1.0);
+    return loss;
+}
+static std::vector<int> units_of(const std::vector<FsdpWait>& waits) {
+    std::vector<int> units;
+    for (const FsdpWait& w : waits) { units.push_back(w.unit); }
+    return units;
+}
+static int gathers_in(const std::vector<FsdpWait>& waits) {
+    std::set<const Work*> gathers;
+    for (const FsdpWait& w : waits) { gathers.insert(w.gather.get()); }
+    return (int)gathers.size();
+}
+// Of blocks 1 to 4, the last is still there when backward begins; so is the head.
+static void check_gathers(const Communicator& c) {
+    auto f = shards_of(c);
+    Model model = sharded_model(small, *f);
+    visit_whole(*f, f->shard.weights, true, [](const Parameter& p, const Tensor& w) { init_weight(w, p.name, 1); });
+    for (int step = 0; step < 3; step++) {
+        step_of(model, *f, c.rank);
+        CHECK(units_of(f->waits) == std::vector<int>{0, 1, 2, 3, 4, 5, 4, 3, 2, 1});
+        CHECK(gathers_in(f->waits) == 9);
+        std::set<const Work*> seen = {f->waits[0].gather.get()};
+        for (size_t i = 1; step > 0 && i < f->waits.size(); i++) {
+            const FsdpWait &before = f->waits[i - 1], &w = f->waits[i];
+            if (!seen.insert(w.gather.get()).second) { continue; }
+            CHECK(w.gather->started_ms >= before.asked.ms);    // not before the unit two before it was finished
+            CHECK(w.gather->started_ms <= w.asked.ms - 1e-3);  // but while the unit before it was computed
+        }
+    }
+    context.checkpoint = 2;  // blocks 3 and 4 run again, then backward; then 1 and 2
+    step_of(model, *f, c.rank), step_of(model, *f, c.rank);
+    context.checkpoint = 0;
+    CHECK(units_of(f->waits) == std::vector<int>{0, 1, 2, 3, 4, 5, 3, 4, 4, 3, 1, 2, 2, 1});
+}
+TEST_CASE("fsdp: each unit is gathered once per pass and one ahead") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    in_ranks("fsdp: each unit is gathered once per pass and one ahead", 2, CPU, check_gathers);
+}
+
+// 1/N of weights, gradients and moments, and two buffers; what is planned is what is held.
+static size_t peak_of_step(const Communicator& c) {
+    auto f = shards_of(c);
+    Model model = sharded_model(small, *f);
+    step_of(model, *f, c.rank), step_of(model, *f, c.rank);
+    return 0;
+}
+static void check_memory(const Communicator& c) {
+    size_t before = memory_use(CPU).now;
+    reset_peak(CPU);
+    peak_of_step(c);
+    size_t measured = memory_use(CPU).peak - before;
+    Communicator planned_ranks;
+    planned_ranks.world = c.world;
+    size_t planned = planned_peak([&] { peak_of_step(planned_ranks); });
+    CHECK(std::abs((double)measured / planned - 1) < 0.03);
+    int64_t all = make_model(small).weights.size(), norms = 9 * 64, padding = 6 * 64;  // 6 units, 9 norms
+    CHECK(shards_of(c)->shard.weights.size() <= all / c.world + norms + padding);
+}
+TEST_CASE("fsdp: the memory of a step is the planned one") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    for (int n : {2, 3}) { in_ranks("fsdp: the memory of a step is the planned one", n, CPU, check_memory); }
+}
+
+static void check_norm(const Communicator& c) {
+    auto f = shards_of(c);
+    Model ours = sharded_model(small, *f), whole = make_model(small);
+    visit_whole(*f, f->shard.weights, true, [](const Parameter& p, const Tensor& w) { init_weight(w, p.name, 1); });
+    init_weights(whole, 1);
+    Batch batch = random_batch(2 * c.world, 8, 50, 3);
+    auto part = [&](const Tensor& t) { return view(t, c.rank * 16, {2, 8}); };
+    LossScaler scaler;
+    begin_step(*f);
+    forward_backward(ours, {part(batch.tokens), part(batch.targets)}, 1);
+    finish_backward(*f);
+    forward_backward(whole, batch, 1);
+    double want = gradient_norm(whole);
+    CHECK(optimizer_step(*f, scaler, 1.0) == doctest::Approx(want).epsilon(1e-5));
+}
+TEST_CASE("fsdp: the gradients' norm counts every weight once") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    in_ranks("fsdp: the gradients' norm counts every weight once", 2, CPU, check_norm);
+}
+
+// A rank whose loss does not depend on a weight has a zero gradient for it, as the others' average says.
+static void check_missing(const Communicator& c) {
+    std::vector<Parameter> parameters = {
+        {"head", {4, 8}, 0, {}, 2}, {"fc", {8, 8}, 32, {}, 1}, {"table", {6, 8}, 96, {}, 0}};
+    auto f = fully_shard(c, parameters, F32, F32);
+    Model model;
+    model.parameters = parameters;
+    for (Parameter& p : model.parameters) { p.weight = place(*f, p, p.shape), model.slots.push_back(p.weight); }
+    add_hooks(model, *f);
+    visit_whole(*f, f->shard.weights, true,
+                [](const Parameter& p, const Tensor& w) { fill_normal(w, 1, key_of(p.name), 0, 1); });
+    f->shard.sgd = true, f->shard.momentum = 0, f->shard.adamw.weight_decay = 0, f->shard.adamw.lr = 1;
+    std::map<std::string, std::vector<float>> before;
+    visit_whole(*f, f->shard.weights, false,
+                [&](const Parameter& p, const Tensor& w) { before[p.name] = to_floats(w); });
+    auto after = before, once = before;
+    for (int step = 0; step < 2; step++) {  // in the second, buffers hold the first's gradients
+        begin_step(*f);
+        zero_gradients(model);
+        begin_unit(model, 0);
+        Tensor x = end_unit(model, 0, gather_rows(model.parameters[2].weight, from_ints({1, 2}, {2})));
+        begin_unit(model, 1);
+        if (step == 0 && c.rank == 0) { x = linear(x, model.parameters[1].weight); }
+        x = end_unit(model, 1, x);
+        begin_unit(model, 2);
+        backward(mean_all(square(linear(x, model.parameters[0].weight))));
+        finish_backward(*f);
+        LossScaler scaler;
+        optimizer_step(*f, scaler, 0);
+        std::swap(once, after);
+        visit_whole(*f, f->shard.weights, false,
+                    [&](const Parameter& p, const Tensor& w) { after[p.name] = to_floats(w); });
+    }
+    CHECK(once["fc"] != before["fc"]);  // by rank 0's first step
+    CHECK(after["fc"] == once["fc"]);
+    for (float x : after["table"]) { CHECK(std::isfinite(x)); }
+    for (int i = 0; i < 48; i++) {  // only rows 1 and 2 were looked up
+        if (i < 8 || i >= 24) { CHECK(after["table"][i] == before["table"][i]); }
+    }
+}
+TEST_CASE("fsdp: a weight that one rank's loss does not depend on") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    in_ranks("fsdp: a weight that one rank's loss does not depend on", 2, CPU, check_missing);
+}
