@@ -410,7 +410,7 @@ static Plan plan_of(const Options& o, const Communicator& c) {
     bool cpu = context.device == CPU, slow = cpu || c.backend == "gloo";  // through the host: 8 GB per step at size xl
     if (slow || o.quick) {
         if (cpu && o.quick && !o.has("size") && configs_of(o)[0].name != "custom") {
-            p.note_smaller("4 layers of d_model 128 instead of size " + o.size[0]);
+            p.note_smaller("4 layers of d_model 128 instead of size " + configs_of(o)[0].name);
             p.o.d_model = 128, p.o.d_ff = 512, p.o.num_layers = 4, p.o.num_heads = 4;
         }
         p.shrink_size();

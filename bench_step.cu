@@ -251,7 +251,7 @@ static std::vector<std::string> measure_in_fresh_process(const Options& o, const
         option("d_model", std::to_string(c.d_model)), option("d_ff", std::to_string(c.d_ff));
         option("num_layers", std::to_string(c.num_layers)), option("num_heads", std::to_string(c.num_heads));
     } else {
-        option("size", c.name);
+        option("edition", o.edition), option("size", size_option(c));
     }
     option("vocab_size", std::to_string(c.vocab_size)), option("batch_size", std::to_string(o.batch_size));
     option("context_length", std::to_string(o.context_length)), option("steps", std::to_string(o.steps));

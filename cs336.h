@@ -691,11 +691,11 @@ Tensor flash_self_attention(const Tensor& qkv, int H);
 // [3C,C], w13 [2F,C].
 
 struct ModelConfig {
-    std::string name;  // "small" ... or "custom"
+    std::string name;  // "small" ... "xl (2026)", "10B", or "custom"
     int d_model, d_ff, num_layers, num_heads, vocab_size;
     float rope_theta = 10000, eps = 1e-5f;
 };
-extern const std::vector<ModelConfig> model_sizes;  // the handout's table 1, vocabulary 10,000
+extern const std::vector<ModelConfig> model_sizes;  // the handouts' table 1, vocabulary 10,000
 // Elements of the weights in matrix products: all but the embedding, which is a look-up, and the norms.
 int64_t matmul_weights(const ModelConfig& c);
 int64_t forward_flops(const ModelConfig& c, int64_t B, int64_t T);  // of the matrix products, attention counted in full
@@ -1163,7 +1163,7 @@ struct Options {
     bool has(const char* name) const { return given.count(name) > 0; }
     std::vector<std::string> command_line;  // argv[1..]
     // What a command does not take stays empty, 0 or false; the rest has main.cu's defaults.
-    std::string device, format, table;
+    std::string edition, device, format, table;
     std::vector<std::string> size, precision, mode;
     int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, head_size = 0, vocab_size = 0;
     int context_length = 0, batch_size = 0, steps = 0;
@@ -1194,6 +1194,7 @@ struct Options {
 // plan.cu: what an experiment runs, how large, and whether that fits into memory
 
 std::vector<ModelConfig> configs_of(const Options& o);  // what --d_model, --d_ff, ... name, else --size; checked
+std::string size_option(const ModelConfig& c);          // what --size calls it in its edition: "xl" of "xl (2026)"
 // The mode `name`, checked. The default, flash, becomes fused where this head size and precision have none.
 Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, Precision precision);
 

@@ -19,10 +19,11 @@ static int cmd_reproduce(const Options& o);
 // ---------------------------------------------------------------------------------------------------------------------
 // Commands, in the handout's order. `options` names rows of the option table below: `name!` has to be given, and
 // `name=text` is read where nothing is given, in place of the option table's own default. No default stands elsewhere.
+// The handout has two editions. What they differ in has a bar in these tables: 2025's|2026's.
 
 struct Command {
     const char* id;
-    const char* section;  // of the 2025 handout, of 2026's where 2025 has no such problem; "" for the tools
+    const char* section;  // empty in an edition that has no such problem, and for the tools
     int points;           // the same in both editions; 0: none
     int gpus;             // 0: the same everywhere, 1: scaled down without a GPU, 2: without two, and over Gloo
     const char* what;
@@ -30,11 +31,19 @@ struct Command {
     int (*run)(const Options&);
     std::string options;
     bool is_check = false;  // it measures no time, and checks as much without GPUs
-    const char* edition = "both";
 };
+static std::string in_edition(const std::string& text, const std::string& edition) {
+    size_t bar = text.find('|');
+    return edition == "2026" && bar < text.size() ? text.substr(bar + 1) : text.substr(0, bar);
+}
+
+// 2025's, as the pages' names begin; "2026-" before that of a problem that only 2026 has.
+static std::string section_of(const Command& c) {
+    return *c.section == '|' ? "2026-" + in_edition(c.section, "2026") : in_edition(c.section, "2025");
+}
 
 static const std::string TIMED =
-    "device sizes d_model d_ff num_layers num_heads vocab_size context_length batch_size steps seed "
+    "edition device sizes d_model d_ff num_layers num_heads vocab_size context_length=256|512 batch_size steps seed "
     "trace format quick ";
 
 static const std::string RANKS = "nproc backend timeout ";
@@ -46,74 +55,74 @@ static const std::string DDP_TIMED =
 static const std::string CALCS = "batch_tokens=65536 d_model=4096 d_ff=11008 tflops=989 bandwidth_gb=450 format quick ";
 
 static const Command COMMANDS[] = {
-    {"benchmarking_script", "1.1.3", 4, 1, "time forward, backward and the whole step of the Transformer",
+    {"benchmarking_script", "1.1.3|2.1.3", 4, 1, "time forward, backward and the whole step of the Transformer",
      "bench_step.cu", cmd_benchmarking_script,
      TIMED + "warmups precisions=fp32 modes=eager,flash recompute checkpoint table roofline plot"},
-    {"nsys_profile", "1.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
-     "device sizes d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512,1024 batch_size "
-     "warmup=2 steps=5 precisions=fp32 modes=eager ranges=forward,step top=10 seed plot trace format quick"},
-    {"mixed_precision_accumulation", "1.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16", "precision.cu",
-     cmd_mixed_precision_accumulation, "format quick"},
-    {"benchmarking_mixed_precision", "1.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost",
+    {"nsys_profile", "1.1.4|2.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
+     "edition device sizes=|small,xl d_model d_ff num_layers num_heads vocab_size "
+     "context_lengths=128,256,512,1024|256,512,1024 batch_size warmup=2 steps=5 precisions=fp32 modes=eager "
+     "ranges=forward,step top=10 seed plot trace format quick"},
+    {"mixed_precision_accumulation", "1.1.5|2.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16",
+     "precision.cu", cmd_mixed_precision_accumulation, "format quick"},
+    {"benchmarking_mixed_precision", "1.1.5|2.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost",
      "bench_step.cu", cmd_benchmarking_mixed_precision, TIMED + "warmup precisions=fp32,tf32,bf16 mode=flash"},
-    {"memory_profiling", "1.1.6", 4, 1, "where a step's memory goes", "memory.cu", cmd_memory_profiling,
-     "device sizes=2.7B d_model d_ff num_layers num_heads vocab_size context_lengths=128,256,512 batch_size seed "
-     "precisions=fp32,bf16 mode=eager recompute checkpoint out_folder format quick"},
-    {"pytorch_attention", "1.2.1", 2, 1, "time and memory of plain attention", "bench_attention.cu",
+    {"memory_profiling", "1.1.6|2.1.6", 4, 1, "where a step's memory goes", "memory.cu", cmd_memory_profiling,
+     "edition device sizes=2.7B|xl d_model d_ff num_layers num_heads vocab_size "
+     "context_lengths=128,256,512|128,2048 batch_size seed precisions=fp32,bf16 mode=eager recompute checkpoint "
+     "out_folder format quick"},
+    {"pytorch_attention", "1.2.1|4.1.1", 2, 1, "time and memory of plain attention", "bench_attention.cu",
      cmd_pytorch_attention, "device steps=100 plot trace format quick"},
-    {"torch_compile", "1.3", 2, 1, "eager against fused kernels", "bench_step.cu", cmd_torch_compile,
+    {"torch_compile", "1.3|4.2", 2, 1, "eager against fused kernels", "bench_step.cu", cmd_torch_compile,
      TIMED + "warmup precisions=fp32 plot"},
-    {"weighted_sum", "1.3.1", 0, 1, "the first kernel: a weighted sum", "attention.cu", cmd_weighted_sum,
+    {"weighted_sum", "1.3.1|4.2.1", 0, 1, "the first kernel: a weighted sum", "attention.cu", cmd_weighted_sum,
      "device trace format quick"},
-    {"flash_forward", "1.3.2", 15, 1, "FlashAttention-2, forward", "attention.cu", cmd_flash_forward,
+    {"flash_forward", "1.3.2|4.2.2", 15, 1, "FlashAttention-2, forward", "attention.cu", cmd_flash_forward,
      "device seed trace format quick", true},
-    {"flash_backward", "1.3.2", 5, 1, "FlashAttention-2, backward", "attention.cu", cmd_flash_backward,
+    {"flash_backward", "1.3.2|4.2.2", 5, 1, "FlashAttention-2, backward", "attention.cu", cmd_flash_backward,
      "device seed deterministic trace format quick", true},
-    {"flash_benchmarking", "1.3.2", 5, 1, "FlashAttention-2 against plain attention", "bench_attention.cu",
+    {"flash_benchmarking", "1.3.2|4.2.2", 5, 1, "FlashAttention-2 against plain attention", "bench_attention.cu",
      cmd_flash_benchmarking, "device plot trace format quick"},
-    {"flash_leaderboard", "1.3.3", 0, 1, "one long causal sequence, as fast as it goes", "bench_attention.cu",
+    {"flash_leaderboard", "1.3.3|", 0, 1, "one long causal sequence, as fast as it goes", "bench_attention.cu",
      cmd_flash_leaderboard,
      "device num_heads=16 head_size=64 context_length=16384 precision=bf16 not_causal flash_impl=all "
-     "deterministic trace format quick",
-     false, "2025"},
-    {"distributed_communication_single_node", "2.1", 5, 2, "all-reduce: sizes, ranks, backends", "bench_ddp.cu",
-     cmd_distributed_communication_single_node, "device sizes_mb warmup steps " + RANKS + "format plot quick"},
-    {"naive_ddp", "2.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp,
+     "deterministic trace format quick"},
+    {"distributed_communication_single_node", "2.1|5.1", 5, 2, "all-reduce: sizes, ranks, backends", "bench_ddp.cu",
+     cmd_distributed_communication_single_node,
+     "edition device=auto|cuda sizes_mb warmup steps " + RANKS + "format plot quick"},
+    {"naive_ddp", "2.2|5.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp,
      "device seed " + RANKS + "format quick", true},
-    {"naive_ddp_benchmarking", "2.2", 3, 2, "what it costs", "bench_ddp.cu", cmd_naive_ddp_benchmarking,
-     DDP_TIMED + "reduce_dtype plot_step trace"},
-    {"minimal_ddp_flat_benchmarking", "2.3.1", 2, 2, "one all-reduce for all gradients", "bench_ddp.cu",
-     cmd_minimal_ddp_flat_benchmarking, DDP_TIMED + "reduce_dtype plot_step trace"},
-    {"ddp_overlap_individual_parameters", "2.3.2", 5, 2, "communicate while backward runs", "ddp.cu",
+    {"naive_ddp_benchmarking", "2.2|5.2", 3, 2, "what it costs", "bench_ddp.cu", cmd_naive_ddp_benchmarking,
+     "edition " + DDP_TIMED + "reduce_dtype plot_step trace"},
+    {"minimal_ddp_flat_benchmarking", "2.3.1|5.3.1", 2, 2, "one all-reduce for all gradients", "bench_ddp.cu",
+     cmd_minimal_ddp_flat_benchmarking, "edition " + DDP_TIMED + "reduce_dtype plot_step trace"},
+    {"ddp_overlap_individual_parameters", "2.3.2|5.3.2", 5, 2, "communicate while backward runs", "ddp.cu",
      cmd_ddp_overlap_individual_parameters, "device seed " + RANKS + "format quick", true},
-    {"ddp_overlap_individual_parameters_benchmarking", "2.3.2", 1, 2, "what it saves", "bench_ddp.cu",
-     cmd_ddp_overlap_individual_parameters_benchmarking, DDP_TIMED + "reduce_dtype plot_step trace"},
-    {"ddp_overlap_bucketed", "2.3.3", 8, 2, "the same, in buckets", "ddp.cu", cmd_ddp_overlap_bucketed,
-     "device seed bucket_size_mb=0.0001,0.0016,0.01 " + RANKS + "format quick", true, "2025"},
-    {"ddp_bucketed_benchmarking", "2.3.3", 3, 2, "which size of buckets", "bench_ddp.cu", cmd_ddp_bucketed_benchmarking,
-     DDP_TIMED + "bucket_size_mb reduce_dtype plot_step trace", false, "2025"},
-    {"communication_accounting", "2.4", 10, 0, "when communication becomes the limit", "accounting.cu",
+    {"ddp_overlap_individual_parameters_benchmarking", "2.3.2|5.3.2", 1, 2, "what it saves", "bench_ddp.cu",
+     cmd_ddp_overlap_individual_parameters_benchmarking, "edition " + DDP_TIMED + "reduce_dtype plot_step trace"},
+    {"ddp_overlap_bucketed", "2.3.3|", 8, 2, "the same, in buckets", "ddp.cu", cmd_ddp_overlap_bucketed,
+     "device seed bucket_size_mb=0.0001,0.0016,0.01 " + RANKS + "format quick", true},
+    {"ddp_bucketed_benchmarking", "2.3.3|", 3, 2, "which size of buckets", "bench_ddp.cu",
+     cmd_ddp_bucketed_benchmarking, DDP_TIMED + "bucket_size_mb reduce_dtype plot_step trace"},
+    {"communication_accounting", "2.4|", 10, 0, "when communication becomes the limit", "accounting.cu",
      cmd_communication_accounting,
      "d_model=16384 d_ff=53248 num_layers=126 tokens gpu_gb tpu_gb tflops bandwidth_gb fsdp tp links_fsdp links_tp "
-     "format quick",
-     false, "2025"},
-    {"optimizer_state_sharding", "3", 15, 2, "AdamW's state split over the ranks", "ddp.cu",
+     "format quick"},
+    {"optimizer_state_sharding", "3|6", 15, 2, "AdamW's state split over the ranks", "ddp.cu",
      cmd_optimizer_state_sharding, "device seed " + RANKS + "format quick", true},
-    {"optimizer_state_sharding_accounting", "3", 5, 2, "its memory and time", "bench_ddp.cu",
-     cmd_optimizer_state_sharding_accounting, DDP_TIMED},
-    {"fsdp", "7", 15, 2, "the weights sharded, too", "ddp.cu", cmd_fsdp, "device seed " + RANKS + "format quick", true,
-     "2026"},
-    {"alternate_ring_all_reduce", "8.1", 1, 0, "all-reduce that sends whole tensors around a ring", "calcs.cu",
-     cmd_alternate_ring_all_reduce, "tensor_mb devices bandwidth_gb=450 format quick", false, "2026"},
-    {"data_parallel_calcs", "8.2", 3, 0, "how many devices data parallelism can use", "calcs.cu",
-     cmd_data_parallel_calcs, CALCS + "devices", false, "2026"},
-    {"fsdp_calcs", "8.3", 3, 0, "how many devices FSDP can use", "calcs.cu", cmd_fsdp_calcs, CALCS + "devices", false,
-     "2026"},
-    {"tp_calcs", "8.4", 4, 0, "how many devices tensor parallelism can use", "calcs.cu", cmd_tp_calcs,
-     CALCS + "devices", false, "2026"},
-    {"fsdp_tp_calcs", "8.5", 6, 0, "how many devices both together can use", "calcs.cu", cmd_fsdp_tp_calcs,
-     CALCS + "fsdp=4 tp=2", false, "2026"},
-    {"list", "", 0, 0, "every problem: section, edition, points, command, notes page, whether it runs here", "main.cu",
+    {"optimizer_state_sharding_accounting", "3|6", 5, 2, "its memory and time", "bench_ddp.cu",
+     cmd_optimizer_state_sharding_accounting, "edition " + DDP_TIMED},
+    {"fsdp", "|7", 15, 2, "the weights sharded, too", "ddp.cu", cmd_fsdp, "device seed " + RANKS + "format quick",
+     true},
+    {"alternate_ring_all_reduce", "|8.1", 1, 0, "all-reduce that sends whole tensors around a ring", "calcs.cu",
+     cmd_alternate_ring_all_reduce, "tensor_mb devices bandwidth_gb=450 format quick"},
+    {"data_parallel_calcs", "|8.2", 3, 0, "how many devices data parallelism can use", "calcs.cu",
+     cmd_data_parallel_calcs, CALCS + "devices"},
+    {"fsdp_calcs", "|8.3", 3, 0, "how many devices FSDP can use", "calcs.cu", cmd_fsdp_calcs, CALCS + "devices"},
+    {"tp_calcs", "|8.4", 4, 0, "how many devices tensor parallelism can use", "calcs.cu", cmd_tp_calcs,
+     CALCS + "devices"},
+    {"fsdp_tp_calcs", "|8.5", 6, 0, "how many devices both together can use", "calcs.cu", cmd_fsdp_tp_calcs,
+     CALCS + "fsdp=4 tp=2"},
+    {"list", "", 0, 0, "every problem: sections, points, command, notes page, whether it runs here", "main.cu",
      cmd_list, "format quick"},
     {"info", "", 0, 0, "the device, its libraries, its measured rates", "bench_step.cu", cmd_info,
      "device format quick"},
@@ -304,18 +313,25 @@ struct Option {
     const char* help;
     const char* by_default = "";  // where a command's row names none; "": there is none
 };
+static void read_default(Options& o, const Option& option, const std::string& text) {
+    if (!text.empty() && !option.reader.read(o, text)) {
+        fail("the command table: --%s does not take its default '%s'", option.name, text.c_str());
+    }
+}
 
 static const std::vector<Option>& option_table() {
-    const std::vector<std::string> sizes = {"small", "medium", "large", "xl", "2.7B"};
+    const std::vector<std::string> sizes = {"small", "medium", "large", "xl", "2.7B", "10B"};
     const std::vector<std::string> precisions = {"fp32", "tf32", "bf16", "fp16"};
     const std::vector<std::string> modes = {"eager", "fused", "flash"};
     const char* mode_help =
         "a kernel per operation; fused; fused with FlashAttention (where head size and precision have one)";
     static const std::vector<Option> table = {
+        {"edition", "edition", name(&Options::edition, {"2025", "2026"}),
+         "the handout whose defaults are taken; xl is 1600 wide in 2025's, 2560 in 2026's", "2025"},
         {"device", "device", name(&Options::device, {"auto", "cpu", "cuda"}), "where to run; auto takes a GPU if any",
          "auto"},
         {"sizes", "size", names(&Options::size, sizes), "the handout's models; without a GPU the default may be small",
-         "small,medium,large,xl,2.7B"},
+         "small,medium,large,xl,2.7B|small,medium,large,xl,10B"},
         {"size", "size", one_name(&Options::size, sizes),
          "one of the handout's models; without a GPU the default is small"},
         {"d_model", "d_model", whole(&Options::d_model, 1), "width of the model"},
@@ -325,7 +341,7 @@ static const std::vector<Option>& option_table() {
          "number of attention heads; divides d_model where there is one"},
         {"head_size", "head_size", head_size(), "D"},
         {"vocab_size", "vocab_size", whole(&Options::vocab_size, 1), "number of different tokens", "10000"},
-        {"context_length", "context_length", whole(&Options::context_length, 1), "tokens in a sequence", "256"},
+        {"context_length", "context_length", whole(&Options::context_length, 1), "tokens in a sequence"},
         {"context_lengths", "context_length", wholes(&Options::context_lengths, 1), "tokens in a sequence"},
         {"batch_size", "batch_size", whole(&Options::batch_size, 1), "sequences in a batch", "4"},
         {"warmups", "warmup", wholes(&Options::warmup, 0), "untimed steps first; each in its own run", "5"},
@@ -433,12 +449,12 @@ static const Flag flag_table[] = {
 
 static int cmd_list(const Options& o) {
     Table table;
-    table.caption = "commit " + commit() + "; `cs336 <command> --help` shows a command's options";
-    table.columns = {"problem", "section", "edition", "points", "command", "file", "notes page", "runs here"};
+    table.caption = "2025, 2026: the section of that handout; commit " + commit() +
+                    "; `cs336 <command> --help` shows a command's options";
+    table.columns = {"problem", "2025", "2026", "points", "command", "file", "notes page", "runs here"};
     int gpus = cuda_devices();
     bool nccl = why_not("nccl", CUDA, 2).empty(), gloo = why_not("gloo", gpus > 0 ? CUDA : CPU, 2).empty();
     for (const Command& c : COMMANDS) {
-        bool problem = c.section[0] != 0;
         std::string here = "yes";
         if (c.gpus == 1 && gpus == 0) { here = c.is_check ? "yes: on the CPU" : "scaled down: no GPU"; }
         if (c.gpus == 2 && !nccl) {
@@ -446,10 +462,11 @@ static int cmd_list(const Options& o) {
                    : c.is_check ? "yes: over Gloo"
                                 : "scaled down: over Gloo";
         }
-        const char* start = strcmp(c.edition, "2026") == 0 ? "2026-" : "";  // both editions have a section 3
-        table.rows.push_back({c.id, problem ? c.section : "tool", problem ? c.edition : "",
+        bool problem = *c.section != 0;
+        table.rows.push_back({c.id, problem ? in_edition(c.section, "2025") : "tool",
+                              problem ? in_edition(c.section, "2026") : "tool",
                               c.points ? std::to_string(c.points) : "", std::string("cs336 ") + c.id, c.file,
-                              problem ? strprintf("notes/%s%s-%s.md", start, c.section, c.id) : "", here});
+                              problem ? "notes/" + section_of(c) + "-" + c.id + ".md" : "", here});
     }
     print(table, o.format);
     return 0;
@@ -460,7 +477,11 @@ static void print_overview(FILE* to) {
     fprintf(to, "usage: cs336 <command> [options]      any unambiguous beginning of a command will do\n");
     fprintf(to, "       cs336 <command> --help         its options and their defaults (or: cs336 help <command>)\n");
     fprintf(to, "       cs336 --version                the commit that this was built from\n\n");
-    for (const Command& c : COMMANDS) { fprintf(to, "  %-5s %-46s %s\n", c.section, c.id, c.what); }
+    fprintf(to, "  2025   2026   problem; the numbers are the handouts' sections\n");
+    for (const Command& c : COMMANDS) {
+        fprintf(to, "  %-6s %-6s %-46s %s\n", in_edition(c.section, "2025").c_str(),
+                in_edition(c.section, "2026").c_str(), c.id, c.what);
+    }
     fprintf(to, "\nexit codes: 0 done, 1 it ran and failed, 2 wrong usage\n");
 }
 
@@ -481,9 +502,12 @@ static const Option& find_option(const std::string& key) {
     fail("the command table names an unknown option: %s", key.c_str());
 }
 
+using NewDefaults = std::vector<std::pair<const Option*, std::string>>;  // those of 2026 that are not 2025's
+
 // Adds to app the option that one word of Command::options stands for. Its default goes to o now, its value when app
 // parses. `takes` gets what it takes, for messages.
-static void add_option(CLI::App& app, const std::string& word, Options& o, std::map<std::string, std::string>& takes) {
+static void add_option(CLI::App& app, const std::string& word, Options& o, std::map<std::string, std::string>& takes,
+                       NewDefaults& new_defaults) {
     for (const Flag& flag : flag_table) {
         if (word != flag.name) { continue; }
         auto set = [&o, &flag] { o.*flag.field = true, o.given[flag.name] = ""; };
@@ -496,12 +520,16 @@ static void add_option(CLI::App& app, const std::string& word, Options& o, std::
     const std::string key = word.substr(0, end);
     const Option& option = find_option(key);
     takes[std::string("--") + option.name] = option.reader.takes;
-    const std::string by_default = word.compare(end, 1, "=") == 0 ? word.substr(end + 1) : option.by_default;
-    if (!by_default.empty() && !option.reader.read(o, by_default)) {
-        fail("the command table: --%s does not take its default '%s'", option.name, by_default.c_str());
-    }
-    std::string help = std::string(option.help) + ": " + option.reader.takes +
-                       (by_default.empty() ? "" : " (default " + by_default + ")");
+    auto default_in = [&](const char* edition) {
+        std::string own = word.compare(end, 1, "=") == 0 ? in_edition(word.substr(end + 1), edition) : "";
+        return own.empty() ? in_edition(option.by_default, edition) : own;
+    };
+    const std::string by_default = default_in("2025"), in_2026 = default_in("2026");
+    bool differ = in_2026 != by_default;
+    if (differ) { new_defaults.push_back({&option, in_2026}); }
+    read_default(o, option, by_default);
+    std::string help = std::string(option.help) + ": " + option.reader.takes;
+    if (!by_default.empty()) { help += " (default " + by_default + (differ ? "; 2026: " + in_2026 : "") + ")"; }
     auto read = [&o, &option](const std::string& text) {
         if (!option.reader.read(o, text)) {
             usage_error("--%s: got '%s', takes %s", option.name, text.c_str(), option.reader.takes.c_str());
@@ -541,12 +569,13 @@ static void try_outputs(const NamedFiles& outputs) {
 static std::string parse_options(const Command& command, const std::vector<std::string>& words, Options& o) {
     o.command = command.id, o.command_line = words;
     std::map<std::string, std::string> takes;
+    NewDefaults new_defaults;
     CLI::App app(command.what, std::string("cs336 ") + command.id);
     app.set_help_flag("--help,-h", "this text");
     app.get_formatter()->column_width(32);
     app.allow_extras();  // so that the message about them is ours
     for (const std::string& word : CLI::detail::split(command.options, ' ')) {
-        if (!word.empty()) { add_option(app, word, o, takes); }
+        if (!word.empty()) { add_option(app, word, o, takes, new_defaults); }
     }
     for (size_t i = 1; i < words.size(); i++) {  // CLI11 takes --quick=true and --quick= for --quick
         for (const Flag& flag : flag_table) {
@@ -570,6 +599,9 @@ static std::string parse_options(const Command& command, const std::vector<std::
         std::vector<std::string> known;
         for (const CLI::Option* option : app.get_options()) { known.push_back(option->get_name()); }
         usage_error("%s: no such option; takes %s", app.remaining()[0].c_str(), join(known, ", ").c_str());
+    }
+    for (const auto& [option, text] : new_defaults) {
+        if (o.edition == "2026" && !o.has(option->name)) { read_default(o, *option, text); }
     }
     const NamedFiles inputs = {
         {"data", o.data}, {"weights", o.weights}, {"batch", o.batch}, {"inputs", o.inputs}, {"load", o.load}};
@@ -622,7 +654,7 @@ static int run_command(const Command& command, const std::vector<std::string>& w
 static int cmd_reproduce(const Options& o) {
     return reproduce(o, [](const std::vector<std::string>& words) {
         const Command& command = find_command(words[0]);
-        Invocation invocation{command.id, command.section, command.gpus, {}};
+        Invocation invocation{command.id, section_of(command), command.gpus, {}};
         if (!parse_options(command, words, invocation.options).empty()) { usage_error("--help: measures nothing"); }
         return invocation;
     });

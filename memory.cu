@@ -400,7 +400,7 @@ static Table largest_table(const std::vector<Profile>& profiles, int rows) {
 
 static void write_pictures(const Profile& r, const Plan& p, const std::string& caption) {
     bool several = p.configs.size() * p.precisions.size() * p.o.context_lengths.size() > 1 || context.device == CPU;
-    std::string which = several ? strprintf("_%s_%d_%s", r.config.name.c_str(), r.T, name_of(r.precision)) : "";
+    std::string which = several ? strprintf("_%s_%d_%s", size_option(r.config).c_str(), r.T, name_of(r.precision)) : "";
     std::string name = std::string(name_of(r.phase)) + which;
     std::string title =
         strprintf("Memory of %s: %s, context length %d, %s", r.phase == FORWARD ? "a forward pass" : "a training step",

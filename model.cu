@@ -868,8 +868,10 @@ void plain_weights(Model& model) {
 // a prefix of the arena. Matrices that one product can serve together stand side by side.
 
 const std::vector<ModelConfig> model_sizes = {
-    {"small", 768, 3072, 12, 12, 10000}, {"medium", 1024, 4096, 24, 16, 10000}, {"large", 1280, 5120, 36, 20, 10000},
-    {"xl", 1600, 6400, 48, 25, 10000},   {"2.7B", 2560, 10240, 32, 32, 10000},
+    {"small", 768, 3072, 12, 12, 10000},  {"medium", 1024, 4096, 24, 16, 10000},
+    {"large", 1280, 5120, 36, 20, 10000}, {"xl", 1600, 6400, 48, 25, 10000},
+    {"2.7B", 2560, 10240, 32, 32, 10000}, {"xl (2026)", 2560, 10240, 32, 32, 10000},
+    {"10B", 4608, 12288, 50, 36, 10000},
 };
 int64_t matmul_weights(const ModelConfig& c) {
     int64_t C = c.d_model, F = c.d_ff;

@@ -15,8 +15,15 @@ std::vector<ModelConfig> configs_of(const Options& o) {
         if (o.num_heads) { c.num_heads = o.num_heads; }
         configs = {c};
     } else {
+        // A size that the edition has made another stands in the table with the edition behind its name.
+        std::set<std::string> names;
+        for (const std::string& size : o.size) {
+            std::string of_edition = size + " (" + o.edition + ")";
+            auto is = [&](const ModelConfig& c) { return c.name == of_edition; };
+            names.insert(std::any_of(model_sizes.begin(), model_sizes.end(), is) ? of_edition : size);
+        }
         for (const ModelConfig& c : model_sizes) {
-            if (std::count(o.size.begin(), o.size.end(), c.name) > 0) { configs.push_back(c); }
+            if (names.count(c.name) > 0) { configs.push_back(c); }
         }
     }
     for (ModelConfig& c : configs) {
@@ -25,6 +32,8 @@ std::vector<ModelConfig> configs_of(const Options& o) {
     }
     return configs;
 }
+
+std::string size_option(const ModelConfig& c) { return c.name.substr(0, c.name.find(" (")); }
 
 Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, Precision precision) {
     Mode mode = mode_from(name);
@@ -57,7 +66,9 @@ template void Plan::shrink(const char*, std::vector<double> Options::*, const st
 
 void Plan::shrink_size() {
     if (o.has("size") || is_custom(o)) { return; }
-    note_smaller("size small instead of " + (o.size.size() > 1 ? "all five" : o.size[0]));
+    std::vector<std::string> names;
+    for (const ModelConfig& c : configs_of(o)) { names.push_back(c.name); }
+    note_smaller("size small instead of " + join(names, ","));
     o.size = {"small"};
 }
 

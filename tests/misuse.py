@@ -203,7 +203,7 @@ fsdp_tp_calcs --batch_tokens 1048576 --d_model 1048576 --d_ff 1048576 --fsdp 104
 
 
 def try_options(pool):
-    commands = re.findall(r"^  [\d. ]{5} (\w+) ", run(["--help"]).out.decode(), re.M)
+    commands = re.findall(r"^  [\d. ]{13} (\w+) ", run(["--help"]).out.decode(), re.M)
     assert len(commands) > 25, commands
     jobs, seen, pick = [], set(), random.Random(0)
     for command in commands:

@@ -77,19 +77,31 @@ TEST_CASE("main: list in md, csv and json says the same, and its points add up t
     REQUIRE(markdown.size() == rows + 2);  // header and rule
     REQUIRE(commas.size() == rows + 1);
 
-    std::map<std::string, int> points;  // by edition
+    int points[2] = {}, both = 0, tools = 0;  // of 2025 and 2026
     for (size_t i = 0; i < rows; i++) {
         Words in_md = cells(markdown[i + 2], '|'), in_csv = cells(commas[i + 1], ',');
         REQUIRE(in_md.size() == 10);  // a separator at either end
         REQUIRE(in_csv.size() == 8);
         for (int column = 0; column < 8; column++) { CHECK(in_md[column + 1] == in_csv[column]); }
         CHECK(has(parsed["rows"][i].dump(), "\"" + in_csv[0] + "\""));
-        points[in_csv[2]] += atoi(in_csv[3].c_str());
+        int worth = atoi(in_csv[3].c_str());
+        bool tool = in_csv[1] == "tool";
+        for (int edition : {0, 1}) { points[edition] += tool || in_csv[1 + edition].empty() ? 0 : worth; }
+        both += !in_csv[1].empty() && !in_csv[2].empty() ? worth : 0;
+        tools += tool ? worth : 0;
     }
-    CHECK(points["2025"] + points["both"] == 107);
-    CHECK(points["2025"] == 21);  // buckets and accounting, which 2026 left out
-    CHECK(points["2026"] == 17);  // its section 8
-    CHECK(points[""] == 0);
+    for (const auto& [id, worth] :
+         {std::pair("gradient_checkpointing", 4), {"fsdp", 15}, {"fsdp_accounting", 5}, {"leaderboard", 10}}) {
+        bool is_command = has(csv.out, std::string("\n") + id + ",");
+        points[1] += is_command ? 0 : worth;
+    }
+    CHECK(points[0] == 107);
+    CHECK(points[1] == 137);
+    CHECK(both == 107 - 21);  // 2026 left out buckets and accounting
+    CHECK(tools == 0);
+    CHECK(has(csv.out, "\nmemory_profiling,1.1.6,2.1.6,4,"));
+    CHECK(has(csv.out, "\nddp_bucketed_benchmarking,2.3.3,,3,"));
+    CHECK(has(csv.out, "\ntp_calcs,,8.4,4,cs336 tp_calcs,calcs.cu,notes/2026-8.4-tp_calcs.md,"));
     if (cuda_devices() == 0) {  // a check is no smaller without a GPU, a measurement is
         CHECK(has(csv.out, "notes/1.3.2-flash_forward.md,yes: on the CPU"));
         CHECK(has(csv.out, "notes/1.3.2-flash_benchmarking.md,scaled down: no GPU"));
@@ -126,14 +138,104 @@ TEST_CASE("main: flash_leaderboard times those with tiles, and any other by its 
 }
 
 // What --help calls an option's default.
-static std::string default_of(const std::string& help, const std::string& option) {
+static std::string default_of(const std::string& help, const std::string& option, const std::string& edition = "2025") {
     for (const std::string& line : lines_of(help)) {
         size_t at = line.find(" (default ");
         if (line.find("  --" + option + " ") == 0 && at != std::string::npos) {
-            return line.substr(at + 10, line.size() - at - 11);
+            std::string both = line.substr(at + 10, line.size() - at - 11);
+            size_t other = both.find("; 2026: ");
+            bool newer = edition == "2026" && other != std::string::npos;
+            return newer ? both.substr(other + 8) : both.substr(0, other);
         }
     }
     return "none";
+}
+
+TEST_CASE("main: each edition has the defaults that help shows, and what is typed wins") {
+    struct Case {
+        Words words;
+        std::string option, in_2025, in_2026;  // and the defaults that help shows
+        Words shown;                           // by the output with --edition 2026
+    };
+    const Words quick = {"--device", "cpu", "--quick", "--vocab_size", "50"};
+    std::vector<Case> cases = {
+        {{"benchmarking_script", "--mode", "flash"},
+         "size",
+         "small,medium,large,xl,2.7B",
+         "small,medium,large,xl,10B",
+         {"size small instead of small,medium,large,xl (2026),10B\n", "context_length 32 instead of 512, "}},
+        {{"benchmarking_script", "--mode", "flash", "--size", "small", "--context_length", "16"},
+         "context_length",
+         "256",
+         "512",
+         {"context length: 16, ", "; scaled down: batch_size 1 instead of 4, steps 2 instead of 10, warmup 1"}},
+        {{"nsys_profile"},
+         "context_length",
+         "128,256,512,1024",
+         "256,512,1024",
+         {"size small instead of small,xl (2026), context_length 32 instead of 256,512,1024, "}},
+        {{"nsys_profile"}, "size", "small,medium,large,xl,2.7B", "small,xl", {}},
+        {{"memory_profiling", "--mode", "fused", "--precision", "bf16"},
+         "size",
+         "2.7B",
+         "xl",
+         {"\n| xl (2026) |            128 |", "\n| xl (2026) |           2048 |",
+          "4 x 2048 x 2560 x 4 = 83886080 bytes"}},
+        {{"memory_profiling", "--size", "2.7B", "--context_length", "64", "--mode", "fused", "--precision", "bf16"},
+         "context_length",
+         "128,256,512",
+         "128,2048",
+         {"\n| 2.7B |             64 |"}},
+        {{"torch_compile", "--help"}, "context_length", "256", "512", {}},
+        {{"benchmarking_mixed_precision", "--help"},
+         "size",
+         "small,medium,large,xl,2.7B",
+         "small,medium,large,xl,10B",
+         {}},
+        {{"distributed_communication_single_node", "--help"}, "device", "auto", "cuda", {}}};
+    if (why_not("gloo", CPU, 2).empty()) {
+        for (const char* command :
+             {"naive_ddp_benchmarking", "minimal_ddp_flat_benchmarking",
+              "ddp_overlap_individual_parameters_benchmarking", "optimizer_state_sharding_accounting"}) {
+            cases.push_back({{command}, "size", "xl", "xl", {"4 layers of d_model 128 instead of size xl (2026), "}});
+        }
+    }
+    for (Case& c : cases) {
+        CAPTURE(c.words[0]);
+        std::string help = run_cs336({c.words[0], "--help"}).out;
+        CHECK(default_of(help, "edition") == "2025");
+        CHECK(default_of(help, c.option) == c.in_2025);
+        CHECK(default_of(help, c.option, "2026") == c.in_2026);
+        if (c.shown.empty()) { continue; }
+        c.words.insert(c.words.end(), quick.begin(), quick.end());
+        c.words.insert(c.words.end(), {"--edition", "2026"});
+        Run r = run_cs336(c.words);
+        CAPTURE(r.err);
+        CAPTURE(r.out);
+        CHECK(r.exit_code == 0);
+        for (const std::string& shown : c.shown) { CHECK_MESSAGE(has(r.out, shown), shown); }
+    }
+    if (cuda_devices() == 0) {
+        std::string out =
+            run_cs336({"distributed_communication_single_node", "--edition", "2026", "--format", "csv"}).out;
+        CHECK(has(out, "\nnccl,cuda,6,all,"));
+        CHECK(!has(out, "\ngloo,"));
+    }
+}
+
+TEST_CASE("main: what does not fit says how much it takes, also in a sweep, whose processes are of the same edition") {
+    const std::string words = "benchmarking_script --device cpu --mode flash --edition 2026 ";
+    Run sweep =
+        run_shell(program() + " " + words + "--size xl,10B --batch_size 4096 --context_length 4096 --warmup 0,1");
+    CAPTURE(sweep.out);
+    CHECK(sweep.exit_code == 0);
+    CHECK(has(sweep.out, "\n|      1 | xl (2026) |    2560 | 10240 |         32 |        32 | OOM ("));
+    CHECK(has(sweep.out, "\n|      1 | 10B       |    4608 | 12288 |         50 |        36 | OOM ("));
+    if (available_memory(CPU) > size_t(48) << 30) { return; }  // so large is a forward pass of 10B
+    Run one = run_shell(program() + " " + words + "--size 10B");
+    CAPTURE(one.out);
+    CHECK(has(one.out, "\n| 10B  |    4608 | 12288 |         50 |        36 | OOM (47.8 GiB)"));
+    CHECK(has(one.out, "| OOM (191.2 GiB)"));
 }
 
 TEST_CASE("main: every command runs with the defaults that its help shows") {
@@ -275,6 +377,11 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{bench, "--warmup", "1,2,"}, "--warmup", "'1,2,'"},
         {{bench, "--size", "small,tiny"}, "--size", "2.7B"},
         {{bench, "--size", "small,,xl"}, "--size", "'small,,xl'"},
+        {{bench, "--size", "xl (2026)"}, "--size", "'xl (2026)'"},
+        {{bench, "--edition", "2024"}, "--edition", "got '2024', takes one of 2025, 2026"},
+        {{bench, "--edition", "2025,2026"}, "--edition", "takes one of 2025, 2026"},
+        {{"memory_profiling", "--edition", ""}, "--edition", "takes one of 2025, 2026"},
+        {{"ddp_bucketed_benchmarking", "--edition", "2026"}, "--edition", "no such option"},
         {{bench, "--size"}, "--size", "got nothing"},
         {{bench, "--size", "small", "--d_model", "64"}, "--size", "--d_model"},
         {{bench, "--size", "small", "--num_heads", "4"}, "--size", "--num_heads"},

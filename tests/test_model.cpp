@@ -687,8 +687,24 @@ TEST_CASE("model: configurations that make no model") {
     CHECK_THROWS_WITH_AS(check_config({"", 10, 4, 1, 3, 5}), "--d_model 10 is not divisible by --num_heads 3", Failure);
     CHECK_THROWS_AS(check_config({"", 9, 4, 1, 3, 5}), Failure);  // head size 3
     CHECK(forward_flops(model_sizes[4], 4, 512) == doctest::Approx(14.19e12).epsilon(1e-3));
-    int64_t n = 0;
+}
+TEST_CASE("model: the sizes' parameters, and what 10B takes") {
+    begin_on(CPU);
     Planning planning;
-    for (const Parameter& p : make_model(model_sizes[0]).parameters) { n += count(p.shape); }
-    CHECK(n == 128625408);
+    auto parameters = [](const ModelConfig& c) {
+        int64_t n = 0;
+        for (const Parameter& p : make_model(c).parameters) { n += count(p.shape); }
+        return n;
+    };
+    std::map<std::string, int64_t> of;
+    for (const ModelConfig& c : model_sizes) { of[c.name] = parameters(c); }
+    CHECK(of["small"] == 128625408);
+    CHECK(of["xl"] == 1998235200);
+    CHECK(of["2.7B"] == 3406809600);
+    CHECK(of["xl (2026)"] == 3406809600);
+    CHECK(of["10B"] == 12832823808);
+    CHECK(make_model(model_sizes[5]).parameters.size() == 291);
+    // Weights, gradients and AdamW's two moments; one short sequence adds little.
+    const double gib = 1 << 30;
+    CHECK(predicted_peak(model_sizes[6], 1, 16, STEP) / gib == doctest::Approx(191.2).epsilon(2e-3));
 }

@@ -19,7 +19,7 @@ TEST_CASE("plan: a default is scaled down and named; what was typed stays") {
     p.shrink_size();
     CHECK(p.scaled_down ==
           "; scaled down: batch_size 1 instead of 4, warmup 1 instead of 5, context_length 128 instead of 128,256, "
-          "only half a MB, size small instead of all five");
+          "only half a MB, size small instead of small,medium,large,xl,2.7B");
     CHECK(p.o.steps == 10);
     CHECK(p.o.context_lengths == std::vector<int>{128});
     REQUIRE(configs_of(p.o).size() == 1);
@@ -31,6 +31,30 @@ TEST_CASE("plan: a default is scaled down and named; what was typed stays") {
     custom.shrink_size();
     CHECK(custom.scaled_down == "");
     CHECK(configs_of(custom.o)[0].name == "custom");
+}
+
+TEST_CASE("plan: xl is each edition's own, the other sizes are the same in both") {
+    begin_on(CPU);
+    auto width = [](const char* edition, const char* size) {
+        Options o;
+        o.edition = edition, o.size = {size}, o.vocab_size = 10000;
+        std::vector<ModelConfig> configs = configs_of(o);
+        REQUIRE(configs.size() == 1);
+        CHECK(size_option(configs[0]) == size);
+        return configs[0].name + strprintf(" %d", configs[0].d_model);
+    };
+    CHECK(width("2025", "xl") == "xl 1600");
+    CHECK(width("2026", "xl") == "xl (2026) 2560");
+    for (const char* edition : {"2025", "2026"}) {
+        CHECK(width(edition, "small") == "small 768");
+        CHECK(width(edition, "2.7B") == "2.7B 2560");
+        CHECK(width(edition, "10B") == "10B 4608");
+    }
+    Options o;
+    o.edition = "2026", o.size = {"small", "xl", "10B"}, o.vocab_size = 10000;
+    Plan p{o};
+    p.shrink_size();
+    CHECK(p.scaled_down == "; scaled down: size small instead of small,xl (2026),10B");
 }
 
 TEST_CASE("plan: the default mode falls back to fused, a typed one is refused") {
