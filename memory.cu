@@ -13,10 +13,11 @@ static std::string mib(double bytes) { return strprintf("%.1f", to_mib(bytes)); 
 // ---------------------------------------------------------------------------------------------------------------------
 // Replaying a log
 
-size_t peak_of(const std::vector<MemoryEvent>& log) {
+size_t peak_of(const std::vector<MemoryEvent>& log, size_t* at) {
     std::map<uint64_t, size_t> held;
     size_t now = 0, peak = 0;
-    for (const MemoryEvent& e : log) {
+    for (size_t i = 0; i < log.size(); i++) {
+        const MemoryEvent& e = log[i];
         auto it = held.find(e.address);
         if (e.is_alloc ? it != held.end() : it == held.end() || it->second != e.bytes) {
             fail("memory log: %s of %zu bytes at %#lx does not pair up", e.is_alloc ? "the allocation" : "the free",
@@ -29,9 +30,13 @@ size_t peak_of(const std::vector<MemoryEvent>& log) {
             held.erase(it);
             now -= e.bytes;
         }
+        if (now > peak && at) { *at = i; }
         peak = std::max(peak, now);
     }
     return peak;
+}
+static std::string path_of(const MemoryEvent& e) {  // "forward/layer/ffn"
+    return e.ms == 0 ? "held" : join({e.ranges.begin(), e.ranges.end()}, "/");
 }
 
 // The highest point gets its label.
@@ -243,10 +248,14 @@ struct Profile : Attempt {
     int T;
     Phase phase;
     size_t peak = 0, peak_by[CATEGORIES] = {}, card = 0;  // bytes
+    std::string peak_range = "";                          // open at the peak
     std::vector<MemoryEvent> log = {};
 };
 
-static const char* name_of(Phase phase) { return phase == FORWARD ? "forward" : "step"; }
+static const Phase phases[] = {FORWARD, TAPED_FORWARD, STEP};
+static const char* name_of(Phase phase) {
+    return phase == FORWARD ? "forward" : phase == STEP ? "step" : "forward with tape";
+}
 
 static Profile profile_memory(const ModelConfig& c, Precision precision, int B, int T, Phase phase, uint64_t seed) {
     Profile r{{}, c, precision, T, phase};
@@ -275,35 +284,44 @@ static Profile profile_memory(const ModelConfig& c, Precision precision, int B, 
     const MemoryUse& use = memory_use(device);
     r.peak = use.peak;
     std::copy_n(use.peak_by, CATEGORIES, r.peak_by);
-    if (peak_of(r.log) != r.peak) {
-        fail("memory_profiling: the log's peak is %zu bytes, the allocator's %zu", peak_of(r.log), r.peak);
+    size_t at = 0, logged = peak_of(r.log, &at);
+    if (logged != r.peak) {
+        fail("memory_profiling: the log's peak is %zu bytes, the allocator's %zu", logged, r.peak);
     }
+    r.peak_range = path_of(r.log[at]);
     return r;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Its tables, (b) to (e) as the handout counts
 
-static std::string peak_cell(const Profile& r) { return r.cell(mib(r.peak)); }
-
-// profiles: for each configuration the forward, then the step
+// profiles: for each configuration one of each phase
 static Table peak_table(const std::vector<Profile>& profiles, Precision precision, const std::string& caption) {
     bool meta = context.device == META, card = context.device == CUDA;
     Table table{"memory_profiling (b): precision " + std::string(name_of(precision)) + "; " + caption,
-                {"size", "context length", "forward peak MiB", "full step peak MiB"},
+                {"size", "context length"},
                 {}};
-    if (!meta) { table.columns.insert(table.columns.end(), {"forward predicted MiB", "full step predicted MiB"}); }
-    if (card) { table.columns.insert(table.columns.end(), {"card in use, forward MiB", "card in use, step MiB"}); }
-    for (size_t i = 0; i < profiles.size(); i += 2) {
-        const Profile &forward = profiles[i], &step = profiles[i + 1];
-        if (forward.precision != precision) { continue; }
-        std::vector<std::string> row = {forward.config.name, std::to_string(forward.T), peak_cell(forward),
-                                        peak_cell(step)};
-        for (const Profile* r : {&forward, &step}) {
-            if (!meta) { row.push_back(mib(r->needs)); }
+    auto add_columns = [&](const std::string& before, const std::string& step, const std::string& after) {
+        for (Phase phase : phases) {
+            table.columns.push_back(before + (phase == STEP ? step : name_of(phase)) + after);
         }
-        for (const Profile* r : {&forward, &step}) {
-            if (card) { row.push_back(r->ran ? mib(r->card) : ""); }
+    };
+    add_columns("", "full step", " peak MiB");
+    if (!meta) { add_columns("", "full step", " predicted MiB"); }
+    if (card) { add_columns("card in use, ", "step", " MiB"); }
+    for (size_t i = 0; i < profiles.size(); i += std::size(phases)) {
+        const Profile* first = &profiles[i];
+        if (first->precision != precision) { continue; }
+        std::vector<std::string> row = {first->config.name, std::to_string(first->T)};
+        auto add_cells = [&](const std::function<std::string(const Profile&)>& cell) {
+            for (size_t k = 0; k < std::size(phases); k++) { row.push_back(cell(first[k])); }
+        };
+        add_cells([](const Profile& r) { return r.cell(mib(r.peak)); });
+        if (!meta) {
+            add_cells([](const Profile& r) { return mib(r.needs); });
+        }
+        if (card) {
+            add_cells([](const Profile& r) { return r.ran ? mib(r.card) : ""; });
         }
         table.rows.push_back(row);
     }
@@ -315,12 +333,12 @@ static Table category_table(const std::vector<Profile>& profiles, const std::str
                 {"size", "context length", "phase", "precision"},
                 {}};
     for (int c = 0; c < CATEGORIES; c++) { table.columns.push_back(name_of((Category)c)); }
-    table.columns.push_back("all");
+    table.columns.insert(table.columns.end(), {"all", "range at the peak"});
     for (const Profile& r : profiles) {
         if (!r.ran) { continue; }
         std::vector<std::string> row = {r.config.name, std::to_string(r.T), name_of(r.phase), name_of(r.precision)};
         for (size_t bytes : r.peak_by) { row.push_back(mib(bytes)); }
-        row.push_back(mib(r.peak));
+        row.insert(row.end(), {mib(r.peak), r.peak_range});
         table.rows.push_back(row);
     }
     return table;
@@ -380,11 +398,7 @@ static Table largest_table(const std::vector<Profile>& profiles, int rows) {
         std::vector<std::pair<size_t, std::vector<std::string>>> order;
         for (const MemoryEvent& e : r.log) {
             if (!e.is_alloc) { continue; }
-            std::string path = e.ms == 0 ? "held" : "";
-            for (const char* range : e.ranges) {
-                path += e.ms == 0 ? "" : (path.empty() ? "" : "/") + std::string(range);
-            }
-            std::vector<std::string> cells = {mib(e.bytes), name_of(e.category), path, e.at.function,
+            std::vector<std::string> cells = {mib(e.bytes), name_of(e.category), path_of(e), e.at.function,
                                               strprintf("%s:%d", file_name(e.at.file), e.at.line)};
             if (groups[cells]++ == 0) { order.push_back({e.bytes, cells}); }
         }
@@ -417,22 +431,26 @@ static void profile_all(const Plan& p, const std::string& how, bool with_details
     for (const ModelConfig& c : p.configs) {
         for (Precision precision : p.precisions) {
             for (int T : p.o.context_lengths) {
-                for (Phase phase : {FORWARD, STEP}) {
+                for (Phase phase : phases) {
                     profiles.push_back(profile_memory(c, precision, p.o.batch_size, T, phase, p.o.seed));
-                    if (!p.o.out.empty() && profiles.back().ran) { write_pictures(profiles.back(), p, caption); }
+                    bool drawn = phase != TAPED_FORWARD;  // the step's picture begins with it
+                    if (!p.o.out.empty() && drawn && profiles.back().ran) {
+                        write_pictures(profiles.back(), p, caption);
+                    }
                 }
             }
         }
     }
     const std::string& format = p.o.format;
     for (Precision precision : p.precisions) { print(peak_table(profiles, precision, caption), format); }
-    if (!with_details) { return; }
-    print(category_table(profiles, caption), format);
-    for (size_t i = 1; i < p.precisions.size(); i++) {
-        print(difference_table(profiles, p.precisions[0], p.precisions[i]), format);
+    if (with_details) {
+        print(category_table(profiles, caption), format);
+        for (size_t i = 1; i < p.precisions.size(); i++) {
+            print(difference_table(profiles, p.precisions[0], p.precisions[i]), format);
+        }
+        print(residual_table(profiles, p.o.batch_size), format);
+        print(largest_table(profiles, 8), format);
     }
-    print(residual_table(profiles, p.o.batch_size), format);
-    print(largest_table(profiles, 8), format);
 }
 
 int cmd_memory_profiling(const Options& o) {
