@@ -1,4 +1,5 @@
 // Tests of memory.cu and of the log in measure.cu.
+#include "answers.h"
 #include "test.h"
 
 #include <cstdio>
@@ -238,4 +239,54 @@ TEST_CASE("memory_profiling: tables and files; what is predicted is what happens
     r = run_cs336({"memory_profiling", "--out", "/nonexistent/folder"});
     CHECK(r.exit_code == 2);
     CHECK(r.err.find("--out: got '/nonexistent/folder', takes a folder") != std::string::npos);
+}
+
+// B*H*T numbers of 4 bytes less than PyTorch, whose max keeps its int64 indices where ours keeps the fp32 maximum.
+constexpr int64_t XL_IN_PYTORCH = 6818955264, XL_OURS = XL_IN_PYTORCH - 4 * 32 * 2048 * 4;
+
+TEST_CASE("memory_profiling (f): planned is measured, gradients are the formula's, the large block is PyTorch's") {
+    for (const std::string mode : {"eager", "fused", "flash"}) {
+        CAPTURE(mode);
+        bool flash = mode == "flash";  // on the CPU fp32 only
+        Run r = run_cs336({"memory_profiling", "--device", "cpu", "--context_length", "2048", "--mode", mode,
+                           "--precision", flash ? "fp32" : "fp32,bf16"});
+        REQUIRE(r.exit_code == 0);
+        Tables tables = tables_in(r.out), operations = tables_with(tables, {"(f): what"}),
+               blocks = tables_with(tables, {"(f): memory"});
+        REQUIRE(blocks.size() == 2);  // the planned one, and what really ran
+        for (int k = 0; k < 2; k++) {
+            std::vector<TableRow> rows = rows_of(blocks[k]);
+            REQUIRE(rows.size() == (flash ? 1 : 2));
+            for (const TableRow& row : rows) {
+                CAPTURE(row.text("precision"));
+                CHECK(row.text("size") == (k == 0 ? "2.7B" : "tiny"));
+                CHECK(row.number("saved") > 0);
+                CHECK(row.text("saved") == row.text("predicted"));
+                CHECK(row.text("gradients: change + saved - copies") == row.text("by formula"));
+                double sum = 0, last = INFINITY;
+                for (const TableRow& op : rows_of(operations[k], {{"precision", row.text("precision")}})) {
+                    sum += op.number("bytes");
+                    if (op.text("op") != "the rest") {
+                        CHECK(op.number("bytes") <= last);
+                        last = op.number("bytes");
+                    }
+                    CHECK(op.number("%") ==
+                          doctest::Approx(100 * op.number("bytes") / row.number("saved")).epsilon(.1));
+                }
+                CHECK(sum == row.number("saved"));
+            }
+        }
+        TableRow xl = rows_of(blocks[0])[0];
+        CHECK(xl.text("by formula") == "419450880");
+        CHECK(xl.text("input's gradient") == "83886080");
+        if (mode == "eager") { CHECK(xl.text("saved") == std::to_string(XL_OURS)); }
+    }
+}
+
+TEST_CASE("memory_profiling (f): left out with gradient checkpoints") {
+    Run r = run_cs336({"memory_profiling", "--device", "cpu", "--size", "small", "--context_length", "32",
+                       "--precision", "fp32", "--checkpoint", "2"});
+    CHECK(r.exit_code == 0);
+    CHECK(has(r.out, "memory_profiling (e)"));
+    CHECK(!has(r.out, "memory_profiling (f)"));
 }
