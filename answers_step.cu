@@ -838,8 +838,9 @@ static std::string saved_by_block(const Table& operations, const Table& blocks) 
     const char* gradients = "gradients: change + saved - copies";
     std::string formula = bytes_of(first, "by formula");
     double change = first.number("change");
-    return say("One block ({}, mode {}) saves for backward {}.", where(first), value_in(operations, "mode ", ", batch"),
-               list_of(saved)) +
+    bool planned = blocks.caption.find("predicted: ") != std::string::npos;
+    return say("One block ({}, mode {}{}) saves for backward {}.", where(first),
+               value_in(operations, "mode ", ", batch"), planned ? "; predicted" : "", list_of(saved)) +
            (largest.empty()
                 ? ""
                 : say(" In {} the {} operations that save most have {} % of it: {}.", first.text("precision"),
