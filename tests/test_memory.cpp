@@ -290,3 +290,20 @@ TEST_CASE("memory_profiling (f): left out with gradient checkpoints") {
     CHECK(has(r.out, "memory_profiling (e)"));
     CHECK(!has(r.out, "memory_profiling (f)"));
 }
+
+TEST_CASE("pytorch_attention: the buffers at the peak add up to it") {
+    Run r = run_cs336({"pytorch_attention", "--device", "cpu", "--quick", "--steps", "1"});
+    REQUIRE(r.exit_code == 0);
+    Tables tables = tables_in(r.out);
+    const Table* table = table_with(tables, {"the smallest configuration that does not fit"});
+    REQUIRE(table);
+    double saved = 0, peak = 0;
+    for (const TableRow& row : rows_of(*table)) {
+        if (!(row.number("bytes each") > 0)) { continue; }
+        saved += row.number("bytes each") * row.number("buffers");
+        peak += row.number("bytes each") * row.number("buffers at the peak");
+    }
+    CHECK(saved == row_of(*table, {{"what", "all"}}).number("bytes"));
+    CHECK(peak == row_of(*table, {{"what", "peak in backward"}}).number("bytes"));
+    CHECK(has(r.out, "are 2 arrays of B S^2"));
+}
