@@ -42,7 +42,7 @@ static std::string span_of(const std::vector<double>& values, const char* format
 }
 static std::string cells_of(const Rows& rows, const std::string& column) {  // "5.0, 10.0 and 20.0"
     std::vector<std::string> cells;
-    for (const TableRow& row : rows) { cells.push_back(row.text(column)); }
+    for (const TableRow& row : rows) { cells.push_back(row.text(column).empty() ? "-" : row.text(column)); }
     return list_of(cells);
 }
 static std::vector<std::string> values_of(const Rows& rows, const std::string& column) {  // each once, in their order
@@ -597,6 +597,11 @@ static std::string moment_of(const TableRow& row, const std::string& mode) {
            : gradients <= 0.05 * whole                  ? "just after the loss, when all activations are there"
                                                         : "in backward, when a part of the gradients is there";
 }
+// Where memory is highest. Older tables lack the column.
+static std::string ranges_at_peak(const Rows& rows) {
+    std::string ranges = list_of(values_of(rows, "range at the peak"));
+    return ranges.empty() ? "" : " (in " + ranges + ")";
+}
 static std::string timelines(const Table& categories) {
     Rows all = ran(rows_of(categories), "parameters", 0), same;
     if (all.empty()) { return "Nothing ran, so there is no timeline."; }
@@ -610,9 +615,9 @@ static std::string timelines(const Table& categories) {
     std::string text =
         say("The forward pass ({}, {}, mode {}) keeps nothing for a backward: on top of the weights ({} "
             "MiB{}) its timeline has one equal peak per layer, of {} MiB of activations at context "
-            "length {}.",
+            "length {}{}.",
             size, precision, mode, all[0].text("parameters"), copies ? ", and their growing 16-bit copies" : "",
-            cells_of(forward, "activations"), cells_of(forward, "context length"));
+            cells_of(forward, "activations"), cells_of(forward, "context length"), ranges_at_peak(forward));
     text +=
         " In a step the stages can be told apart: activations climb in forward and come down layer by layer in "
         "backward, while the gradients grow; the optimizer is flat.";
@@ -621,14 +626,29 @@ static std::string timelines(const Table& categories) {
     for (size_t i = 0; i < step.size(); i++) {
         same.push_back(step[i]);
         if (i + 1 < step.size() && moments[i + 1] == moments[i]) { continue; }
-        text += say(" At context length {} the step's peak is {}: {} MiB of activations and {} MiB of gradients.",
-                    cells_of(same, "context length"), moments[i], cells_of(same, "activations"),
+        text += say(" At context length {} the step's peak is {}{}: {} MiB of activations and {} MiB of gradients.",
+                    cells_of(same, "context length"), moments[i], ranges_at_peak(same), cells_of(same, "activations"),
                     cells_of(same, "gradients"));
         same.clear();
     }
     return text + (step.empty() ? " No step ran." : "") + " `--out DIR` writes the pictures.";
 }
 
+// What a tape costs a forward, from rows of one model and precision; "" where the table does not say it.
+static std::string cost_of_tape(const Rows& rows) {
+    Rows both;
+    std::vector<std::string> costs;
+    for (const TableRow& row : rows) {
+        double without = row.number("forward peak MiB"), with = row.number("forward with tape peak MiB");
+        if (!(without > 0 && with > 0)) { continue; }
+        both.push_back(row), costs.push_back(number(with - without, "%+.1f"));
+    }
+    return both.empty()
+               ? ""
+               : say("; a forward that keeps its tape for a backward {}, so the tape changes it by {} MiB",
+                     cells_of(both, "forward with tape peak MiB"), list_of(costs)) +
+                     (both.size() < rows.size() ? " (context length " + cells_of(both, "context length") + ")" : "");
+}
 static std::string peaks_of(const Tables& tables, const Table& categories) {
     std::string text;
     std::vector<std::string> tiny;
@@ -647,8 +667,8 @@ static std::string peaks_of(const Tables& tables, const Table& categories) {
         }
         for (const std::string& size : values_of(rows_of(table), "size")) {
             Rows rows = rows_of(table, {{"size", size}});
-            text += say("{} in {} at context length {}, in MiB: forward {}; a full step {}. ", size, precision,
-                        cells_of(rows, "context length"), cells_of(rows, "forward peak MiB"),
+            text += say("{} in {} at context length {}, in MiB: forward {}{}; a full step {}. ", size, precision,
+                        cells_of(rows, "context length"), cells_of(rows, "forward peak MiB"), cost_of_tape(rows),
                         cells_of(rows, "full step peak MiB"));
         }
     }
@@ -785,20 +805,73 @@ static std::string largest_of_forward(const Table& table) {
     return text + (held ? say(" The weights ({} MiB) were there before the pass began.", held.text("MiB each")) : "");
 }
 
+static std::string bytes_of(const TableRow& row, const std::string& column) {  // "6,817,906,688"
+    return with_commas(row.number(column));
+}
+// Of the first model, at its longest context length.
+static std::string saved_by_block(const Table& operations, const Table& blocks) {
+    Rows all = ran(rows_of(blocks), "saved", 0), same;
+    if (all.empty()) { return "No block ran."; }
+    for (const TableRow& row : all) {
+        if (row.text("size") != all[0].text("size")) { continue; }
+        if (!same.empty() && row.number("context length") > same[0].number("context length")) { same.clear(); }
+        if (same.empty() || row.number("context length") == same[0].number("context length")) { same.push_back(row); }
+    }
+    const TableRow& first = same[0];
+    std::vector<std::string> saved, largest;
+    for (const TableRow& row : same) {
+        bool as_predicted = row.text("saved") == row.text("predicted");
+        saved.push_back(say("{} bytes in {}{}", bytes_of(row, "saved"), row.text("precision"),
+                            as_predicted ? "" : " (predicted: " + bytes_of(row, "predicted") + ")"));
+    }
+    double share = 0;
+    std::vector<Cell> setting;
+    for (const char* column : {"size", "context length", "precision"}) {
+        setting.push_back({column, first.text(column)});
+    }
+    for (const TableRow& row : ran(rows_of(operations, setting), "bytes", 0)) {
+        if (row.text("op") == "the rest") { continue; }
+        largest.push_back(
+            say("{} in {} {} ({} %)", row.text("op"), row.text("range"), bytes_of(row, "bytes"), row.text("%")));
+        share += row.number("%");
+    }
+    const char* gradients = "gradients: change + saved - copies";
+    std::string formula = bytes_of(first, "by formula");
+    double change = first.number("change");
+    bool planned = blocks.caption.find("predicted: ") != std::string::npos;
+    return say("One block ({}, mode {}{}) saves for backward {}.", where(first),
+               value_in(operations, "mode ", ", batch"), planned ? "; predicted" : "", list_of(saved)) +
+           (largest.empty()
+                ? ""
+                : say(" In {} the {} operations that save most have {} % of it: {}.", first.text("precision"),
+                      std::to_string(largest.size()), number(share, "%.1f"), list_of(largest))) +
+           say(" Backward over this block frees {} bytes, but memory {} by {}: the rest is its parameters' gradients, "
+               "{} bytes{}, beside {} of its input's gradient.",
+               with_commas(first.number("saved") - first.number("of it weight copies")), change < 0 ? "falls" : "grows",
+               with_commas(std::abs(change)), bytes_of(first, gradients),
+               first.text(gradients) == first.text("by formula") ? ", as the formula has it"
+                                                                 : " (by the formula " + formula + ")",
+               bytes_of(first, "input's gradient"));
+}
+
 Answers answer_memory_profiling(const Tables& tables) {
     const Table *peaks = table_with(tables, {"memory_profiling (b)"}),
                 *categories = table_with(tables, {"memory_profiling (c): MiB by category"}),
                 *residual = table_with(tables, {"memory_profiling (d)"}),
-                *largest = table_with(tables, {"memory_profiling (e)"});
+                *largest = table_with(tables, {"memory_profiling (e)"}),
+                *operations = table_with(tables, {"memory_profiling (f): what"}),
+                *blocks = table_with(tables, {"memory_profiling (f): memory"});
     if (!peaks || !categories || !residual || !largest) { return {}; }
     std::string mixed;
     for (const Table& table : tables_with(tables, {"memory_profiling (c): what"})) {
         mixed += (mixed.empty() ? "" : " ") + difference(table, *categories);
     }
     if (mixed.empty()) { mixed = "This run had one precision; `--precision fp32,bf16` compares two."; }
-    return {{"a", timelines(*categories)},
-            {"b", peaks_of(tables, *categories)},
-            {"c", mixed},
-            {"d", residual_stream(*residual)},
-            {"e", largest_of_forward(*largest)}};
+    Answers answers = {{"a", timelines(*categories)},
+                       {"b", peaks_of(tables, *categories)},
+                       {"c", mixed},
+                       {"d", residual_stream(*residual)},
+                       {"e", largest_of_forward(*largest)}};
+    if (operations && blocks) { answers.push_back({"f", saved_by_block(*operations, *blocks)}); }
+    return answers;
 }

@@ -83,31 +83,49 @@ static std::string grid_caption(const Plan& p, const char* what) {
                      what, GRID_BATCH, name_of(context.precision), p.o.steps, p.o.steps, p.origin().c_str());
 }
 
-// What attention keeps for its backward, buffer by buffer, as the allocator saw it on META.
+// What attention keeps for its backward, and what it holds at the peak in backward: buffer by buffer, as the allocator
+// saw it on META.
 static Table saved_table(int S, int D, size_t available) {
-    std::map<std::pair<std::string, size_t>, int> groups;
-    size_t saved = 0;
+    struct Buffers {
+        int saved = 0, at_peak = 0;
+    };
+    std::map<std::pair<std::string, size_t>, Buffers> groups;
+    size_t saved = 0, highest = 0;
     std::vector<const Memory*> before = live_memory(META);
+    start_memory_log(META);
     size_t peak = grid_peak(attention_naive, S, D, [&] {
         for (const Memory* m : live_memory(META)) {
             if (std::count(before.begin(), before.end(), m)) { continue; }
-            groups[{m->category == INPUTS ? "inputs and dO" : m->op, m->bytes}]++;
+            groups[{m->category == INPUTS ? "inputs and dO" : m->op, m->bytes}].saved++;
             saved += m->bytes;
         }
     });
+    std::vector<MemoryEvent> log = stop_memory_log();
+    peak_of(log, &highest);
+    std::map<uint64_t, int*> held;
+    for (size_t i = 0; i <= highest; i++) {
+        const MemoryEvent& e = log[i];
+        if (e.ms == 0) { continue; }  // held before
+        if (e.is_alloc) {
+            const char* range = e.ranges.empty() ? "" : e.ranges.back();
+            held[e.address] = &groups[{e.category == INPUTS ? "inputs and dO" : range, e.bytes}].at_peak;
+        }
+        *held.at(e.address) += e.is_alloc ? 1 : -1;
+    }
     Table table{
         strprintf("the smallest configuration that does not fit: batch %d, d %d, S %d needs %.2f GiB at its peak, "
                   "%.2f GiB are there. What is held when backward starts:",
                   GRID_BATCH, D, S, peak / 1073741824.0, available / 1073741824.0),
-        {"what", "buffers", "bytes each", "bytes", "MiB"},
+        {"what", "buffers", "bytes each", "bytes", "MiB", "buffers at the peak"},
         {}};
-    for (const auto& g : groups) {
-        size_t bytes = g.first.second * g.second;
-        table.rows.push_back({g.first.first, std::to_string(g.second), std::to_string(g.first.second),
-                              std::to_string(bytes), strprintf("%.2f", bytes / 1048576.0)});
+    for (const auto& [what, n] : groups) {
+        if (n.saved + n.at_peak == 0) { continue; }
+        size_t bytes = what.second * n.saved;
+        table.rows.push_back({what.first, std::to_string(n.saved), std::to_string(what.second), std::to_string(bytes),
+                              strprintf("%.2f", bytes / 1048576.0), std::to_string(n.at_peak)});
     }
-    table.rows.push_back({"all", "", "", std::to_string(saved), strprintf("%.2f", saved / 1048576.0)});
-    table.rows.push_back({"peak in backward", "", "", std::to_string(peak), strprintf("%.2f", peak / 1048576.0)});
+    table.rows.push_back({"all", "", "", std::to_string(saved), strprintf("%.2f", saved / 1048576.0), ""});
+    table.rows.push_back({"peak in backward", "", "", std::to_string(peak), strprintf("%.2f", peak / 1048576.0), ""});
     return table;
 }
 

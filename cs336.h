@@ -844,7 +844,8 @@ double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, doub
 // The same for gradients that lie elsewhere.
 double guarded_step(LossScaler& scaler, double max_norm, const std::function<double()>& norm_of_gradients,
                     const std::function<void(float gradient_scale)>& step);
-enum Phase { FORWARD, FORWARD_BACKWARD, STEP };  // FORWARD: without a tape; STEP: with the optimizer's
+// FORWARD: without a tape; STEP: with the optimizer's; TAPED_FORWARD: keeps all that a backward would read
+enum Phase { FORWARD, FORWARD_BACKWARD, STEP, TAPED_FORWARD };
 void run_phase(
     Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between = [] {});
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // bytes, in context's mode and precision
@@ -936,7 +937,8 @@ void merge_traces(const std::string& path, const std::vector<std::string>& files
 // ---------------------------------------------------------------------------------------------------------------------
 // memory.cu: what PyTorch's pickle of a memory snapshot holds, for pytorch.org/memory_viz
 std::string snapshot_pickle(const std::vector<MemoryEvent>& log);
-size_t peak_of(const std::vector<MemoryEvent>& log);  // bytes; fails unless allocations and frees pair up by address
+// In bytes; *at: the first event at which so much is held. Fails unless allocations and frees pair up by address.
+size_t peak_of(const std::vector<MemoryEvent>& log, size_t* at = nullptr);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // store.cu: keys and values that rank 0 serves over TCP. Deadlines are in ms, as now_ms() counts; INFINITY: none.

@@ -13,10 +13,11 @@ static std::string mib(double bytes) { return strprintf("%.1f", to_mib(bytes)); 
 // ---------------------------------------------------------------------------------------------------------------------
 // Replaying a log
 
-size_t peak_of(const std::vector<MemoryEvent>& log) {
+size_t peak_of(const std::vector<MemoryEvent>& log, size_t* at) {
     std::map<uint64_t, size_t> held;
     size_t now = 0, peak = 0;
-    for (const MemoryEvent& e : log) {
+    for (size_t i = 0; i < log.size(); i++) {
+        const MemoryEvent& e = log[i];
         auto it = held.find(e.address);
         if (e.is_alloc ? it != held.end() : it == held.end() || it->second != e.bytes) {
             fail("memory log: %s of %zu bytes at %#lx does not pair up", e.is_alloc ? "the allocation" : "the free",
@@ -29,9 +30,16 @@ size_t peak_of(const std::vector<MemoryEvent>& log) {
             held.erase(it);
             now -= e.bytes;
         }
+        if (now > peak && at) { *at = i; }
         peak = std::max(peak, now);
     }
     return peak;
+}
+static std::string path_of(const MemoryEvent& e) {  // "forward/layer/ffn"
+    return e.ms == 0 ? "held" : join({e.ranges.begin(), e.ranges.end()}, "/");
+}
+static const char* op_of(const MemoryEvent& e) {  // a lambda has no name: its range says what it does
+    return strcmp(e.at.function, "operator()") == 0 && !e.ranges.empty() ? e.ranges.back() : e.at.function;
 }
 
 // The highest point gets its label.
@@ -243,10 +251,14 @@ struct Profile : Attempt {
     int T;
     Phase phase;
     size_t peak = 0, peak_by[CATEGORIES] = {}, card = 0;  // bytes
+    std::string peak_range = "";                          // open at the peak
     std::vector<MemoryEvent> log = {};
 };
 
-static const char* name_of(Phase phase) { return phase == FORWARD ? "forward" : "step"; }
+static const Phase phases[] = {FORWARD, TAPED_FORWARD, STEP};
+static const char* name_of(Phase phase) {
+    return phase == FORWARD ? "forward" : phase == STEP ? "step" : "forward with tape";
+}
 
 static Profile profile_memory(const ModelConfig& c, Precision precision, int B, int T, Phase phase, uint64_t seed) {
     Profile r{{}, c, precision, T, phase};
@@ -275,35 +287,44 @@ static Profile profile_memory(const ModelConfig& c, Precision precision, int B, 
     const MemoryUse& use = memory_use(device);
     r.peak = use.peak;
     std::copy_n(use.peak_by, CATEGORIES, r.peak_by);
-    if (peak_of(r.log) != r.peak) {
-        fail("memory_profiling: the log's peak is %zu bytes, the allocator's %zu", peak_of(r.log), r.peak);
+    size_t at = 0, logged = peak_of(r.log, &at);
+    if (logged != r.peak) {
+        fail("memory_profiling: the log's peak is %zu bytes, the allocator's %zu", logged, r.peak);
     }
+    r.peak_range = path_of(r.log[at]);
     return r;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Its tables, (b) to (e) as the handout counts
 
-static std::string peak_cell(const Profile& r) { return r.cell(mib(r.peak)); }
-
-// profiles: for each configuration the forward, then the step
+// profiles: for each configuration one of each phase
 static Table peak_table(const std::vector<Profile>& profiles, Precision precision, const std::string& caption) {
     bool meta = context.device == META, card = context.device == CUDA;
     Table table{"memory_profiling (b): precision " + std::string(name_of(precision)) + "; " + caption,
-                {"size", "context length", "forward peak MiB", "full step peak MiB"},
+                {"size", "context length"},
                 {}};
-    if (!meta) { table.columns.insert(table.columns.end(), {"forward predicted MiB", "full step predicted MiB"}); }
-    if (card) { table.columns.insert(table.columns.end(), {"card in use, forward MiB", "card in use, step MiB"}); }
-    for (size_t i = 0; i < profiles.size(); i += 2) {
-        const Profile &forward = profiles[i], &step = profiles[i + 1];
-        if (forward.precision != precision) { continue; }
-        std::vector<std::string> row = {forward.config.name, std::to_string(forward.T), peak_cell(forward),
-                                        peak_cell(step)};
-        for (const Profile* r : {&forward, &step}) {
-            if (!meta) { row.push_back(mib(r->needs)); }
+    auto add_columns = [&](const std::string& before, const std::string& step, const std::string& after) {
+        for (Phase phase : phases) {
+            table.columns.push_back(before + (phase == STEP ? step : name_of(phase)) + after);
         }
-        for (const Profile* r : {&forward, &step}) {
-            if (card) { row.push_back(r->ran ? mib(r->card) : ""); }
+    };
+    add_columns("", "full step", " peak MiB");
+    if (!meta) { add_columns("", "full step", " predicted MiB"); }
+    if (card) { add_columns("card in use, ", "step", " MiB"); }
+    for (size_t i = 0; i < profiles.size(); i += std::size(phases)) {
+        const Profile* first = &profiles[i];
+        if (first->precision != precision) { continue; }
+        std::vector<std::string> row = {first->config.name, std::to_string(first->T)};
+        auto add_cells = [&](const std::function<std::string(const Profile&)>& cell) {
+            for (size_t k = 0; k < std::size(phases); k++) { row.push_back(cell(first[k])); }
+        };
+        add_cells([](const Profile& r) { return r.cell(mib(r.peak)); });
+        if (!meta) {
+            add_cells([](const Profile& r) { return mib(r.needs); });
+        }
+        if (card) {
+            add_cells([](const Profile& r) { return r.ran ? mib(r.card) : ""; });
         }
         table.rows.push_back(row);
     }
@@ -315,12 +336,12 @@ static Table category_table(const std::vector<Profile>& profiles, const std::str
                 {"size", "context length", "phase", "precision"},
                 {}};
     for (int c = 0; c < CATEGORIES; c++) { table.columns.push_back(name_of((Category)c)); }
-    table.columns.push_back("all");
+    table.columns.insert(table.columns.end(), {"all", "range at the peak"});
     for (const Profile& r : profiles) {
         if (!r.ran) { continue; }
         std::vector<std::string> row = {r.config.name, std::to_string(r.T), name_of(r.phase), name_of(r.precision)};
         for (size_t bytes : r.peak_by) { row.push_back(mib(bytes)); }
-        row.push_back(mib(r.peak));
+        row.insert(row.end(), {mib(r.peak), r.peak_range});
         table.rows.push_back(row);
     }
     return table;
@@ -380,11 +401,7 @@ static Table largest_table(const std::vector<Profile>& profiles, int rows) {
         std::vector<std::pair<size_t, std::vector<std::string>>> order;
         for (const MemoryEvent& e : r.log) {
             if (!e.is_alloc) { continue; }
-            std::string path = e.ms == 0 ? "held" : "";
-            for (const char* range : e.ranges) {
-                path += e.ms == 0 ? "" : (path.empty() ? "" : "/") + std::string(range);
-            }
-            std::vector<std::string> cells = {mib(e.bytes), name_of(e.category), path, e.at.function,
+            std::vector<std::string> cells = {mib(e.bytes), name_of(e.category), path_of(e), op_of(e),
                                               strprintf("%s:%d", file_name(e.at.file), e.at.line)};
             if (groups[cells]++ == 0) { order.push_back({e.bytes, cells}); }
         }
@@ -394,6 +411,125 @@ static Table largest_table(const std::vector<Profile>& profiles, int rows) {
             table.rows.push_back({r.config.name, std::to_string(r.T), name_of(r.precision), cells[0],
                                   std::to_string(groups[cells]), cells[1], cells[2], cells[3], cells[4]});
         }
+    }
+    return table;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// (f): what one block saves for backward. A model of 3 blocks saves just that more than one of 2.
+
+struct Saved {
+    int64_t times = 0, bytes = 0;
+};
+struct BlockMemory : Attempt {
+    ModelConfig config;
+    Precision precision;
+    int T;
+    std::map<std::pair<std::string, std::string>, Saved> saved = {};  // by range and op
+    int64_t copies = 0;     // bytes of `saved` that are 16-bit copies of weights: they go when backward ends
+    int64_t change = 0;     // of memory, while backward goes over one block
+    int64_t predicted = 0;  // bytes of `saved`
+    int64_t bytes() const {
+        int64_t sum = 0;
+        for (const auto& [place, s] : saved) { sum += s.bytes; }
+        return sum;
+    }
+};
+
+// Adds what the model's blocks save, `sign` times.
+static void add_saved(BlockMemory& r, int blocks, int B, uint64_t seed, int sign) {
+    ModelConfig c = r.config;
+    c.num_layers = blocks;
+    Device device = context.device;
+    Model model = random_model(c, seed);
+    std::vector<int64_t> left;  // bytes held when backward leaves a block, from the last block to the first
+    for (const Layer& layer : model.layers) {
+        layer.ln1.gradient->ready = [&] { left.push_back((int64_t)memory_use(device).now); };
+    }
+    std::map<uint64_t, MemoryEvent> held;  // after forward
+    start_memory_log(device);
+    forward_backward(model, random_batch(B, r.T, c.vocab_size, seed), 1, [&] {
+        for (const MemoryEvent& e : stop_memory_log()) {
+            bool ours = e.category == ACTIVATIONS || e.category == WEIGHT_COPIES;
+            bool in_block = e.ranges.size() > 1 && strcmp(e.ranges[1], "layer") == 0;
+            if (!e.is_alloc) {
+                held.erase(e.address);
+            } else if (ours && in_block) {
+                held[e.address] = e;
+            }
+        }
+    });
+    for (const auto& [address, e] : held) {
+        Saved& s = r.saved[{path_of(e), op_of(e)}];
+        s.times += sign, s.bytes += sign * (int64_t)e.bytes;
+        r.copies += e.category == WEIGHT_COPIES ? sign * (int64_t)e.bytes : 0;
+    }
+    r.change = left[1] - left[0];
+}
+
+static BlockMemory profile_block(const ModelConfig& c, Precision precision, int B, int T, uint64_t seed) {
+    BlockMemory r{{}, c, precision, T};
+    context.precision = precision;
+    auto measure = [&](BlockMemory& m) { add_saved(m, 2, B, seed, -1), add_saved(m, 3, B, seed, 1); };
+    {
+        Planning planning;
+        BlockMemory plan = r;
+        measure(plan);
+        r.predicted = plan.bytes();
+    }
+    ModelConfig largest = c;
+    largest.num_layers = 3;
+    r.needs = predicted_peak(largest, B, T, FORWARD_BACKWARD);
+    r.run([&] { measure(r); });
+    if (!r.ran) { stop_memory_log(); }
+    return r;
+}
+
+static Table saved_table(const std::vector<BlockMemory>& blocks, const std::string& caption) {
+    Table table{"memory_profiling (f): what one block saves for backward, by operation; " + caption,
+                {"size", "context length", "precision", "op", "range", "times", "bytes", "%"},
+                {}};
+    for (const BlockMemory& r : blocks) {
+        if (!r.ran) { continue; }
+        using Row = std::pair<std::pair<std::string, std::string>, Saved>;
+        std::vector<Row> rows(r.saved.begin(), r.saved.end());
+        std::stable_sort(rows.begin(), rows.end(),
+                         [](const Row& a, const Row& b) { return a.second.bytes > b.second.bytes; });
+        Saved rest;
+        auto add_row = [&](const std::string& op, const std::string& range, const Saved& s) {
+            table.rows.push_back({r.config.name, std::to_string(r.T), name_of(r.precision), op, range,
+                                  std::to_string(s.times), std::to_string(s.bytes),
+                                  strprintf("%.1f", 100.0 * s.bytes / r.bytes())});
+        };
+        for (size_t i = 0; i < rows.size(); i++) {
+            const auto& [place, s] = rows[i];
+            if (i < 5) {
+                add_row(place.second, place.first, s);
+            } else {
+                rest.times += s.times, rest.bytes += s.bytes;
+            }
+        }
+        if (rest.times > 0) { add_row("the rest", "", rest); }
+    }
+    return table;
+}
+
+// Backward frees what a block saved and leaves the gradients of its parameters; the gradient of its input takes the
+// place of that of its output.
+static Table block_table(const std::vector<BlockMemory>& blocks, int B, const std::string& caption) {
+    Table table{"memory_profiling (f): memory over one block in backward, bytes; " + caption,
+                {"size", "context length", "precision", "saved", "predicted", "of it weight copies", "change",
+                 "gradients: change + saved - copies", "by formula", "input's gradient"},
+                {}};
+    for (const BlockMemory& r : blocks) {
+        int64_t C = r.config.d_model, F = r.config.d_ff;
+        bool halved = context.mode != EAGER && size_of(matmul_dtype(r.precision)) == 2;
+        int64_t formula = (4 * C * C + 3 * C * F) * (halved ? 2 : 4) + 2 * C * 4;
+        auto cell = [&](int64_t bytes) { return r.cell(std::to_string(bytes)); };
+        table.rows.push_back({r.config.name, std::to_string(r.T), name_of(r.precision), cell(r.bytes()),
+                              std::to_string(r.predicted), cell(r.copies), cell(r.change),
+                              cell(r.change + r.bytes() - r.copies), std::to_string(formula),
+                              std::to_string((int64_t)B * r.T * C * 4)});
     }
     return table;
 }
@@ -409,7 +545,21 @@ static void write_pictures(const Profile& r, const Plan& p, const std::string& c
     save_file(p.o.out + "/snapshot_" + name + ".pickle", snapshot_pickle(r.log));
 }
 
-// Prints the peaks and, with_details, the other tables. how: what was measured, for the captions.
+static void print_blocks(const Plan& p, const std::string& caption) {
+    if (context.checkpoint) { return; }  // a checkpoint saves its input, and may be several blocks
+    std::vector<BlockMemory> blocks;
+    for (const ModelConfig& c : p.configs) {
+        for (Precision precision : p.precisions) {
+            for (int T : p.o.context_lengths) {
+                blocks.push_back(profile_block(c, precision, p.o.batch_size, T, p.o.seed));
+            }
+        }
+    }
+    print(saved_table(blocks, caption), p.o.format);
+    print(block_table(blocks, p.o.batch_size, caption), p.o.format);
+}
+
+// Prints (b), (f) and, with_details, the other tables. how: what was measured, for the captions.
 static void profile_all(const Plan& p, const std::string& how, bool with_details) {
     std::string caption = strprintf("mode %s, batch %d, vocabulary %d; %s; %s", caption_of(context.mode).c_str(),
                                     p.o.batch_size, p.configs[0].vocab_size, how.c_str(), p.origin().c_str());
@@ -417,22 +567,27 @@ static void profile_all(const Plan& p, const std::string& how, bool with_details
     for (const ModelConfig& c : p.configs) {
         for (Precision precision : p.precisions) {
             for (int T : p.o.context_lengths) {
-                for (Phase phase : {FORWARD, STEP}) {
+                for (Phase phase : phases) {
                     profiles.push_back(profile_memory(c, precision, p.o.batch_size, T, phase, p.o.seed));
-                    if (!p.o.out.empty() && profiles.back().ran) { write_pictures(profiles.back(), p, caption); }
+                    bool drawn = phase != TAPED_FORWARD;  // the step's picture begins with it
+                    if (!p.o.out.empty() && drawn && profiles.back().ran) {
+                        write_pictures(profiles.back(), p, caption);
+                    }
                 }
             }
         }
     }
     const std::string& format = p.o.format;
     for (Precision precision : p.precisions) { print(peak_table(profiles, precision, caption), format); }
-    if (!with_details) { return; }
-    print(category_table(profiles, caption), format);
-    for (size_t i = 1; i < p.precisions.size(); i++) {
-        print(difference_table(profiles, p.precisions[0], p.precisions[i]), format);
+    if (with_details) {
+        print(category_table(profiles, caption), format);
+        for (size_t i = 1; i < p.precisions.size(); i++) {
+            print(difference_table(profiles, p.precisions[0], p.precisions[i]), format);
+        }
+        print(residual_table(profiles, p.o.batch_size), format);
+        print(largest_table(profiles, 8), format);
     }
-    print(residual_table(profiles, p.o.batch_size), format);
-    print(largest_table(profiles, 8), format);
+    print_blocks(p, caption);
 }
 
 int cmd_memory_profiling(const Options& o) {

@@ -1159,6 +1159,11 @@ void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler
         infer(model, batch.tokens);
         return;
     }
+    if (phase == TAPED_FORWARD) {
+        forward(model, batch.tokens);
+        clear_tape();
+        return drop_weight_copies(model.slots);
+    }
     if (phase == STEP) { make_optimizer_state(model); }
     forward_backward(model, batch, loss_scale_of(scaler), between);
     if (phase == STEP) { optimizer_step(model, AdamW(), scaler, 0); }

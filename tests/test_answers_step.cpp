@@ -5,8 +5,8 @@
 #include <regex>
 
 static const std::vector<std::string> recorded = {
-    "benchmarking_script", "benchmarking_script_warmup",   "nsys_profile",
-    "nsys_profile_cpu",    "benchmarking_mixed_precision", "memory_profiling"};
+    "benchmarking_script",          "benchmarking_script_warmup", "nsys_profile",        "nsys_profile_cpu",
+    "benchmarking_mixed_precision", "memory_profiling",           "memory_profiling_cpu"};
 static std::string fixture(const std::string& name) { return read_file("tests/fixtures/answers/" + name + ".md"); }
 static std::string command_of(const std::string& fixture) {  // without what its name adds to the command's
     return fixture.substr(0, std::min(fixture.find("_warmup"), fixture.find("_cpu")));
@@ -277,6 +277,59 @@ TEST_CASE("answers step: memory_profiling with other numbers") {
     }
     check_says(answers_of("memory_profiling", t), "c",
                {"bf16 takes in some rows more memory, in others not more than fp32", "keeps no 16-bit copies"});
+}
+// Recorded without a GPU: what the tape costs, where the peak is, and what one block saves. Older tables lack all
+// three.
+TEST_CASE("answers step: memory_profiling's tape, place of the peak and saved block") {
+    Answers older = answers_from("memory_profiling", fixture("memory_profiling"));
+    CHECK(said(older, "f") == "no answer (f)");
+    CHECK(!has(said(older, "a"), " (in "));
+    CHECK(!has(said(older, "b"), "tape"));
+
+    Tables t = tables_in(fixture("memory_profiling_cpu"));
+    Answers answers = answers_of("memory_profiling", t);
+    check_clean(answers);
+    check_says(answers, "a",
+               {"(in forward/layer/ffn/swiglu and forward/layer/attention/softmax).",
+                "after backward, when all gradients are there (in optimizer)",
+                "just after the loss, when all activations are there (in backward/softmax)"});
+    check_says(answers, "b",
+               {"forward 13111.0 and 19622.6; a forward that keeps its tape for a backward 18352.1 and 221695.2, so "
+                "the tape changes it by +5241.1 and +202072.6 MiB; a full step"});
+    std::string f = said(answers, "f");
+    check_says(answers, "f",
+               {"One block (2.7B at context length 2048, mode eager; predicted) saves for backward 6,817,906,688 bytes "
+                "in fp32 "
+                "and 7,136,673,792 bytes in bf16.",
+                "In fp32 the 5 operations that save most have 87.5 % of it: div in "
+                "forward/layer/attention/softmax 2,147,483,648 (31.5 %), exp",
+                "frees 6,817,906,688 bytes, but memory falls by 6,398,455,808: the rest is its parameters' gradients, "
+                "419,450,880 bytes, as the formula has it, beside 83,886,080 of its input's gradient."});
+    static const std::regex sentence("\\. [A-Z]|\\.$");
+    CHECK(std::distance(std::sregex_iterator(f.begin(), f.end(), sentence), std::sregex_iterator()) == 3);
+
+    for (Table& table : t) {  // as if it had run
+        size_t at = table.caption.find("predicted: ");
+        if (at != std::string::npos && has(table.caption, "(f)")) { table.caption.replace(at, 11, ""); }
+    }
+    check_says(answers_of("memory_profiling", t), "f", {"mode eager) saves for backward 6,817"});
+    const std::vector<Cell> longest = {{"context length", "2048"}, {"precision", "fp32"}};
+    const std::vector<std::string> block = {"(f): memory over"}, large = {"precision fp32", "predicted: "};
+    t = with_cell(t, {"MiB by category"}, {{"context length", "2048"}, {"phase", "step"}}, "range at the peak", "loss");
+    t = with_cell(t, large, {{"context length", "2048"}}, "forward with tape peak MiB", "19000.0");
+    t = with_cell(t, large, {{"context length", "128"}}, "forward with tape peak MiB", "OOM (18.0 GiB)");
+    t = with_cell(t, block, longest, "predicted", "6817906687");
+    t = with_cell(t, block, longest, "change", "1000000");
+    t = with_cell(t, block, longest, "gradients: change + saved - copies", "419450881");
+    t = with_cell(t, {"(f): what"}, longest, "%", "1.5");
+    answers = answers_of("memory_profiling", t);
+    check_clean(answers);
+    check_says(answers, "a", {"when all activations are there (in loss)"});
+    check_says(answers, "b", {"backward 19000.0, so the tape changes it by -622.6 MiB (context length 2048); a full"});
+    check_says(answers, "f",
+               {"6,817,906,688 bytes in fp32 (predicted: 6,817,906,687) and", "have 57.5 % of it: div in",
+                "but memory grows by 1,000,000: the rest is its parameters' gradients, 419,450,881 bytes (by the "
+                "formula 419,450,880), beside"});
 }
 // Whatever a table lacks: rows, numbers, memory, or itself. No crash, and no hole in a sentence.
 TEST_CASE("answers step: tables with holes") {

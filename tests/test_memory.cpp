@@ -1,4 +1,5 @@
 // Tests of memory.cu and of the log in measure.cu.
+#include "answers.h"
 #include "test.h"
 
 #include <cstdio>
@@ -133,7 +134,12 @@ TEST_CASE("memory log: peak_of refuses what does not pair up") {
     MemoryEvent alloc{0, true, 64, 10, ACTIVATIONS, {}, here()}, free = alloc;
     free.is_alloc = false;
     CHECK(peak_of({}) == 0);
-    CHECK(peak_of({alloc, free, alloc}) == 10);
+    size_t at = 9;
+    MemoryEvent other{0, true, 128, 10, ACTIVATIONS, {}, here()};
+    CHECK(peak_of({alloc, free, alloc}, &at) == 10);
+    CHECK(at == 0);
+    CHECK(peak_of({alloc, other, free}, &at) == 20);
+    CHECK(at == 1);
     CHECK_THROWS_AS(peak_of({alloc, alloc}), Failure);
     CHECK_THROWS_AS(peak_of({alloc, free, free}), Failure);
     free.bytes = 9;
@@ -213,11 +219,12 @@ TEST_CASE("memory_profiling: tables and files; what is predicted is what happens
     CHECK(r.out.find("parameters,held,make_model,model.cu:") != std::string::npos);
     size_t tiny = r.out.find("\ntiny,64,");
     REQUIRE(tiny != std::string::npos);
-    double forward = 0, step = 0, forward_predicted = 1, step_predicted = 1;
-    CHECK(sscanf(r.out.c_str() + tiny, "\ntiny,64,%lf,%lf,%lf,%lf", &forward, &step, &forward_predicted,
-                 &step_predicted) == 4);
-    CHECK(forward == forward_predicted);
-    CHECK(step == step_predicted);
+    double peak[3], predicted[3];  // forward, forward with tape, step
+    REQUIRE(sscanf(r.out.c_str() + tiny, "\ntiny,64,%lf,%lf,%lf,%lf,%lf,%lf", &peak[0], &peak[1], &peak[2],
+                   &predicted[0], &predicted[1], &predicted[2]) == 6);
+    for (int i = 0; i < 3; i++) { CHECK(peak[i] == predicted[i]); }
+    CHECK(peak[0] < peak[1]);
+    CHECK(peak[1] < peak[2]);
     for (const char* which : {"", "_tiny_64_fp32"}) {  // the predicted ones, and those of what really ran
         for (const char* phase : {"forward", "step"}) {
             CHECK(unlink((out + "/timeline_" + phase + which + ".svg").c_str()) == 0);
@@ -232,4 +239,71 @@ TEST_CASE("memory_profiling: tables and files; what is predicted is what happens
     r = run_cs336({"memory_profiling", "--out", "/nonexistent/folder"});
     CHECK(r.exit_code == 2);
     CHECK(r.err.find("--out: got '/nonexistent/folder', takes a folder") != std::string::npos);
+}
+
+// B*H*T numbers of 4 bytes less than PyTorch, whose max keeps its int64 indices where ours keeps the fp32 maximum.
+constexpr int64_t XL_IN_PYTORCH = 6818955264, XL_OURS = XL_IN_PYTORCH - 4 * 32 * 2048 * 4;
+
+TEST_CASE("memory_profiling (f): planned is measured, gradients are the formula's, the large block is PyTorch's") {
+    for (const std::string mode : {"eager", "fused", "flash"}) {
+        CAPTURE(mode);
+        bool flash = mode == "flash";  // on the CPU fp32 only
+        Run r = run_cs336({"memory_profiling", "--device", "cpu", "--context_length", "2048", "--mode", mode,
+                           "--precision", flash ? "fp32" : "fp32,bf16"});
+        REQUIRE(r.exit_code == 0);
+        Tables tables = tables_in(r.out), operations = tables_with(tables, {"(f): what"}),
+               blocks = tables_with(tables, {"(f): memory"});
+        REQUIRE(blocks.size() == 2);  // the planned one, and what really ran
+        for (int k = 0; k < 2; k++) {
+            std::vector<TableRow> rows = rows_of(blocks[k]);
+            REQUIRE(rows.size() == (flash ? 1 : 2));
+            for (const TableRow& row : rows) {
+                CAPTURE(row.text("precision"));
+                CHECK(row.text("size") == (k == 0 ? "2.7B" : "tiny"));
+                CHECK(row.number("saved") > 0);
+                CHECK(row.text("saved") == row.text("predicted"));
+                CHECK(row.text("gradients: change + saved - copies") == row.text("by formula"));
+                double sum = 0, last = INFINITY;
+                for (const TableRow& op : rows_of(operations[k], {{"precision", row.text("precision")}})) {
+                    sum += op.number("bytes");
+                    if (op.text("op") != "the rest") {
+                        CHECK(op.number("bytes") <= last);
+                        last = op.number("bytes");
+                    }
+                    CHECK(op.number("%") ==
+                          doctest::Approx(100 * op.number("bytes") / row.number("saved")).epsilon(.1));
+                }
+                CHECK(sum == row.number("saved"));
+            }
+        }
+        TableRow xl = rows_of(blocks[0])[0];
+        CHECK(xl.text("by formula") == "419450880");
+        CHECK(xl.text("input's gradient") == "83886080");
+        if (mode == "eager") { CHECK(xl.text("saved") == std::to_string(XL_OURS)); }
+    }
+}
+
+TEST_CASE("memory_profiling (f): left out with gradient checkpoints") {
+    Run r = run_cs336({"memory_profiling", "--device", "cpu", "--size", "small", "--context_length", "32",
+                       "--precision", "fp32", "--checkpoint", "2"});
+    CHECK(r.exit_code == 0);
+    CHECK(has(r.out, "memory_profiling (e)"));
+    CHECK(!has(r.out, "memory_profiling (f)"));
+}
+
+TEST_CASE("pytorch_attention: the buffers at the peak add up to it") {
+    Run r = run_cs336({"pytorch_attention", "--device", "cpu", "--quick", "--steps", "1"});
+    REQUIRE(r.exit_code == 0);
+    Tables tables = tables_in(r.out);
+    const Table* table = table_with(tables, {"the smallest configuration that does not fit"});
+    REQUIRE(table);
+    double saved = 0, peak = 0;
+    for (const TableRow& row : rows_of(*table)) {
+        if (!(row.number("bytes each") > 0)) { continue; }
+        saved += row.number("bytes each") * row.number("buffers");
+        peak += row.number("bytes each") * row.number("buffers at the peak");
+    }
+    CHECK(saved == row_of(*table, {{"what", "all"}}).number("bytes"));
+    CHECK(peak == row_of(*table, {{"what", "peak in backward"}}).number("bytes"));
+    CHECK(has(r.out, "are 2 arrays of B S^2"));
 }
