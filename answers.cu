@@ -260,6 +260,7 @@ Answers answers_of(const std::string& command, const Tables& tables) {
         {"fsdp_calcs", answer_fsdp_calcs},
         {"tp_calcs", answer_tp_calcs},
         {"fsdp_tp_calcs", answer_fsdp_tp_calcs},
+        {"gradient_checkpointing", answer_gradient_checkpointing},
         {"benchmarking_script", answer_benchmarking_script},
         {"nsys_profile", answer_nsys_profile},
         {"benchmarking_mixed_precision", answer_benchmarking_mixed_precision},

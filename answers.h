@@ -50,6 +50,7 @@ Answers answer_data_parallel_calcs(const Tables& tables);
 Answers answer_fsdp_calcs(const Tables& tables);
 Answers answer_tp_calcs(const Tables& tables);
 Answers answer_fsdp_tp_calcs(const Tables& tables);
+Answers answer_gradient_checkpointing(const Tables& tables);
 Answers answer_benchmarking_script(const Tables& tables);  // answers_step.cu
 Answers answer_nsys_profile(const Tables& tables);
 Answers answer_benchmarking_mixed_precision(const Tables& tables);

@@ -1,4 +1,5 @@
-// answers_calcs.cu: the answers of section 8 of the 2026 handout. Equations, numbers and results are the tables' own.
+// answers_calcs.cu: the answers of what only the 2026 handout asks: its section 8, and gradient checkpointing.
+// Equations, numbers and results are the tables' own.
 #include "answers.h"
 
 #include <cmath>
@@ -135,4 +136,118 @@ Answers answer_fsdp_tp_calcs(const Tables& tables) {
                   "largest where they are equal: 3 D_FF N_FSDP = 2 B N_TP = Q / 2. {} With {}, {}.",
                   best_split(*table), devices(*table),
                   limit(*table, "computation time, forward", "communication time, not overlapped"))}};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// gradient_checkpointing
+
+static std::string arrangement(const std::string& strategy) {
+    return strategy == "linear nesting" ? "all blocks but the last are one checkpoint, and within it all but the last"
+           : strategy == "recursive halves" ? "each half of the blocks is a checkpoint, and within it each half of that"
+           : strategy == "none"             ? "no block is in a checkpoint"
+                                            : "every k blocks are a checkpoint";
+}
+// "1 + h = 5 inputs, O(log N) memory; backward runs N (h + 1) - 2^h = 64 blocks again, O(N log N) compute". A count
+// that is another number follows.
+static std::string price(const TableRow& row) {
+    auto with_count = [&](const char* formula, const char* value, const char* counted) {
+        std::string text = row.text(formula), number = row.text(value), count = row.text(counted);
+        return text + (text == number ? "" : " = " + number) + (count == number ? "" : " (but counted: " + count + ")");
+    };
+    return say("{} inputs, {} memory; backward runs {} blocks again, {} compute",
+               with_count("inputs kept", "inputs", "inputs counted"), row.text("memory"),
+               with_count("run again", "blocks again", "blocks again counted"), row.text("compute"));
+}
+static std::string best_strategy(const Table& table) {
+    const char* peak = "peak MiB";
+    TableRow best = smallest_of(rows_of(table), peak), none = row_of(table, {{"strategy", "none"}}),
+             flat = row_of(table, {{"strategy", "flat, k = 1"}});
+    if (!best || !none || !flat) { return "The table lacks a strategy or its peak."; }
+    std::string name = best.text("strategy"), kept = best.text("blocks kept");
+    std::string text =
+        say("The strategy with the least peak is {}, {} MiB (without checkpoints: {}): {}. It keeps all "
+            "residuals of {} at a time and {}. ",
+            name, best.text(peak), none.text(peak), arrangement(name), kept == "1" ? "one block" : kept + " blocks",
+            price(best));
+    std::vector<std::string> different;
+    for (const TableRow& row : rows_of(table)) {
+        std::string other = row.text("strategy");
+        if (row.text("gradients") != "the same bits") { different.push_back(other); }
+        if (other == name || (row.text("blocks kept") != "1" && row.index != flat.index)) { continue; }
+        text += say("With {} the peak is {} MiB: {}. ", other, row.text(peak), price(row));
+    }
+    double gain = 100 * (1 - best.number(peak) / flat.number(peak));
+    text += gain > 0 ? say("Nesting takes {} % off the peak of k = 1. It is worth its compute only where N inputs are "
+                           "large beside a block's residuals. ",
+                           number(gain, "%.1f"))
+                     : "Nesting gains nothing here. ";
+    return text + (different.empty() ? "All gradients have the same bits."
+                                     : "But the gradients differ with " + list_of(different) + ".");
+}
+
+static std::string blocks_in(const TableRow& row) {
+    std::string k = row.text("blocks per checkpoint");
+    return k == "half" ? "half a block" : k == "1" ? "one block" : k + " blocks";
+}
+// What a step of this table took: peaks where it ran, and the time.
+static std::string as_run(const Table& table, const TableRow& best) {
+    TableRow row = row_of(table, {{"blocks per checkpoint", best.text("blocks per checkpoint")}}),
+             none = row_of(table, {{"blocks per checkpoint", "none"}});
+    double apart = 0;
+    for (const TableRow& r : rows_of(table)) { apart = std::fmax(apart, std::fabs(r.number("difference %"))); }
+    if (!row || std::isnan(row.number("fwbw_mean_ms"))) { return "It was not run here: its peak is a prediction."; }
+    std::string price = none && none.number("fwbw_mean_ms") > 0
+                            ? say("{} times the time without checkpoints", number(row.number("of none"), "%.2f"))
+                            : std::string(
+                                  "without checkpoints the step does not run, so the price is known in FLOPs only: one "
+                                  "more forward, a third");
+    return say(
+        "Measured with {}, a checkpoint of {} takes {} MiB, and {} ms for forward and backward: {}. Predictions were "
+        "at most {} % off.",
+        value_in(table, "really run; ", ","), blocks_in(row), row.text("peak MiB"), row.text("fwbw_mean_ms"), price,
+        number(apart, "%.2f"));
+}
+static std::string best_size(const Table& asked, const Table& run) {
+    std::vector<TableRow> rows = rows_of(asked), whole;
+    for (const TableRow& row : rows) {
+        if (row.number("blocks per checkpoint") > 0) { whole.push_back(row); }
+    }
+    bool measured = (bool)smallest_of(whole, "peak MiB");
+    const char* column = measured ? "peak MiB" : "predicted peak MiB";
+    TableRow best = smallest_of(whole, column), half = row_of(asked, {{"blocks per checkpoint", "half"}});
+    if (!best || rows.size() < 2) { return "The table has no sizes to compare."; }
+    if (half && half.number(column) < best.number(column)) { best = half; }
+    std::vector<std::string> others;
+    for (const TableRow& row : rows) {
+        bool near = row.index + 1 == best.index || row.index == best.index + 1;
+        bool none = row.text("blocks per checkpoint") == "none";
+        if (near || none) {
+            others.push_back(row.text(column) + (none ? " without checkpoints" : " with " + blocks_in(row)));
+        }
+    }
+    double state = best.number("predicted peak MiB") - best.number("of it activations");
+    std::string text = say("The best checkpoint is {}: a step's peak is {} MiB{}; it is {}. ", blocks_in(best),
+                           best.text(column), measured ? "" : " (predicted)", list_of(others));
+    text += say("Of this {} MiB are weights, gradients and moments, which checkpoints leave as they are. ",
+                number(state, "%.0f"));
+    if (whole.size() > 1) {
+        const TableRow &a = whole[whole.size() - 2], &b = whole.back();
+        const char* k = "blocks per checkpoint";
+        double more = (b.number("predicted peak MiB") - a.number("predicted peak MiB")) / (b.number(k) - a.number(k));
+        text +=
+            say("Each block more in a checkpoint adds {} MiB: its residuals are held with the others', less its "
+                "gradients, which are not there yet. ",
+                number(more, "%.1f"));
+    }
+    return text + as_run(run, best) + scaled_down(run);
+}
+
+Answers answer_gradient_checkpointing(const Tables& tables) {
+    Answers answers;
+    if (const Table* table = table_with(tables, {"gradient_checkpointing (a)"})) {
+        answers.push_back({"a", best_strategy(*table)});
+    }
+    Tables sizes = tables_with(tables, {"gradient_checkpointing (b)"});  // the asked size, then perhaps a smaller one
+    if (!sizes.empty()) { answers.push_back({"b", best_size(sizes[0], sizes.back())}); }
+    return answers;
 }

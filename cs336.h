@@ -9,6 +9,7 @@
 //   model.cu        the Transformer LM, AdamW, a training step
 //   plan.cu         what an experiment runs, how large, and whether it fits
 //   bench_step.cu   sections 1.1.3, 1.1.5 and 1.3: how long a step takes, in each mode and precision; `info`
+//   bench_checkpoint.cu  the 2026 handout's gradient checkpointing: which strategy, which size of block
 //   bench_attention.cu  the experiments with attention
 //   train.cu        `train` on a text, `model` on your weights
 //   plot.cu         charts as SVG
@@ -1190,6 +1191,7 @@ struct Options {
     // calcs.cu, with some of those
     int devices = 0;
     double tensor_mb = 0;
+    int blocks = 0;  // of gradient_checkpointing's small model
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1239,9 +1241,10 @@ int cmd_info(const Options& o);  // bench_step.cu
 int cmd_benchmarking_script(const Options& o);
 int cmd_benchmarking_mixed_precision(const Options& o);
 int cmd_torch_compile(const Options& o);
-int cmd_nsys_profile(const Options& o);      // profile.cu
-int cmd_memory_profiling(const Options& o);  // memory.cu
-int cmd_model(const Options& o);             // train.cu
+int cmd_nsys_profile(const Options& o);            // profile.cu
+int cmd_memory_profiling(const Options& o);        // memory.cu
+int cmd_gradient_checkpointing(const Options& o);  // bench_checkpoint.cu
+int cmd_model(const Options& o);                   // train.cu
 int cmd_train(const Options& o);
 int cmd_distributed_communication_single_node(const Options& o);  // bench_ddp.cu
 int cmd_naive_ddp(const Options& o);

@@ -70,6 +70,10 @@ static const Command COMMANDS[] = {
      "edition device sizes=2.7B|xl d_model d_ff num_layers num_heads vocab_size "
      "context_lengths=128,256,512|128,2048 batch_size seed precisions=fp32,bf16 mode=eager recompute checkpoint "
      "out_folder format quick"},
+    {"gradient_checkpointing", "|3.2.1", 4, 1, "what backward runs again instead of keeping it", "bench_checkpoint.cu",
+     cmd_gradient_checkpointing,
+     "edition=2026 device size=xl d_model d_ff num_layers num_heads vocab_size context_length=2048 batch_size warmup=2 "
+     "steps=5 precision=fp32 mode=eager blocks seed format quick"},
     {"pytorch_attention", "1.2.1|4.1.1", 2, 1, "time and memory of plain attention", "bench_attention.cu",
      cmd_pytorch_attention, "device steps=100 plot trace format quick"},
     {"torch_compile", "1.3|4.2", 2, 1, "eager against fused kernels", "bench_step.cu", cmd_torch_compile,
@@ -410,6 +414,7 @@ static const std::vector<Option>& option_table() {
          "2048"},
         {"batch_tokens", "batch_tokens", whole(&Options::tokens, 1), "B, tokens of the whole batch, the rows of x"},
         {"devices", "devices", whole(&Options::devices, 2), "N, how many devices share the work", "8"},
+        {"blocks", "blocks", whole(&Options::blocks, 1, 64), "N, blocks of the small model of part (a)", "16"},
         {"tensor_mb", "tensor_mb", number(&Options::tensor_mb), "S, the tensor that is reduced, in 1e6 bytes", "1000"},
         {"gpu_gb", "gpu_gb", number(&Options::gpu_gb), "memory of a GPU in part (a)", "80"},
         {"tpu_gb", "tpu_gb", number(&Options::tpu_gb), "memory of a chip in part (b)", "95"},
