@@ -613,7 +613,11 @@ static int run_command(const Command& command, const std::vector<std::string>& w
             note("--trace: without kernels: %s", trace.no_kernels.c_str());
         }
     }
-    if (exit_code == 0) { print(answers_of(command.id, printed_tables()), o.format); }
+    if (exit_code == 0) {
+        print(answers_of(command.id, printed_tables()), o.format);
+        std::string picture = o.plot.empty() ? "" : picture_of(command.id, printed_tables());
+        if (!picture.empty()) { save_file(o.plot, picture); }
+    }
     return exit_code;
 }
 
