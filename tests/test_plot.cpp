@@ -258,7 +258,7 @@ TEST_CASE("plot: --plot wants an .svg in a folder that exists, before anything i
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// pictures.cu: the numbers in a picture are those of the table
+// pictures.cu, and precision.cu's: the numbers in a picture are those of the table
 
 static Tables recorded(const char* command) {
     return tables_in(read_file(std::string("tests/fixtures/answers/") + command + ".md"));
@@ -378,4 +378,38 @@ TEST_CASE("pictures: a table's hostile text is escaped") {
     CHECK(!has(svg, "<script>"));
     CHECK(has(svg, "&lt;b&gt;&amp;, D 16"));
     check_well_formed(svg);
+}
+
+TEST_CASE("pictures: the bits of 1000 + 0.01, aligned") {
+    Folder folder;
+    std::string path = folder / "x.svg";
+    Run r = run_cs336({"mixed_precision_accumulation", "--plot", path});
+    REQUIRE(r.exit_code == 0);
+    std::string svg = read_file(path);
+    struct Bits {  // of 1000, of 0.01 and of their sum, as IEEE 754 has them, with the leading 1
+        const char *s, *x, *sum;
+    };
+    const Bits expected[] = {
+        {"111110100000000000000000", "101000111101011100001010", "111110100000000010100100"},  // fp32
+        {"11111010000", "10100011111", "11111010000"},                                         // fp16
+        {"11111010", "10100100", "11111010"}};                                                 // bf16
+    auto digits = numbers_of(svg, "<text x=\"#\" y=\"#\" text-anchor=\"middle\" class=\"digit\">#<");
+    size_t next = 0;
+    double column = digits.at(1)[0] - digits.at(0)[0], s_at = digits.at(0)[0];
+    for (const Bits& bits : expected) {
+        for (const char* number : {bits.s, bits.x, bits.sum}) {
+            double first = number == bits.x ? 9 + 7 : 0;  // 1000 begins at 2^9, 0.01 at 2^-7
+            for (int i = 0; number[i]; i++) {
+                REQUIRE(next < digits.size());
+                CHECK(digits[next][2] == number[i] - '0');
+                CHECK(digits[next++][0] == doctest::Approx(s_at + (first + i) * column).epsilon(0.005));
+            }
+        }
+    }
+    CHECK(next == digits.size());
+    for (const char* words : {"16 of the 24 bits of x fall off", "11 of the 11 bits", "8 of the 8 bits",
+                              "float16: the last bit of s is 2^-1 = 0.5"}) {
+        CHECK_MESSAGE(has(svg, words), words);
+    }
+    if (has_xml_parser()) { check_well_formed(svg); }
 }
