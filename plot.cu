@@ -8,6 +8,7 @@
 // Text and colours
 
 constexpr int WIDTH = 900, MAX_SERIES = 8;
+constexpr double MARGIN = 76;   // left of the y axis, for its labels
 constexpr double LETTER = 7.6;  // width of an average letter at 13 px, rather too wide: text is never measured
 
 // Neighbours in this order differ for colour-blind eyes, too. One set is for a white page, one for a dark page.
@@ -165,11 +166,15 @@ static std::string draw_lines(const Chart& chart, const Axis& x, const Axis& y) 
     return svg;
 }
 
-// Degrees by which the labels under bars are turned, so that they do not touch.
+// Degrees by which the labels under bars are turned, so that they do not touch, nor leave the page on the left.
 static double slant_of(const Chart& chart, double plot_width) {
     double slot = plot_width / chart.bars.size();
     bool fit = std::all_of(chart.bars.begin(), chart.bars.end(), [&](auto& bar) { return width_of(bar) + 6 <= slot; });
-    return fit ? 0 : slot > 24 ? 35 : 90;
+    bool slanted = slot > 24;
+    for (size_t i = 0; i < chart.bars.size(); i++) {
+        slanted &= width_of(chart.bars[i]) * cos(35 * M_PI / 180) < MARGIN + (i + 0.5) * slot;
+    }
+    return fit ? 0 : slanted ? 35 : 90;
 }
 
 static std::string draw_bars(const Chart& chart, const Axis& x, const Axis& y) {
@@ -278,7 +283,7 @@ static std::string draw_panel(const Chart& chart, Box box, Axis y) {
     std::string svg;
     if (!chart.title.empty()) { svg += text_at(box.left + 8, box.top + 14, "start", "panel", chart.title); }
     double above = (chart.title.empty() ? 4 : 26) + (chart.spans.empty() ? 0 : 36);
-    double left = box.left + 76, right = box.right - 12;
+    double left = box.left + MARGIN, right = box.right - 12;
     y.start = box.bottom - space_below(chart, right - left), y.stop = box.top + above;
     Axis x{0, 1, left, right, chart.log_x};
     if (chart.kind != Chart::BARS) {

@@ -130,6 +130,15 @@ TEST_CASE("plot: bars are stacked, missing parts say OOM, shares add up to 100")
     CHECK(svg.find(">OOM<") != std::string::npos);
     CHECK(svg.find(">40<") != std::string::npos);
 
+    auto turned = [](const std::string& first) {  // degrees, of 20 labels
+        Chart many{Chart::BARS, "", "", "ms", {}, std::vector<std::string>(20, "fp32 eager"), {{"a", {}}}};
+        many.bars[0] = first;
+        many.series[0].y.assign(20, 1);
+        return numbers_of(draw("t", "", {many}), "rotate(-#)\" text-anchor=\"end\"").at(0)[0];
+    };
+    CHECK(turned("fp32 eager") == 35);
+    CHECK(turned("fp32 eager 1024 forward") == 90);  // it would leave the page
+
     Chart shares = share_chart("", {"x"}, {{"a", {1}}, {"b", {3}}});
     CHECK(shares.series[0].y[0] == 25);
     CHECK(shares.series[1].y[0] == 75);
