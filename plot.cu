@@ -378,6 +378,9 @@ static std::string draw_group(const std::vector<Chart>& panels, double tall, dou
     std::string svg = draw_legend(panels[0], y);
     int columns = panels.size() > 1 && lines ? 2 : 1;
     double wide = (double)(WIDTH - 16) / columns;
+    for (const Chart& chart : panels) {  // long labels do not take the bars' room
+        tall = std::max(tall, 230 + space_below(chart, wide - MARGIN - 12));
+    }
     for (size_t i = 0; i < panels.size(); i++) {
         double left = 8 + wide * (i % columns), top = y + (tall + 14) * (i / columns);
         Box box{left, top, left + wide - (columns > 1 ? 8 : 0), top + tall};

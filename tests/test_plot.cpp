@@ -134,7 +134,10 @@ TEST_CASE("plot: bars are stacked, missing parts say OOM, shares add up to 100")
         Chart many{Chart::BARS, "", "", "ms", {}, std::vector<std::string>(20, "fp32 eager"), {{"a", {}}}};
         many.bars[0] = first;
         many.series[0].y.assign(20, 1);
-        return numbers_of(draw("t", "", {many}), "rotate(-#)\" text-anchor=\"end\"").at(0)[0];
+        std::string picture = draw("t", "", {many, many});
+        auto tops = numbers_of(picture, "<rect x=\"#\" y=\"#\" width=\"#\" height=\"#\" class=\"f0\"/>\n");
+        CHECK(tops.at(0)[3] > 150);  // the bars keep their room
+        return numbers_of(picture, "rotate(-#)\" text-anchor=\"end\"").at(0)[0];
     };
     CHECK(turned("fp32 eager") == 35);
     CHECK(turned("fp32 eager 1024 forward") == 90);  // it would leave the page
