@@ -129,26 +129,6 @@ static Table saved_table(int S, int D, size_t available) {
     return table;
 }
 
-// Milliseconds against S, a panel per D. `times` holds a row of series' values per D and length, D outermost.
-static void plot_grid(const Plan& p, const std::string& title, const std::string& caption,
-                      const std::vector<std::string>& names, const std::vector<std::vector<double>>& times) {
-    std::vector<Chart> panels;
-    size_t lengths = p.o.context_lengths.size();
-    for (size_t d = 0; d < grid_head_sizes.size(); d++) {
-        Chart chart{
-            Chart::LINES, strprintf("d_model %d", grid_head_sizes[d]), "sequence length", "time (ms)", {}, {}, {}};
-        chart.x.assign(p.o.context_lengths.begin(), p.o.context_lengths.end());
-        chart.log_axes = true;
-        for (size_t k = 0; k < names.size(); k++) {
-            Series s{names[k], {}, k % 2 == 1, (int)k / 2};
-            for (size_t i = 0; i < lengths; i++) { s.y.push_back(times[d * lengths + i][k]); }
-            chart.series.push_back(s);
-        }
-        panels.push_back(chart);
-    }
-    save_file(p.o.plot, draw(title, caption, panels));
-}
-
 int cmd_pytorch_attention(const Options& o) {
     context.device = choose_device(o.device);
     context.mode = EAGER;
@@ -156,7 +136,6 @@ int cmd_pytorch_attention(const Options& o) {
     Table table{grid_caption(p, "pytorch_attention: one kernel an operation"),
                 {"d_model", "seq_len", "forward_time", "backward_time", "memory_usage_mb", "status"},
                 {}};
-    std::vector<std::vector<double>> times;
     for (int D : grid_head_sizes) {
         for (int S : p.o.context_lengths) {
             AttentionCost c = grid_cost(attention_naive, S, D, p.o.steps);
@@ -167,13 +146,9 @@ int cmd_pytorch_attention(const Options& o) {
             row.push_back(c.ran ? strprintf("%.2f", c.before_backward / 1048576.0) : "N/A");
             row.push_back(c.cell("OK"));
             table.rows.push_back(row);
-            times.push_back({c.ran ? c.forward_ms : NAN, c.ran ? c.backward_ms : NAN});
         }
     }
     print(table, o.format);
-    if (!o.plot.empty()) {
-        plot_grid(p, "Attention, one kernel an operation", table.caption, {"forward", "backward"}, times);
-    }
     size_t available = available_memory(context.device);
     int S = 256;
     while (grid_peak(attention_naive, S, grid_head_sizes[0]) <= available) { S *= 2; }
@@ -188,7 +163,6 @@ Table attention_compile_table(const Options& o) {
         {"d_model", "seq_len", "vanilla fw (ms)", "compiled fw (ms)", "speedup fw", "vanilla bw (ms)",
          "compiled bw (ms)", "speedup bw"},
         {}};
-    std::vector<std::vector<double>> times;
     for (int D : grid_head_sizes) {
         for (int S : p.o.context_lengths) {
             context.mode = EAGER;
@@ -201,13 +175,7 @@ Table attention_compile_table(const Options& o) {
                 row.push_back(naive.ran && fused.ran ? strprintf("%.2fx", naive.*pass / fused.*pass) : "");
             }
             table.rows.push_back(row);
-            times.push_back({naive.ran ? naive.forward_ms : NAN, naive.ran ? naive.backward_ms : NAN,
-                             fused.ran ? fused.forward_ms : NAN, fused.ran ? fused.backward_ms : NAN});
         }
-    }
-    if (!o.plot.empty()) {
-        plot_grid(p, "Attention, one kernel an operation and with a fused softmax", table.caption,
-                  {"eager forward", "eager backward", "fused forward", "fused backward"}, times);
     }
     return table;
 }
@@ -424,17 +392,9 @@ int cmd_flash_benchmarking(const Options& o) {
                  "x Fwd", "x Bwd", "x Tot"},
                 {}};
     const AttentionImpl& naive = impl_named("naive", context.device);
-    std::vector<Chart> panels;
     for (DType dtype : {BF16, F32}) {
         for (int D : {16, 32, 64, 128}) {
             const AttentionImpl* flash = fastest_flash(context.device, dtype, D);
-            Chart chart{
-                Chart::LINES, strprintf("%s, D %d", name_of(dtype), D), "sequence length", "time (ms)", {}, {}, {}};
-            chart.log_axes = true;
-            chart.series = {{"naive forward", {}, false, 0},
-                            {"naive backward", {}, true, 0},
-                            {"flash forward", {}, false, 1},
-                            {"flash backward", {}, true, 1}};
             for (int S = 128; flash && S <= longest; S *= 2) {
                 AttentionCase c{1, 1, S, S, D, true};
                 progress("S %d, D %d, %s", S, D, name_of(dtype));
@@ -448,17 +408,10 @@ int cmd_flash_benchmarking(const Options& o) {
                     row.push_back(n.ran && f.ran ? strprintf("%.2f", x) : "");
                 }
                 table.rows.push_back(row);
-                chart.x.push_back(S);
-                size_t k = 0;
-                for (const PassTimes* t : {&n, &f}) {
-                    for (double ms : {t->forward, t->backward}) { chart.series[k++].y.push_back(t->ran ? ms : NAN); }
-                }
             }
-            if (!chart.x.empty()) { panels.push_back(chart); }
         }
     }
     print(table, o.format);
-    if (!o.plot.empty()) { save_file(o.plot, draw("FlashAttention-2 against plain attention", table.caption, panels)); }
     return 0;
 }
 

@@ -134,13 +134,13 @@ static void plot_all_reduce(const Options& o, const Table& table) {
         groups.insert(group);
         ms[strtod(row[3].c_str(), nullptr)][group] = strtod(row[4].c_str(), nullptr);
     }
-    Chart chart{Chart::LINES, "", "tensor size (MB)", "median time (ms)", {}, {}, {}, true};
+    Chart chart{Chart::LINES, "", "tensor size (MB)", "median time (ms)", {}, {}, {}, true, true};
     for (const std::string& group : groups) { chart.series.push_back({group, {}}); }
     for (auto& [mb, times] : ms) {
         chart.x.push_back(mb);
         for (Series& series : chart.series) { series.y.push_back(times.count(series.name) ? times[series.name] : NAN); }
     }
-    save_file(o.plot, draw("All-reduce", table.caption, {chart}));
+    save_file(o.plot, draw("All-reduce: time against size", table.caption, {chart}));
 }
 
 int cmd_distributed_communication_single_node(const Options& o) {

@@ -13,6 +13,7 @@
 //   bench_attention.cu  the experiments with attention
 //   train.cu        `train` on a text, `model` on your weights
 //   plot.cu         charts as SVG
+//   pictures.cu     which of them follow from a command's tables
 //   profile.cu      section 1.1.4: which kernels a step spends its time in, trace files
 //   memory.cu       section 1.1.6: where a step's memory goes
 //   store.cu        how several processes find each other, and which of them lives
@@ -881,11 +882,13 @@ struct Chart {
     std::vector<double> x;                // LINES, AREAS: ascending, shared by all series
     std::vector<std::string> bars;        // BARS: what stands under each
     std::vector<Series> series;           // BARS and AREAS are stacked, the first at the bottom
-    bool log_axes = false;                // LINES: both; else y starts at 0
+    bool log_x = false, log_y = false;    // LINES; without log_y, y starts at 0
     std::vector<Span> spans = {};         // AREAS: named stretches of x
     std::string peak = "";                // AREAS: written at the highest point
+    std::string missing = "";             // LINES: written where a series has no value, as "OOM"
 };
-// Several panels share the legend, which is the first one's; LINES stand in two columns and share the y axis as well.
+// Panels share a legend, the first one's, until one has a series that is not in it: a new legend stands above that one.
+// LINES under one legend stand in two columns and share the y axis as well.
 // AREAS: y[i] holds from x[i] to x[i+1]; more points than pixels are thinned out, and the highest of each pixel stays.
 std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Chart>& panels);
 std::string with_commas(double value);  // 12345 -> "12,345", 0.25 -> "0.25"
@@ -902,6 +905,7 @@ struct Row {
     std::string name;
     std::vector<Slice> slices;  // by start, none before 0
     bool apart = false;         // from the row above
+    std::string digits = "";    // one to write on each slice
 };
 struct Timeline {
     std::string title, remark;  // remark: at the right
@@ -909,7 +913,16 @@ struct Timeline {
 };
 // Timelines one below the other, on one axis from 0. Of the legend's series only names and colours count.
 std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Timeline>& timelines,
-                 const std::vector<Series>& legend, const std::string& x_label);
+                 const std::vector<Series>& legend, const std::string& x_label,
+                 const std::function<std::string(double)>& tick = with_commas);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// pictures.cu: what --plot draws from a command's tables
+
+std::string picture_of(const std::string& command, const std::vector<Table>& tables);  // SVG; "": nothing from tables
+// nsys_profile (e): softmax's share of the time and of the FLOPs of softmax and the two products, against S; a panel
+// for each size, precision and mode.
+std::vector<Chart> softmax_charts(const std::vector<Table>& tables);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // profile.cu: what a trace says

@@ -63,7 +63,7 @@ static const Command COMMANDS[] = {
      "context_lengths=128,256,512,1024|256,512,1024 batch_size warmup=2 steps=5 precisions=fp32 modes=eager "
      "ranges=forward,step top=10 seed plot trace format quick"},
     {"mixed_precision_accumulation", "1.1.5|2.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16",
-     "precision.cu", cmd_mixed_precision_accumulation, "format quick"},
+     "precision.cu", cmd_mixed_precision_accumulation, "plot_bits format quick"},
     {"benchmarking_mixed_precision", "1.1.5|2.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost",
      "bench_step.cu", cmd_benchmarking_mixed_precision, TIMED + "warmup precisions=fp32,tf32,bf16 mode=flash"},
     {"memory_profiling", "1.1.6|2.1.6", 4, 1, "where a step's memory goes", "memory.cu", cmd_memory_profiling,
@@ -383,6 +383,7 @@ static const std::vector<Option>& option_table() {
         {"pages_folder", "out", folder(&Options::out), "where the pages go, instead of notes/"},
         {"only", "only", items(&Options::only, "nsys_profile,naive_ddp"), "problems to run; any unambiguous beginning"},
         {"plot", "plot", output(&Options::plot, ".svg"), "draw the table as SVG, too"},
+        {"plot_bits", "plot", output(&Options::plot, ".svg"), "draw 1000 + 0.01 bit by bit, in each format"},
         {"plot_step", "plot", output(&Options::plot, ".svg"), "draw what ran when in a step of each way, of all ranks"},
         {"trace", "trace", output(&Options::trace, ".json"), "write what ran when, for Perfetto or chrome://tracing"},
         {"ranges", "range", items(&Options::range, "forward,step/backward/layer/attention"),
@@ -652,7 +653,11 @@ static int run_command(const Command& command, const std::vector<std::string>& w
             note("--trace: without kernels: %s", trace.no_kernels.c_str());
         }
     }
-    if (exit_code == 0) { print(answers_of(command.id, printed_tables()), o.format); }
+    if (exit_code == 0) {
+        print(answers_of(command.id, printed_tables()), o.format);
+        std::string picture = o.plot.empty() ? "" : picture_of(command.id, printed_tables());
+        if (!picture.empty()) { save_file(o.plot, picture); }
+    }
     return exit_code;
 }
 

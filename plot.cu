@@ -8,6 +8,7 @@
 // Text and colours
 
 constexpr int WIDTH = 900, MAX_SERIES = 8;
+constexpr double MARGIN = 76;   // left of the y axis, for its labels
 constexpr double LETTER = 7.6;  // width of an average letter at 13 px, rather too wide: text is never measured
 
 // Neighbours in this order differ for colour-blind eyes, too. One set is for a white page, one for a dark page.
@@ -21,7 +22,7 @@ static std::string style() {
         ".title{font-size:18px;font-weight:600}.panel{font-weight:600}.muted{fill:#59636e}"
         ".page{fill:#ffffff}.grid{stroke:#d1d9e0}.axis{stroke:#59636e}.span{stroke:#59636e;stroke-dasharray:3 3}"
         ".line{fill:none;stroke-width:2;stroke-linejoin:round}.dashed{stroke-dasharray:6 4}"
-        ".slices{stroke-width:16px}"
+        ".slices{stroke-width:16px}.digit{fill:#000000}"
         ".peak{fill:#1f2328}.halo{paint-order:stroke;stroke:#ffffff;stroke-width:4px;stroke-linejoin:round;font-weight:"
         "600}";
     for (int dark = 0; dark < 2; dark++) {
@@ -112,20 +113,20 @@ static Axis y_axis(const std::vector<Chart>& charts) {
         }
     }
     const Chart& first = charts[0];
-    if (!first.log_axes) {  // room for what is written on top
+    if (!first.log_y) {  // room for what is written on top
         return {0, high > 0 ? high * (first.peak.empty() ? 1.08 : 1.14) : 1, 0, 0, false};
     }
-    if (!(low > 0) || std::isinf(low)) {
+    if (std::isinf(low)) { return {1, 10, 0, 0, true}; }  // no value at all: what is missing still shows
+    if (!(low > 0)) {
         fail("chart '%s': a logarithmic axis takes numbers greater than 0, got %g", first.title.c_str(), low);
     }
     return {low / 1.3, high * 1.3, 0, 0, true};
 }
 
-static void check_chart(const Chart& chart, const Chart& first) {
+static void check_chart(const Chart& chart) {
     size_t n = chart.kind == Chart::BARS ? chart.bars.size() : chart.x.size();
-    if (chart.series.empty() || chart.series.size() > MAX_SERIES || chart.series.size() > first.series.size()) {
-        fail("chart '%s': %zu series, expected 1 to %d and not more than in the first panel", chart.title.c_str(),
-             chart.series.size(), MAX_SERIES);
+    if (chart.series.empty() || chart.series.size() > MAX_SERIES) {
+        fail("chart '%s': %zu series, expected 1 to %d", chart.title.c_str(), chart.series.size(), MAX_SERIES);
     }
     for (const Series& s : chart.series) {
         if (n == 0 || s.y.size() != n) {
@@ -140,6 +141,7 @@ static void check_chart(const Chart& chart, const Chart& first) {
 
 static std::string draw_lines(const Chart& chart, const Axis& x, const Axis& y) {
     std::string svg;
+    std::map<double, std::set<int>> missing;  // x -> colours
     for (size_t k = 0; k < chart.series.size(); k++) {
         const Series& s = chart.series[k];
         std::string path, dots;
@@ -147,6 +149,10 @@ static std::string draw_lines(const Chart& chart, const Axis& x, const Axis& y) 
         for (size_t i = 0; i < s.y.size(); i++) {
             if (std::isnan(s.y[i])) {
                 gap = true;
+                if (!chart.missing.empty() && missing[chart.x[i]].insert(colour_of(chart, k)).second) {
+                    svg += text_at(x(chart.x[i]), y.stop - 10 + 15.0 * missing[chart.x[i]].size(), "middle",
+                                   strprintf("f%d", colour_of(chart, k)).c_str(), chart.missing);
+                }
                 continue;
             }
             path += strprintf("%s%.1f %.1f", gap ? "M" : "L", x(chart.x[i]), y(s.y[i]));
@@ -160,17 +166,21 @@ static std::string draw_lines(const Chart& chart, const Axis& x, const Axis& y) 
     return svg;
 }
 
-static bool slanted(const Chart& chart, double plot_width) {
-    for (const std::string& bar : chart.bars) {
-        if (width_of(bar) + 6 > plot_width / chart.bars.size()) { return true; }
+// Degrees by which the labels under bars are turned, so that they do not touch, nor leave the page on the left.
+static double slant_of(const Chart& chart, double plot_width) {
+    double slot = plot_width / chart.bars.size();
+    bool fit = std::all_of(chart.bars.begin(), chart.bars.end(), [&](auto& bar) { return width_of(bar) + 6 <= slot; });
+    bool slanted = slot > 24;
+    for (size_t i = 0; i < chart.bars.size(); i++) {
+        slanted &= width_of(chart.bars[i]) * cos(35 * M_PI / 180) < MARGIN + (i + 0.5) * slot;
     }
-    return false;
+    return fit ? 0 : slanted ? 35 : 90;
 }
 
 static std::string draw_bars(const Chart& chart, const Axis& x, const Axis& y) {
     std::string svg;
     double slot = (x.stop - x.start) / chart.bars.size(), bar = std::min(slot * 0.7, 90.0);
-    bool slant = slanted(chart, x.stop - x.start);
+    double slant = slant_of(chart, x.stop - x.start);
     for (size_t i = 0; i < chart.bars.size(); i++) {
         double middle = x.start + (i + 0.5) * slot, sum = 0;
         bool missing = false;
@@ -185,10 +195,10 @@ static std::string draw_bars(const Chart& chart, const Axis& x, const Axis& y) {
             sum += value;
         }
         std::string top = missing ? "OOM" : sum >= 100 ? strprintf("%.0f", sum) : strprintf("%.3g", sum);
-        svg += text_at(middle, y(sum) - 6, "middle", "value", top);
-        if (slant) {
-            svg += strprintf("<text transform=\"translate(%.1f %.1f) rotate(-35)\" text-anchor=\"end\">%s</text>\n",
-                             middle + 4, y.start + 16, escape(chart.bars[i]).c_str());
+        if (width_of(top) < slot) { svg += text_at(middle, y(sum) - 6, "middle", "value", top); }
+        if (slant > 0) {
+            svg += strprintf("<text transform=\"translate(%.1f %.1f) rotate(%g)\" text-anchor=\"end\">%s</text>\n",
+                             middle + 4, y.start + 16, -slant, escape(chart.bars[i]).c_str());
         } else {
             svg += text_at(middle, y.start + 18, "middle", "tick", chart.bars[i]);
         }
@@ -262,8 +272,9 @@ struct Box {
 
 static double space_below(const Chart& chart, double plot_width) {
     double labels = 26;
-    if (chart.kind == Chart::BARS && slanted(chart, plot_width)) {
-        for (const std::string& bar : chart.bars) { labels = std::max(labels, 24 + 0.6 * width_of(bar)); }
+    if (chart.kind == Chart::BARS) {
+        double turned = sin(slant_of(chart, plot_width) * M_PI / 180);
+        for (const std::string& bar : chart.bars) { labels = std::max(labels, 24 + turned * width_of(bar)); }
     }
     return labels + (chart.x_label.empty() ? 0 : 20);
 }
@@ -272,9 +283,9 @@ static std::string draw_panel(const Chart& chart, Box box, Axis y) {
     std::string svg;
     if (!chart.title.empty()) { svg += text_at(box.left + 8, box.top + 14, "start", "panel", chart.title); }
     double above = (chart.title.empty() ? 4 : 26) + (chart.spans.empty() ? 0 : 36);
-    double left = box.left + 76, right = box.right - 12;
+    double left = box.left + MARGIN, right = box.right - 12;
     y.start = box.bottom - space_below(chart, right - left), y.stop = box.top + above;
-    Axis x{0, 1, left, right, chart.log_axes};
+    Axis x{0, 1, left, right, chart.log_x};
     if (chart.kind != Chart::BARS) {
         x.low = chart.x.front(), x.high = chart.x.back();
         if (!(x.high > x.low)) { x.high = x.low * 2 + 1; }
@@ -316,10 +327,14 @@ static std::vector<std::string> wrap(const std::string& text, double width) {
     return lines;
 }
 
-// Title, subtitle and legend; y goes on to what stands below.
-static std::string draw_head(const std::string& title, const std::string& subtitle, const Chart& first, double& y) {
+// y goes on to what stands below, in draw_legend, too.
+static std::string draw_title(const std::string& title, const std::string& subtitle, double& y) {
     std::string svg = text_at(16, y = 32, "start", "title", title);
     for (const std::string& line : wrap(subtitle, WIDTH - 32)) { svg += text_at(16, y += 20, "start", "muted", line); }
+    return svg;
+}
+static std::string draw_legend(const Chart& first, double& y) {
+    std::string svg;
     double x = 16;
     y += 28;
     for (size_t k = 0; k < first.series.size(); k++) {
@@ -347,23 +362,46 @@ static std::string page(const std::string& title, int height, const std::string&
            style() + strprintf("<rect class=\"page\" width=\"%d\" height=\"%d\"/>\n", WIDTH, height) + svg + "</svg>\n";
 }
 
-std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Chart>& panels) {
-    if (panels.empty()) { fail("chart '%s': nothing to draw", title.c_str()); }
-    const Chart& first = panels[0];
-    for (const Chart& chart : panels) { check_chart(chart, first); }
-
-    double y;
-    std::string svg = draw_head(title, subtitle, first, y);
-    int columns = panels.size() > 1 && first.kind == Chart::LINES ? 2 : 1;
-    double wide = (double)(WIDTH - 16) / columns, tall = panels.size() == 1 ? 430 : 300;
+static bool in_legend(const Chart& chart, const Chart& first) {
+    for (size_t k = 0; k < chart.series.size(); k++) {
+        bool found = false;
+        for (size_t i = 0; i < first.series.size(); i++) {
+            found |= chart.series[k].name == first.series[i].name && colour_of(chart, k) == colour_of(first, i);
+        }
+        if (!found) { return false; }
+    }
+    return chart.kind == first.kind;
+}
+// The panels under one legend.
+static std::string draw_group(const std::vector<Chart>& panels, double tall, double& y) {
+    bool lines = panels[0].kind == Chart::LINES;
+    std::string svg = draw_legend(panels[0], y);
+    int columns = panels.size() > 1 && lines ? 2 : 1;
+    double wide = (double)(WIDTH - 16) / columns;
+    for (const Chart& chart : panels) {  // long labels do not take the bars' room
+        tall = std::max(tall, 230 + space_below(chart, wide - MARGIN - 12));
+    }
     for (size_t i = 0; i < panels.size(); i++) {
         double left = 8 + wide * (i % columns), top = y + (tall + 14) * (i / columns);
         Box box{left, top, left + wide - (columns > 1 ? 8 : 0), top + tall};
         // Lines are compared from panel to panel; stacks may be of different kinds.
-        svg += draw_panel(panels[i], box, y_axis(first.kind == Chart::LINES ? panels : std::vector<Chart>{panels[i]}));
+        svg += draw_panel(panels[i], box, y_axis(lines ? panels : std::vector<Chart>{panels[i]}));
     }
-    int height = (int)(y + (tall + 14) * ((panels.size() + columns - 1) / columns));
-    return page(title, height, svg);
+    y += (tall + 14) * ((panels.size() + columns - 1) / columns);
+    return svg;
+}
+
+std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Chart>& panels) {
+    if (panels.empty()) { fail("chart '%s': nothing to draw", title.c_str()); }
+    for (const Chart& chart : panels) { check_chart(chart); }
+    double y, tall = panels.size() == 1 ? 430 : 300;
+    std::string svg = draw_title(title, subtitle, y);
+    for (auto from = panels.begin(); from != panels.end();) {
+        auto to = std::find_if(from, panels.end(), [&](const Chart& chart) { return !in_legend(chart, *from); });
+        svg += draw_group({from, to}, tall, y);
+        from = to;
+    }
+    return page(title, (int)y, svg);
 }
 
 Chart share_chart(const std::string& title, const std::vector<std::string>& bars, std::vector<Series> classes) {
@@ -402,20 +440,27 @@ static std::string draw_row(const Row& row, const Axis& x, double y) {
     for (const auto& [colour, path] : paths) {
         svg += strprintf("<path class=\"slices s%d\" d=\"%s\"/>\n", colour, path.c_str());
     }
+    for (size_t i = 0; i < row.digits.size(); i++) {
+        const Slice& s = row.slices.at(i);
+        svg += text_at(x((s.start + s.end) / 2), y + 4.5, "middle", "digit", row.digits.substr(i, 1));
+    }
     return svg;
 }
 
 std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Timeline>& timelines,
-                 const std::vector<Series>& legend, const std::string& x_label) {
+                 const std::vector<Series>& legend, const std::string& x_label,
+                 const std::function<std::string(double)>& tick) {
     Axis x{0, 0, 140, WIDTH - 20, false};
     for (const Timeline& t : timelines) {
         for (const Row& row : t.rows) {
+            x.start = std::max(x.start, 16 + width_of(row.name) + 8);
             for (const Slice& s : row.slices) { x.high = std::max(x.high, s.end); }
         }
     }
     if (!(x.high > 0)) { fail("chart '%s': nothing to draw", title.c_str()); }
     double y;
-    std::string svg = draw_head(title, subtitle, {Chart::BARS, "", "", "", {}, {}, legend}, y), rows;
+    std::string svg = draw_title(title, subtitle, y), rows;
+    svg += draw_legend({Chart::BARS, "", "", "", {}, {}, legend}, y);
     for (const Timeline& t : timelines) {
         y += 20;
         rows += text_at(16, y, "start", "panel", t.title) + text_at(x.stop, y, "end", "muted remark", t.remark);
@@ -425,7 +470,7 @@ std::string draw(const std::string& title, const std::string& subtitle, const st
         y += 12;
         for (double at : ticks_of(x)) { svg += line_from(x(at), top, x(at), y, "grid"); }
     }
-    for (double at : ticks_of(x)) { svg += text_at(x(at), y + 17, "middle", "xtick", with_commas(at)); }
+    for (double at : ticks_of(x)) { svg += text_at(x(at), y + 17, "middle", "xtick", tick(at)); }
     svg += text_at((x.start + x.stop) / 2, y + 37, "middle", "muted", x_label);
     return page(title, (int)y + 48, svg + rows);
 }

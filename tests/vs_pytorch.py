@@ -24,7 +24,7 @@ ours / PyTorch's: below 1, ours is faster, or needs less.
 
 Training: both go on from the same checkpoint of ours, taken after one step, with the same batches, learning rates and clipping.
 Their losses on the text's held-out part may differ by no more than those of ours with other seeds do, else the exit code is 1."""
-import argparse, gc, itertools, json, math, os, statistics, subprocess, sys, tempfile, time
+import argparse, gc, html, itertools, json, math, os, statistics, subprocess, sys, tempfile, textwrap, time
 
 SIZES = {"small": (768, 3072, 12, 12), "medium": (1024, 4096, 24, 16), "large": (1280, 5120, 36, 20),
          "xl": (1600, 6400, 48, 25), "2.7B": (2560, 10240, 32, 32)}  # d_model, d_ff, num_layers, num_heads
@@ -416,27 +416,36 @@ DARK = "text{fill:#e6edf3}.page{fill:#0d1117}.muted{fill:#9198a1}.ours{fill:#398
 
 def picture(caption, rows):
     """Of each row of the model's table two bars, ours above PyTorch's: forward, backward, optimizer."""
-    left, width, height = 205, 520, 56 * len(rows) + 100
-    longest = max([x for row in rows for x in row[9:11] if not math.isnan(x)], default=1)
+    caption, phases = textwrap.wrap(caption, 115), (("forward", 1), ("backward", 0.7), ("optimizer", 0.45))
+    left, width, head = 205, 460, 20 * len(caption) + 112
+    height = 56 * len(rows) + head
+    longest = max([x for row in rows for x in row[6:8] + row[9:11] if not math.isnan(x)], default=1)
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height}" width="900" height="{height}">',
            f"<style>text{{font:13px system-ui,sans-serif}}.title{{font-size:18px;font-weight:600}}{LIGHT}",
            f"@media(prefers-color-scheme:dark){{{DARK}}}</style>", '<rect class="page" width="900" height="100%"/>']
-    def text(x, y, words, kind=""): out.append(f'<text class="{kind}" x="{x:.1f}" y="{y}">{words}</text>')
-    text(20, 32, "A training step beside PyTorch, ms: forward, backward, optimizer", "title")
-    text(20, 54, caption, "muted")
+    def text(x, y, words, kind=""): out.append(f'<text class="{kind}" x="{x:.1f}" y="{y}">{html.escape(words)}</text>')
+    def bar(kind, shade, x, y, wide):
+        out.append(f'<rect class="{kind}" fill-opacity="{shade}" x="{x:.1f}" y="{y}" width="{wide:.1f}" height="17"/>')
+    text(20, 32, "A training step beside PyTorch: the time of its phases in ms", "title")
+    for n, line in enumerate(caption): text(20, 54 + 20 * n, line, "muted")
+    for side, (kind, name) in enumerate((("ours", "ours"), ("peer", "PyTorch"))):
+        for n, (phase, shade) in enumerate(phases):
+            bar(kind, shade, 20 + 155 * n, head - 66 + 22 * side, 17)
+            text(43 + 155 * n, head - 53 + 22 * side, f"{name}, {phase}")
     for n, row in enumerate(rows):
-        top = 80 + 56 * n
+        top = head - 10 + 56 * n
         text(20, top + 24, f"{row[0]} {row[1]}, {row[2]} tokens")
         for side, kind in enumerate(("ours", "peer")):
             fw, fwbw, step = row[3 + side], row[6 + side], row[9 + side]
             y, x = top + 20 * side, left
             if math.isnan(step): text(x, y + 13, "out of memory", "muted")
             else:
-                for ms, shade in ((fw, 1), (fwbw - fw, 0.7), (step - fwbw, 0.45)):
-                    bar = max(ms, 0) / longest * width
-                    out.append(f'<rect class="{kind}" fill-opacity="{shade}" x="{x:.1f}" y="{y}" width="{bar:.1f}" height="17"/>')
-                    x += bar
-                text(x + 8, y + 13, f"{step:.2f} " + (f"ours, {row[11]:.2f} of PyTorch's" if kind == "ours" else "PyTorch"))
+                for ms, (_, shade) in zip((fw, fwbw - fw, step - fwbw), phases):
+                    wide = max(ms, 0) / longest * width
+                    bar(kind, shade, x, y, wide)
+                    x += wide
+                ratio = "" if kind == "peer" or math.isnan(row[11]) else f", {row[11]:.2f} of PyTorch's"
+                text(x + 8, y + 13, f"{step:.2f} {'ours' if kind == 'ours' else 'PyTorch'}{ratio}")
     return "\n".join(out + ["</svg>\n"])
 
 def model_table():
