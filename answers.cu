@@ -267,6 +267,8 @@ Answers answers_of(const std::string& command, const Tables& tables) {
         {"memory_profiling", answer_memory_profiling},
         {"optimizer_state_sharding", answer_optimizer_state_sharding},
         {"optimizer_state_sharding_accounting", answer_optimizer_state_sharding_accounting},
+        {"fsdp", answer_fsdp},
+        {"fsdp_accounting", answer_fsdp_accounting},
         {"pytorch_attention", answer_pytorch_attention},
         {"torch_compile", answer_torch_compile},
         {"weighted_sum", answer_weighted_sum},

@@ -65,6 +65,8 @@ Answers answer_ddp_overlap_bucketed(const Tables& tables);
 Answers answer_ddp_bucketed_benchmarking(const Tables& tables);
 Answers answer_optimizer_state_sharding(const Tables& tables);
 Answers answer_optimizer_state_sharding_accounting(const Tables& tables);
+Answers answer_fsdp(const Tables& tables);
+Answers answer_fsdp_accounting(const Tables& tables);
 Answers answer_pytorch_attention(const Tables& tables);  // answers_attention.cu
 Answers answer_torch_compile(const Tables& tables);
 Answers answer_weighted_sum(const Tables& tables);

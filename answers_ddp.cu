@@ -575,3 +575,87 @@ Answers answer_optimizer_state_sharding_accounting(const Tables& tables) {
     answers.insert(answers.begin(), peaks(*memory, n));
     return answers;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// fsdp, fsdp_accounting
+
+Answers answer_fsdp(const Tables& tables) {
+    const Table* table = table_with(tables, {"fsdp: weights of FSDP"});
+    if (!table || table->rows.empty()) { return {}; }
+    TableRow worst = largest_of(rows_of(*table), "max diff");
+    std::string n = ranks(value_in(*table, "World size: ", ",")), wrong;
+    for (const TableRow& r : rows_of(*table)) {
+        if (r.text("Parameters") == "match") { continue; }
+        wrong += say("{}{}, {}, mode {}, checkpoint {}", wrong.empty() ? "" : "; ", r.text("Model"),
+                     r.text("precision"), r.text("mode"), r.text("checkpoint"));
+    }
+    if (!wrong.empty()) {
+        return {{"", say("The weights of FSDP with {} are not those of one process: {}.", n, wrong)}};
+    }
+    return {
+        {"", say("The weights of FSDP with {} match those of one process that sees the whole batch, in all {} rows, "
+                 "after each of {} steps; the largest difference is {} ({}, {}, mode {}). Fp32 rounds because the "
+                 "sum over the batch is taken in another order, 16-bit formats round more.",
+                 n, std::to_string(table->rows.size()), value_in(*table, "after each of ", " steps"),
+                 worst ? worst.text("max diff") : "unknown", worst.text("Model"), worst.text("precision"),
+                 worst.text("mode"))}};
+}
+
+static const char* const FSDP_WAYS[] = {"overlapped DDP", "sharded optimizer (ZeRO-1)", "FSDP"};
+static Answer saved_by_fsdp(const Table& table, double n) {
+    double psi = atof(value_in(table, "Psi = ", " parameters").c_str()), peaks[3];
+    double expected[3] = {16 * psi, (8 + 8 / n) * psi, 16 * psi / n};  // fp32 weights, gradients and two moments
+    std::vector<std::string> measured;
+    for (int way : {0, 1, 2}) {
+        TableRow r = row_of(table, {{"Way", FSDP_WAYS[way]}});
+        peaks[way] = r.number("peak");
+        std::string cell = r.text(std::isnan(peaks[way]) ? "parameters" : "peak");
+        measured.push_back(
+            say("{} {}{}", FSDP_WAYS[way], cell.empty() ? "nothing" : cell, std::isnan(peaks[way]) ? "" : " MiB"));
+    }
+    auto mib = [](double bytes) { return number(bytes / 1048576, "%.1f"); };
+    std::string text = say(
+        "Expected without activations and gathered units: 16 Psi = {} MiB with DDP, (8 + 8/N) Psi = {} with a sharded "
+        "optimizer and 16 Psi/N = {} with FSDP, so FSDP saves {} and {} MiB. Peaks: {}.",
+        mib(expected[0]), mib(expected[1]), mib(expected[2]), mib(expected[0] - expected[2]),
+        mib(expected[1] - expected[2]), list_of(measured));
+    TableRow fsdp = row_of(table, {{"Way", FSDP_WAYS[2]}});
+    if (!std::isnan(peaks[0] + peaks[1] + peaks[2])) {
+        auto against = [&](int way) {
+            double saved = peaks[way] - peaks[2];
+            return say("{} MiB {} than {}", number(std::fabs(saved), "%.1f"), saved >= 0 ? "less" : "more",
+                       FSDP_WAYS[way]);
+        };
+        text +=
+            say(" FSDP takes {} and {}; its buffers for whole units ({} MiB) and whole gradients are what the "
+                "formula leaves out.",
+                against(0), against(1), fsdp.text("weight copies, gathered units"));
+    }
+    return {"a", text + scaled_down(table)};
+}
+static Answer gathers_in_time(const Table* waits) {
+    TableRow all = waits ? row_of(*waits, {{"unit", "all"}}) : TableRow();
+    double gather = all.number("forward: gather (ms)"), wait = all.number("wait (ms)");
+    if (!(gather > 0) || std::isnan(wait)) { return {"b", "No gather was measured, so this run does not answer it."}; }
+    std::vector<TableRow> units;
+    for (const TableRow& r : rows_of(*waits)) {
+        if (r.text("unit") != "all" && r.text("unit") != "embedding") { units.push_back(r); }
+    }
+    TableRow slowest = largest_of(units, "wait (ms)");
+    double hidden = 100 * std::max(0.0, 1 - wait / gather);
+    return {"b",
+            say("In forward the gathers take {} ms in all, and the compute stream waits {} ms for them, so {} % are "
+                "hidden: they {} in time. The embedding's has nothing to hide under ({} ms); of the others the longest "
+                "wait is {} ms, for {}. In backward gathers take {} ms and waits {} ms.",
+                all.text("forward: gather (ms)"), all.text("wait (ms)"), number(hidden, "%.1f"),
+                hidden >= 90 ? "come" : "do not all come", row_of(*waits, {{"unit", "embedding"}}).text("wait (ms)"),
+                slowest.text("wait (ms)"), slowest.text("unit"), all.text("backward: gather (ms)"),
+                all.text("wait in backward (ms)"))};
+}
+Answers answer_fsdp_accounting(const Tables& tables) {
+    const Table* table = table_with(tables, {"fsdp_accounting (a)"});
+    if (!table) { return {}; }
+    std::string n = value_in(*table, "; ", " ranks");
+    if (n == "1") { return {{"", ONE_RANK}}; }
+    return {saved_by_fsdp(*table, atof(n.c_str())), gathers_in_time(table_with(tables, {"fsdp_accounting (b)"}))};
+}

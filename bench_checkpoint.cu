@@ -145,15 +145,15 @@ static Table size_table(const Plan& p, const ModelConfig& c) {
     RestoreContext restore;
     bool planned = context.device == META;
     std::string what = planned ? "predicted, every allocation counted, nothing computed" : "really run";
-    Table table{strprintf("gradient_checkpointing (b): %s; %s%s, %d blocks, batch %d, context length %d, vocabulary "
-                          "%d, precision %s, mode %s; peak of a training step, with AdamW's "
-                          "moments; time of forward and backward, %d warmup, %d step; %s",
-                          what.c_str(), c.name.c_str(), c.name == "2.7B" ? " (xl of 2026)" : "", c.num_layers,
-                          p.o.batch_size, p.o.context_length, c.vocab_size, name_of(context.precision),
-                          name_of(context.mode), p.o.warmup[0], p.o.steps, p.origin().c_str()),
-                {"blocks per checkpoint", "predicted peak MiB", "of it activations", "peak MiB", "difference %",
-                 "fwbw_mean_ms", "of none"},
-                {}};
+    Table table{
+        strprintf("gradient_checkpointing (b): %s; %s, %d blocks, batch %d, context length %d, vocabulary "
+                  "%d, precision %s, mode %s; peak of a training step, with AdamW's "
+                  "moments; time of forward and backward, %d warmup, %d step; %s",
+                  what.c_str(), c.name.c_str(), c.num_layers, p.o.batch_size, p.o.context_length, c.vocab_size,
+                  name_of(context.precision), name_of(context.mode), p.o.warmup[0], p.o.steps, p.origin().c_str()),
+        {"blocks per checkpoint", "predicted peak MiB", "of it activations", "peak MiB", "difference %", "fwbw_mean_ms",
+         "of none"},
+        {}};
     Model model;
     double none_ms = 0;
     for (int k : {(int)CHECKPOINT_HALF, 1, 2, 4, 8, 0}) {

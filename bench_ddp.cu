@@ -405,7 +405,7 @@ int cmd_ddp_overlap_bucketed(const Options& o) {
 // Hidden share = communication time under backward / communication time.
 
 // One model, in one precision and mode.
-static Plan plan_of(const Options& o, const Communicator& c) {
+Plan plan_of(const Options& o, const Communicator& c) {
     Plan p{o};
     bool cpu = context.device == CPU, slow = cpu || c.backend == "gloo";  // through the host: 8 GB per step at size xl
     if (slow || o.quick) {
@@ -426,8 +426,8 @@ static Plan plan_of(const Options& o, const Communicator& c) {
     context.precision = p.precisions[0], context.mode = p.modes[0];
     return p;
 }
-static DType reduced_as(const Options& o) { return o.reduce_dtype == "bf16" ? BF16 : F32; }  // gradients
-static std::string caption_of(const Plan& p, const Communicator& c, const char* command) {
+DType reduced_as(const Options& o) { return o.reduce_dtype == "bf16" ? BF16 : F32; }
+std::string caption_of(const Plan& p, const Communicator& c, const char* command) {
     const ModelConfig& m = p.configs[0];
     std::string devices = context.device == CUDA
                               ? strprintf("%d x %s", std::min(c.world, cuda_devices()), device_description().c_str())
@@ -673,6 +673,16 @@ static Table bucket_model(const Communicator& c, const std::vector<Variant>& var
     return table;
 }
 
+bool fits_everywhere(const Communicator& c, size_t bytes) {
+    int gpus = std::max(1, cuda_devices());
+    size_t sharing = context.device == CUDA ? (c.local_world + gpus - 1) / gpus : c.local_world;
+    std::string somewhere;
+    for (const std::string& no : gather_text(c, bytes * sharing > available_memory(context.device) ? "x" : "")) {
+        somewhere += no;
+    }
+    return somewhere.empty();
+}
+
 // True: a step would not fit on one of the ranks. The table then says so, and what the step would have taken.
 static bool too_large(const Communicator& c, const Plan& p, const Table& without_rows,
                       const std::vector<std::string>& labels, const std::string& format, bool split) {
@@ -683,12 +693,7 @@ static bool too_large(const Communicator& c, const Plan& p, const Table& without
         LossScaler scaler;
         run_phase(STEP, model, random_batch(p.o.batch_size, p.o.context_length, p.configs[0].vocab_size, 0), scaler);
     });
-    size_t available = available_memory(context.device);
-    int gpus = std::max(1, cuda_devices());
-    size_t sharing = context.device == CUDA ? (c.local_world + gpus - 1) / gpus : c.local_world;
-    std::string somewhere;
-    for (const std::string& no : gather_text(c, needs * sharing > available ? "x" : "")) { somewhere += no; }
-    if (somewhere.empty()) { return false; }
+    if (fits_everywhere(c, needs)) { return false; }
     Table table = without_rows;
     for (const std::string& label : labels) {
         table.rows.push_back(std::vector<std::string>(table.columns.size()));

@@ -161,3 +161,169 @@ int cmd_fsdp(const Options& o) {
         if (!ok) { fail("FSDP does not give the weights of single-process training"); }
     });
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// fsdp_accounting: (a) what a rank holds at its peak, and what a step takes, with plain data parallel training, with
+// the optimizer sharded, and with FSDP; (b) how long each unit's gather took, and how long the compute stream waited.
+
+enum Way { PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED };
+static const char* const way_names[] = {"overlapped DDP", "sharded optimizer (ZeRO-1)", "FSDP"};
+
+struct Trainer {  // one way, with all that it holds
+    Model model;
+    std::unique_ptr<DataParallel> d;
+    Optimizer optimizer;
+    std::unique_ptr<Fsdp> f;
+    LossScaler scaler;
+};
+static std::unique_ptr<Trainer> make_trainer(Way way, const Communicator& c, const Plan& p) {
+    auto made = std::make_unique<Trainer>();
+    Trainer& t = *made;
+    const ModelConfig& config = p.configs[0];
+    DType reduced = reduced_as(p.o);
+    if (way == FULLY_SHARDED) {
+        t.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype(), reduced);
+        t.model = sharded_model(config, *t.f);
+        visit_whole(*t.f, t.f->shard.weights, true,
+                    [&](const Parameter& q, const Tensor& w) { init_weight(w, q.name, p.o.seed); });
+        return made;
+    }
+    bool plain = way == PLAIN_DDP;
+    t.model = make_model(config);
+    init_weights(t.model, p.o.seed);
+    if (plain) { choose_form(t.model); }
+    make_gradients(t.model, reduced);
+    if (plain) { make_optimizer_state(t.model); }
+    t.d = data_parallel(c, plain ? OVERLAPPED : NO_SYNC, 0, t.model.weights, t.model.gradients, t.model.parameters,
+                        t.model.slots);
+    t.optimizer = {c, ZERO1, {}};
+    if (!plain) { add_parameter_group(t.optimizer, {t.model.weights, t.model.gradients}); }
+    return made;
+}
+static void train_step(Trainer& t, const Batch& batch) {
+    if (t.f) {
+        begin_step(*t.f);
+        forward_backward(t.model, batch, 1);
+        finish_backward(*t.f);
+        optimizer_step(*t.f, t.scaler, 0);
+        return;
+    }
+    begin_step(*t.d);
+    forward_backward(t.model, batch, 1);
+    finish_gradient_synchronization(*t.d);
+    t.optimizer.groups.empty() ? (void)optimizer_step(t.model, AdamW(), t.scaler, 0) : optimizer_step(t.optimizer);
+}
+static Batch batch_of(const Plan& p, int rank) {
+    return random_batch(p.o.batch_size, p.o.context_length, p.configs[0].vocab_size, p.o.seed + 1 + rank);
+}
+
+struct UnitTimes {                                // ms, of the mean step
+    double gather[2] = {0, 0}, wait[2] = {0, 0};  // forward, backward
+};
+static void add_times(std::vector<UnitTimes>& units, const Fsdp& f, int steps) {
+    std::set<const Work*> seen;
+    for (size_t k = 0; k < f.waits.size(); k++) {
+        const FsdpWait& w = f.waits[k];
+        UnitTimes& u = units[w.unit];
+        int pass = k >= units.size();  // forward asks for each unit once
+        u.wait[pass] += ms_of(w.got, w.asked) / steps;
+        if (seen.insert(w.gather.get()).second) { u.gather[pass] += ms_of(w.gather->end, w.gather->begin) / steps; }
+    }
+}
+static std::string unit_name(int unit, size_t units) {
+    return unit == 0 ? "embedding" : unit + 1 == (int)units ? "lm_head" : strprintf("layer %d", unit - 1);
+}
+static Table waits_table(const std::vector<UnitTimes>& units) {
+    Table table{
+        "fsdp_accounting (b): each unit's all-gather, and how long the compute stream waited for it; rank 0, mean of "
+        "all steps",
+        {"unit", "forward: gather (ms)", "wait (ms)", "backward: gather (ms)", "wait in backward (ms)"},
+        {}};
+    UnitTimes all;
+    auto row = [&](const std::string& name, const UnitTimes& u) {
+        table.rows.push_back({name});
+        for (int pass : {0, 1}) {
+            table.rows.back().push_back(strprintf("%.3f", u.gather[pass]));
+            table.rows.back().push_back(strprintf("%.3f", u.wait[pass]));
+            all.gather[pass] += u.gather[pass], all.wait[pass] += u.wait[pass];
+        }
+    };
+    for (size_t i = 0; i < units.size(); i++) { row(unit_name((int)i, units.size()), units[i]); }
+    row("all", UnitTimes(all));
+    return table;
+}
+
+static void memory_row(Table& table, Way way, const Plan& p, const Communicator& c, std::vector<UnitTimes>* units) {
+    Communicator planned;
+    planned.world = c.world;
+    size_t predicted = planned_peak([&] {
+        auto t = make_trainer(way, planned, p);
+        for (int i = 0; i < 2; i++) { train_step(*t, batch_of(p, 0)); }
+    });
+    if (!fits_everywhere(c, predicted)) {
+        table.rows.push_back({way_names[way], strprintf("OOM (%.1f GiB a rank)", predicted / 1073741824.0)});
+        table.rows.back().resize(table.columns.size());
+        return;
+    }
+    reset_peak(context.device);
+    auto t = make_trainer(way, c, p);
+    Batch batch = batch_of(p, c.rank);
+    units->resize(t->f ? t->f->units.size() : 0);
+    std::vector<double> times;
+    for (int i = 0; i < p.o.warmup[0] + p.o.steps; i++) {
+        barrier(c);
+        double start = now_ms();
+        train_step(*t, batch);
+        synchronize();
+        if (c.rank == 0) { progress("%s: %d of %d", way_names[way], i + 1, p.o.warmup[0] + p.o.steps); }
+        if (i < p.o.warmup[0]) { continue; }
+        times.push_back(now_ms() - start);
+        if (t->f) { add_times(*units, *t->f, p.o.steps); }
+    }
+    double n = c.world, sent = 0;  // bytes; in a ring each rank sends (N-1)/N of a gather's or reduce-scatter's
+    if (t->f) {
+        std::set<const Work*> gathers;
+        for (const FsdpWait& w : t->f->waits) {
+            if (gathers.insert(w.gather.get()).second) { sent += (double)w.gather->bytes; }
+        }
+        for (const FsdpUnit& u : t->f->units) { sent += (double)u.gradients.size() * size_of(u.gradients.dtype); }
+    } else {
+        sent = (double)t->model.gradients.size() * size_of(t->model.gradients.dtype);
+        sent += way == PLAIN_DDP ? sent : (double)t->model.weights.size() * size_of(F32);
+    }
+    const MemoryUse& use = memory_use(context.device);
+    size_t known[] = {use.peak_by[PARAMETERS], use.peak_by[WEIGHT_COPIES], use.peak_by[GRADIENTS],
+                      use.peak_by[OPTIMIZER]};
+    size_t rest = use.peak;
+    std::vector<std::string> row = {way_names[way]};
+    auto mib = [](size_t bytes) { return strprintf("%.1f", bytes / 1048576.0); };
+    for (size_t bytes : known) { row.push_back(mib(bytes)), rest -= bytes; }
+    Stats step = stats_of(times);
+    for (const std::string& cell :
+         {mib(rest), mib(use.peak), mib(predicted), strprintf("%+.2f", 100 * ((double)use.peak / predicted - 1)),
+          strprintf("%.2f", step.mean), strprintf("%.2f", step.std), strprintf("%.1f", sent * (n - 1) / n / 1e6)}) {
+        row.push_back(cell);
+    }
+    table.rows.push_back(row);
+}
+
+int cmd_fsdp_accounting(const Options& o) {
+    if (o.precision[0] == "fp16") {
+        usage_error("--precision: got fp16, which needs loss scaling; takes fp32, tf32 or bf16 here");
+    }
+    return run_ranks(o, [&](const Communicator& c) {
+        Plan p = plan_of(o, c);
+        double psi = 0;
+        for (const Parameter& q : lay_out_model(p.configs[0]).parameters) { psi += (double)count(q.shape); }
+        Table memory{
+            caption_of(p, c, "fsdp_accounting (a)") + strprintf("; peak of rank 0, MiB; Psi = %.0f parameters", psi),
+            {"Way", "parameters", "weight copies, gathered units", "gradients", "optimizer state",
+             "activations and the rest", "peak", "predicted", "difference (%)", "step (ms)", "std", "MB sent per step"},
+            {}};
+        std::vector<UnitTimes> units;
+        for (Way way : {PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED}) { memory_row(memory, way, p, c, &units); }
+        if (c.rank != 0) { return; }
+        print(memory, o.format);
+        if (!units.empty()) { print(waits_table(units), o.format); }
+    });
+}

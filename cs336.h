@@ -1230,6 +1230,12 @@ struct Plan {
     std::string origin() const;  // the end of a caption: the device, the commit, and what was scaled down
 };
 
+// bench_ddp.cu, for what several ranks run: one model, precision and mode.
+Plan plan_of(const Options& o, const Communicator& c);
+std::string caption_of(const Plan& p, const Communicator& c, const char* command);
+DType reduced_as(const Options& o);                         // gradients, by --reduce_dtype
+bool fits_everywhere(const Communicator& c, size_t bytes);  // that each rank needs
+
 struct Attempt {  // a run that may not fit into memory
     bool ran = false;
     size_t needs = 0;  // bytes at its peak, predicted
@@ -1269,7 +1275,8 @@ int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o);
 int cmd_ddp_bucketed_benchmarking(const Options& o);
 int cmd_optimizer_state_sharding(const Options& o);
 int cmd_optimizer_state_sharding_accounting(const Options& o);
-int cmd_fsdp(const Options& o);                       // bench_fsdp.cu
+int cmd_fsdp(const Options& o);  // bench_fsdp.cu
+int cmd_fsdp_accounting(const Options& o);
 int cmd_communication_accounting(const Options& o);   // accounting.cu
 int cmd_alternate_ring_all_reduce(const Options& o);  // calcs.cu
 int cmd_data_parallel_calcs(const Options& o);

@@ -117,6 +117,8 @@ static const Command COMMANDS[] = {
      cmd_optimizer_state_sharding_accounting, "edition " + DDP_TIMED},
     {"fsdp", "|7", 15, 2, "the weights sharded, too", "ddp.cu", cmd_fsdp, "device seed " + RANKS + "format quick",
      true},
+    {"fsdp_accounting", "|7", 5, 2, "its memory, and whether its gathers come in time", "bench_fsdp.cu",
+     cmd_fsdp_accounting, "edition=2026 " + DDP_TIMED + "reduce_dtype"},
     {"alternate_ring_all_reduce", "|8.1", 1, 0, "all-reduce that sends whole tensors around a ring", "calcs.cu",
      cmd_alternate_ring_all_reduce, "tensor_mb devices bandwidth_gb=450 format quick"},
     {"data_parallel_calcs", "|8.2", 3, 0, "how many devices data parallelism can use", "calcs.cu",

@@ -630,6 +630,7 @@ WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction) 
 }
 
 WorkPtr broadcast(const Communicator& c, const Tensor& t, int root) {
+    if (t.device() == META) { return nullptr; }
     Links& l = *c.links;
     WorkPtr work = new_work(c, "broadcast", bytes_of(t));
 #ifdef WITH_NCCL

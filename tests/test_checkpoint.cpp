@@ -117,7 +117,7 @@ TEST_CASE("gradient_checkpointing (b): the handout's size is predicted anywhere;
     begin_on(CPU);
     Tables all = tables_of({"--device", "cpu", "--blocks", "1"});
     const Table* xl =
-        table_with(all, {"(b): predicted, ", "2.7B (xl of 2026), 32 blocks, batch 4, context length 2048"});
+        table_with(all, {"(b): predicted, ", "xl (2026), 32 blocks, batch 4, context length 2048"});
     REQUIRE(xl);
     REQUIRE(xl->rows.size() == 6);
     const std::pair<const char*, const char*> peaks[] = {{"half", "62618.8"}, {"1", "62618.8"},  {"2", "68720.9"},
@@ -218,7 +218,7 @@ TEST_CASE("gradient_checkpointing: answers from other numbers") {
         said(gpu, "b"),
         {"The best checkpoint is 2 blocks: a step's peak is 62000.1 MiB; it is 62651.0 with one block, 62651.0 with 4 "
          "blocks and OOM (245.9 GiB) without checkpoints.",
-         "Measured with 2.7B (xl of 2026), a checkpoint of 2 blocks takes 62000.1 MiB, and 4000.00 ms",
+         "Measured with xl (2026), a checkpoint of 2 blocks takes 62000.1 MiB, and 4000.00 ms",
          "so the price is known in FLOPs only", "at most 0.05 % off."});
 }
 // Whatever a table lacks: rows, columns, numbers, or itself. No crash, and no hole in a sentence.

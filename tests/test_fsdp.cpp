@@ -1,4 +1,5 @@
 // test_fsdp.cpp: FSDP's weights, how often it gathers, and what it holds.
+#include "answers.h"
 #include "test.h"
 
 static void check_fsdp(const std::vector<std::string>& more) {
@@ -9,6 +10,7 @@ static void check_fsdp(const std::vector<std::string>& more) {
     CHECK(r.exit_code == 0);
     CHECK(has(r.out, "match"));
     CHECK(!has(r.out, "DIFFER"));
+    CHECK(has(r.out, "match those of one process that sees the whole batch, in all 14 rows"));
 }
 TEST_CASE("fsdp: weights equal those of single-process training, 1 to 3 ranks") {
     if (lacks("gloo", CPU, 3)) { return; }
@@ -17,6 +19,40 @@ TEST_CASE("fsdp: weights equal those of single-process training, 1 to 3 ranks") 
 TEST_CASE("fsdp: the same on GPUs") {
     if (lacks("nccl", CUDA, 2)) { return; }
     for (const char* n : {"1", "2"}) { check_fsdp({"--device", "cuda", "--backend", "nccl", "--nproc", n}); }
+}
+
+static Run accounting(const std::vector<std::string>& more) {
+    std::vector<std::string> words = {"fsdp_accounting", "--quick", "--device",     "cpu", "--d_model",   "64",
+                                      "--d_ff",          "128",     "--num_layers", "4",   "--num_heads", "2",
+                                      "--vocab_size",    "200"};
+    words.insert(words.end(), more.begin(), more.end());
+    return run_cs336(words);
+}
+TEST_CASE("fsdp_accounting: memory as predicted, and a wait for each unit") {
+    if (lacks("gloo", CPU, 3)) { return; }
+    for (const char* n : {"2", "3"}) {
+        for (const char* checkpoint : {"0", "1"}) {
+            Run r = accounting({"--nproc", n, "--checkpoint", checkpoint});
+            INFO(n << " ranks, checkpoint " << checkpoint << "\n" << r.out << r.err);
+            REQUIRE(r.exit_code == 0);
+            Tables tables = tables_in(r.out);
+            REQUIRE(tables.size() == 2);
+            std::vector<TableRow> ways = rows_of(tables[0]);
+            REQUIRE(ways.size() == 3);
+            for (const TableRow& way : ways) { CHECK(std::fabs(way.number("difference (%)")) < 3); }
+            CHECK(ways[2].number("optimizer state") < ways[0].number("optimizer state") / atof(n) + 0.2);
+            CHECK(tables[1].rows.size() == 7);  // embedding, 4 blocks, head, all
+            CHECK(row_of(tables[1], {{"unit", "all"}}).number("forward: gather (ms)") > 0);
+            CHECK(has(r.out, "**(a)** Expected without activations"));
+            CHECK(has(r.out, "**(b)** In forward the gathers take "));
+        }
+    }
+    Run one = accounting({"--nproc", "1"});
+    CHECK(one.exit_code == 0);
+    CHECK(has(one.out, "One rank has no other"));
+    CHECK(accounting({"--precision", "fp16"}).exit_code == 2);
+    CHECK(accounting({"--reduce_dtype", "bf16"}).exit_code == 2);  // with --precision bf16 only
+    CHECK(accounting({"--reduce_dtype", "bf16", "--precision", "bf16", "--mode", "fused"}).exit_code == 0);
 }
 
 static const ModelConfig small = {"small", 32, 48, 4, 2, 50};
@@ -155,4 +191,44 @@ static void check_missing(const Communicator& c) {
 TEST_CASE("fsdp: a weight that one rank's loss does not depend on") {
     if (lacks("gloo", CPU, 2)) { return; }
     in_ranks("fsdp: a weight that one rank's loss does not depend on", 2, CPU, check_missing);
+}
+
+// The answers, from the tables that a CPU run gave, and from the same with other numbers.
+static Answers answers_to(const char* command, const std::map<std::string, std::string>& changes) {
+    std::string text = read_file(std::string("tests/fixtures/answers/") + command + ".md");
+    for (const auto& [from, to] : changes) {
+        REQUIRE_MESSAGE(has(text, from), from);
+        text.replace(text.find(from), from.size(), to);
+    }
+    return answers_of(command, tables_in(text));
+}
+static std::string said(const Answers& answers, const std::string& part) {
+    for (const Answer& a : answers) {
+        if (a.part == part) { return a.text; }
+    }
+    return "";
+}
+TEST_CASE("answers: fsdp") {
+    std::string text = said(answers_to("fsdp", {}), "");
+    CHECK(has(text,
+              "The weights of FSDP with 2 ranks match those of one process that sees the whole batch, in all 14 "
+              "rows, after each of 3 steps; the largest difference is "));
+    CHECK(has(said(answers_to("fsdp", {{"| match ", "| DIFFER "}}), ""),
+              "The weights of FSDP with 2 ranks are not those of one process: the public test's, fp32, mode fused"));
+}
+TEST_CASE("answers: fsdp_accounting") {
+    const char* command = "fsdp_accounting";
+    Answers answers = answers_to(command, {});
+    CHECK(has(said(answers, "a"),
+              "16 Psi = 540.4 MiB with DDP, (8 + 8/N) Psi = 405.3 with a sharded optimizer and 16 "
+              "Psi/N = 270.2 with FSDP, so FSDP saves 270.2 and 135.1 MiB."));
+    CHECK(has(said(answers, "a"), "FSDP takes 259.5 MiB less than overlapped DDP and 124.4 MiB less than sharded"));
+    CHECK(has(said(answers, "b"), "so 81.7 % are hidden: they do not all come in time."));
+    CHECK(has(said(answers, "b"), "the longest wait is 20.897 ms, for layer 0."));
+    CHECK(has(said(answers_to(command, {{" 59.498 |", " 9.498 |"}}), "b"), "so 97.1 % are hidden: they come in time."));
+    CHECK(
+        has(said(answers_to(command, {{"| 423.6 |", "| 583.6 |"}}), "a"), "and 35.6 MiB more than sharded optimizer"));
+    CHECK(has(said(answers_to(command, {{"|       67.6 ", "| OOM (1.0 GiB a rank) "}, {"| 423.6 |", "|  |"}}), "a"),
+              "and FSDP OOM (1.0 GiB a rank)."));
+    CHECK(has(said(answers_to(command, {{"324.466", "-"}}), "b"), "No gather was measured"));
 }

@@ -407,5 +407,5 @@ TEST_CASE("reproduce: the committed pages have a block for every problem, and th
         CHECK((has(read_file(page), begin + " ") || has(read_file(page), begin + ";")));
         problems++;
     }
-    CHECK(problems == 29);
+    CHECK(problems == 31);
 }
