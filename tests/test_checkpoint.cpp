@@ -116,8 +116,7 @@ TEST_CASE_TEMPLATE("gradient_checkpointing (b): what is predicted is what happen
 TEST_CASE("gradient_checkpointing (b): the handout's size is predicted anywhere; what does not fit is a row") {
     begin_on(CPU);
     Tables all = tables_of({"--device", "cpu", "--blocks", "1"});
-    const Table* xl =
-        table_with(all, {"(b): predicted, ", "xl (2026), 32 blocks, batch 4, context length 2048"});
+    const Table* xl = table_with(all, {"(b): predicted, ", "xl (2026), 32 blocks, batch 4, context length 2048"});
     REQUIRE(xl);
     REQUIRE(xl->rows.size() == 6);
     const std::pair<const char*, const char*> peaks[] = {{"half", "62618.8"}, {"1", "62618.8"},  {"2", "68720.9"},
