@@ -22,7 +22,7 @@
 //   bench_ddp.cu, bench_fsdp.cu    the experiments with several ranks
 //   accounting.cu   section 2.4: arithmetic alone
 //   calcs.cu        the 2026 handout's section 8: arithmetic alone
-//   reproduce.cu    `reproduce`: the tables of notes/, measured again
+//   reproduce.cu    `reproduce`: the tables of notes/, measured again; writeup.cu: all of it in one file
 // Each .cu is compiled by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
 //
 // Letters, here and in every file:
@@ -1198,6 +1198,7 @@ struct Options {
     std::vector<double> sizes_mb, bucket_size_mb;
     std::vector<std::string> only;  // of reproduce: problems; empty: all
     bool fresh = false;
+    std::string writeup;
     // communication_accounting
     double gpu_gb = 0, tpu_gb = 0, bandwidth_gb = 0, tflops = 0;  // bytes and FLOP by powers of ten, per second
     int tokens = 0, fsdp = 0, tp = 0, links_fsdp = 0, links_tp = 0;
@@ -1290,6 +1291,7 @@ int cmd_fsdp_tp_calcs(const Options& o);
 struct Invocation {           // a command line that has been read and checked
     std::string id, section;  // of the command
     int gpus;                 // see main.cu's Command
+    std::string takes;        // the keys of the command's options
     Options options;
 };
 using CommandParser = std::function<Invocation(const std::vector<std::string>& words)>;  // main.cu's; throws Failure

@@ -142,7 +142,7 @@ static const Command COMMANDS[] = {
     {"attention", "", 0, 0, "your q, k, v in, our output and gradients out", "bench_attention.cu", cmd_attention,
      "inputs! attention_out! causal impl deterministic device"},
     {"reproduce", "", 0, 1, "all of it, into notes/", "reproduce.cu", cmd_reproduce,
-     "only pages_folder fresh format quick"},
+     "only pages_folder writeup fresh format quick"},
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -291,15 +291,17 @@ static bool can_write_in(const std::string& folder) {
 }
 
 // A file that a run writes at its end is tried before the run starts.
-static Reader output(std::string Options::*field, const std::string& ending = "") {
+static Reader output(std::string Options::*field, const std::vector<std::string>& endings = {""}) {
     auto fits = [=](const std::string& text) {
-        size_t name = text.size() - std::min(text.size(), ending.size());
+        bool named = std::any_of(endings.begin(), endings.end(), [&](const std::string& ending) {
+            size_t name = text.size() - std::min(text.size(), ending.size());
+            return name > 0 && text.compare(name, ending.size(), ending) == 0;
+        });
         struct stat status;
         bool regular = stat(text.c_str(), &status) != 0 || S_ISREG(status.st_mode);  // or it is not there
-        return name > 0 && text.compare(name, ending.size(), ending) == 0 && text.back() != '/' && regular &&
-               can_write_in(folder_of(real_name(text)));
+        return named && text.back() != '/' && regular && can_write_in(folder_of(real_name(text)));
     };
-    std::string takes = "a file name" + (ending.empty() ? "" : " that ends in " + ending);
+    std::string takes = "a file name" + (endings[0].empty() ? "" : " that ends in " + join(endings, " or "));
     return one(field, takes + ", of a new or regular file in a folder that can be written to", text_that(fits));
 }
 static Reader folder(std::string Options::*field) {
@@ -384,10 +386,13 @@ static const std::vector<Option>& option_table() {
         {"out_folder", "out", folder(&Options::out), "where timelines (SVG) and snapshots (pickle) go"},
         {"pages_folder", "out", folder(&Options::out), "where the pages go, instead of notes/"},
         {"only", "only", items(&Options::only, "nsys_profile,naive_ddp"), "problems to run; any unambiguous beginning"},
-        {"plot", "plot", output(&Options::plot, ".svg"), "draw the table as SVG, too"},
-        {"plot_bits", "plot", output(&Options::plot, ".svg"), "draw 1000 + 0.01 bit by bit, in each format"},
-        {"plot_step", "plot", output(&Options::plot, ".svg"), "draw what ran when in a step of each way, of all ranks"},
-        {"trace", "trace", output(&Options::trace, ".json"), "write what ran when, for Perfetto or chrome://tracing"},
+        {"writeup", "writeup", output(&Options::writeup, {".html", ".md"}),
+         "write what you hand in: questions, this run's answers, tables and pictures"},
+        {"plot", "plot", output(&Options::plot, {".svg"}), "draw the table as SVG, too"},
+        {"plot_bits", "plot", output(&Options::plot, {".svg"}), "draw 1000 + 0.01 bit by bit, in each format"},
+        {"plot_step", "plot", output(&Options::plot, {".svg"}),
+         "draw what ran when in a step of each way, of all ranks"},
+        {"trace", "trace", output(&Options::trace, {".json"}), "write what ran when, for Perfetto or chrome://tracing"},
         {"ranges", "range", items(&Options::range, "forward,step/backward/layer/attention"),
          "kernel summaries of these parts of the run"},
         {"checkpoint", "checkpoint", checkpointing(),
@@ -613,7 +618,8 @@ static std::string parse_options(const Command& command, const std::vector<std::
     }
     const NamedFiles inputs = {
         {"data", o.data}, {"weights", o.weights}, {"batch", o.batch}, {"inputs", o.inputs}, {"load", o.load}};
-    const NamedFiles outputs = {{"out", o.out}, {"save", o.save}, {"plot", o.plot}, {"trace", o.trace}};
+    const NamedFiles outputs = {
+        {"out", o.out}, {"save", o.save}, {"plot", o.plot}, {"trace", o.trace}, {"writeup", o.writeup}};
     for (const auto& in : inputs) {
         for (const auto& out : outputs) {
             bool goes_on = strcmp(in.first, "load") == 0 && strcmp(out.first, "save") == 0;
@@ -666,7 +672,7 @@ static int run_command(const Command& command, const std::vector<std::string>& w
 static int cmd_reproduce(const Options& o) {
     return reproduce(o, [](const std::vector<std::string>& words) {
         const Command& command = find_command(words[0]);
-        Invocation invocation{command.id, section_of(command), command.gpus, {}};
+        Invocation invocation{command.id, section_of(command), command.gpus, command.options, {}};
         if (!parse_options(command, words, invocation.options).empty()) { usage_error("--help: measures nothing"); }
         return invocation;
     });

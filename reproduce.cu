@@ -8,12 +8,15 @@
 //   <!-- answers: ./cs336 COMMAND OPTIONS -->
 // begins a block for the answers that follow from the tables of this page's blocks whose command lines begin like this.
 #include "answers.h"
+#include "writeup.h"
 
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
+#include <regex>
 #include <sstream>
 
 #include <nlohmann/json.hpp>
@@ -155,7 +158,9 @@ struct Experiment {
     std::string id, section;
     std::string cannot, failed, scaled_down;  // "", or why; scaled_down: or what was
     std::string output;
-    double seconds = -1;  // < 0: has not run
+    std::string picture_option;  // with --writeup: the option that draws, or ""
+    Words pictures{};            // SVG
+    double seconds = -1;         // < 0: has not run
     std::string line() const { return join(words, " "); }
 };
 
@@ -177,9 +182,10 @@ static Words scaled_down(const Words& words, bool quick) {
     return fewer;
 }
 
-static Experiment experiment_of(const Words& words, bool quick, const CommandParser& parse) {
+static Experiment experiment_of(const Words& words, const Options& how, const CommandParser& parse) {
     Invocation asked = parse(words);
     const Options& o = asked.options;
+    bool quick = how.quick;
     if (!o.out.empty() || !o.plot.empty() || !o.trace.empty() || !o.save.empty() || asked.id == "reproduce") {
         usage_error("a block's command writes no files");
     }
@@ -188,6 +194,9 @@ static Experiment experiment_of(const Words& words, bool quick, const CommandPar
     int needs = o.device == "cpu" ? 0 : ranks ? (gloo ? 1 : n) : asked.gpus;
     Experiment e;
     e.id = asked.id, e.section = asked.section;
+    if (!how.writeup.empty()) {
+        e.picture_option = has(asked.takes, " plot") ? "--plot" : has(asked.takes, " out_folder") ? "--out" : "";
+    }
     if (needs > gpus) {
         std::string why = needs > 1 ? strprintf("needs %d GPUs", needs) : "needs a GPU";
         // Two ranks run anywhere, over Gloo; more of them show nothing new there.
@@ -212,14 +221,14 @@ struct Agenda {
     std::vector<std::vector<int>> index;  // page, block -> experiment; -1: left out by --only
 };
 // Reads all pages and checks all their command lines.
-static Agenda make_agenda(bool in_place, bool quick, const CommandParser& parse) {
+static Agenda make_agenda(bool in_place, const Options& how, const CommandParser& parse) {
     Agenda agenda;
     agenda.pages = read_pages(in_place);
     for (const Page& page : agenda.pages) {
         agenda.index.emplace_back();
         for (const Block& block : page.blocks) {
             try {
-                Experiment e = experiment_of(block.words, quick, parse);
+                Experiment e = experiment_of(block.words, how, parse);
                 if (block.answers) {
                     agenda.index.back().push_back(-1);
                     continue;
@@ -270,7 +279,11 @@ struct State {
 static State read_state(const std::string& path, const std::string& machine, bool fresh) {
     using nlohmann::json;
     State s{path,
-            {{"machine", machine}, {"commit", this_build()}, {"seconds", json::object()}, {"outputs", json::object()}}};
+            {{"machine", machine},
+             {"commit", this_build()},
+             {"seconds", json::object()},
+             {"outputs", json::object()},
+             {"pictures", json::object()}}};
     std::string text;
     if (!read_file(path, &text)) { return s; }
     const json found = json::parse(text, nullptr, false);
@@ -283,7 +296,7 @@ static State read_state(const std::string& path, const std::string& machine, boo
     auto same = [&](const char* key) { return found.is_object() && found.contains(key) && found[key] == s.json[key]; };
     if (!same("machine")) { return s; }
     take("seconds", &json::is_number);
-    if (!fresh && same("commit")) { take("outputs", &json::is_string); }
+    if (!fresh && same("commit")) { take("outputs", &json::is_string), take("pictures", &json::is_array); }
     return s;
 }
 static void write_state(const State& s) {
@@ -295,6 +308,13 @@ static int take_outputs(const State& s, std::vector<Experiment>& all) {
     for (Experiment& e : all) {
         auto found = s.json["outputs"].find(e.line());
         if (found == s.json["outputs"].end()) { continue; }
+        auto drawn = s.json["pictures"].find(e.line());
+        if (!e.picture_option.empty()) {  // a run without --writeup has drawn nothing
+            if (drawn == s.json["pictures"].end()) { continue; }
+            for (const auto& svg : *drawn) {
+                if (svg.is_string()) { e.pictures.push_back(svg); }
+            }
+        }
         e.output = *found, e.seconds = std::max(known_seconds(s, e), 0.0);
         taken++;
     }
@@ -343,6 +363,49 @@ static std::string scaled_down_in(const std::string& output) {
     return output.substr(at, output.find_first_of(";\n", at) - at);
 }
 
+// The pictures in a folder. memory_profiling draws every setting: one of each phase will do, fp32 rather than bf16.
+static Words pictures_in(const std::string& folder) {
+    std::vector<std::pair<bool, std::string>> names;
+    for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+        std::string name = entry.path().filename();
+        if (ends(name, ".svg")) { names.emplace_back(has(name, "_bf16"), name); }
+    }
+    std::sort(names.begin(), names.end());
+    std::map<std::string, std::string> pictures;  // by what their names begin with: timeline_forward, timeline_step
+    for (const auto& [is_bf16, name] : names) {
+        std::string kind = name.substr(0, name.find_first_of("_.", sizeof "timeline_")), svg;
+        if (pictures.count(kind) == 0 && read_file(folder + "/" + name, &svg)) { pictures[kind] = svg; }
+    }
+    Words all;
+    for (const auto& [kind, svg] : pictures) { all.push_back(svg); }
+    return all;
+}
+
+// With its pictures; without them where it has nothing to draw.
+static std::string run_drawing(Experiment& e, const std::string& folder, const std::function<void()>& watch) {
+    if (e.picture_option.empty()) { return run_ourselves(e.words, watch); }
+    struct Scratch {
+        std::string path;
+        explicit Scratch(const std::string& at) : path(at) { clear(), mkdir(path.c_str(), 0777); }
+        ~Scratch() { clear(); }
+        void clear() {
+            std::error_code ignored;
+            std::filesystem::remove_all(path, ignored);
+        }
+    } scratch(folder);
+    Words words = e.words;
+    words.insert(words.end(), {e.picture_option, folder + (e.picture_option == "--plot" ? "/plot.svg" : "")});
+    try {
+        std::string output = run_ourselves(words, watch);
+        e.pictures = pictures_in(folder);
+        return output;
+    } catch (const Failure& failure) {
+        if (interrupted) { throw; }
+        note("%s; once more, without a picture", failure.what());
+    }
+    return run_ourselves(e.words, watch);
+}
+
 static void run(std::vector<Experiment>& all, size_t now, State& state) {
     Experiment& e = all[now];
     double start = now_ms();
@@ -355,7 +418,7 @@ static void run(std::vector<Experiment>& all, size_t now, State& state) {
                  time_left(all, now, elapsed(), state).c_str(), e.line().c_str());
     };
     try {
-        e.output = run_ourselves(e.words, watch);
+        e.output = run_drawing(e, state.path + ".pictures", watch);
     } catch (const Failure& failure) {
         if (interrupted) { return; }
         e.failed = failure.what();
@@ -365,6 +428,7 @@ static void run(std::vector<Experiment>& all, size_t now, State& state) {
     if (!e.failed.empty()) { return; }
     state.json["seconds"][e.line()] = e.seconds;
     state.json["outputs"][e.line()] = e.output;
+    state.json["pictures"][e.line()] = e.pictures;
     write_state(state);
 }
 
@@ -397,6 +461,9 @@ static std::string status_of(const Experiment& e) {
            : !e.scaled_down.empty() ? "scaled down"
                                     : "ran";
 }
+static std::string why_of(const Experiment& e) {
+    return !e.cannot.empty() ? e.cannot : !e.failed.empty() ? e.failed : e.scaled_down;
+}
 static int count_of(const std::vector<Experiment>& all, const std::string& status) {
     return (int)std::count_if(all.begin(), all.end(), [&](const Experiment& e) { return status_of(e) == status; });
 }
@@ -424,29 +491,41 @@ static Table summary_of(const std::vector<Experiment>& all, bool quick, const st
                 {"problem", "section", "command", "status", "why", "seconds"},
                 {}};
     for (const Experiment& e : all) {
-        std::string why = !e.cannot.empty() ? e.cannot : !e.failed.empty() ? e.failed : e.scaled_down;
-        table.rows.push_back({e.id, e.section, "./cs336 " + e.line(), status_of(e), why,
+        table.rows.push_back({e.id, e.section, "./cs336 " + e.line(), status_of(e), why_of(e),
                               e.seconds >= 0 ? strprintf("%.1f", e.seconds) : ""});
     }
     return table;
 }
 
+// Adds the tables of this output that are not there yet: scaled down, two command lines may have become one.
+static void add_tables(Tables& tables, const std::string& output) {
+    for (const Table& table : tables_in(output)) {
+        auto same = [&](const Table& t) { return t.caption == table.caption && t.rows == table.rows; };
+        if (std::none_of(tables.begin(), tables.end(), same)) { tables.push_back(table); }
+    }
+}
+
+// The answers that follow from the tables of these blocks' contents.
+static Answers answers_to(const Block& question, const std::vector<Block>& blocks, const Words& contents) {
+    Tables tables;
+    for (size_t b = 0; b < blocks.size(); b++) {
+        const Block& block = blocks[b];
+        bool asked = block.words.size() >= question.words.size() &&
+                     std::equal(question.words.begin(), question.words.end(), block.words.begin());
+        if (!block.answers && asked) { add_tables(tables, contents[b]); }
+    }
+    return answers_of(question.words[0], tables);
+}
+
 // The page's text with the answers that follow from its tables.
 static std::string with_answers(const std::string& path, std::string text) {
     Page page = page_of(path, text);
+    Words contents;
+    for (const Block& block : page.blocks) { contents.push_back(text.substr(block.begin, block.end - block.begin)); }
     for (size_t b = page.blocks.size(); b-- > 0;) {
         const Block& block = page.blocks[b];
         if (!block.answers) { continue; }
-        Tables tables;
-        for (const Block& other : page.blocks) {
-            bool asked = other.words.size() >= block.words.size() &&
-                         std::equal(block.words.begin(), block.words.end(), other.words.begin());
-            if (other.answers || !asked) { continue; }
-            for (const Table& table : tables_in(page.text.substr(other.begin, other.end - other.begin))) {
-                tables.push_back(table);
-            }
-        }
-        Answers answers = answers_of(block.words[0], tables);
+        Answers answers = answers_to(block, page.blocks, contents);
         if (answers.empty()) { answers = {{"", "(The tables on this page do not answer it.)"}}; }
         text.replace(block.begin, block.end - block.begin, format_answers(answers, "md"));
     }
@@ -495,6 +574,61 @@ static int write_pages(const Agenda& agenda, const std::string& out) {
     return written;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// --writeup: per problem its page's question, and the rest from this run
+
+// The first paragraph after the title, with the list that it introduces or is. Links lead nowhere from the file.
+static std::string question_of(const Page& page) {
+    Words paragraphs = split(page.text.substr(0, page.text.find("<!-- ")), "\n\n");
+    if (paragraphs.size() < 2) { return ""; }
+    std::string question = paragraphs[1];
+    if (paragraphs.size() > 2 && starts(paragraphs[2], "* ")) { question += "\n\n" + paragraphs[2]; }
+    return std::regex_replace(question, std::regex("\\[([^\\]]*)\\]\\([^)]*\\)"), "$1");
+}
+
+// What the command lines of a page gave, each once, with the tables that any of its blocks shows.
+static WriteupProblem problem_of(const Page& page, const std::vector<int>& index, const std::vector<Experiment>& all) {
+    WriteupProblem problem{"", question_of(page), {}, {}};
+    const std::string title = page.text.substr(0, page.text.find('\n')).erase(0, strlen("# "));
+    Words contents;
+    std::map<int, size_t> part_of;
+    for (size_t b = 0; b < page.blocks.size(); b++) {
+        contents.emplace_back();
+        if (index[b] < 0) { continue; }
+        const Experiment& e = all[index[b]];
+        std::string status = status_of(e), why = why_of(e);
+        if (ends(title, e.section + " " + e.id)) { problem.title = title; }
+        if (status == "ran" || status == "scaled down") { contents.back() = shown(e.output, page.blocks[b]); }
+        if (part_of.emplace(index[b], problem.parts.size()).second) {
+            bool told = why.empty() || !scaled_down_in(e.output).empty();  // by the tables' captions
+            std::string remark = told ? "" : status + ": " + why;
+            problem.parts.push_back({"./cs336 " + e.line(), remark, {}, e.pictures});
+        }
+        add_tables(problem.parts[part_of[index[b]]].tables, contents.back());
+    }
+    for (const Block& block : page.blocks) {
+        if (!block.answers) { continue; }
+        for (const Answer& answer : answers_to(block, page.blocks, contents)) { problem.answers.push_back(answer); }
+    }
+    return problem;
+}
+
+static void write_up(const Agenda& agenda, const Table& runs, const std::string& where, const std::string& path) {
+    const std::vector<Experiment>& all = agenda.all;
+    std::vector<WriteupProblem> problems;
+    for (size_t p = 0; p < agenda.pages.size(); p++) {
+        WriteupProblem problem = problem_of(agenda.pages[p], agenda.index[p], all);
+        if (!problem.title.empty()) { problems.push_back(problem); }
+    }
+    std::string summary = strprintf(
+        "All numbers are of one run of `./cs336 reproduce` on %s, commit %s. Of its %zu commands %d ran in full, "
+        "%d ran scaled down, %d could not run on this machine and %d failed; the last table has them all.",
+        where.c_str(), commit().c_str(), all.size(), count_of(all, "ran"), count_of(all, "scaled down"),
+        count_of(all, "could not run"), count_of(all, "failed"));
+    std::string markdown = writeup_markdown(summary, problems, runs);
+    save_file(path, ends(path, ".html") ? writeup_html(markdown) : markdown);
+}
+
 // Makes the folder if there is none; usage_error if nothing can be written there.
 static void require_folder(const std::string& path) {
     if ((mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) || access(path.c_str(), W_OK | X_OK) != 0) {
@@ -504,7 +638,7 @@ static void require_folder(const std::string& path) {
 
 int reproduce(const Options& o, const CommandParser& parse) {
     const std::string out = o.out.empty() && o.quick ? "build/reproduce" : o.out;
-    Agenda agenda = make_agenda(out.empty(), o.quick, parse);
+    Agenda agenda = make_agenda(out.empty(), o, parse);
     if (!o.only.empty()) { keep_only(agenda, o.only); }
     for (const char* source : {"notes", "."}) {
         if (same_file(out, source)) {
@@ -514,6 +648,17 @@ int reproduce(const Options& o, const CommandParser& parse) {
     if (o.out.empty()) { require_folder("build"); }
     if (!out.empty()) { require_folder(out); }
     if (out.empty()) { require_folder("notes"), require_folder("."); }
+    for (const Page& page : agenda.pages) {
+        std::string target = out.empty() ? page.path : out + page.path.substr(page.path.rfind('/'));
+        if (same_file(o.writeup, page.path) || (!o.writeup.empty() && real_name(o.writeup) == real_name(target))) {
+            usage_error("--writeup: got %s, where a page of notes/ stands or goes; takes another file",
+                        o.writeup.c_str());
+        }
+    }
+    if (ends(o.writeup, ".html") && !why_no_html().empty()) {
+        usage_error("--writeup: got %s, takes a file name that ends in .md: %s", o.writeup.c_str(),
+                    why_no_html().c_str());
+    }
 
     std::vector<Experiment>& all = agenda.all;
     const std::string where = machine();
@@ -524,9 +669,13 @@ int reproduce(const Options& o, const CommandParser& parse) {
     run_all(all, state);
     read_outputs(agenda);
     int blocks = write_pages(agenda, out), failed = count_of(all, "failed"), reduced = count_of(all, "scaled down");
-    for (const Experiment& e : all) { state.json["outputs"].erase(e.line()); }  // this run is complete
+    Table runs = summary_of(all, o.quick, where);
+    if (!o.writeup.empty()) { write_up(agenda, runs, where, o.writeup); }
+    for (const Experiment& e : all) {  // this run is complete
+        for (const char* key : {"outputs", "pictures"}) { state.json[key].erase(e.line()); }
+    }
     write_state(state);
-    print(summary_of(all, o.quick, where), o.format);
+    print(runs, o.format);
     note("%d blocks written to %s", blocks, out.empty() ? "notes/ and README.md" : out.c_str());
     if (out.empty() && reduced > 0) {
         note("%d commands ran scaled down, so their tables in notes/ stay as they were; --out DIR writes copies",

@@ -1,5 +1,6 @@
 // Tests of `reproduce`, on the real program and on pages made here, with commands that take no time.
 #include "test.h"
+#include "writeup.h"
 
 #include <nlohmann/json.hpp>
 
@@ -10,6 +11,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <regex>
 
 using Words = std::vector<std::string>;
 
@@ -102,11 +104,16 @@ TEST_CASE("reproduce: answers follow from the tables of their command line's blo
               "end -->\n" + block("communication_accounting; tables: communication_accounting", other)));
 }
 
-TEST_CASE("reproduce: the answers on our pages are those of the tables beside them") {
+static std::map<std::string, std::string> our_pages() {
     std::map<std::string, std::string> pages;
     for (const auto& entry : std::filesystem::directory_iterator("notes")) {
         if (entry.path().extension() == ".md") { pages[entry.path()] = read_file(entry.path()); }
     }
+    return pages;
+}
+
+TEST_CASE("reproduce: the answers on our pages are those of the tables beside them") {
+    const std::map<std::string, std::string> pages = our_pages();
     REQUIRE(pages.size() > 20);
     Repository repository;
     for (const auto& [path, text] : pages) { write_file(path, text); }
@@ -282,7 +289,7 @@ static Run interrupt(const std::string& done) {
     if (child == 0) {
         dup2(open("out", O_WRONLY | O_CREAT | O_TRUNC, 0666), 1),
             dup2(open("err", O_WRONLY | O_CREAT | O_TRUNC, 0666), 2);
-        execl(getenv("CS336_BINARY"), "cs336", "reproduce", (char*)nullptr);
+        execl(getenv("CS336_BINARY"), "cs336", "reproduce", "--writeup", "w.md", (char*)nullptr);
         _exit(127);
     }
     const char* state = "build/.reproduce.json";
@@ -297,7 +304,7 @@ static Run interrupt(const std::string& done) {
 
 TEST_CASE("reproduce: an interrupted run goes on where it was, a complete one starts afresh") {
     Repository repository;
-    const std::string quick = block("communication_accounting", "old\n");
+    const std::string quick = "# 2.4 communication_accounting\n" + block("communication_accounting", "old\n");
     const std::string slow = "train --data notes/README.md --device cpu --context_length 8 --steps 1000000";
     write_file("notes/README.md",
                "[a](a.md) and [b](b.md), with some more text, so that there are enough bytes to train on: "
@@ -310,6 +317,7 @@ TEST_CASE("reproduce: an interrupted run goes on where it was, a complete one st
     CHECK(r.out == "");
     CHECK(has(r.err, "interrupted; 1 of 2 are done"));
     CHECK(read_file("notes/a.md") == quick);
+    CHECK(access("w.md", F_OK) != 0);
 
     // What has been done is taken from the state: a word changed there comes out in the page.
     std::string state = read_file("build/.reproduce.json");
@@ -318,10 +326,12 @@ TEST_CASE("reproduce: an interrupted run goes on where it was, a complete one st
     state.replace(word, 14, "MASTER WEIGHTS");
     write_file("notes/b.md", "nothing\n");
     write_file("build/.reproduce.json", state);
-    r = run_cs336({"reproduce"});
+    r = run_cs336({"reproduce", "--writeup", "w.md"});
     CHECK(r.exit_code == 0);
     CHECK(has(r.err, "1 of 1 were done before the interruption"));
     CHECK(has(read_file("notes/a.md"), "MASTER WEIGHTS"));
+    CHECK(has(read_file("w.md"), "\n## 2.4 communication_accounting\n"));
+    CHECK(has(read_file("w.md"), "MASTER WEIGHTS"));
 
     r = run_cs336({"reproduce"});  // that was complete
     CHECK(r.exit_code == 0);
@@ -389,6 +399,173 @@ TEST_CASE("reproduce: folders that are not there or take nothing") {
     Run r = run_cs336({"reproduce"});
     CHECK(r.exit_code == 2);
     CHECK(has(r.err, "notes/README.md: not found"));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --writeup
+
+static size_t count(const std::string& text, const std::string& part) {
+    size_t n = 0;
+    for (size_t at = 0; (at = text.find(part, at)) != std::string::npos; at += part.size()) { n++; }
+    return n;
+}
+// Whether the text has these parts, one after the other.
+static bool in_order(const std::string& text, const Words& parts) {
+    size_t at = 0;
+    for (const std::string& part : parts) {
+        at = text.find(part, at);
+        CHECK_MESSAGE(at != std::string::npos, part);
+        if (at == std::string::npos) { return false; }
+        at += part.size();
+    }
+    return true;
+}
+// Without what escaping and alignment change.
+static std::string squeezed(std::string text) {
+    auto left_out = [](char c) { return strchr("\\ -", c); };
+    text.erase(std::remove_if(text.begin(), text.end(), left_out), text.end());
+    return text;
+}
+static const char* const TINY =
+    "benchmarking_script --device cpu --mode eager --num_layers 1 --d_model 16 --d_ff 16 --num_heads 1 --vocab_size 16 "
+    "--context_length 4 --steps 1 --warmup ";
+static const char* const SVG_BASE64 = "](data:image/svg+xml;base64,PHN2Zy";  // of "<svg"
+
+TEST_CASE("reproduce --writeup: question, answers, tables, pictures, and what could not run") {
+    Repository repository;
+    const std::string many = "naive_ddp --nproc 64", one = TINY + std::string("1"), two = TINY + std::string("1,2");
+    write_file("notes/README.md", "[a](a.md), [b](b.md), [c](c.md), [d](d.md)\n");
+    write_file("notes/a.md",
+               "# 2.4 communication_accounting\n\n* (a) Which [layer](b.md#x)?\n* (b) How many?\n\nAside.\n\n"
+               "<!-- answers: ./cs336 communication_accounting -->\n<!-- end -->\n" +
+                   block("communication_accounting; tables: communication_accounting", "old\n") + "The mechanism.\n" +
+                   block("communication_accounting", "old\n"));
+    write_file("notes/b.md", "# 1.1.3 benchmarking_script\n\nThe model:\n\n* How long?\n\n" + block(one, "old\n") +
+                                 block(two, "old\n"));
+    write_file("notes/c.md", "# 2026, 2.2 naive_ddp\n\nThe same weights?\n\n" + block(many, "old\n"));
+    write_file("notes/d.md", "# No problem\n\n" + block("communication_accounting --tokens 4096", "old\n"));
+    Run r = run_cs336({"reproduce", "--writeup", "w.md"});
+    CAPTURE(r.err);
+    CHECK(r.exit_code == 0);
+    std::string text = read_file("w.md"), printed = run_cs336({"communication_accounting"}).out;
+    CHECK(in_order(
+        text, {"# CS336", "Of its 5 commands", " 1 could not run", "\n* [2.4 communication_accounting](#24-",
+               "* [2026, 2.2 naive_ddp](#2026-22-naive_ddp)\n* [What ran](#what-ran)\n",
+               "\n## 2.4 communication_accounting\n\n> * (a) Which layer?\n> * (b) How many?\n\n**(a)**", "\n\n**(b)**",
+               "\n### `./cs336 communication_accounting`\n\ncommunication", "\n| part",
+               "\n## 1.1.3 benchmarking_script\n\n> The model:\n> \n> * How long?\n", "\n### `./cs336 " + one + "`\n",
+               SVG_BASE64, "\n### `./cs336 " + two + "`\n", "\n## 2026, 2.2 naive_ddp\n\n> The same weights?\n",
+               "\n### `./cs336 " + many + "`\n\n**could not run: needs 64 GPUs**\n", "\n## What ran\n",
+               "communication_accounting --tokens 4096"}));
+    for (const char* absent : {"Aside.", "The mechanism.", "\nold\n", "No problem", "b.md", "<!--"}) {
+        CHECK_MESSAGE(!has(text, absent), std::string(absent));
+    }
+    CHECK(count(text, SVG_BASE64) == 1);
+    CHECK(has(r.err, "--plot takes one --warmup value, got 2; once more, without a picture"));
+    size_t answers = printed.find("**(a)**");
+    REQUIRE(answers != std::string::npos);
+    CHECK(count(squeezed(text), squeezed(printed.substr(answers))) == 1);
+    CHECK(count(squeezed(text), squeezed(printed.substr(0, answers))) == 1);  // two blocks show it
+
+    // A run without --writeup has drawn nothing, so its output is not enough; pictures that are no text are none.
+    nlohmann::json state = nlohmann::json::parse(read_file("build/.reproduce.json"));
+    for (const char* pictures : {"{}", "[]", "{\"LINE\": 5}", "{\"LINE\": [5]}", "{\"LINE\": [\"<svg kept/>\"]}"}) {
+        CAPTURE(std::string(pictures));
+        state["outputs"][one] = "kept from earlier\n\n| a |\n| - |\n| 1 |\n";
+        state["pictures"] = nlohmann::json::parse(std::regex_replace(std::string(pictures), std::regex("LINE"), one));
+        write_file("build/.reproduce.json", state.dump());
+        r = run_cs336({"reproduce", "--only", "benchmarking_script", "--writeup", "w.md"});
+        CHECK(r.exit_code == 0);
+        bool kept = has(pictures, "[5]") || has(pictures, "svg");
+        CHECK(has(read_file("w.md"), "kept from earlier") == kept);
+        CHECK(count(read_file("w.md"), SVG_BASE64) == (has(pictures, "[5]") ? 0 : 1));
+        CHECK(count(read_file("w.md"), "\n## ") == 2);  // --only: this problem, and what ran
+    }
+}
+
+TEST_CASE("reproduce --writeup: every problem of our pages, in order, with its question") {
+    const std::map<std::string, std::string> pages = our_pages();
+    nlohmann::json problems = rows_of(run_cs336({"list", "--format", "json"}).out);
+    Repository repository;
+    REQUIRE(run_cs336({"reproduce"}).exit_code == 0);
+    nlohmann::json state = nlohmann::json::parse(read_file("build/.reproduce.json"));
+    // Nothing has to run: each block gets its command without options, and the state has its output.
+    const std::regex options("(<!-- begin: ./cs336 [^ ;]+)[^\n]*");
+    for (const auto& [path, text] : pages) { write_file(path, std::regex_replace(text, options, "$1 -->")); }
+    for (const char* id : {"train", "list"}) { state["outputs"][id] = ""; }
+    write_file("notes/train.md", "nothing\n");  // its command needs an option
+    Words expected;
+    for (const auto& row : problems) {
+        if (row[1] == "tool") { continue; }
+        std::string id = row[0], section = row[1].is_string() ? row[1].get<std::string>() : row[1].dump();
+        state["outputs"][id] = "caption\n\n| a |\n| - |\n| 1 |\n", state["pictures"][id] = nlohmann::json::array();
+        expected.push_back("\n## " + std::string(section.compare(0, 2, "8.") == 0 ? "2026, " : "") + section + " " +
+                           id + "\n\n> ");
+    }
+    write_file("build/.reproduce.json", state.dump());
+    Run r = run_cs336({"reproduce", "--writeup", "w.md"});
+    CAPTURE(r.err);
+    CHECK(r.exit_code == 0);
+    CHECK(in_order(read_file("w.md"), expected));
+    CHECK(count(read_file("w.md"), "\n## ") == 28 + 1);  // and what ran
+}
+
+TEST_CASE("reproduce --writeup: HTML loads nothing, and hostile text reads as printed") {
+    if (!why_no_html().empty()) { return skip_this_case(why_no_html().c_str()); }
+    Repository repository;
+    const std::string hostile =
+        "<script>alert(1)</script> & &lt; [x](http://a.b/) ![y](http://a.b/c.png) <http://a.b> `<b>` *z* "
+        "_u_ a_b ~~s~~ \\* $m$ ``two``";
+    const std::string shown =
+        "&lt;script&gt;alert(1)&lt;/script&gt; &amp; &amp;lt; [x](http://a.b/) ![y](http://a.b/c.png) "
+        "&lt;http://a.b&gt; <code>&lt;b&gt;</code> *z* _u_ a_b ~~s~~ \\* $m$ ``two``";
+    write_file("notes/a.md", "# 1.1.3 benchmarking_script\n\nIs a < b?\n\n" + block(TINY + std::string("1"), "old\n"));
+    REQUIRE(run_cs336({"reproduce"}).exit_code == 0);
+    nlohmann::json state = nlohmann::json::parse(read_file("build/.reproduce.json"));
+    state["outputs"][TINY + std::string("1")] =
+        "caption " + hostile + "\n\n| a <i> | b |\n| --- | --- |\n| cell " + hostile + " | c\\|d |\n";
+    state["pictures"][TINY + std::string("1")] = {"<svg><script>alert(2)</script></svg>"};
+    write_file("build/.reproduce.json", state.dump());
+    Run r = run_cs336({"reproduce", "--writeup", "w.html"});
+    CAPTURE(r.err);
+    CHECK(r.exit_code == 0);
+    std::string html = read_file("w.html");
+    CHECK(in_order(html, {"<!doctype html>\n", "<meta charset=\"utf-8\">", "<a href=\"#113-benchmarking_script\">",
+                          "<h2 id=\"113-benchmarking_script\">1.1.3 benchmarking_script</h2>",
+                          "<blockquote>\n<p>Is a &lt; b?</p>", "<p>caption " + shown + "</p>", "<table>",
+                          "<th>a &lt;i&gt;</th>", "<td>cell " + shown + "</td>", "<td>c|d</td>", "</table>",
+                          "<img src=\"data:image/svg+xml;base64,", "<h2 id=\"what-ran\">", "</html>\n"}));
+    CHECK(!has(html, "<script"));
+    std::smatch link;
+    int links = 0;
+    for (std::string rest = html; std::regex_search(rest, link, std::regex("(src|href|url)[=(]\"?([^\" )]{1,40})"));
+         links++) {
+        std::string to = link[2];
+        CHECK_MESSAGE((to.compare(0, 5, "data:") == 0 || has(html, "id=\"" + to.substr(1) + "\"")), to);
+        rest = link.suffix();
+    }
+    CHECK(links == 3);
+}
+
+TEST_CASE("reproduce --writeup: names that it does not take, before anything runs") {
+    Repository repository;
+    write_file("notes/a.md", block("communication_accounting", "old\n"));
+    REQUIRE(mkdir("w.html", 0777) == 0);
+    Words names = {
+        "w.txt", "w", ".md", "w.md/", "no/such/folder/w.md", "w.html", "notes/a.md", "./notes/../notes/b.md"};
+    if (!why_no_html().empty()) { names.push_back("x.html"); }
+    for (const std::string& name : names) {
+        Run r = run_cs336({"reproduce", "--writeup", name});
+        CAPTURE(r.err);
+        CHECK(r.exit_code == 2);
+        CHECK(r.out == "");
+        CHECK(count(r.err, "\n") == 1);
+        CHECK(has(r.err, "--writeup: got "));
+        CHECK(has(r.err, name));
+        CHECK(has(r.err, "takes a"));
+        CHECK(read_file("notes/a.md") == block("communication_accounting", "old\n"));
+    }
+    CHECK(run_cs336({"reproduce", "--out", "copies", "--writeup", "copies/a.md"}).exit_code == 2);
 }
 
 // In the repository itself: every marker is read before --only is, so this checks them all.
