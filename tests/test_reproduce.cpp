@@ -565,7 +565,13 @@ TEST_CASE("reproduce --writeup: names that it does not take, before anything run
         CHECK(has(r.err, "takes a"));
         CHECK(read_file("notes/a.md") == block("communication_accounting", "old\n"));
     }
-    CHECK(run_cs336({"reproduce", "--out", "copies", "--writeup", "copies/a.md"}).exit_code == 2);
+    REQUIRE(mkdir("copies", 0777) == 0);
+    for (const char* name : {"copies/a.md", "notes/a.md"}) {
+        Run r = run_cs336({"reproduce", "--out", "copies", "--writeup", name});
+        CAPTURE(r.err);
+        CHECK(r.exit_code == 2);
+        CHECK(has(r.err, "where a page of notes/ stands or goes"));
+    }
 }
 
 // In the repository itself: every marker is read before --only is, so this checks them all.
