@@ -597,7 +597,7 @@ static WriteupProblem problem_of(const Page& page, const std::vector<int>& index
         if (index[b] < 0) { continue; }
         const Experiment& e = all[index[b]];
         std::string status = status_of(e), why = why_of(e);
-        if (ends(title, e.section + " " + e.id)) { problem.title = title; }
+        if (ends(title, " " + e.id)) { problem.title = title; }
         if (status == "ran" || status == "scaled down") { contents.back() = shown(e.output, page.blocks[b]); }
         if (part_of.emplace(index[b], problem.parts.size()).second) {
             bool told = why.empty() || !scaled_down_in(e.output).empty();  // by the tables' captions
