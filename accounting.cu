@@ -1,5 +1,5 @@
 // accounting.cu: section 2.4, when communication becomes the limit. It is arithmetic alone.
-#include "cs336.h"
+#include "commands.h"
 
 #include <cinttypes>
 #include <cmath>

@@ -626,10 +626,10 @@ static Answer saved_by_fsdp(const Table& table, double n) {
             return say("{} MiB {} than {}", number(std::fabs(saved), "%.1f"), saved >= 0 ? "less" : "more",
                        FSDP_WAYS[way]);
         };
-        text +=
-            say(" FSDP takes {} and {}; its buffers for whole units ({} MiB) and whole gradients are what the "
-                "formula leaves out.",
-                against(0), against(1), fsdp.text("weight copies, gathered units"));
+        text += say(
+            " FSDP takes {} and {}. Measured peaks also hold activations and, with FSDP, buffers for whole units ({} "
+            "MiB) and whole gradients.",
+            against(0), against(1), fsdp.text("weight copies, gathered units"));
     }
     return {"a", text + scaled_down(table)};
 }

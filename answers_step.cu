@@ -1,6 +1,7 @@
 // answers_step.cu: section 1.1 of the handout, answered from the commands' tables (see answers.cu):
 // benchmarking_script, nsys_profile, benchmarking_mixed_precision, memory_profiling.
 #include "answers.h"
+#include "commands.h"
 
 #include <cmath>
 

@@ -1,6 +1,6 @@
 // bench_attention.cu: the experiments of sections 1.2 and 1.3. How long attention takes and what it keeps, every
 // implementation against the reference, the leaderboard, and `attention`: your q, k, v in, our output out.
-#include "cs336.h"
+#include "commands.h"
 #include <algorithm>
 #include <cinttypes>
 #include <cstdio>

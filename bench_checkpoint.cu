@@ -1,7 +1,7 @@
 // bench_checkpoint.cu: the 2026 handout's gradient_checkpointing. (a) The strategies, each run on a small model: what
 // it keeps and what it runs again, by formula and counted. (b) How many blocks make the best checkpoint, without
 // nesting, and what that costs.
-#include "cs336.h"
+#include "commands.h"
 #include <algorithm>
 
 static std::string mib(double bytes, int decimals = 1) { return strprintf("%.*f", decimals, bytes / 1048576); }

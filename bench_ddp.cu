@@ -1,6 +1,6 @@
 // bench_ddp.cu: the experiments of sections 2.1 to 3. How long an all-reduce takes; whether N ranks learn what one
 // process learns; what a step costs in each way, as tables and as a picture; memory and time of the sharded optimizer.
-#include "cs336.h"
+#include "commands.h"
 
 #include <algorithm>
 #include <cinttypes>

@@ -1,5 +1,5 @@
 // bench_fsdp.cu: the 2026 handout's problems on FSDP. `fsdp` checks it, `fsdp_accounting` measures its memory and time.
-#include "cs336.h"
+#include "commands.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // fsdp: N ranks against one process that sees the whole batch. The models are the public test's, Embedding - RMSNorm -
@@ -261,7 +261,7 @@ static void memory_row(Table& table, Way way, const Plan& p, const Communicator&
         for (int i = 0; i < 2; i++) { train_step(*t, batch_of(p, 0)); }
     });
     if (!fits_everywhere(c, predicted)) {
-        table.rows.push_back({way_names[way], strprintf("OOM (%.1f GiB a rank)", predicted / 1073741824.0)});
+        table.rows.push_back({way_names[way], strprintf("OOM (%.1f GiB per rank)", predicted / 1073741824.0)});
         table.rows.back().resize(table.columns.size());
         return;
     }

@@ -1,6 +1,6 @@
 // bench_step.cu: how long the whole model's passes take (sections 1.1.3, 1.1.5 and 1.3): benchmarking_script with its
 // roofline, torch_compile, benchmarking_mixed_precision. And info: what this machine could do at most.
-#include "cs336.h"
+#include "commands.h"
 #include <algorithm>
 
 #include <unistd.h>

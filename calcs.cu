@@ -1,7 +1,7 @@
 // calcs.cu: section 8 of the 2026 handout: how many devices work on one feed-forward layer before communication takes
 // longer than the products. It is arithmetic alone; tests/test_calcs.cpp runs the layer on simulated devices and
 // counts.
-#include "cs336.h"
+#include "commands.h"
 
 #include <cctype>
 #include <cmath>

@@ -1,4 +1,5 @@
-// cs336.h: the map. Every type and function that crosses a file, in the order in which the files build on each other:
+// cs336.h: the map. Every type and function that crosses a file, in the order in which the files build on each other
+// (what only the experiments share is in commands.h):
 //   measure.cu      errors, devices, memory, timing, tables: the instruments
 //   trace.cu        named ranges, and a trace of what ran in them
 //   tensor.cu       tensors, autograd's tape, one kernel per operation: what "PyTorch eager" does
@@ -752,7 +753,8 @@ Tensor forward(Model& model, const Tensor& tokens);
 Tensor infer(Model& model, const Tensor& tokens);                   // without a tape; the next call may overwrite them
 Tensor cross_entropy(const Tensor& logits, const Tensor& targets);  // mean over all positions, []; targets I32 [B,T]
 
-// Around the ops of a unit, for FSDP; y: what the last of them gave. The model has to stay at its address.
+// Around the ops of a unit, for FSDP; y: what the last of them gave. The model has to stay at its address. A weight
+// belongs to one unit, and backward comes to every unit's y on every rank: their collectives meet.
 void begin_unit(const Model& model, int unit);
 Tensor end_unit(const Model& model, int unit, const Tensor& y);
 
@@ -855,104 +857,6 @@ float loss_scale_of(const LossScaler& scaler);                           // 1 un
 Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
 void check_mode(const ModelConfig& c, Mode mode, Precision precision);  // usage_error if context.device cannot run it
 std::string caption_of(Mode mode);  // "flash"; with --recompute and --checkpoint "flash, recompute, checkpoint 4"
-
-// ---------------------------------------------------------------------------------------------------------------------
-// bench_step.cu: this machine's ceilings
-
-// TFLOP/s of an n x n x n product of random numbers, the median of `runs`: what the card really gives.
-double matmul_rate(Precision precision, int64_t n, int runs);
-double copy_bandwidth(int64_t bytes, int runs);  // GB/s read plus written, likewise
-
-// ---------------------------------------------------------------------------------------------------------------------
-// plot.cu: charts as SVG, 900 wide, light or dark as the reader's screen is. At most 8 series a chart.
-
-struct Series {
-    std::string name;
-    std::vector<double> y;  // one for each x, or bar; NaN: not there
-    bool dashed = false;
-    int colour = -1;  // of 8; -1: by its position
-};
-struct Span {
-    std::string name;
-    double from, to;
-};
-struct Chart {
-    enum Kind { LINES, BARS, AREAS } kind;
-    std::string title, x_label, y_label;  // labels with their units
-    std::vector<double> x;                // LINES, AREAS: ascending, shared by all series
-    std::vector<std::string> bars;        // BARS: what stands under each
-    std::vector<Series> series;           // BARS and AREAS are stacked, the first at the bottom
-    bool log_x = false, log_y = false;    // LINES; without log_y, y starts at 0
-    std::vector<Span> spans = {};         // AREAS: named stretches of x
-    std::string peak = "";                // AREAS: written at the highest point
-    std::string missing = "";             // LINES: written where a series has no value, as "OOM"
-};
-// Panels share a legend, the first one's, until one has a series that is not in it: a new legend stands above that one.
-// LINES under one legend stand in two columns and share the y axis as well.
-// AREAS: y[i] holds from x[i] to x[i+1]; more points than pixels are thinned out, and the highest of each pixel stays.
-std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Chart>& panels);
-std::string with_commas(double value);  // 12345 -> "12,345", 0.25 -> "0.25"
-// Each bar's parts in per cent of its sum: nsys_profile's share of the time by class of kernel.
-Chart share_chart(const std::string& title, const std::vector<std::string>& bars, std::vector<Series> classes);
-
-struct Slice {  // of a timeline's row
-    double start, end;
-    int colour;  // of 8
-};
-// Neighbours of one colour whose gap is below half a pixel become one, unless both can be seen: wider than a pixel.
-std::vector<Slice> join_neighbours(const std::vector<Slice>& slices, double pixel);
-struct Row {
-    std::string name;
-    std::vector<Slice> slices;  // by start, none before 0
-    bool apart = false;         // from the row above
-    std::string digits = "";    // one to write on each slice
-};
-struct Timeline {
-    std::string title, remark;  // remark: at the right
-    std::vector<Row> rows;
-};
-// Timelines one below the other, on one axis from 0. Of the legend's series only names and colours count.
-std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Timeline>& timelines,
-                 const std::vector<Series>& legend, const std::string& x_label,
-                 const std::function<std::string(double)>& tick = with_commas);
-
-// ---------------------------------------------------------------------------------------------------------------------
-// pictures.cu: what --plot draws from a command's tables
-
-std::string picture_of(const std::string& command, const std::vector<Table>& tables);  // SVG; "": nothing from tables
-// nsys_profile (e): softmax's share of the time and of the FLOPs of softmax and the two products, against S; a panel
-// for each size, precision and mode.
-std::vector<Chart> softmax_charts(const std::vector<Table>& tables);
-
-// ---------------------------------------------------------------------------------------------------------------------
-// profile.cu: what a trace says
-
-struct KernelClass {
-    const char* name;  // "matmul", "softmax", "elementwise", ...; "other": no rule knows the name
-    bool tensor_cores;
-};
-KernelClass kernel_class(const std::string& kernel);     // by rules about names, which also hold for PyTorch's kernels
-std::string short_kernel_name(const std::string& name);  // "void f<int>(float*)" -> "f<int>"
-std::vector<std::string> range_paths(const Trace& trace);  // of each, e.g. "step/backward/layer/attention/softmax"
-// Without kernels (on the CPU): each range as work of its own, for the time that was not spent in ranges inside it.
-std::vector<TracedWork> work_of_ranges(const Trace& trace);
-struct KernelSummary {  // all launches of one kernel
-    std::string name;
-    Stats ns;
-    double total_ns() const { return ns.mean * ns.n; }
-};
-// Of the work in `range` and below it ("": of all work), by total time, the largest first.
-std::vector<KernelSummary> kernel_summary(const Trace& trace, const std::string& range);
-// Chrome's trace format, which Perfetto opens; the caption goes into otherData. One process a rank (environment RANK),
-// times count from the last midnight (UTC), the same for all ranks.
-void write_trace(const std::string& path, const std::vector<Trace>& traces, const std::string& caption);
-void merge_traces(const std::string& path, const std::vector<std::string>& files_of_ranks);  // into one file
-
-// ---------------------------------------------------------------------------------------------------------------------
-// memory.cu: what PyTorch's pickle of a memory snapshot holds, for pytorch.org/memory_viz
-std::string snapshot_pickle(const std::vector<MemoryEvent>& log);
-// In bytes; *at: the first event at which so much is held. Fails unless allocations and frees pair up by address.
-size_t peak_of(const std::vector<MemoryEvent>& log, size_t* at = nullptr);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // store.cu: keys and values that rank 0 serves over TCP. Deadlines are in ms, as now_ms() counts; INFINITY: none.
@@ -1137,12 +1041,14 @@ struct Fsdp {
     int in_buffer[2] = {-1, -1};                   // the unit whose weights each buffer has
     WorkPtr gathers[2];
     std::vector<int> order, last_order;  // in which this step, and the one before, asked for units
-    int next = 0, reducing = -1;         // the unit to be reduced next; the one whose reduce-scatter is under way
+    int to_reduce = 0, reducing = -1;    // the unit to be reduced next; the one whose reduce-scatter is under way
     WorkPtr reduce;
     std::vector<FsdpWait> waits;  // of this step
+    ~Fsdp();
 };
 // Lays the weights out over the ranks, not set. compute_dtype: as which they are sent, and computed with, but for unit
-// 0, the embedding, which stays fp32 as under autocast. reduce_dtype: F32 or BF16, of gradients on the wire.
+// 0, the embedding, a look-up only, which stays fp32 as under autocast. reduce_dtype: F32 or BF16, of gradients on the
+// wire.
 std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Parameter>& parameters, DType compute_dtype,
                                   DType reduce_dtype);
 Tensor place(Fsdp& f, const Parameter& p, const Shape& shape);  // see Place
@@ -1159,140 +1065,3 @@ double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm);
 // there is cut up again. Every rank has to call it.
 void visit_whole(Fsdp& f, const Tensor& flat, bool write,
                  const std::function<void(const Parameter& p, const Tensor& whole)>& see);
-
-// What a step's trace shows, for --plot. The parts' numbers are their colours.
-enum StepPart { FORWARD_PART = 0, BACKWARD_PART = 1, OPTIMIZER_PART = 2, ALL_REDUCE_PART = 4, WAIT_PART = 7 };
-// In ns, by start, all-reduces among them. On GPUs kernels, and the compute stream's wait between backward and the
-// optimizer; without kernels the threads' ranges. What ran before forward is left out.
-std::vector<Slice> slices_of_step(const Trace& trace);
-struct StepSums {                      // in the slices' unit
-    double step, all_reduces, hidden;  // hidden: of all-reduces, between backward's beginning and its end
-};
-StepSums sums_of(const std::vector<Slice>& slices);
-
-// ---------------------------------------------------------------------------------------------------------------------
-// The command line. Options mean the same for every command; main.cu says which command takes which.
-
-struct Options {
-    std::string command;                       // its whole name
-    std::map<std::string, std::string> given;  // the options that were typed: name without dashes, value
-    bool has(const char* name) const { return given.count(name) > 0; }
-    std::vector<std::string> command_line;  // argv[1..]
-    // What a command does not take stays empty, 0 or false; the rest has main.cu's defaults.
-    std::string edition, device, format, table;
-    std::vector<std::string> size, precision, mode;
-    int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, head_size = 0, vocab_size = 0;
-    int context_length = 0, batch_size = 0, steps = 0;
-    std::vector<int> warmup, context_lengths;
-    uint64_t seed = 0;
-    bool quick = false;
-    std::vector<std::string> range;
-    int top = 0, checkpoint = 0;
-    std::string trace, out, plot, weights, batch, data, save, load, inputs, impl;
-    bool causal = false, not_causal = false, deterministic = false, roofline = false, recompute = false;
-    double rope_theta = 0, lr = 0, min_lr = 0, weight_decay = 0, max_grad_norm = 0, val_fraction = 0, temperature = 0;
-    int warmup_steps = 0, sample = 0, stop_at = 0, log_every = 0;
-    std::string reduce_dtype, backend;
-    int nproc = 0;
-    double timeout = 0;  // seconds
-    std::vector<double> sizes_mb, bucket_size_mb;
-    std::vector<std::string> only;  // of reproduce: problems; empty: all
-    bool fresh = false;
-    std::string writeup;
-    // communication_accounting
-    double gpu_gb = 0, tpu_gb = 0, bandwidth_gb = 0, tflops = 0;  // bytes and FLOP by powers of ten, per second
-    int tokens = 0, fsdp = 0, tp = 0, links_fsdp = 0, links_tp = 0;
-    // calcs.cu, with some of those
-    int devices = 0;
-    double tensor_mb = 0;
-    int blocks = 0;  // of gradient_checkpointing's small model
-};
-
-// ---------------------------------------------------------------------------------------------------------------------
-// plan.cu: what an experiment runs, how large, and whether that fits into memory
-
-std::vector<ModelConfig> configs_of(const Options& o);  // what --d_model, --d_ff, ... name, else --size; checked
-std::string size_option(const ModelConfig& c);          // what --size calls it in its edition: "xl" of "xl (2026)"
-// The mode `name`, checked. The default, flash, becomes fused where this head size and precision have none.
-Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, Precision precision);
-
-struct Plan {
-    Options o;  // as given, or scaled down by what follows
-    std::vector<ModelConfig> configs{};
-    std::vector<Precision> precisions{};
-    std::vector<Mode> modes{};
-    std::string scaled_down = "";  // "; scaled down: " and what is smaller than by default, or ""
-    void note_smaller(const std::string& words);
-    // Sets a default to `to` where it is larger; what was typed stays. words: instead of "NAME TO instead of DEFAULT".
-    template <class T>
-    void shrink(const char* name, T Options::*field, const T& to, const std::string& words = "");
-    void shrink_size();          // to small
-    void choose_models();        // configs, precisions and modes, checked against each other
-    std::string origin() const;  // the end of a caption: the device, the commit, and what was scaled down
-};
-
-// bench_ddp.cu, for what several ranks run: one model, precision and mode.
-Plan plan_of(const Options& o, const Communicator& c);
-std::string caption_of(const Plan& p, const Communicator& c, const char* command);
-DType reduced_as(const Options& o);                         // gradients, by --reduce_dtype
-bool fits_everywhere(const Communicator& c, size_t bytes);  // that each rank needs
-
-struct Attempt {  // a run that may not fit into memory
-    bool ran = false;
-    size_t needs = 0;  // bytes at its peak, predicted
-    // Calls f if so much is available, beside the `held` bytes of it that are held already. ran: it came to its end.
-    void run(const std::function<void()>& f, size_t held = 0);
-    std::string cell(const std::string& result) const;  // of a table: the result, or that it did not fit
-};
-
-// ---------------------------------------------------------------------------------------------------------------------
-// The commands, by file
-
-int cmd_mixed_precision_accumulation(const Options& o);  // precision.cu
-int cmd_pytorch_attention(const Options& o);             // bench_attention.cu
-Table attention_compile_table(const Options& o);         // torch_compile (a)
-int cmd_weighted_sum(const Options& o);
-int cmd_flash_forward(const Options& o);
-int cmd_flash_backward(const Options& o);
-int cmd_flash_benchmarking(const Options& o);
-int cmd_flash_leaderboard(const Options& o);
-int cmd_attention(const Options& o);
-int cmd_info(const Options& o);  // bench_step.cu
-int cmd_benchmarking_script(const Options& o);
-int cmd_benchmarking_mixed_precision(const Options& o);
-int cmd_torch_compile(const Options& o);
-int cmd_nsys_profile(const Options& o);            // profile.cu
-int cmd_memory_profiling(const Options& o);        // memory.cu
-int cmd_gradient_checkpointing(const Options& o);  // bench_checkpoint.cu
-int cmd_model(const Options& o);                   // train.cu
-int cmd_train(const Options& o);
-int cmd_distributed_communication_single_node(const Options& o);  // bench_ddp.cu
-int cmd_naive_ddp(const Options& o);
-int cmd_ddp_overlap_individual_parameters(const Options& o);
-int cmd_ddp_overlap_bucketed(const Options& o);
-int cmd_naive_ddp_benchmarking(const Options& o);
-int cmd_minimal_ddp_flat_benchmarking(const Options& o);
-int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o);
-int cmd_ddp_bucketed_benchmarking(const Options& o);
-int cmd_optimizer_state_sharding(const Options& o);
-int cmd_optimizer_state_sharding_accounting(const Options& o);
-int cmd_fsdp(const Options& o);  // bench_fsdp.cu
-int cmd_fsdp_accounting(const Options& o);
-int cmd_communication_accounting(const Options& o);   // accounting.cu
-int cmd_alternate_ring_all_reduce(const Options& o);  // calcs.cu
-int cmd_data_parallel_calcs(const Options& o);
-int cmd_fsdp_calcs(const Options& o);
-int cmd_tp_calcs(const Options& o);
-int cmd_fsdp_tp_calcs(const Options& o);
-
-// ---------------------------------------------------------------------------------------------------------------------
-// reproduce.cu
-
-struct Invocation {           // a command line that has been read and checked
-    std::string id, section;  // of the command
-    int gpus;                 // see main.cu's Command
-    std::string takes;        // the keys of the command's options
-    Options options;
-};
-using CommandParser = std::function<Invocation(const std::vector<std::string>& words)>;  // main.cu's; throws Failure
-int reproduce(const Options& o, const CommandParser& parse);

@@ -195,6 +195,9 @@ std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Param
         u.begin = u.end == 0 ? p.offset : std::min(u.begin, p.offset);
         u.end = std::max(u.end, p.offset + count(p.shape));
     }
+    for (const FsdpUnit& u : f.units) {
+        if (u.end == 0) { fail("FSDP: a unit without parameters"); }
+    }
     auto dtype_of = [&](size_t i) { return i == 0 ? F32 : compute_dtype; };
     int64_t weight_bytes[2] = {0, 0}, gradient_bytes[2] = {0, 0};
     for (size_t i = 0; i < f.units.size(); i++) {
@@ -222,7 +225,7 @@ std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Param
             u.weights.shape = u.gradients.shape = {c.world * u.part};
         }
     }
-    f.next = (int)f.units.size() - 1;
+    f.to_reduce = (int)f.units.size() - 1;
     return made;
 }
 Tensor place(Fsdp& f, const Parameter& p, const Shape& shape) {
@@ -238,7 +241,11 @@ Tensor place(Fsdp& f, const Parameter& p, const Shape& shape) {
     Tensor t = require_gradient(view(whole, at, shape));
     t.gradient->is_parameter = true;
     t.gradient->value = view(gradients, at, shape);
-    if (p.unit >= 0) { f.units[p.unit].slots.push_back({at, at + t.size(), t.gradient}); }
+    if (p.unit >= 0) {
+        std::vector<FsdpSlot>& slots = f.units[p.unit].slots;
+        auto after = [&](const FsdpSlot& s) { return s.begin > at; };
+        slots.insert(std::find_if(slots.begin(), slots.end(), after), {at, at + t.size(), t.gradient});
+    }
     return t;
 }
 void add_hooks(Model& model, Fsdp& f) {
@@ -256,13 +263,13 @@ Model sharded_model(const ModelConfig& c, Fsdp& f) {
 static void start_gather(Fsdp& f, int i) {
     const FsdpUnit& u = f.units[i];
     WorkPtr& gather = f.gathers[i % 2];
-    if (gather) { wait(f.c, gather); }  // of a unit that nobody asked for in the end
+    wait(f.c, gather);  // of a unit that nobody asked for in the end
     copy_or_add(own_part(f, u, u.weights), view(f.shard.weights, u.offset, {u.part}), false);  // casts
     gather = all_gather(f.c, u.weights, bounds_of(f, u));
     f.in_buffer[i % 2] = i;
 }
-// The step before tells which unit comes next, also where checkpoints run units again. The first step gathers each unit
-// when it is asked for.
+// The step before tells which unit comes next, also where checkpoints run units again. A unit of the first step, or one
+// that needs unit i's own buffer (unit i - 2 after a checkpoint of two blocks), is gathered when it is asked for.
 void pre_forward(Fsdp& f, int i) {
     Range range("gather");
     if (f.in_buffer[i % 2] != i) { start_gather(f, i); }
@@ -271,6 +278,7 @@ void pre_forward(Fsdp& f, int i) {
     f.waits.push_back({i, f.gathers[i % 2], asked, mark()});
     f.order.push_back(i);
     size_t n = f.order.size();
+    while (n < f.last_order.size() && f.last_order[n] == i) { n++; }  // a checkpoint's backward comes after its forward
     int next = n < f.last_order.size() ? f.last_order[n] : i;
     if (next % 2 != i % 2 && f.in_buffer[next % 2] != next) { start_gather(f, next); }
 }
@@ -289,7 +297,6 @@ static void finish_reduce(Fsdp& f) {
 }
 // What has no gradient counts as zero: padding, and parameters that this rank's loss did not depend on.
 static void zero_the_rest(FsdpUnit& u) {
-    std::sort(u.slots.begin(), u.slots.end(), [](auto& a, auto& b) { return a.begin < b.begin; });
     int64_t end = 0;
     auto zero_up_to = [&](int64_t begin) {
         if (begin > end) { fill_zero(view(u.gradients, end, {begin - end})); }
@@ -298,6 +305,7 @@ static void zero_the_rest(FsdpUnit& u) {
         if (!slot.gradient->filled) { continue; }
         zero_up_to(slot.begin);
         end = slot.end;
+        slot.gradient->filled = false;  // the next backward overwrites it
     }
     zero_up_to(u.gradients.size());
 }
@@ -310,20 +318,33 @@ static void start_reduce(Fsdp& f, int i) {
     f.reducing = i;
 }
 void pre_backward(Fsdp& f, int i) {
-    while (f.next > i) { start_reduce(f, f.next--); }
+    while (f.to_reduce > i) { start_reduce(f, f.to_reduce--); }
     if (i > 0) { pre_forward(f, i); }  // a look-up's backward needs no weights, only the buffer for gradients
 }
 
+static void forget_gathered(Fsdp& f) { f.in_buffer[0] = f.in_buffer[1] = -1; }  // the weights have changed
+static void drop_gradients(Fsdp& f) {
+    for (FsdpUnit& u : f.units) { u.gradient = Tensor(); }
+    f.replicated_sum = Tensor();
+}
 void begin_step(Fsdp& f) {
     f.last_order = std::move(f.order);
     f.order.clear(), f.waits.clear();
-    f.in_buffer[0] = f.in_buffer[1] = -1;
+    if (f.reducing >= 0) { wait(f.c, f.reduce); }  // an error has ended the step before
+    f.reducing = -1, f.to_reduce = (int)f.units.size() - 1;
+    drop_gradients(f), forget_gathered(f);
+}
+Fsdp::~Fsdp() {
+    if (c.backend != "nccl") { return; }  // Gloo's jobs hold their tensors
+    try {
+        for (const WorkPtr& work : {gathers[0], gathers[1], reduce}) { wait(c, work); }
+    } catch (const std::exception&) {}  // the device has failed, and nothing writes into the buffers any more
 }
 void finish_backward(Fsdp& f) {
     Range range("synchronize gradients");
-    while (f.next >= 0) { start_reduce(f, f.next--); }
+    while (f.to_reduce >= 0) { start_reduce(f, f.to_reduce--); }
     finish_reduce(f);
-    f.next = (int)f.units.size() - 1;
+    f.to_reduce = (int)f.units.size() - 1;
     if (f.replicated_gradients.size() == 0) { return; }
     wait(f.c, all_reduce(f.c, f.replicated_gradients, AVERAGE));
     add_to(f.replicated_sum, f.replicated_gradients);
@@ -332,7 +353,10 @@ void finish_backward(Fsdp& f) {
 
 static std::vector<FlatGradient> gradients_of(const Fsdp& f) {
     std::vector<FlatGradient> all;
-    for (const FsdpUnit& u : f.units) { all.push_back({u.gradient, u.offset}); }
+    for (const FsdpUnit& u : f.units) {
+        if (!u.gradient) { fail("FSDP: the optimizer's step has no backward before it"); }
+        all.push_back({u.gradient, u.offset});
+    }
     if (f.replicated_sum) { all.push_back({f.replicated_sum, f.replicated}); }
     return all;
 }
@@ -360,8 +384,7 @@ double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) {
     };
     double norm = guarded_step(
         scaler, max_norm, [&] { return norm_over_ranks(f); }, step);
-    for (FsdpUnit& u : f.units) { u.gradient = Tensor(); }
-    f.replicated_sum = Tensor();
+    drop_gradients(f), forget_gathered(f);
     return norm;
 }
 
@@ -381,4 +404,5 @@ void visit_whole(Fsdp& f, const Tensor& flat, bool write,
         }
         if (i >= 0 && write) { copy(own, own_part(f, f.units[i], whole)); }
     }
+    if (write) { forget_gathered(f); }
 }

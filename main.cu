@@ -1,5 +1,5 @@
 // main.cu: the command table, the options and the help. Nothing is computed here.
-#include "cs336.h"
+#include "commands.h"
 
 #include <CLI/CLI.hpp>
 

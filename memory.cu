@@ -1,6 +1,6 @@
 // memory.cu: section 1.1.6. Where a step's memory goes: the log of our allocations as tables, as a timeline, and as the
 // pickle that pytorch.org/memory_viz opens.
-#include "cs336.h"
+#include "commands.h"
 
 #include <algorithm>
 #include <cerrno>

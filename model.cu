@@ -892,10 +892,6 @@ void check_config(const ModelConfig& c) {
 
 constexpr int64_t ARENA_ALIGNMENT = 64;  // elements; 256 bytes of fp32
 
-static int64_t add_parameter(Model& model, int64_t offset, const std::string& name, const Shape& shape, int unit) {
-    model.parameters.push_back({name, shape, offset, Tensor(), shape.size() == 1 ? -1 : unit});
-    return offset + count(shape);
-}
 static int64_t aligned(int64_t offset) { return (offset + ARENA_ALIGNMENT - 1) / ARENA_ALIGNMENT * ARENA_ALIGNMENT; }
 
 Model lay_out_model(const ModelConfig& c) {
@@ -905,7 +901,8 @@ Model lay_out_model(const ModelConfig& c) {
     int64_t C = c.d_model, F = c.d_ff, V = c.vocab_size, end = 0;
     int unit = c.num_layers + 1;
     auto add = [&](const std::string& name, const Shape& shape) {
-        end = add_parameter(model, end, name + ".weight", shape, unit);
+        model.parameters.push_back({name + ".weight", shape, end, Tensor(), shape.size() == 1 ? -1 : unit});
+        end += count(shape);
     };
     auto add_last = [&](const std::string& name, const Shape& shape) { add(name, shape), end = aligned(end); };
     add_last("lm_head", {V, C});

@@ -1,6 +1,7 @@
 // pictures.cu: the charts that follow from a command's tables, as its answers do: the same table gives the same
 // picture, on the machine that measured it and on any other.
 #include "answers.h"
+#include "commands.h"
 
 #include <algorithm>
 

@@ -1,5 +1,5 @@
 // plan.cu: what an experiment runs, how large, and whether it fits into memory. Its captions say what was scaled down.
-#include "cs336.h"
+#include "commands.h"
 #include <algorithm>
 
 static bool is_custom(const Options& o) { return o.d_model || o.d_ff || o.num_layers || o.num_heads; }

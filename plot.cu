@@ -1,6 +1,6 @@
 // plot.cu: charts as SVG. Lines on linear or logarithmic axes, stacked bars, stacked areas, timelines; title, legend,
 // labels.
-#include "cs336.h"
+#include "commands.h"
 
 #include <algorithm>
 

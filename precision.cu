@@ -6,7 +6,7 @@
 //   tf32         1        8       10      3.4e38        1.2e-38              4.9e-4  (2^-11)
 //   fp16         1        5       10      65504         6.1e-5               4.9e-4  (2^-11)
 //   bf16         1        8        7      3.4e38        1.2e-38              3.9e-3  (2^-8)
-#include "cs336.h"
+#include "commands.h"
 
 #include <algorithm>
 #include <cstdio>

@@ -1,6 +1,6 @@
 // profile.cu: section 1.1.4. What a trace says: which kernels, in which part of the model, on tensor cores or not; the
 // trace as a file; nsys_profile.
-#include "cs336.h"
+#include "commands.h"
 
 #include <algorithm>
 #include <cstdlib>

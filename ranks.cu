@@ -2,7 +2,7 @@
 //   the launcher     `--nproc N` starts N copies of this program; torchrun, mpirun and srun do the same from outside
 //   the watchdog     ends a rank when another one is gone, dead or stuck
 //   the communicator all-reduce, broadcast, reduce-scatter, all-gather and barrier on NCCL or Gloo, asynchronous
-#include "cs336.h"
+#include "commands.h"
 
 #include <algorithm>
 #include <atomic>

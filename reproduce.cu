@@ -8,6 +8,7 @@
 //   <!-- answers: ./cs336 COMMAND OPTIONS -->
 // begins a block for the answers that follow from the tables of this page's blocks whose command lines begin like this.
 #include "answers.h"
+#include "commands.h"
 #include "writeup.h"
 
 #include <algorithm>

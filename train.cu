@@ -1,5 +1,5 @@
 // train.cu: the model on data that is not random. `model` runs your weights on your batch, `train` learns a real text.
-#include "cs336.h"
+#include "commands.h"
 #include <algorithm>
 #include <cerrno>
 #include <cfloat>

@@ -7,7 +7,7 @@
 //
 // Without a GPU the OnCUDA half counts as skipped; with CS336_REQUIRE_GPU=1 in the environment it fails instead.
 #pragma once
-#include "cs336.h"
+#include "commands.h"
 
 #include <doctest/doctest.h>
 

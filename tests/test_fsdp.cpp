@@ -90,14 +90,29 @@ static void check_gathers(const Communicator& c) {
         for (size_t i = 1; step > 0 && i < f->waits.size(); i++) {
             const FsdpWait &before = f->waits[i - 1], &w = f->waits[i];
             if (!seen.insert(w.gather.get()).second) { continue; }
-            CHECK(w.gather->started_ms >= before.asked.ms);    // not before the unit two before it was finished
-            CHECK(w.gather->started_ms <= w.asked.ms - 1e-3);  // but while the unit before it was computed
+            // Not before the unit two before it was finished, but while the unit before it was computed.
+            if (context.device == CUDA) {
+                CHECK(ms_of(w.gather->begin, before.got) >= 0);
+            } else {
+                CHECK(w.gather->started_ms >= before.asked.ms);
+                CHECK(w.gather->started_ms <= w.asked.ms - 1e-3);
+            }
         }
+    }
+    context.checkpoint = 1;  // each block runs again, then backward
+    step_of(model, *f, c.rank), step_of(model, *f, c.rank);
+    CHECK(units_of(f->waits) == std::vector<int>{0, 1, 2, 3, 4, 5, 4, 4, 3, 3, 2, 2, 1, 1});
+    for (int i : {8, 10, 12}) {  // beside the forward that runs again
+        if (context.device == CPU) { CHECK(f->waits[i].gather->started_ms <= f->waits[i - 1].asked.ms); }
     }
     context.checkpoint = 2;  // blocks 3 and 4 run again, then backward; then 1 and 2
     step_of(model, *f, c.rank), step_of(model, *f, c.rank);
     context.checkpoint = 0;
     CHECK(units_of(f->waits) == std::vector<int>{0, 1, 2, 3, 4, 5, 3, 4, 4, 3, 1, 2, 2, 1});
+}
+TEST_CASE("fsdp: each unit is gathered once per pass and one ahead; on GPUs") {
+    if (lacks("nccl", CUDA, 2)) { return; }
+    in_ranks("fsdp: each unit is gathered once per pass and one ahead; on GPUs", 2, CUDA, check_gathers);
 }
 TEST_CASE("fsdp: each unit is gathered once per pass and one ahead") {
     if (lacks("gloo", CPU, 2)) { return; }
@@ -142,6 +157,10 @@ static void check_norm(const Communicator& c) {
     forward_backward(whole, batch, 1);
     double want = gradient_norm(whole);
     CHECK(optimizer_step(*f, scaler, 1.0) == doctest::Approx(want).epsilon(1e-5));
+    CHECK_THROWS_WITH(optimizer_step(*f, scaler, 1.0), "FSDP: the optimizer's step has no backward before it");
+    std::vector<float> stepped = to_floats(infer(ours, batch.tokens));  // not with weights gathered before the step
+    begin_step(*f);
+    CHECK(to_floats(infer(ours, batch.tokens)) == stepped);
 }
 TEST_CASE("fsdp: the gradients' norm counts every weight once") {
     if (lacks("gloo", CPU, 2)) { return; }
@@ -228,7 +247,7 @@ TEST_CASE("answers: fsdp_accounting") {
     CHECK(has(said(answers_to(command, {{" 59.498 |", " 9.498 |"}}), "b"), "so 97.1 % are hidden: they come in time."));
     CHECK(
         has(said(answers_to(command, {{"| 423.6 |", "| 583.6 |"}}), "a"), "and 35.6 MiB more than sharded optimizer"));
-    CHECK(has(said(answers_to(command, {{"|       67.6 ", "| OOM (1.0 GiB a rank) "}, {"| 423.6 |", "|  |"}}), "a"),
-              "and FSDP OOM (1.0 GiB a rank)."));
+    CHECK(has(said(answers_to(command, {{"|       67.6 ", "| OOM (1.0 GiB per rank) "}, {"| 423.6 |", "|  |"}}), "a"),
+              "and FSDP OOM (1.0 GiB per rank)."));
     CHECK(has(said(answers_to(command, {{"324.466", "-"}}), "b"), "No gather was measured"));
 }
