@@ -527,7 +527,9 @@ static std::string with_answers(const std::string& path, std::string text) {
         const Block& block = page.blocks[b];
         if (!block.answers) { continue; }
         Answers answers = answers_to(block, page.blocks, contents);
-        if (answers.empty()) { answers = {{"", "(The tables on this page do not answer it.)"}}; }
+        if (answers.empty()) {
+            answers = {{"", "(Not measured yet. The command prints the answer for your machine.)"}};
+        }
         text.replace(block.begin, block.end - block.begin, format_answers(answers, "md"));
     }
     return text;

@@ -93,7 +93,7 @@ TEST_CASE("reproduce: answers follow from the tables of their command line's blo
     Run r = run_cs336({"reproduce", "--format", "json", "--only", "communication_accounting"});
     CAPTURE(r.err);
     CHECK(r.exit_code == 0);
-    const std::string none = "(The tables on this page do not answer it.)\n";
+    const std::string none = "(Not measured yet. The command prints the answer for your machine.)\n";
     CHECK(read_file("notes/a.md") == page(answers, none, table));
     write_file("notes/a.md", "nothing\n");
     write_file("notes/b.md", page("", "", other) + block("mixed_precision_accumulation", ""));
