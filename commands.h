@@ -134,6 +134,8 @@ struct Options {
     std::string trace, out, plot, weights, batch, data, save, load, inputs, impl;
     bool causal = false, not_causal = false, deterministic = false, roofline = false, recompute = false;
     double rope_theta = 0, lr = 0, min_lr = 0, weight_decay = 0, max_grad_norm = 0, val_fraction = 0, temperature = 0;
+    std::string strategy;
+    int grad_accumulation = 0;
     int warmup_steps = 0, sample = 0, stop_at = 0, log_every = 0;
     std::string reduce_dtype, backend;
     int nproc = 0;

@@ -1010,7 +1010,7 @@ struct Optimizer {
     std::vector<ParameterGroup> groups;
 };
 void add_parameter_group(Optimizer& optimizer, ParameterGroup group);  // also between steps
-void optimizer_step(Optimizer& optimizer);
+void optimizer_step(Optimizer& optimizer, float gradient_scale = 1);
 
 // FSDP: the weights are sharded, too.
 struct FsdpSlot {        // a tensor of a unit that has a gradient: one parameter's, or a joined one's

@@ -138,7 +138,7 @@ static void sgd_update(const Tensor& p, const Tensor& g, const Tensor& m, const 
     copy_or_add(p, scale(m, -a.lr), true);
 }
 
-void optimizer_step(Optimizer& o) {
+void optimizer_step(Optimizer& o, float gradient_scale) {
     NoGrad no_grad;
     for (ParameterGroup& g : o.groups) {
         bool whole = o.sharding == UNSHARDED;
@@ -149,7 +149,8 @@ void optimizer_step(Optimizer& o) {
         g.step++;
         if (n > 0) {
             Tensor p = view(g.weights, begin, {n}), dp = view(g.gradients, begin, {n});
-            g.sgd ? sgd_update(p, dp, g.m, g.adamw, g.momentum) : adamw_update(p, {{dp, 0}}, g.m, g.v, g.adamw, g.step);
+            if (g.sgd) { scale_in_place(dp, gradient_scale), sgd_update(p, dp, g.m, g.adamw, g.momentum); }
+            if (!g.sgd) { adamw_update(p, {{dp, 0}}, g.m, g.v, g.adamw, g.step, gradient_scale); }
         }
         std::vector<WorkPtr> works;
         if (o.sharding == ZERO1) { works.push_back(all_gather(o.c, g.weights, g.bounds)); }

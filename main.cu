@@ -136,7 +136,7 @@ static const Command COMMANDS[] = {
      "data! val_fraction d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 "
      "stop_at log_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash recompute "
      "checkpoint seed "
-     "device save load sample temperature trace format quick"},
+     "strategy grad_accumulation nproc=1 backend timeout device save load sample temperature trace format quick"},
     {"model", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", "train.cu", cmd_model,
      "weights! batch! num_heads! model_out! rope_theta update_steps=0 lr precision=fp32 mode=flash device"},
     {"attention", "", 0, 0, "your q, k, v in, our output and gradients out", "bench_attention.cu", cmd_attention,
@@ -406,6 +406,10 @@ static const std::vector<Option>& option_table() {
          "auto"},
         {"flash_impl", "impl", name(&Options::impl, implementations({"all", "auto"})),
          "all: those with tiles; auto: the fastest of them", "all"},
+        {"strategy", "strategy", name(&Options::strategy, {"ddp", "sharded", "fsdp"}),
+         "of several ranks: all on each rank; the optimizer sharded; weights and gradients, too", "ddp"},
+        {"grad_accumulation", "grad_accumulation", whole(&Options::grad_accumulation, 1, 1 << 20),
+         "backwards per step, each with its part of the batch", "1"},
         {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs",
          "2"},
         {"group_nproc", "nproc", whole(&Options::nproc, 1, 64),

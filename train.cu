@@ -62,18 +62,10 @@ static ModelConfig config_from_file(const SafeTensors& file, int num_heads, floa
     while (file.tensors.count("layers." + std::to_string(c.num_layers) + ".ln1.weight")) { c.num_layers++; }
     return c;
 }
-// Each prefix of the weights' names goes into its arena; the file may hold nothing else.
-static void load_weights(const SafeTensors& file, Model& model, const std::map<std::string, Tensor>& arenas) {
-    std::set<std::string> known;
-    for (const auto& [prefix, arena] : arenas) {
-        for (const Parameter& p : model.parameters) {
-            Tensor t = tensor_from_file(require_tensor(file, prefix + p.name, p.shape, {"F32", "BF16"}));
-            copy(view(arena, p.offset, p.shape), t);
-            known.insert(prefix + p.name);
-        }
-    }
-    require_no_others(file, known, strprintf("one of a model of %d layers", model.config.num_layers));
+static Tensor weight_from_file(const SafeTensors& file, const std::string& name, const Shape& shape) {
+    return tensor_from_file(require_tensor(file, name, shape, {"F32", "BF16"}));
 }
+static std::string model_of(const ModelConfig& c) { return strprintf("one of a model of %d layers", c.num_layers); }
 struct NamedTensors {  // what goes into a file; keeps the CPU copies alive
     std::vector<Tensor> kept;
     std::vector<std::pair<std::string, FileTensor>> list;
@@ -105,7 +97,12 @@ int cmd_model(const Options& o) {
     }
     context.mode = mode_for(o, o.mode[0], c, context.precision);
     Model model = make_model(c);
-    load_weights(weights, model, {{"", model.weights}});
+    std::set<std::string> known;
+    for (const Parameter& p : model.parameters) {
+        copy(p.weight, weight_from_file(weights, p.name, p.shape));
+        known.insert(p.name);
+    }
+    require_no_others(weights, known, model_of(c));
     weights.content = nullptr, weights.tensors.clear();
     require_no_others(batch_file, {"tokens", "targets"}, "tokens or targets");
     Shape shape = require_tensor(batch_file, "tokens", {-1, -1}, {"I32", "I64"}).shape;
@@ -272,28 +269,67 @@ static const RunOption run_options[] = {
     {"max_grad_norm", nullptr, &Options::max_grad_norm, DBL_TRUE_MIN, DBL_MAX},
     {"val_fraction", nullptr, &Options::val_fraction, DBL_TRUE_MIN, 1 - DBL_EPSILON / 2},
 };
-// The tensors of a checkpoint. Leaves the weights plain.
-static NamedTensors state_of(Model& model) {
-    plain_weights(model);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// A way to train: in one process, or with several ranks (ddp.cu). A step's batch is --batch_size windows whatever the
+// number of ranks and of backwards.
+
+struct Trainer {
+    Communicator c;  // of one rank, without connections, where no ranks were asked for
+    Model model;
+    LossScaler scaler;
+    std::unique_ptr<DataParallel> d;  // ddp, sharded
+    Optimizer sharded;                // else without groups
+    std::unique_ptr<Fsdp> f;
+    bool is_first() const { return c.rank == 0; }
+    int& updates() { return f ? f->shard.step : sharded.groups.empty() ? model.step : sharded.groups[0].step; }
+};
+// Every parameter in turn, or its moment, whole and in fp32; what `see` leaves there stays. prefix: of the name in a
+// checkpoint: "", "adamw.m." or "adamw.v.". All ranks have to call it.
+static void visit(Trainer& t, const std::string& prefix,
+                  const std::function<void(const Parameter&, const Tensor&)>& see) {
+    bool weights = prefix.empty(), first = prefix == "adamw.m.";
+    ParameterGroup* group = t.f ? &t.f->shard : t.sharded.groups.empty() ? nullptr : &t.sharded.groups[0];
+    if (t.f) {
+        for (Tensor* moment : {&group->m, &group->v}) {
+            if (!*moment) { *moment = zeros(group->weights.shape, F32, OPTIMIZER); }
+        }
+        return visit_whole(*t.f, weights ? group->weights : first ? group->m : group->v, true, see);
+    }
+    Tensor whole = weights ? t.model.weights : first ? t.model.m : t.model.v, own;
+    if (!weights && group) {  // this rank's part
+        Tensor& part = first ? group->m : group->v;
+        int64_t begin = group->bounds[t.c.rank], n = group->bounds[t.c.rank + 1] - begin;
+        if (!part && n > 0) { part = zeros({n}, F32, OPTIMIZER); }
+        whole = empty(group->weights.shape, F32, WORKSPACE);
+        if (n > 0) { copy(own = view(whole, begin, {n}), part); }
+        wait(t.c, all_gather(t.c, whole, group->bounds));
+    }
+    for (const Parameter& p : t.model.parameters) { see(p, view(whole, p.offset, p.shape)); }
+    if (own) { copy(first ? group->m : group->v, own); }
+}
+// The tensors of a checkpoint, on rank 0. Leaves the weights plain.
+static NamedTensors state_of(Trainer& t) {
+    plain_weights(t.model);
     NamedTensors tensors;
-    for (const Parameter& p : model.parameters) {
-        tensors.add(p.name, p.weight);
-        tensors.add("adamw.m." + p.name, view(model.m, p.offset, p.shape));
-        tensors.add("adamw.v." + p.name, view(model.v, p.offset, p.shape));
+    for (const char* prefix : {"", "adamw.m.", "adamw.v."}) {
+        visit(t, prefix, [&](const Parameter& p, const Tensor& whole) {
+            if (t.is_first()) { tensors.add(prefix + p.name, whole); }
+        });
     }
     return tensors;
 }
 // step: batches seen; the model's own are fewer where fp16 skipped some.
-static void save_checkpoint(const std::string& path, const NamedTensors& tensors, const Model& model, int step,
-                            const Options& o, const LossScaler& scaler) {
+static void save_checkpoint(const std::string& path, const NamedTensors& tensors, Trainer& t, int step,
+                            const Options& o) {
     std::map<std::string, std::string> metadata = {{"format", "pt"},
                                                    {"step", std::to_string(step)},
-                                                   {"updates", std::to_string(model.step)},
+                                                   {"updates", std::to_string(t.updates())},
                                                    {"seed", std::to_string(o.seed)},
                                                    {"precision", name_of(context.precision)},
                                                    {"mode", name_of(context.mode)},
-                                                   {"loss_scale", strprintf("%.9g", scaler.scale)},
-                                                   {"good_steps", std::to_string(scaler.good_steps)}};
+                                                   {"loss_scale", strprintf("%.9g", t.scaler.scale)},
+                                                   {"good_steps", std::to_string(t.scaler.good_steps)}};
     for (const RunOption& r : run_options) {
         metadata[r.name] = r.integer ? std::to_string(o.*r.integer) : strprintf("%.17g", o.*r.real);
     }
@@ -374,13 +410,82 @@ static Plan plan_of(const Options& o) {
 }
 
 // Random weights and moments of zero, or the checkpoint's weights, moments, step and loss scale.
-static void start_from(const SafeTensors& checkpoint, Model& model, LossScaler& scaler, uint64_t seed) {
-    make_optimizer_state(model);
-    if (checkpoint.path.empty()) { return init_weights(model, seed); }
-    load_weights(checkpoint, model, {{"", model.weights}, {"adamw.m.", model.m}, {"adamw.v.", model.v}});
-    model.step = whole_of(checkpoint, "updates", 0, 1 << 20);
-    scaler.scale = (float)real_of(checkpoint, "loss_scale", FLT_MIN, FLT_MAX);
-    scaler.good_steps = whole_of(checkpoint, "good_steps", 0, 1 << 20);
+static std::unique_ptr<Trainer> make_trainer(const Communicator& c, const ModelConfig& config, const Options& o,
+                                             const SafeTensors& checkpoint) {
+    auto made = std::make_unique<Trainer>();
+    Trainer& t = *made;
+    t.c = c;
+    bool ranks = c.links != nullptr, fsdp = ranks && o.strategy == "fsdp", sharded = ranks && o.strategy == "sharded";
+    if (fsdp) { t.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype(), F32); }
+    t.model = fsdp ? sharded_model(config, *t.f) : make_model(config);
+    if (!fsdp && (ranks || o.grad_accumulation > 1)) { make_gradients(t.model); }
+    if (sharded) {
+        t.sharded = {c, BROADCAST, {}};
+        add_parameter_group(t.sharded, {t.model.weights, t.model.gradients});
+    } else if (!fsdp) {
+        make_optimizer_state(t.model);
+    }
+    if (checkpoint.path.empty()) {
+        visit(t, "", [&](const Parameter& p, const Tensor& whole) { init_weight(whole, p.name, o.seed); });
+    } else {
+        std::set<std::string> known;
+        for (const char* prefix : {"", "adamw.m.", "adamw.v."}) {
+            visit(t, prefix, [&](const Parameter& p, const Tensor& whole) {
+                copy(whole, weight_from_file(checkpoint, prefix + p.name, p.shape));
+                known.insert(prefix + p.name);
+            });
+        }
+        require_no_others(checkpoint, known, model_of(config));
+        t.updates() = whole_of(checkpoint, "updates", 0, 1 << 20);
+        t.scaler.scale = (float)real_of(checkpoint, "loss_scale", FLT_MIN, FLT_MAX);
+        t.scaler.good_steps = whole_of(checkpoint, "good_steps", 0, 1 << 20);
+    }
+    if (!fsdp && !sharded) { choose_form(t.model); }
+    if (ranks && !fsdp) {
+        t.d = data_parallel(c, OVERLAPPED, 0, t.model.weights, t.model.gradients, t.model.parameters, t.model.slots);
+    }
+    return made;
+}
+// The mean loss over the batch of all ranks; its gradients, averaged, where the optimizer expects them.
+static double loss_and_gradients(Trainer& t, const Batch& all, int accumulation) {
+    int64_t T = all.tokens.dim(1), rows = all.tokens.dim(0) / (accumulation * t.c.world);
+    float loss_scale = loss_scale_of(t.scaler) / accumulation;
+    double sum = 0;
+    if (t.f) { begin_step(*t.f); }
+    for (int k = 0; k < accumulation; k++) {
+        int64_t first = (k * t.c.world + t.c.rank) * rows;
+        auto part = [&](const Tensor& whole) { return view(whole, first * T, {rows, T}); };
+        Batch batch{part(all.tokens), part(all.targets)};
+        if (t.d) {  // gradients add up, and are sent with the last backward
+            t.d->strategy = k + 1 < accumulation ? NO_SYNC : OVERLAPPED;
+            begin_step(*t.d);
+        }
+        Tensor loss;
+        if (k == 0 || t.f) {
+            loss = forward_backward(t.model, batch, loss_scale);
+        } else {
+            loss = forward_to_loss(t.model, batch);
+            backward_from_loss(t.model, loss, loss_scale);
+        }
+        if (t.f) { finish_backward(*t.f); }
+        sum += to_doubles(loss)[0] / accumulation;
+    }
+    if (t.d) { finish_gradient_synchronization(*t.d); }
+    if (t.c.world == 1) { return sum; }
+    Tensor mean = from_floats({(float)sum}, {1});
+    wait(t.c, all_reduce(t.c, mean, AVERAGE));
+    return to_doubles(mean)[0];
+}
+static double update(Trainer& t, const AdamW& adamw, double max_norm) {  // see optimizer_step
+    if (t.f) {
+        t.f->shard.adamw = adamw;
+        return optimizer_step(*t.f, t.scaler, max_norm);
+    }
+    if (t.sharded.groups.empty()) { return optimizer_step(t.model, adamw, t.scaler, max_norm); }
+    t.sharded.groups[0].adamw = adamw;
+    return guarded_step(
+        t.scaler, max_norm, [&] { return gradient_norm(t.model); },
+        [&](float gradient_scale) { optimizer_step(t.sharded, gradient_scale); });
 }
 
 // Why the run ends after a step: the loss or the gradients' norm is not finite. In fp16 that norm halves the loss
@@ -395,16 +500,24 @@ static void make_room(Model& model) {  // on a GPU that the run has filled
     zero_gradients(model);
     model.kept = nullptr;
 }
-[[noreturn]] static void fail_at(int step, const std::string& what, Model& model) {
+[[noreturn]] static void fail_at(int step, const std::string& what, Trainer& t) {
     NamedTensors gradients;
-    for (const Parameter& p : model.parameters) { gradients.add(p.name + "'s gradient", gradient_of(model, p)); }
-    make_room(model);
-    std::string name = first_not_finite(state_of(model));  // it was there before the gradients
+    for (const Parameter& p : t.model.parameters) {  // FSDP's are gone
+        if (!t.f) { gradients.add(p.name + "'s gradient", gradient_of(t.model, p)); }
+    }
+    make_room(t.model);
+    std::string name = first_not_finite(state_of(t));  // it was there before the gradients
     if (name.empty()) { name = first_not_finite(gradients); }
     fail("step %d: %s is not finite; first tensor that is not finite: %s; nothing was saved; a smaller --lr may help",
          step, what.c_str(), name.empty() ? "none" : name.c_str());
 }
-int cmd_train(const Options& typed) {
+static std::string how_split(const Options& o, const Communicator& c) {
+    std::string text;
+    if (c.links) { text += strprintf(" over %d ranks (%s, %s)", c.world, o.strategy.c_str(), c.backend.c_str()); }
+    if (o.grad_accumulation > 1) { text += strprintf(" in %d backwards", o.grad_accumulation); }
+    return text;
+}
+static int train(const Options& typed, const Communicator& ranks) {
     Plan plan = plan_of(typed);
     Options& o = plan.o;
     SafeTensors checkpoint;
@@ -417,25 +530,28 @@ int cmd_train(const Options& typed) {
     if (o.stop_at > o.steps) { usage_error("--stop_at %d lies beyond --steps %d", o.stop_at, o.steps); }
     Text text = read_text(o.data, o.val_fraction, o.context_length);
     require_memory((size_t)4 * sizeof(int) * o.batch_size * o.context_length, "a batch");  // as windows() makes it
-    context.device = choose_device(o.device);
+    if (!ranks.links) { context.device = choose_device(o.device); }
+    if (o.batch_size % (ranks.world * o.grad_accumulation) != 0) {
+        usage_error("--batch_size %d is not divisible by %d (%d ranks, --grad_accumulation %d)", o.batch_size,
+                    ranks.world * o.grad_accumulation, ranks.world, o.grad_accumulation);
+    }
     context.precision = precision_from(o.precision[0]);
     // A checkpoint's flash may have been another device's, or another precision's.
     context.mode = mode_for(o, o.mode[0], c, context.precision);
 
-    Model model = make_model(c);
-    LossScaler scaler;
-    start_from(checkpoint, model, scaler, o.seed);
+    std::unique_ptr<Trainer> trainer = make_trainer(ranks, c, o, checkpoint);
+    Trainer& t = *trainer;
+    Model& model = t.model;
     checkpoint.content = nullptr, checkpoint.tensors.clear();
-    choose_form(model);
     int step = checkpoint.path.empty() ? 0 : whole_of(checkpoint, "step", 0, 1 << 20);
     int last = o.stop_at > 0 ? o.stop_at : o.steps;
     double before = held_out_loss(model, text, o.batch_size, o.context_length), tokens = 0, busy_ms = 0;
     Table table{
         strprintf("train %s: %zu bytes, %" PRId64 " held out; %d layers, d_model %d, d_ff %d, %d heads, precision %s, "
-                  "mode %s; batch %d, context length %d, seed %" PRIu64 "; %s",
+                  "mode %s; batch %d%s, context length %d, seed %" PRIu64 "; %s",
                   o.data.c_str(), text.bytes.size(), (int64_t)text.bytes.size() - text.train, o.num_layers, o.d_model,
                   o.d_ff, o.num_heads, name_of(context.precision), caption_of(context.mode).c_str(), o.batch_size,
-                  o.context_length, o.seed, plan.origin().c_str()),
+                  how_split(o, ranks).c_str(), o.context_length, o.seed, plan.origin().c_str()),
         {"step", "loss", "lr", "gradient norm", "ms", "tokens/s"},
         {}};
     std::string not_finite;  // what ends the run before its last step
@@ -445,13 +561,12 @@ int cmd_train(const Options& typed) {
         AdamW adamw;
         adamw.lr = (float)learning_rate(o, step), adamw.weight_decay = (float)o.weight_decay;
         Batch batch = training_batch(text, o.batch_size, o.context_length, o.seed, step);
-        Tensor loss = forward_backward(model, batch, loss_scale_of(scaler));
-        double norm = optimizer_step(model, adamw, scaler, o.max_grad_norm), l = to_doubles(loss)[0];
+        double l = loss_and_gradients(t, batch, o.grad_accumulation), norm = update(t, adamw, o.max_grad_norm);
         synchronize();
         double elapsed = now_ms() - start, rate = 1000.0 * o.batch_size * o.context_length / elapsed;
         tokens += (double)o.batch_size * o.context_length, busy_ms += elapsed;
-        progress("step %d of %d: loss %.4f, %.0f tokens/s", step + 1, o.steps, l, rate);
-        not_finite = why_to_end(l, norm, scaler);
+        if (t.is_first()) { progress("step %d of %d: loss %.4f, %.0f tokens/s", step + 1, o.steps, l, rate); }
+        not_finite = why_to_end(l, norm, t.scaler);
         if ((step + 1) % o.log_every == 0 || step + 1 == last || !not_finite.empty()) {
             table.rows.push_back(
                 {std::to_string(step + 1), strprintf("%.4f", l), strprintf("%.3g", adamw.lr),
@@ -462,31 +577,32 @@ int cmd_train(const Options& typed) {
     double after = NAN;
     std::exception_ptr failure;  // then the tables are all that is left of the run
     try {
-        if (!not_finite.empty()) { fail_at(step, not_finite, model); }
+        if (!not_finite.empty()) { fail_at(step, not_finite, t); }
         make_room(model);
         double loss = held_out_loss(model, text, o.batch_size, o.context_length);
-        NamedTensors state = state_of(model);
+        NamedTensors state = state_of(t);
         std::string name = first_not_finite(state);
         if (name.empty() && !std::isfinite(loss)) { name = "the held-out loss"; }
         if (!name.empty()) {
             fail("after step %d %s is not finite; nothing was saved; a smaller --lr may help", step, name.c_str());
         }
         after = loss;
-        if (!o.save.empty()) { save_checkpoint(o.save, state, model, step, o, scaler); }
-        choose_form(model);
+        if (!o.save.empty() && t.is_first()) { save_checkpoint(o.save, state, t, step, o); }
+        if (!t.f && t.sharded.groups.empty()) { choose_form(model); }
     } catch (const Failure&) { failure = std::current_exception(); }
-    print(table, o.format);
+    if (t.is_first()) { print(table, o.format); }
     if (!std::isfinite(after)) { std::rethrow_exception(failure); }
     Table summary{"", {"held-out loss before", "held-out loss after", "steps", "tokens/s", "peak MiB"}, {}};
     summary.rows.push_back({strprintf("%.4f", before), strprintf("%.4f", after), std::to_string(step),
                             busy_ms > 0 ? strprintf("%.0f", 1000 * tokens / busy_ms) : "",
                             strprintf("%.0f", memory_use(context.device).peak / 1048576.0)});
     summary.caption = "train: loss in nats per byte";
-    print(summary, o.format);
+    if (t.is_first()) { print(summary, o.format); }
     if (o.sample > 0) {
         std::string caption = strprintf("The held-out text's first %d bytes continued (temperature %.2g)",
                                         o.context_length, o.temperature);
         std::string sample = sample_text(model, text, o.context_length, o.sample, o.temperature, o.seed);
+        if (!t.is_first()) { return 0; }
         if (o.format == "md") {
             printf("\n%s:\n\n```\n%s\n```\n", caption.c_str(), sample.c_str());
         } else {
@@ -495,4 +611,8 @@ int cmd_train(const Options& typed) {
     }
     if (failure) { std::rethrow_exception(failure); }
     return 0;
+}
+int cmd_train(const Options& o) {
+    if (!is_rank() && o.nproc == 1 && !o.has("strategy")) { return train(o, Communicator()); }
+    return run_ranks(o, [&](const Communicator& c) { train(o, c); });
 }

@@ -31,6 +31,53 @@ TEST_CASE_TEMPLATE("train: a resumed run equals the uninterrupted one bit for bi
         train({"--load", half});
     }
 }
+// The largest difference between two checkpoints' tensors, weights and moments.
+static double difference(const std::string& path, const std::string& other) {
+    SafeTensors a = load_safetensors(path), b = load_safetensors(other);
+    CHECK(a.tensors.size() == b.tensors.size());
+    double largest = 0;
+    for (const auto& [name, t] : a.tensors) {
+        REQUIRE(b.tensors.count(name));
+        const float *x = (const float*)t.data, *y = (const float*)b.tensors.at(name).data;
+        for (int64_t i = 0; i < count(t.shape); i++) { largest = std::max(largest, std::fabs((double)x[i] - y[i])); }
+    }
+    return largest;
+}
+TEST_CASE(
+    "train: ranks and backwards per step change nothing but the rounding; a checkpoint fits any number of ranks") {
+    if (lacks("gloo", CPU, 3)) { return; }
+    Folder folder;
+    auto train = [&](const std::string& save, std::vector<std::string> more) {
+        more.insert(more.begin(),
+                    {"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--sample", "0", "--steps", "6",
+                     "--lr", "0.001", "--batch_size", "12", "--max_grad_norm", "0.5", "--save", folder / save});
+        Run r = run_cs336(more);
+        CHECK_MESSAGE(r.exit_code == 0, r.err);
+        return r.out;
+    };
+    train("one", {});
+    train("three backwards", {"--grad_accumulation", "3"});
+    CHECK(difference(folder / "one", folder / "three backwards") < 1e-5);
+    for (const char* strategy : {"ddp", "sharded", "fsdp"}) {
+        for (const char* n : {"1", "2", "3"}) {
+            INFO(n << " ranks, " << strategy);
+            std::string out = train("ranks", {"--nproc", n, "--strategy", strategy, "--grad_accumulation", "2"});
+            CHECK(has(out, std::string(n) + " ranks (" + strategy + ", gloo) in 2 backwards"));
+            CHECK(difference(folder / "one", folder / "ranks") < 1e-5);
+        }
+    }
+    train("half", {"--nproc", "2", "--strategy", "fsdp", "--stop_at", "3"});
+    CHECK(difference(folder / "one", folder / "half") > 1e-4);
+    train("rest", {"--nproc", "3", "--strategy", "sharded", "--load", folder / "half"});
+    CHECK(difference(folder / "one", folder / "rest") < 1e-5);
+    train("half", {"--stop_at", "3"});
+    train("rest", {"--nproc", "3", "--strategy", "fsdp", "--checkpoint", "1", "--load", folder / "half"});
+    CHECK(difference(folder / "one", folder / "rest") < 1e-5);
+    Run odd =
+        run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--nproc", "3", "--batch_size", "4"});
+    CHECK(odd.exit_code == 2);
+    CHECK(has(odd.err, "--batch_size 4 is not divisible by 3 (3 ranks, --grad_accumulation 1)"));
+}
 TEST_CASE("train: steps that fp16 skipped survive a checkpoint") {
     Folder folder;
     std::string start = folder / "start", large = folder / "large", half = folder / "half";
