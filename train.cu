@@ -529,6 +529,12 @@ static int train(const Options& typed, const Communicator& ranks) {
     check_config(c);
     if (o.stop_at > o.steps) { usage_error("--stop_at %d lies beyond --steps %d", o.stop_at, o.steps); }
     Text text = read_text(o.data, o.val_fraction, o.context_length);
+    if (ranks.links) {  // a pipe gives each of its readers another part
+        std::string mine = std::to_string(key_of({text.bytes.begin(), text.bytes.end()}));
+        for (const std::string& other : gather_text(ranks, mine)) {
+            if (other != mine) { fail("%s: the ranks have read different texts", o.data.c_str()); }
+        }
+    }
     require_memory((size_t)4 * sizeof(int) * o.batch_size * o.context_length, "a batch");  // as windows() makes it
     if (!ranks.links) { context.device = choose_device(o.device); }
     if (o.batch_size % (ranks.world * o.grad_accumulation) != 0) {
@@ -614,5 +620,6 @@ static int train(const Options& typed, const Communicator& ranks) {
 }
 int cmd_train(const Options& o) {
     if (!is_rank() && o.nproc == 1 && !o.has("strategy")) { return train(o, Communicator()); }
+    if (!o.trace.empty()) { usage_error("--trace takes one rank without --strategy"); }
     return run_ranks(o, [&](const Communicator& c) { train(o, c); });
 }

@@ -3,6 +3,7 @@
 
 #include <nlohmann/json.hpp>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -76,6 +77,12 @@ TEST_CASE(
     Run odd =
         run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--nproc", "3", "--batch_size", "4"});
     CHECK(odd.exit_code == 2);
+    CHECK(run_cs336({"train", "--data", "LICENSE", "--nproc", "2", "--trace", folder / "x.json"}).exit_code == 2);
+    std::string fifo = folder / "fifo";  // each rank gets another part of it, or nothing
+    REQUIRE(mkfifo(fifo.c_str(), 0600) == 0);
+    REQUIRE(system(("for i in 1 2 3 4 5 6 7 8 9; do cat LICENSE; done > " + fifo + " &").c_str()) == 0);
+    Run pipe = run_cs336({"train", "--data", fifo, "--device", "cpu", "--quick", "--nproc", "2"});
+    CHECK(pipe.exit_code == 1);
     CHECK(has(odd.err, "--batch_size 4 is not divisible by 3 (3 ranks, --grad_accumulation 1)"));
 }
 TEST_CASE("train: steps that fp16 skipped survive a checkpoint") {
