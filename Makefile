@@ -14,9 +14,7 @@ endif
 ifdef ASAN
 override NVCC :=
 # The check of vptr takes a descriptor (a pipe tells it what can be read), and misreports where there is none left.
-# GCC's -Wmaybe-uninitialized is wrong about <regex> under the address sanitizer (its bug 105562).
-SANITIZE := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer \
-	-Wno-maybe-uninitialized
+SANITIZE := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer
 endif
 ifdef TSAN
 override NVCC :=

@@ -327,13 +327,13 @@ static void read_default(Options& o, const Option& option, const std::string& te
     }
 }
 
-static const std::vector<Option>& option_table() {
+static std::vector<Option> options_of_runs() {
     const std::vector<std::string> sizes = {"small", "medium", "large", "xl", "2.7B", "10B"};
     const std::vector<std::string> precisions = {"fp32", "tf32", "bf16", "fp16"};
     const std::vector<std::string> modes = {"eager", "fused", "flash"};
     const char* mode_help =
         "a kernel per operation; fused; fused with FlashAttention (where head size and precision have one)";
-    static const std::vector<Option> table = {
+    return {
         {"edition", "edition", name(&Options::edition, {"2025", "2026"}),
          "the handout whose defaults are taken; xl is 1600 wide in 2025's, 2560 in 2026's", "2025"},
         {"device", "device", name(&Options::device, {"auto", "cpu", "cuda"}), "where to run; auto takes a GPU if any",
@@ -399,6 +399,8 @@ static const std::vector<Option>& option_table() {
          "blocks that are run again in backward instead of keeping what they compute; ffn: each block's feed-forward; "
          "half: a block in two halves; halves, nested: all blocks, nested so",
          "0"},
+        {"rope_theta", "rope_theta", number(&Options::rope_theta, false, INFINITY, true),
+         "base of the rotary embedding", "10000"},
         {"top", "top", whole(&Options::top, 1), "rows of a kernel summary", "10"},
         {"inputs", "inputs", file(&Options::inputs),
          "safetensors: q, k, v and perhaps do, dL/do; [B, H, S, D] or [B, S, D]"},
@@ -406,6 +408,10 @@ static const std::vector<Option>& option_table() {
          "auto"},
         {"flash_impl", "impl", name(&Options::impl, implementations({"all", "auto"})),
          "all: those with tiles; auto: the fastest of them", "all"},
+    };
+}
+static std::vector<Option> options_of_ranks() {
+    return {
         {"strategy", "strategy", name(&Options::strategy, {"ddp", "sharded", "fsdp"}),
          "of several ranks: all on each rank; the optimizer sharded; weights and gradients, too", "ddp"},
         {"grad_accumulation", "grad_accumulation", whole(&Options::grad_accumulation, 1, 1 << 20),
@@ -422,6 +428,10 @@ static const std::vector<Option>& option_table() {
         {"sizes_mb", "sizes_mb", megabytes(&Options::sizes_mb), "tensor sizes in MB (1e6 bytes)", "1,10,100,1000"},
         {"bucket_size_mb", "bucket_size_mb", megabytes(&Options::bucket_size_mb), "bucket sizes in MB (1e6 bytes)",
          "1,10,100,1000"},
+    };
+}
+static std::vector<Option> options_of_calculations() {
+    return {
         {"tokens", "tokens", whole(&Options::tokens, 1), "on a device, whose activations are saved for backward",
          "2048"},
         {"batch_tokens", "batch_tokens", whole(&Options::tokens, 1), "B, tokens of the whole batch, the rows of x"},
@@ -437,9 +447,16 @@ static const std::vector<Option>& option_table() {
         {"tp", "tp", whole(&Options::tp, 1), "Y or N_TP, chips along the tensor-parallel axis", "4"},
         {"links_fsdp", "links_fsdp", whole(&Options::links_fsdp, 1, 3), "M_X, mesh axes of the FSDP traffic", "2"},
         {"links_tp", "links_tp", whole(&Options::links_tp, 1, 3), "M_Y, mesh axes of the tensor-parallel traffic", "1"},
-        {"rope_theta", "rope_theta", number(&Options::rope_theta, false, INFINITY, true),
-         "base of the rotary embedding", "10000"},
     };
+}
+static const std::vector<Option>& option_table() {
+    static const std::vector<Option> table = [] {
+        std::vector<Option> all = options_of_runs();
+        for (const auto& more : {options_of_ranks(), options_of_calculations()}) {
+            all.insert(all.end(), more.begin(), more.end());
+        }
+        return all;
+    }();
     return table;
 }
 

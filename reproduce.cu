@@ -17,7 +17,6 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
-#include <regex>
 #include <sstream>
 
 #include <nlohmann/json.hpp>
@@ -586,7 +585,12 @@ static std::string question_of(const Page& page) {
     if (paragraphs.size() < 2) { return ""; }
     std::string question = paragraphs[1];
     if (paragraphs.size() > 2 && starts(paragraphs[2], "* ")) { question += "\n\n" + paragraphs[2]; }
-    return std::regex_replace(question, std::regex("\\[([^\\]]*)\\]\\([^)]*\\)"), "$1");
+    for (size_t middle; (middle = question.find("](")) != std::string::npos;) {
+        size_t open = question.rfind('[', middle), close = question.find(')', middle);
+        if (open == std::string::npos || close == std::string::npos) { break; }
+        question.erase(middle, close + 1 - middle).erase(open, 1);
+    }
+    return question;
 }
 
 // What the command lines of a page gave, each once, with the tables that any of its blocks shows.
