@@ -945,11 +945,14 @@ struct Work {                                     // a collective under way; the
 using WorkPtr = std::shared_ptr<Work>;
 enum Reduction { SUM, AVERAGE };
 // All in place, fp32 or bf16 (broadcast and all-gather: any), row-major. They start when what is queued on the compute
-// stream is done, and run beside what follows. bounds: rank r owns elements [bounds[r], bounds[r + 1]) of t.
+// stream is done, and run beside what follows. bounds: rank r owns elements [bounds[r], bounds[r + 1]) of t. own, with
+// equal parts only: where this rank's part comes from, or its sum goes to, instead of its place in t.
 WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction);
 WorkPtr broadcast(const Communicator& c, const Tensor& t, int root);
-WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, Reduction reduction);
-WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds);
+WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, Reduction reduction,
+                       const Tensor& own = Tensor());
+WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds,
+                   const Tensor& own = Tensor());
 void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute stream waits, the host does not
 void barrier(const Communicator& c);                    // the host waits, also for its device
 // Every rank's text, through the store; also a barrier, with no deadline while all live.
@@ -1042,6 +1045,7 @@ struct Fsdp {
     WorkPtr gathers[2];
     std::vector<int> order, last_order;  // in which this step, and the one before, asked for units
     int to_reduce = 0, reducing = -1;    // the unit to be reduced next; the one whose reduce-scatter is under way
+    bool reduces_in_place = false;       // that one: its part still has to be added to its gradient
     WorkPtr reduce;
     std::vector<FsdpWait> waits;  // of this step
     ~Fsdp();

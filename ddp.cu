@@ -265,8 +265,10 @@ static void start_gather(Fsdp& f, int i) {
     const FsdpUnit& u = f.units[i];
     WorkPtr& gather = f.gathers[i % 2];
     wait(f.c, gather);  // of a unit that nobody asked for in the end
-    copy_or_add(own_part(f, u, u.weights), view(f.shard.weights, u.offset, {u.part}), false);  // casts
-    gather = all_gather(f.c, u.weights, bounds_of(f, u));
+    Tensor own = view(f.shard.weights, u.offset, {u.part});
+    bool casts = u.weights.dtype != F32;
+    if (casts) { copy_or_add(own_part(f, u, u.weights), own, false); }
+    gather = all_gather(f.c, u.weights, bounds_of(f, u), casts ? Tensor() : own);
     f.in_buffer[i % 2] = i;
 }
 // The step before tells which unit comes next, also where checkpoints run units again. A unit of the first step, or one
@@ -293,7 +295,7 @@ static void finish_reduce(Fsdp& f) {
     if (f.reducing < 0) { return; }
     FsdpUnit& u = f.units[f.reducing];
     wait(f.c, f.reduce);
-    add_to(u.gradient, own_part(f, u, u.gradients));
+    if (f.reduces_in_place) { add_to(u.gradient, own_part(f, u, u.gradients)); }
     f.reducing = -1;
 }
 // What has no gradient counts as zero: padding, and parameters that this rank's loss did not depend on.
@@ -315,7 +317,9 @@ static void start_reduce(Fsdp& f, int i) {
     finish_reduce(f);  // of unit i + 1: backward now writes unit i - 1's gradients over them
     FsdpUnit& u = f.units[i];
     zero_the_rest(u);
-    f.reduce = reduce_scatter(f.c, u.gradients, bounds_of(f, u), AVERAGE);
+    f.reduces_in_place = u.gradient || u.gradients.dtype != F32;
+    if (!f.reduces_in_place) { u.gradient = empty({u.part}, F32, GRADIENTS); }
+    f.reduce = reduce_scatter(f.c, u.gradients, bounds_of(f, u), AVERAGE, f.reduces_in_place ? Tensor() : u.gradient);
     f.reducing = i;
 }
 void pre_backward(Fsdp& f, int i) {
@@ -397,8 +401,7 @@ void visit_whole(Fsdp& f, const Tensor& flat, bool write,
         if (i >= 0) {
             const FsdpUnit& u = f.units[i];
             own = view(flat, u.offset, {u.part}), whole = empty({f.c.world * u.part}, F32, WORKSPACE), begin = u.begin;
-            copy(own_part(f, u, whole), own);
-            wait(f.c, all_gather(f.c, whole, bounds_of(f, u)));
+            wait(f.c, all_gather(f.c, whole, bounds_of(f, u), own));
         }
         for (const Parameter& p : f.parameters) {
             if (p.unit == i) { see(p, view(whole, i < 0 ? f.replicated_at.at(p.name) : p.offset - begin, p.shape)); }

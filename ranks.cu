@@ -252,6 +252,8 @@ struct Links {
 #endif
 };
 
+static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
+
 // The ranks see a failure at the same time. The lower rank speaks first; its end makes the launcher end the others
 // before they repeat it.
 [[noreturn]] static void give_up(int rank, int exit_code, const std::string& why) {
@@ -499,12 +501,24 @@ static void gloo_all_gather(Links& l, const Tensor& t, const std::vector<int64_t
     gloo::allgatherv(options);
 }
 
+// Between any two memories, by Gloo's thread.
+static void transfer(Links& l, void* to, const void* from, size_t bytes) {
+#ifdef __CUDACC__
+    if (l.stream) {
+        CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, l.stream));
+        CUDA_CHECK(cudaStreamSynchronize(l.stream));
+        return;
+    }
+#endif
+    (void)l;
+    memcpy(to, from, bytes);
+}
 // Runs f on t, or on a copy of it in pinned host memory where t lies on the GPU.
 static void staged(Links& l, const Tensor& t, const Mark& ready, const std::function<void(const Tensor&)>& f) {
     (void)l, (void)ready;
 #ifdef __CUDACC__
     if (t.device() == CUDA) {
-        size_t bytes = t.size() * size_of(t.dtype);
+        size_t bytes = bytes_of(t);
         CUDA_CHECK(cudaSetDevice(l.device));  // of this thread
         if (bytes > l.pinned_bytes) {
             if (l.pinned) { CUDA_CHECK(cudaFreeHost(l.pinned)); }
@@ -515,11 +529,9 @@ static void staged(Links& l, const Tensor& t, const Mark& ready, const std::func
         Tensor host = t;
         host.data = (char*)l.pinned;
         CUDA_CHECK(cudaStreamWaitEvent(l.stream, (cudaEvent_t)ready.event.get()));
-        CUDA_CHECK(cudaMemcpyAsync(host.data, t.data, bytes, cudaMemcpyDeviceToHost, l.stream));
-        CUDA_CHECK(cudaStreamSynchronize(l.stream));
+        transfer(l, host.data, t.data, bytes);
         f(host);
-        CUDA_CHECK(cudaMemcpyAsync(t.data, host.data, bytes, cudaMemcpyHostToDevice, l.stream));
-        CUDA_CHECK(cudaStreamSynchronize(l.stream));
+        transfer(l, t.data, host.data, bytes);
         return;
     }
 #endif
@@ -606,7 +618,6 @@ static WorkPtr new_work(const Communicator& c, const char* what, size_t bytes) {
     work->what = what, work->number = c.links->collectives++, work->bytes = bytes, work->started_ms = now_ms();
     return work;
 }
-static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
 
 WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction) {
     if (t.device() == META) { return nullptr; }
@@ -648,8 +659,8 @@ WorkPtr broadcast(const Communicator& c, const Tensor& t, int root) {
     return work;
 }
 
-WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds,
-                       Reduction reduction) {
+WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, Reduction reduction,
+                       const Tensor& own) {
     if (t.device() == META) { return nullptr; }
     Links& l = *c.links;
     WorkPtr work = new_work(c, "reduce-scatter", bytes_of(t));
@@ -659,8 +670,8 @@ WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector
             ncclRedOp_t op = reduction == AVERAGE ? ncclAvg : ncclSum;
             auto part = [&](int r) { return t.data + bounds[r] * size_of(t.dtype); };
             if (equal_parts(bounds)) {
-                NCCL_CHECK(
-                    l, ncclReduceScatter(t.data, part(c.rank), bounds[1], nccl_type(t.dtype), op, l.nccl, l.stream));
+                NCCL_CHECK(l, ncclReduceScatter(t.data, own ? own.data : part(c.rank), bounds[1], nccl_type(t.dtype),
+                                                op, l.nccl, l.stream));
                 return;
             }
             NCCL_CHECK(l, ncclGroupStart());
@@ -675,15 +686,16 @@ WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector
 #endif
 #ifdef HAVE_GLOO
     float scale = reduction == AVERAGE ? 1.0f / c.world : 1;
-    start_on_gloo(l, work, t, [&l, work, bounds, scale](const Tensor& x) {
+    start_on_gloo(l, work, t, [&l, work, bounds, scale, own, rank = c.rank](const Tensor& x) {
         gloo_reduce_scatter(l, x, bounds, work->number, scale);
+        if (own) { transfer(l, own.data, x.data + bounds[rank] * size_of(x.dtype), bytes_of(own)); }
     });
 #endif
     (void)l, (void)reduction, (void)bounds;
     return work;
 }
 
-WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds) {
+WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, const Tensor& own) {
     if (t.device() == META) { return nullptr; }
     Links& l = *c.links;
     WorkPtr work = new_work(c, "all-gather", bytes_of(t));
@@ -692,8 +704,8 @@ WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int
         start_on_nccl(l, work, [&] {
             auto part = [&](int r) { return t.data + bounds[r] * size_of(t.dtype); };
             if (equal_parts(bounds)) {
-                NCCL_CHECK(
-                    l, ncclAllGather(part(c.rank), t.data, bounds[1] * size_of(t.dtype), ncclInt8, l.nccl, l.stream));
+                NCCL_CHECK(l, ncclAllGather(own ? own.data : part(c.rank), t.data, bounds[1] * size_of(t.dtype),
+                                            ncclInt8, l.nccl, l.stream));
                 return;
             }
             NCCL_CHECK(l, ncclGroupStart());
@@ -707,7 +719,10 @@ WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int
     }
 #endif
 #ifdef HAVE_GLOO
-    start_on_gloo(l, work, t, [&l, work, bounds](const Tensor& x) { gloo_all_gather(l, x, bounds, work->number); });
+    start_on_gloo(l, work, t, [&l, work, bounds, own, rank = c.rank](const Tensor& x) {
+        if (own) { transfer(l, x.data + bounds[rank] * size_of(x.dtype), own.data, bytes_of(own)); }
+        gloo_all_gather(l, x, bounds, work->number);
+    });
 #endif
     (void)l, (void)bounds;
     return work;
