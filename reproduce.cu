@@ -3,8 +3,8 @@
 // and
 //   <!-- end -->
 // stands what this command line prints. `; tables: (b), precision fp32 or (c)` behind it selects the tables whose
-// captions contain both "(b)" and "precision fp32", or "(c)". A command line is run once, whatever the number of blocks
-// that show it, as a process of its own.
+// captions contain both "(b)" and "precision fp32", or "(c)"; `; without: d_ff or std` behind that leaves these columns
+// out. A command line is run once, whatever the number of blocks that show it, as a process of its own.
 //   <!-- answers: ./cs336 COMMAND OPTIONS -->
 // begins a block for the answers that follow from the tables of this page's blocks whose command lines begin like this.
 #include "answers.h"
@@ -56,6 +56,7 @@ struct Block {
     size_t begin, end;  // what stands between the markers, as bytes of the page
     Words words;        // of the command line, without ./cs336
     Words tables;       // empty: all that the command prints
+    Words without;      // columns of these
     bool answers;       // that follow from the tables of the blocks whose words begin with these
 };
 struct Page {
@@ -78,17 +79,24 @@ static Page page_of(const std::string& path, const std::string& text) {
         if (answers) { line.replace(0, questions.size(), program); }
         if (starts(line, begin)) {
             if (open) { fail("%s:%d: the block above has no '%s'", path.c_str(), number, end.c_str()); }
-            Words parts = split(line.substr(0, line.size() - std::min(line.size(), close.size())), "; tables: ");
-            Words words, tables;
-            if (!parts.empty()) { words = split(parts[0].substr(std::min(parts[0].size(), program.size())), " "); }
-            if (parts.size() > 1) { tables = split(parts[1], " or "); }
-            bool selects = has(line, "; tables:");
-            if (!starts(line, program) || !ends(line, close) || parts.size() > 2 || words.empty() ||
-                selects == tables.empty() || (answers && selects)) {
-                fail("%s:%d: got '%s', takes '%sCOMMAND OPTIONS -->' or '%sCOMMAND OPTIONS; tables: CAPTIONS -->'",
-                     path.c_str(), number, line.c_str(), program.c_str(), program.c_str());
+            std::string rest = line.substr(0, line.size() - std::min(line.size(), close.size()));
+            bool wrong = !starts(line, program) || !ends(line, close);
+            auto selection = [&](const std::string& key) {  // taken from the end of `rest`
+                size_t at = rest.find(key);
+                Words names = at == std::string::npos ? Words() : split(rest.substr(at + key.size()), " or ");
+                wrong = wrong || (at != std::string::npos && (names.empty() || answers || has(join(names, ""), ";")));
+                rest.erase(std::min(at, rest.size()));
+                return names;
+            };
+            Words without = selection("; without: "), tables = selection("; tables: ");
+            Words words = split(rest.substr(std::min(rest.size(), program.size())), " ");
+            if (wrong || words.empty() || has(rest, ";")) {
+                fail(
+                    "%s:%d: got '%s', takes '%sCOMMAND OPTIONS -->', before ' -->' also '; tables: CAPTIONS', and "
+                    "behind that '; without: COLUMNS'",
+                    path.c_str(), number, line.c_str(), program.c_str());
             }
-            page.blocks.push_back({number, next, 0, words, tables, answers});
+            page.blocks.push_back({number, next, 0, words, tables, without, answers});
             open = true;
         } else if (starts(line, "<!-- end")) {
             if (!open || line != end) { fail("%s:%d: '%s' ends no block", path.c_str(), number, line.c_str()); }
@@ -129,9 +137,22 @@ static std::vector<Page> read_pages(bool with_front_page) {
     return pages;
 }
 
+// A line of a Markdown table whose header is `header`, without these columns.
+static std::string without_columns(const std::string& line, const std::string& header, const Words& without) {
+    std::string kept = "|";
+    Words cells = split(line, "|"), names = split(header, "|");
+    for (size_t i = 0; i < cells.size(); i++) {
+        std::string name = i < names.size() ? names[i] : "";
+        name.erase(0, name.find_first_not_of(' '));
+        name.erase(name.find_last_not_of(' ') + 1);
+        if (!std::count(without.begin(), without.end(), name)) { kept += cells[i] + "|"; }
+    }
+    return kept;
+}
+
 // What the block shows of a command's output; "": none of its tables.
 static std::string shown(const std::string& output, const Block& block) {
-    if (block.tables.empty()) { return output; }
+    if (block.tables.empty() && block.without.empty()) { return output; }
     Words lines;
     std::istringstream stream(output);
     for (std::string line; std::getline(stream, line);) { lines.push_back(line); }
@@ -143,9 +164,12 @@ static std::string shown(const std::string& output, const Block& block) {
             Words parts = split(phrases, ", ");
             return std::all_of(parts.begin(), parts.end(), [&](const std::string& part) { return has(caption, part); });
         });
-        if (!wanted) { continue; }
+        if (!wanted && !block.tables.empty()) { continue; }
         all += (all.empty() ? "" : "\n") + caption + "\n\n";
-        for (; i < lines.size() && starts(lines[i], "|"); i++) { all += lines[i] + "\n"; }
+        const std::string header = lines[i];
+        for (; i < lines.size() && starts(lines[i], "|"); i++) {
+            all += without_columns(lines[i], header, block.without) + "\n";
+        }
     }
     return all;
 }
@@ -479,9 +503,14 @@ static void read_outputs(Agenda& agenda) {
             const Block& block = agenda.pages[p].blocks[b];
             if (agenda.index[p][b] < 0) { continue; }
             Experiment& e = agenda.all[agenda.index[p][b]];
-            if (status_of(e) != "ran" || !shown(e.output, block).empty()) { continue; }
-            e.failed = strprintf("%s:%d: none of its captions has '%s'", agenda.pages[p].path.c_str(), block.line,
-                                 join(block.tables, " or ").c_str());
+            if (status_of(e) != "ran") { continue; }
+            const std::string where = strprintf("%s:%d: ", agenda.pages[p].path.c_str(), block.line);
+            if (shown(e.output, block).empty()) {
+                e.failed = where + "none of its captions has '" + join(block.tables, " or ") + "'";
+            }
+            for (const std::string& column : block.without) {
+                if (!has(e.output, "| " + column + " ")) { e.failed = where + "no table has the column " + column; }
+            }
         }
     }
 }
@@ -541,7 +570,7 @@ static int write_pages(const Agenda& agenda, const std::string& out) {
     for (size_t p = 0; p < agenda.pages.size(); p++) {
         const Page &before = agenda.pages[p], page = read_page(before.path);  // which may have been edited meanwhile
         auto same = [](const Block& x, const Block& y) {
-            return x.words == y.words && x.tables == y.tables && x.answers == y.answers;
+            return x.words == y.words && x.tables == y.tables && x.without == y.without && x.answers == y.answers;
         };
         if (!std::equal(page.blocks.begin(), page.blocks.end(), before.blocks.begin(), before.blocks.end(), same)) {
             fail("%s: its markers have changed; the same command goes on with the new ones", page.path.c_str());

@@ -75,6 +75,25 @@ TEST_CASE("reproduce: blocks get what their commands print, everything else stay
     CHECK(read_file("notes/README.md") == "[a](a.md), then [b](b.md); [elsewhere](../a.md)\n");
 }
 
+TEST_CASE("reproduce: a block leaves out the columns that it names, and a column that is nowhere fails") {
+    Repository repository;
+    const std::string command = "mixed_precision_accumulation; tables: 0.01 added; without: ";
+    write_file("notes/a.md", block(command + "PyTorch prints or stops after", ""));
+    write_file("notes/b.md", block(command + "nothing", "old\n"));
+    write_file("README.md", "Front\n");
+    Run r = run_cs336({"reproduce"});
+    CHECK(r.exit_code == 1);
+    CHECK(has(r.out, "no table has the column nothing"));
+    CHECK(read_file("notes/b.md") == block(command + "nothing", "old\n"));
+    write_file("notes/b.md", "nothing\n");
+    CHECK(run_cs336({"reproduce"}).exit_code == 0);
+    std::string text = read_file("notes/a.md");
+    for (const char* kept : {"| what ", "| error against 10 |", "| of it: rounding the sum |\n", " -0.0490112 |\n"}) {
+        CHECK(has(text, kept));
+    }
+    for (const char* left_out : {"| PyTorch prints", "| stops after |", "tensor("}) { CHECK(!has(text, left_out)); }
+}
+
 TEST_CASE("reproduce: answers follow from the tables of their command line's blocks, also from recorded ones") {
     Repository repository;
     std::string output = run_cs336({"communication_accounting"}).out;
@@ -139,6 +158,9 @@ TEST_CASE("reproduce: markers that it cannot read are named by file and line, be
         {"<!-- begin: ./cs336 list\n" + end, "notes/b.md:1: got"},
         {"<!-- begin: ./cs336    -->\n" + end, "notes/b.md:1: got"},
         {"<!-- begin: ./cs336 list; tables:  -->\n" + end, "notes/b.md:1: got"},
+        {"<!-- begin: ./cs336 list; without:  -->\n" + end, "notes/b.md:1: got"},
+        {"<!-- begin: ./cs336 list; without: a; tables: b -->\n" + end, "notes/b.md:1: got"},
+        {"<!-- answers: ./cs336 list; without: a -->\n" + end, "notes/b.md:1: got"},
         {"<!-- begin: NCCL_DEBUG=INFO ./cs336 naive_ddp -->\n" + end, "notes/b.md:1: got"},
         {"<!-- answers: ./cs336 list; tables: a -->\n" + end, "notes/b.md:1: got"},
         {"<!-- answers: ./cs336 nonsense -->\n" + end, "notes/b.md:1: nonsense: no such command"},
