@@ -67,7 +67,6 @@ std::string TableRow::text(const std::string& column) const {
         {"launches per pass", "launches a pass"},
         {"MB per step", "MB a step"},
         {"MB sent per step", "MB sent a step"},
-        {"all-reduces per step", "all-reduces a step"},
         {"2 bytes per matmul weight", "2 bytes a matmul weight"}};
     if (!table) { return ""; }
     size_t at = std::find(table->columns.begin(), table->columns.end(), column) - table->columns.begin();
@@ -200,8 +199,8 @@ Answers answer_communication_accounting(const Tables& tables) {
                   value("saved for backward", "bytes"), whole_cards(gpus[0]), between(named(gpus[0]), "of ", " for"),
                   whole_cards(gpus[1]))},
         {"b",
-         say("A device holds (16 P + A/2) / N + A/2 bytes. A is what its tokens save for backward; half of A is "
-             "sharded over the N devices, like the weights. Without activations that is below {} from N = {} "
+         say("A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for backward, and half of "
+             "A is sharded over the N devices, like the weights. Without activations that is below {} from N = {} "
              "devices on; with {}, from N = {}. No N is enough from {} tokens per device on, because A/2 alone "
              "fills the memory.",
              between(named(devices[0]), "below ", ","), devices[0].text("value"), between(named(devices[1]), ", ", "!"),
@@ -225,13 +224,13 @@ Answers answer_communication_accounting(const Tables& tables) {
                       value("least batch, axes overlapped"), value("least batch, axes overlapped, per chip"))});
     }
     TableRow best = smallest_of(rows_of(*table, {{"part", "d"}, {"formula", "as in c"}}), "value");
-    std::string whole = best ? say(" Of the whole splits of these chips, {} needs least: {} tokens.",
+    std::string whole = best ? say("; the best split of these chips into whole numbers, {}, needs {} tokens",
                                    between(named(best), "least batch, ", ", not"), best.text("value"))
                              : "";
     answers.push_back(
         {"d",
          say("The split can be chosen: the least batch is 4 alpha^2 / (M_X M_Y F) = {} tokens per chip, at X = 2 "
-             "alpha N / (M_Y F).{} Communication on both axes at once divides it by 4: alpha^2 / (M_X M_Y F) = {}. "
+             "alpha N / (M_Y F){}. Communication on both axes at once divides it by 4: alpha^2 / (M_X M_Y F) = {}. "
              "Fewer bytes (8-bit weights halve alpha X / M_X), more links per axis and pipeline stages lower it "
              "further; gradient accumulation and activation checkpointing do not, because each micro-batch gathers "
              "the weights again.",

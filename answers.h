@@ -41,8 +41,9 @@ std::string say(const std::string& sentence, const Part&... part) {
     return say_all(sentence, {part...});
 }
 
-// One function per problem. Each gives the answers to the handout's questions, by its letters, 1 to 3 sentences each,
-// from the tables that its command printed. What the tables do not hold, the answer says.
+// One function per problem. Each gives the answers to the handout's questions, by its letters, from the tables that its
+// command printed. An answer has 1 to 3 sentences, so a letter that asks several things has several: "a", "a, growth".
+// What the tables do not hold, the answer says.
 Answers answer_mixed_precision_accumulation(const Tables& tables);  // answers.cu
 Answers answer_communication_accounting(const Tables& tables);
 Answers answer_alternate_ring_all_reduce(const Tables& tables);  // answers_calcs.cu

@@ -65,49 +65,56 @@ static std::string growth_of_saved(const Rows& fit) {
         largest_of(rows_where(rows, [&](auto& row) { return row.number("seq_len") < b.number("seq_len"); }), "seq_len");
     if (!a) {
         return say(
-            " Only one length ran, S {}, so this table does not show how the memory grows; the S x S arrays "
+            "Only one length ran, S {}, so this table does not show how the memory grows; the S x S arrays "
             "grow with S^2.",
             b.text("seq_len"));
     }
     double times = b.number(held) / a.number(held);
     double power = std::log(times) / std::log(b.number("seq_len") / a.number("seq_len"));
     return say(
-        " From S {} to S {} at D {}, the memory held when backward starts goes from {} to {} MiB, times {}, "
+        "From S {} to S {} at D {}, the memory held when backward starts goes from {} to {} MiB, times {}, "
         "like S^{}: {}.",
         a.text("seq_len"), b.text("seq_len"), D, a.text(held), b.text(held), number(times, "%.2f"),
         number(power, "%.2f"),
         power > 1.5 ? "the S x S arrays decide, and they grow with S^2"
                     : "at these lengths the S x S arrays, which grow with S^2, do not decide yet");
 }
-static std::string accounting_of_oom(const Table& table) {
-    double B = atof(value_in(table, "batch ", ",").c_str()), D = atof(value_in(table, ", d ", ",").c_str()),
-           S = atof(value_in(table, ", S ", " ").c_str()), MiB = 1048576;
-    TableRow square = largest_of(rows_of(table), "bytes each"), all = row_of(table, {{"what", "all"}}),
-             peak = row_of(table, {{"what", "peak in backward"}});
-    if (!square || !all || !peak || B * D * S == 0) { return ""; }
+// What the smallest configuration that does not fit holds, and what would hold less.
+static Answers accounting_of_oom(const Table* table) {
+    Answers missing = {{"a, accounting", "The table that accounts for the smallest OOM is missing."}};
+    if (!table) { return missing; }
+    double B = atof(value_in(*table, "batch ", ",").c_str()), D = atof(value_in(*table, ", d ", ",").c_str()),
+           S = atof(value_in(*table, ", S ", " ").c_str()), MiB = 1048576;
+    TableRow square = largest_of(rows_of(*table), "bytes each"), all = row_of(*table, {{"what", "all"}}),
+             peak = row_of(*table, {{"what", "peak in backward"}});
+    if (!square || !all || !peak || B * D * S == 0) { return missing; }
     double each = square.number("bytes each"), arrays = std::round(10 * peak.number("bytes") / each) / 10;
     std::string shape = say("{} x {}^2", number(B, "%.0f"), number(S, "%.0f"));
-    return say(" The smallest configuration that does not fit has batch {}, D {} and S {}: its peak is {}, and {} are "
-               "there.",
-               number(B, "%.0f"), number(D, "%.0f"), number(S, "%.0f"), value_in(table, "needs ", " at its peak"),
-               value_in(table, "at its peak, ", " are there")) +
-           say(" When its backward starts, it holds {} MiB. {} MiB of them are {} arrays of B S^2 = {} numbers with {} "
-               "bytes each: the exponentials and the probabilities P, which {} saves. At its peak, in backward, it "
-               "holds {} such arrays; the others are gradients, such as dP.",
-               all.text("MiB"), square.text("MiB"), square.text("buffers"), shape, number(each / (B * S * S), "%.3g"),
-               square.text("what"), number(arrays, "%g")) +
-           say(" FlashAttention removes this cost: it keeps L, one number per query, and computes P again in backward, "
-               "tile by tile. It would hold q, k, v, dO, O and L, which is 4 B S (5 D + 1) bytes = {} MiB.",
-               number(4 * B * S * (5 * D + 1) / MiB, "%.2f"));
+    return {{"a, accounting",
+             say("The smallest configuration that does not fit has batch {}, D {} and S {}: its peak is {}, and {} are "
+                 "there.",
+                 number(B, "%.0f"), number(D, "%.0f"), number(S, "%.0f"), value_in(*table, "needs ", " at its peak"),
+                 value_in(*table, "at its peak, ", " are there")) +
+                 say(" When its backward starts, it holds {} MiB, and {} MiB of them are {} arrays of B S^2 = {} "
+                     "numbers with {} bytes each: the exponentials and the probabilities P, which {} saves. At its "
+                     "peak, in backward, it holds {} such arrays; the others are gradients, such as dP.",
+                     all.text("MiB"), square.text("MiB"), square.text("buffers"), shape,
+                     number(each / (B * S * S), "%.3g"), square.text("what"), number(arrays, "%g"))},
+            {"a, remedy",
+             say("FlashAttention removes this cost: it keeps L, one number per query, and computes P again in "
+                 "backward, tile by tile. It would hold q, k, v, dO, O and L, which is 4 B S (5 D + 1) bytes = {} MiB.",
+                 number(4 * B * S * (5 * D + 1) / MiB, "%.2f"))}};
 }
 Answers answer_pytorch_attention(const Tables& tables) {
     const Table* grid = table_with(tables, {"pytorch_attention"});
     if (!grid) { return {}; }
-    const Table* oom = table_with(tables, {"the smallest configuration that does not fit"});
     Rows all = rows_of(*grid), fit = with_number(all, "forward_time");
-    std::string accounting = oom ? accounting_of_oom(*oom) : "";
-    if (accounting.empty()) { accounting = " The table that accounts for the smallest OOM is missing."; }
-    return {{"a", what_fits(all, fit) + scaled_down(*grid) + growth_of_saved(fit) + accounting}};
+    Answers answers = {{"a", what_fits(all, fit) + scaled_down(*grid)}};
+    std::string growth = growth_of_saved(fit);
+    if (!growth.empty()) { answers.push_back({"a, growth", growth}); }
+    Answers accounting = accounting_of_oom(table_with(tables, {"the smallest configuration that does not fit"}));
+    answers.insert(answers.end(), accounting.begin(), accounting.end());
+    return answers;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -197,11 +204,11 @@ Answers answer_torch_compile(const Tables& tables) {
     if (const Table* table = table_with(tables, {"torch_compile (a)"})) {
         answers.push_back({"a", attention_compiled(*table)});
     }
-    std::string text;
-    for (const Table& table : tables_with(tables, {"torch_compile (b)"})) {
-        text += (text.empty() ? "" : " ") + model_compiled(table);
+    Tables models = tables_with(tables, {"torch_compile (b)"});
+    for (const Table& table : models) {
+        std::string which = models.size() > 1 ? ", " + value_in(table, "precision ", ",") : "";
+        answers.push_back({"b" + which, model_compiled(table) + scaled_down(table)});
     }
-    if (!text.empty()) { answers.push_back({"b", text + scaled_down(*table_with(tables, {"torch_compile (b)"}))}); }
     return answers;
 }
 
@@ -214,11 +221,10 @@ Answers answer_weighted_sum(const Tables& tables) {
     std::string text;
     for (const std::string& device : values_of(rows_of(*table), "device")) {
         Rows rows = with_number(rows_of(*table, {{"device", device}}), "backward ms");
-        TableRow most, least, wrong = largest_of(rows, "max error");
+        TableRow most, wrong = largest_of(rows, "max error");
         for (const TableRow& row : rows) {
             auto numbers = [](const TableRow& r) { return r.number("N") * r.number("D"); };
             if (!most || numbers(row) > numbers(most)) { most = row; }
-            if (!least || numbers(row) < numbers(least)) { least = row; }
         }
         if (!most || !wrong) { continue; }
         auto rate = [&](const char* ms) {  // in the column after the time: two columns are named GB/s
@@ -226,15 +232,11 @@ Answers answer_weighted_sum(const Tables& tables) {
             const std::vector<std::string>& cells = table->rows[most.index];
             return at + 1 < cells.size() ? cells[at + 1] : "unknown";
         };
-        text += say("{}On {}, N {} with D {} takes {} ms forward, at {} GB/s, and {} ms backward, at {} GB/s",
-                    text.empty() ? "" : " ", device, most.text("N"), most.text("D"), most.text("forward ms"),
-                    rate("forward ms"), most.text("backward ms"), rate("backward ms"));
-        text += least.index == most.index || device == "cpu"
-                    ? "."
-                    : say("; N {} with D {}, where only launching counts, takes {} and {} ms.", least.text("N"),
-                          least.text("D"), least.text("forward ms"), least.text("backward ms"));
-        text += say(" The largest error against fp64 is {}, at N {} with D {}.", wrong.text("max error"),
-                    wrong.text("N"), wrong.text("D"));
+        text +=
+            say("{}On {}, N {} with D {} takes {} ms forward, at {} GB/s, and {} ms backward, at {} GB/s, and the "
+                "largest error of all sizes against fp64 is {}.",
+                text.empty() ? "" : " ", device, most.text("N"), most.text("D"), most.text("forward ms"),
+                rate("forward ms"), most.text("backward ms"), rate("backward ms"), wrong.text("max error"));
     }
     if (text.empty()) { return {}; }
     return {{"", text +
@@ -343,10 +345,9 @@ static std::string gains_at_the_end(const Rows& rows, const std::string& longest
     }
     return list_of(items);
 }
-// Where flash is not faster, D by D, and from which length on it is.
-static std::string losses_of(const Rows& rows, const std::string& dtype, bool on_gpu) {
+// "in float32 at S 2048 with D 64; flash is faster from S 4096 on with D 64": where flash is not faster, D by D.
+static std::string losses_of(const Rows& rows, const std::string& dtype) {
     std::vector<std::string> where, after;
-    TableRow last_loss, shortest;  // shortest: of the same D, where flash is faster again
     for (const std::string& D : values_of(rows, "D")) {
         Rows both = with_number(rows_where(rows, [&](auto& row) { return row.text("D") == D; }), "x Tot");
         Rows lost = rows_where(both, [](auto& row) { return row.number("x Tot") <= 1; });
@@ -356,34 +357,15 @@ static std::string losses_of(const Rows& rows, const std::string& dtype, bool on
         TableRow next = smallest_of(rows_where(both, [&](auto& row) { return row.number("Seq") > S; }), "Seq");
         after.push_back(next ? say("from S {} on with D {}", next.text("Seq"), D)
                              : say("at no longer S of this table with D {}", D));
-        if (!last_loss || S > last_loss.number("Seq")) {
-            last_loss = largest_of(lost, "Seq"), shortest = smallest_of(both, "Seq");
-            if (shortest.number("Seq") >= smallest_of(lost, "Seq").number("Seq")) { shortest = TableRow(); }
-        }
     }
-    if (where.empty()) { return say(" In {} flash is faster in every row.", dtype); }
-    std::string text =
-        say(" In {} naive is as fast or faster at {}; flash is faster {}.", dtype, list_of(where), list_of(after));
-    // The reason holds for the fp32 kernel, whose blocks own 64 rows, as long as there are fewer blocks than a large
-    // GPU has multiprocessors.
-    double S = last_loss.number("Seq");
-    if (!on_gpu || dtype != "float32" || S > 8192) { return text; }
-    text +=
-        say(" Flash has little to share out there: a block owns 64 queries or keys, so one head of S {} has only {} "
-            "tiles, while naive spreads its S x S numbers over all multiprocessors.",
-            last_loss.text("Seq"), number(std::ceil(S / 64), "%.0f"));
-    return text + (shortest
-                       ? say(" At shorter S naive loses to its many launches: at S {} it takes {} ms, flash {} ms.",
-                             shortest.text("Seq"), shortest.text("Naive Tot"), shortest.text("Flash Tot"))
-                       : "");
+    return where.empty() ? "" : say("in {} at {} (flash is faster {})", dtype, list_of(where), list_of(after));
 }
 Answers answer_flash_benchmarking(const Tables& tables) {
     const Table* table = table_with(tables, {"flash_benchmarking"});
     if (!table || table->rows.empty()) { return {}; }
     Rows all = rows_of(*table);
-    bool on_gpu = table->caption.find(", CUDA ") != std::string::npos;
-    std::string longest = largest_of(all, "Seq").text("Seq"), losses;
-    std::vector<std::string> gains;
+    std::string longest = largest_of(all, "Seq").text("Seq"), memory;
+    std::vector<std::string> gains, losses;
     for (const std::string& dtype : values_of(all, "dtype")) {
         Rows rows = rows_of(*table, {{"dtype", dtype}});
         if (with_number(rows, "x Tot").empty()) { continue; }
@@ -391,24 +373,24 @@ Answers answer_flash_benchmarking(const Tables& tables) {
         std::string alone = last.empty() ? ""
                                          : say(" (forward alone {}, backward alone {})", span_of(last, "x Fwd", "%.2f"),
                                                span_of(last, "x Bwd", "%.2f"));
-        gains.push_back(say("{} times as fast as naive in {}{}", gains_at_the_end(rows, longest), dtype, alone));
-        losses += losses_of(rows, dtype, on_gpu);
+        gains.push_back(say("{} times in {}{}", gains_at_the_end(rows, longest), dtype, alone));
+        std::string lost = losses_of(rows, dtype);
+        if (!lost.empty()) { losses.push_back(lost); }
     }
     Rows oom = rows_where(all, [](auto& row) { return begins(row.text("Naive Tot"), "OOM"); });
     if (TableRow first = smallest_of(oom, "Seq")) {
-        losses += say(" Rows where naive runs out of memory: {}, first at S {}, where flash takes {}{}.",
-                      std::to_string(oom.size()), first.text("Seq"), first.text("Flash Tot"),
-                      std::isnan(first.number("Flash Tot")) ? "" : " ms");
+        memory = say(" Rows where naive runs out of memory: {}, first at S {}, where flash takes {}{}.",
+                     std::to_string(oom.size()), first.text("Seq"), first.text("Flash Tot"),
+                     std::isnan(first.number("Flash Tot")) ? "" : " ms");
     }
+    if (gains.empty()) { return {{"a", "No row has times of both naive and flash." + memory + scaled_down(*table)}}; }
     bool at_others = list_of(gains).find(", at S ") != std::string::npos;
-    std::string begin =
-        gains.empty() ? "No row has times of both naive and flash."
-                      : say("At S {}{}, flash runs forward and backward {}.", longest,
-                            at_others ? ", or where given at the longest S at which both ran" : "", list_of(gains));
-    return {{"a", begin + losses +
-                      " \"Naive\" is our attention with one kernel per operation, so another naive version, such as "
-                      "PyTorch's, gives other factors." +
-                      scaled_down(*table)}};
+    return {
+        {"a", say("At S {}{}, flash runs forward and backward faster than naive, our attention with one kernel per "
+                  "operation, by these factors: {}. {}.",
+                  longest, at_others ? ", or where given at the longest S at which both ran" : "", list_of(gains),
+                  losses.empty() ? "Flash is faster in every row" : "Naive is as fast or faster " + list_of(losses)) +
+                  memory + scaled_down(*table)}};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -431,7 +413,8 @@ Answers answer_flash_leaderboard(const Tables& tables) {
         ours.text(name).substr(6), ours.text(both), ours.text("forward ms"), ours.text("backward ms"),
         ours.text("TFLOP/s"), ours.text("of the matmul rate"), value_in(*table, "multiplies matrices at ", " TFLOP/s"));
     auto compared = [&](const TableRow& other) {
-        return say("{} ms, {} times ours", other.text(both), number(other.number(both) / ours.number(both), "%.2f"));
+        return say("{} ms in an earlier run, {} times ours", other.text(both),
+                   number(other.number(both) / ours.number(both), "%.2f"));
     };
     Rows others = rows_where(rows_of(*table), [&](auto& row) { return !is_ours(row); });
     if (others.empty()) {
@@ -455,5 +438,5 @@ Answers answer_flash_leaderboard(const Tables& tables) {
                 "Triton, ours is CUDA.",
                 first.text(name), compared(first), same_card(first) ? "the same" : "another", first.text("card"));
     }
-    return {{"", text + " This run timed our kernels only; the other times are older." + scaled_down(*table)}};
+    return {{"", text + scaled_down(*table)}};
 }

@@ -38,12 +38,12 @@ Answers answer_data_parallel_calcs(const Tables& tables) {
     return {
         {"a", say("{}. Backward has six products, two for each product of forward: dz, two terms of dx, dW1, dW2 and "
                   "dW3. Each takes 2 (B / N_DP) D D_FF on a device's B / N_DP rows.",
-                  equation(*table, "FLOPs of a device, backward"))},
+                  equation(*table, "FLOPs per device, backward"))},
         {"b", say("{}. The three gradients have 3 D D_FF elements of 2 bytes, and a ring all-reduce sends 2 (N_DP - 1) "
                   "/ N_DP of these 6 D D_FF bytes out of each device.",
                   equation(*table, "communication time, backward"))},
         {"c", say("{}. The products take 12 B D D_FF / (N_DP C); that is at least the time in (b) as long as "
-                  "(N_DP - 1) / W <= B / C. D and D_FF cancel. With {}, {}.",
+                  "(N_DP - 1) / W <= B / C, where D and D_FF cancel. With {}, {}.",
                   equation(*table, "most devices, backward"), devices(*table),
                   limit(*table, "computation time, backward", "communication time, backward"))}};
 }
@@ -55,13 +55,13 @@ Answers answer_fsdp_calcs(const Tables& tables) {
         {"a",
          say("Backward: {}, in six products. Forward: {}, in three. A gathered weight is whole, so each product is "
              "that of data parallelism: 2 (B / N_FSDP) D D_FF.",
-             equation(*table, "FLOPs of a device, backward"), equation(*table, "FLOPs of a device, forward"))},
+             equation(*table, "FLOPs per device, backward"), equation(*table, "FLOPs per device, forward"))},
         {"b", say("Backward: {}; it gathers the three weights, 6 D D_FF bytes, and reduce-scatters as many bytes of "
                   "gradients. Forward: {}; it gathers the weights only. Each collective sends (N_FSDP - 1) / N_FSDP of "
                   "its bytes out of each device.",
                   equation(*table, "communication time, backward"), equation(*table, "communication time, forward"))},
-        {"c", say("Backward: {}. Forward: the same, because it has half of backward's products and half of its bytes. "
-                  "Both follow from (N_FSDP - 1) / W <= B / C. With {}, in backward {}; in forward {}.",
+        {"c", say("Backward: {}, from (N_FSDP - 1) / W <= B / C. Forward: the same, because it has half of backward's "
+                  "products and half of its bytes. With {}, in backward {}; in forward {}.",
                   equation(*table, "most devices, backward"), devices(*table),
                   limit(*table, "computation time, backward", "communication time, backward"),
                   limit(*table, "computation time, forward", "communication time, forward"))}};
@@ -80,12 +80,12 @@ Answers answer_tp_calcs(const Tables& tables) {
                   "one all-reduce of (B, D).",
                   join(equations, "; "))},
         {"b", say("Forward: {}, in three products of 2 B D (D_FF / N_TP). Backward: {}, in six.",
-                  equation(*table, "FLOPs of a device, forward"), equation(*table, "FLOPs of a device, backward"))},
+                  equation(*table, "FLOPs per device, forward"), equation(*table, "FLOPs per device, backward"))},
         {"c", say("Forward: {}, an all-reduce of y, 2 B D bytes. Backward: the same, an all-reduce of dx. Each sends "
                   "2 (N_TP - 1) / N_TP of its bytes out of each device.",
                   equation(*table, "communication time, forward"))},
-        {"d", say("Backward: {}, from 4 (N_TP - 1) / W <= 12 D_FF / C. Forward: {}: half as many products for the same "
-                  "bytes. B and D cancel. With {}, in backward {}; in forward {}.",
+        {"d", say("Backward: {}, from 4 (N_TP - 1) / W <= 12 D_FF / C, where B and D cancel. Forward: {}: half as many "
+                  "products for the same bytes. With {}, in backward {}; in forward {}.",
                   equation(*table, "most devices, backward"), equation(*table, "most devices, forward"),
                   devices(*table), limit(*table, "computation time, backward", "communication time, backward"),
                   limit(*table, "computation time, forward", "communication time, forward"))}};
@@ -96,21 +96,19 @@ static std::string best_split(const Table& table) {
     const std::string ab = say("with a = {} and b = {}", equation(table, "a"), equation(table, "b"));
     if (TableRow no_tp = quantity(table, "most devices, no TP")) {
         return say(
-            "But {}, b is below {}: the best split would have less than one device on the TP axis. So there is "
-            "no TP, and {}.",
+            "But {}, b is below {} and the best split has less than one device on the TP axis, so there is no TP, and "
+            "{}.",
             ab, equation(table, "least b for TP to pay"), equation(table, "most devices, no TP"));
     }
     if (TableRow no_fsdp = quantity(table, "most devices, no FSDP")) {
         return say(
-            "But {}, a is below {}: the best split would have less than one device on the FSDP axis. So there is "
-            "no FSDP, and {}.",
+            "But {}, a is below {} and the best split has less than one device on the FSDP axis, so there is no FSDP, "
+            "and {}.",
             ab, equation(table, "least a for FSDP to pay"), equation(table, "most devices, no FSDP"));
     }
-    return say(
-        "Here Q = {}, N_FSDP = {} and N_TP = {}: {}. For large a and b that is nearly {}, a quarter of (c)'s. Both "
-        "axes have at least one device, because {}, b >= a / (a + 1) and a >= b / (b + 1).",
-        result(quantity(table, "Q")), equation(table, "best split, FSDP axis"), equation(table, "best split, TP axis"),
-        equation(table, "most devices, not overlapped"), equation(table, "the same for large a and b"), ab);
+    return say("Here Q = {}, N_FSDP = {} and N_TP = {}, so {}.", result(quantity(table, "Q")),
+               equation(table, "best split, FSDP axis"), equation(table, "best split, TP axis"),
+               equation(table, "most devices, not overlapped"));
 }
 
 Answers answer_fsdp_tp_calcs(const Tables& tables) {
@@ -119,23 +117,22 @@ Answers answer_fsdp_tp_calcs(const Tables& tables) {
     return {
         {"a", say("{}: three products of 2 (B / N_FSDP) D (D_FF / N_TP). FSDP splits the rows of x, TP the columns of "
                   "W1 and W2 and the rows of W3.",
-                  equation(*table, "FLOPs of a device, forward"))},
+                  equation(*table, "FLOPs per device, forward"))},
         {"b", say("{}. FSDP gathers a TP shard of the weights, 6 D D_FF / N_TP bytes, in {}; TP all-reduces y of "
                   "B / N_FSDP rows, 2 B D / N_FSDP bytes, in {}.",
                   equation(*table, "communication time, overlapped"),
                   result(quantity(*table, "communication time, FSDP axis")),
                   result(quantity(*table, "communication time, TP axis")))},
-        {"c",
-         say("{}. Each axis has a bound of its own, {}, and {}. The other axis does not occur in it, so both can be "
-             "at their bounds at once. Without each 1 the product is {}. With {}, {}.",
-             equation(*table, "most devices, overlapped"), equation(*table, "most devices, FSDP axis"),
-             equation(*table, "most devices, TP axis"), equation(*table, "the same without each 1"), devices(*table),
-             limit(*table, "computation time, forward", "communication time, overlapped"))},
-        {"d", say("The times add: 6 D D_FF (N_FSDP - 1) + 4 B D (N_TP - 1) <= 6 B D D_FF W / C, or 3 D_FF N_FSDP + 2 B "
-                  "N_TP <= Q with Q = 3 B D_FF W / C + 3 D_FF + 2 B. The product of two terms with a bounded sum is "
-                  "largest where they are equal: 3 D_FF N_FSDP = 2 B N_TP = Q / 2. {} With {}, {}.",
-                  best_split(*table), devices(*table),
-                  limit(*table, "computation time, forward", "communication time, not overlapped"))}};
+        {"c", say("{}: each axis has a bound of its own, {}, and {}, in which the other axis does not occur. Without "
+                  "each 1 the product is {}. With {}, {}.",
+                  equation(*table, "most devices, overlapped"), equation(*table, "most devices, FSDP axis"),
+                  equation(*table, "most devices, TP axis"), equation(*table, "the same without each 1"),
+                  devices(*table), limit(*table, "computation time, forward", "communication time, overlapped"))},
+        {"d",
+         say("The times add, so 3 D_FF N_FSDP + 2 B N_TP <= Q with Q = 3 B D_FF W / C + 3 D_FF + 2 B, and N_FSDP N_TP "
+             "is largest where both terms are Q / 2. {} With {}, {}.",
+             best_split(*table), devices(*table),
+             limit(*table, "computation time, forward", "communication time, not overlapped"))}};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -164,25 +161,20 @@ static std::string best_strategy(const Table& table) {
              flat = row_of(table, {{"strategy", "flat, k = 1"}});
     if (!best || !none || !flat) { return "The table lacks a strategy or its peak."; }
     std::string name = best.text("strategy"), kept = best.text("blocks kept");
-    std::string text =
-        say("The strategy with the least peak is {}, {} MiB (without checkpoints: {}): {}. It keeps all "
-            "residuals of {} at a time and {}. ",
-            name, best.text(peak), none.text(peak), arrangement(name), kept == "1" ? "one block" : kept + " blocks",
-            price(best));
     std::vector<std::string> different;
     for (const TableRow& row : rows_of(table)) {
-        std::string other = row.text("strategy");
-        if (row.text("gradients") != "the same bits") { different.push_back(other); }
-        if (other == name || (row.text("blocks kept") != "1" && row.index != flat.index)) { continue; }
-        text += say("With {} the peak is {} MiB: {}. ", other, row.text(peak), price(row));
+        if (row.text("gradients") != "the same bits") { different.push_back(row.text("strategy")); }
     }
+    if (!different.empty()) { return say("The gradients differ with {}.", list_of(different)); }
     double gain = 100 * (1 - best.number(peak) / flat.number(peak));
-    text += gain > 0 ? say("Nesting takes {} % off the peak of k = 1. It is worth its compute only where N inputs are "
-                           "large beside a block's residuals. ",
-                           number(gain, "%.1f"))
-                     : "Nesting gains nothing here. ";
-    return text + (different.empty() ? "All gradients have the same bits."
-                                     : "But the gradients differ with " + list_of(different) + ".");
+    return say("The strategy with the least peak is {}, {} MiB (without checkpoints: {}): {}. It keeps all "
+               "residuals of {} at a time and {}. ",
+               name, best.text(peak), none.text(peak), arrangement(name), kept == "1" ? "one block" : kept + " blocks",
+               price(best)) +
+           (gain > 0 ? say("Nesting takes {} % off the peak of k = 1 ({} MiB), and is worth its compute only where N "
+                           "inputs are large beside a block's residuals.",
+                           number(gain, "%.1f"), flat.text(peak))
+                     : "Nesting gains nothing here.");
 }
 
 static std::string blocks_in(const TableRow& row) {
@@ -202,10 +194,10 @@ static std::string as_run(const Table& table, const TableRow& best) {
                                   "without checkpoints the step does not run, so the price is known in FLOPs only: one "
                                   "more forward, a third");
     return say(
-        "Measured with {}, a checkpoint of {} takes {} MiB, and {} ms for forward and backward: {}. Predictions were "
-        "at most {} % off.",
-        value_in(table, "really run; ", ","), blocks_in(row), row.text("peak MiB"), row.text("fwbw_mean_ms"), price,
-        number(apart, "%.2f"));
+        "Measured with {}, a checkpoint of {} takes {} MiB (predictions were at most {} % off), and {} ms for forward "
+        "and backward: {}.",
+        value_in(table, "really run; ", ","), blocks_in(row), row.text("peak MiB"), number(apart, "%.2f"),
+        row.text("fwbw_mean_ms"), price);
 }
 static std::string best_size(const Table& asked, const Table& run) {
     std::vector<TableRow> rows = rows_of(asked), whole;
@@ -225,11 +217,8 @@ static std::string best_size(const Table& asked, const Table& run) {
             others.push_back(row.text(column) + (none ? " without checkpoints" : " with " + blocks_in(row)));
         }
     }
-    double state = best.number("predicted peak MiB") - best.number("of it activations");
     std::string text = say("The best checkpoint is {}: a step's peak is {} MiB{}; it is {}. ", blocks_in(best),
                            best.text(column), measured ? "" : " (predicted)", list_of(others));
-    text += say("Of this {} MiB are weights, gradients and moments, which checkpoints leave as they are. ",
-                number(state, "%.0f"));
     if (whole.size() > 1) {
         const TableRow &a = whole[whole.size() - 2], &b = whole.back();
         const char* k = "blocks per checkpoint";

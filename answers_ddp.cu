@@ -45,7 +45,7 @@ static std::string growth_with_size(const std::vector<TableRow>& group) {
         small.text("busbw (GB/s)"), large.text("busbw (GB/s)"), why);
 }
 
-// How the time grows with the number of ranks, at the smallest and at the largest size.
+// How the time of one backend grows with the number of ranks, at the smallest and at the largest size.
 static std::string growth_with_ranks(const std::vector<TableRow>& all) {
     TableRow few = smallest_of(all, "Ranks"), many = largest_of(all, "Ranks");
     double n = few.number("Ranks"), m = many.number("Ranks");
@@ -63,14 +63,14 @@ static std::string growth_with_ranks(const std::vector<TableRow>& all) {
     double of_small = growth(small), of_large = growth(large), ring = (2 * (m - 1) / m) / (2 * (n - 1) / n);
     if (std::isnan(of_small) || std::isnan(of_large)) { return ""; }
     return say(
-        " From {} to {}, {} MB take {} times and {} MB {} times as long. In a ring each link carries 2(n-1)/n "
-        "times the size, here {} times as much: {}{}.",
-        few.text("Ranks"), ranks(many.text("Ranks")), large.text("Tensor Size (MB)"), times(of_large),
-        small.text("Tensor Size (MB)"), times(of_small), times(ring),
+        " From {} to {}, {} takes {} times as long for {} MB and {} times for {} MB, where a ring's link carries {} "
+        "times as much: {}.",
+        few.text("Ranks"), ranks(many.text("Ranks")), title(few.text("Backend")), times(of_large),
+        large.text("Tensor Size (MB)"), times(of_small), small.text("Tensor Size (MB)"), times(ring),
         of_large > 1.25 * ring  ? "the large tensor takes longer than that"
         : of_large < 0.8 * ring ? "the large tensor takes less than that"
-                                : "that explains the large tensor",
-        of_small > 1.1 * ring ? "; the small one also pays for the latency of 2(n-1) steps" : "");
+        : of_small > 1.1 * ring ? "that explains the large tensor, and the small one also pays for more steps"
+                                : "that explains the large tensor");
 }
 
 // The handout's groups of 2, 4 and 6 ranks that have no times, with the reason where the table has one.
@@ -96,7 +96,8 @@ Answers answer_distributed_communication_single_node(const Tables& tables) {
     for (const Table& run : runs) {
         for (const TableRow& r : rows_of(run)) { rows.push_back(r); }
     }
-    std::vector<std::string> sentences, missing, ratios;
+    std::vector<std::string> missing, ratios;
+    std::string sizes, numbers;
     std::map<std::string, std::vector<TableRow>> fewest;  // of each backend, the group with the fewest ranks
     for (const char* backend : {"gloo", "nccl"}) {
         std::vector<TableRow> all;
@@ -109,7 +110,8 @@ Answers answer_distributed_communication_single_node(const Tables& tables) {
         for (const TableRow& r : all) {
             if (r.text("Ranks") == few) { fewest[backend].push_back(r); }
         }
-        if (!all.empty()) { sentences.push_back(growth_with_size(fewest[backend]) + growth_with_ranks(all)); }
+        if (!all.empty()) { sizes += (sizes.empty() ? "" : " ") + growth_with_size(fewest[backend]); }
+        numbers += growth_with_ranks(all);
         if (!open.empty()) { missing.push_back(open); }
     }
     for (const TableRow& nccl : fewest["nccl"]) {
@@ -120,14 +122,18 @@ Answers answer_distributed_communication_single_node(const Tables& tables) {
                                  nccl.text("Tensor Size (MB)")));
         }
     }
-    if (!ratios.empty()) {
-        sentences.push_back(
-            say("Gloo takes {} as long as NCCL with {}.", list_of(ratios), ranks(fewest["nccl"][0].text("Ranks"))));
+    Answers answers;
+    if (!sizes.empty()) { answers.push_back({"size", sizes}); }
+    if (!numbers.empty()) {
+        answers.push_back({"ranks", "A ring's link carries 2(n-1)/n times the size for n ranks." + numbers});
     }
-    if (!missing.empty()) { sentences.push_back("Not measured: " + list_of(missing) + "."); }
-    std::string text;
-    for (const std::string& sentence : sentences) { text += (text.empty() ? "" : " ") + sentence; }
-    return {{"", text + scaled_down(runs[0])}};
+    std::string compared = ratios.empty() ? ""
+                                          : say("Gloo takes {} as long as NCCL with {}.", list_of(ratios),
+                                                ranks(fewest["nccl"][0].text("Ranks")));
+    if (!missing.empty()) { compared += say("{}Not measured: {}.", compared.empty() ? "" : " ", list_of(missing)); }
+    if (!compared.empty()) { answers.push_back({"backend", compared}); }
+    if (!answers.empty()) { answers.back().text += scaled_down(runs[0]); }
+    return answers;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -154,24 +160,6 @@ static std::string how_wrong(const Verdict& v, const std::string& where) {
                v.worst ? say(", by up to {} ({})", v.worst.text("max diff"), where) : "");
 }
 
-// "3 (ToyModel); 21 (Transformer)", or "21, 3 and 1 with limits of 0.01, 0.16 and 1 MB (Transformer)"
-static std::string calls_per_step(const Table& table) {
-    std::vector<std::string> models;
-    std::string text;
-    for (const TableRow& first : rows_of(table)) {
-        std::string model = first.text("Model");
-        if (std::find(models.begin(), models.end(), model) != models.end()) { continue; }
-        models.push_back(model);
-        std::vector<std::string> calls, limits;
-        for (const TableRow& r : rows_of(table, {{"Model", model}})) {
-            if (!calls.empty() && r.text("Bucket (MB)") == limits.back()) { continue; }
-            calls.push_back(r.text("all-reduces a step")), limits.push_back(r.text("Bucket (MB)"));
-        }
-        std::string of_buckets = limits[0].empty() ? "" : say(" with limits of {} MB", list_of(limits));
-        text += say("{}{}{} ({})", text.empty() ? "" : "; ", list_of(calls), of_buckets, model);
-    }
-    return text;
-}
 static Answers weights_of_one_process(const Tables& tables, const std::string& command, const char* when) {
     const Table* table = table_with(tables, {command + ": weights of data parallel"});
     if (!table || table->rows.empty()) { return {}; }
@@ -185,9 +173,7 @@ static Answers weights_of_one_process(const Tables& tables, const std::string& c
                       "another order.",
                       n, value_in(*table, "Batch size: ", ","), value_in(*table, "after each of ", " steps"),
                       v.worst.text("max diff"), where);
-    return {{"", text + v.bits +
-                     say(", and each started from other weights. {} All-reduces per step: {}.", when,
-                         calls_per_step(*table))}};
+    return {{"", text + v.bits + say(", and each started from other weights. {}", when)}};
 }
 Answers answer_naive_ddp(const Tables& tables) {
     return weights_of_one_process(tables, "naive_ddp", "Each gradient tensor is sent after backward.");
@@ -225,7 +211,7 @@ static Answers why_open(const Table& table, const std::string& part, const std::
                                value_in(table, "size ", ", precision"), step.text(TOTAL))}};
         }
         std::string column =
-            column_without_number(step, {TOTAL, EXPOSED, REDUCES, BACKWARD, CALLS, "Comm Prop.", "MB a step"});
+            column_without_number(step, {TOTAL, EXPOSED, REDUCES, BACKWARD, CALLS, "Comm Prop.", "MB per step"});
         if (!column.empty()) {
             return {{part, say("The table has no {} for \"{}\", so there is no answer.", column, s)}};
         }
@@ -242,14 +228,11 @@ static std::string setup_of(const Table& table) {
         value_in(table, mode + "; ", " sequences"), length, value_in(table, "warmup, ", " step"),
         value_in(table, "context length: " + length + ", ", " warmup"));
 }
+// Follows a comparison of two means.
 static std::string undecided(const TableRow& a, const TableRow& b) {
     double spread = std::max(a.number("std"), b.number("std"));
     if (!(std::fabs(a.number(TOTAL) - b.number(TOTAL)) <= spread)) { return ""; }
-    auto name = [](const TableRow& r) { return r.text("Strategy") + r.text("Optimizer"); };  // one table has the one
-    return say(
-        " \"{}\" and \"{}\" differ by no more than one standard deviation ({}), so this run does not show which is "
-        "faster.",
-        name(a), name(b), ms(spread));
+    return say(", within one standard deviation, {}, so this run does not show which is faster", ms(spread));
 }
 // What hiding costs: backward and the all-reduces share the device.
 static std::string price_of_hiding(const TableRow& none, const TableRow& naive, const TableRow& hidden) {
@@ -263,33 +246,23 @@ static std::string price_of_hiding(const TableRow& none, const TableRow& naive, 
 // ---------------------------------------------------------------------------------------------------------------------
 // 2.2 naive_ddp_benchmarking
 
-// The ranks against one process with the whole batch.
-static std::string speedup(const Tables& tables) {
-    const Table* table = table_with(tables, {"one process with the whole batch"});
-    if (!table || table->rows.empty()) { return ""; }
-    double one = row_of(*table, {{"Setup", "single"}}).number(TOTAL);
-    double many = TableRow{table, table->rows.size() - 1}.number(TOTAL);
-    if (std::isnan(one) || std::isnan(many)) { return ""; }
-    return say(" One process takes {} for the same whole batch: the ranks' speedup is {}{}.", ms(one),
-               times(one / many), one > many ? "" : ", a loss");
-}
 Answers answer_naive_ddp_benchmarking(const Tables& tables) {
     const Table* table = table_with(tables, {"naive_ddp_benchmarking;"});
     if (!table) { return {}; }
     Answers open = why_open(*table, "", {"no sync", "naive"});
     if (!open.empty()) { return open; }
     TableRow none = step_of(*table, "no sync"), naive = step_of(*table, "naive");
-    double all = naive.number(REDUCES), gaps = naive.number(EXPOSED) - all, mb = naive.number("MB a step");
+    double all = naive.number(REDUCES), gaps = naive.number(EXPOSED) - all, mb = naive.number("MB per step");
     std::string rate = all > 0 && mb > 0 ? number(mb / all, " (%.1f GB/s)") : "";  // MB per ms
     return {
-        {"", say("{} A step takes {} ms, and {} ms of it ({}) are {}. The {} all-reduces, one per tensor, move {} MB "
-                 "and take {} ms{} themselves{}. Communication makes a step {} times as long as one without it ({} "
-                 "ms).",
-                 setup_of(*table), naive.text(TOTAL), naive.text(EXPOSED), naive.text("Comm Prop."), WHAT_IS_EXPOSED,
-                 naive.text(CALLS), naive.text("MB a step"), naive.text(REDUCES), rate,
-                 gaps > 0 ? say("; the other {} are gaps between them", ms(gaps)) : "",
-                 times(naive.number(TOTAL) / none.number(TOTAL)), none.text(TOTAL)) +
-                 speedup(tables) + undecided(none, naive) + scaled_down(*table)}};
+        {"",
+         say("{} A step takes {} ms, {} times as long as one without communication ({} ms{}), and {} ms of it ({}) are "
+             "{}. The {} all-reduces, one per tensor, move {} MB and take {} ms{} themselves{}.",
+             setup_of(*table), naive.text(TOTAL), times(naive.number(TOTAL) / none.number(TOTAL)), none.text(TOTAL),
+             undecided(none, naive), naive.text(EXPOSED), naive.text("Comm Prop."), WHAT_IS_EXPOSED, naive.text(CALLS),
+             naive.text("MB per step"), naive.text(REDUCES), rate,
+             gaps > 0 ? say("; the other {} are gaps between them", ms(gaps)) : "") +
+             scaled_down(*table)}};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -306,14 +279,15 @@ Answers answer_minimal_ddp_flat_benchmarking(const Tables& tables) {
                                                      : "calls cost naive communication more than bytes do";
     return {
         {"",
-         say("With one all-reduce for all gradients a step takes {} ms, {} with one per tensor ({} ms); {} ms of it, "
+         say("With one all-reduce for all gradients a step takes {} ms, {} with one per tensor ({} ms{}); {} ms of it, "
              "instead of {}, are {}. Both move {} MB. The all-reduces take {} ms instead of {}{}.",
-             flat.text(TOTAL), against(flat.number(TOTAL), naive.number(TOTAL)), naive.text(TOTAL), flat.text(EXPOSED),
-             naive.text(EXPOSED), WHAT_IS_EXPOSED, flat.text("MB a step"), flat.text(REDUCES), naive.text(REDUCES),
+             flat.text(TOTAL), against(flat.number(TOTAL), naive.number(TOTAL)), naive.text(TOTAL),
+             undecided(naive, flat), flat.text(EXPOSED), naive.text(EXPOSED), WHAT_IS_EXPOSED, flat.text("MB per step"),
+             flat.text(REDUCES), naive.text(REDUCES),
              saved > 0 && calls > 0 ? say(", {} us less for each of {} calls saved: {}",
                                           number(1e3 * saved / calls, "%.1f"), number(calls, "%.0f"), limit)
                                     : ", so the number of calls is not what limits them") +
-             undecided(naive, flat) + scaled_down(*table)}};
+             scaled_down(*table)}};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -328,25 +302,26 @@ Answers answer_ddp_overlap_individual_parameters_benchmarking(const Tables& tabl
              overlapped = step_of(*table, "overlapped");
     double step = overlapped.number(TOTAL);
     std::string hidden = overlapped.text("hidden"), hidden_naive = naive.text("hidden");
-    return {{"a",
-             say("Overlapped, a step takes {} ms: {} naive ({} ms) and {} flat ({} ms); without communication it takes "
-                 "{} ms. {} ms are {}, instead of {} naive and {} flat{}.",
-                 overlapped.text(TOTAL), against(step, naive.number(TOTAL)), naive.text(TOTAL),
-                 against(step, flat.number(TOTAL)), flat.text(TOTAL), none.text(TOTAL), overlapped.text(EXPOSED),
-                 WHAT_IS_EXPOSED, naive.text(EXPOSED), flat.text(EXPOSED),
-                 std::isnan(overlapped.number("hidden"))
-                     ? ""
-                     : say("; {} of the all-reduces' time lies under backward", hidden)) +
-                 price_of_hiding(none, naive, overlapped) + undecided(overlapped, naive) + undecided(overlapped, flat) +
-                 scaled_down(*table)},
-            {"b",
-             "The two traces are files: `--trace FILE.json` (for Perfetto) and `--plot FILE.svg` show one more step of "
-             "each way, naive and overlapped among them." +
-                 (std::isnan(overlapped.number("hidden") + naive.number("hidden"))
-                      ? ""
-                      : say(" In the steps timed here {} of naive's all-reduce time lies under backward, and {} of "
-                            "overlapped's.",
-                            hidden_naive, hidden))}};
+    return {
+        {"a",
+         say("Overlapped, a step takes {} ms: {} naive ({} ms{}) and {} flat ({} ms{}); without communication it takes "
+             "{} ms. {} ms are {}, instead of {} naive and {} flat{}.",
+             overlapped.text(TOTAL), against(step, naive.number(TOTAL)), naive.text(TOTAL),
+             undecided(overlapped, naive), against(step, flat.number(TOTAL)), flat.text(TOTAL),
+             undecided(overlapped, flat), none.text(TOTAL), overlapped.text(EXPOSED), WHAT_IS_EXPOSED,
+             naive.text(EXPOSED), flat.text(EXPOSED),
+             std::isnan(overlapped.number("hidden"))
+                 ? ""
+                 : say("; {} of the all-reduces' time lies under backward", hidden)) +
+             price_of_hiding(none, naive, overlapped) + scaled_down(*table)},
+        {"b",
+         "The two traces are files: `--trace FILE.json` (for Perfetto) and `--plot FILE.svg` show one more step of "
+         "each way, naive and overlapped among them." +
+             (std::isnan(overlapped.number("hidden") + naive.number("hidden"))
+                  ? ""
+                  : say(" In the steps timed here {} of naive's all-reduce time lies under backward, and {} of "
+                        "overlapped's.",
+                        hidden_naive, hidden))}};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -358,31 +333,23 @@ static std::string limit_of(const TableRow& step) {  // "bucketed, 100 MB": "100
 // Whether the run shows what one expects of small and of large buckets.
 static std::string expected_of_buckets(const Table& table, const std::vector<TableRow>& steps) {
     TableRow most = step_of(table, "overlapped"), fewest = smallest_of(steps, CALLS);
-    std::vector<std::string> no_buckets;
     std::vector<TableRow> smaller;
     for (const TableRow& r : steps) {
-        if (r.text(CALLS) == most.text(CALLS)) { no_buckets.push_back(limit_of(r)); }
         if (r.number(CALLS) > fewest.number(CALLS)) { smaller.push_back(r); }
     }
     std::string text;
-    if (!no_buckets.empty()) {
-        text =
-            say(" Limits of {} MB make the {} all-reduces of no buckets, since no two neighbouring tensors fit "
-                "into one.",
-                list_of(no_buckets), most.text(CALLS));
-    }
     if (most.number(CALLS) > fewest.number(CALLS)) {
-        text += say(" Fewer calls should cost less, and {}: all-reduces take {} ms in {} calls and {} ms in {}.",
-                    fewest.number(REDUCES) < most.number(REDUCES) ? "they do" : "here they do not", most.text(REDUCES),
-                    most.text(CALLS), fewest.text(REDUCES), fewest.text(CALLS));
+        text = say("Fewer calls should cost less, and {}: all-reduces take {} ms in {} calls and {} ms in {}.",
+                   fewest.number(REDUCES) < most.number(REDUCES) ? "they do" : "here they do not", most.text(REDUCES),
+                   most.text(CALLS), fewest.text(REDUCES), fewest.text(CALLS));
     }
-    TableRow least = smallest_of(smaller, EXPOSED);
-    if (least) {
+    if (TableRow least = smallest_of(smaller, EXPOSED)) {
         text +=
-            say(" A large last bucket should leave more {}, and {}: {} ms with {} MB, at least {} ms with smaller "
+            say("{}A large last bucket should leave more {}, and {}: {} ms with {} MB, at least {} ms with smaller "
                 "buckets.",
-                WHAT_IS_EXPOSED, fewest.number(EXPOSED) > least.number(EXPOSED) ? "it does" : "here it does not",
-                fewest.text(EXPOSED), limit_of(fewest), least.text(EXPOSED));
+                text.empty() ? "" : " ", WHAT_IS_EXPOSED,
+                fewest.number(EXPOSED) > least.number(EXPOSED) ? "it does" : "here it does not", fewest.text(EXPOSED),
+                limit_of(fewest), least.text(EXPOSED));
     }
     return text;
 }
@@ -394,7 +361,7 @@ static std::string matching_setup(const Table& table) {
     bool halved = table.caption.find("gradients reduced in bf16") != std::string::npos;
     std::string tokens = say("a matching setup has about {} times the tokens per rank", times(ratio));
     return say(
-        " The model in (b) takes backward to be as long as the all-reduces; here it takes {} and flat's all-reduce "
+        "The model in (b) takes backward to be as long as the all-reduces; here it takes {} and flat's all-reduce "
         "{}, so {}.",
         ms(backward), ms(reduces),
         ratio < 0.9 ? "calls hide under backward, too: " + tokens + " or slower links"
@@ -415,27 +382,11 @@ static Answer bucket_model_answer(const Table* model) {
     if (o.empty() || best.empty()) {
         return {"b", text + " This run could not fit w: its larger all-reduces took no longer than its smaller ones."};
     }
-    text += say(
-        " With s = {} MB, and o = {} us and w = {} GB/s fitted to all-reduces of {} MB, the best bucket has {} MB{} "
-        "and the overhead is {} ms.",
-        s, o, value_in(*model, "w = ", " GB/s"), value_in(*model, "all-reduces of ", " MB"), best,
-        atof(best.c_str()) > atof(s.c_str()) ? " (more than there is: one bucket)" : "",
-        value_in(*model, "least, ", " ms"));
-
-    std::vector<TableRow> rows;
-    for (const TableRow& r : rows_of(*model)) {
-        if (column_without_number(r, {"Bucket Size (MB)", TOTAL, "model's overhead (ms)", "measured (ms)"}).empty()) {
-            rows.push_back(r);
-        }
-    }
-    TableRow least = smallest_of(rows, "model's overhead (ms)"), exposed = smallest_of(rows, "measured (ms)"),
-             fastest = smallest_of(rows, TOTAL);
-    if (rows.empty()) { return {"b", text + " No step with buckets was measured."}; }
-    return {"b", text + say(" Of the sizes measured the model prefers {} MB ({} ms), where {} ms were exposed; {} MB "
-                            "exposed least ({} ms), and the step was fastest with {} MB ({} ms).",
-                            least.text("Bucket Size (MB)"), least.text("model's overhead (ms)"),
-                            least.text("measured (ms)"), exposed.text("Bucket Size (MB)"),
-                            exposed.text("measured (ms)"), fastest.text("Bucket Size (MB)"), fastest.text(TOTAL))};
+    return {"b", text + say(" With s = {} MB, and o = {} us and w = {} GB/s fitted to all-reduces of {} MB, the best "
+                            "bucket has {} MB{} and the overhead is {} ms.",
+                            s, o, value_in(*model, "w = ", " GB/s"), value_in(*model, "all-reduces of ", " MB"), best,
+                            atof(best.c_str()) > atof(s.c_str()) ? " (more than there is: one bucket)" : "",
+                            value_in(*model, "least, ", " ms"))};
 }
 Answers answer_ddp_bucketed_benchmarking(const Tables& tables) {
     const Table* table = table_with(tables, {"ddp_bucketed_benchmarking;"});
@@ -459,14 +410,19 @@ Answers answer_ddp_bucketed_benchmarking(const Tables& tables) {
         if (other && (!second || r.number(TOTAL) < second.number(TOTAL))) { second = r; }
     }
     auto total = [&](const char* strategy) { return step_of(*table, strategy).text(TOTAL); };
-    return {
-        {"a", say("With buckets a step takes {}; without buckets it takes {} ms overlapped, {} flat, {} naive and {} "
-                  "without communication.",
+    Answers answers = {
+        {"a", say("With buckets a step takes {}. Without buckets it takes {} ms overlapped, {} flat, {} naive "
+                  "and {} without communication.",
                   list_of(list), total("overlapped"), total("flat"), total("naive"), total("no sync")) +
-                  expected_of_buckets(*table, steps) +
-                  price_of_hiding(step_of(*table, "no sync"), step_of(*table, "naive"), fastest) +
-                  matching_setup(*table) + (second ? undecided(fastest, second) : "") + scaled_down(*table)},
-        b};
+                  (second ? say(" The fastest has {} MB, the next {} MB{}.", limit_of(fastest), limit_of(second),
+                                undecided(fastest, second))
+                          : "") +
+                  scaled_down(*table)}};
+    std::string expected = expected_of_buckets(*table, steps), setup = matching_setup(*table);
+    if (!expected.empty()) { answers.push_back({"a, expected", expected}); }
+    if (!setup.empty()) { answers.push_back({"a, setup", setup}); }
+    answers.push_back(b);
+    return answers;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -537,7 +493,7 @@ static Answer peaks(const Table& table, const std::string& n) {
 }
 static Answers speed_and_zero(const Table* time, const Table& memory) {
     const std::string open = "The table of times is missing or has empty cells, so there is no comparison.";
-    const char *step = "optimizer and weights (ms)", *sent = "MB sent a step";
+    const char *step = "optimizer and weights (ms)", *sent = "MB sent per step";
     if (!time) { return {{"b", open}, {"c", open}}; }
     auto of = [&](const char* optimizer) { return row_of(*time, {{"Optimizer", optimizer}}); };
     TableRow whole = of(WHOLE), ours = of(BROADCAST_WAY), zero = of(ZERO1_WAY);
@@ -547,24 +503,21 @@ static Answers speed_and_zero(const Table* time, const Table& memory) {
     TableRow a = memory_at(memory, BROADCAST_WAY, "after step"), b = memory_at(memory, ZERO1_WAY, "after step");
     std::string x = a.text("optimizer state"), y = b.text("optimizer state"),
                 kept = std::isnan(a.number("optimizer state") + b.number("optimizer state")) ? ""
-                       : x == y ? say(" Memory is the same, {} MiB of moments per rank in both.", x)
-                                : say(" The moments take {} MiB per rank in our way and {} MiB in ZeRO-1.", x, y);
+                       : x == y ? say(", and memory is the same, {} MiB of moments per rank in both", x)
+                                : say(", and the moments take {} MiB per rank in our way and {} MiB in ZeRO-1", x, y);
     return {
-        {"b", say("An iteration takes {} ms sharded, {} unsharded ({} ms). The optimizer's step and the sending of "
+        {"b", say("An iteration takes {} ms sharded, {} unsharded ({} ms{}). The optimizer's step and the sending of "
                   "weights take {} ms instead of {}: a rank steps only its share but then broadcasts it, so it sends "
-                  "{} MB per step instead of {}, and the broadcast costs {} than the shorter step saves. Gradients "
-                  "are averaged after backward here, not under it.",
+                  "{} MB per step instead of {}, and the broadcast costs {} than the shorter step saves.",
                   ours.text(TOTAL), against(ours.number(TOTAL), whole.number(TOTAL)), whole.text(TOTAL),
-                  ours.text(step), whole.text(step), ours.text(sent), whole.text(sent),
-                  ours.number(step) > whole.number(step) ? "more" : "less") +
-                  undecided(whole, ours)},
-        {"c", say("Like ours, ZeRO's stage 1 shards only the optimizer's state (gradients are sharded in stage 2).{} "
-                  "ZeRO-1 reduce-scatters gradients and all-gathers weights: each rank sends 2 Psi (N-1)/N elements, "
-                  "{} MB per step, as many as an all-reduce. Ours, the handout's way, all-reduces gradients and "
-                  "broadcasts weights: 3 Psi (N-1)/N, {} MB. ZeRO-1's iteration takes {} ms, {} ours.",
+                  undecided(whole, ours), ours.text(step), whole.text(step), ours.text(sent), whole.text(sent),
+                  ours.number(step) > whole.number(step) ? "more" : "less")},
+        {"c", say("Like ours, ZeRO's stage 1 shards only the optimizer's state{}. ZeRO-1 reduce-scatters gradients and "
+                  "all-gathers weights, so each rank sends 2 Psi (N-1)/N elements ({} MB per step), while ours, the "
+                  "handout's way, all-reduces gradients and broadcasts weights: 3 Psi (N-1)/N ({} MB). ZeRO-1's "
+                  "iteration takes {} ms, {} ours{}.",
                   kept, zero.text(sent), ours.text(sent), zero.text(TOTAL),
-                  against(zero.number(TOTAL), ours.number(TOTAL))) +
-                  undecided(ours, zero)}};
+                  against(zero.number(TOTAL), ours.number(TOTAL)), undecided(ours, zero))}};
 }
 Answers answer_optimizer_state_sharding_accounting(const Tables& tables) {
     const Table* memory = table_with(tables, {"optimizer_state_sharding_accounting;"});
@@ -619,17 +572,13 @@ static Answer saved_by_fsdp(const Table& table, double n) {
         "optimizer and 16 Psi/N = {} with FSDP, so FSDP saves {} and {} MiB. Peaks: {}.",
         mib(expected[0]), mib(expected[1]), mib(expected[2]), mib(expected[0] - expected[2]),
         mib(expected[1] - expected[2]), list_of(measured));
-    TableRow fsdp = row_of(table, {{"Way", FSDP_WAYS[2]}});
     if (!std::isnan(peaks[0] + peaks[1] + peaks[2])) {
         auto against = [&](int way) {
             double saved = peaks[way] - peaks[2];
             return say("{} MiB {} than {}", number(std::fabs(saved), "%.1f"), saved >= 0 ? "less" : "more",
                        FSDP_WAYS[way]);
         };
-        text += say(
-            " FSDP takes {} and {}. Measured peaks also hold activations and, with FSDP, buffers for whole units ({} "
-            "MiB) and whole gradients.",
-            against(0), against(1), fsdp.text("weight copies, gathered units"));
+        text += say(" FSDP takes {} and {}.", against(0), against(1));
     }
     return {"a", text + scaled_down(table)};
 }

@@ -563,15 +563,16 @@ static std::string low_precision_times(const Table& table) {
     }
     std::string text =
         say("Forward and backward of {} take {} (mode {}).", size, list_of(times), value_in(table, "mode ", ";"));
-    if (precisions.size() == 1) { text += " This run had one precision, so there is nothing to compare it with."; }
-    bool grows = precisions.size() > 1;
-    for (size_t i = 1; i < precisions.size(); i++) {
-        Speedups s = speedups_of(table, precisions[0], precisions[i]);
-        text += trend_of(s, precisions[0], precisions[i]);
-        grows = grows && !s.both.empty() && s.both.back() > std::max(1.0, s.both.front());
-    }
-    if (on_gpu(table) && grows) {
-        text += " In larger models products take more of the time, and products are what tensor cores make faster.";
+    if (precisions.size() == 1) {
+        text += " This run had one precision, so there is nothing to compare it with.";
+    } else {
+        bool has_bf16 = std::find(precisions.begin(), precisions.end(), "bf16") != precisions.end();
+        const std::string &from = precisions[0], &to = has_bf16 && from != "bf16" ? "bf16" : precisions.back();
+        Speedups s = speedups_of(table, from, to);
+        text += trend_of(s, from, to);
+        if (on_gpu(table) && !s.both.empty() && s.both.back() > std::max(1.0, s.both.front())) {
+            text += " In larger models products take more of the time, and products are what tensor cores make faster.";
+        }
     }
     if (!on_gpu(table)) {
         text +=
@@ -627,12 +628,12 @@ static std::string timelines(const Table& categories) {
     for (size_t i = 0; i < step.size(); i++) {
         same.push_back(step[i]);
         if (i + 1 < step.size() && moments[i + 1] == moments[i]) { continue; }
-        text += say(" At context length {} the step's peak is {}{}: {} MiB of activations and {} MiB of gradients.",
-                    cells_of(same, "context length"), moments[i], ranges_at_peak(same), cells_of(same, "activations"),
-                    cells_of(same, "gradients"));
+        bool first = same.size() == i + 1;
+        text += say(first ? " At context length {} the step's peak is {}{}" : ", and at context length {} it is {}{}",
+                    cells_of(same, "context length"), moments[i], ranges_at_peak(same));
         same.clear();
     }
-    return text + (step.empty() ? " No step ran." : "") + " `--out DIR` writes the pictures.";
+    return text + (step.empty() ? " No step ran." : ".");
 }
 
 // What a tape costs a forward, from rows of one model and precision; "" where the table does not say it.
@@ -650,9 +651,9 @@ static std::string cost_of_tape(const Rows& rows) {
                      cells_of(both, "forward with tape peak MiB"), list_of(costs)) +
                      (both.size() < rows.size() ? " (context length " + cells_of(both, "context length") + ")" : "");
 }
+// Of the first size and precision, and what a run of another kind adds.
 static std::string peaks_of(const Tables& tables, const Table& categories) {
-    std::string text;
-    std::vector<std::string> tiny;
+    std::string text, tiny;
     const Table* first = table_with(tables, {"memory_profiling (b)"});
     std::string mode = "mode " + value_in(*first, "mode ", ",") + ",";  // a page may show several
     for (const Table& table : tables_with(tables, {"memory_profiling (b)", mode})) {
@@ -663,15 +664,17 @@ static std::string peaks_of(const Tables& tables, const Table& categories) {
                 as_predicted = as_predicted && row.text("forward peak MiB") == row.text("forward predicted MiB") &&
                                row.text("full step peak MiB") == row.text("full step predicted MiB");
             }
-            tiny.push_back((as_predicted ? "as predicted in " : "not as predicted in ") + precision);
+            tiny += say("{}{} in {}", tiny.empty() ? "" : " and ", as_predicted ? "as predicted" : "not as predicted",
+                        precision);
             continue;
         }
-        for (const std::string& size : values_of(rows_of(table), "size")) {
-            Rows rows = rows_of(table, {{"size", size}});
-            text += say("{} in {} at context length {}, in MiB: forward {}{}; a full step {}. ", size, precision,
-                        cells_of(rows, "context length"), cells_of(rows, "forward peak MiB"), cost_of_tape(rows),
-                        cells_of(rows, "full step peak MiB"));
-        }
+        Rows all = rows_of(table);
+        if (!text.empty() || all.empty()) { continue; }
+        std::string size = all[0].text("size");
+        Rows rows = rows_of(table, {{"size", size}});
+        text = say("{} in {} at context length {}, in MiB: forward {}{}; a full step {}. ", size, precision,
+                   cells_of(rows, "context length"), cells_of(rows, "forward peak MiB"), cost_of_tape(rows),
+                   cells_of(rows, "full step peak MiB"));
     }
     TableRow fp32 = row_of(categories, {{"precision", "fp32"}, {"phase", "step"}});
     if (ran(fp32, "parameters")) {
@@ -679,9 +682,9 @@ static std::string peaks_of(const Tables& tables, const Table& categories) {
                     fp32.text("parameters"), number(4 * fp32.number("parameters"), "%.5g"), fp32.text("size"));
     }
     if (first->caption.find("predicted: ") != std::string::npos) {
-        text += "Without a GPU these are predictions: each allocation was counted, nothing was computed. ";
+        text += "Without a GPU these are predictions: each allocation was counted, nothing was computed";
+        text += (tiny.empty() ? "" : ", and the peaks of a tiny model that really ran are " + tiny) + ". ";
     }
-    if (!tiny.empty()) { text += say("A tiny model was really run; its peaks are {}. ", list_of(tiny)); }
     return (text.empty() ? "No peak was recorded." : text.substr(0, text.size() - 1)) + scaled_down(*first);
 }
 
@@ -723,12 +726,11 @@ static std::string difference(const Table& table, const Table& categories) {
     }
     bool eager = categories.caption.find("mode eager") != std::string::npos;
     return text +
-           say(" {} a 16-bit copy of each matrix that a product reads: {} MiB at the peak (all of them: {} MiB). The "
-               "log "
-               "accounts for each byte, so fragmentation is no part of it.",
+           say(" {} a 16-bit copy of each matrix that a product reads: {} MiB at the peak (all of them: {} "
+               "MiB).",
                eager ? "Autocast leaves weights, gradients and moments in fp32, and keeps" : "This mode keeps",
                span_of(values("of it weight copies"), "%.1f"),
-               largest_of(all, "2 bytes a matmul weight").text("2 bytes a matmul weight")) +
+               largest_of(all, "2 bytes per matmul weight").text("2 bytes per matmul weight")) +
            rest;
 }
 
@@ -742,7 +744,7 @@ static std::string residual_stream(const Table& table) {
     double bytes = last.number("B*T*C*4"), sequence = bytes / strtod(B.c_str(), nullptr);
     std::string text =
         say("One tensor has batch x context length x d_model numbers of 4 bytes: {} x {} x {} x 4 = {} bytes, "
-            "divided by 1024^2 = {} MiB ({}). A single sequence has {} MiB: the batch counts.",
+            "divided by 1024^2 = {} MiB ({}; a single sequence has {} MiB).",
             B, last.text("context length"), number(sequence / 4 / last.number("context length"), "%.0f"),
             last.text("B*T*C*4"), last.text("MiB"), last.text("size"), number(sequence / 1048576, "%.2f"));
     if (rows.size() > 1) {
@@ -785,21 +787,19 @@ static std::string largest_allocations(const Rows& rows) {
     for (size_t i = 0; i < places.size(); i++) { text += (i ? "; " : "") + places[i]; }
     return text;
 }
+// Of the first size and precision, at the longest and the shortest context length.
 static std::string largest_of_forward(const Table& table) {
     Rows all = rows_of(table);
     if (all.empty()) { return "No forward ran, so nothing was allocated."; }
-    std::string size = all[0].text("size"), text;
-    for (const std::string& precision : values_of(all, "precision")) {
-        std::vector<std::string> lengths =
-            values_of(rows_of(table, {{"size", size}, {"precision", precision}}), "context length");
-        if (lengths.empty()) { continue; }
-        std::vector<std::string> asked = {lengths.back()};
-        if (lengths.size() > 1) { asked.push_back(lengths.front()); }
-        for (const std::string& T : asked) {
-            Rows rows = rows_of(table, {{"size", size}, {"precision", precision}, {"context length", T}});
-            text += say("{}{} in {} at context length {}: {}.", text.empty() ? "" : " ", size, precision, T,
-                        largest_allocations(rows));
-        }
+    std::string size = all[0].text("size"), precision = all[0].text("precision"), text;
+    std::vector<std::string> lengths =
+        values_of(rows_of(table, {{"size", size}, {"precision", precision}}), "context length");
+    std::vector<std::string> asked = {lengths.back()};
+    if (lengths.size() > 1) { asked.push_back(lengths.front()); }
+    for (const std::string& T : asked) {
+        Rows rows = rows_of(table, {{"size", size}, {"precision", precision}, {"context length", T}});
+        text += say("{}{} in {} at context length {}: {}.", text.empty() ? "" : " ", size, precision, T,
+                    largest_allocations(rows));
     }
     TableRow held =
         largest_of(rows_of(table, {{"size", size}, {"range", "held"}, {"category", "parameters"}}), "MiB each");
@@ -863,16 +863,17 @@ Answers answer_memory_profiling(const Tables& tables) {
                 *operations = table_with(tables, {"memory_profiling (f): what"}),
                 *blocks = table_with(tables, {"memory_profiling (f): memory"});
     if (!peaks || !categories || !residual || !largest) { return {}; }
-    std::string mixed;
-    for (const Table& table : tables_with(tables, {"memory_profiling (c): what"})) {
-        mixed += (mixed.empty() ? "" : " ") + difference(table, *categories);
+    Answers answers = {{"a", timelines(*categories)}, {"b", peaks_of(tables, *categories)}};
+    Tables added = tables_with(tables, {"memory_profiling (c): what"});
+    for (const Table& table : added) {
+        std::string which = added.size() > 1 ? ", " + value_in(table, "what ", " adds") : "";
+        answers.push_back({"c" + which, difference(table, *categories)});
     }
-    if (mixed.empty()) { mixed = "This run had one precision; `--precision fp32,bf16` compares two."; }
-    Answers answers = {{"a", timelines(*categories)},
-                       {"b", peaks_of(tables, *categories)},
-                       {"c", mixed},
-                       {"d", residual_stream(*residual)},
-                       {"e", largest_of_forward(*largest)}};
+    if (added.empty()) {
+        answers.push_back({"c", "This run had one precision; `--precision fp32,bf16` compares two."});
+    }
+    answers.push_back({"d", residual_stream(*residual)});
+    answers.push_back({"e", largest_of_forward(*largest)});
     if (operations && blocks) { answers.push_back({"f", saved_by_block(*operations, *blocks)}); }
     return answers;
 }

@@ -133,7 +133,7 @@ int cmd_pytorch_attention(const Options& o) {
     context.device = choose_device(o.device);
     context.mode = EAGER;
     Plan p = grid_plan(o);
-    Table table{grid_caption(p, "pytorch_attention: one kernel an operation"),
+    Table table{grid_caption(p, "pytorch_attention: one kernel per operation"),
                 {"d_model", "seq_len", "forward_time", "backward_time", "memory_usage_mb", "status"},
                 {}};
     for (int D : grid_head_sizes) {
@@ -159,7 +159,7 @@ int cmd_pytorch_attention(const Options& o) {
 Table attention_compile_table(const Options& o) {
     Plan p = grid_plan(o);
     Table table{
-        grid_caption(p, "torch_compile (a): attention, vanilla = one kernel an operation, compiled = fused softmax"),
+        grid_caption(p, "torch_compile (a): attention, vanilla = one kernel per operation, compiled = fused softmax"),
         {"d_model", "seq_len", "vanilla fw (ms)", "compiled fw (ms)", "speedup fw", "vanilla bw (ms)",
          "compiled bw (ms)", "speedup bw"},
         {}};

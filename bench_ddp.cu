@@ -376,7 +376,7 @@ static int check_strategy(const Options& o, const char* command, Strategy strate
                       "size: %d, Batch size: %d, SGD, Learning rate: 0.1; backend %s; %s; commit %s",
                       command, STEPS, c.world, ROWS_A_RANK * c.world, c.backend.c_str(), device_description().c_str(),
                       commit().c_str()),
-            {"Model", "Bucket (MB)", "all-reduces a step", "Parameter", "max diff", "mean diff", "Parameters",
+            {"Model", "Bucket (MB)", "all-reduces per step", "Parameter", "max diff", "mean diff", "Parameters",
              "bits on all ranks"},
             {}};
         bool ok = true;
@@ -431,9 +431,9 @@ std::string caption_of(const Plan& p, const Communicator& c, const char* command
     const ModelConfig& m = p.configs[0];
     std::string devices = context.device == CUDA
                               ? strprintf("%d x %s", std::min(c.world, cuda_devices()), device_description().c_str())
-                              : device_description() + " a rank";
+                              : device_description() + " per rank";
     return strprintf(
-        "%s; %d ranks, backend %s; size %s (d_model %d, %d layers), precision %s, mode %s%s; %d sequences a rank, "
+        "%s; %d ranks, backend %s; size %s (d_model %d, %d layers), precision %s, mode %s%s; %d sequences per rank, "
         "context length: %d, %d warmup, %d step; %s; commit %s%s",
         command, c.world, c.backend.c_str(), m.name.c_str(), m.d_model, m.num_layers, name_of(p.precisions[0]),
         name_of(p.modes[0]), reduced_as(p.o) == BF16 ? ", gradients reduced in bf16" : "", p.o.batch_size,
@@ -532,7 +532,7 @@ static Table comparison_table(const std::string& caption, const std::vector<Vari
     Table table{
         caption,
         {"Strategy", "Total Time (ms)", "std", "Forward (ms)", "Backward (ms)", "Exposed Comm (ms)", "Comm Prop.",
-         "Optimizer (ms)", "Comm Time (ms)", "hidden", "all-reduces", "MB a step", "Tokens/second", "step / no sync"},
+         "Optimizer (ms)", "Comm Time (ms)", "hidden", "all-reduces", "MB per step", "Tokens/second", "step / no sync"},
         {}};
     double floor = 0;
     for (const Variant& v : variants) { floor = v.strategy == NO_SYNC ? mean_of(v, &StepTimes::total) : floor; }
@@ -698,7 +698,7 @@ static bool too_large(const Communicator& c, const Plan& p, const Table& without
     for (const std::string& label : labels) {
         table.rows.push_back(std::vector<std::string>(table.columns.size()));
         table.rows.back()[0] = label;
-        table.rows.back()[1] = strprintf("OOM (%.1f GiB a rank)", needs / 1073741824.0);
+        table.rows.back()[1] = strprintf("OOM (%.1f GiB per rank)", needs / 1073741824.0);
     }
     if (c.rank == 0) { print(table, format); }
     return true;
@@ -1001,16 +1001,19 @@ int cmd_optimizer_state_sharding_accounting(const Options& o) {
         Plan p = plan_of(o, c);
         std::string caption = caption_of(p, c, "optimizer_state_sharding_accounting");
         Table memory{caption +
-                         "; peak of rank 0 in MiB; predicted: 4 bytes a parameter for weights, gradients and each of "
+                         "; peak of rank 0 in MiB; predicted: 4 bytes per parameter for weights, gradients and each of "
                          "two moments, the moments divided by the ranks where sharded",
                      {"Optimizer", "Moment", "parameters", "gradients", "optimizer state", "activations and the rest",
                       "peak", "predicted without activations"},
                      {}};
         if (too_large(c, p, memory, {"unsharded", "sharded"}, o.format, false)) { return; }
-        Table time{"time per iteration; bytes that each rank sends in a ring",
-                   {"Optimizer", "Total Time (ms)", "std", "gradients (ms)", "optimizer and weights (ms)",
-                    "MB sent a step", "formula"},
-                   {}};
+        Table time{
+            "time per iteration; gradients: from backward's end to the optimizer's start; optimizer and weights: its "
+            "step and the wait for the new weights' broadcast (ZeRO-1: for the gradients' reduce-scatter and the "
+            "weights' all-gather); bytes that each rank sends in a ring",
+            {"Optimizer", "Total Time (ms)", "std", "gradients (ms)", "optimizer and weights (ms)", "MB sent per step",
+             "formula"},
+            {}};
         Batch batch = random_batch(p.o.batch_size, p.o.context_length, p.configs[0].vocab_size, o.seed + 1 + c.rank);
         for (Sharding sharding : {UNSHARDED, BROADCAST, ZERO1}) {
             reset_peak(context.device);

@@ -104,7 +104,7 @@ static Calculation calculation(const Options& o, const std::string& of, std::map
     double W = o.bandwidth_gb * 1e9, per_flop = W / (letters.count("C") ? letters["C"] : 1);
     check_range("W / C", per_flop, std::isnormal(per_flop));
     letters["W"] = W;
-    return {{strprintf("%s: %s%s; W = %g GB/s out of a device, GB = 1e9 bytes; commit %s", o.command.c_str(),
+    return {{strprintf("%s: %s%s; W = %g GB/s out of each device, GB = 1e9 bytes; commit %s", o.command.c_str(),
                        of.c_str(), devices.c_str(), o.bandwidth_gb, commit().c_str()),
              {"part", "quantity", "formula", "with numbers", "value", "unit"},
              {}},
@@ -129,10 +129,10 @@ int cmd_alternate_ring_all_reduce(const Options& o) {
     Calculation c =
         calculation(o, strprintf("S = %g MB per device", o.tensor_mb), {{"S", o.tensor_mb * 1e6}}, {{"N", o.devices}});
     add_row(c, "", "steps", "N - 1", "");
-    add_row(c, "", "bytes out of a device", "(N - 1) S", "bytes");
+    add_row(c, "", "bytes sent per device", "(N - 1) S", "bytes");
     add_row(c, "", "time", "(N - 1) S / W", "ms");
     add_row(c, "", "steps, reduce-scatter and all-gather", "2 (N - 1)", "");
-    add_row(c, "", "bytes out of a device, reduce-scatter and all-gather", "2 (N - 1) S / N", "bytes");
+    add_row(c, "", "bytes sent per device, reduce-scatter and all-gather", "2 (N - 1) S / N", "bytes");
     add_row(c, "", "time, reduce-scatter and all-gather", "2 (N - 1) S / (N W)", "ms");
     add_row(c, "", "times as long", "N / 2", "");
     print(c.table, o.format);
@@ -141,8 +141,8 @@ int cmd_alternate_ring_all_reduce(const Options& o) {
 
 int cmd_data_parallel_calcs(const Options& o) {
     Calculation c = feed_forward(o, {{"N_DP", o.devices}});
-    add_row(c, "a", "FLOPs of a device, backward", "12 B D D_FF / N_DP", "FLOP");
-    add_row(c, "b", "bytes out of a device, backward", "12 D D_FF (N_DP - 1) / N_DP", "bytes");
+    add_row(c, "a", "FLOPs per device, backward", "12 B D D_FF / N_DP", "FLOP");
+    add_row(c, "b", "bytes sent per device, backward", "12 D D_FF (N_DP - 1) / N_DP", "bytes");
     add_row(c, "b", "communication time, backward", "12 D D_FF (N_DP - 1) / (N_DP W)", "ms");
     add_row(c, "c", "computation time, backward", "12 B D D_FF / (N_DP C)", "ms");
     add_row(c, "c", "most devices, backward", "N_DP <= 1 + B W / C", "devices");
@@ -152,10 +152,10 @@ int cmd_data_parallel_calcs(const Options& o) {
 
 int cmd_fsdp_calcs(const Options& o) {
     Calculation c = feed_forward(o, {{"N_FSDP", o.devices}});
-    add_row(c, "a", "FLOPs of a device, backward", "12 B D D_FF / N_FSDP", "FLOP");
-    add_row(c, "a", "FLOPs of a device, forward", "6 B D D_FF / N_FSDP", "FLOP");
-    add_row(c, "b", "bytes out of a device, backward", "12 D D_FF (N_FSDP - 1) / N_FSDP", "bytes");
-    add_row(c, "b", "bytes out of a device, forward", "6 D D_FF (N_FSDP - 1) / N_FSDP", "bytes");
+    add_row(c, "a", "FLOPs per device, backward", "12 B D D_FF / N_FSDP", "FLOP");
+    add_row(c, "a", "FLOPs per device, forward", "6 B D D_FF / N_FSDP", "FLOP");
+    add_row(c, "b", "bytes sent per device, backward", "12 D D_FF (N_FSDP - 1) / N_FSDP", "bytes");
+    add_row(c, "b", "bytes sent per device, forward", "6 D D_FF (N_FSDP - 1) / N_FSDP", "bytes");
     add_row(c, "b", "communication time, backward", "12 D D_FF (N_FSDP - 1) / (N_FSDP W)", "ms");
     add_row(c, "b", "communication time, forward", "6 D D_FF (N_FSDP - 1) / (N_FSDP W)", "ms");
     add_row(c, "c", "computation time, backward", "12 B D D_FF / (N_FSDP C)", "ms");
@@ -182,10 +182,10 @@ int cmd_tp_calcs(const Options& o) {
             {"dx(i) = dx1(i) W1(i)^T + dx2(i) W2(i)^T", "(B, D)", "4 B D D_FF / N_TP", "none: a partial sum"},
             {"dx = all-reduce(dx(i))", "(B, D)", "", "all-reduce: the sum over all devices"}}},
           o.format);
-    add_row(c, "b", "FLOPs of a device, forward", "6 B D D_FF / N_TP", "FLOP");
-    add_row(c, "b", "FLOPs of a device, backward", "12 B D D_FF / N_TP", "FLOP");
+    add_row(c, "b", "FLOPs per device, forward", "6 B D D_FF / N_TP", "FLOP");
+    add_row(c, "b", "FLOPs per device, backward", "12 B D D_FF / N_TP", "FLOP");
     for (const char* pass : {"forward", "backward"}) {
-        add_row(c, "c", strprintf("bytes out of a device, %s", pass), "4 B D (N_TP - 1) / N_TP", "bytes");
+        add_row(c, "c", strprintf("bytes sent per device, %s", pass), "4 B D (N_TP - 1) / N_TP", "bytes");
         add_row(c, "c", strprintf("communication time, %s", pass), "4 B D (N_TP - 1) / (N_TP W)", "ms");
     }
     add_row(c, "d", "computation time, backward", "12 B D D_FF / (N_TP C)", "ms");
@@ -198,9 +198,9 @@ int cmd_tp_calcs(const Options& o) {
 
 int cmd_fsdp_tp_calcs(const Options& o) {
     Calculation c = feed_forward(o, {{"N_FSDP", o.fsdp}, {"N_TP", o.tp}});
-    add_row(c, "a", "FLOPs of a device, forward", "6 B D D_FF / (N_FSDP N_TP)", "FLOP");
-    add_row(c, "b", "bytes out of a device, FSDP axis", "6 D D_FF (N_FSDP - 1) / (N_FSDP N_TP)", "bytes");
-    add_row(c, "b", "bytes out of a device, TP axis", "4 B D (N_TP - 1) / (N_FSDP N_TP)", "bytes");
+    add_row(c, "a", "FLOPs per device, forward", "6 B D D_FF / (N_FSDP N_TP)", "FLOP");
+    add_row(c, "b", "bytes sent per device, FSDP axis", "6 D D_FF (N_FSDP - 1) / (N_FSDP N_TP)", "bytes");
+    add_row(c, "b", "bytes sent per device, TP axis", "4 B D (N_TP - 1) / (N_FSDP N_TP)", "bytes");
     add_row(c, "b", "communication time, FSDP axis", "6 D D_FF (N_FSDP - 1) / (N_FSDP N_TP W)", "ms");
     add_row(c, "b", "communication time, TP axis", "4 B D (N_TP - 1) / (N_FSDP N_TP W)", "ms");
     add_row(c, "b", "communication time, overlapped", "max(6 D D_FF (N_FSDP - 1), 4 B D (N_TP - 1)) / (N_FSDP N_TP W)",

@@ -351,7 +351,7 @@ static Table category_table(const std::vector<Profile>& profiles, const std::str
 // see WeightForm.
 static Table difference_table(const std::vector<Profile>& profiles, Precision from, Precision to) {
     Table table{strprintf("memory_profiling (c): what %s adds to %s's peak (MiB)", name_of(to), name_of(from)),
-                {"size", "context length", "phase", "all", "of it weight copies", "2 bytes a matmul weight",
+                {"size", "context length", "phase", "all", "of it weight copies", "2 bytes per matmul weight",
                  "activations", "the rest"},
                 {}};
     for (const Profile& a : profiles) {

@@ -757,7 +757,7 @@ std::string why_not(const std::string& backend, Device device, int n) {
     if (backend == "gloo") { return HAS_GLOO ? "" : "built without Gloo (libgloo-dev)"; }
     if (device != CUDA) { return "NCCL works on GPUs only"; }
     if (!HAS_NCCL) { return "built without NCCL (nccl.h, libnccl)"; }
-    if (gpus < n) { return strprintf("NCCL wants a GPU a rank: %d for %d ranks", gpus, n); }
+    if (gpus < n) { return strprintf("NCCL wants one GPU per rank: %d for %d ranks", gpus, n); }
     return "";
 }
 

@@ -2,6 +2,8 @@
 #include "answers.h"
 #include "test.h"
 
+#include <regex>
+
 // The program's own tables, as they are printed and read back.
 static Tables tables_of(const std::vector<std::string>& words) {
     Run r = run_cs336(words);
@@ -56,7 +58,39 @@ TEST_CASE("answers: communication_accounting") {
                {"below 95 GB from N = 38 devices on; with 2048 tokens per device, from N = 46",
                 "from 10828 tokens per device on"});
     check_says(answers, "c", {"= 25302 tokens overall, 395.3 per chip", "20445 tokens (319.4 per chip)"});
-    check_says(answers, "d", {"= 245.3 tokens per chip", "X = 8, Y = 8 needs least: 16594", "= 61.3."});
+    check_says(answers, "d", {"= 245.3 tokens per chip", "X = 8, Y = 8, needs 16594 tokens. ", "= 61.3."});
     Answers none = answers_of("communication_accounting", tables_of({"communication_accounting", "--tp", "21"}));
     check_says(none, "c", {"No batch is compute bound with X = 16 and Y = 21", "below M_Y F / alpha = 20.8"});
+}
+// A sentence ends in ".", "!" or "?" before a space or the end. That a run was scaled down is said beside the answer.
+static void check_length(const std::string& where, const std::string& answer) {
+    static const std::regex end("[.!?](?= |$)");
+    std::string text = answer.substr(0, answer.find(" This run was scaled down: "));
+    long sentences = std::distance(std::sregex_iterator(text.begin(), text.end(), end), std::sregex_iterator());
+    CHECK_MESSAGE((sentences >= 1 && sentences <= 3), where, ": ", sentences, " sentences: ", text);
+}
+TEST_CASE("answers: three sentences at most, from recorded tables and on the pages") {
+    size_t fixtures = 0, pages = 0;
+    for (const auto& file : std::filesystem::directory_iterator("tests/fixtures/answers")) {
+        Answers answers;
+        std::string command = file.path().stem();  // a file's name may add to the command's: nsys_profile_cpu
+        for (; answers.empty() && !command.empty(); command.resize(std::max<size_t>(command.rfind('_') + 1, 1) - 1)) {
+            answers = answers_of(command, tables_in(read_file(file.path())));
+        }
+        for (const Answer& a : answers) { check_length(file.path().string() + " (" + a.part + ")", a.text); }
+        fixtures += !answers.empty();
+    }
+    for (const auto& file : std::filesystem::directory_iterator("notes")) {
+        if (file.path().extension() != ".md") { continue; }
+        std::string page = read_file(file.path()), begin = "<!-- answers: ";
+        for (size_t at = 0; (at = page.find(begin, at)) != std::string::npos; pages++) {
+            at = page.find('\n', at) + 1;
+            std::istringstream lines(page.substr(at, page.find("<!-- end -->", at) - at));
+            for (std::string line; std::getline(lines, line);) {
+                if (!line.empty()) { check_length(file.path(), line); }
+            }
+        }
+    }
+    CHECK(fixtures == 28);
+    CHECK(pages >= 30);
 }

@@ -304,8 +304,8 @@ static void check_times(const Table& table, double flops_per_s, double bytes_per
     int checked = 0;
     for (const TableRow& row : rows_of(table)) {
         std::string name = row.text("quantity");
-        for (auto [time, count, rate] : {std::tuple("computation time", "FLOPs of a device", flops_per_s),
-                                         {"communication time", "bytes out of a device", bytes_per_s}}) {
+        for (auto [time, count, rate] : {std::tuple("computation time", "FLOPs per device", flops_per_s),
+                                         {"communication time", "bytes sent per device", bytes_per_s}}) {
             size_t comma = name.find(", "), n = strlen(time);
             if (name.compare(0, n, time) != 0 || comma != n) { continue; }
             TableRow counted = row_of(table, {{"quantity", count + name.substr(comma)}});
@@ -346,15 +346,15 @@ TEST_CASE("calcs: FLOPs and bytes are those that the simulated devices count") {
             bool divides = B % N == 0 && 3 * D * F % N == 0;
             Table dp = run("data_parallel_calcs", {"--devices", std::to_string(N)});
             Outcome o = simulate(l, N, 1, true);
-            check_count(dp, "FLOPs of a device, backward", o.backward, &Counts::flops, divides);
-            check_count(dp, "bytes out of a device, backward", o.backward, &Counts::fsdp_bytes, divides);
+            check_count(dp, "FLOPs per device, backward", o.backward, &Counts::flops, divides);
+            check_count(dp, "bytes sent per device, backward", o.backward, &Counts::fsdp_bytes, divides);
             Table fsdp = run("fsdp_calcs", {"--devices", std::to_string(N)});
             o = simulate(l, N, 1);
             for (bool forward : {true, false}) {
                 std::string pass = forward ? "forward" : "backward";
                 const auto& counts = forward ? o.forward : o.backward;
-                check_count(fsdp, "FLOPs of a device, " + pass, counts, &Counts::flops, divides);
-                check_count(fsdp, "bytes out of a device, " + pass, counts, &Counts::fsdp_bytes, divides);
+                check_count(fsdp, "FLOPs per device, " + pass, counts, &Counts::flops, divides);
+                check_count(fsdp, "bytes sent per device, " + pass, counts, &Counts::fsdp_bytes, divides);
             }
         }
         if (M > 1) {
@@ -364,16 +364,16 @@ TEST_CASE("calcs: FLOPs and bytes are those that the simulated devices count") {
             for (bool forward : {true, false}) {
                 std::string pass = forward ? "forward" : "backward";
                 const auto& counts = forward ? o.forward : o.backward;
-                check_count(tp, "FLOPs of a device, " + pass, counts, &Counts::flops, divides);
-                check_count(tp, "bytes out of a device, " + pass, counts, &Counts::tp_bytes, divides);
+                check_count(tp, "FLOPs per device, " + pass, counts, &Counts::flops, divides);
+                check_count(tp, "bytes sent per device, " + pass, counts, &Counts::tp_bytes, divides);
             }
         }
         if (N > 1 && M > 1) {
             Table both = run("fsdp_tp_calcs", {"--fsdp", std::to_string(N), "--tp", std::to_string(M)});
             Outcome o = simulate(l, N, M);
-            check_count(both, "FLOPs of a device, forward", o.forward, &Counts::flops, even);
-            check_count(both, "bytes out of a device, FSDP axis", o.forward, &Counts::fsdp_bytes, even);
-            check_count(both, "bytes out of a device, TP axis", o.forward, &Counts::tp_bytes, even);
+            check_count(both, "FLOPs per device, forward", o.forward, &Counts::flops, even);
+            check_count(both, "bytes sent per device, FSDP axis", o.forward, &Counts::fsdp_bytes, even);
+            check_count(both, "bytes sent per device, TP axis", o.forward, &Counts::tp_bytes, even);
         }
     }
 }
@@ -484,8 +484,8 @@ TEST_CASE("calcs: alternate_ring_all_reduce's sums, bytes and times") {
         // 10 elements of 2 bytes, 1e3 bytes/s: a byte takes 1 ms
         Table table = table_of({"alternate_ring_all_reduce", "--tensor_mb", "2e-5", "--devices", std::to_string(N),
                                 "--bandwidth_gb", "1e-6"});
-        CHECK(fabs(value(table, "bytes out of a device") - bytes) < 1e-6);
-        CHECK(fabs(value(table, "bytes out of a device, reduce-scatter and all-gather") - ring_bytes) <= 0.05);
+        CHECK(fabs(value(table, "bytes sent per device") - bytes) < 1e-6);
+        CHECK(fabs(value(table, "bytes sent per device, reduce-scatter and all-gather") - ring_bytes) <= 0.05);
         CHECK(fabs(value(table, "time") - bytes) < 1e-3);
         CHECK(fabs(value(table, "time, reduce-scatter and all-gather") - ring_bytes) < 1e-3);
         CHECK(fabs(value(table, "times as long") - bytes / ring_bytes) < 1e-6);
@@ -555,12 +555,14 @@ TEST_CASE("calcs: answers") {
     check_says(
         answers_to({"fsdp_tp_calcs"}),
         {"max(6 x 4096 x 11008 x (4 - 1), 4 x 65536 x 4096 x (2 - 1)) / (4 x 2 x 4.5e+11) = 0.2983 ms. FSDP gathers",
-         "(c) N <= (1 + B W / C) (1 + 3 D_FF W / (2 C)) = ", "= 262.4 devices.",
+         "(c) N <= (1 + B W / C) (1 + 3 D_FF W / (2 C)) = ", "= 262.4 devices: each axis has",
          "N <= Q^2 / (24 B D_FF) = 1148846^2 / (24 x 65536 x 11008) = 76.23 devices."});
     check_says(answers_to({"fsdp_tp_calcs", "--d_ff", "64"}),
-               {"b is below a / (a + 1) = ", "So there is no TP, and N <= 1 + B W / C = "});
+               {"b is below a / (a + 1) = ",
+                "less than one device on the TP axis, so there is no TP, and N <= 1 + B W / C = "});
     check_says(answers_to({"fsdp_tp_calcs", "--batch_tokens", "1024"}),
-               {"a is below b / (b + 1) = ", "So there is no FSDP, and N <= 1 + 3 D_FF W / (2 C) = "});
+               {"a is below b / (b + 1) = ",
+                "less than one device on the FSDP axis, so there is no FSDP, and N <= 1 + 3 D_FF W / (2 C) = "});
     CHECK(has(run_cs336({"tp_calcs", "--format", "csv"}).out,
               "d,\"most devices, forward\",N_TP <= 1 + 3 D_FF W / (2 C),"));
     CHECK(has(run_cs336({"tp_calcs", "--format", "json"}).out, "{\"answers\":{\"a\":\"dz(i) = dY W3(i)^T, "));
@@ -588,5 +590,5 @@ TEST_CASE("calcs: wrong options") {
     CHECK_MESSAGE(has(beyond.err, "W / C is 0: --tflops, "), beyond.err);
     beyond = run_cs336({"alternate_ring_all_reduce", "--tensor_mb", "1e308"});
     CHECK(beyond.exit_code == 1);
-    CHECK_MESSAGE(has(beyond.err, "bytes out of a device is inf: "), beyond.err);
+    CHECK_MESSAGE(has(beyond.err, "bytes sent per device is inf: "), beyond.err);
 }
