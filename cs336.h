@@ -7,6 +7,7 @@
 //   safetensors.cu  tensors in files
 //   precision.cu    section 1.1.5: rounding, autocast's dtype rules, loss scaling
 //   attention.cu    sections 1.2 and 1.3: attention by its definition and by tiles, all implementations in one table
+//   layers.cu       the Transformer's ops, each as formula, loop and kernel
 //   model.cu        the Transformer LM, AdamW, a training step
 //   plan.cu         what an experiment runs, how large, and whether it fits
 //   bench_step.cu   sections 1.1.3, 1.1.5 and 1.3: how long a step takes, in each mode and precision; `info`
@@ -767,7 +768,7 @@ enum Checkpointing {
 };
 std::string name_of_checkpoint(int checkpoint);  // "4", "ffn", "half", "halves", "nested"
 
-// The ops of model.cu, in the order of the forward pass; each runs in context.mode.
+// The ops of layers.cu, in the order of the forward pass; each runs in context.mode.
 // *x += delta (if any); returns rmsnorm(*x). x, delta and the result [B,T,C], weight [C].
 Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float eps);
 Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype);  // [T,D]: cos and sin of each pair, interleaved
