@@ -1,8 +1,9 @@
 // layers.cu: the ops of the handout's Transformer LM.
 //
 // Each op comes as: formula; the eager form, a chain of tensor.cu's one-kernel operations that autograd differentiates;
-// the fused form with its backward by hand, as a plain loop for the CPU and as kernels for the GPU. Under autocast, T
-// is the compute type (bf16, fp16), while the residual stream x, the weights and all sums are fp32.
+// the fused form with its backward by hand, as a plain loop for the CPU and as kernels for the GPU. T is the
+// compute type (under autocast bf16 or fp16), X that of the residual stream x and the weights: fp32, or in pure bf16
+// bf16. Arithmetic and sums are fp32.
 #include "gpu.h"
 #include <algorithm>
 #include <cfloat>
@@ -20,73 +21,84 @@ static Tensor add_rmsnorm_eager(Tensor* x, const Tensor& delta, const Tensor& w,
         *x = add(*x, delta);
     }
     Range r("rmsnorm");
-    return mul(w, mul(*x, rsqrt(add_scalar(mean_last(square(*x)), eps))));
+    Tensor wide = x->dtype == BF16 ? cast(*x, F32) : *x;
+    return cast(mul(w, mul(wide, rsqrt(add_scalar(mean_last(square(wide)), eps)))), x->dtype);
 }
 
-template <class T>
-static void add_rmsnorm_cpu(T* y, Wide<T>* x_out, Wide<T>* r_out, const Wide<T>* x_in, const T* delta, const Wide<T>* w,
-                            int64_t N, int64_t C, float eps) {
+// Runs f(T(), X()).
+template <class T, class Fn>
+static void with_stream_type(T zero, DType x, Fn f) {
+    if constexpr (std::is_same<T, bf16>::value) {
+        if (x == BF16) { return f(zero, bf16()); }
+    }
+    f(zero, Wide<T>());
+}
+
+template <class T, class X>
+static void add_rmsnorm_cpu(T* y, X* x_out, Wide<T>* r_out, const X* x_in, const T* delta, const X* w, int64_t N,
+                            int64_t C, float eps) {
 #pragma omp parallel for if (N > 64)
     for (int64_t n = 0; n < N; n++) {
-        const Wide<T>* x = x_in + n * C;
+        const X* x = x_in + n * C;
         if (delta) {
-            for (int64_t c = 0; c < C; c++) { x_out[n * C + c] = x[c] + to_acc(delta[n * C + c]); }
+            for (int64_t c = 0; c < C; c++) { from_acc(to_acc(x[c]) + to_acc(delta[n * C + c]), &x_out[n * C + c]); }
             x = x_out + n * C;
         }
         double sum = 0;
-        for (int64_t c = 0; c < C; c++) { sum += (double)x[c] * x[c]; }
+        for (int64_t c = 0; c < C; c++) { sum += (double)to_acc(x[c]) * to_acc(x[c]); }
         Wide<T> r = (Wide<T>)(1 / std::sqrt(sum / C + eps));
-        for (int64_t c = 0; c < C; c++) { from_acc(w[c] * (x[c] * r), &y[n * C + c]); }
+        for (int64_t c = 0; c < C; c++) { from_acc(to_acc(w[c]) * (to_acc(x[c]) * r), &y[n * C + c]); }
         r_out[n] = r;
     }
 }
-template <class T>
-static void rmsnorm_backward_cpu(Wide<T>* dx, bool add_dx, T* dx_low, Wide<T>* dw, bool add_dw, const T* dy,
-                                 const Wide<T>* x, const Wide<T>* r, const Wide<T>* w, int64_t N, int64_t C) {
+template <class T, class X>
+static void rmsnorm_backward_cpu(X* dx, bool add_dx, T* dx_low, X* dw, bool add_dw, const T* dy, const X* x,
+                                 const Wide<T>* r, const X* w, int64_t N, int64_t C) {
 #pragma omp parallel for if (N > 64)
     for (int64_t n = 0; n < N; n++) {
         double dot = 0;
-        for (int64_t i = n * C; i < (n + 1) * C; i++) { dot += (double)w[i - n * C] * to_acc(dy[i]) * x[i]; }
+        for (int64_t i = n * C; i < (n + 1) * C; i++) {
+            dot += (double)to_acc(w[i - n * C]) * to_acc(dy[i]) * to_acc(x[i]);
+        }
         Wide<T> k = (Wide<T>)(dot * r[n] * r[n] * r[n] / C);
         for (int64_t i = n * C; i < (n + 1) * C; i++) {
-            Wide<T> d = r[n] * w[i - n * C] * to_acc(dy[i]) - x[i] * k;
-            dx[i] = add_dx ? dx[i] + d : d;
-            if (dx_low) { from_acc(dx[i], &dx_low[i]); }
+            Wide<T> d = r[n] * to_acc(w[i - n * C]) * to_acc(dy[i]) - to_acc(x[i]) * k;
+            from_acc(add_dx ? to_acc(dx[i]) + d : d, &dx[i]);
+            if (dx_low) { from_acc(to_acc(dx[i]), &dx_low[i]); }
         }
     }
 #pragma omp parallel for if (N > 64)
     for (int64_t c = 0; c < C; c++) {
         double sum = 0;
-        for (int64_t n = 0; n < N; n++) { sum += (double)to_acc(dy[n * C + c]) * x[n * C + c] * r[n]; }
-        dw[c] = (Wide<T>)(add_dw ? dw[c] + sum : sum);
+        for (int64_t n = 0; n < N; n++) { sum += (double)to_acc(dy[n * C + c]) * to_acc(x[n * C + c]) * r[n]; }
+        from_acc((Wide<T>)(add_dw ? to_acc(dw[c]) + sum : sum), &dw[c]);
     }
 }
 
 #ifdef __CUDACC__
 // A row's elements are needed twice, before and after the sum over the row. A row of one pack per thread stays in
 // registers in between; a longer row is read again, by the thread that wrote it, from L1 or L2.
-template <class T, int W>
+template <class T, class X, int W>
 __global__ void __launch_bounds__(PACK_THREADS)
-    add_rmsnorm_kernel(T* y, float* x_out, float* r_out, const float* x, const T* delta, const float* w_in, int C,
-                       float eps) {
+    add_rmsnorm_kernel(T* y, X* x_out, float* r_out, const X* x, const T* delta, const X* w_in, int C, float eps) {
     const int64_t row = blockIdx.x * (int64_t)C;
     const int step = W * blockDim.x;
-    Pack<float, W> v = {}, w = {};
+    Pack<X, W> v = {}, w = {};
     float sum = 0;
     for (int c = W * threadIdx.x; c < C; c += step) {
         v = load_pack<W>(x + row + c), w = load_pack<W>(w_in + c);
         if (delta) {
             Pack<T, W> d = load_pack<W>(delta + row + c);
-            for (int i = 0; i < W; i++) { v.x[i] += to_acc(d.x[i]); }
+            for (int i = 0; i < W; i++) { from_acc(to_acc(v.x[i]) + to_acc(d.x[i]), &v.x[i]); }
             store_pack(x_out + row + c, v);
         }
-        for (float value : v.x) { sum += value * value; }
+        for (const X& value : v.x) { sum += to_acc(value) * to_acc(value); }
     }
     float r = 1 / sqrtf(block_sum(sum) / C + eps);
     for (int c = W * threadIdx.x; c < C; c += step) {
         if (C > step) { v = load_pack<W>((delta ? x_out : x) + row + c), w = load_pack<W>(w_in + c); }
         Pack<T, W> out;
-        for (int i = 0; i < W; i++) { from_acc(w.x[i] * (v.x[i] * r), &out.x[i]); }
+        for (int i = 0; i < W; i++) { from_acc(to_acc(w.x[i]) * (to_acc(v.x[i]) * r), &out.x[i]); }
         store_pack(y + row + c, out);
     }
     if (threadIdx.x == 0) { r_out[blockIdx.x] = r; }
@@ -94,12 +106,13 @@ __global__ void __launch_bounds__(PACK_THREADS)
 // Writes dx, a copy of it as T if wanted, and each block's share of dw: the sum over its rows, in partial
 // [gridDim.x,C]. A thread has the same columns in all of its rows, so it adds them up in registers, or in `partial`
 // where a row is several packs per thread.
-template <class T, int W>
+template <class T, class X, int W>
 __global__ void __launch_bounds__(PACK_THREADS)
-    rmsnorm_backward_kernel(float* dx, bool add_dx, T* dx_low, float* partial, const T* dy, const float* x,
-                            const float* r_in, const float* w_in, int N, int C) {
+    rmsnorm_backward_kernel(X* dx, bool add_dx, T* dx_low, float* partial, const T* dy, const X* x, const float* r_in,
+                            const X* w_in, int N, int C) {
     const int first = blockIdx.x, rows = gridDim.x, step = W * blockDim.x;
-    Pack<float, W> v = {}, w = {}, out = {}, dw = {};
+    Pack<X, W> v = {}, w = {}, out = {};
+    Pack<float, W> dw = {};
     Pack<T, W> d = {};
     for (int n = first; n < N; n += rows) {
         const int64_t row = n * (int64_t)C;
@@ -110,7 +123,7 @@ __global__ void __launch_bounds__(PACK_THREADS)
         float dot = 0, r = r_in[n];
         for (int c = W * threadIdx.x; c < C; c += step) {
             read(c);
-            for (int i = 0; i < W; i++) { dot += w.x[i] * to_acc(d.x[i]) * v.x[i]; }
+            for (int i = 0; i < W; i++) { dot += to_acc(w.x[i]) * to_acc(d.x[i]) * to_acc(v.x[i]); }
         }
         float k = block_sum(dot) * r * r * r / C;
         for (int c = W * threadIdx.x; c < C; c += step) {
@@ -121,10 +134,10 @@ __global__ void __launch_bounds__(PACK_THREADS)
             }
             Pack<T, W> low;
             for (int i = 0; i < W; i++) {
-                float g = to_acc(d.x[i]), change = r * w.x[i] * g - v.x[i] * k;
-                out.x[i] = add_dx ? out.x[i] + change : change;
-                dw.x[i] += g * v.x[i] * r;
-                from_acc(out.x[i], &low.x[i]);
+                float g = to_acc(d.x[i]), change = r * to_acc(w.x[i]) * g - to_acc(v.x[i]) * k;
+                from_acc(add_dx ? to_acc(out.x[i]) + change : change, &out.x[i]);
+                dw.x[i] += g * to_acc(v.x[i]) * r;
+                from_acc(to_acc(out.x[i]), &low.x[i]);
             }
             store_pack(dx + row + c, out);
             if (dx_low) { store_pack(dx_low + row + c, low); }
@@ -134,7 +147,8 @@ __global__ void __launch_bounds__(PACK_THREADS)
 }
 // dw from the partial sums, always in the same order: 32 columns per block, and 32 threads per column.
 constexpr int DW_SHARES = 32;
-__global__ void rmsnorm_dw_kernel(float* dw, bool add_dw, const float* partial, int parts, int C) {
+template <class X>
+__global__ void rmsnorm_dw_kernel(X* dw, bool add_dw, const float* partial, int parts, int C) {
     __shared__ float shared[DW_SHARES][WARP];
     int c = blockIdx.x * WARP + threadIdx.x;
     float sum = 0;
@@ -145,7 +159,7 @@ __global__ void rmsnorm_dw_kernel(float* dw, bool add_dw, const float* partial, 
     __syncthreads();  // all shares must be there
     if (threadIdx.y == 0 && c < C) {
         for (int k = 1; k < DW_SHARES; k++) { sum += shared[k][threadIdx.x]; }
-        dw[c] = add_dw ? dw[c] + sum : sum;
+        from_acc(add_dw ? to_acc(dw[c]) + sum : sum, &dw[c]);
     }
 }
 #endif
@@ -160,23 +174,31 @@ static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dx_low
     if (dx.device() == CUDA) {
         with_packs(dy.dtype, C, {dx.data, dx_low.data, partial.data, dy.data, x.data, w.data},
                    [&](auto zero, auto width) {
-                       using T = decltype(zero);
-                       rmsnorm_backward_kernel<T, width><<<parts, threads_for(C / width), 0, stream()>>>(
-                           dx.as<float>(), add_dx, dx_low.as<T>(), partial.as<float>(), dy.as<T>(), x.as<float>(),
-                           r.as<float>(), w.as<float>(), (int)N, (int)C);
-                       LAUNCH_CHECK();
+                       with_stream_type(zero, x.dtype, [&](auto zero, auto x_zero) {
+                           using T = decltype(zero);
+                           using X = decltype(x_zero);
+                           rmsnorm_backward_kernel<T, X, width><<<parts, threads_for(C / width), 0, stream()>>>(
+                               dx.as<X>(), add_dx, dx_low.as<T>(), partial.as<float>(), dy.as<T>(), x.as<X>(),
+                               r.as<float>(), w.as<X>(), (int)N, (int)C);
+                           LAUNCH_CHECK();
+                       });
                    });
-        rmsnorm_dw_kernel<<<ceil_div(C, WARP), dim3(WARP, DW_SHARES), 0, stream()>>>(
-            dw.as<float>(), add_dw, partial.as<float>(), parts, (int)C);
-        LAUNCH_CHECK();
-        return;
+        auto sum_parts = [&](auto zero) {
+            rmsnorm_dw_kernel<<<ceil_div(C, WARP), dim3(WARP, DW_SHARES), 0, stream()>>>(
+                dw.as<decltype(zero)>(), add_dw, partial.as<float>(), parts, (int)C);
+            LAUNCH_CHECK();
+        };
+        return dw.dtype == BF16 ? sum_parts(bf16()) : sum_parts(float());
     }
 #endif
     if (dx.device() == META) { return; }
     with_type(dy.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        rmsnorm_backward_cpu(dx.as<Wide<T>>(), add_dx, dx_low.as<T>(), dw.as<Wide<T>>(), add_dw, dy.as<T>(),
-                             x.as<Wide<T>>(), r.as<Wide<T>>(), w.as<Wide<T>>(), N, C);
+        with_stream_type(zero, x.dtype, [&](auto zero, auto x_zero) {
+            using T = decltype(zero);
+            using X = decltype(x_zero);
+            rmsnorm_backward_cpu(dx.as<X>(), add_dx, dx_low.as<T>(), dw.as<X>(), add_dw, dy.as<T>(), x.as<X>(),
+                                 r.as<Wide<T>>(), w.as<X>(), N, C);
+        });
     });
 }
 
@@ -186,22 +208,28 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
     int64_t C = w.size(), N = x.size() / C;
     // y is rounded once, here; autocast would cast it before the product.
     DType dtype = x.dtype == F64 ? F64 : matmul_dtype();
-    Tensor y = empty(x.shape, dtype), r = empty({N}, x.dtype);
+    Tensor y = empty(x.shape, dtype), r = empty({N}, x.dtype == F64 ? F64 : F32);
     if (delta && delta.dtype != dtype) { fail("add_rmsnorm: delta is %s", name_of(delta.dtype)); }
     if (x.device() == CPU) {
         with_type(dtype, [&](auto zero) {
-            using T = decltype(zero);
-            add_rmsnorm_cpu(y.as<T>(), x.as<Wide<T>>(), r.as<Wide<T>>(), x_in.as<Wide<T>>(), delta.as<T>(),
-                            w.as<Wide<T>>(), N, C, eps);
+            with_stream_type(zero, x.dtype, [&](auto zero, auto x_zero) {
+                using T = decltype(zero);
+                using X = decltype(x_zero);
+                add_rmsnorm_cpu(y.as<T>(), x.as<X>(), r.as<Wide<T>>(), x_in.as<X>(), delta.as<T>(), w.as<X>(), N, C,
+                                eps);
+            });
         });
     }
 #ifdef __CUDACC__
     if (x.device() == CUDA) {
         with_packs(dtype, C, {y.data, x.data, x_in.data, delta.data, w.data}, [&](auto zero, auto width) {
-            using T = decltype(zero);
-            add_rmsnorm_kernel<T, width><<<N, threads_for(C / width), 0, stream()>>>(
-                y.as<T>(), x.as<float>(), r.as<float>(), x_in.as<float>(), delta.as<T>(), w.as<float>(), (int)C, eps);
-            LAUNCH_CHECK();
+            with_stream_type(zero, x.dtype, [&](auto zero, auto x_zero) {
+                using T = decltype(zero);
+                using X = decltype(x_zero);
+                add_rmsnorm_kernel<T, X, width><<<N, threads_for(C / width), 0, stream()>>>(
+                    y.as<T>(), x.as<X>(), r.as<float>(), x_in.as<X>(), delta.as<T>(), w.as<X>(), (int)C, eps);
+                LAUNCH_CHECK();
+            });
         });
     }
 #endif
