@@ -295,6 +295,7 @@ static void add_bar(StepBars& s, const Measurement& r, const std::string& settin
 //              is there, 4NC, and write that for the next product if it wants low precision, e NC; RoPE 4e NC L;
 //              SwiGLU, dg and [a | b] to [da | db], 5e NF L; embedding 4(N + V)C
 //   optimizer  reads p, g, m, v and writes p, m, v: 28 per parameter, but the matrices' g is e
+// In pure bf16 all of these 4 are s = 2.
 // floor = the products' time, each measured alone at the model's own shape, operands and results included
 //       + attention's, the larger of FLOPs / matmul rate of a large square and bytes / copy bandwidth
 //       + bytes / copy bandwidth.  What the L2 cache still holds from the op before is faster than that.
@@ -338,7 +339,7 @@ static ProductTimes time_product(int64_t N, int64_t in, int64_t out) {
 }
 static StepFloors floors_of(const ModelConfig& c, double B, double T, const Ceilings& ceilings) {
     double N = B * T, C = c.d_model, F = c.d_ff, V = c.vocab_size, L = c.num_layers, e = size_of(matmul_dtype());
-    double low = e < 4 ? e : 0, weights = (double)matmul_weights(c);
+    double s = size_of(weight_dtype()), low = e < s ? e : 0, weights = (double)matmul_weights(c);
     struct Product {
         double in, out, times;
     };
@@ -358,11 +359,11 @@ static StepFloors floors_of(const ModelConfig& c, double B, double T, const Ceil
     };
     f.forward.attention_ms = attention_ms(f.forward.attention, 4 * e * N * C * L);
     f.backward.attention_ms = attention_ms(f.backward.attention, 8 * e * N * C * L);
-    f.forward.bytes = 8 * N * C + (4 * L + 1) * (4 + e) * N * C + 4 * e * N * C * L + 3 * e * N * F * L;
+    f.forward.bytes = 2 * s * N * C + (4 * L + 1) * (s + e) * N * C + 4 * e * N * C * L + 3 * e * N * F * L;
     f.loss.bytes = e * N * V;
-    f.backward.bytes = 2 * e * N * V + (2 * L + 1) * (8 + e) * N * C + 2 * L * (4 + low) * N * C + 4 * e * N * C * L +
-                       5 * e * N * F * L + 4 * (N + V) * C;
-    f.optimizer.bytes = (24 + e) * weights + 28 * (V * C + (2 * L + 1) * C);
+    f.backward.bytes = 2 * e * N * V + (2 * L + 1) * (2 * s + e) * N * C + 2 * L * (s + low) * N * C +
+                       4 * e * N * C * L + 5 * e * N * F * L + s * (N + V) * C;
+    f.optimizer.bytes = (6 * s + e) * weights + 7 * s * (V * C + (2 * L + 1) * C);
     for (Floor* phase : {&f.forward, &f.loss, &f.backward, &f.optimizer}) {
         phase->bytes_ms = phase->bytes / ceilings.bytes_per_ms;
     }

@@ -7,6 +7,7 @@
 //   safetensors.cu  tensors in files
 //   precision.cu    section 1.1.5: rounding, autocast's dtype rules, loss scaling
 //   attention.cu    sections 1.2 and 1.3: attention by its definition and by tiles, all implementations in one table
+//   layers.cu       the Transformer's ops, each as formula, loop and kernel
 //   model.cu        the Transformer LM, AdamW, a training step
 //   plan.cu         what an experiment runs, how large, and whether it fits
 //   bench_step.cu   sections 1.1.3, 1.1.5 and 1.3: how long a step takes, in each mode and precision; `info`
@@ -107,7 +108,8 @@ struct AddRow {
 enum Device { CPU, CUDA, META };
 enum DType { F32, F16, BF16, F64, I32, U8 };  // F64 on the CPU only: finite differences need it
 enum Mode { EAGER, FUSED, FLASH };            // one kernel per operation | hand-fused kernels
-enum Precision { FP32, TF32, PREC_BF16, PREC_FP16 };
+// PURE_BF16: the weights, their gradients and AdamW's moments, too, are bf16, and so is the residual stream.
+enum Precision { FP32, TF32, PREC_BF16, PREC_FP16, PREC_PURE_BF16 };
 
 const char* name_of(Device d);
 const char* name_of(DType t);
@@ -577,6 +579,7 @@ struct ProductImpl {  // on the GPU
     bool (*run)(const Product& p);  // false: the product is not for it, but for a lower rung
 };
 DType matmul_dtype(Precision precision = context.precision);  // what autocast casts operands to (F64 stays F64)
+DType weight_dtype();  // of a model's weights and all that is laid out like them, in context.precision
 Tensor autocast_operand(const Tensor& t);  // cast to matmul_dtype(); a parameter's copy is cached while recording
 void drop_weight_copies(const std::vector<Tensor>& parameters);  // where autocast ends, or the weights change
 void one_blas_thread();                                          // before products inside an OpenMP loop of ours
@@ -729,8 +732,8 @@ struct Model {
     std::function<void(int unit)> pre_forward, pre_backward;
     std::shared_ptr<void> kept;  // by the way in which the last step ran, for the next one
 };
-void check_config(const ModelConfig& c);                    // usage_error unless it makes a model
-Model make_model(const ModelConfig& c, DType dtype = F32);  // weights allocated on context.device, not set
+void check_config(const ModelConfig& c);                               // usage_error unless it makes a model
+Model make_model(const ModelConfig& c, DType dtype = weight_dtype());  // weights allocated on context.device, not set
 // The same in two steps, for those who put the weights elsewhere: the parameters without weights; then their weights.
 Model lay_out_model(const ModelConfig& c);
 // Gives the tensor, with a gradient slot, for parameter p, or for p and those after it that are one product with it.
@@ -743,8 +746,8 @@ void init_weight(const Tensor& weight, const std::string& name, uint64_t seed);
 void choose_form(Model& model);
 void plain_weights(Model& model);
 Model random_model(const ModelConfig& c, uint64_t seed);  // made, initialised, its form chosen: for timed runs
-// Allocates an arena for the gradients, in dtype (float64 in a float64 model). Without it each gradient lives from its
-// first use to zero_gradients, in the dtype that backward gave.
+// Allocates an arena for the gradients, in dtype, or where the weights are not float32 in theirs. Without it each
+// gradient lives from its first use to zero_gradients, in the dtype that backward gave.
 void make_gradients(Model& model, DType dtype = F32);
 void make_optimizer_state(Model& model);  // m and v, zero, once
 void zero_gradients(const Model& model);  // from here on the first writer overwrites
@@ -767,7 +770,7 @@ enum Checkpointing {
 };
 std::string name_of_checkpoint(int checkpoint);  // "4", "ffn", "half", "halves", "nested"
 
-// The ops of model.cu, in the order of the forward pass; each runs in context.mode.
+// The ops of layers.cu, in the order of the forward pass; each runs in context.mode.
 // *x += delta (if any); returns rmsnorm(*x). x, delta and the result [B,T,C], weight [C].
 Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float eps);
 Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype);  // [T,D]: cos and sin of each pair, interleaved
@@ -793,6 +796,17 @@ HD inline void adamw_element(A& p, A g, A& m, A& v, AdamWScalars s) {
     m = s.beta1 * m + (1 - s.beta1) * g;
     v = s.beta2 * v + (1 - s.beta2) * g * g;
     p = p * s.decay - s.step_size * m / (std::sqrt(v) + s.eps);
+}
+// The same in memory, where bf16 is rounded to nearest once, as it is stored: what PyTorch's fused AdamW does.
+template <class P, class G>
+HD inline void adamw_stored(P* p_io, G g, P* m_io, P* v_io, AdamWScalars s) {
+    if constexpr (std::is_same<P, Wide<P>>::value) {
+        adamw_element(*p_io, (P)to_acc(g), *m_io, *v_io, s);
+    } else {
+        Wide<P> p = to_acc(*p_io), m = to_acc(*m_io), v = to_acc(*v_io);
+        adamw_element(p, (Wide<P>)to_acc(g), m, v, s);
+        from_acc(p, p_io), from_acc(m, m_io), from_acc(v, v_io);
+    }
 }
 struct FlatGradient {
     Tensor g;

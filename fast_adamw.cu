@@ -82,7 +82,7 @@ static void lend(const Model& model) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// AdamW: up to 64 tensors per launch, up to 4 elements per access
+// AdamW: up to 64 tensors per launch, up to 16 bytes per access
 
 #ifdef __CUDACC__
 constexpr int MAX_TENSORS = 64, CHUNK = 2048;  // of a launch; elements of a block
@@ -92,9 +92,9 @@ struct Updates {
     int first_block[MAX_TENSORS];
     int count;
 };
-// W: elements a thread takes at a time, in one access of each array.
-template <int W, bool split, class G>
-__global__ void adamw_kernel(Updates all, float* p_all, float* m_all, float* v_all, AdamWScalars s) {
+// W: elements a thread takes at a time, in one access of each array. P: of weights and moments.
+template <int W, bool split, class P, class G>
+__global__ void adamw_kernel(Updates all, P* p_all, P* m_all, P* v_all, AdamWScalars s) {
     int k = 0;  // our tensor: the last that begins at or before our block
     for (int end = all.count; end - k > 1;) {
         int middle = (k + end) / 2;
@@ -107,18 +107,18 @@ __global__ void adamw_kernel(Updates all, float* p_all, float* m_all, float* v_a
     for (int i = threadIdx.x * W; i < n; i += blockDim.x * W) {
         auto m = load_pack<W>(m_all + offset + i), v = load_pack<W>(v_all + offset + i);
         auto g = load_pack<W>(g_in + i);
-        Pack<float, W> p;
+        Pack<P, W> p;
         Pack<uint16_t, W> u, l;
         if (split) {
             u = load_pack<W>(upper + i), l = load_pack<W>(lower + i);
-            for (int j = 0; j < W; j++) { p.x[j] = joined({u.x[j], l.x[j]}); }
+            for (int j = 0; j < W; j++) { from_acc(joined({u.x[j], l.x[j]}), &p.x[j]); }
         } else {
             p = load_pack<W>(p_all + offset + i);
         }
-        for (int j = 0; j < W; j++) { adamw_element(p.x[j], to_acc(g.x[j]), m.x[j], v.x[j], s); }
+        for (int j = 0; j < W; j++) { adamw_stored(&p.x[j], g.x[j], &m.x[j], &v.x[j], s); }
         if (split) {
             for (int j = 0; j < W; j++) {
-                Halves h = halves_of(p.x[j]);
+                Halves h = halves_of(to_acc(p.x[j]));
                 u.x[j] = h.upper, l.x[j] = h.lower;
             }
             store_pack(upper + i, u), store_pack(lower + i, l);
@@ -129,27 +129,26 @@ __global__ void adamw_kernel(Updates all, float* p_all, float* m_all, float* v_a
     }
 }
 // All gradients are of type G.
-template <bool split, class G>
+template <bool split, class P, class G>
 static void launch(const std::vector<FlatGradient>& gradients, const Tensor& p, const Tensor& m, const Tensor& v,
                    AdamWScalars s) {
     for (size_t next = 0; next < gradients.size();) {
         Updates some;
         some.count = 0;
         int blocks = 0;
-        bool by_fours = true;
+        constexpr int W = 16 / sizeof(P);
+        bool fits = true;
         for (; next < gradients.size() && some.count < MAX_TENSORS; next++) {
             const FlatGradient& one = gradients[next];
             int k = some.count++;
             some.g[k] = one.g.data, some.offset[k] = one.offset, some.size[k] = one.g.size();
             some.first_block[k] = blocks;
             blocks += ceil_div(one.g.size(), CHUNK);
-            for (const Tensor* t : {&p, &m, &v}) {
-                by_fours &= ((uintptr_t)t->data / sizeof(float) + one.offset) % 4 == 0;
-            }
-            by_fours &= one.g.size() % 4 == 0 && (uintptr_t)one.g.data / sizeof(G) % 4 == 0;
+            for (const Tensor* t : {&p, &m, &v}) { fits &= ((uintptr_t)t->data / sizeof(P) + one.offset) % W == 0; }
+            fits &= one.g.size() % W == 0 && (uintptr_t)one.g.data / sizeof(G) % W == 0;
         }
-        auto kernel = by_fours ? adamw_kernel<4, split, G> : adamw_kernel<1, split, G>;
-        kernel<<<blocks, 256, 0, stream()>>>(some, p.as<float>(), m.as<float>(), v.as<float>(), s);
+        auto kernel = fits ? adamw_kernel<W, split, P, G> : adamw_kernel<1, split, P, G>;
+        kernel<<<blocks, 256, 0, stream()>>>(some, p.as<P>(), m.as<P>(), v.as<P>(), s);
         LAUNCH_CHECK();
     }
 }
@@ -161,7 +160,12 @@ static void update_cuda(const Tensor& p, const std::vector<FlatGradient>& gradie
         for (const FlatGradient& one : gradients) {
             if (one.g.dtype == dtype && one.g.size() > 0) { some.push_back(one); }
         }
-        with_gpu_type(dtype, [&](auto zero) { launch<split, decltype(zero)>(some, p, m, v, s); });
+        with_gpu_type(dtype, [&](auto zero) {
+            if constexpr (!split) {
+                if (p.dtype == BF16) { return launch<split, bf16, decltype(zero)>(some, p, m, v, s); }
+            }
+            launch<split, float, decltype(zero)>(some, p, m, v, s);
+        });
     }
 }
 static const AddRow<AdamWImpl> row({"64 tensors per launch", 20, [](Device d) { return d == CUDA; },

@@ -25,6 +25,20 @@ __device__ inline float warp_max(float x) {
     for (int o = WARP / 2; o > 0; o /= 2) { x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, o)); }
     return x;
 }
+// Sum or maximum over a block of at most 32 warps, given to every thread. The first barrier closes the hazard that a
+// slow warp still reads `shared` from the call before.
+template <float (*over_warp)(float)>
+__device__ inline float over_block(float x, float of_nothing) {
+    __shared__ float shared[WARP];
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = (blockDim.x + WARP - 1) / WARP;
+    x = over_warp(x);
+    __syncthreads();
+    if (lane == 0) { shared[warp] = x; }
+    __syncthreads();
+    return over_warp(lane < warps ? shared[lane] : of_nothing);
+}
+__device__ inline float block_sum(float x) { return over_block<warp_sum>(x, 0); }
+__device__ inline float block_max(float x) { return over_block<warp_max>(x, -INFINITY); }
 
 // For kernels that are bound by memory: one block takes a row, and a thread W neighbours of it at a time, by accesses
 // of 16 bytes (the most that one instruction moves), where a load of each element would move 2 or 4.

@@ -49,7 +49,7 @@ static const std::string TIMED =
 static const std::string RANKS = "nproc backend timeout ";
 static const std::string DDP_TIMED =
     "device size=xl d_model d_ff num_layers num_heads vocab_size context_length=512 batch_size=2 warmup steps "
-    "precision=fp32 mode=flash checkpoint seed " +
+    "autocast=fp32 mode=flash checkpoint seed " +
     RANKS + "format quick ";
 // The defaults are the 2026 leaderboard's layer and batch, and a device of an H200 node.
 static const std::string CALCS = "batch_tokens=65536 d_model=4096 d_ff=11008 tflops=989 bandwidth_gb=450 format quick ";
@@ -88,7 +88,7 @@ static const Command COMMANDS[] = {
      cmd_flash_benchmarking, "device plot trace format quick"},
     {"flash_leaderboard", "1.3.3|", 0, 1, "one long causal sequence, as fast as it goes", "bench_attention.cu",
      cmd_flash_leaderboard,
-     "device num_heads=16 head_size=64 context_length=16384 precision=bf16 not_causal flash_impl=all "
+     "device num_heads=16 head_size=64 context_length=16384 autocast=bf16 not_causal flash_impl=all "
      "deterministic trace format quick"},
     {"distributed_communication_single_node", "2.1|5.1", 5, 2, "all-reduce: sizes, ranks, backends", "bench_ddp.cu",
      cmd_distributed_communication_single_node,
@@ -329,7 +329,9 @@ static void read_default(Options& o, const Option& option, const std::string& te
 
 static std::vector<Option> options_of_runs() {
     const std::vector<std::string> sizes = {"small", "medium", "large", "xl", "2.7B", "10B"};
-    const std::vector<std::string> precisions = {"fp32", "tf32", "bf16", "fp16"};
+    const std::vector<std::string> autocast = {"fp32", "tf32", "bf16", "fp16"};
+    const std::vector<std::string> precisions = {"fp32", "tf32", "bf16", "fp16", "pure_bf16"};
+    const char* precision_help = "bf16, fp16: with autocast's rules; pure_bf16: weights, gradients and moments, too";
     const std::vector<std::string> modes = {"eager", "fused", "flash"};
     const char* mode_help =
         "a kernel per operation; fused; fused with FlashAttention (where head size and precision have one)";
@@ -356,8 +358,9 @@ static std::vector<Option> options_of_runs() {
         {"warmup", "warmup", one_whole(&Options::warmup, 0), "untimed steps first", "5"},
         {"steps", "steps", whole(&Options::steps, 1), "steps that are timed, or trained", "10"},
         {"update_steps", "steps", whole(&Options::steps, 0), "AdamW steps on the batch"},
-        {"precisions", "precision", names(&Options::precision, precisions), "bf16, fp16: with autocast's rules"},
-        {"precision", "precision", one_name(&Options::precision, precisions), "bf16, fp16: with autocast's rules"},
+        {"precisions", "precision", names(&Options::precision, precisions), precision_help},
+        {"precision", "precision", one_name(&Options::precision, precisions), precision_help},
+        {"autocast", "precision", one_name(&Options::precision, autocast), "bf16, fp16: with autocast's rules"},
         {"modes", "mode", names(&Options::mode, modes), mode_help},
         {"mode", "mode", one_name(&Options::mode, modes), mode_help},
         {"seed", "seed", seed(), "of all random numbers", "0"},

@@ -5,7 +5,10 @@
 #include <cblas.h>
 #endif
 
-DType matmul_dtype(Precision precision) { return precision == PREC_BF16 ? BF16 : precision == PREC_FP16 ? F16 : F32; }
+DType matmul_dtype(Precision precision) {
+    return precision == PREC_BF16 || precision == PREC_PURE_BF16 ? BF16 : precision == PREC_FP16 ? F16 : F32;
+}
+DType weight_dtype() { return context.precision == PREC_PURE_BF16 ? BF16 : F32; }
 
 Matrix matrix_of(const Tensor& t) {
     int n = (int)t.shape.size();
@@ -120,7 +123,8 @@ static void gemm_blas(double* C, int ldc, const double* A, int lda, bool ta, con
 // An operand as fp32, which OpenBLAS multiplies: bf16 and fp16 widen exactly, tf32 rounds to 10 mantissa bits.
 static Tensor widened(const Tensor& t) {
     if (t.dtype == F64 || (t.dtype == F32 && context.precision != TF32)) { return t; }
-    Tensor source = contiguous(t), w = empty_on(CPU, t.shape, F32, WORKSPACE);
+    Tensor source = contiguous(t), w = empty_on(t.device(), t.shape, F32, WORKSPACE);
+    if (t.device() == META) { return w; }
     if (t.dtype == F32) {
         round_all_to_tf32(w.as<float>(), source.as<float>(), w.size());
     } else {
@@ -168,7 +172,8 @@ void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b,
              to_string(out.shape).c_str());
     }
     if ((a.dtype == F64) != (out.dtype == F64)) { fail("gemm: float64 operands need a float64 result"); }
-    if (out.device() == META || out.size() == 0) { return; }
+    bool planned = out.device() == META;
+    if (out.size() == 0 || (planned && context.planned_for == CUDA)) { return; }
     Range range("matmul");
 #ifdef __CUDACC__
     if (out.device() == CUDA) {
@@ -178,7 +183,9 @@ void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b,
 #endif
     NoGrad no_grad;
     Tensor wa = widened(a), wb = widened(b);
-    if (a.dtype == F64) {
+    if (planned) {  // what follows takes memory only where the result is rounded
+        if (size_of(out.dtype) < sizeof(float)) { empty(out.shape, F32, WORKSPACE); }
+    } else if (a.dtype == F64) {
         gemm_cpu<double>(out, C, a, A, transpose_a, b, B, transpose_b, K, alpha, beta);
     } else if (out.dtype == F32) {
         gemm_cpu<float>(out, C, wa, matrix_of(wa), transpose_a, wb, matrix_of(wb), transpose_b, K, alpha, beta);

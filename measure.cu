@@ -167,7 +167,7 @@ const char* name_of(Mode m) {
 }
 
 const char* name_of(Precision p) {
-    static const char* const names[] = {"fp32", "tf32", "bf16", "fp16"};
+    static const char* const names[] = {"fp32", "tf32", "bf16", "fp16", "pure_bf16"};
     return names[p];
 }
 
@@ -185,10 +185,10 @@ Mode mode_from(const std::string& name) {
 }
 
 Precision precision_from(const std::string& name) {
-    for (Precision p : {FP32, TF32, PREC_BF16, PREC_FP16}) {
+    for (Precision p : {FP32, TF32, PREC_BF16, PREC_FP16, PREC_PURE_BF16}) {
         if (name == name_of(p)) { return p; }
     }
-    fail("precision '%s': expected fp32, tf32, bf16 or fp16", name.c_str());
+    fail("precision '%s': expected fp32, tf32, bf16, fp16 or pure_bf16", name.c_str());
 }
 
 std::string full_name(const std::string& word, const std::vector<std::string>& names, const char* kind) {

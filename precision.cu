@@ -301,6 +301,10 @@ Table toy_model_dtypes(Precision precision) {
     return table;
 }
 
+// --precision pure_bf16 is no autocast: the model itself is bf16. It needs 8 bytes per parameter for weight, gradient
+// and moments, not 16, and no copies. The price is AdamW's update: a step that is less than a 256th of its weight can
+// be rounded away. Arithmetic stays fp32, and every result is rounded to nearest as it is stored.
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Loss scaling. fp16's smallest number is 6e-8, and gradients are often smaller; bf16, with fp32's exponents, needs
 // none of this. A factor on the loss is a factor on all gradients. The largest one that works is not known beforehand

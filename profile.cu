@@ -694,7 +694,7 @@ static Table softmax_table(const std::vector<ModelProfile>& models, const Plan& 
         }
         const ModelConfig& c = m.config;
         double B = p.o.batch_size, BTC = B * m.T * c.d_model, S = B * c.num_heads * m.T * m.T, L = c.num_layers;
-        double element = context.precision == PREC_BF16 || context.precision == PREC_FP16 ? 2 : 4;
+        double element = size_of(matmul_dtype());
         double softmax_flops = 5 * S * L, product_flops = 4.0 * S * L * c.d_model / c.num_heads;
         double softmax_bytes = 2 * S * L * element, product_bytes = (4 * BTC + 2 * S) * L * element;
         std::vector<NamedWork> work = named_work(m.phase[FORWARD].trace, {"forward"});

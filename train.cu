@@ -65,6 +65,11 @@ static ModelConfig config_from_file(const SafeTensors& file, int num_heads, floa
 static Tensor weight_from_file(const SafeTensors& file, const std::string& name, const Shape& shape) {
     return tensor_from_file(require_tensor(file, name, shape, {"F32", "BF16"}));
 }
+// Sets a weight, or a moment, which may be bf16.
+static void set_weight(const Tensor& to, const Tensor& from_cpu) {
+    NoGrad no_grad;
+    copy_or_add(detached(to), to_device(from_cpu, context.device), false);
+}
 static std::string model_of(const ModelConfig& c) { return strprintf("one of a model of %d layers", c.num_layers); }
 struct NamedTensors {  // what goes into a file; keeps the CPU copies alive
     std::vector<Tensor> kept;
@@ -99,7 +104,7 @@ int cmd_model(const Options& o) {
     Model model = make_model(c);
     std::set<std::string> known;
     for (const Parameter& p : model.parameters) {
-        copy(p.weight, weight_from_file(weights, p.name, p.shape));
+        set_weight(p.weight, weight_from_file(weights, p.name, p.shape));
         known.insert(p.name);
     }
     require_no_others(weights, known, model_of(c));
@@ -389,7 +394,7 @@ static void options_from_checkpoint(const SafeTensors& file, Options& o) {
         fail("%s: metadata seed: expected a whole number, found '%s'", file.path.c_str(), seed.c_str());
     }
     if (!o.has("seed")) { o.seed = value; }
-    std::string precision = name_in(file, "precision", {"fp32", "tf32", "bf16", "fp16"});
+    std::string precision = name_in(file, "precision", {"fp32", "tf32", "bf16", "fp16", "pure_bf16"});
     std::string mode = name_in(file, "mode", {"eager", "fused", "flash"});
     if (!o.has("precision")) { o.precision = {precision}; }
     if (!o.has("mode")) { o.mode = {mode}; }
@@ -431,7 +436,7 @@ static std::unique_ptr<Trainer> make_trainer(const Communicator& c, const ModelC
         std::set<std::string> known;
         for (const char* prefix : {"", "adamw.m.", "adamw.v."}) {
             visit(t, prefix, [&](const Parameter& p, const Tensor& whole) {
-                copy(whole, weight_from_file(checkpoint, prefix + p.name, p.shape));
+                set_weight(whole, weight_from_file(checkpoint, prefix + p.name, p.shape));
                 known.insert(prefix + p.name);
             });
         }
@@ -524,6 +529,9 @@ static int train(const Options& typed, const Communicator& ranks) {
     if (!o.load.empty()) {
         checkpoint = load_safetensors(o.load);
         options_from_checkpoint(checkpoint, o);
+    }
+    if (ranks.links && precision_from(o.precision[0]) == PREC_PURE_BF16) {
+        usage_error("--precision: got 'pure_bf16', takes one rank without --strategy");
     }
     ModelConfig c{"custom", o.d_model, o.d_ff, o.num_layers, o.num_heads, 256};
     check_config(c);

@@ -56,7 +56,7 @@ TEST_CASE("measure: names") {
     CHECK(std::string(name_of(OPTIMIZER)) == "optimizer state");
     CHECK(std::string(name_of(INPUTS)) == "inputs");
     for (Mode m : {EAGER, FUSED}) { CHECK(mode_from(name_of(m)) == m); }
-    for (Precision p : {FP32, TF32, PREC_BF16, PREC_FP16}) { CHECK(precision_from(name_of(p)) == p); }
+    for (Precision p : {FP32, TF32, PREC_BF16, PREC_FP16, PREC_PURE_BF16}) { CHECK(precision_from(name_of(p)) == p); }
     CHECK(failure_of([] { mode_from("lazy"); }) == "1: mode 'lazy': expected eager, fused or flash");
     CHECK(has(failure_of([] { precision_from("FP32"); }), "1: precision 'FP32'"));
 }

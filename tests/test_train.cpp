@@ -12,7 +12,7 @@
 
 TEST_CASE_TEMPLATE("train: a resumed run equals the uninterrupted one bit for bit", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    for (const char* precision : {"fp32", "bf16", "fp16"}) {
+    for (const char* precision : {"fp32", "bf16", "fp16", "pure_bf16"}) {
         std::vector<std::string> common = {"train",    "--data", "LICENSE", "--device", name_of(D::device), "--quick",
                                            "--sample", "0",      "--steps", "12",       "--precision",      precision};
         auto train = [&](std::vector<std::string> more) {
@@ -78,6 +78,9 @@ TEST_CASE(
         run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--nproc", "3", "--batch_size", "4"});
     CHECK(odd.exit_code == 2);
     CHECK(run_cs336({"train", "--data", "LICENSE", "--nproc", "2", "--trace", folder / "x.json"}).exit_code == 2);
+    Run pure = run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--nproc", "2", "--precision", "pure_bf16"});
+    CHECK(pure.exit_code == 2);
+    CHECK(has(pure.err, "--precision: got 'pure_bf16', takes one rank without --strategy"));
     std::string fifo = folder / "fifo";  // each rank gets another part of it, or nothing
     REQUIRE(mkfifo(fifo.c_str(), 0600) == 0);
     REQUIRE(system(("for i in 1 2 3 4 5 6 7 8 9; do cat LICENSE; done > " + fifo + " &").c_str()) == 0);

@@ -1,0 +1,686 @@
+// layers.cu: the ops of the handout's Transformer LM.
+//
+// Each op comes as: formula; the eager form, a chain of tensor.cu's one-kernel operations that autograd differentiates;
+// the fused form with its backward by hand, as a plain loop for the CPU and as kernels for the GPU. T is the
+// compute type (under autocast bf16 or fp16), X that of the residual stream x and the weights: fp32, or in pure bf16
+// bf16. Arithmetic and sums are fp32.
+#include "gpu.h"
+#include <algorithm>
+#include <cfloat>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// RMSNorm, with the residual add before it.
+//   x += delta;  r = 1/sqrt(mean_c(x_c^2) + eps);  y_c = w_c x_c r
+//   dx_c = r w_c dy_c - x_c r^3/C sum_j(w_j dy_j x_j);  dw_c = sum over rows of dy_c x_c r
+// x, delta, y, dx [N,C]; r [N]; w [C]. The handout's model needs 7 kernels forward and about 20 backward for it; fused
+// it is 1 and 2, and x is read and written once.
+
+static Tensor add_rmsnorm_eager(Tensor* x, const Tensor& delta, const Tensor& w, float eps) {
+    if (delta) {
+        Range r("residual");
+        *x = add(*x, delta);
+    }
+    Range r("rmsnorm");
+    Tensor wide = x->dtype == BF16 ? cast(*x, F32) : *x;
+    return cast(mul(w, mul(wide, rsqrt(add_scalar(mean_last(square(wide)), eps)))), x->dtype);
+}
+
+// Runs f(T(), X()).
+template <class T, class Fn>
+static void with_stream_type(T zero, DType x, Fn f) {
+    if constexpr (std::is_same<T, bf16>::value) {
+        if (x == BF16) { return f(zero, bf16()); }
+    }
+    f(zero, Wide<T>());
+}
+
+template <class T, class X>
+static void add_rmsnorm_cpu(T* y, X* x_out, Wide<T>* r_out, const X* x_in, const T* delta, const X* w, int64_t N,
+                            int64_t C, float eps) {
+#pragma omp parallel for if (N > 64)
+    for (int64_t n = 0; n < N; n++) {
+        const X* x = x_in + n * C;
+        if (delta) {
+            for (int64_t c = 0; c < C; c++) { from_acc(to_acc(x[c]) + to_acc(delta[n * C + c]), &x_out[n * C + c]); }
+            x = x_out + n * C;
+        }
+        double sum = 0;
+        for (int64_t c = 0; c < C; c++) { sum += (double)to_acc(x[c]) * to_acc(x[c]); }
+        Wide<T> r = (Wide<T>)(1 / std::sqrt(sum / C + eps));
+        for (int64_t c = 0; c < C; c++) { from_acc(to_acc(w[c]) * (to_acc(x[c]) * r), &y[n * C + c]); }
+        r_out[n] = r;
+    }
+}
+template <class T, class X>
+static void rmsnorm_backward_cpu(X* dx, bool add_dx, T* dx_low, X* dw, bool add_dw, const T* dy, const X* x,
+                                 const Wide<T>* r, const X* w, int64_t N, int64_t C) {
+#pragma omp parallel for if (N > 64)
+    for (int64_t n = 0; n < N; n++) {
+        double dot = 0;
+        for (int64_t i = n * C; i < (n + 1) * C; i++) {
+            dot += (double)to_acc(w[i - n * C]) * to_acc(dy[i]) * to_acc(x[i]);
+        }
+        Wide<T> k = (Wide<T>)(dot * r[n] * r[n] * r[n] / C);
+        for (int64_t i = n * C; i < (n + 1) * C; i++) {
+            Wide<T> d = r[n] * to_acc(w[i - n * C]) * to_acc(dy[i]) - to_acc(x[i]) * k;
+            from_acc(add_dx ? to_acc(dx[i]) + d : d, &dx[i]);
+            if (dx_low) { from_acc(to_acc(dx[i]), &dx_low[i]); }
+        }
+    }
+#pragma omp parallel for if (N > 64)
+    for (int64_t c = 0; c < C; c++) {
+        double sum = 0;
+        for (int64_t n = 0; n < N; n++) { sum += (double)to_acc(dy[n * C + c]) * to_acc(x[n * C + c]) * r[n]; }
+        from_acc((Wide<T>)(add_dw ? to_acc(dw[c]) + sum : sum), &dw[c]);
+    }
+}
+
+#ifdef __CUDACC__
+// A row's elements are needed twice, before and after the sum over the row. A row of one pack per thread stays in
+// registers in between; a longer row is read again, by the thread that wrote it, from L1 or L2.
+template <class T, class X, int W>
+__global__ void __launch_bounds__(PACK_THREADS)
+    add_rmsnorm_kernel(T* y, X* x_out, float* r_out, const X* x, const T* delta, const X* w_in, int C, float eps) {
+    const int64_t row = blockIdx.x * (int64_t)C;
+    const int step = W * blockDim.x;
+    Pack<X, W> v = {}, w = {};
+    float sum = 0;
+    for (int c = W * threadIdx.x; c < C; c += step) {
+        v = load_pack<W>(x + row + c), w = load_pack<W>(w_in + c);
+        if (delta) {
+            Pack<T, W> d = load_pack<W>(delta + row + c);
+            for (int i = 0; i < W; i++) { from_acc(to_acc(v.x[i]) + to_acc(d.x[i]), &v.x[i]); }
+            store_pack(x_out + row + c, v);
+        }
+        for (const X& value : v.x) { sum += to_acc(value) * to_acc(value); }
+    }
+    float r = 1 / sqrtf(block_sum(sum) / C + eps);
+    for (int c = W * threadIdx.x; c < C; c += step) {
+        if (C > step) { v = load_pack<W>((delta ? x_out : x) + row + c), w = load_pack<W>(w_in + c); }
+        Pack<T, W> out;
+        for (int i = 0; i < W; i++) { from_acc(to_acc(w.x[i]) * (to_acc(v.x[i]) * r), &out.x[i]); }
+        store_pack(y + row + c, out);
+    }
+    if (threadIdx.x == 0) { r_out[blockIdx.x] = r; }
+}
+// Writes dx, a copy of it as T if wanted, and each block's share of dw: the sum over its rows, in partial
+// [gridDim.x,C]. A thread has the same columns in all of its rows, so it adds them up in registers, or in `partial`
+// where a row is several packs per thread.
+template <class T, class X, int W>
+__global__ void __launch_bounds__(PACK_THREADS)
+    rmsnorm_backward_kernel(X* dx, bool add_dx, T* dx_low, float* partial, const T* dy, const X* x, const float* r_in,
+                            const X* w_in, int N, int C) {
+    const int first = blockIdx.x, rows = gridDim.x, step = W * blockDim.x;
+    Pack<X, W> v = {}, w = {}, out = {};
+    Pack<float, W> dw = {};
+    Pack<T, W> d = {};
+    for (int n = first; n < N; n += rows) {
+        const int64_t row = n * (int64_t)C;
+        auto read = [&](int c) {
+            v = load_pack<W>(x + row + c), w = load_pack<W>(w_in + c), d = load_pack<W>(dy + row + c);
+            if (add_dx) { out = load_pack<W>(dx + row + c); }
+        };
+        float dot = 0, r = r_in[n];
+        for (int c = W * threadIdx.x; c < C; c += step) {
+            read(c);
+            for (int i = 0; i < W; i++) { dot += to_acc(w.x[i]) * to_acc(d.x[i]) * to_acc(v.x[i]); }
+        }
+        float k = block_sum(dot) * r * r * r / C;
+        for (int c = W * threadIdx.x; c < C; c += step) {
+            float* sums = partial + first * (int64_t)C + c;
+            if (C > step) {
+                read(c);
+                dw = n == first ? Pack<float, W>() : load_pack<W>(sums);
+            }
+            Pack<T, W> low;
+            for (int i = 0; i < W; i++) {
+                float g = to_acc(d.x[i]), change = r * to_acc(w.x[i]) * g - to_acc(v.x[i]) * k;
+                from_acc(add_dx ? to_acc(out.x[i]) + change : change, &out.x[i]);
+                dw.x[i] += g * to_acc(v.x[i]) * r;
+                from_acc(to_acc(out.x[i]), &low.x[i]);
+            }
+            store_pack(dx + row + c, out);
+            if (dx_low) { store_pack(dx_low + row + c, low); }
+            if (C > step || n + rows >= N) { store_pack(sums, dw); }
+        }
+    }
+}
+// dw from the partial sums, always in the same order: 32 columns per block, and 32 threads per column.
+constexpr int DW_SHARES = 32;
+template <class X>
+__global__ void rmsnorm_dw_kernel(X* dw, bool add_dw, const float* partial, int parts, int C) {
+    __shared__ float shared[DW_SHARES][WARP];
+    int c = blockIdx.x * WARP + threadIdx.x;
+    float sum = 0;
+    if (c < C) {
+        for (int k = threadIdx.y; k < parts; k += DW_SHARES) { sum += partial[k * (int64_t)C + c]; }
+    }
+    shared[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();  // all shares must be there
+    if (threadIdx.y == 0 && c < C) {
+        for (int k = 1; k < DW_SHARES; k++) { sum += shared[k][threadIdx.x]; }
+        from_acc(add_dw ? to_acc(dw[c]) + sum : sum, &dw[c]);
+    }
+}
+#endif
+
+static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dx_low, const Tensor& dw, bool add_dw,
+                             const Tensor& dy, const Tensor& x, const Tensor& r, const Tensor& w) {
+    int64_t C = w.size(), N = x.size() / C;
+#ifdef __CUDACC__
+    // Four rows or more per block, so that the partial sums are few beside them; and no more blocks than run at a time.
+    int parts = dx.device() == CPU ? 0 : std::min(ceil_div(N, 4), 4 * multiprocessors());
+    Tensor partial = dx.device() == CPU ? Tensor() : empty({parts, C}, F32, WORKSPACE);
+    if (dx.device() == CUDA) {
+        with_packs(dy.dtype, C, {dx.data, dx_low.data, partial.data, dy.data, x.data, w.data},
+                   [&](auto zero, auto width) {
+                       with_stream_type(zero, x.dtype, [&](auto zero, auto x_zero) {
+                           using T = decltype(zero);
+                           using X = decltype(x_zero);
+                           rmsnorm_backward_kernel<T, X, width><<<parts, threads_for(C / width), 0, stream()>>>(
+                               dx.as<X>(), add_dx, dx_low.as<T>(), partial.as<float>(), dy.as<T>(), x.as<X>(),
+                               r.as<float>(), w.as<X>(), (int)N, (int)C);
+                           LAUNCH_CHECK();
+                       });
+                   });
+        auto sum_parts = [&](auto zero) {
+            rmsnorm_dw_kernel<<<ceil_div(C, WARP), dim3(WARP, DW_SHARES), 0, stream()>>>(
+                dw.as<decltype(zero)>(), add_dw, partial.as<float>(), parts, (int)C);
+            LAUNCH_CHECK();
+        };
+        return dw.dtype == BF16 ? sum_parts(bf16()) : sum_parts(float());
+    }
+#endif
+    if (dx.device() == META) { return; }
+    with_type(dy.dtype, [&](auto zero) {
+        with_stream_type(zero, x.dtype, [&](auto zero, auto x_zero) {
+            using T = decltype(zero);
+            using X = decltype(x_zero);
+            rmsnorm_backward_cpu(dx.as<X>(), add_dx, dx_low.as<T>(), dw.as<X>(), add_dw, dy.as<T>(), x.as<X>(),
+                                 r.as<Wide<T>>(), w.as<X>(), N, C);
+        });
+    });
+}
+
+static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor& w, float eps) {
+    Range range("rmsnorm");
+    Tensor x_in = *x_io, x = delta ? empty(x_in.shape, x_in.dtype) : x_in;
+    int64_t C = w.size(), N = x.size() / C;
+    // y is rounded once, here; autocast would cast it before the product.
+    DType dtype = x.dtype == F64 ? F64 : matmul_dtype();
+    Tensor y = empty(x.shape, dtype), r = empty({N}, x.dtype == F64 ? F64 : F32);
+    if (delta && delta.dtype != dtype) { fail("add_rmsnorm: delta is %s", name_of(delta.dtype)); }
+    if (x.device() == CPU) {
+        with_type(dtype, [&](auto zero) {
+            with_stream_type(zero, x.dtype, [&](auto zero, auto x_zero) {
+                using T = decltype(zero);
+                using X = decltype(x_zero);
+                add_rmsnorm_cpu(y.as<T>(), x.as<X>(), r.as<Wide<T>>(), x_in.as<X>(), delta.as<T>(), w.as<X>(), N, C,
+                                eps);
+            });
+        });
+    }
+#ifdef __CUDACC__
+    if (x.device() == CUDA) {
+        with_packs(dtype, C, {y.data, x.data, x_in.data, delta.data, w.data}, [&](auto zero, auto width) {
+            with_stream_type(zero, x.dtype, [&](auto zero, auto x_zero) {
+                using T = decltype(zero);
+                using X = decltype(x_zero);
+                add_rmsnorm_kernel<T, X, width><<<N, threads_for(C / width), 0, stream()>>>(
+                    y.as<T>(), x.as<X>(), r.as<float>(), x_in.as<X>(), delta.as<T>(), w.as<X>(), (int)C, eps);
+                LAUNCH_CHECK();
+            });
+        });
+    }
+#endif
+    auto dx_low = std::make_shared<Tensor>();  // delta's gradient, written along with dx
+    if (delta) {
+        record(x, {x_in, delta}, [dx_low, gx = x_in.gradient, gd = delta.gradient](const Tensor& dx) {
+            add_gradient(gx, dx);
+            add_gradient(gd, *dx_low ? *dx_low : dx);
+            *dx_low = Tensor();
+        });
+        *x_io = x;
+    }
+    bool low = delta && delta.gradient && delta.dtype != x.dtype;
+    record(y, {x, w}, [x, r, w, dx_low, low](const Tensor& dy) {  // the last to add to x's gradient
+        bool add_dx;
+        Tensor dx = gradient_target(x.gradient, &add_dx);
+        if (low) { *dx_low = empty(x.shape, dy.dtype); }
+        write_gradient(w.gradient, [&](const Tensor& dw, bool add_dw) {
+            rmsnorm_backward(dx, add_dx, *dx_low, dw, add_dw, contiguous(dy), x, r, w);
+        });
+    });
+    if (context.recompute && y.gradient) {
+        y.gradient->recompute = [x = detached(x), w, eps] {
+            NoGrad no_grad;
+            Tensor same = x;
+            return add_rmsnorm_fused(&same, Tensor(), w, eps);
+        };
+    }
+    return y;
+}
+Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float eps) {
+    return context.mode == EAGER ? add_rmsnorm_eager(x, delta, weight, eps) : add_rmsnorm_fused(x, delta, weight, eps);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// RoPE: each pair (x_2i, x_2i+1) of a query or key at position t is rotated by the angle t theta^(-2i/D):
+//   y_2i = cos x_2i - sin x_2i+1,  y_2i+1 = sin x_2i + cos x_2i+1;  backward rotates by the opposite angle.
+// Fused: one product gives q, k and v side by side, y [B,T,C] -> [B,T,3,H,D]. One kernel rotates q and k and lays all
+// three out as [B,H,T,D] for attention: 3 elements read and 3 written, where eager needs some 16 kernels.
+
+Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype) {
+    std::vector<float> values(T * D);
+    for (int64_t t = 0; t < T; t++) {
+        for (int64_t i = 0; i < D / 2; i++) {
+            double angle = t * pow((double)theta, -2.0 * i / D);
+            values[t * D + 2 * i] = (float)cos(angle);
+            values[t * D + 2 * i + 1] = (float)sin(angle);
+        }
+    }
+    return context.device == META ? empty({T, D}, dtype, INPUTS) : from_floats(values, {T, D}, dtype);
+}
+
+static Tensor rope_eager(const Tensor& x, const Tensor& rope) {
+    Range r("rope");
+    Tensor cos = slice_last(rope, 0, 2), sin = slice_last(rope, 1, 2), x1 = slice_last(x, 0, 2),
+           x2 = slice_last(x, 1, 2);
+    return interleave_last(sub(mul(cos, x1), mul(sin, x2)), add(mul(sin, x1), mul(cos, x2)));
+}
+
+struct HeadShape {
+    int T, H, D;
+};
+// One pair, by the angle whose cosine and sine are cos_sin.
+template <class T>
+HD inline void rotate_pair(T* x, const Wide<T>* cos_sin, bool backward) {
+    Wide<T> x1 = to_acc(x[0]), x2 = to_acc(x[1]), cos = cos_sin[0], sin = backward ? -cos_sin[1] : cos_sin[1];
+    from_acc(cos * x1 - sin * x2, &x[0]);
+    from_acc(sin * x1 + cos * x2, &x[1]);
+}
+// The place, in [B,H,T,D], of column c of row bt of q, k or v, which are [B,T] rows of [H,D].
+HD inline int64_t in_heads(int bt, int c, HeadShape s) {
+    int h = c / s.D;
+    return (((int64_t)(bt / s.T) * s.H + h) * s.T + bt % s.T) * s.D + (c - h * s.D);
+}
+#ifdef __CUDACC__
+template <class T, int W>
+__device__ inline void rotate_pack(Pack<T, W>& pack, const float* rope, bool backward) {
+    Pack<float, W> cos_sin = load_pack<W>(rope);
+    for (int i = 0; i < W; i += 2) { rotate_pair(&pack.x[i], &cos_sin.x[i], backward); }
+}
+// From qkv to the heads, or with `backward` from the heads' gradients to qkv's.
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS)
+    split_heads_kernel(T* qkv, T* q, T* k, T* v, const float* rope, HeadShape s, bool backward) {
+    const int C = s.H * s.D, bt = blockIdx.x, which = blockIdx.y;
+    T *heads = which == 0 ? q : which == 1 ? k : v, *joined = qkv + (bt * (int64_t)3 + which) * C;
+    for (int c = W * threadIdx.x; c < C; c += W * blockDim.x) {
+        T* head = heads + in_heads(bt, c, s);
+        Pack<T, W> pack = load_pack<W>(backward ? head : joined + c);
+        if (which < 2) { rotate_pack(pack, rope + bt % s.T * s.D + c % s.D, backward); }
+        store_pack(backward ? joined + c : head, pack);
+    }
+}
+#endif
+static void split_heads_run(const Tensor& qkv, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rope,
+                            bool backward) {
+    HeadShape s{(int)q.dim(2), (int)q.dim(1), (int)q.dim(3)};
+    int64_t n = qkv.size(), C = s.H * s.D, N = n / (3 * C);
+    if (qkv.device() == META || n == 0) { return; }
+#ifdef __CUDACC__
+    if (qkv.device() == CUDA) {
+        std::vector<const void*> addresses = {qkv.data, q.data, k.data, v.data, rope.data};
+        return with_packs<2>(qkv.dtype, s.D, addresses, [&](auto zero, auto width) {
+            using T = decltype(zero);
+            split_heads_kernel<T, width><<<dim3(N, 3), threads_for(C / width), 0, stream()>>>(
+                qkv.as<T>(), q.as<T>(), k.as<T>(), v.as<T>(), rope.as<float>(), s, backward);
+            LAUNCH_CHECK();
+        });
+    }
+#endif
+    with_type(qkv.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        T* heads[] = {q.as<T>(), k.as<T>(), v.as<T>()};
+#pragma omp parallel for if (n > 32768)
+        for (int bt = 0; bt < (int)N; bt++) {
+            for (int64_t i = 0; i < 3 * C; i += 2) {
+                int which = (int)(i / C), c = (int)(i % C);
+                T *joined = qkv.as<T>() + bt * 3 * C + i, *head = heads[which] + in_heads(bt, c, s);
+                T *from = backward ? head : joined, *to = backward ? joined : head;
+                to[0] = from[0], to[1] = from[1];
+                if (which < 2) { rotate_pair(to, rope.as<Wide<T>>() + bt % s.T * s.D + c % s.D, backward); }
+            }
+        }
+    });
+}
+
+void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope_all, int H, Tensor* q, Tensor* k, Tensor* v) {
+    int64_t B = y.dim(0), T = y.dim(1), C = y.dim(2), D = C / H;
+    Tensor rope = view(rope_all, 0, {T, D});
+    if (context.mode == EAGER) {
+        Range r("projections");
+        auto heads = [&](const Tensor& w) { return transpose(reshape(linear(y, w), {B, T, H, D}), 1, 2); };
+        *q = rope_eager(heads(layer.q), rope), *k = rope_eager(heads(layer.k), rope), *v = heads(layer.v);
+        return;
+    }
+    Range r("projections");
+    Tensor qkv = linear(y, layer.qkv);
+    *q = empty({B, H, T, D}, qkv.dtype), *k = empty({B, H, T, D}, qkv.dtype), *v = empty({B, H, T, D}, qkv.dtype);
+    split_heads_run(qkv, *q, *k, *v, rope, false);
+    // Three outputs, one backward: v's step is recorded first, so it runs last, when all three gradients are there.
+    auto dq = std::make_shared<Tensor>(), dk = std::make_shared<Tensor>();
+    record(*v, {qkv}, [dq, dk, rope, g = qkv.gradient](const Tensor& dv) {
+        Tensor dqkv = empty(g->shape, g->dtype);
+        split_heads_run(dqkv, *dq, *dk, contiguous(dv), rope, true);
+        add_gradient(g, dqkv);
+    });
+    record(*k, {qkv}, [dk](const Tensor& d) { *dk = contiguous(d); });
+    record(*q, {qkv}, [dq](const Tensor& d) { *dq = contiguous(d); });
+}
+
+// Mode flash rotates q and k in place, side by side in qkv: attention reads them by strides.
+#ifdef __CUDACC__
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS) rope_kernel(T* qkv, const float* rope, HeadShape s, bool backward) {
+    const int C = s.H * s.D, bt = blockIdx.x;
+    for (int c = W * threadIdx.x; c < 2 * C; c += W * blockDim.x) {
+        T* x = qkv + bt * (int64_t)3 * C + c;
+        Pack<T, W> pack = load_pack<W>(x);
+        rotate_pack(pack, rope + bt % s.T * s.D + c % s.D, backward);
+        store_pack(x, pack);
+    }
+}
+#endif
+static void rotate(const Tensor& qkv, const Tensor& rope, int H, bool backward) {
+    HeadShape s{(int)qkv.dim(1), H, (int)rope.dim(1)};
+    int64_t n = qkv.size(), C = s.H * s.D, N = n / (3 * C);
+    if (qkv.device() == META || n == 0) { return; }
+#ifdef __CUDACC__
+    if (qkv.device() == CUDA) {
+        return with_packs<2>(qkv.dtype, s.D, {qkv.data, rope.data}, [&](auto zero, auto width) {
+            using T = decltype(zero);
+            rope_kernel<T, width>
+                <<<N, threads_for(2 * C / width), 0, stream()>>>(qkv.as<T>(), rope.as<float>(), s, backward);
+            LAUNCH_CHECK();
+        });
+    }
+#endif
+    with_type(qkv.dtype, [&](auto zero) {
+        using T = decltype(zero);
+#pragma omp parallel for if (n > 32768)
+        for (int64_t bt = 0; bt < N; bt++) {
+            for (int64_t c = 0; c < 2 * C; c += 2) {
+                rotate_pair(qkv.as<T>() + bt * 3 * C + c, rope.as<Wide<T>>() + bt % s.T * s.D + c % s.D, backward);
+            }
+        }
+    });
+}
+static Tensor rope_in_place(const Tensor& qkv, const Tensor& rope, int H) {
+    rotate(qkv, rope, H, false);
+    Tensor rotated = detached(qkv);
+    record(rotated, {qkv}, [rope, H, g = qkv.gradient](const Tensor& d) {
+        rotate(d, rope, H, true);  // in place again: attention's backward made d for us alone
+        add_gradient(g, d);
+    });
+    return rotated;
+}
+
+Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, int H) {
+    if (context.mode == FLASH) {
+        Tensor qkv;
+        {
+            Range r("projections");
+            qkv = rope_in_place(linear(y, layer.qkv), view(rope, 0, {y.dim(1), y.dim(2) / H}), H);
+        }
+        return flash_self_attention(qkv, H);
+    }
+    Tensor q, k, v;
+    split_heads(layer, y, rope, H, &q, &k, &v);
+    return reshape(transpose(attention(q, k, v, true), 1, 2), y.shape);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// SwiGLU: g = silu(a) * b with a = y w1^T, b = y w3^T, silu(a) = a s, s = 1/(1 + exp(-a)).
+//   da = dg b s (1 + a (1 - s)),  db = dg a s.
+// Fused: one product gives h = [a | b], [N,2F]; then 2 reads and 1 write.
+
+template <class A>
+HD inline A sigmoid_of(A a) {
+    return 1 / (1 + std::exp(-a));
+}
+template <class T>
+HD inline void swiglu_element(T* g, T a_in, T b_in) {
+    Wide<T> a = to_acc(a_in), b = to_acc(b_in);
+    from_acc(a * sigmoid_of(a) * b, g);
+}
+template <class T>
+HD inline void swiglu_backward_element(T* da, T* db, T dg_in, T a_in, T b_in) {
+    Wide<T> a = to_acc(a_in), b = to_acc(b_in), s = sigmoid_of(a), dg = to_acc(dg_in);
+    from_acc(dg * b * s * (1 + a * (1 - s)), da);
+    from_acc(dg * a * s, db);
+}
+#ifdef __CUDACC__
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS) swiglu_kernel(T* g, const T* h, int F) {
+    const int64_t row = blockIdx.x * (int64_t)F;
+    for (int f = W * threadIdx.x; f < F; f += W * blockDim.x) {
+        Pack<T, W> a = load_pack<W>(h + 2 * row + f), b = load_pack<W>(h + 2 * row + F + f), out;
+        for (int i = 0; i < W; i++) { swiglu_element(&out.x[i], a.x[i], b.x[i]); }
+        store_pack(g + row + f, out);
+    }
+}
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS) swiglu_backward_kernel(T* dh, const T* dg, const T* h, int F) {
+    const int64_t row = blockIdx.x * (int64_t)F;
+    for (int f = W * threadIdx.x; f < F; f += W * blockDim.x) {
+        const int64_t at = 2 * row + f;
+        Pack<T, W> a = load_pack<W>(h + at), b = load_pack<W>(h + at + F), d = load_pack<W>(dg + row + f), da, db;
+        for (int i = 0; i < W; i++) { swiglu_backward_element(&da.x[i], &db.x[i], d.x[i], a.x[i], b.x[i]); }
+        store_pack(dh + at, da);
+        store_pack(dh + at + F, db);
+    }
+}
+#endif
+static void swiglu_run(const Tensor& g, const Tensor& h) {
+    int64_t n = g.size(), F = g.dim(-1);
+    if (g.device() == META || n == 0) { return; }
+#ifdef __CUDACC__
+    if (g.device() == CUDA) {
+        return with_packs(g.dtype, F, {g.data, h.data}, [&](auto zero, auto width) {
+            using T = decltype(zero);
+            swiglu_kernel<T, width><<<n / F, threads_for(F / width), 0, stream()>>>(g.as<T>(), h.as<T>(), (int)F);
+            LAUNCH_CHECK();
+        });
+    }
+#endif
+    with_type(g.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        const T* a = h.as<T>();
+#pragma omp parallel for if (n > 16384)
+        for (int64_t i = 0; i < n; i++) {
+            int64_t at = i / F * 2 * F + i % F;
+            swiglu_element(g.as<T>() + i, a[at], a[at + F]);
+        }
+    });
+}
+static void swiglu_backward_run(const Tensor& dh, const Tensor& dg, const Tensor& h) {
+    int64_t n = dg.size(), F = dg.dim(-1);
+    if (dg.device() == META || n == 0) { return; }
+#ifdef __CUDACC__
+    if (dg.device() == CUDA) {
+        return with_packs(dg.dtype, F, {dh.data, dg.data, h.data}, [&](auto zero, auto width) {
+            using T = decltype(zero);
+            swiglu_backward_kernel<T, width>
+                <<<n / F, threads_for(F / width), 0, stream()>>>(dh.as<T>(), dg.as<T>(), h.as<T>(), (int)F);
+            LAUNCH_CHECK();
+        });
+    }
+#endif
+    with_type(dg.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        const T* a = h.as<T>();
+        T* da = dh.as<T>();
+#pragma omp parallel for if (n > 16384)
+        for (int64_t i = 0; i < n; i++) {
+            int64_t at = i / F * 2 * F + i % F;
+            swiglu_backward_element(&da[at], &da[at + F], dg.as<T>()[i], a[at], a[at + F]);
+        }
+    });
+}
+Tensor swiglu(const Layer& layer, const Tensor& y) {
+    if (context.mode == EAGER) {
+        Tensor a = linear(y, layer.w1), b = linear(y, layer.w3);
+        Range r("swiglu");
+        return mul(mul(a, sigmoid(a)), b);
+    }
+    Tensor h = linear(y, layer.w13);
+    Range r("swiglu");
+    Shape shape = y.shape;
+    shape.back() = layer.w1.dim(0);
+    auto compute = [shape, h = detached(h)] {
+        Tensor g = empty(shape, h.dtype);
+        swiglu_run(g, h);
+        return g;
+    };
+    Tensor g = compute();
+    record(g, {h}, [h](const Tensor& dg) {
+        Tensor dh = empty(h.shape, h.dtype);
+        swiglu_backward_run(dh, contiguous(dg), h);
+        add_gradient(h.gradient, dh);
+    });
+    if (context.recompute && g.gradient) {
+        g.gradient->recompute = [compute] {
+            Range range("swiglu");
+            return compute();
+        };
+    }
+    return g;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Cross-entropy of logits l [N,V] with targets t [N]:  loss = mean_n( lse_n - l[n,t_n] ), lse_n = log sum_v exp(l[n,v])
+//   dl[n,v] = (exp(l[n,v] - lse_n) - [v = t_n]) dloss / N.   In fp32 whatever the logits are.
+// Fused: the logits are read once forward and once backward, and their gradient takes their place in memory.
+
+static Tensor cross_entropy_eager(const Tensor& logits, const Tensor& targets) {
+    Tensor l = cast(logits, logits.dtype == F64 ? F64 : F32);
+    Tensor shifted = sub(l, max_last(l));
+    return mean_all(sub(log(sum_last(exp(shifted))), pick_last(shifted, targets)));
+}
+template <class T>
+static void cross_entropy_cpu(Wide<T>* loss, Wide<T>* lse, const T* logits, const int* targets, int64_t N, int64_t V) {
+#pragma omp parallel for if (N > 64)
+    for (int64_t n = 0; n < N; n++) {
+        const T* l = logits + n * V;
+        Wide<T> m = -INFINITY;
+        double sum = 0;
+        for (int64_t v = 0; v < V; v++) { m = std::max(m, to_acc(l[v])); }
+        for (int64_t v = 0; v < V; v++) { sum += std::exp(to_acc(l[v]) - m); }
+        lse[n] = (Wide<T>)(m + std::log(sum));
+        loss[n] = lse[n] - to_acc(l[targets[n]]);
+    }
+}
+template <class T>
+static void cross_entropy_backward_cpu(T* dl, const T* l, const Wide<T>* lse, const int* targets, Wide<T> dloss,
+                                       int64_t N, int64_t V) {
+#pragma omp parallel for if (N > 64)
+    for (int64_t n = 0; n < N; n++) {
+        for (int64_t v = 0; v < V; v++) {
+            Wide<T> p = std::exp(to_acc(l[n * V + v]) - lse[n]);
+            from_acc((p - (v == targets[n])) * dloss / N, &dl[n * V + v]);
+        }
+    }
+}
+#ifdef __CUDACC__
+// Maximum and sum in one pass, the sum rescaled when the maximum grows. The maximum starts from a finite number: logits
+// of -inf then add exp(-inf) = 0, where -inf - -inf would be NaN.
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS)
+    cross_entropy_kernel(float* loss, float* lse, const T* logits, const int* targets, int V) {
+    const T* l = logits + blockIdx.x * (int64_t)V;
+    float m = -FLT_MAX, sum = 0;
+    for (int v = W * threadIdx.x; v < V; v += W * blockDim.x) {
+        Pack<T, W> pack = load_pack<W>(l + v);
+        float larger = m;
+        for (const T& x : pack.x) { larger = fmaxf(larger, to_acc(x)); }
+        sum *= expf(m - larger);
+        for (const T& x : pack.x) { sum += expf(to_acc(x) - larger); }
+        m = larger;
+    }
+    float row_m = block_max(m), row_sum = block_sum(sum * expf(m - row_m));
+    if (threadIdx.x == 0) {
+        lse[blockIdx.x] = row_m + logf(row_sum);
+        loss[blockIdx.x] = lse[blockIdx.x] - to_acc(l[targets[blockIdx.x]]);
+    }
+}
+template <class T, int W>
+__global__ void __launch_bounds__(PACK_THREADS)
+    cross_entropy_backward_kernel(T* dl, const T* l, const float* lse_in, const int* targets, const float* dloss,
+                                  int64_t N, int V) {
+    const int64_t row = blockIdx.x * (int64_t)V;
+    const float k = *dloss / N, lse = lse_in[blockIdx.x];
+    const int target = targets[blockIdx.x];
+    for (int v = W * threadIdx.x; v < V; v += W * blockDim.x) {
+        Pack<T, W> pack = load_pack<W>(l + row + v);
+        for (int i = 0; i < W; i++) { from_acc((expf(to_acc(pack.x[i]) - lse) - (v + i == target)) * k, &pack.x[i]); }
+        store_pack(dl + row + v, pack);
+    }
+}
+#endif
+static void cross_entropy_run(const Tensor& loss, const Tensor& lse, const Tensor& l, const Tensor& targets) {
+    int64_t N = l.dim(0), V = l.dim(1);
+    if (l.device() == META) { return; }
+#ifdef __CUDACC__
+    if (l.device() == CUDA) {
+        return with_packs(l.dtype, V, {l.data}, [&](auto zero, auto width) {
+            using T = decltype(zero);
+            cross_entropy_kernel<T, width><<<N, threads_for(V / width), 0, stream()>>>(
+                loss.as<float>(), lse.as<float>(), l.as<T>(), targets.as<int>(), (int)V);
+            LAUNCH_CHECK();
+        });
+    }
+#endif
+    with_type(l.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        cross_entropy_cpu(loss.as<Wide<T>>(), lse.as<Wide<T>>(), l.as<T>(), targets.as<int>(), N, V);
+    });
+}
+static void cross_entropy_backward_run(const Tensor& dl, const Tensor& l, const Tensor& lse, const Tensor& targets,
+                                       const Tensor& dloss) {
+    int64_t N = l.dim(0), V = l.dim(1);
+    if (l.device() == META) { return; }
+#ifdef __CUDACC__
+    if (l.device() == CUDA) {
+        return with_packs(l.dtype, V, {dl.data, l.data}, [&](auto zero, auto width) {
+            using T = decltype(zero);
+            cross_entropy_backward_kernel<T, width><<<N, threads_for(V / width), 0, stream()>>>(
+                dl.as<T>(), l.as<T>(), lse.as<float>(), targets.as<int>(), dloss.as<float>(), N, (int)V);
+            LAUNCH_CHECK();
+        });
+    }
+#endif
+    with_type(l.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        cross_entropy_backward_cpu(dl.as<T>(), l.as<T>(), lse.as<Wide<T>>(), targets.as<int>(), *dloss.as<Wide<T>>(), N,
+                                   V);
+    });
+}
+Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
+    Range range("loss");
+    int64_t V = logits.dim(-1), N = logits.size() / V;
+    Tensor l = reshape(logits, {N, V});
+    if (context.mode == EAGER) { return cross_entropy_eager(l, targets); }
+    DType wide = l.dtype == F64 ? F64 : F32;
+    Tensor rows = empty({N}, wide), lse = empty({N}, wide);
+    cross_entropy_run(rows, lse, l, targets);
+    Tensor loss = detached(mean_all(detached(rows)));
+    record(loss, {l}, [l, lse, targets](const Tensor& dloss) {
+        bool ours_alone = l.memory.use_count() == 1;  // nobody else can still want to see the logits
+        Tensor dl = ours_alone ? detached(l) : empty(l.shape, l.dtype);
+        cross_entropy_backward_run(dl, l, lse, targets, dloss);
+        add_gradient(l.gradient, dl);
+    });
+    return loss;
+}
