@@ -561,8 +561,8 @@ static void print_blocks(const Plan& p, const std::string& caption) {
 
 // Prints (b), (f) and, with_details, the other tables. how: what was measured, for the captions.
 static void profile_all(const Plan& p, const std::string& how, bool with_details) {
-    std::string caption = strprintf("mode %s, batch %d, vocabulary %d; %s; %s", caption_of(context.mode).c_str(),
-                                    p.o.batch_size, p.configs[0].vocab_size, how.c_str(), p.origin().c_str());
+    std::string caption = strprintf("mode %s, batch %d, vocabulary %s; %s; %s", caption_of(context.mode).c_str(),
+                                    p.o.batch_size, vocabulary_of(p.configs).c_str(), how.c_str(), p.origin().c_str());
     std::vector<Profile> profiles;
     for (const ModelConfig& c : p.configs) {
         for (Precision precision : p.precisions) {
