@@ -136,6 +136,7 @@ struct Options {
     double rope_theta = 0, lr = 0, min_lr = 0, weight_decay = 0, max_grad_norm = 0, val_fraction = 0, temperature = 0;
     std::string strategy;
     int grad_accumulation = 0;
+    double warmup_time = 0, rep_time = 0;  // seconds
     int warmup_steps = 0, sample = 0, stop_at = 0, log_every = 0;
     std::string reduce_dtype, backend;
     int nproc = 0;
@@ -224,6 +225,7 @@ int cmd_optimizer_state_sharding(const Options& o);
 int cmd_optimizer_state_sharding_accounting(const Options& o);
 int cmd_fsdp(const Options& o);  // bench_fsdp.cu
 int cmd_fsdp_accounting(const Options& o);
+int cmd_leaderboard(const Options& o);                // leaderboard.cu
 int cmd_communication_accounting(const Options& o);   // accounting.cu
 int cmd_alternate_ring_all_reduce(const Options& o);  // calcs.cu
 int cmd_data_parallel_calcs(const Options& o);

@@ -12,6 +12,7 @@
 //   plan.cu         what an experiment runs, how large, and whether it fits
 //   bench_step.cu   sections 1.1.3, 1.1.5 and 1.3: how long a step takes, in each mode and precision; `info`
 //   bench_checkpoint.cu  the 2026 handout's gradient checkpointing: which strategy, which size of block
+//   leaderboard.cu  the 2026 handout's leaderboard: a step of an 8.1B model
 //   bench_attention.cu  the experiments with attention
 //   train.cu        `train` on a text, `model` on your weights
 //   plot.cu         charts as SVG

@@ -437,7 +437,9 @@ Batch random_batch(int B, int T, int V, uint64_t seed) {
 Tensor forward_to_loss(Model& model, const Batch& batch) {
     if (context.head_chunk == 0) { return cross_entropy(forward(model, batch.tokens), batch.targets); }
     Range range("forward");
-    return chunked_loss(forward_to_head(model, batch.tokens), model.lm_head, batch.targets, context.head_chunk);
+    Tensor y = forward_to_head(model, batch.tokens);
+    begin_unit(model, model.config.num_layers + 1);
+    return chunked_loss(y, model.lm_head, batch.targets, context.head_chunk);
 }
 void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale) {
     Range range("backward");

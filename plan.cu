@@ -69,6 +69,7 @@ void Plan::shrink(const char* name, T Options::*field, const T& to, const std::s
     note_smaller(words.empty() ? std::string(name) + " " + text_of(to) + " instead of " + text_of(o.*field) : words);
     o.*field = to;
 }
+template void Plan::shrink(const char*, double Options::*, const double&, const std::string&);
 template void Plan::shrink(const char*, int Options::*, const int&, const std::string&);
 template void Plan::shrink(const char*, std::vector<int> Options::*, const std::vector<int>&, const std::string&);
 template void Plan::shrink(const char*, std::vector<double> Options::*, const std::vector<double>&, const std::string&);
