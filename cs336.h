@@ -127,6 +127,7 @@ struct Context {
     Device planned_for = CPU;  // while device is META: where the run would be
     Mode mode = FUSED;
     Precision precision = FP32;
+    bool widening = false;       // a plan for a run here, on the CPU: count the fp32 copies of its products' operands
     bool recording = true;       // write the tape; off inside NoGrad
     bool deterministic = false;  // the same bits in every run, where that costs something: flash attention's backward
     bool recompute = false;      // backward computes the norms' outputs and SwiGLU's again, so that nobody keeps them
@@ -582,7 +583,7 @@ struct ProductImpl {  // on the GPU
     bool (*run)(const Product& p);  // false: the product is not for it, but for a lower rung
 };
 DType matmul_dtype(Precision precision = context.precision);  // what autocast casts operands to (F64 stays F64)
-DType weight_dtype();  // of a model's weights and all that is laid out like them, in context.precision
+DType weight_dtype(Precision precision = context.precision);  // of a model's weights and all that is laid out like them
 Tensor autocast_operand(const Tensor& t);  // cast to matmul_dtype(); a parameter's copy is cached while recording
 void drop_weight_copies(const std::vector<Tensor>& parameters);  // where autocast ends, or the weights change
 void one_blas_thread();                                          // before products inside an OpenMP loop of ours
