@@ -275,6 +275,7 @@ Answers answers_of(const std::string& command, const Tables& tables) {
         {"flash_backward", answer_flash_backward},
         {"flash_benchmarking", answer_flash_benchmarking},
         {"flash_leaderboard", answer_flash_leaderboard},
+        {"leaderboard", answer_leaderboard},
     };
     auto at = functions.find(command);
     return at == functions.end() ? Answers() : at->second(tables);

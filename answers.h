@@ -75,3 +75,4 @@ Answers answer_flash_forward(const Tables& tables);
 Answers answer_flash_backward(const Tables& tables);
 Answers answer_flash_benchmarking(const Tables& tables);
 Answers answer_flash_leaderboard(const Tables& tables);
+Answers answer_leaderboard(const Tables& tables);  // answers_leaderboard.cu

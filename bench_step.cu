@@ -134,8 +134,8 @@ static Plan plan_of(const Options& o) {
     return p;
 }
 static std::string caption_of(const Plan& p, const std::string& what, const std::string& setting) {
-    return strprintf("%s; %s; batch %d, context length: %d, vocabulary %d, %s warmup, %d step; %s", what.c_str(),
-                     setting.c_str(), p.o.batch_size, p.o.context_length, p.o.vocab_size,
+    return strprintf("%s; %s; batch %d, context length: %d, vocabulary %s, %s warmup, %d step; %s", what.c_str(),
+                     setting.c_str(), p.o.batch_size, p.o.context_length, vocabulary_of(p.configs).c_str(),
                      p.o.warmup.size() == 1 ? std::to_string(p.o.warmup[0]).c_str() : "several", p.o.steps,
                      p.origin().c_str());
 }
@@ -259,6 +259,7 @@ static std::vector<std::string> measure_in_fresh_process(const Options& o, const
     option("precision", name_of(context.precision)), option("mode", name_of(context.mode));
     if (context.recompute) { arguments.push_back("--recompute"); }
     option("checkpoint", name_of_checkpoint(context.checkpoint));
+    option("head_chunk", std::to_string(context.head_chunk));
     Table table = read_csv(run_ourselves(arguments));
     if (table.columns != milliseconds_columns || table.rows.size() != 1) {
         fail("the measuring process printed '%s'", format_table(table, "csv").c_str());
@@ -454,6 +455,7 @@ static Table roofline_table(const Plan& p, const std::vector<Measurement>& measu
 }
 
 int cmd_benchmarking_script(const Options& o) {
+    if (o.roofline && o.head_chunk > 0) { usage_error("--head_chunk: got %d, takes no --roofline", o.head_chunk); }
     bool seconds = o.table == "seconds", sweep = o.warmup.size() > 1;
     if (seconds && sweep) { usage_error("--table seconds takes one --warmup value, got %zu", o.warmup.size()); }
     if (sweep && !o.plot.empty()) { usage_error("--plot takes one --warmup value, got %zu", o.warmup.size()); }

@@ -130,12 +130,13 @@ struct Options {
     uint64_t seed = 0;
     bool quick = false;
     std::vector<std::string> range;
-    int top = 0, checkpoint = 0;
+    int top = 0, checkpoint = 0, head_chunk = 0;
     std::string trace, out, plot, weights, batch, data, save, load, inputs, impl;
     bool causal = false, not_causal = false, deterministic = false, roofline = false, recompute = false;
     double rope_theta = 0, lr = 0, min_lr = 0, weight_decay = 0, max_grad_norm = 0, val_fraction = 0, temperature = 0;
     std::string strategy;
     int grad_accumulation = 0;
+    double warmup_time = 0, rep_time = 0;  // seconds
     int warmup_steps = 0, sample = 0, stop_at = 0, log_every = 0;
     std::string reduce_dtype, backend;
     int nproc = 0;
@@ -157,7 +158,8 @@ struct Options {
 // plan.cu: what an experiment runs, how large, and whether that fits into memory
 
 std::vector<ModelConfig> configs_of(const Options& o);  // what --d_model, --d_ff, ... name, else --size; checked
-std::string size_option(const ModelConfig& c);          // what --size calls it in its edition: "xl" of "xl (2026)"
+std::string vocabulary_of(const std::vector<ModelConfig>& configs);  // theirs, for a caption
+std::string size_option(const ModelConfig& c);  // what --size calls it in its edition: "xl" of "xl (2026)"
 // The mode `name`, checked. The default, flash, becomes fused where this head size and precision have none.
 Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, Precision precision);
 
@@ -223,6 +225,7 @@ int cmd_optimizer_state_sharding(const Options& o);
 int cmd_optimizer_state_sharding_accounting(const Options& o);
 int cmd_fsdp(const Options& o);  // bench_fsdp.cu
 int cmd_fsdp_accounting(const Options& o);
+int cmd_leaderboard(const Options& o);                // leaderboard.cu
 int cmd_communication_accounting(const Options& o);   // accounting.cu
 int cmd_alternate_ring_all_reduce(const Options& o);  // calcs.cu
 int cmd_data_parallel_calcs(const Options& o);

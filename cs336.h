@@ -12,6 +12,7 @@
 //   plan.cu         what an experiment runs, how large, and whether it fits
 //   bench_step.cu   sections 1.1.3, 1.1.5 and 1.3: how long a step takes, in each mode and precision; `info`
 //   bench_checkpoint.cu  the 2026 handout's gradient checkpointing: which strategy, which size of block
+//   leaderboard.cu  the 2026 handout's leaderboard: a step of an 8.1B model
 //   bench_attention.cu  the experiments with attention
 //   train.cu        `train` on a text, `model` on your weights
 //   plot.cu         charts as SVG
@@ -126,10 +127,12 @@ struct Context {
     Device planned_for = CPU;  // while device is META: where the run would be
     Mode mode = FUSED;
     Precision precision = FP32;
+    bool widening = false;       // a plan for a run here, on the CPU: count the fp32 copies of its products' operands
     bool recording = true;       // write the tape; off inside NoGrad
     bool deterministic = false;  // the same bits in every run, where that costs something: flash attention's backward
     bool recompute = false;      // backward computes the norms' outputs and SwiGLU's again, so that nobody keeps them
     int checkpoint = 0;          // blocks per gradient checkpoint; 0: none; below 0: an entry of Checkpointing
+    int head_chunk = 0;          // rows of the logits that the loss makes at a time; 0: all
     bool each_launch = false;    // somebody looks at each launch, so none may hide in a CUDA graph
 };
 extern Context context;
@@ -514,6 +517,7 @@ Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor&
 Tensor before_backward(const Tensor& y,
                        const std::function<void()>& hook);  // y; backward calls hook when it comes to y
 void scale_in_place(const Tensor& t, float s);
+void scale_in_place(const Tensor& t, const Tensor& s);                    // s: []
 void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate);  // to = from, or to += from; casts
 Tensor detached(const Tensor& t);                                         // same data, no gradient
 Tensor require_gradient(const Tensor& t);  // same data, a leaf of its own (tests, toy models)
@@ -579,7 +583,7 @@ struct ProductImpl {  // on the GPU
     bool (*run)(const Product& p);  // false: the product is not for it, but for a lower rung
 };
 DType matmul_dtype(Precision precision = context.precision);  // what autocast casts operands to (F64 stays F64)
-DType weight_dtype();  // of a model's weights and all that is laid out like them, in context.precision
+DType weight_dtype(Precision precision = context.precision);  // of a model's weights and all that is laid out like them
 Tensor autocast_operand(const Tensor& t);  // cast to matmul_dtype(); a parameter's copy is cached while recording
 void drop_weight_copies(const std::vector<Tensor>& parameters);  // where autocast ends, or the weights change
 void one_blas_thread();                                          // before products inside an OpenMP loop of ours
@@ -697,11 +701,12 @@ Tensor flash_self_attention(const Tensor& qkv, int H);
 // [3C,C], w13 [2F,C].
 
 struct ModelConfig {
-    std::string name;  // "small" ... "xl (2026)", "10B", or "custom"
+    std::string name;  // "small" ... "xl (2026)", "10B", "8B", or "custom"
     int d_model, d_ff, num_layers, num_heads, vocab_size;
     float rope_theta = 10000, eps = 1e-5f;
 };
-extern const std::vector<ModelConfig> model_sizes;  // the handouts' table 1, vocabulary 10,000
+// The handouts' table 1, vocabulary 10,000; and 8B, the 2026 leaderboard's.
+extern const std::vector<ModelConfig> model_sizes;
 // Elements of the weights in matrix products: all but the embedding, which is a look-up, and the norms.
 int64_t matmul_weights(const ModelConfig& c);
 int64_t forward_flops(const ModelConfig& c, int64_t B, int64_t T);  // of the matrix products, attention counted in full
@@ -778,6 +783,8 @@ Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype);  // [T,D]: co
 void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope, int H, Tensor* q, Tensor* k, Tensor* v);
 Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, int H);  // [B,T,C], before output_proj
 Tensor swiglu(const Layer& layer, const Tensor& y);  // silu(y w1^T) * (y w3^T): [B,T,C] -> [B,T,F]
+// cross_entropy(linear(y, head), targets), `chunk` rows of the logits at a time.
+Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, int64_t chunk);
 
 struct AdamW {
     float lr = 1e-3f, beta1 = 0.9f, beta2 = 0.999f, eps = 1e-8f, weight_decay = 0.01f;
@@ -870,7 +877,8 @@ size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // byte
 float loss_scale_of(const LossScaler& scaler);                           // 1 unless the precision is fp16
 Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
 void check_mode(const ModelConfig& c, Mode mode, Precision precision);  // usage_error if context.device cannot run it
-std::string caption_of(Mode mode);  // "flash"; with --recompute and --checkpoint "flash, recompute, checkpoint 4"
+// "flash"; with --recompute, --checkpoint and --head_chunk "flash, recompute, checkpoint 4, head chunk 2048"
+std::string caption_of(Mode mode);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // store.cu: keys and values that rank 0 serves over TCP. Deadlines are in ms, as now_ms() counts; INFINITY: none.

@@ -73,9 +73,9 @@ struct StepGraphs {
     }
 };
 static std::string kind_of_step(const Model& model, const char* what, const Tensor& tokens, float loss_scale) {
-    return strprintf("%s %s %d %d %d %d %g %d %p", what, to_string(tokens.shape).c_str(), context.precision,
-                     context.deterministic, context.recompute, context.checkpoint, loss_scale, model.form != nullptr,
-                     (void*)model.rope.data);
+    return strprintf("%s %s %d %d %d %d %d %g %d %p", what, to_string(tokens.shape).c_str(), context.precision,
+                     context.deterministic, context.recompute, context.checkpoint, context.head_chunk, loss_scale,
+                     model.form != nullptr, (void*)model.rope.data);
 }
 static cudaGraphExec_t capture(const std::shared_ptr<StepPlaces>& places, const std::function<void()>& work) {
     cudaGraph_t graph = nullptr;

@@ -582,11 +582,12 @@ static void cross_entropy_cpu(Wide<T>* loss, Wide<T>* lse, const T* logits, cons
         loss[n] = lse[n] - to_acc(l[targets[n]]);
     }
 }
+// Of `rows` rows; N: over how many the loss is the mean.
 template <class T>
 static void cross_entropy_backward_cpu(T* dl, const T* l, const Wide<T>* lse, const int* targets, Wide<T> dloss,
-                                       int64_t N, int64_t V) {
-#pragma omp parallel for if (N > 64)
-    for (int64_t n = 0; n < N; n++) {
+                                       int64_t rows, int64_t N, int64_t V) {
+#pragma omp parallel for if (rows > 64)
+    for (int64_t n = 0; n < rows; n++) {
         for (int64_t v = 0; v < V; v++) {
             Wide<T> p = std::exp(to_acc(l[n * V + v]) - lse[n]);
             from_acc((p - (v == targets[n])) * dloss / N, &dl[n * V + v]);
@@ -648,14 +649,14 @@ static void cross_entropy_run(const Tensor& loss, const Tensor& lse, const Tenso
     });
 }
 static void cross_entropy_backward_run(const Tensor& dl, const Tensor& l, const Tensor& lse, const Tensor& targets,
-                                       const Tensor& dloss) {
-    int64_t N = l.dim(0), V = l.dim(1);
+                                       const Tensor& dloss, int64_t N) {
+    int64_t rows = l.dim(0), V = l.dim(1);
     if (l.device() == META) { return; }
 #ifdef __CUDACC__
     if (l.device() == CUDA) {
         return with_packs(l.dtype, V, {dl.data, l.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            cross_entropy_backward_kernel<T, width><<<N, threads_for(V / width), 0, stream()>>>(
+            cross_entropy_backward_kernel<T, width><<<rows, threads_for(V / width), 0, stream()>>>(
                 dl.as<T>(), l.as<T>(), lse.as<float>(), targets.as<int>(), dloss.as<float>(), N, (int)V);
             LAUNCH_CHECK();
         });
@@ -663,8 +664,8 @@ static void cross_entropy_backward_run(const Tensor& dl, const Tensor& l, const 
 #endif
     with_type(l.dtype, [&](auto zero) {
         using T = decltype(zero);
-        cross_entropy_backward_cpu(dl.as<T>(), l.as<T>(), lse.as<Wide<T>>(), targets.as<int>(), *dloss.as<Wide<T>>(), N,
-                                   V);
+        cross_entropy_backward_cpu(dl.as<T>(), l.as<T>(), lse.as<Wide<T>>(), targets.as<int>(), *dloss.as<Wide<T>>(),
+                                   rows, N, V);
     });
 }
 Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
@@ -679,8 +680,44 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
     record(loss, {l}, [l, lse, targets](const Tensor& dloss) {
         bool ours_alone = l.memory.use_count() == 1;  // nobody else can still want to see the logits
         Tensor dl = ours_alone ? detached(l) : empty(l.shape, l.dtype);
-        cross_entropy_backward_run(dl, l, lse, targets, dloss);
+        cross_entropy_backward_run(dl, l, lse, targets, dloss, l.dim(0));
         add_gradient(l.gradient, dl);
+    });
+    return loss;
+}
+
+// The same from y [N,C], by the head W [V,C], whose logits y W^T are most of a step's memory where V is large: they are
+// made a chunk of rows at a time. Forward computes the gradients of a chunk at once,
+//   dy = dl W,  dW += dl^T y      with dl for dloss = 1,
+// and backward scales them. dW adds up in fp32, so a 16-bit gradient is rounded once. fp16 would need the loss scale
+// before: dl is about 1/N, less than it can hold.
+Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, int64_t chunk) {
+    Range range("head and loss");
+    int64_t V = head.dim(0), C = head.dim(1), N = y.size() / C;
+    Tensor x = reshape(autocast_operand(y), {N, C}), w = autocast_operand(head);
+    DType wide = x.dtype == F64 ? F64 : F32;
+    Tensor rows = empty({N}, wide), dx, dW;
+    if (context.recording) { dx = empty(x.shape, x.dtype), dW = empty(w.shape, wide, WORKSPACE); }
+    {
+        NoGrad no_grad;
+        Tensor logits = empty({std::min(chunk, N), V}, x.dtype), one = add_scalar(zeros({}, wide), 1);
+        for (int64_t first = 0; first < N; first += chunk) {
+            int64_t n = std::min(chunk, N - first);
+            Tensor l = view(logits, 0, {n, V}), part = view(x, first * C, {n, C}), t = view(targets, first, {n}),
+                   lse = empty({n}, wide);
+            gemm(l, part, false, w, true);
+            cross_entropy_run(view(rows, first, {n}), lse, l, t);
+            if (!dx) { continue; }
+            cross_entropy_backward_run(l, l, lse, t, one, N);
+            gemm(view(dx, first * C, {n, C}), l, false, w, false);
+            gemm(dW, l, true, part, false, 1, first > 0);
+        }
+    }
+    Tensor loss = detached(mean_all(detached(rows)));
+    record(loss, {x, w}, [dx, dW, gx = x.gradient, gw = w.gradient](const Tensor& dloss) {
+        scale_in_place(dx, dloss), scale_in_place(dW, dloss);
+        add_gradient(gx, dx);
+        add_gradient(gw, dW);
     });
     return loss;
 }

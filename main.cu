@@ -57,7 +57,7 @@ static const std::string CALCS = "batch_tokens=65536 d_model=4096 d_ff=11008 tfl
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3|2.1.3", 4, 1, "time forward, backward and the whole step of the Transformer",
      "bench_step.cu", cmd_benchmarking_script,
-     TIMED + "warmups precisions=fp32 modes=eager,flash recompute checkpoint table roofline plot"},
+     TIMED + "warmups precisions=fp32 modes=eager,flash recompute checkpoint head_chunk table roofline plot"},
     {"nsys_profile", "1.1.4|2.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
      "edition device sizes=|small,xl d_model d_ff num_layers num_heads vocab_size "
      "context_lengths=128,256,512,1024|256,512,1024 batch_size warmup=2 steps=5 precisions=fp32 modes=eager "
@@ -69,6 +69,7 @@ static const Command COMMANDS[] = {
     {"memory_profiling", "1.1.6|2.1.6", 4, 1, "where a step's memory goes", "memory.cu", cmd_memory_profiling,
      "edition device sizes=2.7B|xl d_model d_ff num_layers num_heads vocab_size "
      "context_lengths=128,256,512|128,2048 batch_size seed precisions=fp32,bf16 mode=eager recompute checkpoint "
+     "head_chunk "
      "out_folder format quick"},
     {"gradient_checkpointing", "|3.2.1", 4, 1, "what backward runs again instead of keeping it", "bench_checkpoint.cu",
      cmd_gradient_checkpointing,
@@ -128,6 +129,11 @@ static const Command COMMANDS[] = {
      CALCS + "devices"},
     {"fsdp_tp_calcs", "|8.5", 6, 0, "how many devices both together can use", "calcs.cu", cmd_fsdp_tp_calcs,
      CALCS + "fsdp=4 tp=2"},
+    {"leaderboard", "|9", 10, 1, "a training step of an 8.1B model, all in bf16, as fast as it goes", "leaderboard.cu",
+     cmd_leaderboard,
+     "edition=2026 device size=8B d_model d_ff num_layers num_heads vocab_size context_length=32768 batch_size=2 "
+     "leaderboard_warmup leaderboard_steps warmup_time rep_time precision=pure_bf16 mode=flash head_chunk=2048 "
+     "checkpoint=1 recompute tflops=989 nproc=1 seed format quick"},
     {"list", "", 0, 0, "every problem: sections, points, command, notes page, whether it runs here", "main.cu",
      cmd_list, "format quick"},
     {"info", "", 0, 0, "the device, its libraries, its measured rates", "bench_step.cu", cmd_info,
@@ -135,7 +141,7 @@ static const Command COMMANDS[] = {
     {"train", "", 0, 0, "train on the bytes of a text, then continue it", "train.cu", cmd_train,
      "data! val_fraction d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 "
      "stop_at log_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash recompute "
-     "checkpoint seed "
+     "checkpoint head_chunk seed "
      "strategy grad_accumulation nproc=1 backend timeout device save load sample temperature trace format quick"},
     {"model", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", "train.cu", cmd_model,
      "weights! batch! num_heads! model_out! rope_theta update_steps=0 lr precision=fp32 mode=flash device"},
@@ -328,7 +334,7 @@ static void read_default(Options& o, const Option& option, const std::string& te
 }
 
 static std::vector<Option> options_of_runs() {
-    const std::vector<std::string> sizes = {"small", "medium", "large", "xl", "2.7B", "10B"};
+    const std::vector<std::string> sizes = {"small", "medium", "large", "xl", "2.7B", "10B", "8B"};
     const std::vector<std::string> autocast = {"fp32", "tf32", "bf16", "fp16"};
     const std::vector<std::string> precisions = {"fp32", "tf32", "bf16", "fp16", "pure_bf16"};
     const char* precision_help = "bf16, fp16: with autocast's rules; pure_bf16: weights, gradients and moments, too";
@@ -350,13 +356,20 @@ static std::vector<Option> options_of_runs() {
         {"num_heads", "num_heads", whole(&Options::num_heads, 1),
          "number of attention heads; divides d_model where there is one"},
         {"head_size", "head_size", head_size(), "D"},
-        {"vocab_size", "vocab_size", whole(&Options::vocab_size, 1), "number of different tokens", "10000"},
+        {"vocab_size", "vocab_size", whole(&Options::vocab_size, 1),
+         "number of different tokens; 8B has 151936 unless this is typed", "10000"},
         {"context_length", "context_length", whole(&Options::context_length, 1), "tokens in a sequence"},
         {"context_lengths", "context_length", wholes(&Options::context_lengths, 1), "tokens in a sequence"},
         {"batch_size", "batch_size", whole(&Options::batch_size, 1), "sequences in a batch", "4"},
         {"warmups", "warmup", wholes(&Options::warmup, 0), "untimed steps first; each in its own run", "5"},
         {"warmup", "warmup", one_whole(&Options::warmup, 0), "untimed steps first", "5"},
         {"steps", "steps", whole(&Options::steps, 1), "steps that are timed, or trained", "10"},
+        {"leaderboard_warmup", "warmup", one_whole(&Options::warmup, 0),
+         "untimed steps first, in place of --warmup_time"},
+        {"leaderboard_steps", "steps", whole(&Options::steps, 1), "steps that are timed, in place of --rep_time"},
+        {"warmup_time", "warmup_time", number(&Options::warmup_time, true, 3600), "seconds of untimed steps first",
+         "10"},
+        {"rep_time", "rep_time", number(&Options::rep_time, false, 3600), "seconds of timed steps", "30"},
         {"update_steps", "steps", whole(&Options::steps, 0), "AdamW steps on the batch"},
         {"precisions", "precision", names(&Options::precision, precisions), precision_help},
         {"precision", "precision", one_name(&Options::precision, precisions), precision_help},
@@ -401,6 +414,10 @@ static std::vector<Option> options_of_runs() {
         {"checkpoint", "checkpoint", checkpointing(),
          "blocks that are run again in backward instead of keeping what they compute; ffn: each block's feed-forward; "
          "half: a block in two halves; halves, nested: all blocks, nested so",
+         "0"},
+        {"head_chunk", "head_chunk", whole(&Options::head_chunk, 0),
+         "rows of the logits that head and loss make at a time, their gradients at once (fused, flash; not fp16); 0: "
+         "all",
          "0"},
         {"rope_theta", "rope_theta", number(&Options::rope_theta, false, INFINITY, true),
          "base of the rotary embedding", "10000"},
@@ -671,6 +688,7 @@ static int run_command(const Command& command, const std::vector<std::string>& w
         return 0;
     }
     context.deterministic = o.deterministic, context.recompute = o.recompute, context.checkpoint = o.checkpoint;
+    context.head_chunk = o.head_chunk;
     // nsys_profile traces by itself, and so do the ranks.
     bool traced = !o.trace.empty() && command.run != cmd_nsys_profile && command.gpus != 2;
     if (traced) { start_tracing(); }

@@ -8,7 +8,7 @@
 DType matmul_dtype(Precision precision) {
     return precision == PREC_BF16 || precision == PREC_PURE_BF16 ? BF16 : precision == PREC_FP16 ? F16 : F32;
 }
-DType weight_dtype() { return context.precision == PREC_PURE_BF16 ? BF16 : F32; }
+DType weight_dtype(Precision precision) { return precision == PREC_PURE_BF16 ? BF16 : F32; }
 
 Matrix matrix_of(const Tensor& t) {
     int n = (int)t.shape.size();
@@ -173,7 +173,7 @@ void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b,
     }
     if ((a.dtype == F64) != (out.dtype == F64)) { fail("gemm: float64 operands need a float64 result"); }
     bool planned = out.device() == META;
-    if (out.size() == 0 || (planned && context.planned_for == CUDA)) { return; }
+    if (out.size() == 0 || (planned && !context.widening)) { return; }
     Range range("matmul");
 #ifdef __CUDACC__
     if (out.device() == CUDA) {

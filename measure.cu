@@ -616,6 +616,8 @@ void reset_peak(Device device) {
     std::copy_n(use.now_by, CATEGORIES, use.peak_by);
 }
 size_t planned_peak(const std::function<void()>& run) {
+    RestoreContext restore;
+    context.widening = context.device == CPU;
     Planning planning;
     size_t before = memory_use(META).now;
     reset_peak(META);

@@ -523,13 +523,14 @@ static Table block_table(const std::vector<BlockMemory>& blocks, int B, const st
                 {}};
     for (const BlockMemory& r : blocks) {
         int64_t C = r.config.d_model, F = r.config.d_ff;
-        bool halved = context.mode != EAGER && size_of(matmul_dtype(r.precision)) == 2;
-        int64_t formula = (4 * C * C + 3 * C * F) * (halved ? 2 : 4) + 2 * C * 4;
+        int64_t stream = size_of(weight_dtype(r.precision));
+        bool halved = stream == 2 || (context.mode != EAGER && size_of(matmul_dtype(r.precision)) == 2);
+        int64_t formula = (4 * C * C + 3 * C * F) * (halved ? 2 : 4) + 2 * C * stream;
         auto cell = [&](int64_t bytes) { return r.cell(std::to_string(bytes)); };
         table.rows.push_back({r.config.name, std::to_string(r.T), name_of(r.precision), cell(r.bytes()),
                               std::to_string(r.predicted), cell(r.copies), cell(r.change),
                               cell(r.change + r.bytes() - r.copies), std::to_string(formula),
-                              std::to_string((int64_t)B * r.T * C * 4)});
+                              std::to_string((int64_t)B * r.T * C * stream)});
     }
     return table;
 }
@@ -561,8 +562,8 @@ static void print_blocks(const Plan& p, const std::string& caption) {
 
 // Prints (b), (f) and, with_details, the other tables. how: what was measured, for the captions.
 static void profile_all(const Plan& p, const std::string& how, bool with_details) {
-    std::string caption = strprintf("mode %s, batch %d, vocabulary %d; %s; %s", caption_of(context.mode).c_str(),
-                                    p.o.batch_size, p.configs[0].vocab_size, how.c_str(), p.origin().c_str());
+    std::string caption = strprintf("mode %s, batch %d, vocabulary %s; %s; %s", caption_of(context.mode).c_str(),
+                                    p.o.batch_size, vocabulary_of(p.configs).c_str(), how.c_str(), p.origin().c_str());
     std::vector<Profile> profiles;
     for (const ModelConfig& c : p.configs) {
         for (Precision precision : p.precisions) {

@@ -203,7 +203,7 @@ const std::vector<ModelConfig> model_sizes = {
     {"small", 768, 3072, 12, 12, 10000},  {"medium", 1024, 4096, 24, 16, 10000},
     {"large", 1280, 5120, 36, 20, 10000}, {"xl", 1600, 6400, 48, 25, 10000},
     {"2.7B", 2560, 10240, 32, 32, 10000}, {"xl (2026)", 2560, 10240, 32, 32, 10000},
-    {"10B", 4608, 12288, 50, 36, 10000},
+    {"10B", 4608, 12288, 50, 36, 10000},  {"8B", 4096, 11008, 34, 32, 151936},
 };
 int64_t matmul_weights(const ModelConfig& c) {
     int64_t C = c.d_model, F = c.d_ff;
@@ -398,9 +398,9 @@ static Tensor checkpointed_blocks(const Model& model, Tensor x, int first, int e
     part(first, end - 1, checkpointed_blocks);
     return run_blocks(model, x, end - 1, end);
 }
-Tensor forward(Model& model, const Tensor& tokens) {
+// All but the head: what it takes.
+static Tensor forward_to_head(Model& model, const Tensor& tokens) {
     const ModelConfig& c = model.config;
-    Range range("forward");
     make_ready(model, tokens.dim(1));
     Tensor x, delta;
     {
@@ -412,9 +412,13 @@ Tensor forward(Model& model, const Tensor& tokens) {
     bool whole_blocks = context.checkpoint != 0 && !within_blocks && context.recording;
     if (whole_blocks) { x = checkpointed_blocks(model, x, 0, c.num_layers); }
     for (int l = 0; l < c.num_layers && !whole_blocks; l++) { block(model, l, &x, &delta); }
-    Tensor y = add_rmsnorm(&x, delta, model.ln_final, c.eps);
+    return add_rmsnorm(&x, delta, model.ln_final, c.eps);
+}
+Tensor forward(Model& model, const Tensor& tokens) {
+    Range range("forward");
+    Tensor y = forward_to_head(model, tokens);
     Range r("lm_head");
-    begin_unit(model, c.num_layers + 1);
+    begin_unit(model, model.config.num_layers + 1);
     return linear(y, model.lm_head);
 }
 
@@ -431,7 +435,11 @@ Batch random_batch(int B, int T, int V, uint64_t seed) {
     return {to_device(x, context.device), to_device(y, context.device)};
 }
 Tensor forward_to_loss(Model& model, const Batch& batch) {
-    return cross_entropy(forward(model, batch.tokens), batch.targets);
+    if (context.head_chunk == 0) { return cross_entropy(forward(model, batch.tokens), batch.targets); }
+    Range range("forward");
+    Tensor y = forward_to_head(model, batch.tokens);
+    begin_unit(model, model.config.num_layers + 1);
+    return chunked_loss(y, model.lm_head, batch.targets, context.head_chunk);
 }
 void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale) {
     Range range("backward");
@@ -515,6 +523,12 @@ Mode fastest_mode(const ModelConfig& c, Precision precision) {
 void check_mode(const ModelConfig& c, Mode mode, Precision precision) {
     if (mode == FLASH) { require_flash(context.device, matmul_dtype(precision), c.d_model / c.num_heads); }
     if (mode == EAGER && context.recompute) { usage_error("--recompute: takes mode fused or flash; eager keeps all"); }
+    if (context.head_chunk > 0 && (mode == EAGER || precision == PREC_FP16)) {
+        usage_error(
+            "--head_chunk: got %d with mode %s and precision %s, takes mode fused or flash, and not fp16; "
+            "--head_chunk 0 makes all logits at once",
+            context.head_chunk, name_of(mode), name_of(precision));
+    }
     if (context.checkpoint > c.num_layers) {
         usage_error("--checkpoint: got %d, takes at most the model's %d blocks", context.checkpoint, c.num_layers);
     }
@@ -528,5 +542,6 @@ std::string name_of_checkpoint(int checkpoint) {
 }
 std::string caption_of(Mode mode) {
     std::string checkpoint = context.checkpoint ? ", checkpoint " + name_of_checkpoint(context.checkpoint) : "";
-    return name_of(mode) + std::string(context.recompute ? ", recompute" : "") + checkpoint;
+    std::string head = context.head_chunk ? ", head chunk " + std::to_string(context.head_chunk) : "";
+    return name_of(mode) + std::string(context.recompute ? ", recompute" : "") + checkpoint + head;
 }

@@ -27,10 +27,19 @@ std::vector<ModelConfig> configs_of(const Options& o) {
         }
     }
     for (ModelConfig& c : configs) {
-        c.vocab_size = o.vocab_size;
+        if (o.has("vocab_size") || is_custom(o)) { c.vocab_size = o.vocab_size; }
         check_config(c);
     }
     return configs;
+}
+
+std::string vocabulary_of(const std::vector<ModelConfig>& configs) {
+    std::vector<std::string> sizes;
+    for (const ModelConfig& c : configs) {
+        std::string size = std::to_string(c.vocab_size);
+        if (std::find(sizes.begin(), sizes.end(), size) == sizes.end()) { sizes.push_back(size); }
+    }
+    return join(sizes, ",");
 }
 
 std::string size_option(const ModelConfig& c) { return c.name.substr(0, c.name.find(" (")); }
@@ -60,6 +69,7 @@ void Plan::shrink(const char* name, T Options::*field, const T& to, const std::s
     note_smaller(words.empty() ? std::string(name) + " " + text_of(to) + " instead of " + text_of(o.*field) : words);
     o.*field = to;
 }
+template void Plan::shrink(const char*, double Options::*, const double&, const std::string&);
 template void Plan::shrink(const char*, int Options::*, const int&, const std::string&);
 template void Plan::shrink(const char*, std::vector<int> Options::*, const std::vector<int>&, const std::string&);
 template void Plan::shrink(const char*, std::vector<double> Options::*, const std::vector<double>&, const std::string&);

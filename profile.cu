@@ -373,8 +373,8 @@ static Plan plan_of(const Options& o) {
 static int passes_of(const Plan& p) { return p.o.steps + 1; }  // in a trace: one more, first, is not timed
 static std::string profile_caption(const Plan& p, const std::string& setting, const std::string& what) {
     const char* how = context.device == CPU ? "no kernels on a CPU: ranges of operations, timed by the clock; " : "";
-    return strprintf("nsys_profile %s; %s; batch %d, vocabulary %d, %d warmup, %d step; %s%s", what.c_str(),
-                     setting.c_str(), p.o.batch_size, p.o.vocab_size, p.o.warmup[0], p.o.steps, how,
+    return strprintf("nsys_profile %s; %s; batch %d, vocabulary %s, %d warmup, %d step; %s%s", what.c_str(),
+                     setting.c_str(), p.o.batch_size, vocabulary_of(p.configs).c_str(), p.o.warmup[0], p.o.steps, how,
                      p.origin().c_str());
 }
 // For the tables of one precision and mode.

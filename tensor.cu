@@ -675,6 +675,7 @@ void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate) {
 }
 
 void scale_in_place(const Tensor& t, float s) { elementwise_into<1>(Scale{s}, t, {t}); }
+void scale_in_place(const Tensor& t, const Tensor& s) { elementwise_into<2>(Mul(), t, {t, s}); }
 
 Tensor cast(const Tensor& a, DType dtype) {
     if (a.dtype == dtype) { return a; }

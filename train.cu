@@ -216,7 +216,7 @@ static double held_out_loss(Model& model, const Text& text, int B, int T) {
         std::vector<int64_t> starts;
         for (; (int)starts.size() < B && at + T < size; at += T) { starts.push_back(at); }
         Batch batch = windows(text, starts, T);
-        sum += to_doubles(cross_entropy(forward(model, batch.tokens), batch.targets))[0] * starts.size();
+        sum += to_doubles(forward_to_loss(model, batch))[0] * starts.size();
         n += starts.size();
     }
     drop_weight_copies(model.slots);
@@ -532,6 +532,9 @@ static int train(const Options& typed, const Communicator& ranks) {
     }
     if (ranks.links && precision_from(o.precision[0]) == PREC_PURE_BF16) {
         usage_error("--precision: got 'pure_bf16', takes one rank without --strategy");
+    }
+    if (ranks.links && o.head_chunk > 0) {
+        usage_error("--head_chunk: got %d, takes one rank without --strategy", o.head_chunk);
     }
     ModelConfig c{"custom", o.d_model, o.d_ff, o.num_layers, o.num_heads, 256};
     check_config(c);

@@ -46,13 +46,14 @@ TEST_CASE("model: steps by CUDA graphs") {
                                                        {PREC_FP16, false, 0},
                                                        {PREC_BF16, true, 1},
                                                        {FP32, false, CHECKPOINT_FFN},
-                                                       {PREC_FP16, false, CHECKPOINT_HALVES}}) {
+                                                       {PREC_FP16, false, CHECKPOINT_HALVES},
+                                                       {PREC_PURE_BF16, false, 1}}) {
         Tensor weights[2];
         std::vector<double> losses[2];
         for (bool graphs : {false, true}) {
             context.mode = FLASH, context.deterministic = true;
             context.each_launch = !graphs, context.precision = precision, context.recompute = recompute;
-            context.checkpoint = checkpoint;
+            context.checkpoint = checkpoint, context.head_chunk = precision == PREC_PURE_BF16 ? 25 : 0;
             Model model = make_model(config);
             init_weights(model, 7);
             choose_form(model);

@@ -249,14 +249,14 @@ TEST_CASE("memory_profiling (f): planned is measured, gradients are the formula'
         CAPTURE(mode);
         bool flash = mode == "flash";  // on the CPU fp32 only
         Run r = run_cs336({"memory_profiling", "--device", "cpu", "--context_length", "2048", "--mode", mode,
-                           "--precision", flash ? "fp32" : "fp32,bf16"});
+                           "--precision", flash ? "fp32" : "fp32,bf16,pure_bf16"});
         REQUIRE(r.exit_code == 0);
         Tables tables = tables_in(r.out), operations = tables_with(tables, {"(f): what"}),
                blocks = tables_with(tables, {"(f): memory"});
         REQUIRE(blocks.size() == 2);  // the planned one, and what really ran
         for (int k = 0; k < 2; k++) {
             std::vector<TableRow> rows = rows_of(blocks[k]);
-            REQUIRE(rows.size() == (flash ? 1 : 2));
+            REQUIRE(rows.size() == (flash ? 1 : 3));
             for (const TableRow& row : rows) {
                 CAPTURE(row.text("precision"));
                 CHECK(row.text("size") == (k == 0 ? "2.7B" : "tiny"));

@@ -622,6 +622,56 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
     context.checkpoint = 6;
     CHECK_THROWS_WITH_AS(check_mode(config, EAGER, FP32), doctest::Contains("--checkpoint: got 6"), Failure);
 }
+// Two backwards add up, with a loss scale; N = 66 rows.
+TEST_CASE_TEMPLATE("model: head and loss in chunks give what whole logits give", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    // 16 bits: the gradient of the logits is rounded without the loss scale, and the head's once, after all chunks.
+    for (auto [precision, tolerance] :
+         {std::pair<Precision, double>{FP32, 1e-6}, {PREC_BF16, 2e-2}, {PREC_PURE_BF16, 2e-2}}) {
+        context.mode = FUSED, context.precision = precision;
+        auto run = [&](int chunk, Tensor* loss, Tensor* seen) {
+            context.head_chunk = chunk;
+            Setup s = make_setup(odd, 3, 22);
+            zero_gradients(s.model);
+            for (int k = 0; k < 2; k++) {
+                *loss = forward_to_loss(s.model, {s.tokens, s.targets});
+                backward_from_loss(s.model, *loss, 3);
+            }
+            NoGrad no_grad;
+            *seen = forward_to_loss(s.model, {s.tokens, s.targets});
+            drop_weight_copies(s.model.slots);
+            return s;
+        };
+        Tensor want_loss, want_seen;
+        Setup want = run(0, &want_loss, &want_seen);
+        for (int chunk : {1, 7, 66, 1000}) {
+            CAPTURE(std::string(name_of(precision)) + " " + std::to_string(chunk));
+            Tensor loss, seen;
+            Setup got = run(chunk, &loss, &seen);
+            check_close(on_cpu(loss), on_cpu(want_loss), 1e-6);
+            check_close(on_cpu(seen), on_cpu(want_seen), 1e-6);
+            for (const Parameter& p : got.model.parameters) {
+                CAPTURE(p.name);
+                check_close(on_cpu(gradient_of(got.model, p)), on_cpu(gradient_of(want.model, p)), tolerance);
+            }
+        }
+    }
+    CHECK_THROWS_WITH_AS(check_mode(odd, EAGER, FP32), doctest::Contains("--head_chunk: got 1000"), Failure);
+    CHECK_THROWS_WITH_AS(check_mode(odd, FUSED, PREC_FP16), doctest::Contains("--head_chunk 0"), Failure);
+}
+TEST_CASE("model: with a head chunk the logits never exist as a whole") {
+    begin_on(CPU);
+    Planning planning;
+    context.planned_for = CUDA, context.precision = PREC_PURE_BF16;
+    const ModelConfig c = {"", 16, 16, 1, 2, 4000};
+    const int B = 16, T = 64;
+    size_t whole = predicted_peak(c, B, T, FORWARD_BACKWARD);
+    context.head_chunk = 32;
+    size_t chunked = predicted_peak(c, B, T, FORWARD_BACKWARD);
+    // A chunk's logits, and the head's gradient in fp32 and in bf16, in place of all logits and the latter.
+    CHECK(whole > 2ull * B * T * c.vocab_size);
+    CHECK(chunked < 1ull * B * T * c.vocab_size);
+}
 TEST_CASE_TEMPLATE("model: gradient_norm", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     Setup s = make_setup(odd, 2, 9);
@@ -709,9 +759,9 @@ TEST_CASE_TEMPLATE("model: activations live no longer than they are needed", D, 
 }
 TEST_CASE_TEMPLATE("model: META predicts the peak", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    for (Mode mode : {EAGER, FUSED}) {
+    for (auto [mode, head_chunk] : {std::pair<Mode, int>{EAGER, 0}, {FUSED, 0}, {FUSED, 9}}) {
         for (Precision precision : {FP32, TF32, PREC_BF16, PREC_PURE_BF16}) {
-            context.mode = mode, context.precision = precision;
+            context.mode = mode, context.precision = precision, context.head_chunk = head_chunk;
             gemm(zeros({1, 1}, F32), zeros({1, 1}, F32), false, zeros({1, 1}, F32), false);  // cuBLAS's workspace
             auto run = [] {
                 Model model = make_model(odd);
@@ -724,8 +774,7 @@ TEST_CASE_TEMPLATE("model: META predicts the peak", D, OnCPU, OnCUDA) {
             size_t before = memory_use(D::device).now;
             reset_peak(D::device);
             run();
-            CAPTURE(std::string(name_of(mode)));
-            CAPTURE(std::string(name_of(precision)));
+            CAPTURE(caption_of(mode) + ", " + name_of(precision));
             CHECK(planned_peak(run) == memory_use(D::device).peak - before);
         }
     }

@@ -1,0 +1,92 @@
+// Tests of leaderboard.cu and its answer.
+#include "answers.h"
+#include "test.h"
+
+using Words = std::vector<std::string>;
+static Run leaderboard(const Words& more) {
+    Words words = {"leaderboard", "--device", "cpu", "--format", "md"};
+    words.insert(words.end(), more.begin(), more.end());
+    return run_cs336(words);
+}
+static const Words tiny_words = {"--d_model",        "32", "--d_ff",       "48",   "--num_layers", "2",
+                                 "--num_heads",      "2",  "--vocab_size", "5000", "--head_chunk", "24",
+                                 "--context_length", "20", "--batch_size", "2"};
+
+TEST_CASE("leaderboard: a small step, its parts, its predicted peak") {
+    Words words = tiny_words;
+    words.insert(words.end(), {"--warmup", "1", "--steps", "3"});
+    Run r = leaderboard(words);
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    Tables tables = tables_in(r.out);
+    REQUIRE(tables.size() == 2);
+    CHECK(has(tables[0].caption,
+              "vocabulary 5000, batch 2, context length 20, causal; precision pure_bf16, mode fused, "
+              "checkpoint 1, head chunk 24; "));
+    CHECK(has(tables[0].caption, "; one rank; 1 + 2 warmup, 3 step; "));
+    TableRow row = rows_of(tables[0])[0];
+    CHECK(row.number("peak MiB") > 2);
+    CHECK(row.text("peak MiB") == row.text("predicted peak MiB"));
+    CHECK(row.number("min ms") <= row.number("median ms"));
+    CHECK(row.number("median ms") <= row.number("max ms"));
+    double mean = row.number("mean ms"), tokens = row.number("tokens/s"), loss = row.number("first loss"), sum = 0;
+    CHECK(tokens == doctest::Approx(40 / (mean / 1e3)).epsilon(0.1));
+    CHECK(loss == doctest::Approx(std::log(5000)).epsilon(0.3));
+    CHECK(row.text("MFU %") == "");  // the peak rate is a GPU's
+    REQUIRE(tables[1].rows.size() == 4);
+    for (const TableRow& part : rows_of(tables[1])) {
+        CHECK(part.number("mean ms") > 0);
+        sum += part.number("mean ms");
+    }
+    CHECK(sum == doctest::Approx(mean).epsilon(0.1));
+    // Without a chunk, and with another checkpoint, the first step's loss is that of the same model.
+    words.insert(words.end(), {"--checkpoint", "ffn"});
+    for (std::string& word : words) { word = word == "24" ? "0" : word; }
+    Run whole = leaderboard(words);
+    REQUIRE_MESSAGE(whole.exit_code == 0, whole.err);
+    CHECK(rows_of(tables_in(whole.out)[0])[0].number("first loss") == doctest::Approx(loss).epsilon(1e-4));
+}
+TEST_CASE("leaderboard: the handout's step is counted and predicted where it does not fit") {
+    Run r = leaderboard({"--size", "8B", "--context_length", "32768", "--batch_size", "2"});
+    CHECK(r.exit_code == 0);
+    Tables tables = tables_in(r.out);
+    REQUIRE(tables.size() == 1);
+    CHECK(has(tables[0].caption, "8B, 34 layers, d_model 4096, d_ff 11008, 32 heads, vocabulary 151936, batch 2"));
+    CHECK(has(tables[0].caption, "; 5.044e+15 FLOP per step"));
+    CHECK(has(rows_of(tables[0])[0].text("mean ms"), "OOM ("));
+    CHECK(has(r.out, "was not run: it would hold"));
+    CHECK(has(leaderboard({"--size", "8B", "--vocab_size", "100", "--context_length", "32768"}).out, "vocabulary 100"));
+}
+TEST_CASE("leaderboard: without a GPU it is smaller, and says so; times fill the asked seconds") {
+    Run r = leaderboard({"--quick", "--context_length", "8", "--num_layers", "1", "--d_model", "16", "--d_ff", "16",
+                         "--num_heads", "1", "--vocab_size", "30", "--rep_time", "1"});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    CHECK(has(r.out,
+              "; scaled down: batch_size 1 instead of 2, head_chunk 48 instead of 2048, warmup_time 0 instead "
+              "of 10\n"));
+    CHECK(std::stod(value_in(tables_in(r.out)[0], " + 2 warmup, ", " step")) > 3);
+}
+TEST_CASE("leaderboard: wrong options") {
+    for (const auto& [words, line] : std::vector<std::pair<Words, std::string>>{
+             {{"--nproc", "2"}, "--nproc: got 2, takes 1 so far: one rank"},
+             {{"--mode", "eager"}, "--head_chunk: got 48 with mode eager"},
+             {{"--rep_time", "0"}, "--rep_time: got '0', takes a finite number greater than 0"}}) {
+        Run r = leaderboard(words);
+        CHECK(r.exit_code == 2);
+        CHECK_MESSAGE(has(r.err, line), r.err);
+    }
+}
+TEST_CASE("leaderboard: answers") {
+    const std::string text = read_file("tests/fixtures/answers/leaderboard.md");
+    auto answer = [](const std::string& markdown) { return answers_of("leaderboard", tables_in(markdown)).at(0).text; };
+    std::string here = answer(text);
+    CHECK(has(here,
+              "A training step of small (64 tokens per sequence, batch 1, pure_bf16) takes 2912.9 ms in the mean "
+              "(median 2912.9, 2912.9 to 2912.9): 22 tokens per second, 0.01603 TFLOP/s. Its peak is 1.0 GiB, "
+              "predicted 1.0. Most of it is optimizer: forward, blocks 348.28 ms (12.0 %), head and loss 88.75 "
+              "ms (3.0 %), backward 1053.91 ms (36.2 %) and optimizer 1422.00 ms (48.8 %)."));
+    CHECK(has(here, " This run was scaled down: size small instead of 8B"));
+    std::string on_gpu = text;
+    on_gpu.replace(on_gpu.find("0.01603 |       |"), 17, "594.4 |  60.1 |");
+    CHECK(has(answer(on_gpu), "594.4 TFLOP/s, an MFU of 60.1 %. Its"));
+    CHECK(answers_of("leaderboard", {}).empty());
+}
