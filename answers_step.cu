@@ -202,6 +202,8 @@ struct Profiled {
     Cell of_size() const { return {"size", size}; }
     Cell of_length() const { return {"context length", T}; }
     std::string model() const { return size + " at context length " + T; }
+    // The setting, and the model where it is another one than p's.
+    std::string beside(const Profiled& p) const { return setting + (model() == p.model() ? "" : " (" + model() + ")"); }
 };
 static Profiled profile_in(const Tables& tables, const Table& times) {
     Profiled p;
@@ -272,7 +274,7 @@ static std::string total_time(const std::vector<Profiled>& profiles, const Profi
     for (const Profiled& other : profiles) {
         TableRow row = largest_of(forwards(other), change);
         if (row && named.insert(other.setting).second) {
-            others.push_back(row.text(change) + " % in " + other.setting);
+            others.push_back(say("{} % in {}", strprintf("%.1f", std::fabs(row.number(change))), other.setting));
         }
     }
     return text + do_they_match(rows, change) +
@@ -399,7 +401,7 @@ static std::string step_shares(const std::vector<Profiled>& profiles, const Prof
     for (const Profiled& other : profiles) {
         TableRow a = row_in(other.shares, other, "forward"), b = row_in(other.shares, other, "step");
         if (other.setting == p.setting || !ran(a, "matmul") || !ran(b, "matmul")) { continue; }
-        others.push_back(say("in {} it {}", other.setting, change_of(a.number("matmul"), b.number("matmul"))));
+        others.push_back(say("in {} it {}", other.beside(p), change_of(a.number("matmul"), b.number("matmul"))));
     }
     text += (others.empty() ? "" : "; " + list_of(others)) + ".";
     double most = 0;
@@ -447,8 +449,8 @@ static std::string softmax_and_products(const std::vector<Profiled>& profiles, c
         TableRow o = other.softmax ? row_of(*other.softmax, {other.of_size(), other.of_length()}) : TableRow();
         if (other.setting == p.setting || !ran(o, "products (ms)", 0)) { continue; }
         others.push_back(std::isnan(softmax_to_products(o))
-                             ? say("in {} both are one kernel of {} ms", other.setting, o.text("products (ms)"))
-                             : say("in {} {} times", other.setting, number(softmax_to_products(o), "%.2f")));
+                             ? say("in {} both are one kernel of {} ms", other.beside(p), o.text("products (ms)"))
+                             : say("in {} {} times", other.beside(p), number(softmax_to_products(o), "%.2f")));
     }
     double per_flop = times * strtod(flops.substr(flops.find(':') + 1).c_str(), nullptr);
     std::string text =
