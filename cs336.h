@@ -561,6 +561,8 @@ Tensor greater_equal(const Tensor& a, const Tensor& b);           // U8
 // [...,M,K] x [...,K,N] (transpose_b: [...,N,K]) -> [...,M,N]
 Tensor matmul(const Tensor& a, const Tensor& b, bool transpose_b = false);
 Tensor linear(const Tensor& x, const Tensor& weight);  // x [...,K], weight [N,K] -> x weight^T [...,N]
+// linear(f(x), weight) as a checkpoint: backward runs f again, but not this product, whose result it does not read.
+Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x, const Tensor& weight);
 // out = alpha * op(a) op(b) + beta * out on row-major tensors; leading dimensions are a batch. Not recorded, nothing
 // cast.
 void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b, double alpha = 1,
@@ -772,8 +774,10 @@ enum Checkpointing {
     CHECKPOINT_HALF = -4,    // each block is two: attention, and the feed-forward, each with its norm
     CHECKPOINT_HALVES = -2,  // each half of the blocks is one, and within it each half of that, down to a block
     CHECKPOINT_NESTED = -3,  // all blocks but the last are one, and within it all but the last
+    CHECKPOINT_SOME_FFN = -(1 << 21),  // plus n: the feed-forward of the first n blocks
 };
-std::string name_of_checkpoint(int checkpoint);  // "4", "ffn", "half", "halves", "nested"
+constexpr int MAX_CHECKPOINT = 1 << 20;          // blocks
+std::string name_of_checkpoint(int checkpoint);  // "4", "ffn", "ffn:4", "half", "halves", "nested"
 
 // The ops of layers.cu, in the order of the forward pass; each runs in context.mode.
 // *x += delta (if any); returns rmsnorm(*x). x, delta and the result [B,T,C], weight [C].

@@ -272,9 +272,13 @@ static Reader checkpointing() {
         for (int named : {CHECKPOINT_FFN, CHECKPOINT_HALF, CHECKPOINT_HALVES, CHECKPOINT_NESTED}) {
             if (text == name_of_checkpoint(named)) { return *value = named, true; }
         }
-        return whole_number<int>(0, 1 << 20)(text, value);
+        const std::string some = name_of_checkpoint(CHECKPOINT_FFN) + ":";
+        if (text.compare(0, some.size(), some) != 0) { return whole_number<int>(0, MAX_CHECKPOINT)(text, value); }
+        bool is_number = whole_number<int>(1, MAX_CHECKPOINT)(text.substr(some.size()), value);
+        return *value += CHECKPOINT_SOME_FFN, is_number;
     };
-    return one<int>(&Options::checkpoint, "a whole number from 0 to 1048576, ffn, half, halves or nested", parse);
+    return one<int>(&Options::checkpoint, "a whole number from 0 to 1048576, ffn, ffn:N, half, halves or nested",
+                    parse);
 }
 static std::vector<std::string> implementations(std::vector<std::string> names) {
     for (const AttentionImpl& impl : attention_impls()) {
@@ -413,7 +417,7 @@ static std::vector<Option> options_of_runs() {
          "kernel summaries of these parts of the run"},
         {"checkpoint", "checkpoint", checkpointing(),
          "blocks that are run again in backward instead of keeping what they compute; ffn: each block's feed-forward; "
-         "half: a block in two halves; halves, nested: all blocks, nested so",
+         "ffn:N: that of N blocks; half: a block in two halves; halves, nested: all blocks, nested so",
          "0"},
         {"head_chunk", "head_chunk", whole(&Options::head_chunk, 0),
          "rows of the logits that head and loss make at a time, their gradients at once (fused, flash; not fp16); 0: "

@@ -250,13 +250,13 @@ Tensor matmul(const Tensor& a_in, const Tensor& b_in, bool transpose_b) {
     });
     return y;
 }
-Tensor linear(const Tensor& x_in, const Tensor& weight) {
+static Tensor linear_of(const Tensor& x_in, const Tensor& weight, bool compute) {
     Tensor x = reshape(autocast_operand(x_in), {x_in.size() / x_in.dim(-1), x_in.dim(-1)}),
            w = autocast_operand(weight);
     Shape shape = x_in.shape;
     shape.back() = weight.dim(0);
     Tensor y = empty({x.dim(0), weight.dim(0)}, x.dtype);
-    gemm(y, x, false, w, true);
+    if (compute) { gemm(y, x, false, w, true); }
     auto recompute = x_in.gradient ? x_in.gradient->recompute : nullptr;
     Tensor kept = x;
     if (recompute) { kept.memory = nullptr, kept.data = nullptr; }
@@ -266,4 +266,9 @@ Tensor linear(const Tensor& x_in, const Tensor& weight) {
         add_gemm(w.gradient, dy, true, recompute ? view(recompute(), 0, x.shape) : x, false);
     });
     return reshape(y, shape);
+}
+Tensor linear(const Tensor& x, const Tensor& weight) { return linear_of(x, weight, true); }
+Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x, const Tensor& weight) {
+    // Run again, checkpoint()'s function records, and what it returns is never read.
+    return checkpoint([f, weight](const Tensor& x) { return linear_of(f(x), weight, !context.recording); }, x);
 }

@@ -345,6 +345,11 @@ void begin_unit(const Model& model, int unit) {
 Tensor end_unit(const Model& model, int unit, const Tensor& y) {
     return model.pre_backward ? before_backward(y, [&model, unit] { model.pre_backward(unit); }) : y;
 }
+// The number of blocks, from the first, whose feed-forward is a checkpoint.
+static int checkpointed_ffns(const ModelConfig& c) {
+    int some = context.checkpoint - CHECKPOINT_SOME_FFN;
+    return context.checkpoint == CHECKPOINT_FFN ? c.num_layers : some <= MAX_CHECKPOINT ? some : 0;
+}
 // Block l. The residual stream is *x + *delta, where *delta is what the block before adds to it (null: nothing).
 static void block(const Model& model, int l, Tensor* x, Tensor* delta) {
     Range r("layer");
@@ -356,9 +361,10 @@ static void block(const Model& model, int l, Tensor* x, Tensor* delta) {
         Range output("projections");
         return linear(a, layer.o);
     };
-    auto feed_forward = [&layer](const Tensor& y) {
+    auto gated = [&layer](const Tensor& y) { return swiglu(layer, y); };
+    auto feed_forward = [gated, l, &c, &layer](const Tensor& y) {  // backward may call it
         Range ffn("ffn");
-        return linear(swiglu(layer, y), layer.w2);
+        return l < checkpointed_ffns(c) ? checkpoint_linear(gated, y, layer.w2) : linear(gated(y), layer.w2);
     };
     if (context.checkpoint == CHECKPOINT_HALF) {
         auto half = [&](auto f, const Tensor& ln) {
@@ -370,8 +376,7 @@ static void block(const Model& model, int l, Tensor* x, Tensor* delta) {
     }
     *delta = attention(add_rmsnorm(x, *delta, layer.ln1, c.eps));
     Tensor y = add_rmsnorm(x, *delta, layer.ln2, c.eps);
-    *delta =
-        end_unit(model, 1 + l, context.checkpoint == CHECKPOINT_FFN ? checkpoint(feed_forward, y) : feed_forward(y));
+    *delta = end_unit(model, 1 + l, feed_forward(y));
 }
 static Tensor run_blocks(const Model& model, Tensor x, int first, int end) {
     Tensor delta;
@@ -408,7 +413,7 @@ static Tensor forward_to_head(Model& model, const Tensor& tokens) {
         begin_unit(model, 0);
         x = end_unit(model, 0, gather_rows(model.embedding, tokens));
     }
-    bool within_blocks = context.checkpoint == CHECKPOINT_FFN || context.checkpoint == CHECKPOINT_HALF;
+    bool within_blocks = checkpointed_ffns(c) > 0 || context.checkpoint == CHECKPOINT_HALF;
     bool whole_blocks = context.checkpoint != 0 && !within_blocks && context.recording;
     if (whole_blocks) { x = checkpointed_blocks(model, x, 0, c.num_layers); }
     for (int l = 0; l < c.num_layers && !whole_blocks; l++) { block(model, l, &x, &delta); }
@@ -529,12 +534,15 @@ void check_mode(const ModelConfig& c, Mode mode, Precision precision) {
             "--head_chunk 0 makes all logits at once",
             context.head_chunk, name_of(mode), name_of(precision));
     }
-    if (context.checkpoint > c.num_layers) {
-        usage_error("--checkpoint: got %d, takes at most the model's %d blocks", context.checkpoint, c.num_layers);
+    if (std::max(context.checkpoint, checkpointed_ffns(c)) > c.num_layers) {
+        usage_error("--checkpoint: got %s, takes at most the model's %d blocks",
+                    name_of_checkpoint(context.checkpoint).c_str(), c.num_layers);
     }
 }
 std::string name_of_checkpoint(int checkpoint) {
-    return checkpoint == CHECKPOINT_FFN      ? "ffn"
+    int some = checkpoint - CHECKPOINT_SOME_FFN;
+    return some <= MAX_CHECKPOINT            ? "ffn:" + std::to_string(some)
+           : checkpoint == CHECKPOINT_FFN    ? "ffn"
            : checkpoint == CHECKPOINT_HALF   ? "half"
            : checkpoint == CHECKPOINT_HALVES ? "halves"
            : checkpoint == CHECKPOINT_NESTED ? "nested"

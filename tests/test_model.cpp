@@ -577,15 +577,15 @@ TEST_CASE_TEMPLATE("model: --recompute changes memory and no bit", D, OnCPU, OnC
 TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     const ModelConfig config = {"", 64, 96, 5, 4, 40};
-    const int B = 2, T = 128;
+    const int B = 2, T = 128, TWO_FFN = CHECKPOINT_SOME_FFN + 2;
     for (Mode mode : {EAGER, FUSED, FLASH}) {
         for (Precision precision : {FP32, PREC_BF16, PREC_FP16, PREC_PURE_BF16}) {
             if (mode == FLASH && !fastest_flash(D::device, matmul_dtype(precision), 16)) { continue; }
             context.mode = mode, context.precision = precision, context.deterministic = true;
             std::map<int, std::vector<float>> gradients;
-            std::map<int, size_t> held, peak;
-            for (int checkpoint : {0, 1, 2, 5, (int)CHECKPOINT_FFN, (int)CHECKPOINT_HALF, (int)CHECKPOINT_HALVES,
-                                   (int)CHECKPOINT_NESTED}) {
+            std::map<int, size_t> held, peak, products;
+            for (int checkpoint : {0, 1, 2, 5, (int)CHECKPOINT_FFN, TWO_FFN, (int)CHECKPOINT_HALF,
+                                   (int)CHECKPOINT_HALVES, (int)CHECKPOINT_NESTED}) {
                 context.checkpoint = checkpoint;
                 Setup s = make_setup(config, B, T);
                 forward(s.model, s.tokens);  // rope, cuBLAS's workspace
@@ -596,7 +596,11 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
                 reset_peak(D::device);
                 Tensor loss = cross_entropy(forward(s.model, s.tokens), s.targets);
                 held[checkpoint] = memory_use(D::device).now - before;
+                start_tracing();
                 backward(loss);
+                const Trace trace = stop_tracing();
+                auto is_product = [](const TracedRange& r) { return r.name == std::string("matmul"); };
+                products[checkpoint] = std::count_if(trace.ranges.begin(), trace.ranges.end(), is_product);
                 peak[checkpoint] = memory_use(D::device).peak - before;
                 drop_weight_copies(s.model.slots);
                 CHECK(memory_use(D::device).now <= before + 256);  // the loss
@@ -612,6 +616,10 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
             CHECK(held[CHECKPOINT_NESTED] > held[5]);  // it keeps all of the last block
             CHECK(held[CHECKPOINT_HALF] - held[1] == 5 * x);
             CHECK(held[CHECKPOINT_FFN] < held[0]);
+            CHECK(5 * (held[0] - held[TWO_FFN]) == 2 * (held[0] - held[CHECKPOINT_FFN]));
+            const int again = mode == EAGER ? 2 : 1;  // w1's and w3's; not w2's, whose result backward does not read
+            CHECK(products[CHECKPOINT_FFN] - products[0] == 5 * again);
+            CHECK(products[TWO_FFN] - products[0] == 2 * again);
             CHECK(held[1] < held[CHECKPOINT_FFN]);
             CHECK(peak[1] < peak[2]);
             CHECK(peak[2] < peak[5]);
@@ -621,6 +629,8 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
     }
     context.checkpoint = 6;
     CHECK_THROWS_WITH_AS(check_mode(config, EAGER, FP32), doctest::Contains("--checkpoint: got 6"), Failure);
+    context.checkpoint = CHECKPOINT_SOME_FFN + 6;
+    CHECK_THROWS_WITH_AS(check_mode(config, EAGER, FP32), doctest::Contains("--checkpoint: got ffn:6"), Failure);
 }
 // Two backwards add up, with a loss scale; N = 66 rows.
 TEST_CASE_TEMPLATE("model: head and loss in chunks give what whole logits give", D, OnCPU, OnCUDA) {
