@@ -54,6 +54,19 @@ def differs(x, bound):
     return not x <= bound
 
 
+@contextlib.contextmanager
+def matmuls(precision):
+    """highest: fp32 without TF32; high: with it, on a GPU."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try: yield
+    finally: torch.set_float32_matmul_precision(before)
+
+
+def yours_in(precision):
+    return matmuls("high" if precision == "tf32" else "highest")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The handout's model, and mistakes in it. B batch, T positions, C d_model, H heads, D head size
 
@@ -332,6 +345,7 @@ def table_of(columns, bound, every):
     show(["part", *columns, f"bound {bound:g}"], rows)
 
 
+@matmuls("highest")
 def check_model(model, num_heads, rope_theta=10000.0, weights=None, tokens=None, targets=None, context_length=32,
                 precision="fp32", optimizer=None, adamw="handout", steps=3, device="auto", every=False):
     """Compares a copy of the nn.Module with ./cs336; prints and returns the verdict. Its arguments are the options."""
@@ -365,7 +379,7 @@ def check_model(model, num_heads, rope_theta=10000.0, weights=None, tokens=None,
 
     with torch.no_grad(): right = reference(w, tokens, num_heads, rope_theta, layers)
     autocast = torch.autocast(here.type, torch.bfloat16, enabled=precision == "bf16")
-    out, loss = run_yours(model, right, tokens, targets, autocast)
+    with yours_in(precision): out, loss = run_yours(model, right, tokens, targets, autocast)
     gradients = {name: parameters[name].grad for name in shapes}
     unused = [name for name, g in gradients.items() if g is None]
     if unused: note(f"no gradient reaches {', '.join(unused[:4])}{' ...' if unused[4:] else ''}")
@@ -498,6 +512,7 @@ def wrong_backwards(q, k, v, do, causal):
     if causal: yield "backward recomputes P without the causal mask", gradients(p=plain)
 
 
+@matmuls("highest")
 def check_attention(attention, precision="fp32", batch_size=4, context_length=128, head_size=64, num_heads=None, device="auto"):
     """Compares attention(q, k, v, causal) with ./cs336, forward and backward; prints and returns the verdict.
 
@@ -512,13 +527,13 @@ def check_attention(attention, precision="fp32", batch_size=4, context_length=12
     for causal in (False, True):
         qkv = [t.clone().requires_grad_() for t in (q, k, v)]
         theirs = cs336("attention", {"inputs": {"q": q, "k": k, "v": v, "do": do}}, "--device", device, *["--causal"][:causal])
-        o = attention(*qkv, causal)
+        with yours_in(precision): o = attention(*qkv, causal)
         if not isinstance(o, torch.Tensor) or o.shape != q.shape:
             raise Usage(f"attention: takes a function that returns a tensor of {shape}")
         saved = getattr(o.grad_fn, "saved_tensors", None) or ()
         lse = [t for t in saved if t is not None and list(t.shape) == shape[:-1]]
         yours = {"o": o.detach()} | ({"lse": lse[0]} if len(lse) == 1 else {})
-        o.backward(do)
+        with yours_in(precision): o.backward(do)
         yours |= {name: t.grad for name, t in zip(("dq", "dk", "dv"), qkv)}
         apart = lambda a, b: difference(a, b) if a is not None and bool(a.isfinite().all()) else math.inf
         numbers = {name: apart(t, theirs[name]) for name, t in yours.items()}
@@ -629,7 +644,6 @@ def main(words):
     o = parse(words)
     if torch is None: raise Usage(f"needs PyTorch (pip install torch): {no_torch}")
     if o.device == "cuda" and not torch.cuda.is_available(): raise Usage("--device: got 'cuda', but torch sees no GPU")
-    torch.set_float32_matmul_precision("high" if o.precision == "tf32" else "highest")
     sys.path.insert(0, os.getcwd())
     typed = lambda *names: {name: getattr(o, name) for name in names if getattr(o, name) is not None}
     yours = find(o.yours)

@@ -233,7 +233,7 @@ def expect(name, ok, words, what, text=SOLUTION, **more):
 
 
 def solutions():
-    for precision in ("fp32", "bf16"):
+    for precision in ("fp32", "tf32", "bf16"):
         expect(f"model, {precision}", True, "ok: all", "model", precision=precision)
         expect(f"attention, {precision}", True, "ok: all", "attention", precision=precision)
     expect("attention with heads", True, "ok: all", "attention", num_heads=2)
