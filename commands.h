@@ -121,6 +121,7 @@ struct Options {
     std::map<std::string, std::string> given;  // the options that were typed: name without dashes, value
     bool has(const char* name) const { return given.count(name) > 0; }
     std::vector<std::string> command_line;  // argv[1..]
+    std::vector<std::string> words;         // of where: what is no option
     // What a command does not take stays empty, 0 or false; the rest has main.cu's defaults.
     std::string edition, device, format, table;
     std::vector<std::string> size, precision, mode;
@@ -213,6 +214,7 @@ int cmd_memory_profiling(const Options& o);        // memory.cu
 int cmd_gradient_checkpointing(const Options& o);  // bench_checkpoint.cu
 int cmd_model(const Options& o);                   // train.cu
 int cmd_train(const Options& o);
+int cmd_where(const Options& o);                                  // where.cu
 int cmd_distributed_communication_single_node(const Options& o);  // bench_ddp.cu
 int cmd_naive_ddp(const Options& o);
 int cmd_ddp_overlap_individual_parameters(const Options& o);

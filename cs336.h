@@ -25,6 +25,7 @@
 //   bench_ddp.cu, bench_fsdp.cu    the experiments with several ranks
 //   accounting.cu   section 2.4: arithmetic alone
 //   calcs.cu        the 2026 handout's section 8: arithmetic alone
+//   where.cu        `where`: from a topic to the lines of its formula, loop and kernels
 //   reproduce.cu    `reproduce`: the tables of notes/, measured again; writeup.cu: all of it in one file
 // Each .cu is compiled by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
 //

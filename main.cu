@@ -138,6 +138,8 @@ static const Command COMMANDS[] = {
      cmd_list, "format quick"},
     {"info", "", 0, 0, "the device, its libraries, its measured rates", "bench_step.cu", cmd_info,
      "device format quick"},
+    {"where", "", 0, 0, "from words to lines: `where online softmax`: its formula, loop and kernels", "where.cu",
+     cmd_where, "format quick"},
     {"train", "", 0, 0, "train on the bytes of a text, then continue it", "train.cu", cmd_train,
      "data! val_fraction d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 "
      "stop_at log_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash recompute "
@@ -653,10 +655,17 @@ static std::string parse_options(const Command& command, const std::vector<std::
         usage_error("%s: got %s, takes %s", option.c_str(), twice ? "it more than once" : "nothing",
                     takes[option].c_str());
     }
-    if (!app.remaining().empty()) {
+    std::vector<std::string> extras = app.remaining();
+    if (command.run == cmd_where) {
+        auto is_option = [](const std::string& word) { return word[0] == '-'; };
+        auto words_begin = std::stable_partition(extras.begin(), extras.end(), is_option);
+        o.words.assign(words_begin, extras.end());
+        extras.erase(words_begin, extras.end());
+    }
+    if (!extras.empty()) {
         std::vector<std::string> known;
         for (const CLI::Option* option : app.get_options()) { known.push_back(option->get_name()); }
-        usage_error("%s: no such option; takes %s", app.remaining()[0].c_str(), join(known, ", ").c_str());
+        usage_error("%s: no such option; takes %s", extras[0].c_str(), join(known, ", ").c_str());
     }
     for (const auto& [option, text] : new_defaults) {
         if (o.edition == "2026" && !o.has(option->name)) { read_default(o, *option, text); }

@@ -112,8 +112,10 @@ unset CS336_REQUIRE_GPU  # what follows has no GPU code
 check_flavour cpu "" -plain  # the tests of the whole program, by g++, are those under the sanitizers
 if command -v python3 >/dev/null; then
     run_tests "misuse" python3 tests/misuse.py build/cpu-werror/cs336 --short
+    run_tests "check your own" python3 tests/check_self.py build/cpu-werror/cs336
 else
     skip misuse "no python3"
+    skip "check your own" "no python3"
 fi
 run_tests "asan tests" make INSTALL=0 WERROR=1 ASAN=1 test
 # One OpenMP thread, since the sanitizer does not know libgomp's barriers; and no case that asks for a speed.

@@ -1,0 +1,116 @@
+// where.cu: `where`, from a topic to the lines of its formula, loop and kernels. The lines are those of notes/where.md,
+// which tests/links.py keeps right.
+#include "commands.h"
+
+#include <algorithm>
+#include <fstream>
+
+#include <unistd.h>
+
+static std::vector<std::string> lines_of(const std::string& path) {
+    std::vector<std::string> lines;
+    std::ifstream file(path);
+    for (std::string line; std::getline(file, line);) { lines.push_back(line); }
+    return lines;
+}
+
+// The folder of the page: our own, or one above it, since ./cs336 is also build/cpu/cs336; else the current one.
+static std::string root_folder() {
+    char path[4096];
+    ssize_t n = readlink("/proc/self/exe", path, sizeof path);
+    std::string folder(path, n > 0 && n < (ssize_t)sizeof path ? n : 0);
+    for (size_t slash; (slash = folder.rfind('/')) != std::string::npos;) {
+        folder.resize(slash);
+        if (access((folder + "/notes/where.md").c_str(), R_OK) == 0) { return folder + "/"; }
+    }
+    return "";
+}
+
+// The comment at the head of the section in which this line stands has the formula. {its line, "formula"}, or
+// {the comment's first line, "section"} where there is none.
+static std::pair<int, const char*> formula_above(const std::vector<std::string>& lines, int line) {
+    while (line > 1 && lines[line - 2].compare(0, 5, "// --") != 0) { line--; }
+    for (int i = line; i <= (int)lines.size() && lines[i - 1].compare(0, 2, "//") == 0; i++) {
+        if (lines[i - 1].find(" = ") != std::string::npos) { return {i, "formula"}; }
+    }
+    return {line, "section"};
+}
+
+// The cells between a Markdown row's bars, without the blanks around them.
+static std::vector<std::string> cells_of(const std::string& row) {
+    std::vector<std::string> cells;
+    for (size_t from = 1, bar; (bar = row.find('|', from)) != std::string::npos; from = bar + 1) {
+        size_t first = std::min(row.find_first_not_of(' ', from), bar), last = row.find_last_not_of(' ', bar - 1);
+        cells.push_back(first < bar ? row.substr(first, last + 1 - first) : "");
+    }
+    return cells;
+}
+
+struct Anchor {
+    std::string name, file;
+    int line;
+};
+// Of links like [`name`](../file.cu#L12).
+static std::vector<Anchor> places_in(const std::string& cell) {
+    std::vector<Anchor> places;
+    const std::string before = "[`", between = "`](../", hash = "#L";
+    for (size_t at = 0; (at = cell.find(before, at)) != std::string::npos;) {
+        size_t name = at + before.size(), link = cell.find(between, name), line = cell.find(hash, link);
+        if (line == std::string::npos) { break; }
+        size_t file = link + between.size();
+        places.push_back(
+            {cell.substr(name, link - name), cell.substr(file, line - file), atoi(cell.c_str() + line + hash.size())});
+        at = line;
+    }
+    return places;
+}
+
+int cmd_where(const Options& o) {
+    const std::string root = root_folder(), page = root + "notes/where.md";
+    std::vector<std::string> columns, topics, lines = lines_of(page);
+    if (lines.empty()) {
+        fail("there is no notes/where.md above the program or in this folder: run it where it was built");
+    }
+    Table table{
+        "where " + one_line(join(o.words, " ")) + "; commit " + commit(), {"topic", "what", "name", "where"}, {}};
+    auto add = [&](const std::string& topic, const std::string& what, const std::string& name, const Anchor& place) {
+        table.rows.push_back({topic, what, name, strprintf("%s:%d", place.file.c_str(), place.line)});
+    };
+    for (const std::string& line : lines) {
+        if (line.compare(0, 2, "| ") != 0) { continue; }
+        std::vector<std::string> cells = cells_of(line);
+        if (columns.empty()) { columns = cells; }
+        if (columns == cells || cells.size() != columns.size()) { continue; }
+        const std::string& topic = cells[0];
+        topics.push_back(topic);
+        auto has = [&](const std::string& word) {  // in the topic, whatever the case, or as a name
+            std::string lower = word;
+            std::transform(word.begin(), word.end(), lower.begin(), [](unsigned char c) { return tolower(c); });
+            return topic.find(lower) != std::string::npos || line.find("[`" + word + "`]") != std::string::npos;
+        };
+        if (!std::all_of(o.words.begin(), o.words.end(), has)) { continue; }
+        bool is_first = true;
+        for (size_t i = 1; i < cells.size(); i++) {
+            for (const Anchor& place : places_in(cells[i])) {
+                std::vector<std::string> source = lines_of(root + place.file);
+                if (place.line < 1 || place.line > (int)source.size()) {
+                    fail("%s names %s:%d, which is not there", page.c_str(), place.file.c_str(), place.line);
+                }
+                if (is_first) {
+                    const auto [head, what] = formula_above(source, place.line);
+                    const std::string& text = source[head - 1];
+                    size_t start = std::min(text.find_first_not_of("/ "), text.size());
+                    add(topic, what, text.substr(start), {"", place.file, head});
+                }
+                is_first = false;
+                add(topic, columns[i], place.name, place);
+            }
+        }
+    }
+    if (table.rows.empty()) {
+        usage_error("got '%s', takes words of one of these, or none for all: %s", join(o.words, " ").c_str(),
+                    join(topics, "; ").c_str());
+    }
+    print(table, o.format);
+    return 0;
+}
