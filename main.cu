@@ -133,7 +133,7 @@ static const Command COMMANDS[] = {
      cmd_leaderboard,
      "edition=2026 device size=8B d_model d_ff num_layers num_heads vocab_size context_length=32768 batch_size=2 "
      "leaderboard_warmup leaderboard_steps warmup_time rep_time precision=pure_bf16 mode=flash head_chunk=2048 "
-     "checkpoint=1 recompute tflops=989 nproc=1 seed format quick"},
+     "checkpoint=1 recompute tflops=989 leaderboard_nproc backend timeout seed format quick"},
     {"list", "", 0, 0, "every problem: sections, points, command, notes page, whether it runs here", "main.cu",
      cmd_list, "format quick"},
     {"info", "", 0, 0, "the device, its libraries, its measured rates", "bench_step.cu", cmd_info,
@@ -438,6 +438,8 @@ static std::vector<Option> options_of_ranks() {
          "backwards per step, each with its part of the batch", "1"},
         {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs",
          "2"},
+        {"leaderboard_nproc", "nproc", whole(&Options::nproc, 1, 64),
+         "ranks (processes) to start; by default 2 where there are two GPUs, else 1"},
         {"group_nproc", "nproc", whole(&Options::nproc, 1, 64),
          "ranks of the one group to measure; groups of 2, 4 and 6 where neither this nor --backend is given", "2"},
         {"backend", "backend", name(&Options::backend, {"auto", "nccl", "gloo"}),
