@@ -557,7 +557,9 @@ Answers answer_fsdp(const Tables& tables) {
 static const char* const FSDP_WAYS[] = {"overlapped DDP", "sharded optimizer (ZeRO-1)", "FSDP"};
 static Answer saved_by_fsdp(const Table& table, double n) {
     double psi = atof(value_in(table, "Psi = ", " parameters").c_str()), peaks[3];
-    double expected[3] = {16 * psi, (8 + 8 / n) * psi, 16 * psi / n};  // fp32 weights, gradients and two moments
+    const bool pure = table.caption.find("precision pure_bf16") != std::string::npos;
+    const double s = pure ? 2 : 4;  // bytes per element of weights, gradients and two moments
+    double expected[3] = {4 * s * psi, (2 * s + 2 * s / n) * psi, 4 * s * psi / n};
     std::vector<std::string> measured;
     for (int way : {0, 1, 2}) {
         TableRow r = row_of(table, {{"Way", FSDP_WAYS[way]}});
@@ -567,11 +569,12 @@ static Answer saved_by_fsdp(const Table& table, double n) {
             say("{} {}{}", FSDP_WAYS[way], cell.empty() ? "nothing" : cell, std::isnan(peaks[way]) ? "" : " MiB"));
     }
     auto mib = [](double bytes) { return number(bytes / 1048576, "%.1f"); };
-    std::string text = say(
-        "Expected without activations and gathered units: 16 Psi = {} MiB with DDP, (8 + 8/N) Psi = {} with a sharded "
-        "optimizer and 16 Psi/N = {} with FSDP, so FSDP saves {} and {} MiB. Peaks: {}.",
-        mib(expected[0]), mib(expected[1]), mib(expected[2]), mib(expected[0] - expected[2]),
-        mib(expected[1] - expected[2]), list_of(measured));
+    std::string half = number(2 * s, "%.0f");
+    std::string text =
+        say("Expected without activations and gathered units: {} Psi = {} MiB with DDP, ({} + {}/N) Psi = {} with a "
+            "sharded optimizer and {} Psi/N = {} with FSDP, so FSDP saves {} and {} MiB. Peaks: {}.",
+            number(4 * s, "%.0f"), mib(expected[0]), half, half, mib(expected[1]), number(4 * s, "%.0f"),
+            mib(expected[2]), mib(expected[0] - expected[2]), mib(expected[1] - expected[2]), list_of(measured));
     if (!std::isnan(peaks[0] + peaks[1] + peaks[2])) {
         auto against = [&](int way) {
             double saved = peaks[way] - peaks[2];

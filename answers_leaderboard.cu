@@ -6,18 +6,19 @@ Answers answer_leaderboard(const Tables& tables) {
     if (!table || table->rows.empty()) { return {}; }
     TableRow row = rows_of(*table)[0];
     auto gib = [&](const char* column) { return number(row.number(column) / 1024, "%.1f"); };
-    std::string what = say("A training step of {} ({} tokens per sequence, batch {}, {})", row.text("size"),
+    std::string who = value_in(*table, "TFLOP/s; ", ";"), each = who == "one rank" ? "" : " per rank";
+    std::string what = say("A training step of {} ({} tokens per sequence, batch {}, {}) on {}", row.text("size"),
                            value_in(*table, "context length ", ","), value_in(*table, "batch ", ","),
-                           value_in(*table, "precision ", ","));
+                           value_in(*table, "precision ", ","), who);
     if (std::isnan(row.number("mean ms"))) {
-        return {{"", say("{} was not run: it would hold {} GiB at its peak.", what, gib("predicted peak MiB")) +
+        return {{"", say("{} was not run: it would hold {} GiB{} at its peak.", what, gib("predicted peak MiB"), each) +
                          scaled_down(*table)}};
     }
     std::string text = say("{} takes {} ms in the mean (median {}, {} to {}): {} tokens per second, {} TFLOP/s", what,
                            row.text("mean ms"), row.text("median ms"), row.text("min ms"), row.text("max ms"),
                            row.text("tokens/s"), row.text("TFLOP/s"));
     text += row.text("MFU %").empty() ? "." : say(", an MFU of {} %.", row.text("MFU %"));
-    text += say(" Its peak is {} GiB, predicted {}.", gib("peak MiB"), gib("predicted peak MiB"));
+    text += say(" Its peak is {} GiB{}, predicted {}.", gib("peak MiB"), each, gib("predicted peak MiB"));
     std::vector<std::string> shares;
     if (parts) {
         for (const TableRow& part : rows_of(*parts)) {

@@ -33,13 +33,21 @@ static Tensor toy_logits(const Model& toy, const Tensor& tokens) {
     return product(3, x, 0);
 }
 
-struct Case {
+struct FsdpCase {
     bool toy;
     Precision precision;
     Mode mode;
     int checkpoint, batches;  // batches: of each step, whose gradients add up
+    int head_chunk = 0;
 };
-static Model lay_out(const Case& k) { return k.toy ? lay_out_toy() : lay_out_model({"lm", 64, 96, 3, 4, VOCABULARY}); }
+static bool takes_sgd(const FsdpCase& k) { return k.toy || k.precision != FP32; }
+static double learning_rate(const FsdpCase& k) {
+    if (k.precision == PREC_PURE_BF16) { return 1; }  // by a small step rounding leaves most weights where they are
+    return takes_sgd(k) ? 0.01 : 0.001;
+}
+static Model lay_out(const FsdpCase& k) {
+    return k.toy ? lay_out_toy() : lay_out_model({"lm", 64, 96, 3, 4, VOCABULARY});
+}
 static void place_all(Model& model, const Place& place) {
     if (model.config.name.empty()) {  // the toy
         for (Parameter& p : model.parameters) { p.weight = place(p, p.shape), model.slots.push_back(p.weight); }
@@ -48,11 +56,12 @@ static void place_all(Model& model, const Place& place) {
     place_weights(model, place);
 }
 // In one process: weights and gradients in an arena each.
-static Model whole_model(const Case& k, uint64_t seed) {
+static Model whole_model(const FsdpCase& k, uint64_t seed) {
     Model model = lay_out(k);
     const Parameter& last = model.parameters.back();
     Shape all = {last.offset + count(last.shape)};
-    model.weights = zeros(all, F32, PARAMETERS), model.gradients = zeros(all, F32, GRADIENTS);
+    model.weights = zeros(all, weight_dtype(), PARAMETERS);
+    model.gradients = zeros(all, weight_dtype(), GRADIENTS);
     place_all(model, [&](const Parameter& p, const Shape& shape) {
         Tensor t = require_gradient(view(model.weights, p.offset, shape));
         t.gradient->is_parameter = true;
@@ -66,29 +75,30 @@ static Model whole_model(const Case& k, uint64_t seed) {
 static void loss_and_gradients(Model& model, const Batch& batch, int64_t first, int64_t rows, float scale) {
     zero_gradients(model);
     auto part = [&](const Tensor& t) { return view(t, first * POSITIONS, {rows, POSITIONS}); };
-    Tensor tokens = part(batch.tokens);
-    Tensor logits = model.layers.empty() ? toy_logits(model, tokens) : forward(model, tokens);
-    backward(cross_entropy(logits, part(batch.targets)), scale);
-    drop_weight_copies(model.slots);
+    Batch ours = {part(batch.tokens), part(batch.targets)};
+    bool toy = model.layers.empty();
+    Tensor loss = toy ? cross_entropy(toy_logits(model, ours.tokens), ours.targets) : forward_to_loss(model, ours);
+    backward_from_loss(model, loss, scale);
 }
 
 struct Result {
     double max = 0, sum = 0;
     int64_t wrong = 0, n = 0;
 };
-static Result train_both(const Communicator& c, const Case& k, uint64_t seed) {
+static Result train_both(const Communicator& c, const FsdpCase& k, uint64_t seed) {
     context.precision = k.precision, context.mode = k.mode, context.checkpoint = k.checkpoint;
+    context.head_chunk = k.head_chunk;
     Model laid_out = lay_out(k);
     auto f = fully_shard(c, laid_out.parameters, matmul_dtype(), F32);
     place_all(laid_out, [&](const Parameter& p, const Shape& shape) { return place(*f, p, shape); });
     add_hooks(laid_out, *f);
     Model ours = std::move(laid_out), whole = whole_model(k, seed);
-    visit_whole(*f, f->shard.weights, true, [&](const Parameter& p, const Tensor& w) { init_weight(w, p.name, seed); });
+    init_weights(*f, seed);
     LossScaler scaler;
     scaler.scale = 1024;  // a power of two: unscaling is exact
     ParameterGroup reference{whole.weights, whole.gradients};
-    reference.sgd = f->shard.sgd = k.toy || k.precision != FP32;
-    reference.adamw.lr = reference.sgd ? 0.01f : 0.001f;
+    reference.sgd = f->shard.sgd = takes_sgd(k);
+    reference.adamw.lr = (float)learning_rate(k);
     reference.adamw.eps = 1e-5f;  // else a gradient that is rounding alone moves its weight by lr, either way
     f->shard.adamw = reference.adamw;
     Optimizer optimizer{c, UNSHARDED, {}};
@@ -104,7 +114,7 @@ static Result train_both(const Communicator& c, const Case& k, uint64_t seed) {
             finish_backward(*f);
         }
         for (const FsdpUnit& u : f->units) {
-            result.wrong += !u.gradient || u.gradient.size() != u.part || u.gradient.dtype != F32;
+            result.wrong += !u.gradient || u.gradient.size() != u.part || u.gradient.dtype != weight_dtype();
         }
         optimizer_step(*f, scaler, 0);
         loss_and_gradients(whole, batch, 0, rows, scale);
@@ -112,10 +122,13 @@ static Result train_both(const Communicator& c, const Case& k, uint64_t seed) {
         optimizer_step(optimizer);
         visit_whole(*f, f->shard.weights, false, [&](const Parameter& p, const Tensor& got) {
             std::vector<double> a = to_doubles(got), b = to_doubles(view(whole.weights, p.offset, p.shape));
-            double atol = k.precision == FP32 ? 1e-6 : 1e-4;
+            double atol = k.precision == FP32 ? 1e-6 : 1e-4, rtol = 1e-4;
+            // Rounding turns last bits (2^-7 of a weight or less) and goes on from there. In 12 runs with 2 and 3 ranks
+            // no weight differed by more than half of this, while they moved by 8e-3 in the mean.
+            if (k.precision == PREC_PURE_BF16) { atol = 2e-3, rtol = 1.0 / 64; }
             for (size_t i = 0; i < a.size(); i++) {
                 double difference = std::fabs(a[i] - b[i]);
-                result.wrong += !(difference <= atol + 1e-4 * std::fabs(b[i]));  // NaN is wrong
+                result.wrong += !(difference <= atol + rtol * std::fabs(b[i]));  // NaN is wrong
                 result.max = difference > result.max || std::isnan(difference) ? difference : result.max;
                 result.sum += difference, result.n++;
             }
@@ -130,10 +143,10 @@ int cmd_fsdp(const Options& o) {
                               "size: %d, Batch size: %d, context length: %d; backend %s; %s; commit %s",
                               STEPS, c.world, ROWS * c.world, POSITIONS, c.backend.c_str(),
                               device_description().c_str(), commit().c_str()),
-                    {"Model", "Optimizer", "precision", "mode", "checkpoint", "backwards per step", "repetitions",
-                     "max diff", "mean diff", "Parameters"},
+                    {"Model", "Optimizer", "precision", "mode", "checkpoint", "head chunk", "backwards per step",
+                     "repetitions", "max diff", "mean diff", "Parameters"},
                     {}};
-        std::vector<Case> cases = {{true, FP32, FUSED, 0, 1}, {true, PREC_FP16, FUSED, 0, 1}};
+        std::vector<FsdpCase> cases = {{true, FP32, FUSED, 0, 1}, {true, PREC_FP16, FUSED, 0, 1}};
         for (Precision precision : {FP32, PREC_BF16, PREC_FP16}) {
             for (Mode mode : {EAGER, FUSED}) { cases.push_back({false, precision, mode, 0, 1}); }
         }
@@ -141,18 +154,22 @@ int cmd_fsdp(const Options& o) {
             cases.push_back({false, FP32, FUSED, checkpoint, 1});
         }
         cases.push_back({false, FP32, FUSED, 1, 2});
+        for (auto [checkpoint, head_chunk] : {std::pair(0, 0), {1, 0}, {0, 48}}) {
+            cases.push_back({false, PREC_PURE_BF16, FUSED, checkpoint, 1, head_chunk});
+        }
         const int repetitions = o.quick ? 1 : 5;
         bool ok = true;
-        for (const Case& k : cases) {
+        for (const FsdpCase& k : cases) {
             Result all;
             for (int i = 0; i < repetitions; i++) {
                 Result r = train_both(c, k, o.seed + i);
                 all.max = std::max(all.max, r.max), all.sum += r.sum, all.n += r.n, all.wrong += r.wrong;
             }
-            bool sgd = k.toy || k.precision != FP32;
             table.rows.push_back({k.toy ? "the public test's" : "Transformer, d_model 64, 3 layers",
-                                  sgd ? "SGD, lr 0.01" : "AdamW, lr 0.001", name_of(k.precision), name_of(k.mode),
-                                  k.checkpoint ? name_of_checkpoint(k.checkpoint) : "none", std::to_string(k.batches),
+                                  strprintf("%s, lr %g", takes_sgd(k) ? "SGD" : "AdamW", learning_rate(k)),
+                                  name_of(k.precision), name_of(k.mode),
+                                  k.checkpoint ? name_of_checkpoint(k.checkpoint) : "none",
+                                  k.head_chunk ? std::to_string(k.head_chunk) : "none", std::to_string(k.batches),
                                   std::to_string(repetitions), strprintf("%.2e", all.max),
                                   strprintf("%.2e", all.sum / all.n), all.wrong ? "DIFFER" : "match"});
             ok = ok && all.wrong == 0;
@@ -169,23 +186,22 @@ int cmd_fsdp(const Options& o) {
 enum Way { PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED };
 static const char* const way_names[] = {"overlapped DDP", "sharded optimizer (ZeRO-1)", "FSDP"};
 
-struct Trainer {  // one way, with all that it holds
+struct WayTrainer {  // one way, with all that it holds
     Model model;
     std::unique_ptr<DataParallel> d;
     Optimizer optimizer;
     std::unique_ptr<Fsdp> f;
     LossScaler scaler;
 };
-static std::unique_ptr<Trainer> make_trainer(Way way, const Communicator& c, const Plan& p) {
-    auto made = std::make_unique<Trainer>();
-    Trainer& t = *made;
+static std::unique_ptr<WayTrainer> make_trainer(Way way, const Communicator& c, const Plan& p) {
+    auto made = std::make_unique<WayTrainer>();
+    WayTrainer& t = *made;
     const ModelConfig& config = p.configs[0];
     DType reduced = reduced_as(p.o);
     if (way == FULLY_SHARDED) {
         t.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype(), reduced);
         t.model = sharded_model(config, *t.f);
-        visit_whole(*t.f, t.f->shard.weights, true,
-                    [&](const Parameter& q, const Tensor& w) { init_weight(w, q.name, p.o.seed); });
+        init_weights(*t.f, p.o.seed);
         return made;
     }
     bool plain = way == PLAIN_DDP;
@@ -200,7 +216,7 @@ static std::unique_ptr<Trainer> make_trainer(Way way, const Communicator& c, con
     if (!plain) { add_parameter_group(t.optimizer, {t.model.weights, t.model.gradients}); }
     return made;
 }
-static void train_step(Trainer& t, const Batch& batch) {
+static void train_step(WayTrainer& t, const Batch& batch) {
     if (t.f) {
         begin_step(*t.f);
         forward_backward(t.model, batch, 1);
@@ -227,7 +243,7 @@ static void add_times(std::vector<UnitTimes>& units, const Fsdp& f, int steps) {
         UnitTimes& u = units[w.unit];
         int pass = k >= units.size();  // forward asks for each unit once
         u.wait[pass] += ms_of(w.got, w.asked) / steps;
-        if (seen.insert(w.gather.get()).second) { u.gather[pass] += ms_of(w.gather->end, w.gather->begin) / steps; }
+        if (seen.insert(w.work.get()).second) { u.gather[pass] += ms_of(w.work->end, w.work->begin) / steps; }
     }
 }
 static std::string unit_name(int unit, size_t units) {
@@ -284,12 +300,12 @@ static void memory_row(Table& table, Way way, const Plan& p, const Communicator&
     if (t->f) {
         std::set<const Work*> gathers;
         for (const FsdpWait& w : t->f->waits) {
-            if (gathers.insert(w.gather.get()).second) { sent += (double)w.gather->bytes; }
+            if (gathers.insert(w.work.get()).second) { sent += (double)w.work->bytes; }
         }
         for (const FsdpUnit& u : t->f->units) { sent += (double)u.gradients.size() * size_of(u.gradients.dtype); }
     } else {
         sent = (double)t->model.gradients.size() * size_of(t->model.gradients.dtype);
-        sent += way == PLAIN_DDP ? sent : (double)t->model.weights.size() * size_of(F32);
+        sent += way == PLAIN_DDP ? sent : (double)t->model.weights.size() * size_of(t->model.weights.dtype);
     }
     const MemoryUse& use = memory_use(context.device);
     size_t known[] = {use.peak_by[PARAMETERS], use.peak_by[WEIGHT_COPIES], use.peak_by[GRADIENTS],
@@ -309,7 +325,11 @@ static void memory_row(Table& table, Way way, const Plan& p, const Communicator&
 
 int cmd_fsdp_accounting(const Options& o) {
     if (o.precision[0] == "fp16") {
-        usage_error("--precision: got fp16, which needs loss scaling; takes fp32, tf32 or bf16 here");
+        usage_error("--precision: got fp16, which needs loss scaling; takes fp32, tf32, bf16 or pure_bf16 here");
+    }
+    if (o.precision[0] == "pure_bf16" && o.has("reduce_dtype")) {
+        usage_error("--reduce_dtype: got %s, takes another --precision than pure_bf16, whose gradients are bf16",
+                    o.reduce_dtype.c_str());
     }
     return run_ranks(o, [&](const Communicator& c) {
         Plan p = plan_of(o, c);

@@ -1055,16 +1055,16 @@ struct FsdpUnit {  // what is gathered at once; its elements are those of the mo
     Tensor gradient;            // the own part, averaged over the ranks; null until there is one
     std::vector<FsdpSlot> slots;
 };
-struct FsdpWait {  // of the compute stream, for the weights of a unit
-    int unit;
-    WorkPtr gather;
+struct FsdpWait {  // of the compute stream, for a unit's gather or reduce-scatter
+    int unit;      // -1: the norms
+    WorkPtr work;
     Mark asked, got;
 };
 struct Fsdp {
     Communicator c;
     std::vector<Parameter> parameters;
     std::vector<FsdpUnit> units;
-    ParameterGroup shard;                          // fp32: the own part of each unit, then the replicated weights
+    ParameterGroup shard;                          // the own part of each unit, then the replicated weights
     std::map<std::string, int64_t> replicated_at;  // by name: its first element there
     int64_t replicated = 0;                        // where those begin
     Tensor replicated_gradients, replicated_sum;   // of this backward; of all since the last step, or null
@@ -1074,25 +1074,27 @@ struct Fsdp {
     int to_reduce = 0, reducing = -1;    // the unit to be reduced next; the one whose reduce-scatter is under way
     bool reduces_in_place = false;       // that one: its part still has to be added to its gradient
     WorkPtr reduce;
-    std::vector<FsdpWait> waits;  // of this step
+    std::vector<FsdpWait> waits;         // of this step, for weights
+    std::vector<FsdpWait> reduce_waits;  // for gradients
     ~Fsdp();
 };
-// Lays the weights out over the ranks, not set. compute_dtype: as which they are sent, and computed with, but for unit
-// 0, the embedding, a look-up only, which stays fp32 as under autocast. reduce_dtype: F32 or BF16, of gradients on the
-// wire.
+// Lays the weights out over the ranks, not set. The shard has weight_dtype(). Where that is fp32, compute_dtype is the
+// one in which weights are sent and computed with, but for unit 0, the embedding, a look-up only, which stays fp32 as
+// under autocast; and reduce_dtype, F32 or BF16, is that of gradients on the wire. Else all are as the shard.
 std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Parameter>& parameters, DType compute_dtype,
                                   DType reduce_dtype);
 Tensor place(Fsdp& f, const Parameter& p, const Shape& shape);  // see Place
 // A Transformer whose weights are f's, which has to outlive it.
 Model sharded_model(const ModelConfig& c, Fsdp& f);
 void add_hooks(Model& model, Fsdp& f);  // the same for a model that has been placed
-void pre_forward(Fsdp& f, int unit);    // waits for the unit's weights, and starts the next gather
-void pre_backward(Fsdp& f, int unit);   // the same; and starts to reduce the gradients of the unit behind it
-void begin_step(Fsdp& f);               // before its first forward: the weights have changed
-void finish_backward(Fsdp& f);          // after each backward: then the own gradients are averages, or sums of averages
+void init_weights(Fsdp& f, uint64_t seed);
+void pre_forward(Fsdp& f, int unit);   // waits for the unit's weights, and starts the next gather
+void pre_backward(Fsdp& f, int unit);  // the same; and starts to reduce the gradients of the unit behind it
+void begin_step(Fsdp& f);              // before its first forward: the weights have changed
+void finish_backward(Fsdp& f);         // after each backward: then the own gradients are averages, or sums of averages
 // AdamW or SGD, as f.shard says, on the own part. See guarded_step.
 double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm);
-// Every parameter in turn, whole and in fp32, of `flat`: f.shard's weights, m or v. With `write`, what `see` leaves
+// Every parameter in turn, whole, of `flat`: f.shard's weights, m or v, in its dtype. With `write`, what `see` leaves
 // there is cut up again. Every rank has to call it.
 void visit_whole(Fsdp& f, const Tensor& flat, bool write,
                  const std::function<void(const Parameter& p, const Tensor& whole)>& see);

@@ -164,7 +164,8 @@ void optimizer_step(Optimizer& o, float gradient_scale) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // FSDP (Zhao et al., 2023; ZeRO-3; the 2026 handout): the weights are sharded, too. Of each unit (the embedding, a
-// block, the head) a rank keeps 1/N of the elements, in fp32, with their gradients and moments. Norms are replicated.
+// block, the head) a rank keeps 1/N of the elements with their gradients and moments, in fp32 or, in pure bf16, all in
+// bf16. Norms are replicated.
 //   forward    compute unit i, gather unit i + 1 beside it
 //   backward   compute unit i, gather unit i - 1 and reduce-scatter unit i + 1's gradients beside it
 // Whole units lie in two buffers by turns, unit i in number i % 2; gradients in two more. So the gather of unit i + 1
@@ -189,6 +190,8 @@ std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Param
     auto made = std::make_unique<Fsdp>();
     Fsdp& f = *made;
     f.c = c, f.parameters = parameters;
+    const DType kept = weight_dtype();
+    if (kept != F32) { compute_dtype = reduce_dtype = kept; }
     for (const Parameter& p : parameters) {
         if (p.unit < 0) { continue; }
         if (p.unit >= (int)f.units.size()) { f.units.resize(p.unit + 1); }
@@ -199,7 +202,7 @@ std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Param
     for (const FsdpUnit& u : f.units) {
         if (u.end == 0) { fail("FSDP: a unit without parameters"); }
     }
-    auto dtype_of = [&](size_t i) { return i == 0 ? F32 : compute_dtype; };
+    auto dtype_of = [&](size_t i) { return i == 0 ? kept : compute_dtype; };
     int64_t weight_bytes[2] = {0, 0}, gradient_bytes[2] = {0, 0};
     for (size_t i = 0; i < f.units.size(); i++) {
         FsdpUnit& u = f.units[i];
@@ -214,8 +217,8 @@ std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Param
     for (const Parameter& p : parameters) {
         if (p.unit < 0) { f.replicated_at[p.name] = end, end = aligned_part(end + count(p.shape)); }
     }
-    f.shard.weights = zeros({end}, F32, PARAMETERS);
-    f.replicated_gradients = zeros({end - f.replicated}, F32, GRADIENTS);
+    f.shard.weights = zeros({end}, kept, PARAMETERS);
+    f.replicated_gradients = zeros({end - f.replicated}, kept, GRADIENTS);
     for (size_t buffer = 0; buffer < 2; buffer++) {
         Tensor weights = empty({weight_bytes[buffer]}, U8, WEIGHT_COPIES),
                gradients = empty({gradient_bytes[buffer]}, U8, GRADIENTS);
@@ -266,7 +269,7 @@ static void start_gather(Fsdp& f, int i) {
     WorkPtr& gather = f.gathers[i % 2];
     wait(f.c, gather);  // of a unit that nobody asked for in the end
     Tensor own = view(f.shard.weights, u.offset, {u.part});
-    bool casts = u.weights.dtype != F32;
+    bool casts = u.weights.dtype != own.dtype;
     if (casts) { copy_or_add(own_part(f, u, u.weights), own, false); }
     gather = all_gather(f.c, u.weights, bounds_of(f, u), casts ? Tensor() : own);
     f.in_buffer[i % 2] = i;
@@ -286,16 +289,21 @@ void pre_forward(Fsdp& f, int i) {
     if (next % 2 != i % 2 && f.in_buffer[next % 2] != next) { start_gather(f, next); }
 }
 
-static void add_to(Tensor& sum, const Tensor& x) {
+static void add_to(const Fsdp& f, Tensor& sum, const Tensor& x) {
     bool first = !sum;
-    if (first) { sum = empty(x.shape, F32, GRADIENTS); }
+    if (first) { sum = empty(x.shape, f.shard.weights.dtype, GRADIENTS); }
     copy_or_add(sum, x, !first);
+}
+static void wait_for_gradients(Fsdp& f, int unit, const WorkPtr& work) {
+    Mark asked = mark();
+    wait(f.c, work);
+    f.reduce_waits.push_back({unit, work, asked, mark()});
 }
 static void finish_reduce(Fsdp& f) {
     if (f.reducing < 0) { return; }
     FsdpUnit& u = f.units[f.reducing];
-    wait(f.c, f.reduce);
-    if (f.reduces_in_place) { add_to(u.gradient, own_part(f, u, u.gradients)); }
+    wait_for_gradients(f, f.reducing, f.reduce);
+    if (f.reduces_in_place) { add_to(f, u.gradient, own_part(f, u, u.gradients)); }
     f.reducing = -1;
 }
 // What has no gradient counts as zero: padding, and parameters that this rank's loss did not depend on.
@@ -317,8 +325,8 @@ static void start_reduce(Fsdp& f, int i) {
     finish_reduce(f);  // of unit i + 1: backward now writes unit i - 1's gradients over them
     FsdpUnit& u = f.units[i];
     zero_the_rest(u);
-    f.reduces_in_place = u.gradient || u.gradients.dtype != F32;
-    if (!f.reduces_in_place) { u.gradient = empty({u.part}, F32, GRADIENTS); }
+    f.reduces_in_place = u.gradient || u.gradients.dtype != f.shard.weights.dtype;
+    if (!f.reduces_in_place) { u.gradient = empty({u.part}, u.gradients.dtype, GRADIENTS); }
     f.reduce = reduce_scatter(f.c, u.gradients, bounds_of(f, u), AVERAGE, f.reduces_in_place ? Tensor() : u.gradient);
     f.reducing = i;
 }
@@ -334,7 +342,7 @@ static void drop_gradients(Fsdp& f) {
 }
 void begin_step(Fsdp& f) {
     f.last_order = std::move(f.order);
-    f.order.clear(), f.waits.clear();
+    f.order.clear(), f.waits.clear(), f.reduce_waits.clear();
     if (f.reducing >= 0) { wait(f.c, f.reduce); }  // an error has ended the step before
     f.reducing = -1, f.to_reduce = (int)f.units.size() - 1;
     drop_gradients(f), forget_gathered(f);
@@ -351,8 +359,8 @@ void finish_backward(Fsdp& f) {
     finish_reduce(f);
     f.to_reduce = (int)f.units.size() - 1;
     if (f.replicated_gradients.size() == 0) { return; }
-    wait(f.c, all_reduce(f.c, f.replicated_gradients, AVERAGE));
-    add_to(f.replicated_sum, f.replicated_gradients);
+    wait_for_gradients(f, -1, all_reduce(f.c, f.replicated_gradients, AVERAGE));
+    add_to(f, f.replicated_sum, f.replicated_gradients);
     fill_zero(f.replicated_gradients);  // the next loss may not depend on all of them
 }
 
@@ -375,8 +383,8 @@ static double norm_over_ranks(const Fsdp& f) {
 double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) {
     NoGrad no_grad;
     ParameterGroup& g = f.shard;
-    if (!g.m) { g.m = zeros(g.weights.shape, F32, OPTIMIZER); }
-    if (!g.v && !g.sgd) { g.v = zeros(g.weights.shape, F32, OPTIMIZER); }
+    if (!g.m) { g.m = zeros(g.weights.shape, g.weights.dtype, OPTIMIZER); }
+    if (!g.v && !g.sgd) { g.v = zeros(g.weights.shape, g.weights.dtype, OPTIMIZER); }
     auto step = [&](float gradient_scale) {
         g.step++;
         std::vector<FlatGradient> gradients = gradients_of(f);
@@ -400,7 +408,8 @@ void visit_whole(Fsdp& f, const Tensor& flat, bool write,
         int64_t begin = 0;
         if (i >= 0) {
             const FsdpUnit& u = f.units[i];
-            own = view(flat, u.offset, {u.part}), whole = empty({f.c.world * u.part}, F32, WORKSPACE), begin = u.begin;
+            own = view(flat, u.offset, {u.part}), whole = empty({f.c.world * u.part}, flat.dtype, WORKSPACE);
+            begin = u.begin;
             wait(f.c, all_gather(f.c, whole, bounds_of(f, u), own));
         }
         for (const Parameter& p : f.parameters) {
@@ -409,4 +418,8 @@ void visit_whole(Fsdp& f, const Tensor& flat, bool write,
         if (i >= 0 && write) { copy(own, own_part(f, f.units[i], whole)); }
     }
     if (write) { forget_gathered(f); }
+}
+void init_weights(Fsdp& f, uint64_t seed) {
+    visit_whole(f, f.shard.weights, true,
+                [&](const Parameter& p, const Tensor& whole) { init_weight(whole, p.name, seed); });
 }

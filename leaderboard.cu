@@ -10,68 +10,143 @@ static double step_flops(const ModelConfig& c, double B, double T) {
     return 6 * B * T * matmul_weights(c) + 7 * B * T * T * c.d_model * c.num_layers;
 }
 
-constexpr int PARTS = 4;
-static const char* const part_names[PARTS] = {"forward, blocks", "head and loss", "backward", "optimizer"};
-using Moments = std::array<Mark, PARTS + 1>;  // where the parts begin; the last: where the step ends
+// EXPOSED: what the compute stream waits for other ranks, in any of the first three, which do not count it.
+enum Part { BLOCKS, HEAD, BACKWARD, OPTIMIZER_STEP, EXPOSED, PARTS };
+static const char* const part_names[PARTS] = {"forward, blocks", "head and loss", "backward", "optimizer",
+                                              "exposed communication"};
+using Moments = std::array<Mark, EXPOSED + 1>;  // where the parts begin, and where the step ends
 
 struct LeaderboardRun : Attempt {
-    int warmup = 0;     // steps that were not timed, and followed the first two
-    size_t peak = 0;    // bytes, measured
-    double loss = NAN;  // of the first step
+    int warmup = 0;   // steps that were not timed, and followed the first two
+    size_t peak = 0;  // bytes, measured
+    double first_loss = NAN, last_loss = NAN;
     Stats step{}, parts[PARTS]{};
 };
-static double run_step(Model& model, const Batch& batch, LossScaler& scaler, Moments& at) {
-    model.pre_forward = [&](int unit) {
-        if (unit == model.config.num_layers + 1) { at[1] = mark(); }
+struct LeaderboardTrainer {
+    Communicator c;
+    Model model;
+    std::unique_ptr<Fsdp> f;  // null: there is one rank
+    Batch batch;              // its part of the whole one
+    LossScaler scaler;
+    Moments at;  // of the step before
+};
+static std::unique_ptr<LeaderboardTrainer> make_trainer(const Communicator& c, const Plan& p) {
+    const Options& o = p.o;
+    const ModelConfig& config = p.configs[0];
+    auto made = std::make_unique<LeaderboardTrainer>();
+    LeaderboardTrainer& t = *made;
+    t.c = c;
+    if (c.world > 1) {
+        t.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype(), F32);
+        t.model = sharded_model(config, *t.f);
+        init_weights(*t.f, o.seed);
+    } else {
+        t.model = random_model(config, o.seed);
+        make_optimizer_state(t.model);
+    }
+    Batch all = random_batch(o.batch_size, o.context_length, config.vocab_size, o.seed);
+    int64_t rows = o.batch_size / c.world, T = o.context_length;
+    auto part = [&](const Tensor& x) { return view(x, c.rank * rows * T, {rows, T}); };
+    t.batch = {part(all.tokens), part(all.targets)};
+    return made;
+}
+// Returns the mean loss over this rank's sequences.
+static Tensor run_step(LeaderboardTrainer& t) {
+    auto hook = t.model.pre_forward;
+    t.model.pre_forward = [&](int unit) {
+        if (unit == t.model.config.num_layers + 1) { t.at[HEAD] = mark(); }
+        if (hook) { hook(unit); }
     };
-    at[0] = mark();
-    Tensor loss = forward_backward(model, batch, loss_scale_of(scaler), [&] { at[2] = mark(); });
-    at[3] = mark();
-    optimizer_step(model, AdamW(), scaler, 0);
-    at[4] = mark();
-    model.pre_forward = nullptr;
+    t.at[BLOCKS] = mark();
+    if (t.f) { begin_step(*t.f); }
+    Tensor loss = forward_backward(t.model, t.batch, loss_scale_of(t.scaler), [&] { t.at[BACKWARD] = mark(); });
+    if (t.f) { finish_backward(*t.f); }
+    t.at[OPTIMIZER_STEP] = mark();
+    t.f ? optimizer_step(*t.f, t.scaler, 0) : optimizer_step(t.model, AdamW(), t.scaler, 0);
+    t.at[EXPOSED] = mark();
+    t.model.pre_forward = hook;
     synchronize();
+    return loss;
+}
+static double whole_loss(const LeaderboardTrainer& t, const Tensor& loss) {
+    if (t.f) { wait(t.c, all_reduce(t.c, loss, AVERAGE)); }
     return to_doubles(loss)[0];
 }
+static double step_ms(const LeaderboardTrainer& t) { return ms_of(t.at[EXPOSED], t.at[BLOCKS]); }
+static std::array<double, PARTS> parts_of(const LeaderboardTrainer& t) {
+    std::array<double, PARTS> ms{};
+    for (int k = 0; k < EXPOSED; k++) { ms[k] = ms_of(t.at[k + 1], t.at[k]); }
+    auto move = [&](const FsdpWait& w, Part from) {
+        double waited = ms_of(w.got, w.asked);
+        ms[from] -= waited, ms[EXPOSED] += waited;
+    };
+    if (!t.f) { return ms; }
+    Part part = BLOCKS;
+    for (const FsdpWait& w : t.f->waits) {
+        if (w.unit == t.model.config.num_layers + 1) { part = HEAD; }  // it is asked for once, in forward
+        move(w, part);
+        if (part == HEAD) { part = BACKWARD; }
+    }
+    for (const FsdpWait& w : t.f->reduce_waits) { move(w, BACKWARD); }
+    return ms;
+}
+static size_t planned_peak(const Communicator& c, const Plan& p) {
+    Communicator planned;
+    planned.world = c.world;
+    return planned_peak([&] {
+        auto t = make_trainer(planned, p);
+        reset_peak(META);
+        for (int i = 0; i < 2; i++) { run_step(*t); }  // FSDP has its moments from the first one's end on
+    });
+}
 // As do_bench counts: a step is timed for an estimate, after a first one, and then as many follow as fill the two
-// times.
-static void measure(LeaderboardRun& r, const ModelConfig& c, const Options& o) {
-    Model model = random_model(c, o.seed);
-    make_optimizer_state(model);
-    Batch batch = random_batch(o.batch_size, o.context_length, c.vocab_size, o.seed);
-    LossScaler scaler;
-    Moments at;
+// times, on all ranks as many as on rank 0.
+static void measure(LeaderboardRun& r, const Communicator& c, const Plan& p) {
+    const Options& o = p.o;
+    auto t = make_trainer(c, p);
     reset_peak(context.device);
-    r.loss = run_step(model, batch, scaler, at);
-    run_step(model, batch, scaler, at);
-    const double estimate = ms_of(at[PARTS], at[0]);
+    r.first_loss = whole_loss(*t, run_step(*t));
+    run_step(*t);
+    double estimate = step_ms(*t);
+    if (t->f) { estimate = std::stod(gather_text(c, strprintf("%.17g", estimate))[0]); }
     auto that_fill = [&](double seconds) { return (int)std::min(1e6, seconds * 1e3 / estimate); };
     r.warmup = o.has("warmup") ? o.warmup[0] : that_fill(o.warmup_time);
     const int steps = o.has("steps") ? o.steps : std::max(1, that_fill(o.rep_time));
     std::vector<double> all, parts[PARTS];
     for (int i = -r.warmup; i < steps; i++) {
-        run_step(model, batch, scaler, at);
-        progress("%s: step %d of %d, %.0f ms", c.name.c_str(), i + 1 + r.warmup, r.warmup + steps,
-                 ms_of(at[PARTS], at[0]));
+        Tensor loss = run_step(*t);
+        if (c.rank == 0) {
+            progress("%s: step %d of %d, %.0f ms", p.configs[0].name.c_str(), i + 1 + r.warmup, r.warmup + steps,
+                     step_ms(*t));
+        }
+        if (i + 1 == steps) { r.last_loss = whole_loss(*t, loss); }
         if (i < 0) { continue; }
-        all.push_back(ms_of(at[PARTS], at[0]));
-        for (int k = 0; k < PARTS; k++) { parts[k].push_back(ms_of(at[k + 1], at[k])); }
+        all.push_back(step_ms(*t));
+        std::array<double, PARTS> of_step = parts_of(*t);
+        for (int k = 0; k < PARTS; k++) { parts[k].push_back(of_step[k]); }
     }
     r.step = stats_of(all);
     for (int k = 0; k < PARTS; k++) { r.parts[k] = stats_of(parts[k]); }
     r.peak = memory_use(context.device).peak;
+    if (!t->f) { return; }
+    for (const std::string& peak : gather_text(c, std::to_string(r.peak))) {
+        r.peak = std::max<size_t>(r.peak, std::stoull(peak));
+    }
 }
 
-static Plan plan_of(const Options& o) {
+static Plan plan_of_step(const Options& o, const Communicator& c) {
     Plan p{o};
     bool cpu = context.device == CPU;
-    if (cpu || o.quick) {
+    if (cpu || c.backend == "gloo" || o.quick) {
         p.shrink_size();
-        p.shrink("batch_size", &Options::batch_size, 1);
+        p.shrink("batch_size", &Options::batch_size, c.world);
         p.shrink("context_length", &Options::context_length, cpu ? 64 : 1024);
         p.shrink("head_chunk", &Options::head_chunk, cpu ? 48 : 512);
         p.shrink("warmup_time", &Options::warmup_time, 0.0);
         p.shrink("rep_time", &Options::rep_time, o.quick ? 0.1 : 5.0);
+    }
+    if (p.o.batch_size % c.world != 0) {
+        usage_error("--batch_size: got %d, takes a multiple of %d, the number of ranks", p.o.batch_size, c.world);
     }
     context.head_chunk = p.o.head_chunk;
     p.choose_models();
@@ -80,26 +155,32 @@ static Plan plan_of(const Options& o) {
     return p;
 }
 
-static void print_tables(const Plan& p, const ModelConfig& c, const LeaderboardRun& r) {
+static void print_tables(const Plan& p, const Communicator& ranks, const LeaderboardRun& r) {
     const Options& o = p.o;
+    const ModelConfig& c = p.configs[0];
     const bool gpu = context.device == CUDA;
     const double flops = step_flops(c, o.batch_size, o.context_length), rate = flops / r.step.mean / 1e9;
     const double tokens = (double)o.batch_size * o.context_length, mib = 1 << 20;
     auto if_ran = [&](const char* format, double value) { return r.ran ? strprintf(format, value) : ""; };
+    std::string who = ranks.world == 1
+                          ? "one rank"
+                          : strprintf("%d ranks; FSDP over %s, times of rank 0, the largest peak of a rank",
+                                      ranks.world, ranks.backend.c_str());
+    std::string peak_rate = (ranks.world == 1 ? "" : strprintf("%d x ", ranks.world)) + strprintf("%g", o.tflops);
     std::string counted = r.ran ? strprintf("%d + 2 warmup, %d step", r.warmup, r.step.n) : "not run";
     Table table{
         strprintf("leaderboard: %s, %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d, batch %d, context length "
-                  "%d, causal; precision %s, mode %s; %.4g FLOP per step without what runs again, MFU of %g TFLOP/s; "
-                  "one rank; %s; %s",
+                  "%d, causal; precision %s, mode %s; %.4g FLOP per step without what runs again, MFU of %s TFLOP/s; "
+                  "%s; %s; %s",
                   c.name.c_str(), c.num_layers, c.d_model, c.d_ff, c.num_heads, c.vocab_size, o.batch_size,
-                  o.context_length, name_of(context.precision), caption_of(context.mode).c_str(), flops, o.tflops,
-                  counted.c_str(), p.origin().c_str()),
+                  o.context_length, name_of(context.precision), caption_of(context.mode).c_str(), flops,
+                  peak_rate.c_str(), who.c_str(), counted.c_str(), p.origin().c_str()),
         {"size", "mean ms", "median ms", "min ms", "max ms", "tokens/s", "TFLOP/s", "MFU %", "predicted peak MiB",
-         "peak MiB", "first loss"},
+         "peak MiB", "first loss", "last loss"},
         {{c.name, r.cell(strprintf("%.1f", r.step.mean)), if_ran("%.1f", r.step.median), if_ran("%.1f", r.step.min),
           if_ran("%.1f", r.step.max), if_ran("%.0f", tokens / r.step.mean * 1e3), if_ran("%.4g", rate),
-          gpu ? if_ran("%.1f", 100 * rate / o.tflops) : "", strprintf("%.1f", r.needs / mib),
-          if_ran("%.1f", r.peak / mib), if_ran("%.5f", r.loss)}}};
+          gpu ? if_ran("%.1f", 100 * rate / o.tflops / ranks.world) : "", strprintf("%.1f", r.needs / mib),
+          if_ran("%.1f", r.peak / mib), if_ran("%.5f", r.first_loss), if_ran("%.5f", r.last_loss)}}};
     print(table, o.format);
     if (!r.ran) { return; }
     Table parts{
@@ -108,21 +189,32 @@ static void print_tables(const Plan& p, const ModelConfig& c, const LeaderboardR
                   c.name.c_str(), gpu ? "events between them" : "the clock", p.origin().c_str()),
         {"part", "mean ms", "share %"},
         {}};
-    for (int k = 0; k < PARTS; k++) {
+    for (int k = 0; k < (ranks.world == 1 ? EXPOSED : PARTS); k++) {
         parts.rows.push_back({part_names[k], strprintf("%.2f", r.parts[k].mean),
                               strprintf("%.1f", 100 * r.parts[k].mean / r.step.mean)});
     }
     print(parts, o.format);
 }
 
-int cmd_leaderboard(const Options& o) {
-    if (o.nproc > 1 || is_rank()) { usage_error("--nproc: got %d, takes 1 so far: one rank", o.nproc); }
-    context.device = choose_device(o.device);
-    Plan p = plan_of(o);
-    const ModelConfig& c = p.configs[0];
+static void leaderboard(const Options& o, const Communicator& c) {
+    Plan p = plan_of_step(o, c);
     LeaderboardRun r;
-    r.needs = predicted_peak(c, p.o.batch_size, p.o.context_length, STEP);
-    r.run([&] { measure(r, c, p.o); });
-    print_tables(p, c, r);
+    r.needs = planned_peak(c, p);
+    if (c.world == 1) {
+        r.run([&] { measure(r, c, p); });
+    } else if (fits_everywhere(c, r.needs)) {
+        measure(r, c, p);  // a rank without the room ends: the others would wait for it
+        r.ran = true;
+    }
+    if (c.rank == 0) { print_tables(p, c, r); }
+}
+int cmd_leaderboard(const Options& typed) {
+    Options o = typed;
+    if (!o.has("nproc")) { o.nproc = o.device != "cpu" && cuda_devices() > 1 ? 2 : 1; }
+    if (is_rank() || o.nproc > 1) {
+        return run_ranks(o, [&](const Communicator& c) { leaderboard(o, c); });
+    }
+    context.device = choose_device(o.device);
+    leaderboard(o, Communicator());
     return 0;
 }

@@ -47,10 +47,10 @@ static const std::string TIMED =
     "trace format quick ";
 
 static const std::string RANKS = "nproc backend timeout ";
-static const std::string DDP_TIMED =
-    "device size=xl d_model d_ff num_layers num_heads vocab_size context_length=512 batch_size=2 warmup steps "
-    "autocast=fp32 mode=flash checkpoint seed " +
-    RANKS + "format quick ";
+static const std::string DDP_SIZED =
+    "device size=xl d_model d_ff num_layers num_heads vocab_size context_length=512 batch_size=2 warmup steps ";
+static const std::string DDP_RUN = "mode=flash checkpoint seed " + RANKS + "format quick ";
+static const std::string DDP_TIMED = DDP_SIZED + "autocast=fp32 " + DDP_RUN;
 // The defaults are the 2026 leaderboard's layer and batch, and a device of an H200 node.
 static const std::string CALCS = "batch_tokens=65536 d_model=4096 d_ff=11008 tflops=989 bandwidth_gb=450 format quick ";
 
@@ -119,7 +119,7 @@ static const Command COMMANDS[] = {
     {"fsdp", "|7", 15, 2, "the weights sharded, too", "ddp.cu", cmd_fsdp, "device seed " + RANKS + "format quick",
      true},
     {"fsdp_accounting", "|7", 5, 2, "its memory, and whether its gathers come in time", "bench_fsdp.cu",
-     cmd_fsdp_accounting, "edition=2026 " + DDP_TIMED + "reduce_dtype"},
+     cmd_fsdp_accounting, "edition=2026 " + DDP_SIZED + "precision=fp32 " + DDP_RUN + "reduce_dtype"},
     {"alternate_ring_all_reduce", "|8.1", 1, 0, "all-reduce that sends whole tensors around a ring", "calcs.cu",
      cmd_alternate_ring_all_reduce, "tensor_mb devices bandwidth_gb=450 format quick"},
     {"data_parallel_calcs", "|8.2", 3, 0, "how many devices data parallelism can use", "calcs.cu",
@@ -133,7 +133,7 @@ static const Command COMMANDS[] = {
      cmd_leaderboard,
      "edition=2026 device size=8B d_model d_ff num_layers num_heads vocab_size context_length=32768 batch_size=2 "
      "leaderboard_warmup leaderboard_steps warmup_time rep_time precision=pure_bf16 mode=flash head_chunk=2048 "
-     "checkpoint=1 recompute tflops=989 nproc=1 seed format quick"},
+     "checkpoint=1 recompute tflops=989 leaderboard_nproc backend timeout seed format quick"},
     {"list", "", 0, 0, "every problem: sections, points, command, notes page, whether it runs here", "main.cu",
      cmd_list, "format quick"},
     {"info", "", 0, 0, "the device, its libraries, its measured rates", "bench_step.cu", cmd_info,
@@ -444,6 +444,8 @@ static std::vector<Option> options_of_ranks() {
          "backwards per step, each with its part of the batch", "1"},
         {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs",
          "2"},
+        {"leaderboard_nproc", "nproc", whole(&Options::nproc, 1, 64),
+         "ranks (processes) to start; by default 2 where there are two GPUs, else 1"},
         {"group_nproc", "nproc", whole(&Options::nproc, 1, 64),
          "ranks of the one group to measure; groups of 2, 4 and 6 where neither this nor --backend is given", "2"},
         {"backend", "backend", name(&Options::backend, {"auto", "nccl", "gloo"}),

@@ -213,7 +213,7 @@ static Experiment experiment_of(const Words& words, const Options& how, const Co
     if (!o.out.empty() || !o.plot.empty() || !o.trace.empty() || !o.save.empty() || asked.id == "reproduce") {
         usage_error("a block's command writes no files");
     }
-    bool ranks = asked.gpus == 2, gloo = o.backend == "gloo";
+    bool ranks = asked.gpus == 2 || o.nproc > 1, gloo = o.backend == "gloo";
     int gpus = cuda_devices(), n = o.nproc;
     int needs = o.device == "cpu" ? 0 : ranks ? (gloo ? 1 : n) : asked.gpus;
     Experiment e;

@@ -10,7 +10,7 @@ static void check_fsdp(const std::vector<std::string>& more) {
     CHECK(r.exit_code == 0);
     CHECK(has(r.out, "match"));
     CHECK(!has(r.out, "DIFFER"));
-    CHECK(has(r.out, "match those of one process that sees the whole batch, in all 14 rows"));
+    CHECK(has(r.out, "match those of one process that sees the whole batch, in all 17 rows"));
 }
 TEST_CASE("fsdp: weights equal those of single-process training, 1 to 3 ranks") {
     if (lacks("gloo", CPU, 3)) { return; }
@@ -51,6 +51,20 @@ TEST_CASE("fsdp_accounting: memory as predicted, and a wait for each unit") {
     CHECK(one.exit_code == 0);
     CHECK(has(one.out, "One rank has no other"));
     CHECK(accounting({"--precision", "fp16"}).exit_code == 2);
+    Run whole = accounting({"--mode", "fused"}), pure = accounting({"--mode", "fused", "--precision", "pure_bf16"});
+    REQUIRE_MESSAGE(pure.exit_code == 0, pure.err);
+    Tables in_fp32 = tables_in(whole.out), in_bf16 = tables_in(pure.out);
+    for (const TableRow& way : rows_of(in_bf16.at(0))) {
+        CHECK(std::fabs(way.number("difference (%)")) < 3);
+        TableRow of_fp32 = row_of(in_fp32.at(0), {{"Way", way.text("Way")}});
+        for (const char* column :
+             {"parameters", "weight copies, gathered units", "optimizer state", "MB sent per step"}) {
+            CAPTURE(column);
+            CHECK(std::fabs(way.number(column) - of_fp32.number(column) / 2) <= 0.1);  // as rounded in the table
+        }
+    }
+    CHECK(has(pure.out, "8 Psi = "));
+    CHECK(has(accounting({"--reduce_dtype", "fp32", "--precision", "pure_bf16"}).err, "--reduce_dtype: got fp32, "));
     CHECK(accounting({"--reduce_dtype", "bf16"}).exit_code == 2);  // with --precision bf16 only
     CHECK(accounting({"--reduce_dtype", "bf16", "--precision", "bf16", "--mode", "fused"}).exit_code == 0);
 }
@@ -74,7 +88,7 @@ static std::vector<int> units_of(const std::vector<FsdpWait>& waits) {
 }
 static int gathers_in(const std::vector<FsdpWait>& waits) {
     std::set<const Work*> gathers;
-    for (const FsdpWait& w : waits) { gathers.insert(w.gather.get()); }
+    for (const FsdpWait& w : waits) { gathers.insert(w.work.get()); }
     return (int)gathers.size();
 }
 // Of blocks 1 to 4, the last is still there when backward begins; so is the head.
@@ -86,16 +100,16 @@ static void check_gathers(const Communicator& c) {
         step_of(model, *f, c.rank);
         CHECK(units_of(f->waits) == std::vector<int>{0, 1, 2, 3, 4, 5, 4, 3, 2, 1});
         CHECK(gathers_in(f->waits) == 9);
-        std::set<const Work*> seen = {f->waits[0].gather.get()};
+        std::set<const Work*> seen = {f->waits[0].work.get()};
         for (size_t i = 1; step > 0 && i < f->waits.size(); i++) {
             const FsdpWait &before = f->waits[i - 1], &w = f->waits[i];
-            if (!seen.insert(w.gather.get()).second) { continue; }
+            if (!seen.insert(w.work.get()).second) { continue; }
             // Not before the unit two before it was finished, but while the unit before it was computed.
             if (context.device == CUDA) {
-                CHECK(ms_of(w.gather->begin, before.got) >= 0);
+                CHECK(ms_of(w.work->begin, before.got) >= 0);
             } else {
-                CHECK(w.gather->started_ms >= before.asked.ms);
-                CHECK(w.gather->started_ms <= w.asked.ms - 1e-3);
+                CHECK(w.work->started_ms >= before.asked.ms);
+                CHECK(w.work->started_ms <= w.asked.ms - 1e-3);
             }
         }
     }
@@ -103,7 +117,7 @@ static void check_gathers(const Communicator& c) {
     step_of(model, *f, c.rank), step_of(model, *f, c.rank);
     CHECK(units_of(f->waits) == std::vector<int>{0, 1, 2, 3, 4, 5, 4, 4, 3, 3, 2, 2, 1, 1});
     for (int i : {8, 10, 12}) {  // beside the forward that runs again
-        if (context.device == CPU) { CHECK(f->waits[i].gather->started_ms <= f->waits[i - 1].asked.ms); }
+        if (context.device == CPU) { CHECK(f->waits[i].work->started_ms <= f->waits[i - 1].asked.ms); }
     }
     context.checkpoint = 2;  // blocks 3 and 4 run again, then backward; then 1 and 2
     step_of(model, *f, c.rank), step_of(model, *f, c.rank);
@@ -126,7 +140,8 @@ static size_t peak_of_step(const Communicator& c) {
     step_of(model, *f, c.rank), step_of(model, *f, c.rank);
     return 0;
 }
-static void check_memory(const Communicator& c) {
+static void check_memory(const Communicator& c, Precision precision, int head_chunk) {
+    context.precision = precision, context.head_chunk = head_chunk;
     size_t before = memory_use(CPU).now;
     reset_peak(CPU);
     peak_of_step(c);
@@ -140,7 +155,11 @@ static void check_memory(const Communicator& c) {
 }
 TEST_CASE("fsdp: the memory of a step is the planned one") {
     if (lacks("gloo", CPU, 2)) { return; }
-    for (int n : {2, 3}) { in_ranks("fsdp: the memory of a step is the planned one", n, CPU, check_memory); }
+    for (int n : {2, 3}) {
+        in_ranks("fsdp: the memory of a step is the planned one", n, CPU, [](const Communicator& c) {
+            check_memory(c, FP32, 0), check_memory(c, PREC_PURE_BF16, 0), check_memory(c, PREC_PURE_BF16, 12);
+        });
+    }
 }
 
 static void check_norm(const Communicator& c) {
