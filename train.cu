@@ -522,6 +522,25 @@ static std::string how_split(const Options& o, const Communicator& c) {
     if (o.grad_accumulation > 1) { text += strprintf(" in %d backwards", o.grad_accumulation); }
     return text;
 }
+static void check_split(const Options& o, const Communicator& c) {
+    if (c.links && precision_from(o.precision[0]) == PREC_PURE_BF16) {
+        usage_error("--precision: got 'pure_bf16', takes one rank without --strategy");
+    }
+    if (c.links && o.head_chunk > 0) {
+        usage_error("--head_chunk: got %d, takes one rank without --strategy", o.head_chunk);
+    }
+    if (o.batch_size % (c.world * o.grad_accumulation) != 0) {
+        usage_error("--batch_size %d is not divisible by %d (%d ranks, --grad_accumulation %d)", o.batch_size,
+                    c.world * o.grad_accumulation, c.world, o.grad_accumulation);
+    }
+}
+static void check_same_text(const Text& text, const Options& o, const Communicator& c) {
+    if (!c.links) { return; }
+    std::string mine = std::to_string(key_of({text.bytes.begin(), text.bytes.end()}));
+    for (const std::string& other : gather_text(c, mine)) {  // a pipe gives each of its readers another part
+        if (other != mine) { fail("%s: the ranks have read different texts", o.data.c_str()); }
+    }
+}
 static int train(const Options& typed, const Communicator& ranks) {
     Plan plan = plan_of(typed);
     Options& o = plan.o;
@@ -530,28 +549,14 @@ static int train(const Options& typed, const Communicator& ranks) {
         checkpoint = load_safetensors(o.load);
         options_from_checkpoint(checkpoint, o);
     }
-    if (ranks.links && precision_from(o.precision[0]) == PREC_PURE_BF16) {
-        usage_error("--precision: got 'pure_bf16', takes one rank without --strategy");
-    }
-    if (ranks.links && o.head_chunk > 0) {
-        usage_error("--head_chunk: got %d, takes one rank without --strategy", o.head_chunk);
-    }
     ModelConfig c{"custom", o.d_model, o.d_ff, o.num_layers, o.num_heads, 256};
     check_config(c);
     if (o.stop_at > o.steps) { usage_error("--stop_at %d lies beyond --steps %d", o.stop_at, o.steps); }
+    check_split(o, ranks);
     Text text = read_text(o.data, o.val_fraction, o.context_length);
-    if (ranks.links) {  // a pipe gives each of its readers another part
-        std::string mine = std::to_string(key_of({text.bytes.begin(), text.bytes.end()}));
-        for (const std::string& other : gather_text(ranks, mine)) {
-            if (other != mine) { fail("%s: the ranks have read different texts", o.data.c_str()); }
-        }
-    }
+    check_same_text(text, o, ranks);
     require_memory((size_t)4 * sizeof(int) * o.batch_size * o.context_length, "a batch");  // as windows() makes it
     if (!ranks.links) { context.device = choose_device(o.device); }
-    if (o.batch_size % (ranks.world * o.grad_accumulation) != 0) {
-        usage_error("--batch_size %d is not divisible by %d (%d ranks, --grad_accumulation %d)", o.batch_size,
-                    ranks.world * o.grad_accumulation, ranks.world, o.grad_accumulation);
-    }
     context.precision = precision_from(o.precision[0]);
     // A checkpoint's flash may have been another device's, or another precision's.
     context.mode = mode_for(o, o.mode[0], c, context.precision);
