@@ -6,7 +6,7 @@ Answers answer_leaderboard(const Tables& tables) {
     if (!table || table->rows.empty()) { return {}; }
     TableRow row = rows_of(*table)[0];
     auto gib = [&](const char* column) { return number(row.number(column) / 1024, "%.1f"); };
-    std::string who = value_in(*table, "TFLOP/s; ", ";"), each = who == "one rank" ? "" : " per rank";
+    std::string who = value_in(*table, "what runs again; ", ";"), each = who == "one rank" ? "" : " per rank";
     std::string what = say("A training step of {} ({} tokens per sequence, batch {}, {}) on {}", row.text("size"),
                            value_in(*table, "context length ", ","), value_in(*table, "batch ", ","),
                            value_in(*table, "precision ", ","), who);
@@ -17,7 +17,7 @@ Answers answer_leaderboard(const Tables& tables) {
     std::string text = say("{} takes {} ms in the mean (median {}, {} to {}): {} tokens per second, {} TFLOP/s", what,
                            row.text("mean ms"), row.text("median ms"), row.text("min ms"), row.text("max ms"),
                            row.text("tokens/s"), row.text("TFLOP/s"));
-    text += row.text("MFU %").empty() ? "." : say(", an MFU of {} %.", row.text("MFU %"));
+    text += std::isnan(row.number("MFU %")) ? "." : say(", an MFU of {} %.", row.text("MFU %"));
     text += say(" Its peak is {} GiB{}, predicted {}.", gib("peak MiB"), each, gib("predicted peak MiB"));
     std::vector<std::string> shares;
     if (parts) {

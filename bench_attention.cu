@@ -473,19 +473,21 @@ int cmd_flash_leaderboard(const Options& o) {
                   "device multiplies matrices at %.3g TFLOP/s; %s",
                   c.H, c.D, c.Tq, name_of(precision), c.causal ? "causal" : "not causal",
                   context.deterministic ? ", deterministic" : "", warmup / 1e3, budget / 1e3, rate, p.origin().c_str()),
-        {"implementation", "card", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s", "of the matmul rate"},
+        {"implementation", "card", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s", "of the matmul rate",
+         "of peak %"},
         {}};
     for (const AttentionImpl* impl : impls) {
         PassTimes t = pass_times(*impl, c, dtype, warmup, budget);
         double tflops = 3.5 * forward_flops / t.both / 1e9;
         table.rows.push_back({std::string("ours: ") + impl->name, "this one", ms_cell(t, t.forward),
                               ms_cell(t, t.backward), ms_cell(t, t.both), t.ran ? strprintf("%.3g", tflops) : "",
-                              t.ran ? strprintf("%.0f %%", 100 * tflops / rate) : ""});
+                              t.ran ? strprintf("%.0f %%", 100 * tflops / rate) : "",
+                              t.ran ? percent_of_peak(tflops, precision) : ""});
     }
     for (const Published& other : published) {
         if (!handout) { break; }
         table.rows.push_back({other.who, other.card, "", "", strprintf("%.3f", other.ms),
-                              strprintf("%.3g", 3.5 * forward_flops / other.ms / 1e9), ""});
+                              strprintf("%.3g", 3.5 * forward_flops / other.ms / 1e9), "", ""});
     }
     print(table, o.format);
     return 0;

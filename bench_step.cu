@@ -53,6 +53,49 @@ double matmul_rate(Precision precision, int64_t n, int runs) {
     return 2.0 * n * n * n / ms / 1e9;
 }
 
+// What a card can do at most, by its maker's paper: dense products, sums in fp32, TFLOP/s. bf16 is as fast as fp16
+// where there is bf16 (not on a T4). fp32 is the CUDA cores' rate.
+struct CardPeak {
+    const char* card;  // as its driver calls it
+    double fp16, tf32, fp32;
+    const char* source;
+};
+static const CardPeak card_peaks[] = {
+    {"Tesla T4", 65, NAN, 8.1, "T4 data sheet"},
+    {"NVIDIA GeForce RTX 3090", 71, 35.6, 35.6, "GA102 white paper"},
+    {"NVIDIA A10", 125, 62.5, 31.2, "A10 data sheet"},
+    {"NVIDIA A100-PCIE-40GB", 312, 156, 19.5, "A100 data sheet"},
+    {"NVIDIA A100-SXM4-40GB", 312, 156, 19.5, "A100 data sheet"},
+    {"NVIDIA A100 80GB PCIe", 312, 156, 19.5, "A100 data sheet"},
+    {"NVIDIA A100-SXM4-80GB", 312, 156, 19.5, "A100 data sheet"},
+    {"NVIDIA GeForce RTX 4090", 165.2, 82.6, 82.6, "Ada white paper"},
+    {"NVIDIA L4", 121, 60, 30.3, "L4 data sheet"},
+    {"NVIDIA L40S", 362, 183, 91.6, "L40S data sheet"},
+    {"NVIDIA H100 PCIe", 756, 378, 51, "H100 data sheet"},
+    {"NVIDIA H100 NVL", 835, 417.5, 60, "H100 data sheet"},
+    {"NVIDIA H100 80GB HBM3", 989, 494.5, 67, "H100 data sheet"},
+    {"NVIDIA H200", 989, 494.5, 67, "H200 data sheet"},
+    {"NVIDIA GeForce RTX 5090", 209.5, 104.8, 104.8, "RTX Blackwell white paper"},
+    {"NVIDIA B200", 2250, 1125, 75, "HGX B200 data sheet"},
+};
+static const CardPeak* peak_of_card() {
+    std::string card = device_description();
+    card.erase(std::min(card.find(", driver"), card.size()));
+    for (const CardPeak& peak : card_peaks) {
+        if (card == peak.card) { return &peak; }
+    }
+    return nullptr;
+}
+double dense_peak(Precision precision) {
+    const CardPeak* card = peak_of_card();
+    if (!card || (precision == PREC_BF16 && std::isnan(card->tf32))) { return NAN; }
+    return precision == FP32 ? card->fp32 : precision == TF32 ? card->tf32 : card->fp16;
+}
+std::string percent_of_peak(double tflops, Precision precision) {
+    double peak = dense_peak(precision);
+    return std::isnan(peak) ? "-" : strprintf("%.1f", 100 * tflops / peak);
+}
+
 static std::string libraries() {
     std::string text;
 #ifdef __CUDACC__
@@ -102,6 +145,12 @@ int cmd_info(const Options& o) {
         for (Precision p : {PREC_BF16, PREC_FP16, TF32, FP32}) {
             measured(strprintf("matmul %d^3 %s", n, name_of(p)), "TFLOP/s", [&] { return matmul_rate(p, n, 10); });
         }
+        const CardPeak* peak = peak_of_card();
+        for (Precision p : {PREC_BF16, PREC_FP16, TF32, FP32}) {
+            double tflops = dense_peak(p);
+            row(strprintf("peak %s, %s", name_of(p), peak ? peak->source : "not known"),
+                std::isnan(tflops) ? "-" : strprintf("%g", tflops), "TFLOP/s");
+        }
     }
     RestoreContext restore;
     context.device = CPU;
@@ -134,10 +183,11 @@ static Plan plan_of(const Options& o) {
     return p;
 }
 static std::string caption_of(const Plan& p, const std::string& what, const std::string& setting) {
-    return strprintf("%s; %s; batch %d, context length: %d, vocabulary %s, %s warmup, %d step; %s", what.c_str(),
-                     setting.c_str(), p.o.batch_size, p.o.context_length, vocabulary_of(p.configs).c_str(),
-                     p.o.warmup.size() == 1 ? std::to_string(p.o.warmup[0]).c_str() : "several", p.o.steps,
-                     p.origin().c_str());
+    std::string backwards = p.o.grad_accumulation > 1 ? strprintf(" in %d backwards", p.o.grad_accumulation) : "";
+    return strprintf(
+        "%s; %s; batch %d%s, context length: %d, vocabulary %s, %s warmup, %d step; %s", what.c_str(), setting.c_str(),
+        p.o.batch_size, backwards.c_str(), p.o.context_length, vocabulary_of(p.configs).c_str(),
+        p.o.warmup.size() == 1 ? std::to_string(p.o.warmup[0]).c_str() : "several", p.o.steps, p.origin().c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -152,20 +202,23 @@ struct Measurement {
     ModelConfig config;
     PhaseTimes phase[3];
 };
-static void measure_phase(PhaseTimes& t, Phase phase, Model& model, const Batch& batch, int warmup, int steps) {
+static void measure_phase(PhaseTimes& t, Phase phase, Model& model, const std::vector<Batch>& parts, int warmup,
+                          int steps) {
     LossScaler scaler;
-    double middle = 0;
     std::vector<double> all, backward_only;
     reset_peak(context.device);
     for (int i = 0; i < warmup + steps; i++) {
         synchronize();
-        double start = now_ms();
-        run_phase(phase, model, batch, scaler, [&] {
+        double start = now_ms(), middle = 0, end = 0, backward = 0;
+        for (int k = 0; k < (int)parts.size(); k++) {
+            auto between = [&] {
+                synchronize();
+                middle = now_ms();
+            };
+            run_phase(phase, model, parts[k], scaler, between, k, (int)parts.size());
             synchronize();
-            middle = now_ms();
-        });
-        synchronize();
-        double end = now_ms();
+            end = now_ms(), backward += end - middle;
+        }
         progress("%s %s: %d of %d", model.config.name.c_str(),
                  phase == FORWARD ? "forward"
                  : phase == STEP  ? "step"
@@ -173,7 +226,7 @@ static void measure_phase(PhaseTimes& t, Phase phase, Model& model, const Batch&
                  i + 1, warmup + steps);
         if (i < warmup) { continue; }
         all.push_back(end - start);
-        backward_only.push_back(end - middle);
+        backward_only.push_back(backward);
     }
     t.all = stats_of(all);
     t.backward_only = stats_of(backward_only);
@@ -183,17 +236,20 @@ static Measurement measure_model(const ModelConfig& c, const Options& o, int war
                                  std::vector<Phase> phases = {FORWARD, FORWARD_BACKWARD, STEP}) {
     Measurement r;
     r.config = c;
-    for (Phase phase : phases) { r.phase[phase].needs = predicted_peak(c, o.batch_size, o.context_length, phase); }
+    // Of torch_compile and others, which have no --grad_accumulation, it is 0.
+    const int parts = std::max(1, o.grad_accumulation), B = o.batch_size / parts, T = o.context_length;
+    for (Phase phase : phases) { r.phase[phase].needs = predicted_peak(c, B, T, phase, parts); }
     Model model;
-    Batch batch;
+    std::vector<Batch> batches;
     for (Phase phase : phases) {
         PhaseTimes& t = r.phase[phase];
         auto measure = [&] {
             if (!model.weights) {
                 model = random_model(c, o.seed);
-                batch = random_batch(o.batch_size, o.context_length, c.vocab_size, o.seed);
+                if (parts > 1) { make_gradients(model); }
+                for (int k = 0; k < parts; k++) { batches.push_back(random_batch(B, T, c.vocab_size, o.seed + k)); }
             }
-            measure_phase(t, phase, model, batch, warmup, o.steps);
+            measure_phase(t, phase, model, batches, warmup, o.steps);
         };
         t.run(measure, memory_use(context.device).now);
         if (!t.ran) { break; }
@@ -211,9 +267,9 @@ static std::vector<std::string> size_cells(const ModelConfig& c) {
             std::to_string(c.num_heads)};
 }
 static const std::vector<std::string> milliseconds_columns = {
-    "size",        "d_model",         "d_ff",           "num_layers",   "num_heads",   "fw_mean_ms",
-    "fw_std_ms",   "bw_only_mean_ms", "bw_only_std_ms", "fwbw_mean_ms", "fwbw_std_ms", "step_mean_ms",
-    "step_std_ms", "TFLOP/s",         "peak fw MiB",    "peak step MiB"};
+    "size",        "d_model",         "d_ff",           "num_layers",   "num_heads",    "fw_mean_ms",
+    "fw_std_ms",   "bw_only_mean_ms", "bw_only_std_ms", "fwbw_mean_ms", "fwbw_std_ms",  "step_mean_ms",
+    "step_std_ms", "TFLOP/s",         "MFU %",          "peak fw MiB",  "peak step MiB"};
 static std::vector<std::string> milliseconds_row(const Measurement& r, const Options& o) {
     std::vector<std::string> row = size_cells(r.config);
     const PhaseTimes &fw = r.phase[FORWARD], &fwbw = r.phase[FORWARD_BACKWARD], &step = r.phase[STEP];
@@ -222,8 +278,9 @@ static std::vector<std::string> milliseconds_row(const Measurement& r, const Opt
     add_stats(row, fwbw, fwbw.all);
     add_stats(row, step, step.all);
     // Backward has two products for each of the forward's.
-    double flops = 3.0 * forward_flops(r.config, o.batch_size, o.context_length);
-    row.push_back(step.ran ? strprintf("%.2f", flops / step.all.mean / 1e9) : "");
+    double tflops = 3.0 * forward_flops(r.config, o.batch_size, o.context_length) / step.all.mean / 1e9;
+    row.push_back(step.ran ? strprintf("%.2f", tflops) : "");
+    row.push_back(step.ran ? percent_of_peak(tflops, context.precision) : "");
     row.push_back(fw.ran ? strprintf("%.0f", fw.peak / 1048576.0) : "");
     row.push_back(step.ran ? strprintf("%.0f", step.peak / 1048576.0) : "");
     return row;
@@ -259,6 +316,7 @@ static std::vector<std::string> measure_in_fresh_process(const Options& o, const
     option("precision", name_of(context.precision)), option("mode", name_of(context.mode));
     if (context.recompute) { arguments.push_back("--recompute"); }
     option("checkpoint", name_of_checkpoint(context.checkpoint));
+    option("grad_accumulation", std::to_string(o.grad_accumulation));
     option("head_chunk", std::to_string(context.head_chunk));
     Table table = read_csv(run_ourselves(arguments));
     if (table.columns != milliseconds_columns || table.rows.size() != 1) {
@@ -456,6 +514,9 @@ static Table roofline_table(const Plan& p, const std::vector<Measurement>& measu
 
 int cmd_benchmarking_script(const Options& o) {
     if (o.roofline && o.head_chunk > 0) { usage_error("--head_chunk: got %d, takes no --roofline", o.head_chunk); }
+    if (o.roofline && o.grad_accumulation > 1) {
+        usage_error("--grad_accumulation: got %d, takes no --roofline", o.grad_accumulation);
+    }
     bool seconds = o.table == "seconds", sweep = o.warmup.size() > 1;
     if (seconds && sweep) { usage_error("--table seconds takes one --warmup value, got %zu", o.warmup.size()); }
     if (sweep && !o.plot.empty()) { usage_error("--plot takes one --warmup value, got %zu", o.warmup.size()); }
@@ -463,6 +524,9 @@ int cmd_benchmarking_script(const Options& o) {
     if (sweep && o.roofline) { usage_error("--roofline takes one --warmup value, got %zu", o.warmup.size()); }
     context.device = choose_device(o.device);
     Plan p = plan_of(o);
+    if (p.o.batch_size % o.grad_accumulation != 0) {
+        usage_error("--batch_size %d is not divisible by --grad_accumulation %d", p.o.batch_size, o.grad_accumulation);
+    }
     StepBars bars;
     std::string caption;
     bool several = p.precisions.size() * p.modes.size() > 1;
@@ -470,7 +534,9 @@ int cmd_benchmarking_script(const Options& o) {
         for (Mode mode : p.modes) {
             context.precision = precision, context.mode = mode;
             Table table;
+            double peak = dense_peak(precision);
             std::string setting = strprintf("precision %s, mode %s", name_of(precision), caption_of(mode).c_str());
+            if (!std::isnan(peak)) { setting += strprintf(", MFU of %g TFLOP/s", peak); }
             table.caption = caption_of(p, "benchmarking_script", setting + (sweep ? ", each row a fresh process" : ""));
             table.columns = seconds ? std::vector<std::string>{"", "model", "mean", "std"} : milliseconds_columns;
             if (sweep) { table.columns.insert(table.columns.begin(), "warmup"); }

@@ -7,7 +7,9 @@
 
 // TFLOP/s of an n x n x n product of random numbers, the median of `runs`: what the card really gives.
 double matmul_rate(Precision precision, int64_t n, int runs);
-double copy_bandwidth(int64_t bytes, int runs);  // GB/s read plus written, likewise
+double copy_bandwidth(int64_t bytes, int runs);                   // GB/s read plus written, likewise
+double dense_peak(Precision precision);                           // TFLOP/s that the card's maker names; NAN: not known
+std::string percent_of_peak(double tflops, Precision precision);  // a cell; "-": not known
 
 // ---------------------------------------------------------------------------------------------------------------------
 // plot.cu: charts as SVG, 900 wide, light or dark as the reader's screen is. At most 8 series a chart.

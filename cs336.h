@@ -856,6 +856,9 @@ Batch random_batch(int B, int T, int V, uint64_t seed);  // uniform in [0, V)
 void make_ready(Model& model, int64_t T);                // what a forward needs besides the weights; forward calls it
 Tensor forward_to_loss(Model& model, const Batch& batch);
 void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale);
+// As forward_backward, below, but adds to the gradients that are there.
+Tensor add_gradients(
+    Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between = [] {});
 // A training step is forward_backward, then optimizer_step. Leaves the gradients, multiplied by loss_scale; returns the
 // loss, [], without the scale. `between` is called when forward is done.
 Tensor forward_backward(
@@ -876,10 +879,14 @@ double guarded_step(LossScaler& scaler, double max_norm, const std::function<dou
                     const std::function<void(float gradient_scale)>& step);
 // FORWARD: without a tape; STEP: with the optimizer's; TAPED_FORWARD: keeps all that a backward would read
 enum Phase { FORWARD, FORWARD_BACKWARD, STEP, TAPED_FORWARD };
+// batch: number k of `parts` micro-batches of one step, whose gradients add up to those of the mean loss over all of
+// them. The optimizer follows the last. Several parts need make_gradients.
 void run_phase(
-    Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between = [] {});
-size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // bytes, in context's mode and precision
-float loss_scale_of(const LossScaler& scaler);                           // 1 unless the precision is fp16
+    Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between = [] {},
+    int k = 0, int parts = 1);
+// Bytes, in context's mode and precision; B: of a part.
+size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase, int parts = 1);
+float loss_scale_of(const LossScaler& scaler);                 // 1 unless the precision is fp16
 Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
 void check_mode(const ModelConfig& c, Mode mode, Precision precision);  // usage_error if context.device cannot run it
 // "flash"; with --recompute, --checkpoint and --head_chunk "flash, recompute, checkpoint 4, head chunk 2048"

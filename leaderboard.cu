@@ -166,20 +166,23 @@ static void print_tables(const Plan& p, const Communicator& ranks, const Leaderb
                           ? "one rank"
                           : strprintf("%d ranks; FSDP over %s, times of rank 0, the largest peak of a rank",
                                       ranks.world, ranks.backend.c_str());
-    std::string peak_rate = (ranks.world == 1 ? "" : strprintf("%d x ", ranks.world)) + strprintf("%g", o.tflops);
+    const double peak = dense_peak(context.precision);
+    if (!std::isnan(peak)) {
+        who += "; MFU of " + (ranks.world == 1 ? "" : strprintf("%d x ", ranks.world)) + strprintf("%g TFLOP/s", peak);
+    }
     std::string counted = r.ran ? strprintf("%d + 2 warmup, %d step", r.warmup, r.step.n) : "not run";
     Table table{
         strprintf("leaderboard: %s, %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d, batch %d, context length "
-                  "%d, causal; precision %s, mode %s; %.4g FLOP per step without what runs again, MFU of %s TFLOP/s; "
+                  "%d, causal; precision %s, mode %s; %.4g FLOP per step without what runs again; "
                   "%s; %s; %s",
                   c.name.c_str(), c.num_layers, c.d_model, c.d_ff, c.num_heads, c.vocab_size, o.batch_size,
-                  o.context_length, name_of(context.precision), caption_of(context.mode).c_str(), flops,
-                  peak_rate.c_str(), who.c_str(), counted.c_str(), p.origin().c_str()),
+                  o.context_length, name_of(context.precision), caption_of(context.mode).c_str(), flops, who.c_str(),
+                  counted.c_str(), p.origin().c_str()),
         {"size", "mean ms", "median ms", "min ms", "max ms", "tokens/s", "TFLOP/s", "MFU %", "predicted peak MiB",
          "peak MiB", "first loss", "last loss"},
         {{c.name, r.cell(strprintf("%.1f", r.step.mean)), if_ran("%.1f", r.step.median), if_ran("%.1f", r.step.min),
           if_ran("%.1f", r.step.max), if_ran("%.0f", tokens / r.step.mean * 1e3), if_ran("%.4g", rate),
-          gpu ? if_ran("%.1f", 100 * rate / o.tflops / ranks.world) : "", strprintf("%.1f", r.needs / mib),
+          r.ran ? percent_of_peak(rate / ranks.world, context.precision) : "", strprintf("%.1f", r.needs / mib),
           if_ran("%.1f", r.peak / mib), if_ran("%.5f", r.first_loss), if_ran("%.5f", r.last_loss)}}};
     print(table, o.format);
     if (!r.ran) { return; }

@@ -57,7 +57,8 @@ static const std::string CALCS = "batch_tokens=65536 d_model=4096 d_ff=11008 tfl
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3|2.1.3", 4, 1, "time forward, backward and the whole step of the Transformer",
      "bench_step.cu", cmd_benchmarking_script,
-     TIMED + "warmups precisions=fp32 modes=eager,flash recompute checkpoint head_chunk table roofline plot"},
+     TIMED + "warmups precisions=fp32 modes=eager,flash recompute checkpoint head_chunk grad_accumulation table "
+             "roofline plot"},
     {"nsys_profile", "1.1.4|2.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
      "edition device sizes=|small,xl d_model d_ff num_layers num_heads vocab_size "
      "context_lengths=128,256,512,1024|256,512,1024 batch_size warmup=2 steps=5 precisions=fp32 modes=eager "
@@ -133,7 +134,7 @@ static const Command COMMANDS[] = {
      cmd_leaderboard,
      "edition=2026 device size=8B d_model d_ff num_layers num_heads vocab_size context_length=32768 batch_size=2 "
      "leaderboard_warmup leaderboard_steps warmup_time rep_time precision=pure_bf16 mode=flash head_chunk=2048 "
-     "checkpoint=1 recompute tflops=989 leaderboard_nproc backend timeout seed format quick"},
+     "checkpoint=1 recompute leaderboard_nproc backend timeout seed format quick"},
     {"list", "", 0, 0, "every problem: sections, points, command, notes page, whether it runs here", "main.cu",
      cmd_list, "format quick"},
     {"info", "", 0, 0, "the device, its libraries, its measured rates", "bench_step.cu", cmd_info,

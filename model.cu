@@ -452,13 +452,16 @@ void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale
     drop_weight_copies(model.slots);  // the weights are about to change
 }
 
-static Tensor forward_backward_by_launches(Model& model, const Batch& batch, float loss_scale,
-                                           const std::function<void()>& between) {
-    zero_gradients(model);
+Tensor add_gradients(Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between) {
     Tensor loss = forward_to_loss(model, batch);
     between();
     backward_from_loss(model, loss, loss_scale);
     return detached(loss);
+}
+static Tensor forward_backward_by_launches(Model& model, const Batch& batch, float loss_scale,
+                                           const std::function<void()>& between) {
+    zero_gradients(model);
+    return add_gradients(model, batch, loss_scale, between);
 }
 
 static const AddRow<StepImpl> launches_row({"launches", 10, [](const Model&) { return true; },
@@ -495,8 +498,8 @@ double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, doub
 }
 float loss_scale_of(const LossScaler& scaler) { return context.precision == PREC_FP16 ? scaler.scale : 1; }
 
-void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler,
-               const std::function<void()>& between) {
+void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between,
+               int k, int parts) {
     if (phase == FORWARD) {
         infer(model, batch.tokens);
         return;
@@ -507,15 +510,20 @@ void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler
         return drop_weight_copies(model.slots);
     }
     if (phase == STEP) { make_optimizer_state(model); }
-    forward_backward(model, batch, loss_scale_of(scaler), between);
-    if (phase == STEP) { optimizer_step(model, AdamW(), scaler, 0); }
+    (k == 0 ? forward_backward : add_gradients)(model, batch, loss_scale_of(scaler) / parts, between);
+    if (phase == STEP && k + 1 == parts) { optimizer_step(model, AdamW(), scaler, 0); }
 }
-size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
+size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase, int parts) {
     return planned_peak([&] {
         Model model = random_model(c, 0);
         LossScaler scaler;
+        if (parts > 1) { make_gradients(model); }
         reset_peak(META);  // another form of the weights is no part of the phase
-        run_phase(phase, model, random_batch(B, T, c.vocab_size, 0), scaler);
+        Batch batch = random_batch(B, T, c.vocab_size, 0);
+        for (int k = 0; k < parts; k++) {
+            run_phase(
+                phase, model, batch, scaler, [] {}, k, parts);
+        }
     });
 }
 

@@ -465,13 +465,7 @@ static double loss_and_gradients(Trainer& t, const Batch& all, int accumulation)
             t.d->strategy = k + 1 < accumulation ? NO_SYNC : OVERLAPPED;
             begin_step(*t.d);
         }
-        Tensor loss;
-        if (k == 0 || t.f) {
-            loss = forward_backward(t.model, batch, loss_scale);
-        } else {
-            loss = forward_to_loss(t.model, batch);
-            backward_from_loss(t.model, loss, loss_scale);
-        }
+        Tensor loss = (k == 0 || t.f ? forward_backward : add_gradients)(t.model, batch, loss_scale, [] {});
         if (t.f) { finish_backward(*t.f); }
         sum += to_doubles(loss)[0] / accumulation;
     }
