@@ -163,15 +163,29 @@ static std::string warmup_effect(const Table& table) {
                       graph ? ": mode flash records its CUDA graph in the second" : "");
 }
 
+static std::string share_of_peak(const Tables& tables) {  // "": of an unknown card
+    TableRow best;
+    for (const Table& table : tables) {
+        TableRow row = largest_of(rows_of(table), "MFU %");
+        if (row && ran(row, "MFU %", best ? best.number("MFU %") : 0)) { best = row; }
+    }
+    if (!best) { return ""; }
+    return say("The largest share of the card's peak (MFU) is {} %: {} in {}, batch {}, {} TFLOP/s of {}.",
+               best.text("MFU %"), best.text("size"), setting_of(*best.table), value_in(*best.table, "; batch ", ","),
+               best.text("TFLOP/s"), value_in(*best.table, "MFU of ", " TFLOP/s"));
+}
 Answers answer_benchmarking_script(const Tables& tables) {
     std::vector<StepRows> settings;
     std::string warmup, seconds;
     auto is_sweep = [](const Table& table) { return table.columns[0] == "warmup"; };
     Tables all = tables_with(tables, {"benchmarking_script;"});
     if (all.empty()) { return {}; }
+    auto accumulates = [](const Table& table) { return table.caption.find(" backwards, ") != std::string::npos; };
     bool sweeps_only = std::all_of(all.begin(), all.end(), is_sweep);
+    bool all_accumulate = std::all_of(all.begin(), all.end(), accumulates);
     for (const Table& table : all) {
         bool sweep = is_sweep(table);
+        if (accumulates(table) && !all_accumulate) { continue; }  // its batch is another
         if (sweep && warmup.empty()) { warmup = warmup_effect(table); }
         if (sweep && !sweeps_only) { continue; }  // its times are one size's, and those of (c)
         std::string most = sweep ? largest_of(rows_of(table), "warmup").text("warmup") : "";
@@ -188,7 +202,11 @@ Answers answer_benchmarking_script(const Tables& tables) {
             "This run had one number of warm-up steps. `--warmup 0,1,2,5` compares several, each in a fresh "
             "process.";
     }
-    return {{"b", (settings.empty() ? seconds : phase_times(settings, handouts)) + scaled_down(all[0])}, {"c", warmup}};
+    Answers answers = {{"b", (settings.empty() ? seconds : phase_times(settings, handouts)) + scaled_down(all[0])},
+                       {"c", warmup}};
+    std::string share = share_of_peak(all);
+    if (!share.empty()) { answers.push_back({"", share}); }
+    return answers;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -536,7 +536,7 @@ int cmd_benchmarking_script(const Options& o) {
             Table table;
             double peak = dense_peak(precision);
             std::string setting = strprintf("precision %s, mode %s", name_of(precision), caption_of(mode).c_str());
-            if (!std::isnan(peak)) { setting += strprintf(", MFU of %g TFLOP/s", peak); }
+            if (!std::isnan(peak)) { setting += strprintf("; MFU of %g TFLOP/s, attention in full", peak); }
             table.caption = caption_of(p, "benchmarking_script", setting + (sweep ? ", each row a fresh process" : ""));
             table.columns = seconds ? std::vector<std::string>{"", "model", "mean", "std"} : milliseconds_columns;
             if (sweep) { table.columns.insert(table.columns.begin(), "warmup"); }

@@ -61,6 +61,25 @@ TEST_CASE("answers step: benchmarking_script") {
                 "at most 21.7 % of the mean (forward of 2.7B in fp32, mode flash): the variability "
                 "is high",
                 "a whole step 21.25 ms (small) to 310.92 ms (xl)", "Out of memory: 2.7B (step)."});
+    CHECK(answers.size() == 2);  // the card's peak is in no caption
+}
+TEST_CASE("answers step: benchmarking_script's share of the peak, and a batch in several backwards") {
+    Tables t = tables_in(fixture("benchmarking_script"));
+    Table& bf16 = t.at(1);
+    const std::string setting = "precision bf16, mode flash; ", batch = "batch 4,";
+    bf16.caption.replace(bf16.caption.find(setting), setting.size(),
+                         setting + "MFU of 989 TFLOP/s, attention in full; ");
+    bf16.caption.replace(bf16.caption.find(batch), batch.size(), "batch 64 in 4 backwards,");
+    bf16.columns.push_back("MFU %");
+    for (auto& row : bf16.rows) { row.push_back(row[0] == "xl" ? "57.6" : row[0] == "2.7B" ? "" : "46.9"); }
+    const std::string tflops = rows_of(bf16, {{"size", "xl"}})[0].text("TFLOP/s");
+    Answers answers = answers_of("benchmarking_script", t);
+    REQUIRE(answers.size() == 3);
+    CHECK(answers[2].text ==
+          "The largest share of the card's peak (MFU) is 57.6 %: xl in bf16, mode flash, batch 64 "
+          "in 4 backwards, " +
+              tflops + " TFLOP/s of 989.");
+    CHECK(!has(answers[0].text, "in bf16"));  // (b) is about the handout's batch
 }
 TEST_CASE("answers step: benchmarking_script with several numbers of warm-up steps") {
     std::string text = fixture("benchmarking_script_warmup");
