@@ -785,8 +785,7 @@ StepSums sums_of(const std::vector<Slice>& slices) {
     return sums;
 }
 
-static Timeline timeline_of(const Communicator& c, const Trace& trace, const Variant& v) {
-    std::vector<Slice> mine = slices_of_step(trace);
+std::vector<std::vector<Slice>> slices_of_ranks(const Communicator& c, const std::vector<Slice>& mine) {
     std::vector<std::vector<Slice>> ranks;
     double origin = INFINITY;
     for (const std::string& bytes : gather_text(c, {(const char*)mine.data(), mine.size() * sizeof(Slice)})) {
@@ -795,19 +794,34 @@ static Timeline timeline_of(const Communicator& c, const Trace& trace, const Var
         memcpy((void*)ranks.back().data(), bytes.data(), bytes.size());
         origin = std::min(origin, ranks.back()[0].start);
     }
-    Timeline timeline;
-    StepSums mean{};
+    for (std::vector<Slice>& of_rank : ranks) {
+        for (Slice& s : of_rank) { s.start = (s.start - origin) / 1e6, s.end = (s.end - origin) / 1e6; }
+    }
+    return ranks;
+}
+std::vector<Row> rows_of_ranks(const std::vector<std::vector<Slice>>& ranks, bool communicate) {
+    std::vector<Row> rows;
     for (size_t r = 0; r < ranks.size(); r++) {
         Row computing{strprintf("rank %zu computes", r), {}, r > 0}, communicating{"communicates", {}};
-        for (Slice& s : ranks[r]) {
-            s.start = (s.start - origin) / 1e6, s.end = (s.end - origin) / 1e6;
-            (s.colour == ALL_REDUCE_PART ? communicating : computing).slices.push_back(s);
+        for (const Slice& s : ranks[r]) {
+            bool sent = s.colour == ALL_REDUCE_PART || s.colour == GATHER_PART;
+            (sent ? communicating : computing).slices.push_back(s);
         }
-        StepSums sums = sums_of(ranks[r]);
+        rows.push_back(computing);
+        if (communicate) { rows.push_back(communicating); }
+    }
+    return rows;
+}
+
+static Timeline timeline_of(const Communicator& c, const Trace& trace, const Variant& v) {
+    std::vector<std::vector<Slice>> ranks = slices_of_ranks(c, slices_of_step(trace));
+    Timeline timeline;
+    timeline.rows = rows_of_ranks(ranks, v.strategy != NO_SYNC);
+    StepSums mean{};
+    for (const std::vector<Slice>& of_rank : ranks) {
+        StepSums sums = sums_of(of_rank);
         double n = (double)ranks.size();
         mean.step += sums.step / n, mean.all_reduces += sums.all_reduces / n, mean.hidden += sums.hidden / n;
-        timeline.rows.push_back(computing);
-        if (v.strategy != NO_SYNC) { timeline.rows.push_back(communicating); }
     }
     timeline.title = label_of(v), timeline.remark = strprintf("step %.2f ms", mean.step);
     if (v.strategy != NO_SYNC) {

@@ -186,6 +186,67 @@ int cmd_fsdp(const Options& o) {
 enum Way { PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED };
 static const char* const way_names[] = {"overlapped DDP", "sharded optimizer (ZeRO-1)", "FSDP"};
 
+std::vector<Slice> FsdpStep::slices(const Fsdp* f) const {
+    auto ns = [&](const Mark& m) { return 1e6 * ms_of(m, begin); };
+    std::vector<FsdpWait> waits;
+    if (f) {
+        waits = f->waits;
+        waits.insert(waits.end(), f->reduce_waits.begin(), f->reduce_waits.end());
+    }
+    std::sort(waits.begin(), waits.end(),
+              [&](const FsdpWait& a, const FsdpWait& b) { return ns(a.asked) < ns(b.asked); });
+    std::vector<Slice> all;
+    const Mark* const bounds[] = {&begin, &backward, &optimizer, &end};
+    const StepPart parts[] = {FORWARD_PART, BACKWARD_PART, OPTIMIZER_PART};
+    for (int k = 0; k < 3; k++) {
+        double at = ns(*bounds[k]), stop = ns(*bounds[k + 1]);
+        for (const FsdpWait& w : waits) {
+            double from = std::max(at, ns(w.asked)), to = std::min(stop, ns(w.got));
+            if (to <= from) { continue; }
+            all.push_back({at, from, parts[k]}), all.push_back({from, to, WAIT_PART});
+            at = to;
+        }
+        all.push_back({at, stop, parts[k]});
+    }
+    all.erase(std::remove_if(all.begin(), all.end(), [](const Slice& s) { return s.end <= s.start; }), all.end());
+    std::set<const Work*> seen;
+    for (const FsdpWait& w : waits) {
+        if (!seen.insert(w.work.get()).second) { continue; }
+        int part = strcmp(w.work->what, "all-gather") == 0 ? GATHER_PART : ALL_REDUCE_PART;
+        all.push_back({std::max(0.0, ns(w.work->begin)), ns(w.work->end), part});
+    }
+    std::stable_sort(all.begin(), all.end(), [](const Slice& a, const Slice& b) { return a.start < b.start; });
+    return all;
+}
+void plot_fsdp_step(const Communicator& c, const std::string& path, const std::vector<Slice>& mine,
+                    const std::string& title, const std::string& caption) {
+    std::vector<std::vector<Slice>> ranks = slices_of_ranks(c, mine);
+    if (c.rank != 0) { return; }
+    double step = 0, waited = 0, sent = 0, n = (double)ranks.size();
+    for (const std::vector<Slice>& of_rank : ranks) {
+        double end = 0;
+        for (const Slice& s : of_rank) {
+            end = std::max(end, s.end);
+            waited += (s.colour == WAIT_PART) * (s.end - s.start) / n;
+            sent += (s.colour == GATHER_PART || s.colour == ALL_REDUCE_PART) * (s.end - s.start) / n;
+        }
+        step += end / n;
+    }
+    Timeline timeline;
+    timeline.title = title, timeline.rows = rows_of_ranks(ranks, c.world > 1);
+    timeline.remark = strprintf("step %.2f ms", step);
+    if (c.world > 1) { timeline.remark += strprintf(", communication %.2f ms, waits %.2f ms", sent, waited); }
+    std::vector<Series> legend = {{"forward, loss", {}, false, FORWARD_PART},
+                                  {"backward", {}, false, BACKWARD_PART},
+                                  {"waits", {}, false, WAIT_PART},
+                                  {"optimizer", {}, false, OPTIMIZER_PART},
+                                  {"all-gather", {}, false, GATHER_PART},
+                                  {"reduce-scatter, all-reduce", {}, false, ALL_REDUCE_PART}};
+    save_file(path, draw("One step: what computes and what communicates",
+                         caption + "; by marks in the streams of the last step; numbers are means over ranks",
+                         {timeline}, legend, "ms from the start of the step"));
+}
+
 struct WayTrainer {  // one way, with all that it holds
     Model model;
     std::unique_ptr<DataParallel> d;
@@ -216,18 +277,24 @@ static std::unique_ptr<WayTrainer> make_trainer(Way way, const Communicator& c, 
     if (!plain) { add_parameter_group(t.optimizer, {t.model.weights, t.model.gradients}); }
     return made;
 }
-static void train_step(WayTrainer& t, const Batch& batch) {
+// Returns the moments of an FSDP step.
+static FsdpStep train_step(WayTrainer& t, const Batch& batch) {
+    FsdpStep step;
     if (t.f) {
+        step.begin = mark();
         begin_step(*t.f);
-        forward_backward(t.model, batch, 1);
+        forward_backward(t.model, batch, 1, [&] { step.backward = mark(); });
         finish_backward(*t.f);
+        step.optimizer = mark();
         optimizer_step(*t.f, t.scaler, 0);
-        return;
+        step.end = mark();
+        return step;
     }
     begin_step(*t.d);
     forward_backward(t.model, batch, 1);
     finish_gradient_synchronization(*t.d);
     t.optimizer.groups.empty() ? (void)optimizer_step(t.model, AdamW(), t.scaler, 0) : optimizer_step(t.optimizer);
+    return step;
 }
 static Batch batch_of(const Plan& p, int rank) {
     return random_batch(p.o.batch_size, p.o.context_length, p.configs[0].vocab_size, p.o.seed + 1 + rank);
@@ -269,7 +336,11 @@ static Table waits_table(const std::vector<UnitTimes>& units) {
     return table;
 }
 
-static void memory_row(Table& table, Way way, const Plan& p, const Communicator& c, std::vector<UnitTimes>* units) {
+struct FsdpSeen {
+    std::vector<UnitTimes> units;
+    std::vector<Slice> last_step;
+};
+static void memory_row(Table& table, Way way, const Plan& p, const Communicator& c, FsdpSeen& seen) {
     Communicator planned;
     planned.world = c.world;
     size_t predicted = planned_peak([&] {
@@ -284,17 +355,17 @@ static void memory_row(Table& table, Way way, const Plan& p, const Communicator&
     reset_peak(context.device);
     auto t = make_trainer(way, c, p);
     Batch batch = batch_of(p, c.rank);
-    units->resize(t->f ? t->f->units.size() : 0);
+    seen.units.resize(t->f ? t->f->units.size() : 0);
     std::vector<double> times;
     for (int i = 0; i < p.o.warmup[0] + p.o.steps; i++) {
         barrier(c);
         double start = now_ms();
-        train_step(*t, batch);
+        FsdpStep step = train_step(*t, batch);
         synchronize();
         if (c.rank == 0) { progress("%s: %d of %d", way_names[way], i + 1, p.o.warmup[0] + p.o.steps); }
         if (i < p.o.warmup[0]) { continue; }
         times.push_back(now_ms() - start);
-        if (t->f) { add_times(*units, *t->f, p.o.steps); }
+        if (t->f) { add_times(seen.units, *t->f, p.o.steps), seen.last_step = step.slices(t->f.get()); }
     }
     double n = c.world, sent = 0;  // bytes; in a ring each rank sends (N-1)/N of a gather's or reduce-scatter's
     if (t->f) {
@@ -340,10 +411,13 @@ int cmd_fsdp_accounting(const Options& o) {
             {"Way", "parameters", "weight copies, gathered units", "gradients", "optimizer state",
              "activations and the rest", "peak", "predicted", "difference (%)", "step (ms)", "std", "MB sent per step"},
             {}};
-        std::vector<UnitTimes> units;
-        for (Way way : {PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED}) { memory_row(memory, way, p, c, &units); }
+        FsdpSeen seen;
+        for (Way way : {PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED}) { memory_row(memory, way, p, c, seen); }
+        if (!o.plot.empty() && !seen.last_step.empty()) {
+            plot_fsdp_step(c, o.plot, seen.last_step, "FSDP", caption_of(p, c, "fsdp_accounting (b)"));
+        }
         if (c.rank != 0) { return; }
         print(memory, o.format);
-        if (!units.empty()) { print(waits_table(units), o.format); }
+        if (!seen.units.empty()) { print(waits_table(seen.units), o.format); }
     });
 }

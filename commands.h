@@ -106,7 +106,18 @@ size_t peak_of(const std::vector<MemoryEvent>& log, size_t* at = nullptr);
 // bench_ddp.cu: the picture of a step
 
 // What a step's trace shows, for --plot. The parts' numbers are their colours.
-enum StepPart { FORWARD_PART = 0, BACKWARD_PART = 1, OPTIMIZER_PART = 2, ALL_REDUCE_PART = 4, WAIT_PART = 7 };
+enum StepPart {
+    FORWARD_PART = 0,
+    BACKWARD_PART = 1,
+    OPTIMIZER_PART = 2,
+    GATHER_PART = 3,
+    ALL_REDUCE_PART = 4,  // and reduce-scatters
+    WAIT_PART = 7
+};
+// Each rank's slices, in ms from the earliest of all; collective. `mine` are in ns, by start.
+std::vector<std::vector<Slice>> slices_of_ranks(const Communicator& c, const std::vector<Slice>& mine);
+// Two rows per rank: what computes and what communicates.
+std::vector<Row> rows_of_ranks(const std::vector<std::vector<Slice>>& ranks, bool communicate);
 // In ns, by start, all-reduces among them. On GPUs kernels, and the compute stream's wait between backward and the
 // optimizer; without kernels the threads' ranges. What ran before forward is left out.
 std::vector<Slice> slices_of_step(const Trace& trace);
@@ -114,6 +125,16 @@ struct StepSums {                      // in the slices' unit
     double step, all_reduces, hidden;  // hidden: of all-reduces, between backward's beginning and its end
 };
 StepSums sums_of(const std::vector<Slice>& slices);
+
+// bench_fsdp.cu: what FSDP's marks show of a step, without a trace. Moments, by the compute stream:
+struct FsdpStep {
+    Mark begin, backward, optimizer, end;  // where forward begins, and so on
+    // In ns from `begin`, by start: the passes, cut where they wait; gathers, reduce-scatters and the norms'
+    // all-reduce.
+    std::vector<Slice> slices(const Fsdp* f) const;  // f null: one rank, no communication
+};
+void plot_fsdp_step(const Communicator& c, const std::string& path, const std::vector<Slice>& mine,
+                    const std::string& title, const std::string& caption);  // collective
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The command line. Options mean the same for every command; main.cu says which command takes which.

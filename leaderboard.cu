@@ -21,6 +21,7 @@ struct LeaderboardRun : Attempt {
     size_t peak = 0;  // bytes, measured
     double first_loss = NAN, last_loss = NAN;
     Stats step{}, parts[PARTS]{};
+    std::vector<Slice> last_step;  // for --plot
 };
 struct LeaderboardTrainer {
     Communicator c;
@@ -125,6 +126,7 @@ static void measure(LeaderboardRun& r, const Communicator& c, const Plan& p) {
         std::array<double, PARTS> of_step = parts_of(*t);
         for (int k = 0; k < PARTS; k++) { parts[k].push_back(of_step[k]); }
     }
+    r.last_step = FsdpStep{t->at[BLOCKS], t->at[BACKWARD], t->at[OPTIMIZER_STEP], t->at[EXPOSED]}.slices(t->f.get());
     r.step = stats_of(all);
     for (int k = 0; k < PARTS; k++) { r.parts[k] = stats_of(parts[k]); }
     r.peak = memory_use(context.device).peak;
@@ -208,6 +210,9 @@ static void leaderboard(const Options& o, const Communicator& c) {
     } else if (fits_everywhere(c, r.needs)) {
         measure(r, c, p);  // a rank without the room ends: the others would wait for it
         r.ran = true;
+    }
+    if (!o.plot.empty() && r.ran) {
+        plot_fsdp_step(c, o.plot, r.last_step, "a step of " + p.configs[0].name, "leaderboard; " + p.origin());
     }
     if (c.rank == 0) { print_tables(p, c, r); }
 }

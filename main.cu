@@ -120,7 +120,7 @@ static const Command COMMANDS[] = {
     {"fsdp", "|7", 15, 2, "the weights sharded, too", "ddp.cu", cmd_fsdp, "device seed " + RANKS + "format quick",
      true},
     {"fsdp_accounting", "|7", 5, 2, "its memory, and whether its gathers come in time", "bench_fsdp.cu",
-     cmd_fsdp_accounting, "edition=2026 " + DDP_SIZED + "precision=fp32 " + DDP_RUN + "reduce_dtype"},
+     cmd_fsdp_accounting, "edition=2026 " + DDP_SIZED + "precision=fp32 " + DDP_RUN + "reduce_dtype plot_step"},
     {"alternate_ring_all_reduce", "|8.1", 1, 0, "all-reduce that sends whole tensors around a ring", "calcs.cu",
      cmd_alternate_ring_all_reduce, "tensor_mb devices bandwidth_gb=450 format quick"},
     {"data_parallel_calcs", "|8.2", 3, 0, "how many devices data parallelism can use", "calcs.cu",
@@ -134,7 +134,7 @@ static const Command COMMANDS[] = {
      cmd_leaderboard,
      "edition=2026 device size=8B d_model d_ff num_layers num_heads vocab_size context_length=32768 batch_size=2 "
      "leaderboard_warmup leaderboard_steps warmup_time rep_time precision=pure_bf16 mode=flash head_chunk=2048 "
-     "checkpoint=1 recompute leaderboard_nproc backend timeout seed format quick"},
+     "checkpoint=1 recompute leaderboard_nproc backend timeout seed plot_step format quick"},
     {"list", "", 0, 0, "every problem: sections, points, command, notes page, whether it runs here", "main.cu",
      cmd_list, "format quick"},
     {"info", "", 0, 0, "the device, its libraries, its measured rates", "bench_step.cu", cmd_info,
@@ -414,7 +414,7 @@ static std::vector<Option> options_of_runs() {
         {"plot", "plot", output(&Options::plot, {".svg"}), "draw the table as SVG, too"},
         {"plot_bits", "plot", output(&Options::plot, {".svg"}), "draw 1000 + 0.01 bit by bit, in each format"},
         {"plot_step", "plot", output(&Options::plot, {".svg"}),
-         "draw what ran when in a step of each way, of all ranks"},
+         "draw what ran when in a step (of each way), on all ranks"},
         {"trace", "trace", output(&Options::trace, {".json"}), "write what ran when, for Perfetto or chrome://tracing"},
         {"ranges", "range", items(&Options::range, "forward,step/backward/layer/attention"),
          "kernel summaries of these parts of the run"},

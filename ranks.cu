@@ -316,6 +316,7 @@ static std::string store_get(const Communicator& c, const std::string& key, doub
 static std::string store_get(const Communicator& c, const std::string& key) { return store_get(c, key, INFINITY, ""); }
 
 std::vector<std::string> gather_text(const Communicator& c, const std::string& text) {
+    if (c.world == 1) { return {text}; }
     std::string round = "gather/" + std::to_string(c.links->barriers++) + "/";
     store_set(c, round + std::to_string(c.rank), text);
     std::vector<std::string> all;

@@ -254,6 +254,43 @@ TEST_CASE("answers: fsdp") {
     CHECK(has(said(answers_to("fsdp", {{"| match ", "| DIFFER "}}), ""),
               "The weights of FSDP with 2 ranks are not those of one process: the public test's, fp32, mode fused"));
 }
+TEST_CASE("fsdp: what --plot shows of a step") {
+    auto at = [](double ms) { return Mark{ms, nullptr}; };
+    auto work = [&](const char* what, double begin, double end) {
+        auto made = std::make_shared<Work>();
+        made->what = what, made->begin = at(begin), made->end = at(end);
+        return made;
+    };
+    WorkPtr gather = work("all-gather", 101e-6, 120e-6), again = work("all-gather", 130e-6, 210e-6);
+    Fsdp f;
+    f.waits = {
+        {0, gather, at(110e-6), at(120e-6)}, {1, again, at(190e-6), at(210e-6)}, {1, again, at(215e-6), at(215e-6)}};
+    f.reduce_waits = {{1, work("reduce-scatter", 260e-6, 310e-6), at(280e-6), at(310e-6)}};
+    FsdpStep step{at(100e-6), at(200e-6), at(300e-6), at(330e-6)};
+    std::string text;
+    for (const Slice& s : step.slices(&f)) { text += strprintf("%.0f-%.0f:%d ", s.start, s.end, s.colour); }
+    // Forward (0) waits (7) for the first gather (3); the second is late for forward and for backward (1), whose
+    // reduce-scatter (4) the optimizer (2) waits for.
+    CHECK(text ==
+          "0-10:0 1-20:3 10-20:7 20-90:0 30-110:3 90-100:7 100-110:7 110-180:1 160-210:4 180-200:7 200-210:7 "
+          "210-230:2 ");
+    text.clear();
+    for (const Slice& s : step.slices(nullptr)) { text += strprintf("%.0f-%.0f:%d ", s.start, s.end, s.colour); }
+    CHECK(text == "0-100:0 100-200:1 200-230:2 ");
+
+    if (lacks("gloo", CPU, 2)) { return; }
+    for (const char* n : {"1", "2"}) {
+        Folder folder;
+        const std::string svg = folder / "step.svg";
+        Run r = accounting({"--nproc", n, "--plot", svg});
+        REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+        std::string picture = read_file(svg);
+        CHECK(has(picture, "all-gather"));
+        CHECK(has(picture, "rank 0 computes"));
+        CHECK(has(picture, "rank 1 computes") == (*n == '2'));
+        CHECK(has(picture, ">communicates<") == (*n == '2'));
+    }
+}
 TEST_CASE("answers: fsdp_accounting") {
     const char* command = "fsdp_accounting";
     Answers answers = answers_to(command, {});
