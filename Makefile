@@ -118,7 +118,8 @@ $(BUILD)/commit: FORCE | $(BUILD)/config.mk
 -include $(OBJECTS:.o=.d) $(TEST_OBJECTS:.o=.d)
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is there? Each probe compiles and links a line: a header without its library, or the reverse, does not count.
+# What is there? Each probe compiles and links a line: a header without its library, or the reverse, does not count. The
+# oldest card that the kernels are for is sm_75.
 $(BUILD)/config.mk:
 	@mkdir -p $(BUILD)/tests; probe() { printf '#include <%s>\nint main() { %s; }\n' "$$2" "$$3" | \
 	    $(CXX) -std=c++17 $(CUDA_HOME:%=-I%/include) $(CUPTI_INCLUDE:%=-I%) -x c++ - -o $(BUILD)/probe $(CUDA_LIBS:%=-L%) $$4 2>/dev/null && \
@@ -131,7 +132,7 @@ $(BUILD)/config.mk:
 	  probe MD4C md4c-html.h 'md_html(0, 0, 0, 0, 0, 0)' '-lmd4c-html -lmd4c'; \
 	  probe NCCL nccl.h 'ncclUniqueId id; ncclGetUniqueId(&id)' -lnccl; \
 	  probe CUPTI cupti.h 'uint32_t v; cuptiGetVersion(&v)' -lcupti; \
-	  echo "NVCC_KNOWS := $(if $(NVCC),$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code)))"; \
+	  echo "NVCC_KNOWS := $(if $(NVCC),$(filter-out 3% 5% 6% 70 72,$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code))))"; \
 	  echo 'CARDS := $$(filter $$(NVCC_KNOWS),$(sort $(if $(NVCC),$(subst .,,\
 	    $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)))))'; } >$@; rm -f $(BUILD)/probe
 
