@@ -37,10 +37,12 @@ MAKEFLAGS := $(MAKEFLAGS) $(if $(MAKELEVEL:0=)$(filter -j%,$(MAKEFLAGS)),,-j$(sh
 CXXFLAGS := -std=c++17 -O2 -fno-math-errno -g -fopenmp -Wall -Wextra $(if $(WERROR),-Werror)
 
 ifeq ($(FLAVOUR),cuda)
-# The machine's own cards; without any (or with one that nvcc does not know) what runs from sm_80 on, through PTX at the
-# latest. nvcc hands g++ rewritten text with parentheses of its own; the CPU flavour still warns about ours.
-ANY_CARD := -gencode arch=compute_80,code=[sm_80,compute_80] -gencode arch=compute_90,code=sm_90
-ARCH ?= $(or $(foreach card,$(CARDS),-gencode arch=compute_$(card),code=sm_$(card)),$(ANY_CARD))
+# The machine's own cards; without any (or with one that nvcc does not know) T4, A100, 3090, 4090, H100, B200 and 5090, as
+# far as nvcc knows them, and PTX, which the driver translates for what else there is from sm_90 on. nvcc hands g++
+# rewritten text with parentheses of its own; the CPU flavour still warns about ours.
+EVERY_CARD ?= 75 80 86 89 90 100 120
+ARCH ?= $(foreach card,$(or $(CARDS),$(filter $(NVCC_KNOWS),$(EVERY_CARD)),80 90),-gencode \
+	arch=compute_$(card),code=$(if $(CARDS)$(filter-out 90,$(card)),sm_$(card),[sm_$(card),compute_$(card)]))
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
 CUPTI_INCLUDE := $(wildcard $(CUDA_HOME)/extras/CUPTI/include)
 CUDA_LIBS := $(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib $(CUDA_HOME)/extras/CUPTI/lib64)
@@ -92,8 +94,19 @@ $(TEST_BUILD)/%.o: tests/%.cpp | $(BUILD)/config.mk
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) $(if $(TSAN),$(SANITIZE)) -I. -MMD -MP -c -o $@ $<
 
-# wgmma and setmaxnreg belong to this one architecture; no later card has them. So it stays also with `make ARCH=...`.
-$(BUILD)/fast_flash_hopper.o: override ARCH := -gencode arch=compute_90a,code=sm_90a
+ifeq ($(FLAVOUR),cuda)
+# Another ARCH, or a card that `make config` found, compiles everything again.
+ASKED_ARCH := $(ARCH)
+$(OBJECTS): $(BUILD)/arch
+$(BUILD)/arch: FORCE | $(BUILD)/config.mk
+	@echo '$(ASKED_ARCH)' | cmp -s - $@ || echo '$(ASKED_ARCH)' >$@
+# A file without kernels is the same for all cards, and compiled for one only.
+WITHOUT_KERNELS := $(shell grep -L __global__ $(SOURCES))
+$(WITHOUT_KERNELS:%.cu=$(BUILD)/%.o): override ARCH := $(wordlist 1,2,$(ARCH))
+# wgmma and setmaxnreg belong to this one architecture; no later card has them. Elsewhere the kernels have no body.
+HOPPER := -gencode arch=compute_90a,code=sm_90a
+$(BUILD)/fast_flash_hopper.o: override ARCH := $(if $(findstring 90,$(ARCH)),$(HOPPER),$(ARCH))
+endif
 
 # The commit stands in every table's caption: measure.cu is compiled again when it changes.
 $(BUILD)/measure.o: $(BUILD)/commit
@@ -105,7 +118,8 @@ $(BUILD)/commit: FORCE | $(BUILD)/config.mk
 -include $(OBJECTS:.o=.d) $(TEST_OBJECTS:.o=.d)
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is there? Each probe compiles and links a line: a header without its library, or the reverse, does not count.
+# What is there? Each probe compiles and links a line: a header without its library, or the reverse, does not count. The
+# oldest card that the kernels are for is sm_75.
 $(BUILD)/config.mk:
 	@mkdir -p $(BUILD)/tests; probe() { printf '#include <%s>\nint main() { %s; }\n' "$$2" "$$3" | \
 	    $(CXX) -std=c++17 $(CUDA_HOME:%=-I%/include) $(CUPTI_INCLUDE:%=-I%) -x c++ - -o $(BUILD)/probe $(CUDA_LIBS:%=-L%) $$4 2>/dev/null && \
@@ -118,8 +132,9 @@ $(BUILD)/config.mk:
 	  probe MD4C md4c-html.h 'md_html(0, 0, 0, 0, 0, 0)' '-lmd4c-html -lmd4c'; \
 	  probe NCCL nccl.h 'ncclUniqueId id; ncclGetUniqueId(&id)' -lnccl; \
 	  probe CUPTI cupti.h 'uint32_t v; cuptiGetVersion(&v)' -lcupti; \
-	  echo "CARDS := $(if $(NVCC),$(sort $(filter $(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code)),$(subst .,,\
-	    $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)))))"; } >$@; rm -f $(BUILD)/probe
+	  echo "NVCC_KNOWS := $(if $(NVCC),$(filter-out 3% 5% 6% 70 72,$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code))))"; \
+	  echo 'CARDS := $$(filter $$(NVCC_KNOWS),$(sort $(if $(NVCC),$(subst .,,\
+	    $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)))))'; } >$@; rm -f $(BUILD)/probe
 
 config: ## look again for the libraries and cards, and print what was found
 	@rm -f $(BUILD)/config.mk

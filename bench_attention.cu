@@ -431,6 +431,14 @@ static const Published published[] = {
     {"class leaderboard 2025, third", "H100", 11.07},
     {"class leaderboard 2025, baseline", "H100", 80.0},
 };
+// "needs sm_80", where this card has no code of it; else "".
+static std::string lacking(const AttentionImpl& impl) {
+    for (DType dtype : {F32, BF16, F16}) {
+        if (impl.takes(dtype, 64)) { return ""; }
+    }
+    std::string note = impl.note;
+    return note.substr(std::min(note.find("needs "), note.size()));
+}
 int cmd_flash_leaderboard(const Options& o) {
     context.device = choose_device(o.device);
     context.mode = FUSED;
@@ -456,9 +464,14 @@ int cmd_flash_leaderboard(const Options& o) {
     DType dtype = matmul_dtype();
     const AttentionImpl& fastest = require_flash(context.device, dtype, c.D);
     std::vector<const AttentionImpl*> impls;
+    std::vector<std::vector<std::string>> lack;
     std::string here;
     for (const AttentionImpl& impl : attention_impls()) {
-        if (impl.device != context.device || !impl.takes(dtype, c.D)) { continue; }
+        if (impl.device != context.device) { continue; }
+        std::string needs = lacking(impl);
+        if (!needs.empty() && o.impl == impl.name) { usage_error("--impl: %s %s", impl.name, needs.c_str()); }
+        if (!needs.empty() && o.impl == "all") { lack.push_back({std::string("ours: ") + impl.name, needs}); }
+        if (!impl.takes(dtype, c.D)) { continue; }
         here += std::string(", ") + impl.name;
         if (o.impl == impl.name || (o.impl == "all" && is_flash(impl)) || (o.impl == "auto" && &impl == &fastest)) {
             impls.push_back(&impl);
@@ -483,6 +496,10 @@ int cmd_flash_leaderboard(const Options& o) {
                               ms_cell(t, t.backward), ms_cell(t, t.both), t.ran ? strprintf("%.3g", tflops) : "",
                               t.ran ? strprintf("%.0f %%", 100 * tflops / rate) : "",
                               t.ran ? percent_of_peak(tflops, precision) : ""});
+    }
+    for (std::vector<std::string>& row : lack) {
+        row.resize(table.columns.size());
+        table.rows.push_back(row);
     }
     for (const Published& other : published) {
         if (!handout) { break; }

@@ -128,7 +128,7 @@ struct Context {
     Device planned_for = CPU;  // while device is META: where the run would be
     Mode mode = FUSED;
     Precision precision = FP32;
-    bool widening = false;       // a plan for a run here, on the CPU: count the fp32 copies of its products' operands
+    bool widening = false;       // a plan for a run here: count the fp32 copies of its products' operands
     bool recording = true;       // write the tape; off inside NoGrad
     bool deterministic = false;  // the same bits in every run, where that costs something: flash attention's backward
     bool recompute = false;      // backward computes the norms' outputs and SwiGLU's again, so that nobody keeps them
@@ -151,6 +151,9 @@ struct Planning {  // within its scope nothing is computed, memory only counted
 };
 
 int cuda_devices(std::string* why = nullptr);  // 0 without a GPU or its driver, or in a CPU build: why
+// What helps against an error of the CUDA runtime, by its name; "" for most. card and sm: its name, and 75 for compute
+// capability 7.5 (0: unknown). driver and runtime: for which CUDA, 12040 for 12.4 (0: no driver).
+std::string cuda_remedy(const std::string& error, const std::string& card, int sm, int driver, int runtime);
 // auto|cpu|cuda; prints on stderr which one auto took; fails if there is none. gpu: which one, of several.
 Device choose_device(const std::string& want, int gpu = 0);
 void synchronize();                 // wait for context.device
@@ -568,6 +571,10 @@ Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const 
 // cast.
 void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b, double alpha = 1,
           double beta = 0);
+// gemm multiplies fp32 copies of such operands: on the CPU, and bf16 on a card without it (before the A100).
+bool multiplies_copies(Device device, DType dtype);
+void gemm_of_copies(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
+                    double alpha = 1, double beta = 0);
 struct Matrix {  // how a BLAS sees the last two dimensions of a tensor, with all leading ones as a batch
     char* data;
     DType dtype;

@@ -925,8 +925,12 @@ static CUtensorMap tensor_map(const Heads& x, DType dtype, int B, int H, int T, 
     static const auto encode = [] {  // from the driver, which we do not link
         void* function = nullptr;
         cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION < 12050  // the name without a version is gone since 13.0
+        CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result));
+#else
         CUDA_CHECK(
             cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result));
+#endif
         if (result != cudaDriverEntryPointSuccess) { fail("the driver has no cuTensorMapEncodeTiled"); }
         return (decltype(&cuTensorMapEncodeTiled))function;
     }();

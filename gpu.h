@@ -5,7 +5,9 @@
 #ifdef __CUDACC__
 #include <cublas_v2.h>
 
-int multiprocessors();  // measure.cu: of the current device; an H100's where META plans for a GPU and none is here
+// measure.cu: of the current device; an H100's where META plans for a GPU and none is here
+int multiprocessors();
+int compute_capability();  // 75 for 7.5
 
 // matmul.cu: cuBLAS
 void cublas_check(cublasStatus_t status, const char* call, const char* file, int line);

@@ -128,7 +128,7 @@ static Tensor widened(const Tensor& t) {
     if (t.dtype == F32) {
         round_all_to_tf32(w.as<float>(), source.as<float>(), w.size());
     } else {
-        convert(w.data, F32, source.data, t.dtype, w.size());
+        copy_or_add(w, source, false);
     }
     return w;
 }
@@ -161,6 +161,33 @@ static void gemm_cpu(const Tensor& out, Matrix C, const Tensor& a, Matrix A, boo
     }
 }
 
+bool multiplies_copies(Device device, DType dtype) {
+#ifdef __CUDACC__
+    if (device == CUDA) { return dtype == BF16 && compute_capability() < 80; }
+#endif
+    return device == CPU && dtype != F64;
+}
+void gemm_of_copies(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
+                    double alpha, double beta) {
+    NoGrad no_grad;
+    Tensor wa = widened(a), wb = widened(b), wide = out;
+    bool rounds = out.dtype != F32;  // once, what was computed in fp32
+    if (rounds) { wide = empty_on(out.device(), out.shape, F32, WORKSPACE); }
+    if (out.device() == META) { return; }
+    if (rounds && beta != 0) { copy_or_add(wide, out, false); }
+    Matrix C = matrix_of(wide), A = matrix_of(wa), B = matrix_of(wb);
+    int64_t K = transpose_a ? A.rows : A.cols;
+#ifdef __CUDACC__
+    if (out.device() == CUDA) {
+        gemm_cuda({C, A, B, transpose_a, transpose_b, K, (float)alpha, (float)beta});
+    } else
+#endif
+    {
+        gemm_cpu<float>(wide, C, wa, A, transpose_a, wb, B, transpose_b, K, alpha, beta);
+    }
+    if (rounds) { copy_or_add(out, wide, false); }
+}
+
 void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b, double alpha,
           double beta) {
     Matrix C = matrix_of(out), A = matrix_of(a), B = matrix_of(b);
@@ -172,29 +199,18 @@ void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b,
              to_string(out.shape).c_str());
     }
     if ((a.dtype == F64) != (out.dtype == F64)) { fail("gemm: float64 operands need a float64 result"); }
-    bool planned = out.device() == META;
-    if (out.size() == 0 || (planned && !context.widening)) { return; }
+    if (out.size() == 0 || (out.device() == META && (!context.widening || a.dtype == F64))) { return; }
     Range range("matmul");
 #ifdef __CUDACC__
-    if (out.device() == CUDA) {
+    if (out.device() == CUDA && !multiplies_copies(CUDA, a.dtype)) {
         gemm_cuda({C, A, B, transpose_a, transpose_b, K, (float)alpha, (float)beta});
         return;
     }
 #endif
-    NoGrad no_grad;
-    Tensor wa = widened(a), wb = widened(b);
-    if (planned) {  // what follows takes memory only where the result is rounded
-        if (size_of(out.dtype) < sizeof(float)) { empty(out.shape, F32, WORKSPACE); }
-    } else if (a.dtype == F64) {
+    if (a.dtype == F64) {
         gemm_cpu<double>(out, C, a, A, transpose_a, b, B, transpose_b, K, alpha, beta);
-    } else if (out.dtype == F32) {
-        gemm_cpu<float>(out, C, wa, matrix_of(wa), transpose_a, wb, matrix_of(wb), transpose_b, K, alpha, beta);
-    } else {  // computed in fp32, rounded once
-        Tensor wide = empty_on(CPU, out.shape, F32, WORKSPACE);
-        if (beta != 0) { copy_or_add(wide, out, false); }
-        gemm_cpu<float>(wide, matrix_of(wide), wa, matrix_of(wa), transpose_a, wb, matrix_of(wb), transpose_b, K, alpha,
-                        beta);
-        copy_or_add(out, wide, false);
+    } else {
+        gemm_of_copies(out, a, transpose_a, b, transpose_b, alpha, beta);
     }
 }
 

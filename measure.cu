@@ -132,11 +132,42 @@ static bool environment_is_1(const char* name) {
     return value && strcmp(value, "1") == 0;
 }
 
+std::string cuda_remedy(const std::string& error, const std::string& card, int sm, int driver, int runtime) {
+    auto cuda = [](int version) { return strprintf("CUDA %d.%d", version / 1000, version % 1000 / 10); };
+    std::string build = strprintf("make ARCH=\"-gencode arch=compute_%d,code=sm_%d\"", sm, sm);
+    std::string name = card + strprintf(" (sm_%d)", sm);
+    if (error == "cudaErrorInsufficientDriver" && driver == 0) {
+        return "there is no NVIDIA driver here: `nvidia-smi` has to work first";
+    }
+    if (error == "cudaErrorInsufficientDriver") {
+        return "the driver is for " + cuda(driver) + ", this build for " + cuda(runtime) +
+               ": update the driver, or build with the driver's CUDA: make NVCC=" +
+               strprintf("/usr/local/cuda-%d.%d/bin/nvcc", driver / 1000, driver % 1000 / 10);
+    }
+    if (sm == 0) { return ""; }
+    if (error == "cudaErrorUnsupportedPtxVersion") {
+        return "the driver, for " + cuda(driver) + ", cannot translate the PTX of " + cuda(runtime) + ", and the " +
+               name + " has no code of its own in this build: " + build;
+    }
+    if (error != "cudaErrorNoKernelImageForDevice") { return ""; }
+    return sm < 75 ? "the " + name + " is too old, the kernels need sm_75 (a T4): make NVCC= builds for the CPU"
+                   : "this build has no code for the " + name + ": " + build;
+}
+
 #ifdef __CUDACC__
+static std::string described(cudaError_t error) {
+    int device = 0, driver = 0, runtime = 0;
+    cudaDeviceProp card{};
+    if (cudaGetDevice(&device) == cudaSuccess) { cudaGetDeviceProperties(&card, device); }
+    cudaDriverGetVersion(&driver), cudaRuntimeGetVersion(&runtime);
+    cudaGetLastError();  // of these
+    std::string help = cuda_remedy(cudaGetErrorName(error), card.name, 10 * card.major + card.minor, driver, runtime);
+    return help.empty() ? cudaGetErrorString(error) : help;
+}
 void cuda_check(cudaError_t error, const char* call, const char* file, int line) {
     if (error == cudaSuccess) { return; }
     cudaGetLastError();  // or the next LAUNCH_CHECK would report this error again, as its own
-    std::string what = strprintf("%s:%d: %s: %s", file, line, call, cudaGetErrorString(error));
+    std::string what = strprintf("%s:%d: %s: %s", file, line, call, described(error).c_str());
     if (error == cudaErrorMemoryAllocation) { throw OutOfMemory(0, what); }
     throw Failure(1, what);
 }
@@ -234,7 +265,7 @@ int cuda_devices(std::string* why) {
         if (error != cudaSuccess) {
             cudaGetLastError();
             n = 0;
-            reason = cudaGetErrorString(error);
+            reason = described(error);
         } else if (n == 0) {
             reason = "the driver sees no GPU";
         }
@@ -247,22 +278,34 @@ int cuda_devices(std::string* why) {
     return devices;
 }
 
+#ifdef __CUDACC__
+static __global__ void any_kernel() {}
+#endif
+
 Device choose_device(const std::string& want, int gpu) {
     if (want != "auto" && want != "cpu" && want != "cuda") {
         fail("device '%s': expected auto, cpu or cuda", want.c_str());
     }
     if (want == "cpu") { return CPU; }
     std::string why;
-    if (cuda_devices(&why) == 0) {
+    bool usable = cuda_devices(&why) > 0;
+#ifdef __CUDACC__
+    if (usable) {
+        CUDA_CHECK(cudaSetDevice(gpu));
+        cudaFuncAttributes attributes;
+        cudaError_t error = cudaFuncGetAttributes(&attributes, any_kernel);
+        usable = error != cudaErrorNoKernelImageForDevice && error != cudaErrorUnsupportedPtxVersion;
+        if (!usable) { why = described(error); }
+        CUDA_CHECK(usable ? error : cudaSuccess);
+    }
+#else
+    (void)gpu;
+#endif
+    if (!usable) {
         if (want == "cuda") { fail("device cuda: there is none (%s)", why.c_str()); }
         note("device auto: took cpu (%s)", why.c_str());
         return CPU;
     }
-#ifdef __CUDACC__
-    CUDA_CHECK(cudaSetDevice(gpu));
-#else
-    (void)gpu;
-#endif
     if (want == "auto") { note("device auto: took cuda"); }
     return CUDA;
 }
@@ -312,12 +355,17 @@ void choose_cpu_settings(char** argv) {
 }
 
 #ifdef __CUDACC__
-int multiprocessors() {
-    int device, count;
-    if (cuda_devices() == 0) { return 132; }
+static int device_attribute(cudaDeviceAttr which, int of_an_h100) {
+    int device, value;
+    if (cuda_devices() == 0) { return of_an_h100; }
     CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    return count;
+    CUDA_CHECK(cudaDeviceGetAttribute(&value, which, device));
+    return value;
+}
+int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
+int compute_capability() {
+    return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor, 9) +
+           device_attribute(cudaDevAttrComputeCapabilityMinor, 0);
 }
 
 static std::string gpu_description() {
@@ -617,7 +665,7 @@ void reset_peak(Device device) {
 }
 size_t planned_peak(const std::function<void()>& run) {
     RestoreContext restore;
-    context.widening = context.device == CPU;
+    context.widening = multiplies_copies(context.device, matmul_dtype());
     Planning planning;
     size_t before = memory_use(META).now;
     reset_peak(META);

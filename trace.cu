@@ -150,7 +150,7 @@ static void take_record(const CUpti_Activity* record) {
         w.block[0] = r->blockX, w.block[1] = r->blockY, w.block[2] = r->blockZ;
         w.registers = r->registersPerThread, w.shared_bytes = r->staticSharedMemory + r->dynamicSharedMemory;
     } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
-        auto r = (const CUpti_ActivityMemcpy6*)record;
+        auto r = (const CUpti_ActivityMemcpy5*)record;  // the later 6, which CUDA 12.4 lacks, begins alike
         w = work_of(r, copy_name(r->copyKind));
         w.bytes = r->bytes;
     } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMSET) {

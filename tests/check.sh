@@ -102,9 +102,14 @@ no_spills() {
     [ -s build/cuda-werror/fast_flash_hopper.o.log ] &&
         ! grep -hE '[1-9][0-9]* bytes (stack frame|spill)|C75[0-9][0-9]' build/cuda-werror/*.o.log
 }
+# Seven architectures take four times as long as two, so where there is no card the program is built for two, and of the
+# others only the core's kernels are compiled.
 if [ -n "$nvcc" ]; then
+    export EVERY_CARD="80 90"
     check_flavour cuda "$nvcc" ""
     check "no kernel spills registers" no_spills
+    check "core kernels compile for every card" make INSTALL=0 WERROR=1 NVCC="$nvcc" BUILD=build/cards CARDS= \
+        EVERY_CARD="75 86 89 100 120" build/cards/attention.o build/cards/layers.o
 else
     skip "cuda flavour" "no nvcc"
 fi
@@ -113,9 +118,15 @@ check_flavour cpu "" -plain  # the tests of the whole program, by g++, are those
 if command -v python3 >/dev/null; then
     run_tests "misuse" python3 tests/misuse.py build/cpu-werror/cs336 --short
     run_tests "check your own" python3 tests/check_self.py build/cpu-werror/cs336
+    if git rev-parse HEAD >$logs/git.log 2>&1; then
+        run_tests "notebook" python3 tests/notebook.py notes/cs336.ipynb build/cpu-werror
+    else
+        skip notebook "not a clone of the repository"
+    fi
 else
     skip misuse "no python3"
     skip "check your own" "no python3"
+    skip notebook "no python3"
 fi
 run_tests "asan tests" make INSTALL=0 WERROR=1 ASAN=1 test
 # One OpenMP thread, since the sanitizer does not know libgomp's barriers; and no case that asks for a speed.

@@ -73,6 +73,23 @@ TEST_CASE("measure: choosing a device") {
     }
 }
 
+TEST_CASE("measure: what helps against a driver or a card that this build is not for") {
+    CHECK(cuda_remedy("cudaErrorInsufficientDriver", "", 0, 0, 13000) ==
+          "there is no NVIDIA driver here: `nvidia-smi` has to work first");
+    CHECK(cuda_remedy("cudaErrorInsufficientDriver", "", 0, 12040, 13000) ==
+          "the driver is for CUDA 12.4, this build for CUDA 13.0: update the driver, or build with the driver's CUDA: "
+          "make NVCC=/usr/local/cuda-12.4/bin/nvcc");
+    CHECK(cuda_remedy("cudaErrorUnsupportedPtxVersion", "NVIDIA GeForce RTX 5090", 120, 12040, 12060) ==
+          "the driver, for CUDA 12.4, cannot translate the PTX of CUDA 12.6, and the NVIDIA GeForce RTX 5090 (sm_120) "
+          "has no code of its own in this build: make ARCH=\"-gencode arch=compute_120,code=sm_120\"");
+    CHECK(cuda_remedy("cudaErrorNoKernelImageForDevice", "Tesla T4", 75, 12040, 12060) ==
+          "this build has no code for the Tesla T4 (sm_75): make ARCH=\"-gencode arch=compute_75,code=sm_75\"");
+    CHECK(cuda_remedy("cudaErrorNoKernelImageForDevice", "Tesla V100", 70, 12040, 12060) ==
+          "the Tesla V100 (sm_70) is too old, the kernels need sm_75 (a T4): make NVCC= builds for the CPU");
+    CHECK(cuda_remedy("cudaErrorNoKernelImageForDevice", "", 0, 12040, 12060) == "");  // the card does not answer
+    CHECK(cuda_remedy("cudaErrorIllegalAddress", "Tesla T4", 75, 12040, 12060) == "");
+}
+
 TEST_CASE("measure: launches may ask for the devices") {  // the driver takes microseconds each time that it is asked
     cuda_devices();
     double start = now_ms();
