@@ -482,6 +482,7 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{"list", "--fromat=md"}, "--fromat=md", "did you mean --format? takes"},
         {{"train", "--dta", "x"}, "--dta", "did you mean --data? takes"},  // not: --data is missing
         {{bench, "--sise", "small"}, "--sise", "did you mean --size? takes"},
+        {{bench, "--szie", "small"}, "--szie", "did you mean --size? takes"},
         {{"traim"}, "traim", "no such command; did you mean train?"},
         {{"benchmarking-scirpt"}, "benchmarking-scirpt", "did you mean benchmarking_script?"},
         {{"2.2"}, "2.2", "candidates: naive_ddp, naive_ddp_benchmarking"},

@@ -13,6 +13,7 @@
 #include <csignal>
 #include <cstdio>
 #include <fstream>
+#include <sstream>
 
 TEST_CASE_TEMPLATE("train: a resumed run equals the uninterrupted one bit for bit", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
@@ -461,12 +462,13 @@ TEST_CASE("train: after a signal the step is finished and saved, and the line th
     struct Case {
         std::vector<std::string> more;
         int number;
-        bool to_group;  // as a terminal does
+        enum { PROCESS, GROUP, RANK } to;  // group: as a terminal does; rank: the second one only
     };
-    std::vector<Case> cases = {{{}, SIGINT, true}, {{"--stop_at", "299"}, SIGTERM, false}};
+    std::vector<Case> cases = {{{}, SIGINT, Case::GROUP}, {{"--stop_at", "299"}, SIGTERM, Case::PROCESS}};
     if (why_not("gloo", CPU, 2).empty()) {
-        cases.push_back({{"--nproc", "2"}, SIGINT, true});
-        cases.push_back({{"--nproc", "2", "--strategy", "fsdp"}, SIGTERM, false});
+        cases.push_back({{"--nproc", "2"}, SIGINT, Case::GROUP});
+        cases.push_back({{"--nproc", "2", "--strategy", "sharded"}, SIGINT, Case::RANK});
+        cases.push_back({{"--nproc", "2", "--strategy", "fsdp"}, SIGTERM, Case::PROCESS});
     }
     Folder folder;
     const std::string whole = folder / "whole";
@@ -479,7 +481,12 @@ TEST_CASE("train: after a signal the step is finished and saved, and the line th
         more.insert(more.end(), {"--steps", "300"});
         Going run(more);
         run.wait_for_rows(3);  // as they are measured, into a file
-        kill(c.to_group ? -run.pid : run.pid, c.number);
+        pid_t ranks[2] = {0, 0};
+        std::istringstream(c.to == Case::RANK ? read_file(strprintf("/proc/%d/task/%d/children", run.pid, run.pid))
+                                              : "") >>
+            ranks[0] >> ranks[1];
+        REQUIRE((c.to != Case::RANK || ranks[1] > 0));
+        kill(c.to == Case::GROUP ? -run.pid : c.to == Case::RANK ? ranks[1] : run.pid, c.number);
         REQUIRE(run.ended(30));
         CHECK(WIFSIGNALED(run.status));
         CHECK(WTERMSIG(run.status) == c.number);
@@ -525,8 +532,8 @@ TEST_CASE("train: a second signal ends it at once, a repeated first one does not
 TEST_CASE("train: a reader of the rows that goes away ends the run, which saves first") {
     Folder folder;
     const std::string save = folder / "piped";
-    Run r = run_shell(program() + " train --data LICENSE --device cpu --quick --steps 100000 --save " + save +
-                      " | head -6");
+    Run r = run_shell("timeout 100 " + program() + " train --data LICENSE --device cpu --quick --steps 100000 --save " +
+                      save + " | head -6");
     CHECK(has(r.out, "cannot write to stdout: Broken pipe"));
     CHECK(step_of(save) >= 1);
     CHECK(step_of(save) < 100000);
