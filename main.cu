@@ -742,7 +742,7 @@ static void refuse_extras(const CLI::App& app, const std::vector<std::string>& e
     }
     const std::string typed = extras[0].substr(0, extras[0].find('='));
     size_t name = typed.find_first_not_of('-');
-    std::string hint = name == 0 || name == std::string::npos ? "" : did_you_mean(typed.substr(name), names);
+    std::string hint = name == std::string::npos ? "" : did_you_mean(typed.substr(name), names);
     if (!hint.empty()) { hint.insert(hint.rfind(' ') + 1, "--"); }
     usage_error("%s: no such option%s takes %s", extras[0].c_str(), hint.empty() ? ";" : hint.c_str(),
                 join(known, ", ").c_str());
