@@ -558,8 +558,7 @@ struct Steps {
     std::string not_finite = "";
     double tokens = 0, busy_ms = 0;
 };
-// What a checkpoint holds after this step; a good file is not to be replaced by one with NaN. All ranks have to call
-// it.
+// What a checkpoint holds after this step. No good file may give way to one with NaN. All ranks have to call it.
 static NamedTensors finite_state(Trainer& t, const Options& o, int step, double loss = 0) {
     make_room(t.model);
     NamedTensors state = state_of(t);
@@ -700,6 +699,7 @@ static int train(const Options& typed, const Communicator& ranks) {
         after = loss;
         save_state(state, t, run.done, o);
     } catch (const Failure&) { failure = std::current_exception(); }
+    if (t.is_first() && !run.rows.failure.empty() && !failure) { say_how_to_go_on(o, run); }
     if (t.is_first()) { run.rows.end(); }
     if (!std::isfinite(after)) { std::rethrow_exception(failure); }
     Table summary{"", {"held-out loss before", "held-out loss after", "steps", "tokens/s", "peak MiB"}, {}};

@@ -534,6 +534,7 @@ TEST_CASE("train: a reader of the rows that goes away ends the run, which saves 
     const std::string save = folder / "piped";
     Run r = run_shell("timeout 100 " + program() + " train --data LICENSE --device cpu --quick --steps 100000 --save " +
                       save + " | head -6");
+    CHECK(has(r.out, strprintf("ended early after step %d of 100000: ", step_of(save))));
     CHECK(has(r.out, "cannot write to stdout: Broken pipe"));
     CHECK(step_of(save) >= 1);
     CHECK(step_of(save) < 100000);
