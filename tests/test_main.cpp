@@ -462,6 +462,12 @@ TEST_CASE("main: what an option wrote is said on stderr, and only if it did") {
         size_t first = r.err.find("--save: wrote");
         CHECK(first != std::string::npos);
         CHECK(r.err.find("--save: wrote", first + 1) == std::string::npos);
+        std::string drawn = read_file(svg);
+        r = run_cs336({"naive_ddp_benchmarking", "--quick", "--device", "cpu", "--d_model", "1048576", "--d_ff",
+                       "1048576", "--num_heads", "1", "--plot", svg});  // OOM: there is nothing to draw
+        CHECK(r.exit_code == 0);
+        CHECK(!has(r.err, "--plot: wrote"));
+        CHECK(read_file(svg) == drawn);
     }
 }
 
