@@ -161,13 +161,13 @@ struct Options {
     std::string strategy;
     int grad_accumulation = 0;
     double warmup_time = 0, rep_time = 0;  // seconds
-    int warmup_steps = 0, sample = 0, stop_at = 0, log_every = 0;
+    int warmup_steps = 0, sample = 0, stop_at = 0, log_every = 0, save_every = 0;
     std::string reduce_dtype, backend;
     int nproc = 0;
     double timeout = 0;  // seconds
     std::vector<double> sizes_mb, bucket_size_mb;
     std::vector<std::string> only;  // of reproduce: problems; empty: all
-    bool fresh = false;
+    bool fresh = false, wide = false;
     std::string writeup;
     // communication_accounting
     double gpu_gb = 0, tpu_gb = 0, bandwidth_gb = 0, tflops = 0;  // bytes and FLOP by powers of ten, per second

@@ -1,6 +1,7 @@
 // cs336.h: the map. Every type and function that crosses a file, in the order in which the files build on each other
 // (what only the experiments share is in commands.h):
-//   measure.cu      errors, devices, memory, timing, tables: the instruments
+//   measure.cu      errors, devices, memory, timing: the instruments
+//   table.cu        tables and answers on stdout
 //   trace.cu        named ranges, and a trace of what ran in them
 //   tensor.cu       tensors, autograd's tape, one kernel per operation: what "PyTorch eager" does
 //   matmul.cu       matrix products, by cuBLAS and OpenBLAS
@@ -77,6 +78,7 @@ std::string strprintf(const char* format, ...) __attribute__((format(printf, 1, 
 std::string join(const std::vector<std::string>& items, const char* between);
 // The text with control characters, those that turn the direction of reading, and what is not UTF-8 written as \xNN.
 std::string one_line(const std::string& text);
+std::string as_utf8(const std::string& text);  // only what is not UTF-8
 
 #ifdef __CUDACC__
 void cuda_check(cudaError_t error, const char* call, const char* file, int line);
@@ -119,8 +121,12 @@ const char* name_of(Mode m);
 const char* name_of(Precision p);
 Mode mode_from(const std::string& name);  // names are checked when the command line is read
 Precision precision_from(const std::string& name);
-// The one of `names` that is `word`, or else the only one that begins with it; else usage_error with the candidates.
+// The one of `names` that is `word`, whatever its case and with - for _, or else the only one that begins with it; else
+// usage_error with the candidates.
 std::string full_name(const std::string& word, const std::vector<std::string>& names, const char* kind);
+// "; did you mean NAME?" with the name that takes the fewest changes to type; "": none is near.
+std::string did_you_mean(const std::string& word, const std::vector<std::string>& names);
+std::string lower_name(const std::string& name);  // in lower case, with _ for -
 
 // What PyTorch, too, keeps globally: default device, autocast, grad mode.
 struct Context {
@@ -288,7 +294,7 @@ bool is_tracing();
 void trace_memory(size_t bytes);  // what context.device holds now, for the trace that is being made, if any
 
 // ---------------------------------------------------------------------------------------------------------------------
-// measure.cu: time, tables, ourselves as a child
+// measure.cu: time, lines on stderr, ends by a signal, ourselves as a child
 
 double now_ms();  // wall clock, monotonic
 struct Stats {
@@ -303,24 +309,18 @@ std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()
 // Runs f warmup + n times, each run followed by synchronize(); times in ms of the last n.
 std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f);
 
-struct Table {
-    std::string caption;  // one line: device, precision, sizes, warm-up, steps, commit
-    std::vector<std::string> columns;
-    std::vector<std::vector<std::string>> rows;
-};
-struct Answer {
-    std::string part, text;  // part: the handout's letter; "": of the whole problem
-};
-std::vector<Answer> answers_of(const std::string& command, const std::vector<Table>& tables);  // answers.cu
-std::string format_answers(const std::vector<Answer>& answers, const std::string& format);
-void print(const std::vector<Answer>& answers, const std::string& format);
-const std::vector<Table>& printed_tables();                               // of this run
-std::string format_table(const Table& table, const std::string& format);  // md (numbers right-aligned), csv or json
-void print(const Table& table, const std::string& format);                // to stdout
-Table read_csv(const std::string& text);                                  // the first table of what was printed as csv
-std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)", for a run that would have held so much
 // One rewritten line on a terminal; nothing in a pipe.
 void progress(const char* format, ...) __attribute__((format(printf, 1, 2)));
+void end_progress();  // its line gives way to another one
+// While one lives, the first SIGINT, SIGTERM or SIGHUP ends nothing: the work looks at seen() and comes to an end in
+// order. The next one ends the process at once; within a second it is the first one again, since a terminal, `timeout`
+// and a launcher of ranks send theirs to a process and to its group.
+struct EndSignals {
+    explicit EndSignals(bool says);  // says: answers the first one with a line on stderr
+    ~EndSignals();
+    EndSignals(const EndSignals&) = delete;
+    static int seen();  // the signal's number; 0: none has come
+};
 struct Unfinished {  // a file that is removed when this goes, or when SIGINT, SIGTERM or SIGHUP ends us
     explicit Unfinished(const std::string& path);
     ~Unfinished();
@@ -343,6 +343,41 @@ pid_t start_ourselves(const std::vector<std::string>& arguments, char** environm
 // kept for the failure's message, of which it is the last line; where watch throws, the process ends.
 std::string run_ourselves(const std::vector<std::string>& arguments, const std::function<void()>& watch = nullptr);
 std::string commit();  // of the build
+
+// ---------------------------------------------------------------------------------------------------------------------
+// table.cu: tables and answers
+
+struct Table {
+    std::string caption;  // one line: device, precision, sizes, warm-up, steps, commit
+    std::vector<std::string> columns;
+    std::vector<std::vector<std::string>> rows;
+    std::vector<std::string> less_needed = {};  // columns that a narrow terminal can do without, the first ones first
+};
+// A table whose rows are printed as they come, also into a pipe: in md in columns of these widths, in json at its end.
+struct RunningTable {
+    Table table;
+    std::string format;
+    std::vector<size_t> widths;
+    std::string failure = "";  // why stdout takes no more rows: the run goes on without it
+    void add(const std::vector<std::string>& row);
+    void end();  // fails if a row did
+};
+struct Answer {
+    std::string part, text;  // part: the handout's letter; "": of the whole problem
+};
+std::vector<Answer> answers_of(const std::string& command, const std::vector<Table>& tables);  // answers.cu
+std::string format_answers(const std::vector<Answer>& answers, const std::string& format);
+void print(const std::vector<Answer>& answers, const std::string& format);
+const std::vector<Table>& printed_tables();                               // of this run
+std::string format_table(const Table& table, const std::string& format);  // md (numbers right-aligned), csv or json
+// To stdout. On a terminal a table in md fits its width, and the text around it is wrapped at words.
+void print(const Table& table, const std::string& format);
+Table read_csv(const std::string& text);  // the first table of what was printed as csv
+std::string oom_cell(size_t bytes);       // "OOM (61.2 GiB)", for a run that would have held so much
+void print_all_columns();                 // also on a terminal that is narrower
+size_t screen_width();  // columns of the terminal that stdout is; SIZE_MAX: it is none, or all columns are printed
+// Text that begins at column `indent`, on lines of at most `columns` that begin there, too.
+std::string wrapped(const std::string& text, size_t columns, size_t indent = 0);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // precision.cu: number formats. Conversions round to nearest, ties to even, and are ours on the CPU (the GPU has
@@ -961,11 +996,12 @@ struct Communicator {
 };
 bool is_rank();  // the environment says so: that of `--nproc`, torchrun, mpirun or srun
 // Starts n copies of this program with these arguments, waits for all; the exit code of the first that failed, or 0.
-int launch_ranks(int n, const std::vector<std::string>& arguments);
+// finish: a signal is passed on, and the ranks end in order (EndSignals); else, or with a second one, they are ended.
+int launch_ranks(int n, const std::vector<std::string>& arguments, bool finish = false);
 struct Options;
 // In a process that is no rank: starts o.nproc ranks with the same command line. In a rank: sets
 // context.device, connects it with the others, and calls f. Returns the exit code.
-int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f);
+int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f, bool finish = false);
 std::string why_not(const std::string& backend, Device device, int ranks);  // "" where that works on this machine
 
 struct Mark {  // a moment: on the GPU an event in its stream, else (and for Gloo) the clock's

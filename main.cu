@@ -8,6 +8,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -143,7 +144,8 @@ static const Command COMMANDS[] = {
      cmd_where, "format quick"},
     {"train", "", 0, 0, "train on the bytes of a text, then continue it", "train.cu", cmd_train,
      "data! val_fraction d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 "
-     "stop_at log_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash recompute "
+     "stop_at log_every save_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash "
+     "recompute "
      "checkpoint head_chunk seed "
      "strategy grad_accumulation nproc=1 backend timeout device save load sample temperature trace format quick"},
     {"model", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", "train.cu", cmd_model,
@@ -162,6 +164,7 @@ static const Command COMMANDS[] = {
 struct Reader {
     std::string takes;
     std::function<bool(Options&, const std::string&)> read;
+    std::function<std::string(const std::string&)> hint = nullptr;  // "; ..." on what it refuses
 };
 template <class T>
 using Parser = std::function<bool(const std::string& text, T* value)>;
@@ -254,16 +257,31 @@ static bool is_among(const std::string& text, const std::vector<std::string>& na
     return std::find(names.begin(), names.end(), text) != names.end();
 }
 static Parser<std::string> among(const std::vector<std::string>& names) {
-    return text_that([=](const std::string& text) { return is_among(text, names); });
+    return [=](const std::string& text, std::string* value) {
+        auto same = [&](const std::string& name) { return lower_name(name) == lower_name(text); };  // 2.7b for 2.7B
+        auto found = std::find_if(names.begin(), names.end(), same);
+        *value = found == names.end() ? text : *found;
+        return found != names.end();
+    };
+}
+static Reader with_names(Reader reader, const std::vector<std::string>& names) {
+    reader.hint = [=](const std::string& text) {
+        std::string hint;
+        for (const std::string& item : CLI::detail::split(text, ',')) {
+            if (std::string value; hint.empty() && !among(names)(item, &value)) { hint = did_you_mean(item, names); }
+        }
+        return hint;
+    };
+    return reader;
 }
 static Reader name(std::string Options::*field, const std::vector<std::string>& names) {
-    return one(field, "one of " + join(names, ", "), among(names));
+    return with_names(one(field, "one of " + join(names, ", "), among(names)), names);
 }
 static Reader one_name(std::vector<std::string> Options::*field, const std::vector<std::string>& names) {
-    return several(field, "one of " + join(names, ", "), among(names), 1);
+    return with_names(several(field, "one of " + join(names, ", "), among(names), 1), names);
 }
 static Reader names(std::vector<std::string> Options::*field, const std::vector<std::string>& names) {
-    return several(field, "one or more, separated by commas, of " + join(names, ", "), among(names));
+    return with_names(several(field, "one or more, separated by commas, of " + join(names, ", "), among(names)), names);
 }
 static Reader items(std::vector<std::string> Options::*field, const char* example) {  // the command checks them
     return several(field, std::string("one or more, separated by commas, e.g. ") + example, not_empty());
@@ -302,6 +320,11 @@ static std::string folder_of(const std::string& path) {
 static bool can_write_in(const std::string& folder) {
     return is_folder(folder) && access(folder.c_str(), W_OK | X_OK) == 0;
 }
+static std::string missing_folder(const std::string& path) {
+    std::string folder = folder_of(real_name(path));
+    if (folder.size() > 1 && folder.back() == '/') { folder.pop_back(); }
+    return access(folder.c_str(), F_OK) == 0 ? "" : "; there is no folder " + folder;
+}
 
 // A file that a run writes at its end is tried before the run starts.
 static Reader output(std::string Options::*field, const std::vector<std::string>& endings = {""}) {
@@ -315,7 +338,8 @@ static Reader output(std::string Options::*field, const std::vector<std::string>
         return named && text.back() != '/' && regular && can_write_in(folder_of(real_name(text)));
     };
     std::string takes = "a file name" + (endings[0].empty() ? "" : " that ends in " + join(endings, " or "));
-    return one(field, takes + ", of a new or regular file in a folder that can be written to", text_that(fits));
+    takes += ", of a new or regular file in a folder that can be written to";
+    return {takes, one(field, takes, text_that(fits)).read, missing_folder};
 }
 static Reader folder(std::string Options::*field) {
     auto parse = [](const std::string& text, std::string* value) {
@@ -324,7 +348,8 @@ static Reader folder(std::string Options::*field) {
         bool there = access(value->c_str(), F_OK) == 0;
         return !text.empty() && can_write_in(there ? *value : folder_of(*value));
     };
-    return one<std::string>(field, "a folder that can be written to, or to be made in one", parse);
+    const std::string takes = "a folder that can be written to, or to be made in one";
+    return {takes, one<std::string>(field, takes, parse).read, missing_folder};
 }
 
 struct Option {
@@ -392,13 +417,15 @@ static std::vector<Option> options_of_runs() {
         {"warmup_steps", "warmup_steps", whole(&Options::warmup_steps, 0), "steps until the learning rate is --lr",
          "20"},
         {"stop_at", "stop_at", whole(&Options::stop_at, 1), "stop after this step, as if interrupted, and --save"},
+        {"save_every", "save_every", whole(&Options::save_every, 1), "steps from one --save to the next"},
         {"log_every", "log_every", whole(&Options::log_every, 1), "steps from one row of the table to the next", "1"},
         {"lr", "lr", number(&Options::lr, false, INFINITY, true), "learning rate", "0.001"},
         {"min_lr", "min_lr", number(&Options::min_lr, true, INFINITY, true), "where its cosine decay ends", "0.0001"},
         {"weight_decay", "weight_decay", number(&Options::weight_decay, true, INFINITY, true),
          "AdamW's decoupled decay", "0.01"},
         {"max_grad_norm", "max_grad_norm", number(&Options::max_grad_norm), "gradients are clipped to this norm", "1"},
-        {"save", "save", output(&Options::save), "write weights and optimizer state here at the end"},
+        {"save", "save", output(&Options::save),
+         "write weights and optimizer state here at the end, also after Ctrl-C"},
         {"load", "load", file(&Options::load), "go on from what --save wrote"},
         {"sample", "sample", whole(&Options::sample, 0), "bytes to write as a continuation", "200"},
         {"temperature", "temperature", number(&Options::temperature), "of the sampling", "0.8"},
@@ -502,6 +529,7 @@ static const Flag flag_table[] = {
     {"recompute", &Options::recompute,
      "the norms' outputs and SwiGLU's again in backward instead of keeping them: less memory, more time (fused, "
      "flash)"},
+    {"wide", &Options::wide, "all columns, also on a terminal that is narrower"},
     {"fresh", &Options::fresh, "run everything, also what an interrupted run has done already"},
     {"deterministic", &Options::deterministic,
      "the same bits in every run, at some cost in flash attention's backward"},
@@ -515,6 +543,7 @@ static int cmd_list(const Options& o) {
     table.caption = "2025, 2026: the section of that handout; commit " + commit() +
                     "; `cs336 <command> --help` shows a command's options";
     table.columns = {"problem", "2025", "2026", "points", "command", "file", "notes page", "runs here"};
+    table.less_needed = {"notes page", "command", "file", "runs here", "points", "2026"};
     int gpus = cuda_devices();
     bool nccl = why_not("nccl", CUDA, 2).empty(), gloo = why_not("gloo", gpus > 0 ? CUDA : CPU, 2).empty();
     for (const Command& c : COMMANDS) {
@@ -535,15 +564,33 @@ static int cmd_list(const Options& o) {
     return 0;
 }
 
+// CLI11's help, whose descriptions are wrapped at words on a terminal.
+struct HelpFormatter : CLI::Formatter {
+    HelpFormatter() { column_width(32); }
+    std::string make_option_desc(const CLI::Option* option) const override {
+        size_t columns = screen_width();  // CLI11 itself indents what follows a line's end
+        return wrapped(option->get_description(),
+                       columns == SIZE_MAX ? columns : columns - std::min(columns, get_column_width()));
+    }
+};
+
 static void print_overview(FILE* to) {
-    fprintf(to, "cs336: every problem of the CS336 systems assignment, worked through in C++ and CUDA\n\n");
-    fprintf(to, "usage: cs336 <command> [options]      any unambiguous beginning of a command will do\n");
-    fprintf(to, "       cs336 <command> --help         its options and their defaults (or: cs336 help <command>)\n");
-    fprintf(to, "       cs336 --version                the commit that this was built from\n\n");
+    size_t columns = screen_width();
+    fprintf(to, "%s\n\n",
+            wrapped("cs336: every problem of the CS336 systems assignment, worked through in C++ and CUDA", columns)
+                .c_str());
+    fprintf(to, "usage: cs336 <command> [options]      %s\n",
+            wrapped("any unambiguous beginning of a command will do, and a section's number", columns, 38).c_str());
+    fprintf(to, "       cs336 <command> --help         %s\n",
+            wrapped("its options and their defaults (or: cs336 help <command>)", columns, 38).c_str());
+    fprintf(to, "       cs336 --version                %s\n\n",
+            wrapped("the commit that this was built from", columns, 38).c_str());
     fprintf(to, "  2025   2026   problem; the numbers are the handouts' sections\n");
     for (const Command& c : COMMANDS) {
-        fprintf(to, "  %-6s %-6s %-46s %s\n", in_edition(c.section, "2025").c_str(),
-                in_edition(c.section, "2026").c_str(), c.id, c.what);
+        bool narrow = 63 + strlen(c.what) > columns;
+        fprintf(to, "  %-6s %-6s %-*s%s%s\n", in_edition(c.section, "2025").c_str(),
+                in_edition(c.section, "2026").c_str(), narrow ? 0 : 47, c.id, narrow ? "\n                  " : "",
+                wrapped(c.what, columns, narrow ? 18 : 63).c_str());
     }
     fprintf(to, "\nexit codes: 0 done, 1 it ran and failed, 2 wrong usage\n");
 }
@@ -551,9 +598,33 @@ static void print_overview(FILE* to) {
 // ---------------------------------------------------------------------------------------------------------------------
 // From argv to a command and its Options
 
+// The problem of this section, of either handout: their numbers differ. "": the word is no number of a section.
+static std::string problem_of_section(const std::string& word) {
+    std::vector<std::string> its, below;
+    if (word.empty() || word.find_first_not_of("0123456789.") != std::string::npos) { return ""; }
+    for (const Command& c : COMMANDS) {
+        for (const char* edition : {"2025", "2026"}) {
+            const std::string section = in_edition(c.section, edition);
+            if (section == word) { its.push_back(c.id); }
+            if (section.compare(0, word.size() + 1, word + ".") == 0) { below.push_back(c.id); }
+        }
+    }
+    if (its.empty()) {
+        usage_error("%s: no problem has this section; %s%s", word.c_str(), below.empty() ? "" : "candidates: ",
+                    below.empty() ? "`cs336 list` shows them" : join(below, ", ").c_str());
+    }
+    if (its.size() > 1) {
+        usage_error("%s: more than one problem has this section; candidates: %s", word.c_str(),
+                    join(its, ", ").c_str());
+    }
+    note("section %s: took %s", word.c_str(), its[0].c_str());
+    return its[0];
+}
 static const Command& find_command(const std::string& word) {
     std::vector<std::string> ids;
     for (const Command& c : COMMANDS) { ids.push_back(c.id); }
+    const std::string of_section = problem_of_section(word);
+    if (!of_section.empty()) { return find_command(of_section); }
     const std::string id = full_name(word, ids, "command");
     return *std::find_if(std::begin(COMMANDS), std::end(COMMANDS), [&](const Command& c) { return id == c.id; });
 }
@@ -595,7 +666,9 @@ static void add_option(CLI::App& app, const std::string& word, Options& o, std::
     if (!by_default.empty()) { help += " (default " + by_default + (differ ? "; 2026: " + in_2026 : "") + ")"; }
     auto read = [&o, &option](const std::string& text) {
         if (!option.reader.read(o, text)) {
-            usage_error("--%s: got '%s', takes %s", option.name, text.c_str(), option.reader.takes.c_str());
+            const Reader& reader = option.reader;
+            usage_error("--%s: got '%s', takes %s%s", option.name, text.c_str(), reader.takes.c_str(),
+                        reader.hint ? reader.hint(text).c_str() : "");
         }
         o.given[option.name] = text;
     };
@@ -605,6 +678,29 @@ static void add_option(CLI::App& app, const std::string& word, Options& o, std::
 }
 
 using NamedFiles = std::vector<std::pair<const char*, std::string>>;  // option, "" where it was not given
+static NamedFiles outputs_of(const Options& o) {
+    return {{"out", o.out}, {"save", o.save}, {"plot", o.plot}, {"trace", o.trace}, {"writeup", o.writeup}};
+}
+// Tells a file from the one that takes its place: replace_file makes a new one. "": there is none.
+static std::string mark_of(const std::string& path) {
+    struct stat s;
+    if (stat(path.c_str(), &s) != 0 || !S_ISREG(s.st_mode)) { return ""; }
+    return strprintf("%llu %lld.%09ld", (unsigned long long)s.st_ino, (long long)s.st_mtim.tv_sec, s.st_mtim.tv_nsec);
+}
+static std::vector<std::string> marks_of(const NamedFiles& outputs) {
+    std::vector<std::string> marks;
+    for (const auto& output : outputs) { marks.push_back(mark_of(output.second)); }
+    return marks;
+}
+// --out is left to the commands.
+static void say_what_was_written(const NamedFiles& outputs, const std::vector<std::string>& before) {
+    for (size_t i = 1; i < outputs.size() && !is_rank(); i++) {  // ranks: who has started them says it
+        const auto& [option, path] = outputs[i];
+        if (mark_of(path).empty() || mark_of(path) == before[i]) { continue; }
+        note("--%s: wrote %s (%s bytes)", option, path.c_str(),
+             with_commas((double)std::filesystem::file_size(path)).c_str());
+    }
+}
 
 // Refuses, before the work, two files of one name and a file that cannot be created.
 static void try_outputs(const NamedFiles& outputs) {
@@ -628,18 +724,46 @@ static void try_outputs(const NamedFiles& outputs) {
     }
 }
 
-// words: what follows the program's name. Returns the help if they ask for it, else "".
-static std::string parse_options(const Command& command, const std::vector<std::string>& words, Options& o) {
-    o.command = command.id, o.command_line = words;
+// --Context-length as --context_length, where only that is an option; the command by its whole name.
+static std::vector<std::string> as_named(const CLI::App& app, const Command& command, std::vector<std::string> words) {
+    words[0] = command.id;
+    for (std::string& word : words) {
+        size_t end = std::min(word.find('='), word.size());
+        if (word.compare(0, 2, "--") != 0 || end < 3) { continue; }
+        const std::string name = "--" + lower_name(word.substr(2, end - 2));
+        if (app.get_option_no_throw(name)) { word.replace(0, end, name); }
+    }
+    return words;
+}
+static void refuse_extras(const CLI::App& app, const std::vector<std::string>& extras) {
+    if (extras.empty()) { return; }
+    std::vector<std::string> known, names;
+    for (const CLI::Option* option : app.get_options()) {
+        known.push_back(option->get_name()), names.push_back(option->get_name().substr(2));
+    }
+    const std::string typed = extras[0].substr(0, extras[0].find('='));
+    size_t name = typed.find_first_not_of('-');
+    std::string hint = name == std::string::npos ? "" : did_you_mean(typed.substr(name), names);
+    if (!hint.empty()) { hint.insert(hint.rfind(' ') + 1, "--"); }
+    usage_error("%s: no such option%s takes %s", extras[0].c_str(), hint.empty() ? ";" : hint.c_str(),
+                join(known, ", ").c_str());
+}
+
+// typed: what follows the program's name. Returns the help if it asks for it, else "".
+static std::string parse_options(const Command& command, const std::vector<std::string>& typed, Options& o) {
+    o.command = command.id;
     std::map<std::string, std::string> takes;
     NewDefaults new_defaults;
     CLI::App app(command.what, std::string("cs336 ") + command.id);
     app.set_help_flag("--help,-h", "this text");
-    app.get_formatter()->column_width(32);
+    app.formatter(std::make_shared<HelpFormatter>());
     app.allow_extras();  // so that the message about them is ours
     for (const std::string& word : CLI::detail::split(command.options, ' ')) {
         if (!word.empty()) { add_option(app, word, o, takes, new_defaults); }
+        if (word == "format") { add_option(app, "wide", o, takes, new_defaults); }
     }
+    const std::vector<std::string> words = as_named(app, command, typed);
+    o.command_line = words;
     for (size_t i = 1; i < words.size(); i++) {  // CLI11 takes --quick=true and --quick= for --quick
         for (const Flag& flag : flag_table) {
             std::string start = std::string("--") + flag.name;
@@ -651,7 +775,8 @@ static std::string parse_options(const Command& command, const std::vector<std::
     try {
         app.parse(std::vector<std::string>(words.rbegin(), words.rend() - 1));  // CLI11 takes them from the end
     } catch (const CLI::CallForHelp&) { return app.help(); } catch (const CLI::ParseError& e) {
-        std::string what = e.what();  // starts with the option
+        if (command.run != cmd_where) { refuse_extras(app, app.remaining()); }  // a misspelt one may be what is missing
+        std::string what = e.what();                                            // starts with the option
         std::string option = what.substr(0, what.find_first_of(": "));
         if (!takes.count(option)) { usage_error("%s", what.c_str()); }
         bool twice = app.get_option(option)->count() > 1;
@@ -665,18 +790,13 @@ static std::string parse_options(const Command& command, const std::vector<std::
         o.words.assign(words_begin, extras.end());
         extras.erase(words_begin, extras.end());
     }
-    if (!extras.empty()) {
-        std::vector<std::string> known;
-        for (const CLI::Option* option : app.get_options()) { known.push_back(option->get_name()); }
-        usage_error("%s: no such option; takes %s", extras[0].c_str(), join(known, ", ").c_str());
-    }
+    refuse_extras(app, extras);
     for (const auto& [option, text] : new_defaults) {
         if (o.edition == "2026" && !o.has(option->name)) { read_default(o, *option, text); }
     }
     const NamedFiles inputs = {
         {"data", o.data}, {"weights", o.weights}, {"batch", o.batch}, {"inputs", o.inputs}, {"load", o.load}};
-    const NamedFiles outputs = {
-        {"out", o.out}, {"save", o.save}, {"plot", o.plot}, {"trace", o.trace}, {"writeup", o.writeup}};
+    const NamedFiles outputs = outputs_of(o);
     for (const auto& in : inputs) {
         for (const auto& out : outputs) {
             bool goes_on = strcmp(in.first, "load") == 0 && strcmp(out.first, "save") == 0;
@@ -705,9 +825,12 @@ static int run_command(const Command& command, const std::vector<std::string>& w
     }
     context.deterministic = o.deterministic, context.recompute = o.recompute, context.checkpoint = o.checkpoint;
     context.head_chunk = o.head_chunk;
+    if (o.wide) { print_all_columns(); }
     // nsys_profile traces by itself, and so do the ranks.
     bool traced = !o.trace.empty() && command.run != cmd_nsys_profile && command.gpus != 2;
     if (traced) { start_tracing(); }
+    const NamedFiles outputs = outputs_of(o);
+    const std::vector<std::string> before = marks_of(outputs);
     int exit_code = command.run(o);
     if (traced) {
         Trace trace = stop_tracing();
@@ -724,10 +847,16 @@ static int run_command(const Command& command, const std::vector<std::string>& w
         std::string picture = o.plot.empty() ? "" : picture_of(command.id, printed_tables());
         if (!picture.empty()) { save_file(o.plot, picture); }
     }
+    say_what_was_written(outputs, before);
     return exit_code;
 }
 
-static int cmd_reproduce(const Options& o) {
+static int cmd_reproduce(const Options& typed) {
+    Options o = typed;
+    for (std::string& problem : o.only) {
+        const std::string of_section = problem_of_section(problem);
+        if (!of_section.empty()) { problem = of_section; }
+    }
     return reproduce(o, [](const std::vector<std::string>& words) {
         const Command& command = find_command(words[0]);
         Invocation invocation{command.id, section_of(command), command.gpus, command.options, {}};
@@ -769,7 +898,7 @@ int main(int argc, char** argv) {
         if (word == "--help" || word == "-h" || (word == "help" && argc == 2)) {
             print_overview(stdout);
             exit_code = 0;
-        } else if (word == "--version") {
+        } else if (word == "--version" || word == "version") {
             printf("%s\n", commit().c_str());
             exit_code = 0;
         } else {
@@ -786,6 +915,12 @@ int main(int argc, char** argv) {
     if ((fflush(stdout) != 0 || ferror(stdout)) && exit_code == 0) {
         note("%s: cannot write to stdout: %s", who.c_str(), strerror(errno));
         exit_code = 1;
+    }
+    // A command that a signal has ended in order: whoever started us sees that signal, as without that order. A rank's
+    // launcher reads the code.
+    if (exit_code > 128 && !is_rank()) {
+        signal(exit_code - 128, SIG_DFL);
+        raise(exit_code - 128);
     }
     return exit_code;
 }

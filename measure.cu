@@ -1,4 +1,4 @@
-// measure.cu: the instruments that every other file uses: errors, devices, memory, time, tables.
+// measure.cu: the instruments that every other file uses: errors, devices, memory, time, signals, files.
 #include "gpu.h"
 
 #include <algorithm>
@@ -24,7 +24,6 @@
 #include <cxxabi.h>
 #include <fcntl.h>
 #include <malloc.h>
-#include <nlohmann/json.hpp>
 #include <omp.h>
 #include <poll.h>
 #include <sys/file.h>
@@ -126,6 +125,9 @@ static std::string escaped(const std::string& text, bool (*is_bad)(int code)) {
     return line;
 }
 std::string one_line(const std::string& text) { return escaped(text, steers); }
+std::string as_utf8(const std::string& text) {
+    return escaped(text, [](int) { return false; });
+}
 
 static bool environment_is_1(const char* name) {
     const char* value = getenv(name);
@@ -222,21 +224,59 @@ Precision precision_from(const std::string& name) {
     fail("precision '%s': expected fp32, tf32, bf16, fp16 or pure_bf16", name.c_str());
 }
 
+std::string lower_name(const std::string& name) {
+    std::string lower = name;
+    for (char& c : lower) { c = c == '-' ? '_' : (char)tolower((unsigned char)c); }
+    return lower;
+}
+// Letters put in, left out, replaced, or swapped with the next one: the Damerau-Levenshtein distance where no letter
+// changes twice.
+static size_t changes_between(const std::string& a, const std::string& b) {
+    std::vector<std::vector<size_t>> d(a.size() + 1, std::vector<size_t>(b.size() + 1));
+    for (size_t i = 0; i <= a.size(); i++) {
+        for (size_t j = 0; j <= b.size(); j++) {
+            d[i][j] = i + j;
+            if (i == 0 || j == 0) { continue; }
+            d[i][j] = std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (a[i - 1] != b[j - 1])});
+            bool swapped = i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1];
+            if (swapped) { d[i][j] = std::min(d[i][j], d[i - 2][j - 2] + 1); }
+        }
+    }
+    return d[a.size()][b.size()];
+}
+std::string did_you_mean(const std::string& word, const std::vector<std::string>& names) {
+    const std::string typed = lower_name(word);
+    if (typed.size() < 2 || typed.size() > 100) { return ""; }
+    std::string nearest;
+    size_t fewest = std::max<size_t>(1, typed.size() / 3);  // more make another word
+    for (const std::string& name : names) {
+        const std::string lower = lower_name(name);
+        size_t n = lower.compare(0, typed.size(), typed) == 0 ? 1 : changes_between(typed, lower);
+        if (n < fewest || (n == fewest && nearest.empty())) { fewest = n, nearest = name; }
+    }
+    return nearest.empty() ? "" : "; did you mean " + nearest + "?";
+}
+
 std::string full_name(const std::string& word, const std::vector<std::string>& names, const char* kind) {
-    std::string start = word;
+    const std::string typed = lower_name(word);
+    std::string start = typed;
     std::vector<std::string> found;
     while (true) {  // an unknown word is shortened until some name starts like it: these are the candidates
         for (const std::string& name : names) {
-            if (word == name) { return name; }
+            if (typed == name) { return name; }
             if (name.compare(0, start.size(), start) == 0) { found.push_back(name); }
         }
         if (!found.empty() || start.empty()) { break; }
         start.pop_back();
     }
-    bool begins = start == word && !word.empty();
-    if (begins && found.size() == 1) { return found[0]; }
-    usage_error(begins ? "%s: more than one %s starts like this; candidates: %s" : "%s: no such %s; candidates: %s",
-                word.empty() ? "''" : word.c_str(), kind, join(found, ", ").c_str());
+    if (start == typed && found.size() == 1) { return found[0]; }
+    if (start == typed && !typed.empty()) {
+        usage_error("%s: more than one %s starts like this; candidates: %s", word.c_str(), kind,
+                    join(found, ", ").c_str());
+    }
+    std::string near = did_you_mean(word, names);
+    usage_error("%s: no such %s%s", word.empty() ? "''" : word.c_str(), kind,
+                near.empty() ? ("; candidates: " + join(found, ", ")).c_str() : near.c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -836,7 +876,7 @@ std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f) {
 
 static bool progress_is_open = false;
 
-static void end_progress() {
+void end_progress() {
     if (progress_is_open) {
         fprintf(stderr, "\r\033[K");  // back to the line's start, and erase it
         progress_is_open = false;
@@ -874,174 +914,50 @@ void note(const char* format, ...) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tables
+// Ends by a signal
 
-// As JSON defines numbers: neither "nan" nor "007" is one.
-static bool is_number(const std::string& cell) {
-    bool no_space =
-        !cell.empty() && (isdigit((unsigned char)cell[0]) || cell[0] == '-') && isdigit((unsigned char)cell.back());
-    return no_space && nlohmann::json::accept(cell);
-}
+static const int END_SIGNALS[] = {SIGINT, SIGTERM, SIGHUP};
+static struct sigaction before_end_signals[3];
+static std::atomic<int> end_signal{0};
+static std::atomic<int64_t> end_signal_ms{0};
+static std::atomic<bool> end_signal_says{false};
 
-// Columns on the screen, if each code point takes one: all bytes of UTF-8 but continuation bytes.
-static size_t width(const std::string& text) {
-    return std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; });
-}
-
-static std::string format_markdown(const Table& table) {
-    std::vector<std::vector<std::string>> lines = {table.columns};
-    lines.insert(lines.end(), table.rows.begin(), table.rows.end());
-    size_t columns = table.columns.size();
-    std::vector<size_t> widths(columns, 3);
-    std::vector<bool> right(columns, true);
-    for (size_t j = 0; j < columns; j++) {
-        for (size_t i = 0; i < lines.size(); i++) {
-            std::string& cell = lines[i][j];
-            cell = one_line(cell);
-            right[j] = right[j] && (i == 0 || cell.empty() || cell == "OOM" || is_number(cell));
-            for (size_t k = 0; (k = cell.find('|', k)) != std::string::npos; k += 2) { cell.insert(k, "\\"); }
-            widths[j] = std::max(widths[j], width(cell));
-        }
+static void take_end_signal(int number) {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    int64_t ms = (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
+    int none = 0, error = errno;
+    if (end_signal.compare_exchange_strong(none, number)) {
+        end_signal_ms = ms;
+        static const char text[] = "\ncs336: finishing the step, and what --save writes; once more ends at once\n";
+        if (end_signal_says && write(STDERR_FILENO, text, sizeof text - 1) < 0) { errno = error; }
+    } else if (ms - end_signal_ms >= 1000) {
+        remove_unfinished_files();
+        signal(number, SIG_DFL);
+        raise(number);
     }
-    std::string text = one_line(table.caption) + "\n\n";
-    for (size_t i = 0; i < lines.size(); i++) {
-        for (size_t j = 0; j < columns; j++) {
-            std::string spaces(widths[j] - width(lines[i][j]), ' ');
-            text += "| " + (right[j] ? spaces + lines[i][j] : lines[i][j] + spaces) + " ";
-        }
-        text += "|\n";
-        for (size_t j = 0; i == 0 && j < columns; j++) {
-            std::string dashes(widths[j] - 1, '-');
-            text += "| " + (right[j] ? dashes + ":" : "-" + dashes) + (j + 1 < columns ? " " : " |\n");
-        }
-    }
-    return text;
+    errno = error;
 }
-
-static std::string quote_csv(const std::string& value) {
-    std::string cell = one_line(value);
-    if (cell.find_first_of(",\"") == std::string::npos) { return cell; }
-    std::string text = "\"";
-    for (char c : cell) { text += c == '"' ? "\"\"" : std::string(1, c); }
-    return text + "\"";
-}
-
-std::string oom_cell(size_t bytes) { return strprintf("OOM (%.1f GiB)", to_gib(bytes)); }
-
-// f of each cell, with commas between
-static std::string join_cells(const std::vector<std::string>& cells,
-                              const std::function<std::string(const std::string&)>& f, const char* comma) {
-    std::string text;
-    for (size_t j = 0; j < cells.size(); j++) { text += (j ? comma : "") + f(cells[j]); }
-    return text;
-}
-
-static std::string format_csv(const Table& table) {
-    std::string text = "# " + one_line(table.caption) + "\n" + join_cells(table.columns, quote_csv, ",") + "\n";
-    for (const auto& row : table.rows) { text += join_cells(row, quote_csv, ",") + "\n"; }
-    return text;
-}
-
-// The table of format_csv's text.
-Table read_csv(const std::string& text) {
-    Table table;
-    std::istringstream lines(text);
-    for (std::string line; std::getline(lines, line);) {
-        if (table.columns.empty() && line.compare(0, 2, "# ") == 0) {
-            table.caption = line.substr(2);
-            continue;
-        }
-        if (line.empty()) { break; }  // another table, or the answers
-        std::vector<std::string> cells = {""};
-        bool quoted = false;
-        for (size_t i = 0; i < line.size(); i++) {
-            bool quote = line[i] == '"';
-            if (quote && quoted && line[i + 1] == '"') {
-                cells.back() += line[++i];
-            } else if (quote) {
-                quoted = !quoted;
-            } else if (line[i] == ',' && !quoted) {
-                cells.emplace_back();
-            } else {
-                cells.back() += line[i];
-            }
-        }
-        if (table.columns.empty()) {
-            table.columns = cells;
-        } else {
-            table.rows.push_back(cells);
-        }
-    }
-    return table;
-}
-
-static std::string format_json(const Table& table) {
-    using nlohmann::ordered_json;
-    auto text = [](const std::string& cell) { return escaped(cell, [](int) { return false; }); };
-    ordered_json json = {
-        {"caption", text(table.caption)}, {"columns", ordered_json::array()}, {"rows", ordered_json::array()}};
-    for (const std::string& column : table.columns) { json["columns"].push_back(text(column)); }
-    for (const auto& row : table.rows) {
-        json["rows"].push_back(ordered_json::array());
-        for (const std::string& cell : row) {
-            json["rows"].back().push_back(is_number(cell) ? ordered_json::parse(cell) : ordered_json(text(cell)));
-        }
-    }
-    return json.dump(-1, ' ', true) + "\n";  // in ASCII: nothing in it steers a terminal
-}
-
-std::string format_table(const Table& table, const std::string& format) {
-    for (const auto& row : table.rows) {
-        if (row.size() != table.columns.size()) {
-            fail("table '%s': a row has %zu cells, expected %zu", table.caption.c_str(), row.size(),
-                 table.columns.size());
-        }
-    }
-    if (format == "md") { return format_markdown(table); }
-    if (format == "csv") { return format_csv(table); }
-    if (format == "json") { return format_json(table); }
-    fail("format '%s': expected md, csv or json", format.c_str());
-}
-
-static void print_text(std::string text, const std::string& format) {
-    static bool is_first = true;
-    if (!is_first && format != "json") { text = "\n" + text; }  // JSON stays one object per line
-    is_first = false;
-    end_progress();
-    signal(SIGPIPE, SIG_IGN);  // or a closed pipe would kill us before fwrite could tell
-    if (fwrite(text.data(), 1, text.size(), stdout) != text.size() || fflush(stdout) != 0) {
-        fail("cannot write to stdout: %s", strerror(errno));
+EndSignals::EndSignals(bool says) {
+    end_signal = 0, end_signal_says = says;
+    struct sigaction action = {};
+    action.sa_handler = take_end_signal;
+    action.sa_flags = SA_RESTART;
+    for (int i = 0; i < 3; i++) {
+        sigaction(END_SIGNALS[i], nullptr, &before_end_signals[i]);
+        bool ignored = before_end_signals[i].sa_handler == SIG_IGN;  // as under nohup
+        if (!ignored) { sigaction(END_SIGNALS[i], &action, nullptr); }
     }
 }
-static std::vector<Table> printed;
-const std::vector<Table>& printed_tables() { return printed; }
-void print(const Table& table, const std::string& format) {
-    print_text(format_table(table, format), format);
-    printed.push_back(table);
+EndSignals::~EndSignals() {
+    for (int i = 0; i < 3; i++) { sigaction(END_SIGNALS[i], &before_end_signals[i], nullptr); }
 }
-std::string format_answers(const std::vector<Answer>& answers, const std::string& format) {
-    std::string text;
-    nlohmann::ordered_json json;
-    for (const Answer& a : answers) {
-        std::string part = a.part.empty() ? "" : "(" + a.part + ")";
-        json["answers"][a.part] = a.text;
-        if (format == "csv") {
-            text += "# " + part + (part.empty() ? "" : " ") + a.text + "\n";
-        } else {
-            text += (text.empty() ? "" : "\n") + (part.empty() ? "" : "**" + part + "** ") + a.text + "\n";
-        }
-    }
-    return format == "json" ? json.dump(-1, ' ', true) + "\n" : text;
-}
-void print(const std::vector<Answer>& answers, const std::string& format) {
-    if (!answers.empty()) { print_text(format_answers(answers, format), format); }
-}
+int EndSignals::seen() { return end_signal; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Files
 
 // A signal handler may read plain arrays, but neither strings nor lists. The main thread alone writes files.
-static const int END_SIGNALS[] = {SIGINT, SIGTERM, SIGHUP};
 static char unfinished[4][PATH_MAX];
 static volatile sig_atomic_t unfinished_files = 0;
 static struct sigaction before_unfinished[3];
@@ -1172,7 +1088,7 @@ static std::string last_line_of(FILE* file) {
 
 pid_t start_ourselves(const std::vector<std::string>& arguments, char** environment, int stdout_descriptor,
                       int stderr_descriptor) {
-    std::vector<char*> argv = {(char*)"cs336"};
+    std::vector<char*> argv = {program_invocation_name};  // as it was typed
     for (const std::string& a : arguments) { argv.push_back((char*)a.c_str()); }
     argv.push_back(nullptr);
     const char* ourselves = "/proc/self/exe";

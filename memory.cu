@@ -337,6 +337,7 @@ static Table category_table(const std::vector<Profile>& profiles, const std::str
                 {}};
     for (int c = 0; c < CATEGORIES; c++) { table.columns.push_back(name_of((Category)c)); }
     table.columns.insert(table.columns.end(), {"all", "range at the peak"});
+    table.less_needed = {"range at the peak", "inputs", "weight copies", "optimizer state", "gradients"};
     for (const Profile& r : profiles) {
         if (!r.ran) { continue; }
         std::vector<std::string> row = {r.config.name, std::to_string(r.T), name_of(r.phase), name_of(r.precision)};
@@ -589,6 +590,7 @@ static void profile_all(const Plan& p, const std::string& how, bool with_details
         print(largest_table(profiles, 8), format);
     }
     print_blocks(p, caption);
+    if (!p.o.out.empty()) { note("--out: wrote timelines and snapshots to %s", p.o.out.c_str()); }
 }
 
 int cmd_memory_profiling(const Options& o) {

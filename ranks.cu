@@ -143,7 +143,7 @@ static pid_t start_rank(const std::vector<std::string>& variables, const std::ve
     return start_ourselves(arguments, environment.data(), STDOUT_FILENO);
 }
 
-int launch_ranks(int n, const std::vector<std::string>& arguments) {
+int launch_ranks(int n, const std::vector<std::string>& arguments, bool finish) {
     // The socket is opened here, so that the system can choose the port and nobody can take it before rank 0.
     int port = 0;
     bool only_this_machine;
@@ -187,27 +187,33 @@ int launch_ranks(int n, const std::vector<std::string>& arguments) {
         if (r == 0) { close(listening); }
     }
     int code = 0, left = n;
-    double kill_at = INFINITY;
+    double kill_at = INFINITY, same_until = INFINITY;  // so long a signal is the first one again: see EndSignals
     while (left > 0) {
         for (int r = 0; r < n; r++) {
             int status = 0;
-            pid_t ended = alive[r] ? waitpid(alive[r], &status, WNOHANG) : 0;
-            if (ended == 0) { continue; }
-            if (ended < 0) { status = W_EXITCODE(1, 0); }  // somebody else has waited for this rank
-            bool first = code == 0;
+            pid_t pid = alive[r] ? waitpid(alive[r], &status, WNOHANG) : 0;
+            if (pid == 0) { continue; }
+            if (pid < 0) { status = W_EXITCODE(1, 0); }  // somebody else has waited for this rank
+            int ended_with = WIFSIGNALED(status) ? 1 : WEXITSTATUS(status);
+            bool failed = ended_with != 0 && ended_with <= 128;  // above: all ranks have agreed to end so
+            bool first = failed && (code == 0 || code > 128);
             if (WIFSIGNALED(status) && first) {
                 note("cs336: rank %d (process %d) was killed by signal %d (%s)", r, (int)alive[r], WTERMSIG(status),
                      strsignal(WTERMSIG(status)));
             }
             alive[r] = 0, left--;
-            if (first) { code = WIFSIGNALED(status) ? 1 : WEXITSTATUS(status); }
-            if (first && code != 0) {  // a rank removes what it has half written, also a stopped rank
+            if (first || code == 0) { code = ended_with; }
+            if (first) {  // a rank removes what it has half written, also a stopped rank
                 send_to_all(alive, SIGTERM);
                 send_to_all(alive, SIGCONT);
                 kill_at = std::min(kill_at, now_ms() + 100);
             }
         }
-        if (int number = signal_to_forward) {
+        int number = signal_to_forward;
+        if (number && finish && now_ms() < same_until) {
+            if (std::isinf(same_until)) { same_until = now_ms() + 1000, send_to_all(alive, number); }
+            signal_to_forward = 0;
+        } else if (number) {
             if (code == 0) { note("cs336: signal %d (%s): ending %d ranks", number, strsignal(number), left); }
             signal_to_forward = 0, code = 1, kill_at = std::min(kill_at, now_ms() + 2000);
             send_to_all(alive, number);
@@ -875,7 +881,7 @@ static void disconnect_ranks(Communicator& c) {
     if (l.server) { wait_for_store(*l.server); }
 }
 
-int run_ranks(const Options& o, const std::function<void(const Communicator&)>& body) {
+int run_ranks(const Options& o, const std::function<void(const Communicator&)>& body, bool finish) {
     if (!is_rank()) {
         int n = o.nproc;
         Device device = o.device == "cuda" || (o.device == "auto" && cuda_devices() > 0) ? CUDA : CPU;
@@ -884,7 +890,7 @@ int run_ranks(const Options& o, const std::function<void(const Communicator&)>& 
         if (!why.empty()) {
             fail("%d ranks, device %s, backend %s: %s", n, o.device.c_str(), o.backend.c_str(), why.c_str());
         }
-        return launch_ranks(n, o.command_line);
+        return launch_ranks(n, o.command_line, finish);
     }
     Identity me;
     Communicator c;  // outside, since a failure ends the process while its threads still run
@@ -894,6 +900,7 @@ int run_ranks(const Options& o, const std::function<void(const Communicator&)>& 
             usage_error("--nproc: got %d, but the launcher has started %d ranks", o.nproc, me.world);
         }
         connect_ranks(c, me, o);
+        if (me.rank == 0) { progress("%s: %d ranks connected, getting ready", o.command.c_str(), me.world); }
         body(c);
         disconnect_ranks(c);
         return 0;

@@ -5,6 +5,7 @@
 #include <cfloat>
 #include <cinttypes>
 #include <climits>
+#include <csignal>
 #include <cstdio>
 
 #include <sys/stat.h>
@@ -452,7 +453,8 @@ static std::unique_ptr<Trainer> make_trainer(const Communicator& c, const ModelC
     return made;
 }
 // The mean loss over the batch of all ranks; its gradients, averaged, where the optimizer expects them.
-static double loss_and_gradients(Trainer& t, const Batch& all, int accumulation) {
+// *stop: some rank asks for an end after this step; in and out, the same on all ranks.
+static double loss_and_gradients(Trainer& t, const Batch& all, int accumulation, bool* stop) {
     int64_t T = all.tokens.dim(1), rows = all.tokens.dim(0) / (accumulation * t.c.world);
     float loss_scale = loss_scale_of(t.scaler) / accumulation;
     double sum = 0;
@@ -471,8 +473,9 @@ static double loss_and_gradients(Trainer& t, const Batch& all, int accumulation)
     }
     if (t.d) { finish_gradient_synchronization(*t.d); }
     if (t.c.world == 1) { return sum; }
-    Tensor mean = from_floats({(float)sum}, {1});
+    Tensor mean = from_floats({(float)sum, *stop ? 1.0f : 0.0f}, {2});
     wait(t.c, all_reduce(t.c, mean, AVERAGE));
+    *stop = to_doubles(mean)[1] > 0;
     return to_doubles(mean)[0];
 }
 static double update(Trainer& t, const AdamW& adamw, double max_norm) {  // see optimizer_step
@@ -499,7 +502,12 @@ static void make_room(Model& model) {  // on a GPU that the run has filled
     zero_gradients(model);
     model.kept = nullptr;
 }
-[[noreturn]] static void fail_at(int step, const std::string& what, Trainer& t) {
+// The end of the line about what is not finite.
+static const char* what_is_saved(const Options& o) {
+    return o.save_every > 0 ? "--save holds an earlier step, if any; a smaller --lr may help"
+                            : "nothing was saved; a smaller --lr may help";
+}
+[[noreturn]] static void fail_at(int step, const std::string& what, Trainer& t, const Options& o) {
     NamedTensors gradients;
     for (const Parameter& p : t.model.parameters) {  // FSDP's are gone
         if (!t.f) { gradients.add(p.name + "'s gradient", gradient_of(t.model, p)); }
@@ -507,8 +515,8 @@ static void make_room(Model& model) {  // on a GPU that the run has filled
     make_room(t.model);
     std::string name = first_not_finite(state_of(t));  // it was there before the gradients
     if (name.empty()) { name = first_not_finite(gradients); }
-    fail("step %d: %s is not finite; first tensor that is not finite: %s; nothing was saved; a smaller --lr may help",
-         step, what.c_str(), name.empty() ? "none" : name.c_str());
+    fail("step %d: %s is not finite; first tensor that is not finite: %s; %s", step, what.c_str(),
+         name.empty() ? "none" : name.c_str(), what_is_saved(o));
 }
 static std::string how_split(const Options& o, const Communicator& c) {
     std::string text;
@@ -535,6 +543,109 @@ static void check_same_text(const Text& text, const Options& o, const Communicat
         if (other != mine) { fail("%s: the ranks have read different texts", o.data.c_str()); }
     }
 }
+// What the steps were; they end early by a signal, a stdout that takes nothing more, or what is not finite.
+struct Steps {
+    int done, last;
+    RunningTable rows;
+    int signal = 0;
+    bool stopped = false;  // all ranks agree
+    std::string not_finite = "";
+    double tokens = 0, busy_ms = 0;
+};
+// What a checkpoint holds after this step. No good file may give way to one with NaN. All ranks have to call it.
+static NamedTensors finite_state(Trainer& t, const Options& o, int step, double loss = 0) {
+    make_room(t.model);
+    NamedTensors state = state_of(t);
+    std::string name = first_not_finite(state);
+    if (name.empty() && !std::isfinite(loss)) { name = "the held-out loss"; }
+    if (!name.empty()) { fail("after step %d %s is not finite; %s", step, name.c_str(), what_is_saved(o)); }
+    return state;
+}
+static void save_state(const NamedTensors& state, Trainer& t, int step, const Options& o) {
+    if (!o.save.empty() && t.is_first()) { save_checkpoint(o.save, state, t, step, o); }
+    if (!t.f && t.sharded.groups.empty()) { choose_form(t.model); }
+}
+static void take_steps(Trainer& t, const Text& text, const Options& o, Steps& run) {
+    int first = run.done;
+    while (run.done < run.last && !run.stopped && run.not_finite.empty()) {
+        synchronize();
+        double start = now_ms();
+        AdamW adamw;
+        adamw.lr = (float)learning_rate(o, run.done), adamw.weight_decay = (float)o.weight_decay;
+        Batch batch = training_batch(text, o.batch_size, o.context_length, o.seed, run.done);
+        run.stopped = EndSignals::seen() != 0 || !run.rows.failure.empty();
+        double l = loss_and_gradients(t, batch, o.grad_accumulation, &run.stopped);
+        double norm = update(t, adamw, o.max_grad_norm);
+        synchronize();
+        double elapsed = now_ms() - start, rate = 1000.0 * o.batch_size * o.context_length / elapsed;
+        run.tokens += (double)o.batch_size * o.context_length, run.busy_ms += elapsed, run.done++;
+        if (t.is_first()) {
+            double left = run.busy_ms / (run.done - first) * (run.last - run.done) / 1000;
+            progress("step %d of %d: loss %.4f, %.0f tokens/s, %.0f s left", run.done, o.steps, l, rate, left);
+        }
+        run.not_finite = why_to_end(l, norm, t.scaler);
+        bool ends = run.done == run.last || run.stopped || !run.not_finite.empty();
+        if (t.is_first() && (run.done % o.log_every == 0 || ends)) {
+            run.rows.add(
+                {std::to_string(run.done), strprintf("%.4f", l), strprintf("%.3g", adamw.lr),
+                 std::isfinite(norm) || !run.not_finite.empty() ? strprintf("%.3f", norm) : "overflow, step skipped",
+                 strprintf("%.2f", elapsed), strprintf("%.0f", rate)});
+        }
+        if (o.save_every > 0 && run.done % o.save_every == 0 && !ends) {
+            save_state(finite_state(t, o, run.done), t, run.done, o);
+        }
+    }
+    if (!run.stopped) { return; }
+    run.signal = EndSignals::seen();
+    if (!t.c.links) { return; }
+    for (const std::string& other : gather_text(t.c, std::to_string(run.signal))) {  // a signal may reach one rank only
+        run.signal = std::max(run.signal, atoi(other.c_str()));
+    }
+}
+static std::string quoted(const std::string& word) {  // for a shell
+    const char* const plain = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-+=:,./@%";
+    if (!word.empty() && word.find_first_not_of(plain) == std::string::npos) { return word; }
+    std::string text = "'";
+    for (char c : word) { text += c == '\'' ? "'\\''" : std::string(1, c); }
+    return text + "'";
+}
+// The command line that goes on from --save: as it was typed, but for where it begins and ends.
+static std::string line_to_resume(const Options& o) {
+    std::string line = quoted(program_invocation_name);
+    for (size_t i = 0; i < o.command_line.size(); i++) {
+        const std::string& word = o.command_line[i];
+        const std::string name = word.substr(0, word.find('='));
+        if (name != "--load" && name != "--stop_at") {
+            line += " " + quoted(word);
+        } else if (name == word) {
+            i++;  // its value
+        }
+    }
+    return line + " --load " + quoted(o.save);
+}
+// The line after the tables, of a run that ended early.
+static void say_how_to_go_on(const Options& o, const Steps& run) {
+    std::string text =
+        strprintf("ended %s after step %d of %d: ",
+                  run.signal ? strprintf("by signal %d (%s)", run.signal, strsignal(run.signal)).c_str() : "early",
+                  run.done, o.steps);
+    if (o.save.empty()) {
+        note("%snothing was saved, since --save was not given", text.c_str());
+    } else {
+        note("%s%s holds it; to go on: %s", text.c_str(), o.save.c_str(), line_to_resume(o).c_str());
+    }
+}
+static void print_sample(Trainer& t, const Text& text, const Options& o) {
+    std::string caption =
+        strprintf("The held-out text's first %d bytes continued (temperature %.2g)", o.context_length, o.temperature);
+    std::string sample = sample_text(t.model, text, o.context_length, o.sample, o.temperature, o.seed);
+    if (!t.is_first()) { return; }
+    if (o.format == "md") {
+        printf("\n%s:\n\n```\n%s\n```\n", caption.c_str(), sample.c_str());
+    } else {
+        print({caption, {"sample"}, {{sample}}}, o.format);
+    }
+}
 static int train(const Options& typed, const Communicator& ranks) {
     Plan plan = plan_of(typed);
     Options& o = plan.o;
@@ -557,11 +668,9 @@ static int train(const Options& typed, const Communicator& ranks) {
 
     std::unique_ptr<Trainer> trainer = make_trainer(ranks, c, o, checkpoint);
     Trainer& t = *trainer;
-    Model& model = t.model;
     checkpoint.content = nullptr, checkpoint.tensors.clear();
-    int step = checkpoint.path.empty() ? 0 : whole_of(checkpoint, "step", 0, 1 << 20);
-    int last = o.stop_at > 0 ? o.stop_at : o.steps;
-    double before = held_out_loss(model, text, o.batch_size, o.context_length), tokens = 0, busy_ms = 0;
+    if (t.is_first()) { progress("train: held-out loss before step 1"); }
+    double before = held_out_loss(t.model, text, o.batch_size, o.context_length), after = NAN;
     Table table{
         strprintf("train %s: %zu bytes, %" PRId64 " held out; %d layers, d_model %d, d_ff %d, %d heads, precision %s, "
                   "mode %s; batch %d%s, context length %d, seed %" PRIu64 "; %s",
@@ -570,66 +679,43 @@ static int train(const Options& typed, const Communicator& ranks) {
                   how_split(o, ranks).c_str(), o.context_length, o.seed, plan.origin().c_str()),
         {"step", "loss", "lr", "gradient norm", "ms", "tokens/s"},
         {}};
-    std::string not_finite;  // what ends the run before its last step
-    for (; step < last && not_finite.empty(); step++) {
-        synchronize();
-        double start = now_ms();
-        AdamW adamw;
-        adamw.lr = (float)learning_rate(o, step), adamw.weight_decay = (float)o.weight_decay;
-        Batch batch = training_batch(text, o.batch_size, o.context_length, o.seed, step);
-        double l = loss_and_gradients(t, batch, o.grad_accumulation), norm = update(t, adamw, o.max_grad_norm);
-        synchronize();
-        double elapsed = now_ms() - start, rate = 1000.0 * o.batch_size * o.context_length / elapsed;
-        tokens += (double)o.batch_size * o.context_length, busy_ms += elapsed;
-        if (t.is_first()) { progress("step %d of %d: loss %.4f, %.0f tokens/s", step + 1, o.steps, l, rate); }
-        not_finite = why_to_end(l, norm, t.scaler);
-        if ((step + 1) % o.log_every == 0 || step + 1 == last || !not_finite.empty()) {
-            table.rows.push_back(
-                {std::to_string(step + 1), strprintf("%.4f", l), strprintf("%.3g", adamw.lr),
-                 std::isfinite(norm) || !not_finite.empty() ? strprintf("%.3f", norm) : "overflow, step skipped",
-                 strprintf("%.2f", elapsed), strprintf("%.0f", rate)});
-        }
-    }
-    double after = NAN;
-    std::exception_ptr failure;  // then the tables are all that is left of the run
+    Steps run{checkpoint.path.empty() ? 0 : whole_of(checkpoint, "step", 0, 1 << 20),
+              o.stop_at > 0 ? o.stop_at : o.steps,
+              {table, o.format, {7, 7, 8, 13, 8, 9}}};
+    auto end_signals = std::make_unique<EndSignals>(t.is_first());  // before, nothing would be lost
+    std::exception_ptr failure;                                     // then the tables are all that is left of the run
     try {
-        if (!not_finite.empty()) { fail_at(step, not_finite, t); }
-        make_room(model);
-        double loss = held_out_loss(model, text, o.batch_size, o.context_length);
-        NamedTensors state = state_of(t);
-        std::string name = first_not_finite(state);
-        if (name.empty() && !std::isfinite(loss)) { name = "the held-out loss"; }
-        if (!name.empty()) {
-            fail("after step %d %s is not finite; nothing was saved; a smaller --lr may help", step, name.c_str());
-        }
+        take_steps(t, text, o, run);
+        if (!run.not_finite.empty()) { fail_at(run.done, run.not_finite, t, o); }
+        make_room(t.model);
+        double loss = run.stopped ? 0 : held_out_loss(t.model, text, o.batch_size, o.context_length);
+        NamedTensors state = finite_state(t, o, run.done, loss);
         after = loss;
-        if (!o.save.empty() && t.is_first()) { save_checkpoint(o.save, state, t, step, o); }
-        if (!t.f && t.sharded.groups.empty()) { choose_form(model); }
+        save_state(state, t, run.done, o);
     } catch (const Failure&) { failure = std::current_exception(); }
-    if (t.is_first()) { print(table, o.format); }
+    if (t.is_first() && !run.rows.failure.empty() && !failure) { say_how_to_go_on(o, run); }
+    if (t.is_first()) { run.rows.end(); }
     if (!std::isfinite(after)) { std::rethrow_exception(failure); }
     Table summary{"", {"held-out loss before", "held-out loss after", "steps", "tokens/s", "peak MiB"}, {}};
-    summary.rows.push_back({strprintf("%.4f", before), strprintf("%.4f", after), std::to_string(step),
-                            busy_ms > 0 ? strprintf("%.0f", 1000 * tokens / busy_ms) : "",
+    summary.rows.push_back({strprintf("%.4f", before), run.stopped ? "" : strprintf("%.4f", after),
+                            std::to_string(run.done),
+                            run.busy_ms > 0 ? strprintf("%.0f", 1000 * run.tokens / run.busy_ms) : "",
                             strprintf("%.0f", memory_use(context.device).peak / 1048576.0)});
     summary.caption = "train: loss in nats per byte";
     if (t.is_first()) { print(summary, o.format); }
-    if (o.sample > 0) {
-        std::string caption = strprintf("The held-out text's first %d bytes continued (temperature %.2g)",
-                                        o.context_length, o.temperature);
-        std::string sample = sample_text(model, text, o.context_length, o.sample, o.temperature, o.seed);
-        if (!t.is_first()) { return 0; }
-        if (o.format == "md") {
-            printf("\n%s:\n\n```\n%s\n```\n", caption.c_str(), sample.c_str());
-        } else {
-            print({caption, {"sample"}, {{sample}}}, o.format);
-        }
-    }
+    end_signals = nullptr;
+    if (int late = EndSignals::seen(); late && !run.stopped) { raise(late); }  // all is done but the sample
+    if (o.sample > 0 && !run.stopped) { print_sample(t, text, o); }
     if (failure) { std::rethrow_exception(failure); }
-    return 0;
+    if (run.stopped && t.is_first()) { say_how_to_go_on(o, run); }
+    return run.signal ? 128 + run.signal : run.stopped;
 }
 int cmd_train(const Options& o) {
+    if (o.save_every > 0 && o.save.empty()) { usage_error("--save_every: got %d, takes --save, too", o.save_every); }
     if (!is_rank() && o.nproc == 1 && !o.has("strategy")) { return train(o, Communicator()); }
     if (!o.trace.empty()) { usage_error("--trace takes one rank without --strategy"); }
-    return run_ranks(o, [&](const Communicator& c) { train(o, c); });
+    int exit_code = 0;
+    int ranks = run_ranks(
+        o, [&](const Communicator& c) { exit_code = train(o, c); }, true);
+    return ranks != 0 ? ranks : exit_code;
 }

@@ -73,6 +73,7 @@ int cmd_where(const Options& o) {
     }
     Table table{
         "where " + one_line(join(o.words, " ")) + "; commit " + commit(), {"topic", "what", "name", "where"}, {}};
+    table.less_needed = {"name"};
     auto add = [&](const std::string& topic, const std::string& what, const std::string& name, const Anchor& place) {
         table.rows.push_back({topic, what, name, strprintf("%s:%d", place.file.c_str(), place.line)});
     };

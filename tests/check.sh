@@ -81,7 +81,7 @@ fi
 
 # What only makes it faster can be left out: the build and the tests of PLAIN=1, and nobody else names it.
 no_fast_names() {
-    ! grep -nE '(^|[^a-z_])fast[_.][a-z]' main.cu precision.cu attention.cu layers.cu model.cu ddp.cu cs336.h gpu.h measure.cu \
+    ! grep -nE '(^|[^a-z_])fast[_.][a-z]' main.cu precision.cu attention.cu layers.cu model.cu ddp.cu cs336.h gpu.h measure.cu table.cu \
         trace.cu tensor.cu matmul.cu safetensors.cu store.cu ranks.cu
 }
 check "core and base do not name the fast files" no_fast_names

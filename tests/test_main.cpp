@@ -1,6 +1,9 @@
 // Tests of the command line, on the real program: the environment's CS336_BINARY, else ./cs336.
 #include "test.h"
 
+#include <fcntl.h>
+#include <sys/ioctl.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <nlohmann/json.hpp>
@@ -341,6 +344,133 @@ TEST_CASE("main: any unambiguous beginning of a command will do") {
     CHECK(has(run_cs336({"optimizer_state_sharding", "--nproc", "0"}).err, "cs336 optimizer_state_sharding: --nproc"));
 }
 
+TEST_CASE("main: what can mean one thing only is understood") {
+    CHECK(run_cs336({"LIST", "--FORMAT", "CSV"}).out == run_cs336({"list", "--format", "csv"}).out);
+    CHECK(run_cs336({"version"}).out == run_cs336({"--version"}).out);
+    std::string by_name = run_cs336({"flash_forward", "--help"}).out;
+    for (const char* word : {"FLASH_FORWARD", "flash-forward", "Flash_Fo"}) {
+        CHECK(run_cs336({word, "--help"}).out == by_name);
+    }
+    std::string leaderboard = run_cs336({"leaderboard", "--help"}).out;
+    Run section = run_cs336({"9", "--help"});  // of 2026 only
+    CHECK(section.out == leaderboard);
+    CHECK(section.err == "section 9: took leaderboard\n");
+    CHECK(run_cs336({"help", "1.1.3"}).out == run_cs336({"benchmarking_script", "--help"}).out);
+    Run dashes = run_cs336({"train", "--data", "x", "--context-length", "0", "--Quick"});
+    CHECK(has(dashes.err, "--context_length: got '0'"));
+    CHECK(has(run_cs336({"benchmarking_script", "--size", "2.7b", "--d_model", "8"}).err, "--size: got '2.7B' and"));
+}
+
+// What a program writes to a terminal that is so wide. Both streams are the terminal.
+static Run run_on_terminal(const Words& words, int columns) {
+    int ours = posix_openpt(O_RDWR | O_NOCTTY);
+    REQUIRE(ours >= 0);
+    REQUIRE(grantpt(ours) == 0);
+    REQUIRE(unlockpt(ours) == 0);
+    winsize size = {50, (unsigned short)columns, 0, 0};
+    int theirs = open(ptsname(ours), O_RDWR | O_NOCTTY);
+    REQUIRE(theirs >= 0);
+    REQUIRE(ioctl(theirs, TIOCSWINSZ, &size) == 0);
+    Words all = {program()};
+    all.insert(all.end(), words.begin(), words.end());
+    std::vector<char*> argv;
+    for (std::string& word : all) { argv.push_back(word.data()); }
+    argv.push_back(nullptr);
+    pid_t child = fork();
+    REQUIRE(child >= 0);
+    if (child == 0) {
+        for (int fd : {0, 1, 2}) { dup2(theirs, fd); }
+        execv(argv[0], argv.data());
+        _exit(127);
+    }
+    close(theirs);
+    std::string out;
+    char buffer[4096];
+    for (ssize_t n; (n = read(ours, buffer, sizeof buffer)) > 0;) { out.append(buffer, n); }  // fails after the last
+    close(ours);
+    int status = 0;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    out.erase(std::remove(out.begin(), out.end(), '\r'), out.end());
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, out, ""};
+}
+static size_t widest(const std::string& text) {
+    size_t most = 0;
+    for (const std::string& line : lines_of(text)) {
+        bool progress = has(line, "\033");
+        auto starts = [](char c) { return (c & 0xC0) != 0x80; };  // a character
+        most = std::max(most, progress ? 0 : (size_t)std::count_if(line.begin(), line.end(), starts));
+    }
+    return most;
+}
+TEST_CASE("main: on a terminal tables and help fit its width, and --wide shows all") {
+    const Words bench = {"benchmarking_script", "--device", "cpu",          "--quick", "--mode",       "fused",
+                         "--d_model",           "16",       "--d_ff",       "16",      "--num_layers", "1",
+                         "--num_heads",         "2",        "--vocab_size", "50"};
+    for (int columns : {60, 80, 100, 200}) {
+        CAPTURE(columns);
+        for (const Words& words : std::vector<Words>{{"list"}, {"train", "--help"}, {"data_parallel_calcs"}, bench}) {
+            if (columns < 80 && words == bench) { continue; }
+            CAPTURE(words[0]);
+            Run r = run_on_terminal(words, columns);
+            CHECK(r.exit_code == 0);
+            CHECK_MESSAGE((int)widest(r.out) <= columns, r.out);
+        }
+    }
+    std::string all = run_cs336({"list"}).out, at_100 = run_on_terminal({"list"}, 100).out;
+    CHECK(widest(all) > 200);
+    CHECK(run_on_terminal({"list", "--wide"}, 80).out == all);
+    CHECK(run_on_terminal({"list"}, 300).out == all);
+    CHECK(has(at_100, "\nNot shown: notes page, command, file; --wide shows all columns\n"));
+    CHECK(has(at_100, "\n| flash_forward                                  | 1.3.2 | 4.2.2 |     15 | "));
+    CHECK(lines(at_100) == lines(all) + 2 + 1);  // that line, and the caption's second one
+    CHECK(run_on_terminal({"list", "--format", "csv"}, 80).out == run_cs336({"list", "--format", "csv"}).out);
+    std::string turned = run_on_terminal(bench, 80).out;
+    CHECK(has(turned, "\n| size            | custom |\n| --------------- | -----: |\n| d_model         |     16 |\n"));
+    CHECK(has(turned, "\n| peak step MiB   | "));
+}
+TEST_CASE("main: a table on a terminal: columns of one value, rows side by side, columns from the right") {
+    // 60 rows, wider than any terminal: what is the same in all rows goes first, then from the right, but the verdict
+    Run r = run_on_terminal({"flash_forward", "--device", "cpu"}, 60);
+    CHECK(r.exit_code == 0);
+    CHECK(has(r.out, "\nIn all rows: status ok\n\nNot shown: "));
+    CHECK_MESSAGE(has(r.out, "\n| implementation | dtype    |   B |   H |  Tq |"), r.out);
+    CHECK(widest(r.out) <= 60);
+}
+
+TEST_CASE("main: what an option wrote is said on stderr, and only if it did") {
+    Folder folder;
+    const std::string svg = folder / "x.svg", trace = folder / "x.json", save = folder / "save";
+    Run plot = run_cs336({"mixed_precision_accumulation", "--plot", svg});
+    CHECK(has(plot.err, "--plot: wrote " + svg + " ("));
+    Words train = {"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--sample", "0", "--steps", "1"};
+    train.insert(train.end(), {"--trace", trace, "--save", save});
+    Run r = run_cs336(train);
+    CHECK(has(r.err, "--trace: wrote " + trace + " ("));
+    CHECK(has(r.err, "--save: wrote " + save + " ("));
+    CHECK(has(run_cs336({"memory_profiling", "--device", "cpu", "--quick", "--out", folder / "out"}).err,
+              "--out: wrote timelines and snapshots to " + (folder / "out") + "\n"));
+    std::string before = read_file(save);
+    train.insert(train.end(), {"--lr", "1e18", "--min_lr", "1e18", "--warmup_steps", "0", "--steps", "2"});
+    train.erase(train.begin() + 8, train.begin() + 10);  // the first --steps
+    r = run_cs336(train);
+    CHECK(r.exit_code == 1);
+    CHECK(!has(r.err, "--save: wrote"));
+    CHECK(read_file(save) == before);
+    if (why_not("gloo", CPU, 2).empty()) {  // the launcher says it, once
+        r = run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--sample", "0", "--steps", "1",
+                       "--nproc", "2", "--save", save});
+        size_t first = r.err.find("--save: wrote");
+        CHECK(first != std::string::npos);
+        CHECK(r.err.find("--save: wrote", first + 1) == std::string::npos);
+        std::string drawn = read_file(svg);
+        r = run_cs336({"naive_ddp_benchmarking", "--quick", "--device", "cpu", "--d_model", "1048576", "--d_ff",
+                       "1048576", "--num_heads", "1", "--plot", svg});  // OOM: there is nothing to draw
+        CHECK(r.exit_code == 0);
+        CHECK(!has(r.err, "--plot: wrote"));
+        CHECK(read_file(svg) == drawn);
+    }
+}
+
 TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that names the option") {
     struct Wrong {
         Words words;
@@ -353,8 +483,22 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{"benchmarking"}, "benchmarking", "benchmarking_script, benchmarking_mixed_precision"},
         {{""}, "''", "no such command"},
         {{"--format", "md", "list"}, "--format", "no such command"},
-        {{"list", "--speed", "3"}, "--speed", "--format"},
-        {{"list", "more"}, "more", "--format"},
+        {{"list", "--speed", "3"}, "--speed", "no such option; takes --help, --format"},
+        {{"list", "--quack", "3"}, "--quack", "no such option; did you mean --quick? takes --help, --format"},
+        {{"list", "--fromat=md"}, "--fromat=md", "did you mean --format? takes"},
+        {{"train", "--dta", "x"}, "--dta", "did you mean --data? takes"},  // not: --data is missing
+        {{bench, "--sise", "small"}, "--sise", "did you mean --size? takes"},
+        {{bench, "--szie", "small"}, "--szie", "did you mean --size? takes"},
+        {{"traim"}, "traim", "no such command; did you mean train?"},
+        {{"benchmarking-scirpt"}, "benchmarking-scirpt", "did you mean benchmarking_script?"},
+        {{"2.2"}, "2.2", "candidates: naive_ddp, naive_ddp_benchmarking"},
+        {{"6"}, "6", "candidates: optimizer_state_sharding, optimizer_state_sharding_accounting"},
+        {{"2.3"}, "2.3", "no problem has this section; candidates: minimal_ddp_flat_benchmarking, ddp_overlap"},
+        {{"1.1.30"}, "1.1.30", "no problem has this section; `cs336 list` shows them"},
+        {{"reproduce", "--only", "2.2"}, "2.2", "candidates: naive_ddp, naive_ddp_benchmarking"},
+        {{"reproduce", "--only", "flash_farward"}, "flash_farward", "did you mean flash_forward?"},
+        {{"list", "more"}, "more", "no such option; takes --help, --format"},
+        {{"list", "format", "md"}, "format", "no such option; did you mean --format? takes"},
         {{"list", "--form", "md"}, "--form", "--format"},
         {{"list", "--format", "xml"}, "--format", "'xml'"},
         {{"list", "--format", ""}, "--format", "md, csv, json"},
@@ -376,6 +520,7 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{bench, "--warmup", "1,,2"}, "--warmup", "'1,,2'"},
         {{bench, "--warmup", "1,2,"}, "--warmup", "'1,2,'"},
         {{bench, "--size", "small,tiny"}, "--size", "2.7B"},
+        {{bench, "--size", "small,2.7"}, "--size", "8B; did you mean 2.7B?"},
         {{bench, "--size", "small,,xl"}, "--size", "'small,,xl'"},
         {{bench, "--size", "xl (2026)"}, "--size", "'xl (2026)'"},
         {{bench, "--edition", "2024"}, "--edition", "got '2024', takes one of 2025, 2026"},
@@ -399,7 +544,10 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{"attention", "--inputs", "no/such/file", "--out", "o", "--impl", "none"}, "--impl", "'none'"},
         {{"attention", "--inputs", "i", "--out", "no/such/folder/o"}, "--out", "in a folder that can be written to"},
         {{"attention", "--inputs", "i", "--out", "/dev/null"}, "--out", "regular file"},
-        {{"train", "--data", "LICENSE", "--save", "no/such/folder/o"}, "--save", "no/such/folder/o"},
+        {{"train", "--data", "LICENSE", "--save", "no/such/folder/o"},
+         "--save",
+         "; there is no folder no/such/folder\n"},
+        {{"memory_profiling", "--out", "no/such/folder"}, "--out", "; there is no folder no/such\n"},
         {{"train", "--data", "LICENSE", "--save", "tests/"}, "--save", "'tests/'"},
         {{"train", "--data", "LICENSE", "--save", "tests"}, "--save", "'tests'"},
         {{"memory_profiling", "--out", "tests/main.cpp"}, "--out", "a folder that can be written to"},

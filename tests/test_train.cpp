@@ -2,13 +2,18 @@
 #include "test.h"
 
 #include <nlohmann/json.hpp>
+#include <fcntl.h>
+#include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <fstream>
+#include <sstream>
 
 TEST_CASE_TEMPLATE("train: a resumed run equals the uninterrupted one bit for bit", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
@@ -392,4 +397,190 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
     Run nowhere = run_cs336(good);
     CHECK(nowhere.exit_code == 2);
     CHECK_MESSAGE(nowhere.err.find("--out: got 'no/such/folder/out'") != std::string::npos, nowhere.err);
+}
+
+// A run that goes on until a signal comes, in a process group of its own.
+struct Going {
+    Folder folder;
+    std::string save = folder / "save";
+    pid_t pid = -1;
+    int status = 0;
+    // stdout_descriptor: -1: the file "out"
+    explicit Going(const std::vector<std::string>& more, int stdout_descriptor = -1) {
+        std::vector<std::string> words = {program(), "train",    "--data", "LICENSE", "--device", "cpu",
+                                          "--quick", "--sample", "3",      "--save",  save};
+        words.insert(words.end(), more.begin(), more.end());
+        std::vector<char*> argv;
+        for (std::string& word : words) { argv.push_back(word.data()); }
+        argv.push_back(nullptr);
+        int out = open((folder / "out").c_str(), O_WRONLY | O_CREAT, 0600);
+        int err = open((folder / "err").c_str(), O_WRONLY | O_CREAT, 0600);
+        REQUIRE(out >= 0);
+        REQUIRE(err >= 0);
+        pid = fork();
+        REQUIRE(pid >= 0);
+        if (pid == 0) {
+            setpgid(0, 0);
+            signal(SIGINT, SIG_DFL);  // a shell's background job ignores it
+            dup2(stdout_descriptor < 0 ? out : stdout_descriptor, 1);
+            dup2(err, 2);
+            execv(argv[0], argv.data());
+            _exit(127);
+        }
+        close(out), close(err);
+    }
+    ~Going() {
+        kill(-pid, SIGKILL);
+        waitpid(pid, &status, 0);  // fails where it has been waited for
+    }
+    std::string out() const { return read_file(folder / "out"); }
+    std::string err() const { return read_file(folder / "err"); }
+    int rows() const {
+        int n = 0;
+        std::string text = out();
+        text.resize(std::min(text.find("\n\ntrain: loss"), text.size()));
+        for (size_t at = 0; (at = text.find("\n| ", at)) != std::string::npos; at++) { n++; }
+        return std::max(0, n - 2);  // header and rule
+    }
+    bool ended(double seconds) {
+        for (int i = 0; i < 100 * seconds; i++) {
+            if (waitpid(pid, &status, WNOHANG) == pid) { return true; }
+            usleep(10000);
+        }
+        return false;
+    }
+    void wait_for_rows(int n) {
+        for (int i = 0; i < 6000 && rows() < n && waitpid(pid, &status, WNOHANG) == 0; i++) { usleep(5000); }
+        REQUIRE_MESSAGE(rows() >= n, err());
+    }
+};
+static int step_of(const std::string& checkpoint) {
+    return std::stoi(load_safetensors(checkpoint).metadata.at("step"));
+}
+
+TEST_CASE("train: after a signal the step is finished and saved, and the line that it prints goes on from there") {
+    struct Case {
+        std::vector<std::string> more;
+        int number;
+        enum { PROCESS, GROUP, RANK } to;  // group: as a terminal does; rank: the second one only
+    };
+    std::vector<Case> cases = {{{}, SIGINT, Case::GROUP}, {{"--stop_at", "299"}, SIGTERM, Case::PROCESS}};
+    if (why_not("gloo", CPU, 2).empty()) {
+        cases.push_back({{"--nproc", "2"}, SIGINT, Case::GROUP});
+        cases.push_back({{"--nproc", "2", "--strategy", "sharded"}, SIGINT, Case::RANK});
+        cases.push_back({{"--nproc", "2", "--strategy", "fsdp"}, SIGTERM, Case::PROCESS});
+    }
+    Folder folder;
+    const std::string whole = folder / "whole";
+    CHECK(run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--sample", "0", "--steps", "300",
+                     "--save", whole})
+              .exit_code == 0);
+    for (const Case& c : cases) {
+        CAPTURE(join(c.more, " "));
+        std::vector<std::string> more = c.more;
+        more.insert(more.end(), {"--steps", "300"});
+        Going run(more);
+        run.wait_for_rows(3);  // as they are measured, into a file
+        pid_t ranks[2] = {0, 0};
+        std::istringstream(c.to == Case::RANK ? read_file(strprintf("/proc/%d/task/%d/children", run.pid, run.pid))
+                                              : "") >>
+            ranks[0] >> ranks[1];
+        REQUIRE((c.to != Case::RANK || ranks[1] > 0));
+        kill(c.to == Case::GROUP ? -run.pid : c.to == Case::RANK ? ranks[1] : run.pid, c.number);
+        REQUIRE(run.ended(30));
+        CHECK(WIFSIGNALED(run.status));
+        CHECK(WTERMSIG(run.status) == c.number);
+        std::string err = run.err(), out = run.out();
+        int steps = run.rows();
+        CHECK(step_of(run.save) == steps);
+        CHECK(steps < 300);
+        CHECK(has(out, "| held-out loss before |"));
+        CHECK(!has(out, "continued (temperature"));
+        CHECK_MESSAGE(has(err, strprintf("ended by signal %d (%s) after step %d of 300: %s holds it; to go on: ",
+                                         c.number, strsignal(c.number), steps, run.save.c_str())),
+                      err);
+        CHECK(run.folder.files().size() == 3);
+        if (!c.more.empty() && c.more[0] == "--nproc") { continue; }
+        size_t line = err.find("to go on: ") + 10;
+        CHECK(run_shell(err.substr(line, err.find('\n', line) - line) + " --log_every 100").exit_code == 0);
+        CHECK(read_file(run.save) == read_file(whole));
+    }
+}
+TEST_CASE("train: a second signal ends it at once, a repeated first one does not") {
+    int ends[2];  // a pipe that nobody reads: the run waits in a row, for ever
+    REQUIRE(pipe(ends) == 0);
+    REQUIRE(fcntl(ends[1], F_SETPIPE_SZ, 4096) > 0);
+    {
+        Going run({"--steps", "100000"}, ends[1]);
+        for (int before = -1, now = 0; now == 0 || now != before;) {
+            before = now;
+            usleep(700000);
+            REQUIRE(ioctl(ends[0], FIONREAD, &now) == 0);
+        }
+        kill(run.pid, SIGTERM);
+        usleep(100000);
+        kill(run.pid, SIGTERM);
+        CHECK(!run.ended(1.2));
+        kill(run.pid, SIGTERM);
+        REQUIRE(run.ended(5));
+        CHECK(WIFSIGNALED(run.status));
+        CHECK(WTERMSIG(run.status) == SIGTERM);
+        CHECK(run.folder.files().size() == 2);  // nothing saved, nothing half written
+    }
+    close(ends[0]), close(ends[1]);
+}
+TEST_CASE("train: a reader of the rows that goes away ends the run, which saves first") {
+    Folder folder;
+    const std::string save = folder / "piped";
+    Run r = run_shell("timeout 100 " + program() + " train --data LICENSE --device cpu --quick --steps 100000 --save " +
+                      save + " | head -6");
+    CHECK(has(r.out, strprintf("ended early after step %d of 100000: ", step_of(save))));
+    CHECK(has(r.out, "cannot write to stdout: Broken pipe"));
+    CHECK(step_of(save) >= 1);
+    CHECK(step_of(save) < 100000);
+}
+TEST_CASE_TEMPLATE("train: --save_every leaves the last multiple behind, and changes nothing", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    for (const char* precision : {"fp32", "bf16", "fp16", "pure_bf16"}) {
+        CAPTURE(std::string(precision));
+        Folder folder;
+        auto train = [&](const std::string& save, const std::vector<std::string>& more) {
+            std::vector<std::string> words = {"train",       "--data",   "LICENSE", "--device", name_of(D::device),
+                                              "--quick",     "--sample", "0",       "--steps",  "7",
+                                              "--precision", precision};
+            words.insert(words.end(), {"--save", folder / save});
+            words.insert(words.end(), more.begin(), more.end());
+            return run_cs336(words);
+        };
+        CHECK(train("whole", {}).exit_code == 0);
+        CHECK(train("often", {"--save_every", "2"}).exit_code == 0);
+        CHECK(read_file(folder / "whole") == read_file(folder / "often"));
+        Run nan = train("nan", {"--save_every", "1", "--lr", "1e18", "--min_lr", "1e18", "--warmup_steps", "1"});
+        CHECK(nan.exit_code == 1);
+        CHECK(has(nan.err, "--save holds an earlier step, if any"));
+    }
+    Run none = run_cs336({"train", "--data", "LICENSE", "--save_every", "2"});
+    CHECK(none.exit_code == 2);
+    CHECK(has(none.err, "--save_every: got 2, takes --save, too"));
+}
+TEST_CASE("train: after a kill, --save holds the last multiple of --save_every, also of several ranks") {
+    std::vector<std::vector<std::string>> ways = {{}};
+    if (why_not("gloo", CPU, 2).empty()) {
+        for (const char* strategy : {"ddp", "sharded", "fsdp"}) {
+            ways.push_back({"--nproc", "2", "--strategy", strategy});
+        }
+    }
+    for (std::vector<std::string> more : ways) {
+        CAPTURE(join(more, " "));
+        more.insert(more.end(), {"--steps", "100000", "--save_every", "3"});
+        Going run(more);
+        run.wait_for_rows(8);
+        kill(run.pid, SIGKILL);
+        REQUIRE(run.ended(5));
+        CHECK(step_of(run.save) >= 6);
+        CHECK(step_of(run.save) % 3 == 0);
+        Run r = run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--load", run.save, "--sample", "0",
+                           "--steps", std::to_string(step_of(run.save) + 1)});
+        CHECK_MESSAGE(r.exit_code == 0, r.err);
+    }
 }
