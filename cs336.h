@@ -135,6 +135,8 @@ struct Context {
     int checkpoint = 0;          // blocks per gradient checkpoint; 0: none; below 0: an entry of Checkpointing
     int head_chunk = 0;          // rows of the logits that the loss makes at a time; 0: all
     bool each_launch = false;    // somebody looks at each launch, so none may hide in a CUDA graph
+    bool plan_only = false;      // --plan: an Attempt is written down instead of run, and no table is printed
+    size_t memory = SIZE_MAX;    // --memory: bytes of the device that a run may use
 };
 extern Context context;
 struct RestoreContext {  // at the end of its scope the context is as it was, also after an error
@@ -153,6 +155,8 @@ struct Planning {  // within its scope nothing is computed, memory only counted
 int cuda_devices(std::string* why = nullptr);  // 0 without a GPU or its driver, or in a CPU build: why
 // auto|cpu|cuda; prints on stderr which one auto took; fails if there is none. gpu: which one, of several.
 Device choose_device(const std::string& want, int gpu = 0);
+// --plan --memory: of a GPU that need not be here, so nobody asks the driver about it.
+bool gpu_is_imagined();
 void synchronize();                 // wait for context.device
 std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2 threads, OpenBLAS ..."
 size_t available_memory(Device d);  // bytes that could be allocated now
@@ -212,8 +216,13 @@ struct MemoryUse {  // bytes
 std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at = here());
 const MemoryUse& memory_use(Device device);
 void reset_peak(Device device);
-size_t planned_peak(const std::function<void()>& run);  // bytes that it would hold at most, found on META
-std::vector<const Memory*> live_memory(Device device);  // every buffer that is held now
+struct Prediction {
+    size_t bytes = 0;  // that a run would hold at most
+    double flops = 0;  // of its matrix products and of flash attention
+};
+Prediction planned_peak(const std::function<void()>& run);  // found on META
+void count_planned_flops(double flops);                     // by who computes nothing on META
+std::vector<const Memory*> live_memory(Device device);      // every buffer that is held now
 
 // The log lists the allocations and frees on one device, in order. While it is on, each allocation waits for the GPU,
 // so that the times are the GPU's own.
@@ -878,8 +887,8 @@ double guarded_step(LossScaler& scaler, double max_norm, const std::function<dou
 enum Phase { FORWARD, FORWARD_BACKWARD, STEP, TAPED_FORWARD };
 void run_phase(
     Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between = [] {});
-size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // bytes, in context's mode and precision
-float loss_scale_of(const LossScaler& scaler);                           // 1 unless the precision is fp16
+Prediction predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // in context's mode and precision
+float loss_scale_of(const LossScaler& scaler);                               // 1 unless the precision is fp16
 Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
 void check_mode(const ModelConfig& c, Mode mode, Precision precision);  // usage_error if context.device cannot run it
 // "flash"; with --recompute, --checkpoint and --head_chunk "flash, recompute, checkpoint 4, head chunk 2048"

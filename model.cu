@@ -510,7 +510,7 @@ void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler
     forward_backward(model, batch, loss_scale_of(scaler), between);
     if (phase == STEP) { optimizer_step(model, AdamW(), scaler, 0); }
 }
-size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
+Prediction predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
     return planned_peak([&] {
         Model model = random_model(c, 0);
         LossScaler scaler;
