@@ -772,10 +772,8 @@ AttentionArgs args_of(const AttentionTensors& t) {
 static int head_size(const AttentionTensors& t) { return (int)t.q.dim(3); }
 
 static bool any_float(DType t, int64_t) { return t == F32 || t == BF16 || t == F16 || t == F64; }
-#ifdef __CUDACC__
 static bool gpu_float(DType t, int64_t) { return t == F32 || t == BF16 || t == F16; }
 static bool flash_on_gpu(DType t, int64_t D) { return gpu_float(t, D) && flash_head_size(D); }
-#endif
 static bool only_fp32(DType t, int64_t) { return t == F32; }
 bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 80 || D == 128; }
 
@@ -787,6 +785,9 @@ static void tiled_backward(const AttentionTensors& t) { flash_backward_cpu(args_
 #ifdef __CUDACC__
 static void v1_forward(const AttentionTensors& t) { flash_v1_forward(args_of(t), head_size(t), t.q.dtype); }
 static void v1_backward(const AttentionTensors& t) { flash_v1_backward(args_of(t), head_size(t), t.q.dtype); }
+#else
+static void v1_forward(const AttentionTensors&) { fail("flash_v1: this build is for the CPU only"); }
+static void v1_backward(const AttentionTensors& t) { v1_forward(t); }
 #endif
 
 static std::list<AttentionImpl>& the_table() {  // made by whichever file's row comes first
@@ -796,13 +797,12 @@ static std::list<AttentionImpl>& the_table() {  // made by whichever file's row 
         {"fused", CPU, 20, any_float, attention_fused, nullptr, nullptr, "softmax as one loop, P in the place of S"},
         {"tiled", CPU, 30, only_fp32, nullptr, tiled_forward, tiled_backward,
          "FlashAttention-2 in plain C++: O(T) memory"},
-#ifdef __CUDACC__
+        // A build for the CPU has these, too: --plan --memory is about a GPU.
         {"naive", CUDA, 10, gpu_float, attention_naive, nullptr, nullptr,
          "one kernel per operation, S and P in memory"},
         {"fused", CUDA, 20, gpu_float, attention_fused, nullptr, nullptr, "softmax as one kernel, P in the place of S"},
         {"flash_v1", CUDA, 30, flash_on_gpu, nullptr, v1_forward, v1_backward,
          "FlashAttention-2, the simplest kernels"},
-#endif
     };
     return table;
 }
@@ -838,12 +838,15 @@ static Tensor readable(const Tensor& t) {
     for (int d = 0; d < 3; d++) { ok = ok && (t.shape[d] == 1 || t.stride[d] * size_of(t.dtype) % 16 == 0); }
     return ok ? t : contiguous(t);
 }
-static void run_forward(const AttentionImpl& impl, const AttentionTensors& t) {
-    if (t.q.device() != META && t.o.size() > 0) { impl.forward(t); }
+static void run_pass(void (*pass)(const AttentionTensors&), const AttentionTensors& t, double products) {
+    if (t.q.device() == META) {
+        count_planned_flops((t.causal ? 1 : 2) * products * t.q.size() * t.k.dim(2));
+    } else if (t.o.size() > 0) {
+        pass(t);
+    }
 }
-static void run_backward(const AttentionImpl& impl, const AttentionTensors& t) {
-    if (t.q.device() != META && t.o.size() > 0) { impl.backward(t); }
-}
+static void run_forward(const AttentionImpl& impl, const AttentionTensors& t) { run_pass(impl.forward, t, 2); }
+static void run_backward(const AttentionImpl& impl, const AttentionTensors& t) { run_pass(impl.backward, t, 5); }
 static Tensor flash(const AttentionImpl& impl, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, bool causal,
                     Tensor* L) {
     Range range("attention");

@@ -30,7 +30,7 @@ static GridInputs grid_inputs(int S, int D) {
     return in;
 }
 // A forward and a backward pass without data; afterwards META's books tell the peak. `saved` sees what is held between.
-static size_t grid_peak(
+static Prediction grid_peak(
     AttentionFunction f, int S, int D, const std::function<void()>& saved = [] {}) {
     return planned_peak([&] {
         GridInputs in = grid_inputs(S, D);
@@ -48,7 +48,6 @@ static void time_grid(AttentionCost& cost, AttentionFunction f, int S, int D, in
         o = Tensor();
         for (const Tensor* t : {&in.q, &in.k, &in.v}) { t->gradient->value = Tensor(); }
     };
-    progress("S %d, D %d", S, D);
     cost.forward_ms = stats_of(time_queued_ms(3, passes, reset, forward)).mean;
     cost.before_backward = memory_use(context.device).now;
     auto prepare = [&] {
@@ -61,7 +60,8 @@ static void time_grid(AttentionCost& cost, AttentionFunction f, int S, int D, in
 static AttentionCost grid_cost(AttentionFunction f, int S, int D, int passes) {
     AttentionCost cost;
     cost.needs = grid_peak(f, S, D);
-    cost.run([&] { time_grid(cost, f, S, D, passes); });
+    std::string row = strprintf("S %d, D %d, %s", S, D, name_of(context.mode));
+    cost.run(row, 2 * (3 + passes), [&] { time_grid(cost, f, S, D, passes); });
     return cost;
 }
 
@@ -93,13 +93,14 @@ static Table saved_table(int S, int D, size_t available) {
     size_t saved = 0, highest = 0;
     std::vector<const Memory*> before = live_memory(META);
     start_memory_log(META);
-    size_t peak = grid_peak(attention_naive, S, D, [&] {
+    const Prediction planned = grid_peak(attention_naive, S, D, [&] {
         for (const Memory* m : live_memory(META)) {
             if (std::count(before.begin(), before.end(), m)) { continue; }
             groups[{m->category == INPUTS ? "inputs and dO" : m->op, m->bytes}].saved++;
             saved += m->bytes;
         }
     });
+    const size_t peak = planned.bytes;
     std::vector<MemoryEvent> log = stop_memory_log();
     peak_of(log, &highest);
     std::map<uint64_t, int*> held;
@@ -151,7 +152,7 @@ int cmd_pytorch_attention(const Options& o) {
     print(table, o.format);
     size_t available = available_memory(context.device);
     int S = 256;
-    while (grid_peak(attention_naive, S, grid_head_sizes[0]) <= available) { S *= 2; }
+    while (grid_peak(attention_naive, S, grid_head_sizes[0]).bytes <= available) { S *= 2; }
     print(saved_table(S, grid_head_sizes[0], available), o.format);
     return 0;
 }
@@ -232,8 +233,13 @@ int cmd_weighted_sum(const Options& o) {
         std::vector<Shape> all = sizes;
         all.push_back(o.quick ? Shape{2048, 512} : device == CUDA ? Shape{65536, 4096} : Shape{16384, 1024});
         for (const Shape& s : all) {
-            progress("weighted_sum %s %s", name_of(device), to_string(s).c_str());
-            weighted_sum_row(&table, s[0], s[1], RUNS, &ok);
+            Attempt attempt;
+            attempt.needs.bytes = sizeof(float) * (2 * s[0] * s[1] + 2 * s[0] + 2 * s[1]);
+            attempt.run(strprintf("weighted_sum %s %s", name_of(device), to_string(s).c_str()), 1,
+                        [&] { weighted_sum_row(&table, s[0], s[1], RUNS, &ok); });
+            if (attempt.ran) { continue; }
+            table.rows.push_back({name_of(device), std::to_string(s[0]), std::to_string(s[1]), attempt.cell("")});
+            table.rows.back().resize(table.columns.size());
         }
     }
     context.device = chosen;
@@ -367,7 +373,9 @@ static PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, D
                             double budget) {
     PassTimes t;
     t.needs = planned_peak([&] { run_case(impl, random_case(c, dtype, 0), c.causal, true); });
-    t.run([&] { time_passes(t, impl, c, dtype, warmup, budget); });
+    t.seconds = 3 * (warmup + budget) / 1e3;
+    std::string row = strprintf("S %d, D %d, %s, %s", c.Tq, c.D, name_of(dtype), impl.name);
+    t.run(row, 12, [&] { time_passes(t, impl, c, dtype, warmup, budget); });
     return t;
 }
 static const AttentionImpl& impl_named(const char* name, Device device) {
@@ -397,7 +405,6 @@ int cmd_flash_benchmarking(const Options& o) {
             const AttentionImpl* flash = fastest_flash(context.device, dtype, D);
             for (int S = 128; flash && S <= longest; S *= 2) {
                 AttentionCase c{1, 1, S, S, D, true};
-                progress("S %d, D %d, %s", S, D, name_of(dtype));
                 PassTimes n = pass_times(naive, c, dtype, budget / 4, budget),
                           f = pass_times(*flash, c, dtype, budget / 4, budget);
                 std::vector<std::string> row = {std::to_string(S), std::to_string(D), name_of(dtype)};
@@ -478,7 +485,7 @@ int cmd_flash_leaderboard(const Options& o) {
         }
     }
     if (impls.empty()) { usage_error("--impl: got '%s', takes all, auto%s here", o.impl.c_str(), here.c_str()); }
-    double rate = matmul_rate(precision, cpu ? 1024 : 8192, 20);
+    double rate = context.plan_only ? NAN : matmul_rate(precision, cpu ? 1024 : 8192, 20);
     double forward_flops = (c.causal ? 2.0 : 4.0) * c.H * c.Tq * (double)c.Tk * c.D;
     Table table{
         strprintf("flash_leaderboard: batch 1, %d heads, D %d, S %d, %s, %s%s; %.2g s of warm-up, %.2g s of runs, "

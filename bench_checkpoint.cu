@@ -138,7 +138,8 @@ static SizeRun measure_size(Model& model, const ModelConfig& c, const Plan& p) {
         auto passes = [&] { run_phase(FORWARD_BACKWARD, model, batch, scaler); };
         r.ms = stats_of(time_ms(p.o.warmup[0], p.o.steps, passes)).mean;
     };
-    r.run(run, memory_use(context.device).now);
+    std::string row = row_of(c, p.o.context_length, STEP) + ", checkpoint " + name_of_checkpoint(context.checkpoint);
+    r.run(row, 1 + p.o.warmup[0] + p.o.steps, run, memory_use(context.device).now);
     return r;
 }
 static Table size_table(const Plan& p, const ModelConfig& c) {
@@ -160,10 +161,9 @@ static Table size_table(const Plan& p, const ModelConfig& c) {
         if (k > c.num_layers) { continue; }
         context.checkpoint = k;
         std::string name = k == 0 ? "none" : name_of_checkpoint(k);
-        progress("%s, checkpoint %s", c.name.c_str(), name.c_str());
         const SizeRun r = measure_size(model, c, p);
         if (k == 0) { none_ms = r.ms; }
-        double predicted = (double)r.needs;
+        double predicted = (double)r.needs.bytes;
         table.rows.push_back(
             {name, mib(predicted), mib((double)r.planned_activations), planned ? "" : r.cell(mib(r.peak)),
              r.ran ? strprintf("%.2f", 100 * (r.peak / predicted - 1)) : "", r.ran ? strprintf("%.2f", r.ms) : "", ""});
@@ -179,7 +179,15 @@ int cmd_gradient_checkpointing(const Options& o) {
     Plan p{o};
     p.choose_models();
     context.precision = p.precisions[0], context.mode = p.modes[0];
-    print(strategy_table(o, p.origin()), o.format);
+    if (!context.plan_only) { print(strategy_table(o, p.origin()), o.format); }  // a model so small that it always fits
+    if (device == CUDA && !o.quick) {
+        p.shrink_to_fit(1, [](const Plan& smaller) {
+            RestoreContext restore;
+            context.checkpoint = 1;
+            return predicted_peak(smaller.configs[0], smaller.o.batch_size, smaller.o.context_length, STEP).bytes <=
+                   available_memory(context.device);
+        });
+    }
     const ModelConfig asked = p.configs[0];
     if (device == CUDA && !o.quick) {
         print(size_table(p, asked), o.format);

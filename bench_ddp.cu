@@ -25,7 +25,7 @@ static Plan sweep_plan(const Options& o) {
         p.shrink("steps", &Options::steps, 3);
         p.shrink("warmup", &Options::warmup, {1});
         p.note_smaller("only 2 ranks");
-    } else if (cuda_devices() == 0) {
+    } else if (cuda_devices() == 0 && !gpu_is_imagined()) {
         p.shrink("sizes_mb", &Options::sizes_mb, {1, 10, 100});
     }
     for (double mb : p.o.sizes_mb) {
@@ -44,11 +44,13 @@ static std::vector<double> numbers_of(const std::string& text) {
     return all;
 }
 
+// Bytes on a rank's device. On the CPU there is what came from the host, and the tensor.
+static size_t tensors_of(double mb) { return (size_t)(mb * 1e6) * (context.device == CPU ? 2 : 1); }
+
 // Times in ms of an all-reduce of n fp32 numbers, by rank and step. *ok: the sums were right on all ranks.
 static std::vector<std::vector<double>> time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps,
                                                         bool* ok) {
-    size_t tensors = context.device == CPU ? 2 : 1;
-    require_memory(tensors * n * sizeof(float) * c.local_world, "the tensors of this machine's ranks");
+    require_memory(tensors_of(n * sizeof(float) / 1e6) * c.local_world, "the tensors of this machine's ranks");
     barrier(c);  // all ranks look before one takes its share
     std::vector<float> host(n);
     for (int64_t i = 0; i < n; i++) { host[i] = (float)(i % 1000 + c.rank); }
@@ -90,6 +92,10 @@ static std::string caption_of(const Plan& p) {
 static bool all_reduce_rows(const Communicator& c, const Options& o, Table* table) {
     bool all_ok = true;
     for (double mb : o.sizes_mb) {
+        const Prediction needs{tensors_of(mb), 0};
+        std::string row =
+            strprintf("%g MB, %d ranks, %s on %s", mb, c.world, c.backend.c_str(), name_of(context.device));
+        if (only_planned(row, needs, fits_everywhere(c, needs.bytes), 1)) { continue; }
         bool ok;
         int64_t n = (int64_t)(mb * 1e6 / sizeof(float));
         std::vector<double> all, medians;
@@ -108,6 +114,16 @@ static bool all_reduce_rows(const Communicator& c, const Options& o, Table* tabl
 
 // A group of ranks is a run of its own: its table's rows, or one that says why it cannot be.
 static void group_rows(const Options& o, const char* backend, Device device, int n, Table* table) {
+    if (context.plan_only) {
+        RestoreContext restore;
+        if (device == CPU && gpu_is_imagined()) { context.memory = SIZE_MAX; }  // --memory is the GPU's
+        bool runs = gpu_is_imagined() || why_not(backend, device, n).empty();
+        Communicator group;
+        group.world = group.local_world = n, group.backend = backend;
+        context.device = device;
+        if (runs) { all_reduce_rows(group, o, table); }
+        return;
+    }
     std::string why = why_not(backend, device, n);
     if (!why.empty()) {
         table->rows.push_back({backend, name_of(device), std::to_string(n), "all", "", "", "", "", why});
@@ -144,6 +160,7 @@ static void plot_all_reduce(const Options& o, const Table& table) {
 }
 
 int cmd_distributed_communication_single_node(const Options& o) {
+    if (context.plan_only) { context.device = choose_device(o.device); }
     Plan p = sweep_plan(o);
     if (is_rank() || o.has("nproc") || o.backend != "auto") {  // one group
         return run_ranks(o, [&](const Communicator& c) {
@@ -165,7 +182,7 @@ int cmd_distributed_communication_single_node(const Options& o) {
     if (o.device != "cpu") {
         for (int n : ranks) { group_rows(p.o, "nccl", CUDA, n, &table); }
     }
-    context.device = cuda_devices() > 0 && o.device != "cpu" ? CUDA : CPU;
+    if (!context.plan_only) { context.device = cuda_devices() > 0 && o.device != "cpu" ? CUDA : CPU; }
     table.caption = caption_of(p);
     print(table, o.format);
 
@@ -674,31 +691,48 @@ static Table bucket_model(const Communicator& c, const std::vector<Variant>& var
 }
 
 bool fits_everywhere(const Communicator& c, size_t bytes) {
-    int gpus = std::max(1, cuda_devices());
+    int gpus = gpu_is_imagined() ? c.local_world : std::max(1, cuda_devices());
     size_t sharing = context.device == CUDA ? (c.local_world + gpus - 1) / gpus : c.local_world;
+    bool fits_here = bytes * sharing <= available_memory(context.device);
+    if (!c.links) { return fits_here; }  // one rank, or a plan
     std::string somewhere;
-    for (const std::string& no : gather_text(c, bytes * sharing > available_memory(context.device) ? "x" : "")) {
-        somewhere += no;
-    }
+    for (const std::string& no : gather_text(c, fits_here ? "" : "x")) { somewhere += no; }
     return somewhere.empty();
 }
 
-// True: a step would not fit on one of the ranks. The table then says so, and what the step would have taken.
-static bool too_large(const Communicator& c, const Plan& p, const Table& without_rows,
-                      const std::vector<std::string>& labels, const std::string& format, bool split) {
-    size_t needs = planned_peak([&] {
+static Prediction step_needs(const Plan& p, bool split) {
+    return planned_peak([&] {
         Model model = make_model(p.configs[0]);
         if (split) { choose_form(model); }
         make_gradients(model, reduced_as(p.o));
         LossScaler scaler;
         run_phase(STEP, model, random_batch(p.o.batch_size, p.o.context_length, p.configs[0].vocab_size, 0), scaler);
     });
-    if (fits_everywhere(c, needs)) { return false; }
+}
+// What several ranks run, with a default size that fits on all of them.
+static Plan fitting_plan(const Options& o, const Communicator& c, bool split) {
+    Plan p = plan_of(o, c);
+    p.shrink_to_fit(1, [&](const Plan& smaller) { return fits_everywhere(c, step_needs(smaller, split).bytes); });
+    return p;
+}
+
+double passes_of(const Communicator& c, double n) { return context.device == CPU ? n * c.local_world : n; }
+
+// True: a step would not fit on one of the ranks. The table then says so, and what the step would have taken.
+static bool too_large(const Communicator& c, const Plan& p, const Table& without_rows,
+                      const std::vector<std::string>& labels, const std::string& format, bool split) {
+    const Prediction needs = step_needs(p, split);
+    const bool fits = fits_everywhere(c, needs.bytes);
+    double steps = passes_of(c, p.o.warmup[0] + p.o.steps);
+    for (const std::string& label : labels) {
+        only_planned(label + ", " + row_of(p.configs[0], p.o.context_length, STEP), needs, fits, steps);
+    }
+    if (fits && !context.plan_only) { return false; }
     Table table = without_rows;
     for (const std::string& label : labels) {
         table.rows.push_back(std::vector<std::string>(table.columns.size()));
         table.rows.back()[0] = label;
-        table.rows.back()[1] = strprintf("OOM (%.1f GiB per rank)", needs / 1073741824.0);
+        table.rows.back()[1] = strprintf("OOM (%.1f GiB per rank)", needs.bytes / 1073741824.0);
     }
     if (c.rank == 0) { print(table, format); }
     return true;
@@ -861,7 +895,7 @@ static void plot_steps(const Communicator& c, const std::string& path, const std
 
 static int benchmark(const Options& o, const char* command, std::vector<Variant> variants) {
     return run_ranks(o, [&](const Communicator& c) {
-        Plan p = plan_of(o, c);
+        Plan p = fitting_plan(o, c, true);
         if (!o.trace.empty()) { replace_file(temporary_name(o.trace), nullptr); }  // its name is longer than --trace's
         std::vector<std::string> labels;
         for (const Variant& v : variants) { labels.push_back(label_of(v)); }
@@ -1012,7 +1046,7 @@ int cmd_optimizer_state_sharding_accounting(const Options& o) {
         usage_error("--precision: got fp16, which needs loss scaling; takes fp32, tf32 or bf16 here");
     }
     return run_ranks(o, [&](const Communicator& c) {
-        Plan p = plan_of(o, c);
+        Plan p = fitting_plan(o, c, false);
         std::string caption = caption_of(p, c, "optimizer_state_sharding_accounting");
         Table memory{caption +
                          "; peak of rank 0 in MiB; predicted: 4 bytes per parameter for weights, gradients and each of "

@@ -336,18 +336,26 @@ static Table waits_table(const std::vector<UnitTimes>& units) {
     return table;
 }
 
+static Prediction two_steps(Way way, const Plan& p, const Communicator& c) {
+    Communicator planned;
+    planned.world = c.world;
+    return planned_peak([&] {
+        auto t = make_trainer(way, planned, p);
+        for (int i = 0; i < 2; i++) { train_step(*t, batch_of(p, 0)); }
+    });
+}
 struct FsdpSeen {
     std::vector<UnitTimes> units;
     std::vector<Slice> last_step;
 };
 static void memory_row(Table& table, Way way, const Plan& p, const Communicator& c, FsdpSeen& seen) {
-    Communicator planned;
-    planned.world = c.world;
-    size_t predicted = planned_peak([&] {
-        auto t = make_trainer(way, planned, p);
-        for (int i = 0; i < 2; i++) { train_step(*t, batch_of(p, 0)); }
-    });
-    if (!fits_everywhere(c, predicted)) {
+    const Prediction needs = two_steps(way, p, c);
+    const size_t predicted = needs.bytes;
+    const bool fits = fits_everywhere(c, predicted);
+    double passes = passes_of(c, (p.o.warmup[0] + p.o.steps) / 2.0);
+    const std::string label = std::string(way_names[way]) + ", " + row_of(p.configs[0], p.o.context_length, STEP);
+    if (only_planned(label, needs, fits, passes)) { return; }
+    if (!fits) {
         table.rows.push_back({way_names[way], strprintf("OOM (%.1f GiB per rank)", predicted / 1073741824.0)});
         table.rows.back().resize(table.columns.size());
         return;
@@ -404,6 +412,8 @@ int cmd_fsdp_accounting(const Options& o) {
     }
     return run_ranks(o, [&](const Communicator& c) {
         Plan p = plan_of(o, c);
+        p.shrink_to_fit(
+            1, [&](const Plan& smaller) { return fits_everywhere(c, two_steps(FULLY_SHARDED, smaller, c).bytes); });
         double psi = 0;
         for (const Parameter& q : lay_out_model(p.configs[0]).parameters) { psi += (double)count(q.shape); }
         Table memory{

@@ -219,11 +219,7 @@ static void measure_phase(PhaseTimes& t, Phase phase, Model& model, const std::v
             synchronize();
             end = now_ms(), backward += end - middle;
         }
-        progress("%s %s: %d of %d", model.config.name.c_str(),
-                 phase == FORWARD ? "forward"
-                 : phase == STEP  ? "step"
-                                  : "backward",
-                 i + 1, warmup + steps);
+        progress("%s %s: %d of %d", model.config.name.c_str(), name_of(phase), i + 1, warmup + steps);
         if (i < warmup) { continue; }
         all.push_back(end - start);
         backward_only.push_back(backward);
@@ -251,8 +247,8 @@ static Measurement measure_model(const ModelConfig& c, const Options& o, int war
             }
             measure_phase(t, phase, model, batches, warmup, o.steps);
         };
-        t.run(measure, memory_use(context.device).now);
-        if (!t.ran) { break; }
+        t.run(row_of(c, o.context_length, phase), warmup + o.steps, measure, memory_use(context.device).now);
+        if (!t.ran && !context.plan_only) { break; }
     }
     return r;
 }
@@ -504,9 +500,10 @@ static Table roofline_table(const Plan& p, const std::vector<Measurement>& measu
             }
             row("step", all, step.all.mean);  // as in the table before, without synchronisations inside
         };
-        if (step.ran) { parts.run(measure); }
+        if (step.ran) { parts.run(m.config.name + ": roofline", p.o.warmup[0] + p.o.steps, measure); }
         if (!parts.ran) {
-            table.rows.push_back({m.config.name, "step", "", "", "", "", "", "", "", "", oom_cell(step.needs), ""});
+            table.rows.push_back(
+                {m.config.name, "step", "", "", "", "", "", "", "", "", oom_cell(step.needs.bytes), ""});
         }
     }
     return table;
@@ -543,7 +540,7 @@ int cmd_benchmarking_script(const Options& o) {
             std::vector<Measurement> measured;
             for (int warmup : p.o.warmup) {
                 for (const ModelConfig& c : p.configs) {
-                    if (sweep) {
+                    if (sweep && !context.plan_only) {
                         std::vector<std::string> row = measure_in_fresh_process(p.o, c, warmup);
                         row.insert(row.begin(), std::to_string(warmup));
                         table.rows.push_back(row);
@@ -606,7 +603,9 @@ int cmd_torch_compile(const Options& o) {
 int cmd_benchmarking_mixed_precision(const Options& o) {
     context.device = choose_device(o.device);
     Plan p = plan_of(o);
-    for (Precision precision : {PREC_FP16, PREC_BF16}) { print(toy_model_dtypes(precision), o.format); }
+    for (Precision precision : {PREC_FP16, PREC_BF16}) {
+        if (!context.plan_only) { print(toy_model_dtypes(precision), o.format); }
+    }
     context.mode = p.modes[0];
     Table table{caption_of(p, "benchmarking_mixed_precision (c)", strprintf("mode %s", name_of(context.mode))),
                 {"size", "precision", "fw_mean_ms", "fw_std_ms", "bw_only_mean_ms", "bw_only_std_ms", "fwbw_mean_ms",

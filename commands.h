@@ -176,10 +176,12 @@ struct Options {
     int devices = 0;
     double tensor_mb = 0;
     int blocks = 0;  // of gradient_checkpointing's small model
+    bool plan = false;
+    uint64_t memory = SIZE_MAX;  // bytes
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// plan.cu: what an experiment runs, how large, and whether that fits into memory
+// plan.cu: what an experiment runs, how large, and whether that fits into memory; --plan
 
 std::vector<ModelConfig> configs_of(const Options& o);  // what --d_model, --d_ff, ... name, else --size; checked
 std::string vocabulary_of(const std::vector<ModelConfig>& configs);  // theirs, for a caption
@@ -197,7 +199,10 @@ struct Plan {
     // Sets a default to `to` where it is larger; what was typed stays. words: instead of "NAME TO instead of DEFAULT".
     template <class T>
     void shrink(const char* name, T Options::*field, const T& to, const std::string& words = "");
-    void shrink_size();          // to small
+    void shrink_size();  // to small
+    // A default size that does not fit becomes the largest that does; then the batch, down to `least_batch`, and the
+    // context length are halved, too. All of it stays where nothing fits. configs and context.mode follow.
+    void shrink_to_fit(int least_batch, const std::function<bool(const Plan&)>& fits);
     void choose_models();        // configs, precisions and modes, checked against each other
     std::string origin() const;  // the end of a caption: the device, the commit, and what was scaled down
 };
@@ -207,14 +212,39 @@ Plan plan_of(const Options& o, const Communicator& c);
 std::string caption_of(const Plan& p, const Communicator& c, const char* command);
 DType reduced_as(const Options& o);                         // gradients, by --reduce_dtype
 bool fits_everywhere(const Communicator& c, size_t bytes);  // that each rank needs
+double passes_of(const Communicator& c, double n);          // of one rank, as long as n of all that share its device
 
 struct Attempt {  // a run that may not fit into memory
     bool ran = false;
-    size_t needs = 0;  // bytes at its peak, predicted
+    Prediction needs{};  // of one pass
+    double seconds = 0;  // that it takes at least, where it runs for a given time
     // Calls f if so much is available, beside the `held` bytes of it that are held already. ran: it came to its end.
-    void run(const std::function<void()>& f, size_t held = 0);
+    // row: what it is, for the progress line and --plan's table; there it is written down instead, see only_planned.
+    void run(const std::string& row, double passes, const std::function<void()>& f, size_t held = 0);
     std::string cell(const std::string& result) const;  // of a table: the result, or that it did not fit
 };
+
+const char* name_of(Phase phase);
+std::string row_of(const ModelConfig& c, int T, Phase phase);  // with context's precision and mode
+
+struct PlannedRow {  // of a command: what it would run
+    std::string row;
+    size_t bytes;
+    bool fits;
+    double seconds;  // rough; NAN: nobody knows
+};
+struct Planned {
+    std::vector<PlannedRow> rows;
+    std::string device, scaled_down;
+    size_t available;
+    double seconds;  // of the rows that fit, all together
+    size_t bytes;    // of the largest of them
+};
+// With --plan: notes the row for the table, and returns true: its caller runs nothing. It takes `passes` passes, or
+// `seconds` if that is longer.
+bool only_planned(const std::string& row, const Prediction& pass, bool fits, double passes, double seconds = 0);
+Planned plan_of_run(const Options& o, int (*run)(const Options&));  // null: of one that needs next to nothing
+Table plan_table(const Options& o, const Planned& planned);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The commands, by file

@@ -141,6 +141,8 @@ struct Context {
     int checkpoint = 0;          // blocks per gradient checkpoint; 0: none; below 0: an entry of Checkpointing
     int head_chunk = 0;          // rows of the logits that the loss makes at a time; 0: all
     bool each_launch = false;    // somebody looks at each launch, so none may hide in a CUDA graph
+    bool plan_only = false;      // --plan: an Attempt is written down instead of run, and no table is printed
+    size_t memory = SIZE_MAX;    // --memory: bytes of the device that a run may use
 };
 extern Context context;
 struct RestoreContext {  // at the end of its scope the context is as it was, also after an error
@@ -162,6 +164,8 @@ int cuda_devices(std::string* why = nullptr);  // 0 without a GPU or its driver,
 std::string cuda_remedy(const std::string& error, const std::string& card, int sm, int driver, int runtime);
 // auto|cpu|cuda; prints on stderr which one auto took; fails if there is none. gpu: which one, of several.
 Device choose_device(const std::string& want, int gpu = 0);
+// --plan --memory: of a GPU that need not be here, so nobody asks the driver about it.
+bool gpu_is_imagined();
 void synchronize();                 // wait for context.device
 std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2 threads, OpenBLAS ..."
 size_t available_memory(Device d);  // bytes that could be allocated now
@@ -221,8 +225,13 @@ struct MemoryUse {  // bytes
 std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at = here());
 const MemoryUse& memory_use(Device device);
 void reset_peak(Device device);
-size_t planned_peak(const std::function<void()>& run);  // bytes that it would hold at most, found on META
-std::vector<const Memory*> live_memory(Device device);  // every buffer that is held now
+struct Prediction {
+    size_t bytes = 0;  // that a run would hold at most
+    double flops = 0;  // of its matrix products and of flash attention
+};
+Prediction planned_peak(const std::function<void()>& run);  // found on META
+void count_planned_flops(double flops);                     // by who computes nothing on META
+std::vector<const Memory*> live_memory(Device device);      // every buffer that is held now
 
 // The log lists the allocations and frees on one device, in order. While it is on, each allocation waits for the GPU,
 // so that the times are the GPU's own.
@@ -926,8 +935,8 @@ enum Phase { FORWARD, FORWARD_BACKWARD, STEP, TAPED_FORWARD };
 void run_phase(
     Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between = [] {},
     int k = 0, int parts = 1);
-// Bytes, in context's mode and precision; B: of a part.
-size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase, int parts = 1);
+// In context's mode and precision; B: of a part.
+Prediction predicted_peak(const ModelConfig& c, int B, int T, Phase phase, int parts = 1);
 float loss_scale_of(const LossScaler& scaler);                 // 1 unless the precision is fp16
 Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
 void check_mode(const ModelConfig& c, Mode mode, Precision precision);  // usage_error if context.device cannot run it

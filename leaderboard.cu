@@ -91,7 +91,7 @@ static std::array<double, PARTS> parts_of(const LeaderboardTrainer& t) {
     for (const FsdpWait& w : t.f->reduce_waits) { move(w, BACKWARD); }
     return ms;
 }
-static size_t planned_peak(const Communicator& c, const Plan& p) {
+static Prediction planned_peak(const Communicator& c, const Plan& p) {
     Communicator planned;
     planned.world = c.world;
     return planned_peak([&] {
@@ -184,7 +184,7 @@ static void print_tables(const Plan& p, const Communicator& ranks, const Leaderb
          "peak MiB", "first loss", "last loss"},
         {{c.name, r.cell(strprintf("%.1f", r.step.mean)), if_ran("%.1f", r.step.median), if_ran("%.1f", r.step.min),
           if_ran("%.1f", r.step.max), if_ran("%.0f", tokens / r.step.mean * 1e3), if_ran("%.4g", rate),
-          r.ran ? percent_of_peak(rate / ranks.world, context.precision) : "", strprintf("%.1f", r.needs / mib),
+          r.ran ? percent_of_peak(rate / ranks.world, context.precision) : "", strprintf("%.1f", r.needs.bytes / mib),
           if_ran("%.1f", r.peak / mib), if_ran("%.5f", r.first_loss), if_ran("%.5f", r.last_loss)}}};
     print(table, o.format);
     if (!r.ran) { return; }
@@ -204,10 +204,16 @@ static void print_tables(const Plan& p, const Communicator& ranks, const Leaderb
 static void leaderboard(const Options& o, const Communicator& c) {
     Plan p = plan_of_step(o, c);
     LeaderboardRun r;
+    p.shrink_to_fit(c.world, [&](const Plan& smaller) { return fits_everywhere(c, planned_peak(c, smaller).bytes); });
     r.needs = planned_peak(c, p);
+    double seconds = (p.o.has("warmup") ? 0 : p.o.warmup_time) + (p.o.has("steps") ? 0 : p.o.rep_time);
+    double steps = 2 + (p.o.has("warmup") ? p.o.warmup[0] : 0) + (p.o.has("steps") ? p.o.steps : 1);
+    const std::string row = row_of(p.configs[0], p.o.context_length, STEP);
+    const bool fits = fits_everywhere(c, r.needs.bytes);
+    if (only_planned(row, r.needs, fits, passes_of(c, steps / 2), seconds)) { return; }  // two steps were planned
     if (c.world == 1) {
-        r.run([&] { measure(r, c, p); });
-    } else if (fits_everywhere(c, r.needs)) {
+        r.run(row, steps, [&] { measure(r, c, p); });
+    } else if (fits) {
         measure(r, c, p);  // a rank without the room ends: the others would wait for it
         r.ran = true;
     }

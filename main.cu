@@ -14,7 +14,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+struct Command;
 static int cmd_list(const Options& o);
+static std::string parse_options(const Command& command, const std::vector<std::string>& words, Options& o);
 static int cmd_reproduce(const Options& o);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -137,7 +139,7 @@ static const Command COMMANDS[] = {
      "leaderboard_warmup leaderboard_steps warmup_time rep_time precision=pure_bf16 mode=flash head_chunk=2048 "
      "checkpoint=1 recompute leaderboard_nproc backend timeout seed plot_step format quick"},
     {"list", "", 0, 0, "every problem: sections, points, command, notes page, whether it runs here", "main.cu",
-     cmd_list, "format quick"},
+     cmd_list, "memory format quick"},
     {"info", "", 0, 0, "the device, its libraries, its measured rates", "bench_step.cu", cmd_info,
      "device format quick"},
     {"where", "", 0, 0, "from words to lines: `where online softmax`: its formula, loop and kernels", "where.cu",
@@ -242,6 +244,22 @@ static Reader number(double Options::*field, bool zero = false, double below = I
 static Reader megabytes(std::vector<double> Options::*field) {
     return several(field, "numbers greater than 0 and at most 1e5, separated by commas",
                    decimal([](double value) { return value > 0 && value <= 1e5; }));
+}
+
+static Reader bytes(uint64_t Options::*field) {
+    auto parse = [](const std::string& text, uint64_t* value) {
+        static const std::map<std::string, double> units = {
+            {"MiB", 1 << 20}, {"GiB", 1 << 30}, {"MB", 1e6}, {"GB", 1e9}};
+        size_t end = std::min(text.find_first_not_of("0123456789."), text.size());
+        auto unit = units.find(text.substr(end));
+        double number;
+        if (unit == units.end() || !decimal([](double n) { return n > 0 && n <= 1e6; })(text.substr(0, end), &number)) {
+            return false;
+        }
+        *value = (uint64_t)(number * unit->second);
+        return true;
+    };
+    return one<uint64_t>(field, "a number and its unit, MiB, GiB, MB or GB, e.g. 8GiB", parse);
 }
 
 static Parser<std::string> text_that(const std::function<bool(const std::string&)>& fits) {
@@ -480,6 +498,9 @@ static std::vector<Option> options_of_ranks() {
          "of the collectives; auto takes nccl where every rank has a GPU", "auto"},
         {"reduce_dtype", "reduce_dtype", name(&Options::reduce_dtype, {"fp32", "bf16"}),
          "of the gradients as they are sent and reduced; bf16 with --precision bf16", "fp32"},
+        {"memory", "memory", bytes(&Options::memory),
+         "as if so much of the device's memory were free, on each of several; --plan is then of a GPU, which need not "
+         "be here, unless --device is cpu"},
         {"timeout", "timeout", number(&Options::timeout, false, 1e5), "seconds that a rank waits for the others", "60"},
         {"sizes_mb", "sizes_mb", megabytes(&Options::sizes_mb), "tensor sizes in MB (1e6 bytes)", "1,10,100,1000"},
         {"bucket_size_mb", "bucket_size_mb", megabytes(&Options::bucket_size_mb), "bucket sizes in MB (1e6 bytes)",
@@ -523,6 +544,9 @@ struct Flag {
 };
 static const Flag flag_table[] = {
     {"quick", &Options::quick, "shrink the run to some seconds on two CPU cores; the caption says what was shrunk"},
+    {"plan", &Options::plan,
+     "run nothing: print each row's predicted peak memory, whether it fits, roughly how long it takes, and what is "
+     "scaled down"},
     {"causal", &Options::causal, "query i sees keys j <= i only"},
     {"not_causal", &Options::not_causal, "every query sees all keys"},
     {"roofline", &Options::roofline, "how close each phase comes to what the matmul rate and the copy bandwidth allow"},
@@ -538,11 +562,39 @@ static const Flag flag_table[] = {
 // ---------------------------------------------------------------------------------------------------------------------
 // list and help
 
+static void set_context(const Options& o) {
+    context.deterministic = o.deterministic, context.recompute = o.recompute, context.checkpoint = o.checkpoint;
+    context.head_chunk = o.head_chunk, context.memory = o.memory;
+}
+static Planned plan_of(const Command& c, const Options& o) {
+    bool small = c.gpus == 0 || c.is_check;
+    return plan_of_run(o, small && c.run != cmd_train ? nullptr : c.run);
+}
+
+// What a problem's command takes on this machine, as `COMMAND --plan` says it: rough minutes and GiB.
+static std::vector<std::string> cost_cells(const Command& c, const Options& asked) {
+    RestoreContext restore;
+    Options o;
+    parse_options(c, {c.id}, o);
+    o.quick = asked.quick, o.memory = asked.memory;
+    set_context(o);
+    Planned planned = plan_of(c, o);
+    if (planned.rows.empty()) { return {"< 1", "< 0.1"}; }
+    auto rough = [](double x, double least) {
+        return x < least ? strprintf("< %g", least) : strprintf(x < 10 ? "%.2g" : "%.0f", x);
+    };
+    return {std::isnan(planned.seconds) ? "-" : rough(planned.seconds / 60, 1),
+            planned.bytes == 0 ? "does not fit" : rough((double)planned.bytes / (1 << 30), 0.1)};
+}
+
 static int cmd_list(const Options& o) {
     Table table;
-    table.caption = "2025, 2026: the section of that handout; commit " + commit() +
-                    "; `cs336 <command> --help` shows a command's options";
-    table.columns = {"problem", "2025", "2026", "points", "command", "file", "notes page", "runs here"};
+    table.caption =
+        "2025, 2026: the section of that handout; minutes, GiB: rough, of the products alone and of the "
+        "largest run, by `--plan`; commit " +
+        commit() + "; `cs336 <command> --help` shows a command's options";
+    table.columns = {"problem", "2025",       "2026",      "points",  "command",
+                     "file",    "notes page", "runs here", "minutes", "GiB"};
     table.less_needed = {"notes page", "command", "file", "runs here", "points", "2026"};
     int gpus = cuda_devices();
     bool nccl = why_not("nccl", CUDA, 2).empty(), gloo = why_not("gloo", gpus > 0 ? CUDA : CPU, 2).empty();
@@ -559,6 +611,8 @@ static int cmd_list(const Options& o) {
                               problem ? in_edition(c.section, "2026") : "tool",
                               c.points ? std::to_string(c.points) : "", std::string("cs336 ") + c.id, c.file,
                               problem ? "notes/" + section_of(c) + "-" + c.id + ".md" : "", here});
+        std::vector<std::string> cost = problem ? cost_cells(c, o) : std::vector<std::string>{"", ""};
+        table.rows.back().insert(table.rows.back().end(), cost.begin(), cost.end());
     }
     print(table, o.format);
     return 0;
@@ -758,7 +812,8 @@ static std::string parse_options(const Command& command, const std::vector<std::
     app.set_help_flag("--help,-h", "this text");
     app.formatter(std::make_shared<HelpFormatter>());
     app.allow_extras();  // so that the message about them is ours
-    for (const std::string& word : CLI::detail::split(command.options, ' ')) {
+    std::string options = command.options + (*command.section || command.run == cmd_train ? " plan memory" : "");
+    for (const std::string& word : CLI::detail::split(options, ' ')) {
         if (!word.empty()) { add_option(app, word, o, takes, new_defaults); }
         if (word == "format") { add_option(app, "wide", o, takes, new_defaults); }
     }
@@ -823,9 +878,12 @@ static int run_command(const Command& command, const std::vector<std::string>& w
         printf("%s", help.c_str());
         return 0;
     }
-    context.deterministic = o.deterministic, context.recompute = o.recompute, context.checkpoint = o.checkpoint;
-    context.head_chunk = o.head_chunk;
+    set_context(o);
     if (o.wide) { print_all_columns(); }
+    if (o.plan) {
+        print(plan_table(o, plan_of(command, o)), o.format);
+        return 0;
+    }
     // nsys_profile traces by itself, and so do the ranks.
     bool traced = !o.trace.empty() && command.run != cmd_nsys_profile && command.gpus != 2;
     if (traced) { start_tracing(); }

@@ -199,7 +199,9 @@ void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b,
              to_string(out.shape).c_str());
     }
     if ((a.dtype == F64) != (out.dtype == F64)) { fail("gemm: float64 operands need a float64 result"); }
-    if (out.size() == 0 || (out.device() == META && (!context.widening || a.dtype == F64))) { return; }
+    bool planned = out.device() == META;
+    if (planned) { count_planned_flops(2.0 * C.batch * M * N * K); }
+    if (out.size() == 0 || (planned && (!context.widening || a.dtype == F64))) { return; }
     Range range("matmul");
 #ifdef __CUDACC__
     if (out.device() == CUDA && !multiplies_copies(CUDA, a.dtype)) {

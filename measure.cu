@@ -327,6 +327,7 @@ Device choose_device(const std::string& want, int gpu) {
         fail("device '%s': expected auto, cpu or cuda", want.c_str());
     }
     if (want == "cpu") { return CPU; }
+    if (context.plan_only && context.memory < SIZE_MAX) { return CUDA; }
     std::string why;
     bool usable = cuda_devices(&why) > 0;
 #ifdef __CUDACC__
@@ -343,12 +344,13 @@ Device choose_device(const std::string& want, int gpu) {
 #endif
     if (!usable) {
         if (want == "cuda") { fail("device cuda: there is none (%s)", why.c_str()); }
-        note("device auto: took cpu (%s)", why.c_str());
+        if (!context.plan_only) { note("device auto: took cpu (%s)", why.c_str()); }
         return CPU;
     }
-    if (want == "auto") { note("device auto: took cuda"); }
+    if (want == "auto" && !context.plan_only) { note("device auto: took cuda"); }
     return CUDA;
 }
+bool gpu_is_imagined() { return context.plan_only && context.device == CUDA && context.memory < SIZE_MAX; }
 
 #ifdef __CUDACC__
 cudaStream_t stream() {
@@ -431,6 +433,7 @@ static std::string gpu_description() {
 #endif
 
 std::string device_description() {
+    if (gpu_is_imagined()) { return strprintf("a GPU with %.4g GiB free", to_gib(context.memory)); }
 #ifdef __CUDACC__
     if (context.device == CUDA) { return gpu_description(); }
 #endif
@@ -564,6 +567,12 @@ void give_back_cached_memory() {
 }
 
 size_t available_memory(Device d) {
+    if (d == META) { return SIZE_MAX; }
+    size_t allowed = SIZE_MAX;
+    if (d == context.device && context.memory < SIZE_MAX) {
+        allowed = context.memory - std::min(context.memory, memory_use(d).now);
+    }
+    if (gpu_is_imagined()) { return allowed; }
 #ifdef __CUDACC__
     if (d == CUDA) {
         size_t free, total;
@@ -571,12 +580,11 @@ size_t available_memory(Device d) {
         CUDA_CHECK(cudaMemGetInfo(&free, &total));
         CUDA_CHECK(cudaMemPoolGetAttribute(memory_pool(), cudaMemPoolAttrReservedMemCurrent, &reserved));
         CUDA_CHECK(cudaMemPoolGetAttribute(memory_pool(), cudaMemPoolAttrUsedMemCurrent, &used));
-        return free + (reserved - used);
+        return std::min<size_t>(allowed, free + (reserved - used));
     }
 #endif
-    if (d == META) { return SIZE_MAX; }
     malloc_trim(0);  // memory that we freed and malloc kept is available, too
-    return system_memory();
+    return std::min(allowed, system_memory());
 }
 
 void require_memory(size_t bytes, const std::string& what) {
@@ -703,14 +711,17 @@ void reset_peak(Device device) {
     use.peak = use.now;
     std::copy_n(use.now_by, CATEGORIES, use.peak_by);
 }
-size_t planned_peak(const std::function<void()>& run) {
+static double planned_flops;
+void count_planned_flops(double flops) { planned_flops += flops; }
+Prediction planned_peak(const std::function<void()>& run) {
     RestoreContext restore;
     context.widening = multiplies_copies(context.device, matmul_dtype());
     Planning planning;
     size_t before = memory_use(META).now;
     reset_peak(META);
+    planned_flops = 0;
     run();
-    return memory_use(META).peak - before;
+    return {memory_use(META).peak - before, planned_flops};
 }
 
 bool watched() { return is_tracing() || logging; }

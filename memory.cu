@@ -256,18 +256,14 @@ struct Profile : Attempt {
 };
 
 static const Phase phases[] = {FORWARD, TAPED_FORWARD, STEP};
-static const char* name_of(Phase phase) {
-    return phase == FORWARD ? "forward" : phase == STEP ? "step" : "forward with tape";
-}
 
 static Profile profile_memory(const ModelConfig& c, Precision precision, int B, int T, Phase phase, uint64_t seed) {
     Profile r{{}, c, precision, T, phase};
     Device device = context.device;
     context.precision = precision;
-    progress("%s, context length %d, %s, %s", c.name.c_str(), T, name_of(precision), name_of(phase));
     r.needs = predicted_peak(c, B, T, phase);
     give_back_cached_memory();  // so that the card's use is this run's
-    r.run([&] {
+    r.run(row_of(c, T, phase), 2, [&] {
         Model model = random_model(c, seed);
         Batch batch = random_batch(B, T, c.vocab_size, seed);
         LossScaler scaler;
@@ -321,7 +317,7 @@ static Table peak_table(const std::vector<Profile>& profiles, Precision precisio
         };
         add_cells([](const Profile& r) { return r.cell(mib(r.peak)); });
         if (!meta) {
-            add_cells([](const Profile& r) { return mib(r.needs); });
+            add_cells([](const Profile& r) { return mib(r.needs.bytes); });
         }
         if (card) {
             add_cells([](const Profile& r) { return r.ran ? mib(r.card) : ""; });
@@ -481,7 +477,7 @@ static BlockMemory profile_block(const ModelConfig& c, Precision precision, int 
     ModelConfig largest = c;
     largest.num_layers = 3;
     r.needs = predicted_peak(largest, B, T, FORWARD_BACKWARD);
-    r.run([&] { measure(r); });
+    r.run(row_of(largest, T, FORWARD_BACKWARD) + ", 3 blocks", 2, [&] { measure(r); });
     if (!r.ran) { stop_memory_log(); }
     return r;
 }

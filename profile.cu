@@ -419,11 +419,11 @@ static ModelProfile profile_model(const ModelConfig& c, int T, const Plan& p) {
                 model = random_model(c, p.o.seed);
                 batch = random_batch(p.o.batch_size, T, c.vocab_size, p.o.seed);
             }
-            progress("%s, context length %d: %s", c.name.c_str(), T, phase == FORWARD ? "forward" : "step");
             profile_phase(r.phase[phase], phase, model, batch, p);
         };
-        r.phase[phase].run(profile, memory_use(context.device).now);
-        if (!r.phase[phase].ran) { break; }
+        double passes = p.o.warmup[0] + 2 * p.o.steps + 3;  // see profile_phase
+        r.phase[phase].run(row_of(c, T, phase), passes, profile, memory_use(context.device).now);
+        if (!r.phase[phase].ran && !context.plan_only) { break; }
     }
     return r;
 }
@@ -536,7 +536,7 @@ static Table time_table(const std::vector<ModelProfile>& models, const Plan& p) 
             std::vector<std::string> cells = model_cells(m);
             cells.push_back(phase == FORWARD ? "forward" : "step");
             if (!r.ran) {
-                add_row(table, cells, {oom_cell(r.needs)});
+                add_row(table, cells, {oom_cell(r.needs.bytes)});
                 continue;
             }
             dropped += r.trace.dropped, left_out += r.trace.left_out;
@@ -600,7 +600,7 @@ static Table top_kernel_table(const std::vector<ModelProfile>& models, const Pla
             cells.push_back(part.name);
             std::vector<NamedWork> work = named_work(m.phase[part.phase].trace, part.ranges);
             if (work.empty()) {
-                add_row(table, cells, {oom_cell(m.phase[part.phase].needs)});
+                add_row(table, cells, {oom_cell(m.phase[part.phase].needs.bytes)});
                 continue;
             }
             KernelSummary k = by_kernel(work)[0];
@@ -665,7 +665,7 @@ static Table share_table(const std::vector<ModelProfile>& models, const Plan& p)
             std::vector<std::string> cells = model_cells(m);
             cells.push_back(part.name);
             if (work.empty()) {
-                add_row(table, cells, {oom_cell(m.phase[part.phase].needs)});
+                add_row(table, cells, {oom_cell(m.phase[part.phase].needs.bytes)});
                 continue;
             }
             double all = sum_of(work), cores = sum_of(work, [](const NamedWork&w) { return w.is.tensor_cores; });
@@ -689,7 +689,7 @@ static Table softmax_table(const std::vector<ModelProfile>& models, const Plan& 
                 {}};
     for (const ModelProfile& m : models) {
         if (!m.phase[FORWARD].ran) {
-            add_row(table, model_cells(m), {oom_cell(m.phase[FORWARD].needs)});
+            add_row(table, model_cells(m), {oom_cell(m.phase[FORWARD].needs.bytes)});
             continue;
         }
         const ModelConfig& c = m.config;

@@ -882,6 +882,15 @@ static void disconnect_ranks(Communicator& c) {
 }
 
 int run_ranks(const Options& o, const std::function<void(const Communicator&)>& body, bool finish) {
+    if (context.plan_only) {  // what rank 0 would do, without the others
+        Communicator c;
+        c.world = c.local_world = o.nproc;
+        context.device = choose_device(o.device);
+        bool nccl = gpu_is_imagined() || why_not("nccl", context.device, o.nproc).empty();
+        c.backend = o.backend != "auto" ? o.backend : nccl ? "nccl" : "gloo";
+        body(c);
+        return 0;
+    }
     if (!is_rank()) {
         int n = o.nproc;
         Device device = o.device == "cuda" || (o.device == "auto" && cuda_devices() > 0) ? CUDA : CPU;

@@ -287,6 +287,7 @@ static std::string why_no_output() { return strprintf("cannot write to stdout: %
 static std::vector<Table> printed;
 const std::vector<Table>& printed_tables() { return printed; }
 void print(const Table& table, const std::string& format) {
+    if (context.plan_only) { return; }
     size_t columns = screen_width();
     std::string text = format_table(table, format);  // also checks it
     if (format == "md" && columns < SIZE_MAX) { text = for_screen(table, columns); }

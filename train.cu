@@ -666,6 +666,12 @@ static int train(const Options& typed, const Communicator& ranks) {
     // A checkpoint's flash may have been another device's, or another precision's.
     context.mode = mode_for(o, o.mode[0], c, context.precision);
 
+    if (context.plan_only) {  // all on each rank, without what a --strategy saves
+        Attempt attempt;
+        attempt.needs = predicted_peak(c, o.batch_size / (ranks.world * o.grad_accumulation), o.context_length, STEP);
+        attempt.run(row_of(c, o.context_length, STEP), passes_of(ranks, o.steps * o.grad_accumulation), [] {});
+        return 0;
+    }
     std::unique_ptr<Trainer> trainer = make_trainer(ranks, c, o, checkpoint);
     Trainer& t = *trainer;
     checkpoint.content = nullptr, checkpoint.tensors.clear();

@@ -76,21 +76,187 @@ TEST_CASE("plan: what does not fit is not tried, and what runs out of memory is 
     int calls = 0;
     auto run = [&] { calls++; };
     Attempt too_large{false, SIZE_MAX}, held{false, SIZE_MAX}, small, breaks{false, size_t(3) << 29}, fails;
-    too_large.run(run);
+    too_large.run("row", 1, run);
     CHECK(calls == 0);
     CHECK(!too_large.ran);
-    held.run(run, SIZE_MAX);  // all of it is there already
-    small.run(run);
+    held.run("row", 1, run, SIZE_MAX);  // all of it is there already
+    small.run("row", 1, run);
     CHECK(calls == 2);
     CHECK((held.ran && small.ran));
     CHECK(small.cell("1.5") == "1.5");
     Tensor x = require_gradient(from_floats({1}, {1}));
-    breaks.run([&] {
+    breaks.run("row", 1, [&] {
         square(x);
         throw OutOfMemory(1, "no room");
     });
     CHECK(!breaks.ran);
     CHECK(breaks.cell("1.5") == "OOM (1.5 GiB)");
     CHECK(x.gradient->uses == 0);  // the tape is empty
-    CHECK_THROWS_AS(fails.run([] { fail("something else"); }), Failure);
+    CHECK_THROWS_AS(fails.run("row", 1, [] { fail("something else"); }), Failure);
+}
+
+TEST_CASE("plan: a default size that does not fit becomes the largest that does, then batch and length are halved") {
+    begin_on(CPU);
+    Options o;
+    o.edition = "2026", o.size = {"8B"}, o.vocab_size = 10000, o.batch_size = 4, o.context_length = 1024;
+    o.precision = {"fp32"}, o.mode = {"flash"};
+    using Setting = std::vector<std::string>;
+    auto shrunk = [](const Options& o, int least_batch, const std::function<bool(const Plan&)>& fits) {
+        Plan p{o};
+        p.choose_models();
+        context.mode = p.modes[0];
+        p.shrink_to_fit(least_batch, fits);
+        CHECK(context.mode == p.modes[0]);
+        return Setting{p.configs[0].name, std::to_string(p.o.batch_size), std::to_string(p.o.context_length),
+                       p.scaled_down};
+    };
+    auto width_to = [](int width) { return [=](const Plan& p) { return p.configs[0].d_model <= width; }; };
+    auto tokens_to = [](int tokens) {
+        return [=](const Plan& p) { return p.o.batch_size * p.o.context_length <= tokens; };
+    };
+    const std::string down = "; scaled down: ", why = ", which does not fit";
+    CHECK(shrunk(o, 1, width_to(4096)) == Setting{"8B", "4", "1024", ""});
+    CHECK(shrunk(o, 1, width_to(3000)) ==
+          Setting{"xl (2026)", "4", "1024", down + "size xl (2026) instead of 8B" + why});
+    CHECK(shrunk(o, 1, width_to(1279)) == Setting{"medium", "4", "1024", down + "size medium instead of 8B" + why});
+    CHECK(shrunk(o, 1, width_to(700)) == Setting{"8B", "4", "1024", ""});  // nothing fits: a row says so
+    CHECK(shrunk(o, 1, tokens_to(512)) ==
+          Setting{"small", "1", "512",
+                  down + "size small instead of 8B" + why + ", batch_size 1 instead of 4" + why +
+                      ", context_length 512 instead of 1024" + why});
+    CHECK(shrunk(o, 2, tokens_to(512))[1] == "2");
+    o.given["batch_size"] = "4";
+    CHECK(shrunk(o, 1, tokens_to(512)) ==
+          Setting{"small", "4", "128",
+                  down + "size small instead of 8B" + why + ", context_length 128 instead of 1024" + why});
+    o.given["checkpoint"] = "20";  // blocks of 8B
+    CHECK(shrunk(o, 1, tokens_to(512))[0] == "8B");
+    o.given.erase("checkpoint"), o.given["size"] = "8B", o.given["context_length"] = "1024";
+    CHECK(shrunk(o, 1, tokens_to(512)) == Setting{"8B", "4", "1024", ""});
+    o = Options();
+    o.edition = "2025", o.size = {"2.7B"}, o.vocab_size = 10000, o.precision = {"fp32"}, o.mode = {"fused"};
+    CHECK(shrunk(o, 1, width_to(2000))[0] == "xl");
+}
+
+TEST_CASE("plan: META counts the FLOPs of the products, and of flash attention's causal half") {
+    begin_on(CPU);
+    const int B = 2, T = 128;
+    const ModelConfig& c = model_sizes[0];
+    const double whole = (double)forward_flops(c, B, T), scores = 4.0 * B * T * T * c.d_model * c.num_layers;
+    context.mode = EAGER;
+    CHECK(predicted_peak(c, B, T, FORWARD).flops == whole);
+    CHECK(predicted_peak(c, B, T, STEP).flops == 3 * whole);
+    context.mode = FLASH;
+    CHECK(predicted_peak(c, B, T, FORWARD).flops == whole - scores / 2);
+    CHECK(predicted_peak(c, B, T, STEP).flops == 3 * (whole - scores) + 3.5 * scores / 2);
+    context.checkpoint = 1;  // forward's products, without the head's, run again
+    CHECK(predicted_peak(c, B, T, STEP).flops > 3.9 * (whole - scores));
+}
+
+TEST_CASE("plan: --memory is what a run may use of its device, beside what it holds") {
+    begin_on(CPU);
+    const size_t held = memory_use(CPU).now;
+    context.memory = held + (64 << 20);
+    CHECK(available_memory(CPU) == 64 << 20);
+    {
+        Tensor x = empty({16 << 20}, U8);
+        CHECK(available_memory(CPU) == 48 << 20);
+    }
+    Attempt fits, too_large;
+    fits.needs.bytes = 64 << 20, too_large.needs.bytes = fits.needs.bytes + 1;
+    int calls = 0;
+    for (Attempt* a : {&fits, &too_large}) {
+        a->run("row", 1, [&] { calls++; });
+    }
+    CHECK((calls == 1 && fits.ran && !too_large.ran));
+    context.memory = 0;
+    CHECK(available_memory(CPU) == 0);
+    context.memory = SIZE_MAX;
+    CHECK(available_memory(CPU) > 64 << 20);
+}
+
+static std::vector<std::vector<std::string>> plan_of(std::vector<std::string> words) {
+    words.insert(words.end(), {"--plan", "--format", "csv"});
+    Run r = run_cs336(words);
+    CAPTURE(join(words, " "));
+    CAPTURE(r.err);
+    REQUIRE(r.exit_code == 0);
+    CHECK(r.err == "");
+    Table table = read_csv(r.out);
+    CHECK(table.columns == std::vector<std::string>{"row", "predicted peak MiB", "fits", "rough seconds"});
+    REQUIRE(!table.rows.empty());
+    return table.rows;
+}
+TEST_CASE("plan: every problem has a plan, here and for a GPU that is not here; list sums them up") {
+    Table list = read_csv(run_cs336({"list", "--memory", "8GiB", "--format", "csv"}).out);
+    int problems = 0, with_rows = 0;
+    for (const std::vector<std::string>& row : list.rows) {
+        CAPTURE(row[0]);
+        bool problem = row[1] != "tool";
+        CHECK(problem == !row[8].empty());
+        CHECK(problem == !row[9].empty());
+        if (!problem) { continue; }
+        problems++;
+        plan_of({row[0]});
+        auto card = plan_of({row[0], "--memory", "8GiB"});
+        if (card.size() == 1) { continue; }
+        with_rows++;
+        CHECK(row[8] == "-");  // nobody knows how fast it is
+        CHECK(card.back()[0] == "all that fits");
+        double largest = 0;
+        for (size_t i = 0; i + 1 < card.size(); i++) {
+            CHECK((card[i][2] == "yes" || std::stod(card[i][1]) > 8192));
+            if (card[i][2] == "yes") { largest = std::max(largest, std::stod(card[i][1])); }
+        }
+        CHECK((largest > 0 && largest <= 8192));
+        CHECK(std::stod(card.back()[1]) == largest);
+        CHECK(row[9] == strprintf("%.2g", largest / 1024));
+    }
+    CHECK(problems == 32);
+    CHECK(with_rows >= 15);
+    for (const std::vector<std::string>& row : read_csv(run_cs336({"list", "--format", "csv"}).out).rows) {
+        if (row[0] == "fsdp_accounting") { CHECK(std::stod(row[8].substr(row[8].find_first_of("0123456789"))) > 0); }
+    }
+}
+
+TEST_CASE("plan: a smaller card gets a smaller default, and a plan says what the run then predicts") {
+    auto card = [](const char* memory, const char* command) {
+        Run r = run_cs336({command, "--plan", "--memory", memory});
+        CHECK(r.exit_code == 0);
+        return r.out;
+    };
+    CHECK(has(card("80GiB", "naive_ddp_benchmarking"), "| naive, xl, context length 512, step, fp32 flash"));
+    CHECK(!has(card("80GiB", "naive_ddp_benchmarking"), "scaled down"));
+    CHECK(has(card("24GiB", "naive_ddp_benchmarking"), "; scaled down: size large instead of xl, which does not fit"));
+    CHECK(has(card("8GiB", "leaderboard"), "| small, context length 32768, step, pure_bf16 flash"));
+    CHECK(!has(card("100GiB", "leaderboard"), "scaled down"));
+    const std::string typed = run_shell(program() + " leaderboard --size 8B --plan --memory 8GiB").out;
+    CHECK(has(typed, "| 8B, context length 32768, step, pure_bf16 flash"));
+    CHECK(has(typed, " | no   |"));
+    CHECK(!has(typed, "scaled down"));
+
+    const std::vector<std::string> words = {"leaderboard",  "--device",  "cpu",         "--nproc", "1",
+                                            "--quick",      "--d_model", "64",          "--d_ff",  "64",
+                                            "--num_layers", "2",         "--num_heads", "2"};
+    const std::string planned = plan_of(words)[0][1];
+    std::vector<std::string> run = words;
+    run.insert(run.end(), {"--format", "csv"});
+    Table table = read_csv(run_cs336(run).out);
+    REQUIRE(table.rows.size() == 1);
+    CHECK(table.rows[0][8] == planned);
+    run.insert(run.end(), {"--memory", "1MB"});
+    CHECK(has(run_cs336(run).out, "OOM (0.0 GiB)"));
+}
+
+TEST_CASE("plan: nothing is written, and a table of small problems says so") {
+    Folder folder;
+    const std::string trace = folder / "t.json", plot = folder / "p.svg", out = folder / "out";
+    plan_of({"benchmarking_script", "--quick", "--trace", trace, "--plot", plot, "--roofline"});
+    plan_of({"memory_profiling", "--quick", "--out", out});
+    CHECK(folder.files().empty());
+    CHECK(plan_of({"fsdp_calcs"}) ==
+          std::vector<std::vector<std::string>>{{"numbers and small tensors", "", "yes", ""}});
+    auto rows = plan_of({"train", "--data", "README.md", "--device", "cpu"});
+    REQUIRE(rows.size() == 1);
+    CHECK(rows[0][0] == "custom, context length 128, step, fp32 flash");
 }
