@@ -435,7 +435,7 @@ TEST_CASE_TEMPLATE("flash: the leaderboard says OOM where there is not the memor
     std::string oom = row.substr(0, row.find(" GiB)"));
     CHECK_MESSAGE(has(row, ",this one,OOM ("), row);
     oom = oom.substr(oom.find("OOM")) + " GiB)";
-    CHECK_MESSAGE(has(row, "," + oom + "," + oom + "," + oom + ",,\n"), row);  // three times, and no rates
+    CHECK_MESSAGE(has(row, "," + oom + "," + oom + "," + oom + ",,,\n"), row);  // three times, and no rates
 }
 TEST_CASE_TEMPLATE("flash: weighted_sum's table has no time and no rate of 0", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
