@@ -163,7 +163,10 @@ static void gemm_cpu(const Tensor& out, Matrix C, const Tensor& a, Matrix A, boo
 
 bool multiplies_copies(Device device, DType dtype) {
 #ifdef __CUDACC__
-    if (device == CUDA) { return dtype == BF16 && compute_capability() < 80; }
+    if (device == CUDA && dtype == BF16) {
+        static const bool lacks_bf16 = compute_capability() < 80;  // each product asks
+        return lacks_bf16;
+    }
 #endif
     return device == CPU && dtype != F64;
 }
