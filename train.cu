@@ -298,7 +298,7 @@ static void visit(Trainer& t, const std::string& prefix,
     ParameterGroup* group = t.f ? &t.f->shard : t.sharded.groups.empty() ? nullptr : &t.sharded.groups[0];
     if (t.f) {
         for (Tensor* moment : {&group->m, &group->v}) {
-            if (!*moment) { *moment = zeros(group->weights.shape, F32, OPTIMIZER); }
+            if (!*moment) { *moment = zeros(group->weights.shape, group->weights.dtype, OPTIMIZER); }
         }
         return visit_whole(*t.f, weights ? group->weights : first ? group->m : group->v, true, see);
     }
@@ -525,11 +525,14 @@ static std::string how_split(const Options& o, const Communicator& c) {
     return text;
 }
 static void check_split(const Options& o, const Communicator& c) {
-    if (c.links && precision_from(o.precision[0]) == PREC_PURE_BF16) {
-        usage_error("--precision: got 'pure_bf16', takes one rank without --strategy");
+    bool replicated = c.links && o.strategy != "fsdp";
+    if (replicated && precision_from(o.precision[0]) == PREC_PURE_BF16) {
+        usage_error("--precision: got 'pure_bf16' and --strategy %s, takes one rank, or --strategy fsdp",
+                    o.strategy.c_str());
     }
-    if (c.links && o.head_chunk > 0) {
-        usage_error("--head_chunk: got %d, takes one rank without --strategy", o.head_chunk);
+    if (replicated && o.head_chunk > 0) {
+        usage_error("--head_chunk: got %d and --strategy %s, takes one rank, or --strategy fsdp", o.head_chunk,
+                    o.strategy.c_str());
     }
     if (o.batch_size % (c.world * o.grad_accumulation) != 0) {
         usage_error("--batch_size %d is not divisible by %d (%d ranks, --grad_accumulation %d)", o.batch_size,
