@@ -103,9 +103,11 @@ $(BUILD)/arch: FORCE | $(BUILD)/config.mk
 # A file without kernels is the same for all cards, and compiled for one only.
 WITHOUT_KERNELS := $(shell grep -L __global__ $(SOURCES))
 $(WITHOUT_KERNELS:%.cu=$(BUILD)/%.o): override ARCH := $(wordlist 1,2,$(ARCH))
-# wgmma and setmaxnreg belong to this one architecture; no later card has them. Elsewhere the kernels have no body.
+# wgmma and setmaxnreg belong to this one architecture; no later card has them. Elsewhere the kernels have no body, which
+# an ARCH that names its cards without a 90 can have.
 HOPPER := -gencode arch=compute_90a,code=sm_90a
-$(BUILD)/fast_flash_hopper.o: override ARCH := $(if $(findstring 90,$(ARCH)),$(HOPPER),$(ARCH))
+$(BUILD)/fast_flash_hopper.o: override ARCH := $(if $(findstring 90,$(ARCH)),$(HOPPER),$(if \
+	$(findstring compute_,$(ARCH)),$(ARCH),$(HOPPER)))
 endif
 
 # The commit stands in every table's caption: measure.cu is compiled again when it changes.
@@ -133,8 +135,9 @@ $(BUILD)/config.mk:
 	  probe NCCL nccl.h 'ncclUniqueId id; ncclGetUniqueId(&id)' -lnccl; \
 	  probe CUPTI cupti.h 'uint32_t v; cuptiGetVersion(&v)' -lcupti; \
 	  echo "NVCC_KNOWS := $(if $(NVCC),$(filter-out 3% 5% 6% 70 72,$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code))))"; \
-	  echo 'CARDS := $$(filter $$(NVCC_KNOWS),$(sort $(if $(NVCC),$(subst .,,\
-	    $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)))))'; } >$@; rm -f $(BUILD)/probe
+	  echo "FOUND := $(sort $(if $(NVCC),$(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader \
+	    2>/dev/null | grep -xE '[0-9]+\.[0-9]+'))))"; \
+	  echo 'CARDS := $$(if $$(filter-out $$(NVCC_KNOWS),$$(FOUND)),,$$(FOUND))'; } >$@; rm -f $(BUILD)/probe
 
 config: ## look again for the libraries and cards, and print what was found
 	@rm -f $(BUILD)/config.mk

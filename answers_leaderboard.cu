@@ -14,9 +14,12 @@ Answers answer_leaderboard(const Tables& tables) {
         return {{"", say("{} was not run: it would hold {} GiB{} at its peak.", what, gib("predicted peak MiB"), each) +
                          scaled_down(*table)}};
     }
-    std::string text = say("{} takes {} ms in the mean (median {}, {} to {}): {} tokens per second, {} TFLOP/s", what,
-                           row.text("mean ms"), row.text("median ms"), row.text("min ms"), row.text("max ms"),
-                           row.text("tokens/s"), row.text("TFLOP/s"));
+    bool one = value_in(*table, " warmup, ", " step") == "1";
+    std::string text = say(
+        "{} takes {} ms{}: {} tokens per second, {} TFLOP/s", what, row.text("mean ms"),
+        one ? ""
+            : say(" in the mean (median {}, {} to {})", row.text("median ms"), row.text("min ms"), row.text("max ms")),
+        row.text("tokens/s"), row.text("TFLOP/s"));
     text += std::isnan(row.number("MFU %")) ? "." : say(", an MFU of {} %.", row.text("MFU %"));
     text += say(" Its peak is {} GiB{}, predicted {}.", gib("peak MiB"), each, gib("predicted peak MiB"));
     std::vector<std::string> shares;

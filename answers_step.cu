@@ -85,11 +85,13 @@ struct StepRows {  // of one setting
     Rows rows;
 };
 static std::string phase_times(const std::vector<StepRows>& settings, const std::string& at_end) {
-    std::string text, memory, worst_of;
-    double worst = -1;
+    std::string text, memory;
+    std::vector<std::string> deviations;  // the largest of each setting
     std::vector<double> ratios;
     for (const auto& [setting, all] : settings) {
         std::vector<std::string> times;
+        std::string worst_of;
+        double worst = -1;
         for (const TimedPhase& phase : timed_phases) {
             Rows rows = ran(all, phase.mean, 0);
             if (rows.empty()) { continue; }
@@ -97,8 +99,13 @@ static std::string phase_times(const std::vector<StepRows>& settings, const std:
                             from_to(rows, phase.mean, " ms"));
             for (const TableRow& row : rows) {
                 double share = row.number(phase.deviation) / row.number(phase.mean);
-                if (share > worst) { worst = share, worst_of = say("{} of {} in {}", phase.name, where(row), setting); }
+                if (share > worst) { worst = share, worst_of = say("{} of {}", phase.name, where(row)); }
             }
+        }
+        if (worst >= 0) {
+            deviations.push_back(say("{} in {} (at most {} % of the mean, {})",
+                                     worst <= SMALL_DEVIATION ? "small" : "high", setting, number(100 * worst, "%.1f"),
+                                     worst_of));
         }
         for (const TableRow& row : ran(ran(all, "fw_mean_ms", 0), "bw_only_mean_ms", 0)) {
             ratios.push_back(row.number("bw_only_mean_ms") / row.number("fw_mean_ms"));
@@ -112,10 +119,7 @@ static std::string phase_times(const std::vector<StepRows>& settings, const std:
     if (!ratios.empty()) {
         text += say(" Backward takes {} times as long as forward; by FLOPs it would be 2.", span_of(ratios, "%.2f"));
     }
-    if (worst >= 0) {
-        text += say(" The standard deviation is at most {} % of the mean ({}): the variability is {}.",
-                    number(100 * worst, "%.1f"), worst_of, worst <= SMALL_DEVIATION ? "small" : "high");
-    }
+    if (!deviations.empty()) { text += say(" The standard deviation is {}.", list_of(deviations)); }
     return text + memory;
 }
 

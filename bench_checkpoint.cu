@@ -138,7 +138,7 @@ static SizeRun measure_size(Model& model, const ModelConfig& c, const Plan& p) {
         auto passes = [&] { run_phase(FORWARD_BACKWARD, model, batch, scaler); };
         r.ms = stats_of(time_ms(p.o.warmup[0], p.o.steps, passes)).mean;
     };
-    std::string row = row_of(c, p.o.context_length, STEP) + ", checkpoint " + name_of_checkpoint(context.checkpoint);
+    std::string row = row_of(c, p.o.batch_size, p.o.context_length, STEP);
     r.run(row, 1 + p.o.warmup[0] + p.o.steps, run, memory_use(context.device).now);
     return r;
 }

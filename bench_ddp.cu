@@ -718,20 +718,27 @@ static Plan fitting_plan(const Options& o, const Communicator& c, bool split) {
 
 double passes_of(const Communicator& c, double n) { return context.device == CPU ? n * c.local_world : n; }
 
+struct Way {
+    std::string label;
+    double shared = 0;  // bytes of which a rank keeps only its part
+};
 // True: a step would not fit on one of the ranks. The table then says so, and what the step would have taken.
-static bool too_large(const Communicator& c, const Plan& p, const Table& without_rows,
-                      const std::vector<std::string>& labels, const std::string& format, bool split) {
+static bool too_large(const Communicator& c, const Plan& p, const Table& without_rows, const std::vector<Way>& ways,
+                      const std::string& format, bool split) {
     const Prediction needs = step_needs(p, split);
     const bool fits = fits_everywhere(c, needs.bytes);
     double steps = passes_of(c, p.o.warmup[0] + p.o.steps);
-    for (const std::string& label : labels) {
-        only_planned(label + ", " + row_of(p.configs[0], p.o.context_length, STEP), needs, fits, steps);
+    for (const Way& way : ways) {
+        Prediction of_way = needs;
+        of_way.bytes -= (size_t)(way.shared * (c.world - 1) / c.world);
+        only_planned(way.label + ", " + row_of(p.configs[0], p.o.batch_size, p.o.context_length, STEP), of_way, fits,
+                     steps);
     }
     if (fits && !context.plan_only) { return false; }
     Table table = without_rows;
-    for (const std::string& label : labels) {
+    for (const Way& way : ways) {
         table.rows.push_back(std::vector<std::string>(table.columns.size()));
-        table.rows.back()[0] = label;
+        table.rows.back()[0] = way.label;
         table.rows.back()[1] = strprintf("OOM (%.1f GiB per rank)", needs.bytes / 1073741824.0);
     }
     if (c.rank == 0) { print(table, format); }
@@ -897,9 +904,9 @@ static int benchmark(const Options& o, const char* command, std::vector<Variant>
     return run_ranks(o, [&](const Communicator& c) {
         Plan p = fitting_plan(o, c, true);
         if (!o.trace.empty()) { replace_file(temporary_name(o.trace), nullptr); }  // its name is longer than --trace's
-        std::vector<std::string> labels;
-        for (const Variant& v : variants) { labels.push_back(label_of(v)); }
-        if (too_large(c, p, comparison_table(caption_of(p, c, command), {}, p, c), labels, o.format, true)) { return; }
+        std::vector<Way> ways;
+        for (const Variant& v : variants) { ways.push_back({label_of(v)}); }
+        if (too_large(c, p, comparison_table(caption_of(p, c, command), {}, p, c), ways, o.format, true)) { return; }
         Model model = random_model(p.configs[0], o.seed);
         make_gradients(model, reduced_as(p.o));
         make_optimizer_state(model);
@@ -1054,7 +1061,10 @@ int cmd_optimizer_state_sharding_accounting(const Options& o) {
                      {"Optimizer", "Moment", "parameters", "gradients", "optimizer state", "activations and the rest",
                       "peak", "predicted without activations"},
                      {}};
-        if (too_large(c, p, memory, {"unsharded", "sharded"}, o.format, false)) { return; }
+        double moments = 0;
+        for (const Parameter& w : lay_out_model(p.configs[0]).parameters) { moments += 8.0 * count(w.shape); }
+        std::vector<Way> ways = {{name_of(UNSHARDED)}, {name_of(BROADCAST), moments}, {name_of(ZERO1), moments}};
+        if (too_large(c, p, memory, ways, o.format, false)) { return; }
         Table time{
             "time per iteration; gradients: from backward's end to the optimizer's start; optimizer and weights: its "
             "step and the wait for the new weights' broadcast (ZeRO-1: for the gradients' reduce-scatter and the "

@@ -88,7 +88,7 @@ static const CardPeak* peak_of_card() {
 }
 double dense_peak(Precision precision) {
     const CardPeak* card = peak_of_card();
-    if (!card || (precision == PREC_BF16 && std::isnan(card->tf32))) { return NAN; }
+    if (!card || (matmul_dtype(precision) == BF16 && std::isnan(card->tf32))) { return NAN; }
     return precision == FP32 ? card->fp32 : precision == TF32 ? card->tf32 : card->fp16;
 }
 std::string percent_of_peak(double tflops, Precision precision) {
@@ -247,7 +247,8 @@ static Measurement measure_model(const ModelConfig& c, const Options& o, int war
             }
             measure_phase(t, phase, model, batches, warmup, o.steps);
         };
-        t.run(row_of(c, o.context_length, phase), warmup + o.steps, measure, memory_use(context.device).now);
+        t.run(row_of(c, o.batch_size, o.context_length, phase), warmup + o.steps, measure,
+              memory_use(context.device).now);
         if (!t.ran && !context.plan_only) { break; }
     }
     return r;

@@ -225,7 +225,7 @@ struct Attempt {  // a run that may not fit into memory
 };
 
 const char* name_of(Phase phase);
-std::string row_of(const ModelConfig& c, int T, Phase phase);  // with context's precision and mode
+std::string row_of(const ModelConfig& c, int B, int T, Phase phase);  // with context's precision, mode and checkpoint
 
 struct PlannedRow {  // of a command: what it would run
     std::string row;

@@ -464,8 +464,9 @@ static std::vector<Option> options_of_runs() {
         {"ranges", "range", items(&Options::range, "forward,step/backward/layer/attention"),
          "kernel summaries of these parts of the run"},
         {"checkpoint", "checkpoint", checkpointing(),
-         "blocks that are run again in backward instead of keeping what they compute; ffn: each block's feed-forward; "
-         "ffn:N: that of N blocks; half: a block in two halves; halves, nested: all blocks, nested so",
+         "what backward runs again instead of keeping it. N: groups of N blocks; half: each half of a block; halves, "
+         "nested: all blocks, one group within another; ffn: each block's feed-forward; ffn:N: that of N blocks; 0: "
+         "nothing",
          "0"},
         {"head_chunk", "head_chunk", whole(&Options::head_chunk, 0),
          "rows of the logits that head and loss make at a time, their gradients at once (fused, flash; not fp16); 0: "
@@ -499,8 +500,8 @@ static std::vector<Option> options_of_ranks() {
         {"reduce_dtype", "reduce_dtype", name(&Options::reduce_dtype, {"fp32", "bf16"}),
          "of the gradients as they are sent and reduced; bf16 with --precision bf16", "fp32"},
         {"memory", "memory", bytes(&Options::memory),
-         "as if so much of the device's memory were free, on each of several; --plan is then of a GPU, which need not "
-         "be here, unless --device is cpu"},
+         "--plan for a GPU with so much free memory, such as 8GiB; it need not be here (with --device cpu: for this "
+         "CPU)"},
         {"timeout", "timeout", number(&Options::timeout, false, 1e5), "seconds that a rank waits for the others", "60"},
         {"sizes_mb", "sizes_mb", megabytes(&Options::sizes_mb), "tensor sizes in MB (1e6 bytes)", "1,10,100,1000"},
         {"bucket_size_mb", "bucket_size_mb", megabytes(&Options::bucket_size_mb), "bucket sizes in MB (1e6 bytes)",
@@ -590,8 +591,9 @@ static std::vector<std::string> cost_cells(const Command& c, const Options& aske
 static int cmd_list(const Options& o) {
     Table table;
     table.caption =
-        "2025, 2026: the section of that handout; minutes, GiB: rough, of the products alone and of the "
-        "largest run, by `--plan`; commit " +
+        "2025, 2026: the section of that handout; minutes: of the products alone, GiB: of the largest run, both rough, "
+        "by `--plan`" +
+        std::string(o.has("memory") ? ", for a GPU with this --memory; runs here: on this machine" : "") + "; commit " +
         commit() + "; `cs336 <command> --help` shows a command's options";
     table.columns = {"problem", "2025",       "2026",      "points",  "command",
                      "file",    "notes page", "runs here", "minutes", "GiB"};

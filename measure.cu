@@ -151,7 +151,7 @@ std::string cuda_remedy(const std::string& error, const std::string& card, int s
         return "the driver, for " + cuda(driver) + ", cannot translate the PTX of " + cuda(runtime) + ", and the " +
                name + " has no code of its own in this build: " + build;
     }
-    if (error != "cudaErrorNoKernelImageForDevice") { return ""; }
+    if (error != "cudaErrorNoKernelImageForDevice" && error != "cudaErrorInvalidDeviceFunction") { return ""; }
     return sm < 75 ? "the " + name + " is too old, the kernels need sm_75 (a T4): make NVCC= builds for the CPU"
                    : "this build has no code for the " + name + ": " + build;
 }
@@ -335,7 +335,8 @@ Device choose_device(const std::string& want, int gpu) {
         CUDA_CHECK(cudaSetDevice(gpu));
         cudaFuncAttributes attributes;
         cudaError_t error = cudaFuncGetAttributes(&attributes, any_kernel);
-        usable = error != cudaErrorNoKernelImageForDevice && error != cudaErrorUnsupportedPtxVersion;
+        usable = error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction &&
+                 error != cudaErrorUnsupportedPtxVersion;
         if (!usable) { why = described(error); }
         CUDA_CHECK(usable ? error : cudaSuccess);
     }
@@ -971,7 +972,8 @@ int EndSignals::seen() { return end_signal; }
 // A signal handler may read plain arrays, but neither strings nor lists. The main thread alone writes files.
 static char unfinished[4][PATH_MAX];
 static volatile sig_atomic_t unfinished_files = 0;
-static struct sigaction before_unfinished[3];
+static const int FATAL_SIGNALS[] = {SIGINT, SIGTERM, SIGHUP, SIGUSR1};  // the last one is launch_ranks'
+static struct sigaction before_unfinished[4];
 
 void remove_unfinished_files() {
     for (int i = 0; i < unfinished_files; i++) { unlink(unfinished[i]); }
@@ -989,15 +991,15 @@ Unfinished::Unfinished(const std::string& path) {
     struct sigaction action = {};
     action.sa_handler = remove_unfinished;
     action.sa_flags = (int)SA_RESETHAND;
-    for (int i = 0; i < 3; i++) {
-        sigaction(END_SIGNALS[i], nullptr, &before_unfinished[i]);
-        if (before_unfinished[i].sa_handler == SIG_DFL) { sigaction(END_SIGNALS[i], &action, nullptr); }
+    for (int i = 0; i < 4; i++) {
+        sigaction(FATAL_SIGNALS[i], nullptr, &before_unfinished[i]);
+        if (before_unfinished[i].sa_handler == SIG_DFL) { sigaction(FATAL_SIGNALS[i], &action, nullptr); }
     }
 }
 Unfinished::~Unfinished() {
     unlink(unfinished[unfinished_files - 1]);  // gone already where it took its final name
     if (--unfinished_files > 0) { return; }
-    for (int i = 0; i < 3; i++) { sigaction(END_SIGNALS[i], &before_unfinished[i], nullptr); }
+    for (int i = 0; i < 4; i++) { sigaction(FATAL_SIGNALS[i], &before_unfinished[i], nullptr); }
 }
 
 std::string real_name(const std::string& path) {

@@ -263,7 +263,7 @@ static Profile profile_memory(const ModelConfig& c, Precision precision, int B, 
     context.precision = precision;
     r.needs = predicted_peak(c, B, T, phase);
     give_back_cached_memory();  // so that the card's use is this run's
-    r.run(row_of(c, T, phase), 2, [&] {
+    r.run(row_of(c, B, T, phase), 2, [&] {
         Model model = random_model(c, seed);
         Batch batch = random_batch(B, T, c.vocab_size, seed);
         LossScaler scaler;
@@ -477,7 +477,7 @@ static BlockMemory profile_block(const ModelConfig& c, Precision precision, int 
     ModelConfig largest = c;
     largest.num_layers = 3;
     r.needs = predicted_peak(largest, B, T, FORWARD_BACKWARD);
-    r.run(row_of(largest, T, FORWARD_BACKWARD) + ", 3 blocks", 2, [&] { measure(r); });
+    r.run(row_of(largest, B, T, FORWARD_BACKWARD) + ", 3 blocks", 2, [&] { measure(r); });
     if (!r.ran) { stop_memory_log(); }
     return r;
 }

@@ -170,9 +170,9 @@ const char* name_of(Phase phase) {
     static const char* const names[] = {"forward", "forward+backward", "step", "forward with tape"};
     return names[phase];
 }
-std::string row_of(const ModelConfig& c, int T, Phase phase) {
-    return strprintf("%s, context length %d, %s, %s %s", c.name.c_str(), T, name_of(phase), name_of(context.precision),
-                     name_of(context.mode));
+std::string row_of(const ModelConfig& c, int B, int T, Phase phase) {
+    return strprintf("%s, batch %d, context length %d, %s, %s %s", c.name.c_str(), B, T, name_of(phase),
+                     name_of(context.precision), caption_of(context.mode).c_str());
 }
 
 struct NotedRow {
@@ -230,20 +230,29 @@ Table plan_table(const Options& o, const Planned& p) {
     auto rough = [](double seconds) {
         return std::isnan(seconds) ? "-" : strprintf(seconds < 10 ? "%.2g" : "%.0f", seconds);
     };
-    Table table{
-        strprintf(
-            "plan of %s, nothing ran: %s, %.2f GiB available; rough seconds: of the products alone, at %.0f %% of "
-            "the rate that a large square reaches here, without start and communication, - where nobody knows; commit "
-            "%s%s",
-            o.command.c_str(), p.device.c_str(), p.available / 1073741824.0, 100 * SHARE, commit().c_str(),
-            p.scaled_down.empty() ? "" : ("; scaled down: " + p.scaled_down).c_str()),
-        {"row", "predicted peak MiB", "fits", "rough seconds"},
-        {}};
+    const bool timed =
+        std::any_of(p.rows.begin(), p.rows.end(), [](const PlannedRow& row) { return !std::isnan(row.seconds); });
+    std::string seconds = strprintf(
+        "rough seconds: of the products alone, at %.0f %% of the rate that a large square reaches here, without start "
+        "and communication; ",
+        100 * SHARE);
+    Table table{strprintf("plan of %s, nothing ran: %s, %.2f GiB available; %scommit %s%s", o.command.c_str(),
+                          p.device.c_str(), p.available / 1073741824.0, timed ? seconds.c_str() : "", commit().c_str(),
+                          p.scaled_down.empty() ? "" : ("; scaled down: " + p.scaled_down).c_str()),
+                {"row", "predicted peak MiB", "fits"},
+                {}};
+    if (timed) { table.columns.push_back("rough seconds"); }
+    auto add = [&](std::vector<std::string> row, const std::string& time) {
+        if (timed) { row.push_back(time); }
+        table.rows.push_back(row);
+    };
     for (const PlannedRow& row : p.rows) {
-        table.rows.push_back(
-            {row.row, mib((double)row.bytes), row.fits ? "yes" : "no", row.fits ? rough(row.seconds) : ""});
+        add({row.row, mib((double)row.bytes), row.fits ? "yes" : "no"}, row.fits ? rough(row.seconds) : "");
     }
-    if (p.rows.empty()) { table.rows.push_back({"numbers and small tensors", "", "yes", ""}); }
-    if (p.rows.size() > 1) { table.rows.push_back({"all that fits", mib(p.bytes), "", rough(p.seconds)}); }
+    if (p.rows.empty()) { add({"numbers and small tensors", "", "yes"}, ""); }
+    if (p.rows.size() > 1) {
+        add({timed ? "what fits: largest peak, all seconds" : "what fits: largest peak", mib(p.bytes), ""},
+            rough(p.seconds));
+    }
     return table;
 }

@@ -422,7 +422,7 @@ static ModelProfile profile_model(const ModelConfig& c, int T, const Plan& p) {
             profile_phase(r.phase[phase], phase, model, batch, p);
         };
         double passes = p.o.warmup[0] + 2 * p.o.steps + 3;  // see profile_phase
-        r.phase[phase].run(row_of(c, T, phase), passes, profile, memory_use(context.device).now);
+        r.phase[phase].run(row_of(c, p.o.batch_size, T, phase), passes, profile, memory_use(context.device).now);
         if (!r.phase[phase].ran && !context.plan_only) { break; }
     }
     return r;

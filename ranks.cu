@@ -203,8 +203,8 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, bool finish) 
             }
             alive[r] = 0, left--;
             if (first || code == 0) { code = ended_with; }
-            if (first) {  // a rank removes what it has half written, also a stopped rank
-                send_to_all(alive, SIGTERM);
+            if (first) {                      // a rank removes what it has half written, also a stopped rank
+                send_to_all(alive, SIGUSR1);  // no EndSignals takes this for a wish of the user
                 send_to_all(alive, SIGCONT);
                 kill_at = std::min(kill_at, now_ms() + 100);
             }
@@ -825,8 +825,8 @@ static void connect_ranks(Communicator& c, const Identity& me, const Options& o)
     }
 
     int gpus = cuda_devices(), gpu = gpus > 0 ? me.local_rank % gpus : 0;
-    std::string device = o.device != "auto" || c.rank == 0 ? o.device : gpus > 0 ? "cuda" : "cpu";
-    context.device = choose_device(device, gpu);
+    std::string device = c.rank == 0 ? name_of(choose_device(o.device, gpu)) : "";
+    context.device = choose_device(gather_text(c, device)[0], gpu);
     c.backend = choose_backend(o.backend, context.device, me);
     std::vector<std::string> works =
         gather_text(c, strprintf("%s over %s", name_of(context.device), c.backend.c_str()));

@@ -189,9 +189,11 @@ struct Experiment {
 };
 
 // These options are left out on too few GPUs and with --quick: a command scales down only what it was not given.
-static const Words chooses_how_much = {"size",           "d_model",    "d_ff",         "num_layers", "num_heads",
-                                       "context_length", "batch_size", "warmup",       "steps",      "sizes_mb",
-                                       "bucket_size_mb", "precision",  "reduce_dtype", "mode"};
+static const Words chooses_how_much = {
+    "size",           "d_model",    "d_ff",         "num_layers", "num_heads",
+    "context_length", "batch_size", "warmup",       "steps",      "sizes_mb",
+    "bucket_size_mb", "precision",  "reduce_dtype", "mode",       "grad_accumulation",
+    "checkpoint",     "head_chunk"};
 static Words scaled_down(const Words& words, bool quick) {
     Words fewer;
     for (size_t i = 0; i < words.size(); i++) {

@@ -134,7 +134,9 @@ static void take_less_needed(Table& table, size_t columns, bool from_the_right, 
     Row order = table.less_needed;
     if (from_the_right) {
         order.assign(table.columns.rbegin(), table.columns.rend() - 1);
-        if (grid_of(table).widths.back() <= 12) { std::rotate(order.begin(), order.begin() + 1, order.end()); }
+        if (!order.empty() && grid_of(table).widths.back() <= 12) {
+            std::rotate(order.begin(), order.begin() + 1, order.end());
+        }
     }
     for (const std::string& name : order) {
         auto column = std::find(table.columns.begin(), table.columns.end(), name);

@@ -209,6 +209,7 @@ static Batch training_batch(const Text& text, int B, int T, uint64_t seed, int s
     }
     return windows(text, starts, T);
 }
+// B windows at a time, as a step's backwards take them: more would need memory that a step does not.
 static double held_out_loss(Model& model, const Text& text, int B, int T) {
     NoGrad no_grad;
     double sum = 0;
@@ -525,7 +526,8 @@ static std::string how_split(const Options& o, const Communicator& c) {
     return text;
 }
 static void check_split(const Options& o, const Communicator& c) {
-    bool replicated = c.links && o.strategy != "fsdp";
+    bool ranks = c.links || c.world > 1 || o.has("strategy");  // a plan has no connections
+    bool replicated = ranks && o.strategy != "fsdp";
     if (replicated && precision_from(o.precision[0]) == PREC_PURE_BF16) {
         usage_error("--precision: got 'pure_bf16' and --strategy %s, takes one rank, or --strategy fsdp",
                     o.strategy.c_str());
@@ -565,8 +567,21 @@ static NamedTensors finite_state(Trainer& t, const Options& o, int step, double 
     return state;
 }
 static void save_state(const NamedTensors& state, Trainer& t, int step, const Options& o) {
-    if (!o.save.empty() && t.is_first()) { save_checkpoint(o.save, state, t, step, o); }
+    try {
+        if (!o.save.empty() && t.is_first()) { save_checkpoint(o.save, state, t, step, o); }
+    } catch (const Failure&) {
+        gather_text(t.c, "");
+        throw;
+    }
+    gather_text(t.c, "");  // a collective, unlike this, would not wait as long as a slow disk takes
     if (!t.f && t.sharded.groups.empty()) { choose_form(t.model); }
+}
+static int signal_of_all(const Trainer& t) {  // a signal may reach one rank only
+    int signal = 0;
+    for (const std::string& of_one : gather_text(t.c, std::to_string(EndSignals::seen()))) {
+        signal = std::max(signal, atoi(of_one.c_str()));
+    }
+    return signal;
 }
 static void take_steps(Trainer& t, const Text& text, const Options& o, Steps& run) {
     int first = run.done;
@@ -598,12 +613,7 @@ static void take_steps(Trainer& t, const Text& text, const Options& o, Steps& ru
             save_state(finite_state(t, o, run.done), t, run.done, o);
         }
     }
-    if (!run.stopped) { return; }
-    run.signal = EndSignals::seen();
-    if (!t.c.links) { return; }
-    for (const std::string& other : gather_text(t.c, std::to_string(run.signal))) {  // a signal may reach one rank only
-        run.signal = std::max(run.signal, atoi(other.c_str()));
-    }
+    if (run.stopped) { run.signal = signal_of_all(t); }
 }
 static std::string quoted(const std::string& word) {  // for a shell
     const char* const plain = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-+=:,./@%";
@@ -669,17 +679,18 @@ static int train(const Options& typed, const Communicator& ranks) {
     // A checkpoint's flash may have been another device's, or another precision's.
     context.mode = mode_for(o, o.mode[0], c, context.precision);
 
+    const int rows = o.batch_size / (ranks.world * o.grad_accumulation);  // of a rank's backward
     if (context.plan_only) {  // all on each rank, without what a --strategy saves
         Attempt attempt;
-        attempt.needs = predicted_peak(c, o.batch_size / (ranks.world * o.grad_accumulation), o.context_length, STEP);
-        attempt.run(row_of(c, o.context_length, STEP), passes_of(ranks, o.steps * o.grad_accumulation), [] {});
+        attempt.needs = predicted_peak(c, rows, o.context_length, STEP, o.grad_accumulation);
+        attempt.run(row_of(c, o.batch_size, o.context_length, STEP), passes_of(ranks, o.steps), [] {});
         return 0;
     }
     std::unique_ptr<Trainer> trainer = make_trainer(ranks, c, o, checkpoint);
     Trainer& t = *trainer;
     checkpoint.content = nullptr, checkpoint.tensors.clear();
     if (t.is_first()) { progress("train: held-out loss before step 1"); }
-    double before = held_out_loss(t.model, text, o.batch_size, o.context_length), after = NAN;
+    double before = held_out_loss(t.model, text, rows, o.context_length), after = NAN;
     Table table{
         strprintf("train %s: %zu bytes, %" PRId64 " held out; %d layers, d_model %d, d_ff %d, %d heads, precision %s, "
                   "mode %s; batch %d%s, context length %d, seed %" PRIu64 "; %s",
@@ -697,7 +708,7 @@ static int train(const Options& typed, const Communicator& ranks) {
         take_steps(t, text, o, run);
         if (!run.not_finite.empty()) { fail_at(run.done, run.not_finite, t, o); }
         make_room(t.model);
-        double loss = run.stopped ? 0 : held_out_loss(t.model, text, o.batch_size, o.context_length);
+        double loss = run.stopped ? 0 : held_out_loss(t.model, text, rows, o.context_length);
         NamedTensors state = finite_state(t, o, run.done, loss);
         after = loss;
         save_state(state, t, run.done, o);
@@ -713,16 +724,18 @@ static int train(const Options& typed, const Communicator& ranks) {
     summary.caption = "train: loss in nats per byte";
     if (t.is_first()) { print(summary, o.format); }
     end_signals = nullptr;
-    if (int late = EndSignals::seen(); late && !run.stopped) { raise(late); }  // all is done but the sample
+    if (!run.stopped) {
+        if (int late = signal_of_all(t)) { return 128 + late; }  // all is done but the sample
+    }
     if (o.sample > 0 && !run.stopped) { print_sample(t, text, o); }
     if (failure) { std::rethrow_exception(failure); }
     if (run.stopped && t.is_first()) { say_how_to_go_on(o, run); }
     return run.signal ? 128 + run.signal : run.stopped;
 }
 int cmd_train(const Options& o) {
-    if (o.save_every > 0 && o.save.empty()) { usage_error("--save_every: got %d, takes --save, too", o.save_every); }
+    if (o.save_every > 0 && !o.has("save")) { usage_error("--save_every: got %d, takes --save, too", o.save_every); }
     if (!is_rank() && o.nproc == 1 && !o.has("strategy")) { return train(o, Communicator()); }
-    if (!o.trace.empty()) { usage_error("--trace takes one rank without --strategy"); }
+    if (o.has("trace")) { usage_error("--trace takes one rank without --strategy"); }
     int exit_code = 0;
     int ranks = run_ranks(
         o, [&](const Communicator& c) { exit_code = train(o, c); }, true);

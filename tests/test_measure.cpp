@@ -84,6 +84,7 @@ TEST_CASE("measure: what helps against a driver or a card that this build is not
           "has no code of its own in this build: make ARCH=\"-gencode arch=compute_120,code=sm_120\"");
     CHECK(cuda_remedy("cudaErrorNoKernelImageForDevice", "Tesla T4", 75, 12040, 12060) ==
           "this build has no code for the Tesla T4 (sm_75): make ARCH=\"-gencode arch=compute_75,code=sm_75\"");
+    CHECK(has(cuda_remedy("cudaErrorInvalidDeviceFunction", "Tesla T4", 75, 12040, 12060), "no code for the Tesla T4"));
     CHECK(cuda_remedy("cudaErrorNoKernelImageForDevice", "Tesla V100", 70, 12040, 12060) ==
           "the Tesla V100 (sm_70) is too old, the kernels need sm_75 (a T4): make NVCC= builds for the CPU");
     CHECK(cuda_remedy("cudaErrorNoKernelImageForDevice", "", 0, 12040, 12060) == "");  // the card does not answer

@@ -441,9 +441,9 @@ struct Going {
     pid_t pid = -1;
     int status = 0;
     // stdout_descriptor: -1: the file "out"
-    explicit Going(const std::vector<std::string>& more, int stdout_descriptor = -1) {
-        std::vector<std::string> words = {program(), "train",    "--data", "LICENSE", "--device", "cpu",
-                                          "--quick", "--sample", "3",      "--save",  save};
+    explicit Going(const std::vector<std::string>& more, int stdout_descriptor = -1, const char* data = "LICENSE") {
+        std::vector<std::string> words = {program(), "train",    "--data", data,     "--device", "cpu",
+                                          "--quick", "--sample", "3",      "--save", save};
         words.insert(words.end(), more.begin(), more.end());
         std::vector<char*> argv;
         for (std::string& word : words) { argv.push_back(word.data()); }
@@ -540,6 +540,17 @@ TEST_CASE("train: after a signal the step is finished and saved, and the line th
         CHECK(run_shell(err.substr(line, err.find('\n', line) - line) + " --log_every 100").exit_code == 0);
         CHECK(read_file(run.save) == read_file(whole));
     }
+}
+TEST_CASE("train: a signal after the last step ends all ranks by it, when all is saved") {
+    if (!why_not("gloo", CPU, 2).empty()) { return; }
+    Going run({"--nproc", "2", "--steps", "3", "--val_fraction", "0.99"}, -1, "measure.cu");
+    run.wait_for_rows(3);  // the held-out loss takes seconds
+    kill(run.pid, SIGTERM);
+    REQUIRE(run.ended(60));
+    CHECK(WIFSIGNALED(run.status));
+    CHECK(WTERMSIG(run.status) == SIGTERM);
+    CHECK(!has(run.err(), "killed by"));
+    CHECK(step_of(run.save) == 3);
 }
 TEST_CASE("train: a second signal ends it at once, a repeated first one does not") {
     int ends[2];  // a pipe that nobody reads: the run waits in a row, for ever
