@@ -268,6 +268,7 @@ Answers answers_of(const std::string& command, const Tables& tables) {
         {"optimizer_state_sharding_accounting", answer_optimizer_state_sharding_accounting},
         {"fsdp", answer_fsdp},
         {"fsdp_accounting", answer_fsdp_accounting},
+        {"scaling", answer_scaling},
         {"pytorch_attention", answer_pytorch_attention},
         {"torch_compile", answer_torch_compile},
         {"weighted_sum", answer_weighted_sum},

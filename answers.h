@@ -68,6 +68,7 @@ Answers answer_optimizer_state_sharding(const Tables& tables);
 Answers answer_optimizer_state_sharding_accounting(const Tables& tables);
 Answers answer_fsdp(const Tables& tables);
 Answers answer_fsdp_accounting(const Tables& tables);
+Answers answer_scaling(const Tables& tables);
 Answers answer_pytorch_attention(const Tables& tables);  // answers_attention.cu
 Answers answer_torch_compile(const Tables& tables);
 Answers answer_weighted_sum(const Tables& tables);

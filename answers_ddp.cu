@@ -611,3 +611,47 @@ Answers answer_fsdp_accounting(const Tables& tables) {
     if (n == "1") { return {{"", ONE_RANK}}; }
     return {saved_by_fsdp(*table, atof(n.c_str())), gathers_in_time(table_with(tables, {"fsdp_accounting (b)"}))};
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// scaling
+
+static Answer scaling_of(const Table& table, const std::string& kind) {
+    std::vector<TableRow> rows;
+    for (const TableRow& row : rows_of(table, {{"Scaling", kind}})) {
+        if (row.text("Way") != "no sync") { rows.push_back(row); }  // its ranks learn apart
+    }
+    const std::string N = largest_of(rows, "Ranks").text("Ranks");
+    if (N == "1") { return {kind, ONE_RANK}; }
+    std::vector<TableRow> last, of_best;
+    std::copy_if(rows.begin(), rows.end(), std::back_inserter(last), [&](auto& row) { return row.text("Ranks") == N; });
+    TableRow best = largest_of(last, "speed-up");
+    if (!best) { return {kind, say("No step of both one rank and {} was measured.", ranks(N))}; }
+    std::vector<std::string> others;
+    for (const TableRow& row : last) {
+        std::string times = row.text("speed-up");
+        if (row.index != best.index) { others.push_back(row.text("Way") + " " + (times.empty() ? "-" : times)); }
+    }
+    for (const TableRow& row : rows) {
+        bool less = row.text("Ranks") != "1" && row.number("efficiency (%)") < 90;
+        if (less && row.text("Way") == best.text("Way")) { of_best.push_back(row); }
+    }
+    const TableRow below = of_best.empty() ? TableRow() : of_best[0], told = below ? below : best;
+    const std::string n = best.text("sequences per rank"), waits = told.text("Exposed Comm (ms)");
+    std::string text =
+        say("With {} per rank, {} do {} times the tokens per second of one rank ({}), {} % of linear; {}.",
+            n + (n == "1" ? " sequence" : " sequences"), ranks(N), best.text("speed-up"), best.text("Way"),
+            best.text("efficiency (%)"), list_of(others));
+    text += below ? say(" Its efficiency falls below 90 % at {}", ranks(below.text("Ranks")))
+                  : " Its efficiency stays at 90 % or more";
+    text += waits.empty() ? "."
+                          : say(", where it waits {} of {} ms for communication ({} %).", waits, told.text("step (ms)"),
+                                number(100 * told.number("Exposed Comm (ms)") / told.number("step (ms)"), "%.1f"));
+    return {kind, text};
+}
+Answers answer_scaling(const Tables& tables) {
+    const Table* table = table_with(tables, {"scaling: size"});
+    if (!table) { return {}; }
+    Answers answers = {scaling_of(*table, "weak"), scaling_of(*table, "strong")};
+    answers.back().text += scaled_down(*table);
+    return answers;
+}

@@ -353,8 +353,8 @@ static void memory_row(Table& table, Way way, const Plan& p, const Communicator&
     const size_t predicted = needs.bytes;
     const bool fits = fits_everywhere(c, predicted);
     double passes = passes_of(c, (p.o.warmup[0] + p.o.steps) / 2.0);
-    const std::string label =
-        std::string(way_names[way]) + ", " + row_of(p.configs[0], p.o.batch_size, p.o.context_length, STEP);
+    const std::string label = std::string(way_names[way]) + ", " + ranks_of(c) +
+                              row_of(p.configs[0], p.o.batch_size, p.o.context_length, STEP);
     if (only_planned(label, needs, fits, passes)) { return; }
     if (!fits) {
         table.rows.push_back({way_names[way], strprintf("OOM (%.1f GiB per rank)", predicted / 1073741824.0)});

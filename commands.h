@@ -150,7 +150,7 @@ struct Options {
     std::vector<std::string> size, precision, mode;
     int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, head_size = 0, vocab_size = 0;
     int context_length = 0, batch_size = 0, steps = 0;
-    std::vector<int> warmup, context_lengths;
+    std::vector<int> warmup, context_lengths, ranks;
     uint64_t seed = 0;
     bool quick = false;
     std::vector<std::string> range;
@@ -225,6 +225,8 @@ struct Attempt {  // a run that may not fit into memory
 };
 
 const char* name_of(Phase phase);
+// "4 ranks, ", or "" for one: before a row's model.
+std::string ranks_of(const Communicator& c);
 std::string row_of(const ModelConfig& c, int B, int T, Phase phase);  // with context's precision, mode and checkpoint
 
 struct PlannedRow {  // of a command: what it would run
@@ -280,6 +282,7 @@ int cmd_optimizer_state_sharding(const Options& o);
 int cmd_optimizer_state_sharding_accounting(const Options& o);
 int cmd_fsdp(const Options& o);  // bench_fsdp.cu
 int cmd_fsdp_accounting(const Options& o);
+int cmd_scaling(const Options& o);
 int cmd_leaderboard(const Options& o);                // leaderboard.cu
 int cmd_communication_accounting(const Options& o);   // accounting.cu
 int cmd_alternate_ring_all_reduce(const Options& o);  // calcs.cu

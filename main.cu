@@ -138,6 +138,9 @@ static const Command COMMANDS[] = {
      "edition=2026 device size=8B d_model d_ff num_layers num_heads vocab_size context_length=32768 batch_size=2 "
      "leaderboard_warmup leaderboard_steps warmup_time rep_time precision=pure_bf16 mode=flash head_chunk=2048 "
      "checkpoint=1 recompute leaderboard_nproc backend timeout seed plot_step format quick"},
+    {"scaling", "", 0, 2, "a data parallel step on more and more ranks, each way", "bench_scaling.cu", cmd_scaling,
+     "edition " + DDP_SIZED +
+         "autocast=fp32 mode=flash checkpoint reduce_dtype seed ranks backend timeout plot format quick"},
     {"list", "", 0, 0, "every problem: sections, points, command, notes page, whether it runs here", "main.cu",
      cmd_list, "memory format quick"},
     {"info", "", 0, 0, "the device, its libraries, its measured rates", "bench_step.cu", cmd_info,
@@ -491,6 +494,8 @@ static std::vector<Option> options_of_ranks() {
          "backwards per step, each with its part of the batch", "1"},
         {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs",
          "2"},
+        {"ranks", "nproc", wholes(&Options::ranks, 1),
+         "numbers of ranks to compare; those that cannot be here are left out", "1,2,4,8"},
         {"leaderboard_nproc", "nproc", whole(&Options::nproc, 1, 64),
          "ranks (processes) to start; by default 2 where there are two GPUs, else 1"},
         {"group_nproc", "nproc", whole(&Options::nproc, 1, 64),
@@ -814,7 +819,9 @@ static std::string parse_options(const Command& command, const std::vector<std::
     app.set_help_flag("--help,-h", "this text");
     app.formatter(std::make_shared<HelpFormatter>());
     app.allow_extras();  // so that the message about them is ours
-    std::string options = command.options + (*command.section || command.run == cmd_train ? " plan memory" : "");
+    std::string options =
+        command.options +
+        (*command.section || command.run == cmd_train || command.run == cmd_scaling ? " plan memory" : "");
     for (const std::string& word : CLI::detail::split(options, ' ')) {
         if (!word.empty()) { add_option(app, word, o, takes, new_defaults); }
         if (word == "format") { add_option(app, "wide", o, takes, new_defaults); }

@@ -102,6 +102,28 @@ std::vector<Chart> softmax_charts(const Tables& tables) {
     return all;
 }
 
+static std::vector<Chart> scaling_charts(const Table& table) {
+    std::vector<Chart> charts;
+    for (const char* kind : {"weak", "strong"}) {
+        Chart chart{Chart::LINES, std::string(kind) + " scaling", "ranks", "speed-up over one rank", {}, {}, {}, true,
+                    true};
+        chart.missing = "OOM";
+        chart.series.push_back({"linear", {}, true});
+        for (const TableRow& row : rows_of(table, {{"Scaling", kind}})) {
+            const double n = row.number("Ranks");
+            if (chart.x.empty() || chart.x.back() != n) { chart.x.push_back(n), chart.series[0].y.push_back(n); }
+            auto line = std::find_if(chart.series.begin(), chart.series.end(),
+                                     [&](const Series& s) { return s.name == row.text("Way"); });
+            if (line == chart.series.end()) { line = chart.series.insert(line, {row.text("Way"), {}}); }
+            line->y.resize(chart.x.size() - 1, NAN);
+            line->y.push_back(row.number("speed-up"));
+        }
+        for (Series& s : chart.series) { s.y.resize(chart.x.size(), NAN); }
+        charts.push_back(chart);
+    }
+    return charts;
+}
+
 std::string picture_of(const std::string& command, const Tables& tables) {
     struct Picture {
         std::string command, caption, title;  // caption: what the table's has
@@ -113,7 +135,8 @@ std::string picture_of(const std::string& command, const Tables& tables) {
         {"torch_compile", "torch_compile (a)", "Attention, eager and with a fused softmax: time against S",
          compile_charts},
         {"flash_benchmarking", "flash_benchmarking:", "Naive attention and FlashAttention-2: time against S",
-         flash_charts}};
+         flash_charts},
+        {"scaling", "scaling: size", "Data parallel training: speed-up against the number of ranks", scaling_charts}};
     for (const Picture& p : pictures) {
         const Table* table = p.command == command ? table_with(tables, {p.caption}) : nullptr;
         if (table) { return draw(p.title, table->caption, p.charts(*table)); }

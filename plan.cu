@@ -170,6 +170,7 @@ const char* name_of(Phase phase) {
     static const char* const names[] = {"forward", "forward+backward", "step", "forward with tape"};
     return names[phase];
 }
+std::string ranks_of(const Communicator& c) { return c.world == 1 ? "" : strprintf("%d ranks, ", c.world); }
 std::string row_of(const ModelConfig& c, int B, int T, Phase phase) {
     return strprintf("%s, batch %d, context length %d, %s, %s %s", c.name.c_str(), B, T, name_of(phase),
                      name_of(context.precision), caption_of(context.mode).c_str());

@@ -683,7 +683,8 @@ static int train(const Options& typed, const Communicator& ranks) {
     if (context.plan_only) {  // all on each rank, without what a --strategy saves
         Attempt attempt;
         attempt.needs = predicted_peak(c, rows, o.context_length, STEP, o.grad_accumulation);
-        attempt.run(row_of(c, o.batch_size, o.context_length, STEP), passes_of(ranks, o.steps), [] {});
+        attempt.run(ranks_of(ranks) + row_of(c, o.batch_size, o.context_length, STEP), passes_of(ranks, o.steps),
+                    [] {});
         return 0;
     }
     std::unique_ptr<Trainer> trainer = make_trainer(ranks, c, o, checkpoint);

@@ -427,7 +427,7 @@ TEST_CASE("main: on a terminal tables and help fit its width, and --wide shows a
     CHECK(run_on_terminal(list, 300).out == all);
     CHECK(has(at_100, "\nNot shown: notes page, command, file, runs here; --wide shows all columns\n"));
     CHECK(has(at_100, "\n| flash_forward                                  | 1.3.2 | 4.2.2 |     15 | "));
-    CHECK(lines(at_100) == lines(all) + 2 + 1);  // that line, and the caption's second one
+    CHECK(lines(at_100) == lines(all) + 2 + 2);  // that line, and the caption's other two
     CHECK(run_on_terminal(csv, 80).out == run_cs336(csv).out);
     std::string turned = run_on_terminal(bench, 80).out;
     CHECK(has(turned, "\n| size            | custom |\n| --------------- | -----: |\n| d_model         |     16 |\n"));

@@ -228,7 +228,8 @@ TEST_CASE("plan: a smaller card gets a smaller default, and a plan says what the
         CHECK(r.exit_code == 0);
         return r.out;
     };
-    CHECK(has(card("80GiB", "naive_ddp_benchmarking"), "| naive, xl, batch 2, context length 512, step, fp32 flash"));
+    CHECK(has(card("80GiB", "naive_ddp_benchmarking"),
+              "| naive, 2 ranks, xl, batch 2, context length 512, step, fp32 flash"));
     CHECK(!has(card("80GiB", "naive_ddp_benchmarking"), "scaled down"));
     CHECK(has(card("24GiB", "naive_ddp_benchmarking"), "; scaled down: size large instead of xl, which does not fit"));
     CHECK(has(card("8GiB", "leaderboard"),

@@ -1,0 +1,191 @@
+// bench_scaling.cu: how a data parallel step scales with the number of ranks, in each way. A group of ranks is a run of
+// its own of the commands that measure one group; here the work is divided and the tables are put together.
+//
+// Weak scaling: a rank has --batch_size sequences, whatever the number of ranks. Strong scaling: all ranks together
+// have as many sequences as the largest group has in weak scaling. Speed-up: tokens per second over those of the
+// fastest way on one rank, in the same kind of scaling; N ranks could reach N. Efficiency: speed-up / N.
+#include "answers.h"
+#include "commands.h"
+
+#include <algorithm>
+
+struct Group {
+    int ranks, batch_size;  // sequences per rank
+    Tables ddp, fsdp;       // what the two commands printed
+};
+static Options options_of(const Plan& p, const Group& g) {
+    Options o = p.o;
+    o.nproc = g.ranks, o.batch_size = g.batch_size;
+    return o;
+}
+static std::vector<std::string> words_of(const Plan& p, const Group& g) {
+    const ModelConfig& c = p.configs[0];
+    const Options& o = p.o;
+    std::vector<std::string> words;
+    auto option = [&](const char* name, const std::string& value) {
+        words.push_back(std::string("--") + name), words.push_back(value);
+    };
+    option("d_model", std::to_string(c.d_model)), option("d_ff", std::to_string(c.d_ff));
+    option("num_layers", std::to_string(c.num_layers)), option("num_heads", std::to_string(c.num_heads));
+    option("vocab_size", std::to_string(c.vocab_size)), option("context_length", std::to_string(o.context_length));
+    option("batch_size", std::to_string(g.batch_size)), option("nproc", std::to_string(g.ranks));
+    option("warmup", std::to_string(o.warmup[0])), option("steps", std::to_string(o.steps));
+    option("precision", name_of(context.precision)), option("mode", name_of(context.mode));
+    option("checkpoint", name_of_checkpoint(context.checkpoint)), option("reduce_dtype", o.reduce_dtype);
+    option("device", name_of(context.device)), option("backend", o.backend);
+    option("timeout", strprintf("%g", o.timeout)), option("seed", std::to_string(o.seed));
+    if (o.quick) { words.push_back("--quick"); }
+    return words;
+}
+static Tables run_group(const char* command, std::vector<std::string> words, const Group& g) {
+    progress("scaling: %s, %d ranks, %d sequences per rank", command, g.ranks, g.batch_size);
+    words.insert(words.begin(), command);
+    return tables_in(run_ourselves(words));
+}
+
+struct Way {
+    std::string name;
+    TableRow row;
+    std::string time, exposed;  // cells, ms
+};
+static std::vector<Way> ways_of(const Group& g) {
+    std::vector<Way> ways;
+    const Table *ddp = table_with(g.ddp, {"ddp_bucketed_benchmarking; "}),
+                *fsdp = table_with(g.fsdp, {"fsdp_accounting (a)"}),
+                *waits = table_with(g.fsdp, {"fsdp_accounting (b)"});
+    if (!ddp || !fsdp) { fail("the measuring ranks printed no table"); }
+    std::vector<TableRow> buckets;
+    auto add = [&](const TableRow& row, const std::string& name) {
+        ways.push_back({name, row, row.text("Total Time (ms)"), row.text("Exposed Comm (ms)")});
+    };
+    for (const TableRow& row : rows_of(*ddp)) {
+        const std::string name = row.text("Strategy");
+        if (name.compare(0, 8, "bucketed") == 0) {
+            buckets.push_back(row);
+        } else {
+            add(row, name);
+        }
+    }
+    if (TableRow fastest = smallest_of(buckets, "Total Time (ms)")) { add(fastest, "fastest buckets"); }
+    for (const TableRow& row : rows_of(*fsdp)) {
+        const std::string name = row.text("Way");
+        std::string time = row.text("step (ms)"), exposed;
+        if (name == "overlapped DDP") { continue; }  // measured above
+        if (row.text("parameters").compare(0, 3, "OOM") == 0) { time = row.text("parameters"); }
+        if (TableRow all = waits && name == "FSDP" ? row_of(*waits, {{"unit", "all"}}) : TableRow()) {
+            exposed = strprintf("%.2f", all.number("wait (ms)") + all.number("wait in backward (ms)"));
+        }
+        ways.push_back({name, row, time, exposed});
+    }
+    return ways;
+}
+
+static void scaling_rows(Table& table, const char* kind, const Plan& p, const std::vector<Group>& groups) {
+    double one = NAN;  // tokens per second of the fastest way on one rank
+    for (const Group& g : groups) {
+        for (const Way& way : ways_of(g)) {
+            double ms = strtod(way.time.c_str(), nullptr);  // 0: out of memory
+            double rate = ms > 0 ? 1e3 * g.ranks * g.batch_size * p.o.context_length / ms : NAN;
+            if (g.ranks == 1 && !(rate <= one)) { one = rate; }
+        }
+    }
+    for (const Group& g : groups) {
+        for (const Way& way : ways_of(g)) {
+            double ms = strtod(way.time.c_str(), nullptr);
+            double rate = 1e3 * g.ranks * g.batch_size * p.o.context_length / ms;
+            auto cell = [&](const char* format, double x) {
+                return ms > 0 && !std::isnan(x) ? strprintf(format, x) : "";
+            };
+            table.rows.push_back({kind, std::to_string(g.ranks), way.name, std::to_string(g.batch_size), way.time,
+                                  way.exposed, cell("%.0f", rate), cell("%.2f", rate / one),
+                                  cell("%.1f", 100 * rate / one / g.ranks)});
+        }
+    }
+}
+// What DDP's model of buckets, fitted to each group's all-reduces, says beside what was fastest.
+static Table bucket_table(const std::vector<Group>& groups) {
+    Table table{"scaling: the fastest of the buckets, and the best by s/(n w) + n o, weak scaling",
+                {"Ranks", "fastest, measured", "best by the model (MB)", "o (us)", "w (GB/s)"},
+                {}};
+    for (const Group& g : groups) {
+        const Table *ddp = table_with(g.ddp, {"ddp_bucketed_benchmarking; "}),
+                    *fit = table_with(g.ddp, {"DDP overhead"});
+        if (!ddp || !fit) { continue; }
+        std::vector<TableRow> buckets;
+        for (const TableRow& row : rows_of(*ddp)) {
+            if (row.text("Strategy").compare(0, 8, "bucketed") == 0) { buckets.push_back(row); }
+        }
+        TableRow fastest = smallest_of(buckets, "Total Time (ms)");
+        table.rows.push_back({std::to_string(g.ranks), fastest.text("Strategy"),
+                              value_in(*fit, "sqrt(s o w) = ", " MB"), value_in(*fit, "o = ", " us"),
+                              value_in(*fit, "w = ", " GB/s")});
+    }
+    return table;
+}
+
+int cmd_scaling(const Options& asked) {
+    if (is_rank()) { usage_error("scaling: takes no launcher, it starts ranks itself"); }
+    if (asked.precision[0] == "fp16") { usage_error("--precision: got fp16, takes fp32, tf32 or bf16 here"); }
+    context.device = choose_device(asked.device);
+    Options o = asked;
+    std::sort(o.ranks.begin(), o.ranks.end());
+    o.ranks.erase(std::unique(o.ranks.begin(), o.ranks.end()), o.ranks.end());
+    Communicator largest;
+    largest.world = largest.local_world = o.ranks.back();
+    const bool nccl = gpu_is_imagined() || why_not("nccl", context.device, 1).empty();
+    largest.backend = o.backend != "auto" ? o.backend : nccl ? "nccl" : "gloo";
+    std::vector<std::string> left_out;
+    for (int n : std::vector<int>(o.ranks)) {
+        std::string why = gpu_is_imagined() ? "" : why_not(largest.backend, context.device, n);
+        if (why.empty() && context.device == CPU && n > 2 && !o.has("nproc")) { why = "they would share the cores"; }
+        if (why.empty()) { continue; }
+        left_out.push_back(strprintf("%d ranks: %s", n, why.c_str()));
+        o.ranks.erase(std::find(o.ranks.begin(), o.ranks.end(), n));
+    }
+    if (o.ranks.empty()) { fail("scaling: %s", join(left_out, "; ").c_str()); }
+    largest.world = o.ranks.back();
+    Plan p = plan_of(o, largest);
+    if (!left_out.empty()) { p.note_smaller("without " + join(left_out, ", ")); }
+    p.o.backend = largest.backend;
+
+    const int whole_batch = p.o.batch_size * o.ranks.back();
+    std::vector<Group> weak, strong;
+    for (int n : o.ranks) {
+        weak.push_back({n, p.o.batch_size, {}, {}});
+        if (whole_batch % n == 0) {
+            strong.push_back({n, whole_batch / n, {}, {}});
+        } else {
+            p.note_smaller(
+                strprintf("no strong scaling on %d ranks, which do not divide %d sequences", n, whole_batch));
+        }
+    }
+    for (auto* groups : {&weak, &strong}) {
+        for (Group& g : *groups) {
+            if (context.plan_only) {
+                cmd_fsdp_accounting(options_of(p, g));  // all ways of DDP take what its first one takes
+            } else if (groups == &strong && g.ranks == weak.back().ranks) {
+                g = weak.back();  // the same run
+            } else {
+                g.ddp = run_group("ddp_bucketed_benchmarking", words_of(p, g), g);
+                g.fsdp = run_group("fsdp_accounting", words_of(p, g), g);
+            }
+        }
+    }
+    if (context.plan_only) { return 0; }
+    const ModelConfig& c = p.configs[0];
+    Table table{
+        strprintf(
+            "scaling: size %s (d_model %d, %d layers), precision %s, mode %s, context length %d, %s; weak: %d "
+            "sequences per rank, strong: %d in all; speed-up: tokens per second over the fastest way on one rank; "
+            "%d warmup, %d step; %s",
+            c.name.c_str(), c.d_model, c.num_layers, name_of(context.precision), caption_of(context.mode).c_str(),
+            p.o.context_length, largest.backend.c_str(), p.o.batch_size, whole_batch, p.o.warmup[0], p.o.steps,
+            p.origin().c_str()),
+        {"Scaling", "Ranks", "Way", "sequences per rank", "step (ms)", "Exposed Comm (ms)", "Tokens/second", "speed-up",
+         "efficiency (%)"},
+        {}};
+    scaling_rows(table, "weak", p, weak), scaling_rows(table, "strong", p, strong);
+    print(table, o.format);
+    print(bucket_table(weak), o.format);
+    return 0;
+}

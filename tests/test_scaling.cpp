@@ -1,0 +1,76 @@
+// Tests of `scaling`: its rows, its answers and its picture from a table as eight GPUs could give it.
+#include "answers.h"
+#include "commands.h"
+#include "test.h"
+
+static Table eight_gpus() {
+    Table table{"scaling: size xl (d_model 1600, 48 layers), precision fp32",
+                {"Scaling", "Ranks", "Way", "sequences per rank", "step (ms)", "Exposed Comm (ms)", "Tokens/second",
+                 "speed-up", "efficiency (%)"},
+                {}};
+    auto add = [&](const char* kind, const char* n, const char* way, const char* ms, const char* exposed,
+                   const char* times, const char* share) {
+        table.rows.push_back({kind, n, way, "2", ms, exposed, "", times, share});
+    };
+    for (const char* kind : {"weak", "strong"}) {
+        add(kind, "1", "no sync", "100.00", "0.00", "1.00", "100.0");
+        add(kind, "1", "overlapped", "125.00", "0.10", "0.80", "80.0");
+        add(kind, "1", "FSDP", "105.00", "", "0.95", "95.2");
+        add(kind, "4", "no sync", "100.00", "0.00", "4.00", "100.0");
+        add(kind, "4", "overlapped", "114.00", "9.12", "3.51", "87.7");
+        add(kind, "4", "FSDP", "OOM (80.0 GiB per rank)", "", "", "");
+        add(kind, "8", "no sync", "100.00", "0.00", "8.00", "100.0");
+        add(kind, "8", "overlapped", "104.00", "2.00", "7.69", "96.2");
+        add(kind, "8", "FSDP", "110.00", "3.00", "7.27", "90.9");
+    }
+    return table;
+}
+
+TEST_CASE("scaling: answers name the best way, its efficiency and where it waits") {
+    Table table = eight_gpus();
+    Answers answers = answers_of("scaling", {table});
+    REQUIRE(answers.size() == 2);
+    CHECK(answers[0].part == "weak");
+    CHECK(answers[0].text ==
+          "With 2 sequences per rank, 8 ranks do 7.69 times the tokens per second of one rank (overlapped), 96.2 % of "
+          "linear; FSDP 7.27. Its efficiency falls below 90 % at 4 ranks, where it waits 9.12 of 114.00 ms for "
+          "communication (8.0 %).");
+    for (auto& row : table.rows) {
+        if (row[0] == "strong" && row[2] == "overlapped" && row[1] == "8") { row[7] = "7.00"; }
+    }
+    CHECK(
+        answers_of("scaling", {table})[1].text ==
+        "With 2 sequences per rank, 8 ranks do 7.27 times the tokens per second of one rank (FSDP), 90.9 % of linear; "
+        "overlapped 7.00. Its efficiency stays at 90 % or more, where it waits 3.00 of 110.00 ms for communication "
+        "(2.7 %).");
+    table.rows.erase(table.rows.begin() + 3, table.rows.begin() + 9);
+    CHECK(has(answers_of("scaling", {table})[0].text, "nothing to compare"));
+}
+TEST_CASE("scaling: its picture has a line for each way, and the linear one") {
+    std::string svg = picture_of("scaling", {eight_gpus()});
+    for (const char* text : {"weak scaling", "strong scaling", "linear", "overlapped", "FSDP", "OOM"}) {
+        CHECK_MESSAGE(has(svg, text), text);
+    }
+}
+TEST_CASE("scaling: each group is measured, and a speed-up is over the fastest way on one rank") {
+    CHECK(run_cs336({"scaling", "--nproc", "0"}).exit_code == 2);
+    CHECK(run_cs336({"scaling", "--precision", "fp16"}).exit_code == 2);
+    Run plan = run_cs336({"scaling", "--plan", "--memory", "80GiB", "--format", "csv"});
+    CHECK(read_csv(plan.out).rows.size() == 2 * 4 * 3 + 1);
+    if (!why_not("gloo", CPU, 2).empty()) { return; }
+    Run r = run_cs336({"scaling", "--device", "cpu", "--quick", "--nproc", "2,1,2", "--format", "csv"});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    Table table = read_csv(r.out);
+    CHECK(table.rows.size() == 2 * 2 * 7);
+    double best = 0;
+    for (const auto& row : table.rows) {
+        if (row[0] == "strong" && row[1] == "1") { best = std::max(best, std::stod(row[6])); }
+    }
+    for (const auto& row : table.rows) {
+        int n = std::stoi(row[1]), per_rank = std::stoi(row[3]);
+        CHECK(n * per_rank == (row[0] == "weak" ? n : 2));
+        CHECK(std::abs(std::stod(row[6]) * std::stod(row[4]) / (1e3 * n * per_rank * 32) - 1) < 0.01);
+        if (row[0] == "strong") { CHECK(std::abs(std::stod(row[7]) - std::stod(row[6]) / best) < 0.011); }
+        CHECK(std::abs(std::stod(row[8]) - 100 * std::stod(row[7]) / n) < 1);
+    }
+}
