@@ -634,9 +634,9 @@ static Stats single_process(const Communicator& c, const Plan& p, Model& model, 
                 forward_backward(model, batch, 1);
                 adamw_step(model, AdamW());
             });
-        } catch (const OutOfMemory&) {
+        } catch (const OutOfMemory&) {  // the batch of many ranks may be too large for one
             clear_tape(), times = {NAN};
-        }  // of many ranks the batch may be too large for one
+        }
         omp_set_num_threads(threads);
     }
     gather_text(c, "");
@@ -716,7 +716,7 @@ static Prediction step_needs(const Plan& p, bool split) {
     });
 }
 // What several ranks run, with a default size that fits on all of them.
-static Plan fitting_plan(const Options& o, const Communicator& c, bool split) {
+Plan fitting_plan(const Options& o, const Communicator& c, bool split) {
     Plan p = plan_of(o, c);
     p.shrink_to_fit(1, [&](const Plan& smaller) { return fits_everywhere(c, step_needs(smaller, split).bytes); });
     return p;
@@ -728,24 +728,31 @@ struct PlannedWay {
     std::string label;
     double shared = 0;  // bytes of which a rank keeps only its part
 };
-// True: a step would not fit on one of the ranks. The table then says so, and what the step would have taken.
+static Prediction needs_of(const PlannedWay& way, Prediction plain, const Communicator& c) {
+    plain.bytes -= (size_t)(way.shared * (c.world - 1) / c.world);
+    return plain;
+}
+// True: a step that shares nothing would not fit on one of the ranks, and no way is run. The table then says so, and
+// what the step would have taken.
 static bool too_large(const Communicator& c, const Plan& p, const Table& without_rows,
                       const std::vector<PlannedWay>& ways, const std::string& format, bool split) {
     const Prediction needs = step_needs(p, split);
     const bool fits = fits_everywhere(c, needs.bytes);
     double steps = passes_of(c, p.o.warmup[0] + p.o.steps);
-    for (const PlannedWay& way : ways) {
-        Prediction of_way = needs;
-        of_way.bytes -= (size_t)(way.shared * (c.world - 1) / c.world);
-        only_planned(way.label + ", " + ranks_of(c) + row_of(p.configs[0], p.o.batch_size, p.o.context_length, STEP),
-                     of_way, fits, steps);
+    for (size_t i = 0, end; i < ways.size(); i = end) {  // those that need the same are one row
+        std::string labels = ways[i].label;
+        for (end = i + 1; end < ways.size() && ways[end].shared == ways[i].shared; end++) {
+            labels += " + " + ways[end].label;
+        }
+        only_planned(labels + ", " + ranks_of(c) + row_of(p.configs[0], p.o.batch_size, p.o.context_length, STEP),
+                     needs_of(ways[i], needs, c), fits, (double)(end - i) * steps);
     }
     if (fits && !context.plan_only) { return false; }
     Table table = without_rows;
     for (const PlannedWay& way : ways) {
         table.rows.push_back(std::vector<std::string>(table.columns.size()));
         table.rows.back()[0] = way.label;
-        table.rows.back()[1] = strprintf("OOM (%.1f GiB per rank)", needs.bytes / 1073741824.0);
+        table.rows.back()[1] = strprintf("OOM (%.1f GiB per rank)", needs_of(way, needs, c).bytes / 1073741824.0);
     }
     if (c.rank == 0) { print(table, format); }
     return true;

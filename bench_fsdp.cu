@@ -302,6 +302,7 @@ static Batch batch_of(const Plan& p, int rank) {
 
 struct UnitTimes {                                // ms, of the mean step
     double gather[2] = {0, 0}, wait[2] = {0, 0};  // forward, backward
+    double reduce = 0;                            // waited for its gradients' reduce-scatter
 };
 static void add_times(std::vector<UnitTimes>& units, const Fsdp& f, int steps) {
     std::set<const Work*> seen;
@@ -312,6 +313,9 @@ static void add_times(std::vector<UnitTimes>& units, const Fsdp& f, int steps) {
         u.wait[pass] += ms_of(w.got, w.asked) / steps;
         if (seen.insert(w.work.get()).second) { u.gather[pass] += ms_of(w.work->end, w.work->begin) / steps; }
     }
+    for (const FsdpWait& w : f.reduce_waits) {  // the norms' unit is -1: theirs comes last, with the embedding's
+        units[std::max(w.unit, 0)].reduce += ms_of(w.got, w.asked) / steps;
+    }
 }
 static std::string unit_name(int unit, size_t units) {
     return unit == 0 ? "embedding" : unit + 1 == (int)units ? "lm_head" : strprintf("layer %d", unit - 1);
@@ -320,7 +324,8 @@ static Table waits_table(const std::vector<UnitTimes>& units) {
     Table table{
         "fsdp_accounting (b): each unit's all-gather, and how long the compute stream waited for it; rank 0, mean of "
         "all steps",
-        {"unit", "forward: gather (ms)", "wait (ms)", "backward: gather (ms)", "wait in backward (ms)"},
+        {"unit", "forward: gather (ms)", "wait (ms)", "backward: gather (ms)", "wait in backward (ms)",
+         "wait for gradients (ms)"},
         {}};
     UnitTimes all;
     auto row = [&](const std::string& name, const UnitTimes& u) {
@@ -330,6 +335,8 @@ static Table waits_table(const std::vector<UnitTimes>& units) {
             table.rows.back().push_back(strprintf("%.3f", u.wait[pass]));
             all.gather[pass] += u.gather[pass], all.wait[pass] += u.wait[pass];
         }
+        table.rows.back().push_back(strprintf("%.3f", u.reduce));
+        all.reduce += u.reduce;
     };
     for (size_t i = 0; i < units.size(); i++) { row(unit_name((int)i, units.size()), units[i]); }
     row("all", UnitTimes(all));

@@ -13,9 +13,11 @@ struct Group {
     int ranks, batch_size;  // sequences per rank
     Tables ddp, fsdp;       // what the two commands printed
 };
+// As words_of types them, for a plan: the commands then scale nothing down.
 static Options options_of(const Plan& p, const Group& g) {
     Options o = p.o;
-    o.nproc = g.ranks, o.batch_size = g.batch_size;
+    o.nproc = g.ranks, o.batch_size = g.batch_size, o.bucket_size_mb = {1, 10, 100, 1000};
+    for (const char* name : {"size", "batch_size", "context_length", "warmup", "steps"}) { o.given[name] = ""; }
     return o;
 }
 static std::vector<std::string> words_of(const Plan& p, const Group& g) {
@@ -43,62 +45,61 @@ static Tables run_group(const char* command, std::vector<std::string> words, con
     return tables_in(run_ourselves(words));
 }
 
-struct Way {
-    std::string name;
-    TableRow row;
-    std::string time, exposed;  // cells, ms
+static std::vector<TableRow> buckets_of(const Table& ddp) {
+    std::vector<TableRow> buckets;
+    for (const TableRow& row : rows_of(ddp)) {
+        if (row.text("Strategy").compare(0, 8, "bucketed") == 0) { buckets.push_back(row); }
+    }
+    return buckets;
+}
+struct MeasuredWay {
+    std::string name, time, exposed;  // cells, ms
 };
-static std::vector<Way> ways_of(const Group& g) {
-    std::vector<Way> ways;
+static std::vector<MeasuredWay> ways_of(const Group& g) {
+    std::vector<MeasuredWay> ways;
     const Table *ddp = table_with(g.ddp, {"ddp_bucketed_benchmarking; "}),
                 *fsdp = table_with(g.fsdp, {"fsdp_accounting (a)"}),
                 *waits = table_with(g.fsdp, {"fsdp_accounting (b)"});
-    if (!ddp || !fsdp) { fail("the measuring ranks printed no table"); }
-    std::vector<TableRow> buckets;
+    if (!ddp || !fsdp) { return {{"all", "failed", ""}}; }
     auto add = [&](const TableRow& row, const std::string& name) {
-        ways.push_back({name, row, row.text("Total Time (ms)"), row.text("Exposed Comm (ms)")});
+        ways.push_back({name, row.text("Total Time (ms)"), row.text("Exposed Comm (ms)")});
     };
     for (const TableRow& row : rows_of(*ddp)) {
-        const std::string name = row.text("Strategy");
-        if (name.compare(0, 8, "bucketed") == 0) {
-            buckets.push_back(row);
-        } else {
-            add(row, name);
-        }
+        if (row.text("Strategy").compare(0, 8, "bucketed") != 0) { add(row, row.text("Strategy")); }
     }
-    if (TableRow fastest = smallest_of(buckets, "Total Time (ms)")) { add(fastest, "fastest buckets"); }
+    std::vector<TableRow> buckets = buckets_of(*ddp);
+    TableRow fastest = smallest_of(buckets, "Total Time (ms)");
+    if (!buckets.empty()) { add(fastest ? fastest : buckets[0], "fastest buckets"); }
     for (const TableRow& row : rows_of(*fsdp)) {
-        const std::string name = row.text("Way");
-        std::string time = row.text("step (ms)"), exposed;
+        const std::string name = row.text("Way"), memory = row.text("parameters");
         if (name == "overlapped DDP") { continue; }  // measured above
-        if (row.text("parameters").compare(0, 3, "OOM") == 0) { time = row.text("parameters"); }
-        if (TableRow all = waits && name == "FSDP" ? row_of(*waits, {{"unit", "all"}}) : TableRow()) {
-            exposed = strprintf("%.2f", all.number("wait (ms)") + all.number("wait in backward (ms)"));
-        }
-        ways.push_back({name, row, time, exposed});
+        TableRow all = waits && name == "FSDP" ? row_of(*waits, {{"unit", "all"}}) : TableRow();
+        double exposed =
+            all.number("wait (ms)") + all.number("wait in backward (ms)") + all.number("wait for gradients (ms)");
+        ways.push_back({name, memory.compare(0, 3, "OOM") == 0 ? memory : row.text("step (ms)"),
+                        std::isnan(exposed) ? "" : strprintf("%.2f", exposed)});
     }
     return ways;
 }
 
 static void scaling_rows(Table& table, const char* kind, const Plan& p, const std::vector<Group>& groups) {
-    double one = NAN;  // tokens per second of the fastest way on one rank
+    auto rate_of = [&](const Group& g, const MeasuredWay& way) {  // tokens per second; NAN: it did not run
+        double ms = strtod(way.time.c_str(), nullptr);
+        return ms > 0 ? 1e3 * g.ranks * g.batch_size * p.o.context_length / ms : NAN;
+    };
+    double one = NAN;  // of the fastest way on one rank
     for (const Group& g : groups) {
-        for (const Way& way : ways_of(g)) {
-            double ms = strtod(way.time.c_str(), nullptr);  // 0: out of memory
-            double rate = ms > 0 ? 1e3 * g.ranks * g.batch_size * p.o.context_length / ms : NAN;
-            if (g.ranks == 1 && !(rate <= one)) { one = rate; }
+        for (const MeasuredWay& way : ways_of(g)) {
+            if (g.ranks == 1) { one = std::fmax(one, rate_of(g, way)); }  // a NAN gives way to a number
         }
     }
+    auto cell = [](const char* format, double x) { return std::isnan(x) ? "" : strprintf(format, x); };
     for (const Group& g : groups) {
-        for (const Way& way : ways_of(g)) {
-            double ms = strtod(way.time.c_str(), nullptr);
-            double rate = 1e3 * g.ranks * g.batch_size * p.o.context_length / ms;
-            auto cell = [&](const char* format, double x) {
-                return ms > 0 && !std::isnan(x) ? strprintf(format, x) : "";
-            };
+        for (const MeasuredWay& way : ways_of(g)) {
+            double rate = rate_of(g, way), times = rate / one;
             table.rows.push_back({kind, std::to_string(g.ranks), way.name, std::to_string(g.batch_size), way.time,
-                                  way.exposed, cell("%.0f", rate), cell("%.2f", rate / one),
-                                  cell("%.1f", 100 * rate / one / g.ranks)});
+                                  way.exposed, cell("%.0f", rate), cell(times < 0.1 ? "%.2g" : "%.2f", times),
+                                  cell("%.1f", 100 * times / g.ranks)});
         }
     }
 }
@@ -111,11 +112,7 @@ static Table bucket_table(const std::vector<Group>& groups) {
         const Table *ddp = table_with(g.ddp, {"ddp_bucketed_benchmarking; "}),
                     *fit = table_with(g.ddp, {"DDP overhead"});
         if (!ddp || !fit) { continue; }
-        std::vector<TableRow> buckets;
-        for (const TableRow& row : rows_of(*ddp)) {
-            if (row.text("Strategy").compare(0, 8, "bucketed") == 0) { buckets.push_back(row); }
-        }
-        TableRow fastest = smallest_of(buckets, "Total Time (ms)");
+        TableRow fastest = smallest_of(buckets_of(*ddp), "Total Time (ms)");
         table.rows.push_back({std::to_string(g.ranks), fastest.text("Strategy"),
                               value_in(*fit, "sqrt(s o w) = ", " MB"), value_in(*fit, "o = ", " us"),
                               value_in(*fit, "w = ", " GB/s")});
@@ -144,7 +141,7 @@ int cmd_scaling(const Options& asked) {
     }
     if (o.ranks.empty()) { fail("scaling: %s", join(left_out, "; ").c_str()); }
     largest.world = o.ranks.back();
-    Plan p = plan_of(o, largest);
+    Plan p = fitting_plan(o, largest, true);
     if (!left_out.empty()) { p.note_smaller("without " + join(left_out, ", ")); }
     p.o.backend = largest.backend;
 
@@ -159,15 +156,21 @@ int cmd_scaling(const Options& asked) {
                 strprintf("no strong scaling on %d ranks, which do not divide %d sequences", n, whole_batch));
         }
     }
+    bool failed = false;
     for (auto* groups : {&weak, &strong}) {
         for (Group& g : *groups) {
-            if (context.plan_only) {
-                cmd_fsdp_accounting(options_of(p, g));  // all ways of DDP take what its first one takes
-            } else if (groups == &strong && g.ranks == weak.back().ranks) {
+            if (groups == &strong && g.ranks == weak.back().ranks) {
                 g = weak.back();  // the same run
+            } else if (context.plan_only) {
+                cmd_ddp_bucketed_benchmarking(options_of(p, g)), cmd_fsdp_accounting(options_of(p, g));
             } else {
-                g.ddp = run_group("ddp_bucketed_benchmarking", words_of(p, g), g);
-                g.fsdp = run_group("fsdp_accounting", words_of(p, g), g);
+                try {
+                    g.ddp = run_group("ddp_bucketed_benchmarking", words_of(p, g), g);
+                    g.fsdp = run_group("fsdp_accounting", words_of(p, g), g);
+                } catch (const Failure& failure) {  // the other groups' tables are worth printing
+                    note("scaling: %s", failure.what());
+                    failed = true;
+                }
             }
         }
     }
@@ -187,5 +190,5 @@ int cmd_scaling(const Options& asked) {
     scaling_rows(table, "weak", p, weak), scaling_rows(table, "strong", p, strong);
     print(table, o.format);
     print(bucket_table(weak), o.format);
-    return 0;
+    return failed;
 }

@@ -209,6 +209,7 @@ struct Plan {
 
 // bench_ddp.cu, for what several ranks run: one model, precision and mode.
 Plan plan_of(const Options& o, const Communicator& c);
+Plan fitting_plan(const Options& o, const Communicator& c, bool split);  // see there
 std::string caption_of(const Plan& p, const Communicator& c, const char* command);
 DType reduced_as(const Options& o);                         // gradients, by --reduce_dtype
 bool fits_everywhere(const Communicator& c, size_t bytes);  // that each rank needs
@@ -227,7 +228,8 @@ struct Attempt {  // a run that may not fit into memory
 const char* name_of(Phase phase);
 // "4 ranks, ", or "" for one: before a row's model.
 std::string ranks_of(const Communicator& c);
-std::string row_of(const ModelConfig& c, int B, int T, Phase phase);  // with context's precision, mode and checkpoint
+std::string row_of(const ModelConfig& c, int B, int T,
+                   Phase phase);  // with context's precision, mode and checkpoint; B: sequences per rank
 
 struct PlannedRow {  // of a command: what it would run
     std::string row;

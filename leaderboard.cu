@@ -208,7 +208,7 @@ static void leaderboard(const Options& o, const Communicator& c) {
     r.needs = planned_peak(c, p);
     double seconds = (p.o.has("warmup") ? 0 : p.o.warmup_time) + (p.o.has("steps") ? 0 : p.o.rep_time);
     double steps = 2 + (p.o.has("warmup") ? p.o.warmup[0] : 0) + (p.o.has("steps") ? p.o.steps : 1);
-    const std::string row = ranks_of(c) + row_of(p.configs[0], p.o.batch_size, p.o.context_length, STEP);
+    const std::string row = ranks_of(c) + row_of(p.configs[0], p.o.batch_size / c.world, p.o.context_length, STEP);
     const bool fits = fits_everywhere(c, r.needs.bytes);
     if (only_planned(row, r.needs, fits, passes_of(c, steps / 2), seconds)) { return; }  // two steps were planned
     if (c.world == 1) {

@@ -211,9 +211,9 @@ static Reader whole(int Options::*field, int low, int high = 1 << 20) {
 static Reader one_whole(std::vector<int> Options::*field, int low) {
     return several(field, strprintf("a whole number from %d to %d", low, 1 << 20), whole_number<int>(low, 1 << 20), 1);
 }
-static Reader wholes(std::vector<int> Options::*field, int low) {
-    return several(field, strprintf("whole numbers from %d to %d, separated by commas", low, 1 << 20),
-                   whole_number<int>(low, 1 << 20));
+static Reader wholes(std::vector<int> Options::*field, int low, int high = 1 << 20) {
+    return several(field, strprintf("whole numbers from %d to %d, separated by commas", low, high),
+                   whole_number<int>(low, high));
 }
 
 static Reader head_size() {
@@ -494,12 +494,14 @@ static std::vector<Option> options_of_ranks() {
          "backwards per step, each with its part of the batch", "1"},
         {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs",
          "2"},
-        {"ranks", "nproc", wholes(&Options::ranks, 1),
+        {"ranks", "nproc", wholes(&Options::ranks, 1, 64),
          "numbers of ranks to compare; those that cannot be here are left out", "1,2,4,8"},
         {"leaderboard_nproc", "nproc", whole(&Options::nproc, 1, 64),
          "ranks (processes) to start; by default 2 where there are two GPUs, else 1"},
         {"group_nproc", "nproc", whole(&Options::nproc, 1, 64),
-         "ranks of the one group to measure; groups of 2, 4 and 6 where neither this nor --backend is given", "2"},
+         "ranks of the one group to measure; groups of 2, 4 and 6 (on 8 GPUs also 8) where neither this nor --backend "
+         "is given",
+         "2"},
         {"backend", "backend", name(&Options::backend, {"auto", "nccl", "gloo"}),
          "of the collectives; auto takes nccl where every rank has a GPU", "auto"},
         {"reduce_dtype", "reduce_dtype", name(&Options::reduce_dtype, {"fp32", "bf16"}),

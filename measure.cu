@@ -973,7 +973,7 @@ int EndSignals::seen() { return end_signal; }
 static char unfinished[4][PATH_MAX];
 static volatile sig_atomic_t unfinished_files = 0;
 static const int FATAL_SIGNALS[] = {SIGINT, SIGTERM, SIGHUP, SIGUSR1};  // the last one is launch_ranks'
-static struct sigaction before_unfinished[4];
+static struct sigaction before_unfinished[std::size(FATAL_SIGNALS)];
 
 void remove_unfinished_files() {
     for (int i = 0; i < unfinished_files; i++) { unlink(unfinished[i]); }
@@ -991,7 +991,7 @@ Unfinished::Unfinished(const std::string& path) {
     struct sigaction action = {};
     action.sa_handler = remove_unfinished;
     action.sa_flags = (int)SA_RESETHAND;
-    for (int i = 0; i < 4; i++) {
+    for (size_t i = 0; i < std::size(FATAL_SIGNALS); i++) {
         sigaction(FATAL_SIGNALS[i], nullptr, &before_unfinished[i]);
         if (before_unfinished[i].sa_handler == SIG_DFL) { sigaction(FATAL_SIGNALS[i], &action, nullptr); }
     }
@@ -999,7 +999,9 @@ Unfinished::Unfinished(const std::string& path) {
 Unfinished::~Unfinished() {
     unlink(unfinished[unfinished_files - 1]);  // gone already where it took its final name
     if (--unfinished_files > 0) { return; }
-    for (int i = 0; i < 4; i++) { sigaction(FATAL_SIGNALS[i], &before_unfinished[i], nullptr); }
+    for (size_t i = 0; i < std::size(FATAL_SIGNALS); i++) {
+        sigaction(FATAL_SIGNALS[i], &before_unfinished[i], nullptr);
+    }
 }
 
 std::string real_name(const std::string& path) {

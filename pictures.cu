@@ -107,9 +107,11 @@ static std::vector<Chart> scaling_charts(const Table& table) {
     for (const char* kind : {"weak", "strong"}) {
         Chart chart{Chart::LINES, std::string(kind) + " scaling", "ranks", "speed-up over one rank", {}, {}, {}, true,
                     true};
-        chart.missing = "OOM";
         chart.series.push_back({"linear", {}, true});
+        bool any = false;  // else there is no step on one rank to compare with
         for (const TableRow& row : rows_of(table, {{"Scaling", kind}})) {
+            any = any || !std::isnan(row.number("speed-up"));
+            if (row.text("step (ms)").compare(0, 3, "OOM") == 0) { chart.missing = "OOM"; }
             const double n = row.number("Ranks");
             if (chart.x.empty() || chart.x.back() != n) { chart.x.push_back(n), chart.series[0].y.push_back(n); }
             auto line = std::find_if(chart.series.begin(), chart.series.end(),
@@ -119,7 +121,7 @@ static std::vector<Chart> scaling_charts(const Table& table) {
             line->y.push_back(row.number("speed-up"));
         }
         for (Series& s : chart.series) { s.y.resize(chart.x.size(), NAN); }
-        charts.push_back(chart);
+        if (any) { charts.push_back(chart); }
     }
     return charts;
 }
@@ -139,7 +141,8 @@ std::string picture_of(const std::string& command, const Tables& tables) {
         {"scaling", "scaling: size", "Data parallel training: speed-up against the number of ranks", scaling_charts}};
     for (const Picture& p : pictures) {
         const Table* table = p.command == command ? table_with(tables, {p.caption}) : nullptr;
-        if (table) { return draw(p.title, table->caption, p.charts(*table)); }
+        const std::vector<Chart> charts = table ? p.charts(*table) : std::vector<Chart>();
+        if (!charts.empty()) { return draw(p.title, table->caption, charts); }
     }
     return "";
 }

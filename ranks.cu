@@ -203,8 +203,9 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, bool finish) 
             }
             alive[r] = 0, left--;
             if (first || code == 0) { code = ended_with; }
-            if (first) {                      // a rank removes what it has half written, also a stopped rank
-                send_to_all(alive, SIGUSR1);  // no EndSignals takes this for a wish of the user
+            if (first) {
+                // A rank removes what it has half written, also a stopped rank; no EndSignals takes this for a wish.
+                send_to_all(alive, SIGUSR1);
                 send_to_all(alive, SIGCONT);
                 kill_at = std::min(kill_at, now_ms() + 100);
             }

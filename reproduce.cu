@@ -216,7 +216,7 @@ static Experiment experiment_of(const Words& words, const Options& how, const Co
         usage_error("a block's command writes no files");
     }
     bool ranks = asked.gpus == 2 || o.nproc > 1, gloo = o.backend == "gloo";
-    int gpus = cuda_devices(), n = o.nproc;
+    int gpus = cuda_devices(), n = o.ranks.empty() ? o.nproc : *std::max_element(o.ranks.begin(), o.ranks.end());
     int needs = o.device == "cpu" ? 0 : ranks ? (gloo ? 1 : n) : asked.gpus;
     Experiment e;
     e.id = asked.id, e.section = asked.section;

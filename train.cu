@@ -681,10 +681,9 @@ static int train(const Options& typed, const Communicator& ranks) {
 
     const int rows = o.batch_size / (ranks.world * o.grad_accumulation);  // of a rank's backward
     if (context.plan_only) {  // all on each rank, without what a --strategy saves
-        Attempt attempt;
-        attempt.needs = predicted_peak(c, rows, o.context_length, STEP, o.grad_accumulation);
-        attempt.run(ranks_of(ranks) + row_of(c, o.batch_size, o.context_length, STEP), passes_of(ranks, o.steps),
-                    [] {});
+        const Prediction needs = predicted_peak(c, rows, o.context_length, STEP, o.grad_accumulation);
+        only_planned(ranks_of(ranks) + row_of(c, o.batch_size / ranks.world, o.context_length, STEP), needs,
+                     fits_everywhere(ranks, needs.bytes), passes_of(ranks, o.steps));
         return 0;
     }
     std::unique_ptr<Trainer> trainer = make_trainer(ranks, c, o, checkpoint);
@@ -724,9 +723,11 @@ static int train(const Options& typed, const Communicator& ranks) {
                             strprintf("%.0f", memory_use(context.device).peak / 1048576.0)});
     summary.caption = "train: loss in nats per byte";
     if (t.is_first()) { print(summary, o.format); }
+    const int late = run.stopped ? 0 : signal_of_all(t);
     end_signals = nullptr;
-    if (!run.stopped) {
-        if (int late = signal_of_all(t)) { return 128 + late; }  // all is done but the sample
+    if (late) {  // all is done but the sample
+        if (failure) { std::rethrow_exception(failure); }
+        return 128 + late;
     }
     if (o.sample > 0 && !run.stopped) { print_sample(t, text, o); }
     if (failure) { std::rethrow_exception(failure); }

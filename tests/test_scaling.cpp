@@ -47,6 +47,9 @@ TEST_CASE("scaling: answers name the best way, its efficiency and where it waits
     CHECK(has(answers_of("scaling", {table})[0].text, "nothing to compare"));
 }
 TEST_CASE("scaling: its picture has a line for each way, and the linear one") {
+    Table none = eight_gpus();  // no step on one rank
+    for (auto& row : none.rows) { row[7] = ""; }
+    CHECK(picture_of("scaling", {none}) == "");
     std::string svg = picture_of("scaling", {eight_gpus()});
     for (const char* text : {"weak scaling", "strong scaling", "linear", "overlapped", "FSDP", "OOM"}) {
         CHECK_MESSAGE(has(svg, text), text);
@@ -54,14 +57,18 @@ TEST_CASE("scaling: its picture has a line for each way, and the linear one") {
 }
 TEST_CASE("scaling: each group is measured, and a speed-up is over the fastest way on one rank") {
     CHECK(run_cs336({"scaling", "--nproc", "0"}).exit_code == 2);
+    CHECK(run_cs336({"scaling", "--nproc", "1,65"}).exit_code == 2);
     CHECK(run_cs336({"scaling", "--precision", "fp16"}).exit_code == 2);
     Run plan = run_cs336({"scaling", "--plan", "--memory", "80GiB", "--format", "csv"});
-    CHECK(read_csv(plan.out).rows.size() == 2 * 4 * 3 + 1);
+    CHECK(read_csv(plan.out).rows.size() == 7 * 4 + 1);  // strong scaling shares the largest group
     if (!why_not("gloo", CPU, 2).empty()) { return; }
     Run r = run_cs336({"scaling", "--device", "cpu", "--quick", "--nproc", "2,1,2", "--format", "csv"});
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
     Table table = read_csv(r.out);
     CHECK(table.rows.size() == 2 * 2 * 7);
+    Run small_card = run_cs336({"scaling", "--plan", "--memory", "24GiB"});
+    CHECK(has(small_card.out, "size large instead of xl, which does not fit"));
+    CHECK(!has(small_card.out, ", xl, "));
     double best = 0;
     for (const auto& row : table.rows) {
         if (row[0] == "strong" && row[1] == "1") { best = std::max(best, std::stod(row[6])); }

@@ -552,6 +552,18 @@ TEST_CASE("train: a signal after the last step ends all ranks by it, when all is
     CHECK(!has(run.err(), "killed by"));
     CHECK(step_of(run.save) == 3);
 }
+TEST_CASE("train: a signal after the last step does not hide that --save failed") {
+    Going run({"--steps", "3", "--val_fraction", "0.99", "--log_every", "1"}, -1, "measure.cu");
+    run.wait_for_rows(3);
+    const std::string elsewhere = run.folder.path + ".moved";
+    std::filesystem::rename(run.folder.path, elsewhere);
+    kill(run.pid, SIGTERM);
+    CHECK(run.ended(60));
+    std::filesystem::rename(elsewhere, run.folder.path);
+    CHECK(WIFEXITED(run.status));
+    CHECK(WEXITSTATUS(run.status) == 1);
+    CHECK_MESSAGE(has(run.err(), "cannot be written"), run.err());
+}
 TEST_CASE("train: a second signal ends it at once, a repeated first one does not") {
     int ends[2];  // a pipe that nobody reads: the run waits in a row, for ever
     REQUIRE(pipe(ends) == 0);
