@@ -19,6 +19,69 @@
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
+// The reference: one query at a time, by the definition, in fp64. Never optimised: all else is compared with it.
+//   s_j = scale q_i k_j;  L_i = log sum_j exp s_j;  p_j = exp(s_j - L_i);  O_i = sum_j p_j v_j
+//   dp_j = dO_i v_j;  D_i = sum_j p_j dp_j;  ds_j = p_j (dp_j - D_i)
+//   dV_j += p_j dO_i;  dQ_i = scale sum_j ds_j k_j;  dK_j += scale ds_j q_i            (handout, eq. 13-19)
+// All tensors are of type T. The backward is computed where a.dO has data.
+
+template <class T>
+static void attention_reference_cpu(const AttentionArgs& a, int D) {
+    using A = Wide<T>;
+#pragma omp parallel for
+    for (int head = 0; head < a.B * a.H; head++) {
+        int b = head / a.H, h = head % a.H;
+        const T *q = head_of<T>(a.q, b, h), *k = head_of<T>(a.k, b, h), *v = head_of<T>(a.v, b, h);
+        std::vector<double> s(a.Tk), dp(a.Tk), o(D), dQ(D), dK, dV;
+        const T* dO = a.dO.data ? head_of<T>(a.dO, b, h) : nullptr;
+        if (dO) { dK.resize((size_t)a.Tk * D), dV.resize((size_t)a.Tk * D); }
+        for (int i = 0; i < a.Tq; i++) {
+            int n = keys_seen(a.causal, i, a.Tk);
+            double m = -INFINITY, sum = 0, Di = 0;
+            for (int j = 0; j < n; j++) {
+                s[j] = 0;
+                for (int d = 0; d < D; d++) { s[j] += (double)to_acc(q[i * a.q.row + d]) * to_acc(k[j * a.k.row + d]); }
+                s[j] *= a.scale;
+                m = std::max(m, s[j]);
+            }
+            for (int j = 0; j < n; j++) { sum += std::exp(s[j] - m); }
+            double L = m + std::log(sum);
+            a.L[(int64_t)head * a.Tq + i] = (float)L;
+            std::fill(o.begin(), o.end(), 0.0);
+            for (int j = 0; j < n; j++) {
+                s[j] = std::exp(s[j] - L);  // from here on p_j
+                for (int d = 0; d < D; d++) { o[d] += s[j] * to_acc(v[j * a.v.row + d]); }
+            }
+            for (int d = 0; d < D; d++) { from_acc((A)o[d], head_of<T>(a.o, b, h) + i * a.o.row + d); }
+            if (!dO) { continue; }
+            for (int j = 0; j < n; j++) {
+                dp[j] = 0;
+                for (int d = 0; d < D; d++) {
+                    dp[j] += (double)to_acc(dO[i * a.dO.row + d]) * to_acc(v[j * a.v.row + d]);
+                    dV[(size_t)j * D + d] += s[j] * to_acc(dO[i * a.dO.row + d]);
+                }
+                Di += s[j] * dp[j];
+            }
+            std::fill(dQ.begin(), dQ.end(), 0.0);
+            for (int j = 0; j < n; j++) {
+                double ds = s[j] * (dp[j] - Di) * a.scale;
+                for (int d = 0; d < D; d++) {
+                    dQ[d] += ds * to_acc(k[j * a.k.row + d]);
+                    dK[(size_t)j * D + d] += ds * to_acc(q[i * a.q.row + d]);
+                }
+            }
+            for (int d = 0; d < D; d++) { from_acc((A)dQ[d], head_of<T>(a.dq, b, h) + i * a.dq.row + d); }
+        }
+        for (int j = 0; dO && j < a.Tk; j++) {
+            for (int d = 0; d < D; d++) {
+                from_acc((A)dK[(size_t)j * D + d], head_of<T>(a.dk, b, h) + j * a.dk.row + d);
+                from_acc((A)dV[(size_t)j * D + d], head_of<T>(a.dv, b, h) + j * a.dv.row + d);
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Eager: every operation of the handout's model is a kernel and every intermediate an array in memory.
 
 Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L) {
@@ -46,9 +109,9 @@ Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v, bool c
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// softmax: S [R,Tk] becomes P in place, one pass to find each row's maximum and sum together (the sum is rescaled when
-// the maximum grows: "online" softmax), one pass to write. Row r holds query r % Tq; causal rows stop at their own key.
-// Moves 2 elements read and 1 written per entry instead of the eager version's 10.
+// softmax: S [R,Tk] becomes P in place. The loop takes three passes per row. The kernel finds maximum and sum in one
+// (the sum is rescaled when the maximum grows: "online" softmax) and writes in a second. Row r holds query r % Tq;
+// causal rows stop at their own key. The kernel moves 3 elements per entry, eager's 10.
 
 template <class T>
 static void softmax_cpu(T* S, Wide<T>* L, int64_t R, int Tq, int Tk, bool causal) {
@@ -331,102 +394,7 @@ Tensor weighted_sum(const Tensor& x_in, const Tensor& w_in) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The reference: one query at a time, by the definition, in fp64. Never optimised: all else is compared with it.
-//   s_j = scale q_i k_j;  L_i = log sum_j exp s_j;  p_j = exp(s_j - L_i);  O_i = sum_j p_j v_j
-//   dp_j = dO_i v_j;  D_i = sum_j p_j dp_j;  ds_j = p_j (dp_j - D_i)
-//   dV_j += p_j dO_i;  dQ_i = scale sum_j ds_j k_j;  dK_j += scale ds_j q_i            (handout, eq. 13-19)
-// q, k, v and dO are of type T, the results of type Out. The backward is computed where a.dO has data.
-
-template <class T, class Out = T>
-static void attention_reference_cpu(const AttentionArgs& a, int D) {
-    using A = Wide<Out>;
-#pragma omp parallel for
-    for (int head = 0; head < a.B * a.H; head++) {
-        int b = head / a.H, h = head % a.H;
-        const T *q = head_of<T>(a.q, b, h), *k = head_of<T>(a.k, b, h), *v = head_of<T>(a.v, b, h);
-        std::vector<double> s(a.Tk), dp(a.Tk), o(D), dQ(D), dK, dV;
-        const T* dO = a.dO.data ? head_of<T>(a.dO, b, h) : nullptr;
-        if (dO) { dK.resize((size_t)a.Tk * D), dV.resize((size_t)a.Tk * D); }
-        for (int i = 0; i < a.Tq; i++) {
-            int n = keys_seen(a.causal, i, a.Tk);
-            double m = -INFINITY, sum = 0, Di = 0;
-            for (int j = 0; j < n; j++) {
-                s[j] = 0;
-                for (int d = 0; d < D; d++) { s[j] += (double)to_acc(q[i * a.q.row + d]) * to_acc(k[j * a.k.row + d]); }
-                s[j] *= a.scale;
-                m = std::max(m, s[j]);
-            }
-            for (int j = 0; j < n; j++) { sum += std::exp(s[j] - m); }
-            double L = m + std::log(sum);
-            a.L[(int64_t)head * a.Tq + i] = (float)L;
-            std::fill(o.begin(), o.end(), 0.0);
-            for (int j = 0; j < n; j++) {
-                s[j] = std::exp(s[j] - L);  // from here on p_j
-                for (int d = 0; d < D; d++) { o[d] += s[j] * to_acc(v[j * a.v.row + d]); }
-            }
-            for (int d = 0; d < D; d++) { from_acc((A)o[d], head_of<Out>(a.o, b, h) + i * a.o.row + d); }
-            if (!dO) { continue; }
-            for (int j = 0; j < n; j++) {
-                dp[j] = 0;
-                for (int d = 0; d < D; d++) {
-                    dp[j] += (double)to_acc(dO[i * a.dO.row + d]) * to_acc(v[j * a.v.row + d]);
-                    dV[(size_t)j * D + d] += s[j] * to_acc(dO[i * a.dO.row + d]);
-                }
-                Di += s[j] * dp[j];
-            }
-            std::fill(dQ.begin(), dQ.end(), 0.0);
-            for (int j = 0; j < n; j++) {
-                double ds = s[j] * (dp[j] - Di) * a.scale;
-                for (int d = 0; d < D; d++) {
-                    dQ[d] += ds * to_acc(k[j * a.k.row + d]);
-                    dK[(size_t)j * D + d] += ds * to_acc(q[i * a.q.row + d]);
-                }
-            }
-            for (int d = 0; d < D; d++) { from_acc((A)dQ[d], head_of<Out>(a.dq, b, h) + i * a.dq.row + d); }
-        }
-        for (int j = 0; dO && j < a.Tk; j++) {
-            for (int d = 0; d < D; d++) {
-                from_acc((A)dK[(size_t)j * D + d], head_of<Out>(a.dk, b, h) + j * a.dk.row + d);
-                from_acc((A)dV[(size_t)j * D + d], head_of<Out>(a.dv, b, h) + j * a.dv.row + d);
-            }
-        }
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// FlashAttention-2 (Dao, 2023), the handout's section 1.3.2. Every kernel, here and in other files, cites these
-// numbers.
-//
-// S = Q K^T / sqrt(D) and P = softmax(S) never exist as a whole. Queries are cut into tiles Q_i of Bq rows, keys and
-// values into tiles K_j and V_j of Bk rows; q_tiles and k_tiles are how many there are (the handout's T_q and T_k: here
-// Tq and Tk are the numbers of queries and keys). The first query and key of a tile are q0 and k0.
-//
-// Forward (the handout's algorithm 1). A block of threads owns a tile Q_i, and all K_j and V_j pass. It keeps, for each
-// row, the largest score so far m, the sum l of exp(S - m), and O so far, unnormalised:
-//   1.  S = Q_i K_j^T / sqrt(D)         [Bq,Bk]
-//   2.  m' = max(m, rowmax S)
-//   3.  P = exp(S - m'), shrink = exp(m - m')
-//   4.  l = shrink l + rowsum P
-//   5.  O = shrink O + P V_j
-//   6.  after the last j: O_i = O / l, L_i = m' + log l
-// That is exact: shrink rescales what was summed under a smaller maximum. Memory is O(T), traffic (T/Bq) T D elements
-// instead of T^2.
-//
-// Backward (the handout's algorithm 2). Tiles of S are computed again. Now L is known, so no maximum is needed:
-//   7.  D_i = rowsum(dO_i O_i)          [Tq], once, before all else; equals sum_j P_ij dP_ij; not the head size
-//   8.  S = Q_i K_j^T / sqrt(D), P = exp(S - L_i)
-//   9.  dV_j += P^T dO_i
-//   10. dP = dO_i V_j^T
-//   11. dS = P (dP - D_i)
-//   12. dQ_i += dS K_j / sqrt(D)
-//   13. dK_j += dS^T Q_i / sqrt(D)
-// dK_j and dV_j are sums over the queries, dQ_i is one over the keys: whoever owns a tile of one kind crosses the
-// other.
-
-// On the CPU, in fp32. The reason is the GPU's: a tile of S fits into a core's cache, all of S does not fit anywhere.
-// Causal tiles above the diagonal are skipped, so half of the products disappear, which the versions above cannot do.
-
-constexpr int CPU_BQ = 64, CPU_BK = 128;  // with D = 64: Q, K, V, S and O tiles take 128 KiB
+// What the CPU's tiles compute with, below: a small product, and e^x.
 
 // C = alpha op(A) op(B) + beta C; C is [M,N]. By one thread: the loops around it are the parallel ones.
 static void tile_product(float* C, int64_t ldc, const float* A, int64_t lda, bool ta, const float* B, int64_t ldb,
@@ -464,6 +432,41 @@ static inline float exp_negative(float x) {
     memcpy(&power, &bits, 4);
     return p * power;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// FlashAttention-2 (Dao, 2023), the handout's section 1.3.2. Every kernel, here and in other files, cites these
+// numbers.
+//
+// S = Q K^T / sqrt(D) and P = softmax(S) never exist as a whole. Queries are cut into tiles Q_i of Bq rows, keys and
+// values into tiles K_j and V_j of Bk rows; q_tiles and k_tiles are how many there are (the handout's T_q and T_k: here
+// Tq and Tk are the numbers of queries and keys). The first query and key of a tile are q0 and k0.
+//
+// Forward (the handout's algorithm 1). A block of threads owns a tile Q_i, and all K_j and V_j pass. It keeps, for each
+// row, the largest score so far m, the sum l of exp(S - m), and O so far, unnormalised:
+//   1.  S = Q_i K_j^T / sqrt(D)         [Bq,Bk]
+//   2.  m' = max(m, rowmax S)
+//   3.  P = exp(S - m'), not normalised before step 6; shrink = exp(m - m')
+//   4.  l = shrink l + rowsum P
+//   5.  O = shrink O + P V_j, m = m'
+//   6.  after the last j: O_i = O / l, L_i = m + log l
+// That is exact: shrink rescales what was summed under a smaller maximum. Memory is O(T), traffic 2 T^2 D / Bq
+// elements (K and V once per tile of queries); eager's softmax alone moves 10 T^2.
+//
+// Backward (the handout's algorithm 2). Tiles of S are computed again. Now L is known, so no maximum is needed:
+//   7.  D_i = rowsum(dO_i O_i)          [Tq], "delta" in the code; once, before all else; equals sum_j P_ij dP_ij
+//   8.  S = Q_i K_j^T / sqrt(D), P = exp(S - L_i)
+//   9.  dV_j += P^T dO_i
+//   10. dP = dO_i V_j^T
+//   11. dS = P (dP - D_i)
+//   12. dQ_i += dS K_j / sqrt(D)
+//   13. dK_j += dS^T Q_i / sqrt(D)
+// dK_j and dV_j are sums over the queries, dQ_i is one over the keys: whoever owns a tile of one kind crosses the
+// other.
+
+// On the CPU, in fp32. The reason is the GPU's: a tile of S fits into a core's cache, all of S does not fit anywhere.
+// Causal tiles above the diagonal are skipped, so half of the products disappear, which the versions above cannot do.
+
+constexpr int CPU_BQ = 64, CPU_BK = 128;  // with D = 64: Q, K, V, S and O tiles take 128 KiB
 
 // Queries [q0, q0 + M) of one head: O and L. S is a tile of scratch.
 static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int q0, float* S, float* O) {
@@ -547,7 +550,7 @@ static void flash_backward_tile_cpu(const AttentionArgs& a, int D, int head, int
     }
 }
 // A thread works on a slice of a head: every `slices`-th key tile of it, which also evens out the causal triangle. dQ
-// crosses key tiles, so each slice has a dQ of its own and they are added up at the end: deterministic, and O(S).
+// crosses key tiles, so each slice has a dQ of its own and they are added up at the end: deterministic, and O(T).
 static void flash_backward_cpu(const AttentionArgs& a, int D) {
     one_blas_thread();
     int64_t heads = (int64_t)a.B * a.H, rows = heads * a.Tq, tiles = (a.Tk + CPU_BK - 1) / CPU_BK;
@@ -586,11 +589,11 @@ static void flash_backward_cpu(const AttentionArgs& a, int D) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The same on a GPU, as simply as it goes: flash_v1. A block owns a tile of 32 rows (of Q; for dK and dV of K and V)
 // and has a warp for each. The warp's lanes hold that row's columns in registers: columns lane, lane + 32, ... Tiles of
-// 32 rows of the other side pass through shared memory; a warp's lanes are then that tile's 32 rows. All sums are fp32.
+// 32 rows of the other side pass through shared memory; in a product, lane j takes the tile's row j. All sums are fp32.
 //
 // It runs on every card since sm_75. What it leaves to faster kernels: a product here reads one number from shared
-// memory and one from another lane for each multiplication, so the multipliers wait most of the time; the tensor cores
-// stand idle; nothing is copied while something is computed.
+// memory for each multiplication, and up to one from another lane, so the multipliers wait most of the time; the tensor
+// cores stand idle; nothing is copied while something is computed.
 
 #ifdef __CUDACC__
 constexpr int V1_TILE = WARP, V1_D = 128, V1_COLUMNS = V1_D / WARP;
@@ -645,7 +648,7 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_forward_kernel(Atte
     int head = blockIdx.x, b = head / a.H, h = head % a.H, q0 = blockIdx.y * V1_TILE, i = q0 + threadIdx.y;
     V1Row q, O = {};
     v1_load(q, head_of<const T>(a.q, b, h), a.q.row, i, a.Tq, D);
-    float m = -INFINITY, l = 0;
+    float m = -INFINITY, l = 0;  // finite after the first tile: every query sees key 0
     int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
     for (int k0 = 0; k0 < keys; k0 += V1_TILE) {
         __syncthreads();  // all warps have read the tiles of the turn before
@@ -832,7 +835,7 @@ const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {
     return *impl;
 }
 
-// The kernels read rows of D neighbours in 16-byte pieces; anything else is copied first.
+// Faster kernels read rows of D neighbours in 16-byte pieces; anything else is copied first.
 static Tensor readable(const Tensor& t) {
     bool ok = t.stride[3] == 1 && (uintptr_t)t.data % 16 == 0;
     for (int d = 0; d < 3; d++) { ok = ok && (t.shape[d] == 1 || t.stride[d] * size_of(t.dtype) % 16 == 0); }
@@ -852,16 +855,7 @@ static Tensor flash(const AttentionImpl& impl, const Tensor& q_in, const Tensor&
     Range range("attention");
     Tensor q = readable(autocast_operand(q_in)), k = readable(autocast_operand(k_in)),
            v = readable(autocast_operand(v_in));
-    AttentionTensors t{q,
-                       k,
-                       v,
-                       empty(q.shape, q.dtype),
-                       empty({q.dim(0), q.dim(1), q.dim(2)}, F32),
-                       Tensor(),
-                       Tensor(),
-                       Tensor(),
-                       Tensor(),
-                       causal};
+    AttentionTensors t{q, k, v, empty(q.shape, q.dtype), empty({q.dim(0), q.dim(1), q.dim(2)}, F32), causal};
     run_forward(impl, t);
     if (L) { *L = t.L; }
     Tensor o = t.o;
@@ -904,16 +898,8 @@ Tensor flash_self_attention(const Tensor& qkv, int H) {
     int64_t B = qkv.dim(0), T = qkv.dim(1), C = qkv.dim(2) / 3;
     const AttentionImpl& impl = require_flash(qkv.device(), qkv.dtype, C / H);
     Tensor o = empty({B, T, C}, qkv.dtype), L = empty({B, H, T}, F32);
-    AttentionTensors t{heads_view(qkv, 0, 3, H),
-                       heads_view(qkv, 1, 3, H),
-                       heads_view(qkv, 2, 3, H),
-                       heads_view(o, 0, 1, H),
-                       L,
-                       Tensor(),
-                       Tensor(),
-                       Tensor(),
-                       Tensor(),
-                       true};
+    Tensor q = heads_view(qkv, 0, 3, H), k = heads_view(qkv, 1, 3, H), v = heads_view(qkv, 2, 3, H);
+    AttentionTensors t{q, k, v, heads_view(o, 0, 1, H), L, true};
     run_forward(impl, t);
     record(o, {qkv}, [t, H, &impl, g = qkv.gradient](const Tensor& dO) {
         AttentionTensors b = t;

@@ -71,6 +71,7 @@ std::string picture_of(const std::string& command, const std::vector<Table>& tab
 // nsys_profile (e): softmax's share of the time and of the FLOPs of softmax and the two products, against S; a panel
 // for each size, precision and mode.
 std::vector<Chart> softmax_charts(const std::vector<Table>& tables);
+std::string alignment_picture();  // mixed_precision_accumulation: 1000 + 0.01 in fp32, fp16 and bf16
 
 // ---------------------------------------------------------------------------------------------------------------------
 // profile.cu: what a trace says
@@ -186,6 +187,11 @@ struct Options {
 std::vector<ModelConfig> configs_of(const Options& o);  // what --d_model, --d_ff, ... name, else --size; checked
 std::string vocabulary_of(const std::vector<ModelConfig>& configs);  // theirs, for a caption
 std::string size_option(const ModelConfig& c);  // what --size calls it in its edition: "xl" of "xl (2026)"
+Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
+void check_mode(const ModelConfig& c, Mode mode, Precision precision);  // usage_error if context.device cannot run it
+// "flash"; with --recompute, --checkpoint and --head_chunk "flash, recompute, checkpoint 4, head chunk 2048"
+std::string caption_of(Mode mode);
+std::string name_of_checkpoint(int checkpoint);  // "4", "ffn", "ffn:4", "half", "halves", "nested"
 // The mode `name`, checked. The default, flash, becomes fused where this head size and precision have none.
 Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, Precision precision);
 

@@ -1,5 +1,5 @@
-// cs336.h: the map. Every type and function that crosses a file, in the order in which the files build on each other
-// (what only the experiments share is in commands.h):
+// cs336.h: the map. Every type and function that crosses a file, roughly in the order in which the files build on each
+// other (what only the experiments share is in commands.h):
 //   measure.cu      errors, devices, memory, timing: the instruments
 //   table.cu        tables and answers on stdout
 //   trace.cu        named ranges, and a trace of what ran in them
@@ -17,13 +17,13 @@
 //   bench_attention.cu  the experiments with attention
 //   train.cu        `train` on a text, `model` on your weights
 //   plot.cu         charts as SVG
-//   pictures.cu     which of them follow from a command's tables
+//   pictures.cu     which of them follow from a command's tables; answers.cu, answers_*.cu: the answers that do
 //   profile.cu      section 1.1.4: which kernels a step spends its time in, trace files
 //   memory.cu       section 1.1.6: where a step's memory goes
 //   store.cu        how several processes find each other, and which of them lives
 //   ranks.cu        several processes, NCCL and Gloo
 //   ddp.cu          sections 2.2 to 3: data parallel training, the sharded optimizer
-//   bench_ddp.cu, bench_fsdp.cu    the experiments with several ranks
+//   bench_ddp.cu, bench_fsdp.cu, bench_scaling.cu  the experiments with several ranks
 //   accounting.cu   section 2.4: arithmetic alone
 //   calcs.cu        the 2026 handout's section 8: arithmetic alone
 //   where.cu        `where`: from a topic to the lines of its formula, loop and kernels
@@ -32,7 +32,8 @@
 //
 // Letters, here and in every file:
 //   B batch, T positions (context length; the handout's S), C model width d_model, H heads, D head size (C/H),
-//   F width of the feed-forward (d_ff), V vocabulary, L layers, N rows (usually B*T).
+//   F width of the feed-forward (d_ff), V vocabulary, L layers (in attention: the logsumexp), N rows (usually B*T; in
+//   ddp.cu: ranks). A template's T is an element's type, and its W a pack's width.
 //   dx is the gradient of the loss with respect to x. Shapes are row-major, the last index runs fastest.
 #pragma once
 #include <algorithm>
@@ -111,7 +112,7 @@ struct AddRow {
 // on META tells how much memory it would take.
 enum Device { CPU, CUDA, META };
 enum DType { F32, F16, BF16, F64, I32, U8 };  // F64 on the CPU only: finite differences need it
-enum Mode { EAGER, FUSED, FLASH };            // one kernel per operation | hand-fused kernels
+enum Mode { EAGER, FUSED, FLASH };  // one kernel per operation | hand-fused kernels | fused, with FlashAttention
 // PURE_BF16: the weights, their gradients and AdamW's moments, too, are bf16, and so is the residual stream.
 enum Precision { FP32, TF32, PREC_BF16, PREC_FP16, PREC_PURE_BF16 };
 
@@ -402,7 +403,8 @@ float bf16_to_float(uint16_t bits);
 uint16_t float_to_bf16(float x);
 float fp16_to_float(uint16_t bits);
 uint16_t float_to_fp16(float x);
-float round_to_tf32(float x);  // 10 explicit mantissa bits, as tensor cores see an fp32 operand in tf32 mode
+float round_to_tf32(float x);          // 10 explicit mantissa bits, as tensor cores see an fp32 operand in tf32 mode
+float rounded(float x, DType format);  // to fp32, fp16 or bf16
 
 // n numbers on the CPU, from one format to another, by all threads.
 void convert(void* to, DType to_type, const void* from, DType from_type, int64_t n);
@@ -486,7 +488,7 @@ std::vector<double> to_doubles(const Tensor& t);
 
 template <class T>
 using Wide = decltype(to_acc(T()));  // the type that arithmetic on T runs in: float, or double for F64
-// Runs f(T()) with the C++ type of a floating dtype.
+// Runs f(zero) with a zero of the floating dtype's C++ type: f only takes its type, decltype(zero).
 template <class Fn>
 void with_type(DType t, Fn f) {
     switch (t) {
@@ -532,8 +534,8 @@ std::string to_string(const Comparison& c);
 struct Gradient {
     DType dtype;  // of the tensor that it belongs to, and its shape
     Shape shape;
-    // Null until something was added, but where it is a view into a flat buffer. A parameter's is 16-bit where
-    // low_precision stands for the parameter, or where that buffer is.
+    // Null until something is added, unless it is a view into a flat buffer. Outside mode eager a parameter's is 16-bit
+    // where low_precision is set, or where that buffer is.
     Tensor value;
     bool is_parameter = false;          // then it stays after backward ...
     bool filled = false;                // ... and this says that it holds something
@@ -697,9 +699,9 @@ void weighted_sum_forward(const Tensor& y, const Tensor& x, const Tensor& w);
 void weighted_sum_backward(const Tensor& dx, const Tensor& dw, const Tensor& dy, const Tensor& x, const Tensor& w);
 
 struct AttentionTensors {
-    Tensor q, k, v, o, L;   // as above
-    Tensor dO, dq, dk, dv;  // backward only
+    Tensor q, k, v, o, L;  // as above
     bool causal;
+    Tensor dO{}, dq{}, dk{}, dv{};  // backward only
 };
 // How a loop or kernel sees a [B,H,T,D] tensor: element (b,h,t,d) is at data[b*batch + h*head + t*row + d].
 struct Heads {
@@ -784,7 +786,7 @@ struct Model {
     const struct WeightForm* form = nullptr;  // in which `weights` are; null: each as it is
     Tensor embedding, ln_final, lm_head;
     std::vector<Layer> layers;
-    std::vector<Tensor> slots;  // every tensor with a gradient slot, joined ones included
+    std::vector<Tensor> slots;  // every tensor with a Gradient: each parameter's, and the joined qkv and w13
     Tensor rope;                // [T,D]: cos and sin of each pair's angle, interleaved
     int step = 0;               // optimizer steps taken
     // FSDP's hooks, else null: called before the ops of a unit, in forward and again in backward.
@@ -828,8 +830,8 @@ enum Checkpointing {
     CHECKPOINT_NESTED = -3,  // all blocks but the last are one, and within it all but the last
     CHECKPOINT_SOME_FFN = -(1 << 21),  // plus n: the feed-forward of the first n blocks
 };
-constexpr int MAX_CHECKPOINT = 1 << 20;          // blocks
-std::string name_of_checkpoint(int checkpoint);  // "4", "ffn", "ffn:4", "half", "halves", "nested"
+constexpr int MAX_CHECKPOINT = 1 << 20;       // blocks
+int checkpointed_ffns(const ModelConfig& c);  // how many blocks' feed-forwards context.checkpoint runs again
 
 // The ops of layers.cu, in the order of the forward pass; each runs in context.mode.
 // *x += delta (if any); returns rmsnorm(*x). x, delta and the result [B,T,C], weight [C].
@@ -937,11 +939,7 @@ void run_phase(
     int k = 0, int parts = 1);
 // In context's mode and precision; B: of a part.
 Prediction predicted_peak(const ModelConfig& c, int B, int T, Phase phase, int parts = 1);
-float loss_scale_of(const LossScaler& scaler);                 // 1 unless the precision is fp16
-Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
-void check_mode(const ModelConfig& c, Mode mode, Precision precision);  // usage_error if context.device cannot run it
-// "flash"; with --recompute, --checkpoint and --head_chunk "flash, recompute, checkpoint 4, head chunk 2048"
-std::string caption_of(Mode mode);
+float loss_scale_of(const LossScaler& scaler);  // 1 unless the precision is fp16
 
 // ---------------------------------------------------------------------------------------------------------------------
 // store.cu: keys and values that rank 0 serves over TCP. Deadlines are in ms, as now_ms() counts; INFINITY: none.

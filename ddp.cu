@@ -163,8 +163,8 @@ void optimizer_step(Optimizer& o, float gradient_scale) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// FSDP (Zhao et al., 2023; ZeRO-3; the 2026 handout): the weights are sharded, too. Of each unit (the embedding, a
-// block, the head) a rank keeps 1/N of the elements with their gradients and moments, in fp32 or, in pure bf16, all in
+// FSDP (Zhao et al., 2023; ZeRO-3; the 2026 handout): the weights are sharded, too. A rank keeps
+// 1/N of each unit (the embedding, a block, the head) with its gradients and moments, in fp32 or, in pure bf16, in
 // bf16. Norms are replicated.
 //   forward    compute unit i, gather unit i + 1 beside it
 //   backward   compute unit i, gather unit i - 1 and reduce-scatter unit i + 1's gradients beside it

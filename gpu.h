@@ -43,7 +43,7 @@ __device__ inline float block_sum(float x) { return over_block<warp_sum>(x, 0); 
 __device__ inline float block_max(float x) { return over_block<warp_max>(x, -INFINITY); }
 
 // For kernels that are bound by memory: one block takes a row, and a thread W neighbours of it at a time, by accesses
-// of 16 bytes (the most that one instruction moves), where a load of each element would move 2 or 4.
+// of 16 bytes, where a load of each element would move 2 or 4. To read one, take W = 1: then a pack is an element.
 template <class T, int W>
 struct alignas(W * sizeof(T) < 16 ? W * sizeof(T) : 16) Pack {
     T x[W];
@@ -67,7 +67,7 @@ void with_packs(DType dtype, int64_t n, const std::vector<const void*>& addresse
         fits ? f(zero, std::integral_constant<int, W>()) : f(zero, std::integral_constant<int, least>());
     });
 }
-constexpr int PACK_THREADS = 640;  // at most; a row of any of the handout's widths is then one pack a thread
+constexpr int PACK_THREADS = 640;  // at most; a row of d_model 2560 in fp32 is one pack per thread
 // For a row of so many packs: each thread takes the same number of them, as far as whole warps allow.
 inline int threads_for(int64_t packs) { return WARP * ceil_div(packs, WARP * ceil_div(packs, PACK_THREADS)); }
 #endif

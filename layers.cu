@@ -233,7 +233,8 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
         });
     }
 #endif
-    auto dx_low = std::make_shared<Tensor>();  // delta's gradient, written along with dx
+    auto dx_low =
+        std::make_shared<Tensor>();  // delta's gradient: y's step, which backward runs first, fills it for x's
     if (delta) {
         record(x, {x_in, delta}, [dx_low, gx = x_in.gradient, gd = delta.gradient](const Tensor& dx) {
             add_gradient(gx, dx);
@@ -582,7 +583,7 @@ static void cross_entropy_cpu(Wide<T>* loss, Wide<T>* lse, const T* logits, cons
         loss[n] = lse[n] - to_acc(l[targets[n]]);
     }
 }
-// Of `rows` rows; N: over how many the loss is the mean.
+// For these rows; the loss is the mean over N.
 template <class T>
 static void cross_entropy_backward_cpu(T* dl, const T* l, const Wide<T>* lse, const int* targets, Wide<T> dloss,
                                        int64_t rows, int64_t N, int64_t V) {
@@ -686,11 +687,11 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
     return loss;
 }
 
-// The same from y [N,C], by the head W [V,C], whose logits y W^T are most of a step's memory where V is large: they are
-// made a chunk of rows at a time. Forward computes the gradients of a chunk at once,
-//   dy = dl W,  dW += dl^T y      with dl for dloss = 1,
+// The same from x [N,C] (y, as products take it) and the head w [V,C]. Where V is large, the logits x w^T are most of a
+// step's memory, so they are made a chunk of rows at a time. Forward computes the gradients of a chunk at once,
+//   dx = dl w,  dW += dl^T x      with dl for dloss = 1,
 // and backward scales them. dW adds up in fp32, so a 16-bit gradient is rounded once. fp16 would need the loss scale
-// before: dl is about 1/N, less than it can hold.
+// before: dl is mostly about 1/(N V), less than it can hold.
 Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, int64_t chunk) {
     Range range("head and loss");
     int64_t V = head.dim(0), C = head.dim(1), N = y.size() / C;

@@ -8,196 +8,10 @@
 #include <algorithm>
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Where a model's gradients lie: in their arena, whose padding holds zeros, or one by one as backward left them.
-
-static int64_t offset_of(const Model& model, const Tensor& slot) {  // in elements
-    return (slot.data - model.weights.data) / (int64_t)size_of(slot.dtype);
-}
-static std::vector<FlatGradient> flat_gradients(const Model& model) {
-    int64_t all = 0, filled = 0;  // fused mode fills the joined slots instead of the single ones that they cover
-    std::vector<FlatGradient> gradients;
-    for (const Parameter& p : model.parameters) { all += count(p.shape); }
-    for (const Tensor& t : model.slots) {
-        if (!t.gradient->filled) { continue; }
-        filled += t.size();
-        gradients.push_back({t.gradient->value, offset_of(model, t)});
-    }
-    if (filled != all) { fail("gradients of %ld of %ld elements are there", (long)filled, (long)all); }
-    return model.gradients && !model.form ? std::vector<FlatGradient>{{model.gradients, 0}} : gradients;
-}
-
-Tensor gradient_of(const Model& model, const Parameter& p) {
-    for (const Tensor& t : model.slots) {
-        int64_t begin = p.offset - offset_of(model, t);
-        if (t.gradient->filled && begin >= 0 && begin < t.size()) { return view(t.gradient->value, begin, p.shape); }
-    }
-    fail("%s has no gradient", p.name.c_str());
-}
-
-// The gradients' norm, sqrt(sum g^2) over all of them, is for clipping and shows fp16's overflows. The order of the sum
-// is fixed, so the same gradients give the same bits.
-
-#ifdef __CUDACC__
-constexpr int NORM_BLOCKS = 1024;
-template <class T>
-__global__ void square_sum_kernel(double* partial, const T* g, int64_t n) {
-    float sum = 0;
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
-        float x = to_acc(g[i]);
-        sum += x * x;
-    }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) { partial[blockIdx.x] = sum; }
-}
-#endif
-double square_sum(const std::vector<FlatGradient>& gradients) {
-    if (context.device == META) { return 1; }
-    double sum = 0;
-#ifdef __CUDACC__
-    if (context.device == CUDA) {
-        auto blocks_of = [](const Tensor& g) { return std::min(NORM_BLOCKS, ceil_div(g.size(), 1024)); };
-        int64_t blocks = 0;
-        for (const FlatGradient& one : gradients) { blocks += blocks_of(one.g); }
-        Tensor partial = empty({blocks}, F64, WORKSPACE);
-        double* next = partial.as<double>();
-        for (const FlatGradient& one : gradients) {
-            const Tensor& g = one.g;
-            with_gpu_type(g.dtype, [&](auto zero) {
-                square_sum_kernel<<<blocks_of(g), 256, 0, stream()>>>(next, g.as<decltype(zero)>(), g.size());
-                LAUNCH_CHECK();
-            });
-            next += blocks_of(g);
-        }
-        for (double s : to_doubles(partial)) { sum += s; }
-        return sum;
-    }
-#endif
-    constexpr int64_t CHUNK = 1 << 16;  // fixed chunks: the result does not depend on the number of threads
-    for (const FlatGradient& one : gradients) {
-        int64_t n = one.g.size();
-        std::vector<double> partial((n + CHUNK - 1) / CHUNK);
-        with_type(one.g.dtype, [&](auto zero) {
-            const auto* g = one.g.as<decltype(zero)>();
-#pragma omp parallel for
-            for (size_t k = 0; k < partial.size(); k++) {
-                for (int64_t i = k * CHUNK; i < std::min<int64_t>(n, (k + 1) * CHUNK); i++) {
-                    partial[k] += (double)to_acc(g[i]) * to_acc(g[i]);
-                }
-            }
-        });
-        for (double s : partial) { sum += s; }
-    }
-    return sum;
-}
-double gradient_norm(const Model& model) {
-    Range range("gradient norm");
-    return sqrt(square_sum(flat_gradients(model)));
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// AdamW (Loshchilov and Hutter, 2019; the handout's order), t = 1, 2, ...:
-//   p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
-//   p -= lr sqrt(1 - b2^t)/(1 - b1^t) m / (sqrt(v) + eps)
-// Op by op that is 13 kernels for every parameter tensor; fused it is one: of fp32 p, m and v each is read and written
-// once, 24 bytes per parameter, and g read (2 or 4). In pure bf16 that is 14 in all.
-
-#ifdef __CUDACC__
-template <class P, class G>
-__global__ void adamw_kernel(P* p, const G* g, P* m, P* v, int64_t n, AdamWScalars s) {
-    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (i < n) { adamw_stored(p + i, g[i], m + i, v + i, s); }
-}
-static void adamw_cuda(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
-                       AdamWScalars s) {
-    for (const FlatGradient& one : gradients) {
-        int64_t n = one.g.size(), at = one.offset;
-        if (n == 0) { continue; }
-        with_gpu_type(one.g.dtype, [&](auto zero) {
-            auto launch = [&](auto p_zero) {
-                using P = decltype(p_zero);
-                adamw_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(p.as<P>() + at, one.g.as<decltype(zero)>(),
-                                                                     m.as<P>() + at, v.as<P>() + at, n, s);
-                LAUNCH_CHECK();
-            };
-            p.dtype == BF16 ? launch(bf16()) : launch(float());
-        });
-    }
-}
-static const AddRow<AdamWImpl> cuda_row({"a kernel per tensor", 10, [](Device d) { return d == CUDA; }, adamw_cuda});
-#endif
-static void adamw_cpu(const Tensor& p_all, const std::vector<FlatGradient>& gradients, const Tensor& m_all,
-                      const Tensor& v_all, AdamWScalars s) {
-    for (const FlatGradient& one : gradients) {
-        with_type(one.g.dtype, [&](auto g_zero) {
-            with_type(p_all.dtype, [&](auto p_zero) {
-                using P = decltype(p_zero);
-                const auto* g = one.g.as<decltype(g_zero)>();
-                P *p = p_all.as<P>() + one.offset, *m = m_all.as<P>() + one.offset, *v = v_all.as<P>() + one.offset;
-                int64_t n = one.g.size();
-#pragma omp parallel for simd if (n > 16384)
-                for (int64_t i = 0; i < n; i++) { adamw_stored(p + i, g[i], m + i, v + i, s); }
-            });
-        });
-    }
-}
-static const AddRow<AdamWImpl> cpu_row({"loops", 10, [](Device d) { return d == CPU; }, adamw_cpu});
-
-void adamw_flat(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
-                AdamWScalars s) {
-    const auto& rows = table_of<AdamWImpl>();
-    auto row = std::find_if(rows.rbegin(), rows.rend(), [&](const AdamWImpl& r) { return r.takes(p.device()); });
-    if (row != rows.rend()) { row->update(p, gradients, m, v, s); }  // META: none
-}
-static void adamw_eager(const Model& model, AdamWScalars s) {
-    for (const Parameter& parameter : model.parameters) {
-        Tensor p = parameter.weight, m = view(model.m, parameter.offset, p.shape),
-               v = view(model.v, parameter.offset, p.shape);
-        Tensor g = p.gradient->value;
-        if (s.gradient_scale != 1) { g = scale(g, s.gradient_scale); }
-        scale_in_place(p, s.decay);
-        scale_in_place(m, s.beta1);
-        copy_or_add(m, scale(g, 1 - s.beta1), true);
-        scale_in_place(v, s.beta2);
-        copy_or_add(v, scale(square(g), 1 - s.beta2), true);
-        copy_or_add(p, scale(div(m, add_scalar(sqrt(v), s.eps)), -s.step_size), true);
-    }
-}
-static AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale) {
-    double step_size = a.lr * sqrt(1 - pow(a.beta2, t)) / (1 - pow(a.beta1, t));
-    return {1 - a.lr * a.weight_decay, a.beta1, a.beta2, a.eps, (float)step_size, gradient_scale};
-}
-void adamw_update(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
-                  const AdamW& a, int t, float gradient_scale) {
-    Range range("optimizer");
-    adamw_flat(p, gradients, m, v, scalars_of(a, t, gradient_scale));
-}
-void adamw_step(Model& model, const AdamW& a, float gradient_scale) {
-    Range range("optimizer");
-    NoGrad no_grad;
-    std::vector<FlatGradient> gradients = flat_gradients(model);
-    AdamWScalars s = scalars_of(a, ++model.step, gradient_scale);
-    if (context.mode == EAGER) {
-        adamw_eager(model, s);
-    } else if (model.form) {
-        model.form->update(model, gradients, s);
-    } else {
-        adamw_flat(model.weights, gradients, model.m, model.v, s);
-    }
-}
-
-void choose_form(Model& model) {
-    const auto& rows = table_of<WeightForm>();
-    auto row = std::find_if(rows.rbegin(), rows.rend(), [&](const WeightForm& r) { return r.takes(model); });
-    if (!model.form && row != rows.rend()) { row->enter(model), model.form = &*row; }
-}
-void plain_weights(Model& model) {
-    if (model.form) { model.form->leave(model), model.form = nullptr; }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // The model: one arena for the weights, one for each moment and, if make_gradients was called, one for the gradients,
 // all laid out in the order in which backward finishes the gradients, so that "the gradients that are ready" is always
-// a prefix of the arena. Matrices that one product can serve together stand side by side.
+// a prefix of the arena (but for q, k and v, and w1 and w3, in mode eager). Matrices that one product can serve
+// together stand side by side.
 
 const std::vector<ModelConfig> model_sizes = {
     {"small", 768, 3072, 12, 12, 10000},  {"medium", 1024, 4096, 24, 16, 10000},
@@ -225,6 +39,10 @@ void check_config(const ModelConfig& c) {
 constexpr int64_t ARENA_ALIGNMENT = 64;  // elements; 256 bytes of fp32
 
 static int64_t aligned(int64_t offset) { return (offset + ARENA_ALIGNMENT - 1) / ARENA_ALIGNMENT * ARENA_ALIGNMENT; }
+
+static int64_t offset_of(const Model& model, const Tensor& slot) {  // in elements
+    return (slot.data - model.weights.data) / (int64_t)size_of(slot.dtype);
+}
 
 Model lay_out_model(const ModelConfig& c) {
     check_config(c);
@@ -346,7 +164,7 @@ Tensor end_unit(const Model& model, int unit, const Tensor& y) {
     return model.pre_backward ? before_backward(y, [&model, unit] { model.pre_backward(unit); }) : y;
 }
 // The number of blocks, from the first, whose feed-forward is a checkpoint.
-static int checkpointed_ffns(const ModelConfig& c) {
+int checkpointed_ffns(const ModelConfig& c) {
     int some = context.checkpoint - CHECKPOINT_SOME_FFN;
     return context.checkpoint == CHECKPOINT_FFN ? c.num_layers : some <= MAX_CHECKPOINT ? some : 0;
 }
@@ -383,10 +201,11 @@ static Tensor run_blocks(const Model& model, Tensor x, int first, int end) {
     for (int l = first; l < end; l++) { block(model, l, &x, &delta); }
     return add(x, delta);
 }
-// Blocks [first, end) by gradient checkpoints. Of N blocks forward keeps, of tensors like x, and backward runs again
-//   k blocks each  N/k, and the k blocks that are run again keep all they compute   N blocks
-//   halves         log2 N, and one block                                            N log2 N
-//   nested         1, and one block                                                 N^2 / 2
+// Blocks [first, end) by gradient checkpoints. For n blocks: what forward keeps, in tensors like x, and how many blocks
+// backward runs again.
+//   k blocks each  n/k, and the k blocks that are run again keep all they compute   n blocks
+//   halves         log2 n, and one block                                            n log2 n
+//   nested         1, and one block                                                 n^2 / 2
 static Tensor checkpointed_blocks(const Model& model, Tensor x, int first, int end) {
     auto part = [&](int first, int end, auto blocks) {
         x = checkpoint([&model, first, end, blocks](const Tensor& x) { return blocks(model, x, first, end); }, x);
@@ -425,6 +244,190 @@ Tensor forward(Model& model, const Tensor& tokens) {
     Range r("lm_head");
     begin_unit(model, model.config.num_layers + 1);
     return linear(y, model.lm_head);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Where a model's gradients lie: in their arena, whose padding holds zeros, or one by one as backward left them.
+
+static std::vector<FlatGradient> flat_gradients(const Model& model) {
+    int64_t all = 0, filled = 0;  // fused mode fills the joined slots instead of the single ones that they cover
+    std::vector<FlatGradient> gradients;
+    for (const Parameter& p : model.parameters) { all += count(p.shape); }
+    for (const Tensor& t : model.slots) {
+        if (!t.gradient->filled) { continue; }
+        filled += t.size();
+        gradients.push_back({t.gradient->value, offset_of(model, t)});
+    }
+    if (filled != all) { fail("gradients of %ld of %ld elements are there", (long)filled, (long)all); }
+    return model.gradients && !model.form ? std::vector<FlatGradient>{{model.gradients, 0}} : gradients;
+}
+
+Tensor gradient_of(const Model& model, const Parameter& p) {
+    for (const Tensor& t : model.slots) {
+        int64_t begin = p.offset - offset_of(model, t);
+        if (t.gradient->filled && begin >= 0 && begin < t.size()) { return view(t.gradient->value, begin, p.shape); }
+    }
+    fail("%s has no gradient", p.name.c_str());
+}
+
+// The gradients' norm, sqrt(sum g^2) over all of them, is for clipping and shows fp16's overflows. The order of the sum
+// is fixed, so the same gradients give the same bits.
+
+#ifdef __CUDACC__
+constexpr int NORM_BLOCKS = 1024;
+template <class T>
+__global__ void square_sum_kernel(double* partial, const T* g, int64_t n) {
+    float sum = 0;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+        float x = to_acc(g[i]);
+        sum += x * x;
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) { partial[blockIdx.x] = sum; }
+}
+#endif
+double square_sum(const std::vector<FlatGradient>& gradients) {
+    if (context.device == META) { return 1; }
+    double sum = 0;
+#ifdef __CUDACC__
+    if (context.device == CUDA) {
+        auto blocks_of = [](const Tensor& g) { return std::min(NORM_BLOCKS, ceil_div(g.size(), 1024)); };
+        int64_t blocks = 0;
+        for (const FlatGradient& one : gradients) { blocks += blocks_of(one.g); }
+        Tensor partial = empty({blocks}, F64, WORKSPACE);
+        double* next = partial.as<double>();
+        for (const FlatGradient& one : gradients) {
+            const Tensor& g = one.g;
+            with_gpu_type(g.dtype, [&](auto zero) {
+                square_sum_kernel<<<blocks_of(g), 256, 0, stream()>>>(next, g.as<decltype(zero)>(), g.size());
+                LAUNCH_CHECK();
+            });
+            next += blocks_of(g);
+        }
+        for (double s : to_doubles(partial)) { sum += s; }
+        return sum;
+    }
+#endif
+    constexpr int64_t CHUNK = 1 << 16;  // fixed chunks: the result does not depend on the number of threads
+    for (const FlatGradient& one : gradients) {
+        int64_t n = one.g.size();
+        std::vector<double> partial((n + CHUNK - 1) / CHUNK);
+        with_type(one.g.dtype, [&](auto zero) {
+            const auto* g = one.g.as<decltype(zero)>();
+#pragma omp parallel for
+            for (size_t k = 0; k < partial.size(); k++) {
+                for (int64_t i = k * CHUNK; i < std::min<int64_t>(n, (k + 1) * CHUNK); i++) {
+                    partial[k] += (double)to_acc(g[i]) * to_acc(g[i]);
+                }
+            }
+        });
+        for (double s : partial) { sum += s; }
+    }
+    return sum;
+}
+double gradient_norm(const Model& model) {
+    Range range("gradient norm");
+    return sqrt(square_sum(flat_gradients(model)));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// AdamW (Loshchilov and Hutter, 2019; the handout's order), t = 1, 2, ...:
+//   p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
+//   p -= lr sqrt(1 - b2^t)/(1 - b1^t) m / (sqrt(v) + eps)
+// Op by op that is 13 kernels for every parameter tensor. Fused it is one: p, m and v are each read and written once,
+// 24 bytes per parameter in fp32, and g is read (2 or 4). In pure bf16 that is 14 in all.
+
+#ifdef __CUDACC__
+template <class P, class G>
+__global__ void adamw_kernel(P* p, const G* g, P* m, P* v, int64_t n, AdamWScalars s) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (i < n) { adamw_stored(p + i, g[i], m + i, v + i, s); }
+}
+static void adamw_cuda(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
+                       AdamWScalars s) {
+    for (const FlatGradient& one : gradients) {
+        int64_t n = one.g.size(), at = one.offset;
+        if (n == 0) { continue; }
+        with_gpu_type(one.g.dtype, [&](auto zero) {
+            auto launch = [&](auto p_zero) {
+                using P = decltype(p_zero);
+                adamw_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(p.as<P>() + at, one.g.as<decltype(zero)>(),
+                                                                     m.as<P>() + at, v.as<P>() + at, n, s);
+                LAUNCH_CHECK();
+            };
+            p.dtype == BF16 ? launch(bf16()) : launch(float());
+        });
+    }
+}
+static const AddRow<AdamWImpl> cuda_row({"a kernel per tensor", 10, [](Device d) { return d == CUDA; }, adamw_cuda});
+#endif
+static void adamw_cpu(const Tensor& p_all, const std::vector<FlatGradient>& gradients, const Tensor& m_all,
+                      const Tensor& v_all, AdamWScalars s) {
+    for (const FlatGradient& one : gradients) {
+        with_type(one.g.dtype, [&](auto g_zero) {
+            with_type(p_all.dtype, [&](auto p_zero) {
+                using P = decltype(p_zero);
+                const auto* g = one.g.as<decltype(g_zero)>();
+                P *p = p_all.as<P>() + one.offset, *m = m_all.as<P>() + one.offset, *v = v_all.as<P>() + one.offset;
+                int64_t n = one.g.size();
+#pragma omp parallel for simd if (n > 16384)
+                for (int64_t i = 0; i < n; i++) { adamw_stored(p + i, g[i], m + i, v + i, s); }
+            });
+        });
+    }
+}
+static const AddRow<AdamWImpl> cpu_row({"loops", 10, [](Device d) { return d == CPU; }, adamw_cpu});
+
+void adamw_flat(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
+                AdamWScalars s) {
+    const auto& rows = table_of<AdamWImpl>();
+    auto row = std::find_if(rows.rbegin(), rows.rend(), [&](const AdamWImpl& r) { return r.takes(p.device()); });
+    if (row != rows.rend()) { row->update(p, gradients, m, v, s); }  // META: none
+}
+static void adamw_eager(const Model& model, AdamWScalars s) {
+    for (const Parameter& parameter : model.parameters) {
+        Tensor p = parameter.weight, m = view(model.m, parameter.offset, p.shape),
+               v = view(model.v, parameter.offset, p.shape);
+        Tensor g = p.gradient->value;
+        if (s.gradient_scale != 1) { g = scale(g, s.gradient_scale); }
+        scale_in_place(p, s.decay);
+        scale_in_place(m, s.beta1);
+        copy_or_add(m, scale(g, 1 - s.beta1), true);
+        scale_in_place(v, s.beta2);
+        copy_or_add(v, scale(square(g), 1 - s.beta2), true);
+        copy_or_add(p, scale(div(m, add_scalar(sqrt(v), s.eps)), -s.step_size), true);
+    }
+}
+static AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale) {
+    double step_size = a.lr * sqrt(1 - pow(a.beta2, t)) / (1 - pow(a.beta1, t));
+    return {1 - a.lr * a.weight_decay, a.beta1, a.beta2, a.eps, (float)step_size, gradient_scale};
+}
+void adamw_update(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
+                  const AdamW& a, int t, float gradient_scale) {
+    Range range("optimizer");
+    adamw_flat(p, gradients, m, v, scalars_of(a, t, gradient_scale));
+}
+void adamw_step(Model& model, const AdamW& a, float gradient_scale) {
+    Range range("optimizer");
+    NoGrad no_grad;
+    std::vector<FlatGradient> gradients = flat_gradients(model);
+    AdamWScalars s = scalars_of(a, ++model.step, gradient_scale);
+    if (context.mode == EAGER) {
+        adamw_eager(model, s);
+    } else if (model.form) {
+        model.form->update(model, gradients, s);
+    } else {
+        adamw_flat(model.weights, gradients, model.m, model.v, s);
+    }
+}
+
+void choose_form(Model& model) {
+    const auto& rows = table_of<WeightForm>();
+    auto row = std::find_if(rows.rbegin(), rows.rend(), [&](const WeightForm& r) { return r.takes(model); });
+    if (!model.form && row != rows.rend()) { row->enter(model), model.form = &*row; }
+}
+void plain_weights(Model& model) {
+    if (model.form) { model.form->leave(model), model.form = nullptr; }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -525,39 +528,4 @@ Prediction predicted_peak(const ModelConfig& c, int B, int T, Phase phase, int p
                 phase, model, batch, scaler, [] {}, k, parts);
         }
     });
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Which models and which mode a command runs.
-
-Mode fastest_mode(const ModelConfig& c, Precision precision) {
-    return fastest_flash(context.device, matmul_dtype(precision), c.d_model / c.num_heads) ? FLASH : FUSED;
-}
-void check_mode(const ModelConfig& c, Mode mode, Precision precision) {
-    if (mode == FLASH) { require_flash(context.device, matmul_dtype(precision), c.d_model / c.num_heads); }
-    if (mode == EAGER && context.recompute) { usage_error("--recompute: takes mode fused or flash; eager keeps all"); }
-    if (context.head_chunk > 0 && (mode == EAGER || precision == PREC_FP16)) {
-        usage_error(
-            "--head_chunk: got %d with mode %s and precision %s, takes mode fused or flash, and not fp16; "
-            "--head_chunk 0 makes all logits at once",
-            context.head_chunk, name_of(mode), name_of(precision));
-    }
-    if (std::max(context.checkpoint, checkpointed_ffns(c)) > c.num_layers) {
-        usage_error("--checkpoint: got %s, takes at most the model's %d blocks",
-                    name_of_checkpoint(context.checkpoint).c_str(), c.num_layers);
-    }
-}
-std::string name_of_checkpoint(int checkpoint) {
-    int some = checkpoint - CHECKPOINT_SOME_FFN;
-    return some <= MAX_CHECKPOINT            ? "ffn:" + std::to_string(some)
-           : checkpoint == CHECKPOINT_FFN    ? "ffn"
-           : checkpoint == CHECKPOINT_HALF   ? "half"
-           : checkpoint == CHECKPOINT_HALVES ? "halves"
-           : checkpoint == CHECKPOINT_NESTED ? "nested"
-                                             : std::to_string(checkpoint);
-}
-std::string caption_of(Mode mode) {
-    std::string checkpoint = context.checkpoint ? ", checkpoint " + name_of_checkpoint(context.checkpoint) : "";
-    std::string head = context.head_chunk ? ", head chunk " + std::to_string(context.head_chunk) : "";
-    return name_of(mode) + std::string(context.recompute ? ", recompute" : "") + checkpoint + head;
 }

@@ -1,9 +1,10 @@
 // pictures.cu: the charts that follow from a command's tables, as its answers do: the same table gives the same
-// picture, on the machine that measured it and on any other.
+// picture, on the machine that measured it and on any other. The last one follows from the formats of numbers alone.
 #include "answers.h"
 #include "commands.h"
 
 #include <algorithm>
+#include <cmath>
 
 constexpr int BLUE = 0, ORANGE = 6;  // of the 8 colours the pair that differs most for colour-blind eyes
 
@@ -145,4 +146,50 @@ std::string picture_of(const std::string& command, const Tables& tables) {
         if (!charts.empty()) { return draw(p.title, table->caption, charts); }
     }
     return "";
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// mixed_precision_accumulation: 1000 + 0.01 as the adder sees it. Before it adds, it shifts x until both numbers' bits
+// have the same weights; bits below the last of s only decide how that one is rounded.
+
+constexpr int TOP = 10;  // the weight 2^10 lies at 0 on the axis, lower ones to its right
+enum BitColour { STORED = 0, FALLS_OFF = 6, IMPLICIT = 7 };
+
+struct Significand {  // x = digits[0].digits[1]digits[2]... * 2^exponent
+    std::string digits;
+    int exponent;
+};
+static Significand significand_of(float x, int mantissa_bits) {  // of a positive number
+    Significand s{"", std::ilogb(x)};
+    for (int i = 0; i <= mantissa_bits; i++) { s.digits += (int)std::ldexp(x, i - s.exponent) % 2 ? '1' : '0'; }
+    return s;
+}
+static Row bit_row(const char* name, float x, const Significand& s, int last) {  // last: the lowest weight that counts
+    Row row{strprintf("%s = %.9g", name, x), {}, false, s.digits};
+    for (int i = 0; i < (int)s.digits.size(); i++) {
+        int weight = s.exponent - i, colour = weight < last ? FALLS_OFF : i == 0 ? IMPLICIT : STORED;
+        row.slices.push_back({TOP - weight - 0.46, TOP - weight + 0.46, colour});
+    }
+    return row;
+}
+static Timeline alignment_in(DType format, int mantissa_bits) {
+    float s = rounded(1000, format), x = rounded(0.01f, format), sum = rounded(s + x, format);
+    Significand large = significand_of(s, mantissa_bits), small = significand_of(x, mantissa_bits);
+    int last = large.exponent - mantissa_bits, bits = mantissa_bits + 1;
+    int lost = std::clamp(last - (small.exponent - mantissa_bits), 0, bits);
+    return {strprintf("%s: the last bit of s is 2^%d = %g", name_of(format), last, std::ldexp(1.0, last)),
+            strprintf("%d of the %d bits of x fall off; the sum is off by %.2g", lost, bits, sum - 1000.01),
+            {bit_row("s", s, large, last), bit_row("x", x, small, last),
+             bit_row("s + x", sum, significand_of(sum, mantissa_bits), last)}};
+}
+std::string alignment_picture() {
+    return draw("1000 + 0.01, aligned by exponent: what is below the last bit of s falls off",
+                strprintf("Each column is a weight, each box a bit. s + x is rounded to nearest. "
+                          "mixed_precision_accumulation: rounded on the CPU; commit %s",
+                          commit().c_str()),
+                {alignment_in(F32, 23), alignment_in(F16, 10), alignment_in(BF16, 7)},
+                {{"the leading 1, not stored", {}, false, IMPLICIT},
+                 {"stored bit", {}, false, STORED},
+                 {"bit of x that falls off", {}, false, FALLS_OFF}},
+                "weight of the bit", [](double at) { return strprintf("2^%g", TOP - at); });
 }

@@ -48,6 +48,38 @@ std::string vocabulary_of(const std::vector<ModelConfig>& configs) {
 
 std::string size_option(const ModelConfig& c) { return c.name.substr(0, c.name.find(" (")); }
 
+Mode fastest_mode(const ModelConfig& c, Precision precision) {
+    return fastest_flash(context.device, matmul_dtype(precision), c.d_model / c.num_heads) ? FLASH : FUSED;
+}
+void check_mode(const ModelConfig& c, Mode mode, Precision precision) {
+    if (mode == FLASH) { require_flash(context.device, matmul_dtype(precision), c.d_model / c.num_heads); }
+    if (mode == EAGER && context.recompute) { usage_error("--recompute: takes mode fused or flash; eager keeps all"); }
+    if (context.head_chunk > 0 && (mode == EAGER || precision == PREC_FP16)) {
+        usage_error(
+            "--head_chunk: got %d with mode %s and precision %s, takes mode fused or flash, and not fp16; "
+            "--head_chunk 0 makes all logits at once",
+            context.head_chunk, name_of(mode), name_of(precision));
+    }
+    if (std::max(context.checkpoint, checkpointed_ffns(c)) > c.num_layers) {
+        usage_error("--checkpoint: got %s, takes at most the model's %d blocks",
+                    name_of_checkpoint(context.checkpoint).c_str(), c.num_layers);
+    }
+}
+std::string name_of_checkpoint(int checkpoint) {
+    int some = checkpoint - CHECKPOINT_SOME_FFN;
+    return some <= MAX_CHECKPOINT            ? "ffn:" + std::to_string(some)
+           : checkpoint == CHECKPOINT_FFN    ? "ffn"
+           : checkpoint == CHECKPOINT_HALF   ? "half"
+           : checkpoint == CHECKPOINT_HALVES ? "halves"
+           : checkpoint == CHECKPOINT_NESTED ? "nested"
+                                             : std::to_string(checkpoint);
+}
+std::string caption_of(Mode mode) {
+    std::string checkpoint = context.checkpoint ? ", checkpoint " + name_of_checkpoint(context.checkpoint) : "";
+    std::string head = context.head_chunk ? ", head chunk " + std::to_string(context.head_chunk) : "";
+    return name_of(mode) + std::string(context.recompute ? ", recompute" : "") + checkpoint + head;
+}
+
 Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, Precision precision) {
     Mode mode = mode_from(name);
     if (!o.has("mode")) { mode = std::min(mode, fastest_mode(c, precision)); }

@@ -91,12 +91,12 @@ void round_all_to_tf32(float* to, const float* from, int64_t n) {
 // bit, and with a bias as long as s stays between the same powers of two. The rounding of s can stop the sum: when x is
 // less than half of the last bit of s, s no longer moves.
 //
-// Kahan's summation keeps in c what the last step rounded away, and takes it off the next addend:
+// Kahan's summation keeps in c how much too much the last step added, and takes it off the next addend:
 //   y = x - c;  t = s + y;  c = (t - s) - y;  s = t      (each operation rounded)
 
 constexpr int ADDITIONS = 1000;
 
-static float rounded(float x, DType t) {
+float rounded(float x, DType t) {
     switch (t) {
         case F32: return x;
         case F16: return fp16_to_float(float_to_fp16(x));
@@ -106,7 +106,7 @@ static float rounded(float x, DType t) {
 }
 
 // Operations run in fp32 and are then rounded to `format`. For fp16 and bf16 this is what one correctly rounded
-// operation gives: fp32 has more than twice their bits.
+// operation gives: fp32's 24 bits are at least 2 p + 2 (p = 11 and 8 bits).
 struct Accumulation {
     float sum;
     int stalled;  // after so many additions the sum did not move any more
@@ -135,52 +135,6 @@ std::string as_torch_prints(float x, DType dtype) {
                        : std::isnan(value) ? "nan"
                                            : strprintf("%.4f", value);
     return "tensor(" + text + (dtype == F32 ? "" : std::string(", dtype=torch.") + name_of(dtype)) + ")";
-}
-
-// --plot: 1000 + 0.01 as the adder sees it. Before it adds, it shifts x until both numbers' bits have the same weights;
-// bits below the last of s only decide how that one is rounded.
-
-constexpr int TOP = 10;  // the weight 2^10 lies at 0 on the axis, lower ones to its right
-enum BitColour { STORED = 0, FALLS_OFF = 6, IMPLICIT = 7 };
-
-struct Significand {  // x = digits[0].digits[1]digits[2]... * 2^exponent
-    std::string digits;
-    int exponent;
-};
-static Significand significand_of(float x, int mantissa_bits) {  // of a normal number
-    uint32_t u = bits_of(x);
-    Significand s{"1", (int)(u >> 23 & 0xff) - 127};
-    for (int i = 1; i <= mantissa_bits; i++) { s.digits += u >> (23 - i) & 1 ? '1' : '0'; }
-    return s;
-}
-static Row bit_row(const char* name, float x, const Significand& s, int last) {  // last: the lowest weight that counts
-    Row row{strprintf("%s = %.9g", name, x), {}, false, s.digits};
-    for (int i = 0; i < (int)s.digits.size(); i++) {
-        int weight = s.exponent - i, colour = weight < last ? FALLS_OFF : i == 0 ? IMPLICIT : STORED;
-        row.slices.push_back({TOP - weight - 0.46, TOP - weight + 0.46, colour});
-    }
-    return row;
-}
-static Timeline alignment_in(DType format, int mantissa_bits) {
-    float s = rounded(1000, format), x = rounded(0.01f, format), sum = rounded(s + x, format);
-    Significand large = significand_of(s, mantissa_bits), small = significand_of(x, mantissa_bits);
-    int last = large.exponent - mantissa_bits, bits = mantissa_bits + 1;
-    int lost = std::clamp(last - (small.exponent - mantissa_bits), 0, bits);
-    return {strprintf("%s: the last bit of s is 2^%d = %g", name_of(format), last, std::ldexp(1.0, last)),
-            strprintf("%d of the %d bits of x fall off; the sum is off by %.2g", lost, bits, sum - 1000.01),
-            {bit_row("s", s, large, last), bit_row("x", x, small, last),
-             bit_row("s + x", sum, significand_of(sum, mantissa_bits), last)}};
-}
-static std::string alignment_picture() {
-    return draw("1000 + 0.01, aligned by exponent: what is below the last bit of s falls off",
-                strprintf("Each column is a weight, each box a bit. s + x is rounded to nearest. "
-                          "mixed_precision_accumulation: rounded on the CPU; commit %s",
-                          commit().c_str()),
-                {alignment_in(F32, 23), alignment_in(F16, 10), alignment_in(BF16, 7)},
-                {{"the leading 1, not stored", {}, false, IMPLICIT},
-                 {"stored bit", {}, false, STORED},
-                 {"bit of x that falls off", {}, false, FALLS_OFF}},
-                "weight of the bit", [](double at) { return strprintf("2^%g", TOP - at); });
 }
 
 int cmd_mixed_precision_accumulation(const Options& o) {
@@ -221,8 +175,8 @@ int cmd_mixed_precision_accumulation(const Options& o) {
 // ---------------------------------------------------------------------------------------------------------------------
 // benchmarking_mixed_precision (a): autocast does not convert a model, it chooses a dtype for each operation. Matrix
 // products take 16-bit copies of their operands, because tensor cores run those at several times fp32's rate and sum in
-// fp32 anyway; what divides, exponentiates or sums over many elements runs in fp32; the rest takes what it is given.
-// Parameters stay in fp32, and so do their gradients: the gradient of a cast casts back.
+// fp32 anyway; exp, log, powers, sums, norms and losses run in fp32; the rest takes what it is given. Parameters stay
+// in fp32, and so do their gradients (in mode eager): the gradient of a cast casts back.
 
 // y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension, var = mean((x - mean)^2). PyTorch's
 // layer_norm is one operation on autocast's fp32 list, so its input is widened first. In fp16 the squares overflow from
@@ -272,7 +226,6 @@ Table toy_model_dtypes(Precision precision) {
     Tensor logits = linear(after_ln, fc2);
     Tensor loss = toy_cross_entropy(logits, targets);
     backward(loss);
-    drop_weight_copies({fc1, fc2});
 
     // One dtype, or all that were seen.
     auto seen = [&](auto dtype_of) {

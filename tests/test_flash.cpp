@@ -113,7 +113,7 @@ static void check_impl(const AttentionImpl& impl, const FlashSizes& s, DType dty
         fill_with(out[i], normal(out[i].t.shape, dtype, 9, NAN));  // what is not written stays NaN
     }
     Tensor L = from_floats(std::vector<float>(s.B * s.H * s.Tq, NAN), {s.B, s.H, s.Tq});
-    AttentionTensors t{in[0].t, in[1].t, in[2].t, out[0].t, L, in[3].t, out[1].t, out[2].t, out[3].t, causal};
+    AttentionTensors t{in[0].t, in[1].t, in[2].t, out[0].t, L, causal, in[3].t, out[1].t, out[2].t, out[3].t};
     impl.forward(t);
     impl.backward(t);
     check_close("O", out[0].t, p.o, tolerance);

@@ -1,5 +1,6 @@
 // Tests of layers.cu and model.cu: each op and the whole model by finite differences in float64, fused against eager,
 // GPU against CPU, against PyTorch's fixtures, and the promises about memory and determinism.
+#include "commands.h"
 #include "test.h"
 
 #include <algorithm>
