@@ -111,7 +111,7 @@ Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v, bool c
 // ---------------------------------------------------------------------------------------------------------------------
 // softmax: S [R,Tk] becomes P in place. The loop takes three passes per row. The kernel finds maximum and sum in one
 // (the sum is rescaled when the maximum grows: "online" softmax) and writes in a second. Row r holds query r % Tq;
-// causal rows stop at their own key. The kernel moves 3 elements per entry, eager's 10.
+// causal rows stop at their own key. The kernel moves 3 elements per entry, eager's five move 8.
 
 template <class T>
 static void softmax_cpu(T* S, Wide<T>* L, int64_t R, int Tq, int Tk, bool causal) {
@@ -450,7 +450,7 @@ static inline float exp_negative(float x) {
 //   5.  O = shrink O + P V_j, m = m'
 //   6.  after the last j: O_i = O / l, L_i = m + log l
 // That is exact: shrink rescales what was summed under a smaller maximum. Memory is O(T), traffic 2 T^2 D / Bq
-// elements (K and V once per tile of queries); eager's softmax alone moves 10 T^2.
+// elements (K and V once per tile of queries); eager's softmax alone moves 8 T^2.
 //
 // Backward (the handout's algorithm 2). Tiles of S are computed again. Now L is known, so no maximum is needed:
 //   7.  D_i = rowsum(dO_i O_i)          [Tq], "delta" in the code; once, before all else; equals sum_j P_ij dP_ij

@@ -58,11 +58,16 @@ struct Block {
     Words tables;       // empty: all that the command prints
     Words without;      // columns of these
     bool answers;       // that follow from the tables of the blocks whose words begin with these
+    bool answered;      // in a block of answers on this page: not once more below the tables
 };
 struct Page {
     std::string path, text;
     std::vector<Block> blocks;
 };
+static bool asks_about(const Block& question, const Block& block) {
+    return question.answers && !block.answers && block.words.size() >= question.words.size() &&
+           std::equal(question.words.begin(), question.words.end(), block.words.begin());
+}
 
 static Page page_of(const std::string& path, const std::string& text) {
     Page page{path, text, {}};
@@ -96,7 +101,7 @@ static Page page_of(const std::string& path, const std::string& text) {
                     "behind that '; without: COLUMNS'",
                     path.c_str(), number, line.c_str(), program.c_str());
             }
-            page.blocks.push_back({number, next, 0, words, tables, without, answers});
+            page.blocks.push_back({number, next, 0, words, tables, without, answers, false});
             open = true;
         } else if (starts(line, "<!-- end")) {
             if (!open || line != end) { fail("%s:%d: '%s' ends no block", path.c_str(), number, line.c_str()); }
@@ -105,6 +110,10 @@ static Page page_of(const std::string& path, const std::string& text) {
         }
     }
     if (open) { fail("%s:%d: this block has no '%s'", path.c_str(), page.blocks.back().line, end.c_str()); }
+    for (Block& block : page.blocks) {
+        block.answered = std::any_of(page.blocks.begin(), page.blocks.end(),
+                                     [&](const Block& question) { return asks_about(question, block); });
+    }
     return page;
 }
 static Page read_page(const std::string& path) {
@@ -152,7 +161,7 @@ static std::string without_columns(const std::string& line, const std::string& h
 
 // What the block shows of a command's output; "": none of its tables.
 static std::string shown(const std::string& output, const Block& block) {
-    if (block.tables.empty() && block.without.empty()) { return output; }
+    if (block.tables.empty() && block.without.empty() && !block.answered) { return output; }
     Words lines;
     std::istringstream stream(output);
     for (std::string line; std::getline(stream, line);) { lines.push_back(line); }
@@ -546,10 +555,7 @@ static void add_tables(Tables& tables, const std::string& output) {
 static Answers answers_to(const Block& question, const std::vector<Block>& blocks, const Words& contents) {
     Tables tables;
     for (size_t b = 0; b < blocks.size(); b++) {
-        const Block& block = blocks[b];
-        bool asked = block.words.size() >= question.words.size() &&
-                     std::equal(question.words.begin(), question.words.end(), block.words.begin());
-        if (!block.answers && asked) { add_tables(tables, contents[b]); }
+        if (asks_about(question, blocks[b])) { add_tables(tables, contents[b]); }
     }
     return answers_of(question.words[0], tables);
 }

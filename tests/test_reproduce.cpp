@@ -105,7 +105,7 @@ TEST_CASE("reproduce: answers follow from the tables of their command line's blo
     auto page = [&](const std::string& first, const std::string& second, const std::string& shown) {
         return "# Page\n<!-- answers: ./cs336 communication_accounting -->\n" + first + "<!-- end -->\n" +
                "<!-- answers: ./cs336 communication_accounting --fsdp 16 -->\n" + second + "<!-- end -->\n" +
-               block("communication_accounting; tables: communication_accounting", shown);
+               block("communication_accounting", shown);  // without the answers, which stand above
     };
     write_file("notes/a.md", page("old\n", "", "old\n"));
     write_file("notes/b.md", "<!-- answers: ./cs336 naive_ddp -->\n<!-- end -->\n" +
@@ -121,8 +121,7 @@ TEST_CASE("reproduce: answers follow from the tables of their command line's blo
     r = run_cs336({"reproduce", "--only", "mixed_precision_accumulation"});
     CHECK(r.exit_code == 0);
     CHECK(has(read_file("notes/b.md"), "take 4 P = 123.4 GB"));
-    CHECK(has(read_file("notes/b.md"),
-              "end -->\n" + block("communication_accounting; tables: communication_accounting", other)));
+    CHECK(has(read_file("notes/b.md"), "end -->\n" + block("communication_accounting", other)));
 }
 
 static std::map<std::string, std::string> our_pages() {

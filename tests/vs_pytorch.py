@@ -235,11 +235,13 @@ def tables_of_ours(command, *options):
     words = [o.program, command, *map(str, options), "--device", o.device, "--format", "json"]
     run = subprocess.run(words, capture_output=True, text=True)
     if run.returncode: stop(f"{' '.join(words)}: {run.stderr.strip()}", 1)
-    return [json.loads(line) for line in run.stdout.splitlines()]
+    parts = [json.loads(line) for line in run.stdout.splitlines()]
+    return [part for part in parts if "rows" in part]  # without the answers
 
 def ours(command, columns, *options):
-    """These columns of the first row that a command of ours prints; NaN for what did not fit into memory."""
-    table = tables_of_ours(command, *options)[0]
+    """These columns of the first row that a command of ours prints; NaN for what did not fit into memory. Of several tables
+    the last is the fastest mode's."""
+    table = tables_of_ours(command, *options)[-1]
     cells = [table["rows"][0][table["columns"].index(column)] for column in columns]
     return [cell if isinstance(cell, (int, float)) else math.nan for cell in cells]
 
