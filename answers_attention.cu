@@ -385,12 +385,18 @@ Answers answer_flash_benchmarking(const Tables& tables) {
     }
     if (gains.empty()) { return {{"a", "No row has times of both naive and flash." + memory + scaled_down(*table)}}; }
     bool at_others = list_of(gains).find(", at S ") != std::string::npos;
-    return {
+    Answers answers = {
         {"a", say("At S {}{}, flash runs forward and backward faster than naive, our attention with one kernel per "
                   "operation, by these factors: {}. {}.",
                   longest, at_others ? ", or where given at the longest S at which both ran" : "", list_of(gains),
                   losses.empty() ? "Flash is faster in every row" : "Naive is as fast or faster " + list_of(losses)) +
                   memory + scaled_down(*table)}};
+    if (!losses.empty() && table->caption.find("CUDA ") != std::string::npos) {
+        answers.push_back({"a, why",
+                           "Flash is slower there because one head of S positions gives it only S / 64 blocks, which "
+                           "leave multiprocessors idle; naive spreads S^2 numbers over the whole card."});
+    }
+    return answers;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -123,11 +123,13 @@ Answers answer_fsdp_tp_calcs(const Tables& tables) {
                   equation(*table, "communication time, overlapped"),
                   result(quantity(*table, "communication time, FSDP axis")),
                   result(quantity(*table, "communication time, TP axis")))},
-        {"c", say("{}: each axis has a bound of its own, {}, and {}, in which the other axis does not occur. Without "
-                  "each 1 the product is {}. With {}, {}.",
-                  equation(*table, "most devices, overlapped"), equation(*table, "most devices, FSDP axis"),
-                  equation(*table, "most devices, TP axis"), equation(*table, "the same without each 1"),
-                  devices(*table), limit(*table, "computation time, forward", "communication time, overlapped"))},
+        {"c", say("The FSDP axis has a bound in which TP does not occur: {}. The TP axis has one in which FSDP does "
+                  "not occur: {}. N is at most their product: {}.",
+                  equation(*table, "most devices, FSDP axis"), equation(*table, "most devices, TP axis"),
+                  equation(*table, "most devices, overlapped"))},
+        {"c, numbers",
+         say("Without each 1 the product is {}. With {}, {}.", equation(*table, "the same without each 1"),
+             devices(*table), limit(*table, "computation time, forward", "communication time, overlapped"))},
         {"d",
          say("The times add, so 3 D_FF N_FSDP + 2 B N_TP <= Q with Q = 3 B D_FF W / C + 3 D_FF + 2 B, and N_FSDP N_TP "
              "is largest where both terms are Q / 2. {} With {}, {}.",

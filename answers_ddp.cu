@@ -8,7 +8,7 @@ static std::string times(double factor) { return number(factor, factor < 9.995 ?
 static std::string per_cent(double share) { return number(100 * share, "%.1f%%"); }
 static std::string title(const std::string& backend) { return backend == "gloo" ? "Gloo" : "NCCL"; }
 static std::string ms(double value) { return number(value, "%.2f ms"); }
-static std::string ranks(const std::string& n) { return n + (n == "1" ? " rank" : " ranks"); }
+static std::string ranks(const std::string& n) { return counted(n, "rank"); }
 // The first of these columns in which the row has no number; "": there is none such.
 static std::string column_without_number(const TableRow& row, const std::vector<std::string>& columns) {
     for (const std::string& column : columns) {
@@ -203,7 +203,7 @@ static TableRow step_of(const Table& table, const std::string& strategy) {
 }
 // No answers, or one that says why there is none: a step to compare has no time.
 static Answers why_open(const Table& table, const std::string& part, const std::vector<std::string>& strategies) {
-    if (value_in(table, "; ", " ranks") == "1") { return {{part, ONE_RANK}}; }
+    if (value_in(table, "; ", " rank") == "1") { return {{part, ONE_RANK}}; }
     for (const std::string& s : strategies) {
         TableRow step = step_of(table, s);
         if (step.text(TOTAL).compare(0, 3, "OOM") == 0) {
@@ -221,12 +221,12 @@ static Answers why_open(const Table& table, const std::string& part, const std::
 static std::string setup_of(const Table& table) {
     std::string mode = value_in(table, "mode ", ";"), length = value_in(table, "context length: ", ",");
     return say(
-        "Setup: {} over {} on {}, size {}, precision {}, mode {}, per rank {} x {} tokens; a time is the mean of {} "
-        "steps, after {} warm-ups, and of the ranks.",
-        ranks(value_in(table, "; ", " ranks")), value_in(table, "backend ", ";"), value_in(table, " step; ", ","),
+        "Setup: {} over {} on {}, size {}, precision {}, mode {}, per rank {} x {} tokens; a time is the mean of {}, "
+        "after {}, and of the ranks.",
+        ranks(value_in(table, "; ", " rank")), value_in(table, "backend ", ";"), value_in(table, " step; ", ","),
         value_in(table, "size ", ", precision"), value_in(table, "precision ", ","), mode,
-        value_in(table, mode + "; ", " sequences"), length, value_in(table, "warmup, ", " step"),
-        value_in(table, "context length: " + length + ", ", " warmup"));
+        value_in(table, mode + "; ", " sequence"), length, counted(value_in(table, "warmup, ", " step"), "step"),
+        counted(value_in(table, "context length: " + length + ", ", " warmup"), "warm-up"));
 }
 // Follows a comparison of two means.
 static std::string undecided(const TableRow& a, const TableRow& b) {
@@ -433,7 +433,7 @@ Answers answer_optimizer_state_sharding(const Tables& tables) {
     if (!table || table->rows.empty()) { return {}; }
     Verdict v = verdict_of(*table);
     TableRow first = rows_of(*table)[0];
-    std::string n = ranks(value_in(*table, "unsharded; ", " ranks"));
+    std::string n = ranks(value_in(*table, "unsharded; ", " rank"));
     std::string text =
         v.wrong ? say("On {} the sharded optimizers do not give the weights of the unsharded ones: {}.", n,
                       how_wrong(
@@ -508,10 +508,12 @@ static Answers speed_and_zero(const Table* time, const Table& memory) {
     return {
         {"b", say("An iteration takes {} ms sharded, {} unsharded ({} ms{}). The optimizer's step and the sending of "
                   "weights take {} ms instead of {}: a rank steps only its share but then broadcasts it, so it sends "
-                  "{} MB per step instead of {}, and the broadcast costs {} than the shorter step saves.",
+                  "{} MB per step instead of {}{}.",
                   ours.text(TOTAL), against(ours.number(TOTAL), whole.number(TOTAL)), whole.text(TOTAL),
                   undecided(whole, ours), ours.text(step), whole.text(step), ours.text(sent), whole.text(sent),
-                  ours.number(step) > whole.number(step) ? "more" : "less")},
+                  undecided(whole, ours).empty() ? say(", and the broadcast costs {} than the shorter step saves",
+                                                       ours.number(step) > whole.number(step) ? "more" : "less")
+                                                 : "")},
         {"c", say("Like ours, ZeRO's stage 1 shards only the optimizer's state{}. ZeRO-1 reduce-scatters gradients and "
                   "all-gathers weights, so each rank sends 2 Psi (N-1)/N elements ({} MB per step), while ours, the "
                   "handout's way, all-reduces gradients and broadcasts weights: 3 Psi (N-1)/N ({} MB). ZeRO-1's "
@@ -522,7 +524,7 @@ static Answers speed_and_zero(const Table* time, const Table& memory) {
 Answers answer_optimizer_state_sharding_accounting(const Tables& tables) {
     const Table* memory = table_with(tables, {"optimizer_state_sharding_accounting;"});
     if (!memory) { return {}; }
-    std::string n = value_in(*memory, "; ", " ranks");
+    std::string n = value_in(*memory, "; ", " rank");
     if (n == "1") { return {{"", ONE_RANK}}; }
     Answers answers = speed_and_zero(table_with(tables, {"time per iteration"}), *memory);
     answers.insert(answers.begin(), peaks(*memory, n));
@@ -607,7 +609,7 @@ static Answer gathers_in_time(const Table* waits) {
 Answers answer_fsdp_accounting(const Tables& tables) {
     const Table* table = table_with(tables, {"fsdp_accounting (a)"});
     if (!table) { return {}; }
-    std::string n = value_in(*table, "; ", " ranks");
+    std::string n = value_in(*table, "; ", " rank");
     if (n == "1") { return {{"", ONE_RANK}}; }
     return {saved_by_fsdp(*table, atof(n.c_str())), gathers_in_time(table_with(tables, {"fsdp_accounting (b)"}))};
 }

@@ -84,43 +84,74 @@ struct StepRows {  // of one setting
     std::string setting;
     Rows rows;
 };
-static std::string phase_times(const std::vector<StepRows>& settings, const std::string& at_end) {
-    std::string text, memory;
-    std::vector<std::string> deviations;  // the largest of each setting
+// "10.52 ms (small) to 172.44 ms (2.7B) for forward, 20.43 to 343.25 ms for backward": the sizes only where they
+// change.
+static std::vector<std::string> times_by_phase(const Rows& all) {
+    std::vector<std::string> times;
+    std::string sizes;
+    for (const TimedPhase& phase : timed_phases) {
+        Rows rows = ran(all, phase.mean, 0);
+        if (rows.empty()) { continue; }
+        TableRow least = smallest_of(rows, phase.mean), most = largest_of(rows, phase.mean);
+        std::string now = where(least) + " to " + where(most);
+        std::string same = least.text(phase.mean) + (where(least) == where(most) ? "" : " to " + most.text(phase.mean));
+        times.push_back(say("{} for {}", now == sizes ? same + " ms" : from_to(rows, phase.mean, " ms"), phase.name));
+        sizes = now;
+    }
+    return times;
+}
+static std::string times_of_setting(const StepRows& of) {
+    std::vector<std::string> times = times_by_phase(of.rows);
+    bool eager = of.setting.find("mode eager") != std::string::npos;
+    return say("{} ({}) {}.", eager ? "The handout's model" : "The model", of.setting,
+               times.empty() ? "has no time at any size" : "takes " + list_of(times)) +
+           out_of_memory(of.rows,
+                         {{"fw_mean_ms", "forward"}, {"bw_only_mean_ms", "backward"}, {"step_mean_ms", "step"}});
+}
+static std::string ratio_of_backward(const std::vector<StepRows>& settings) {
     std::vector<double> ratios;
     for (const auto& [setting, all] : settings) {
-        std::vector<std::string> times;
+        for (const TableRow& row : ran(ran(all, "fw_mean_ms", 0), "bw_only_mean_ms", 0)) {
+            ratios.push_back(row.number("bw_only_mean_ms") / row.number("fw_mean_ms"));
+        }
+    }
+    return ratios.empty()
+               ? ""
+               : say("Backward takes {} times as long as forward. By FLOPs it would be 2.", span_of(ratios, "%.2f"));
+}
+static std::string deviations_of(const std::vector<StepRows>& settings) {
+    std::vector<std::string> of[2];  // the largest of each setting: small, high
+    for (const auto& [setting, all] : settings) {
         std::string worst_of;
         double worst = -1;
         for (const TimedPhase& phase : timed_phases) {
-            Rows rows = ran(all, phase.mean, 0);
-            if (rows.empty()) { continue; }
-            times.push_back(phase.name + std::string(times.empty() ? " takes " : " ") +
-                            from_to(rows, phase.mean, " ms"));
-            for (const TableRow& row : rows) {
+            for (const TableRow& row : ran(all, phase.mean, 0)) {
                 double share = row.number(phase.deviation) / row.number(phase.mean);
                 if (share > worst) { worst = share, worst_of = say("{} of {}", phase.name, where(row)); }
             }
         }
-        if (worst >= 0) {
-            deviations.push_back(say("{} in {} (at most {} % of the mean, {})",
-                                     worst <= SMALL_DEVIATION ? "small" : "high", setting, number(100 * worst, "%.1f"),
-                                     worst_of));
-        }
-        for (const TableRow& row : ran(ran(all, "fw_mean_ms", 0), "bw_only_mean_ms", 0)) {
-            ratios.push_back(row.number("bw_only_mean_ms") / row.number("fw_mean_ms"));
-        }
-        text += say("{} {}, {}", text.empty() ? "In" : "; in", setting,
-                    times.empty() ? "no size has a time" : list_of(times));
-        memory +=
-            out_of_memory(all, {{"fw_mean_ms", "forward"}, {"bw_only_mean_ms", "backward"}, {"step_mean_ms", "step"}});
+        if (worst < 0) { continue; }
+        of[worst > SMALL_DEVIATION].push_back(
+            say("{} % of the mean in {} ({})", number(100 * worst, "%.1f"), setting, worst_of));
     }
-    text += at_end + ".";
-    if (!ratios.empty()) {
-        text += say(" Backward takes {} times as long as forward; by FLOPs it would be 2.", span_of(ratios, "%.2f"));
+    std::string text;
+    if (!of[0].empty()) { text = say("The standard deviation is small: at most {}.", list_of(of[0])); }
+    if (!of[1].empty()) {
+        text +=
+            say("{} high: up to {}.", text.empty() ? "The standard deviation is" : " Elsewhere it is", list_of(of[1]));
     }
-    if (!deviations.empty()) { text += say(" The standard deviation is {}.", list_of(deviations)); }
-    return text + memory;
+    return text;
+}
+static Answers phase_times(const std::vector<StepRows>& settings, const std::string& at_end) {
+    Answers answers;
+    for (const StepRows& of : settings) {
+        answers.push_back({answers.empty() ? "b" : "b, " + of.setting, times_of_setting(of)});
+    }
+    answers[0].text += at_end;
+    std::string ratio = ratio_of_backward(settings), deviations = deviations_of(settings);
+    if (!ratio.empty()) { answers.push_back({"b, ratio", ratio}); }
+    if (!deviations.empty()) { answers.push_back({"b, deviation", deviations}); }
+    return answers;
 }
 
 static std::string after_steps(const TableRow& row) {
@@ -200,14 +231,15 @@ Answers answer_benchmarking_script(const Tables& tables) {
         }
     }
     bool eager = !tables_with(tables, {"benchmarking_script;", "mode eager"}).empty();
-    std::string handouts = eager ? "" : "; the handout's own model, one kernel per operation, is `--mode eager`";
+    std::string handouts = eager ? "" : " The handout's own model, one kernel per operation, is `--mode eager`.";
     if (warmup.empty()) {
         warmup =
             "This run had one number of warm-up steps. `--warmup 0,1,2,5` compares several, each in a fresh "
             "process.";
     }
-    Answers answers = {{"b", (settings.empty() ? seconds : phase_times(settings, handouts)) + scaled_down(all[0])},
-                       {"c", warmup}};
+    Answers answers = settings.empty() ? Answers{{"b", seconds}} : phase_times(settings, handouts);
+    answers.back().text += scaled_down(all[0]);
+    answers.push_back({"c", warmup});
     std::string share = share_of_peak(all);
     if (!share.empty()) { answers.push_back({"", share}); }
     return answers;
@@ -402,14 +434,20 @@ static std::string change_of(double from, double to) {  // "falls from 82.6 to 7
     std::string a = number(from, "%.1f"), b = number(to, "%.1f");
     return a == b ? say("stays at {} %", a) : say("{} from {} to {} %", to < from ? "falls" : "rises", a, b);
 }
-static std::string step_shares(const std::vector<Profiled>& profiles, const Profiled& p) {
+// A sentence per setting other than p's; one for all of them, if they are more than an answer takes.
+static void add_other_settings(Answers& answers, const std::string& part, const std::vector<std::string>& others) {
+    if (others.empty()) { return; }
+    answers.push_back({part + ", other settings", join(others, others.size() > 3 ? "; " : ". ") + "."});
+}
+static Answers step_shares(const std::vector<Profiled>& profiles, const Profiled& p) {
     TableRow forward = row_in(p.shares, p, "forward"), step = row_in(p.shares, p, "step"),
              optimizer = row_in(p.shares, p, "step: optimizer");
     if (!ran(forward, "matmul") || !ran(step, "matmul") || !ran(step, "all (ms)", 0)) {
-        return "There is no trace of a whole step to compare with forward (out of memory, or nothing was traced)." +
-               (p.shares ? out_of_memory(rows_of(*p.shares), {{"all (ms)", ""}}) : "");
+        return {
+            {"d", "There is no trace of a whole step to compare with forward (out of memory, or nothing was traced)." +
+                      (p.shares ? out_of_memory(rows_of(*p.shares), {{"all (ms)", ""}}) : "")}};
     }
-    std::string grows, text = say("From forward to a whole step with AdamW the share of matrix products {} ({}, {})",
+    std::string grows, text = say("From forward to a whole step with AdamW the share of matrix products {} ({}, {}).",
                                   change_of(forward.number("matmul"), step.number("matmul")), p.model(), p.setting);
     int all = 0, falls = 0;
     for (const TableRow& row : ran(rows_of(*p.shares, {{"phase", "step"}}), "matmul")) {
@@ -418,14 +456,13 @@ static std::string step_shares(const std::vector<Profiled>& profiles, const Prof
                    {{"size", row.text("size")}, {"context length", row.text("context length")}, {"phase", "forward"}});
         all++, falls += row.number("matmul") < before.number("matmul");
     }
-    if (all > 1) { text += say("; it falls in {} of {} models", std::to_string(falls), std::to_string(all)); }
+    if (all > 1) { text += say(" It falls in {} of {} models.", std::to_string(falls), std::to_string(all)); }
     std::vector<std::string> others;
     for (const Profiled& other : profiles) {
         TableRow a = row_in(other.shares, other, "forward"), b = row_in(other.shares, other, "step");
         if (other.setting == p.setting || !ran(a, "matmul") || !ran(b, "matmul")) { continue; }
-        others.push_back(say("in {} it {}", other.beside(p), change_of(a.number("matmul"), b.number("matmul"))));
+        others.push_back(say("In {} the share {}", other.beside(p), change_of(a.number("matmul"), b.number("matmul"))));
     }
-    text += (others.empty() ? "" : "; " + list_of(others)) + ".";
     double most = 0;
     for (size_t i = 5; i < p.shares->columns.size(); i++) {  // the classes come after "on tensor cores"
         const std::string& column = p.shares->columns[i];
@@ -435,12 +472,15 @@ static std::string step_shares(const std::vector<Profiled>& profiles, const Prof
     if (!grows.empty()) {
         text += say(" The class that grows most is {}, from {} to {} %.", grows, forward.text(grows), step.text(grows));
     }
+    Answers answers = {{"d", text}};
     if (ran(optimizer, "all (ms)")) {
-        text +=
-            say(" AdamW has no products and takes {} of the step's {} ms ({} %).", optimizer.text("all (ms)"),
-                step.text("all (ms)"), number(100 * optimizer.number("all (ms)") / step.number("all (ms)"), "%.1f"));
+        answers.push_back(
+            {"d, AdamW",
+             say("AdamW has no products and takes {} of the step's {} ms ({} %).", optimizer.text("all (ms)"),
+                 step.text("all (ms)"), number(100 * optimizer.number("all (ms)") / step.number("all (ms)"), "%.1f"))});
     }
-    return text;
+    add_other_settings(answers, "d", others);
+    return answers;
 }
 
 static double softmax_to_products(const TableRow& row) {  // of the times; NaN: they are one kernel, or did not run
@@ -448,44 +488,44 @@ static double softmax_to_products(const TableRow& row) {  // of the times; NaN: 
                ? row.number("softmax (ms)") / row.number("products (ms)")
                : NAN;
 }
-static std::string softmax_and_products(const std::vector<Profiled>& profiles, const Profiled& p) {
+static Answers softmax_and_products(const std::vector<Profiled>& profiles, const Profiled& p) {
     TableRow row = p.softmax ? row_of(*p.softmax, {p.of_size(), p.of_length()}) : TableRow();
-    if (!ran(row, "products (ms)", 0)) { return "No attention of a forward was traced."; }
+    if (!ran(row, "products (ms)", 0)) { return {{"e", "No attention of a forward was traced."}}; }
     double times = softmax_to_products(row);
     std::string flops = row.text("ratio of FLOPs (5 : 4 D)");  // "1 : 51.2"
-    std::string counts = say(" In FLOPs they are {} ({} and {} GFLOP; 5 : 4 D per entry of S)", flops,
+    std::string counts = say("In FLOPs they are {} ({} and {} GFLOP; 5 : 4 D per entry of S)", flops,
                              row.text("softmax (GFLOP)"), row.text("products (GFLOP)"));
     if (std::isnan(times)) {
-        return say(
-            "In {} ({}) softmax and both products are one kernel of {} ms per forward, so the trace cannot tell "
-            "their times apart; that of mode eager can.{}.",
-            p.setting, p.model(), row.text("products (ms)"), counts);
+        return {{"e", say("In {} ({}) softmax and both products are one kernel of {} ms per forward, so the trace "
+                          "cannot tell their times apart. That of mode eager can. {}.",
+                          p.setting, p.model(), row.text("products (ms)"), counts)}};
     }
     std::vector<std::string> lengths, others;
     for (const TableRow& other : rows_of(*p.softmax, {p.of_size()})) {
         if (std::isnan(softmax_to_products(other))) { continue; }
-        lengths.push_back(
-            say("{} times at {}", number(softmax_to_products(other), "%.2f"), other.text("context length")));
+        lengths.push_back(say("{} at {}", number(softmax_to_products(other), "%.2f"), other.text("context length")));
     }
     for (const Profiled& other : profiles) {
         TableRow o = other.softmax ? row_of(*other.softmax, {other.of_size(), other.of_length()}) : TableRow();
         if (other.setting == p.setting || !ran(o, "products (ms)", 0)) { continue; }
         others.push_back(std::isnan(softmax_to_products(o))
-                             ? say("in {} both are one kernel of {} ms", other.beside(p), o.text("products (ms)"))
-                             : say("in {} {} times", other.beside(p), number(softmax_to_products(o), "%.2f")));
+                             ? say("In {} both are one kernel of {} ms", other.beside(p), o.text("products (ms)"))
+                             : say("In {} softmax takes {} times as long as the products", other.beside(p),
+                                   number(softmax_to_products(o), "%.2f")));
     }
     double per_flop = times * strtod(flops.substr(flops.find(':') + 1).c_str(), nullptr);
     std::string text =
-        say("In {} ({}) softmax takes {} ms per forward, {} times as long as attention's two products ({} ms){}{}.{}, "
-            "so a FLOP of softmax takes {} times as long.",
-            p.setting, p.model(), row.text("softmax (ms)"), number(times, "%.2f"), row.text("products (ms)"),
-            lengths.size() > 1 ? "; by context length " + list_of(lengths) : "",
-            others.empty() ? "" : "; " + list_of(others), counts, number(per_flop, "%.1f"));
+        say("In {} ({}) softmax takes {} ms per forward, {} times as long as attention's two products ({} ms).",
+            p.setting, p.model(), row.text("softmax (ms)"), number(times, "%.2f"), row.text("products (ms)"));
+    if (lengths.size() > 1) { text += say(" By context length the factor is {}.", list_of(lengths)); }
+    std::string by_flops = say("{}. So a FLOP of softmax takes {} times as long.", counts, number(per_flop, "%.1f"));
     if (on_gpu(*p.softmax) && per_flop > 2) {
-        text += say(" Bytes explain it: even at best softmax moves {} MiB and the products {} MiB.",
-                    row.text("softmax (MiB, at least)"), row.text("products (MiB, at least)"));
+        by_flops += say(" Bytes explain it: even at best softmax moves {} MiB and the products {} MiB.",
+                        row.text("softmax (MiB, at least)"), row.text("products (MiB, at least)"));
     }
-    return text;
+    Answers answers = {{"e", text}, {"e, FLOPs", by_flops}};
+    add_other_settings(answers, "e", others);
+    return answers;
 }
 
 Answers answer_nsys_profile(const Tables& tables) {
@@ -499,8 +539,9 @@ Answers answer_nsys_profile(const Tables& tables) {
     if (!p.top) { return answers; }
     answers.push_back({"b", top_kernel(tables, p)});
     answers.push_back({"c", other_kernels(tables, p)});
-    answers.push_back({"d", step_shares(profiles, p)});
-    answers.push_back({"e", softmax_and_products(profiles, p)});
+    for (const Answers& more : {step_shares(profiles, p), softmax_and_products(profiles, p)}) {
+        answers.insert(answers.end(), more.begin(), more.end());
+    }
     return answers;
 }
 

@@ -112,6 +112,8 @@ Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v, bool c
 // softmax: S [R,Tk] becomes P in place. The loop takes three passes per row. The kernel finds maximum and sum in one
 // (the sum is rescaled when the maximum grows: "online" softmax) and writes in a second. Row r holds query r % Tq;
 // causal rows stop at their own key. The kernel moves 3 elements per entry, eager's five move 8.
+//   P_rj = exp(S_rj - L_r),  L_r = log sum_j exp S_rj
+//   dS_rj = P_rj (dP_rj - sum_k P_rk dP_rk)
 
 template <class T>
 static void softmax_cpu(T* S, Wide<T>* L, int64_t R, int Tq, int Tk, bool causal) {

@@ -220,10 +220,11 @@ int cmd_weighted_sum(const Options& o) {
     Device chosen = choose_device(o.device);
     Plan p{o};
     if (o.quick || chosen == CPU) { p.note_smaller(o.quick ? "--quick, smaller sizes" : "no GPU, smaller sizes"); }
+    context.device = chosen;
     Table table;
-    table.caption = strprintf(
-        "weighted_sum: forward and backward, fp32, median of %d runs after 2, errors against fp64, commit %s%s", RUNS,
-        commit().c_str(), p.scaled_down.c_str());
+    table.caption =
+        strprintf("weighted_sum: forward and backward, fp32, median of %d runs after 2, errors against fp64; %s", RUNS,
+                  p.origin().c_str());
     table.columns = {"device", "N", "D", "forward ms", "GB/s", "backward ms", "GB/s", "max error"};
     bool ok = true;
     std::vector<Shape> sizes = {{1, 1}, {1, 7}, {3, 1}, {31, 33}, {257, 129}, {1000, 1023}, {5, 4097}};
@@ -397,7 +398,7 @@ int cmd_flash_benchmarking(const Options& o) {
     Table table{strprintf("flash_benchmarking: batch 1, one head, causal, ms (median of %.0f ms of runs); %s", budget,
                           p.origin().c_str()),
                 {"Seq", "D", "dtype", "Naive Fwd", "Naive Bwd", "Naive Tot", "Flash Fwd", "Flash Bwd", "Flash Tot",
-                 "x Fwd", "x Bwd", "x Tot"},
+                 "x Fwd", "x Bwd", "x Tot", "of peak %"},
                 {}};
     const AttentionImpl& naive = impl_named("naive", context.device);
     for (DType dtype : {BF16, F32}) {
@@ -414,6 +415,8 @@ int cmd_flash_benchmarking(const Options& o) {
                 for (double x : {n.forward / f.forward, n.backward / f.backward, n.both / f.both}) {
                     row.push_back(n.ran && f.ran ? strprintf("%.2f", x) : "");
                 }
+                const double tflops = 3.5 * 2.0 * S * (double)S * D / f.both / 1e9;  // half of S^2: causal
+                row.push_back(f.ran ? percent_of_peak(tflops, dtype == BF16 ? PREC_BF16 : FP32) : "");
                 table.rows.push_back(row);
             }
         }

@@ -113,6 +113,20 @@ static std::string libraries() {
     return text;
 }
 
+static Table peaks_table() {
+    Table table{
+        "info: the most that each known card can do, by its maker's paper: dense products, TFLOP/s; commit " + commit(),
+        {"card", "bf16", "fp16", "tf32", "fp32", "source"},
+        {}};
+    auto cell = [](double tflops) { return std::isnan(tflops) ? "-" : strprintf("%g", tflops); };
+    for (const CardPeak& peak : card_peaks) {
+        const bool has_bf16 = !std::isnan(peak.tf32);
+        table.rows.push_back({peak.card, has_bf16 ? cell(peak.fp16) : "-", cell(peak.fp16), cell(peak.tf32),
+                              cell(peak.fp32), peak.source});
+    }
+    return table;
+}
+
 int cmd_info(const Options& o) {
     context.device = choose_device(o.device);
     bool gpu = context.device == CUDA;
@@ -163,6 +177,7 @@ int cmd_info(const Options& o) {
 #endif
     measured(strprintf("matmul %d^3 fp32 on the CPU%s", n, how), "TFLOP/s", [&] { return matmul_rate(FP32, n, 10); });
     print(table, o.format);
+    print(peaks_table(), o.format);
     return 0;
 }
 

@@ -76,6 +76,7 @@ struct OutOfMemory : Failure {
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));         // exit 1
 [[noreturn]] void usage_error(const char* format, ...) __attribute__((format(printf, 1, 2)));  // exit 2
 std::string strprintf(const char* format, ...) __attribute__((format(printf, 1, 2)));
+std::string counted(const std::string& n, const std::string& what);  // "1 step", "2 steps"
 std::string join(const std::vector<std::string>& items, const char* between);
 // The text with control characters, those that turn the direction of reading, and what is not UTF-8 written as \xNN.
 std::string one_line(const std::string& text);

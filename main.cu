@@ -559,8 +559,8 @@ static const Flag flag_table[] = {
     {"not_causal", &Options::not_causal, "every query sees all keys"},
     {"roofline", &Options::roofline, "how close each phase comes to what the matmul rate and the copy bandwidth allow"},
     {"recompute", &Options::recompute,
-     "the norms' outputs and SwiGLU's again in backward instead of keeping them: less memory, more time (fused, "
-     "flash)"},
+     "backward computes the outputs of the norms and of SwiGLU again instead of keeping them: less memory, more time "
+     "(fused, flash)"},
     {"wide", &Options::wide, "all columns, also on a terminal that is narrower"},
     {"fresh", &Options::fresh, "run everything, also what an interrupted run has done already"},
     {"deterministic", &Options::deterministic,
@@ -596,25 +596,24 @@ static std::vector<std::string> cost_cells(const Command& c, const Options& aske
 }
 
 static int cmd_list(const Options& o) {
+    int gpus = cuda_devices();
+    bool nccl = why_not("nccl", CUDA, 2).empty(), gloo = why_not("gloo", gpus > 0 ? CUDA : CPU, 2).empty();
     Table table;
     table.caption =
         "2025, 2026: the section of that handout; minutes: of the products alone, GiB: of the largest run, both rough, "
         "by `--plan`" +
-        std::string(o.has("memory") ? ", for a GPU with this --memory; runs here: on this machine" : "") + "; commit " +
-        commit() + "; `cs336 <command> --help` shows a command's options";
+        std::string(o.has("memory") ? ", for a GPU with this --memory; runs here: on this machine" : "") +
+        (gpus == 0 || !nccl ? strprintf("; scaled down: smaller, because %s",
+                                        gpus == 0 ? "there is no GPU" : "two GPUs and NCCL are not there")
+                            : "") +
+        "; commit " + commit() + "; `cs336 <command> --help` shows a command's options";
     table.columns = {"problem", "2025",       "2026",      "points",  "command",
                      "file",    "notes page", "runs here", "minutes", "GiB"};
-    table.less_needed = {"notes page", "command", "file", "runs here", "points", "2026"};
-    int gpus = cuda_devices();
-    bool nccl = why_not("nccl", CUDA, 2).empty(), gloo = why_not("gloo", gpus > 0 ? CUDA : CPU, 2).empty();
+    table.less_needed = {"notes page", "command", "file", "points", "2026", "2025", "minutes"};
     for (const Command& c : COMMANDS) {
         std::string here = "yes";
-        if (c.gpus == 1 && gpus == 0) { here = c.is_check ? "yes: on the CPU" : "scaled down: no GPU"; }
-        if (c.gpus == 2 && !nccl) {
-            here = !gloo        ? "needs two GPUs and NCCL; or Gloo"
-                   : c.is_check ? "yes: over Gloo"
-                                : "scaled down: over Gloo";
-        }
+        if (c.gpus == 1 && gpus == 0 && !c.is_check) { here = "scaled down"; }
+        if (c.gpus == 2 && !nccl && !(gloo && c.is_check)) { here = gloo ? "scaled down" : "needs 2 GPUs"; }
         bool problem = *c.section != 0;
         table.rows.push_back({c.id, problem ? in_edition(c.section, "2025") : "tool",
                               problem ? in_edition(c.section, "2026") : "tool",

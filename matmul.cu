@@ -271,7 +271,7 @@ Tensor matmul(const Tensor& a_in, const Tensor& b_in, bool transpose_b) {
     });
     return y;
 }
-static Tensor linear_of(const Tensor& x_in, const Tensor& weight, bool compute) {
+static Tensor linear(const Tensor& x_in, const Tensor& weight, bool compute) {
     Tensor x = reshape(autocast_operand(x_in), {x_in.size() / x_in.dim(-1), x_in.dim(-1)}),
            w = autocast_operand(weight);
     Shape shape = x_in.shape;
@@ -288,8 +288,8 @@ static Tensor linear_of(const Tensor& x_in, const Tensor& weight, bool compute) 
     });
     return reshape(y, shape);
 }
-Tensor linear(const Tensor& x, const Tensor& weight) { return linear_of(x, weight, true); }
+Tensor linear(const Tensor& x, const Tensor& weight) { return linear(x, weight, true); }
 Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x, const Tensor& weight) {
     // Run again, checkpoint()'s function records, and what it returns is never read.
-    return checkpoint([f, weight](const Tensor& x) { return linear_of(f(x), weight, !context.recording); }, x);
+    return checkpoint([f, weight](const Tensor& x) { return linear(f(x), weight, !context.recording); }, x);
 }

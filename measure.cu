@@ -81,6 +81,7 @@ void usage_error(const char* format, ...) {
     throw Failure(2, text);
 }
 
+std::string counted(const std::string& n, const std::string& what) { return n + " " + what + (n == "1" ? "" : "s"); }
 std::string join(const std::vector<std::string>& items, const char* between) {
     std::string all;
     for (const std::string& item : items) { all += (all.empty() ? "" : between) + item; }
@@ -440,7 +441,7 @@ std::string device_description() {
 #endif
     if (context.device == META) { return "meta (nothing is computed)"; }
     std::string name = field_of("/proc/cpuinfo", "model name");
-    std::string text = strprintf("%s, %d threads", name.empty() ? "CPU" : name.c_str(), cpu_threads());
+    std::string text = (name.empty() ? "CPU" : name) + ", " + counted(std::to_string(cpu_threads()), "thread");
 #ifdef HAVE_OPENBLAS
     text += strprintf(", OpenBLAS %s", openblas_get_corename());
 #endif

@@ -346,8 +346,10 @@ static Table category_table(const std::vector<Profile>& profiles, const std::str
 
 // Autocast copies each weight that is multiplied with, at 2 bytes per element. The fused modes in bf16 need no copies,
 // see WeightForm.
-static Table difference_table(const std::vector<Profile>& profiles, Precision from, Precision to) {
-    Table table{strprintf("memory_profiling (c): what %s adds to %s's peak (MiB)", name_of(to), name_of(from)),
+static Table difference_table(const std::vector<Profile>& profiles, Precision from, Precision to,
+                              const std::string& origin) {
+    Table table{strprintf("memory_profiling (c): what %s adds to %s's peak (MiB); %s", name_of(to), name_of(from),
+                          origin.c_str()),
                 {"size", "context length", "phase", "all", "of it weight copies", "2 bytes per matmul weight",
                  "activations", "the rest"},
                 {}};
@@ -367,8 +369,9 @@ static Table difference_table(const std::vector<Profile>& profiles, Precision fr
     return table;
 }
 
-static Table residual_table(const std::vector<Profile>& profiles, int B) {
-    Table table{strprintf("memory_profiling (d): one tensor of the residual stream, batch %d: B*T*C*4 bytes", B),
+static Table residual_table(const std::vector<Profile>& profiles, int B, const std::string& origin) {
+    Table table{strprintf("memory_profiling (d): one tensor of the residual stream, batch %d: B*T*C*4 bytes; %s", B,
+                          origin.c_str()),
                 {"size", "context length", "precision", "B*T*C*4", "MiB", "allocated bytes", "by"},
                 {}};
     for (const Profile& r : profiles) {
@@ -387,9 +390,10 @@ static Table residual_table(const std::vector<Profile>& profiles, int B) {
 }
 
 // Allocations of the same size, category, ranges and line are one row.
-static Table largest_table(const std::vector<Profile>& profiles, int rows) {
+static Table largest_table(const std::vector<Profile>& profiles, int rows, const std::string& origin) {
     Table table{
-        strprintf("memory_profiling (e): the %d largest allocations of a forward pass; 'held': before it began", rows),
+        strprintf("memory_profiling (e): the %d largest allocations of a forward pass; 'held': before it began; %s",
+                  rows, origin.c_str()),
         {"size", "context length", "precision", "MiB each", "times", "category", "range", "op", "line"},
         {}};
     for (const Profile& r : profiles) {
@@ -580,10 +584,10 @@ static void profile_all(const Plan& p, const std::string& how, bool with_details
     if (with_details) {
         print(category_table(profiles, caption), format);
         for (size_t i = 1; i < p.precisions.size(); i++) {
-            print(difference_table(profiles, p.precisions[0], p.precisions[i]), format);
+            print(difference_table(profiles, p.precisions[0], p.precisions[i], p.origin()), format);
         }
-        print(residual_table(profiles, p.o.batch_size), format);
-        print(largest_table(profiles, 8), format);
+        print(residual_table(profiles, p.o.batch_size, p.origin()), format);
+        print(largest_table(profiles, 8, p.origin()), format);
     }
     print_blocks(p, caption);
     if (!p.o.out.empty()) { note("--out: wrote timelines and snapshots to %s", p.o.out.c_str()); }

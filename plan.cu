@@ -265,12 +265,15 @@ Table plan_table(const Options& o, const Planned& p) {
     };
     const bool timed =
         std::any_of(p.rows.begin(), p.rows.end(), [](const PlannedRow& row) { return !std::isnan(row.seconds); });
-    std::string seconds = strprintf(
-        "rough seconds: of the products alone, at %.0f %% of the rate that a large square reaches here, without start "
-        "and communication; ",
-        100 * SHARE);
+    std::string seconds = timed ? strprintf(
+                                      "rough seconds: of the products alone, at %.0f %% of the rate that a large "
+                                      "square reaches here, without start and communication; ",
+                                      100 * SHARE)
+                          : o.has("memory") && !p.rows.empty()
+                              ? "no rough seconds: the speed of that card is not known here; "
+                              : "";
     Table table{strprintf("plan of %s, nothing ran: %s, %.2f GiB available; %scommit %s%s", o.command.c_str(),
-                          p.device.c_str(), p.available / 1073741824.0, timed ? seconds.c_str() : "", commit().c_str(),
+                          p.device.c_str(), p.available / 1073741824.0, seconds.c_str(), commit().c_str(),
                           p.scaled_down.empty() ? "" : ("; scaled down: " + p.scaled_down).c_str()),
                 {"row", "predicted peak MiB", "fits"},
                 {}};

@@ -80,8 +80,8 @@ static std::string format_markdown(const Table& table) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // On a terminal. What does not fit loses first the columns that hold the same in all rows, which stand above it
-// instead, and then those that it names as less needed. If that is not enough, the rows stand side by side, some at a
-// time.
+// instead. Then its text is wrapped. If that is not enough, it loses the columns that it names as less needed. If that
+// is not enough either, the rows stand side by side, some at a time.
 
 static bool all_columns = false;
 void print_all_columns() { all_columns = true; }
@@ -128,19 +128,64 @@ static std::string take_constants(Table& table) {
     }
     return said.empty() ? "" : "In all rows: " + join(said, "; ");
 }
-// Takes out columns until the rest fits: those that the table names as less needed, or from the right. A narrow last
-// one goes last: it is the verdict, or the result that the others lead to.
-static void take_less_needed(Table& table, size_t columns, bool from_the_right, Row* taken) {
-    Row order = table.less_needed;
-    if (from_the_right) {
-        order.assign(table.columns.rbegin(), table.columns.rend() - 1);
-        if (!order.empty() && grid_of(table).widths.back() <= 12) {
-            std::rotate(order.begin(), order.begin() + 1, order.end());
+// The same with cells of text in several lines, if it fits then: each further line is a row with blanks beside it.
+static Table with_wrapped_text(const Table& table, size_t columns) {
+    constexpr size_t READABLE = 16;
+    Grid grid = grid_of(table);
+    std::vector<size_t> least = grid.widths;
+    for (size_t j = 0; j < least.size(); j++) {
+        if (grid.right[j]) { continue; }
+        least[j] = std::max(std::min(least[j], READABLE), width(table.columns[j]));
+        for (const Row& row : table.rows) {
+            std::istringstream words(row[j]);
+            for (std::string word; words >> word;) { least[j] = std::max(least[j], width(word)); }
         }
     }
+    while (grid.width() > columns) {
+        size_t widest = least.size();
+        for (size_t j = 0; j < least.size(); j++) {
+            bool can_give = grid.widths[j] > least[j];
+            if (can_give && (widest == least.size() || grid.widths[j] > grid.widths[widest])) { widest = j; }
+        }
+        if (widest == least.size()) { return table; }
+        grid.widths[widest]--;
+    }
+    Table result = table;
+    result.rows.clear();
+    for (const Row& row : table.rows) {
+        size_t first = result.rows.size();
+        for (size_t j = 0; j < row.size(); j++) {
+            std::istringstream text(grid.right[j] ? row[j] : wrapped(one_line(row[j]), grid.widths[j]));
+            std::string line;
+            for (size_t i = first; std::getline(text, line) || i == first; i++) {
+                if (i == result.rows.size()) { result.rows.emplace_back(row.size()); }
+                result.rows[i][j] = line;
+            }
+        }
+    }
+    return result;
+}
+static bool fits_wrapped(const Table& table, size_t columns) {
+    return grid_of(with_wrapped_text(table, columns)).width() <= columns;
+}
+// A table that names no columns as less needed: numbers in the middle go first, then text, since text says what a row
+// is, and the last three columns are the results that the others lead to.
+static Row less_needed_of(const Table& table) {
+    const size_t n = table.columns.size(), results = n - std::min<size_t>(n, 3);
+    const std::vector<bool> numbers = grid_of(table).right;
+    Row order;
+    for (bool number : {true, false}) {
+        for (size_t j = results + number; j-- > 1;) {
+            if (j < n && numbers[j] == number) { order.push_back(table.columns[j]); }
+        }
+    }
+    for (size_t j = std::max<size_t>(results, 1); j < n; j++) { order.push_back(table.columns[j]); }
+    return order;
+}
+static void take_less_needed(Table& table, size_t columns, const Row& order, Row* taken) {
     for (const std::string& name : order) {
         auto column = std::find(table.columns.begin(), table.columns.end(), name);
-        if (column == table.columns.end() || grid_of(table).width() <= columns) { continue; }
+        if (column == table.columns.end() || fits_wrapped(table, columns)) { continue; }
         erase_column(table, column - table.columns.begin());
         taken->push_back(name);
     }
@@ -169,16 +214,16 @@ static std::vector<Grid> side_by_side(const Table& table, size_t columns) {
     return pieces;
 }
 static std::string for_screen(Table table, size_t columns) {
-    auto fits = [&] { return grid_of(table).width() <= columns; };
     std::string text, constants;
     Row taken;
     auto say = [&](const std::string& line) { text += line.empty() ? "" : wrapped(one_line(line), columns) + "\n\n"; };
-    if (!fits()) { constants = take_constants(table); }
-    take_less_needed(table, columns, false, &taken);
-    std::vector<Grid> pieces = fits() ? std::vector<Grid>{grid_of(table)} : side_by_side(table, columns);
-    if (pieces.size() > 3) {
-        take_less_needed(table, columns, true, &taken);
-        pieces = {grid_of(table)};
+    if (grid_of(table).width() > columns) { constants = take_constants(table); }
+    take_less_needed(table, columns, table.less_needed, &taken);
+    std::vector<Grid> pieces;
+    if (!fits_wrapped(table, columns)) { pieces = side_by_side(table, columns); }
+    if (pieces.empty() || pieces.size() > 3) {
+        take_less_needed(table, columns, less_needed_of(table), &taken);
+        pieces = {grid_of(with_wrapped_text(table, columns))};
     }
     say(table.caption);
     say(constants);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <regex>
 
 #include <unistd.h>
 
@@ -26,14 +27,28 @@ static std::string root_folder() {
     return "";
 }
 
-// The comment at the head of the section in which this line stands has the formula. {its line, "formula"}, or
-// {the comment's first line, "section"} where there is none.
-static std::pair<int, const char*> formula_above(const std::vector<std::string>& lines, int line) {
+// The comment at the head of the section in which this line stands has the formula. That of a backward is the first
+// line that begins with a gradient. {its line, "formula"}, or {the comment's first line, "section"} where there is
+// none.
+static std::pair<int, const char*> formula_above(const std::vector<std::string>& lines, int line, bool backward) {
+    static const std::regex any(" = "), gradient("^// *([0-9]+\\. +)?(d[A-Za-z]\\S*|D_i) \\+?= ");
     while (line > 1 && lines[line - 2].compare(0, 5, "// --") != 0) { line--; }
-    for (int i = line; i <= (int)lines.size() && lines[i - 1].compare(0, 2, "//") == 0; i++) {
-        if (lines[i - 1].find(" = ") != std::string::npos) { return {i, "formula"}; }
+    for (const std::regex& formula : {backward ? gradient : any, any}) {
+        for (int i = line; i <= (int)lines.size() && lines[i - 1].compare(0, 2, "//") == 0; i++) {
+            if (std::regex_search(lines[i - 1], formula)) { return {i, "formula"}; }
+        }
     }
     return {line, "section"};
+}
+// The formula of such a line without what stands before and after it, and short enough for a narrow terminal.
+static std::string shortened(const std::string& line) {
+    constexpr size_t LONGEST = 60;
+    static const std::regex step("^// *([0-9]+\\. +)?");
+    std::string text = std::regex_replace(line, step, "");
+    size_t words = text.find(":  ");
+    if (words != std::string::npos && words < text.find(" = ")) { text.erase(0, words + 3); }
+    text.erase(std::min(text.find("   "), text.size()));
+    return text.size() <= LONGEST ? text : text.substr(0, text.rfind(' ', LONGEST - 4)) + " ...";
 }
 
 // The cells between a Markdown row's bars, without the blanks around them.
@@ -73,7 +88,7 @@ int cmd_where(const Options& o) {
     }
     Table table{
         "where " + one_line(join(o.words, " ")) + "; commit " + commit(), {"topic", "what", "name", "where"}, {}};
-    table.less_needed = {"name"};
+    table.less_needed = {"what"};
     auto add = [&](const std::string& topic, const std::string& what, const std::string& name, const Anchor& place) {
         table.rows.push_back({topic, what, name, strprintf("%s:%d", place.file.c_str(), place.line)});
     };
@@ -98,10 +113,9 @@ int cmd_where(const Options& o) {
                     fail("%s names %s:%d, which is not there", page.c_str(), place.file.c_str(), place.line);
                 }
                 if (is_first) {
-                    const auto [head, what] = formula_above(source, place.line);
-                    const std::string& text = source[head - 1];
-                    size_t start = std::min(text.find_first_not_of("/ "), text.size());
-                    add(topic, what, text.substr(start), {"", place.file, head});
+                    const bool backward = topic.find("backward") != std::string::npos;
+                    const auto [head, what] = formula_above(source, place.line, backward);
+                    add(topic, what, shortened(source[head - 1]), {"", place.file, head});
                 }
                 is_first = false;
                 add(topic, columns[i], place.name, place);

@@ -93,8 +93,12 @@ TEST_CASE("answers ddp: naive_ddp_benchmarking") {
           "() No step was measured: size xl (d_model 1600, 48 layers) does not fit into this machine's memory: OOM "
           "(61.2 GiB per "
           "rank).\n");
-    CHECK(answers_to(command, {"; 2 ranks", "; 1 ranks"}) ==
-          "() One rank has no other to share with, so there is nothing to compare.\n");
+    for (const std::string one : {"; 1 ranks", "; 1 rank"}) {
+        CHECK(answers_to(command, {"; 2 ranks", one}) ==
+              "() One rank has no other to share with, so there is nothing to compare.\n");
+    }
+    check_says(answers_to(command, {", 3 warmup, 6 step", ", 1 warmup, 1 step"}),
+               {"a time is the mean of 1 step, after 1 warm-up, and of the ranks."});
     CHECK(answers_to(command, {"| naive    |", "| other |"}) ==
           "() The table has no Total Time (ms) for \"naive\", so there is no answer.\n");
 }
@@ -208,7 +212,8 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
         {"which is not the expected 1/4.", "4.90 ms (1.4%) less than unsharded", "costs less than the shorter",
          "1.22 ms (0.4%) more than ours."});
     check_says(answers_to(command, {"354.61 | 0.13", "339.61 | 0.23"}),
-               {"than unsharded (339.51 ms, within one standard deviation, 0.23 ms, so this run"});
+               {"than unsharded (339.51 ms, within one standard deviation, 0.23 ms, so this run",
+                "it sends 11989.4 MB per step instead of 7992.9.\n"});
     CHECK(answers_to(command, {"; 2 ranks", "; 1 ranks"}) ==
           "() One rank has no other to share with, so there is nothing to compare.\n");
     check_says(answers_to(command, {"335.83", "OOM"}),

@@ -1,4 +1,5 @@
 // Tests of bench_step.cu.
+#include "answers.h"
 #include "test.h"
 
 #include <nlohmann/json.hpp>
@@ -75,4 +76,22 @@ TEST_CASE_TEMPLATE("benchmark: the roofline's FLOPs are the model's, its floors 
         double less = caption.find("precision bf16") == std::string::npos ? 0 : 2.0 * matmul_weights(c);
         CHECK(cell(3, "MB") == doctest::Approx((28.0 * weights - less) / 1e6).epsilon(1e-5));
     }
+}
+
+TEST_CASE("benchmark: info prints the peaks of all known cards, also without a GPU") {
+    Run r = run_cs336({"info", "--quick", "--device", "cpu"});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    Tables tables = tables_in(r.out);
+    REQUIRE(tables.size() == 2);
+    TableRow h200 = row_of(tables[1], {{"card", "NVIDIA H200"}}), t4 = row_of(tables[1], {{"card", "Tesla T4"}});
+    CHECK(h200.text("bf16") == "989");
+    CHECK(h200.text("source") == "H200 data sheet");
+    CHECK(t4.text("fp16") == "65");
+    CHECK(t4.text("bf16") == "-");
+}
+TEST_CASE("benchmark: flash_benchmarking's share of the card's peak") {
+    Run r = run_cs336({"flash_benchmarking", "--quick", "--device", "cpu"});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    const Tables tables = tables_in(r.out);
+    for (const TableRow& row : rows_of(tables.at(0))) { CHECK(row.text("of peak %") == "-"); }
 }

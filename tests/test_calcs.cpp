@@ -555,7 +555,10 @@ TEST_CASE("calcs: answers") {
     check_says(
         answers_to({"fsdp_tp_calcs"}),
         {"max(6 x 4096 x 11008 x (4 - 1), 4 x 65536 x 4096 x (2 - 1)) / (4 x 2 x 4.5e+11) = 0.2983 ms. FSDP gathers",
-         "(c) N <= (1 + B W / C) (1 + 3 D_FF W / (2 C)) = ", "= 262.4 devices: each axis has",
+         "at most their product: N <= (1 + B W / C) (1 + 3 D_FF W / (2 C)) = ",
+         "= 262.4 devices.\n(c, numbers) Without each 1",
+         "(c) The FSDP axis has a bound in which TP does not occur: N_FSDP <= 1 + B W / C = ", "= 30.82 devices.",
+         "in which FSDP does not occur: N_TP <= 1 + 3 D_FF W / (2 C) = ", "= 8.513 devices.",
          "N <= Q^2 / (24 B D_FF) = 1148846^2 / (24 x 65536 x 11008) = 76.23 devices."});
     check_says(answers_to({"fsdp_tp_calcs", "--d_ff", "64"}),
                {"b is below a / (a + 1) = ",

@@ -440,6 +440,7 @@ TEST_CASE_TEMPLATE("flash: the leaderboard says OOM where there is not the memor
 TEST_CASE_TEMPLATE("flash: weighted_sum's table has no time and no rate of 0", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     Run r = run_cs336({"weighted_sum", "--quick", "--format", "csv", "--device", name_of(D::device)});
+    CHECK(has(r.out, "errors against fp64; " + device_description() + "; commit "));
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
     CHECK(has(r.out, "\ncpu,1,1,"));  // 12 bytes in less than a microsecond
     for (const char* zero : {",0.0,", ",0.0000,", ",0,"}) { CHECK_MESSAGE(!has(r.out, zero), r.out); }

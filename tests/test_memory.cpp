@@ -290,6 +290,20 @@ TEST_CASE("memory_profiling (f): left out with gradient checkpoints") {
     CHECK(has(r.out, "memory_profiling (e)"));
     CHECK(!has(r.out, "memory_profiling (f)"));
 }
+TEST_CASE(
+    "memory_profiling: each caption says on which device and commit, each allocation the function that it names") {
+    Run r = run_cs336({"memory_profiling", "--device", "cpu", "--size", "small", "--context_length", "32",
+                       "--precision", "fp32,bf16"});
+    REQUIRE(r.exit_code == 0);
+    Tables tables = tables_in(r.out);
+    for (const char* words : {"(c): what bf16 adds", "(d)", "(e)"}) {
+        const Table* table = table_with(tables, {words});
+        REQUIRE(table);
+        CHECK_MESSAGE(has(table->caption, "; meta (nothing is computed); commit "), table->caption);
+    }
+    CHECK(row_of(*table_with(tables, {"(e)"}), {{"op", "linear"}}));
+    CHECK(!has(r.out, "linear_of"));
+}
 
 TEST_CASE("pytorch_attention: the buffers at the peak add up to it") {
     Run r = run_cs336({"pytorch_attention", "--device", "cpu", "--quick", "--steps", "1"});
