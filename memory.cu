@@ -593,6 +593,33 @@ static void profile_all(const Plan& p, const std::string& how, bool with_details
     if (!p.o.out.empty()) { note("--out: wrote timelines and snapshots to %s", p.o.out.c_str()); }
 }
 
+static void print_predicted(const Plan& p) {
+    Planning planning;
+    profile_all(p, "predicted: every allocation counted, nothing computed", true);
+}
+// A card on which not even the shortest step fits shows the handout's size as predicted, and measures a smaller one.
+static void make_fit(Plan& p) {
+    auto fits = [](const Plan& plan, int T) {
+        RestoreContext restore;
+        for (Precision precision : plan.precisions) {
+            context.precision = precision;
+            size_t bytes = predicted_peak(plan.configs[0], plan.o.batch_size, T, STEP).bytes;
+            if (bytes > available_memory(context.device)) { return false; }
+        }
+        return true;
+    };
+    const auto& lengths = p.o.context_lengths;
+    if (fits(p, *std::min_element(lengths.begin(), lengths.end()))) { return; }
+    Plan smaller = p;
+    smaller.shrink_to_fit(
+        1, [&](const Plan& plan) { return fits(plan, *std::max_element(lengths.begin(), lengths.end())); });
+    if (smaller.configs[0].name == p.configs[0].name) { return; }  // the size was typed, or nothing fits
+    const std::string out = p.o.out;
+    p.o.out = "", context.mode = p.modes[0];
+    if (!context.plan_only) { print_predicted(p); }
+    p = smaller, p.o.out = out, context.mode = p.modes[0];
+}
+
 int cmd_memory_profiling(const Options& o) {
     Device device = context.device = choose_device(o.device);
     context.each_launch = true;
@@ -607,15 +634,13 @@ int cmd_memory_profiling(const Options& o) {
     p.choose_models();
     context.mode = p.modes[0];
     if (device == CUDA) {
+        make_fit(p);
         std::string how = strprintf("the second run of each phase; %s MiB of the card in use before the model",
                                     mib(gpu_memory_used()).c_str());
         profile_all(p, how, true);
         return 0;
     }
-    {
-        Planning planning;
-        profile_all(p, "predicted: every allocation counted, nothing computed", true);
-    }
+    print_predicted(p);
     // This model is so small that it runs at once. Its peaks show that the prediction is what happens.
     p.configs = {{"tiny", 256, 1024, 2, 4, 1000}};
     p.o.context_lengths = {64}, p.o.batch_size = 2;

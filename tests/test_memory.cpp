@@ -283,6 +283,25 @@ TEST_CASE("memory_profiling (f): planned is measured, gradients are the formula'
     }
 }
 
+TEST_CASE("memory_profiling: a small card measures a smaller size, unless the size was typed") {
+    auto plan = [](const std::vector<std::string>& more) {
+        std::vector<std::string> words = {"memory_profiling", "--plan", "--format", "csv", "--memory"};
+        words.insert(words.end(), more.begin(), more.end());
+        Run r = run_cs336(words);
+        REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+        return read_csv(r.out);
+    };
+    Table small = plan({"8GiB"});
+    CHECK(has(small.caption, "; scaled down: size small instead of 2.7B, which does not fit"));
+    for (size_t i = 0; i + 1 < small.rows.size(); i++) {  // the last one is the sum
+        CHECK(has(small.rows[i][0], "small"));
+        CHECK(small.rows[i][2] == "yes");
+    }
+    for (const Table& whole : {plan({"130GiB"}), plan({"8GiB", "--size", "2.7B"})}) {
+        CHECK(!has(whole.caption, "scaled down"));
+        CHECK(has(whole.rows[0][0], "2.7B, batch 4"));
+    }
+}
 TEST_CASE("memory_profiling (f): left out with gradient checkpoints") {
     Run r = run_cs336({"memory_profiling", "--device", "cpu", "--size", "small", "--context_length", "32",
                        "--precision", "fp32", "--checkpoint", "2"});
