@@ -219,7 +219,8 @@ static Answers why_open(const Table& table, const std::string& part, const std::
     return {};
 }
 static std::string setup_of(const Table& table) {
-    std::string mode = value_in(table, "mode ", ";"), length = value_in(table, "context length: ", ",");
+    std::string mode = value_in(table, "mode ", ";"), length = value_in(table, "context length: ", ","),
+                warmups = value_in(table, "context length: " + length + ", ", " warmup");
     return say(
         "Setup: {} over {} on {}, size {}, precision {}, mode {}, per rank {} x {} tokens; a time is the mean of {}, "
         "after {}, and of the ranks.",
@@ -597,14 +598,16 @@ static Answer gathers_in_time(const Table* waits) {
     }
     TableRow slowest = largest_of(units, "wait (ms)");
     double hidden = 100 * std::max(0.0, 1 - wait / gather);
+    const std::string gradients = all.text("wait for gradients (ms)");
     return {"b",
             say("In forward the gathers take {} ms in all, and the compute stream waits {} ms for them, so {} % are "
                 "hidden: they {} in time. The embedding's has nothing to hide under ({} ms); of the others the longest "
-                "wait is {} ms, for {}. In backward gathers take {} ms and waits {} ms.",
+                "wait is {} ms, for {}. In backward the gathers take {} ms and the waits for them {} ms{}.",
                 all.text("forward: gather (ms)"), all.text("wait (ms)"), number(hidden, "%.1f"),
                 hidden >= 90 ? "come" : "do not all come", row_of(*waits, {{"unit", "embedding"}}).text("wait (ms)"),
                 slowest.text("wait (ms)"), slowest.text("unit"), all.text("backward: gather (ms)"),
-                all.text("wait in backward (ms)"))};
+                all.text("wait in backward (ms)"),
+                gradients.empty() ? "" : say(", and the wait for gradients {} ms", gradients))};
 }
 Answers answer_fsdp_accounting(const Tables& tables) {
     const Table* table = table_with(tables, {"fsdp_accounting (a)"});
@@ -627,22 +630,27 @@ static Answer scaling_of(const Table& table, const std::string& kind) {
     std::vector<TableRow> last, of_best;
     std::copy_if(rows.begin(), rows.end(), std::back_inserter(last), [&](auto& row) { return row.text("Ranks") == N; });
     TableRow best = largest_of(last, "speed-up");
-    if (!best) { return {kind, say("No step of both one rank and {} was measured.", ranks(N))}; }
+    if (!best) { return {kind, say("The table lacks a step on {}, or one on fewer to compare with.", ranks(N))}; }
     std::vector<std::string> others;
     for (const TableRow& row : last) {
         std::string times = row.text("speed-up");
-        if (row.index != best.index) { others.push_back(row.text("Way") + " " + (times.empty() ? "-" : times)); }
+        std::string cell = times.empty() ? (row.text("step (ms)") == "failed" ? "failed" : "-") : times + " times";
+        if (row.index != best.index) { others.push_back(row.text("Way") + " " + cell); }
     }
     for (const TableRow& row : rows) {
         bool less = row.text("Ranks") != "1" && row.number("efficiency (%)") < 90;
         if (less && row.text("Way") == best.text("Way")) { of_best.push_back(row); }
     }
     const TableRow below = of_best.empty() ? TableRow() : of_best[0], told = below ? below : best;
-    const std::string n = best.text("sequences per rank"), waits = told.text("Exposed Comm (ms)");
-    std::string text =
-        say("With {} per rank, {} do {} times the tokens per second of one rank ({}), {} % of linear; {}.",
-            n + (n == "1" ? " sequence" : " sequences"), ranks(N), best.text("speed-up"), best.text("Way"),
-            best.text("efficiency (%)"), list_of(others));
+    const bool strong = kind == "strong";
+    const std::string n = number(best.number("sequences per rank") * (strong ? best.number("Ranks") : 1), "%.0f"),
+                      waits = told.text("Exposed Comm (ms)"),
+                      base = value_in(table, kind + ": over a rank's share of the fastest way on ", " ranks");
+    std::string text = say(
+        "With {} {}, the fastest way on {} is {}: {} times the tokens per second of {}, which is {} % of linear.",
+        n + (n == "1" ? " sequence" : " sequences"), strong ? "in all" : "per rank", ranks(N), best.text("Way"),
+        best.text("speed-up"), base.empty() ? "one rank" : say("one of {}", ranks(base)), best.text("efficiency (%)"));
+    if (!others.empty()) { text += say(" The other ways: {}.", list_of(others)); }
     text += below ? say(" Its efficiency falls below 90 % at {}", ranks(below.text("Ranks")))
                   : " Its efficiency stays at 90 % or more";
     text += waits.empty() ? "."

@@ -84,9 +84,10 @@ static std::vector<std::vector<double>> time_all_reduce(const Communicator& c, i
 
 static std::string caption_of(const Plan& p) {
     return strprintf(
-        "distributed_communication_single_node: all-reduce, float32; MB = 1e6 bytes; %d warm-ups, %d steps, a "
+        "distributed_communication_single_node: all-reduce, float32; MB = 1e6 bytes; %s, %s, a "
         "barrier before each, median over steps and ranks; %s",
-        p.o.warmup[0], p.o.steps, p.origin().c_str());
+        counted(std::to_string(p.o.warmup[0]), "warm-up").c_str(), counted(std::to_string(p.o.steps), "step").c_str(),
+        p.origin().c_str());
 }
 
 static bool all_reduce_rows(const Communicator& c, const Options& o, Table* table) {
@@ -218,18 +219,19 @@ struct Trainee {
     std::map<std::string, Tensor> by_name;
 };
 
-static Trainee make_toy(bool tied, uint64_t seed) {
+static int toy_outputs(const Options& o) { return o.edition == "2026" ? 10 : 5; }
+static Trainee make_toy(bool tied, const Options& o, uint64_t seed) {
     struct Toy {
         const char* name;
         Shape shape;
         bool has_gradient;
     };
-    std::vector<Toy> plain = {{"fc3.weight", {5, 50}, true},
+    std::vector<Toy> plain = {{"fc3.weight", {toy_outputs(o), 50}, true},
                               {"fc2.fc.weight", {50, 10}, true},
                               {"fc1.weight", {10, 10}, true},
                               {"fc2.fc.bias", {50}, false},
                               {"no_grad_fixed_param", {2}, false}};
-    std::vector<Toy> sharing = {{"fc5.weight", {5, 50}, true},
+    std::vector<Toy> sharing = {{"fc5.weight", {toy_outputs(o), 50}, true},
                                 {"fc3.weight", {10, 50}, true},
                                 {"fc2.weight = fc4.weight", {50, 10}, true},
                                 {"fc1.weight", {10, 10}, true}};
@@ -293,7 +295,7 @@ static double loss_and_gradients(Trainee& t, uint64_t seed, int step, int64_t fi
         } else {
             x = linear(relu(add(linear(x, w["fc2.fc.weight"]), w["fc2.fc.bias"])), w["fc3.weight"]);
         }
-        loss = mean_all(square(sub(x, part("y", 5))));
+        loss = mean_all(square(sub(x, part("y", x.dim(-1)))));
     }
     double value = to_doubles(loss)[0];
     backward(loss);
@@ -334,7 +336,7 @@ constexpr int STEPS = 5, ROWS_A_RANK = 10;
 
 static bool train_and_compare(const Communicator& c, Strategy strategy, double bucket_mb, const Options& o, int model,
                               Table* table) {
-    auto make = [&](uint64_t seed) { return model == 2 ? make_lm(seed) : make_toy(model == 1, seed); };
+    auto make = [&](uint64_t seed) { return model == 2 ? make_lm(seed) : make_toy(model == 1, o, seed); };
     Trainee ours = make(o.seed + c.rank), reference = make(o.seed);
     auto d = data_parallel(c, strategy, bucket_mb, ours.weights, ours.gradients, ours.parameters, ours.slots);
     Optimizer sgd{c, UNSHARDED, {}}, reference_sgd{c, UNSHARDED, {}};
@@ -392,9 +394,10 @@ static int check_strategy(const Options& o, const char* command, Strategy strate
     return run_ranks(o, [&](const Communicator& c) {
         Table table{
             strprintf("%s: weights of data parallel against single-process training after each of %d steps; World "
-                      "size: %d, Batch size: %d, SGD, Learning rate: 0.1; backend %s; %s; commit %s",
-                      command, STEPS, c.world, ROWS_A_RANK * c.world, c.backend.c_str(), device_description().c_str(),
-                      commit().c_str()),
+                      "size: %d, Batch size: %d, SGD, Learning rate: 0.1; toy models with %d outputs; backend %s; %s; "
+                      "commit %s",
+                      command, STEPS, c.world, ROWS_A_RANK * c.world, toy_outputs(o), c.backend.c_str(),
+                      device_description().c_str(), commit().c_str()),
             {"Model", "Bucket (MB)", "all-reduces per step", "Parameter", "max diff", "mean diff", "Parameters",
              "bits on all ranks"},
             {}};
@@ -452,11 +455,12 @@ std::string caption_of(const Plan& p, const Communicator& c, const char* command
                               ? strprintf("%d x %s", std::min(c.world, cuda_devices()), device_description().c_str())
                               : device_description() + " per rank";
     return strprintf(
-        "%s; %d ranks, backend %s; size %s (d_model %d, %d layers), precision %s, mode %s%s; %d sequences per rank, "
+        "%s; %d ranks, backend %s; size %s (d_model %d, %d layers), precision %s, mode %s%s; %s per rank, "
         "context length: %d, %d warmup, %d step; %s; commit %s%s",
         command, c.world, c.backend.c_str(), m.name.c_str(), m.d_model, m.num_layers, name_of(p.precisions[0]),
-        name_of(p.modes[0]), reduced_as(p.o) == BF16 ? ", gradients reduced in bf16" : "", p.o.batch_size,
-        p.o.context_length, p.o.warmup[0], p.o.steps, devices.c_str(), commit().c_str(), p.scaled_down.c_str());
+        caption_of(p.modes[0]).c_str(), reduced_as(p.o) == BF16 ? ", gradients reduced in bf16" : "",
+        counted(std::to_string(p.o.batch_size), "sequence").c_str(), p.o.context_length, p.o.warmup[0], p.o.steps,
+        devices.c_str(), commit().c_str(), p.scaled_down.c_str());
 }
 
 struct StepTimes {  // ms
@@ -643,7 +647,7 @@ static Stats single_process(const Communicator& c, const Plan& p, Model& model, 
     return stats_of(times);
 }
 
-// t = o + s / w, the line through the measured all-reduces with the least relative errors: ms, and bytes a ms.
+// t = o + s / w, the line through the measured all-reduces with the least relative errors: ms, and bytes per ms.
 struct Line {
     double overhead, bandwidth;
 };
@@ -919,7 +923,10 @@ static int benchmark(const Options& o, const char* command, std::vector<Variant>
         if (!o.trace.empty()) { replace_file(temporary_name(o.trace), nullptr); }  // its name is longer than --trace's
         std::vector<PlannedWay> ways;
         for (const Variant& v : variants) { ways.push_back({label_of(v)}); }
-        if (too_large(c, p, comparison_table(caption_of(p, c, command), {}, p, c), ways, o.format, true)) { return; }
+        if (too_large(c, p, comparison_table(caption_of(p, c, command), {}, p, c), ways, o.format, true)) {
+            if (!o.plot.empty() && c.rank == 0) { note("--plot %s: left out: no step ran", o.plot.c_str()); }
+            return;
+        }
         Model model = random_model(p.configs[0], o.seed);
         make_gradients(model, reduced_as(p.o));
         make_optimizer_state(model);
@@ -929,7 +936,9 @@ static int benchmark(const Options& o, const char* command, std::vector<Variant>
         for (Variant& v : variants) { measure(c, p, model, batch, v, traced ? &traces : nullptr); }
         if (!o.trace.empty()) { write_traces_of_ranks(c, o.trace, traces, caption_of(p, c, command)); }
         if (!o.plot.empty()) { plot_steps(c, o.plot, traces, variants, caption_of(p, c, command)); }
-        Stats single = single_process(c, p, model, o.seed);
+        const bool alone = !PartOfScaling::is_it();
+        Stats single{};
+        if (alone) { single = single_process(c, p, model, o.seed); }
         bool bucketed = variants.back().strategy == BUCKETED;
         Table overhead;
         if (bucketed) { overhead = bucket_model(c, variants, variants.back().bytes, o.quick); }
@@ -956,7 +965,7 @@ static int benchmark(const Options& o, const char* command, std::vector<Variant>
         };
         row("single", single.mean);
         row(strprintf("%d ranks, %s", c.world, label_of(last).c_str()), total);
-        print(one, o.format);
+        if (alone) { print(one, o.format); }
         if (o.format != "md") { return; }
         int64_t parameters = 0;
         for (const Parameter& p : model.parameters) { parameters += count(p.shape); }
@@ -991,7 +1000,7 @@ int cmd_ddp_bucketed_benchmarking(const Options& o) {
 
 static bool shard_and_compare(const Communicator& c, Sharding sharding, bool sgd, bool tied, const Options& o,
                               Table* table) {
-    Trainee ours = make_toy(tied, o.seed), reference = make_toy(tied, o.seed);
+    Trainee ours = make_toy(tied, o, o.seed), reference = make_toy(tied, o, o.seed);
     auto d = data_parallel(c, sharding == ZERO1 ? NO_SYNC : FLAT, 0, ours.weights, ours.gradients, ours.parameters,
                            ours.slots);
     auto plain =
@@ -1044,9 +1053,10 @@ int cmd_optimizer_state_sharding(const Options& o) {
     return run_ranks(o, [&](const Communicator& c) {
         Table table{
             strprintf("optimizer_state_sharding: weights after each of 10 steps, sharded against unsharded; %d ranks, "
-                      "backend %s, lr 0.1 (SGD 0.01), weight decay 0.1, a second parameter group with half the lr "
+                      "toy models with %d outputs, backend %s, lr 0.1 (SGD 0.01), weight decay 0.1, a second parameter "
+                      "group with half the lr "
                       "after 5 steps; %s; commit %s",
-                      c.world, c.backend.c_str(), device_description().c_str(), commit().c_str()),
+                      c.world, toy_outputs(o), c.backend.c_str(), device_description().c_str(), commit().c_str()),
             {"Model", "Optimizer", "Scheme", "max diff", "mean diff", "Parameters", "bits on all ranks",
              "state elements, by rank", "unsharded"},
             {}};

@@ -33,6 +33,12 @@ static Tensor toy_logits(const Model& toy, const Tensor& tokens) {
     return product(3, x, 0);
 }
 
+// Of each sequence's last position only, as the public test's.
+static Tensor toy_loss(const Model& toy, const Batch& batch) {
+    auto last = [](const Tensor& by_position) { return contiguous(slice_last(by_position, POSITIONS - 1, 1)); };
+    return cross_entropy(transpose(last(transpose(toy_logits(toy, batch.tokens), 1, 2)), 1, 2), last(batch.targets));
+}
+
 struct FsdpCase {
     bool toy;
     Precision precision;
@@ -44,6 +50,13 @@ static bool takes_sgd(const FsdpCase& k) { return k.toy || k.precision != FP32; 
 static double learning_rate(const FsdpCase& k) {
     if (k.precision == PREC_PURE_BF16) { return 1; }  // by a small step rounding leaves most weights where they are
     return takes_sgd(k) ? 0.01 : 0.001;
+}
+static float momentum(const FsdpCase& k) { return k.toy ? 0 : 0.9f; }
+static float weight_decay(const FsdpCase& k) { return k.toy ? 0 : 0.01f; }
+static std::string optimizer_of(const FsdpCase& k) {
+    std::string text = strprintf("%s, lr %g", takes_sgd(k) ? "SGD" : "AdamW", learning_rate(k));
+    if (takes_sgd(k) && momentum(k) > 0) { text += strprintf(", momentum %g", momentum(k)); }
+    return text + (weight_decay(k) > 0 ? strprintf(", decay %g", weight_decay(k)) : "");
 }
 static Model lay_out(const FsdpCase& k) {
     return k.toy ? lay_out_toy() : lay_out_model({"lm", 64, 96, 3, 4, VOCABULARY});
@@ -77,7 +90,7 @@ static void loss_and_gradients(Model& model, const Batch& batch, int64_t first, 
     auto part = [&](const Tensor& t) { return view(t, first * POSITIONS, {rows, POSITIONS}); };
     Batch ours = {part(batch.tokens), part(batch.targets)};
     bool toy = model.layers.empty();
-    Tensor loss = toy ? cross_entropy(toy_logits(model, ours.tokens), ours.targets) : forward_to_loss(model, ours);
+    Tensor loss = toy ? toy_loss(model, ours) : forward_to_loss(model, ours);
     backward_from_loss(model, loss, scale);
 }
 
@@ -85,6 +98,12 @@ struct Result {
     double max = 0, sum = 0;
     int64_t wrong = 0, n = 0;
 };
+static bool same_everywhere(const Communicator& c, const Tensor& gradients) {
+    Tensor host = to_device(gradients, CPU);
+    const std::string mine({host.data, (size_t)host.size() * size_of(host.dtype)});
+    const std::vector<std::string> all = gather_text(c, mine);
+    return std::all_of(all.begin(), all.end(), [&](const std::string& other) { return other == mine; });
+}
 static Result train_both(const Communicator& c, const FsdpCase& k, uint64_t seed) {
     context.precision = k.precision, context.mode = k.mode, context.checkpoint = k.checkpoint;
     context.head_chunk = k.head_chunk;
@@ -99,6 +118,7 @@ static Result train_both(const Communicator& c, const FsdpCase& k, uint64_t seed
     ParameterGroup reference{whole.weights, whole.gradients};
     reference.sgd = f->shard.sgd = takes_sgd(k);
     reference.adamw.lr = (float)learning_rate(k);
+    reference.adamw.weight_decay = weight_decay(k), reference.momentum = f->shard.momentum = momentum(k);
     reference.adamw.eps = 1e-5f;  // else a gradient that is rounding alone moves its weight by lr, either way
     f->shard.adamw = reference.adamw;
     Optimizer optimizer{c, UNSHARDED, {}};
@@ -116,6 +136,7 @@ static Result train_both(const Communicator& c, const FsdpCase& k, uint64_t seed
         for (const FsdpUnit& u : f->units) {
             result.wrong += !u.gradient || u.gradient.size() != u.part || u.gradient.dtype != weight_dtype();
         }
+        result.wrong += !same_everywhere(c, f->replicated_sum);
         optimizer_step(*f, scaler, 0);
         loss_and_gradients(whole, batch, 0, rows, scale);
         scale_in_place(whole.gradients, 1 / scale);
@@ -140,7 +161,9 @@ static Result train_both(const Communicator& c, const FsdpCase& k, uint64_t seed
 int cmd_fsdp(const Options& o) {
     return run_ranks(o, [&](const Communicator& c) {
         Table table{strprintf("fsdp: weights of FSDP against single-process training after each of %d steps; World "
-                              "size: %d, Batch size: %d, context length: %d; backend %s; %s; commit %s",
+                              "size: %d, Batch size: %d, context length: %d; the norms' gradients are the same on all "
+                              "ranks, else a row "
+                              "differs; backend %s; %s; commit %s",
                               STEPS, c.world, ROWS * c.world, POSITIONS, c.backend.c_str(),
                               device_description().c_str(), commit().c_str()),
                     {"Model", "Optimizer", "precision", "mode", "checkpoint", "head chunk", "backwards per step",
@@ -165,8 +188,7 @@ int cmd_fsdp(const Options& o) {
                 Result r = train_both(c, k, o.seed + i);
                 all.max = std::max(all.max, r.max), all.sum += r.sum, all.n += r.n, all.wrong += r.wrong;
             }
-            table.rows.push_back({k.toy ? "the public test's" : "Transformer, d_model 64, 3 layers",
-                                  strprintf("%s, lr %g", takes_sgd(k) ? "SGD" : "AdamW", learning_rate(k)),
+            table.rows.push_back({k.toy ? "the public test's" : "Transformer, d_model 64, 3 layers", optimizer_of(k),
                                   name_of(k.precision), name_of(k.mode),
                                   k.checkpoint ? name_of_checkpoint(k.checkpoint) : "none",
                                   k.head_chunk ? std::to_string(k.head_chunk) : "none", std::to_string(k.batches),
@@ -390,6 +412,8 @@ static void memory_row(Table& table, Way way, const Plan& p, const Communicator&
             if (gathers.insert(w.work.get()).second) { sent += (double)w.work->bytes; }
         }
         for (const FsdpUnit& u : t->f->units) { sent += (double)u.gradients.size() * size_of(u.gradients.dtype); }
+        const Tensor& norms = t->f->replicated_gradients;  // an all-reduce sends as much as both of the others
+        sent += 2.0 * norms.size() * size_of(norms.dtype);
     } else {
         sent = (double)t->model.gradients.size() * size_of(t->model.gradients.dtype);
         sent += way == PLAIN_DDP ? sent : (double)t->model.weights.size() * size_of(t->model.weights.dtype);
@@ -430,9 +454,14 @@ int cmd_fsdp_accounting(const Options& o) {
              "activations and the rest", "peak", "predicted", "difference (%)", "step (ms)", "std", "MB sent per step"},
             {}};
         FsdpSeen seen;
-        for (Way way : {PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED}) { memory_row(memory, way, p, c, seen); }
+        for (Way way : {PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED}) {
+            const bool measured = way == PLAIN_DDP && PartOfScaling::is_it();  // by ddp_bucketed_benchmarking
+            if (!measured) { memory_row(memory, way, p, c, seen); }
+        }
         if (!o.plot.empty() && !seen.last_step.empty()) {
             plot_fsdp_step(c, o.plot, seen.last_step, "FSDP", caption_of(p, c, "fsdp_accounting (b)"));
+        } else if (!o.plot.empty() && c.rank == 0) {
+            note("--plot %s: left out: no step ran", o.plot.c_str());
         }
         if (c.rank != 0) { return; }
         print(memory, o.format);

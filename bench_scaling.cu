@@ -3,11 +3,19 @@
 //
 // Weak scaling: a rank has --batch_size sequences, whatever the number of ranks. Strong scaling: all ranks together
 // have as many sequences as the largest group has in weak scaling. Speed-up: tokens per second over those of the
-// fastest way on one rank, in the same kind of scaling; N ranks could reach N. Efficiency: speed-up / N.
+// fastest way on one rank, in the same kind of scaling; N ranks could reach N. Where no step on one rank fits, a rank's
+// share of the smallest group that ran takes its place. Efficiency: speed-up / N.
 #include "answers.h"
 #include "commands.h"
 
 #include <algorithm>
+#include <cstdlib>
+
+// The groups are processes, and so are their ranks: the environment reaches all of them.
+static const char* const PART_OF_SCALING = "CS336_PART_OF_SCALING";
+PartOfScaling::PartOfScaling() { setenv(PART_OF_SCALING, "1", 1); }
+PartOfScaling::~PartOfScaling() { unsetenv(PART_OF_SCALING); }
+bool PartOfScaling::is_it() { return getenv(PART_OF_SCALING) != nullptr; }
 
 struct Group {
     int ranks, batch_size;  // sequences per rank
@@ -39,10 +47,16 @@ static std::vector<std::string> words_of(const Plan& p, const Group& g) {
     if (o.quick) { words.push_back("--quick"); }
     return words;
 }
-static Tables run_group(const char* command, std::vector<std::string> words, const Group& g) {
+static Tables run_group(const char* command, std::vector<std::string> words, const Group& g, bool* failed) {
     progress("scaling: %s, %d ranks, %d sequences per rank", command, g.ranks, g.batch_size);
     words.insert(words.begin(), command);
-    return tables_in(run_ourselves(words));
+    try {
+        return tables_in(run_ourselves(words));
+    } catch (const Failure& failure) {  // the other tables are worth printing
+        note("scaling: %s", failure.what());
+        *failed = true;
+        return {};
+    }
 }
 
 static std::vector<TableRow> buckets_of(const Table& ddp) {
@@ -60,19 +74,19 @@ static std::vector<MeasuredWay> ways_of(const Group& g) {
     const Table *ddp = table_with(g.ddp, {"ddp_bucketed_benchmarking; "}),
                 *fsdp = table_with(g.fsdp, {"fsdp_accounting (a)"}),
                 *waits = table_with(g.fsdp, {"fsdp_accounting (b)"});
-    if (!ddp || !fsdp) { return {{"all", "failed", ""}}; }
+    if (!ddp) { ways.push_back({"data parallel", "failed", ""}); }
+    if (!fsdp) { ways.push_back({"sharded optimizer and FSDP", "failed", ""}); }
     auto add = [&](const TableRow& row, const std::string& name) {
         ways.push_back({name, row.text("Total Time (ms)"), row.text("Exposed Comm (ms)")});
     };
-    for (const TableRow& row : rows_of(*ddp)) {
+    for (const TableRow& row : ddp ? rows_of(*ddp) : std::vector<TableRow>()) {
         if (row.text("Strategy").compare(0, 8, "bucketed") != 0) { add(row, row.text("Strategy")); }
     }
-    std::vector<TableRow> buckets = buckets_of(*ddp);
+    std::vector<TableRow> buckets = ddp ? buckets_of(*ddp) : std::vector<TableRow>();
     TableRow fastest = smallest_of(buckets, "Total Time (ms)");
     if (!buckets.empty()) { add(fastest ? fastest : buckets[0], "fastest buckets"); }
-    for (const TableRow& row : rows_of(*fsdp)) {
+    for (const TableRow& row : fsdp ? rows_of(*fsdp) : std::vector<TableRow>()) {
         const std::string name = row.text("Way"), memory = row.text("parameters");
-        if (name == "overlapped DDP") { continue; }  // measured above
         TableRow all = waits && name == "FSDP" ? row_of(*waits, {{"unit", "all"}}) : TableRow();
         double exposed =
             all.number("wait (ms)") + all.number("wait in backward (ms)") + all.number("wait for gradients (ms)");
@@ -82,15 +96,20 @@ static std::vector<MeasuredWay> ways_of(const Group& g) {
     return ways;
 }
 
-static void scaling_rows(Table& table, const char* kind, const Plan& p, const std::vector<Group>& groups) {
+// Returns the number of ranks whose share the speed-ups are over.
+static int scaling_rows(Table& table, const char* kind, const Plan& p, const std::vector<Group>& groups) {
     auto rate_of = [&](const Group& g, const MeasuredWay& way) {  // tokens per second; NAN: it did not run
         double ms = strtod(way.time.c_str(), nullptr);
         return ms > 0 ? 1e3 * g.ranks * g.batch_size * p.o.context_length / ms : NAN;
     };
-    double one = NAN;  // of the fastest way on one rank
+    double one = NAN;  // a rank's share of the fastest way in the smallest group that ran
+    int base = 1;
     for (const Group& g : groups) {
+        if (g.ranks > 1 && (!std::isnan(one) || g.ranks == groups.back().ranks)) { break; }
+        base = g.ranks;
         for (const MeasuredWay& way : ways_of(g)) {
-            if (g.ranks == 1) { one = std::fmax(one, rate_of(g, way)); }  // a NAN gives way to a number
+            const bool apart = g.ranks > 1 && way.name == "no sync";          // its ranks learn apart
+            if (!apart) { one = std::fmax(one, rate_of(g, way) / g.ranks); }  // a NAN gives way to a number
         }
     }
     auto cell = [](const char* format, double x) { return std::isnan(x) ? "" : strprintf(format, x); };
@@ -102,6 +121,7 @@ static void scaling_rows(Table& table, const char* kind, const Plan& p, const st
                                   cell("%.1f", 100 * times / g.ranks)});
         }
     }
+    return std::isnan(one) ? 1 : base;
 }
 // What DDP's model of buckets, fitted to each group's all-reduces, says beside what was fastest.
 static Table bucket_table(const std::vector<Group>& groups) {
@@ -157,6 +177,7 @@ int cmd_scaling(const Options& asked) {
         }
     }
     bool failed = false;
+    PartOfScaling part;
     for (auto* groups : {&weak, &strong}) {
         for (Group& g : *groups) {
             if (groups == &strong && g.ranks == weak.back().ranks) {
@@ -164,13 +185,8 @@ int cmd_scaling(const Options& asked) {
             } else if (context.plan_only) {
                 cmd_ddp_bucketed_benchmarking(options_of(p, g)), cmd_fsdp_accounting(options_of(p, g));
             } else {
-                try {
-                    g.ddp = run_group("ddp_bucketed_benchmarking", words_of(p, g), g);
-                    g.fsdp = run_group("fsdp_accounting", words_of(p, g), g);
-                } catch (const Failure& failure) {  // the other groups' tables are worth printing
-                    note("scaling: %s", failure.what());
-                    failed = true;
-                }
+                g.ddp = run_group("ddp_bucketed_benchmarking", words_of(p, g), g, &failed);
+                g.fsdp = run_group("fsdp_accounting", words_of(p, g), g, &failed);
             }
         }
     }
@@ -179,15 +195,20 @@ int cmd_scaling(const Options& asked) {
     Table table{
         strprintf(
             "scaling: size %s (d_model %d, %d layers), precision %s, mode %s, context length %d, %s; weak: %d "
-            "sequences per rank, strong: %d in all; speed-up: tokens per second over the fastest way on one rank; "
+            "sequence%s per rank, strong: %d in all; speed-up: tokens per second over the fastest way on one rank; "
             "%d warmup, %d step; %s",
             c.name.c_str(), c.d_model, c.num_layers, name_of(context.precision), caption_of(context.mode).c_str(),
-            p.o.context_length, largest.backend.c_str(), p.o.batch_size, whole_batch, p.o.warmup[0], p.o.steps,
-            p.origin().c_str()),
+            p.o.context_length, largest.backend.c_str(), p.o.batch_size, p.o.batch_size == 1 ? "" : "s", whole_batch,
+            p.o.warmup[0], p.o.steps, p.origin().c_str()),
         {"Scaling", "Ranks", "Way", "sequences per rank", "step (ms)", "Exposed Comm (ms)", "Tokens/second", "speed-up",
          "efficiency (%)"},
         {}};
-    scaling_rows(table, "weak", p, weak), scaling_rows(table, "strong", p, strong);
+    for (const auto& [kind, groups] : {std::pair("weak", &weak), {"strong", &strong}}) {
+        const int base = scaling_rows(table, kind, p, *groups);
+        if (base == 1) { continue; }
+        const size_t at = table.caption.find("; ", table.caption.find("speed-up: "));
+        table.caption.insert(at, strprintf("; %s: over a rank's share of the fastest way on %d ranks", kind, base));
+    }
     print(table, o.format);
     print(bucket_table(weak), o.format);
     return failed;

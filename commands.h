@@ -221,6 +221,14 @@ DType reduced_as(const Options& o);                         // gradients, by --r
 bool fits_everywhere(const Communicator& c, size_t bytes);  // that each rank needs
 double passes_of(const Communicator& c, double n);          // of one rank, as long as n of all that share its device
 
+// While there is one, here or in the process that has started this one, the commands for one group of ranks measure
+// only what scaling reads: no single process with the whole batch, and no way twice. See bench_scaling.cu.
+struct PartOfScaling {
+    PartOfScaling();
+    ~PartOfScaling();
+    static bool is_it();
+};
+
 struct Attempt {  // a run that may not fit into memory
     bool ran = false;
     Prediction needs{};  // of one pass

@@ -99,13 +99,13 @@ static const Command COMMANDS[] = {
      cmd_distributed_communication_single_node,
      "edition device=auto|cuda sizes_mb warmup steps " + RANKS + "format plot quick"},
     {"naive_ddp", "2.2|5.2", 5, 2, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp,
-     "device seed " + RANKS + "format quick", true},
+     "edition device seed " + RANKS + "format quick", true},
     {"naive_ddp_benchmarking", "2.2|5.2", 3, 2, "what it costs", "bench_ddp.cu", cmd_naive_ddp_benchmarking,
      "edition " + DDP_TIMED + "reduce_dtype plot_step trace"},
     {"minimal_ddp_flat_benchmarking", "2.3.1|5.3.1", 2, 2, "one all-reduce for all gradients", "bench_ddp.cu",
      cmd_minimal_ddp_flat_benchmarking, "edition " + DDP_TIMED + "reduce_dtype plot_step trace"},
     {"ddp_overlap_individual_parameters", "2.3.2|5.3.2", 5, 2, "communicate while backward runs", "ddp.cu",
-     cmd_ddp_overlap_individual_parameters, "device seed " + RANKS + "format quick", true},
+     cmd_ddp_overlap_individual_parameters, "edition device seed " + RANKS + "format quick", true},
     {"ddp_overlap_individual_parameters_benchmarking", "2.3.2|5.3.2", 1, 2, "what it saves", "bench_ddp.cu",
      cmd_ddp_overlap_individual_parameters_benchmarking, "edition " + DDP_TIMED + "reduce_dtype plot_step trace"},
     {"ddp_overlap_bucketed", "2.3.3|", 8, 2, "the same, in buckets", "ddp.cu", cmd_ddp_overlap_bucketed,
@@ -117,7 +117,7 @@ static const Command COMMANDS[] = {
      "d_model=16384 d_ff=53248 num_layers=126 tokens gpu_gb tpu_gb tflops bandwidth_gb fsdp tp links_fsdp links_tp "
      "format quick"},
     {"optimizer_state_sharding", "3|6", 15, 2, "AdamW's state split over the ranks", "ddp.cu",
-     cmd_optimizer_state_sharding, "device seed " + RANKS + "format quick", true},
+     cmd_optimizer_state_sharding, "edition device seed " + RANKS + "format quick", true},
     {"optimizer_state_sharding_accounting", "3|6", 5, 2, "its memory and time", "bench_ddp.cu",
      cmd_optimizer_state_sharding_accounting, "edition " + DDP_TIMED},
     {"fsdp", "|7", 15, 2, "the weights sharded, too", "ddp.cu", cmd_fsdp, "device seed " + RANKS + "format quick",
@@ -137,7 +137,7 @@ static const Command COMMANDS[] = {
      cmd_leaderboard,
      "edition=2026 device size=8B d_model d_ff num_layers num_heads vocab_size context_length=32768 batch_size=2 "
      "leaderboard_warmup leaderboard_steps warmup_time rep_time precision=pure_bf16 mode=flash head_chunk=2048 "
-     "checkpoint=1 recompute leaderboard_nproc backend timeout seed plot_step format quick"},
+     "leaderboard_checkpoint recompute leaderboard_nproc backend timeout seed plot_step format quick"},
     {"scaling", "", 0, 2, "a data parallel step on more and more ranks, each way", "bench_scaling.cu", cmd_scaling,
      "edition " + DDP_SIZED +
          "autocast=fp32 mode=flash checkpoint reduce_dtype seed ranks backend timeout plot format quick"},
@@ -462,7 +462,7 @@ static std::vector<Option> options_of_runs() {
         {"plot", "plot", output(&Options::plot, {".svg"}), "draw the table as SVG, too"},
         {"plot_bits", "plot", output(&Options::plot, {".svg"}), "draw 1000 + 0.01 bit by bit, in each format"},
         {"plot_step", "plot", output(&Options::plot, {".svg"}),
-         "draw what ran when in a step (of each way), on all ranks"},
+         "draw what ran when in a step (of each way; fsdp_accounting and leaderboard: of FSDP), on all ranks"},
         {"trace", "trace", output(&Options::trace, {".json"}), "write what ran when, for Perfetto or chrome://tracing"},
         {"ranges", "range", items(&Options::range, "forward,step/backward/layer/attention"),
          "kernel summaries of these parts of the run"},
@@ -471,6 +471,9 @@ static std::vector<Option> options_of_runs() {
          "nested: all blocks, one group within another; ffn: each block's feed-forward; ffn:N: that of N blocks; 0: "
          "nothing",
          "0"},
+        {"leaderboard_checkpoint", "checkpoint", checkpointing(),
+         "what backward runs again, as in the other commands; by default on a GPU the fewest feed-forwards (0, ffn:N, "
+         "ffn) whose predicted peak fits, else 1"},
         {"head_chunk", "head_chunk", whole(&Options::head_chunk, 0),
          "rows of the logits that head and loss make at a time, their gradients at once (fused, flash; not fp16); 0: "
          "all",
@@ -910,10 +913,12 @@ static int run_command(const Command& command, const std::vector<std::string>& w
             note("--trace: without kernels: %s", trace.no_kernels.c_str());
         }
     }
-    if (exit_code == 0) {
-        print(answers_of(command.id, printed_tables()), o.format);
-        std::string picture = o.plot.empty() ? "" : picture_of(command.id, printed_tables());
-        if (!picture.empty()) { save_file(o.plot, picture); }
+    // Whatever the exit code: scaling also prints what it has measured where one group of ranks failed.
+    print(answers_of(command.id, printed_tables()), o.format);
+    std::string picture = o.plot.empty() ? "" : picture_of(command.id, printed_tables());
+    if (!picture.empty()) { save_file(o.plot, picture); }
+    if (picture.empty() && !o.plot.empty() && command.run == cmd_scaling) {
+        note("--plot %s: left out: no step to compare with", o.plot.c_str());
     }
     say_what_was_written(outputs, before);
     return exit_code;

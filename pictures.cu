@@ -106,11 +106,11 @@ std::vector<Chart> softmax_charts(const Tables& tables) {
 static std::vector<Chart> scaling_charts(const Table& table) {
     std::vector<Chart> charts;
     for (const char* kind : {"weak", "strong"}) {
-        Chart chart{Chart::LINES, std::string(kind) + " scaling", "ranks", "speed-up over one rank", {}, {}, {}, true,
-                    true};
+        Chart chart{Chart::LINES, std::string(kind) + " scaling", "ranks", "speed-up", {}, {}, {}, true, true};
         chart.series.push_back({"linear", {}, true});
         bool any = false;  // else there is no step on one rank to compare with
         for (const TableRow& row : rows_of(table, {{"Scaling", kind}})) {
+            if (row.text("step (ms)") == "failed") { continue; }
             any = any || !std::isnan(row.number("speed-up"));
             if (row.text("step (ms)").compare(0, 3, "OOM") == 0) { chart.missing = "OOM"; }
             const double n = row.number("Ranks");

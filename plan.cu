@@ -83,6 +83,12 @@ std::string caption_of(Mode mode) {
 Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, Precision precision) {
     Mode mode = mode_from(name);
     if (!o.has("mode")) { mode = std::min(mode, fastest_mode(c, precision)); }
+    const bool eager = mode == EAGER;
+    if (context.head_chunk > 0 && !o.has("head_chunk") && (eager || precision == PREC_FP16)) {
+        usage_error("--%s: got %s, takes %s with a head chunk of %d; --head_chunk 0 makes all logits at once",
+                    eager ? "mode" : "precision", eager ? "eager" : "fp16", eager ? "fused or flash" : "another",
+                    context.head_chunk);
+    }
     check_mode(c, mode, precision);
     return mode;
 }

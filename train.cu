@@ -416,13 +416,16 @@ static Plan plan_of(const Options& o) {
     return p;
 }
 
+// A plan has no connections.
+static bool has_ranks(const Options& o, const Communicator& c) { return c.links || c.world > 1 || o.has("strategy"); }
+
 // Random weights and moments of zero, or the checkpoint's weights, moments, step and loss scale.
 static std::unique_ptr<Trainer> make_trainer(const Communicator& c, const ModelConfig& config, const Options& o,
                                              const SafeTensors& checkpoint) {
     auto made = std::make_unique<Trainer>();
     Trainer& t = *made;
     t.c = c;
-    bool ranks = c.links != nullptr, fsdp = ranks && o.strategy == "fsdp", sharded = ranks && o.strategy == "sharded";
+    bool ranks = has_ranks(o, c), fsdp = ranks && o.strategy == "fsdp", sharded = ranks && o.strategy == "sharded";
     if (fsdp) { t.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype(), F32); }
     t.model = fsdp ? sharded_model(config, *t.f) : make_model(config);
     if (!fsdp && (ranks || o.grad_accumulation > 1)) { make_gradients(t.model); }
@@ -526,15 +529,13 @@ static std::string how_split(const Options& o, const Communicator& c) {
     return text;
 }
 static void check_split(const Options& o, const Communicator& c) {
-    bool ranks = c.links || c.world > 1 || o.has("strategy");  // a plan has no connections
-    bool replicated = ranks && o.strategy != "fsdp";
+    const bool replicated = has_ranks(o, c) && o.strategy != "fsdp";
+    const char* takes = c.world > 1 ? "one rank, or --strategy fsdp" : "no --strategy, or fsdp";
     if (replicated && precision_from(o.precision[0]) == PREC_PURE_BF16) {
-        usage_error("--precision: got 'pure_bf16' and --strategy %s, takes one rank, or --strategy fsdp",
-                    o.strategy.c_str());
+        usage_error("--precision: got 'pure_bf16' and --strategy %s, takes %s", o.strategy.c_str(), takes);
     }
     if (replicated && o.head_chunk > 0) {
-        usage_error("--head_chunk: got %d and --strategy %s, takes one rank, or --strategy fsdp", o.head_chunk,
-                    o.strategy.c_str());
+        usage_error("--head_chunk: got %d and --strategy %s, takes %s", o.head_chunk, o.strategy.c_str(), takes);
     }
     if (o.batch_size % (c.world * o.grad_accumulation) != 0) {
         usage_error("--batch_size %d is not divisible by %d (%d ranks, --grad_accumulation %d)", o.batch_size,
@@ -659,6 +660,22 @@ static void print_sample(Trainer& t, const Text& text, const Options& o) {
         print({caption, {"sample"}, {{sample}}}, o.format);
     }
 }
+static Prediction peak_of_ranks(const ModelConfig& c, const Options& o, const Communicator& ranks) {
+    constexpr int STEPS = 2;  // some strategies have their moments from the first one on
+    Prediction needs = planned_peak([&] {
+        Communicator planned;
+        planned.world = ranks.world;
+        auto t = make_trainer(planned, c, o, {});
+        Batch batch = random_batch(o.batch_size, o.context_length, c.vocab_size, 0);
+        for (int i = 0; i < STEPS; i++) {
+            bool stop = false;
+            loss_and_gradients(*t, batch, o.grad_accumulation, &stop);
+            update(*t, AdamW(), 0);
+        }
+    });
+    needs.flops /= STEPS;
+    return needs;
+}
 static int train(const Options& typed, const Communicator& ranks) {
     Plan plan = plan_of(typed);
     Options& o = plan.o;
@@ -680,8 +697,10 @@ static int train(const Options& typed, const Communicator& ranks) {
     context.mode = mode_for(o, o.mode[0], c, context.precision);
 
     const int rows = o.batch_size / (ranks.world * o.grad_accumulation);  // of a rank's backward
-    if (context.plan_only) {  // all on each rank, without what a --strategy saves
-        const Prediction needs = predicted_peak(c, rows, o.context_length, STEP, o.grad_accumulation);
+    if (context.plan_only) {
+        const Prediction needs = has_ranks(o, ranks)
+                                     ? peak_of_ranks(c, o, ranks)
+                                     : predicted_peak(c, rows, o.context_length, STEP, o.grad_accumulation);
         only_planned(ranks_of(ranks) + row_of(c, o.batch_size / ranks.world, o.context_length, STEP), needs,
                      fits_everywhere(ranks, needs.bytes), passes_of(ranks, o.steps));
         return 0;

@@ -1,5 +1,6 @@
 // Tests of ddp.cu: the four ways of data parallel training and the sharded optimizer against plain training, how
 // gradients are cut into buckets, when they go, and the numbers of communication_accounting.
+#include "answers.h"
 #include "test.h"
 
 #include <nlohmann/json.hpp>
@@ -130,7 +131,7 @@ TEST_CASE("ddp: buckets") {
     in_ranks("ddp: buckets", 1, CPU, check_buckets);
 }
 
-static void check_command(const std::vector<std::string>& words, const char* expected) {
+static Run check_command(const std::vector<std::string>& words, const char* expected) {
     Run r = run_cs336(words);
     std::string line;
     for (const std::string& w : words) { line += w + " "; }
@@ -138,6 +139,7 @@ static void check_command(const std::vector<std::string>& words, const char* exp
     CHECK(r.exit_code == 0);
     CHECK(has(r.out, expected));
     CHECK(!has(r.out, "DIFFER"));
+    return r;
 }
 TEST_CASE("ddp: weights equal those of single-process training, 1 to 4 ranks, all ways") {
     if (lacks("gloo", CPU, 4)) { return; }
@@ -147,6 +149,21 @@ TEST_CASE("ddp: weights equal those of single-process training, 1 to 4 ranks, al
             if (n == std::string("4")) { break; }  // more ranks than cores take their time
         }
         check_command({"optimizer_state_sharding", "--device", "cpu", "--nproc", n}, "identical");
+    }
+}
+TEST_CASE("ddp: the toy models are the edition's") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    for (const char* command : {"naive_ddp", "ddp_overlap_individual_parameters", "optimizer_state_sharding"}) {
+        for (const char* edition : {"2025", "2026"}) {
+            const bool old = edition == std::string("2025");
+            INFO(command << " " << edition);
+            Run r = check_command({command, "--device", "cpu", "--nproc", "2", "--edition", edition}, "identical");
+            CHECK(has(r.out, old ? "toy models with 5 outputs" : "toy models with 10 outputs"));
+            // AdamW's two moments of 50 x 5 or 50 x 10, 50 x 10 and 10 x 10 weights
+            if (has(r.out, "Scheme")) {
+                CHECK(rows_of(tables_in(r.out)[0])[0].text("unsharded") == (old ? "1700" : "2200"));
+            }
+        }
     }
 }
 TEST_CASE("ddp: overlapped, 20 times") {  // a race does not show every time
@@ -192,6 +209,12 @@ TEST_CASE("ddp: benchmarking commands") {
     CHECK(has(r.out, "bucketed, 0.5 MB"));
     CHECK(has(r.out, "w = "));
     CHECK(has(r.out, "Speedup ratio"));
+    CHECK(has(r.out, "mode flash; 1 sequence per rank, "));
+    Run scaling = run_shell("CS336_PART_OF_SCALING=1 " + program() +
+                            " ddp_bucketed_benchmarking --quick --device cpu --bucket_size_mb 100 --checkpoint 1");
+    CHECK(has(scaling.out, "mode flash, checkpoint 1; 1 sequence per rank, "));
+    CHECK(!has(scaling.out, "one process with the whole batch"));
+    CHECK(has(scaling.out, "bucketed, 100 MB"));
     Run memory = run_cs336({"optimizer_state_sharding_accounting", "--quick", "--device", "cpu"});
     CHECK(memory.exit_code == 0);
     CHECK(has(memory.out, "sharded, ZeRO-1"));

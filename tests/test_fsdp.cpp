@@ -9,6 +9,8 @@ static void check_fsdp(const std::vector<std::string>& more) {
     INFO(join(words, " ") << "\n" << r.out << r.err);
     CHECK(r.exit_code == 0);
     CHECK(has(r.out, "match"));
+    CHECK(has(r.out, "| the public test's                 | SGD, lr 0.01                           | fp32 "));
+    CHECK(has(r.out, "| SGD, lr 1, momentum 0.9, decay 0.01    | pure_bf16 "));
     CHECK(!has(r.out, "DIFFER"));
     CHECK(has(r.out, "match those of one process that sees the whole batch, in all 17 rows"));
 }
@@ -45,8 +47,15 @@ TEST_CASE("fsdp_accounting: memory as predicted, and a wait for each unit") {
             CHECK(row_of(tables[1], {{"unit", "all"}}).number("forward: gather (ms)") > 0);
             CHECK(has(r.out, "**(a)** Expected without activations"));
             CHECK(has(r.out, "**(b)** In forward the gathers take "));
+            CHECK(has(r.out, ", and the wait for gradients "));
         }
     }
+    Folder folder;
+    const std::string svg = folder / "p.svg";
+    Run none = accounting({"--memory", "1MB", "--plot", svg});
+    CHECK(has(none.out, "OOM (0.0 GiB per rank)"));
+    CHECK(has(none.err, "--plot " + svg + ": left out: no step ran"));
+    CHECK(folder.files().empty());
     Run one = accounting({"--nproc", "1"});
     CHECK(one.exit_code == 0);
     CHECK(has(one.out, "One rank has no other"));
@@ -67,6 +76,19 @@ TEST_CASE("fsdp_accounting: memory as predicted, and a wait for each unit") {
     CHECK(has(accounting({"--reduce_dtype", "fp32", "--precision", "pure_bf16"}).err, "--reduce_dtype: got fp32, "));
     CHECK(accounting({"--reduce_dtype", "bf16"}).exit_code == 2);  // with --precision bf16 only
     CHECK(accounting({"--reduce_dtype", "bf16", "--precision", "bf16", "--mode", "fused"}).exit_code == 0);
+}
+
+TEST_CASE("fsdp_accounting: what is sent is gathers, reduce-scatters and the norms' all-reduce") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    const int L = 100, d = 64, V = 200, norms = (2 * L + 1) * d;
+    const int block = 7 * d * d + 2 * d;  // with the norm that lies between its weights, and padding
+    Run r = run_cs336({"fsdp_accounting", "--quick", "--device", "cpu", "--nproc", "2", "--d_model", "64", "--d_ff",
+                       "64", "--num_layers", "100", "--num_heads", "2", "--vocab_size", "200"});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    // All is gathered and reduced, all blocks but the last are gathered again; a rank sends half.
+    const double elements = 2 * (2 * V * d + L * block) + (L - 1) * block + 2 * norms;
+    CHECK(row_of(tables_in(r.out)[0], {{"Way", "FSDP"}}).text("MB sent per step") ==
+          strprintf("%.1f", elements * 4 / 2 / 1e6));
 }
 
 static const ModelConfig small = {"small", 32, 48, 4, 2, 50};

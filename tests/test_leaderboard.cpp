@@ -78,8 +78,11 @@ TEST_CASE("leaderboard: two ranks give one rank's losses") {
     CHECK(has(two.out, " GiB per rank, predicted "));
 }
 TEST_CASE("leaderboard: the handout's step is counted and predicted where it does not fit") {
-    Run r = leaderboard({"--size", "8B", "--context_length", "32768", "--batch_size", "2"});
+    Folder folder;
+    const std::string svg = folder / "p.svg";
+    Run r = leaderboard({"--size", "8B", "--context_length", "32768", "--batch_size", "2", "--plot", svg});
     CHECK(r.exit_code == 0);
+    CHECK(has(r.err, "--plot " + svg + ": left out: no step ran"));
     Tables tables = tables_in(r.out);
     REQUIRE(tables.size() == 1);
     CHECK(has(tables[0].caption, "8B, 34 layers, d_model 4096, d_ff 11008, 32 heads, vocabulary 151936, batch 2"));
@@ -100,12 +103,45 @@ TEST_CASE("leaderboard: without a GPU it is smaller, and says so; times fill the
 TEST_CASE("leaderboard: wrong options") {
     for (const auto& [words, line] : std::vector<std::pair<Words, std::string>>{
              {{"--nproc", "2", "--batch_size", "3"}, "--batch_size: got 3, takes a multiple of 2, the number of ranks"},
-             {{"--mode", "eager"}, "--head_chunk: got 48 with mode eager"},
+             {{"--mode", "eager"}, "--mode: got eager, takes fused or flash with a head chunk of 48; --head_chunk 0"},
+             {{"--mode", "eager", "--head_chunk", "9"}, "--head_chunk: got 9 with mode eager"},
+             {{"--precision", "fp16"}, "--precision: got fp16, takes another with a head chunk of 48"},
              {{"--rep_time", "0"}, "--rep_time: got '0', takes a finite number greater than 0"}}) {
         Run r = leaderboard(words);
         CHECK(r.exit_code == 2);
         CHECK_MESSAGE(has(r.err, line), r.err);
     }
+}
+TEST_CASE("leaderboard: a default batch has a sequence for each rank") {
+    if (lacks("gloo", CPU, 3)) { return; }
+    Words words = {"--nproc", "3",      "--quick", "--context_length", "8", "--num_layers", "1", "--d_model",
+                   "16",      "--d_ff", "16",      "--num_heads",      "1", "--vocab_size", "30"};
+    Run r = leaderboard(words);
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    CHECK(has(r.out, "vocabulary 30, batch 3, "));
+    CHECK(has(r.out, "; batch raised to 3, so that each rank has a sequence; 0 + 2 warmup"));
+    CHECK(has(r.out, "checkpoint 1, "));  // a small run's is not chosen
+    words.insert(words.end(), {"--batch_size", "6"});
+    CHECK(!has(leaderboard(words).out, "raised"));
+}
+TEST_CASE("leaderboard: the default checkpoint runs as little again as fits") {
+    auto planned = [](const Words& more) {
+        Words words = {"leaderboard", "--plan", "--memory"};
+        words.insert(words.end(), more.begin(), more.end());
+        Run r = run_cs336(words);
+        INFO(r.err);
+        REQUIRE(r.exit_code == 0);
+        return value_in({r.out.substr(r.out.rfind("\n| ")), {}, {}}, "pure_bf16 flash, ", ", head chunk");
+    };
+    CHECK(planned({"139GiB", "--nproc", "1"}) == "checkpoint 1");
+    CHECK(planned({"139GiB", "--nproc", "2"}) == "checkpoint ffn:17");
+    CHECK(planned({"137GiB", "--nproc", "2"}) == "checkpoint ffn:17");  // the driver takes some
+    CHECK(planned({"139GiB", "--nproc", "6"}) == "checkpoint ffn:10");
+    CHECK(planned({"101GiB", "--nproc", "2"}) == "checkpoint ffn");
+    CHECK(planned({"100GiB", "--nproc", "2"}) == "checkpoint 1");
+    CHECK(planned({"139GiB", "--nproc", "2", "--checkpoint", "half"}) == "checkpoint half");
+    CHECK(!has(planned({"139GiB", "--nproc", "2", "--num_layers", "2", "--d_model", "128", "--num_heads", "2"}),
+               "checkpoint"));
 }
 TEST_CASE("leaderboard: answers") {
     const std::string text = read_file("tests/fixtures/answers/leaderboard.md");

@@ -282,6 +282,24 @@ TEST_CASE("plan: train's is its run's, also with several backwards and ranks") {
     const std::string row = run.out.substr(run.out.rfind("\n| ") + 1);
     const double peak = std::stod(row.substr(row.rfind("|", row.size() - 3) + 1));
     CHECK(std::abs(peak / planned - 1) < 0.03);
+    const std::vector<std::string> as_10B = {
+        "train", "--data",       "README.md", "--nproc",      "2",  "--strategy",  "fsdp",  "--d_model",
+        "4608",  "--d_ff",       "12288",     "--num_layers", "50", "--num_heads", "36",    "--context_length",
+        "512",   "--batch_size", "4",         "--checkpoint", "1",  "--memory",    "139GiB"};
+    CHECK(std::abs(std::stod(plan_of(as_10B)[0][1]) / 101130.9 - 1) < 0.01);
+    CHECK(plan_of(as_10B)[0][2] == "yes");
+    if (why_not("gloo", CPU, 2).empty()) {
+        for (const char* strategy : {"ddp", "sharded", "fsdp"}) {
+            INFO(strategy);
+            std::vector<std::string> ranks = words;
+            ranks.insert(ranks.end(), {"--nproc", "2", "--strategy", strategy});
+            const double of_rank = std::stod(plan_of(ranks)[0][1]);
+            Run r = run_cs336(ranks);
+            REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+            const std::string last = r.out.substr(r.out.rfind("\n| ") + 1);
+            CHECK(std::abs(std::stod(last.substr(last.rfind("|", last.size() - 3) + 1)) / of_rank - 1) < 0.03);
+        }
+    }
     CHECK(run_cs336({"train", "--data", "README.md", "--plan", "--nproc", "2", "--precision", "pure_bf16"}).exit_code ==
           2);
     CHECK(run_cs336({"train", "--data", "README.md", "--plan", "--nproc", "2", "--trace", folder / "t"}).exit_code ==

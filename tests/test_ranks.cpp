@@ -187,6 +187,14 @@ TEST_CASE("ranks: one that is killed, or stalls, ends all within the timeout and
         for (int victim : {0, 1}) { check_failure(long_run(), number, victim, 0.7); }
     }
 }
+TEST_CASE("ranks: the same in FSDP's steps") {
+    if (lacks("gloo", CPU, 3)) { return; }
+    const std::vector<std::string> train = {
+        "train",   "--nproc",     "3",       "--strategy",       "fsdp", "--data",       "LICENSE", "--device",
+        "cpu",     "--backend",   "gloo",    "--context_length", "32",   "--batch_size", "6",       "--steps",
+        "1000000", "--log_every", "1000000", "--sample",         "0",    "--timeout",    "3"};
+    for (int number : {SIGKILL, SIGSTOP}) { check_failure(train, number, 1, 2); }
+}
 TEST_CASE("ranks: the same over NCCL") {
     if (lacks("nccl", CUDA, 2)) { return; }
     for (int number : {SIGKILL, SIGSTOP}) {

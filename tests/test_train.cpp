@@ -87,6 +87,9 @@ TEST_CASE(
     Run pure = run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--nproc", "2", "--precision", "pure_bf16"});
     CHECK(pure.exit_code == 2);
     CHECK(has(pure.err, "--precision: got 'pure_bf16' and --strategy ddp, takes one rank, or --strategy fsdp"));
+    Run one =
+        run_cs336({"train", "--data", "README.md", "--plan", "--nproc", "1", "--strategy", "ddp", "--head_chunk", "8"});
+    CHECK(has(one.err, "--head_chunk: got 8 and --strategy ddp, takes no --strategy, or fsdp"));
     std::string fifo = folder / "fifo";  // each rank gets another part of it, or nothing
     REQUIRE(mkfifo(fifo.c_str(), 0600) == 0);
     REQUIRE(system(("for i in 1 2 3 4 5 6 7 8 9; do cat LICENSE; done > " + fifo + " &").c_str()) == 0);
