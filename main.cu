@@ -433,23 +433,6 @@ static std::vector<Option> options_of_runs() {
         {"format", "format", name(&Options::format, {"md", "csv", "json"}), "of the table", "md"},
         {"table", "table", name(&Options::table, {"milliseconds", "seconds"}), "unit and shape of the table",
          "milliseconds"},
-        {"data", "data", file(&Options::data), "the text; its bytes are the tokens"},
-        {"val_fraction", "val_fraction", number(&Options::val_fraction, false, 1), "its last part, held out", "0.1"},
-        {"warmup_steps", "warmup_steps", whole(&Options::warmup_steps, 0), "steps until the learning rate is --lr",
-         "20"},
-        {"stop_at", "stop_at", whole(&Options::stop_at, 1), "stop after this step, as if interrupted, and --save"},
-        {"save_every", "save_every", whole(&Options::save_every, 1), "steps from one --save to the next"},
-        {"log_every", "log_every", whole(&Options::log_every, 1), "steps from one row of the table to the next", "1"},
-        {"lr", "lr", number(&Options::lr, false, INFINITY, true), "learning rate", "0.001"},
-        {"min_lr", "min_lr", number(&Options::min_lr, true, INFINITY, true), "where its cosine decay ends", "0.0001"},
-        {"weight_decay", "weight_decay", number(&Options::weight_decay, true, INFINITY, true),
-         "AdamW's decoupled decay", "0.01"},
-        {"max_grad_norm", "max_grad_norm", number(&Options::max_grad_norm), "gradients are clipped to this norm", "1"},
-        {"save", "save", output(&Options::save),
-         "write weights and optimizer state here at the end, also after Ctrl-C"},
-        {"load", "load", file(&Options::load), "go on from what --save wrote"},
-        {"sample", "sample", whole(&Options::sample, 0), "bytes to write as a continuation", "200"},
-        {"temperature", "temperature", number(&Options::temperature), "of the sampling", "0.8"},
         {"weights", "weights", file(&Options::weights), "safetensors: the state_dict"},
         {"batch", "batch", file(&Options::batch), "safetensors: tokens and targets [B, T]"},
         {"model_out", "out", output(&Options::out), "safetensors to write: logits, loss, grad.<name> and param.<name>"},
@@ -487,6 +470,27 @@ static std::vector<Option> options_of_runs() {
          "auto"},
         {"flash_impl", "impl", name(&Options::impl, implementations({"all", "auto"})),
          "all: those with tiles; auto: the fastest of them", "all"},
+    };
+}
+static std::vector<Option> options_of_training() {
+    return {
+        {"data", "data", file(&Options::data), "the text; its bytes are the tokens"},
+        {"val_fraction", "val_fraction", number(&Options::val_fraction, false, 1), "its last part, held out", "0.1"},
+        {"warmup_steps", "warmup_steps", whole(&Options::warmup_steps, 0), "steps until the learning rate is --lr",
+         "20"},
+        {"stop_at", "stop_at", whole(&Options::stop_at, 1), "stop after this step, as if interrupted, and --save"},
+        {"save_every", "save_every", whole(&Options::save_every, 1), "steps from one --save to the next"},
+        {"log_every", "log_every", whole(&Options::log_every, 1), "steps from one row of the table to the next", "1"},
+        {"lr", "lr", number(&Options::lr, false, INFINITY, true), "learning rate", "0.001"},
+        {"min_lr", "min_lr", number(&Options::min_lr, true, INFINITY, true), "where its cosine decay ends", "0.0001"},
+        {"weight_decay", "weight_decay", number(&Options::weight_decay, true, INFINITY, true),
+         "AdamW's decoupled decay", "0.01"},
+        {"max_grad_norm", "max_grad_norm", number(&Options::max_grad_norm), "gradients are clipped to this norm", "1"},
+        {"save", "save", output(&Options::save),
+         "write weights and optimizer state here at the end, also after Ctrl-C"},
+        {"load", "load", file(&Options::load), "go on from what --save wrote"},
+        {"sample", "sample", whole(&Options::sample, 0), "bytes to write as a continuation", "200"},
+        {"temperature", "temperature", number(&Options::temperature), "of the sampling", "0.8"},
     };
 }
 static std::vector<Option> options_of_ranks() {
@@ -540,7 +544,7 @@ static std::vector<Option> options_of_calculations() {
 static const std::vector<Option>& option_table() {
     static const std::vector<Option> table = [] {
         std::vector<Option> all = options_of_runs();
-        for (const auto& more : {options_of_ranks(), options_of_calculations()}) {
+        for (const auto& more : {options_of_training(), options_of_ranks(), options_of_calculations()}) {
             all.insert(all.end(), more.begin(), more.end());
         }
         return all;
