@@ -344,8 +344,9 @@ static std::string unit_name(int unit, size_t units) {
 }
 static Table waits_table(const std::vector<UnitTimes>& units) {
     Table table{
-        "fsdp_accounting (b): each unit's all-gather, and how long the compute stream waited for it; rank 0, mean of "
-        "all steps",
+        strprintf("fsdp_accounting (b): each unit's all-gather, and how long the compute stream waited for it; rank 0, "
+                  "mean of all steps; %s; commit %s",
+                  device_description().c_str(), commit().c_str()),
         {"unit", "forward: gather (ms)", "wait (ms)", "backward: gather (ms)", "wait in backward (ms)",
          "wait for gradients (ms)"},
         {}};
