@@ -3,8 +3,8 @@
 #include "commands.h"
 
 #include <algorithm>
+#include <cstring>
 #include <fstream>
-#include <regex>
 
 #include <unistd.h>
 
@@ -27,24 +27,41 @@ static std::string root_folder() {
     return "";
 }
 
+// A comment's line without its slashes, and without the number of a step ("3. ").
+static std::string without_step(const std::string& line) {
+    if (line.compare(0, 2, "//") != 0) { return line; }
+    auto skip = [&](const char* characters, size_t from) {
+        return std::min(line.find_first_not_of(characters, from), line.size());
+    };
+    const size_t text = skip(" ", 2), number_end = skip("0123456789", text);
+    const bool has_number = number_end > text && line.compare(number_end, 2, ". ") == 0;
+    return line.substr(has_number ? skip(" ", number_end + 1) : text);
+}
+// Does the text begin with "dx = ", "dx += ", "D_i = ", or any other gradient for x?
+static bool begins_with_gradient(const std::string& text) {
+    const std::string name = text.substr(0, text.find(' '));
+    const bool is_gradient = name == "D_i" || (name.size() > 1 && name[0] == 'd' && isalpha((unsigned char)name[1]));
+    const char* rest = text.c_str() + name.size();
+    return is_gradient && (strncmp(rest, " = ", 3) == 0 || strncmp(rest, " += ", 4) == 0);
+}
+
 // The comment at the head of the section in which this line stands has the formula. That of a backward is the first
 // line that begins with a gradient. {its line, "formula"}, or {the comment's first line, "section"} where there is
 // none.
 static std::pair<int, const char*> formula_above(const std::vector<std::string>& lines, int line, bool backward) {
-    static const std::regex any(" = "), gradient("^// *([0-9]+\\. +)?(d[A-Za-z]\\S*|D_i) \\+?= ");
     while (line > 1 && lines[line - 2].compare(0, 5, "// --") != 0) { line--; }
-    for (const std::regex& formula : {backward ? gradient : any, any}) {
-        for (int i = line; i <= (int)lines.size() && lines[i - 1].compare(0, 2, "//") == 0; i++) {
-            if (std::regex_search(lines[i - 1], formula)) { return {i, "formula"}; }
-        }
+    int first = 0;  // line that has any formula
+    for (int i = line; i <= (int)lines.size() && lines[i - 1].compare(0, 2, "//") == 0; i++) {
+        if (backward && begins_with_gradient(without_step(lines[i - 1]))) { return {i, "formula"}; }
+        if (first == 0 && lines[i - 1].find(" = ") != std::string::npos) { first = i; }
     }
+    if (first > 0) { return {first, "formula"}; }
     return {line, "section"};
 }
 // The formula of such a line without what stands before and after it, and short enough for a narrow terminal.
 static std::string shortened(const std::string& line) {
     constexpr size_t LONGEST = 60;
-    static const std::regex step("^// *([0-9]+\\. +)?");
-    std::string text = std::regex_replace(line, step, "");
+    std::string text = without_step(line);
     size_t words = text.find(":  ");
     if (words != std::string::npos && words < text.find(" = ")) { text.erase(0, words + 3); }
     text.erase(std::min(text.find("   "), text.size()));
