@@ -209,7 +209,7 @@ enum Way { PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED };
 static const char* const way_names[] = {"overlapped DDP", "sharded optimizer (ZeRO-1)", "FSDP"};
 
 std::vector<Slice> FsdpStep::slices(const Fsdp* f) const {
-    auto ns = [&](const Mark& m) { return 1e6 * ms_of(m, begin); };
+    auto ns = [&](const Mark& m) { return 1e6 * ms_of(m, passes[0].second); };
     std::vector<FsdpWait> waits;
     if (f) {
         waits = f->waits;
@@ -218,17 +218,16 @@ std::vector<Slice> FsdpStep::slices(const Fsdp* f) const {
     std::sort(waits.begin(), waits.end(),
               [&](const FsdpWait& a, const FsdpWait& b) { return ns(a.asked) < ns(b.asked); });
     std::vector<Slice> all;
-    const Mark* const bounds[] = {&begin, &backward, &optimizer, &end};
-    const StepPart parts[] = {FORWARD_PART, BACKWARD_PART, OPTIMIZER_PART};
-    for (int k = 0; k < 3; k++) {
-        double at = ns(*bounds[k]), stop = ns(*bounds[k + 1]);
+    for (size_t k = 0; k < passes.size(); k++) {
+        const int part = passes[k].first;
+        double at = ns(passes[k].second), stop = ns(k + 1 < passes.size() ? passes[k + 1].second : end);
         for (const FsdpWait& w : waits) {
             double from = std::max(at, ns(w.asked)), to = std::min(stop, ns(w.got));
             if (to <= from) { continue; }
-            all.push_back({at, from, parts[k]}), all.push_back({from, to, WAIT_PART});
+            all.push_back({at, from, part}), all.push_back({from, to, WAIT_PART});
             at = to;
         }
-        all.push_back({at, stop, parts[k]});
+        all.push_back({at, stop, part});
     }
     all.erase(std::remove_if(all.begin(), all.end(), [](const Slice& s) { return s.end <= s.start; }), all.end());
     std::set<const Work*> seen;
@@ -303,11 +302,12 @@ static std::unique_ptr<WayTrainer> make_trainer(Way way, const Communicator& c, 
 static FsdpStep train_step(WayTrainer& t, const Batch& batch) {
     FsdpStep step;
     if (t.f) {
-        step.begin = mark();
+        auto begin = [&](int part) { step.passes.push_back({part, mark()}); };
+        begin(FORWARD_PART);
         begin_step(*t.f);
-        forward_backward(t.model, batch, 1, [&] { step.backward = mark(); });
+        forward_backward(t.model, batch, 1, [&] { begin(BACKWARD_PART); });
         finish_backward(*t.f);
-        step.optimizer = mark();
+        begin(OPTIMIZER_PART);
         optimizer_step(*t.f, t.scaler, 0);
         step.end = mark();
         return step;

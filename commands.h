@@ -129,8 +129,9 @@ StepSums sums_of(const std::vector<Slice>& slices);
 
 // bench_fsdp.cu: what FSDP's marks show of a step, without a trace. Moments, by the compute stream:
 struct FsdpStep {
-    Mark begin, backward, optimizer, end;  // where forward begins, and so on
-    // In ns from `begin`, by start: the passes, cut where they wait; gathers, reduce-scatters and the norms'
+    std::vector<std::pair<int, Mark>> passes;  // StepPart, and where it begins: forward, backward, ..., optimizer
+    Mark end;
+    // In ns from the first, by start: the passes, cut where they wait; gathers, reduce-scatters and the norms'
     // all-reduce.
     std::vector<Slice> slices(const Fsdp* f) const;  // f null: one rank, no communication
 };

@@ -14,7 +14,10 @@ static double step_flops(const ModelConfig& c, double B, double T) {
 enum Part { BLOCKS, HEAD, BACKWARD, OPTIMIZER_STEP, EXPOSED, PARTS };
 static const char* const part_names[PARTS] = {"forward, blocks", "head and loss", "backward", "optimizer",
                                               "exposed communication"};
-using Moments = std::array<Mark, EXPOSED + 1>;  // where the parts begin, and where the step ends
+struct Moment {
+    Part part;
+    Mark begin;
+};
 
 struct LeaderboardRun : Attempt {
     bool raised = false;  // the default batch is too small for the ranks
@@ -27,10 +30,11 @@ struct LeaderboardRun : Attempt {
 struct LeaderboardTrainer {
     Communicator c;
     Model model;
-    std::unique_ptr<Fsdp> f;  // null: there is one rank
-    Batch batch;              // its part of the whole one
+    std::unique_ptr<Fsdp> f;     // null: there is one rank
+    std::vector<Batch> batches;  // its part of the whole one, cut for the backwards
     LossScaler scaler;
-    Moments at;  // of the step before
+    std::vector<Moment> at;  // of the step before: its parts in order, for each backward again
+    Mark end;
 };
 static std::unique_ptr<LeaderboardTrainer> make_trainer(const Communicator& c, const Plan& p) {
     const Options& o = p.o;
@@ -45,52 +49,76 @@ static std::unique_ptr<LeaderboardTrainer> make_trainer(const Communicator& c, c
     } else {
         t.model = random_model(config, o.seed);
         make_optimizer_state(t.model);
+        if (o.grad_accumulation > 1) { make_gradients(t.model); }
     }
     Batch all = random_batch(o.batch_size, o.context_length, config.vocab_size, o.seed);
-    int64_t rows = o.batch_size / c.world, T = o.context_length;
-    auto part = [&](const Tensor& x) { return view(x, c.rank * rows * T, {rows, T}); };
-    t.batch = {part(all.tokens), part(all.targets)};
+    int64_t parts = o.grad_accumulation, rows = o.batch_size / (c.world * parts), T = o.context_length;
+    for (int64_t k = 0; k < parts; k++) {
+        auto part = [&](const Tensor& x) { return view(x, (c.rank * parts + k) * rows * T, {rows, T}); };
+        t.batches.push_back({part(all.tokens), part(all.targets)});
+    }
     return made;
 }
-// Returns the mean loss over this rank's sequences.
-static Tensor run_step(LeaderboardTrainer& t) {
+// Returns the mean loss over the sequences of each of this rank's backwards.
+static std::vector<Tensor> run_step(LeaderboardTrainer& t) {
+    t.at.clear();
+    auto begin = [&](Part part) { t.at.push_back({part, mark()}); };
     auto hook = t.model.pre_forward;
     t.model.pre_forward = [&](int unit) {
-        if (unit == t.model.config.num_layers + 1) { t.at[HEAD] = mark(); }
+        if (unit == t.model.config.num_layers + 1) { begin(HEAD); }
         if (hook) { hook(unit); }
     };
-    t.at[BLOCKS] = mark();
-    if (t.f) { begin_step(*t.f); }
-    Tensor loss = forward_backward(t.model, t.batch, loss_scale_of(t.scaler), [&] { t.at[BACKWARD] = mark(); });
-    if (t.f) { finish_backward(*t.f); }
-    t.at[OPTIMIZER_STEP] = mark();
+    const float scale = loss_scale_of(t.scaler) / t.batches.size();
+    std::vector<Tensor> losses;
+    for (const Batch& batch : t.batches) {
+        begin(BLOCKS);
+        const bool first = losses.empty();
+        if (t.f && first) { begin_step(*t.f); }
+        auto pass = first || t.f ? forward_backward : add_gradients;
+        losses.push_back(pass(t.model, batch, scale, [&] { begin(BACKWARD); }));
+        if (t.f) { finish_backward(*t.f); }
+    }
+    begin(OPTIMIZER_STEP);
     t.f ? optimizer_step(*t.f, t.scaler, 0) : optimizer_step(t.model, AdamW(), t.scaler, 0);
-    t.at[EXPOSED] = mark();
+    t.end = mark();
     t.model.pre_forward = hook;
     synchronize();
-    return loss;
+    return losses;
 }
-static double whole_loss(const LeaderboardTrainer& t, const Tensor& loss) {
-    if (t.f) { wait(t.c, all_reduce(t.c, loss, AVERAGE)); }
-    return to_doubles(loss)[0];
+static double whole_loss(const LeaderboardTrainer& t, const std::vector<Tensor>& losses) {
+    double sum = 0;
+    for (const Tensor& loss : losses) {
+        if (t.f) { wait(t.c, all_reduce(t.c, loss, AVERAGE)); }
+        sum += to_doubles(loss)[0];
+    }
+    return sum / losses.size();
 }
-static double step_ms(const LeaderboardTrainer& t) { return ms_of(t.at[EXPOSED], t.at[BLOCKS]); }
+static double step_ms(const LeaderboardTrainer& t) { return ms_of(t.end, t.at[0].begin); }
 static std::array<double, PARTS> parts_of(const LeaderboardTrainer& t) {
     std::array<double, PARTS> ms{};
-    for (int k = 0; k < EXPOSED; k++) { ms[k] = ms_of(t.at[k + 1], t.at[k]); }
-    auto move = [&](const FsdpWait& w, Part from) {
+    for (size_t i = 0; i < t.at.size(); i++) {
+        ms[t.at[i].part] += ms_of(i + 1 < t.at.size() ? t.at[i + 1].begin : t.end, t.at[i].begin);
+    }
+    auto move = [&](const FsdpWait& w) {
+        size_t i = t.at.size() - 1;
+        while (i > 0 && ms_of(w.asked, t.at[i].begin) < 0) { i--; }
         double waited = ms_of(w.got, w.asked);
-        ms[from] -= waited, ms[EXPOSED] += waited;
+        ms[t.at[i].part] -= waited, ms[EXPOSED] += waited;
     };
     if (!t.f) { return ms; }
-    Part part = BLOCKS;
-    for (const FsdpWait& w : t.f->waits) {
-        if (w.unit == t.model.config.num_layers + 1) { part = HEAD; }  // it is asked for once, in forward
-        move(w, part);
-        if (part == HEAD) { part = BACKWARD; }
-    }
-    for (const FsdpWait& w : t.f->reduce_waits) { move(w, BACKWARD); }
+    for (const FsdpWait& w : t.f->waits) { move(w); }
+    for (const FsdpWait& w : t.f->reduce_waits) { move(w); }
     return ms;
+}
+static std::vector<Slice> slices_of(const LeaderboardTrainer& t) {
+    FsdpStep step{{}, t.end};
+    for (const Moment& m : t.at) {
+        step.passes.push_back({m.part == OPTIMIZER_STEP ? OPTIMIZER_PART
+                               : m.part == BACKWARD     ? BACKWARD_PART
+                                                        : FORWARD_PART,
+                               m.begin});
+    }
+    return step.slices(t.f.get());
 }
 static Prediction planned_peak(const Communicator& c, const Plan& p) {
     Communicator planned;
@@ -116,18 +144,18 @@ static void measure(LeaderboardRun& r, const Communicator& c, const Plan& p) {
     const int steps = o.has("steps") ? o.steps : std::max(1, that_fill(o.rep_time));
     std::vector<double> all, parts[PARTS];
     for (int i = -r.warmup; i < steps; i++) {
-        Tensor loss = run_step(*t);
+        std::vector<Tensor> losses = run_step(*t);
         if (c.rank == 0) {
             progress("%s: step %d of %d, %.0f ms", p.configs[0].name.c_str(), i + 1 + r.warmup, r.warmup + steps,
                      step_ms(*t));
         }
-        if (i + 1 == steps) { r.last_loss = whole_loss(*t, loss); }
+        if (i + 1 == steps) { r.last_loss = whole_loss(*t, losses); }
         if (i < 0) { continue; }
         all.push_back(step_ms(*t));
         std::array<double, PARTS> of_step = parts_of(*t);
         for (int k = 0; k < PARTS; k++) { parts[k].push_back(of_step[k]); }
     }
-    r.last_step = FsdpStep{t->at[BLOCKS], t->at[BACKWARD], t->at[OPTIMIZER_STEP], t->at[EXPOSED]}.slices(t->f.get());
+    r.last_step = slices_of(*t);
     r.step = stats_of(all);
     for (int k = 0; k < PARTS; k++) { r.parts[k] = stats_of(parts[k]); }
     r.peak = memory_use(context.device).peak;
@@ -143,18 +171,26 @@ static bool is_small(const Options& o, const Communicator& c) {
 static Plan plan_of_step(const Options& o, const Communicator& c) {
     Plan p{o};
     bool cpu = context.device == CPU;
+    for (auto [number, seconds] : {std::pair("warmup", "warmup_time"), {"steps", "rep_time"}}) {
+        if (o.has(number) && o.has(seconds)) { usage_error("--%s: takes no --%s beside it", seconds, number); }
+    }
     if (!o.has("checkpoint")) { context.checkpoint = 1; }
+    if (!o.has("grad_accumulation")) { p.o.grad_accumulation = 1; }
     if (is_small(o, c)) {
         p.shrink_size();
         p.shrink("batch_size", &Options::batch_size, c.world);
         p.shrink("context_length", &Options::context_length, cpu ? 64 : 1024);
         p.shrink("head_chunk", &Options::head_chunk, cpu ? 48 : 512);
-        p.shrink("warmup_time", &Options::warmup_time, 0.0);
-        p.shrink("rep_time", &Options::rep_time, o.quick ? 0.1 : 5.0);
+        if (!o.has("warmup")) { p.shrink("warmup_time", &Options::warmup_time, 0.0); }
+        if (!o.has("steps")) { p.shrink("rep_time", &Options::rep_time, o.quick ? 0.1 : 5.0); }
     }
     if (!o.has("batch_size") && p.o.batch_size % c.world != 0) { p.o.batch_size = c.world; }
     if (p.o.batch_size % c.world != 0) {
         usage_error("--batch_size: got %d, takes a multiple of %d, the number of ranks", p.o.batch_size, c.world);
+    }
+    if (p.o.batch_size / c.world % p.o.grad_accumulation != 0) {
+        usage_error("--grad_accumulation: got %d, takes what divides a rank's %d sequences", p.o.grad_accumulation,
+                    p.o.batch_size / c.world);
     }
     context.head_chunk = p.o.head_chunk;
     p.choose_models();
@@ -163,26 +199,37 @@ static Plan plan_of_step(const Options& o, const Communicator& c) {
     return p;
 }
 
-// Where no --checkpoint was typed: the one that runs least again, of those that fit. 1 GiB stays free, and 5 GiB where
-// more than 134 are used: so an H200 chooses the same, whatever its driver and NCCL take of its 139 GiB.
-static void choose_checkpoint(const Plan& p, const Communicator& c) {
-    const size_t gib = (size_t)1 << 30;
-    auto fits = [&](int ffns) {
-        context.checkpoint = ffns > 0 ? CHECKPOINT_SOME_FFN + ffns : 0;
-        const size_t needs = planned_peak(c, p).bytes;
-        return fits_everywhere(c, needs + (needs <= 134 * gib ? 1 : 5) * gib);
+// Where no --checkpoint was typed: what runs least again, of what fits. What --recompute runs again is short kernels,
+// so it comes before any feed-forward; one sequence per backward costs only that the gradients add up. A block that
+// runs again as a whole (1) costs most, and needs least. A 30th of the memory stays free, for NCCL and cuBLAS.
+struct Setting {
+    bool recompute;
+    int checkpoint, parts;
+};
+static void choose_setting(Plan& p, const Communicator& c) {
+    const bool recompute_typed = context.recompute;
+    auto take = [&](const Setting& s) {
+        context.recompute = s.recompute || recompute_typed, context.checkpoint = s.checkpoint;
+        if (!p.o.has("grad_accumulation")) { p.o.grad_accumulation = s.parts; }
     };
-    const int layers = p.configs[0].num_layers;
-    int low = 0, high = layers + 1;  // the peak falls with the number of feed-forwards that run again
+    auto fits = [&](const Setting& s) {
+        take(s);
+        const size_t needs = planned_peak(c, p).bytes;
+        return fits_everywhere(c, needs + needs / 30);
+    };
+    const int rows = p.o.batch_size / c.world, layers = p.configs[0].num_layers;
+    for (const Setting& s : {Setting{false, 0, 1}, {true, 0, 1}, {false, 0, rows}, {true, 0, rows}}) {
+        if (fits(s)) { return; }
+    }
+    auto some = [&](int ffns) {
+        return Setting{true, ffns < layers ? CHECKPOINT_SOME_FFN + ffns : CHECKPOINT_FFN, rows};
+    };
+    int low = 1, high = layers + 1;  // the peak falls with the number of feed-forwards that run again
     while (low < high) {
         int middle = (low + high) / 2;
-        if (fits(middle)) {
-            high = middle;
-        } else {
-            low = middle + 1;
-        }
+        fits(some(middle)) ? high = middle : low = middle + 1;
     }
-    context.checkpoint = low == 0 ? 0 : low < layers ? CHECKPOINT_SOME_FFN + low : low == layers ? CHECKPOINT_FFN : 1;
+    take(low <= layers ? some(low) : Setting{false, 1, 1});
 }
 
 static void print_tables(const Plan& p, const Communicator& ranks, const LeaderboardRun& r) {
@@ -202,13 +249,18 @@ static void print_tables(const Plan& p, const Communicator& ranks, const Leaderb
         who += "; MFU of " + (ranks.world == 1 ? "" : strprintf("%d x ", ranks.world)) + strprintf("%g TFLOP/s", peak);
     }
     std::string counted = r.ran ? strprintf("%d + 2 warmup, %d step", r.warmup, r.step.n) : "not run";
+    if (r.ran && !o.has("warmup")) { counted += strprintf("; warmup_time %g s", o.warmup_time); }
+    if (r.ran && !o.has("steps")) { counted += strprintf("; rep_time %g s", o.rep_time); }
+    const std::string backwards =
+        o.grad_accumulation > 1 ? strprintf(" in %d backwards", o.grad_accumulation * ranks.world) : "";
     Table table{
-        strprintf("leaderboard: %s, %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d, batch %d, context length "
-                  "%d, causal; precision %s, mode %s; %.4g FLOP per step without what runs again; "
-                  "%s; %s; %s",
-                  c.name.c_str(), c.num_layers, c.d_model, c.d_ff, c.num_heads, c.vocab_size, o.batch_size,
-                  o.context_length, name_of(context.precision), caption_of(context.mode).c_str(), flops, who.c_str(),
-                  counted.c_str(), p.origin().c_str()),
+        strprintf(
+            "leaderboard: %s, %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d, batch %d%s, context length "
+            "%d, causal; precision %s, mode %s; %.4g FLOP per step without what runs again; "
+            "%s; %s; %s",
+            c.name.c_str(), c.num_layers, c.d_model, c.d_ff, c.num_heads, c.vocab_size, o.batch_size, backwards.c_str(),
+            o.context_length, name_of(context.precision), caption_of(context.mode).c_str(), flops, who.c_str(),
+            counted.c_str(), p.origin().c_str()),
         {"size", "mean ms", "median ms", "min ms", "max ms", "tokens/s", "TFLOP/s", "MFU %", "predicted peak MiB",
          "peak MiB", "first loss", "last loss"},
         {{c.name, r.cell(strprintf("%.1f", r.step.mean)), if_ran("%.1f", r.step.median), if_ran("%.1f", r.step.min),
@@ -235,11 +287,12 @@ static void leaderboard(const Options& o, const Communicator& c) {
     LeaderboardRun r;
     r.raised = p.o.batch_size > o.batch_size;
     p.shrink_to_fit(c.world, [&](const Plan& smaller) { return fits_everywhere(c, planned_peak(c, smaller).bytes); });
-    if (!o.has("checkpoint") && !is_small(o, c)) { choose_checkpoint(p, c); }
+    if (!o.has("checkpoint") && !is_small(o, c)) { choose_setting(p, c); }
     r.needs = planned_peak(c, p);
     double seconds = (p.o.has("warmup") ? 0 : p.o.warmup_time) + (p.o.has("steps") ? 0 : p.o.rep_time);
     double steps = 2 + (p.o.has("warmup") ? p.o.warmup[0] : 0) + (p.o.has("steps") ? p.o.steps : 1);
-    const std::string row = ranks_of(c) + row_of(p.configs[0], p.o.batch_size / c.world, p.o.context_length, STEP);
+    std::string row = ranks_of(c) + row_of(p.configs[0], p.o.batch_size / c.world, p.o.context_length, STEP);
+    if (p.o.grad_accumulation > 1) { row += strprintf(", in %d backwards", p.o.grad_accumulation); }
     const bool fits = fits_everywhere(c, r.needs.bytes);
     if (only_planned(row, r.needs, fits, passes_of(c, steps / 2), seconds)) { return; }  // two steps were planned
     if (c.world == 1) {

@@ -137,7 +137,8 @@ static const Command COMMANDS[] = {
      cmd_leaderboard,
      "edition=2026 device size=8B d_model d_ff num_layers num_heads vocab_size context_length=32768 batch_size=2 "
      "leaderboard_warmup leaderboard_steps warmup_time rep_time precision=pure_bf16 mode=flash head_chunk=2048 "
-     "leaderboard_checkpoint recompute leaderboard_nproc backend timeout seed plot_step format quick"},
+     "leaderboard_checkpoint recompute leaderboard_grad_accumulation leaderboard_nproc backend timeout seed plot_step "
+     "format quick"},
     {"scaling", "", 0, 2, "a data parallel step on more and more ranks, each way", "bench_scaling.cu", cmd_scaling,
      "edition " + DDP_SIZED +
          "autocast=fp32 mode=flash checkpoint reduce_dtype seed ranks backend timeout plot format quick"},
@@ -455,8 +456,8 @@ static std::vector<Option> options_of_runs() {
          "nothing",
          "0"},
         {"leaderboard_checkpoint", "checkpoint", checkpointing(),
-         "what backward runs again, as in the other commands; by default on a GPU the fewest feed-forwards (0, ffn:N, "
-         "ffn) whose predicted peak fits, else 1"},
+         "what backward runs again, as in the other commands; by default on a GPU as little as fits by its predicted "
+         "peak: nothing, --recompute, with it ffn:N or ffn, else 1"},
         {"head_chunk", "head_chunk", whole(&Options::head_chunk, 0),
          "rows of the logits that head and loss make at a time, their gradients at once (fused, flash; not fp16); 0: "
          "all",
@@ -499,6 +500,8 @@ static std::vector<Option> options_of_ranks() {
          "of several ranks: all on each rank; the optimizer sharded; weights and gradients, too", "ddp"},
         {"grad_accumulation", "grad_accumulation", whole(&Options::grad_accumulation, 1, 1 << 20),
          "backwards per step, each with its part of the batch", "1"},
+        {"leaderboard_grad_accumulation", "grad_accumulation", whole(&Options::grad_accumulation, 1, 1 << 20),
+         "backwards per step and rank; by default on a GPU one, or one per sequence if else too little fits"},
         {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs",
          "2"},
         {"ranks", "nproc", wholes(&Options::ranks, 1, 64),

@@ -288,7 +288,7 @@ TEST_CASE("fsdp: what --plot shows of a step") {
     f.waits = {
         {0, gather, at(110e-6), at(120e-6)}, {1, again, at(190e-6), at(210e-6)}, {1, again, at(215e-6), at(215e-6)}};
     f.reduce_waits = {{1, work("reduce-scatter", 260e-6, 310e-6), at(280e-6), at(310e-6)}};
-    FsdpStep step{at(100e-6), at(200e-6), at(300e-6), at(330e-6)};
+    FsdpStep step{{{FORWARD_PART, at(100e-6)}, {BACKWARD_PART, at(200e-6)}, {OPTIMIZER_PART, at(300e-6)}}, at(330e-6)};
     std::string text;
     for (const Slice& s : step.slices(&f)) { text += strprintf("%.0f-%.0f:%d ", s.start, s.end, s.colour); }
     // Forward (0) waits (7) for the first gather (3); the second is late for forward and for backward (1), whose
@@ -299,6 +299,10 @@ TEST_CASE("fsdp: what --plot shows of a step") {
     text.clear();
     for (const Slice& s : step.slices(nullptr)) { text += strprintf("%.0f-%.0f:%d ", s.start, s.end, s.colour); }
     CHECK(text == "0-100:0 100-200:1 200-230:2 ");
+    step.passes.insert(step.passes.begin() + 2, {{FORWARD_PART, at(210e-6)}, {BACKWARD_PART, at(250e-6)}});
+    text.clear();  // two backwards per step
+    for (const Slice& s : step.slices(nullptr)) { text += strprintf("%.0f-%.0f:%d ", s.start, s.end, s.colour); }
+    CHECK(text == "0-100:0 100-110:1 110-150:0 150-200:1 200-230:2 ");
 
     if (lacks("gloo", CPU, 2)) { return; }
     for (const char* n : {"1", "2"}) {

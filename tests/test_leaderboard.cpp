@@ -23,6 +23,7 @@ TEST_CASE("leaderboard: a small step, its parts, its predicted peak") {
               "vocabulary 5000, batch 2, context length 20, causal; precision pure_bf16, mode fused, "
               "checkpoint 1, head chunk 24; "));
     CHECK(has(tables[0].caption, "; one rank; 1 + 2 warmup, 3 step; "));
+    CHECK(!has(tables[0].caption, "_time"));  // not used, so neither scaled down
     TableRow row = rows_of(tables[0])[0];
     CHECK(row.number("peak MiB") > 2);
     CHECK(row.text("peak MiB") == row.text("predicted peak MiB"));
@@ -99,6 +100,7 @@ TEST_CASE("leaderboard: without a GPU it is smaller, and says so; times fill the
               "; scaled down: batch_size 1 instead of 2, head_chunk 48 instead of 2048, warmup_time 0 instead "
               "of 10\n"));
     CHECK(std::stod(value_in(tables_in(r.out)[0], " + 2 warmup, ", " step")) > 3);
+    CHECK(has(r.out, " step; warmup_time 0 s; rep_time 1 s; "));
 }
 TEST_CASE("leaderboard: wrong options") {
     for (const auto& [words, line] : std::vector<std::pair<Words, std::string>>{
@@ -106,7 +108,11 @@ TEST_CASE("leaderboard: wrong options") {
              {{"--mode", "eager"}, "--mode: got eager, takes fused or flash with a head chunk of 48; --head_chunk 0"},
              {{"--mode", "eager", "--head_chunk", "9"}, "--head_chunk: got 9 with mode eager"},
              {{"--precision", "fp16"}, "--precision: got fp16, takes another with a head chunk of 48"},
-             {{"--rep_time", "0"}, "--rep_time: got '0', takes a finite number greater than 0"}}) {
+             {{"--rep_time", "0"}, "--rep_time: got '0', takes a finite number greater than 0"},
+             {{"--rep_time", "1", "--steps", "2"}, "--rep_time: takes no --steps beside it"},
+             {{"--warmup_time", "1", "--warmup", "2"}, "--warmup_time: takes no --warmup beside it"},
+             {{"--batch_size", "6", "--grad_accumulation", "4"},
+              "--grad_accumulation: got 4, takes what divides a rank's 6 sequences"}}) {
         Run r = leaderboard(words);
         CHECK(r.exit_code == 2);
         CHECK_MESSAGE(has(r.err, line), r.err);
@@ -124,24 +130,54 @@ TEST_CASE("leaderboard: a default batch has a sequence for each rank") {
     words.insert(words.end(), {"--batch_size", "6"});
     CHECK(!has(leaderboard(words).out, "raised"));
 }
-TEST_CASE("leaderboard: the default checkpoint runs as little again as fits") {
+TEST_CASE("leaderboard: by default as little runs again as fits") {
     auto planned = [](const Words& more) {
         Words words = {"leaderboard", "--plan", "--memory"};
         words.insert(words.end(), more.begin(), more.end());
         Run r = run_cs336(words);
         INFO(r.err);
         REQUIRE(r.exit_code == 0);
-        return value_in({r.out.substr(r.out.rfind("\n| ")), {}, {}}, "pure_bf16 flash, ", ", head chunk");
+        return value_in({r.out.substr(r.out.rfind("\n| ")), {}, {}}, "pure_bf16 ", " |");
     };
-    CHECK(planned({"139GiB", "--nproc", "1"}) == "checkpoint 1");
-    CHECK(planned({"139GiB", "--nproc", "2"}) == "checkpoint ffn:17");
-    CHECK(planned({"137GiB", "--nproc", "2"}) == "checkpoint ffn:17");  // the driver takes some
-    CHECK(planned({"139GiB", "--nproc", "6"}) == "checkpoint ffn:10");
-    CHECK(planned({"101GiB", "--nproc", "2"}) == "checkpoint ffn");
-    CHECK(planned({"100GiB", "--nproc", "2"}) == "checkpoint 1");
-    CHECK(planned({"139GiB", "--nproc", "2", "--checkpoint", "half"}) == "checkpoint half");
-    CHECK(!has(planned({"139GiB", "--nproc", "2", "--num_layers", "2", "--d_model", "128", "--num_heads", "2"}),
-               "checkpoint"));
+    const std::string chunk = ", head chunk 2048", two = chunk + ", in 2 backwards";
+    CHECK(planned({"300GiB", "--nproc", "2"}) == "flash" + chunk);
+    CHECK(planned({"300GiB", "--nproc", "1"}) == "flash, recompute" + chunk);
+    CHECK(planned({"220GiB", "--nproc", "1"}) == "flash" + two);
+    CHECK(planned({"178GiB", "--nproc", "1"}) == "flash, recompute" + two);
+    CHECK(planned({"139GiB", "--nproc", "1"}) == "flash, recompute, checkpoint ffn:25" + two);
+    CHECK(planned({"139GiB", "--nproc", "2"}) == "flash, recompute" + chunk);
+    CHECK(planned({"137GiB", "--nproc", "2"}) == "flash, recompute" + chunk);  // the driver takes some
+    CHECK(planned({"101GiB", "--nproc", "2"}) == "flash, recompute, checkpoint ffn:28" + chunk);
+    CHECK(planned({"79GiB", "--nproc", "2"}) == "flash, checkpoint 1" + chunk);
+    CHECK(planned({"79GiB", "--nproc", "2", "--recompute"}) == "flash, recompute, checkpoint 1" + chunk);
+    CHECK(planned({"139GiB", "--nproc", "2", "--checkpoint", "half"}) == "flash, checkpoint half" + chunk);
+    CHECK(planned({"139GiB", "--nproc", "1", "--grad_accumulation", "1"}) == "flash, checkpoint 1" + chunk);
+}
+TEST_CASE("leaderboard: two backwards per step add up to one") {
+    for (const char* n : {"1", "2"}) {
+        if (*n == '2' && lacks("gloo", CPU, 2)) { return; }
+        CAPTURE(n);
+        Words words = tiny_words;
+        words.back() = "4";  // the batch
+        words.insert(words.end(),
+                     {"--warmup", "1", "--steps", "3", "--nproc", n, "--recompute", "--checkpoint", "ffn:1"});
+        Run whole = leaderboard(words);
+        REQUIRE_MESSAGE(whole.exit_code == 0, whole.err);
+        words.insert(words.end(), {"--grad_accumulation", "2"});
+        Run cut = leaderboard(words);
+        REQUIRE_MESSAGE(cut.exit_code == 0, cut.err);
+        Tables tables = tables_in(cut.out), tables_of_whole = tables_in(whole.out);
+        CHECK(has(tables[0].caption, *n == '1' ? "batch 4 in 2 backwards, " : "batch 4 in 4 backwards, "));
+        CHECK(has(tables[0].caption, "mode fused, recompute, checkpoint ffn:1, head chunk 24; "));
+        TableRow row = rows_of(tables[0])[0], of_whole = rows_of(tables_of_whole[0])[0];
+        for (const char* column : {"first loss", "last loss"}) {
+            CHECK(row.number(column) == doctest::Approx(of_whole.number(column)).epsilon(3e-4));
+        }
+        CHECK(row.number("peak MiB") == doctest::Approx(row.number("predicted peak MiB")).epsilon(0.02));
+        double sum = 0;
+        for (const TableRow& part : rows_of(tables[1])) { sum += part.number("mean ms"); }
+        CHECK(sum == doctest::Approx(row.number("mean ms")).epsilon(0.1));
+    }
 }
 TEST_CASE("leaderboard: answers") {
     const std::string text = read_file("tests/fixtures/answers/leaderboard.md");
