@@ -350,42 +350,117 @@ struct Differences {
 // is from its own fp32, from the same weights (make_fixtures.py prints it): for this fixture 1.2e-3 in the loss, 0.21
 // in a parameter's gradient, 0.11 in all gradients, 0.16 in what three steps change of the weights. With eight other
 // seeds that is 3e-6 to 8e-4, 0.03 to 0.11, 0.02 to 0.06 and 0.08 to 0.11.
+using ByName = std::map<std::string, Tensor>;
+static Tensor copied(const Tensor& t) { return from_floats(to_floats(t), t.shape); }
+static void check_pure_bf16(double loss, const ByName& gradients, const ByName& after) {
+    const SafeTensors &expected = fixture("pure_bf16"), &before = fixture("weights");
+    Differences all, weights;
+    CHECK(gradients.size() == 21);
+    for (const auto& [name, g] : gradients) {
+        CAPTURE(name);
+        Differences one;
+        for (Differences* d : {&one, &all}) { d->add(g, floats_of(expected, "grad." + name)); }
+        CHECK(one.relative() < 0.21);
+        Tensor from = from_floats(to_floats(floats_of(before, name)), g.shape, BF16);
+        weights.add(after.at(name), floats_of(expected, "param." + name), from);
+    }
+    CHECK(loss == doctest::Approx(to_doubles(floats_of(expected, "loss"))[0]).epsilon(1.2e-3));
+    CHECK(all.relative() < 0.11);
+    CHECK(weights.relative() < 0.16);
+}
+struct PureSetting {
+    Mode mode;
+    int checkpoint, head_chunk;
+    bool recompute;
+};
+static const std::vector<PureSetting> pure_settings = {
+    {EAGER, 0, 0, false},
+    {EAGER, 1, 0, false},
+    {FUSED, 0, 0, false},
+    {FUSED, 0, 7, true},
+    {FUSED, 1, 21, false},
+    {FUSED, CHECKPOINT_SOME_FFN + 1, 4, true},
+    {FLASH, CHECKPOINT_FFN, 7, true},
+};
+// False: this device has no such attention.
+static bool begin_pure(const PureSetting& s) {
+    context.precision = PREC_PURE_BF16, context.mode = s.mode, context.checkpoint = s.checkpoint;
+    context.head_chunk = s.head_chunk, context.recompute = s.recompute;
+    return s.mode != FLASH || fastest_flash(context.device, BF16, 8);
+}
 TEST_CASE_TEMPLATE("model: pure bf16 against PyTorch's", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    context.precision = PREC_PURE_BF16;
-    const SafeTensors& expected = fixture("pure_bf16");
-    for (Mode mode : {EAGER, FUSED}) {
-        CAPTURE(std::string(name_of(mode)));
-        context.mode = mode;
+    for (const PureSetting& setting : pure_settings) {
+        if (!begin_pure(setting)) { continue; }
+        CAPTURE(caption_of(setting.mode));
         Setup s = fixture_setup();
         CHECK(s.model.weights.dtype == BF16);
         CHECK(s.model.gradients.dtype == BF16);
         CHECK(s.model.v.dtype == BF16);
-        std::vector<Tensor> before;
-        Differences gradients, weights;
-        for (const Parameter& p : s.model.parameters) { before.push_back(from_floats(to_floats(p.weight), p.shape)); }
+        ByName gradients, after;
+        double loss = 0;
         for (int step = 0; step < 3; step++) {
-            StepResult r = run_once(s);
+            zero_gradients(s.model);
+            Tensor mean = forward_to_loss(s.model, {s.tokens, s.targets});
+            backward_from_loss(s.model, mean, 1);
+            if (step == 0) { loss = to_doubles(mean)[0]; }
             for (const Parameter& p : s.model.parameters) {
-                if (step > 0) { break; }
-                CAPTURE(p.name);
-                Differences one;
-                Tensor want = floats_of(expected, "grad." + p.name);
-                for (Differences* d : {&one, &gradients}) { d->add(view(r.gradients, p.offset, p.shape), want); }
-                CHECK(one.relative() < 0.21);
+                if (step == 0) { gradients[p.name] = copied(view(s.model.gradients, p.offset, p.shape)); }
             }
-            if (step == 0) { check_close(r.loss, floats_of(expected, "loss"), 1.2e-3); }
             AdamW adamw;
             adamw.lr = 1e-2f;
             adamw_step(s.model, adamw);
         }
-        for (size_t i = 0; i < before.size(); i++) {
-            const Parameter& p = s.model.parameters[i];
-            weights.add(p.weight, floats_of(expected, "param." + p.name), before[i]);
-        }
-        CHECK(gradients.relative() < 0.11);
-        CHECK(weights.relative() < 0.16);
+        for (const Parameter& p : s.model.parameters) { after[p.name] = copied(p.weight); }
+        check_pure_bf16(loss, gradients, after);
     }
+}
+// The fixture's batch has three sequences: each of three ranks has one, and so has each of one rank's three backwards.
+static void check_pure_bf16_sharded(const Communicator& c) {
+    for (const PureSetting& setting : pure_settings) {
+        if (!begin_pure(setting)) { continue; }
+        CAPTURE(caption_of(setting.mode));
+        const Setup whole = fixture_setup();
+        auto f = fully_shard(c, whole.model.parameters, BF16, F32);
+        Model model = sharded_model(whole.model.config, *f);
+        visit_whole(*f, f->shard.weights, true, [&](const Parameter& p, const Tensor& w) {
+            auto same = [&](const Parameter& other) { return other.name == p.name; };
+            const auto& all = whole.model.parameters;
+            copy(w, view(std::find_if(all.begin(), all.end(), same)->weight, 0, p.shape));
+        });
+        f->shard.adamw.lr = 1e-2f;
+        auto by_name = [&](const Tensor& flat) {
+            ByName all;
+            visit_whole(*f, flat, false, [&](const Parameter& p, const Tensor& t) { all[p.name] = copied(t); });
+            return all;
+        };
+        ByName gradients;
+        LossScaler scaler;
+        double loss = 0;
+        for (int step = 0; step < 3; step++) {
+            begin_step(*f);
+            for (int row = c.rank; row < 3; row += c.world) {
+                auto part = [&](const Tensor& t) { return view(t, row * 7, {1, 7}); };
+                Batch batch = {part(whole.tokens), part(whole.targets)};
+                Tensor mean = forward_backward(model, batch, (float)c.world / 3);
+                finish_backward(*f);
+                wait(c, all_reduce(c, mean, AVERAGE));
+                if (step == 0) { loss += to_doubles(mean)[0] * c.world / 3; }
+            }
+            if (step == 0) {
+                Tensor flat = zeros(f->shard.weights.shape, BF16, GRADIENTS);
+                for (const FsdpUnit& u : f->units) { copy(view(flat, u.offset, {u.part}), u.gradient); }
+                copy(view(flat, f->replicated, f->replicated_sum.shape), f->replicated_sum);
+                gradients = by_name(flat);
+            }
+            optimizer_step(*f, scaler, 0);
+        }
+        check_pure_bf16(loss, gradients, by_name(f->shard.weights));
+    }
+}
+TEST_CASE("model: sharded pure bf16 against PyTorch's") {
+    if (lacks("gloo", CPU, 3)) { return; }
+    for (int n : {1, 3}) { in_ranks("model: sharded pure bf16 against PyTorch's", n, CPU, check_pure_bf16_sharded); }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
