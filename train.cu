@@ -291,6 +291,22 @@ struct Trainer {
     bool is_first() const { return c.rank == 0; }
     int& updates() { return f ? f->shard.step : sharded.groups.empty() ? model.step : sharded.groups[0].step; }
 };
+// The sharded optimizer's moment, each parameter's in turn: the whole of all would not fit beside the model.
+static void visit_parts(Trainer& t, const ParameterGroup& group, Tensor& part,
+                        const std::function<void(const Parameter&, const Tensor&)>& see) {
+    const int64_t begin = group.bounds[t.c.rank], end = group.bounds[t.c.rank + 1];
+    if (!part && end > begin) { part = zeros({end - begin}, F32, OPTIMIZER); }
+    for (const Parameter& p : t.model.parameters) {
+        Tensor whole = empty({count(p.shape)}, F32, WORKSPACE), own, kept;
+        std::vector<int64_t> bounds;
+        for (int64_t bound : group.bounds) { bounds.push_back(std::clamp<int64_t>(bound - p.offset, 0, whole.size())); }
+        const int64_t first = bounds[t.c.rank], n = bounds[t.c.rank + 1] - first;
+        if (n > 0) { own = view(whole, first, {n}), kept = view(part, p.offset + first - begin, {n}), copy(own, kept); }
+        wait(t.c, all_gather(t.c, whole, bounds));
+        see(p, view(whole, 0, p.shape));
+        if (n > 0) { copy(kept, own); }
+    }
+}
 // Every parameter in turn, or its moment, whole and in fp32; what `see` leaves there stays. prefix: of the name in a
 // checkpoint: "", "adamw.m." or "adamw.v.". All ranks have to call it.
 static void visit(Trainer& t, const std::string& prefix,
@@ -303,28 +319,29 @@ static void visit(Trainer& t, const std::string& prefix,
         }
         return visit_whole(*t.f, weights ? group->weights : first ? group->m : group->v, true, see);
     }
-    Tensor whole = weights ? t.model.weights : first ? t.model.m : t.model.v, own;
-    if (!weights && group) {  // this rank's part
-        Tensor& part = first ? group->m : group->v;
-        int64_t begin = group->bounds[t.c.rank], n = group->bounds[t.c.rank + 1] - begin;
-        if (!part && n > 0) { part = zeros({n}, F32, OPTIMIZER); }
-        whole = empty(group->weights.shape, F32, WORKSPACE);
-        if (n > 0) { copy(own = view(whole, begin, {n}), part); }
-        wait(t.c, all_gather(t.c, whole, group->bounds));
-    }
+    if (!weights && group) { return visit_parts(t, *group, first ? group->m : group->v, see); }
+    Tensor whole = weights ? t.model.weights : first ? t.model.m : t.model.v;
     for (const Parameter& p : t.model.parameters) { see(p, view(whole, p.offset, p.shape)); }
-    if (own) { copy(first ? group->m : group->v, own); }
 }
-// The tensors of a checkpoint, on rank 0. Leaves the weights plain.
-static NamedTensors state_of(Trainer& t) {
-    plain_weights(t.model);
+// On rank 0: the tensors of a checkpoint, if they are to be kept, and the first that holds NaN or an infinity. Leaves
+// the weights plain.
+struct State {
     NamedTensors tensors;
+    std::string not_finite;
+};
+static State state_of(Trainer& t, bool keep) {
+    plain_weights(t.model);
+    State state;
     for (const char* prefix : {"", "adamw.m.", "adamw.v."}) {
         visit(t, prefix, [&](const Parameter& p, const Tensor& whole) {
-            if (t.is_first()) { tensors.add(prefix + p.name, whole); }
+            if (!t.is_first() || context.device == META) { return; }
+            NamedTensors one;
+            one.add(prefix + p.name, whole);
+            if (state.not_finite.empty()) { state.not_finite = first_not_finite(one); }
+            if (keep) { state.tensors.add(prefix + p.name, one.kept[0]); }
         });
     }
-    return tensors;
+    return state;
 }
 // step: batches seen; the model's own are fewer where fp16 skipped some.
 static void save_checkpoint(const std::string& path, const NamedTensors& tensors, Trainer& t, int step,
@@ -517,7 +534,7 @@ static const char* what_is_saved(const Options& o) {
         if (!t.f) { gradients.add(p.name + "'s gradient", gradient_of(t.model, p)); }
     }
     make_room(t.model);
-    std::string name = first_not_finite(state_of(t));  // it was there before the gradients
+    std::string name = state_of(t, false).not_finite;  // it was there before the gradients
     if (name.empty()) { name = first_not_finite(gradients); }
     fail("step %d: %s is not finite; first tensor that is not finite: %s; %s", step, what.c_str(),
          name.empty() ? "none" : name.c_str(), what_is_saved(o));
@@ -561,11 +578,11 @@ struct Steps {
 // What a checkpoint holds after this step. No good file may give way to one with NaN. All ranks have to call it.
 static NamedTensors finite_state(Trainer& t, const Options& o, int step, double loss = 0) {
     make_room(t.model);
-    NamedTensors state = state_of(t);
-    std::string name = first_not_finite(state);
+    State state = state_of(t, !o.save.empty());
+    std::string name = state.not_finite;
     if (name.empty() && !std::isfinite(loss)) { name = "the held-out loss"; }
     if (!name.empty()) { fail("after step %d %s is not finite; %s", step, name.c_str(), what_is_saved(o)); }
-    return state;
+    return state.tensors;
 }
 static void save_state(const NamedTensors& state, Trainer& t, int step, const Options& o) {
     try {
@@ -606,7 +623,8 @@ static void take_steps(Trainer& t, const Text& text, const Options& o, Steps& ru
         bool ends = run.done == run.last || run.stopped || !run.not_finite.empty();
         if (t.is_first() && (run.done % o.log_every == 0 || ends)) {
             run.rows.add(
-                {std::to_string(run.done), strprintf("%.4f", l), strprintf("%.3g", adamw.lr),
+                {std::to_string(run.done), strprintf(o.format == "md" ? "%.4f" : "%.7f", l),
+                 strprintf("%.3g", adamw.lr),
                  std::isfinite(norm) || !run.not_finite.empty() ? strprintf("%.3f", norm) : "overflow, step skipped",
                  strprintf("%.2f", elapsed), strprintf("%.0f", rate)});
         }
@@ -672,6 +690,8 @@ static Prediction peak_of_ranks(const ModelConfig& c, const Options& o, const Co
             loss_and_gradients(*t, batch, o.grad_accumulation, &stop);
             update(*t, AdamW(), 0);
         }
+        make_room(t->model);
+        state_of(*t, false);  // as at the run's end, and for --save
     });
     needs.flops /= STEPS;
     return needs;

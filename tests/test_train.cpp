@@ -50,19 +50,31 @@ static double difference(const std::string& path, const std::string& other) {
     }
     return largest;
 }
+static std::vector<double> losses_in(const std::string& csv) {
+    std::vector<double> losses;
+    std::istringstream lines(csv.substr(csv.find("step,loss,")));
+    std::string line;
+    std::getline(lines, line);
+    while (std::getline(lines, line) && isdigit(line[0])) {
+        losses.push_back(std::stod(line.substr(line.find(',') + 1)));
+    }
+    return losses;
+}
 TEST_CASE(
     "train: ranks and backwards per step change nothing but the rounding; a checkpoint fits any number of ranks") {
     if (lacks("gloo", CPU, 3)) { return; }
     Folder folder;
     auto train = [&](const std::string& save, std::vector<std::string> more) {
-        more.insert(more.begin(),
-                    {"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--sample", "0", "--steps", "6",
-                     "--lr", "0.001", "--batch_size", "12", "--max_grad_norm", "0.5", "--save", folder / save});
+        more.insert(more.begin(), {"train",        "--data", "LICENSE",         "--device", "cpu",    "--quick",
+                                   "--sample",     "0",      "--steps",         "6",        "--lr",   "0.001",
+                                   "--batch_size", "12",     "--max_grad_norm", "0.5",      "--save", folder / save,
+                                   "--format",     "csv"});
         Run r = run_cs336(more);
         CHECK_MESSAGE(r.exit_code == 0, r.err);
         return r.out;
     };
-    train("one", {});
+    const std::vector<double> losses = losses_in(train("one", {}));
+    REQUIRE(losses.size() == 6);
     train("three backwards", {"--grad_accumulation", "3"});
     CHECK(difference(folder / "one", folder / "three backwards") < 1e-5);
     for (const char* strategy : {"ddp", "sharded", "fsdp"}) {
@@ -71,6 +83,9 @@ TEST_CASE(
             std::string out = train("ranks", {"--nproc", n, "--strategy", strategy, "--grad_accumulation", "2"});
             CHECK(has(out, std::string(n) + " ranks (" + strategy + ", gloo) in 2 backwards"));
             CHECK(difference(folder / "one", folder / "ranks") < 1e-5);
+            const std::vector<double> of_ranks = losses_in(out);
+            REQUIRE(of_ranks.size() == losses.size());
+            for (size_t i = 0; i < losses.size(); i++) { CHECK(std::fabs(of_ranks[i] - losses[i]) < 1e-5); }
         }
     }
     train("half", {"--nproc", "2", "--strategy", "fsdp", "--stop_at", "3"});
