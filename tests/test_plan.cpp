@@ -290,9 +290,11 @@ TEST_CASE("plan: train's is its run's, also with several backwards and ranks") {
     CHECK(plan_of(as_10B)[0][2] == "yes");
     if (why_not("gloo", CPU, 2).empty()) {
         // With few tokens the peak is at the end, where each whole tensor is seen; --save would keep them here.
-        const std::vector<std::string> few = {"train", "--data",  "README.md", "--device", "cpu", "--context_length",
-                                              "4",     "--steps", "2",         "--sample", "0",   "--grad_accumulation",
-                                              "4"};
+        const std::vector<std::string> few = {"train", "--data",           "README.md", "--device",
+                                              "cpu",   "--context_length", "4",         "--steps",
+                                              "2",     "--sample",         "0",         "--grad_accumulation",
+                                              "4",     "--d_model",        "256",       "--d_ff",
+                                              "2048",  "--num_layers",     "1"};
         for (const auto& [run_words, strategy] :
              {std::pair(words, "ddp"), {words, "sharded"}, {words, "fsdp"}, {few, "sharded"}, {few, "fsdp"}}) {
             INFO(strategy);
