@@ -177,6 +177,7 @@ int cmd_fsdp(const Options& o) {
             cases.push_back({false, FP32, FUSED, checkpoint, 1});
         }
         cases.push_back({false, FP32, FUSED, 1, 2});
+        if (fastest_flash(context.device, F32, 16)) { cases.push_back({false, FP32, FLASH, 0, 1}); }
         for (auto [checkpoint, head_chunk] : {std::pair(0, 0), {1, 0}, {0, 48}}) {
             cases.push_back({false, PREC_PURE_BF16, FUSED, checkpoint, 1, head_chunk});
         }
@@ -298,14 +299,24 @@ static std::unique_ptr<WayTrainer> make_trainer(Way way, const Communicator& c, 
     if (!plain) { add_parameter_group(t.optimizer, {t.model.weights, t.model.gradients}); }
     return made;
 }
+static void update(WayTrainer& t) {
+    if (t.optimizer.groups.empty()) {
+        optimizer_step(t.model, AdamW(), t.scaler, 0);
+    } else {
+        guarded_step(
+            t.scaler, 0, [&] { return gradient_norm(t.model); },
+            [&](float gradient_scale) { optimizer_step(t.optimizer, gradient_scale); });
+    }
+}
 // Returns the moments of an FSDP step.
 static FsdpStep train_step(WayTrainer& t, const Batch& batch) {
     FsdpStep step;
+    const float scale = loss_scale_of(t.scaler);
     if (t.f) {
         auto begin = [&](int part) { step.passes.push_back({part, mark()}); };
         begin(FORWARD_PART);
         begin_step(*t.f);
-        forward_backward(t.model, batch, 1, [&] { begin(BACKWARD_PART); });
+        forward_backward(t.model, batch, scale, [&] { begin(BACKWARD_PART); });
         finish_backward(*t.f);
         begin(OPTIMIZER_PART);
         optimizer_step(*t.f, t.scaler, 0);
@@ -313,9 +324,9 @@ static FsdpStep train_step(WayTrainer& t, const Batch& batch) {
         return step;
     }
     begin_step(*t.d);
-    forward_backward(t.model, batch, 1);
+    forward_backward(t.model, batch, scale);
     finish_gradient_synchronization(*t.d);
-    t.optimizer.groups.empty() ? (void)optimizer_step(t.model, AdamW(), t.scaler, 0) : optimizer_step(t.optimizer);
+    update(t);
     return step;
 }
 static Batch batch_of(const Plan& p, int rank) {
@@ -436,9 +447,6 @@ static void memory_row(Table& table, Way way, const Plan& p, const Communicator&
 }
 
 int cmd_fsdp_accounting(const Options& o) {
-    if (o.precision[0] == "fp16") {
-        usage_error("--precision: got fp16, which needs loss scaling; takes fp32, tf32, bf16 or pure_bf16 here");
-    }
     if (o.precision[0] == "pure_bf16" && o.has("reduce_dtype")) {
         usage_error("--reduce_dtype: got %s, takes another --precision than pure_bf16, whose gradients are bf16",
                     o.reduce_dtype.c_str());
