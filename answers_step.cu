@@ -313,18 +313,19 @@ static std::string sums_of_kernels(const Rows& rows, const std::string& sum, con
     return say(" The kernels' own times sum up to {} % of the traced time{}.", span_of(shares, "%.0f"),
                *std::max_element(shares.begin(), shares.end()) < 100 ? "; the rest is gaps between them" : "");
 }
-// Which settings' steps fit, by the overview; with the largest peak where its column is there.
-static std::string what_fits(const Table* overview) {
-    const std::string peak = "step peak (MiB)";
-    if (!overview) { return ""; }
-    Rows all = rows_of(*overview), fit = ran(all, "step by the clock (ms)");
+// Which settings' steps fit, by the overview; with the largest peak where its column is there. "": of a single setting.
+static std::string what_fits(const Table& overview) {
+    const std::string clock = "step by the clock (ms)";
+    Rows all = rows_of(overview), fit = ran(all, clock);
     if (all.size() < 2) { return ""; }
-    std::string text = fit.size() == all.size() ? say(" A step fits in all {} settings", std::to_string(all.size()))
-                                                : say(" A step fits in {} of {} settings", std::to_string(fit.size()),
+    std::string text = fit.size() == all.size() ? say("A step fits in all {} settings", std::to_string(all.size()))
+                                                : say("A step fits in {} of {} settings", std::to_string(fit.size()),
                                                       std::to_string(all.size()));
-    TableRow most = largest_of(fit, peak);
-    if (!most) { return text + "."; }
-    return say("{}; its largest peak is {} GiB ({}).", text, number(most.number(peak) / 1024, "%.1f"), where(most));
+    if (TableRow most = largest_of(fit, "step peak (MiB)")) {
+        text += say("; its largest peak is {} GiB ({})", number(most.number("step peak (MiB)") / 1024, "%.1f"),
+                    where(most));
+    }
+    return text + "." + out_of_memory(all, {{"forward by the clock (ms)", "forward"}, {clock, "step"}});
 }
 static std::string total_time(const std::vector<Profiled>& profiles, const Profiled& p) {
     const char *clock = p.overview ? "forward by the clock (ms)" : "untraced (ms)",
@@ -336,9 +337,7 @@ static std::string total_time(const std::vector<Profiled>& profiles, const Profi
         return ran(rows_of(*of.times, {{"phase", "forward"}}), clock);
     };
     Rows all = forwards(p), rows = ran(all, change);
-    std::vector<Cell> phases = {{clock, p.overview ? "forward" : ""}};
-    if (p.overview) { phases.push_back({"step by the clock (ms)", "step"}); }
-    std::string memory = what_fits(p.overview) + out_of_memory(rows_of(p.overview ? *p.overview : *p.times), phases);
+    std::string memory = p.overview ? "" : out_of_memory(rows_of(*p.times), {{clock, ""}});
     if (all.empty()) { return "No forward has a time." + memory; }
     std::string text = say("In {}, forward takes {} by the clock", p.setting, from_to(all, clock, " ms"));
     if (rows.empty()) { return text + "." + sums_of_kernels(rows, sum, trace) + memory + scaled_down(*p.times); }
@@ -562,6 +561,8 @@ Answers answer_nsys_profile(const Tables& tables) {
     auto main = std::find_if(profiles.begin(), profiles.end(), [](auto& p) { return p.setting == "fp32, mode eager"; });
     const Profiled& p = main == profiles.end() ? profiles[0] : *main;
     Answers answers = {{"a", total_time(profiles, p)}};
+    std::string fits = p.overview ? what_fits(*p.overview) : "";
+    if (!fits.empty()) { answers.push_back({"a, memory", fits}); }
     if (!p.top) { return answers; }
     answers.push_back({"b", top_kernel(tables, p)});
     answers.push_back({"c", other_kernels(tables, p)});
@@ -706,9 +707,8 @@ static std::string timelines(const Table& categories) {
     Rows forward = rows("forward"), step = rows("step");
     bool copies = largest_of(forward, "weight copies").number("weight copies") > 0;
     std::string text =
-        say("The forward pass ({}, {}, mode {}) keeps nothing for a backward: on top of the weights ({} "
-            "MiB{}) its timeline has one equal peak per layer, of {} MiB of activations at context "
-            "length {}{}.",
+        say("The forward pass ({}, {}, mode {}) keeps nothing for backward: above the weights ({} MiB{}), its timeline "
+            "has one peak per layer, all equal: {} MiB of activations at context length {}{}.",
             size, precision, mode, all[0].text("parameters"), copies ? ", and their growing 16-bit copies" : "",
             cells_of(forward, "activations"), cells_of(forward, "context length"), ranges_at_peak(forward));
     text +=
