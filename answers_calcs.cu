@@ -152,7 +152,8 @@ static std::string arrangement(const std::string& strategy) {
 static std::string price(const TableRow& row) {
     auto with_count = [&](const char* formula, const char* value, const char* counted) {
         std::string text = row.text(formula), number = row.text(value), count = row.text(counted);
-        return text + (text == number ? "" : " = " + number) + (count == number ? "" : " (but counted: " + count + ")");
+        return text + (text == number ? "" : " = " + number) +
+               (count.empty() || count == number ? "" : " (but counted: " + count + ")");
     };
     return say("{} inputs, {} memory; backward runs {} blocks again, {} compute",
                with_count("inputs kept", "inputs", "inputs counted"), row.text("memory"),

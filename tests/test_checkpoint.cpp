@@ -198,6 +198,11 @@ TEST_CASE("gradient_checkpointing: answers from other numbers") {
     check_says(said(with_cell(t, 0, "linear nesting", "blocks again counted", "121"), "a"),
                {"N (N - 1) / 2 = 120 (but counted: 121) blocks again"});
     check_says(said(with_cell(t, 0, "none", "gradients", "differ"), "a"), {"The gradients differ with none."});
+    Tables narrow = t;  // a page may leave out what was counted
+    for (std::string& column : narrow[0].columns) {
+        if (has(column, "counted")) { column = "left out"; }
+    }
+    CHECK(said(narrow, "a") == said(t, "a"));
 
     check_says(
         said(with_cell(t, 1, "half", "predicted peak MiB", "62000.0"), "b"),
