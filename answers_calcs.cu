@@ -141,7 +141,8 @@ Answers answer_fsdp_tp_calcs(const Tables& tables) {
 // gradient_checkpointing
 
 static std::string arrangement(const std::string& strategy) {
-    return strategy == "linear nesting" ? "all blocks but the last are one checkpoint, and within it all but the last"
+    return strategy == "linear nesting"
+               ? "the first N - 1 blocks form a checkpoint; inside it the first N - 2 form another, and so on"
            : strategy == "recursive halves" ? "each half of the blocks is a checkpoint, and within it each half of that"
            : strategy == "none"             ? "no block is in a checkpoint"
                                             : "every k blocks are a checkpoint";
@@ -151,7 +152,8 @@ static std::string arrangement(const std::string& strategy) {
 static std::string price(const TableRow& row) {
     auto with_count = [&](const char* formula, const char* value, const char* counted) {
         std::string text = row.text(formula), number = row.text(value), count = row.text(counted);
-        return text + (text == number ? "" : " = " + number) + (count == number ? "" : " (but counted: " + count + ")");
+        return text + (text == number ? "" : " = " + number) +
+               (count.empty() || count == number ? "" : " (but counted: " + count + ")");
     };
     return say("{} inputs, {} memory; backward runs {} blocks again, {} compute",
                with_count("inputs kept", "inputs", "inputs counted"), row.text("memory"),
@@ -193,8 +195,8 @@ static std::string as_run(const Table& table, const TableRow& best) {
     std::string price = none && none.number("fwbw_mean_ms") > 0
                             ? say("{} times the time without checkpoints", number(row.number("of none"), "%.2f"))
                             : std::string(
-                                  "without checkpoints the step does not run, so the price is known in FLOPs only: one "
-                                  "more forward, a third");
+                                  "without checkpoints the step does not run, so we know the price only in FLOPs: one "
+                                  "more forward, a third more");
     return say(
         "Measured with {}, a checkpoint of {} takes {} MiB (predictions were at most {} % off), and {} ms for forward "
         "and backward: {}.",
@@ -225,10 +227,11 @@ static std::string best_size(const Table& asked, const Table& run) {
         const TableRow &a = whole[whole.size() - 2], &b = whole.back();
         const char* k = "blocks per checkpoint";
         double more = (b.number("predicted peak MiB") - a.number("predicted peak MiB")) / (b.number(k) - a.number(k));
-        text +=
-            say("Each block more in a checkpoint adds {} MiB: its residuals are held with the others', less its "
-                "gradients, which are not there yet. ",
-                number(more, "%.1f"));
+        double kept = (b.number("of it activations") - a.number("of it activations")) / (b.number(k) - a.number(k));
+        text += say("Each further block in a checkpoint adds {} MiB", number(more, "%.1f"));
+        text += kept > more ? say(": {} of residuals, minus {} of gradients that do not exist yet. ",
+                                  number(kept, "%.1f"), number(kept - more, "%.1f"))
+                            : ". ";
     }
     return text + as_run(run, best) + scaled_down(run);
 }

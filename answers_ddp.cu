@@ -278,17 +278,16 @@ Answers answer_minimal_ddp_flat_benchmarking(const Tables& tables) {
     double saved = naive.number(REDUCES) - flat.number(REDUCES), calls = naive.number(CALLS) - flat.number(CALLS);
     const char* limit = saved < flat.number(REDUCES) ? "bytes cost naive communication more than calls do"
                                                      : "calls cost naive communication more than bytes do";
-    return {
-        {"",
-         say("With one all-reduce for all gradients a step takes {} ms, {} with one per tensor ({} ms{}); {} ms of it, "
-             "instead of {}, are {}. Both move {} MB. The all-reduces take {} ms instead of {}{}.",
-             flat.text(TOTAL), against(flat.number(TOTAL), naive.number(TOTAL)), naive.text(TOTAL),
-             undecided(naive, flat), flat.text(EXPOSED), naive.text(EXPOSED), WHAT_IS_EXPOSED, flat.text("MB per step"),
-             flat.text(REDUCES), naive.text(REDUCES),
-             saved > 0 && calls > 0 ? say(", {} us less for each of {} calls saved: {}",
-                                          number(1e3 * saved / calls, "%.1f"), number(calls, "%.0f"), limit)
-                                    : ", so the number of calls is not what limits them") +
-             scaled_down(*table)}};
+    return {{"", say("With one all-reduce for all gradients a step takes {} ms, {} with one per tensor ({} ms{}). The "
+                     "{} {} from {} to {} ms. Both move {} MB; the all-reduces take {} ms instead of {}{}.",
+                     flat.text(TOTAL), against(flat.number(TOTAL), naive.number(TOTAL)), naive.text(TOTAL),
+                     undecided(naive, flat), WHAT_IS_EXPOSED,
+                     flat.number(EXPOSED) < naive.number(EXPOSED) ? "falls" : "rises", naive.text(EXPOSED),
+                     flat.text(EXPOSED), flat.text("MB per step"), flat.text(REDUCES), naive.text(REDUCES),
+                     saved > 0 && calls > 0 ? say(", {} us less for each of {} calls saved: {}",
+                                                  number(1e3 * saved / calls, "%.1f"), number(calls, "%.0f"), limit)
+                                            : ", so the number of calls is not what limits them") +
+                     scaled_down(*table)}};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -331,6 +330,10 @@ Answers answer_ddp_overlap_individual_parameters_benchmarking(const Tables& tabl
 static std::string limit_of(const TableRow& step) {  // "bucketed, 100 MB": "100"
     return value_in({step.text("Strategy"), {}, {}}, "bucketed, ", " MB");
 }
+static std::string range_of(const TableRow& least, const TableRow& most, const char* column) {
+    std::string a = least.text(column), b = most.text(column);
+    return a == b ? a : a + " to " + b;
+}
 // Whether the run shows what one expects of small and of large buckets.
 static std::string expected_of_buckets(const Table& table, const std::vector<TableRow>& steps) {
     TableRow most = step_of(table, "overlapped"), fewest = smallest_of(steps, CALLS);
@@ -345,12 +348,19 @@ static std::string expected_of_buckets(const Table& table, const std::vector<Tab
                    most.text(CALLS), fewest.text(REDUCES), fewest.text(CALLS));
     }
     if (TableRow least = smallest_of(smaller, EXPOSED)) {
-        text +=
-            say("{}A large last bucket should leave more {}, and {}: {} ms with {} MB, at least {} ms with smaller "
-                "buckets.",
-                text.empty() ? "" : " ", WHAT_IS_EXPOSED,
-                fewest.number(EXPOSED) > least.number(EXPOSED) ? "it does" : "here it does not", fewest.text(EXPOSED),
-                limit_of(fewest), least.text(EXPOSED));
+        text += say("{}A large last bucket should leave more {}, and {}: {} ms with {} MB, {} ms with smaller buckets.",
+                    text.empty() ? "" : " ", WHAT_IS_EXPOSED,
+                    fewest.number(EXPOSED) > least.number(EXPOSED) ? "it does" : "here it does not",
+                    fewest.text(EXPOSED), limit_of(fewest), range_of(least, largest_of(smaller, EXPOSED), EXPOSED));
+    }
+    std::vector<std::string> same;  // as the fewest calls: the bucket is as large as they need
+    for (const TableRow& r : steps) {
+        if (r.number(CALLS) == fewest.number(CALLS) && r.index != fewest.index) { same.push_back(limit_of(r) + " MB"); }
+    }
+    if (!same.empty()) {
+        std::string n = fewest.text(CALLS);
+        text += say("{}{} {} the same {} as {} MB.", text.empty() ? "" : " ", list_of(same),
+                    same.size() == 1 ? "is" : "are", n == "1" ? "single bucket" : n + " buckets", limit_of(fewest));
     }
     return text;
 }

@@ -74,9 +74,11 @@ static std::string out_of_memory(const Rows& rows, const std::vector<Cell>& colu
 
 struct TimedPhase {
     const char *name, *mean, *deviation;
+    bool told = true;  // its times, too, and not only how much they vary
 };
 static const TimedPhase timed_phases[] = {{"forward", "fw_mean_ms", "fw_std_ms"},
                                           {"backward", "bw_only_mean_ms", "bw_only_std_ms"},
+                                          {"forward with backward", "fwbw_mean_ms", "fwbw_std_ms", false},
                                           {"a whole step", "step_mean_ms", "step_std_ms"}};
 constexpr double SMALL_DEVIATION = 0.05;  // of the mean
 
@@ -91,7 +93,7 @@ static std::vector<std::string> times_by_phase(const Rows& all) {
     std::string sizes;
     for (const TimedPhase& phase : timed_phases) {
         Rows rows = ran(all, phase.mean, 0);
-        if (rows.empty()) { continue; }
+        if (rows.empty() || !phase.told) { continue; }
         TableRow least = smallest_of(rows, phase.mean), most = largest_of(rows, phase.mean);
         std::string now = where(least) + " to " + where(most);
         std::string same = least.text(phase.mean) + (where(least) == where(most) ? "" : " to " + most.text(phase.mean));
@@ -193,6 +195,11 @@ static std::string warmup_effect(const Table& table) {
                   "the memory pool."
                 : ", because the first step also touches its memory for the first time.";
     if (enough.index == cold.index) { return text; }
+    if (enough.index == warm.index) {  // the last row is level with itself only
+        return text + say(" No row before the one {} is level with it (within 2 %), so the times may still change: "
+                          "more warm-up steps would show it.",
+                          after_steps(warm));
+    }
     bool graph = on_gpu(table) && table.caption.find("mode flash") != std::string::npos && enough.text("warmup") == "2";
     return text + say(" It is level (within 2 %) {}{}.", after_steps(enough),
                       graph ? ": mode flash records its CUDA graph in the second" : "");
@@ -306,6 +313,20 @@ static std::string sums_of_kernels(const Rows& rows, const std::string& sum, con
     return say(" The kernels' own times sum up to {} % of the traced time{}.", span_of(shares, "%.0f"),
                *std::max_element(shares.begin(), shares.end()) < 100 ? "; the rest is gaps between them" : "");
 }
+// Which settings' steps fit, by the overview; with the largest peak where its column is there. "": of a single setting.
+static std::string what_fits(const Table& overview) {
+    const std::string clock = "step by the clock (ms)";
+    Rows all = rows_of(overview), fit = ran(all, clock);
+    if (all.size() < 2) { return ""; }
+    std::string text = fit.size() == all.size() ? say("A step fits in all {} settings", std::to_string(all.size()))
+                                                : say("A step fits in {} of {} settings", std::to_string(fit.size()),
+                                                      std::to_string(all.size()));
+    if (TableRow most = largest_of(fit, "step peak (MiB)")) {
+        text += say("; its largest peak is {} GiB ({})", number(most.number("step peak (MiB)") / 1024, "%.1f"),
+                    where(most));
+    }
+    return text + "." + out_of_memory(all, {{"forward by the clock (ms)", "forward"}, {clock, "step"}});
+}
 static std::string total_time(const std::vector<Profiled>& profiles, const Profiled& p) {
     const char *clock = p.overview ? "forward by the clock (ms)" : "untraced (ms)",
                *trace = p.overview ? "forward in the trace (ms)" : "traced (ms)",
@@ -316,9 +337,7 @@ static std::string total_time(const std::vector<Profiled>& profiles, const Profi
         return ran(rows_of(*of.times, {{"phase", "forward"}}), clock);
     };
     Rows all = forwards(p), rows = ran(all, change);
-    std::vector<Cell> phases = {{clock, p.overview ? "forward" : ""}};
-    if (p.overview) { phases.push_back({"step by the clock (ms)", "step"}); }
-    std::string memory = out_of_memory(rows_of(p.overview ? *p.overview : *p.times), phases);
+    std::string memory = p.overview ? "" : out_of_memory(rows_of(*p.times), {{clock, ""}});
     if (all.empty()) { return "No forward has a time." + memory; }
     std::string text = say("In {}, forward takes {} by the clock", p.setting, from_to(all, clock, " ms"));
     if (rows.empty()) { return text + "." + sums_of_kernels(rows, sum, trace) + memory + scaled_down(*p.times); }
@@ -364,7 +383,8 @@ static std::string class_name(const TableRow& row) {
     return std::string("a matrix product on ") +
            (row.text("tensor cores") == "yes" ? "tensor cores" : "the CUDA cores");
 }
-// How many of the profiled models have a matrix product as forward's first kernel, too; "" for a single model.
+// In how many of the profiled settings of size and context length forward has a matrix product as forward's first
+// kernel, too; "" for a single model.
 static std::string models_alike(const Profiled& p) {
     int all = 0, matmul = 0;
     std::string name = p.overview ? "top kernel of forward" : "kernel";
@@ -372,7 +392,7 @@ static std::string models_alike(const Profiled& p) {
         all += ran(row, "Time (%)");
         matmul += ran(row, "Time (%)") && std::string(kernel_class(row.text(name)).name) == "matmul";
     }
-    return all > 1 ? say("; forward's first is a matrix product in {} of {} models", std::to_string(matmul),
+    return all > 1 ? say("; forward's first is a matrix product in {} of {} settings", std::to_string(matmul),
                          std::to_string(all))
                    : "";
 }
@@ -386,7 +406,9 @@ static std::string top_kernel(const Tables& tables, const Profiled& p) {
             p.model(), p.setting, kernel, forward.text("kernel"), class_name(forward), forward.text("Time (%)"),
             forward.text("launches per pass"));
     std::string launches = launches_say(tables, p, forward), range = forward.text("runs in");
-    if (!range.empty()) {
+    if (range.find("launches") != std::string::npos) {  // "ffn/matmul (91.9 %, 64 launches), ..."
+        launches += say("{} {}", launches.empty() ? " They are in" : ":", range);
+    } else if (!range.empty()) {  // of an older table: the first range alone
         launches += say("{} of its time is in the range {}", launches.empty() ? " Most" : "; most", range);
     }
     text += launches.empty() ? "" : launches + ".";
@@ -456,7 +478,10 @@ static Answers step_shares(const std::vector<Profiled>& profiles, const Profiled
                    {{"size", row.text("size")}, {"context length", row.text("context length")}, {"phase", "forward"}});
         all++, falls += row.number("matmul") < before.number("matmul");
     }
-    if (all > 1) { text += say(" It falls in {} of {} models.", std::to_string(falls), std::to_string(all)); }
+    if (all > 1) {
+        text += say(" It falls in {} of {} settings of size and context length.", std::to_string(falls),
+                    std::to_string(all));
+    }
     std::vector<std::string> others;
     for (const Profiled& other : profiles) {
         TableRow a = row_in(other.shares, other, "forward"), b = row_in(other.shares, other, "step");
@@ -536,6 +561,8 @@ Answers answer_nsys_profile(const Tables& tables) {
     auto main = std::find_if(profiles.begin(), profiles.end(), [](auto& p) { return p.setting == "fp32, mode eager"; });
     const Profiled& p = main == profiles.end() ? profiles[0] : *main;
     Answers answers = {{"a", total_time(profiles, p)}};
+    std::string fits = p.overview ? what_fits(*p.overview) : "";
+    if (!fits.empty()) { answers.push_back({"a, memory", fits}); }
     if (!p.top) { return answers; }
     answers.push_back({"b", top_kernel(tables, p)});
     answers.push_back({"c", other_kernels(tables, p)});
@@ -680,9 +707,8 @@ static std::string timelines(const Table& categories) {
     Rows forward = rows("forward"), step = rows("step");
     bool copies = largest_of(forward, "weight copies").number("weight copies") > 0;
     std::string text =
-        say("The forward pass ({}, {}, mode {}) keeps nothing for a backward: on top of the weights ({} "
-            "MiB{}) its timeline has one equal peak per layer, of {} MiB of activations at context "
-            "length {}{}.",
+        say("The forward pass ({}, {}, mode {}) keeps nothing for backward: above the weights ({} MiB{}), its timeline "
+            "has one peak per layer, all equal: {} MiB of activations at context length {}{}.",
             size, precision, mode, all[0].text("parameters"), copies ? ", and their growing 16-bit copies" : "",
             cells_of(forward, "activations"), cells_of(forward, "context length"), ranges_at_peak(forward));
     text +=

@@ -189,7 +189,7 @@ int cmd_distributed_communication_single_node(const Options& o) {
     table.caption = caption_of(p);
     print(table, o.format);
 
-    Table handout{"the same, median ms", {"Backend", "Device", "Tensor Size (MB)"}, {}};
+    Table handout{"the same, median ms; commit " + commit(), {"Backend", "Device", "Tensor Size (MB)"}, {}};
     for (int n : ranks) { handout.columns.push_back(strprintf("%d Procs", n)); }
     std::map<std::string, std::map<std::string, std::string>> cells;  // backend and size, ranks
     for (const auto& row : table.rows) { cells[row[0] + row[3]][row[2]] = row[4]; }
@@ -685,9 +685,9 @@ static Table bucket_model(const Communicator& c, const std::vector<Variant>& var
         1e3 * o, w / 1e6, 2 * sqrt(bytes * o / w), best / 1e6);
     Table table{
         strprintf("DDP overhead s/(n_b w) + n_b o with s = %.1f MB, and from all-reduces of %g to %g MB: %s; measured "
-                  "overhead = exposed communication",
+                  "overhead = exposed communication; commit %s",
                   bytes / 1e6, sizes.front() / 1e6, sizes.back() / 1e6,
-                  fits ? line.c_str() : "no w, they took no longer"),
+                  fits ? line.c_str() : "no w, they took no longer", commit().c_str()),
         {"Bucket Size (MB)", "Total Time (ms)", "n_b", "model's overhead (ms)", "measured (ms)"},
         {}};
     for (const Variant& v : variants) {

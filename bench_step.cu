@@ -525,12 +525,52 @@ static Table roofline_table(const Plan& p, const std::vector<Measurement>& measu
     return table;
 }
 
+// All sizes in the precision and mode of the context; measured: those that ran in this process.
+static Table table_of_setting(const Plan& p, std::vector<Measurement>& measured) {
+    bool sweep = p.o.warmup.size() > 1, seconds = p.o.table == "seconds";
+    double peak = dense_peak(context.precision);
+    std::string setting =
+        strprintf("precision %s, mode %s", name_of(context.precision), caption_of(context.mode).c_str());
+    if (!std::isnan(peak)) { setting += strprintf("; MFU of %g TFLOP/s, attention in full", peak); }
+    Table table;
+    table.caption = caption_of(p, "benchmarking_script", setting + (sweep ? ", each row a fresh process" : ""));
+    table.columns = seconds ? std::vector<std::string>{"", "model", "mean", "std"} : milliseconds_columns;
+    if (sweep) { table.columns.insert(table.columns.begin(), "warmup"); }
+    for (int warmup : p.o.warmup) {
+        for (const ModelConfig& c : p.configs) {
+            if (sweep && !context.plan_only) {
+                std::vector<std::string> row = measure_in_fresh_process(p.o, c, warmup);
+                row.insert(row.begin(), std::to_string(warmup));
+                table.rows.push_back(row);
+                continue;
+            }
+            Measurement r = measure_model(c, p.o, warmup);
+            seconds ? add_seconds_rows(table, r) : table.rows.push_back(milliseconds_row(r, p.o));
+            measured.push_back(r);
+        }
+    }
+    return table;
+}
+// (c) of a run whose warm-up was not typed: the smallest of its sizes, as the handout's model runs where eager is among
+// the modes.
+static Table warmup_table(Plan p) {
+    auto smaller = [](const ModelConfig& a, const ModelConfig& b) { return matmul_weights(a) < matmul_weights(b); };
+    bool eager = std::count(p.modes.begin(), p.modes.end(), EAGER);
+    p.configs = {*std::min_element(p.configs.begin(), p.configs.end(), smaller)};
+    p.o.warmup = p.o.quick ? std::vector<int>{0, 1, 2} : std::vector<int>{0, 1, 2, 5};
+    context.precision = p.precisions[0], context.mode = eager ? EAGER : p.modes[0];
+    give_back_cached_memory();  // the fresh processes need it
+    std::vector<Measurement> measured;
+    return table_of_setting(p, measured);
+}
+
 int cmd_benchmarking_script(const Options& o) {
     if (o.roofline && o.head_chunk > 0) { usage_error("--head_chunk: got %d, takes no --roofline", o.head_chunk); }
     if (o.roofline && o.grad_accumulation > 1) {
         usage_error("--grad_accumulation: got %d, takes no --roofline", o.grad_accumulation);
     }
     bool seconds = o.table == "seconds", sweep = o.warmup.size() > 1;
+    bool handouts = !o.has("warmup") && !seconds;  // it asks for fewer warm-up steps
     if (seconds && sweep) { usage_error("--table seconds takes one --warmup value, got %zu", o.warmup.size()); }
     if (sweep && !o.plot.empty()) { usage_error("--plot takes one --warmup value, got %zu", o.warmup.size()); }
     if (sweep && !o.trace.empty()) { usage_error("--trace takes one --warmup value, got %zu", o.warmup.size()); }
@@ -546,33 +586,17 @@ int cmd_benchmarking_script(const Options& o) {
     for (Precision precision : p.precisions) {
         for (Mode mode : p.modes) {
             context.precision = precision, context.mode = mode;
-            Table table;
-            double peak = dense_peak(precision);
-            std::string setting = strprintf("precision %s, mode %s", name_of(precision), caption_of(mode).c_str());
-            if (!std::isnan(peak)) { setting += strprintf("; MFU of %g TFLOP/s, attention in full", peak); }
-            table.caption = caption_of(p, "benchmarking_script", setting + (sweep ? ", each row a fresh process" : ""));
-            table.columns = seconds ? std::vector<std::string>{"", "model", "mean", "std"} : milliseconds_columns;
-            if (sweep) { table.columns.insert(table.columns.begin(), "warmup"); }
             std::vector<Measurement> measured;
-            for (int warmup : p.o.warmup) {
-                for (const ModelConfig& c : p.configs) {
-                    if (sweep && !context.plan_only) {
-                        std::vector<std::string> row = measure_in_fresh_process(p.o, c, warmup);
-                        row.insert(row.begin(), std::to_string(warmup));
-                        table.rows.push_back(row);
-                        continue;
-                    }
-                    Measurement r = measure_model(c, p.o, warmup);
-                    seconds ? add_seconds_rows(table, r) : table.rows.push_back(milliseconds_row(r, p.o));
-                    add_bar(bars, r, several ? strprintf(" %s %s", name_of(precision), name_of(mode)) : "");
-                    measured.push_back(r);
-                }
+            Table table = table_of_setting(p, measured);
+            for (const Measurement& r : measured) {
+                add_bar(bars, r, several ? strprintf(" %s %s", name_of(precision), name_of(mode)) : "");
             }
             print(table, o.format);
             caption = table.caption;
             if (o.roofline) { print(roofline_table(p, measured), o.format); }
         }
     }
+    if (handouts) { print(warmup_table(p), o.format); }
     if (!o.plot.empty()) {
         if (several) { caption = caption_of(p, "benchmarking_script", "precision and mode under each bar"); }
         Chart chart{Chart::BARS, "", "", "time of a step (ms)", {}, bars.bars, bars.phases};

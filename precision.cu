@@ -242,8 +242,10 @@ Table toy_model_dtypes(Precision precision) {
         return t.gradient->value.dtype;
     };
     Table table;
-    table.caption = strprintf("ToyModel under autocast to %s: dtypes as seen, device %s, batch %d, %d -> %d -> %d",
-                              name_of(matmul_dtype()), name_of(context.device), (int)N, (int)in, (int)hidden, (int)out);
+    table.caption = strprintf(
+        "ToyModel under autocast to %s: dtypes as seen, device %s, batch %d, %d -> %d -> %d; "
+        "commit %s",
+        name_of(matmul_dtype()), name_of(context.device), (int)N, (int)in, (int)hidden, (int)out, commit().c_str());
     table.columns = {"component", "dtype"};
     table.rows = {{"model parameters within the autocast context", seen([](const Tensor& t) { return t.dtype; })},
                   {"output of the first feed-forward layer", name_of(after_fc1.dtype)},

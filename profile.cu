@@ -580,13 +580,18 @@ static std::string part_of_model(const NamedWork& w) {  // "ffn" of step/forward
     size_t layer = w.path.find("layer/"), at = layer == std::string::npos ? w.path.find('/') + 1 : layer + 6;
     return at == 0 ? w.path : w.path.substr(at);
 }
-// The part of the model that most of the kernel's time is for, and how much of it.
-static std::string runs_in(const std::vector<NamedWork>& work, const KernelSummary& kernel) {
+// The parts of the model that the kernel's launches are for: its time in each and the launches per pass, most time
+// first.
+static std::string runs_in(const std::vector<NamedWork>& work, const KernelSummary& kernel, int passes) {
     std::vector<NamedWork> same;
     std::copy_if(work.begin(), work.end(), std::back_inserter(same),
                  [&](const NamedWork& w) { return w.kernel == kernel.name; });
-    KernelSummary most = group(same, part_of_model)[0];
-    return most.name + " (" + percent(most.total_ns(), kernel.total_ns()) + " %)";
+    std::vector<std::string> all;
+    for (const KernelSummary& part : group(same, part_of_model)) {
+        all.push_back(strprintf("%s (%s %%, %g launches)", part.name.c_str(),
+                                percent(part.total_ns(), kernel.total_ns()).c_str(), (double)part.ns.n / passes));
+    }
+    return join(all, ", ");
 }
 static Table top_kernel_table(const std::vector<ModelProfile>& models, const Plan& p) {
     Table table{profile_caption(p, "(b): the kernel with the most time"),
@@ -608,8 +613,8 @@ static Table top_kernel_table(const std::vector<ModelProfile>& models, const Pla
             if (part.phase == FORWARD) { forward_top = k.name; }
             add_row(table, cells,
                     {percent(k.total_ns(), sum_of(work)), strprintf("%g", (double)k.ns.n / passes_of(p)), is.name,
-                     is.tensor_cores ? "yes" : "no", k.name == forward_top ? "yes" : "no", runs_in(work, k),
-                     "`" + k.name + "`"});
+                     is.tensor_cores ? "yes" : "no", k.name == forward_top ? "yes" : "no",
+                     runs_in(work, k, passes_of(p)), "`" + k.name + "`"});
         }
     }
     return table;

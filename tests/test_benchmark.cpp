@@ -39,7 +39,7 @@ TEST_CASE_TEMPLATE("benchmark: the roofline's FLOPs are the model's, its floors 
     for (std::string line; std::getline(lines, line);) {
         if (!line.empty()) { tables.push_back(nlohmann::json::parse(line)); }
     }
-    REQUIRE(tables.size() == 5);  // per precision the usual table, then the roofline; then the answers
+    REQUIRE(tables.size() == 6);  // per precision the usual table, then the roofline; fewer warm-up steps; the answers
     const ModelConfig c{"custom", 128, 320, 2, 4, 1000};
     for (const nlohmann::json& t : {tables[1], tables[3]}) {
         std::string caption = t["caption"];
@@ -78,6 +78,54 @@ TEST_CASE_TEMPLATE("benchmark: the roofline's FLOPs are the model's, its floors 
     }
 }
 
+TEST_CASE("benchmark: a plain run answers (c) for its smallest size, and one with a typed warm-up does not") {
+    std::vector<std::string> words = {"benchmarking_script",
+                                      "--device",
+                                      "cpu",
+                                      "--steps",
+                                      "2",
+                                      "--context_length",
+                                      "8",
+                                      "--batch_size",
+                                      "1",
+                                      "--precision",
+                                      "bf16,fp32",
+                                      "--d_model",
+                                      "16",
+                                      "--d_ff",
+                                      "16",
+                                      "--num_layers",
+                                      "1",
+                                      "--num_heads",
+                                      "1",
+                                      "--vocab_size",
+                                      "16"};
+    auto warmups = [&](const std::vector<std::string>& more) {
+        std::vector<std::string> all = words, found;
+        all.insert(all.end(), more.begin(), more.end());
+        Run r = run_cs336(all);
+        REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+        const Tables sweeps = tables_with(tables_in(r.out), {"each row a fresh process"});
+        REQUIRE(sweeps.size() <= 1);
+        for (const Table& sweep : sweeps) {
+            for (const TableRow& row : rows_of(sweep)) { found.push_back(row.text("warmup")); }
+        }
+        CHECK(
+            has(r.out, sweeps.empty() ? "(c)** This run had one number" : "(c)** The mean time of forward (custom, "));
+        if (!sweeps.empty()) { found.push_back(value_in(sweeps[0], "precision ", ",")); }
+        if (!sweeps.empty()) { found.push_back(value_in(sweeps[0], "mode ", ",")); }
+        return found;
+    };
+    CHECK(warmups({}) == std::vector<std::string>{"0", "1", "2", "5", "bf16", "eager"});
+    CHECK(warmups({"--quick", "--mode", "fused"}) == std::vector<std::string>{"0", "1", "2", "bf16", "fused"});
+    CHECK(warmups({"--warmup", "1"}).empty());
+    Run plan = run_cs336({"benchmarking_script", "--plan", "--memory", "80GiB", "--size", "medium,small", "--mode",
+                          "eager", "--format", "csv"});
+    const std::string row = "\"small, batch 4, context length 256, forward, fp32 eager\"";
+    int rows = 0;
+    for (size_t at = plan.out.find(row); at != std::string::npos; at = plan.out.find(row, at + 1)) { rows++; }
+    CHECK(rows == 5);  // its own, and one per number of warm-up steps
+}
 TEST_CASE("benchmark: info prints the peaks of all known cards, also without a GPU") {
     Run r = run_cs336({"info", "--quick", "--device", "cpu"});
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);

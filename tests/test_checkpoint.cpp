@@ -171,8 +171,8 @@ TEST_CASE("gradient_checkpointing: answers") {
     REQUIRE(t.size() == 3);
     check_says(
         said(t, "a"),
-        {"The strategy with the least peak is linear nesting, 1.509 MiB (without checkpoints: 19.422): all blocks "
-         "but the last are one checkpoint, and within it all but the last.",
+        {"The strategy with the least peak is linear nesting, 1.509 MiB (without checkpoints: 19.422): the "
+         "first N - 1 blocks form a checkpoint; inside it the first N - 2 form another, and so on.",
          "residuals of one block at a time and min(2, N) = 2 inputs, O(1) memory; backward runs N (N - 1) / 2 = 120 "
          "blocks again, O(N^2) compute.",
          "Nesting takes 22.5 % off the peak of k = 1 (1.946 MiB), and is worth"});
@@ -180,7 +180,8 @@ TEST_CASE("gradient_checkpointing: answers") {
         said(t, "b"),
         {"The best checkpoint is one block: a step's peak is 62618.8 MiB (predicted); it is 62618.8 with half a "
          "block, 68720.9 with 2 blocks and 251782.2 without checkpoints. ",
-         "Each block more in a checkpoint adds 6102.0 MiB",
+         "Each further block in a checkpoint adds 6102.0 MiB: 6502.1 of residuals, minus 400.0 of gradients that do "
+         "not exist yet. Measured",
          "Measured with tiny, a checkpoint of one block takes 13.7 MiB (predictions were at most 0.00 % off), and ",
          " times the time without checkpoints. This run was scaled down: "});
 }
@@ -197,6 +198,11 @@ TEST_CASE("gradient_checkpointing: answers from other numbers") {
     check_says(said(with_cell(t, 0, "linear nesting", "blocks again counted", "121"), "a"),
                {"N (N - 1) / 2 = 120 (but counted: 121) blocks again"});
     check_says(said(with_cell(t, 0, "none", "gradients", "differ"), "a"), {"The gradients differ with none."});
+    Tables narrow = t;  // a page may leave out what was counted
+    for (std::string& column : narrow[0].columns) {
+        if (has(column, "counted")) { column = "left out"; }
+    }
+    CHECK(said(narrow, "a") == said(t, "a"));
 
     check_says(
         said(with_cell(t, 1, "half", "predicted peak MiB", "62000.0"), "b"),
@@ -220,7 +226,7 @@ TEST_CASE("gradient_checkpointing: answers from other numbers") {
          "blocks and OOM (245.9 GiB) without checkpoints.",
          "Measured with xl (2026), a checkpoint of 2 blocks takes 62000.1 MiB (predictions were at most 0.05 % off), "
          "and 4000.00 ms",
-         "so the price is known in FLOPs only"});
+         "so we know the price only in FLOPs"});
 }
 // Whatever a table lacks: rows, columns, numbers, or itself. No crash, and no hole in a sentence.
 TEST_CASE("gradient_checkpointing: answers from tables with holes") {
