@@ -115,8 +115,7 @@ NO_NUMBERS = ["nan", "-nan", "inf", "-inf", "infinity", "0x10", "1e", "1e+", "--
               "1\n", "1,5 ", "１", "-1", "1e999", "-1e-9", "-99999999999999999999"]
 EMPTY_ITEMS = [",", "1,,2", "1,2,", ",1", "1, 2", "1,-2"]
 BAD_TARGETS = ["", "no/such/folder/x", "LICENSE/x", "tests", "tests/", "/dev/null", "/dev/full"]  # nothing is written there
-KINDS = (r"(a whole number from|whole numbers from|a finite number|numbers greater|one of|one or more|a file name|a folder)"
-         r"(?!.*: (?:a whole|a finite|one ))")
+KINDS = r"(?:a whole number from|whole numbers from|a finite number|numbers greater|one of|one or more|a file name|a folder)"
 
 
 def wrong_values(takes):
@@ -152,8 +151,8 @@ def options_of(command):
     found = []
     for line in run([command, "--help"]).out.decode().splitlines():
         if m := re.match(r"  --(\w+) +(REQUIRED)? *(.*)", line):
-            takes = re.search(f"(?:^|: ){KINDS}.*$", m[3])
-            found.append((m[1], bool(m[2]), re.sub(r"^: | \(default [^()]*\)$", "", takes[0]) if takes else None))
+            takes = re.search(rf"\. Takes ({KINDS}.*?)(?: \(default [^()]*\))?$", m[3])
+            found.append((m[1], bool(m[2]), takes[1] if takes else None))
     return found
 
 
