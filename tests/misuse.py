@@ -419,7 +419,7 @@ def try_signals():
             # train saves after such a signal; one that came while the name was only tried has left nothing.
             saved = left == ["x"] and "step" in unpacked(open(at("x"), "rb").read())[0]["__metadata__"]
             whole = saved if what.startswith("train") else not left or (saved and what == "a file being written")
-            check(f"SIGINT, SIGTERM: {what}", words, Result(child.returncode, out, err, 0), [1 if what == "2 ranks" else -number],
+            check(f"SIGINT, SIGTERM: {what}", words, Result(child.returncode, out, err, 0), [-number],
                   time.monotonic() - start > 4 and "it did not end within 4 s", alive and "processes are left", not whole and f"left: {left}",
                   out and not out.endswith(b"\n") and "a cut line", what == "after a table" and not out and "no output")
             for n in left: os.unlink(at(n))
