@@ -252,10 +252,10 @@ static Reader megabytes(std::vector<double> Options::*field) {
 
 static Reader bytes(uint64_t Options::*field) {
     auto parse = [](const std::string& text, uint64_t* value) {
-        static const std::map<std::string, double> units = {
-            {"MiB", 1 << 20}, {"GiB", 1 << 30}, {"MB", 1e6}, {"GB", 1e9}};
+        static const std::map<std::string, double> units = {{"mib", 1 << 20}, {"m", 1 << 20}, {"gib", 1 << 30},
+                                                            {"g", 1 << 30},   {"mb", 1e6},    {"gb", 1e9}};
         size_t end = std::min(text.find_first_not_of("0123456789."), text.size());
-        auto unit = units.find(text.substr(end));
+        auto unit = units.find(lower_name(text.substr(end)));
         double number;
         if (unit == units.end() || !decimal([](double n) { return n > 0 && n <= 1e6; })(text.substr(0, end), &number)) {
             return false;
@@ -263,7 +263,7 @@ static Reader bytes(uint64_t Options::*field) {
         *value = (uint64_t)(number * unit->second);
         return true;
     };
-    return one<uint64_t>(field, "a number and its unit, MiB, GiB, MB or GB, e.g. 8GiB", parse);
+    return one<uint64_t>(field, "a number and its unit, MiB, GiB, MB or GB, e.g. 8GiB or, for short, 8G", parse);
 }
 
 static Parser<std::string> text_that(const std::function<bool(const std::string&)>& fits) {
@@ -286,11 +286,21 @@ static Parser<std::string> among(const std::vector<std::string>& names) {
         return found != names.end();
     };
 }
+// What PyTorch, or many people, call a value of ours.
+static std::string our_name(const std::string& theirs) {
+    static const std::map<std::string, std::string> names = {{"gpu", "cuda"},     {"float32", "fp32"},
+                                                             {"float", "fp32"},   {"bfloat16", "bf16"},
+                                                             {"float16", "fp16"}, {"half", "fp16"}};
+    auto found = names.find(lower_name(theirs));
+    return found == names.end() ? theirs : found->second;
+}
 static Reader with_names(Reader reader, const std::vector<std::string>& names) {
     reader.hint = [=](const std::string& text) {
         std::string hint;
         for (const std::string& item : CLI::detail::split(text, ',')) {
-            if (std::string value; hint.empty() && !among(names)(item, &value)) { hint = did_you_mean(item, names); }
+            std::string value;
+            if (!hint.empty() || among(names)(item, &value)) { continue; }
+            hint = did_you_mean(is_among(our_name(item), names) ? our_name(item) : item, names);
         }
         return hint;
     };
@@ -391,134 +401,147 @@ static std::vector<Option> options_of_runs() {
     const std::vector<std::string> sizes = {"small", "medium", "large", "xl", "2.7B", "10B", "8B"};
     const std::vector<std::string> autocast = {"fp32", "tf32", "bf16", "fp16"};
     const std::vector<std::string> precisions = {"fp32", "tf32", "bf16", "fp16", "pure_bf16"};
-    const char* precision_help = "bf16, fp16: with autocast's rules; pure_bf16: weights, gradients and moments, too";
+    const char* precision_help =
+        "bf16 and fp16 follow autocast's rules. pure_bf16 keeps weights, gradients and moments in bf16, too";
     const std::vector<std::string> modes = {"eager", "fused", "flash"};
     const char* mode_help =
-        "a kernel per operation; fused; fused with FlashAttention (where head size and precision have one)";
+        "eager: one kernel per operation. fused: fused kernels. flash: fused, with FlashAttention where head size and "
+        "precision have one";
     return {
         {"edition", "edition", name(&Options::edition, {"2025", "2026"}),
-         "the handout whose defaults are taken; xl is 1600 wide in 2025's, 2560 in 2026's", "2025"},
-        {"device", "device", name(&Options::device, {"auto", "cpu", "cuda"}), "where to run; auto takes a GPU if any",
-         "auto"},
-        {"sizes", "size", names(&Options::size, sizes), "the handout's models; without a GPU the default may be small",
+         "the handout whose defaults are taken; xl is 1600 wide in 2025's and 2560 in 2026's", "2025"},
+        {"device", "device", name(&Options::device, {"auto", "cpu", "cuda"}),
+         "where to run; auto takes a GPU if there is one", "auto"},
+        {"sizes", "size", names(&Options::size, sizes), "models of the handout; without a GPU the default may be small",
          "small,medium,large,xl,2.7B|small,medium,large,xl,10B"},
-        {"size", "size", one_name(&Options::size, sizes),
-         "one of the handout's models; without a GPU the default is small"},
+        {"size", "size", one_name(&Options::size, sizes), "a model of the handout; without a GPU the default is small"},
         {"d_model", "d_model", whole(&Options::d_model, 1), "width of the model"},
         {"d_ff", "d_ff", whole(&Options::d_ff, 1), "width of the feed-forward layer"},
         {"num_layers", "num_layers", whole(&Options::num_layers, 1), "number of blocks"},
         {"num_heads", "num_heads", whole(&Options::num_heads, 1),
          "number of attention heads; divides d_model where there is one"},
-        {"head_size", "head_size", head_size(), "D"},
+        {"head_size", "head_size", head_size(), "D, the size of an attention head"},
         {"vocab_size", "vocab_size", whole(&Options::vocab_size, 1),
          "number of different tokens; 8B has 151936 unless this is typed", "10000"},
         {"context_length", "context_length", whole(&Options::context_length, 1), "tokens in a sequence"},
         {"context_lengths", "context_length", wholes(&Options::context_lengths, 1), "tokens in a sequence"},
         {"batch_size", "batch_size", whole(&Options::batch_size, 1), "sequences in a batch", "4"},
-        {"warmups", "warmup", wholes(&Options::warmup, 0), "untimed steps first; each in its own run", "5"},
-        {"warmup", "warmup", one_whole(&Options::warmup, 0), "untimed steps first", "5"},
+        {"warmups", "warmup", wholes(&Options::warmup, 0),
+         "untimed steps before the timed ones; each number is measured in a run of its own", "5"},
+        {"warmup", "warmup", one_whole(&Options::warmup, 0), "untimed steps before the timed ones", "5"},
         {"steps", "steps", whole(&Options::steps, 1), "steps that are timed, or trained", "10"},
         {"leaderboard_warmup", "warmup", one_whole(&Options::warmup, 0),
-         "untimed steps first, in place of --warmup_time"},
-        {"leaderboard_steps", "steps", whole(&Options::steps, 1), "steps that are timed, in place of --rep_time"},
-        {"warmup_time", "warmup_time", number(&Options::warmup_time, true, 3600), "seconds of untimed steps first",
-         "10"},
+         "untimed steps before the timed ones, instead of --warmup_time"},
+        {"leaderboard_steps", "steps", whole(&Options::steps, 1), "timed steps, instead of --rep_time"},
+        {"warmup_time", "warmup_time", number(&Options::warmup_time, true, 3600),
+         "seconds of untimed steps before the timed ones", "10"},
         {"rep_time", "rep_time", number(&Options::rep_time, false, 3600), "seconds of timed steps", "30"},
         {"update_steps", "steps", whole(&Options::steps, 0), "AdamW steps on the batch"},
         {"precisions", "precision", names(&Options::precision, precisions), precision_help},
         {"precision", "precision", one_name(&Options::precision, precisions), precision_help},
-        {"autocast", "precision", one_name(&Options::precision, autocast), "bf16, fp16: with autocast's rules"},
+        {"autocast", "precision", one_name(&Options::precision, autocast), "bf16 and fp16 follow autocast's rules"},
         {"modes", "mode", names(&Options::mode, modes), mode_help},
         {"mode", "mode", one_name(&Options::mode, modes), mode_help},
-        {"seed", "seed", seed(), "of all random numbers", "0"},
-        {"format", "format", name(&Options::format, {"md", "csv", "json"}), "of the table", "md"},
+        {"seed", "seed", seed(), "seed of all random numbers", "0"},
+        {"format", "format", name(&Options::format, {"md", "csv", "json"}), "format of the tables", "md"},
         {"table", "table", name(&Options::table, {"milliseconds", "seconds"}), "unit and shape of the table",
          "milliseconds"},
-        {"weights", "weights", file(&Options::weights), "safetensors: the state_dict"},
-        {"batch", "batch", file(&Options::batch), "safetensors: tokens and targets [B, T]"},
-        {"model_out", "out", output(&Options::out), "safetensors to write: logits, loss, grad.<name> and param.<name>"},
-        {"attention_out", "out", output(&Options::out), "safetensors to write: o, lse and, with do, dq, dk and dv"},
-        {"out_folder", "out", folder(&Options::out), "where timelines (SVG) and snapshots (pickle) go"},
-        {"pages_folder", "out", folder(&Options::out), "where the pages go, instead of notes/"},
-        {"only", "only", items(&Options::only, "nsys_profile,naive_ddp"), "problems to run; any unambiguous beginning"},
+        {"weights", "weights", file(&Options::weights), "the state_dict, a safetensors file"},
+        {"batch", "batch", file(&Options::batch), "tokens and targets of [B, T], a safetensors file"},
+        {"model_out", "out", output(&Options::out),
+         "safetensors file to write; it gets logits, loss, grad.<name> and param.<name>"},
+        {"attention_out", "out", output(&Options::out),
+         "safetensors file to write; it gets o, lse and, with do, dq, dk and dv"},
+        {"out_folder", "out", folder(&Options::out), "folder for timelines (SVG) and snapshots (pickle)"},
+        {"pages_folder", "out", folder(&Options::out), "folder for the pages, instead of notes/"},
+        {"only", "only", items(&Options::only, "nsys_profile,naive_ddp"),
+         "problems to run; any unambiguous beginning of a name will do"},
         {"writeup", "writeup", output(&Options::writeup, {".html", ".md"}),
          "write what you hand in: questions, this run's answers, tables and pictures"},
         {"plot", "plot", output(&Options::plot, {".svg"}), "draw the table as SVG, too"},
         {"plot_bits", "plot", output(&Options::plot, {".svg"}), "draw 1000 + 0.01 bit by bit, in each format"},
         {"plot_step", "plot", output(&Options::plot, {".svg"}),
-         "draw what ran when in a step (of each way; fsdp_accounting and leaderboard: of FSDP), on all ranks"},
+         "draw what ran when in a step, on all ranks. fsdp_accounting and leaderboard draw FSDP's step, the others "
+         "each "
+         "way's"},
         {"trace", "trace", output(&Options::trace, {".json"}), "write what ran when, for Perfetto or chrome://tracing"},
         {"ranges", "range", items(&Options::range, "forward,step/backward/layer/attention"),
-         "kernel summaries of these parts of the run"},
+         "parts of the run that get a kernel summary"},
         {"checkpoint", "checkpoint", checkpointing(),
-         "what backward runs again instead of keeping it. N: groups of N blocks; half: each half of a block; halves, "
-         "nested: all blocks, one group within another; ffn: each block's feed-forward; ffn:N: that of N blocks; 0: "
-         "nothing",
+         "what backward runs again instead of keeping it. N: groups of N blocks. half: each half of a block. halves, "
+         "nested: all blocks, one group within another. ffn: each block's feed-forward layer. ffn:N: that of N blocks. "
+         "0: nothing",
          "0"},
         {"leaderboard_checkpoint", "checkpoint", checkpointing(),
-         "what backward runs again, as in the other commands; by default on a GPU as little as fits by its predicted "
-         "peak: nothing, --recompute, with it ffn:N or ffn, else 1"},
+         "what backward runs again, as in the other commands. On a GPU the default is the least that fits by its "
+         "predicted peak: nothing, then --recompute, then with it ffn:N or ffn, then 1"},
         {"head_chunk", "head_chunk", whole(&Options::head_chunk, 0),
-         "rows of the logits that head and loss make at a time, their gradients at once (fused, flash; not fp16); 0: "
-         "all",
+         "rows of the logits that head and loss compute at a time, with their gradients (modes fused and flash, not "
+         "fp16). 0 takes all at once",
          "0"},
         {"rope_theta", "rope_theta", number(&Options::rope_theta, false, INFINITY, true),
          "base of the rotary embedding", "10000"},
         {"top", "top", whole(&Options::top, 1), "rows of a kernel summary", "10"},
         {"inputs", "inputs", file(&Options::inputs),
-         "safetensors: q, k, v and perhaps do, dL/do; [B, H, S, D] or [B, S, D]"},
-        {"impl", "impl", name(&Options::impl, implementations({"auto"})), "which row of the table of implementations",
-         "auto"},
+         "safetensors file of q, k, v and perhaps do (dL/do), of [B, H, S, D] or [B, S, D]"},
+        {"impl", "impl", name(&Options::impl, implementations({"auto"})),
+         "which row of the table of implementations runs", "auto"},
         {"flash_impl", "impl", name(&Options::impl, implementations({"all", "auto"})),
-         "all: those with tiles; auto: the fastest of them", "all"},
+         "all takes those with tiles, auto the fastest of them", "all"},
     };
 }
 static std::vector<Option> options_of_training() {
     return {
-        {"data", "data", file(&Options::data), "the text; its bytes are the tokens"},
-        {"val_fraction", "val_fraction", number(&Options::val_fraction, false, 1), "its last part, held out", "0.1"},
-        {"warmup_steps", "warmup_steps", whole(&Options::warmup_steps, 0), "steps until the learning rate is --lr",
-         "20"},
-        {"stop_at", "stop_at", whole(&Options::stop_at, 1), "stop after this step, as if interrupted, and --save"},
+        {"data", "data", file(&Options::data), "the text to train on; its bytes are the tokens"},
+        {"val_fraction", "val_fraction", number(&Options::val_fraction, false, 1),
+         "part at the text's end that is held out", "0.1"},
+        {"warmup_steps", "warmup_steps", whole(&Options::warmup_steps, 0),
+         "steps until the learning rate has grown to --lr", "20"},
+        {"stop_at", "stop_at", whole(&Options::stop_at, 1),
+         "last step of this run, which then ends as if interrupted, and saves"},
         {"save_every", "save_every", whole(&Options::save_every, 1), "steps from one --save to the next"},
         {"log_every", "log_every", whole(&Options::log_every, 1), "steps from one row of the table to the next", "1"},
         {"lr", "lr", number(&Options::lr, false, INFINITY, true), "learning rate", "0.001"},
-        {"min_lr", "min_lr", number(&Options::min_lr, true, INFINITY, true), "where its cosine decay ends", "0.0001"},
+        {"min_lr", "min_lr", number(&Options::min_lr, true, INFINITY, true),
+         "learning rate at the end of the cosine decay", "0.0001"},
         {"weight_decay", "weight_decay", number(&Options::weight_decay, true, INFINITY, true),
-         "AdamW's decoupled decay", "0.01"},
-        {"max_grad_norm", "max_grad_norm", number(&Options::max_grad_norm), "gradients are clipped to this norm", "1"},
+         "decoupled weight decay of AdamW", "0.01"},
+        {"max_grad_norm", "max_grad_norm", number(&Options::max_grad_norm), "norm to which gradients are clipped", "1"},
         {"save", "save", output(&Options::save),
-         "write weights and optimizer state here at the end, also after Ctrl-C"},
-        {"load", "load", file(&Options::load), "go on from what --save wrote"},
+         "file for weights and optimizer state, written at the end, also after Ctrl-C"},
+        {"load", "load", file(&Options::load), "file that --save wrote, to go on from"},
         {"sample", "sample", whole(&Options::sample, 0), "bytes to write as a continuation", "200"},
-        {"temperature", "temperature", number(&Options::temperature), "of the sampling", "0.8"},
+        {"temperature", "temperature", number(&Options::temperature), "temperature of the sampling", "0.8"},
     };
 }
 static std::vector<Option> options_of_ranks() {
     return {
         {"strategy", "strategy", name(&Options::strategy, {"ddp", "sharded", "fsdp"}),
-         "of several ranks: all on each rank; the optimizer sharded; weights and gradients, too", "ddp"},
+         "ddp: each rank holds all. sharded: the optimizer's state is split. fsdp: weights and gradients are split, "
+         "too",
+         "ddp"},
         {"grad_accumulation", "grad_accumulation", whole(&Options::grad_accumulation, 1, 1 << 20),
-         "backwards per step, each with its part of the batch", "1"},
+         "backward passes per step, each with its part of the batch", "1"},
         {"leaderboard_grad_accumulation", "grad_accumulation", whole(&Options::grad_accumulation, 1, 1 << 20),
-         "backwards per step and rank; by default on a GPU one, or one per sequence if else too little fits"},
-        {"nproc", "nproc", whole(&Options::nproc, 1, 64), "ranks (processes) to start; torchrun and the like: theirs",
-         "2"},
+         "backward passes per step and rank. On a GPU the default is one, or one per sequence where else too little "
+         "fits"},
+        {"nproc", "nproc", whole(&Options::nproc, 1, 64),
+         "ranks (processes) to start; under torchrun and the like theirs are taken", "2"},
         {"ranks", "nproc", wholes(&Options::ranks, 1, 64),
-         "numbers of ranks to compare; those that cannot be here are left out", "1,2,4,8"},
+         "numbers of ranks to compare; those that this machine cannot start are left out", "1,2,4,8"},
         {"leaderboard_nproc", "nproc", whole(&Options::nproc, 1, 64),
-         "ranks (processes) to start; by default 2 where there are two GPUs, else 1"},
+         "ranks (processes) to start. The default is 2 where there are two GPUs, else 1"},
         {"group_nproc", "nproc", whole(&Options::nproc, 1, 64),
-         "ranks of the one group to measure; groups of 2, 4 and 6 (on 8 GPUs also 8) where neither this nor --backend "
-         "is given",
+         "ranks of the one group to measure. Without this and --backend there are groups of 2, 4 and 6, and on 8 GPUs "
+         "also of 8",
          "2"},
         {"backend", "backend", name(&Options::backend, {"auto", "nccl", "gloo"}),
-         "of the collectives; auto takes nccl where every rank has a GPU", "auto"},
+         "library of the collectives; auto takes nccl where every rank has a GPU", "auto"},
         {"reduce_dtype", "reduce_dtype", name(&Options::reduce_dtype, {"fp32", "bf16"}),
-         "of the gradients as they are sent and reduced; bf16 with --precision bf16", "fp32"},
+         "dtype in which gradients are sent and reduced; bf16 goes with --precision bf16", "fp32"},
         {"memory", "memory", bytes(&Options::memory),
-         "--plan for a GPU with so much free memory, such as 8GiB; it need not be here (with --device cpu: for this "
-         "CPU)"},
+         "with --plan: free memory of the GPU to plan for, which need not be here; with --device cpu, that of this "
+         "CPU"},
         {"timeout", "timeout", number(&Options::timeout, false, 1e5), "seconds that a rank waits for the others", "60"},
         {"sizes_mb", "sizes_mb", megabytes(&Options::sizes_mb), "tensor sizes in MB (1e6 bytes)", "1,10,100,1000"},
         {"bucket_size_mb", "bucket_size_mb", megabytes(&Options::bucket_size_mb), "bucket sizes in MB (1e6 bytes)",
@@ -527,7 +550,7 @@ static std::vector<Option> options_of_ranks() {
 }
 static std::vector<Option> options_of_calculations() {
     return {
-        {"tokens", "tokens", whole(&Options::tokens, 1), "on a device, whose activations are saved for backward",
+        {"tokens", "tokens", whole(&Options::tokens, 1), "tokens on a device; their activations are saved for backward",
          "2048"},
         {"batch_tokens", "batch_tokens", whole(&Options::tokens, 1), "B, tokens of the whole batch, the rows of x"},
         {"devices", "devices", whole(&Options::devices, 2), "N, how many devices share the work", "8"},
@@ -535,9 +558,9 @@ static std::vector<Option> options_of_calculations() {
         {"tensor_mb", "tensor_mb", number(&Options::tensor_mb), "S, the tensor that is reduced, in 1e6 bytes", "1000"},
         {"gpu_gb", "gpu_gb", number(&Options::gpu_gb), "memory of a GPU in part (a)", "80"},
         {"tpu_gb", "tpu_gb", number(&Options::tpu_gb), "memory of a chip in part (b)", "95"},
-        {"tflops", "tflops", number(&Options::tflops), "C, of a chip, in 1e12 FLOP/s", "460"},
+        {"tflops", "tflops", number(&Options::tflops), "C, rate of a chip, in 1e12 FLOP/s", "460"},
         {"bandwidth_gb", "bandwidth_gb", number(&Options::bandwidth_gb),
-         "W, of a link, or out of a device (section 8), in 1e9 bytes/s", "180"},
+         "W, bandwidth of a link, or out of a device (section 8), in 1e9 bytes/s", "180"},
         {"fsdp", "fsdp", whole(&Options::fsdp, 1), "X or N_FSDP, chips along the FSDP axis", "16"},
         {"tp", "tp", whole(&Options::tp, 1), "Y or N_TP, chips along the tensor-parallel axis", "4"},
         {"links_fsdp", "links_fsdp", whole(&Options::links_fsdp, 1, 3), "M_X, mesh axes of the FSDP traffic", "2"},
@@ -563,7 +586,7 @@ struct Flag {
 static const Flag flag_table[] = {
     {"quick", &Options::quick, "shrink the run to some seconds on two CPU cores; the caption says what was shrunk"},
     {"plan", &Options::plan,
-     "run nothing: print each row's predicted peak memory, whether it fits, roughly how long it takes, and what is "
+     "run nothing; print each row's predicted peak memory, whether it fits, roughly how long it takes, and what is "
      "scaled down"},
     {"causal", &Options::causal, "query i sees keys j <= i only"},
     {"not_causal", &Options::not_causal, "every query sees all keys"},
@@ -571,10 +594,10 @@ static const Flag flag_table[] = {
     {"recompute", &Options::recompute,
      "backward computes the outputs of the norms and of SwiGLU again instead of keeping them: less memory, more time "
      "(fused, flash)"},
-    {"wide", &Options::wide, "all columns, also on a terminal that is narrower"},
+    {"wide", &Options::wide, "print all columns, also on a terminal that is narrower"},
     {"fresh", &Options::fresh, "run everything, also what an interrupted run has done already"},
     {"deterministic", &Options::deterministic,
-     "the same bits in every run, at some cost in flash attention's backward"},
+     "give the same bits in every run, at some cost in flash attention's backward"},
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -610,9 +633,9 @@ static int cmd_list(const Options& o) {
     bool nccl = why_not("nccl", CUDA, 2).empty(), gloo = why_not("gloo", gpus > 0 ? CUDA : CPU, 2).empty();
     Table table;
     table.caption =
-        "2025, 2026: the section of that handout; minutes: of the products alone, GiB: of the largest run, both rough, "
-        "by `--plan`" +
-        std::string(o.has("memory") ? ", for a GPU with this --memory; runs here: on this machine" : "") +
+        "2025, 2026: that handout's section; minutes: of the products alone, GiB: of the largest run, per rank, "
+        "rough, by `--plan`" +
+        std::string(o.has("memory") ? ", for such a GPU per rank; runs here: on this machine" : "") +
         (gpus == 0 || !nccl ? strprintf("; scaled down: smaller, because %s",
                                         gpus == 0 ? "there is no GPU" : "two GPUs and NCCL are not there")
                             : "") +
@@ -629,7 +652,8 @@ static int cmd_list(const Options& o) {
                               problem ? in_edition(c.section, "2026") : "tool",
                               c.points ? std::to_string(c.points) : "", std::string("cs336 ") + c.id, c.file,
                               problem ? "notes/" + section_of(c) + "-" + c.id + ".md" : "", here});
-        std::vector<std::string> cost = problem ? cost_cells(c, o) : std::vector<std::string>{"", ""};
+        std::vector<std::string> cost =
+            problem || c.run == cmd_scaling ? cost_cells(c, o) : std::vector<std::string>{"", ""};
         table.rows.back().insert(table.rows.back().end(), cost.begin(), cost.end());
     }
     print(table, o.format);
@@ -670,35 +694,53 @@ static void print_overview(FILE* to) {
 // ---------------------------------------------------------------------------------------------------------------------
 // From argv to a command and its Options
 
-// The problem of this section, of either handout: their numbers differ. "": the word is no number of a section.
-static std::string problem_of_section(const std::string& word) {
-    std::vector<std::string> its, below;
-    if (word.empty() || word.find_first_not_of("0123456789.") != std::string::npos) { return ""; }
-    for (const Command& c : COMMANDS) {
-        for (const char* edition : {"2025", "2026"}) {
+struct Section {
+    std::string problem, edition;  // "": the word is no number of a section
+};
+// The handouts number their sections differently. The edition that was typed is looked at first, else 2025.
+static Section problem_of_section(const std::string& word, const std::string& typed) {
+    if (word.empty() || word.find_first_not_of("0123456789.") != std::string::npos) { return {}; }
+    std::vector<std::string> below;
+    const std::string first = typed == "2026" ? "2026" : "2025";
+    for (const std::string& edition : {first, std::string(first == "2025" ? "2026" : "2025")}) {
+        std::vector<std::string> its;
+        for (const Command& c : COMMANDS) {
             const std::string section = in_edition(c.section, edition);
             if (section == word) { its.push_back(c.id); }
             if (section.compare(0, word.size() + 1, word + ".") == 0) { below.push_back(c.id); }
         }
+        if (its.size() > 1) {
+            usage_error("%s: more than one problem of the %s handout has this section; candidates: %s", word.c_str(),
+                        edition.c_str(), join(its, ", ").c_str());
+        }
+        if (its.size() == 1) { return {its[0], edition}; }
+        if (!typed.empty() && !below.empty()) { break; }  // what was typed stands above these
     }
-    if (its.empty()) {
-        usage_error("%s: no problem has this section; %s%s", word.c_str(), below.empty() ? "" : "candidates: ",
-                    below.empty() ? "`cs336 list` shows them" : join(below, ", ").c_str());
-    }
-    if (its.size() > 1) {
-        usage_error("%s: more than one problem has this section; candidates: %s", word.c_str(),
-                    join(its, ", ").c_str());
-    }
-    note("section %s: took %s", word.c_str(), its[0].c_str());
-    return its[0];
+    usage_error("%s: no problem has this section; %s%s", word.c_str(), below.empty() ? "" : "candidates: ",
+                below.empty() ? "`cs336 list` shows them" : join(below, ", ").c_str());
 }
 static const Command& find_command(const std::string& word) {
     std::vector<std::string> ids;
     for (const Command& c : COMMANDS) { ids.push_back(c.id); }
-    const std::string of_section = problem_of_section(word);
-    if (!of_section.empty()) { return find_command(of_section); }
     const std::string id = full_name(word, ids, "command");
     return *std::find_if(std::begin(COMMANDS), std::end(COMMANDS), [&](const Command& c) { return id == c.id; });
+}
+// A section's number in front becomes its problem; the 2026 handout's numbers choose that edition.
+static void name_section(std::vector<std::string>& words) {
+    std::string typed;
+    for (size_t i = 1; i < words.size(); i++) {
+        size_t end = std::min(words[i].find('='), words[i].size());
+        if (words[i].compare(0, 2, "--") != 0 || lower_name(words[i].substr(2, end - 2)) != "edition") { continue; }
+        typed = end < words[i].size() ? words[i].substr(end + 1) : i + 1 < words.size() ? words[i + 1] : "";
+    }
+    const Section section = problem_of_section(words[0], typed);
+    if (section.problem.empty()) { return; }
+    const bool has_both = (" " + find_command(section.problem).options).find(" edition ") != std::string::npos;
+    const bool chooses = section.edition == "2026" && typed.empty() && has_both;
+    note("section %s of the %s handout: took %s%s", words[0].c_str(), section.edition.c_str(), section.problem.c_str(),
+         chooses ? " --edition 2026" : "");
+    words[0] = section.problem;
+    if (chooses) { words.insert(words.end(), {"--edition", "2026"}); }
 }
 
 static const Option& find_option(const std::string& key) {
@@ -734,7 +776,7 @@ static void add_option(CLI::App& app, const std::string& word, Options& o, std::
     bool differ = in_2026 != by_default;
     if (differ) { new_defaults.push_back({&option, in_2026}); }
     read_default(o, option, by_default);
-    std::string help = std::string(option.help) + ": " + option.reader.takes;
+    std::string help = std::string(option.help) + ". Takes " + option.reader.takes;
     if (!by_default.empty()) { help += " (default " + by_default + (differ ? "; 2026: " + in_2026 : "") + ")"; }
     auto read = [&o, &option](const std::string& text) {
         if (!option.reader.read(o, text)) {
@@ -817,7 +859,7 @@ static void refuse_extras(const CLI::App& app, const std::vector<std::string>& e
     size_t name = typed.find_first_not_of('-');
     std::string hint = name == std::string::npos ? "" : did_you_mean(typed.substr(name), names);
     if (!hint.empty()) { hint.insert(hint.rfind(' ') + 1, "--"); }
-    usage_error("%s: no such option%s takes %s", extras[0].c_str(), hint.empty() ? ";" : hint.c_str(),
+    usage_error("%s: no such option%s takes %s", extras[0].c_str(), hint.empty() ? "; it" : (hint + " It").c_str(),
                 join(known, ", ").c_str());
 }
 
@@ -869,6 +911,9 @@ static std::string parse_options(const Command& command, const std::vector<std::
     for (const auto& [option, text] : new_defaults) {
         if (o.edition == "2026" && !o.has(option->name)) { read_default(o, *option, text); }
     }
+    if (o.has("memory") && !o.plan && command.run != cmd_list) {
+        usage_error("--memory: got '%s', takes --plan with it: it limits no run", o.given["memory"].c_str());
+    }
     const NamedFiles inputs = {
         {"data", o.data}, {"weights", o.weights}, {"batch", o.batch}, {"inputs", o.inputs}, {"load", o.load}};
     const NamedFiles outputs = outputs_of(o);
@@ -888,6 +933,12 @@ static std::string parse_options(const Command& command, const std::vector<std::
     // The sizes have to fit each other. This is checked before a device is chosen and announced.
     if (app.get_option_no_throw("--size")) { configs_of(o); }
     try_outputs(outputs);
+    for (const auto& [option, path] : inputs) {
+        if (!path.empty() && access(path.c_str(), F_OK) != 0) {
+            const std::string why = strerror(errno);
+            fail("--%s: got '%s': %s%s", option, path.c_str(), why.c_str(), missing_folder(path).c_str());
+        }
+    }
     return "";
 }
 
@@ -934,8 +985,11 @@ static int run_command(const Command& command, const std::vector<std::string>& w
 static int cmd_reproduce(const Options& typed) {
     Options o = typed;
     for (std::string& problem : o.only) {
-        const std::string of_section = problem_of_section(problem);
-        if (!of_section.empty()) { problem = of_section; }
+        const Section section = problem_of_section(problem, "");
+        if (section.problem.empty()) { continue; }
+        note("section %s of the %s handout: took %s", problem.c_str(), section.edition.c_str(),
+             section.problem.c_str());
+        problem = section.problem;
     }
     return reproduce(o, [](const std::vector<std::string>& words) {
         const Command& command = find_command(words[0]);
@@ -984,6 +1038,7 @@ int main(int argc, char** argv) {
         } else {
             std::vector<std::string> words = {argv + 1, argv + argc};
             if (word == "help" && argc == 3) { words = {words[1], "--help"}; }
+            name_section(words);
             const Command& command = find_command(words[0]);
             who += std::string(" ") + command.id;
             exit_code = run_command(command, words);

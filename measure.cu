@@ -898,11 +898,14 @@ void end_progress() {
 
 void progress(const char* format, ...) {
     static const bool terminal = isatty(STDERR_FILENO);
-    if (!terminal) { return; }
+    static double said_ms = now_ms();
+    if (!terminal && now_ms() - said_ms < 5000) { return; }  // in a file, a line at most every 5 s
+    said_ms = now_ms();
     va_list arguments;
     va_start(arguments, format);
     std::string text = format_list(format, arguments);
     va_end(arguments);
+    if (!terminal) { return note("%s", text.c_str()); }
     // No automatic wrap (?7l ... ?7h): the next '\r' would rewrite only the end of a line that wrapped.
     fprintf(stderr, "\r\033[K\033[?7l%s\033[?7h", one_line(text).c_str());
     fflush(stderr);

@@ -248,7 +248,11 @@ Planned plan_of_run(const Options& asked, int (*run)(const Options&)) {
     Options o = asked;
     o.plot = o.trace = o.out = o.save = "", o.roofline = false;  // nothing is written
     noted_rows.clear(), noted_smaller.clear();
-    if (run) { run(o); }
+    if (run) {
+        run(o);
+    } else {
+        context.device = choose_device(o.device.empty() ? "auto" : o.device);
+    }
     Planned planned{{}, device_description(), join(noted_smaller, ", "), available_memory(context.device), NAN, 0};
     for (const NotedRow& noted : noted_rows) {
         PlannedRow row = noted.row;
@@ -278,8 +282,13 @@ Table plan_table(const Options& o, const Planned& p) {
                           : o.has("memory") && !p.rows.empty()
                               ? "no rough seconds: the speed of that card is not known here; "
                               : "";
-    Table table{strprintf("plan of %s, nothing ran: %s, %.2f GiB available; %scommit %s%s", o.command.c_str(),
-                          p.device.c_str(), p.available / 1073741824.0, seconds.c_str(), commit().c_str(),
+    const bool ranks = std::any_of(p.rows.begin(), p.rows.end(),
+                                   [](const PlannedRow& row) { return row.row.find(" ranks, ") != std::string::npos; });
+    const char* whose = !ranks            ? ""
+                        : o.has("memory") ? "peaks are per rank, and each rank is taken to have one such GPU; "
+                                          : "peaks are per rank; ";
+    Table table{strprintf("plan of %s, nothing ran: %s, %.2f GiB available; %s%scommit %s%s", o.command.c_str(),
+                          p.device.c_str(), p.available / 1073741824.0, whose, seconds.c_str(), commit().c_str(),
                           p.scaled_down.empty() ? "" : ("; scaled down: " + p.scaled_down).c_str()),
                 {"row", "predicted peak MiB", "fits"},
                 {}};
@@ -291,8 +300,15 @@ Table plan_table(const Options& o, const Planned& p) {
     for (const PlannedRow& row : p.rows) {
         add({row.row, mib((double)row.bytes), row.fits ? "yes" : "no"}, row.fits ? rough(row.seconds) : "");
     }
-    if (p.rows.empty()) { add({"numbers and small tensors", "", "yes"}, ""); }
-    if (p.rows.size() > 1) {
+    if (p.rows.empty()) {  // as `list` says it
+        table.columns.push_back("rough seconds");
+        table.rows.push_back({"numbers and small tensors", "< " + mib(0.1 * (1 << 30)), "yes", "< 60"});
+    }
+    auto smallest = std::min_element(p.rows.begin(), p.rows.end(),
+                                     [](const PlannedRow& a, const PlannedRow& b) { return a.bytes < b.bytes; });
+    if (p.rows.size() > 1 && p.bytes == 0) {
+        add({"nothing fits: smallest peak", mib((double)smallest->bytes), "no"}, "");
+    } else if (p.rows.size() > 1) {
         add({timed ? "what fits: largest peak, all seconds" : "what fits: largest peak", mib(p.bytes), ""},
             rough(p.seconds));
     }

@@ -187,6 +187,7 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, bool finish) 
         if (r == 0) { close(listening); }
     }
     int code = 0, left = n;
+    bool interrupted = false;
     double kill_at = INFINITY, same_until = INFINITY;  // so long a signal is the first one again: see EndSignals
     while (left > 0) {
         for (int r = 0; r < n; r++) {
@@ -196,7 +197,7 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, bool finish) 
             if (pid < 0) { status = W_EXITCODE(1, 0); }  // somebody else has waited for this rank
             int ended_with = WIFSIGNALED(status) ? 1 : WEXITSTATUS(status);
             bool failed = ended_with != 0 && ended_with <= 128;  // above: all ranks have agreed to end so
-            bool first = failed && (code == 0 || code > 128);
+            bool first = failed && !interrupted && (code == 0 || code > 128);
             if (WIFSIGNALED(status) && first) {
                 note("cs336: rank %d (process %d) was killed by signal %d (%s)", r, (int)alive[r], WTERMSIG(status),
                      strsignal(WTERMSIG(status)));
@@ -216,7 +217,8 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, bool finish) 
             signal_to_forward = 0;
         } else if (number) {
             if (code == 0) { note("cs336: signal %d (%s): ending %d ranks", number, strsignal(number), left); }
-            signal_to_forward = 0, code = 1, kill_at = std::min(kill_at, now_ms() + 2000);
+            signal_to_forward = 0, interrupted = true, kill_at = std::min(kill_at, now_ms() + 2000);
+            if (code == 0 || code > 128) { code = 128 + number; }  // main() ends by this signal
             send_to_all(alive, number);
         }
         if (now_ms() > kill_at) { send_to_all(alive, SIGKILL); }  // which also ends a stopped process

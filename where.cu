@@ -45,17 +45,34 @@ static bool begins_with_gradient(const std::string& text) {
     return is_gradient && (strncmp(rest, " = ", 3) == 0 || strncmp(rest, " += ", 4) == 0);
 }
 
-// The comment at the head of the section in which this line stands has the formula. That of a backward is the first
-// line that begins with a gradient. {its line, "formula"}, or {the comment's first line, "section"} where there is
-// none.
+// Does the line assign to a name ("x = ", "x += ", "x *= "), and is it indented, or does a title stand before it
+// ("SwiGLU: g = ")? A gradient is a backward's.
+static bool is_formula(const std::string& line) {
+    const std::string text = without_step(line);
+    const size_t equals = text.find("= "), title_end = text.rfind(": ", equals);
+    const bool has_title = title_end != std::string::npos && equals != std::string::npos;
+    if (equals == std::string::npos || (!has_title && line.compare(0, 4, "//  ") != 0)) { return false; }
+    const std::string rest = text.substr(has_title ? text.find_first_not_of(' ', title_end + 1) : 0);
+    const char* after = rest.c_str() + std::min(rest.find(' '), rest.size());
+    const bool assigns =
+        strncmp(after, " = ", 3) == 0 || (strlen(after) > 3 && strchr("+-*/", after[1]) && after[2] == '=');
+    return assigns && !begins_with_gradient(rest);
+}
+
+// The comment at the head of the section in which this line stands has the formula: the first one, or that of a
+// backward, which begins with a gradient; else the first line with " = ". {its line, "formula"}, or {the comment's
+// first line, "section"} where there is none.
 static std::pair<int, const char*> formula_above(const std::vector<std::string>& lines, int line, bool backward) {
     while (line > 1 && lines[line - 2].compare(0, 5, "// --") != 0) { line--; }
-    int first = 0;  // line that has any formula
+    int formula = 0, equation = 0;  // the first lines that are one, or have one
     for (int i = line; i <= (int)lines.size() && lines[i - 1].compare(0, 2, "//") == 0; i++) {
-        if (backward && begins_with_gradient(without_step(lines[i - 1]))) { return {i, "formula"}; }
-        if (first == 0 && lines[i - 1].find(" = ") != std::string::npos) { first = i; }
+        const std::string& text = lines[i - 1];
+        if (backward && begins_with_gradient(without_step(text))) { return {i, "formula"}; }
+        if (formula == 0 && is_formula(text)) { formula = i; }
+        if (equation == 0 && text.find(" = ") != std::string::npos) { equation = i; }
     }
-    if (first > 0) { return {first, "formula"}; }
+    if (formula > 0) { return {formula, "formula"}; }
+    if (equation > 0) { return {equation, "formula"}; }
     return {line, "section"};
 }
 // The formula of such a line without what stands before and after it, and short enough for a narrow terminal.
@@ -97,6 +114,35 @@ static std::vector<Anchor> places_in(const std::string& cell) {
     return places;
 }
 
+// The words of topics, and the names on the page.
+static std::vector<std::string> words_of(const std::vector<std::string>& topics,
+                                         const std::vector<std::string>& lines) {
+    std::vector<std::string> words;
+    for (const std::string& topic : topics) {
+        for (size_t at = 0; (at = topic.find_first_not_of(" ,:()", at)) != std::string::npos;) {
+            const size_t end = std::min(topic.find_first_of(" ,:()", at), topic.size());
+            words.push_back(topic.substr(at, end - at));
+            at = end;
+        }
+    }
+    for (const std::string& line : lines) {
+        for (const Anchor& place : places_in(line)) { words.push_back(place.name); }
+    }
+    return words;
+}
+
+// On a terminal, which may be narrow, a topic stands once, above its lines.
+static void print_by_topic(const Table& table) {
+    for (size_t i = 0; i < table.rows.size();) {
+        const std::string topic = table.rows[i][0];
+        Table its{topic, {"what", "name", "where"}, {}};
+        for (; i < table.rows.size() && table.rows[i][0] == topic; i++) {
+            its.rows.push_back({table.rows[i].begin() + 1, table.rows[i].end()});
+        }
+        print(its, "md");
+    }
+}
+
 int cmd_where(const Options& o) {
     const std::string root = root_folder(), page = root + "notes/where.md";
     std::vector<std::string> columns, topics, lines = lines_of(page);
@@ -105,7 +151,6 @@ int cmd_where(const Options& o) {
     }
     Table table{
         "where " + one_line(join(o.words, " ")) + "; commit " + commit(), {"topic", "what", "name", "where"}, {}};
-    table.less_needed = {"what"};
     auto add = [&](const std::string& topic, const std::string& what, const std::string& name, const Anchor& place) {
         table.rows.push_back({topic, what, name, strprintf("%s:%d", place.file.c_str(), place.line)});
     };
@@ -140,9 +185,20 @@ int cmd_where(const Options& o) {
         }
     }
     if (table.rows.empty()) {
-        usage_error("got '%s', takes words of one of these, or none for all: %s", join(o.words, " ").c_str(),
-                    join(topics, "; ").c_str());
+        std::string hint;
+        const std::vector<std::string> known = words_of(topics, lines);
+        for (const std::string& word : o.words) {
+            if (hint.empty() && std::find(known.begin(), known.end(), word) == known.end()) {
+                hint = did_you_mean(word, known);
+            }
+        }
+        usage_error("got '%s'%s takes words of one of these, or none for all: %s", join(o.words, " ").c_str(),
+                    hint.empty() ? "," : (hint + " It").c_str(), join(topics, "; ").c_str());
     }
-    print(table, o.format);
+    if (o.format == "md" && screen_width() < SIZE_MAX) {
+        print_by_topic(table);
+    } else {
+        print(table, o.format);
+    }
     return 0;
 }

@@ -165,6 +165,23 @@ MISTAKES = [
     ("model", "x = x + self.attn(self.ln1(x))", "x = self.ln1(x + self.attn(x)); return self.ln2(x + self.ffn(x))", "after the residual sum"),
     ("model", "self.lm_head(self.ln_final(x))", "self.lm_head(x)", "no norm before lm_head"),
     ("model", "nn.Linear(d_model, vocab_size, bias=False)", "nn.Linear(d_model, vocab_size)", "lm_head.bias is a parameter"),
+    ("model", "theta ** (-torch.arange(0, D, 2) / D)", "theta ** (-torch.arange(D // 2) / D)",
+     "is 100 instead of 10000, or its exponent lacks its factor 2"),
+    ("model", "self.rope(k).mT", "k.mT", "only q gets the rotary embedding"),
+    ("model", "self.rope(q) @", "q @", "only k gets the rotary embedding"),
+    ("model", "softmax(dim=-1) @ v\n        return self", "softmax(dim=-1) @ self.rope(v)\n        return self", "v gets the rotary embedding, too"),
+    ("model", "~self.mask[:T, :T], -math.inf", "self.mask[:T, :T], -math.inf", "inverted: a query sees only the keys after its own"),
+    ("model", "~self.mask[:T, :T], -math.inf", "self.mask[:T, :T].tril(-1), -1e9", "inverted: a query sees its own key and those after"),
+    ("model", "return (x.float() /", "x = x - x.mean(-1, keepdim=True); return (x.float() /", "subtract the mean, as LayerNorm does"),
+    ("model", ".sqrt() * self.weight)", ".sqrt())", "not multiplied by their weight"),
+    ("model", "self.ln1, self.ln2 = RMSNorm(d_model), RMSNorm(d_model)", "self.ln1, self.ln2 = RMSNorm(d_model), nn.LayerNorm(d_model)",
+     "layers.0.ln2.bias is a parameter that the handout's model does not have: its norms are RMSNorms"),
+    ("model", "self.ffn(self.ln2(x))", "self.ffn(self.ln1(x))", "the FFN's norm is ln1 instead of ln2"),
+    ("model", "self.ffn(self.ln2(x))", "self.ffn(self.ln1(x))", "Called more than once (the table has the first call's output): layers.0.ln1, layers.1.ln1."),
+    ("model", "self.ffn(self.ln2(x))", "self.ffn(self.ln1(x))", "Never called: layers.0.ln2, layers.1.ln2."),
+    ("model", "x = x + self.attn(self.ln1(x))", "x = self.attn(self.ln1(x))", "the residual is missing around attention"),
+    ("model", "return x + self.ffn(", "return self.ffn(", "the residual is missing around the FFN"),
+    ("model", "x = x + self.attn(self.ln1(x))", "x = self.attn(self.ln1(x)); return self.ffn(self.ln2(x))", "both residuals"),
     ("model", "self.output_proj(o.transpose", "self.output_proj(o.detach().transpose", "Forward agrees"),
     ("model", "split(self.q_proj(x))", "split(self.q_proj(x)).detach()", "no gradient reaches layers.0.attn.q_proj.weight"),
     ("model", "return x + self.ffn(self.ln2(x))", "return x + self.ffn(self.ln2(x)) * 1.01", "in the order of forward, is layers.0; all up to layers.0.ffn agree"),
@@ -172,6 +189,8 @@ MISTAKES = [
     ("attention", "tril(0)", "tril(1)", "sees the key after its own"),
     ("attention", "tril(0)", "tril(-1)", "does not see its own key"),
     ("attention", "if causal: s =", "if False: s =", "no causal mask"),
+    ("attention", "torch.where(seen, s, -1e6)", "torch.where(seen, -1e6, s)", "inverted: a query sees only the keys after its own"),
+    ("attention", "L = s.logsumexp(-1)", "L = s.logsumexp(-1) / math.log(2)", "the saved logsumexp is in base 2"),
     ("attention", "o = s.softmax(dim=-1)", "o = s.softmax(dim=-2)", "softmax runs over the queries"),
     ("attention", "do @ v.mT - delta", "do @ v.mT", "lacks D = rowsum(dO * O)"),
     ("attention", "(do @ v.mT - delta) * ctx.scale", "(do @ v.mT - delta)", "lack the factor 1/sqrt(D)"),
@@ -180,6 +199,7 @@ MISTAKES = [
     ("adamw", DECAY + UPDATE, UPDATE + DECAY, "decays after the step"),
     ("adamw", 'grad, wd = p.grad, group["weight_decay"]', 'grad, wd = p.grad + group["weight_decay"] * p, 0', "added to the gradient (Adam with L2)"),
     ("adamw", DECAY, "", "no weight decay"),
+    ("adamw", 'lr, (b1, b2), eps =', 'lr, (b2, b1), eps =', "the betas are swapped"),
     ("adamw", 'p -= lr * math.sqrt(c2) / c1 * s["m"] / (s["v"].sqrt() + eps)', 'p -= lr * (s["m"] / c1) / ((s["v"] / c2).sqrt() + eps)',
      "check it with --adamw torch"),
     ("adamw", '(s["v"].sqrt() + eps)', '(s["v"] + eps).sqrt()', "inside the square root"),
@@ -242,6 +262,15 @@ def solutions():
     for what, old, new, words in MISTAKES:
         assert SOLUTION.count(old) == 1, old
         expect(f"{what}: {new.strip()} instead of {old.strip()}", False, words, what, SOLUTION.replace(old, new))
+    only_forward = "backward is not there yet: only forward was checked\nok: all"
+    expect("attention, a Function", True, "lse", "attention", SOLUTION.replace("attention = Flash.apply", "attention = Flash"))
+    at = SOLUTION.index("        q, k, v, o, L = ctx.saved_tensors")
+    todo = SOLUTION[:at] + "        raise NotImplementedError\n" + SOLUTION[SOLUTION.index("\nattention = Flash"):]
+    expect("attention, backward to be done", True, only_forward, "attention", todo)
+    expect("attention, backward to be done: lse", True, "| lse ", "attention", todo)
+    expect("attention, forward wrong, backward to be done", False, "only forward was checked", "attention", todo.replace("tril(0)", "tril(1)"))
+    no_graph = SOLUTION.replace("attention = Flash.apply", "attention = torch.no_grad()(Flash.apply)")
+    expect("attention without a grad_fn", True, only_forward, "attention", no_graph)
     halves = SOLUTION.replace(*MISTAKES[0][1:3])
     expect("bf16: halves", False, MISTAKES[0][3], "model", halves, precision="bf16")
 
@@ -274,6 +303,10 @@ def inputs():
     expect("one dimension", True, "one sequence", "model", tokens=tokens[0], targets=tokens[1])
     masked = torch.cat([tokens[:, 1:], torch.full((3, 1), -100)], 1)
     expect("targets of -100", True, "3 targets of -100", "model", tokens=tokens, targets=masked)
+    try: failed = check.check_model(solution.TransformerLM(**MODEL), num_heads=4)
+    except check.Usage as e: failed = str(e)
+    good = failed == "the model takes 24 tokens and fails with 32: takes context_length=24 or less"
+    count("passed" if good else "failed", "a batch that is too long", failed)
     tied = solution.TransformerLM(**MODEL)
     tied.lm_head.weight = tied.token_embeddings.weight
     expect("tied weights", False, "are one tensor", "model", model=tied)

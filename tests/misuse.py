@@ -115,8 +115,7 @@ NO_NUMBERS = ["nan", "-nan", "inf", "-inf", "infinity", "0x10", "1e", "1e+", "--
               "1\n", "1,5 ", "１", "-1", "1e999", "-1e-9", "-99999999999999999999"]
 EMPTY_ITEMS = [",", "1,,2", "1,2,", ",1", "1, 2", "1,-2"]
 BAD_TARGETS = ["", "no/such/folder/x", "LICENSE/x", "tests", "tests/", "/dev/null", "/dev/full"]  # nothing is written there
-KINDS = (r"(a whole number from|whole numbers from|a finite number|numbers greater|one of|one or more|a file name|a folder)"
-         r"(?!.*: (?:a whole|a finite|one ))")
+KINDS = r"(?:a whole number from|whole numbers from|a finite number|numbers greater|one of|one or more|a file name|a folder)"
 
 
 def wrong_values(takes):
@@ -152,8 +151,8 @@ def options_of(command):
     found = []
     for line in run([command, "--help"]).out.decode().splitlines():
         if m := re.match(r"  --(\w+) +(REQUIRED)? *(.*)", line):
-            takes = re.search(f"(?:^|: ){KINDS}.*$", m[3])
-            found.append((m[1], bool(m[2]), re.sub(r"^: | \(default [^()]*\)$", "", takes[0]) if takes else None))
+            takes = re.search(rf"\. Takes ({KINDS}.*?)(?: \(default [^()]*\))?$", m[3])
+            found.append((m[1], bool(m[2]), takes[1] if takes else None))
     return found
 
 
@@ -420,7 +419,7 @@ def try_signals():
             # train saves after such a signal; one that came while the name was only tried has left nothing.
             saved = left == ["x"] and "step" in unpacked(open(at("x"), "rb").read())[0]["__metadata__"]
             whole = saved if what.startswith("train") else not left or (saved and what == "a file being written")
-            check(f"SIGINT, SIGTERM: {what}", words, Result(child.returncode, out, err, 0), [1 if what == "2 ranks" else -number],
+            check(f"SIGINT, SIGTERM: {what}", words, Result(child.returncode, out, err, 0), [-number],
                   time.monotonic() - start > 4 and "it did not end within 4 s", alive and "processes are left", not whole and f"left: {left}",
                   out and not out.endswith(b"\n") and "a cut line", what == "after a table" and not out and "no output")
             for n in left: os.unlink(at(n))

@@ -356,7 +356,28 @@ TEST_CASE("main: what can mean one thing only is understood") {
     std::string leaderboard = run_cs336({"leaderboard", "--help"}).out;
     Run section = run_cs336({"9", "--help"});  // of 2026 only
     CHECK(section.out == leaderboard);
-    CHECK(section.err == "section 9: took leaderboard\n");
+    CHECK(section.err == "section 9 of the 2026 handout: took leaderboard\n");
+    const Words tiny = {"--plan", "--device", "cpu", "--mode", "eager", "--d_model", "64", "--num_heads", "2"};
+    auto plan_of = [&](Words words) {
+        words.insert(words.end(), tiny.begin(), tiny.end());
+        return run_cs336(words);
+    };
+    Run of_2026 = plan_of({"2.1.3"});  // 2025's 2.1 is another problem
+    CHECK(of_2026.err == "section 2.1.3 of the 2026 handout: took benchmarking_script --edition 2026\n");
+    CHECK(has(of_2026.out, " instead of 512"));
+    CHECK(has(plan_of({"1.1.3"}).out, " instead of 256"));
+    CHECK(plan_of({"1.1.3", "--edition", "2026"}).err ==
+          "section 1.1.3 of the 2025 handout: took benchmarking_script\n");
+    Run typed = plan_of({"2.1.3", "--edition=2025"});
+    CHECK(typed.err == "section 2.1.3 of the 2026 handout: took benchmarking_script\n");
+    CHECK(has(typed.out, " instead of 256"));
+    CHECK(has(run_cs336({"2.1", "--help"}).err, "of the 2025 handout: took distributed_communication_single_node\n"));
+    CHECK(has(run_cs336({"3", "--Edition", "2026"}).err,
+              "no problem has this section; candidates: gradient_checkpointing\n"));
+    const std::string plan_8gib = run_cs336({"leaderboard", "--plan", "--memory", "8GiB"}).out;
+    for (const char* memory : {"8gib", "8G", "8192MiB", "8g"}) {
+        CHECK(run_cs336({"leaderboard", "--plan", "--memory", memory}).out == plan_8gib);
+    }
     CHECK(run_cs336({"help", "1.1.3"}).out == run_cs336({"benchmarking_script", "--help"}).out);
     Run dashes = run_cs336({"train", "--data", "x", "--context-length", "0", "--Quick"});
     CHECK(has(dashes.err, "--context_length: got '0'"));
@@ -433,6 +454,14 @@ TEST_CASE("main: on a terminal tables and help fit its width, and --wide shows a
     CHECK(has(turned, "\n| size            | custom |\n| --------------- | -----: |\n| d_model         |     16 |\n"));
     CHECK(has(turned, "\n| peak step MiB   | "));
 }
+TEST_CASE("main: on a terminal `where` prints a topic once, and what each line is") {
+    const std::string out = run_on_terminal({"where", "softmax"}, 80).out;
+    CHECK(has(out, "\nonline softmax\n\n| what    | name                    | where  "));
+    CHECK(has(out, "\n| kernel  | flash_v1_forward_kernel | attention.cu:"));
+    CHECK(!has(out, "Not shown"));
+    CHECK(has(run_cs336({"where", "softmax"}).out, "\n| online softmax   | kernel "));
+}
+
 TEST_CASE("main: on a narrow terminal a table keeps its results") {
     const std::vector<std::pair<Words, Words>> results = {
         {{"communication_accounting"}, {" value | unit ", " 219848638464 | "}},
@@ -510,12 +539,14 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{"benchmarking"}, "benchmarking", "benchmarking_script, benchmarking_mixed_precision"},
         {{""}, "''", "no such command"},
         {{"--format", "md", "list"}, "--format", "no such command"},
-        {{"list", "--speed", "3"}, "--speed", "no such option; takes --help, --memory, --format"},
-        {{"list", "--quack", "3"}, "--quack", "no such option; did you mean --quick? takes --help, --memory, --format"},
-        {{"list", "--fromat=md"}, "--fromat=md", "did you mean --format? takes"},
-        {{"train", "--dta", "x"}, "--dta", "did you mean --data? takes"},  // not: --data is missing
-        {{bench, "--sise", "small"}, "--sise", "did you mean --size? takes"},
-        {{bench, "--szie", "small"}, "--szie", "did you mean --size? takes"},
+        {{"list", "--speed", "3"}, "--speed", "no such option; it takes --help, --memory, --format"},
+        {{"list", "--quack", "3"},
+         "--quack",
+         "no such option; did you mean --quick? It takes --help, --memory, --format"},
+        {{"list", "--fromat=md"}, "--fromat=md", "did you mean --format? It takes"},
+        {{"train", "--dta", "x"}, "--dta", "did you mean --data? It takes"},  // not: --data is missing
+        {{bench, "--sise", "small"}, "--sise", "did you mean --size? It takes"},
+        {{bench, "--szie", "small"}, "--szie", "did you mean --size? It takes"},
         {{"traim"}, "traim", "no such command; did you mean train?"},
         {{"benchmarking-scirpt"}, "benchmarking-scirpt", "did you mean benchmarking_script?"},
         {{"2.2"}, "2.2", "candidates: naive_ddp, naive_ddp_benchmarking"},
@@ -524,8 +555,8 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{"1.1.30"}, "1.1.30", "no problem has this section; `cs336 list` shows them"},
         {{"reproduce", "--only", "2.2"}, "2.2", "candidates: naive_ddp, naive_ddp_benchmarking"},
         {{"reproduce", "--only", "flash_farward"}, "flash_farward", "did you mean flash_forward?"},
-        {{"list", "more"}, "more", "no such option; takes --help, --memory, --format"},
-        {{"list", "format", "md"}, "format", "no such option; did you mean --format? takes"},
+        {{"list", "more"}, "more", "no such option; it takes --help, --memory, --format"},
+        {{"list", "format", "md"}, "format", "no such option; did you mean --format? It takes"},
         {{"list", "--form", "md"}, "--form", "--format"},
         {{"list", "--format", "xml"}, "--format", "'xml'"},
         {{"list", "--format", ""}, "--format", "md, csv, json"},
@@ -570,11 +601,17 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{bench, "--memory", "1e2GiB"}, "--memory", "'1e2GiB'"},
         {{bench, "--memory", "-1GiB"}, "--memory", "'-1GiB'"},
         {{bench, "--memory", "GiB"}, "--memory", "'GiB'"},
+        {{bench, "--memory", "8GiB"}, "--memory", "got '8GiB', takes --plan with it"},
+        {{"scaling", "--memory", "8GiB", "--quick"}, "--memory", "got '8GiB', takes --plan with it"},
         {{bench, "--plan=yes"}, "--plan", "takes none"},
         {{"info", "--plan"}, "--plan", "--device"},
         {{bench, "--precision", "fp8"}, "--precision", "bf16"},
         {{bench, "--table", "minutes"}, "--table", "seconds"},
         {{bench, "--device", "tpu"}, "--device", "cuda"},
+        {{bench, "--device", "GPU"}, "--device", "; did you mean cuda?"},
+        {{bench, "--precision", "bfloat16"}, "--precision", "; did you mean bf16?"},
+        {{bench, "--precision", "fp32,float16"}, "--precision", "; did you mean fp16?"},
+        {{"torch_compile", "--precision", "float32"}, "--precision", "; did you mean fp32?"},
         {{"attention", "--inputs", "no/such/file", "--out", "o", "--impl", "none"}, "--impl", "'none'"},
         {{"attention", "--inputs", "i", "--out", "no/such/folder/o"}, "--out", "in a folder that can be written to"},
         {{"attention", "--inputs", "i", "--out", "/dev/null"}, "--out", "regular file"},
@@ -666,7 +703,14 @@ TEST_CASE("main: a file that is not there is a failure, not wrong usage") {
     Run r = run_cs336({"train", "--data", "no/such/file", "--device", "cpu", "--quick"});
     CHECK(r.exit_code == 1);
     CHECK(r.out == "");
-    CHECK(has(r.err, "no/such/file"));
+    CHECK(has(r.err, "--data: got 'no/such/file': No such file or directory; there is no folder no/such\n"));
+    for (const char* option : {"--weights", "--batch"}) {
+        Words words = {"model", "--weights", "LICENSE", "--batch", "LICENSE", "--num_heads", "2", "--out", "o"};
+        *(std::find(words.begin(), words.end(), option) + 1) = "none";
+        Run model = run_cs336(words);
+        CHECK(model.exit_code == 1);
+        CHECK(model.err == std::string("cs336 model: ") + option + ": got 'none': No such file or directory\n");
+    }
 }
 
 TEST_CASE("main: tests/vs_pytorch.py explains itself and refuses in one line, also without PyTorch") {

@@ -618,6 +618,20 @@ TEST_CASE("measure: child: notes" * doctest::skip()) {
     note("--long: got '%s'", micros.c_str());
 }
 
+TEST_CASE("measure: child: makes progress" * doctest::skip()) {
+    REQUIRE(dup2(STDOUT_FILENO, STDERR_FILENO) >= 0);
+    progress("at once");
+    progress("at once, too");
+    usleep(5100000);
+    progress("%d s later", 5);
+    progress("at once after it");
+}
+TEST_CASE("measure: where no terminal is, progress is a plain line at most every five seconds") {
+    std::string text = run_case("measure: child: makes progress");
+    CHECK(has(text, "5 s later\n"));
+    CHECK(!has(text, "at once"));
+}
+
 TEST_CASE("measure: a note is one line, whatever it says") {
     std::string text = run_case("measure: child: notes");
     CHECK(has(text, "a\\x0ab\\x1b[31m\\x7f, \xc2\xb5\n"));

@@ -185,9 +185,16 @@ static std::vector<std::vector<std::string>> plan_of(std::vector<std::string> wo
     Table table = read_csv(r.out);
     bool on_card = std::find(words.begin(), words.end(), "--memory") != words.end();  // nobody knows how fast it is
     std::vector<std::string> columns = {"row", "predicted peak MiB", "fits"};
-    if (!on_card && table.columns.size() > 3) { columns.push_back("rough seconds"); }
+    const bool small = table.rows.at(0)[0] == "numbers and small tensors";
+    if (small || (!on_card && table.columns.size() > 3)) { columns.push_back("rough seconds"); }
     bool none = has(table.caption, "no rough seconds: the speed of that card is not known here; ");
-    CHECK(none == (on_card && table.rows.at(0)[0] != "numbers and small tensors"));
+    CHECK(none == (on_card && !small));
+    bool on_cpu = std::find(words.begin(), words.end(), "cpu") != words.end();
+    if (on_card && !on_cpu) { CHECK(has(table.caption, "nothing ran: a GPU with ")); }
+    const bool ranks =
+        std::any_of(table.rows.begin(), table.rows.end(), [](const auto& row) { return has(row[0], " ranks, "); });
+    CHECK(has(table.caption, "peaks are per rank") == ranks);
+    CHECK(has(table.caption, "each rank is taken to have one such GPU") == (ranks && on_card));
     CHECK(table.columns == columns);
     REQUIRE(!table.rows.empty());
     return table.rows;
@@ -198,13 +205,13 @@ TEST_CASE("plan: every problem has a plan, here and for a GPU that is not here; 
     for (const std::vector<std::string>& row : list.rows) {
         CAPTURE(row[0]);
         bool problem = row[1] != "tool";
-        CHECK(problem == !row[8].empty());
-        CHECK(problem == !row[9].empty());
+        CHECK((problem || row[0] == "scaling") == !row[8].empty());
+        CHECK(row[8].empty() == row[9].empty());
         if (!problem) { continue; }
         problems++;
         plan_of({row[0]});
         auto card = plan_of({row[0], "--memory", "8GiB"});
-        if (card[0][1].empty()) { continue; }  // numbers and small tensors
+        if (card[0][0] == "numbers and small tensors") { continue; }
         with_rows++;
         CHECK(row[8] == "-");  // nobody knows how fast it is
         const size_t n = card.size() == 1 ? 1 : card.size() - 1;
@@ -253,8 +260,19 @@ TEST_CASE("plan: a smaller card gets a smaller default, and a plan says what the
     Table table = read_csv(run_cs336(run).out);
     REQUIRE(table.rows.size() == 1);
     CHECK(table.rows[0][8] == planned);
-    run.insert(run.end(), {"--memory", "1MB"});
-    CHECK(has(run_cs336(run).out, "OOM (0.0 GiB)"));
+    run.insert(run.end(), {"--batch_size", "1048576"});
+    CHECK(has(run_cs336(run).out, "OOM ("));
+}
+
+TEST_CASE("plan: where nothing fits, the last row says what the smallest needs") {
+    auto rows = plan_of({"benchmarking_script", "--memory", "100MiB"});
+    REQUIRE(rows.size() > 2);
+    double least = INFINITY;
+    for (size_t i = 0; i + 1 < rows.size(); i++) {
+        CHECK(rows[i][2] == "no");
+        least = std::min(least, std::stod(rows[i][1]));
+    }
+    CHECK(rows.back() == std::vector<std::string>{"nothing fits: smallest peak", strprintf("%.1f", least), "no"});
 }
 
 TEST_CASE("plan: nothing is written, and a table of small problems says so") {
@@ -263,7 +281,11 @@ TEST_CASE("plan: nothing is written, and a table of small problems says so") {
     plan_of({"benchmarking_script", "--quick", "--trace", trace, "--plot", plot, "--roofline"});
     plan_of({"memory_profiling", "--quick", "--out", out});
     CHECK(folder.files().empty());
-    CHECK(plan_of({"fsdp_calcs"}) == std::vector<std::vector<std::string>>{{"numbers and small tensors", "", "yes"}});
+    const std::vector<std::vector<std::string>> small = {{"numbers and small tensors", "< 102.4", "yes", "< 60"}};
+    for (const char* command : {"fsdp_calcs", "naive_ddp"}) {
+        CHECK(plan_of({command}) == small);
+        CHECK(plan_of({command, "--memory", "8GiB"}) == small);
+    }
     auto rows = plan_of({"train", "--data", "README.md", "--device", "cpu"});
     REQUIRE(rows.size() == 1);
     CHECK(rows[0].size() == 4);  // with seconds

@@ -429,6 +429,23 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
     refused(2, "no/such/file", "no/such/file");
     SafeTensors weights = load_safetensors(good[2]), batch = load_safetensors(good[4]);
     std::string bad = folder / "bad";
+    const std::string half = folder / "half", compiled = folder / "compiled", flat = folder / "flat",
+                      zip = folder / "x.pt";
+    std::vector<char> zeros(1 << 20);
+    SafeTensors changed = weights;
+    FileTensor& embedding = changed.tensors.at("token_embeddings.weight");
+    embedding = {"F16", embedding.shape, zeros.data(), (size_t)count(embedding.shape) * 2};
+    save_safetensors(half, {changed.tensors.begin(), changed.tensors.end()});
+    refused(2, half, "found F16; tests/check.py takes such files");
+    changed = weights;
+    changed.tensors["_orig_mod.lm_head.weight"] = changed.tensors.at("lm_head.weight");
+    save_safetensors(compiled, {changed.tensors.begin(), changed.tensors.end()});
+    refused(2, compiled, "tests/check.py takes such files");
+    int ids[3] = {1, 2, 3};
+    save_safetensors(flat, {{"tokens", {"I32", {3}, ids, 12}}, {"targets", {"I32", {3}, ids, 12}}});
+    refused(4, flat, "tests/check.py takes such files");
+    write_file(zip, "PK\3\4 and what else a zip file has");
+    refused(2, zip, "found a zip file, such as PyTorch's .pt; tests/check.py --weights reads it");
     batch.tensors["mask"] = batch.tensors["tokens"];
     save_safetensors(bad, {batch.tensors.begin(), batch.tensors.end()});
     refused(4, bad, "tensor \"mask\": not tokens or targets");

@@ -46,7 +46,8 @@ TEST_CASE("where: words find topics and names, in any case and order") {
     std::vector<Words> rows = rows_of_where({"Softmax", "online"});
     REQUIRE(rows.size() == 6);
     CHECK(rows[0][1] == "formula");
-    CHECK(has(rows[0][2], "S = Q K^T"));
+    CHECK(rows[0][2] == "S = Q_i K_j^T / sqrt(D)");
+    CHECK(rows_of_where({"adamw"})[0][2] == "p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - ...");
     CHECK(rows[1][2] == "flash_forward_tile_cpu");
     CHECK(rows[2][2] == "flash_v1_forward_kernel");
     CHECK(rows_of_where({"bucket"})[1][2] == "cut_into_buckets");
@@ -67,11 +68,14 @@ TEST_CASE("where: a backward's formula is a gradient") {
     CHECK(has(formula({"cross-entropy", "backward"}), "dl[n,v] = "));
     CHECK(has(formula({"softmax", "backward"}), "dS_rj = P_rj (dP_rj - "));
     CHECK(has(formula({"softmax_cpu"}), "P_rj = exp(S_rj - L_r)"));
+    CHECK(has(formula({"swiglu", "silu", "forward"}), "g = silu(a) * b"));
     CHECK(has(formula({"cross-entropy", "forward"}), "loss = mean_n("));  // without the words before it
 }
 
 TEST_CASE("where: what it does not find is one line") {
     for (const auto& [words, names] : {std::pair<Words, const char*>{{"where", "softmax", "bogus"}, "'softmax bogus'"},
+                                       {{"where", "softmx"}, "got 'softmx'; did you mean softmax? It takes words of"},
+                                       {{"where", "allreduce"}, "; did you mean all-reduce? It takes words of"},
                                        {{"where", "adamw", "--foo"}, "--foo"}}) {
         Run r = run_cs336(words);
         CHECK(r.exit_code == 2);
