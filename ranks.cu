@@ -547,15 +547,16 @@ static void staged(Links& l, const Tensor& t, const Mark& ready, const std::func
 #endif
     f(t);
 }
-static void start_on_gloo(Links& l, const WorkPtr& work, const Tensor& t, const std::function<void(const Tensor&)>& f) {
+static void start_on_gloo(Links& l, const WorkPtr& work, Tensor t, std::function<void(const Tensor&)> f) {
     Mark ready = mark();
-    auto job = [&l, work, t, f, ready] {
+    auto job = [&l, work, t, f, ready]() mutable {
         Range range(work->what);
         work->begin = {now_ms(), nullptr};
         std::string error;
         try {
             staged(l, t, ready, f);
         } catch (const std::exception& e) { error = first_line(e); }
+        t = Tensor(), f = nullptr;  // who waits may count on their memory
         std::lock_guard<std::mutex> lock(l.mutex);
         work->end = {now_ms(), nullptr};
         work->error = error;

@@ -320,12 +320,12 @@ TEST_CASE("plan: train's is its run's, also with several backwards and ranks") {
                                               "2048",  "--num_layers",     "1"};
         for (const auto& [run_words, strategy] :
              {std::pair(words, "ddp"), {words, "sharded"}, {words, "fsdp"}, {few, "sharded"}, {few, "fsdp"}}) {
-            INFO(strategy);
             std::vector<std::string> ranks = run_words;
             ranks.insert(ranks.end(), {"--nproc", "2", "--strategy", strategy});
             const double of_rank = std::stod(plan_of(ranks)[0][1]);
             Run r = run_cs336(ranks);
-            REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+            INFO(join(ranks, " ") << "\n" << r.out << r.err);
+            REQUIRE(r.exit_code == 0);
             const std::string last = r.out.substr(r.out.rfind("\n| ") + 1);
             CHECK(std::abs(std::stod(last.substr(last.rfind("|", last.size() - 3) + 1)) / of_rank - 1) < 0.03);
         }
