@@ -201,7 +201,7 @@ int cmd_distributed_communication_single_node(const Options& o) {
             for (int n : ranks) { handout.rows.back().push_back(cells[backend + size][std::to_string(n)]); }
         }
     }
-    print(handout, o.format);
+    if (!handout.rows.empty()) { print(handout, o.format); }
     plot_all_reduce(o, table);
     return 0;
 }

@@ -225,6 +225,7 @@ TEST_CASE("main: each edition has the defaults that help shows, and what is type
             run_cs336({"distributed_communication_single_node", "--edition", "2026", "--format", "csv"}).out;
         CHECK(has(out, "\nnccl,cuda,6,all,"));
         CHECK(!has(out, "\ngloo,"));
+        CHECK(!has(out, "the same, median ms"));  // an empty table
     }
 }
 
