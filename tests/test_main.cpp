@@ -123,7 +123,7 @@ TEST_CASE("main: flash_leaderboard's caption names what was scaled down, and not
     Words words = {"flash_leaderboard", "--device", "cpu", "--quick", "--impl", "all", "--num_heads", "1"};
     Run r = run_cs336(words);
     CHECK(r.exit_code == 0);
-    CHECK(has(r.out, "1 heads, D 64, S 512, fp32"));
+    CHECK(has(r.out, "batch 1, 1 head, D 64, S 512, fp32"));
     CHECK(has(r.out, "; scaled down: a shorter sequence, fp32, less time\n"));
     words.insert(words.end(), {"--context_length", "64", "--precision", "fp32"});
     CHECK(has(run_cs336(words).out, "; scaled down: less time\n"));
