@@ -147,6 +147,27 @@ static std::string arrangement(const std::string& strategy) {
            : strategy == "none"             ? "no block is in a checkpoint"
                                             : "every k blocks are a checkpoint";
 }
+// The arrangement as code: x goes through `blocks`, of which checkpoint() keeps x alone and runs them again in
+// backward.
+static std::string sketch_of(const std::string& strategy) {
+    return strategy == "linear nesting"
+               ? "def run(blocks, x):\n"
+                 "    if len(blocks) > 1:\n"
+                 "        x = checkpoint(run, blocks[:-1], x)  # keeps x, runs again in backward\n"
+                 "    return blocks[-1](x)\n"
+           : strategy == "recursive halves" ? "def run(blocks, x):\n"
+                                              "    if len(blocks) == 1: return blocks[0](x)\n"
+                                              "    x = checkpoint(run, blocks[:len(blocks) // 2], x)\n"
+                                              "    return checkpoint(run, blocks[len(blocks) // 2:], x)\n"
+           : strategy == "none"             ? "def run(blocks, x):\n"
+                                              "    for block in blocks:\n"
+                                              "        x = block(x)\n"
+                                              "    return x\n"
+                                            : "def run(blocks, x):\n"
+                                              "    for i in range(0, len(blocks), k):\n"
+                                              "        x = checkpoint(run_all, blocks[i:i + k], x)\n"
+                                              "    return x\n";
+}
 // "1 + h = 5 inputs, O(log N) memory; backward runs N (h + 1) - 2^h = 64 blocks again, O(N log N) compute". A count
 // that is another number follows.
 static std::string price(const TableRow& row) {
@@ -159,26 +180,28 @@ static std::string price(const TableRow& row) {
                with_count("inputs kept", "inputs", "inputs counted"), row.text("memory"),
                with_count("run again", "blocks again", "blocks again counted"), row.text("compute"));
 }
-static std::string best_strategy(const Table& table) {
+static Answer best_strategy(const Table& table) {
     const char* peak = "peak MiB";
     TableRow best = smallest_of(rows_of(table), peak), none = row_of(table, {{"strategy", "none"}}),
              flat = row_of(table, {{"strategy", "flat, k = 1"}});
-    if (!best || !none || !flat) { return "The table lacks a strategy or its peak."; }
+    if (!best || !none || !flat) { return {"a", "The table lacks a strategy or its peak."}; }
     std::string name = best.text("strategy"), kept = best.text("blocks kept");
     std::vector<std::string> different;
     for (const TableRow& row : rows_of(table)) {
         if (row.text("gradients") != "the same bits") { different.push_back(row.text("strategy")); }
     }
-    if (!different.empty()) { return say("The gradients differ with {}.", list_of(different)); }
+    if (!different.empty()) { return {"a", say("The gradients differ with {}.", list_of(different))}; }
     double gain = 100 * (1 - best.number(peak) / flat.number(peak));
-    return say("The strategy with the least peak is {}, {} MiB (without checkpoints: {}): {}. It keeps all "
-               "residuals of {} at a time and {}. ",
-               name, best.text(peak), none.text(peak), arrangement(name), kept == "1" ? "one block" : kept + " blocks",
-               price(best)) +
-           (gain > 0 ? say("Nesting takes {} % off the peak of k = 1 ({} MiB), and is worth its compute only where N "
-                           "inputs are large beside a block's residuals.",
-                           number(gain, "%.1f"), flat.text(peak))
-                     : "Nesting gains nothing here.");
+    std::string text =
+        say("The strategy with the least peak is {}, {} MiB (without checkpoints: {}): {}. It keeps all "
+            "residuals of {} at a time and {}. ",
+            name, best.text(peak), none.text(peak), arrangement(name), kept == "1" ? "one block" : kept + " blocks",
+            price(best)) +
+        (gain > 0 ? say("Nesting takes {} % off the peak of k = 1 ({} MiB), and is worth its compute only where N "
+                        "inputs are large beside a block's residuals.",
+                        number(gain, "%.1f"), flat.text(peak))
+                  : "Nesting gains nothing here.");
+    return {"a", text, sketch_of(name)};
 }
 
 static std::string blocks_in(const TableRow& row) {
@@ -239,7 +262,7 @@ static std::string best_size(const Table& asked, const Table& run) {
 Answers answer_gradient_checkpointing(const Tables& tables) {
     Answers answers;
     if (const Table* table = table_with(tables, {"gradient_checkpointing (a)"})) {
-        answers.push_back({"a", best_strategy(*table)});
+        answers.push_back(best_strategy(*table));
     }
     Tables sizes = tables_with(tables, {"gradient_checkpointing (b)"});  // the asked size, then perhaps a smaller one
     if (!sizes.empty()) { answers.push_back({"b", best_size(sizes[0], sizes.back())}); }

@@ -916,7 +916,7 @@ static std::string saved_by_block(const Table& operations, const Table& blocks) 
         saved.push_back(say("{} bytes in {}{}", bytes_of(row, "saved"), row.text("precision"),
                             as_predicted ? "" : " (predicted: " + bytes_of(row, "predicted") + ")"));
     }
-    double share = 0;
+    double sum = 0;  // bytes: rounded percentages can add up to more than 100
     std::vector<Cell> setting;
     for (const char* column : {"size", "context length", "precision"}) {
         setting.push_back({column, first.text(column)});
@@ -925,7 +925,7 @@ static std::string saved_by_block(const Table& operations, const Table& blocks) 
         if (row.text("op") == "the rest") { continue; }
         largest.push_back(
             say("{} in {} {} ({} %)", row.text("op"), row.text("range"), bytes_of(row, "bytes"), row.text("%")));
-        share += row.number("%");
+        sum += row.number("bytes");
     }
     const char* gradients = "gradients: change + saved - copies";
     std::string formula = bytes_of(first, "by formula");
@@ -933,10 +933,10 @@ static std::string saved_by_block(const Table& operations, const Table& blocks) 
     bool planned = blocks.caption.find("predicted: ") != std::string::npos;
     return say("One block ({}, mode {}{}) saves for backward {}.", where(first),
                value_in(operations, "mode ", ", batch"), planned ? "; predicted" : "", list_of(saved)) +
-           (largest.empty()
-                ? ""
-                : say(" In {} the {} operations that save most have {} % of it: {}.", first.text("precision"),
-                      std::to_string(largest.size()), number(share, "%.1f"), list_of(largest))) +
+           (largest.empty() ? ""
+                            : say(" In {} the {} operations that save most have {} % of it: {}.",
+                                  first.text("precision"), std::to_string(largest.size()),
+                                  number(100 * sum / first.number("saved"), "%.1f"), list_of(largest))) +
            say(" Backward over this block frees {} bytes, but memory {} by {}: the rest is its parameters' gradients, "
                "{} bytes{}, beside {} of its input's gradient.",
                with_commas(first.number("saved") - first.number("of it weight copies")), change < 0 ? "falls" : "grows",
@@ -965,6 +965,11 @@ Answers answer_memory_profiling(const Tables& tables) {
     }
     answers.push_back({"d", residual_stream(*residual)});
     answers.push_back({"e", largest_of_forward(*largest)});
-    if (operations && blocks) { answers.push_back({"f", saved_by_block(*operations, *blocks)}); }
+    if (operations && blocks) {
+        answers.push_back({"f", saved_by_block(*operations, *blocks)});
+    } else if (peaks->caption.find(", checkpoint ") != std::string::npos) {
+        answers.push_back(
+            {"f", "Left out: (f) needs a run without `--checkpoint`, because a checkpoint keeps only its input."});
+    }
     return answers;
 }

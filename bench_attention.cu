@@ -490,15 +490,15 @@ int cmd_flash_leaderboard(const Options& o) {
     if (impls.empty()) { usage_error("--impl: got '%s', takes all, auto%s here", o.impl.c_str(), here.c_str()); }
     double rate = context.plan_only ? NAN : matmul_rate(precision, cpu ? 1024 : 8192, 20);
     double forward_flops = (c.causal ? 2.0 : 4.0) * c.H * c.Tq * (double)c.Tk * c.D;
-    Table table{
-        strprintf("flash_leaderboard: batch 1, %d heads, D %d, S %d, %s, %s%s; %.2g s of warm-up, %.2g s of runs, "
-                  "median; this "
-                  "device multiplies matrices at %.3g TFLOP/s; %s",
-                  c.H, c.D, c.Tq, name_of(precision), c.causal ? "causal" : "not causal",
-                  context.deterministic ? ", deterministic" : "", warmup / 1e3, budget / 1e3, rate, p.origin().c_str()),
-        {"implementation", "card", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s", "of the matmul rate",
-         "of peak %"},
-        {}};
+    Table table{strprintf("flash_leaderboard: batch 1, %s, D %d, S %d, %s, %s%s; %.2g s of warm-up, %.2g s of runs, "
+                          "median; this "
+                          "device multiplies matrices at %.3g TFLOP/s; %s",
+                          counted(std::to_string(c.H), "head").c_str(), c.D, c.Tq, name_of(precision),
+                          c.causal ? "causal" : "not causal", context.deterministic ? ", deterministic" : "",
+                          warmup / 1e3, budget / 1e3, rate, p.origin().c_str()),
+                {"implementation", "card", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s",
+                 "of the matmul rate", "of peak %"},
+                {}};
     for (const AttentionImpl* impl : impls) {
         PassTimes t = pass_times(*impl, c, dtype, warmup, budget);
         double tflops = 3.5 * forward_flops / t.both / 1e9;

@@ -201,7 +201,7 @@ int cmd_distributed_communication_single_node(const Options& o) {
             for (int n : ranks) { handout.rows.back().push_back(cells[backend + size][std::to_string(n)]); }
         }
     }
-    print(handout, o.format);
+    if (!handout.rows.empty()) { print(handout, o.format); }
     plot_all_reduce(o, table);
     return 0;
 }
@@ -455,9 +455,10 @@ std::string caption_of(const Plan& p, const Communicator& c, const char* command
                               ? strprintf("%d x %s", std::min(c.world, cuda_devices()), device_description().c_str())
                               : device_description() + " per rank";
     return strprintf(
-        "%s; %d ranks, backend %s; size %s (d_model %d, %d layers), precision %s, mode %s%s; %s per rank, "
+        "%s; %s, backend %s; size %s (d_model %d, %s), precision %s, mode %s%s; %s per rank, "
         "context length: %d, %d warmup, %d step; %s; commit %s%s",
-        command, c.world, c.backend.c_str(), m.name.c_str(), m.d_model, m.num_layers, name_of(p.precisions[0]),
+        command, counted(std::to_string(c.world), "rank").c_str(), c.backend.c_str(), m.name.c_str(), m.d_model,
+        counted(std::to_string(m.num_layers), "layer").c_str(), name_of(p.precisions[0]),
         caption_of(p.modes[0]).c_str(), reduced_as(p.o) == BF16 ? ", gradients reduced in bf16" : "",
         counted(std::to_string(p.o.batch_size), "sequence").c_str(), p.o.context_length, p.o.warmup[0], p.o.steps,
         devices.c_str(), commit().c_str(), p.scaled_down.c_str());

@@ -194,12 +194,12 @@ int cmd_scaling(const Options& asked) {
     const ModelConfig& c = p.configs[0];
     Table table{
         strprintf(
-            "scaling: size %s (d_model %d, %d layers), precision %s, mode %s, context length %d, %s; weak: %d "
+            "scaling: size %s (d_model %d, %s), precision %s, mode %s, context length %d, %s; weak: %d "
             "sequence%s per rank, strong: %d in all; speed-up: tokens per second over the fastest way on one rank; "
             "%d warmup, %d step; %s",
-            c.name.c_str(), c.d_model, c.num_layers, name_of(context.precision), caption_of(context.mode).c_str(),
-            p.o.context_length, largest.backend.c_str(), p.o.batch_size, p.o.batch_size == 1 ? "" : "s", whole_batch,
-            p.o.warmup[0], p.o.steps, p.origin().c_str()),
+            c.name.c_str(), c.d_model, counted(std::to_string(c.num_layers), "layer").c_str(),
+            name_of(context.precision), caption_of(context.mode).c_str(), p.o.context_length, largest.backend.c_str(),
+            p.o.batch_size, p.o.batch_size == 1 ? "" : "s", whole_batch, p.o.warmup[0], p.o.steps, p.origin().c_str()),
         {"Scaling", "Ranks", "Way", "sequences per rank", "step (ms)", "Exposed Comm (ms)", "Tokens/second", "speed-up",
          "efficiency (%)"},
         {}};

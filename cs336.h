@@ -375,6 +375,7 @@ struct RunningTable {
 };
 struct Answer {
     std::string part, text;  // part: the handout's letter; "": of the whole problem
+    std::string code = "";   // lines of a sketch, where the handout asks for one
 };
 std::vector<Answer> answers_of(const std::string& command, const std::vector<Table>& tables);  // answers.cu
 std::string format_answers(const std::vector<Answer>& answers, const std::string& format);

@@ -410,6 +410,12 @@ static std::vector<Option> options_of_runs() {
     return {
         {"edition", "edition", name(&Options::edition, {"2025", "2026"}),
          "the handout whose defaults are taken; xl is 1600 wide in 2025's and 2560 in 2026's", "2025"},
+        {"same_edition", "edition", name(&Options::edition, {"2025", "2026"}),
+         "without effect here, where both handouts agree", "2025"},
+        {"edition_2025", "edition", one(&Options::edition, "2025: 2026's handout has no such problem", among({"2025"})),
+         "the handout", "2025"},
+        {"edition_2026", "edition", name(&Options::edition, {"2025", "2026"}),
+         "without effect here: only 2026's handout has this problem", "2026"},
         {"device", "device", name(&Options::device, {"auto", "cpu", "cuda"}),
          "where to run; auto takes a GPU if there is one", "auto"},
         {"sizes", "size", names(&Options::size, sizes), "models of the handout; without a GPU the default may be small",
@@ -863,6 +869,14 @@ static void refuse_extras(const CLI::App& app, const std::vector<std::string>& e
                 join(known, ", ").c_str());
 }
 
+// A problem takes --edition also where nothing hangs on it, so that one command line's edition fits the next.
+static std::string edition_of(const Command& c) {
+    if (!*c.section || c.options.compare(0, strlen("edition"), "edition") == 0) { return ""; }
+    return in_edition(c.section, "2026").empty() ? " edition_2025"
+           : *c.section == '|'                   ? " edition_2026"
+                                                 : " same_edition";
+}
+
 // typed: what follows the program's name. Returns the help if it asks for it, else "".
 static std::string parse_options(const Command& command, const std::vector<std::string>& typed, Options& o) {
     o.command = command.id;
@@ -873,7 +887,7 @@ static std::string parse_options(const Command& command, const std::vector<std::
     app.formatter(std::make_shared<HelpFormatter>());
     app.allow_extras();  // so that the message about them is ours
     std::string options =
-        command.options +
+        command.options + edition_of(command) +
         (*command.section || command.run == cmd_train || command.run == cmd_scaling ? " plan memory" : "");
     for (const std::string& word : CLI::detail::split(options, ' ')) {
         if (!word.empty()) { add_option(app, word, o, takes, new_defaults); }

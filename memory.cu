@@ -548,7 +548,7 @@ static void write_pictures(const Profile& r, const Plan& p, const std::string& c
 }
 
 static void print_blocks(const Plan& p, const std::string& caption) {
-    if (context.checkpoint) { return; }  // a checkpoint saves its input, and may be several blocks
+    if (context.checkpoint) { return; }  // a checkpoint saves its input, and may be several blocks: the answer says it
     std::vector<BlockMemory> blocks;
     for (const ModelConfig& c : p.configs) {
         for (Precision precision : p.precisions) {
@@ -620,6 +620,24 @@ static void make_fit(Plan& p) {
     p = smaller, p.o.out = out, context.mode = p.modes[0];
 }
 
+// Leaves out the precisions that the CPU's FlashAttention lacks. False: it has none of them.
+static bool keep_what_runs(Plan& p) {
+    std::vector<std::string> asked, kept;
+    std::vector<Precision> precisions;
+    for (Precision precision : p.precisions) {
+        asked.push_back(name_of(precision));
+        if (context.mode == FLASH && fastest_mode(p.configs[0], precision) != FLASH) { continue; }
+        precisions.push_back(precision), kept.push_back(name_of(precision));
+    }
+    if (kept.empty()) {
+        note("memory_profiling: no small model ran: the CPU's FlashAttention has no %s", join(asked, ", ").c_str());
+    } else if (kept.size() < asked.size()) {
+        p.note_smaller("precision " + join(kept, ",") + " instead of " + join(asked, ","));
+    }
+    p.precisions = precisions;
+    return !kept.empty();
+}
+
 int cmd_memory_profiling(const Options& o) {
     Device device = context.device = choose_device(o.device);
     context.each_launch = true;
@@ -631,7 +649,10 @@ int cmd_memory_profiling(const Options& o) {
         p.shrink_size();
         p.shrink("context_length", &Options::context_lengths, {128});
     }
-    p.choose_models();
+    {
+        Planning planning;  // so that a precision which only a GPU has in this mode can be predicted
+        p.choose_models();
+    }
     context.mode = p.modes[0];
     if (device == CUDA) {
         make_fit(p);
@@ -645,6 +666,7 @@ int cmd_memory_profiling(const Options& o) {
     p.configs = {{"tiny", 256, 1024, 2, 4, 1000}};
     p.o.context_lengths = {64}, p.o.batch_size = 2;
     p.note_smaller("2 layers, d_model 256, d_ff 1024, 4 heads, context length 64");
+    if (!keep_what_runs(p)) { return 0; }
     profile_all(p, "really run, second run of each phase", false);
     return 0;
 }

@@ -503,11 +503,17 @@ static int count_of(const std::vector<Experiment>& all, const std::string& statu
     return (int)std::count_if(all.begin(), all.end(), [&](const Experiment& e) { return status_of(e) == status; });
 }
 
-// What the captions say was scaled down, and whether each block finds its tables.
+// What the captions say was scaled down, and whether each block finds its tables. Only tables that a block shows count:
+// beside a prediction in full, a command may run a small model.
 static void read_outputs(Agenda& agenda) {
-    for (Experiment& e : agenda.all) {
-        std::string from_caption = scaled_down_in(e.output);
-        if (!from_caption.empty()) { e.scaled_down = from_caption; }
+    for (size_t p = 0; p < agenda.pages.size(); p++) {
+        for (size_t b = 0; b < agenda.pages[p].blocks.size(); b++) {
+            if (agenda.index[p][b] < 0) { continue; }
+            Experiment& e = agenda.all[agenda.index[p][b]];
+            const std::string seen = shown(e.output, agenda.pages[p].blocks[b]);
+            std::string from_caption = scaled_down_in(seen.empty() ? e.output : seen);
+            if (!from_caption.empty()) { e.scaled_down = from_caption; }
+        }
     }
     for (size_t p = 0; p < agenda.pages.size(); p++) {
         for (size_t b = 0; b < agenda.pages[p].blocks.size(); b++) {

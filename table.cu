@@ -368,10 +368,14 @@ std::string format_answers(const std::vector<Answer>& answers, const std::string
     for (const Answer& a : answers) {
         std::string part = a.part.empty() ? "" : "(" + a.part + ")";
         json["answers"][a.part] = a.text;
+        if (!a.code.empty()) { json["code"][a.part] = a.code; }
         if (format == "csv") {
             text += "# " + part + (part.empty() ? "" : " ") + a.text + "\n";
+            std::istringstream code(a.code);
+            for (std::string line; std::getline(code, line);) { text += "# " + line + "\n"; }
         } else {
             text += (text.empty() ? "" : "\n") + (part.empty() ? "" : "**" + part + "** ") + a.text + "\n";
+            text += a.code.empty() ? "" : "\n```\n" + a.code + "```\n";
         }
     }
     return format == "json" ? json.dump(-1, ' ', true) + "\n" : text;

@@ -61,6 +61,16 @@ TEST_CASE("answers ddp: distributed_communication_single_node") {
           "Not measured: Gloo with 4 and 6 ranks and NCCL with 2, 4 and 6 ranks (no GPU here). This run was scaled "
           "down: 3 "
           "steps instead of 10.");
+    one.rows.pop_back();  // --device cpu: NCCL was not asked for
+    few = answers_of(command, {one});
+    REQUIRE(few.size() == 2);
+    CHECK(few[1].text == "Not measured: Gloo with 4 and 6 ranks. This run was scaled down: 3 steps instead of 10.");
+    one.rows = {{"nccl", "cuda", "2", "all", "", "", "no GPU here"}};  // 2026's, without a GPU
+    few = answers_of(command, {one});
+    REQUIRE(few.size() == 1);
+    CHECK(few[0].text ==
+          "Not measured: NCCL with 2, 4 and 6 ranks (no GPU here). `--device cpu` measures Gloo on the CPU. This run "
+          "was scaled down: 3 steps instead of 10.");
 }
 TEST_CASE("answers ddp: weights of data parallel and of one process") {
     check_says(answers_to("naive_ddp"),

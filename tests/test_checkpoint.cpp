@@ -4,6 +4,8 @@
 
 #include <regex>
 
+#include <nlohmann/json.hpp>
+
 using Words = std::vector<std::string>;
 
 // A size for (b), where only (a) matters.
@@ -227,6 +229,25 @@ TEST_CASE("gradient_checkpointing: answers from other numbers") {
          "Measured with xl (2026), a checkpoint of 2 blocks takes 62000.1 MiB (predictions were at most 0.05 % off), "
          "and 4000.00 ms",
          "so we know the price only in FLOPs"});
+}
+TEST_CASE("gradient_checkpointing: answer (a) has the code of the strategy that won") {
+    const Tables t = recorded();
+    auto code = [](const Tables& tables) { return answers_of("gradient_checkpointing", tables)[0].code; };
+    const std::string nested = code(t);
+    CHECK(std::count(nested.begin(), nested.end(), '\n') == 4);
+    CHECK(has(nested, "x = checkpoint(run, blocks[:-1], x)"));
+    CHECK(
+        has(code(with_cell(t, 0, "recursive halves", "peak MiB", "1.5")), "checkpoint(run, blocks[len(blocks) // 2:]"));
+    CHECK(has(code(with_cell(t, 0, "flat, k = 1", "peak MiB", "1.5")), "for i in range(0, len(blocks), k):"));
+    CHECK(!has(code(with_cell(t, 0, "none", "peak MiB", "1.5")), "checkpoint"));
+    CHECK(code(with_cell(t, 0, "none", "gradients", "differ")) == "");
+
+    Answers answers = answers_of("gradient_checkpointing", t);
+    CHECK(has(format_answers(answers, "md"), "\n\n```\n" + nested + "```\n\n**(b)** "));
+    CHECK(has(format_answers(answers, "csv"), "\n# def run(blocks, x):\n#     if len(blocks) > 1:\n"));
+    const auto json = nlohmann::json::parse(format_answers(answers, "json"));
+    CHECK(json["code"] == nlohmann::json{{"a", nested}});
+    CHECK(json["answers"]["a"] == answers[0].text);
 }
 // Whatever a table lacks: rows, columns, numbers, or itself. No crash, and no hole in a sentence.
 TEST_CASE("gradient_checkpointing: answers from tables with holes") {

@@ -62,6 +62,7 @@ TEST_CASE("fsdp_accounting: memory as predicted, and a wait for each unit") {
     Run one = accounting({"--nproc", "1"});
     CHECK(one.exit_code == 0);
     CHECK(has(one.out, "One rank has no other"));
+    CHECK(has(one.out, "; 1 rank, backend "));
     Run whole = accounting({"--mode", "fused"}), pure = accounting({"--mode", "fused", "--precision", "pure_bf16"});
     REQUIRE_MESSAGE(pure.exit_code == 0, pure.err);
     Tables in_fp32 = tables_in(whole.out), in_bf16 = tables_in(pure.out);

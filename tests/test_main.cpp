@@ -123,7 +123,7 @@ TEST_CASE("main: flash_leaderboard's caption names what was scaled down, and not
     Words words = {"flash_leaderboard", "--device", "cpu", "--quick", "--impl", "all", "--num_heads", "1"};
     Run r = run_cs336(words);
     CHECK(r.exit_code == 0);
-    CHECK(has(r.out, "1 heads, D 64, S 512, fp32"));
+    CHECK(has(r.out, "batch 1, 1 head, D 64, S 512, fp32"));
     CHECK(has(r.out, "; scaled down: a shorter sequence, fp32, less time\n"));
     words.insert(words.end(), {"--context_length", "64", "--precision", "fp32"});
     CHECK(has(run_cs336(words).out, "; scaled down: less time\n"));
@@ -225,7 +225,30 @@ TEST_CASE("main: each edition has the defaults that help shows, and what is type
             run_cs336({"distributed_communication_single_node", "--edition", "2026", "--format", "csv"}).out;
         CHECK(has(out, "\nnccl,cuda,6,all,"));
         CHECK(!has(out, "\ngloo,"));
+        CHECK(!has(out, "the same, median ms"));  // an empty table
     }
+}
+
+TEST_CASE("main: every problem takes an edition of its own, and says where nothing hangs on it") {
+    for (const auto& row : read_csv(run_cs336({"list", "--format", "csv"}).out).rows) {
+        const std::string &id = row[0], &in_2025 = row[1], &in_2026 = row[2];
+        CAPTURE(id);
+        if (in_2025 == "tool") { continue; }
+        std::string help = run_cs336({id, "--help"}).out;
+        CHECK(default_of(help, "edition") == (in_2025.empty() ? "2026" : "2025"));
+        for (const char* edition : {"2025", "2026"}) {
+            bool is_there = !(in_2026.empty() && edition == std::string("2026"));
+            CHECK(run_cs336({id, "--edition", edition, "--help"}).exit_code == (is_there ? 0 : 2));
+        }
+    }
+    auto rows = [](const char* edition) {
+        Run r = run_cs336({"fsdp_calcs", "--edition", edition, "--format", "csv"});
+        CHECK(r.exit_code == 0);
+        return read_csv(r.out).rows;
+    };
+    CHECK(rows("2025") == rows("2026"));
+    std::string help = run_cs336({"flash_forward", "--help"}).out;
+    CHECK(has(help, "without effect here: both handouts agree"));
 }
 
 TEST_CASE("main: what does not fit says how much it takes, also in a sweep, whose processes are of the same edition") {
@@ -584,7 +607,15 @@ TEST_CASE("main: wrong usage exits with 2, nothing on stdout and one line that n
         {{bench, "--edition", "2024"}, "--edition", "got '2024', takes one of 2025, 2026"},
         {{bench, "--edition", "2025,2026"}, "--edition", "takes one of 2025, 2026"},
         {{"memory_profiling", "--edition", ""}, "--edition", "takes one of 2025, 2026"},
-        {{"ddp_bucketed_benchmarking", "--edition", "2026"}, "--edition", "no such option"},
+        {{"ddp_bucketed_benchmarking", "--edition", "2026"},
+         "--edition",
+         "got '2026', takes 2025: 2026's handout has no such problem"},
+        {{"communication_accounting", "--edition", "2026"},
+         "--edition",
+         "takes 2025: 2026's handout has no such problem"},
+        {{"pytorch_attention", "--edition", "2024"}, "--edition", "takes one of 2025, 2026"},
+        {{"fsdp_calcs", "--edition", "2024"}, "--edition", "takes one of 2025, 2026"},
+        {{"info", "--edition", "2026"}, "--edition", "no such option"},
         {{bench, "--size"}, "--size", "got nothing"},
         {{bench, "--size", "small", "--d_model", "64"}, "--size", "--d_model"},
         {{bench, "--size", "small", "--num_heads", "4"}, "--size", "--num_heads"},

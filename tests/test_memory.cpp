@@ -247,16 +247,16 @@ constexpr int64_t XL_IN_PYTORCH = 6818955264, XL_OURS = XL_IN_PYTORCH - 4 * 32 *
 TEST_CASE("memory_profiling (f): planned is measured, gradients are the formula's, the large block is PyTorch's") {
     for (const std::string mode : {"eager", "fused", "flash"}) {
         CAPTURE(mode);
-        bool flash = mode == "flash";  // on the CPU fp32 only
+        bool flash = mode == "flash";  // on the CPU it runs in fp32 only
         Run r = run_cs336({"memory_profiling", "--device", "cpu", "--context_length", "2048", "--mode", mode,
-                           "--precision", flash ? "fp32" : "fp32,bf16,pure_bf16"});
+                           "--precision", "fp32,bf16,pure_bf16"});
         REQUIRE(r.exit_code == 0);
         Tables tables = tables_in(r.out), operations = tables_with(tables, {"(f): what"}),
                blocks = tables_with(tables, {"(f): memory"});
         REQUIRE(blocks.size() == 2);  // the planned one, and what really ran
         for (int k = 0; k < 2; k++) {
             std::vector<TableRow> rows = rows_of(blocks[k]);
-            REQUIRE(rows.size() == (flash ? 1 : 3));
+            REQUIRE(rows.size() == (flash && k == 1 ? 1 : 3));
             for (const TableRow& row : rows) {
                 CAPTURE(row.text("precision"));
                 CHECK(row.text("size") == (k == 0 ? "2.7B" : "tiny"));
@@ -283,6 +283,30 @@ TEST_CASE("memory_profiling (f): planned is measured, gradients are the formula'
     }
 }
 
+TEST_CASE("memory_profiling: mode flash is predicted in precisions that the CPU's FlashAttention lacks") {
+    std::vector<std::string> words = {"memory_profiling", "--device", "cpu",    "--size", "small",
+                                      "--context_length", "64",       "--mode", "flash"};
+    Run r = run_cs336(words);
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    Tables tables = tables_in(r.out);
+    auto peak = [&](const char* precision, const char* phase) {
+        Tables found = tables_with(tables, {"(b): precision " + std::string(precision), "; predicted: "});
+        REQUIRE(found.size() == 1);
+        return rows_of(found[0])[0].number(std::string(phase) + " peak MiB");
+    };
+    for (const char* phase : {"forward", "full step"}) { CHECK(peak("bf16", phase) < peak("fp32", phase)); }
+    CHECK(rows_of(*table_with(tables, {"(f): memory", "; predicted: "})).size() == 2);
+    Tables run = tables_with(tables, {"(b)", "; really run, "});  // in fp32 alone, and its caption says so
+    REQUIRE(run.size() == 1);
+    CHECK(has(run[0].caption, "(b): precision fp32; "));
+    CHECK(has(run[0].caption, ", precision fp32 instead of fp32,bf16"));
+
+    words.insert(words.end(), {"--precision", "bf16"});
+    r = run_cs336(words);
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    CHECK(!has(r.out, "really run"));
+    CHECK(has(r.err, "no small model ran: the CPU's FlashAttention has no bf16\n"));
+}
 TEST_CASE("memory_profiling: a small card measures a smaller size, unless the size was typed") {
     auto plan = [](const std::vector<std::string>& more) {
         std::vector<std::string> words = {"memory_profiling", "--plan", "--format", "csv", "--memory"};
@@ -308,6 +332,7 @@ TEST_CASE("memory_profiling (f): left out with gradient checkpoints") {
     CHECK(r.exit_code == 0);
     CHECK(has(r.out, "memory_profiling (e)"));
     CHECK(!has(r.out, "memory_profiling (f)"));
+    CHECK(has(r.out, "\n**(f)** Left out: (f) needs a run without `--checkpoint`"));
 }
 TEST_CASE(
     "memory_profiling: each caption says on which device and commit, each allocation the function that it names") {

@@ -244,6 +244,22 @@ TEST_CASE("reproduce: a command that fails leaves its block as it was, and the o
     CHECK(has(page, block("communication_accounting", run_cs336({"communication_accounting"}).out)));
 }
 
+TEST_CASE("reproduce: a prediction in full goes into its page, whatever small model the command runs beside it") {
+    Repository repository;
+    const std::string small =
+        "memory_profiling --device cpu --size small --context_length 32 --precision fp32; tables: ";
+    write_file("notes/a.md", block(small + "(d)", "old\n") + block("list", "old\n"));
+    write_file("README.md", "Front\n");
+    Run r = run_cs336({"reproduce", "--only", "memory_profiling", "--format", "json"});
+    CAPTURE(r.err);
+    CHECK(r.exit_code == 0);
+    CHECK(rows_of(r.out)[0][3] == "ran");
+    CHECK(has(read_file("notes/a.md"), "B*T*C*4 bytes; meta (nothing is computed)"));
+    write_file("notes/b.md", block(small + "really run", "old\n"));
+    r = run_cs336({"reproduce", "--only", "memory_profiling", "--format", "json"});
+    CHECK(rows_of(r.out)[0][3] == "scaled down");
+    CHECK(read_file("notes/b.md") == block(small + "really run", "old\n"));
+}
 TEST_CASE("reproduce: what was scaled down goes to --out only; what cannot run goes nowhere") {
     Repository repository;
     const std::string quick = "flash_forward --device cpu --quick", many = "naive_ddp --nproc 64";
@@ -533,7 +549,7 @@ TEST_CASE("reproduce --writeup: every problem of our pages, in order, with its q
     CAPTURE(r.err);
     CHECK(r.exit_code == 0);
     CHECK(in_order(read_file("w.md"), expected));
-    CHECK(count(read_file("w.md"), "\n## ") == 32 + 1);  // and what ran
+    CHECK(count(read_file("w.md"), "\n## ") == 33 + 1);  // memory_profiling has a page per edition; and what ran
 }
 
 TEST_CASE("reproduce --writeup: HTML loads nothing, and hostile text reads as printed") {
