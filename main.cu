@@ -411,7 +411,7 @@ static std::vector<Option> options_of_runs() {
         {"edition", "edition", name(&Options::edition, {"2025", "2026"}),
          "the handout whose defaults are taken; xl is 1600 wide in 2025's and 2560 in 2026's", "2025"},
         {"same_edition", "edition", name(&Options::edition, {"2025", "2026"}),
-         "without effect here, where both handouts agree", "2025"},
+         "without effect here: both handouts agree", "2025"},
         {"edition_2025", "edition", one(&Options::edition, "2025: 2026's handout has no such problem", among({"2025"})),
          "the handout", "2025"},
         {"edition_2026", "edition", name(&Options::edition, {"2025", "2026"}),
@@ -798,6 +798,17 @@ static void add_option(CLI::App& app, const std::string& word, Options& o, std::
 }
 
 using NamedFiles = std::vector<std::pair<const char*, std::string>>;  // option, "" where it was not given
+static NamedFiles inputs_of(const Options& o) {
+    return {{"data", o.data}, {"weights", o.weights}, {"batch", o.batch}, {"inputs", o.inputs}, {"load", o.load}};
+}
+static void require_inputs(const Options& o) {
+    for (const auto& [option, path] : inputs_of(o)) {
+        if (!path.empty() && access(path.c_str(), F_OK) != 0) {
+            const std::string why = strerror(errno);
+            fail("--%s: got '%s': %s%s", option, path.c_str(), why.c_str(), missing_folder(path).c_str());
+        }
+    }
+}
 static NamedFiles outputs_of(const Options& o) {
     return {{"out", o.out}, {"save", o.save}, {"plot", o.plot}, {"trace", o.trace}, {"writeup", o.writeup}};
 }
@@ -928,10 +939,8 @@ static std::string parse_options(const Command& command, const std::vector<std::
     if (o.has("memory") && !o.plan && command.run != cmd_list) {
         usage_error("--memory: got '%s', takes --plan with it: it limits no run", o.given["memory"].c_str());
     }
-    const NamedFiles inputs = {
-        {"data", o.data}, {"weights", o.weights}, {"batch", o.batch}, {"inputs", o.inputs}, {"load", o.load}};
     const NamedFiles outputs = outputs_of(o);
-    for (const auto& in : inputs) {
+    for (const auto& in : inputs_of(o)) {
         for (const auto& out : outputs) {
             bool goes_on = strcmp(in.first, "load") == 0 && strcmp(out.first, "save") == 0;
             if (!goes_on && same_file(in.second, out.second)) {
@@ -947,12 +956,6 @@ static std::string parse_options(const Command& command, const std::vector<std::
     // The sizes have to fit each other. This is checked before a device is chosen and announced.
     if (app.get_option_no_throw("--size")) { configs_of(o); }
     try_outputs(outputs);
-    for (const auto& [option, path] : inputs) {
-        if (!path.empty() && access(path.c_str(), F_OK) != 0) {
-            const std::string why = strerror(errno);
-            fail("--%s: got '%s': %s%s", option, path.c_str(), why.c_str(), missing_folder(path).c_str());
-        }
-    }
     return "";
 }
 
@@ -963,6 +966,7 @@ static int run_command(const Command& command, const std::vector<std::string>& w
         printf("%s", help.c_str());
         return 0;
     }
+    require_inputs(o);
     set_context(o);
     if (o.wide) { print_all_columns(); }
     if (o.plan) {
