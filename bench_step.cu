@@ -557,7 +557,7 @@ static Table warmup_table(Plan p) {
     auto smaller = [](const ModelConfig& a, const ModelConfig& b) { return matmul_weights(a) < matmul_weights(b); };
     bool eager = std::count(p.modes.begin(), p.modes.end(), EAGER);
     p.configs = {*std::min_element(p.configs.begin(), p.configs.end(), smaller)};
-    p.o.warmup = p.o.quick ? std::vector<int>{0, 1, 2} : std::vector<int>{0, 1, 2, 5};
+    p.o.warmup = p.o.quick ? std::vector<int>{0, 1} : std::vector<int>{0, 1, 2, 5};
     context.precision = p.precisions[0], context.mode = eager ? EAGER : p.modes[0];
     give_back_cached_memory();  // the fresh processes need it
     std::vector<Measurement> measured;
