@@ -294,7 +294,10 @@ TEST_CASE("memory_profiling: mode flash is predicted in precisions that the CPU'
         REQUIRE(found.size() == 1);
         return rows_of(found[0])[0].number(std::string(phase) + " peak MiB");
     };
-    for (const char* phase : {"forward", "full step"}) { CHECK(peak("bf16", phase) < peak("fp32", phase)); }
+    const bool copies = table_of<WeightForm>().empty();  // 16-bit weights beside those in fp32; else these are split
+    for (const char* phase : {"forward", "full step"}) {
+        CHECK((copies ? peak("bf16", phase) >= peak("fp32", phase) : peak("bf16", phase) < peak("fp32", phase)));
+    }
     CHECK(rows_of(*table_with(tables, {"(f): memory", "; predicted: "})).size() == 2);
     Tables run = tables_with(tables, {"(b)", "; really run, "});  // in fp32 alone, and its caption says so
     REQUIRE(run.size() == 1);
