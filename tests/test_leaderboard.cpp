@@ -147,6 +147,9 @@ TEST_CASE("leaderboard: by default as little runs again as fits") {
     CHECK(planned({"139GiB", "--nproc", "1"}) == "flash, recompute, checkpoint ffn:25" + two);
     CHECK(planned({"139GiB", "--nproc", "2"}) == "flash, recompute" + chunk);
     CHECK(planned({"137GiB", "--nproc", "2"}) == "flash, recompute" + chunk);  // the driver takes some
+    CHECK(planned({"139GiB", "--nproc", "6"}) == "flash, recompute" + chunk);
+    CHECK(planned({"139GiB", "--nproc", "2", "--num_layers", "2", "--d_model", "128", "--num_heads", "2"}) ==
+          "flash" + chunk);
     CHECK(planned({"101GiB", "--nproc", "2"}) == "flash, recompute, checkpoint ffn:28" + chunk);
     CHECK(planned({"79GiB", "--nproc", "2"}) == "flash, checkpoint 1" + chunk);
     CHECK(planned({"79GiB", "--nproc", "2", "--recompute"}) == "flash, recompute, checkpoint 1" + chunk);

@@ -251,17 +251,17 @@ TEST_CASE("plan: a smaller card gets a smaller default, and a plan says what the
     CHECK(has(typed, " | no   |"));
     CHECK(!has(typed, "scaled down"));
 
-    const std::vector<std::string> words = {"leaderboard",  "--device",  "cpu",         "--nproc", "1",
-                                            "--quick",      "--d_model", "64",          "--d_ff",  "64",
-                                            "--num_layers", "2",         "--num_heads", "2"};
+    std::vector<std::string> words = {"leaderboard", "--device", "cpu", "--nproc",      "1", "--quick",     "--d_model",
+                                      "64",          "--d_ff",   "64",  "--num_layers", "2", "--num_heads", "2"};
     const std::string planned = plan_of(words)[0][1];
     std::vector<std::string> run = words;
     run.insert(run.end(), {"--format", "csv"});
     Table table = read_csv(run_cs336(run).out);
     REQUIRE(table.rows.size() == 1);
     CHECK(table.rows[0][8] == planned);
-    run.insert(run.end(), {"--batch_size", "1048576"});
-    CHECK(has(run_cs336(run).out, "OOM ("));
+    const std::vector<std::string> large = {"--batch_size", "1048576"};
+    run.insert(run.end(), large.begin(), large.end()), words.insert(words.end(), large.begin(), large.end());
+    CHECK(has(run_cs336(run).out, strprintf("OOM (%.1f GiB)", std::stod(plan_of(words)[0][1]) / 1024)));
 }
 
 TEST_CASE("plan: where nothing fits, the last row says what the smallest needs") {
