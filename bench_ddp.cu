@@ -553,11 +553,11 @@ static std::string label_of(const Variant& v) {
 
 static Table comparison_table(const std::string& caption, const std::vector<Variant>& variants, const Plan& p,
                               const Communicator& c) {
-    Table table{
-        caption,
-        {"Strategy", "Total Time (ms)", "std", "Forward (ms)", "Backward (ms)", "Exposed Comm (ms)", "Comm Prop.",
-         "Optimizer (ms)", "Comm Time (ms)", "hidden", "all-reduces", "MB per step", "Tokens/second", "step / no sync"},
-        {}};
+    Table table{caption,
+                {"Strategy", "Total Time (ms)", "std", "Forward (ms)", "Backward (ms)", "Exposed Comm (ms)",
+                 "Comm Prop.", "Optimizer (ms)", "Comm Time (ms)", "hidden", "all-reduces", "MB per step",
+                 "Tokens/second", "MFU %", "step / no sync"},
+                {}};
     double floor = 0;
     for (const Variant& v : variants) { floor = v.strategy == NO_SYNC ? mean_of(v, &StepTimes::total) : floor; }
     for (const Variant& v : variants) {
@@ -571,6 +571,8 @@ static Table comparison_table(const std::string& caption, const std::vector<Vari
                               all > 0 ? strprintf("%.1f%%", 100 * mean_of(v, &StepTimes::hidden) / all) : "",
                               std::to_string(v.calls), strprintf("%.1f", v.bytes / 1e6),
                               strprintf("%.0f", 1e3 * p.o.batch_size * p.o.context_length * c.world / total.mean),
+                              percent_of_peak(step_tflops(p.configs[0], p.o.batch_size, p.o.context_length, total.mean),
+                                              context.precision),
                               floor > 0 ? strprintf("%.3f", total.mean / floor) : ""});
     }
     return table;

@@ -440,7 +440,9 @@ static void memory_row(Table& table, Way way, const Plan& p, const Communicator&
     Stats step = stats_of(times);
     for (const std::string& cell :
          {mib(rest), mib(use.peak), mib(predicted), strprintf("%+.2f", 100 * ((double)use.peak / predicted - 1)),
-          strprintf("%.2f", step.mean), strprintf("%.2f", step.std), strprintf("%.1f", sent * (n - 1) / n / 1e6)}) {
+          strprintf("%.2f", step.mean), strprintf("%.2f", step.std),
+          percent_of_peak(step_tflops(p.configs[0], p.o.batch_size, p.o.context_length, step.mean), context.precision),
+          strprintf("%.1f", sent * (n - 1) / n / 1e6)}) {
         row.push_back(cell);
     }
     table.rows.push_back(row);
@@ -460,7 +462,8 @@ int cmd_fsdp_accounting(const Options& o) {
         Table memory{
             caption_of(p, c, "fsdp_accounting (a)") + strprintf("; peak of rank 0, MiB; Psi = %.0f parameters", psi),
             {"Way", "parameters", "weight copies, gathered units", "gradients", "optimizer state",
-             "activations and the rest", "peak", "predicted", "difference (%)", "step (ms)", "std", "MB sent per step"},
+             "activations and the rest", "peak", "predicted", "difference (%)", "step (ms)", "std", "MFU %",
+             "MB sent per step"},
             {}};
         FsdpSeen seen;
         for (Way way : {PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED}) {

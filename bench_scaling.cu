@@ -116,9 +116,12 @@ static int scaling_rows(Table& table, const char* kind, const Plan& p, const std
     for (const Group& g : groups) {
         for (const MeasuredWay& way : ways_of(g)) {
             double rate = rate_of(g, way), times = rate / one;
+            double tflops =
+                step_tflops(p.configs[0], g.batch_size, p.o.context_length, strtod(way.time.c_str(), nullptr));
             table.rows.push_back({kind, std::to_string(g.ranks), way.name, std::to_string(g.batch_size), way.time,
                                   way.exposed, cell("%.0f", rate), cell(times < 0.1 ? "%.2g" : "%.2f", times),
-                                  cell("%.1f", 100 * times / g.ranks)});
+                                  cell("%.1f", 100 * times / g.ranks),
+                                  std::isnan(rate) ? "" : percent_of_peak(tflops, context.precision)});
         }
     }
     return std::isnan(one) ? 1 : base;
@@ -201,7 +204,7 @@ int cmd_scaling(const Options& asked) {
             name_of(context.precision), caption_of(context.mode).c_str(), p.o.context_length, largest.backend.c_str(),
             p.o.batch_size, p.o.batch_size == 1 ? "" : "s", whole_batch, p.o.warmup[0], p.o.steps, p.origin().c_str()),
         {"Scaling", "Ranks", "Way", "sequences per rank", "step (ms)", "Exposed Comm (ms)", "Tokens/second", "speed-up",
-         "efficiency (%)"},
+         "efficiency (%)", "MFU %"},
         {}};
     for (const auto& [kind, groups] : {std::pair("weak", &weak), {"strong", &strong}}) {
         const int base = scaling_rows(table, kind, p, *groups);

@@ -95,6 +95,9 @@ std::string percent_of_peak(double tflops, Precision precision) {
     double peak = dense_peak(precision);
     return std::isnan(peak) ? "-" : strprintf("%.1f", 100 * tflops / peak);
 }
+double step_tflops(const ModelConfig& c, int64_t B, int64_t T, double ms) {
+    return 3.0 * forward_flops(c, B, T) / ms / 1e9;  // backward has two products for each of the forward's
+}
 
 static std::string libraries() {
     std::string text;
@@ -289,8 +292,7 @@ static std::vector<std::string> milliseconds_row(const Measurement& r, const Opt
     add_stats(row, fwbw, fwbw.backward_only);
     add_stats(row, fwbw, fwbw.all);
     add_stats(row, step, step.all);
-    // Backward has two products for each of the forward's.
-    double tflops = 3.0 * forward_flops(r.config, o.batch_size, o.context_length) / step.all.mean / 1e9;
+    double tflops = step_tflops(r.config, o.batch_size, o.context_length, step.all.mean);
     row.push_back(step.ran ? strprintf("%.2f", tflops) : "");
     row.push_back(step.ran ? percent_of_peak(tflops, context.precision) : "");
     row.push_back(fw.ran ? strprintf("%.0f", fw.peak / 1048576.0) : "");
@@ -619,7 +621,7 @@ int cmd_torch_compile(const Options& o) {
                                strprintf("precision %s, vanilla = mode eager, compiled = "
                                          "mode fused",
                                          name_of(precision))),
-                    {"size", "run_type", "vanilla (ms)", "compiled (ms)", "speedup"},
+                    {"size", "run_type", "vanilla (ms)", "compiled (ms)", "speedup", "compiled MFU %"},
                     {}};
         for (const ModelConfig& c : p.configs) {
             Measurement r[2];
@@ -630,9 +632,11 @@ int cmd_torch_compile(const Options& o) {
             const char* names[] = {"forward", "forward+backward", "forward+backward+optimizer"};
             for (Phase phase : {FORWARD, FORWARD_BACKWARD, STEP}) {
                 const PhaseTimes &eager = r[EAGER].phase[phase], &fused = r[FUSED].phase[phase];
+                double tflops = step_tflops(c, p.o.batch_size, p.o.context_length, fused.all.mean);
                 table.rows.push_back(
                     {c.name, names[phase], eager.cell(ms(eager.all.mean)), fused.cell(ms(fused.all.mean)),
-                     eager.ran && fused.ran ? strprintf("%.2fx", eager.all.mean / fused.all.mean) : ""});
+                     eager.ran && fused.ran ? strprintf("%.2fx", eager.all.mean / fused.all.mean) : "",
+                     fused.ran ? percent_of_peak(tflops / (phase == FORWARD ? 3 : 1), precision) : ""});
             }
         }
         print(table, o.format);

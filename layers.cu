@@ -272,6 +272,7 @@ Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float e
 // three out as [B,H,T,D] for attention: 3 elements read and 3 written, where eager needs some 16 kernels.
 
 Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype) {
+    if (context.device == META) { return empty({T, D}, dtype, INPUTS); }
     std::vector<float> values(T * D);
     for (int64_t t = 0; t < T; t++) {
         for (int64_t i = 0; i < D / 2; i++) {
@@ -280,7 +281,7 @@ Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype) {
             values[t * D + 2 * i + 1] = (float)sin(angle);
         }
     }
-    return context.device == META ? empty({T, D}, dtype, INPUTS) : from_floats(values, {T, D}, dtype);
+    return from_floats(values, {T, D}, dtype);
 }
 
 static Tensor rope_eager(const Tensor& x, const Tensor& rope) {

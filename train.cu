@@ -777,10 +777,13 @@ static int train(const Options& typed, const Communicator& ranks) {
     if (t.is_first() && !run.rows.failure.empty() && !failure) { say_how_to_go_on(o, run); }
     if (t.is_first()) { run.rows.end(); }
     if (!std::isfinite(after)) { std::rethrow_exception(failure); }
-    Table summary{"", {"held-out loss before", "held-out loss after", "steps", "tokens/s", "peak MiB"}, {}};
+    Table summary{"", {"held-out loss before", "held-out loss after", "steps", "tokens/s", "MFU %", "peak MiB"}, {}};
+    const double rows_taken = run.tokens / o.context_length;  // sequences
+    const double tflops = step_tflops(c, (int64_t)rows_taken, o.context_length, run.busy_ms);
     summary.rows.push_back({strprintf("%.4f", before), run.stopped ? "" : strprintf("%.4f", after),
                             std::to_string(run.done),
                             run.busy_ms > 0 ? strprintf("%.0f", 1000 * run.tokens / run.busy_ms) : "",
+                            run.busy_ms > 0 ? percent_of_peak(tflops / ranks.world, context.precision) : "",
                             strprintf("%.0f", memory_use(context.device).peak / 1048576.0)});
     summary.caption = "train: loss in nats per byte";
     if (t.is_first()) { print(summary, o.format); }

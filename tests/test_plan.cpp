@@ -259,7 +259,7 @@ TEST_CASE("plan: a smaller card gets a smaller default, and a plan says what the
     Table table = read_csv(run_cs336(run).out);
     REQUIRE(table.rows.size() == 1);
     CHECK(table.rows[0][8] == planned);
-    const std::vector<std::string> large = {"--batch_size", "1048576"};
+    const std::vector<std::string> large = {"--batch_size", "1048576", "--head_chunk", "1048576"};
     run.insert(run.end(), large.begin(), large.end()), words.insert(words.end(), large.begin(), large.end());
     CHECK(has(run_cs336(run).out, strprintf("OOM (%.1f GiB)", std::stod(plan_of(words)[0][1]) / 1024)));
 }
