@@ -468,7 +468,7 @@ TEST_CASE("main: on a terminal tables and help fit its width, and --wide shows a
     std::string all = run_cs336(list).out, at_100 = run_on_terminal(list, 100).out;
     CHECK(widest(all) > 200);
     CHECK(run_on_terminal(wide, 80).out == all);
-    CHECK(run_on_terminal(list, 300).out == all);
+    CHECK(run_on_terminal(list, 400).out == all);
     CHECK(has(at_100, "\nNot shown: notes page, command, file, points; --wide shows all columns\n"));
     CHECK(has(at_100, "\n| flash_forward                                  | 1.3.2 | 4.2.2 | yes "));
     CHECK(has(run_on_terminal(list, 80).out, " | runs here "));

@@ -549,7 +549,7 @@ TEST_CASE("reproduce --writeup: every problem of our pages, in order, with its q
     CAPTURE(r.err);
     CHECK(r.exit_code == 0);
     CHECK(in_order(read_file("w.md"), expected));
-    CHECK(count(read_file("w.md"), "\n## ") == 33 + 1);  // memory_profiling has a page per edition; and what ran
+    CHECK(count(read_file("w.md"), "\n## ") == 35 + 1);  // memory_profiling has a page per edition; and what ran
 }
 
 TEST_CASE("reproduce --writeup: HTML loads nothing, and hostile text reads as printed") {
