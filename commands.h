@@ -314,7 +314,7 @@ int cmd_fsdp_tp_calcs(const Options& o);
 // reproduce.cu
 
 struct Invocation {           // a command line that has been read and checked
-    std::string id, section;  // of the command
+    std::string id, section;  // of the command, in reproduce's edition; "" where that has no such problem
     int gpus;                 // see main.cu's Command
     std::string takes;        // the keys of the command's options
     Options options;

@@ -159,7 +159,7 @@ static const Command COMMANDS[] = {
     {"attention", "", 0, 0, "your q, k, v in, our output and gradients out", "bench_attention.cu", cmd_attention,
      "inputs! attention_out! causal impl deterministic device"},
     {"reproduce", "", 0, 1, "all of it, into notes/", "reproduce.cu", cmd_reproduce,
-     "only pages_folder writeup fresh format quick"},
+     "pages_edition only pages_folder writeup fresh format quick"},
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -416,6 +416,8 @@ static std::vector<Option> options_of_runs() {
          "the handout", "2025"},
         {"edition_2026", "edition", name(&Options::edition, {"2025", "2026"}),
          "without effect here: only 2026's handout has this problem", "2026"},
+        {"pages_edition", "edition", name(&Options::edition, {"2025", "2026"}),
+         "the handout whose problems are run. 2026 goes with --writeup: it writes no pages, which are 2025's", "2025"},
         {"device", "device", name(&Options::device, {"auto", "cpu", "cuda"}),
          "where to run; auto takes a GPU if there is one", "auto"},
         {"sizes", "size", names(&Options::size, sizes), "models of the handout; without a GPU the default may be small",
@@ -1003,15 +1005,16 @@ static int run_command(const Command& command, const std::vector<std::string>& w
 static int cmd_reproduce(const Options& typed) {
     Options o = typed;
     for (std::string& problem : o.only) {
-        const Section section = problem_of_section(problem, "");
+        const Section section = problem_of_section(problem, o.has("edition") ? o.edition : "");
         if (section.problem.empty()) { continue; }
         note("section %s of the %s handout: took %s", problem.c_str(), section.edition.c_str(),
              section.problem.c_str());
         problem = section.problem;
     }
-    return reproduce(o, [](const std::vector<std::string>& words) {
+    return reproduce(o, [&](const std::vector<std::string>& words) {
         const Command& command = find_command(words[0]);
-        Invocation invocation{command.id, section_of(command), command.gpus, command.options, {}};
+        const std::string section = o.edition == "2026" ? in_edition(command.section, "2026") : section_of(command);
+        Invocation invocation{command.id, section, command.gpus, command.options, {}};
         if (!parse_options(command, words, invocation.options).empty()) { usage_error("--help: measures nothing"); }
         return invocation;
     });

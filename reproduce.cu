@@ -61,7 +61,7 @@ struct Block {
     bool answered;      // in a block of answers on this page: not once more below the tables
 };
 struct Page {
-    std::string path, text;
+    std::string path, title, text;  // title: that of its first line, without "# "
     std::vector<Block> blocks;
 };
 static bool asks_about(const Block& question, const Block& block) {
@@ -70,7 +70,7 @@ static bool asks_about(const Block& question, const Block& block) {
 }
 
 static Page page_of(const std::string& path, const std::string& text) {
-    Page page{path, text, {}};
+    Page page{path, text.substr(0, text.find('\n')).erase(0, strlen("# ")), text, {}};
     const std::string begin = "<!-- begin", end = "<!-- end -->", close = " -->", program = "<!-- begin: ./cs336 ";
     const std::string questions = "<!-- answers: ./cs336 ";
     bool open = false;
@@ -203,16 +203,20 @@ static const Words chooses_how_much = {
     "context_length", "batch_size", "warmup",       "steps",      "sizes_mb",
     "bucket_size_mb", "precision",  "reduce_dtype", "mode",       "grad_accumulation",
     "checkpoint",     "head_chunk"};
-static Words scaled_down(const Words& words, bool quick) {
+static Words without_options(const Words& words, const Words& names) {
     Words fewer;
     for (size_t i = 0; i < words.size(); i++) {
         std::string name = starts(words[i], "--") ? words[i].substr(2, words[i].find('=') - 2) : "";
-        if (!std::count(chooses_how_much.begin(), chooses_how_much.end(), name)) {
+        if (!std::count(names.begin(), names.end(), name)) {
             fewer.push_back(words[i]);
         } else if (!has(words[i], "=")) {
             i++;  // its value
         }
     }
+    return fewer;
+}
+static Words scaled_down(const Words& words, bool quick) {
+    Words fewer = without_options(words, chooses_how_much);
     if (quick && !std::count(fewer.begin(), fewer.end(), "--quick")) { fewer.push_back("--quick"); }
     return fewer;
 }
@@ -255,10 +259,9 @@ struct Agenda {
     std::vector<Experiment> all;          // each command line once, in the order of the pages
     std::vector<std::vector<int>> index;  // page, block -> experiment; -1: left out by --only
 };
-// Reads all pages and checks all their command lines.
-static Agenda make_agenda(bool in_place, const Options& how, const CommandParser& parse) {
-    Agenda agenda;
-    agenda.pages = read_pages(in_place);
+// Checks all command lines of these pages.
+static Agenda make_agenda(const std::vector<Page>& pages, const Options& how, const CommandParser& parse) {
+    Agenda agenda{pages, {}, {}};
     for (const Page& page : agenda.pages) {
         agenda.index.emplace_back();
         for (const Block& block : page.blocks) {
@@ -276,6 +279,37 @@ static Agenda make_agenda(bool in_place, const Options& how, const CommandParser
         }
     }
     return agenda;
+}
+
+// The pages of 2026's problems, in its order, with its sections and command lines. Of a problem that has a page for
+// each edition the later one counts, 2026's. A context length that 2025's command line names is left to the edition. A
+// size is not: small is the same in both, and the page's reason for it, too.
+static std::vector<Page> pages_of_2026(const Agenda& agenda) {
+    std::vector<Page> pages;
+    for (size_t p = 0; p < agenda.pages.size(); p++) {
+        Page page = agenda.pages[p];
+        std::string title;
+        for (size_t b = 0; b < page.blocks.size(); b++) {
+            int i = agenda.index[p][b];
+            if (i < 0 || agenda.all[i].section.empty()) { continue; }
+            const Experiment& e = agenda.all[i];
+            Words& words = page.blocks[b].words;
+            if (ends(page.title, " " + e.id)) { title = e.section + " " + e.id; }
+            if (has(e.line(), " --edition")) { continue; }
+            if (!starts(page.title, "2026, ")) { words = without_options(words, {"context_length"}); }
+            words.insert(words.end(), {"--edition", "2026"});
+        }
+        if (title.empty()) { continue; }
+        auto same = [&](const Page& other) { return other.title == title; };
+        pages.erase(std::remove_if(pages.begin(), pages.end(), same), pages.end());
+        pages.push_back(page);
+        pages.back().title = title;
+    }
+    auto earlier = [](const Page& a, const Page& b) {  // no section's number has two digits
+        return a.title.substr(0, a.title.find(' ')) < b.title.substr(0, b.title.find(' '));
+    };
+    std::stable_sort(pages.begin(), pages.end(), earlier);
+    return pages;
 }
 
 static void keep_only(Agenda& agenda, const Words& problems) {
@@ -504,8 +538,8 @@ static int count_of(const std::vector<Experiment>& all, const std::string& statu
 }
 
 // What the captions say was scaled down, and whether each block finds its tables. Only tables that a block shows count:
-// beside a prediction in full, a command may run a small model.
-static void read_outputs(Agenda& agenda) {
+// beside a prediction in full, a command may run a small model. With must_find a block without its tables has failed.
+static void read_outputs(Agenda& agenda, bool must_find) {
     for (size_t p = 0; p < agenda.pages.size(); p++) {
         for (size_t b = 0; b < agenda.pages[p].blocks.size(); b++) {
             if (agenda.index[p][b] < 0) { continue; }
@@ -520,7 +554,7 @@ static void read_outputs(Agenda& agenda) {
             const Block& block = agenda.pages[p].blocks[b];
             if (agenda.index[p][b] < 0) { continue; }
             Experiment& e = agenda.all[agenda.index[p][b]];
-            if (status_of(e) != "ran") { continue; }
+            if (status_of(e) != "ran" || !must_find) { continue; }
             const std::string where = strprintf("%s:%d: ", agenda.pages[p].path.c_str(), block.line);
             if (shown(e.output, block).empty()) {
                 e.failed = where + "none of its captions has '" + join(block.tables, " or ") + "'";
@@ -538,8 +572,8 @@ static void read_outputs(Agenda& agenda) {
     }
 }
 
-static Table summary_of(const std::vector<Experiment>& all, bool quick, const std::string& machine) {
-    Table table{strprintf("reproduce%s; %s; commit %s", quick ? " --quick" : "", machine.c_str(), commit().c_str()),
+static Table summary_of(const std::vector<Experiment>& all, const std::string& how, const std::string& machine) {
+    Table table{strprintf("reproduce%s; %s; commit %s", how.c_str(), machine.c_str(), commit().c_str()),
                 {"problem", "section", "command", "status", "why", "seconds"},
                 {}};
     for (const Experiment& e : all) {
@@ -645,7 +679,6 @@ static std::string question_of(const Page& page) {
 // What the command lines of a page gave, each once, with the tables that any of its blocks shows.
 static WriteupProblem problem_of(const Page& page, const std::vector<int>& index, const std::vector<Experiment>& all) {
     WriteupProblem problem{"", question_of(page), {}, {}};
-    const std::string title = page.text.substr(0, page.text.find('\n')).erase(0, strlen("# "));
     Words contents;
     std::map<int, size_t> part_of;
     for (size_t b = 0; b < page.blocks.size(); b++) {
@@ -653,7 +686,7 @@ static WriteupProblem problem_of(const Page& page, const std::vector<int>& index
         if (index[b] < 0) { continue; }
         const Experiment& e = all[index[b]];
         std::string status = status_of(e), why = why_of(e);
-        if (ends(title, " " + e.id)) { problem.title = title; }
+        if (ends(page.title, " " + e.id)) { problem.title = page.title; }
         if (status == "ran" || status == "scaled down") { contents.back() = shown(e.output, page.blocks[b]); }
         if (part_of.emplace(index[b], problem.parts.size()).second) {
             bool told = why.empty() || !scaled_down_in(e.output).empty();  // by the tables' captions
@@ -669,7 +702,8 @@ static WriteupProblem problem_of(const Page& page, const std::vector<int>& index
     return problem;
 }
 
-static void write_up(const Agenda& agenda, const Table& runs, const std::string& where, const std::string& path) {
+static void write_up(const Agenda& agenda, const Table& runs, const std::string& edition, const std::string& where,
+                     const std::string& path) {
     const std::vector<Experiment>& all = agenda.all;
     std::vector<WriteupProblem> problems;
     for (size_t p = 0; p < agenda.pages.size(); p++) {
@@ -677,10 +711,10 @@ static void write_up(const Agenda& agenda, const Table& runs, const std::string&
         if (!problem.title.empty()) { problems.push_back(problem); }
     }
     std::string summary = strprintf(
-        "All numbers are of one run of `./cs336 reproduce` on %s, commit %s. Of its %zu commands %d ran in full, "
+        "All numbers are of one run of `./cs336 reproduce%s` on %s, commit %s. Of its %zu commands %d ran in full, "
         "%d ran scaled down, %d could not run on this machine and %d failed; the last table has them all.",
-        where.c_str(), commit().c_str(), all.size(), count_of(all, "ran"), count_of(all, "scaled down"),
-        count_of(all, "could not run"), count_of(all, "failed"));
+        edition.c_str(), where.c_str(), commit().c_str(), all.size(), count_of(all, "ran"),
+        count_of(all, "scaled down"), count_of(all, "could not run"), count_of(all, "failed"));
     std::string markdown = writeup_markdown(summary, problems, runs);
     save_file(path, ends(path, ".html") ? writeup_html(markdown) : markdown);
 }
@@ -693,8 +727,13 @@ static void require_folder(const std::string& path) {
 }
 
 int reproduce(const Options& o, const CommandParser& parse) {
-    const std::string out = o.out.empty() && o.quick ? "build/reproduce" : o.out;
-    Agenda agenda = make_agenda(out.empty(), o, parse);
+    const bool in_2026 = o.edition == "2026";
+    if (in_2026 && o.writeup.empty()) { usage_error("--edition: got 2026, takes --writeup with it: pages are 2025's"); }
+    const std::string edition = in_2026 ? " --edition 2026" : "";
+    const std::string out = o.out.empty() && (o.quick || in_2026) ? "build/reproduce" : o.out;
+    const std::vector<Page> pages = read_pages(out.empty() || in_2026);
+    Agenda agenda = make_agenda(pages, o, parse);
+    if (in_2026) { agenda = make_agenda(pages_of_2026(agenda), o, parse); }
     if (!o.only.empty()) { keep_only(agenda, o.only); }
     for (const char* source : {"notes", "."}) {
         if (same_file(out, source)) {
@@ -704,8 +743,8 @@ int reproduce(const Options& o, const CommandParser& parse) {
     if (o.out.empty()) { require_folder("build"); }
     if (!out.empty()) { require_folder(out); }
     if (out.empty()) { require_folder("notes"), require_folder("."); }
-    for (const Page& page : agenda.pages) {
-        std::string target = out.empty() ? page.path : out + page.path.substr(page.path.rfind('/'));
+    for (const Page& page : pages) {
+        std::string target = out.empty() ? page.path : out + "/" + page.path.substr(page.path.rfind('/') + 1);
         if (same_file(o.writeup, page.path) || (!o.writeup.empty() && real_name(o.writeup) == real_name(target))) {
             usage_error("--writeup: got %s, where a page of notes/ stands or goes; takes another file",
                         o.writeup.c_str());
@@ -723,16 +762,17 @@ int reproduce(const Options& o, const CommandParser& parse) {
     int kept = take_outputs(state, all);
     if (kept > 0) { note("%d of %zu were done before the interruption; --fresh runs them again", kept, all.size()); }
     run_all(all, state);
-    read_outputs(agenda);
-    int blocks = write_pages(agenda, out), failed = count_of(all, "failed"), reduced = count_of(all, "scaled down");
-    Table runs = summary_of(all, o.quick, where);
-    if (!o.writeup.empty()) { write_up(agenda, runs, where, o.writeup); }
+    read_outputs(agenda, !in_2026);
+    int blocks = in_2026 ? 0 : write_pages(agenda, out);
+    int failed = count_of(all, "failed"), reduced = count_of(all, "scaled down");
+    Table runs = summary_of(all, edition + (o.quick ? " --quick" : ""), where);
+    if (!o.writeup.empty()) { write_up(agenda, runs, edition, where, o.writeup); }
     for (const Experiment& e : all) {  // this run is complete
         for (const char* key : {"outputs", "pictures"}) { state.json[key].erase(e.line()); }
     }
     write_state(state);
     print(runs, o.format);
-    note("%d blocks written to %s", blocks, out.empty() ? "notes/ and README.md" : out.c_str());
+    if (!in_2026) { note("%d blocks written to %s", blocks, out.empty() ? "notes/ and README.md" : out.c_str()); }
     if (out.empty() && reduced > 0) {
         note("%d commands ran scaled down, so their tables in notes/ stay as they were; --out DIR writes copies",
              reduced);

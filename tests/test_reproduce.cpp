@@ -616,6 +616,127 @@ TEST_CASE("reproduce --writeup: names that it does not take, before anything run
     }
 }
 
+TEST_CASE("reproduce --edition 2026: the problems of our pages that 2026 has, in its order, and no page is written") {
+    const std::map<std::string, std::string> pages = our_pages();
+    nlohmann::json problems = rows_of(run_cs336({"list", "--format", "json"}).out);
+    Repository repository;
+    REQUIRE(run_cs336({"reproduce"}).exit_code == 0);
+    nlohmann::json state = nlohmann::json::parse(read_file("build/.reproduce.json"));
+    for (const auto& [path, text] : pages) { write_file(path, text); }
+    write_file("notes/train.md", "nothing\n");  // its data may not be here
+    Run r = run_cs336({"reproduce", "--edition", "2026", "--writeup", "w.md", "--only", "?"});
+    CAPTURE(r.err);
+    CHECK(r.exit_code == 2);  // the command lines are read before --only is, so all of them are valid
+    CHECK(has(r.err, "no such problem for --only; candidates: benchmarking_script, nsys_profile, "));
+    CHECK(!has(r.err, "communication_accounting"));
+
+    // Nothing has to run: each block gets its command without options, and the state has its output.
+    const std::regex options("(<!-- begin: ./cs336 [^ ;]+)[^\n]*");
+    std::map<std::string, std::string> bare;
+    for (const auto& [path, text] : our_pages()) {
+        write_file(path, bare[path] = std::regex_replace(text, options, "$1 -->"));
+    }
+    Words headings, lines;
+    for (const auto& row : problems) {
+        std::string section = row[2].is_string() ? row[2].get<std::string>() : row[2].dump(), id = row[0];
+        if (section.empty() || section == "tool") { continue; }
+        state["outputs"][id + " --edition 2026"] = "caption\n\n| a |\n| - |\n| 1 |\n";
+        state["pictures"][id + " --edition 2026"] = nlohmann::json::array();
+        headings.push_back("\n## " + section + " " + id + "\n\n> ");
+        lines.push_back(section + " ./cs336 " + id + " --edition 2026");
+    }
+    REQUIRE(mkdir("build/reproduce", 0777) == 0);
+    write_file("build/reproduce/.reproduce.json", state.dump());
+    r = run_cs336({"reproduce", "--edition", "2026", "--writeup", "w.md", "--format", "json"});
+    CAPTURE(r.err);
+    CHECK(r.exit_code == 0);
+    const std::string text = read_file("w.md");
+    CHECK(in_order(text, headings));
+    CHECK(headings.size() == 28);
+    CHECK(count(text, "\n## ") == headings.size() + 1);  // and what ran
+    CHECK(has(text, "run of `./cs336 reproduce --edition 2026` on"));
+    CHECK(has(text, "> At 2026's xl"));  // memory_profiling's own page, not 2025's
+    Words ran;
+    for (const auto& row : rows_of(r.out)) {
+        std::string section = row[1].is_string() ? row[1].get<std::string>() : row[1].dump();
+        ran.push_back(section + " " + row[2].get<std::string>());
+    }
+    CHECK(ran == lines);
+    CHECK(!has(r.err, "blocks written"));
+    for (const auto& [path, page] : bare) { CHECK_MESSAGE(read_file(path) == page, path); }
+    for (const auto& entry : std::filesystem::directory_iterator("build/reproduce")) {
+        CHECK(entry.path().filename() == ".reproduce.json");  // no copies
+    }
+}
+
+TEST_CASE("reproduce --edition 2026: 2025's command lines get its sizes and context lengths, its own stay") {
+    Repository repository;
+    const std::string accumulation = "mixed_precision_accumulation; tables: no such caption";
+    const std::string meta = "memory_profiling --device cpu --mode fused --precision fp32", shown = "; tables: (d)";
+    const std::string typed = meta + " --context_length 64";
+    write_file("notes/a.md", "# 1.1.6 memory_profiling\n\nHow much?\n\n" + block(typed + shown, "old\n") +
+                                 block(accumulation, "old\n"));
+    write_file("notes/b.md", "# 2026, 7 fsdp_accounting\n\nHow?\n\n" + block(typed + shown, "old\n") +
+                                 block("fsdp_accounting --nproc 64", "old\n"));
+    auto run = [&](const Words& more) {
+        Words words = {"reproduce", "--writeup", "w.md", "--format", "json", "--edition"};
+        words.insert(words.end(), more.begin(), more.end());
+        return run_cs336(words);
+    };
+    Run r = run({"2026", "--out", "out"});
+    CAPTURE(r.err);
+    CHECK(r.exit_code == 0);
+    nlohmann::json rows = rows_of(r.out);
+    REQUIRE(rows.size() == 4);
+    CHECK(rows[0][2] == "./cs336 " + meta + " --edition 2026");
+    CHECK(rows[1][2] == "./cs336 mixed_precision_accumulation --edition 2026");
+    CHECK(rows[1][3] == "ran");  // although the block does not find its table
+    CHECK(rows[2][2] == "./cs336 " + typed + " --edition 2026");
+    CHECK(rows[3][2] == "./cs336 fsdp_accounting --nproc 64 --edition 2026");
+    CHECK(in_order(squeezed(read_file("w.md")), {"\n##2.1.6memory_profiling\n\n>Howmuch?\n", "|xl(2026)|128|",
+                                                 "|xl(2026)|2048|", "\n##7fsdp_accounting\n", "|xl(2026)|64|"}));
+    CHECK(has(read_file("notes/a.md"), "old\n"));
+    CHECK(access("out/a.md", F_OK) != 0);
+
+    r = run({"2026", "--only", "2.1.6"});
+    CHECK(r.exit_code == 0);
+    CHECK(has(r.err, "section 2.1.6 of the 2026 handout: took memory_profiling"));
+
+    r = run({"2025", "--only", "memory_profiling"});
+    CHECK(r.exit_code == 0);
+    CHECK(rows_of(r.out)[0][2] == "./cs336 " + typed);
+    CHECK(in_order(squeezed(read_file("w.md")), {"\n##1.1.6memory_profiling\n\n>Howmuch?\n", "|2.7B|64|"}));
+    CHECK(has(squeezed(read_file("notes/a.md")), "|2.7B|64|"));
+}
+
+TEST_CASE("reproduce --edition: what it refuses, before anything runs") {
+    Repository repository;
+    write_file("notes/a.md", "# 2.4 communication_accounting\n" + block("communication_accounting", "old\n"));
+    write_file("notes/b.md", "# 2.2 naive_ddp\n" + block("naive_ddp --nproc 64", "old\n"));
+    write_file("README.md", "Front\n");
+    const std::vector<std::pair<Words, std::string>> cases = {
+        {{"2026"}, "--edition: got 2026, takes --writeup with it"},
+        {{"2026", "--quick", "--out", "out"}, "--edition: got 2026, takes --writeup with it"},
+        {{"2027", "--writeup", "w.md"}, "--edition: got '2027', takes one of 2025, 2026"},
+        {{"2026", "--writeup", "notes/a.md"}, "--writeup: got notes/a.md, where a page"},
+        {{"2026", "--writeup", "notes/b.md"}, "--writeup: got notes/b.md, where a page"},
+        {{"2026", "--writeup", "README.md"}, "--writeup: got README.md, where a page"},
+        {{"2026", "--writeup", "w.md", "--only", "communication_accounting"}, "candidates: naive_ddp"},
+    };
+    for (const auto& [options, says] : cases) {
+        Words words = {"reproduce", "--edition"};
+        words.insert(words.end(), options.begin(), options.end());
+        Run r = run_cs336(words);
+        CAPTURE(r.err);
+        CHECK(r.exit_code == 2);
+        CHECK(r.out == "");
+        CHECK(count(r.err, "\n") == 1);
+        CHECK(has(r.err, says));
+        CHECK(access("w.md", F_OK) != 0);
+    }
+    CHECK(has(read_file("notes/a.md"), "old\n"));
+}
+
 // In the repository itself: every marker is read before --only is, so this checks them all.
 TEST_CASE("reproduce: the committed pages have a block for every problem, and their command lines are valid") {
     Run r = run_cs336({"reproduce", "--only", "?"});
