@@ -201,21 +201,21 @@ static Plan plan_of_step(const Options& o, const Communicator& c) {
 
 // Where no --checkpoint was typed: what runs least again, of what fits. What --recompute runs again is short kernels,
 // so it comes before any feed-forward; one sequence per backward costs only that the gradients add up. A block that
-// runs again as a whole (1) costs most, and needs least. A 30th of the memory stays free, for NCCL and cuBLAS.
+// runs again as a whole (1) costs most, and needs least. `spare` 30ths of the memory stay free, for NCCL, cuBLAS and the
+// gaps between buffers.
 struct Setting {
     bool recompute;
     int checkpoint, parts;
 };
-static void choose_setting(Plan& p, const Communicator& c) {
-    const bool recompute_typed = context.recompute;
+static void choose_setting(Plan& p, const Communicator& c, int spare) {
     auto take = [&](const Setting& s) {
-        context.recompute = s.recompute || recompute_typed, context.checkpoint = s.checkpoint;
+        context.recompute = s.recompute || p.o.recompute, context.checkpoint = s.checkpoint;
         if (!p.o.has("grad_accumulation")) { p.o.grad_accumulation = s.parts; }
     };
     auto fits = [&](const Setting& s) {
         take(s);
         const size_t needs = planned_peak(c, p).bytes;
-        return fits_everywhere(c, needs + needs / 30);
+        return fits_everywhere(c, needs + needs / 30 * spare);
     };
     const int rows = p.o.batch_size / c.world, layers = p.configs[0].num_layers;
     for (const Setting& s : {Setting{false, 0, 1}, {true, 0, 1}, {false, 0, rows}, {true, 0, rows}}) {
@@ -287,19 +287,24 @@ static void leaderboard(const Options& o, const Communicator& c) {
     LeaderboardRun r;
     r.raised = p.o.batch_size > o.batch_size;
     p.shrink_to_fit(c.world, [&](const Plan& smaller) { return fits_everywhere(c, planned_peak(c, smaller).bytes); });
-    if (!o.has("checkpoint") && !is_small(o, c)) { choose_setting(p, c); }
-    r.needs = planned_peak(c, p);
+    const bool chooses = !o.has("checkpoint") && !is_small(o, c);
     double seconds = (p.o.has("warmup") ? 0 : p.o.warmup_time) + (p.o.has("steps") ? 0 : p.o.rep_time);
     double steps = 2 + (p.o.has("warmup") ? p.o.warmup[0] : 0) + (p.o.has("steps") ? p.o.steps : 1);
-    std::string row = ranks_of(c) + row_of(p.configs[0], p.o.batch_size / c.world, p.o.context_length, STEP);
-    if (p.o.grad_accumulation > 1) { row += strprintf(", in %d backwards", p.o.grad_accumulation); }
-    const bool fits = fits_everywhere(c, r.needs.bytes);
-    if (only_planned(row, r.needs, fits, passes_of(c, steps / 2), seconds)) { return; }  // two steps were planned
-    if (c.world == 1) {
-        r.run(row, steps, [&] { measure(r, c, p); });
-    } else if (fits) {
-        measure(r, c, p);  // a rank without the room ends: the others would wait for it
-        r.ran = true;
+    // On one rank a setting that does not fit after all, because of the gaps, gives way to one that needs less.
+    for (int spare = 1; spare <= 4 && !r.ran; spare++) {
+        if (chooses) { choose_setting(p, c, spare); }
+        r.needs = planned_peak(c, p);
+        std::string row = ranks_of(c) + row_of(p.configs[0], p.o.batch_size / c.world, p.o.context_length, STEP);
+        if (p.o.grad_accumulation > 1) { row += strprintf(", in %d backwards", p.o.grad_accumulation); }
+        const bool fits = fits_everywhere(c, r.needs.bytes);
+        if (only_planned(row, r.needs, fits, passes_of(c, steps / 2), seconds)) { return; }  // two steps were planned
+        if (c.world == 1) {
+            r.run(row, steps, [&] { measure(r, c, p); });
+        } else if (fits) {
+            measure(r, c, p);  // a rank without the room ends: the others would wait for it
+            r.ran = true;
+        }
+        if (!chooses || c.world > 1 || !fits) { break; }
     }
     if (!o.plot.empty() && r.ran) {
         plot_fsdp_step(c, o.plot, r.last_step, "a step of " + p.configs[0].name, "leaderboard; " + p.origin());

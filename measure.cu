@@ -624,16 +624,18 @@ static void* allocate_cpu(size_t bytes) {
 static void free_cpu(void* data) { free(((char**)data)[-1]); }
 
 #ifdef __CUDACC__
-// Where the pool holds enough, but in pieces, the driver remaps their pages into one block (measured).
+// Where the pool holds enough, but in pieces, the driver remaps their pages into one block (measured). It can do so
+// only with pieces whose free the GPU has come past: so the second attempt waits for that.
 static void* allocate_cuda(size_t bytes) {
     void* data = nullptr;
-    cudaError_t error = cudaMallocFromPoolAsync(&data, bytes, memory_pool(), stream());
-    if (error == cudaErrorMemoryAllocation) {
+    for (int attempt = 0; attempt < 2; attempt++) {
+        if (attempt == 1) { give_back_cached_memory(); }
+        cudaError_t error = cudaMallocFromPoolAsync(&data, bytes, memory_pool(), stream());
+        if (error == cudaSuccess) { return data; }
+        if (error != cudaErrorMemoryAllocation) { CUDA_CHECK(error); }
         cudaGetLastError();
-        return nullptr;
     }
-    CUDA_CHECK(error);
-    return data;
+    return nullptr;
 }
 
 static void free_cuda(void* data) {
