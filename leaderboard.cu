@@ -201,8 +201,8 @@ static Plan plan_of_step(const Options& o, const Communicator& c) {
 
 // Where no --checkpoint was typed: what runs least again, of what fits. What --recompute runs again is short kernels,
 // so it comes before any feed-forward; one sequence per backward costs only that the gradients add up. A block that
-// runs again as a whole (1) costs most, and needs least. `spare` 30ths of the memory stay free, for NCCL, cuBLAS and the
-// gaps between buffers.
+// runs again as a whole (1) costs most, and needs least. `spare` 30ths of the memory stay free, for NCCL, cuBLAS and
+// the gaps between buffers.
 struct Setting {
     bool recompute;
     int checkpoint, parts;
