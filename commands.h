@@ -10,8 +10,8 @@ double matmul_rate(Precision precision, int64_t n, int runs);
 double copy_bandwidth(int64_t bytes, int runs);                   // GB/s read plus written, likewise
 double dense_peak(Precision precision);                           // TFLOP/s that the card's maker names; NAN: not known
 std::string percent_of_peak(double tflops, Precision precision);  // a cell; "-": not known
-double step_tflops(const ModelConfig& c, int64_t B, int64_t T,
-                   double ms);  // of a step's products, per GPU: B its batch
+// Of a step's products on one GPU: B is its batch.
+double step_tflops(const ModelConfig& c, int64_t B, int64_t T, double ms);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // plot.cu: charts as SVG, 900 wide, light or dark as the reader's screen is. At most 8 series a chart.

@@ -650,7 +650,7 @@ static int cmd_list(const Options& o) {
         "; commit " + commit() + "; `cs336 <command> --help` shows a command's options";
     table.columns = {"problem", "2025",       "2026",      "points",  "command",
                      "file",    "notes page", "runs here", "minutes", "GiB"};
-    table.less_needed = {"notes page", "command", "file", "points", "2026", "2025", "minutes"};
+    table.less_needed = {"notes page", "command", "file", "points", "minutes", "GiB", "2026", "2025"};
     for (const Command& c : COMMANDS) {
         std::string here = "yes";
         if (c.gpus == 1 && gpus == 0 && !c.is_check) { here = "scaled down"; }
