@@ -1,5 +1,6 @@
 // Tests of bench_step.cu.
 #include "answers.h"
+#include "commands.h"
 #include "test.h"
 
 #include <nlohmann/json.hpp>
@@ -137,6 +138,22 @@ TEST_CASE("benchmark: info prints the peaks of all known cards, also without a G
     CHECK(t4.text("fp16") == "65");
     CHECK(t4.text("bf16") == "-");
 }
+TEST_CASE(
+    "benchmark: a step's rate is (6 N + 12 L C S) FLOP per token, and tables of steps have its share of the peak") {
+    const ModelConfig c{"custom", 64, 96, 3, 4, 50};
+    const double N = 3 * (4 * 64 * 64 + 3 * 64 * 96) + 64 * 50, L = 3, C = 64, S = 16, tokens = 2 * S;
+    CHECK(step_tflops(c, 2, 16, 5) == doctest::Approx(tokens * (6 * N + 12 * L * C * S) / 5e-3 / 1e12));
+    Run train = run_cs336({"train", "--data", "LICENSE", "--quick", "--device", "cpu"});
+    CHECK(has(train.out, " | tokens/s | MFU % | peak MiB |\n"));
+    if (!why_not("gloo", CPU, 2).empty()) { return; }
+    for (const char* command : {"naive_ddp_benchmarking", "fsdp_accounting"}) {
+        Run r = run_cs336({command, "--quick", "--device", "cpu"});
+        REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+        const Tables tables = tables_in(r.out);
+        for (const TableRow& row : rows_of(tables.at(0))) { CHECK(row.text("MFU %") == "-"); }
+    }
+}
+
 TEST_CASE("benchmark: flash_benchmarking's share of the card's peak") {
     Run r = run_cs336({"flash_benchmarking", "--quick", "--device", "cpu"});
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
