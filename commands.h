@@ -10,7 +10,7 @@ double matmul_rate(Precision precision, int64_t n, int runs);
 double copy_bandwidth(int64_t bytes, int runs);                   // GB/s read plus written, likewise
 double dense_peak(Precision precision);                           // TFLOP/s that the card's maker names; NAN: not known
 std::string percent_of_peak(double tflops, Precision precision);  // a cell; "-": not known
-// Of a step's products on one GPU: B is its batch.
+// TFLOP/s of a step's products on one GPU, whose batch is B.
 double step_tflops(const ModelConfig& c, int64_t B, int64_t T, double ms);
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -624,8 +624,8 @@ static void* allocate_cpu(size_t bytes) {
 static void free_cpu(void* data) { free(((char**)data)[-1]); }
 
 #ifdef __CUDACC__
-// Where the pool holds enough, but in pieces, the driver remaps their pages into one block (measured). It can do so
-// only with pieces whose free the GPU has come past: so the second attempt waits for that.
+// Where the pool holds enough, but in pieces, the driver remaps their pages into one block (measured). Pieces that the
+// GPU has yet to free may not count for it, so the second attempt first waits for the GPU and gives unused pages back.
 static void* allocate_cuda(size_t bytes) {
     void* data = nullptr;
     for (int attempt = 0; attempt < 2; attempt++) {

@@ -282,8 +282,8 @@ static Agenda make_agenda(const std::vector<Page>& pages, const Options& how, co
 }
 
 // The pages of 2026's problems, in its order, with its sections and command lines. Of a problem that has a page for
-// each edition the later one counts, 2026's. A context length that 2025's command line names is left to the edition. A
-// size is not: small is the same in both, and the page's reason for it, too.
+// each edition the later one counts, 2026's. The edition decides the context length, where 2025's command line names
+// one. A size that it names stays: these sizes are the same in both editions.
 static std::vector<Page> pages_of_2026(const Agenda& agenda) {
     std::vector<Page> pages;
     for (size_t p = 0; p < agenda.pages.size(); p++) {

@@ -778,8 +778,8 @@ static int train(const Options& typed, const Communicator& ranks) {
     if (t.is_first()) { run.rows.end(); }
     if (!std::isfinite(after)) { std::rethrow_exception(failure); }
     Table summary{"", {"held-out loss before", "held-out loss after", "steps", "tokens/s", "MFU %", "peak MiB"}, {}};
-    const double rows_taken = run.tokens / o.context_length;  // sequences
-    const double tflops = step_tflops(c, (int64_t)rows_taken, o.context_length, run.busy_ms);
+    const double steps_taken = run.tokens / o.batch_size / o.context_length;
+    const double tflops = step_tflops(c, o.batch_size, o.context_length, run.busy_ms / steps_taken);
     summary.rows.push_back({strprintf("%.4f", before), run.stopped ? "" : strprintf("%.4f", after),
                             std::to_string(run.done),
                             run.busy_ms > 0 ? strprintf("%.0f", 1000 * run.tokens / run.busy_ms) : "",
