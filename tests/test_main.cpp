@@ -164,17 +164,18 @@ TEST_CASE("main: each edition has the defaults that help shows, and what is type
     };
     const Words quick = {"--device", "cpu", "--quick", "--vocab_size", "50"};
     std::vector<Case> cases = {
-        {{"benchmarking_script", "--mode", "flash"},
+        {{"benchmarking_script", "--plan", "--mode", "flash"},
          "size",
          "small,medium,large,xl,2.7B",
          "small,medium,large,xl,10B",
          {"size small instead of small,medium,large,xl (2026),10B\n", "context_length 32 instead of 512, "}},
-        {{"benchmarking_script", "--mode", "flash", "--size", "small", "--context_length", "16"},
+        {{"benchmarking_script", "--mode", "flash", "--d_model", "16", "--d_ff", "16", "--num_layers", "1",
+          "--num_heads", "2", "--context_length", "16"},
          "context_length",
          "256",
          "512",
          {"context length: 16, ", "; scaled down: batch_size 1 instead of 4, steps 2 instead of 10, warmup 1"}},
-        {{"nsys_profile"},
+        {{"nsys_profile", "--plan"},
          "context_length",
          "128,256,512,1024",
          "256,512,1024",
