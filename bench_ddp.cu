@@ -522,6 +522,9 @@ static void measure(const Communicator& c, const Plan& p, Model& model, const Ba
                     std::vector<Trace>* traces) {
     auto d = data_parallel(c, v.strategy, v.bucket_mb, model.weights, model.gradients, model.parameters, model.slots);
     LossScaler scaler;
+    // Each rank begins alike: data_parallel has sent rank 0's weights, and "no sync" left each its own moments.
+    if (model.m) { fill_zero(model.m), fill_zero(model.v); }
+    model.step = 0;
     for (int i = 0; i < p.o.warmup[0] + p.o.steps; i++) {
         StepTimes t =
             timed_step(model, *d, batch, loss_scale_of(scaler), [&] { optimizer_step(model, AdamW(), scaler, 0); });

@@ -303,9 +303,11 @@ static void update(WayTrainer& t) {
     if (t.optimizer.groups.empty()) {
         optimizer_step(t.model, AdamW(), t.scaler, 0);
     } else {
-        guarded_step(
-            t.scaler, 0, [&] { return gradient_norm(t.model); },
-            [&](float gradient_scale) { optimizer_step(t.optimizer, gradient_scale); });
+        auto norm = [&] {  // of sums that are not averaged yet: only the ranks together know whether one is finite
+            double own = gradient_norm(t.model);
+            return context.device == META ? own : norm_over_ranks(t.optimizer.c, own * own);
+        };
+        guarded_step(t.scaler, 0, norm, [&](float gradient_scale) { optimizer_step(t.optimizer, gradient_scale); });
     }
 }
 // Returns the moments of an FSDP step.

@@ -320,7 +320,7 @@ std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()
 // Runs f warmup + n times, each run followed by synchronize(); times in ms of the last n.
 std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f);
 
-// One rewritten line on a terminal; nothing in a pipe.
+// One rewritten line on a terminal; in a pipe a line at most every five seconds.
 void progress(const char* format, ...) __attribute__((format(printf, 1, 2)));
 void end_progress();  // its line gives way to another one
 // While one lives, the first SIGINT, SIGTERM or SIGHUP ends nothing: the work looks at seen() and comes to an end in
@@ -1109,7 +1109,7 @@ struct FsdpSlot {        // a tensor of a unit that has a gradient: one paramete
 struct FsdpUnit {  // what is gathered at once; its elements are those of the model's arena from begin
     int64_t begin = 0, end = 0;
     int64_t part = 0;           // elements that each rank keeps; the last rank's end in padding
-    int64_t offset = 0;         // of the own part, in Fsdp::weights
+    int64_t offset = 0;         // of the own part, in Fsdp::shard
     Tensor weights, gradients;  // whole, [world * part], while the unit has its buffer
     Tensor gradient;            // the own part, averaged over the ranks; null until there is one
     std::vector<FsdpSlot> slots;
@@ -1151,6 +1151,8 @@ void pre_forward(Fsdp& f, int unit);   // waits for the unit's weights, and star
 void pre_backward(Fsdp& f, int unit);  // the same; and starts to reduce the gradients of the unit behind it
 void begin_step(Fsdp& f);              // before its first forward: the weights have changed
 void finish_backward(Fsdp& f);         // after each backward: then the own gradients are averages, or sums of averages
+// The root of the sum over all ranks, the same on each: so all of them step, or none. Infinite from 1.8e19 on.
+double norm_over_ranks(const Communicator& c, double square_sum);
 // AdamW or SGD, as f.shard says, on the own part. See guarded_step.
 double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm);
 // Every parameter in turn, whole, of `flat`: f.shard's weights, m or v, in its dtype. With `write`, what `see` leaves

@@ -373,13 +373,16 @@ static std::vector<FlatGradient> gradients_of(const Fsdp& f) {
     if (f.replicated_sum) { all.push_back({f.replicated_sum, f.replicated}); }
     return all;
 }
-static double norm_over_ranks(const Fsdp& f) {
+double norm_over_ranks(const Communicator& c, double square_sum) {
+    Tensor sum = from_floats({(float)square_sum}, {1});
+    wait(c, all_reduce(c, sum, SUM));
+    return std::sqrt(to_floats(sum)[0]);
+}
+static double gradient_norm(const Fsdp& f) {
     if (context.device == META) { return 1; }
     std::vector<FlatGradient> gradients = gradients_of(f);
     if (f.c.rank > 0 && f.replicated_sum) { gradients.pop_back(); }  // they count once
-    Tensor sum = from_floats({(float)square_sum(gradients)}, {1});
-    wait(f.c, all_reduce(f.c, sum, SUM));
-    return std::sqrt(to_floats(sum)[0]);
+    return norm_over_ranks(f.c, square_sum(gradients));
 }
 double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) {
     NoGrad no_grad;
@@ -397,7 +400,7 @@ double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) {
         }
     };
     double norm = guarded_step(
-        scaler, max_norm, [&] { return norm_over_ranks(f); }, step);
+        scaler, max_norm, [&] { return gradient_norm(f); }, step);
     drop_gradients(f), forget_gathered(f);
     return norm;
 }

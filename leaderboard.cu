@@ -178,7 +178,7 @@ static Plan plan_of_step(const Options& o, const Communicator& c) {
     if (!o.has("grad_accumulation")) { p.o.grad_accumulation = 1; }
     if (is_small(o, c)) {
         p.shrink_size();
-        p.shrink("batch_size", &Options::batch_size, c.world);
+        p.shrink("batch_size", &Options::batch_size, c.world * p.o.grad_accumulation);
         p.shrink("context_length", &Options::context_length, cpu ? 64 : 1024);
         p.shrink("head_chunk", &Options::head_chunk, cpu ? 48 : 512);
         if (!o.has("warmup")) { p.shrink("warmup_time", &Options::warmup_time, 0.0); }
@@ -201,13 +201,13 @@ static Plan plan_of_step(const Options& o, const Communicator& c) {
 
 // Where no --checkpoint was typed: what runs least again, of what fits. What --recompute runs again is short kernels,
 // so it comes before any feed-forward; one sequence per backward costs only that the gradients add up. A block that
-// runs again as a whole (1) costs most, and needs least. `spare` 30ths of the memory stay free, for NCCL, cuBLAS and
-// the gaps between buffers.
+// runs again as a whole (1) costs most, and needs least. A 30th more than it needs is asked for, for NCCL, cuBLAS and
+// the gaps between buffers. most: bytes that it may need.
 struct Setting {
     bool recompute;
     int checkpoint, parts;
 };
-static void choose_setting(Plan& p, const Communicator& c, int spare) {
+static void choose_setting(Plan& p, const Communicator& c, size_t most) {
     auto take = [&](const Setting& s) {
         context.recompute = s.recompute || p.o.recompute, context.checkpoint = s.checkpoint;
         if (!p.o.has("grad_accumulation")) { p.o.grad_accumulation = s.parts; }
@@ -215,7 +215,7 @@ static void choose_setting(Plan& p, const Communicator& c, int spare) {
     auto fits = [&](const Setting& s) {
         take(s);
         const size_t needs = planned_peak(c, p).bytes;
-        return fits_everywhere(c, needs + needs / 30 * spare);
+        return needs <= most && fits_everywhere(c, needs + needs / 30);
     };
     const int rows = p.o.batch_size / c.world, layers = p.configs[0].num_layers;
     for (const Setting& s : {Setting{false, 0, 1}, {true, 0, 1}, {false, 0, rows}, {true, 0, rows}}) {
@@ -286,14 +286,17 @@ static void leaderboard(const Options& o, const Communicator& c) {
     Plan p = plan_of_step(o, c);
     LeaderboardRun r;
     r.raised = p.o.batch_size > o.batch_size;
-    p.shrink_to_fit(c.world, [&](const Plan& smaller) { return fits_everywhere(c, planned_peak(c, smaller).bytes); });
+    p.shrink_to_fit(c.world * p.o.grad_accumulation,
+                    [&](const Plan& smaller) { return fits_everywhere(c, planned_peak(c, smaller).bytes); });
     const bool chooses = !o.has("checkpoint") && !is_small(o, c);
     double seconds = (p.o.has("warmup") ? 0 : p.o.warmup_time) + (p.o.has("steps") ? 0 : p.o.rep_time);
     double steps = 2 + (p.o.has("warmup") ? p.o.warmup[0] : 0) + (p.o.has("steps") ? p.o.steps : 1);
     // On one rank a setting that does not fit after all, because of the gaps, gives way to one that needs less.
-    for (int spare = 1; spare <= 4 && !r.ran; spare++) {
-        if (chooses) { choose_setting(p, c, spare); }
-        r.needs = planned_peak(c, p);
+    for (size_t most = SIZE_MAX; !r.ran && most > 0; most = r.needs.bytes / 30 * 29) {
+        if (chooses) { choose_setting(p, c, most); }
+        const Prediction needs = planned_peak(c, p);
+        if (needs.bytes > most) { break; }  // the one that needs least has run out of memory
+        r.needs = needs;
         std::string row = ranks_of(c) + row_of(p.configs[0], p.o.batch_size / c.world, p.o.context_length, STEP);
         if (p.o.grad_accumulation > 1) { row += strprintf(", in %d backwards", p.o.grad_accumulation); }
         const bool fits = fits_everywhere(c, r.needs.bytes);
@@ -315,7 +318,7 @@ static void leaderboard(const Options& o, const Communicator& c) {
 }
 int cmd_leaderboard(const Options& typed) {
     Options o = typed;
-    if (!o.has("nproc")) { o.nproc = o.device != "cpu" && cuda_devices() > 1 ? 2 : 1; }
+    if (!o.has("nproc")) { o.nproc = o.device != "cpu" && why_not("nccl", CUDA, 2).empty() ? 2 : 1; }
     if (is_rank() || o.nproc > 1) {
         return run_ranks(o, [&](const Communicator& c) { leaderboard(o, c); });
     }

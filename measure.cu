@@ -34,8 +34,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#ifdef __CUDACC__
-#endif
 #ifdef HAVE_OPENBLAS
 extern "C" char* openblas_get_corename(void);
 #endif

@@ -201,11 +201,11 @@ static Tensor run_blocks(const Model& model, Tensor x, int first, int end) {
     for (int l = first; l < end; l++) { block(model, l, &x, &delta); }
     return add(x, delta);
 }
-// Blocks [first, end) by gradient checkpoints. For n blocks: what forward keeps, in tensors like x, and how many blocks
-// backward runs again.
+// Blocks [first, end) by gradient checkpoints. For n blocks: what is held at most, in tensors like x, and how many
+// blocks backward runs again.
 //   k blocks each  n/k, and the k blocks that are run again keep all they compute   n blocks
-//   halves         log2 n, and one block                                            n log2 n
-//   nested         1, and one block                                                 n^2 / 2
+//   halves         1 + log2 n, and one block                                        n log2 n
+//   nested         2, and one block                                                 n (n - 1) / 2
 static Tensor checkpointed_blocks(const Model& model, Tensor x, int first, int end) {
     auto part = [&](int first, int end, auto blocks) {
         x = checkpoint([&model, first, end, blocks](const Tensor& x) { return blocks(model, x, first, end); }, x);

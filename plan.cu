@@ -196,7 +196,7 @@ void Attempt::run(const std::string& row, double passes, const std::function<voi
     try {
         f();
         ran = true;
-    } catch (const OutOfMemory&) { clear_tape(); }
+    } catch (const OutOfMemory& e) { clear_tape(), note("%s: %s", row.c_str(), e.what()); }
 }
 
 std::string Attempt::cell(const std::string& result) const { return ran ? result : oom_cell(needs.bytes); }

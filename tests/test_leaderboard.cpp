@@ -156,6 +156,12 @@ TEST_CASE("leaderboard: by default as little runs again as fits") {
     CHECK(planned({"139GiB", "--nproc", "2", "--checkpoint", "half"}) == "flash, checkpoint half" + chunk);
     CHECK(planned({"139GiB", "--nproc", "1", "--grad_accumulation", "1"}) == "flash, checkpoint 1" + chunk);
 }
+TEST_CASE("leaderboard: the default batch leaves a sequence for each backward that was typed") {
+    Run plan = run_cs336({"leaderboard", "--device", "cpu", "--plan", "--grad_accumulation", "2"});
+    CHECK_MESSAGE(plan.exit_code == 0, plan.err);
+    CHECK(has(plan.out, "batch 2, context length 64"));
+    CHECK(has(plan.out, ", in 2 backwards"));
+}
 TEST_CASE("leaderboard: two backwards per step add up to one") {
     for (const char* n : {"1", "2"}) {
         if (*n == '2' && lacks("gloo", CPU, 2)) { return; }
