@@ -1151,7 +1151,8 @@ void pre_forward(Fsdp& f, int unit);   // waits for the unit's weights, and star
 void pre_backward(Fsdp& f, int unit);  // the same; and starts to reduce the gradients of the unit behind it
 void begin_step(Fsdp& f);              // before its first forward: the weights have changed
 void finish_backward(Fsdp& f);         // after each backward: then the own gradients are averages, or sums of averages
-// The root of the sum over all ranks, the same on each: so all of them step, or none. Infinite from 1.8e19 on.
+// The gradients' norm, from each rank's sum of squares. It is the same on all ranks, so all of them step, or none. It
+// is infinite from 1.8e19 on.
 double norm_over_ranks(const Communicator& c, double square_sum);
 // AdamW or SGD, as f.shard says, on the own part. See guarded_step.
 double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm);

@@ -292,7 +292,7 @@ static void leaderboard(const Options& o, const Communicator& c) {
     double seconds = (p.o.has("warmup") ? 0 : p.o.warmup_time) + (p.o.has("steps") ? 0 : p.o.rep_time);
     double steps = 2 + (p.o.has("warmup") ? p.o.warmup[0] : 0) + (p.o.has("steps") ? p.o.steps : 1);
     // On one rank a setting that does not fit after all, because of the gaps, gives way to one that needs less.
-    for (size_t most = SIZE_MAX; !r.ran && most > 0; most = r.needs.bytes / 30 * 29) {
+    for (size_t most = SIZE_MAX; !r.ran; most = r.needs.bytes / 30 * 29) {
         if (chooses) { choose_setting(p, c, most); }
         const Prediction needs = planned_peak(c, p);
         if (needs.bytes > most) { break; }  // the one that needs least has run out of memory
