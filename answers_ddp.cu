@@ -589,7 +589,7 @@ static Answer saved_by_fsdp(const Table& table, double n) {
     std::string half = number(2 * s, "%.0f");
     std::string text =
         say("Expected without activations and gathered units: {} Psi = {} MiB with DDP, ({} + {}/N) Psi = {} with a "
-            "sharded optimizer and {} Psi/N = {} with FSDP, so FSDP saves {} and {} MiB. Peaks: {}.",
+            "sharded optimizer and {} Psi/N = {} with FSDP, so FSDP saves {} and {} MiB. Peaks: {}",
             number(4 * s, "%.0f"), mib(expected[0]), half, half, mib(expected[1]), number(4 * s, "%.0f"),
             mib(expected[2]), mib(expected[0] - expected[2]), mib(expected[1] - expected[2]), list_of(measured));
     if (!std::isnan(peaks[0] + peaks[1] + peaks[2])) {
@@ -598,7 +598,15 @@ static Answer saved_by_fsdp(const Table& table, double n) {
             return say("{} MiB {} than {}", number(std::fabs(saved), "%.1f"), saved >= 0 ? "less" : "more",
                        FSDP_WAYS[way]);
         };
-        text += say(" FSDP takes {} and {}.", against(0), against(1));
+        text += say(", so FSDP takes {} and {}", against(0), against(1));
+    }
+    text += ".";
+    TableRow at_once = row_of(table, {{"Way", "FSDP, AdamW in backward"}});
+    if (!std::isnan(at_once.number("peak"))) {
+        text +=
+            say(" Where each unit takes its AdamW step in backward, no gradient is kept: {} MiB, and {} ms per step "
+                "where FSDP takes {}.",
+                at_once.text("peak"), at_once.text("step (ms)"), row_of(table, {{"Way", "FSDP"}}).text("step (ms)"));
     }
     return {"a", text + scaled_down(table)};
 }
@@ -606,21 +614,25 @@ static Answer gathers_in_time(const Table* waits) {
     TableRow all = waits ? row_of(*waits, {{"unit", "all"}}) : TableRow();
     double gather = all.number("forward: gather (ms)"), wait = all.number("wait (ms)");
     if (!(gather > 0) || std::isnan(wait)) { return {"b", "No gather was measured, so this run does not answer it."}; }
-    std::vector<TableRow> units;
+    std::vector<TableRow> units;  // that have a block before them to hide under
+    double gathers = 0, waited = 0;
     for (const TableRow& r : rows_of(*waits)) {
-        if (r.text("unit") != "all" && r.text("unit") != "embedding") { units.push_back(r); }
+        if (r.text("unit") == "all" || r.text("unit") == "embedding" || r.text("unit") == "layer 0") { continue; }
+        units.push_back(r);
+        gathers += r.number("forward: gather (ms)"), waited += r.number("wait (ms)");
     }
     TableRow slowest = largest_of(units, "wait (ms)");
+    auto wait_of = [&](const char* unit) { return row_of(*waits, {{"unit", unit}}).text("wait (ms)"); };
     double hidden = 100 * std::max(0.0, 1 - wait / gather);
     const std::string gradients = all.text("wait for gradients (ms)");
     return {"b",
             say("In forward the gathers take {} ms in all, and the compute stream waits {} ms for them, so {} % are "
-                "hidden: they {} in time. The embedding's has nothing to hide under ({} ms); of the others the longest "
-                "wait is {} ms, for {}. In backward the gathers take {} ms and the waits for them {} ms{}.",
-                all.text("forward: gather (ms)"), all.text("wait (ms)"), number(hidden, "%.1f"),
-                hidden >= 90 ? "come" : "do not all come", row_of(*waits, {{"unit", "embedding"}}).text("wait (ms)"),
-                slowest.text("wait (ms)"), slowest.text("unit"), all.text("backward: gather (ms)"),
-                all.text("wait in backward (ms)"),
+                "hidden. The first two, of the embedding and layer 0, have no block to hide under ({} and {} ms); the "
+                "others {} in time: the longest wait is {} ms, for {}. In backward the gathers take {} ms and the "
+                "waits for them {} ms{}.",
+                all.text("forward: gather (ms)"), all.text("wait (ms)"), number(hidden, "%.1f"), wait_of("embedding"),
+                wait_of("layer 0"), waited <= gathers / 10 ? "come" : "do not all come", slowest.text("wait (ms)"),
+                slowest.text("unit"), all.text("backward: gather (ms)"), all.text("wait in backward (ms)"),
                 gradients.empty() ? "" : say(", and the wait for gradients {} ms", gradients))};
 }
 Answers answer_fsdp_accounting(const Tables& tables) {

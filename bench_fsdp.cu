@@ -206,8 +206,9 @@ int cmd_fsdp(const Options& o) {
 // fsdp_accounting: (a) what a rank holds at its peak, and what a step takes, with plain data parallel training, with
 // the optimizer sharded, and with FSDP; (b) how long each unit's gather took, and how long the compute stream waited.
 
-enum Way { PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED };
-static const char* const way_names[] = {"overlapped DDP", "sharded optimizer (ZeRO-1)", "FSDP"};
+enum Way { PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED, STEPS_IN_BACKWARD };
+static const char* const way_names[] = {"overlapped DDP", "sharded optimizer (ZeRO-1)", "FSDP",
+                                        "FSDP, AdamW in backward"};
 
 std::vector<Slice> FsdpStep::slices(const Fsdp* f) const {
     auto ns = [&](const Mark& m) { return 1e6 * ms_of(m, passes[0].second); };
@@ -274,6 +275,7 @@ struct WayTrainer {  // one way, with all that it holds
     std::unique_ptr<DataParallel> d;
     Optimizer optimizer;
     std::unique_ptr<Fsdp> f;
+    bool steps_in_backward;
     LossScaler scaler;
 };
 static std::unique_ptr<WayTrainer> make_trainer(Way way, const Communicator& c, const Plan& p) {
@@ -281,10 +283,12 @@ static std::unique_ptr<WayTrainer> make_trainer(Way way, const Communicator& c, 
     WayTrainer& t = *made;
     const ModelConfig& config = p.configs[0];
     DType reduced = reduced_as(p.o);
-    if (way == FULLY_SHARDED) {
+    t.steps_in_backward = way == STEPS_IN_BACKWARD;
+    if (way == FULLY_SHARDED || way == STEPS_IN_BACKWARD) {
         t.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype(), reduced);
         t.model = sharded_model(config, *t.f);
         init_weights(*t.f, p.o.seed);
+        choose_form(*t.f);
         return made;
     }
     bool plain = way == PLAIN_DDP;
@@ -317,7 +321,7 @@ static FsdpStep train_step(WayTrainer& t, const Batch& batch) {
     if (t.f) {
         auto begin = [&](int part) { step.passes.push_back({part, mark()}); };
         begin(FORWARD_PART);
-        begin_step(*t.f);
+        begin_step(*t.f, t.steps_in_backward);
         forward_backward(t.model, batch, scale, [&] { begin(BACKWARD_PART); });
         finish_backward(*t.f);
         begin(OPTIMIZER_PART);
@@ -468,9 +472,12 @@ int cmd_fsdp_accounting(const Options& o) {
              "MB sent per step"},
             {}};
         FsdpSeen seen;
-        for (Way way : {PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED}) {
+        for (Way way : {PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED, STEPS_IN_BACKWARD}) {
             const bool measured = way == PLAIN_DDP && PartOfScaling::is_it();  // by ddp_bucketed_benchmarking
-            if (!measured) { memory_row(memory, way, p, c, seen); }
+            if (measured || (way == STEPS_IN_BACKWARD && context.precision == PREC_FP16)) { continue; }
+            FsdpSeen of_way;
+            memory_row(memory, way, p, c, of_way);
+            if (way == FULLY_SHARDED) { seen = of_way; }
         }
         if (!o.plot.empty() && !seen.last_step.empty()) {
             plot_fsdp_step(c, o.plot, seen.last_step, "FSDP", caption_of(p, c, "fsdp_accounting (b)"));

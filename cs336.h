@@ -178,7 +178,8 @@ void require_memory(size_t bytes, const std::string& what);  // throws OutOfMemo
 int cpu_threads();
 void choose_cpu_settings(char** argv);  // first thing in main(): may start the program anew, see there
 #ifdef __CUDACC__
-cudaStream_t stream();  // the one compute stream
+cudaStream_t stream();  // the one compute stream, or f's within with_stream
+void with_stream(cudaStream_t s, const std::function<void()>& f);
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -886,23 +887,26 @@ struct AdamWImpl {
     void (*update)(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
                    AdamWScalars s);  // p, m and v are flat
 };
-// The same for flat p, m and v; t: the step, from 1.
+// The same for flat p, m and v; t: the step, from 1; form: of the gradients' parts of p, null: plain.
 void adamw_update(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
-                  const AdamW& a, int t, float gradient_scale = 1);
+                  const AdamW& a, int t, float gradient_scale = 1, const struct WeightForm* form = nullptr);
 double square_sum(const std::vector<FlatGradient>& gradients);  // waits for the device
 // By the fastest row.
 void adamw_flat(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
                 AdamWScalars s);
-// Another way to hold the weights in their arena.
+// Another way to hold weights in the bytes that they have as `kept`. A part is a matrix, or FSDP's part of a unit.
 struct WeightForm {
     const char* name;
     int rung;
-    bool (*takes)(const Model& model);  // in this context
-    void (*enter)(Model& model);
-    void (*leave)(Model& model);
-    void (*lend)(const Model& model);  // before a forward: gives the products what they take (Gradient::low_precision)
-    void (*update)(Model& model, const std::vector<FlatGradient>& gradients, AdamWScalars s);  // adamw_step's
+    bool (*takes)(DType kept, DType products);
+    void (*enter)(const Tensor& part);
+    void (*leave)(const Tensor& part);
+    Tensor (*lend)(const Tensor& part);  // the same elements as products take them, in part's memory
+    // As AdamWImpl's. Each gradient is that of a part.
+    void (*update)(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
+                   AdamWScalars s);
 };
+const WeightForm* form_for(DType kept, DType products);  // the highest rung, or null
 
 struct Batch {
     Tensor tokens, targets;  // I32 [B,T]
@@ -1026,7 +1030,9 @@ struct Work {                                     // a collective under way; the
     double started_ms;
     Mark begin, end;  // when it ran: valid after wait() and synchronize()
     bool finished = false;
-    std::string error;  // Gloo's
+    std::string error;             // Gloo's
+    Mark done;                     // NCCL: when what runs behind it had run, if anything does
+    std::function<void()> behind;  // Gloo
 };
 using WorkPtr = std::shared_ptr<Work>;
 enum Reduction { SUM, AVERAGE };
@@ -1040,7 +1046,10 @@ WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector
 WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds,
                    const Tensor& own = Tensor());
 void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute stream waits, the host does not
-void barrier(const Communicator& c);                    // the host waits, also for its device
+// Runs f behind a collective: NCCL: what f launches runs in its stream, so wait() waits for that, too; Gloo: wait()
+// calls f. f allocates nothing.
+void run_behind(const Communicator& c, const WorkPtr& work, const std::function<void()>& f);
+void barrier(const Communicator& c);  // the host waits, also for its device
 // Every rank's text, through the store; also a barrier, with no deadline while all live.
 std::vector<std::string> gather_text(const Communicator& c, const std::string& text);
 
@@ -1126,10 +1135,13 @@ struct Fsdp {
     ParameterGroup shard;                          // the own part of each unit, then the replicated weights
     std::map<std::string, int64_t> replicated_at;  // by name: its first element there
     int64_t replicated = 0;                        // where those begin
+    const WeightForm* form = nullptr;              // in which the own parts of all units but the first are
     Tensor replicated_gradients, replicated_sum;   // of this backward; of all since the last step, or null
     int in_buffer[2] = {-1, -1};                   // the unit whose weights each buffer has
     WorkPtr gathers[2];
     std::vector<int> order, last_order;  // in which this step, and the one before, asked for units
+    bool steps_in_backward = false;      // see begin_step
+    int backwards = 0;                   // since the last step
     int to_reduce = 0, reducing = -1;    // the unit to be reduced next; the one whose reduce-scatter is under way
     bool reduces_in_place = false;       // that one: its part still has to be added to its gradient
     WorkPtr reduce;
@@ -1147,10 +1159,15 @@ Tensor place(Fsdp& f, const Parameter& p, const Shape& shape);  // see Place
 Model sharded_model(const ModelConfig& c, Fsdp& f);
 void add_hooks(Model& model, Fsdp& f);  // the same for a model that has been placed
 void init_weights(Fsdp& f, uint64_t seed);
+// Puts the own parts into the form that needs no cast before a gather, if there is one. AdamW takes it, SGD does not.
+void choose_form(Fsdp& f);
 void pre_forward(Fsdp& f, int unit);   // waits for the unit's weights, and starts the next gather
 void pre_backward(Fsdp& f, int unit);  // the same; and starts to reduce the gradients of the unit behind it
-void begin_step(Fsdp& f);              // before its first forward: the weights have changed
-void finish_backward(Fsdp& f);         // after each backward: then the own gradients are averages, or sums of averages
+// Before a step's first forward: the weights have changed. steps_in_backward: each unit takes its AdamW step as soon as
+// its gradient is an average, beside the rest of backward, and its gradient is not kept. That is for steps of one
+// backward whose gradients need no norm first, for clipping or for fp16's loss scale.
+void begin_step(Fsdp& f, bool steps_in_backward = false);
+void finish_backward(Fsdp& f);  // after each backward: then the own gradients are averages, or sums of averages
 // The gradients' norm, from each rank's sum of squares. It is the same on all ranks, so all of them step, or none. It
 // is infinite from 1.8e19 on.
 double norm_over_ranks(const Communicator& c, double square_sum);

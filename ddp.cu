@@ -269,6 +269,7 @@ static void start_gather(Fsdp& f, int i) {
     WorkPtr& gather = f.gathers[i % 2];
     wait(f.c, gather);  // of a unit that nobody asked for in the end
     Tensor own = view(f.shard.weights, u.offset, {u.part});
+    if (f.form && i > 0) { own = f.form->lend(own); }
     bool casts = u.weights.dtype != own.dtype;
     if (casts) { copy_or_add(own_part(f, u, u.weights), own, false); }
     gather = all_gather(f.c, u.weights, bounds_of(f, u), casts ? Tensor() : own);
@@ -303,7 +304,7 @@ static void finish_reduce(Fsdp& f) {
     if (f.reducing < 0) { return; }
     FsdpUnit& u = f.units[f.reducing];
     wait_for_gradients(f, f.reducing, f.reduce);
-    if (f.reduces_in_place) { add_to(f, u.gradient, own_part(f, u, u.gradients)); }
+    if (f.reduces_in_place && !f.steps_in_backward) { add_to(f, u.gradient, own_part(f, u, u.gradients)); }
     f.reducing = -1;
 }
 // What has no gradient counts as zero: padding, and parameters that this rank's loss did not depend on.
@@ -320,15 +321,42 @@ static void zero_the_rest(FsdpUnit& u) {
     }
     zero_up_to(u.gradients.size());
 }
+// Each gradient is a unit's, or that of all replicated weights.
+static void update(Fsdp& f, std::vector<FlatGradient> gradients, float gradient_scale) {
+    NoGrad no_grad;
+    ParameterGroup& g = f.shard;
+    auto plain = std::partition(gradients.begin(), gradients.end(), [&](const FlatGradient& one) {
+        return f.form && one.offset > 0 && one.offset < f.replicated;
+    });
+    if (!g.sgd) {
+        adamw_update(g.weights, {plain, gradients.end()}, g.m, g.v, g.adamw, g.step, gradient_scale);
+        adamw_update(g.weights, {gradients.begin(), plain}, g.m, g.v, g.adamw, g.step, gradient_scale, f.form);
+        return;
+    }
+    for (const FlatGradient& one : gradients) {
+        auto own = [&](const Tensor& t) { return view(t, one.offset, one.g.shape); };
+        scale_in_place(one.g, gradient_scale);
+        sgd_update(own(g.weights), one.g, own(g.m), g.adamw, g.momentum);
+    }
+}
+static void begin_update(Fsdp& f) {
+    ParameterGroup& g = f.shard;
+    if (!g.m) { g.m = zeros(g.weights.shape, g.weights.dtype, OPTIMIZER); }
+    if (!g.v && !g.sgd) { g.v = zeros(g.weights.shape, g.weights.dtype, OPTIMIZER); }
+    g.step++;
+}
 static void start_reduce(Fsdp& f, int i) {
     Range range("reduce");
     finish_reduce(f);  // of unit i + 1: backward now writes unit i - 1's gradients over them
     FsdpUnit& u = f.units[i];
     zero_the_rest(u);
-    f.reduces_in_place = u.gradient || u.gradients.dtype != f.shard.weights.dtype;
+    f.reduces_in_place = f.steps_in_backward || u.gradient || u.gradients.dtype != f.shard.weights.dtype;
     if (!f.reduces_in_place) { u.gradient = empty({u.part}, u.gradients.dtype, GRADIENTS); }
     f.reduce = reduce_scatter(f.c, u.gradients, bounds_of(f, u), AVERAGE, f.reduces_in_place ? Tensor() : u.gradient);
     f.reducing = i;
+    if (!f.steps_in_backward) { return; }
+    if (f.backwards > 0 || f.shard.sgd) { fail("FSDP: a step in backward takes one backward, and AdamW"); }
+    run_behind(f.c, f.reduce, [&f, &u] { update(f, {{own_part(f, u, u.gradients), u.offset}}, 1); });
 }
 void pre_backward(Fsdp& f, int i) {
     while (f.to_reduce > i) { start_reduce(f, f.to_reduce--); }
@@ -340,12 +368,14 @@ static void drop_gradients(Fsdp& f) {
     for (FsdpUnit& u : f.units) { u.gradient = Tensor(); }
     f.replicated_sum = Tensor();
 }
-void begin_step(Fsdp& f) {
+void begin_step(Fsdp& f, bool steps_in_backward) {
     f.last_order = std::move(f.order);
     f.order.clear(), f.waits.clear(), f.reduce_waits.clear();
     if (f.reducing >= 0) { wait(f.c, f.reduce); }  // an error has ended the step before
     f.reducing = -1, f.to_reduce = (int)f.units.size() - 1;
     drop_gradients(f), forget_gathered(f);
+    f.backwards = 0, f.steps_in_backward = steps_in_backward;
+    if (steps_in_backward) { begin_update(f); }
 }
 Fsdp::~Fsdp() {
     if (c.backend != "nccl") { return; }  // Gloo's jobs hold their tensors
@@ -357,7 +387,7 @@ void finish_backward(Fsdp& f) {
     Range range("synchronize gradients");
     while (f.to_reduce >= 0) { start_reduce(f, f.to_reduce--); }
     finish_reduce(f);
-    f.to_reduce = (int)f.units.size() - 1;
+    f.to_reduce = (int)f.units.size() - 1, f.backwards++;
     if (f.replicated_gradients.size() == 0) { return; }
     wait_for_gradients(f, -1, all_reduce(f.c, f.replicated_gradients, AVERAGE));
     add_to(f, f.replicated_sum, f.replicated_gradients);
@@ -365,10 +395,10 @@ void finish_backward(Fsdp& f) {
 }
 
 static std::vector<FlatGradient> gradients_of(const Fsdp& f) {
+    if (f.backwards == 0) { fail("FSDP: the optimizer's step has no backward before it"); }
     std::vector<FlatGradient> all;
     for (const FsdpUnit& u : f.units) {
-        if (!u.gradient) { fail("FSDP: the optimizer's step has no backward before it"); }
-        all.push_back({u.gradient, u.offset});
+        if (u.gradient) { all.push_back({u.gradient, u.offset}); }
     }
     if (f.replicated_sum) { all.push_back({f.replicated_sum, f.replicated}); }
     return all;
@@ -385,23 +415,17 @@ static double gradient_norm(const Fsdp& f) {
     return norm_over_ranks(f.c, square_sum(gradients));
 }
 double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) {
-    NoGrad no_grad;
-    ParameterGroup& g = f.shard;
-    if (!g.m) { g.m = zeros(g.weights.shape, g.weights.dtype, OPTIMIZER); }
-    if (!g.v && !g.sgd) { g.v = zeros(g.weights.shape, g.weights.dtype, OPTIMIZER); }
-    auto step = [&](float gradient_scale) {
-        g.step++;
-        std::vector<FlatGradient> gradients = gradients_of(f);
-        if (!g.sgd) { return adamw_update(g.weights, gradients, g.m, g.v, g.adamw, g.step, gradient_scale); }
-        for (const FlatGradient& one : gradients) {
-            auto own = [&](const Tensor& t) { return view(t, one.offset, one.g.shape); };
-            scale_in_place(one.g, gradient_scale);
-            sgd_update(own(g.weights), one.g, own(g.m), g.adamw, g.momentum);
-        }
-    };
+    if (f.steps_in_backward && (max_norm > 0 || context.precision == PREC_FP16)) {
+        fail("FSDP: a step in backward neither clips nor scales");
+    }
     double norm = guarded_step(
-        scaler, max_norm, [&] { return gradient_norm(f); }, step);
+        scaler, max_norm, [&] { return gradient_norm(f); },
+        [&](float gradient_scale) {
+            if (!f.steps_in_backward) { begin_update(f); }
+            update(f, gradients_of(f), gradient_scale);
+        });
     drop_gradients(f), forget_gathered(f);
+    f.backwards = 0;
     return norm;
 }
 
@@ -410,20 +434,30 @@ void visit_whole(Fsdp& f, const Tensor& flat, bool write,
     for (int i = -1; i < (int)f.units.size(); i++) {
         Tensor own = flat, whole = flat;
         int64_t begin = 0;
+        const bool has_form = f.form && i > 0 && flat.data == f.shard.weights.data;
         if (i >= 0) {
             const FsdpUnit& u = f.units[i];
             own = view(flat, u.offset, {u.part}), whole = empty({f.c.world * u.part}, flat.dtype, WORKSPACE);
             begin = u.begin;
+            if (has_form) { f.form->leave(own); }
             wait(f.c, all_gather(f.c, whole, bounds_of(f, u), own));
         }
         for (const Parameter& p : f.parameters) {
             if (p.unit == i) { see(p, view(whole, i < 0 ? f.replicated_at.at(p.name) : p.offset - begin, p.shape)); }
         }
         if (i >= 0 && write) { copy(own, own_part(f, f.units[i], whole)); }
+        if (has_form) { f.form->enter(own); }
     }
     if (write) { forget_gathered(f); }
 }
 void init_weights(Fsdp& f, uint64_t seed) {
     visit_whole(f, f.shard.weights, true,
                 [&](const Parameter& p, const Tensor& whole) { init_weight(whole, p.name, seed); });
+}
+void choose_form(Fsdp& f) {
+    if (f.form || f.shard.sgd || f.units.size() < 2) { return; }
+    f.form = form_for(f.shard.weights.dtype, f.units[1].weights.dtype);
+    for (size_t i = 1; f.form && i < f.units.size(); i++) {
+        f.form->enter(view(f.shard.weights, f.units[i].offset, {f.units[i].part}));
+    }
 }

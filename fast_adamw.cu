@@ -1,8 +1,8 @@
 // fast_adamw.cu: AdamW for many tensors in one launch, and weights that bf16 products need not cast.
 //
 // Split weights. bf16 is the upper half of fp32, so the weights that AdamW updates in fp32 and those that bf16 products
-// take need 4 bytes together, not 6, and no cast: a matrix's place in the arena then holds first the upper halves of
-// all its elements, which are the bf16 matrix, then their lower halves.
+// take need 4 bytes together, not 6, and no cast: a part's place in the arena then holds first the upper halves of all
+// its elements, which are the part in bf16, then their lower halves.
 #include "gpu.h"
 
 struct Halves {
@@ -36,9 +36,12 @@ __global__ void convert_halves_kernel(float* whole, uint16_t* halves, int64_t n,
     if (i < n) { convert_halves(whole, halves, n, i, split); }
 }
 #endif
-static void convert_halves_run(const Tensor& whole, const Tensor& place, bool split) {
-    int64_t n = whole.size();
-    auto* halves = (uint16_t*)place.data;
+static void convert_weights(const Tensor& part, bool split) {
+    NoGrad no_grad;
+    int64_t n = part.size();
+    Tensor whole = empty(part.shape, F32, WORKSPACE);
+    auto* halves = (uint16_t*)part.data;
+    if (split) { copy_or_add(whole, part, false); }
 #ifdef __CUDACC__
     if (whole.device() == CUDA) {
         convert_halves_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(whole.as<float>(), halves, n, split);
@@ -49,36 +52,15 @@ static void convert_halves_run(const Tensor& whole, const Tensor& place, bool sp
 #pragma omp parallel for
         for (int64_t i = 0; i < n; i++) { convert_halves(whole.as<float>(), halves, n, i, split); }
     }
+    if (!split) { copy_or_add(part, whole, false); }
 }
-static std::vector<Tensor> matrices_of(const Model& model) {  // as the products take them
-    std::vector<Tensor> all = {model.lm_head};
-    for (const Layer& l : model.layers) { all.insert(all.end(), {l.qkv, l.o, l.w13, l.w2}); }
-    return all;
-}
-static bool takes(const Model& model) {
-    return context.mode != EAGER && matmul_dtype() == BF16 && model.weights.dtype == F32;
-}
-static void convert_weights(Model& model, bool split) {
-    NoGrad no_grad;
-    std::vector<Tensor> matrices = matrices_of(model);
-    int64_t largest = 0;
-    for (const Tensor& t : matrices) { largest = std::max(largest, t.size()); }
-    Tensor scratch = empty({largest}, F32, WORKSPACE);
-    for (const Tensor& t : matrices) {
-        Tensor whole = view(scratch, 0, t.shape), place = detached(t);
-        if (split) { copy_or_add(whole, place, false); }
-        convert_halves_run(whole, place, split);
-        if (!split) { copy_or_add(place, whole, false); }
-    }
-    drop_weight_copies(model.slots);
-}
-static void enter(Model& model) { convert_weights(model, true); }
-static void leave(Model& model) { convert_weights(model, false); }
-static void lend(const Model& model) {
-    for (const Tensor& t : matrices_of(model)) {
-        t.gradient->low_precision = detached(t);
-        t.gradient->low_precision.dtype = BF16;
-    }
+static bool takes(DType kept, DType products) { return kept == F32 && products == BF16; }
+static void enter(const Tensor& part) { convert_weights(part, true); }
+static void leave(const Tensor& part) { convert_weights(part, false); }
+static Tensor lend(const Tensor& part) {
+    Tensor upper = part;
+    upper.dtype = BF16;
+    return upper;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -187,19 +169,13 @@ static void update_split_cpu(const Tensor& p, const FlatGradient& one, const Ten
         }
     });
 }
-static void update_model(Model& model, const std::vector<FlatGradient>& gradients, AdamWScalars s) {
-    std::set<const char*> matrices;
-    for (const Tensor& t : matrices_of(model)) { matrices.insert(t.data); }
-    std::vector<FlatGradient> split, whole;
-    for (const FlatGradient& one : gradients) {
-        (matrices.count(model.weights.data + one.offset * sizeof(float)) ? split : whole).push_back(one);
-    }
-    adamw_flat(model.weights, whole, model.m, model.v, s);
+static void update_split(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
+                         AdamWScalars s) {
 #ifdef __CUDACC__
-    if (model.weights.device() == CUDA) { update_cuda<true>(model.weights, split, model.m, model.v, s); }
+    if (p.device() == CUDA) { update_cuda<true>(p, gradients, m, v, s); }
 #endif
-    if (model.weights.device() == CPU) {
-        for (const FlatGradient& one : split) { update_split_cpu(model.weights, one, model.m, model.v, s); }
+    if (p.device() == CPU) {
+        for (const FlatGradient& one : gradients) { update_split_cpu(p, one, m, v, s); }
     }
 }
-static const AddRow<WeightForm> form({"split into bf16 and the rest", 20, takes, enter, leave, lend, update_model});
+static const AddRow<WeightForm> form({"split into bf16 and the rest", 20, takes, enter, leave, lend, update_split});

@@ -353,13 +353,22 @@ Device choose_device(const std::string& want, int gpu) {
 bool gpu_is_imagined() { return context.plan_only && context.device == CUDA && context.memory < SIZE_MAX; }
 
 #ifdef __CUDACC__
+static thread_local cudaStream_t other = nullptr;
 cudaStream_t stream() {
     static const cudaStream_t s = [] {
         cudaStream_t created;
         CUDA_CHECK(cudaStreamCreateWithFlags(&created, cudaStreamNonBlocking));
         return created;
     }();
-    return s;
+    return other ? other : s;
+}
+void with_stream(cudaStream_t s, const std::function<void()>& f) {
+    struct Guard {
+        cudaStream_t before = other;
+        ~Guard() { other = before; }
+    } guard;
+    other = s;
+    f();
 }
 #endif
 

@@ -149,13 +149,23 @@ void zero_gradients(const Model& model) {
     }
 }
 
+static const WeightForm* best_form(const Model& model) {
+    return context.mode == EAGER ? nullptr : form_for(model.weights.dtype, matmul_dtype());
+}
+static std::vector<Tensor> matrices_of(const Model& model) {  // as the products take them
+    std::vector<Tensor> all = {model.lm_head};
+    for (const Layer& l : model.layers) { all.insert(all.end(), {l.qkv, l.o, l.w13, l.w2}); }
+    return all;
+}
 void make_ready(Model& model, int64_t T) {
     const ModelConfig& c = model.config;
     if (!model.rope || model.rope.dim(0) < T) {
         model.rope = rope_table(T, c.d_model / c.num_heads, c.rope_theta, model.weights.dtype == F64 ? F64 : F32);
     }
-    if (model.form && !model.form->takes(model)) { plain_weights(model); }
-    if (model.form) { model.form->lend(model); }
+    if (model.form != best_form(model)) { plain_weights(model); }
+    for (const Tensor& t : model.form ? matrices_of(model) : std::vector<Tensor>()) {
+        t.gradient->low_precision = model.form->lend(detached(t));
+    }
 }
 void begin_unit(const Model& model, int unit) {
     if (model.pre_forward) { model.pre_forward(unit); }
@@ -403,9 +413,9 @@ static AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale) {
     return {1 - a.lr * a.weight_decay, a.beta1, a.beta2, a.eps, (float)step_size, gradient_scale};
 }
 void adamw_update(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
-                  const AdamW& a, int t, float gradient_scale) {
+                  const AdamW& a, int t, float gradient_scale, const WeightForm* form) {
     Range range("optimizer");
-    adamw_flat(p, gradients, m, v, scalars_of(a, t, gradient_scale));
+    (form ? form->update : adamw_flat)(p, gradients, m, v, scalars_of(a, t, gradient_scale));
 }
 void adamw_step(Model& model, const AdamW& a, float gradient_scale) {
     Range range("optimizer");
@@ -414,20 +424,33 @@ void adamw_step(Model& model, const AdamW& a, float gradient_scale) {
     AdamWScalars s = scalars_of(a, ++model.step, gradient_scale);
     if (context.mode == EAGER) {
         adamw_eager(model, s);
-    } else if (model.form) {
-        model.form->update(model, gradients, s);
-    } else {
-        adamw_flat(model.weights, gradients, model.m, model.v, s);
+        return;
     }
+    std::set<const char*> matrices;
+    for (const Tensor& t : model.form ? matrices_of(model) : std::vector<Tensor>()) { matrices.insert(t.data); }
+    auto plain = std::partition(gradients.begin(), gradients.end(), [&](const FlatGradient& one) {
+        return matrices.count(model.weights.data + one.offset * size_of(model.weights.dtype)) > 0;
+    });
+    adamw_flat(model.weights, {plain, gradients.end()}, model.m, model.v, s);
+    if (model.form) { model.form->update(model.weights, {gradients.begin(), plain}, model.m, model.v, s); }
 }
 
-void choose_form(Model& model) {
+const WeightForm* form_for(DType kept, DType products) {
     const auto& rows = table_of<WeightForm>();
-    auto row = std::find_if(rows.rbegin(), rows.rend(), [&](const WeightForm& r) { return r.takes(model); });
-    if (!model.form && row != rows.rend()) { row->enter(model), model.form = &*row; }
+    auto row = std::find_if(rows.rbegin(), rows.rend(), [&](const WeightForm& r) { return r.takes(kept, products); });
+    return row == rows.rend() ? nullptr : &*row;
+}
+void choose_form(Model& model) {
+    if (model.form || !best_form(model)) { return; }
+    model.form = best_form(model);
+    for (const Tensor& t : matrices_of(model)) { model.form->enter(detached(t)); }
+    drop_weight_copies(model.slots);
 }
 void plain_weights(Model& model) {
-    if (model.form) { model.form->leave(model), model.form = nullptr; }
+    if (!model.form) { return; }
+    for (const Tensor& t : matrices_of(model)) { model.form->leave(detached(t)); }
+    drop_weight_copies(model.slots);
+    model.form = nullptr;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

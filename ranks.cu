@@ -15,6 +15,7 @@
 #include <deque>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include <fcntl.h>
 #include <omp.h>
@@ -744,13 +745,28 @@ void wait(const Communicator& c, const WorkPtr& work) {
     Links& l = *c.links;
 #ifdef WITH_NCCL
     if (l.nccl) {
-        CUDA_CHECK(cudaStreamWaitEvent(stream(), (cudaEvent_t)work->end.event.get()));
+        const Mark& last = work->done.event ? work->done : work->end;
+        CUDA_CHECK(cudaStreamWaitEvent(stream(), (cudaEvent_t)last.event.get()));
         return;
     }
 #endif
     std::unique_lock<std::mutex> lock(l.mutex);
     l.changed.wait(lock, [&] { return work->finished; });
     if (!work->error.empty()) { throw LostTouch(strprintf("%s: Gloo: %s", work->what, work->error.c_str())); }
+    lock.unlock();
+    if (auto f = std::exchange(work->behind, nullptr)) { f(); }
+}
+void run_behind(const Communicator& c, const WorkPtr& work, const std::function<void()>& f) {
+    if (!work) { return f(); }  // META
+#ifdef WITH_NCCL
+    if (Links& l = *c.links; l.nccl) {
+        with_stream(l.stream, f);
+        work->done = mark_on(l.stream);
+        return;
+    }
+#endif
+    (void)c;
+    work->behind = f;
 }
 
 void barrier(const Communicator& c) {

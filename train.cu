@@ -489,6 +489,7 @@ static std::unique_ptr<Trainer> make_trainer(const Communicator& c, const ModelC
         t.scaler.scale = (float)real_of(checkpoint, "loss_scale", FLT_MIN, FLT_MAX);
         t.scaler.good_steps = whole_of(checkpoint, "good_steps", 0, 1 << 20);
     }
+    if (fsdp) { choose_form(*t.f); }
     if (!fsdp && !sharded) { choose_form(t.model); }
     if (ranks && !fsdp) {
         t.d = data_parallel(c, OVERLAPPED, 0, t.model.weights, t.model.gradients, t.model.parameters, t.model.slots);
