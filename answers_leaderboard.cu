@@ -7,9 +7,9 @@ Answers answer_leaderboard(const Tables& tables) {
     TableRow row = rows_of(*table)[0];
     auto gib = [&](const char* column) { return number(row.number(column) / 1024, "%.1f"); };
     std::string who = value_in(*table, "what runs again; ", ";"), each = who == "one rank" ? "" : " per rank";
-    std::string what = say("A training step of {} ({} tokens per sequence, batch {}, {}) on {}", row.text("size"),
+    std::string what = say("A training step of {} ({} tokens per sequence, batch {}; {}) on {}", row.text("size"),
                            value_in(*table, "context length ", ","), value_in(*table, "batch ", ","),
-                           value_in(*table, "precision ", ","), who);
+                           value_in(*table, "precision ", ";"), who);
     if (std::isnan(row.number("mean ms"))) {
         return {{"", say("{} was not run: it would hold {} GiB{} at its peak.", what, gib("predicted peak MiB"), each) +
                          scaled_down(*table)}};

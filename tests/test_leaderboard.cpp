@@ -193,7 +193,8 @@ TEST_CASE("leaderboard: answers") {
     auto answer = [](const std::string& markdown) { return answers_of("leaderboard", tables_in(markdown)).at(0).text; };
     std::string here = answer(text);
     CHECK(has(here,
-              "A training step of small (64 tokens per sequence, batch 1, pure_bf16) on one rank takes 2912.9 ms: 22 "
+              "A training step of small (64 tokens per sequence, batch 1; pure_bf16, mode fused, checkpoint 1, head "
+              "chunk 48) on one rank takes 2912.9 ms: 22 "
               "tokens per second, 0.01603 TFLOP/s. Its peak is 1.0 GiB, "
               "predicted 1.0. Most of it is optimizer: forward, blocks 348.28 ms (12.0 %), head and loss 88.75 "
               "ms (3.0 %), backward 1053.91 ms (36.2 %) and optimizer 1422.00 ms (48.8 %)."));
