@@ -1046,8 +1046,8 @@ WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector
 WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds,
                    const Tensor& own = Tensor());
 void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute stream waits, the host does not
-// Runs f behind a collective: NCCL: what f launches runs in its stream, so wait() waits for that, too; Gloo: wait()
-// calls f. f allocates nothing.
+// Runs f, which allocates nothing, behind a collective. NCCL: what f launches runs in a stream of the lowest priority,
+// so in the room that the compute stream leaves; wait() waits for that, too. Gloo: wait() calls f.
 void run_behind(const Communicator& c, const WorkPtr& work, const std::function<void()>& f);
 void barrier(const Communicator& c);  // the host waits, also for its device
 // Every rank's text, through the store; also a barrier, with no deadline while all live.

@@ -59,9 +59,6 @@ static std::unique_ptr<LeaderboardTrainer> make_trainer(const Communicator& c, c
     }
     return made;
 }
-static bool steps_in_backward(const Communicator& c, int backwards) {
-    return c.world > 1 && backwards == 1 && context.precision != PREC_FP16;
-}
 // Returns the mean loss over the sequences of each of this rank's backwards.
 static std::vector<Tensor> run_step(LeaderboardTrainer& t) {
     t.at.clear();
@@ -76,7 +73,7 @@ static std::vector<Tensor> run_step(LeaderboardTrainer& t) {
     for (const Batch& batch : t.batches) {
         begin(BLOCKS);
         const bool first = losses.empty();
-        if (t.f && first) { begin_step(*t.f, steps_in_backward(t.c, (int)t.batches.size())); }
+        if (t.f && first) { begin_step(*t.f); }
         auto pass = first || t.f ? forward_backward : add_gradients;
         losses.push_back(pass(t.model, batch, scale, [&] { begin(BACKWARD); }));
         if (t.f) { finish_backward(*t.f); }
@@ -246,7 +243,6 @@ static void print_tables(const Plan& p, const Communicator& ranks, const Leaderb
                           ? "one rank"
                           : strprintf("%d ranks; FSDP over %s, times of rank 0, the largest peak of a rank",
                                       ranks.world, ranks.backend.c_str());
-    if (steps_in_backward(ranks, o.grad_accumulation)) { who += "; each unit's AdamW in backward"; }
     if (r.raised) { who += strprintf("; batch raised to %d, so that each rank has a sequence", o.batch_size); }
     const double peak = dense_peak(context.precision);
     if (!std::isnan(peak)) {

@@ -357,7 +357,9 @@ static thread_local cudaStream_t other = nullptr;
 cudaStream_t stream() {
     static const cudaStream_t s = [] {
         cudaStream_t created;
-        CUDA_CHECK(cudaStreamCreateWithFlags(&created, cudaStreamNonBlocking));
+        int least, greatest;  // before what run_behind runs, after collectives
+        CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+        CUDA_CHECK(cudaStreamCreateWithPriority(&created, cudaStreamNonBlocking, (least + greatest) / 2));
         return created;
     }();
     return other ? other : s;

@@ -256,6 +256,7 @@ struct Links {
 #endif
 #ifdef __CUDACC__
     cudaStream_t stream = nullptr;  // where collectives run, beside the compute stream
+    cudaStream_t behind = nullptr;  // see run_behind
     int device = 0;
     void* pinned = nullptr;  // Gloo cannot read GPU memory: tensors pass through this
     size_t pinned_bytes = 0;
@@ -760,8 +761,9 @@ void run_behind(const Communicator& c, const WorkPtr& work, const std::function<
     if (!work) { return f(); }  // META
 #ifdef WITH_NCCL
     if (Links& l = *c.links; l.nccl) {
-        with_stream(l.stream, f);
-        work->done = mark_on(l.stream);
+        CUDA_CHECK(cudaStreamWaitEvent(l.behind, (cudaEvent_t)work->end.event.get()));
+        with_stream(l.behind, f);
+        work->done = mark_on(l.behind);
         return;
     }
 #endif
@@ -860,6 +862,7 @@ static void connect_ranks(Communicator& c, const Identity& me, const Options& o)
         l.device = gpu;
         CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
         CUDA_CHECK(cudaStreamCreateWithPriority(&l.stream, cudaStreamNonBlocking, greatest));
+        CUDA_CHECK(cudaStreamCreateWithPriority(&l.behind, cudaStreamNonBlocking, least));
     }
 #endif
 #ifdef WITH_NCCL
@@ -891,7 +894,9 @@ static void disconnect_ranks(Communicator& c) {
 #endif
     l.barrier_token = Tensor();
 #ifdef __CUDACC__
-    if (l.stream) { CUDA_CHECK(cudaStreamDestroy(l.stream)); }
+    for (cudaStream_t s : {l.stream, l.behind}) {
+        if (s) { CUDA_CHECK(cudaStreamDestroy(s)); }
+    }
     if (l.pinned) { CUDA_CHECK(cudaFreeHost(l.pinned)); }
 #endif
     ask_store(l.store, 'Q', "", "", now_ms() + 1e3 * l.timeout_s, "rank 0's store does not answer");
