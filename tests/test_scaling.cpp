@@ -72,12 +72,13 @@ TEST_CASE("scaling: each group is measured, and a speed-up is over the fastest w
     CHECK(run_cs336({"scaling", "--nproc", "1,65"}).exit_code == 2);
     CHECK(run_cs336({"scaling", "--precision", "fp16"}).exit_code == 2);
     Run plan = run_cs336({"scaling", "--plan", "--memory", "80GiB", "--format", "csv"});
-    CHECK(read_csv(plan.out).rows.size() == 7 * 3 + 1);  // strong scaling shares the largest group, and DDP runs once
+    CHECK(read_csv(plan.out).rows.size() == 7 * 4 + 1);  // strong scaling shares the largest group, and DDP runs once
     if (!why_not("gloo", CPU, 2).empty()) { return; }
     Run r = run_cs336({"scaling", "--device", "cpu", "--quick", "--nproc", "2,1,2", "--format", "csv"});
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
     Table table = read_csv(r.out);
-    CHECK(table.rows.size() == 2 * 2 * 7);
+    CHECK(table.rows.size() == 2 * 2 * 8);
+    CHECK(has(picture_of("scaling", {table}), "AdamW in backward"));  // all ways at once
     Run small_card = run_cs336({"scaling", "--plan", "--memory", "24GiB"});
     CHECK(has(small_card.out, "size large instead of xl, which does not fit"));
     CHECK(!has(small_card.out, ", xl, "));
