@@ -602,11 +602,12 @@ static Answer saved_by_fsdp(const Table& table, double n) {
     }
     text += ".";
     TableRow at_once = row_of(table, {{"Way", "FSDP, AdamW in backward"}});
+    const std::string usual = row_of(table, {{"Way", FSDP_WAYS[2]}}).text("step (ms)");
     if (!std::isnan(at_once.number("peak"))) {
-        text +=
-            say(" Where each unit takes its AdamW step in backward, no gradient is kept: {} MiB, and {} ms per step "
-                "where FSDP takes {}.",
-                at_once.text("peak"), at_once.text("step (ms)"), row_of(table, {{"Way", "FSDP"}}).text("step (ms)"));
+        text += say(
+            " Where each unit takes its AdamW step in backward, no gradient is kept: {} MiB, and {} ms per "
+            "step{}.",
+            at_once.text("peak"), at_once.text("step (ms)"), usual.empty() ? "" : say(" where FSDP takes {}", usual));
     }
     return {"a", text + scaled_down(table)};
 }
@@ -656,6 +657,10 @@ static Answer scaling_of(const Table& table, const std::string& kind) {
     std::vector<TableRow> last, of_best;
     std::copy_if(rows.begin(), rows.end(), std::back_inserter(last), [&](auto& row) { return row.text("Ranks") == N; });
     TableRow best = largest_of(last, "speed-up");
+    for (const TableRow& row : last) {  // speed-ups are rounded
+        bool equal = row.number("speed-up") == best.number("speed-up");
+        if (equal && row.number("step (ms)") < best.number("step (ms)")) { best = row; }
+    }
     if (!best) { return {kind, say("The table lacks a step on {}, or one on fewer to compare with.", ranks(N))}; }
     std::vector<std::string> others;
     for (const TableRow& row : last) {

@@ -178,7 +178,7 @@ void require_memory(size_t bytes, const std::string& what);  // throws OutOfMemo
 int cpu_threads();
 void choose_cpu_settings(char** argv);  // first thing in main(): may start the program anew, see there
 #ifdef __CUDACC__
-cudaStream_t stream();  // the one compute stream, or f's within with_stream
+cudaStream_t stream();  // the one compute stream, or s while with_stream(s, f) runs f
 void with_stream(cudaStream_t s, const std::function<void()>& f);
 #endif
 
@@ -898,7 +898,7 @@ void adamw_flat(const Tensor& p, const std::vector<FlatGradient>& gradients, con
 struct WeightForm {
     const char* name;
     int rung;
-    bool (*takes)(DType kept, DType products);
+    bool (*takes)(DType kept, DType products);  // as AdamW updates them; as matrix products take them
     void (*enter)(const Tensor& part);
     void (*leave)(const Tensor& part);
     Tensor (*lend)(const Tensor& part);  // the same elements as products take them, in part's memory
@@ -1031,8 +1031,8 @@ struct Work {                                     // a collective under way; the
     Mark begin, end;  // when it ran: valid after wait() and synchronize()
     bool finished = false;
     std::string error;             // Gloo's
-    Mark done;                     // NCCL: when what runs behind it had run, if anything does
-    std::function<void()> behind;  // Gloo
+    Mark done;                     // NCCL: the end of run_behind's f, if there is one
+    std::function<void()> behind;  // Gloo: run_behind's f, which wait() has yet to call
 };
 using WorkPtr = std::shared_ptr<Work>;
 enum Reduction { SUM, AVERAGE };
@@ -1046,8 +1046,9 @@ WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector
 WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds,
                    const Tensor& own = Tensor());
 void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute stream waits, the host does not
-// Runs f, which allocates nothing, behind a collective. NCCL: what f launches runs in a stream of the lowest priority,
-// so in the room that the compute stream leaves; wait() waits for that, too. Gloo: wait() calls f.
+// Runs f behind a collective. NCCL: what f launches runs in a stream of the lowest priority, so in the room that the
+// compute stream leaves; wait() waits for that, too. Gloo: wait() calls f. Until wait() nobody else may touch what f
+// writes, or free what it reads; so f allocates nothing, since memory is freed in the compute stream's order.
 void run_behind(const Communicator& c, const WorkPtr& work, const std::function<void()>& f);
 void barrier(const Communicator& c);  // the host waits, also for its device
 // Every rank's text, through the store; also a barrier, with no deadline while all live.
@@ -1123,7 +1124,7 @@ struct FsdpUnit {  // what is gathered at once; its elements are those of the mo
     Tensor gradient;            // the own part, averaged over the ranks; null until there is one
     std::vector<FsdpSlot> slots;
 };
-struct FsdpWait {  // of the compute stream, for a unit's gather or reduce-scatter
+struct FsdpWait {  // of the compute stream, for a unit's gather, or for its reduce-scatter and what runs behind that
     int unit;      // -1: the norms
     WorkPtr work;
     Mark asked, got;
@@ -1143,7 +1144,7 @@ struct Fsdp {
     bool steps_in_backward = false;      // see begin_step
     int backwards = 0;                   // since the last step
     int to_reduce = 0, reducing = -1;    // the unit to be reduced next; the one whose reduce-scatter is under way
-    bool reduces_in_place = false;       // that one: its part still has to be added to its gradient
+    bool reduces_in_place = false;       // that one: its sum is in the buffer, not in its gradient
     WorkPtr reduce;
     std::vector<FsdpWait> waits;         // of this step, for weights
     std::vector<FsdpWait> reduce_waits;  // for gradients
@@ -1165,7 +1166,8 @@ void pre_forward(Fsdp& f, int unit);   // waits for the unit's weights, and star
 void pre_backward(Fsdp& f, int unit);  // the same; and starts to reduce the gradients of the unit behind it
 // Before a step's first forward: the weights have changed. steps_in_backward: each unit takes its AdamW step as soon as
 // its gradient is an average, beside the rest of backward, and its gradient is not kept. That is for steps of one
-// backward whose gradients need no norm first, for clipping or for fp16's loss scale.
+// backward whose gradients need no norm first, for clipping or for fp16's loss scale. optimizer_step still follows: it
+// steps the norms.
 void begin_step(Fsdp& f, bool steps_in_backward = false);
 void finish_backward(Fsdp& f);  // after each backward: then the own gradients are averages, or sums of averages
 // The gradients' norm, from each rank's sum of squares. It is the same on all ranks, so all of them step, or none. It

@@ -326,13 +326,14 @@ static void update(Fsdp& f, std::vector<FlatGradient> gradients, float gradient_
     NoGrad no_grad;
     ParameterGroup& g = f.shard;
     auto plain = std::partition(gradients.begin(), gradients.end(), [&](const FlatGradient& one) {
-        return f.form && one.offset > 0 && one.offset < f.replicated;
+        return f.form && one.offset > 0 && one.offset < f.replicated;  // of units 1 and up
     });
     if (!g.sgd) {
         adamw_update(g.weights, {plain, gradients.end()}, g.m, g.v, g.adamw, g.step, gradient_scale);
         adamw_update(g.weights, {gradients.begin(), plain}, g.m, g.v, g.adamw, g.step, gradient_scale, f.form);
         return;
     }
+    if (f.form) { fail("FSDP: SGD takes plain weights"); }
     for (const FlatGradient& one : gradients) {
         auto own = [&](const Tensor& t) { return view(t, one.offset, one.g.shape); };
         scale_in_place(one.g, gradient_scale);
@@ -347,6 +348,7 @@ static void begin_update(Fsdp& f) {
 }
 static void start_reduce(Fsdp& f, int i) {
     Range range("reduce");
+    if (f.steps_in_backward && f.backwards > 0) { fail("FSDP: steps in backward take one backward each"); }
     finish_reduce(f);  // of unit i + 1: backward now writes unit i - 1's gradients over them
     FsdpUnit& u = f.units[i];
     zero_the_rest(u);
@@ -355,7 +357,6 @@ static void start_reduce(Fsdp& f, int i) {
     f.reduce = reduce_scatter(f.c, u.gradients, bounds_of(f, u), AVERAGE, f.reduces_in_place ? Tensor() : u.gradient);
     f.reducing = i;
     if (!f.steps_in_backward) { return; }
-    if (f.backwards > 0 || f.shard.sgd) { fail("FSDP: a step in backward takes one backward, and AdamW"); }
     run_behind(f.c, f.reduce, [&f, &u] { update(f, {{own_part(f, u, u.gradients), u.offset}}, 1); });
 }
 void pre_backward(Fsdp& f, int i) {
@@ -375,7 +376,9 @@ void begin_step(Fsdp& f, bool steps_in_backward) {
     f.reducing = -1, f.to_reduce = (int)f.units.size() - 1;
     drop_gradients(f), forget_gathered(f);
     f.backwards = 0, f.steps_in_backward = steps_in_backward;
-    if (steps_in_backward) { begin_update(f); }
+    if (!steps_in_backward) { return; }
+    if (f.shard.sgd || context.precision == PREC_FP16) { fail("FSDP: a step in backward is AdamW's, and not in fp16"); }
+    begin_update(f);
 }
 Fsdp::~Fsdp() {
     if (c.backend != "nccl") { return; }  // Gloo's jobs hold their tensors
@@ -415,9 +418,7 @@ static double gradient_norm(const Fsdp& f) {
     return norm_over_ranks(f.c, square_sum(gradients));
 }
 double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) {
-    if (f.steps_in_backward && (max_norm > 0 || context.precision == PREC_FP16)) {
-        fail("FSDP: a step in backward neither clips nor scales");
-    }
+    if (f.steps_in_backward && max_norm > 0) { fail("FSDP: a step in backward does not clip"); }
     double norm = guarded_step(
         scaler, max_norm, [&] { return gradient_norm(f); },
         [&](float gradient_scale) {
@@ -431,6 +432,7 @@ double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) {
 
 void visit_whole(Fsdp& f, const Tensor& flat, bool write,
                  const std::function<void(const Parameter& p, const Tensor& whole)>& see) {
+    for (const WorkPtr& gather : f.gathers) { wait(f.c, gather); }  // they may read what changes its form here
     for (int i = -1; i < (int)f.units.size(); i++) {
         Tensor own = flat, whole = flat;
         int64_t begin = 0;

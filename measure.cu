@@ -357,7 +357,7 @@ static thread_local cudaStream_t other = nullptr;
 cudaStream_t stream() {
     static const cudaStream_t s = [] {
         cudaStream_t created;
-        int least, greatest;  // before what run_behind runs, after collectives
+        int least, greatest;  // collectives come first, then this stream, then what run_behind runs
         CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
         CUDA_CHECK(cudaStreamCreateWithPriority(&created, cudaStreamNonBlocking, (least + greatest) / 2));
         return created;

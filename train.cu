@@ -346,7 +346,7 @@ static void visit(Trainer& t, const std::string& prefix,
     for (const Parameter& p : t.model.parameters) { see(p, view(whole, p.offset, p.shape)); }
 }
 // On rank 0: the tensors of a checkpoint, if they are to be kept, and the first that holds NaN or an infinity. Leaves
-// the weights plain.
+// the weights plain, but FSDP's in their form.
 struct State {
     NamedTensors tensors;
     std::string not_finite;
