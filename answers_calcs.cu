@@ -193,10 +193,10 @@ static Answer best_strategy(const Table& table) {
     if (!different.empty()) { return {"a", say("The gradients differ with {}.", list_of(different))}; }
     double gain = 100 * (1 - best.number(peak) / flat.number(peak));
     std::string text =
-        say("The strategy with the least peak is {}, {} MiB (without checkpoints: {}): {}. It keeps all "
-            "residuals of {} at a time and {}. ",
-            name, best.text(peak), none.text(peak), arrangement(name), kept == "1" ? "one block" : kept + " blocks",
-            price(best)) +
+        say("The strategy with the least peak for {} small blocks is {}, {} MiB (without checkpoints: {}): {}. It "
+            "keeps all residuals of {} at a time and {}. ",
+            value_in(table, "(a): ", " blocks"), name, best.text(peak), none.text(peak), arrangement(name),
+            kept == "1" ? "one block" : kept + " blocks", price(best)) +
         (gain > 0 ? say("Nesting takes {} % off the peak of k = 1 ({} MiB), and is worth its compute only where N "
                         "inputs are large beside a block's residuals.",
                         number(gain, "%.1f"), flat.text(peak))
@@ -251,9 +251,9 @@ static std::string best_size(const Table& asked, const Table& run) {
         const char* k = "blocks per checkpoint";
         double more = (b.number("predicted peak MiB") - a.number("predicted peak MiB")) / (b.number(k) - a.number(k));
         double kept = (b.number("of it activations") - a.number("of it activations")) / (b.number(k) - a.number(k));
-        text += say("Each further block in a checkpoint adds {} MiB", number(more, "%.1f"));
+        text += say("Each further block in a checkpoint adds {} MiB", number(more, "%.0f"));
         text += kept > more ? say(": {} of residuals, minus {} of gradients that do not exist yet. ",
-                                  number(kept, "%.1f"), number(kept - more, "%.1f"))
+                                  number(kept, "%.0f"), number(kept - more, "%.0f"))
                             : ". ";
     }
     return text + as_run(run, best) + scaled_down(run);

@@ -564,8 +564,8 @@ Answers answer_fsdp(const Tables& tables) {
     }
     return {
         {"", say("The weights of FSDP with {} match those of one process that sees the whole batch, in all {} rows, "
-                 "after each of {} steps; the largest difference is {} ({}, {}, mode {}). Fp32 rounds because the "
-                 "sum over the batch is taken in another order, 16-bit formats round more.",
+                 "after each of {} steps; the largest difference is {} ({}, {}, mode {}). The ranks sum over the "
+                 "batch in another order, so the sums round differently; a format of 16 bits has fewer digits.",
                  n, std::to_string(table->rows.size()), value_in(*table, "after each of ", " steps"),
                  worst ? worst.text("max diff") : "unknown", worst.text("Model"), worst.text("precision"),
                  worst.text("mode"))}};

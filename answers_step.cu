@@ -222,7 +222,7 @@ Answers answer_benchmarking_script(const Tables& tables) {
     auto is_sweep = [](const Table& table) { return table.columns[0] == "warmup"; };
     Tables all = tables_with(tables, {"benchmarking_script;"});
     if (all.empty()) { return {}; }
-    auto accumulates = [](const Table& table) { return table.caption.find(" backwards, ") != std::string::npos; };
+    auto accumulates = [](const Table& table) { return table.caption.find(" backward passes, ") != std::string::npos; };
     bool sweeps_only = std::all_of(all.begin(), all.end(), is_sweep);
     bool all_accumulate = std::all_of(all.begin(), all.end(), accumulates);
     for (const Table& table : all) {

@@ -166,7 +166,7 @@ int cmd_fsdp(const Options& o) {
                               "differs; backend %s; %s; commit %s",
                               STEPS, c.world, ROWS * c.world, POSITIONS, c.backend.c_str(),
                               device_description().c_str(), commit().c_str()),
-                    {"Model", "Optimizer", "precision", "mode", "checkpoint", "head chunk", "backwards per step",
+                    {"Model", "Optimizer", "precision", "mode", "checkpoint", "head chunk", "backward passes per step",
                      "repetitions", "max diff", "mean diff", "Parameters"},
                     {}};
         std::vector<FsdpCase> cases = {{true, FP32, FUSED, 0, 1}, {true, PREC_FP16, FUSED, 0, 1}};

@@ -201,7 +201,7 @@ static Plan plan_of(const Options& o) {
     return p;
 }
 static std::string caption_of(const Plan& p, const std::string& what, const std::string& setting) {
-    std::string backwards = p.o.grad_accumulation > 1 ? strprintf(" in %d backwards", p.o.grad_accumulation) : "";
+    std::string backwards = p.o.grad_accumulation > 1 ? strprintf(" in %d backward passes", p.o.grad_accumulation) : "";
     return strprintf(
         "%s; %s; batch %d%s, context length: %d, vocabulary %s, %s warmup, %d step; %s", what.c_str(), setting.c_str(),
         p.o.batch_size, backwards.c_str(), p.o.context_length, vocabulary_of(p.configs).c_str(),

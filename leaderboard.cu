@@ -252,7 +252,7 @@ static void print_tables(const Plan& p, const Communicator& ranks, const Leaderb
     if (r.ran && !o.has("warmup")) { counted += strprintf("; warmup_time %g s", o.warmup_time); }
     if (r.ran && !o.has("steps")) { counted += strprintf("; rep_time %g s", o.rep_time); }
     const std::string backwards =
-        o.grad_accumulation > 1 ? strprintf(" in %d backwards", o.grad_accumulation * ranks.world) : "";
+        o.grad_accumulation > 1 ? strprintf(" in %d backward passes", o.grad_accumulation * ranks.world) : "";
     Table table{
         strprintf(
             "leaderboard: %s, %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d, batch %d%s, context length "
@@ -298,7 +298,7 @@ static void leaderboard(const Options& o, const Communicator& c) {
         if (needs.bytes > most) { break; }  // the one that needs least has run out of memory
         r.needs = needs;
         std::string row = ranks_of(c) + row_of(p.configs[0], p.o.batch_size / c.world, p.o.context_length, STEP);
-        if (p.o.grad_accumulation > 1) { row += strprintf(", in %d backwards", p.o.grad_accumulation); }
+        if (p.o.grad_accumulation > 1) { row += strprintf(", in %d backward passes", p.o.grad_accumulation); }
         const bool fits = fits_everywhere(c, r.needs.bytes);
         if (only_planned(row, r.needs, fits, passes_of(c, steps / 2), seconds)) { return; }  // two steps were planned
         if (c.world == 1) {

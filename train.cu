@@ -565,7 +565,7 @@ static const char* what_is_saved(const Options& o) {
 static std::string how_split(const Options& o, const Communicator& c) {
     std::string text;
     if (c.links) { text += strprintf(" over %d ranks (%s, %s)", c.world, o.strategy.c_str(), c.backend.c_str()); }
-    if (o.grad_accumulation > 1) { text += strprintf(" in %d backwards", o.grad_accumulation); }
+    if (o.grad_accumulation > 1) { text += strprintf(" in %d backward passes", o.grad_accumulation); }
     return text;
 }
 static void check_split(const Options& o, const Communicator& c) {

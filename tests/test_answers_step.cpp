@@ -76,7 +76,7 @@ TEST_CASE("answers step: benchmarking_script's share of the peak, and a batch in
     const std::string setting = "precision bf16, mode flash; ", batch = "batch 4,";
     bf16.caption.replace(bf16.caption.find(setting), setting.size(),
                          setting + "MFU of 989 TFLOP/s, attention in full; ");
-    bf16.caption.replace(bf16.caption.find(batch), batch.size(), "batch 64 in 4 backwards,");
+    bf16.caption.replace(bf16.caption.find(batch), batch.size(), "batch 64 in 4 backward passes,");
     bf16.columns.push_back("MFU %");
     for (auto& row : bf16.rows) { row.push_back(row[0] == "xl" ? "57.6" : row[0] == "2.7B" ? "" : "46.9"); }
     const std::string tflops = rows_of(bf16, {{"size", "xl"}})[0].text("TFLOP/s");
@@ -84,7 +84,7 @@ TEST_CASE("answers step: benchmarking_script's share of the peak, and a batch in
     REQUIRE(answers.size() == 5);
     CHECK(answers[4].text ==
           "The largest share of the card's peak (MFU) is 57.6 %: xl in bf16, mode flash, batch 64 "
-          "in 4 backwards, " +
+          "in 4 backward passes, " +
               tflops + " TFLOP/s of 989.");
     for (int i : {0, 1, 2}) { CHECK(!has(answers[i].text, "bf16")); }  // (b) is about the handout's batch
 }

@@ -173,7 +173,8 @@ TEST_CASE("gradient_checkpointing: answers") {
     REQUIRE(t.size() == 3);
     check_says(
         said(t, "a"),
-        {"The strategy with the least peak is linear nesting, 1.509 MiB (without checkpoints: 19.422): the "
+        {"The strategy with the least peak for N = 16 small blocks is linear nesting, 1.509 MiB (without checkpoints: "
+         "19.422): the "
          "first N - 1 blocks form a checkpoint; inside it the first N - 2 form another, and so on.",
          "residuals of one block at a time and min(2, N) = 2 inputs, O(1) memory; backward runs N (N - 1) / 2 = 120 "
          "blocks again, O(N^2) compute.",
@@ -182,19 +183,19 @@ TEST_CASE("gradient_checkpointing: answers") {
         said(t, "b"),
         {"The best checkpoint is one block: a step's peak is 62618.8 MiB (predicted); it is 62618.8 with half a "
          "block, 68720.9 with 2 blocks and 251782.2 without checkpoints. ",
-         "Each further block in a checkpoint adds 6102.0 MiB: 6502.1 of residuals, minus 400.0 of gradients that do "
+         "Each further block in a checkpoint adds 6102 MiB: 6502 of residuals, minus 400 of gradients that do "
          "not exist yet. Measured",
          "Measured with tiny, a checkpoint of one block takes 13.7 MiB (predictions were at most 0.00 % off), and ",
          " times the time without checkpoints. This run was scaled down: "});
 }
 TEST_CASE("gradient_checkpointing: answers from other numbers") {
     const Tables t = recorded();
-    check_says(
-        said(with_cell(t, 0, "recursive halves", "peak MiB", "1.500"), "a"),
-        {"least peak is recursive halves, 1.500 MiB", "): each half of the blocks is a checkpoint", "22.9 % off"});
-    check_says(
-        said(with_cell(t, 0, "flat, k = 1", "peak MiB", "1.5"), "a"),
-        {"least peak is flat, k = 1, 1.5 MiB", "every k blocks are a checkpoint", "Nesting gains nothing here."});
+    check_says(said(with_cell(t, 0, "recursive halves", "peak MiB", "1.500"), "a"),
+               {"least peak for N = 16 small blocks is recursive halves, 1.500 MiB",
+                "): each half of the blocks is a checkpoint", "22.9 % off"});
+    check_says(said(with_cell(t, 0, "flat, k = 1", "peak MiB", "1.5"), "a"),
+               {"least peak for N = 16 small blocks is flat, k = 1, 1.5 MiB", "every k blocks are a checkpoint",
+                "Nesting gains nothing here."});
     check_says(said(with_cell(t, 0, "none", "peak MiB", "1.5"), "a"),
                {"is none, 1.5 MiB", "N blocks at a time and 1 inputs, O(N) memory; backward runs 0 blocks again"});
     check_says(said(with_cell(t, 0, "linear nesting", "blocks again counted", "121"), "a"),

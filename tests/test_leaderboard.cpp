@@ -139,7 +139,7 @@ TEST_CASE("leaderboard: by default as little runs again as fits") {
         REQUIRE(r.exit_code == 0);
         return value_in({r.out.substr(r.out.rfind("\n| ")), {}, {}}, "pure_bf16 ", " |");
     };
-    const std::string chunk = ", head chunk 2048", two = chunk + ", in 2 backwards";
+    const std::string chunk = ", head chunk 2048", two = chunk + ", in 2 backward passes";
     CHECK(planned({"300GiB", "--nproc", "2"}) == "flash" + chunk);
     CHECK(planned({"300GiB", "--nproc", "1"}) == "flash, recompute" + chunk);
     CHECK(planned({"220GiB", "--nproc", "1"}) == "flash" + two);
@@ -160,7 +160,7 @@ TEST_CASE("leaderboard: the default batch leaves a sequence for each backward th
     Run plan = run_cs336({"leaderboard", "--device", "cpu", "--plan", "--grad_accumulation", "2"});
     CHECK_MESSAGE(plan.exit_code == 0, plan.err);
     CHECK(has(plan.out, "batch 2, context length 64"));
-    CHECK(has(plan.out, ", in 2 backwards"));
+    CHECK(has(plan.out, ", in 2 backward passes"));
 }
 TEST_CASE("leaderboard: two backwards per step add up to one") {
     for (const char* n : {"1", "2"}) {
@@ -176,7 +176,7 @@ TEST_CASE("leaderboard: two backwards per step add up to one") {
         Run cut = leaderboard(words);
         REQUIRE_MESSAGE(cut.exit_code == 0, cut.err);
         Tables tables = tables_in(cut.out), tables_of_whole = tables_in(whole.out);
-        CHECK(has(tables[0].caption, *n == '1' ? "batch 4 in 2 backwards, " : "batch 4 in 4 backwards, "));
+        CHECK(has(tables[0].caption, *n == '1' ? "batch 4 in 2 backward passes, " : "batch 4 in 4 backward passes, "));
         CHECK(has(tables[0].caption, "mode fused, recompute, checkpoint ffn:1, head chunk 24; "));
         TableRow row = rows_of(tables[0])[0], of_whole = rows_of(tables_of_whole[0])[0];
         for (const char* column : {"first loss", "last loss"}) {

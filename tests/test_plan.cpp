@@ -244,7 +244,7 @@ TEST_CASE("plan: a smaller card gets a smaller default, and a plan says what the
     CHECK(has(card("24GiB", "naive_ddp_benchmarking"), "; scaled down: size large instead of xl, which does not fit"));
     CHECK(has(card("8GiB", "leaderboard"),
               "| small, batch 2, context length 32768, step, pure_bf16 flash, recompute, checkpoint ffn:6, head chunk "
-              "2048, in 2 backwards"));
+              "2048, in 2 backward passes"));
     CHECK(!has(card("100GiB", "leaderboard"), "scaled down"));
     const std::string typed = run_shell(program() + " leaderboard --size 8B --plan --memory 8GiB").out;
     CHECK(has(typed, "| 8B, batch 2, context length 32768, step, pure_bf16 flash"));

@@ -81,7 +81,7 @@ TEST_CASE(
         for (const char* n : {"1", "2", "3"}) {
             INFO(n << " ranks, " << strategy);
             std::string out = train("ranks", {"--nproc", n, "--strategy", strategy, "--grad_accumulation", "2"});
-            CHECK(has(out, std::string(n) + " ranks (" + strategy + ", gloo) in 2 backwards"));
+            CHECK(has(out, std::string(n) + " ranks (" + strategy + ", gloo) in 2 backward passes"));
             CHECK(difference(folder / "one", folder / "ranks") < 1e-5);
             const std::vector<double> of_ranks = losses_in(out);
             REQUIRE(of_ranks.size() == losses.size());
