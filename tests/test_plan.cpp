@@ -235,10 +235,11 @@ TEST_CASE("plan: every problem has a plan, here and for a GPU that is not here; 
 }
 
 TEST_CASE("plan: a smaller card gets a smaller default, and a plan says what the run then predicts") {
-    // One rank of the leaderboard, which takes two where there are two GPUs.
-    auto card = [](const char* memory, const char* command) {
+    // The leaderboard's plans are those of one rank. Where there are two GPUs its default is two.
+    const Words one_rank = cuda_devices() > 1 ? Words{"--nproc", "1"} : Words{};
+    auto card = [&](const char* memory, const char* command) {
         Words words = {command, "--plan", "--memory", memory};
-        if (words[0] == "leaderboard") { words.insert(words.end(), {"--nproc", "1"}); }
+        if (words[0] == "leaderboard") { words.insert(words.end(), one_rank.begin(), one_rank.end()); }
         Run r = run_cs336(words);
         CHECK(r.exit_code == 0);
         return r.out;
@@ -251,7 +252,9 @@ TEST_CASE("plan: a smaller card gets a smaller default, and a plan says what the
               "| small, batch 2, context length 32768, step, pure_bf16 flash, recompute, checkpoint ffn:6, head chunk "
               "2048, in 2 backward passes"));
     CHECK(!has(card("100GiB", "leaderboard"), "scaled down"));
-    const std::string typed = run_shell(program() + " leaderboard --nproc 1 --size 8B --plan --memory 8GiB").out;
+    Words with_size = {"leaderboard", "--size", "8B", "--plan", "--memory", "8GiB"};
+    with_size.insert(with_size.end(), one_rank.begin(), one_rank.end());
+    const std::string typed = run_cs336(with_size).out;
     CHECK(has(typed, "| 8B, batch 2, context length 32768, step, pure_bf16 flash"));
     CHECK(has(typed, " | no   |"));
     CHECK(!has(typed, "scaled down"));
