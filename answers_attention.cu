@@ -413,11 +413,12 @@ Answers answer_flash_leaderboard(const Tables& tables) {
     if (!ours) {
         return {{"", say("None of our implementations ran: {}.", here.front().text(both)) + scaled_down(*table)}};
     }
-    std::string text = say(
-        "Our fastest implementation, {}, takes {} ms for forward and backward ({} and {} ms alone): {} "
-        "TFLOP/s, {} of this device's rate for matrix products ({} TFLOP/s).",
-        ours.text(name).substr(6), ours.text(both), ours.text("forward ms"), ours.text("backward ms"),
-        ours.text("TFLOP/s"), ours.text("of the matmul rate"), value_in(*table, "multiplies matrices at ", " TFLOP/s"));
+    std::string text =
+        say("Our {}, {}, takes {} ms for forward and backward ({} and {} ms alone): {} "
+            "TFLOP/s, {} of this device's rate for matrix products ({} TFLOP/s).",
+            here.size() > 1 ? "fastest implementation" : "only implementation here", ours.text(name).substr(6),
+            ours.text(both), ours.text("forward ms"), ours.text("backward ms"), ours.text("TFLOP/s"),
+            ours.text("of the matmul rate"), value_in(*table, "multiplies matrices at ", " TFLOP/s"));
     auto compared = [&](const TableRow& other) {
         return say("{} ms in an earlier run, {} times ours", other.text(both),
                    number(other.number(both) / ours.number(both), "%.2f"));

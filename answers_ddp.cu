@@ -226,7 +226,7 @@ static std::string setup_of(const Table& table) {
     std::string mode = value_in(table, "mode ", ";"), length = value_in(table, "context length: ", ","),
                 warmups = value_in(table, "context length: " + length + ", ", " warmup");
     return say(
-        "Setup: {} over {} on {}, size {}, precision {}, mode {}, per rank {} x {} tokens; a time is the mean of {}, "
+        "{} over {} on {}, size {}, precision {}, mode {}, per rank {} x {} tokens; a time is the mean of {}, "
         "after {}, and of the ranks.",
         ranks(value_in(table, "; ", " rank")), value_in(table, "backend ", ";"), value_in(table, " step; ", ","),
         value_in(table, "size ", ", precision"), value_in(table, "precision ", ","), mode,
@@ -259,15 +259,14 @@ Answers answer_naive_ddp_benchmarking(const Tables& tables) {
     TableRow none = step_of(*table, "no sync"), naive = step_of(*table, "naive");
     double all = naive.number(REDUCES), gaps = naive.number(EXPOSED) - all, mb = naive.number("MB per step");
     std::string rate = all > 0 && mb > 0 ? number(mb / all, " (%.1f GB/s)") : "";  // MB per ms
-    return {
-        {"",
-         say("{} A step takes {} ms, {} times as long as one without communication ({} ms{}), and {} ms of it ({}) are "
-             "{}. The {} all-reduces, one per tensor, move {} MB and take {} ms{} themselves{}.",
-             setup_of(*table), naive.text(TOTAL), times(naive.number(TOTAL) / none.number(TOTAL)), none.text(TOTAL),
-             undecided(none, naive), naive.text(EXPOSED), naive.text("Comm Prop."), WHAT_IS_EXPOSED, naive.text(CALLS),
-             naive.text("MB per step"), naive.text(REDUCES), rate,
-             gaps > 0 ? say("; the other {} are gaps between them", ms(gaps)) : "") +
-             scaled_down(*table)}};
+    return {{"", say("Setup: {} A step takes {} ms, {} times as long as one without communication ({} ms{}), and {} ms "
+                     "of it ({}) are "
+                     "{}. The {} all-reduces, one per tensor, move {} MB and take {} ms{} themselves{}.",
+                     setup_of(*table), naive.text(TOTAL), times(naive.number(TOTAL) / none.number(TOTAL)),
+                     none.text(TOTAL), undecided(none, naive), naive.text(EXPOSED), naive.text("Comm Prop."),
+                     WHAT_IS_EXPOSED, naive.text(CALLS), naive.text("MB per step"), naive.text(REDUCES), rate,
+                     gaps > 0 ? say("; the other {} are gaps between them", ms(gaps)) : "") +
+                     scaled_down(*table)}};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -280,18 +279,21 @@ Answers answer_minimal_ddp_flat_benchmarking(const Tables& tables) {
     if (!open.empty()) { return open; }
     TableRow naive = step_of(*table, "naive"), flat = step_of(*table, "flat");
     double saved = naive.number(REDUCES) - flat.number(REDUCES), calls = naive.number(CALLS) - flat.number(CALLS);
-    const char* limit = saved < flat.number(REDUCES) ? "bytes cost naive communication more than calls do"
-                                                     : "calls cost naive communication more than bytes do";
-    return {{"", say("With one all-reduce for all gradients a step takes {} ms, {} with one per tensor ({} ms{}). The "
-                     "{} {} from {} to {} ms. Both move {} MB; the all-reduces take {} ms instead of {}{}.",
-                     flat.text(TOTAL), against(flat.number(TOTAL), naive.number(TOTAL)), naive.text(TOTAL),
-                     undecided(naive, flat), WHAT_IS_EXPOSED,
-                     flat.number(EXPOSED) < naive.number(EXPOSED) ? "falls" : "rises", naive.text(EXPOSED),
-                     flat.text(EXPOSED), flat.text("MB per step"), flat.text(REDUCES), naive.text(REDUCES),
-                     saved > 0 && calls > 0 ? say(", {} us less for each of {} calls saved: {}",
-                                                  number(1e3 * saved / calls, "%.1f"), number(calls, "%.0f"), limit)
-                                            : ", so the number of calls is not what limits them") +
-                     scaled_down(*table)}};
+    std::string unsure = undecided(naive, flat), split;
+    if (!(saved > 0 && calls > 0)) {
+        split = ", so the number of calls is not what limits them";
+    } else if (unsure.empty()) {
+        split = say(", so bytes cost naive {} ms, and {} more calls {} ({} us each)", flat.text(REDUCES),
+                    number(calls, "%.0f"), ms(saved), number(1e3 * saved / calls, "%.1f"));
+    }
+    return {
+        {"", say("With one all-reduce for all gradients a step takes {} ms, {} with one per tensor ({} ms{}). "
+                 "The {} {} from {} to {} ms. Both move {} MB; the all-reduces take {} ms instead of {}{}.",
+                 flat.text(TOTAL), against(flat.number(TOTAL), naive.number(TOTAL)), naive.text(TOTAL), unsure,
+                 WHAT_IS_EXPOSED, flat.number(EXPOSED) < naive.number(EXPOSED) ? "falls" : "rises", naive.text(EXPOSED),
+                 flat.text(EXPOSED), flat.text("MB per step"), flat.text(REDUCES), naive.text(REDUCES), split) +
+                 scaled_down(*table)},
+        {"setup", setup_of(*table)}};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -737,33 +737,36 @@ static std::string timelines(const Table& categories) {
 // What a tape costs a forward, from rows of one model and precision; "" where the table does not say it.
 static std::string cost_of_tape(const Rows& rows) {
     Rows both;
-    std::vector<std::string> costs;
+    std::vector<double> costs;
     for (const TableRow& row : rows) {
         double without = row.number("forward peak MiB"), with = row.number("forward with tape peak MiB");
-        if (!(without > 0 && with > 0)) { continue; }
-        both.push_back(row), costs.push_back(number(with - without, "%+.1f"));
+        if (without > 0 && with > 0) { both.push_back(row), costs.push_back(with - without); }
     }
-    return both.empty()
-               ? ""
-               : say("; a forward that keeps its tape for a backward {}, so the tape changes it by {} MiB",
-                     cells_of(both, "forward with tape peak MiB"), list_of(costs)) +
-                     (both.size() < rows.size() ? " (context length " + cells_of(both, "context length") + ")" : "");
+    if (both.empty()) { return ""; }
+    bool adds = *std::min_element(costs.begin(), costs.end()) >= 0;
+    std::vector<std::string> texts;
+    for (double cost : costs) { texts.push_back(number(cost, adds ? "%.1f" : "%+.1f")); }
+    return say("; a forward that keeps its tape for a backward {}, so the tape {} {} MiB",
+               cells_of(both, "forward with tape peak MiB"), adds ? "adds" : "changes it by", list_of(texts)) +
+           (both.size() < rows.size() ? " (context length " + cells_of(both, "context length") + ")" : "");
 }
 // Of the first size and precision, and what a run of another kind adds.
 static std::string peaks_of(const Tables& tables, const Table& categories) {
-    std::string text, tiny;
+    std::string text;
+    std::vector<std::string> as_predicted, otherwise;
+    std::string longest;
+    double largest = NAN;  // MiB of a step, at this context length
     const Table* first = table_with(tables, {"memory_profiling (b)"});
     std::string mode = "mode " + value_in(*first, "mode ", ",") + ",";  // a page may show several
     for (const Table& table : tables_with(tables, {"memory_profiling (b)", mode})) {
         std::string precision = value_in(table, "precision ", ";");
         if (table.caption.find("really run") != std::string::npos) {
-            bool as_predicted = true;
+            bool same = true;
             for (const TableRow& row : rows_of(table)) {
-                as_predicted = as_predicted && row.text("forward peak MiB") == row.text("forward predicted MiB") &&
-                               row.text("full step peak MiB") == row.text("full step predicted MiB");
+                same = same && row.text("forward peak MiB") == row.text("forward predicted MiB") &&
+                       row.text("full step peak MiB") == row.text("full step predicted MiB");
             }
-            tiny += say("{}{} in {}", tiny.empty() ? "" : " and ", as_predicted ? "as predicted" : "not as predicted",
-                        precision);
+            (same ? as_predicted : otherwise).push_back(precision);
             continue;
         }
         Rows all = rows_of(table);
@@ -773,6 +776,8 @@ static std::string peaks_of(const Tables& tables, const Table& categories) {
         text = say("{} in {} at context length {}, in MiB: forward {}{}; a full step {}. ", size, precision,
                    cells_of(rows, "context length"), cells_of(rows, "forward peak MiB"), cost_of_tape(rows),
                    cells_of(rows, "full step peak MiB"));
+        largest = largest_of(rows, "full step peak MiB").number("full step peak MiB");
+        longest = largest_of(rows, "full step peak MiB").text("context length");
     }
     TableRow fp32 = row_of(categories, {{"precision", "fp32"}, {"phase", "step"}});
     if (ran(fp32, "parameters")) {
@@ -781,55 +786,72 @@ static std::string peaks_of(const Tables& tables, const Table& categories) {
     }
     if (first->caption.find("predicted: ") != std::string::npos) {
         text += "Without a GPU these are predictions: each allocation was counted, nothing was computed";
-        text += (tiny.empty() ? "" : ", and the peaks of a tiny model that really ran are " + tiny) + ". ";
+        if (!as_predicted.empty() || !otherwise.empty()) {
+            text += ", and the peaks of a tiny model that really ran are ";
+            if (!as_predicted.empty()) { text += "as predicted in " + list_of(as_predicted); }
+            if (!otherwise.empty()) {
+                text += (as_predicted.empty() ? "" : ", but ") + ("not as predicted in " + list_of(otherwise));
+            }
+        }
+        double bytes = largest * 1048576, h200 = 141e9;
+        text += bytes > h200 ? say("; a step at context length {} takes {} GiB, more than an H200's 141 GB. ", longest,
+                                   number(bytes / (1 << 30), "%.1f"))
+                             : ". ";
     }
     return (text.empty() ? "No peak was recorded." : text.substr(0, text.size() - 1)) + scaled_down(*first);
 }
 
-// Of one table of differences: what one precision adds to another.
+// Of one table of differences: what one precision adds to another, for the first size.
 static std::string difference(const Table& table, const Table& categories) {
     std::string to = value_in(table, "what ", " adds"), from = value_in(table, "adds to ", "'s peak");
     Rows all = ran(rows_of(table), "all");
-    auto values = [&](const std::string& column) {
-        std::vector<double> numbers;
-        for (const TableRow& row : all) { numbers.push_back(row.number(column)); }
-        return numbers;
-    };
-    std::vector<std::string> phases;
+    std::string size = all.empty() ? "" : all[0].text("size"), phases, copies = "of it weight copies";
+    Rows both;  // the rows that the answer is about
     for (const char* phase : {"forward", "step"}) {
-        std::vector<double> more, share;
-        for (const TableRow& row : all) {
-            TableRow before = row_of(categories, {{"size", row.text("size")},
-                                                  {"context length", row.text("context length")},
-                                                  {"phase", phase},
-                                                  {"precision", from}});
-            if (row.text("phase") != phase || !ran(before, "all", 0)) { continue; }
-            more.push_back(row.number("all")), share.push_back(100 * row.number("all") / before.number("all"));
+        std::vector<std::string> lengths, peaks, shares;
+        for (const TableRow& row : ran(rows_of(table, {{"size", size}, {"phase", phase}}), "all")) {
+            auto peak = [&](const std::string& precision) {
+                return row_of(categories, {{"size", size},
+                                           {"context length", row.text("context length")},
+                                           {"phase", phase},
+                                           {"precision", precision}});
+            };
+            if (!ran(peak(from), "all", 0) || !ran(peak(to), "all", 0)) { continue; }
+            lengths.push_back(row.text("context length")), peaks.push_back(peak(to).text("all"));
+            shares.push_back(number(100 * row.number("all") / peak(from).number("all"), "%+.1f"));
+            both.push_back(row);
         }
-        if (!more.empty()) {
-            phases.push_back(say("of a {} by {} MiB ({} %)", phase, span_of(more, "%+.1f"), span_of(share, "%+.1f")));
+        if (!lengths.empty()) {
+            phases += say("{} a {} at context length {} takes {} MiB ({} %)", phases.empty() ? "" : ", and", phase,
+                          list_of(lengths), list_of(peaks), list_of(shares));
         }
     }
-    if (phases.empty()) { return say("Nothing ran in both {} and {}.", from, to); }
-    bool more = smallest_of(all, "all").number("all") > 0, less = largest_of(all, "all").number("all") < 0;
-    std::string text = say("{} takes {} than {}: it changes the peak {}.", to,
+    if (both.empty()) { return say("Nothing ran in both {} and {}.", from, to); }
+    bool more = smallest_of(both, "all").number("all") > 0, less = largest_of(both, "all").number("all") < 0;
+    std::string text = say("{} takes {} than {} ({}):{}.", to,
                            more   ? "more memory"
                            : less ? "less memory"
                                   : "in some rows more memory, in others not more",
-                           from, list_of(phases));
-    std::string rest = say(" Activations change by {} MiB, the rest by {} MiB.",
-                           span_of(values("activations"), "%+.1f"), span_of(values("the rest"), "%+.1f"));
-    if (!ran(largest_of(all, "of it weight copies"), "of it weight copies", 0)) {
-        return text + " This mode keeps no 16-bit copies of weights beside the fp32 ones." + rest;
-    }
+                           from, size, phases);
+    TableRow most = largest_of(both, copies);
     bool eager = categories.caption.find("mode eager") != std::string::npos;
-    return text +
-           say(" {} a 16-bit copy of each matrix that a product reads: {} MiB at the peak (all of them: {} "
-               "MiB).",
-               eager ? "Autocast leaves weights, gradients and moments in fp32, and keeps" : "This mode keeps",
-               span_of(values("of it weight copies"), "%.1f"),
-               largest_of(all, "2 bytes per matmul weight").text("2 bytes per matmul weight")) +
-           rest;
+    text += ran(most, copies, 0)
+                ? say(" {} a 16-bit copy of each matrix that a product reads: {} MiB (2 bytes per weight: {}).",
+                      eager ? "Autocast leaves weights, gradients and moments in fp32, and keeps" : "This mode keeps",
+                      most.text(copies), most.text("2 bytes per matmul weight"))
+                : " This mode keeps no 16-bit copies of weights beside the fp32 ones.";
+    Rows last;  // of the last phase, by context length
+    std::copy_if(both.begin(), both.end(), std::back_inserter(last),
+                 [&](const TableRow& row) { return row.text("phase") == both.back().text("phase"); });
+    std::vector<std::string> activations, rest;
+    bool any = false;
+    for (const TableRow& row : last) {
+        activations.push_back(number(row.number("activations"), "%+.1f"));
+        rest.push_back(number(row.number("the rest"), "%+.1f"));
+        any = any || row.number("the rest") != 0;
+    }
+    return text + say(" At the peak of a {} the activations change by {} MiB{}.", both.back().text("phase"),
+                      list_of(activations), any ? say(", and the rest by {}", list_of(rest)) : "");
 }
 
 static std::string residual_stream(const Table& table) {
@@ -861,9 +883,9 @@ static std::string array_of(const TableRow& row) {
     auto in = [&](const char* part) { return range.find(part) != std::string::npos; };
     return row.text("category") == "weight copies" ? " (16-bit copies of matrices)"
            : in("attention/scores") || in("attention/mask") || in("attention/softmax")
-               ? " (attention's scores: they grow with B H T^2)"
-           : in("layer/ffn") ? " (the feed-forward block: they grow with B T d_ff)"
-           : in("lm_head")   ? " (the logits: B T V numbers)"
+               ? " (attention's scores: batch x heads x length^2 numbers)"
+           : in("layer/ffn") ? " (the feed-forward block: batch x length x d_ff numbers)"
+           : in("lm_head")   ? " (the logits: batch x length x vocabulary numbers)"
                              : "";
 }
 static std::string largest_allocations(const Rows& rows) {
@@ -877,7 +899,9 @@ static std::string largest_allocations(const Rows& rows) {
         std::vector<std::string> ops;
         for (const TableRow& row : own) {
             bool wanted = row.text("range") == range && row.text("MiB each") == first.text("MiB each");
-            if (wanted) { ops.push_back(row.text("times") + " by " + row.text("op")); }
+            if (!wanted) { continue; }
+            std::string times = row.text("times");
+            ops.push_back((ops.empty() ? counted(times, "array") : times) + " by " + row.text("op"));
         }
         if (!ops.empty()) { places.push_back(list_of(ops) + " in " + range); }
     }

@@ -300,17 +300,20 @@ TEST_CASE("answers step: memory_profiling") {
                 "step 52415.8, 52415.9 and 66814.2.",
                 "4 x 12995.9 = 51984 MiB"});
     check_says(answers, "c",
-               {"bf16 takes more memory than fp32", "of a forward by +6153.4 to +6358.6 MiB (+45.5 to +48.4 %)",
-                "16-bit copy of each matrix that a product reads: 6237.5 to 6448.8 MiB",
-                "Activations change by -5421.8 to -84.1 MiB"});
+               {"bf16 takes more memory than fp32",
+                "a forward at context length 128, 256 and 512 takes 19501.6, 19526.4 and 19686.0 MiB "
+                "(+48.4, +47.3 and +45.5 %), and a step",
+                "16-bit copy of each matrix that a product reads: 6448.8 MiB (2 bytes per weight: 6448.8)",
+                "At the peak of a step the activations change by -395.0, -179.6 and -5421.8 MiB, and the rest by +0.0, "
+                "-172.7 and +225.0."});
     check_says(answers, "d",
                {"4 x 512 x 2560 x 4 = 20971520 bytes", "= 20.0 MiB (2.7B; a single sequence has 5.00 MiB).",
                 "it is 5.0, 10.0 and 20.0 MiB", "allocated exactly that"});
-    check_says(
-        answers, "e",
-        {"fp32 at context length 512: 128.0 MiB each (attention's scores", "32 by matmul and 32 by scale in forward",
-         "fp32 at context length 128: 20.0 MiB each (the feed-forward block", "64 by linear in forward/layer/ffn;",
-         "The weights (12995.9 MiB) were there before"});
+    check_says(answers, "e",
+               {"fp32 at context length 512: 128.0 MiB each (attention's scores",
+                "32 arrays by matmul and 32 by scale in forward",
+                "fp32 at context length 128: 20.0 MiB each (the feed-forward block",
+                "64 arrays by linear in forward/layer/ffn;", "The weights (12995.9 MiB) were there before"});
 }
 TEST_CASE("answers step: memory_profiling with other numbers") {
     Tables t = tables_in(fixture("memory_profiling")), low = t;
@@ -336,10 +339,11 @@ TEST_CASE("answers step: memory_profiling with other numbers") {
     CHECK(has(said(answers, "c"), "Autocast leaves weights, gradients and moments in fp32, and keeps a 16-bit"));
     check_says(answers, "a", {"at context length 512 it is in backward, when a part"});
     check_says(answers, "b", {"a full step 52415.8, 52415.9 and OOM (65.2 GiB)."});
-    check_says(answers, "c", {"bf16 takes less memory than fp32", "of a forward by -6358.6 to -6153.4 MiB (-48.4 to"});
+    check_says(answers, "c", {"bf16 takes less memory than fp32", "19686.0 MiB (-48.4, -47.3 and -45.5 %)"});
     check_says(answers, "d", {"allocated another number of bytes"});
     check_says(answers, "e",
-               {"length 128: 21.0 MiB each (the logits: B T V numbers): 1 by linear in forward/lm_head."});
+               {"length 128: 21.0 MiB each (the logits: batch x length x vocabulary numbers): 1 array by linear in "
+                "forward/lm_head."});
 
     for (Table& table : t) {
         size_t at = table.caption.find("mode eager");
@@ -371,7 +375,9 @@ TEST_CASE("answers step: memory_profiling's tape, place of the peak and saved bl
                 "just after the loss, when all activations are there (in backward/softmax)"});
     check_says(answers, "b",
                {"forward 13111.0 and 19622.6; a forward that keeps its tape for a backward 18352.1 and 221695.2, so "
-                "the tape changes it by +5241.1 and +202072.6 MiB; a full step"});
+                "the tape adds 5241.1 and 202072.6 MiB; a full step",
+                "as predicted in fp32, but not as predicted in bf16; a step at context length 2048 takes 245.9 GiB, "
+                "more than an H200's 141 GB."});
     std::string f = said(answers, "f");
     check_says(answers, "f",
                {"One block (2.7B at context length 2048, mode eager; predicted) saves for backward 6,817,906,688 bytes "
