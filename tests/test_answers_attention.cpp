@@ -204,7 +204,8 @@ TEST_CASE("answers: flash_leaderboard") {
     check_says(answer(command, changed(tables, {{" 6.005", "OOM (9.0 GiB)"}, {" 3.575", "OOM (9.0 GiB)"}}), ""),
                {"None of our implementations ran: OOM (9.0 GiB)."});
     std::string ours = without(without(without(tables, " H200 "), " H100 "), "flash_mma");
-    check_says(answer(command, ours, ""), {"Our only implementation here, hopper, takes 3.575 ms", "This is not the handout's shape"});
+    check_says(answer(command, ours, ""),
+               {"Our only implementation here, hopper, takes 3.575 ms", "This is not the handout's shape"});
 }
 
 TEST_CASE("answers: a run of sections 1.2 and 1.3 that was scaled down says so") {
