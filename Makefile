@@ -71,8 +71,7 @@ ifneq ($(filter-out clean help format config,$(or $(MAKECMDGOALS),all)),)
 endif
 DEFINES = $(if $(HAVE_OPENBLAS),-DHAVE_OPENBLAS)
 $(BUILD)/ranks.o: DEFINES += $(if $(HAVE_GLOO),-DHAVE_GLOO) $(if $(HAVE_NCCL),-DHAVE_NCCL)
-$(BUILD)/writeup.o: DEFINES += $(if $(HAVE_MD4C),-DHAVE_MD4C)
-LIBS += $(if $(HAVE_OPENBLAS),-lopenblas) $(if $(HAVE_GLOO),-lgloo -lpthread) $(if $(HAVE_MD4C),-lmd4c-html -lmd4c)
+LIBS += $(if $(HAVE_OPENBLAS),-lopenblas) $(if $(HAVE_GLOO),-lgloo -lpthread)
 ifeq ($(FLAVOUR),cuda)
 DEFINES += $(if $(HAVE_CUPTI),-DHAVE_CUPTI $(CUPTI_INCLUDE:%=-I%))
 LIBS += $(if $(HAVE_CUPTI),-lcupti)
@@ -131,7 +130,6 @@ $(BUILD)/config.mk:
 	  probe DOCTEST doctest/doctest.h 'return DOCTEST_VERSION_MAJOR' -DDOCTEST_CONFIG_DISABLE; \
 	  probe OPENBLAS cblas.h 'return *openblas_get_config()' -lopenblas; \
 	  probe GLOO gloo/types.h 'gloo::Slot::build(0, 0)' -lgloo; \
-	  probe MD4C md4c-html.h 'md_html(0, 0, 0, 0, 0, 0)' '-lmd4c-html -lmd4c'; \
 	  probe NCCL nccl.h 'ncclUniqueId id; ncclGetUniqueId(&id)' -lnccl; \
 	  probe CUPTI cupti.h 'uint32_t v; cuptiGetVersion(&v)' -lcupti; \
 	  echo "NVCC_KNOWS := $(if $(NVCC),$(filter-out 3% 5% 6% 70 72,$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code))))"; \
@@ -147,8 +145,7 @@ found:
 
 REQUIRED = $(if $(HAVE_CLI11),,libcli11-dev) $(if $(HAVE_JSON),,nlohmann-json3-dev)
 REQUIRED_BY_TESTS = $(if $(HAVE_DOCTEST),,doctest-dev)
-OPTIONAL = $(if $(HAVE_OPENBLAS),,libopenblas-dev) $(if $(HAVE_GLOO),,libgloo-dev) \
-	$(if $(HAVE_MD4C),,libmd4c-html0-dev libmd4c-dev)
+OPTIONAL = $(if $(HAVE_OPENBLAS),,libopenblas-dev) $(if $(HAVE_GLOO),,libgloo-dev)
 
 # install(required, optional): apt is asked only for what a probe missed. A machine without a network must not hang here.
 define install

@@ -19,7 +19,6 @@ int cmd_communication_accounting(const Options& o) {
                   D, F, L, o.tflops, o.bandwidth_gb, X, Y, MX, MY, commit().c_str()),
         {"part", "quantity", "formula", "value", "unit"},
         {}};
-    table.less_needed = {"formula"};
     auto row = [&](const char* part, const std::string& quantity, const char* formula, const std::string& value,
                    const char* unit) {
         if (!std::isfinite(strtod(value.c_str(), nullptr))) {

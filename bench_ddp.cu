@@ -137,7 +137,7 @@ static void group_rows(const Options& o, const char* backend, Device device, int
                                          "--backend", backend, "--device", name_of(device), "--sizes_mb", sizes,
                                          "--warmup", std::to_string(o.warmup[0]), "--steps", std::to_string(o.steps),
                                          "--timeout", strprintf("%g", o.timeout), "--format", "csv"}));
-    if (part.columns != table->columns) { fail("the measuring ranks printed '%s'", format_table(part, "csv").c_str()); }
+    if (part.columns != table->columns) { fail("the measuring ranks printed '%s'", part.caption.c_str()); }
     table->rows.insert(table->rows.end(), part.rows.begin(), part.rows.end());
 }
 
@@ -942,7 +942,7 @@ static int benchmark(const Options& o, const char* command, std::vector<Variant>
         for (Variant& v : variants) { measure(c, p, model, batch, v, traced ? &traces : nullptr); }
         if (!o.trace.empty()) { write_traces_of_ranks(c, o.trace, traces, caption_of(p, c, command)); }
         if (!o.plot.empty()) { plot_steps(c, o.plot, traces, variants, caption_of(p, c, command)); }
-        const bool alone = !PartOfScaling::is_it();
+        const bool alone = true;
         Stats single{};
         if (alone) { single = single_process(c, p, model, o.seed); }
         bool bucketed = variants.back().strategy == BUCKETED;

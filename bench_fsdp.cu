@@ -473,7 +473,7 @@ int cmd_fsdp_accounting(const Options& o) {
             {}};
         FsdpSeen seen;
         for (Way way : {PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED, STEPS_IN_BACKWARD}) {
-            const bool measured = way == PLAIN_DDP && PartOfScaling::is_it();  // by ddp_bucketed_benchmarking
+            const bool measured = way == PLAIN_DDP && false;  // by ddp_bucketed_benchmarking
             if (measured || (way == STEPS_IN_BACKWARD && context.precision == PREC_FP16)) { continue; }
             FsdpSeen of_way;
             memory_row(memory, way, p, c, of_way);

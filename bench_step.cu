@@ -334,7 +334,7 @@ static std::vector<std::string> measure_in_fresh_process(const Options& o, const
     option("head_chunk", std::to_string(context.head_chunk));
     Table table = read_csv(run_ourselves(arguments));
     if (table.columns != milliseconds_columns || table.rows.size() != 1) {
-        fail("the measuring process printed '%s'", format_table(table, "csv").c_str());
+        fail("the measuring process printed '%s'", table.caption.c_str());
     }
     return table.rows[0];
 }

@@ -107,8 +107,7 @@ static Calculation calculation(const Options& o, const std::string& of, std::map
     return {{strprintf("%s: %s%s; W = %g GB/s out of each device, GB = 1e9 bytes; commit %s", o.command.c_str(),
                        of.c_str(), devices.c_str(), o.bandwidth_gb, commit().c_str()),
              {"part", "quantity", "formula", "with numbers", "value", "unit"},
-             {},
-             {"with numbers", "formula"}},
+             {}},
             letters};
 }
 static Calculation feed_forward(const Options& o, const std::vector<std::pair<std::string, int>>& axes) {

@@ -67,15 +67,6 @@ std::string draw(const std::string& title, const std::string& subtitle, const st
                  const std::function<std::string(double)>& tick = with_commas);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// pictures.cu: what --plot draws from a command's tables
-
-std::string picture_of(const std::string& command, const std::vector<Table>& tables);  // SVG; "": nothing from tables
-// nsys_profile (e): softmax's share of the time and of the FLOPs of softmax and the two products, against S; a panel
-// for each size, precision and mode.
-std::vector<Chart> softmax_charts(const std::vector<Table>& tables);
-std::string alignment_picture();  // mixed_precision_accumulation: 1000 + 0.01 in fp32, fp16 and bf16
-
-// ---------------------------------------------------------------------------------------------------------------------
 // profile.cu: what a trace says
 
 struct KernelClass {
@@ -148,7 +139,6 @@ struct Options {
     std::map<std::string, std::string> given;  // the options that were typed: name without dashes, value
     bool has(const char* name) const { return given.count(name) > 0; }
     std::vector<std::string> command_line;  // argv[1..]
-    std::vector<std::string> words;         // of where: what is no option
     // What a command does not take stays empty, 0 or false; the rest has main.cu's defaults.
     std::string edition, device, format, table;
     std::vector<std::string> size, precision, mode;
@@ -170,9 +160,7 @@ struct Options {
     int nproc = 0;
     double timeout = 0;  // seconds
     std::vector<double> sizes_mb, bucket_size_mb;
-    std::vector<std::string> only;  // of reproduce: problems; empty: all
-    bool fresh = false, wide = false;
-    std::string writeup;
+    std::vector<std::string> words;  // of reproduce: problems; empty: all
     // communication_accounting
     double gpu_gb = 0, tpu_gb = 0, bandwidth_gb = 0, tflops = 0;  // bytes and FLOP by powers of ten, per second
     int tokens = 0, fsdp = 0, tp = 0, links_fsdp = 0, links_tp = 0;
@@ -224,14 +212,21 @@ DType reduced_as(const Options& o);                         // gradients, by --r
 bool fits_everywhere(const Communicator& c, size_t bytes);  // that each rank needs
 double passes_of(const Communicator& c, double n);          // of one rank, as long as n of all that share its device
 
-// While there is one, here or in the process that has started this one, the commands for one group of ranks measure
-// only what scaling reads: no single process with the whole batch, and no way twice. See bench_scaling.cu.
-struct PartOfScaling {
-    PartOfScaling();
-    ~PartOfScaling();
-    static bool is_it();
-};
+// A default of --quick's: sets the field, unless its option was typed.
+template <class T>
+void by_quick(Options& o, const char* name, T Options::*field, const T& to) {
+    if (!o.has(name)) { o.*field = to; }
+}
+std::string origin(const Options& o);  // the end of a caption: device, commit, and whether --quick chose the sizes
+std::vector<Precision> precisions_of(const Options& o);
+// Those of --mode, checked; the default, flash, becomes fused where one of the models and precisions has no flash.
+std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& configs,
+                           const std::vector<Precision>& precisions);
+// Runs f, unless its predicted peak, `needs` bytes, does not fit beside what is held already (of which `held` is part
+// of needs), or an allocation fails all the same. Returns 0 if f ran, else `needs`, for oom_cell. row: for stderr.
+size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f, size_t held = 0);
 
+// TODO(transition): Plan, Attempt and --plan go when no experiment uses them any more.
 struct Attempt {  // a run that may not fit into memory
     bool ran = false;
     Prediction needs{};  // of one pass
@@ -288,7 +283,6 @@ int cmd_memory_profiling(const Options& o);        // memory.cu
 int cmd_gradient_checkpointing(const Options& o);  // bench_checkpoint.cu
 int cmd_model(const Options& o);                   // train.cu
 int cmd_train(const Options& o);
-int cmd_where(const Options& o);                                  // where.cu
 int cmd_distributed_communication_single_node(const Options& o);  // bench_ddp.cu
 int cmd_naive_ddp(const Options& o);
 int cmd_ddp_overlap_individual_parameters(const Options& o);
@@ -301,7 +295,6 @@ int cmd_optimizer_state_sharding(const Options& o);
 int cmd_optimizer_state_sharding_accounting(const Options& o);
 int cmd_fsdp(const Options& o);  // bench_fsdp.cu
 int cmd_fsdp_accounting(const Options& o);
-int cmd_scaling(const Options& o);
 int cmd_leaderboard(const Options& o);                // leaderboard.cu
 int cmd_communication_accounting(const Options& o);   // accounting.cu
 int cmd_alternate_ring_all_reduce(const Options& o);  // calcs.cu
@@ -309,15 +302,3 @@ int cmd_data_parallel_calcs(const Options& o);
 int cmd_fsdp_calcs(const Options& o);
 int cmd_tp_calcs(const Options& o);
 int cmd_fsdp_tp_calcs(const Options& o);
-
-// ---------------------------------------------------------------------------------------------------------------------
-// reproduce.cu
-
-struct Invocation {           // a command line that has been read and checked
-    std::string id, section;  // of the command, in reproduce's edition; "" where that has no such problem
-    int gpus;                 // see main.cu's Command
-    std::string takes;        // the keys of the command's options
-    Options options;
-};
-using CommandParser = std::function<Invocation(const std::vector<std::string>& words)>;  // main.cu's; throws Failure
-int reproduce(const Options& o, const CommandParser& parse);

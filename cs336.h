@@ -38,6 +38,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -76,6 +77,9 @@ struct OutOfMemory : Failure {
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));         // exit 1
 [[noreturn]] void usage_error(const char* format, ...) __attribute__((format(printf, 1, 2)));  // exit 2
 std::string strprintf(const char* format, ...) __attribute__((format(printf, 1, 2)));
+std::string vstrprintf(const char* format, va_list arguments);
+std::string list_of(const std::vector<std::string>& items);          // "a", "a and b", "a, b and c"
+std::string span(double least, double most, const char* format);     // "3.4 to 58.3", or "3.4" where both print alike
 std::string counted(const std::string& n, const std::string& what);  // "1 step", "2 steps"
 std::string join(const std::vector<std::string>& items, const char* between);
 // The text with control characters, those that turn the direction of reading, and what is not UTF-8 written as \xNN.
@@ -145,6 +149,7 @@ struct Context {
     bool each_launch = false;    // somebody looks at each launch, so none may hide in a CUDA graph
     bool plan_only = false;      // --plan: an Attempt is written down instead of run, and no table is printed
     size_t memory = SIZE_MAX;    // --memory: bytes of the device that a run may use
+    bool csv = false;            // tables and answers are printed as csv, not as Markdown
 };
 extern Context context;
 struct RestoreContext {  // at the end of its scope the context is as it was, also after an error
@@ -314,6 +319,12 @@ struct Stats {
     int n;
 };
 Stats stats_of(std::vector<double> values);
+// The difference of two measured times is no more than their noise: one standard deviation of each together, at least 1
+// % of the larger (10 % where one is of a single run, whose noise nobody knows).
+bool level(const Stats& a, const Stats& b);
+// Of two times, as a sentence goes on: "2.31 times as fast as naive", "level with naive" (within the noise), "slower
+// than naive (0.74 times as fast)". By the means, or by another field of both.
+std::string how_fast(const Stats& ours, const Stats& theirs, const std::string& they, double Stats::*by = &Stats::mean);
 // Runs (prepare and) f warmup + n times without waiting in between; times in ms of the last n runs of f, taken on the
 // device by events (on the CPU by the clock), so that launch latency does not count where the device is the slower one.
 std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
@@ -359,38 +370,45 @@ std::string commit();  // of the build
 // ---------------------------------------------------------------------------------------------------------------------
 // table.cu: tables and answers
 
+inline std::string to_cell(const std::string& x) { return x; }
+inline std::string to_cell(const char* x) { return x; }
+inline std::string to_cell(int x) { return std::to_string(x); }
+inline std::string to_cell(int64_t x) { return std::to_string(x); }
+inline std::string to_cell(size_t x) { return std::to_string(x); }
+std::string to_cell(double x);  // four digits, "" for NAN. Where a column needs others: strprintf
+inline std::string to_cell(DType x) { return name_of(x); }
+inline std::string to_cell(Mode x) { return name_of(x); }
+inline std::string to_cell(Precision x) { return name_of(x); }
+
 struct Table {
     std::string caption;  // one line: device, precision, sizes, warm-up, steps, commit
     std::vector<std::string> columns;
-    std::vector<std::vector<std::string>> rows;
-    std::vector<std::string> less_needed = {};  // columns that a narrow terminal can do without, the first ones first
+    std::vector<std::vector<std::string>> rows = {};
+    template <class... C>
+    void row(const C&... cells) {
+        rows.push_back({to_cell(cells)...});
+    }
 };
-// A table whose rows are printed as they come, also into a pipe: in md in columns of these widths, in json at its end.
+void print(const Table& table);      // Markdown, or csv with context.csv
+std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)", for a run that would have held so much
+// "**(a)** text" below the table. part: the handout's letter, "" for the whole problem; several calls may have one
+// letter.
+void answer(const char* part, const char* format, ...) __attribute__((format(printf, 2, 3)));
+void sketch(const std::string& lines);  // a block of code, where the handout asks for one
+extern std::string* printed_to;         // null: stdout. For tests: where all of this goes instead
+
+// A table whose rows are printed as they come, also into a pipe, in columns of these widths.
 struct RunningTable {
     Table table;
-    std::string format;
     std::vector<size_t> widths;
     std::string failure = "";  // why stdout takes no more rows: the run goes on without it
     void add(const std::vector<std::string>& row);
     void end();  // fails if a row did
 };
-struct Answer {
-    std::string part, text;  // part: the handout's letter; "": of the whole problem
-    std::string code = "";   // lines of a sketch, where the handout asks for one
-};
-std::vector<Answer> answers_of(const std::string& command, const std::vector<Table>& tables);  // answers.cu
-std::string format_answers(const std::vector<Answer>& answers, const std::string& format);
-void print(const std::vector<Answer>& answers, const std::string& format);
-const std::vector<Table>& printed_tables();                               // of this run
-std::string format_table(const Table& table, const std::string& format);  // md (numbers right-aligned), csv or json
-// To stdout. On a terminal a table in md fits its width, and the text around it is wrapped at words.
-void print(const Table& table, const std::string& format);
-Table read_csv(const std::string& text);  // the first table of what was printed as csv
-std::string oom_cell(size_t bytes);       // "OOM (61.2 GiB)", for a run that would have held so much
-void print_all_columns();                 // also on a terminal that is narrower
-size_t screen_width();  // columns of the terminal that stdout is; SIZE_MAX: it is none, or all columns are printed
-// Text that begins at column `indent`, on lines of at most `columns` that begin there, too.
-std::string wrapped(const std::string& text, size_t columns, size_t indent = 0);
+
+// TODO(transition): these go when the last experiment prints by the functions above.
+inline void print(const Table& table, const std::string&) { print(table); }
+Table read_csv(const std::string& text);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // precision.cu: number formats. Conversions round to nearest, ties to even, and are ours on the CPU (the GPU has

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -139,15 +140,10 @@ static const Command COMMANDS[] = {
      "leaderboard_warmup leaderboard_steps warmup_time rep_time precision=pure_bf16 mode=flash head_chunk=2048 "
      "leaderboard_checkpoint recompute leaderboard_grad_accumulation leaderboard_nproc backend timeout seed plot_step "
      "format quick"},
-    {"scaling", "", 0, 2, "a data parallel step on more and more ranks, each way", "bench_scaling.cu", cmd_scaling,
-     "edition " + DDP_SIZED +
-         "autocast=fp32 mode=flash checkpoint reduce_dtype seed ranks backend timeout plot format quick"},
     {"list", "", 0, 0, "every problem: sections, points, command, notes page, whether it runs here", "main.cu",
      cmd_list, "memory format quick"},
     {"info", "", 0, 0, "the device, its libraries, its measured rates", "bench_step.cu", cmd_info,
      "device format quick"},
-    {"where", "", 0, 0, "from words to lines: `where online softmax`: its formula, loop and kernels", "where.cu",
-     cmd_where, "format quick"},
     {"train", "", 0, 0, "train on the bytes of a text, then continue it", "train.cu", cmd_train,
      "data! val_fraction d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 "
      "stop_at log_every save_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash "
@@ -158,8 +154,8 @@ static const Command COMMANDS[] = {
      "weights! batch! num_heads! model_out! rope_theta update_steps=0 lr precision=fp32 mode=flash device"},
     {"attention", "", 0, 0, "your q, k, v in, our output and gradients out", "bench_attention.cu", cmd_attention,
      "inputs! attention_out! causal impl deterministic device"},
-    {"reproduce", "", 0, 1, "all of it, into notes/", "reproduce.cu", cmd_reproduce,
-     "pages_edition only pages_folder writeup fresh format quick"},
+    {"reproduce", "", 0, 1, "all problems, or those that are named, each into a file of notes/output/", "main.cu",
+     cmd_reproduce, "edition outputs_folder quick"},
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -416,8 +412,6 @@ static std::vector<Option> options_of_runs() {
          "the handout", "2025"},
         {"edition_2026", "edition", name(&Options::edition, {"2025", "2026"}),
          "without effect here: only 2026's handout has this problem", "2026"},
-        {"pages_edition", "edition", name(&Options::edition, {"2025", "2026"}),
-         "the handout whose problems are run. 2026 goes with --writeup: it writes no pages, which are 2025's", "2025"},
         {"device", "device", name(&Options::device, {"auto", "cpu", "cuda"}),
          "where to run; auto takes a GPU if there is one", "auto"},
         {"sizes", "size", names(&Options::size, sizes), "models of the handout; without a GPU the default may be small",
@@ -451,7 +445,7 @@ static std::vector<Option> options_of_runs() {
         {"modes", "mode", names(&Options::mode, modes), mode_help},
         {"mode", "mode", one_name(&Options::mode, modes), mode_help},
         {"seed", "seed", seed(), "seed of all random numbers", "0"},
-        {"format", "format", name(&Options::format, {"md", "csv", "json"}), "format of the tables", "md"},
+        {"format", "format", name(&Options::format, {"md", "csv"}), "format of the tables", "md"},
         {"table", "table", name(&Options::table, {"milliseconds", "seconds"}), "unit and shape of the table",
          "milliseconds"},
         {"weights", "weights", file(&Options::weights), "the state_dict, a safetensors file"},
@@ -461,11 +455,7 @@ static std::vector<Option> options_of_runs() {
         {"attention_out", "out", output(&Options::out),
          "safetensors file to write; it gets o, lse and, with do, dq, dk and dv"},
         {"out_folder", "out", folder(&Options::out), "folder for timelines (SVG) and snapshots (pickle)"},
-        {"pages_folder", "out", folder(&Options::out), "folder for the pages, instead of notes/"},
-        {"only", "only", items(&Options::only, "nsys_profile,naive_ddp"),
-         "problems to run; any unambiguous beginning of a name will do"},
-        {"writeup", "writeup", output(&Options::writeup, {".html", ".md"}),
-         "write what you hand in: questions, this run's answers, tables and pictures"},
+        {"outputs_folder", "out", folder(&Options::out), "folder of the outputs", "notes/output"},
         {"plot", "plot", output(&Options::plot, {".svg"}), "draw the table as SVG, too"},
         {"plot_bits", "plot", output(&Options::plot, {".svg"}), "draw 1000 + 0.01 bit by bit, in each format"},
         {"plot_step", "plot", output(&Options::plot, {".svg"}),
@@ -602,8 +592,6 @@ static const Flag flag_table[] = {
     {"recompute", &Options::recompute,
      "backward computes the outputs of the norms and of SwiGLU again instead of keeping them: less memory, more time "
      "(fused, flash)"},
-    {"wide", &Options::wide, "print all columns, also on a terminal that is narrower"},
-    {"fresh", &Options::fresh, "run everything, also what an interrupted run has done already"},
     {"deterministic", &Options::deterministic,
      "give the same bits in every run, at some cost in flash attention's backward"},
 };
@@ -613,7 +601,7 @@ static const Flag flag_table[] = {
 
 static void set_context(const Options& o) {
     context.deterministic = o.deterministic, context.recompute = o.recompute, context.checkpoint = o.checkpoint;
-    context.head_chunk = o.head_chunk, context.memory = o.memory;
+    context.head_chunk = o.head_chunk, context.memory = o.memory, context.csv = o.format == "csv";
 }
 static Planned plan_of(const Command& c, const Options& o) {
     bool small = c.gpus == 0 || c.is_check;
@@ -650,7 +638,6 @@ static int cmd_list(const Options& o) {
         "; commit " + commit() + "; `cs336 <command> --help` shows a command's options";
     table.columns = {"problem", "2025",       "2026",      "points",  "command",
                      "file",    "notes page", "runs here", "minutes", "GiB"};
-    table.less_needed = {"notes page", "command", "file", "points", "minutes", "GiB", "2026", "2025"};
     for (const Command& c : COMMANDS) {
         std::string here = "yes";
         if (c.gpus == 1 && gpus == 0 && !c.is_check) { here = "scaled down"; }
@@ -660,41 +647,24 @@ static int cmd_list(const Options& o) {
                               problem ? in_edition(c.section, "2026") : "tool",
                               c.points ? std::to_string(c.points) : "", std::string("cs336 ") + c.id, c.file,
                               problem ? "notes/" + section_of(c) + "-" + c.id + ".md" : "", here});
-        std::vector<std::string> cost =
-            problem || c.run == cmd_scaling ? cost_cells(c, o) : std::vector<std::string>{"", ""};
+        std::vector<std::string> cost = problem ? cost_cells(c, o) : std::vector<std::string>{"", ""};
         table.rows.back().insert(table.rows.back().end(), cost.begin(), cost.end());
     }
     print(table, o.format);
     return 0;
 }
 
-// CLI11's help, whose descriptions are wrapped at words on a terminal.
-struct HelpFormatter : CLI::Formatter {
-    HelpFormatter() { column_width(32); }
-    std::string make_option_desc(const CLI::Option* option) const override {
-        size_t columns = screen_width();  // CLI11 itself indents what follows a line's end
-        return wrapped(option->get_description(),
-                       columns == SIZE_MAX ? columns : columns - std::min(columns, get_column_width()));
-    }
-};
-
 static void print_overview(FILE* to) {
-    size_t columns = screen_width();
-    fprintf(to, "%s\n\n",
-            wrapped("cs336: every problem of the CS336 systems assignment, worked through in C++ and CUDA", columns)
-                .c_str());
-    fprintf(to, "usage: cs336 <command> [options]      %s\n",
-            wrapped("any unambiguous beginning of a command will do, and a section's number", columns, 38).c_str());
-    fprintf(to, "       cs336 <command> --help         %s\n",
-            wrapped("its options and their defaults (or: cs336 help <command>)", columns, 38).c_str());
-    fprintf(to, "       cs336 --version                %s\n\n",
-            wrapped("the commit that this was built from", columns, 38).c_str());
-    fprintf(to, "  2025   2026   problem; the numbers are the handouts' sections\n");
+    fprintf(
+        to,
+        "cs336: every problem of the CS336 systems assignment, worked through in C++ and CUDA\n\n"
+        "usage: cs336 <command> [options]      any unambiguous beginning of a command will do, and a section's number\n"
+        "       cs336 <command> --help         its options and their defaults (or: cs336 help <command>)\n"
+        "       cs336 --version                the commit that this was built from\n\n"
+        "  2025   2026   problem; the numbers are the handouts' sections\n");
     for (const Command& c : COMMANDS) {
-        bool narrow = 63 + strlen(c.what) > columns;
-        fprintf(to, "  %-6s %-6s %-*s%s%s\n", in_edition(c.section, "2025").c_str(),
-                in_edition(c.section, "2026").c_str(), narrow ? 0 : 47, c.id, narrow ? "\n                  " : "",
-                wrapped(c.what, columns, narrow ? 18 : 63).c_str());
+        fprintf(to, "  %-6s %-6s %-47s%s\n", in_edition(c.section, "2025").c_str(),
+                in_edition(c.section, "2026").c_str(), c.id, c.what);
     }
     fprintf(to, "\nexit codes: 0 done, 1 it ran and failed, 2 wrong usage\n");
 }
@@ -812,7 +782,7 @@ static void require_inputs(const Options& o) {
     }
 }
 static NamedFiles outputs_of(const Options& o) {
-    return {{"out", o.out}, {"save", o.save}, {"plot", o.plot}, {"trace", o.trace}, {"writeup", o.writeup}};
+    return {{"out", o.out}, {"save", o.save}, {"plot", o.plot}, {"trace", o.trace}};
 }
 // Tells a file from the one that takes its place: replace_file makes a new one. "": there is none.
 static std::string mark_of(const std::string& path) {
@@ -897,14 +867,12 @@ static std::string parse_options(const Command& command, const std::vector<std::
     NewDefaults new_defaults;
     CLI::App app(command.what, std::string("cs336 ") + command.id);
     app.set_help_flag("--help,-h", "this text");
-    app.formatter(std::make_shared<HelpFormatter>());
+    app.get_formatter()->column_width(32);
     app.allow_extras();  // so that the message about them is ours
     std::string options =
-        command.options + edition_of(command) +
-        (*command.section || command.run == cmd_train || command.run == cmd_scaling ? " plan memory" : "");
+        command.options + edition_of(command) + (*command.section || command.run == cmd_train ? " plan memory" : "");
     for (const std::string& word : CLI::detail::split(options, ' ')) {
         if (!word.empty()) { add_option(app, word, o, takes, new_defaults); }
-        if (word == "format") { add_option(app, "wide", o, takes, new_defaults); }
     }
     const std::vector<std::string> words = as_named(app, command, typed);
     o.command_line = words;
@@ -919,22 +887,18 @@ static std::string parse_options(const Command& command, const std::vector<std::
     try {
         app.parse(std::vector<std::string>(words.rbegin(), words.rend() - 1));  // CLI11 takes them from the end
     } catch (const CLI::CallForHelp&) { return app.help(); } catch (const CLI::ParseError& e) {
-        if (command.run != cmd_where) { refuse_extras(app, app.remaining()); }  // a misspelt one may be what is missing
-        std::string what = e.what();                                            // starts with the option
+        refuse_extras(app, app.remaining());  // a misspelt one may be what is missing
+        std::string what = e.what();          // starts with the option
         std::string option = what.substr(0, what.find_first_of(": "));
         if (!takes.count(option)) { usage_error("%s", what.c_str()); }
         bool twice = app.get_option(option)->count() > 1;
         usage_error("%s: got %s, takes %s", option.c_str(), twice ? "it more than once" : "nothing",
                     takes[option].c_str());
     }
-    std::vector<std::string> extras = app.remaining();
-    if (command.run == cmd_where) {
-        auto is_option = [](const std::string& word) { return word[0] == '-'; };
-        auto words_begin = std::stable_partition(extras.begin(), extras.end(), is_option);
-        o.words.assign(words_begin, extras.end());
-        extras.erase(words_begin, extras.end());
+    for (const std::string& word : app.remaining()) {
+        if (command.run != cmd_reproduce || word[0] == '-') { refuse_extras(app, {word}); }
+        o.words.push_back(word);
     }
-    refuse_extras(app, extras);
     for (const auto& [option, text] : new_defaults) {
         if (o.edition == "2026" && !o.has(option->name)) { read_default(o, *option, text); }
     }
@@ -970,7 +934,8 @@ static int run_command(const Command& command, const std::vector<std::string>& w
     }
     require_inputs(o);
     set_context(o);
-    if (o.wide) { print_all_columns(); }
+    // What measures is as small as with --quick where there is no GPU, unless its sizes are typed.
+    if (command.gpus > 0 && !command.is_check && (o.device == "cpu" || cuda_devices() == 0)) { o.quick = true; }
     if (o.plan) {
         print(plan_table(o, plan_of(command, o)), o.format);
         return 0;
@@ -991,33 +956,45 @@ static int run_command(const Command& command, const std::vector<std::string>& w
             note("--trace: without kernels: %s", trace.no_kernels.c_str());
         }
     }
-    // Whatever the exit code: scaling also prints what it has measured where one group of ranks failed.
-    print(answers_of(command.id, printed_tables()), o.format);
-    std::string picture = o.plot.empty() ? "" : picture_of(command.id, printed_tables());
-    if (!picture.empty()) { save_file(o.plot, picture); }
-    if (picture.empty() && !o.plot.empty() && command.run == cmd_scaling) {
-        note("--plot %s: left out: no step to compare with", o.plot.c_str());
-    }
     say_what_was_written(outputs, before);
     return exit_code;
 }
 
-static int cmd_reproduce(const Options& typed) {
-    Options o = typed;
-    for (std::string& problem : o.only) {
-        const Section section = problem_of_section(problem, o.has("edition") ? o.edition : "");
-        if (section.problem.empty()) { continue; }
-        note("section %s of the %s handout: took %s", problem.c_str(), section.edition.c_str(),
-             section.problem.c_str());
-        problem = section.problem;
+// One problem's stdout into `path`. What this commit has written there already is left as it is. Returns what happened.
+static std::string reproduce(const std::string& path, const std::vector<std::string>& words) {
+    std::ifstream file(path);
+    const std::string old{std::istreambuf_iterator<char>(file), {}};
+    const bool settled = commit().find("dirty") == std::string::npos;
+    if (settled && old.find("commit " + commit()) != std::string::npos) { return "was there"; }
+    const double start = now_ms();
+    auto watch = [&] { progress("%s: %.0f s", words[0].c_str(), (now_ms() - start) / 1e3); };
+    try {
+        save_file(path, run_ourselves(words, watch));
+        return "done";
+    } catch (const Failure& failure) { return std::string("failed: ") + failure.what(); }
+}
+// 2026's outputs of a problem that both handouts have, but not with the same defaults, stand in files of their own.
+static int cmd_reproduce(const Options& o) {
+    std::set<std::string> asked;
+    for (const std::string& word : o.words) { asked.insert(find_command(word).id); }
+    std::filesystem::create_directories(o.out);
+    Table table{"reproduce: " + origin(o), {"problem", "file", "s", "result"}};
+    int failed = 0;
+    for (const Command& c : COMMANDS) {
+        const bool is_asked = asked.empty() ? !in_edition(c.section, o.edition).empty() : asked.count(c.id) > 0;
+        if (!is_asked || c.run == cmd_reproduce) { continue; }
+        const bool differs = *c.section != '|' && (" " + c.options).find(" edition ") != std::string::npos;
+        std::vector<std::string> words = {c.id};
+        if (differs) { words.insert(words.end(), {"--edition", o.edition}); }
+        if (o.quick) { words.push_back("--quick"); }
+        const std::string path = o.out + "/" + c.id + (differs && o.edition == "2026" ? "-2026" : "") + ".md";
+        const double start = now_ms();
+        const std::string result = reproduce(path, words);
+        table.row(c.id, path, strprintf("%.0f", (now_ms() - start) / 1e3), result);
+        failed += result.compare(0, 6, "failed") == 0;
     }
-    return reproduce(o, [&](const std::vector<std::string>& words) {
-        const Command& command = find_command(words[0]);
-        const std::string section = o.edition == "2026" ? in_edition(command.section, "2026") : section_of(command);
-        Invocation invocation{command.id, section, command.gpus, command.options, {}};
-        if (!parse_options(command, words, invocation.options).empty()) { usage_error("--help: measures nothing"); }
-        return invocation;
-    });
+    print(table);
+    return failed > 0 ? 1 : 0;
 }
 
 struct HostOutOfMemory : std::bad_alloc {

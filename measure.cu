@@ -46,7 +46,7 @@ static double to_gib(size_t bytes) { return bytes / 1073741824.0; }
 // ---------------------------------------------------------------------------------------------------------------------
 // Errors
 
-static std::string format_list(const char* format, va_list arguments) {
+std::string vstrprintf(const char* format, va_list arguments) {
     va_list again;
     va_copy(again, arguments);
     std::string text(vsnprintf(nullptr, 0, format, again), '\0');
@@ -58,7 +58,7 @@ static std::string format_list(const char* format, va_list arguments) {
 std::string strprintf(const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    std::string text = format_list(format, arguments);
+    std::string text = vstrprintf(format, arguments);
     va_end(arguments);
     return text;
 }
@@ -66,7 +66,7 @@ std::string strprintf(const char* format, ...) {
 void fail(const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    std::string text = format_list(format, arguments);
+    std::string text = vstrprintf(format, arguments);
     va_end(arguments);
     throw Failure(1, text);
 }
@@ -74,12 +74,24 @@ void fail(const char* format, ...) {
 void usage_error(const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    std::string text = format_list(format, arguments);
+    std::string text = vstrprintf(format, arguments);
     va_end(arguments);
     throw Failure(2, text);
 }
 
 std::string counted(const std::string& n, const std::string& what) { return n + " " + what + (n == "1" ? "" : "s"); }
+std::string list_of(const std::vector<std::string>& items) {
+    std::string list;
+    for (size_t i = 0; i < items.size(); i++) {
+        list += (i == 0 ? "" : i + 1 == items.size() ? " and " : ", ") + items[i];
+    }
+    return list;
+}
+std::string span(double least, double most, const char* format) {
+    char a[64], b[64];
+    snprintf(a, sizeof a, format, least), snprintf(b, sizeof b, format, most);
+    return strcmp(a, b) == 0 ? a : std::string(a) + " to " + b;
+}
 std::string join(const std::vector<std::string>& items, const char* between) {
     std::string all;
     for (const std::string& item : items) { all += (all.empty() ? "" : between) + item; }
@@ -851,6 +863,17 @@ Stats stats_of(std::vector<double> values) {
     return {mean, std, median, values.front(), values.back(), n};
 }
 
+bool level(const Stats& a, const Stats& b) {
+    const double least = a.n > 1 && b.n > 1 ? 0.01 : 0.1;
+    return std::fabs(a.mean - b.mean) <= std::max(std::hypot(a.std, b.std), least * std::max(a.mean, b.mean));
+}
+std::string how_fast(const Stats& ours, const Stats& theirs, const std::string& they, double Stats::*by) {
+    const double times = theirs.*by / (ours.*by);
+    if (level(ours, theirs)) { return "level with " + they + " within the noise"; }
+    return times > 1 ? strprintf("%.2f times as fast as %s", times, they.c_str())
+                     : strprintf("slower than %s (%.2f times as fast)", they.c_str(), times);
+}
+
 std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
                                    const std::function<void()>& f) {
     std::vector<double> times;
@@ -914,7 +937,7 @@ void progress(const char* format, ...) {
     said_ms = now_ms();
     va_list arguments;
     va_start(arguments, format);
-    std::string text = format_list(format, arguments);
+    std::string text = vstrprintf(format, arguments);
     va_end(arguments);
     if (!terminal) { return note("%s", text.c_str()); }
     // No automatic wrap (?7l ... ?7h): the next '\r' would rewrite only the end of a line that wrapped.
@@ -927,7 +950,7 @@ void progress(const char* format, ...) {
 void note(const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    std::string line = one_line(format_list(format, arguments));
+    std::string line = one_line(vstrprintf(format, arguments));
     va_end(arguments);
     constexpr size_t END = 1500;  // bytes that are shown of either end; no character is cut
     if (line.size() > 2 * END + 5) {

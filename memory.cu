@@ -333,7 +333,6 @@ static Table category_table(const std::vector<Profile>& profiles, const std::str
                 {}};
     for (int c = 0; c < CATEGORIES; c++) { table.columns.push_back(name_of((Category)c)); }
     table.columns.insert(table.columns.end(), {"all", "range at the peak"});
-    table.less_needed = {"range at the peak", "inputs", "weight copies", "optimizer state", "gradients"};
     for (const Profile& r : profiles) {
         if (!r.ran) { continue; }
         std::vector<std::string> row = {r.config.name, std::to_string(r.T), name_of(r.phase), name_of(r.precision)};

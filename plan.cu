@@ -189,6 +189,40 @@ void Plan::choose_models() {
 
 std::string Plan::origin() const { return device_description() + "; commit " + commit() + scaled_down; }
 
+std::string origin(const Options& o) {
+    const char* quick = !o.quick ? "" : o.has("quick") ? "; sizes of --quick" : "; no GPU: sizes of --quick";
+    return device_description() + "; commit " + commit() + quick;
+}
+std::vector<Precision> precisions_of(const Options& o) {
+    std::vector<Precision> precisions;
+    for (const std::string& name : o.precision) { precisions.push_back(precision_from(name)); }
+    return precisions;
+}
+std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& configs,
+                           const std::vector<Precision>& precisions) {
+    std::vector<Mode> modes;
+    for (const std::string& name : o.mode) {
+        modes.push_back(mode_from(name));
+        for (Precision precision : precisions) {
+            for (const ModelConfig& c : configs) {
+                modes.back() = std::min(modes.back(), mode_for(o, name, c, precision));
+            }
+        }
+    }
+    return modes;
+}
+size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f, size_t held) {
+    if (needs > held && needs - held > available_memory(context.device)) { return needs; }
+    progress("%s", row.c_str());
+    try {
+        f();
+    } catch (const OutOfMemory& e) {
+        clear_tape(), note("%s: %s", row.c_str(), e.what());
+        return std::max<size_t>(needs, 1);
+    }
+    return 0;
+}
+
 void Attempt::run(const std::string& row, double passes, const std::function<void()>& f, size_t held) {
     bool fits = needs.bytes <= held || needs.bytes - held <= available_memory(context.device);
     if (only_planned(row, needs, fits, passes, seconds) || !fits) { return; }

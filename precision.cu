@@ -159,7 +159,6 @@ int cmd_mixed_precision_accumulation(const Options& o) {
                      "of it: rounding the addend",
                      "of it: rounding the sum",
                      "stops after"};
-    table.less_needed = {"PyTorch prints", "stops after", "of it: rounding the addend", "of it: rounding the sum"};
     for (const Row& row : rows) {
         Accumulation a = accumulate(row.format, row.addend, row.kahan);
         double exact_sum = ADDITIONS * (double)rounded(0.01f, row.addend);  // of the rounded addends
@@ -169,7 +168,6 @@ int cmd_mixed_precision_accumulation(const Options& o) {
                               a.stalled < ADDITIONS ? std::to_string(a.stalled) : ""});
     }
     print(table, o.format);
-    if (!o.plot.empty()) { save_file(o.plot, alignment_picture()); }
     return 0;
 }
 

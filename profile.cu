@@ -753,9 +753,8 @@ static void plot_shares(const std::string& path, const std::vector<std::string>&
         for (size_t i = 0; i < bars.size(); i++) { series[MOST - 1].y[i] += series.back().y[i]; }
         series[MOST - 1].name = "the rest";
     }
-    std::vector<Chart> panels = softmax_charts(printed_tables());
-    panels.insert(panels.begin(), share_chart("all kernels, by class", bars, series));
-    save_file(path, draw("Where the time goes: kernels by class, and softmax in attention", caption, panels));
+    save_file(path, draw("Where the time goes: kernels by class", caption,
+                         {share_chart("all kernels, by class", bars, series)}));
 }
 
 // Refuses a --range that one of the settings does not have. A small run on META tells at once which ranges there are.

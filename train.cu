@@ -763,7 +763,7 @@ static int train(const Options& typed, const Communicator& ranks) {
         {}};
     Steps run{checkpoint.path.empty() ? 0 : whole_of(checkpoint, "step", 0, 1 << 20),
               o.stop_at > 0 ? o.stop_at : o.steps,
-              {table, o.format, {7, 7, 8, 13, 8, 9}}};
+              {table, {7, 7, 8, 13, 8, 9}}};
     auto end_signals = std::make_unique<EndSignals>(t.is_first());  // before, nothing would be lost
     std::exception_ptr failure;                                     // then the tables are all that is left of the run
     try {

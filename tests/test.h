@@ -65,6 +65,15 @@ void write_file(const std::string& path, const std::string& text);
 
 inline bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
+// What print() and answer() write while f runs.
+inline std::string printed(const std::function<void()>& f) {
+    std::string text;
+    printed_to = &text;
+    f();
+    printed_to = nullptr;
+    return text;
+}
+
 void skip_this_case(const char* why);  // main.cpp: counts the running test case as skipped; return after it
 
 inline bool gpu_required() {
