@@ -120,10 +120,8 @@ static const Command COMMANDS[] = {
     {"list", "", "", 0, 0, "every problem: sections, points, file, whether it runs here", "main.cu", cmd_list, ""},
     {"info", "", "", 0, 0, "the device, its libraries, its measured rates", "bench_step.cu", cmd_info, ""},
     {"train", "", "", 0, 0, "train on the bytes of a text, then continue it", "train.cu", cmd_train,
-     "data! val_fraction d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 "
-     "stop_at log_every save_every warmup_steps lr min_lr weight_decay max_grad_norm precision=fp32 mode=flash "
-     "recompute checkpoint head_chunk seed strategy grad_accumulation nproc=1 backend timeout save load sample "
-     "temperature trace"},
+     "data! d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 lr precision=fp32 "
+     "mode=flash seed save load sample trace"},
     {"model", "", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", "train.cu", cmd_model,
      "weights! batch! num_heads! out! rope_theta updates lr precision=fp32 mode=flash"},
     {"attention", "", "", 0, 0, "your q, k, v in, our output and gradients out", "bench_attention.cu", cmd_attention,
@@ -307,21 +305,11 @@ static const std::vector<OptionRow>& option_table() {
         option("rope_theta", &O::rope_theta, number(), "10000", "base of the rotary embedding"),
         // Training
         option("data", &O::data, some_file(), "", "the text to train on; its bytes are the tokens"),
-        option("val_fraction", &O::val_fraction, number(1), "0.1", "part at the text's end that is held out"),
-        option("warmup_steps", &O::warmup_steps, whole(0), "20", "steps until the learning rate has grown to --lr"),
-        option("stop_at", &O::stop_at, whole(1), "", "last step of this run, which then saves"),
-        option("save_every", &O::save_every, whole(1), "", "steps from one --save to the next"),
-        option("log_every", &O::log_every, whole(1), "1", "steps from one row of the table to the next"),
         option("lr", &O::lr, number(), "0.001", "learning rate"),
-        option("min_lr", &O::min_lr, number(INFINITY, true), "0.0001", "learning rate at the end of the decay"),
-        option("weight_decay", &O::weight_decay, number(INFINITY, true), "0.01", "AdamW's"),
-        option("max_grad_norm", &O::max_grad_norm, number(), "1", "norm to which gradients are clipped"),
         option("save", &O::save, output(), "", "file for weights and optimizer state"),
         option("load", &O::load, some_file(), "", "file that --save wrote, to go on from"),
         option("sample", &O::sample, whole(0), "200", "bytes to write as a continuation"),
-        option("temperature", &O::temperature, number(), "0.8", "temperature of the sampling"),
         // Ranks
-        option("strategy", &O::strategy, one_of({"ddp", "sharded", "fsdp"}), "ddp", "what each rank holds"),
         option("nproc", &O::nproc, whole(1, 64), "2", "ranks to start; under torchrun and the like theirs are taken"),
         option("backend", &O::backend, one_of({"auto", "nccl", "gloo"}), "auto",
                "library of the collectives; auto takes nccl where every rank has a GPU"),
