@@ -978,13 +978,12 @@ struct Communicator {
 };
 bool is_rank();  // the environment says so: that of `--nproc`, torchrun, mpirun or srun
 // Starts n copies of this program with these arguments, waits for all; the exit code of the first that failed, or 0. A
-// rank that is stopped for 0.8 of the timeout has failed.
-// finish: a signal is passed on, and the ranks end in order (EndSignals); else, or with a second one, they are ended.
-int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s = 60, bool finish = false);
+// rank that is stopped for 0.8 of the timeout has failed. A signal is passed on to all.
+int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s = 60);
 struct Options;
 // In a process that is no rank: starts o.nproc ranks with the same command line. In a rank: sets
 // context.device, connects it with the others, and calls f. Returns the exit code.
-int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f, bool finish = false);
+int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f);
 std::string why_not(const std::string& backend, Device device, int ranks);  // "" where that works on this machine
 
 struct Mark {  // a moment: on the GPU an event in its stream, else (and for Gloo) the clock's

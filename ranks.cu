@@ -172,27 +172,25 @@ static std::string ending_of(int status) {  // "": it went well, or it has said 
     return strprintf("was killed by signal %d (%s)", WTERMSIG(status), strsignal(WTERMSIG(status)));
 }
 
-int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s, bool finish) {
+int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s) {
     TemporaryFolder folder;
     fflush(nullptr);
     NotedSignals noted;
     std::vector<LaunchedRank> ranks(n);
     for (int r = 0; r < n; r++) { ranks[r].pid = start_rank(variables_of(r, n, folder.path), arguments); }
-    auto send_to_all = [&](int number) {
+    int code = 0, left = n;
+    double kill_at = INFINITY;
+    auto end_all = [&](int exit_code, int number, double patience_ms) {  // the first reason counts
+        if (code == 0) { code = exit_code; }
+        kill_at = std::min(kill_at, now_ms() + patience_ms);
         for (const LaunchedRank& rank : ranks) {
             if (rank.pid) { kill(rank.pid, number); }  // one that has just ended is no failure
         }
     };
-    int code = 0, left = n;
-    bool ending = false;
-    double kill_at = INFINITY, same_until = INFINITY;  // so long a signal is the first one again: see EndSignals
     // A rank that fails ends the others, which would wait for it for ever.
     auto fails = [&](int r, int exit_code, const std::string& why) {
-        if (ending || (code != 0 && code <= 128)) { return; }
-        if (!why.empty()) { note("cs336: rank %d (process %d) %s", r, (int)ranks[r].pid, why.c_str()); }
-        code = exit_code, kill_at = std::min(kill_at, now_ms() + 100);
-        send_to_all(SIGUSR1);  // a rank removes what it has half written; no EndSignals takes this for a wish
-        send_to_all(SIGCONT);
+        if (code == 0 && !why.empty()) { note("cs336: rank %d (process %d) %s", r, (int)ranks[r].pid, why.c_str()); }
+        end_all(exit_code, SIGTERM, 100);
     };
     while (left > 0) {
         const double tick = tick_ms();
@@ -207,25 +205,19 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
                 rank.stopped_ms = -1;
             } else if (pid != 0) {  // below 0: somebody else has waited for this rank
                 const int exit_code = pid < 0 || WIFSIGNALED(status) ? 1 : WEXITSTATUS(status);
-                if (exit_code != 0 && exit_code <= 128) { fails(r, exit_code, pid < 0 ? "" : ending_of(status)); }
-                if (code == 0) { code = exit_code; }  // above 128: all ranks have agreed to end so
+                if (exit_code != 0) { fails(r, exit_code, pid < 0 ? "" : ending_of(status)); }
                 rank = LaunchedRank(), left--;
             }
-            if (rank.pid && rank.stopped_ms > 0.8e3 * timeout_s) {  // 0.8, so that all is over within the timeout
+            if (rank.stopped_ms > 0.8e3 * timeout_s) {  // 0.8, so that all is over within the timeout
                 fails(r, 1, strprintf("has been stopped for %.1f s", rank.stopped_ms / 1e3));
             }
         }
-        const int number = signal_to_forward;
-        signal_to_forward = 0;
-        if (number && finish && now_ms() < same_until) {
-            if (std::isinf(same_until)) { same_until = now_ms() + 1000, send_to_all(number); }
-        } else if (number) {
+        if (const int number = signal_to_forward) {
             if (code == 0) { note("cs336: signal %d (%s): ending %d ranks", number, strsignal(number), left); }
-            ending = true, kill_at = std::min(kill_at, now_ms() + 2000);
-            if (code == 0 || code > 128) { code = 128 + number; }  // main() ends by this signal
-            send_to_all(number);
+            signal_to_forward = 0;
+            end_all(128 + number, number, 2000);  // main() ends by this signal
         }
-        if (now_ms() > kill_at) { send_to_all(SIGKILL); }  // which also ends a stopped process
+        if (now_ms() > kill_at) { end_all(1, SIGKILL, 0); }  // which also ends a stopped process
         usleep(5000);
     }
     return code;
@@ -916,7 +908,7 @@ static void disconnect_ranks(Communicator& c) {
     remove_folder_of_ranks();
 }
 
-int run_ranks(const Options& o, const std::function<void(const Communicator&)>& body, bool finish) {
+int run_ranks(const Options& o, const std::function<void(const Communicator&)>& body) {
     if (!is_rank()) {
         int n = o.nproc;
         Device device = o.device == "cuda" || (o.device == "auto" && cuda_devices() > 0) ? CUDA : CPU;
@@ -925,7 +917,7 @@ int run_ranks(const Options& o, const std::function<void(const Communicator&)>& 
         if (!why.empty()) {
             fail("%d ranks, device %s, backend %s: %s", n, o.device.c_str(), o.backend.c_str(), why.c_str());
         }
-        return launch_ranks(n, o.command_line, o.timeout, finish);
+        return launch_ranks(n, o.command_line, o.timeout);
     }
     Identity me;
     Communicator c;  // outside, since a failure ends the process while its threads still run

@@ -305,11 +305,11 @@ static std::string metadata_of(const SafeTensors& file, const std::string& name,
     }
     return found->second;
 }
-static double number_of(const SafeTensors& file, const std::string& name, double low, double high) {
+static double number_of(const SafeTensors& file, const std::string& name, double low, double high, bool whole = false) {
     const std::string text = metadata_of(file, name);
     char* end;
     const double value = strtod(text.c_str(), &end);
-    if (text.empty() || *end || !(value >= low && value <= high)) {
+    if (text.empty() || *end || !(value >= low && value <= high) || (whole && value != std::floor(value))) {
         fail("%s: metadata %s: expected a number from %g to %g, found '%s'", file.path.c_str(), name.c_str(), low, high,
              text.c_str());
     }
@@ -318,7 +318,7 @@ static double number_of(const SafeTensors& file, const std::string& name, double
 // Options that were not typed are the saved run's.
 static void options_from_checkpoint(const SafeTensors& file, Options& o) {
     for (const auto& [name, field] : shaping) {
-        const int value = (int)number_of(file, name, 1, 1 << 20);
+        const int value = (int)number_of(file, name, 1, 1 << 20, true);
         const bool of_model =
             field != &Options::batch_size && field != &Options::context_length && field != &Options::steps;
         if (of_model && o.has(name) && o.*field != value) {
@@ -332,6 +332,10 @@ static void options_from_checkpoint(const SafeTensors& file, Options& o) {
                       mode = metadata_of(file, "mode", {"eager", "fused", "flash"});
     if (!o.has("precision")) { o.precision = {precision}; }
     if (!o.has("mode")) { o.mode = {mode}; }
+    if (o.d_model % (2 * o.num_heads) != 0) {
+        fail("%s: metadata: d_model %d does not make %d heads of an even size", file.path.c_str(), o.d_model,
+             o.num_heads);
+    }
 }
 // Random weights and moments of zero, or the checkpoint's weights, moments, step and loss scale.
 static void make_trainer(Trainer& t, const ModelConfig& config, const Options& o, const SafeTensors& checkpoint) {

@@ -188,14 +188,6 @@ TEST_CASE("ranks: one that is killed, or stalls, ends all within the timeout and
         for (int victim : {0, 1}) { check_failure(long_run(), number, victim, 0.7); }
     }
 }
-TEST_CASE("ranks: the same in FSDP's steps") {
-    if (lacks("gloo", CPU, 3)) { return; }
-    const std::vector<std::string> train = {
-        "train",   "--nproc",     "3",       "--strategy",       "fsdp", "--data",       "LICENSE", "--device",
-        "cpu",     "--backend",   "gloo",    "--context_length", "32",   "--batch_size", "6",       "--steps",
-        "1000000", "--log_every", "1000000", "--sample",         "0",    "--timeout",    "3"};
-    for (int number : {SIGKILL, SIGSTOP}) { check_failure(train, number, 1, 2); }
-}
 TEST_CASE("ranks: the same over NCCL") {
     if (lacks("nccl", CUDA, 2)) { return; }
     for (int number : {SIGKILL, SIGSTOP}) {
@@ -218,28 +210,6 @@ TEST_CASE("ranks: signals to the launcher reach all, and no rank outlives it") {
         usleep(100000);
         for (pid_t pid : ranks) { CHECK((pid > 0 && gone(pid))); }
     }
-}
-
-TEST_CASE("ranks: a file that is being written goes, too, when another rank stalls") {
-    if (lacks("gloo", CPU, 2)) { return; }
-    if (!is_rank()) {
-        Folder folder;
-        setenv("CS336_TEST_FOLDER", folder.path.c_str(), 1);
-        CHECK(launch_ranks(2, {"-tc=ranks: a file that is being written*", "-nv", "-m"}, 2) == 1);
-        CHECK(folder.files().empty());
-        return;
-    }
-    Options o;
-    o.device = "cpu", o.backend = "auto", o.timeout = 2;
-    run_ranks(o, [](const Communicator& c) {
-        std::string path = std::string(getenv("CS336_TEST_FOLDER")) + "/part" + std::to_string(c.rank);
-        EndSignals first_is_a_wish(false);  // as train has: the launcher's must not be one
-        Unfinished part(path);
-        write_file(path, "half");
-        gather_text(c, "");
-        if (c.rank == 1) { raise(SIGSTOP); }
-        pause();
-    });
 }
 
 static std::vector<std::string> as_rank(int rank, int world, const Folder& folder) {
