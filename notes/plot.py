@@ -9,7 +9,8 @@ Needs matplotlib. Columns are found by name. A picture whose table is not there 
 """
 import argparse, collections, json, os, pickle, re, sys
 
-import matplotlib
+try: import matplotlib
+except ImportError: sys.exit("plot.py: needs matplotlib (python3-matplotlib)")
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
