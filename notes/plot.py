@@ -21,7 +21,8 @@ plt.rcParams.update({"font.size": 11, "svg.fonttype": "none", "svg.hashsalt": "c
 SHADES = ["#9ecae1", "#4292c6", "#2171b5", "#08306b"]  # of D, from small to large
 RED, BLUE, ORANGE, GREEN, VIOLET, YELLOW, GREY = "#e15759 #4e79a7 #f28e2b #59a14f #b07aa1 #edc948 #bab0ac".split()
 CLASSES = {"matmul": BLUE, "elementwise": ORANGE, "reduction": GREEN, "copy": VIOLET, "attention": RED,
-           "optimizer": YELLOW, "norm": "#76b7b2", "other": GREY}
+           "optimizer": YELLOW, "norm": "#76b7b2", "rmsnorm": "#76b7b2", "softmax": RED, "rope": ORANGE,
+           "swiglu": GREEN, "other": GREY}
 CATEGORIES = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN, "activations": RED,
               "weight copies": VIOLET, "inputs": "#9c755f", "workspace": GREY}
 PARTS = {"forward": BLUE, "backward": ORANGE, "wait": "#dddddd", "optimizer": YELLOW, "communication": RED}
@@ -104,29 +105,38 @@ def save(figure, name, caption="", legend=None):
 # Pictures of tables
 
 def softmax(name):
-    phases = {"forward": "fw", "forward+backward": "+bw", "step": "step"}
-    table, (size, s, phase, _) = find("nsys_profile", ("size",), S, ("phase",), ("matmul",))
-    caption, model = machine(table.caption), table.rows[-1][size]
-    rows = [r for r in table.rows if r[size] == model and r[phase] in phases]
+    try:  # a row per phase, or forward's classes and the step's products in one row
+        table, (size, s, phase, _) = find("nsys_profile", ("size",), S, ("phase",), ("matmul",))
+    except Missing: table, (size, s, _, whole) = find("nsys_profile", ("size",), S, ("matmul",), ("step: matmul",))
+    model, names, bars = table.rows[-1][size], {"forward": "fw", "forward+backward": "+bw", "step": "step"}, []
+    for r in [r for r in table.rows if r[size] == model]:
+        shares = {kind: number(r[c]) for c, kind in enumerate(table.columns) if kind in CLASSES}
+        if "phase" not in table.columns: bars += [("fw", r[s], shares), ("step", r[s], {"matmul": number(r[whole])})]
+        elif r[phase] in names: bars.append((names[r[phase]], r[s], shares))
+    for _, _, shares in bars: shares["other"] = 100 - sum(shares.values())
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), width_ratios=[3, 2], layout="constrained")
-    places = [i + i // len(phases) * 0.6 for i in range(len(rows))]  # a gap between lengths
-    bottom = [0.0] * len(rows)
-    for c, kind in enumerate(table.columns):
-        shares = [number(r[c]) for r in rows]
-        if kind not in CLASSES or max(shares) < 1: continue
-        left.bar(places, shares, 0.85, bottom, color=CLASSES[kind], label=kind)
-        bottom = [b + share for b, share in zip(bottom, shares)]
-    labels = [phases[r[phase]] + (f"\nS {r[s]}" if i % len(phases) == 1 else "") for i, r in enumerate(rows)]
+    group = [bar[1] for bar in bars].count(bars[0][1])
+    places = [i + i // group * 0.6 for i in range(len(bars))]  # a gap between lengths
+    bottom = [0.0] * len(bars)
+    for kind in CLASSES:
+        heights = [shares.get(kind, 0) for _, _, shares in bars]
+        if max(heights) < 0.5: continue
+        left.bar(places, heights, 0.85, bottom, color=CLASSES[kind], label=kind)
+        bottom = [b + h for b, h in zip(bottom, heights)]
+    labels = [text + (f"\nS {length}" if i % group == group // 2 else "") for i, (text, length, _) in enumerate(bars)]
     left.set_xticks(places, labels, fontsize=9)
     left.set(ylabel="share of the kernels' time (%)", title=f"Kernels by class, {model}", ylim=(0, 100))
     left.grid(axis="x", visible=False)
-    table, (size, s, *columns) = find("nsys_profile", ("size",), S, ("softmax (ms)",), ("products (ms)",),
-                                      ("softmax (gflop)",), ("products (gflop)",))
-    rows = [[number(r[c]) for c in (s, *columns)] for r in table.rows if r[size] == model]
-    for i, text, place, colour in ((1, "in time", 0.5, RED), (3, "in FLOPs", 1.25, BLUE)):
-        right.plot([r[0] for r in rows], [r[i] / r[i + 1] for r in rows], "o-", color=colour)
-        right.text(rows[1][0], rows[0][i] / rows[0][i + 1] * place, text, color=colour)
-    lengths(right, [r[0] for r in rows], "Softmax / attention's two products")
+    caption = machine(table.caption)
+    table, (size, *columns) = find("nsys_profile", ("size",), S, ("softmax (ms)", "softmax ms"),
+                                   ("products (ms)", "products ms"))
+    rows = [[number(r[c]) for c in columns] for r in table.rows if r[size] == model]
+    x, flops = [r[0] for r in rows], 5 / (4 * (80 if model in ("2.7B", "xl (2026)") else 64))
+    right.plot(x, [r[1] / r[2] for r in rows], "o-", color=RED)
+    right.plot(x, [flops] * len(x), "--", color=BLUE)
+    right.text(x[0], rows[0][1] / rows[0][2] * 0.5, "in time", color=RED)
+    right.text(x[0], flops * 1.25, "in FLOPs, 5 : 4 D", color=BLUE)
+    lengths(right, x, "Softmax / attention's two products")
     right.set(yscale="log", ylim=(0.008, 3))
     save(figure, name, caption, left.get_legend_handles_labels())
 
@@ -212,8 +222,9 @@ def flash(name):
         axis = axes[kinds.index(kind)][widths.index(width)]
         for i, colour in ((1, "#888888"), (2, RED)):
             axis.plot([r[0] for r in rows], [r[i] for r in rows], "o-", color=colour)
-        longest = [r for r in rows if r[1] == r[1] and r[2] == r[2]][-1]
-        axis.set(xscale="log", yscale="log", title=f"{kind}, D {width}: {longest[1] / longest[2]:.3g}x")
+        factors = [r[1] / r[2] for r in rows if r[1] / r[2] == r[1] / r[2]]  # not NAN
+        axis.set(xscale="log", yscale="log")
+        axis.set_title(f"{kind}, D {width}" + (f": {factors[-1]:.3g}x" if factors else ""))
         axis.set_xticks([128, 1024, 8192, 65536], ["128", "1k", "8k", "64k"])
         axis.minorticks_off()
     axes[0][0].text(9000, 60, "naive", color="#666666", ha="right")
