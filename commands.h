@@ -120,6 +120,51 @@ struct StepSums {                      // in the slices' unit
 };
 StepSums sums_of(const std::vector<Slice>& slices);
 
+struct AllReduceRun {  // of one size
+    bool nccl;         // else Gloo
+    Device device;
+    int ranks;
+    double mb;
+    Stats ms{};      // over all steps and ranks
+    size_t oom = 0;  // bytes, where it did not fit
+};
+void answer_distributed_communication_single_node(const std::vector<AllReduceRun>& runs,
+                                                  const std::vector<std::string>& missing);
+struct WeightsCheck {  // of several ranks' weights against those of a reference
+    std::string model, what;
+    double max = 0, sum = 0;  // of the differences
+    int64_t n = 0;            // differences
+    bool match = true, same_bits = true;
+    int calls = 0;            // all-reduces per step
+    std::string shares = "";  // of a sharded optimizer: elements of state by rank
+    int64_t whole = 0;        // unsharded
+};
+void answer_data_parallel(const std::vector<WeightsCheck>& checks, int ranks, Strategy strategy);
+void answer_optimizer_state_sharding(const std::vector<WeightsCheck>& checks, int ranks);
+struct DdpRun {  // steps of one way. Times in ms, over the steps; communication: of the all-reduces themselves
+    Strategy strategy;
+    double bucket_mb = 0;
+    Stats total{}, forward{}, backward{}, exposed{}, optimizer{}, communication{}, hidden{};
+    int calls = 0;
+    double mb = 0, loss = 0;  // mb: all-reduced per step; loss: of the last step
+    size_t oom = 0;
+};
+struct BucketModel {  // overhead = s/(n w) + n o with n buckets: bytes, ms, bytes per ms
+    double s, o, w;
+};
+void answer_naive_ddp_benchmarking(const std::vector<DdpRun>& runs);
+void answer_minimal_ddp_flat_benchmarking(const std::vector<DdpRun>& runs);
+void answer_ddp_overlap_individual_parameters_benchmarking(const std::vector<DdpRun>& runs);
+void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, const BucketModel& m);
+struct ShardingRun {
+    Sharding sharding;
+    std::vector<std::pair<const char*, MemoryUse>> peaks{};  // moment, peak since the one before
+    Stats total{}, gradients{}, optimizer{};                 // ms
+    double mb_sent = 0;
+    size_t oom = 0;
+};
+void answer_optimizer_state_sharding_accounting(const std::vector<ShardingRun>& runs, int ranks);
+
 // bench_fsdp.cu: what FSDP's marks show of a step, without a trace. Moments, by the compute stream:
 struct FsdpStep {
     std::vector<std::pair<int, Mark>> passes;  // StepPart, and where it begins: forward, backward, ..., optimizer
