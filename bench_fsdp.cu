@@ -269,19 +269,22 @@ static void train_step(WayTrainer& t) {
     guarded_step(t.scaler, 0, norm, [&](float gradient_scale) { optimizer_step(t.optimizer, gradient_scale); });
 }
 
-static void add_times(std::vector<FsdpUnitTimes>& units, const Fsdp& f, int steps) {
+// Of the last step.
+static std::vector<FsdpUnitTimes> unit_times(const Fsdp& f) {
+    std::vector<FsdpUnitTimes> units(f.units.size());
     std::set<const Work*> seen;
     for (size_t k = 0; k < f.waits.size(); k++) {
         const FsdpWait& w = f.waits[k];
         FsdpUnitTimes& u = units[w.unit];
         const bool backward = k >= units.size();  // forward asks for each unit once
-        u[backward ? WAIT_AGAIN : WAIT] += ms_of(w.got, w.asked) / steps;
+        u[backward ? WAIT_AGAIN : WAIT] += ms_of(w.got, w.asked);
         if (!seen.insert(w.work.get()).second) { continue; }
-        u[backward ? GATHER_AGAIN : GATHER] += ms_of(w.work->end, w.work->begin) / steps;
+        u[backward ? GATHER_AGAIN : GATHER] += ms_of(w.work->end, w.work->begin);
     }
     for (const FsdpWait& w : f.reduce_waits) {  // the norms' unit is -1: theirs comes last, with the embedding's
-        units[std::max(w.unit, 0)][REDUCE] += ms_of(w.got, w.asked) / steps;
+        units[std::max(w.unit, 0)][REDUCE] += ms_of(w.got, w.asked);
     }
+    return units;
 }
 static FsdpRun run_way(Way way, const Options& o, const Communicator& c) {
     FsdpRun r{way_names[way]};
@@ -298,7 +301,7 @@ static FsdpRun run_way(Way way, const Options& o, const Communicator& c) {
     reset_peak(context.device);
     auto t = make_trainer(way, c, o);
     r.units.resize(t->f ? t->f->units.size() : 0);
-    std::vector<double> times;
+    std::vector<double> times, gathers, hidden;
     for (int i = -o.warmup[0]; i < o.steps; i++) {
         barrier(c);
         double start = now_ms();
@@ -307,9 +310,16 @@ static FsdpRun run_way(Way way, const Options& o, const Communicator& c) {
         if (c.rank == 0) { progress("%s: %d of %d", r.way, i + 1, o.steps); }
         if (i < 0) { continue; }
         times.push_back(now_ms() - start);
-        if (t->f) { add_times(r.units, *t->f, o.steps); }
+        const std::vector<FsdpUnitTimes> units = t->f ? unit_times(*t->f) : r.units;
+        gathers.push_back(0), hidden.push_back(0);
+        for (size_t i = 0; i < units.size(); i++) {
+            for (int k = 0; k < UNIT_TIMES; k++) { r.units[i][k] += units[i][k] / o.steps; }
+            if (i < 2) { continue; }
+            gathers.back() += units[i][GATHER], hidden.back() += units[i][GATHER] - units[i][WAIT];
+        }
     }
-    r.step = stats_of(times), r.use = memory_use(context.device);
+    r.step = stats_of(times), r.gathers = stats_of(gathers), r.hidden = stats_of(hidden);
+    r.use = memory_use(context.device);
     return r;
 }
 
@@ -352,29 +362,26 @@ static void print_tables(const std::string& caption, const std::vector<FsdpRun>&
 
 // What FSDP saves against another way. `expected` and `gradients`: bytes that it saves, in all and of gradients alone,
 // where a rank holds 1/N of everything at all times.
-static void answer_saved(const FsdpRun& other, const FsdpRun& fsdp, double expected, double gradients) {
+static void answer_saved(const char* name, const FsdpRun& other, const FsdpRun& fsdp, double expected,
+                         double gradients) {
     const MemoryUse &a = other.use, &b = fsdp.use;
     auto saved_of = [&](Category k) { return (double)a.peak_by[k] - (double)b.peak_by[k]; };
     const double saved = (double)a.peak - (double)b.peak, more = saved - expected;
     answer("a",
            "FSDP takes %.1f MiB %s than %s. It saves %.1f MiB %s than expected: %+.1f of gradients, %+.1f of gathered "
            "units and weight copies, %+.1f of activations.",
-           mib(std::fabs(saved)), saved < 0 ? "more" : "less", other.way, mib(std::fabs(more)),
-           more < 0 ? "less" : "more", mib(saved_of(GRADIENTS) - gradients), mib(saved_of(WEIGHT_COPIES)),
+           mib(std::fabs(saved)), saved < 0 ? "more" : "less", name, mib(std::fabs(more)), more < 0 ? "less" : "more",
+           mib(saved_of(GRADIENTS) - gradients), mib(saved_of(WEIGHT_COPIES)),
            mib(activations_of(a) - activations_of(b)));
 }
 static void answer_gathers(const FsdpRun& fsdp) {
-    const std::vector<FsdpUnitTimes>& units = fsdp.units;
-    double gathers = 0, waits = 0;
-    for (size_t i = 2; i < units.size(); i++) { gathers += units[i][GATHER], waits += units[i][WAIT]; }
-    Stats without = fsdp.step;  // the waits
-    without.mean -= waits;
+    const double waits = fsdp.gathers.mean - fsdp.hidden.mean;
     answer("b",
-           "%s in time for forward. From layer 1 on they take %.3f ms, of which the compute stream waits for %.3f ms: "
-           "%s the noise of a step, %.1f ms. The gathers of the embedding and of layer 0 have no block to hide under: "
-           "it waits %.3f and %.3f ms for them.",
-           level(fsdp.step, without) ? "The gathers come" : "Not all gathers come", gathers, waits,
-           level(fsdp.step, without) ? "within" : "more than", fsdp.step.mean, units[0][WAIT], units[1][WAIT]);
+           "%s in time for forward: from layer 1 on they take %.3f ms, and the compute stream waits %.3f ms for them "
+           "(%.1f %%). The gathers of the embedding and of layer 0 have no block to hide under: it waits %.3f and "
+           "%.3f ms for them.",
+           level(fsdp.gathers, fsdp.hidden) ? "The gathers come" : "Not all gathers come", fsdp.gathers.mean, waits,
+           100 * waits / fsdp.gathers.mean, fsdp.units[0][WAIT], fsdp.units[1][WAIT]);
 }
 void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double psi, int bytes) {
     if (world == 1) { return answer("", "One rank has no other to share with, so there is nothing to compare."); }
@@ -387,7 +394,8 @@ void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double 
     const FsdpRun& fsdp = runs[FULLY_SHARDED];
     for (int way : {PLAIN_DDP, SHARDED_OPTIMIZER}) {
         if (runs[way].oom || fsdp.oom) { continue; }
-        answer_saved(runs[way], fsdp, (way == PLAIN_DDP ? full : split) - part, bytes * (psi - psi / N));
+        answer_saved(way == PLAIN_DDP ? "DDP" : "the sharded optimizer", runs[way], fsdp,
+                     (way == PLAIN_DDP ? full : split) - part, bytes * (psi - psi / N));
     }
     for (int way : {PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED}) {
         if (runs[way].oom) { answer("a", "%s did not fit: %s.", runs[way].way, oom_cell(runs[way].oom).c_str()); }

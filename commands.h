@@ -138,6 +138,9 @@ struct FsdpRun {
     MemoryUse use{};
     Stats step{};  // ms
     std::vector<FsdpUnitTimes> units{};
+    // Of the gathers in forward that have a block to hide under, all but the first two: their ms per step, and those of
+    // them for which nobody waited.
+    Stats gathers{}, hidden{};
 };
 // runs: DDP, sharded optimizer, FSDP, ...; bytes: of a weight.
 void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double psi, int bytes);
@@ -160,6 +163,7 @@ void answer_leaderboard(const LeaderboardRun& r);
 // Sets what runs again in backward, the least that leaves each of `world` ranks a predicted peak of at most `room`
 // bytes: context's recompute and checkpoint, and, unless it was typed, o's grad_accumulation.
 void choose_what_runs_again(Options& o, int world, double room);
+size_t predicted_peak(const Options& o, int world);  // of a rank, in bytes, by what is chosen
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The command line. Options mean the same for every command; main.cu says which command takes which.

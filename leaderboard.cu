@@ -90,7 +90,7 @@ static std::array<double, LEADERBOARD_PARTS> parts_of(const LeaderboardTrainer& 
     }
     return ms;
 }
-static size_t step_peak(int world, const Options& o) {  // predicted, in bytes
+size_t predicted_peak(const Options& o, int world) {
     Communicator planned;
     planned.world = world;
     return planned_peak([&] {
@@ -107,7 +107,7 @@ static size_t step_peak(int world, const Options& o) {  // predicted, in bytes
 void choose_what_runs_again(Options& o, int world, double room) {
     auto peak = [&](bool recompute, int checkpoint) {
         context.recompute = recompute || o.recompute, context.checkpoint = checkpoint;
-        return (double)step_peak(world, o);
+        return (double)predicted_peak(o, world);
     };
     const int rows = o.batch_size / world, L = configs_of(o)[0].num_layers;
     for (int parts : {1, rows}) {
@@ -180,10 +180,14 @@ static void print_tables(const LeaderboardRun& r, const std::string& caption) {
 void answer_leaderboard(const LeaderboardRun& r) {
     const std::string ranks = r.world == 1 ? "one rank" : strprintf("%d ranks", r.world);
     const char* each = r.world == 1 ? "" : " per rank";
-    const double gib = 1 << 30, rate = r.flops / r.step.mean / 1e9;
+    const double rate = r.flops / r.step.mean / 1e9;
+    auto size = [](size_t bytes) {
+        return strprintf(bytes < 1 << 30 ? "%.1f MiB" : "%.1f GiB",
+                         bytes / (bytes < 1 << 30 ? 1048576.0 : 1073741824.0));
+    };
     if (r.oom) {
-        return answer("", "A step of %s on %s did not fit: it would hold %.1f GiB%s.", r.what.c_str(), ranks.c_str(),
-                      r.oom / gib, each);
+        return answer("", "A step of %s on %s did not fit: it would hold %s%s.", r.what.c_str(), ranks.c_str(),
+                      size(r.oom).c_str(), each);
     }
     const int most = (int)(std::max_element(r.parts, r.parts + LEADERBOARD_PARTS) - r.parts);
     answer("", "A step of %s on %s takes %.1f ms, in the mean of %s. That is %.0f tokens per second and %s%s.",
@@ -191,8 +195,9 @@ void answer_leaderboard(const LeaderboardRun& r) {
            r.tokens / r.step.mean * 1e3,
            rate < 1 ? strprintf("%.4g GFLOP/s", rate * 1e3).c_str() : strprintf("%.4g TFLOP/s", rate).c_str(),
            std::isnan(r.peak_rate) ? "" : strprintf(", an MFU of %.1f %%", 100 * rate / r.world / r.peak_rate).c_str());
-    answer("", "The peak is %.1f GiB%s, predicted %.1f. Most of the step is %s: %.1f ms, %.1f %%.", r.peak / gib, each,
-           r.predicted / gib, part_names[most], r.parts[most], 100 * r.parts[most] / r.step.mean);
+    answer("", "The peak is %s%s, predicted %s. The largest part of the step is %s: %.1f ms, %.1f %%.",
+           size(r.peak).c_str(), each, size(r.predicted).c_str(), part_names[most], r.parts[most],
+           100 * r.parts[most] / r.step.mean);
 }
 
 static void leaderboard(Options o, const Communicator& c) {
@@ -201,7 +206,6 @@ static void leaderboard(Options o, const Communicator& c) {
     if (o.batch_size % c.world != 0) {
         usage_error("--batch_size: got %d, takes a multiple of %d, the number of ranks", o.batch_size, c.world);
     }
-    o.grad_accumulation = std::max(1, o.grad_accumulation);
     if (o.batch_size / c.world % o.grad_accumulation != 0) {
         usage_error("--grad_accumulation: got %d, takes what divides a rank's %d sequences", o.grad_accumulation,
                     o.batch_size / c.world);
@@ -215,7 +219,7 @@ static void leaderboard(Options o, const Communicator& c) {
         "%s (%d tokens per sequence, batch %d%s; %s, mode %s)", config.name.c_str(), o.context_length, o.batch_size,
         o.grad_accumulation > 1 ? strprintf(" in %d backward passes", o.grad_accumulation * c.world).c_str() : "",
         name_of(context.precision), caption_of(context.mode).c_str());
-    r.world = c.world, r.predicted = step_peak(c.world, o), r.peak_rate = dense_peak(context.precision);
+    r.world = c.world, r.predicted = predicted_peak(o, c.world), r.peak_rate = dense_peak(context.precision);
     r.tokens = (double)o.batch_size * o.context_length;
     r.flops = step_flops(config, o.batch_size, o.context_length);
     if (c.world == 1) {
@@ -243,7 +247,6 @@ static void leaderboard(Options o, const Communicator& c) {
 }
 int cmd_leaderboard(const Options& typed) {
     Options o = typed;
-    by_quick(o, "warmup", &Options::warmup, {3}), by_quick(o, "steps", &Options::steps, 8);
     by_quick_model(o);
     if (o.quick) {
         by_quick(o, "context_length", &Options::context_length, 64),
