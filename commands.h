@@ -1,6 +1,7 @@
 // commands.h: what the experiments share and a reader of the core can leave out: options, plans, charts, the commands.
 #pragma once
 #include "cs336.h"
+#include <array>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // bench_step.cu: this machine's ceilings
@@ -165,16 +166,49 @@ struct ShardingRun {
 };
 void answer_optimizer_state_sharding_accounting(const std::vector<ShardingRun>& runs, int ranks);
 
-// bench_fsdp.cu: what FSDP's marks show of a step, without a trace. Moments, by the compute stream:
-struct FsdpStep {
-    std::vector<std::pair<int, Mark>> passes;  // StepPart, and where it begins: forward, backward, ..., optimizer
-    Mark end;
-    // In ns from the first, by start: the passes, cut where they wait; gathers, reduce-scatters and the norms'
-    // all-reduce.
-    std::vector<Slice> slices(const Fsdp* f) const;  // f null: one rank, no communication
+// ---------------------------------------------------------------------------------------------------------------------
+// bench_fsdp.cu
+
+struct FsdpCheck {  // a row of fsdp's table
+    std::string text;
+    double max;  // of all differences
+    bool match;
 };
-void plot_fsdp_step(const Communicator& c, const std::string& path, const std::vector<Slice>& mine,
-                    const std::string& title, const std::string& caption);  // collective
+void answer_fsdp(const std::vector<FsdpCheck>& checks, int world);
+enum { GATHER, WAIT, GATHER_AGAIN, WAIT_AGAIN, REDUCE, UNIT_TIMES };  // again: in backward; the last: waited for
+using FsdpUnitTimes = std::array<double, UNIT_TIMES>;                 // of gradients; ms, of the mean step
+struct FsdpRun {
+    const char* way;
+    size_t oom = 0, predicted = 0;  // bytes
+    MemoryUse use{};
+    Stats step{};  // ms
+    std::vector<FsdpUnitTimes> units{};
+    // Of the gathers in forward that have a block to hide under, all but the first two: their ms per step, and those of
+    // them for which nobody waited.
+    Stats gathers{}, hidden{};
+};
+// runs: DDP, sharded optimizer, FSDP, ...; bytes: of a weight.
+void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double psi, int bytes);
+void by_quick_model(Options& o);  // with --quick, where no --size was typed: four layers of 128
+
+// ---------------------------------------------------------------------------------------------------------------------
+// leaderboard.cu
+
+enum { FORWARD_BLOCKS, HEAD_AND_LOSS, BACKWARD, OPTIMIZER_STEP, EXPOSED, LEADERBOARD_PARTS };
+struct LeaderboardRun {
+    std::string what;  // model, tokens and setting
+    int world = 1;
+    double tokens = 0, flops = 0, peak_rate = NAN;  // of a step; TFLOP/s of one card, NAN: not known
+    size_t oom = 0, predicted = 0, peak = 0;        // bytes
+    double first_loss = NAN, last_loss = NAN;
+    Stats step{};                          // ms
+    double parts[LEADERBOARD_PARTS] = {};  // ms, of the mean step
+};
+void answer_leaderboard(const LeaderboardRun& r);
+// Sets what runs again in backward, the least that leaves each of `world` ranks a predicted peak of at most `room`
+// bytes: context's recompute and checkpoint, and, unless it was typed, o's grad_accumulation.
+void choose_what_runs_again(Options& o, int world, double room);
+size_t predicted_peak(const Options& o, int world);  // of a rank, in bytes, by what is chosen
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The command line. Options mean the same for every command; main.cu says which command takes which.

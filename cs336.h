@@ -848,10 +848,11 @@ enum Checkpointing {
     CHECKPOINT_HALF = -4,    // each block is two: attention, and the feed-forward, each with its norm
     CHECKPOINT_HALVES = -2,  // each half of the blocks is one, and within it each half of that, down to a block
     CHECKPOINT_NESTED = -3,  // all blocks but the last are one, and within it all but the last
-    CHECKPOINT_SOME_FFN = -(1 << 21),  // plus n: the feed-forward of the first n blocks
+    CHECKPOINT_SOME_FFN = -(1 << 21),     // plus n: the feed-forward of the first n blocks
+    CHECKPOINT_SOME_BLOCKS = -(1 << 22),  // plus n: the first n blocks, and the feed-forward of all others
 };
 constexpr int MAX_CHECKPOINT = 1 << 20;       // blocks
-int checkpointed_ffns(const ModelConfig& c);  // how many blocks' feed-forwards context.checkpoint runs again
+int checkpointed_ffns(const ModelConfig& c);  // up to which block context.checkpoint runs feed-forwards again
 
 // The ops of layers.cu, in the order of the forward pass; each runs in context.mode.
 // *x += delta (if any); returns rmsnorm(*x). x, delta and the result [B,T,C], weight [C].

@@ -66,8 +66,9 @@ void check_mode(const ModelConfig& c, Mode mode, Precision precision) {
     }
 }
 std::string name_of_checkpoint(int checkpoint) {
-    int some = checkpoint - CHECKPOINT_SOME_FFN;
-    return some <= MAX_CHECKPOINT            ? "ffn:" + std::to_string(some)
+    int ffns = checkpoint - CHECKPOINT_SOME_FFN, blocks = checkpoint - CHECKPOINT_SOME_BLOCKS;
+    return blocks <= MAX_CHECKPOINT          ? "blocks:" + std::to_string(blocks)
+           : ffns <= MAX_CHECKPOINT          ? "ffn:" + std::to_string(ffns)
            : checkpoint == CHECKPOINT_FFN    ? "ffn"
            : checkpoint == CHECKPOINT_HALF   ? "half"
            : checkpoint == CHECKPOINT_HALVES ? "halves"
