@@ -516,7 +516,11 @@ void answer_memory_profiling(const Runs& runs) {
            equal ? "The run allocated exactly that" : "But the run allocated another number of bytes");
     answer("e", "%s%sThe weights were there before, and the optimizer allocates nothing in forward.",
            largest_of(r).c_str(), first.size() > 1 ? largest_of(first[0]).c_str() : "");
-    if (r.block.bytes > 0) { answer_block(r, by.size() > 1 ? std::next(by.begin())->second : Runs()); }
+    if (r.block.bytes > 0) {
+        answer_block(r, by.size() > 1 ? std::next(by.begin())->second : Runs());
+    } else {
+        answer("f", "%s", r.block.oom ? "Three blocks do not fit." : "Left out: a checkpoint keeps only its input.");
+    }
 }
 
 // Without a GPU nothing is computed, and the handout's sizes are predicted.

@@ -10,79 +10,41 @@
 using Json = nlohmann::ordered_json;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Kernel names. The first rule whose pattern occurs in the name holds.
+// Kernel names. The first rule with a pattern that occurs in the name holds.
 //   cuBLAS: nvjet (Hopper's own), xmma, cutlass, gemv. `tensorop`, `s1688`, `s16816`, `hmma`, `wgmma` are names of
 //   tensor core instructions; `simt` and `ffma` mean fp32 multiply-adds on the CUDA cores, and so does ampere_sgemm. On
 //   the CPU the names are those of ranges.
 
 struct KernelRule {
-    const char* pattern;
     KernelClass is;
+    std::vector<const char*> patterns;
 };
 static const KernelRule kernel_rules[] = {
-    {"nccl", {"communication", false}},
-    {"[CUDA mem", {"copy", false}},
-    {"hopper_", {"attention", true}},
-    {"flash_forward_kernel", {"attention", true}},  // fast_flash_mma.cu
-    {"backward_main", {"attention", true}},
-    {"backward_dq", {"attention", true}},
-    {"backward_before", {"attention", false}},
-    {"backward_after", {"attention", false}},
-    {"flash_v1_", {"attention", false}},        // attention.cu
-    {"_fp32_kernel", {"attention", false}},     // fast_flash_fp32.cu
-    {"flash_fwd_kernel", {"attention", true}},  // FlashAttention-2 in PyTorch
-    {"flash_bwd", {"attention", true}},
-    {"fmha_cutlass", {"attention", true}},
-    {"simt", {"matmul", false}},
-    {"ffma", {"matmul", false}},
-    {"ampere_sgemm", {"matmul", false}},
-    {"splitKreduce", {"matmul", false}},
-    {"gemv", {"matmul", false}},
-    {"nvjet", {"matmul", true}},
-    {"tensorop", {"matmul", true}},
-    {"s1688", {"matmul", true}},
-    {"s16816", {"matmul", true}},
-    {"hmma", {"matmul", true}},
-    {"wgmma", {"matmul", true}},
-    {"bf16bf16", {"matmul", true}},
-    {"f16f16", {"matmul", true}},
-    {"tf32", {"matmul", true}},
-    {"gemm", {"matmul", false}},
-    {"matmul", {"matmul", false}},
-    {"softmax", {"softmax", false}},
-    {"rmsnorm", {"norm", false}},
-    {"layer_norm", {"norm", false}},
-    {"split_heads_kernel", {"rope", false}},
-    {"rope_kernel", {"rope", false}},
-    {"rope", {"rope", false}},
-    {"cross_entropy", {"loss", false}},
-    {"pick_last_kernel", {"loss", false}},
-    {"loss", {"loss", false}},
-    {"adamw", {"optimizer", false}},
-    {"multi_tensor_apply", {"optimizer", false}},
-    {"optimizer", {"optimizer", false}},
-    {"gather_rows", {"embedding", false}},
-    {"embedding", {"embedding", false}},
-    {"Copy>", {"copy", false}},
-    {"direct_copy", {"copy", false}},
-    {"square_sum_kernel", {"reduction", false}},
-    {"sum_chunks_kernel", {"reduction", false}},
-    {"sum_columns_kernel", {"reduction", false}},
-    {"reduce", {"reduction", false}},
-    {"argmax_rows_kernel", {"reduction", false}},
-    {"weighted_sum", {"reduction", false}},
-    {"elementwise", {"elementwise", false}},
-    {"swiglu", {"elementwise", false}},
-    {"normal_kernel", {"elementwise", false}},
-    {"arange_kernel", {"elementwise", false}},
-    {"residual", {"elementwise", false}},
-    {"mask", {"elementwise", false}},
-    {"scores", {"elementwise", false}},
+    {{"communication", false}, {"nccl"}},
+    {{"copy", false}, {"[CUDA mem"}},
+    {{"attention", true}, {"hopper_", "flash_forward_kernel", "backward_main", "backward_dq"}},
+    {{"attention", false}, {"backward_before", "backward_after", "flash_v1_", "_fp32_kernel"}},
+    {{"attention", true}, {"flash_fwd_kernel", "flash_bwd", "fmha_cutlass"}},
+    {{"matmul", false}, {"simt", "ffma", "ampere_sgemm", "splitKreduce", "gemv"}},
+    {{"matmul", true}, {"nvjet", "tensorop", "s1688", "s16816", "hmma", "wgmma", "bf16bf16", "f16f16", "tf32"}},
+    {{"matmul", false}, {"gemm", "matmul"}},
+    {{"softmax", false}, {"softmax"}},
+    {{"norm", false}, {"rmsnorm", "layer_norm"}},
+    {{"rope", false}, {"split_heads_kernel", "rope"}},
+    {{"loss", false}, {"cross_entropy", "pick_last_kernel", "loss"}},
+    {{"optimizer", false}, {"adamw", "multi_tensor_apply", "optimizer"}},
+    {{"embedding", false}, {"gather_rows", "embedding"}},
+    {{"copy", false}, {"Copy>", "direct_copy"}},
+    {{"reduction", false},
+     {"square_sum_kernel", "sum_chunks_kernel", "sum_columns_kernel", "reduce", "argmax_rows_kernel", "weighted_sum"}},
+    {{"elementwise", false}, {"elementwise", "swiglu", "normal_kernel", "arange_kernel", "residual", "mask", "scores"}},
 };
 
 KernelClass kernel_class(const std::string& kernel) {
     for (const KernelRule& rule : kernel_rules) {
-        if (kernel.find(rule.pattern) != std::string::npos) { return rule.is; }
+        for (const char* pattern : rule.patterns) {
+            if (kernel.find(pattern) != std::string::npos) { return rule.is; }
+        }
     }
     return {"other", false};
 }
@@ -329,7 +291,7 @@ static void find_forward(ProfileRun& r, const Trace& trace) {
         if (!r.gpu && range.parent < 0) { passes[i] = {range.start, range.end, 0}; }
     }
     for (const TracedWork& w : trace.work) {
-        if (w.range < 0) { continue; }
+        if (w.range < 0 || strcmp(trace.ranges[outermost[w.range]].name, "forward") != 0) { continue; }
         Pass& p = passes[outermost[w.range]];
         p = {std::min(p.start, w.start), std::max(p.end, w.end), p.sum + w.end - w.start};
     }
