@@ -91,11 +91,69 @@ std::vector<KernelSummary> kernel_summary(const Trace& trace, const std::string&
 void write_trace(const std::string& path, const std::vector<Trace>& traces, const std::string& caption);
 void merge_traces(const std::string& path, const std::vector<std::string>& files_of_ranks);  // into one file
 
+enum ProfiledPart { ALONE, AND_BACKWARD, WHOLE_STEP, PROFILED_PARTS };  // forward; with loss and backward; all of it
+struct PartProfile {                                                    // by the trace
+    double ms = NAN;      // its kernels' own times, per pass; NAN: did not run, or no kernels were traced
+    double matmul = NAN;  // % of ms
+    std::string kernel;   // the one with the most time
+    KernelClass is{"", false};
+    double share = NAN, launches = NAN;                         // its % of ms; per pass
+    std::vector<std::pair<std::string, double>> launched_in{};  // part of the model, launches per pass; most time first
+};
+struct ProfileRun {  // nsys_profile: one size and length in one precision and mode
+    ModelConfig config;
+    int B, T;
+    bool gpu;                                             // else operations stand for kernels
+    size_t forward_oom = 0, step_oom = 0, step_peak = 0;  // bytes
+    Stats forward{}, step{};                              // ms by the clock
+    double in_trace = NAN, in_kernels = NAN;              // ms: a forward in the trace, and the sum of its kernels
+    std::string no_kernels = "";                          // why none were traced
+    PartProfile parts[PROFILED_PARTS] = {};
+    double adamw = NAN;                                       // ms per step
+    double softmax = NAN, products = NAN;                     // ms per forward; softmax NAN: one kernel does both
+    double element = 4;                                       // bytes of what is multiplied
+    std::vector<std::pair<std::string, double>> others = {};  // than products: % of forward, most first
+    std::vector<KernelSummary> kernels = {}, kernels_of_step = {};
+};
+void answer_nsys_profile(const std::vector<ProfileRun>& runs);  // of one precision and mode
+
 // ---------------------------------------------------------------------------------------------------------------------
 // memory.cu: what PyTorch's pickle of a memory snapshot holds, for pytorch.org/memory_viz
 std::string snapshot_pickle(const std::vector<MemoryEvent>& log);
 // In bytes; *at: the first event at which so much is held. Fails unless allocations and frees pair up by address.
 size_t peak_of(const std::vector<MemoryEvent>& log, size_t* at = nullptr);
+
+struct Allocation {  // of the log; `times` alike
+    size_t bytes;    // each
+    int times;
+    Category category;
+    std::string range, op, line;  // range "held": it was there before the log began
+};
+struct PhaseMemory {  // bytes
+    size_t oom = 0, peak = 0, peak_by[CATEGORIES] = {};
+    size_t all_gradients = 0;  // the most that are there at a time
+};
+struct BlockMemory {  // what one block saves for backward, bytes
+    size_t oom = 0;
+    std::map<std::string, int64_t> by_op = {};
+    int64_t bytes = 0, copies = 0;  // all of it; of it 16-bit copies of weights, which go when backward ends
+    int64_t change = 0;             // of memory, while backward goes over the block
+    int64_t formula = 0;            // of its parameters' gradients
+};
+struct MemoryRun {  // memory_profiling: one size and length in one precision
+    ModelConfig config;
+    Precision precision;
+    int B, T;
+    bool predicted;                          // on META
+    PhaseMemory forward{}, taped{}, step{};  // taped: a forward that keeps what backward needs
+    std::vector<Allocation> largest = {};    // of forward
+    size_t stream = 0;                       // bytes of the embedding's output
+    BlockMemory block{};
+};
+// On context.device; pickles into `folder`, if any.
+MemoryRun profile_memory(const ModelConfig& c, Precision precision, int B, int T, uint64_t seed,
+                         const std::string& folder);
+void answer_memory_profiling(const std::vector<MemoryRun>& runs);  // of one size
 
 // ---------------------------------------------------------------------------------------------------------------------
 // bench_ddp.cu: the picture of a step

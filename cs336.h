@@ -301,7 +301,6 @@ struct Trace {
     std::vector<TracedWork> work;      // by start
     std::vector<TracedMemory> memory;  // by time
     size_t dropped = 0;                // records for which CUPTI had no room
-    size_t left_out = 0;               // what came when a list already had a million entries
     std::string no_kernels;            // why `work` is empty; "": kernels were traced
 };
 void start_tracing();  // fails if a trace is being made
