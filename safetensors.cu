@@ -80,14 +80,13 @@ static json parse_header(const std::string& path, const std::string& text) {
     fail("%s: header: expected a JSON object", path.c_str());
 }
 
-// A list of whole numbers from 0 up to int64's largest.
+// A list of whole numbers. One that is beyond int64 comes out negative, or as too large an offset.
 static bool read_sizes(const json& list, std::vector<int64_t>* sizes) {
-    if (!list.is_array()) { return false; }
     for (const json& value : list) {
-        if (!value.is_number_unsigned() || value.get<uint64_t>() > (uint64_t)INT64_MAX) { return false; }
+        if (!value.is_number_unsigned()) { return false; }
         sizes->push_back(value.get<int64_t>());
     }
-    return true;
+    return list.is_array();
 }
 
 // `where` is "PATH: tensor NAME".
