@@ -151,11 +151,10 @@ struct Options {
     int top = 0, checkpoint = 0, head_chunk = 0;
     std::string trace, out, plot, weights, batch, data, save, load, inputs, impl;
     bool causal = false, not_causal = false, deterministic = false, roofline = false, recompute = false;
-    double rope_theta = 0, lr = 0, min_lr = 0, weight_decay = 0, max_grad_norm = 0, val_fraction = 0, temperature = 0;
-    std::string strategy;
+    double rope_theta = 0, lr = 0;
     int grad_accumulation = 0;
     double warmup_time = 0, rep_time = 0;  // seconds
-    int warmup_steps = 0, sample = 0, stop_at = 0, log_every = 0, save_every = 0;
+    int sample = 0;
     std::string reduce_dtype, backend;
     int nproc = 0;
     double timeout = 0;  // seconds

@@ -20,7 +20,6 @@
 //   pictures.cu     which of them follow from a command's tables; answers.cu, answers_*.cu: the answers that do
 //   profile.cu      section 1.1.4: which kernels a step spends its time in, trace files
 //   memory.cu       section 1.1.6: where a step's memory goes
-//   store.cu        how several processes find each other, and which of them lives
 //   ranks.cu        several processes, NCCL and Gloo
 //   ddp.cu          sections 2.2 to 3: data parallel training, the sharded optimizer
 //   bench_ddp.cu, bench_fsdp.cu, bench_scaling.cu  the experiments with several ranks
@@ -962,59 +961,11 @@ Prediction predicted_peak(const ModelConfig& c, int B, int T, Phase phase, int p
 float loss_scale_of(const LossScaler& scaler);  // 1 unless the precision is fp16
 
 // ---------------------------------------------------------------------------------------------------------------------
-// store.cu: keys and values that rank 0 serves over TCP. Deadlines are in ms, as now_ms() counts; INFINITY: none.
-
-// A failure of the other ranks, or of the way to them: the watchdog may know better which rank it was, and why.
-struct LostTouch : Failure {
-    explicit LostTouch(const std::string& what) : Failure(1, what) {}
-};
-struct Hello {                    // what a process says of itself. Ranks may differ in the first two fields only
-    int rank = 0;                 // its own
-    bool for_heartbeats = false;  // this is the rank's second connection
-    int world = 1;
-    std::string token, commit;  // of the job, of the program
-    std::string command;
-    std::map<std::string, std::string> options;  // those that were typed
-};
-struct StorePeer {  // a connection, as the store sees it
-    int fd = -1;
-    std::string in, out;   // the beginning of a request; replies that are not sent yet
-    double since_ms = 0;   // when it connected
-    int rank = -1;         // -1: a stranger, whose hello has not been accepted
-    bool is_main = false;  // it ends when its rank ends
-    bool waiting = false;  // until somebody sets `key`
-    bool closing = false;  // when its replies are sent
-    std::string key;
-};
-struct StoreState {
-    Hello own;               // rank 0's
-    double patience_ms = 0;  // a rank without a heartbeat for so long is gone
-    std::map<std::string, std::string> values;
-    std::vector<double> last_beat;     // 0: has not said hello yet
-    std::vector<bool> lost, finished;  // lost: its connection was closed
-    std::list<StorePeer> peers;        // the oldest first
-};
-StoreState empty_store(const Hello& own, double patience_ms);
-void take_bytes(StoreState& s, StorePeer& p, const char* bytes, size_t n);  // what came from p, one of s.peers
-
-struct StoreServer;  // a thread of rank 0's process; it owns its listening socket
-// Port 0: the system chooses one. only_this_machine: it listens on a loopback address.
-int listen_for_ranks(const std::string& address, int port, double deadline, bool* only_this_machine);
-int port_of(int listening);
-// fail_with is called by the thread where the system keeps ranks from connecting.
-std::shared_ptr<StoreServer> start_store(int listening, const Hello& own, double patience_ms,
-                                         const std::function<void(const std::string&)>& fail_with);
-void stop_store_soon(StoreServer& server);  // once every rank has closed its connection
-void wait_for_store(StoreServer& server);   // until it has stopped; fails if a rank stalls at its end
-// Tries until the deadline; throws what is wrong. Returns a descriptor.
-int connect_to_store(const std::string& address, int port, const Hello& own, double deadline);
-// See store.cu for the operations. waiting_for: the error's text where no reply came by the deadline.
-std::string ask_store(int fd, char operation, const std::string& key, const std::string& value, double deadline,
-                      const std::string& waiting_for);
-
-// ---------------------------------------------------------------------------------------------------------------------
 // ranks.cu: one process a rank. A rank that fails, dies or stalls ends the others within the timeout, with one line.
 
+struct LostTouch : Failure {  // a failure of the other ranks, or of the way to them
+    explicit LostTouch(const std::string& what) : Failure(1, what) {}
+};
 struct Links;  // connections and threads
 struct Communicator {
     int rank = 0, world = 1, local_rank = 0, local_world = 1;  // local: on this machine
@@ -1022,13 +973,13 @@ struct Communicator {
     std::shared_ptr<Links> links;
 };
 bool is_rank();  // the environment says so: that of `--nproc`, torchrun, mpirun or srun
-// Starts n copies of this program with these arguments, waits for all; the exit code of the first that failed, or 0.
-// finish: a signal is passed on, and the ranks end in order (EndSignals); else, or with a second one, they are ended.
-int launch_ranks(int n, const std::vector<std::string>& arguments, bool finish = false);
+// Starts n copies of this program with these arguments, waits for all; the exit code of the first that failed, or 0. A
+// rank that is stopped for 0.8 of the timeout has failed. A signal is passed on to all.
+int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s = 60);
 struct Options;
 // In a process that is no rank: starts o.nproc ranks with the same command line. In a rank: sets
 // context.device, connects it with the others, and calls f. Returns the exit code.
-int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f, bool finish = false);
+int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f);
 std::string why_not(const std::string& backend, Device device, int ranks);  // "" where that works on this machine
 
 struct Mark {  // a moment: on the GPU an event in its stream, else (and for Gloo) the clock's
@@ -1065,7 +1016,7 @@ void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute str
 // writes, or free what it reads; so f allocates nothing, since memory is freed in the compute stream's order.
 void run_behind(const Communicator& c, const WorkPtr& work, const std::function<void()>& f);
 void barrier(const Communicator& c);  // the host waits, also for its device
-// Every rank's text, through the store; also a barrier, with no deadline while all live.
+// Every rank's text, through the ranks' folder; also a barrier, with no deadline.
 std::vector<std::string> gather_text(const Communicator& c, const std::string& text);
 
 // ---------------------------------------------------------------------------------------------------------------------

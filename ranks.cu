@@ -1,6 +1,6 @@
 // ranks.cu: several processes that work as one. Each is a rank with its own GPU, or its share of the CPU's cores.
 //   the launcher     `--nproc N` starts N copies of this program; torchrun, mpirun and srun do the same from outside
-//   the watchdog     ends a rank when another one is gone, dead or stuck
+//   the rendezvous   a folder with a file for each thing that a rank tells the others
 //   the communicator all-reduce, broadcast, reduce-scatter, all-gather and barrier on NCCL or Gloo, asynchronous
 #include "commands.h"
 
@@ -13,13 +13,15 @@
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <filesystem>
+#include <fstream>
 #include <mutex>
 #include <thread>
 #include <utility>
 
 #include <fcntl.h>
 #include <omp.h>
-#include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -29,7 +31,7 @@ constexpr bool HAS_GLOO = true;
 #include <gloo/allreduce.h>
 #include <gloo/broadcast.h>
 #include <gloo/rendezvous/context.h>
-#include <gloo/rendezvous/store.h>
+#include <gloo/rendezvous/file_store.h>
 #include <gloo/transport/tcp/device.h>
 #else
 constexpr bool HAS_GLOO = false;
@@ -57,60 +59,35 @@ static bool environment_int(const char* name, int* value) {
     return true;
 }
 
-static const char* const STORE_FD = "CS336_STORE_FD";  // the launcher tells rank 0 its listening socket
-
-struct Identity {
-    int rank = 0, world = 1, local_rank = 0, local_world = 1;  // local: among the ranks of this machine
-    std::string address = "127.0.0.1";                         // of rank 0's store
-    int port = 29500;
-    std::string token;   // of the job
-    int listening = -1;  // rank 0 of our own launcher: the store's socket, which the launcher has opened
-};
-
-static bool port_from_environment(int* port) {
-    bool chosen = environment_int("MASTER_PORT", port);
-    if (chosen && (*port < 1 || *port > 65535)) { usage_error("MASTER_PORT: got %d, takes 1 to 65535", *port); }
-    return chosen;
-}
-
 static std::string environment_text(const char* name) {
     const char* text = getenv(name);
     return text ? text : "";
 }
 
+struct Identity {
+    int rank = 0, world = 1;
+    std::string job;  // the launcher's name for this run; "": it has none
+};
+
 // False means that this process was started by hand, as the only one.
 static bool identity_from_environment(Identity* me) {
     int tasks = 1;
-    std::string job;                               // a name that keeps two jobs on one port apart, but is no secret
     if (getenv("RANK") && getenv("WORLD_SIZE")) {  // torchrun, and our own launcher
         environment_int("RANK", &me->rank), environment_int("WORLD_SIZE", &me->world);
-        me->local_rank = me->rank, me->local_world = me->world;
-        environment_int("LOCAL_RANK", &me->local_rank), environment_int("LOCAL_WORLD_SIZE", &me->local_world);
-        job = environment_text("TORCHELASTIC_RUN_ID");
+        const std::string run = environment_text("TORCHELASTIC_RUN_ID");
+        if (!run.empty() && run != "none") { me->job = run + "." + environment_text("TORCHELASTIC_RESTART_COUNT"); }
     } else if (environment_int("OMPI_COMM_WORLD_RANK", &me->rank)) {  // mpirun
         environment_int("OMPI_COMM_WORLD_SIZE", &me->world);
-        environment_int("OMPI_COMM_WORLD_LOCAL_RANK", &me->local_rank);
-        environment_int("OMPI_COMM_WORLD_LOCAL_SIZE", &me->local_world);
-        job = environment_text("PMIX_NAMESPACE");
+        me->job = environment_text("PMIX_NAMESPACE");
     } else if (getenv("SLURM_STEP_ID") && environment_int("SLURM_NTASKS", &tasks) && tasks > 1) {
-        me->world = me->local_world = tasks;  // srun; an interactive shell is a step of one task, and no rank
-        environment_int("SLURM_PROCID", &me->rank), environment_int("SLURM_LOCALID", &me->local_rank);
-        environment_int("SLURM_NTASKS_PER_NODE", &me->local_world);
-        job = environment_text("SLURM_JOB_ID") + "." + environment_text("SLURM_STEP_ID");
+        me->world = tasks;  // srun; an interactive shell is a step of one task, and no rank
+        environment_int("SLURM_PROCID", &me->rank);
+        me->job = environment_text("SLURM_JOB_ID") + "." + environment_text("SLURM_STEP_ID") + "." +
+                  environment_text("SLURM_RESTART_COUNT");
     } else {
         return false;
     }
-    if (const char* address = getenv("MASTER_ADDR")) { me->address = address; }
-    port_from_environment(&me->port);
-    if (!environment_text("TORCHELASTIC_RUN_ID").empty() && ++me->port > 65535) {  // torchrun's own store has the first
-        usage_error("MASTER_PORT: got 65535, takes less under torchrun: ours is the next port");
-    }
-    environment_int(STORE_FD, &me->listening);
-    me->token = environment_text("CS336_TOKEN") + "/" + job;
     if (me->rank >= me->world) { usage_error("rank %d: the world has only %d ranks", me->rank, me->world); }
-    if (me->local_rank >= me->local_world) {
-        usage_error("local rank %d: this machine has only %d ranks", me->local_rank, me->local_world);
-    }
     return true;
 }
 
@@ -124,14 +101,6 @@ bool is_rank() {
 
 static volatile sig_atomic_t signal_to_forward = 0;
 
-static std::string random_token() {
-    unsigned char bytes[16];
-    if (getentropy(bytes, sizeof bytes) != 0) { fail("getentropy: %s", strerror(errno)); }
-    std::string token;
-    for (unsigned char byte : bytes) { token += strprintf("%02x", byte); }
-    return token;
-}
-
 static pid_t start_rank(const std::vector<std::string>& variables, const std::vector<std::string>& arguments) {
     std::vector<char*> environment;
     for (const std::string& v : variables) { environment.push_back((char*)v.c_str()); }
@@ -144,104 +113,128 @@ static pid_t start_rank(const std::vector<std::string>& variables, const std::ve
     return start_ourselves(arguments, environment.data(), STDOUT_FILENO);
 }
 
-int launch_ranks(int n, const std::vector<std::string>& arguments, bool finish) {
-    // The socket is opened here, so that the system can choose the port and nobody can take it before rank 0.
-    int port = 0;
-    bool only_this_machine;
-    port_from_environment(&port);
-    int listening = listen_for_ranks("127.0.0.1", port, INFINITY, &only_this_machine);
-    port = port_of(listening);
-    std::string token = random_token();
-    std::string threads = std::to_string(std::max(1, omp_get_num_procs() / n));
-    fflush(nullptr);
-    signal_to_forward = 0;
-    const int signals[] = {SIGINT, SIGTERM, SIGHUP};
-    struct sigaction forward = {}, before[3] = {};
-    forward.sa_handler = [](int number) { signal_to_forward = number; };
-    for (int i = 0; i < 3; i++) {
-        if (sigaction(signals[i], &forward, &before[i]) != 0) { fail("sigaction: %s", strerror(errno)); }
-        if (before[i].sa_handler == SIG_IGN) { sigaction(signals[i], &before[i], nullptr); }  // as under nohup
+static const char* const RENDEZVOUS = "CS336_RENDEZVOUS";  // the folder
+
+struct TemporaryFolder {  // that only its owner may enter
+    std::string path;
+    TemporaryFolder() {
+        path = (std::filesystem::temp_directory_path() / "cs336-XXXXXX").string();
+        if (!mkdtemp(path.data())) { fail("%s: %s", path.c_str(), strerror(errno)); }
     }
-    auto send_to_all = [](const std::vector<pid_t>& pids, int number) {
-        for (pid_t pid : pids) {
-            if (pid) { kill(pid, number); }  // one that has just ended is no failure
+    ~TemporaryFolder() {
+        std::error_code ignored;
+        std::filesystem::remove_all(path, ignored);
+    }
+};
+
+// While one lives, signals that would end us are only noted, for who passes them on.
+struct NotedSignals {
+    static constexpr int numbers[3] = {SIGINT, SIGTERM, SIGHUP};
+    struct sigaction before[3] = {};
+    NotedSignals() {
+        signal_to_forward = 0;
+        struct sigaction note = {};
+        note.sa_handler = [](int number) { signal_to_forward = number; };
+        for (int i = 0; i < 3; i++) {
+            sigaction(numbers[i], &note, &before[i]);
+            if (before[i].sa_handler == SIG_IGN) { sigaction(numbers[i], &before[i], nullptr); }  // as under nohup
+        }
+    }
+    ~NotedSignals() {
+        for (int i = 0; i < 3; i++) { sigaction(numbers[i], &before[i], nullptr); }
+    }
+};
+
+static std::vector<std::string> variables_of(int r, int n, const std::string& folder) {
+    const std::string rank = std::to_string(r), world = std::to_string(n),
+                      threads = std::to_string(std::max(1, omp_get_num_procs() / n));
+    std::vector<std::string> variables = {"RANK=" + rank, "WORLD_SIZE=" + world,
+                                          "TORCHELASTIC_RUN_ID=", RENDEZVOUS + ("=" + folder)};
+    for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"}) {
+        if (!getenv(name)) { variables.push_back(name + ("=" + threads)); }
+    }
+    return variables;
+}
+
+struct LaunchedRank {
+    pid_t pid = 0;           // 0: it has ended
+    double stopped_ms = -1;  // how long it has been stopped, of the time in which we ran; below 0: it runs
+};
+// In ms since the last call, but at most 100: what is more we have slept ourselves, as after Ctrl-Z and fg.
+static double tick_ms() {
+    static double last = now_ms();
+    const double now = now_ms(), tick = std::min(now - last, 100.0);
+    last = now;
+    return tick;
+}
+static std::string ending_of(int status) {  // "": it went well, or it has said itself what was wrong
+    if (!WIFSIGNALED(status)) { return ""; }
+    return strprintf("was killed by signal %d (%s)", WTERMSIG(status), strsignal(WTERMSIG(status)));
+}
+
+int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s) {
+    TemporaryFolder folder;
+    fflush(nullptr);
+    NotedSignals noted;
+    std::vector<LaunchedRank> ranks(n);
+    for (int r = 0; r < n; r++) { ranks[r].pid = start_rank(variables_of(r, n, folder.path), arguments); }
+    int code = 0, left = n;
+    double kill_at = INFINITY;
+    auto end_all = [&](int exit_code, int number, double patience_ms) {  // the first reason counts
+        if (code == 0) { code = exit_code; }
+        kill_at = std::min(kill_at, now_ms() + patience_ms);
+        for (const LaunchedRank& rank : ranks) {
+            if (rank.pid) { kill(rank.pid, number); }  // one that has just ended is no failure
         }
     };
-
-    std::vector<pid_t> alive;
-    for (int r = 0; r < n; r++) {
-        std::vector<std::string> variables = {"RANK=" + std::to_string(r),
-                                              "WORLD_SIZE=" + std::to_string(n),
-                                              "LOCAL_RANK=" + std::to_string(r),
-                                              "LOCAL_WORLD_SIZE=" + std::to_string(n),
-                                              "MASTER_ADDR=127.0.0.1",
-                                              "MASTER_PORT=" + std::to_string(port),
-                                              "CS336_TOKEN=" + token,
-                                              "TORCHELASTIC_RUN_ID="};
-        if (r == 0) {
-            variables.push_back(std::string(STORE_FD) + "=" + std::to_string(listening));
-            if (fcntl(listening, F_SETFD, 0) != 0) { fail("fcntl: %s", strerror(errno)); }  // it stays open in rank 0
-        }
-        if (!getenv("OMP_NUM_THREADS")) { variables.push_back("OMP_NUM_THREADS=" + threads); }
-        if (!getenv("OPENBLAS_NUM_THREADS")) { variables.push_back("OPENBLAS_NUM_THREADS=" + threads); }
-        alive.push_back(start_rank(variables, arguments));
-        if (r == 0) { close(listening); }
-    }
-    int code = 0, left = n;
-    bool interrupted = false;
-    double kill_at = INFINITY, same_until = INFINITY;  // so long a signal is the first one again: see EndSignals
+    // A rank that fails ends the others, which would wait for it for ever.
+    auto fails = [&](int r, int exit_code, const std::string& why) {
+        if (code == 0 && !why.empty()) { note("cs336: rank %d (process %d) %s", r, (int)ranks[r].pid, why.c_str()); }
+        end_all(exit_code, SIGTERM, 100);
+    };
     while (left > 0) {
+        const double tick = tick_ms();
         for (int r = 0; r < n; r++) {
+            LaunchedRank& rank = ranks[r];
             int status = 0;
-            pid_t pid = alive[r] ? waitpid(alive[r], &status, WNOHANG) : 0;
-            if (pid == 0) { continue; }
-            if (pid < 0) { status = W_EXITCODE(1, 0); }  // somebody else has waited for this rank
-            int ended_with = WIFSIGNALED(status) ? 1 : WEXITSTATUS(status);
-            bool failed = ended_with != 0 && ended_with <= 128;  // above: all ranks have agreed to end so
-            bool first = failed && !interrupted && (code == 0 || code > 128);
-            if (WIFSIGNALED(status) && first) {
-                note("cs336: rank %d (process %d) was killed by signal %d (%s)", r, (int)alive[r], WTERMSIG(status),
-                     strsignal(WTERMSIG(status)));
+            const pid_t pid = rank.pid ? waitpid(rank.pid, &status, WNOHANG | WUNTRACED | WCONTINUED) : 0;
+            if (rank.stopped_ms >= 0) { rank.stopped_ms += tick; }
+            if (pid > 0 && WIFSTOPPED(status)) {
+                rank.stopped_ms = 0;
+            } else if (pid > 0 && WIFCONTINUED(status)) {
+                rank.stopped_ms = -1;
+            } else if (pid != 0) {  // below 0: somebody else has waited for this rank
+                const int exit_code = pid < 0 || WIFSIGNALED(status) ? 1 : WEXITSTATUS(status);
+                if (exit_code != 0) { fails(r, exit_code, pid < 0 ? "" : ending_of(status)); }
+                rank = LaunchedRank(), left--;
             }
-            alive[r] = 0, left--;
-            if (first || code == 0) { code = ended_with; }
-            if (first) {
-                // A rank removes what it has half written, also a stopped rank; no EndSignals takes this for a wish.
-                send_to_all(alive, SIGUSR1);
-                send_to_all(alive, SIGCONT);
-                kill_at = std::min(kill_at, now_ms() + 100);
+            if (rank.stopped_ms > 0.8e3 * timeout_s) {  // 0.8, so that all is over within the timeout
+                fails(r, 1, strprintf("has been stopped for %.1f s", rank.stopped_ms / 1e3));
             }
         }
-        int number = signal_to_forward;
-        if (number && finish && now_ms() < same_until) {
-            if (std::isinf(same_until)) { same_until = now_ms() + 1000, send_to_all(alive, number); }
-            signal_to_forward = 0;
-        } else if (number) {
+        if (const int number = signal_to_forward) {
             if (code == 0) { note("cs336: signal %d (%s): ending %d ranks", number, strsignal(number), left); }
-            signal_to_forward = 0, interrupted = true, kill_at = std::min(kill_at, now_ms() + 2000);
-            if (code == 0 || code > 128) { code = 128 + number; }  // main() ends by this signal
-            send_to_all(alive, number);
+            signal_to_forward = 0;
+            end_all(128 + number, number, 2000);  // main() ends by this signal
         }
-        if (now_ms() > kill_at) { send_to_all(alive, SIGKILL); }  // which also ends a stopped process
+        if (now_ms() > kill_at) { end_all(1, SIGKILL, 0); }  // which also ends a stopped process
         usleep(5000);
     }
-    for (int i = 0; i < 3; i++) { sigaction(signals[i], &before[i], nullptr); }
     return code;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// A rank's connections, and its watchdog: a thread that shows that we live and asks whether all others do. The watchdog
-// ends the process, since the main thread may wait in a collective that will never finish.
+// A rank's connections, and its watchdog: a thread that ends the process where a collective does not end, since the
+// main thread may wait in it. That another rank is dead or stopped is its launcher's business.
 
 struct Links {
-    Identity me;
+    std::string folder;
     double timeout_s = 60;
-    int store = -1, beats = -1;
-    std::shared_ptr<StoreServer> server;  // rank 0 only
-    std::mutex store_mutex, mutex;        // of the store's connection; of what follows
+    std::mutex mutex;  // of what follows
     std::condition_variable changed;
     bool stopping = false;
     std::thread watchdog;
+    int rank = 0, world = 1;
     uint32_t collectives = 0, barriers = 0;
     std::deque<WorkPtr> under_way;
     Tensor barrier_token;
@@ -265,73 +258,88 @@ struct Links {
 
 static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
 
+static std::string folder_of_ranks;  // of this process
+static void remove_folder_of_ranks() {
+    std::error_code ignored;
+    if (!folder_of_ranks.empty()) { std::filesystem::remove_all(folder_of_ranks, ignored); }
+}
+
 // The ranks see a failure at the same time. The lower rank speaks first; its end makes the launcher end the others
 // before they repeat it.
 [[noreturn]] static void give_up(int rank, int exit_code, const std::string& why) {
     usleep(100000 * std::min(rank, 10));
     note("cs336: rank %d: %s", rank, why.c_str());
     remove_unfinished_files();
+    remove_folder_of_ranks();
     fflush(stdout);
     _exit(exit_code);
 }
 
-static std::string stuck_collective(Links& l) {
+// The oldest collective that has not ended; null: there is none.
+static WorkPtr under_way(Links& l) {
     std::lock_guard<std::mutex> lock(l.mutex);
 #ifdef WITH_NCCL
-    ncclResult_t state = ncclSuccess;
     // A thread starts on GPU 0, and would make a context there.
-    if (l.nccl && cudaSetDevice(l.device) != cudaSuccess) { return "the watchdog cannot use the GPU"; }
-    if (l.nccl &&
-        (ncclCommGetAsyncError(l.nccl, &state) != ncclSuccess || (state != ncclSuccess && state != ncclInProgress))) {
-        return strprintf("NCCL: %s (%s)", ncclGetErrorString(state), ncclGetLastError(l.nccl));
-    }
-    while (!l.under_way.empty() && cudaEventQuery((cudaEvent_t)l.under_way.front()->end.event.get()) == cudaSuccess) {
-        l.under_way.pop_front();
-    }
+    if (l.nccl && cudaSetDevice(l.device) != cudaSuccess) { return nullptr; }
 #endif
-    if (l.under_way.empty() || now_ms() - l.under_way.front()->started_ms < 1e3 * l.timeout_s) { return ""; }
-    return strprintf("%s number %u has not finished for %g s, though all ranks live: do all call the same?",
-                     l.under_way.front()->what, l.under_way.front()->number, l.timeout_s);
+    auto has_ended = [](const Work& work) {
+#ifdef __CUDACC__
+        if (work.end.event) { return cudaEventQuery((cudaEvent_t)work.end.event.get()) == cudaSuccess; }
+#endif
+        return work.finished;
+    };
+    while (!l.under_way.empty() && has_ended(*l.under_way.front())) { l.under_way.pop_front(); }
+    return l.under_way.empty() ? nullptr : l.under_way.front();
 }
-
-static void watch(Links& l, double interval_ms, double patience_ms) {
+static void watch(Links& l) {
+    const double turn_ms = std::min(500.0, 100 * l.timeout_s);
+    WorkPtr watched;
+    double waited_ms = 0;  // for it; turns are counted, since a clock also runs while the whole job is paused
     while (true) {
-        std::string why;
-        try {
-            why = ask_store(l.beats, 'B', "", "", now_ms() + patience_ms,
-                            strprintf("rank 0 has shown no sign of life for %.1f s", patience_ms / 1e3));
-        } catch (const Failure& failure) { why = failure.what(); }
-        if (why.empty()) {
-            why = stuck_collective(l);
-        } else {
-            usleep(200000);  // a launcher that saw that rank's end says more and ends us
+        const WorkPtr now = under_way(l);
+        waited_ms = now && now == watched ? waited_ms + turn_ms : 0, watched = now;
+        if (waited_ms > 1e3 * l.timeout_s) {
+            give_up(l.rank, 1,
+                    strprintf("%s number %u has not ended within %g s: a rank is gone, or calls another one", now->what,
+                              now->number, l.timeout_s));
         }
-        if (!why.empty()) { give_up(l.me.rank, 1, why); }
         std::unique_lock<std::mutex> lock(l.mutex);
-        if (l.changed.wait_for(lock, std::chrono::duration<double, std::milli>(interval_ms),
-                               [&] { return l.stopping; })) {
-            return;
-        }
+        const auto turn = std::chrono::duration<double, std::milli>(turn_ms);
+        if (l.changed.wait_for(lock, turn, [&] { return l.stopping; })) { return; }
     }
 }
 
-static void store_set(const Communicator& c, const std::string& key, const std::string& value) {
-    std::lock_guard<std::mutex> lock(c.links->store_mutex);
-    ask_store(c.links->store, 'S', key, value, now_ms() + 1e3 * c.links->timeout_s, "rank 0's store does not answer");
+// Every key is a file, which takes its name when it is whole.
+static void put(const Links& l, const std::string& key, const std::string& value) {
+    const std::string path = l.folder + "/" + key, part = path + strprintf(".part%d", l.rank);
+    std::ofstream file(part, std::ios::binary);
+    file << value;
+    file.close();
+    if (!file || rename(part.c_str(), path.c_str()) != 0) {
+        fail("%s: cannot be written: %s", path.c_str(), strerror(errno));
+    }
 }
-static std::string store_get(const Communicator& c, const std::string& key, double deadline,
-                             const std::string& waiting_for) {
-    std::lock_guard<std::mutex> lock(c.links->store_mutex);
-    return ask_store(c.links->store, 'G', key, "", deadline, waiting_for);
+// Waits for it, by default without end: then it is the launcher that ends us where the other rank is gone.
+static std::string get(const Links& l, const std::string& key, double timeout_s = INFINITY,
+                       const std::string& waiting_for = "") {
+    for (double waited = 0; waited < 1e6 * timeout_s; waited += 1000) {
+        std::ifstream file(l.folder + "/" + key, std::ios::binary);
+        if (file) { return {std::istreambuf_iterator<char>(file), {}}; }
+        usleep(1000);
+    }
+    fail("%s within %g s", waiting_for.c_str(), timeout_s);
 }
-static std::string store_get(const Communicator& c, const std::string& key) { return store_get(c, key, INFINITY, ""); }
 
 std::vector<std::string> gather_text(const Communicator& c, const std::string& text) {
     if (c.world == 1) { return {text}; }
-    std::string round = "gather/" + std::to_string(c.links->barriers++) + "/";
-    store_set(c, round + std::to_string(c.rank), text);
+    Links& l = *c.links;
+    auto key = [](int round, int rank) { return strprintf("gather.%d.%d", round, rank); };
+    const int round = (int)l.barriers++;
+    put(l, key(round, c.rank), text);
     std::vector<std::string> all;
-    for (int r = 0; r < c.world; r++) { all.push_back(store_get(c, round + std::to_string(r))); }
+    for (int r = 0; r < c.world; r++) { all.push_back(get(l, key(round, r))); }
+    // Whoever is in this round has read all of the round before.
+    if (round > 0) { unlink((l.folder + "/" + key(round - 1, c.rank)).c_str()); }
     return all;
 }
 
@@ -388,23 +396,6 @@ static std::string first_line(const std::exception& e) {  // Gloo's messages hav
     return std::string(e.what(), strcspn(e.what(), "\n"));
 }
 
-struct GlooStore : gloo::rendezvous::Store {
-    const Communicator& c;
-    double deadline;
-    GlooStore(const Communicator& c, double deadline) : c(c), deadline(deadline) {}
-    void set(const std::string& key, const std::vector<char>& value) override {
-        store_set(c, "gloo/" + key, std::string(value.begin(), value.end()));
-    }
-    std::vector<char> get(const std::string& key) override {
-        std::string value = store_get(c, "gloo/" + key, deadline, "another rank did not connect to Gloo in time");
-        return std::vector<char>(value.begin(), value.end());
-    }
-    void wait(const std::vector<std::string>& keys) override {
-        for (const std::string& key : keys) { get(key); }
-    }
-    void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds&) override { wait(keys); }
-};
-
 static void connect_gloo(Communicator& c) {
     Links& l = *c.links;
     // An empty one would be what the host's name resolves to, in containers often nothing.
@@ -420,10 +411,11 @@ static void connect_gloo(Communicator& c) {
         auto device = gloo::transport::tcp::CreateDevice(attributes);
         l.gloo = std::make_shared<gloo::rendezvous::Context>(c.rank, c.world);
         l.gloo->setTimeout(std::chrono::milliseconds((int64_t)(1e3 * l.timeout_s)));
-        GlooStore store(c, now_ms() + 1e3 * l.timeout_s);
+        gloo::rendezvous::FileStore store(l.folder);
         l.gloo->connectFullMesh(store, device);
-    } catch (const Failure&) { throw; } catch (const std::exception& e) {
-        throw LostTouch("Gloo: " + first_line(e));
+        l.gloo->setTimeout(std::chrono::hours(1000));  // from here on the watchdog counts
+    } catch (const std::exception& e) {
+        throw LostTouch("Gloo: " + first_line(e) + (one_machine ? "" : " (GLOO_SOCKET_IFNAME names the network)"));
     }
     // Gloo's own threads throw where a peer sends what they do not expect.
     static const int rank = c.rank;
@@ -476,7 +468,7 @@ static void gloo_broadcast(Links& l, const Tensor& t, uint32_t tag, int root) {
 // chunk travels once around. Each rank adds its part, and the chunk's owner gets the sum last.
 static void gloo_reduce_scatter(Links& l, const Tensor& t, const std::vector<int64_t>& bounds, uint32_t tag,
                                 float scale) {
-    int world = l.me.world, rank = l.me.rank, next = (rank + 1) % world, before = (rank + world - 1) % world;
+    int world = l.world, rank = l.rank, next = (rank + 1) % world, before = (rank + world - 1) % world;
     int64_t longest = 0;
     for (int r = 0; r < world; r++) { longest = std::max(longest, bounds[r + 1] - bounds[r]); }
     with_type(t.dtype, [&](auto zero) {
@@ -508,7 +500,7 @@ static void gloo_all_gather(Links& l, const Tensor& t, const std::vector<int64_t
     gloo::AllgathervOptions options(l.gloo);
     options.setTag(tag);
     std::vector<size_t> bytes;
-    for (int r = 0; r < l.me.world; r++) { bytes.push_back((bounds[r + 1] - bounds[r]) * size_of(t.dtype)); }
+    for (int r = 0; r < l.world; r++) { bytes.push_back((bounds[r + 1] - bounds[r]) * size_of(t.dtype)); }
     options.setOutput((char*)t.data, bytes);  // in place: no input
     gloo::allgatherv(options);
 }
@@ -566,6 +558,7 @@ static void start_on_gloo(Links& l, const WorkPtr& work, Tensor t, std::function
         l.changed.notify_all();
     };
     std::lock_guard<std::mutex> lock(l.mutex);
+    l.under_way.push_back(work);
     l.jobs.push_back(job);
     l.changed.notify_all();
 }
@@ -587,12 +580,11 @@ static void connect_nccl(Communicator& c) {
     ncclUniqueId id;
     if (c.rank == 0) {
         NCCL_CHECK(l, ncclGetUniqueId(&id));
-        store_set(c, "nccl", std::string(id.internal, sizeof id.internal));
+        put(l, "nccl", std::string(id.internal, sizeof id.internal));
     }
-    std::string bytes = store_get(c, "nccl", now_ms() + 1e3 * l.timeout_s, "rank 0 did not set up NCCL in time");
+    const std::string bytes = get(l, "nccl", l.timeout_s, "rank 0 did not set up NCCL");
     memcpy(id.internal, bytes.data(), sizeof id.internal);
-    // Blocking, since a non-blocking communicator starts a thread for every collective. A peer that dies meanwhile is
-    // the watchdog's business.
+    // Blocking, since a non-blocking communicator starts a thread for every collective.
     ncclComm_t made;
     NCCL_CHECK(l, ncclCommInitRank(&made, c.world, id, c.rank));
     std::lock_guard<std::mutex> lock(l.mutex);
@@ -790,7 +782,7 @@ std::string why_not(const std::string& backend, Device device, int n) {
     return "";
 }
 
-static std::string choose_backend(const std::string& want, Device device, const Identity& me) {
+static std::string choose_backend(const std::string& want, Device device, const Communicator& me) {
     std::string why = why_not("nccl", device, me.local_world);
     std::string backend = want == "auto" ? (why.empty() ? "nccl" : "gloo") : want;
     std::string not_this = why_not(backend, device, me.local_world);
@@ -802,54 +794,65 @@ static std::string choose_backend(const std::string& want, Device device, const 
     return backend;
 }
 
-// Rank 0's socket: the launcher's, or its own on MASTER_ADDR.
-static int listening_socket(const Identity& me, double deadline) {
-    if (me.listening >= 0) {
-        int listens = 0;
-        socklen_t n = sizeof listens;
-        bool ours = getsockopt(me.listening, SOL_SOCKET, SO_ACCEPTCONN, &listens, &n) == 0 && listens;
-        if (!ours || fcntl(me.listening, F_SETFD, FD_CLOEXEC) != 0) {
-            usage_error("environment variable %s: got %d, which is no listening socket", STORE_FD, me.listening);
+// Of the job, the same for all its ranks, and of no other: where the launcher names it so, else by the ranks' parent.
+static std::string folder_of(const Identity& me) {
+    std::string folder = environment_text(RENDEZVOUS), job = me.job;
+    for (char& c : job) { c = isalnum((unsigned char)c) || c == '-' ? c : '.'; }
+    if (folder.empty()) {
+        if (job.empty()) {
+            std::ifstream file("/proc/" + std::to_string(getppid()) + "/stat");
+            std::string stat{std::istreambuf_iterator<char>(file), {}}, start;
+            std::istringstream fields(stat.substr(std::min(stat.rfind(')') + 1, stat.size())));
+            for (int i = 0; i < 20; i++) { fields >> start; }  // when it started: process numbers come again
+            job = std::to_string(getppid()) + "." + start;
         }
-        unsetenv(STORE_FD);  // a process that we start has no such socket
-        return me.listening;
+        folder = std::filesystem::temp_directory_path().string();
+    } else if (access(folder.c_str(), W_OK | X_OK) != 0) {
+        usage_error("environment variable %s: got '%s', takes a folder that all ranks can write to", RENDEZVOUS,
+                    folder.c_str());
     }
-    bool only_this_machine;
-    int fd = listen_for_ranks(me.address, me.port, deadline, &only_this_machine);
-    if (!only_this_machine && environment_text("CS336_TOKEN").empty()) {
-        note(
-            "warning: whoever reaches %s:%d can join this job; CS336_TOKEN, one secret for all ranks, keeps others out",
-            me.address.c_str(), me.port);
+    folder += "/cs336-" + std::to_string(getuid()) + "-" + job;
+    struct stat s;
+    if ((mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) || lstat(folder.c_str(), &s) != 0 ||
+        !S_ISDIR(s.st_mode) || s.st_uid != getuid() || (s.st_mode & 077) != 0) {
+        fail("%s: cannot be the ranks' folder, which only its owner may enter", folder.c_str());
     }
-    return fd;
+    return folder;
+}
+
+// Every rank says where it runs, and knows by that which of them share its machine.
+static void meet(Communicator& c, double timeout_s) {
+    const Links& l = *c.links;
+    std::ifstream file("/proc/sys/kernel/random/boot_id");
+    std::string here;
+    std::getline(file, here);
+    put(l, strprintf("rank.%d", c.rank), here);
+    c.local_world = 0;
+    for (int r = 0; r < c.world; r++) {
+        const std::string late = strprintf("rank %d of %d did not come to %s (all ranks need one folder: %s)", r,
+                                           c.world, l.folder.c_str(), RENDEZVOUS);
+        const bool same = get(l, strprintf("rank.%d", r), timeout_s, late) == here;
+        c.local_world += same, c.local_rank += same && r < c.rank;
+    }
 }
 
 static void connect_ranks(Communicator& c, const Identity& me, const Options& o) {
-    c.rank = me.rank, c.world = me.world, c.local_rank = me.local_rank, c.local_world = me.local_world;
+    c.rank = me.rank, c.world = me.world;
     c.links = std::make_shared<Links>();
     Links& l = *c.links;
-    l.me = me, l.timeout_s = o.timeout;
-    // 0.8, so that all is over within the timeout.
-    double patience_ms = 0.8e3 * o.timeout, deadline = now_ms() + patience_ms;
-    Hello hello{me.rank, false, me.world, me.token, commit(), o.command, o.given};
-    if (me.rank == 0) {
-        l.server = start_store(listening_socket(me, deadline), hello, patience_ms,
-                               [](const std::string& why) { give_up(0, 1, "the ranks cannot connect: " + why); });
+    l.rank = c.rank, l.world = c.world, l.timeout_s = o.timeout, l.folder = folder_of(me);
+    if (access((l.folder + "/rank." + std::to_string(c.rank)).c_str(), F_OK) == 0) {
+        fail("%s: an earlier job had this name, and its files are still there, or two ranks have one number",
+             l.folder.c_str());
     }
-    l.store = connect_to_store(me.address, me.port, hello, deadline);
-    hello.for_heartbeats = true;
-    l.beats = connect_to_store(me.address, me.port, hello, deadline);
-    l.watchdog = std::thread([&l, patience_ms] { watch(l, std::min(patience_ms / 8, 500.0), patience_ms); });
-    store_set(c, "started/" + std::to_string(c.rank), "");
-    for (int r = 0; r < c.world; r++) {
-        std::string missing = strprintf("rank %d of %d did not start within %g s", r, c.world, patience_ms / 1e3);
-        store_get(c, "started/" + std::to_string(r), deadline, missing);
-    }
+    folder_of_ranks = l.folder;
+    meet(c, 0.8 * o.timeout);
+    l.watchdog = std::thread([&l] { watch(l); });
 
-    int gpus = cuda_devices(), gpu = gpus > 0 ? me.local_rank % gpus : 0;
+    int gpus = cuda_devices(), gpu = gpus > 0 ? c.local_rank % gpus : 0;
     std::string device = c.rank == 0 ? name_of(choose_device(o.device, gpu)) : "";
     context.device = choose_device(gather_text(c, device)[0], gpu);
-    c.backend = choose_backend(o.backend, context.device, me);
+    c.backend = choose_backend(o.backend, context.device, c);
     std::vector<std::string> works =
         gather_text(c, strprintf("%s over %s", name_of(context.device), c.backend.c_str()));
     for (int r = 0; r < c.world; r++) {
@@ -899,23 +902,13 @@ static void disconnect_ranks(Communicator& c) {
     }
     if (l.pinned) { CUDA_CHECK(cudaFreeHost(l.pinned)); }
 #endif
-    ask_store(l.store, 'Q', "", "", now_ms() + 1e3 * l.timeout_s, "rank 0's store does not answer");
-    if (l.server) { stop_store_soon(*l.server); }
-    close(l.store);
-    close(l.beats);
-    if (l.server) { wait_for_store(*l.server); }
+    put(l, strprintf("done.%d", c.rank), "");
+    if (c.rank > 0) { return; }
+    for (int r = 0; r < c.world; r++) { get(l, strprintf("done.%d", r), l.timeout_s, "a rank did not end"); }
+    remove_folder_of_ranks();
 }
 
-int run_ranks(const Options& o, const std::function<void(const Communicator&)>& body, bool finish) {
-    if (context.plan_only) {  // what rank 0 would do, without the others
-        Communicator c;
-        c.world = c.local_world = o.nproc;
-        context.device = choose_device(o.device);
-        bool nccl = gpu_is_imagined() || why_not("nccl", context.device, o.nproc).empty();
-        c.backend = o.backend != "auto" ? o.backend : nccl ? "nccl" : "gloo";
-        body(c);
-        return 0;
-    }
+int run_ranks(const Options& o, const std::function<void(const Communicator&)>& body) {
     if (!is_rank()) {
         int n = o.nproc;
         Device device = o.device == "cuda" || (o.device == "auto" && cuda_devices() > 0) ? CUDA : CPU;
@@ -924,7 +917,7 @@ int run_ranks(const Options& o, const std::function<void(const Communicator&)>& 
         if (!why.empty()) {
             fail("%d ranks, device %s, backend %s: %s", n, o.device.c_str(), o.backend.c_str(), why.c_str());
         }
-        return launch_ranks(n, o.command_line, finish);
+        return launch_ranks(n, o.command_line, o.timeout);
     }
     Identity me;
     Communicator c;  // outside, since a failure ends the process while its threads still run
@@ -939,8 +932,7 @@ int run_ranks(const Options& o, const std::function<void(const Communicator&)>& 
         disconnect_ranks(c);
         return 0;
     } catch (const LostTouch& lost) {
-        // If another rank is gone, the watchdog (once there is one) knows which, and ends us here.
-        if (c.links->watchdog.joinable()) { usleep((useconds_t)(1e6 * std::min(1.0, 0.2 * o.timeout))); }
+        usleep((useconds_t)(1e6 * std::min(1.0, 0.2 * o.timeout)));  // if a rank is gone, its launcher says which
         give_up(me.rank, 1, lost.what());
     } catch (const Failure& failure) {
         give_up(me.rank, failure.exit_code, failure.what());

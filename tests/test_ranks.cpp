@@ -3,9 +3,8 @@
 // each of which runs the same test case.
 #include "test.h"
 
-#include <netinet/in.h>
 #include <signal.h>
-#include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -178,7 +177,7 @@ static void check_failure(const std::vector<std::string>& command, int number, i
     CHECK(e.exit_code == 1);
     CHECK(e.lines == 1);
     CHECK(has(e.err, "rank " + std::to_string(victim)));
-    CHECK(has(e.err, number == SIGKILL ? "killed by signal 9" : "no sign of life"));
+    CHECK(has(e.err, number == SIGKILL ? "killed by signal 9" : "has been stopped for"));
     CHECK(e.ms < 3500);
     for (pid_t pid : ranks) { CHECK(gone(pid)); }
     MESSAGE("signal " << number << " to rank " << victim << ": over after " << (int)e.ms << " ms");
@@ -188,14 +187,6 @@ TEST_CASE("ranks: one that is killed, or stalls, ends all within the timeout and
     for (int number : {SIGKILL, SIGSTOP}) {
         for (int victim : {0, 1}) { check_failure(long_run(), number, victim, 0.7); }
     }
-}
-TEST_CASE("ranks: the same in FSDP's steps") {
-    if (lacks("gloo", CPU, 3)) { return; }
-    const std::vector<std::string> train = {
-        "train",   "--nproc",     "3",       "--strategy",       "fsdp", "--data",       "LICENSE", "--device",
-        "cpu",     "--backend",   "gloo",    "--context_length", "32",   "--batch_size", "6",       "--steps",
-        "1000000", "--log_every", "1000000", "--sample",         "0",    "--timeout",    "3"};
-    for (int number : {SIGKILL, SIGSTOP}) { check_failure(train, number, 1, 2); }
 }
 TEST_CASE("ranks: the same over NCCL") {
     if (lacks("nccl", CUDA, 2)) { return; }
@@ -221,262 +212,71 @@ TEST_CASE("ranks: signals to the launcher reach all, and no rank outlives it") {
     }
 }
 
-TEST_CASE("ranks: a file that is being written goes, too, when another rank stalls") {
+static std::vector<std::string> as_rank(int rank, int world, const Folder& folder) {
+    return {"RANK=" + std::to_string(rank), "WORLD_SIZE=" + std::to_string(world), "CS336_RENDEZVOUS=" + folder.path};
+}
+static const std::vector<std::string> short_run = {"naive_ddp", "--device", "cpu",       "--backend",
+                                                   "gloo",      "--quick",  "--timeout", "3"};
+TEST_CASE("ranks: one that never comes, the same number twice, a folder that is none are named within the timeout") {
     if (lacks("gloo", CPU, 2)) { return; }
-    if (!is_rank()) {
-        Folder folder;
-        setenv("CS336_TEST_FOLDER", folder.path.c_str(), 1);
-        CHECK(launch_ranks(2, {"-tc=ranks: a file that is being written*", "-nv", "-m"}) == 1);
-        CHECK(folder.files().empty());
-        return;
-    }
-    Options o;
-    o.device = "cpu", o.backend = "auto", o.timeout = 2;
-    run_ranks(o, [](const Communicator& c) {
-        std::string path = std::string(getenv("CS336_TEST_FOLDER")) + "/part" + std::to_string(c.rank);
-        EndSignals first_is_a_wish(false);  // as train has: the launcher's must not be one
-        Unfinished part(path);
-        write_file(path, "half");
-        gather_text(c, "");
-        if (c.rank == 1) { raise(SIGSTOP); }
-        pause();
-    });
-}
-
-static int some_free_port() {  // and the next one; below the ports of outgoing connections
-    static int port = 20000 + (int)(getpid() * 7 % 9000);
-    while (true) {
-        port += 2;
-        int free = 0;
-        for (int i : {0, 1}) {
-            int fd = socket(AF_INET, SOCK_STREAM, 0);
-            sockaddr_in a{};
-            a.sin_family = AF_INET, a.sin_port = htons((uint16_t)(port + i));
-            free += bind(fd, (sockaddr*)&a, sizeof a) == 0;
-            close(fd);
-        }
-        if (free == 2) { return port; }
-    }
-}
-static std::vector<std::string> as_rank(int rank, int world, int port) {
-    return {"RANK=" + std::to_string(rank), "WORLD_SIZE=" + std::to_string(world), "LOCAL_RANK=" + std::to_string(rank),
-            "MASTER_ADDR=127.0.0.1", "MASTER_PORT=" + std::to_string(port)};
-}
-static const std::vector<std::string> short_run = {
-    "distributed_communication_single_node", "--device", "cpu", "--backend", "gloo", "--quick", "--timeout", "3"};
-TEST_CASE("ranks: one that never starts, another world size, the same rank twice, a taken port, a foreign server") {
-    if (lacks("gloo", CPU, 3)) { return; }
-    int fd = socket(AF_INET, SOCK_STREAM, 0), on = 1;
-    sockaddr_in a{};
-    a.sin_family = AF_INET, a.sin_addr.s_addr = htonl(INADDR_ANY), a.sin_port = htons((uint16_t)some_free_port());
-    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    REQUIRE(bind(fd, (sockaddr*)&a, sizeof a) == 0);
-    REQUIRE(listen(fd, 5) == 0);
-    int taken = ntohs(a.sin_port), ports[] = {some_free_port(), some_free_port(), some_free_port()};
-    struct Case {
-        int rank, world, port;
-        std::string says;
-    };
-    std::vector<Case> cases = {
-        {0, 2, ports[0], "rank 1 of 2 did not start within 2.4 s"},
-        {1, 2, ports[1], "rank 0 did not start: nothing listens on 127.0.0.1:"},
-        {0, 2, ports[2], "rank 1 "},
-        {1, 3, ports[2], "rank 1 says that there are 3 ranks, but rank 0 says 2"},
-        {0, 2, taken, strprintf("MASTER_PORT %d: rank 0 cannot listen there: Address already in use", taken)},
-        {1, 2, taken, "is not the store of rank 0"},
-    };
-    // Most of them wait for the timeout, so they run together; but six that load at once are slow to start.
-    std::vector<Started> started;
-    for (const Case& one : cases) {
-        started.push_back(start(short_run, as_rank(one.rank, one.world, one.port)));
-        usleep(300000);
-    }
-    for (size_t i = 0; i < cases.size(); i++) {
-        Ended e = finish(started[i], started[i].at_ms);
-        INFO("case " << i << ": " << e.ms << " ms: " << e.err);
+    Folder alone, twice;
+    Started first = start(short_run, as_rank(0, 2, alone)), second = start(short_run, as_rank(1, 2, twice));
+    usleep(500000);
+    Started same = start(short_run, as_rank(1, 2, twice));
+    const std::pair<const Started*, const char*> cases[] = {{&first, "rank 1 of 2 did not come to "},
+                                                            {&same, "or two ranks have one number"},
+                                                            {&second, "rank 0 of 2 did not come to "}};
+    for (const auto& [started, says] : cases) {
+        Ended e = finish(*started, started->at_ms);
+        INFO(e.err);
         CHECK(e.exit_code == 1);
         CHECK(e.lines == 1);
-        CHECK(has(e.err, cases[i].says));
+        CHECK(has(e.err, says));
         CHECK(e.ms < 3500);
-        MESSAGE(cases[i].says << ": over after " << (int)e.ms << " ms");
     }
-    close(fd);
+    CHECK(alone.files().empty());  // what is left of a job would be taken for the next one's
+    Started none = start(short_run, {"RANK=0", "WORLD_SIZE=2", "CS336_RENDEZVOUS=/no/such"});
+    Ended e = finish(none, none.at_ms);
+    CHECK(e.exit_code == 2);
+    CHECK(has(e.err, "CS336_RENDEZVOUS: got '/no/such', takes a folder"));
 }
-static int connected_to(int port) {
-    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    REQUIRE(fd >= 0);
-    sockaddr_in a{};
-    a.sin_family = AF_INET, a.sin_addr.s_addr = htonl(INADDR_LOOPBACK), a.sin_port = htons((uint16_t)port);
-    for (int tries = 0; connect(fd, (sockaddr*)&a, sizeof a) != 0; tries++) {
-        REQUIRE(tries < 1000);
-        usleep(10000);
-    }
-    return fd;
-}
-static void say(int fd, const std::string& bytes, uint32_t announced = 0) {
-    uint32_t n = announced ? announced : (uint32_t)bytes.size();
-    (void)!send(fd, &n, 4, MSG_NOSIGNAL);
-    (void)!send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
-}
-static long resident_kib(pid_t pid) {
-    std::ifstream file("/proc/" + std::to_string(pid) + "/status");
-    for (std::string line; std::getline(file, line);) {
-        if (line.compare(0, 6, "VmRSS:") == 0) { return std::stol(line.substr(6)); }
-    }
-    return 0;
-}
-static long descriptors(pid_t pid) {
-    auto all = std::filesystem::directory_iterator("/proc/" + std::to_string(pid) + "/fd");
-    return std::distance(begin(all), end(all));
-}
-TEST_CASE("ranks: strangers at rank 0's port neither enter, nor end the job, nor take its memory and descriptors") {
+TEST_CASE("ranks: the folder is its owner's alone, and gone when the job is") {
     if (lacks("gloo", CPU, 2)) { return; }
-    int port = some_free_port();
-    std::vector<std::string> words = short_run;
-    words.back() = "20";
-    Started zero = start(words, as_rank(0, 2, port));
-    std::vector<int> held = {connected_to(port)};  // once this is there, rank 0 is
-    long before_kib = resident_kib(zero.pid);
-    for (int i = 0; i < 1100; i++) { close(connected_to(port)); }
-    for (int i = 0; i < 30; i++) {
-        held.push_back(connected_to(port));
-        say(held.back(), std::string(1 << 16, 'x'), 1 << 26);
-    }
-    std::string zero_byte(1, '\0');
-    for (const std::string& request :
-         {"Hmain" + zero_byte + "100 2 0", "Hmain" + zero_byte + "1 2 1", "B" + zero_byte, "Q" + zero_byte,
-          "Sgather/0/1" + zero_byte + "1 1e-6 1e-6 1e-6", "Sstarted/1" + zero_byte, std::string("Gstarted/0")}) {
-        int fd = connected_to(port);
-        say(fd, request);
-        say(fd, "B" + zero_byte);
-        close(fd);
-    }
-    int http = connected_to(port);
-    (void)!send(http, "GET / HTTP/1.0\r\n\r\n", 18, MSG_NOSIGNAL);
-    close(http);
-    for (int i = 0; i < 200; i++) { held.push_back(connected_to(port)); }  // these say nothing
-    usleep(200000);
-    MESSAGE(descriptors(zero.pid) << " descriptors, " << resident_kib(zero.pid) - before_kib << " KiB more");
-    CHECK(descriptors(zero.pid) < 100);
-    CHECK(resident_kib(zero.pid) - before_kib < 16 << 10);
-    usleep(2500000);
-    char byte;
-    for (int fd : held) { CHECK(recv(fd, &byte, 1, MSG_DONTWAIT) <= 0); }  // nobody was told anything
-    int closed = 0;
-    for (int fd : held) { closed += recv(fd, &byte, 1, MSG_DONTWAIT) == 0 || errno == ECONNRESET; }
-    CHECK(closed == (int)held.size());
-    for (int i = 0; i < 200; i++) { held.push_back(connected_to(port)); }
-    Started one = start(words, as_rank(1, 2, port));  // comes in all the same
-    for (const Started& rank : {zero, one}) {
-        Ended e = finish(rank, rank.at_ms);
-        INFO(e.err);
-        CHECK(e.exit_code == 0);
-        CHECK(has(e.out, "right") == (rank.pid == zero.pid));
-        CHECK(!has(e.out, "00000.00"));
-    }
-    for (int fd : held) { close(fd); }
-}
-// The local addresses, as the kernel writes them, of what listens on this port.
-static std::vector<std::string> listening_addresses(int port) {
-    std::vector<std::string> found;
-    for (const char* name : {"/proc/net/tcp", "/proc/net/tcp6"}) {
-        std::ifstream file(name);
-        for (std::string number, local, remote, state, line; file >> number >> local >> remote >> state;) {
-            std::getline(file, line);
-            size_t colon = local.find(':');
-            bool here = colon != std::string::npos && std::stoi(local.substr(colon + 1), nullptr, 16) == port;
-            if (state == "0A" && here) { found.push_back(local.substr(0, colon)); }
-        }
-    }
-    return found;
-}
-TEST_CASE("ranks: --nproc listens on loopback only, on a port and with a token of its own") {
-    if (lacks("gloo", CPU, 3)) { return; }
-    std::set<std::string> tokens, ports;
-    std::vector<Started> jobs = {start(long_run()), start(long_run())};
-    for (const Started& job : jobs) {
-        pid_t zero = rank_of_launcher(job.pid, 0);
-        REQUIRE(zero > 0);
-        std::string port = variable_of(zero, "MASTER_PORT");
-        CHECK(listening_addresses(std::stoi(port)) == std::vector<std::string>{"0100007F"});
-        ports.insert(port), tokens.insert(variable_of(zero, "CS336_TOKEN"));
-    }
-    CHECK(ports.size() == 2);
-    CHECK(tokens.size() == 2);
-    for (const std::string& token : tokens) { CHECK(token.size() == 32); }
-    for (const Started& job : jobs) {
-        kill(job.pid, SIGTERM);
-        finish(job, now_ms());
-    }
-}
-TEST_CASE("ranks: another job, another program, other options are refused by what differs first") {
-    if (lacks("gloo", CPU, 2)) { return; }
-    int port = some_free_port();
-    auto words = [](std::vector<std::string> more) {
-        std::vector<std::string> all = {"naive_ddp_benchmarking", "--quick", "--device", "cpu", "--timeout", "5"};
-        all.insert(all.end(), more.begin(), more.end());
-        return all;
-    };
-    Started zero = start(words({"--seed", "1"}), as_rank(0, 2, port));
-    close(connected_to(port));
-    struct Case {
-        std::vector<std::string> words;
-        std::string token, says;
-    };
-    for (const Case& one :
-         {Case{words({"--seed", "1"}), "x", "the store of rank 0 belongs to another job"},
-          {words({}), "", "rank 1 has no --seed, but rank 0 has --seed 1"},
-          {words({"--seed", "2"}), "", "rank 1 has --seed 2, but rank 0 has --seed 1"},
-          {words({"--seed", "1", "--precision", "bf16"}), "",
-           "rank 1 has --precision bf16, but rank 0 has no --precision"},
-          {words({"--seed", "1", "--batch_size", "4"}), "", "rank 1 has --batch_size 4, but"},
-          {words({"--seed", "1", "--num_heads", "2"}), "", "rank 1 has --num_heads 2, but"},
-          {{"naive_ddp", "--quick"}, "", "rank 1 runs naive_ddp, but rank 0 runs naive_ddp_benchmarking"}}) {
-        std::vector<std::string> variables = as_rank(1, 2, port);
-        if (!one.token.empty()) { variables.push_back("CS336_TOKEN=" + one.token); }
-        Started s = start(one.words, variables);
-        Ended e = finish(s, s.at_ms);
-        INFO(e.err);
-        CHECK(e.exit_code == 1);
-        CHECK(e.lines == 1);
-        CHECK(has(e.err, one.says));
-    }
-    Ended e = finish(zero, zero.at_ms);
-    CHECK(has(e.err, "rank 1 of 2 did not start"));
-}
-TEST_CASE("ranks: --timeout bounds connecting to an address that does not answer") {
-    if (lacks("gloo", CPU, 2)) { return; }
-    int fd = socket(AF_INET, SOCK_STREAM, 0);
-    sockaddr_in a{};
-    a.sin_family = AF_INET, a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t n = sizeof a;
-    REQUIRE(bind(fd, (sockaddr*)&a, n) == 0);
-    REQUIRE(listen(fd, 0) == 0);
-    REQUIRE(getsockname(fd, (sockaddr*)&a, &n) == 0);
-    std::vector<int> queue;  // when it is full, the kernel drops what else asks to connect
-    for (int i = 0; i < 8; i++) {
-        queue.push_back(socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0));
-        (void)connect(queue.back(), (sockaddr*)&a, sizeof a);
-    }
-    Started s = start(short_run, as_rank(1, 2, ntohs(a.sin_port)));
-    Ended e = finish(s, s.at_ms);
-    INFO(e.ms << " ms: " << e.err);
+    Folder folder;
+    const std::string name = folder / ("cs336-" + std::to_string(getuid()) + "-7.1.");
+    std::vector<std::string> variables = as_rank(0, 1, folder);
+    variables.insert(variables.end(), {"TORCHELASTIC_RUN_ID=7", "TORCHELASTIC_RESTART_COUNT=1."});
+    std::filesystem::create_directory(name);
+    chmod(name.c_str(), 0755);
+    Started open_to_all = start(short_run, variables);
+    Ended e = finish(open_to_all, open_to_all.at_ms);
     CHECK(e.exit_code == 1);
-    CHECK(e.lines == 1);
-    CHECK(has(e.err, "rank 0 did not start: Connection timed out on 127.0.0.1:"));
-    CHECK(e.ms < 3500);
-    for (int q : queue) { close(q); }
-    close(fd);
+    CHECK(has(e.err, "which only its owner may enter"));
+    chmod(name.c_str(), 0700);
+    Started good = start(short_run, variables);
+    CHECK(finish(good, good.at_ms).exit_code == 0);
+    CHECK(folder.files().empty());
 }
-TEST_CASE("ranks: too few descriptors are named; an inherited nohup holds") {
+TEST_CASE("ranks: a job that is paused as a whole goes on, and so does a rank that is continued in time") {
     if (lacks("gloo", CPU, 2)) { return; }
-    for (const char* limit : {"5", "6", "8"}) {
-        Run r = run_shell(std::string("ulimit -n ") + limit + "; exec " + program() +
-                          " naive_ddp --nproc 2 --device cpu --timeout 3");
-        INFO(r.out);
-        CHECK(r.exit_code == 1);
-        CHECK(has(r.out, "Too many open files"));
+    for (bool whole : {true, false}) {
+        Started s = start(long_run("cpu", "gloo", "2"));
+        std::vector<pid_t> ranks = {rank_of_launcher(s.pid, 0), rank_of_launcher(s.pid, 1)}, all = {ranks[1]};
+        if (whole) { all = {s.pid, ranks[0], ranks[1]}; }
+        usleep(500000);
+        for (pid_t pid : all) { kill(pid, SIGSTOP); }
+        usleep(whole ? 4000000 : 1000000);  // the timeout is 3 s
+        for (pid_t pid : all) { kill(pid, SIGCONT); }
+        usleep(3500000);
+        for (pid_t pid : {s.pid, ranks[0], ranks[1]}) { CHECK(!gone(pid)); }
+        kill(s.pid, SIGTERM);
+        Ended e = finish(s, now_ms());
+        INFO(e.err);
+        CHECK(e.signal == SIGTERM);
     }
+}
+TEST_CASE("ranks: an inherited nohup holds") {
+    if (lacks("gloo", CPU, 2)) { return; }
     signal(SIGHUP, SIG_IGN);
     Started s = start(long_run());
     signal(SIGHUP, SIG_DFL);
@@ -496,106 +296,39 @@ TEST_CASE("ranks: children are waited for, also where SIGCHLD was ignored") {
     Ended e = finish(s, s.at_ms);
     CHECK(e.exit_code == 0);
 }
-TEST_CASE("ranks: a rank that stalls after its goodbye is not waited for without end") {
-    bool only_this_machine;
-    int listening = listen_for_ranks("127.0.0.1", 0, INFINITY, &only_this_machine), port = port_of(listening);
-    CHECK(only_this_machine);
-    Hello hello{0, false, 2, "x/", "c", "t", {}};
-    auto server = start_store(listening, hello, 300, nullptr);
-    std::vector<int> ranks;
-    for (hello.rank = 0; hello.rank < 2; hello.rank++) {
-        ranks.push_back(connect_to_store("127.0.0.1", port, hello, now_ms() + 5000));
-        CHECK(ask_store(ranks.back(), 'Q', "", "", now_ms() + 5000, "no reply") == "");
-    }
-    close(ranks[0]);
-    stop_store_soon(*server);
-    double since = now_ms();
-    CHECK_THROWS_WITH(wait_for_store(*server), "rank 1 has shown no sign of life since its goodbye");
-    CHECK(now_ms() - since > 200);
-    CHECK(now_ms() - since < 2000);
-    close(ranks[1]);
-}
-TEST_CASE("ranks: what the environment says is checked") {
+TEST_CASE("ranks: what torchrun, mpirun and srun say is understood, and what is no number is refused") {
     if (lacks("gloo", CPU, 2)) { return; }
-    struct Case {
-        std::vector<std::string> variables;
-        int exit_code;
-        std::string says;
+    auto variables = [](const std::string& launcher, int rank) -> std::vector<std::string> {
+        const std::string r = std::to_string(rank);
+        if (launcher == "mpirun") { return {"OMPI_COMM_WORLD_RANK=" + r, "OMPI_COMM_WORLD_SIZE=2"}; }
+        if (launcher == "srun") { return {"SLURM_JOB_ID=5", "SLURM_STEP_ID=0", "SLURM_NTASKS=2", "SLURM_PROCID=" + r}; }
+        return {"RANK=" + r, "WORLD_SIZE=2", "TORCHELASTIC_RUN_ID=none"};
     };
-    std::string port = "MASTER_PORT=" + std::to_string(some_free_port());
-    for (const Case& one : {
-             Case{{"SLURM_STEP_ID=4294967290", "SLURM_NTASKS=1", "SLURM_PROCID=0"}, 0, ""},
-             {{"RANK=0", "WORLD_SIZE=1", "MASTER_PORT=65535", "TORCHELASTIC_RUN_ID=x"}, 2, "MASTER_PORT: got 65535"},
-             {{"RANK=0", "WORLD_SIZE=1", port, "LOCAL_WORLD_SIZE=0"}, 2, "this machine has only 0 ranks"},
-             {{"RANK=0", "WORLD_SIZE=1", port, "MASTER_ADDR=0.0.0.0", "CS336_TOKEN="}, 0, "can join this job"},
-             {{"RANK=0", "WORLD_SIZE=1", port, "MASTER_ADDR=0.0.0.0", "CS336_TOKEN=x"}, 0, ""},
-             {{"RANK=0", "WORLD_SIZE=1", port, "CS336_STORE_FD=0"}, 2, "is no listening socket"},
-         }) {
-        Started s = start(short_run, one.variables);
-        Ended e = finish(s, s.at_ms);
-        INFO(one.variables.back() << ": " << e.err);
-        CHECK(e.exit_code == one.exit_code);
-        CHECK(has(e.err, one.says));
-        CHECK(has(e.err, "warning: whoever") == has(one.says, "join"));
-    }
-}
-TEST_CASE("ranks: what torchrun and mpirun and srun say is understood") {
-    if (lacks("gloo", CPU, 2)) { return; }
-    auto variables = [](const char* launcher, int rank, int port) -> std::vector<std::string> {
-        std::string r = std::to_string(rank), at = "MASTER_PORT=" + std::to_string(port);
-        if (std::string(launcher) == "mpirun") {
-            return {"OMPI_COMM_WORLD_RANK=" + r, "OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_LOCAL_RANK=" + r,
-                    "OMPI_COMM_WORLD_LOCAL_SIZE=2", at};
-        }
-        if (std::string(launcher) == "srun") {
-            return {"SLURM_STEP_ID=0", "SLURM_NTASKS=2", "SLURM_PROCID=" + r, "SLURM_LOCALID=" + r, at};
-        }
-        std::vector<std::string> all = as_rank(rank, 2, port);
-        all.push_back("TORCHELASTIC_RUN_ID=x");  // torchrun's own store holds the port: ours takes the next
-        return all;
-    };
-    for (const char* launcher : {"mpirun", "srun", "torchrun"}) {
-        int port = some_free_port(), fd = socket(AF_INET, SOCK_STREAM, 0);
-        sockaddr_in a{};
-        a.sin_family = AF_INET, a.sin_addr.s_addr = htonl(INADDR_ANY), a.sin_port = htons((uint16_t)port);
-        if (std::string(launcher) == "torchrun") {
-            REQUIRE(bind(fd, (sockaddr*)&a, sizeof a) == 0);
-            REQUIRE(listen(fd, 5) == 0);
-        }
-        Started both[] = {start(short_run, variables(launcher, 0, port)),
-                          start(short_run, variables(launcher, 1, port))};
+    for (const char* launcher : {"mpirun", "srun", "torchrun"}) {  // by the parent's folder, but for srun's
+        Started both[] = {start(short_run, variables(launcher, 0)), start(short_run, variables(launcher, 1))};
         for (const Started& one : both) {
             Ended e = finish(one, one.at_ms);
             INFO(launcher << ": " << e.err);
             CHECK(e.exit_code == 0);
         }
-        close(fd);
     }
+    Started shell = start(short_run, {"SLURM_STEP_ID=4294967290", "SLURM_NTASKS=1", "SLURM_PROCID=0"});
+    CHECK(finish(shell, shell.at_ms).exit_code == 0);
+    Started wrong = start(short_run, {"RANK=x", "WORLD_SIZE=1"});
+    Ended e = finish(wrong, wrong.at_ms);
+    CHECK(e.exit_code == 2);
+    CHECK(has(e.err, "environment variable RANK: got 'x', takes a whole number"));
 }
 TEST_CASE("ranks: wrong usage of the launcher") {
     if (lacks("gloo", CPU, 3)) { return; }
+    Folder folder;
     std::vector<std::string> words = short_run;
     words.insert(words.end(), {"--nproc", "3"});
-    Started s = start(words, as_rank(0, 2, some_free_port()));
+    Started s = start(words, as_rank(0, 2, folder));
     Ended e = finish(s, s.at_ms);
     CHECK(e.exit_code == 2);
     CHECK(has(e.err, "--nproc: got 3, but the launcher has started 2 ranks"));
     Run nccl = run_cs336({"distributed_communication_single_node", "--device", "cpu", "--backend", "nccl"});
     CHECK(nccl.exit_code == 1);
     CHECK(has(nccl.err, "NCCL"));
-    CHECK(run_cs336({"distributed_communication_single_node", "--nproc", "0"}).exit_code == 2);
-    CHECK(run_cs336({"distributed_communication_single_node", "--sizes_mb", "1,x"}).exit_code == 2);
-    CHECK(run_cs336({"distributed_communication_single_node", "--sizes_mb", "1,1e-6"}).exit_code == 2);
-}
-TEST_CASE("ranks: distributed_communication_single_node") {
-    if (lacks("gloo", CPU, 2)) { return; }
-    Folder folder;
-    std::string plot = folder / "all_reduce.svg";
-    Run r = run_cs336(
-        {"distributed_communication_single_node", "--quick", "--device", "cpu", "--format", "csv", "--plot", plot});
-    CHECK(r.exit_code == 0);
-    CHECK(has(read_file(plot), "gloo cpu, 2 ranks"));
-    CHECK(has(r.out, "gloo,cpu,2,1,"));
-    CHECK(has(r.out, ",right\n"));
-    CHECK(!has(r.out, "WRONG"));
 }
