@@ -1,102 +1,140 @@
 // accounting.cu: section 2.4, when communication becomes the limit. It is arithmetic alone.
 #include "commands.h"
 
-#include <cinttypes>
-#include <cmath>
-
 // ---------------------------------------------------------------------------------------------------------------------
 // communication_accounting: the handout's XXL model, L blocks of two Linear layers D x F and F x D.
 // C: FLOP/s of a chip; W: bytes/s of a link; X chips share the FSDP axis with M_X links, Y the TP axis with M_Y.
+//
+// Memory: P parameters take 16 P bytes with their gradients and AdamW's moments, in fp32. A is all saved activations of
+// a device's tokens; every second layer's are sharded, like the weights, the other half is not.
+// Forward of one block: T_math = 4 B D F / (X Y C); gather of the weights T_FSDP = 4 D F / (Y W M_X); all-reduce of the
+// activations T_TP = 4 B D / (X W M_Y). B: tokens overall.
+
+static const double GB = 1e9, GIB = 1073741824.0;
+
+// The least N with (16 P + A/2) / N + A/2 < memory; 0: none.
+static double least_devices(double P, double A, double memory) {
+    return A / 2 < memory ? floor((16 * P + A / 2) / (memory - A / 2)) + 1 : 0;
+}
+// The least B, not rounded, with T_math >= T_FSDP + T_TP; 0: none. alpha = C / W.
+static double least_batch(const Options& o, double alpha, double X, double Y) {
+    double share = alpha * Y / (o.links_tp * (double)o.d_ff);  // of T_math that TP takes
+    return share < 1 ? alpha * X / o.links_fsdp / (1 - share) : 0;
+}
+static std::string or_none(double x, const char* format) { return x > 0 ? strprintf(format, x) : "none"; }
+
+static void memory_accounting(const Options& o, Table& t, double P, double per_token) {
+    auto bytes = [&](const char* quantity, const char* formula, double n) {
+        t.row("a", quantity, formula, strprintf("%.1f", n / GB), strprintf("GB (%.1f GiB)", n / GIB));
+    };
+    t.row("a", "parameters P", "2 D F L", strprintf("%.0f", P), "");
+    bytes("master weights, fp32", "4 P", 4 * P);
+    bytes("with gradients and moments, fp32", "16 P", 16 * P);
+    t.row("a", "saved for backward per token", "2 L (D + F)", strprintf("%.0f", per_token), "bytes");
+    for (double unit : {GB, GIB}) {
+        t.row("a", strprintf("GPUs of %g %s for 16 P", o.gpu_gb, unit == GB ? "GB" : "GiB"), "16 P / memory",
+              strprintf("%.2f", 16 * P / (o.gpu_gb * unit)), "");
+    }
+    for (double tokens : {0.0, 1.0 * o.tokens, 4.0 * o.tokens}) {
+        t.row("b", strprintf("N for %g GB, %g tokens each", o.tpu_gb, tokens), "(16 P + A/2) / (memory - A/2)",
+              or_none(least_devices(P, per_token * tokens, o.tpu_gb * GB), "%.0f"), "devices");
+    }
+    t.row("b", strprintf("N for %g GiB, 0 tokens each", o.tpu_gb), "the same, in GiB",
+          strprintf("%.0f", least_devices(P, 0, o.tpu_gb * GIB)), "devices");
+    t.row("b", "tokens from which no N is enough", "A/2 = memory",
+          strprintf("%.0f", ceil(o.tpu_gb * GB / (per_token / 2))), "tokens");
+}
+static void answer_memory(const Options& o, double P, double per_token) {
+    double at_tokens = least_devices(P, per_token * o.tokens, o.tpu_gb * GB);
+    answer("a",
+           "P = 2 D F L = %.0f parameters take 4 P = %.1f GB (%.1f GiB) in fp32. With their gradients and AdamW's "
+           "two moments they take 16 P = %.1f GB (%.1f GiB), the memory of %.0f GPUs of %g GB, or of %.0f if a GB "
+           "is taken as 2^30 bytes. Backward saves 2 L (D + F) = %.0f bytes per token in bf16.",
+           P, 4 * P / GB, 4 * P / GIB, 16 * P / GB, 16 * P / GIB, ceil(16 * P / GB / o.gpu_gb), o.gpu_gb,
+           ceil(16 * P / GIB / o.gpu_gb), per_token);
+    answer("b",
+           "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for backward, and half of A "
+           "is sharded over the N devices, like the weights. Without activations that is below %g GB from N = "
+           "%.0f devices on; with %d tokens per device, %s. No N is enough from %.0f tokens per device on, "
+           "because A/2 alone fills the memory.",
+           o.tpu_gb, least_devices(P, 0, o.tpu_gb * GB), o.tokens,
+           at_tokens > 0 ? strprintf("from N = %.0f on", at_tokens).c_str() : "for no N",
+           ceil(o.tpu_gb * GB / (per_token / 2)));
+}
 
 int cmd_communication_accounting(const Options& o) {
-    double D = o.d_model, F = o.d_ff, L = o.num_layers;
-    double C = o.tflops * 1e12, W = o.bandwidth_gb * 1e9, X = o.fsdp, Y = o.tp, MX = o.links_fsdp, MY = o.links_tp;
-    double P = 2 * D * F * L, tokens = o.tokens, GB = 1e9, GIB = 1073741824.0;
-    Table table{
-        strprintf("communication_accounting: D = d_model %g, F = d_ff %g, L = %g blocks of two Linear layers; GB = 1e9 "
-                  "bytes, GiB = 2^30; C = %g TFLOP/s, W = %g GB/s, X = %g (FSDP), Y = %g (TP), M_X = %g, M_Y = %g; "
-                  "commit %s",
-                  D, F, L, o.tflops, o.bandwidth_gb, X, Y, MX, MY, commit().c_str()),
-        {"part", "quantity", "formula", "value", "unit"},
-        {}};
-    auto row = [&](const char* part, const std::string& quantity, const char* formula, const std::string& value,
-                   const char* unit) {
-        if (!std::isfinite(strtod(value.c_str(), nullptr))) {
-            fail("%s is %s: --tflops, --bandwidth_gb, --gpu_gb or --tpu_gb is too large or too small", quantity.c_str(),
-                 value.c_str());
-        }
-        table.rows.push_back({part, quantity, formula, value, unit});
-    };
-    auto bytes = [&](const char* part, const std::string& quantity, const char* formula, double value) {
-        row(part, quantity, formula, strprintf("%.1f", value / GB), "GB");
-        row(part, quantity, formula, strprintf("%.1f", value / GIB), "GiB");
-    };
-    row("a", "parameters P", "2 D F L", strprintf("%.0f", P), "");
-    bytes("a", "master weights, fp32", "4 P", 4 * P);
-    bytes("a", "weights, gradients, two moments, fp32", "16 P", 16 * P);
-    double per_token = 2 * L * (D + F);
-    row("a", "saved for backward, bf16, per token", "2 L (D + F)", strprintf("%.0f", per_token), "bytes");
-    row("a", "saved for backward, bf16, per token", "2 L (D + F)", strprintf("%.6f", per_token / GIB), "GiB");
-    row("a", strprintf("GPUs of %g GB for 16 P", o.gpu_gb), "16 P / memory, in GB",
-        strprintf("%.2f", 16 * P / GB / o.gpu_gb), "");
-    row("a", strprintf("GPUs of %g GiB for 16 P", o.gpu_gb), "16 P / memory, in GiB",
-        strprintf("%.2f", 16 * P / GIB / o.gpu_gb), "");
-
-    // A is all saved activations of a device's tokens. Every second layer's are sharded, the other half is not.
-    auto devices = [&](double tokens_here, double unit) {
-        double half = per_token * tokens_here / 2, left = o.tpu_gb * unit - half;
-        if (left <= 0) { return std::string("none"); }
-        return strprintf("%.0f", floor((16 * P + half) / left) + 1);  // strictly less than the memory
-    };
-    row("b", "memory per device", "(16 P + A/2) / N + A/2", "", "bytes");
-    for (double t : {0.0, tokens, 4 * tokens}) {
-        row("b", strprintf("least N below %g GB, %g tokens per device", o.tpu_gb, t), "(16 P + A/2) / (memory - A/2)",
-            devices(t, GB), "devices");
+    const double D = o.d_model, F = o.d_ff, L = o.num_layers, X = o.fsdp, Y = o.tp, MX = o.links_fsdp, MY = o.links_tp;
+    const double P = 2 * D * F * L, per_token = 2 * L * (D + F), N = X * Y;
+    const double alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB), most_Y = MY * F / alpha;
+    const double in_turn = least_batch(o, alpha, X, Y), overlapped = Y <= most_Y ? alpha * X / MX : 0;
+    const double per_chip = 4 * alpha * alpha / (MX * MY * F);
+    if (!std::isnormal(per_chip) || !std::isfinite(P / o.gpu_gb) || !std::isfinite(P / o.tpu_gb)) {
+        fail("--tflops, --bandwidth_gb, --gpu_gb or --tpu_gb is too large or too small");
     }
-    row("b", strprintf("least N below %g GiB, 0 tokens per device", o.tpu_gb), "the same, in GiB", devices(0, GIB),
-        "devices");
-    row("b", "tokens per device from which no N is enough", "A/2 = memory",
-        strprintf("%.0f", ceil(o.tpu_gb * GB / (per_token / 2))), "tokens");
-
-    // Forward of one block: T_math = 4 B D F / (X Y C); gather of the weights T_FSDP = 4 D F / (Y W M_X); all-reduce of
-    // the activations T_TP = 4 B D / (X W M_Y). B: tokens overall.
-    double alpha = C / W;
-    row("c", "alpha", "C / W", strprintf("%.1f", alpha), "FLOP/byte");
-    double tp_share = alpha * Y / (MY * F), fsdp_batch = alpha * X / MX;
-    auto batch = [&](const char* how, const char* formula, double B) {
-        std::string quantity = std::string("least batch, axes ") + how;
-        bool possible = std::isfinite(B) && B > 0;
-        row("c", quantity, formula, possible ? strprintf("%.0f", ceil(B)) : "none", "tokens");
-        row("c", quantity + ", per chip", "B / (X Y)", possible ? strprintf("%.1f", B / (X * Y)) : "none", "tokens");
-        row("c", quantity + ", per FSDP shard", "B / X", possible ? strprintf("%.1f", B / X) : "none", "tokens");
-    };
-    batch("not overlapped", "(alpha X / M_X) / (1 - alpha Y / (M_Y F))",
-          tp_share < 1 ? fsdp_batch / (1 - tp_share) : -1);
-    batch("overlapped", "alpha X / M_X, if TP's condition holds", tp_share <= 1 ? fsdp_batch : -1);
-    row("c", "TP is compute bound for Y below", "M_Y F / alpha", strprintf("%.1f", MY * F / alpha), "chips");
-
-    double N = X * Y, least_sum = 4 * alpha * alpha / (MX * MY * F), best_x = 2 * alpha * N / (MY * F);
-    // Without overlap B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half: X = 2 alpha N /
-    // (M_Y F).
-    row("d", "least batch per chip, split free, not overlapped", "4 alpha^2 / (M_X M_Y F)",
-        strprintf("%.1f", least_sum), "tokens");
-    row("d", strprintf("the same for %g chips, X = 2 alpha N / (M_Y F) = %.1f", N, best_x), "N times that",
-        strprintf("%.0f", ceil(least_sum * N)), "tokens");
-    row("d", "least batch per chip, split free, overlapped", "alpha^2 / (M_X M_Y F)", strprintf("%.1f", least_sum / 4),
-        "tokens");
-    row("d", strprintf("the same for %g chips", N), "N times that", strprintf("%.0f", ceil(least_sum / 4 * N)),
-        "tokens");
-    std::set<double> divisors;
+    Table t{strprintf("communication_accounting: D = d_model %g, F = d_ff %g, L = %g blocks of two Linear layers; GB = "
+                      "1e9 bytes, GiB = 2^30; C = %g TFLOP/s, W = %g GB/s, X = %g (FSDP), Y = %g (TP), M_X = %g, M_Y = "
+                      "%g; commit %s",
+                      D, F, L, o.tflops, o.bandwidth_gb, X, Y, MX, MY, commit().c_str()),
+            {"part", "quantity", "formula", "value", "unit"}};
+    memory_accounting(o, t, P, per_token);
+    t.row("c", "alpha", "C / W", strprintf("%.1f", alpha), "FLOP/byte");
+    for (bool turns : {true, false}) {
+        const char* how = turns ? "axes in turn" : "axes overlapped";
+        const double B = turns ? in_turn : overlapped;
+        t.row("c", strprintf("least batch B, %s", how),
+              turns ? "(alpha X / M_X) / (1 - alpha Y / (M_Y F))" : "alpha X / M_X, if TP's condition holds",
+              or_none(ceil(B), "%.0f"), "tokens");
+        t.row("c", strprintf("per chip, %s", how), "B / (X Y)", or_none(B / N, "%.1f"), "tokens");
+        t.row("c", strprintf("per FSDP shard, %s", how), "B / X", or_none(B / X, "%.1f"), "tokens");
+    }
+    t.row("c", "TP is compute bound for Y below", "M_Y F / alpha", strprintf("%.1f", most_Y), "chips");
+    // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of the time.
+    t.row("d", "best X, axes in turn", "2 alpha N / (M_Y F)", strprintf("%.1f", 2 * N / most_Y), "chips");
+    t.row("d", "per chip, X free, in turn", "4 alpha^2 / (M_X M_Y F)", strprintf("%.1f", per_chip), "tokens");
+    t.row("d", "least batch, X free, in turn", "N times that", strprintf("%.0f", ceil(per_chip * N)), "tokens");
+    t.row("d", "per chip, X free, overlapped", "alpha^2 / (M_X M_Y F)", strprintf("%.1f", per_chip / 4), "tokens");
+    t.row("d", "least batch, X free, overlapped", "N times that", strprintf("%.0f", ceil(per_chip / 4 * N)), "tokens");
+    double best_X = 0, best = INFINITY;
+    std::set<double> splits;
     for (double x = 1; x * x <= N; x++) {
-        if (fmod(N, x) == 0) { divisors.insert({x, N / x}); }
+        if (fmod(N, x) == 0) { splits.insert({x, N / x}); }
     }
-    for (double x : divisors) {
-        double share = alpha * (N / x) / (MY * F);
-        if (share < 1) {
-            row("d", strprintf("least batch, X = %g, Y = %g, not overlapped", x, N / x), "as in c",
-                strprintf("%.0f", ceil(alpha * x / MX / (1 - share))), "tokens");
-        }
+    for (double x : splits) {
+        const double B = least_batch(o, alpha, x, N / x);
+        if (B == 0) { continue; }
+        if (B < best) { best = B, best_X = x; }
+        t.row("d", strprintf("least B, X = %g, Y = %g, in turn", x, N / x), "as in c", strprintf("%.0f", ceil(B)),
+              "tokens");
     }
-    print(table, o.format);
+    print(t);
+
+    answer_memory(o, P, per_token);
+    if (in_turn > 0) {
+        answer("c",
+               "Forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = %.0f tokens overall, "
+               "%.1f per chip; alpha = C / W = %.1f FLOP per byte. This holds for every schedule: FSDP's gathers "
+               "and TP's all-reduces take turns. Where both axes communicate at once, each over its own links, "
+               "alpha X / M_X = %.0f tokens (%.1f per chip) are enough.",
+               ceil(in_turn), in_turn / N, alpha, ceil(overlapped), overlapped / N);
+    } else {
+        answer("c",
+               "No batch is compute bound with X = %g and Y = %g: the all-reduces of tensor parallelism take longer "
+               "than the products, at any batch. Y has to be below M_Y F / alpha = %.1f.",
+               X, Y, most_Y);
+    }
+    answer(
+        "d",
+        "The split can be chosen: the least batch is 4 alpha^2 / (M_X M_Y F) = %.1f tokens per chip, at X = 2 "
+        "alpha N / (M_Y F) = %.1f%s. Communication on both axes at once divides it by 4: alpha^2 / (M_X M_Y F) "
+        "= %.1f. Fewer bytes (8-bit weights halve alpha X / M_X), more links per axis and pipeline stages "
+        "lower it further.",
+        per_chip, 2 * N / most_Y,
+        best_X > 0
+            ? strprintf("; in whole numbers X = %g, Y = %g needs %.0f tokens", best_X, N / best_X, ceil(best)).c_str()
+            : "",
+        per_chip / 4);
+    answer("d",
+           "Gradient accumulation does not, because each micro-batch gathers the weights again. Activation "
+           "checkpointing does not, because it leaves the forward's FLOPs and bytes as they are.");
     return 0;
 }

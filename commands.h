@@ -399,6 +399,22 @@ Planned plan_of_run(const Options& o, int (*run)(const Options&));  // null: of 
 Table plan_table(const Options& o, const Planned& planned);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// calcs.cu
+
+struct LayerSizes {
+    double B, D, F, C, W;  // tokens, d_model, d_ff, FLOP/s of a device, bytes/s out of it
+};
+struct PassCost {  // of one device
+    const char* what;
+    double flops, bytes, communication, computation;  // bytes sent; seconds
+    double most;                                      // devices, up to which computation takes as long
+};
+std::vector<PassCost> data_parallel_costs(const LayerSizes& l, double N);  // backward
+std::vector<PassCost> fsdp_costs(const LayerSizes& l, double N);           // forward, backward
+std::vector<PassCost> tp_costs(const LayerSizes& l, double N);
+std::vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M);  // FSDP, TP, both overlapped, in turn
+
+// ---------------------------------------------------------------------------------------------------------------------
 // The commands, by file
 
 int cmd_mixed_precision_accumulation(const Options& o);  // precision.cu

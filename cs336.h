@@ -81,9 +81,7 @@ std::string list_of(const std::vector<std::string>& items);          // "a", "a 
 std::string span(double least, double most, const char* format);     // "3.4 to 58.3", or "3.4" where both print alike
 std::string counted(const std::string& n, const std::string& what);  // "1 step", "2 steps"
 std::string join(const std::vector<std::string>& items, const char* between);
-// The text with control characters, those that turn the direction of reading, and what is not UTF-8 written as \xNN.
-std::string one_line(const std::string& text);
-std::string as_utf8(const std::string& text);  // only what is not UTF-8
+std::string one_line(const std::string& text);  // control characters and what is not UTF-8 as \xNN
 
 #ifdef __CUDACC__
 void cuda_check(cudaError_t error, const char* call, const char* file, int line);
@@ -126,10 +124,9 @@ const char* name_of(Mode m);
 const char* name_of(Precision p);
 Mode mode_from(const std::string& name);  // names are checked when the command line is read
 Precision precision_from(const std::string& name);
-// The one of `names` that is `word`, whatever its case and with - for _, or else the only one that begins with it; else
-// usage_error with the candidates.
+// The one of `names` that is `word`, whatever its case and with - for _; else usage_error with the nearest.
 std::string full_name(const std::string& word, const std::vector<std::string>& names, const char* kind);
-// "; did you mean NAME?" with the name that takes the fewest changes to type; "": none is near.
+// "; did you mean NAME?" with the name that begins so or takes the fewest changes to type; "": none is near.
 std::string did_you_mean(const std::string& word, const std::vector<std::string>& names);
 std::string lower_name(const std::string& name);  // in lower case, with _ for -
 
@@ -170,14 +167,13 @@ int cuda_devices(std::string* why = nullptr);  // 0 without a GPU or its driver,
 std::string cuda_remedy(const std::string& error, const std::string& card, int sm, int driver, int runtime);
 // auto|cpu|cuda; prints on stderr which one auto took; fails if there is none. gpu: which one, of several.
 Device choose_device(const std::string& want, int gpu = 0);
-// --plan --memory: of a GPU that need not be here, so nobody asks the driver about it.
-bool gpu_is_imagined();
-void synchronize();                 // wait for context.device
+inline bool gpu_is_imagined() { return false; }  // TODO(transition)
+void synchronize();                              // wait for context.device
 std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2 threads, OpenBLAS ..."
 size_t available_memory(Device d);  // bytes that could be allocated now
-// Bytes that Linux would still give, without swap and within the limits of our control groups. root: a folder with
-// /proc and /sys, for tests.
-size_t system_memory(const std::string& root = "");
+// Bytes that Linux would still give: the least of what it has available and of what our control group (version 2) and
+// RLIMIT_AS leave us. group: another group's folder, for tests.
+size_t system_memory(const char* group = nullptr);
 void require_memory(size_t bytes, const std::string& what);  // throws OutOfMemory if the CPU has less
 int cpu_threads();
 void choose_cpu_settings(char** argv);  // first thing in main(): may start the program anew, see there
@@ -342,26 +338,26 @@ struct EndSignals {
     EndSignals(const EndSignals&) = delete;
     static int seen();  // the signal's number; 0: none has come
 };
-struct Unfinished {  // a file that is removed when this goes, or when SIGINT, SIGTERM or SIGHUP ends us
-    explicit Unfinished(const std::string& path);
-    ~Unfinished();
+struct Unfinished {  // a file that is removed when this goes
+    const std::string path;
+    explicit Unfinished(const std::string& path) : path(path) {}
+    ~Unfinished() { remove(path.c_str()); }
     Unfinished(const Unfinished&) = delete;
 };
-void remove_unfinished_files();                       // where the process ends without destructors
-std::string real_name(const std::string& path);       // in its real folder, behind all symbolic links; there or not
-std::string temporary_name(const std::string& path);  // beside it; left over, the next replace_file(path) removes it
+inline void remove_unfinished_files() {}              // TODO(transition)
+std::string real_name(const std::string& path);       // absolute, behind all symbolic links; there or not
+std::string temporary_name(const std::string& path);  // beside it, another one each time
 // `write` fills a temporary file beside path, which takes its name in one step: nobody ever sees half a file, and where
-// it fails the old one stays. write returns false, with errno, if it failed; null: only tries whether it could.
+// it fails, or we are killed, the old one stays. write returns false, with errno, if it failed; null: only tries.
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
 void save_file(const std::string& path, const std::string& bytes);
 bool same_file(const std::string& a, const std::string& b);                // both are there, and are one
 void note(const char* format, ...) __attribute__((format(printf, 1, 2)));  // one line on stderr
-// Starts this program anew, its stdout to a descriptor, and if given its stderr to another one: then in a process group
-// of its own. It does not outlive us.
+// Starts this program anew, its stdout to a descriptor, and if given its stderr to another one. It does not outlive us.
 pid_t start_ourselves(const std::vector<std::string>& arguments, char** environment, int stdout_descriptor,
                       int stderr_descriptor = -1);
-// A fresh process; its stdout; fails if it failed. With `watch`, which is called about once a second, its stderr is
-// kept for the failure's message, of which it is the last line; where watch throws, the process ends.
+// A fresh process; its stdout; fails if it failed. With `watch`, which is called about once a second, the last line of
+// its stderr is the failure's message.
 std::string run_ourselves(const std::vector<std::string>& arguments, const std::function<void()>& watch = nullptr);
 std::string commit();  // of the build
 

@@ -1,36 +1,25 @@
 // measure.cu: the instruments that every other file uses: errors, devices, memory, time, signals, files.
 #include "gpu.h"
 
-#include <algorithm>
 #include <atomic>
-#include <cctype>
 #include <cerrno>
 #include <chrono>
-#include <climits>
 #include <csignal>
-#include <cstdarg>
-#include <cstdio>
-#include <cstdlib>
 #include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <mutex>
 #include <numeric>
 #include <random>
-#include <set>
 #include <sstream>
-#include <unordered_map>
 
-#include <cxxabi.h>
 #include <fcntl.h>
 #include <malloc.h>
 #include <omp.h>
 #include <poll.h>
-#include <sys/file.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
-#include <sys/sysinfo.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -88,9 +77,8 @@ std::string list_of(const std::vector<std::string>& items) {
     return list;
 }
 std::string span(double least, double most, const char* format) {
-    char a[64], b[64];
-    snprintf(a, sizeof a, format, least), snprintf(b, sizeof b, format, most);
-    return strcmp(a, b) == 0 ? a : std::string(a) + " to " + b;
+    const std::string a = strprintf(format, least), b = strprintf(format, most);
+    return a == b ? a : a + " to " + b;
 }
 std::string join(const std::vector<std::string>& items, const char* between) {
     std::string all;
@@ -98,46 +86,30 @@ std::string join(const std::vector<std::string>& items, const char* between) {
     return all;
 }
 
-// The character of UTF-8 that begins at text[i]. code -1: none does.
-struct Character {
-    int code, bytes;
-};
-static Character character_at(const std::string& text, size_t i) {
-    static const int least[] = {0, 0x80, 0x800, 0x10000};  // of a character with so many bytes more
-    unsigned char c = text[i];
-    int more = c < 0x80 ? 0 : c < 0xc0 ? -1 : c < 0xe0 ? 1 : c < 0xf0 ? 2 : c < 0xf8 ? 3 : -1;
-    int code = more > 0 ? c & (0x3f >> more) : c;
-    for (int k = 1; k <= more; k++) {
-        unsigned char next = i + k < text.size() ? text[i + k] : 0;
-        if ((next & 0xc0) != 0x80) { return {-1, 1}; }
-        code = code << 6 | (next & 0x3f);
+// Bytes of the character of UTF-8 that begins at text[i]; 0: none does.
+static int character_at(const std::string& text, size_t i) {
+    auto byte = [&](size_t k) { return k < text.size() ? (unsigned char)text[k] : 0; };
+    const int first = byte(i), second = byte(i + 1);
+    const int n = first < 0x80 ? 1 : first < 0xc2 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : first < 0xf5 ? 4 : 0;
+    for (int k = 1; k < n; k++) {
+        if ((byte(i + k) & 0xc0) != 0x80) { return 0; }
     }
-    bool surrogate = code >= 0xd800 && code < 0xe000;
-    if (more < 0 || code < least[more] || code > 0x10ffff || surrogate) { return {-1, 1}; }
-    return {code, more + 1};
+    const bool longer_than_needed = (first == 0xe0 && second < 0xa0) || (first == 0xf0 && second < 0x90);
+    const bool beyond = (first == 0xed && second >= 0xa0) || (first == 0xf4 && second >= 0x90);  // surrogates, 10ffff
+    return longer_than_needed || beyond ? 0 : n;
 }
-// The character ends a line, steers a terminal, or turns the direction of the text around it.
-static bool steers(int code) {
-    return code < 0x20 || (code >= 0x7f && code < 0xa0) || code == 0x61c || code == 0x200e || code == 0x200f ||
-           (code >= 0x2028 && code <= 0x202e) || (code >= 0x2066 && code <= 0x2069);
-}
-// Bytes that are not UTF-8, and characters of which `is_bad` is true, as \xNN.
-static std::string escaped(const std::string& text, bool (*is_bad)(int code)) {
+std::string one_line(const std::string& text) {
     std::string line;
     for (size_t i = 0; i < text.size();) {
-        Character c = character_at(text, i);
-        if (c.code >= 0 && !is_bad(c.code)) {
-            line.append(text, i, c.bytes);
-        } else {
-            for (int k = 0; k < c.bytes; k++) { line += strprintf("\\x%02x", (unsigned char)text[i + k]); }
+        const int n = character_at(text, i), c = (unsigned char)text[i];
+        const bool control = c < 0x20 || c == 0x7f || (c == 0xc2 && n == 2 && (unsigned char)text[i + 1] < 0xa0);
+        if (n > 0 && !control) { line.append(text, i, n); }
+        for (int k = 0; k < std::max(n, 1) && (n == 0 || control); k++) {
+            line += strprintf("\\x%02x", (unsigned char)text[i + k]);
         }
-        i += c.bytes;
+        i += std::max(n, 1);
     }
     return line;
-}
-std::string one_line(const std::string& text) { return escaped(text, steers); }
-std::string as_utf8(const std::string& text) {
-    return escaped(text, [](int) { return false; });
 }
 
 static bool environment_is_1(const char* name) {
@@ -146,25 +118,25 @@ static bool environment_is_1(const char* name) {
 }
 
 std::string cuda_remedy(const std::string& error, const std::string& card, int sm, int driver, int runtime) {
-    auto cuda = [](int version) { return strprintf("CUDA %d.%d", version / 1000, version % 1000 / 10); };
-    std::string build = strprintf("make ARCH=\"-gencode arch=compute_%d,code=sm_%d\"", sm, sm);
-    std::string name = card + strprintf(" (sm_%d)", sm);
     if (error == "cudaErrorInsufficientDriver" && driver == 0) {
         return "there is no NVIDIA driver here: `nvidia-smi` has to work first";
     }
     if (error == "cudaErrorInsufficientDriver") {
-        return "the driver is for " + cuda(driver) + ", this build for " + cuda(runtime) +
-               ": update the driver, or build with the driver's CUDA: make NVCC=" +
-               strprintf("/usr/local/cuda-%d.%d/bin/nvcc", driver / 1000, driver % 1000 / 10);
+        return strprintf(
+            "the driver is for CUDA %d.%d, this build for CUDA %d.%d: update the driver, or build with "
+            "make NVCC=/usr/local/cuda-%d.%d/bin/nvcc",
+            driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10, driver / 1000, driver % 1000 / 10);
     }
-    if (sm == 0) { return ""; }
-    if (error == "cudaErrorUnsupportedPtxVersion") {
-        return "the driver, for " + cuda(driver) + ", cannot translate the PTX of " + cuda(runtime) + ", and the " +
-               name + " has no code of its own in this build: " + build;
-    }
-    if (error != "cudaErrorNoKernelImageForDevice" && error != "cudaErrorInvalidDeviceFunction") { return ""; }
-    return sm < 75 ? "the " + name + " is too old, the kernels need sm_75 (a T4): make NVCC= builds for the CPU"
-                   : "this build has no code for the " + name + ": " + build;
+    const bool no_code = error == "cudaErrorNoKernelImageForDevice" || error == "cudaErrorInvalidDeviceFunction" ||
+                         error == "cudaErrorUnsupportedPtxVersion";
+    if (!no_code || sm == 0) { return ""; }
+    return sm < 75
+               ? strprintf("the %s (sm_%d) is too old, the kernels need sm_75 (a T4): make NVCC= builds for the CPU",
+                           card.c_str(), sm)
+               : strprintf(
+                     "this build has no code for the %s (sm_%d): make ARCH=\"-gencode "
+                     "arch=compute_%d,code=sm_%d\"",
+                     card.c_str(), sm, sm, sm);
 }
 
 #ifdef __CUDACC__
@@ -195,31 +167,17 @@ void launch_check(const char* file, int line) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Names
 
-const char* name_of(Device d) {
-    static const char* const names[] = {"cpu", "cuda", "meta"};
-    return names[d];
-}
-
-const char* name_of(DType t) {
-    static const char* const names[] = {"float32", "float16", "bfloat16", "float64", "int32", "uint8"};
-    return names[t];
-}
-
-const char* name_of(Mode m) {
-    static const char* const names[] = {"eager", "fused", "flash"};
-    return names[m];
-}
-
-const char* name_of(Precision p) {
-    static const char* const names[] = {"fp32", "tf32", "bf16", "fp16", "pure_bf16"};
-    return names[p];
-}
-
-const char* name_of(Category c) {
-    static const char* const names[] = {"parameters",  "gradients", "optimizer state", "weight copies",
-                                        "activations", "workspace", "inputs"};
-    return names[c];
-}
+static const char* const DEVICES[] = {"cpu", "cuda", "meta"};
+static const char* const DTYPES[] = {"float32", "float16", "bfloat16", "float64", "int32", "uint8"};
+static const char* const MODES[] = {"eager", "fused", "flash"};
+static const char* const PRECISIONS[] = {"fp32", "tf32", "bf16", "fp16", "pure_bf16"};
+static const char* const CATEGORY_NAMES[] = {"parameters",  "gradients", "optimizer state", "weight copies",
+                                             "activations", "workspace", "inputs"};
+const char* name_of(Device d) { return DEVICES[d]; }
+const char* name_of(DType t) { return DTYPES[t]; }
+const char* name_of(Mode m) { return MODES[m]; }
+const char* name_of(Precision p) { return PRECISIONS[p]; }
+const char* name_of(Category c) { return CATEGORY_NAMES[c]; }
 
 Mode mode_from(const std::string& name) {
     for (Mode m : {EAGER, FUSED, FLASH}) {
@@ -240,54 +198,33 @@ std::string lower_name(const std::string& name) {
     for (char& c : lower) { c = c == '-' ? '_' : (char)tolower((unsigned char)c); }
     return lower;
 }
-// Letters put in, left out, replaced, or swapped with the next one: the Damerau-Levenshtein distance where no letter
-// changes twice.
-static size_t changes_between(const std::string& a, const std::string& b) {
-    std::vector<std::vector<size_t>> d(a.size() + 1, std::vector<size_t>(b.size() + 1));
-    for (size_t i = 0; i <= a.size(); i++) {
-        for (size_t j = 0; j <= b.size(); j++) {
-            d[i][j] = i + j;
-            if (i == 0 || j == 0) { continue; }
-            d[i][j] = std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (a[i - 1] != b[j - 1])});
-            bool swapped = i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1];
-            if (swapped) { d[i][j] = std::min(d[i][j], d[i - 2][j - 2] + 1); }
-        }
-    }
-    return d[a.size()][b.size()];
-}
 std::string did_you_mean(const std::string& word, const std::vector<std::string>& names) {
     const std::string typed = lower_name(word);
     if (typed.size() < 2 || typed.size() > 100) { return ""; }
     std::string nearest;
-    size_t fewest = std::max<size_t>(1, typed.size() / 3);  // more make another word
+    size_t fewest = std::max<size_t>(typed.size() > 3 ? 2 : 1, typed.size() / 3) + 1;  // so many make another word
     for (const std::string& name : names) {
         const std::string lower = lower_name(name);
-        size_t n = lower.compare(0, typed.size(), typed) == 0 ? 1 : changes_between(typed, lower);
-        if (n < fewest || (n == fewest && nearest.empty())) { fewest = n, nearest = name; }
+        std::vector<size_t> changes(typed.size() + 1);  // letters put in, left out or replaced: Levenshtein's distance
+        std::iota(changes.begin(), changes.end(), 0);
+        for (char c : lower) {
+            size_t above = changes[0]++;
+            for (size_t j = 1; j <= typed.size(); j++) {
+                const size_t replaced = above + (typed[j - 1] != c);
+                above = changes[j];
+                changes[j] = std::min({replaced, changes[j] + 1, changes[j - 1] + 1});
+            }
+        }
+        const size_t n = lower.compare(0, typed.size(), typed) == 0 ? 1 : changes.back();
+        if (n < fewest) { fewest = n, nearest = name; }
     }
     return nearest.empty() ? "" : "; did you mean " + nearest + "?";
 }
-
 std::string full_name(const std::string& word, const std::vector<std::string>& names, const char* kind) {
-    const std::string typed = lower_name(word);
-    std::string start = typed;
-    std::vector<std::string> found;
-    while (true) {  // an unknown word is shortened until some name starts like it: these are the candidates
-        for (const std::string& name : names) {
-            if (typed == name) { return name; }
-            if (name.compare(0, start.size(), start) == 0) { found.push_back(name); }
-        }
-        if (!found.empty() || start.empty()) { break; }
-        start.pop_back();
+    for (const std::string& name : names) {
+        if (lower_name(word) == name) { return name; }
     }
-    if (start == typed && found.size() == 1) { return found[0]; }
-    if (start == typed && !typed.empty()) {
-        usage_error("%s: more than one %s starts like this; candidates: %s", word.c_str(), kind,
-                    join(found, ", ").c_str());
-    }
-    std::string near = did_you_mean(word, names);
-    usage_error("%s: no such %s%s", word.empty() ? "''" : word.c_str(), kind,
-                near.empty() ? ("; candidates: " + join(found, ", ")).c_str() : near.c_str());
+    usage_error("%s: no such %s%s", word.empty() ? "''" : word.c_str(), kind, did_you_mean(word, names).c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -338,7 +275,6 @@ Device choose_device(const std::string& want, int gpu) {
         fail("device '%s': expected auto, cpu or cuda", want.c_str());
     }
     if (want == "cpu") { return CPU; }
-    if (context.plan_only && context.memory < SIZE_MAX) { return CUDA; }
     std::string why;
     bool usable = cuda_devices(&why) > 0;
 #ifdef __CUDACC__
@@ -356,13 +292,12 @@ Device choose_device(const std::string& want, int gpu) {
 #endif
     if (!usable) {
         if (want == "cuda") { fail("device cuda: there is none (%s)", why.c_str()); }
-        if (!context.plan_only) { note("device auto: took cpu (%s)", why.c_str()); }
+        note("device auto: took cpu (%s)", why.c_str());
         return CPU;
     }
-    if (want == "auto" && !context.plan_only) { note("device auto: took cuda"); }
+    if (want == "auto") { note("device auto: took cuda"); }
     return CUDA;
 }
-bool gpu_is_imagined() { return context.plan_only && context.device == CUDA && context.memory < SIZE_MAX; }
 
 #ifdef __CUDACC__
 static thread_local cudaStream_t other = nullptr;
@@ -399,22 +334,15 @@ int cpu_threads() { return omp_get_max_threads(); }
 // OpenMP's threads spin while they wait, by default. Where cores are shared (containers, CI, several ranks) they take
 // the time from the threads that work: a step was seen to take 4 times as long.
 void choose_cpu_settings(char** argv) {
-    std::string openblas;
+    const char* core = nullptr;
 #if defined(HAVE_OPENBLAS) && defined(__x86_64__)
-    bool old = strcmp(openblas_get_corename(), "Prescott") == 0;
-    bool avx512 =
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
-    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (old && (avx512 || avx2)) { openblas = avx512 ? "SkylakeX" : "Haswell"; }
+    if (strcmp(openblas_get_corename(), "Prescott") == 0 && __builtin_cpu_supports("avx2")) {
+        core = __builtin_cpu_supports("avx512bw") ? "SkylakeX" : "Haswell";
+    }
 #endif
-    bool restart = false;
-    auto set = [&](const char* name, const std::string& value) {
-        if (value.empty() || getenv(name)) { return; }
-        restart = setenv(name, value.c_str(), 1) == 0 || restart;
-    };
-    set("OPENBLAS_CORETYPE", openblas);
-    set("OMP_WAIT_POLICY", "passive");
-    if (!restart) { return; }
+    if (getenv("OMP_WAIT_POLICY") && (!core || getenv("OPENBLAS_CORETYPE"))) { return; }
+    setenv("OMP_WAIT_POLICY", "passive", 0);
+    if (core) { setenv("OPENBLAS_CORETYPE", core, 0); }
     execv("/proc/self/exe", argv);
     note("warning: could not start anew (%s): the CPU path may be several times slower", strerror(errno));
 }
@@ -456,7 +384,6 @@ static std::string gpu_description() {
 #endif
 
 std::string device_description() {
-    if (gpu_is_imagined()) { return strprintf("a GPU with %.4g GiB free", to_gib(context.memory)); }
 #ifdef __CUDACC__
     if (context.device == CUDA) { return gpu_description(); }
 #endif
@@ -472,86 +399,39 @@ std::string device_description() {
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory: the raw blocks
 
-// A control group that limits memory: ours, or one around it.
-struct MemoryGroup {
-    std::string limit, used, stat;  // files
-    const char* cached;             // field of stat
-};
-// Both versions can be mounted: in version 1 the memory controller has a tree of its own.
-static std::vector<MemoryGroup> memory_groups(const std::string& root) {
-    auto lists = [](const std::string& items, const char* item) {
-        return ("," + items + ",").find("," + std::string(item) + ",") != std::string::npos;
-    };
-    std::vector<MemoryGroup> groups;
-    std::ifstream mounts(root + "/proc/self/mountinfo");
-    for (std::string line; std::getline(mounts, line);) {
-        std::istringstream words(line);
-        std::string word, top, folder, type, options, group;  // top: which group it is that is mounted
-        words >> word >> word >> word >> top >> folder;
-        while (words >> word && word != "-") {}
-        words >> type >> word >> options;
-        bool v1 = type == "cgroup" && lists(options, "memory");
-        if (!v1 && type != "cgroup2") { continue; }
-        std::ifstream ours(root + "/proc/self/cgroup");
-        while (std::getline(ours, line)) {  // 4:memory:/a/b, or in version 2 0::/a/b
-            size_t first = line.find(':'), second = line.find(':', first + 1);
-            if (second == std::string::npos) { continue; }
-            std::string controllers = line.substr(first + 1, second - first - 1);
-            if (v1 ? lists(controllers, "memory") : controllers.empty()) { group = line.substr(second + 1); }
-        }
-        if (top != "/" && group.compare(0, top.size(), top) == 0) { group.erase(0, top.size()); }
-        for (bool more = true; more;) {
-            const std::string at = root + folder + group + "/", stat = at + "memory.stat";
-            groups.push_back(v1 ? MemoryGroup{at + "memory.limit_in_bytes", at + "memory.usage_in_bytes", stat,
-                                              "\ntotal_inactive_file "}
-                                : MemoryGroup{at + "memory.max", at + "memory.current", stat, "\ninactive_file "});
-            more = !group.empty();
-            if (more) { group.resize(group.rfind('/') == std::string::npos ? 0 : group.rfind('/')); }
-        }
-    }
-    return groups;
-}
-
-// The number behind `before`, which begins with a line's end. False: there is no such file, or no number.
-static bool number_in(const char* path, const char* before, size_t* number) {
-    char text[1 << 14] = "\n", *end = text + 1;
+// The number behind `before`, which begins with a line's end; SIZE_MAX: there is no such file, or no number. It uses no
+// heap: its memory could be a piece of a large block that was freed and is about to be allocated again.
+static size_t number_in(const char* folder, const char* name, const char* before) {
+    char path[512], text[1 << 14] = "\n", *behind = nullptr;
+    snprintf(path, sizeof path, "%s/%s", folder, name);
     int file = open(path, O_RDONLY | O_CLOEXEC);
-    if (file < 0) { return false; }
-    for (ssize_t n; end < text + sizeof text - 1 && (n = read(file, end, text + sizeof text - 1 - end)) > 0;) {
-        end += n;
-    }
+    if (file < 0) { return SIZE_MAX; }
+    ssize_t n = read(file, text + 1, sizeof text - 2);
     close(file);
-    *end = 0;
+    text[1 + std::max<ssize_t>(n, 0)] = 0;
     const char* found = strstr(text, before);
-    char* behind = nullptr;
-    if (found) { *number = strtoull(found + strlen(before), &behind, 10); }
-    return found && behind > found + strlen(before);
+    size_t number = found ? strtoull(found + strlen(before), &behind, 10) : 0;
+    return found && behind > found + strlen(before) ? number : SIZE_MAX;
 }
 
-// It uses no heap: its memory could be a piece of a large block that was freed and is about to be allocated again.
-static size_t memory_left(const char* meminfo, const std::vector<MemoryGroup>& groups) {
-    size_t left = 0;
-    struct sysinfo info;
-    if (number_in(meminfo, "\nMemAvailable:", &left)) {
-        left *= 1024;
-    } else if (sysinfo(&info) == 0) {
-        left = (info.freeram + info.bufferram) * info.mem_unit;
+size_t system_memory(const char* group) {
+    static const std::string own = [] {  // in a container it may be the root of what it sees
+        const std::string folder = "/sys/fs/cgroup" + field_of("/proc/self/cgroup", "0:");
+        return access((folder + "/memory.max").c_str(), R_OK) == 0 ? folder : "/sys/fs/cgroup";
+    }();
+    if (!group) { group = own.c_str(); }
+    size_t left = number_in("/proc", "meminfo", "\nMemAvailable:") * 1024;
+    size_t limit = number_in(group, "memory.max", "\n"), used = number_in(group, "memory.current", "\n");
+    size_t cached = number_in(group, "memory.stat", "\ninactive_file ");  // counts as used, but makes room
+    if (limit < SIZE_MAX && used < SIZE_MAX && cached < SIZE_MAX) {
+        left = std::min(left, std::max(limit + cached, used) - used);
     }
-    for (const MemoryGroup& group : groups) {
-        size_t limit, used = 0, cached = 0;
-        if (!number_in(group.limit.c_str(), "\n", &limit)) { continue; }  // "max"
-        number_in(group.used.c_str(), "\n", &used);
-        number_in(group.stat.c_str(), group.cached, &cached);
-        limit += std::min(cached, used);  // cached files count as used, but make room when memory runs short
-        left = std::min(left, limit > used ? limit - used : 0);
+    rlimit space;
+    if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY) {
+        used = number_in("/proc/self", "status", "\nVmSize:") * 1024;
+        left = std::min(left, std::max<size_t>(space.rlim_cur, used) - used);
     }
     return left;
-}
-
-size_t system_memory(const std::string& root) {
-    static const std::vector<MemoryGroup> ours = memory_groups("");
-    if (root.empty()) { return memory_left("/proc/meminfo", ours); }
-    return memory_left((root + "/proc/meminfo").c_str(), memory_groups(root));
 }
 
 #ifdef __CUDACC__
@@ -591,11 +471,6 @@ void give_back_cached_memory() {
 
 size_t available_memory(Device d) {
     if (d == META) { return SIZE_MAX; }
-    size_t allowed = SIZE_MAX;
-    if (d == context.device && context.memory < SIZE_MAX) {
-        allowed = context.memory - std::min(context.memory, memory_use(d).now);
-    }
-    if (gpu_is_imagined()) { return allowed; }
 #ifdef __CUDACC__
     if (d == CUDA) {
         size_t free, total;
@@ -603,11 +478,11 @@ size_t available_memory(Device d) {
         CUDA_CHECK(cudaMemGetInfo(&free, &total));
         CUDA_CHECK(cudaMemPoolGetAttribute(memory_pool(), cudaMemPoolAttrReservedMemCurrent, &reserved));
         CUDA_CHECK(cudaMemPoolGetAttribute(memory_pool(), cudaMemPoolAttrUsedMemCurrent, &used));
-        return std::min<size_t>(allowed, free + (reserved - used));
+        return free + (reserved - used);
     }
 #endif
     malloc_trim(0);  // memory that we freed and malloc kept is available, too
-    return std::min(allowed, system_memory());
+    return system_memory();
 }
 
 void require_memory(size_t bytes, const std::string& what) {
@@ -946,21 +821,14 @@ void progress(const char* format, ...) {
     progress_is_open = true;
 }
 
-// What was typed, or read from a file, may be long and hold anything.
 void note(const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    std::string line = one_line(vstrprintf(format, arguments));
+    std::string text = vstrprintf(format, arguments);
     va_end(arguments);
-    constexpr size_t END = 1500;  // bytes that are shown of either end; no character is cut
-    if (line.size() > 2 * END + 5) {
-        size_t head = END, tail = line.size() - END;
-        while ((line[head] & 0xc0) == 0x80) { head--; }
-        while ((line[tail] & 0xc0) == 0x80) { tail++; }
-        line.replace(head, tail - head, " ... ");
-    }
+    if (text.size() > 3000) { text.replace(1500, text.size() - 3000, " ... "); }  // what was typed may be long
     end_progress();
-    fprintf(stderr, "%s\n", line.c_str());
+    fprintf(stderr, "%s\n", one_line(text).c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -969,20 +837,17 @@ void note(const char* format, ...) {
 static const int END_SIGNALS[] = {SIGINT, SIGTERM, SIGHUP};
 static struct sigaction before_end_signals[3];
 static std::atomic<int> end_signal{0};
-static std::atomic<int64_t> end_signal_ms{0};
+static std::atomic<double> end_signal_ms{0};
 static std::atomic<bool> end_signal_says{false};
 
 static void take_end_signal(int number) {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    int64_t ms = (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
+    const double ms = now_ms();
     int none = 0, error = errno;
     if (end_signal.compare_exchange_strong(none, number)) {
         end_signal_ms = ms;
         static const char text[] = "\ncs336: finishing the step, and what --save writes; once more ends at once\n";
         if (end_signal_says && write(STDERR_FILENO, text, sizeof text - 1) < 0) { errno = error; }
     } else if (ms - end_signal_ms >= 1000) {
-        remove_unfinished_files();
         signal(number, SIG_DFL);
         raise(number);
     }
@@ -1007,103 +872,35 @@ int EndSignals::seen() { return end_signal; }
 // ---------------------------------------------------------------------------------------------------------------------
 // Files
 
-// A signal handler may read plain arrays, but neither strings nor lists. The main thread alone writes files.
-static char unfinished[4][PATH_MAX];
-static volatile sig_atomic_t unfinished_files = 0;
-static const int FATAL_SIGNALS[] = {SIGINT, SIGTERM, SIGHUP, SIGUSR1};  // the last one is launch_ranks'
-static struct sigaction before_unfinished[std::size(FATAL_SIGNALS)];
-
-void remove_unfinished_files() {
-    for (int i = 0; i < unfinished_files; i++) { unlink(unfinished[i]); }
-}
-static void remove_unfinished(int number) {
-    remove_unfinished_files();
-    raise(number);  // SA_RESETHAND: it ends us, as if we had never caught it
-}
-
-Unfinished::Unfinished(const std::string& path) {
-    if (unfinished_files == 4) { fail("%s: more than 4 unfinished files", path.c_str()); }
-    if (path.size() >= PATH_MAX) { fail("%s: cannot be written: %s", path.c_str(), strerror(ENAMETOOLONG)); }
-    strcpy(unfinished[unfinished_files], path.c_str());
-    if (++unfinished_files > 1) { return; }
-    struct sigaction action = {};
-    action.sa_handler = remove_unfinished;
-    action.sa_flags = (int)SA_RESETHAND;
-    for (size_t i = 0; i < std::size(FATAL_SIGNALS); i++) {
-        sigaction(FATAL_SIGNALS[i], nullptr, &before_unfinished[i]);
-        if (before_unfinished[i].sa_handler == SIG_DFL) { sigaction(FATAL_SIGNALS[i], &action, nullptr); }
-    }
-}
-Unfinished::~Unfinished() {
-    unlink(unfinished[unfinished_files - 1]);  // gone already where it took its final name
-    if (--unfinished_files > 0) { return; }
-    for (size_t i = 0; i < std::size(FATAL_SIGNALS); i++) {
-        sigaction(FATAL_SIGNALS[i], &before_unfinished[i], nullptr);
-    }
-}
-
 std::string real_name(const std::string& path) {
-    namespace fs = std::filesystem;
-    fs::path p = path;
     std::error_code error;
-    for (int i = 0; i < 40 && fs::is_symlink(p, error); i++) {  // also one whose target is not there yet
-        p = p.parent_path() / fs::read_symlink(p, error);       // an absolute one takes the folder's place
-    }
-    fs::path folder = fs::canonical(p.has_parent_path() ? p.parent_path() : ".", error);
-    return error ? path : (folder / p.filename()).string();
+    const std::filesystem::path real = std::filesystem::weakly_canonical(std::filesystem::absolute(path, error), error);
+    return error ? path : real.string();
 }
-
-static const char* const TEMPORARY = ".tmp.cs336.";
-std::string temporary_name(const std::string& path) {  // that nobody can guess
-    return real_name(path) + TEMPORARY + strprintf("%08x", std::random_device()());
-}
-// Removes what a killed run has left beside path. A file that is being written is locked soon after its creation.
-static void remove_stale(const std::string& path) {
-    std::error_code error;
-    const std::filesystem::path folder = std::filesystem::path(path).parent_path();
-    for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
-        std::string name = entry.path().string();
-        const std::string start = path + TEMPORARY;
-        bool ours = name.size() == start.size() + 8 && name.compare(0, start.size(), start) == 0 &&
-                    name.find_first_not_of("0123456789abcdef", start.size()) == std::string::npos;
-        if (!ours) { continue; }
-        int file = open(name.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-        struct stat s;
-        if (file < 0) { continue; }
-        bool old = fstat(file, &s) == 0 && S_ISREG(s.st_mode) && s.st_mtime < time(nullptr) - 60;
-        if (old && flock(file, LOCK_EX | LOCK_NB) == 0) { unlink(name.c_str()); }
-        close(file);
-    }
+std::string temporary_name(const std::string& path) {
+    return real_name(path) + strprintf(".tmp.%08x", std::random_device()());
 }
 
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write) {
     const std::string target = real_name(path);
+    const Unfinished temporary(temporary_name(path));
+    const char* name = temporary.path.c_str();
     struct stat before;
-    bool replaces = stat(target.c_str(), &before) == 0;
-    if (replaces ? access(target.c_str(), W_OK) != 0
-                 : errno != ENOENT) {  // its owner forbids it, or links lead in a circle
-        fail("%s: cannot be written: %s", path.c_str(), strerror(errno));
-    }
+    const bool replaces = stat(target.c_str(), &before) == 0;
     if (replaces && !S_ISREG(before.st_mode)) {
         fail("%s: cannot be written: expected a regular file", path.c_str());  // or we would replace /dev/null
     }
-    remove_stale(target);
-    Unfinished temporary(temporary_name(target));
-    const char* name = unfinished[unfinished_files - 1];
-    int descriptor = open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, replaces ? 0600 : 0666);
-    FILE* file = descriptor < 0 ? nullptr : fdopen(descriptor, "wb");
+    const bool allowed = replaces ? access(target.c_str(), W_OK) == 0 : errno == ENOENT;
+    const int descriptor = allowed ? open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666) : -1;
+    const std::unique_ptr<FILE, int (*)(FILE*)> file(descriptor < 0 ? nullptr : fdopen(descriptor, "wb"), fclose);
     bool ok = file && (!replaces || fchmod(descriptor, before.st_mode & 07777) == 0);
-    if (ok) { flock(descriptor, LOCK_EX | LOCK_NB); }  // where it cannot be locked, remove_stale cannot lock it either
     if (write) {
-        ok = ok && write(file) && fflush(file) == 0 && fsync(descriptor) == 0 && rename(name, target.c_str()) == 0;
+        ok = ok && write(file.get()) && fflush(file.get()) == 0 && fsync(descriptor) == 0 &&
+             rename(name, target.c_str()) == 0;
     }
-    int error = ok ? 0 : errno;
-    if (file && fclose(file) != 0 && error == 0) { error = errno; }
-    if (error != 0) { fail("%s: cannot be written: %s", path.c_str(), strerror(error)); }
-    // The new name, too, has to reach the disk. Not every file system can be asked for it.
-    int folder = open(target.substr(0, target.rfind('/') + 1).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (write && folder >= 0) { fsync(folder); }
-    if (folder >= 0) { close(folder); }
+    if (!ok) { fail("%s: cannot be written: %s", path.c_str(), strerror(errno)); }
+    const int folder = open(target.substr(0, target.rfind('/') + 1).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (folder >= 0) { fsync(folder), close(folder); }  // the new name, too, has to reach the disk
 }
 
 bool same_file(const std::string& a, const std::string& b) {
@@ -1116,28 +913,6 @@ void save_file(const std::string& path, const std::string& bytes) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Ourselves
-
-// Ends the child and the processes that it has started: all are in its process group. NCCL's ranks get a moment to tidy
-// up.
-static void end_group(pid_t child) {
-    kill(-child, SIGTERM);
-    for (int i = 0; i < 300 && waitpid(child, nullptr, WNOHANG) == 0; i++) { usleep(10000); }
-    kill(-child, SIGKILL);
-    waitpid(child, nullptr, 0);  // fails where it has been waited for above
-}
-
-static std::string last_line_of(FILE* file) {
-    std::string line, last;
-    rewind(file);
-    for (int c; (c = fgetc(file)) != EOF;) {
-        if (c != '\n') {
-            line += (char)c;
-        } else if (!line.empty()) {
-            last = line, line.clear();
-        }
-    }
-    return line.empty() ? last : line;
-}
 
 pid_t start_ourselves(const std::vector<std::string>& arguments, char** environment, int stdout_descriptor,
                       int stderr_descriptor) {
@@ -1153,54 +928,46 @@ pid_t start_ourselves(const std::vector<std::string>& arguments, char** environm
     if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) { _exit(127); }
     if (getppid() != parent) { _exit(1); }  // which may have ended before that
     if (stdout_descriptor != STDOUT_FILENO && dup2(stdout_descriptor, STDOUT_FILENO) < 0) { _exit(127); }
-    if (stderr_descriptor >= 0 && (dup2(stderr_descriptor, STDERR_FILENO) < 0 || setpgid(0, 0) != 0)) { _exit(127); }
+    if (stderr_descriptor >= 0 && dup2(stderr_descriptor, STDERR_FILENO) < 0) { _exit(127); }
     execve(ourselves, argv.data(), environment);
     _exit(127);
 }
 
 std::string run_ourselves(const std::vector<std::string>& arguments, const std::function<void()>& watch) {
-    std::string line = "cs336";
-    for (const std::string& a : arguments) { line += " " + a; }
+    const std::string line = "cs336 " + join(arguments, " ");
     int ends[2];  // read, write
     if (pipe2(ends, O_CLOEXEC) != 0) { fail("pipe: %s", strerror(errno)); }
-    std::unique_ptr<FILE, int (*)(FILE*)> errors(watch ? tmpfile() : nullptr, fclose);
+    FILE* errors = watch ? tmpfile() : nullptr;
     if (watch && !errors) { fail("tmpfile: %s", strerror(errno)); }
-    pid_t child = start_ourselves(arguments, environ, ends[1], watch ? fileno(errors.get()) : -1);
+    pid_t child = start_ourselves(arguments, environ, ends[1], watch ? fileno(errors) : -1);
     close(ends[1]);  // so that reading ends when the child closes its copy
 
-    std::string output;
+    std::string output, said;
     char buffer[4096];
-    ssize_t n = 0;
-    try {
-        while (true) {
-            if (watch) { watch(); }
-            pollfd p{ends[0], POLLIN, 0};
-            int ready = poll(&p, 1, watch ? 1000 : -1);
-            if (ready == 0 || (ready < 0 && errno == EINTR)) { continue; }
-            n = read(ends[0], buffer, sizeof buffer);
-            if (n == 0 || (n < 0 && errno != EINTR)) { break; }
-            output.append(buffer, std::max<ssize_t>(n, 0));
-        }
-    } catch (...) {
-        end_group(child);
-        close(ends[0]);
-        throw;
+    for (ssize_t n = 1; n > 0 || (n < 0 && errno == EINTR);) {
+        pollfd p{ends[0], POLLIN, 0};
+        if (watch) { watch(); }
+        if (poll(&p, 1, watch ? 1000 : -1) == 0) { continue; }
+        n = read(ends[0], buffer, sizeof buffer);
+        output.append(buffer, std::max<ssize_t>(n, 0));
     }
-    int read_error = n < 0 ? errno : 0;
     close(ends[0]);
     int status;
     while (waitpid(child, &status, 0) < 0) {
         if (errno != EINTR) { fail("%s: waitpid: %s", line.c_str(), strerror(errno)); }
     }
+    if (errors) {
+        rewind(errors);
+        for (size_t n; (n = fread(buffer, 1, sizeof buffer, errors)) > 0;) { said.append(buffer, n); }
+        fclose(errors);
+        said.erase(said.find_last_not_of('\n') + 1);
+        said.erase(0, said.rfind('\n') + 1);  // its last line
+    }
     if (WIFSIGNALED(status)) {
         fail("%s: killed by signal %d (%s)", line.c_str(), WTERMSIG(status), strsignal(WTERMSIG(status)));
     }
-    if (WEXITSTATUS(status) != 0) {
-        std::string why = errors ? last_line_of(errors.get()) : "";
-        fail("%s",
-             why.empty() ? strprintf("%s: exited with %d", line.c_str(), WEXITSTATUS(status)).c_str() : why.c_str());
-    }
-    if (read_error != 0) { fail("%s: cannot read its output: %s", line.c_str(), strerror(read_error)); }
+    if (WEXITSTATUS(status) != 0 && !said.empty()) { fail("%s", said.c_str()); }
+    if (WEXITSTATUS(status) != 0) { fail("%s: exited with %d", line.c_str(), WEXITSTATUS(status)); }
     return output;
 }
 

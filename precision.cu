@@ -6,12 +6,7 @@
 //   tf32         1        8       10      3.4e38        1.2e-38              4.9e-4  (2^-11)
 //   fp16         1        5       10      65504         6.1e-5               4.9e-4  (2^-11)
 //   bf16         1        8        7      3.4e38        1.2e-38              3.9e-3  (2^-8)
-#include "commands.h"
-
-#include <algorithm>
-#include <cstdio>
-
-#include <omp.h>
+#include "cs336.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Conversions. A format with m mantissa bits holds, between 2^e and 2^(e+1), the multiples of 2^(e-m). A float is
@@ -124,20 +119,7 @@ Accumulation accumulate(DType format, DType addend_format, bool kahan) {
     return {s, stalled};
 }
 
-// One number as PyTorch prints a tensor of no dimensions: four decimals, none for a whole number, an exponent for the
-// very large and very small; the dtype unless it is float32.
-std::string as_torch_prints(float x, DType dtype) {
-    double value = x, magnitude = std::fabs(value);
-    bool whole = std::isfinite(value) && value == std::nearbyint(value);
-    bool exponent = std::isfinite(value) && value != 0 && (magnitude > 1e8 || (!whole && magnitude < 1e-4));
-    std::string text = exponent            ? strprintf("%.4e", value)
-                       : whole             ? strprintf("%.0f.", value)
-                       : std::isnan(value) ? "nan"
-                                           : strprintf("%.4f", value);
-    return "tensor(" + text + (dtype == F32 ? "" : std::string(", dtype=torch.") + name_of(dtype)) + ")";
-}
-
-int cmd_mixed_precision_accumulation(const Options& o) {
+int cmd_mixed_precision_accumulation(const Options&) {
     struct Row {
         const char* what;
         DType format, addend;
@@ -149,25 +131,26 @@ int cmd_mixed_precision_accumulation(const Options& o) {
                         {"fp32 += fp16", F32, F16, false},        {"fp32 += fp32(fp16)", F32, F16, false},
                         {"bf16 += bf16", BF16, BF16, false},      {"fp16 += fp16, Kahan", F16, F16, true},
                         {"bf16 += bf16, Kahan", BF16, BF16, true}};
-    Table table;
-    table.caption = strprintf("mixed_precision_accumulation: 0.01 added %d times, device cpu, commit %s", ADDITIONS,
-                              commit().c_str());
-    table.columns = {"what",
-                     "PyTorch prints",
-                     "sum",
-                     "error against 10",
-                     "of it: rounding the addend",
-                     "of it: rounding the sum",
-                     "stops after"};
+    Table table{strprintf("mixed_precision_accumulation: 0.01 added %d times, device cpu, commit %s", ADDITIONS,
+                          commit().c_str()),
+                {"what", "sum", "error against 10", "rounding the addend", "rounding the sum", "stops after"}};
     for (const Row& row : rows) {
         Accumulation a = accumulate(row.format, row.addend, row.kahan);
         double exact_sum = ADDITIONS * (double)rounded(0.01f, row.addend);  // of the rounded addends
-        table.rows.push_back({row.what, as_torch_prints(a.sum, row.format), strprintf("%.7f", a.sum),
-                              strprintf("%.7f", a.sum - 10.0), strprintf("%.7f", exact_sum - 10),
-                              strprintf("%.7f", a.sum - exact_sum),
-                              a.stalled < ADDITIONS ? std::to_string(a.stalled) : ""});
+        table.row(row.what, strprintf("%.7f", a.sum), strprintf("%.7f", a.sum - 10.0),
+                  strprintf("%.7f", exact_sum - 10), strprintf("%.7f", a.sum - exact_sum),
+                  a.stalled < ADDITIONS ? std::to_string(a.stalled) : "");
     }
-    print(table, o.format);
+    print(table);
+
+    const Accumulation bf16_sum = accumulate(BF16, BF16, false);
+    answer("",
+           "The fp32 sum of 1000 times 0.01 is %.4f, the fp16 sum %.4f, and the fp32 sum of fp16 addends %.4f. fp16 "
+           "has no 0.01: rounding the addend costs %.4f, which widening it before the addition does not bring back, "
+           "and an fp16 sum is rounded again at each addition. A bf16 sum stops at %g after %d additions, where "
+           "0.01 is less than half of its last bit: so factors may have 16 bits, but sums are kept in fp32.",
+           accumulate(F32, F32, false).sum, accumulate(F16, F16, false).sum, accumulate(F32, F16, false).sum,
+           ADDITIONS * (double)rounded(0.01f, F16) - 10, bf16_sum.sum, bf16_sum.stalled);
     return 0;
 }
 
@@ -239,19 +222,18 @@ Table toy_model_dtypes(Precision precision) {
         if (!t.gradient->value) { fail("ToyModel: a parameter got no gradient"); }
         return t.gradient->value.dtype;
     };
-    Table table;
-    table.caption = strprintf(
-        "ToyModel under autocast to %s: dtypes as seen, device %s, batch %d, %d -> %d -> %d; "
-        "commit %s",
-        name_of(matmul_dtype()), name_of(context.device), (int)N, (int)in, (int)hidden, (int)out, commit().c_str());
-    table.columns = {"component", "dtype"};
-    table.rows = {{"model parameters within the autocast context", seen([](const Tensor& t) { return t.dtype; })},
-                  {"output of the first feed-forward layer", name_of(after_fc1.dtype)},
-                  {"output of the layer norm", name_of(after_ln.dtype)},
-                  {"predicted logits", name_of(logits.dtype)},
-                  {"loss", name_of(loss.dtype)},
-                  {"gradients", seen(gradient_dtype)}};
-    for (const Named& p : parameters) { table.rows.push_back({p.name, name_of(p.tensor.dtype)}); }
+    Table table{
+        strprintf("ToyModel under autocast to %s: dtypes as seen, device %s, batch %d, %d -> %d -> %d; commit %s",
+                  name_of(matmul_dtype()), name_of(context.device), (int)N, (int)in, (int)hidden, (int)out,
+                  commit().c_str()),
+        {"component", "dtype"}};
+    table.row("model parameters within the autocast context", seen([](const Tensor& t) { return t.dtype; }));
+    table.row("output of the first feed-forward layer", after_fc1.dtype);
+    table.row("output of the layer norm", after_ln.dtype);
+    table.row("predicted logits", logits.dtype);
+    table.row("loss", loss.dtype);
+    table.row("gradients", seen(gradient_dtype));
+    for (const Named& p : parameters) { table.row(p.name, p.tensor.dtype); }
     return table;
 }
 

@@ -1,7 +1,6 @@
-// Tests of calcs.cu. A feed-forward layer runs forward and backward on simulated devices, with real numbers: products
-// count their FLOPs, sends their bytes. The gradients have to be right, and the program's formulas have to give the
-// counts.
-#include "answers.h"
+// Tests of calcs.cu and accounting.cu. A feed-forward layer runs forward and backward on simulated devices, with real
+// numbers: products count their FLOPs, sends their bytes. The gradients have to be right, and the program's formulas
+// have to give the counts.
 #include "test.h"
 
 #include <array>
@@ -277,50 +276,19 @@ TEST_CASE("calcs: the simulated layer's gradients are right, on any grid of devi
     }
 }
 
-static double value(const Table& table, const std::string& quantity) {
-    TableRow row = row_of(table, {{"quantity", quantity}});
-    REQUIRE_MESSAGE(row, quantity);
-    return row.number("value");
-}
-static Table table_of(const std::vector<std::string>& words) {
-    Run r = run_cs336(words);
-    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-    return tables_in(r.out).back();
-}
-// The devices' mean has to be what the formula says, which is cut to one decimal; where all sizes divide evenly, each
-// device's count.
-static void check_count(const Table& table, const std::string& quantity, const std::vector<Counts>& counts,
-                        double Counts::*field, bool even) {
-    CAPTURE(quantity);
-    double formula = value(table, quantity), sum = 0;
+// The devices' mean has to be what the formula says; where all sizes divide evenly, each device's count.
+static void check_count(double formula, const std::vector<Counts>& counts, double Counts::*field, bool even) {
+    double sum = 0;
     CHECK(formula > 0);
     for (const Counts& device : counts) {
         sum += device.*field;
         if (even) { CHECK(device.*field == formula); }
     }
-    CHECK(fabs(sum / counts.size() - formula) <= 0.05 + 1e-9);
-}
-static void check_times(const Table& table, double flops_per_s, double bytes_per_s) {
-    int checked = 0;
-    for (const TableRow& row : rows_of(table)) {
-        std::string name = row.text("quantity");
-        for (auto [time, count, rate] : {std::tuple("computation time", "FLOPs per device", flops_per_s),
-                                         {"communication time", "bytes sent per device", bytes_per_s}}) {
-            size_t comma = name.find(", "), n = strlen(time);
-            if (name.compare(0, n, time) != 0 || comma != n) { continue; }
-            TableRow counted = row_of(table, {{"quantity", count + name.substr(comma)}});
-            if (!counted) { continue; }
-            CAPTURE(name);
-            checked++;
-            double ms = 1e3 * counted.number("value") / rate;
-            CHECK(fabs(row.number("value") - ms) <= 1e-5 * ms + 1e3 * 0.05 / rate);
-        }
-    }
-    CHECK(checked >= 2);
+    CHECK(sum / counts.size() == doctest::Approx(formula).epsilon(1e-12));
 }
 
 TEST_CASE("calcs: FLOPs and bytes are those that the simulated devices count") {
-    // C = 1e6 FLOP/s and W = 1e3 bytes/s
+    const double C = 1e6, W = 1e3;
     for (auto [B, D, F, N, M] : {std::tuple(12, 8, 24, 4, 2),
                                  {12, 8, 24, 2, 4},
                                  {12, 8, 24, 3, 1},
@@ -330,50 +298,37 @@ TEST_CASE("calcs: FLOPs and bytes are those that the simulated devices count") {
                                  {16, 1, 16, 8, 2}}) {
         INFO("B " << B << ", D " << D << ", F " << F << ", " << N << " x " << M << " devices");
         const FeedForward l = random_layer(B, D, F);
-        const bool even = B % N == 0 && F % M == 0 && 3 * D * (F / M) % N == 0 && B / N * D % M == 0;
-        std::vector<std::string> sizes = {
-            "--batch_tokens",  std::to_string(B), "--d_model", std::to_string(D), "--d_ff",
-            std::to_string(F), "--tflops",        "1e-6",      "--bandwidth_gb",  "1e-6"};
-        auto run = [&](const std::string& command, const std::vector<std::string>& devices) {
-            std::vector<std::string> words = {command};
-            words.insert(words.end(), sizes.begin(), sizes.end());
-            words.insert(words.end(), devices.begin(), devices.end());
-            Table table = table_of(words);
-            check_times(table, 1e6, 1e3);
-            return table;
+        const LayerSizes sizes = {(double)B, (double)D, (double)F, C, W};
+        auto check = [&](const PassCost& cost, const std::vector<Counts>& counts, double Counts::*bytes, bool even) {
+            CAPTURE(std::string(cost.what));
+            check_count(cost.flops, counts, &Counts::flops, even);
+            check_count(cost.bytes, counts, bytes, even);
+            CHECK(cost.computation == cost.flops / C);
+            CHECK(cost.communication == cost.bytes / W);
         };
         if (N > 1) {
-            bool divides = B % N == 0 && 3 * D * F % N == 0;
-            Table dp = run("data_parallel_calcs", {"--devices", std::to_string(N)});
-            Outcome o = simulate(l, N, 1, true);
-            check_count(dp, "FLOPs per device, backward", o.backward, &Counts::flops, divides);
-            check_count(dp, "bytes sent per device, backward", o.backward, &Counts::fsdp_bytes, divides);
-            Table fsdp = run("fsdp_calcs", {"--devices", std::to_string(N)});
-            o = simulate(l, N, 1);
-            for (bool forward : {true, false}) {
-                std::string pass = forward ? "forward" : "backward";
-                const auto& counts = forward ? o.forward : o.backward;
-                check_count(fsdp, "FLOPs per device, " + pass, counts, &Counts::flops, divides);
-                check_count(fsdp, "bytes sent per device, " + pass, counts, &Counts::fsdp_bytes, divides);
-            }
+            bool even = B % N == 0 && 3 * D * F % N == 0;
+            check(data_parallel_costs(sizes, N)[0], simulate(l, N, 1, true).backward, &Counts::fsdp_bytes, even);
+            std::vector<PassCost> fsdp = fsdp_costs(sizes, N);
+            Outcome o = simulate(l, N, 1);
+            check(fsdp[0], o.forward, &Counts::fsdp_bytes, even);
+            check(fsdp[1], o.backward, &Counts::fsdp_bytes, even);
         }
         if (M > 1) {
-            bool divides = F % M == 0 && B * D % M == 0;
-            Table tp = run("tp_calcs", {"--devices", std::to_string(M)});
+            bool even = F % M == 0 && B * D % M == 0;
+            std::vector<PassCost> tp = tp_costs(sizes, M);
             Outcome o = simulate(l, 1, M);
-            for (bool forward : {true, false}) {
-                std::string pass = forward ? "forward" : "backward";
-                const auto& counts = forward ? o.forward : o.backward;
-                check_count(tp, "FLOPs per device, " + pass, counts, &Counts::flops, divides);
-                check_count(tp, "bytes sent per device, " + pass, counts, &Counts::tp_bytes, divides);
-            }
+            check(tp[0], o.forward, &Counts::tp_bytes, even);
+            check(tp[1], o.backward, &Counts::tp_bytes, even);
         }
         if (N > 1 && M > 1) {
-            Table both = run("fsdp_tp_calcs", {"--fsdp", std::to_string(N), "--tp", std::to_string(M)});
+            bool even = B % N == 0 && F % M == 0 && 3 * D * (F / M) % N == 0 && B / N * D % M == 0;
+            std::vector<PassCost> both = fsdp_tp_costs(sizes, N, M);
             Outcome o = simulate(l, N, M);
-            check_count(both, "FLOPs per device, forward", o.forward, &Counts::flops, even);
-            check_count(both, "bytes sent per device, FSDP axis", o.forward, &Counts::fsdp_bytes, even);
-            check_count(both, "bytes sent per device, TP axis", o.forward, &Counts::tp_bytes, even);
+            check(both[0], o.forward, &Counts::fsdp_bytes, even);
+            check(both[1], o.forward, &Counts::tp_bytes, even);
+            CHECK(both[2].communication == std::max(both[0].communication, both[1].communication));
+            CHECK(both[3].communication == doctest::Approx(both[0].communication + both[1].communication));
         }
     }
 }
@@ -382,43 +337,37 @@ TEST_CASE("calcs: FLOPs and bytes are those that the simulated devices count") {
 // Bounds
 
 TEST_CASE("calcs: communication is the limit from the first whole number of devices above the bound on") {
-    for (const std::string command : {"data_parallel_calcs", "fsdp_calcs", "tp_calcs"}) {
-        for (const std::string bandwidth : {"450", "97.3", "50"}) {
-            for (const std::string pass : {"backward", "forward"}) {
-                if (command == "data_parallel_calcs" && pass == "forward") { continue; }  // it sends nothing
-                INFO(command << " --bandwidth_gb " << bandwidth << ", " << pass);
-                auto run = [&](int devices) {
-                    return table_of({command, "--bandwidth_gb", bandwidth, "--devices", std::to_string(devices)});
+    for (auto costs_of : {data_parallel_costs, fsdp_costs, tp_costs}) {
+        for (double GB_per_s : {450.0, 97.3, 50.0}) {
+            const LayerSizes l = {65536, 4096, 11008, 989e12, GB_per_s * 1e9};
+            for (size_t pass = 0; pass < costs_of(l, 2).size(); pass++) {
+                const int most = (int)costs_of(l, 2)[pass].most;
+                INFO(GB_per_s << " GB/s, " << costs_of(l, 2)[pass].what << ", " << most << " devices");
+                auto communicates_longer = [&](int devices) {
+                    PassCost c = costs_of(l, devices)[pass];
+                    return c.communication > c.computation;
                 };
-                auto communicates_longer = [&](const Table& table) {
-                    return value(table, "communication time, " + pass) > value(table, "computation time, " + pass);
-                };
-                int most = (int)value(run(2), "most devices, " + pass);
                 REQUIRE(most >= 1);
-                if (most > 1) { CHECK(!communicates_longer(run(most))); }
-                CHECK(communicates_longer(run(most + 1)));
+                CHECK(!communicates_longer(most));
+                CHECK(communicates_longer(most + 1));
             }
         }
     }
 }
 
 TEST_CASE("calcs: fsdp_tp_calcs's bounds are those of a search over all splits") {
-    struct Case {
-        double B, F, gb;
-        const char* quantity;  // of (d)
-    };
-    for (const Case& c : {Case{65536, 11008, 450, "most devices, not overlapped"},
-                          {2048, 10240, 450, "most devices, not overlapped"},
-                          {1024, 1048576, 450, "most devices, no FSDP"},
-                          {65536, 64, 450, "most devices, no TP"},
-                          {65536, 1600, 450, "most devices, not overlapped"},
-                          {65536, 1300, 450, "most devices, no TP"}}) {
-        const double D = 128, C = 989e12, W = c.gb * 1e9;
-        Table table = table_of({"fsdp_tp_calcs", "--batch_tokens", number(c.B, "%.0f"), "--d_ff", number(c.F, "%.0f"),
-                                "--d_model", "128", "--bandwidth_gb", number(c.gb, "%g")});
-        auto fsdp = [&](double n, double m) { return 6 * D * c.F / m * (n - 1) / n / W; };    // weights' gather
-        auto tp = [&](double n, double m) { return 2 * 2 * c.B / n * D * (m - 1) / m / W; };  // y's all-reduce
-        auto computation = [&](double n, double m) { return 6 * c.B / n * D * c.F / m / C; };
+    // both axes, no FSDP, no TP, and on either side of where TP stops to pay
+    for (auto [B, F] : {std::pair(65536., 11008.),
+                        {2048., 10240.},
+                        {1024., 1048576.},
+                        {65536., 64.},
+                        {65536., 1600.},
+                        {65536., 1300.}}) {
+        const double D = 128, C = 989e12, W = 450e9, b = B, f = F;
+        const std::vector<PassCost> costs = fsdp_tp_costs({B, D, F, C, W}, 4, 2);
+        auto fsdp = [&](double n, double m) { return 6 * D * f / m * (n - 1) / n / W; };    // weights' gather
+        auto tp = [&](double n, double m) { return 2 * 2 * b / n * D * (m - 1) / m / W; };  // y's all-reduce
+        auto computation = [&](double n, double m) { return 6 * b / n * D * f / m / C; };
         auto most = [&](const std::function<bool(double n, double m)>& fits) {
             double best = 1;
             for (double n = 1; fits(n, 1); n += 0.0005) {
@@ -431,19 +380,28 @@ TEST_CASE("calcs: fsdp_tp_calcs's bounds are those of a search over all splits")
             }
             return best;
         };
-        INFO("B " << c.B << ", F " << c.F << ", " << c.quantity);
-        CHECK(value(table, "most devices, overlapped") == doctest::Approx(most([&](double n, double m) {
-                                                              return std::max(fsdp(n, m), tp(n, m)) <=
-                                                                     computation(n, m);
-                                                          })).epsilon(1e-3));
-        CHECK(value(table, c.quantity) == doctest::Approx(most([&](double n, double m) {
-                                              return fsdp(n, m) + tp(n, m) <= computation(n, m);
-                                          })).epsilon(1e-3));
+        INFO("B " << B << ", F " << F);
+        auto overlapped = [&](double n, double m) { return std::max(fsdp(n, m), tp(n, m)) <= computation(n, m); };
+        auto in_turn = [&](double n, double m) { return fsdp(n, m) + tp(n, m) <= computation(n, m); };
+        CHECK(costs[2].most == doctest::Approx(most(overlapped)).epsilon(1e-3));
+        CHECK(costs[3].most == doctest::Approx(most(in_turn)).epsilon(1e-3));
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // alternate_ring_all_reduce
+
+static Options handout() {  // main.cu's defaults
+    Options o;
+    o.tokens = 65536, o.d_model = 4096, o.d_ff = 11008, o.tflops = 989, o.bandwidth_gb = 450;
+    o.devices = 8, o.fsdp = 4, o.tp = 2, o.tensor_mb = 1000;
+    return o;
+}
+static std::string csv_of(int (*command)(const Options&), const Options& o) {
+    RestoreContext restore;
+    context.csv = true;
+    return printed([&] { command(o); });
+}
 
 // Each device's result. In step t device i sends tensor i - t + 1, which it received in the step before, or is its own.
 static std::vector<std::vector<float>> alternate_ring(const std::vector<std::vector<float>>& x, double* bytes_of_one) {
@@ -482,13 +440,12 @@ TEST_CASE("calcs: alternate_ring_all_reduce's sums, bytes and times") {
             ring_bytes += sent[i] / N;
         }
         // 10 elements of 2 bytes, 1e3 bytes/s: a byte takes 1 ms
-        Table table = table_of({"alternate_ring_all_reduce", "--tensor_mb", "2e-5", "--devices", std::to_string(N),
-                                "--bandwidth_gb", "1e-6"});
-        CHECK(fabs(value(table, "bytes sent per device") - bytes) < 1e-6);
-        CHECK(fabs(value(table, "bytes sent per device, reduce-scatter and all-gather") - ring_bytes) <= 0.05);
-        CHECK(fabs(value(table, "time") - bytes) < 1e-3);
-        CHECK(fabs(value(table, "time, reduce-scatter and all-gather") - ring_bytes) < 1e-3);
-        CHECK(fabs(value(table, "times as long") - bytes / ring_bytes) < 1e-6);
+        Options o = handout();
+        o.tensor_mb = 2e-5, o.devices = N, o.bandwidth_gb = 1e-6;
+        const std::string text = csv_of(cmd_alternate_ring_all_reduce, o);
+        CHECK_MESSAGE(has(text, strprintf("alternative,%d,%.0f,%g\n", N - 1, bytes, bytes)), text);
+        CHECK_MESSAGE(has(text, strprintf("\",%d,%.0f,%g\n", 2 * (N - 1), ring_bytes, ring_bytes)), text);
+        CHECK_MESSAGE(has(text, strprintf("takes N / 2 = %g times as long.", bytes / ring_bytes)), text);
     }
     // The devices add in different orders, so they may differ in rounding.
     double bytes = 0;
@@ -523,52 +480,57 @@ TEST_CASE("calcs: the alternative all-reduce over Gloo is an all-gather of all t
 // ---------------------------------------------------------------------------------------------------------------------
 // Answers and options
 
-static std::string answers_to(const std::vector<std::string>& words) {
-    Run r = run_cs336(words);
-    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-    std::string all;
-    for (const Answer& a : answers_of(words[0], tables_in(r.out))) { all += "(" + a.part + ") " + a.text + "\n"; }
-    for (const std::string never : {"nan", "inf ", "{}", "  ", " ,"}) { CHECK_MESSAGE(!has(all, never), all); }
-    return all;
-}
 static void check_says(const std::string& text, const std::vector<std::string>& phrases) {
     for (const std::string& phrase : phrases) { CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text); }
+    for (const std::string never : {"nan", "inf ", " ,"}) {
+        CHECK_MESSAGE(!has(text.substr(text.find("\n# (a)") + 1), never), text);
+    }
 }
 TEST_CASE("calcs: answers") {
-    check_says(
-        answers_to({"alternate_ring_all_reduce"}),
-        {"It takes (N - 1) S / W = (8 - 1) x 1e+09 / 4.5e+11 = 15.56 ms", "takes N / 2 = 8 / 2 = 4 times as long"});
-    check_says(answers_to({"data_parallel_calcs"}),
-               {"(a) 12 B D D_FF / N_DP = 12 x 65536 x 4096 x 11008 / 8 = 4.432e+12 FLOP.",
+    Options o = handout();
+    check_says(csv_of(cmd_alternate_ring_all_reduce, o),
+               {"It takes (N - 1) S / W = (8 - 1) x 1e+09 / 4.5e+11 = 15.56 ms", " = 3.889 ms. ",
+                "takes N / 2 = 4 times as long", "alternative,7,7000000000,15.5556\n", ",14,1750000000,3.88889\n"});
+    check_says(csv_of(cmd_data_parallel_calcs, o),
+               {"backward,4432406249472,473432064,1.05207,4.48171,30.8192\n",
+                "(a) 12 B D D_FF / N_DP = 12 x 65536 x 4096 x 11008 / 8 = 4.432e+12 FLOP.",
                 "(b) 12 D D_FF (N_DP - 1) / (N_DP W) = 12 x 4096 x 11008 x (8 - 1) / (8 x 4.5e+11) = 1.052 ms.",
                 "(c) N_DP <= 1 + B W / C = 1 + 65536 x 4.5e+11 / 9.89e+14 = 30.82 devices.",
                 "With N_DP = 8, the products take 4.482 ms and communication 1.052 ms, so computation is the limit."});
-    check_says(answers_to({"data_parallel_calcs", "--batch_tokens", "2048"}),
-               {"= 1.932 devices", "communication 1.052 ms, so communication is the limit."});
-    check_says(answers_to({"fsdp_calcs"}),
-               {"(b) Backward: 12 D D_FF (N_FSDP - 1) / (N_FSDP W)", "Forward: 6 D D_FF (N_FSDP - 1) / (N_FSDP W)",
-                "(c) Backward: N_FSDP <= 1 + B W / C"});
-    check_says(answers_to({"tp_calcs"}),
-               {"dx1(i) = dz(i) * f'(x1(i)) * x2(i), (B, D_FF / N_TP); ", "dx = all-reduce(dx(i)), (B, D).",
-                "(c) Forward: 4 B D (N_TP - 1) / (N_TP W) = ", "N_TP <= 1 + 3 D_FF W / C = 1 + 3 x 11008 x",
-                "N_TP <= 1 + 3 D_FF W / (2 C) = 1 + 3 x 11008 x 4.5e+11 / (2 x 9.89e+14) = 8.513 devices"});
     check_says(
-        answers_to({"fsdp_tp_calcs"}),
-        {"max(6 x 4096 x 11008 x (4 - 1), 4 x 65536 x 4096 x (2 - 1)) / (4 x 2 x 4.5e+11) = 0.2983 ms. FSDP gathers",
-         "at most their product: N <= (1 + B W / C) (1 + 3 D_FF W / (2 C)) = ",
-         "= 262.4 devices.\n(c, numbers) Without each 1",
-         "(c) The FSDP axis has a bound in which TP does not occur: N_FSDP <= 1 + B W / C = ", "= 30.82 devices.",
-         "in which FSDP does not occur: N_TP <= 1 + 3 D_FF W / (2 C) = ", "= 8.513 devices.",
-         "N <= Q^2 / (24 B D_FF) = 1148846^2 / (24 x 65536 x 11008) = 76.23 devices."});
-    check_says(answers_to({"fsdp_tp_calcs", "--d_ff", "64"}),
-               {"b is below a / (a + 1) = ",
-                "less than one device on the TP axis, so there is no TP, and N <= 1 + B W / C = "});
-    check_says(answers_to({"fsdp_tp_calcs", "--batch_tokens", "1024"}),
-               {"a is below b / (b + 1) = ",
-                "less than one device on the FSDP axis, so there is no FSDP, and N <= 1 + 3 D_FF W / (2 C) = "});
-    CHECK(has(run_cs336({"tp_calcs", "--format", "csv"}).out,
-              "d,\"most devices, forward\",N_TP <= 1 + 3 D_FF W / (2 C),"));
-    CHECK(has(run_cs336({"tp_calcs", "--format", "json"}).out, "{\"answers\":{\"a\":\"dz(i) = dY W3(i)^T, "));
+        csv_of(cmd_fsdp_calcs, o),
+        {"forward,2216203124736,236716032,0.526036,2.24085,30.8192\n",
+         "backward,4432406249472,473432064,1.05207,4.48171,30.8192\n", "Forward: 6 B D D_FF / N_FSDP = 2.216e+12",
+         "(b) Backward: 12 D D_FF (N_FSDP - 1) / (N_FSDP W) = 12 x 4096 x 11008 x (8 - 1) / (8 x 4.5e+11) = 1.052",
+         "Forward: 6 D D_FF (N_FSDP - 1) / (N_FSDP W) = 0.526 ms", "(c) N_FSDP <= 1 + B W / C = "});
+    check_says(csv_of(cmd_tp_calcs, o),
+               {"forward,2216203124736,939524096,2.08783,2.24085,8.51304\n",
+                "backward,4432406249472,939524096,2.08783,4.48171,16.0261\n", "dx1(i) = dz(i) * f'(x1(i)) * x2(i)",
+                "(c) Forward: 4 B D (N_TP - 1) / (N_TP W) = 4 x 65536 x 4096 x (8 - 1) / (8 x 4.5e+11) = 2.088 ms",
+                "N_TP <= 1 + 3 D_FF W / C = 1 + 3 x 11008 x 4.5e+11 / 9.89e+14 = 16.03 devices",
+                "N_TP <= 1 + 3 D_FF W / (2 C) = 8.513 devices"});
+    check_says(
+        csv_of(cmd_fsdp_tp_calcs, o),
+        {"FSDP axis,2216203124736,101449728,0.225444,2.24085,30.8192\n", ",134217728,0.298262,2.24085,8.51304\n",
+         ",0.298262,2.24085,262.365\n", ",0.523705,2.24085,76.2296\n",
+         "max(6 x 4096 x 11008 x (4 - 1), 4 x 65536 x 4096 x (2 - 1)) / (4 x 2 x 4.5e+11) = 0.2983 ms. FSDP gathers",
+         "x (1 + 3 x 11008 x 4.5e+11 / (2 x 9.89e+14)) = 262.4 devices.", "1 + B W / C = 30.82, ",
+         "1 + 3 D_FF W / (2 C) = 8.513, ", "3 B D_FF (W / C)^2 / 2 = 224 devices", "= 1148846, ",
+         "N_FSDP = Q / (6 D_FF) = 17.39 and N_TP = Q / (4 B) = 4.382.",
+         "N <= Q^2 / (24 B D_FF) = 1148846^2 / (24 x 65536 x 11008) = 76.23 devices.", "(W / C)^2 / 8, here 56.01"});
+}
+TEST_CASE("calcs: answers where communication is the limit, or an axis goes") {
+    Options few = handout(), narrow = handout(), short_batch = handout();
+    few.tokens = 2048, narrow.d_ff = 64, short_batch.tokens = 1024;
+    check_says(csv_of(cmd_data_parallel_calcs, few),
+               {"= 1.932 devices", "communication 1.052 ms, so communication is the limit."});
+    check_says(csv_of(cmd_fsdp_tp_calcs, narrow), {"less than one device on the TP axis",
+                                                   "b is below a / (a + 1). So there is no TP, and N <= 1 + B W / C = "
+                                                   "30.82 devices"});
+    check_says(csv_of(cmd_fsdp_tp_calcs, short_batch),
+               {"less than one device on the FSDP axis",
+                "a is below b / (b + 1). So there is no FSDP, and N <= 1 + 3 D_FF W / (2 C) = 8.513 devices"});
+    CHECK(has(run_cs336({"fsdp_tp_calcs", "--d_ff", "64"}).out, "So there is no TP, and N <= 1 + B W / C = 30.82"));
 }
 TEST_CASE("calcs: wrong options") {
     for (const std::string value : {"0", "1", "-2", "1048577", "99999999999999999999", "2.5", "x", ""}) {
@@ -588,10 +550,71 @@ TEST_CASE("calcs: wrong options") {
             CHECK(r.out == "");
         }
     }
-    Run beyond = run_cs336({"data_parallel_calcs", "--tflops", "1e308"});
+    CHECK(run_cs336({"alternate_ring_all_reduce", "--tensor_mb", "1e308"}).exit_code == 1);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// communication_accounting
+
+static Options xxl() {  // main.cu's defaults
+    Options o;
+    o.d_model = 16384, o.d_ff = 53248, o.num_layers = 126, o.tokens = 2048, o.gpu_gb = 80, o.tpu_gb = 95;
+    o.tflops = 460, o.bandwidth_gb = 180, o.fsdp = 16, o.tp = 4, o.links_fsdp = 2, o.links_tp = 1;
+    return o;
+}
+TEST_CASE("accounting: table and answers") {
+    check_says(
+        csv_of(cmd_communication_accounting, xxl()),
+        {"2 D F L,219848638464",
+         "4 P,879.4,GB (819.0 GiB)",
+         "16 P,3517.6,GB (3276.0 GiB)",
+         ",17547264,bytes",
+         "GPUs of 80 GB for 16 P,16 P / memory,43.97",
+         "GPUs of 80 GiB for 16 P,16 P / memory,40.95",
+         "\"N for 95 GB, 0 tokens each\",(16 P + A/2) / (memory - A/2),38",
+         "2048 tokens each\",(16 P + A/2) / (memory - A/2),46",
+         "8192 tokens each\",(16 P + A/2) / (memory - A/2),156",
+         "\"the same, in GiB\",35,",
+         "A/2 = memory,10828",
+         ",2555.6,",
+         ",25302,tokens",
+         ",395.3,tokens",
+         ",1581.4,tokens",
+         ",20445,tokens",
+         ",319.4,tokens",
+         ",1277.8,tokens",
+         ",20.8,chips",
+         ",6.1,chips",
+         ",245.3,tokens",
+         ",15700,tokens",
+         ",61.3,tokens",
+         ",3925,tokens",
+         "\"least B, X = 8, Y = 8, in turn\",as in c,16594",
+         "\"least B, X = 4, Y = 16, in turn\",as in c,22021",
+         "(a) P = 2 D F L = 219848638464 parameters take 4 P = 879.4 GB (819.0 GiB) in fp32.",
+         "16 P = 3517.6 GB (3276.0 GiB), the memory of 44 GPUs of 80 GB, or of 41 if",
+         "= 17547264 bytes per token",
+         "below 95 GB from N = 38 devices on; with 2048 tokens per device, from N = 46",
+         "from 10828 tokens per device on",
+         "(c) Forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = 25302 tokens overall, "
+         "395.3 per chip",
+         "20445 tokens (319.4 per chip)",
+         "= 245.3 tokens per chip",
+         "X = 8, Y = 8 needs 16594 tokens.",
+         "= 61.3.",
+         "Gradient accumulation does not, because each micro-batch gathers the weights again. Activation "
+         "checkpointing does not, because it leaves the forward's FLOPs and bytes as they are."});
+}
+TEST_CASE("accounting: where nothing fits, and numbers beyond a double") {
+    Options o = xxl();
+    o.tokens = 10828, o.tp = 21;
+    check_says(csv_of(cmd_communication_accounting, o),
+               {"10828 tokens each\",(16 P + A/2) / (memory - A/2),none", "with 10828 tokens per device, for no N.",
+                "(alpha X / M_X) / (1 - alpha Y / (M_Y F)),none", "No batch is compute bound with X = 16 and Y = 21",
+                "below M_Y F / alpha = 20.8"});
+    Run beyond = run_cs336({"communication_accounting", "--tflops", "1e308", "--bandwidth_gb", "1e-308"});
     CHECK(beyond.exit_code == 1);
-    CHECK_MESSAGE(has(beyond.err, "W / C is 0: --tflops, "), beyond.err);
-    beyond = run_cs336({"alternate_ring_all_reduce", "--tensor_mb", "1e308"});
-    CHECK(beyond.exit_code == 1);
-    CHECK_MESSAGE(has(beyond.err, "bytes sent per device is inf: "), beyond.err);
+    CHECK_MESSAGE(has(beyond.err, "--tflops, --bandwidth_gb, --gpu_gb or --tpu_gb is too large"), beyond.err);
+    CHECK(beyond.out == "");
+    CHECK(run_cs336({"communication_accounting", "--fsdp", "1048576", "--tp", "1048576"}).exit_code == 0);
 }
