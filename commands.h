@@ -14,6 +14,49 @@ std::string percent_of_peak(double tflops, Precision precision);  // a cell; "-"
 // TFLOP/s of a step's products on one GPU, whose batch is B.
 double step_tflops(const ModelConfig& c, int64_t B, int64_t T, double ms);
 
+// One model's passes, timed: benchmarking_script, torch_compile (b), benchmarking_mixed_precision (c).
+struct PhaseRun {
+    size_t oom = 0, peak = 0;  // bytes: that it would have held, where it did not fit; that it held
+    Stats all{}, backward{};   // ms; backward: of it, between two synchronisations
+    bool ran() const { return all.n > 0; }
+};
+struct StepRun {
+    ModelConfig config;
+    Precision precision;
+    Mode mode;
+    PhaseRun phase[3] = {};  // FORWARD, FORWARD_BACKWARD, STEP
+};
+struct WarmupRun {
+    int warmup;
+    PhaseRun forward, both;
+};
+void answer_step_times(const std::vector<StepRun>& runs);  // benchmarking_script (b), of one precision and mode
+void answer_warmup(const std::vector<WarmupRun>& runs);    // (c), by the number of warm-up steps
+void answer_torch_compile(const std::vector<StepRun>& vanilla, const std::vector<StepRun>& compiled);  // by size
+// By precision, the others compared with the first, and within it by size.
+void answer_mixed_precision(const std::vector<std::vector<StepRun>>& runs);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// bench_checkpoint.cu: gradient_checkpointing
+struct CheckpointStrategy {  // of N blocks
+    std::string name;
+    int checkpoint;  // as --checkpoint takes it
+    // Inputs: tensors of the residual stream from between two blocks, the embedding's output among them, that are held
+    // while a block runs. Blocks: those of which all residuals are held. Again: runs of a block in backward.
+    const char *inputs, *blocks, *memory, *runs_again, *compute;
+    int again = 0;    // counted
+    size_t peak = 0;  // bytes
+};
+struct CheckpointRun {  // a model's step
+    std::string size;
+    int checkpoint;                                            // blocks per checkpoint, as --checkpoint takes it
+    size_t predicted = 0, activations = 0, peak = 0, oom = 0;  // bytes; peak: measured; oom: needed, and not there
+    Stats ms{};                                                // forward and backward
+};
+void answer_strategies(const std::vector<CheckpointStrategy>& all);  // (a); the first: none, the second: each block
+// (b): asked, the handout's size, perhaps only predicted; run, the one that was measured.
+void answer_sizes(const std::vector<CheckpointRun>& asked, const std::vector<CheckpointRun>& run);
+
 // ---------------------------------------------------------------------------------------------------------------------
 // plot.cu: charts as SVG, 900 wide, light or dark as the reader's screen is. At most 8 series a chart.
 
