@@ -58,59 +58,6 @@ void answer_strategies(const std::vector<CheckpointStrategy>& all);  // (a); the
 void answer_sizes(const std::vector<CheckpointRun>& asked, const std::vector<CheckpointRun>& run);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// plot.cu: charts as SVG, 900 wide, light or dark as the reader's screen is. At most 8 series a chart.
-
-struct Series {
-    std::string name;
-    std::vector<double> y;  // one for each x, or bar; NaN: not there
-    bool dashed = false;
-    int colour = -1;  // of 8; -1: by its position
-};
-struct Span {
-    std::string name;
-    double from, to;
-};
-struct Chart {
-    enum Kind { LINES, BARS, AREAS } kind;
-    std::string title, x_label, y_label;  // labels with their units
-    std::vector<double> x;                // LINES, AREAS: ascending, shared by all series
-    std::vector<std::string> bars;        // BARS: what stands under each
-    std::vector<Series> series;           // BARS and AREAS are stacked, the first at the bottom
-    bool log_x = false, log_y = false;    // LINES; without log_y, y starts at 0
-    std::vector<Span> spans = {};         // AREAS: named stretches of x
-    std::string peak = "";                // AREAS: written at the highest point
-    std::string missing = "";             // LINES: written where a series has no value, as "OOM"
-};
-// Panels share a legend, the first one's, until one has a series that is not in it: a new legend stands above that one.
-// LINES under one legend stand in two columns and share the y axis as well.
-// AREAS: y[i] holds from x[i] to x[i+1]; more points than pixels are thinned out, and the highest of each pixel stays.
-std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Chart>& panels);
-std::string with_commas(double value);  // 12345 -> "12,345", 0.25 -> "0.25"
-// Each bar's parts in per cent of its sum: nsys_profile's share of the time by class of kernel.
-Chart share_chart(const std::string& title, const std::vector<std::string>& bars, std::vector<Series> classes);
-
-struct Slice {  // of a timeline's row
-    double start, end;
-    int colour;  // of 8
-};
-// Neighbours of one colour whose gap is below half a pixel become one, unless both can be seen: wider than a pixel.
-std::vector<Slice> join_neighbours(const std::vector<Slice>& slices, double pixel);
-struct Row {
-    std::string name;
-    std::vector<Slice> slices;  // by start, none before 0
-    bool apart = false;         // from the row above
-    std::string digits = "";    // one to write on each slice
-};
-struct Timeline {
-    std::string title, remark;  // remark: at the right
-    std::vector<Row> rows;
-};
-// Timelines one below the other, on one axis from 0. Of the legend's series only names and colours count.
-std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Timeline>& timelines,
-                 const std::vector<Series>& legend, const std::string& x_label,
-                 const std::function<std::string(double)>& tick = with_commas);
-
-// ---------------------------------------------------------------------------------------------------------------------
 // profile.cu: what a trace says
 
 struct KernelClass {
@@ -199,28 +146,7 @@ MemoryRun profile_memory(const ModelConfig& c, Precision precision, int B, int T
 void answer_memory_profiling(const std::vector<MemoryRun>& runs);  // of one size
 
 // ---------------------------------------------------------------------------------------------------------------------
-// bench_ddp.cu: the picture of a step
-
-// What a step's trace shows, for --plot. The parts' numbers are their colours.
-enum StepPart {
-    FORWARD_PART = 0,
-    BACKWARD_PART = 1,
-    OPTIMIZER_PART = 2,
-    GATHER_PART = 3,
-    ALL_REDUCE_PART = 4,  // and reduce-scatters
-    WAIT_PART = 7
-};
-// Each rank's slices, in ms from the earliest of all; collective. `mine` are in ns, by start.
-std::vector<std::vector<Slice>> slices_of_ranks(const Communicator& c, const std::vector<Slice>& mine);
-// Two rows per rank: what computes and what communicates.
-std::vector<Row> rows_of_ranks(const std::vector<std::vector<Slice>>& ranks, bool communicate);
-// In ns, by start, all-reduces among them. On GPUs kernels, and the compute stream's wait between backward and the
-// optimizer; without kernels the threads' ranges. What ran before forward is left out.
-std::vector<Slice> slices_of_step(const Trace& trace);
-struct StepSums {                      // in the slices' unit
-    double step, all_reduces, hidden;  // hidden: of all-reduces, between backward's beginning and its end
-};
-StepSums sums_of(const std::vector<Slice>& slices);
+// bench_ddp.cu
 
 struct AllReduceRun {  // of one size
     bool nccl;         // else Gloo
@@ -320,17 +246,17 @@ struct Options {
     bool has(const char* name) const { return given.count(name) > 0; }
     std::vector<std::string> command_line;  // argv[1..]
     // What a command does not take stays empty, 0 or false; the rest has main.cu's defaults.
-    std::string edition, device, format, table;
+    std::string edition, device, format;
     std::vector<std::string> size, precision, mode;
     int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, head_size = 0, vocab_size = 0;
     int context_length = 0, batch_size = 0, steps = 0;
-    std::vector<int> warmup, context_lengths, ranks;
+    std::vector<int> warmup, context_lengths;
     uint64_t seed = 0;
     bool quick = false;
     std::vector<std::string> range;
     int top = 0, checkpoint = 0, head_chunk = 0;
-    std::string trace, out, plot, weights, batch, data, save, load, inputs, impl;
-    bool causal = false, not_causal = false, deterministic = false, roofline = false, recompute = false;
+    std::string trace, out, weights, batch, data, save, load, inputs, impl;
+    bool causal = false, not_causal = false, deterministic = false, recompute = false;
     double rope_theta = 0, lr = 0;
     int grad_accumulation = 0;
     double warmup_time = 0, rep_time = 0;  // seconds
@@ -347,12 +273,10 @@ struct Options {
     int devices = 0;
     double tensor_mb = 0;
     int blocks = 0;  // of gradient_checkpointing's small model
-    bool plan = false;
-    uint64_t memory = SIZE_MAX;  // bytes
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// plan.cu: what an experiment runs, how large, and whether that fits into memory; --plan
+// plan.cu: what an experiment runs, and whether that fits into memory
 
 std::vector<ModelConfig> configs_of(const Options& o);  // what --d_model, --d_ff, ... name, else --size; checked
 std::string vocabulary_of(const std::vector<ModelConfig>& configs);  // theirs, for a caption
@@ -365,31 +289,8 @@ std::string name_of_checkpoint(int checkpoint);  // "4", "ffn", "ffn:4", "half",
 // The mode `name`, checked. The default, flash, becomes fused where this head size and precision have none.
 Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, Precision precision);
 
-struct Plan {
-    Options o;  // as given, or scaled down by what follows
-    std::vector<ModelConfig> configs{};
-    std::vector<Precision> precisions{};
-    std::vector<Mode> modes{};
-    std::string scaled_down = "";  // "; scaled down: " and what is smaller than by default, or ""
-    void note_smaller(const std::string& words);
-    // Sets a default to `to` where it is larger; what was typed stays. words: instead of "NAME TO instead of DEFAULT".
-    template <class T>
-    void shrink(const char* name, T Options::*field, const T& to, const std::string& words = "");
-    void shrink_size();  // to small
-    // A default size that does not fit becomes the largest that does; then the batch, down to `least_batch`, and the
-    // context length are halved, too. All of it stays where nothing fits. configs and context.mode follow.
-    void shrink_to_fit(int least_batch, const std::function<bool(const Plan&)>& fits);
-    void choose_models();        // configs, precisions and modes, checked against each other
-    std::string origin() const;  // the end of a caption: the device, the commit, and what was scaled down
-};
-
-// bench_ddp.cu, for what several ranks run: one model, precision and mode.
-Plan plan_of(const Options& o, const Communicator& c);
-Plan fitting_plan(const Options& o, const Communicator& c, bool split);  // see there
-std::string caption_of(const Plan& p, const Communicator& c, const char* command);
 DType reduced_as(const Options& o);                         // gradients, by --reduce_dtype
 bool fits_everywhere(const Communicator& c, size_t bytes);  // that each rank needs
-double passes_of(const Communicator& c, double n);          // of one rank, as long as n of all that share its device
 
 // A default of --quick's: sets the field, unless its option was typed.
 template <class T>
@@ -405,41 +306,9 @@ std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& con
 // of needs), or an allocation fails all the same. Returns 0 if f ran, else `needs`, for oom_cell. row: for stderr.
 size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f, size_t held = 0);
 
-// TODO(transition): Plan, Attempt and --plan go when no experiment uses them any more.
-struct Attempt {  // a run that may not fit into memory
-    bool ran = false;
-    Prediction needs{};  // of one pass
-    double seconds = 0;  // that it takes at least, where it runs for a given time
-    // Calls f if so much is available, beside the `held` bytes of it that are held already. ran: it came to its end.
-    // row: what it is, for the progress line and --plan's table; there it is written down instead, see only_planned.
-    void run(const std::string& row, double passes, const std::function<void()>& f, size_t held = 0);
-    std::string cell(const std::string& result) const;  // of a table: the result, or that it did not fit
-};
-
 const char* name_of(Phase phase);
-// "4 ranks, ", or "" for one: before a row's model.
-std::string ranks_of(const Communicator& c);
 std::string row_of(const ModelConfig& c, int B, int T,
                    Phase phase);  // with context's precision, mode and checkpoint; B: sequences per rank
-
-struct PlannedRow {  // of a command: what it would run
-    std::string row;
-    size_t bytes;
-    bool fits;
-    double seconds;  // rough; NAN: nobody knows
-};
-struct Planned {
-    std::vector<PlannedRow> rows;
-    std::string device, scaled_down;
-    size_t available;
-    double seconds;  // of the rows that fit, all together
-    size_t bytes;    // of the largest of them
-};
-// With --plan: notes the row for the table, and returns true: its caller runs nothing. It takes `passes` passes, or
-// `seconds` if that is longer.
-bool only_planned(const std::string& row, const Prediction& pass, bool fits, double passes, double seconds = 0);
-Planned plan_of_run(const Options& o, int (*run)(const Options&));  // null: of one that needs next to nothing
-Table plan_table(const Options& o, const Planned& planned);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // calcs.cu
