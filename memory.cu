@@ -338,7 +338,8 @@ static void print_largest(const std::vector<MemoryRun>& runs, const std::string&
         {"S", "precision", "MiB each", "times", "category", "range", "op", "line"}};
     for (const MemoryRun& r : runs) {
         for (const Allocation& a : r.largest) {
-            t.row(r.T, r.precision, mib(a.bytes), a.times, name_of(a.category), a.range, a.op, a.line);
+            const std::string range = a.range.substr(a.range.find('/') + 1);  // without "forward/"
+            t.row(r.T, r.precision, mib(a.bytes), a.times, name_of(a.category), range, a.op, a.line);
         }
     }
     print(t);

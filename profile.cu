@@ -389,9 +389,9 @@ static std::string where(const ProfileRun& r) {
 // Its tables
 
 static std::string with_unit(double ns) {  // as nsys prints times: a unit in each cell
-    return ns >= 1e9   ? strprintf("%.3f s", ns / 1e9)
-           : ns >= 1e6 ? strprintf("%.3f ms", ns / 1e6)
-           : ns >= 1e3 ? strprintf("%.3f μs", ns / 1e3)
+    return ns >= 1e9   ? strprintf("%.2f s", ns / 1e9)
+           : ns >= 1e6 ? strprintf("%.2f ms", ns / 1e6)
+           : ns >= 1e3 ? strprintf("%.2f μs", ns / 1e3)
                        : strprintf("%.0f ns", ns);
 }
 static std::string digits(double x, const char* format) { return std::isnan(x) ? "" : strprintf(format, x); }

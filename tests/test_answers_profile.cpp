@@ -59,7 +59,7 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
           "FLOPs is 59 times as slow.",
           "softmax has to move 32 GiB and the products 37 GiB, nearly the same.",
           "1.49 at 128, 1.10 at 512 and 0.92 at 1024."}) {
-        CHECK_MESSAGE(has(text, words), words << "\n" << text);
+        CHECK_MESSAGE(has(text, words), (std::string(words) + "\n" + text));
     }
     CHECK(!has(text, "Out of memory"));
     CHECK(!has(text, "nan"));
@@ -200,7 +200,7 @@ TEST_CASE("answers profile: memory_profiling on an H200") {
           "softmax div 31.5 %, softmax exp 31.5 %, ffn linear 9.8 %, swiglu mul 9.8 % and swiglu sigmoid 4.9 %.",
           "memory falls by only 6102.0 MiB: the difference, 400.0 MiB, is the gradients of its parameters, as the "
           "formula says."}) {
-        CHECK_MESSAGE(has(text, words), words << "\n" << text);
+        CHECK_MESSAGE(has(text, words), (std::string(words) + "\n" + text));
     }
     CHECK(!has(text, "H200"));
     CHECK(!has(text, "predicted"));

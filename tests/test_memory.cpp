@@ -229,8 +229,9 @@ TEST_CASE("memory_profiling: tables and files") {
 }
 
 static void check_as_planned(const MemoryRun& planned, const MemoryRun& run) {
+    const bool copies = multiplies_copies(CPU, matmul_dtype(run.precision));  // in fp32, which a GPU's plan lacks
     for (PhaseMemory MemoryRun::*phase : {&MemoryRun::forward, &MemoryRun::taped, &MemoryRun::step}) {
-        CHECK((run.*phase).peak == (planned.*phase).peak);
+        CHECK(((run.*phase).peak == (planned.*phase).peak || copies));
     }
     CHECK(run.forward.peak < run.taped.peak);
     CHECK(run.taped.peak < run.step.peak);
@@ -248,7 +249,6 @@ TEST_CASE("memory_profiling: what is predicted is what happens, and gradients ar
         for (Precision precision : {FP32, PREC_BF16, PREC_PURE_BF16}) {
             context.mode = mode, context.device = CPU, context.precision = precision;
             if (mode == FLASH && fastest_mode(c, precision) != FLASH) { continue; }
-            if (multiplies_copies(CPU, matmul_dtype(precision))) { continue; }  // a GPU's plan has none
             CAPTURE(setting());
             const MemoryRun run = profile_memory(c, precision, 2, 64, 0, "");
             Planning planning;

@@ -334,6 +334,11 @@ TEST_CASE("profile: nsys_profile on a tiny model") {
     CHECK(has(r.out, "of custom at context length 16, 3 passes; "));
     CHECK(has(r.out, "It has 12.8 times fewer FLOPs (5 per score against 4 x 16)"));
     for (const char* part : {"(a)", "(b)", "(c)", "(d)", "(e)"}) { CHECK(has(r.out, std::string("**") + part + "**")); }
+    double in_trace = 0, parts = -1;  // its parts add up to the same forward, exactly
+    size_t row = r.out.find("| custom |");
+    REQUIRE(row != std::string::npos);
+    CHECK(sscanf(r.out.c_str() + row, "| custom | %*d | %*f | %*f | %lf | %*f | %lf |", &in_trace, &parts) == 2);
+    CHECK(in_trace == parts);
     CHECK(run_cs336({"nsys_profile", "--warmup", "1,2", "--device", "cpu"}).exit_code == 2);
     Run late =
         run_cs336({"nsys_profile", "--device", "cpu", "--quick", "--mode", "eager,flash", "--precision", "fp32,bf16"});
