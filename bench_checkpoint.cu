@@ -26,7 +26,7 @@ static int count_blocks(const Trace& trace) {
     return std::count_if(trace.ranges.begin(), trace.ranges.end(),
                          [](const TracedRange& r) { return strcmp(r.name, "layer") == 0 && r.recorded_in < 0; });
 }
-static std::vector<CheckpointStrategy> run_strategies(const Options& o, int B, int T) {
+std::vector<CheckpointStrategy> run_strategies(const Options& o, int B, int T) {
     RestoreContext restore;
     context.deterministic = context.each_launch = true;  // the same bits each time; no block hides in a CUDA graph
     const ModelConfig c = tiny_model(o.blocks);
@@ -94,8 +94,7 @@ static void print_strategies(const Options& o) {
 // ---------------------------------------------------------------------------------------------------------------------
 // (b) The size of a checkpoint
 
-// Of c's step, by blocks per checkpoint. really: also run, and not only predicted on META.
-static std::vector<CheckpointRun> run_sizes(const ModelConfig& c, const Options& o, bool really) {
+std::vector<CheckpointRun> run_sizes(const ModelConfig& c, const Options& o, bool really) {
     RestoreContext restore;
     Model model;
     std::vector<CheckpointRun> runs;
@@ -159,7 +158,7 @@ void answer_sizes(const std::vector<CheckpointRun>& asked, const std::vector<Che
     std::vector<std::string> others;
     for (size_t i = 0; i < asked.size(); i++) {
         if (i + 1 != best && i != best + 1 && i + 1 != asked.size()) { continue; }  // the next ones, and none
-        others.push_back(mib(bytes(asked[i])) + " " + blocks_of(asked[i]));
+        others.push_back(mib(bytes(asked[i])) + (asked[i].oom ? " (out of memory) " : " ") + blocks_of(asked[i]));
     }
     answer("b", "In %s a step's peak is least %s per checkpoint: %s MiB%s. It is %s.", asked[0].size.c_str(),
            blocks_of(asked[best]).c_str(), mib(bytes(asked[best])).c_str(), asked[best].peak ? "" : " (predicted)",

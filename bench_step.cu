@@ -291,8 +291,14 @@ static int send_to_parent(const ModelConfig& c, const Options& o, int warmup) {
     return fwrite(&run, sizeof run, 1, stdout) == 1 ? 0 : 1;
 }
 void answer_warmup(const std::vector<WarmupRun>& runs) {
-    const Stats &cold = runs.front().forward.all, &warm = runs.back().forward.all;
-    if (cold.n == 0 || warm.n == 0) { return; }
+    if (!runs.front().forward.ran() || !runs.back().forward.ran()) { return; }
+    auto change = [&](PhaseRun WarmupRun::*pass) {
+        return (runs.front().*pass).all.mean / (runs.back().*pass).all.mean;
+    };
+    const bool is_both = change(&WarmupRun::both) > change(&WarmupRun::forward);  // where the first steps show most
+    auto ms = [&](const WarmupRun& r) { return (is_both ? r.both : r.forward).all; };
+    auto after = [](const WarmupRun& r) { return counted(to_cell(r.warmup), "warm-up step"); };
+    const Stats cold = ms(runs.front()), warm = ms(runs.back());
     // One slow step among many raises the cold mean and its deviation alike: only the warm run's deviation is noise.
     const double more = cold.mean - warm.mean, noise = std::max(warm.std, SMALL_DEVIATION * warm.mean);
     const char* verdict =
@@ -301,16 +307,16 @@ void answer_warmup(const std::vector<WarmupRun>& runs) {
         : context.device == CUDA
             ? "The first steps are slower: they also load the kernels' code, create the cuBLAS handle and grow the pool"
             : "The first steps are slower: they also touch their memory for the first time";
-    auto after = [](const WarmupRun& r) { return "after " + counted(to_cell(r.warmup), "warm-up step"); };
-    answer("c", "%s. Forward takes %.2f ms (standard deviation %.2f) %s, and %.2f ms (%.2f) %s.", verdict, cold.mean,
-           cold.std, after(runs.front()).c_str(), warm.mean, warm.std, after(runs.back()).c_str());
+    answer("c", "%s. %s takes %.2f ms (standard deviation %.2f) after %s, and %.2f ms (%.2f) after %s.", verdict,
+           is_both ? "Forward with backward" : "Forward", cold.mean, cold.std, after(runs.front()).c_str(), warm.mean,
+           warm.std, after(runs.back()).c_str());
     if (more <= noise) { return; }
     size_t enough = runs.size() - 1;  // the runs from here on are alike
-    while (enough > 0 && std::abs(runs[enough - 1].forward.all.mean / warm.mean - 1) <= 0.02) { enough--; }
+    while (enough > 0 && std::abs(ms(runs[enough - 1]).mean / warm.mean - 1) <= 0.02) { enough--; }
     answer("c",
            enough + 1 == runs.size() ? "No smaller number comes within 2 %% of %s: there the times still change."
                                      : "From %s on the mean is within 2 %% of the last.",
-           after(runs[enough]).c_str() + strlen("after "));
+           after(runs[enough]).c_str());
 }
 static void print_warmups(const ModelConfig& c, const Options& o) {
     give_back_cached_memory();  // the fresh processes need it

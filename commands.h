@@ -53,6 +53,10 @@ struct CheckpointRun {  // a model's step
     size_t predicted = 0, activations = 0, peak = 0, oom = 0;  // bytes; peak: measured; oom: needed, and not there
     Stats ms{};                                                // forward and backward
 };
+// (a), on a small model of o.blocks blocks; fails if a gradient changes.
+std::vector<CheckpointStrategy> run_strategies(const Options& o, int B, int T);
+// (b), of c's step. really: also run, and not only predicted on META.
+std::vector<CheckpointRun> run_sizes(const ModelConfig& c, const Options& o, bool really);
 void answer_strategies(const std::vector<CheckpointStrategy>& all);  // (a); the first: none, the second: each block
 // (b): asked, the handout's size, perhaps only predicted; run, the one that was measured.
 void answer_sizes(const std::vector<CheckpointRun>& asked, const std::vector<CheckpointRun>& run);

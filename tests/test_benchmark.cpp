@@ -1,162 +1,97 @@
 // Tests of bench_step.cu.
-#include "answers.h"
-#include "commands.h"
 #include "test.h"
 
-#include <nlohmann/json.hpp>
+using Words = std::vector<std::string>;
 
-#include <algorithm>
-#include <sstream>
-
-TEST_CASE_TEMPLATE("benchmark: the roofline's FLOPs are the model's, its floors add up, and its shares can be", D,
-                   OnCPU, OnCUDA) {
-    if (!begin<D>()) { return; }
-    Run r = run_cs336({"benchmarking_script",
-                       "--device",
-                       name_of(D::device),
-                       "--quick",
-                       "--roofline",
-                       "--d_model",
-                       "128",
-                       "--d_ff",
-                       "320",
-                       "--num_layers",
-                       "2",
-                       "--num_heads",
-                       "4",
-                       "--vocab_size",
-                       "1000",
-                       "--context_length",
-                       "48",
-                       "--precision",
-                       "fp32,bf16",
-                       "--mode",
-                       "fused",
-                       "--format",
-                       "json"});
-    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-    std::istringstream lines(r.out);
-    std::vector<nlohmann::json> tables;
-    for (std::string line; std::getline(lines, line);) {
-        if (!line.empty()) { tables.push_back(nlohmann::json::parse(line)); }
+static Run run_small(const char* command, Words words) {
+    const Words model = {command,        "--device", "cpu",         "--d_model", "16",           "--d_ff", "16",
+                         "--num_layers", "1",        "--num_heads", "1",         "--vocab_size", "16"};
+    words.insert(words.begin(), model.begin(), model.end());
+    return run_cs336(words);
+}
+// First cells of the rows of the table whose caption has these words, in csv; none without such a table.
+static Words first_cells(const std::string& out, const std::string& caption) {
+    size_t at = out.find(caption);
+    Words cells;
+    if (at == std::string::npos) { return cells; }
+    at = out.find('\n', out.find('\n', at) + 1) + 1;  // behind the header
+    while (at < out.size() && out[at] != '\n') {
+        cells.push_back(out.substr(at, out.find(',', at) - at));
+        at = out.find('\n', at) + 1;
     }
-    REQUIRE(tables.size() == 6);  // per precision the usual table, then the roofline; fewer warm-up steps; the answers
-    const ModelConfig c{"custom", 128, 320, 2, 4, 1000};
-    for (const nlohmann::json& t : {tables[1], tables[3]}) {
-        std::string caption = t["caption"];
-        CAPTURE(caption);
-        CHECK(caption.find("roofline; precision ") == 0);
-        REQUIRE(t["rows"].size() == 5);
-        auto cell = [&](int row, const char* column) {
-            size_t k = std::find(t["columns"].begin(), t["columns"].end(), column) - t["columns"].begin();
-            REQUIRE_MESSAGE(k < t["columns"].size(), column);
-            const nlohmann::json& x = t["rows"][row][k];
-            return x.is_string() ? atof(x.get<std::string>().c_str()) : x.get<double>();
-        };
-        const char* phases[] = {"forward", "loss", "backward", "optimizer", "step"};
-        double floors = 0;
-        for (int i = 0; i < 5; i++) {
-            CHECK(t["rows"][i][1] == phases[i]);
-            double floor = cell(i, "matmul ms") + cell(i, "attention ms") + cell(i, "bytes ms");
-            CHECK(std::abs(cell(i, "floor ms") - floor) < 2.1e-3);  // three decimals each
-            CHECK(cell(i, "MB") > 0);
-            CHECK(cell(i, "measured ms") > 0);
-            CHECK(cell(i, "share") >= 0);
-            CHECK(cell(i, "share") < 1000);
-            floors += i < 4 ? cell(i, "floor ms") : 0;
-        }
-        CHECK(std::abs(cell(4, "floor ms") - floors) < 5e-3);
-        CHECK(cell(4, "share") > 0);
-        int B = D::device == CPU ? 1 : 4;
-        double matmul = cell(0, "matmul GFLOP"), attention = cell(0, "attention GFLOP");  // causal: half of it
-        CHECK(matmul + 2 * attention == doctest::Approx(forward_flops(c, B, 48) / 1e9).epsilon(1e-5));
-        CHECK(cell(4, "matmul GFLOP") == doctest::Approx(3 * matmul).epsilon(1e-5));
-        CHECK(cell(4, "attention GFLOP") == doctest::Approx(3.5 * attention).epsilon(1e-5));
-        int64_t weights = 0;
-        for (const Parameter& p : make_model(c).parameters) { weights += count(p.shape); }
-        double less = caption.find("precision bf16") == std::string::npos ? 0 : 2.0 * matmul_weights(c);
-        CHECK(cell(3, "MB") == doctest::Approx((28.0 * weights - less) / 1e6).epsilon(1e-5));
-    }
+    return cells;
 }
 
-TEST_CASE("benchmark: a plain run answers (c) for its smallest size, and one with a typed warm-up does not") {
-    std::vector<std::string> words = {"benchmarking_script",
-                                      "--device",
-                                      "cpu",
-                                      "--steps",
-                                      "2",
-                                      "--context_length",
-                                      "8",
-                                      "--batch_size",
-                                      "1",
-                                      "--precision",
-                                      "bf16,fp32",
-                                      "--d_model",
-                                      "16",
-                                      "--d_ff",
-                                      "16",
-                                      "--num_layers",
-                                      "1",
-                                      "--num_heads",
-                                      "1",
-                                      "--vocab_size",
-                                      "16"};
-    auto warmups = [&](const std::vector<std::string>& more) {
-        std::vector<std::string> all = words, found;
-        all.insert(all.end(), more.begin(), more.end());
-        Run r = run_cs336(all);
+TEST_CASE("benchmark: benchmarking_script's tables have the columns of the write-ups") {
+    Run r = run_small("benchmarking_script", {"--format", "csv", "--precision", "bf16,fp32"});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    CHECK(
+        has(r.out,
+            "\nsize,d_model,d_ff,num_layers,num_heads,fw_mean_ms,fw_std_ms,bw_only_mean_ms,bw_only_std_ms,fwbw_mean_ms,"
+            "fwbw_std_ms\ncustom,16,16,1,1,"));
+    CHECK(has(r.out, "\nsize,precision,mode,step_mean_ms,step_std_ms,GFLOP/s,MFU %,peak fw MiB,peak step MiB\n"));
+    CHECK(has(r.out, "\n,model,mean,std\n0,\"custom (forward, backward)\","));
+    CHECK(has(r.out, "\n1,custom (forward only),"));
+    CHECK(first_cells(r.out, "whole steps") == Words{"custom", "custom", "custom", "custom"});  // bf16, fp32, two modes
+    CHECK(has(r.out,
+              "in seconds; precision bf16, mode eager; batch 1, context length: 32, vocabulary 16, 1 warmup, 2 step;"));
+}
+TEST_CASE("benchmark: (c) has its rows from fresh processes, unless one warm-up is typed or there is a trace") {
+    Folder folder;
+    auto warmups = [&](const Words& more) {
+        Words words = {"--format", "csv", "--precision", "bf16,fp32"};
+        words.insert(words.end(), more.begin(), more.end());
+        Run r = run_small("benchmarking_script", words);
         REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-        const Tables sweeps = tables_with(tables_in(r.out), {"each row a fresh process"});
-        REQUIRE(sweeps.size() <= 1);
-        for (const Table& sweep : sweeps) {
-            for (const TableRow& row : rows_of(sweep)) { found.push_back(row.text("warmup")); }
-        }
-        CHECK(
-            has(r.out, sweeps.empty() ? "(c)** This run had one number" : "(c)** The mean time of forward (custom, "));
-        if (!sweeps.empty()) { found.push_back(value_in(sweeps[0], "precision ", ",")); }
-        if (!sweeps.empty()) { found.push_back(value_in(sweeps[0], "mode ", ",")); }
-        return found;
+        const Words cells = first_cells(r.out, "(c): custom, each row a fresh process; precision bf16, mode eager;");
+        CHECK(has(r.out, "# (c) ") == !cells.empty());
+        return cells;
     };
-    CHECK(warmups({}) == std::vector<std::string>{"0", "1", "2", "5", "bf16", "eager"});
-    CHECK(warmups({"--quick", "--mode", "fused"}) == std::vector<std::string>{"0", "1", "bf16", "fused"});
+    CHECK(warmups({}) == Words{"0", "1", "2", "5"});
+    CHECK(warmups({"--warmup", "3,0"}) == Words{"0", "3"});
     CHECK(warmups({"--warmup", "1"}).empty());
-    Run plan = run_cs336({"benchmarking_script", "--plan", "--memory", "80GiB", "--size", "medium,small", "--mode",
-                          "eager", "--format", "csv"});
-    const std::string row = "\"small, batch 4, context length 256, forward, fp32 eager\"";
-    int rows = 0;
-    for (size_t at = plan.out.find(row); at != std::string::npos; at = plan.out.find(row, at + 1)) { rows++; }
-    CHECK(rows == 5);  // its own, and one per number of warm-up steps
+    CHECK(warmups({"--trace", folder / "t.json"}).empty());
 }
-TEST_CASE("benchmark: info prints the peaks of all known cards, also without a GPU") {
-    Run r = run_cs336({"info", "--quick", "--device", "cpu"});
+TEST_CASE("benchmark: what does not fit is a row; exit 1 if no row ran") {
+    for (const char* command : {"benchmarking_script", "benchmarking_mixed_precision"}) {
+        Run r = run_small(command, {"--batch_size", "4096", "--context_length", "65536", "--mode", "fused"});
+        CHECK(r.exit_code == 1);
+        CHECK(has(r.out, "OOM ("));
+        CHECK(has(r.err, "nothing fits into the memory"));
+        CHECK(!has(r.out, "nan"));
+    }
+}
+TEST_CASE("benchmark: torch_compile and benchmarking_mixed_precision print all parts") {
+    Run compile = run_small("torch_compile", {});
+    REQUIRE_MESSAGE(compile.exit_code == 0, compile.err);
+    for (const char* says :
+         {"torch_compile (a)", "| size   | run_type  ", "| custom | forward+backward+optimizer |",
+          "**(b)** In fp32, compiled forward is ", "**(b)** A whole step, with backward and AdamW, is "}) {
+        CHECK_MESSAGE(has(compile.out, says), says, " in: ", compile.out);
+    }
+    Run mixed = run_small("benchmarking_mixed_precision", {});
+    REQUIRE_MESSAGE(mixed.exit_code == 0, mixed.err);
+    for (const char* says :
+         {"autocast to float16", "autocast to bfloat16",
+          "**(a)** Under autocast to float16 the "
+          "parameters are float32, the first layer's output is float16, layer norm's output is float32, "
+          "the logits are float16, the loss is float32 and the gradients are float32.",
+          "its output is float32 under float16 and float32 under bfloat16", "| custom | tf32  ",
+          "**(c)** Forward and backward in bf16 are ", "On a CPU low precision saves no arithmetic"}) {
+        CHECK_MESSAGE(has(mixed.out, says), says, " in: ", mixed.out);
+    }
+}
+TEST_CASE("benchmark: info") {
+    Run r = run_cs336({"info", "--quick", "--device", "cpu", "--format", "csv"});
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-    Tables tables = tables_in(r.out);
-    REQUIRE(tables.size() == 2);
-    TableRow h200 = row_of(tables[1], {{"card", "NVIDIA H200"}}), t4 = row_of(tables[1], {{"card", "Tesla T4"}});
-    CHECK(h200.text("bf16") == "989");
-    CHECK(h200.text("source") == "H200 data sheet");
-    CHECK(t4.text("fp16") == "65");
-    CHECK(t4.text("bf16") == "-");
+    CHECK(has(r.out, "\nwhat,measured,peak by data sheet,unit\n"));
+    CHECK(has(r.out, "\nmatmul 512^3 fp32 on the CPU,"));
 }
-TEST_CASE(
-    "benchmark: a step's rate is (6 N + 12 L C S) FLOP per token, and tables of steps have its share of the peak") {
+TEST_CASE("benchmark: a step's rate is (6 N + 12 L C S) FLOP per token; no CPU has a known peak") {
+    begin_on(CPU);
     const ModelConfig c{"custom", 64, 96, 3, 4, 50};
     const double N = 3 * (4 * 64 * 64 + 3 * 64 * 96) + 64 * 50, L = 3, C = 64, S = 16, tokens = 2 * S;
     CHECK(step_tflops(c, 2, 16, 5) == doctest::Approx(tokens * (6 * N + 12 * L * C * S) / 5e-3 / 1e12));
-    Run train = run_cs336({"train", "--data", "LICENSE", "--quick", "--device", "cpu"});
-    CHECK(has(train.out, " | tokens/s | MFU % | peak MiB |\n"));
-    if (!why_not("gloo", CPU, 2).empty()) { return; }
-    for (const char* command : {"naive_ddp_benchmarking", "fsdp_accounting"}) {
-        Run r = run_cs336({command, "--quick", "--device", "cpu"});
-        REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-        const Tables tables = tables_in(r.out);
-        for (const TableRow& row : rows_of(tables.at(0))) { CHECK(row.text("MFU %") == "-"); }
-    }
-}
-
-TEST_CASE("benchmark: flash_benchmarking's share of the card's peak") {
-    Run r = run_cs336({"flash_benchmarking", "--quick", "--device", "cpu"});
-    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-    const Tables tables = tables_in(r.out);
-    for (const TableRow& row : rows_of(tables.at(0))) { CHECK(row.text("of peak %") == "-"); }
+    CHECK(std::isnan(dense_peak(FP32)));
+    CHECK(percent_of_peak(1, FP32) == "-");
 }
