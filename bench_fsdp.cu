@@ -312,10 +312,10 @@ static FsdpRun run_way(Way way, const Options& o, const Communicator& c) {
         times.push_back(now_ms() - start);
         const std::vector<FsdpUnitTimes> units = t->f ? unit_times(*t->f) : r.units;
         gathers.push_back(0), hidden.push_back(0);
-        for (size_t i = 0; i < units.size(); i++) {
-            for (int k = 0; k < UNIT_TIMES; k++) { r.units[i][k] += units[i][k] / o.steps; }
-            if (i < 2) { continue; }
-            gathers.back() += units[i][GATHER], hidden.back() += units[i][GATHER] - units[i][WAIT];
+        for (size_t u = 0; u < units.size(); u++) {
+            for (int k = 0; k < UNIT_TIMES; k++) { r.units[u][k] += units[u][k] / o.steps; }
+            if (u < 2) { continue; }
+            gathers.back() += units[u][GATHER], hidden.back() += units[u][GATHER] - units[u][WAIT];
         }
     }
     r.step = stats_of(times), r.gathers = stats_of(gathers), r.hidden = stats_of(hidden);
@@ -342,9 +342,8 @@ static void print_tables(const std::string& caption, const std::vector<FsdpRun>&
     print(memory);
     const std::vector<FsdpUnitTimes>& units = runs[FULLY_SHARDED].units;
     Table times{
-        "fsdp_accounting (b): each unit's all-gather, and how long the compute stream waited for it; rank 0, "
-        "mean of all steps; " +
-            caption,
+        "fsdp_accounting (b): each unit's all-gather, and how long the compute stream waited for it; the same "
+        "run, rank 0, mean of all steps",
         {"unit", "forward: gather (ms)", "wait (ms)", "backward: gather (ms)", "wait in backward (ms)",
          "wait for gradients (ms)"}};
     FsdpUnitTimes all{};
@@ -374,15 +373,6 @@ static void answer_saved(const char* name, const FsdpRun& other, const FsdpRun& 
            mib(saved_of(GRADIENTS) - gradients), mib(saved_of(WEIGHT_COPIES)),
            mib(activations_of(a) - activations_of(b)));
 }
-static void answer_gathers(const FsdpRun& fsdp) {
-    const double waits = fsdp.gathers.mean - fsdp.hidden.mean;
-    answer("b",
-           "%s in time for forward: from layer 1 on they take %.3f ms, and the compute stream waits %.3f ms for them "
-           "(%.1f %%). The gathers of the embedding and of layer 0 have no block to hide under: it waits %.3f and "
-           "%.3f ms for them.",
-           level(fsdp.gathers, fsdp.hidden) ? "The gathers come" : "Not all gathers come", fsdp.gathers.mean, waits,
-           100 * waits / fsdp.gathers.mean, fsdp.units[0][WAIT], fsdp.units[1][WAIT]);
-}
 void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double psi, int bytes) {
     if (world == 1) { return answer("", "One rank has no other to share with, so there is nothing to compare."); }
     const double N = world, full = 4 * bytes * psi, split = (full + full / N) / 2, part = full / N;
@@ -394,8 +384,9 @@ void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double 
     const FsdpRun& fsdp = runs[FULLY_SHARDED];
     for (int way : {PLAIN_DDP, SHARDED_OPTIMIZER}) {
         if (runs[way].oom || fsdp.oom) { continue; }
-        answer_saved(way == PLAIN_DDP ? "DDP" : "the sharded optimizer", runs[way], fsdp,
-                     (way == PLAIN_DDP ? full : split) - part, bytes * (psi - psi / N));
+        const bool ddp = way == PLAIN_DDP;
+        answer_saved(ddp ? "DDP" : "the sharded optimizer", runs[way], fsdp, (ddp ? full : split) - part,
+                     bytes * (psi - psi / N));
     }
     for (int way : {PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED}) {
         if (runs[way].oom) { answer("a", "%s did not fit: %s.", runs[way].way, oom_cell(runs[way].oom).c_str()); }
@@ -404,7 +395,14 @@ void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double 
     answer("a",
            "FSDP holds two whole units and their gradients in buffers. All of its parts of gradients are there at "
            "backward's end only, when activations are gone.");
-    answer_gathers(fsdp);
+    const bool in_time = level(fsdp.gathers, fsdp.hidden);
+    const double waits = fsdp.gathers.mean - fsdp.hidden.mean;
+    answer("b",
+           "%s in time for forward: from layer 1 on they take %.3f ms, and the compute stream waits %.3f ms for them "
+           "(%.1f %%). The gathers of the embedding and of layer 0 have no block to hide under: it waits %.3f and "
+           "%.3f ms for them.",
+           in_time ? "The gathers come" : "Not all gathers come", fsdp.gathers.mean, waits,
+           100 * waits / fsdp.gathers.mean, fsdp.units[0][WAIT], fsdp.units[1][WAIT]);
 }
 
 void by_quick_model(Options& o) {
@@ -432,7 +430,6 @@ int cmd_fsdp_accounting(const Options& typed) {
             if (way == EARLY_ADAMW && context.precision == PREC_FP16) { continue; }  // its step needs a norm first
             runs.push_back(run_way(way, o, c));
         }
-        auto ran = [](const FsdpRun& r) { return r.oom == 0; };
         double psi = 0;
         for (const Parameter& p : lay_out_model(config).parameters) { psi += (double)count(p.shape); }
         if (c.rank == 0) {
@@ -448,6 +445,7 @@ int cmd_fsdp_accounting(const Options& typed) {
                 runs);
             answer_fsdp_accounting(runs, c.world, psi, (int)size_of(weight_dtype()));
         }
+        auto ran = [](const FsdpRun& r) { return r.oom == 0; };
         if (std::none_of(runs.begin(), runs.end(), ran)) { fail("no way fits into a rank's memory"); }
     });
 }

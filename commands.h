@@ -232,8 +232,9 @@ struct LeaderboardRun {
     double tokens = 0, flops = 0, peak_rate = NAN;  // of a step; TFLOP/s of one card, NAN: not known
     size_t oom = 0, predicted = 0, peak = 0;        // bytes
     double first_loss = NAN, last_loss = NAN;
-    Stats step{};                          // ms
-    double parts[LEADERBOARD_PARTS] = {};  // ms, of the mean step
+    Stats step{};                                              // ms
+    double parts[LEADERBOARD_PARTS] = {};                      // ms, of the mean step
+    double tflops() const { return flops / step.mean / 1e9; }  // per second, of all ranks
 };
 void answer_leaderboard(const LeaderboardRun& r);
 // Sets what runs again in backward, the least that leaves each of `world` ranks a predicted peak of at most `room`

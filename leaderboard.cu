@@ -159,7 +159,7 @@ static void measure(LeaderboardRun& r, const Communicator& c, const Options& o) 
 
 static void print_tables(const LeaderboardRun& r, const std::string& caption) {
     auto cell = [&](const char* format, double value) { return r.oom ? "" : strprintf(format, value); };
-    const double rate = r.flops / r.step.mean / 1e9;
+    const double rate = r.tflops();
     Table table{"leaderboard: " + caption,
                 {"mean ms", "std ms", "median ms", "tokens/s", "TFLOP/s", "MFU %", "predicted MiB", "peak MiB",
                  "first loss", "last loss"}};
@@ -180,7 +180,7 @@ static void print_tables(const LeaderboardRun& r, const std::string& caption) {
 void answer_leaderboard(const LeaderboardRun& r) {
     const std::string ranks = r.world == 1 ? "one rank" : strprintf("%d ranks", r.world);
     const char* each = r.world == 1 ? "" : " per rank";
-    const double rate = r.flops / r.step.mean / 1e9;
+    const double rate = r.tflops();
     auto size = [](size_t bytes) {
         return strprintf(bytes < 1 << 30 ? "%.1f MiB" : "%.1f GiB",
                          bytes / (bytes < 1 << 30 ? 1048576.0 : 1073741824.0));
