@@ -132,6 +132,57 @@ void plot_fsdp_step(const Communicator& c, const std::string& path, const std::v
                     const std::string& title, const std::string& caption);  // collective
 
 // ---------------------------------------------------------------------------------------------------------------------
+// bench_attention.cu: what its experiments measure, and the answers
+
+struct AttentionCase {
+    int B, H, Tq, Tk, D;
+    bool causal;
+};
+struct PassTimes {  // ms
+    Stats forward{}, backward{}, both{};
+    size_t held = 0;  // bytes when backward starts: inputs, and what the forward saved
+    size_t oom = 0;   // bytes, where it did not fit
+};
+struct AttentionRun {
+    int S, D;
+    DType dtype;
+    PassTimes naive{}, other{};  // other: fused in torch_compile, flash in flash_benchmarking
+};
+struct AttentionMemory {  // of pytorch_attention's smallest configuration that does not fit
+    int S, D;
+    size_t available, peak = 0;
+    std::map<size_t, int> saved{};  // when backward starts: bytes of a buffer, number of such buffers
+};
+void answer_pytorch_attention(const std::vector<AttentionRun>& runs, const AttentionMemory& memory);
+void answer_torch_compile_attention(const std::vector<AttentionRun>& runs);
+void answer_flash_benchmarking(const std::vector<AttentionRun>& runs);
+
+struct WeightedSumRun {
+    Device device;
+    int64_t N, D;
+    double forward_ms = 0, backward_ms = 0;              // medians
+    double error = 0;                                    // the largest against fp64
+    double forward_rate() const, backward_rate() const;  // GB/s
+};
+void answer_weighted_sum(const std::vector<WeightedSumRun>& runs);
+
+struct AttentionCheck {  // of an implementation against the reference
+    bool is_flash;
+    DType dtype;
+    AttentionCase c;
+    std::vector<double> errors{};  // the largest of O, L and, with a backward, dQ, dK, dV
+};
+void answer_flash_forward(const std::vector<AttentionCheck>& checks);
+void answer_flash_backward(const std::vector<AttentionCheck>& checks);
+
+struct FlashEntry {
+    std::string impl = "";
+    PassTimes t{};
+    double matmul_tflops = 0, tflops = 0;
+};
+void answer_flash_leaderboard(const FlashEntry& fastest, bool is_handouts);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // The command line. Options mean the same for every command; main.cu says which command takes which.
 
 struct Options {
@@ -267,7 +318,7 @@ Table plan_table(const Options& o, const Planned& planned);
 
 int cmd_mixed_precision_accumulation(const Options& o);  // precision.cu
 int cmd_pytorch_attention(const Options& o);             // bench_attention.cu
-Table attention_compile_table(const Options& o);         // torch_compile (a)
+void torch_compile_attention(const Options& o);          // torch_compile (a): its table and its answer
 int cmd_weighted_sum(const Options& o);
 int cmd_flash_forward(const Options& o);
 int cmd_flash_backward(const Options& o);
