@@ -46,13 +46,10 @@ static std::vector<Tensor> outputs_of(const AttentionImpl& impl, const Inputs& i
 }
 
 static const AttentionImpl& impl_named(const std::string& name) {
-    std::vector<std::string> here;
     for (const AttentionImpl& impl : attention_impls()) {
-        if (impl.device != context.device) { continue; }
-        if (name == impl.name) { return impl; }
-        here.push_back(impl.name);
+        if (impl.device == context.device && name == impl.name) { return impl; }
     }
-    usage_error("--impl: got '%s', on %s one of %s", name.c_str(), name_of(context.device), join(here, ", ").c_str());
+    usage_error("--impl: got '%s', takes one that runs on %s", name.c_str(), name_of(context.device));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -101,7 +98,7 @@ static std::string compared(const std::vector<AttentionRun>& runs, Stats PassTim
         const char* name;
         int rows = 0, first_S = INT_MAX, last_S = 0;
         double least = INFINITY, most = 0;
-    } kinds[] = {{"faster"}, {"level within the noise"}, {"slower"}, {"out of memory"}};
+    } kinds[] = {{"faster"}, {"level within the noise"}, {"slower"}, {"not compared, for lack of memory,"}};
     for (const AttentionRun& r : runs) {
         const Stats &ours = r.other.*pass, &theirs = r.naive.*pass;
         const double times = theirs.*by / (ours.*by);
@@ -168,16 +165,14 @@ static AttentionMemory smallest_that_does_not_fit() {
 
 void answer_pytorch_attention(const std::vector<AttentionRun>& runs, const AttentionMemory& m) {
     const double MiB = 1048576, GiB = 1024 * MiB;
-    const AttentionRun *oom = nullptr, *last = nullptr, *before = nullptr;  // last: the longest of the first D
+    const AttentionRun *last = nullptr, *before = nullptr;  // the longest two of the first D
     int ooms = 0;
     for (const AttentionRun& r : runs) {
         ooms += r.naive.oom > 0;
-        if (r.naive.oom && (!oom || r.S < oom->S)) { oom = &r; }
         if (!r.naive.oom && r.D == runs[0].D) { before = last, last = &r; }
     }
-    answer("a", "Memory runs out in %d of %zu configurations%s.", ooms, runs.size(),
-           oom ? strprintf(", first at S %d with D %d: %s", oom->S, oom->D, oom_cell(oom->naive.oom).c_str()).c_str()
-               : "");
+    answer("a", "Memory runs out in %s of the %zu configurations.", ooms ? std::to_string(ooms).c_str() : "none",
+           runs.size());
     if (before) {
         answer("a", "At S %d with D %d forward takes %.4g ms and backward %.4g ms.", last->S, last->D,
                last->naive.forward.mean, last->naive.backward.mean);
@@ -194,12 +189,13 @@ void answer_pytorch_attention(const std::vector<AttentionRun>& runs, const Atten
             strprintf("%s of %g MiB", counted(std::to_string(b->second), "buffer").c_str(), b->first / MiB));
         saved += b->first * b->second;
     }
-    answer("a",
-           "The smallest configuration that does not fit has S %d and D %d: it needs %.1f GiB of the %.1f there are. "
-           "When backward starts, it holds %.1f GiB: %s. The largest are exp(S - m) and P, %d x %d^2 numbers of %zu "
-           "bytes. At the peak, in backward, it holds %zu of that size: gradients, such as dP, as well.",
-           m.S, m.D, m.peak / GiB, m.available / GiB, saved / GiB, list_of(buffers).c_str(), GRID_BATCH, m.S,
-           square / GRID_BATCH / m.S / m.S, m.peak / square);
+    answer(
+        "a",
+        "The smallest configuration that does not fit has S %d and D %d: it needs %.1f GiB, and %.1f are there. When "
+        "backward starts, it holds %.1f GiB: %s. The largest are exp(S - m) and P, %d x %d^2 numbers of %zu bytes. "
+        "At the peak, in backward, %zu of that size are held, because gradients such as dP come on top.",
+        m.S, m.D, m.peak / GiB, m.available / GiB, saved / GiB, list_of(buffers).c_str(), GRID_BATCH, m.S,
+        square / GRID_BATCH / m.S / m.S, m.peak / square);
     answer("a",
            "FlashAttention removes this cost: it keeps L, one number per query, and computes P again in backward, "
            "tile by tile. It would hold q, k, v, dO, O and L, %.1f MiB.",
@@ -253,64 +249,49 @@ void torch_compile_attention(const Options& o) {
 
 struct WeightedSum {
     Tensor x, w, dy, y, dx, dw;
+    WeightedSum(const Tensor& x, const Tensor& w, const Tensor& dy)
+        : x(x), w(w), dy(dy), y(empty(dy.shape, x.dtype)), dx(empty(x.shape, x.dtype)), dw(empty(w.shape, x.dtype)) {}
     void forward() { weighted_sum_forward(y, x, w); }
     void backward() { weighted_sum_backward(dx, dw, dy, x, w); }
 };
-static WeightedSum make_weighted_sum(const Tensor& x, const Tensor& w, const Tensor& dy) {
-    return {x, w, dy, empty(dy.shape, x.dtype), empty(x.shape, x.dtype), empty(w.shape, x.dtype)};
-}
-static WeightedSumRun run_weighted_sum(int64_t N, int64_t D) {
-    WeightedSum s = make_weighted_sum(empty({N, D}, F32), empty({D}, F32), empty({N}, F32));
+// Times one size, and compares y, dx and dw with the fp64 reference on the CPU.
+static void weighted_sum_row(Table& table, int64_t N, int64_t D) {
+    WeightedSum s(empty({N, D}, F32), empty({D}, F32), empty({N}, F32));
     fill_normal(s.x, 0, 1, 0, 1), fill_normal(s.w, 0, 2, 0, 1), fill_normal(s.dy, 0, 3, 0, 1);
-    WeightedSumRun run{context.device, N, D};
-    run.forward_ms = stats_of(time_ms(2, 10, [&] { s.forward(); })).median;
-    run.backward_ms = stats_of(time_ms(2, 10, [&] { s.backward(); })).median;
+    const double forward = stats_of(time_ms(2, 10, [&] { s.forward(); })).median;
+    const double backward = stats_of(time_ms(2, 10, [&] { s.backward(); })).median;
+    const double GB = 1e-9 * sizeof(float), second = 1e-3;
 
     RestoreContext restore;
     context.device = CPU;
     auto fp64 = [](const Tensor& t) { return cast(to_device(t, CPU), F64); };
-    WeightedSum truth = make_weighted_sum(fp64(s.x), fp64(s.w), fp64(s.dy));
+    WeightedSum truth(fp64(s.x), fp64(s.w), fp64(s.dy));
     truth.forward(), truth.backward();
+    double error = 0;
     auto check = [&](const Tensor& got, const Tensor& want, int64_t terms) {
         double tolerance = 1e-6 * std::sqrt((double)terms) + 1e-6;  // rounding errors of a sum grow like a random walk
         Comparison c = compare(got, want, tolerance, 4 * tolerance);
         if (!c.ok()) { fail("weighted_sum of %s: %s", to_string(s.x.shape).c_str(), to_string(c).c_str()); }
-        run.error = std::max(run.error, c.max_abs);
+        error = std::max(error, c.max_abs);
     };
     check(s.y, truth.y, D), check(s.dx, truth.dx, 1), check(s.dw, truth.dw, N);
-    return run;
-}
-double WeightedSumRun::forward_rate() const { return 4e-6 * (N * D + D + N) / forward_ms; }
-double WeightedSumRun::backward_rate() const { return 4e-6 * (2 * N * D + 2 * D + N) / backward_ms; }
-
-void answer_weighted_sum(const std::vector<WeightedSumRun>& runs) {
-    const WeightedSumRun& r = runs.back();
-    answer("",
-           "On %s, N %ld with D %ld: forward takes %.4g ms (%.4g GB/s) and backward %.4g ms (%.4g GB/s). Memory bounds "
-           "both: per number of x, forward does two FLOPs for 4 bytes read, backward three for 4 read and 4 written.",
-           name_of(r.device), (long)r.N, (long)r.D, r.forward_ms, r.forward_rate(), r.backward_ms, r.backward_rate());
+    table.row(N, D, forward, GB * (N * D + D + N) / (second * forward), backward,
+              GB * (2 * N * D + 2 * D + N) / (second * backward), strprintf("%.1e", error));
 }
 int cmd_weighted_sum(const Options& o) {
-    const Device chosen = choose_device(o.device);
+    context.device = choose_device(o.device);
     Table table{
         strprintf("weighted_sum: forward and backward, fp32, median of 10 runs after 2, errors against fp64; %s",
                   origin(o).c_str()),
-        {"device", "N", "D", "forward ms", "GB/s", "backward ms", "GB/s", "max error"}};
-    std::vector<WeightedSumRun> runs;
-    for (Device device : {CPU, CUDA}) {
-        if (device == CUDA && chosen != CUDA) { continue; }
-        context.device = device;
-        std::vector<Shape> sizes = {{1, 1}, {1, 7}, {3, 1}, {31, 33}, {257, 129}, {1000, 1023}, {5, 4097}};
-        sizes.push_back(o.quick ? Shape{2048, 512} : device == CUDA ? Shape{65536, 4096} : Shape{16384, 1024});
-        for (const Shape& s : sizes) {
-            const WeightedSumRun r = run_weighted_sum(s[0], s[1]);
-            table.row(name_of(device), r.N, r.D, r.forward_ms, r.forward_rate(), r.backward_ms, r.backward_rate(),
-                      strprintf("%.1e", r.error));
-            runs.push_back(r);
-        }
+        {"N", "D", "forward ms", "GB/s", "backward ms", "GB/s", "max error"}};
+    for (auto [N, D] : {std::pair{1, 1}, {1, 7}, {3, 1}, {31, 33}, {257, 129}, {1000, 1023}, {5, 4097}}) {
+        weighted_sum_row(table, N, D);
     }
+    o.quick ? weighted_sum_row(table, 2048, 512) : weighted_sum_row(table, 65536, 4096);
     print(table);
-    answer_weighted_sum(runs);
+    answer("",
+           "Memory bounds both passes: per number of x, forward does two FLOPs and reads 4 bytes, backward does three, "
+           "reads 4 bytes and writes 4.");
     return 0;
 }
 
@@ -342,6 +323,7 @@ static std::vector<AttentionCheck> check_attention(const Options& o, const char*
         if (o.quick && (int64_t)c.B * c.Tq * c.Tk > 70000) { continue; }
         for (DType dtype : {F32, BF16, F16}) {
             context.device = CPU;
+            progress("%s: S %d, D %d, %s", name, c.Tq, c.D, name_of(dtype));
             const Inputs in = random_inputs(c, dtype, o.seed), wide = on(CPU, F64, in);
             const std::vector<Tensor> want = outputs_of(attention_impls().front(), wide, c.causal, with_backward);
             for (const AttentionImpl& impl : attention_impls()) {
@@ -388,7 +370,8 @@ static void answer_errors(const std::vector<AttentionCheck>& checks, size_t outp
 }
 void answer_flash_forward(const std::vector<AttentionCheck>& checks) {
     answer("a", "`tiled` is the plain version: FlashAttention-2 in C++, without a kernel.");
-    answer("b", "A block of a kernel works on one tile of queries of one head and loops over the tiles of keys.");
+    answer("b", "A block of a kernel works on one tile of queries of one head and loops over the tiles of keys.%s",
+           context.device == CPU ? " None ran: they need a GPU." : "");
     answer("c",
            "A masked score becomes -inf where the handout adds -1e6. Both give the probability 0, because each query "
            "sees at least key 0.");
@@ -417,7 +400,7 @@ void answer_flash_benchmarking(const std::vector<AttentionRun>& runs) {
             if (r.dtype == dtype) { same.push_back(r); }
         }
         if (same.empty()) { continue; }
-        answer("a", "In %s, forward and backward together, flash against naive is %s.", name_of(dtype),
+        answer("a", "In %s flash, timed against naive over forward and backward, is %s.", name_of(dtype),
                compared(same, &PassTimes::both, &Stats::median).c_str());
     }
 }
@@ -456,14 +439,14 @@ int cmd_flash_benchmarking(const Options& o) {
 // ---------------------------------------------------------------------------------------------------------------------
 // flash_leaderboard: forward and backward of one long causal sequence
 
-void answer_flash_leaderboard(const FlashEntry& best, bool is_handouts) {
+void answer_flash_leaderboard(const std::string& impl, const PassTimes& t, double tflops, double matmul_tflops,
+                              bool is_handouts) {
     auto rate = [](double t) { return strprintf("%.3g %sFLOP/s", t < 1 ? 1e3 * t : t, t < 1 ? "G" : "T"); };
     answer("",
            "Our fastest, %s, takes %.3f ms for forward and backward, %.3f ms for forward alone. That is %s, %.0f %% of "
-           "the "
-           "rate of matrix products on this device (%s).",
-           best.impl.c_str(), best.t.both.median, best.t.forward.median, rate(best.tflops).c_str(),
-           100 * best.tflops / best.matmul_tflops, rate(best.matmul_tflops).c_str());
+           "the rate of matrix products on this device (%s).",
+           impl.c_str(), t.both.median, t.forward.median, rate(tflops).c_str(), 100 * tflops / matmul_tflops,
+           rate(matmul_tflops).c_str());
     if (is_handouts) {
         answer("", "The class leaderboard of 2025 was led with 5.364 ms, in Triton on an H100; ours is CUDA.");
     }
@@ -489,26 +472,28 @@ int cmd_flash_leaderboard(const Options& options) {
                   counted(std::to_string(c.H), "head").c_str(), c.D, c.Tq, name_of(precision),
                   c.causal ? "causal" : "not causal", context.deterministic ? ", deterministic" : "", warmup / 1e3,
                   budget / 1e3, rate, origin(o).c_str()),
-        {"implementation", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s", "of the matmul rate"}};
-    FlashEntry best;
+        {"implementation", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s", "% of the matmul rate"}};
+    std::string best;
+    PassTimes best_times;
+    const double flop = 3.5 * (c.causal ? 2 : 4) * c.H * c.Tq * (double)c.Tk * c.D;  // causal: half of S^2
     for (const AttentionImpl& impl : attention_impls()) {
-        const bool asked =
-            o.impl == "all" ? is_flash(impl) : o.impl == impl.name || (o.impl == "auto" && &impl == &fastest);
+        const bool asked = o.impl == "all"    ? is_flash(impl)
+                           : o.impl == "auto" ? &impl == &fastest
+                                              : o.impl == impl.name;
         if (impl.device != context.device || !impl.takes(dtype, c.D) || !asked) { continue; }
-        FlashEntry e{impl.name, pass_times(impl, c, dtype, measure, true), rate};
-        e.tflops = 3.5 * (c.causal ? 2 : 4) * c.H * c.Tq * (double)c.Tk * c.D / e.t.both.median /
-                   1e9;  // half of S^2, seven products
-        auto ms = [&](const Stats& s) { return cell(e.t, s, &Stats::median); };
-        table.row(e.impl, ms(e.t.forward), ms(e.t.backward), ms(e.t.both), e.t.oom ? NAN : e.tflops,
-                  e.t.oom ? "" : strprintf("%.0f %%", 100 * e.tflops / rate));
-        if (!e.t.oom && (best.impl.empty() || e.t.both.median < best.t.both.median)) { best = e; }
+        const PassTimes t = pass_times(impl, c, dtype, measure, true);
+        auto ms = [&](const Stats& s) { return cell(t, s, &Stats::median); };
+        const double tflops = t.oom ? NAN : flop / t.both.median / 1e9;
+        table.row(impl.name, ms(t.forward), ms(t.backward), ms(t.both), tflops, 100 * tflops / rate);
+        if (!t.oom && (best.empty() || t.both.median < best_times.both.median)) { best = impl.name, best_times = t; }
     }
     if (table.rows.empty()) {
         usage_error("--impl: %s does not take %s on %s", o.impl.c_str(), name_of(dtype), name_of(context.device));
     }
     print(table);
-    if (best.impl.empty()) { fail("flash_leaderboard: no row fits into memory"); }
-    answer_flash_leaderboard(best, c.H == 16 && c.D == 64 && c.Tq == 16384 && c.causal && precision == PREC_BF16);
+    if (best.empty()) { fail("flash_leaderboard: no row fits into memory"); }
+    answer_flash_leaderboard(best, best_times, flop / best_times.both.median / 1e9, rate,
+                             c.H == 16 && c.D == 64 && c.Tq == 16384 && c.causal && precision == PREC_BF16);
     return 0;
 }
 

@@ -157,15 +157,6 @@ void answer_pytorch_attention(const std::vector<AttentionRun>& runs, const Atten
 void answer_torch_compile_attention(const std::vector<AttentionRun>& runs);
 void answer_flash_benchmarking(const std::vector<AttentionRun>& runs);
 
-struct WeightedSumRun {
-    Device device;
-    int64_t N, D;
-    double forward_ms = 0, backward_ms = 0;              // medians
-    double error = 0;                                    // the largest against fp64
-    double forward_rate() const, backward_rate() const;  // GB/s
-};
-void answer_weighted_sum(const std::vector<WeightedSumRun>& runs);
-
 struct AttentionCheck {  // of an implementation against the reference
     bool is_flash;
     DType dtype;
@@ -175,12 +166,8 @@ struct AttentionCheck {  // of an implementation against the reference
 void answer_flash_forward(const std::vector<AttentionCheck>& checks);
 void answer_flash_backward(const std::vector<AttentionCheck>& checks);
 
-struct FlashEntry {
-    std::string impl = "";
-    PassTimes t{};
-    double matmul_tflops = 0, tflops = 0;
-};
-void answer_flash_leaderboard(const FlashEntry& fastest, bool is_handouts);
+void answer_flash_leaderboard(const std::string& impl, const PassTimes& t, double tflops, double matmul_tflops,
+                              bool is_handouts);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The command line. Options mean the same for every command; main.cu says which command takes which.

@@ -119,29 +119,6 @@ TEST_CASE("main: help is --help") {
     CHECK(has(run_cs336({"help", "nonsense"}).err, "no such command"));
 }
 
-TEST_CASE("main: flash_leaderboard's caption names what was scaled down, and not what was asked for") {
-    Words words = {"flash_leaderboard", "--device", "cpu", "--quick", "--impl", "all", "--num_heads", "1"};
-    Run r = run_cs336(words);
-    CHECK(r.exit_code == 0);
-    CHECK(has(r.out, "batch 1, 1 head, D 64, S 512, fp32"));
-    CHECK(has(r.out, "; scaled down: a shorter sequence, fp32, less time\n"));
-    words.insert(words.end(), {"--context_length", "64", "--precision", "fp32"});
-    CHECK(has(run_cs336(words).out, "; scaled down: less time\n"));
-}
-
-TEST_CASE("main: flash_leaderboard times those with tiles, and any other by its name") {
-    Words words = {"flash_leaderboard", "--device", "cpu", "--quick", "--context_length", "64", "--impl"};
-    auto rows = [&](const char* impl) {
-        Words all = words;
-        all.push_back(impl);
-        return run_cs336(all).out;
-    };
-    CHECK(has(rows("all"), "| ours: tiled"));
-    CHECK(!has(rows("all"), "| ours: naive"));
-    CHECK(has(rows("naive"), "| ours: naive"));
-    CHECK(!has(rows("naive"), "| ours: tiled"));
-}
-
 // What --help calls an option's default.
 static std::string default_of(const std::string& help, const std::string& option, const std::string& edition = "2025") {
     for (const std::string& line : lines_of(help)) {
