@@ -613,7 +613,7 @@ int cmd_torch_compile(const Options& o) {
     context.device = choose_device(o.device);
     Options attention = o;
     if (!o.has("steps")) { attention.steps = 100; }  // the handout's passes of (a); the table's default is for (b)
-    print(attention_compile_table(attention), o.format);
+    torch_compile_attention(attention);
     Plan p = plan_of(o);
     for (Precision precision : p.precisions) {
         context.precision = precision;
