@@ -2,271 +2,13 @@
 // implementation against the reference, the leaderboard, and `attention`: your q, k, v in, our output out.
 #include "commands.h"
 #include <algorithm>
-#include <cinttypes>
-#include <cstdio>
+#include <climits>
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The experiments of 1.2.1 and 1.3 (a): batch 8, no heads, no mask, head sizes and lengths on a grid
-
-struct AttentionCost : Attempt {  // needs: of forward and backward
-    double forward_ms = 0, backward_ms = 0;
-    size_t before_backward = 0;  // bytes held when backward starts: inputs, and what the forward saved
-};
-using AttentionFunction = Tensor (*)(const Tensor&, const Tensor&, const Tensor&, bool, Tensor*);
-constexpr int GRID_BATCH = 8;
-static const std::vector<int> grid_head_sizes = {16, 32, 64, 128};
-
-struct GridInputs {
+struct Inputs {
     Tensor q, k, v, dO;
 };
-static GridInputs grid_inputs(int S, int D) {
-    GridInputs in;
-    uint64_t key = 0;
-    for (Tensor* t : {&in.q, &in.k, &in.v, &in.dO}) {
-        *t = empty({GRID_BATCH, 1, S, D}, F32, INPUTS);
-        fill_normal(*t, 0, key++, 0, 1);
-        *t = require_gradient(*t);
-    }
-    return in;
-}
-// A forward and a backward pass without data; afterwards META's books tell the peak. `saved` sees what is held between.
-static Prediction grid_peak(
-    AttentionFunction f, int S, int D, const std::function<void()>& saved = [] {}) {
-    return planned_peak([&] {
-        GridInputs in = grid_inputs(S, D);
-        Tensor o = f(in.q, in.k, in.v, false, nullptr);
-        saved();
-        backward_from(o, in.dO);
-    });
-}
-static void time_grid(AttentionCost& cost, AttentionFunction f, int S, int D, int passes) {
-    GridInputs in = grid_inputs(S, D);
-    Tensor o;
-    auto forward = [&] { o = f(in.q, in.k, in.v, false, nullptr); };
-    auto reset = [&] {
-        clear_tape();
-        o = Tensor();
-        for (const Tensor* t : {&in.q, &in.k, &in.v}) { t->gradient->value = Tensor(); }
-    };
-    cost.forward_ms = stats_of(time_queued_ms(3, passes, reset, forward)).mean;
-    cost.before_backward = memory_use(context.device).now;
-    auto prepare = [&] {
-        reset();
-        forward();
-    };
-    cost.backward_ms = stats_of(time_queued_ms(3, passes, prepare, [&] { backward_from(o, in.dO); })).mean;
-    reset();
-}
-static AttentionCost grid_cost(AttentionFunction f, int S, int D, int passes) {
-    AttentionCost cost;
-    cost.needs = grid_peak(f, S, D);
-    std::string row = strprintf("S %d, D %d, %s", S, D, name_of(context.mode));
-    cost.run(row, 2 * (3 + passes), [&] { time_grid(cost, f, S, D, passes); });
-    return cost;
-}
-
-// The lengths are the plan's context_lengths, the passes its steps. --context_length is torch_compile's, for the model.
-static Plan grid_plan(const Options& o) {
-    Plan p{o};
-    p.o.context_lengths = {256, 1024, 4096, 8192, 16384};
-    bool cpu = context.device == CPU;
-    if (cpu || o.quick) {
-        p.o.context_lengths.resize(3 - cpu - (cpu && o.quick));
-        p.note_smaller(strprintf("lengths up to %d instead of 16384", p.o.context_lengths.back()));
-        int passes = o.quick ? 3 : 10;
-        p.shrink("steps", &Options::steps, passes, strprintf("%d passes instead of %d", passes, o.steps));
-    }
-    return p;
-}
-static std::string grid_caption(const Plan& p, const char* what) {
-    return strprintf("%s; batch %d, no heads, no mask, precision %s, 3 warmup, %d forward and %d backward passes; %s",
-                     what, GRID_BATCH, name_of(context.precision), p.o.steps, p.o.steps, p.origin().c_str());
-}
-
-// What attention keeps for its backward, and what it holds at the peak in backward: buffer by buffer, as the allocator
-// saw it on META.
-static Table saved_table(int S, int D, size_t available) {
-    struct Buffers {
-        int saved = 0, at_peak = 0;
-    };
-    std::map<std::pair<std::string, size_t>, Buffers> groups;
-    size_t saved = 0, highest = 0;
-    std::vector<const Memory*> before = live_memory(META);
-    start_memory_log(META);
-    const Prediction planned = grid_peak(attention_naive, S, D, [&] {
-        for (const Memory* m : live_memory(META)) {
-            if (std::count(before.begin(), before.end(), m)) { continue; }
-            groups[{m->category == INPUTS ? "inputs and dO" : m->op, m->bytes}].saved++;
-            saved += m->bytes;
-        }
-    });
-    const size_t peak = planned.bytes;
-    std::vector<MemoryEvent> log = stop_memory_log();
-    peak_of(log, &highest);
-    std::map<uint64_t, int*> held;
-    for (size_t i = 0; i <= highest; i++) {
-        const MemoryEvent& e = log[i];
-        if (e.ms == 0) { continue; }  // held before
-        if (e.is_alloc) {
-            const char* range = e.ranges.empty() ? "" : e.ranges.back();
-            held[e.address] = &groups[{e.category == INPUTS ? "inputs and dO" : range, e.bytes}].at_peak;
-        }
-        *held.at(e.address) += e.is_alloc ? 1 : -1;
-    }
-    Table table{
-        strprintf("the smallest configuration that does not fit: batch %d, d %d, S %d needs %.2f GiB at its peak, "
-                  "%.2f GiB are there. What is held when backward starts:",
-                  GRID_BATCH, D, S, peak / 1073741824.0, available / 1073741824.0),
-        {"what", "buffers", "bytes each", "bytes", "MiB", "buffers at the peak"},
-        {}};
-    for (const auto& [what, n] : groups) {
-        if (n.saved + n.at_peak == 0) { continue; }
-        size_t bytes = what.second * n.saved;
-        table.rows.push_back({what.first, std::to_string(n.saved), std::to_string(what.second), std::to_string(bytes),
-                              strprintf("%.2f", bytes / 1048576.0), std::to_string(n.at_peak)});
-    }
-    table.rows.push_back({"all", "", "", std::to_string(saved), strprintf("%.2f", saved / 1048576.0), ""});
-    table.rows.push_back({"peak in backward", "", "", std::to_string(peak), strprintf("%.2f", peak / 1048576.0), ""});
-    return table;
-}
-
-int cmd_pytorch_attention(const Options& o) {
-    context.device = choose_device(o.device);
-    context.mode = EAGER;
-    Plan p = grid_plan(o);
-    Table table{grid_caption(p, "pytorch_attention: one kernel per operation"),
-                {"d_model", "seq_len", "forward_time", "backward_time", "memory_usage_mb", "status"},
-                {}};
-    for (int D : grid_head_sizes) {
-        for (int S : p.o.context_lengths) {
-            AttentionCost c = grid_cost(attention_naive, S, D, p.o.steps);
-            std::vector<std::string> row = {std::to_string(D), std::to_string(S)};
-            for (double ms : {c.forward_ms, c.backward_ms}) {
-                row.push_back(c.ran ? strprintf("%.6f", ms / 1e3) : "N/A");
-            }
-            row.push_back(c.ran ? strprintf("%.2f", c.before_backward / 1048576.0) : "N/A");
-            row.push_back(c.cell("OK"));
-            table.rows.push_back(row);
-        }
-    }
-    print(table, o.format);
-    size_t available = available_memory(context.device);
-    int S = 256;
-    while (grid_peak(attention_naive, S, grid_head_sizes[0]).bytes <= available) { S *= 2; }
-    print(saved_table(S, grid_head_sizes[0], available), o.format);
-    return 0;
-}
-
-Table attention_compile_table(const Options& o) {
-    Plan p = grid_plan(o);
-    Table table{
-        grid_caption(p, "torch_compile (a): attention, vanilla = one kernel per operation, compiled = fused softmax"),
-        {"d_model", "seq_len", "vanilla fw (ms)", "compiled fw (ms)", "speedup fw", "vanilla bw (ms)",
-         "compiled bw (ms)", "speedup bw"},
-        {}};
-    for (int D : grid_head_sizes) {
-        for (int S : p.o.context_lengths) {
-            context.mode = EAGER;
-            AttentionCost naive = grid_cost(attention_naive, S, D, p.o.steps);
-            context.mode = FUSED;
-            AttentionCost fused = grid_cost(attention_fused, S, D, p.o.steps);
-            std::vector<std::string> row = {std::to_string(D), std::to_string(S)};
-            for (double AttentionCost::*pass : {&AttentionCost::forward_ms, &AttentionCost::backward_ms}) {
-                for (const AttentionCost* c : {&naive, &fused}) { row.push_back(c->cell(strprintf("%.3f", c->*pass))); }
-                row.push_back(naive.ran && fused.ran ? strprintf("%.2fx", naive.*pass / fused.*pass) : "");
-            }
-            table.rows.push_back(row);
-        }
-    }
-    return table;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// weighted_sum
-
-// Times one size, and compares y, dx and dw with the fp64 reference on the CPU; *ok becomes false if one is off.
-static void weighted_sum_row(Table* table, int64_t N, int64_t D, int runs, bool* ok) {
-    Tensor x = empty({N, D}, F32), w = empty({D}, F32), dy = empty({N}, F32), y = empty({N}, F32);
-    Tensor dx = empty({N, D}, F32), dw = empty({D}, F32);
-    fill_normal(x, 0, 1, 0, 1), fill_normal(w, 0, 2, 0, 1), fill_normal(dy, 0, 3, 0, 1);
-    Stats forward = stats_of(time_ms(2, runs, [&] { weighted_sum_forward(y, x, w); }));
-    Stats backward = stats_of(time_ms(2, runs, [&] { weighted_sum_backward(dx, dw, dy, x, w); }));
-
-    Device device = context.device;
-    context.device = CPU;
-    auto fp64 = [](const Tensor& t) { return cast(to_device(t, CPU), F64); };
-    Tensor x64 = fp64(x), w64 = fp64(w), dy64 = fp64(dy), y64 = empty({N}, F64);
-    Tensor dx64 = empty({N, D}, F64), dw64 = empty({D}, F64);
-    weighted_sum_forward(y64, x64, w64);
-    weighted_sum_backward(dx64, dw64, dy64, x64, w64);
-    double error = 0;
-    auto check = [&](const Tensor& got, const Tensor& want, int64_t terms) {
-        double tolerance = 1e-6 * std::sqrt((double)terms) + 1e-6;  // rounding errors of a sum grow like a random walk
-        Comparison c = compare(got, want, tolerance, 4 * tolerance);
-        error = std::max(error, c.max_abs);
-        *ok = *ok && c.ok();
-    };
-    check(y, y64, D), check(dx, dx64, 1), check(dw, dw64, N);
-    context.device = device;
-    double GB = 1e9, ms = 1e-3;
-    double forward_bytes = 4.0 * (N * D + D + N), backward_bytes = 4.0 * (2 * N * D + 2 * D + N);
-    table->rows.push_back({name_of(device), std::to_string(N), std::to_string(D), strprintf("%.4g", forward.median),
-                           strprintf("%.4g", forward_bytes / (forward.median * ms) / GB),
-                           strprintf("%.4g", backward.median),
-                           strprintf("%.4g", backward_bytes / (backward.median * ms) / GB), strprintf("%.1e", error)});
-}
-int cmd_weighted_sum(const Options& o) {
-    constexpr int RUNS = 10;
-    Device chosen = choose_device(o.device);
-    Plan p{o};
-    if (o.quick || chosen == CPU) { p.note_smaller(o.quick ? "--quick, smaller sizes" : "no GPU, smaller sizes"); }
-    context.device = chosen;
-    Table table;
-    table.caption =
-        strprintf("weighted_sum: forward and backward, fp32, median of %d runs after 2, errors against fp64; %s", RUNS,
-                  p.origin().c_str());
-    table.columns = {"device", "N", "D", "forward ms", "GB/s", "backward ms", "GB/s", "max error"};
-    bool ok = true;
-    std::vector<Shape> sizes = {{1, 1}, {1, 7}, {3, 1}, {31, 33}, {257, 129}, {1000, 1023}, {5, 4097}};
-    for (Device device : {CPU, CUDA}) {
-        if (device == CUDA && chosen != CUDA) { continue; }
-        context.device = device;
-        std::vector<Shape> all = sizes;
-        all.push_back(o.quick ? Shape{2048, 512} : device == CUDA ? Shape{65536, 4096} : Shape{16384, 1024});
-        for (const Shape& s : all) {
-            Attempt attempt;
-            attempt.needs.bytes = sizeof(float) * (2 * s[0] * s[1] + 2 * s[0] + 2 * s[1]);
-            attempt.run(strprintf("weighted_sum %s %s", name_of(device), to_string(s).c_str()), 1,
-                        [&] { weighted_sum_row(&table, s[0], s[1], RUNS, &ok); });
-            if (attempt.ran) { continue; }
-            table.rows.push_back({name_of(device), std::to_string(s[0]), std::to_string(s[1]), attempt.cell("")});
-            table.rows.back().resize(table.columns.size());
-        }
-    }
-    context.device = chosen;
-    print(table, o.format);
-    if (!ok) { fail("weighted_sum: a result is off by more than rounding explains"); }
-    return 0;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// flash_forward, flash_backward: every implementation that runs here against the reference in float64, at the handout's
-// test size and at odd ones, with the handout's tolerance.
-
-struct AttentionCase {
-    int B, H, Tq, Tk, D;
-    bool causal;
-};
-static const std::vector<AttentionCase> check_cases = {
-    {4, 1, 128, 128, 64, false}, {4, 1, 128, 128, 64, true},   {1, 2, 1, 1, 16, true},      {2, 3, 65, 65, 32, true},
-    {1, 2, 127, 200, 80, false}, {1, 2, 200, 127, 80, true},   {2, 1, 257, 129, 128, true}, {1, 1, 63, 300, 128, true},
-    {1, 2, 700, 500, 64, false}, {1, 2, 500, 300, 128, false}, {1, 1, 500, 300, 80, false},
-};
-struct CaseTensors {
-    Tensor q, k, v, dO;
-};
-static CaseTensors random_case(const AttentionCase& c, DType dtype, uint64_t seed) {
-    CaseTensors in;
+static Inputs random_inputs(const AttentionCase& c, DType dtype, uint64_t seed) {
+    Inputs in;
     uint64_t key = 0;
     for (Tensor* t : {&in.q, &in.k, &in.v, &in.dO}) {
         *t = empty({c.B, c.H, key == 1 || key == 2 ? c.Tk : c.Tq, c.D}, dtype, INPUTS);
@@ -274,249 +16,484 @@ static CaseTensors random_case(const AttentionCase& c, DType dtype, uint64_t see
     }
     return in;
 }
-struct CaseResult {
-    Tensor o, L, dq, dk, dv;
-};
-using PartOf = Tensor CaseResult::*;
-static CaseResult run_case(const AttentionImpl& impl, const CaseTensors& in, bool causal, bool with_backward) {
-    CaseResult r;
-    Tensor q = require_gradient(in.q), k = require_gradient(in.k), v = require_gradient(in.v);
-    r.o = run_attention(impl, q, k, v, causal, &r.L);
-    if (with_backward) {
-        backward_from(r.o, in.dO);
-        r.dq = q.gradient->value, r.dk = k.gradient->value, r.dv = v.gradient->value;
+
+struct Passes {  // of one implementation on given inputs
+    const AttentionImpl& impl;
+    bool causal;
+    Inputs in;
+    Tensor o{};
+    Passes(const AttentionImpl& impl, const Inputs& x, bool causal)
+        : impl(impl), causal(causal), in{require_gradient(x.q), require_gradient(x.k), require_gradient(x.v), x.dO} {}
+    void forward(Tensor* L = nullptr) { o = run_attention(impl, in.q, in.k, in.v, causal, L); }
+    void backward() { backward_from(o, in.dO); }
+    void reset() {
+        clear_tape();
+        o = Tensor();
+        for (const Tensor* t : {&in.q, &in.k, &in.v}) { t->gradient->value = Tensor(); }
     }
+};
+static std::vector<Tensor> outputs_of(const AttentionImpl& impl, const Inputs& in, bool causal, bool with_backward) {
+    Passes p(impl, in, causal);
+    Tensor L;
+    p.forward(&L);
+    if (with_backward) { p.backward(); }
     clear_tape();
-    r.o = detached(r.o);
-    return r;
+    std::vector<Tensor> outputs = {detached(p.o), L};
+    for (const Tensor* t : {&p.in.q, &p.in.k, &p.in.v}) {
+        if (with_backward) { outputs.push_back(t->gradient->value); }
+    }
+    return outputs;  // O, L, dQ, dK, dV
 }
-static CaseResult reference_of(const CaseTensors& in, bool causal, bool with_backward) {
-    RestoreContext restore;
-    CaseTensors wide{to_device(in.q, CPU), to_device(in.k, CPU), to_device(in.v, CPU), to_device(in.dO, CPU)};
-    context.device = CPU;
-    for (Tensor* t : {&wide.q, &wide.k, &wide.v, &wide.dO}) { *t = cast(*t, F64); }
-    return run_case(attention_impls().front(), wide, causal, with_backward);
+
+static const AttentionImpl& impl_named(const std::string& name) {
+    for (const AttentionImpl& impl : attention_impls()) {
+        if (impl.device == context.device && name == impl.name) { return impl; }
+    }
+    usage_error("--impl: got '%s', takes one that runs on %s", name.c_str(), name_of(context.device));
 }
-static int check_attention(const Options& o, const char* name, bool with_backward) {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Times: forward, backward and both
+
+using Function = std::function<void()>;
+using Measure = std::function<Stats(const Function& prepare, const Function& f)>;
+static Measure for_passes(int n) {
+    return [n](const Function& prepare, const Function& f) { return stats_of(time_queued_ms(3, n, prepare, f)); };
+}
+static Measure for_ms(double warmup, double budget) {  // at least 3 times
+    return [=](const Function& prepare, const Function& f) {
+        double once = stats_of(time_queued_ms(1, 1, prepare, f)).median;
+        int n = std::clamp((int)(budget / once), 3, 5000), first = std::clamp((int)(warmup / once), 1, 5000);
+        return stats_of(time_queued_ms(first, n, prepare, f));
+    };
+}
+static PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dtype, const Measure& measure,
+                            bool together) {
+    size_t needs = planned_peak([&] {
+                       Passes p(impl, random_inputs(c, dtype, 0), c.causal);
+                       p.forward(), p.backward();
+                   }).bytes;
+    PassTimes t;
+    t.oom = run_if_fits(strprintf("S %d, D %d, %s, %s", c.Tq, c.D, name_of(dtype), impl.name), needs, [&] {
+        Passes p(impl, random_inputs(c, dtype, 0), c.causal);
+        t.forward = measure([&] { p.reset(); }, [&] { p.forward(); });
+        t.held = memory_use(context.device).now;
+        t.backward = measure([&] { p.reset(), p.forward(); }, [&] { p.backward(); });
+        if (together) {
+            t.both = measure([&] { p.reset(); }, [&] { p.forward(), p.backward(); });
+        }
+        p.reset();
+    });
+    return t;
+}
+static std::string cell(const PassTimes& t, const Stats& s, double Stats::*by) {
+    return t.oom ? oom_cell(t.oom) : strprintf("%.3f", s.*by);
+}
+static std::string speedup(const AttentionRun& r, Stats PassTimes::*pass, double Stats::*by) {
+    return r.naive.oom || r.other.oom ? "" : strprintf("%.2fx", r.naive.*pass.*by / (r.other.*pass.*by));
+}
+// "faster in 17 of 20 configurations (1.47 to 5.76 times as fast, S 128 to 65536) and slower in 3 (...)"
+static std::string compared(const std::vector<AttentionRun>& runs, Stats PassTimes::*pass, double Stats::*by) {
+    struct Kind {
+        const char* name;
+        int rows = 0, first_S = INT_MAX, last_S = 0;
+        double least = INFINITY, most = 0;
+    } kinds[] = {{"faster"}, {"level within the noise"}, {"slower"}, {"not compared, for lack of memory,"}};
+    for (const AttentionRun& r : runs) {
+        const Stats &ours = r.other.*pass, &theirs = r.naive.*pass;
+        const double times = theirs.*by / (ours.*by);
+        Kind& k = kinds[r.naive.oom || r.other.oom ? 3 : level(ours, theirs) ? 1 : times > 1 ? 0 : 2];
+        k.rows++, k.first_S = std::min(k.first_S, r.S), k.last_S = std::max(k.last_S, r.S);
+        k.least = std::min(k.least, times), k.most = std::max(k.most, times);
+    }
+    std::vector<std::string> parts;
+    for (const Kind& k : kinds) {
+        if (k.rows == 0) { continue; }
+        std::string of_all = parts.empty() ? " of " + counted(std::to_string(runs.size()), "configuration") : "";
+        bool has_factor = &k == &kinds[0] || &k == &kinds[2];
+        std::string times = has_factor ? span(k.least, k.most, "%.2f") + " times as fast, " : "";
+        parts.push_back(strprintf("%s in %d%s (%sS %s)", k.name, k.rows, of_all.c_str(), times.c_str(),
+                                  span(k.first_S, k.last_S, "%.0f").c_str()));
+    }
+    return list_of(parts);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The experiments of 1.2.1 and 1.3 (a): batch 8, no heads, no mask, fp32, head sizes and lengths on a grid
+
+constexpr int GRID_BATCH = 8;
+static AttentionCase grid_case(int S, int D) { return {GRID_BATCH, 1, S, S, D, false}; }
+static int grid_passes(const Options& o) { return o.has("steps") ? o.steps : o.quick ? 3 : 100; }
+static std::vector<AttentionRun> run_grid(const Options& o, bool with_fused) {
+    std::vector<int> lengths = {256, 1024, 4096, 8192, 16384};
+    if (o.quick) { lengths = {64, 128, 256}; }
+    const Measure measure = for_passes(grid_passes(o));
+    std::vector<AttentionRun> runs;
+    for (int D : {16, 32, 64, 128}) {
+        for (int S : lengths) {
+            AttentionRun r{S, D, F32};
+            context.mode = EAGER;
+            r.naive = pass_times(impl_named("naive"), grid_case(S, D), F32, measure, false);
+            context.mode = FUSED;
+            if (with_fused) { r.other = pass_times(impl_named("fused"), grid_case(S, D), F32, measure, false); }
+            runs.push_back(r);
+        }
+    }
+    return runs;
+}
+static std::string grid_caption(const Options& o, const char* what) {
+    return strprintf("%s; batch %d, no heads, no mask, precision fp32, 3 warmup, %d forward and %d backward passes; %s",
+                     what, GRID_BATCH, grid_passes(o), grid_passes(o), origin(o).c_str());
+}
+
+// The smallest power of 2 whose passes do not fit, by passes without data.
+static AttentionMemory smallest_that_does_not_fit() {
+    AttentionMemory m{128, 16, available_memory(context.device)};
+    const AttentionImpl& naive = impl_named("naive");
+    context.mode = EAGER;
+    while (m.peak <= m.available) {
+        m.S *= 2, m.saved.clear();
+        m.peak = planned_peak([&] {
+                     Passes p(naive, random_inputs(grid_case(m.S, m.D), F32, 0), false);
+                     p.forward();
+                     for (const Memory* buffer : live_memory(META)) { m.saved[buffer->bytes]++; }
+                     p.backward();
+                 }).bytes;
+    }
+    return m;
+}
+
+void answer_pytorch_attention(const std::vector<AttentionRun>& runs, const AttentionMemory& m) {
+    const double MiB = 1048576, GiB = 1024 * MiB;
+    const AttentionRun *last = nullptr, *before = nullptr;  // the longest two of the first D
+    int ooms = 0;
+    for (const AttentionRun& r : runs) {
+        ooms += r.naive.oom > 0;
+        if (!r.naive.oom && r.D == runs[0].D) { before = last, last = &r; }
+    }
+    answer("a", "Memory runs out in %s of the %zu configurations.", ooms ? std::to_string(ooms).c_str() : "none",
+           runs.size());
+    if (before) {
+        answer("a", "At S %d with D %d forward takes %.4g ms and backward %.4g ms.", last->S, last->D,
+               last->naive.forward.mean, last->naive.backward.mean);
+        const bool square =
+            std::log((double)last->naive.held / before->naive.held) > 1.5 * std::log((double)last->S / before->S);
+        answer("a", "The memory saved for backward grows %s: %.1f MiB at S %d, %.1f MiB at S %d.",
+               square ? "with S^2" : "more slowly than S^2 at these lengths", before->naive.held / MiB, before->S,
+               last->naive.held / MiB, last->S);
+    }
+    std::vector<std::string> buffers;
+    size_t saved = 0, square = m.saved.rbegin()->first;
+    for (auto b = m.saved.rbegin(); b != m.saved.rend(); b++) {
+        buffers.push_back(
+            strprintf("%s of %g MiB", counted(std::to_string(b->second), "buffer").c_str(), b->first / MiB));
+        saved += b->first * b->second;
+    }
+    answer(
+        "a",
+        "The smallest configuration that does not fit has S %d and D %d: it needs %.1f GiB, and %.1f are there. When "
+        "backward starts, it holds %.1f GiB: %s. The largest are exp(S - m) and P, %d x %d^2 numbers of %zu bytes. "
+        "At the peak, in backward, %zu of that size are held, because gradients such as dP come on top.",
+        m.S, m.D, m.peak / GiB, m.available / GiB, saved / GiB, list_of(buffers).c_str(), GRID_BATCH, m.S,
+        square / GRID_BATCH / m.S / m.S, m.peak / square);
+    answer("a",
+           "FlashAttention removes this cost: it keeps L, one number per query, and computes P again in backward, "
+           "tile by tile. It would hold q, k, v, dO, O and L, %.1f MiB.",
+           sizeof(float) * GRID_BATCH * m.S * (5.0 * m.D + 1) / MiB);
+}
+int cmd_pytorch_attention(const Options& o) {
     context.device = choose_device(o.device);
-    context.mode = FUSED;
-    Plan p{o};
-    if (o.quick) { p.note_smaller("without the largest sizes"); }
+    const std::vector<AttentionRun> runs = run_grid(o, false);
+    Table table{grid_caption(o, "pytorch_attention: one kernel per operation"),
+                {"d_model", "seq_len", "forward_time", "backward_time", "memory_usage_mb", "status"}};
+    for (const AttentionRun& r : runs) {
+        if (r.naive.oom) {
+            table.row(r.D, r.S, "N/A", "N/A", "N/A", oom_cell(r.naive.oom));
+        } else {
+            table.row(r.D, r.S, strprintf("%.6f", r.naive.forward.mean / 1e3),
+                      strprintf("%.6f", r.naive.backward.mean / 1e3), strprintf("%.2f", r.naive.held / 1048576.0),
+                      "OK");
+        }
+    }
+    print(table);
+    answer_pytorch_attention(runs, smallest_that_does_not_fit());
+    return 0;
+}
+
+void answer_torch_compile_attention(const std::vector<AttentionRun>& runs) {
+    const std::string forward = compared(runs, &PassTimes::forward, &Stats::mean),
+                      backward = compared(runs, &PassTimes::backward, &Stats::mean);
+    answer("a",
+           "Compiled attention's forward is %s. Its backward is %s. \"Compiled\" is our softmax, fused into one kernel "
+           "by hand; torch.compile itself did not run.",
+           forward.c_str(), backward.c_str());
+}
+void torch_compile_attention(const Options& o) {
+    const std::vector<AttentionRun> runs = run_grid(o, true);
+    Table table{
+        grid_caption(o, "torch_compile (a): attention, vanilla = one kernel per operation, compiled = fused softmax"),
+        {"d_model", "seq_len", "vanilla fw (ms)", "compiled fw (ms)", "speedup fw", "vanilla bw (ms)",
+         "compiled bw (ms)", "speedup bw"}};
+    for (const AttentionRun& r : runs) {
+        auto ms = [](const PassTimes& t, const Stats& s) { return cell(t, s, &Stats::mean); };
+        table.row(r.D, r.S, ms(r.naive, r.naive.forward), ms(r.other, r.other.forward),
+                  speedup(r, &PassTimes::forward, &Stats::mean), ms(r.naive, r.naive.backward),
+                  ms(r.other, r.other.backward), speedup(r, &PassTimes::backward, &Stats::mean));
+    }
+    print(table);
+    answer_torch_compile_attention(runs);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// weighted_sum
+
+struct WeightedSum {
+    Tensor x, w, dy, y, dx, dw;
+    WeightedSum(const Tensor& x, const Tensor& w, const Tensor& dy)
+        : x(x), w(w), dy(dy), y(empty(dy.shape, x.dtype)), dx(empty(x.shape, x.dtype)), dw(empty(w.shape, x.dtype)) {}
+    void forward() { weighted_sum_forward(y, x, w); }
+    void backward() { weighted_sum_backward(dx, dw, dy, x, w); }
+};
+// Times one size, and compares y, dx and dw with the fp64 reference on the CPU.
+static void weighted_sum_row(Table& table, int64_t N, int64_t D) {
+    WeightedSum s(empty({N, D}, F32), empty({D}, F32), empty({N}, F32));
+    fill_normal(s.x, 0, 1, 0, 1), fill_normal(s.w, 0, 2, 0, 1), fill_normal(s.dy, 0, 3, 0, 1);
+    const double forward = stats_of(time_ms(2, 10, [&] { s.forward(); })).median;
+    const double backward = stats_of(time_ms(2, 10, [&] { s.backward(); })).median;
+    const double GB = 1e-9 * sizeof(float), second = 1e-3;
+
+    RestoreContext restore;
+    context.device = CPU;
+    auto fp64 = [](const Tensor& t) { return cast(to_device(t, CPU), F64); };
+    WeightedSum truth(fp64(s.x), fp64(s.w), fp64(s.dy));
+    truth.forward(), truth.backward();
+    double error = 0;
+    auto check = [&](const Tensor& got, const Tensor& want, int64_t terms) {
+        double tolerance = 1e-6 * std::sqrt((double)terms) + 1e-6;  // rounding errors of a sum grow like a random walk
+        Comparison c = compare(got, want, tolerance, 4 * tolerance);
+        if (!c.ok()) { fail("weighted_sum of %s: %s", to_string(s.x.shape).c_str(), to_string(c).c_str()); }
+        error = std::max(error, c.max_abs);
+    };
+    check(s.y, truth.y, D), check(s.dx, truth.dx, 1), check(s.dw, truth.dw, N);
+    table.row(N, D, forward, GB * (N * D + D + N) / (second * forward), backward,
+              GB * (2 * N * D + 2 * D + N) / (second * backward), strprintf("%.1e", error));
+}
+int cmd_weighted_sum(const Options& o) {
+    context.device = choose_device(o.device);
+    Table table{
+        strprintf("weighted_sum: forward and backward, fp32, median of 10 runs after 2, errors against fp64; %s",
+                  origin(o).c_str()),
+        {"N", "D", "forward ms", "GB/s", "backward ms", "GB/s", "max error"}};
+    for (auto [N, D] : {std::pair{1, 1}, {1, 7}, {3, 1}, {31, 33}, {257, 129}, {1000, 1023}, {5, 4097}}) {
+        weighted_sum_row(table, N, D);
+    }
+    o.quick ? weighted_sum_row(table, 2048, 512) : weighted_sum_row(table, 65536, 4096);
+    print(table);
+    answer("",
+           "Memory bounds both passes: per number of x, forward does two FLOPs and reads 4 bytes, backward does three, "
+           "reads 4 bytes and writes 4.");
+    return 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// flash_forward, flash_backward: every implementation that runs here against the reference in float64, at the handout's
+// test size and at odd ones, with the handout's tolerance.
+
+static const std::vector<AttentionCase> check_cases = {
+    {4, 1, 128, 128, 64, false}, {4, 1, 128, 128, 64, true},   {1, 2, 1, 1, 16, true},      {2, 3, 65, 65, 32, true},
+    {1, 2, 127, 200, 80, false}, {1, 2, 200, 127, 80, true},   {2, 1, 257, 129, 128, true}, {1, 1, 63, 300, 128, true},
+    {1, 2, 700, 500, 64, false}, {1, 2, 500, 300, 128, false}, {1, 1, 500, 300, 80, false},
+};
+static Inputs on(Device device, DType dtype, Inputs in) {
+    RestoreContext restore;
+    context.device = device;
+    for (Tensor* t : {&in.q, &in.k, &in.v, &in.dO}) { *t = cast(to_device(*t, device), dtype); }
+    return in;
+}
+static std::vector<AttentionCheck> check_attention(const Options& o, const char* name, bool with_backward) {
+    const Device device = context.device = choose_device(o.device);
     Table table{strprintf("%s: largest error against the reference in float64, rtol = atol = 1e-2; %s", name,
-                          p.origin().c_str()),
-                {"implementation", "dtype", "B", "H", "Tq", "Tk", "D", "causal", "O", "L"},
-                {}};
+                          origin(o).c_str()),
+                {"implementation", "dtype", "B, H, Tq, Tk, D", "causal", "O", "L"}};
     if (with_backward) { table.columns.insert(table.columns.end(), {"dQ", "dK", "dV"}); }
     table.columns.push_back("status");
+    std::vector<AttentionCheck> checks;
     int wrong = 0;
     for (const AttentionCase& c : check_cases) {
         if (o.quick && (int64_t)c.B * c.Tq * c.Tk > 70000) { continue; }
         for (DType dtype : {F32, BF16, F16}) {
-            CaseTensors in = random_case(c, dtype, o.seed);
-            CaseResult want = reference_of(in, c.causal, with_backward);
+            context.device = CPU;
+            progress("%s: S %d, D %d, %s", name, c.Tq, c.D, name_of(dtype));
+            const Inputs in = random_inputs(c, dtype, o.seed), wide = on(CPU, F64, in);
+            const std::vector<Tensor> want = outputs_of(attention_impls().front(), wide, c.causal, with_backward);
             for (const AttentionImpl& impl : attention_impls()) {
-                if (impl.device != context.device || !impl.takes(dtype, c.D)) { continue; }
-                CaseResult got = run_case(impl, in, c.causal, with_backward);
-                std::vector<std::string> row = {impl.name,           name_of(dtype),         std::to_string(c.B),
-                                                std::to_string(c.H), std::to_string(c.Tq),   std::to_string(c.Tk),
-                                                std::to_string(c.D), c.causal ? "yes" : "no"};
+                const bool is_tiled = impl.device == CPU && is_flash(impl);  // (a)'s, which needs no GPU
+                if ((impl.device != device && !is_tiled) || !impl.takes(dtype, c.D)) { continue; }
+                context.device = impl.device;
+                const std::vector<Tensor> got = outputs_of(impl, on(impl.device, dtype, in), c.causal, with_backward);
+                checks.push_back({is_flash(impl), dtype, c});
+                table.row(impl.name, dtype, strprintf("%d, %d, %d, %d, %d", c.B, c.H, c.Tq, c.Tk, c.D),
+                          c.causal ? "yes" : "no");
                 bool ok = true;
-                for (PartOf part :
-                     {&CaseResult::o, &CaseResult::L, &CaseResult::dq, &CaseResult::dk, &CaseResult::dv}) {
-                    if (!(want.*part)) { continue; }
-                    Comparison difference = compare(got.*part, want.*part, 1e-2, 1e-2);
-                    row.push_back(strprintf("%.1e", difference.max_abs));
+                for (size_t i = 0; i < want.size(); i++) {
+                    Comparison difference = compare(got[i], want[i], 1e-2, 1e-2);
+                    checks.back().errors.push_back(difference.max_abs);
+                    table.rows.back().push_back(strprintf("%.1e", difference.max_abs));
                     ok = ok && difference.ok();
                 }
-                row.push_back(ok ? "ok" : "WRONG");
+                table.rows.back().push_back(ok ? "ok" : "WRONG");
                 wrong += !ok;
-                table.rows.push_back(row);
             }
         }
     }
-    print(table, o.format);
-    if (wrong > 0) { fail("%d of %zu checks are off", wrong, table.rows.size()); }
+    context.device = device;
+    print(table);
+    if (wrong > 0) { fail("%d of %zu checks are off", wrong, checks.size()); }
+    return checks;
+}
+
+// outputs: from which on, 0: O, 2: dQ
+static void answer_errors(const std::vector<AttentionCheck>& checks, size_t outputs, const char* names) {
+    std::vector<std::string> worst;
+    for (DType dtype : {F32, BF16, F16}) {
+        double error = -1;
+        for (const AttentionCheck& r : checks) {
+            if (r.dtype != dtype || !r.is_flash || r.c.B != 4) { continue; }
+            error = std::max(error, *std::max_element(r.errors.begin() + outputs, r.errors.end()));
+        }
+        if (error >= 0) { worst.push_back(strprintf("%.1e in %s", error, name_of(dtype))); }
+    }
+    answer("",
+           "All %zu checks pass: |error| <= 1e-2 + 1e-2 |reference|. In the handout's test (batch 4, S 128, D 64) "
+           "the largest error in FlashAttention's %s is %s.",
+           checks.size(), names, list_of(worst).c_str());
+}
+void answer_flash_forward(const std::vector<AttentionCheck>& checks) {
+    answer("a", "`tiled` is the plain version: FlashAttention-2 in C++, without a kernel.");
+    answer("b", "A block of a kernel works on one tile of queries of one head and loops over the tiles of keys.%s",
+           context.device == CPU ? " None ran: they need a GPU." : "");
+    answer("c",
+           "A masked score becomes -inf where the handout adds -1e6. Both give the probability 0, because each query "
+           "sees at least key 0.");
+    answer_errors(checks, 0, "O and L");
+}
+void answer_flash_backward(const std::vector<AttentionCheck>& checks) {
+    answer("", "Backward computes P again, from L, and takes D = rowsum(O dO) in place of rowsum(P dP).");
+    answer_errors(checks, 2, "dQ, dK and dV");
+}
+int cmd_flash_forward(const Options& o) {
+    answer_flash_forward(check_attention(o, "flash_forward", false));
     return 0;
 }
-int cmd_flash_forward(const Options& o) { return check_attention(o, "flash_forward", false); }
-int cmd_flash_backward(const Options& o) { return check_attention(o, "flash_backward", true); }
+int cmd_flash_backward(const Options& o) {
+    answer_flash_backward(check_attention(o, "flash_backward", true));
+    return 0;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
-// flash_benchmarking and flash_leaderboard
+// flash_benchmarking: FlashAttention against naive, batch 1, one head, causal
 
-struct PassTimes : Attempt {
-    double forward = 0, backward = 0, both = 0;  // ms, medians
-};
-static std::string ms_cell(const PassTimes& t, double ms) { return t.cell(strprintf("%.3f", ms)); }
-// Each pass for about `budget` ms, at least 3 times.
-static void time_passes(PassTimes& t, const AttentionImpl& impl, const AttentionCase& c, DType dtype, double warmup,
-                        double budget) {
-    CaseTensors in = random_case(c, dtype, 0);
-    Tensor q = require_gradient(in.q), k = require_gradient(in.k), v = require_gradient(in.v), y;
-    auto reset = [&] {
-        clear_tape();
-        y = Tensor();
-        for (const Tensor* x : {&q, &k, &v}) { x->gradient->value = Tensor(); }
-    };
-    auto forward = [&] { y = run_attention(impl, q, k, v, c.causal); };
-    auto backward = [&] { backward_from(y, in.dO); };
-    auto measure = [&](const std::function<void()>& prepare, const std::function<void()>& f) {
-        double once = stats_of(time_queued_ms(1, 1, prepare, f)).median;
-        int n = std::clamp((int)(budget / once), 3, 5000), first = std::clamp((int)(warmup / once), 1, 5000);
-        return stats_of(time_queued_ms(first, n, prepare, f)).median;
-    };
-    t.forward = measure(reset, forward);
-    t.backward = measure([&] { reset(), forward(); }, backward);
-    t.both = measure(reset, [&] { forward(), backward(); });
-    reset();
-}
-static PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dtype, double warmup,
-                            double budget) {
-    PassTimes t;
-    t.needs = planned_peak([&] { run_case(impl, random_case(c, dtype, 0), c.causal, true); });
-    t.seconds = 3 * (warmup + budget) / 1e3;
-    std::string row = strprintf("S %d, D %d, %s, %s", c.Tq, c.D, name_of(dtype), impl.name);
-    t.run(row, 12, [&] { time_passes(t, impl, c, dtype, warmup, budget); });
-    return t;
-}
-static const AttentionImpl& impl_named(const char* name, Device device) {
-    for (const AttentionImpl& impl : attention_impls()) {
-        if (impl.device == device && strcmp(impl.name, name) == 0) { return impl; }
+void answer_flash_benchmarking(const std::vector<AttentionRun>& runs) {
+    for (DType dtype : {BF16, F32}) {
+        std::vector<AttentionRun> same;
+        for (const AttentionRun& r : runs) {
+            if (r.dtype == dtype) { same.push_back(r); }
+        }
+        if (same.empty()) { continue; }
+        answer("a", "In %s flash, timed against naive over forward and backward, is %s.", name_of(dtype),
+               compared(same, &PassTimes::both, &Stats::median).c_str());
     }
-    fail("no implementation %s on %s", name, name_of(device));
 }
-
 int cmd_flash_benchmarking(const Options& o) {
     context.device = choose_device(o.device);
-    context.mode = FUSED;
-    bool cpu = context.device == CPU;
-    int longest = cpu ? (o.quick ? 512 : 2048) : (o.quick ? 4096 : 65536);
-    double budget = cpu || o.quick ? 20 : 100;
-    Plan p{o};
-    if (longest < 65536) { p.note_smaller(strprintf("lengths up to %d instead of 65536", longest)); }
-    if (cpu) { p.note_smaller("no bf16 (the CPU's tiled version is fp32)"); }
-    Table table{strprintf("flash_benchmarking: batch 1, one head, causal, ms (median of %.0f ms of runs); %s", budget,
-                          p.origin().c_str()),
-                {"Seq", "D", "dtype", "Naive Fwd", "Naive Bwd", "Naive Tot", "Flash Fwd", "Flash Bwd", "Flash Tot",
-                 "x Fwd", "x Bwd", "x Tot", "of peak %"},
-                {}};
-    const AttentionImpl& naive = impl_named("naive", context.device);
+    const int longest = o.quick ? 512 : 65536;
+    const double budget = o.quick ? 20 : 100;
+    const Measure measure = for_ms(budget / 4, budget);
+    const AttentionImpl& naive = impl_named("naive");
+    std::vector<AttentionRun> runs;
     for (DType dtype : {BF16, F32}) {
         for (int D : {16, 32, 64, 128}) {
-            const AttentionImpl* flash = fastest_flash(context.device, dtype, D);
+            const AttentionImpl* flash = fastest_flash(context.device, dtype, D);  // none: bf16 on the CPU
             for (int S = 128; flash && S <= longest; S *= 2) {
-                AttentionCase c{1, 1, S, S, D, true};
-                PassTimes n = pass_times(naive, c, dtype, budget / 4, budget),
-                          f = pass_times(*flash, c, dtype, budget / 4, budget);
-                std::vector<std::string> row = {std::to_string(S), std::to_string(D), name_of(dtype)};
-                for (const PassTimes* t : {&n, &f}) {
-                    for (double ms : {t->forward, t->backward, t->both}) { row.push_back(ms_cell(*t, ms)); }
-                }
-                for (double x : {n.forward / f.forward, n.backward / f.backward, n.both / f.both}) {
-                    row.push_back(n.ran && f.ran ? strprintf("%.2f", x) : "");
-                }
-                const double tflops = 3.5 * 2.0 * S * (double)S * D / f.both / 1e9;  // half of S^2: causal
-                row.push_back(f.ran ? percent_of_peak(tflops, dtype == BF16 ? PREC_BF16 : FP32) : "");
-                table.rows.push_back(row);
+                const AttentionCase c{1, 1, S, S, D, true};
+                runs.push_back({S, D, dtype, pass_times(naive, c, dtype, measure, true),
+                                pass_times(*flash, c, dtype, measure, true)});
             }
         }
     }
-    print(table, o.format);
+    Table table{
+        strprintf("flash_benchmarking: batch 1, one head, causal, ms (median of %.0f ms of runs); %s", budget,
+                  origin(o).c_str()),
+        {"Seq", "D", "dtype", "Naive Fwd", "Naive Bwd", "Naive Tot", "Flash Fwd", "Flash Bwd", "Flash Tot", "x Tot"}};
+    for (const AttentionRun& r : runs) {
+        auto ms = [](const PassTimes& t, const Stats& s) { return cell(t, s, &Stats::median); };
+        const PassTimes &n = r.naive, &f = r.other;
+        table.row(r.S, r.D, r.dtype, ms(n, n.forward), ms(n, n.backward), ms(n, n.both), ms(f, f.forward),
+                  ms(f, f.backward), ms(f, f.both), speedup(r, &PassTimes::both, &Stats::median));
+    }
+    print(table);
+    answer_flash_benchmarking(runs);
     return 0;
 }
 
-// Published times at the same shape: batch 1, 16 heads, D 64, S 16384, bf16, causal, forward and backward.
-struct Published {
-    const char* who;
-    const char* card;
-    double ms;
-};
-static const Published published[] = {
-    {"FlashAttention-3", "H200", 3.66},
-    {"cuDNN through PyTorch SDPA", "H200", 4.46},
-    {"class leaderboard 2025, first", "H100", 5.364},
-    {"FlexAttention (Triton)", "H200", 6.22},
-    {"class leaderboard 2025, second", "H100", 6.778},
-    {"FlashAttention-2 through PyTorch SDPA", "H200", 6.98},
-    {"class leaderboard 2025, third", "H100", 11.07},
-    {"class leaderboard 2025, baseline", "H100", 80.0},
-};
-// "needs sm_80", where this card has no code of it; else "".
-static std::string lacking(const AttentionImpl& impl) {
-    for (DType dtype : {F32, BF16, F16}) {
-        if (impl.takes(dtype, 64)) { return ""; }
+// ---------------------------------------------------------------------------------------------------------------------
+// flash_leaderboard: forward and backward of one long causal sequence
+
+void answer_flash_leaderboard(const std::string& impl, const PassTimes& t, double tflops, double matmul_tflops,
+                              bool is_handouts) {
+    auto rate = [](double t) { return strprintf("%.3g %sFLOP/s", t < 1 ? 1e3 * t : t, t < 1 ? "G" : "T"); };
+    answer("",
+           "Our fastest, %s, takes %.3f ms for forward and backward, %.3f ms for forward alone. That is %s, %.0f %% of "
+           "the rate of matrix products on this device (%s).",
+           impl.c_str(), t.both.median, t.forward.median, rate(tflops).c_str(), 100 * tflops / matmul_tflops,
+           rate(matmul_tflops).c_str());
+    if (is_handouts) {
+        answer("", "The class leaderboard of 2025 was led with 5.364 ms, in Triton on an H100; ours is CUDA.");
     }
-    std::string note = impl.note;
-    return note.substr(std::min(note.find("needs "), note.size()));
 }
-int cmd_flash_leaderboard(const Options& o) {
+int cmd_flash_leaderboard(const Options& options) {
+    Options o = options;
     context.device = choose_device(o.device);
-    context.mode = FUSED;
-    bool cpu = context.device == CPU, handout = !cpu && !o.not_causal;
-    for (const char* name : {"num_heads", "head_size", "context_length", "precision"}) {
-        handout = handout && !o.has(name);
+    if (o.quick) {
+        by_quick(o, "num_heads", &Options::num_heads, 2);
+        by_quick(o, "context_length", &Options::context_length, 512);
+        if (context.device == CPU) { by_quick(o, "precision", &Options::precision, {"fp32"}); }  // it has no other
     }
-    double warmup = o.quick ? 100 : 1000, budget = o.quick ? 500 : 10000;  // ms
-    Plan p{o};
-    if (cpu) {
-        p.shrink("num_heads", &Options::num_heads, 2, strprintf("2 heads instead of %d", o.num_heads));
-        p.shrink("context_length", &Options::context_length, o.quick ? 512 : 1024, "a shorter sequence");
-        if (!o.has("precision")) { p.o.precision = {"fp32"}, p.note_smaller("fp32"); }
-        p.note_smaller("less time");
-        warmup = 10, budget = 200;
-    } else if (o.quick) {
-        p.note_smaller("0.1 s of warm-up and 0.5 s of runs instead of 1 s and 10 s");
-    }
-    const int S = p.o.context_length;
-    const AttentionCase c{1, p.o.num_heads, S, S, o.head_size, !o.not_causal};
-    const Precision precision = precision_from(p.o.precision[0]);
-    context.precision = precision;
-    DType dtype = matmul_dtype();
+    const double warmup = o.quick ? 100 : 1000, budget = o.quick ? 500 : 10000;  // ms
+    const AttentionCase c{1, o.num_heads, o.context_length, o.context_length, o.head_size, !o.not_causal};
+    const Precision precision = context.precision = precision_from(o.precision[0]);
+    const DType dtype = matmul_dtype();
     const AttentionImpl& fastest = require_flash(context.device, dtype, c.D);
-    std::vector<const AttentionImpl*> impls;
-    std::vector<std::vector<std::string>> lack;
-    std::string here;
+    const Measure measure = for_ms(warmup, budget);
+    const double rate = matmul_rate(precision, o.quick ? 1024 : 8192, 20);
+    Table table{
+        strprintf("flash_leaderboard: batch 1, %s, D %d, S %d, %s, %s%s; %.2g s of warm-up, %.2g s of runs, "
+                  "median; this device multiplies matrices at %.3g TFLOP/s; %s",
+                  counted(std::to_string(c.H), "head").c_str(), c.D, c.Tq, name_of(precision),
+                  c.causal ? "causal" : "not causal", context.deterministic ? ", deterministic" : "", warmup / 1e3,
+                  budget / 1e3, rate, origin(o).c_str()),
+        {"implementation", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s", "% of the matmul rate"}};
+    std::string best;
+    PassTimes best_times;
+    const double flop = 3.5 * (c.causal ? 2 : 4) * c.H * c.Tq * (double)c.Tk * c.D;  // causal: half of S^2
     for (const AttentionImpl& impl : attention_impls()) {
-        if (impl.device != context.device) { continue; }
-        std::string needs = lacking(impl);
-        if (!needs.empty() && o.impl == impl.name) { usage_error("--impl: %s %s", impl.name, needs.c_str()); }
-        if (!needs.empty() && o.impl == "all") { lack.push_back({std::string("ours: ") + impl.name, needs}); }
-        if (!impl.takes(dtype, c.D)) { continue; }
-        here += std::string(", ") + impl.name;
-        if (o.impl == impl.name || (o.impl == "all" && is_flash(impl)) || (o.impl == "auto" && &impl == &fastest)) {
-            impls.push_back(&impl);
-        }
+        const bool asked = o.impl == "all"    ? is_flash(impl)
+                           : o.impl == "auto" ? &impl == &fastest
+                                              : o.impl == impl.name;
+        if (impl.device != context.device || !impl.takes(dtype, c.D) || !asked) { continue; }
+        const PassTimes t = pass_times(impl, c, dtype, measure, true);
+        auto ms = [&](const Stats& s) { return cell(t, s, &Stats::median); };
+        const double tflops = t.oom ? NAN : flop / t.both.median / 1e9;
+        table.row(impl.name, ms(t.forward), ms(t.backward), ms(t.both), tflops, 100 * tflops / rate);
+        if (!t.oom && (best.empty() || t.both.median < best_times.both.median)) { best = impl.name, best_times = t; }
     }
-    if (impls.empty()) { usage_error("--impl: got '%s', takes all, auto%s here", o.impl.c_str(), here.c_str()); }
-    double rate = context.plan_only ? NAN : matmul_rate(precision, cpu ? 1024 : 8192, 20);
-    double forward_flops = (c.causal ? 2.0 : 4.0) * c.H * c.Tq * (double)c.Tk * c.D;
-    Table table{strprintf("flash_leaderboard: batch 1, %s, D %d, S %d, %s, %s%s; %.2g s of warm-up, %.2g s of runs, "
-                          "median; this "
-                          "device multiplies matrices at %.3g TFLOP/s; %s",
-                          counted(std::to_string(c.H), "head").c_str(), c.D, c.Tq, name_of(precision),
-                          c.causal ? "causal" : "not causal", context.deterministic ? ", deterministic" : "",
-                          warmup / 1e3, budget / 1e3, rate, p.origin().c_str()),
-                {"implementation", "card", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s",
-                 "of the matmul rate", "of peak %"},
-                {}};
-    for (const AttentionImpl* impl : impls) {
-        PassTimes t = pass_times(*impl, c, dtype, warmup, budget);
-        double tflops = 3.5 * forward_flops / t.both / 1e9;
-        table.rows.push_back({std::string("ours: ") + impl->name, "this one", ms_cell(t, t.forward),
-                              ms_cell(t, t.backward), ms_cell(t, t.both), t.ran ? strprintf("%.3g", tflops) : "",
-                              t.ran ? strprintf("%.0f %%", 100 * tflops / rate) : "",
-                              t.ran ? percent_of_peak(tflops, precision) : ""});
+    if (table.rows.empty()) {
+        usage_error("--impl: %s does not take %s on %s", o.impl.c_str(), name_of(dtype), name_of(context.device));
     }
-    for (std::vector<std::string>& row : lack) {
-        row.resize(table.columns.size());
-        table.rows.push_back(row);
-    }
-    for (const Published& other : published) {
-        if (!handout) { break; }
-        table.rows.push_back({other.who, other.card, "", "", strprintf("%.3f", other.ms),
-                              strprintf("%.3g", 3.5 * forward_flops / other.ms / 1e9), "", ""});
-    }
-    print(table, o.format);
+    print(table);
+    if (best.empty()) { fail("flash_leaderboard: no row fits into memory"); }
+    answer_flash_leaderboard(best, best_times, flop / best_times.both.median / 1e9, rate,
+                             c.H == 16 && c.D == 64 && c.Tq == 16384 && c.causal && precision == PREC_BF16);
     return 0;
 }
 
@@ -533,66 +510,42 @@ static Tensor from_file(const FileTensor& f, const std::string& path) {
 }
 int cmd_attention(const Options& o) {
     context.device = choose_device(o.device);
-    context.mode = FUSED;
-    std::vector<std::string> here, known;
-    bool is_here = o.impl == "auto";
-    for (const AttentionImpl& row : attention_impls()) {
-        if (row.device != context.device) { continue; }
-        here.push_back(row.name);
-        is_here = is_here || o.impl == row.name;
-    }
-    if (!is_here) {
-        usage_error("--impl: got '%s', takes auto or, on %s, one of %s", o.impl.c_str(), name_of(context.device),
-                    join(here, ", ").c_str());
-    }
+    const AttentionImpl* impl = o.impl == "auto" ? nullptr : &impl_named(o.impl);
+    const char* path = o.inputs.c_str();
     SafeTensors file = load_safetensors(o.inputs);
-    auto q_it = file.tensors.find("q");
-    if (q_it == file.tensors.end()) { fail("%s: tensor q is missing", o.inputs.c_str()); }
-    Shape shape = q_it->second.shape;
-    if (shape.size() != 3 && shape.size() != 4) {
-        fail("%s: tensor q: expected shape [B,H,S,D] or [B,S,D], found %s", o.inputs.c_str(), to_string(shape).c_str());
-    }
-    FileTensor fq = require_tensor(file, "q", shape, {"F32", "BF16"});
+    const auto q = file.tensors.find("q");
+    const bool has_heads = q == file.tensors.end() || q->second.shape.size() != 3;
+    FileTensor fq = require_tensor(file, "q", Shape(has_heads ? 4 : 3, -1), {"F32", "BF16"});
+    const Shape shape = fq.shape;
     Shape keys = shape;
     keys[keys.size() - 2] = -1;
     FileTensor fk = require_tensor(file, "k", keys, {fq.dtype}), fv = require_tensor(file, "v", fk.shape, {fq.dtype});
     require_no_others(file, {"q", "k", "v", "do"}, "q, k, v or do");
-    bool with_backward = file.tensors.count("do") > 0;
-    int64_t D = shape.back();
+    const bool with_backward = file.tensors.count("do") > 0;
+    const int64_t D = shape.back();
     if (!flash_head_size(D)) {
-        fail("%s: tensor q: expected a head size of 16, 32, 64, 80 or 128, found %ld", o.inputs.c_str(), (long)D);
+        fail("%s: tensor q: expected a head size of 16, 32, 64, 80 or 128, found %ld", path, (long)D);
     }
-    CaseTensors in{from_file(fq, o.inputs), from_file(fk, o.inputs), from_file(fv, o.inputs), Tensor()};
+    Inputs in{from_file(fq, o.inputs), from_file(fk, o.inputs), from_file(fv, o.inputs), Tensor()};
     if (with_backward) { in.dO = from_file(require_tensor(file, "do", shape, {fq.dtype}), o.inputs); }
-
-    const AttentionImpl* impl = nullptr;
-    for (const AttentionImpl& row : attention_impls()) {
-        if (row.device != context.device || !row.takes(in.q.dtype, D)) { continue; }
-        known.push_back(row.name);
-        if (o.impl == row.name) { impl = &row; }
+    if (!impl) { impl = fastest_flash(context.device, in.q.dtype, D); }
+    if (!impl) { impl = &impl_named("fused"); }
+    if (!impl->takes(in.q.dtype, D)) {
+        fail("%s: holds %s, and --impl %s does not take it", path, name_of(in.q.dtype), impl->name);
     }
-    if (o.impl == "auto") {
-        impl = fastest_flash(context.device, in.q.dtype, D);
-        if (!impl) { impl = &impl_named("fused", context.device); }
-    }
-    if (!impl) {
-        fail("%s: holds %s, and --impl %s does not take it; %s do", o.inputs.c_str(), name_of(in.q.dtype),
-             o.impl.c_str(), join(known, ", ").c_str());
-    }
-    CaseResult r = run_case(*impl, in, o.causal, with_backward);
+    const std::vector<Tensor> outputs = outputs_of(*impl, in, o.causal, with_backward);
+    const char* names[] = {"o", "lse", "dq", "dk", "dv"};
+    const Shape shapes[] = {shape, Shape(shape.begin(), shape.end() - 1), shape, fk.shape, fk.shape};
     std::vector<Tensor> kept;
     std::vector<std::pair<std::string, FileTensor>> out;
-    auto put = [&](const char* name, const Tensor& t, const Shape& as) {
-        kept.push_back(view(to_device(contiguous(t), CPU), 0, as));
-        out.push_back({name, describe(kept.back())});
-    };
-    put("o", r.o, shape);
-    put("lse", r.L, Shape(shape.begin(), shape.end() - 1));
-    if (with_backward) { put("dq", r.dq, shape), put("dk", r.dk, fk.shape), put("dv", r.dv, fk.shape); }
+    for (size_t i = 0; i < outputs.size(); i++) {
+        kept.push_back(view(to_device(contiguous(outputs[i]), CPU), 0, shapes[i]));
+        out.push_back({names[i], describe(kept.back())});
+    }
     save_safetensors(o.out, out, {{"format", "pt"}});
     std::string line =
-        strprintf("attention %s: q %s, k %s, %s, %s, implementation %s on %s; wrote %zu tensors to %s",
-                  o.inputs.c_str(), to_string(shape).c_str(), to_string(fk.shape).c_str(), name_of(in.q.dtype),
+        strprintf("attention %s: q %s, k %s, %s, %s, implementation %s on %s; wrote %zu tensors to %s", path,
+                  to_string(shape).c_str(), to_string(fk.shape).c_str(), name_of(in.q.dtype),
                   o.causal ? "causal" : "not causal", impl->name, name_of(context.device), out.size(), o.out.c_str());
     printf("%s\n", one_line(line).c_str());
     return 0;

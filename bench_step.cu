@@ -400,9 +400,7 @@ void answer_torch_compile(const std::vector<StepRun>& vanilla, const std::vector
 int cmd_torch_compile(const Options& asked) {
     Options o = asked;
     context.device = choose_device(o.device);
-    Options attention = o;
-    if (!o.has("steps")) { attention.steps = 100; }  // the handout's passes of (a)
-    print(attention_compile_table(attention));
+    torch_compile_attention(o);
     choose_quick_sizes(o);
     const std::vector<ModelConfig> configs = configs_of(o);
     std::vector<StepRun> all;

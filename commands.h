@@ -243,6 +243,44 @@ void choose_what_runs_again(Options& o, int world, double room);
 size_t predicted_peak(const Options& o, int world);  // of a rank, in bytes, by what is chosen
 
 // ---------------------------------------------------------------------------------------------------------------------
+// bench_attention.cu: what its experiments measure, and the answers
+
+struct AttentionCase {
+    int B, H, Tq, Tk, D;
+    bool causal;
+};
+struct PassTimes {  // ms
+    Stats forward{}, backward{}, both{};
+    size_t held = 0;  // bytes when backward starts: inputs, and what the forward saved
+    size_t oom = 0;   // bytes, where it did not fit
+};
+struct AttentionRun {
+    int S, D;
+    DType dtype;
+    PassTimes naive{}, other{};  // other: fused in torch_compile, flash in flash_benchmarking
+};
+struct AttentionMemory {  // of pytorch_attention's smallest configuration that does not fit
+    int S, D;
+    size_t available, peak = 0;
+    std::map<size_t, int> saved{};  // when backward starts: bytes of a buffer, number of such buffers
+};
+void answer_pytorch_attention(const std::vector<AttentionRun>& runs, const AttentionMemory& memory);
+void answer_torch_compile_attention(const std::vector<AttentionRun>& runs);
+void answer_flash_benchmarking(const std::vector<AttentionRun>& runs);
+
+struct AttentionCheck {  // of an implementation against the reference
+    bool is_flash;
+    DType dtype;
+    AttentionCase c;
+    std::vector<double> errors{};  // the largest of O, L and, with a backward, dQ, dK, dV
+};
+void answer_flash_forward(const std::vector<AttentionCheck>& checks);
+void answer_flash_backward(const std::vector<AttentionCheck>& checks);
+
+void answer_flash_leaderboard(const std::string& impl, const PassTimes& t, double tflops, double matmul_tflops,
+                              bool is_handouts);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // The command line. Options mean the same for every command; main.cu says which command takes which.
 
 struct Options {
@@ -336,7 +374,7 @@ std::vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M);  /
 
 int cmd_mixed_precision_accumulation(const Options& o);  // precision.cu
 int cmd_pytorch_attention(const Options& o);             // bench_attention.cu
-Table attention_compile_table(const Options& o);         // torch_compile (a)
+void torch_compile_attention(const Options& o);          // torch_compile (a): its table and its answer
 int cmd_weighted_sum(const Options& o);
 int cmd_flash_forward(const Options& o);
 int cmd_flash_backward(const Options& o);
