@@ -109,9 +109,9 @@ TEST_CASE("answers: flash_leaderboard") {
 
 TEST_CASE("answers: the commands of sections 1.2 and 1.3, --quick") {
     const std::map<std::string, std::string> phrases = {
-        {"pytorch_attention", " MiB, 5 buffers of "}, {"weighted_sum", "Memory bounds both"},
-        {"flash_forward", "All 80 checks pass"},          {"flash_backward", "All 80 checks pass"},
-        {"flash_benchmarking", "of 12 configurations"},   {"flash_leaderboard", "\n| tiled "},
+        {"pytorch_attention", " MiB, 5 buffers of "},   {"weighted_sum", "Memory bounds both"},
+        {"flash_forward", "All 80 checks pass"},        {"flash_backward", "All 80 checks pass"},
+        {"flash_benchmarking", "of 12 configurations"}, {"flash_leaderboard", "\n| tiled "},
     };
     for (const auto& [command, phrase] : phrases) {
         Run r = run_cs336({command, "--device", "cpu", "--quick"});
