@@ -1,213 +1,212 @@
 // bench_checkpoint.cu: the 2026 handout's gradient_checkpointing. (a) The strategies, each run on a small model: what
-// it keeps and what it runs again, by formula and counted. (b) How many blocks make the best checkpoint, without
-// nesting, and what that costs.
+// it keeps and what it runs again. (b) How many blocks make the best checkpoint, without nesting, and what that costs.
 #include "commands.h"
 #include <algorithm>
 
-static std::string mib(double bytes, int decimals = 1) { return strprintf("%.*f", decimals, bytes / 1048576); }
+static std::string mib(size_t bytes, int decimals = 1) { return strprintf("%.*f", decimals, bytes / 1048576.0); }
 // So small that it runs at once, also on a CPU.
 static ModelConfig tiny_model(int blocks) { return {"tiny", 64, 256, blocks, 4, 100}; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // (a) The strategies, of N blocks in all
 
-struct CheckpointStrategy {
-    std::string name;
-    int checkpoint;  // as --checkpoint takes it
-    // Inputs: tensors of the residual stream from between two blocks, the embedding's output among them, that are held
-    // while a block runs. Blocks: those of which all residuals are held. Again: runs of a block in backward.
-    std::string inputs_text, blocks_text, memory, again_text, compute;
-    int inputs, again;
-};
-static int ceil_log2(int n) {
-    int h = 0;
-    while (1 << h < n) { h++; }
-    return h;
-}
 static std::vector<CheckpointStrategy> strategies_for(int N) {
-    int h = ceil_log2(N), root = (int)std::lround(std::sqrt(N));
-    std::vector<CheckpointStrategy> all = {{"none", 0, "1", "N", "O(N)", "0", "O(N)", 1, 0}};
-    for (int k : std::set<int>{1, root, N}) {
+    std::vector<CheckpointStrategy> all = {{"none", 0, "1", "N", "O(N)", "0", "O(N)"}};
+    for (int k : std::set<int>{1, (int)std::lround(std::sqrt(N)), N}) {
         const char* memory = k == 1 || k == N ? "O(N)" : "O(sqrt N)";
-        all.push_back({strprintf("flat, k = %d", k), k, "ceil(N / k)", "k", memory, "N", "O(N)", (N + k - 1) / k, N});
+        all.push_back({strprintf("flat, k = %d", k), k, "ceil(N / k)", "k", memory, "N", "O(N)"});
     }
-    all.push_back({"recursive halves", CHECKPOINT_HALVES, "1 + h", "1", "O(log N)", "N (h + 1) - 2^h", "O(N log N)",
-                   1 + h, N * (h + 1) - (1 << h)});
-    all.push_back({"linear nesting", CHECKPOINT_NESTED, "min(2, N)", "1", "O(1)", "N (N - 1) / 2", "O(N^2)",
-                   std::min(2, N), N * (N - 1) / 2});
+    all.push_back({"recursive halves", CHECKPOINT_HALVES, "1 + h", "1", "O(log N)", "N (h + 1) - 2^h", "O(N log N)"});
+    all.push_back({"linear nesting", CHECKPOINT_NESTED, "min(2, N)", "1", "O(1)", "N (N - 1) / 2", "O(N^2)"});
     return all;
 }
-
-// The most residual streams of `bytes` each that a log shows held while a block runs. Only they are allocated between
-// two blocks.
-static int count_inputs(const std::vector<MemoryEvent>& log, size_t bytes) {
-    std::set<uint64_t> held;
-    size_t most = 0;
-    for (const MemoryEvent& e : log) {
-        if (e.ms == 0 || e.ranges.empty()) { continue; }  // there before
-        auto inside = [&](const char* name) {
-            return std::any_of(e.ranges.begin(), e.ranges.end(), [&](const char* r) { return strcmp(r, name) == 0; });
-        };
-        std::string innermost = e.ranges.back();
-        if (!e.is_alloc) {
-            held.erase(e.address);
-        } else if (inside("layer")) {
-            most = std::max(most, held.size());
-        } else if (e.bytes == bytes && (innermost == "embedding" || innermost == "forward")) {
-            held.insert(e.address);
-        }
-    }
-    return (int)most;
+// Blocks that ran. A range of a backward step says where its forward was recorded; a block that runs, first or again,
+// has none.
+static int count_blocks(const Trace& trace) {
+    return std::count_if(trace.ranges.begin(), trace.ranges.end(),
+                         [](const TracedRange& r) { return strcmp(r.name, "layer") == 0 && r.recorded_in < 0; });
 }
-// Blocks that backward ran forward again. A range of a backward step says where its forward was recorded; a block that
-// runs again has none.
-static int count_blocks_again(const Trace& trace) {
-    auto is = [&](int i, const char* name) { return strcmp(trace.ranges[i].name, name) == 0; };
-    int blocks = 0;
-    for (int i = 0; i < (int)trace.ranges.size(); i++) {
-        if (!is(i, "layer") || trace.ranges[i].recorded_in >= 0) { continue; }
-        int outer = trace.ranges[i].parent;
-        while (outer >= 0 && !is(outer, "backward")) { outer = trace.ranges[outer].parent; }
-        blocks += outer >= 0;
-    }
-    return blocks;
-}
-
-static Table strategy_table(const Options& o, const std::string& origin) {
+static std::vector<CheckpointStrategy> run_strategies(const Options& o, int B, int T) {
     RestoreContext restore;
     context.deterministic = context.each_launch = true;  // the same bits each time; no block hides in a CUDA graph
-    const int N = o.blocks, B = 2, T = 64;
-    const ModelConfig c = tiny_model(N);
-    const size_t stream = sizeof(float) * B * T * c.d_model;
-    Table table{
-        strprintf("gradient_checkpointing (a): N = %d blocks, d_model %d, d_ff %d, %d heads, vocabulary %d, batch %d, "
-                  "context length %d, precision %s, mode %s; h = ceil(log2 N); inputs: residual streams between blocks "
-                  "that are held, %s MiB each; blocks kept: with all residuals; peak: beyond weights and gradients; %s",
-                  N, c.d_model, c.d_ff, c.num_heads, c.vocab_size, B, T, name_of(context.precision),
-                  name_of(context.mode), mib(stream, 3).c_str(), origin.c_str()),
-        {"strategy", "inputs kept", "inputs", "inputs counted", "blocks kept", "memory", "run again", "blocks again",
-         "blocks again counted", "compute", "peak MiB", "gradients"},
-        {}};
+    const ModelConfig c = tiny_model(o.blocks);
     Model model = random_model(c, o.seed);
     make_gradients(model);
     Batch batch = random_batch(B, T, c.vocab_size, o.seed);
     LossScaler scaler;
     run_phase(FORWARD_BACKWARD, model, batch, scaler);  // from here on the libraries' own memory is there
+    std::vector<CheckpointStrategy> all = strategies_for(o.blocks);
     std::vector<float> plain;
-    for (const CheckpointStrategy& s : strategies_for(N)) {
-        progress("%s", s.name.c_str());
+    for (CheckpointStrategy& s : all) {
         context.checkpoint = s.checkpoint;
         size_t before = memory_use(context.device).now;
         reset_peak(context.device);
-        start_memory_log(context.device);
         start_tracing();
         run_phase(FORWARD_BACKWARD, model, batch, scaler);
-        Trace trace = stop_tracing();
-        int inputs = count_inputs(stop_memory_log(), stream);
-        size_t peak = memory_use(context.device).peak - before;
+        s.again = count_blocks(stop_tracing()) - o.blocks;
+        s.peak = memory_use(context.device).peak - before;
         std::vector<float> gradients = to_floats(model.gradients);
         if (plain.empty()) { plain = gradients; }
-        table.rows.push_back({s.name, s.inputs_text, std::to_string(s.inputs), std::to_string(inputs), s.blocks_text,
-                              s.memory, s.again_text, std::to_string(s.again),
-                              std::to_string(count_blocks_again(trace)), s.compute, mib(peak, 3),
-                              gradients == plain ? "the same bits" : "differ"});
+        if (gradients != plain) { fail("%s: its gradients are not those without checkpoints", s.name.c_str()); }
     }
-    return table;
+    return all;
+}
+void answer_strategies(const std::vector<CheckpointStrategy>& all) {
+    auto less = [](const CheckpointStrategy& a, const CheckpointStrategy& b) { return a.peak < b.peak; };
+    const CheckpointStrategy &best = *std::min_element(all.begin(), all.end(), less), &none = all[0], &single = all[1];
+    answer("a",
+           "With %s the peak is least: %s MiB, against %s with each block a checkpoint and %s without checkpoints.",
+           best.name.c_str(), mib(best.peak, 3).c_str(), mib(single.peak, 3).c_str(), mib(none.peak, 3).c_str());
+    answer("a",
+           "It keeps the residuals of %s at a time and %s: %s memory. Backward runs %s = %d blocks again: %s compute.",
+           counted(best.blocks, "block").c_str(), counted(best.inputs, "block input").c_str(), best.memory,
+           best.runs_again, best.again, best.compute);
+    if (best.checkpoint == CHECKPOINT_NESTED) {
+        sketch(R"(def run(blocks, x):
+    if len(blocks) > 1:
+        x = checkpoint(run, blocks[:-1], x)  # keeps x, runs again in backward
+    return blocks[-1](x)
+)");
+    }
+    answer("a",
+           "Nesting is worth its compute only where N inputs are large beside the residuals of one block: a checkpoint "
+           "of each block keeps N inputs, O(N), and runs N blocks again, O(N).");
+}
+static void print_strategies(const Options& o) {
+    const int B = 2, T = 64;
+    const ModelConfig c = tiny_model(o.blocks);
+    const std::vector<CheckpointStrategy> all = run_strategies(o, B, T);
+    Table table{
+        strprintf("gradient_checkpointing (a): N = %d blocks, d_model %d, d_ff %d, %d heads, vocabulary %d, "
+                  "batch %d, context length %d, precision %s, mode %s; h = ceil(log2 N); inputs: residual "
+                  "streams between blocks, %s MiB each; blocks kept: with all residuals; peak: beyond weights "
+                  "and gradients, which have the same bits in all rows; %s",
+                  o.blocks, c.d_model, c.d_ff, c.num_heads, c.vocab_size, B, T, name_of(context.precision),
+                  name_of(context.mode), mib(sizeof(float) * B * T * c.d_model, 3).c_str(), origin(o).c_str()),
+        {"strategy", "inputs kept", "blocks kept", "memory", "run again", "blocks again", "compute", "peak MiB"}};
+    for (const CheckpointStrategy& s : all) {
+        table.row(s.name, s.inputs, s.blocks, s.memory, s.runs_again, s.again, s.compute, mib(s.peak, 3));
+    }
+    print(table);
+    answer_strategies(all);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // (b) The size of a checkpoint
 
-struct SizeRun : Attempt {
-    size_t planned_activations, peak = 0;  // bytes; of the predicted peak, and the measured one
-    double ms = 0;
-};
-static SizeRun measure_size(Model& model, const ModelConfig& c, const Plan& p) {
-    SizeRun r;
-    r.needs = predicted_peak(c, p.o.batch_size, p.o.context_length, STEP);
-    r.planned_activations = memory_use(META).peak_by[ACTIVATIONS];
-    if (context.device == META) { return r; }
-    auto run = [&] {
-        if (!model.weights) { model = random_model(c, p.o.seed); }
-        Batch batch = random_batch(p.o.batch_size, p.o.context_length, c.vocab_size, p.o.seed);
-        LossScaler scaler;
-        zero_gradients(model);
-        reset_peak(context.device);
-        run_phase(STEP, model, batch, scaler);
-        r.peak = memory_use(context.device).peak;
-        auto passes = [&] { run_phase(FORWARD_BACKWARD, model, batch, scaler); };
-        r.ms = stats_of(time_ms(p.o.warmup[0], p.o.steps, passes)).mean;
-    };
-    std::string row = row_of(c, p.o.batch_size, p.o.context_length, STEP);
-    r.run(row, 1 + p.o.warmup[0] + p.o.steps, run, memory_use(context.device).now);
-    return r;
-}
-static Table size_table(const Plan& p, const ModelConfig& c) {
+// Of c's step, by blocks per checkpoint. really: also run, and not only predicted on META.
+static std::vector<CheckpointRun> run_sizes(const ModelConfig& c, const Options& o, bool really) {
     RestoreContext restore;
-    bool planned = context.device == META;
-    std::string what = planned ? "predicted, every allocation counted, nothing computed" : "really run";
-    Table table{
-        strprintf("gradient_checkpointing (b): %s; %s, %d blocks, batch %d, context length %d, vocabulary "
-                  "%d, precision %s, mode %s; peak of a training step, with AdamW's "
-                  "moments; time of forward and backward, %d warmup, %d step; %s",
-                  what.c_str(), c.name.c_str(), c.num_layers, p.o.batch_size, p.o.context_length, c.vocab_size,
-                  name_of(context.precision), name_of(context.mode), p.o.warmup[0], p.o.steps, p.origin().c_str()),
-        {"blocks per checkpoint", "predicted peak MiB", "of it activations", "peak MiB", "difference %", "fwbw_mean_ms",
-         "of none"},
-        {}};
     Model model;
-    double none_ms = 0;
+    std::vector<CheckpointRun> runs;
     for (int k : {(int)CHECKPOINT_HALF, 1, 2, 4, 8, 0}) {
         if (k > c.num_layers) { continue; }
         context.checkpoint = k;
-        std::string name = k == 0 ? "none" : name_of_checkpoint(k);
-        const SizeRun r = measure_size(model, c, p);
-        if (k == 0) { none_ms = r.ms; }
-        double predicted = (double)r.needs.bytes;
-        table.rows.push_back(
-            {name, mib(predicted), mib((double)r.planned_activations), planned ? "" : r.cell(mib(r.peak)),
-             r.ran ? strprintf("%.2f", 100 * (r.peak / predicted - 1)) : "", r.ran ? strprintf("%.2f", r.ms) : "", ""});
+        CheckpointRun r{c.name, k};
+        r.predicted = predicted_peak(c, o.batch_size, o.context_length, STEP).bytes;
+        r.activations = memory_use(META).peak_by[ACTIVATIONS];
+        auto run = [&] {
+            if (!model.weights) { model = random_model(c, o.seed); }
+            Batch batch = random_batch(o.batch_size, o.context_length, c.vocab_size, o.seed);
+            LossScaler scaler;
+            zero_gradients(model);
+            reset_peak(context.device);
+            run_phase(STEP, model, batch, scaler);
+            r.peak = memory_use(context.device).peak;
+            auto passes = [&] { run_phase(FORWARD_BACKWARD, model, batch, scaler); };
+            r.ms = stats_of(time_ms(o.warmup[0], o.steps, passes));
+        };
+        if (really) {
+            const std::string row = row_of(c, o.batch_size, o.context_length, STEP);
+            r.oom = run_if_fits(row, r.predicted, run, memory_use(context.device).now);
+        }
+        runs.push_back(r);
     }
-    for (auto& row : table.rows) {
-        if (none_ms > 0 && !row[5].empty()) { row.back() = strprintf("%.2fx", std::stod(row[5]) / none_ms); }
+    return runs;
+}
+static void print_sizes(const std::vector<CheckpointRun>& runs, const ModelConfig& c, const Options& o,
+                        const std::string& what) {
+    Table table{
+        strprintf("gradient_checkpointing (b): %s; %s, %d blocks, batch %d, context length %d, vocabulary %d, "
+                  "precision %s, mode %s; peak of a training step, with AdamW's moments; time of forward and "
+                  "backward, %d warmup, %d step; %s",
+                  what.c_str(), c.name.c_str(), c.num_layers, o.batch_size, o.context_length, c.vocab_size,
+                  name_of(context.precision), name_of(context.mode), o.warmup[0], o.steps, origin(o).c_str()),
+        {"blocks per checkpoint", "predicted peak MiB", "of it activations", "peak MiB", "fwbw_mean_ms", "of none"}};
+    const Stats& none = runs.back().ms;
+    for (const CheckpointRun& r : runs) {
+        const bool ran = r.ms.n > 0;
+        table.row(r.checkpoint ? name_of_checkpoint(r.checkpoint) : "none", mib(r.predicted), mib(r.activations),
+                  ran     ? mib(r.peak)
+                  : r.oom ? oom_cell(r.oom)
+                          : "",
+                  ran ? strprintf("%.2f", r.ms.mean) : "",
+                  ran && none.n > 0 ? strprintf("%.2fx", r.ms.mean / none.mean) : "");
     }
-    return table;
+    print(table);
+}
+static std::string blocks_of(const CheckpointRun& r) {
+    return r.checkpoint == 0                 ? "without checkpoints"
+           : r.checkpoint == CHECKPOINT_HALF ? "with half a block"
+           : r.checkpoint == 1               ? "with one block"
+                                             : strprintf("with %d blocks", r.checkpoint);
+}
+void answer_sizes(const std::vector<CheckpointRun>& asked, const std::vector<CheckpointRun>& run) {
+    auto bytes = [](const CheckpointRun& r) { return r.peak ? r.peak : r.predicted; };
+    auto least = [&](const CheckpointRun& a, const CheckpointRun& b) { return bytes(a) < bytes(b); };
+    size_t best = std::min_element(asked.begin() + 1, asked.end() - 1, least) - asked.begin();
+    if (bytes(asked[0]) < 0.999 * bytes(asked[best])) { best = 0; }  // half a block
+    std::vector<std::string> others;
+    for (size_t i = 0; i < asked.size(); i++) {
+        if (i + 1 != best && i != best + 1 && i + 1 != asked.size()) { continue; }  // the next ones, and none
+        others.push_back(mib(bytes(asked[i])) + " " + blocks_of(asked[i]));
+    }
+    answer("b", "In %s a step's peak is least %s per checkpoint: %s MiB%s. It is %s.", asked[0].size.c_str(),
+           blocks_of(asked[best]).c_str(), mib(bytes(asked[best])).c_str(), asked[best].peak ? "" : " (predicted)",
+           list_of(others).c_str());
+    if (asked.size() > 3) {
+        const CheckpointRun &a = asked[asked.size() - 3], &b = asked[asked.size() - 2];  // the largest checkpoints
+        const double block = 1048576.0 * (b.checkpoint - a.checkpoint), peak = (b.predicted - a.predicted) / block,
+                     residuals = (b.activations - a.activations) / block;
+        answer("b", "Each further block in a checkpoint adds %.0f MiB: %.0f of residuals%s.", peak, residuals,
+               residuals > peak + 1
+                   ? strprintf(", less %.0f of gradients that do not exist yet", residuals - peak).c_str()
+                   : "");
+    }
+    const CheckpointRun &ours = run[std::min(best, run.size() - 2)], &none = run.back();
+    if (ours.ms.n == 0) { return; }
+    const std::string price =
+        none.ms.n == 0 ? "without checkpoints the step does not fit, so the price is known in FLOPs only: a third more"
+        : level(ours.ms, none.ms) ? "level with the time without checkpoints, within the noise"
+                                  : strprintf("%.2f times the time without checkpoints", ours.ms.mean / none.ms.mean);
+    answer("b", "Measured in %s %s, the peak is %s MiB (predicted: %s), and forward and backward take %.2f ms: %s.",
+           ours.size.c_str(), blocks_of(ours).c_str(), mib(ours.peak).c_str(), mib(ours.predicted).c_str(),
+           ours.ms.mean, price.c_str());
 }
 
-int cmd_gradient_checkpointing(const Options& o) {
-    Device device = context.device = choose_device(o.device);
-    Plan p{o};
-    p.choose_models();
-    context.precision = p.precisions[0], context.mode = p.modes[0];
-    if (!context.plan_only) { print(strategy_table(o, p.origin()), o.format); }  // a model so small that it always fits
-    if (device == CUDA && !o.quick) {
-        p.shrink_to_fit(1, [](const Plan& smaller) {
-            RestoreContext restore;
-            context.checkpoint = 1;
-            return predicted_peak(smaller.configs[0], smaller.o.batch_size, smaller.o.context_length, STEP).bytes <=
-                   available_memory(context.device);
-        });
+int cmd_gradient_checkpointing(const Options& asked) {
+    Options o = asked;
+    context.device = choose_device(o.device);
+    ModelConfig c = configs_of(o)[0];
+    context.precision = precisions_of(o)[0];
+    context.mode = modes_of(o, {c}, {context.precision})[0];
+    print_strategies(o);
+    std::vector<CheckpointRun> handouts;
+    if (o.quick && !o.has("size") && c.name != "custom") {
+        handouts = run_sizes(c, o, false);
+        print_sizes(handouts, c, o, "predicted, nothing ran");
+        // At this length a block's scores, residuals and gradients are to each other about as those of xl.
+        c = tiny_model(8);
+        by_quick(o, "batch_size", &Options::batch_size, 1);
+        by_quick(o, "context_length", &Options::context_length, 256);
+        by_quick(o, "steps", &Options::steps, 2);
+        by_quick(o, "warmup", &Options::warmup, std::vector<int>{1});
     }
-    const ModelConfig asked = p.configs[0];
-    if (device == CUDA && !o.quick) {
-        print(size_table(p, asked), o.format);
-        return 0;
+    const std::vector<CheckpointRun> runs = run_sizes(c, o, true);
+    print_sizes(runs, c, o, "really run");
+    answer_sizes(handouts.empty() ? runs : handouts, runs);
+    if (std::none_of(runs.begin(), runs.end(), [](const CheckpointRun& r) { return r.ms.n > 0; })) {
+        fail("nothing fits into the memory that is available");
     }
-    {
-        Planning planning;
-        print(size_table(p, asked), o.format);
-    }
-    // At this length a block's scores, residuals and gradients are to each other about as those of the large model.
-    if (!o.has("size") && asked.name != "custom") {
-        p.configs = {tiny_model(8)};
-        if (o.has("vocab_size")) { p.configs[0].vocab_size = o.vocab_size; }
-        p.note_smaller("8 layers, d_model 64, d_ff 256, 4 heads, vocabulary " +
-                       std::to_string(p.configs[0].vocab_size));
-    }
-    p.shrink("batch_size", &Options::batch_size, 1);
-    p.shrink("context_length", &Options::context_length, 256);
-    p.shrink("steps", &Options::steps, 3);
-    p.shrink("warmup", &Options::warmup, {1});
-    print(size_table(p, p.configs[0]), o.format);
     return 0;
 }

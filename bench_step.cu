@@ -1,32 +1,11 @@
-// bench_step.cu: how long the whole model's passes take (sections 1.1.3, 1.1.5 and 1.3): benchmarking_script with its
-// roofline, torch_compile, benchmarking_mixed_precision. And info: what this machine could do at most.
+// bench_step.cu: how long the whole model's passes take (sections 1.1.3, 1.1.5 and 1.3): benchmarking_script,
+// benchmarking_mixed_precision and torch_compile. And info: what this machine could do at most.
 #include "commands.h"
 #include <algorithm>
-
-#include <unistd.h>
-#ifdef HAVE_OPENBLAS
-#include <cblas.h>
-#endif
-#ifdef __CUDACC__
-#include <cublas_v2.h>
-#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // info: this machine's ceilings, measured. An operation takes at least the longer of two times: its bytes over the copy
 // bandwidth, and its FLOPs over the matmul rate.
-
-static const double GIB = 1 << 30;
-
-static size_t total_memory() {
-#ifdef __CUDACC__
-    if (context.device == CUDA) {
-        size_t free, total;
-        CUDA_CHECK(cudaMemGetInfo(&free, &total));
-        return total;
-    }
-#endif
-    return (size_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-}
 
 double copy_bandwidth(int64_t bytes, int runs) {
     Tensor from = zeros({bytes}, U8, WORKSPACE), to = zeros({bytes}, U8, WORKSPACE);  // zeros: every page is touched
@@ -53,43 +32,31 @@ double matmul_rate(Precision precision, int64_t n, int runs) {
     return 2.0 * n * n * n / ms / 1e9;
 }
 
-// What a card can do at most, by its maker's paper: dense products, sums in fp32, TFLOP/s. bf16 is as fast as fp16
-// where there is bf16 (not on a T4). fp32 is the CUDA cores' rate.
+// What a card can do at most, by its maker's data sheet: dense products, sums in fp32, TFLOP/s. The 1979 that an H100's
+// sheet has in large print is with sparsity, where half of the operands are zeros; dense it is 989. bf16 is as fast as
+// fp16 where there is bf16 (not on a T4). fp32 is the CUDA cores' rate.
 struct CardPeak {
-    const char* card;  // as its driver calls it
+    const char* card;  // how the driver's name for it begins; the comma ends a name
     double fp16, tf32, fp32;
-    const char* source;
 };
 static const CardPeak card_peaks[] = {
-    {"Tesla T4", 65, NAN, 8.1, "T4 data sheet"},
-    {"NVIDIA GeForce RTX 3090", 71, 35.6, 35.6, "GA102 white paper"},
-    {"NVIDIA A10", 125, 62.5, 31.2, "A10 data sheet"},
-    {"NVIDIA A100-PCIE-40GB", 312, 156, 19.5, "A100 data sheet"},
-    {"NVIDIA A100-SXM4-40GB", 312, 156, 19.5, "A100 data sheet"},
-    {"NVIDIA A100 80GB PCIe", 312, 156, 19.5, "A100 data sheet"},
-    {"NVIDIA A100-SXM4-80GB", 312, 156, 19.5, "A100 data sheet"},
-    {"NVIDIA GeForce RTX 4090", 165.2, 82.6, 82.6, "Ada white paper"},
-    {"NVIDIA L4", 121, 60, 30.3, "L4 data sheet"},
-    {"NVIDIA L40S", 362, 183, 91.6, "L40S data sheet"},
-    {"NVIDIA H100 PCIe", 756, 378, 51, "H100 data sheet"},
-    {"NVIDIA H100 NVL", 835, 417.5, 60, "H100 data sheet"},
-    {"NVIDIA H100 80GB HBM3", 989, 494.5, 67, "H100 data sheet"},
-    {"NVIDIA H200", 989, 494.5, 67, "H200 data sheet"},
-    {"NVIDIA GeForce RTX 5090", 209.5, 104.8, 104.8, "RTX Blackwell white paper"},
-    {"NVIDIA B200", 2250, 1125, 75, "HGX B200 data sheet"},
+    {"Tesla T4,", 65, NAN, 8.1},
+    {"NVIDIA A100", 312, 156, 19.5},
+    {"NVIDIA GeForce RTX 3090,", 71, 35.6, 35.6},
+    {"NVIDIA GeForce RTX 4090,", 165.2, 82.6, 82.6},
+    {"NVIDIA L4,", 121, 60, 30.3},
+    {"NVIDIA H100 80GB HBM3,", 989, 494.5, 67},
+    {"NVIDIA H200,", 989, 494.5, 67},
+    {"NVIDIA B200,", 2250, 1125, 75},
 };
-static const CardPeak* peak_of_card() {
-    std::string card = device_description();
-    card.erase(std::min(card.find(", driver"), card.size()));
-    for (const CardPeak& peak : card_peaks) {
-        if (card == peak.card) { return &peak; }
-    }
-    return nullptr;
-}
 double dense_peak(Precision precision) {
-    const CardPeak* card = peak_of_card();
-    if (!card || (matmul_dtype(precision) == BF16 && std::isnan(card->tf32))) { return NAN; }
-    return precision == FP32 ? card->fp32 : precision == TF32 ? card->tf32 : card->fp16;
+    const std::string card = device_description();
+    for (const CardPeak& peak : card_peaks) {
+        if (card.compare(0, strlen(peak.card), peak.card) != 0) { continue; }
+        if (matmul_dtype(precision) == BF16 && std::isnan(peak.tf32)) { return NAN; }
+        return precision == FP32 ? peak.fp32 : precision == TF32 ? peak.tf32 : peak.fp16;
+    }
+    return NAN;
 }
 std::string percent_of_peak(double tflops, Precision precision) {
     double peak = dense_peak(precision);
@@ -99,577 +66,432 @@ double step_tflops(const ModelConfig& c, int64_t B, int64_t T, double ms) {
     return 3.0 * forward_flops(c, B, T) / ms / 1e9;  // backward has two products for each of the forward's
 }
 
-static std::string libraries() {
-    std::string text;
-#ifdef __CUDACC__
-    int major, minor, patch;
-    cublasGetProperty(MAJOR_VERSION, &major);
-    cublasGetProperty(MINOR_VERSION, &minor);
-    cublasGetProperty(PATCH_LEVEL, &patch);
-    text += strprintf("cuBLAS %d.%d.%d, ", major, minor, patch);
-#endif
-#ifdef HAVE_OPENBLAS
-    text += strprintf("OpenBLAS with kernels for %s", openblas_get_corename());
-#else
-    text += "no OpenBLAS";
-#endif
-    return text;
-}
-
-static Table peaks_table() {
-    Table table{
-        "info: the most that each known card can do, by its maker's paper: dense products, TFLOP/s; commit " + commit(),
-        {"card", "bf16", "fp16", "tf32", "fp32", "source"},
-        {}};
-    auto cell = [](double tflops) { return std::isnan(tflops) ? "-" : strprintf("%g", tflops); };
-    for (const CardPeak& peak : card_peaks) {
-        const bool has_bf16 = !std::isnan(peak.tf32);
-        table.rows.push_back({peak.card, has_bf16 ? cell(peak.fp16) : "-", cell(peak.fp16), cell(peak.tf32),
-                              cell(peak.fp32), peak.source});
-    }
-    return table;
-}
-
 int cmd_info(const Options& o) {
     context.device = choose_device(o.device);
-    bool gpu = context.device == CUDA;
-    Table table;
-    table.caption = strprintf("info: device %s, median of several runs%s, commit %s", name_of(context.device),
-                              o.quick ? ", --quick: smaller sizes" : "", commit().c_str());
-    table.columns = {"what", "value", "unit"};
-    auto row = [&](const std::string& what, const std::string& value, const char* unit) {
-        table.rows.push_back({what, value, unit});
+    const bool gpu = context.device == CUDA;
+    Table table{"info: medians of several runs; " + origin(o), {"what", "measured", "peak by data sheet", "unit"}};
+    table.row("GPUs", cuda_devices(), "", "");
+    table.row("CPU threads", cpu_threads(), "", "");
+    table.row("memory available", available_memory(context.device) / 1073741824.0, "", "GiB");
+    auto measure = [&](const std::string& what, double peak, const char* unit, const std::function<double()>& f) {
+        double rate = NAN;
+        if (run_if_fits(what, 0, [&] { rate = f(); }) == 0) { table.row(what, rate, peak, unit); }
     };
-    auto measured = [&](const std::string& what, const char* unit, const std::function<double()>& f) {
-        progress("%s", what.c_str());
-        try {
-            row(what, strprintf("%.4g", f()), unit);
-        } catch (const OutOfMemory& e) { row(what, "OOM", strprintf("%.2f GiB did not fit", e.bytes / GIB).c_str()); }
+    const int mib = gpu ? (o.quick ? 256 : 1024) : (o.quick ? 64 : 256);
+    measure(strprintf("copy of %d MiB, read + written", mib), NAN, "GB/s",
+            [&] { return copy_bandwidth((int64_t)mib << 20, gpu ? 20 : 10); });
+    auto multiply = [&](Precision p, int n) {
+        const double peak = context.device == CUDA ? dense_peak(p) : NAN;
+        measure(strprintf("matmul %d^3 %s on the %s", n, name_of(p), context.device == CUDA ? "GPU" : "CPU"), peak,
+                "TFLOP/s", [&] { return matmul_rate(p, n, 10); });
     };
-
-    row("device", device_description(), "");
-    row("libraries", libraries(), "");
-    row("GPUs", std::to_string(cuda_devices()), "");
-    row("CPU threads", std::to_string(cpu_threads()), "");
-    row("memory", strprintf("%.2f", total_memory() / GIB), "GiB");
-    row("memory available", strprintf("%.2f", available_memory(context.device) / GIB), "GiB");
-
-    int64_t mib = gpu ? (o.quick ? 256 : 1024) : (o.quick ? 64 : 256);
-    measured(strprintf("copy of %d MiB, read + written", (int)mib), "GB/s",
-             [&] { return copy_bandwidth(mib << 20, gpu ? 20 : 10); });
-    if (gpu) {
-        int n = o.quick ? 4096 : 8192;
-        for (Precision p : {PREC_BF16, PREC_FP16, TF32, FP32}) {
-            measured(strprintf("matmul %d^3 %s", n, name_of(p)), "TFLOP/s", [&] { return matmul_rate(p, n, 10); });
-        }
-        const CardPeak* peak = peak_of_card();
-        for (Precision p : {PREC_BF16, PREC_FP16, TF32, FP32}) {
-            double tflops = dense_peak(p);
-            row(strprintf("peak %s, %s", name_of(p), peak ? peak->source : "not known"),
-                std::isnan(tflops) ? "-" : strprintf("%g", tflops), "TFLOP/s");
-        }
+    for (Precision p : {PREC_BF16, PREC_FP16, TF32, FP32}) {
+        if (gpu) { multiply(p, o.quick ? 4096 : 8192); }
     }
     RestoreContext restore;
     context.device = CPU;
-#ifdef HAVE_OPENBLAS
-    int n = o.quick ? 1024 : 2048;
-    const char* how = "";
-#else
-    int n = 512;
-    const char* how = ", plain loops";
-#endif
-    measured(strprintf("matmul %d^3 fp32 on the CPU%s", n, how), "TFLOP/s", [&] { return matmul_rate(FP32, n, 10); });
-    print(table, o.format);
-    print(peaks_table(), o.format);
+    multiply(FP32, o.quick ? 512 : 2048);
+    print(table);
     return 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What to run: the handout's settings, or what was asked for; without a GPU, or with --quick, less.
+// Measuring one model, in context's precision and mode. Each phase is warmed up and timed by itself, with a device
+// synchronisation after every step; the backward pass is timed between its own two synchronisations, not as a
+// difference of two averages. What comes after a phase that does not fit needs more, and is not tried.
 
-static Plan plan_of(const Options& o) {
-    Plan p{o};
-    bool cpu = context.device == CPU;
-    if (cpu || o.quick) {
-        p.shrink("batch_size", &Options::batch_size, cpu ? 1 : 4);
-        p.shrink("context_length", &Options::context_length, cpu && o.quick ? 32 : 128);
-        p.shrink("steps", &Options::steps, o.quick ? 2 : 3);
-        p.shrink("warmup", &Options::warmup, {1});
-        p.shrink_size();
-    }
-    p.choose_models();
-    return p;
-}
-static std::string caption_of(const Plan& p, const std::string& what, const std::string& setting) {
-    std::string backwards = p.o.grad_accumulation > 1 ? strprintf(" in %d backward passes", p.o.grad_accumulation) : "";
-    return strprintf(
-        "%s; %s; batch %d%s, context length: %d, vocabulary %s, %s warmup, %d step; %s", what.c_str(), setting.c_str(),
-        p.o.batch_size, backwards.c_str(), p.o.context_length, vocabulary_of(p.configs).c_str(),
-        p.o.warmup.size() == 1 ? std::to_string(p.o.warmup[0]).c_str() : "several", p.o.steps, p.origin().c_str());
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Measuring one model. Each phase is warmed up and timed by itself, with a device synchronisation after every step;
-// the backward pass is timed between its own two synchronisations, not as a difference of two averages.
-
-struct PhaseTimes : Attempt {
-    size_t peak = 0;  // bytes, measured
-    Stats all{}, backward_only{};
-};
-struct Measurement {
-    ModelConfig config;
-    PhaseTimes phase[3];
-};
-static void measure_phase(PhaseTimes& t, Phase phase, Model& model, const std::vector<Batch>& parts, int warmup,
-                          int steps) {
-    LossScaler scaler;
-    std::vector<double> all, backward_only;
-    reset_peak(context.device);
-    for (int i = 0; i < warmup + steps; i++) {
-        synchronize();
-        double start = now_ms(), middle = 0, end = 0, backward = 0;
-        for (int k = 0; k < (int)parts.size(); k++) {
-            auto between = [&] {
-                synchronize();
-                middle = now_ms();
-            };
-            run_phase(phase, model, parts[k], scaler, between, k, (int)parts.size());
-            synchronize();
-            end = now_ms(), backward += end - middle;
-        }
-        progress("%s %s: %d of %d", model.config.name.c_str(), name_of(phase), i + 1, warmup + steps);
-        if (i < warmup) { continue; }
-        all.push_back(end - start);
-        backward_only.push_back(backward);
-    }
-    t.all = stats_of(all);
-    t.backward_only = stats_of(backward_only);
-    t.peak = memory_use(context.device).peak;
-}
-static Measurement measure_model(const ModelConfig& c, const Options& o, int warmup,
-                                 std::vector<Phase> phases = {FORWARD, FORWARD_BACKWARD, STEP}) {
-    Measurement r;
-    r.config = c;
-    // Of torch_compile and others, which have no --grad_accumulation, it is 0.
-    const int parts = std::max(1, o.grad_accumulation), B = o.batch_size / parts, T = o.context_length;
-    for (Phase phase : phases) { r.phase[phase].needs = predicted_peak(c, B, T, phase, parts); }
+static StepRun measure_model(const ModelConfig& c, const Options& o, int warmup,
+                             const std::vector<Phase>& phases = {FORWARD, FORWARD_BACKWARD, STEP}) {
+    StepRun r{c, context.precision, context.mode};
+    const int B = o.batch_size, T = o.context_length;
+    for (Phase phase : phases) { r.phase[phase].oom = predicted_peak(c, B, T, phase).bytes; }
     Model model;
-    std::vector<Batch> batches;
+    Batch batch;
     for (Phase phase : phases) {
-        PhaseTimes& t = r.phase[phase];
+        PhaseRun& run = r.phase[phase];
         auto measure = [&] {
             if (!model.weights) {
                 model = random_model(c, o.seed);
-                if (parts > 1) { make_gradients(model); }
-                for (int k = 0; k < parts; k++) { batches.push_back(random_batch(B, T, c.vocab_size, o.seed + k)); }
+                batch = random_batch(B, T, c.vocab_size, o.seed);
             }
-            measure_phase(t, phase, model, batches, warmup, o.steps);
+            reset_peak(context.device);
+            LossScaler scaler;
+            std::vector<double> forward;  // until backward begins
+            std::vector<double> all = time_ms(warmup, o.steps, [&] {
+                const double start = now_ms();
+                run_phase(phase, model, batch, scaler, [&] {
+                    synchronize();
+                    forward.push_back(now_ms() - start);
+                });
+            });
+            run.all = stats_of(all);
+            for (size_t i = 0; i < all.size() && phase != FORWARD; i++) { all[i] -= forward[warmup + i]; }
+            run.backward = stats_of(all);
+            run.peak = memory_use(context.device).peak;
         };
-        t.run(row_of(c, o.batch_size, o.context_length, phase), warmup + o.steps, measure,
-              memory_use(context.device).now);
-        if (!t.ran && !context.plan_only) { break; }
+        run.oom = run_if_fits(row_of(c, B, T, phase), run.oom, measure, memory_use(context.device).now);
+        if (run.oom > 0) { break; }
     }
     return r;
 }
 
-static std::string ms(double x) { return strprintf("%.2f", x); }
-static void add_stats(std::vector<std::string>& row, const PhaseTimes& t, const Stats& s) {
-    row.push_back(t.cell(ms(s.mean)));
-    row.push_back(t.ran ? ms(s.std) : "");
+static void choose_quick_sizes(Options& o) {
+    if (!o.quick) { return; }
+    by_quick(o, "size", &Options::size, std::vector<std::string>{"small"});
+    by_quick(o, "batch_size", &Options::batch_size, 1);
+    by_quick(o, "context_length", &Options::context_length, 32);
+    by_quick(o, "steps", &Options::steps, 2);
+    by_quick(o, "warmup", &Options::warmup, std::vector<int>{1});
 }
-static std::vector<std::string> size_cells(const ModelConfig& c) {
-    return {c.name, std::to_string(c.d_model), std::to_string(c.d_ff), std::to_string(c.num_layers),
-            std::to_string(c.num_heads)};
+static std::string caption_of(const Options& o, const std::vector<ModelConfig>& configs, const std::string& what) {
+    const std::string warmup = o.warmup.size() > 1 ? "several" : to_cell(o.warmup[0]);
+    return strprintf("%s; batch %d, context length: %d, vocabulary %s, %s warmup, %d step; %s", what.c_str(),
+                     o.batch_size, o.context_length, vocabulary_of(configs).c_str(), warmup.c_str(), o.steps,
+                     origin(o).c_str());
 }
-static const std::vector<std::string> milliseconds_columns = {
-    "size",        "d_model",         "d_ff",           "num_layers",   "num_heads",    "fw_mean_ms",
-    "fw_std_ms",   "bw_only_mean_ms", "bw_only_std_ms", "fwbw_mean_ms", "fwbw_std_ms",  "step_mean_ms",
-    "step_std_ms", "TFLOP/s",         "MFU %",          "peak fw MiB",  "peak step MiB"};
-static std::vector<std::string> milliseconds_row(const Measurement& r, const Options& o) {
-    std::vector<std::string> row = size_cells(r.config);
-    const PhaseTimes &fw = r.phase[FORWARD], &fwbw = r.phase[FORWARD_BACKWARD], &step = r.phase[STEP];
-    add_stats(row, fw, fw.all);
-    add_stats(row, fwbw, fwbw.backward_only);
-    add_stats(row, fwbw, fwbw.all);
-    add_stats(row, step, step.all);
-    double tflops = step_tflops(r.config, o.batch_size, o.context_length, step.all.mean);
-    row.push_back(step.ran ? strprintf("%.2f", tflops) : "");
-    row.push_back(step.ran ? percent_of_peak(tflops, context.precision) : "");
-    row.push_back(fw.ran ? strprintf("%.0f", fw.peak / 1048576.0) : "");
-    row.push_back(step.ran ? strprintf("%.0f", step.peak / 1048576.0) : "");
-    return row;
+static std::string setting() {
+    return strprintf("precision %s, mode %s", name_of(context.precision), caption_of(context.mode).c_str());
 }
-static void add_seconds_rows(Table& table, const Measurement& r) {
-    auto row = [&](const char* what, const PhaseTimes& t) {
-        table.rows.push_back({std::to_string(table.rows.size()), r.config.name + what,
-                              t.cell(strprintf("%.6g", t.all.mean / 1e3)),
-                              t.ran ? strprintf("%.6g", t.all.std / 1e3) : ""});
-    };
-    row(" (forward, backward)", r.phase[FORWARD_BACKWARD]);
-    row(" (forward only)", r.phase[FORWARD]);
+static void require_a_run(const std::vector<std::vector<StepRun>>& runs) {
+    for (const auto& some : runs) {
+        for (const StepRun& r : some) {
+            if (r.phase[FORWARD].ran()) { return; }
+        }
+    }
+    fail("nothing fits into the memory that is available");
 }
 
-// Part (c): each warm-up value and size in a process of its own. In one process the first row would warm up the others
-// (context, cuBLAS handle, memory pool, page tables), and the sweep would hide what it is there to show.
-static std::vector<std::string> measure_in_fresh_process(const Options& o, const ModelConfig& c, int warmup) {
-    std::vector<std::string> arguments = {"benchmarking_script", "--device", name_of(context.device), "--format",
-                                          "csv"};
-    auto option = [&](const char* name, const std::string& value) {
-        arguments.push_back(std::string("--") + name);
-        arguments.push_back(value);
-    };
-    if (c.name == "custom") {
-        option("d_model", std::to_string(c.d_model)), option("d_ff", std::to_string(c.d_ff));
-        option("num_layers", std::to_string(c.num_layers)), option("num_heads", std::to_string(c.num_heads));
-    } else {
-        option("edition", o.edition), option("size", size_option(c));
-    }
-    option("vocab_size", std::to_string(c.vocab_size)), option("batch_size", std::to_string(o.batch_size));
-    option("context_length", std::to_string(o.context_length)), option("steps", std::to_string(o.steps));
-    option("warmup", std::to_string(warmup)), option("seed", std::to_string(o.seed));
-    option("precision", name_of(context.precision)), option("mode", name_of(context.mode));
-    if (context.recompute) { arguments.push_back("--recompute"); }
-    option("checkpoint", name_of_checkpoint(context.checkpoint));
-    option("grad_accumulation", std::to_string(o.grad_accumulation));
-    option("head_chunk", std::to_string(context.head_chunk));
-    Table table = read_csv(run_ourselves(arguments));
-    if (table.columns != milliseconds_columns || table.rows.size() != 1) {
-        fail("the measuring process printed '%s'", table.caption.c_str());
-    }
-    return table.rows[0];
+// Mean, or that it did not fit, and standard deviation.
+static std::vector<std::string> cells_of(const PhaseRun& run, const Stats& ms) {
+    if (!run.ran()) { return {oom_cell(run.oom), ""}; }
+    return {strprintf("%.2f", ms.mean), strprintf("%.2f", ms.std)};
 }
-
-// A bar per size and setting, made of the step's three phases.
-struct StepBars {
-    std::vector<std::string> bars;
-    std::vector<Series> phases = {{"forward", {}}, {"backward", {}}, {"optimizer", {}}};
-};
-static void add_bar(StepBars& s, const Measurement& r, const std::string& setting) {
-    const PhaseTimes &fwbw = r.phase[FORWARD_BACKWARD], &step = r.phase[STEP];
-    double backward = fwbw.ran ? fwbw.backward_only.mean : NAN;
-    s.bars.push_back(r.config.name + setting);
-    s.phases[0].y.push_back(fwbw.ran ? fwbw.all.mean - backward : NAN);
-    s.phases[1].y.push_back(backward);
-    s.phases[2].y.push_back(step.ran ? std::max(0.0, step.all.mean - fwbw.all.mean) : NAN);
+// A table of forward, backward and both, after columns of its own.
+static Table times_table(const std::string& caption, std::vector<std::string> columns) {
+    for (const char* pass : {"fw", "bw_only", "fwbw"}) {
+        for (const char* what : {"_mean_ms", "_std_ms"}) { columns.push_back(std::string(pass) + what); }
+    }
+    return {caption, columns};
+}
+static void add_times(Table& table, std::vector<std::string> row, const PhaseRun& forward, const PhaseRun& both) {
+    for (const auto& cells :
+         {cells_of(forward, forward.all), cells_of(both, both.backward), cells_of(both, both.all)}) {
+        row.insert(row.end(), cells.begin(), cells.end());
+    }
+    table.rows.push_back(row);
+}
+// " Out of memory: step of xl and forward of 2.7B.": each model's first phase that did not fit.
+static std::string out_of_memory(const std::vector<StepRun>& runs) {
+    std::vector<std::string> missing;
+    for (const StepRun& r : runs) {
+        auto run = std::find_if(r.phase, std::end(r.phase), [](const PhaseRun& p) { return p.oom > 0; });
+        if (run == std::end(r.phase)) { continue; }
+        missing.push_back(name_of(Phase(run - r.phase)) + (" of " + r.config.name));
+    }
+    return missing.empty() ? "" : " Out of memory: " + list_of(missing) + ".";
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --roofline: how near each phase comes to the least time that this device needs, if products are the library's and
-// what lies between two of them is one pass. N = B T rows; e bytes per element of a product and of its gradients (2 in
-// bf16 and fp16, else 4); the residual stream, the weights and AdamW's moments take 4.
-//   FLOPs of the products   forward 2N (L (4C^2 + 3CF) + CV); backward, with dx and dW, twice that
-//   FLOPs of attention      forward 2 B T^2 C L, the causal half; backward 2.5 times that (five products, not two)
-//   bytes of attention      forward reads q, k, v and writes o: 4e NC L; backward 8e NC L
-//   bytes beside these:
-//   forward    embedding 8NC; 2L+1 norms, (4 + e) NC for x and y, and all but the first as much again for the residual
-//              add; RoPE turns q and k, 4e NC L; SwiGLU, from [a | b] to g, 3e NF L
-//   loss       reads the logits, e NV
-//   backward   logits to their gradient 2e NV; norms, dy and x to dx: (8 + e) NC each; 2L of them add it to one that
-//              is there, 4NC, and write that for the next product if it wants low precision, e NC; RoPE 4e NC L;
-//              SwiGLU, dg and [a | b] to [da | db], 5e NF L; embedding 4(N + V)C
-//   optimizer  reads p, g, m, v and writes p, m, v: 28 per parameter, but the matrices' g is e
-// In pure bf16 all of these 4 are s = 2.
-// floor = the products' time, each measured alone at the model's own shape, operands and results included
-//       + attention's, the larger of FLOPs / matmul rate of a large square and bytes / copy bandwidth
-//       + bytes / copy bandwidth.  What the L2 cache still holds from the op before is faster than that.
+// benchmarking_script (b): the times
 
-struct Floor {
-    double products = 0, attention = 0, bytes = 0;           // FLOPs, FLOPs, bytes beside these
-    double products_ms = 0, attention_ms = 0, bytes_ms = 0;  // their times
-    double ms() const { return products_ms + attention_ms + bytes_ms; }
-};
-struct Ceilings {
-    double bytes_per_ms, flops_per_ms;
-};
-struct StepFloors {
-    Floor forward, loss, backward, optimizer;
-};
+constexpr double SMALL_DEVIATION = 0.05;  // of the mean
 
-struct ProductTimes {
-    double y, dx, dW;  // ms of y = x W^T, dx = dy W, dW = dy^T x
-};
-static ProductTimes time_product(int64_t N, int64_t in, int64_t out) {
-    bool gpu = context.device == CUDA;
-    DType dtype = matmul_dtype();
-    Tensor x = empty({N, in}, dtype, WORKSPACE), W = empty({out, in}, dtype, WORKSPACE),
-           y = empty({N, out}, dtype, WORKSPACE), dx = empty({N, in}, dtype, WORKSPACE),
-           dW = empty({out, in}, dtype, WORKSPACE);
-    fill_normal(x, 0, key_of("x"), 0, 1);
-    fill_normal(W, 0, key_of("W"), 0, 0.02f);
-    // Several products stand between two events: one is so short that the host's pace would count.
-    int runs = gpu ? 10 : 3, repeat = gpu ? 10 : 1;
-    auto ms = [&](const std::function<void()>& product) {
-        auto repeated = [&] {
-            for (int i = 0; i < repeat; i++) { product(); }
-        };
-        return stats_of(time_queued_ms(
-                            1, runs, [] {}, repeated))
-                   .median /
-               repeat;
-    };
-    return {ms([&] { gemm(y, x, false, W, true); }), ms([&] { gemm(dx, y, false, W, false); }),
-            ms([&] { gemm(dW, y, true, x, false); })};
-}
-static StepFloors floors_of(const ModelConfig& c, double B, double T, const Ceilings& ceilings) {
-    double N = B * T, C = c.d_model, F = c.d_ff, V = c.vocab_size, L = c.num_layers, e = size_of(matmul_dtype());
-    double s = size_of(weight_dtype()), low = e < s ? e : 0, weights = (double)matmul_weights(c);
-    struct Product {
-        double in, out, times;
-    };
-    StepFloors f;
-    for (const Product& p : {Product{C, 3 * C, L}, {C, C, L}, {C, 2 * F, L}, {F, C, L}, {C, V, 1}}) {
-        progress("%s roofline: product of %.0f x %.0f x %.0f", c.name.c_str(), N, p.in, p.out);
-        ProductTimes t = time_product((int64_t)N, (int64_t)p.in, (int64_t)p.out);
-        f.forward.products_ms += p.times * t.y;
-        f.backward.products_ms += p.times * (t.dx + t.dW);
+void answer_step_times(const std::vector<StepRun>& runs) {
+    struct {
+        Phase phase;
+        Stats PhaseRun::*what;
+        const char* name;
+    } asked[] = {{FORWARD, &PhaseRun::all, "forward"},
+                 {FORWARD_BACKWARD, &PhaseRun::backward, "backward"},
+                 {STEP, &PhaseRun::all, "a whole step"}};
+    std::vector<std::string> times;
+    double most = 0;  // standard deviation over mean
+    std::string of;
+    for (const auto& [phase, what, name] : asked) {
+        std::vector<std::string> ms;
+        for (const StepRun& r : runs) {
+            const Stats& s = r.phase[phase].*what;
+            if (s.n == 0) { continue; }
+            ms.push_back(strprintf("%.2f ms (%s)", s.mean, r.config.name.c_str()));
+            if (s.std > most * s.mean) { most = s.std / s.mean, of = name + (" of " + r.config.name); }
+        }
+        if (ms.empty()) { continue; }
+        times.push_back(name + (" takes " + ms[0]) + (ms.size() == 1 ? "" : " to " + ms.back()));
     }
-    f.forward.products = 2 * N * weights;
-    f.backward.products = 2 * f.forward.products;
-    f.forward.attention = 2 * B * T * T * C * L;
-    f.backward.attention = 2.5 * f.forward.attention;
-    auto attention_ms = [&](double flops, double bytes) {
-        return std::max(flops / ceilings.flops_per_ms, bytes / ceilings.bytes_per_ms);
-    };
-    f.forward.attention_ms = attention_ms(f.forward.attention, 4 * e * N * C * L);
-    f.backward.attention_ms = attention_ms(f.backward.attention, 8 * e * N * C * L);
-    f.forward.bytes = 2 * s * N * C + (4 * L + 1) * (s + e) * N * C + 4 * e * N * C * L + 3 * e * N * F * L;
-    f.loss.bytes = e * N * V;
-    f.backward.bytes = 2 * e * N * V + (2 * L + 1) * (2 * s + e) * N * C + 2 * L * (s + low) * N * C +
-                       4 * e * N * C * L + 5 * e * N * F * L + s * (N + V) * C;
-    f.optimizer.bytes = (6 * s + e) * weights + 7 * s * (V * C + (2 * L + 1) * C);
-    for (Floor* phase : {&f.forward, &f.loss, &f.backward, &f.optimizer}) {
-        phase->bytes_ms = phase->bytes / ceilings.bytes_per_ms;
-    }
-    return f;
+    answer("b", "In %s, mode %s, %s.%s", name_of(runs[0].precision), name_of(runs[0].mode),
+           times.empty() ? "nothing ran" : list_of(times).c_str(), out_of_memory(runs).c_str());
+    if (of.empty()) { return; }  // a single step has no deviation
+    answer("b", "The standard deviation is %s %.1f %% of the mean (%s).",
+           most <= SMALL_DEVIATION ? "small: at most" : "large: up to", 100 * most, of.c_str());
 }
-
-// Means in ms of forward, loss, backward and optimizer, each between two synchronisations.
-static std::vector<double> measure_parts(const ModelConfig& c, const Options& o) {
-    Model model = random_model(c, o.seed);
-    make_optimizer_state(model);
-    Batch batch = random_batch(o.batch_size, o.context_length, c.vocab_size, o.seed);
-    LossScaler scaler;
-    std::vector<double> sums(4);
-    for (int i = -o.warmup[0]; i < o.steps; i++) {
-        Tensor logits, loss;
-        const std::function<void()> parts[] = {
-            [&] { logits = forward(model, batch.tokens); },
-            [&] {
-                loss = cross_entropy(logits, batch.targets);
-                logits = Tensor();  // held by nobody else, they make room for their gradient
-            },
-            [&] {
-                backward(loss, loss_scale_of(scaler));
-                drop_weight_copies(model.slots);
-            },
-            [&] { optimizer_step(model, AdamW(), scaler, 0); },
-        };
-        zero_gradients(model);
-        for (int k = 0; k < 4; k++) {
-            synchronize();
-            double start = now_ms();
-            parts[k]();
-            synchronize();
-            if (i >= 0) { sums[k] += (now_ms() - start) / o.steps; }
+static void print_times(const std::vector<StepRun>& runs, const std::string& caption) {
+    Table table = times_table(caption, {"size", "d_model", "d_ff", "num_layers", "num_heads"});
+    for (const StepRun& r : runs) {
+        const ModelConfig& c = r.config;
+        add_times(table, {c.name, to_cell(c.d_model), to_cell(c.d_ff), to_cell(c.num_layers), to_cell(c.num_heads)},
+                  r.phase[FORWARD], r.phase[FORWARD_BACKWARD]);
+    }
+    print(table);
+    answer_step_times(runs);
+}
+static void print_steps(const std::vector<StepRun>& runs, const Options& o, const std::string& caption) {
+    std::vector<double> tflops;
+    for (const StepRun& r : runs) {
+        const PhaseRun& step = r.phase[STEP];
+        tflops.push_back(step.ran() ? step_tflops(r.config, o.batch_size, o.context_length, step.all.mean) : NAN);
+    }
+    const bool slow = std::none_of(tflops.begin(), tflops.end(), [](double rate) { return rate >= 1; });
+    Table table{caption,
+                {"size", "precision", "mode", "step_mean_ms", "step_std_ms", slow ? "GFLOP/s" : "TFLOP/s", "MFU %",
+                 "peak fw MiB", "peak step MiB"}};
+    auto mib = [](const PhaseRun& run) { return run.ran() ? strprintf("%.0f", run.peak / 1048576.0) : ""; };
+    for (size_t i = 0; i < runs.size(); i++) {
+        const StepRun& r = runs[i];
+        const auto ms = cells_of(r.phase[STEP], r.phase[STEP].all);
+        table.row(r.config.name, r.precision, r.mode, ms[0], ms[1], tflops[i] * (slow ? 1e3 : 1),
+                  percent_of_peak(tflops[i], r.precision), mib(r.phase[FORWARD]), mib(r.phase[STEP]));
+    }
+    print(table);
+}
+static void print_seconds(const std::vector<StepRun>& runs, const std::string& caption) {
+    Table table{caption, {"", "model", "mean", "std"}};
+    for (const StepRun& r : runs) {
+        for (Phase phase : {FORWARD_BACKWARD, FORWARD}) {
+            const PhaseRun& run = r.phase[phase];
+            const std::string passes = phase == FORWARD ? " (forward only)" : " (forward, backward)";
+            table.row(table.rows.size(), r.config.name + passes,
+                      run.ran() ? strprintf("%.6g", run.all.mean / 1e3) : oom_cell(run.oom),
+                      run.ran() ? strprintf("%.6g", run.all.std / 1e3) : "");
         }
     }
-    return sums;
+    print(table);
 }
 
-static Table roofline_table(const Plan& p, const std::vector<Measurement>& measured) {
-    bool gpu = context.device == CUDA;
-    int n = gpu ? 8192 : p.o.quick ? 512 : 1024;
-    int64_t mib = gpu ? 1024 : p.o.quick ? 64 : 256;
-    progress("roofline: copy bandwidth and matmul rate");
-    double bandwidth = copy_bandwidth(mib << 20, gpu ? 20 : 10), rate = matmul_rate(context.precision, n, 10);
-    Ceilings ceilings{bandwidth * 1e6, rate * 1e9};
-    std::string setting = strprintf(
-        "precision %s, mode %s, copy %.4g GB/s, matmul %d^3 %.4g TFLOP/s; floor = matmul + attention + bytes, share = "
-        "floor / measured",
-        name_of(context.precision), caption_of(context.mode).c_str(), bandwidth, n, rate);
-    Table table{caption_of(p, "roofline", setting),
-                {"size", "phase", "matmul GFLOP", "attention GFLOP", "MB", "matmul ms", "matmul TFLOP/s",
-                 "attention ms", "bytes ms", "floor ms", "measured ms", "share"},
-                {}};
-    for (const Measurement& m : measured) {
-        auto row = [&](const char* phase, const Floor& f, double ms) {
-            table.rows.push_back(
-                {m.config.name, phase, strprintf("%.6g", f.products / 1e9), strprintf("%.6g", f.attention / 1e9),
-                 strprintf("%.6g", f.bytes / 1e6), strprintf("%.3f", f.products_ms),
-                 f.products > 0 ? strprintf("%.4g", f.products / f.products_ms / 1e9) : "",
-                 strprintf("%.3f", f.attention_ms), strprintf("%.3f", f.bytes_ms), strprintf("%.3f", f.ms()),
-                 strprintf("%.3f", ms), strprintf("%.1f %%", 100 * f.ms() / ms)});
-        };
-        const PhaseTimes& step = m.phase[STEP];
-        Attempt parts{false, step.needs};
-        auto measure = [&] {
-            StepFloors f = floors_of(m.config, p.o.batch_size, p.o.context_length, ceilings);
-            std::vector<double> ms = measure_parts(m.config, p.o);
-            row("forward", f.forward, ms[0]);
-            row("loss", f.loss, ms[1]);
-            row("backward", f.backward, ms[2]);
-            row("optimizer", f.optimizer, ms[3]);
-            Floor all;
-            for (const Floor& part : {f.forward, f.loss, f.backward, f.optimizer}) {
-                for (double Floor::*x : {&Floor::products, &Floor::attention, &Floor::bytes, &Floor::products_ms,
-                                         &Floor::attention_ms, &Floor::bytes_ms}) {
-                    all.*x += part.*x;
-                }
-            }
-            row("step", all, step.all.mean);  // as in the table before, without synchronisations inside
-        };
-        if (step.ran) { parts.run(m.config.name + ": roofline", p.o.warmup[0] + p.o.steps, measure); }
-        if (!parts.ran) {
-            table.rows.push_back(
-                {m.config.name, "step", "", "", "", "", "", "", "", "", oom_cell(step.needs.bytes), ""});
-        }
-    }
-    return table;
-}
+// ---------------------------------------------------------------------------------------------------------------------
+// benchmarking_script (c): fewer warm-up steps. This needs processes that have done nothing yet: context, kernels'
+// code, library handles, memory pool and page tables are cold only once. So the program starts itself with the same
+// command line and with COLD in its environment; the child measures one number of warm-up steps and writes its numbers,
+// as they lie in memory, into the pipe that is its stdout.
 
-// All sizes in the precision and mode of the context; measured: those that ran in this process.
-static Table table_of_setting(const Plan& p, std::vector<Measurement>& measured) {
-    bool sweep = p.o.warmup.size() > 1, seconds = p.o.table == "seconds";
-    double peak = dense_peak(context.precision);
-    std::string setting =
-        strprintf("precision %s, mode %s", name_of(context.precision), caption_of(context.mode).c_str());
-    if (!std::isnan(peak)) { setting += strprintf("; MFU of %g TFLOP/s, attention in full", peak); }
-    Table table;
-    table.caption = caption_of(p, "benchmarking_script", setting + (sweep ? ", each row a fresh process" : ""));
-    table.columns = seconds ? std::vector<std::string>{"", "model", "mean", "std"} : milliseconds_columns;
-    if (sweep) { table.columns.insert(table.columns.begin(), "warmup"); }
-    for (int warmup : p.o.warmup) {
-        for (const ModelConfig& c : p.configs) {
-            if (sweep && !context.plan_only) {
-                std::vector<std::string> row = measure_in_fresh_process(p.o, c, warmup);
-                row.insert(row.begin(), std::to_string(warmup));
-                table.rows.push_back(row);
-                continue;
-            }
-            Measurement r = measure_model(c, p.o, warmup);
-            seconds ? add_seconds_rows(table, r) : table.rows.push_back(milliseconds_row(r, p.o));
-            measured.push_back(r);
-        }
-    }
-    return table;
+static const char* const COLD = "CS336_COLD_WARMUP";
+
+static WarmupRun in_fresh_process(const Options& o, int warmup) {
+    static_assert(std::is_trivially_copyable<WarmupRun>::value, "it goes through a pipe");
+    setenv(COLD, std::to_string(warmup).c_str(), 1);
+    const std::string bytes = run_ourselves(o.command_line, [&] { progress("warm-up %d, a fresh process", warmup); });
+    unsetenv(COLD);
+    WarmupRun run;
+    if (bytes.size() != sizeof run) { fail("a fresh process sent %zu bytes, not %zu", bytes.size(), sizeof run); }
+    memcpy(&run, bytes.data(), sizeof run);
+    return run;
 }
-// (c) of a run whose warm-up was not typed: the smallest of its sizes, as the handout's model runs where eager is among
-// the modes.
-static Table warmup_table(Plan p) {
-    auto smaller = [](const ModelConfig& a, const ModelConfig& b) { return matmul_weights(a) < matmul_weights(b); };
-    bool eager = std::count(p.modes.begin(), p.modes.end(), EAGER);
-    p.configs = {*std::min_element(p.configs.begin(), p.configs.end(), smaller)};
-    p.o.warmup = p.o.quick ? std::vector<int>{0, 1} : std::vector<int>{0, 1, 2, 5};
-    context.precision = p.precisions[0], context.mode = eager ? EAGER : p.modes[0];
+static int send_to_parent(const ModelConfig& c, const Options& o, int warmup) {
+    const StepRun r = measure_model(c, o, warmup, {FORWARD, FORWARD_BACKWARD});
+    const WarmupRun run{warmup, r.phase[FORWARD], r.phase[FORWARD_BACKWARD]};
+    return fwrite(&run, sizeof run, 1, stdout) == 1 ? 0 : 1;
+}
+void answer_warmup(const std::vector<WarmupRun>& runs) {
+    const Stats &cold = runs.front().forward.all, &warm = runs.back().forward.all;
+    if (cold.n == 0 || warm.n == 0) { return; }
+    // One slow step among many raises the cold mean and its deviation alike: only the warm run's deviation is noise.
+    const double more = cold.mean - warm.mean, noise = std::max(warm.std, SMALL_DEVIATION * warm.mean);
+    const char* verdict =
+        more < -noise   ? "The machine's speed changed during this run, so it does not show what the first steps cost"
+        : more <= noise ? "The first steps cost no more than the noise"
+        : context.device == CUDA
+            ? "The first steps are slower: they also load the kernels' code, create the cuBLAS handle and grow the pool"
+            : "The first steps are slower: they also touch their memory for the first time";
+    auto after = [](const WarmupRun& r) { return "after " + counted(to_cell(r.warmup), "warm-up step"); };
+    answer("c", "%s. Forward takes %.2f ms (standard deviation %.2f) %s, and %.2f ms (%.2f) %s.", verdict, cold.mean,
+           cold.std, after(runs.front()).c_str(), warm.mean, warm.std, after(runs.back()).c_str());
+    if (more <= noise) { return; }
+    size_t enough = runs.size() - 1;  // the runs from here on are alike
+    while (enough > 0 && std::abs(runs[enough - 1].forward.all.mean / warm.mean - 1) <= 0.02) { enough--; }
+    answer("c",
+           enough + 1 == runs.size() ? "No smaller number comes within 2 %% of %s: there the times still change."
+                                     : "From %s on the mean is within 2 %% of the last.",
+           after(runs[enough]).c_str() + strlen("after "));
+}
+static void print_warmups(const ModelConfig& c, const Options& o) {
     give_back_cached_memory();  // the fresh processes need it
-    std::vector<Measurement> measured;
-    return table_of_setting(p, measured);
+    Table table = times_table(
+        caption_of(o, {c}, "benchmarking_script (c): " + c.name + ", each row a fresh process; " + setting()),
+        {"warmup"});
+    std::vector<WarmupRun> runs;
+    for (int warmup : o.warmup) {
+        runs.push_back(in_fresh_process(o, warmup));
+        add_times(table, {to_cell(warmup)}, runs.back().forward, runs.back().both);
+    }
+    print(table);
+    answer_warmup(runs);
 }
 
-int cmd_benchmarking_script(const Options& o) {
-    if (o.roofline && o.head_chunk > 0) { usage_error("--head_chunk: got %d, takes no --roofline", o.head_chunk); }
-    if (o.roofline && o.grad_accumulation > 1) {
-        usage_error("--grad_accumulation: got %d, takes no --roofline", o.grad_accumulation);
-    }
-    bool seconds = o.table == "seconds", sweep = o.warmup.size() > 1;
-    bool handouts = !o.has("warmup") && !seconds;  // it asks for fewer warm-up steps
-    if (seconds && sweep) { usage_error("--table seconds takes one --warmup value, got %zu", o.warmup.size()); }
-    if (sweep && !o.plot.empty()) { usage_error("--plot takes one --warmup value, got %zu", o.warmup.size()); }
-    if (sweep && !o.trace.empty()) { usage_error("--trace takes one --warmup value, got %zu", o.warmup.size()); }
-    if (sweep && o.roofline) { usage_error("--roofline takes one --warmup value, got %zu", o.warmup.size()); }
+int cmd_benchmarking_script(const Options& asked) {
+    Options o = asked;
     context.device = choose_device(o.device);
-    Plan p = plan_of(o);
-    if (p.o.batch_size % o.grad_accumulation != 0) {
-        usage_error("--batch_size %d is not divisible by --grad_accumulation %d", p.o.batch_size, o.grad_accumulation);
-    }
-    StepBars bars;
-    std::string caption;
-    bool several = p.precisions.size() * p.modes.size() > 1;
-    for (Precision precision : p.precisions) {
-        for (Mode mode : p.modes) {
+    choose_quick_sizes(o);
+    const std::vector<ModelConfig> configs = configs_of(o);
+    const std::vector<Precision> precisions = precisions_of(o);
+    const std::vector<Mode> modes = modes_of(o, configs, precisions);
+    context.precision = precisions[0], context.mode = modes[0];
+    if (const char* warmup = getenv(COLD)) { return send_to_parent(configs[0], o, atoi(warmup)); }
+    Options sweep = o;
+    if (!o.has("warmup")) { sweep.warmup = {0, 1, 2, 5}; }
+    std::sort(sweep.warmup.begin(), sweep.warmup.end());
+    if (o.has("warmup")) { o.warmup = {sweep.warmup.back()}; }
+
+    std::vector<StepRun> all, first;  // first: in the first precision and mode
+    for (Precision precision : precisions) {
+        for (Mode mode : modes) {
             context.precision = precision, context.mode = mode;
-            std::vector<Measurement> measured;
-            Table table = table_of_setting(p, measured);
-            for (const Measurement& r : measured) {
-                add_bar(bars, r, several ? strprintf(" %s %s", name_of(precision), name_of(mode)) : "");
-            }
-            print(table, o.format);
-            caption = table.caption;
-            if (o.roofline) { print(roofline_table(p, measured), o.format); }
+            std::vector<StepRun> runs;
+            for (const ModelConfig& c : configs) { runs.push_back(measure_model(c, o, o.warmup[0])); }
+            print_times(runs, caption_of(o, configs, "benchmarking_script; " + setting()));
+            if (first.empty()) { first = runs; }
+            all.insert(all.end(), runs.begin(), runs.end());
         }
     }
-    if (handouts) { print(warmup_table(p), o.format); }
-    if (!o.plot.empty()) {
-        if (several) { caption = caption_of(p, "benchmarking_script", "precision and mode under each bar"); }
-        Chart chart{Chart::BARS, "", "", "time of a step (ms)", {}, bars.bars, bars.phases};
-        save_file(o.plot, draw("A training step by phase", caption, {chart}));
-    }
+    require_a_run({all});
+    print_steps(all, o, caption_of(o, configs, "benchmarking_script: whole steps, with AdamW; MFU: attention in full"));
+    context.precision = precisions[0], context.mode = modes[0];
+    print_seconds(first, caption_of(o, configs, "benchmarking_script, in seconds; " + setting()));
+    if (sweep.warmup.size() > 1 && o.trace.empty()) { print_warmups(configs[0], sweep); }
     return 0;
 }
 
-// torch_compile: (a) attention alone; (b) the whole model. Eager is one kernel per operation; fused is what a compiler,
-// or here a person, makes of it.
-int cmd_torch_compile(const Options& o) {
+// ---------------------------------------------------------------------------------------------------------------------
+// Two versions of one model
+
+// "1.71 times as fast as vanilla for small and 1.33 times as fast as vanilla for 2.7B": of the first and the last size
+// that ran in both. "" if none did. growth: how many times the first one's factor the last one's is.
+static std::string compared(const std::vector<StepRun>& ours, const std::vector<StepRun>& theirs, Phase phase,
+                            const char* they, double* growth = nullptr) {
+    std::vector<std::string> verdicts;
+    std::vector<double> factors;
+    for (size_t i = 0; i < ours.size(); i++) {
+        const PhaseRun &a = ours[i].phase[phase], &b = theirs[i].phase[phase];
+        if (!a.ran() || !b.ran()) { continue; }
+        verdicts.push_back(how_fast(a.all, b.all, they) + " for " + ours[i].config.name);
+        factors.push_back(b.all.mean / a.all.mean);
+    }
+    if (verdicts.empty()) { return ""; }
+    if (growth) { *growth = factors.back() / factors.front(); }
+    return verdicts.size() == 1 ? verdicts[0] : verdicts[0] + " and " + verdicts.back();
+}
+static std::string factor_cell(const PhaseRun& ours, const PhaseRun& theirs) {
+    return ours.ran() && theirs.ran() ? strprintf("%.2fx", theirs.all.mean / ours.all.mean) : "";
+}
+
+// torch_compile: (a) attention alone; (b) the whole model. Vanilla is mode eager, one kernel per operation; compiled is
+// mode fused, what a compiler, or here a person, makes of it.
+void answer_torch_compile(const std::vector<StepRun>& vanilla, const std::vector<StepRun>& compiled) {
+    const std::string forward = compared(compiled, vanilla, FORWARD, "vanilla"),
+                      step = compared(compiled, vanilla, STEP, "vanilla");
+    answer("b", "In %s, compiled forward is %s.%s", name_of(vanilla[0].precision),
+           forward.empty() ? "not to be compared" : forward.c_str(), out_of_memory(vanilla).c_str());
+    if (!step.empty()) { answer("b", "A whole step, with backward and AdamW, is %s.", step.c_str()); }
+}
+int cmd_torch_compile(const Options& asked) {
+    Options o = asked;
     context.device = choose_device(o.device);
     Options attention = o;
-    if (!o.has("steps")) { attention.steps = 100; }  // the handout's passes of (a); the table's default is for (b)
-    print(attention_compile_table(attention), o.format);
-    Plan p = plan_of(o);
-    for (Precision precision : p.precisions) {
+    if (!o.has("steps")) { attention.steps = 100; }  // the handout's passes of (a)
+    print(attention_compile_table(attention));
+    choose_quick_sizes(o);
+    const std::vector<ModelConfig> configs = configs_of(o);
+    std::vector<StepRun> all;
+    for (Precision precision : precisions_of(o)) {
         context.precision = precision;
-        Table table{caption_of(p, "torch_compile (b): whole model",
-                               strprintf("precision %s, vanilla = mode eager, compiled = "
-                                         "mode fused",
-                                         name_of(precision))),
-                    {"size", "run_type", "vanilla (ms)", "compiled (ms)", "speedup", "compiled MFU %"},
-                    {}};
-        for (const ModelConfig& c : p.configs) {
-            Measurement r[2];
+        Table table{caption_of(o, configs,
+                               std::string("torch_compile (b): whole model; vanilla = mode eager, compiled = mode "
+                                           "fused, fused by hand; precision ") +
+                                   name_of(precision)),
+                    {"size", "run_type", "vanilla (ms)", "compiled (ms)", "speedup", "compiled MFU %"}};
+        std::vector<StepRun> runs[2];
+        for (const ModelConfig& c : configs) {
             for (Mode mode : {EAGER, FUSED}) {
                 context.mode = mode;
-                r[mode] = measure_model(c, p.o, p.o.warmup[0]);
+                runs[mode].push_back(measure_model(c, o, o.warmup[0]));
             }
-            const char* names[] = {"forward", "forward+backward", "forward+backward+optimizer"};
             for (Phase phase : {FORWARD, FORWARD_BACKWARD, STEP}) {
-                const PhaseTimes &eager = r[EAGER].phase[phase], &fused = r[FUSED].phase[phase];
-                double tflops = step_tflops(c, p.o.batch_size, p.o.context_length, fused.all.mean);
-                table.rows.push_back(
-                    {c.name, names[phase], eager.cell(ms(eager.all.mean)), fused.cell(ms(fused.all.mean)),
-                     eager.ran && fused.ran ? strprintf("%.2fx", eager.all.mean / fused.all.mean) : "",
-                     fused.ran ? percent_of_peak(tflops / (phase == FORWARD ? 3 : 1), precision) : ""});
+                const PhaseRun &eager = runs[EAGER].back().phase[phase], &fused = runs[FUSED].back().phase[phase];
+                const double whole = step_tflops(c, o.batch_size, o.context_length, fused.all.mean);
+                table.row(c.name, phase == STEP ? "forward+backward+optimizer" : name_of(phase),
+                          cells_of(eager, eager.all)[0], cells_of(fused, fused.all)[0], factor_cell(fused, eager),
+                          fused.ran() ? percent_of_peak(whole / (phase == FORWARD ? 3 : 1), precision) : "");
             }
         }
-        print(table, o.format);
+        print(table);
+        answer_torch_compile(runs[EAGER], runs[FUSED]);
+        all.insert(all.end(), runs[FUSED].begin(), runs[FUSED].end());
     }
+    require_a_run({all});
     return 0;
 }
 
-int cmd_benchmarking_mixed_precision(const Options& o) {
-    context.device = choose_device(o.device);
-    Plan p = plan_of(o);
-    for (Precision precision : {PREC_FP16, PREC_BF16}) {
-        if (!context.plan_only) { print(toy_model_dtypes(precision), o.format); }
-    }
-    context.mode = p.modes[0];
-    Table table{caption_of(p, "benchmarking_mixed_precision (c)", strprintf("mode %s", name_of(context.mode))),
-                {"size", "precision", "fw_mean_ms", "fw_std_ms", "bw_only_mean_ms", "bw_only_std_ms", "fwbw_mean_ms",
-                 "fwbw_std_ms", "fwbw speedup"},
-                {}};
-    for (const ModelConfig& c : p.configs) {
-        double first = 0;
-        for (Precision precision : p.precisions) {
-            context.precision = precision;
-            Measurement r = measure_model(c, p.o, p.o.warmup[0], {FORWARD, FORWARD_BACKWARD});
-            const PhaseTimes &fw = r.phase[FORWARD], &fwbw = r.phase[FORWARD_BACKWARD];
-            std::vector<std::string> row = {c.name, name_of(precision)};
-            add_stats(row, fw, fw.all);
-            add_stats(row, fwbw, fwbw.backward_only);
-            add_stats(row, fwbw, fwbw.all);
-            if (first == 0 && fwbw.ran) { first = fwbw.all.mean; }
-            row.push_back(fwbw.ran ? strprintf("%.2fx", first / fwbw.all.mean) : "");
-            table.rows.push_back(row);
+// benchmarking_mixed_precision: (a), (b) the toy model, see precision.cu; (c) times
+static void answer_toy_model(const Table& half, const Table& bf16) {
+    auto dtype = [](const Table& table, int i) { return table.rows[i][1].c_str(); };
+    answer("a",
+           "Under autocast to %s the parameters are %s, the first layer's output is %s, layer norm's output is %s, the "
+           "logits are %s, the loss is %s and the gradients are %s.",
+           dtype(half, 1), dtype(half, 0), dtype(half, 1), dtype(half, 2), dtype(half, 3), dtype(half, 4),
+           dtype(half, 5));
+    answer("b",
+           "Layer norm's mean and variance are sensitive: they are sums, of numbers and of squares. In fp16 a square "
+           "overflows from 256 on (256 x 256 = 65536, the largest number is 65504), and a small variance vanishes.");
+    answer("b",
+           "bf16 has fp32's range, which removes that danger, but with 8 significant bits a long sum still loses its "
+           "small terms. So autocast treats layer norm alike: its output is %s under float16 and %s under bfloat16.",
+           dtype(half, 2), dtype(bf16, 2));
+}
+void answer_mixed_precision(const std::vector<std::vector<StepRun>>& runs) {
+    for (size_t p = 1; p < runs.size(); p++) {
+        const char* precision = name_of(runs[p][0].precision);
+        double growth = 1;
+        const std::string verdict =
+            compared(runs[p], runs[0], FORWARD_BACKWARD, name_of(runs[0][0].precision), &growth);
+        answer("c", "Forward and backward in %s are %s.", precision,
+               verdict.empty() ? "not to be compared" : verdict.c_str());
+        if (context.device == CUDA && growth > 1 + SMALL_DEVIATION) {
+            answer("c", "The larger model gains more in %s: products take more of its time, and tensor cores do these.",
+                   precision);
         }
     }
-    print(table, o.format);
+    const std::string oom = out_of_memory(runs[0]);
+    if (!oom.empty()) { answer("c", "%s", oom.c_str() + 1); }
+    if (context.device == CPU) {
+        answer("c", "On a CPU low precision saves no arithmetic: operands are rounded, and products run in fp32.");
+    }
+}
+int cmd_benchmarking_mixed_precision(const Options& asked) {
+    Options o = asked;
+    context.device = choose_device(o.device);
+    choose_quick_sizes(o);
+    const std::vector<ModelConfig> configs = configs_of(o);
+    const std::vector<Precision> precisions = precisions_of(o);
+    context.mode = modes_of(o, configs, precisions)[0];
+    const Table half = toy_model_dtypes(PREC_FP16), bf16 = toy_model_dtypes(PREC_BF16);
+    print(half);
+    print(bf16);
+    answer_toy_model(half, bf16);
+
+    Table table = times_table(
+        caption_of(o, configs, std::string("benchmarking_mixed_precision (c); mode ") + name_of(context.mode)),
+        {"size", "precision"});
+    table.columns.push_back("fwbw speedup");
+    std::vector<std::vector<StepRun>> runs(precisions.size());
+    for (const ModelConfig& c : configs) {
+        for (size_t p = 0; p < precisions.size(); p++) {
+            context.precision = precisions[p];
+            runs[p].push_back(measure_model(c, o, o.warmup[0], {FORWARD, FORWARD_BACKWARD}));
+            const PhaseRun *now = runs[p].back().phase, *base = runs[0].back().phase;
+            add_times(table, {c.name, name_of(precisions[p])}, now[FORWARD], now[FORWARD_BACKWARD]);
+            table.rows.back().push_back(factor_cell(now[FORWARD_BACKWARD], base[FORWARD_BACKWARD]));
+        }
+    }
+    print(table);
+    answer_mixed_precision(runs);
+    require_a_run(runs);
     return 0;
 }

@@ -1,6 +1,7 @@
 // commands.h: what the experiments share and a reader of the core can leave out: options, plans, charts, the commands.
 #pragma once
 #include "cs336.h"
+#include <array>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // bench_step.cu: this machine's ceilings
@@ -13,58 +14,48 @@ std::string percent_of_peak(double tflops, Precision precision);  // a cell; "-"
 // TFLOP/s of a step's products on one GPU, whose batch is B.
 double step_tflops(const ModelConfig& c, int64_t B, int64_t T, double ms);
 
+// One model's passes, timed: benchmarking_script, torch_compile (b), benchmarking_mixed_precision (c).
+struct PhaseRun {
+    size_t oom = 0, peak = 0;  // bytes: that it would have held, where it did not fit; that it held
+    Stats all{}, backward{};   // ms; backward: of it, between two synchronisations
+    bool ran() const { return all.n > 0; }
+};
+struct StepRun {
+    ModelConfig config;
+    Precision precision;
+    Mode mode;
+    PhaseRun phase[3] = {};  // FORWARD, FORWARD_BACKWARD, STEP
+};
+struct WarmupRun {
+    int warmup;
+    PhaseRun forward, both;
+};
+void answer_step_times(const std::vector<StepRun>& runs);  // benchmarking_script (b), of one precision and mode
+void answer_warmup(const std::vector<WarmupRun>& runs);    // (c), by the number of warm-up steps
+void answer_torch_compile(const std::vector<StepRun>& vanilla, const std::vector<StepRun>& compiled);  // by size
+// By precision, the others compared with the first, and within it by size.
+void answer_mixed_precision(const std::vector<std::vector<StepRun>>& runs);
+
 // ---------------------------------------------------------------------------------------------------------------------
-// plot.cu: charts as SVG, 900 wide, light or dark as the reader's screen is. At most 8 series a chart.
-
-struct Series {
+// bench_checkpoint.cu: gradient_checkpointing
+struct CheckpointStrategy {  // of N blocks
     std::string name;
-    std::vector<double> y;  // one for each x, or bar; NaN: not there
-    bool dashed = false;
-    int colour = -1;  // of 8; -1: by its position
+    int checkpoint;  // as --checkpoint takes it
+    // Inputs: tensors of the residual stream from between two blocks, the embedding's output among them, that are held
+    // while a block runs. Blocks: those of which all residuals are held. Again: runs of a block in backward.
+    const char *inputs, *blocks, *memory, *runs_again, *compute;
+    int again = 0;    // counted
+    size_t peak = 0;  // bytes
 };
-struct Span {
-    std::string name;
-    double from, to;
+struct CheckpointRun {  // a model's step
+    std::string size;
+    int checkpoint;                                            // blocks per checkpoint, as --checkpoint takes it
+    size_t predicted = 0, activations = 0, peak = 0, oom = 0;  // bytes; peak: measured; oom: needed, and not there
+    Stats ms{};                                                // forward and backward
 };
-struct Chart {
-    enum Kind { LINES, BARS, AREAS } kind;
-    std::string title, x_label, y_label;  // labels with their units
-    std::vector<double> x;                // LINES, AREAS: ascending, shared by all series
-    std::vector<std::string> bars;        // BARS: what stands under each
-    std::vector<Series> series;           // BARS and AREAS are stacked, the first at the bottom
-    bool log_x = false, log_y = false;    // LINES; without log_y, y starts at 0
-    std::vector<Span> spans = {};         // AREAS: named stretches of x
-    std::string peak = "";                // AREAS: written at the highest point
-    std::string missing = "";             // LINES: written where a series has no value, as "OOM"
-};
-// Panels share a legend, the first one's, until one has a series that is not in it: a new legend stands above that one.
-// LINES under one legend stand in two columns and share the y axis as well.
-// AREAS: y[i] holds from x[i] to x[i+1]; more points than pixels are thinned out, and the highest of each pixel stays.
-std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Chart>& panels);
-std::string with_commas(double value);  // 12345 -> "12,345", 0.25 -> "0.25"
-// Each bar's parts in per cent of its sum: nsys_profile's share of the time by class of kernel.
-Chart share_chart(const std::string& title, const std::vector<std::string>& bars, std::vector<Series> classes);
-
-struct Slice {  // of a timeline's row
-    double start, end;
-    int colour;  // of 8
-};
-// Neighbours of one colour whose gap is below half a pixel become one, unless both can be seen: wider than a pixel.
-std::vector<Slice> join_neighbours(const std::vector<Slice>& slices, double pixel);
-struct Row {
-    std::string name;
-    std::vector<Slice> slices;  // by start, none before 0
-    bool apart = false;         // from the row above
-    std::string digits = "";    // one to write on each slice
-};
-struct Timeline {
-    std::string title, remark;  // remark: at the right
-    std::vector<Row> rows;
-};
-// Timelines one below the other, on one axis from 0. Of the legend's series only names and colours count.
-std::string draw(const std::string& title, const std::string& subtitle, const std::vector<Timeline>& timelines,
-                 const std::vector<Series>& legend, const std::string& x_label,
-                 const std::function<std::string(double)>& tick = with_commas);
+void answer_strategies(const std::vector<CheckpointStrategy>& all);  // (a); the first: none, the second: each block
+// (b): asked, the handout's size, perhaps only predicted; run, the one that was measured.
+void answer_sizes(const std::vector<CheckpointRun>& asked, const std::vector<CheckpointRun>& run);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // profile.cu: what a trace says
@@ -90,46 +81,161 @@ std::vector<KernelSummary> kernel_summary(const Trace& trace, const std::string&
 void write_trace(const std::string& path, const std::vector<Trace>& traces, const std::string& caption);
 void merge_traces(const std::string& path, const std::vector<std::string>& files_of_ranks);  // into one file
 
+enum ProfiledPart { ALONE, AND_BACKWARD, WHOLE_STEP, PROFILED_PARTS };  // forward; with loss and backward; all of it
+struct PartProfile {                                                    // by the trace
+    double ms = NAN;      // its kernels' own times, per pass; NAN: did not run, or no kernels were traced
+    double matmul = NAN;  // % of ms
+    std::string kernel;   // the one with the most time
+    KernelClass is{"", false};
+    double share = NAN, launches = NAN;                         // its % of ms; per pass
+    std::vector<std::pair<std::string, double>> launched_in{};  // part of the model, launches per pass; most time first
+};
+struct ProfileRun {  // nsys_profile: one size and length in one precision and mode
+    ModelConfig config;
+    int B, T;
+    bool gpu;                                             // else operations stand for kernels
+    size_t forward_oom = 0, step_oom = 0, step_peak = 0;  // bytes
+    Stats forward{}, step{};                              // ms by the clock
+    double in_trace = NAN, in_kernels = NAN;              // ms: a forward in the trace, and the sum of its kernels
+    std::string no_kernels = "";                          // why none were traced
+    PartProfile parts[PROFILED_PARTS] = {};
+    double adamw = NAN;                                       // ms per step
+    double softmax = NAN, products = NAN;                     // ms per forward; softmax NAN: one kernel does both
+    double element = 4;                                       // bytes of what is multiplied
+    std::vector<std::pair<std::string, double>> others = {};  // than products: % of forward, most first
+    std::vector<KernelSummary> kernels = {}, kernels_of_step = {};
+};
+void answer_nsys_profile(const std::vector<ProfileRun>& runs);  // of one precision and mode
+
 // ---------------------------------------------------------------------------------------------------------------------
 // memory.cu: what PyTorch's pickle of a memory snapshot holds, for pytorch.org/memory_viz
 std::string snapshot_pickle(const std::vector<MemoryEvent>& log);
 // In bytes; *at: the first event at which so much is held. Fails unless allocations and frees pair up by address.
 size_t peak_of(const std::vector<MemoryEvent>& log, size_t* at = nullptr);
 
+struct Allocation {  // of the log; `times` alike
+    size_t bytes;    // each
+    int times;
+    Category category;
+    std::string range, op, line;  // range "held": it was there before the log began
+};
+struct PhaseMemory {  // bytes
+    size_t oom = 0, peak = 0, peak_by[CATEGORIES] = {};
+    size_t all_gradients = 0;  // the most that are there at a time
+};
+struct BlockMemory {  // what one block saves for backward, bytes
+    size_t oom = 0;
+    std::map<std::string, int64_t> by_op = {};
+    int64_t bytes = 0, copies = 0;  // all of it; of it 16-bit copies of weights, which go when backward ends
+    int64_t change = 0;             // of memory, while backward goes over the block
+    int64_t formula = 0;            // of its parameters' gradients
+};
+struct MemoryRun {  // memory_profiling: one size and length in one precision
+    ModelConfig config;
+    Precision precision;
+    int B, T;
+    bool predicted;                          // on META
+    PhaseMemory forward{}, taped{}, step{};  // taped: a forward that keeps what backward needs
+    std::vector<Allocation> largest = {};    // of forward
+    size_t stream = 0;                       // bytes of the embedding's output
+    BlockMemory block{};
+};
+// On context.device; pickles into `folder`, if any.
+MemoryRun profile_memory(const ModelConfig& c, Precision precision, int B, int T, uint64_t seed,
+                         const std::string& folder);
+void answer_memory_profiling(const std::vector<MemoryRun>& runs);  // of one size
+
 // ---------------------------------------------------------------------------------------------------------------------
-// bench_ddp.cu: the picture of a step
+// bench_ddp.cu
 
-// What a step's trace shows, for --plot. The parts' numbers are their colours.
-enum StepPart {
-    FORWARD_PART = 0,
-    BACKWARD_PART = 1,
-    OPTIMIZER_PART = 2,
-    GATHER_PART = 3,
-    ALL_REDUCE_PART = 4,  // and reduce-scatters
-    WAIT_PART = 7
+struct AllReduceRun {  // of one size
+    bool nccl;         // else Gloo
+    Device device;
+    int ranks;
+    double mb;
+    Stats ms{};      // over all steps and ranks
+    size_t oom = 0;  // bytes, where it did not fit
 };
-// Each rank's slices, in ms from the earliest of all; collective. `mine` are in ns, by start.
-std::vector<std::vector<Slice>> slices_of_ranks(const Communicator& c, const std::vector<Slice>& mine);
-// Two rows per rank: what computes and what communicates.
-std::vector<Row> rows_of_ranks(const std::vector<std::vector<Slice>>& ranks, bool communicate);
-// In ns, by start, all-reduces among them. On GPUs kernels, and the compute stream's wait between backward and the
-// optimizer; without kernels the threads' ranges. What ran before forward is left out.
-std::vector<Slice> slices_of_step(const Trace& trace);
-struct StepSums {                      // in the slices' unit
-    double step, all_reduces, hidden;  // hidden: of all-reduces, between backward's beginning and its end
+void answer_distributed_communication_single_node(const std::vector<AllReduceRun>& runs,
+                                                  const std::vector<std::string>& missing);
+struct WeightsCheck {  // of several ranks' weights against those of a reference
+    std::string model, what;
+    double max = 0, sum = 0;  // of the differences
+    int64_t n = 0;            // differences
+    bool match = true, same_bits = true;
+    int calls = 0;            // all-reduces per step
+    std::string shares = "";  // of a sharded optimizer: elements of state by rank
+    int64_t whole = 0;        // unsharded
 };
-StepSums sums_of(const std::vector<Slice>& slices);
+void answer_data_parallel(const std::vector<WeightsCheck>& checks, int ranks, Strategy strategy);
+void answer_optimizer_state_sharding(const std::vector<WeightsCheck>& checks, int ranks);
+struct DdpRun {  // steps of one way. Times in ms, over the steps; communication: of the all-reduces themselves
+    Strategy strategy;
+    double bucket_mb = 0;
+    Stats total{}, forward{}, backward{}, exposed{}, optimizer{}, communication{}, hidden{};
+    int calls = 0;
+    double mb = 0, loss = 0;  // mb: all-reduced per step; loss: of the last step
+    size_t oom = 0;
+};
+struct BucketModel {  // overhead = s/(n w) + n o with n buckets: bytes, ms, bytes per ms
+    double s, o, w;
+};
+void answer_naive_ddp_benchmarking(const std::vector<DdpRun>& runs);
+void answer_minimal_ddp_flat_benchmarking(const std::vector<DdpRun>& runs);
+void answer_ddp_overlap_individual_parameters_benchmarking(const std::vector<DdpRun>& runs);
+void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, const BucketModel& m);
+struct ShardingRun {
+    Sharding sharding;
+    std::vector<std::pair<const char*, MemoryUse>> peaks{};  // moment, peak since the one before
+    Stats total{}, gradients{}, optimizer{};                 // ms
+    double mb_sent = 0;
+    size_t oom = 0;
+};
+void answer_optimizer_state_sharding_accounting(const std::vector<ShardingRun>& runs, int ranks);
 
-// bench_fsdp.cu: what FSDP's marks show of a step, without a trace. Moments, by the compute stream:
-struct FsdpStep {
-    std::vector<std::pair<int, Mark>> passes;  // StepPart, and where it begins: forward, backward, ..., optimizer
-    Mark end;
-    // In ns from the first, by start: the passes, cut where they wait; gathers, reduce-scatters and the norms'
-    // all-reduce.
-    std::vector<Slice> slices(const Fsdp* f) const;  // f null: one rank, no communication
+// ---------------------------------------------------------------------------------------------------------------------
+// bench_fsdp.cu
+
+struct FsdpCheck {  // a row of fsdp's table
+    std::string text;
+    double max;  // of all differences
+    bool match;
 };
-void plot_fsdp_step(const Communicator& c, const std::string& path, const std::vector<Slice>& mine,
-                    const std::string& title, const std::string& caption);  // collective
+void answer_fsdp(const std::vector<FsdpCheck>& checks, int world);
+enum { GATHER, WAIT, GATHER_AGAIN, WAIT_AGAIN, REDUCE, UNIT_TIMES };  // again: in backward; the last: waited for
+using FsdpUnitTimes = std::array<double, UNIT_TIMES>;                 // of gradients; ms, of the mean step
+struct FsdpRun {
+    const char* way;
+    size_t oom = 0, predicted = 0;  // bytes
+    MemoryUse use{};
+    Stats step{};  // ms
+    std::vector<FsdpUnitTimes> units{};
+    // Of the gathers in forward that have a block to hide under, all but the first two: their ms per step, and those of
+    // them for which nobody waited.
+    Stats gathers{}, hidden{};
+};
+// runs: DDP, sharded optimizer, FSDP, ...; bytes: of a weight.
+void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double psi, int bytes);
+void by_quick_model(Options& o);  // with --quick, where no --size was typed: four layers of 128
+
+// ---------------------------------------------------------------------------------------------------------------------
+// leaderboard.cu
+
+enum { FORWARD_BLOCKS, HEAD_AND_LOSS, BACKWARD, OPTIMIZER_STEP, EXPOSED, LEADERBOARD_PARTS };
+struct LeaderboardRun {
+    std::string what;  // model, tokens and setting
+    int world = 1;
+    double tokens = 0, flops = 0, peak_rate = NAN;  // of a step; TFLOP/s of one card, NAN: not known
+    size_t oom = 0, predicted = 0, peak = 0;        // bytes
+    double first_loss = NAN, last_loss = NAN;
+    Stats step{};                          // ms
+    double parts[LEADERBOARD_PARTS] = {};  // ms, of the mean step
+};
+void answer_leaderboard(const LeaderboardRun& r);
+// Sets what runs again in backward, the least that leaves each of `world` ranks a predicted peak of at most `room`
+// bytes: context's recompute and checkpoint, and, unless it was typed, o's grad_accumulation.
+void choose_what_runs_again(Options& o, int world, double room);
+size_t predicted_peak(const Options& o, int world);  // of a rank, in bytes, by what is chosen
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The command line. Options mean the same for every command; main.cu says which command takes which.
@@ -140,17 +246,17 @@ struct Options {
     bool has(const char* name) const { return given.count(name) > 0; }
     std::vector<std::string> command_line;  // argv[1..]
     // What a command does not take stays empty, 0 or false; the rest has main.cu's defaults.
-    std::string edition, device, format, table;
+    std::string edition, device, format;
     std::vector<std::string> size, precision, mode;
     int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, head_size = 0, vocab_size = 0;
     int context_length = 0, batch_size = 0, steps = 0;
-    std::vector<int> warmup, context_lengths, ranks;
+    std::vector<int> warmup, context_lengths;
     uint64_t seed = 0;
     bool quick = false;
     std::vector<std::string> range;
     int top = 0, checkpoint = 0, head_chunk = 0;
-    std::string trace, out, plot, weights, batch, data, save, load, inputs, impl;
-    bool causal = false, not_causal = false, deterministic = false, roofline = false, recompute = false;
+    std::string trace, out, weights, batch, data, save, load, inputs, impl;
+    bool causal = false, not_causal = false, deterministic = false, recompute = false;
     double rope_theta = 0, lr = 0;
     int grad_accumulation = 0;
     double warmup_time = 0, rep_time = 0;  // seconds
@@ -167,12 +273,10 @@ struct Options {
     int devices = 0;
     double tensor_mb = 0;
     int blocks = 0;  // of gradient_checkpointing's small model
-    bool plan = false;
-    uint64_t memory = SIZE_MAX;  // bytes
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// plan.cu: what an experiment runs, how large, and whether that fits into memory; --plan
+// plan.cu: what an experiment runs, and whether that fits into memory
 
 std::vector<ModelConfig> configs_of(const Options& o);  // what --d_model, --d_ff, ... name, else --size; checked
 std::string vocabulary_of(const std::vector<ModelConfig>& configs);  // theirs, for a caption
@@ -185,31 +289,8 @@ std::string name_of_checkpoint(int checkpoint);  // "4", "ffn", "ffn:4", "half",
 // The mode `name`, checked. The default, flash, becomes fused where this head size and precision have none.
 Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, Precision precision);
 
-struct Plan {
-    Options o;  // as given, or scaled down by what follows
-    std::vector<ModelConfig> configs{};
-    std::vector<Precision> precisions{};
-    std::vector<Mode> modes{};
-    std::string scaled_down = "";  // "; scaled down: " and what is smaller than by default, or ""
-    void note_smaller(const std::string& words);
-    // Sets a default to `to` where it is larger; what was typed stays. words: instead of "NAME TO instead of DEFAULT".
-    template <class T>
-    void shrink(const char* name, T Options::*field, const T& to, const std::string& words = "");
-    void shrink_size();  // to small
-    // A default size that does not fit becomes the largest that does; then the batch, down to `least_batch`, and the
-    // context length are halved, too. All of it stays where nothing fits. configs and context.mode follow.
-    void shrink_to_fit(int least_batch, const std::function<bool(const Plan&)>& fits);
-    void choose_models();        // configs, precisions and modes, checked against each other
-    std::string origin() const;  // the end of a caption: the device, the commit, and what was scaled down
-};
-
-// bench_ddp.cu, for what several ranks run: one model, precision and mode.
-Plan plan_of(const Options& o, const Communicator& c);
-Plan fitting_plan(const Options& o, const Communicator& c, bool split);  // see there
-std::string caption_of(const Plan& p, const Communicator& c, const char* command);
 DType reduced_as(const Options& o);                         // gradients, by --reduce_dtype
 bool fits_everywhere(const Communicator& c, size_t bytes);  // that each rank needs
-double passes_of(const Communicator& c, double n);          // of one rank, as long as n of all that share its device
 
 // A default of --quick's: sets the field, unless its option was typed.
 template <class T>
@@ -225,41 +306,9 @@ std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& con
 // of needs), or an allocation fails all the same. Returns 0 if f ran, else `needs`, for oom_cell. row: for stderr.
 size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f, size_t held = 0);
 
-// TODO(transition): Plan, Attempt and --plan go when no experiment uses them any more.
-struct Attempt {  // a run that may not fit into memory
-    bool ran = false;
-    Prediction needs{};  // of one pass
-    double seconds = 0;  // that it takes at least, where it runs for a given time
-    // Calls f if so much is available, beside the `held` bytes of it that are held already. ran: it came to its end.
-    // row: what it is, for the progress line and --plan's table; there it is written down instead, see only_planned.
-    void run(const std::string& row, double passes, const std::function<void()>& f, size_t held = 0);
-    std::string cell(const std::string& result) const;  // of a table: the result, or that it did not fit
-};
-
 const char* name_of(Phase phase);
-// "4 ranks, ", or "" for one: before a row's model.
-std::string ranks_of(const Communicator& c);
 std::string row_of(const ModelConfig& c, int B, int T,
                    Phase phase);  // with context's precision, mode and checkpoint; B: sequences per rank
-
-struct PlannedRow {  // of a command: what it would run
-    std::string row;
-    size_t bytes;
-    bool fits;
-    double seconds;  // rough; NAN: nobody knows
-};
-struct Planned {
-    std::vector<PlannedRow> rows;
-    std::string device, scaled_down;
-    size_t available;
-    double seconds;  // of the rows that fit, all together
-    size_t bytes;    // of the largest of them
-};
-// With --plan: notes the row for the table, and returns true: its caller runs nothing. It takes `passes` passes, or
-// `seconds` if that is longer.
-bool only_planned(const std::string& row, const Prediction& pass, bool fits, double passes, double seconds = 0);
-Planned plan_of_run(const Options& o, int (*run)(const Options&));  // null: of one that needs next to nothing
-Table plan_table(const Options& o, const Planned& planned);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // calcs.cu

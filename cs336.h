@@ -16,17 +16,13 @@
 //   leaderboard.cu  the 2026 handout's leaderboard: a step of an 8.1B model
 //   bench_attention.cu  the experiments with attention
 //   train.cu        `train` on a text, `model` on your weights
-//   plot.cu         charts as SVG
-//   pictures.cu     which of them follow from a command's tables; answers.cu, answers_*.cu: the answers that do
 //   profile.cu      section 1.1.4: which kernels a step spends its time in, trace files
 //   memory.cu       section 1.1.6: where a step's memory goes
 //   ranks.cu        several processes, NCCL and Gloo
 //   ddp.cu          sections 2.2 to 3: data parallel training, the sharded optimizer
-//   bench_ddp.cu, bench_fsdp.cu, bench_scaling.cu  the experiments with several ranks
+//   bench_ddp.cu, bench_fsdp.cu  the experiments with several ranks
 //   accounting.cu   section 2.4: arithmetic alone
 //   calcs.cu        the 2026 handout's section 8: arithmetic alone
-//   where.cu        `where`: from a topic to the lines of its formula, loop and kernels
-//   reproduce.cu    `reproduce`: the tables of notes/, measured again; writeup.cu: all of it in one file
 // Each .cu is compiled by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
 //
 // Letters, here and in every file:
@@ -143,8 +139,6 @@ struct Context {
     int checkpoint = 0;          // blocks per gradient checkpoint; 0: none; below 0: an entry of Checkpointing
     int head_chunk = 0;          // rows of the logits that the loss makes at a time; 0: all
     bool each_launch = false;    // somebody looks at each launch, so none may hide in a CUDA graph
-    bool plan_only = false;      // --plan: an Attempt is written down instead of run, and no table is printed
-    size_t memory = SIZE_MAX;    // --memory: bytes of the device that a run may use
     bool csv = false;            // tables and answers are printed as csv, not as Markdown
 };
 extern Context context;
@@ -167,7 +161,6 @@ int cuda_devices(std::string* why = nullptr);  // 0 without a GPU or its driver,
 std::string cuda_remedy(const std::string& error, const std::string& card, int sm, int driver, int runtime);
 // auto|cpu|cuda; prints on stderr which one auto took; fails if there is none. gpu: which one, of several.
 Device choose_device(const std::string& want, int gpu = 0);
-inline bool gpu_is_imagined() { return false; }  // TODO(transition)
 void synchronize();                              // wait for context.device
 std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2 threads, OpenBLAS ..."
 size_t available_memory(Device d);  // bytes that could be allocated now
@@ -297,7 +290,6 @@ struct Trace {
     std::vector<TracedWork> work;      // by start
     std::vector<TracedMemory> memory;  // by time
     size_t dropped = 0;                // records for which CUPTI had no room
-    size_t left_out = 0;               // what came when a list already had a million entries
     std::string no_kernels;            // why `work` is empty; "": kernels were traced
 };
 void start_tracing();  // fails if a trace is being made
@@ -398,10 +390,6 @@ struct RunningTable {
     void add(const std::vector<std::string>& row);
     void end();  // fails if a row did
 };
-
-// TODO(transition): these go when the last experiment prints by the functions above.
-inline void print(const Table& table, const std::string&) { print(table); }
-Table read_csv(const std::string& text);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // precision.cu: number formats. Conversions round to nearest, ties to even, and are ours on the CPU (the GPU has
@@ -842,10 +830,11 @@ enum Checkpointing {
     CHECKPOINT_HALF = -4,    // each block is two: attention, and the feed-forward, each with its norm
     CHECKPOINT_HALVES = -2,  // each half of the blocks is one, and within it each half of that, down to a block
     CHECKPOINT_NESTED = -3,  // all blocks but the last are one, and within it all but the last
-    CHECKPOINT_SOME_FFN = -(1 << 21),  // plus n: the feed-forward of the first n blocks
+    CHECKPOINT_SOME_FFN = -(1 << 21),     // plus n: the feed-forward of the first n blocks
+    CHECKPOINT_SOME_BLOCKS = -(1 << 22),  // plus n: the first n blocks, and the feed-forward of all others
 };
 constexpr int MAX_CHECKPOINT = 1 << 20;       // blocks
-int checkpointed_ffns(const ModelConfig& c);  // how many blocks' feed-forwards context.checkpoint runs again
+int checkpointed_ffns(const ModelConfig& c);  // up to which block context.checkpoint runs feed-forwards again
 
 // The ops of layers.cu, in the order of the forward pass; each runs in context.mode.
 // *x += delta (if any); returns rmsnorm(*x). x, delta and the result [B,T,C], weight [C].

@@ -1,14 +1,13 @@
-// memory.cu: section 1.1.6. Where a step's memory goes: the log of our allocations as tables, as a timeline, and as the
-// pickle that pytorch.org/memory_viz opens.
+// memory.cu: section 1.1.6, memory_profiling. Where a step's memory goes: the log of our allocations as tables and
+// answers, and as the pickle that pytorch.org/memory_viz draws.
 #include "commands.h"
 
-#include <algorithm>
 #include <cerrno>
 
 #include <sys/stat.h>
 
-static double to_mib(double bytes) { return bytes / 1048576; }
-static std::string mib(double bytes) { return strprintf("%.1f", to_mib(bytes)); }
+static std::string mib(double bytes) { return strprintf("%.1f", bytes / 1048576); }
+static std::string gib(double bytes) { return strprintf("%.1f", bytes / 1073741824); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Replaying a log
@@ -40,51 +39,6 @@ static std::string path_of(const MemoryEvent& e) {  // "forward/layer/ffn"
 }
 static const char* op_of(const MemoryEvent& e) {  // a lambda has no name: its range says what it does
     return strcmp(e.at.function, "operator()") == 0 && !e.ranges.empty() ? e.ranges.back() : e.at.function;
-}
-
-// The highest point gets its label.
-static void label_peak(Chart& chart) {
-    double peak = 0;
-    for (size_t i = 0; i < chart.x.size(); i++) {
-        double sum = 0;
-        for (const Series& s : chart.series) { sum += s.y[i]; }
-        peak = std::max(peak, sum);
-    }
-    chart.peak = "peak " + with_commas(round(peak)) + " MiB";
-}
-
-// Two charts: all that is held, and what comes and goes. The latter is hard to see beside 13 GB of weights.
-static std::string memory_timeline(const std::vector<MemoryEvent>& log, const std::string& title,
-                                   const std::string& subtitle, bool in_ms) {
-    Chart all{Chart::AREAS, "all that is held", in_ms ? "time (ms)" : "allocations and frees", "MiB", {}, {}, {}};
-    Chart changing = all;
-    changing.title = "of it: what comes and goes";
-    std::vector<Series> categories(CATEGORIES);
-    std::set<int> moving;
-    double now[CATEGORIES] = {};
-    for (size_t i = 0; i < log.size(); i++) {
-        const MemoryEvent& e = log[i];
-        now[e.category] += to_mib(e.is_alloc ? (double)e.bytes : -(double)e.bytes);
-        all.x.push_back(in_ms ? e.ms : i);
-        for (int c = 0; c < CATEGORIES; c++) { categories[c].y.push_back(now[c]); }
-        if (e.ms == 0) { continue; }  // held before
-        moving.insert(e.category);
-        if (e.ranges.empty()) { continue; }  // between the phases
-        if (all.spans.empty() || all.spans.back().name != e.ranges[0]) {
-            all.spans.push_back({e.ranges[0], all.x.back(), 0});
-        }
-        all.spans.back().to = all.x.back();
-    }
-    changing.x = all.x, changing.spans = all.spans;
-    for (int c = 0; c < CATEGORIES; c++) {
-        Series& s = categories[c];
-        s.name = name_of((Category)c), s.colour = c;
-        if (s.y.empty() || *std::max_element(s.y.begin(), s.y.end()) == 0) { continue; }
-        all.series.push_back(s);
-        if (moving.count(c)) { changing.series.push_back(s); }
-    }
-    label_peak(all), label_peak(changing);
-    return draw(title, subtitle, {all, changing});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -245,199 +199,42 @@ std::string snapshot_pickle(const std::vector<MemoryEvent>& log) {
 // ---------------------------------------------------------------------------------------------------------------------
 // memory_profiling: one forward pass, or one step, of a model that has run before, with the log on
 
-struct Profile : Attempt {
-    ModelConfig config;
-    Precision precision;
-    int T;
-    Phase phase;
-    size_t peak = 0, peak_by[CATEGORIES] = {}, card = 0;  // bytes
-    std::string peak_range = "";                          // open at the peak
-    std::vector<MemoryEvent> log = {};
-};
-
-static const Phase phases[] = {FORWARD, TAPED_FORWARD, STEP};
-
-static Profile profile_memory(const ModelConfig& c, Precision precision, int B, int T, Phase phase, uint64_t seed) {
-    Profile r{{}, c, precision, T, phase};
-    Device device = context.device;
-    context.precision = precision;
-    r.needs = predicted_peak(c, B, T, phase);
-    give_back_cached_memory();  // so that the card's use is this run's
-    r.run(row_of(c, B, T, phase), 2, [&] {
-        Model model = random_model(c, seed);
-        Batch batch = random_batch(B, T, c.vocab_size, seed);
-        LossScaler scaler;
-        run_phase(phase, model, batch, scaler);  // from here on gradients, moments and the libraries' own are there
-        synchronize();
-        reset_peak(device);
-        start_memory_log(device);
-        run_phase(phase, model, batch, scaler);
-        r.log = stop_memory_log();
-        synchronize();
-        r.card = gpu_memory_used();
-    });
-    if (!r.ran) {
-        stop_memory_log();
-        return r;
+// Allocations of the same size, ranges and line are one. The largest first.
+static std::vector<Allocation> largest_allocations(const std::vector<MemoryEvent>& log) {
+    std::map<std::pair<size_t, std::string>, size_t> found;
+    std::vector<Allocation> all;
+    for (const MemoryEvent& e : log) {
+        if (!e.is_alloc) { continue; }
+        const std::string line = strprintf("%s:%d", file_name(e.at.file), e.at.line);
+        auto [it, is_new] = found.emplace(std::make_pair(e.bytes, path_of(e) + op_of(e) + line), all.size());
+        if (is_new) { all.push_back({e.bytes, 0, e.category, path_of(e), op_of(e), line}); }
+        all[it->second].times++;
     }
-    const MemoryUse& use = memory_use(device);
-    r.peak = use.peak;
-    std::copy_n(use.peak_by, CATEGORIES, r.peak_by);
-    size_t at = 0, logged = peak_of(r.log, &at);
-    if (logged != r.peak) {
-        fail("memory_profiling: the log's peak is %zu bytes, the allocator's %zu", logged, r.peak);
-    }
-    r.peak_range = path_of(r.log[at]);
-    return r;
+    std::stable_sort(all.begin(), all.end(), [](auto& a, auto& b) { return a.bytes > b.bytes; });
+    all.resize(std::min<size_t>(all.size(), 8));
+    return all;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Its tables, (b) to (e) as the handout counts
-
-// profiles: for each configuration one of each phase
-static Table peak_table(const std::vector<Profile>& profiles, Precision precision, const std::string& caption) {
-    bool meta = context.device == META, card = context.device == CUDA;
-    Table table{"memory_profiling (b): precision " + std::string(name_of(precision)) + "; " + caption,
-                {"size", "context length"},
-                {}};
-    auto add_columns = [&](const std::string& before, const std::string& step, const std::string& after) {
-        for (Phase phase : phases) {
-            table.columns.push_back(before + (phase == STEP ? step : name_of(phase)) + after);
-        }
-    };
-    add_columns("", "full step", " peak MiB");
-    if (!meta) { add_columns("", "full step", " predicted MiB"); }
-    if (card) { add_columns("card in use, ", "step", " MiB"); }
-    for (size_t i = 0; i < profiles.size(); i += std::size(phases)) {
-        const Profile* first = &profiles[i];
-        if (first->precision != precision) { continue; }
-        std::vector<std::string> row = {first->config.name, std::to_string(first->T)};
-        auto add_cells = [&](const std::function<std::string(const Profile&)>& cell) {
-            for (size_t k = 0; k < std::size(phases); k++) { row.push_back(cell(first[k])); }
-        };
-        add_cells([](const Profile& r) { return r.cell(mib(r.peak)); });
-        if (!meta) {
-            add_cells([](const Profile& r) { return mib(r.needs.bytes); });
-        }
-        if (card) {
-            add_cells([](const Profile& r) { return r.ran ? mib(r.card) : ""; });
-        }
-        table.rows.push_back(row);
+static void read_log(MemoryRun& r, PhaseMemory& m, const std::vector<MemoryEvent>& log) {
+    const MemoryUse& use = memory_use(context.device);
+    m.peak = use.peak;
+    std::copy_n(use.peak_by, CATEGORIES, m.peak_by);
+    if (peak_of(log) != m.peak) {
+        fail("memory_profiling: the log's peak is %zu bytes, the allocator's %zu", peak_of(log), m.peak);
     }
-    return table;
+    size_t gradients = 0;
+    for (const MemoryEvent& e : log) {
+        if (e.category == GRADIENTS) { gradients += e.is_alloc ? e.bytes : -e.bytes; }
+        m.all_gradients = std::max(m.all_gradients, gradients);
+        const bool embedding = e.ms > 0 && !e.ranges.empty() && strcmp(e.ranges.back(), "embedding") == 0;
+        if (embedding && r.stream == 0) { r.stream = e.bytes; }
+    }
+    if (&m == &r.forward) { r.largest = largest_allocations(log); }
 }
 
-static Table category_table(const std::vector<Profile>& profiles, const std::string& caption) {
-    Table table{"memory_profiling (c): MiB by category at the peak; " + caption,
-                {"size", "context length", "phase", "precision"},
-                {}};
-    for (int c = 0; c < CATEGORIES; c++) { table.columns.push_back(name_of((Category)c)); }
-    table.columns.insert(table.columns.end(), {"all", "range at the peak"});
-    for (const Profile& r : profiles) {
-        if (!r.ran) { continue; }
-        std::vector<std::string> row = {r.config.name, std::to_string(r.T), name_of(r.phase), name_of(r.precision)};
-        for (size_t bytes : r.peak_by) { row.push_back(mib(bytes)); }
-        row.insert(row.end(), {mib(r.peak), r.peak_range});
-        table.rows.push_back(row);
-    }
-    return table;
-}
-
-// Autocast copies each weight that is multiplied with, at 2 bytes per element. The fused modes in bf16 need no copies,
-// see WeightForm.
-static Table difference_table(const std::vector<Profile>& profiles, Precision from, Precision to,
-                              const std::string& origin) {
-    Table table{strprintf("memory_profiling (c): what %s adds to %s's peak (MiB); %s", name_of(to), name_of(from),
-                          origin.c_str()),
-                {"size", "context length", "phase", "all", "of it weight copies", "2 bytes per matmul weight",
-                 "activations", "the rest"},
-                {}};
-    for (const Profile& a : profiles) {
-        for (const Profile& b : profiles) {
-            bool pair = a.config.name == b.config.name && a.T == b.T && a.phase == b.phase && a.precision == from &&
-                        b.precision == to && a.ran && b.ran;
-            if (!pair) { continue; }
-            double all = (double)b.peak - (double)a.peak;
-            double copies = (double)b.peak_by[WEIGHT_COPIES] - (double)a.peak_by[WEIGHT_COPIES];
-            double activations = (double)b.peak_by[ACTIVATIONS] - (double)a.peak_by[ACTIVATIONS];
-            table.rows.push_back({a.config.name, std::to_string(a.T), name_of(a.phase), mib(all), mib(copies),
-                                  mib(2.0 * matmul_weights(a.config)), mib(activations),
-                                  mib(all - copies - activations)});
-        }
-    }
-    return table;
-}
-
-static Table residual_table(const std::vector<Profile>& profiles, int B, const std::string& origin) {
-    Table table{strprintf("memory_profiling (d): one tensor of the residual stream, batch %d: B*T*C*4 bytes; %s", B,
-                          origin.c_str()),
-                {"size", "context length", "precision", "B*T*C*4", "MiB", "allocated bytes", "by"},
-                {}};
-    for (const Profile& r : profiles) {
-        if (r.phase != FORWARD || !r.ran) { continue; }
-        int64_t bytes = (int64_t)B * r.T * r.config.d_model * 4;
-        auto embedding = std::find_if(r.log.begin(), r.log.end(), [](const MemoryEvent& e) {
-            return e.ms > 0 && e.is_alloc && !e.ranges.empty() && strcmp(e.ranges.back(), "embedding") == 0;
-        });
-        if (embedding == r.log.end()) { fail("memory_profiling: the log has no allocation in range embedding"); }
-        const Source& at = embedding->at;
-        table.rows.push_back({r.config.name, std::to_string(r.T), name_of(r.precision), std::to_string(bytes),
-                              mib(bytes), std::to_string(embedding->bytes),
-                              strprintf("%s %s:%d", at.function, file_name(at.file), at.line)});
-    }
-    return table;
-}
-
-// Allocations of the same size, category, ranges and line are one row.
-static Table largest_table(const std::vector<Profile>& profiles, int rows, const std::string& origin) {
-    Table table{
-        strprintf("memory_profiling (e): the %d largest allocations of a forward pass; 'held': before it began; %s",
-                  rows, origin.c_str()),
-        {"size", "context length", "precision", "MiB each", "times", "category", "range", "op", "line"},
-        {}};
-    for (const Profile& r : profiles) {
-        if (r.phase != FORWARD || !r.ran) { continue; }
-        std::map<std::vector<std::string>, int> groups;  // the cells from "MiB each" on, without "times"
-        std::vector<std::pair<size_t, std::vector<std::string>>> order;
-        for (const MemoryEvent& e : r.log) {
-            if (!e.is_alloc) { continue; }
-            std::vector<std::string> cells = {mib(e.bytes), name_of(e.category), path_of(e), op_of(e),
-                                              strprintf("%s:%d", file_name(e.at.file), e.at.line)};
-            if (groups[cells]++ == 0) { order.push_back({e.bytes, cells}); }
-        }
-        std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-        order.resize(std::min<size_t>(order.size(), rows));
-        for (const auto& [bytes, cells] : order) {
-            table.rows.push_back({r.config.name, std::to_string(r.T), name_of(r.precision), cells[0],
-                                  std::to_string(groups[cells]), cells[1], cells[2], cells[3], cells[4]});
-        }
-    }
-    return table;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// (f): what one block saves for backward. A model of 3 blocks saves just that more than one of 2.
-
-struct Saved {
-    int64_t times = 0, bytes = 0;
-};
-struct BlockMemory : Attempt {
-    ModelConfig config;
-    Precision precision;
-    int T;
-    std::map<std::pair<std::string, std::string>, Saved> saved = {};  // by range and op
-    int64_t copies = 0;     // bytes of `saved` that are 16-bit copies of weights: they go when backward ends
-    int64_t change = 0;     // of memory, while backward goes over one block
-    int64_t predicted = 0;  // bytes of `saved`
-    int64_t bytes() const {
-        int64_t sum = 0;
-        for (const auto& [place, s] : saved) { sum += s.bytes; }
-        return sum;
-    }
-};
-
-// Adds what the model's blocks save, `sign` times.
-static void add_saved(BlockMemory& r, int blocks, int B, uint64_t seed, int sign) {
+// (f) What one block saves for backward: a model of 3 blocks saves just that more than one of 2. Adds what the model's
+// blocks save, `sign` times.
+static void add_saved(BlockMemory& m, const MemoryRun& r, int blocks, uint64_t seed, int sign) {
     ModelConfig c = r.config;
     c.num_layers = blocks;
     Device device = context.device;
@@ -448,7 +245,7 @@ static void add_saved(BlockMemory& r, int blocks, int B, uint64_t seed, int sign
     }
     std::map<uint64_t, MemoryEvent> held;  // after forward
     start_memory_log(device);
-    forward_backward(model, random_batch(B, r.T, c.vocab_size, seed), 1, [&] {
+    forward_backward(model, random_batch(r.B, r.T, c.vocab_size, seed), 1, [&] {
         for (const MemoryEvent& e : stop_memory_log()) {
             bool ours = e.category == ACTIVATIONS || e.category == WEIGHT_COPIES;
             bool in_block = e.ranges.size() > 1 && strcmp(e.ranges[1], "layer") == 0;
@@ -460,212 +257,311 @@ static void add_saved(BlockMemory& r, int blocks, int B, uint64_t seed, int sign
         }
     });
     for (const auto& [address, e] : held) {
-        Saved& s = r.saved[{path_of(e), op_of(e)}];
-        s.times += sign, s.bytes += sign * (int64_t)e.bytes;
-        r.copies += e.category == WEIGHT_COPIES ? sign * (int64_t)e.bytes : 0;
+        m.by_op[path_of(e) + " " + op_of(e)] += sign * (int64_t)e.bytes;
+        m.bytes += sign * (int64_t)e.bytes;
+        m.copies += e.category == WEIGHT_COPIES ? sign * (int64_t)e.bytes : 0;
     }
-    r.change = left[1] - left[0];
+    m.change = left[1] - left[0];
+}
+static void profile_block(MemoryRun& r, uint64_t seed) {
+    ModelConfig largest = r.config;
+    largest.num_layers = 3;
+    r.block.oom = run_if_fits(row_of(largest, r.B, r.T, FORWARD_BACKWARD) + ", 3 blocks",
+                              predicted_peak(largest, r.B, r.T, FORWARD_BACKWARD).bytes,
+                              [&] { add_saved(r.block, r, 2, seed, -1), add_saved(r.block, r, 3, seed, 1); });
+    const int64_t C = r.config.d_model, F = r.config.d_ff;
+    const int64_t stream = size_of(weight_dtype(r.precision));
+    const bool halved = stream == 2 || (context.mode != EAGER && size_of(matmul_dtype(r.precision)) == 2);
+    r.block.formula = (4 * C * C + 3 * C * F) * (halved ? 2 : 4) + 2 * C * stream;
 }
 
-static BlockMemory profile_block(const ModelConfig& c, Precision precision, int B, int T, uint64_t seed) {
-    BlockMemory r{{}, c, precision, T};
+MemoryRun profile_memory(const ModelConfig& c, Precision precision, int B, int T, uint64_t seed,
+                         const std::string& folder) {
+    MemoryRun r{c, precision, B, T, context.device == META};
     context.precision = precision;
-    auto measure = [&](BlockMemory& m) { add_saved(m, 2, B, seed, -1), add_saved(m, 3, B, seed, 1); };
-    {
-        Planning planning;
-        BlockMemory plan = r;
-        measure(plan);
-        r.predicted = plan.bytes();
+    for (auto [phase, m] : {std::make_pair(FORWARD, &r.forward), {TAPED_FORWARD, &r.taped}, {STEP, &r.step}}) {
+        std::vector<MemoryEvent> log;
+        m->oom = run_if_fits(row_of(c, B, T, phase), predicted_peak(c, B, T, phase).bytes, [&, phase = phase, m = m] {
+            Model model = random_model(c, seed);
+            Batch batch = random_batch(B, T, c.vocab_size, seed);
+            LossScaler scaler;
+            run_phase(phase, model, batch, scaler);  // from here on gradients, moments and the libraries' own are there
+            synchronize();
+            reset_peak(context.device);
+            start_memory_log(context.device);
+            run_phase(phase, model, batch, scaler);
+            log = stop_memory_log();
+            read_log(r, *m, log);
+        });
+        if (folder.empty() || m->oom || phase == TAPED_FORWARD) { continue; }
+        save_file(strprintf("%s/snapshot_%s_%s_%d_%s.pickle", folder.c_str(), name_of(phase), size_option(c).c_str(), T,
+                            name_of(precision)),
+                  snapshot_pickle(log));
     }
-    ModelConfig largest = c;
-    largest.num_layers = 3;
-    r.needs = predicted_peak(largest, B, T, FORWARD_BACKWARD);
-    r.run(row_of(largest, B, T, FORWARD_BACKWARD) + ", 3 blocks", 2, [&] { measure(r); });
-    if (!r.ran) { stop_memory_log(); }
+    if (!context.checkpoint) { profile_block(r, seed); }  // a checkpoint saves its input, and may be several blocks
+    stop_memory_log();                                    // of what ran out of memory
     return r;
 }
 
-static Table saved_table(const std::vector<BlockMemory>& blocks, const std::string& caption) {
-    Table table{"memory_profiling (f): what one block saves for backward, by operation; " + caption,
-                {"size", "context length", "precision", "op", "range", "times", "bytes", "%"},
-                {}};
-    for (const BlockMemory& r : blocks) {
-        if (!r.ran) { continue; }
-        using Row = std::pair<std::pair<std::string, std::string>, Saved>;
-        std::vector<Row> rows(r.saved.begin(), r.saved.end());
-        std::stable_sort(rows.begin(), rows.end(),
-                         [](const Row& a, const Row& b) { return a.second.bytes > b.second.bytes; });
-        Saved rest;
-        auto add_row = [&](const std::string& op, const std::string& range, const Saved& s) {
-            table.rows.push_back({r.config.name, std::to_string(r.T), name_of(r.precision), op, range,
-                                  std::to_string(s.times), std::to_string(s.bytes),
-                                  strprintf("%.1f", 100.0 * s.bytes / r.bytes())});
-        };
-        for (size_t i = 0; i < rows.size(); i++) {
-            const auto& [place, s] = rows[i];
-            if (i < 5) {
-                add_row(place.second, place.first, s);
-            } else {
-                rest.times += s.times, rest.bytes += s.bytes;
-            }
-        }
-        if (rest.times > 0) { add_row("the rest", "", rest); }
-    }
-    return table;
-}
+// ---------------------------------------------------------------------------------------------------------------------
+// Its tables, (b) to (f) as the handout counts
 
+static void print_peaks(const std::vector<MemoryRun>& runs, const std::string& caption) {
+    auto peak = [](const PhaseMemory& m) { return m.oom ? oom_cell(m.oom) : mib(m.peak); };
+    Table t{"", {"context length", "forward peak MiB", "forward with tape peak MiB", "full step peak MiB"}};
+    for (size_t i = 0; i < runs.size(); i++) {
+        const MemoryRun& r = runs[i];
+        t.row(r.T, peak(r.forward), peak(r.taped), peak(r.step));
+        if (i + 1 < runs.size() && runs[i + 1].precision == r.precision) { continue; }
+        t.caption = strprintf("memory_profiling (b): precision %s; %s", name_of(r.precision), caption.c_str());
+        print(t);
+        t.rows.clear();
+    }
+}
+static void print_categories(const std::vector<MemoryRun>& runs, const std::string& caption) {
+    Table t{"memory_profiling (c): MiB by category at the peak; S: context length; " + caption,
+            {"S", "phase", "precision", "parameters", "gradients", "optimizer", "weight copies", "activations", "other",
+             "all"}};
+    for (const MemoryRun& r : runs) {
+        for (auto [phase, m] : {std::make_pair("forward", &r.forward), {"with tape", &r.taped}, {"step", &r.step}}) {
+            const size_t* by = m->peak_by;
+            if (m->oom) { continue; }
+            t.row(r.T, phase, r.precision, mib(by[PARAMETERS]), mib(by[GRADIENTS]), mib(by[OPTIMIZER]),
+                  mib(by[WEIGHT_COPIES]), mib(by[ACTIVATIONS]), mib(by[WORKSPACE] + by[INPUTS]), mib(m->peak));
+        }
+    }
+    print(t);
+}
+static void print_largest(const std::vector<MemoryRun>& runs, const std::string& caption) {
+    Table t{
+        "memory_profiling (e): the largest allocations of a forward; 'held': before it; S: context length; " + caption,
+        {"S", "precision", "MiB each", "times", "category", "range", "op", "line"}};
+    for (const MemoryRun& r : runs) {
+        for (const Allocation& a : r.largest) {
+            const std::string range = a.range.substr(a.range.find('/') + 1);  // without "forward/"
+            t.row(r.T, r.precision, mib(a.bytes), a.times, name_of(a.category), range, a.op, a.line);
+        }
+    }
+    print(t);
+}
+// Operations, those that save most first.
+static std::vector<std::pair<std::string, int64_t>> saved_most(const BlockMemory& m) {
+    std::vector<std::pair<std::string, int64_t>> all(m.by_op.begin(), m.by_op.end());
+    std::stable_sort(all.begin(), all.end(), [](auto& a, auto& b) { return a.second > b.second; });
+    all.resize(std::min<size_t>(all.size(), 5));
+    return all;
+}
 // Backward frees what a block saved and leaves the gradients of its parameters; the gradient of its input takes the
 // place of that of its output.
-static Table block_table(const std::vector<BlockMemory>& blocks, int B, const std::string& caption) {
-    Table table{"memory_profiling (f): memory over one block in backward, bytes; " + caption,
-                {"size", "context length", "precision", "saved", "predicted", "of it weight copies", "change",
-                 "gradients: change + saved - copies", "by formula", "input's gradient"},
-                {}};
-    for (const BlockMemory& r : blocks) {
-        int64_t C = r.config.d_model, F = r.config.d_ff;
-        int64_t stream = size_of(weight_dtype(r.precision));
-        bool halved = stream == 2 || (context.mode != EAGER && size_of(matmul_dtype(r.precision)) == 2);
-        int64_t formula = (4 * C * C + 3 * C * F) * (halved ? 2 : 4) + 2 * C * stream;
-        auto cell = [&](int64_t bytes) { return r.cell(std::to_string(bytes)); };
-        table.rows.push_back({r.config.name, std::to_string(r.T), name_of(r.precision), cell(r.bytes()),
-                              std::to_string(r.predicted), cell(r.copies), cell(r.change),
-                              cell(r.change + r.bytes() - r.copies), std::to_string(formula),
-                              std::to_string((int64_t)B * r.T * C * stream)});
-    }
-    return table;
-}
-
-static void write_pictures(const Profile& r, const Plan& p, const std::string& caption) {
-    bool several = p.configs.size() * p.precisions.size() * p.o.context_lengths.size() > 1 || context.device == CPU;
-    std::string which = several ? strprintf("_%s_%d_%s", size_option(r.config).c_str(), r.T, name_of(r.precision)) : "";
-    std::string name = std::string(name_of(r.phase)) + which;
-    std::string title =
-        strprintf("Memory of %s: %s, context length %d, %s", r.phase == FORWARD ? "a forward pass" : "a training step",
-                  r.config.name.c_str(), r.T, name_of(r.precision));
-    save_file(p.o.out + "/timeline_" + name + ".svg", memory_timeline(r.log, title, caption, context.device != META));
-    save_file(p.o.out + "/snapshot_" + name + ".pickle", snapshot_pickle(r.log));
-}
-
-static void print_blocks(const Plan& p, const std::string& caption) {
-    if (context.checkpoint) { return; }  // a checkpoint saves its input, and may be several blocks: the answer says it
-    std::vector<BlockMemory> blocks;
-    for (const ModelConfig& c : p.configs) {
-        for (Precision precision : p.precisions) {
-            for (int T : p.o.context_lengths) {
-                blocks.push_back(profile_block(c, precision, p.o.batch_size, T, p.o.seed));
-            }
+static void print_blocks(const std::vector<MemoryRun>& runs, const std::string& caption) {
+    Table saved{
+        "memory_profiling (f): what one block saves for backward, the five operations that save most; S: "
+        "context length; " +
+            caption,
+        {"S", "precision", "range and op", "bytes", "%"}};
+    Table change{"memory_profiling (f): memory over one block in backward, bytes; S: context length; " + caption,
+                 {"S", "precision", "saved", "of it weight copies", "change", "change + saved - copies",
+                  "gradients by formula"}};
+    for (const MemoryRun& r : runs) {
+        const BlockMemory& m = r.block;
+        for (const auto& [op, bytes] : saved_most(m)) {
+            saved.row(r.T, r.precision, op, bytes, strprintf("%.1f", 100.0 * bytes / m.bytes));
         }
+        change.row(r.T, r.precision, m.oom ? oom_cell(m.oom) : to_cell(m.bytes), m.copies, m.change,
+                   m.change + m.bytes - m.copies, m.formula);
     }
-    print(saved_table(blocks, caption), p.o.format);
-    print(block_table(blocks, p.o.batch_size, caption), p.o.format);
+    print(saved);
+    print(change);
 }
 
-// Prints (b), (f) and, with_details, the other tables. how: what was measured, for the captions.
-static void profile_all(const Plan& p, const std::string& how, bool with_details) {
-    std::string caption = strprintf("mode %s, batch %d, vocabulary %s; %s; %s", caption_of(context.mode).c_str(),
-                                    p.o.batch_size, vocabulary_of(p.configs).c_str(), how.c_str(), p.origin().c_str());
-    std::vector<Profile> profiles;
-    for (const ModelConfig& c : p.configs) {
-        for (Precision precision : p.precisions) {
-            for (int T : p.o.context_lengths) {
-                for (Phase phase : phases) {
-                    profiles.push_back(profile_memory(c, precision, p.o.batch_size, T, phase, p.o.seed));
-                    bool drawn = phase != TAPED_FORWARD;  // the step's picture begins with it
-                    if (!p.o.out.empty() && drawn && profiles.back().ran) {
-                        write_pictures(profiles.back(), p, caption);
-                    }
-                }
-            }
-        }
-    }
-    const std::string& format = p.o.format;
-    for (Precision precision : p.precisions) { print(peak_table(profiles, precision, caption), format); }
-    if (with_details) {
-        print(category_table(profiles, caption), format);
-        for (size_t i = 1; i < p.precisions.size(); i++) {
-            print(difference_table(profiles, p.precisions[0], p.precisions[i], p.origin()), format);
-        }
-        print(residual_table(profiles, p.o.batch_size, p.origin()), format);
-        print(largest_table(profiles, 8, p.origin()), format);
-    }
-    print_blocks(p, caption);
-    if (!p.o.out.empty()) { note("--out: wrote timelines and snapshots to %s", p.o.out.c_str()); }
+// ---------------------------------------------------------------------------------------------------------------------
+// Its answers, of one size; of the first precision, and what the others change
+
+using Runs = std::vector<MemoryRun>;
+static std::string each(const Runs& runs, const std::function<std::string(const MemoryRun&)>& text) {
+    std::vector<std::string> texts;
+    for (const MemoryRun& r : runs) { texts.push_back(text(r)); }
+    return list_of(texts);
+}
+static std::string peak_text(const PhaseMemory& m) { return m.oom ? oom_cell(m.oom) : gib(m.peak) + " GiB"; }
+static std::string lengths(const Runs& runs) {
+    return each(runs, [](auto& r) { return std::to_string(r.T); });
+}
+static std::string moment_of(const MemoryRun& r) {  // of the step's peak
+    const double there = (double)r.step.peak_by[GRADIENTS] / r.step.all_gradients;
+    return strprintf("at %d %s", r.T,
+                     r.step.oom     ? "the step does not fit"
+                     : there > 0.99 ? "it is after backward, when all gradients are there"
+                     : there < 0.05 ? "it is just after the loss, when all activations are there"
+                                    : "it is in backward, when a part of the gradients is there");
 }
 
-static void print_predicted(const Plan& p) {
-    Planning planning;
-    profile_all(p, "predicted: every allocation counted, nothing computed", true);
-}
-// A card on which not even the shortest step fits shows the handout's size as predicted, and measures a smaller one.
-static void make_fit(Plan& p) {
-    auto fits = [](const Plan& plan, int T) {
-        RestoreContext restore;
-        for (Precision precision : plan.precisions) {
-            context.precision = precision;
-            size_t bytes = predicted_peak(plan.configs[0], plan.o.batch_size, T, STEP).bytes;
-            if (bytes > available_memory(context.device)) { return false; }
-        }
-        return true;
-    };
-    const auto& lengths = p.o.context_lengths;
-    if (fits(p, *std::min_element(lengths.begin(), lengths.end()))) { return; }
-    Plan smaller = p;
-    smaller.shrink_to_fit(
-        1, [&](const Plan& plan) { return fits(plan, *std::max_element(lengths.begin(), lengths.end())); });
-    if (smaller.configs[0].name == p.configs[0].name) { return; }  // the size was typed, or nothing fits
-    const std::string out = p.o.out;
-    p.o.out = "", context.mode = p.modes[0];
-    if (!context.plan_only) { print_predicted(p); }
-    p = smaller, p.o.out = out, context.mode = p.modes[0];
+static void answer_peaks(const Runs& runs) {
+    const MemoryRun& r = runs.back();
+    const PhaseMemory& forward = r.forward;
+    answer(
+        "a",
+        "Forward alone is flat: above the weights (%s GiB%s) it has one equal peak per layer, %s GiB at context length "
+        "%d, because nothing is kept for backward. In a step the stages can be told apart: memory climbs through "
+        "forward, falls layer by layer in backward while the gradients grow, and is flat in the optimizer. Where a "
+        "step's peak is depends on the context length: %s.",
+        gib(forward.peak_by[PARAMETERS]).c_str(),
+        forward.peak_by[WEIGHT_COPIES] ? ", and their growing 16-bit copies" : "",
+        gib(forward.peak_by[ACTIVATIONS]).c_str(), r.T, each(runs, moment_of).c_str());
+    answer("b", "At context length %s forward's peak is %s, a step's %s (%s, %s%s).", lengths(runs).c_str(),
+           each(runs, [](auto& r) { return peak_text(r.forward); }).c_str(),
+           each(runs, [](auto& r) { return peak_text(r.step); }).c_str(), r.config.name.c_str(), name_of(r.precision),
+           r.predicted ? "; predicted" : "");
+    if (r.precision == FP32) {
+        answer("b", "Weights, gradients and AdamW's two moments are 4 x %s MiB of a step's at any length.",
+               mib(forward.peak_by[PARAMETERS]).c_str());
+    }
+    if (!r.taped.oom) {
+        answer("b", "At context length %d a forward that keeps what backward needs takes %s GiB more.", r.T,
+               gib((double)r.taped.peak - forward.peak).c_str());
+    }
+    if (r.predicted && r.step.peak / 1073741824.0 > 139) {
+        answer("b", "A step at context length %d needs more than an H200's 139 GiB.", r.T);
+    }
 }
 
-// Leaves out the precisions that the CPU's FlashAttention lacks. False: it has none of them.
-static bool keep_what_runs(Plan& p) {
-    std::vector<std::string> asked, kept;
-    std::vector<Precision> precisions;
-    for (Precision precision : p.precisions) {
-        asked.push_back(name_of(precision));
-        if (context.mode == FLASH && fastest_mode(p.configs[0], precision) != FLASH) { continue; }
-        precisions.push_back(precision), kept.push_back(name_of(precision));
+static void answer_precision(const Runs& high, const Runs& low) {
+    std::vector<std::string> forward, step, shrink;
+    int more = 0, less = 0;
+    size_t copies = 0;
+    for (size_t i = 0; i < std::min(high.size(), low.size()); i++) {
+        const MemoryRun &a = high[i], &b = low[i];
+        forward.push_back(strprintf("%+.1f", 100 * ((double)b.forward.peak / a.forward.peak - 1)));
+        (b.forward.peak > a.forward.peak ? more : less)++;
+        copies = std::max(copies, b.forward.peak_by[WEIGHT_COPIES]);
+        if (a.step.oom || b.step.oom) { continue; }
+        step.push_back(strprintf("%+.1f", 100 * ((double)b.step.peak / a.step.peak - 1)));
+        (b.step.peak > a.step.peak ? more : less)++;
+        shrink.push_back(gib((double)a.step.peak_by[ACTIVATIONS] - b.step.peak_by[ACTIVATIONS]));
     }
-    if (kept.empty()) {
-        note("memory_profiling: no small model ran: the CPU's FlashAttention has no %s", join(asked, ", ").c_str());
-    } else if (kept.size() < asked.size()) {
-        p.note_smaller("precision " + join(kept, ",") + " instead of " + join(asked, ","));
+    answer("c", "%s takes %s memory than %s: forward %s %% at context length %s.", name_of(low[0].precision),
+           less == 0   ? "more"
+           : more == 0 ? "less"
+                       : "in some rows more, in others less",
+           name_of(high[0].precision), list_of(forward).c_str(), lengths(low).c_str());
+    if (!step.empty()) { answer("c", "A step's peak changes by %s %%.", list_of(step).c_str()); }
+    if (copies == 0) { return answer("c", "This mode keeps no 16-bit copies of weights beside those in fp32."); }
+    answer("c", "Weights, gradients and moments stay in fp32, and a 16-bit copy of each matrix is added: %s GiB.",
+           gib(copies).c_str());
+    if (!step.empty()) {
+        answer("c", "At the step's peak activations shrink by only %s GiB.", list_of(shrink).c_str());
     }
-    p.precisions = precisions;
-    return !kept.empty();
 }
 
-int cmd_memory_profiling(const Options& o) {
-    Device device = context.device = choose_device(o.device);
+// What the largest arrays of a forward are.
+static std::string largest_of(const MemoryRun& r) {
+    std::vector<std::string> ops;
+    int times = 0;
+    const Allocation* first = nullptr;
+    for (const Allocation& a : r.largest) {
+        if (a.range == "held" || (first && a.bytes != first->bytes)) { continue; }
+        if (!first) { first = &a; }
+        times += a.times;
+        ops.push_back(a.op);
+    }
+    if (!first) { return ""; }
+    const ModelConfig& c = r.config;
+    auto in = [&](const char* part) { return first->range.find(part) != std::string::npos; };
+    const std::string what =
+        first->category == WEIGHT_COPIES ? "16-bit copies of matrices,"
+        : in("attention") ? strprintf("attention's scores, %d x %d x %d x %d numbers,", r.B, c.num_heads, r.T, r.T)
+        : in("ffn")       ? strprintf("the feed-forward's, %d x %d x %d numbers,", r.B, r.T, c.d_ff)
+                          : "in " + first->range + ",";
+    return strprintf("At %d tokens the largest are %s %s MiB each, %g per layer (%s). ", r.T, what.c_str(),
+                     mib(first->bytes).c_str(), (double)times / c.num_layers, list_of(ops).c_str());
+}
+
+static void answer_block(const MemoryRun& r, const Runs& low) {
+    const BlockMemory& m = r.block;
+    std::vector<std::string> ops;
+    for (const auto& [op, bytes] : saved_most(m)) {
+        ops.push_back(strprintf("%s %.1f %%", op.substr(op.rfind('/') + 1).c_str(), 100.0 * bytes / m.bytes));
+    }
+    answer("f", "One block saves %lld bytes (%s MiB) for backward in %s%s (%s at context length %d).",
+           (long long)m.bytes, mib(m.bytes).c_str(), name_of(r.precision),
+           low.empty()
+               ? ""
+               : strprintf(", %lld in %s", (long long)low.back().block.bytes, name_of(low[0].precision)).c_str(),
+           r.config.name.c_str(), r.T);
+    answer("f", "Most of it is saved by %s.", list_of(ops).c_str());
+    const int64_t gradients = m.change + m.bytes - m.copies;
+    answer("f",
+           "Backward over the block frees that, but memory %s by only %s MiB: the difference, %s MiB, is the gradients "
+           "of its parameters, %s.",
+           m.change < 0 ? "falls" : "grows", mib(std::fabs(m.change)).c_str(), mib(gradients).c_str(),
+           gradients == m.formula ? "as the formula says" : ("by the formula " + mib(m.formula) + " MiB").c_str());
+}
+
+void answer_memory_profiling(const Runs& runs) {
+    std::map<Precision, Runs> by;
+    for (const MemoryRun& r : runs) {
+        if (!r.forward.oom) { by[r.precision].push_back(r); }
+    }
+    if (by.empty()) { return; }
+    const Runs first = by.begin()->second;
+    const MemoryRun& r = first.back();
+    answer_peaks(first);
+    for (auto it = std::next(by.begin()); it != by.end(); it++) { answer_precision(first, it->second); }
+    auto stream = [](const MemoryRun& r) { return (double)r.B * r.T * r.config.d_model * 4; };
+    const bool equal = std::all_of(first.begin(), first.end(), [&](auto& r) { return (double)r.stream == stream(r); });
+    answer("d",
+           "batch x context length x d_model x 4 bytes = %d x %d x %d x 4 / 1024^2 = %s MiB; at context length %s: %s "
+           "MiB. %s for the embedding's output.",
+           r.B, r.T, r.config.d_model, mib(stream(r)).c_str(), lengths(first).c_str(),
+           each(first, [&](auto& r) { return mib(stream(r)); }).c_str(),
+           equal ? "The run allocated exactly that" : "But the run allocated another number of bytes");
+    answer("e", "%s%sThe weights were there before, and the optimizer allocates nothing in forward.",
+           largest_of(r).c_str(), first.size() > 1 ? largest_of(first[0]).c_str() : "");
+    if (r.block.bytes > 0) {
+        answer_block(r, by.size() > 1 ? std::next(by.begin())->second : Runs());
+    } else {
+        answer("f", "%s", r.block.oom ? "Three blocks do not fit." : "Left out: a checkpoint keeps only its input.");
+    }
+}
+
+// Without a GPU nothing is computed, and the handout's sizes are predicted.
+int cmd_memory_profiling(const Options& asked) {
+    Options o = asked;
+    context.device = choose_device(o.device);
     context.each_launch = true;
     if (!o.out.empty() && mkdir(o.out.c_str(), 0777) != 0 && errno != EEXIST) {
         fail("--out %s: %s", o.out.c_str(), strerror(errno));
     }
-    Plan p{o};
-    if (o.quick && device == CUDA) {
-        p.shrink_size();
-        p.shrink("context_length", &Options::context_lengths, {128});
+    const bool predicted = context.device == CPU;
+    if (o.quick && !predicted) {
+        by_quick(o, "size", &Options::size, {"small"});
+        by_quick(o, "context_length", &Options::context_lengths, {128});
     }
-    {
-        Planning planning;  // so that a precision which only a GPU has in this mode can be predicted
-        p.choose_models();
+    std::unique_ptr<Planning> planning(predicted ? new Planning : nullptr);
+    const std::vector<ModelConfig> configs = configs_of(o);
+    const std::vector<Precision> precisions = precisions_of(o);
+    context.mode = modes_of(o, configs, precisions)[0];
+    bool ran = false;
+    for (const ModelConfig& c : configs) {
+        Runs runs;
+        for (Precision precision : precisions) {
+            for (int T : o.context_lengths) {
+                give_back_cached_memory();
+                runs.push_back(profile_memory(c, precision, o.batch_size, T, o.seed, o.out));
+                ran = ran || runs.back().forward.oom == 0;
+            }
+        }
+        const std::string caption =
+            strprintf("size %s, mode %s, batch %d, vocabulary %d; %s", c.name.c_str(), caption_of(context.mode).c_str(),
+                      o.batch_size, c.vocab_size,
+                      predicted ? ("predicted: every allocation counted, nothing computed; commit " + commit()).c_str()
+                                : ("the second run of each phase; " + origin(o)).c_str());
+        print_peaks(runs, caption);
+        print_categories(runs, caption);
+        print_largest(runs, caption);
+        if (!context.checkpoint) { print_blocks(runs, caption); }
+        answer_memory_profiling(runs);
     }
-    context.mode = p.modes[0];
-    if (device == CUDA) {
-        make_fit(p);
-        std::string how = strprintf("the second run of each phase; %s MiB of the card in use before the model",
-                                    mib(gpu_memory_used()).c_str());
-        profile_all(p, how, true);
-        return 0;
-    }
-    print_predicted(p);
-    // This model is so small that it runs at once. Its peaks show that the prediction is what happens.
-    p.configs = {{"tiny", 256, 1024, 2, 4, 1000}};
-    p.o.context_lengths = {64}, p.o.batch_size = 2;
-    p.note_smaller("2 layers, d_model 256, d_ff 1024, 4 heads, context length 64");
-    if (!keep_what_runs(p)) { return 0; }
-    profile_all(p, "really run, second run of each phase", false);
+    if (!ran) { fail("memory_profiling: no forward fits into memory"); }
     return 0;
 }

@@ -173,10 +173,19 @@ void begin_unit(const Model& model, int unit) {
 Tensor end_unit(const Model& model, int unit, const Tensor& y) {
     return model.pre_backward ? before_backward(y, [&model, unit] { model.pre_backward(unit); }) : y;
 }
-// The number of blocks, from the first, whose feed-forward is a checkpoint.
+static int number_in(Checkpointing some) {  // n, where context.checkpoint is `some` plus n; else -1
+    int n = context.checkpoint - some;
+    return 0 <= n && n <= MAX_CHECKPOINT ? n : -1;
+}
+// How many blocks, from the first, are checkpoints as a whole; and up to which one of the others the feed-forward is.
+static int checkpointed_wholes(const ModelConfig& c) {
+    int k = context.checkpoint, some = number_in(CHECKPOINT_SOME_BLOCKS);
+    bool all = k > 0 || k == CHECKPOINT_HALVES || k == CHECKPOINT_NESTED;
+    return all ? c.num_layers : std::max(some, 0);
+}
 int checkpointed_ffns(const ModelConfig& c) {
-    int some = context.checkpoint - CHECKPOINT_SOME_FFN;
-    return context.checkpoint == CHECKPOINT_FFN ? c.num_layers : some <= MAX_CHECKPOINT ? some : 0;
+    bool all = context.checkpoint == CHECKPOINT_FFN || number_in(CHECKPOINT_SOME_BLOCKS) >= 0;
+    return all ? std::max(c.num_layers, checkpointed_wholes(c)) : std::max(number_in(CHECKPOINT_SOME_FFN), 0);
 }
 // Block l. The residual stream is *x + *delta, where *delta is what the block before adds to it (null: nothing).
 static void block(const Model& model, int l, Tensor* x, Tensor* delta) {
@@ -192,7 +201,8 @@ static void block(const Model& model, int l, Tensor* x, Tensor* delta) {
     auto gated = [&layer](const Tensor& y) { return swiglu(layer, y); };
     auto feed_forward = [gated, l, &c, &layer](const Tensor& y) {  // backward may call it
         Range ffn("ffn");
-        return l < checkpointed_ffns(c) ? checkpoint_linear(gated, y, layer.w2) : linear(gated(y), layer.w2);
+        bool again = checkpointed_wholes(c) <= l && l < checkpointed_ffns(c);
+        return again ? checkpoint_linear(gated, y, layer.w2) : linear(gated(y), layer.w2);
     };
     if (context.checkpoint == CHECKPOINT_HALF) {
         auto half = [&](auto f, const Tensor& ln) {
@@ -220,7 +230,7 @@ static Tensor checkpointed_blocks(const Model& model, Tensor x, int first, int e
     auto part = [&](int first, int end, auto blocks) {
         x = checkpoint([&model, first, end, blocks](const Tensor& x) { return blocks(model, x, first, end); }, x);
     };
-    int k = context.checkpoint, middle = (first + end) / 2;
+    int k = number_in(CHECKPOINT_SOME_BLOCKS) >= 0 ? 1 : context.checkpoint, middle = (first + end) / 2;
     for (int l = first; k > 0 && l < end; l += k) { part(l, std::min(l + k, end), run_blocks); }
     if (k > 0) { return x; }
     if (end - first == 1) { return run_blocks(model, x, first, end); }
@@ -242,10 +252,9 @@ static Tensor forward_to_head(Model& model, const Tensor& tokens) {
         begin_unit(model, 0);
         x = end_unit(model, 0, gather_rows(model.embedding, tokens));
     }
-    bool within_blocks = checkpointed_ffns(c) > 0 || context.checkpoint == CHECKPOINT_HALF;
-    bool whole_blocks = context.checkpoint != 0 && !within_blocks && context.recording;
-    if (whole_blocks) { x = checkpointed_blocks(model, x, 0, c.num_layers); }
-    for (int l = 0; l < c.num_layers && !whole_blocks; l++) { block(model, l, &x, &delta); }
+    const int wholes = context.recording ? checkpointed_wholes(c) : 0;
+    if (wholes > 0) { x = checkpointed_blocks(model, x, 0, wholes); }
+    for (int l = wholes; l < c.num_layers; l++) { block(model, l, &x, &delta); }
     return add_rmsnorm(&x, delta, model.ln_final, c.eps);
 }
 Tensor forward(Model& model, const Tensor& tokens) {

@@ -5,7 +5,6 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdarg>
-#include <sstream>
 
 std::string oom_cell(size_t bytes) { return strprintf("OOM (%.1f GiB)", bytes / 1073741824.0); }
 std::string to_cell(double x) { return std::isnan(x) ? "" : strprintf("%.4g", x); }
@@ -125,38 +124,4 @@ void RunningTable::add(const std::vector<std::string>& row) {
 void RunningTable::end() {
     if (!failure.empty()) { fail("%s", failure.c_str()); }
     if (table.rows.empty()) { print(table); }
-}
-
-// TODO(transition)
-// The table of format_csv's text.
-Table read_csv(const std::string& text) {
-    Table table;
-    std::istringstream lines(text);
-    for (std::string line; std::getline(lines, line);) {
-        if (table.columns.empty() && line.compare(0, 2, "# ") == 0) {
-            table.caption = line.substr(2);
-            continue;
-        }
-        if (line.empty()) { break; }  // another table, or the answers
-        std::vector<std::string> cells = {""};
-        bool quoted = false;
-        for (size_t i = 0; i < line.size(); i++) {
-            bool quote = line[i] == '"';
-            if (quote && quoted && line[i + 1] == '"') {
-                cells.back() += line[++i];
-            } else if (quote) {
-                quoted = !quoted;
-            } else if (line[i] == ',' && !quoted) {
-                cells.emplace_back();
-            } else {
-                cells.back() += line[i];
-            }
-        }
-        if (table.columns.empty()) {
-            table.columns = cells;
-        } else {
-            table.rows.push_back(cells);
-        }
-    }
-    return table;
 }

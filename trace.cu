@@ -30,8 +30,6 @@ static Trace trace;
 // The numbers of ranges go on from one trace to the next, so that a range of an earlier trace is known as such.
 static int first_range = 0;
 static thread_local int innermost_traced = -1;
-constexpr size_t TRACE_LIMIT = 1000000;  // entries of each list; some 100 bytes per entry
-constexpr size_t TRACE_ROOM = 1 << 17;   // of each list from the start: some 20 steps of a small model
 
 // system_clock is CLOCK_REALTIME, which CUPTI uses, too.
 static int64_t epoch_ns() {
@@ -39,24 +37,6 @@ static int64_t epoch_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 static int in_this_trace(int range) { return range >= first_range ? range - first_range : -1; }
-
-// Empties the list, and writes to its room once: a page's first touch takes microseconds, and a step would pay for it.
-template <class T>
-static void make_room(std::vector<T>& list) {
-    list.resize(TRACE_ROOM);
-    list.clear();
-}
-// Appends unless the list is full.
-template <class T>
-static bool keep(std::vector<T>& list, const T& entry, size_t& left_out) {
-    bool room = list.size() < TRACE_LIMIT;
-    if (room) {
-        list.push_back(entry);
-    } else {
-        left_out++;
-    }
-    return room;
-}
 
 #if defined(__CUDACC__) && defined(HAVE_CUPTI)
 #if CUPTI_API_VERSION >= 130000
@@ -72,7 +52,7 @@ static std::atomic<bool> cupti_runs{false};
 // long.
 static std::mutex cupti_mutex;
 static std::vector<TracedWork> cupti_work;
-static size_t cupti_dropped, cupti_left_out;
+static size_t cupti_dropped;
 static std::string cupti_error;  // the last one, of CUPTI's thread, where nothing may be thrown
 
 static std::string cupti_text(CUptiResult result, const char* call) {
@@ -97,7 +77,7 @@ static void CUPTIAPI note_launch(void*, CUpti_CallbackDomain, CUpti_CallbackId, 
     auto info = (const CUpti_CallbackData*)call;
     if (info->callbackSite != CUPTI_API_ENTER) { return; }
     std::lock_guard<std::mutex> lock(launch_mutex);
-    if (launches.size() < TRACE_LIMIT) { launches.push_back({info->correlationId, innermost_traced}); }
+    launches.push_back({info->correlationId, innermost_traced});
 }
 // A call of the runtime ends in a call of the driver, so the driver's are enough.
 static CUptiResult watch_launches() {
@@ -163,35 +143,14 @@ static void take_record(const CUpti_Activity* record) {
     if (w.end <= w.start) {
         cupti_dropped++;  // no room on the device for its times
     } else {
-        keep(cupti_work, w, cupti_left_out);
+        cupti_work.push_back(w);
     }
 }
 
-// CUPTI's buffers are used again and again: CUPTI zeroes each one on the thread that launches, and that thread would
-// pay for the first touch of its pages. There are four, so that some are left while CUPTI's thread reads. They have a
-// mutex of their own for the same reason as cupti_mutex.
-constexpr size_t CUPTI_BUFFER = 2 << 20;  // bytes, some 10000 records
-static std::mutex buffer_mutex;
-static std::vector<uint8_t*> spare_buffers;
-
-// Not malloc: g++ makes one calloc of malloc and the memset below, and calloc touches nothing.
-static uint8_t* new_buffer() { return (uint8_t*)aligned_alloc(8, CUPTI_BUFFER); }
-static void make_buffers() {
-    std::lock_guard<std::mutex> lock(buffer_mutex);
-    while (spare_buffers.size() < 4) {
-        uint8_t* buffer = new_buffer();
-        if (!buffer) { return; }
-        memset(buffer, 0, CUPTI_BUFFER);
-        spare_buffers.push_back(buffer);
-    }
-}
 static void CUPTIAPI give_buffer(uint8_t** buffer, size_t* size, size_t* max_records) {
-    *size = CUPTI_BUFFER;
-    *max_records = 0;  // as many as fit
-    std::lock_guard<std::mutex> lock(buffer_mutex);
-    if (spare_buffers.empty()) { spare_buffers.push_back(new_buffer()); }  // if it is null, CUPTI drops records
-    *buffer = spare_buffers.back();
-    spare_buffers.pop_back();
+    *size = 2 << 20;                              // bytes, some 10000 records
+    *max_records = 0;                             // as many as fit
+    *buffer = (uint8_t*)aligned_alloc(8, *size);  // if it is null, CUPTI drops records
 }
 static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* buffer, size_t, size_t bytes) {
     std::lock_guard<std::mutex> lock(cupti_mutex);
@@ -205,28 +164,21 @@ static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* bu
     result = cuptiActivityGetNumDroppedRecords(cuda, stream_id, &dropped);
     if (result != CUPTI_SUCCESS) { cupti_error = cupti_text(result, "cuptiActivityGetNumDroppedRecords"); }
     cupti_dropped += dropped;
-    std::lock_guard<std::mutex> spare_lock(buffer_mutex);
-    spare_buffers.push_back(buffer);
+    free(buffer);
 }
 
 // Starts CUPTI, or says why not.
 static std::string start_cupti() {
     std::string why;
     if (cuda_devices(&why) == 0) { return why; }
-    for (const char* name :
-         {"NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE", "CUDA_INJECTION64_PATH"}) {
-        if (getenv(name)) { return strprintf("another profiler is attached (%s is set)", name); }
-    }
+    if (getenv("NSYS_PROFILING_SESSION_ID")) { return "nsys is attached"; }
     cupti_error.clear();
-    make_room(cupti_work);
-    make_room(launches);
-    make_buffers();
-    cupti_dropped = cupti_left_out = 0;
+    cupti_work.clear();
+    launches.clear();
+    cupti_dropped = 0;
     CUptiResult result = cuptiActivityRegisterCallbacks(give_buffer, take_buffer);
     if (result != CUPTI_SUCCESS) { return cupti_text(result, "cuptiActivityRegisterCallbacks"); }
-    if ((result = watch_launches()) == CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED) {
-        return "another profiler is attached";
-    }
+    result = watch_launches();
     for (CUpti_ActivityKind kind : traced_activities) {
         if (result == CUPTI_SUCCESS) { result = cuptiActivityEnable(kind); }
     }
@@ -259,10 +211,8 @@ static void stop_cupti() {
     }
     std::sort(cupti_work.begin(), cupti_work.end(),
               [](const TracedWork& a, const TracedWork& b) { return a.start < b.start; });
-    cupti_work.shrink_to_fit();
     trace.work = std::move(cupti_work);
     trace.dropped = cupti_dropped;
-    trace.left_out += cupti_left_out;
 }
 #else
 static std::string start_cupti() {
@@ -278,7 +228,8 @@ static int begin_traced(const char* name, int recorded_in) {
     {
         std::lock_guard<std::mutex> lock(trace_mutex);
         TracedRange r{name, in_this_trace(innermost_traced), in_this_trace(recorded_in), thread, epoch_ns(), 0};
-        if (!tracing || !keep(trace.ranges, r, trace.left_out)) { return -1; }
+        if (!tracing) { return -1; }
+        trace.ranges.push_back(r);
         innermost_traced = first_range + (int)trace.ranges.size() - 1;
     }
     return innermost_traced;
@@ -293,15 +244,13 @@ static void end_traced(int range) {
 void trace_memory(size_t bytes) {
     if (!tracing) { return; }
     std::lock_guard<std::mutex> lock(trace_mutex);
-    if (tracing) { keep(trace.memory, {epoch_ns(), bytes}, trace.left_out); }
+    if (tracing) { trace.memory.push_back({epoch_ns(), bytes}); }
 }
 
 void start_tracing() {
     if (tracing) { fail("a trace is being made already"); }
     synchronize();  // what was queued before does not belong to it
     trace = Trace();
-    make_room(trace.ranges);
-    make_room(trace.memory);
     trace.no_kernels = start_cupti();
     tracing = true;
 }
@@ -317,8 +266,6 @@ Trace stop_tracing() {
         if (r.end == 0) { r.end = now; }  // open still
     }
     first_range += (int)trace.ranges.size();
-    trace.ranges.shrink_to_fit();  // nsys_profile keeps the traces of all models
-    trace.memory.shrink_to_fit();
     return std::move(trace);
 }
 

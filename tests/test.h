@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
+#include <sstream>
 
 struct OnCPU {
     static constexpr Device device = CPU;
@@ -72,6 +73,27 @@ inline std::string printed(const std::function<void()>& f) {
     f();
     printed_to = nullptr;
     return text;
+}
+
+// The cells of the column `name`, from all Markdown tables of a program's output that have one.
+inline std::vector<std::string> column(const std::string& output, const std::string& name) {
+    std::vector<std::string> found;
+    int wanted = -1, lines = 0;  // lines: of this table, so far
+    std::istringstream text(output);
+    for (std::string line; std::getline(text, line);) {
+        lines = line.compare(0, 2, "| ") == 0 ? lines + 1 : 0;
+        if (lines == 1) { wanted = -1; }
+        size_t at = 2;
+        for (int i = 0; lines > 0 && at < line.size(); i++) {
+            const size_t end = line.find(" |", at), first = line.find_first_not_of(' ', at);
+            std::string cell = first < end ? line.substr(first, end - first) : "";
+            cell.erase(cell.find_last_not_of(' ') + 1);
+            if (lines == 1 && cell == name) { wanted = i; }
+            if (lines > 2 && i == wanted) { found.push_back(cell); }
+            at = end + 3;
+        }
+    }
+    return found;
 }
 
 void skip_this_case(const char* why);  // main.cpp: counts the running test case as skipped; return after it

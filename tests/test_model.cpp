@@ -381,6 +381,7 @@ static const std::vector<PureSetting> pure_settings = {
     {FUSED, 0, 7, true},
     {FUSED, 1, 21, false},
     {FUSED, CHECKPOINT_SOME_FFN + 1, 4, true},
+    {FUSED, CHECKPOINT_SOME_BLOCKS + 1, 4, true},
     {FLASH, CHECKPOINT_FFN, 7, true},
 };
 // False: this device has no such attention.
@@ -654,14 +655,14 @@ TEST_CASE_TEMPLATE("model: --recompute changes memory and no bit", D, OnCPU, OnC
 TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     const ModelConfig config = {"", 64, 96, 5, 4, 40};
-    const int B = 2, T = 128, TWO_FFN = CHECKPOINT_SOME_FFN + 2;
+    const int B = 2, T = 128, TWO_FFN = CHECKPOINT_SOME_FFN + 2, TWO_BLOCKS = CHECKPOINT_SOME_BLOCKS + 2;
     for (Mode mode : {EAGER, FUSED, FLASH}) {
         for (Precision precision : {FP32, PREC_BF16, PREC_FP16, PREC_PURE_BF16}) {
             if (mode == FLASH && !fastest_flash(D::device, matmul_dtype(precision), 16)) { continue; }
             context.mode = mode, context.precision = precision, context.deterministic = true;
             std::map<int, std::vector<float>> gradients;
             std::map<int, size_t> held, peak, products;
-            for (int checkpoint : {0, 1, 2, 5, (int)CHECKPOINT_FFN, TWO_FFN, (int)CHECKPOINT_HALF,
+            for (int checkpoint : {0, 1, 2, 5, (int)CHECKPOINT_FFN, TWO_FFN, TWO_BLOCKS, (int)CHECKPOINT_HALF,
                                    (int)CHECKPOINT_HALVES, (int)CHECKPOINT_NESTED}) {
                 context.checkpoint = checkpoint;
                 Setup s = make_setup(config, B, T);
@@ -698,6 +699,9 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
             CHECK(products[CHECKPOINT_FFN] - products[0] == 5 * again);
             CHECK(products[TWO_FFN] - products[0] == 2 * again);
             CHECK(held[1] < held[CHECKPOINT_FFN]);
+            CHECK(5 * (held[CHECKPOINT_FFN] - held[TWO_BLOCKS]) == 2 * (held[CHECKPOINT_FFN] - held[1]));
+            CHECK(5 * (products[TWO_BLOCKS] - products[CHECKPOINT_FFN]) ==
+                  2 * (products[1] - products[CHECKPOINT_FFN]));
             CHECK(peak[1] < peak[2]);
             CHECK(peak[2] < peak[5]);
             CHECK(peak[CHECKPOINT_HALVES] < peak[2]);
@@ -708,6 +712,8 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
     CHECK_THROWS_WITH_AS(check_mode(config, EAGER, FP32), doctest::Contains("--checkpoint: got 6"), Failure);
     context.checkpoint = CHECKPOINT_SOME_FFN + 6;
     CHECK_THROWS_WITH_AS(check_mode(config, EAGER, FP32), doctest::Contains("--checkpoint: got ffn:6"), Failure);
+    context.checkpoint = CHECKPOINT_SOME_BLOCKS + 6;
+    CHECK_THROWS_WITH_AS(check_mode(config, EAGER, FP32), doctest::Contains("--checkpoint: got blocks:6"), Failure);
 }
 // Two backwards add up, with a loss scale; N = 66 rows.
 TEST_CASE_TEMPLATE("model: head and loss in chunks give what whole logits give", D, OnCPU, OnCUDA) {

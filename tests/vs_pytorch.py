@@ -24,7 +24,7 @@ ours / PyTorch's: below 1, ours is faster, or needs less.
 
 Training: both go on from the same checkpoint of ours, taken after one step, with the same batches, learning rates and clipping.
 Their losses on the text's held-out part may differ by no more than those of ours with other seeds do, else the exit code is 1."""
-import argparse, gc, html, itertools, json, math, os, statistics, subprocess, sys, tempfile, textwrap, time
+import argparse, csv, gc, itertools, json, math, os, statistics, subprocess, sys, tempfile, time
 
 SIZES = {"small": (768, 3072, 12, 12), "medium": (1024, 4096, 24, 16), "large": (1280, 5120, 36, 20),
          "xl": (1600, 6400, 48, 25), "2.7B": (2560, 10240, 32, 32)}  # d_model, d_ff, num_layers, num_heads
@@ -75,7 +75,6 @@ p.add_argument("--no_model", action="store_true", help="without the model's tabl
 p.add_argument("--torch_compile", action="store_true", help="problem 1.3: attention and the model, eager and compiled")
 p.add_argument("--passes", type=whole, default=100, metavar="N", help="of attention in --torch_compile, default 100")
 p.add_argument("--train", metavar="FILE", help="compare losses, too: 200 steps on this text with each of three seeds")
-p.add_argument("--plot", metavar="FILE", help="the steps as bars, an .svg file")
 p.add_argument("--program", default="./cs336", metavar="FILE", help="ours, default ./cs336")
 p.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default cuda")
 p.add_argument("--quick", action="store_true", help="size small, context 32, batch 1, 2 steps, one round, short sequences, short training")
@@ -86,8 +85,6 @@ if "--quick" in sys.argv:
 o = p.parse_args()
 if o.no_model and not (o.attention or o.torch_compile or o.train):
     stop("--no_model: takes --attention, --torch_compile or --train with it, or nothing is left to do")
-if o.plot and (o.no_model or not o.plot.endswith(".svg") or not os.path.isdir(os.path.dirname(o.plot) or ".")):
-    stop(f"--plot: got '{o.plot}', takes a name that ends in .svg, in a folder that exists, and no --no_model with it")
 if o.train and not os.path.isfile(o.train): stop(f"--train: got '{o.train}', takes a file")
 try: commit = subprocess.run([o.program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
 except (OSError, subprocess.CalledProcessError) as e: stop(f"--program: got '{o.program}', takes what `make` builds: {e}")
@@ -232,23 +229,26 @@ def model_pytorch(size, precision, T, graph):
     return results + [torch.cuda.max_memory_allocated() / 2**20 if CUDA else math.nan]
 
 def tables_of_ours(command, *options):
-    words = [o.program, command, *map(str, options), "--device", o.device, "--format", "json"]
+    """Of each table its header and its rows."""
+    words = [o.program, command, *map(str, options), "--device", o.device, "--format", "csv"]
     run = subprocess.run(words, capture_output=True, text=True)
     if run.returncode: stop(f"{' '.join(words)}: {run.stderr.strip()}", 1)
-    parts = [json.loads(line) for line in run.stdout.splitlines()]
-    return [part for part in parts if "rows" in part]  # without the answers
+    blocks = [[line for line in block.splitlines() if not line.startswith("#")] for block in run.stdout.split("\n\n")]
+    return [(rows[0], rows[1:]) for rows in map(list, map(csv.reader, blocks)) if rows]
 
 def ours(command, columns, *options):
-    """These columns of the first row that a command of ours prints; NaN for what did not fit into memory. Of several tables
-    the last is the fastest mode's."""
-    table = tables_of_ours(command, *options)[-1]
-    cells = [table["rows"][0][table["columns"].index(column)] for column in columns]
-    return [cell if isinstance(cell, (int, float)) else math.nan for cell in cells]
+    """These columns of the first row of the first table that has them; NaN for what did not fit into memory."""
+    tables = tables_of_ours(command, *options)
+    def cell(column):
+        header, rows = next(table for table in tables if column in table[0])
+        try: return float(rows[0][header.index(column)])
+        except ValueError: return math.nan
+    return [cell(column) for column in columns]
 
 def model_ours(size, precision, T):
     return ours("benchmarking_script", ["fw_mean_ms", "fwbw_mean_ms", "step_mean_ms", "peak step MiB"], "--size", size,
                 "--precision", precision, "--context_length", T, "--batch_size", o.batch_size, "--warmup", o.warmup, "--steps",
-                o.steps)
+                o.steps, "--mode", "flash")
 
 def moment():
     if not CUDA: return time.perf_counter()
@@ -328,21 +328,22 @@ def first_of_window(n, seed, i):
         c, k = [q >> 32 ^ c[1] ^ k[0], q & m, p >> 32 ^ c[3] ^ k[1], p & m], [(k[0] + 0x9E3779B9) & m, (k[1] + 0xBB67AE85) & m]
     return c[0] * n >> 32
 
-def train_pytorch(text, checkpoint, precision):
+def train_pytorch(text, checkpoint, precision, steps):
+    """As train.cu: warm-up over a tenth of the steps, then a cosine to a tenth of lr; a tenth of the text is held out."""
     tensors, meta = load_checkpoint(checkpoint)
-    T, B, steps, done, seed = (int(meta[k]) for k in ("context_length", "batch_size", "steps", "step", "seed"))
-    lr, min_lr, warmup = float(meta["lr"]), float(meta["min_lr"]), int(meta["warmup_steps"])
+    T, B, done, seed = (int(meta[k]) for k in ("context_length", "batch_size", "step", "seed"))
+    lr, min_lr, warmup = float(meta["lr"]), float(meta["lr"]) / 10, max(1, steps // 10)
     with torch.device(o.device):
         model = LM(256, T, *(int(meta[k]) for k in ("d_model", "d_ff", "num_layers", "num_heads")))
     compile_blocks(model)
     optimizer, autocast, loss_of = ready(model, precision)
-    optimizer.param_groups[0]["weight_decay"] = float(meta["weight_decay"])
+    optimizer.param_groups[0]["weight_decay"] = 0.01
     for name, w in model.named_parameters():
         w.data.copy_(tensors[our_name(name)])
         optimizer.state[w] = {"step": torch.tensor(float(done), device=o.device),
                               "exp_avg": tensors["adamw.m." + our_name(name)], "exp_avg_sq": tensors["adamw.v." + our_name(name)]}
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(o.device, torch.int64)
-    held_out = len(text) - int(len(text) * float(meta["val_fraction"]))
+    held_out = len(text) - len(text) // 10
 
     def batch(starts): return [torch.stack([data[s + i:s + i + T] for s in starts]) for i in (0, 1)]
 
@@ -354,16 +355,18 @@ def train_pytorch(text, checkpoint, precision):
         optimizer.zero_grad(set_to_none=True)
         loss = loss_of(*batch([first_of_window(held_out - T, seed, step * B + b) for b in range(B)]))
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), float(meta["max_grad_norm"]))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
     starts = range(held_out, len(text) - T, T)
     with torch.no_grad(): parts = [loss_of(*batch([s])).item() for s in starts]
     return losses, statistics.mean(parts)
 
-def train_ours(checkpoint, precision):
-    steps, summary = tables_of_ours("train", "--data", o.train, "--load", checkpoint, "--precision", precision, "--sample", 0)
-    return [row[1] for row in steps["rows"]], summary["rows"][0][1]
+def train_ours(checkpoint, precision, steps):
+    """The losses of some steps, by step, and the held-out one."""
+    rows, summary = tables_of_ours("train", "--data", o.train, "--load", checkpoint, "--precision", precision, "--sample", 0,
+                                   "--steps", steps)
+    return {int(row[0]): float(row[1]) for row in rows[1]}, float(summary[1][0][1])
 
 def train_table():
     with open(o.train, "rb") as f: text = f.read()
@@ -372,12 +375,13 @@ def train_table():
         for seed in range(o.seeds):
             checkpoint = os.path.join(folder, f"{seed}.safetensors")
             quick = ["--quick"] if o.quick else []
-            tables_of_ours("train", "--data", o.train, "--seed", seed, "--stop_at", 1, "--save", checkpoint, "--sample", 0, *quick)
+            tables_of_ours("train", "--data", o.train, "--seed", seed, "--steps", 1, "--save", checkpoint, "--sample", 0, *quick)
             for precision in o.precision:
                 torch._dynamo.reset()
-                a, b = train_ours(checkpoint, precision), train_pytorch(text, checkpoint, precision)
-                apart = max(abs(x - y) for x, y in zip(a[0], b[0]))
-                rows.append([seed, precision, len(a[0]) + 1, a[1], b[1], abs(a[1] - b[1]), apart])
+                steps = 20 if o.quick else 200
+                a, b = train_ours(checkpoint, precision, steps), train_pytorch(text, checkpoint, precision, steps)
+                apart = max(abs(loss - b[0][step - 2]) for step, loss in a[0].items())  # PyTorch begins with step 2
+                rows.append([seed, precision, steps, a[1], b[1], abs(a[1] - b[1]), apart])
                 print(f"train, seed {seed}, {precision}: {a[1]:.4f} {b[1]:.4f}", file=sys.stderr)
     show(f"train on {os.path.basename(o.train)}, {len(text)} bytes: loss in nats a byte, of PyTorch from the same checkpoint",
          ["seed", "precision", "steps", "held-out ours", "held-out PyTorch", "difference", "of a step's loss at most"], rows)
@@ -413,43 +417,6 @@ def show(caption, columns, rows):
     for row in table: print("| " + " | ".join(f"{x:>{w}}" for x, w in zip(row, width)) + " |")
     print(flush=True)
 
-LIGHT = "text{fill:#1f2328}.page{fill:#fff}.muted{fill:#59636e}.ours{fill:#2a78d6}.peer{fill:#8b949e}"
-DARK = "text{fill:#e6edf3}.page{fill:#0d1117}.muted{fill:#9198a1}.ours{fill:#3987e5}.peer{fill:#6e7681}"
-
-def picture(caption, rows):
-    """Of each row of the model's table two bars, ours above PyTorch's: forward, backward, optimizer."""
-    caption, phases = textwrap.wrap(caption, 115), (("forward", 1), ("backward", 0.7), ("optimizer", 0.45))
-    left, width, head = 205, 460, 20 * len(caption) + 112
-    height = 56 * len(rows) + head
-    longest = max([x for row in rows for x in row[6:8] + row[9:11] if not math.isnan(x)], default=1)
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height}" width="900" height="{height}">',
-           f"<style>text{{font:13px system-ui,sans-serif}}.title{{font-size:18px;font-weight:600}}{LIGHT}",
-           f"@media(prefers-color-scheme:dark){{{DARK}}}</style>", '<rect class="page" width="900" height="100%"/>']
-    def text(x, y, words, kind=""): out.append(f'<text class="{kind}" x="{x:.1f}" y="{y}">{html.escape(words)}</text>')
-    def bar(kind, shade, x, y, wide):
-        out.append(f'<rect class="{kind}" fill-opacity="{shade}" x="{x:.1f}" y="{y}" width="{wide:.1f}" height="17"/>')
-    text(20, 32, "A training step beside PyTorch: the time of its phases in ms", "title")
-    for n, line in enumerate(caption): text(20, 54 + 20 * n, line, "muted")
-    for side, (kind, name) in enumerate((("ours", "ours"), ("peer", "PyTorch"))):
-        for n, (phase, shade) in enumerate(phases):
-            bar(kind, shade, 20 + 155 * n, head - 66 + 22 * side, 17)
-            text(43 + 155 * n, head - 53 + 22 * side, f"{name}, {phase}")
-    for n, row in enumerate(rows):
-        top = head - 10 + 56 * n
-        text(20, top + 24, f"{row[0]} {row[1]}, {row[2]} tokens")
-        for side, kind in enumerate(("ours", "peer")):
-            fw, fwbw, step = row[3 + side], row[6 + side], row[9 + side]
-            y, x = top + 20 * side, left
-            if math.isnan(step): text(x, y + 13, "out of memory", "muted")
-            else:
-                for ms, (_, shade) in zip((fw, fwbw - fw, step - fwbw), phases):
-                    wide = max(ms, 0) / longest * width
-                    bar(kind, shade, x, y, wide)
-                    x += wide
-                ratio = "" if kind == "peer" or math.isnan(row[11]) else f", {row[11]:.2f} of PyTorch's"
-                text(x + 8, y + 13, f"{step:.2f} {'ours' if kind == 'ours' else 'PyTorch'}{ratio}")
-    return "\n".join(out + ["</svg>\n"])
-
 def model_table():
     rows = []
     for size, precision, T in itertools.product(o.size, o.precision, o.context_length):
@@ -466,8 +433,6 @@ def model_table():
     columns += ["step without graph ms", "peak ours MiB", "peak PyTorch MiB", "peak ratio"]
     caption = f"model: batch {o.batch_size}, mean of {o.steps} steps after {o.warmup}, PyTorch in a CUDA graph; {of_rounds}"
     show(caption, ["size", "precision", "context length", *columns], rows)
-    if o.plot:
-        with open(o.plot, "w") as f: f.write(picture(f"{caption}; {where()}", rows))
 
 def compile_attention_table():
     rows = []
