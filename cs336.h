@@ -338,13 +338,11 @@ struct Unfinished {  // a file that is removed when this goes
     Unfinished(const Unfinished&) = delete;
 };
 inline void remove_unfinished_files() {}              // TODO(transition)
-std::string real_name(const std::string& path);       // absolute, behind all symbolic links; there or not
-std::string temporary_name(const std::string& path);  // beside it, another one each time
+std::string temporary_name(const std::string& path);  // beside path, behind its links; another one each time
 // `write` fills a temporary file beside path, which takes its name in one step: nobody ever sees half a file, and where
 // it fails, or we are killed, the old one stays. write returns false, with errno, if it failed; null: only tries.
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
 void save_file(const std::string& path, const std::string& bytes);
-bool same_file(const std::string& a, const std::string& b);                // both are there, and are one
 void note(const char* format, ...) __attribute__((format(printf, 1, 2)));  // one line on stderr
 // Starts this program anew, its stdout to a descriptor, and if given its stderr to another one. It does not outlive us.
 pid_t start_ourselves(const std::vector<std::string>& arguments, char** environment, int stdout_descriptor,

@@ -872,7 +872,8 @@ int EndSignals::seen() { return end_signal; }
 // ---------------------------------------------------------------------------------------------------------------------
 // Files
 
-std::string real_name(const std::string& path) {
+// Absolute, behind all symbolic links; there or not.
+static std::string real_name(const std::string& path) {
     std::error_code error;
     const std::filesystem::path real = std::filesystem::weakly_canonical(std::filesystem::absolute(path, error), error);
     return error ? path : real.string();
@@ -903,10 +904,6 @@ void replace_file(const std::string& path, const std::function<bool(FILE*)>& wri
     if (folder >= 0) { fsync(folder), close(folder); }  // the new name, too, has to reach the disk
 }
 
-bool same_file(const std::string& a, const std::string& b) {
-    struct stat s, t;
-    return stat(a.c_str(), &s) == 0 && stat(b.c_str(), &t) == 0 && s.st_dev == t.st_dev && s.st_ino == t.st_ino;
-}
 void save_file(const std::string& path, const std::string& bytes) {
     replace_file(path, [&](FILE* file) { return fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size(); });
 }

@@ -509,8 +509,6 @@ TEST_CASE("measure: a file keeps its mode, and is written behind its links") {
     CHECK(mode_of(path) == 0604);
     for (const std::string& l : {link, chain}) { CHECK(std::filesystem::is_symlink(l)); }
     CHECK(folder.files().size() == 4);
-    CHECK(real_name(chain) == real_name(folder / "away/../file"));
-    CHECK(real_name("none") == real_name("./none"));
 }
 
 TEST_CASE("measure: what cannot be written is said, and trying leaves nothing") {
