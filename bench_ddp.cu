@@ -142,9 +142,11 @@ static void run_group(const Options& o, const char* backend, Device device, int 
     std::vector<std::string> sizes;
     for (double mb : o.sizes_mb) { sizes.push_back(strprintf("%.17g", mb)); }
     const int code =
-        launch_ranks(n, {o.command, "--nproc", std::to_string(n), "--backend", backend, "--device", name_of(device),
-                         "--timeout", strprintf("%g", o.timeout), "--warmup", std::to_string(o.warmup[0]), "--steps",
-                         std::to_string(o.steps), "--sizes_mb", join(sizes, ",")});
+        launch_ranks(n,
+                     {o.command, "--nproc", std::to_string(n), "--backend", backend, "--device", name_of(device),
+                      "--timeout", strprintf("%g", o.timeout), "--warmup", std::to_string(o.warmup[0]), "--steps",
+                      std::to_string(o.steps), "--sizes_mb", join(sizes, ",")},
+                     o.timeout);
     if (code != 0) { throw Failure(code, strprintf("%d ranks over %s ended with %d", n, backend, code)); }
     std::vector<AllReduceRun> of_group(sizes.size());
     rewind(results.get());
