@@ -171,8 +171,7 @@ struct WeightsCheck {  // of several ranks' weights against those of a reference
     std::string shares = "";  // of a sharded optimizer: elements of state by rank
     int64_t whole = 0;        // unsharded
 };
-void answer_data_parallel(const std::vector<WeightsCheck>& checks, int ranks, Strategy strategy);
-void answer_optimizer_state_sharding(const std::vector<WeightsCheck>& checks, int ranks);
+void answer_weights(const std::vector<WeightsCheck>& checks, const std::string& what);
 struct DdpRun {  // steps of one way. Times in ms, over the steps; communication: of the all-reduces themselves
     Strategy strategy;
     double bucket_mb = 0;

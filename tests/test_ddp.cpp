@@ -1,6 +1,5 @@
 // Tests of ddp.cu: the four ways of data parallel training and the sharded optimizer against plain training, how
 // gradients are cut into buckets, when they go, and the numbers of communication_accounting.
-#include "answers.h"
 #include "test.h"
 
 #include <nlohmann/json.hpp>
@@ -9,8 +8,8 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
 #include <map>
+#include <sstream>
 
 // Four weights of one layer each, y = w3 * (w2 * (w1 * x)) + w0 * x, all [3]: w0 is not used where `skip` is set.
 struct FourWeights {
@@ -160,8 +159,8 @@ TEST_CASE("ddp: the toy models are the edition's") {
             Run r = check_command({command, "--device", "cpu", "--nproc", "2", "--edition", edition}, "identical");
             CHECK(has(r.out, old ? "toy models with 5 outputs" : "toy models with 10 outputs"));
             // AdamW's two moments of 50 x 5 or 50 x 10, 50 x 10 and 10 x 10 weights
-            if (has(r.out, "Scheme")) {
-                CHECK(rows_of(tables_in(r.out)[0])[0].text("unsharded") == (old ? "1700" : "2200"));
+            if (has(r.out, "state by rank")) {
+                CHECK(has(r.out, old ? "850 + 850 |      1700" : "1100 + 1100 |      2200"));
             }
         }
     }
@@ -200,26 +199,69 @@ TEST_CASE("ddp: the same commands on GPUs") {
 }
 TEST_CASE("ddp: benchmarking commands") {
     if (lacks("gloo", CPU, 2)) { return; }
-    Run r = run_cs336({"ddp_bucketed_benchmarking", "--quick", "--device", "cpu", "--bucket_size_mb", "0.5,100"});
+    Run r =
+        run_cs336({"ddp_bucketed_benchmarking", "--device", "cpu", "--bucket_size_mb", "0.5,100", "--format", "csv"});
     INFO(r.out << r.err);
     CHECK(r.exit_code == 0);
-    CHECK(has(r.out, "scaled down: "));
-    CHECK(has(r.out, "Calls: 39, Loss: "));  // 9 tensors per layer and 3
-    CHECK(has(r.out, "Communication calls reduced:  39 → "));
-    CHECK(has(r.out, "bucketed, 0.5 MB"));
-    CHECK(has(r.out, "w = "));
-    CHECK(has(r.out, "Speedup ratio"));
-    CHECK(has(r.out, "mode flash; 1 sequence per rank, "));
-    Run scaling = run_shell("CS336_PART_OF_SCALING=1 " + program() +
-                            " ddp_bucketed_benchmarking --quick --device cpu --bucket_size_mb 100 --checkpoint 1");
-    CHECK(has(scaling.out, "mode flash, checkpoint 1; 1 sequence per rank, "));
-    CHECK(!has(scaling.out, "one process with the whole batch"));
-    CHECK(has(scaling.out, "bucketed, 100 MB"));
+    CHECK(has(r.out, "sizes of --quick"));
+    CHECK(has(r.out, "\n# (b) "));
+    std::map<std::string, std::vector<std::string>> rows;  // of the second table: 39 is 9 tensors per layer and 3
+    std::istringstream lines(r.out.substr(r.out.find("Strategy,Comm Time (ms)")));
+    for (std::string line; std::getline(lines, line) && !line.empty();) {
+        std::istringstream cells(line);
+        std::string way, cell;
+        std::getline(cells, way, ',');
+        while (std::getline(cells, cell, ',')) { rows[way].push_back(cell); }
+    }
+    REQUIRE(rows.size() == 7);
+    for (auto [way, calls] : {std::pair("naive", "39"), {"flat", "1"}, {"overlapped", "39"}, {"100 MB", "1"}}) {
+        INFO(way);
+        REQUIRE(rows[way].size() == 9);
+        CHECK(rows[way][2] == calls);
+        CHECK(std::abs(std::stod(rows[way][8]) - std::stod(rows["naive"][8])) < 2e-4);  // all from the same weights
+    }
+    CHECK(std::abs(std::stod(rows["no sync"][8]) - std::stod(rows["naive"][8])) > 1e-3);
     Run memory = run_cs336({"optimizer_state_sharding_accounting", "--quick", "--device", "cpu"});
     CHECK(memory.exit_code == 0);
     CHECK(has(memory.out, "sharded, ZeRO-1"));
+    CHECK(has(memory.out, "the expected 1/2"));
+    Run alone = run_cs336({"naive_ddp_benchmarking", "--device", "cpu", "--nproc", "1"});
+    CHECK(alone.exit_code == 0);
+    CHECK(has(alone.out, "One rank has no other to share with"));
     CHECK(run_cs336({"naive_ddp_benchmarking", "--size", "tiny"}).exit_code == 2);
     CHECK(run_cs336({"ddp_bucketed_benchmarking", "--bucket_size_mb", "0"}).exit_code == 2);
+}
+TEST_CASE("ddp: steps that do not fit are rows that say so, and the run has failed") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    for (const char* command : {"naive_ddp_benchmarking", "optimizer_state_sharding_accounting"}) {
+        Run r = run_cs336({command, "--device", "cpu", "--d_model", "65536", "--d_ff", "262144", "--num_layers", "96",
+                           "--num_heads", "512"});
+        INFO(r.out << r.err);
+        CHECK(r.exit_code == 1);
+        CHECK(has(r.out, "| OOM ("));
+        CHECK(has(r.err, "no step ran: each rank needs "));
+    }
+}
+TEST_CASE("ddp: all-reduces of groups of ranks come back as numbers") {
+    if (lacks("gloo", CPU, 6)) { return; }
+    Run r =
+        run_cs336({"distributed_communication_single_node", "--device", "cpu", "--sizes_mb", "0.1,1", "--steps", "2"});
+    INFO(r.out << r.err);
+    CHECK(r.exit_code == 0);
+    for (const char* row :
+         {"|     2 |              0.1 |", "|     4 |              0.1 |", "|     6 |                1 |"}) {
+        CHECK_MESSAGE(has(r.out, std::string("| gloo    | cpu    ") + row), row);
+    }
+    CHECK(has(r.out, "**(size)** Gloo with 2 ranks takes "));
+    CHECK(has(r.out, "**(ranks)** From 4 to 6 ranks Gloo takes "));
+    Run group =
+        run_cs336({"distributed_communication_single_node", "--device", "cpu", "--nproc", "3", "--sizes_mb", "1"});
+    CHECK(group.exit_code == 0);
+    CHECK(has(group.out, "| gloo    | cpu    |     3 |                1 |"));
+    if (cuda_devices() > 0) { return; }
+    Run none = run_cs336({"distributed_communication_single_node", "--device", "cuda"});
+    CHECK(none.exit_code == 1);
+    CHECK(has(none.out, "Not measured: nccl with 2 ranks (no GPU here)"));
 }
 TEST_CASE("ddp: --trace puts all ranks into one file") {
     if (lacks("gloo", CPU, 2)) { return; }
@@ -245,92 +287,6 @@ TEST_CASE("ddp: --trace puts all ranks into one file") {
     CHECK(folder.files() == std::vector<std::string>{"trace.json"});  // no rank's own
 }
 
-// parent: its index, or -1; work: the range of the launch
-static TracedRange a_range(const char* name, int parent, int64_t start, int64_t end) {
-    return {name, parent, -1, parent < 0 ? 2 : 1, start, end};
-}
-static TracedWork a_kernel(const char* name, int range, int64_t start, int64_t end) {
-    return {name, range, start, end, 0, 0, {1, 1, 1}, {1, 1, 1}, 0, 0, 0};
-}
-static std::string text_of(const std::vector<Slice>& slices) {
-    std::string text;
-    for (const Slice& s : slices) { text += strprintf("%g-%g:%d ", s.start, s.end, s.colour); }
-    return text;
-}
-TEST_CASE("ddp: what --plot shows of a step over Gloo") {
-    Trace trace;
-    trace.ranges = {a_range("overlapped", -1, 1000, 2000), a_range("all-reduce", -1, 1001, 1009),  // the barrier
-                    a_range("forward", 0, 1010, 1200),     a_range("layer", 2, 1020, 1100),
-                    a_range("loss", 0, 1200, 1300),        a_range("backward", 0, 1300, 1700),
-                    a_range("loss", 5, 1310, 1400),        a_range("all-reduce", -1, 1500, 1600),
-                    a_range("all-reduce", -1, 1650, 1750), a_range("synchronize gradients", 0, 1700, 1750),
-                    a_range("optimizer", 0, 1750, 1900)};
-    std::vector<Slice> slices = slices_of_step(trace);
-    CHECK(text_of(slices) == "1010-1200:0 1200-1300:0 1300-1700:1 1500-1600:4 1650-1750:4 1700-1750:7 1750-1900:2 ");
-    StepSums sums = sums_of(slices);
-    CHECK(sums.step == 890);
-    CHECK(sums.all_reduces == 200);
-    CHECK(sums.hidden == 150);  // 100 and 50
-    CHECK(slices_of_step(Trace()).empty());
-    CHECK(sums_of({}).step == 0);
-}
-TEST_CASE("ddp: what --plot shows of a step's kernels") {
-    Trace trace;
-    trace.ranges = {a_range("overlapped", -1, 0, 500), a_range("all-reduce", 0, 1, 2),  // the barrier
-                    a_range("forward", 0, 10, 20),     a_range("matmul", 2, 11, 12),
-                    a_range("backward", 0, 20, 40),    a_range("layer", 4, 21, 30),
-                    a_range("all-reduce", 5, 25, 26),  a_range("synchronize gradients", 0, 40, 50),
-                    a_range("all-reduce", 7, 41, 42),  a_range("optimizer", 0, 50, 60)};
-    const char* nccl = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)";
-    trace.work = {a_kernel(nccl, 1, 2, 4),
-                  a_kernel("gemm", 3, 100, 200),
-                  a_kernel("gemm", 5, 200, 300),
-                  a_kernel(nccl, 6, 250, 350),
-                  a_kernel("gemm", 4, 300, 400),
-                  a_kernel(nccl, 8, 380, 420),
-                  a_kernel("[CUDA memset]", 7, 405, 406),
-                  a_kernel("adamw", 9, 430, 480),
-                  a_kernel("[CUDA memcpy Device-to-Host]", 0, 490, 491)};
-    std::vector<Slice> slices = slices_of_step(trace);
-    CHECK(text_of(slices) == "100-200:0 200-300:1 250-350:4 300-400:1 380-420:4 400-430:7 430-480:2 ");
-    StepSums sums = sums_of(slices);
-    CHECK(sums.step == 380);
-    CHECK(sums.all_reduces == 140);
-    CHECK(sums.hidden == 120);  // 100 and 20
-    // Gloo's copies lie within its thread's range, which is what is shown.
-    trace.ranges.push_back(a_range("all-reduce", -1, 240, 360));
-    trace.work[3] = a_kernel("[CUDA memcpy Device-to-Host]", 10, 250, 350);
-    CHECK(text_of(slices_of_step(trace)) == "100-200:0 200-300:1 240-360:4 300-400:1 380-420:4 400-430:7 430-480:2 ");
-}
-TEST_CASE("ddp: --plot draws all ranks, with --trace and without") {
-    if (lacks("gloo", CPU, 2)) { return; }
-    Folder folder;
-    std::string svg_path = folder / "steps.svg", json_path = folder / "steps.json";
-    for (bool with_trace : {false, true}) {
-        std::vector<std::string> words = {
-            "naive_ddp_benchmarking", "--quick", "--device", "cpu", "--nproc", "2", "--plot", svg_path};
-        if (with_trace) { words.insert(words.end(), {"--trace", json_path}); }
-        Run r = run_cs336(words);
-        INFO(r.err);
-        CHECK(r.exit_code == 0);
-        std::string svg = read_file(svg_path);
-        for (const char* part :
-             {">no sync<", ">naive: 39 all-reduces after backward<", ">rank 0 computes<", ">rank 1 computes<",
-              ">communicates<", "hidden 0.0%", "backend gloo", "precision fp32"}) {
-            INFO(part);
-            CHECK(has(svg, part));
-        }
-        size_t rows = 0;  // with all-reduces: naive's, a rank each
-        for (size_t at = 0; (at = svg.find("class=\"slices s4\"", at)) != std::string::npos; at++) { rows++; }
-        CHECK(rows == 2);
-        CHECK(svg.size() < 20000);
-        CHECK(std::ifstream(json_path).good() == with_trace);
-    }
-    Run wrong = run_cs336({"naive_ddp_benchmarking", "--quick", "--plot", "/nonexistent/x.svg"});
-    CHECK(wrong.exit_code == 2);
-    CHECK(wrong.out == "");
-    CHECK(has(wrong.err, "--plot: got '/nonexistent/x.svg', takes a file name that ends in .svg"));
-}
 // The same options may make different models, where a machine has no GPU and scales down.
 static void check_other_model(const Communicator& c) {
     if (c.rank == 0) {  // what data_parallel would tell the others
@@ -349,12 +305,13 @@ TEST_CASE("ddp: ranks with different models stop before the first collective") {
     if (lacks("gloo", CPU, 2)) { return; }
     double before = now_ms();
     const char* ranks =
-        "for r in 0 1; do RANK=$r WORLD_SIZE=2 MASTER_PORT=%d timeout 20 %s naive_ddp_benchmarking --quick "
+        "for r in 0 1; do RANK=$r WORLD_SIZE=2 CS336_RENDEZVOUS=%s timeout 20 %s naive_ddp_benchmarking --quick "
         "--device cpu --timeout 3 --d_model $((32 + 32 * r)) --num_heads 4 & done; wait";
-    std::string all = run_shell(strprintf(ranks, 20000 + (int)(getpid() % 10000), program().c_str())).out;
+    Folder folder;
+    std::string all = run_shell(strprintf(ranks, folder.path.c_str(), program().c_str())).out;
     INFO(all);
-    CHECK(has(all, "rank 1 has --d_model 64, but rank 0 has --d_model 32"));
-    CHECK(has(all, "rank 1 of 2 did not start"));
+    CHECK(
+        has(all, "rank 1: the models differ: where rank 0 has lm_head.weight [10000, 32], rank 1 has lm_head.weight"));
     CHECK(now_ms() - before < 5000);
     MESSAGE("different models: over after " << (int)(now_ms() - before) << " ms");
 }
