@@ -161,7 +161,7 @@ int cuda_devices(std::string* why = nullptr);  // 0 without a GPU or its driver,
 std::string cuda_remedy(const std::string& error, const std::string& card, int sm, int driver, int runtime);
 // auto|cpu|cuda; prints on stderr which one auto took; fails if there is none. gpu: which one, of several.
 Device choose_device(const std::string& want, int gpu = 0);
-void synchronize();                              // wait for context.device
+void synchronize();                 // wait for context.device
 std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2 threads, OpenBLAS ..."
 size_t available_memory(Device d);  // bytes that could be allocated now
 // Bytes that Linux would still give: the least of what it has available and of what our control group (version 2) and
