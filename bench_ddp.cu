@@ -275,16 +275,16 @@ static double loss_and_gradients(Trainee& t, uint64_t seed, int step, int64_t fi
 // batch. Each rank starts from other weights, so that the broadcast is tested too. The weights are equal but for
 // rounding: the sum over the batch is taken in another order.
 
-static void compare(WeightsCheck& d, const Tensor& got, const Tensor& want) {
+void compare(WeightsCheck& d, const Tensor& got, const Tensor& want, double atol, double rtol) {
     std::vector<double> a = to_doubles(got), b = to_doubles(want);
     for (size_t i = 0; i < a.size(); i++) {
         double difference = std::fabs(a[i] - b[i]);
-        d.match = d.match && difference <= 1e-6 + 1e-5 * std::fabs(b[i]);  // NaN does not
+        d.match = d.match && difference <= atol + rtol * std::fabs(b[i]);  // NaN does not
         d.max = difference > d.max || std::isnan(difference) ? difference : d.max;
         d.sum += difference, d.n++;
     }
 }
-static bool same_bits_everywhere(const Communicator& c, const Tensor& t) {
+bool same_bits_everywhere(const Communicator& c, const Tensor& t) {
     Tensor host = to_device(t, CPU);
     const uint64_t mine = key_of({host.data, host.size() * size_of(host.dtype)});
     bool same = true;
@@ -304,8 +304,8 @@ void answer_weights(const std::vector<WeightsCheck>& checks, const std::string& 
            wrong ? strprintf("DIFFER in %d of %zu rows", wrong, checks.size()).c_str() : "match", worst.max,
            worst.model.c_str(), worst.what.c_str(), wrong ? "" : sums, worst.same_bits ? "the same" : "DIFFERENT");
 }
-static void print_checks(const Communicator& c, const Table& table, const std::vector<WeightsCheck>& checks,
-                         const std::string& what) {
+void print_checks(const Communicator& c, const Table& table, const std::vector<WeightsCheck>& checks,
+                  const std::string& what) {
     bool right = true;
     for (const WeightsCheck& x : checks) { right = right && x.match && x.same_bits; }
     if (c.rank == 0) { print(table), answer_weights(checks, what); }
@@ -393,15 +393,14 @@ int cmd_ddp_overlap_bucketed(const Options& o) { return check_strategy(o, BUCKET
 
 DType reduced_as(const Options& o) { return o.reduce_dtype == "bf16" ? BF16 : F32; }
 
-// One model, in one precision and mode, which the context gets.
-static ModelConfig choose_step(Options& o, const Communicator& c) {
+void by_quick_model(Options& o) {
+    if (!o.quick || o.has("size")) { return; }
+    by_quick(o, "d_model", &Options::d_model, 128), by_quick(o, "d_ff", &Options::d_ff, 512);
+    by_quick(o, "num_layers", &Options::num_layers, 4), by_quick(o, "num_heads", &Options::num_heads, 4);
+}
+ModelConfig choose_step(Options& o, const Communicator& c) {
     if (c.backend == "gloo" && context.device == CUDA) { o.quick = true, o.given["quick"] = ""; }  // through the host
-    if (o.quick && !o.has("size")) {
-        by_quick(o, "d_model", &Options::d_model, 128);
-        by_quick(o, "d_ff", &Options::d_ff, 512);
-        by_quick(o, "num_layers", &Options::num_layers, 4);
-        by_quick(o, "num_heads", &Options::num_heads, 4);
-    }
+    by_quick_model(o);
     if (o.quick) {
         by_quick(o, "batch_size", &Options::batch_size, 1);
         by_quick(o, "context_length", &Options::context_length, 32);
@@ -416,7 +415,7 @@ static ModelConfig choose_step(Options& o, const Communicator& c) {
     }
     return configs[0];
 }
-static std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c) {
+std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c) {
     const std::string cards = context.device == CUDA ? strprintf("%d x ", std::min(c.world, cuda_devices())) : "";
     return strprintf(
         "%s; %s, backend %s; size %s (d_model %d, %s), precision %s, mode %s%s; %s per rank, context "

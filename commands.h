@@ -172,6 +172,11 @@ struct WeightsCheck {  // of several ranks' weights against those of a reference
     int64_t whole = 0;        // unsharded
 };
 void answer_weights(const std::vector<WeightsCheck>& checks, const std::string& what);
+// Prints table and answer; fails if a row differs.
+void print_checks(const Communicator& c, const Table& table, const std::vector<WeightsCheck>& checks,
+                  const std::string& what);
+void compare(WeightsCheck& d, const Tensor& got, const Tensor& want, double atol = 1e-6, double rtol = 1e-5);
+bool same_bits_everywhere(const Communicator& c, const Tensor& t);  // collective
 struct DdpRun {  // steps of one way. Times in ms, over the steps; communication: of the all-reduces themselves
     Strategy strategy;
     double bucket_mb = 0;
@@ -199,12 +204,6 @@ void answer_optimizer_state_sharding_accounting(const std::vector<ShardingRun>& 
 // ---------------------------------------------------------------------------------------------------------------------
 // bench_fsdp.cu
 
-struct FsdpCheck {  // a row of fsdp's table
-    std::string text;
-    double max;  // of all differences
-    bool match;
-};
-void answer_fsdp(const std::vector<FsdpCheck>& checks, int world);
 enum { GATHER, WAIT, GATHER_AGAIN, WAIT_AGAIN, REDUCE, UNIT_TIMES };  // again: in backward; the last: waited for
 using FsdpUnitTimes = std::array<double, UNIT_TIMES>;                 // of gradients; ms, of the mean step
 struct FsdpRun {
@@ -219,7 +218,6 @@ struct FsdpRun {
 };
 // runs: DDP, sharded optimizer, FSDP, ...; bytes: of a weight.
 void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double psi, int bytes);
-void by_quick_model(Options& o);  // with --quick, where no --size was typed: four layers of 128
 
 // ---------------------------------------------------------------------------------------------------------------------
 // leaderboard.cu
@@ -331,6 +329,10 @@ std::string name_of_checkpoint(int checkpoint);  // "4", "ffn", "ffn:4", "half",
 // The mode `name`, checked. The default, flash, becomes fused where this head size and precision have none.
 Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, Precision precision);
 
+void by_quick_model(Options& o);  // with --quick, where no --size was typed: four layers of 128
+// For what several ranks run: one model, in one precision and mode, which the context gets; --quick's defaults.
+ModelConfig choose_step(Options& o, const Communicator& c);
+std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c);
 DType reduced_as(const Options& o);                         // gradients, by --reduce_dtype
 bool fits_everywhere(const Communicator& c, size_t bytes);  // that each rank needs
 

@@ -167,7 +167,6 @@ size_t available_memory(Device d);  // bytes that could be allocated now
 // Bytes that Linux would still give: the least of what it has available and of what our control group (version 2) and
 // RLIMIT_AS leave us. group: another group's folder, for tests.
 size_t system_memory(const char* group = nullptr);
-void require_memory(size_t bytes, const std::string& what);  // throws OutOfMemory if the CPU has less
 int cpu_threads();
 void choose_cpu_settings(char** argv);  // first thing in main(): may start the program anew, see there
 #ifdef __CUDACC__
@@ -242,7 +241,6 @@ struct MemoryEvent {
 };
 void start_memory_log(Device device);        // begins, at 0 ms, with an allocation for each buffer that is held
 std::vector<MemoryEvent> stop_memory_log();  // empty if none was started
-size_t gpu_memory_used();                    // bytes of the whole card, as the driver sees it; 0 without a GPU
 void give_back_cached_memory();              // what our pool keeps but does not use
 void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);  // waits for the copy
 

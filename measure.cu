@@ -449,17 +449,6 @@ static cudaMemPool_t memory_pool() {
 }
 #endif
 
-size_t gpu_memory_used() {
-#ifdef __CUDACC__
-    if (cuda_devices() > 0) {
-        size_t free, total;
-        CUDA_CHECK(cudaMemGetInfo(&free, &total));
-        return total - free;
-    }
-#endif
-    return 0;
-}
-
 void give_back_cached_memory() {
 #ifdef __CUDACC__
     if (cuda_devices() == 0) { return; }
@@ -483,13 +472,6 @@ size_t available_memory(Device d) {
 #endif
     malloc_trim(0);  // memory that we freed and malloc kept is available, too
     return system_memory();
-}
-
-void require_memory(size_t bytes, const std::string& what) {
-    size_t available = available_memory(CPU);
-    if (bytes <= available) { return; }
-    throw OutOfMemory(bytes, strprintf("out of memory on cpu: %.2f GiB for %s, with %.2f GiB available", to_gib(bytes),
-                                       what.c_str(), to_gib(available)));
 }
 
 // Returns null where there is not enough memory.

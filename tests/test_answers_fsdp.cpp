@@ -1,19 +1,6 @@
-// test_answers_fsdp.cpp: the sentences of fsdp, fsdp_accounting and leaderboard, from filled structs. Numbers without
+// test_answers_fsdp.cpp: the sentences of fsdp_accounting and leaderboard, from filled structs. Numbers without
 // another word were measured on two H200s.
 #include "test.h"
-
-TEST_CASE("answers: fsdp") {
-    std::vector<FsdpCheck> checks = {{"toy, fp32, mode fused", 1.19e-7, true},
-                                     {"Transformer, bf16, mode eager", 5.61e-6, true},
-                                     {"Transformer, pure_bf16, mode fused", 7.81e-3, true}};
-    CHECK(printed([&] { answer_fsdp(checks, 2); }) ==
-          "The weights of FSDP on 2 ranks match those of one process that sees the whole batch, in all 3 rows, after "
-          "each of 3 steps. The largest difference is 7.81e-03 (Transformer, pure_bf16, mode fused). The ranks sum "
-          "over the batch in another order, so the sums round differently.\n");
-    checks[0].match = false, checks[0].max = NAN;
-    CHECK(printed([&] { answer_fsdp(checks, 1); }) ==
-          "The weights of FSDP on 1 rank are not those of one process in 1 of 3 rows: toy, fp32, mode fused.\n");
-}
 
 static FsdpRun way(const char* name, double parameters, double copies, double gradients, double optimizer, double rest,
                    double step) {

@@ -544,7 +544,7 @@ TEST_CASE("calcs: wrong options") {
             CHECK(run_cs336({"data_parallel_calcs", option, value}).exit_code == 2);
         }
         CHECK(run_cs336({"data_parallel_calcs", option, "1e308"}).exit_code != 0);
-        Run r = run_cs336({"fsdp_tp_calcs", option, "1e-308", "--batch_tokens", "1048576", "--d_ff", "1048576"});
+        Run r = run_cs336({"fsdp_tp_calcs", option, "1e-308", "--tokens", "1048576", "--d_ff", "1048576"});
         CHECK(r.exit_code == 1);
         CHECK_MESSAGE(has(r.err, ": --tflops, --bandwidth_gb or --tensor_mb is too large or too small\n"), r.err);
         CHECK(r.out == "");

@@ -12,7 +12,8 @@ static void check_fsdp(const std::vector<std::string>& more) {
     CHECK(column(r.out, "Parameters") == match);
     CHECK(column(r.out, "Model").front() == "toy");
     CHECK(column(r.out, "precision").back() == "pure_bf16");
-    CHECK(has(r.out, strprintf("match those of one process that sees the whole batch, in all %zu rows", match.size())));
+    CHECK(has(r.out,
+              " and of one process with the whole batch, after each of 3 steps, match: the largest difference is "));
 }
 TEST_CASE("fsdp: weights equal those of single-process training, 1 to 3 ranks") {
     if (lacks("gloo", CPU, 3)) { return; }
@@ -78,8 +79,8 @@ TEST_CASE("fsdp_accounting: pure bf16 holds half, and what --reduce_dtype goes w
         for (size_t i = 0; i < 4; i++) { CHECK(std::fabs(in_bf16[i] - in_fp32[i] / 2) <= 0.1); }  // as rounded
     }
     CHECK(has(pure.out, "8 Psi bytes with DDP"));
-    CHECK(
-        has(accounting({"--reduce_dtype", "fp32", "--precision", "pure_bf16"}).err, "--reduce_dtype: got fp32 with "));
+    CHECK(has(accounting({"--reduce_dtype", "fp32", "--precision", "pure_bf16"}).err,
+              "--reduce_dtype: got fp32, takes "));
     CHECK(accounting({"--reduce_dtype", "bf16"}).exit_code == 2);
     CHECK(accounting({"--reduce_dtype", "bf16", "--precision", "bf16", "--mode", "fused"}).exit_code == 0);
 }

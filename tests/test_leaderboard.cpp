@@ -92,9 +92,10 @@ TEST_CASE("leaderboard: the handout's step is counted and predicted where it doe
 TEST_CASE("leaderboard: wrong options") {
     for (const auto& [words, line] : std::vector<std::pair<Words, std::string>>{
              {{"--nproc", "2", "--batch_size", "3"}, "--batch_size: got 3, takes a multiple of 2, the number of ranks"},
-             {{"--mode", "eager"}, "--mode: got eager, takes fused or flash with a head chunk of 48; --head_chunk 0"},
+             {{"--mode", "eager"}, "--head_chunk: got 48 with mode eager"},
              {{"--mode", "eager", "--head_chunk", "9"}, "--head_chunk: got 9 with mode eager"},
-             {{"--precision", "fp16"}, "--precision: got fp16, takes another with a head chunk of 48"},
+             {{"--precision", "fp16"},
+              "--head_chunk: got 48 with mode fused and precision fp16, takes mode fused or flash, and not fp16"},
              {{"--batch_size", "6", "--grad_accumulation", "4"},
               "--grad_accumulation: got 4, takes what divides a rank's 6 sequences"}}) {
         const Run r = leaderboard(words);

@@ -220,12 +220,6 @@ TEST_CASE("measure: memory is what RLIMIT_AS leaves") {
     CHECK(failure_of([] { run_case("measure: child: may take 1 GiB*"); }) == "nothing thrown");
 }
 
-TEST_CASE("measure: what there is no memory for is named before it is allocated") {
-    require_memory(1 << 20, "a little");
-    CHECK(has(failure_of([] { require_memory(size_t(1) << 46, "the text"); }),
-              "1: out of memory on cpu: 65536.00 GiB for the text, with "));
-}
-
 // What was freed has to come back as one piece: 80% of the memory in eighths, then in quarters, then at once.
 TEST_CASE("measure: freed GPU memory is not lost in pieces") {
     if (!begin_on(CUDA)) { return; }
