@@ -170,7 +170,7 @@ FUZZ_SECONDS := 300
 fuzz: ## libFuzzer (needs clang), five minutes, on the reader of safetensors; finds go to build/fuzz
 	@mkdir -p build/fuzz/corpus
 	clang++ -x c++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. -DCS336_COMMIT='"fuzz"' \
-	    tests/fuzz_safetensors.cpp safetensors.cu measure.cu trace.cu tensor.cu matmul.cu precision.cu -o build/fuzz/run -ldl -l:libgomp.so.1
+	    tests/fuzz_safetensors.cpp safetensors.cu measure.cu table.cu trace.cu tensor.cu matmul.cu precision.cu -o build/fuzz/run -ldl -l:libgomp.so.1
 	build/fuzz/run -max_total_time=$(FUZZ_SECONDS) -timeout=5 -max_len=4096 -print_final_stats=1 \
 	    -artifact_prefix=build/fuzz/ build/fuzz/corpus tests/fuzz_corpus/safetensors
 

@@ -114,7 +114,7 @@ static const Command COMMANDS[] = {
     {"leaderboard", "", "9", 10, 1, "a training step of an 8.1B model, all in bf16, as fast as it goes",
      "leaderboard.cu", cmd_leaderboard,
      "size=8B " + MODEL +
-         "context_length=32768 batch_size=2 warmup steps warmup_time rep_time precision=pure_bf16 mode=flash "
+         "context_length=32768 batch_size=2 warmup=3 steps=8 precision=pure_bf16 mode=flash "
          "head_chunk=2048 checkpoint recompute grad_accumulation seed " +
          RANKS},
     {"list", "", "", 0, 0, "every problem: sections, points, file, whether it runs here", "main.cu", cmd_list, ""},
@@ -224,17 +224,21 @@ static CLI::Validator output() {
 }
 static CLI::Validator checkpointing() {
     auto check = [](std::string& text) -> std::string {
-        int value = -1;
         for (int named : {CHECKPOINT_FFN, CHECKPOINT_HALF, CHECKPOINT_HALVES, CHECKPOINT_NESTED}) {
             if (text == name_of_checkpoint(named)) { return text = std::to_string(named), ""; }
         }
-        const bool some = text.compare(0, 4, "ffn:") == 0;
-        const std::string digits = text.substr(some ? 4 : 0);
-        if (digits.empty() || digits.size() > 7 || digits.find_first_not_of("0123456789") != std::string::npos ||
-            (value = atoi(digits.c_str())) > MAX_CHECKPOINT || (some && value == 0)) {
-            return "got '" + text + "', takes a whole number from 0 to 1048576, ffn, ffn:N, half, halves or nested";
+        int first = 0, n = 0;  // ffn:N and blocks:N are entries of Checkpointing, plus N
+        std::string digits = text;
+        for (const auto& [kind, entry] :
+             {std::pair("ffn:", CHECKPOINT_SOME_FFN), {"blocks:", CHECKPOINT_SOME_BLOCKS}}) {
+            if (text.compare(0, strlen(kind), kind) == 0) { first = entry, digits = text.substr(strlen(kind)); }
         }
-        return text = std::to_string(some ? CHECKPOINT_SOME_FFN + value : value), "";
+        const bool is_number = CLI::detail::lexical_cast(digits, n) && isdigit((unsigned char)digits[0]);
+        if (!is_number || n > MAX_CHECKPOINT || (first && n == 0)) {
+            return "got '" + text +
+                   "', takes a whole number up to 1048576, ffn, ffn:N, blocks:N, half, halves or nested";
+        }
+        return text = std::to_string(first + n), "";
     };
     return CLI::Validator(check, "");
 }
@@ -281,18 +285,14 @@ static const std::vector<OptionRow>& option_table() {
         // Of a step
         option("checkpoint", &O::checkpoint, checkpointing(), "0",
                "what backward runs again instead of keeping it: groups of N blocks; half, halves or nested; the "
-               "feed-forward layers (ffn) or N of them (ffn:N)"),
+               "feed-forward layers (ffn) or N of them (ffn:N); those, and N blocks whole (blocks:N)"),
         flag("recompute", &O::recompute, "backward computes the norms' and SwiGLU's outputs again"),
         option("head_chunk", &O::head_chunk, whole(0), "0", "rows of the logits that exist at a time; 0: all"),
         option("grad_accumulation", &O::grad_accumulation, whole(1), "1", "backward passes per step"),
         option("trace", &O::trace, output(), "", "write what ran when, for Perfetto or chrome://tracing"),
-        option("range", &O::range, some_file(), "forward,step", "parts of the run that get a kernel summary"),
-        option("top", &O::top, whole(1), "10", "rows of a kernel summary"),
         option("out", &O::out, output(), "", "the file to write"),
         option("out_folder", &O::out, some_file(), "", "the folder to write to"),
         option("blocks", &O::blocks, whole(1, 64), "16", "N, blocks of the small model of part (a)"),
-        option("warmup_time", &O::warmup_time, number(3600, true), "10", "seconds of untimed steps"),
-        option("rep_time", &O::rep_time, number(3600), "30", "seconds of timed steps"),
         // Attention, and what comes from files
         option("head_size", &O::head_size, one_of({"16", "32", "64", "80", "128"}), "64", "D"),
         flag("not_causal", &O::not_causal, "every query sees all keys"),
@@ -318,7 +318,7 @@ static const std::vector<OptionRow>& option_table() {
         option("sizes_mb", &O::sizes_mb, number(1e5), "1,10,100,1000", "tensor sizes in MB (1e6 bytes)"),
         option("bucket_size_mb", &O::bucket_size_mb, number(1e5), "1,10,100,1000", "bucket sizes in MB (1e6 bytes)"),
         // The calculations' letters
-        option("tokens", &O::tokens, whole(1), "", "B, tokens of the batch (2.4 (a): on a device)"),
+        option("tokens", &O::tokens, whole(1), "", "B, tokens of the batch (2.4 (b): on a device)"),
         option("devices", &O::devices, whole(2), "8", "N, how many devices share the work"),
         option("tensor_mb", &O::tensor_mb, number(), "1000", "S, the tensor that is reduced, in 1e6 bytes"),
         option("gpu_gb", &O::gpu_gb, number(), "80", "memory of a GPU in part (a)"),
@@ -344,8 +344,8 @@ static void add_option(CLI::App& app, const std::string& word, Options& o) {
                                  : key == "updates"       ? "steps"
                                                           : key;
         CLI::Option* added = row.add(app, o, "--" + name, row.help);
-        const bool list = word.compare(end, 1, "*") == 0 || name == "context_length" || name == "range" ||
-                          name == "sizes_mb" || name == "bucket_size_mb";
+        const bool list = word.compare(end, 1, "*") == 0 || name == "context_length" || name == "sizes_mb" ||
+                          name == "bucket_size_mb";
         added->allow_extra_args(false);  // one word each time
         if (list) { added->delimiter(','); }
         if (word.compare(end, 1, "!") == 0) { added->required(); }
