@@ -15,6 +15,8 @@ NVCC_FOUND := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc)
 ifeq ($(origin NVCC),undefined)
 NVCC := $(if $(CARD)$(ARCH)$(CUDA),$(or $(NVCC_FOUND),$(if $(ARCH)$(CUDA),nvcc)))
 HINT := $(if $(NVCC),,$(if $(NVCC_FOUND),This is the CPU build as no card was found; `make CUDA=1` builds for GPUs.))
+else
+NVCC_FOUND := $(NVCC)
 endif
 override NVCC := $(if $(ASAN)$(TSAN),,$(NVCC))
 FLAVOUR := $(if $(ASAN),asan,$(if $(TSAN),tsan,$(if $(NVCC),cuda,cpu)))
@@ -27,6 +29,11 @@ TEST_RUN := $(BUILD)/tests$(if $(PLAIN),-plain)
 TEST_BUILD := build/tests$(if $(TSAN),-tsan)$(if $(WERROR),-werror)
 SOURCES := $(filter-out $(if $(PLAIN),fast_%),$(wildcard *.cu))
 TESTS := $(filter-out tests/fuzz_% $(if $(PLAIN),tests/test_fast%),$(wildcard tests/*.cpp))
+BASE := measure.cu trace.cu table.cu tensor.cu matmul.cu precision.cu  # is complete without the others
+ifdef TSAN
+SOURCES := $(BASE) ranks.cu
+TESTS := tests/main.cpp tests/test_ranks.cpp
+endif
 OBJECTS := $(SOURCES:%.cu=$(BUILD)/%.o)
 TEST_OBJECTS := $(TESTS:tests/%.cpp=$(TEST_BUILD)/%.o)
 MAKEFLAGS := $(MAKEFLAGS) $(if $(MAKELEVEL:0=)$(filter -j%,$(MAKEFLAGS)),,-j$(shell nproc))
@@ -54,9 +61,9 @@ ARCH ?= $(foreach card,$(or $(CARDS),$(filter $(NVCC_KNOWS),$(EVERY_CARD)),80 90
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
 CUPTI_INCLUDE := $(wildcard $(CUDA_HOME)/extras/CUPTI/include)
 CUDA_LIBS := $(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib $(CUDA_HOME)/extras/CUPTI/lib64)
-COMPILE_CU = $(NVCC) -x cu -std=c++17 -O2 -lineinfo --threads 2 $(ARCH) -ccbin $(CXX) \
+COMPILE_CU = $(NVCC) -x cu -std=c++17 -O2 -lineinfo --threads 2 $(ARCH) -ccbin $(lastword $(CXX)) \
 	-Xcompiler -fno-math-errno,-fopenmp,-Wall,-Wextra,-Wno-parentheses $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror -Xptxas -v)
-LINK = $(NVCC) $(ARCH) -ccbin $(CXX) -Xcompiler -fopenmp
+LINK = $(NVCC) $(ARCH) -ccbin $(lastword $(CXX)) -Xcompiler -fopenmp
 DEFINES += $(if $(HAVE_CUPTI),-DHAVE_CUPTI $(CUPTI_INCLUDE:%=-I%))
 LIBS += $(foreach lib,$(CUDA_LIBS),-L$(lib) -Xlinker -rpath -Xlinker $(lib)) -lcublas -lcublasLt \
 	$(if $(HAVE_NCCL),-lnccl) $(if $(HAVE_CUPTI),-lcupti)
@@ -79,7 +86,7 @@ endif
 
 # `12 of 44 layers.cu` while nothing is there yet, else without the total.
 Q := $(if $(V),,@)
-MISSING := $(filter-out $(wildcard $(OBJECTS) $(TEST_OBJECTS)),$(OBJECTS) $(if $(filter test,$(MAKECMDGOALS)),$(TEST_OBJECTS)))
+MISSING := $(filter-out $(wildcard $(OBJECTS) $(TEST_OBJECTS)),$(OBJECTS) $(if $(filter test $(TEST_RUN),$(MAKECMDGOALS)),$(TEST_OBJECTS)))
 say = $(eval DONE += x)$(if $(V),,@echo '$(words $(DONE))$(if $(word $(words $(DONE)),$(MISSING)), of $(words $(MISSING))) $1')
 
 $(PROGRAM): $(OBJECTS)
@@ -170,7 +177,7 @@ FUZZ_SECONDS := 300
 fuzz: ## libFuzzer (needs clang), five minutes, on the reader of safetensors; finds go to build/fuzz
 	@mkdir -p build/fuzz/corpus
 	clang++ -x c++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. -DCS336_COMMIT='"fuzz"' \
-	    tests/fuzz_safetensors.cpp safetensors.cu measure.cu table.cu trace.cu tensor.cu matmul.cu precision.cu -o build/fuzz/run -ldl -l:libgomp.so.1
+	    tests/fuzz_safetensors.cpp safetensors.cu $(BASE) -o build/fuzz/run -ldl -l:libgomp.so.1
 	build/fuzz/run -max_total_time=$(FUZZ_SECONDS) -timeout=5 -max_len=4096 -print_final_stats=1 \
 	    -artifact_prefix=build/fuzz/ build/fuzz/corpus tests/fuzz_corpus/safetensors
 

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# tests/run.sh RUNNER: all test cases, eight of them in each process, as many processes at a time as there are cores.
+# Those that have deadlines, or take a GPU's memory, run afterwards by themselves. The logs stay in RUNNER.logs; the last
+# line is `N passed, N failed, N skipped`.
+export RUNNER=$1 LOGS=$1.logs ALONE="ranks:*,measure:*"
+rm -rf "$LOGS" && mkdir -p "$LOGS" || exit 1
+
+part() {  # part NAME OPTIONS...: one process. Its log is shown if it fails, and ends in its counts also if it died.
+    local log=$LOGS/$1 code=0
+    "$RUNNER" "${@:2}" >"$log" 2>&1 || code=$?
+    [ $code = 0 ] && return
+    tail -n 1 "$log" | grep -qE '^[0-9]+ passed, [1-9][0-9]* failed' || echo "0 passed, 1 failed, 0 skipped" >>"$log"
+    echo "--- $LOGS/$1: exit code $code of $RUNNER ${*:2}"
+    grep -A 12 -E 'ERROR:|runtime error|Sanitizer' "$log" | head -n 60
+    tail -n 5 "$log"
+}
+export -f part
+
+cases=$("$RUNNER" -c -tce="$ALONE" | sed -nE 's/.*filters: ([0-9]+)$/\1/p')
+seq 1 8 "$cases" | xargs -P "${JOBS:-$(nproc)}" -I{} bash -c 'part {} -tce="$ALONE" -f={} -l=$(({} + 7))'
+part alone -tc="$ALONE"
+for log in "$LOGS"/*; do grep '^skipped ' "$log"; tail -n 1 "$log"; done | awk '
+    /^skipped/ { n = $2 + 0; sub(/^[^:]*: /, ""); why[$0] += n }
+    /passed/ { p += $1; f += $3; s += $5 }
+    END { for (w in why) print "skipped " why[w] ": " w; print p + 0 " passed, " f + 0 " failed, " s + 0 " skipped"; exit !p || f > 0 }'
