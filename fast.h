@@ -21,3 +21,4 @@ struct StepPlaces : Places {
     void give(size_t number) override;
 };
 size_t plan_places(StepPlaces& rehearsed);  // right after the rehearsal: sets the offsets; returns the block's bytes
+extern int graph_launches;                  // of this process: two for each captured step, one for a forward alone

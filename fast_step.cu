@@ -52,6 +52,8 @@ size_t plan_places(StepPlaces& rehearsed) {
     return end;
 }
 
+int graph_launches = 0;
+
 #ifdef __CUDACC__
 // ---------------------------------------------------------------------------------------------------------------------
 // The graphs
@@ -91,6 +93,11 @@ static cudaGraphExec_t capture(const std::shared_ptr<StepPlaces>& places, const 
     CUDA_CHECK(cudaGraphInstantiate(&executable, graph, 0));
     CUDA_CHECK(cudaGraphDestroy(graph));
     return executable;
+}
+static void launch(cudaGraphExec_t graph, const char* name) {
+    Range range(name);
+    CUDA_CHECK(cudaGraphLaunch(graph, stream()));
+    graph_launches++;
 }
 static void copy_in_stream(const Tensor& to, const Tensor& from) {
     CUDA_CHECK(cudaMemcpyAsync(to.data, from.data, to.size() * size_of(to.dtype), cudaMemcpyDefault, stream()));
@@ -153,15 +160,9 @@ static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float
         }
     }
     copy_in_stream(g->batch.tokens, batch.tokens), copy_in_stream(g->batch.targets, batch.targets);
-    {
-        Range range("forward");
-        CUDA_CHECK(cudaGraphLaunch(g->forward, stream()));
-    }
+    launch(g->forward, "forward");
     between();
-    {
-        Range range("backward");
-        CUDA_CHECK(cudaGraphLaunch(g->backward, stream()));
-    }
+    launch(g->backward, "backward");
     drop_weight_copies(model.slots);
     for (const auto& gradient : g->gradients) {
         gradient.first->value = gradient.second, gradient.first->filled = true;
@@ -179,8 +180,7 @@ static Tensor infer_by_graph(Model& model, const Tensor& tokens) {
         g->forward = capture(g->places, [&] { g->logits = forward(model, g->batch.tokens); });
     }
     copy_in_stream(g->batch.tokens, tokens);
-    Range range("forward");
-    CUDA_CHECK(cudaGraphLaunch(g->forward, stream()));
+    launch(g->forward, "forward");
     return g->logits;
 }
 // With an arena somebody may wait for single gradients, and whoever watches wants to see single kernels.

@@ -37,6 +37,7 @@ budget() {
 }
 # Programs that print a table take the place of two cs336.
 turns() {
+    local pair name columns time
     for pair in old:size,step_mean_ms:10.0 same:step_mean_ms,size:10.1 slow:size,step_mean_ms:10.5 other:size,GB:10.0; do
         IFS=: read -r name columns time <<<"$pair"
         local row=small,$time
