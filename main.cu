@@ -34,7 +34,7 @@ struct Command {
 
 static const std::string MODEL = "d_model d_ff num_layers num_heads vocab_size ";
 static const std::string TIMED =
-    "size*=small,medium,large,xl,2.7B " + MODEL + "context_length=256 batch_size warmup steps seed trace ";
+    "size*=small,medium,large,xl,2.7B " + MODEL + "context_length=256 batch_size steps seed trace ";
 static const std::string RANKS = "nproc backend timeout ";
 static const std::string CHECK = "seed " + RANKS;
 static const std::string DDP =
@@ -45,15 +45,15 @@ static const std::string CALCS = "tokens=65536 d_model=4096 d_ff=11008 tflops=98
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", "2.1.3", 4, 1, "time forward, backward and the whole step of the Transformer",
      "bench_step.cu", cmd_benchmarking_script,
-     TIMED + "precision*=fp32 mode*=eager,flash checkpoint recompute head_chunk grad_accumulation"},
+     TIMED + "warmup*=5 precision*=fp32 mode*=eager,flash checkpoint recompute head_chunk grad_accumulation"},
     {"nsys_profile", "1.1.4", "2.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
      "size*=small,medium,large,xl,2.7B " + MODEL +
-         "context_lengths=128,256,512,1024 batch_size warmup=2 steps=5 precision*=fp32 mode*=eager range top seed "
+         "context_lengths=128,256,512,1024 batch_size warmup=2 steps=5 precision*=fp32 mode*=eager seed "
          "trace"},
     {"mixed_precision_accumulation", "1.1.5", "2.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16",
      "precision.cu", cmd_mixed_precision_accumulation, ""},
     {"benchmarking_mixed_precision", "1.1.5", "2.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost",
-     "bench_step.cu", cmd_benchmarking_mixed_precision, TIMED + "precision*=fp32,tf32,bf16 mode=flash"},
+     "bench_step.cu", cmd_benchmarking_mixed_precision, TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash"},
     {"memory_profiling", "1.1.6", "2.1.6", 4, 1, "where a step's memory goes", "memory.cu", cmd_memory_profiling,
      "size*=2.7B " + MODEL +
          "context_lengths=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager checkpoint recompute head_chunk "
@@ -64,7 +64,7 @@ static const Command COMMANDS[] = {
     {"pytorch_attention", "1.2.1", "4.1.1", 2, 1, "time and memory of plain attention", "bench_attention.cu",
      cmd_pytorch_attention, "steps=100 trace"},
     {"torch_compile", "1.3", "4.2", 2, 1, "eager against fused kernels", "bench_step.cu", cmd_torch_compile,
-     TIMED + "precision*=fp32"},
+     TIMED + "warmup precision*=fp32"},
     {"weighted_sum", "1.3.1", "4.2.1", 0, 1, "the first kernel: a weighted sum", "attention.cu", cmd_weighted_sum,
      "trace"},
     {"flash_forward", "1.3.2", "4.2.2", 15, 0, "FlashAttention-2, forward", "attention.cu", cmd_flash_forward,
@@ -222,6 +222,14 @@ static CLI::Validator output() {
     };
     return CLI::Validator(check, "");
 }
+static CLI::Validator folder() {  // made by the command if it is not there
+    return takes("a folder that can be written to, or be made in one", [](const std::string& text) {
+        const std::filesystem::path path = std::filesystem::absolute(text).lexically_normal();
+        std::error_code ignored;
+        const auto there = std::filesystem::exists(path, ignored) ? path : path.parent_path();
+        return std::filesystem::is_directory(there, ignored) && access(there.c_str(), W_OK | X_OK) == 0;
+    });
+}
 static CLI::Validator checkpointing() {
     auto check = [](std::string& text) -> std::string {
         for (int named : {CHECKPOINT_FFN, CHECKPOINT_HALF, CHECKPOINT_HALVES, CHECKPOINT_NESTED}) {
@@ -291,7 +299,7 @@ static const std::vector<OptionRow>& option_table() {
         option("grad_accumulation", &O::grad_accumulation, whole(1), "1", "backward passes per step"),
         option("trace", &O::trace, output(), "", "write what ran when, for Perfetto or chrome://tracing"),
         option("out", &O::out, output(), "", "the file to write"),
-        option("out_folder", &O::out, some_file(), "", "the folder to write to"),
+        option("out_folder", &O::out, folder(), "", "the folder to write to"),
         option("blocks", &O::blocks, whole(1, 64), "16", "N, blocks of the small model of part (a)"),
         // Attention, and what comes from files
         option("head_size", &O::head_size, one_of({"16", "32", "64", "80", "128"}), "64", "D"),
@@ -344,7 +352,7 @@ static void add_option(CLI::App& app, const std::string& word, Options& o) {
                                  : key == "updates"       ? "steps"
                                                           : key;
         CLI::Option* added = row.add(app, o, "--" + name, row.help);
-        const bool list = word.compare(end, 1, "*") == 0 || name == "context_length" || name == "sizes_mb" ||
+        const bool list = word.compare(end, 1, "*") == 0 || key == "context_lengths" || name == "sizes_mb" ||
                           name == "bucket_size_mb";
         added->allow_extra_args(false);  // one word each time
         if (list) { added->delimiter(','); }
