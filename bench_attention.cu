@@ -45,9 +45,9 @@ static std::vector<Tensor> outputs_of(const AttentionImpl& impl, const Inputs& i
     return outputs;  // O, L, dQ, dK, dV
 }
 
-static const AttentionImpl& impl_named(const std::string& name) {
+static const AttentionImpl* impl_named(const std::string& name) {
     for (const AttentionImpl& impl : attention_impls()) {
-        if (impl.device == context.device && name == impl.name) { return impl; }
+        if (impl.device == context.device && name == impl.name) { return &impl; }
     }
     usage_error("--impl: got '%s', takes one that runs on %s", name.c_str(), name_of(context.device));
 }
@@ -133,9 +133,9 @@ static std::vector<AttentionRun> run_grid(const Options& o, bool with_fused) {
         for (int S : lengths) {
             AttentionRun r{S, D, F32};
             context.mode = EAGER;
-            r.naive = pass_times(impl_named("naive"), grid_case(S, D), F32, measure, false);
+            r.naive = pass_times(*impl_named("naive"), grid_case(S, D), F32, measure, false);
             context.mode = FUSED;
-            if (with_fused) { r.other = pass_times(impl_named("fused"), grid_case(S, D), F32, measure, false); }
+            if (with_fused) { r.other = pass_times(*impl_named("fused"), grid_case(S, D), F32, measure, false); }
             runs.push_back(r);
         }
     }
@@ -149,7 +149,7 @@ static std::string grid_caption(const Options& o, const char* what) {
 // The smallest power of 2 whose passes do not fit, by passes without data.
 static AttentionMemory smallest_that_does_not_fit() {
     AttentionMemory m{128, 16, available_memory(context.device)};
-    const AttentionImpl& naive = impl_named("naive");
+    const AttentionImpl& naive = *impl_named("naive");
     context.mode = EAGER;
     while (m.peak <= m.available) {
         m.S *= 2, m.saved.clear();
@@ -409,7 +409,7 @@ int cmd_flash_benchmarking(const Options& o) {
     const int longest = o.quick ? 512 : 65536;
     const double budget = o.quick ? 20 : 100;
     const Measure measure = for_ms(budget / 4, budget);
-    const AttentionImpl& naive = impl_named("naive");
+    const AttentionImpl& naive = *impl_named("naive");
     std::vector<AttentionRun> runs;
     for (DType dtype : {BF16, F32}) {
         for (int D : {16, 32, 64, 128}) {
@@ -510,7 +510,7 @@ static Tensor from_file(const FileTensor& f, const std::string& path) {
 }
 int cmd_attention(const Options& o) {
     context.device = choose_device(o.device);
-    const AttentionImpl* impl = o.impl == "auto" ? nullptr : &impl_named(o.impl);
+    const AttentionImpl* impl = o.impl == "auto" ? nullptr : impl_named(o.impl);
     const char* path = o.inputs.c_str();
     SafeTensors file = load_safetensors(o.inputs);
     const auto q = file.tensors.find("q");
@@ -529,7 +529,7 @@ int cmd_attention(const Options& o) {
     Inputs in{from_file(fq, o.inputs), from_file(fk, o.inputs), from_file(fv, o.inputs), Tensor()};
     if (with_backward) { in.dO = from_file(require_tensor(file, "do", shape, {fq.dtype}), o.inputs); }
     if (!impl) { impl = fastest_flash(context.device, in.q.dtype, D); }
-    if (!impl) { impl = &impl_named("fused"); }
+    if (!impl) { impl = impl_named("fused"); }
     if (!impl->takes(in.q.dtype, D)) {
         fail("%s: holds %s, and --impl %s does not take it", path, name_of(in.q.dtype), impl->name);
     }

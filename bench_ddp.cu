@@ -181,7 +181,9 @@ int cmd_distributed_communication_single_node(const Options& asked) {
             if (o.device == (device == CPU ? "cuda" : "cpu") || (n == 8 && cuda_devices() < 8)) { continue; }
             const std::string why = why_not(backend, device, n);
             if (why.empty()) { run_group(o, backend, n, runs); }
-            if (!why.empty()) { missing.push_back(strprintf("%s with %d ranks (%s)", backend, n, why.c_str())); }
+            if (why.empty()) { continue; }
+            missing.push_back(strprintf("%s from %d ranks on (%s)", backend, n, why.c_str()));
+            break;
         }
     }
     context.device = cuda_devices() > 0 && o.device != "cpu" ? CUDA : CPU;
@@ -805,9 +807,9 @@ int cmd_optimizer_state_sharding(const Options& o) {
         Table table{
             strprintf("optimizer_state_sharding: weights after each of 10 steps, sharded against unsharded; %s, toy "
                       "models with %d outputs, backend %s, lr 0.1 (SGD 0.01, momentum 0.9), weight decay 0.1, a second "
-                      "parameter group with half the lr after 5 steps; %s",
+                      "parameter group with half the lr after 5 steps; states: elements that each rank keeps; %s",
                       ranks(c.world).c_str(), toy_outputs(o), c.backend.c_str(), origin(o).c_str()),
-            {"Model", "Optimizer", "max diff", "mean diff", "Parameters", "bits", "state by rank", "unsharded"}};
+            {"Model", "Optimizer", "max diff", "mean diff", "Parameters", "bits", "states", "unsharded"}};
         std::vector<WeightsCheck> checks;
         for (int i = 0; i < 8; i++) {
             checks.push_back(shard_and_compare(c, i % 2 ? ZERO1 : BROADCAST, i / 2 % 2, i / 4, o));
@@ -885,13 +887,12 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
     return run_ranks(asked, [&](const Communicator& c) {
         Options o = asked;
         const ModelConfig config = choose_step(o, c);
-        Table memory{
-            caption_of(o, config, c) + "; peak of rank 0, MiB",
-            {"Optimizer", "Moment", "parameters", "gradients", "optimizer state", "activations and the rest", "peak"}};
-        Table time{
-            "Time per iteration; gradients: from backward's end to the optimizer's start; optimizer: with the wait "
-            "for new weights (ZeRO-1: for gradients, too); MB that each rank sends in a ring",
-            {"Optimizer", "Total Time (ms)", "std", "gradients (ms)", "optimizer (ms)", "MB sent per step"}};
+        Table time{caption_of(o, config, c) +
+                       "; gradients: from backward's end to the optimizer's start; optimizer: with "
+                       "the wait for new weights (ZeRO-1: for gradients, too); MB sent in a ring",
+                   {"Optimizer", "Total Time (ms)", "std", "gradients (ms)", "optimizer (ms)", "MB sent per step"}};
+        Table memory{"Peaks of rank 0 in a first step, and in later ones, MiB",
+                     {"Optimizer", "Moment", "parameters", "gradients", "optimizer state", "the rest", "peak"}};
         double moments = 0;  // bytes
         for (const Parameter& w : lay_out_model(config).parameters) { moments += 8.0 * count(w.shape); }
         const size_t whole = step_bytes(o, config, true);
@@ -914,8 +915,8 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
                      strprintf("%.2f", r.gradients.mean), strprintf("%.2f", r.optimizer.mean),
                      strprintf("%.1f", r.mb_sent));
         }
-        if (c.rank == 0 && !memory.rows.empty()) { print(memory); }
         if (c.rank == 0) { print(time); }
+        if (c.rank == 0 && !memory.rows.empty()) { print(memory); }
         if (runs[2].oom) { fail("no step ran: each rank needs %.1f GiB", runs[2].oom / 1073741824.0); }
         if (c.rank == 0 && c.world > 1) { answer_optimizer_state_sharding_accounting(runs, c.world); }
         if (c.rank == 0 && c.world == 1) { answer("", "%s", ONE_RANK); }

@@ -293,13 +293,11 @@ struct Options {
     std::vector<int> warmup, context_lengths;
     uint64_t seed = 0;
     bool quick = false;
-    std::vector<std::string> range;
-    int top = 0, checkpoint = 0, head_chunk = 0;
+    int checkpoint = 0, head_chunk = 0;
     std::string trace, out, weights, batch, data, save, load, inputs, impl;
     bool causal = false, not_causal = false, deterministic = false, recompute = false;
     double rope_theta = 0, lr = 0;
     int grad_accumulation = 0;
-    double warmup_time = 0, rep_time = 0;  // seconds
     int sample = 0;
     std::string reduce_dtype, backend;
     int nproc = 0;

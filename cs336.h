@@ -335,7 +335,6 @@ struct Unfinished {  // a file that is removed when this goes
     ~Unfinished() { remove(path.c_str()); }
     Unfinished(const Unfinished&) = delete;
 };
-inline void remove_unfinished_files() {}              // TODO(transition)
 std::string temporary_name(const std::string& path);  // beside path, behind its links; another one each time
 // `write` fills a temporary file beside path, which takes its name in one step: nobody ever sees half a file, and where
 // it fails, or we are killed, the old one stays. write returns false, with errno, if it failed; null: only tries.

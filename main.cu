@@ -34,7 +34,7 @@ struct Command {
 
 static const std::string MODEL = "d_model d_ff num_layers num_heads vocab_size ";
 static const std::string TIMED =
-    "size*=small,medium,large,xl,2.7B " + MODEL + "context_length=256 batch_size warmup steps seed trace ";
+    "size*=small,medium,large,xl,2.7B " + MODEL + "context_length=256 batch_size steps seed trace ";
 static const std::string RANKS = "nproc backend timeout ";
 static const std::string CHECK = "seed " + RANKS;
 static const std::string DDP =
@@ -45,15 +45,15 @@ static const std::string CALCS = "tokens=65536 d_model=4096 d_ff=11008 tflops=98
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", "2.1.3", 4, 1, "time forward, backward and the whole step of the Transformer",
      "bench_step.cu", cmd_benchmarking_script,
-     TIMED + "precision*=fp32 mode*=eager,flash checkpoint recompute head_chunk grad_accumulation"},
+     TIMED + "warmup*=5 precision*=fp32 mode*=eager,flash checkpoint recompute head_chunk grad_accumulation"},
     {"nsys_profile", "1.1.4", "2.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
      "size*=small,medium,large,xl,2.7B " + MODEL +
-         "context_lengths=128,256,512,1024 batch_size warmup=2 steps=5 precision*=fp32 mode*=eager range top seed "
+         "context_lengths=128,256,512,1024 batch_size warmup=2 steps=5 precision*=fp32 mode*=eager seed "
          "trace"},
     {"mixed_precision_accumulation", "1.1.5", "2.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16",
      "precision.cu", cmd_mixed_precision_accumulation, ""},
     {"benchmarking_mixed_precision", "1.1.5", "2.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost",
-     "bench_step.cu", cmd_benchmarking_mixed_precision, TIMED + "precision*=fp32,tf32,bf16 mode=flash"},
+     "bench_step.cu", cmd_benchmarking_mixed_precision, TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash"},
     {"memory_profiling", "1.1.6", "2.1.6", 4, 1, "where a step's memory goes", "memory.cu", cmd_memory_profiling,
      "size*=2.7B " + MODEL +
          "context_lengths=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager checkpoint recompute head_chunk "
@@ -64,7 +64,7 @@ static const Command COMMANDS[] = {
     {"pytorch_attention", "1.2.1", "4.1.1", 2, 1, "time and memory of plain attention", "bench_attention.cu",
      cmd_pytorch_attention, "steps=100 trace"},
     {"torch_compile", "1.3", "4.2", 2, 1, "eager against fused kernels", "bench_step.cu", cmd_torch_compile,
-     TIMED + "precision*=fp32"},
+     TIMED + "warmup precision*=fp32"},
     {"weighted_sum", "1.3.1", "4.2.1", 0, 1, "the first kernel: a weighted sum", "attention.cu", cmd_weighted_sum,
      "trace"},
     {"flash_forward", "1.3.2", "4.2.2", 15, 0, "FlashAttention-2, forward", "attention.cu", cmd_flash_forward,
@@ -114,7 +114,7 @@ static const Command COMMANDS[] = {
     {"leaderboard", "", "9", 10, 1, "a training step of an 8.1B model, all in bf16, as fast as it goes",
      "leaderboard.cu", cmd_leaderboard,
      "size=8B " + MODEL +
-         "context_length=32768 batch_size=2 warmup steps warmup_time rep_time precision=pure_bf16 mode=flash "
+         "context_length=32768 batch_size=2 warmup=3 steps=8 precision=pure_bf16 mode=flash "
          "head_chunk=2048 checkpoint recompute grad_accumulation seed " +
          RANKS},
     {"list", "", "", 0, 0, "every problem: sections, points, file, whether it runs here", "main.cu", cmd_list, ""},
@@ -222,19 +222,31 @@ static CLI::Validator output() {
     };
     return CLI::Validator(check, "");
 }
+static CLI::Validator folder() {  // made by the command if it is not there
+    return takes("a folder that can be written to, or be made in one", [](const std::string& text) {
+        const std::filesystem::path path = std::filesystem::absolute(text).lexically_normal();
+        std::error_code ignored;
+        const auto there = std::filesystem::exists(path, ignored) ? path : path.parent_path();
+        return std::filesystem::is_directory(there, ignored) && access(there.c_str(), W_OK | X_OK) == 0;
+    });
+}
 static CLI::Validator checkpointing() {
     auto check = [](std::string& text) -> std::string {
-        int value = -1;
         for (int named : {CHECKPOINT_FFN, CHECKPOINT_HALF, CHECKPOINT_HALVES, CHECKPOINT_NESTED}) {
             if (text == name_of_checkpoint(named)) { return text = std::to_string(named), ""; }
         }
-        const bool some = text.compare(0, 4, "ffn:") == 0;
-        const std::string digits = text.substr(some ? 4 : 0);
-        if (digits.empty() || digits.size() > 7 || digits.find_first_not_of("0123456789") != std::string::npos ||
-            (value = atoi(digits.c_str())) > MAX_CHECKPOINT || (some && value == 0)) {
-            return "got '" + text + "', takes a whole number from 0 to 1048576, ffn, ffn:N, half, halves or nested";
+        int first = 0, n = 0;  // ffn:N and blocks:N are entries of Checkpointing, plus N
+        std::string digits = text;
+        for (const auto& [kind, entry] :
+             {std::pair("ffn:", CHECKPOINT_SOME_FFN), {"blocks:", CHECKPOINT_SOME_BLOCKS}}) {
+            if (text.compare(0, strlen(kind), kind) == 0) { first = entry, digits = text.substr(strlen(kind)); }
         }
-        return text = std::to_string(some ? CHECKPOINT_SOME_FFN + value : value), "";
+        const bool is_number = CLI::detail::lexical_cast(digits, n) && isdigit((unsigned char)digits[0]);
+        if (!is_number || n > MAX_CHECKPOINT || (first && n == 0)) {
+            return "got '" + text +
+                   "', takes a whole number up to 1048576, ffn, ffn:N, blocks:N, half, halves or nested";
+        }
+        return text = std::to_string(first + n), "";
     };
     return CLI::Validator(check, "");
 }
@@ -281,18 +293,14 @@ static const std::vector<OptionRow>& option_table() {
         // Of a step
         option("checkpoint", &O::checkpoint, checkpointing(), "0",
                "what backward runs again instead of keeping it: groups of N blocks; half, halves or nested; the "
-               "feed-forward layers (ffn) or N of them (ffn:N)"),
+               "feed-forward layers (ffn) or N of them (ffn:N); those, and N blocks whole (blocks:N)"),
         flag("recompute", &O::recompute, "backward computes the norms' and SwiGLU's outputs again"),
         option("head_chunk", &O::head_chunk, whole(0), "0", "rows of the logits that exist at a time; 0: all"),
         option("grad_accumulation", &O::grad_accumulation, whole(1), "1", "backward passes per step"),
         option("trace", &O::trace, output(), "", "write what ran when, for Perfetto or chrome://tracing"),
-        option("range", &O::range, some_file(), "forward,step", "parts of the run that get a kernel summary"),
-        option("top", &O::top, whole(1), "10", "rows of a kernel summary"),
         option("out", &O::out, output(), "", "the file to write"),
-        option("out_folder", &O::out, some_file(), "", "the folder to write to"),
+        option("out_folder", &O::out, folder(), "", "the folder to write to"),
         option("blocks", &O::blocks, whole(1, 64), "16", "N, blocks of the small model of part (a)"),
-        option("warmup_time", &O::warmup_time, number(3600, true), "10", "seconds of untimed steps"),
-        option("rep_time", &O::rep_time, number(3600), "30", "seconds of timed steps"),
         // Attention, and what comes from files
         option("head_size", &O::head_size, one_of({"16", "32", "64", "80", "128"}), "64", "D"),
         flag("not_causal", &O::not_causal, "every query sees all keys"),
@@ -318,7 +326,7 @@ static const std::vector<OptionRow>& option_table() {
         option("sizes_mb", &O::sizes_mb, number(1e5), "1,10,100,1000", "tensor sizes in MB (1e6 bytes)"),
         option("bucket_size_mb", &O::bucket_size_mb, number(1e5), "1,10,100,1000", "bucket sizes in MB (1e6 bytes)"),
         // The calculations' letters
-        option("tokens", &O::tokens, whole(1), "", "B, tokens of the batch (2.4 (a): on a device)"),
+        option("tokens", &O::tokens, whole(1), "", "B, tokens of the batch (2.4 (b): on a device)"),
         option("devices", &O::devices, whole(2), "8", "N, how many devices share the work"),
         option("tensor_mb", &O::tensor_mb, number(), "1000", "S, the tensor that is reduced, in 1e6 bytes"),
         option("gpu_gb", &O::gpu_gb, number(), "80", "memory of a GPU in part (a)"),
@@ -344,8 +352,8 @@ static void add_option(CLI::App& app, const std::string& word, Options& o) {
                                  : key == "updates"       ? "steps"
                                                           : key;
         CLI::Option* added = row.add(app, o, "--" + name, row.help);
-        const bool list = word.compare(end, 1, "*") == 0 || name == "context_length" || name == "range" ||
-                          name == "sizes_mb" || name == "bucket_size_mb";
+        const bool list = word.compare(end, 1, "*") == 0 || key == "context_lengths" || name == "sizes_mb" ||
+                          name == "bucket_size_mb";
         added->allow_extra_args(false);  // one word each time
         if (list) { added->delimiter(','); }
         if (word.compare(end, 1, "!") == 0) { added->required(); }

@@ -117,8 +117,8 @@ TEST_CASE("gradient_checkpointing: wrong options") {
     const std::pair<Words, const char*> cases[] = {
         {{"--blocks", "0"}, "--blocks: got '0', takes a whole number from 1 to 64"},
         {{"--blocks", "65"}, "--blocks: got '65', takes"},
-        {{"--size", "small,large"}, "--size: got 'small,large', takes one of"},
-        {{"--mode", "eager,fused"}, "--mode: got 'eager,fused', takes one of"},
+        {{"--size", "small,large"}, "--size: got 'small,large', takes small, medium"},
+        {{"--mode", "eager,fused"}, "--mode: got 'eager,fused', takes eager, fused, flash"},
         {{"--checkpoint", "2"}, "--checkpoint: no such option"}};
     for (const auto& [words, says] : cases) {
         Words all = words;

@@ -1,5 +1,5 @@
 // Tests of ddp.cu: the four ways of data parallel training and the sharded optimizer against plain training, how
-// gradients are cut into buckets, when they go, and the numbers of communication_accounting.
+// gradients are cut into buckets, when they go, and the commands.
 #include "test.h"
 
 #include <nlohmann/json.hpp>
@@ -159,7 +159,7 @@ TEST_CASE("ddp: the toy models are the edition's") {
             Run r = check_command({command, "--device", "cpu", "--nproc", "2", "--edition", edition}, "identical");
             CHECK(has(r.out, old ? "toy models with 5 outputs" : "toy models with 10 outputs"));
             // AdamW's two moments of 50 x 5 or 50 x 10, 50 x 10 and 10 x 10 weights
-            if (has(r.out, "state by rank")) {
+            if (has(r.out, "| states ")) {
                 CHECK(has(r.out, old ? "850 + 850 |      1700" : "1100 + 1100 |      2200"));
             }
         }
@@ -261,7 +261,7 @@ TEST_CASE("ddp: all-reduces of groups of ranks come back as numbers") {
     if (cuda_devices() > 0) { return; }
     Run none = run_cs336({"distributed_communication_single_node", "--device", "cuda"});
     CHECK(none.exit_code == 1);
-    CHECK(has(none.out, "Not measured: nccl with 2 ranks (no GPU here)"));
+    CHECK(has(none.out, "Not measured: nccl from 2 ranks on (no GPU here)."));
 }
 TEST_CASE("ddp: --trace puts all ranks into one file") {
     if (lacks("gloo", CPU, 2)) { return; }
@@ -314,45 +314,4 @@ TEST_CASE("ddp: ranks with different models stop before the first collective") {
         has(all, "rank 1: the models differ: where rank 0 has lm_head.weight [10000, 32], rank 1 has lm_head.weight"));
     CHECK(now_ms() - before < 5000);
     MESSAGE("different models: over after " << (int)(now_ms() - before) << " ms");
-}
-TEST_CASE("ddp: communication_accounting") {
-    Run r = run_cs336({"communication_accounting", "--format", "csv"});
-    CHECK(r.exit_code == 0);
-    for (const char* row : {"2 D F L,219848638464",
-                            ",879.4,GB",
-                            ",819.0,GiB",
-                            ",3517.6,GB",
-                            ",3276.0,GiB",
-                            ",17547264,bytes",
-                            ",0.016342,GiB",
-                            "in GB\",43.97",
-                            "in GiB\",40.95",
-                            "0 tokens per device\",(16 P + A/2) / (memory - A/2),38",
-                            "2048 tokens per device\",(16 P + A/2) / (memory - A/2),46",
-                            "8192 tokens per device\",(16 P + A/2) / (memory - A/2),156",
-                            "A/2 = memory,10828",
-                            ",2555.6,",
-                            ",25302,tokens",
-                            ",395.3,tokens",
-                            ",1581.4,tokens",
-                            ",20445,tokens",
-                            ",319.4,tokens",
-                            ",1277.8,tokens",
-                            ",20.8,chips",
-                            ",245.3,tokens",
-                            ",15700,tokens",
-                            ",61.3,tokens",
-                            ",3925,tokens",
-                            "\"least batch, X = 8, Y = 8, not overlapped\",as in c,16594",
-                            "\"least batch, X = 4, Y = 16, not overlapped\",as in c,22021"}) {
-        INFO(row << " in\n" << r.out);
-        CHECK(has(r.out, row));
-    }
-    Run beyond = run_cs336({"communication_accounting", "--tflops", "1e308", "--bandwidth_gb", "1e-308"});
-    CHECK(beyond.exit_code == 1);
-    CHECK_MESSAGE(has(beyond.err, "alpha is inf: --tflops, --bandwidth_gb"), beyond.err);
-    CHECK(beyond.out == "");
-    Run none = run_cs336({"communication_accounting", "--tokens", "10828", "--tp", "21", "--format", "csv"});
-    CHECK(has(none.out, "10828 tokens per device\",(16 P + A/2) / (memory - A/2),none"));
-    CHECK(has(none.out, "(alpha X / M_X) / (1 - alpha Y / (M_Y F)),none"));
 }

@@ -38,7 +38,7 @@ def rows_of(runs, names):
     for run in runs:
         seen = collections.Counter()
         for column, known, time in run:
-            key = (column, " ".join(filter(None, (known.get(name, "") for name in names))))
+            key = (column, " ".join(filter(None, (known.get(name, "") for name in names[column]))))
             seen[key] += 1
             rows[*key, seen[key]].append(time)
     return rows
@@ -60,8 +60,10 @@ def main():
             if r.returncode: sys.exit(f"turns.py: exit code {r.returncode} of {program} {' '.join(command)}: {r.stderr.strip()}")
             same = dict(pair.split("=", 1) for pair in o.same) if program == o.old else {}
             runs[program].append(times_of(r.stdout, same))
-    names = [list(dict.fromkeys(n for run in side for _, known, _ in run for n in known)) for side in runs.values()]
-    old, new = (rows_of(side, [n for n in names[0] if n in names[1]]) for side in runs.values())
+    names = collections.defaultdict(list)  # by column: what both know their rows by
+    knows = [{column: known for run in side for column, known, _ in run} for side in runs.values()]
+    for column in knows[0].keys() & knows[1].keys(): names[column] = [n for n in knows[0][column] if n in knows[1][column]]
+    old, new = (rows_of(side, names) for side in runs.values())
     slower = 0
     print(f"{' '.join(command)}; {o.rounds} rounds, bound {o.bound:g} %\n\n| row | column | old | new | noise % | new/old | |")
     print("| --- | --- | ---: | ---: | ---: | ---: | --- |")
