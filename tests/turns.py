@@ -40,7 +40,7 @@ def rows_of(runs, names):
         for column, known, time in run:
             key = (column, " ".join(filter(None, (known.get(name, "") for name in names[column]))))
             seen[key] += 1
-            rows[*key, seen[key]].append(time)
+            rows[(*key, seen[key])].append(time)
     return rows
 
 
