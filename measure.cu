@@ -259,6 +259,7 @@ int cuda_devices(std::string* why) {
         }
 #else
         reason = "this build is for the CPU only";
+        if (access("/dev/nvidia0", F_OK) == 0) { reason += "; there is a card: `make CUDA=1`"; }
 #endif
         return n;
     }();
