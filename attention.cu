@@ -846,29 +846,23 @@ static Tensor readable(const Tensor& t) {
     for (int d = 0; d < 3; d++) { ok = ok && (t.shape[d] == 1 || t.stride[d] * size_of(t.dtype) % 16 == 0); }
     return ok ? t : contiguous(t);
 }
-static void run_pass(void (*pass)(const AttentionTensors&), const AttentionTensors& t, double products) {
-    if (t.q.device() == META) {
-        count_planned_flops((t.causal ? 1 : 2) * products * t.q.size() * t.k.dim(2));
-    } else if (t.o.size() > 0) {
-        pass(t);
-    }
+static void run_pass(void (*pass)(const AttentionTensors&), const AttentionTensors& t) {
+    if (t.q.device() != META && t.o.size() > 0) { pass(t); }
 }
-static void run_forward(const AttentionImpl& impl, const AttentionTensors& t) { run_pass(impl.forward, t, 2); }
-static void run_backward(const AttentionImpl& impl, const AttentionTensors& t) { run_pass(impl.backward, t, 5); }
 static Tensor flash(const AttentionImpl& impl, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, bool causal,
                     Tensor* L) {
     Range range("attention");
     Tensor q = readable(autocast_operand(q_in)), k = readable(autocast_operand(k_in)),
            v = readable(autocast_operand(v_in));
     AttentionTensors t{q, k, v, empty(q.shape, q.dtype), empty({q.dim(0), q.dim(1), q.dim(2)}, F32), causal};
-    run_forward(impl, t);
+    run_pass(impl.forward, t);
     if (L) { *L = t.L; }
     Tensor o = t.o;
     record(o, {q, k, v}, [t, &impl](const Tensor& dO) {
         AttentionTensors b = t;
         b.dO = readable(dO);
         b.dq = empty(t.q.shape, t.q.dtype), b.dk = empty(t.k.shape, t.k.dtype), b.dv = empty(t.v.shape, t.v.dtype);
-        run_backward(impl, b);
+        run_pass(impl.backward, b);
         add_gradient(t.q.gradient, b.dq);
         add_gradient(t.k.gradient, b.dk);
         add_gradient(t.v.gradient, b.dv);
@@ -905,13 +899,13 @@ Tensor flash_self_attention(const Tensor& qkv, int H) {
     Tensor o = empty({B, T, C}, qkv.dtype), L = empty({B, H, T}, F32);
     Tensor q = heads_view(qkv, 0, 3, H), k = heads_view(qkv, 1, 3, H), v = heads_view(qkv, 2, 3, H);
     AttentionTensors t{q, k, v, heads_view(o, 0, 1, H), L, true};
-    run_forward(impl, t);
+    run_pass(impl.forward, t);
     record(o, {qkv}, [t, H, &impl, g = qkv.gradient](const Tensor& dO) {
         AttentionTensors b = t;
         Tensor dqkv = empty(g->shape, g->dtype), dO_rows = contiguous(dO);
         b.dO = heads_view(dO_rows, 0, 1, H);
         b.dq = heads_view(dqkv, 0, 3, H), b.dk = heads_view(dqkv, 1, 3, H), b.dv = heads_view(dqkv, 2, 3, H);
-        run_backward(impl, b);
+        run_pass(impl.backward, b);
         add_gradient(g, dqkv);
     });
     return o;

@@ -70,9 +70,9 @@ static Measure for_ms(double warmup, double budget) {  // at least 3 times
 static PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dtype, const Measure& measure,
                             bool together) {
     size_t needs = planned_peak([&] {
-                       Passes p(impl, random_inputs(c, dtype, 0), c.causal);
-                       p.forward(), p.backward();
-                   }).bytes;
+        Passes p(impl, random_inputs(c, dtype, 0), c.causal);
+        p.forward(), p.backward();
+    });
     PassTimes t;
     t.oom = run_if_fits(strprintf("S %d, D %d, %s, %s", c.Tq, c.D, name_of(dtype), impl.name), needs, [&] {
         Passes p(impl, random_inputs(c, dtype, 0), c.causal);
@@ -154,11 +154,11 @@ static AttentionMemory smallest_that_does_not_fit() {
     while (m.peak <= m.available) {
         m.S *= 2, m.saved.clear();
         m.peak = planned_peak([&] {
-                     Passes p(naive, random_inputs(grid_case(m.S, m.D), F32, 0), false);
-                     p.forward();
-                     for (const Memory* buffer : live_memory(META)) { m.saved[buffer->bytes]++; }
-                     p.backward();
-                 }).bytes;
+            Passes p(naive, random_inputs(grid_case(m.S, m.D), F32, 0), false);
+            p.forward();
+            for (const Memory* buffer : live_memory(META)) { m.saved[buffer->bytes]++; }
+            p.backward();
+        });
     }
     return m;
 }

@@ -102,7 +102,7 @@ std::vector<CheckpointRun> run_sizes(const ModelConfig& c, const Options& o, boo
         if (k > c.num_layers) { continue; }
         context.checkpoint = k;
         CheckpointRun r{c.name, k};
-        r.predicted = predicted_peak(c, o.batch_size, o.context_length, STEP).bytes;
+        r.predicted = predicted_peak(c, o.batch_size, o.context_length, STEP);
         r.activations = memory_use(META).peak_by[ACTIVATIONS];
         auto run = [&] {
             if (!model.weights) { model = random_model(c, o.seed); }

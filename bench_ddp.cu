@@ -434,13 +434,12 @@ static Batch batch_of(const Options& o, const ModelConfig& m, int rank) {
 // That a step takes which shares nothing. plain: its weights keep their form.
 static size_t step_bytes(const Options& o, const ModelConfig& m, bool plain) {
     return planned_peak([&] {
-               Model model = make_model(m);
-               if (!plain) { choose_form(model); }
-               make_gradients(model, reduced_as(o));
-               LossScaler scaler;
-               run_phase(STEP, model, batch_of(o, m, 0), scaler);
-           })
-        .bytes;
+        Model model = make_model(m);
+        if (!plain) { choose_form(model); }
+        make_gradients(model, reduced_as(o));
+        LossScaler scaler;
+        run_phase(STEP, model, batch_of(o, m, 0), scaler);
+    });
 }
 
 struct StepTimes {  // ms, and the loss

@@ -249,11 +249,11 @@ static std::vector<FsdpUnitTimes> unit_times(const Fsdp& f) {
 static FsdpRun run_way(Way way, const Options& o, const Communicator& c) {
     FsdpRun r{way_names[way]};
     r.predicted = planned_peak([&] {
-                      Communicator planned;
-                      planned.world = c.world;
-                      auto t = make_trainer(way, planned, o);
-                      train_step(*t), train_step(*t);
-                  }).bytes;
+        Communicator planned;
+        planned.world = c.world;
+        auto t = make_trainer(way, planned, o);
+        train_step(*t), train_step(*t);
+    });
     if (!fits_everywhere(c, r.predicted)) {
         r.oom = r.predicted;
         return r;

@@ -104,7 +104,7 @@ static StepRun measure_model(const ModelConfig& c, const Options& o, int warmup,
                              const std::vector<Phase>& phases = {FORWARD, FORWARD_BACKWARD, STEP}) {
     StepRun r{c, context.precision, context.mode};
     const int B = o.batch_size, T = o.context_length;
-    for (Phase phase : phases) { r.phase[phase].oom = predicted_peak(c, B, T, phase).bytes; }
+    for (Phase phase : phases) { r.phase[phase].oom = predicted_peak(c, B, T, phase); }
     Model model;
     Batch batch;
     for (Phase phase : phases) {

@@ -220,13 +220,8 @@ struct MemoryUse {  // bytes
 std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at = here());
 const MemoryUse& memory_use(Device device);
 void reset_peak(Device device);
-struct Prediction {
-    size_t bytes = 0;  // that a run would hold at most
-    double flops = 0;  // of its matrix products and of flash attention
-};
-Prediction planned_peak(const std::function<void()>& run);  // found on META
-void count_planned_flops(double flops);                     // by who computes nothing on META
-std::vector<const Memory*> live_memory(Device device);      // every buffer that is held now
+size_t planned_peak(const std::function<void()>& run);  // bytes that it would hold at most, found on META
+std::vector<const Memory*> live_memory(Device device);  // every buffer that is held now
 
 // The log lists the allocations and frees on one device, in order. While it is on, each allocation waits for the GPU,
 // so that the times are the GPU's own.
@@ -941,7 +936,7 @@ void run_phase(
     Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between = [] {},
     int k = 0, int parts = 1);
 // In context's mode and precision; B: of a part.
-Prediction predicted_peak(const ModelConfig& c, int B, int T, Phase phase, int parts = 1);
+size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase, int parts = 1);
 float loss_scale_of(const LossScaler& scaler);  // 1 unless the precision is fp16
 
 // ---------------------------------------------------------------------------------------------------------------------

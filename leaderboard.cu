@@ -94,11 +94,10 @@ size_t predicted_peak(const Options& o, int world) {
     Communicator planned;
     planned.world = world;
     return planned_peak([&] {
-               auto t = make_trainer(planned, o);
-               reset_peak(META);
-               run_step(*t), run_step(*t);  // FSDP has its moments from the first one's end on
-           })
-        .bytes;
+        auto t = make_trainer(planned, o);
+        reset_peak(META);
+        run_step(*t), run_step(*t);  // FSDP has its moments from the first one's end on
+    });
 }
 
 // What costs least comes first; in brackets per block and sequence of 8B on an H200. The norms and SwiGLU run again

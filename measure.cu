@@ -259,6 +259,7 @@ int cuda_devices(std::string* why) {
         }
 #else
         reason = "this build is for the CPU only";
+        if (access("/dev/nvidia0", F_OK) == 0) { reason += "; there is a card: `make CUDA=1`"; }
 #endif
         return n;
     }();
@@ -593,17 +594,14 @@ void reset_peak(Device device) {
     use.peak = use.now;
     std::copy_n(use.now_by, CATEGORIES, use.peak_by);
 }
-static double planned_flops;
-void count_planned_flops(double flops) { planned_flops += flops; }
-Prediction planned_peak(const std::function<void()>& run) {
+size_t planned_peak(const std::function<void()>& run) {
     RestoreContext restore;
     context.widening = multiplies_copies(context.device, matmul_dtype());
     Planning planning;
     size_t before = memory_use(META).now;
     reset_peak(META);
-    planned_flops = 0;
     run();
-    return {memory_use(META).peak - before, planned_flops};
+    return memory_use(META).peak - before;
 }
 
 bool watched() { return is_tracing() || logging; }

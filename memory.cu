@@ -267,7 +267,7 @@ static void profile_block(MemoryRun& r, uint64_t seed) {
     ModelConfig largest = r.config;
     largest.num_layers = 3;
     r.block.oom = run_if_fits(row_of(largest, r.B, r.T, FORWARD_BACKWARD) + ", 3 blocks",
-                              predicted_peak(largest, r.B, r.T, FORWARD_BACKWARD).bytes,
+                              predicted_peak(largest, r.B, r.T, FORWARD_BACKWARD),
                               [&] { add_saved(r.block, r, 2, seed, -1), add_saved(r.block, r, 3, seed, 1); });
     const int64_t C = r.config.d_model, F = r.config.d_ff;
     const int64_t stream = size_of(weight_dtype(r.precision));
@@ -281,7 +281,7 @@ MemoryRun profile_memory(const ModelConfig& c, Precision precision, int B, int T
     context.precision = precision;
     for (auto [phase, m] : {std::make_pair(FORWARD, &r.forward), {TAPED_FORWARD, &r.taped}, {STEP, &r.step}}) {
         std::vector<MemoryEvent> log;
-        m->oom = run_if_fits(row_of(c, B, T, phase), predicted_peak(c, B, T, phase).bytes, [&, phase = phase, m = m] {
+        m->oom = run_if_fits(row_of(c, B, T, phase), predicted_peak(c, B, T, phase), [&, phase = phase, m = m] {
             Model model = random_model(c, seed);
             Batch batch = random_batch(B, T, c.vocab_size, seed);
             LossScaler scaler;

@@ -548,7 +548,7 @@ void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler
     (k == 0 ? forward_backward : add_gradients)(model, batch, loss_scale_of(scaler) / parts, between);
     if (phase == STEP && k + 1 == parts) { optimizer_step(model, AdamW(), scaler, 0); }
 }
-Prediction predicted_peak(const ModelConfig& c, int B, int T, Phase phase, int parts) {
+size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase, int parts) {
     return planned_peak([&] {
         Model model = random_model(c, 0);
         LossScaler scaler;

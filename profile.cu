@@ -364,7 +364,7 @@ static ProfileRun profile_model(const ModelConfig& c, int T, const Options& o, s
             profile_phase(r, phase, model, batch, o, traces);
         };
         (phase == FORWARD ? r.forward_oom : r.step_oom) =
-            run_if_fits(row_of(c, o.batch_size, T, phase), predicted_peak(c, o.batch_size, T, phase).bytes, profile,
+            run_if_fits(row_of(c, o.batch_size, T, phase), predicted_peak(c, o.batch_size, T, phase), profile,
                         memory_use(context.device).now);
     }
     return r;

@@ -6,6 +6,8 @@
 #include <csignal>
 #include <cstdarg>
 
+#include <unistd.h>
+
 std::string oom_cell(size_t bytes) { return strprintf("OOM (%.1f GiB)", bytes / 1073741824.0); }
 std::string to_cell(double x) { return std::isnan(x) ? "" : strprintf("%.4g", x); }
 
@@ -93,12 +95,9 @@ void answer(const char* part, const char* format, ...) {
     va_start(arguments, format);
     const std::string text = one_line(vstrprintf(format, arguments));
     va_end(arguments);
-    const std::string letter = *part ? strprintf("(%s)", part) : "";
-    if (context.csv) {
-        write_block("# " + letter + (*part ? " " : "") + text + "\n");
-    } else {
-        write_block((*part ? "**" + letter + "** " : "") + text + "\n");
-    }
+    const bool plain = context.csv || (!printed_to && isatty(STDOUT_FILENO));  // nobody renders a terminal's Markdown
+    const std::string letter = *part ? strprintf(plain ? "(%s) " : "**(%s)** ", part) : "";
+    write_block((context.csv ? "# " : "") + letter + text + "\n");
 }
 void sketch(const std::string& lines) {
     std::string text = context.csv ? "# " : "```\n";

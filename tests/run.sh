@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# tests/run.sh RUNNER: all test cases, eight of them in each process, as many processes at a time as there are cores.
+# tests/run.sh RUNNER: all test cases, eight of them in each process, in JOBS processes at a time (as many as cores, at
+# most 8).
 # Those that have deadlines, or take a GPU's memory, run afterwards by themselves. The logs stay in RUNNER.logs; the last
 # line is `N passed, N failed, N skipped`.
 export RUNNER=$1 LOGS=$1.logs ALONE="ranks:*,measure:*"
@@ -17,7 +18,7 @@ part() {  # part NAME OPTIONS...: one process. Its log is shown if it fails, and
 export -f part
 
 cases=$("$RUNNER" -c -tce="$ALONE" | sed -nE 's/.*filters: ([0-9]+)$/\1/p')
-seq 1 8 "$cases" | xargs -P "${JOBS:-$(nproc)}" -I{} bash -c 'part {} -tce="$ALONE" -f={} -l=$(({} + 7))'
+seq 1 8 "$cases" | xargs -P "${JOBS:-$(($(nproc) < 8 ? $(nproc) : 8))}" -I{} bash -c 'part {} -tce="$ALONE" -f={} -l=$(({} + 7))'
 part alone -tc="$ALONE"
 for log in "$LOGS"/*; do grep '^skipped ' "$log"; tail -n 1 "$log"; done | awk '
     /^skipped/ { n = $2 + 0; sub(/^[^:]*: /, ""); why[$0] += n }

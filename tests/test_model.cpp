@@ -781,7 +781,7 @@ TEST_CASE_TEMPLATE("model: the gradients of a step's parts add up to those of it
             check_close(on_cpu(gradient_of(model, p)), want[p.name], 1e-5);
         }
         if (D::device == CUDA) { continue; }  // cuBLAS's workspace is larger than this model
-        CHECK((double)predicted_peak(odd, B / PARTS, T, STEP, PARTS).bytes == doctest::Approx(peak).epsilon(0.03));
+        CHECK((double)predicted_peak(odd, B / PARTS, T, STEP, PARTS) == doctest::Approx(peak).epsilon(0.03));
     }
 }
 TEST_CASE("model: with a head chunk the logits never exist as a whole") {
@@ -790,9 +790,9 @@ TEST_CASE("model: with a head chunk the logits never exist as a whole") {
     context.planned_for = CUDA, context.precision = PREC_PURE_BF16;
     const ModelConfig c = {"", 16, 16, 1, 2, 4000};
     const int B = 16, T = 64;
-    size_t whole = predicted_peak(c, B, T, FORWARD_BACKWARD).bytes;
+    size_t whole = predicted_peak(c, B, T, FORWARD_BACKWARD);
     context.head_chunk = 32;
-    size_t chunked = predicted_peak(c, B, T, FORWARD_BACKWARD).bytes;
+    size_t chunked = predicted_peak(c, B, T, FORWARD_BACKWARD);
     // A chunk's logits, and the head's gradient in fp32 and in bf16, in place of all logits and the latter.
     CHECK(whole > 2ull * B * T * c.vocab_size);
     CHECK(chunked < 1ull * B * T * c.vocab_size);
@@ -900,7 +900,7 @@ TEST_CASE_TEMPLATE("model: META predicts the peak", D, OnCPU, OnCUDA) {
             reset_peak(D::device);
             run();
             CAPTURE(caption_of(mode) + ", " + name_of(precision));
-            CHECK(planned_peak(run).bytes == memory_use(D::device).peak - before);
+            CHECK(planned_peak(run) == memory_use(D::device).peak - before);
         }
     }
 }
@@ -950,5 +950,5 @@ TEST_CASE("model: the sizes' parameters, and what 10B takes") {
     CHECK(make_model(model_sizes[5]).parameters.size() == 291);
     // Weights, gradients and AdamW's two moments; one short sequence adds little.
     const double gib = 1 << 30;
-    CHECK(predicted_peak(model_sizes[6], 1, 16, STEP).bytes / gib == doctest::Approx(191.2).epsilon(2e-3));
+    CHECK(predicted_peak(model_sizes[6], 1, 16, STEP) / gib == doctest::Approx(191.2).epsilon(2e-3));
 }
