@@ -45,7 +45,7 @@ static const std::string CALCS = "tokens=65536 d_model=4096 d_ff=11008 tflops=98
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", "2.1.3", 4, 1, "time forward, backward and the whole step of the Transformer",
      "bench_step.cu", cmd_benchmarking_script,
-     TIMED + "warmup*=5 precision*=fp32 mode*=eager,flash checkpoint recompute head_chunk grad_accumulation"},
+     TIMED + "warmup*=5 precision*=fp32 mode*=eager,flash checkpoint recompute head_chunk"},
     {"nsys_profile", "1.1.4", "2.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
      "size*=small,medium,large,xl,2.7B " + MODEL +
          "context_lengths=128,256,512,1024 batch_size warmup=2 steps=5 precision*=fp32 mode*=eager seed "
@@ -422,6 +422,11 @@ static std::string parse_options(const Command& command, const std::vector<std::
         if (command.run != cmd_reproduce || word[0] == '-') { refuse_unknown(app, word); }
         o.words.push_back(word);
     }
+    for (const std::string& word : words) {  // CLI11 leaves empty items out
+        if (word.find(",,") != std::string::npos || (!word.empty() && word.back() == ',')) {
+            usage_error("got '%s', a list with an empty item", word.c_str());
+        }
+    }
     for (const CLI::Option* option : app.get_options()) {
         if (option->count() > 0) { o.given[option->get_name().substr(2)] = join(option->results(), ","); }
     }
@@ -558,14 +563,17 @@ int main(int argc, char** argv) {
         return 0;
     }
     int exit_code = 1;
+    std::string who = "cs336";
     try {
-        exit_code = run_command(find_command(word), words);
+        const Command& command = find_command(word);
+        who += " " + word;
+        exit_code = run_command(command, words);
     } catch (const Failure& failure) {
-        note("cs336 %s: %s", word.c_str(), failure.what());
+        note("%s: %s", who.c_str(), failure.what());
         exit_code = failure.exit_code;
     } catch (const std::bad_alloc&) {
-        note("cs336 %s: out of memory on the host", word.c_str());
-    } catch (const std::exception& e) { note("cs336 %s: %s", word.c_str(), e.what()); }
+        note("%s: out of memory on the host", who.c_str());
+    } catch (const std::exception& e) { note("%s: %s", who.c_str(), e.what()); }
     // A command that a signal has ended in order: whoever started us sees that signal. A rank's launcher reads the
     // code.
     if (exit_code > 128 && !is_rank()) {
