@@ -189,13 +189,14 @@ void answer_pytorch_attention(const std::vector<AttentionRun>& runs, const Atten
             strprintf("%s of %g MiB", counted(std::to_string(b->second), "buffer").c_str(), b->first / MiB));
         saved += b->first * b->second;
     }
-    answer(
-        "a",
-        "The smallest configuration that does not fit has S %d and D %d: it needs %.1f GiB, and %.1f are there. When "
-        "backward starts, it holds %.1f GiB: %s. The largest are exp(S - m) and P, %d x %d^2 numbers of %zu bytes. "
-        "At the peak, in backward, %zu of that size are held, because gradients such as dP come on top.",
-        m.S, m.D, m.peak / GiB, m.available / GiB, saved / GiB, list_of(buffers).c_str(), GRID_BATCH, m.S,
-        square / GRID_BATCH / m.S / m.S, m.peak / square);
+    answer("a",
+           "The smallest configuration that does not fit (doubling S, predicted) has S %d and D %d: it needs %.1f GiB, "
+           "and "
+           "%.1f are there. When "
+           "backward starts, it holds %.1f GiB: %s. The largest are exp(S - m) and P, %d x %d^2 numbers of %zu bytes. "
+           "At the peak, in backward, %zu of that size are held, because gradients such as dP come on top.",
+           m.S, m.D, m.peak / GiB, m.available / GiB, saved / GiB, list_of(buffers).c_str(), GRID_BATCH, m.S,
+           square / GRID_BATCH / m.S / m.S, m.peak / square);
     answer("a",
            "FlashAttention removes this cost: it keeps L, one number per query, and computes P again in backward, "
            "tile by tile. It would hold q, k, v, dO, O and L, %.1f MiB.",
@@ -290,7 +291,8 @@ int cmd_weighted_sum(const Options& o) {
     o.quick ? weighted_sum_row(table, 2048, 512) : weighted_sum_row(table, 65536, 4096);
     print(table);
     answer("",
-           "Memory bounds both passes: per number of x, forward does two FLOPs and reads 4 bytes, backward does three, "
+           "For a large x memory bounds both passes: per number of x, forward does two FLOPs and reads 4 bytes, "
+           "backward does three, "
            "reads 4 bytes and writes 4.");
     return 0;
 }

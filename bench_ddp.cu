@@ -333,7 +333,7 @@ static void train_and_compare(const Communicator& c, Strategy strategy, double b
     for (const Parameter& p : ours.parameters) { checks.push_back({name, p.name}); }
     if (all_in_one) { checks.resize(first), checks.push_back({name, strprintf("all %zu", ours.parameters.size())}); }
     const int64_t all = (int64_t)ROWS_A_RANK * c.world, trained = ours.gradients.size();
-    losses.columns.insert(losses.columns.end(), {ours.name.substr(0, 11) + ", DDP", "single"});
+    losses.columns.insert(losses.columns.end(), {ours.name.substr(0, ours.name.find(",")) + ", DDP", "single process"});
     for (int step = 0; step < STEPS; step++) {
         begin_step(*d);
         const double mine = loss_and_gradients(ours, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, all);
@@ -627,7 +627,9 @@ void answer_minimal_ddp_flat_benchmarking(const std::vector<DdpRun>& runs) {
            flat.total.mean, against(flat.total, naive.total, "naive").c_str(), flat.exposed.mean,
            against(flat.exposed, naive.exposed, "naive").c_str());
     answer("", "Both move %.1f MB; %s.", flat.mb,
-           costs ? strprintf("each call of naive's costs another %.3g us", each).c_str()
+           costs ? strprintf("each call of naive's costs another %.3g %s", each < 1000 ? each : each / 1e3,
+                             each < 1000 ? "us" : "ms")
+                       .c_str()
                  : "the number of calls is not what limits them");
 }
 void answer_ddp_overlap_individual_parameters_benchmarking(const std::vector<DdpRun>& runs) {
@@ -711,7 +713,9 @@ void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, const Buc
         answer("b", "This run gives no w: its larger all-reduces took no longer than its smaller ones.");
     } else {
         answer("b",
-               "This run's all-reduces have o = %.1f us and w = %.2f GB/s. With s = %.1f MB the best bucket has %.1f "
+               "Timed alone, this run's fastest all-reduces have o = %.1f us and w = %.2f GB/s. With s = %.1f MB the "
+               "best bucket "
+               "has %.1f "
                "MB%s and an overhead of %.2f ms.",
                1e3 * m.o, m.w / 1e6, m.s / 1e6, bytes / 1e6, bytes < m.s ? "" : " (all gradients)",
                bytes / m.w + m.s / bytes * m.o);

@@ -312,11 +312,12 @@ void answer_warmup(const std::vector<WarmupRun>& runs) {
            warm.std, after(runs.back()).c_str());
     if (more <= noise) { return; }
     size_t enough = runs.size() - 1;  // the runs from here on are alike
-    while (enough > 0 && std::abs(ms(runs[enough - 1]).mean / warm.mean - 1) <= 0.02) { enough--; }
+    const double alike = std::max(0.02, warm.std / warm.mean);
+    while (enough > 0 && std::abs(ms(runs[enough - 1]).mean / warm.mean - 1) <= alike) { enough--; }
     answer("c",
-           enough + 1 == runs.size() ? "No smaller number comes within 2 %% of %s: there the times still change."
-                                     : "From %s on the mean is within 2 %% of the last.",
-           after(runs[enough]).c_str());
+           enough + 1 == runs.size() ? "No smaller number comes within %.0f %% of %s: there the times still change."
+                                     : "The mean is within %.0f %% of the last from %s on.",
+           100 * alike, after(runs[enough]).c_str());
 }
 static void print_warmups(const ModelConfig& c, const Options& o) {
     give_back_cached_memory();  // the fresh processes need it
@@ -483,7 +484,7 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
     Table table = times_table(
         caption_of(o, configs, std::string("benchmarking_mixed_precision (c); mode ") + name_of(context.mode)),
         {"size", "precision"});
-    table.columns.push_back("fwbw speedup");
+    table.columns.push_back("speedup");
     std::vector<std::vector<StepRun>> runs(precisions.size());
     for (const ModelConfig& c : configs) {
         for (size_t p = 0; p < precisions.size(); p++) {

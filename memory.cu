@@ -391,7 +391,7 @@ static std::string moment_of(const MemoryRun& r) {  // of the step's peak
     const double there = (double)r.step.peak_by[GRADIENTS] / r.step.all_gradients;
     return strprintf("at %d %s", r.T,
                      r.step.oom     ? "the step does not fit"
-                     : there > 0.99 ? "it is after backward, when all gradients are there"
+                     : there > 0.99 ? "it is in the optimizer, beside all gradients"
                      : there < 0.05 ? "it is just after the loss, when all activations are there"
                                     : "it is in backward, when a part of the gradients is there");
 }
@@ -403,7 +403,8 @@ static void answer_peaks(const Runs& runs) {
         "a",
         "Forward alone is flat: above the weights (%s GiB%s) it has one equal peak per layer, %s GiB at context length "
         "%d, because nothing is kept for backward. In a step the stages can be told apart: memory climbs through "
-        "forward, falls layer by layer in backward while the gradients grow, and is flat in the optimizer. Where a "
+        "forward, falls layer by layer in backward while the gradients grow, and is nearly flat in the optimizer. "
+        "Where a "
         "step's peak is depends on the context length: %s.",
         gib(forward.peak_by[PARAMETERS]).c_str(),
         forward.peak_by[WEIGHT_COPIES] ? ", and their growing 16-bit copies" : "",
@@ -413,8 +414,11 @@ static void answer_peaks(const Runs& runs) {
            each(runs, [](auto& r) { return peak_text(r.step); }).c_str(), r.config.name.c_str(), name_of(r.precision),
            r.predicted ? "; predicted" : "");
     if (r.precision == FP32) {
-        answer("b", "Weights, gradients and AdamW's two moments are 4 x %s MiB of a step's at any length.",
-               mib(forward.peak_by[PARAMETERS]).c_str());
+        answer(
+            "b",
+            "Weights and AdamW's two moments are 3 x %s MiB of a step's peak at any length. The gradients are a fourth "
+            "where the peak is after backward.",
+            mib(forward.peak_by[PARAMETERS]).c_str());
     }
     if (!r.taped.oom) {
         answer("b", "At context length %d a forward that keeps what backward needs takes %s GiB more.", r.T,
@@ -426,7 +430,7 @@ static void answer_peaks(const Runs& runs) {
 }
 
 static void answer_precision(const Runs& high, const Runs& low) {
-    std::vector<std::string> forward, step, shrink;
+    std::vector<std::string> forward, step;
     int more = 0, less = 0;
     size_t copies = 0;
     for (size_t i = 0; i < std::min(high.size(), low.size()); i++) {
@@ -437,7 +441,6 @@ static void answer_precision(const Runs& high, const Runs& low) {
         if (a.step.oom || b.step.oom) { continue; }
         step.push_back(strprintf("%+.1f", 100 * ((double)b.step.peak / a.step.peak - 1)));
         (b.step.peak > a.step.peak ? more : less)++;
-        shrink.push_back(gib((double)a.step.peak_by[ACTIVATIONS] - b.step.peak_by[ACTIVATIONS]));
     }
     answer("c", "%s takes %s memory than %s: forward %s %% at context length %s.", name_of(low[0].precision),
            less == 0   ? "more"
@@ -448,8 +451,11 @@ static void answer_precision(const Runs& high, const Runs& low) {
     if (copies == 0) { return answer("c", "This mode keeps no 16-bit copies of weights beside those in fp32."); }
     answer("c", "Weights, gradients and moments stay in fp32, and a 16-bit copy of each matrix is added: %s GiB.",
            gib(copies).c_str());
-    if (!step.empty()) {
-        answer("c", "At the step's peak activations shrink by only %s GiB.", list_of(shrink).c_str());
+    const PhaseMemory &a = high.back().step, &b = low.back().step;
+    if (!a.oom && !b.oom && a.peak_by[GRADIENTS] < a.all_gradients / 2) {
+        const double less = (double)a.peak_by[ACTIVATIONS] - b.peak_by[ACTIVATIONS];
+        answer("c", "At context length %d, where activations make the step's peak, they %s by %s GiB.", high.back().T,
+               less > 0 ? "shrink" : "grow", gib(std::fabs(less)).c_str());
     }
 }
 
@@ -514,7 +520,8 @@ void answer_memory_profiling(const Runs& runs) {
            "MiB. %s for the embedding's output.",
            r.B, r.T, r.config.d_model, mib(stream(r)).c_str(), lengths(first).c_str(),
            each(first, [&](auto& r) { return mib(stream(r)); }).c_str(),
-           equal ? "The run allocated exactly that" : "But the run allocated another number of bytes");
+           equal ? (r.predicted ? "The prediction counts exactly that" : "The run allocated exactly that")
+                 : "But the run allocated another number of bytes");
     answer("e", "%s%sThe weights were there before, and the optimizer allocates nothing in forward.",
            largest_of(r).c_str(), first.size() > 1 ? largest_of(first[0]).c_str() : "");
     if (r.block.bytes > 0) {

@@ -139,7 +139,7 @@ int cmd_mixed_precision_accumulation(const Options&) {
         double exact_sum = ADDITIONS * (double)rounded(0.01f, row.addend);  // of the rounded addends
         table.row(row.what, strprintf("%.7f", a.sum), strprintf("%.7f", a.sum - 10.0),
                   strprintf("%.7f", exact_sum - 10), strprintf("%.7f", a.sum - exact_sum),
-                  a.stalled < ADDITIONS ? std::to_string(a.stalled) : "");
+                  a.stalled < ADDITIONS && !row.kahan ? std::to_string(a.stalled) : "");
     }
     print(table);
 

@@ -560,7 +560,7 @@ static void answer_shares(const std::vector<ProfileRun>& runs, const ProfileRun&
         answer("d", "It falls in %d of %d settings, most in %s: from %.1f to %.1f %%.", falls, steps,
                where(*most).c_str(), most->parts[ALONE].matmul, most->parts[WHOLE_STEP].matmul);
     }
-    answer("d", "AdamW has no matrix products and takes %.1f of the step's %.1f ms (%.1f %%).", r.adamw,
+    answer("d", "AdamW has no matrix products and takes %.1f of the traced step's %.1f ms (%.1f %%).", r.adamw,
            r.parts[WHOLE_STEP].ms, 100 * r.adamw / r.parts[WHOLE_STEP].ms);
 }
 

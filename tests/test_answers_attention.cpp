@@ -109,7 +109,7 @@ TEST_CASE("answers: flash_leaderboard") {
 
 TEST_CASE("answers: the commands of sections 1.2 and 1.3, --quick") {
     const std::map<std::string, std::string> phrases = {
-        {"pytorch_attention", " MiB, 5 buffers of "},   {"weighted_sum", "Memory bounds both"},
+        {"pytorch_attention", " MiB, 5 buffers of "},   {"weighted_sum", "memory bounds both"},
         {"flash_forward", "All 80 checks pass"},        {"flash_backward", "All 80 checks pass"},
         {"flash_benchmarking", "of 12 configurations"}, {"flash_leaderboard", "\n| tiled "},
     };

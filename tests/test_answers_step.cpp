@@ -59,13 +59,13 @@ TEST_CASE("answers step: benchmarking_script (c)") {
                {"**(c)** The first steps are slower: they also load the kernels' code, create the cuBLAS "
                 "handle and grow the pool. Forward takes 19.52 ms (standard deviation 39.43) after 0 warm-up "
                 "steps, and 6.68 ms (0.00) after 5 warm-up steps.",
-                "From 2 warm-up steps on the mean is within 2 % of the last."});
+                "The mean is within 2 % of the last from 2 warm-up steps on."});
     runs[1].forward = took(6.75, 0.02);
-    check_says(warmups(runs), {"From 1 warm-up step on the mean is"});
+    check_says(warmups(runs), {"of the last from 1 warm-up step on."});
     runs[2].forward = took(7.72, 0.02);
     check_says(warmups(runs), {"No smaller number comes within 2 % of 5 warm-up steps: there the times still change."});
     runs[0] = {0, took(6.71, 0.03), took(20.2, 0.1)};
-    CHECK(!has(warmups(runs), "From"));
+    CHECK(!has(warmups(runs), "of the last"));
     check_says(warmups(runs), {"**(c)** The first steps cost no more than the noise. Forward"});
     context.device = CPU;  // where forward finds its memory touched, and backward does not
     check_says(warmups({{0, took(100.9, 0.2), took(358.7, 97.3)}, {5, took(102.8, 2.1), took(295.4, 0.5)}}),
