@@ -205,7 +205,7 @@ void answer_pytorch_attention(const std::vector<AttentionRun>& runs, const Atten
 int cmd_pytorch_attention(const Options& o) {
     context.device = choose_device(o.device);
     const std::vector<AttentionRun> runs = run_grid(o, false);
-    Table table{grid_caption(o, "pytorch_attention: one kernel per operation"),
+    Table table{grid_caption(o, "pytorch_attention: one kernel per operation; times in s, memory in MiB"),
                 {"d_model", "seq_len", "forward_time", "backward_time", "memory_usage_mb", "status"}};
     for (const AttentionRun& r : runs) {
         if (r.naive.oom) {
@@ -233,8 +233,8 @@ void torch_compile_attention(const Options& o) {
     const std::vector<AttentionRun> runs = run_grid(o, true);
     Table table{
         grid_caption(o, "torch_compile (a): attention, vanilla = one kernel per operation, compiled = fused softmax"),
-        {"d_model", "seq_len", "vanilla fw (ms)", "compiled fw (ms)", "speedup fw", "vanilla bw (ms)",
-         "compiled bw (ms)", "speedup bw"}};
+        {"d_model", "seq_len", "vanilla fw ms", "compiled fw ms", "speedup fw", "vanilla bw ms", "compiled bw ms",
+         "speedup bw"}};
     for (const AttentionRun& r : runs) {
         auto ms = [](const PassTimes& t, const Stats& s) { return cell(t, s, &Stats::mean); };
         table.row(r.D, r.S, ms(r.naive, r.naive.forward), ms(r.other, r.other.forward),
@@ -401,7 +401,10 @@ void answer_flash_benchmarking(const std::vector<AttentionRun>& runs) {
         for (const AttentionRun& r : runs) {
             if (r.dtype == dtype) { same.push_back(r); }
         }
-        if (same.empty()) { continue; }
+        if (same.empty()) {
+            answer("a", "No implementation of flash on this device takes %s.", name_of(dtype));
+            continue;
+        }
         answer("a", "In %s flash, timed against naive over forward and backward, is %s.", name_of(dtype),
                compared(same, &PassTimes::both, &Stats::median).c_str());
     }
@@ -443,12 +446,12 @@ int cmd_flash_benchmarking(const Options& o) {
 
 void answer_flash_leaderboard(const std::string& impl, const PassTimes& t, double tflops, double matmul_tflops,
                               bool is_handouts) {
-    auto rate = [](double t) { return strprintf("%.3g %sFLOP/s", t < 1 ? 1e3 * t : t, t < 1 ? "G" : "T"); };
-    answer("",
-           "Our fastest, %s, takes %.3f ms for forward and backward, %.3f ms for forward alone. That is %s, %.0f %% of "
-           "the rate of matrix products on this device (%s).",
-           impl.c_str(), t.both.median, t.forward.median, rate(tflops).c_str(), 100 * tflops / matmul_tflops,
-           rate(matmul_tflops).c_str());
+    answer(
+        "",
+        "Our fastest, %s, takes %.3f ms for forward and backward, %.3f ms for forward alone. That is %.3g %s, %.0f %% "
+        "of the rate of matrix products on this device.",
+        impl.c_str(), t.both.median, t.forward.median, tflops * unit_of(tflops).per_tera, unit_of(tflops).name,
+        100 * tflops / matmul_tflops);
     if (is_handouts) {
         answer("", "The class leaderboard of 2025 was led with 5.364 ms, in Triton on an H100; ours is CUDA.");
     }
@@ -468,13 +471,14 @@ int cmd_flash_leaderboard(const Options& options) {
     const AttentionImpl& fastest = require_flash(context.device, dtype, c.D);
     const Measure measure = for_ms(warmup, budget);
     const double rate = matmul_rate(precision, o.quick ? 1024 : 8192, 20);
+    const FlopUnit unit = unit_of(rate);
     Table table{
         strprintf("flash_leaderboard: batch 1, %s, D %d, S %d, %s, %s%s; %.2g s of warm-up, %.2g s of runs, "
-                  "median; this device multiplies matrices at %.3g TFLOP/s; %s",
+                  "median; this device multiplies matrices at %.3g %s; %s",
                   counted(std::to_string(c.H), "head").c_str(), c.D, c.Tq, name_of(precision),
                   c.causal ? "causal" : "not causal", context.deterministic ? ", deterministic" : "", warmup / 1e3,
-                  budget / 1e3, rate, origin(o).c_str()),
-        {"implementation", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s", "% of the matmul rate"}};
+                  budget / 1e3, rate * unit.per_tera, unit.name, origin(o).c_str()),
+        {"implementation", "forward ms", "backward ms", "forward+backward ms", unit.name, "% of the matmul rate"}};
     std::string best;
     PassTimes best_times;
     const double flop = 3.5 * (c.causal ? 2 : 4) * c.H * c.Tq * (double)c.Tk * c.D;  // causal: half of S^2
@@ -486,7 +490,7 @@ int cmd_flash_leaderboard(const Options& options) {
         const PassTimes t = pass_times(impl, c, dtype, measure, true);
         auto ms = [&](const Stats& s) { return cell(t, s, &Stats::median); };
         const double tflops = t.oom ? NAN : flop / t.both.median / 1e9;
-        table.row(impl.name, ms(t.forward), ms(t.backward), ms(t.both), tflops, 100 * tflops / rate);
+        table.row(impl.name, ms(t.forward), ms(t.backward), ms(t.both), tflops * unit.per_tera, 100 * tflops / rate);
         if (!t.oom && (best.empty() || t.both.median < best_times.both.median)) { best = impl.name, best_times = t; }
     }
     if (table.rows.empty()) {

@@ -123,16 +123,17 @@ std::vector<CheckpointRun> run_sizes(const ModelConfig& c, const Options& o, boo
     }
     return runs;
 }
-static void print_sizes(const std::vector<CheckpointRun>& runs, const ModelConfig& c, const Options& o,
-                        const std::string& what) {
+static void print_sizes(const std::vector<CheckpointRun>& runs, const ModelConfig& c, const Options& o, bool really) {
     Table table{
         strprintf("gradient_checkpointing (b): %s; %s, %d blocks, batch %d, context length %d, vocabulary %d, "
                   "precision %s, mode %s; peak of a training step, with AdamW's moments; time of forward and "
                   "backward, %d warmup, %d step; %s",
-                  what.c_str(), c.name.c_str(), c.num_layers, o.batch_size, o.context_length, c.vocab_size,
-                  name_of(context.precision), name_of(context.mode), o.warmup[0], o.steps, origin(o).c_str()),
+                  really ? "really run" : "predicted, nothing ran", c.name.c_str(), c.num_layers, o.batch_size,
+                  o.context_length, c.vocab_size, name_of(context.precision), name_of(context.mode), o.warmup[0],
+                  o.steps, origin(o).c_str()),
         {"blocks per checkpoint", "predicted peak MiB", "of it activations", "peak MiB", "fwbw_mean_ms", "of none"}};
     const Stats& none = runs.back().ms;
+    if (!really) { table.columns.resize(3); }
     for (const CheckpointRun& r : runs) {
         const bool ran = r.ms.n > 0;
         table.row(r.checkpoint ? name_of_checkpoint(r.checkpoint) : "none", mib(r.predicted), mib(r.activations),
@@ -141,6 +142,7 @@ static void print_sizes(const std::vector<CheckpointRun>& runs, const ModelConfi
                           : "",
                   ran ? strprintf("%.2f", r.ms.mean) : "",
                   ran && none.n > 0 ? strprintf("%.2fx", r.ms.mean / none.mean) : "");
+        table.rows.back().resize(table.columns.size());
     }
     print(table);
 }
@@ -160,7 +162,7 @@ void answer_sizes(const std::vector<CheckpointRun>& asked, const std::vector<Che
         if (i + 1 != best && i != best + 1 && i + 1 != asked.size()) { continue; }  // the next ones, and none
         others.push_back(mib(bytes(asked[i])) + (asked[i].oom ? " (out of memory) " : " ") + blocks_of(asked[i]));
     }
-    answer("b", "In %s a step's peak is least %s per checkpoint: %s MiB%s. It is %s.", asked[0].size.c_str(),
+    answer("b", "In %s a step's peak is least %s per checkpoint: %s MiB%s. Beside it: %s.", asked[0].size.c_str(),
            blocks_of(asked[best]).c_str(), mib(bytes(asked[best])).c_str(), asked[best].peak ? "" : " (predicted)",
            list_of(others).c_str());
     if (asked.size() > 3) {
@@ -193,7 +195,7 @@ int cmd_gradient_checkpointing(const Options& asked) {
     std::vector<CheckpointRun> handouts;
     if (o.quick && !o.has("size") && c.name != "custom") {
         handouts = run_sizes(c, o, false);
-        print_sizes(handouts, c, o, "predicted, nothing ran");
+        print_sizes(handouts, c, o, false);
         // At this length a block's scores, residuals and gradients are to each other about as those of xl.
         c = tiny_model(8);
         by_quick(o, "batch_size", &Options::batch_size, 1);
@@ -202,7 +204,7 @@ int cmd_gradient_checkpointing(const Options& asked) {
         by_quick(o, "warmup", &Options::warmup, std::vector<int>{1});
     }
     const std::vector<CheckpointRun> runs = run_sizes(c, o, true);
-    print_sizes(runs, c, o, "really run");
+    print_sizes(runs, c, o, true);
     answer_sizes(handouts.empty() ? runs : handouts, runs);
     if (std::none_of(runs.begin(), runs.end(), [](const CheckpointRun& r) { return r.ms.n > 0; })) {
         fail("nothing fits into the memory that is available");

@@ -86,22 +86,25 @@ void answer_distributed_communication_single_node(const std::vector<AllReduceRun
     for (const auto& [who, by_ranks] : large) {
         const AllReduceRun &a = small[who][0], &b = by_ranks[0];
         const double bytes = most / least, time = b.ms.median / a.ms.median;
-        answer("size", "%s with %s takes %.3g ms for %g MB and %.4g ms for %g MB: %s.", who.c_str(),
-               ranks(a.ranks).c_str(), a.ms.median, least, b.ms.median, most,
-               time < 0.8 * bytes    ? "latency limits the small tensor, bandwidth the large one"
-               : time > 1.25 * bytes ? "the large tensor gets less bandwidth than the small one"
-                                     : "bandwidth limits nearly every size");
+        answer(
+            "size",
+            "%s with %s takes %.3g ms for %g MB and %.4g ms for %g MB, %.3g times as long for %g times the bytes: %s.",
+            who.c_str(), ranks(a.ranks).c_str(), a.ms.median, least, b.ms.median, most, time, bytes,
+            time < 0.8 * bytes    ? "latency limits the small tensor, bandwidth the large one"
+            : time > 1.25 * bytes ? "the large tensor gets less bandwidth than the small one"
+                                  : "bandwidth limits both");
         for (size_t i = 1; i < by_ranks.size(); i++) {
             const AllReduceRun &few = by_ranks[i - 1], &many = by_ranks[i];
             const double predicted = ring(many.ranks) / ring(few.ranks), factor = many.ms.median / few.ms.median;
             Stats as_ring = few.ms;
             as_ring.mean *= predicted, as_ring.std *= predicted;
             const bool fits = level(many.ms, as_ring) || std::fabs(factor / predicted - 1) < 0.05;
-            answer(
-                "ranks", "From %d to %d ranks %s takes %.2f times as long for %g MB. A ring predicts %.2f%s.",
-                few.ranks, many.ranks, who.c_str(), factor, most, predicted,
-                fits ? ""
-                     : strprintf(", but each link carries %.3g instead of %.3g GB/s", busbw(many), busbw(few)).c_str());
+            answer("ranks", "From %d to %d ranks %s takes %.2f times as long for %g MB, %s a ring's %.2f times.",
+                   few.ranks, many.ranks, who.c_str(), factor, most,
+                   fits                 ? "like"
+                   : factor > predicted ? "more than"
+                                        : "less than",
+                   predicted);
         }
     }
     if (large.size() == 2) {
@@ -301,10 +304,14 @@ void answer_weights(const std::vector<WeightsCheck>& checks, const std::string& 
     const WeightsCheck& worst = *std::max_element(checks.begin(), checks.end(), [&](auto& a, auto& b) {
         return passes(a) == passes(b) ? a.max < b.max : passes(a);
     });
-    const char* sums = worst.max > 0 ? ": sums are taken in another order" : "";
-    answer("", "The weights of %s %s: the largest difference is %.2e (%s, %s)%s. All ranks hold %s bits.", what.c_str(),
-           wrong ? strprintf("DIFFER in %d of %zu rows", wrong, checks.size()).c_str() : "match", worst.max,
-           worst.model.c_str(), worst.what.c_str(), wrong ? "" : sums, worst.same_bits ? "the same" : "DIFFERENT");
+    const char* sums = wrong ? "" : ": sums are taken in another order";
+    answer("", "The weights of %s %s: %s. All ranks hold %s bits.", what.c_str(),
+           wrong ? strprintf("DIFFER in %d of %zu rows", wrong, checks.size()).c_str() : "match",
+           worst.max == 0 ? "there is no difference"
+                          : strprintf("the largest difference is %.2e (%s, %s)%s", worst.max, worst.model.c_str(),
+                                      worst.what.c_str(), sums)
+                                .c_str(),
+           worst.same_bits ? "the same" : "DIFFERENT");
 }
 void print_checks(const Communicator& c, const Table& table, const std::vector<WeightsCheck>& checks,
                   const std::string& what) {
@@ -333,7 +340,7 @@ static void train_and_compare(const Communicator& c, Strategy strategy, double b
     for (const Parameter& p : ours.parameters) { checks.push_back({name, p.name}); }
     if (all_in_one) { checks.resize(first), checks.push_back({name, strprintf("all %zu", ours.parameters.size())}); }
     const int64_t all = (int64_t)ROWS_A_RANK * c.world, trained = ours.gradients.size();
-    losses.columns.insert(losses.columns.end(), {ours.name.substr(0, ours.name.find(",")) + ", DDP", "single process"});
+    losses.columns.insert(losses.columns.end(), {ours.name.substr(0, ours.name.find(",")) + ", DDP", "single"});
     for (int step = 0; step < STEPS; step++) {
         begin_step(*d);
         const double mine = loss_and_gradients(ours, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, all);
@@ -365,7 +372,7 @@ static int check_strategy(const Options& o, Strategy strategy, const std::vector
                               "Transformer with d_model 64 and 2 layers; backend %s; %s",
                               o.command.c_str(), STEPS, c.world, ROWS_A_RANK * c.world, toy_outputs(o),
                               c.backend.c_str(), origin(o).c_str()),
-                    {"Model", "calls", "Parameter", "max diff", "mean diff", "Parameters", "bits"}};
+                    {"Model", "calls", "Parameter", "max diff", "mean diff", "Parameters", "ranks' bits"}};
         Table losses{"Loss in each step: of data parallel (DDP), and of one process (single)", {"Step"}};
         for (int i = 0; i < STEPS; i++) { losses.row(i + 1); }
         std::vector<WeightsCheck> checks;
@@ -565,8 +572,10 @@ static std::string part_cell(const Stats& ms, const Stats& total) {  // "28.49 �
 }
 static void print_steps(const std::string& caption, const std::vector<DdpRun>& runs, const Stats& single,
                         double samples, int context_length) {
+    const bool buckets = runs.back().strategy == BUCKETED;
     Table parts{
-        caption + "; mean ± deviation over the steps, share of the step; N MB: overlapped, in buckets of N MB",
+        caption + "; mean ± deviation over the steps, share of the step" +
+            (buckets ? "; N MB: overlapped, in buckets of N MB" : ""),
         {"Strategy", "Total Time (ms)", "Forward (ms)", "Backward (ms)", "Exposed Comm (ms)", "Optimizer (ms)"}};
     Table comparison{
         strprintf(
@@ -690,7 +699,7 @@ void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, const Buc
     answer("a", "The fastest buckets have %g MB: a step takes %.2f ms, %s and %s.%s", best->bucket_mb, best->total.mean,
            against(best->total, over.total, "a tensor per call").c_str(),
            against(best->total, flat.total, "flat").c_str(),
-           also.empty() ? "" : (" No different, by their calls or within the noise: " + list_of(also) + ".").c_str());
+           also.empty() ? "" : (" As fast, within the noise or with the same calls: " + list_of(also) + ".").c_str());
     const bool cheaper =
         few->communication.mean < over.communication.mean && !level(few->communication, over.communication);
     const bool exposed = few->exposed.mean > over.exposed.mean && !level(few->exposed, over.exposed);
@@ -812,7 +821,7 @@ int cmd_optimizer_state_sharding(const Options& o) {
                       "models with %d outputs, backend %s, lr 0.1 (SGD 0.01, momentum 0.9), weight decay 0.1, a second "
                       "parameter group with half the lr after 5 steps; states: elements that each rank keeps; %s",
                       ranks(c.world).c_str(), toy_outputs(o), c.backend.c_str(), origin(o).c_str()),
-            {"Model", "Optimizer", "max diff", "mean diff", "Parameters", "bits", "states", "unsharded"}};
+            {"Model", "Optimizer", "max diff", "mean diff", "Parameters", "ranks' bits", "states", "unsharded"}};
         std::vector<WeightsCheck> checks;
         for (int i = 0; i < 8; i++) {
             checks.push_back(shard_and_compare(c, i % 2 ? ZERO1 : BROADCAST, i / 2 % 2, i / 4, o));
@@ -879,8 +888,8 @@ void answer_optimizer_state_sharding_accounting(const std::vector<ShardingRun>& 
            ours.optimizer.mean, against(ours.optimizer, whole.optimizer, "unsharded").c_str());
     answer("c",
            "ZeRO-1, too, shards only the optimizer's state: %.1f MiB per rank, where ours takes %.1f MiB. It "
-           "reduce-scatters gradients and all-gathers weights, so a rank sends 2 Psi (N-1)/N elements (%.1f MB). Ours "
-           "all-reduces gradients and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).",
+           "reduce-scatters gradients and all-gathers weights, so of Psi parameters a rank sends 2 Psi (N-1)/N "
+           "elements (%.1f MB). Ours all-reduces gradients and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).",
            state(zero), state(ours), zero.mb_sent, ours.mb_sent);
 }
 int cmd_optimizer_state_sharding_accounting(const Options& asked) {

@@ -302,10 +302,9 @@ static void print_tables(const std::string& caption, const std::vector<FsdpRun>&
     print(memory);
     const std::vector<FsdpUnitTimes>& units = runs[FULLY_SHARDED].units;
     Table times{
-        "(b): each unit's all-gather, and how long the compute stream waited for it; the same "
+        "(b): each unit's all-gather, and how long the compute stream waited for it, ms; the same "
         "run, rank 0, mean of all steps",
-        {"unit", "forward: gather (ms)", "wait (ms)", "backward: gather (ms)", "wait in backward (ms)",
-         "wait for gradients (ms)"}};
+        {"unit", "forward: gather", "wait", "backward: gather", "wait in backward", "wait for gradients"}};
     FsdpUnitTimes all{};
     auto row = [&](const std::string& name, const FsdpUnitTimes& u) {
         times.row(name);
@@ -325,13 +324,17 @@ static void answer_saved(const char* name, const FsdpRun& other, const FsdpRun& 
                          double gradients) {
     const MemoryUse &a = other.use, &b = fsdp.use;
     auto saved_of = [&](Category k) { return (double)a.peak_by[k] - (double)b.peak_by[k]; };
+    auto taken = [](double bytes) {
+        return strprintf("%.1f MiB %s", mib(std::fabs(bytes)), bytes < 0 ? "less" : "more");
+    };
     const double saved = (double)a.peak - (double)b.peak, more = saved - expected;
-    answer("a",
-           "FSDP takes %.1f MiB %s than %s. It saves %.1f MiB %s than expected: %+.1f of gradients, %+.1f of gathered "
-           "units and weight copies, %+.1f of activations.",
-           mib(std::fabs(saved)), saved < 0 ? "more" : "less", name, mib(std::fabs(more)), more < 0 ? "less" : "more",
-           mib(saved_of(GRADIENTS) - gradients), mib(saved_of(WEIGHT_COPIES)),
-           mib(activations_of(a) - activations_of(b)));
+    answer(
+        "a",
+        "FSDP takes %.1f MiB %s than %s. That is %.1f MiB %s than expected: it takes %s of gradients, %s of gathered "
+        "units and weight copies, and %s of activations.",
+        mib(std::fabs(saved)), saved < 0 ? "more" : "less", name, mib(std::fabs(more)), more < 0 ? "more" : "less",
+        taken(gradients - saved_of(GRADIENTS)).c_str(), taken(-saved_of(WEIGHT_COPIES)).c_str(),
+        taken(activations_of(b) - activations_of(a)).c_str());
 }
 void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double psi, int bytes) {
     if (world == 1) { return answer("", "One rank has no other to share with, so there is nothing to compare."); }
@@ -353,8 +356,8 @@ void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double 
     }
     if (fsdp.oom) { return; }
     answer("a",
-           "FSDP holds two whole units and their gradients in buffers. All of its parts of gradients are there at "
-           "backward's end only, when activations are gone.");
+           "FSDP holds two whole units and their gradients in buffers. Its own shards of all gradients are there "
+           "only at backward's end, when activations are gone.");
     const bool in_time = level(fsdp.gathers, fsdp.hidden);
     const double waits = fsdp.gathers.mean - fsdp.hidden.mean;
     answer("b",

@@ -73,17 +73,17 @@ int cmd_info(const Options& o) {
     table.row("GPUs", cuda_devices(), "", "");
     table.row("CPU threads", cpu_threads(), "", "");
     table.row("memory available", available_memory(context.device) / 1073741824.0, "", "GiB");
-    auto measure = [&](const std::string& what, double peak, const char* unit, const std::function<double()>& f) {
-        double rate = NAN;
-        if (run_if_fits(what, 0, [&] { rate = f(); }) == 0) { table.row(what, rate, peak, unit); }
-    };
     const int mib = gpu ? (o.quick ? 256 : 1024) : (o.quick ? 64 : 256);
-    measure(strprintf("copy of %d MiB, read + written", mib), NAN, "GB/s",
-            [&] { return copy_bandwidth((int64_t)mib << 20, gpu ? 20 : 10); });
+    const std::string copy = strprintf("copy of %d MiB, read + written", mib);
+    run_if_fits(copy, 0, [&] { table.row(copy, copy_bandwidth((int64_t)mib << 20, gpu ? 20 : 10), "", "GB/s"); });
     auto multiply = [&](Precision p, int n) {
-        const double peak = context.device == CUDA ? dense_peak(p) : NAN;
-        measure(strprintf("matmul %d^3 %s on the %s", n, name_of(p), context.device == CUDA ? "GPU" : "CPU"), peak,
-                "TFLOP/s", [&] { return matmul_rate(p, n, 10); });
+        const bool on_gpu = context.device == CUDA;
+        const std::string what = strprintf("matmul %d^3 %s on the %s", n, name_of(p), on_gpu ? "GPU" : "CPU");
+        run_if_fits(what, 0, [&] {
+            const double rate = matmul_rate(p, n, 10);
+            const FlopUnit unit = unit_of(rate);
+            table.row(what, rate * unit.per_tera, on_gpu ? dense_peak(p) * unit.per_tera : NAN, unit.name);
+        });
     };
     for (Precision p : {PREC_BF16, PREC_FP16, TF32, FP32}) {
         if (gpu) { multiply(p, o.quick ? 4096 : 8192); }
@@ -236,19 +236,21 @@ static void print_times(const std::vector<StepRun>& runs, const std::string& cap
 }
 static void print_steps(const std::vector<StepRun>& runs, const Options& o, const std::string& caption) {
     std::vector<double> tflops;
+    double most = 0;
     for (const StepRun& r : runs) {
         const PhaseRun& step = r.phase[STEP];
         tflops.push_back(step.ran() ? step_tflops(r.config, o.batch_size, o.context_length, step.all.mean) : NAN);
+        most = std::fmax(most, tflops.back());
     }
-    const bool slow = std::none_of(tflops.begin(), tflops.end(), [](double rate) { return rate >= 1; });
+    const FlopUnit unit = unit_of(most);
     Table table{caption,
-                {"size", "precision", "mode", "step_mean_ms", "step_std_ms", slow ? "GFLOP/s" : "TFLOP/s", "MFU %",
-                 "peak fw MiB", "peak step MiB"}};
+                {"size", "precision", "mode", "step_mean_ms", "step_std_ms", unit.name, "MFU %", "peak fw MiB",
+                 "peak step MiB"}};
     auto mib = [](const PhaseRun& run) { return run.ran() ? strprintf("%.0f", run.peak / 1048576.0) : ""; };
     for (size_t i = 0; i < runs.size(); i++) {
         const StepRun& r = runs[i];
         const auto ms = cells_of(r.phase[STEP], r.phase[STEP].all);
-        table.row(r.config.name, r.precision, r.mode, ms[0], ms[1], tflops[i] * (slow ? 1e3 : 1),
+        table.row(r.config.name, r.precision, r.mode, ms[0], ms[1], tflops[i] * unit.per_tera,
                   percent_of_peak(tflops[i], r.precision), mib(r.phase[FORWARD]), mib(r.phase[STEP]));
     }
     print(table);
@@ -314,9 +316,18 @@ void answer_warmup(const std::vector<WarmupRun>& runs) {
     size_t enough = runs.size() - 1;  // the runs from here on are alike
     const double alike = std::max(0.02, warm.std / warm.mean);
     while (enough > 0 && std::abs(ms(runs[enough - 1]).mean / warm.mean - 1) <= alike) { enough--; }
+    std::vector<std::string> steps, means;  // of the runs between
+    for (size_t i = 1; i + 1 < runs.size(); i++) {
+        steps.push_back(to_cell(runs[i].warmup)), means.push_back(strprintf("%.2f", ms(runs[i]).mean));
+    }
+    if (!steps.empty()) {
+        answer("c", "After %s warm-up steps it takes %s ms.", list_of(steps).c_str(), list_of(means).c_str());
+    }
     answer("c",
-           enough + 1 == runs.size() ? "No smaller number comes within %.0f %% of %s: there the times still change."
-                                     : "The mean is within %.0f %% of the last from %s on.",
+           enough + 1 == runs.size()
+               ? "No smaller number comes within %.0f %% of %s: clocks, caches and the memory pool "
+                 "settle only over several steps."
+               : "The mean is within %.0f %% of the last from %s on.",
            100 * alike, after(runs[enough]).c_str());
 }
 static void print_warmups(const ModelConfig& c, const Options& o) {
@@ -393,10 +404,12 @@ static std::string factor_cell(const PhaseRun& ours, const PhaseRun& theirs) {
 // mode fused, what a compiler, or here a person, makes of it.
 void answer_torch_compile(const std::vector<StepRun>& vanilla, const std::vector<StepRun>& compiled) {
     const std::string forward = compared(compiled, vanilla, FORWARD, "vanilla"),
+                      both = compared(compiled, vanilla, FORWARD_BACKWARD, "vanilla"),
                       step = compared(compiled, vanilla, STEP, "vanilla");
     answer("b", "In %s, compiled forward is %s.%s", name_of(vanilla[0].precision),
            forward.empty() ? "not to be compared" : forward.c_str(), out_of_memory(vanilla).c_str());
-    if (!step.empty()) { answer("b", "A whole step, with backward and AdamW, is %s.", step.c_str()); }
+    if (!both.empty()) { answer("b", "Forward and backward together are %s.", both.c_str()); }
+    if (!step.empty()) { answer("b", "A whole step, with AdamW, is %s.", step.c_str()); }
 }
 int cmd_torch_compile(const Options& asked) {
     Options o = asked;
@@ -458,10 +471,12 @@ void answer_mixed_precision(const std::vector<std::vector<StepRun>>& runs) {
             compared(runs[p], runs[0], FORWARD_BACKWARD, name_of(runs[0][0].precision), &growth);
         answer("c", "Forward and backward in %s are %s.", precision,
                verdict.empty() ? "not to be compared" : verdict.c_str());
-        if (context.device == CUDA && growth > 1 + SMALL_DEVIATION) {
-            answer("c", "The larger model gains more in %s: products take more of its time, and tensor cores do these.",
-                   precision);
-        }
+        if (context.device != CUDA || runs[p].size() < 2) { continue; }
+        answer("c",
+               growth > 1 + SMALL_DEVIATION
+                   ? "The larger model gains more in %s: products take more of its time, and tensor cores do these."
+                   : "The larger model gains no more in %s than the smaller.",
+               precision);
     }
     const std::string oom = out_of_memory(runs[0]);
     if (!oom.empty()) { answer("c", "%s", oom.c_str() + 1); }

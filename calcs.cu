@@ -83,9 +83,10 @@ int cmd_alternate_ring_all_reduce(const Options& o) {
               strprintf("%.6g", usual_ms));
     print(table);
     answer("",
-           "It takes (N - 1) S / W = (%g - 1) x %g / %g = %.4g ms: in each of N - 1 steps each device sends a whole "
+           "The alternative takes (N - 1) S / W = (%g - 1) x %g / %g = %.4g ms: in each of N - 1 steps each device "
+           "sends a whole "
            "tensor of S bytes. Reduce-scatter and all-gather send parts of S / N bytes in 2 (N - 1) steps, and "
-           "take 2 (N - 1) S / (N W) = 2 x (%g - 1) x %g / (%g x %g) = %.4g ms. The alternative takes N / 2 = %g "
+           "take 2 (N - 1) S / (N W) = 2 x (%g - 1) x %g / (%g x %g) = %.4g ms. So the alternative takes N / 2 = %g "
            "times as long.",
            N, S, W, ms, N, S, N, W, usual_ms, N / 2);
     return 0;
@@ -219,8 +220,8 @@ int cmd_fsdp_tp_calcs(const Options& o) {
            D, F, N, B, D, M, N, M, W, 1e3 * overlapped.communication, 1e3 * fsdp.communication, 1e3 * tp.communication);
     answer("c",
            "N <= (1 + B W / C) (1 + 3 D_FF W / (2 C)) = (1 + %.7g x %g / %g) x (1 + 3 x %.7g x %g / (2 x %g)) = %.4g "
-           "devices. The FSDP axis takes at most 1 + B W / C = %.4g, in which TP does not occur, and the TP axis "
-           "at most 1 + 3 D_FF W / (2 C) = %.4g, in which FSDP does not.",
+           "devices. The FSDP axis takes at most 1 + B W / C = %.4g for any N_TP, and the TP axis "
+           "at most 1 + 3 D_FF W / (2 C) = %.4g for any N_FSDP.",
            B, W, C, F, W, C, overlapped.most, fsdp.most, tp.most);
     answer("c",
            "Without each 1 the product is 3 B D_FF (W / C)^2 / 2 = %.4g devices. With N_FSDP = %g and N_TP = %g, %s.",

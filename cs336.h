@@ -357,6 +357,13 @@ inline std::string to_cell(DType x) { return name_of(x); }
 inline std::string to_cell(Mode x) { return name_of(x); }
 inline std::string to_cell(Precision x) { return name_of(x); }
 
+// Of a rate of FLOP/s: tera, but giga where that would be less than one.
+struct FlopUnit {
+    const char* name;
+    double per_tera;
+};
+inline FlopUnit unit_of(double tflops) { return tflops >= 1 ? FlopUnit{"TFLOP/s", 1} : FlopUnit{"GFLOP/s", 1e3}; }
+
 struct Table {
     std::string caption;  // one line: device, precision, sizes, warm-up, steps, commit
     std::vector<std::string> columns;

@@ -159,12 +159,13 @@ static void measure(LeaderboardRun& r, const Communicator& c, const Options& o) 
 static void print_tables(const LeaderboardRun& r, const std::string& caption) {
     auto cell = [&](const char* format, double value) { return r.oom ? "" : strprintf(format, value); };
     const double rate = r.tflops();
+    const FlopUnit unit = unit_of(rate);
     Table table{"leaderboard: " + caption,
-                {"mean ms", "std ms", "median ms", "tokens/s", "TFLOP/s", "MFU %", "predicted MiB", "peak MiB",
+                {"mean ms", "std ms", "median ms", "tokens/s", unit.name, "MFU %", "predicted MiB", "peak MiB",
                  "first loss", "last loss"}};
     table.row(r.oom ? oom_cell(r.oom) : cell("%.1f", r.step.mean), cell("%.1f", r.step.std),
-              cell("%.1f", r.step.median), cell("%.0f", r.tokens / r.step.mean * 1e3), cell("%.4g", rate),
-              r.oom ? "" : percent_of_peak(rate / r.world, context.precision),
+              cell("%.1f", r.step.median), cell("%.0f", r.tokens / r.step.mean * 1e3),
+              cell("%.4g", rate * unit.per_tera), r.oom ? "" : percent_of_peak(rate / r.world, context.precision),
               strprintf("%.1f", r.predicted / 1048576.0), cell("%.1f", r.peak / 1048576.0), cell("%.5f", r.first_loss),
               cell("%.5f", r.last_loss));
     print(table);
@@ -189,10 +190,9 @@ void answer_leaderboard(const LeaderboardRun& r) {
                       size(r.oom).c_str(), each);
     }
     const int most = (int)(std::max_element(r.parts, r.parts + LEADERBOARD_PARTS) - r.parts);
-    answer("", "A step of %s on %s takes %.1f ms, in the mean of %s. That is %.0f tokens per second and %s%s.",
+    answer("", "A step of %s on %s takes %.1f ms, in the mean of %s. That is %.0f tokens per second and %.4g %s%s.",
            r.what.c_str(), ranks.c_str(), r.step.mean, counted(std::to_string(r.step.n), "step").c_str(),
-           r.tokens / r.step.mean * 1e3,
-           rate < 1 ? strprintf("%.4g GFLOP/s", rate * 1e3).c_str() : strprintf("%.4g TFLOP/s", rate).c_str(),
+           r.tokens / r.step.mean * 1e3, rate * unit_of(rate).per_tera, unit_of(rate).name,
            std::isnan(r.peak_rate) ? "" : strprintf(", an MFU of %.1f %%", 100 * rate / r.world / r.peak_rate).c_str());
     answer("", "The peak is %s%s, predicted %s. The largest part of the step is %s: %.1f ms, %.1f %%.",
            size(r.peak).c_str(), each, size(r.predicted).c_str(), part_names[most], r.parts[most],

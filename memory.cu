@@ -389,26 +389,31 @@ static std::string lengths(const Runs& runs) {
 }
 static std::string moment_of(const MemoryRun& r) {  // of the step's peak
     const double there = (double)r.step.peak_by[GRADIENTS] / r.step.all_gradients;
-    return strprintf("at %d %s", r.T,
-                     r.step.oom     ? "the step does not fit"
-                     : there > 0.99 ? "it is in the optimizer, beside all gradients"
-                     : there < 0.05 ? "it is just after the loss, when all activations are there"
-                                    : "it is in backward, when a part of the gradients is there");
+    return r.step.oom     ? "unknown, for lack of memory,"
+           : there > 0.99 ? "in the optimizer, beside all gradients,"
+           : there < 0.05 ? "just after the loss, beside all activations,"
+                          : "in backward, beside a part of the gradients,";
 }
 
 static void answer_peaks(const Runs& runs) {
     const MemoryRun& r = runs.back();
     const PhaseMemory& forward = r.forward;
-    answer(
-        "a",
-        "Forward alone is flat: above the weights (%s GiB%s) it has one equal peak per layer, %s GiB at context length "
-        "%d, because nothing is kept for backward. In a step the stages can be told apart: memory climbs through "
-        "forward, falls layer by layer in backward while the gradients grow, and is nearly flat in the optimizer. "
-        "Where a "
-        "step's peak is depends on the context length: %s.",
-        gib(forward.peak_by[PARAMETERS]).c_str(),
-        forward.peak_by[WEIGHT_COPIES] ? ", and their growing 16-bit copies" : "",
-        gib(forward.peak_by[ACTIVATIONS]).c_str(), r.T, each(runs, moment_of).c_str());
+    answer("a",
+           "Forward alone is flat: above the weights (%s GiB%s) it has one equal peak per layer, %s GiB at context "
+           "length %d, because nothing is kept for backward.",
+           gib(forward.peak_by[PARAMETERS]).c_str(),
+           forward.peak_by[WEIGHT_COPIES] ? ", and their growing 16-bit copies" : "",
+           gib(forward.peak_by[ACTIVATIONS]).c_str(), r.T);
+    std::vector<std::string> moments;
+    for (size_t i = 0, next; i < runs.size(); i = next) {
+        for (next = i; next < runs.size() && moment_of(runs[next]) == moment_of(runs[i]);) { next++; }
+        const Runs alike(runs.begin() + i, runs.begin() + next);
+        moments.push_back(moment_of(runs[i]) + " at context length " + lengths(alike));
+    }
+    answer("a",
+           "The stages of a step can be told apart: memory climbs through forward, falls layer by layer in backward "
+           "while the gradients grow, and is nearly flat in the optimizer. Its peak is %s.",
+           list_of(moments).c_str());
     answer("b", "At context length %s forward's peak is %s, a step's %s (%s, %s%s).", lengths(runs).c_str(),
            each(runs, [](auto& r) { return peak_text(r.forward); }).c_str(),
            each(runs, [](auto& r) { return peak_text(r.step); }).c_str(), r.config.name.c_str(), name_of(r.precision),

@@ -395,15 +395,16 @@ static std::string with_unit(double ns) {  // as nsys prints times: a unit in ea
                        : strprintf("%.0f ns", ns);
 }
 static std::string digits(double x, const char* format) { return std::isnan(x) ? "" : strprintf(format, x); }
-// A kernel's name without what most of cuBLAS's names share.
+// A kernel's name without what most of cuBLAS's names share, cut so that its table stays within 120 columns.
 static std::string brief(std::string name) {
+    constexpr size_t MOST = 44;
     for (const char* common :
          {"cutlass::Kernel2<", "f32f32_f32f32_f32_", "bf16bf16_bf16f32_f32_", "_aligna4_alignc4", "_aligna8_alignc8",
           "_execute", "_kernel__5x_cublas", "_stage3", "_warpsize1x4x1", "_warpsize2x2x1", "_warpsize4x2x1"}) {
         size_t at = name.find(common);
         if (at != std::string::npos) { name.erase(at, strlen(common)); }
     }
-    return "`" + name + "`";
+    return "`" + (name.size() > MOST ? name.substr(0, MOST - 2) + ".." : name) + "`";
 }
 
 static void print_times(const std::vector<ProfileRun>& runs, const std::string& caption) {
@@ -457,13 +458,13 @@ static void print_summary(const std::vector<KernelSummary>& kernels, const std::
     Table t{
         strprintf("kernel summary: the first %zu of %zu kernels; ", std::min(ROWS, kernels.size()), kernels.size()) +
             caption,
-        {"Time (%)", "Total Time", "Instances", "Avg", "Med", "Min", "Max", "StdDev", "Name"}};
+        {"Time (%)", "Total Time", "Instances", "Avg", "Min", "Max", "Name"}};
     double all = 0;
     for (const KernelSummary& k : kernels) { all += k.total_ns(); }
     for (size_t i = 0; i < std::min(ROWS, kernels.size()); i++) {
         const KernelSummary& k = kernels[i];
         t.row(strprintf("%.1f%%", 100 * k.total_ns() / all), with_unit(k.total_ns()), k.ns.n, with_unit(k.ns.mean),
-              with_unit(k.ns.median), with_unit(k.ns.min), with_unit(k.ns.max), with_unit(k.ns.std), brief(k.name));
+              with_unit(k.ns.min), with_unit(k.ns.max), brief(k.name));
     }
     print(t);
 }
@@ -507,7 +508,9 @@ static std::string class_of(const ProfileRun& r, const PartProfile& p) {
            : p.is.tensor_cores ? "a matrix product on tensor cores"
                                : "a matrix product on the CUDA cores";
 }
-static std::string launches(double n) { return strprintf("%g launch%s", n, n == 1 ? "" : "es"); }
+static std::string launches(bool gpu, double n) {
+    return strprintf("%g %s%s", n, gpu ? "launch" : "call", n == 1 ? "" : gpu ? "es" : "s");
+}
 static void answer_top_kernel(const std::vector<ProfileRun>& runs, const ProfileRun& r) {
     const PartProfile &forward = r.parts[ALONE], &both = r.parts[AND_BACKWARD];
     const char* kernel = r.gpu ? "kernel" : "operation";
@@ -515,13 +518,14 @@ static void answer_top_kernel(const std::vector<ProfileRun>& runs, const Profile
     for (const auto& [part, n] : forward.launched_in) { places.push_back(strprintf("%g in %s", n, part.c_str())); }
     answer("b", "The %s with the most time in forward is `%s`, %s: %.1f %% (%s).", kernel, forward.kernel.c_str(),
            class_of(r, forward).c_str(), forward.share, where(r).c_str());
-    answer("b", "A forward has %s of it: %s.", launches(forward.launches).c_str(), list_of(places).c_str());
+    answer("b", "A forward has %s of it: %s.", launches(r.gpu, forward.launches).c_str(), list_of(places).c_str());
     if (both.kernel == forward.kernel) {
-        answer("b", "With backward it is the same one (%.1f %%, %s).", both.share, launches(both.launches).c_str());
+        answer("b", "With backward it is the same one (%.1f %%, %s).", both.share,
+               launches(r.gpu, both.launches).c_str());
     } else if (!both.kernel.empty()) {
         const bool products = r.gpu && std::string(both.is.name) + forward.is.name == "matmulmatmul";
         answer("b", "With backward it is another one, `%s`, %s (%.1f %%, %s)%s.", both.kernel.c_str(),
-               class_of(r, both).c_str(), both.share, launches(both.launches).c_str(),
+               class_of(r, both).c_str(), both.share, launches(r.gpu, both.launches).c_str(),
                products ? ": backward's products have other operands transposed" : "");
     }
     int traced = 0, products = 0;

@@ -29,11 +29,11 @@ TEST_CASE("answers: fsdp_accounting, xl in fp32") {
               "**(a)** FSDP should save 25991.9 MiB against DDP and 12995.9 MiB against a sharded optimizer. Weights, "
               "gradients and two moments take 16 Psi bytes with DDP, (8 + 8/N) Psi with the sharded optimizer and "
               "16 Psi/N with FSDP; Psi is 3406809600, N 2.\n"));
-    CHECK(has(text,
-              "FSDP takes 30838.9 MiB less than DDP. It saves 4847.0 MiB more than expected: +5648.4 of gradients, "
-              "-800.0 of gathered units and weight copies, +0.0 of activations.\n"));
     CHECK(
-        has(text, "FSDP takes 17842.9 MiB less than the sharded optimizer. It saves 4847.0 MiB more than expected: "));
+        has(text,
+            "FSDP takes 30838.9 MiB less than DDP. That is 4847.0 MiB less than expected: it takes 5648.4 MiB less of "
+            "gradients, 800.0 MiB more of gathered units and weight copies, and 0.0 MiB more of activations.\n"));
+    CHECK(has(text, "FSDP takes 17842.9 MiB less than the sharded optimizer. That is 4847.0 MiB less than expected: "));
     CHECK(has(text, "FSDP holds two whole units and their gradients in buffers."));
     CHECK(has(text,
               "**(b)** The gathers come in time for forward: from layer 1 on they take 26.130 ms, and the compute "
@@ -48,8 +48,8 @@ TEST_CASE("answers: fsdp_accounting, xl in bf16") {
     runs[1] = way("sharded optimizer", 12995.9, 6448.8, 12995.9, 12995.9, 3606.4, 97.84);
     runs[2].use = way("FSDP", 6498.4, 400, 7299.1, 12996.9, 32.2, 79.28).use;
     CHECK(has(said(runs),
-              " MiB more than expected: -801.2 of gradients, +6048.8 of gathered units and weight copies, "
-              "+3574.2 of activations.\n"));
+              " MiB less than expected: it takes 801.2 MiB more of gradients, 6048.8 MiB less of gathered units and "
+              "weight copies, and 3574.2 MiB less of activations.\n"));
 }
 TEST_CASE("answers: fsdp_accounting, gathers that come late") {
     std::vector<FsdpRun> runs = xl_fp32();
@@ -70,10 +70,12 @@ TEST_CASE("answers: fsdp_accounting, a model of few units") {
                                  way("FSDP", 6.9, 9.8, 16.7, 13.8, 0, 88)};
     runs[2].units.resize(6);
     const std::string text = said(runs, 2, 3609728);
-    CHECK(has(text, "FSDP takes 10.4 MiB less than DDP. It saves 17.1 MiB less than expected: -9.8 of gradients, "));
+    CHECK(
+        has(text, "FSDP takes 10.4 MiB less than DDP. That is 17.1 MiB more than expected: it takes 9.8 MiB more of "));
     CHECK(has(text,
-              "FSDP takes 3.3 MiB more than the sharded optimizer. It saves 17.1 MiB less than expected: -9.8 of "
-              "gradients, -9.8 of gathered units and weight copies, +2.5 of activations.\n"));
+              "FSDP takes 3.3 MiB more than the sharded optimizer. That is 17.1 MiB more than expected: it takes 9.8 "
+              "MiB more "
+              "of gradients, 9.8 MiB more of gathered units and weight copies, and 2.5 MiB less of activations.\n"));
 }
 TEST_CASE("answers: fsdp_accounting, what did not fit") {  // 10B
     std::vector<FsdpRun> runs = xl_fp32();

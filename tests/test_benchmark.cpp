@@ -64,9 +64,8 @@ TEST_CASE("benchmark: what does not fit is a row; exit 1 if no row ran") {
 TEST_CASE("benchmark: torch_compile and benchmarking_mixed_precision print all parts") {
     Run compile = run_small("torch_compile", {});
     REQUIRE_MESSAGE(compile.exit_code == 0, compile.err);
-    for (const char* says :
-         {"torch_compile (a)", "| size   | run_type  ", "| custom | forward+backward+optimizer |",
-          "**(b)** In fp32, compiled forward is ", "**(b)** A whole step, with backward and AdamW, is "}) {
+    for (const char* says : {"torch_compile (a)", "| size   | run_type  ", "| custom | forward+backward+optimizer |",
+                             "**(b)** In fp32, compiled forward is ", "**(b)** A whole step, with AdamW, is "}) {
         CHECK_MESSAGE(has(compile.out, says), says, " in: ", compile.out);
     }
     Run mixed = run_small("benchmarking_mixed_precision", {});

@@ -489,7 +489,7 @@ static void check_says(const std::string& text, const std::vector<std::string>& 
 TEST_CASE("calcs: answers") {
     Options o = handout();
     check_says(csv_of(cmd_alternate_ring_all_reduce, o),
-               {"It takes (N - 1) S / W = (8 - 1) x 1e+09 / 4.5e+11 = 15.56 ms", " = 3.889 ms. ",
+               {"takes (N - 1) S / W = (8 - 1) x 1e+09 / 4.5e+11 = 15.56 ms", " = 3.889 ms. ",
                 "takes N / 2 = 4 times as long", "alternative,7,7000000000,15.5556\n", ",14,1750000000,3.88889\n"});
     check_says(csv_of(cmd_data_parallel_calcs, o),
                {"backward,4432406249472,473432064,1.05207,4.48171,30.8192\n",
@@ -514,8 +514,8 @@ TEST_CASE("calcs: answers") {
         {"FSDP axis,2216203124736,101449728,0.225444,2.24085,30.8192\n", ",134217728,0.298262,2.24085,8.51304\n",
          ",0.298262,2.24085,262.365\n", ",0.523705,2.24085,76.2296\n",
          "max(6 x 4096 x 11008 x (4 - 1), 4 x 65536 x 4096 x (2 - 1)) / (4 x 2 x 4.5e+11) = 0.2983 ms. FSDP gathers",
-         "x (1 + 3 x 11008 x 4.5e+11 / (2 x 9.89e+14)) = 262.4 devices.", "1 + B W / C = 30.82, ",
-         "1 + 3 D_FF W / (2 C) = 8.513, ", "3 B D_FF (W / C)^2 / 2 = 224 devices", "= 1148846, ",
+         "x (1 + 3 x 11008 x 4.5e+11 / (2 x 9.89e+14)) = 262.4 devices.", "1 + B W / C = 30.82 ",
+         "1 + 3 D_FF W / (2 C) = 8.513 ", "3 B D_FF (W / C)^2 / 2 = 224 devices", "= 1148846, ",
          "N_FSDP = Q / (6 D_FF) = 17.39 and N_TP = Q / (4 B) = 4.382.",
          "N <= Q^2 / (24 B D_FF) = 1148846^2 / (24 x 65536 x 11008) = 76.23 devices.", "(W / C)^2 / 8, here 56.01"});
 }
