@@ -463,3 +463,68 @@ void choose_form(Fsdp& f) {
         f.form->enter(view(f.shard.weights, f.units[i].offset, {f.units[i].part}));
     }
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// A step of training, in one process or by any of these ways
+
+Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy, double bucket_mb,
+                              DType reduce_dtype) {
+    Trainer t;
+    t.c = c, t.model = std::move(model);
+    make_gradients(t.model, reduce_dtype);
+    const Model& m = t.model;
+    t.d = data_parallel(c, strategy, bucket_mb, m.weights, m.gradients, m.parameters, m.slots);
+    return t;
+}
+Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, DType reduce_dtype) {
+    plain_weights(model);
+    Trainer t = data_parallel_trainer(c, std::move(model), sharding == ZERO1 ? NO_SYNC : FLAT, 0, reduce_dtype);
+    t.sharded = {c, sharding, {}};
+    add_parameter_group(t.sharded, {t.model.weights, t.model.gradients});
+    return t;
+}
+Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, uint64_t seed, DType reduce_dtype,
+                     bool steps_in_backward) {
+    Trainer t;
+    t.c = c, t.steps_in_backward = steps_in_backward;
+    t.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype(), reduce_dtype);
+    t.model = sharded_model(config, *t.f);
+    init_weights(*t.f, seed);
+    choose_form(*t.f);
+    return t;
+}
+
+static double optimizer_step(Trainer& t) {
+    if (t.f) { return optimizer_step(*t.f, t.scaler, t.max_norm); }
+    if (t.sharded.groups.empty()) {
+        make_optimizer_state(t.model);
+        return optimizer_step(t.model, t.adamw, t.scaler, t.max_norm);
+    }
+    auto norm = [&] {  // of sums that are not averaged yet: only the ranks together know whether one is finite
+        double own = gradient_norm(t.model);
+        return context.device == META ? own : norm_over_ranks(t.c, own * own);
+    };
+    return guarded_step(t.scaler, 0, norm, [&](float gradient_scale) { optimizer_step(t.sharded, gradient_scale); });
+}
+void train_step(Trainer& t, const std::vector<Batch>& batches, const std::function<void(StepPart)>& begins) {
+    t.marks.clear();
+    auto begin = [&](StepPart part) { t.marks.push_back({part, mark()}), begins(part); };
+    if (t.d) { begin_step(*t.d); }
+    if (t.f) { begin_step(*t.f, t.steps_in_backward); }
+    std::vector<Tensor> losses;
+    for (const Batch& batch : batches) {
+        begin(FORWARD_BLOCKS);
+        auto pass = losses.empty() || t.f ? forward_backward : add_gradients;
+        losses.push_back(pass(t.model, batch, loss_scale_of(t.scaler) / batches.size(), [&] { begin(BACKWARD); }));
+        if (t.f) { finish_backward(*t.f); }
+    }
+    begin(EXPOSED);
+    if (t.d) { finish_gradient_synchronization(*t.d); }
+    begin(OPTIMIZER_STEP);
+    t.norm = optimizer_step(t);
+    begin(STEP_PARTS);
+    synchronize();
+    t.steps++, t.loss = 0;
+    if (context.device == META) { return; }
+    for (const Tensor& loss : losses) { t.loss += to_doubles(loss)[0] / losses.size(); }
+}
