@@ -187,17 +187,19 @@ int cmd_distributed_communication_single_node(const Options& asked) {
 // Models to train, as flat weights and gradients: the public tests' toy models, one with parameters that have no
 // gradient, and one with two layers that share their weight.
 
-struct Trainee {
+struct Toy {
     std::string name;
     std::vector<Parameter> parameters;  // with gradients, in backward order
     std::vector<Tensor> slots;
     Tensor weights, gradients;   // weights may be longer: those without gradients come last
     std::vector<Tensor> layers;  // products with ReLUs between them
     Tensor bias;                 // of its second layer, or null
+    std::unique_ptr<DataParallel> d{};
+    Optimizer optimizer{};
 };
 
 static int toy_outputs(const Options& o) { return o.edition == "2026" ? 10 : 5; }
-static Trainee make_toy(bool tied, const Options& o, uint64_t seed) {
+static Toy make_toy(bool tied, const Options& o, uint64_t seed) {
     using Named = std::vector<std::pair<const char*, Shape>>;
     const int out = toy_outputs(o);
     const Named plain = {{"fc3.weight", {out, 50}}, {"fc2.fc.weight", {50, 10}}, {"fc1.weight", {10, 10}}};
@@ -206,7 +208,7 @@ static Trainee make_toy(bool tied, const Options& o, uint64_t seed) {
                            {"fc2.weight = fc4.weight", {50, 10}},
                            {"fc1.weight", {10, 10}}};
     const Named& with_gradients = tied ? sharing : plain;
-    Trainee t;
+    Toy t;
     t.name = tied ? "ToyModelWithTiedWeights" : "ToyModel";
     int64_t n = 0, offset = 0;
     for (const auto& [name, shape] : with_gradients) { n += count(shape); }
@@ -226,8 +228,9 @@ static Trainee make_toy(bool tied, const Options& o, uint64_t seed) {
     if (!tied) { t.bias = view(t.weights, n, {50}); }
     return t;
 }
-// The gradients of the mean loss over rows [first, first + rows) of step's batch of random data.
-static void loss_and_gradients(Trainee& t, uint64_t seed, int step, int64_t first, int64_t rows, int64_t all) {
+// On rows [first, first + rows) of step's batch of random data.
+static void train_step(Toy& t, uint64_t seed, int step, int64_t first, int64_t rows, int64_t all) {
+    if (t.d) { begin_step(*t.d); }
     for (const Tensor& slot : t.slots) { slot.gradient->filled = false; }
     auto part = [&](const char* what, int64_t width) {
         Tensor whole = empty({all, width}, F32, INPUTS);
@@ -242,6 +245,11 @@ static void loss_and_gradients(Trainee& t, uint64_t seed, int step, int64_t firs
     Tensor loss = mean_all(square(sub(x, part("y", x.dim(-1)))));
     backward(loss);
     drop_weight_copies(t.slots);
+    if (t.d) { finish_gradient_synchronization(*t.d); }
+    optimizer_step(t.optimizer);
+}
+static void parallelize(Toy& t, const Communicator& c, Strategy strategy, double bucket_mb = 0) {
+    t.d = data_parallel(c, strategy, bucket_mb, t.weights, t.gradients, t.parameters, t.slots);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -290,26 +298,20 @@ constexpr int STEPS = 5, ROWS_A_RANK = 10;
 
 static void train_and_compare(const Communicator& c, Strategy strategy, double bucket_mb, const Options& o, bool tied,
                               std::vector<WeightsCheck>& checks) {
-    Trainee ours = make_toy(tied, o, o.seed + c.rank), reference = make_toy(tied, o, o.seed);
-    auto d = data_parallel(c, strategy, bucket_mb, ours.weights, ours.gradients, ours.parameters, ours.slots);
-    Optimizer sgd{c}, reference_sgd{c};
-    auto group = [](const Trainee& t) {
-        ParameterGroup g{view(t.weights, 0, t.gradients.shape), t.gradients};
+    Toy ours = make_toy(tied, o, o.seed + c.rank), reference = make_toy(tied, o, o.seed);
+    parallelize(ours, c, strategy, bucket_mb);
+    for (Toy* t : {&ours, &reference}) {
+        ParameterGroup g{view(t->weights, 0, t->gradients.shape), t->gradients};
         g.sgd = true, g.adamw.lr = 0.1f, g.adamw.weight_decay = 0, g.momentum = 0;
-        return g;
-    };
-    add_parameter_group(sgd, group(ours)), add_parameter_group(reference_sgd, group(reference));
+        add_parameter_group(t->optimizer, g);
+    }
     const size_t first = checks.size();
     const std::string name = ours.name + (strategy == BUCKETED ? strprintf(", %g MB", bucket_mb) : "");
     for (const Parameter& p : ours.parameters) { checks.push_back({name, p.name}); }
     const int64_t all = (int64_t)ROWS_A_RANK * c.world, trained = ours.gradients.size();
     for (int step = 0; step < STEPS; step++) {
-        begin_step(*d);
-        loss_and_gradients(ours, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, all);
-        finish_gradient_synchronization(*d);
-        optimizer_step(sgd);
-        loss_and_gradients(reference, o.seed, step, 0, all, all);
-        optimizer_step(reference_sgd);
+        train_step(ours, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, all);
+        train_step(reference, o.seed, step, 0, all, all);
         for (size_t i = 0; i < ours.parameters.size(); i++) {
             compare(checks[first + i], ours.parameters[i].weight, reference.parameters[i].weight);
         }
@@ -321,7 +323,7 @@ static void train_and_compare(const Communicator& c, Strategy strategy, double b
     }
     const bool same = same_bits_everywhere(c, ours.weights);
     for (size_t i = first; i < checks.size(); i++) {
-        checks[i].calls = (int)d->works.size(), checks[i].same_bits = same;
+        checks[i].calls = (int)ours.d->works.size(), checks[i].same_bits = same;
     }
 }
 
@@ -357,14 +359,12 @@ int cmd_ddp_overlap_bucketed(const Options& o) { return check_strategy(o, BUCKET
 
 DType reduced_as(const Options& o) { return o.reduce_dtype == "bf16" ? BF16 : F32; }
 
-void by_quick_model(Options& o) {
-    if (!o.quick || o.has("size")) { return; }
-    by_quick(o, "d_model", &Options::d_model, 128), by_quick(o, "d_ff", &Options::d_ff, 512);
-    by_quick(o, "num_layers", &Options::num_layers, 4), by_quick(o, "num_heads", &Options::num_heads, 4);
-}
 ModelConfig choose_step(Options& o, const Communicator& c) {
     if (c.backend == "gloo" && context.device == CUDA) { o.quick = true, o.given["quick"] = ""; }  // through the host
-    by_quick_model(o);
+    if (o.quick && !o.has("size")) {
+        by_quick(o, "d_model", &Options::d_model, 128), by_quick(o, "d_ff", &Options::d_ff, 512);
+        by_quick(o, "num_layers", &Options::num_layers, 4), by_quick(o, "num_heads", &Options::num_heads, 4);
+    }
     if (o.quick) {
         by_quick(o, "batch_size", &Options::batch_size, 1);
         by_quick(o, "context_length", &Options::context_length, 32);
@@ -488,9 +488,9 @@ static void write_traces_of_ranks(const Communicator& c, const std::string& path
     for (int r = 0; r < c.world; r++) { parts.push_back(path + ".rank" + std::to_string(r)); }
     write_trace(parts[c.rank], traces, caption);
     gather_text(c, "");  // all parts are there
-    if (c.rank == 0) { merge_traces(path, parts); }
-    gather_text(c, "");
-    remove(parts[c.rank].c_str());
+    if (c.rank > 0) { return; }
+    merge_traces(path, parts);
+    for (const std::string& part : parts) { remove(part.c_str()); }
 }
 
 static std::string part_cell(const Stats& ms, const Stats& total) {  // "28.49 ± 0.05, 21%" of the total
@@ -697,28 +697,23 @@ int cmd_ddp_bucketed_benchmarking(const Options& o) {
 // both data parallel. The second parameter group comes after 5 steps.
 
 static WeightsCheck shard_and_compare(const Communicator& c, Sharding sharding, bool sgd, bool tied, const Options& o) {
-    Trainee ours = make_toy(tied, o, o.seed), whole = make_toy(tied, o, o.seed);
-    auto d = data_parallel(c, sharding == ZERO1 ? NO_SYNC : FLAT, 0, ours.weights, ours.gradients, ours.parameters,
-                           ours.slots);
-    auto plain = data_parallel(c, FLAT, 0, whole.weights, whole.gradients, whole.parameters, whole.slots);
-    Optimizer sharded{c, sharding, {}}, unsharded{c};
+    Toy ours = make_toy(tied, o, o.seed), whole = make_toy(tied, o, o.seed);
+    parallelize(ours, c, sharding == ZERO1 ? NO_SYNC : FLAT), parallelize(whole, c, FLAT);
+    ours.optimizer = {c, sharding};
     const int64_t first = ours.parameters.back().offset, all = ours.gradients.size();
-    auto add_group = [&](Optimizer& optimizer, const Trainee& t, int64_t begin, int64_t end, float lr) {
+    auto add_group = [&](Toy& t, int64_t begin, int64_t end, float lr) {
         ParameterGroup g{view(t.weights, begin, {end - begin}), view(t.gradients, begin, {end - begin})};
         g.sgd = sgd, g.adamw.lr = sgd ? lr / 10 : lr, g.adamw.weight_decay = 0.1f;
-        add_parameter_group(optimizer, g);
+        add_parameter_group(t.optimizer, g);
     };
     WeightsCheck check{ours.name,
                        strprintf("%s, %s", sgd ? "SGD" : "AdamW", sharding == ZERO1 ? "ZeRO-1" : "broadcast")};
     for (int step = 0; step < 10; step++) {
-        if (step == 0) { add_group(sharded, ours, 0, first, 0.1f), add_group(unsharded, whole, 0, first, 0.1f); }
-        if (step == 5) { add_group(sharded, ours, first, all, 0.05f), add_group(unsharded, whole, first, all, 0.05f); }
-        for (auto [t, parallel] : {std::pair(&ours, d.get()), {&whole, plain.get()}}) {
-            begin_step(*parallel);
-            loss_and_gradients(*t, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, ROWS_A_RANK * c.world);
-            finish_gradient_synchronization(*parallel);
+        for (Toy* t : {&ours, &whole}) {
+            if (step == 0) { add_group(*t, 0, first, 0.1f); }
+            if (step == 5) { add_group(*t, first, all, 0.05f); }
+            train_step(*t, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, ROWS_A_RANK * c.world);
         }
-        optimizer_step(sharded), optimizer_step(unsharded);
         compare(check, ours.weights, whole.weights);
     }
     auto state_of = [](const Optimizer& optimizer) {
@@ -726,8 +721,8 @@ static WeightsCheck shard_and_compare(const Communicator& c, Sharding sharding, 
         for (const ParameterGroup& g : optimizer.groups) { n += (g.m ? g.m.size() : 0) + (g.v ? g.v.size() : 0); }
         return n;
     };
-    check.same_bits = same_bits_everywhere(c, ours.weights), check.whole = state_of(unsharded);
-    for (const std::vector<int64_t>& n : gather<int64_t>(c, {state_of(sharded)})) {
+    check.same_bits = same_bits_everywhere(c, ours.weights), check.whole = state_of(whole.optimizer);
+    for (const std::vector<int64_t>& n : gather<int64_t>(c, {state_of(ours.optimizer)})) {
         check.shares += (check.shares.empty() ? "" : " + ") + std::to_string(n[0]);
     }
     return check;

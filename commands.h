@@ -325,7 +325,6 @@ std::string name_of_checkpoint(int checkpoint);  // "4", "ffn", "ffn:4", "half",
 // The mode `name`, checked. The default, flash, becomes fused where this head size and precision have none.
 Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, Precision precision);
 
-void by_quick_model(Options& o);  // with --quick, where no --size was typed: four layers of 128
 // For what several ranks run: one model, in one precision and mode, which the context gets; --quick's defaults.
 ModelConfig choose_step(Options& o, const Communicator& c);
 std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c);

@@ -1000,11 +1000,10 @@ std::vector<std::string> gather_text(const Communicator& c, const std::string& t
 
 enum Strategy { NO_SYNC, NAIVE, FLAT, OVERLAPPED, BUCKETED };
 const char* name_of(Strategy s);
-bool goes_at_once(Strategy s);  // a bucket is sent as soon as backward has finished it
-struct Bucket {                 // what goes as one all-reduce
-    int64_t begin, end;         // elements of the flat gradients
-    int parameters;             // in it
-    int missing;                // of these, the gradients that backward has not finished yet
+struct Bucket {          // what goes as one all-reduce
+    int64_t begin, end;  // elements of the flat gradients
+    int parameters;      // in it
+    int missing;         // of these, the gradients that backward has not finished yet
 };
 struct DataParallel {
     Communicator c;
@@ -1102,17 +1101,12 @@ void add_hooks(Model& model, Fsdp& f);  // the same for a model that has been pl
 void init_weights(Fsdp& f, uint64_t seed);
 // Puts the own parts into the form that needs no cast before a gather, if there is one. AdamW takes it, SGD does not.
 void choose_form(Fsdp& f);
-void pre_forward(Fsdp& f, int unit);   // waits for the unit's weights, and starts the next gather
-void pre_backward(Fsdp& f, int unit);  // the same; and starts to reduce the gradients of the unit behind it
 // Before a step's first forward: the weights have changed. steps_in_backward: each unit takes its AdamW step as soon as
 // its gradient is an average, beside the rest of backward, and its gradient is not kept. That is for steps of one
 // backward whose gradients need no norm first, for clipping or for fp16's loss scale. optimizer_step still follows: it
 // steps the norms.
 void begin_step(Fsdp& f, bool steps_in_backward = false);
 void finish_backward(Fsdp& f);  // after each backward: then the own gradients are averages, or sums of averages
-// The gradients' norm, from each rank's sum of squares. It is the same on all ranks, so all of them step, or none. It
-// is infinite from 1.8e19 on.
-double norm_over_ranks(const Communicator& c, double square_sum);
 // AdamW or SGD, as f.shard says, on the own part. See guarded_step.
 double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm);
 // Every parameter in turn, whole, of `flat`: f.shard's weights, m or v, in its dtype. With `write`, what `see` leaves

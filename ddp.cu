@@ -15,7 +15,8 @@ const char* name_of(Strategy s) {
     static const char* const names[] = {"no sync", "naive", "flat", "overlapped", "bucketed"};
     return names[s];
 }
-bool goes_at_once(Strategy s) { return s == OVERLAPPED || s == BUCKETED; }
+// A bucket is sent as soon as backward has finished it.
+static bool goes_at_once(Strategy s) { return s == OVERLAPPED || s == BUCKETED; }
 
 static void cut_into_buckets(DataParallel& d, double bucket_mb) {
     double cap = d.strategy == FLAT ? INFINITY : d.strategy == BUCKETED ? bucket_mb * 1e6 : 0;
@@ -252,17 +253,6 @@ Tensor place(Fsdp& f, const Parameter& p, const Shape& shape) {
     }
     return t;
 }
-void add_hooks(Model& model, Fsdp& f) {
-    model.weights = f.shard.weights, model.gradients = f.replicated_gradients;  // so that slots keep their gradients
-    model.pre_forward = [&f](int unit) { pre_forward(f, unit); };
-    model.pre_backward = [&f](int unit) { pre_backward(f, unit); };
-}
-Model sharded_model(const ModelConfig& c, Fsdp& f) {
-    Model model = lay_out_model(c);
-    place_weights(model, [&](const Parameter& p, const Shape& shape) { return place(f, p, shape); });
-    add_hooks(model, f);
-    return model;
-}
 
 static void start_gather(Fsdp& f, int i) {
     const FsdpUnit& u = f.units[i];
@@ -277,7 +267,7 @@ static void start_gather(Fsdp& f, int i) {
 }
 // The step before tells which unit comes next, also where checkpoints run units again. A unit of the first step, or one
 // that needs unit i's own buffer (unit i - 2 after a checkpoint of two blocks), is gathered when it is asked for.
-void pre_forward(Fsdp& f, int i) {
+static void pre_forward(Fsdp& f, int i) {
     Range range("gather");
     if (f.in_buffer[i % 2] != i) { start_gather(f, i); }
     Mark asked = mark();
@@ -359,9 +349,20 @@ static void start_reduce(Fsdp& f, int i) {
     if (!f.steps_in_backward) { return; }
     run_behind(f.c, f.reduce, [&f, &u] { update(f, {{own_part(f, u, u.gradients), u.offset}}, 1); });
 }
-void pre_backward(Fsdp& f, int i) {
+static void pre_backward(Fsdp& f, int i) {
     while (f.to_reduce > i) { start_reduce(f, f.to_reduce--); }
     if (i > 0) { pre_forward(f, i); }  // a look-up's backward needs no weights, only the buffer for gradients
+}
+void add_hooks(Model& model, Fsdp& f) {
+    model.weights = f.shard.weights, model.gradients = f.replicated_gradients;  // so that slots keep their gradients
+    model.pre_forward = [&f](int unit) { pre_forward(f, unit); };
+    model.pre_backward = [&f](int unit) { pre_backward(f, unit); };
+}
+Model sharded_model(const ModelConfig& c, Fsdp& f) {
+    Model model = lay_out_model(c);
+    place_weights(model, [&](const Parameter& p, const Shape& shape) { return place(f, p, shape); });
+    add_hooks(model, f);
+    return model;
 }
 
 static void forget_gathered(Fsdp& f) { f.in_buffer[0] = f.in_buffer[1] = -1; }  // the weights have changed
@@ -406,7 +407,8 @@ static std::vector<FlatGradient> gradients_of(const Fsdp& f) {
     if (f.replicated_sum) { all.push_back({f.replicated_sum, f.replicated}); }
     return all;
 }
-double norm_over_ranks(const Communicator& c, double square_sum) {
+// It is the same on all ranks, so all of them step, or none. It is infinite from 1.8e19 on.
+static double norm_over_ranks(const Communicator& c, double square_sum) {
     Tensor sum = from_floats({(float)square_sum}, {1});
     wait(c, all_reduce(c, sum, SUM));
     return std::sqrt(to_floats(sum)[0]);

@@ -122,12 +122,11 @@ void answer_leaderboard(const LeaderboardRun& r) {
 }
 
 static void leaderboard(Options o, const Communicator& c) {
-    const ModelConfig config = configs_of(o)[0];
+    const ModelConfig config = choose_step(o, c);
     if (!o.has("batch_size") && o.batch_size < c.world) { o.batch_size = c.world; }
     if (o.batch_size % c.world != 0) {
         usage_error("--batch_size: got %d, takes a multiple of %d, the number of ranks", o.batch_size, c.world);
     }
-    context.precision = precisions_of(o)[0], context.mode = modes_of(o, {config}, {context.precision})[0];
     if (context.mode == EAGER || context.precision == PREC_FP16) {
         usage_error(
             "--mode %s and --precision %s: the loss goes by chunks, which takes mode fused or flash, and not fp16",
@@ -164,11 +163,6 @@ static void leaderboard(Options o, const Communicator& c) {
 }
 int cmd_leaderboard(const Options& typed) {
     Options o = typed;
-    by_quick_model(o);
-    if (o.quick) {
-        by_quick(o, "context_length", &Options::context_length, 64);
-        by_quick(o, "warmup", &Options::warmup, {1}), by_quick(o, "steps", &Options::steps, 2);
-    }
     if (!o.has("nproc")) { o.nproc = o.device != "cpu" && why_not("nccl", CUDA, 2).empty() ? 2 : 1; }
     if (is_rank() || o.nproc > 1) {
         return run_ranks(o, [&](const Communicator& c) { leaderboard(o, c); });
