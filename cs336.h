@@ -1115,6 +1115,8 @@ void visit_whole(Fsdp& f, const Tensor& flat, bool write,
                  const std::function<void(const Parameter& p, const Tensor& whole)>& see);
 
 // A model in training, and how several ranks share its work and its state. A step is train_step, for all of them.
+// HEAD_AND_LOSS is a part of its own only where somebody adds its mark. EXPOSED: from backward's end until `d` has
+// averages; with FSDP nothing.
 enum StepPart { FORWARD_BLOCKS, HEAD_AND_LOSS, BACKWARD, OPTIMIZER_STEP, EXPOSED, STEP_PARTS };
 struct Trainer {
     Communicator c;
@@ -1138,7 +1140,6 @@ Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, D
 Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, uint64_t seed, DType reduce_dtype,
                      bool steps_in_backward = false);
 // A step on this rank's batches, one backward each, of equal sizes; one batch only if `d` averages. The loss is the
-// mean over them. EXPOSED: from backward's end until `d` has averages. `begins` is called where a part begins. Waits
-// for the device.
+// mean over them. `begins` is called where a part begins. Waits for the device.
 void train_step(
     Trainer& t, const std::vector<Batch>& batches, const std::function<void(StepPart)>& begins = [](StepPart) {});
