@@ -7,29 +7,21 @@
 #include <cinttypes>
 #include <cstdlib>
 
-#include <omp.h>
 #include <unistd.h>
 
-// Every rank's values, of plain types.
-template <class T>
-static std::vector<std::vector<T>> gather(const Communicator& c, const std::vector<T>& mine) {
-    std::vector<std::vector<T>> all;
-    for (const std::string& bytes : gather_text(c, {(const char*)mine.data(), mine.size() * sizeof(T)})) {
-        all.emplace_back(bytes.size() / sizeof(T));
-        memcpy((void*)all.back().data(), bytes.data(), bytes.size());
-    }
-    return all;
-}
 static bool everywhere(const Communicator& c, bool mine) {
     bool all = true;
     for (const std::vector<char>& of_rank : gather<char>(c, {mine})) { all = all && of_rank[0]; }
     return all;
 }
-bool fits_everywhere(const Communicator& c, size_t bytes) {
+size_t room_of_each_rank(const Communicator& c) {
     const int gpus = std::max(1, cuda_devices());
     const size_t sharing = context.device == CUDA ? (c.local_world + gpus - 1) / gpus : c.local_world;
-    const bool fits_here = bytes * sharing <= available_memory(context.device);
-    return c.links ? everywhere(c, fits_here) : fits_here;
+    size_t least = SIZE_MAX;
+    for (const std::vector<size_t>& of_rank : gather<size_t>(c, {available_memory(context.device) / sharing})) {
+        least = std::min(least, of_rank[0]);
+    }
+    return least;
 }
 
 static std::string ranks(int n) { return counted(std::to_string(n), "rank"); }
@@ -152,7 +144,7 @@ static void run_as_rank(const Communicator& c, const Options& o) {
     std::vector<AllReduceRun> runs;
     for (double mb : o.sizes_mb) {
         runs.push_back({c.backend == "nccl", context.device, c.world, mb});
-        if (fits_everywhere(c, bytes_of(mb))) {
+        if (bytes_of(mb) <= room_of_each_rank(c)) {
             runs.back().ms = time_all_reduce(c, (int64_t)(mb * 1e6 / sizeof(float)), o.warmup[0], o.steps);
         } else {
             runs.back().oom = bytes_of(mb);
@@ -196,20 +188,21 @@ int cmd_distributed_communication_single_node(const Options& asked) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Models to train, as flat weights and gradients: the public tests' toy models, one with parameters that have no
-// gradient, one with two layers that share their weight, and a small Transformer.
+// gradient, and one with two layers that share their weight.
 
-struct Trainee {
+struct Toy {
     std::string name;
     std::vector<Parameter> parameters;  // with gradients, in backward order
     std::vector<Tensor> slots;
     Tensor weights, gradients;   // weights may be longer: those without gradients come last
-    Model lm;                    // the Transformer, or
-    std::vector<Tensor> layers;  // a toy's: products with ReLUs between them
+    std::vector<Tensor> layers;  // products with ReLUs between them
     Tensor bias;                 // of its second layer, or null
+    std::unique_ptr<DataParallel> d{};
+    Optimizer optimizer{};
 };
 
 static int toy_outputs(const Options& o) { return o.edition == "2026" ? 10 : 5; }
-static Trainee make_toy(bool tied, const Options& o, uint64_t seed) {
+static Toy make_toy(bool tied, const Options& o, uint64_t seed) {
     using Named = std::vector<std::pair<const char*, Shape>>;
     const int out = toy_outputs(o);
     const Named plain = {{"fc3.weight", {out, 50}}, {"fc2.fc.weight", {50, 10}}, {"fc1.weight", {10, 10}}};
@@ -218,7 +211,7 @@ static Trainee make_toy(bool tied, const Options& o, uint64_t seed) {
                            {"fc2.weight = fc4.weight", {50, 10}},
                            {"fc1.weight", {10, 10}}};
     const Named& with_gradients = tied ? sharing : plain;
-    Trainee t;
+    Toy t;
     t.name = tied ? "ToyModelWithTiedWeights" : "ToyModel";
     int64_t n = 0, offset = 0;
     for (const auto& [name, shape] : with_gradients) { n += count(shape); }
@@ -238,41 +231,28 @@ static Trainee make_toy(bool tied, const Options& o, uint64_t seed) {
     if (!tied) { t.bias = view(t.weights, n, {50}); }
     return t;
 }
-static Trainee make_lm(uint64_t seed) {
-    Trainee t;
-    t.name = "Transformer";
-    t.lm = make_model({"lm", 64, 128, 2, 4, 100});
-    init_weights(t.lm, seed);
-    make_gradients(t.lm);
-    t.parameters = t.lm.parameters, t.slots = t.lm.slots;
-    t.weights = t.lm.weights, t.gradients = t.lm.gradients;
-    return t;
-}
-
-// The mean loss over rows [first, first + rows) of step's batch of random data, and its gradients.
-static double loss_and_gradients(Trainee& t, uint64_t seed, int step, int64_t first, int64_t rows, int64_t all) {
+// On rows [first, first + rows) of step's batch of random data.
+static void train_step(Toy& t, uint64_t seed, int step, int64_t first, int64_t rows, int64_t all) {
+    if (t.d) { begin_step(*t.d); }
     for (const Tensor& slot : t.slots) { slot.gradient->filled = false; }
     auto part = [&](const char* what, int64_t width) {
         Tensor whole = empty({all, width}, F32, INPUTS);
         fill_normal(whole, seed, key_of(what) + step, 0, 1);
         return view(whole, first * width, {rows, width});
     };
-    Tensor loss, x = t.layers.empty() ? Tensor() : part("x", 10);
+    Tensor x = part("x", 10);
     for (size_t i = 0; i < t.layers.size(); i++) {
         x = linear(i > 0 ? relu(x) : x, t.layers[i]);
         if (i == 1 && t.bias) { x = add(x, t.bias); }
     }
-    if (x) {
-        loss = mean_all(square(sub(x, part("y", x.dim(-1)))));
-    } else {
-        Batch b = random_batch((int)all, 16, t.lm.config.vocab_size, seed + step);
-        loss = cross_entropy(forward(t.lm, view(b.tokens, first * 16, {rows, 16})),
-                             view(b.targets, first * 16, {rows, 16}));
-    }
-    const double value = to_doubles(loss)[0];
+    Tensor loss = mean_all(square(sub(x, part("y", x.dim(-1)))));
     backward(loss);
     drop_weight_copies(t.slots);
-    return value;
+    if (t.d) { finish_gradient_synchronization(*t.d); }
+    optimizer_step(t.optimizer);
+}
+static void parallelize(Toy& t, const Communicator& c, Strategy strategy, double bucket_mb = 0) {
+    t.d = data_parallel(c, strategy, bucket_mb, t.weights, t.gradients, t.parameters, t.slots);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -323,35 +303,24 @@ void print_checks(const Communicator& c, const Table& table, const std::vector<W
 
 constexpr int STEPS = 5, ROWS_A_RANK = 10;
 
-static void train_and_compare(const Communicator& c, Strategy strategy, double bucket_mb, const Options& o, int model,
-                              std::vector<WeightsCheck>& checks, Table& losses) {
-    auto make = [&](uint64_t seed) { return model == 2 ? make_lm(seed) : make_toy(model == 1, o, seed); };
-    Trainee ours = make(o.seed + c.rank), reference = make(o.seed);
-    auto d = data_parallel(c, strategy, bucket_mb, ours.weights, ours.gradients, ours.parameters, ours.slots);
-    Optimizer sgd{c, UNSHARDED, {}}, reference_sgd{c, UNSHARDED, {}};
-    auto group = [](const Trainee& t) {
-        ParameterGroup g{view(t.weights, 0, t.gradients.shape), t.gradients};
+static void train_and_compare(const Communicator& c, Strategy strategy, double bucket_mb, const Options& o, bool tied,
+                              std::vector<WeightsCheck>& checks) {
+    Toy ours = make_toy(tied, o, o.seed + c.rank), reference = make_toy(tied, o, o.seed);
+    parallelize(ours, c, strategy, bucket_mb);
+    for (Toy* t : {&ours, &reference}) {
+        ParameterGroup g{view(t->weights, 0, t->gradients.shape), t->gradients};
         g.sgd = true, g.adamw.lr = 0.1f, g.adamw.weight_decay = 0, g.momentum = 0;
-        return g;
-    };
-    add_parameter_group(sgd, group(ours)), add_parameter_group(reference_sgd, group(reference));
-    const size_t first = checks.size(), all_in_one = model == 2;
+        add_parameter_group(t->optimizer, g);
+    }
+    const size_t first = checks.size();
     const std::string name = ours.name + (strategy == BUCKETED ? strprintf(", %g MB", bucket_mb) : "");
     for (const Parameter& p : ours.parameters) { checks.push_back({name, p.name}); }
-    if (all_in_one) { checks.resize(first), checks.push_back({name, strprintf("all %zu", ours.parameters.size())}); }
     const int64_t all = (int64_t)ROWS_A_RANK * c.world, trained = ours.gradients.size();
-    losses.columns.insert(losses.columns.end(), {ours.name.substr(0, ours.name.find(",")) + ", DDP", "single"});
     for (int step = 0; step < STEPS; step++) {
-        begin_step(*d);
-        const double mine = loss_and_gradients(ours, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, all);
-        finish_gradient_synchronization(*d);
-        optimizer_step(sgd);
-        double mean = 0, single = loss_and_gradients(reference, o.seed, step, 0, all, all);
-        optimizer_step(reference_sgd);
-        for (const std::vector<double>& of_rank : gather<double>(c, {mine})) { mean += of_rank[0] / c.world; }
-        losses.rows[step].push_back(strprintf("%.6f", mean)), losses.rows[step].push_back(strprintf("%.6f", single));
+        train_step(ours, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, all);
+        train_step(reference, o.seed, step, 0, all, all);
         for (size_t i = 0; i < ours.parameters.size(); i++) {
-            compare(checks[first + (all_in_one ? 0 : i)], ours.parameters[i].weight, reference.parameters[i].weight);
+            compare(checks[first + i], ours.parameters[i].weight, reference.parameters[i].weight);
         }
     }
     if (ours.weights.size() > trained) {  // broadcast at the start, then untouched
@@ -361,31 +330,26 @@ static void train_and_compare(const Communicator& c, Strategy strategy, double b
     }
     const bool same = same_bits_everywhere(c, ours.weights);
     for (size_t i = first; i < checks.size(); i++) {
-        checks[i].calls = (int)d->works.size(), checks[i].same_bits = same;
+        checks[i].calls = (int)ours.d->works.size(), checks[i].same_bits = same;
     }
 }
 
 static int check_strategy(const Options& o, Strategy strategy, const std::vector<double>& bucket_mb) {
     return run_ranks(o, [&](const Communicator& c) {
         Table table{strprintf("%s: weights of data parallel against single-process training after each of %d steps; "
-                              "World size: %d, Batch size: %d, SGD, Learning rate: 0.1; toy models with %d outputs, "
-                              "Transformer with d_model 64 and 2 layers; backend %s; %s",
+                              "World size: %d, Batch size: %d, SGD, Learning rate: 0.1; toy models with %d outputs; "
+                              "backend %s; %s",
                               o.command.c_str(), STEPS, c.world, ROWS_A_RANK * c.world, toy_outputs(o),
                               c.backend.c_str(), origin(o).c_str()),
                     {"Model", "calls", "Parameter", "max diff", "mean diff", "Parameters", "ranks' bits"}};
-        Table losses{"Loss in each step: of data parallel (DDP), and of one process (single)", {"Step"}};
-        for (int i = 0; i < STEPS; i++) { losses.row(i + 1); }
         std::vector<WeightsCheck> checks;
-        for (int model = 0; model < 3; model++) {
-            for (double mb : bucket_mb) {  // the Transformer's smallest matrix has 0.016 MB
-                train_and_compare(c, strategy, model == 2 ? 100 * mb : mb, o, model, checks, losses);
-            }
+        for (bool tied : {false, true}) {
+            for (double mb : bucket_mb) { train_and_compare(c, strategy, mb, o, tied, checks); }
         }
         for (const WeightsCheck& x : checks) {
             table.row(x.model, x.calls, x.what, strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n),
                       x.match ? "match" : "DIFFER", x.same_bits ? "identical" : "DIFFER");
         }
-        if (c.rank == 0 && strategy == NAIVE) { print(losses); }
         print_checks(c, table, checks,
                      "data parallel on " + ranks(c.world) + " and of one process with the whole batch");
     });
@@ -402,14 +366,12 @@ int cmd_ddp_overlap_bucketed(const Options& o) { return check_strategy(o, BUCKET
 
 DType reduced_as(const Options& o) { return o.reduce_dtype == "bf16" ? BF16 : F32; }
 
-void by_quick_model(Options& o) {
-    if (!o.quick || o.has("size")) { return; }
-    by_quick(o, "d_model", &Options::d_model, 128), by_quick(o, "d_ff", &Options::d_ff, 512);
-    by_quick(o, "num_layers", &Options::num_layers, 4), by_quick(o, "num_heads", &Options::num_heads, 4);
-}
 ModelConfig choose_step(Options& o, const Communicator& c) {
     if (c.backend == "gloo" && context.device == CUDA) { o.quick = true, o.given["quick"] = ""; }  // through the host
-    by_quick_model(o);
+    if (o.quick && !o.has("size")) {
+        by_quick(o, "d_model", &Options::d_model, 128), by_quick(o, "d_ff", &Options::d_ff, 512);
+        by_quick(o, "num_layers", &Options::num_layers, 4), by_quick(o, "num_heads", &Options::num_heads, 4);
+    }
     if (o.quick) {
         by_quick(o, "batch_size", &Options::batch_size, 1);
         by_quick(o, "context_length", &Options::context_length, 32);
@@ -435,134 +397,107 @@ std::string caption_of(const Options& o, const ModelConfig& m, const Communicato
         counted(std::to_string(o.batch_size), "sequence").c_str(), o.context_length, o.warmup[0], o.steps,
         cards.c_str(), origin(o).c_str());
 }
-static Batch batch_of(const Options& o, const ModelConfig& m, int rank) {
+Batch batch_of(const Options& o, const ModelConfig& m, int rank) {
     return random_batch(o.batch_size, o.context_length, m.vocab_size, o.seed + 1 + rank);
 }
-// That a step takes which shares nothing. plain: its weights keep their form.
-static size_t step_bytes(const Options& o, const ModelConfig& m, bool plain) {
+size_t steps_peak(int world, const Options& o, const std::function<Trainer(const Communicator&)>& make, int B,
+                  int batches) {
     return planned_peak([&] {
-        Model model = make_model(m);
-        if (!plain) { choose_form(model); }
-        make_gradients(model, reduced_as(o));
-        LossScaler scaler;
-        run_phase(STEP, model, batch_of(o, m, 0), scaler);
+        Communicator planned;
+        planned.world = world;
+        Trainer t = make(planned);
+        reset_peak(META);
+        std::vector<Batch> all;
+        for (int i = 0; i < batches; i++) {
+            all.push_back(random_batch(B, o.context_length, t.model.config.vocab_size, 0));
+        }
+        train_step(t, all), train_step(t, all);  // FSDP has its moments from the first one's end on
     });
 }
 
-struct StepTimes {  // ms, and the loss
-    double total, forward, backward, exposed, optimizer, communication, hidden, loss;
-};
-static StepTimes timed_step(Model& model, DataParallel& d, const Batch& batch, float loss_scale,
-                            const std::function<void()>& optimizer) {
-    begin_step(d);
-    barrier(d.c);
-    double start = now_ms();
-    Mark origin = mark(), middle;
-    Tensor loss = forward_backward(model, batch, loss_scale, [&] { middle = mark(); });
-    Mark finished = mark();
-    finish_gradient_synchronization(d);
-    Mark synchronized = mark();
-    optimizer();
-    Mark end = mark();
-    synchronize();
-    StepTimes t{};
-    t.total = now_ms() - start;
-    double begin = ms_of(middle, origin), stop = ms_of(finished, origin);
-    t.forward = begin, t.backward = stop - begin;
-    t.exposed = ms_of(synchronized, finished), t.optimizer = ms_of(end, synchronized);
-    for (const WorkPtr& work : d.works) {
-        double from = ms_of(work->begin, origin), to = ms_of(work->end, origin);
-        t.communication += to - from;
-        t.hidden += std::max(0.0, std::min(to, stop) - std::max(from, begin));
+static StepNumbers numbers_of(const Trainer& t) {
+    StepNumbers n{};
+    const auto& at = t.marks;
+    for (size_t i = 0; i + 1 < at.size(); i++) { n[at[i].first] += ms_of(at[i + 1].second, at[i].second); }
+    n[TOTAL] = ms_of(at.back().second, at[0].second), n[LOSS] = t.loss;
+    const double begin = n[FORWARD_BLOCKS], end = begin + n[BACKWARD];  // of backward
+    for (const WorkPtr& work : t.d ? t.d->works : std::vector<WorkPtr>()) {
+        const double from = ms_of(work->begin, at[0].second), to = ms_of(work->end, at[0].second);
+        n[COMMUNICATION] += to - from;
+        n[HIDDEN] += std::max(0.0, std::min(to, end) - std::max(from, begin));
     }
-    t.loss = to_doubles(loss)[0];
-    return t;
+    if (!t.f) { return n; }
+    for (const auto* waits : {&t.f->waits, &t.f->reduce_waits}) {
+        for (const FsdpWait& w : *waits) {
+            size_t i = at.size() - 2;
+            while (i > 0 && ms_of(w.asked, at[i].second) < 0) { i--; }
+            const double waited = ms_of(w.got, w.asked);
+            n[at[i].first] -= waited, n[EXPOSED] += waited;
+        }
+    }
+    return n;
 }
-using Steps = std::vector<std::vector<StepTimes>>;  // by rank
-static Steps timed_steps(const Communicator& c, const Options& o, const char* name,
-                         const std::function<StepTimes()>& step) {
-    std::vector<StepTimes> mine;
-    for (int i = 0; i < o.warmup[0] + o.steps; i++) {
-        if (c.rank == 0) { progress("%s: %d of %d", name, i + 1, o.warmup[0] + o.steps); }
-        const StepTimes t = step();
-        if (i >= o.warmup[0]) { mine.push_back(t); }
+std::vector<StepNumbers> timed_steps(Trainer& t, const std::vector<Batch>& batches, const Options& o, const char* name,
+                                     const std::function<void()>& after) {
+    std::vector<StepNumbers> steps;
+    for (int i = -o.warmup[0]; i < o.steps; i++) {
+        if (t.c.links) { barrier(t.c); }
+        train_step(t, batches);
+        if (t.c.rank == 0) { progress("%s: step %d of %d", name, i + 1, o.steps); }
+        if (i >= 0) { steps.push_back(numbers_of(t)); }
+        after();
     }
-    return gather(c, mine);
+    return steps;
 }
-// Over the steps, of each step's mean over the ranks.
-static Stats stats_of(const Steps& ranks, double StepTimes::*field) {
-    std::vector<double> means(ranks[0].size());
-    for (const std::vector<StepTimes>& of_rank : ranks) {
-        for (size_t i = 0; i < means.size(); i++) { means[i] += of_rank[i].*field / (double)ranks.size(); }
+Stats stats_of(const std::vector<StepNumbers>& steps, int number) {
+    std::vector<double> values;
+    for (const StepNumbers& n : steps) { values.push_back(n[number]); }
+    return stats_of(values);
+}
+static std::vector<StepNumbers> mean_of_ranks(const Communicator& c, const std::vector<StepNumbers>& mine) {
+    std::vector<StepNumbers> mean(mine.size());
+    for (const std::vector<StepNumbers>& of_rank : gather(c, mine)) {
+        for (size_t i = 0; i < mine.size(); i++) {
+            for (int k = 0; k < STEP_NUMBERS; k++) { mean[i][k] += of_rank[i][k] / c.world; }
+        }
     }
-    return stats_of(means);
+    return mean;
 }
 
 // Every way starts from the same weights and moments, so that their losses compare. traces: null, or gets one more
 // step, which is not timed.
-static void measure(const Communicator& c, const Options& o, Model& model, const Batch& batch, DdpRun& run,
+static void measure(const Communicator& c, const Options& o, const ModelConfig& config, DdpRun& run,
                     std::vector<Trace>* traces) {
-    plain_weights(model);
-    init_weights(model, o.seed);
-    choose_form(model);
-    fill_zero(model.m), fill_zero(model.v);
-    model.step = 0;
-    auto d =
-        data_parallel(c, run.strategy, run.bucket_mb, model.weights, model.gradients, model.parameters, model.slots);
-    LossScaler scaler;
-    auto step = [&] {
-        return timed_step(model, *d, batch, loss_scale_of(scaler), [&] { optimizer_step(model, AdamW(), scaler, 0); });
-    };
-    const Steps steps = timed_steps(c, o, name_of(run.strategy), step);
+    Trainer t = data_parallel_trainer(c, random_model(config, o.seed), run.strategy, run.bucket_mb, reduced_as(o));
+    const std::vector<Batch> batches = {batch_of(o, config, c.rank)};
+    const auto steps = mean_of_ranks(c, timed_steps(t, batches, o, name_of(run.strategy)));
     if (traces) {
         start_tracing();
         {
             Range range(name_of(run.strategy));
-            step();
+            barrier(c);
+            train_step(t, batches);
         }
         traces->push_back(stop_tracing());
     }
-    run.total = stats_of(steps, &StepTimes::total), run.forward = stats_of(steps, &StepTimes::forward);
-    run.backward = stats_of(steps, &StepTimes::backward), run.exposed = stats_of(steps, &StepTimes::exposed);
-    run.optimizer = stats_of(steps, &StepTimes::optimizer), run.hidden = stats_of(steps, &StepTimes::hidden);
-    run.communication = stats_of(steps, &StepTimes::communication);
-    for (const std::vector<StepTimes>& of_rank : steps) { run.loss += of_rank.back().loss / c.world; }
-    run.calls = (int)d->works.size();
-    for (const WorkPtr& work : d->works) { run.mb += (double)work->bytes / 1e6; }
-}
-
-// One process with the whole batch and, on the CPU, all cores; the other ranks wait. n = 0: it does not fit.
-static Stats single_process(const Communicator& c, Options o, Model& model) {
-    Stats stats{};
-    if (c.rank == 0) {
-        const int threads = omp_get_max_threads();
-        omp_set_num_threads(omp_get_num_procs());
-        o.batch_size *= c.world;
-        run_if_fits(
-            "one process", step_bytes(o, model.config, false),
-            [&] {
-                Batch batch = batch_of(o, model.config, 0);
-                stats = stats_of(time_ms(o.warmup[0], o.steps, [&] {
-                    forward_backward(model, batch, 1);
-                    adamw_step(model, AdamW());
-                }));
-            },
-            memory_use(context.device).now);
-        omp_set_num_threads(threads);
-    }
-    gather_text(c, "");
-    return stats;
+    run.total = stats_of(steps, TOTAL), run.forward = stats_of(steps, FORWARD_BLOCKS);
+    run.backward = stats_of(steps, BACKWARD), run.exposed = stats_of(steps, EXPOSED);
+    run.optimizer = stats_of(steps, OPTIMIZER_STEP), run.hidden = stats_of(steps, HIDDEN);
+    run.communication = stats_of(steps, COMMUNICATION), run.loss = steps.back()[LOSS];
+    run.calls = (int)t.d->works.size();
+    for (const WorkPtr& work : t.d->works) { run.mb += (double)work->bytes / 1e6; }
 }
 
 // One file of all ranks, one process per rank, on one time axis.
 static void write_traces_of_ranks(const Communicator& c, const std::string& path, const std::vector<Trace>& traces,
                                   const std::string& caption) {
-    const std::string part = temporary_name(path);
-    Unfinished mine(part);
-    write_trace(part, traces, caption);
-    std::vector<std::string> parts = gather_text(c, part);
-    if (c.rank == 0) { merge_traces(path, parts); }
-    gather_text(c, "");  // rank 0 has read all parts
+    std::vector<std::string> parts;
+    for (int r = 0; r < c.world; r++) { parts.push_back(path + ".rank" + std::to_string(r)); }
+    write_trace(parts[c.rank], traces, caption);
+    gather_text(c, "");  // all parts are there
+    if (c.rank > 0) { return; }
+    merge_traces(path, parts);
+    for (const std::string& part : parts) { remove(part.c_str()); }
 }
 
 static std::string part_cell(const Stats& ms, const Stats& total) {  // "28.49 ± 0.05, 21%" of the total
@@ -570,20 +505,16 @@ static std::string part_cell(const Stats& ms, const Stats& total) {  // "28.49 �
     const std::string share = &ms == &total ? "" : strprintf(", %.0f%%", 100 * ms.mean / total.mean);
     return strprintf("%.*f ± %.*f%s", digits, ms.mean, digits, ms.std, share.c_str());
 }
-static void print_steps(const std::string& caption, const std::vector<DdpRun>& runs, const Stats& single,
-                        double samples, int context_length) {
+static void print_steps(const std::string& caption, const std::vector<DdpRun>& runs, double samples,
+                        int context_length) {
     const bool buckets = runs.back().strategy == BUCKETED;
     Table parts{
         caption + "; mean ± deviation over the steps, share of the step" +
             (buckets ? "; N MB: overlapped, in buckets of N MB" : ""),
         {"Strategy", "Total Time (ms)", "Forward (ms)", "Backward (ms)", "Exposed Comm (ms)", "Optimizer (ms)"}};
     Table comparison{
-        strprintf(
-            "The same steps: their all-reduces, throughput, step time saved (vs naive), speed-up over "
-            "one process with the whole batch (%s), loss of the last step",
-            single.n ? strprintf("%.2f ms, %.2f samples/s", single.mean, 1e3 * samples / single.mean).c_str() : "OOM"),
-        {"Strategy", "Comm Time (ms)", "hidden", "calls", "MB per step", "Samples/s", "Tokens/s", "vs naive",
-         "speed-up", "Loss"}};
+        "The same steps: their all-reduces, throughput, step time saved (vs naive), loss of the last step",
+        {"Strategy", "Comm Time (ms)", "hidden", "calls", "MB per step", "Samples/s", "Tokens/s", "vs naive", "Loss"}};
     double naive = NAN;
     for (const DdpRun& r : runs) {
         const std::string way = r.strategy == BUCKETED ? strprintf("%g MB", r.bucket_mb) : name_of(r.strategy);
@@ -595,11 +526,10 @@ static void print_steps(const std::string& caption, const std::vector<DdpRun>& r
         naive = r.strategy == NAIVE ? r.total.mean : naive;
         parts.row(way, part_cell(r.total, r.total), part_cell(r.forward, r.total), part_cell(r.backward, r.total),
                   part_cell(r.exposed, r.total), part_cell(r.optimizer, r.total));
-        comparison.row(way, strprintf("%.2f", comm), comm > 0 ? strprintf("%.1f%%", 100 * r.hidden.mean / comm) : "",
-                       r.calls, strprintf("%.1f", r.mb), strprintf("%.2f", rate),
-                       strprintf("%.0f", rate * context_length),
-                       naive > 0 ? strprintf("%+.1f%%", 100 * (1 - r.total.mean / naive)) : "",
-                       single.n ? strprintf("%.2fx", single.mean / r.total.mean) : "", strprintf("%.4f", r.loss));
+        comparison.row(
+            way, strprintf("%.2f", comm), comm > 0 ? strprintf("%.1f%%", 100 * r.hidden.mean / comm) : "", r.calls,
+            strprintf("%.1f", r.mb), strprintf("%.2f", rate), strprintf("%.0f", rate * context_length),
+            naive > 0 ? strprintf("%+.1f%%", 100 * (1 - r.total.mean / naive)) : "", strprintf("%.4f", r.loss));
     }
     print(parts);
     if (!comparison.rows.empty()) { print(comparison); }
@@ -736,24 +666,21 @@ static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
         Options o = asked;
         const ModelConfig config = choose_step(o, c);
         const std::string caption = caption_of(o, config, c);
-        const size_t needs = step_bytes(o, config, false);
-        const bool fits = fits_everywhere(c, needs);
+        auto make = [&](const Communicator& planned) {
+            return data_parallel_trainer(planned, random_model(config, o.seed), OVERLAPPED, 0, reduced_as(o));
+        };
+        const size_t needs = steps_peak(c.world, o, make, o.batch_size);
+        const bool fits = needs <= room_of_each_rank(c);
         const Strategy last = runs.back().strategy;
-        Stats single{};
         BucketModel line{};
         if (fits) {
-            Model model = random_model(config, o.seed);
-            make_gradients(model, reduced_as(o));
-            make_optimizer_state(model);
-            Batch batch = batch_of(o, config, c.rank);
             std::vector<Trace> traces;
-            for (DdpRun& r : runs) { measure(c, o, model, batch, r, o.trace.empty() ? nullptr : &traces); }
+            for (DdpRun& r : runs) { measure(c, o, config, r, o.trace.empty() ? nullptr : &traces); }
             if (!o.trace.empty()) { write_traces_of_ranks(c, o.trace, traces, caption); }
-            single = single_process(c, o, model);
             if (last == BUCKETED && c.world > 1) { line = bucket_model(c, runs.back().mb * 1e6, o.quick); }
         }
         for (DdpRun& r : runs) { r.oom = fits ? 0 : needs; }
-        if (c.rank == 0) { print_steps(caption, runs, single, (double)o.batch_size * c.world, o.context_length); }
+        if (c.rank == 0) { print_steps(caption, runs, (double)o.batch_size * c.world, o.context_length); }
         if (!fits) { fail("no step ran: each rank needs %.1f GiB", needs / 1073741824.0); }
         if (c.rank > 0) { return; }
         if (c.world == 1) { return answer("", "%s", ONE_RANK); }
@@ -779,28 +706,23 @@ int cmd_ddp_bucketed_benchmarking(const Options& o) {
 // both data parallel. The second parameter group comes after 5 steps.
 
 static WeightsCheck shard_and_compare(const Communicator& c, Sharding sharding, bool sgd, bool tied, const Options& o) {
-    Trainee ours = make_toy(tied, o, o.seed), whole = make_toy(tied, o, o.seed);
-    auto d = data_parallel(c, sharding == ZERO1 ? NO_SYNC : FLAT, 0, ours.weights, ours.gradients, ours.parameters,
-                           ours.slots);
-    auto plain = data_parallel(c, FLAT, 0, whole.weights, whole.gradients, whole.parameters, whole.slots);
-    Optimizer sharded{c, sharding, {}}, unsharded{c, UNSHARDED, {}};
+    Toy ours = make_toy(tied, o, o.seed), whole = make_toy(tied, o, o.seed);
+    parallelize(ours, c, sharding == ZERO1 ? NO_SYNC : FLAT), parallelize(whole, c, FLAT);
+    ours.optimizer = {c, sharding};
     const int64_t first = ours.parameters.back().offset, all = ours.gradients.size();
-    auto add_group = [&](Optimizer& optimizer, const Trainee& t, int64_t begin, int64_t end, float lr) {
+    auto add_group = [&](Toy& t, int64_t begin, int64_t end, float lr) {
         ParameterGroup g{view(t.weights, begin, {end - begin}), view(t.gradients, begin, {end - begin})};
         g.sgd = sgd, g.adamw.lr = sgd ? lr / 10 : lr, g.adamw.weight_decay = 0.1f;
-        add_parameter_group(optimizer, g);
+        add_parameter_group(t.optimizer, g);
     };
     WeightsCheck check{ours.name,
                        strprintf("%s, %s", sgd ? "SGD" : "AdamW", sharding == ZERO1 ? "ZeRO-1" : "broadcast")};
     for (int step = 0; step < 10; step++) {
-        if (step == 0) { add_group(sharded, ours, 0, first, 0.1f), add_group(unsharded, whole, 0, first, 0.1f); }
-        if (step == 5) { add_group(sharded, ours, first, all, 0.05f), add_group(unsharded, whole, first, all, 0.05f); }
-        for (auto [t, parallel] : {std::pair(&ours, d.get()), {&whole, plain.get()}}) {
-            begin_step(*parallel);
-            loss_and_gradients(*t, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, ROWS_A_RANK * c.world);
-            finish_gradient_synchronization(*parallel);
+        for (Toy* t : {&ours, &whole}) {
+            if (step == 0) { add_group(*t, 0, first, 0.1f); }
+            if (step == 5) { add_group(*t, first, all, 0.05f); }
+            train_step(*t, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, ROWS_A_RANK * c.world);
         }
-        optimizer_step(sharded), optimizer_step(unsharded);
         compare(check, ours.weights, whole.weights);
     }
     auto state_of = [](const Optimizer& optimizer) {
@@ -808,8 +730,8 @@ static WeightsCheck shard_and_compare(const Communicator& c, Sharding sharding, 
         for (const ParameterGroup& g : optimizer.groups) { n += (g.m ? g.m.size() : 0) + (g.v ? g.v.size() : 0); }
         return n;
     };
-    check.same_bits = same_bits_everywhere(c, ours.weights), check.whole = state_of(unsharded);
-    for (const std::vector<int64_t>& n : gather<int64_t>(c, {state_of(sharded)})) {
+    check.same_bits = same_bits_everywhere(c, ours.weights), check.whole = state_of(whole.optimizer);
+    for (const std::vector<int64_t>& n : gather<int64_t>(c, {state_of(ours.optimizer)})) {
         check.shares += (check.shares.empty() ? "" : " + ") + std::to_string(n[0]);
     }
     return check;
@@ -838,7 +760,7 @@ int cmd_optimizer_state_sharding(const Options& o) {
 
 static void run_sharded(const Communicator& c, const Options& o, const ModelConfig& config, ShardingRun& r) {
     reset_peak(context.device);
-    Batch batch = batch_of(o, config, c.rank);
+    const std::vector<Batch> batches = {batch_of(o, config, c.rank)};
     Model model = make_model(config);
     init_weights(model, o.seed);
     auto moment = [&](const char* what) {
@@ -847,22 +769,15 @@ static void run_sharded(const Communicator& c, const Options& o, const ModelConf
         reset_peak(context.device);
     };
     moment("after init");
-    make_gradients(model);
-    auto d = data_parallel(c, r.sharding == ZERO1 ? NO_SYNC : FLAT, 0, model.weights, model.gradients, model.parameters,
-                           model.slots);
-    Optimizer optimizer{c, r.sharding, {}};
-    add_parameter_group(optimizer, {model.weights, model.gradients});
-    begin_step(*d);
-    forward_backward(model, batch, 1);
-    finish_gradient_synchronization(*d);
-    moment("before step");
-    optimizer_step(optimizer);
+    Trainer t = sharded_trainer(c, model, r.sharding, F32);
+    train_step(t, batches, [&](StepPart part) {
+        if (part == OPTIMIZER_STEP) { moment("before step"); }
+    });
     moment("after step");
-    const Steps steps = timed_steps(
-        c, o, name_of(r.sharding), [&] { return timed_step(model, *d, batch, 1, [&] { optimizer_step(optimizer); }); });
+    const auto steps = mean_of_ranks(c, timed_steps(t, batches, o, name_of(r.sharding)));
     moment("later steps");
-    r.total = stats_of(steps, &StepTimes::total), r.gradients = stats_of(steps, &StepTimes::exposed);
-    r.optimizer = stats_of(steps, &StepTimes::optimizer);
+    r.total = stats_of(steps, TOTAL), r.gradients = stats_of(steps, EXPOSED);
+    r.optimizer = stats_of(steps, OPTIMIZER_STEP);
     r.mb_sent = (r.sharding == BROADCAST ? 3 : 2) * 4e-6 * model.weights.size() * (c.world - 1) / c.world;
 }
 
@@ -893,9 +808,6 @@ void answer_optimizer_state_sharding_accounting(const std::vector<ShardingRun>& 
            state(zero), state(ours), zero.mb_sent, ours.mb_sent);
 }
 int cmd_optimizer_state_sharding_accounting(const Options& asked) {
-    if (asked.precision[0] == "fp16") {
-        usage_error("--precision: got fp16, which needs loss scaling; takes fp32, tf32 or bf16 here");
-    }
     return run_ranks(asked, [&](const Communicator& c) {
         Options o = asked;
         const ModelConfig config = choose_step(o, c);
@@ -905,13 +817,13 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
                    {"Optimizer", "Total Time (ms)", "std", "gradients (ms)", "optimizer (ms)", "MB sent per step"}};
         Table memory{"Peaks of rank 0 in a first step, and in later ones, MiB",
                      {"Optimizer", "Moment", "parameters", "gradients", "optimizer state", "the rest", "peak"}};
-        double moments = 0;  // bytes
-        for (const Parameter& w : lay_out_model(config).parameters) { moments += 8.0 * count(w.shape); }
-        const size_t whole = step_bytes(o, config, true);
         std::vector<ShardingRun> runs = {{UNSHARDED}, {BROADCAST}, {ZERO1}};
         for (ShardingRun& r : runs) {
-            const size_t needs = whole - (r.sharding == UNSHARDED ? 0 : (size_t)(moments - moments / c.world));
-            r.oom = fits_everywhere(c, needs) ? 0 : needs;
+            auto make = [&](const Communicator& planned) {
+                return sharded_trainer(planned, make_model(config), r.sharding, F32);
+            };
+            const size_t needs = steps_peak(c.world, o, make, o.batch_size);
+            r.oom = needs <= room_of_each_rank(c) ? 0 : needs;
             if (r.oom) {
                 time.row(name_of(r.sharding), oom_cell(needs), "", "", "", "");
                 continue;

@@ -222,7 +222,6 @@ void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double 
 // ---------------------------------------------------------------------------------------------------------------------
 // leaderboard.cu
 
-enum { FORWARD_BLOCKS, HEAD_AND_LOSS, BACKWARD, OPTIMIZER_STEP, EXPOSED, LEADERBOARD_PARTS };
 struct LeaderboardRun {
     std::string what;  // model, tokens and setting
     int world = 1;
@@ -230,14 +229,14 @@ struct LeaderboardRun {
     size_t oom = 0, predicted = 0, peak = 0;        // bytes
     double first_loss = NAN, last_loss = NAN;
     Stats step{};                                              // ms
-    double parts[LEADERBOARD_PARTS] = {};                      // ms, of the mean step
+    double parts[STEP_PARTS] = {};                             // ms, of the mean step
     double tflops() const { return flops / step.mean / 1e9; }  // per second, of all ranks
 };
 void answer_leaderboard(const LeaderboardRun& r);
-// Sets what runs again in backward, the least that leaves each of `world` ranks a predicted peak of at most `room`
-// bytes: context's recompute and checkpoint, and, unless it was typed, o's grad_accumulation.
-void choose_what_runs_again(Options& o, int world, double room);
-size_t predicted_peak(const Options& o, int world);  // of a rank, in bytes, by what is chosen
+// Sets what runs again in backward, context's recompute and checkpoint: the least that leaves each of `world` ranks a
+// predicted peak of at most `room` bytes.
+void choose_what_runs_again(const Options& o, int world, double room);
+size_t leaderboard_peak(const Options& o, int world);  // of a rank, predicted, in bytes
 
 // ---------------------------------------------------------------------------------------------------------------------
 // bench_attention.cu: what its experiments measure, and the answers
@@ -293,11 +292,10 @@ struct Options {
     std::vector<int> warmup, context_lengths;
     uint64_t seed = 0;
     bool quick = false;
-    int checkpoint = 0, head_chunk = 0;
+    int checkpoint = 0;
     std::string trace, out, weights, batch, data, save, load, inputs, impl;
-    bool causal = false, not_causal = false, deterministic = false, recompute = false;
+    bool causal = false, not_causal = false, deterministic = false;
     double rope_theta = 0, lr = 0;
-    int grad_accumulation = 0;
     int sample = 0;
     std::string reduce_dtype, backend;
     int nproc = 0;
@@ -321,18 +319,40 @@ std::string vocabulary_of(const std::vector<ModelConfig>& configs);  // theirs, 
 std::string size_option(const ModelConfig& c);  // what --size calls it in its edition: "xl" of "xl (2026)"
 Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
 void check_mode(const ModelConfig& c, Mode mode, Precision precision);  // usage_error if context.device cannot run it
-// "flash"; with --recompute, --checkpoint and --head_chunk "flash, recompute, checkpoint 4, head chunk 2048"
+// "flash"; with all that the context may ask for "flash, recompute, checkpoint 4, head chunk 2048"
 std::string caption_of(Mode mode);
 std::string name_of_checkpoint(int checkpoint);  // "4", "ffn", "ffn:4", "half", "halves", "nested"
 // The mode `name`, checked. The default, flash, becomes fused where this head size and precision have none.
 Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, Precision precision);
 
-void by_quick_model(Options& o);  // with --quick, where no --size was typed: four layers of 128
 // For what several ranks run: one model, in one precision and mode, which the context gets; --quick's defaults.
 ModelConfig choose_step(Options& o, const Communicator& c);
 std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c);
-DType reduced_as(const Options& o);                         // gradients, by --reduce_dtype
-bool fits_everywhere(const Communicator& c, size_t bytes);  // that each rank needs
+DType reduced_as(const Options& o);               // gradients, by --reduce_dtype
+size_t room_of_each_rank(const Communicator& c);  // bytes, the least of all ranks'
+// What a rank holds at most in two steps, each of `batches` batches of B sequences, predicted on META.
+size_t steps_peak(int world, const Options& o, const std::function<Trainer(const Communicator& planned)>& make, int B,
+                  int batches = 1);
+// A rank's step, in ms but for LOSS: first the parts; then all of it; the all-reduces, and what of them is beside
+// backward. With FSDP what the compute stream waits for other ranks, in any part, is EXPOSED instead.
+enum { TOTAL = STEP_PARTS, COMMUNICATION, HIDDEN, LOSS, STEP_NUMBERS };
+using StepNumbers = std::array<double, STEP_NUMBERS>;
+// Warms up, then takes timed steps. `after` is called after each, also of the warm-up.
+std::vector<StepNumbers> timed_steps(
+    Trainer& t, const std::vector<Batch>& batches, const Options& o, const char* name,
+    const std::function<void()>& after = [] {});
+Stats stats_of(const std::vector<StepNumbers>& steps, int number);  // of one of the numbers
+Batch batch_of(const Options& o, const ModelConfig& m, int rank);   // random
+// Every rank's values, of plain types.
+template <class T>
+std::vector<std::vector<T>> gather(const Communicator& c, const std::vector<T>& mine) {
+    std::vector<std::vector<T>> all;
+    for (const std::string& bytes : gather_text(c, {(const char*)mine.data(), mine.size() * sizeof(T)})) {
+        all.emplace_back(bytes.size() / sizeof(T));
+        memcpy((void*)all.back().data(), bytes.data(), bytes.size());
+    }
+    return all;
+}
 
 // A default of --quick's: sets the field, unless its option was typed.
 template <class T>

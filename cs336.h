@@ -19,7 +19,7 @@
 //   profile.cu      section 1.1.4: which kernels a step spends its time in, trace files
 //   memory.cu       section 1.1.6: where a step's memory goes
 //   ranks.cu        several processes, NCCL and Gloo
-//   ddp.cu          sections 2.2 to 3: data parallel training, the sharded optimizer
+//   ddp.cu          sections 2.2 to 3: data parallel training, the sharded optimizer, FSDP; a step of any Trainer
 //   bench_ddp.cu, bench_fsdp.cu  the experiments with several ranks
 //   accounting.cu   section 2.4: arithmetic alone
 //   calcs.cu        the 2026 handout's section 8: arithmetic alone
@@ -937,14 +937,10 @@ double guarded_step(LossScaler& scaler, double max_norm, const std::function<dou
                     const std::function<void(float gradient_scale)>& step);
 // FORWARD: without a tape; STEP: with the optimizer's; TAPED_FORWARD: keeps all that a backward would read
 enum Phase { FORWARD, FORWARD_BACKWARD, STEP, TAPED_FORWARD };
-// batch: number k of `parts` micro-batches of one step, whose gradients add up to those of the mean loss over all of
-// them. The optimizer follows the last. Several parts need make_gradients.
 void run_phase(
-    Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between = [] {},
-    int k = 0, int parts = 1);
-// In context's mode and precision; B: of a part.
-size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase, int parts = 1);
-float loss_scale_of(const LossScaler& scaler);  // 1 unless the precision is fp16
+    Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between = [] {});
+size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // in context's mode and precision
+float loss_scale_of(const LossScaler& scaler);                           // 1 unless the precision is fp16
 
 // ---------------------------------------------------------------------------------------------------------------------
 // ranks.cu: one process a rank. A rank that fails, dies or stalls ends the others within the timeout, with one line.
@@ -1011,11 +1007,10 @@ std::vector<std::string> gather_text(const Communicator& c, const std::string& t
 
 enum Strategy { NO_SYNC, NAIVE, FLAT, OVERLAPPED, BUCKETED };
 const char* name_of(Strategy s);
-bool goes_at_once(Strategy s);  // a bucket is sent as soon as backward has finished it
-struct Bucket {                 // what goes as one all-reduce
-    int64_t begin, end;         // elements of the flat gradients
-    int parameters;             // in it
-    int missing;                // of these, the gradients that backward has not finished yet
+struct Bucket {          // what goes as one all-reduce
+    int64_t begin, end;  // elements of the flat gradients
+    int parameters;      // in it
+    int missing;         // of these, the gradients that backward has not finished yet
 };
 struct DataParallel {
     Communicator c;
@@ -1056,8 +1051,8 @@ struct ParameterGroup {
 };
 struct Optimizer {
     Communicator c;
-    Sharding sharding;
-    std::vector<ParameterGroup> groups;
+    Sharding sharding = UNSHARDED;
+    std::vector<ParameterGroup> groups{};
 };
 void add_parameter_group(Optimizer& optimizer, ParameterGroup group);  // also between steps
 void optimizer_step(Optimizer& optimizer, float gradient_scale = 1);
@@ -1113,20 +1108,45 @@ void add_hooks(Model& model, Fsdp& f);  // the same for a model that has been pl
 void init_weights(Fsdp& f, uint64_t seed);
 // Puts the own parts into the form that needs no cast before a gather, if there is one. AdamW takes it, SGD does not.
 void choose_form(Fsdp& f);
-void pre_forward(Fsdp& f, int unit);   // waits for the unit's weights, and starts the next gather
-void pre_backward(Fsdp& f, int unit);  // the same; and starts to reduce the gradients of the unit behind it
 // Before a step's first forward: the weights have changed. steps_in_backward: each unit takes its AdamW step as soon as
 // its gradient is an average, beside the rest of backward, and its gradient is not kept. That is for steps of one
 // backward whose gradients need no norm first, for clipping or for fp16's loss scale. optimizer_step still follows: it
 // steps the norms.
 void begin_step(Fsdp& f, bool steps_in_backward = false);
 void finish_backward(Fsdp& f);  // after each backward: then the own gradients are averages, or sums of averages
-// The gradients' norm, from each rank's sum of squares. It is the same on all ranks, so all of them step, or none. It
-// is infinite from 1.8e19 on.
-double norm_over_ranks(const Communicator& c, double square_sum);
 // AdamW or SGD, as f.shard says, on the own part. See guarded_step.
 double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm);
 // Every parameter in turn, whole, of `flat`: f.shard's weights, m or v, in its dtype. With `write`, what `see` leaves
 // there is cut up again. Every rank has to call it.
 void visit_whole(Fsdp& f, const Tensor& flat, bool write,
                  const std::function<void(const Parameter& p, const Tensor& whole)>& see);
+
+// A model in training, and how several ranks share its work and its state. A step is train_step, for all of them.
+// HEAD_AND_LOSS is a part of its own only where somebody adds its mark. EXPOSED: from backward's end until `d` has
+// averages; with FSDP nothing.
+enum StepPart { FORWARD_BLOCKS, HEAD_AND_LOSS, BACKWARD, OPTIMIZER_STEP, EXPOSED, STEP_PARTS };
+struct Trainer {
+    Communicator c;
+    Model model;
+    LossScaler scaler;
+    AdamW adamw;                      // of the model's own optimizer
+    double max_norm = 0;              // gradients are clipped to it; 0: they are not
+    std::unique_ptr<DataParallel> d;  // averages gradients, or null
+    Optimizer sharded;                // steps in place of the model's own if it has a group
+    std::unique_ptr<Fsdp> f;          // has the weights, and steps them, or null
+    bool steps_in_backward = false;   // FSDP's, see begin_step
+    int steps = 0;                    // taken; the model's own are fewer where fp16 skipped some
+    // Of the last step. norm: as optimizer_step returns it.
+    double loss = 0, norm = 0;
+    std::vector<std::pair<StepPart, Mark>> marks;  // where its parts begin; the last, STEP_PARTS, is its end
+};
+// In one process a Trainer needs a model, and for several batches per step its gradients' arena. For several ranks:
+Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy, double bucket_mb,
+                              DType reduce_dtype);
+Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, DType reduce_dtype);
+Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, uint64_t seed, DType reduce_dtype,
+                     bool steps_in_backward = false);
+// A step on this rank's batches, one backward each, of equal sizes; one batch only if `d` averages. The loss is the
+// mean over them. `begins` is called where a part begins. Waits for the device.
+void train_step(
+    Trainer& t, const std::vector<Batch>& batches, const std::function<void(StepPart)>& begins = [](StepPart) {});

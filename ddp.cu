@@ -15,7 +15,8 @@ const char* name_of(Strategy s) {
     static const char* const names[] = {"no sync", "naive", "flat", "overlapped", "bucketed"};
     return names[s];
 }
-bool goes_at_once(Strategy s) { return s == OVERLAPPED || s == BUCKETED; }
+// A bucket is sent as soon as backward has finished it.
+static bool goes_at_once(Strategy s) { return s == OVERLAPPED || s == BUCKETED; }
 
 static void cut_into_buckets(DataParallel& d, double bucket_mb) {
     double cap = d.strategy == FLAT ? INFINITY : d.strategy == BUCKETED ? bucket_mb * 1e6 : 0;
@@ -252,17 +253,6 @@ Tensor place(Fsdp& f, const Parameter& p, const Shape& shape) {
     }
     return t;
 }
-void add_hooks(Model& model, Fsdp& f) {
-    model.weights = f.shard.weights, model.gradients = f.replicated_gradients;  // so that slots keep their gradients
-    model.pre_forward = [&f](int unit) { pre_forward(f, unit); };
-    model.pre_backward = [&f](int unit) { pre_backward(f, unit); };
-}
-Model sharded_model(const ModelConfig& c, Fsdp& f) {
-    Model model = lay_out_model(c);
-    place_weights(model, [&](const Parameter& p, const Shape& shape) { return place(f, p, shape); });
-    add_hooks(model, f);
-    return model;
-}
 
 static void start_gather(Fsdp& f, int i) {
     const FsdpUnit& u = f.units[i];
@@ -277,7 +267,7 @@ static void start_gather(Fsdp& f, int i) {
 }
 // The step before tells which unit comes next, also where checkpoints run units again. A unit of the first step, or one
 // that needs unit i's own buffer (unit i - 2 after a checkpoint of two blocks), is gathered when it is asked for.
-void pre_forward(Fsdp& f, int i) {
+static void pre_forward(Fsdp& f, int i) {
     Range range("gather");
     if (f.in_buffer[i % 2] != i) { start_gather(f, i); }
     Mark asked = mark();
@@ -359,9 +349,20 @@ static void start_reduce(Fsdp& f, int i) {
     if (!f.steps_in_backward) { return; }
     run_behind(f.c, f.reduce, [&f, &u] { update(f, {{own_part(f, u, u.gradients), u.offset}}, 1); });
 }
-void pre_backward(Fsdp& f, int i) {
+static void pre_backward(Fsdp& f, int i) {
     while (f.to_reduce > i) { start_reduce(f, f.to_reduce--); }
     if (i > 0) { pre_forward(f, i); }  // a look-up's backward needs no weights, only the buffer for gradients
+}
+void add_hooks(Model& model, Fsdp& f) {
+    model.weights = f.shard.weights, model.gradients = f.replicated_gradients;  // so that slots keep their gradients
+    model.pre_forward = [&f](int unit) { pre_forward(f, unit); };
+    model.pre_backward = [&f](int unit) { pre_backward(f, unit); };
+}
+Model sharded_model(const ModelConfig& c, Fsdp& f) {
+    Model model = lay_out_model(c);
+    place_weights(model, [&](const Parameter& p, const Shape& shape) { return place(f, p, shape); });
+    add_hooks(model, f);
+    return model;
 }
 
 static void forget_gathered(Fsdp& f) { f.in_buffer[0] = f.in_buffer[1] = -1; }  // the weights have changed
@@ -406,7 +407,8 @@ static std::vector<FlatGradient> gradients_of(const Fsdp& f) {
     if (f.replicated_sum) { all.push_back({f.replicated_sum, f.replicated}); }
     return all;
 }
-double norm_over_ranks(const Communicator& c, double square_sum) {
+// It is the same on all ranks, so all of them step, or none. It is infinite from 1.8e19 on.
+static double norm_over_ranks(const Communicator& c, double square_sum) {
     Tensor sum = from_floats({(float)square_sum}, {1});
     wait(c, all_reduce(c, sum, SUM));
     return std::sqrt(to_floats(sum)[0]);
@@ -462,4 +464,69 @@ void choose_form(Fsdp& f) {
     for (size_t i = 1; f.form && i < f.units.size(); i++) {
         f.form->enter(view(f.shard.weights, f.units[i].offset, {f.units[i].part}));
     }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// A step of training, in one process or by any of these ways
+
+Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy, double bucket_mb,
+                              DType reduce_dtype) {
+    Trainer t;
+    t.c = c, t.model = std::move(model);
+    make_gradients(t.model, reduce_dtype);
+    const Model& m = t.model;
+    t.d = data_parallel(c, strategy, bucket_mb, m.weights, m.gradients, m.parameters, m.slots);
+    return t;
+}
+Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, DType reduce_dtype) {
+    plain_weights(model);
+    Trainer t = data_parallel_trainer(c, std::move(model), sharding == ZERO1 ? NO_SYNC : FLAT, 0, reduce_dtype);
+    t.sharded = {c, sharding, {}};
+    add_parameter_group(t.sharded, {t.model.weights, t.model.gradients});
+    return t;
+}
+Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, uint64_t seed, DType reduce_dtype,
+                     bool steps_in_backward) {
+    Trainer t;
+    t.c = c, t.steps_in_backward = steps_in_backward;
+    t.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype(), reduce_dtype);
+    t.model = sharded_model(config, *t.f);
+    init_weights(*t.f, seed);
+    choose_form(*t.f);
+    return t;
+}
+
+static double optimizer_step(Trainer& t) {
+    if (t.f) { return optimizer_step(*t.f, t.scaler, t.max_norm); }
+    if (t.sharded.groups.empty()) {
+        make_optimizer_state(t.model);
+        return optimizer_step(t.model, t.adamw, t.scaler, t.max_norm);
+    }
+    auto norm = [&] {  // of sums that are not averaged yet: only the ranks together know whether one is finite
+        double own = gradient_norm(t.model);
+        return context.device == META ? own : norm_over_ranks(t.c, own * own);
+    };
+    return guarded_step(t.scaler, 0, norm, [&](float gradient_scale) { optimizer_step(t.sharded, gradient_scale); });
+}
+void train_step(Trainer& t, const std::vector<Batch>& batches, const std::function<void(StepPart)>& begins) {
+    t.marks.clear();
+    auto begin = [&](StepPart part) { t.marks.push_back({part, mark()}), begins(part); };
+    if (t.d) { begin_step(*t.d); }
+    if (t.f) { begin_step(*t.f, t.steps_in_backward); }
+    std::vector<Tensor> losses;
+    for (const Batch& batch : batches) {
+        begin(FORWARD_BLOCKS);
+        auto pass = losses.empty() || t.f ? forward_backward : add_gradients;
+        losses.push_back(pass(t.model, batch, loss_scale_of(t.scaler) / batches.size(), [&] { begin(BACKWARD); }));
+        if (t.f) { finish_backward(*t.f); }
+    }
+    begin(EXPOSED);
+    if (t.d) { finish_gradient_synchronization(*t.d); }
+    begin(OPTIMIZER_STEP);
+    t.norm = optimizer_step(t);
+    begin(STEP_PARTS);
+    synchronize();
+    t.steps++, t.loss = 0;
+    if (context.device == META) { return; }
+    for (const Tensor& loss : losses) { t.loss += to_doubles(loss)[0] / losses.size(); }
 }

@@ -44,8 +44,7 @@ static const std::string CALCS = "tokens=65536 d_model=4096 d_ff=11008 tflops=98
 
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", "2.1.3", 4, 1, "time forward, backward and the whole step of the Transformer",
-     "bench_step.cu", cmd_benchmarking_script,
-     TIMED + "warmup*=5 precision*=fp32 mode*=eager,flash checkpoint recompute head_chunk"},
+     "bench_step.cu", cmd_benchmarking_script, TIMED + "warmup*=5 precision*=fp32 mode*=eager,flash checkpoint"},
     {"nsys_profile", "1.1.4", "2.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
      "size*=small,medium,large,xl,2.7B " + MODEL +
          "context_lengths=128,256,512,1024 batch_size warmup=2 steps=5 precision*=fp32 mode*=eager seed "
@@ -56,8 +55,7 @@ static const Command COMMANDS[] = {
      "bench_step.cu", cmd_benchmarking_mixed_precision, TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash"},
     {"memory_profiling", "1.1.6", "2.1.6", 4, 1, "where a step's memory goes", "memory.cu", cmd_memory_profiling,
      "size*=2.7B " + MODEL +
-         "context_lengths=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager checkpoint recompute head_chunk "
-         "out_folder"},
+         "context_lengths=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager checkpoint out_folder"},
     {"gradient_checkpointing", "", "3.2.1", 4, 1, "what backward runs again instead of keeping it",
      "bench_checkpoint.cu", cmd_gradient_checkpointing,
      "size=xl " + MODEL + "context_length=2048 batch_size warmup=2 steps=5 precision=fp32 mode=eager blocks seed"},
@@ -114,9 +112,7 @@ static const Command COMMANDS[] = {
     {"leaderboard", "", "9", 10, 1, "a training step of an 8.1B model, all in bf16, as fast as it goes",
      "leaderboard.cu", cmd_leaderboard,
      "size=8B " + MODEL +
-         "context_length=32768 batch_size=2 warmup=3 steps=8 precision=pure_bf16 mode=flash "
-         "head_chunk=2048 checkpoint recompute grad_accumulation seed " +
-         RANKS},
+         "context_length=32768 batch_size=2 warmup=3 steps=8 precision=pure_bf16 mode=flash checkpoint seed " + RANKS},
     {"list", "", "", 0, 0, "every problem: sections, points, file, whether it runs here", "main.cu", cmd_list, ""},
     {"info", "", "", 0, 0, "the device, its libraries, its measured rates", "bench_step.cu", cmd_info, ""},
     {"train", "", "", 0, 0, "train on the bytes of a text, then continue it", "train.cu", cmd_train,
@@ -294,9 +290,6 @@ static const std::vector<OptionRow>& option_table() {
         option("checkpoint", &O::checkpoint, checkpointing(), "0",
                "what backward runs again instead of keeping it: groups of N blocks; half, halves or nested; the "
                "feed-forward layers (ffn) or N of them (ffn:N); those, and N blocks whole (blocks:N)"),
-        flag("recompute", &O::recompute, "backward computes the norms' and SwiGLU's outputs again"),
-        option("head_chunk", &O::head_chunk, whole(0), "0", "rows of the logits that exist at a time; 0: all"),
-        option("grad_accumulation", &O::grad_accumulation, whole(1), "1", "backward passes per step"),
         option("trace", &O::trace, output(), "", "write what ran when, for Perfetto or chrome://tracing"),
         option("out", &O::out, output(), "", "the file to write"),
         option("out_folder", &O::out, folder(), "", "the folder to write to"),
@@ -451,8 +444,7 @@ static int run_command(const Command& command, const std::vector<std::string>& w
         printf("%s", help.c_str());
         return 0;
     }
-    context.deterministic = o.deterministic, context.recompute = o.recompute, context.checkpoint = o.checkpoint;
-    context.head_chunk = o.head_chunk, context.csv = o.format == "csv";
+    context.deterministic = o.deterministic, context.checkpoint = o.checkpoint, context.csv = o.format == "csv";
     // What measures time is as small as with --quick where there is no GPU, unless its sizes are typed.
     if (command.gpus > 0 && (o.device == "cpu" || cuda_devices() == 0)) { o.quick = true; }
     // nsys_profile traces by itself, and so do the ranks.

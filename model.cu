@@ -533,8 +533,8 @@ double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, doub
 }
 float loss_scale_of(const LossScaler& scaler) { return context.precision == PREC_FP16 ? scaler.scale : 1; }
 
-void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between,
-               int k, int parts) {
+void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler,
+               const std::function<void()>& between) {
     if (phase == FORWARD) {
         infer(model, batch.tokens);
         return;
@@ -545,19 +545,14 @@ void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler
         return drop_weight_copies(model.slots);
     }
     if (phase == STEP) { make_optimizer_state(model); }
-    (k == 0 ? forward_backward : add_gradients)(model, batch, loss_scale_of(scaler) / parts, between);
-    if (phase == STEP && k + 1 == parts) { optimizer_step(model, AdamW(), scaler, 0); }
+    forward_backward(model, batch, loss_scale_of(scaler), between);
+    if (phase == STEP) { optimizer_step(model, AdamW(), scaler, 0); }
 }
-size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase, int parts) {
+size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
     return planned_peak([&] {
         Model model = random_model(c, 0);
         LossScaler scaler;
-        if (parts > 1) { make_gradients(model); }
         reset_peak(META);  // another form of the weights is no part of the phase
-        Batch batch = random_batch(B, T, c.vocab_size, 0);
-        for (int k = 0; k < parts; k++) {
-            run_phase(
-                phase, model, batch, scaler, [] {}, k, parts);
-        }
+        run_phase(phase, model, random_batch(B, T, c.vocab_size, 0), scaler);
     });
 }

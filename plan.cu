@@ -49,13 +49,6 @@ Mode fastest_mode(const ModelConfig& c, Precision precision) {
 }
 void check_mode(const ModelConfig& c, Mode mode, Precision precision) {
     if (mode == FLASH) { require_flash(context.device, matmul_dtype(precision), c.d_model / c.num_heads); }
-    if (mode == EAGER && context.recompute) { usage_error("--recompute: takes mode fused or flash; eager keeps all"); }
-    if (context.head_chunk > 0 && (mode == EAGER || precision == PREC_FP16)) {
-        usage_error(
-            "--head_chunk: got %d with mode %s and precision %s, takes mode fused or flash, and not fp16; "
-            "--head_chunk 0 makes all logits at once",
-            context.head_chunk, name_of(mode), name_of(precision));
-    }
     if (std::max(context.checkpoint, checkpointed_ffns(c)) > c.num_layers) {
         usage_error("--checkpoint: got %s, takes at most the model's %d blocks",
                     name_of_checkpoint(context.checkpoint).c_str(), c.num_layers);

@@ -111,7 +111,9 @@ static int run_model(const Options& o, SafeTensors& weights, const SafeTensors& 
              c.d_model, c.num_heads);
     }
     context.mode = mode_for(o, o.mode[0], c, context.precision);
-    Model model = make_model(c);
+    Trainer t;
+    t.model = make_model(c);
+    Model& model = t.model;
     std::set<std::string> known;
     for (const Parameter& p : model.parameters) {
         set_weight(p.weight, weight_from_file(weights, p.name, p.shape));
@@ -127,25 +129,19 @@ static int run_model(const Options& o, SafeTensors& weights, const SafeTensors& 
 
     make_gradients(model);
     NamedTensors out;
-    LossScaler scaler;
     zero_gradients(model);
     Tensor logits = forward(model, batch.tokens), loss = cross_entropy(logits, batch.targets);
-    backward(loss, loss_scale_of(scaler));
+    backward(loss, loss_scale_of(t.scaler));
     drop_weight_copies(model.slots);
     out.add("logits", logits);
     out.add("loss", loss);
     for (const Parameter& p : model.parameters) {
         NoGrad no_grad;
-        out.add("grad." + p.name, scale(view(model.gradients, p.offset, p.shape), 1 / loss_scale_of(scaler)));
+        out.add("grad." + p.name, scale(view(model.gradients, p.offset, p.shape), 1 / loss_scale_of(t.scaler)));
     }
-    double first_loss = to_doubles(loss)[0], last_loss = first_loss;
-    AdamW adamw;
-    adamw.lr = (float)o.lr;
-    if (o.steps > 0) { make_optimizer_state(model); }
-    for (int i = 0; i < o.steps; i++) {
-        last_loss = to_doubles(forward_backward(model, batch, loss_scale_of(scaler)))[0];
-        optimizer_step(model, adamw, scaler, 0);
-    }
+    const double first_loss = to_doubles(loss)[0];
+    t.adamw.lr = (float)o.lr;
+    for (int i = 0; i < o.steps; i++) { train_step(t, {batch}); }
     for (const Parameter& p : model.parameters) {
         if (o.steps > 0) { out.add("param." + p.name, p.weight); }
     }
@@ -153,7 +149,7 @@ static int run_model(const Options& o, SafeTensors& weights, const SafeTensors& 
     std::string line = strprintf(
         "model %s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d; tokens %s; loss %.6f", o.weights.c_str(),
         c.num_layers, c.d_model, c.d_ff, c.num_heads, c.vocab_size, to_string(shape).c_str(), first_loss);
-    if (o.steps > 0) { line += strprintf("; before step %d: %.6f", o.steps, last_loss); }
+    if (o.steps > 0) { line += strprintf("; before step %d: %.6f", o.steps, t.loss); }
     std::string bad = first_not_finite(out);  // your weights may ask for it
     if (!bad.empty()) { line += "; the first tensor that is not finite: " + bad; }
     line += strprintf("; wrote %zu tensors to %s", out.list.size(), o.out.c_str());
@@ -263,11 +259,6 @@ static const std::pair<const char*, int Options::*> shaping[] = {{"d_model", &Op
                                                                  {"context_length", &Options::context_length},
                                                                  {"steps", &Options::steps}};
 
-struct Trainer {
-    Model model;
-    LossScaler scaler;
-    int step = 0;  // batches seen; the model's own steps are fewer where fp16 skipped some
-};
 static void visit(const Trainer& t, const std::function<void(const std::string& name, const Tensor& values)>& see) {
     for (const auto& [prefix, arena] :
          {std::make_pair("", t.model.weights), {"adamw.m.", t.model.m}, {"adamw.v.", t.model.v}}) {
@@ -280,9 +271,9 @@ static void save_checkpoint(Trainer& t, const Options& o) {
     NamedTensors tensors;
     visit(t, [&](const std::string& name, const Tensor& values) { tensors.add(name, values); });
     const std::string bad = first_not_finite(tensors);
-    if (!bad.empty()) { fail("after step %d %s is not finite: nothing was saved", t.step, bad.c_str()); }
+    if (!bad.empty()) { fail("after step %d %s is not finite: nothing was saved", t.steps, bad.c_str()); }
     std::map<std::string, std::string> metadata = {{"format", "pt"},
-                                                   {"step", std::to_string(t.step)},
+                                                   {"step", std::to_string(t.steps)},
                                                    {"updates", std::to_string(t.model.step)},
                                                    {"seed", std::to_string(o.seed)},
                                                    {"lr", strprintf("%.17g", o.lr)},
@@ -339,6 +330,7 @@ static void options_from_checkpoint(const SafeTensors& file, Options& o) {
 }
 // Random weights and moments of zero, or the checkpoint's weights, moments, step and loss scale.
 static void make_trainer(Trainer& t, const ModelConfig& config, const Options& o, const SafeTensors& checkpoint) {
+    t.max_norm = 1;
     t.model = make_model(config);
     make_optimizer_state(t.model);
     if (checkpoint.path.empty()) {
@@ -350,7 +342,7 @@ static void make_trainer(Trainer& t, const ModelConfig& config, const Options& o
             known.insert(name);
         });
         require_no_others(checkpoint, known, model_of(config));
-        t.step = (int)number_of(checkpoint, "step", 0, 1 << 20);
+        t.steps = (int)number_of(checkpoint, "step", 0, 1 << 20);
         t.model.step = (int)number_of(checkpoint, "updates", 0, 1 << 20);
         t.scaler.scale = (float)number_of(checkpoint, "loss_scale", FLT_MIN, FLT_MAX);
         t.scaler.good_steps = (int)number_of(checkpoint, "good_steps", 0, 1 << 20);
@@ -362,25 +354,21 @@ static void make_trainer(Trainer& t, const ModelConfig& config, const Options& o
 // not finite; in fp16 that norm halves the loss scale, until it is below 2^-14, fp16's smallest normal number.
 static void take_steps(Trainer& t, const Text& text, const Options& o, RunningTable& rows) {
     const int rows_apart = std::max(1, o.steps / 20);
-    while (t.step < o.steps && !EndSignals::seen() && rows.failure.empty()) {
-        AdamW adamw;
-        adamw.lr = (float)learning_rate(o, t.step);
-        Batch batch = training_batch(text, o.batch_size, o.context_length, o.seed, t.step);
+    while (t.steps < o.steps && !EndSignals::seen() && rows.failure.empty()) {
+        t.adamw.lr = (float)learning_rate(o, t.steps);
+        Batch batch = training_batch(text, o.batch_size, o.context_length, o.seed, t.steps);
         synchronize();
         const double start = now_ms();
-        const double loss = to_doubles(forward_backward(t.model, batch, loss_scale_of(t.scaler)))[0];
-        const double norm = optimizer_step(t.model, adamw, t.scaler, 1);
-        synchronize();
-        const double ms = now_ms() - start;
-        t.step++;
+        train_step(t, {batch});
+        const double ms = now_ms() - start, loss = t.loss, norm = t.norm;
         const bool skipped = !std::isfinite(norm) && context.precision == PREC_FP16 && t.scaler.scale >= 0x1p-14f;
         if (!std::isfinite(loss) || (!std::isfinite(norm) && !skipped)) {
-            fail("step %d: the %s is not finite, and nothing was saved; a smaller --lr may help", t.step,
+            fail("step %d: the %s is not finite, and nothing was saved; a smaller --lr may help", t.steps,
                  std::isfinite(loss) ? "gradients' norm" : "loss");
         }
-        progress("step %d of %d: loss %.4f", t.step, o.steps, loss);
-        if (t.step % rows_apart == 0 || t.step == o.steps || t.step == 1) {
-            rows.add({std::to_string(t.step), strprintf("%.7f", loss), strprintf("%.3g", adamw.lr),
+        progress("step %d of %d: loss %.4f", t.steps, o.steps, loss);
+        if (t.steps % rows_apart == 0 || t.steps == o.steps || t.steps == 1) {
+            rows.add({std::to_string(t.steps), strprintf("%.7f", loss), strprintf("%.3g", t.adamw.lr),
                       skipped ? "overflow, step skipped" : strprintf("%.3f", norm), strprintf("%.2f", ms),
                       strprintf("%.0f", 1e3 * o.batch_size * o.context_length / ms)});
         }
@@ -408,8 +396,8 @@ int cmd_train(const Options& typed) {
     Trainer t;
     make_trainer(t, c, o, checkpoint);
     checkpoint.content = nullptr, checkpoint.tensors.clear();
-    if (t.step >= o.steps) {
-        note("train: %s has all %d steps behind it; --steps asks for more", o.load.c_str(), t.step);
+    if (t.steps >= o.steps) {
+        note("train: %s has all %d steps behind it; --steps asks for more", o.load.c_str(), t.steps);
     }
     const double before = held_out_loss(t.model, text, o.batch_size, T);
     RunningTable rows{
@@ -429,14 +417,14 @@ int cmd_train(const Options& typed) {
     }
     rows.end();
     if (signal) {
-        note("ended by signal %d (%s) after step %d of %d: %s", signal, strsignal(signal), t.step, o.steps,
+        note("ended by signal %d (%s) after step %d of %d: %s", signal, strsignal(signal), t.steps, o.steps,
              o.save.empty() ? "nothing was saved, since --save was not given"
                             : ("to go on: the same command line with --load " + o.save).c_str());
         return 128 + signal;
     }
     const double after = held_out_loss(t.model, text, o.batch_size, T);
     Table summary{"train: loss in nats per byte", {"held-out loss before", "held-out loss after", "steps", "peak MiB"}};
-    summary.row(strprintf("%.4f", before), strprintf("%.4f", after), t.step,
+    summary.row(strprintf("%.4f", before), strprintf("%.4f", after), t.steps,
                 strprintf("%.0f", memory_use(context.device).peak / 1048576.0));
     print(summary);
     if (o.sample > 0) {
