@@ -547,17 +547,6 @@ static Stats single_process(const Communicator& c, Options o, Model& model) {
     return stats;
 }
 
-// One file of all ranks, one process per rank, on one time axis.
-static void write_traces_of_ranks(const Communicator& c, const std::string& path, const std::vector<Trace>& traces,
-                                  const std::string& caption) {
-    const std::string part = temporary_name(path);
-    Unfinished mine(part);
-    write_trace(part, traces, caption);
-    std::vector<std::string> parts = gather_text(c, part);
-    if (c.rank == 0) { merge_traces(path, parts); }
-    gather_text(c, "");  // rank 0 has read all parts
-}
-
 static std::string part_cell(const Stats& ms, const Stats& total) {  // "28.49 ± 0.05, 21%" of the total
     const int digits = ms.mean < 100 ? 2 : ms.mean < 1000 ? 1 : 0;
     const std::string share = &ms == &total ? "" : strprintf(", %.0f%%", 100 * ms.mean / total.mean);
@@ -739,7 +728,7 @@ static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
             Batch batch = batch_of(o, config, c.rank);
             std::vector<Trace> traces;
             for (DdpRun& r : runs) { measure(c, o, model, batch, r, o.trace.empty() ? nullptr : &traces); }
-            if (!o.trace.empty()) { write_traces_of_ranks(c, o.trace, traces, caption); }
+            if (!o.trace.empty()) { write_trace(o.trace, traces, caption, c); }
             single = single_process(c, o, model);
             if (last == BUCKETED && c.world > 1) { line = bucket_model(c, runs.back().mb * 1e6, o.quick); }
         }
