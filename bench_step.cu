@@ -278,7 +278,7 @@ static const char* const COLD = "CS336_COLD_WARMUP";
 static WarmupRun in_fresh_process(const Options& o, int warmup) {
     static_assert(std::is_trivially_copyable<WarmupRun>::value, "it goes through a pipe");
     setenv(COLD, std::to_string(warmup).c_str(), 1);
-    const std::string bytes = run_ourselves(o.command_line, [&] { progress("warm-up %d, a fresh process", warmup); });
+    const std::string bytes = run_ourselves(o.command_line);
     unsetenv(COLD);
     WarmupRun run;
     if (bytes.size() != sizeof run) { fail("a fresh process sent %zu bytes, not %zu", bytes.size(), sizeof run); }

@@ -5,21 +5,19 @@
 #include "commands.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <csignal>
-#include <cstdio>
 #include <cstdlib>
 #include <deque>
 #include <filesystem>
 #include <fstream>
 #include <mutex>
+#include <sstream>
 #include <thread>
 #include <utility>
 
-#include <fcntl.h>
 #include <omp.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -59,14 +57,8 @@ static bool environment_int(const char* name, int* value) {
     return true;
 }
 
-static std::string environment_text(const char* name) {
-    const char* text = getenv(name);
-    return text ? text : "";
-}
-
 struct Identity {
     int rank = 0, world = 1;
-    std::string job;  // the launcher's name for this run; "": it has none
 };
 
 // False means that this process was started by hand, as the only one.
@@ -74,16 +66,11 @@ static bool identity_from_environment(Identity* me) {
     int tasks = 1;
     if (getenv("RANK") && getenv("WORLD_SIZE")) {  // torchrun, and our own launcher
         environment_int("RANK", &me->rank), environment_int("WORLD_SIZE", &me->world);
-        const std::string run = environment_text("TORCHELASTIC_RUN_ID");
-        if (!run.empty() && run != "none") { me->job = run + "." + environment_text("TORCHELASTIC_RESTART_COUNT"); }
     } else if (environment_int("OMPI_COMM_WORLD_RANK", &me->rank)) {  // mpirun
         environment_int("OMPI_COMM_WORLD_SIZE", &me->world);
-        me->job = environment_text("PMIX_NAMESPACE");
     } else if (getenv("SLURM_STEP_ID") && environment_int("SLURM_NTASKS", &tasks) && tasks > 1) {
         me->world = tasks;  // srun; an interactive shell is a step of one task, and no rank
         environment_int("SLURM_PROCID", &me->rank);
-        me->job = environment_text("SLURM_JOB_ID") + "." + environment_text("SLURM_STEP_ID") + "." +
-                  environment_text("SLURM_RESTART_COUNT");
     } else {
         return false;
     }
@@ -99,20 +86,6 @@ bool is_rank() {
 // ---------------------------------------------------------------------------------------------------------------------
 // The launcher. It waits for its ranks. If one fails, it kills the rest, which would wait for that rank for ever.
 
-static volatile sig_atomic_t signal_to_forward = 0;
-
-static pid_t start_rank(const std::vector<std::string>& variables, const std::vector<std::string>& arguments) {
-    std::vector<char*> environment;
-    for (const std::string& v : variables) { environment.push_back((char*)v.c_str()); }
-    for (char** v = environ; *v; v++) {
-        std::string name(*v, strcspn(*v, "=") + 1);
-        auto same = [&](const std::string& ours) { return ours.compare(0, name.size(), name) == 0; };
-        if (std::none_of(variables.begin(), variables.end(), same)) { environment.push_back(*v); }
-    }
-    environment.push_back(nullptr);
-    return start_ourselves(arguments, environment.data(), STDOUT_FILENO);
-}
-
 static const char* const RENDEZVOUS = "CS336_RENDEZVOUS";  // the folder
 
 struct TemporaryFolder {  // that only its owner may enter
@@ -127,59 +100,30 @@ struct TemporaryFolder {  // that only its owner may enter
     }
 };
 
-// While one lives, signals that would end us are only noted, for who passes them on.
-struct NotedSignals {
-    static constexpr int numbers[3] = {SIGINT, SIGTERM, SIGHUP};
-    struct sigaction before[3] = {};
-    NotedSignals() {
-        signal_to_forward = 0;
-        struct sigaction note = {};
-        note.sa_handler = [](int number) { signal_to_forward = number; };
-        for (int i = 0; i < 3; i++) {
-            sigaction(numbers[i], &note, &before[i]);
-            if (before[i].sa_handler == SIG_IGN) { sigaction(numbers[i], &before[i], nullptr); }  // as under nohup
-        }
-    }
-    ~NotedSignals() {
-        for (int i = 0; i < 3; i++) { sigaction(numbers[i], &before[i], nullptr); }
-    }
-};
-
-static std::vector<std::string> variables_of(int r, int n, const std::string& folder) {
-    const std::string rank = std::to_string(r), world = std::to_string(n),
-                      threads = std::to_string(std::max(1, omp_get_num_procs() / n));
-    std::vector<std::string> variables = {"RANK=" + rank, "WORLD_SIZE=" + world,
-                                          "TORCHELASTIC_RUN_ID=", RENDEZVOUS + ("=" + folder)};
+static pid_t start_rank(int r, int n, const std::string& folder, const std::vector<std::string>& arguments) {
+    std::map<const char*, std::string> variables = {
+        {"RANK", std::to_string(r)}, {"WORLD_SIZE", std::to_string(n)}, {RENDEZVOUS, folder}};
     for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"}) {
-        if (!getenv(name)) { variables.push_back(name + ("=" + threads)); }
+        if (!getenv(name)) { variables[name] = std::to_string(std::max(1, omp_get_num_procs() / n)); }
     }
-    return variables;
+    for (const auto& [name, value] : variables) { setenv(name, value.c_str(), true); }
+    const pid_t pid = start_ourselves(arguments, STDOUT_FILENO);
+    for (const auto& [name, value] : variables) { unsetenv(name); }  // we are no rank
+    return pid;
 }
 
 struct LaunchedRank {
-    pid_t pid = 0;           // 0: it has ended
+    pid_t pid;               // 0: it has ended
     double stopped_ms = -1;  // how long it has been stopped, of the time in which we ran; below 0: it runs
 };
-// In ms since the last call, but at most 100: what is more we have slept ourselves, as after Ctrl-Z and fg.
-static double tick_ms() {
-    static double last = now_ms();
-    const double now = now_ms(), tick = std::min(now - last, 100.0);
-    last = now;
-    return tick;
-}
-static std::string ending_of(int status) {  // "": it went well, or it has said itself what was wrong
-    if (!WIFSIGNALED(status)) { return ""; }
-    return strprintf("was killed by signal %d (%s)", WTERMSIG(status), strsignal(WTERMSIG(status)));
-}
-
 int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s) {
     TemporaryFolder folder;
     fflush(nullptr);
-    NotedSignals noted;
-    std::vector<LaunchedRank> ranks(n);
-    for (int r = 0; r < n; r++) { ranks[r].pid = start_rank(variables_of(r, n, folder.path), arguments); }
+    EndSignals noted;
+    std::vector<LaunchedRank> ranks;
+    for (int r = 0; r < n; r++) { ranks.push_back({start_rank(r, n, folder.path, arguments)}); }
     int code = 0, left = n;
-    double kill_at = INFINITY;
+    double kill_at = INFINITY, last = now_ms();
     auto end_all = [&](int exit_code, int number, double patience_ms) {  // the first reason counts
         if (code == 0) { code = exit_code; }
         kill_at = std::min(kill_at, now_ms() + patience_ms);
@@ -193,7 +137,8 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
         end_all(exit_code, SIGTERM, 100);
     };
     while (left > 0) {
-        const double tick = tick_ms();
+        const double now = now_ms(), tick = std::min(now - last, 100.0);  // more we have slept, as after Ctrl-Z and fg
+        last = now;
         for (int r = 0; r < n; r++) {
             LaunchedRank& rank = ranks[r];
             int status = 0;
@@ -203,18 +148,18 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
                 rank.stopped_ms = 0;
             } else if (pid > 0 && WIFCONTINUED(status)) {
                 rank.stopped_ms = -1;
-            } else if (pid != 0) {  // below 0: somebody else has waited for this rank
-                const int exit_code = pid < 0 || WIFSIGNALED(status) ? 1 : WEXITSTATUS(status);
-                if (exit_code != 0) { fails(r, exit_code, pid < 0 ? "" : ending_of(status)); }
-                rank = LaunchedRank(), left--;
+            } else if (pid > 0) {
+                const int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+                if (number) { fails(r, 1, strprintf("was killed by signal %d (%s)", number, strsignal(number))); }
+                if (!number && WEXITSTATUS(status)) { fails(r, WEXITSTATUS(status), ""); }  // it has said why
+                rank = {0}, left--;
             }
             if (rank.stopped_ms > 0.8e3 * timeout_s) {  // 0.8, so that all is over within the timeout
                 fails(r, 1, strprintf("has been stopped for %.1f s", rank.stopped_ms / 1e3));
             }
         }
-        if (const int number = signal_to_forward) {
-            if (code == 0) { note("cs336: signal %d (%s): ending %d ranks", number, strsignal(number), left); }
-            signal_to_forward = 0;
+        if (const int number = EndSignals::seen(); number && code == 0) {
+            note("cs336: signal %d (%s): ending %d ranks", number, strsignal(number), left);
             end_all(128 + number, number, 2000);  // main() ends by this signal
         }
         if (now_ms() > kill_at) { end_all(1, SIGKILL, 0); }  // which also ends a stopped process
@@ -235,7 +180,7 @@ struct Links {
     bool stopping = false;
     std::thread watchdog;
     int rank = 0, world = 1;
-    uint32_t collectives = 0, barriers = 0;
+    uint32_t collectives = 0, gathers = 0;
     std::deque<WorkPtr> under_way;
     Tensor barrier_token;
 
@@ -274,117 +219,49 @@ static void remove_folder_of_ranks() {
     _exit(exit_code);
 }
 
-// The oldest collective that has not ended; null: there is none.
-static WorkPtr under_way(Links& l) {
-    std::lock_guard<std::mutex> lock(l.mutex);
-#ifdef WITH_NCCL
-    // A thread starts on GPU 0, and would make a context there.
-    if (l.nccl && cudaSetDevice(l.device) != cudaSuccess) { return nullptr; }
-#endif
-    auto has_ended = [](const Work& work) {
+static bool has_ended(const Work& work) {
 #ifdef __CUDACC__
-        if (work.end.event) { return cudaEventQuery((cudaEvent_t)work.end.event.get()) == cudaSuccess; }
+    if (work.end.event) { return cudaEventQuery((cudaEvent_t)work.end.event.get()) == cudaSuccess; }
 #endif
-        return work.finished;
-    };
-    while (!l.under_way.empty() && has_ended(*l.under_way.front())) { l.under_way.pop_front(); }
-    return l.under_way.empty() ? nullptr : l.under_way.front();
+    return work.finished;
 }
 static void watch(Links& l) {
-    const double turn_ms = std::min(500.0, 100 * l.timeout_s);
-    WorkPtr watched;
-    double waited_ms = 0;  // for it; turns are counted, since a clock also runs while the whole job is paused
-    while (true) {
-        const WorkPtr now = under_way(l);
-        waited_ms = now && now == watched ? waited_ms + turn_ms : 0, watched = now;
-        if (waited_ms > 1e3 * l.timeout_s) {
+#ifdef __CUDACC__
+    if (l.stream) { CUDA_CHECK(cudaSetDevice(l.device)); }  // a thread starts on GPU 0, and would make a context there
+#endif
+    const std::chrono::duration<double> turn(std::min(0.5, 0.1 * l.timeout_s));
+    WorkPtr oldest;
+    double waited_s = 0;  // for it; turns are counted, since a clock also runs while the whole job is paused
+    std::unique_lock<std::mutex> lock(l.mutex);
+    while (!l.changed.wait_for(lock, turn, [&] { return l.stopping; })) {
+        while (!l.under_way.empty() && has_ended(*l.under_way.front())) { l.under_way.pop_front(); }
+        const WorkPtr before = std::exchange(oldest, l.under_way.empty() ? nullptr : l.under_way.front());
+        waited_s = oldest && oldest == before ? waited_s + turn.count() : 0;
+        if (waited_s > l.timeout_s) {
             give_up(l.rank, 1,
-                    strprintf("%s number %u has not ended within %g s: a rank is gone, or calls another one", now->what,
-                              now->number, l.timeout_s));
+                    strprintf("%s number %u has not ended within %g s: a rank is gone, or calls another one",
+                              oldest->what, oldest->number, l.timeout_s));
         }
-        std::unique_lock<std::mutex> lock(l.mutex);
-        const auto turn = std::chrono::duration<double, std::milli>(turn_ms);
-        if (l.changed.wait_for(lock, turn, [&] { return l.stopping; })) { return; }
     }
 }
 
-// Every key is a file, which takes its name when it is whole.
-static void put(const Links& l, const std::string& key, const std::string& value) {
-    const std::string path = l.folder + "/" + key, part = path + strprintf(".part%d", l.rank);
-    std::ofstream file(part, std::ios::binary);
-    file << value;
-    file.close();
-    if (!file || rename(part.c_str(), path.c_str()) != 0) {
-        fail("%s: cannot be written: %s", path.c_str(), strerror(errno));
-    }
-}
-// Waits for it, by default without end: then it is the launcher that ends us where the other rank is gone.
-static std::string get(const Links& l, const std::string& key, double timeout_s = INFINITY,
-                       const std::string& waiting_for = "") {
-    for (double waited = 0; waited < 1e6 * timeout_s; waited += 1000) {
-        std::ifstream file(l.folder + "/" + key, std::ios::binary);
-        if (file) { return {std::istreambuf_iterator<char>(file), {}}; }
-        usleep(1000);
-    }
-    fail("%s within %g s", waiting_for.c_str(), timeout_s);
-}
-
-std::vector<std::string> gather_text(const Communicator& c, const std::string& text) {
+std::vector<std::string> gather_text(const Communicator& c, const std::string& text, double timeout_s) {
     if (c.world == 1) { return {text}; }
-    Links& l = *c.links;
-    auto key = [](int round, int rank) { return strprintf("gather.%d.%d", round, rank); };
-    const int round = (int)l.barriers++;
-    put(l, key(round, c.rank), text);
+    const std::string round = strprintf("%s/%u.", c.links->folder.c_str(), c.links->gathers++);
+    save_file(round + std::to_string(c.rank), text);
     std::vector<std::string> all;
-    for (int r = 0; r < c.world; r++) { all.push_back(get(l, key(round, r))); }
-    // Whoever is in this round has read all of the round before.
-    if (round > 0) { unlink((l.folder + "/" + key(round - 1, c.rank)).c_str()); }
+    for (int r = 0; r < c.world; r++) {
+        std::ifstream file;
+        for (double waited_s = 0; file.open(round + std::to_string(r), std::ios::binary), !file; waited_s += 1e-3) {
+            if (waited_s > timeout_s) {
+                fail("rank %d of %d did not come to %s within %g s (all ranks need one folder: %s)", r, c.world,
+                     c.links->folder.c_str(), timeout_s, RENDEZVOUS);
+            }
+            usleep(1000);
+        }
+        all.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+    }
     return all;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Moments on the device's time line
-
-#ifdef __CUDACC__
-static std::mutex events_mutex;
-static std::vector<cudaEvent_t> spare_events;  // creating one costs as much as a launch
-static std::shared_ptr<void> new_event() {
-    std::lock_guard<std::mutex> lock(events_mutex);
-    cudaEvent_t event;
-    if (spare_events.empty()) {
-        CUDA_CHECK(cudaEventCreate(&event));
-    } else {
-        event = spare_events.back();
-        spare_events.pop_back();
-    }
-    return std::shared_ptr<void>(event, [](void* e) {
-        std::lock_guard<std::mutex> lock(events_mutex);
-        spare_events.push_back((cudaEvent_t)e);
-    });
-}
-static Mark mark_on(cudaStream_t s) {
-    Mark m{now_ms(), new_event()};
-    CUDA_CHECK(cudaEventRecord((cudaEvent_t)m.event.get(), s));
-    return m;
-}
-#endif
-
-Mark mark() {
-#ifdef __CUDACC__
-    if (context.device == CUDA) { return mark_on(stream()); }
-#endif
-    return {now_ms(), nullptr};
-}
-
-double ms_of(const Mark& m, const Mark& origin) {
-#ifdef __CUDACC__
-    if (m.event && origin.event) {
-        float ms;
-        CUDA_CHECK(cudaEventElapsedTime(&ms, (cudaEvent_t)origin.event.get(), (cudaEvent_t)m.event.get()));
-        return ms;
-    }
-#endif
-    return m.ms - origin.ms;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -576,18 +453,11 @@ static void nccl_check(Links& l, ncclResult_t result, const char* call) {
 
 static void connect_nccl(Communicator& c) {
     Links& l = *c.links;
-    ncclUniqueId id;
-    if (c.rank == 0) {
-        NCCL_CHECK(l, ncclGetUniqueId(&id));
-        put(l, "nccl", std::string(id.internal, sizeof id.internal));
-    }
-    const std::string bytes = get(l, "nccl", l.timeout_s, "rank 0 did not set up NCCL");
-    memcpy(id.internal, bytes.data(), sizeof id.internal);
+    ncclUniqueId id{};
+    if (c.rank == 0) { NCCL_CHECK(l, ncclGetUniqueId(&id)); }
+    memcpy(&id, gather_text(c, std::string((const char*)&id, sizeof id))[0].data(), sizeof id);
     // Blocking, since a non-blocking communicator starts a thread for every collective.
-    ncclComm_t made;
-    NCCL_CHECK(l, ncclCommInitRank(&made, c.world, id, c.rank));
-    std::lock_guard<std::mutex> lock(l.mutex);
-    l.nccl = made;
+    NCCL_CHECK(l, ncclCommInitRank(&l.nccl, c.world, id, c.rank));
 }
 static ncclDataType_t nccl_type(DType t) {
     switch (t) {
@@ -781,82 +651,65 @@ std::string why_not(const std::string& backend, Device device, int n) {
     return "";
 }
 
-static std::string choose_backend(const std::string& want, Device device, const Communicator& me) {
-    std::string why = why_not("nccl", device, me.local_world);
-    std::string backend = want == "auto" ? (why.empty() ? "nccl" : "gloo") : want;
-    std::string not_this = why_not(backend, device, me.local_world);
-    if (!not_this.empty()) { fail("backend %s: %s", backend.c_str(), not_this.c_str()); }
-    if (me.rank == 0 && want == "auto" && backend == "gloo") { note("backend auto: took gloo (%s)", why.c_str()); }
-    if (me.rank == 0 && backend == "gloo" && device == CUDA) {
-        note("backend gloo: what is on the GPU passes through pinned host memory");
-    }
-    return backend;
+static std::string choose_backend(const std::string& want, Device device, int local_world) {
+    if (want != "auto") { return want; }
+    const std::string why = why_not("nccl", device, local_world);
+    if (!why.empty()) { note("backend auto: took gloo (%s)", why.c_str()); }
+    return why.empty() ? "nccl" : "gloo";
 }
 
-// Of the job, the same for all its ranks, and of no other: where the launcher names it so, else by the ranks' parent.
-static std::string folder_of(const Identity& me) {
-    std::string folder = environment_text(RENDEZVOUS), job = me.job;
-    for (char& c : job) { c = isalnum((unsigned char)c) || c == '-' ? c : '.'; }
-    if (folder.empty()) {
-        if (job.empty()) {
-            std::ifstream file("/proc/" + std::to_string(getppid()) + "/stat");
-            std::string stat{std::istreambuf_iterator<char>(file), {}}, start;
-            std::istringstream fields(stat.substr(std::min(stat.rfind(')') + 1, stat.size())));
-            for (int i = 0; i < 20; i++) { fields >> start; }  // when it started: process numbers come again
-            job = std::to_string(getppid()) + "." + start;
-        }
-        folder = std::filesystem::temp_directory_path().string();
-    } else if (access(folder.c_str(), W_OK | X_OK) != 0) {
-        usage_error("environment variable %s: got '%s', takes a folder that all ranks can write to", RENDEZVOUS,
-                    folder.c_str());
+// Of the job, the same for all its ranks, and of no other: by its launcher, the ranks' parent, unless the environment
+// says where it is made.
+static std::string folder_of_job() {
+    const char *where = getenv(RENDEZVOUS), *restart = getenv("TORCHELASTIC_RESTART_COUNT");
+    std::string job, start;
+    if (!where) {
+        std::ifstream file("/proc/" + std::to_string(getppid()) + "/stat");
+        const std::string stat{std::istreambuf_iterator<char>(file), {}};
+        std::istringstream fields(stat.substr(std::min(stat.rfind(')') + 1, stat.size())));
+        for (int i = 0; i < 20; i++) { fields >> start; }  // when it started: process numbers come again
+        job = strprintf("-%d.%s.%s", (int)getppid(), start.c_str(), restart ? restart : "");
     }
-    folder += "/cs336-" + std::to_string(getuid()) + "-" + job;
+    const std::string above = where ? where : std::filesystem::temp_directory_path().string(),
+                      folder = above + "/cs336-" + std::to_string(getuid()) + job;
     struct stat s;
     if ((mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) || lstat(folder.c_str(), &s) != 0 ||
         !S_ISDIR(s.st_mode) || s.st_uid != getuid() || (s.st_mode & 077) != 0) {
-        fail("%s: cannot be the ranks' folder, which only its owner may enter", folder.c_str());
+        fail("%s: cannot be the ranks' folder, which only its owner may enter; %s names the one above", folder.c_str(),
+             RENDEZVOUS);
     }
     return folder;
-}
-
-// Every rank says where it runs, and knows by that which of them share its machine.
-static void meet(Communicator& c, double timeout_s) {
-    const Links& l = *c.links;
-    std::ifstream file("/proc/sys/kernel/random/boot_id");
-    std::string here;
-    std::getline(file, here);
-    put(l, strprintf("rank.%d", c.rank), here);
-    c.local_world = 0;
-    for (int r = 0; r < c.world; r++) {
-        const std::string late = strprintf("rank %d of %d did not come to %s (all ranks need one folder: %s)", r,
-                                           c.world, l.folder.c_str(), RENDEZVOUS);
-        const bool same = get(l, strprintf("rank.%d", r), timeout_s, late) == here;
-        c.local_world += same, c.local_rank += same && r < c.rank;
-    }
 }
 
 static void connect_ranks(Communicator& c, const Identity& me, const Options& o) {
     c.rank = me.rank, c.world = me.world;
     c.links = std::make_shared<Links>();
     Links& l = *c.links;
-    l.rank = c.rank, l.world = c.world, l.timeout_s = o.timeout, l.folder = folder_of(me);
-    if (access((l.folder + "/rank." + std::to_string(c.rank)).c_str(), F_OK) == 0) {
+    l.rank = c.rank, l.world = c.world, l.timeout_s = o.timeout, l.folder = folder_of_job();
+    if (access(strprintf("%s/0.%d", l.folder.c_str(), c.rank).c_str(), F_OK) == 0) {
         fail("%s: an earlier job had this name, and its files are still there, or two ranks have one number",
              l.folder.c_str());
     }
     folder_of_ranks = l.folder;
-    meet(c, 0.8 * o.timeout);
-    l.watchdog = std::thread([&l] { watch(l); });
+    std::ifstream file("/proc/sys/kernel/random/boot_id");
+    std::string here;
+    std::getline(file, here);
+    const std::vector<std::string> machines = gather_text(c, here, 0.8 * o.timeout);
+    c.local_world = (int)std::count(machines.begin(), machines.end(), here);
+    c.local_rank = (int)std::count(machines.begin(), machines.begin() + c.rank, here);
 
-    int gpus = cuda_devices(), gpu = gpus > 0 ? c.local_rank % gpus : 0;
-    std::string device = c.rank == 0 ? name_of(choose_device(o.device, gpu)) : "";
-    context.device = choose_device(gather_text(c, device)[0], gpu);
-    c.backend = choose_backend(o.backend, context.device, c);
-    std::vector<std::string> works =
-        gather_text(c, strprintf("%s over %s", name_of(context.device), c.backend.c_str()));
-    for (int r = 0; r < c.world; r++) {
-        if (works[r] == works[0]) { continue; }
-        fail("rank %d works on %s, but rank 0 on %s", r, works[r].c_str(), works[0].c_str());
+    const int gpus = cuda_devices(), gpu = gpus > 0 ? c.local_rank % gpus : 0;
+    if (c.rank == 0) {
+        context.device = choose_device(o.device, gpu);
+        c.backend = choose_backend(o.backend, context.device, c.local_world);
+    }
+    const std::string device = gather_text(c, name_of(context.device))[0];
+    c.backend = gather_text(c, c.backend)[0];
+    if (c.rank > 0) { context.device = choose_device(device, gpu); }
+    const std::string why = why_not(c.backend, context.device, c.local_world);
+    if (!why.empty()) { fail("backend %s: %s", c.backend.c_str(), why.c_str()); }
+    if (c.rank == 0 && c.backend == "gloo" && context.device == CUDA) {
+        note("backend gloo: what is on the GPU passes through pinned host memory");
     }
 #ifdef __CUDACC__
     if (context.device == CUDA) {
@@ -873,6 +726,7 @@ static void connect_ranks(Communicator& c, const Identity& me, const Options& o)
 #ifdef HAVE_GLOO
     if (c.backend == "gloo") { connect_gloo(c); }
 #endif
+    l.watchdog = std::thread([&l] { watch(l); });
     l.barrier_token = zeros({1}, F32, WORKSPACE);
     barrier(c);
 }
@@ -901,23 +755,16 @@ static void disconnect_ranks(Communicator& c) {
     }
     if (l.pinned) { CUDA_CHECK(cudaFreeHost(l.pinned)); }
 #endif
-    put(l, strprintf("done.%d", c.rank), "");
-    if (c.rank > 0) { return; }
-    for (int r = 0; r < c.world; r++) { get(l, strprintf("done.%d", r), l.timeout_s, "a rank did not end"); }
+    // Rank 0 is the last, since the others have yet to read from the folder.
+    if (c.rank > 0) { return save_file(strprintf("%s/done.%d", l.folder.c_str(), c.rank), ""); }
+    for (int r = 1; r < c.world; r++) {
+        while (access(strprintf("%s/done.%d", l.folder.c_str(), r).c_str(), F_OK) != 0) { usleep(1000); }
+    }
     remove_folder_of_ranks();
 }
 
 int run_ranks(const Options& o, const std::function<void(const Communicator&)>& body) {
-    if (!is_rank()) {
-        int n = o.nproc;
-        Device device = o.device == "cuda" || (o.device == "auto" && cuda_devices() > 0) ? CUDA : CPU;
-        std::string why = why_not(o.backend == "auto" ? "gloo" : o.backend, device, n);
-        if (o.backend == "auto" && why_not("nccl", device, n).empty()) { why = ""; }
-        if (!why.empty()) {
-            fail("%d ranks, device %s, backend %s: %s", n, o.device.c_str(), o.backend.c_str(), why.c_str());
-        }
-        return launch_ranks(n, o.command_line, o.timeout);
-    }
+    if (!is_rank()) { return launch_ranks(o.nproc, o.command_line, o.timeout); }
     Identity me;
     Communicator c;  // outside, since a failure ends the process while its threads still run
     try {
