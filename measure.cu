@@ -63,7 +63,7 @@ std::string join(const std::vector<std::string>& items, const char* between) {
     return all;
 }
 
-// Bytes of the character of UTF-8 that begins at text[i]; 0: none does.
+// Bytes of the character of UTF-8 that begins at text[i]; 0: none does, or a control character.
 static int character_at(const std::string& text, size_t i) {
     auto byte = [&](size_t k) { return k < text.size() ? (unsigned char)text[k] : 0; };
     const int first = byte(i), second = byte(i + 1);
@@ -71,20 +71,16 @@ static int character_at(const std::string& text, size_t i) {
     for (int k = 1; k < n; k++) {
         if ((byte(i + k) & 0xc0) != 0x80) { return 0; }
     }
+    const bool control = first < 0x20 || first == 0x7f || (first == 0xc2 && second < 0xa0);
     const bool longer_than_needed = (first == 0xe0 && second < 0xa0) || (first == 0xf0 && second < 0x90);
     const bool beyond = (first == 0xed && second >= 0xa0) || (first == 0xf4 && second >= 0x90);  // surrogates, 10ffff
-    return longer_than_needed || beyond ? 0 : n;
+    return control || longer_than_needed || beyond ? 0 : n;
 }
 std::string one_line(const std::string& text) {
     std::string line;
-    for (size_t i = 0; i < text.size();) {
-        const int n = character_at(text, i), c = (unsigned char)text[i];
-        const bool control = c < 0x20 || c == 0x7f || (c == 0xc2 && n == 2 && (unsigned char)text[i + 1] < 0xa0);
-        if (n > 0 && !control) { line.append(text, i, n); }
-        for (int k = 0; k < std::max(n, 1) && (n == 0 || control); k++) {
-            line += strprintf("\\x%02x", (unsigned char)text[i + k]);
-        }
-        i += std::max(n, 1);
+    for (size_t i = 0, n; i < text.size(); i += std::max<size_t>(n, 1)) {
+        n = character_at(text, i);
+        line += n > 0 ? text.substr(i, n) : strprintf("\\x%02x", (unsigned char)text[i]);
     }
     return line;
 }
@@ -95,10 +91,8 @@ static bool environment_is_1(const char* name) {
 }
 
 std::string cuda_remedy(const std::string& error, const std::string& card, int sm, int driver, int runtime) {
-    if (error == "cudaErrorInsufficientDriver" && driver == 0) {
-        return "there is no NVIDIA driver here: `nvidia-smi` has to work first";
-    }
     if (error == "cudaErrorInsufficientDriver") {
+        if (driver == 0) { return "there is no NVIDIA driver here: `nvidia-smi` has to work first"; }
         return strprintf(
             "the driver is for CUDA %d.%d, this build for CUDA %d.%d: update the driver, or build with "
             "make NVCC=/usr/local/cuda-%d.%d/bin/nvcc",
@@ -107,13 +101,10 @@ std::string cuda_remedy(const std::string& error, const std::string& card, int s
     const bool no_code = error == "cudaErrorNoKernelImageForDevice" || error == "cudaErrorInvalidDeviceFunction" ||
                          error == "cudaErrorUnsupportedPtxVersion";
     if (!no_code || sm == 0) { return ""; }
-    return sm < 75
-               ? strprintf("the %s (sm_%d) is too old, the kernels need sm_75 (a T4): make NVCC= builds for the CPU",
-                           card.c_str(), sm)
-               : strprintf(
-                     "this build has no code for the %s (sm_%d): make ARCH=\"-gencode "
-                     "arch=compute_%d,code=sm_%d\"",
-                     card.c_str(), sm, sm, sm);
+    const std::string name = strprintf("%s (sm_%d)", card.c_str(), sm);
+    if (sm < 75) { return "the " + name + " is too old, the kernels need sm_75 (a T4): make NVCC= builds for the CPU"; }
+    return "this build has no code for the " + name +
+           strprintf(": make ARCH=\"-gencode arch=compute_%d,code=sm_%d\"", sm, sm);
 }
 
 #ifdef __CUDACC__
@@ -245,11 +236,9 @@ Device choose_device(const std::string& want, int gpu) {
     if (usable) {
         CUDA_CHECK(cudaSetDevice(gpu));
         cudaFuncAttributes attributes;
-        cudaError_t error = cudaFuncGetAttributes(&attributes, any_kernel);
-        usable = error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction &&
-                 error != cudaErrorUnsupportedPtxVersion;
+        const cudaError_t error = cudaFuncGetAttributes(&attributes, any_kernel);
+        usable = error == cudaSuccess;
         if (!usable) { why = described(error); }
-        CUDA_CHECK(usable ? error : cudaSuccess);
     }
 #else
     (void)gpu;
@@ -571,10 +560,7 @@ void allocate_in(const std::shared_ptr<Places>& use, const std::function<void()>
 // Bytes of 0xFF are NaN in all our float formats, so whoever reads what nobody wrote shows it.
 static void poison(Device device, void* data, size_t bytes) {
 #ifdef __CUDACC__
-    if (device == CUDA) {
-        CUDA_CHECK(cudaMemsetAsync(data, 0xFF, bytes, stream()));
-        return;
-    }
+    if (device == CUDA) { CUDA_CHECK(cudaMemsetAsync(data, 0xFF, bytes, stream())); }
 #endif
     if (device == CPU) { memset(data, 0xFF, bytes); }
 }

@@ -155,17 +155,11 @@ constexpr int64_t DAY = 86400LL * 1000000000;  // ns
 static std::string text_of(const Json& json) { return json.dump(-1, ' ', true, Json::error_handler_t::replace); }
 static std::string slice(const char* category, const std::string& name, int pid, int tid, int64_t start, int64_t ns,
                          const Json& args) {
-    return text_of({{"ph", "X"},
-                    {"cat", category},
-                    {"name", name},
-                    {"pid", pid},
-                    {"tid", tid},
-                    {"ts", (double)start / 1e3},
-                    {"dur", (double)ns / 1e3},
-                    {"args", args}});
+    return strprintf(R"({"ph":"X","cat":"%s","name":%s,"pid":%d,"tid":%d,"ts":%.3f,"dur":%.3f,"args":%s})", category,
+                     text_of(name).c_str(), pid, tid, start / 1e3, ns / 1e3, text_of(args).c_str());
 }
 static std::string label(const char* what, int pid, int tid, const std::string& name) {
-    return text_of({{"ph", "M"}, {"name", what}, {"pid", pid}, {"tid", tid}, {"args", {{"name", name}}}});
+    return strprintf(R"({"ph":"M","name":"%s","pid":%d,"tid":%d,"args":{"name":"%s"}})", what, pid, tid, name.c_str());
 }
 static Json args_of(const TracedWork& w, const std::string& path) {
     Json args = {{"range", path}};
@@ -207,11 +201,8 @@ void write_trace(const std::string& path, const std::vector<Trace>& traces, cons
                                    args_of(w, w.range < 0 ? "" : paths[w.range])));
         }
         for (const TracedMemory& m : trace.memory) {
-            events.push_back(text_of({{"ph", "C"},
-                                      {"name", "memory"},
-                                      {"pid", rank},
-                                      {"ts", (double)(m.time - midnight) / 1e3},
-                                      {"args", {{"bytes held", m.bytes}}}}));
+            events.push_back(strprintf(R"({"ph":"C","name":"memory","pid":%d,"ts":%.3f,"args":{"bytes held":%zu}})",
+                                       rank, (m.time - midnight) / 1e3, m.bytes));
         }
         dropped += trace.dropped;
     }

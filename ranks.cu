@@ -57,30 +57,26 @@ static bool environment_int(const char* name, int* value) {
     return true;
 }
 
-struct Identity {
-    int rank = 0, world = 1;
-};
-
 // False means that this process was started by hand, as the only one.
-static bool identity_from_environment(Identity* me) {
+static bool identity_from_environment(int* rank, int* world) {
     int tasks = 1;
     if (getenv("RANK") && getenv("WORLD_SIZE")) {  // torchrun, and our own launcher
-        environment_int("RANK", &me->rank), environment_int("WORLD_SIZE", &me->world);
-    } else if (environment_int("OMPI_COMM_WORLD_RANK", &me->rank)) {  // mpirun
-        environment_int("OMPI_COMM_WORLD_SIZE", &me->world);
+        environment_int("RANK", rank), environment_int("WORLD_SIZE", world);
+    } else if (environment_int("OMPI_COMM_WORLD_RANK", rank)) {  // mpirun
+        environment_int("OMPI_COMM_WORLD_SIZE", world);
     } else if (getenv("SLURM_STEP_ID") && environment_int("SLURM_NTASKS", &tasks) && tasks > 1) {
-        me->world = tasks;  // srun; an interactive shell is a step of one task, and no rank
-        environment_int("SLURM_PROCID", &me->rank);
+        *world = tasks;  // srun; an interactive shell is a step of one task, and no rank
+        environment_int("SLURM_PROCID", rank);
     } else {
         return false;
     }
-    if (me->rank >= me->world) { usage_error("rank %d: the world has only %d ranks", me->rank, me->world); }
+    if (*rank >= *world) { usage_error("rank %d: the world has only %d ranks", *rank, *world); }
     return true;
 }
 
 bool is_rank() {
-    Identity me;
-    return identity_from_environment(&me);
+    int rank = 0, world = 1;
+    return identity_from_environment(&rank, &world);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -201,6 +197,9 @@ struct Links {
 #endif
 };
 
+using NcclCollective = std::function<void(Links& l)>;                                 // enqueues it
+using GlooCollective = std::function<void(Links& l, const Tensor& t, uint32_t tag)>;  // runs it on t in host memory
+
 static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
 
 static std::string folder_of_ranks;  // of this process
@@ -319,7 +318,8 @@ template <class T>
 static void add_into(void* to, const void* a, const void* b, size_t n) {
     for (size_t i = 0; i < n; i++) { from_acc(to_acc(((const T*)a)[i]) + to_acc(((const T*)b)[i]), (T*)to + i); }
 }
-static void gloo_all_reduce(Links& l, const Tensor& t, uint32_t tag, float scale) {
+static float scale_of(const Links& l, Reduction how) { return how == AVERAGE ? 1.0f / l.world : 1; }
+static void gloo_all_reduce(Links& l, const Tensor& t, uint32_t tag, Reduction how) {
     gloo::AllreduceOptions options(l.gloo);
     options.setTag(tag);
     options.setAlgorithm(gloo::AllreduceOptions::Algorithm::RING);
@@ -329,8 +329,9 @@ static void gloo_all_reduce(Links& l, const Tensor& t, uint32_t tag, float scale
         options.setOutput(data, (size_t)t.size());
         options.setReduceFunction(add_into<T>);
         gloo::allreduce(options);
-        if (scale == 1) { return; }
-        for (int64_t i = 0; i < t.size(); i++) { from_acc(to_acc(data[i]) * (Wide<T>)scale, &data[i]); }
+        if (how == SUM) { return; }
+        const Wide<T> scale = scale_of(l, how);
+        for (int64_t i = 0; i < t.size(); i++) { from_acc(to_acc(data[i]) * scale, &data[i]); }
     });
 }
 static void gloo_broadcast(Links& l, const Tensor& t, uint32_t tag, int root) {
@@ -343,7 +344,8 @@ static void gloo_broadcast(Links& l, const Tensor& t, uint32_t tag, int root) {
 // A ring, since Gloo's own reduce-scatter spoils its connections for what comes after. In W - 1 turns the sum of each
 // chunk travels once around. Each rank adds its part, and the chunk's owner gets the sum last.
 static void gloo_reduce_scatter(Links& l, const Tensor& t, const std::vector<int64_t>& bounds, uint32_t tag,
-                                float scale) {
+                                Reduction how) {
+    const float scale = scale_of(l, how);
     int world = l.world, rank = l.rank, next = (rank + 1) % world, before = (rank + world - 1) % world;
     int64_t longest = 0;
     for (int r = 0; r < world; r++) { longest = std::max(longest, bounds[r + 1] - bounds[r]); }
@@ -417,14 +419,14 @@ static void staged(Links& l, const Tensor& t, const Mark& ready, const std::func
 #endif
     f(t);
 }
-static void start_on_gloo(Links& l, const WorkPtr& work, Tensor t, std::function<void(const Tensor&)> f) {
+static void start_on_gloo(Links& l, const WorkPtr& work, Tensor t, GlooCollective f) {
     Mark ready = mark();
     auto job = [&l, work, t, f, ready]() mutable {
         Range range(work->what);
         work->begin = {now_ms(), nullptr};
         std::string error;
         try {
-            staged(l, t, ready, f);
+            staged(l, t, ready, [&](const Tensor& host) { f(l, host, work->number); });
         } catch (const std::exception& e) { error = first_line(e); }
         t = Tensor(), f = nullptr;  // who waits may count on their memory
         std::lock_guard<std::mutex> lock(l.mutex);
@@ -438,6 +440,10 @@ static void start_on_gloo(Links& l, const WorkPtr& work, Tensor t, std::function
     l.jobs.push_back(job);
     l.changed.notify_all();
 }
+#define ON_GLOO(...) __VA_ARGS__
+#else
+#define ON_GLOO(...) nullptr
+static void start_on_gloo(Links&, const WorkPtr&, const Tensor&, const GlooCollective&) {}
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -466,12 +472,12 @@ static ncclDataType_t nccl_type(DType t) {
         default: fail("NCCL: %s tensors are not for collectives here", name_of(t));
     }
 }
-static void start_on_nccl(Links& l, const WorkPtr& work, const std::function<void()>& enqueue) {
+static void start_on_nccl(Links& l, const WorkPtr& work, const NcclCollective& enqueue) {
     Range range(work->what);
     Mark ready = mark();
     CUDA_CHECK(cudaStreamWaitEvent(l.stream, (cudaEvent_t)ready.event.get()));
     work->begin = mark_on(l.stream);
-    enqueue();
+    enqueue(l);
     work->end = mark_on(l.stream);
     std::lock_guard<std::mutex> lock(l.mutex);
     l.under_way.push_back(work);
@@ -482,124 +488,83 @@ static bool equal_parts(const std::vector<int64_t>& bounds) {
     }
     return true;
 }
+static ncclRedOp_t nccl_op(Reduction how) { return how == AVERAGE ? ncclAvg : ncclSum; }
+static void nccl_all_reduce(Links& l, const Tensor& t, Reduction how) {
+    NCCL_CHECK(l, ncclAllReduce(t.data, t.data, t.size(), nccl_type(t.dtype), nccl_op(how), l.nccl, l.stream));
+}
+static void nccl_broadcast(Links& l, const Tensor& t, int root) {
+    NCCL_CHECK(l, ncclBroadcast(t.data, t.data, bytes_of(t), ncclInt8, root, l.nccl, l.stream));
+}
+static void nccl_reduce_scatter(Links& l, const Tensor& t, const std::vector<int64_t>& bounds, Reduction how,
+                                const Tensor& own) {
+    const ncclDataType_t type = nccl_type(t.dtype);
+    auto part = [&](int r) { return t.data + bounds[r] * size_of(t.dtype); };
+    if (equal_parts(bounds)) {
+        void* to = own ? own.data : part(l.rank);
+        NCCL_CHECK(l, ncclReduceScatter(t.data, to, bounds[1], type, nccl_op(how), l.nccl, l.stream));
+        return;
+    }
+    NCCL_CHECK(l, ncclGroupStart());
+    for (int r = 0; r < l.world; r++) {
+        const size_t n = bounds[r + 1] - bounds[r];
+        NCCL_CHECK(l, ncclReduce(part(r), part(r), n, type, nccl_op(how), r, l.nccl, l.stream));
+    }
+    NCCL_CHECK(l, ncclGroupEnd());
+}
+static void nccl_all_gather(Links& l, const Tensor& t, const std::vector<int64_t>& bounds, const Tensor& own) {
+    auto part = [&](int r) { return t.data + bounds[r] * size_of(t.dtype); };
+    if (equal_parts(bounds)) {
+        const void* from = own ? own.data : part(l.rank);
+        NCCL_CHECK(l, ncclAllGather(from, t.data, part(1) - part(0), ncclInt8, l.nccl, l.stream));
+        return;
+    }
+    NCCL_CHECK(l, ncclGroupStart());
+    for (int r = 0; r < l.world; r++) {
+        NCCL_CHECK(l, ncclBroadcast(part(r), part(r), part(r + 1) - part(r), ncclInt8, r, l.nccl, l.stream));
+    }
+    NCCL_CHECK(l, ncclGroupEnd());
+}
+#define ON_NCCL(...) __VA_ARGS__
+#else
+#define ON_NCCL(...) nullptr
+static void start_on_nccl(Links&, const WorkPtr&, const NcclCollective&) {}
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The collectives. Each is started, and finished by wait().
 
-static WorkPtr new_work(const Communicator& c, const char* what, size_t bytes) {
+static WorkPtr start(const Communicator& c, const char* what, const Tensor& t, const NcclCollective& on_nccl,
+                     const GlooCollective& on_gloo) {
+    if (t.device() == META) { return nullptr; }
     auto work = std::make_shared<Work>();
-    work->what = what, work->number = c.links->collectives++, work->bytes = bytes, work->started_ms = now_ms();
+    work->what = what, work->number = c.links->collectives++, work->bytes = bytes_of(t), work->started_ms = now_ms();
+    c.backend == "nccl" ? start_on_nccl(*c.links, work, on_nccl) : start_on_gloo(*c.links, work, t, on_gloo);
     return work;
 }
 
-WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction) {
-    if (t.device() == META) { return nullptr; }
-    Links& l = *c.links;
-    WorkPtr work = new_work(c, "all-reduce", bytes_of(t));
-#ifdef WITH_NCCL
-    if (l.nccl) {
-        start_on_nccl(l, work, [&] {
-            NCCL_CHECK(l, ncclAllReduce(t.data, t.data, t.size(), nccl_type(t.dtype),
-                                        reduction == AVERAGE ? ncclAvg : ncclSum, l.nccl, l.stream));
-        });
-        return work;
-    }
-#endif
-#ifdef HAVE_GLOO
-    float scale = reduction == AVERAGE ? 1.0f / c.world : 1;
-    start_on_gloo(l, work, t, [&l, work, scale](const Tensor& x) { gloo_all_reduce(l, x, work->number, scale); });
-#endif
-    (void)l, (void)reduction;
-    return work;
+WorkPtr all_reduce(const Communicator& c, const Tensor& t, [[maybe_unused]] Reduction how) {
+    return start(c, "all-reduce", t, ON_NCCL([&](Links& l) { nccl_all_reduce(l, t, how); }),
+                 ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) { gloo_all_reduce(l, x, tag, how); }));
 }
-
-WorkPtr broadcast(const Communicator& c, const Tensor& t, int root) {
-    if (t.device() == META) { return nullptr; }
-    Links& l = *c.links;
-    WorkPtr work = new_work(c, "broadcast", bytes_of(t));
-#ifdef WITH_NCCL
-    if (l.nccl) {
-        start_on_nccl(l, work, [&] {
-            NCCL_CHECK(l, ncclBroadcast(t.data, t.data, bytes_of(t), ncclInt8, root, l.nccl, l.stream));
-        });
-        return work;
-    }
-#endif
-#ifdef HAVE_GLOO
-    start_on_gloo(l, work, t, [&l, work, root](const Tensor& x) { gloo_broadcast(l, x, work->number, root); });
-#endif
-    (void)l, (void)root;
-    return work;
+WorkPtr broadcast(const Communicator& c, const Tensor& t, [[maybe_unused]] int root) {
+    return start(c, "broadcast", t, ON_NCCL([&](Links& l) { nccl_broadcast(l, t, root); }),
+                 ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) { gloo_broadcast(l, x, tag, root); }));
 }
-
-WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, Reduction reduction,
-                       const Tensor& own) {
-    if (t.device() == META) { return nullptr; }
-    Links& l = *c.links;
-    WorkPtr work = new_work(c, "reduce-scatter", bytes_of(t));
-#ifdef WITH_NCCL
-    if (l.nccl) {
-        start_on_nccl(l, work, [&] {
-            ncclRedOp_t op = reduction == AVERAGE ? ncclAvg : ncclSum;
-            auto part = [&](int r) { return t.data + bounds[r] * size_of(t.dtype); };
-            if (equal_parts(bounds)) {
-                NCCL_CHECK(l, ncclReduceScatter(t.data, own ? own.data : part(c.rank), bounds[1], nccl_type(t.dtype),
-                                                op, l.nccl, l.stream));
-                return;
-            }
-            NCCL_CHECK(l, ncclGroupStart());
-            for (int r = 0; r < c.world; r++) {
-                NCCL_CHECK(l, ncclReduce(part(r), part(r), bounds[r + 1] - bounds[r], nccl_type(t.dtype), op, r, l.nccl,
-                                         l.stream));
-            }
-            NCCL_CHECK(l, ncclGroupEnd());
-        });
-        return work;
-    }
-#endif
-#ifdef HAVE_GLOO
-    float scale = reduction == AVERAGE ? 1.0f / c.world : 1;
-    start_on_gloo(l, work, t, [&l, work, bounds, scale, own, rank = c.rank](const Tensor& x) {
-        gloo_reduce_scatter(l, x, bounds, work->number, scale);
-        if (own) { transfer(l, own.data, x.data + bounds[rank] * size_of(x.dtype), bytes_of(own)); }
-    });
-#endif
-    (void)l, (void)reduction, (void)bounds;
-    return work;
+WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, [[maybe_unused]] const std::vector<int64_t>& bounds,
+                       [[maybe_unused]] Reduction how, [[maybe_unused]] const Tensor& own) {
+    return start(c, "reduce-scatter", t, ON_NCCL([&](Links& l) { nccl_reduce_scatter(l, t, bounds, how, own); }),
+                 ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) {
+                     gloo_reduce_scatter(l, x, bounds, tag, how);
+                     if (own) { transfer(l, own.data, x.data + bounds[l.rank] * size_of(x.dtype), bytes_of(own)); }
+                 }));
 }
-
-WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, const Tensor& own) {
-    if (t.device() == META) { return nullptr; }
-    Links& l = *c.links;
-    WorkPtr work = new_work(c, "all-gather", bytes_of(t));
-#ifdef WITH_NCCL
-    if (l.nccl) {
-        start_on_nccl(l, work, [&] {
-            auto part = [&](int r) { return t.data + bounds[r] * size_of(t.dtype); };
-            if (equal_parts(bounds)) {
-                NCCL_CHECK(l, ncclAllGather(own ? own.data : part(c.rank), t.data, bounds[1] * size_of(t.dtype),
-                                            ncclInt8, l.nccl, l.stream));
-                return;
-            }
-            NCCL_CHECK(l, ncclGroupStart());
-            for (int r = 0; r < c.world; r++) {
-                NCCL_CHECK(l, ncclBroadcast(part(r), part(r), (bounds[r + 1] - bounds[r]) * size_of(t.dtype), ncclInt8,
-                                            r, l.nccl, l.stream));
-            }
-            NCCL_CHECK(l, ncclGroupEnd());
-        });
-        return work;
-    }
-#endif
-#ifdef HAVE_GLOO
-    start_on_gloo(l, work, t, [&l, work, bounds, own, rank = c.rank](const Tensor& x) {
-        if (own) { transfer(l, x.data + bounds[rank] * size_of(x.dtype), own.data, bytes_of(own)); }
-        gloo_all_gather(l, x, bounds, work->number);
-    });
-#endif
-    (void)l, (void)bounds;
-    return work;
+WorkPtr all_gather(const Communicator& c, const Tensor& t, [[maybe_unused]] const std::vector<int64_t>& bounds,
+                   [[maybe_unused]] const Tensor& own) {
+    return start(c, "all-gather", t, ON_NCCL([&](Links& l) { nccl_all_gather(l, t, bounds, own); }),
+                 ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) {
+                     if (own) { transfer(l, x.data + bounds[l.rank] * size_of(x.dtype), own.data, bytes_of(own)); }
+                     gloo_all_gather(l, x, bounds, tag);
+                 }));
 }
 
 void wait(const Communicator& c, const WorkPtr& work) {
@@ -681,8 +646,7 @@ static std::string folder_of_job() {
     return folder;
 }
 
-static void connect_ranks(Communicator& c, const Identity& me, const Options& o) {
-    c.rank = me.rank, c.world = me.world;
+static void connect_ranks(Communicator& c, const Options& o) {
     c.links = std::make_shared<Links>();
     Links& l = *c.links;
     l.rank = c.rank, l.world = c.world, l.timeout_s = o.timeout, l.folder = folder_of_job();
@@ -765,22 +729,21 @@ static void disconnect_ranks(Communicator& c) {
 
 int run_ranks(const Options& o, const std::function<void(const Communicator&)>& body) {
     if (!is_rank()) { return launch_ranks(o.nproc, o.command_line, o.timeout); }
-    Identity me;
     Communicator c;  // outside, since a failure ends the process while its threads still run
     try {
-        identity_from_environment(&me);
-        if (o.has("nproc") && o.nproc != me.world) {
-            usage_error("--nproc: got %d, but the launcher has started %d ranks", o.nproc, me.world);
+        identity_from_environment(&c.rank, &c.world);
+        if (o.has("nproc") && o.nproc != c.world) {
+            usage_error("--nproc: got %d, but the launcher has started %d ranks", o.nproc, c.world);
         }
-        connect_ranks(c, me, o);
-        if (me.rank == 0) { progress("%s: %d ranks connected, getting ready", o.command.c_str(), me.world); }
+        connect_ranks(c, o);
+        if (c.rank == 0) { progress("%s: %d ranks connected, getting ready", o.command.c_str(), c.world); }
         body(c);
         disconnect_ranks(c);
         return 0;
     } catch (const LostTouch& lost) {
         usleep((useconds_t)(1e6 * std::min(1.0, 0.2 * o.timeout)));  // if a rank is gone, its launcher says which
-        give_up(me.rank, 1, lost.what());
+        give_up(c.rank, 1, lost.what());
     } catch (const Failure& failure) {
-        give_up(me.rank, failure.exit_code, failure.what());
-    } catch (const std::exception& e) { give_up(me.rank, 1, e.what()); }
+        give_up(c.rank, failure.exit_code, failure.what());
+    } catch (const std::exception& e) { give_up(c.rank, 1, e.what()); }
 }
