@@ -114,8 +114,6 @@ void answer_nsys_profile(const std::vector<ProfileRun>& runs);  // of one precis
 // ---------------------------------------------------------------------------------------------------------------------
 // memory.cu: what PyTorch's pickle of a memory snapshot holds, for pytorch.org/memory_viz
 std::string snapshot_pickle(const std::vector<MemoryEvent>& log);
-// In bytes. Fails unless allocations and frees pair up by address.
-size_t peak_of(const std::vector<MemoryEvent>& log);
 
 struct Allocation {  // of the log; `times` alike
     size_t bytes;    // each

@@ -956,8 +956,8 @@ struct LostTouch : Failure {  // a failure of the other ranks, or of the way to 
 };
 struct Links;  // connections and threads
 struct Communicator {
-    int rank = 0, world = 1, local_rank = 0, local_world = 1;  // local: on this machine
-    std::string backend;                                       // nccl or gloo
+    int rank = 0, world = 1, local_world = 1;  // local: on this machine
+    std::string backend;                       // nccl or gloo
     std::shared_ptr<Links> links;
 };
 bool is_rank();  // the environment says so: that of `--nproc`, torchrun, mpirun or srun

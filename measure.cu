@@ -756,7 +756,7 @@ void note(const char* format, ...) {
 // Ends by a signal
 
 static const int END_SIGNALS[] = {SIGINT, SIGTERM, SIGHUP};
-static struct sigaction before_end_signals[3];
+static sighandler_t before_end_signals[3];
 static std::atomic<int> end_signal{0};
 static std::atomic<double> end_signal_ms{0};
 static std::atomic<const char*> end_signal_answer{nullptr};
@@ -776,17 +776,13 @@ static void take_end_signal(int number) {
 }
 EndSignals::EndSignals(const char* answer) {
     end_signal = 0, end_signal_answer = answer;
-    struct sigaction action = {};
-    action.sa_handler = take_end_signal;
-    action.sa_flags = SA_RESTART;
     for (int i = 0; i < 3; i++) {
-        sigaction(END_SIGNALS[i], nullptr, &before_end_signals[i]);
-        bool ignored = before_end_signals[i].sa_handler == SIG_IGN;  // as under nohup
-        if (!ignored) { sigaction(END_SIGNALS[i], &action, nullptr); }
+        before_end_signals[i] = signal(END_SIGNALS[i], take_end_signal);
+        if (before_end_signals[i] == SIG_IGN) { signal(END_SIGNALS[i], SIG_IGN); }  // as under nohup
     }
 }
 EndSignals::~EndSignals() {
-    for (int i = 0; i < 3; i++) { sigaction(END_SIGNALS[i], &before_end_signals[i], nullptr); }
+    for (int i = 0; i < 3; i++) { signal(END_SIGNALS[i], before_end_signals[i]); }
 }
 int EndSignals::seen() { return end_signal; }
 
@@ -848,27 +844,21 @@ pid_t start_ourselves(const std::vector<std::string>& arguments, int stdout_desc
 
 std::string run_ourselves(const std::vector<std::string>& arguments) {
     const std::string line = "cs336 " + join(arguments, " ");
-    int ends[2];  // read, write
-    if (pipe2(ends, O_CLOEXEC) != 0) { fail("pipe: %s", strerror(errno)); }
+    const std::unique_ptr<FILE, int (*)(FILE*)> output(tmpfile(), fclose);
+    if (!output) { fail("tmpfile: %s", strerror(errno)); }
     end_progress();
-    pid_t child = start_ourselves(arguments, ends[1]);
-    close(ends[1]);  // so that reading ends when the child closes its copy
-    std::string output;
-    char buffer[4096];
-    for (ssize_t n = 1; n > 0 || (n < 0 && errno == EINTR);) {
-        n = read(ends[0], buffer, sizeof buffer);
-        output.append(buffer, std::max<ssize_t>(n, 0));
-    }
-    close(ends[0]);
+    const pid_t child = start_ourselves(arguments, fileno(output.get()));
     int status;
-    while (waitpid(child, &status, 0) < 0) {
-        if (errno != EINTR) { fail("%s: waitpid: %s", line.c_str(), strerror(errno)); }
-    }
+    if (waitpid(child, &status, 0) != child) { fail("%s: waitpid: %s", line.c_str(), strerror(errno)); }
     if (WIFSIGNALED(status)) {
         fail("%s: killed by signal %d (%s)", line.c_str(), WTERMSIG(status), strsignal(WTERMSIG(status)));
     }
     if (WEXITSTATUS(status) != 0) { fail("%s: exited with %d", line.c_str(), WEXITSTATUS(status)); }
-    return output;
+    std::string text;
+    char buffer[4096];
+    rewind(output.get());
+    for (size_t n; (n = fread(buffer, 1, sizeof buffer, output.get())) > 0;) { text.append(buffer, n); }
+    return text;
 }
 
 std::string commit() { return CS336_COMMIT; }

@@ -112,6 +112,12 @@ struct LaunchedRank {
     pid_t pid;               // 0: it has ended
     double stopped_ms = -1;  // how long it has been stopped, of the time in which we ran; below 0: it runs
 };
+// In ms since `last`, but at most 100: what is more we have slept ourselves, as after Ctrl-Z and fg.
+static double tick_ms(double* last) {
+    const double before = std::exchange(*last, now_ms());
+    return std::min(*last - before, 100.0);
+}
+
 int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s) {
     TemporaryFolder folder;
     fflush(nullptr);
@@ -133,8 +139,7 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
         end_all(exit_code, SIGTERM, 100);
     };
     while (left > 0) {
-        const double now = now_ms(), tick = std::min(now - last, 100.0);  // more we have slept, as after Ctrl-Z and fg
-        last = now;
+        const double tick = tick_ms(&last);
         for (int r = 0; r < n; r++) {
             LaunchedRank& rank = ranks[r];
             int status = 0;
@@ -251,8 +256,9 @@ std::vector<std::string> gather_text(const Communicator& c, const std::string& t
     std::vector<std::string> all;
     for (int r = 0; r < c.world; r++) {
         std::ifstream file;
-        for (double waited_s = 0; file.open(round + std::to_string(r), std::ios::binary), !file; waited_s += 1e-3) {
-            if (waited_s > timeout_s) {
+        double waited_ms = 0, last = now_ms();
+        while (file.open(round + std::to_string(r), std::ios::binary), !file) {
+            if ((waited_ms += tick_ms(&last)) > 1e3 * timeout_s) {
                 fail("rank %d of %d did not come to %s within %g s (all ranks need one folder: %s)", r, c.world,
                      c.links->folder.c_str(), timeout_s, RENDEZVOUS);
             }
@@ -292,15 +298,6 @@ static void connect_gloo(Communicator& c) {
     } catch (const std::exception& e) {
         throw LostTouch("Gloo: " + first_line(e) + (one_machine ? "" : " (GLOO_SOCKET_IFNAME names the network)"));
     }
-    // Gloo's own threads throw where a peer sends what they do not expect.
-    static const int rank = c.rank;
-    std::set_terminate([] {
-        try {
-            if (std::exception_ptr thrown = std::current_exception()) { std::rethrow_exception(thrown); }
-        } catch (const std::exception& e) { give_up(rank, 1, "Gloo: " + first_line(e)); } catch (...) {
-        }
-        abort();
-    });
     l.worker = std::thread([&l] {
         while (true) {
             std::unique_lock<std::mutex> lock(l.mutex);
@@ -660,9 +657,9 @@ static void connect_ranks(Communicator& c, const Options& o) {
     std::getline(file, here);
     const std::vector<std::string> machines = gather_text(c, here, 0.8 * o.timeout);
     c.local_world = (int)std::count(machines.begin(), machines.end(), here);
-    c.local_rank = (int)std::count(machines.begin(), machines.begin() + c.rank, here);
+    const int local_rank = (int)std::count(machines.begin(), machines.begin() + c.rank, here);
 
-    const int gpus = cuda_devices(), gpu = gpus > 0 ? c.local_rank % gpus : 0;
+    const int gpus = cuda_devices(), gpu = gpus > 0 ? local_rank % gpus : 0;
     if (c.rank == 0) {
         context.device = choose_device(o.device, gpu);
         c.backend = choose_backend(o.backend, context.device, c.local_world);
