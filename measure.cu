@@ -228,7 +228,7 @@ int cuda_devices(std::string* why) {
 static __global__ void any_kernel() {}
 #endif
 
-Device choose_device(const std::string& want, int gpu) {
+Device choose_device(const std::string& want, [[maybe_unused]] int gpu) {
     if (want == "cpu") { return CPU; }
     std::string why;
     bool usable = cuda_devices(&why) > 0;
@@ -240,8 +240,6 @@ Device choose_device(const std::string& want, int gpu) {
         usable = error == cudaSuccess;
         if (!usable) { why = described(error); }
     }
-#else
-    (void)gpu;
 #endif
     if (!usable) {
         if (want == "cuda") { fail("device cuda: there is none (%s)", why.c_str()); }

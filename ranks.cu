@@ -48,12 +48,10 @@ constexpr bool HAS_NCCL = false;
 static bool environment_int(const char* name, int* value) {
     const char* text = getenv(name);
     if (!text || !*text) { return false; }
-    char* end;
-    long number = strtol(text, &end, 10);
-    if (*end || number < 0 || number > 1 << 20) {
+    char behind;
+    if (sscanf(text, "%7d%c", value, &behind) != 1 || *value < 0) {
         usage_error("environment variable %s: got '%s', takes a whole number", name, text);
     }
-    *value = (int)number;
     return true;
 }
 
@@ -82,23 +80,17 @@ bool is_rank() {
 // ---------------------------------------------------------------------------------------------------------------------
 // The launcher. It waits for its ranks. If one fails, it kills the rest, which would wait for that rank for ever.
 
-static const char* const RENDEZVOUS = "CS336_RENDEZVOUS";  // the folder
+static const char* const RENDEZVOUS = "CS336_RENDEZVOUS";  // names the folder above the ranks' own
 
-struct TemporaryFolder {  // that only its owner may enter
-    std::string path;
-    TemporaryFolder() {
-        path = (std::filesystem::temp_directory_path() / "cs336-XXXXXX").string();
-        if (!mkdtemp(path.data())) { fail("%s: %s", path.c_str(), strerror(errno)); }
-    }
-    ~TemporaryFolder() {
-        std::error_code ignored;
-        std::filesystem::remove_all(path, ignored);
-    }
-};
+static std::string folder_of_ranks;  // of this process, launcher or rank
+static void remove_folder_of_ranks() {
+    std::error_code ignored;
+    if (!folder_of_ranks.empty()) { std::filesystem::remove_all(folder_of_ranks, ignored); }
+}
 
-static pid_t start_rank(int r, int n, const std::string& folder, const std::vector<std::string>& arguments) {
+static pid_t start_rank(int r, int n, const std::vector<std::string>& arguments) {
     std::map<const char*, std::string> variables = {
-        {"RANK", std::to_string(r)}, {"WORLD_SIZE", std::to_string(n)}, {RENDEZVOUS, folder}};
+        {"RANK", std::to_string(r)}, {"WORLD_SIZE", std::to_string(n)}, {RENDEZVOUS, folder_of_ranks}};
     for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"}) {
         if (!getenv(name)) { variables[name] = std::to_string(std::max(1, omp_get_num_procs() / n)); }
     }
@@ -119,11 +111,12 @@ static double tick_ms(double* last) {
 }
 
 int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s) {
-    TemporaryFolder folder;
+    folder_of_ranks = (std::filesystem::temp_directory_path() / "cs336-XXXXXX").string();
+    if (!mkdtemp(folder_of_ranks.data())) { fail("%s: %s", folder_of_ranks.c_str(), strerror(errno)); }
     fflush(nullptr);
     EndSignals noted;
     std::vector<LaunchedRank> ranks;
-    for (int r = 0; r < n; r++) { ranks.push_back({start_rank(r, n, folder.path, arguments)}); }
+    for (int r = 0; r < n; r++) { ranks.push_back({start_rank(r, n, arguments)}); }
     int code = 0, left = n;
     double kill_at = INFINITY, last = now_ms();
     auto end_all = [&](int exit_code, int number, double patience_ms) {  // the first reason counts
@@ -166,6 +159,7 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
         if (now_ms() > kill_at) { end_all(1, SIGKILL, 0); }  // which also ends a stopped process
         usleep(5000);
     }
+    remove_folder_of_ranks();
     return code;
 }
 
@@ -206,12 +200,6 @@ using NcclCollective = std::function<void(Links& l)>;                           
 using GlooCollective = std::function<void(Links& l, const Tensor& t, uint32_t tag)>;  // runs it on t in host memory
 
 static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
-
-static std::string folder_of_ranks;  // of this process
-static void remove_folder_of_ranks() {
-    std::error_code ignored;
-    if (!folder_of_ranks.empty()) { std::filesystem::remove_all(folder_of_ranks, ignored); }
-}
 
 // The ranks see a failure at the same time. The lower rank speaks first; its end makes the launcher end the others
 // before they repeat it.
@@ -381,7 +369,7 @@ static void gloo_all_gather(Links& l, const Tensor& t, const std::vector<int64_t
 }
 
 // Between any two memories, by Gloo's thread.
-static void transfer(Links& l, void* to, const void* from, size_t bytes) {
+static void transfer([[maybe_unused]] Links& l, void* to, const void* from, size_t bytes) {
 #ifdef __CUDACC__
     if (l.stream) {
         CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, l.stream));
@@ -389,12 +377,11 @@ static void transfer(Links& l, void* to, const void* from, size_t bytes) {
         return;
     }
 #endif
-    (void)l;
     memcpy(to, from, bytes);
 }
 // Runs f on t, or on a copy of it in pinned host memory where t lies on the GPU.
-static void staged(Links& l, const Tensor& t, const Mark& ready, const std::function<void(const Tensor&)>& f) {
-    (void)l, (void)ready;
+static void staged([[maybe_unused]] Links& l, const Tensor& t, [[maybe_unused]] const Mark& ready,
+                   const std::function<void(const Tensor&)>& f) {
 #ifdef __CUDACC__
     if (t.device() == CUDA) {
         size_t bytes = bytes_of(t);
@@ -580,7 +567,7 @@ void wait(const Communicator& c, const WorkPtr& work) {
     lock.unlock();
     if (auto f = std::exchange(work->behind, nullptr)) { f(); }
 }
-void run_behind(const Communicator& c, const WorkPtr& work, const std::function<void()>& f) {
+void run_behind([[maybe_unused]] const Communicator& c, const WorkPtr& work, const std::function<void()>& f) {
     if (!work) { return f(); }  // META
 #ifdef WITH_NCCL
     if (Links& l = *c.links; l.nccl) {
@@ -590,7 +577,6 @@ void run_behind(const Communicator& c, const WorkPtr& work, const std::function<
         return;
     }
 #endif
-    (void)c;
     work->behind = f;
 }
 

@@ -8,7 +8,6 @@
 #include <unordered_map>
 
 #include <cxxabi.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #ifdef __CUDACC__
@@ -215,15 +214,11 @@ static void stop_cupti() {}
 #endif
 
 static int begin_traced(const char* name, int recorded_in) {
-    static thread_local const int thread = (int)syscall(SYS_gettid);
-    {
-        std::lock_guard<std::mutex> lock(trace_mutex);
-        TracedRange r{name, in_this_trace(innermost_traced), in_this_trace(recorded_in), thread, epoch_ns(), 0};
-        if (!tracing) { return -1; }
-        trace.ranges.push_back(r);
-        innermost_traced = first_range + (int)trace.ranges.size() - 1;
-    }
-    return innermost_traced;
+    static thread_local const int thread = (int)gettid();
+    std::lock_guard<std::mutex> lock(trace_mutex);
+    if (!tracing) { return -1; }
+    trace.ranges.push_back({name, in_this_trace(innermost_traced), in_this_trace(recorded_in), thread, epoch_ns(), 0});
+    return innermost_traced = first_range + (int)trace.ranges.size() - 1;
 }
 static void end_traced(int range) {
     std::lock_guard<std::mutex> lock(trace_mutex);
