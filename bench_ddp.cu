@@ -488,18 +488,6 @@ static void measure(const Communicator& c, const Options& o, const ModelConfig& 
     for (const WorkPtr& work : t.d->works) { run.mb += (double)work->bytes / 1e6; }
 }
 
-// One file of all ranks, one process per rank, on one time axis.
-static void write_traces_of_ranks(const Communicator& c, const std::string& path, const std::vector<Trace>& traces,
-                                  const std::string& caption) {
-    std::vector<std::string> parts;
-    for (int r = 0; r < c.world; r++) { parts.push_back(path + ".rank" + std::to_string(r)); }
-    write_trace(parts[c.rank], traces, caption);
-    gather_text(c, "");  // all parts are there
-    if (c.rank > 0) { return; }
-    merge_traces(path, parts);
-    for (const std::string& part : parts) { remove(part.c_str()); }
-}
-
 static std::string part_cell(const Stats& ms, const Stats& total) {  // "28.49 ± 0.05, 21%" of the total
     const int digits = ms.mean < 100 ? 2 : ms.mean < 1000 ? 1 : 0;
     const std::string share = &ms == &total ? "" : strprintf(", %.0f%%", 100 * ms.mean / total.mean);
@@ -676,7 +664,7 @@ static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
         if (fits) {
             std::vector<Trace> traces;
             for (DdpRun& r : runs) { measure(c, o, config, r, o.trace.empty() ? nullptr : &traces); }
-            if (!o.trace.empty()) { write_traces_of_ranks(c, o.trace, traces, caption); }
+            if (!o.trace.empty()) { write_trace(o.trace, traces, caption, c); }
             if (last == BUCKETED && c.world > 1) { line = bucket_model(c, runs.back().mb * 1e6, o.quick); }
         }
         for (DdpRun& r : runs) { r.oom = fits ? 0 : needs; }

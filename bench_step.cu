@@ -273,14 +273,14 @@ static void print_seconds(const std::vector<StepRun>& runs, const std::string& c
 // benchmarking_script (c): fewer warm-up steps. This needs processes that have done nothing yet: context, kernels'
 // code, library handles, memory pool and page tables are cold only once. So the program starts itself with the same
 // command line and with COLD in its environment; the child measures one number of warm-up steps and writes its numbers,
-// as they lie in memory, into the pipe that is its stdout.
+// as they lie in memory, into the file that is its stdout.
 
 static const char* const COLD = "CS336_COLD_WARMUP";
 
 static WarmupRun in_fresh_process(const Options& o, int warmup) {
-    static_assert(std::is_trivially_copyable<WarmupRun>::value, "it goes through a pipe");
+    static_assert(std::is_trivially_copyable<WarmupRun>::value, "it goes through a file");
     setenv(COLD, std::to_string(warmup).c_str(), 1);
-    const std::string bytes = run_ourselves(o.command_line, [&] { progress("warm-up %d, a fresh process", warmup); });
+    const std::string bytes = run_ourselves(o.command_line);
     unsetenv(COLD);
     WarmupRun run;
     if (bytes.size() != sizeof run) { fail("a fresh process sent %zu bytes, not %zu", bytes.size(), sizeof run); }

@@ -80,10 +80,10 @@ struct KernelSummary {  // all launches of one kernel
 };
 // Of the work in `range` and below it ("": of all work), by total time, the largest first.
 std::vector<KernelSummary> kernel_summary(const Trace& trace, const std::string& range);
-// Chrome's trace format, which Perfetto opens; the caption goes into otherData. One process a rank (environment RANK),
-// times count from the last midnight (UTC), the same for all ranks.
-void write_trace(const std::string& path, const std::vector<Trace>& traces, const std::string& caption);
-void merge_traces(const std::string& path, const std::vector<std::string>& files_of_ranks);  // into one file
+// Chrome's trace format, which Perfetto opens; the caption goes into otherData. Rank 0 writes the traces of all ranks,
+// one process a rank. Times count from the last midnight (UTC), the same for all ranks.
+void write_trace(const std::string& path, const std::vector<Trace>& traces, const std::string& caption,
+                 const Communicator& c = Communicator());
 
 enum ProfiledPart { ALONE, AND_BACKWARD, WHOLE_STEP, PROFILED_PARTS };  // forward; with loss and backward; all of it
 struct PartProfile {                                                    // by the trace
@@ -114,8 +114,6 @@ void answer_nsys_profile(const std::vector<ProfileRun>& runs);  // of one precis
 // ---------------------------------------------------------------------------------------------------------------------
 // memory.cu: what PyTorch's pickle of a memory snapshot holds, for pytorch.org/memory_viz
 std::string snapshot_pickle(const std::vector<MemoryEvent>& log);
-// In bytes; *at: the first event at which so much is held. Fails unless allocations and frees pair up by address.
-size_t peak_of(const std::vector<MemoryEvent>& log, size_t* at = nullptr);
 
 struct Allocation {  // of the log; `times` alike
     size_t bytes;    // each

@@ -73,6 +73,15 @@ struct OutOfMemory : Failure {
 [[noreturn]] void usage_error(const char* format, ...) __attribute__((format(printf, 1, 2)));  // exit 2
 std::string strprintf(const char* format, ...) __attribute__((format(printf, 1, 2)));
 std::string vstrprintf(const char* format, va_list arguments);
+// What `format` says of the arguments behind it, within a function that takes `...`.
+#define FORMATTED(format)                                   \
+    ({                                                      \
+        va_list arguments_;                                 \
+        va_start(arguments_, format);                       \
+        std::string text_ = vstrprintf(format, arguments_); \
+        va_end(arguments_);                                 \
+        text_;                                              \
+    })
 std::string list_of(const std::vector<std::string>& items);          // "a", "a and b", "a, b and c"
 std::string span(double least, double most, const char* format);     // "3.4 to 58.3", or "3.4" where both print alike
 std::string counted(const std::string& n, const std::string& what);  // "1 step", "2 steps"
@@ -294,6 +303,15 @@ void trace_memory(size_t bytes);  // what context.device holds now, for the trac
 // measure.cu: time, lines on stderr, ends by a signal, ourselves as a child
 
 double now_ms();  // wall clock, monotonic
+struct Mark {     // a moment: on the GPU an event in its stream, else (and for Gloo) the clock's
+    double ms = 0;
+    std::shared_ptr<void> event;
+};
+Mark mark();                                      // of the compute stream
+double ms_of(const Mark& m, const Mark& origin);  // after synchronize()
+#ifdef __CUDACC__
+Mark mark_on(cudaStream_t s);
+#endif
 struct Stats {
     double mean, std, median, min, max;  // std: of the sample (n-1); 0 for n = 1
     int n;
@@ -319,30 +337,21 @@ void end_progress();  // its line gives way to another one
 // order. The next one ends the process at once; within a second it is the first one again, since a terminal, `timeout`
 // and a launcher of ranks send theirs to a process and to its group.
 struct EndSignals {
-    explicit EndSignals(bool says);  // says: answers the first one with a line on stderr
+    explicit EndSignals(const char* answer = nullptr);  // to the first one, on stderr
     ~EndSignals();
     EndSignals(const EndSignals&) = delete;
     static int seen();  // the signal's number; 0: none has come
 };
-struct Unfinished {  // a file that is removed when this goes
-    const std::string path;
-    explicit Unfinished(const std::string& path) : path(path) {}
-    ~Unfinished() { remove(path.c_str()); }
-    Unfinished(const Unfinished&) = delete;
-};
-std::string temporary_name(const std::string& path);  // beside path, behind its links; another one each time
-// `write` fills a temporary file beside path, which takes its name in one step: nobody ever sees half a file, and where
-// it fails, or we are killed, the old one stays. write returns false, with errno, if it failed; null: only tries.
+// `write` fills a temporary file beside path, behind its links, which takes its name in one step: nobody ever sees half
+// a file, and where it fails, or we are killed, the old one stays. write returns false, with errno, if it failed; null:
+// only tries.
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
 void save_file(const std::string& path, const std::string& bytes);
 void note(const char* format, ...) __attribute__((format(printf, 1, 2)));  // one line on stderr
-// Starts this program anew, its stdout to a descriptor, and if given its stderr to another one. It does not outlive us.
-pid_t start_ourselves(const std::vector<std::string>& arguments, char** environment, int stdout_descriptor,
-                      int stderr_descriptor = -1);
-// A fresh process; its stdout; fails if it failed. With `watch`, which is called about once a second, the last line of
-// its stderr is the failure's message.
-std::string run_ourselves(const std::vector<std::string>& arguments, const std::function<void()>& watch = nullptr);
-std::string commit();  // of the build
+// Starts this program anew, its stdout to a descriptor. It does not outlive us.
+pid_t start_ourselves(const std::vector<std::string>& arguments, int stdout_descriptor);
+std::string run_ourselves(const std::vector<std::string>& arguments);  // its stdout; fails if it failed
+std::string commit();                                                  // of the build
 
 // ---------------------------------------------------------------------------------------------------------------------
 // table.cu: tables and answers
@@ -950,8 +959,8 @@ struct LostTouch : Failure {  // a failure of the other ranks, or of the way to 
 };
 struct Links;  // connections and threads
 struct Communicator {
-    int rank = 0, world = 1, local_rank = 0, local_world = 1;  // local: on this machine
-    std::string backend;                                       // nccl or gloo
+    int rank = 0, world = 1, local_world = 1;  // local: on this machine
+    std::string backend;                       // nccl or gloo
     std::shared_ptr<Links> links;
 };
 bool is_rank();  // the environment says so: that of `--nproc`, torchrun, mpirun or srun
@@ -964,13 +973,7 @@ struct Options;
 int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f);
 std::string why_not(const std::string& backend, Device device, int ranks);  // "" where that works on this machine
 
-struct Mark {  // a moment: on the GPU an event in its stream, else (and for Gloo) the clock's
-    double ms = 0;
-    std::shared_ptr<void> event;
-};
-Mark mark();                                      // of the compute stream
-double ms_of(const Mark& m, const Mark& origin);  // after synchronize()
-struct Work {                                     // a collective under way; the same on all ranks, in the same order
+struct Work {  // a collective under way; the same on all ranks, in the same order
     const char* what;
     uint32_t number;
     size_t bytes;  // of the whole tensor
@@ -998,8 +1001,9 @@ void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute str
 // writes, or free what it reads; so f allocates nothing, since memory is freed in the compute stream's order.
 void run_behind(const Communicator& c, const WorkPtr& work, const std::function<void()>& f);
 void barrier(const Communicator& c);  // the host waits, also for its device
-// Every rank's text, through the ranks' folder; also a barrier, with no deadline.
-std::vector<std::string> gather_text(const Communicator& c, const std::string& text);
+// Every rank's text, through the ranks' folder; also a barrier, by default with no deadline: then it is the launcher
+// that ends us where another rank is gone.
+std::vector<std::string> gather_text(const Communicator& c, const std::string& text, double timeout_s = INFINITY);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // ddp.cu: data parallel training. Every rank has the same weights and its own part of the batch; gradients are

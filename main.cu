@@ -492,10 +492,9 @@ static std::string reproduce(const std::string& path, const std::vector<std::str
     const std::string old{std::istreambuf_iterator<char>(file), {}};
     const bool settled = commit().find("dirty") == std::string::npos;
     if (settled && old.find("commit " + commit()) != std::string::npos) { return "was there"; }
-    const double start = now_ms();
-    auto watch = [&] { progress("%s: %.0f s", words[0].c_str(), (now_ms() - start) / 1e3); };
+    note("%s", words[0].c_str());
     try {
-        save_file(path, run_ourselves(words, watch));
+        save_file(path, run_ourselves(words));
         return "done";
     } catch (const Failure& failure) { return std::string("failed: ") + failure.what(); }
 }

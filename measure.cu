@@ -5,18 +5,15 @@
 #include <cerrno>
 #include <chrono>
 #include <csignal>
-#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <mutex>
 #include <numeric>
 #include <random>
-#include <sstream>
 
 #include <fcntl.h>
 #include <malloc.h>
 #include <omp.h>
-#include <poll.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -44,29 +41,9 @@ std::string vstrprintf(const char* format, va_list arguments) {
     return text;
 }
 
-std::string strprintf(const char* format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    std::string text = vstrprintf(format, arguments);
-    va_end(arguments);
-    return text;
-}
-
-void fail(const char* format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    std::string text = vstrprintf(format, arguments);
-    va_end(arguments);
-    throw Failure(1, text);
-}
-
-void usage_error(const char* format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    std::string text = vstrprintf(format, arguments);
-    va_end(arguments);
-    throw Failure(2, text);
-}
+std::string strprintf(const char* format, ...) { return FORMATTED(format); }
+void fail(const char* format, ...) { throw Failure(1, FORMATTED(format)); }
+void usage_error(const char* format, ...) { throw Failure(2, FORMATTED(format)); }
 
 std::string counted(const std::string& n, const std::string& what) { return n + " " + what + (n == "1" ? "" : "s"); }
 std::string list_of(const std::vector<std::string>& items) {
@@ -86,7 +63,7 @@ std::string join(const std::vector<std::string>& items, const char* between) {
     return all;
 }
 
-// Bytes of the character of UTF-8 that begins at text[i]; 0: none does.
+// Bytes of the character of UTF-8 that begins at text[i]; 0: none does, or a control character.
 static int character_at(const std::string& text, size_t i) {
     auto byte = [&](size_t k) { return k < text.size() ? (unsigned char)text[k] : 0; };
     const int first = byte(i), second = byte(i + 1);
@@ -94,20 +71,16 @@ static int character_at(const std::string& text, size_t i) {
     for (int k = 1; k < n; k++) {
         if ((byte(i + k) & 0xc0) != 0x80) { return 0; }
     }
+    const bool control = first < 0x20 || first == 0x7f || (first == 0xc2 && second < 0xa0);
     const bool longer_than_needed = (first == 0xe0 && second < 0xa0) || (first == 0xf0 && second < 0x90);
     const bool beyond = (first == 0xed && second >= 0xa0) || (first == 0xf4 && second >= 0x90);  // surrogates, 10ffff
-    return longer_than_needed || beyond ? 0 : n;
+    return control || longer_than_needed || beyond ? 0 : n;
 }
 std::string one_line(const std::string& text) {
     std::string line;
-    for (size_t i = 0; i < text.size();) {
-        const int n = character_at(text, i), c = (unsigned char)text[i];
-        const bool control = c < 0x20 || c == 0x7f || (c == 0xc2 && n == 2 && (unsigned char)text[i + 1] < 0xa0);
-        if (n > 0 && !control) { line.append(text, i, n); }
-        for (int k = 0; k < std::max(n, 1) && (n == 0 || control); k++) {
-            line += strprintf("\\x%02x", (unsigned char)text[i + k]);
-        }
-        i += std::max(n, 1);
+    for (size_t i = 0, n; i < text.size(); i += std::max<size_t>(n, 1)) {
+        n = character_at(text, i);
+        line += n > 0 ? text.substr(i, n) : strprintf("\\x%02x", (unsigned char)text[i]);
     }
     return line;
 }
@@ -118,10 +91,8 @@ static bool environment_is_1(const char* name) {
 }
 
 std::string cuda_remedy(const std::string& error, const std::string& card, int sm, int driver, int runtime) {
-    if (error == "cudaErrorInsufficientDriver" && driver == 0) {
-        return "there is no NVIDIA driver here: `nvidia-smi` has to work first";
-    }
     if (error == "cudaErrorInsufficientDriver") {
+        if (driver == 0) { return "there is no NVIDIA driver here: `nvidia-smi` has to work first"; }
         return strprintf(
             "the driver is for CUDA %d.%d, this build for CUDA %d.%d: update the driver, or build with "
             "make NVCC=/usr/local/cuda-%d.%d/bin/nvcc",
@@ -130,13 +101,10 @@ std::string cuda_remedy(const std::string& error, const std::string& card, int s
     const bool no_code = error == "cudaErrorNoKernelImageForDevice" || error == "cudaErrorInvalidDeviceFunction" ||
                          error == "cudaErrorUnsupportedPtxVersion";
     if (!no_code || sm == 0) { return ""; }
-    return sm < 75
-               ? strprintf("the %s (sm_%d) is too old, the kernels need sm_75 (a T4): make NVCC= builds for the CPU",
-                           card.c_str(), sm)
-               : strprintf(
-                     "this build has no code for the %s (sm_%d): make ARCH=\"-gencode "
-                     "arch=compute_%d,code=sm_%d\"",
-                     card.c_str(), sm, sm, sm);
+    const std::string name = strprintf("%s (sm_%d)", card.c_str(), sm);
+    if (sm < 75) { return "the " + name + " is too old, the kernels need sm_75 (a T4): make NVCC= builds for the CPU"; }
+    return "this build has no code for the " + name +
+           strprintf(": make ARCH=\"-gencode arch=compute_%d,code=sm_%d\"", sm, sm);
 }
 
 #ifdef __CUDACC__
@@ -179,19 +147,15 @@ const char* name_of(Mode m) { return MODES[m]; }
 const char* name_of(Precision p) { return PRECISIONS[p]; }
 const char* name_of(Category c) { return CATEGORY_NAMES[c]; }
 
-Mode mode_from(const std::string& name) {
-    for (Mode m : {EAGER, FUSED, FLASH}) {
-        if (name == name_of(m)) { return m; }
+template <class E, size_t N>
+static E named(const char* kind, const char* const (&names)[N], const std::string& name) {
+    for (size_t i = 0; i < N; i++) {
+        if (name == names[i]) { return (E)i; }
     }
-    fail("mode '%s': expected eager, fused or flash", name.c_str());
+    fail("%s '%s': expected %s", kind, name.c_str(), join({names, names + N}, ", ").c_str());
 }
-
-Precision precision_from(const std::string& name) {
-    for (Precision p : {FP32, TF32, PREC_BF16, PREC_FP16, PREC_PURE_BF16}) {
-        if (name == name_of(p)) { return p; }
-    }
-    fail("precision '%s': expected fp32, tf32, bf16, fp16 or pure_bf16", name.c_str());
-}
+Mode mode_from(const std::string& name) { return named<Mode>("mode", MODES, name); }
+Precision precision_from(const std::string& name) { return named<Precision>("precision", PRECISIONS, name); }
 
 std::string lower_name(const std::string& name) {
     std::string lower = name;
@@ -200,22 +164,15 @@ std::string lower_name(const std::string& name) {
 }
 std::string did_you_mean(const std::string& word, const std::vector<std::string>& names) {
     const std::string typed = lower_name(word);
-    if (typed.size() < 2 || typed.size() > 100) { return ""; }
     std::string nearest;
-    size_t fewest = std::max<size_t>(typed.size() > 3 ? 2 : 1, typed.size() / 3) + 1;  // so many make another word
+    size_t fewest = (typed.size() + 1) * 2 / 5 + 1;  // letters; so many changed make another word
     for (const std::string& name : names) {
         const std::string lower = lower_name(name);
-        std::vector<size_t> changes(typed.size() + 1);  // letters put in, left out or replaced: Levenshtein's distance
-        std::iota(changes.begin(), changes.end(), 0);
-        for (char c : lower) {
-            size_t above = changes[0]++;
-            for (size_t j = 1; j <= typed.size(); j++) {
-                const size_t replaced = above + (typed[j - 1] != c);
-                above = changes[j];
-                changes[j] = std::min({replaced, changes[j] + 1, changes[j - 1] + 1});
-            }
-        }
-        const size_t n = lower.compare(0, typed.size(), typed) == 0 ? 1 : changes.back();
+        const size_t longer = std::max(typed.size(), lower.size()), shorter = std::min(typed.size(), lower.size());
+        size_t alike = 0, behind = 0;  // letters at the front, and then at the end
+        while (alike < shorter && typed[alike] == lower[alike]) { alike++; }
+        while (alike + behind < shorter && typed.rbegin()[behind] == lower.rbegin()[behind]) { behind++; }
+        const size_t n = alike == typed.size() ? 1 : longer - alike - behind;
         if (n < fewest) { fewest = n, nearest = name; }
     }
     return nearest.empty() ? "" : "; did you mean " + nearest + "?";
@@ -271,10 +228,7 @@ int cuda_devices(std::string* why) {
 static __global__ void any_kernel() {}
 #endif
 
-Device choose_device(const std::string& want, int gpu) {
-    if (want != "auto" && want != "cpu" && want != "cuda") {
-        fail("device '%s': expected auto, cpu or cuda", want.c_str());
-    }
+Device choose_device(const std::string& want, [[maybe_unused]] int gpu) {
     if (want == "cpu") { return CPU; }
     std::string why;
     bool usable = cuda_devices(&why) > 0;
@@ -282,14 +236,10 @@ Device choose_device(const std::string& want, int gpu) {
     if (usable) {
         CUDA_CHECK(cudaSetDevice(gpu));
         cudaFuncAttributes attributes;
-        cudaError_t error = cudaFuncGetAttributes(&attributes, any_kernel);
-        usable = error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction &&
-                 error != cudaErrorUnsupportedPtxVersion;
+        const cudaError_t error = cudaFuncGetAttributes(&attributes, any_kernel);
+        usable = error == cudaSuccess;
         if (!usable) { why = described(error); }
-        CUDA_CHECK(usable ? error : cudaSuccess);
     }
-#else
-    (void)gpu;
 #endif
     if (!usable) {
         if (want == "cuda") { fail("device cuda: there is none (%s)", why.c_str()); }
@@ -370,15 +320,11 @@ static std::string gpu_description() {
     CUDA_CHECK(cudaDriverGetVersion(&driver));
     CUDA_CHECK(cudaRuntimeGetVersion(&runtime));
     // The runtime only knows which CUDA the driver is made for; its own version ("580.95.05") stands in /proc.
-    std::istringstream words(field_of("/proc/driver/nvidia/version", "NVRM version"));
-    std::string version = strprintf("for CUDA %d.%d", driver / 1000, driver % 1000 / 10);
-    int major, minor;
-    for (std::string word; words >> word;) {
-        if (sscanf(word.c_str(), "%d.%d", &major, &minor) == 2) {
-            version = word;
-            break;
-        }
-    }
+    const std::string module = field_of("/proc/driver/nvidia/version", "NVRM version");
+    const size_t dot = module.find('.'), start = dot == std::string::npos ? dot : module.rfind(' ', dot) + 1;
+    const std::string version = dot == std::string::npos
+                                    ? strprintf("for CUDA %d.%d", driver / 1000, driver % 1000 / 10)
+                                    : module.substr(start, module.find(' ', dot) - start);
     return strprintf("%s, driver %s, CUDA %d.%d", properties.name, version.c_str(), runtime / 1000,
                      runtime % 1000 / 10);
 }
@@ -400,19 +346,9 @@ std::string device_description() {
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory: the raw blocks
 
-// The number behind `before`, which begins with a line's end; SIZE_MAX: there is no such file, or no number. It uses no
-// heap: its memory could be a piece of a large block that was freed and is about to be allocated again.
-static size_t number_in(const char* folder, const char* name, const char* before) {
-    char path[512], text[1 << 14] = "\n", *behind = nullptr;
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    int file = open(path, O_RDONLY | O_CLOEXEC);
-    if (file < 0) { return SIZE_MAX; }
-    ssize_t n = read(file, text + 1, sizeof text - 2);
-    close(file);
-    text[1 + std::max<ssize_t>(n, 0)] = 0;
-    const char* found = strstr(text, before);
-    size_t number = found ? strtoull(found + strlen(before), &behind, 10) : 0;
-    return found && behind > found + strlen(before) ? number : SIZE_MAX;
+static size_t number_in(const std::string& path, const char* key) {  // as field_of; SIZE_MAX: there is none
+    const std::string text = field_of(path.c_str(), key);
+    return isdigit((unsigned char)text[0]) ? strtoull(text.c_str(), nullptr, 10) : SIZE_MAX;
 }
 
 size_t system_memory(const char* group) {
@@ -420,16 +356,16 @@ size_t system_memory(const char* group) {
         const std::string folder = "/sys/fs/cgroup" + field_of("/proc/self/cgroup", "0:");
         return access((folder + "/memory.max").c_str(), R_OK) == 0 ? folder : "/sys/fs/cgroup";
     }();
-    if (!group) { group = own.c_str(); }
-    size_t left = number_in("/proc", "meminfo", "\nMemAvailable:") * 1024;
-    size_t limit = number_in(group, "memory.max", "\n"), used = number_in(group, "memory.current", "\n");
-    size_t cached = number_in(group, "memory.stat", "\ninactive_file ");  // counts as used, but makes room
+    const std::string folder = group ? group : own;
+    size_t left = number_in("/proc/meminfo", "MemAvailable") * 1024;
+    size_t limit = number_in(folder + "/memory.max", ""), used = number_in(folder + "/memory.current", "");
+    size_t cached = number_in(folder + "/memory.stat", "inactive_file");  // counts as used, but makes room
     if (limit < SIZE_MAX && used < SIZE_MAX && cached < SIZE_MAX) {
         left = std::min(left, std::max(limit + cached, used) - used);
     }
     rlimit space;
     if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY) {
-        used = number_in("/proc/self", "status", "\nVmSize:") * 1024;
+        used = number_in("/proc/self/status", "VmSize") * 1024;
         left = std::min(left, std::max<size_t>(space.rlim_cur, used) - used);
     }
     return left;
@@ -526,6 +462,9 @@ static void free_cuda(void* data) {
         note("cudaFreeAsync: %s", cudaGetErrorString(error));
     }
 }
+#else
+static void* allocate_cuda(size_t) { return nullptr; }
+static void free_cuda(void*) {}
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -616,24 +555,10 @@ void allocate_in(const std::shared_ptr<Places>& use, const std::function<void()>
     f();
 }
 
-static void* allocate_raw(Device device, size_t bytes) {
-    if (device == CUDA) {
-#ifdef __CUDACC__
-        return allocate_cuda(bytes);
-#else
-        fail("device cuda: this build is for the CPU only");
-#endif
-    }
-    return allocate_cpu(bytes);
-}
-
 // Bytes of 0xFF are NaN in all our float formats, so whoever reads what nobody wrote shows it.
 static void poison(Device device, void* data, size_t bytes) {
 #ifdef __CUDACC__
-    if (device == CUDA) {
-        CUDA_CHECK(cudaMemsetAsync(data, 0xFF, bytes, stream()));
-        return;
-    }
+    if (device == CUDA) { CUDA_CHECK(cudaMemsetAsync(data, 0xFF, bytes, stream())); }
 #endif
     if (device == CPU) { memset(data, 0xFF, bytes); }
 }
@@ -654,7 +579,7 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
         static std::atomic<uint64_t> next{1 << 20};
         memory->data = (void*)next.fetch_add((bytes + 511) / 512 * 512);
     } else if (bytes > 0) {
-        memory->data = place ? place : allocate_raw(device, bytes);
+        memory->data = place ? place : device == CUDA ? allocate_cuda(bytes) : allocate_cpu(bytes);
         if (!memory->data) {
             throw OutOfMemory(bytes,
                               strprintf("out of memory on %s: %.2f GiB for %s%s%s, beside %.2f GiB in use, "
@@ -677,14 +602,7 @@ Memory::~Memory() {
     if (places) { places->give(number); }
     if (placed) { return; }
     book(this, false);
-    if (!data || device == META) { return; }
-#ifdef __CUDACC__
-    if (device == CUDA) {
-        free_cuda(data);
-        return;
-    }
-#endif
-    free_cpu(data);
+    if (data && device != META) { device == CUDA ? free_cuda(data) : free_cpu(data); }
 }
 
 void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes) {
@@ -704,6 +622,48 @@ void copy_bytes(void* to, Device to_device, const void* from, Device from_device
 
 double now_ms() {
     return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+#ifdef __CUDACC__
+static std::mutex events_mutex;
+static std::vector<cudaEvent_t> spare_events;  // creating one costs as much as a launch
+static std::shared_ptr<void> new_event() {
+    std::lock_guard<std::mutex> lock(events_mutex);
+    cudaEvent_t event;
+    if (spare_events.empty()) {
+        CUDA_CHECK(cudaEventCreate(&event));
+    } else {
+        event = spare_events.back();
+        spare_events.pop_back();
+    }
+    return std::shared_ptr<void>(event, [](void* e) {
+        std::lock_guard<std::mutex> lock(events_mutex);
+        spare_events.push_back((cudaEvent_t)e);
+    });
+}
+Mark mark_on(cudaStream_t s) {
+    Mark m{now_ms(), new_event()};
+    CUDA_CHECK(cudaEventRecord((cudaEvent_t)m.event.get(), s));
+    return m;
+}
+#endif
+
+Mark mark() {
+#ifdef __CUDACC__
+    if (context.device == CUDA) { return mark_on(stream()); }
+#endif
+    return {now_ms(), nullptr};
+}
+
+double ms_of(const Mark& m, const Mark& origin) {
+#ifdef __CUDACC__
+    if (m.event && origin.event) {
+        float ms;
+        CUDA_CHECK(cudaEventElapsedTime(&ms, (cudaEvent_t)origin.event.get(), (cudaEvent_t)m.event.get()));
+        return ms;
+    }
+#endif
+    return m.ms - origin.ms;
 }
 
 Stats stats_of(std::vector<double> values) {
@@ -731,34 +691,19 @@ std::string how_fast(const Stats& ours, const Stats& theirs, const std::string& 
 
 std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
                                    const std::function<void()>& f) {
-    std::vector<double> times;
-#ifdef __CUDACC__
-    std::vector<cudaEvent_t> events(context.device == CUDA ? 2 * n : 0);
-    for (cudaEvent_t& event : events) { CUDA_CHECK(cudaEventCreate(&event)); }
-#endif
+    std::vector<Mark> spare(2 * n);
+    for (Mark& m : spare) { m = mark(); }  // to make an event takes as long as a launch
+    spare.clear();
+    std::vector<std::pair<Mark, Mark>> marks;
     for (int i = -warmup; i < n; i++) {
         prepare();
-#ifdef __CUDACC__
-        if (context.device == CUDA) {
-            if (i >= 0) { CUDA_CHECK(cudaEventRecord(events[2 * i], stream())); }
-            f();
-            if (i >= 0) { CUDA_CHECK(cudaEventRecord(events[2 * i + 1], stream())); }
-            continue;
-        }
-#endif
-        double start = now_ms();
+        const Mark begin = mark();
         f();
-        if (i >= 0) { times.push_back(now_ms() - start); }
+        if (i >= 0) { marks.emplace_back(begin, mark()); }
     }
     synchronize();
-#ifdef __CUDACC__
-    for (size_t i = 0; i < events.size(); i += 2) {
-        float ms;
-        CUDA_CHECK(cudaEventElapsedTime(&ms, events[i], events[i + 1]));
-        times.push_back(ms);
-    }
-    for (cudaEvent_t event : events) { CUDA_CHECK(cudaEventDestroy(event)); }
-#endif
+    std::vector<double> times;
+    for (const auto& [begin, end] : marks) { times.push_back(ms_of(end, begin)); }
     return times;
 }
 std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f) {
@@ -790,10 +735,7 @@ void progress(const char* format, ...) {
     static double said_ms = now_ms();
     if (!terminal && now_ms() - said_ms < 5000) { return; }  // in a file, a line at most every 5 s
     said_ms = now_ms();
-    va_list arguments;
-    va_start(arguments, format);
-    std::string text = vstrprintf(format, arguments);
-    va_end(arguments);
+    std::string text = FORMATTED(format);
     if (!terminal) { return note("%s", text.c_str()); }
     // No automatic wrap (?7l ... ?7h): the next '\r' would rewrite only the end of a line that wrapped.
     fprintf(stderr, "\r\033[K\033[?7l%s\033[?7h", one_line(text).c_str());
@@ -802,10 +744,7 @@ void progress(const char* format, ...) {
 }
 
 void note(const char* format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    std::string text = vstrprintf(format, arguments);
-    va_end(arguments);
+    std::string text = FORMATTED(format);
     if (text.size() > 3000) { text.replace(1500, text.size() - 3000, " ... "); }  // what was typed may be long
     end_progress();
     fprintf(stderr, "%s\n", one_line(text).c_str());
@@ -815,37 +754,33 @@ void note(const char* format, ...) {
 // Ends by a signal
 
 static const int END_SIGNALS[] = {SIGINT, SIGTERM, SIGHUP};
-static struct sigaction before_end_signals[3];
+static sighandler_t before_end_signals[3];
 static std::atomic<int> end_signal{0};
 static std::atomic<double> end_signal_ms{0};
-static std::atomic<bool> end_signal_says{false};
+static std::atomic<const char*> end_signal_answer{nullptr};
 
 static void take_end_signal(int number) {
     const double ms = now_ms();
     int none = 0, error = errno;
     if (end_signal.compare_exchange_strong(none, number)) {
         end_signal_ms = ms;
-        static const char text[] = "\ncs336: finishing the step, and what --save writes; once more ends at once\n";
-        if (end_signal_says && write(STDERR_FILENO, text, sizeof text - 1) < 0) { errno = error; }
+        const char* text = end_signal_answer;
+        if (text && write(STDERR_FILENO, text, strlen(text)) < 0) { errno = error; }
     } else if (ms - end_signal_ms >= 1000) {
         signal(number, SIG_DFL);
         raise(number);
     }
     errno = error;
 }
-EndSignals::EndSignals(bool says) {
-    end_signal = 0, end_signal_says = says;
-    struct sigaction action = {};
-    action.sa_handler = take_end_signal;
-    action.sa_flags = SA_RESTART;
+EndSignals::EndSignals(const char* answer) {
+    end_signal = 0, end_signal_answer = answer;
     for (int i = 0; i < 3; i++) {
-        sigaction(END_SIGNALS[i], nullptr, &before_end_signals[i]);
-        bool ignored = before_end_signals[i].sa_handler == SIG_IGN;  // as under nohup
-        if (!ignored) { sigaction(END_SIGNALS[i], &action, nullptr); }
+        before_end_signals[i] = signal(END_SIGNALS[i], take_end_signal);
+        if (before_end_signals[i] == SIG_IGN) { signal(END_SIGNALS[i], SIG_IGN); }  // as under nohup
     }
 }
 EndSignals::~EndSignals() {
-    for (int i = 0; i < 3; i++) { sigaction(END_SIGNALS[i], &before_end_signals[i], nullptr); }
+    for (int i = 0; i < 3; i++) { signal(END_SIGNALS[i], before_end_signals[i]); }
 }
 int EndSignals::seen() { return end_signal; }
 
@@ -858,14 +793,11 @@ static std::string real_name(const std::string& path) {
     const std::filesystem::path real = std::filesystem::weakly_canonical(std::filesystem::absolute(path, error), error);
     return error ? path : real.string();
 }
-std::string temporary_name(const std::string& path) {
-    return real_name(path) + strprintf(".tmp.%08x", std::random_device()());
-}
 
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write) {
-    const std::string target = real_name(path);
-    const Unfinished temporary(temporary_name(path));
-    const char* name = temporary.path.c_str();
+    const std::string target = real_name(path), temporary = target + strprintf(".tmp.%08x", std::random_device()());
+    const char* name = temporary.c_str();
+    const std::unique_ptr<const char, int (*)(const char*)> removed_at_the_end(name, remove);
     struct stat before;
     const bool replaces = stat(target.c_str(), &before) == 0;
     if (replaces && !S_ISREG(before.st_mode)) {
@@ -891,8 +823,7 @@ void save_file(const std::string& path, const std::string& bytes) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Ourselves
 
-pid_t start_ourselves(const std::vector<std::string>& arguments, char** environment, int stdout_descriptor,
-                      int stderr_descriptor) {
+pid_t start_ourselves(const std::vector<std::string>& arguments, int stdout_descriptor) {
     std::vector<char*> argv = {program_invocation_name};  // as it was typed
     for (const std::string& a : arguments) { argv.push_back((char*)a.c_str()); }
     argv.push_back(nullptr);
@@ -905,47 +836,27 @@ pid_t start_ourselves(const std::vector<std::string>& arguments, char** environm
     if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) { _exit(127); }
     if (getppid() != parent) { _exit(1); }  // which may have ended before that
     if (stdout_descriptor != STDOUT_FILENO && dup2(stdout_descriptor, STDOUT_FILENO) < 0) { _exit(127); }
-    if (stderr_descriptor >= 0 && dup2(stderr_descriptor, STDERR_FILENO) < 0) { _exit(127); }
-    execve(ourselves, argv.data(), environment);
+    execv(ourselves, argv.data());
     _exit(127);
 }
 
-std::string run_ourselves(const std::vector<std::string>& arguments, const std::function<void()>& watch) {
+std::string run_ourselves(const std::vector<std::string>& arguments) {
     const std::string line = "cs336 " + join(arguments, " ");
-    int ends[2];  // read, write
-    if (pipe2(ends, O_CLOEXEC) != 0) { fail("pipe: %s", strerror(errno)); }
-    FILE* errors = watch ? tmpfile() : nullptr;
-    if (watch && !errors) { fail("tmpfile: %s", strerror(errno)); }
-    pid_t child = start_ourselves(arguments, environ, ends[1], watch ? fileno(errors) : -1);
-    close(ends[1]);  // so that reading ends when the child closes its copy
-
-    std::string output, said;
-    char buffer[4096];
-    for (ssize_t n = 1; n > 0 || (n < 0 && errno == EINTR);) {
-        pollfd p{ends[0], POLLIN, 0};
-        if (watch) { watch(); }
-        if (poll(&p, 1, watch ? 1000 : -1) == 0) { continue; }
-        n = read(ends[0], buffer, sizeof buffer);
-        output.append(buffer, std::max<ssize_t>(n, 0));
-    }
-    close(ends[0]);
+    const std::unique_ptr<FILE, int (*)(FILE*)> output(tmpfile(), fclose);
+    if (!output) { fail("tmpfile: %s", strerror(errno)); }
+    end_progress();
+    const pid_t child = start_ourselves(arguments, fileno(output.get()));
     int status;
-    while (waitpid(child, &status, 0) < 0) {
-        if (errno != EINTR) { fail("%s: waitpid: %s", line.c_str(), strerror(errno)); }
-    }
-    if (errors) {
-        rewind(errors);
-        for (size_t n; (n = fread(buffer, 1, sizeof buffer, errors)) > 0;) { said.append(buffer, n); }
-        fclose(errors);
-        said.erase(said.find_last_not_of('\n') + 1);
-        said.erase(0, said.rfind('\n') + 1);  // its last line
-    }
+    if (waitpid(child, &status, 0) != child) { fail("%s: waitpid: %s", line.c_str(), strerror(errno)); }
     if (WIFSIGNALED(status)) {
         fail("%s: killed by signal %d (%s)", line.c_str(), WTERMSIG(status), strsignal(WTERMSIG(status)));
     }
-    if (WEXITSTATUS(status) != 0 && !said.empty()) { fail("%s", said.c_str()); }
     if (WEXITSTATUS(status) != 0) { fail("%s: exited with %d", line.c_str(), WEXITSTATUS(status)); }
-    return output;
+    std::string text;
+    char buffer[4096];
+    rewind(output.get());
+    for (size_t n; (n = fread(buffer, 1, sizeof buffer, output.get())) > 0;) { text.append(buffer, n); }
+    return text;
 }
 
 std::string commit() { return CS336_COMMIT; }

@@ -4,36 +4,14 @@
 
 #include <cerrno>
 
+#include <nlohmann/json.hpp>
 #include <sys/stat.h>
+
+using Json = nlohmann::ordered_json;
 
 static std::string mib(double bytes) { return strprintf("%.1f", bytes / 1048576); }
 static std::string gib(double bytes) { return strprintf("%.1f", bytes / 1073741824); }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Replaying a log
-
-size_t peak_of(const std::vector<MemoryEvent>& log, size_t* at) {
-    std::map<uint64_t, size_t> held;
-    size_t now = 0, peak = 0;
-    for (size_t i = 0; i < log.size(); i++) {
-        const MemoryEvent& e = log[i];
-        auto it = held.find(e.address);
-        if (e.is_alloc ? it != held.end() : it == held.end() || it->second != e.bytes) {
-            fail("memory log: %s of %zu bytes at %#lx does not pair up", e.is_alloc ? "the allocation" : "the free",
-                 e.bytes, (unsigned long)e.address);
-        }
-        if (e.is_alloc) {
-            held[e.address] = e.bytes;
-            now += e.bytes;
-        } else {
-            held.erase(it);
-            now -= e.bytes;
-        }
-        if (now > peak && at) { *at = i; }
-        peak = std::max(peak, now);
-    }
-    return peak;
-}
 static std::string path_of(const MemoryEvent& e) {  // "forward/layer/ffn"
     return e.ms == 0 ? "held" : join({e.ranges.begin(), e.ranges.end()}, "/");
 }
@@ -42,158 +20,81 @@ static const char* op_of(const MemoryEvent& e) {  // a lambda has no name: its r
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// snapshot.pickle. Python's pickle protocol 2: a program for a stack machine, whose last value is the object. The
-// viewer knows few of its instructions; these are enough.
+// snapshot.pickle, with what the viewer reads
 
-struct Pickle {
-    std::string bytes = "\x80\x02";
-    std::map<std::string, uint32_t> strings;  // written before: position in the memo
-    uint32_t memo_size = 0;
-
-    void little_endian(uint64_t value, int n) {
-        for (int i = 0; i < n; i++) { bytes += (char)(value >> (8 * i)); }
-    }
-    uint32_t memoize() {  // the value on top of the stack: LONG_BINPUT
-        bytes += 'r';
-        little_endian(memo_size, 4);
-        return memo_size++;
-    }
-    void again(uint32_t memo) {  // LONG_BINGET
-        bytes += 'j';
-        little_endian(memo, 4);
-    }
-    void text(const std::string& s) {
-        auto it = strings.find(s);
-        if (it != strings.end()) { return again(it->second); }
-        bytes += 'X';
-        little_endian(s.size(), 4);
-        bytes += s;
-        strings[s] = memoize();
-    }
-    void integer(int64_t value) {
-        if (value >= INT32_MIN && value <= INT32_MAX) {  // BININT
-            bytes += 'J';
-            little_endian((uint32_t)value, 4);
-        } else {  // LONG1, 8 bytes
-            bytes += "\x8a\x08";
-            little_endian((uint64_t)value, 8);
+// Python's pickle protocol 2: a program for a stack machine, whose last value is the object. The viewer knows few of
+// its instructions; these are enough.
+static void pickle(std::string& to, const Json& value) {
+    auto little_endian = [&](uint64_t number, int bytes) {
+        for (int i = 0; i < bytes; i++) { to += (char)(number >> (8 * i)); }
+    };
+    if (value.is_object()) {
+        to += "}(";
+        for (const auto& [key, x] : value.items()) { pickle(to, key), pickle(to, x); }
+        to += 'u';
+    } else if (value.is_array()) {
+        // APPENDS a thousand at a time, as Python does: the viewer passes each batch as arguments of one call, and more
+        // than some 100,000 of them overflow its stack.
+        to += ']';
+        for (size_t i = 0; i < value.size(); i++) {
+            if (i % 1000 == 0) { to += '('; }
+            pickle(to, value[i]);
+            if (i % 1000 == 999 || i + 1 == value.size()) { to += 'e'; }
         }
+    } else if (value.is_string()) {
+        const auto& text = value.get_ref<const std::string&>();
+        to += 'X', little_endian(text.size(), 4), to += text;
+    } else {
+        to += "\x8a\x08", little_endian(value.get<int64_t>(), 8);
     }
-    void boolean(bool value) { bytes += value ? '\x88' : '\x89'; }
-    void dict(const std::function<void()>& keys_and_values) {
-        bytes += "}(";
-        keys_and_values();
-        bytes += 'u';
-    }
-    // APPENDS a thousand at a time, as Python does: the viewer passes each batch as arguments of one call, and more
-    // than some 100,000 of them overflow its stack.
-    void list(size_t n, const std::function<void(size_t)>& item) {
-        bytes += ']';
-        for (size_t i = 0; i < n; i++) {
-            if (i % 1000 == 0) { bytes += '('; }
-            item(i);
-            if (i % 1000 == 999 || i + 1 == n) { bytes += 'e'; }
-        }
-    }
-    void number(const char* key, int64_t value) {
-        text(key);
-        integer(value);
-    }
-    void word(const char* key, const char* value) {
-        text(key);
-        text(value);
-    }
-};
-
-static const char* file_name(const char* path) {
-    const char* slash = strrchr(path, '/');
-    return slash ? slash + 1 : path;
 }
 
 // The stack that the viewer shows: the line that allocated, then the ranges around it, innermost first.
-static void write_frames(Pickle& p, const MemoryEvent& e, std::map<std::vector<const void*>, uint32_t>& written) {
-    std::vector<const void*> key(e.ranges.begin(), e.ranges.end());
-    key.push_back(e.at.file);
-    key.push_back((const void*)(intptr_t)e.at.line);
-    p.text("frames");
-    auto it = written.find(key);
-    if (it != written.end()) { return p.again(it->second); }
-    size_t n = e.ranges.size();
-    p.list(n + 1, [&](size_t i) {
-        p.dict([&] {
-            p.word("filename", i == 0 ? file_name(e.at.file) : "range");
-            p.number("line", i == 0 ? e.at.line : (int)(n + 1 - i));
-            p.word("name", i == 0 ? e.at.function : e.ranges[n - i]);
-        });
-    });
-    written[key] = p.memoize();
+static Json frames_of(const MemoryEvent& e) {
+    Json frames = Json::array({{{"filename", basename(e.at.file)}, {"line", e.at.line}, {"name", e.at.function}}});
+    for (size_t i = e.ranges.size(); i > 0; i--) {
+        frames.push_back({{"filename", "range"}, {"line", i}, {"name", e.ranges[i - 1]}});
+    }
+    return frames;
+}
+static Json action(const char* name, const MemoryEvent& e, const char* category) {
+    return {{"action", name},
+            {"addr", e.address},
+            {"size", e.bytes},
+            {"stream", 0},
+            {"time_us", (int64_t)(e.ms * 1e3)},
+            {"category", category},
+            {"frames", frames_of(e)}};
+}
+// Each of our buffers becomes a segment of its own: the pool below is the driver's, and its segments are not known.
+static Json segment(const MemoryEvent& e) {
+    const Json block = {
+        {"size", e.bytes}, {"requested_size", e.bytes}, {"state", "active_allocated"}, {"frames", frames_of(e)}};
+    return {{"device", 0}, {"address", e.address},      {"total_size", e.bytes},
+            {"stream", 0}, {"frames", block["frames"]}, {"blocks", Json::array({block})}};
 }
 
-// Each of our buffers becomes a segment of its own: the pool below is the driver's, and its segments are not known.
 std::string snapshot_pickle(const std::vector<MemoryEvent>& log) {
-    Pickle p;
-    std::map<std::vector<const void*>, uint32_t> frames;
     std::map<uint64_t, const MemoryEvent*> held;  // at the end
+    Json trace = Json::array(), segments = Json::array();
     for (const MemoryEvent& e : log) {
         if (e.is_alloc) {
             held[e.address] = &e;
         } else {
             held.erase(e.address);
         }
+        // An event of ours is two or three of PyTorch's.
+        static const std::vector<const char*> alloc = {"segment_alloc", "alloc"},
+                                              free = {"free_requested", "free_completed", "segment_free"};
+        for (const char* name : e.is_alloc ? alloc : free) { trace.push_back(action(name, e, name_of(e.category))); }
     }
-    std::vector<const MemoryEvent*> live;
-    for (const auto& [address, e] : held) { live.push_back(e); }
-
-    auto write_segment = [&](size_t i) {
-        const MemoryEvent& e = *live[i];
-        p.dict([&] {
-            p.number("device", 0), p.number("address", e.address), p.number("stream", 0);
-            for (const char* key : {"total_size", "allocated_size", "active_size", "requested_size"}) {
-                p.number(key, e.bytes);
-            }
-            p.word("segment_type", "large");
-            p.text("segment_pool_id"), p.integer(0), p.integer(0), p.bytes += '\x86';  // a tuple of two
-            p.text("is_expandable"), p.boolean(false);
-            write_frames(p, e, frames);
-            p.text("blocks");
-            p.list(1, [&](size_t) {
-                p.dict([&] {
-                    p.number("address", e.address), p.number("size", e.bytes), p.number("requested_size", e.bytes);
-                    p.word("state", "active_allocated");
-                    write_frames(p, e, frames);
-                });
-            });
-        });
-    };
-    auto write_action = [&](const char* action, const MemoryEvent& e, const char* category) {
-        p.dict([&] {
-            p.word("action", action), p.number("addr", e.address), p.number("size", e.bytes), p.number("stream", 0);
-            p.number("time_us", (int64_t)(e.ms * 1e3)), p.word("category", category);
-            write_frames(p, e, frames);
-        });
-    };
-    // An event of ours is two or three of PyTorch's. The last one is a marker of category 'unknown': where events have
-    // categories and none is called so, the viewer fails.
-    static const std::vector<const char*> alloc = {"segment_alloc", "alloc"},
-                                          free = {"free_requested", "free_completed", "segment_free"};
-    std::vector<std::pair<size_t, const char*>> actions;
-    for (size_t i = 0; i < log.size(); i++) {
-        for (const char* action : log[i].is_alloc ? alloc : free) { actions.push_back({i, action}); }
-    }
-    MemoryEvent end{log.empty() ? 0 : log.back().ms, false, 0, 0, ACTIVATIONS, {}, here()};
-    p.dict([&] {
-        p.text("segments");
-        p.list(live.size(), write_segment);
-        p.text("device_traces");
-        p.list(1, [&](size_t) {
-            p.list(actions.size() + 1, [&](size_t i) {
-                if (i == actions.size()) { return write_action("snapshot", end, "unknown"); }
-                const MemoryEvent& e = log[actions[i].first];
-                write_action(actions[i].second, e, name_of(e.category));
-            });
-        });
-    });
-    return p.bytes + '.';
+    // Where events have categories and none is called 'unknown', the viewer fails.
+    trace.push_back(
+        action("snapshot", {log.empty() ? 0 : log.back().ms, false, 0, 0, ACTIVATIONS, {}, here()}, "unknown"));
+    for (const auto& [address, e] : held) { segments.push_back(segment(*e)); }
+    std::string bytes = "\x80\x02";
+    pickle(bytes, {{"segments", segments}, {"device_traces", Json::array({trace})}});
+    return bytes + '.';
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -205,7 +106,7 @@ static std::vector<Allocation> largest_allocations(const std::vector<MemoryEvent
     std::vector<Allocation> all;
     for (const MemoryEvent& e : log) {
         if (!e.is_alloc) { continue; }
-        const std::string line = strprintf("%s:%d", file_name(e.at.file), e.at.line);
+        const std::string line = strprintf("%s:%d", basename(e.at.file), e.at.line);
         auto [it, is_new] = found.emplace(std::make_pair(e.bytes, path_of(e) + op_of(e) + line), all.size());
         if (is_new) { all.push_back({e.bytes, 0, e.category, path_of(e), op_of(e), line}); }
         all[it->second].times++;
@@ -219,9 +120,6 @@ static void read_log(MemoryRun& r, PhaseMemory& m, const std::vector<MemoryEvent
     const MemoryUse& use = memory_use(context.device);
     m.peak = use.peak;
     std::copy_n(use.peak_by, CATEGORIES, m.peak_by);
-    if (peak_of(log) != m.peak) {
-        fail("memory_profiling: the log's peak is %zu bytes, the allocator's %zu", peak_of(log), m.peak);
-    }
     size_t gradients = 0;
     for (const MemoryEvent& e : log) {
         if (e.category == GRADIENTS) { gradients += e.is_alloc ? e.bytes : -e.bytes; }

@@ -2,9 +2,6 @@
 // cores or not; the trace as a file; the tables and answers.
 #include "commands.h"
 
-#include <cstdlib>
-#include <fstream>
-
 #include <nlohmann/json.hpp>
 
 using Json = nlohmann::ordered_json;
@@ -151,25 +148,18 @@ std::vector<KernelSummary> kernel_summary(const Trace& trace, const std::string&
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Trace files: Chrome's format, an event per line, so that the files of ranks are joined as text
+// Trace files: Chrome's format, an event per line
 
 constexpr int64_t DAY = 86400LL * 1000000000;  // ns
-static const std::string TRACE_END = "\n]}\n";
 
 static std::string text_of(const Json& json) { return json.dump(-1, ' ', true, Json::error_handler_t::replace); }
 static std::string slice(const char* category, const std::string& name, int pid, int tid, int64_t start, int64_t ns,
                          const Json& args) {
-    return text_of({{"ph", "X"},
-                    {"cat", category},
-                    {"name", name},
-                    {"pid", pid},
-                    {"tid", tid},
-                    {"ts", (double)start / 1e3},
-                    {"dur", (double)ns / 1e3},
-                    {"args", args}});
+    return strprintf(R"({"ph":"X","cat":"%s","name":%s,"pid":%d,"tid":%d,"ts":%.3f,"dur":%.3f,"args":%s})", category,
+                     text_of(name).c_str(), pid, tid, start / 1e3, ns / 1e3, text_of(args).c_str());
 }
 static std::string label(const char* what, int pid, int tid, const std::string& name) {
-    return text_of({{"ph", "M"}, {"name", what}, {"pid", pid}, {"tid", tid}, {"args", {{"name", name}}}});
+    return strprintf(R"({"ph":"M","name":"%s","pid":%d,"tid":%d,"args":{"name":"%s"}})", what, pid, tid, name.c_str());
 }
 static Json args_of(const TracedWork& w, const std::string& path) {
     Json args = {{"range", path}};
@@ -185,9 +175,9 @@ static Json args_of(const TracedWork& w, const std::string& path) {
     return args;
 }
 
-void write_trace(const std::string& path, const std::vector<Trace>& traces, const std::string& caption) {
-    const char* rank_text = getenv("RANK");
-    const int rank = rank_text ? atoi(rank_text) : 0;
+void write_trace(const std::string& path, const std::vector<Trace>& traces, const std::string& caption,
+                 const Communicator& c) {
+    const int rank = c.rank;
     std::vector<std::string> events = {label("process_name", rank, 0, strprintf("rank %d", rank))};
     std::map<int, int> threads;                           // the system's number -> ours
     std::map<std::pair<unsigned, int>, int64_t> streams;  // (stream, row) -> end of its last slice: slices have to nest
@@ -211,11 +201,8 @@ void write_trace(const std::string& path, const std::vector<Trace>& traces, cons
                                    args_of(w, w.range < 0 ? "" : paths[w.range])));
         }
         for (const TracedMemory& m : trace.memory) {
-            events.push_back(text_of({{"ph", "C"},
-                                      {"name", "memory"},
-                                      {"pid", rank},
-                                      {"ts", (double)(m.time - midnight) / 1e3},
-                                      {"args", {{"bytes held", m.bytes}}}}));
+            events.push_back(strprintf(R"({"ph":"C","name":"memory","pid":%d,"ts":%.3f,"args":{"bytes held":%zu}})",
+                                       rank, (m.time - midnight) / 1e3, m.bytes));
         }
         dropped += trace.dropped;
     }
@@ -226,27 +213,15 @@ void write_trace(const std::string& path, const std::vector<Trace>& traces, cons
         events.push_back(label("thread_name", rank, 1000 + 16 * (int)row.first + row.second,
                                strprintf("stream %u%s", row.first, row.second ? ", overlapping" : "")));
     }
+    const std::vector<std::string> of_ranks = gather_text(c, join(events, ",\n"));
+    if (rank > 0) { return; }
     const std::string no_kernels = traces.empty() ? "" : traces.back().no_kernels;
     const Json other = {{"caption", caption},
                         {"times", "microseconds since midnight, UTC"},
                         {"kernels", no_kernels.empty() ? "traced" : no_kernels},
                         {"records dropped by CUPTI", std::to_string(dropped)}};
     save_file(path, "{\"displayTimeUnit\":\"ns\",\"otherData\":" + text_of(other) + ",\"traceEvents\":[\n" +
-                        join(events, ",\n") + TRACE_END);
-}
-
-void merge_traces(const std::string& path, const std::vector<std::string>& files_of_ranks) {
-    std::string all;
-    for (size_t r = 0; r < files_of_ranks.size(); r++) {
-        std::ifstream file(files_of_ranks[r]);
-        const std::string text{std::istreambuf_iterator<char>(file), {}};
-        const size_t begin = text.find('\n') + 1, end = text.rfind(TRACE_END);
-        if (begin == 0 || end == std::string::npos) {
-            fail("%s: not there; are rank %zu's files elsewhere?", files_of_ranks[r].c_str(), r);
-        }
-        all += r == 0 ? text.substr(0, end) : ",\n" + text.substr(begin, end - begin);
-    }
-    save_file(path, all + TRACE_END);
+                        join(of_ranks, ",\n") + "\n]}\n");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -5,21 +5,19 @@
 #include "commands.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <csignal>
-#include <cstdio>
 #include <cstdlib>
 #include <deque>
 #include <filesystem>
 #include <fstream>
 #include <mutex>
+#include <sstream>
 #include <thread>
 #include <utility>
 
-#include <fcntl.h>
 #include <omp.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -50,136 +48,77 @@ constexpr bool HAS_NCCL = false;
 static bool environment_int(const char* name, int* value) {
     const char* text = getenv(name);
     if (!text || !*text) { return false; }
-    char* end;
-    long number = strtol(text, &end, 10);
-    if (*end || number < 0 || number > 1 << 20) {
+    char behind;
+    if (sscanf(text, "%7d%c", value, &behind) != 1 || *value < 0) {
         usage_error("environment variable %s: got '%s', takes a whole number", name, text);
     }
-    *value = (int)number;
     return true;
 }
 
-static std::string environment_text(const char* name) {
-    const char* text = getenv(name);
-    return text ? text : "";
-}
-
-struct Identity {
-    int rank = 0, world = 1;
-    std::string job;  // the launcher's name for this run; "": it has none
-};
-
 // False means that this process was started by hand, as the only one.
-static bool identity_from_environment(Identity* me) {
+static bool identity_from_environment(int* rank, int* world) {
     int tasks = 1;
     if (getenv("RANK") && getenv("WORLD_SIZE")) {  // torchrun, and our own launcher
-        environment_int("RANK", &me->rank), environment_int("WORLD_SIZE", &me->world);
-        const std::string run = environment_text("TORCHELASTIC_RUN_ID");
-        if (!run.empty() && run != "none") { me->job = run + "." + environment_text("TORCHELASTIC_RESTART_COUNT"); }
-    } else if (environment_int("OMPI_COMM_WORLD_RANK", &me->rank)) {  // mpirun
-        environment_int("OMPI_COMM_WORLD_SIZE", &me->world);
-        me->job = environment_text("PMIX_NAMESPACE");
+        environment_int("RANK", rank), environment_int("WORLD_SIZE", world);
+    } else if (environment_int("OMPI_COMM_WORLD_RANK", rank)) {  // mpirun
+        environment_int("OMPI_COMM_WORLD_SIZE", world);
     } else if (getenv("SLURM_STEP_ID") && environment_int("SLURM_NTASKS", &tasks) && tasks > 1) {
-        me->world = tasks;  // srun; an interactive shell is a step of one task, and no rank
-        environment_int("SLURM_PROCID", &me->rank);
-        me->job = environment_text("SLURM_JOB_ID") + "." + environment_text("SLURM_STEP_ID") + "." +
-                  environment_text("SLURM_RESTART_COUNT");
+        *world = tasks;  // srun; an interactive shell is a step of one task, and no rank
+        environment_int("SLURM_PROCID", rank);
     } else {
         return false;
     }
-    if (me->rank >= me->world) { usage_error("rank %d: the world has only %d ranks", me->rank, me->world); }
+    if (*rank >= *world) { usage_error("rank %d: the world has only %d ranks", *rank, *world); }
     return true;
 }
 
 bool is_rank() {
-    Identity me;
-    return identity_from_environment(&me);
+    int rank = 0, world = 1;
+    return identity_from_environment(&rank, &world);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The launcher. It waits for its ranks. If one fails, it kills the rest, which would wait for that rank for ever.
 
-static volatile sig_atomic_t signal_to_forward = 0;
+static const char* const RENDEZVOUS = "CS336_RENDEZVOUS";  // names the folder above the ranks' own
 
-static pid_t start_rank(const std::vector<std::string>& variables, const std::vector<std::string>& arguments) {
-    std::vector<char*> environment;
-    for (const std::string& v : variables) { environment.push_back((char*)v.c_str()); }
-    for (char** v = environ; *v; v++) {
-        std::string name(*v, strcspn(*v, "=") + 1);
-        auto same = [&](const std::string& ours) { return ours.compare(0, name.size(), name) == 0; };
-        if (std::none_of(variables.begin(), variables.end(), same)) { environment.push_back(*v); }
-    }
-    environment.push_back(nullptr);
-    return start_ourselves(arguments, environment.data(), STDOUT_FILENO);
+static std::string folder_of_ranks;  // of this process, launcher or rank
+static void remove_folder_of_ranks() {
+    std::error_code ignored;
+    if (!folder_of_ranks.empty()) { std::filesystem::remove_all(folder_of_ranks, ignored); }
 }
 
-static const char* const RENDEZVOUS = "CS336_RENDEZVOUS";  // the folder
-
-struct TemporaryFolder {  // that only its owner may enter
-    std::string path;
-    TemporaryFolder() {
-        path = (std::filesystem::temp_directory_path() / "cs336-XXXXXX").string();
-        if (!mkdtemp(path.data())) { fail("%s: %s", path.c_str(), strerror(errno)); }
-    }
-    ~TemporaryFolder() {
-        std::error_code ignored;
-        std::filesystem::remove_all(path, ignored);
-    }
-};
-
-// While one lives, signals that would end us are only noted, for who passes them on.
-struct NotedSignals {
-    static constexpr int numbers[3] = {SIGINT, SIGTERM, SIGHUP};
-    struct sigaction before[3] = {};
-    NotedSignals() {
-        signal_to_forward = 0;
-        struct sigaction note = {};
-        note.sa_handler = [](int number) { signal_to_forward = number; };
-        for (int i = 0; i < 3; i++) {
-            sigaction(numbers[i], &note, &before[i]);
-            if (before[i].sa_handler == SIG_IGN) { sigaction(numbers[i], &before[i], nullptr); }  // as under nohup
-        }
-    }
-    ~NotedSignals() {
-        for (int i = 0; i < 3; i++) { sigaction(numbers[i], &before[i], nullptr); }
-    }
-};
-
-static std::vector<std::string> variables_of(int r, int n, const std::string& folder) {
-    const std::string rank = std::to_string(r), world = std::to_string(n),
-                      threads = std::to_string(std::max(1, omp_get_num_procs() / n));
-    std::vector<std::string> variables = {"RANK=" + rank, "WORLD_SIZE=" + world,
-                                          "TORCHELASTIC_RUN_ID=", RENDEZVOUS + ("=" + folder)};
+static pid_t start_rank(int r, int n, const std::vector<std::string>& arguments) {
+    std::map<const char*, std::string> variables = {
+        {"RANK", std::to_string(r)}, {"WORLD_SIZE", std::to_string(n)}, {RENDEZVOUS, folder_of_ranks}};
     for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"}) {
-        if (!getenv(name)) { variables.push_back(name + ("=" + threads)); }
+        if (!getenv(name)) { variables[name] = std::to_string(std::max(1, omp_get_num_procs() / n)); }
     }
-    return variables;
+    for (const auto& [name, value] : variables) { setenv(name, value.c_str(), true); }
+    const pid_t pid = start_ourselves(arguments, STDOUT_FILENO);
+    for (const auto& [name, value] : variables) { unsetenv(name); }  // we are no rank
+    return pid;
 }
 
 struct LaunchedRank {
-    pid_t pid = 0;           // 0: it has ended
+    pid_t pid;               // 0: it has ended
     double stopped_ms = -1;  // how long it has been stopped, of the time in which we ran; below 0: it runs
 };
-// In ms since the last call, but at most 100: what is more we have slept ourselves, as after Ctrl-Z and fg.
-static double tick_ms() {
-    static double last = now_ms();
-    const double now = now_ms(), tick = std::min(now - last, 100.0);
-    last = now;
-    return tick;
-}
-static std::string ending_of(int status) {  // "": it went well, or it has said itself what was wrong
-    if (!WIFSIGNALED(status)) { return ""; }
-    return strprintf("was killed by signal %d (%s)", WTERMSIG(status), strsignal(WTERMSIG(status)));
+// In ms since `last`, but at most 100: what is more we have slept ourselves, as after Ctrl-Z and fg.
+static double tick_ms(double* last) {
+    const double before = std::exchange(*last, now_ms());
+    return std::min(*last - before, 100.0);
 }
 
 int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s) {
-    TemporaryFolder folder;
+    folder_of_ranks = (std::filesystem::temp_directory_path() / "cs336-XXXXXX").string();
+    if (!mkdtemp(folder_of_ranks.data())) { fail("%s: %s", folder_of_ranks.c_str(), strerror(errno)); }
     fflush(nullptr);
-    NotedSignals noted;
-    std::vector<LaunchedRank> ranks(n);
-    for (int r = 0; r < n; r++) { ranks[r].pid = start_rank(variables_of(r, n, folder.path), arguments); }
+    EndSignals noted;
+    std::vector<LaunchedRank> ranks;
+    for (int r = 0; r < n; r++) { ranks.push_back({start_rank(r, n, arguments)}); }
     int code = 0, left = n;
-    double kill_at = INFINITY;
+    double kill_at = INFINITY, last = now_ms();
     auto end_all = [&](int exit_code, int number, double patience_ms) {  // the first reason counts
         if (code == 0) { code = exit_code; }
         kill_at = std::min(kill_at, now_ms() + patience_ms);
@@ -193,7 +132,7 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
         end_all(exit_code, SIGTERM, 100);
     };
     while (left > 0) {
-        const double tick = tick_ms();
+        const double tick = tick_ms(&last);
         for (int r = 0; r < n; r++) {
             LaunchedRank& rank = ranks[r];
             int status = 0;
@@ -203,23 +142,24 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
                 rank.stopped_ms = 0;
             } else if (pid > 0 && WIFCONTINUED(status)) {
                 rank.stopped_ms = -1;
-            } else if (pid != 0) {  // below 0: somebody else has waited for this rank
-                const int exit_code = pid < 0 || WIFSIGNALED(status) ? 1 : WEXITSTATUS(status);
-                if (exit_code != 0) { fails(r, exit_code, pid < 0 ? "" : ending_of(status)); }
-                rank = LaunchedRank(), left--;
+            } else if (pid > 0) {
+                const int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+                if (number) { fails(r, 1, strprintf("was killed by signal %d (%s)", number, strsignal(number))); }
+                if (!number && WEXITSTATUS(status)) { fails(r, WEXITSTATUS(status), ""); }  // it has said why
+                rank = {0}, left--;
             }
             if (rank.stopped_ms > 0.8e3 * timeout_s) {  // 0.8, so that all is over within the timeout
                 fails(r, 1, strprintf("has been stopped for %.1f s", rank.stopped_ms / 1e3));
             }
         }
-        if (const int number = signal_to_forward) {
-            if (code == 0) { note("cs336: signal %d (%s): ending %d ranks", number, strsignal(number), left); }
-            signal_to_forward = 0;
+        if (const int number = EndSignals::seen(); number && code == 0) {
+            note("cs336: signal %d (%s): ending %d ranks", number, strsignal(number), left);
             end_all(128 + number, number, 2000);  // main() ends by this signal
         }
         if (now_ms() > kill_at) { end_all(1, SIGKILL, 0); }  // which also ends a stopped process
         usleep(5000);
     }
+    remove_folder_of_ranks();
     return code;
 }
 
@@ -235,7 +175,7 @@ struct Links {
     bool stopping = false;
     std::thread watchdog;
     int rank = 0, world = 1;
-    uint32_t collectives = 0, barriers = 0;
+    uint32_t collectives = 0, gathers = 0;
     std::deque<WorkPtr> under_way;
     Tensor barrier_token;
 
@@ -256,13 +196,10 @@ struct Links {
 #endif
 };
 
-static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
+using NcclCollective = std::function<void(Links& l)>;                                 // enqueues it
+using GlooCollective = std::function<void(Links& l, const Tensor& t, uint32_t tag)>;  // runs it on t in host memory
 
-static std::string folder_of_ranks;  // of this process
-static void remove_folder_of_ranks() {
-    std::error_code ignored;
-    if (!folder_of_ranks.empty()) { std::filesystem::remove_all(folder_of_ranks, ignored); }
-}
+static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
 
 // The ranks see a failure at the same time. The lower rank speaks first; its end makes the launcher end the others
 // before they repeat it.
@@ -274,117 +211,50 @@ static void remove_folder_of_ranks() {
     _exit(exit_code);
 }
 
-// The oldest collective that has not ended; null: there is none.
-static WorkPtr under_way(Links& l) {
-    std::lock_guard<std::mutex> lock(l.mutex);
-#ifdef WITH_NCCL
-    // A thread starts on GPU 0, and would make a context there.
-    if (l.nccl && cudaSetDevice(l.device) != cudaSuccess) { return nullptr; }
-#endif
-    auto has_ended = [](const Work& work) {
+static bool has_ended(const Work& work) {
 #ifdef __CUDACC__
-        if (work.end.event) { return cudaEventQuery((cudaEvent_t)work.end.event.get()) == cudaSuccess; }
+    if (work.end.event) { return cudaEventQuery((cudaEvent_t)work.end.event.get()) == cudaSuccess; }
 #endif
-        return work.finished;
-    };
-    while (!l.under_way.empty() && has_ended(*l.under_way.front())) { l.under_way.pop_front(); }
-    return l.under_way.empty() ? nullptr : l.under_way.front();
+    return work.finished;
 }
 static void watch(Links& l) {
-    const double turn_ms = std::min(500.0, 100 * l.timeout_s);
-    WorkPtr watched;
-    double waited_ms = 0;  // for it; turns are counted, since a clock also runs while the whole job is paused
-    while (true) {
-        const WorkPtr now = under_way(l);
-        waited_ms = now && now == watched ? waited_ms + turn_ms : 0, watched = now;
-        if (waited_ms > 1e3 * l.timeout_s) {
+#ifdef __CUDACC__
+    if (l.stream) { CUDA_CHECK(cudaSetDevice(l.device)); }  // a thread starts on GPU 0, and would make a context there
+#endif
+    const std::chrono::duration<double> turn(std::min(0.5, 0.1 * l.timeout_s));
+    WorkPtr oldest;
+    double waited_s = 0;  // for it; turns are counted, since a clock also runs while the whole job is paused
+    std::unique_lock<std::mutex> lock(l.mutex);
+    while (!l.changed.wait_for(lock, turn, [&] { return l.stopping; })) {
+        while (!l.under_way.empty() && has_ended(*l.under_way.front())) { l.under_way.pop_front(); }
+        const WorkPtr before = std::exchange(oldest, l.under_way.empty() ? nullptr : l.under_way.front());
+        waited_s = oldest && oldest == before ? waited_s + turn.count() : 0;
+        if (waited_s > l.timeout_s) {
             give_up(l.rank, 1,
-                    strprintf("%s number %u has not ended within %g s: a rank is gone, or calls another one", now->what,
-                              now->number, l.timeout_s));
+                    strprintf("%s number %u has not ended within %g s: a rank is gone, or calls another one",
+                              oldest->what, oldest->number, l.timeout_s));
         }
-        std::unique_lock<std::mutex> lock(l.mutex);
-        const auto turn = std::chrono::duration<double, std::milli>(turn_ms);
-        if (l.changed.wait_for(lock, turn, [&] { return l.stopping; })) { return; }
     }
 }
 
-// Every key is a file, which takes its name when it is whole.
-static void put(const Links& l, const std::string& key, const std::string& value) {
-    const std::string path = l.folder + "/" + key, part = path + strprintf(".part%d", l.rank);
-    std::ofstream file(part, std::ios::binary);
-    file << value;
-    file.close();
-    if (!file || rename(part.c_str(), path.c_str()) != 0) {
-        fail("%s: cannot be written: %s", path.c_str(), strerror(errno));
-    }
-}
-// Waits for it, by default without end: then it is the launcher that ends us where the other rank is gone.
-static std::string get(const Links& l, const std::string& key, double timeout_s = INFINITY,
-                       const std::string& waiting_for = "") {
-    for (double waited = 0; waited < 1e6 * timeout_s; waited += 1000) {
-        std::ifstream file(l.folder + "/" + key, std::ios::binary);
-        if (file) { return {std::istreambuf_iterator<char>(file), {}}; }
-        usleep(1000);
-    }
-    fail("%s within %g s", waiting_for.c_str(), timeout_s);
-}
-
-std::vector<std::string> gather_text(const Communicator& c, const std::string& text) {
+std::vector<std::string> gather_text(const Communicator& c, const std::string& text, double timeout_s) {
     if (c.world == 1) { return {text}; }
-    Links& l = *c.links;
-    auto key = [](int round, int rank) { return strprintf("gather.%d.%d", round, rank); };
-    const int round = (int)l.barriers++;
-    put(l, key(round, c.rank), text);
+    const std::string round = strprintf("%s/%u.", c.links->folder.c_str(), c.links->gathers++);
+    save_file(round + std::to_string(c.rank), text);
     std::vector<std::string> all;
-    for (int r = 0; r < c.world; r++) { all.push_back(get(l, key(round, r))); }
-    // Whoever is in this round has read all of the round before.
-    if (round > 0) { unlink((l.folder + "/" + key(round - 1, c.rank)).c_str()); }
+    for (int r = 0; r < c.world; r++) {
+        std::ifstream file;
+        double waited_ms = 0, last = now_ms();
+        while (file.open(round + std::to_string(r), std::ios::binary), !file) {
+            if ((waited_ms += tick_ms(&last)) > 1e3 * timeout_s) {
+                fail("rank %d of %d did not come to %s within %g s (all ranks need one folder: %s)", r, c.world,
+                     c.links->folder.c_str(), timeout_s, RENDEZVOUS);
+            }
+            usleep(1000);
+        }
+        all.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+    }
     return all;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Moments on the device's time line
-
-#ifdef __CUDACC__
-static std::mutex events_mutex;
-static std::vector<cudaEvent_t> spare_events;  // creating one costs as much as a launch
-static std::shared_ptr<void> new_event() {
-    std::lock_guard<std::mutex> lock(events_mutex);
-    cudaEvent_t event;
-    if (spare_events.empty()) {
-        CUDA_CHECK(cudaEventCreate(&event));
-    } else {
-        event = spare_events.back();
-        spare_events.pop_back();
-    }
-    return std::shared_ptr<void>(event, [](void* e) {
-        std::lock_guard<std::mutex> lock(events_mutex);
-        spare_events.push_back((cudaEvent_t)e);
-    });
-}
-static Mark mark_on(cudaStream_t s) {
-    Mark m{now_ms(), new_event()};
-    CUDA_CHECK(cudaEventRecord((cudaEvent_t)m.event.get(), s));
-    return m;
-}
-#endif
-
-Mark mark() {
-#ifdef __CUDACC__
-    if (context.device == CUDA) { return mark_on(stream()); }
-#endif
-    return {now_ms(), nullptr};
-}
-
-double ms_of(const Mark& m, const Mark& origin) {
-#ifdef __CUDACC__
-    if (m.event && origin.event) {
-        float ms;
-        CUDA_CHECK(cudaEventElapsedTime(&ms, (cudaEvent_t)origin.event.get(), (cudaEvent_t)m.event.get()));
-        return ms;
-    }
-#endif
-    return m.ms - origin.ms;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -416,15 +286,6 @@ static void connect_gloo(Communicator& c) {
     } catch (const std::exception& e) {
         throw LostTouch("Gloo: " + first_line(e) + (one_machine ? "" : " (GLOO_SOCKET_IFNAME names the network)"));
     }
-    // Gloo's own threads throw where a peer sends what they do not expect.
-    static const int rank = c.rank;
-    std::set_terminate([] {
-        try {
-            if (std::exception_ptr thrown = std::current_exception()) { std::rethrow_exception(thrown); }
-        } catch (const std::exception& e) { give_up(rank, 1, "Gloo: " + first_line(e)); } catch (...) {
-        }
-        abort();
-    });
     l.worker = std::thread([&l] {
         while (true) {
             std::unique_lock<std::mutex> lock(l.mutex);
@@ -442,7 +303,8 @@ template <class T>
 static void add_into(void* to, const void* a, const void* b, size_t n) {
     for (size_t i = 0; i < n; i++) { from_acc(to_acc(((const T*)a)[i]) + to_acc(((const T*)b)[i]), (T*)to + i); }
 }
-static void gloo_all_reduce(Links& l, const Tensor& t, uint32_t tag, float scale) {
+static float scale_of(const Links& l, Reduction how) { return how == AVERAGE ? 1.0f / l.world : 1; }
+static void gloo_all_reduce(Links& l, const Tensor& t, uint32_t tag, Reduction how) {
     gloo::AllreduceOptions options(l.gloo);
     options.setTag(tag);
     options.setAlgorithm(gloo::AllreduceOptions::Algorithm::RING);
@@ -452,8 +314,9 @@ static void gloo_all_reduce(Links& l, const Tensor& t, uint32_t tag, float scale
         options.setOutput(data, (size_t)t.size());
         options.setReduceFunction(add_into<T>);
         gloo::allreduce(options);
-        if (scale == 1) { return; }
-        for (int64_t i = 0; i < t.size(); i++) { from_acc(to_acc(data[i]) * (Wide<T>)scale, &data[i]); }
+        if (how == SUM) { return; }
+        const Wide<T> scale = scale_of(l, how);
+        for (int64_t i = 0; i < t.size(); i++) { from_acc(to_acc(data[i]) * scale, &data[i]); }
     });
 }
 static void gloo_broadcast(Links& l, const Tensor& t, uint32_t tag, int root) {
@@ -466,7 +329,8 @@ static void gloo_broadcast(Links& l, const Tensor& t, uint32_t tag, int root) {
 // A ring, since Gloo's own reduce-scatter spoils its connections for what comes after. In W - 1 turns the sum of each
 // chunk travels once around. Each rank adds its part, and the chunk's owner gets the sum last.
 static void gloo_reduce_scatter(Links& l, const Tensor& t, const std::vector<int64_t>& bounds, uint32_t tag,
-                                float scale) {
+                                Reduction how) {
+    const float scale = scale_of(l, how);
     int world = l.world, rank = l.rank, next = (rank + 1) % world, before = (rank + world - 1) % world;
     int64_t longest = 0;
     for (int r = 0; r < world; r++) { longest = std::max(longest, bounds[r + 1] - bounds[r]); }
@@ -505,7 +369,7 @@ static void gloo_all_gather(Links& l, const Tensor& t, const std::vector<int64_t
 }
 
 // Between any two memories, by Gloo's thread.
-static void transfer(Links& l, void* to, const void* from, size_t bytes) {
+static void transfer([[maybe_unused]] Links& l, void* to, const void* from, size_t bytes) {
 #ifdef __CUDACC__
     if (l.stream) {
         CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, l.stream));
@@ -513,12 +377,11 @@ static void transfer(Links& l, void* to, const void* from, size_t bytes) {
         return;
     }
 #endif
-    (void)l;
     memcpy(to, from, bytes);
 }
 // Runs f on t, or on a copy of it in pinned host memory where t lies on the GPU.
-static void staged(Links& l, const Tensor& t, const Mark& ready, const std::function<void(const Tensor&)>& f) {
-    (void)l, (void)ready;
+static void staged([[maybe_unused]] Links& l, const Tensor& t, [[maybe_unused]] const Mark& ready,
+                   const std::function<void(const Tensor&)>& f) {
 #ifdef __CUDACC__
     if (t.device() == CUDA) {
         size_t bytes = bytes_of(t);
@@ -540,14 +403,14 @@ static void staged(Links& l, const Tensor& t, const Mark& ready, const std::func
 #endif
     f(t);
 }
-static void start_on_gloo(Links& l, const WorkPtr& work, Tensor t, std::function<void(const Tensor&)> f) {
+static void start_on_gloo(Links& l, const WorkPtr& work, Tensor t, GlooCollective f) {
     Mark ready = mark();
     auto job = [&l, work, t, f, ready]() mutable {
         Range range(work->what);
         work->begin = {now_ms(), nullptr};
         std::string error;
         try {
-            staged(l, t, ready, f);
+            staged(l, t, ready, [&](const Tensor& host) { f(l, host, work->number); });
         } catch (const std::exception& e) { error = first_line(e); }
         t = Tensor(), f = nullptr;  // who waits may count on their memory
         std::lock_guard<std::mutex> lock(l.mutex);
@@ -561,6 +424,10 @@ static void start_on_gloo(Links& l, const WorkPtr& work, Tensor t, std::function
     l.jobs.push_back(job);
     l.changed.notify_all();
 }
+#define ON_GLOO(...) __VA_ARGS__
+#else
+#define ON_GLOO(...) nullptr
+static void start_on_gloo(Links&, const WorkPtr&, const Tensor&, const GlooCollective&) {}
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -576,18 +443,11 @@ static void nccl_check(Links& l, ncclResult_t result, const char* call) {
 
 static void connect_nccl(Communicator& c) {
     Links& l = *c.links;
-    ncclUniqueId id;
-    if (c.rank == 0) {
-        NCCL_CHECK(l, ncclGetUniqueId(&id));
-        put(l, "nccl", std::string(id.internal, sizeof id.internal));
-    }
-    const std::string bytes = get(l, "nccl", l.timeout_s, "rank 0 did not set up NCCL");
-    memcpy(id.internal, bytes.data(), sizeof id.internal);
+    ncclUniqueId id{};
+    if (c.rank == 0) { NCCL_CHECK(l, ncclGetUniqueId(&id)); }
+    memcpy(&id, gather_text(c, std::string((const char*)&id, sizeof id))[0].data(), sizeof id);
     // Blocking, since a non-blocking communicator starts a thread for every collective.
-    ncclComm_t made;
-    NCCL_CHECK(l, ncclCommInitRank(&made, c.world, id, c.rank));
-    std::lock_guard<std::mutex> lock(l.mutex);
-    l.nccl = made;
+    NCCL_CHECK(l, ncclCommInitRank(&l.nccl, c.world, id, c.rank));
 }
 static ncclDataType_t nccl_type(DType t) {
     switch (t) {
@@ -596,12 +456,12 @@ static ncclDataType_t nccl_type(DType t) {
         default: fail("NCCL: %s tensors are not for collectives here", name_of(t));
     }
 }
-static void start_on_nccl(Links& l, const WorkPtr& work, const std::function<void()>& enqueue) {
+static void start_on_nccl(Links& l, const WorkPtr& work, const NcclCollective& enqueue) {
     Range range(work->what);
     Mark ready = mark();
     CUDA_CHECK(cudaStreamWaitEvent(l.stream, (cudaEvent_t)ready.event.get()));
     work->begin = mark_on(l.stream);
-    enqueue();
+    enqueue(l);
     work->end = mark_on(l.stream);
     std::lock_guard<std::mutex> lock(l.mutex);
     l.under_way.push_back(work);
@@ -612,124 +472,83 @@ static bool equal_parts(const std::vector<int64_t>& bounds) {
     }
     return true;
 }
+static ncclRedOp_t nccl_op(Reduction how) { return how == AVERAGE ? ncclAvg : ncclSum; }
+static void nccl_all_reduce(Links& l, const Tensor& t, Reduction how) {
+    NCCL_CHECK(l, ncclAllReduce(t.data, t.data, t.size(), nccl_type(t.dtype), nccl_op(how), l.nccl, l.stream));
+}
+static void nccl_broadcast(Links& l, const Tensor& t, int root) {
+    NCCL_CHECK(l, ncclBroadcast(t.data, t.data, bytes_of(t), ncclInt8, root, l.nccl, l.stream));
+}
+static void nccl_reduce_scatter(Links& l, const Tensor& t, const std::vector<int64_t>& bounds, Reduction how,
+                                const Tensor& own) {
+    const ncclDataType_t type = nccl_type(t.dtype);
+    auto part = [&](int r) { return t.data + bounds[r] * size_of(t.dtype); };
+    if (equal_parts(bounds)) {
+        void* to = own ? own.data : part(l.rank);
+        NCCL_CHECK(l, ncclReduceScatter(t.data, to, bounds[1], type, nccl_op(how), l.nccl, l.stream));
+        return;
+    }
+    NCCL_CHECK(l, ncclGroupStart());
+    for (int r = 0; r < l.world; r++) {
+        const size_t n = bounds[r + 1] - bounds[r];
+        NCCL_CHECK(l, ncclReduce(part(r), part(r), n, type, nccl_op(how), r, l.nccl, l.stream));
+    }
+    NCCL_CHECK(l, ncclGroupEnd());
+}
+static void nccl_all_gather(Links& l, const Tensor& t, const std::vector<int64_t>& bounds, const Tensor& own) {
+    auto part = [&](int r) { return t.data + bounds[r] * size_of(t.dtype); };
+    if (equal_parts(bounds)) {
+        const void* from = own ? own.data : part(l.rank);
+        NCCL_CHECK(l, ncclAllGather(from, t.data, part(1) - part(0), ncclInt8, l.nccl, l.stream));
+        return;
+    }
+    NCCL_CHECK(l, ncclGroupStart());
+    for (int r = 0; r < l.world; r++) {
+        NCCL_CHECK(l, ncclBroadcast(part(r), part(r), part(r + 1) - part(r), ncclInt8, r, l.nccl, l.stream));
+    }
+    NCCL_CHECK(l, ncclGroupEnd());
+}
+#define ON_NCCL(...) __VA_ARGS__
+#else
+#define ON_NCCL(...) nullptr
+static void start_on_nccl(Links&, const WorkPtr&, const NcclCollective&) {}
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The collectives. Each is started, and finished by wait().
 
-static WorkPtr new_work(const Communicator& c, const char* what, size_t bytes) {
+static WorkPtr start(const Communicator& c, const char* what, const Tensor& t, const NcclCollective& on_nccl,
+                     const GlooCollective& on_gloo) {
+    if (t.device() == META) { return nullptr; }
     auto work = std::make_shared<Work>();
-    work->what = what, work->number = c.links->collectives++, work->bytes = bytes, work->started_ms = now_ms();
+    work->what = what, work->number = c.links->collectives++, work->bytes = bytes_of(t), work->started_ms = now_ms();
+    c.backend == "nccl" ? start_on_nccl(*c.links, work, on_nccl) : start_on_gloo(*c.links, work, t, on_gloo);
     return work;
 }
 
-WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction) {
-    if (t.device() == META) { return nullptr; }
-    Links& l = *c.links;
-    WorkPtr work = new_work(c, "all-reduce", bytes_of(t));
-#ifdef WITH_NCCL
-    if (l.nccl) {
-        start_on_nccl(l, work, [&] {
-            NCCL_CHECK(l, ncclAllReduce(t.data, t.data, t.size(), nccl_type(t.dtype),
-                                        reduction == AVERAGE ? ncclAvg : ncclSum, l.nccl, l.stream));
-        });
-        return work;
-    }
-#endif
-#ifdef HAVE_GLOO
-    float scale = reduction == AVERAGE ? 1.0f / c.world : 1;
-    start_on_gloo(l, work, t, [&l, work, scale](const Tensor& x) { gloo_all_reduce(l, x, work->number, scale); });
-#endif
-    (void)l, (void)reduction;
-    return work;
+WorkPtr all_reduce(const Communicator& c, const Tensor& t, [[maybe_unused]] Reduction how) {
+    return start(c, "all-reduce", t, ON_NCCL([&](Links& l) { nccl_all_reduce(l, t, how); }),
+                 ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) { gloo_all_reduce(l, x, tag, how); }));
 }
-
-WorkPtr broadcast(const Communicator& c, const Tensor& t, int root) {
-    if (t.device() == META) { return nullptr; }
-    Links& l = *c.links;
-    WorkPtr work = new_work(c, "broadcast", bytes_of(t));
-#ifdef WITH_NCCL
-    if (l.nccl) {
-        start_on_nccl(l, work, [&] {
-            NCCL_CHECK(l, ncclBroadcast(t.data, t.data, bytes_of(t), ncclInt8, root, l.nccl, l.stream));
-        });
-        return work;
-    }
-#endif
-#ifdef HAVE_GLOO
-    start_on_gloo(l, work, t, [&l, work, root](const Tensor& x) { gloo_broadcast(l, x, work->number, root); });
-#endif
-    (void)l, (void)root;
-    return work;
+WorkPtr broadcast(const Communicator& c, const Tensor& t, [[maybe_unused]] int root) {
+    return start(c, "broadcast", t, ON_NCCL([&](Links& l) { nccl_broadcast(l, t, root); }),
+                 ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) { gloo_broadcast(l, x, tag, root); }));
 }
-
-WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, Reduction reduction,
-                       const Tensor& own) {
-    if (t.device() == META) { return nullptr; }
-    Links& l = *c.links;
-    WorkPtr work = new_work(c, "reduce-scatter", bytes_of(t));
-#ifdef WITH_NCCL
-    if (l.nccl) {
-        start_on_nccl(l, work, [&] {
-            ncclRedOp_t op = reduction == AVERAGE ? ncclAvg : ncclSum;
-            auto part = [&](int r) { return t.data + bounds[r] * size_of(t.dtype); };
-            if (equal_parts(bounds)) {
-                NCCL_CHECK(l, ncclReduceScatter(t.data, own ? own.data : part(c.rank), bounds[1], nccl_type(t.dtype),
-                                                op, l.nccl, l.stream));
-                return;
-            }
-            NCCL_CHECK(l, ncclGroupStart());
-            for (int r = 0; r < c.world; r++) {
-                NCCL_CHECK(l, ncclReduce(part(r), part(r), bounds[r + 1] - bounds[r], nccl_type(t.dtype), op, r, l.nccl,
-                                         l.stream));
-            }
-            NCCL_CHECK(l, ncclGroupEnd());
-        });
-        return work;
-    }
-#endif
-#ifdef HAVE_GLOO
-    float scale = reduction == AVERAGE ? 1.0f / c.world : 1;
-    start_on_gloo(l, work, t, [&l, work, bounds, scale, own, rank = c.rank](const Tensor& x) {
-        gloo_reduce_scatter(l, x, bounds, work->number, scale);
-        if (own) { transfer(l, own.data, x.data + bounds[rank] * size_of(x.dtype), bytes_of(own)); }
-    });
-#endif
-    (void)l, (void)reduction, (void)bounds;
-    return work;
+WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, [[maybe_unused]] const std::vector<int64_t>& bounds,
+                       [[maybe_unused]] Reduction how, [[maybe_unused]] const Tensor& own) {
+    return start(c, "reduce-scatter", t, ON_NCCL([&](Links& l) { nccl_reduce_scatter(l, t, bounds, how, own); }),
+                 ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) {
+                     gloo_reduce_scatter(l, x, bounds, tag, how);
+                     if (own) { transfer(l, own.data, x.data + bounds[l.rank] * size_of(x.dtype), bytes_of(own)); }
+                 }));
 }
-
-WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, const Tensor& own) {
-    if (t.device() == META) { return nullptr; }
-    Links& l = *c.links;
-    WorkPtr work = new_work(c, "all-gather", bytes_of(t));
-#ifdef WITH_NCCL
-    if (l.nccl) {
-        start_on_nccl(l, work, [&] {
-            auto part = [&](int r) { return t.data + bounds[r] * size_of(t.dtype); };
-            if (equal_parts(bounds)) {
-                NCCL_CHECK(l, ncclAllGather(own ? own.data : part(c.rank), t.data, bounds[1] * size_of(t.dtype),
-                                            ncclInt8, l.nccl, l.stream));
-                return;
-            }
-            NCCL_CHECK(l, ncclGroupStart());
-            for (int r = 0; r < c.world; r++) {
-                NCCL_CHECK(l, ncclBroadcast(part(r), part(r), (bounds[r + 1] - bounds[r]) * size_of(t.dtype), ncclInt8,
-                                            r, l.nccl, l.stream));
-            }
-            NCCL_CHECK(l, ncclGroupEnd());
-        });
-        return work;
-    }
-#endif
-#ifdef HAVE_GLOO
-    start_on_gloo(l, work, t, [&l, work, bounds, own, rank = c.rank](const Tensor& x) {
-        if (own) { transfer(l, x.data + bounds[rank] * size_of(x.dtype), own.data, bytes_of(own)); }
-        gloo_all_gather(l, x, bounds, work->number);
-    });
-#endif
-    (void)l, (void)bounds;
-    return work;
+WorkPtr all_gather(const Communicator& c, const Tensor& t, [[maybe_unused]] const std::vector<int64_t>& bounds,
+                   [[maybe_unused]] const Tensor& own) {
+    return start(c, "all-gather", t, ON_NCCL([&](Links& l) { nccl_all_gather(l, t, bounds, own); }),
+                 ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) {
+                     if (own) { transfer(l, x.data + bounds[l.rank] * size_of(x.dtype), own.data, bytes_of(own)); }
+                     gloo_all_gather(l, x, bounds, tag);
+                 }));
 }
 
 void wait(const Communicator& c, const WorkPtr& work) {
@@ -748,7 +567,7 @@ void wait(const Communicator& c, const WorkPtr& work) {
     lock.unlock();
     if (auto f = std::exchange(work->behind, nullptr)) { f(); }
 }
-void run_behind(const Communicator& c, const WorkPtr& work, const std::function<void()>& f) {
+void run_behind([[maybe_unused]] const Communicator& c, const WorkPtr& work, const std::function<void()>& f) {
     if (!work) { return f(); }  // META
 #ifdef WITH_NCCL
     if (Links& l = *c.links; l.nccl) {
@@ -758,7 +577,6 @@ void run_behind(const Communicator& c, const WorkPtr& work, const std::function<
         return;
     }
 #endif
-    (void)c;
     work->behind = f;
 }
 
@@ -781,82 +599,64 @@ std::string why_not(const std::string& backend, Device device, int n) {
     return "";
 }
 
-static std::string choose_backend(const std::string& want, Device device, const Communicator& me) {
-    std::string why = why_not("nccl", device, me.local_world);
-    std::string backend = want == "auto" ? (why.empty() ? "nccl" : "gloo") : want;
-    std::string not_this = why_not(backend, device, me.local_world);
-    if (!not_this.empty()) { fail("backend %s: %s", backend.c_str(), not_this.c_str()); }
-    if (me.rank == 0 && want == "auto" && backend == "gloo") { note("backend auto: took gloo (%s)", why.c_str()); }
-    if (me.rank == 0 && backend == "gloo" && device == CUDA) {
-        note("backend gloo: what is on the GPU passes through pinned host memory");
-    }
-    return backend;
+static std::string choose_backend(const std::string& want, Device device, int local_world) {
+    if (want != "auto") { return want; }
+    const std::string why = why_not("nccl", device, local_world);
+    if (!why.empty()) { note("backend auto: took gloo (%s)", why.c_str()); }
+    return why.empty() ? "nccl" : "gloo";
 }
 
-// Of the job, the same for all its ranks, and of no other: where the launcher names it so, else by the ranks' parent.
-static std::string folder_of(const Identity& me) {
-    std::string folder = environment_text(RENDEZVOUS), job = me.job;
-    for (char& c : job) { c = isalnum((unsigned char)c) || c == '-' ? c : '.'; }
-    if (folder.empty()) {
-        if (job.empty()) {
-            std::ifstream file("/proc/" + std::to_string(getppid()) + "/stat");
-            std::string stat{std::istreambuf_iterator<char>(file), {}}, start;
-            std::istringstream fields(stat.substr(std::min(stat.rfind(')') + 1, stat.size())));
-            for (int i = 0; i < 20; i++) { fields >> start; }  // when it started: process numbers come again
-            job = std::to_string(getppid()) + "." + start;
-        }
-        folder = std::filesystem::temp_directory_path().string();
-    } else if (access(folder.c_str(), W_OK | X_OK) != 0) {
-        usage_error("environment variable %s: got '%s', takes a folder that all ranks can write to", RENDEZVOUS,
-                    folder.c_str());
+// Of the job, the same for all its ranks, and of no other: by its launcher, the ranks' parent, unless the environment
+// says where it is made.
+static std::string folder_of_job() {
+    const char *where = getenv(RENDEZVOUS), *restart = getenv("TORCHELASTIC_RESTART_COUNT");
+    std::string job, start;
+    if (!where) {
+        std::ifstream file("/proc/" + std::to_string(getppid()) + "/stat");
+        const std::string stat{std::istreambuf_iterator<char>(file), {}};
+        std::istringstream fields(stat.substr(std::min(stat.rfind(')') + 1, stat.size())));
+        for (int i = 0; i < 20; i++) { fields >> start; }  // when it started: process numbers come again
+        job = strprintf("-%d.%s.%s", (int)getppid(), start.c_str(), restart ? restart : "");
     }
-    folder += "/cs336-" + std::to_string(getuid()) + "-" + job;
+    const std::string above = where ? where : std::filesystem::temp_directory_path().string(),
+                      folder = above + "/cs336-" + std::to_string(getuid()) + job;
     struct stat s;
     if ((mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) || lstat(folder.c_str(), &s) != 0 ||
         !S_ISDIR(s.st_mode) || s.st_uid != getuid() || (s.st_mode & 077) != 0) {
-        fail("%s: cannot be the ranks' folder, which only its owner may enter", folder.c_str());
+        fail("%s: cannot be the ranks' folder, which only its owner may enter; %s names the one above", folder.c_str(),
+             RENDEZVOUS);
     }
     return folder;
 }
 
-// Every rank says where it runs, and knows by that which of them share its machine.
-static void meet(Communicator& c, double timeout_s) {
-    const Links& l = *c.links;
-    std::ifstream file("/proc/sys/kernel/random/boot_id");
-    std::string here;
-    std::getline(file, here);
-    put(l, strprintf("rank.%d", c.rank), here);
-    c.local_world = 0;
-    for (int r = 0; r < c.world; r++) {
-        const std::string late = strprintf("rank %d of %d did not come to %s (all ranks need one folder: %s)", r,
-                                           c.world, l.folder.c_str(), RENDEZVOUS);
-        const bool same = get(l, strprintf("rank.%d", r), timeout_s, late) == here;
-        c.local_world += same, c.local_rank += same && r < c.rank;
-    }
-}
-
-static void connect_ranks(Communicator& c, const Identity& me, const Options& o) {
-    c.rank = me.rank, c.world = me.world;
+static void connect_ranks(Communicator& c, const Options& o) {
     c.links = std::make_shared<Links>();
     Links& l = *c.links;
-    l.rank = c.rank, l.world = c.world, l.timeout_s = o.timeout, l.folder = folder_of(me);
-    if (access((l.folder + "/rank." + std::to_string(c.rank)).c_str(), F_OK) == 0) {
+    l.rank = c.rank, l.world = c.world, l.timeout_s = o.timeout, l.folder = folder_of_job();
+    if (access(strprintf("%s/0.%d", l.folder.c_str(), c.rank).c_str(), F_OK) == 0) {
         fail("%s: an earlier job had this name, and its files are still there, or two ranks have one number",
              l.folder.c_str());
     }
     folder_of_ranks = l.folder;
-    meet(c, 0.8 * o.timeout);
-    l.watchdog = std::thread([&l] { watch(l); });
+    std::ifstream file("/proc/sys/kernel/random/boot_id");
+    std::string here;
+    std::getline(file, here);
+    const std::vector<std::string> machines = gather_text(c, here, 0.8 * o.timeout);
+    c.local_world = (int)std::count(machines.begin(), machines.end(), here);
+    const int local_rank = (int)std::count(machines.begin(), machines.begin() + c.rank, here);
 
-    int gpus = cuda_devices(), gpu = gpus > 0 ? c.local_rank % gpus : 0;
-    std::string device = c.rank == 0 ? name_of(choose_device(o.device, gpu)) : "";
-    context.device = choose_device(gather_text(c, device)[0], gpu);
-    c.backend = choose_backend(o.backend, context.device, c);
-    std::vector<std::string> works =
-        gather_text(c, strprintf("%s over %s", name_of(context.device), c.backend.c_str()));
-    for (int r = 0; r < c.world; r++) {
-        if (works[r] == works[0]) { continue; }
-        fail("rank %d works on %s, but rank 0 on %s", r, works[r].c_str(), works[0].c_str());
+    const int gpus = cuda_devices(), gpu = gpus > 0 ? local_rank % gpus : 0;
+    if (c.rank == 0) {
+        context.device = choose_device(o.device, gpu);
+        c.backend = choose_backend(o.backend, context.device, c.local_world);
+    }
+    const std::string device = gather_text(c, name_of(context.device))[0];
+    c.backend = gather_text(c, c.backend)[0];
+    if (c.rank > 0) { context.device = choose_device(device, gpu); }
+    const std::string why = why_not(c.backend, context.device, c.local_world);
+    if (!why.empty()) { fail("backend %s: %s", c.backend.c_str(), why.c_str()); }
+    if (c.rank == 0 && c.backend == "gloo" && context.device == CUDA) {
+        note("backend gloo: what is on the GPU passes through pinned host memory");
     }
 #ifdef __CUDACC__
     if (context.device == CUDA) {
@@ -873,6 +673,7 @@ static void connect_ranks(Communicator& c, const Identity& me, const Options& o)
 #ifdef HAVE_GLOO
     if (c.backend == "gloo") { connect_gloo(c); }
 #endif
+    l.watchdog = std::thread([&l] { watch(l); });
     l.barrier_token = zeros({1}, F32, WORKSPACE);
     barrier(c);
 }
@@ -901,39 +702,31 @@ static void disconnect_ranks(Communicator& c) {
     }
     if (l.pinned) { CUDA_CHECK(cudaFreeHost(l.pinned)); }
 #endif
-    put(l, strprintf("done.%d", c.rank), "");
-    if (c.rank > 0) { return; }
-    for (int r = 0; r < c.world; r++) { get(l, strprintf("done.%d", r), l.timeout_s, "a rank did not end"); }
+    // Rank 0 is the last, since the others have yet to read from the folder.
+    if (c.rank > 0) { return save_file(strprintf("%s/done.%d", l.folder.c_str(), c.rank), ""); }
+    for (int r = 1; r < c.world; r++) {
+        while (access(strprintf("%s/done.%d", l.folder.c_str(), r).c_str(), F_OK) != 0) { usleep(1000); }
+    }
     remove_folder_of_ranks();
 }
 
 int run_ranks(const Options& o, const std::function<void(const Communicator&)>& body) {
-    if (!is_rank()) {
-        int n = o.nproc;
-        Device device = o.device == "cuda" || (o.device == "auto" && cuda_devices() > 0) ? CUDA : CPU;
-        std::string why = why_not(o.backend == "auto" ? "gloo" : o.backend, device, n);
-        if (o.backend == "auto" && why_not("nccl", device, n).empty()) { why = ""; }
-        if (!why.empty()) {
-            fail("%d ranks, device %s, backend %s: %s", n, o.device.c_str(), o.backend.c_str(), why.c_str());
-        }
-        return launch_ranks(n, o.command_line, o.timeout);
-    }
-    Identity me;
+    if (!is_rank()) { return launch_ranks(o.nproc, o.command_line, o.timeout); }
     Communicator c;  // outside, since a failure ends the process while its threads still run
     try {
-        identity_from_environment(&me);
-        if (o.has("nproc") && o.nproc != me.world) {
-            usage_error("--nproc: got %d, but the launcher has started %d ranks", o.nproc, me.world);
+        identity_from_environment(&c.rank, &c.world);
+        if (o.has("nproc") && o.nproc != c.world) {
+            usage_error("--nproc: got %d, but the launcher has started %d ranks", o.nproc, c.world);
         }
-        connect_ranks(c, me, o);
-        if (me.rank == 0) { progress("%s: %d ranks connected, getting ready", o.command.c_str(), me.world); }
+        connect_ranks(c, o);
+        if (c.rank == 0) { progress("%s: %d ranks connected, getting ready", o.command.c_str(), c.world); }
         body(c);
         disconnect_ranks(c);
         return 0;
     } catch (const LostTouch& lost) {
         usleep((useconds_t)(1e6 * std::min(1.0, 0.2 * o.timeout)));  // if a rank is gone, its launcher says which
-        give_up(me.rank, 1, lost.what());
+        give_up(c.rank, 1, lost.what());
     } catch (const Failure& failure) {
-        give_up(me.rank, failure.exit_code, failure.what());
-    } catch (const std::exception& e) { give_up(me.rank, 1, e.what()); }
+        give_up(c.rank, failure.exit_code, failure.what());
+    } catch (const std::exception& e) { give_up(c.rank, 1, e.what()); }
 }

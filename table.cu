@@ -91,10 +91,7 @@ void print(const Table& table) {
 }
 
 void answer(const char* part, const char* format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    const std::string text = one_line(vstrprintf(format, arguments));
-    va_end(arguments);
+    const std::string text = one_line(FORMATTED(format));
     const bool plain = context.csv || (!printed_to && isatty(STDOUT_FILENO));  // nobody renders a terminal's Markdown
     const std::string letter = *part ? strprintf(plain ? "(%s) " : "**(%s)** ", part) : "";
     write_block((context.csv ? "# " : "") + letter + text + "\n");

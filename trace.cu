@@ -8,7 +8,6 @@
 #include <unordered_map>
 
 #include <cxxabi.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #ifdef __CUDACC__
@@ -65,19 +64,15 @@ static std::string cupti_text(CUptiResult result, const char* call) {
 
 // In which range each launch and copy was made. CUPTI's own way, external ids, costs more than twice as much: these ids
 // come in records of their own, beside a record for each API call.
-struct Launch {
-    uint32_t correlation;
-    int range;
-};
 static CUpti_SubscriberHandle launch_subscriber;
 static std::mutex launch_mutex;
-static std::vector<Launch> launches;
+static std::vector<std::pair<uint32_t, int>> launches;  // correlation, range
 
 static void CUPTIAPI note_launch(void*, CUpti_CallbackDomain, CUpti_CallbackId, const void* call) {
     auto info = (const CUpti_CallbackData*)call;
     if (info->callbackSite != CUPTI_API_ENTER) { return; }
     std::lock_guard<std::mutex> lock(launch_mutex);
-    launches.push_back({info->correlationId, innermost_traced});
+    launches.emplace_back(info->correlationId, innermost_traced);
 }
 // A call of the runtime ends in a call of the driver, so the driver's are enough.
 static CUptiResult watch_launches() {
@@ -104,13 +99,10 @@ static const char* kernel_name(const char* mangled) {
     return found->second.c_str();
 }
 static const char* copy_name(int kind) {
-    static const char* const names[] = {"", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH"};
-    static const std::vector<std::string> all = [] {
-        std::vector<std::string> texts;
-        for (const char* name : names) { texts.push_back(strprintf("[CUDA memcpy %s]", name)); }
-        return texts;
-    }();
-    return all[kind > 0 && kind < (int)all.size() ? kind : 0].c_str();
+    return kind == CUPTI_ACTIVITY_MEMCPY_KIND_HTOD   ? "[CUDA memcpy HtoD]"
+           : kind == CUPTI_ACTIVITY_MEMCPY_KIND_DTOH ? "[CUDA memcpy DtoH]"
+           : kind == CUPTI_ACTIVITY_MEMCPY_KIND_DTOD ? "[CUDA memcpy DtoD]"
+                                                     : "[CUDA memcpy]";
 }
 // What is read here lies alike in all three types of records. They are packed: nothing may refer to their fields.
 template <class R>
@@ -202,8 +194,7 @@ static void stop_cupti() {
     int64_t behind = epoch_ns() - (int64_t)cupti_now;
     std::scoped_lock lock(cupti_mutex, launch_mutex);
     if (!cupti_error.empty()) { fail("%s", cupti_error.c_str()); }
-    std::unordered_map<uint32_t, int> range_of;
-    for (const Launch& l : launches) { range_of[l.correlation] = l.range; }
+    const std::unordered_map<uint32_t, int> range_of(launches.begin(), launches.end());
     for (TracedWork& w : cupti_work) {
         auto launch = range_of.find(w.correlation);
         if (launch != range_of.end()) { w.range = in_this_trace(launch->second); }
@@ -216,23 +207,18 @@ static void stop_cupti() {
 }
 #else
 static std::string start_cupti() {
-    std::string why = "this build has no CUPTI";
-    cuda_devices(&why);
-    return why;
+    std::string why;
+    return cuda_devices(&why) > 0 ? "this build has no CUPTI" : why;
 }
 static void stop_cupti() {}
 #endif
 
 static int begin_traced(const char* name, int recorded_in) {
-    static thread_local const int thread = (int)syscall(SYS_gettid);
-    {
-        std::lock_guard<std::mutex> lock(trace_mutex);
-        TracedRange r{name, in_this_trace(innermost_traced), in_this_trace(recorded_in), thread, epoch_ns(), 0};
-        if (!tracing) { return -1; }
-        trace.ranges.push_back(r);
-        innermost_traced = first_range + (int)trace.ranges.size() - 1;
-    }
-    return innermost_traced;
+    static thread_local const int thread = (int)gettid();
+    std::lock_guard<std::mutex> lock(trace_mutex);
+    if (!tracing) { return -1; }
+    trace.ranges.push_back({name, in_this_trace(innermost_traced), in_this_trace(recorded_in), thread, epoch_ns(), 0});
+    return innermost_traced = first_range + (int)trace.ranges.size() - 1;
 }
 static void end_traced(int range) {
     std::lock_guard<std::mutex> lock(trace_mutex);

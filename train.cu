@@ -409,7 +409,7 @@ int cmd_train(const Options& typed) {
         {7, 9, 8, 13, 8, 9}};
     int signal = 0;
     {
-        EndSignals first_is_a_wish(true);
+        EndSignals first_is_a_wish("\ncs336: finishing the step, and what --save writes; once more ends at once\n");
         take_steps(t, text, o, rows);
         zero_gradients(t.model), t.model.kept = nullptr;  // room, on a GPU that the run has filled
         if (!o.save.empty()) { save_checkpoint(t, o); }   // before all that takes time

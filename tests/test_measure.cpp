@@ -56,13 +56,12 @@ TEST_CASE("measure: names") {
     CHECK(std::string(name_of(INPUTS)) == "inputs");
     for (Mode m : {EAGER, FUSED}) { CHECK(mode_from(name_of(m)) == m); }
     for (Precision p : {FP32, TF32, PREC_BF16, PREC_FP16, PREC_PURE_BF16}) { CHECK(precision_from(name_of(p)) == p); }
-    CHECK(failure_of([] { mode_from("lazy"); }) == "1: mode 'lazy': expected eager, fused or flash");
+    CHECK(failure_of([] { mode_from("lazy"); }) == "1: mode 'lazy': expected eager, fused, flash");
     CHECK(has(failure_of([] { precision_from("FP32"); }), "1: precision 'FP32'"));
 }
 
 TEST_CASE("measure: choosing a device") {
     CHECK(choose_device("cpu") == CPU);
-    CHECK(failure_of([] { choose_device("gpu"); }) == "1: device 'gpu': expected auto, cpu or cuda");
     if (cuda_devices() == 0) {
         CHECK(choose_device("auto") == CPU);
         CHECK(has(failure_of([] { choose_device("cuda"); }), "1: device cuda: there is none ("));
@@ -427,29 +426,13 @@ TEST_CASE("measure: child: prints a lot" * doctest::skip()) {
     fflush(stdout);
 }
 
-TEST_CASE("measure: child: says why and exits with 4" * doctest::skip()) {
-    fprintf(stderr, "not this line\nbecause of this\n");
-    _exit(4);
-}
-
-TEST_CASE("measure: a watched child says on stderr why it failed") {
-    int watched = 0;
-    auto run = [&](const char* name) {
-        return run_ourselves({"--no-skip", std::string("--test-case=") + name}, [&] { watched++; });
-    };
-    CHECK(has(run("measure: child: prints a lot"), "line 99998\nline 99999\n"));
-    CHECK(failure_of([&] { run("measure: child: says why and exits with 4"); }) == "1: because of this");
-    CHECK(has(failure_of([&] { run("measure: child: exits with 3"); }), "exited with 3"));
-    CHECK(watched >= 3);
-    CHECK(waitpid(-1, nullptr, WNOHANG) == -1);  // no child is left
-}
-
 TEST_CASE("measure: run_ourselves returns the output, or fails with the child") {
     CHECK(has(run_case("measure: child: prints a lot"), "line 0\nline 1\n"));
     CHECK(has(run_case("measure: child: prints a lot"), "line 99998\nline 99999\n"));
     CHECK(failure_of([] { run_case("measure: child: exits with 3"); }) ==
           "1: cs336 --no-skip --test-case=measure: child: exits with 3: exited with 3");
     CHECK(has(failure_of([] { run_case("measure: child: is killed"); }), "killed by signal 9 (Killed)"));
+    CHECK(waitpid(-1, nullptr, WNOHANG) == -1);  // no child is left
 }
 
 TEST_CASE("measure: child: is killed while it writes" * doctest::skip()) {
@@ -508,7 +491,6 @@ TEST_CASE("measure: a file keeps its mode, and is written behind its links") {
 TEST_CASE("measure: what cannot be written is said, and trying leaves nothing") {
     Folder folder;
     std::string path = folder / "file";
-    CHECK(temporary_name(path) != temporary_name(path));  // nobody can guess it
     replace_file(path, nullptr);
     CHECK(folder.files().empty());
     CHECK(failure_of([&] { replace_file(folder / std::string(250, 'x'), nullptr); }) ==

@@ -268,22 +268,6 @@ TEST_CASE("profile: a trace file is JSON whose slices nest") {
     CHECK_THROWS_AS(write_trace("/no/such/folder/trace.json", {trace}, ""), Failure);
 }
 
-TEST_CASE("profile: the files of ranks become one") {
-    if (!have_python()) { return; }
-    Folder folder;
-    Trace trace = made_up_trace();
-    for (const char* rank : {"0", "1"}) {
-        setenv("RANK", rank, 1);
-        write_trace(folder / rank, {trace}, std::string("of rank ") + rank);
-    }
-    unsetenv("RANK");
-    merge_traces(folder / "both", {folder / "0", folder / "1"});
-    std::string text = python(check_trace, folder / "both");
-    CHECK(has(text, "10 22 4 "));
-    CHECK(has(text, R"("caption": "of rank 0")"));
-    CHECK_THROWS_AS(merge_traces(folder / "both", {folder / "0", folder / "2"}), Failure);
-}
-
 TEST_CASE("profile: --trace of a command") {
     if (!have_python()) { return; }
     Folder folder;
