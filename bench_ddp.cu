@@ -147,7 +147,8 @@ static void run_group(const Options& o, const char* backend, int n, std::vector<
 }
 static void run_as_rank(const Communicator& c, const Options& o) {
     std::vector<AllReduceRun> runs;
-    for (double mb : o.sizes_mb) {
+    const std::vector<double> handouts = {1, 10, 100, 1000}, quick = {1, 10};
+    for (double mb : o.quick ? quick : handouts) {
         runs.push_back({c.backend == "nccl", context.device, c.world, mb});
         if (fits_everywhere(c, bytes_of(mb))) {
             runs.back().ms = time_all_reduce(c, (int64_t)(mb * 1e6 / sizeof(float)), o.warmup[0], o.steps);
@@ -163,12 +164,8 @@ static void run_as_rank(const Communicator& c, const Options& o) {
 int cmd_distributed_communication_single_node(const Options& asked) {
     Options o = asked;
     if (o.quick) {
-        by_quick(o, "sizes_mb", &Options::sizes_mb, {1, 10});
         by_quick(o, "warmup", &Options::warmup, {1});
         by_quick(o, "steps", &Options::steps, 3);
-    }
-    for (double mb : o.sizes_mb) {
-        if (mb * 1e6 < sizeof(float)) { usage_error("--sizes_mb: got %g, takes 4e-06 or more: one number", mb); }
     }
     if (const char* backend = getenv(GROUP)) { o.backend = backend, o.device = o.backend == "gloo" ? "cpu" : "cuda"; }
     if (is_rank() || o.has("nproc") || o.backend != "auto") {  // one group
@@ -393,8 +390,6 @@ int cmd_ddp_overlap_bucketed(const Options& o) { return check_strategy(o, BUCKET
 //   | forward | backward          | exposed | optimizer |      compute stream
 //             |   [all-reduce][all-reduce]  |                  communication stream: hidden, as far as under backward
 
-DType reduced_as(const Options& o) { return o.reduce_dtype == "bf16" ? BF16 : F32; }
-
 void by_quick_model(Options& o) {
     if (!o.quick || o.has("size")) { return; }
     by_quick(o, "d_model", &Options::d_model, 128), by_quick(o, "d_ff", &Options::d_ff, 512);
@@ -412,21 +407,17 @@ ModelConfig choose_step(Options& o, const Communicator& c) {
     const std::vector<ModelConfig> configs = configs_of(o);
     context.precision = precisions_of(o)[0];
     context.mode = modes_of(o, configs, {context.precision})[0];
-    if (reduced_as(o) == BF16 && context.precision != PREC_BF16) {
-        usage_error("--reduce_dtype bf16 takes --precision bf16, got %s", name_of(context.precision));
-    }
     return configs[0];
 }
 std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c) {
     const std::string cards = context.device == CUDA ? strprintf("%d x ", std::min(c.world, cuda_devices())) : "";
     return strprintf(
-        "%s; %s, backend %s; size %s (d_model %d, %s), precision %s, mode %s%s; %s per rank, context "
+        "%s; %s, backend %s; size %s (d_model %d, %s), precision %s, mode %s; %s per rank, context "
         "length: %d, AdamW; %d warmup, %d step; %s%s",
         o.command.c_str(), ranks(c.world).c_str(), c.backend.c_str(), m.name.c_str(), m.d_model,
         counted(std::to_string(m.num_layers), "layer").c_str(), name_of(context.precision),
-        caption_of(context.mode).c_str(), reduced_as(o) == BF16 ? ", gradients reduced in bf16" : "",
-        counted(std::to_string(o.batch_size), "sequence").c_str(), o.context_length, o.warmup[0], o.steps,
-        cards.c_str(), origin(o).c_str());
+        caption_of(context.mode).c_str(), counted(std::to_string(o.batch_size), "sequence").c_str(), o.context_length,
+        o.warmup[0], o.steps, cards.c_str(), origin(o).c_str());
 }
 static Batch batch_of(const Options& o, const ModelConfig& m, int rank) {
     return random_batch(o.batch_size, o.context_length, m.vocab_size, o.seed + 1 + rank);
@@ -436,7 +427,7 @@ static size_t step_bytes(const Options& o, const ModelConfig& m, bool plain) {
     return planned_peak([&] {
         Model model = make_model(m);
         if (!plain) { choose_form(model); }
-        make_gradients(model, reduced_as(o));
+        make_gradients(model);
         LossScaler scaler;
         run_phase(STEP, model, batch_of(o, m, 0), scaler);
     });
@@ -734,7 +725,7 @@ static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
         BucketModel line{};
         if (fits) {
             Model model = random_model(config, o.seed);
-            make_gradients(model, reduced_as(o));
+            make_gradients(model);
             make_optimizer_state(model);
             Batch batch = batch_of(o, config, c.rank);
             std::vector<Trace> traces;

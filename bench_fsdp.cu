@@ -101,7 +101,7 @@ static void train_both(WeightsCheck& check, const Communicator& c, const FsdpCas
     context.head_chunk = k.head_chunk;
     Model ours = k.toy ? lay_out_toy() : lay_out_model({"lm", 64, 96, 3, 4, VOCABULARY});
     Model whole = whole_model(ours, seed);
-    auto f = fully_shard(c, ours.parameters, matmul_dtype(), F32);
+    auto f = fully_shard(c, ours.parameters, matmul_dtype());
     place_all(ours, [&](const Parameter& p, const Shape& shape) { return place(*f, p, shape); });
     add_hooks(ours, *f);
     init_weights(*f, seed);
@@ -190,7 +190,7 @@ static std::unique_ptr<WayTrainer> make_trainer(Way way, const Communicator& c, 
     t.way = way;
     t.batch = random_batch(o.batch_size, o.context_length, config.vocab_size, o.seed + 1 + c.rank);
     if (way >= FULLY_SHARDED) {
-        t.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype(), reduced_as(o));
+        t.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype());
         t.model = sharded_model(config, *t.f);
         init_weights(*t.f, o.seed);
         choose_form(*t.f);
@@ -200,7 +200,7 @@ static std::unique_ptr<WayTrainer> make_trainer(Way way, const Communicator& c, 
     t.model = make_model(config);
     init_weights(t.model, o.seed);
     if (plain) { choose_form(t.model), make_optimizer_state(t.model); }
-    make_gradients(t.model, reduced_as(o));
+    make_gradients(t.model);
     t.d = data_parallel(c, plain ? OVERLAPPED : NO_SYNC, 0, t.model.weights, t.model.gradients, t.model.parameters,
                         t.model.slots);
     t.optimizer = {c, ZERO1, {}};
@@ -366,10 +366,6 @@ void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double 
 }
 
 int cmd_fsdp_accounting(const Options& typed) {
-    if (typed.precision[0] == "pure_bf16" && typed.has("reduce_dtype")) {
-        usage_error("--reduce_dtype: got %s, takes another --precision than pure_bf16, whose gradients are bf16",
-                    typed.reduce_dtype.c_str());
-    }
     return run_ranks(typed, [&](const Communicator& c) {
         Options o = typed;
         const ModelConfig config = choose_step(o, c);

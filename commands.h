@@ -53,8 +53,8 @@ struct CheckpointRun {  // a model's step
     size_t predicted = 0, activations = 0, peak = 0, oom = 0;  // bytes; peak: measured; oom: needed, and not there
     Stats ms{};                                                // forward and backward
 };
-// (a), on a small model of o.blocks blocks; fails if a gradient changes.
-std::vector<CheckpointStrategy> run_strategies(const Options& o, int B, int T);
+// (a), on a small model of N blocks; fails if a gradient changes.
+std::vector<CheckpointStrategy> run_strategies(int N, uint64_t seed, int B, int T);
 // (b), of c's step. really: also run, and not only predicted on META.
 std::vector<CheckpointRun> run_sizes(const ModelConfig& c, const Options& o, bool really);
 void answer_strategies(const std::vector<CheckpointStrategy>& all);  // (a); the first: none, the second: each block
@@ -288,29 +288,28 @@ struct Options {
     // What a command does not take stays empty, 0 or false; the rest has main.cu's defaults.
     std::string edition, device, format;
     std::vector<std::string> size, precision, mode;
-    int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, head_size = 0, vocab_size = 0;
+    int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, vocab_size = 0;
     int context_length = 0, batch_size = 0, steps = 0;
     std::vector<int> warmup, context_lengths;
     uint64_t seed = 0;
     bool quick = false;
     int checkpoint = 0, head_chunk = 0;
     std::string trace, out, weights, batch, data, save, load, inputs, impl;
-    bool causal = false, not_causal = false, deterministic = false, recompute = false;
+    bool causal = false, recompute = false;
     double rope_theta = 0, lr = 0;
     int grad_accumulation = 0;
     int sample = 0;
-    std::string reduce_dtype, backend;
+    std::string backend;
     int nproc = 0;
     double timeout = 0;  // seconds
-    std::vector<double> sizes_mb, bucket_size_mb;
+    std::vector<double> bucket_size_mb;
     std::vector<std::string> words;  // of reproduce: problems; empty: all
     // communication_accounting
-    double gpu_gb = 0, tpu_gb = 0, bandwidth_gb = 0, tflops = 0;  // bytes and FLOP by powers of ten, per second
-    int tokens = 0, fsdp = 0, tp = 0, links_fsdp = 0, links_tp = 0;
+    double bandwidth_gb = 0, tflops = 0;  // bytes and FLOP by powers of ten, per second
+    int tokens = 0, fsdp = 0, tp = 0;
     // calcs.cu, with some of those
     int devices = 0;
     double tensor_mb = 0;
-    int blocks = 0;  // of gradient_checkpointing's small model
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -331,7 +330,6 @@ void by_quick_model(Options& o);  // with --quick, where no --size was typed: fo
 // For what several ranks run: one model, in one precision and mode, which the context gets; --quick's defaults.
 ModelConfig choose_step(Options& o, const Communicator& c);
 std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c);
-DType reduced_as(const Options& o);                         // gradients, by --reduce_dtype
 bool fits_everywhere(const Communicator& c, size_t bytes);  // that each rank needs
 
 // A default of --quick's: sets the field, unless its option was typed.

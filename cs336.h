@@ -803,7 +803,7 @@ void plain_weights(Model& model);
 Model random_model(const ModelConfig& c, uint64_t seed);  // made, initialised, its form chosen: for timed runs
 // Allocates an arena for the gradients, in dtype, or where the weights are not float32 in theirs. Without it each
 // gradient lives from its first use to zero_gradients, in the dtype that backward gave.
-void make_gradients(Model& model, DType dtype = F32);
+void make_gradients(Model& model);
 void make_optimizer_state(Model& model);  // m and v, zero, once
 void zero_gradients(const Model& model);  // from here on the first writer overwrites
 // tokens I32 [B,T] -> logits [B,T,V]. With context.checkpoint backward needs the model as it was, at its address.
@@ -1096,9 +1096,8 @@ struct Fsdp {
 };
 // Lays the weights out over the ranks, not set. The shard has weight_dtype(). Where that is fp32, compute_dtype is the
 // one in which weights are sent and computed with, but for unit 0, the embedding, a look-up only, which stays fp32 as
-// under autocast; and reduce_dtype, F32 or BF16, is that of gradients on the wire. Else all are as the shard.
-std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Parameter>& parameters, DType compute_dtype,
-                                  DType reduce_dtype);
+// under autocast. Gradients are as the shard.
+std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Parameter>& parameters, DType compute_dtype);
 Tensor place(Fsdp& f, const Parameter& p, const Shape& shape);  // see Place
 // A Transformer whose weights are f's, which has to outlive it.
 Model sharded_model(const ModelConfig& c, Fsdp& f);

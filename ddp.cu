@@ -184,14 +184,14 @@ static std::vector<int64_t> bounds_of(const Fsdp& f, const FsdpUnit& u) {
     return bounds;
 }
 
-std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Parameter>& parameters, DType compute_dtype,
-                                  DType reduce_dtype) {
+std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Parameter>& parameters,
+                                  DType compute_dtype) {
     check_same_parameters(c, parameters);
     auto made = std::make_unique<Fsdp>();
     Fsdp& f = *made;
     f.c = c, f.parameters = parameters;
     const DType kept = weight_dtype();
-    if (kept != F32) { compute_dtype = reduce_dtype = kept; }
+    if (kept != F32) { compute_dtype = kept; }
     for (const Parameter& p : parameters) {
         if (p.unit < 0) { continue; }
         if (p.unit >= (int)f.units.size()) { f.units.resize(p.unit + 1); }
@@ -211,7 +211,7 @@ std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Param
         f.replicated += u.part;
         int64_t n = c.world * u.part;
         weight_bytes[i % 2] = std::max<int64_t>(weight_bytes[i % 2], n * size_of(dtype_of(i)));
-        gradient_bytes[i % 2] = std::max<int64_t>(gradient_bytes[i % 2], n * size_of(reduce_dtype));
+        gradient_bytes[i % 2] = std::max<int64_t>(gradient_bytes[i % 2], n * size_of(kept));
     }
     int64_t end = f.replicated;
     for (const Parameter& p : parameters) {
@@ -225,7 +225,7 @@ std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Param
         for (size_t i = buffer; i < f.units.size(); i += 2) {
             FsdpUnit& u = f.units[i];
             u.weights = weights, u.gradients = gradients;
-            u.weights.dtype = dtype_of(i), u.gradients.dtype = reduce_dtype;
+            u.weights.dtype = dtype_of(i), u.gradients.dtype = kept;
             u.weights.shape = u.gradients.shape = {c.world * u.part};
         }
     }
@@ -352,7 +352,7 @@ static void start_reduce(Fsdp& f, int i) {
     finish_reduce(f);  // of unit i + 1: backward now writes unit i - 1's gradients over them
     FsdpUnit& u = f.units[i];
     zero_the_rest(u);
-    f.reduces_in_place = f.steps_in_backward || u.gradient || u.gradients.dtype != f.shard.weights.dtype;
+    f.reduces_in_place = f.steps_in_backward || u.gradient;
     if (!f.reduces_in_place) { u.gradient = empty({u.part}, u.gradients.dtype, GRADIENTS); }
     f.reduce = reduce_scatter(f.c, u.gradients, bounds_of(f, u), AVERAGE, f.reduces_in_place ? Tensor() : u.gradient);
     f.reducing = i;

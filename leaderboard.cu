@@ -24,7 +24,7 @@ static std::unique_ptr<LeaderboardTrainer> make_trainer(const Communicator& c, c
     LeaderboardTrainer& t = *made;
     const ModelConfig config = configs_of(o)[0];
     if (c.world > 1) {
-        t.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype(), F32);
+        t.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype());
         t.model = sharded_model(config, *t.f);
         init_weights(*t.f, o.seed);
     } else {

@@ -60,7 +60,7 @@ static const Command COMMANDS[] = {
          "out_folder"},
     {"gradient_checkpointing", "", "3.2.1", 4, 1, "what backward runs again instead of keeping it",
      "bench_checkpoint.cu", cmd_gradient_checkpointing,
-     "size=xl " + MODEL + "context_length=2048 batch_size warmup=2 steps=5 precision=fp32 mode=eager blocks seed"},
+     "size=xl " + MODEL + "context_length=2048 batch_size warmup=2 steps=5 precision=fp32 mode=eager seed"},
     {"pytorch_attention", "1.2.1", "4.1.1", 2, 1, "time and memory of plain attention", "bench_attention.cu",
      cmd_pytorch_attention, "steps=100 trace"},
     {"torch_compile", "1.3", "4.2", 2, 1, "eager against fused kernels", "bench_step.cu", cmd_torch_compile,
@@ -70,38 +70,35 @@ static const Command COMMANDS[] = {
     {"flash_forward", "1.3.2", "4.2.2", 15, 0, "FlashAttention-2, forward", "attention.cu", cmd_flash_forward,
      "seed trace"},
     {"flash_backward", "1.3.2", "4.2.2", 5, 0, "FlashAttention-2, backward", "attention.cu", cmd_flash_backward,
-     "seed deterministic trace"},
+     "seed trace"},
     {"flash_benchmarking", "1.3.2", "4.2.2", 5, 1, "FlashAttention-2 against plain attention", "bench_attention.cu",
      cmd_flash_benchmarking, "trace"},
     {"flash_leaderboard", "1.3.3", "", 0, 1, "one long causal sequence, as fast as it goes", "bench_attention.cu",
-     cmd_flash_leaderboard,
-     "num_heads=16 head_size context_length=16384 precision=bf16 not_causal impl=all deterministic trace"},
+     cmd_flash_leaderboard, "d_model=1024 num_heads=16 context_length=16384 precision=bf16 impl=all trace"},
     {"distributed_communication_single_node", "2.1", "5.1", 5, 2, "all-reduce: sizes, ranks, backends", "bench_ddp.cu",
-     cmd_distributed_communication_single_node, "sizes_mb warmup steps " + RANKS},
+     cmd_distributed_communication_single_node, "warmup steps " + RANKS},
     {"naive_ddp", "2.2", "5.2", 5, 0, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp, CHECK},
     {"naive_ddp_benchmarking", "2.2", "5.2", 3, 2, "what it costs", "bench_ddp.cu", cmd_naive_ddp_benchmarking,
-     DDP + "precision=fp32 reduce_dtype trace"},
+     DDP + "precision=fp32 trace"},
     {"minimal_ddp_flat_benchmarking", "2.3.1", "5.3.1", 2, 2, "one all-reduce for all gradients", "bench_ddp.cu",
-     cmd_minimal_ddp_flat_benchmarking, DDP + "precision=fp32 reduce_dtype trace"},
+     cmd_minimal_ddp_flat_benchmarking, DDP + "precision=fp32 trace"},
     {"ddp_overlap_individual_parameters", "2.3.2", "5.3.2", 5, 0, "communicate while backward runs", "ddp.cu",
      cmd_ddp_overlap_individual_parameters, CHECK},
     {"ddp_overlap_individual_parameters_benchmarking", "2.3.2", "5.3.2", 1, 2, "what it saves", "bench_ddp.cu",
-     cmd_ddp_overlap_individual_parameters_benchmarking, DDP + "precision=fp32 reduce_dtype trace"},
+     cmd_ddp_overlap_individual_parameters_benchmarking, DDP + "precision=fp32 trace"},
     {"ddp_overlap_bucketed", "2.3.3", "", 8, 0, "the same, in buckets", "ddp.cu", cmd_ddp_overlap_bucketed,
      "bucket_size_mb=0.0001,0.0016,0.01 " + CHECK},
     {"ddp_bucketed_benchmarking", "2.3.3", "", 3, 2, "which size of buckets", "bench_ddp.cu",
-     cmd_ddp_bucketed_benchmarking, DDP + "precision=fp32 bucket_size_mb reduce_dtype trace"},
+     cmd_ddp_bucketed_benchmarking, DDP + "precision=fp32 bucket_size_mb trace"},
     {"communication_accounting", "2.4", "", 10, 0, "when communication becomes the limit", "accounting.cu",
-     cmd_communication_accounting,
-     "d_model=16384 d_ff=53248 num_layers=126 tokens=2048 gpu_gb tpu_gb tflops bandwidth_gb fsdp tp links_fsdp "
-     "links_tp"},
+     cmd_communication_accounting, "d_model=16384 d_ff=53248 num_layers=126 tokens=2048 tflops bandwidth_gb fsdp tp"},
     {"optimizer_state_sharding", "3", "6", 15, 0, "AdamW's state split over the ranks", "ddp.cu",
      cmd_optimizer_state_sharding, CHECK},
     {"optimizer_state_sharding_accounting", "3", "6", 5, 2, "its memory and time", "bench_ddp.cu",
      cmd_optimizer_state_sharding_accounting, DDP + "precision=fp32"},
     {"fsdp", "", "7", 15, 0, "the weights sharded, too", "ddp.cu", cmd_fsdp, CHECK},
     {"fsdp_accounting", "", "7", 5, 2, "its memory, and whether its gathers come in time", "bench_fsdp.cu",
-     cmd_fsdp_accounting, DDP + "precision=fp32 reduce_dtype"},
+     cmd_fsdp_accounting, DDP + "precision=fp32"},
     {"alternate_ring_all_reduce", "", "8.1", 1, 0, "all-reduce that sends whole tensors around a ring", "calcs.cu",
      cmd_alternate_ring_all_reduce, "tensor_mb devices bandwidth_gb=450"},
     {"data_parallel_calcs", "", "8.2", 3, 0, "how many devices data parallelism can use", "calcs.cu",
@@ -125,7 +122,7 @@ static const Command COMMANDS[] = {
     {"model", "", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", "train.cu", cmd_model,
      "weights! batch! num_heads! out! rope_theta updates lr precision=fp32 mode=flash"},
     {"attention", "", "", 0, 0, "your q, k, v in, our output and gradients out", "bench_attention.cu", cmd_attention,
-     "inputs! out! causal impl deterministic"},
+     "inputs! out! causal impl"},
     {"reproduce", "", "", 0, 0, "all problems, or those that are named, each into a file of --out", "main.cu",
      cmd_reproduce, "out_folder=notes/output"},
 };
@@ -300,13 +297,9 @@ static const std::vector<OptionRow>& option_table() {
         option("trace", &O::trace, output(), "", "write what ran when, for Perfetto or chrome://tracing"),
         option("out", &O::out, output(), "", "the file to write"),
         option("out_folder", &O::out, folder(), "", "the folder to write to"),
-        option("blocks", &O::blocks, whole(1, 64), "16", "N, blocks of the small model of part (a)"),
         // Attention, and what comes from files
-        option("head_size", &O::head_size, one_of({"16", "32", "64", "80", "128"}), "64", "D"),
-        flag("not_causal", &O::not_causal, "every query sees all keys"),
         flag("causal", &O::causal, "query i sees keys j <= i only"),
         option("impl", &O::impl, one_of(implementations()), "auto", "which implementation of attention runs"),
-        flag("deterministic", &O::deterministic, "give the same bits in every run"),
         option("inputs", &O::inputs, some_file(), "", "safetensors file of q, k, v and perhaps do, [B, H, S, D]"),
         option("weights", &O::weights, some_file(), "", "the state_dict, a safetensors file"),
         option("batch", &O::batch, some_file(), "", "tokens and targets of [B, T], a safetensors file"),
@@ -322,21 +315,15 @@ static const std::vector<OptionRow>& option_table() {
         option("backend", &O::backend, one_of({"auto", "nccl", "gloo"}), "auto",
                "library of the collectives; auto takes nccl where every rank has a GPU"),
         option("timeout", &O::timeout, number(1e5), "60", "seconds that a rank waits for the others"),
-        option("reduce_dtype", &O::reduce_dtype, one_of({"fp32", "bf16"}), "fp32", "gradients are reduced in it"),
-        option("sizes_mb", &O::sizes_mb, number(1e5), "1,10,100,1000", "tensor sizes in MB (1e6 bytes)"),
         option("bucket_size_mb", &O::bucket_size_mb, number(1e5), "1,10,100,1000", "bucket sizes in MB (1e6 bytes)"),
         // The calculations' letters
         option("tokens", &O::tokens, whole(1), "", "B, tokens of the batch (2.4 (b): on a device)"),
         option("devices", &O::devices, whole(2), "8", "N, how many devices share the work"),
         option("tensor_mb", &O::tensor_mb, number(), "1000", "S, the tensor that is reduced, in 1e6 bytes"),
-        option("gpu_gb", &O::gpu_gb, number(), "80", "memory of a GPU in part (a)"),
-        option("tpu_gb", &O::tpu_gb, number(), "95", "memory of a chip in part (b)"),
         option("tflops", &O::tflops, number(), "460", "C, rate of a chip, in 1e12 FLOP/s"),
         option("bandwidth_gb", &O::bandwidth_gb, number(), "180", "W, of a link, or out of a device, in 1e9 bytes/s"),
         option("fsdp", &O::fsdp, whole(1), "16", "X or N_FSDP, chips along the FSDP axis"),
         option("tp", &O::tp, whole(1), "4", "Y or N_TP, chips along the tensor-parallel axis"),
-        option("links_fsdp", &O::links_fsdp, whole(1, 3), "2", "M_X, mesh axes of the FSDP traffic"),
-        option("links_tp", &O::links_tp, whole(1, 3), "1", "M_Y, mesh axes of the tensor-parallel traffic"),
     };
     return table;
 }
@@ -352,8 +339,7 @@ static void add_option(CLI::App& app, const std::string& word, Options& o) {
                                  : key == "updates"       ? "steps"
                                                           : key;
         CLI::Option* added = row.add(app, o, "--" + name, row.help);
-        const bool list = word.compare(end, 1, "*") == 0 || key == "context_lengths" || name == "sizes_mb" ||
-                          name == "bucket_size_mb";
+        const bool list = word.compare(end, 1, "*") == 0 || key == "context_lengths" || name == "bucket_size_mb";
         added->allow_extra_args(false);  // one word each time
         if (list) { added->delimiter(','); }
         if (word.compare(end, 1, "!") == 0) { added->required(); }
@@ -451,7 +437,7 @@ static int run_command(const Command& command, const std::vector<std::string>& w
         printf("%s", help.c_str());
         return 0;
     }
-    context.deterministic = o.deterministic, context.recompute = o.recompute, context.checkpoint = o.checkpoint;
+    context.recompute = o.recompute, context.checkpoint = o.checkpoint;
     context.head_chunk = o.head_chunk, context.csv = o.format == "csv";
     // What measures time is as small as with --quick where there is no GPU, unless its sizes are typed.
     if (command.gpus > 0 && (o.device == "cpu" || cuda_devices() == 0)) { o.quick = true; }

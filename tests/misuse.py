@@ -40,13 +40,13 @@ benchmarking_script --checkpoint quarter                   | --checkpoint: got '
 benchmarking_script --seed -1                              | --seed: got '-1'
 benchmarking_script --trace no/such/x.json                 | --trace: no/such/x.json
 benchmarking_script --trace tests                          | --trace: got 'tests'
-flash_leaderboard --head_size 17                           | --head_size: got '17'
+flash_leaderboard --d_model 1024 --num_heads 3             | --d_model 1024 over --num_heads 3: takes a head size of
+flash_leaderboard --d_model 272 --num_heads 16             | --d_model 272 over --num_heads 16: takes a head size of
 flash_leaderboard --impl none                              | --impl: got 'none'
 naive_ddp --nproc 0                                        | --nproc: got '0'
 naive_ddp --backend mpi                                    | --backend: got 'mpi', takes auto, nccl, gloo
 naive_ddp --timeout nan                                    | --timeout: got 'nan', takes a finite number
 ddp_bucketed_benchmarking --bucket_size_mb inf             | --bucket_size_mb: got 'inf'
-communication_accounting --links_fsdp 4                    | --links_fsdp: got '4', takes a whole number from 1 to 3
 train --data LICENSE --lr 0                                | --lr: got '0'
 train --data LICENSE --num_heads 3                         | not divisible by --num_heads 3
 train --data LICENSE --save LICENSE                        | takes another file than --data
