@@ -120,11 +120,6 @@ const char* name_of(Mode m);
 const char* name_of(Precision p);
 Mode mode_from(const std::string& name);  // names are checked when the command line is read
 Precision precision_from(const std::string& name);
-// The one of `names` that is `word`, whatever its case and with - for _; else usage_error with the nearest.
-std::string full_name(const std::string& word, const std::vector<std::string>& names, const char* kind);
-// "; did you mean NAME?" with the name that begins so or takes the fewest changes to type; "": none is near.
-std::string did_you_mean(const std::string& word, const std::vector<std::string>& names);
-std::string lower_name(const std::string& name);  // in lower case, with _ for -
 
 // What PyTorch, too, keeps globally: default device, autocast, grad mode.
 struct Context {
@@ -665,9 +660,11 @@ FileTensor describe(const Tensor& cpu_tensor);  // for save_safetensors; points 
 // precision.cu: what autocast does
 
 // Runs the handout's ToyModel (fc1 - ReLU - LayerNorm - fc2, cross-entropy) forward and backward on context.device
-// under autocast to bf16 or fp16, and returns each component with the dtype that it was seen to have.
-// benchmarking_mixed_precision (a).
-Table toy_model_dtypes(Precision precision);
+// under autocast to bf16 or fp16, and returns the dtypes that were seen. benchmarking_mixed_precision (a).
+struct ToyDtypes {
+    DType parameters, fc1, layer_norm, logits, loss, gradients;
+};
+ToyDtypes toy_model_dtypes(Precision precision);
 
 // Dynamic loss scaling for fp16 (PyTorch's GradScaler): the loss is multiplied by `scale` so that small gradients do
 // not vanish in fp16; a step whose gradients hold inf or NaN is skipped and the scale halved; after `growth_interval`

@@ -193,40 +193,6 @@ Precision precision_from(const std::string& name) {
     fail("precision '%s': expected fp32, tf32, bf16, fp16 or pure_bf16", name.c_str());
 }
 
-std::string lower_name(const std::string& name) {
-    std::string lower = name;
-    for (char& c : lower) { c = c == '-' ? '_' : (char)tolower((unsigned char)c); }
-    return lower;
-}
-std::string did_you_mean(const std::string& word, const std::vector<std::string>& names) {
-    const std::string typed = lower_name(word);
-    if (typed.size() < 2 || typed.size() > 100) { return ""; }
-    std::string nearest;
-    size_t fewest = std::max<size_t>(typed.size() > 3 ? 2 : 1, typed.size() / 3) + 1;  // so many make another word
-    for (const std::string& name : names) {
-        const std::string lower = lower_name(name);
-        std::vector<size_t> changes(typed.size() + 1);  // letters put in, left out or replaced: Levenshtein's distance
-        std::iota(changes.begin(), changes.end(), 0);
-        for (char c : lower) {
-            size_t above = changes[0]++;
-            for (size_t j = 1; j <= typed.size(); j++) {
-                const size_t replaced = above + (typed[j - 1] != c);
-                above = changes[j];
-                changes[j] = std::min({replaced, changes[j] + 1, changes[j - 1] + 1});
-            }
-        }
-        const size_t n = lower.compare(0, typed.size(), typed) == 0 ? 1 : changes.back();
-        if (n < fewest) { fewest = n, nearest = name; }
-    }
-    return nearest.empty() ? "" : "; did you mean " + nearest + "?";
-}
-std::string full_name(const std::string& word, const std::vector<std::string>& names, const char* kind) {
-    for (const std::string& name : names) {
-        if (lower_name(word) == name) { return name; }
-    }
-    usage_error("%s: no such %s%s", word.empty() ? "''" : word.c_str(), kind, did_you_mean(word, names).c_str());
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Where things run
 
