@@ -95,13 +95,9 @@ int cmd_communication_accounting(const Options& o) {
     t.row("d", "per chip, X free, overlapped", "alpha^2 / (M_X M_Y F)", strprintf("%.1f", per_chip / 4), "tokens");
     t.row("d", "least batch, X free, overlapped", "N times that", strprintf("%.0f", ceil(per_chip / 4 * N)), "tokens");
     double best_X = 0, best = INFINITY;
-    std::set<double> splits;
-    for (double x = 1; x * x <= N; x++) {
-        if (fmod(N, x) == 0) { splits.insert({x, N / x}); }
-    }
-    for (double x : splits) {
+    for (double x = 1; x <= N; x *= 2) {
         const double B = least_batch(o, alpha, x, N / x);
-        if (B == 0) { continue; }
+        if (B == 0 || fmod(N, x) != 0) { continue; }
         if (B < best) { best = B, best_X = x; }
         t.row("d", strprintf("least B, X = %g, Y = %g, in turn", x, N / x), "as in c", strprintf("%.0f", ceil(B)),
               "tokens");

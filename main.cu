@@ -39,7 +39,8 @@ static const std::string TIMED =
 static const std::string RANKS = "nproc backend timeout ";
 static const std::string CHECK = "seed " + RANKS;
 static const std::string DDP =
-    "size=xl " + MODEL + "context_length=512 batch_size=2 warmup steps mode=flash checkpoint seed " + RANKS;
+    "size=xl " + MODEL + "context_length=512 batch_size=2 warmup steps precision=fp32 mode=flash checkpoint seed " +
+    RANKS;
 // The defaults are the 2026 leaderboard's layer and batch, and a device of an H200 node.
 static const std::string CALCS = "tokens=65536 d_model=4096 d_ff=11008 tflops=989 bandwidth_gb=450 ";
 
@@ -48,9 +49,7 @@ static const Command COMMANDS[] = {
      "bench_step.cu", cmd_benchmarking_script,
      TIMED + "warmup*=5 precision*=fp32 mode*=eager,flash checkpoint recompute head_chunk"},
     {"nsys_profile", "1.1.4", "2.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
-     "size*=small,medium,large,xl,2.7B " + MODEL +
-         "context_length*=128,256,512,1024 batch_size warmup=2 steps=5 precision*=fp32 mode*=eager seed "
-         "trace"},
+     TIMED + "context_length*=128,256,512,1024 warmup=2 steps=5 precision*=fp32 mode*=eager"},
     {"mixed_precision_accumulation", "1.1.5", "2.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16",
      "precision.cu", cmd_mixed_precision_accumulation, ""},
     {"benchmarking_mixed_precision", "1.1.5", "2.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost",
@@ -80,26 +79,26 @@ static const Command COMMANDS[] = {
      cmd_distributed_communication_single_node, "warmup steps " + RANKS},
     {"naive_ddp", "2.2", "5.2", 5, 0, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp, CHECK},
     {"naive_ddp_benchmarking", "2.2", "5.2", 3, 2, "what it costs", "bench_ddp.cu", cmd_naive_ddp_benchmarking,
-     DDP + "precision=fp32 trace"},
+     DDP + "trace"},
     {"minimal_ddp_flat_benchmarking", "2.3.1", "5.3.1", 2, 2, "one all-reduce for all gradients", "bench_ddp.cu",
-     cmd_minimal_ddp_flat_benchmarking, DDP + "precision=fp32 trace"},
+     cmd_minimal_ddp_flat_benchmarking, DDP + "trace"},
     {"ddp_overlap_individual_parameters", "2.3.2", "5.3.2", 5, 0, "communicate while backward runs", "ddp.cu",
      cmd_ddp_overlap_individual_parameters, CHECK},
     {"ddp_overlap_individual_parameters_benchmarking", "2.3.2", "5.3.2", 1, 2, "what it saves", "bench_ddp.cu",
-     cmd_ddp_overlap_individual_parameters_benchmarking, DDP + "precision=fp32 trace"},
+     cmd_ddp_overlap_individual_parameters_benchmarking, DDP + "trace"},
     {"ddp_overlap_bucketed", "2.3.3", "", 8, 0, "the same, in buckets", "ddp.cu", cmd_ddp_overlap_bucketed,
      "bucket_size_mb*=0.0001,0.0016,0.01 " + CHECK},
     {"ddp_bucketed_benchmarking", "2.3.3", "", 3, 2, "which size of buckets", "bench_ddp.cu",
-     cmd_ddp_bucketed_benchmarking, DDP + "precision=fp32 bucket_size_mb* trace"},
+     cmd_ddp_bucketed_benchmarking, DDP + "bucket_size_mb* trace"},
     {"communication_accounting", "2.4", "", 10, 0, "when communication becomes the limit", "accounting.cu",
      cmd_communication_accounting, "d_model=16384 d_ff=53248 num_layers=126 tokens=2048 tflops bandwidth_gb fsdp tp"},
     {"optimizer_state_sharding", "3", "6", 15, 0, "AdamW's state split over the ranks", "ddp.cu",
      cmd_optimizer_state_sharding, CHECK},
     {"optimizer_state_sharding_accounting", "3", "6", 5, 2, "its memory and time", "bench_ddp.cu",
-     cmd_optimizer_state_sharding_accounting, DDP + "precision=fp32"},
+     cmd_optimizer_state_sharding_accounting, DDP},
     {"fsdp", "", "7", 15, 0, "the weights sharded, too", "ddp.cu", cmd_fsdp, CHECK},
     {"fsdp_accounting", "", "7", 5, 2, "its memory, and whether its gathers come in time", "bench_fsdp.cu",
-     cmd_fsdp_accounting, DDP + "precision=fp32"},
+     cmd_fsdp_accounting, DDP},
     {"alternate_ring_all_reduce", "", "8.1", 1, 0, "all-reduce that sends whole tensors around a ring", "calcs.cu",
      cmd_alternate_ring_all_reduce, "tensor_mb devices bandwidth_gb=450"},
     {"data_parallel_calcs", "", "8.2", 3, 0, "how many devices data parallelism can use", "calcs.cu",
@@ -175,21 +174,14 @@ static CLI::Validator output() {
 }
 static CLI::Validator checkpointing() {
     auto check = [](std::string& text) -> std::string {
-        for (int named : {CHECKPOINT_FFN, CHECKPOINT_HALF, CHECKPOINT_HALVES, CHECKPOINT_NESTED}) {
-            if (text == name_of_checkpoint(named)) { return text = std::to_string(named), ""; }
+        const size_t digits = std::min(text.find_first_of("0123456789"), text.size());
+        int n = 0;
+        if (!CLI::detail::lexical_cast(text.substr(digits), n) || n > MAX_CHECKPOINT) { n = 0; }
+        for (int c : {n, CHECKPOINT_SOME_FFN + n, CHECKPOINT_SOME_BLOCKS + n, (int)CHECKPOINT_FFN, (int)CHECKPOINT_HALF,
+                      (int)CHECKPOINT_HALVES, (int)CHECKPOINT_NESTED}) {
+            if (text == name_of_checkpoint(c)) { return text = std::to_string(c), ""; }
         }
-        int first = 0, n = 0;  // ffn:N and blocks:N are entries of Checkpointing, plus N
-        std::string digits = text;
-        for (const auto& [kind, entry] :
-             {std::pair("ffn:", CHECKPOINT_SOME_FFN), {"blocks:", CHECKPOINT_SOME_BLOCKS}}) {
-            if (text.compare(0, strlen(kind), kind) == 0) { first = entry, digits = text.substr(strlen(kind)); }
-        }
-        const bool is_number = CLI::detail::lexical_cast(digits, n) && isdigit((unsigned char)digits[0]);
-        if (!is_number || n > MAX_CHECKPOINT || (first && n == 0)) {
-            return "got '" + text +
-                   "', takes a whole number up to 1048576, ffn, ffn:N, blocks:N, half, halves or nested";
-        }
-        return text = std::to_string(first + n), "";
+        return text + " is not a whole number up to 1048576, ffn, ffn:N, blocks:N, half, halves or nested";
     };
     return CLI::Validator(check, "");
 }
@@ -201,7 +193,7 @@ static std::vector<std::string> implementations() {
 
 // Adds those of the options below that the command takes, with its defaults.
 static void add_options(CLI::App& app, const Command& command, Options& o) {
-    std::map<std::string, std::string> words;  // key of an option, what Command::options says behind it
+    std::map<std::string, std::string> words;  // key of an option, the last that Command::options says behind it
     std::istringstream all("edition device format quick " + command.options);
     for (std::string word; all >> word;) {
         const size_t end = std::min(word.find_first_of("!*="), word.size());
@@ -413,8 +405,9 @@ static int cmd_reproduce(const Options& o) {
         const bool of_2026 = o.edition == "2026" && depends_on_edition(c);
         const std::string path = o.out + "/" + id + (of_2026 ? "-2026" : "") + ".md";
         std::string result = "done";
+        note("%s", id.c_str());
         try {
-            save_file(path, run_ourselves(words, [&] { progress("%s", id.c_str()); }));
+            save_file(path, run_ourselves(words));
         } catch (const Failure& failure) { result = std::string("failed: ") + failure.what(), exit_code = 1; }
         table.row(id, path, result);
     }
