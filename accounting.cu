@@ -70,7 +70,6 @@ int cmd_communication_accounting(const Options& o) {
     const double alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB), most_Y = M_Y * F / alpha;
     const double in_turn = least_batch(o, alpha, X, Y), overlapped = Y <= most_Y ? alpha * X / M_X : 0;
     const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
-    if (!std::isnormal(per_chip)) { fail("--tflops or --bandwidth_gb is too large or too small"); }
     Table t{strprintf("communication_accounting: D = d_model %g, F = d_ff %g, L = %g blocks of two Linear layers; GB = "
                       "1e9 bytes, GiB = 2^30; C = %g TFLOP/s, W = %g GB/s, X = %g (FSDP), Y = %g (TP), M_X = %g, M_Y = "
                       "%g; commit %s",

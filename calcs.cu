@@ -48,10 +48,6 @@ std::vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M) {
 static LayerSizes sizes_of(const Options& o) {
     return {(double)o.tokens, (double)o.d_model, (double)o.d_ff, o.tflops * 1e12, o.bandwidth_gb * 1e9};
 }
-static void check_range(double compute_ms, double send_ms, double most) {
-    if (std::isnormal(compute_ms) && std::isfinite(send_ms) && std::isfinite(most)) { return; }
-    fail("--tflops, --bandwidth_gb or --tensor_mb is too large or too small");
-}
 static void print_costs(const Options& o, const std::string& devices, const std::vector<PassCost>& costs) {
     Table table{
         strprintf("%s: y = (f(x W1) * (x W2)) W3, products only, 2 bytes per element; B = %d tokens, D = %d, "
@@ -60,7 +56,6 @@ static void print_costs(const Options& o, const std::string& devices, const std:
                   commit().c_str()),
         {"", "FLOPs per device", "bytes sent per device", "communication ms", "computation ms", "most devices"}};
     for (const PassCost& c : costs) {
-        check_range(1e3 * c.computation, 1e3 * c.communication, c.most);
         table.row(c.what, strprintf("%.0f", c.flops), strprintf("%.0f", c.bytes),
                   strprintf("%.6g", 1e3 * c.communication), strprintf("%.6g", 1e3 * c.computation),
                   strprintf("%.6g", c.most));
@@ -75,7 +70,6 @@ static std::string limit(const PassCost& c) {
 int cmd_alternate_ring_all_reduce(const Options& o) {
     double S = o.tensor_mb * 1e6, W = o.bandwidth_gb * 1e9, N = o.devices;
     double ms = 1e3 * (N - 1) * S / W, usual_ms = 1e3 * 2 * (N - 1) * S / (N * W);
-    check_range(1, ms, ms);
     Table table{strprintf("alternate_ring_all_reduce: S = %g MB per device, N = %g, W = %g GB/s out of each device, GB "
                           "= 1e9 bytes; commit %s",
                           o.tensor_mb, N, o.bandwidth_gb, commit().c_str()),

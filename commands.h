@@ -369,40 +369,22 @@ std::vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M);  /
 // ---------------------------------------------------------------------------------------------------------------------
 // The commands, by file
 
-int cmd_mixed_precision_accumulation(const Options& o);  // precision.cu
-int cmd_pytorch_attention(const Options& o);             // bench_attention.cu
-void torch_compile_attention(const Options& o);          // torch_compile (a): its table and its answer
-int cmd_weighted_sum(const Options& o);
-int cmd_flash_forward(const Options& o);
-int cmd_flash_backward(const Options& o);
-int cmd_flash_benchmarking(const Options& o);
-int cmd_flash_leaderboard(const Options& o);
-int cmd_attention(const Options& o);
-int cmd_info(const Options& o);  // bench_step.cu
-int cmd_benchmarking_script(const Options& o);
-int cmd_benchmarking_mixed_precision(const Options& o);
-int cmd_torch_compile(const Options& o);
-int cmd_nsys_profile(const Options& o);            // profile.cu
-int cmd_memory_profiling(const Options& o);        // memory.cu
-int cmd_gradient_checkpointing(const Options& o);  // bench_checkpoint.cu
-int cmd_model(const Options& o);                   // train.cu
-int cmd_train(const Options& o);
-int cmd_distributed_communication_single_node(const Options& o);  // bench_ddp.cu
-int cmd_naive_ddp(const Options& o);
-int cmd_ddp_overlap_individual_parameters(const Options& o);
-int cmd_ddp_overlap_bucketed(const Options& o);
-int cmd_naive_ddp_benchmarking(const Options& o);
-int cmd_minimal_ddp_flat_benchmarking(const Options& o);
-int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o);
-int cmd_ddp_bucketed_benchmarking(const Options& o);
-int cmd_optimizer_state_sharding(const Options& o);
-int cmd_optimizer_state_sharding_accounting(const Options& o);
-int cmd_fsdp(const Options& o);  // bench_fsdp.cu
-int cmd_fsdp_accounting(const Options& o);
-int cmd_leaderboard(const Options& o);                // leaderboard.cu
-int cmd_communication_accounting(const Options& o);   // accounting.cu
-int cmd_alternate_ring_all_reduce(const Options& o);  // calcs.cu
-int cmd_data_parallel_calcs(const Options& o);
-int cmd_fsdp_calcs(const Options& o);
-int cmd_tp_calcs(const Options& o);
-int cmd_fsdp_tp_calcs(const Options& o);
+using RunCommand = int(const Options& o);
+RunCommand cmd_mixed_precision_accumulation;                                                        // precision.cu
+RunCommand cmd_info, cmd_benchmarking_script, cmd_benchmarking_mixed_precision, cmd_torch_compile;  // bench_step.cu
+RunCommand cmd_nsys_profile;                                                                        // profile.cu
+RunCommand cmd_memory_profiling;                                                                    // memory.cu
+RunCommand cmd_gradient_checkpointing;                                                      // bench_checkpoint.cu
+RunCommand cmd_pytorch_attention, cmd_weighted_sum, cmd_flash_forward, cmd_flash_backward;  // bench_attention.cu
+RunCommand cmd_flash_benchmarking, cmd_flash_leaderboard, cmd_attention;
+void torch_compile_attention(const Options& o);  // torch_compile (a): its table and its answer
+RunCommand cmd_model, cmd_train;                 // train.cu
+RunCommand cmd_distributed_communication_single_node, cmd_naive_ddp, cmd_naive_ddp_benchmarking;  // bench_ddp.cu
+RunCommand cmd_minimal_ddp_flat_benchmarking, cmd_ddp_overlap_individual_parameters;
+RunCommand cmd_ddp_overlap_individual_parameters_benchmarking, cmd_ddp_overlap_bucketed, cmd_ddp_bucketed_benchmarking;
+RunCommand cmd_optimizer_state_sharding, cmd_optimizer_state_sharding_accounting;
+RunCommand cmd_fsdp, cmd_fsdp_accounting;  // bench_fsdp.cu
+RunCommand cmd_leaderboard;                // leaderboard.cu
+RunCommand cmd_communication_accounting;   // accounting.cu
+RunCommand cmd_alternate_ring_all_reduce, cmd_data_parallel_calcs, cmd_fsdp_calcs, cmd_tp_calcs,
+    cmd_fsdp_tp_calcs;  // calcs.cu

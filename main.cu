@@ -26,7 +26,6 @@ struct Command {
     int points;                               // the same in both; 0: none
     int gpus;                                 // that it measures on at full size; 0: it measures no time
     const char* what;
-    const char* file;
     int (*run)(const Options&);
     std::string options;
     bool is_in(const std::string& edition) const { return *(edition == "2025" ? section_2025 : section_2026); }
@@ -46,85 +45,78 @@ static const std::string CALCS = "tokens=65536 d_model=4096 d_ff=11008 tflops=98
 
 static const Command COMMANDS[] = {
     {"benchmarking_script", "1.1.3", "2.1.3", 4, 1, "time forward, backward and the whole step of the Transformer",
-     "bench_step.cu", cmd_benchmarking_script,
-     TIMED + "warmup*=5 precision*=fp32 mode*=eager,flash checkpoint recompute head_chunk"},
-    {"nsys_profile", "1.1.4", "2.1.4", 5, 1, "which kernels a step spends its time in", "profile.cu", cmd_nsys_profile,
+     cmd_benchmarking_script, TIMED + "warmup*=5 precision*=fp32 mode*=eager,flash checkpoint recompute head_chunk"},
+    {"nsys_profile", "1.1.4", "2.1.4", 5, 1, "which kernels a step spends its time in", cmd_nsys_profile,
      TIMED + "context_length*=128,256,512,1024 warmup=2 steps=5 precision*=fp32 mode*=eager"},
     {"mixed_precision_accumulation", "1.1.5", "2.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16",
-     "precision.cu", cmd_mixed_precision_accumulation, ""},
+     cmd_mixed_precision_accumulation, ""},
     {"benchmarking_mixed_precision", "1.1.5", "2.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost",
-     "bench_step.cu", cmd_benchmarking_mixed_precision, TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash"},
-    {"memory_profiling", "1.1.6", "2.1.6", 4, 1, "where a step's memory goes", "memory.cu", cmd_memory_profiling,
+     cmd_benchmarking_mixed_precision, TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash"},
+    {"memory_profiling", "1.1.6", "2.1.6", 4, 1, "where a step's memory goes", cmd_memory_profiling,
      "size*=2.7B " + MODEL +
          "context_length*=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager checkpoint recompute head_chunk "
          "out.folder"},
     {"gradient_checkpointing", "", "3.2.1", 4, 1, "what backward runs again instead of keeping it",
-     "bench_checkpoint.cu", cmd_gradient_checkpointing,
+     cmd_gradient_checkpointing,
      "size=xl " + MODEL + "context_length=2048 batch_size warmup=2 steps=5 precision=fp32 mode=eager seed"},
-    {"pytorch_attention", "1.2.1", "4.1.1", 2, 1, "time and memory of plain attention", "bench_attention.cu",
-     cmd_pytorch_attention, "steps=100 trace"},
-    {"torch_compile", "1.3", "4.2", 2, 1, "eager against fused kernels", "bench_step.cu", cmd_torch_compile,
+    {"pytorch_attention", "1.2.1", "4.1.1", 2, 1, "time and memory of plain attention", cmd_pytorch_attention,
+     "steps=100 trace"},
+    {"torch_compile", "1.3", "4.2", 2, 1, "eager against fused kernels", cmd_torch_compile,
      TIMED + "warmup precision*=fp32"},
-    {"weighted_sum", "1.3.1", "4.2.1", 0, 1, "the first kernel: a weighted sum", "attention.cu", cmd_weighted_sum,
+    {"weighted_sum", "1.3.1", "4.2.1", 0, 1, "the first kernel: a weighted sum", cmd_weighted_sum, "trace"},
+    {"flash_forward", "1.3.2", "4.2.2", 15, 0, "FlashAttention-2, forward", cmd_flash_forward, "seed trace"},
+    {"flash_backward", "1.3.2", "4.2.2", 5, 0, "FlashAttention-2, backward", cmd_flash_backward, "seed trace"},
+    {"flash_benchmarking", "1.3.2", "4.2.2", 5, 1, "FlashAttention-2 against plain attention", cmd_flash_benchmarking,
      "trace"},
-    {"flash_forward", "1.3.2", "4.2.2", 15, 0, "FlashAttention-2, forward", "attention.cu", cmd_flash_forward,
-     "seed trace"},
-    {"flash_backward", "1.3.2", "4.2.2", 5, 0, "FlashAttention-2, backward", "attention.cu", cmd_flash_backward,
-     "seed trace"},
-    {"flash_benchmarking", "1.3.2", "4.2.2", 5, 1, "FlashAttention-2 against plain attention", "bench_attention.cu",
-     cmd_flash_benchmarking, "trace"},
-    {"flash_leaderboard", "1.3.3", "", 0, 1, "one long causal sequence, as fast as it goes", "bench_attention.cu",
-     cmd_flash_leaderboard, "d_model=1024 num_heads=16 context_length=16384 precision=bf16 impl=all trace"},
-    {"distributed_communication_single_node", "2.1", "5.1", 5, 2, "all-reduce: sizes, ranks, backends", "bench_ddp.cu",
+    {"flash_leaderboard", "1.3.3", "", 0, 1, "one long causal sequence, as fast as it goes", cmd_flash_leaderboard,
+     "d_model=1024 num_heads=16 context_length=16384 precision=bf16 impl=all trace"},
+    {"distributed_communication_single_node", "2.1", "5.1", 5, 2, "all-reduce: sizes, ranks, backends",
      cmd_distributed_communication_single_node, "warmup steps " + RANKS},
-    {"naive_ddp", "2.2", "5.2", 5, 0, "an all-reduce for each parameter", "ddp.cu", cmd_naive_ddp, CHECK},
-    {"naive_ddp_benchmarking", "2.2", "5.2", 3, 2, "what it costs", "bench_ddp.cu", cmd_naive_ddp_benchmarking,
-     DDP + "trace"},
-    {"minimal_ddp_flat_benchmarking", "2.3.1", "5.3.1", 2, 2, "one all-reduce for all gradients", "bench_ddp.cu",
+    {"naive_ddp", "2.2", "5.2", 5, 0, "an all-reduce for each parameter", cmd_naive_ddp, CHECK},
+    {"naive_ddp_benchmarking", "2.2", "5.2", 3, 2, "what it costs", cmd_naive_ddp_benchmarking, DDP + "trace"},
+    {"minimal_ddp_flat_benchmarking", "2.3.1", "5.3.1", 2, 2, "one all-reduce for all gradients",
      cmd_minimal_ddp_flat_benchmarking, DDP + "trace"},
-    {"ddp_overlap_individual_parameters", "2.3.2", "5.3.2", 5, 0, "communicate while backward runs", "ddp.cu",
+    {"ddp_overlap_individual_parameters", "2.3.2", "5.3.2", 5, 0, "communicate while backward runs",
      cmd_ddp_overlap_individual_parameters, CHECK},
-    {"ddp_overlap_individual_parameters_benchmarking", "2.3.2", "5.3.2", 1, 2, "what it saves", "bench_ddp.cu",
+    {"ddp_overlap_individual_parameters_benchmarking", "2.3.2", "5.3.2", 1, 2, "what it saves",
      cmd_ddp_overlap_individual_parameters_benchmarking, DDP + "trace"},
-    {"ddp_overlap_bucketed", "2.3.3", "", 8, 0, "the same, in buckets", "ddp.cu", cmd_ddp_overlap_bucketed,
+    {"ddp_overlap_bucketed", "2.3.3", "", 8, 0, "the same, in buckets", cmd_ddp_overlap_bucketed,
      "bucket_size_mb*=0.0001,0.0016,0.01 " + CHECK},
-    {"ddp_bucketed_benchmarking", "2.3.3", "", 3, 2, "which size of buckets", "bench_ddp.cu",
-     cmd_ddp_bucketed_benchmarking, DDP + "bucket_size_mb* trace"},
-    {"communication_accounting", "2.4", "", 10, 0, "when communication becomes the limit", "accounting.cu",
-     cmd_communication_accounting, "d_model=16384 d_ff=53248 num_layers=126 tokens=2048 tflops bandwidth_gb fsdp tp"},
-    {"optimizer_state_sharding", "3", "6", 15, 0, "AdamW's state split over the ranks", "ddp.cu",
-     cmd_optimizer_state_sharding, CHECK},
-    {"optimizer_state_sharding_accounting", "3", "6", 5, 2, "its memory and time", "bench_ddp.cu",
+    {"ddp_bucketed_benchmarking", "2.3.3", "", 3, 2, "which size of buckets", cmd_ddp_bucketed_benchmarking,
+     DDP + "bucket_size_mb* trace"},
+    {"communication_accounting", "2.4", "", 10, 0, "when communication becomes the limit", cmd_communication_accounting,
+     "d_model=16384 d_ff=53248 num_layers=126 tokens=2048 tflops bandwidth_gb fsdp tp"},
+    {"optimizer_state_sharding", "3", "6", 15, 0, "AdamW's state split over the ranks", cmd_optimizer_state_sharding,
+     CHECK},
+    {"optimizer_state_sharding_accounting", "3", "6", 5, 2, "its memory and time",
      cmd_optimizer_state_sharding_accounting, DDP},
-    {"fsdp", "", "7", 15, 0, "the weights sharded, too", "ddp.cu", cmd_fsdp, CHECK},
-    {"fsdp_accounting", "", "7", 5, 2, "its memory, and whether its gathers come in time", "bench_fsdp.cu",
-     cmd_fsdp_accounting, DDP},
-    {"alternate_ring_all_reduce", "", "8.1", 1, 0, "all-reduce that sends whole tensors around a ring", "calcs.cu",
+    {"fsdp", "", "7", 15, 0, "the weights sharded, too", cmd_fsdp, CHECK},
+    {"fsdp_accounting", "", "7", 5, 2, "its memory, and whether its gathers come in time", cmd_fsdp_accounting, DDP},
+    {"alternate_ring_all_reduce", "", "8.1", 1, 0, "all-reduce that sends whole tensors around a ring",
      cmd_alternate_ring_all_reduce, "tensor_mb devices bandwidth_gb=450"},
-    {"data_parallel_calcs", "", "8.2", 3, 0, "how many devices data parallelism can use", "calcs.cu",
-     cmd_data_parallel_calcs, CALCS + "devices"},
-    {"fsdp_calcs", "", "8.3", 3, 0, "how many devices FSDP can use", "calcs.cu", cmd_fsdp_calcs, CALCS + "devices"},
-    {"tp_calcs", "", "8.4", 4, 0, "how many devices tensor parallelism can use", "calcs.cu", cmd_tp_calcs,
+    {"data_parallel_calcs", "", "8.2", 3, 0, "how many devices data parallelism can use", cmd_data_parallel_calcs,
      CALCS + "devices"},
-    {"fsdp_tp_calcs", "", "8.5", 6, 0, "how many devices both together can use", "calcs.cu", cmd_fsdp_tp_calcs,
+    {"fsdp_calcs", "", "8.3", 3, 0, "how many devices FSDP can use", cmd_fsdp_calcs, CALCS + "devices"},
+    {"tp_calcs", "", "8.4", 4, 0, "how many devices tensor parallelism can use", cmd_tp_calcs, CALCS + "devices"},
+    {"fsdp_tp_calcs", "", "8.5", 6, 0, "how many devices both together can use", cmd_fsdp_tp_calcs,
      CALCS + "fsdp=4 tp=2"},
     {"leaderboard", "", "9", 10, 1, "a training step of an 8.1B model, all in bf16, as fast as it goes",
-     "leaderboard.cu", cmd_leaderboard,
+     cmd_leaderboard,
      "size=8B " + MODEL +
          "context_length=32768 batch_size=2 warmup=3 steps=8 precision=pure_bf16 mode=flash "
          "head_chunk=2048 checkpoint recompute grad_accumulation seed " +
          RANKS},
-    {"list", "", "", 0, 0, "every problem: sections, points, file, whether it runs here", "main.cu", cmd_list, ""},
-    {"info", "", "", 0, 0, "the device, its libraries, its measured rates", "bench_step.cu", cmd_info, ""},
-    {"train", "", "", 0, 0, "train on the bytes of a text, then continue it", "train.cu", cmd_train,
+    {"list", "", "", 0, 0, "every problem: sections, points, whether it runs here", cmd_list, ""},
+    {"info", "", "", 0, 0, "the device, its libraries, its measured rates", cmd_info, ""},
+    {"train", "", "", 0, 0, "train on the bytes of a text, then continue it", cmd_train,
      "data! d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 lr precision=fp32 "
      "mode=flash seed save load sample trace"},
-    {"model", "", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", "train.cu", cmd_model,
+    {"model", "", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", cmd_model,
      "weights! batch! num_heads! out! rope_theta steps= lr precision=fp32 mode=flash"},
-    {"attention", "", "", 0, 0, "your q, k, v in, our output and gradients out", "bench_attention.cu", cmd_attention,
+    {"attention", "", "", 0, 0, "your q, k, v in, our output and gradients out", cmd_attention,
      "inputs! out! causal impl"},
-    {"reproduce", "", "", 0, 0, "all problems, or those that are named, each into a file of --out", "main.cu",
-     cmd_reproduce, "out.folder=notes/output"},
+    {"reproduce", "", "", 0, 0, "all problems, or those that are named, each into a file of --out", cmd_reproduce,
+     "out.folder=notes/output"},
 };
 
 // What 2026's handout sets otherwise. Its xl is another model, too: configs_of.
@@ -156,8 +148,8 @@ static CLI::Validator whole(int least, int most = 1 << 20) { return CLI::Range(l
 static CLI::Validator number(double most = FLT_MAX) {  // CLI11's ranges take NaN
     auto check = [=](std::string& text) {
         double value = NAN;
-        const bool fits = CLI::detail::lexical_cast(text, value) && value > 0 && value <= most;
-        return fits ? "" : strprintf("Value %s not in range above 0 to %g", text.c_str(), most);
+        const bool fits = CLI::detail::lexical_cast(text, value) && value >= FLT_MIN && value <= most;
+        return fits ? "" : strprintf("Value %s not in range %g to %g", text.c_str(), FLT_MIN, most);
     };
     return CLI::Validator(check, "");
 }
@@ -376,11 +368,11 @@ static int cmd_list(const Options&) {
     const bool nccl = why_not("nccl", CUDA, 2).empty();
     Table table{"2025, 2026: that handout's section; commit " + commit() +
                     "; `cs336 <problem> --help` shows a problem's options",
-                {"problem", "2025", "2026", "points", "file", "runs here"}};
+                {"problem", "2025", "2026", "points", "runs here"}};
     for (const Command& c : COMMANDS) {
         const bool small = c.gpus > gpus || (c.gpus == 2 && !nccl);
         table.row(c.id, c.is_problem() ? c.section_2025 : "tool", c.is_problem() ? c.section_2026 : "tool",
-                  c.points ? std::to_string(c.points) : "", c.file,
+                  c.points ? std::to_string(c.points) : "",
                   small ? strprintf("smaller: no %s", gpus == 0 ? "GPU" : "two GPUs") : "yes");
     }
     print(table);

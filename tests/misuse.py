@@ -43,9 +43,9 @@ flash_leaderboard --d_model 272 --num_heads 16             | --d_model 272 over 
 flash_leaderboard --impl none                              | --impl: none not in {all,auto,
 naive_ddp --nproc 0                                        | --nproc: Value 0 not in range
 naive_ddp --backend mpi                                    | --backend: mpi not in {auto,nccl,gloo}
-naive_ddp --timeout nan                                    | --timeout: Value nan not in range above 0 to 100000
+naive_ddp --timeout nan                                    | --timeout: Value nan not in range 1.17549e-38 to 100000
 ddp_bucketed_benchmarking --bucket_size_mb inf             | --bucket_size_mb: Value inf not in range
-train --data LICENSE --lr 0                                | --lr: Value 0 not in range above 0
+train --data LICENSE --lr 0                                | --lr: Value 0 not in range
 train --data LICENSE --num_heads 3                         | not divisible by --num_heads 3
 train --data no/such/file                                  | --data: File does not exist: no/such/file
 train --data LICENSE --save LICENSE                        | takes another file than --data

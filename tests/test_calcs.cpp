@@ -538,13 +538,20 @@ TEST_CASE("calcs: wrong options") {
         for (const std::string value : {"0", "-1", "nan", "inf"}) {
             CHECK(run_cs336({"data_parallel_calcs", option, value}).exit_code == 2);
         }
-        CHECK(run_cs336({"data_parallel_calcs", option, "1e308"}).exit_code != 0);
-        Run r = run_cs336({"fsdp_tp_calcs", option, "1e-308", "--tokens", "1048576", "--d_ff", "1048576"});
-        CHECK(r.exit_code == 1);
-        CHECK_MESSAGE(has(r.err, ": --tflops, --bandwidth_gb or --tensor_mb is too large or too small\n"), r.err);
-        CHECK(r.out == "");
+        for (const std::string value : {"1e308", "1e-308"}) {  // beyond a float: a product could be beyond a double
+            Run r = run_cs336({"fsdp_tp_calcs", option, value});
+            CHECK(r.exit_code == 2);
+            CHECK_MESSAGE(has(r.err, option + ": Value " + value + " not in range"), r.err);
+            CHECK(r.out == "");
+        }
+        for (const std::string value : {"3.4e38", "1.2e-38"}) {
+            const std::string out =
+                run_cs336({"fsdp_tp_calcs", option, value, "--tokens", "1048576", "--d_ff", "1048576"}).out;
+            CHECK(out != "");
+            CHECK_MESSAGE(!has(out, "inf "), out);
+            CHECK_MESSAGE(!has(out, "nan"), out);
+        }
     }
-    CHECK(run_cs336({"alternate_ring_all_reduce", "--tensor_mb", "1e308"}).exit_code != 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -599,16 +606,12 @@ TEST_CASE("accounting: table and answers") {
          "Gradient accumulation does not, because each micro-batch gathers the weights again. Activation "
          "checkpointing does not, because it leaves the forward's FLOPs and bytes as they are."});
 }
-TEST_CASE("accounting: where nothing fits, and numbers beyond a double") {
+TEST_CASE("accounting: where nothing fits") {
     Options o = xxl();
     o.tokens = 10828, o.tp = 21;
     check_says(csv_of(cmd_communication_accounting, o),
                {"10828 tokens each\",(16 P + A/2) / (memory - A/2),none", "with 10828 tokens per device, for no N.",
                 "(alpha X / M_X) / (1 - alpha Y / (M_Y F)),none", "No batch is compute bound with X = 16 and Y = 21",
                 "below M_Y F / alpha = 20.8"});
-    Run beyond = run_cs336({"communication_accounting", "--bandwidth_gb", "1e-308"});
-    CHECK(beyond.exit_code == 1);
-    CHECK_MESSAGE(has(beyond.err, "--tflops or --bandwidth_gb is too large"), beyond.err);
-    CHECK(beyond.out == "");
     CHECK(run_cs336({"communication_accounting", "--fsdp", "1048576", "--tp", "1048576"}).exit_code == 0);
 }
