@@ -23,28 +23,26 @@ static double least_batch(const Options& o, double alpha, double X, double Y) {
     double share = alpha * Y / (M_Y * o.d_ff);  // of T_math that TP takes
     return share < 1 ? alpha * X / M_X / (1 - share) : 0;
 }
-static std::string or_none(double x, const char* format) { return x > 0 ? strprintf(format, x) : "none"; }
+// A value of 0: there is none.
+static void row(Table& t, const char* part, const std::string& quantity, const char* formula, double value,
+                int decimals, const std::string& unit) {
+    t.row(part, quantity, formula, value > 0 ? strprintf("%.*f", decimals, value) : "none", unit);
+}
 
 static void memory_accounting(const Options& o, Table& t, double P, double per_token) {
-    auto bytes = [&](const char* quantity, const char* formula, double n) {
-        t.row("a", quantity, formula, strprintf("%.1f", n / GB), strprintf("GB (%.1f GiB)", n / GIB));
-    };
-    t.row("a", "parameters P", "2 D F L", strprintf("%.0f", P), "");
-    bytes("master weights, fp32", "4 P", 4 * P);
-    bytes("with gradients and moments, fp32", "16 P", 16 * P);
-    t.row("a", "saved for backward per token", "2 L (D + F)", strprintf("%.0f", per_token), "bytes");
-    for (double unit : {GB, GIB}) {
-        t.row("a", strprintf("GPUs of %g %s for 16 P", GPU_GB, unit == GB ? "GB" : "GiB"), "16 P / memory",
-              strprintf("%.2f", 16 * P / (GPU_GB * unit)), "");
-    }
+    auto gib = [](double bytes) { return strprintf("GB (%.1f GiB)", bytes / GIB); };
+    row(t, "a", "parameters P", "2 D F L", P, 0, "");
+    row(t, "a", "master weights, fp32", "4 P", 4 * P / GB, 1, gib(4 * P));
+    row(t, "a", "with gradients and moments, fp32", "16 P", 16 * P / GB, 1, gib(16 * P));
+    row(t, "a", "saved for backward per token", "2 L (D + F)", per_token, 0, "bytes");
+    row(t, "a", "GPUs of 80 GB for 16 P", "16 P / memory", 16 * P / (GPU_GB * GB), 2, "");
+    row(t, "a", "GPUs of 80 GiB for 16 P", "16 P / memory", 16 * P / (GPU_GB * GIB), 2, "");
     for (double tokens : {0.0, 1.0 * o.tokens, 4.0 * o.tokens}) {
-        t.row("b", strprintf("N for %g GB, %g tokens each", CHIP_GB, tokens), "(16 P + A/2) / (memory - A/2)",
-              or_none(least_devices(P, per_token * tokens, CHIP_GB * GB), "%.0f"), "devices");
+        row(t, "b", strprintf("N for 95 GB, %g tokens each", tokens), "(16 P + A/2) / (memory - A/2)",
+            least_devices(P, per_token * tokens, CHIP_GB * GB), 0, "devices");
     }
-    t.row("b", strprintf("N for %g GiB, 0 tokens each", CHIP_GB), "the same, in GiB",
-          strprintf("%.0f", least_devices(P, 0, CHIP_GB * GIB)), "devices");
-    t.row("b", "tokens from which no N is enough", "A/2 = memory",
-          strprintf("%.0f", ceil(CHIP_GB * GB / (per_token / 2))), "tokens");
+    row(t, "b", "N for 95 GiB, 0 tokens each", "the same, in GiB", least_devices(P, 0, CHIP_GB * GIB), 0, "devices");
+    row(t, "b", "tokens from which no N is enough", "A/2 = memory", ceil(CHIP_GB * GB / (per_token / 2)), 0, "tokens");
 }
 static void answer_memory(const Options& o, double P, double per_token) {
     double at_tokens = least_devices(P, per_token * o.tokens, CHIP_GB * GB);
@@ -76,30 +74,29 @@ int cmd_communication_accounting(const Options& o) {
                       D, F, L, o.tflops, o.bandwidth_gb, X, Y, M_X, M_Y, commit().c_str()),
             {"part", "quantity", "formula", "value", "unit"}};
     memory_accounting(o, t, P, per_token);
-    t.row("c", "alpha", "C / W", strprintf("%.1f", alpha), "FLOP/byte");
+    row(t, "c", "alpha", "C / W", alpha, 1, "FLOP/byte");
     for (bool turns : {true, false}) {
-        const char* how = turns ? "axes in turn" : "axes overlapped";
+        const std::string how = turns ? "axes in turn" : "axes overlapped";
         const double B = turns ? in_turn : overlapped;
-        t.row("c", strprintf("least batch B, %s", how),
-              turns ? "(alpha X / M_X) / (1 - alpha Y / (M_Y F))" : "alpha X / M_X, if TP's condition holds",
-              or_none(ceil(B), "%.0f"), "tokens");
-        t.row("c", strprintf("per chip, %s", how), "B / (X Y)", or_none(B / N, "%.1f"), "tokens");
-        t.row("c", strprintf("per FSDP shard, %s", how), "B / X", or_none(B / X, "%.1f"), "tokens");
+        row(t, "c", "least batch B, " + how,
+            turns ? "(alpha X / M_X) / (1 - alpha Y / (M_Y F))" : "alpha X / M_X, if TP's condition holds", ceil(B), 0,
+            "tokens");
+        row(t, "c", "per chip, " + how, "B / (X Y)", B / N, 1, "tokens");
+        row(t, "c", "per FSDP shard, " + how, "B / X", B / X, 1, "tokens");
     }
-    t.row("c", "TP is compute bound for Y below", "M_Y F / alpha", strprintf("%.1f", most_Y), "chips");
+    row(t, "c", "TP is compute bound for Y below", "M_Y F / alpha", most_Y, 1, "chips");
     // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of the time.
-    t.row("d", "best X, axes in turn", "2 alpha N / (M_Y F)", strprintf("%.1f", 2 * N / most_Y), "chips");
-    t.row("d", "per chip, X free, in turn", "4 alpha^2 / (M_X M_Y F)", strprintf("%.1f", per_chip), "tokens");
-    t.row("d", "least batch, X free, in turn", "N times that", strprintf("%.0f", ceil(per_chip * N)), "tokens");
-    t.row("d", "per chip, X free, overlapped", "alpha^2 / (M_X M_Y F)", strprintf("%.1f", per_chip / 4), "tokens");
-    t.row("d", "least batch, X free, overlapped", "N times that", strprintf("%.0f", ceil(per_chip / 4 * N)), "tokens");
+    row(t, "d", "best X, axes in turn", "2 alpha N / (M_Y F)", 2 * N / most_Y, 1, "chips");
+    row(t, "d", "per chip, X free, in turn", "4 alpha^2 / (M_X M_Y F)", per_chip, 1, "tokens");
+    row(t, "d", "least batch, X free, in turn", "N times that", ceil(per_chip * N), 0, "tokens");
+    row(t, "d", "per chip, X free, overlapped", "alpha^2 / (M_X M_Y F)", per_chip / 4, 1, "tokens");
+    row(t, "d", "least batch, X free, overlapped", "N times that", ceil(per_chip / 4 * N), 0, "tokens");
     double best_X = 0, best = INFINITY;
     for (double x = 1; x <= N; x *= 2) {
         const double B = least_batch(o, alpha, x, N / x);
         if (B == 0 || fmod(N, x) != 0) { continue; }
         if (B < best) { best = B, best_X = x; }
-        t.row("d", strprintf("least B, X = %g, Y = %g, in turn", x, N / x), "as in c", strprintf("%.0f", ceil(B)),
-              "tokens");
+        row(t, "d", strprintf("least B, X = %g, Y = %g, in turn", x, N / x), "as in c", ceil(B), 0, "tokens");
     }
     print(t);
 

@@ -438,13 +438,13 @@ int cmd_torch_compile(const Options& asked) {
 static void print_toy_model(const ToyDtypes& t, Precision precision) {
     Table table{strprintf("ToyModel under autocast to %s: dtypes as seen, device %s, batch 8, 5 -> 10 -> 3; commit %s",
                           name_of(matmul_dtype(precision)), name_of(context.device), commit().c_str()),
-                {"component", "dtype"}};
-    table.row("model parameters within the autocast context", t.parameters);
-    table.row("output of the first feed-forward layer", t.fc1);
-    table.row("output of the layer norm", t.layer_norm);
-    table.row("predicted logits", t.logits);
-    table.row("loss", t.loss);
-    table.row("gradients", t.gradients);
+                {"component", "dtype"},
+                {{"model parameters within the autocast context", name_of(t.parameters)},
+                 {"output of the first feed-forward layer", name_of(t.fc1)},
+                 {"output of the layer norm", name_of(t.layer_norm)},
+                 {"predicted logits", name_of(t.logits)},
+                 {"loss", name_of(t.loss)},
+                 {"gradients", name_of(t.gradients)}}};
     print(table);
 }
 static void answer_toy_model(const ToyDtypes& half, const ToyDtypes& bf16) {

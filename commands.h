@@ -290,7 +290,7 @@ struct Options {
     std::vector<std::string> size, precision, mode;
     int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, vocab_size = 0;
     int context_length = 0, batch_size = 0, steps = 0;
-    std::vector<int> warmup, context_lengths;
+    std::vector<int> warmup, context_lengths;  // context_length: the first
     uint64_t seed = 0;
     bool quick = false;
     int checkpoint = 0, head_chunk = 0;

@@ -13,12 +13,12 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-static int cmd_list(const Options& o);
-static int cmd_reproduce(const Options& o);
+static RunCommand cmd_list, cmd_reproduce;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The commands, in the handout's order. `options` are keys of the option table below: `key=text` has another default
-// than that table, `key!` has to be given, `key*` takes a list, since the experiment runs all of it.
+// The commands, in the handout's order. `options` are keys of add_options() below: `key=text` has another default than
+// there, `key=` none, `key!` has to be given, `key*` takes a list, since the experiment runs all of it. Of two words
+// with one key the last counts.
 
 struct Command {
     const char* id;
@@ -26,7 +26,7 @@ struct Command {
     int points;                               // the same in both; 0: none
     int gpus;                                 // that it measures on at full size; 0: it measures no time
     const char* what;
-    int (*run)(const Options&);
+    RunCommand* run;
     std::string options;
     bool is_in(const std::string& edition) const { return *(edition == "2025" ? section_2025 : section_2026); }
     bool is_problem() const { return is_in("2025") || is_in("2026"); }
@@ -185,7 +185,7 @@ static std::vector<std::string> implementations() {
 
 // Adds those of the options below that the command takes, with its defaults.
 static void add_options(CLI::App& app, const Command& command, Options& o) {
-    std::map<std::string, std::string> words;  // key of an option, the last that Command::options says behind it
+    std::map<std::string, std::string> words;  // a key, and what Command::options says behind it
     std::istringstream all("edition device format quick " + command.options);
     for (std::string word; all >> word;) {
         const size_t end = std::min(word.find_first_of("!*="), word.size());
@@ -386,7 +386,10 @@ static int cmd_reproduce(const Options& o) {
         if (o.words.empty() && c.is_in(o.edition)) { ids.push_back(c.id); }
     }
     for (const std::string& id : ids) { find_command(id); }  // before the work
-    std::filesystem::create_directories(o.out);
+    std::error_code failed;
+    if (std::filesystem::create_directories(o.out, failed); failed) {
+        usage_error("--out %s: %s", o.out.c_str(), failed.message().c_str());
+    }
     Table table{"reproduce: " + origin(o), {"problem", "file", "result"}};
     int exit_code = 0;
     for (const std::string& id : ids) {
