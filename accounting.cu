@@ -11,6 +11,8 @@
 // activations T_TP = 4 B D / (X W M_Y). B: tokens overall.
 
 static const double GB = 1e9, GIB = 1073741824.0;
+static const double GPU_GB = 80, CHIP_GB = 95;  // the memory of a GPU in (a), of a chip in (b)
+static const double M_X = 2, M_Y = 1;           // mesh axes, so links, of the FSDP and of the TP traffic
 
 // The least N with (16 P + A/2) / N + A/2 < memory; 0: none.
 static double least_devices(double P, double A, double memory) {
@@ -18,93 +20,83 @@ static double least_devices(double P, double A, double memory) {
 }
 // The least B, not rounded, with T_math >= T_FSDP + T_TP; 0: none. alpha = C / W.
 static double least_batch(const Options& o, double alpha, double X, double Y) {
-    double share = alpha * Y / (o.links_tp * (double)o.d_ff);  // of T_math that TP takes
-    return share < 1 ? alpha * X / o.links_fsdp / (1 - share) : 0;
+    double share = alpha * Y / (M_Y * o.d_ff);  // of T_math that TP takes
+    return share < 1 ? alpha * X / M_X / (1 - share) : 0;
 }
-static std::string or_none(double x, const char* format) { return x > 0 ? strprintf(format, x) : "none"; }
+// A value of 0: there is none.
+static void row(Table& t, const char* part, const std::string& quantity, const char* formula, double value,
+                int decimals, const std::string& unit) {
+    t.row(part, quantity, formula, value > 0 ? strprintf("%.*f", decimals, value) : "none", unit);
+}
 
 static void memory_accounting(const Options& o, Table& t, double P, double per_token) {
-    auto bytes = [&](const char* quantity, const char* formula, double n) {
-        t.row("a", quantity, formula, strprintf("%.1f", n / GB), strprintf("GB (%.1f GiB)", n / GIB));
-    };
-    t.row("a", "parameters P", "2 D F L", strprintf("%.0f", P), "");
-    bytes("master weights, fp32", "4 P", 4 * P);
-    bytes("with gradients and moments, fp32", "16 P", 16 * P);
-    t.row("a", "saved for backward per token", "2 L (D + F)", strprintf("%.0f", per_token), "bytes");
-    for (double unit : {GB, GIB}) {
-        t.row("a", strprintf("GPUs of %g %s for 16 P", o.gpu_gb, unit == GB ? "GB" : "GiB"), "16 P / memory",
-              strprintf("%.2f", 16 * P / (o.gpu_gb * unit)), "");
-    }
+    auto gib = [](double bytes) { return strprintf("GB (%.1f GiB)", bytes / GIB); };
+    row(t, "a", "parameters P", "2 D F L", P, 0, "");
+    row(t, "a", "master weights, fp32", "4 P", 4 * P / GB, 1, gib(4 * P));
+    row(t, "a", "with gradients and moments, fp32", "16 P", 16 * P / GB, 1, gib(16 * P));
+    row(t, "a", "saved for backward per token", "2 L (D + F)", per_token, 0, "bytes");
+    row(t, "a", "GPUs of 80 GB for 16 P", "16 P / memory", 16 * P / (GPU_GB * GB), 2, "");
+    row(t, "a", "GPUs of 80 GiB for 16 P", "16 P / memory", 16 * P / (GPU_GB * GIB), 2, "");
     for (double tokens : {0.0, 1.0 * o.tokens, 4.0 * o.tokens}) {
-        t.row("b", strprintf("N for %g GB, %g tokens each", o.tpu_gb, tokens), "(16 P + A/2) / (memory - A/2)",
-              or_none(least_devices(P, per_token * tokens, o.tpu_gb * GB), "%.0f"), "devices");
+        row(t, "b", strprintf("N for 95 GB, %g tokens each", tokens), "(16 P + A/2) / (memory - A/2)",
+            least_devices(P, per_token * tokens, CHIP_GB * GB), 0, "devices");
     }
-    t.row("b", strprintf("N for %g GiB, 0 tokens each", o.tpu_gb), "the same, in GiB",
-          strprintf("%.0f", least_devices(P, 0, o.tpu_gb * GIB)), "devices");
-    t.row("b", "tokens from which no N is enough", "A/2 = memory",
-          strprintf("%.0f", ceil(o.tpu_gb * GB / (per_token / 2))), "tokens");
+    row(t, "b", "N for 95 GiB, 0 tokens each", "the same, in GiB", least_devices(P, 0, CHIP_GB * GIB), 0, "devices");
+    row(t, "b", "tokens from which no N is enough", "A/2 = memory", ceil(CHIP_GB * GB / (per_token / 2)), 0, "tokens");
 }
 static void answer_memory(const Options& o, double P, double per_token) {
-    double at_tokens = least_devices(P, per_token * o.tokens, o.tpu_gb * GB);
+    double at_tokens = least_devices(P, per_token * o.tokens, CHIP_GB * GB);
     answer("a",
            "P = 2 D F L = %.0f parameters take 4 P = %.1f GB (%.1f GiB) in fp32. With their gradients and AdamW's "
            "two moments they take 16 P = %.1f GB (%.1f GiB), the memory of %.0f GPUs of %g GB, or of %.0f if a GB "
            "is taken as 2^30 bytes. Backward saves 2 L (D + F) = %.0f bytes per token in bf16.",
-           P, 4 * P / GB, 4 * P / GIB, 16 * P / GB, 16 * P / GIB, ceil(16 * P / GB / o.gpu_gb), o.gpu_gb,
-           ceil(16 * P / GIB / o.gpu_gb), per_token);
+           P, 4 * P / GB, 4 * P / GIB, 16 * P / GB, 16 * P / GIB, ceil(16 * P / GB / GPU_GB), GPU_GB,
+           ceil(16 * P / GIB / GPU_GB), per_token);
     answer("b",
            "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for backward, and half of A "
            "is sharded over the N devices, like the weights. Without activations that is below %g GB from N = "
            "%.0f devices on; with %d tokens per device, %s. No N is enough from %.0f tokens per device on, "
            "because A/2 alone fills the memory.",
-           o.tpu_gb, least_devices(P, 0, o.tpu_gb * GB), o.tokens,
+           CHIP_GB, least_devices(P, 0, CHIP_GB * GB), o.tokens,
            at_tokens > 0 ? strprintf("from N = %.0f on", at_tokens).c_str() : "for no N",
-           ceil(o.tpu_gb * GB / (per_token / 2)));
+           ceil(CHIP_GB * GB / (per_token / 2)));
 }
 
 int cmd_communication_accounting(const Options& o) {
-    const double D = o.d_model, F = o.d_ff, L = o.num_layers, X = o.fsdp, Y = o.tp, MX = o.links_fsdp, MY = o.links_tp;
+    const double D = o.d_model, F = o.d_ff, L = o.num_layers, X = o.fsdp, Y = o.tp;
     const double P = 2 * D * F * L, per_token = 2 * L * (D + F), N = X * Y;
-    const double alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB), most_Y = MY * F / alpha;
-    const double in_turn = least_batch(o, alpha, X, Y), overlapped = Y <= most_Y ? alpha * X / MX : 0;
-    const double per_chip = 4 * alpha * alpha / (MX * MY * F);
-    if (!std::isnormal(per_chip) || !std::isfinite(P / o.gpu_gb) || !std::isfinite(P / o.tpu_gb)) {
-        fail("--tflops, --bandwidth_gb, --gpu_gb or --tpu_gb is too large or too small");
-    }
+    const double alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB), most_Y = M_Y * F / alpha;
+    const double in_turn = least_batch(o, alpha, X, Y), overlapped = Y <= most_Y ? alpha * X / M_X : 0;
+    const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
     Table t{strprintf("communication_accounting: D = d_model %g, F = d_ff %g, L = %g blocks of two Linear layers; GB = "
                       "1e9 bytes, GiB = 2^30; C = %g TFLOP/s, W = %g GB/s, X = %g (FSDP), Y = %g (TP), M_X = %g, M_Y = "
                       "%g; commit %s",
-                      D, F, L, o.tflops, o.bandwidth_gb, X, Y, MX, MY, commit().c_str()),
+                      D, F, L, o.tflops, o.bandwidth_gb, X, Y, M_X, M_Y, commit().c_str()),
             {"part", "quantity", "formula", "value", "unit"}};
     memory_accounting(o, t, P, per_token);
-    t.row("c", "alpha", "C / W", strprintf("%.1f", alpha), "FLOP/byte");
+    row(t, "c", "alpha", "C / W", alpha, 1, "FLOP/byte");
     for (bool turns : {true, false}) {
-        const char* how = turns ? "axes in turn" : "axes overlapped";
+        const std::string how = turns ? "axes in turn" : "axes overlapped";
         const double B = turns ? in_turn : overlapped;
-        t.row("c", strprintf("least batch B, %s", how),
-              turns ? "(alpha X / M_X) / (1 - alpha Y / (M_Y F))" : "alpha X / M_X, if TP's condition holds",
-              or_none(ceil(B), "%.0f"), "tokens");
-        t.row("c", strprintf("per chip, %s", how), "B / (X Y)", or_none(B / N, "%.1f"), "tokens");
-        t.row("c", strprintf("per FSDP shard, %s", how), "B / X", or_none(B / X, "%.1f"), "tokens");
+        row(t, "c", "least batch B, " + how,
+            turns ? "(alpha X / M_X) / (1 - alpha Y / (M_Y F))" : "alpha X / M_X, if TP's condition holds", ceil(B), 0,
+            "tokens");
+        row(t, "c", "per chip, " + how, "B / (X Y)", B / N, 1, "tokens");
+        row(t, "c", "per FSDP shard, " + how, "B / X", B / X, 1, "tokens");
     }
-    t.row("c", "TP is compute bound for Y below", "M_Y F / alpha", strprintf("%.1f", most_Y), "chips");
+    row(t, "c", "TP is compute bound for Y below", "M_Y F / alpha", most_Y, 1, "chips");
     // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of the time.
-    t.row("d", "best X, axes in turn", "2 alpha N / (M_Y F)", strprintf("%.1f", 2 * N / most_Y), "chips");
-    t.row("d", "per chip, X free, in turn", "4 alpha^2 / (M_X M_Y F)", strprintf("%.1f", per_chip), "tokens");
-    t.row("d", "least batch, X free, in turn", "N times that", strprintf("%.0f", ceil(per_chip * N)), "tokens");
-    t.row("d", "per chip, X free, overlapped", "alpha^2 / (M_X M_Y F)", strprintf("%.1f", per_chip / 4), "tokens");
-    t.row("d", "least batch, X free, overlapped", "N times that", strprintf("%.0f", ceil(per_chip / 4 * N)), "tokens");
+    row(t, "d", "best X, axes in turn", "2 alpha N / (M_Y F)", 2 * N / most_Y, 1, "chips");
+    row(t, "d", "per chip, X free, in turn", "4 alpha^2 / (M_X M_Y F)", per_chip, 1, "tokens");
+    row(t, "d", "least batch, X free, in turn", "N times that", ceil(per_chip * N), 0, "tokens");
+    row(t, "d", "per chip, X free, overlapped", "alpha^2 / (M_X M_Y F)", per_chip / 4, 1, "tokens");
+    row(t, "d", "least batch, X free, overlapped", "N times that", ceil(per_chip / 4 * N), 0, "tokens");
     double best_X = 0, best = INFINITY;
-    std::set<double> splits;
-    for (double x = 1; x * x <= N; x++) {
-        if (fmod(N, x) == 0) { splits.insert({x, N / x}); }
-    }
-    for (double x : splits) {
+    for (double x = 1; x <= N; x *= 2) {
         const double B = least_batch(o, alpha, x, N / x);
-        if (B == 0) { continue; }
+        if (B == 0 || fmod(N, x) != 0) { continue; }
         if (B < best) { best = B, best_X = x; }
-        t.row("d", strprintf("least B, X = %g, Y = %g, in turn", x, N / x), "as in c", strprintf("%.0f", ceil(B)),
-              "tokens");
+        row(t, "d", strprintf("least B, X = %g, Y = %g, in turn", x, N / x), "as in c", ceil(B), 0, "tokens");
     }
     print(t);
 

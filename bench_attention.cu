@@ -458,14 +458,19 @@ void answer_flash_leaderboard(const std::string& impl, const PassTimes& t, doubl
 }
 int cmd_flash_leaderboard(const Options& options) {
     Options o = options;
-    context.device = choose_device(o.device);
     if (o.quick) {
-        by_quick(o, "num_heads", &Options::num_heads, 2);
+        by_quick(o, "d_model", &Options::d_model, 128), by_quick(o, "num_heads", &Options::num_heads, 2);
         by_quick(o, "context_length", &Options::context_length, 512);
-        if (context.device == CPU) { by_quick(o, "precision", &Options::precision, {"fp32"}); }  // it has no other
     }
-    const double warmup = o.quick ? 100 : 1000, budget = o.quick ? 500 : 10000;  // ms
-    const AttentionCase c{1, o.num_heads, o.context_length, o.context_length, o.head_size, !o.not_causal};
+    const int D = o.d_model / o.num_heads;
+    if (o.d_model % o.num_heads != 0 || !flash_head_size(D)) {
+        usage_error("--d_model %d over --num_heads %d: takes a head size of 16, 32, 64, 80 or 128", o.d_model,
+                    o.num_heads);
+    }
+    context.device = choose_device(o.device);
+    if (o.quick && context.device == CPU) { by_quick(o, "precision", &Options::precision, {"fp32"}); }  // its only one
+    const double warmup = o.quick ? 100 : 1000, budget = o.quick ? 500 : 10000;                         // ms
+    const AttentionCase c{1, o.num_heads, o.context_length, o.context_length, D, true};
     const Precision precision = context.precision = precision_from(o.precision[0]);
     const DType dtype = matmul_dtype();
     const AttentionImpl& fastest = require_flash(context.device, dtype, c.D);
@@ -473,15 +478,14 @@ int cmd_flash_leaderboard(const Options& options) {
     const double rate = matmul_rate(precision, o.quick ? 1024 : 8192, 20);
     const FlopUnit unit = unit_of(rate);
     Table table{
-        strprintf("flash_leaderboard: batch 1, %s, D %d, S %d, %s, %s%s; %.2g s of warm-up, %.2g s of runs, "
+        strprintf("flash_leaderboard: batch 1, %s, D %d, S %d, %s, causal; %.2g s of warm-up, %.2g s of runs, "
                   "median; this device multiplies matrices at %.3g %s; %s",
-                  counted(std::to_string(c.H), "head").c_str(), c.D, c.Tq, name_of(precision),
-                  c.causal ? "causal" : "not causal", context.deterministic ? ", deterministic" : "", warmup / 1e3,
+                  counted(std::to_string(c.H), "head").c_str(), c.D, c.Tq, name_of(precision), warmup / 1e3,
                   budget / 1e3, rate * unit.per_tera, unit.name, origin(o).c_str()),
         {"implementation", "forward ms", "backward ms", "forward+backward ms", unit.name, "% of the matmul rate"}};
     std::string best;
     PassTimes best_times;
-    const double flop = 3.5 * (c.causal ? 2 : 4) * c.H * c.Tq * (double)c.Tk * c.D;  // causal: half of S^2
+    const double flop = 3.5 * 2 * c.H * c.Tq * (double)c.Tk * c.D;  // of half of S^2
     for (const AttentionImpl& impl : attention_impls()) {
         const bool asked = o.impl == "all"    ? is_flash(impl)
                            : o.impl == "auto" ? &impl == &fastest
@@ -499,7 +503,7 @@ int cmd_flash_leaderboard(const Options& options) {
     print(table);
     if (best.empty()) { fail("flash_leaderboard: no row fits into memory"); }
     answer_flash_leaderboard(best, best_times, flop / best_times.both.median / 1e9, rate,
-                             c.H == 16 && c.D == 64 && c.Tq == 16384 && c.causal && precision == PREC_BF16);
+                             c.H == 16 && c.D == 64 && c.Tq == 16384 && precision == PREC_BF16);
     return 0;
 }
 

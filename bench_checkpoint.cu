@@ -10,6 +10,8 @@ static ModelConfig tiny_model(int blocks) { return {"tiny", 64, 256, blocks, 4, 
 // ---------------------------------------------------------------------------------------------------------------------
 // (a) The strategies, of N blocks in all
 
+constexpr int BLOCKS = 16;  // N of the small model that runs
+
 static std::vector<CheckpointStrategy> strategies_for(int N) {
     std::vector<CheckpointStrategy> all = {{"none", 0, "1", "N", "O(N)", "0", "O(N)"}};
     for (int k : std::set<int>{1, (int)std::lround(std::sqrt(N)), N}) {
@@ -26,16 +28,16 @@ static int count_blocks(const Trace& trace) {
     return std::count_if(trace.ranges.begin(), trace.ranges.end(),
                          [](const TracedRange& r) { return strcmp(r.name, "layer") == 0 && r.recorded_in < 0; });
 }
-std::vector<CheckpointStrategy> run_strategies(const Options& o, int B, int T) {
+std::vector<CheckpointStrategy> run_strategies(int N, uint64_t seed, int B, int T) {
     RestoreContext restore;
     context.deterministic = context.each_launch = true;  // the same bits each time; no block hides in a CUDA graph
-    const ModelConfig c = tiny_model(o.blocks);
-    Model model = random_model(c, o.seed);
+    const ModelConfig c = tiny_model(N);
+    Model model = random_model(c, seed);
     make_gradients(model);
-    Batch batch = random_batch(B, T, c.vocab_size, o.seed);
+    Batch batch = random_batch(B, T, c.vocab_size, seed);
     LossScaler scaler;
     run_phase(FORWARD_BACKWARD, model, batch, scaler);  // from here on the libraries' own memory is there
-    std::vector<CheckpointStrategy> all = strategies_for(o.blocks);
+    std::vector<CheckpointStrategy> all = strategies_for(N);
     std::vector<float> plain;
     for (CheckpointStrategy& s : all) {
         context.checkpoint = s.checkpoint;
@@ -43,7 +45,7 @@ std::vector<CheckpointStrategy> run_strategies(const Options& o, int B, int T) {
         reset_peak(context.device);
         start_tracing();
         run_phase(FORWARD_BACKWARD, model, batch, scaler);
-        s.again = count_blocks(stop_tracing()) - o.blocks;
+        s.again = count_blocks(stop_tracing()) - N;
         s.peak = memory_use(context.device).peak - before;
         std::vector<float> gradients = to_floats(model.gradients);
         if (plain.empty()) { plain = gradients; }
@@ -74,14 +76,14 @@ void answer_strategies(const std::vector<CheckpointStrategy>& all) {
 }
 static void print_strategies(const Options& o) {
     const int B = 2, T = 64;
-    const ModelConfig c = tiny_model(o.blocks);
-    const std::vector<CheckpointStrategy> all = run_strategies(o, B, T);
+    const ModelConfig c = tiny_model(BLOCKS);
+    const std::vector<CheckpointStrategy> all = run_strategies(BLOCKS, o.seed, B, T);
     Table table{
         strprintf("gradient_checkpointing (a): N = %d blocks, d_model %d, d_ff %d, %d heads, vocabulary %d, "
                   "batch %d, context length %d, precision %s, mode %s; h = ceil(log2 N); inputs: residual "
                   "streams between blocks, %s MiB each; blocks kept: with all residuals; peak: beyond weights "
                   "and gradients, which have the same bits in all rows; %s",
-                  o.blocks, c.d_model, c.d_ff, c.num_heads, c.vocab_size, B, T, name_of(context.precision),
+                  BLOCKS, c.d_model, c.d_ff, c.num_heads, c.vocab_size, B, T, name_of(context.precision),
                   name_of(context.mode), mib(sizeof(float) * B * T * c.d_model, 3).c_str(), origin(o).c_str()),
         {"strategy", "inputs kept", "blocks kept", "memory", "run again", "blocks again", "compute", "peak MiB"}};
     for (const CheckpointStrategy& s : all) {

@@ -142,7 +142,8 @@ static void run_group(const Options& o, const char* backend, int n, std::vector<
 }
 static void run_as_rank(const Communicator& c, const Options& o) {
     std::vector<AllReduceRun> runs;
-    for (double mb : o.sizes_mb) {
+    const std::vector<double> handouts = {1, 10, 100, 1000}, quick = {1, 10};
+    for (double mb : o.quick ? quick : handouts) {
         runs.push_back({c.backend == "nccl", context.device, c.world, mb});
         if (bytes_of(mb) <= room_of_each_rank(c)) {
             runs.back().ms = time_all_reduce(c, (int64_t)(mb * 1e6 / sizeof(float)), o.warmup[0], o.steps);
@@ -158,12 +159,8 @@ static void run_as_rank(const Communicator& c, const Options& o) {
 int cmd_distributed_communication_single_node(const Options& asked) {
     Options o = asked;
     if (o.quick) {
-        by_quick(o, "sizes_mb", &Options::sizes_mb, {1, 10});
         by_quick(o, "warmup", &Options::warmup, {1});
         by_quick(o, "steps", &Options::steps, 3);
-    }
-    for (double mb : o.sizes_mb) {
-        if (mb * 1e6 < sizeof(float)) { usage_error("--sizes_mb: got %g, takes 4e-06 or more: one number", mb); }
     }
     if (const char* backend = getenv(GROUP)) { o.backend = backend, o.device = o.backend == "gloo" ? "cpu" : "cuda"; }
     if (is_rank() || o.has("nproc") || o.backend != "auto") {  // one group
@@ -364,8 +361,6 @@ int cmd_ddp_overlap_bucketed(const Options& o) { return check_strategy(o, BUCKET
 //   | forward | backward          | exposed | optimizer |      compute stream
 //             |   [all-reduce][all-reduce]  |                  communication stream: hidden, as far as under backward
 
-DType reduced_as(const Options& o) { return o.reduce_dtype == "bf16" ? BF16 : F32; }
-
 ModelConfig choose_step(Options& o, const Communicator& c) {
     if (c.backend == "gloo" && context.device == CUDA) { o.quick = true, o.given["quick"] = ""; }  // through the host
     if (o.quick && !o.has("size")) {
@@ -381,21 +376,17 @@ ModelConfig choose_step(Options& o, const Communicator& c) {
     const std::vector<ModelConfig> configs = configs_of(o);
     context.precision = precisions_of(o)[0];
     context.mode = modes_of(o, configs, {context.precision})[0];
-    if (reduced_as(o) == BF16 && context.precision != PREC_BF16) {
-        usage_error("--reduce_dtype bf16 takes --precision bf16, got %s", name_of(context.precision));
-    }
     return configs[0];
 }
 std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c) {
     const std::string cards = context.device == CUDA ? strprintf("%d x ", std::min(c.world, cuda_devices())) : "";
     return strprintf(
-        "%s; %s, backend %s; size %s (d_model %d, %s), precision %s, mode %s%s; %s per rank, context "
+        "%s; %s, backend %s; size %s (d_model %d, %s), precision %s, mode %s; %s per rank, context "
         "length: %d, AdamW; %d warmup, %d step; %s%s",
         o.command.c_str(), ranks(c.world).c_str(), c.backend.c_str(), m.name.c_str(), m.d_model,
         counted(std::to_string(m.num_layers), "layer").c_str(), name_of(context.precision),
-        caption_of(context.mode).c_str(), reduced_as(o) == BF16 ? ", gradients reduced in bf16" : "",
-        counted(std::to_string(o.batch_size), "sequence").c_str(), o.context_length, o.warmup[0], o.steps,
-        cards.c_str(), origin(o).c_str());
+        caption_of(context.mode).c_str(), counted(std::to_string(o.batch_size), "sequence").c_str(), o.context_length,
+        o.warmup[0], o.steps, cards.c_str(), origin(o).c_str());
 }
 Batch batch_of(const Options& o, const ModelConfig& m, int rank) {
     return random_batch(o.batch_size, o.context_length, m.vocab_size, o.seed + 1 + rank);
@@ -468,7 +459,7 @@ static std::vector<StepNumbers> mean_of_ranks(const Communicator& c, const std::
 // step, which is not timed.
 static void measure(const Communicator& c, const Options& o, const ModelConfig& config, DdpRun& run,
                     std::vector<Trace>* traces) {
-    Trainer t = data_parallel_trainer(c, random_model(config, o.seed), run.strategy, run.bucket_mb, reduced_as(o));
+    Trainer t = data_parallel_trainer(c, random_model(config, o.seed), run.strategy, run.bucket_mb);
     const std::vector<Batch> batches = {batch_of(o, config, c.rank)};
     const auto steps = mean_of_ranks(c, timed_steps(t, batches, o, name_of(run.strategy)));
     if (traces) {
@@ -655,7 +646,7 @@ static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
         const ModelConfig config = choose_step(o, c);
         const std::string caption = caption_of(o, config, c);
         auto make = [&](const Communicator& planned) {
-            return data_parallel_trainer(planned, random_model(config, o.seed), OVERLAPPED, 0, reduced_as(o));
+            return data_parallel_trainer(planned, random_model(config, o.seed), OVERLAPPED, 0);
         };
         const size_t needs = steps_peak(c.world, o, make, o.batch_size);
         const bool fits = needs <= room_of_each_rank(c);
@@ -757,7 +748,7 @@ static void run_sharded(const Communicator& c, const Options& o, const ModelConf
         reset_peak(context.device);
     };
     moment("after init");
-    Trainer t = sharded_trainer(c, model, r.sharding, F32);
+    Trainer t = sharded_trainer(c, model, r.sharding);
     train_step(t, batches, [&](StepPart part) {
         if (part == OPTIMIZER_STEP) { moment("before step"); }
     });
@@ -808,7 +799,7 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
         std::vector<ShardingRun> runs = {{UNSHARDED}, {BROADCAST}, {ZERO1}};
         for (ShardingRun& r : runs) {
             auto make = [&](const Communicator& planned) {
-                return sharded_trainer(planned, make_model(config), r.sharding, F32);
+                return sharded_trainer(planned, make_model(config), r.sharding);
             };
             const size_t needs = steps_peak(c.world, o, make, o.batch_size);
             r.oom = needs <= room_of_each_rank(c) ? 0 : needs;

@@ -41,7 +41,7 @@ static void train_both(WeightsCheck& check, const Communicator& c, const FsdpCas
     Trainer ours, whole;
     ours.c = whole.c = c;
     ours.scaler.scale = whole.scaler.scale = 1024;  // a power of two: unscaling is exact
-    ours.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype(), F32);
+    ours.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype());
     ours.model = sharded_model(config, *ours.f), whole.model = make_model(config);
     init_weights(*ours.f, seed), init_weights(whole.model, seed), make_gradients(whole.model);
     ParameterGroup reference = optimizer_of(k), &shard = ours.f->shard;
@@ -111,10 +111,9 @@ static const char* const way_names[] = {"DDP", "sharded optimizer", "FSDP", "FSD
 
 static Trainer make_trainer(Way way, const Communicator& c, const Options& o) {
     const ModelConfig config = configs_of(o)[0];
-    if (way >= FULLY_SHARDED) { return fsdp_trainer(c, config, o.seed, reduced_as(o), way == EARLY_ADAMW); }
+    if (way >= FULLY_SHARDED) { return fsdp_trainer(c, config, o.seed, way == EARLY_ADAMW); }
     Model model = random_model(config, o.seed);
-    return way == PLAIN_DDP ? data_parallel_trainer(c, model, OVERLAPPED, 0, reduced_as(o))
-                            : sharded_trainer(c, model, ZERO1, reduced_as(o));
+    return way == PLAIN_DDP ? data_parallel_trainer(c, model, OVERLAPPED, 0) : sharded_trainer(c, model, ZERO1);
 }
 
 // Of the last step.
@@ -248,10 +247,6 @@ void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double 
 }
 
 int cmd_fsdp_accounting(const Options& typed) {
-    if (typed.precision[0] == "pure_bf16" && typed.has("reduce_dtype")) {
-        usage_error("--reduce_dtype: got %s, takes another --precision than pure_bf16, whose gradients are bf16",
-                    typed.reduce_dtype.c_str());
-    }
     return run_ranks(typed, [&](const Communicator& c) {
         Options o = typed;
         const ModelConfig config = choose_step(o, c);

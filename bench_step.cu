@@ -448,20 +448,31 @@ int cmd_torch_compile(const Options& asked) {
 }
 
 // benchmarking_mixed_precision: (a), (b) the toy model, see precision.cu; (c) times
-static void answer_toy_model(const Table& half, const Table& bf16) {
-    auto dtype = [](const Table& table, int i) { return table.rows[i][1].c_str(); };
+static void print_toy_model(const ToyDtypes& t, Precision precision) {
+    Table table{strprintf("ToyModel under autocast to %s: dtypes as seen, device %s, batch 8, 5 -> 10 -> 3; commit %s",
+                          name_of(matmul_dtype(precision)), name_of(context.device), commit().c_str()),
+                {"component", "dtype"},
+                {{"model parameters within the autocast context", name_of(t.parameters)},
+                 {"output of the first feed-forward layer", name_of(t.fc1)},
+                 {"output of the layer norm", name_of(t.layer_norm)},
+                 {"predicted logits", name_of(t.logits)},
+                 {"loss", name_of(t.loss)},
+                 {"gradients", name_of(t.gradients)}}};
+    print(table);
+}
+static void answer_toy_model(const ToyDtypes& half, const ToyDtypes& bf16) {
     answer("a",
            "Under autocast to %s the parameters are %s, the first layer's output is %s, layer norm's output is %s, the "
            "logits are %s, the loss is %s and the gradients are %s.",
-           dtype(half, 1), dtype(half, 0), dtype(half, 1), dtype(half, 2), dtype(half, 3), dtype(half, 4),
-           dtype(half, 5));
+           name_of(half.fc1), name_of(half.parameters), name_of(half.fc1), name_of(half.layer_norm),
+           name_of(half.logits), name_of(half.loss), name_of(half.gradients));
     answer("b",
            "Layer norm's mean and variance are sensitive: they are sums, of numbers and of squares. In fp16 a square "
            "overflows from 256 on (256 x 256 = 65536, the largest number is 65504), and a small variance vanishes.");
     answer("b",
            "bf16 has fp32's range, which removes that danger, but with 8 significant bits a long sum still loses its "
            "small terms. So autocast treats layer norm alike: its output is %s under float16 and %s under bfloat16.",
-           dtype(half, 2), dtype(bf16, 2));
+           name_of(half.layer_norm), name_of(bf16.layer_norm));
 }
 void answer_mixed_precision(const std::vector<std::vector<StepRun>>& runs) {
     for (size_t p = 1; p < runs.size(); p++) {
@@ -491,9 +502,9 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
     const std::vector<ModelConfig> configs = configs_of(o);
     const std::vector<Precision> precisions = precisions_of(o);
     context.mode = modes_of(o, configs, precisions)[0];
-    const Table half = toy_model_dtypes(PREC_FP16), bf16 = toy_model_dtypes(PREC_BF16);
-    print(half);
-    print(bf16);
+    const ToyDtypes half = toy_model_dtypes(PREC_FP16), bf16 = toy_model_dtypes(PREC_BF16);
+    print_toy_model(half, PREC_FP16);
+    print_toy_model(bf16, PREC_BF16);
     answer_toy_model(half, bf16);
 
     Table table = times_table(

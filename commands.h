@@ -53,8 +53,8 @@ struct CheckpointRun {  // a model's step
     size_t predicted = 0, activations = 0, peak = 0, oom = 0;  // bytes; peak: measured; oom: needed, and not there
     Stats ms{};                                                // forward and backward
 };
-// (a), on a small model of o.blocks blocks; fails if a gradient changes.
-std::vector<CheckpointStrategy> run_strategies(const Options& o, int B, int T);
+// (a), on a small model of N blocks; fails if a gradient changes.
+std::vector<CheckpointStrategy> run_strategies(int N, uint64_t seed, int B, int T);
 // (b), of c's step. really: also run, and not only predicted on META.
 std::vector<CheckpointRun> run_sizes(const ModelConfig& c, const Options& o, bool really);
 void answer_strategies(const std::vector<CheckpointStrategy>& all);  // (a); the first: none, the second: each block
@@ -285,28 +285,27 @@ struct Options {
     // What a command does not take stays empty, 0 or false; the rest has main.cu's defaults.
     std::string edition, device, format;
     std::vector<std::string> size, precision, mode;
-    int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, head_size = 0, vocab_size = 0;
+    int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, vocab_size = 0;
     int context_length = 0, batch_size = 0, steps = 0;
-    std::vector<int> warmup, context_lengths;
+    std::vector<int> warmup, context_lengths;  // context_length: the first
     uint64_t seed = 0;
     bool quick = false;
     int checkpoint = 0;
     std::string trace, out, weights, batch, data, save, load, inputs, impl;
-    bool causal = false, not_causal = false, deterministic = false;
+    bool causal = false;
     double rope_theta = 0, lr = 0;
     int sample = 0;
-    std::string reduce_dtype, backend;
+    std::string backend;
     int nproc = 0;
     double timeout = 0;  // seconds
-    std::vector<double> sizes_mb, bucket_size_mb;
+    std::vector<double> bucket_size_mb;
     std::vector<std::string> words;  // of reproduce: problems; empty: all
     // communication_accounting
-    double gpu_gb = 0, tpu_gb = 0, bandwidth_gb = 0, tflops = 0;  // bytes and FLOP by powers of ten, per second
-    int tokens = 0, fsdp = 0, tp = 0, links_fsdp = 0, links_tp = 0;
+    double bandwidth_gb = 0, tflops = 0;  // bytes and FLOP by powers of ten, per second
+    int tokens = 0, fsdp = 0, tp = 0;
     // calcs.cu, with some of those
     int devices = 0;
     double tensor_mb = 0;
-    int blocks = 0;  // of gradient_checkpointing's small model
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -326,7 +325,6 @@ Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, P
 // For what several ranks run: one model, in one precision and mode, which the context gets; --quick's defaults.
 ModelConfig choose_step(Options& o, const Communicator& c);
 std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c);
-DType reduced_as(const Options& o);               // gradients, by --reduce_dtype
 size_t room_of_each_rank(const Communicator& c);  // bytes, the least of all ranks'
 // What a rank holds at most in two steps, each of `batches` batches of B sequences, predicted on META.
 size_t steps_peak(int world, const Options& o, const std::function<Trainer(const Communicator& planned)>& make, int B,
@@ -389,40 +387,22 @@ std::vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M);  /
 // ---------------------------------------------------------------------------------------------------------------------
 // The commands, by file
 
-int cmd_mixed_precision_accumulation(const Options& o);  // precision.cu
-int cmd_pytorch_attention(const Options& o);             // bench_attention.cu
-void torch_compile_attention(const Options& o);          // torch_compile (a): its table and its answer
-int cmd_weighted_sum(const Options& o);
-int cmd_flash_forward(const Options& o);
-int cmd_flash_backward(const Options& o);
-int cmd_flash_benchmarking(const Options& o);
-int cmd_flash_leaderboard(const Options& o);
-int cmd_attention(const Options& o);
-int cmd_info(const Options& o);  // bench_step.cu
-int cmd_benchmarking_script(const Options& o);
-int cmd_benchmarking_mixed_precision(const Options& o);
-int cmd_torch_compile(const Options& o);
-int cmd_nsys_profile(const Options& o);            // profile.cu
-int cmd_memory_profiling(const Options& o);        // memory.cu
-int cmd_gradient_checkpointing(const Options& o);  // bench_checkpoint.cu
-int cmd_model(const Options& o);                   // train.cu
-int cmd_train(const Options& o);
-int cmd_distributed_communication_single_node(const Options& o);  // bench_ddp.cu
-int cmd_naive_ddp(const Options& o);
-int cmd_ddp_overlap_individual_parameters(const Options& o);
-int cmd_ddp_overlap_bucketed(const Options& o);
-int cmd_naive_ddp_benchmarking(const Options& o);
-int cmd_minimal_ddp_flat_benchmarking(const Options& o);
-int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o);
-int cmd_ddp_bucketed_benchmarking(const Options& o);
-int cmd_optimizer_state_sharding(const Options& o);
-int cmd_optimizer_state_sharding_accounting(const Options& o);
-int cmd_fsdp(const Options& o);  // bench_fsdp.cu
-int cmd_fsdp_accounting(const Options& o);
-int cmd_leaderboard(const Options& o);                // leaderboard.cu
-int cmd_communication_accounting(const Options& o);   // accounting.cu
-int cmd_alternate_ring_all_reduce(const Options& o);  // calcs.cu
-int cmd_data_parallel_calcs(const Options& o);
-int cmd_fsdp_calcs(const Options& o);
-int cmd_tp_calcs(const Options& o);
-int cmd_fsdp_tp_calcs(const Options& o);
+using RunCommand = int(const Options& o);
+RunCommand cmd_mixed_precision_accumulation;                                                        // precision.cu
+RunCommand cmd_info, cmd_benchmarking_script, cmd_benchmarking_mixed_precision, cmd_torch_compile;  // bench_step.cu
+RunCommand cmd_nsys_profile;                                                                        // profile.cu
+RunCommand cmd_memory_profiling;                                                                    // memory.cu
+RunCommand cmd_gradient_checkpointing;                                                      // bench_checkpoint.cu
+RunCommand cmd_pytorch_attention, cmd_weighted_sum, cmd_flash_forward, cmd_flash_backward;  // bench_attention.cu
+RunCommand cmd_flash_benchmarking, cmd_flash_leaderboard, cmd_attention;
+void torch_compile_attention(const Options& o);  // torch_compile (a): its table and its answer
+RunCommand cmd_model, cmd_train;                 // train.cu
+RunCommand cmd_distributed_communication_single_node, cmd_naive_ddp, cmd_naive_ddp_benchmarking;  // bench_ddp.cu
+RunCommand cmd_minimal_ddp_flat_benchmarking, cmd_ddp_overlap_individual_parameters;
+RunCommand cmd_ddp_overlap_individual_parameters_benchmarking, cmd_ddp_overlap_bucketed, cmd_ddp_bucketed_benchmarking;
+RunCommand cmd_optimizer_state_sharding, cmd_optimizer_state_sharding_accounting;
+RunCommand cmd_fsdp, cmd_fsdp_accounting;  // bench_fsdp.cu
+RunCommand cmd_leaderboard;                // leaderboard.cu
+RunCommand cmd_communication_accounting;   // accounting.cu
+RunCommand cmd_alternate_ring_all_reduce, cmd_data_parallel_calcs, cmd_fsdp_calcs, cmd_tp_calcs,
+    cmd_fsdp_tp_calcs;  // calcs.cu

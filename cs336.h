@@ -129,11 +129,6 @@ const char* name_of(Mode m);
 const char* name_of(Precision p);
 Mode mode_from(const std::string& name);  // names are checked when the command line is read
 Precision precision_from(const std::string& name);
-// The one of `names` that is `word`, whatever its case and with - for _; else usage_error with the nearest.
-std::string full_name(const std::string& word, const std::vector<std::string>& names, const char* kind);
-// "; did you mean NAME?" with the name that begins so or takes the fewest changes to type; "": none is near.
-std::string did_you_mean(const std::string& word, const std::vector<std::string>& names);
-std::string lower_name(const std::string& name);  // in lower case, with _ for -
 
 // What PyTorch, too, keeps globally: default device, autocast, grad mode.
 struct Context {
@@ -681,9 +676,11 @@ FileTensor describe(const Tensor& cpu_tensor);  // for save_safetensors; points 
 // precision.cu: what autocast does
 
 // Runs the handout's ToyModel (fc1 - ReLU - LayerNorm - fc2, cross-entropy) forward and backward on context.device
-// under autocast to bf16 or fp16, and returns each component with the dtype that it was seen to have.
-// benchmarking_mixed_precision (a).
-Table toy_model_dtypes(Precision precision);
+// under autocast to bf16 or fp16, and returns the dtypes that were seen. benchmarking_mixed_precision (a).
+struct ToyDtypes {
+    DType parameters, fc1, layer_norm, logits, loss, gradients;
+};
+ToyDtypes toy_model_dtypes(Precision precision);
 
 // Dynamic loss scaling for fp16 (PyTorch's GradScaler): the loss is multiplied by `scale` so that small gradients do
 // not vanish in fp16; a step whose gradients hold inf or NaN is skipped and the scale halved; after `growth_interval`
@@ -819,7 +816,7 @@ void plain_weights(Model& model);
 Model random_model(const ModelConfig& c, uint64_t seed);  // made, initialised, its form chosen: for timed runs
 // Allocates an arena for the gradients, in dtype, or where the weights are not float32 in theirs. Without it each
 // gradient lives from its first use to zero_gradients, in the dtype that backward gave.
-void make_gradients(Model& model, DType dtype = F32);
+void make_gradients(Model& model);
 void make_optimizer_state(Model& model);  // m and v, zero, once
 void zero_gradients(const Model& model);  // from here on the first writer overwrites
 // tokens I32 [B,T] -> logits [B,T,V]. With context.checkpoint backward needs the model as it was, at its address.
@@ -1102,9 +1099,8 @@ struct Fsdp {
 };
 // Lays the weights out over the ranks, not set. The shard has weight_dtype(). Where that is fp32, compute_dtype is the
 // one in which weights are sent and computed with, but for unit 0, the embedding, a look-up only, which stays fp32 as
-// under autocast; and reduce_dtype, F32 or BF16, is that of gradients on the wire. Else all are as the shard.
-std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Parameter>& parameters, DType compute_dtype,
-                                  DType reduce_dtype);
+// under autocast. Gradients are as the shard.
+std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Parameter>& parameters, DType compute_dtype);
 Tensor place(Fsdp& f, const Parameter& p, const Shape& shape);  // see Place
 // A Transformer whose weights are f's, which has to outlive it.
 Model sharded_model(const ModelConfig& c, Fsdp& f);
@@ -1145,11 +1141,9 @@ struct Trainer {
     std::vector<std::pair<StepPart, Mark>> marks;  // where its parts begin; the last, STEP_PARTS, is its end
 };
 // In one process a Trainer needs a model, and for several batches per step its gradients' arena. For several ranks:
-Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy, double bucket_mb,
-                              DType reduce_dtype);
-Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, DType reduce_dtype);
-Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, uint64_t seed, DType reduce_dtype,
-                     bool steps_in_backward = false);
+Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy, double bucket_mb);
+Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding);
+Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, uint64_t seed, bool steps_in_backward = false);
 // A step on this rank's batches, one backward each, of equal sizes; one batch only if `d` averages. The loss is the
 // mean over them. `begins` is called where a part begins. Waits for the device.
 void train_step(

@@ -185,14 +185,14 @@ static std::vector<int64_t> bounds_of(const Fsdp& f, const FsdpUnit& u) {
     return bounds;
 }
 
-std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Parameter>& parameters, DType compute_dtype,
-                                  DType reduce_dtype) {
+std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Parameter>& parameters,
+                                  DType compute_dtype) {
     check_same_parameters(c, parameters);
     auto made = std::make_unique<Fsdp>();
     Fsdp& f = *made;
     f.c = c, f.parameters = parameters;
     const DType kept = weight_dtype();
-    if (kept != F32) { compute_dtype = reduce_dtype = kept; }
+    if (kept != F32) { compute_dtype = kept; }
     for (const Parameter& p : parameters) {
         if (p.unit < 0) { continue; }
         if (p.unit >= (int)f.units.size()) { f.units.resize(p.unit + 1); }
@@ -212,7 +212,7 @@ std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Param
         f.replicated += u.part;
         int64_t n = c.world * u.part;
         weight_bytes[i % 2] = std::max<int64_t>(weight_bytes[i % 2], n * size_of(dtype_of(i)));
-        gradient_bytes[i % 2] = std::max<int64_t>(gradient_bytes[i % 2], n * size_of(reduce_dtype));
+        gradient_bytes[i % 2] = std::max<int64_t>(gradient_bytes[i % 2], n * size_of(kept));
     }
     int64_t end = f.replicated;
     for (const Parameter& p : parameters) {
@@ -226,7 +226,7 @@ std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Param
         for (size_t i = buffer; i < f.units.size(); i += 2) {
             FsdpUnit& u = f.units[i];
             u.weights = weights, u.gradients = gradients;
-            u.weights.dtype = dtype_of(i), u.gradients.dtype = reduce_dtype;
+            u.weights.dtype = dtype_of(i), u.gradients.dtype = kept;
             u.weights.shape = u.gradients.shape = {c.world * u.part};
         }
     }
@@ -342,7 +342,7 @@ static void start_reduce(Fsdp& f, int i) {
     finish_reduce(f);  // of unit i + 1: backward now writes unit i - 1's gradients over them
     FsdpUnit& u = f.units[i];
     zero_the_rest(u);
-    f.reduces_in_place = f.steps_in_backward || u.gradient || u.gradients.dtype != f.shard.weights.dtype;
+    f.reduces_in_place = f.steps_in_backward || u.gradient;
     if (!f.reduces_in_place) { u.gradient = empty({u.part}, u.gradients.dtype, GRADIENTS); }
     f.reduce = reduce_scatter(f.c, u.gradients, bounds_of(f, u), AVERAGE, f.reduces_in_place ? Tensor() : u.gradient);
     f.reducing = i;
@@ -469,27 +469,25 @@ void choose_form(Fsdp& f) {
 // ---------------------------------------------------------------------------------------------------------------------
 // A step of training, in one process or by any of these ways
 
-Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy, double bucket_mb,
-                              DType reduce_dtype) {
+Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy, double bucket_mb) {
     Trainer t;
     t.c = c, t.model = std::move(model);
-    make_gradients(t.model, reduce_dtype);
+    make_gradients(t.model);
     const Model& m = t.model;
     t.d = data_parallel(c, strategy, bucket_mb, m.weights, m.gradients, m.parameters, m.slots);
     return t;
 }
-Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, DType reduce_dtype) {
+Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding) {
     plain_weights(model);
-    Trainer t = data_parallel_trainer(c, std::move(model), sharding == ZERO1 ? NO_SYNC : FLAT, 0, reduce_dtype);
+    Trainer t = data_parallel_trainer(c, std::move(model), sharding == ZERO1 ? NO_SYNC : FLAT, 0);
     t.sharded = {c, sharding, {}};
     add_parameter_group(t.sharded, {t.model.weights, t.model.gradients});
     return t;
 }
-Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, uint64_t seed, DType reduce_dtype,
-                     bool steps_in_backward) {
+Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, uint64_t seed, bool steps_in_backward) {
     Trainer t;
     t.c = c, t.steps_in_backward = steps_in_backward;
-    t.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype(), reduce_dtype);
+    t.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype());
     t.model = sharded_model(config, *t.f);
     init_weights(*t.f, seed);
     choose_form(*t.f);

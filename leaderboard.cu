@@ -15,7 +15,7 @@ static const char* const part_names[STEP_PARTS] = {"forward, blocks", "head and 
 // A step takes its sequences one by one, a backward each.
 static Trainer make_trainer(const Communicator& c, const Options& o) {
     const ModelConfig config = configs_of(o)[0];
-    if (c.world > 1) { return fsdp_trainer(c, config, o.seed, F32); }
+    if (c.world > 1) { return fsdp_trainer(c, config, o.seed); }
     Trainer t;
     t.model = random_model(config, o.seed);
     make_optimizer_state(t.model);

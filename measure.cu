@@ -157,33 +157,6 @@ static E named(const char* kind, const char* const (&names)[N], const std::strin
 Mode mode_from(const std::string& name) { return named<Mode>("mode", MODES, name); }
 Precision precision_from(const std::string& name) { return named<Precision>("precision", PRECISIONS, name); }
 
-std::string lower_name(const std::string& name) {
-    std::string lower = name;
-    for (char& c : lower) { c = c == '-' ? '_' : (char)tolower((unsigned char)c); }
-    return lower;
-}
-std::string did_you_mean(const std::string& word, const std::vector<std::string>& names) {
-    const std::string typed = lower_name(word);
-    std::string nearest;
-    size_t fewest = (typed.size() + 1) * 2 / 5 + 1;  // letters; so many changed make another word
-    for (const std::string& name : names) {
-        const std::string lower = lower_name(name);
-        const size_t longer = std::max(typed.size(), lower.size()), shorter = std::min(typed.size(), lower.size());
-        size_t alike = 0, behind = 0;  // letters at the front, and then at the end
-        while (alike < shorter && typed[alike] == lower[alike]) { alike++; }
-        while (alike + behind < shorter && typed.rbegin()[behind] == lower.rbegin()[behind]) { behind++; }
-        const size_t n = alike == typed.size() ? 1 : longer - alike - behind;
-        if (n < fewest) { fewest = n, nearest = name; }
-    }
-    return nearest.empty() ? "" : "; did you mean " + nearest + "?";
-}
-std::string full_name(const std::string& word, const std::vector<std::string>& names, const char* kind) {
-    for (const std::string& name : names) {
-        if (lower_name(word) == name) { return name; }
-    }
-    usage_error("%s: no such %s%s", word.empty() ? "''" : word.c_str(), kind, did_you_mean(word, names).c_str());
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Where things run
 

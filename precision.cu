@@ -180,7 +180,7 @@ static Tensor toy_cross_entropy(const Tensor& logits16, const Tensor& targets) {
     return mean_all(sub(log(sum_last(exp(z))), pick_last(z, targets)));
 }
 
-Table toy_model_dtypes(Precision precision) {
+ToyDtypes toy_model_dtypes(Precision precision) {
     RestoreContext restore;
     context.precision = precision;
     context.recording = true;
@@ -190,51 +190,24 @@ Table toy_model_dtypes(Precision precision) {
         fill_normal(t, 0, key_of(name), mean, std);
         return require_gradient(t);
     };
-    struct Named {
-        const char* name;
-        Tensor tensor;
-    };
-    const std::vector<Named> parameters = {{"fc1 weight", leaf({hidden, in}, "fc1.weight", 0, 0.4f)},
-                                           {"fc2 weight", leaf({out, hidden}, "fc2.weight", 0, 0.4f)},
-                                           {"ln weight", leaf({hidden}, "ln.weight", 1, 0.1f)},
-                                           {"ln bias", leaf({hidden}, "ln.bias", 0, 0.1f)}};
-    const Tensor &fc1 = parameters[0].tensor, &fc2 = parameters[1].tensor;
+    Tensor fc1 = leaf({hidden, in}, "fc1.weight", 0, 0.4f), fc2 = leaf({out, hidden}, "fc2.weight", 0, 0.4f);
+    Tensor ln_weight = leaf({hidden}, "ln.weight", 1, 0.1f), ln_bias = leaf({hidden}, "ln.bias", 0, 0.1f);
     Tensor x = empty({N, in}, F32, INPUTS);
     fill_normal(x, 0, key_of("x"), 0, 1);
     Tensor targets = from_ints({0, 1, 2, 0, 1, 2, 0, 1}, {N});
 
     Tensor after_fc1 = linear(x, fc1);
-    Tensor after_ln = layer_norm(relu(after_fc1), parameters[2].tensor, parameters[3].tensor, 1e-5f);
+    Tensor after_ln = layer_norm(relu(after_fc1), ln_weight, ln_bias, 1e-5f);
     Tensor logits = linear(after_ln, fc2);
     Tensor loss = toy_cross_entropy(logits, targets);
     backward(loss);
-
-    // One dtype, or all that were seen.
-    auto seen = [&](auto dtype_of) {
-        std::string names;
-        for (const Named& p : parameters) {
-            std::string name = name_of(dtype_of(p.tensor));
-            if (names.find(name) == std::string::npos) { names += (names.empty() ? "" : ", ") + name; }
+    for (const Tensor& p : {fc1, fc2, ln_weight, ln_bias}) {
+        const Tensor& gradient = p.gradient->value;
+        if (!gradient || gradient.dtype != fc1.gradient->value.dtype) {
+            fail("ToyModel: a parameter's gradient differs");
         }
-        return names;
-    };
-    auto gradient_dtype = [](const Tensor& t) {
-        if (!t.gradient->value) { fail("ToyModel: a parameter got no gradient"); }
-        return t.gradient->value.dtype;
-    };
-    Table table{
-        strprintf("ToyModel under autocast to %s: dtypes as seen, device %s, batch %d, %d -> %d -> %d; commit %s",
-                  name_of(matmul_dtype()), name_of(context.device), (int)N, (int)in, (int)hidden, (int)out,
-                  commit().c_str()),
-        {"component", "dtype"}};
-    table.row("model parameters within the autocast context", seen([](const Tensor& t) { return t.dtype; }));
-    table.row("output of the first feed-forward layer", after_fc1.dtype);
-    table.row("output of the layer norm", after_ln.dtype);
-    table.row("predicted logits", logits.dtype);
-    table.row("loss", loss.dtype);
-    table.row("gradients", seen(gradient_dtype));
-    for (const Named& p : parameters) { table.row(p.name, p.tensor.dtype); }
-    return table;
+    }
+    return {fc1.dtype, after_fc1.dtype, after_ln.dtype, logits.dtype, loss.dtype, fc1.gradient->value.dtype};
 }
 
 // --precision pure_bf16 is no autocast: the model itself is bf16. It needs 8 bytes per parameter for weight, gradient

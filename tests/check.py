@@ -415,7 +415,8 @@ def check_model(model, num_heads, rope_theta=10000.0, weights=None, tokens=None,
 
     def ours(weights, steps, precision="fp32"):
         return cs336("model", {"weights": weights, "batch": {"tokens": tokens, "targets": targets}}, "--num_heads", num_heads,
-                     "--rope_theta", rope_theta, "--device", device, "--precision", precision, "--steps", steps, "--lr", LR)
+                     "--rope_theta", rope_theta, "--device", device, "--precision", precision, "--lr", LR,
+                     *(["--steps", steps] if steps else []))
 
     with torch.no_grad(): right = reference(w, tokens, num_heads, rope_theta, layers)
     autocast = torch.autocast(here.type, torch.bfloat16, enabled=precision == "bf16")

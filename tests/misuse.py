@@ -5,50 +5,49 @@ import concurrent.futures, os, subprocess, sys, time
 
 WRONG = """
 nonsense                                                   | no such command
-benchmarking_scrpt                                         | did you mean benchmarking_script?
+benchmarking_scrpt                                         | benchmarking_scrpt: no such command; `cs336 list` names all
 --quick list                                               | --quick: no such command
-list extra                                                 | extra: no such option
-list --nonsense                                            | --nonsense: no such option
-list --formt csv                                           | did you mean --format?
-list --                                                    | --: no such option
-list -x                                                    | -x: no such option
-list --format json                                         | --format: got 'json', takes md, csv
-tp_calcs --steps 3                                         | --steps: no such option
+list extra                                                 | not expected: extra; --help lists the options
+list --nonsense                                            | not expected: --nonsense; --help
+list --formt csv                                           | not expected: csv --formt
+list -x                                                    | not expected: -x
+list --format json                                         | --format: json not in {md,csv}
+tp_calcs --steps 3                                         | not expected: 3 --steps
 train                                                      | --data is required
 model --weights LICENSE --batch LICENSE --num_heads 2      | --out is required
 benchmarking_script --size                                 | --size
-benchmarking_script --size huge                            | --size: got 'huge', takes small, medium
-benchmarking_script --size ''                              | --size: got ''
+benchmarking_script --size huge                            | --size: huge not in {small,medium
+benchmarking_script --size ''                              | --size:  not in {small
 benchmarking_script --size small --d_model 64              | takes one or the other
-benchmarking_script --steps 0                              | --steps: got '0', takes a whole number from 1
-benchmarking_script --steps -1                             | --steps: got '-1'
-benchmarking_script --steps 2.5                            | --steps: got '2.5'
-benchmarking_script --steps 1e3                            | --steps: got '1e3'
-benchmarking_script --steps 0x10                           | --steps: got '0x10'
-benchmarking_script --steps ''                             | --steps: got ''
-benchmarking_script --steps 1,2                            | --steps: got '1,2'
-benchmarking_script --steps 18446744073709551617           | --steps: got '18446744073709551617'
+benchmarking_script --steps 0                              | --steps: Value 0 not in range
+benchmarking_script --steps -1                             | --steps: Value -1 not in range
+benchmarking_script --steps 2.5                            | --steps: Value 2.5 not in range
+benchmarking_script --steps 1e3                            | --steps: Value 1e3 not in range
+benchmarking_script --steps ''                             | --steps: Value  not in range
+benchmarking_script --steps 1,2                            | --steps: Value 1,2 not in range
+benchmarking_script --steps 18446744073709551617           | --steps: Value 18446744073709551617 not in range
 benchmarking_script --steps 1 --steps 2                    | --steps
 benchmarking_script --quick=maybe                          | --quick
-benchmarking_script --precision fp8                        | --precision: got 'fp8', takes fp32, tf32
-benchmarking_script --mode fast                            | --mode: got 'fast', takes eager, fused, flash
-benchmarking_script --device gpu                           | --device: got 'gpu', takes auto, cpu, cuda
-benchmarking_script --edition 2024                         | --edition: got '2024', takes 2025, 2026
+benchmarking_script --precision fp8                        | --precision: fp8 not in {fp32,tf32
+benchmarking_script --mode fast                            | --mode: fast not in {eager,fused,flash}
+benchmarking_script --device gpu                           | --device: gpu not in {auto,cpu,cuda}
+benchmarking_script --edition 2024                         | --edition: 2024 not in {2025,2026}
 benchmarking_script --d_model 63 --num_heads 2             | not divisible by --num_heads 2
 benchmarking_script --d_model 62 --num_heads 2             | --num_heads 2 = 31 is odd
-benchmarking_script --checkpoint quarter                   | --checkpoint: got 'quarter'
-benchmarking_script --seed -1                              | --seed: got '-1'
+benchmarking_script --checkpoint quarter                   | --checkpoint: quarter is not a whole number up to
+benchmarking_script --seed -1                              | --seed: Value -1 not in range
 benchmarking_script --trace no/such/x.json                 | --trace: no/such/x.json
-benchmarking_script --trace tests                          | --trace: got 'tests'
-flash_leaderboard --head_size 17                           | --head_size: got '17'
-flash_leaderboard --impl none                              | --impl: got 'none'
-naive_ddp --nproc 0                                        | --nproc: got '0'
-naive_ddp --backend mpi                                    | --backend: got 'mpi', takes auto, nccl, gloo
-naive_ddp --timeout nan                                    | --timeout: got 'nan', takes a finite number
-ddp_bucketed_benchmarking --bucket_size_mb inf             | --bucket_size_mb: got 'inf'
-communication_accounting --links_fsdp 4                    | --links_fsdp: got '4', takes a whole number from 1 to 3
-train --data LICENSE --lr 0                                | --lr: got '0'
+benchmarking_script --trace tests                          | --trace: tests: cannot be written: expected a regular file
+flash_leaderboard --d_model 1024 --num_heads 3             | --d_model 1024 over --num_heads 3: takes a head size of
+flash_leaderboard --d_model 272 --num_heads 16             | --d_model 272 over --num_heads 16: takes a head size of
+flash_leaderboard --impl none                              | --impl: none not in {all,auto,
+naive_ddp --nproc 0                                        | --nproc: Value 0 not in range
+naive_ddp --backend mpi                                    | --backend: mpi not in {auto,nccl,gloo}
+naive_ddp --timeout nan                                    | --timeout: Value nan not in range 1.17549e-38 to 100000
+ddp_bucketed_benchmarking --bucket_size_mb inf             | --bucket_size_mb: Value inf not in range
+train --data LICENSE --lr 0                                | --lr: Value 0 not in range
 train --data LICENSE --num_heads 3                         | not divisible by --num_heads 3
+train --data no/such/file                                  | --data: File does not exist: no/such/file
 train --data LICENSE --save LICENSE                        | takes another file than --data
 reproduce nonsense                                         | nonsense
 """

@@ -108,12 +108,12 @@ static void check_trainers(const Communicator& c) {
     const int ROWS = 4, T = 16;
     auto plain = [&] { return random_model(config, c.rank); };  // rank 0's weights reach all
     std::vector<std::pair<const char*, std::function<Trainer()>>> ways = {
-        {"sharded, broadcast", [&] { return sharded_trainer(c, plain(), BROADCAST, F32); }},
-        {"sharded, ZeRO-1", [&] { return sharded_trainer(c, plain(), ZERO1, F32); }},
-        {"FSDP", [&] { return fsdp_trainer(c, config, 0, F32); }},
-        {"FSDP, early AdamW", [&] { return fsdp_trainer(c, config, 0, F32, true); }}};
+        {"sharded, broadcast", [&] { return sharded_trainer(c, plain(), BROADCAST); }},
+        {"sharded, ZeRO-1", [&] { return sharded_trainer(c, plain(), ZERO1); }},
+        {"FSDP", [&] { return fsdp_trainer(c, config, 0); }},
+        {"FSDP, early AdamW", [&] { return fsdp_trainer(c, config, 0, true); }}};
     for (Strategy s : {NAIVE, FLAT, OVERLAPPED, BUCKETED}) {
-        ways.push_back({name_of(s), [&, s] { return data_parallel_trainer(c, plain(), s, 0.05, F32); }});
+        ways.push_back({name_of(s), [&, s] { return data_parallel_trainer(c, plain(), s, 0.05); }});
     }
     for (const auto& [name, make] : ways) {
         CAPTURE(std::string(name));
@@ -297,18 +297,16 @@ TEST_CASE("ddp: steps that do not fit are rows that say so, and the run has fail
 }
 TEST_CASE("ddp: all-reduces of groups of ranks come back as numbers") {
     if (lacks("gloo", CPU, 6)) { return; }
-    Run r =
-        run_cs336({"distributed_communication_single_node", "--device", "cpu", "--sizes_mb", "0.1,1", "--steps", "2"});
+    Run r = run_cs336({"distributed_communication_single_node", "--device", "cpu", "--steps", "2"});
     INFO(r.out << r.err);
     CHECK(r.exit_code == 0);
     for (const char* row :
-         {"|     2 |              0.1 |", "|     4 |              0.1 |", "|     6 |                1 |"}) {
+         {"|     2 |                1 |", "|     4 |                1 |", "|     6 |               10 |"}) {
         CHECK_MESSAGE(has(r.out, std::string("| gloo    | cpu    ") + row), row);
     }
     CHECK(has(r.out, "**(size)** Gloo with 2 ranks takes "));
     CHECK(has(r.out, "**(ranks)** From 4 to 6 ranks Gloo takes "));
-    Run group =
-        run_cs336({"distributed_communication_single_node", "--device", "cpu", "--nproc", "3", "--sizes_mb", "1"});
+    Run group = run_cs336({"distributed_communication_single_node", "--device", "cpu", "--nproc", "3"});
     CHECK(group.exit_code == 0);
     CHECK(has(group.out, "| gloo    | cpu    |     3 |                1 |"));
     if (cuda_devices() > 0) { return; }

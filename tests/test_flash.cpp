@@ -427,8 +427,8 @@ TEST_CASE_TEMPLATE("flash: PyTorch's fixture", D, OnCPU, OnCUDA) {
 }
 TEST_CASE_TEMPLATE("flash: the leaderboard says OOM where there is not the memory", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    Run r = run_cs336({"flash_leaderboard", "--quick", "--num_heads", "1048576", "--context_length", "1048576",
-                       "--format", "csv", "--device", name_of(D::device)});
+    Run r = run_cs336({"flash_leaderboard", "--quick", "--d_model", "1048576", "--num_heads", "65536",
+                       "--context_length", "1048576", "--format", "csv", "--device", name_of(D::device)});
     CHECK(r.exit_code == 1);
     CHECK_MESSAGE(has(r.err, "flash_leaderboard: no row fits into memory"), r.err);
     std::string row = r.out.substr(r.out.find("\ntiled,") + 1), oom = row.substr(row.find("OOM ("));

@@ -66,7 +66,7 @@ TEST_CASE("fsdp_accounting: memory as predicted, and a wait for each unit") {
     CHECK(one.exit_code == 0);
     CHECK(has(one.out, "One rank has no other"));
 }
-TEST_CASE("fsdp_accounting: pure bf16 holds half, and what --reduce_dtype goes with") {
+TEST_CASE("fsdp_accounting: pure bf16 holds half") {
     if (lacks("gloo", CPU, 2)) { return; }
     const Run whole = accounting({"--mode", "fused"}),
               pure = accounting({"--mode", "fused", "--precision", "pure_bf16"});
@@ -78,15 +78,11 @@ TEST_CASE("fsdp_accounting: pure bf16 holds half, and what --reduce_dtype goes w
         for (size_t i = 0; i < 4; i++) { CHECK(std::fabs(in_bf16[i] - in_fp32[i] / 2) <= 0.1); }  // as rounded
     }
     CHECK(has(pure.out, "8 Psi bytes with DDP"));
-    CHECK(has(accounting({"--reduce_dtype", "fp32", "--precision", "pure_bf16"}).err,
-              "--reduce_dtype: got fp32, takes "));
-    CHECK(accounting({"--reduce_dtype", "bf16"}).exit_code == 2);
-    CHECK(accounting({"--reduce_dtype", "bf16", "--precision", "bf16", "--mode", "fused"}).exit_code == 0);
 }
 
 static const ModelConfig small = {"small", 32, 48, 4, 2, 50};
 static std::unique_ptr<Fsdp> shards_of(const Communicator& c) {
-    return fully_shard(c, lay_out_model(small).parameters, F32, F32);
+    return fully_shard(c, lay_out_model(small).parameters, F32);
 }
 static Tensor step_of(Model& model, Fsdp& f, int rank) {
     LossScaler scaler;
@@ -206,7 +202,7 @@ static void check_form(const Communicator& c) {
     context.precision = PREC_BF16, context.mode = FUSED;
     std::vector<std::map<std::string, std::vector<float>>> trained;
     for (bool split : {false, true}) {
-        auto f = fully_shard(c, lay_out_model(small).parameters, matmul_dtype(), F32);
+        auto f = fully_shard(c, lay_out_model(small).parameters, matmul_dtype());
         Model model = sharded_model(small, *f);
         init_weights(*f, 1);
         auto read = [&] {
@@ -255,7 +251,7 @@ static void check_steps_in_backward(const Communicator& c) {
         std::vector<std::vector<float>> trained;
         size_t peaks[2];
         for (bool in_backward : {false, true}) {
-            auto f = fully_shard(c, lay_out_model(small).parameters, matmul_dtype(), F32);
+            auto f = fully_shard(c, lay_out_model(small).parameters, matmul_dtype());
             Model model = sharded_model(small, *f);
             init_weights(*f, 1);
             choose_form(*f);
@@ -305,7 +301,7 @@ TEST_CASE("fsdp: AdamW in backward; on GPUs") {
 static void check_missing(const Communicator& c) {
     std::vector<Parameter> parameters = {
         {"head", {4, 8}, 0, {}, 2}, {"fc", {8, 8}, 32, {}, 1}, {"table", {6, 8}, 96, {}, 0}};
-    auto f = fully_shard(c, parameters, F32, F32);
+    auto f = fully_shard(c, parameters, F32);
     Model model;
     model.parameters = parameters;
     for (Parameter& p : model.parameters) { p.weight = place(*f, p, p.shape), model.slots.push_back(p.weight); }
@@ -374,7 +370,7 @@ static void check_public_test(const Communicator& c) {
     for (Precision precision : {FP32, PREC_FP16}) {
         context.precision = precision, context.mode = FUSED;
         Model ours = lay_out_toy(), whole = lay_out_toy();
-        auto f = fully_shard(c, ours.parameters, matmul_dtype(), F32);
+        auto f = fully_shard(c, ours.parameters, matmul_dtype());
         for (Parameter& p : ours.parameters) { p.weight = place(*f, p, p.shape), ours.slots.push_back(p.weight); }
         add_hooks(ours, *f);
         init_weights(*f, 1);

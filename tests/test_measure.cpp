@@ -87,27 +87,6 @@ TEST_CASE("measure: what helps against a driver or a card that this build is not
     CHECK(cuda_remedy("cudaErrorIllegalAddress", "Tesla T4", 75, 12040, 12060) == "");
 }
 
-TEST_CASE("measure: a wrong word names the nearest") {
-    const std::vector<std::string> names = {"train", "list", "info", "flash_forward", "flash_backward", "2.7B"};
-    CHECK(full_name("Flash-forward", names, "command") == "flash_forward");
-    CHECK(failure_of([&] { full_name("traim", names, "command"); }) ==
-          "2: traim: no such command; did you mean train?");
-    CHECK(failure_of([&] { full_name("quack", names, "command"); }) == "2: quack: no such command");
-    CHECK(failure_of([&] { full_name("", names, "command"); }) == "2: '': no such command");
-    for (auto [word, nearest] : {std::pair("lsit", "list"),
-                                 {"flash_farwrad", "flash_forward"},
-                                 {"flash_b", "flash_backward"},
-                                 {"inf", "info"},
-                                 {"2.7", "2.7B"},
-                                 {"trains", "train"}}) {
-        CHECK(did_you_mean(word, names) == std::string("; did you mean ") + nearest + "?");
-    }
-    for (const char* far : {"", "x", "abc", "help", "forwards_and_backwards"}) {
-        CHECK(did_you_mean(far, names) == "");
-    }
-    CHECK(did_you_mean(std::string(100000, 'x'), names) == "");
-}
-
 TEST_CASE("measure: launches may ask for the devices") {  // the driver takes microseconds each time that it is asked
     cuda_devices();
     double start = now_ms();

@@ -152,32 +152,17 @@ TEST_CASE("precision: mixed_precision_accumulation's table and answer") {
     }
 }
 
-static std::string dtype_in(const Table& table, const std::string& component) {
-    for (const auto& row : table.rows) {
-        if (row[0] == component) { return row[1]; }
-    }
-    return "no such row";
-}
-
 TEST_CASE_TEMPLATE("precision: ToyModel's dtypes under autocast", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     for (Precision precision : {PREC_FP16, PREC_BF16, FP32}) {
         std::string low = precision == PREC_FP16 ? "float16" : precision == PREC_BF16 ? "bfloat16" : "float32";
         CAPTURE(low);
         context.recording = false;  // it records by itself, and leaves the context as it was
-        Table table = toy_model_dtypes(precision);
+        const ToyDtypes t = toy_model_dtypes(precision);
         CHECK(context.precision == FP32);
         CHECK(!context.recording);
-        CHECK(table.rows.size() == 10);
-        CHECK(dtype_in(table, "model parameters within the autocast context") == "float32");
-        CHECK(dtype_in(table, "output of the first feed-forward layer") == low);
-        CHECK(dtype_in(table, "output of the layer norm") == "float32");
-        CHECK(dtype_in(table, "predicted logits") == low);
-        CHECK(dtype_in(table, "loss") == "float32");
-        CHECK(dtype_in(table, "gradients") == "float32");
-        for (const char* name : {"fc1 weight", "fc2 weight", "ln weight", "ln bias"}) {
-            CHECK(dtype_in(table, name) == "float32");
-        }
+        for (DType dtype : {t.fc1, t.logits}) { CHECK(name_of(dtype) == low); }
+        for (DType dtype : {t.parameters, t.layer_norm, t.loss, t.gradients}) { CHECK(dtype == F32); }
     }
 }
 

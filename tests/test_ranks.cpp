@@ -155,8 +155,6 @@ static std::vector<std::string> long_run(const char* device = "cpu", const char*
             device,
             "--backend",
             backend,
-            "--sizes_mb",
-            "4",
             "--steps",
             "1000000",
             "--timeout",

@@ -29,8 +29,7 @@ import argparse, csv, gc, itertools, json, math, os, statistics, subprocess, sys
 SIZES = {"small": (768, 3072, 12, 12), "medium": (1024, 4096, 24, 16), "large": (1280, 5120, 36, 20),
          "xl": (1600, 6400, 48, 25), "2.7B": (2560, 10240, 32, 32)}  # d_model, d_ff, num_layers, num_heads
 VOCAB = 10000
-SHAPES = [(1024, 64, True), (4096, 64, True), (16384, 64, True), (65536, 64, True), (16384, 128, True), (16384, 128, False),
-          (4096, 80, True)]  # S, D, causal
+SHAPES = [(1024, 64), (4096, 64), (16384, 64), (65536, 64), (16384, 128), (4096, 80)]  # S, D
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Options. They are read before torch is imported, which takes seconds, or may not be there.
@@ -81,7 +80,7 @@ p.add_argument("--quick", action="store_true", help="size small, context 32, bat
 p.set_defaults(warmup=5, steps=10, heads=16, shapes=SHAPES, seeds=3, lengths=[256, 1024, 4096, 8192, 16384])
 if "--quick" in sys.argv:
     p.set_defaults(size=["small"], context_length=[32], batch_size=1, rounds=1, warmup=1, steps=2, heads=2,
-                   shapes=[(256, 64, True), (256, 128, False)], lengths=[64], passes=3)
+                   shapes=[(256, 64), (256, 128)], lengths=[64], passes=3)
 o = p.parse_args()
 if o.no_model and not (o.attention or o.torch_compile or o.train):
     stop("--no_model: takes --attention, --torch_compile or --train with it, or nothing is left to do")
@@ -271,20 +270,19 @@ def median_ms(prepare, f):
     once = queued(1, 1)
     return queued(min(max(int(100 / once), 1), 5000), min(max(int(500 / once), 3), 5000))
 
-def attention_pytorch(S, D, causal, backend):
+def attention_pytorch(S, D, backend):
     q, k, v, dO = torch.randn(4, 1, o.heads, S, D, dtype=torch.bfloat16 if CUDA else torch.float32, device=o.device)
     qkv = [x.requires_grad_() for x in (q, k, v)]
-    forward = lambda _: F.scaled_dot_product_attention(*qkv, is_causal=causal)
+    forward = lambda _: F.scaled_dot_product_attention(*qkv, is_causal=True)
     backward = lambda out: torch.autograd.grad(out, qkv, dO)
     if CUDA: time.sleep(1)  # as long as our process takes to start: a card that has just been busy is slower
     with sdpa_kernel(backend):
         return [median_ms(lambda: None, forward), median_ms(lambda: forward(None), backward),
                 median_ms(lambda: None, lambda _: backward(forward(None)))]
 
-def attention_ours(S, D, causal):
+def attention_ours(S, D):
     return ours("flash_leaderboard", ["forward ms", "backward ms", "forward+backward ms"], "--quick", "--impl", "auto",
-                "--precision", "bf16" if CUDA else "fp32", "--num_heads", o.heads, "--head_size", D, "--context_length", S,
-                *([] if causal else ["--not_causal"]))
+                "--precision", "bf16" if CUDA else "fp32", "--num_heads", o.heads, "--d_model", o.heads * D, "--context_length", S)
 
 def in_turn(what, sides):
     """From name -> function to name -> the medians, over all rounds, of each of the numbers that it returns."""
@@ -480,7 +478,7 @@ def attention_table():
     if not CUDA: peers = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA math": SDPBackend.MATH}
     rows = []
     for shape in o.shapes:
-        what = "attention S {} D {} causal {}".format(*shape)
+        what = "attention S {} D {}".format(*shape)
         sides = {"ours": lambda: attention_ours(*shape)}
         for name, backend in peers.items(): sides[name] = lambda backend=backend: attention_pytorch(*shape, backend)
         t = in_turn(what, sides)
@@ -489,8 +487,8 @@ def attention_table():
             for name in peers: row += [t[name][i], ratio(f"{what} {which}, {name}", t["ours"][i], t[name][i])]
             rows.append(row)
     columns = [f"{name} {column}" for name in peers for column in ("ms", "ratio")]
-    show(f"attention: batch 1, {o.heads} heads, {'bf16' if CUDA else 'fp32'}; {of_rounds}",
-         ["S", "D", "causal", "pass", "ours ms", *columns], rows)
+    show(f"attention: batch 1, {o.heads} heads, causal, {'bf16' if CUDA else 'fp32'}; {of_rounds}",
+         ["S", "D", "pass", "ours ms", *columns], rows)
 
 if not o.no_model: model_table()
 if o.attention: attention_table()
