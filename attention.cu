@@ -14,9 +14,21 @@
 //   dQ = dS K / sqrt(D),  dK = dS^T Q / sqrt(D).
 #include "gpu.h"
 #include <algorithm>
-#ifdef HAVE_OPENBLAS
-#include <cblas.h>
-#endif
+
+static Heads heads_of(const Tensor& t) {
+    return t ? Heads{t.data, t.stride[0], t.stride[1], t.stride[2]} : Heads{nullptr, 0, 0, 0};
+}
+static int head_size(const AttentionTensors& t) { return (int)t.q.dim(3); }
+AttentionArgs args_of(const AttentionTensors& t) {
+    return {heads_of(t.q),   heads_of(t.k),
+            heads_of(t.v),   heads_of(t.o),
+            heads_of(t.dO),  heads_of(t.dq),
+            heads_of(t.dk),  heads_of(t.dv),
+            t.L.as<float>(), (int)t.q.dim(0),
+            (int)t.q.dim(1), (int)t.q.dim(2),
+            (int)t.k.dim(2), 1 / sqrtf((float)head_size(t)),
+            t.causal};
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The reference: one query at a time, by the definition, in fp64. Never optimised: all else is compared with it.
@@ -236,21 +248,11 @@ Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tensor& v_i
     gemm(o, p, false, v, false);
     record(o, {q, k, v}, [q, k, v, p, scale, causal](const Tensor& dO_in) {
         Tensor dO = contiguous(dO_in), dS = empty(p.shape, p.dtype);
-        bool accumulate;
-        if (v.gradient) {
-            Tensor dV = gradient_target(v.gradient, &accumulate);
-            gemm(dV, p, true, dO, false, 1, accumulate);
-        }
+        add_gemm(v.gradient, p, true, dO, false);
         gemm(dS, dO, false, v, true);
         softmax_backward_in_place(dS, p, causal);
-        if (q.gradient) {
-            Tensor dQ = gradient_target(q.gradient, &accumulate);
-            gemm(dQ, dS, false, k, false, scale, accumulate);
-        }
-        if (k.gradient) {
-            Tensor dK = gradient_target(k.gradient, &accumulate);
-            gemm(dK, dS, true, q, false, scale, accumulate);
-        }
+        add_gemm(q.gradient, dS, false, k, false, scale);
+        add_gemm(k.gradient, dS, true, q, false, scale);
     });
     return o;
 }
@@ -396,28 +398,6 @@ Tensor weighted_sum(const Tensor& x_in, const Tensor& w_in) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What the CPU's tiles compute with, below: a small product, and e^x.
-
-// C = alpha op(A) op(B) + beta C; C is [M,N]. By one thread: the loops around it are the parallel ones.
-static void tile_product(float* C, int64_t ldc, const float* A, int64_t lda, bool ta, const float* B, int64_t ldb,
-                         bool tb, int M, int N, int K, float alpha, float beta) {
-#ifdef HAVE_OPENBLAS
-    cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, M, N, K, alpha, A,
-                (int)lda, B, (int)ldb, beta, C, (int)ldc);
-#else
-    for (int i = 0; i < M; i++) {
-        for (int j = 0; j < N; j++) { C[i * ldc + j] = beta == 0 ? 0 : C[i * ldc + j] * beta; }
-        for (int k = 0; k < K; k++) {
-            float x = alpha * (ta ? A[k * lda + i] : A[i * lda + k]);
-            if (tb) {
-                for (int j = 0; j < N; j++) { C[i * ldc + j] += x * B[j * ldb + k]; }
-            } else {
-                for (int j = 0; j < N; j++) { C[i * ldc + j] += x * B[k * ldb + j]; }
-            }
-        }
-    }
-#endif
-}
 // e^x for x <= 0 within 2 ulp, without a branch or a call, so that the compiler makes vector code of loops over it:
 // x log2(e) = n + f with |f| <= 1/2; 2^f is a polynomial (Taylor's, of degree 6, in f ln 2), 2^n goes into the
 // exponent. NaN stays NaN: it compares as false.
@@ -480,7 +460,7 @@ static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int 
     for (int k0 = 0; k0 < keys; k0 += CPU_BK) {
         int N = std::min(CPU_BK, keys - k0);
         // step 1
-        tile_product(S, CPU_BK, q, a.q.row, false, head_of<float>(a.k, b, h) + k0 * a.k.row, a.k.row, true, M, N, D,
+        blas_product(S, CPU_BK, q, a.q.row, false, head_of<float>(a.k, b, h) + k0 * a.k.row, a.k.row, true, M, N, D,
                      a.scale, 0);
         for (int i = 0; i < M; i++) {
             float *s = S + i * CPU_BK, larger = m[i], sum = 0;
@@ -497,7 +477,7 @@ static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int 
             m[i] = larger, l[i] = l[i] * shrink + sum;                         // step 4
             for (int d = 0; k0 > 0 && d < D; d++) { O[i * D + d] *= shrink; }  // step 5
         }
-        tile_product(O, D, S, CPU_BK, false, head_of<float>(a.v, b, h) + k0 * a.v.row, a.v.row, false, M, D, N, 1,
+        blas_product(O, D, S, CPU_BK, false, head_of<float>(a.v, b, h) + k0 * a.v.row, a.v.row, false, M, D, N, 1,
                      k0 > 0);
     }
     for (int i = 0; i < M; i++) {  // step 6
@@ -506,7 +486,9 @@ static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int 
         a.L[(int64_t)head * a.Tq + q0 + i] = m[i] + std::log(l[i]);
     }
 }
-static void flash_forward_cpu(const AttentionArgs& a, int D) {
+static void flash_forward_cpu(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
+    int D = head_size(t);
     one_blas_thread();
     int64_t heads = (int64_t)a.B * a.H, tiles = (a.Tq + CPU_BQ - 1) / CPU_BQ;
 #pragma omp parallel
@@ -532,8 +514,8 @@ static void flash_backward_tile_cpu(const AttentionArgs& a, int D, int head, int
     for (int q0 = a.causal ? k0 / CPU_BQ * CPU_BQ : 0; q0 < a.Tq; q0 += CPU_BQ) {
         int M = std::min(CPU_BQ, a.Tq - q0);
         const float *q = head_of<float>(a.q, b, h) + q0 * a.q.row, *dO = head_of<float>(a.dO, b, h) + q0 * a.dO.row;
-        tile_product(P, CPU_BK, q, a.q.row, false, k, a.k.row, true, M, N, D, a.scale, 0);  // step 8's S
-        tile_product(dS, CPU_BK, dO, a.dO.row, false, v, a.v.row, true, M, N, D, 1, 0);     // step 10: dP
+        blas_product(P, CPU_BK, q, a.q.row, false, k, a.k.row, true, M, N, D, a.scale, 0);  // step 8's S
+        blas_product(dS, CPU_BK, dO, a.dO.row, false, v, a.v.row, true, M, N, D, 1, 0);     // step 10: dP
         for (int i = 0; i < M; i++) {
             float *p = P + i * CPU_BK, *ds = dS + i * CPU_BK;
             float L = a.L[(int64_t)head * a.Tq + q0 + i], Di = delta[(int64_t)head * a.Tq + q0 + i];
@@ -546,14 +528,16 @@ static void flash_backward_tile_cpu(const AttentionArgs& a, int D, int head, int
             }
             for (int j = seen; j < N; j++) { p[j] = ds[j] = 0; }
         }
-        tile_product(dv, a.dv.row, P, CPU_BK, true, dO, a.dO.row, false, N, D, M, 1, 1);             // step 9
-        tile_product(dk, a.dk.row, dS, CPU_BK, true, q, a.q.row, false, N, D, M, 1, 1);              // step 13
-        tile_product(dQ + (int64_t)q0 * D, D, dS, CPU_BK, false, k, a.k.row, false, M, D, N, 1, 1);  // step 12
+        blas_product(dv, a.dv.row, P, CPU_BK, true, dO, a.dO.row, false, N, D, M, 1, 1);             // step 9
+        blas_product(dk, a.dk.row, dS, CPU_BK, true, q, a.q.row, false, N, D, M, 1, 1);              // step 13
+        blas_product(dQ + (int64_t)q0 * D, D, dS, CPU_BK, false, k, a.k.row, false, M, D, N, 1, 1);  // step 12
     }
 }
 // A thread works on a slice of a head: every `slices`-th key tile of it, which also evens out the causal triangle. dQ
 // crosses key tiles, so each slice has a dQ of its own and they are added up at the end: deterministic, and O(T).
-static void flash_backward_cpu(const AttentionArgs& a, int D) {
+static void flash_backward_cpu(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
+    int D = head_size(t);
     one_blas_thread();
     int64_t heads = (int64_t)a.B * a.H, rows = heads * a.Tq, tiles = (a.Tk + CPU_BK - 1) / CPU_BK;
     int64_t slices = std::min((cpu_threads() + heads - 1) / heads, tiles);
@@ -734,18 +718,21 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(Attention
 }
 
 static dim3 v1_grid(const AttentionArgs& a, int rows) { return dim3(a.B * a.H, ceil_div(rows, V1_TILE)); }
-static void flash_v1_forward(const AttentionArgs& a, int D, DType dtype) {
-    with_gpu_type(dtype, [&](auto zero) {
+static void flash_v1_forward(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
+    with_gpu_type(t.q.dtype, [&](auto zero) {
         using T = decltype(zero);
-        flash_v1_forward_kernel<T><<<v1_grid(a, a.Tq), dim3(WARP, V1_TILE), 0, stream()>>>(a, D);
+        flash_v1_forward_kernel<T><<<v1_grid(a, a.Tq), dim3(WARP, V1_TILE), 0, stream()>>>(a, head_size(t));
         LAUNCH_CHECK();
     });
 }
-static void flash_v1_backward(const AttentionArgs& a, int D, DType dtype) {
+static void flash_v1_backward(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
+    int D = head_size(t);
     Tensor workspace = empty({a.B, a.H, a.Tq}, F32, WORKSPACE);
     float* delta = workspace.as<float>();
     dim3 threads(WARP, V1_TILE);
-    with_gpu_type(dtype, [&](auto zero) {
+    with_gpu_type(t.q.dtype, [&](auto zero) {
         using T = decltype(zero);
         flash_v1_delta_kernel<T><<<v1_grid(a, a.Tq), threads, 0, stream()>>>(a, D, delta);
         LAUNCH_CHECK();
@@ -755,26 +742,13 @@ static void flash_v1_backward(const AttentionArgs& a, int D, DType dtype) {
         LAUNCH_CHECK();
     });
 }
+#else
+static void flash_v1_forward(const AttentionTensors&) { fail("flash_v1: this build is for the CPU only"); }
+static void flash_v1_backward(const AttentionTensors&) { fail("flash_v1: this build is for the CPU only"); }
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The table of implementations: dispatch, commands, benchmarks and tests walk it.
-
-static Heads heads_of(const Tensor& t) {
-    return t ? Heads{t.data, t.stride[0], t.stride[1], t.stride[2]} : Heads{nullptr, 0, 0, 0};
-}
-AttentionArgs args_of(const AttentionTensors& t) {
-    AttentionArgs a{heads_of(t.q),   heads_of(t.k),
-                    heads_of(t.v),   heads_of(t.o),
-                    heads_of(t.dO),  heads_of(t.dq),
-                    heads_of(t.dk),  heads_of(t.dv),
-                    t.L.as<float>(), (int)t.q.dim(0),
-                    (int)t.q.dim(1), (int)t.q.dim(2),
-                    (int)t.k.dim(2), 1 / sqrtf((float)t.q.dim(3)),
-                    t.causal};
-    return a;
-}
-static int head_size(const AttentionTensors& t) { return (int)t.q.dim(3); }
 
 static bool any_float(DType t, int64_t) { return t == F32 || t == BF16 || t == F16 || t == F64; }
 static bool gpu_float(DType t, int64_t) { return t == F32 || t == BF16 || t == F16; }
@@ -785,42 +759,21 @@ bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 8
 static void reference(const AttentionTensors& t) {  // both passes: the second one too if there is a dO
     with_type(t.q.dtype, [&](auto zero) { attention_reference_cpu<decltype(zero)>(args_of(t), head_size(t)); });
 }
-static void tiled_forward(const AttentionTensors& t) { flash_forward_cpu(args_of(t), head_size(t)); }
-static void tiled_backward(const AttentionTensors& t) { flash_backward_cpu(args_of(t), head_size(t)); }
-#ifdef __CUDACC__
-static void v1_forward(const AttentionTensors& t) { flash_v1_forward(args_of(t), head_size(t), t.q.dtype); }
-static void v1_backward(const AttentionTensors& t) { flash_v1_backward(args_of(t), head_size(t), t.q.dtype); }
-#else
-static void v1_forward(const AttentionTensors&) { fail("flash_v1: this build is for the CPU only"); }
-static void v1_backward(const AttentionTensors& t) { v1_forward(t); }
-#endif
-
-static std::list<AttentionImpl>& the_table() {  // made by whichever file's row comes first
-    static std::list<AttentionImpl> table = {
-        {"reference", CPU, 0, any_float, nullptr, reference, reference, "the formula in plain loops: the truth"},
-        {"naive", CPU, 10, any_float, attention_naive, nullptr, nullptr, "one operation at a time, S and P in memory"},
-        {"fused", CPU, 20, any_float, attention_fused, nullptr, nullptr, "softmax as one loop, P in the place of S"},
-        {"tiled", CPU, 30, only_fp32, nullptr, tiled_forward, tiled_backward,
-         "FlashAttention-2 in plain C++: O(T) memory"},
-        // A build for the CPU has these, too: --plan --memory is about a GPU.
-        {"naive", CUDA, 10, gpu_float, attention_naive, nullptr, nullptr,
-         "one kernel per operation, S and P in memory"},
-        {"fused", CUDA, 20, gpu_float, attention_fused, nullptr, nullptr, "softmax as one kernel, P in the place of S"},
-        {"flash_v1", CUDA, 30, flash_on_gpu, nullptr, v1_forward, v1_backward,
-         "FlashAttention-2, the simplest kernels"},
-    };
-    return table;
-}
-const std::list<AttentionImpl>& attention_impls() { return the_table(); }
-AddAttention::AddAttention(const AttentionImpl& impl) {
-    auto faster = [&](const AttentionImpl& row) { return row.device == impl.device && row.rung > impl.rung; };
-    the_table().insert(std::find_if(the_table().begin(), the_table().end(), faster), impl);
-}
+static const AddRow<AttentionImpl> table_rows[] = {
+    {{"reference", CPU, 0, any_float, nullptr, reference, reference}},  // the formula in plain loops: the truth
+    {{"naive", CPU, 10, any_float, attention_naive, nullptr, nullptr}},
+    {{"fused", CPU, 20, any_float, attention_fused, nullptr, nullptr}},
+    {{"tiled", CPU, 30, only_fp32, nullptr, flash_forward_cpu, flash_backward_cpu}},
+    // A build for the CPU has these, too: --plan --memory is about a GPU.
+    {{"naive", CUDA, 10, gpu_float, attention_naive, nullptr, nullptr}},
+    {{"fused", CUDA, 20, gpu_float, attention_fused, nullptr, nullptr}},
+    {{"flash_v1", CUDA, 30, flash_on_gpu, nullptr, flash_v1_forward, flash_v1_backward}},
+};
 
 bool is_flash(const AttentionImpl& impl) { return impl.forward && impl.forward != reference; }
 const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
     const AttentionImpl* best = nullptr;
-    for (const AttentionImpl& impl : attention_impls()) {
+    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
         if (is_flash(impl) && impl.device == device && impl.takes(dtype, D)) { best = &impl; }
     }
     return best;

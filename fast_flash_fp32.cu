@@ -671,7 +671,7 @@ static void forward_fp32(const AttentionArgs& a) {
     launch_fp32<Tile>(flash_forward_fp32_kernel<Tile>, Tile::forward_bytes, a.Tq, a);
 }
 template <class Tile, class QueryTile = Tile>
-static void backward_fp32(const AttentionArgs& a, const float* delta, bool deterministic) {
+static void backward_fp32(const AttentionArgs& a, const float* delta) {
     auto launch_kv = [&](auto with_dq) {
         constexpr bool WITH_DQ = decltype(with_dq)::value;
         auto kernel = [] {
@@ -680,54 +680,48 @@ static void backward_fp32(const AttentionArgs& a, const float* delta, bool deter
         };
         launch_fp32<Tile>(kernel(), Tile::backward_bytes, a.Tk, a, delta);
     };
-    if (!deterministic) { return launch_kv(std::true_type()); }
+    if (!context.deterministic) { return launch_kv(std::true_type()); }
     launch_kv(std::false_type());
     launch_fp32<QueryTile>(flash_backward_q_fp32_kernel<QueryTile>, QueryTile::backward_bytes, a.Tq, a, delta);
 }
 
 // Large tiles where a block can have the shared memory, small ones (at most 99 KB) where it cannot.
-static void flash_forward_fp32(const AttentionArgs& a, int D) {
+static void forward(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
     bool large = shared_memory_per_block() >= Fp32Tile<128, 64, 2>::forward_bytes;
-    switch (D) {
+    switch (t.q.dim(3)) {
         case 16: return large ? forward_fp32<Fp32Tile<16, 64, 2>>(a) : forward_fp32<Fp32Tile<16, 64, 1>>(a);
         case 32: return large ? forward_fp32<Fp32Tile<32, 64, 2>>(a) : forward_fp32<Fp32Tile<32, 64, 1>>(a);
         case 64: return large ? forward_fp32<Fp32Tile<64, 64, 3>>(a) : forward_fp32<Fp32Tile<64, 64, 1>>(a);
         case 80: return large ? forward_fp32<Fp32Tile<80, 64, 2>>(a) : forward_fp32<Fp32Tile<80, 64, 1>>(a);
-        case 128: return large ? forward_fp32<Fp32Tile<128, 64, 2>>(a) : forward_fp32<Fp32Tile<128, 32, 1>>(a);
+        default: return large ? forward_fp32<Fp32Tile<128, 64, 2>>(a) : forward_fp32<Fp32Tile<128, 32, 1>>(a);
     }
-    fail("flash attention in fp32: head size %d, expected 16, 32, 64, 80 or 128", D);
 }
-static void flash_backward_fp32(const AttentionArgs& a, int D, bool deterministic) {
+static void backward(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
+    const int D = (int)t.q.dim(3);
     Tensor workspace = empty({a.B, a.H, a.Tq}, F32, WORKSPACE);
     float* delta = workspace.as<float>();
     int64_t rows = (int64_t)a.B * a.H * a.Tq;
-    flash_delta_fp32_kernel<<<ceil_div(rows * WARP, 256), 256, 0, stream()>>>(a, D, delta, !deterministic);
+    flash_delta_fp32_kernel<<<ceil_div(rows * WARP, 256), 256, 0, stream()>>>(a, D, delta, !context.deterministic);
     LAUNCH_CHECK();
     bool large = shared_memory_per_block() >= Fp32Tile<80, 64, 2>::backward_bytes;
     auto run = [&](auto large_tile, auto small_tile) {
-        if (large) { return backward_fp32<decltype(large_tile)>(a, delta, deterministic); }
-        backward_fp32<decltype(small_tile)>(a, delta, deterministic);
+        large ? backward_fp32<decltype(large_tile)>(a, delta) : backward_fp32<decltype(small_tile)>(a, delta);
     };
     switch (D) {
         case 16: return run(Fp32Tile<16, 64, 2>(), Fp32Tile<16, 64, 1>());
         case 32: return run(Fp32Tile<32, 64, 2>(), Fp32Tile<32, 64, 1>());
         case 64: return run(Fp32Tile<64, 64, 2>(), Fp32Tile<64, 64, 1>());
         case 80: return run(Fp32Tile<80, 64, 2>(), Fp32Tile<80, 32, 1>());
-        case 128:
-            if (!large) { return backward_fp32<Fp32Tile<128, 16, 1>>(a, delta, deterministic); }
-            return backward_fp32<Fp32Tile<128, 64, 2, true>, Fp32Tile<128, 32, 2>>(a, delta, deterministic);
+        default:
+            if (!large) { return backward_fp32<Fp32Tile<128, 16, 1>>(a, delta); }
+            return backward_fp32<Fp32Tile<128, 64, 2, true>, Fp32Tile<128, 32, 2>>(a, delta);
     }
-    fail("flash attention in fp32: head size %d, expected 16, 32, 64, 80 or 128", D);
-}
-
-static void forward(const AttentionTensors& t) { flash_forward_fp32(args_of(t), (int)t.q.dim(3)); }
-static void backward(const AttentionTensors& t) {
-    flash_backward_fp32(args_of(t), (int)t.q.dim(3), context.deterministic);
 }
 static bool takes(DType t, int64_t D) {
     static const bool runs_here = compiled_for(flash_delta_fp32_kernel) >= 80;
     return t == F32 && flash_head_size(D) && runs_here;
 }
-static const AddAttention row({"flash_fp32", CUDA, 40, takes, nullptr, forward, backward,
-                               "FlashAttention-2 in true fp32; needs sm_80"});
+static const AddRow<AttentionImpl> row({"flash_fp32", CUDA, 40, takes, nullptr, forward, backward});
 #endif

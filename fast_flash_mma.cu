@@ -374,9 +374,10 @@ static void launch_forward_large_or_small(const AttentionArgs& a) {
 
 // O and L from Q, K and V; T is bf16 or fp16.
 template <class T>
-static void flash_forward_mma(const AttentionArgs& a, int D) {
+static void forward_of(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
     // <D, Bq, Bk, group, warps, Q in registers, blocks an SM>, the fastest measured that do not spill
-    switch (D) {
+    switch (t.q.dim(3)) {
         case 16:
             return launch_forward_large_or_small<ForwardTile<16, 128, 64, 32, 4, true, 3>,
                                                  ForwardTile<16, 64, 64, 16, 4, true, 4>, T>(a);
@@ -389,10 +390,9 @@ static void flash_forward_mma(const AttentionArgs& a, int D) {
         case 80:
             return launch_forward_large_or_small<ForwardTile<80, 128, 32, 16, 4, true, 2>,
                                                  ForwardTile<80, 64, 32, 16, 4, true, 3>, T>(a);
-        case 128:
+        default:
             return launch_forward_large_or_small<ForwardTile<128, 128, 32, 32, 4, false, 2>,
                                                  ForwardTile<128, 64, 32, 16, 4, true, 2>, T>(a);
-        default: fail("flash_forward_mma: head size %d; it has 16, 32, 64, 80 and 128", D);
     }
 }
 
@@ -985,7 +985,8 @@ static void launch_backward(const AttentionArgs& a, const BackwardWorkspace& w) 
     }
 }
 template <class T>
-static void launch_backward(const AttentionArgs& a, const BackwardWorkspace& w, int D) {
+static void main_kernels(const AttentionTensors& t, const BackwardWorkspace& w) {
+    AttentionArgs a = args_of(t);
     // <D, own, streamed, step, warps, paired, blocks, dQ columns>
     using Tile16 = BackwardTile<16, 128, 64, 32, 4, false, 2, 1>;
     using Tile32 = BackwardTile<32, 128, 64, 32, 4, false, 2, 1>;
@@ -995,13 +996,12 @@ static void launch_backward(const AttentionArgs& a, const BackwardWorkspace& w, 
     using Main128 = BackwardTile<128, 128, 64, 64, 8, true, 1, 4>;
     using Dq128 = BackwardTile<128, 128, 64, 64, 8, false, 1, 2>;
     using Small128 = BackwardTile<128, 64, 32, 16, 4, false, 1, 2>;
-    switch (D) {
+    switch (t.q.dim(3)) {
         case 16: return launch_backward<T, Tile16, Tile16>(a, w);
         case 32: return launch_backward<T, Tile32, Tile32>(a, w);
         case 64: return launch_backward<T, Tile64, Tile64>(a, w);
         case 80: return launch_backward<T, Tile80, Tile80, Small80>(a, w);
-        case 128: return launch_backward<T, Main128, Dq128, Small128>(a, w);
-        default: fail("head size %d: the tensor-core kernel takes 16, 32, 64, 80 and 128", D);
+        default: return launch_backward<T, Main128, Dq128, Small128>(a, w);
     }
 }
 // Runs f(T(), D) with the tensors' type and, as a type, their head size.
@@ -1044,20 +1044,13 @@ bool dq_order_of_sm_90() { return compiled_for(backward_after<bf16, 64>) >= 90; 
 void flash_mma_backward(const AttentionTensors& t) {
     Tensor memory;
     BackwardWorkspace w = backward_begin(t, memory);
-    AttentionArgs a = args_of(t);
-    int D = (int)t.q.dim(3);
-    t.q.dtype == BF16 ? launch_backward<bf16>(a, w, D) : launch_backward<fp16>(a, w, D);
+    t.q.dtype == BF16 ? main_kernels<bf16>(t, w) : main_kernels<fp16>(t, w);
     if (w.dq) { backward_end(t, w); }
 }
-static void forward(const AttentionTensors& t) {
-    AttentionArgs a = args_of(t);
-    int D = (int)t.q.dim(3);
-    t.q.dtype == BF16 ? flash_forward_mma<bf16>(a, D) : flash_forward_mma<fp16>(a, D);
-}
+static void forward(const AttentionTensors& t) { t.q.dtype == BF16 ? forward_of<bf16>(t) : forward_of<fp16>(t); }
 static bool takes(DType t, int64_t D) {
     static const bool runs_here = compiled_for(backward_after<bf16, 64>) >= 80;
     return (t == BF16 || t == F16) && flash_head_size(D) && runs_here;
 }
-static const AddAttention row({"flash_mma", CUDA, 50, takes, nullptr, forward, flash_mma_backward,
-                               "FlashAttention-2 on tensor cores (mma.sync); needs sm_80"});
+static const AddRow<AttentionImpl> row({"flash_mma", CUDA, 50, takes, nullptr, forward, flash_mma_backward});
 #endif

@@ -252,7 +252,7 @@ static CLI::Validator checkpointing() {
 }
 static std::vector<std::string> implementations() {
     std::vector<std::string> names = {"all", "auto"};
-    for (const AttentionImpl& impl : attention_impls()) {
+    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
         if (std::find(names.begin(), names.end(), impl.name) == names.end()) { names.push_back(impl.name); }
     }
     return names;

@@ -268,7 +268,7 @@ struct TapeStep {
 };
 static std::vector<TapeStep> tape;
 
-bool needs_gradient(const Tensor& t) { return context.recording && t.gradient != nullptr; }
+static bool needs_gradient(const Tensor& t) { return context.recording && t.gradient != nullptr; }
 
 static GradientPtr new_gradient(const Tensor& t) {
     auto g = std::make_shared<Gradient>();
@@ -381,14 +381,6 @@ Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor&
     });
     return y;
 }
-Tensor before_backward(const Tensor& y_in, const std::function<void()>& hook) {
-    Tensor y = y_in;
-    record(y, {y_in}, [hook, g = y_in.gradient](const Tensor& dy) {
-        hook();
-        add_gradient(g, dy);
-    });
-    return y;
-}
 void clear_tape() {
     for (const TapeStep& step : tape) {
         for (const GradientPtr& g : step.inputs) { g->uses = 0; }
@@ -425,7 +417,8 @@ FUNCTOR(Mul, (A a, A b), a* b)
 FUNCTOR(Div, (A a, A b), a / b)
 FUNCTOR(Where, (A mask, A a), mask != 0 ? a : (A)s)
 FUNCTOR(GreaterEqual, (A a, A b), (A)(a >= b))
-FUNCTOR(TwoTimes, (A a, A dy), (A)2 * a * dy)                  // square backward
+FUNCTOR(TwoTimes, (A a, A dy), (A)2 * a * dy)  // square backward
+FUNCTOR(SqrtBackward, (A y, A dy), (A)0.5 * dy / y)
 FUNCTOR(RsqrtBackward, (A y, A dy), (A)-0.5 * y * y * y * dy)  // dy/dx = -x^(-3/2)/2
 FUNCTOR(SigmoidBackward, (A y, A dy), y*((A)1 - y) * dy)
 FUNCTOR(ReluBackward, (A y, A dy), y <= 0 ? (A)0 : dy)
@@ -732,11 +725,20 @@ Tensor add_scalar(const Tensor& a, double s) {
     record(y, {a}, [ga = a.gradient](const Tensor& dy) { add_gradient(ga, dy); });
     return y;
 }
-Tensor exp(const Tensor& a) {
-    Tensor x = fp32_operand(a), y = unary(Exp(), x.dtype, x), keep = y;
-    record(y, {x}, [keep, gx = x.gradient](const Tensor& dy) { add_gradient(gx, mul(dy, keep)); });
+// y = f(x), where y alone gives the gradient: dx = backward(y, dy).
+template <class F, class Backward>
+static Tensor recorded(const F& f, const Backward& backward, const Tensor& x, Source at = here()) {
+    Tensor y = unary(f, x.dtype, x, at), keep = y;
+    record(y, {x}, [keep, backward, gx = x.gradient](const Tensor& dy) {
+        add_gradient(gx, binary(backward, keep.dtype, keep, dy));
+    });
     return y;
 }
+Tensor exp(const Tensor& a) { return recorded(Exp(), Mul(), fp32_operand(a)); }
+Tensor rsqrt(const Tensor& a) { return recorded(Rsqrt(), RsqrtBackward(), fp32_operand(a)); }
+Tensor sqrt(const Tensor& a) { return recorded(Sqrt(), SqrtBackward(), a); }
+Tensor sigmoid(const Tensor& a) { return recorded(Sigmoid(), SigmoidBackward(), a); }
+Tensor relu(const Tensor& a) { return recorded(Relu(), ReluBackward(), a); }
 Tensor log(const Tensor& a) {
     Tensor x = fp32_operand(a), y = unary(Log(), x.dtype, x);
     record(y, {x}, [x](const Tensor& dy) { add_gradient(x.gradient, div(dy, x)); });
@@ -745,32 +747,6 @@ Tensor log(const Tensor& a) {
 Tensor square(const Tensor& a) {
     Tensor x = fp32_operand(a), y = unary(Square(), x.dtype, x);
     record(y, {x}, [x](const Tensor& dy) { add_gradient(x.gradient, binary(TwoTimes(), x.dtype, x, dy)); });
-    return y;
-}
-Tensor sqrt(const Tensor& a) {
-    Tensor y = unary(Sqrt(), a.dtype, a), keep = y;
-    record(y, {a}, [keep, ga = a.gradient](const Tensor& dy) { add_gradient(ga, div(scale(dy, 0.5f), keep)); });
-    return y;
-}
-Tensor rsqrt(const Tensor& a) {
-    Tensor x = fp32_operand(a), y = unary(Rsqrt(), x.dtype, x), keep = y;
-    record(y, {x}, [keep, gx = x.gradient](const Tensor& dy) {
-        add_gradient(gx, binary(RsqrtBackward(), keep.dtype, keep, dy));
-    });
-    return y;
-}
-Tensor sigmoid(const Tensor& a) {
-    Tensor y = unary(Sigmoid(), a.dtype, a), keep = y;
-    record(y, {a}, [keep, ga = a.gradient](const Tensor& dy) {
-        add_gradient(ga, binary(SigmoidBackward(), keep.dtype, keep, dy));
-    });
-    return y;
-}
-Tensor relu(const Tensor& a) {
-    Tensor y = unary(Relu(), a.dtype, a), keep = y;
-    record(y, {a}, [keep, ga = a.gradient](const Tensor& dy) {
-        add_gradient(ga, binary(ReluBackward(), keep.dtype, keep, dy));
-    });
     return y;
 }
 Tensor where(const Tensor& mask, const Tensor& a, float otherwise) {
