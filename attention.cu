@@ -35,62 +35,60 @@ AttentionArgs args_of(const AttentionTensors& t) {
 //   s_j = scale q_i k_j;  L_i = log sum_j exp s_j;  p_j = exp(s_j - L_i);  O_i = sum_j p_j v_j
 //   dp_j = dO_i v_j;  D_i = sum_j p_j dp_j;  ds_j = p_j (dp_j - D_i)
 //   dV_j += p_j dO_i;  dQ_i = scale sum_j ds_j k_j;  dK_j += scale ds_j q_i            (handout, eq. 13-19)
-// All tensors are of type T. The backward is computed where a.dO has data.
 
-template <class T>
-static void attention_reference_cpu(const AttentionArgs& a, int D) {
-    using A = Wide<T>;
+static void reference(const AttentionTensors& t) {  // both passes: the second one too if there is a dO
+    const int64_t heads = t.q.dim(0) * t.q.dim(1), Tq = t.q.dim(2), Tk = t.k.dim(2), D = t.q.dim(3);
+    const double scale = 1 / std::sqrt((double)D);
+    const bool back = (bool)t.dO;
+    const std::vector<double> Q = to_doubles(t.q), K = to_doubles(t.k), V = to_doubles(t.v),
+                              all_dO = back ? to_doubles(t.dO) : Q;
+    std::vector<double> O(Q.size()), dQ(Q.size()), dK(K.size()), dV(V.size());
 #pragma omp parallel for
-    for (int head = 0; head < a.B * a.H; head++) {
-        int b = head / a.H, h = head % a.H;
-        const T *q = head_of<T>(a.q, b, h), *k = head_of<T>(a.k, b, h), *v = head_of<T>(a.v, b, h);
-        std::vector<double> s(a.Tk), dp(a.Tk), o(D), dQ(D), dK, dV;
-        const T* dO = a.dO.data ? head_of<T>(a.dO, b, h) : nullptr;
-        if (dO) { dK.resize((size_t)a.Tk * D), dV.resize((size_t)a.Tk * D); }
-        for (int i = 0; i < a.Tq; i++) {
-            int n = keys_seen(a.causal, i, a.Tk);
+    for (int64_t head = 0; head < heads; head++) {
+        const double *k = K.data() + head * Tk * D, *v = V.data() + head * Tk * D;
+        double *dk = dK.data() + head * Tk * D, *dv = dV.data() + head * Tk * D;
+        std::vector<double> p(Tk), dp(Tk);
+        for (int64_t i = 0; i < Tq; i++) {
+            const int64_t row = (head * Tq + i) * D;
+            const double *q = Q.data() + row, *dO = all_dO.data() + row;
+            const int n = keys_seen(t.causal, (int)i, (int)Tk);
             double m = -INFINITY, sum = 0, Di = 0;
             for (int j = 0; j < n; j++) {
-                s[j] = 0;
-                for (int d = 0; d < D; d++) { s[j] += (double)to_acc(q[i * a.q.row + d]) * to_acc(k[j * a.k.row + d]); }
-                s[j] *= a.scale;
-                m = std::max(m, s[j]);
+                p[j] = 0;  // here s_j
+                for (int d = 0; d < D; d++) { p[j] += scale * q[d] * k[j * D + d]; }
+                m = std::max(m, p[j]);
             }
-            for (int j = 0; j < n; j++) { sum += std::exp(s[j] - m); }
-            double L = m + std::log(sum);
-            a.L[(int64_t)head * a.Tq + i] = (float)L;
-            std::fill(o.begin(), o.end(), 0.0);
+            for (int j = 0; j < n; j++) { sum += std::exp(p[j] - m); }
+            const double L = m + std::log(sum);
+            t.L.as<float>()[head * Tq + i] = (float)L;
             for (int j = 0; j < n; j++) {
-                s[j] = std::exp(s[j] - L);  // from here on p_j
-                for (int d = 0; d < D; d++) { o[d] += s[j] * to_acc(v[j * a.v.row + d]); }
+                p[j] = std::exp(p[j] - L);
+                for (int d = 0; d < D; d++) { O[row + d] += p[j] * v[j * D + d]; }
             }
-            for (int d = 0; d < D; d++) { from_acc((A)o[d], head_of<T>(a.o, b, h) + i * a.o.row + d); }
-            if (!dO) { continue; }
-            for (int j = 0; j < n; j++) {
+            for (int j = 0; back && j < n; j++) {
                 dp[j] = 0;
                 for (int d = 0; d < D; d++) {
-                    dp[j] += (double)to_acc(dO[i * a.dO.row + d]) * to_acc(v[j * a.v.row + d]);
-                    dV[(size_t)j * D + d] += s[j] * to_acc(dO[i * a.dO.row + d]);
+                    dp[j] += dO[d] * v[j * D + d];
+                    dv[j * D + d] += p[j] * dO[d];
                 }
-                Di += s[j] * dp[j];
+                Di += p[j] * dp[j];
             }
-            std::fill(dQ.begin(), dQ.end(), 0.0);
-            for (int j = 0; j < n; j++) {
-                double ds = s[j] * (dp[j] - Di) * a.scale;
+            for (int j = 0; back && j < n; j++) {
+                const double ds = p[j] * (dp[j] - Di) * scale;
                 for (int d = 0; d < D; d++) {
-                    dQ[d] += ds * to_acc(k[j * a.k.row + d]);
-                    dK[(size_t)j * D + d] += ds * to_acc(q[i * a.q.row + d]);
+                    dQ[row + d] += ds * k[j * D + d];
+                    dk[j * D + d] += ds * q[d];
                 }
-            }
-            for (int d = 0; d < D; d++) { from_acc((A)dQ[d], head_of<T>(a.dq, b, h) + i * a.dq.row + d); }
-        }
-        for (int j = 0; dO && j < a.Tk; j++) {
-            for (int d = 0; d < D; d++) {
-                from_acc((A)dK[(size_t)j * D + d], head_of<T>(a.dk, b, h) + j * a.dk.row + d);
-                from_acc((A)dV[(size_t)j * D + d], head_of<T>(a.dv, b, h) + j * a.dv.row + d);
             }
         }
     }
+    auto store = [](const Tensor& to, const std::vector<double>& values) {
+        Tensor wide = empty_on(CPU, to.shape, F64);
+        memcpy(wide.data, values.data(), values.size() * sizeof(double));
+        copy_or_add(to, wide, false);
+    };
+    store(t.o, O);
+    if (back) { store(t.dq, dQ), store(t.dk, dK), store(t.dv, dV); }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -756,10 +754,7 @@ static bool flash_on_gpu(DType t, int64_t D) { return gpu_float(t, D) && flash_h
 static bool only_fp32(DType t, int64_t) { return t == F32; }
 bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 80 || D == 128; }
 
-static void reference(const AttentionTensors& t) {  // both passes: the second one too if there is a dO
-    with_type(t.q.dtype, [&](auto zero) { attention_reference_cpu<decltype(zero)>(args_of(t), head_size(t)); });
-}
-static const AddRow<AttentionImpl> table_rows[] = {
+static const AddRow<AttentionImpl> attention_impls[] = {
     {{"reference", CPU, 0, any_float, nullptr, reference, reference}},  // the formula in plain loops: the truth
     {{"naive", CPU, 10, any_float, attention_naive, nullptr, nullptr}},
     {{"fused", CPU, 20, any_float, attention_fused, nullptr, nullptr}},

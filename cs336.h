@@ -847,23 +847,14 @@ void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1);
 struct AdamWScalars {  // of one step
     float decay, beta1, beta2, eps, step_size, gradient_scale;
 };
-template <class A>
-HD inline void adamw_element(A& p, A g, A& m, A& v, AdamWScalars s) {
-    g *= s.gradient_scale;
+// Of one element. In memory bf16 is rounded to nearest once, as it is stored: what PyTorch's fused AdamW does.
+template <class P, class G>
+HD inline void adamw_element(P* p_io, G g_in, P* m_io, P* v_io, AdamWScalars s) {
+    Wide<P> p = to_acc(*p_io), m = to_acc(*m_io), v = to_acc(*v_io), g = (Wide<P>)to_acc(g_in) * s.gradient_scale;
     m = s.beta1 * m + (1 - s.beta1) * g;
     v = s.beta2 * v + (1 - s.beta2) * g * g;
     p = p * s.decay - s.step_size * m / (std::sqrt(v) + s.eps);
-}
-// The same in memory, where bf16 is rounded to nearest once, as it is stored: what PyTorch's fused AdamW does.
-template <class P, class G>
-HD inline void adamw_stored(P* p_io, G g, P* m_io, P* v_io, AdamWScalars s) {
-    if constexpr (std::is_same<P, Wide<P>>::value) {
-        adamw_element(*p_io, (P)to_acc(g), *m_io, *v_io, s);
-    } else {
-        Wide<P> p = to_acc(*p_io), m = to_acc(*m_io), v = to_acc(*v_io);
-        adamw_element(p, (Wide<P>)to_acc(g), m, v, s);
-        from_acc(p, p_io), from_acc(m, m_io), from_acc(v, v_io);
-    }
+    from_acc(p, p_io), from_acc(m, m_io), from_acc(v, v_io);
 }
 struct FlatGradient {
     Tensor g;

@@ -97,7 +97,7 @@ __global__ void adamw_kernel(Updates all, P* p_all, P* m_all, P* v_all, AdamWSca
         } else {
             p = load_pack<W>(p_all + offset + i);
         }
-        for (int j = 0; j < W; j++) { adamw_stored(&p.x[j], g.x[j], &m.x[j], &v.x[j], s); }
+        for (int j = 0; j < W; j++) { adamw_element(&p.x[j], g.x[j], &m.x[j], &v.x[j], s); }
         if (split) {
             for (int j = 0; j < W; j++) {
                 Halves h = halves_of(to_acc(p.x[j]));
@@ -163,7 +163,7 @@ static void update_split_cpu(const Tensor& p, const FlatGradient& one, const Ten
 #pragma omp parallel for simd if (n > 16384)
         for (int64_t i = 0; i < n; i++) {
             float x = joined({upper[i], lower[i]});
-            adamw_element(x, (float)to_acc(g[i]), m_one[i], v_one[i], s);
+            adamw_element(&x, g[i], m_one + i, v_one + i, s);
             Halves h = halves_of(x);
             upper[i] = h.upper, lower[i] = h.lower;
         }

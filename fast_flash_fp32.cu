@@ -84,7 +84,6 @@ __device__ __forceinline__ int grid_y(int t) {
 template <int X, class Combine>  // over the X threads of a row
 __device__ __forceinline__ float combine_row(float x, Combine combine) {
     x = combine(x, __shfl_xor_sync(0xffffffff, x, 1));
-#pragma unroll
     for (int o = 2 * WARP / X; o < WARP; o *= 2) { x = combine(x, __shfl_xor_sync(0xffffffff, x, o)); }
     return x;
 }
@@ -98,7 +97,6 @@ __device__ __forceinline__ int column(int x, int c) {
 template <int X, int COUNT>
 __device__ __forceinline__ void load_columns(float (&v)[COUNT], const float* row, int x) {
     constexpr int W = vector_width(COUNT);
-#pragma unroll
     for (int c = 0; c < COUNT; c += W) {
         const float* at = row + column<X, COUNT>(x, c);
         if constexpr (W == 4) {
@@ -115,7 +113,6 @@ __device__ __forceinline__ void load_columns(float (&v)[COUNT], const float* row
 template <int X, int COUNT>
 __device__ __forceinline__ void store_columns(float* row, const float (&v)[COUNT], int x, float factor) {
     constexpr int W = vector_width(COUNT);
-#pragma unroll
     for (int c = 0; c < COUNT; c += W) {
         float* at = row + column<X, COUNT>(x, c);
         if constexpr (W == 4) {
@@ -128,7 +125,6 @@ __device__ __forceinline__ void store_columns(float* row, const float (&v)[COUNT
 template <int X, int COUNT>
 __device__ __forceinline__ void add_columns(float* row, const float (&v)[COUNT], int x, float factor) {
     constexpr int W = vector_width(COUNT);
-#pragma unroll
     for (int c = 0; c < COUNT; c += W) {
         float* at = row + column<X, COUNT>(x, c);
 #if __CUDA_ARCH__ >= 900  // one 16-byte addition in the L2 cache instead of four
@@ -143,9 +139,7 @@ __device__ __forceinline__ void add_columns(float* row, const float (&v)[COUNT],
 }
 template <int R, int C>
 __device__ __forceinline__ void set_zero(float (&x)[R][C]) {
-#pragma unroll
     for (int r = 0; r < R; r++) {
-#pragma unroll
         for (int n = 0; n < C; n++) { x[r][n] = 0; }
     }
 }
@@ -157,18 +151,13 @@ __device__ __forceinline__ void rows_times_rows(float (&s)[Tile::rows][Tile::col
 #pragma unroll Tile::unroll
     for (int d = 0; d < Tile::D; d += 4) {
         float4 a[Tile::rows];
-#pragma unroll
         for (int r = 0; r < Tile::rows; r++) { a[r] = *(const float4*)(A + (ty + r * Tile::ty) * Tile::row + d); }
 #pragma unroll
         for (int n = 0; n < Tile::columns; n++) {
             float4 b = *(const float4*)(B + (tx + n * Tile::tx) * Tile::row + d);
-#pragma unroll
             for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].x, b.x, s[r][n]); }
-#pragma unroll
             for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].y, b.y, s[r][n]); }
-#pragma unroll
             for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].z, b.z, s[r][n]); }
-#pragma unroll
             for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].w, b.w, s[r][n]); }
         }
     }
@@ -180,15 +169,12 @@ __device__ __forceinline__ void rows_times_columns(float (&out)[Tile::rows][Tile
 #pragma unroll Tile::unroll
     for (int n = 0; n < Tile::streamed; n += 4) {
         float p[Tile::rows][4];
-#pragma unroll
         for (int r = 0; r < Tile::rows; r++) { load_columns<1>(p[r], P + (ty + r * Tile::ty) * Tile::p_row + n, 0); }
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             float b[Tile::out_columns];
             load_columns<Tile::tx>(b, B + (n + e) * Tile::row, tx);
-#pragma unroll
             for (int r = 0; r < Tile::rows; r++) {
-#pragma unroll
                 for (int c = 0; c < Tile::out_columns; c++) { out[r][c] = fmaf(p[r][e], b[c], out[r][c]); }
             }
         }
@@ -197,9 +183,7 @@ __device__ __forceinline__ void rows_times_columns(float (&out)[Tile::rows][Tile
 // The P of the thread to shared memory, where the TX threads of its rows, all in its warp, will read it.
 template <class Tile>
 __device__ __forceinline__ void store_p(float* P, const float (&p)[Tile::rows][Tile::columns], int tx, int ty) {
-#pragma unroll
     for (int r = 0; r < Tile::rows; r++) {
-#pragma unroll
         for (int n = 0; n < Tile::columns; n++) { P[(ty + r * Tile::ty) * Tile::p_row + tx + n * Tile::tx] = p[r][n]; }
     }
 }
@@ -234,19 +218,16 @@ __device__ __forceinline__ void softmax_step(float (&s)[Tile::rows][Tile::column
 #pragma unroll
     for (int r = 0; r < Tile::rows; r++) {
         float larger = m[r];
-#pragma unroll
         for (int n = 0; n < Tile::columns; n++) { larger = fmaxf(larger, s[r][n]); }
         larger = combine_row<Tile::tx>(larger, [](float x, float y) { return fmaxf(x, y); });
         float base = larger == -INFINITY ? 0 : larger * c;  // no key seen yet: -inf - -inf would be NaN
         float shrink = exp2_approx(m[r] * c - base);
         m[r] = larger;
         l[r] *= shrink;
-#pragma unroll
         for (int n = 0; n < Tile::columns; n++) {
             s[r][n] = exp2_approx(fmaf(s[r][n], c, -base));
             l[r] += s[r][n];
         }
-#pragma unroll
         for (int k = 0; k < Tile::out_columns; k++) { O[r][k] *= shrink; }
     }
 }
@@ -277,7 +258,6 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
 
     float O[Tile::rows][Tile::out_columns], m[Tile::rows], l[Tile::rows], c = a.scale * LOG2_E;
     set_zero(O);
-#pragma unroll
     for (int r = 0; r < Tile::rows; r++) { m[r] = -INFINITY, l[r] = 0; }
     for (int j = group; j < end; j += Tile::groups) {
         cp_async_wait<0>();
@@ -294,9 +274,7 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
             cp_async_commit();
         }
         if (j >= whole) {
-#pragma unroll
             for (int r = 0; r < Tile::rows; r++) {
-#pragma unroll
                 for (int n = 0; n < Tile::columns; n++) {
                     int query = q0 + ty + r * Tile::ty, key = j * Tile::streamed + tx + n * Tile::tx;
                     if (key >= a.Tk || (a.causal && key > query)) { s[r][n] = -INFINITY; }
@@ -311,14 +289,12 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
     }
     pass_barriers<Tile>(group, end, 2);
 
-#pragma unroll
     for (int r = 0; r < Tile::rows; r++) {
         l[r] = combine_row<Tile::tx>(l[r], [](float x, float y) { return x + y; });
     }
     if constexpr (Tile::groups > 1) {  // bring the groups to the largest m of each row; then l and O can be added
         float* ms = P;
         __syncthreads();  // P is no longer read
-#pragma unroll
         for (int r = 0; r < Tile::rows; r++) {
             if (tx == 0) { ms[(ty + r * Tile::ty) * 2] = m[r], ms[(ty + r * Tile::ty) * 2 + 1] = l[r]; }
         }
@@ -332,7 +308,6 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
                 sum += row[g * Tile::group_floats + 1] * exp2_approx((row[g * Tile::group_floats] - larger) * c);
             }
             m[r] = larger, l[r] = sum;
-#pragma unroll
             for (int n = 0; n < Tile::out_columns; n++) { O[r][n] *= exp2_approx((mine - larger) * c); }
         }
         merge_groups<Tile>(O, group_0, group, t);
@@ -380,13 +355,10 @@ __device__ __forceinline__ void add_dq(const AttentionArgs& a, int b, int h, int
         float ds[4], k[OUT];
         load_columns<1>(ds, dS + key * Tile::p_row + 4 * y, 0);
         load_columns<X>(k, K + key * Tile::row, x);
-#pragma unroll
         for (int r = 0; r < 4; r++) {
-#pragma unroll
             for (int c = 0; c < OUT; c++) { dQ[r][c] = fmaf(ds[r], k[c], dQ[r][c]); }
         }
     }
-#pragma unroll
     for (int r = 0; r < 4; r++) {
         int query = q0 + 4 * y + r;
         if (query < a.Tq) { add_columns<X>(head_of<float>(a.dq, b, h) + query * a.dq.row, dQ[r], x, a.scale); }
@@ -428,7 +400,6 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
     for (int i = first + group; i < end; i += Tile::groups) {
         int q0 = i * Tile::streamed, next = (i + Tile::groups) * Tile::streamed;
         float l[Tile::columns], d[Tile::columns], s[Tile::rows][Tile::columns], ds[Tile::rows][Tile::columns];
-#pragma unroll
         for (int n = 0; n < Tile::columns; n++) {  // beyond Tq: L = inf makes P = 0
             int query = q0 + tx + n * Tile::tx;
             l[n] = query < a.Tq ? L[query] * LOG2_E : INFINITY;
@@ -443,7 +414,6 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
         bool masked = (a.causal && q0 < k0 + Tile::own - 1) || k0 + Tile::own > a.Tk;
 #pragma unroll
         for (int r = 0; r < Tile::rows; r++) {
-#pragma unroll
             for (int n = 0; n < Tile::columns; n++) {
                 s[r][n] = exp2_approx(fmaf(s[r][n], c, -l[n]));  // step 8's P
                 int query = q0 + tx + n * Tile::tx, key = k0 + ty + r * Tile::ty;
@@ -526,8 +496,7 @@ __global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp
     for (int i = first; i < end; i++) {
         int q0 = i * Tile::streamed;
         float l[Tile::columns], s[Tile::rows][Tile::columns];  // L or D, S or dP
-#pragma unroll
-        for (int n = 0; n < Tile::columns; n++) {  // beyond Tq: L = inf makes P = 0
+        for (int n = 0; n < Tile::columns; n++) {              // beyond Tq: L = inf makes P = 0
             int query = q0 + tx + n * Tile::tx;
             l[n] = group == 0 ? (query < a.Tq ? L[query] * LOG2_E : INFINITY) : (query < a.Tq ? D_i[query] : 0);
         }
@@ -538,7 +507,6 @@ __global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp
             bool masked = (a.causal && q0 < k0 + Tile::own - 1) || k0 + Tile::own > a.Tk;
 #pragma unroll
             for (int r = 0; r < Tile::rows; r++) {
-#pragma unroll
                 for (int n = 0; n < Tile::columns; n++) {
                     s[r][n] = exp2_approx(fmaf(s[r][n], c, -l[n]));  // step 8's P
                     int query = q0 + tx + n * Tile::tx, key = k0 + ty + r * Tile::ty;
@@ -551,7 +519,6 @@ __global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp
         if (group == 1) {
 #pragma unroll
             for (int r = 0; r < Tile::rows; r++) {
-#pragma unroll
                 for (int n = 0; n < Tile::columns; n++) {
                     s[r][n] = P[(ty + r * Tile::ty) * Tile::p_row + tx + n * Tile::tx] * (s[r][n] - l[n]);  // step 11
                 }
@@ -607,7 +574,6 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
 
     float dQ[Tile::rows][Tile::out_columns], l[Tile::rows], d[Tile::rows], c = a.scale * LOG2_E;
     set_zero(dQ);
-#pragma unroll
     for (int r = 0; r < Tile::rows; r++) {
         int query = q0 + ty + r * Tile::ty;
         l[r] = query < a.Tq ? a.L[(int64_t)head * a.Tq + query] * LOG2_E : INFINITY;
@@ -629,7 +595,6 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
         bool masked = (a.causal && k0 + Tile::streamed - 1 > q0) || k0 + Tile::streamed > a.Tk;
 #pragma unroll
         for (int r = 0; r < Tile::rows; r++) {
-#pragma unroll
             for (int n = 0; n < Tile::columns; n++) {
                 int query = q0 + ty + r * Tile::ty, key = k0 + tx + n * Tile::tx;
                 s[r][n] = exp2_approx(fmaf(s[r][n], c, -l[r]));  // step 8's P

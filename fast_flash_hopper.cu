@@ -326,7 +326,6 @@ __device__ __forceinline__ void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float larger = s[2 * r];
-#pragma unroll
         for (int n = 0; n < Tile::Bk / 2; n += 4) { larger = fmaxf(larger, fmaxf(s[n + 2 * r], s[n + 2 * r + 1])); }
         larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 1));
         larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 2));
@@ -343,9 +342,7 @@ __device__ __forceinline__ void exponentials(float (&s)[Tile::Bk / 2], float (&l
                                              int from, int to) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-#pragma unroll
         for (int n = from / 2; n < to / 2; n += 4) {
-#pragma unroll
             for (int e = 2 * r; e < 2 * r + 2; e++) {
                 s[n + e] = exp2_approx(fmaf(s[n + e], c, -base[r]));
                 if constexpr (!Tile::sums) { l[r] += s[n + e]; }
@@ -357,7 +354,6 @@ template <class T, int N>
 __device__ __forceinline__ void pack_all(uint32_t (&p)[N / 8][4], const float (&s)[N]) {
 #pragma unroll
     for (int k = 0; k < N / 8; k++) {
-#pragma unroll
         for (int e = 0; e < 4; e++) { p[k][e] = pack<T>(s[8 * k + 2 * e], s[8 * k + 2 * e + 1]); }
     }
 }
@@ -710,7 +706,6 @@ struct BackwardConsumer {
 #pragma unroll
         for (int n = to / 2 - 4; n >= from / 2; n -= 4) {
             float2 L = n < EARLY ? L_of(stats, n) : early_L[(n - EARLY) / 4];
-#pragma unroll
             for (int e = 0; e < 4; e++) {
                 s[n + e] = exp2_approx(fmaf(s[n + e], c, -(e % 2 ? L.y : L.x)));
                 if constexpr (MASKED) {
@@ -729,10 +724,8 @@ struct BackwardConsumer {
         char* ds_tile = memory.ds_tiles + (i & 1) * Tile::ds_bytes + warpgroup * Tile::q_slab;
 #pragma unroll
         for (int k = 0; k < Bq / 16; k++) {
-#pragma unroll
             for (int half = 0; half < 2; half++) {
                 int n = 8 * k + 4 * half;
-#pragma unroll
                 for (int r = 0; r < 2; r++) {  // P is taken packed: unpacked it would need Bq / 2 registers
                     ds[k][2 * half + r] = multiply_packed<T>(p[k][2 * half + r], dp[n + 2 * r], dp[n + 2 * r + 1]);
                 }

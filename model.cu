@@ -349,7 +349,7 @@ double gradient_norm(const Model& model) {
 template <class P, class G>
 __global__ void adamw_kernel(P* p, const G* g, P* m, P* v, int64_t n, AdamWScalars s) {
     int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (i < n) { adamw_stored(p + i, g[i], m + i, v + i, s); }
+    if (i < n) { adamw_element(p + i, g[i], m + i, v + i, s); }
 }
 static void adamw_cuda(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
                        AdamWScalars s) {
@@ -379,7 +379,7 @@ static void adamw_cpu(const Tensor& p_all, const std::vector<FlatGradient>& grad
                 P *p = p_all.as<P>() + one.offset, *m = m_all.as<P>() + one.offset, *v = v_all.as<P>() + one.offset;
                 int64_t n = one.g.size();
 #pragma omp parallel for simd if (n > 16384)
-                for (int64_t i = 0; i < n; i++) { adamw_stored(p + i, g[i], m + i, v + i, s); }
+                for (int64_t i = 0; i < n; i++) { adamw_element(p + i, g[i], m + i, v + i, s); }
             });
         });
     }

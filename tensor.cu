@@ -209,22 +209,20 @@ HD void philox(uint32_t out[4], uint64_t seed, uint64_t key, uint64_t i) {
 
 // The sum of eight uniform 16-bit numbers, centred and scaled to variance 1. The sum is an integer and the rest is one
 // rounding, so every machine gets the same bits, which a formula with log and cos would not give.
-HD inline float normal(uint64_t seed, uint64_t key, uint64_t i) {
+HD inline float normal(uint64_t seed, uint64_t key, uint64_t i, float mean, float std) {
     uint32_t r[4];
     philox(r, seed, key, i);
     int sum = 0;
     for (int j = 0; j < 4; j++) { sum += (int)(r[j] & 0xffff) + (int)(r[j] >> 16); }
     const float inverse_std = 1.8688060e-05f;  // 1 / sqrt(8 * (65536^2 - 1) / 12)
-    return (float)(2 * sum - 8 * 65535) * (0.5f * inverse_std);
-}
-HD inline float normal_scaled(uint64_t seed, uint64_t key, uint64_t i, float mean, float std) {
-    return fmaf(std, normal(seed, key, i), mean);  // fmaf on both sides: a compiler may fuse a*b+c on one of them only
+    // fmaf on both sides: a compiler may fuse a*b+c on one of them only
+    return fmaf(std, (float)(2 * sum - 8 * 65535) * (0.5f * inverse_std), mean);
 }
 
 #ifdef __CUDACC__
 __global__ void normal_kernel(char* out, DType dtype, int64_t n, uint64_t seed, uint64_t key, float mean, float std) {
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
-        store<float>(out, dtype, i, normal_scaled(seed, key, i, mean, std));
+        store<float>(out, dtype, i, normal(seed, key, i, mean, std));
     }
 }
 // Blocks of 256 threads; the loop in the kernel does the rest.
@@ -242,7 +240,7 @@ void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float
     }
 #endif
 #pragma omp parallel for
-    for (int64_t i = 0; i < n; i++) { store<float>(t.data, t.dtype, i, normal_scaled(seed, key, i, mean, std)); }
+    for (int64_t i = 0; i < n; i++) { store<float>(t.data, t.dtype, i, normal(seed, key, i, mean, std)); }
 }
 int random_int(int n, uint64_t seed, uint64_t key, uint64_t i) {
     uint32_t r[4];
@@ -487,37 +485,25 @@ HD A apply(const F& f, A x0, A x1, A x2) {
 // W neighbours along the last dimension, as one access where they lie side by side.
 template <int W>
 __device__ inline void load_some(float (&x)[W], const Operand& o, int64_t step, int64_t at) {
-    if constexpr (W == 4) {
-        if (step == 1 && o.dtype == F32) {
-            float4 v = *(const float4*)(o.data + at * 4);
-            x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-            return;
-        }
-        if (step == 1 && (o.dtype == BF16 || o.dtype == F16)) {
-            uint2 v = *(const uint2*)(o.data + at * 2);
-            uint16_t bits[4] = {(uint16_t)v.x, (uint16_t)(v.x >> 16), (uint16_t)v.y, (uint16_t)(v.y >> 16)};
-            for (int w = 0; w < 4; w++) { x[w] = o.dtype == BF16 ? to_acc(bf16{bits[w]}) : to_acc(fp16{bits[w]}); }
-            return;
-        }
-    }
+    auto at_once = [&](auto zero) {
+        auto pack = load_pack<W>((const decltype(zero)*)o.data + at);
+        for (int w = 0; w < W; w++) { x[w] = to_acc(pack.x[w]); }
+    };
+    if (W > 1 && step == 1 && o.dtype == F32) { return at_once(float()); }
+    if (W > 1 && step == 1 && o.dtype == BF16) { return at_once(bf16()); }
+    if (W > 1 && step == 1 && o.dtype == F16) { return at_once(fp16()); }
     for (int w = 0; w < W; w++) { x[w] = w > 0 && step == 0 ? x[0] : load<float>(o.data, o.dtype, at + w * step); }
 }
 template <int W>
 __device__ inline void store_some(const Operand& o, int64_t step, int64_t at, const float (&x)[W]) {
-    if constexpr (W == 4) {
-        if (o.dtype == F32) {
-            *(float4*)(o.data + at * 4) = {x[0], x[1], x[2], x[3]};
-            return;
-        }
-        if (o.dtype == BF16 || o.dtype == F16) {
-            uint16_t bits[4];
-            for (int w = 0; w < 4; w++) {
-                o.dtype == BF16 ? from_acc(x[w], (bf16*)&bits[w]) : from_acc(x[w], (fp16*)&bits[w]);
-            }
-            *(uint2*)(o.data + at * 2) = {bits[0] | (uint32_t)bits[1] << 16, bits[2] | (uint32_t)bits[3] << 16};
-            return;
-        }
-    }
+    auto at_once = [&](auto zero) {
+        Pack<decltype(zero), W> pack;
+        for (int w = 0; w < W; w++) { from_acc(x[w], &pack.x[w]); }
+        store_pack((decltype(zero)*)o.data + at, pack);
+    };
+    if (W > 1 && o.dtype == F32) { return at_once(float()); }
+    if (W > 1 && o.dtype == BF16) { return at_once(bf16()); }
+    if (W > 1 && o.dtype == F16) { return at_once(fp16()); }
     for (int w = 0; w < W; w++) { store<float>(o.data, o.dtype, at + w * step, x[w]); }
 }
 // I is the index type: 32-bit division is several times faster than 64-bit, and almost every tensor is small enough.

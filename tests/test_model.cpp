@@ -503,7 +503,7 @@ TEST_CASE_TEMPLATE("model: each row of AdamW's table, by the formula", D, OnCPU,
                     std::vector<double> g = to_doubles(one.g);
                     for (size_t i = 0; i < g.size(); i++) {
                         size_t at = one.offset + i;
-                        adamw_element(want[0][at], g[i], want[1][at], want[2][at], s);
+                        adamw_element(&want[0][at], g[i], &want[1][at], &want[2][at], s);
                     }
                 }
                 row.update(p, gradients, m, v, s);
