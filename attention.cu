@@ -198,9 +198,8 @@ static void softmax_in_place(const Tensor& s, const Tensor& L, bool causal) {
 #ifdef __CUDACC__
     if (s.device() == CUDA) {
         return with_gpu_type(s.dtype, [&](auto zero) {
-            softmax_kernel<<<ceil_div(R * WARP, 256), 256, 0, stream()>>>(s.as<decltype(zero)>(), L.as<float>(), R, Tq,
-                                                                          Tk, causal);
-            LAUNCH_CHECK();
+            LAUNCH(softmax_kernel, ceil_div(R * WARP, 256), 256, s.as<decltype(zero)>(), L.as<float>(), R, Tq, Tk,
+                   causal);
         });
     }
 #endif
@@ -218,9 +217,7 @@ static void softmax_backward_in_place(const Tensor& dp, const Tensor& p, bool ca
     if (p.device() == CUDA) {
         return with_gpu_type(p.dtype, [&](auto zero) {
             using T = decltype(zero);
-            softmax_backward_kernel<<<ceil_div(R * WARP, 256), 256, 0, stream()>>>(dp.as<T>(), p.as<T>(), R, Tq, Tk,
-                                                                                   causal);
-            LAUNCH_CHECK();
+            LAUNCH(softmax_backward_kernel, ceil_div(R * WARP, 256), 256, dp.as<T>(), p.as<T>(), R, Tq, Tk, causal);
         });
     }
 #endif
@@ -342,9 +339,7 @@ void weighted_sum_forward(const Tensor& y, const Tensor& x, const Tensor& w) {
     if (y.device() == META || N == 0) { return; }
 #ifdef __CUDACC__
     if (y.device() == CUDA) {
-        weighted_sum_kernel<<<ceil_div(N * WARP, 256), 256, 0, stream()>>>(y.as<float>(), x.as<float>(), w.as<float>(),
-                                                                           N, D);
-        LAUNCH_CHECK();
+        LAUNCH(weighted_sum_kernel, ceil_div(N * WARP, 256), 256, y.as<float>(), x.as<float>(), w.as<float>(), N, D);
         return;
     }
 #endif
@@ -361,11 +356,9 @@ void weighted_sum_backward(const Tensor& dx, const Tensor& dw, const Tensor& dy,
         int64_t chunk = std::max<int64_t>(64, ceil_div(N * strips, multiprocessors() * 16)),
                 chunks = ceil_div(N, chunk);
         Tensor partial = empty({chunks, D}, F32, WORKSPACE);
-        weighted_sum_backward_kernel<<<dim3((unsigned)strips, (unsigned)chunks), dim3(WARP, SUM_ROWS), 0, stream()>>>(
-            dx.as<float>(), partial.as<float>(), dy.as<float>(), x.as<float>(), w.as<float>(), N, D, chunk);
-        LAUNCH_CHECK();
-        sum_chunks_kernel<<<ceil_div(D, 128), 128, 0, stream()>>>(dw.as<float>(), partial.as<float>(), chunks, D);
-        LAUNCH_CHECK();
+        LAUNCH(weighted_sum_backward_kernel, dim3((unsigned)strips, (unsigned)chunks), dim3(WARP, SUM_ROWS),
+               dx.as<float>(), partial.as<float>(), dy.as<float>(), x.as<float>(), w.as<float>(), N, D, chunk);
+        LAUNCH(sum_chunks_kernel, ceil_div(D, 128), 128, dw.as<float>(), partial.as<float>(), chunks, D);
         return;
     }
 #endif
@@ -720,8 +713,7 @@ static void flash_v1_forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     with_gpu_type(t.q.dtype, [&](auto zero) {
         using T = decltype(zero);
-        flash_v1_forward_kernel<T><<<v1_grid(a, a.Tq), dim3(WARP, V1_TILE), 0, stream()>>>(a, head_size(t));
-        LAUNCH_CHECK();
+        LAUNCH(flash_v1_forward_kernel<T>, v1_grid(a, a.Tq), dim3(WARP, V1_TILE), a, head_size(t));
     });
 }
 static void flash_v1_backward(const AttentionTensors& t) {
@@ -732,12 +724,9 @@ static void flash_v1_backward(const AttentionTensors& t) {
     dim3 threads(WARP, V1_TILE);
     with_gpu_type(t.q.dtype, [&](auto zero) {
         using T = decltype(zero);
-        flash_v1_delta_kernel<T><<<v1_grid(a, a.Tq), threads, 0, stream()>>>(a, D, delta);
-        LAUNCH_CHECK();
-        flash_v1_dkv_kernel<T><<<v1_grid(a, a.Tk), threads, 0, stream()>>>(a, D, delta);
-        LAUNCH_CHECK();
-        flash_v1_dq_kernel<T><<<v1_grid(a, a.Tq), threads, 0, stream()>>>(a, D, delta);
-        LAUNCH_CHECK();
+        LAUNCH(flash_v1_delta_kernel<T>, v1_grid(a, a.Tq), threads, a, D, delta);
+        LAUNCH(flash_v1_dkv_kernel<T>, v1_grid(a, a.Tk), threads, a, D, delta);
+        LAUNCH(flash_v1_dq_kernel<T>, v1_grid(a, a.Tq), threads, a, D, delta);
     });
 }
 #else

@@ -44,8 +44,7 @@ static void convert_weights(const Tensor& part, bool split) {
     if (split) { copy_or_add(whole, part, false); }
 #ifdef __CUDACC__
     if (whole.device() == CUDA) {
-        convert_halves_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(whole.as<float>(), halves, n, split);
-        LAUNCH_CHECK();
+        LAUNCH(convert_halves_kernel, ceil_div(n, 256), 256, whole.as<float>(), halves, n, split);
     }
 #endif
     if (whole.device() == CPU) {
@@ -130,8 +129,7 @@ static void launch(const std::vector<FlatGradient>& gradients, const Tensor& p, 
             fits &= one.g.size() % W == 0 && (uintptr_t)one.g.data / sizeof(G) % W == 0;
         }
         auto kernel = fits ? adamw_kernel<W, split, P, G> : adamw_kernel<1, split, P, G>;
-        kernel<<<blocks, 256, 0, stream()>>>(some, p.as<P>(), m.as<P>(), v.as<P>(), s);
-        LAUNCH_CHECK();
+        LAUNCH(kernel, blocks, 256, some, p.as<P>(), m.as<P>(), v.as<P>(), s);
     }
 }
 template <bool split>

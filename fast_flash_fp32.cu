@@ -67,6 +67,19 @@ __device__ __forceinline__ void load_rows(float* to, const float* from, int64_t 
     }
 }
 
+// The block's own tile of x, from row `first` on, by all its threads; and a streamed one by a group's.
+template <class Tile>
+__device__ __forceinline__ void load_own(float* to, const Heads& x, int b, int h, int first, int rows) {
+    load_rows<Tile::own, Tile::D, Tile::threads * Tile::groups>(to, head_of<float>(x, b, h), x.row, first, rows,
+                                                                threadIdx.x);
+}
+template <class Tile>
+__device__ __forceinline__ void load_streamed(float* to, const float* from, int64_t stride, int first, int rows,
+                                              int thread) {
+    load_rows<Tile::streamed, Tile::D, Tile::threads>(to, from, stride, first, rows, thread);
+    cp_async_commit();
+}
+
 // ---- products of register tiles ----
 // Where thread t sits in a grid of X columns. Shared memory serves a 16-byte load of a warp in 4 steps, or in 2 if each
 // lane has the same address as its neighbour (lane ^ 1), or each as lane ^ 2. So lane bit 0 counts columns, bit 1 rows:
@@ -249,10 +262,8 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
     int whole = min(a.Tk, a.causal ? q0 + 1 : a.Tk) / Tile::streamed;  // tiles before this one are seen by every query
     const float *k = head_of<float>(a.k, b, h), *v = head_of<float>(a.v, b, h);
 
-    load_rows<Tile::own, Tile::D, Tile::threads * Tile::groups>(Q, head_of<float>(a.q, b, h), a.q.row, q0, a.Tq,
-                                                                threadIdx.x);
-    load_rows<Tile::streamed, Tile::D, Tile::threads>(K, k, a.k.row, group * Tile::streamed, a.Tk, t);
-    cp_async_commit();
+    load_own<Tile>(Q, a.q, b, h, q0, a.Tq);
+    load_streamed<Tile>(K, k, a.k.row, group * Tile::streamed, a.Tk, t);
     cp_async_wait<0>();
     __syncthreads();  // Q, loaded by all groups
 
@@ -262,16 +273,13 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
     for (int j = group; j < end; j += Tile::groups) {
         cp_async_wait<0>();
         group_barrier(group);  // everybody's part of K has arrived, and V has been read
-        load_rows<Tile::streamed, Tile::D, Tile::threads>(V, v, a.v.row, j * Tile::streamed, a.Tk, t);
-        cp_async_commit();
+        load_streamed<Tile>(V, v, a.v.row, j * Tile::streamed, a.Tk, t);
         float s[Tile::rows][Tile::columns];
         rows_times_rows<Tile>(s, Q, K, tx, ty);  // step 1
         cp_async_wait<0>();
         group_barrier(group);  // V has arrived, and K has been read
         if (j + Tile::groups < end) {
-            load_rows<Tile::streamed, Tile::D, Tile::threads>(K, k, a.k.row, (j + Tile::groups) * Tile::streamed, a.Tk,
-                                                              t);
-            cp_async_commit();
+            load_streamed<Tile>(K, k, a.k.row, (j + Tile::groups) * Tile::streamed, a.Tk, t);
         }
         if (j >= whole) {
             for (int r = 0; r < Tile::rows; r++) {
@@ -382,15 +390,11 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
     const float *q = head_of<float>(a.q, b, h), *from_dO = head_of<float>(a.dO, b, h);
     const float *L = a.L + (int64_t)head * a.Tq, *D_i = delta + (int64_t)head * a.Tq;
 
-    load_rows<Tile::own, Tile::D, Tile::threads * Tile::groups>(K, head_of<float>(a.k, b, h), a.k.row, k0, a.Tk,
-                                                                threadIdx.x);
-    load_rows<Tile::own, Tile::D, Tile::threads * Tile::groups>(V, head_of<float>(a.v, b, h), a.v.row, k0, a.Tk,
-                                                                threadIdx.x);
+    load_own<Tile>(K, a.k, b, h, k0, a.Tk);
+    load_own<Tile>(V, a.v, b, h, k0, a.Tk);
     cp_async_commit();
-    load_rows<Tile::streamed, Tile::D, Tile::threads>(dO, from_dO, a.dO.row, (first + group) * Tile::streamed, a.Tq, t);
-    cp_async_commit();
-    load_rows<Tile::streamed, Tile::D, Tile::threads>(Q, q, a.q.row, (first + group) * Tile::streamed, a.Tq, t);
-    cp_async_commit();
+    load_streamed<Tile>(dO, from_dO, a.dO.row, (first + group) * Tile::streamed, a.Tq, t);
+    load_streamed<Tile>(Q, q, a.q.row, (first + group) * Tile::streamed, a.Tq, t);
     cp_async_wait<2>();
     __syncthreads();  // K and V, loaded by all groups
 
@@ -425,10 +429,7 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
         __syncwarp();
         rows_times_columns<Tile>(dV, P, dO, tx, ty);  // step 9
         group_barrier(group);                         // dO has been read, and P
-        if (i + Tile::groups < end) {
-            load_rows<Tile::streamed, Tile::D, Tile::threads>(dO, from_dO, a.dO.row, next, a.Tq, t);
-            cp_async_commit();
-        }
+        if (i + Tile::groups < end) { load_streamed<Tile>(dO, from_dO, a.dO.row, next, a.Tq, t); }
         store_p<Tile>(P, ds, tx, ty);
         __syncwarp();
         rows_times_columns<Tile>(dK, P, Q, tx, ty);  // step 13
@@ -437,10 +438,7 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
             add_dq<Tile, Tile::threads>(a, b, h, q0, P, K, t);
         }
         group_barrier(group);  // Q has been read, and dS
-        if (i + Tile::groups < end) {
-            load_rows<Tile::streamed, Tile::D, Tile::threads>(Q, q, a.q.row, next, a.Tq, t);
-            cp_async_commit();
-        }
+        if (i + Tile::groups < end) { load_streamed<Tile>(Q, q, a.q.row, next, a.Tq, t); }
     }
 
     pass_barriers<Tile>(group, end - first, WITH_DQ ? 5 : 4);
@@ -485,9 +483,8 @@ __global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp
                                                  group == 0 ? head_of<float>(a.k, b, h) : head_of<float>(a.v, b, h),
                                                  group == 0 ? a.k.row : a.v.row, k0, a.Tk, t);
     auto load_tile = [&](int i) {
-        load_rows<Tile::streamed, Tile::D, Tile::threads>(group == 0 ? Q : dO, group == 0 ? q : from_dO,
-                                                          group == 0 ? a.q.row : a.dO.row, i * Tile::streamed, a.Tq, t);
-        cp_async_commit();
+        load_streamed<Tile>(group == 0 ? Q : dO, group == 0 ? q : from_dO, group == 0 ? a.q.row : a.dO.row,
+                            i * Tile::streamed, a.Tq, t);
     };
     load_tile(first);
 
@@ -560,15 +557,11 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
     int end = ((a.causal ? min(a.Tk, q0 + Tile::own) : a.Tk) + Tile::streamed - 1) / Tile::streamed;
     const float *k = head_of<float>(a.k, b, h), *v = head_of<float>(a.v, b, h);
 
-    load_rows<Tile::own, Tile::D, Tile::threads * Tile::groups>(Q, head_of<float>(a.q, b, h), a.q.row, q0, a.Tq,
-                                                                threadIdx.x);
-    load_rows<Tile::own, Tile::D, Tile::threads * Tile::groups>(dO, head_of<float>(a.dO, b, h), a.dO.row, q0, a.Tq,
-                                                                threadIdx.x);
+    load_own<Tile>(Q, a.q, b, h, q0, a.Tq);
+    load_own<Tile>(dO, a.dO, b, h, q0, a.Tq);
     cp_async_commit();
-    load_rows<Tile::streamed, Tile::D, Tile::threads>(V, v, a.v.row, group * Tile::streamed, a.Tk, t);
-    cp_async_commit();
-    load_rows<Tile::streamed, Tile::D, Tile::threads>(K, k, a.k.row, group * Tile::streamed, a.Tk, t);
-    cp_async_commit();
+    load_streamed<Tile>(V, v, a.v.row, group * Tile::streamed, a.Tk, t);
+    load_streamed<Tile>(K, k, a.k.row, group * Tile::streamed, a.Tk, t);
     cp_async_wait<2>();
     __syncthreads();  // Q and dO, loaded by all groups
 
@@ -587,10 +580,7 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
         rows_times_rows<Tile>(ds, dO, V, tx, ty);  // step 10
         cp_async_wait<0>();
         group_barrier(group);  // K has arrived, and V has been read
-        if (j + Tile::groups < end) {
-            load_rows<Tile::streamed, Tile::D, Tile::threads>(V, v, a.v.row, next, a.Tk, t);
-            cp_async_commit();
-        }
+        if (j + Tile::groups < end) { load_streamed<Tile>(V, v, a.v.row, next, a.Tk, t); }
         rows_times_rows<Tile>(s, Q, K, tx, ty);  // step 8's S
         bool masked = (a.causal && k0 + Tile::streamed - 1 > q0) || k0 + Tile::streamed > a.Tk;
 #pragma unroll
@@ -606,10 +596,7 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
         __syncwarp();
         rows_times_columns<Tile>(dQ, P, K, tx, ty);  // step 12
         group_barrier(group);                        // K has been read, and P
-        if (j + Tile::groups < end) {
-            load_rows<Tile::streamed, Tile::D, Tile::threads>(K, k, a.k.row, next, a.Tk, t);
-            cp_async_commit();
-        }
+        if (j + Tile::groups < end) { load_streamed<Tile>(K, k, a.k.row, next, a.Tk, t); }
     }
 
     pass_barriers<Tile>(group, end, 3);
@@ -668,8 +655,7 @@ static void backward(const AttentionTensors& t) {
     Tensor workspace = empty({a.B, a.H, a.Tq}, F32, WORKSPACE);
     float* delta = workspace.as<float>();
     int64_t rows = (int64_t)a.B * a.H * a.Tq;
-    flash_delta_fp32_kernel<<<ceil_div(rows * WARP, 256), 256, 0, stream()>>>(a, D, delta, !context.deterministic);
-    LAUNCH_CHECK();
+    LAUNCH(flash_delta_fp32_kernel, ceil_div(rows * WARP, 256), 256, a, D, delta, !context.deterministic);
     bool large = shared_memory_per_block() >= Fp32Tile<80, 64, 2>::backward_bytes;
     auto run = [&](auto large_tile, auto small_tile) {
         large ? backward_fp32<decltype(large_tile)>(a, delta) : backward_fp32<decltype(small_tile)>(a, delta);

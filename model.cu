@@ -307,8 +307,7 @@ double square_sum(const std::vector<FlatGradient>& gradients) {
         for (const FlatGradient& one : gradients) {
             const Tensor& g = one.g;
             with_gpu_type(g.dtype, [&](auto zero) {
-                square_sum_kernel<<<blocks_of(g), 256, 0, stream()>>>(next, g.as<decltype(zero)>(), g.size());
-                LAUNCH_CHECK();
+                LAUNCH(square_sum_kernel, blocks_of(g), 256, next, g.as<decltype(zero)>(), g.size());
             });
             next += blocks_of(g);
         }
@@ -359,9 +358,8 @@ static void adamw_cuda(const Tensor& p, const std::vector<FlatGradient>& gradien
         with_gpu_type(one.g.dtype, [&](auto zero) {
             auto launch = [&](auto p_zero) {
                 using P = decltype(p_zero);
-                adamw_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(p.as<P>() + at, one.g.as<decltype(zero)>(),
-                                                                     m.as<P>() + at, v.as<P>() + at, n, s);
-                LAUNCH_CHECK();
+                LAUNCH(adamw_kernel, ceil_div(n, 256), 256, p.as<P>() + at, one.g.as<decltype(zero)>(), m.as<P>() + at,
+                       v.as<P>() + at, n, s);
             };
             p.dtype == BF16 ? launch(bf16()) : launch(float());
         });

@@ -234,8 +234,7 @@ void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float
     if (n == 0 || t.device() == META) { return; }
 #ifdef __CUDACC__
     if (t.device() == CUDA) {
-        normal_kernel<<<grid_for(n), 256, 0, stream()>>>(t.data, t.dtype, n, seed, key, mean, std);
-        LAUNCH_CHECK();
+        LAUNCH(normal_kernel, grid_for(n), 256, t.data, t.dtype, n, seed, key, mean, std);
         return;
     }
 #endif
@@ -588,8 +587,7 @@ static void elementwise_into(const F& f, const Tensor& out, const std::vector<Te
     if (out.device() == CUDA) {
         auto launch = [&](auto width, auto index) {
             constexpr int W = decltype(width)::value;
-            elementwise_kernel<N, W, decltype(index)><<<grid_for(loop.n / W), 256, 0, stream()>>>(f, loop);
-            LAUNCH_CHECK();
+            LAUNCH((elementwise_kernel<N, W, decltype(index)>), grid_for(loop.n / W), 256, f, loop);
         };
         bool small = loop.n < (int64_t)1 << 30;
         std::integral_constant<int, 4> four;
@@ -750,10 +748,7 @@ __global__ void arange_kernel(int* out, int n) {
 Tensor arange(int64_t n) {
     Tensor t = empty({n}, I32);
 #ifdef __CUDACC__
-    if (t.device() == CUDA && n > 0) {
-        arange_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(t.as<int>(), (int)n);
-        LAUNCH_CHECK();
-    }
+    if (t.device() == CUDA && n > 0) { LAUNCH(arange_kernel, ceil_div(n, 256), 256, t.as<int>(), (int)n); }
 #endif
     for (int64_t i = 0; i < n && t.device() == CPU; i++) { t.as<int>()[i] = (int)i; }
     return t;
@@ -889,9 +884,8 @@ static Tensor reduce_last(const F& f, DType dtype, const Tensor& a, double facto
     if (R == 0 || y.device() == META) { return y; }
 #ifdef __CUDACC__
     if (y.device() == CUDA) {
-        reduce_rows_kernel<<<R, C >= 256 ? 256 : 32 * ceil_div(C, 32), 0, stream()>>>(f, y.data, dtype, x.data, x.dtype,
-                                                                                      C, factor);
-        LAUNCH_CHECK();
+        LAUNCH(reduce_rows_kernel, R, C >= 256 ? 256 : 32 * ceil_div(C, 32), f, y.data, dtype, x.data, x.dtype, C,
+               factor);
         return y;
     }
 #endif
@@ -909,8 +903,7 @@ static Tensor sum_columns(const Tensor& a, const Shape& shape) {
     if (C == 0 || y.device() == META) { return y; }
 #ifdef __CUDACC__
     if (y.device() == CUDA) {
-        sum_columns_kernel<<<ceil_div(C, WARP), dim3(WARP, 8), 0, stream()>>>(y.data, y.dtype, x.data, x.dtype, R, C);
-        LAUNCH_CHECK();
+        LAUNCH(sum_columns_kernel, ceil_div(C, WARP), dim3(WARP, 8), y.data, y.dtype, x.data, x.dtype, R, C);
         return y;
     }
 #endif
@@ -967,9 +960,8 @@ Tensor max_last(const Tensor& a) {
     int64_t R = y.size(), C = a.dim(-1);
 #ifdef __CUDACC__
     if (y.device() == CUDA && R > 0) {
-        argmax_rows_kernel<<<R, C >= 256 ? 256 : 32 * ceil_div(C, 32), 0, stream()>>>(index.as<int>(), x.data, x.dtype,
-                                                                                      y.data, C);
-        LAUNCH_CHECK();
+        LAUNCH(argmax_rows_kernel, R, C >= 256 ? 256 : 32 * ceil_div(C, 32), index.as<int>(), x.data, x.dtype, y.data,
+               C);
     }
 #endif
     if (y.device() == CPU) {
@@ -1044,9 +1036,8 @@ static void gather_rows_backward(const Tensor& dtable, const Tensor& dy, const T
     if (dtable.device() == CUDA) {
         return with_packs(dtable.dtype, C, {dtable.data, dy.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            gather_rows_backward_kernel<T, width>
-                <<<n, LOOKUP_WARPS * WARP, 0, stream()>>>(dtable.as<T>(), dy.as<T>(), index.as<int>(), n, C);
-            LAUNCH_CHECK();
+            LAUNCH((gather_rows_backward_kernel<T, width>), n, LOOKUP_WARPS * WARP, dtable.as<T>(), dy.as<T>(),
+                   index.as<int>(), n, C);
         });
     }
 #endif
@@ -1070,9 +1061,8 @@ Tensor gather_rows(const Tensor& table, const Tensor& index) {
     if (y.device() == CUDA && n > 0) {
         with_packs(table.dtype, C, {y.data, table.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            gather_rows_kernel<T, width>
-                <<<n, threads_for(C / width), 0, stream()>>>(y.as<T>(), table.as<T>(), index.as<int>(), C);
-            LAUNCH_CHECK();
+            LAUNCH((gather_rows_kernel<T, width>), n, threads_for(C / width), y.as<T>(), table.as<T>(), index.as<int>(),
+                   C);
         });
     }
 #endif
@@ -1100,8 +1090,7 @@ Tensor pick_last(const Tensor& a, const Tensor& index) {
     Tensor x = detached(contiguous(a)), y = empty({n, 1}, a.dtype);
 #ifdef __CUDACC__
     if (y.device() == CUDA && n > 0) {
-        pick_last_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(y.data, x.data, x.dtype, index.as<int>(), n, V);
-        LAUNCH_CHECK();
+        LAUNCH(pick_last_kernel, ceil_div(n, 256), 256, y.data, x.data, x.dtype, index.as<int>(), n, V);
     }
 #endif
     if (y.device() == CPU) {
