@@ -20,14 +20,12 @@ static Heads heads_of(const Tensor& t) {
 }
 static int head_size(const AttentionTensors& t) { return (int)t.q.dim(3); }
 AttentionArgs args_of(const AttentionTensors& t) {
-    return {heads_of(t.q),   heads_of(t.k),
-            heads_of(t.v),   heads_of(t.o),
-            heads_of(t.dO),  heads_of(t.dq),
-            heads_of(t.dk),  heads_of(t.dv),
-            t.L.as<float>(), (int)t.q.dim(0),
-            (int)t.q.dim(1), (int)t.q.dim(2),
-            (int)t.k.dim(2), 1 / sqrtf((float)head_size(t)),
-            t.causal};
+    AttentionArgs a;
+    a.q = heads_of(t.q), a.k = heads_of(t.k), a.v = heads_of(t.v), a.o = heads_of(t.o), a.dO = heads_of(t.dO);
+    a.dq = heads_of(t.dq), a.dk = heads_of(t.dk), a.dv = heads_of(t.dv), a.L = t.L.as<float>();
+    a.B = (int)t.q.dim(0), a.H = (int)t.q.dim(1), a.Tq = (int)t.q.dim(2), a.Tk = (int)t.k.dim(2);
+    a.scale = 1 / sqrtf((float)head_size(t)), a.causal = t.causal;
+    return a;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

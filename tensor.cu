@@ -631,14 +631,10 @@ static Tensor binary(const F& f, DType dtype, const Tensor& a, const Tensor& b, 
     return y;
 }
 
-// PyTorch's promotion: the wider of two floating types; bf16 with fp16 gives fp32; a float wins over an integer.
+// PyTorch's promotion: the wider of two floating types; bf16 with fp16 gives fp32.
 static DType promote(DType a, DType b) {
     if (a == b) { return a; }
-    if (a == F64 || b == F64) { return F64; }
-    if (a == F32 || b == F32) { return F32; }
-    bool a_float = a == BF16 || a == F16, b_float = b == BF16 || b == F16;
-    if (a_float && b_float) { return F32; }
-    return a_float ? a : b_float ? b : I32;
+    return a == F64 || b == F64 ? F64 : F32;
 }
 // Autocast's list of ops that run in fp32: exp, log, pow, rsqrt, sum, ... (mean and sigmoid are not on it).
 static Tensor fp32_operand(const Tensor& a) { return a.dtype == BF16 || a.dtype == F16 ? cast(a, F32) : a; }
