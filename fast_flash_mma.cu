@@ -139,8 +139,10 @@ __device__ __forceinline__ void mask(float (&s)[Tile::fragments][Tile::Bk / 8][4
                                      int key) {
 #pragma unroll
     for (int f = 0; f < Tile::fragments; f++) {
+#pragma unroll
         for (int h = 0; h < 2; h++) {
             int end = (a.causal ? min(query + f * 16 + h * 8 + 1, a.Tk) : a.Tk) - key;
+#pragma unroll
             for (int n = 0; n < Tile::Bk / 8; n++) {
                 if (n * 8 >= end) { s[f][n][2 * h] = -INFINITY; }
                 if (n * 8 + 1 >= end) { s[f][n][2 * h + 1] = -INFINITY; }
@@ -159,8 +161,10 @@ __device__ __forceinline__ void raise_maximum(ForwardRows<Tile>& rows,
     bool due = false;
 #pragma unroll
     for (int f = 0; f < Tile::fragments; f++) {
+#pragma unroll
         for (int h = 0; h < 2; h++) {
             float x = s[f][0][2 * h];
+#pragma unroll
             for (int n = 0; n < Tile::Bk / 8; n++) { x = fmaxf(x, fmaxf(s[f][n][2 * h], s[f][n][2 * h + 1])); }
             top[f][h] = x * c;
             due |= top[f][h] > rows.m[f][h] + SLACK;
@@ -169,6 +173,7 @@ __device__ __forceinline__ void raise_maximum(ForwardRows<Tile>& rows,
     if (!__any_sync(0xffffffff, due)) { return; }
 #pragma unroll
     for (int f = 0; f < Tile::fragments; f++) {
+#pragma unroll
         for (int h = 0; h < 2; h++) {
             float x = fmaxf(rows.m[f][h], top[f][h]);
             x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
@@ -176,6 +181,7 @@ __device__ __forceinline__ void raise_maximum(ForwardRows<Tile>& rows,
             float factor = exp2_approx(rows.m[f][h] - x);
             rows.m[f][h] = x;
             rows.l[f][h] *= factor;
+#pragma unroll
             for (int n = 0; n < Tile::D / 8; n++) {
                 rows.o[f][n][2 * h] *= factor;
                 rows.o[f][n][2 * h + 1] *= factor;
@@ -191,7 +197,9 @@ __device__ __forceinline__ void add_values(ForwardRows<Tile>& rows, const float 
     uint32_t p[Tile::group / 16][Tile::fragments][4];
 #pragma unroll
     for (int k = 0; k < Tile::group / 16; k++) {
+#pragma unroll
         for (int f = 0; f < Tile::fragments; f++) {
+#pragma unroll
             for (int e = 0; e < 4; e++) {  // row lane/4 + 8h, keys 2(lane%4) + 8(e/2) and the next one
                 int h = e % 2;
                 const float* x = &s[f][g * Tile::group / 8 + 2 * k + e / 2][2 * h];
@@ -203,9 +211,11 @@ __device__ __forceinline__ void add_values(ForwardRows<Tile>& rows, const float 
     }
 #pragma unroll
     for (int k = 0; k < Tile::group / 16; k++) {
+#pragma unroll
         for (int n = 0; n < Tile::D / 16; n++) {
             uint32_t b[4];
             ldmatrix_x4_trans(b, at_v + (g * Tile::group + k * 16) * Tile::row + n * 16);
+#pragma unroll
             for (int f = 0; f < Tile::fragments; f++) {
                 mma<T>(rows.o[f][2 * n], p[k][f], b[0], b[1]);
                 mma<T>(rows.o[f][2 * n + 1], p[k][f], b[2], b[3]);
@@ -223,6 +233,7 @@ __device__ __forceinline__ void store_output(ForwardRows<Tile>& rows, const Atte
     __syncwarp();  // the other lanes may still read Q
 #pragma unroll
     for (int f = 0; f < Tile::fragments; f++) {
+#pragma unroll
         for (int h = 0; h < 2; h++) {
             float l = rows.l[f][h];
             l += __shfl_xor_sync(0xffffffff, l, 1);
@@ -232,6 +243,7 @@ __device__ __forceinline__ void store_output(ForwardRows<Tile>& rows, const Atte
             if (lane % 4 == 0 && query + r < a.Tq) {
                 a.L[(int64_t)bh * a.Tq + query + r] = rows.m[f][h] / LOG2_E + logf(l);
             }
+#pragma unroll
             for (int n = 0; n < Tile::D / 8; n++) {
                 *(uint32_t*)(smem + r * Tile::row + n * 8 + lane % 4 * 2) =
                     pack<T>(rows.o[f][n][2 * h] * inverse, rows.o[f][n][2 * h + 1] * inverse);
@@ -305,6 +317,7 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
     if (Tile::keep_q) {
 #pragma unroll
         for (int d = 0; d < Tile::D / 16; d++) {
+#pragma unroll
             for (int f = 0; f < Tile::fragments; f++) { ldmatrix_x4(q_fragments[d][f], at_q + f * 16 * row + d * 16); }
         }
     }
