@@ -14,71 +14,79 @@
 //   dQ = dS K / sqrt(D),  dK = dS^T Q / sqrt(D).
 #include "gpu.h"
 #include <algorithm>
-#ifdef HAVE_OPENBLAS
-#include <cblas.h>
-#endif
+
+static Heads heads_of(const Tensor& t) {
+    return t ? Heads{t.data, t.stride[0], t.stride[1], t.stride[2]} : Heads{nullptr, 0, 0, 0};
+}
+static int head_size(const AttentionTensors& t) { return (int)t.q.dim(3); }
+AttentionArgs args_of(const AttentionTensors& t) {
+    AttentionArgs a;
+    a.q = heads_of(t.q), a.k = heads_of(t.k), a.v = heads_of(t.v), a.o = heads_of(t.o), a.dO = heads_of(t.dO);
+    a.dq = heads_of(t.dq), a.dk = heads_of(t.dk), a.dv = heads_of(t.dv), a.L = t.L.as<float>();
+    a.B = (int)t.q.dim(0), a.H = (int)t.q.dim(1), a.Tq = (int)t.q.dim(2), a.Tk = (int)t.k.dim(2);
+    a.scale = 1 / sqrtf((float)head_size(t)), a.causal = t.causal;
+    return a;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The reference: one query at a time, by the definition, in fp64. Never optimised: all else is compared with it.
 //   s_j = scale q_i k_j;  L_i = log sum_j exp s_j;  p_j = exp(s_j - L_i);  O_i = sum_j p_j v_j
 //   dp_j = dO_i v_j;  D_i = sum_j p_j dp_j;  ds_j = p_j (dp_j - D_i)
 //   dV_j += p_j dO_i;  dQ_i = scale sum_j ds_j k_j;  dK_j += scale ds_j q_i            (handout, eq. 13-19)
-// All tensors are of type T. The backward is computed where a.dO has data.
 
-template <class T>
-static void attention_reference_cpu(const AttentionArgs& a, int D) {
-    using A = Wide<T>;
+static void reference(const AttentionTensors& t) {  // both passes: the second one too if there is a dO
+    const int64_t heads = t.q.dim(0) * t.q.dim(1), Tq = t.q.dim(2), Tk = t.k.dim(2), D = t.q.dim(3);
+    const double scale = 1 / std::sqrt((double)D);
+    const bool back = (bool)t.dO;
+    const std::vector<double> Q = to_doubles(t.q), K = to_doubles(t.k), V = to_doubles(t.v),
+                              all_dO = back ? to_doubles(t.dO) : Q;
+    std::vector<double> O(Q.size()), dQ(Q.size()), dK(K.size()), dV(V.size());
 #pragma omp parallel for
-    for (int head = 0; head < a.B * a.H; head++) {
-        int b = head / a.H, h = head % a.H;
-        const T *q = head_of<T>(a.q, b, h), *k = head_of<T>(a.k, b, h), *v = head_of<T>(a.v, b, h);
-        std::vector<double> s(a.Tk), dp(a.Tk), o(D), dQ(D), dK, dV;
-        const T* dO = a.dO.data ? head_of<T>(a.dO, b, h) : nullptr;
-        if (dO) { dK.resize((size_t)a.Tk * D), dV.resize((size_t)a.Tk * D); }
-        for (int i = 0; i < a.Tq; i++) {
-            int n = keys_seen(a.causal, i, a.Tk);
+    for (int64_t head = 0; head < heads; head++) {
+        const double *k = K.data() + head * Tk * D, *v = V.data() + head * Tk * D;
+        double *dk = dK.data() + head * Tk * D, *dv = dV.data() + head * Tk * D;
+        std::vector<double> p(Tk), dp(Tk);
+        for (int64_t i = 0; i < Tq; i++) {
+            const int64_t row = (head * Tq + i) * D;
+            const double *q = Q.data() + row, *dO = all_dO.data() + row;
+            const int n = keys_seen(t.causal, (int)i, (int)Tk);
             double m = -INFINITY, sum = 0, Di = 0;
             for (int j = 0; j < n; j++) {
-                s[j] = 0;
-                for (int d = 0; d < D; d++) { s[j] += (double)to_acc(q[i * a.q.row + d]) * to_acc(k[j * a.k.row + d]); }
-                s[j] *= a.scale;
-                m = std::max(m, s[j]);
+                p[j] = 0;  // here s_j
+                for (int d = 0; d < D; d++) { p[j] += scale * q[d] * k[j * D + d]; }
+                m = std::max(m, p[j]);
             }
-            for (int j = 0; j < n; j++) { sum += std::exp(s[j] - m); }
-            double L = m + std::log(sum);
-            a.L[(int64_t)head * a.Tq + i] = (float)L;
-            std::fill(o.begin(), o.end(), 0.0);
+            for (int j = 0; j < n; j++) { sum += std::exp(p[j] - m); }
+            const double L = m + std::log(sum);
+            t.L.as<float>()[head * Tq + i] = (float)L;
             for (int j = 0; j < n; j++) {
-                s[j] = std::exp(s[j] - L);  // from here on p_j
-                for (int d = 0; d < D; d++) { o[d] += s[j] * to_acc(v[j * a.v.row + d]); }
+                p[j] = std::exp(p[j] - L);
+                for (int d = 0; d < D; d++) { O[row + d] += p[j] * v[j * D + d]; }
             }
-            for (int d = 0; d < D; d++) { from_acc((A)o[d], head_of<T>(a.o, b, h) + i * a.o.row + d); }
-            if (!dO) { continue; }
-            for (int j = 0; j < n; j++) {
+            for (int j = 0; back && j < n; j++) {
                 dp[j] = 0;
                 for (int d = 0; d < D; d++) {
-                    dp[j] += (double)to_acc(dO[i * a.dO.row + d]) * to_acc(v[j * a.v.row + d]);
-                    dV[(size_t)j * D + d] += s[j] * to_acc(dO[i * a.dO.row + d]);
+                    dp[j] += dO[d] * v[j * D + d];
+                    dv[j * D + d] += p[j] * dO[d];
                 }
-                Di += s[j] * dp[j];
+                Di += p[j] * dp[j];
             }
-            std::fill(dQ.begin(), dQ.end(), 0.0);
-            for (int j = 0; j < n; j++) {
-                double ds = s[j] * (dp[j] - Di) * a.scale;
+            for (int j = 0; back && j < n; j++) {
+                const double ds = p[j] * (dp[j] - Di) * scale;
                 for (int d = 0; d < D; d++) {
-                    dQ[d] += ds * to_acc(k[j * a.k.row + d]);
-                    dK[(size_t)j * D + d] += ds * to_acc(q[i * a.q.row + d]);
+                    dQ[row + d] += ds * k[j * D + d];
+                    dk[j * D + d] += ds * q[d];
                 }
-            }
-            for (int d = 0; d < D; d++) { from_acc((A)dQ[d], head_of<T>(a.dq, b, h) + i * a.dq.row + d); }
-        }
-        for (int j = 0; dO && j < a.Tk; j++) {
-            for (int d = 0; d < D; d++) {
-                from_acc((A)dK[(size_t)j * D + d], head_of<T>(a.dk, b, h) + j * a.dk.row + d);
-                from_acc((A)dV[(size_t)j * D + d], head_of<T>(a.dv, b, h) + j * a.dv.row + d);
             }
         }
     }
+    auto store = [](const Tensor& to, const std::vector<double>& values) {
+        Tensor wide = empty_on(CPU, to.shape, F64);
+        memcpy(wide.data, values.data(), values.size() * sizeof(double));
+        copy_or_add(to, wide, false);
+    };
+    store(t.o, O);
+    if (back) { store(t.dq, dQ), store(t.dk, dK), store(t.dv, dV); }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -188,9 +196,8 @@ static void softmax_in_place(const Tensor& s, const Tensor& L, bool causal) {
 #ifdef __CUDACC__
     if (s.device() == CUDA) {
         return with_gpu_type(s.dtype, [&](auto zero) {
-            softmax_kernel<<<ceil_div(R * WARP, 256), 256, 0, stream()>>>(s.as<decltype(zero)>(), L.as<float>(), R, Tq,
-                                                                          Tk, causal);
-            LAUNCH_CHECK();
+            LAUNCH(softmax_kernel, ceil_div(R * WARP, 256), 256, s.as<decltype(zero)>(), L.as<float>(), R, Tq, Tk,
+                   causal);
         });
     }
 #endif
@@ -208,9 +215,7 @@ static void softmax_backward_in_place(const Tensor& dp, const Tensor& p, bool ca
     if (p.device() == CUDA) {
         return with_gpu_type(p.dtype, [&](auto zero) {
             using T = decltype(zero);
-            softmax_backward_kernel<<<ceil_div(R * WARP, 256), 256, 0, stream()>>>(dp.as<T>(), p.as<T>(), R, Tq, Tk,
-                                                                                   causal);
-            LAUNCH_CHECK();
+            LAUNCH(softmax_backward_kernel, ceil_div(R * WARP, 256), 256, dp.as<T>(), p.as<T>(), R, Tq, Tk, causal);
         });
     }
 #endif
@@ -236,21 +241,11 @@ Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tensor& v_i
     gemm(o, p, false, v, false);
     record(o, {q, k, v}, [q, k, v, p, scale, causal](const Tensor& dO_in) {
         Tensor dO = contiguous(dO_in), dS = empty(p.shape, p.dtype);
-        bool accumulate;
-        if (v.gradient) {
-            Tensor dV = gradient_target(v.gradient, &accumulate);
-            gemm(dV, p, true, dO, false, 1, accumulate);
-        }
+        add_gemm(v.gradient, p, true, dO, false);
         gemm(dS, dO, false, v, true);
         softmax_backward_in_place(dS, p, causal);
-        if (q.gradient) {
-            Tensor dQ = gradient_target(q.gradient, &accumulate);
-            gemm(dQ, dS, false, k, false, scale, accumulate);
-        }
-        if (k.gradient) {
-            Tensor dK = gradient_target(k.gradient, &accumulate);
-            gemm(dK, dS, true, q, false, scale, accumulate);
-        }
+        add_gemm(q.gradient, dS, false, k, false, scale);
+        add_gemm(k.gradient, dS, true, q, false, scale);
     });
     return o;
 }
@@ -342,9 +337,7 @@ void weighted_sum_forward(const Tensor& y, const Tensor& x, const Tensor& w) {
     if (y.device() == META || N == 0) { return; }
 #ifdef __CUDACC__
     if (y.device() == CUDA) {
-        weighted_sum_kernel<<<ceil_div(N * WARP, 256), 256, 0, stream()>>>(y.as<float>(), x.as<float>(), w.as<float>(),
-                                                                           N, D);
-        LAUNCH_CHECK();
+        LAUNCH(weighted_sum_kernel, ceil_div(N * WARP, 256), 256, y.as<float>(), x.as<float>(), w.as<float>(), N, D);
         return;
     }
 #endif
@@ -361,11 +354,9 @@ void weighted_sum_backward(const Tensor& dx, const Tensor& dw, const Tensor& dy,
         int64_t chunk = std::max<int64_t>(64, ceil_div(N * strips, multiprocessors() * 16)),
                 chunks = ceil_div(N, chunk);
         Tensor partial = empty({chunks, D}, F32, WORKSPACE);
-        weighted_sum_backward_kernel<<<dim3((unsigned)strips, (unsigned)chunks), dim3(WARP, SUM_ROWS), 0, stream()>>>(
-            dx.as<float>(), partial.as<float>(), dy.as<float>(), x.as<float>(), w.as<float>(), N, D, chunk);
-        LAUNCH_CHECK();
-        sum_chunks_kernel<<<ceil_div(D, 128), 128, 0, stream()>>>(dw.as<float>(), partial.as<float>(), chunks, D);
-        LAUNCH_CHECK();
+        LAUNCH(weighted_sum_backward_kernel, dim3((unsigned)strips, (unsigned)chunks), dim3(WARP, SUM_ROWS),
+               dx.as<float>(), partial.as<float>(), dy.as<float>(), x.as<float>(), w.as<float>(), N, D, chunk);
+        LAUNCH(sum_chunks_kernel, ceil_div(D, 128), 128, dw.as<float>(), partial.as<float>(), chunks, D);
         return;
     }
 #endif
@@ -396,28 +387,6 @@ Tensor weighted_sum(const Tensor& x_in, const Tensor& w_in) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What the CPU's tiles compute with, below: a small product, and e^x.
-
-// C = alpha op(A) op(B) + beta C; C is [M,N]. By one thread: the loops around it are the parallel ones.
-static void tile_product(float* C, int64_t ldc, const float* A, int64_t lda, bool ta, const float* B, int64_t ldb,
-                         bool tb, int M, int N, int K, float alpha, float beta) {
-#ifdef HAVE_OPENBLAS
-    cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, M, N, K, alpha, A,
-                (int)lda, B, (int)ldb, beta, C, (int)ldc);
-#else
-    for (int i = 0; i < M; i++) {
-        for (int j = 0; j < N; j++) { C[i * ldc + j] = beta == 0 ? 0 : C[i * ldc + j] * beta; }
-        for (int k = 0; k < K; k++) {
-            float x = alpha * (ta ? A[k * lda + i] : A[i * lda + k]);
-            if (tb) {
-                for (int j = 0; j < N; j++) { C[i * ldc + j] += x * B[j * ldb + k]; }
-            } else {
-                for (int j = 0; j < N; j++) { C[i * ldc + j] += x * B[k * ldb + j]; }
-            }
-        }
-    }
-#endif
-}
 // e^x for x <= 0 within 2 ulp, without a branch or a call, so that the compiler makes vector code of loops over it:
 // x log2(e) = n + f with |f| <= 1/2; 2^f is a polynomial (Taylor's, of degree 6, in f ln 2), 2^n goes into the
 // exponent. NaN stays NaN: it compares as false.
@@ -480,7 +449,7 @@ static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int 
     for (int k0 = 0; k0 < keys; k0 += CPU_BK) {
         int N = std::min(CPU_BK, keys - k0);
         // step 1
-        tile_product(S, CPU_BK, q, a.q.row, false, head_of<float>(a.k, b, h) + k0 * a.k.row, a.k.row, true, M, N, D,
+        blas_product(S, CPU_BK, q, a.q.row, false, head_of<float>(a.k, b, h) + k0 * a.k.row, a.k.row, true, M, N, D,
                      a.scale, 0);
         for (int i = 0; i < M; i++) {
             float *s = S + i * CPU_BK, larger = m[i], sum = 0;
@@ -497,7 +466,7 @@ static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int 
             m[i] = larger, l[i] = l[i] * shrink + sum;                         // step 4
             for (int d = 0; k0 > 0 && d < D; d++) { O[i * D + d] *= shrink; }  // step 5
         }
-        tile_product(O, D, S, CPU_BK, false, head_of<float>(a.v, b, h) + k0 * a.v.row, a.v.row, false, M, D, N, 1,
+        blas_product(O, D, S, CPU_BK, false, head_of<float>(a.v, b, h) + k0 * a.v.row, a.v.row, false, M, D, N, 1,
                      k0 > 0);
     }
     for (int i = 0; i < M; i++) {  // step 6
@@ -506,7 +475,9 @@ static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int 
         a.L[(int64_t)head * a.Tq + q0 + i] = m[i] + std::log(l[i]);
     }
 }
-static void flash_forward_cpu(const AttentionArgs& a, int D) {
+static void flash_forward_cpu(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
+    int D = head_size(t);
     one_blas_thread();
     int64_t heads = (int64_t)a.B * a.H, tiles = (a.Tq + CPU_BQ - 1) / CPU_BQ;
 #pragma omp parallel
@@ -532,8 +503,8 @@ static void flash_backward_tile_cpu(const AttentionArgs& a, int D, int head, int
     for (int q0 = a.causal ? k0 / CPU_BQ * CPU_BQ : 0; q0 < a.Tq; q0 += CPU_BQ) {
         int M = std::min(CPU_BQ, a.Tq - q0);
         const float *q = head_of<float>(a.q, b, h) + q0 * a.q.row, *dO = head_of<float>(a.dO, b, h) + q0 * a.dO.row;
-        tile_product(P, CPU_BK, q, a.q.row, false, k, a.k.row, true, M, N, D, a.scale, 0);  // step 8's S
-        tile_product(dS, CPU_BK, dO, a.dO.row, false, v, a.v.row, true, M, N, D, 1, 0);     // step 10: dP
+        blas_product(P, CPU_BK, q, a.q.row, false, k, a.k.row, true, M, N, D, a.scale, 0);  // step 8's S
+        blas_product(dS, CPU_BK, dO, a.dO.row, false, v, a.v.row, true, M, N, D, 1, 0);     // step 10: dP
         for (int i = 0; i < M; i++) {
             float *p = P + i * CPU_BK, *ds = dS + i * CPU_BK;
             float L = a.L[(int64_t)head * a.Tq + q0 + i], Di = delta[(int64_t)head * a.Tq + q0 + i];
@@ -546,14 +517,16 @@ static void flash_backward_tile_cpu(const AttentionArgs& a, int D, int head, int
             }
             for (int j = seen; j < N; j++) { p[j] = ds[j] = 0; }
         }
-        tile_product(dv, a.dv.row, P, CPU_BK, true, dO, a.dO.row, false, N, D, M, 1, 1);             // step 9
-        tile_product(dk, a.dk.row, dS, CPU_BK, true, q, a.q.row, false, N, D, M, 1, 1);              // step 13
-        tile_product(dQ + (int64_t)q0 * D, D, dS, CPU_BK, false, k, a.k.row, false, M, D, N, 1, 1);  // step 12
+        blas_product(dv, a.dv.row, P, CPU_BK, true, dO, a.dO.row, false, N, D, M, 1, 1);             // step 9
+        blas_product(dk, a.dk.row, dS, CPU_BK, true, q, a.q.row, false, N, D, M, 1, 1);              // step 13
+        blas_product(dQ + (int64_t)q0 * D, D, dS, CPU_BK, false, k, a.k.row, false, M, D, N, 1, 1);  // step 12
     }
 }
 // A thread works on a slice of a head: every `slices`-th key tile of it, which also evens out the causal triangle. dQ
 // crosses key tiles, so each slice has a dQ of its own and they are added up at the end: deterministic, and O(T).
-static void flash_backward_cpu(const AttentionArgs& a, int D) {
+static void flash_backward_cpu(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
+    int D = head_size(t);
     one_blas_thread();
     int64_t heads = (int64_t)a.B * a.H, rows = heads * a.Tq, tiles = (a.Tk + CPU_BK - 1) / CPU_BK;
     int64_t slices = std::min((cpu_threads() + heads - 1) / heads, tiles);
@@ -734,47 +707,33 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(Attention
 }
 
 static dim3 v1_grid(const AttentionArgs& a, int rows) { return dim3(a.B * a.H, ceil_div(rows, V1_TILE)); }
-static void flash_v1_forward(const AttentionArgs& a, int D, DType dtype) {
-    with_gpu_type(dtype, [&](auto zero) {
+static void flash_v1_forward(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
+    with_gpu_type(t.q.dtype, [&](auto zero) {
         using T = decltype(zero);
-        flash_v1_forward_kernel<T><<<v1_grid(a, a.Tq), dim3(WARP, V1_TILE), 0, stream()>>>(a, D);
-        LAUNCH_CHECK();
+        LAUNCH(flash_v1_forward_kernel<T>, v1_grid(a, a.Tq), dim3(WARP, V1_TILE), a, head_size(t));
     });
 }
-static void flash_v1_backward(const AttentionArgs& a, int D, DType dtype) {
+static void flash_v1_backward(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
+    int D = head_size(t);
     Tensor workspace = empty({a.B, a.H, a.Tq}, F32, WORKSPACE);
     float* delta = workspace.as<float>();
     dim3 threads(WARP, V1_TILE);
-    with_gpu_type(dtype, [&](auto zero) {
+    with_gpu_type(t.q.dtype, [&](auto zero) {
         using T = decltype(zero);
-        flash_v1_delta_kernel<T><<<v1_grid(a, a.Tq), threads, 0, stream()>>>(a, D, delta);
-        LAUNCH_CHECK();
-        flash_v1_dkv_kernel<T><<<v1_grid(a, a.Tk), threads, 0, stream()>>>(a, D, delta);
-        LAUNCH_CHECK();
-        flash_v1_dq_kernel<T><<<v1_grid(a, a.Tq), threads, 0, stream()>>>(a, D, delta);
-        LAUNCH_CHECK();
+        LAUNCH(flash_v1_delta_kernel<T>, v1_grid(a, a.Tq), threads, a, D, delta);
+        LAUNCH(flash_v1_dkv_kernel<T>, v1_grid(a, a.Tk), threads, a, D, delta);
+        LAUNCH(flash_v1_dq_kernel<T>, v1_grid(a, a.Tq), threads, a, D, delta);
     });
 }
+#else
+static void flash_v1_forward(const AttentionTensors&) { fail("flash_v1: this build is for the CPU only"); }
+static void flash_v1_backward(const AttentionTensors&) { fail("flash_v1: this build is for the CPU only"); }
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The table of implementations: dispatch, commands, benchmarks and tests walk it.
-
-static Heads heads_of(const Tensor& t) {
-    return t ? Heads{t.data, t.stride[0], t.stride[1], t.stride[2]} : Heads{nullptr, 0, 0, 0};
-}
-AttentionArgs args_of(const AttentionTensors& t) {
-    AttentionArgs a{heads_of(t.q),   heads_of(t.k),
-                    heads_of(t.v),   heads_of(t.o),
-                    heads_of(t.dO),  heads_of(t.dq),
-                    heads_of(t.dk),  heads_of(t.dv),
-                    t.L.as<float>(), (int)t.q.dim(0),
-                    (int)t.q.dim(1), (int)t.q.dim(2),
-                    (int)t.k.dim(2), 1 / sqrtf((float)t.q.dim(3)),
-                    t.causal};
-    return a;
-}
-static int head_size(const AttentionTensors& t) { return (int)t.q.dim(3); }
 
 static bool any_float(DType t, int64_t) { return t == F32 || t == BF16 || t == F16 || t == F64; }
 static bool gpu_float(DType t, int64_t) { return t == F32 || t == BF16 || t == F16; }
@@ -782,45 +741,21 @@ static bool flash_on_gpu(DType t, int64_t D) { return gpu_float(t, D) && flash_h
 static bool only_fp32(DType t, int64_t) { return t == F32; }
 bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 80 || D == 128; }
 
-static void reference(const AttentionTensors& t) {  // both passes: the second one too if there is a dO
-    with_type(t.q.dtype, [&](auto zero) { attention_reference_cpu<decltype(zero)>(args_of(t), head_size(t)); });
-}
-static void tiled_forward(const AttentionTensors& t) { flash_forward_cpu(args_of(t), head_size(t)); }
-static void tiled_backward(const AttentionTensors& t) { flash_backward_cpu(args_of(t), head_size(t)); }
-#ifdef __CUDACC__
-static void v1_forward(const AttentionTensors& t) { flash_v1_forward(args_of(t), head_size(t), t.q.dtype); }
-static void v1_backward(const AttentionTensors& t) { flash_v1_backward(args_of(t), head_size(t), t.q.dtype); }
-#else
-static void v1_forward(const AttentionTensors&) { fail("flash_v1: this build is for the CPU only"); }
-static void v1_backward(const AttentionTensors& t) { v1_forward(t); }
-#endif
-
-static std::list<AttentionImpl>& the_table() {  // made by whichever file's row comes first
-    static std::list<AttentionImpl> table = {
-        {"reference", CPU, 0, any_float, nullptr, reference, reference, "the formula in plain loops: the truth"},
-        {"naive", CPU, 10, any_float, attention_naive, nullptr, nullptr, "one operation at a time, S and P in memory"},
-        {"fused", CPU, 20, any_float, attention_fused, nullptr, nullptr, "softmax as one loop, P in the place of S"},
-        {"tiled", CPU, 30, only_fp32, nullptr, tiled_forward, tiled_backward,
-         "FlashAttention-2 in plain C++: O(T) memory"},
-        // A build for the CPU has these, too: --plan --memory is about a GPU.
-        {"naive", CUDA, 10, gpu_float, attention_naive, nullptr, nullptr,
-         "one kernel per operation, S and P in memory"},
-        {"fused", CUDA, 20, gpu_float, attention_fused, nullptr, nullptr, "softmax as one kernel, P in the place of S"},
-        {"flash_v1", CUDA, 30, flash_on_gpu, nullptr, v1_forward, v1_backward,
-         "FlashAttention-2, the simplest kernels"},
-    };
-    return table;
-}
-const std::list<AttentionImpl>& attention_impls() { return the_table(); }
-AddAttention::AddAttention(const AttentionImpl& impl) {
-    auto faster = [&](const AttentionImpl& row) { return row.device == impl.device && row.rung > impl.rung; };
-    the_table().insert(std::find_if(the_table().begin(), the_table().end(), faster), impl);
-}
+static const AddRow<AttentionImpl> attention_impls[] = {
+    {{"reference", CPU, 0, any_float, nullptr, reference, reference}},  // the formula in plain loops: the truth
+    {{"naive", CPU, 10, any_float, attention_naive, nullptr, nullptr}},
+    {{"fused", CPU, 20, any_float, attention_fused, nullptr, nullptr}},
+    {{"tiled", CPU, 30, only_fp32, nullptr, flash_forward_cpu, flash_backward_cpu}},
+    // A build for the CPU has these, too: --plan --memory is about a GPU.
+    {{"naive", CUDA, 10, gpu_float, attention_naive, nullptr, nullptr}},
+    {{"fused", CUDA, 20, gpu_float, attention_fused, nullptr, nullptr}},
+    {{"flash_v1", CUDA, 30, flash_on_gpu, nullptr, flash_v1_forward, flash_v1_backward}},
+};
 
 bool is_flash(const AttentionImpl& impl) { return impl.forward && impl.forward != reference; }
 const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
     const AttentionImpl* best = nullptr;
-    for (const AttentionImpl& impl : attention_impls()) {
+    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
         if (is_flash(impl) && impl.device == device && impl.takes(dtype, D)) { best = &impl; }
     }
     return best;

@@ -46,7 +46,7 @@ static std::vector<Tensor> outputs_of(const AttentionImpl& impl, const Inputs& i
 }
 
 static const AttentionImpl* impl_named(const std::string& name) {
-    for (const AttentionImpl& impl : attention_impls()) {
+    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
         if (impl.device == context.device && name == impl.name) { return &impl; }
     }
     usage_error("--impl: got '%s', takes one that runs on %s", name.c_str(), name_of(context.device));
@@ -327,8 +327,9 @@ static std::vector<AttentionCheck> check_attention(const Options& o, const char*
             context.device = CPU;
             progress("%s: S %d, D %d, %s", name, c.Tq, c.D, name_of(dtype));
             const Inputs in = random_inputs(c, dtype, o.seed), wide = on(CPU, F64, in);
-            const std::vector<Tensor> want = outputs_of(attention_impls().front(), wide, c.causal, with_backward);
-            for (const AttentionImpl& impl : attention_impls()) {
+            const std::vector<Tensor> want =
+                outputs_of(table_of<AttentionImpl>().front(), wide, c.causal, with_backward);
+            for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
                 const bool is_tiled = impl.device == CPU && is_flash(impl);  // (a)'s, which needs no GPU
                 if ((impl.device != device && !is_tiled) || !impl.takes(dtype, c.D)) { continue; }
                 context.device = impl.device;
@@ -486,7 +487,7 @@ int cmd_flash_leaderboard(const Options& options) {
     std::string best;
     PassTimes best_times;
     const double flop = 3.5 * 2 * c.H * c.Tq * (double)c.Tk * c.D;  // of half of S^2
-    for (const AttentionImpl& impl : attention_impls()) {
+    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
         const bool asked = o.impl == "all"    ? is_flash(impl)
                            : o.impl == "auto" ? &impl == &fastest
                                               : o.impl == impl.name;

@@ -105,7 +105,7 @@ std::list<Impl>& table_of() {
 }
 template <class Impl>
 struct AddRow {
-    explicit AddRow(const Impl& row) {
+    AddRow(const Impl& row) {
         auto& rows = table_of<Impl>();
         auto above = [&](const Impl& other) { return other.rung > row.rung; };
         rows.insert(std::find_if(rows.begin(), rows.end(), above), row);
@@ -556,7 +556,6 @@ struct NoGrad {  // within its scope nothing is recorded, and activations live n
     NoGrad() { context.recording = false; }
     ~NoGrad() { context.recording = before; }
 };
-bool needs_gradient(const Tensor& t);  // recording, and t has a gradient to be computed
 void record(Tensor& y, const std::vector<Tensor>& inputs, std::function<void(const Tensor& dy)> backward);
 void add_gradient(const GradientPtr& g, const Tensor& dx);  // shares dx where it is the first; else adds with a kernel
 // For ops that write or accumulate in their own kernel: the tensor to write to, and whether to add to what it holds.
@@ -569,8 +568,6 @@ void clear_tape();
 // Gradient checkpointing (Chen et al., 2016): f(x), of which forward keeps x alone. Backward runs f again, now with a
 // tape. f reads x and parameters, nothing else that has a gradient, and may itself call checkpoint().
 Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x);
-Tensor before_backward(const Tensor& y,
-                       const std::function<void()>& hook);  // y; backward calls hook when it comes to y
 void scale_in_place(const Tensor& t, float s);
 void scale_in_place(const Tensor& t, const Tensor& s);                    // s: []
 void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate);  // to = from, or to += from; casts
@@ -647,7 +644,14 @@ DType matmul_dtype(Precision precision = context.precision);  // what autocast c
 DType weight_dtype(Precision precision = context.precision);  // of a model's weights and all that is laid out like them
 Tensor autocast_operand(const Tensor& t);  // cast to matmul_dtype(); a parameter's copy is cached while recording
 void drop_weight_copies(const std::vector<Tensor>& parameters);  // where autocast ends, or the weights change
-void one_blas_thread();                                          // before products inside an OpenMP loop of ours
+// g += alpha op(a) op(b). Eager adds with a kernel of its own, as autograd does; fused lets the product accumulate.
+void add_gemm(const GradientPtr& g, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
+              double alpha = 1);
+void one_blas_thread();  // before products inside an OpenMP loop of ours
+// C = alpha op(A) op(B) + beta C, row-major, C [M,N], by one thread; T: float or double.
+template <class T>
+void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* B, int64_t ldb, bool tb, int64_t M,
+                  int64_t N, int64_t K, double alpha, double beta);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // safetensors.cu: u64 header length | JSON header | little-endian data
@@ -739,13 +743,6 @@ struct AttentionImpl {
     // ... or it has both passes by hand: forward writes o and L, backward reads them and writes dq, dk, dv.
     void (*forward)(const AttentionTensors& t);
     void (*backward)(const AttentionTensors& t);
-    const char* note;
-};
-// The table of implementations, by rung. Dispatch, commands, benchmarks and tests walk it. A file with a further
-// implementation adds its row while the program loads: static const AddAttention row({...}).
-const std::list<AttentionImpl>& attention_impls();
-struct AddAttention {
-    explicit AddAttention(const AttentionImpl& impl);
 };
 bool flash_head_size(int64_t D);           // 16, 32, 64, 80 and 128: those with a GPU kernel
 bool is_flash(const AttentionImpl& impl);  // it goes by tiles and never stores S
@@ -800,7 +797,8 @@ struct Model {
     std::function<void(int unit)> pre_forward, pre_backward;
     std::shared_ptr<void> kept;  // by the way in which the last step ran, for the next one
 };
-void check_config(const ModelConfig& c);                               // usage_error unless it makes a model
+int64_t aligned(int64_t elements);        // up to the next multiple of 64: 256 bytes of fp32
+void check_config(const ModelConfig& c);  // usage_error unless it makes a model
 Model make_model(const ModelConfig& c, DType dtype = weight_dtype());  // weights allocated on context.device, not set
 // The same in two steps, for those who put the weights elsewhere: the parameters without weights; then their weights.
 Model lay_out_model(const ModelConfig& c);
@@ -855,7 +853,6 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
 struct AdamW {
     float lr = 1e-3f, beta1 = 0.9f, beta2 = 0.999f, eps = 1e-8f, weight_decay = 0.01f;
 };
-Tensor gradient_of(const Model& model, const Parameter& p);  // after backward, wherever it lies
 double gradient_norm(const Model& model);  // over all gradients; inf or NaN if one of them is; waits for the device
 // With all gradients, times gradient_scale; fails if one is missing.
 void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1);
@@ -863,23 +860,14 @@ void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1);
 struct AdamWScalars {  // of one step
     float decay, beta1, beta2, eps, step_size, gradient_scale;
 };
-template <class A>
-HD inline void adamw_element(A& p, A g, A& m, A& v, AdamWScalars s) {
-    g *= s.gradient_scale;
+// Of one element. In memory bf16 is rounded to nearest once, as it is stored: what PyTorch's fused AdamW does.
+template <class P, class G>
+HD inline void adamw_element(P* p_io, G g_in, P* m_io, P* v_io, AdamWScalars s) {
+    Wide<P> p = to_acc(*p_io), m = to_acc(*m_io), v = to_acc(*v_io), g = (Wide<P>)to_acc(g_in) * s.gradient_scale;
     m = s.beta1 * m + (1 - s.beta1) * g;
     v = s.beta2 * v + (1 - s.beta2) * g * g;
     p = p * s.decay - s.step_size * m / (std::sqrt(v) + s.eps);
-}
-// The same in memory, where bf16 is rounded to nearest once, as it is stored: what PyTorch's fused AdamW does.
-template <class P, class G>
-HD inline void adamw_stored(P* p_io, G g, P* m_io, P* v_io, AdamWScalars s) {
-    if constexpr (std::is_same<P, Wide<P>>::value) {
-        adamw_element(*p_io, (P)to_acc(g), *m_io, *v_io, s);
-    } else {
-        Wide<P> p = to_acc(*p_io), m = to_acc(*m_io), v = to_acc(*v_io);
-        adamw_element(p, (Wide<P>)to_acc(g), m, v, s);
-        from_acc(p, p_io), from_acc(m, m_io), from_acc(v, v_io);
-    }
+    from_acc(p, p_io), from_acc(m, m_io), from_acc(v, v_io);
 }
 struct FlatGradient {
     Tensor g;
@@ -896,9 +884,6 @@ struct AdamWImpl {
 void adamw_update(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
                   const AdamW& a, int t, float gradient_scale = 1, const struct WeightForm* form = nullptr);
 double square_sum(const std::vector<FlatGradient>& gradients);  // waits for the device
-// By the fastest row.
-void adamw_flat(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
-                AdamWScalars s);
 // Another way to hold weights in the bytes that they have as `kept`. A part is a matrix, or FSDP's part of a unit.
 struct WeightForm {
     const char* name;

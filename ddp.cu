@@ -15,8 +15,6 @@ const char* name_of(Strategy s) {
     static const char* const names[] = {"no sync", "naive", "flat", "overlapped", "bucketed"};
     return names[s];
 }
-// A bucket is sent as soon as backward has finished it.
-static bool goes_at_once(Strategy s) { return s == OVERLAPPED || s == BUCKETED; }
 
 static void cut_into_buckets(DataParallel& d, double bucket_mb) {
     double cap = d.strategy == FLAT ? INFINITY : d.strategy == BUCKETED ? bucket_mb * 1e6 : 0;
@@ -46,9 +44,8 @@ static void gradient_is_ready(DataParallel& d, int64_t begin, int64_t end) {
         d.is_ready[i] = true;
         d.buckets[d.bucket_of[i]].missing--;
     }
-    while (goes_at_once(d.strategy) && d.next < d.buckets.size() && d.buckets[d.next].missing == 0) {
-        start_next_bucket(d);
-    }
+    bool at_once = d.strategy == OVERLAPPED || d.strategy == BUCKETED;
+    while (at_once && d.next < d.buckets.size() && d.buckets[d.next].missing == 0) { start_next_bucket(d); }
 }
 
 // A collective between different tensors would end in garbage, or abort inside Gloo.
@@ -173,9 +170,6 @@ void optimizer_step(Optimizer& o, float gradient_scale) {
 // overwrites unit i - 1. It starts when the compute stream has finished that unit, since collectives start behind what
 // is queued there.
 
-constexpr int64_t PART_ALIGNMENT = 64;  // elements
-
-static int64_t aligned_part(int64_t n) { return (n + PART_ALIGNMENT - 1) / PART_ALIGNMENT * PART_ALIGNMENT; }
 static Tensor own_part(const Fsdp& f, const FsdpUnit& u, const Tensor& whole) {
     return view(whole, f.c.rank * u.part, {u.part});
 }
@@ -200,14 +194,11 @@ std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Param
         u.begin = u.end == 0 ? p.offset : std::min(u.begin, p.offset);
         u.end = std::max(u.end, p.offset + count(p.shape));
     }
-    for (const FsdpUnit& u : f.units) {
-        if (u.end == 0) { fail("FSDP: a unit without parameters"); }
-    }
     auto dtype_of = [&](size_t i) { return i == 0 ? kept : compute_dtype; };
     int64_t weight_bytes[2] = {0, 0}, gradient_bytes[2] = {0, 0};
     for (size_t i = 0; i < f.units.size(); i++) {
         FsdpUnit& u = f.units[i];
-        u.part = aligned_part((u.end - u.begin + c.world - 1) / c.world);
+        u.part = aligned((u.end - u.begin + c.world - 1) / c.world);
         u.offset = f.replicated;
         f.replicated += u.part;
         int64_t n = c.world * u.part;
@@ -216,7 +207,7 @@ std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Param
     }
     int64_t end = f.replicated;
     for (const Parameter& p : parameters) {
-        if (p.unit < 0) { f.replicated_at[p.name] = end, end = aligned_part(end + count(p.shape)); }
+        if (p.unit < 0) { f.replicated_at[p.name] = end, end = aligned(end + count(p.shape)); }
     }
     f.shard.weights = zeros({end}, kept, PARAMETERS);
     f.replicated_gradients = zeros({end - f.replicated}, kept, GRADIENTS);

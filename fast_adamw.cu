@@ -44,8 +44,7 @@ static void convert_weights(const Tensor& part, bool split) {
     if (split) { copy_or_add(whole, part, false); }
 #ifdef __CUDACC__
     if (whole.device() == CUDA) {
-        convert_halves_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(whole.as<float>(), halves, n, split);
-        LAUNCH_CHECK();
+        LAUNCH(convert_halves_kernel, ceil_div(n, 256), 256, whole.as<float>(), halves, n, split);
     }
 #endif
     if (whole.device() == CPU) {
@@ -97,7 +96,7 @@ __global__ void adamw_kernel(Updates all, P* p_all, P* m_all, P* v_all, AdamWSca
         } else {
             p = load_pack<W>(p_all + offset + i);
         }
-        for (int j = 0; j < W; j++) { adamw_stored(&p.x[j], g.x[j], &m.x[j], &v.x[j], s); }
+        for (int j = 0; j < W; j++) { adamw_element(&p.x[j], g.x[j], &m.x[j], &v.x[j], s); }
         if (split) {
             for (int j = 0; j < W; j++) {
                 Halves h = halves_of(to_acc(p.x[j]));
@@ -130,8 +129,7 @@ static void launch(const std::vector<FlatGradient>& gradients, const Tensor& p, 
             fits &= one.g.size() % W == 0 && (uintptr_t)one.g.data / sizeof(G) % W == 0;
         }
         auto kernel = fits ? adamw_kernel<W, split, P, G> : adamw_kernel<1, split, P, G>;
-        kernel<<<blocks, 256, 0, stream()>>>(some, p.as<P>(), m.as<P>(), v.as<P>(), s);
-        LAUNCH_CHECK();
+        LAUNCH(kernel, blocks, 256, some, p.as<P>(), m.as<P>(), v.as<P>(), s);
     }
 }
 template <bool split>
@@ -163,7 +161,7 @@ static void update_split_cpu(const Tensor& p, const FlatGradient& one, const Ten
 #pragma omp parallel for simd if (n > 16384)
         for (int64_t i = 0; i < n; i++) {
             float x = joined({upper[i], lower[i]});
-            adamw_element(x, (float)to_acc(g[i]), m_one[i], v_one[i], s);
+            adamw_element(&x, g[i], m_one + i, v_one + i, s);
             Halves h = halves_of(x);
             upper[i] = h.upper, lower[i] = h.lower;
         }

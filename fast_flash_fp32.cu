@@ -67,6 +67,19 @@ __device__ __forceinline__ void load_rows(float* to, const float* from, int64_t 
     }
 }
 
+// The block's own tile of x, from row `first` on, by all its threads; and a streamed one by a group's.
+template <class Tile>
+__device__ __forceinline__ void load_own(float* to, const Heads& x, int b, int h, int first, int rows) {
+    load_rows<Tile::own, Tile::D, Tile::threads * Tile::groups>(to, head_of<float>(x, b, h), x.row, first, rows,
+                                                                threadIdx.x);
+}
+template <class Tile>
+__device__ __forceinline__ void load_streamed(float* to, const float* from, int64_t stride, int first, int rows,
+                                              int thread) {
+    load_rows<Tile::streamed, Tile::D, Tile::threads>(to, from, stride, first, rows, thread);
+    cp_async_commit();
+}
+
 // ---- products of register tiles ----
 // Where thread t sits in a grid of X columns. Shared memory serves a 16-byte load of a warp in 4 steps, or in 2 if each
 // lane has the same address as its neighbour (lane ^ 1), or each as lane ^ 2. So lane bit 0 counts columns, bit 1 rows:
@@ -84,7 +97,6 @@ __device__ __forceinline__ int grid_y(int t) {
 template <int X, class Combine>  // over the X threads of a row
 __device__ __forceinline__ float combine_row(float x, Combine combine) {
     x = combine(x, __shfl_xor_sync(0xffffffff, x, 1));
-#pragma unroll
     for (int o = 2 * WARP / X; o < WARP; o *= 2) { x = combine(x, __shfl_xor_sync(0xffffffff, x, o)); }
     return x;
 }
@@ -98,7 +110,6 @@ __device__ __forceinline__ int column(int x, int c) {
 template <int X, int COUNT>
 __device__ __forceinline__ void load_columns(float (&v)[COUNT], const float* row, int x) {
     constexpr int W = vector_width(COUNT);
-#pragma unroll
     for (int c = 0; c < COUNT; c += W) {
         const float* at = row + column<X, COUNT>(x, c);
         if constexpr (W == 4) {
@@ -115,7 +126,6 @@ __device__ __forceinline__ void load_columns(float (&v)[COUNT], const float* row
 template <int X, int COUNT>
 __device__ __forceinline__ void store_columns(float* row, const float (&v)[COUNT], int x, float factor) {
     constexpr int W = vector_width(COUNT);
-#pragma unroll
     for (int c = 0; c < COUNT; c += W) {
         float* at = row + column<X, COUNT>(x, c);
         if constexpr (W == 4) {
@@ -128,7 +138,6 @@ __device__ __forceinline__ void store_columns(float* row, const float (&v)[COUNT
 template <int X, int COUNT>
 __device__ __forceinline__ void add_columns(float* row, const float (&v)[COUNT], int x, float factor) {
     constexpr int W = vector_width(COUNT);
-#pragma unroll
     for (int c = 0; c < COUNT; c += W) {
         float* at = row + column<X, COUNT>(x, c);
 #if __CUDA_ARCH__ >= 900  // one 16-byte addition in the L2 cache instead of four
@@ -143,9 +152,7 @@ __device__ __forceinline__ void add_columns(float* row, const float (&v)[COUNT],
 }
 template <int R, int C>
 __device__ __forceinline__ void set_zero(float (&x)[R][C]) {
-#pragma unroll
     for (int r = 0; r < R; r++) {
-#pragma unroll
         for (int n = 0; n < C; n++) { x[r][n] = 0; }
     }
 }
@@ -157,18 +164,13 @@ __device__ __forceinline__ void rows_times_rows(float (&s)[Tile::rows][Tile::col
 #pragma unroll Tile::unroll
     for (int d = 0; d < Tile::D; d += 4) {
         float4 a[Tile::rows];
-#pragma unroll
         for (int r = 0; r < Tile::rows; r++) { a[r] = *(const float4*)(A + (ty + r * Tile::ty) * Tile::row + d); }
 #pragma unroll
         for (int n = 0; n < Tile::columns; n++) {
             float4 b = *(const float4*)(B + (tx + n * Tile::tx) * Tile::row + d);
-#pragma unroll
             for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].x, b.x, s[r][n]); }
-#pragma unroll
             for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].y, b.y, s[r][n]); }
-#pragma unroll
             for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].z, b.z, s[r][n]); }
-#pragma unroll
             for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].w, b.w, s[r][n]); }
         }
     }
@@ -180,15 +182,12 @@ __device__ __forceinline__ void rows_times_columns(float (&out)[Tile::rows][Tile
 #pragma unroll Tile::unroll
     for (int n = 0; n < Tile::streamed; n += 4) {
         float p[Tile::rows][4];
-#pragma unroll
         for (int r = 0; r < Tile::rows; r++) { load_columns<1>(p[r], P + (ty + r * Tile::ty) * Tile::p_row + n, 0); }
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             float b[Tile::out_columns];
             load_columns<Tile::tx>(b, B + (n + e) * Tile::row, tx);
-#pragma unroll
             for (int r = 0; r < Tile::rows; r++) {
-#pragma unroll
                 for (int c = 0; c < Tile::out_columns; c++) { out[r][c] = fmaf(p[r][e], b[c], out[r][c]); }
             }
         }
@@ -197,9 +196,7 @@ __device__ __forceinline__ void rows_times_columns(float (&out)[Tile::rows][Tile
 // The P of the thread to shared memory, where the TX threads of its rows, all in its warp, will read it.
 template <class Tile>
 __device__ __forceinline__ void store_p(float* P, const float (&p)[Tile::rows][Tile::columns], int tx, int ty) {
-#pragma unroll
     for (int r = 0; r < Tile::rows; r++) {
-#pragma unroll
         for (int n = 0; n < Tile::columns; n++) { P[(ty + r * Tile::ty) * Tile::p_row + tx + n * Tile::tx] = p[r][n]; }
     }
 }
@@ -234,19 +231,16 @@ __device__ __forceinline__ void softmax_step(float (&s)[Tile::rows][Tile::column
 #pragma unroll
     for (int r = 0; r < Tile::rows; r++) {
         float larger = m[r];
-#pragma unroll
         for (int n = 0; n < Tile::columns; n++) { larger = fmaxf(larger, s[r][n]); }
         larger = combine_row<Tile::tx>(larger, [](float x, float y) { return fmaxf(x, y); });
         float base = larger == -INFINITY ? 0 : larger * c;  // no key seen yet: -inf - -inf would be NaN
         float shrink = exp2_approx(m[r] * c - base);
         m[r] = larger;
         l[r] *= shrink;
-#pragma unroll
         for (int n = 0; n < Tile::columns; n++) {
             s[r][n] = exp2_approx(fmaf(s[r][n], c, -base));
             l[r] += s[r][n];
         }
-#pragma unroll
         for (int k = 0; k < Tile::out_columns; k++) { O[r][k] *= shrink; }
     }
 }
@@ -268,35 +262,27 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
     int whole = min(a.Tk, a.causal ? q0 + 1 : a.Tk) / Tile::streamed;  // tiles before this one are seen by every query
     const float *k = head_of<float>(a.k, b, h), *v = head_of<float>(a.v, b, h);
 
-    load_rows<Tile::own, Tile::D, Tile::threads * Tile::groups>(Q, head_of<float>(a.q, b, h), a.q.row, q0, a.Tq,
-                                                                threadIdx.x);
-    load_rows<Tile::streamed, Tile::D, Tile::threads>(K, k, a.k.row, group * Tile::streamed, a.Tk, t);
-    cp_async_commit();
+    load_own<Tile>(Q, a.q, b, h, q0, a.Tq);
+    load_streamed<Tile>(K, k, a.k.row, group * Tile::streamed, a.Tk, t);
     cp_async_wait<0>();
     __syncthreads();  // Q, loaded by all groups
 
     float O[Tile::rows][Tile::out_columns], m[Tile::rows], l[Tile::rows], c = a.scale * LOG2_E;
     set_zero(O);
-#pragma unroll
     for (int r = 0; r < Tile::rows; r++) { m[r] = -INFINITY, l[r] = 0; }
     for (int j = group; j < end; j += Tile::groups) {
         cp_async_wait<0>();
         group_barrier(group);  // everybody's part of K has arrived, and V has been read
-        load_rows<Tile::streamed, Tile::D, Tile::threads>(V, v, a.v.row, j * Tile::streamed, a.Tk, t);
-        cp_async_commit();
+        load_streamed<Tile>(V, v, a.v.row, j * Tile::streamed, a.Tk, t);
         float s[Tile::rows][Tile::columns];
         rows_times_rows<Tile>(s, Q, K, tx, ty);  // step 1
         cp_async_wait<0>();
         group_barrier(group);  // V has arrived, and K has been read
         if (j + Tile::groups < end) {
-            load_rows<Tile::streamed, Tile::D, Tile::threads>(K, k, a.k.row, (j + Tile::groups) * Tile::streamed, a.Tk,
-                                                              t);
-            cp_async_commit();
+            load_streamed<Tile>(K, k, a.k.row, (j + Tile::groups) * Tile::streamed, a.Tk, t);
         }
         if (j >= whole) {
-#pragma unroll
             for (int r = 0; r < Tile::rows; r++) {
-#pragma unroll
                 for (int n = 0; n < Tile::columns; n++) {
                     int query = q0 + ty + r * Tile::ty, key = j * Tile::streamed + tx + n * Tile::tx;
                     if (key >= a.Tk || (a.causal && key > query)) { s[r][n] = -INFINITY; }
@@ -311,14 +297,12 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
     }
     pass_barriers<Tile>(group, end, 2);
 
-#pragma unroll
     for (int r = 0; r < Tile::rows; r++) {
         l[r] = combine_row<Tile::tx>(l[r], [](float x, float y) { return x + y; });
     }
     if constexpr (Tile::groups > 1) {  // bring the groups to the largest m of each row; then l and O can be added
         float* ms = P;
         __syncthreads();  // P is no longer read
-#pragma unroll
         for (int r = 0; r < Tile::rows; r++) {
             if (tx == 0) { ms[(ty + r * Tile::ty) * 2] = m[r], ms[(ty + r * Tile::ty) * 2 + 1] = l[r]; }
         }
@@ -332,7 +316,6 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
                 sum += row[g * Tile::group_floats + 1] * exp2_approx((row[g * Tile::group_floats] - larger) * c);
             }
             m[r] = larger, l[r] = sum;
-#pragma unroll
             for (int n = 0; n < Tile::out_columns; n++) { O[r][n] *= exp2_approx((mine - larger) * c); }
         }
         merge_groups<Tile>(O, group_0, group, t);
@@ -380,13 +363,10 @@ __device__ __forceinline__ void add_dq(const AttentionArgs& a, int b, int h, int
         float ds[4], k[OUT];
         load_columns<1>(ds, dS + key * Tile::p_row + 4 * y, 0);
         load_columns<X>(k, K + key * Tile::row, x);
-#pragma unroll
         for (int r = 0; r < 4; r++) {
-#pragma unroll
             for (int c = 0; c < OUT; c++) { dQ[r][c] = fmaf(ds[r], k[c], dQ[r][c]); }
         }
     }
-#pragma unroll
     for (int r = 0; r < 4; r++) {
         int query = q0 + 4 * y + r;
         if (query < a.Tq) { add_columns<X>(head_of<float>(a.dq, b, h) + query * a.dq.row, dQ[r], x, a.scale); }
@@ -410,15 +390,11 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
     const float *q = head_of<float>(a.q, b, h), *from_dO = head_of<float>(a.dO, b, h);
     const float *L = a.L + (int64_t)head * a.Tq, *D_i = delta + (int64_t)head * a.Tq;
 
-    load_rows<Tile::own, Tile::D, Tile::threads * Tile::groups>(K, head_of<float>(a.k, b, h), a.k.row, k0, a.Tk,
-                                                                threadIdx.x);
-    load_rows<Tile::own, Tile::D, Tile::threads * Tile::groups>(V, head_of<float>(a.v, b, h), a.v.row, k0, a.Tk,
-                                                                threadIdx.x);
+    load_own<Tile>(K, a.k, b, h, k0, a.Tk);
+    load_own<Tile>(V, a.v, b, h, k0, a.Tk);
     cp_async_commit();
-    load_rows<Tile::streamed, Tile::D, Tile::threads>(dO, from_dO, a.dO.row, (first + group) * Tile::streamed, a.Tq, t);
-    cp_async_commit();
-    load_rows<Tile::streamed, Tile::D, Tile::threads>(Q, q, a.q.row, (first + group) * Tile::streamed, a.Tq, t);
-    cp_async_commit();
+    load_streamed<Tile>(dO, from_dO, a.dO.row, (first + group) * Tile::streamed, a.Tq, t);
+    load_streamed<Tile>(Q, q, a.q.row, (first + group) * Tile::streamed, a.Tq, t);
     cp_async_wait<2>();
     __syncthreads();  // K and V, loaded by all groups
 
@@ -428,7 +404,6 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
     for (int i = first + group; i < end; i += Tile::groups) {
         int q0 = i * Tile::streamed, next = (i + Tile::groups) * Tile::streamed;
         float l[Tile::columns], d[Tile::columns], s[Tile::rows][Tile::columns], ds[Tile::rows][Tile::columns];
-#pragma unroll
         for (int n = 0; n < Tile::columns; n++) {  // beyond Tq: L = inf makes P = 0
             int query = q0 + tx + n * Tile::tx;
             l[n] = query < a.Tq ? L[query] * LOG2_E : INFINITY;
@@ -443,7 +418,6 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
         bool masked = (a.causal && q0 < k0 + Tile::own - 1) || k0 + Tile::own > a.Tk;
 #pragma unroll
         for (int r = 0; r < Tile::rows; r++) {
-#pragma unroll
             for (int n = 0; n < Tile::columns; n++) {
                 s[r][n] = exp2_approx(fmaf(s[r][n], c, -l[n]));  // step 8's P
                 int query = q0 + tx + n * Tile::tx, key = k0 + ty + r * Tile::ty;
@@ -455,10 +429,7 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
         __syncwarp();
         rows_times_columns<Tile>(dV, P, dO, tx, ty);  // step 9
         group_barrier(group);                         // dO has been read, and P
-        if (i + Tile::groups < end) {
-            load_rows<Tile::streamed, Tile::D, Tile::threads>(dO, from_dO, a.dO.row, next, a.Tq, t);
-            cp_async_commit();
-        }
+        if (i + Tile::groups < end) { load_streamed<Tile>(dO, from_dO, a.dO.row, next, a.Tq, t); }
         store_p<Tile>(P, ds, tx, ty);
         __syncwarp();
         rows_times_columns<Tile>(dK, P, Q, tx, ty);  // step 13
@@ -467,10 +438,7 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
             add_dq<Tile, Tile::threads>(a, b, h, q0, P, K, t);
         }
         group_barrier(group);  // Q has been read, and dS
-        if (i + Tile::groups < end) {
-            load_rows<Tile::streamed, Tile::D, Tile::threads>(Q, q, a.q.row, next, a.Tq, t);
-            cp_async_commit();
-        }
+        if (i + Tile::groups < end) { load_streamed<Tile>(Q, q, a.q.row, next, a.Tq, t); }
     }
 
     pass_barriers<Tile>(group, end - first, WITH_DQ ? 5 : 4);
@@ -515,9 +483,8 @@ __global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp
                                                  group == 0 ? head_of<float>(a.k, b, h) : head_of<float>(a.v, b, h),
                                                  group == 0 ? a.k.row : a.v.row, k0, a.Tk, t);
     auto load_tile = [&](int i) {
-        load_rows<Tile::streamed, Tile::D, Tile::threads>(group == 0 ? Q : dO, group == 0 ? q : from_dO,
-                                                          group == 0 ? a.q.row : a.dO.row, i * Tile::streamed, a.Tq, t);
-        cp_async_commit();
+        load_streamed<Tile>(group == 0 ? Q : dO, group == 0 ? q : from_dO, group == 0 ? a.q.row : a.dO.row,
+                            i * Tile::streamed, a.Tq, t);
     };
     load_tile(first);
 
@@ -526,8 +493,7 @@ __global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp
     for (int i = first; i < end; i++) {
         int q0 = i * Tile::streamed;
         float l[Tile::columns], s[Tile::rows][Tile::columns];  // L or D, S or dP
-#pragma unroll
-        for (int n = 0; n < Tile::columns; n++) {  // beyond Tq: L = inf makes P = 0
+        for (int n = 0; n < Tile::columns; n++) {              // beyond Tq: L = inf makes P = 0
             int query = q0 + tx + n * Tile::tx;
             l[n] = group == 0 ? (query < a.Tq ? L[query] * LOG2_E : INFINITY) : (query < a.Tq ? D_i[query] : 0);
         }
@@ -538,7 +504,6 @@ __global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp
             bool masked = (a.causal && q0 < k0 + Tile::own - 1) || k0 + Tile::own > a.Tk;
 #pragma unroll
             for (int r = 0; r < Tile::rows; r++) {
-#pragma unroll
                 for (int n = 0; n < Tile::columns; n++) {
                     s[r][n] = exp2_approx(fmaf(s[r][n], c, -l[n]));  // step 8's P
                     int query = q0 + tx + n * Tile::tx, key = k0 + ty + r * Tile::ty;
@@ -551,7 +516,6 @@ __global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp
         if (group == 1) {
 #pragma unroll
             for (int r = 0; r < Tile::rows; r++) {
-#pragma unroll
                 for (int n = 0; n < Tile::columns; n++) {
                     s[r][n] = P[(ty + r * Tile::ty) * Tile::p_row + tx + n * Tile::tx] * (s[r][n] - l[n]);  // step 11
                 }
@@ -593,21 +557,16 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
     int end = ((a.causal ? min(a.Tk, q0 + Tile::own) : a.Tk) + Tile::streamed - 1) / Tile::streamed;
     const float *k = head_of<float>(a.k, b, h), *v = head_of<float>(a.v, b, h);
 
-    load_rows<Tile::own, Tile::D, Tile::threads * Tile::groups>(Q, head_of<float>(a.q, b, h), a.q.row, q0, a.Tq,
-                                                                threadIdx.x);
-    load_rows<Tile::own, Tile::D, Tile::threads * Tile::groups>(dO, head_of<float>(a.dO, b, h), a.dO.row, q0, a.Tq,
-                                                                threadIdx.x);
+    load_own<Tile>(Q, a.q, b, h, q0, a.Tq);
+    load_own<Tile>(dO, a.dO, b, h, q0, a.Tq);
     cp_async_commit();
-    load_rows<Tile::streamed, Tile::D, Tile::threads>(V, v, a.v.row, group * Tile::streamed, a.Tk, t);
-    cp_async_commit();
-    load_rows<Tile::streamed, Tile::D, Tile::threads>(K, k, a.k.row, group * Tile::streamed, a.Tk, t);
-    cp_async_commit();
+    load_streamed<Tile>(V, v, a.v.row, group * Tile::streamed, a.Tk, t);
+    load_streamed<Tile>(K, k, a.k.row, group * Tile::streamed, a.Tk, t);
     cp_async_wait<2>();
     __syncthreads();  // Q and dO, loaded by all groups
 
     float dQ[Tile::rows][Tile::out_columns], l[Tile::rows], d[Tile::rows], c = a.scale * LOG2_E;
     set_zero(dQ);
-#pragma unroll
     for (int r = 0; r < Tile::rows; r++) {
         int query = q0 + ty + r * Tile::ty;
         l[r] = query < a.Tq ? a.L[(int64_t)head * a.Tq + query] * LOG2_E : INFINITY;
@@ -621,15 +580,11 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
         rows_times_rows<Tile>(ds, dO, V, tx, ty);  // step 10
         cp_async_wait<0>();
         group_barrier(group);  // K has arrived, and V has been read
-        if (j + Tile::groups < end) {
-            load_rows<Tile::streamed, Tile::D, Tile::threads>(V, v, a.v.row, next, a.Tk, t);
-            cp_async_commit();
-        }
+        if (j + Tile::groups < end) { load_streamed<Tile>(V, v, a.v.row, next, a.Tk, t); }
         rows_times_rows<Tile>(s, Q, K, tx, ty);  // step 8's S
         bool masked = (a.causal && k0 + Tile::streamed - 1 > q0) || k0 + Tile::streamed > a.Tk;
 #pragma unroll
         for (int r = 0; r < Tile::rows; r++) {
-#pragma unroll
             for (int n = 0; n < Tile::columns; n++) {
                 int query = q0 + ty + r * Tile::ty, key = k0 + tx + n * Tile::tx;
                 s[r][n] = exp2_approx(fmaf(s[r][n], c, -l[r]));  // step 8's P
@@ -641,10 +596,7 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
         __syncwarp();
         rows_times_columns<Tile>(dQ, P, K, tx, ty);  // step 12
         group_barrier(group);                        // K has been read, and P
-        if (j + Tile::groups < end) {
-            load_rows<Tile::streamed, Tile::D, Tile::threads>(K, k, a.k.row, next, a.Tk, t);
-            cp_async_commit();
-        }
+        if (j + Tile::groups < end) { load_streamed<Tile>(K, k, a.k.row, next, a.Tk, t); }
     }
 
     pass_barriers<Tile>(group, end, 3);
@@ -671,7 +623,7 @@ static void forward_fp32(const AttentionArgs& a) {
     launch_fp32<Tile>(flash_forward_fp32_kernel<Tile>, Tile::forward_bytes, a.Tq, a);
 }
 template <class Tile, class QueryTile = Tile>
-static void backward_fp32(const AttentionArgs& a, const float* delta, bool deterministic) {
+static void backward_fp32(const AttentionArgs& a, const float* delta) {
     auto launch_kv = [&](auto with_dq) {
         constexpr bool WITH_DQ = decltype(with_dq)::value;
         auto kernel = [] {
@@ -680,54 +632,47 @@ static void backward_fp32(const AttentionArgs& a, const float* delta, bool deter
         };
         launch_fp32<Tile>(kernel(), Tile::backward_bytes, a.Tk, a, delta);
     };
-    if (!deterministic) { return launch_kv(std::true_type()); }
+    if (!context.deterministic) { return launch_kv(std::true_type()); }
     launch_kv(std::false_type());
     launch_fp32<QueryTile>(flash_backward_q_fp32_kernel<QueryTile>, QueryTile::backward_bytes, a.Tq, a, delta);
 }
 
 // Large tiles where a block can have the shared memory, small ones (at most 99 KB) where it cannot.
-static void flash_forward_fp32(const AttentionArgs& a, int D) {
+static void forward(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
     bool large = shared_memory_per_block() >= Fp32Tile<128, 64, 2>::forward_bytes;
-    switch (D) {
+    switch (t.q.dim(3)) {
         case 16: return large ? forward_fp32<Fp32Tile<16, 64, 2>>(a) : forward_fp32<Fp32Tile<16, 64, 1>>(a);
         case 32: return large ? forward_fp32<Fp32Tile<32, 64, 2>>(a) : forward_fp32<Fp32Tile<32, 64, 1>>(a);
         case 64: return large ? forward_fp32<Fp32Tile<64, 64, 3>>(a) : forward_fp32<Fp32Tile<64, 64, 1>>(a);
         case 80: return large ? forward_fp32<Fp32Tile<80, 64, 2>>(a) : forward_fp32<Fp32Tile<80, 64, 1>>(a);
-        case 128: return large ? forward_fp32<Fp32Tile<128, 64, 2>>(a) : forward_fp32<Fp32Tile<128, 32, 1>>(a);
+        default: return large ? forward_fp32<Fp32Tile<128, 64, 2>>(a) : forward_fp32<Fp32Tile<128, 32, 1>>(a);
     }
-    fail("flash attention in fp32: head size %d, expected 16, 32, 64, 80 or 128", D);
 }
-static void flash_backward_fp32(const AttentionArgs& a, int D, bool deterministic) {
+static void backward(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
+    const int D = (int)t.q.dim(3);
     Tensor workspace = empty({a.B, a.H, a.Tq}, F32, WORKSPACE);
     float* delta = workspace.as<float>();
     int64_t rows = (int64_t)a.B * a.H * a.Tq;
-    flash_delta_fp32_kernel<<<ceil_div(rows * WARP, 256), 256, 0, stream()>>>(a, D, delta, !deterministic);
-    LAUNCH_CHECK();
+    LAUNCH(flash_delta_fp32_kernel, ceil_div(rows * WARP, 256), 256, a, D, delta, !context.deterministic);
     bool large = shared_memory_per_block() >= Fp32Tile<80, 64, 2>::backward_bytes;
     auto run = [&](auto large_tile, auto small_tile) {
-        if (large) { return backward_fp32<decltype(large_tile)>(a, delta, deterministic); }
-        backward_fp32<decltype(small_tile)>(a, delta, deterministic);
+        large ? backward_fp32<decltype(large_tile)>(a, delta) : backward_fp32<decltype(small_tile)>(a, delta);
     };
     switch (D) {
         case 16: return run(Fp32Tile<16, 64, 2>(), Fp32Tile<16, 64, 1>());
         case 32: return run(Fp32Tile<32, 64, 2>(), Fp32Tile<32, 64, 1>());
         case 64: return run(Fp32Tile<64, 64, 2>(), Fp32Tile<64, 64, 1>());
         case 80: return run(Fp32Tile<80, 64, 2>(), Fp32Tile<80, 32, 1>());
-        case 128:
-            if (!large) { return backward_fp32<Fp32Tile<128, 16, 1>>(a, delta, deterministic); }
-            return backward_fp32<Fp32Tile<128, 64, 2, true>, Fp32Tile<128, 32, 2>>(a, delta, deterministic);
+        default:
+            if (!large) { return backward_fp32<Fp32Tile<128, 16, 1>>(a, delta); }
+            return backward_fp32<Fp32Tile<128, 64, 2, true>, Fp32Tile<128, 32, 2>>(a, delta);
     }
-    fail("flash attention in fp32: head size %d, expected 16, 32, 64, 80 or 128", D);
-}
-
-static void forward(const AttentionTensors& t) { flash_forward_fp32(args_of(t), (int)t.q.dim(3)); }
-static void backward(const AttentionTensors& t) {
-    flash_backward_fp32(args_of(t), (int)t.q.dim(3), context.deterministic);
 }
 static bool takes(DType t, int64_t D) {
     static const bool runs_here = compiled_for(flash_delta_fp32_kernel) >= 80;
     return t == F32 && flash_head_size(D) && runs_here;
 }
-static const AddAttention row({"flash_fp32", CUDA, 40, takes, nullptr, forward, backward,
-                               "FlashAttention-2 in true fp32; needs sm_80"});
+static const AddRow<AttentionImpl> row({"flash_fp32", CUDA, 40, takes, nullptr, forward, backward});
 #endif

@@ -326,7 +326,6 @@ __device__ __forceinline__ void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float larger = s[2 * r];
-#pragma unroll
         for (int n = 0; n < Tile::Bk / 2; n += 4) { larger = fmaxf(larger, fmaxf(s[n + 2 * r], s[n + 2 * r + 1])); }
         larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 1));
         larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 2));
@@ -343,9 +342,7 @@ __device__ __forceinline__ void exponentials(float (&s)[Tile::Bk / 2], float (&l
                                              int from, int to) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-#pragma unroll
         for (int n = from / 2; n < to / 2; n += 4) {
-#pragma unroll
             for (int e = 2 * r; e < 2 * r + 2; e++) {
                 s[n + e] = exp2_approx(fmaf(s[n + e], c, -base[r]));
                 if constexpr (!Tile::sums) { l[r] += s[n + e]; }
@@ -357,7 +354,6 @@ template <class T, int N>
 __device__ __forceinline__ void pack_all(uint32_t (&p)[N / 8][4], const float (&s)[N]) {
 #pragma unroll
     for (int k = 0; k < N / 8; k++) {
-#pragma unroll
         for (int e = 0; e < 4; e++) { p[k][e] = pack<T>(s[8 * k + 2 * e], s[8 * k + 2 * e + 1]); }
     }
 }
@@ -710,7 +706,6 @@ struct BackwardConsumer {
 #pragma unroll
         for (int n = to / 2 - 4; n >= from / 2; n -= 4) {
             float2 L = n < EARLY ? L_of(stats, n) : early_L[(n - EARLY) / 4];
-#pragma unroll
             for (int e = 0; e < 4; e++) {
                 s[n + e] = exp2_approx(fmaf(s[n + e], c, -(e % 2 ? L.y : L.x)));
                 if constexpr (MASKED) {
@@ -729,10 +724,8 @@ struct BackwardConsumer {
         char* ds_tile = memory.ds_tiles + (i & 1) * Tile::ds_bytes + warpgroup * Tile::q_slab;
 #pragma unroll
         for (int k = 0; k < Bq / 16; k++) {
-#pragma unroll
             for (int half = 0; half < 2; half++) {
                 int n = 8 * k + 4 * half;
-#pragma unroll
                 for (int r = 0; r < 2; r++) {  // P is taken packed: unpacked it would need Bq / 2 registers
                     ds[k][2 * half + r] = multiply_packed<T>(p[k][2 * half + r], dp[n + 2 * r], dp[n + 2 * r + 1]);
                 }
@@ -921,7 +914,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 // Launching
 
 // How TMA sees x [B,H,T,D]: boxes of `rows` rows and 64 columns; beyond T and D it reads zeros.
-static CUtensorMap tensor_map(const Heads& x, DType dtype, int B, int H, int T, int D, int rows) {
+static CUtensorMap tensor_map(const Tensor& x, int rows) {
     static const auto encode = [] {  // from the driver, which we do not link
         void* function = nullptr;
         cudaDriverEntryPointQueryResult result;
@@ -935,71 +928,62 @@ static CUtensorMap tensor_map(const Heads& x, DType dtype, int B, int H, int T, 
         return (decltype(&cuTensorMapEncodeTiled))function;
     }();
     CUtensorMap map;
-    cuuint64_t size[] = {(cuuint64_t)D, (cuuint64_t)T, (cuuint64_t)H, (cuuint64_t)B};
-    auto bytes = [](int64_t stride, int size) { return (cuuint64_t)(size > 1 ? stride * 2 : 16); };
-    cuuint64_t stride[] = {bytes(x.row, T), bytes(x.head, H), bytes(x.batch, B)};
+    cuuint64_t size[4], stride[3];  // from the last dimension to the first
+    for (int i = 0; i < 4; i++) { size[i] = x.dim(3 - i); }
+    for (int i = 0; i < 3; i++) { stride[i] = size[i + 1] > 1 ? x.stride[2 - i] * 2 : 16; }
     cuuint32_t box[] = {SLAB, (cuuint32_t)rows, 1, 1}, step[] = {1, 1, 1, 1};
-    CUresult error = encode(&map, dtype == BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
-                            x.data, size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CUresult error =
+        encode(&map, x.dtype == BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, x.data,
+               size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (error != CUDA_SUCCESS) { fail("cuTensorMapEncodeTiled: error %d", (int)error); }
     return map;
 }
 
 template <class Tile, class T>
-static void launch_forward(const AttentionArgs& a, DType dtype) {
+static void launch_forward(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
     dim3 order = attention_grid(a, ceil_div(a.Tq, Tile::Bq));
     int blocks = std::min<int64_t>(multiprocessors(), (int64_t)order.x * order.y * order.z);
-    auto map = [&](const Heads& x, int rows, int box_rows) {
-        return tensor_map(x, dtype, a.B, a.H, rows, Tile::D, box_rows);
-    };
-    launch(hopper_forward_kernel<Tile, T>, blocks, Tile::threads, Tile::bytes, a, order, map(a.q, a.Tq, Tile::Bq),
-           map(a.k, a.Tk, Tile::Bk), map(a.v, a.Tk, Tile::Bk));
+    launch(hopper_forward_kernel<Tile, T>, blocks, Tile::threads, Tile::bytes, a, order, tensor_map(t.q, Tile::Bq),
+           tensor_map(t.k, Tile::Bk), tensor_map(t.v, Tile::Bk));
 }
 template <class T>
-static void launch_forward(const AttentionArgs& a, int D, DType dtype) {
-    switch (D) {  // <D, warpgroups, the loader's registers, the others'>
-        case 16: return launch_forward<HopperForward<16, 3, 32, 160>, T>(a, dtype);
-        case 32: return launch_forward<HopperForward<32, 3, 32, 160>, T>(a, dtype);
-        case 64: return launch_forward<HopperForward<64, 3, 32, 160>, T>(a, dtype);
-        case 80: return launch_forward<HopperForward<80, 2, 40, 232>, T>(a, dtype);
-        case 128: return launch_forward<HopperForward<128, 2, 40, 232>, T>(a, dtype);
+static void launch_forward(const AttentionTensors& t) {
+    switch (t.q.dim(3)) {  // <D, warpgroups, the loader's registers, the others'>
+        case 16: return launch_forward<HopperForward<16, 3, 32, 160>, T>(t);
+        case 32: return launch_forward<HopperForward<32, 3, 32, 160>, T>(t);
+        case 64: return launch_forward<HopperForward<64, 3, 32, 160>, T>(t);
+        case 80: return launch_forward<HopperForward<80, 2, 40, 232>, T>(t);
+        default: return launch_forward<HopperForward<128, 2, 40, 232>, T>(t);
     }
-    fail("hopper forward: head size %d; it has 16, 32, 64, 80 and 128", D);
 }
 static void forward(const AttentionTensors& t) {
-    AttentionArgs a = args_of(t);
-    int D = (int)t.q.dim(3);
-    t.q.dtype == BF16 ? launch_forward<bf16>(a, D, BF16) : launch_forward<fp16>(a, D, F16);
+    t.q.dtype == BF16 ? launch_forward<bf16>(t) : launch_forward<fp16>(t);
 }
 
 template <class Tile, class T>
-static void launch_backward(const AttentionArgs& a, const BackwardWorkspace& w, DType dtype) {
-    auto map = [&](const Heads& x, int rows, int box_rows) {
-        return tensor_map(x, dtype, a.B, a.H, rows, Tile::D, box_rows);
-    };
+static void launch_backward(const AttentionTensors& t, const BackwardWorkspace& w) {
+    AttentionArgs a = args_of(t);
     launch<true>(hopper_backward_kernel<Tile, T>, attention_grid(a, ceil_div(a.Tk, Tile::Bk)), Tile::threads,
-                 Tile::bytes, a, w, map(a.q, a.Tq, Tile::Bq), map(a.k, a.Tk, Tile::Bk), map(a.v, a.Tk, Tile::Bk),
-                 map(a.dO, a.Tq, Tile::Bq));
+                 Tile::bytes, a, w, tensor_map(t.q, Tile::Bq), tensor_map(t.k, Tile::Bk), tensor_map(t.v, Tile::Bk),
+                 tensor_map(t.dO, Tile::Bq));
 }
 template <class T>
-static void launch_backward(const AttentionArgs& a, const BackwardWorkspace& w, int D, DType dtype) {
-    switch (D) {  // <D, Bq, the loader's registers, the others'>
-        case 16: return launch_backward<HopperBackward<16, 128, 24, 240>, T>(a, w, dtype);
-        case 32: return launch_backward<HopperBackward<32, 128, 24, 240>, T>(a, w, dtype);
-        case 64: return launch_backward<HopperBackward<64, 128, 24, 240>, T>(a, w, dtype);
-        case 80: return launch_backward<HopperBackward<80, 64, 24, 240>, T>(a, w, dtype);
-        case 128: return launch_backward<HopperBackward<128, 64, 24, 240>, T>(a, w, dtype);
+static void launch_backward(const AttentionTensors& t, const BackwardWorkspace& w) {
+    switch (t.q.dim(3)) {  // <D, Bq, the loader's registers, the others'>
+        case 16: return launch_backward<HopperBackward<16, 128, 24, 240>, T>(t, w);
+        case 32: return launch_backward<HopperBackward<32, 128, 24, 240>, T>(t, w);
+        case 64: return launch_backward<HopperBackward<64, 128, 24, 240>, T>(t, w);
+        case 80: return launch_backward<HopperBackward<80, 64, 24, 240>, T>(t, w);
+        default: return launch_backward<HopperBackward<128, 64, 24, 240>, T>(t, w);
     }
-    fail("hopper backward: head size %d; it has 16, 32, 64, 80 and 128", D);
 }
 static void backward(const AttentionTensors& t) {
     if (context.deterministic) { return flash_mma_backward(t); }  // which has a kernel for dQ alone
     Tensor memory;
     BackwardWorkspace w = backward_begin(t, memory);
-    AttentionArgs a = args_of(t);
-    int D = (int)t.q.dim(3);
-    t.q.dtype == BF16 ? launch_backward<bf16>(a, w, D, BF16) : launch_backward<fp16>(a, w, D, F16);
+    t.q.dtype == BF16 ? launch_backward<bf16>(t, w) : launch_backward<fp16>(t, w);
     backward_end(t, w);
 }
 static bool takes(DType t, int64_t D) {
@@ -1007,6 +991,5 @@ static bool takes(DType t, int64_t D) {
         compiled_for(hopper_forward_kernel<HopperForward<64, 3, 32, 160>, bf16>) == 90 && dq_order_of_sm_90();
     return (t == BF16 || t == F16) && flash_head_size(D) && runs_here;
 }
-static const AddAttention row({"hopper", CUDA, 60, takes, nullptr, forward, backward,
-                               "the same with wgmma and TMA; needs sm_90a (H100, H200)"});
+static const AddRow<AttentionImpl> row({"hopper", CUDA, 60, takes, nullptr, forward, backward});
 #endif

@@ -357,42 +357,26 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
 
 template <class Tile, class T>
 static void launch_forward(const AttentionArgs& a) {
-    for (int64_t row : {a.q.row, a.k.row, a.v.row}) {
-        if (row > INT32_MAX) { fail("flash_forward_mma: rows %lld elements apart, at most 2^31 - 1", (long long)row); }
-    }
     launch(flash_forward_kernel<Tile, T>, attention_grid(a, ceil_div(a.Tq, Tile::Bq), Tile::blocks), Tile::threads,
            Tile::bytes, a);
 }
 
 // Where tiles of 128 queries do not give every SM two blocks, all blocks run at once, and the longest alone decides
 // when it is over. Smaller tiles then shorten it, though their 16 queries a warp cost more reads of shared memory.
-template <class Large, class Small, class T>
-static void launch_forward_large_or_small(const AttentionArgs& a) {
-    bool small = (int64_t)a.B * a.H * ceil_div(a.Tq, Large::Bq) <= 2 * multiprocessors();
-    small ? launch_forward<Small, T>(a) : launch_forward<Large, T>(a);
-}
-
-// O and L from Q, K and V; T is bf16 or fp16.
 template <class T>
-static void flash_forward_mma(const AttentionArgs& a, int D) {
-    // <D, Bq, Bk, group, warps, Q in registers, blocks an SM>, the fastest measured that do not spill
-    switch (D) {
-        case 16:
-            return launch_forward_large_or_small<ForwardTile<16, 128, 64, 32, 4, true, 3>,
-                                                 ForwardTile<16, 64, 64, 16, 4, true, 4>, T>(a);
-        case 32:
-            return launch_forward_large_or_small<ForwardTile<32, 128, 32, 32, 4, true, 3>,
-                                                 ForwardTile<32, 64, 64, 16, 4, true, 4>, T>(a);
-        case 64:
-            return launch_forward_large_or_small<ForwardTile<64, 128, 64, 16, 4, true, 2>,
-                                                 ForwardTile<64, 64, 64, 16, 4, true, 3>, T>(a);
-        case 80:
-            return launch_forward_large_or_small<ForwardTile<80, 128, 32, 16, 4, true, 2>,
-                                                 ForwardTile<80, 64, 32, 16, 4, true, 3>, T>(a);
-        case 128:
-            return launch_forward_large_or_small<ForwardTile<128, 128, 32, 32, 4, false, 2>,
-                                                 ForwardTile<128, 64, 32, 16, 4, true, 2>, T>(a);
-        default: fail("flash_forward_mma: head size %d; it has 16, 32, 64, 80 and 128", D);
+static void flash_forward_mma(const AttentionTensors& t) {
+    AttentionArgs a = args_of(t);
+    const bool small = (int64_t)a.B * a.H * ceil_div(a.Tq, 128) <= 2 * multiprocessors();
+    auto run = [&](auto of_128, auto of_64) {
+        small ? launch_forward<decltype(of_64), T>(a) : launch_forward<decltype(of_128), T>(a);
+    };
+    switch (t.q.dim(3)) {
+        // <D, Bq, Bk, group, warps, Q in registers, blocks an SM>, the fastest measured that do not spill
+        case 16: return run(ForwardTile<16, 128, 64, 32, 4, true, 3>(), ForwardTile<16, 64, 64, 16, 4, true, 4>());
+        case 32: return run(ForwardTile<32, 128, 32, 32, 4, true, 3>(), ForwardTile<32, 64, 64, 16, 4, true, 4>());
+        case 64: return run(ForwardTile<64, 128, 64, 16, 4, true, 2>(), ForwardTile<64, 64, 64, 16, 4, true, 3>());
+        case 80: return run(ForwardTile<80, 128, 32, 16, 4, true, 2>(), ForwardTile<80, 64, 32, 16, 4, true, 3>());
+        default: return run(ForwardTile<128, 128, 32, 32, 4, false, 2>(), ForwardTile<128, 64, 32, 16, 4, true, 2>());
     }
 }
 
@@ -567,7 +551,6 @@ __device__ __forceinline__ void multiply(float (&c)[Tile::own_fragments][Tile::s
         for (int n = 0; n < Tile::step_fragments; n += 2) {
             uint32_t b[4];
             ldmatrix_x4(b, rows + 8 * n * Tile::row + k + right_down(lane, Tile::row));
-#pragma unroll
             for (int m = 0; m < Tile::own_fragments; m++) {
                 mma<T>(c[m][n], f[m], b[0], b[1]);
                 mma<T>(c[m][n + 1], f[m], b[2], b[3]);
@@ -583,7 +566,6 @@ __device__ __forceinline__ void accumulate(float (&sum)[Tile::own_fragments][Til
     for (int n = 0; n < Tile::D / 8; n += 2) {
         uint32_t b[4];
         ldmatrix_x4_trans(b, rows + 8 * n + down_right(lane, Tile::row));
-#pragma unroll
         for (int m = 0; m < Tile::own_fragments; m++) {
             mma<T>(sum[m][n], p[m], b[0], b[1]);
             mma<T>(sum[m][n + 1], p[m], b[2], b[3]);
@@ -596,7 +578,6 @@ __device__ __forceinline__ void pack_operand(uint32_t (&p)[Tile::own_fragments][
                                              const float (&c)[Tile::own_fragments][Tile::step_fragments][4], int n) {
 #pragma unroll
     for (int m = 0; m < Tile::own_fragments; m++) {
-#pragma unroll
         for (int i = 0; i < 4; i++) { p[m][i] = pack<T>(c[m][n + i / 2][i % 2 * 2], c[m][n + i / 2][i % 2 * 2 + 1]); }
     }
 }
@@ -606,11 +587,9 @@ __device__ __forceinline__ void store_rows(T* x, int64_t stride, int first, int 
                                            float (&sum)[Tile::own_fragments][Tile::D / 8][4], float factor, int lane) {
 #pragma unroll
     for (int m = 0; m < Tile::own_fragments; m++) {
-#pragma unroll
         for (int half = 0; half < 2; half++) {
             int r = first + 16 * m + 8 * half + lane / 4;
             if (r >= rows) { continue; }
-#pragma unroll
             for (int n = 0; n < Tile::D / 8; n++) {
                 *(uint32_t*)(x + r * stride + 8 * n + lane % 4 * 2) =
                     pack<T>(sum[m][n][2 * half] * factor, sum[m][n][2 * half + 1] * factor);
@@ -630,9 +609,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[Tile::own_fragments][Til
     for (int n = 0; n < Tile::step_fragments;
          n++) {  // a lane's columns are the queries 8n + 2(lane%4) and the next one
         float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
-#pragma unroll
         for (int m = 0; m < Tile::own_fragments; m++) {
-#pragma unroll
             for (int i = 0; i < 4; i++) {
                 int at_key = key + 16 * m + 8 * (i / 2) + lane / 4, at_query = query + 8 * n + lane % 4 * 2 + i % 2;
                 float x = s[m][n][i] * factor - (i % 2 ? two.y : two.x);
@@ -650,7 +627,6 @@ __device__ __forceinline__ void multiply_dp(float (&dp)[Tile::own_fragments][Til
 #pragma unroll
     for (int n = 0; n < Tile::step_fragments; n++) {
         float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
-#pragma unroll
         for (int i = 0; i < Tile::own_fragments * 4; i++) { dp[i / 4][n][i % 4] = i % 2 ? -two.w : -two.z; }
     }
     multiply<T, Tile>(dp, v, dO, lane);
@@ -660,7 +636,6 @@ template <class T, class Tile>
 __device__ __forceinline__ void store_ds(T* ds, const uint32_t (&p)[Tile::own_fragments][4], int lane) {
 #pragma unroll
     for (int m = 0; m < Tile::own_fragments; m++) {
-#pragma unroll
         for (int i = 0; i < 4; i++) {
             T* to = ds + (16 * m + i % 2 * 8 + lane / 4) * Tile::ds_row + i / 2 * 8 + lane % 4 * 2;
             *(uint32_t*)to = p[m][i];
@@ -686,7 +661,6 @@ __device__ __forceinline__ void step_alone(const AttentionArgs& a, int key, int 
     }
 #pragma unroll
     for (int n = 0; n < Tile::step_fragments; n += 2) {
-#pragma unroll
         for (int i = 0; i < Tile::own_fragments * 8; i++) {  // step 11
             dp[i / 8][n + i / 4 % 2][i % 4] *= s[i / 8][n + i / 4 % 2][i % 4];
         }
@@ -714,7 +688,6 @@ __device__ __forceinline__ void step_first(const AttentionArgs& a, int pair, int
 #pragma unroll
     for (int n = 0; n < Tile::step_fragments / 2; n++) {
         pack_operand<T, Tile>(p[n], s, 2 * n);
-#pragma unroll
         for (int m = 0; m < Tile::own_fragments; m++) {
             exchange[(n * Tile::own_fragments + m) * WARP + lane] =
                 make_uint4(p[n][m][0], p[n][m][1], p[n][m][2], p[n][m][3]);
@@ -735,11 +708,9 @@ __device__ __forceinline__ void step_second(int pair, const T* v, const T* q, co
     uint32_t p[Tile::step_fragments / 2][Tile::own_fragments][4];
 #pragma unroll
     for (int n = 0; n < Tile::step_fragments / 2; n++) {
-#pragma unroll
         for (int m = 0; m < Tile::own_fragments; m++) {
             uint4 packed = exchange[(n * Tile::own_fragments + m) * WARP + lane];
             uint32_t two[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
             for (int i = 0; i < 4; i++) {
                 dp[m][2 * n + i / 2][i % 2 * 2] *= to_acc(T{(uint16_t)two[i]});
                 dp[m][2 * n + i / 2][i % 2 * 2 + 1] *= to_acc(T{(uint16_t)(two[i] >> 16)});
@@ -769,7 +740,6 @@ __device__ __forceinline__ void backward_add_dq(float* dq, int row, const T* ds,
             if (column >= Tile::D / 16) { continue; }  // D = 80 has 5 blocks, shared by 2 warps
             uint32_t b[4];
             ldmatrix_x4_trans(b, k + key * Tile::row + 16 * column + down_right(lane, Tile::row));
-#pragma unroll
             for (int m = 0; m < Tile::dq_row_blocks; m++) {
                 mma<T>(sum[m][n][0], f[m], b[0], b[1]);
                 mma<T>(sum[m][n][1], f[m], b[2], b[3]);
@@ -778,7 +748,6 @@ __device__ __forceinline__ void backward_add_dq(float* dq, int row, const T* ds,
     }
 #pragma unroll
     for (int m = 0; m < Tile::dq_row_blocks; m++) {
-#pragma unroll
         for (int n = 0; n < Tile::dq_column_blocks; n++) {
             int column = column_block + n * Tile::dq_columns;
             if (column >= Tile::D / 16) { continue; }
@@ -888,15 +857,12 @@ __device__ __forceinline__ void backward_dq_step(const AttentionArgs& a, int que
     multiply<T, Tile>(s, q, k, lane);  // step 8
 #pragma unroll
     for (int m = 0; m < Tile::own_fragments; m++) {
-#pragma unroll
         for (int i = 0; i < Tile::step_fragments * 4; i++) { dp[m][i / 4][i % 4] = -stats[m][i % 4 / 2].y; }
     }
     multiply<T, Tile>(dp, dO, v, lane);  // step 10
 #pragma unroll
     for (int m = 0; m < Tile::own_fragments; m++) {
-#pragma unroll
         for (int n = 0; n < Tile::step_fragments; n++) {
-#pragma unroll
             for (int i = 0; i < 4; i++) {
                 int at_query = query + 16 * m + 8 * (i / 2) + lane / 4, at_key = key + 8 * n + lane % 4 * 2 + i % 2;
                 float x = s[m][n][i] * factor - stats[m][i / 2].x;
@@ -985,7 +951,8 @@ static void launch_backward(const AttentionArgs& a, const BackwardWorkspace& w) 
     }
 }
 template <class T>
-static void launch_backward(const AttentionArgs& a, const BackwardWorkspace& w, int D) {
+static void flash_main_kernels(const AttentionTensors& t, const BackwardWorkspace& w) {
+    AttentionArgs a = args_of(t);
     // <D, own, streamed, step, warps, paired, blocks, dQ columns>
     using Tile16 = BackwardTile<16, 128, 64, 32, 4, false, 2, 1>;
     using Tile32 = BackwardTile<32, 128, 64, 32, 4, false, 2, 1>;
@@ -995,13 +962,12 @@ static void launch_backward(const AttentionArgs& a, const BackwardWorkspace& w, 
     using Main128 = BackwardTile<128, 128, 64, 64, 8, true, 1, 4>;
     using Dq128 = BackwardTile<128, 128, 64, 64, 8, false, 1, 2>;
     using Small128 = BackwardTile<128, 64, 32, 16, 4, false, 1, 2>;
-    switch (D) {
+    switch (t.q.dim(3)) {
         case 16: return launch_backward<T, Tile16, Tile16>(a, w);
         case 32: return launch_backward<T, Tile32, Tile32>(a, w);
         case 64: return launch_backward<T, Tile64, Tile64>(a, w);
         case 80: return launch_backward<T, Tile80, Tile80, Small80>(a, w);
-        case 128: return launch_backward<T, Main128, Dq128, Small128>(a, w);
-        default: fail("head size %d: the tensor-core kernel takes 16, 32, 64, 80 and 128", D);
+        default: return launch_backward<T, Main128, Dq128, Small128>(a, w);
     }
 }
 // Runs f(T(), D) with the tensors' type and, as a type, their head size.
@@ -1044,20 +1010,15 @@ bool dq_order_of_sm_90() { return compiled_for(backward_after<bf16, 64>) >= 90; 
 void flash_mma_backward(const AttentionTensors& t) {
     Tensor memory;
     BackwardWorkspace w = backward_begin(t, memory);
-    AttentionArgs a = args_of(t);
-    int D = (int)t.q.dim(3);
-    t.q.dtype == BF16 ? launch_backward<bf16>(a, w, D) : launch_backward<fp16>(a, w, D);
+    t.q.dtype == BF16 ? flash_main_kernels<bf16>(t, w) : flash_main_kernels<fp16>(t, w);
     if (w.dq) { backward_end(t, w); }
 }
 static void forward(const AttentionTensors& t) {
-    AttentionArgs a = args_of(t);
-    int D = (int)t.q.dim(3);
-    t.q.dtype == BF16 ? flash_forward_mma<bf16>(a, D) : flash_forward_mma<fp16>(a, D);
+    t.q.dtype == BF16 ? flash_forward_mma<bf16>(t) : flash_forward_mma<fp16>(t);
 }
 static bool takes(DType t, int64_t D) {
     static const bool runs_here = compiled_for(backward_after<bf16, 64>) >= 80;
     return (t == BF16 || t == F16) && flash_head_size(D) && runs_here;
 }
-static const AddAttention row({"flash_mma", CUDA, 50, takes, nullptr, forward, flash_mma_backward,
-                               "FlashAttention-2 on tensor cores (mma.sync); needs sm_80"});
+static const AddRow<AttentionImpl> row({"flash_mma", CUDA, 50, takes, nullptr, forward, flash_mma_backward});
 #endif

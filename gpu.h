@@ -17,6 +17,13 @@ void* cublas_workspace();
 void start_cublas();  // with its workspace; else the first product does
 cudaDataType_t cuda_type(DType t);
 
+// kernel<<<grid, threads>>>(arguments) in the compute stream, checked. A kernel with a comma stands in parentheses.
+#define LAUNCH(kernel, grid, threads, ...)                   \
+    do {                                                     \
+        kernel<<<grid, threads, 0, stream()>>>(__VA_ARGS__); \
+        LAUNCH_CHECK();                                      \
+    } while (0)
+
 constexpr int WARP = 32;
 inline int ceil_div(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
 __device__ inline float warp_sum(float x) {

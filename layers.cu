@@ -177,16 +177,14 @@ static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dx_low
                        with_stream_type(zero, x.dtype, [&](auto zero, auto x_zero) {
                            using T = decltype(zero);
                            using X = decltype(x_zero);
-                           rmsnorm_backward_kernel<T, X, width><<<parts, threads_for(C / width), 0, stream()>>>(
-                               dx.as<X>(), add_dx, dx_low.as<T>(), partial.as<float>(), dy.as<T>(), x.as<X>(),
-                               r.as<float>(), w.as<X>(), (int)N, (int)C);
-                           LAUNCH_CHECK();
+                           LAUNCH((rmsnorm_backward_kernel<T, X, width>), parts, threads_for(C / width), dx.as<X>(),
+                                  add_dx, dx_low.as<T>(), partial.as<float>(), dy.as<T>(), x.as<X>(), r.as<float>(),
+                                  w.as<X>(), (int)N, (int)C);
                        });
                    });
         auto sum_parts = [&](auto zero) {
-            rmsnorm_dw_kernel<<<ceil_div(C, WARP), dim3(WARP, DW_SHARES), 0, stream()>>>(
-                dw.as<decltype(zero)>(), add_dw, partial.as<float>(), parts, (int)C);
-            LAUNCH_CHECK();
+            LAUNCH(rmsnorm_dw_kernel, ceil_div(C, WARP), dim3(WARP, DW_SHARES), dw.as<decltype(zero)>(), add_dw,
+                   partial.as<float>(), parts, (int)C);
         };
         return dw.dtype == BF16 ? sum_parts(bf16()) : sum_parts(float());
     }
@@ -226,9 +224,8 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
             with_stream_type(zero, x.dtype, [&](auto zero, auto x_zero) {
                 using T = decltype(zero);
                 using X = decltype(x_zero);
-                add_rmsnorm_kernel<T, X, width><<<N, threads_for(C / width), 0, stream()>>>(
-                    y.as<T>(), x.as<X>(), r.as<float>(), x_in.as<X>(), delta.as<T>(), w.as<X>(), (int)C, eps);
-                LAUNCH_CHECK();
+                LAUNCH((add_rmsnorm_kernel<T, X, width>), N, threads_for(C / width), y.as<T>(), x.as<X>(),
+                       r.as<float>(), x_in.as<X>(), delta.as<T>(), w.as<X>(), (int)C, eps);
             });
         });
     }
@@ -336,9 +333,8 @@ static void split_heads_run(const Tensor& qkv, const Tensor& q, const Tensor& k,
         std::vector<const void*> addresses = {qkv.data, q.data, k.data, v.data, rope.data};
         return with_packs<2>(qkv.dtype, s.D, addresses, [&](auto zero, auto width) {
             using T = decltype(zero);
-            split_heads_kernel<T, width><<<dim3(N, 3), threads_for(C / width), 0, stream()>>>(
-                qkv.as<T>(), q.as<T>(), k.as<T>(), v.as<T>(), rope.as<float>(), s, backward);
-            LAUNCH_CHECK();
+            LAUNCH((split_heads_kernel<T, width>), dim3(N, 3), threads_for(C / width), qkv.as<T>(), q.as<T>(),
+                   k.as<T>(), v.as<T>(), rope.as<float>(), s, backward);
         });
     }
 #endif
@@ -403,9 +399,7 @@ static void rotate(const Tensor& qkv, const Tensor& rope, int H, bool backward) 
     if (qkv.device() == CUDA) {
         return with_packs<2>(qkv.dtype, s.D, {qkv.data, rope.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            rope_kernel<T, width>
-                <<<N, threads_for(2 * C / width), 0, stream()>>>(qkv.as<T>(), rope.as<float>(), s, backward);
-            LAUNCH_CHECK();
+            LAUNCH((rope_kernel<T, width>), N, threads_for(2 * C / width), qkv.as<T>(), rope.as<float>(), s, backward);
         });
     }
 #endif
@@ -492,8 +486,7 @@ static void swiglu_run(const Tensor& g, const Tensor& h) {
     if (g.device() == CUDA) {
         return with_packs(g.dtype, F, {g.data, h.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            swiglu_kernel<T, width><<<n / F, threads_for(F / width), 0, stream()>>>(g.as<T>(), h.as<T>(), (int)F);
-            LAUNCH_CHECK();
+            LAUNCH((swiglu_kernel<T, width>), n / F, threads_for(F / width), g.as<T>(), h.as<T>(), (int)F);
         });
     }
 #endif
@@ -514,9 +507,8 @@ static void swiglu_backward_run(const Tensor& dh, const Tensor& dg, const Tensor
     if (dg.device() == CUDA) {
         return with_packs(dg.dtype, F, {dh.data, dg.data, h.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            swiglu_backward_kernel<T, width>
-                <<<n / F, threads_for(F / width), 0, stream()>>>(dh.as<T>(), dg.as<T>(), h.as<T>(), (int)F);
-            LAUNCH_CHECK();
+            LAUNCH((swiglu_backward_kernel<T, width>), n / F, threads_for(F / width), dh.as<T>(), dg.as<T>(), h.as<T>(),
+                   (int)F);
         });
     }
 #endif
@@ -639,9 +631,8 @@ static void cross_entropy_run(const Tensor& loss, const Tensor& lse, const Tenso
     if (l.device() == CUDA) {
         return with_packs(l.dtype, V, {l.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            cross_entropy_kernel<T, width><<<N, threads_for(V / width), 0, stream()>>>(
-                loss.as<float>(), lse.as<float>(), l.as<T>(), targets.as<int>(), (int)V);
-            LAUNCH_CHECK();
+            LAUNCH((cross_entropy_kernel<T, width>), N, threads_for(V / width), loss.as<float>(), lse.as<float>(),
+                   l.as<T>(), targets.as<int>(), (int)V);
         });
     }
 #endif
@@ -658,9 +649,8 @@ static void cross_entropy_backward_run(const Tensor& dl, const Tensor& l, const 
     if (l.device() == CUDA) {
         return with_packs(l.dtype, V, {dl.data, l.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            cross_entropy_backward_kernel<T, width><<<rows, threads_for(V / width), 0, stream()>>>(
-                dl.as<T>(), l.as<T>(), lse.as<float>(), targets.as<int>(), dloss.as<float>(), N, (int)V);
-            LAUNCH_CHECK();
+            LAUNCH((cross_entropy_backward_kernel<T, width>), rows, threads_for(V / width), dl.as<T>(), l.as<T>(),
+                   lse.as<float>(), targets.as<int>(), dloss.as<float>(), N, (int)V);
         });
     }
 #endif

@@ -176,7 +176,7 @@ static CLI::Validator checkpointing() {
 }
 static std::vector<std::string> implementations() {
     std::set<std::string> names = {"all", "auto"};
-    for (const AttentionImpl& impl : attention_impls()) { names.insert(impl.name); }
+    for (const AttentionImpl& impl : table_of<AttentionImpl>()) { names.insert(impl.name); }
     return {names.begin(), names.end()};
 }
 

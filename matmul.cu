@@ -92,33 +92,33 @@ static void gemm_cuda(Product p) {
 }
 #endif
 
-// The definition, for builds without OpenBLAS.
-#ifndef HAVE_OPENBLAS
 template <class T>
-static void gemm_blas(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* B, int64_t ldb, bool tb, int64_t M,
-                      int64_t N, int64_t K, double alpha, double beta) {
-    for (int64_t m = 0; m < M; m++) {
-        for (int64_t n = 0; n < N; n++) {
-            double sum = 0;
-            for (int64_t k = 0; k < K; k++) {
-                sum += (double)A[ta ? k * lda + m : m * lda + k] * B[tb ? n * ldb + k : k * ldb + n];
+void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* B, int64_t ldb, bool tb, int64_t M,
+                  int64_t N, int64_t K, double alpha, double beta) {
+#ifdef HAVE_OPENBLAS
+    CBLAS_TRANSPOSE op_a = ta ? CblasTrans : CblasNoTrans, op_b = tb ? CblasTrans : CblasNoTrans;
+    if constexpr (std::is_same<T, float>::value) {
+        cblas_sgemm(CblasRowMajor, op_a, op_b, M, N, K, (float)alpha, A, lda, B, ldb, (float)beta, C, ldc);
+    } else {
+        cblas_dgemm(CblasRowMajor, op_a, op_b, M, N, K, alpha, A, lda, B, ldb, beta, C, ldc);
+    }
+#else
+    for (int64_t i = 0; i < M; i++) {
+        T* row = C + i * ldc;
+        for (int64_t j = 0; j < N; j++) { row[j] = beta == 0 ? 0 : row[j] * (T)beta; }
+        for (int64_t k = 0; k < K; k++) {
+            T x = (T)alpha * (ta ? A[k * lda + i] : A[i * lda + k]);
+            if (tb) {
+                for (int64_t j = 0; j < N; j++) { row[j] += x * B[j * ldb + k]; }
+            } else {
+                for (int64_t j = 0; j < N; j++) { row[j] += x * B[k * ldb + j]; }
             }
-            C[m * ldc + n] = (T)(alpha * sum + (beta == 0 ? 0 : beta * C[m * ldc + n]));
         }
     }
-}
-#else
-static void gemm_blas(float* C, int ldc, const float* A, int lda, bool ta, const float* B, int ldb, bool tb, int M,
-                      int N, int K, double alpha, double beta) {
-    cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, M, N, K, (float)alpha, A,
-                lda, B, ldb, (float)beta, C, ldc);
-}
-static void gemm_blas(double* C, int ldc, const double* A, int lda, bool ta, const double* B, int ldb, bool tb, int M,
-                      int N, int K, double alpha, double beta) {
-    cblas_dgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, M, N, K, alpha, A, lda,
-                B, ldb, beta, C, ldc);
-}
 #endif
+}
+template void blas_product(float*, int64_t, const float*, int64_t, bool, const float*, int64_t, bool, int64_t, int64_t,
+                           int64_t, double, double);
 
 // An operand as fp32, which OpenBLAS multiplies: bf16 and fp16 widen exactly, tf32 rounds to 10 mantissa bits.
 static Tensor widened(const Tensor& t) {
@@ -154,10 +154,10 @@ static void gemm_cpu(const Tensor& out, Matrix C, const Tensor& a, Matrix A, boo
         int64_t i = task / slices, start = task % slices * slice, n = std::min(slice, side - start);
         if (n <= 0) { continue; }
         int64_t row = by_rows ? start : 0, col = by_rows ? 0 : start;
-        gemm_blas(out.as<T>() + i * C.batch_stride + row * C.ld + col, C.ld,
-                  a.as<T>() + i * A.batch_stride + (ta ? row : row * A.ld), A.ld, ta,
-                  b.as<T>() + i * B.batch_stride + (tb ? col * B.ld : col), B.ld, tb, by_rows ? n : C.rows,
-                  by_rows ? C.cols : n, K, alpha, beta);
+        blas_product(out.as<T>() + i * C.batch_stride + row * C.ld + col, C.ld,
+                     a.as<T>() + i * A.batch_stride + (ta ? row : row * A.ld), A.ld, ta,
+                     b.as<T>() + i * B.batch_stride + (tb ? col * B.ld : col), B.ld, tb, by_rows ? n : C.rows,
+                     by_rows ? C.cols : n, K, alpha, beta);
     }
 }
 
@@ -218,18 +218,17 @@ void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b,
     }
 }
 
-// g += op(a) op(b). Eager adds with a kernel of its own, as autograd does; fused lets the product accumulate.
-static void add_gemm(const GradientPtr& g, const Tensor& a, bool ta, const Tensor& b, bool tb) {
+void add_gemm(const GradientPtr& g, const Tensor& a, bool ta, const Tensor& b, bool tb, double alpha) {
     if (!g) { return; }
     if (context.mode == EAGER && !g->is_parameter) {
         Tensor d = empty(g->shape, g->dtype);
-        gemm(d, a, ta, b, tb);
+        gemm(d, a, ta, b, tb, alpha);
         add_gradient(g, d);
         return;
     }
     bool accumulate;
     Tensor target = gradient_target(g, &accumulate);
-    gemm(target, a, ta, b, tb, 1, accumulate);
+    gemm(target, a, ta, b, tb, alpha, accumulate);
 }
 
 Tensor autocast_operand(const Tensor& t) {

@@ -36,9 +36,7 @@ void check_config(const ModelConfig& c) {
     }
 }
 
-constexpr int64_t ARENA_ALIGNMENT = 64;  // elements; 256 bytes of fp32
-
-static int64_t aligned(int64_t offset) { return (offset + ARENA_ALIGNMENT - 1) / ARENA_ALIGNMENT * ARENA_ALIGNMENT; }
+int64_t aligned(int64_t elements) { return (elements + 63) / 64 * 64; }
 
 static int64_t offset_of(const Model& model, const Tensor& slot) {  // in elements
     return (slot.data - model.weights.data) / (int64_t)size_of(slot.dtype);
@@ -91,17 +89,10 @@ void place_weights(Model& model, const Place& place) {
     model.lm_head = weight("lm_head");
     for (int l = 0; l < c.num_layers; l++) {
         std::string n = "layers." + std::to_string(l) + ".";
-        Layer layer{weight(n + "ln1"),
-                    weight(n + "attn.q_proj"),
-                    weight(n + "attn.k_proj"),
-                    weight(n + "attn.v_proj"),
-                    Tensor(),
-                    weight(n + "attn.output_proj"),
-                    weight(n + "ln2"),
-                    weight(n + "ffn.w1"),
-                    weight(n + "ffn.w3"),
-                    Tensor(),
-                    weight(n + "ffn.w2")};
+        Layer layer;
+        layer.ln1 = weight(n + "ln1"), layer.ln2 = weight(n + "ln2"), layer.o = weight(n + "attn.output_proj");
+        layer.q = weight(n + "attn.q_proj"), layer.k = weight(n + "attn.k_proj"), layer.v = weight(n + "attn.v_proj");
+        layer.w1 = weight(n + "ffn.w1"), layer.w2 = weight(n + "ffn.w2"), layer.w3 = weight(n + "ffn.w3");
         layer.qkv = slot(*by_name.at(n + "attn.q_proj.weight"), {3 * C, C});
         layer.w13 = slot(*by_name.at(n + "ffn.w1.weight"), {2 * F, C});
         model.layers.push_back(layer);
@@ -170,8 +161,14 @@ void make_ready(Model& model, int64_t T) {
 void begin_unit(const Model& model, int unit) {
     if (model.pre_forward) { model.pre_forward(unit); }
 }
-Tensor end_unit(const Model& model, int unit, const Tensor& y) {
-    return model.pre_backward ? before_backward(y, [&model, unit] { model.pre_backward(unit); }) : y;
+Tensor end_unit(const Model& model, int unit, const Tensor& y_in) {
+    if (!model.pre_backward) { return y_in; }
+    Tensor y = y_in;
+    record(y, {y_in}, [&model, unit, g = y_in.gradient](const Tensor& dy) {
+        model.pre_backward(unit);
+        add_gradient(g, dy);
+    });
+    return y;
 }
 static int number_in(Checkpointing some) {  // n, where context.checkpoint is `some` plus n; else -1
     int n = context.checkpoint - some;
@@ -281,14 +278,6 @@ static std::vector<FlatGradient> flat_gradients(const Model& model) {
     return model.gradients && !model.form ? std::vector<FlatGradient>{{model.gradients, 0}} : gradients;
 }
 
-Tensor gradient_of(const Model& model, const Parameter& p) {
-    for (const Tensor& t : model.slots) {
-        int64_t begin = p.offset - offset_of(model, t);
-        if (t.gradient->filled && begin >= 0 && begin < t.size()) { return view(t.gradient->value, begin, p.shape); }
-    }
-    fail("%s has no gradient", p.name.c_str());
-}
-
 // The gradients' norm, sqrt(sum g^2) over all of them, is for clipping and shows fp16's overflows. The order of the sum
 // is fixed, so the same gradients give the same bits.
 
@@ -318,8 +307,7 @@ double square_sum(const std::vector<FlatGradient>& gradients) {
         for (const FlatGradient& one : gradients) {
             const Tensor& g = one.g;
             with_gpu_type(g.dtype, [&](auto zero) {
-                square_sum_kernel<<<blocks_of(g), 256, 0, stream()>>>(next, g.as<decltype(zero)>(), g.size());
-                LAUNCH_CHECK();
+                LAUNCH(square_sum_kernel, blocks_of(g), 256, next, g.as<decltype(zero)>(), g.size());
             });
             next += blocks_of(g);
         }
@@ -360,7 +348,7 @@ double gradient_norm(const Model& model) {
 template <class P, class G>
 __global__ void adamw_kernel(P* p, const G* g, P* m, P* v, int64_t n, AdamWScalars s) {
     int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (i < n) { adamw_stored(p + i, g[i], m + i, v + i, s); }
+    if (i < n) { adamw_element(p + i, g[i], m + i, v + i, s); }
 }
 static void adamw_cuda(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
                        AdamWScalars s) {
@@ -370,9 +358,8 @@ static void adamw_cuda(const Tensor& p, const std::vector<FlatGradient>& gradien
         with_gpu_type(one.g.dtype, [&](auto zero) {
             auto launch = [&](auto p_zero) {
                 using P = decltype(p_zero);
-                adamw_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(p.as<P>() + at, one.g.as<decltype(zero)>(),
-                                                                     m.as<P>() + at, v.as<P>() + at, n, s);
-                LAUNCH_CHECK();
+                LAUNCH(adamw_kernel, ceil_div(n, 256), 256, p.as<P>() + at, one.g.as<decltype(zero)>(), m.as<P>() + at,
+                       v.as<P>() + at, n, s);
             };
             p.dtype == BF16 ? launch(bf16()) : launch(float());
         });
@@ -390,15 +377,16 @@ static void adamw_cpu(const Tensor& p_all, const std::vector<FlatGradient>& grad
                 P *p = p_all.as<P>() + one.offset, *m = m_all.as<P>() + one.offset, *v = v_all.as<P>() + one.offset;
                 int64_t n = one.g.size();
 #pragma omp parallel for simd if (n > 16384)
-                for (int64_t i = 0; i < n; i++) { adamw_stored(p + i, g[i], m + i, v + i, s); }
+                for (int64_t i = 0; i < n; i++) { adamw_element(p + i, g[i], m + i, v + i, s); }
             });
         });
     }
 }
 static const AddRow<AdamWImpl> cpu_row({"loops", 10, [](Device d) { return d == CPU; }, adamw_cpu});
 
-void adamw_flat(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
-                AdamWScalars s) {
+// By the fastest row.
+static void adamw_flat(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
+                       AdamWScalars s) {
     const auto& rows = table_of<AdamWImpl>();
     auto row = std::find_if(rows.rbegin(), rows.rend(), [&](const AdamWImpl& r) { return r.takes(p.device()); });
     if (row != rows.rend()) { row->update(p, gradients, m, v, s); }  // META: none

@@ -209,22 +209,20 @@ HD void philox(uint32_t out[4], uint64_t seed, uint64_t key, uint64_t i) {
 
 // The sum of eight uniform 16-bit numbers, centred and scaled to variance 1. The sum is an integer and the rest is one
 // rounding, so every machine gets the same bits, which a formula with log and cos would not give.
-HD inline float normal(uint64_t seed, uint64_t key, uint64_t i) {
+HD inline float normal(uint64_t seed, uint64_t key, uint64_t i, float mean, float std) {
     uint32_t r[4];
     philox(r, seed, key, i);
     int sum = 0;
     for (int j = 0; j < 4; j++) { sum += (int)(r[j] & 0xffff) + (int)(r[j] >> 16); }
     const float inverse_std = 1.8688060e-05f;  // 1 / sqrt(8 * (65536^2 - 1) / 12)
-    return (float)(2 * sum - 8 * 65535) * (0.5f * inverse_std);
-}
-HD inline float normal_scaled(uint64_t seed, uint64_t key, uint64_t i, float mean, float std) {
-    return fmaf(std, normal(seed, key, i), mean);  // fmaf on both sides: a compiler may fuse a*b+c on one of them only
+    // fmaf on both sides: a compiler may fuse a*b+c on one of them only
+    return fmaf(std, (float)(2 * sum - 8 * 65535) * (0.5f * inverse_std), mean);
 }
 
 #ifdef __CUDACC__
 __global__ void normal_kernel(char* out, DType dtype, int64_t n, uint64_t seed, uint64_t key, float mean, float std) {
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
-        store<float>(out, dtype, i, normal_scaled(seed, key, i, mean, std));
+        store<float>(out, dtype, i, normal(seed, key, i, mean, std));
     }
 }
 // Blocks of 256 threads; the loop in the kernel does the rest.
@@ -236,13 +234,12 @@ void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float
     if (n == 0 || t.device() == META) { return; }
 #ifdef __CUDACC__
     if (t.device() == CUDA) {
-        normal_kernel<<<grid_for(n), 256, 0, stream()>>>(t.data, t.dtype, n, seed, key, mean, std);
-        LAUNCH_CHECK();
+        LAUNCH(normal_kernel, grid_for(n), 256, t.data, t.dtype, n, seed, key, mean, std);
         return;
     }
 #endif
 #pragma omp parallel for
-    for (int64_t i = 0; i < n; i++) { store<float>(t.data, t.dtype, i, normal_scaled(seed, key, i, mean, std)); }
+    for (int64_t i = 0; i < n; i++) { store<float>(t.data, t.dtype, i, normal(seed, key, i, mean, std)); }
 }
 int random_int(int n, uint64_t seed, uint64_t key, uint64_t i) {
     uint32_t r[4];
@@ -268,7 +265,7 @@ struct TapeStep {
 };
 static std::vector<TapeStep> tape;
 
-bool needs_gradient(const Tensor& t) { return context.recording && t.gradient != nullptr; }
+static bool needs_gradient(const Tensor& t) { return context.recording && t.gradient != nullptr; }
 
 static GradientPtr new_gradient(const Tensor& t) {
     auto g = std::make_shared<Gradient>();
@@ -381,14 +378,6 @@ Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor&
     });
     return y;
 }
-Tensor before_backward(const Tensor& y_in, const std::function<void()>& hook) {
-    Tensor y = y_in;
-    record(y, {y_in}, [hook, g = y_in.gradient](const Tensor& dy) {
-        hook();
-        add_gradient(g, dy);
-    });
-    return y;
-}
 void clear_tape() {
     for (const TapeStep& step : tape) {
         for (const GradientPtr& g : step.inputs) { g->uses = 0; }
@@ -425,7 +414,8 @@ FUNCTOR(Mul, (A a, A b), a* b)
 FUNCTOR(Div, (A a, A b), a / b)
 FUNCTOR(Where, (A mask, A a), mask != 0 ? a : (A)s)
 FUNCTOR(GreaterEqual, (A a, A b), (A)(a >= b))
-FUNCTOR(TwoTimes, (A a, A dy), (A)2 * a * dy)                  // square backward
+FUNCTOR(TwoTimes, (A a, A dy), (A)2 * a * dy)  // square backward
+FUNCTOR(SqrtBackward, (A y, A dy), (A)0.5 * dy / y)
 FUNCTOR(RsqrtBackward, (A y, A dy), (A)-0.5 * y * y * y * dy)  // dy/dx = -x^(-3/2)/2
 FUNCTOR(SigmoidBackward, (A y, A dy), y*((A)1 - y) * dy)
 FUNCTOR(ReluBackward, (A y, A dy), y <= 0 ? (A)0 : dy)
@@ -494,37 +484,25 @@ HD A apply(const F& f, A x0, A x1, A x2) {
 // W neighbours along the last dimension, as one access where they lie side by side.
 template <int W>
 __device__ inline void load_some(float (&x)[W], const Operand& o, int64_t step, int64_t at) {
-    if constexpr (W == 4) {
-        if (step == 1 && o.dtype == F32) {
-            float4 v = *(const float4*)(o.data + at * 4);
-            x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-            return;
-        }
-        if (step == 1 && (o.dtype == BF16 || o.dtype == F16)) {
-            uint2 v = *(const uint2*)(o.data + at * 2);
-            uint16_t bits[4] = {(uint16_t)v.x, (uint16_t)(v.x >> 16), (uint16_t)v.y, (uint16_t)(v.y >> 16)};
-            for (int w = 0; w < 4; w++) { x[w] = o.dtype == BF16 ? to_acc(bf16{bits[w]}) : to_acc(fp16{bits[w]}); }
-            return;
-        }
-    }
+    auto at_once = [&](auto zero) {
+        auto pack = load_pack<W>((const decltype(zero)*)o.data + at);
+        for (int w = 0; w < W; w++) { x[w] = to_acc(pack.x[w]); }
+    };
+    if (W > 1 && step == 1 && o.dtype == F32) { return at_once(float()); }
+    if (W > 1 && step == 1 && o.dtype == BF16) { return at_once(bf16()); }
+    if (W > 1 && step == 1 && o.dtype == F16) { return at_once(fp16()); }
     for (int w = 0; w < W; w++) { x[w] = w > 0 && step == 0 ? x[0] : load<float>(o.data, o.dtype, at + w * step); }
 }
 template <int W>
 __device__ inline void store_some(const Operand& o, int64_t step, int64_t at, const float (&x)[W]) {
-    if constexpr (W == 4) {
-        if (o.dtype == F32) {
-            *(float4*)(o.data + at * 4) = {x[0], x[1], x[2], x[3]};
-            return;
-        }
-        if (o.dtype == BF16 || o.dtype == F16) {
-            uint16_t bits[4];
-            for (int w = 0; w < 4; w++) {
-                o.dtype == BF16 ? from_acc(x[w], (bf16*)&bits[w]) : from_acc(x[w], (fp16*)&bits[w]);
-            }
-            *(uint2*)(o.data + at * 2) = {bits[0] | (uint32_t)bits[1] << 16, bits[2] | (uint32_t)bits[3] << 16};
-            return;
-        }
-    }
+    auto at_once = [&](auto zero) {
+        Pack<decltype(zero), W> pack;
+        for (int w = 0; w < W; w++) { from_acc(x[w], &pack.x[w]); }
+        store_pack((decltype(zero)*)o.data + at, pack);
+    };
+    if (W > 1 && o.dtype == F32) { return at_once(float()); }
+    if (W > 1 && o.dtype == BF16) { return at_once(bf16()); }
+    if (W > 1 && o.dtype == F16) { return at_once(fp16()); }
     for (int w = 0; w < W; w++) { store<float>(o.data, o.dtype, at + w * step, x[w]); }
 }
 // I is the index type: 32-bit division is several times faster than 64-bit, and almost every tensor is small enough.
@@ -609,8 +587,7 @@ static void elementwise_into(const F& f, const Tensor& out, const std::vector<Te
     if (out.device() == CUDA) {
         auto launch = [&](auto width, auto index) {
             constexpr int W = decltype(width)::value;
-            elementwise_kernel<N, W, decltype(index)><<<grid_for(loop.n / W), 256, 0, stream()>>>(f, loop);
-            LAUNCH_CHECK();
+            LAUNCH((elementwise_kernel<N, W, decltype(index)>), grid_for(loop.n / W), 256, f, loop);
         };
         bool small = loop.n < (int64_t)1 << 30;
         std::integral_constant<int, 4> four;
@@ -654,14 +631,10 @@ static Tensor binary(const F& f, DType dtype, const Tensor& a, const Tensor& b, 
     return y;
 }
 
-// PyTorch's promotion: the wider of two floating types; bf16 with fp16 gives fp32; a float wins over an integer.
+// PyTorch's promotion: the wider of two floating types; bf16 with fp16 gives fp32.
 static DType promote(DType a, DType b) {
     if (a == b) { return a; }
-    if (a == F64 || b == F64) { return F64; }
-    if (a == F32 || b == F32) { return F32; }
-    bool a_float = a == BF16 || a == F16, b_float = b == BF16 || b == F16;
-    if (a_float && b_float) { return F32; }
-    return a_float ? a : b_float ? b : I32;
+    return a == F64 || b == F64 ? F64 : F32;
 }
 // Autocast's list of ops that run in fp32: exp, log, pow, rsqrt, sum, ... (mean and sigmoid are not on it).
 static Tensor fp32_operand(const Tensor& a) { return a.dtype == BF16 || a.dtype == F16 ? cast(a, F32) : a; }
@@ -732,11 +705,20 @@ Tensor add_scalar(const Tensor& a, double s) {
     record(y, {a}, [ga = a.gradient](const Tensor& dy) { add_gradient(ga, dy); });
     return y;
 }
-Tensor exp(const Tensor& a) {
-    Tensor x = fp32_operand(a), y = unary(Exp(), x.dtype, x), keep = y;
-    record(y, {x}, [keep, gx = x.gradient](const Tensor& dy) { add_gradient(gx, mul(dy, keep)); });
+// y = f(x), where y alone gives the gradient: dx = backward(y, dy).
+template <class F, class Backward>
+static Tensor recorded(const F& f, const Backward& backward, const Tensor& x, Source at = here()) {
+    Tensor y = unary(f, x.dtype, x, at), keep = y;
+    record(y, {x}, [keep, backward, gx = x.gradient](const Tensor& dy) {
+        add_gradient(gx, binary(backward, keep.dtype, keep, dy));
+    });
     return y;
 }
+Tensor exp(const Tensor& a) { return recorded(Exp(), Mul(), fp32_operand(a)); }
+Tensor rsqrt(const Tensor& a) { return recorded(Rsqrt(), RsqrtBackward(), fp32_operand(a)); }
+Tensor sqrt(const Tensor& a) { return recorded(Sqrt(), SqrtBackward(), a); }
+Tensor sigmoid(const Tensor& a) { return recorded(Sigmoid(), SigmoidBackward(), a); }
+Tensor relu(const Tensor& a) { return recorded(Relu(), ReluBackward(), a); }
 Tensor log(const Tensor& a) {
     Tensor x = fp32_operand(a), y = unary(Log(), x.dtype, x);
     record(y, {x}, [x](const Tensor& dy) { add_gradient(x.gradient, div(dy, x)); });
@@ -745,32 +727,6 @@ Tensor log(const Tensor& a) {
 Tensor square(const Tensor& a) {
     Tensor x = fp32_operand(a), y = unary(Square(), x.dtype, x);
     record(y, {x}, [x](const Tensor& dy) { add_gradient(x.gradient, binary(TwoTimes(), x.dtype, x, dy)); });
-    return y;
-}
-Tensor sqrt(const Tensor& a) {
-    Tensor y = unary(Sqrt(), a.dtype, a), keep = y;
-    record(y, {a}, [keep, ga = a.gradient](const Tensor& dy) { add_gradient(ga, div(scale(dy, 0.5f), keep)); });
-    return y;
-}
-Tensor rsqrt(const Tensor& a) {
-    Tensor x = fp32_operand(a), y = unary(Rsqrt(), x.dtype, x), keep = y;
-    record(y, {x}, [keep, gx = x.gradient](const Tensor& dy) {
-        add_gradient(gx, binary(RsqrtBackward(), keep.dtype, keep, dy));
-    });
-    return y;
-}
-Tensor sigmoid(const Tensor& a) {
-    Tensor y = unary(Sigmoid(), a.dtype, a), keep = y;
-    record(y, {a}, [keep, ga = a.gradient](const Tensor& dy) {
-        add_gradient(ga, binary(SigmoidBackward(), keep.dtype, keep, dy));
-    });
-    return y;
-}
-Tensor relu(const Tensor& a) {
-    Tensor y = unary(Relu(), a.dtype, a), keep = y;
-    record(y, {a}, [keep, ga = a.gradient](const Tensor& dy) {
-        add_gradient(ga, binary(ReluBackward(), keep.dtype, keep, dy));
-    });
     return y;
 }
 Tensor where(const Tensor& mask, const Tensor& a, float otherwise) {
@@ -788,10 +744,7 @@ __global__ void arange_kernel(int* out, int n) {
 Tensor arange(int64_t n) {
     Tensor t = empty({n}, I32);
 #ifdef __CUDACC__
-    if (t.device() == CUDA && n > 0) {
-        arange_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(t.as<int>(), (int)n);
-        LAUNCH_CHECK();
-    }
+    if (t.device() == CUDA && n > 0) { LAUNCH(arange_kernel, ceil_div(n, 256), 256, t.as<int>(), (int)n); }
 #endif
     for (int64_t i = 0; i < n && t.device() == CPU; i++) { t.as<int>()[i] = (int)i; }
     return t;
@@ -927,9 +880,8 @@ static Tensor reduce_last(const F& f, DType dtype, const Tensor& a, double facto
     if (R == 0 || y.device() == META) { return y; }
 #ifdef __CUDACC__
     if (y.device() == CUDA) {
-        reduce_rows_kernel<<<R, C >= 256 ? 256 : 32 * ceil_div(C, 32), 0, stream()>>>(f, y.data, dtype, x.data, x.dtype,
-                                                                                      C, factor);
-        LAUNCH_CHECK();
+        LAUNCH(reduce_rows_kernel, R, C >= 256 ? 256 : 32 * ceil_div(C, 32), f, y.data, dtype, x.data, x.dtype, C,
+               factor);
         return y;
     }
 #endif
@@ -947,8 +899,7 @@ static Tensor sum_columns(const Tensor& a, const Shape& shape) {
     if (C == 0 || y.device() == META) { return y; }
 #ifdef __CUDACC__
     if (y.device() == CUDA) {
-        sum_columns_kernel<<<ceil_div(C, WARP), dim3(WARP, 8), 0, stream()>>>(y.data, y.dtype, x.data, x.dtype, R, C);
-        LAUNCH_CHECK();
+        LAUNCH(sum_columns_kernel, ceil_div(C, WARP), dim3(WARP, 8), y.data, y.dtype, x.data, x.dtype, R, C);
         return y;
     }
 #endif
@@ -1005,9 +956,8 @@ Tensor max_last(const Tensor& a) {
     int64_t R = y.size(), C = a.dim(-1);
 #ifdef __CUDACC__
     if (y.device() == CUDA && R > 0) {
-        argmax_rows_kernel<<<R, C >= 256 ? 256 : 32 * ceil_div(C, 32), 0, stream()>>>(index.as<int>(), x.data, x.dtype,
-                                                                                      y.data, C);
-        LAUNCH_CHECK();
+        LAUNCH(argmax_rows_kernel, R, C >= 256 ? 256 : 32 * ceil_div(C, 32), index.as<int>(), x.data, x.dtype, y.data,
+               C);
     }
 #endif
     if (y.device() == CPU) {
@@ -1082,9 +1032,8 @@ static void gather_rows_backward(const Tensor& dtable, const Tensor& dy, const T
     if (dtable.device() == CUDA) {
         return with_packs(dtable.dtype, C, {dtable.data, dy.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            gather_rows_backward_kernel<T, width>
-                <<<n, LOOKUP_WARPS * WARP, 0, stream()>>>(dtable.as<T>(), dy.as<T>(), index.as<int>(), n, C);
-            LAUNCH_CHECK();
+            LAUNCH((gather_rows_backward_kernel<T, width>), n, LOOKUP_WARPS * WARP, dtable.as<T>(), dy.as<T>(),
+                   index.as<int>(), n, C);
         });
     }
 #endif
@@ -1108,9 +1057,8 @@ Tensor gather_rows(const Tensor& table, const Tensor& index) {
     if (y.device() == CUDA && n > 0) {
         with_packs(table.dtype, C, {y.data, table.data}, [&](auto zero, auto width) {
             using T = decltype(zero);
-            gather_rows_kernel<T, width>
-                <<<n, threads_for(C / width), 0, stream()>>>(y.as<T>(), table.as<T>(), index.as<int>(), C);
-            LAUNCH_CHECK();
+            LAUNCH((gather_rows_kernel<T, width>), n, threads_for(C / width), y.as<T>(), table.as<T>(), index.as<int>(),
+                   C);
         });
     }
 #endif
@@ -1138,8 +1086,7 @@ Tensor pick_last(const Tensor& a, const Tensor& index) {
     Tensor x = detached(contiguous(a)), y = empty({n, 1}, a.dtype);
 #ifdef __CUDACC__
     if (y.device() == CUDA && n > 0) {
-        pick_last_kernel<<<ceil_div(n, 256), 256, 0, stream()>>>(y.data, x.data, x.dtype, index.as<int>(), n, V);
-        LAUNCH_CHECK();
+        LAUNCH(pick_last_kernel, ceil_div(n, 256), 256, y.data, x.data, x.dtype, index.as<int>(), n, V);
     }
 #endif
     if (y.device() == CPU) {

@@ -59,7 +59,7 @@ static void find_truth(FlashProblem& p, bool causal) {
     context.device = CPU;
     // The reference is slow; where it would take seconds, fused in float64 (which is held to it below) stands in.
     bool small = q.dim(2) * k.dim(2) < 40000;
-    p.o = small ? run_attention(attention_impls().front(), q, k, v, causal, &p.L)
+    p.o = small ? run_attention(table_of<AttentionImpl>().front(), q, k, v, causal, &p.L)
                 : attention_fused(q, k, v, causal, &p.L);
     backward_from(p.o, dO);
     p.o = detached(p.o), p.dq = q.gradient->value, p.dk = k.gradient->value, p.dv = v.gradient->value;
@@ -127,12 +127,12 @@ static void check_impl(const AttentionImpl& impl, const FlashSizes& s, DType dty
 static void check_all(const FlashSizes& s, bool causal, float q_std = 1, bool few = false) {
     for (DType dtype : low_types) {
         bool taken = false;
-        for (const AttentionImpl& impl : attention_impls()) {
+        for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
             taken = taken || (impl.device == context.device && impl.takes(dtype, s.D));
         }
         if (!taken) { continue; }
         FlashProblem p = make_problem(s, dtype, causal, q_std, few);
-        for (const AttentionImpl& impl : attention_impls()) {
+        for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
             bool exact = impl.forward || dtype == F32 || q_std == 1;
             if (impl.device == context.device && impl.takes(dtype, s.D) && exact) {
                 check_impl(impl, s, dtype, causal, p);
@@ -172,7 +172,7 @@ TEST_CASE_TEMPLATE("flash: large scores do not overflow, and a lone visible key 
     for (bool causal : {false, true}) { check_all({1, 2, 130, 130, 64}, causal, 60); }
     // One warp's maxima rise from tile to tile, its neighbours' stay.
     for (int head : {64, 80, 128}) { check_all({1, 1, 192, 300, head}, false, 30, true); }
-    for (const AttentionImpl& impl : attention_impls()) {
+    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
         for (DType dtype : low_types) {
             if (impl.device != D::device || !impl.takes(dtype, 32)) { continue; }
             Tensor q = normal({1, 1, 5, 32}, dtype, 1, 1), k = normal({1, 1, 5, 32}, dtype, 2, 1),
@@ -193,7 +193,7 @@ TEST_CASE("flash: fp16 takes a dP beyond its range where P is 0") {
         p.v = with_rows_times(normal({1, 1, T, head}, F16, 3, 1), T - 1, T, 2000);
         p.dO = with_rows_times(normal({1, 1, T, head}, F16, 4, 30), T - 1, T, 1e-4f);
         find_truth(p, true);
-        for (const AttentionImpl& impl : attention_impls()) {
+        for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
             if (impl.device == CUDA && impl.takes(F16, head) && impl.forward) {
                 check_impl(impl, {1, 1, T, T, head}, F16, true, p);
             }
@@ -223,7 +223,7 @@ static void check_not_finite(const FlashProblem& clean, float value, const std::
             for (bool causal : {false, true}) {
                 find_truth(p, causal);
                 CHECK(!std::isfinite(largest(p.dq) + largest(p.dk) + largest(p.dv)));
-                for (const AttentionImpl& impl : attention_impls()) {
+                for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
                     if (impl.device != context.device || !impl.takes(clean.q.dtype, C)) { continue; }
                     CAPTURE(strprintf("%s, %s, %s in input %ld, element %d", impl.name, what.c_str(),
                                       causal ? "causal" : "full", (long)(&(p.*input) - &p.q), at));
@@ -262,14 +262,14 @@ TEST_CASE("flash: the reference and fused agree in float64") {
         Tensor dO = normal({2, 2, 37, 16}, F64, 4, 1), results[2][5];
         for (int i = 0; i < 2; i++) {
             Tensor a = require_gradient(q), b = require_gradient(k), c = require_gradient(v);
-            Tensor o = i == 0 ? run_attention(attention_impls().front(), a, b, c, causal, &results[i][1])
+            Tensor o = i == 0 ? run_attention(table_of<AttentionImpl>().front(), a, b, c, causal, &results[i][1])
                               : attention_fused(a, b, c, causal, &results[i][1]);
             backward_from(o, dO);
             results[i][0] = detached(o), results[i][2] = a.gradient->value, results[i][3] = b.gradient->value;
             results[i][4] = c.gradient->value;
         }
         for (int j = 0; j < 5; j++) {
-            CHECK(strcmp(attention_impls().front().name, "reference") == 0);
+            CHECK(strcmp(table_of<AttentionImpl>().front().name, "reference") == 0);
             Comparison c = compare(results[0][j], results[1][j], j == 1 ? 1e-6 : 1e-6, 1e-7);
             CHECK_MESSAGE(c.ok(), j, " ", to_string(c));
         }
@@ -302,7 +302,7 @@ TEST_CASE_TEMPLATE("flash: many runs give the same O, L, dK and dV, and the same
                    OnCUDA) {
     if (!begin<D>()) { return; }
     DType dtype = D::device == CUDA ? BF16 : F32;
-    for (const AttentionImpl& impl : attention_impls()) {
+    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
         if (impl.device != D::device || !impl.forward || !impl.takes(dtype, 64)) { continue; }
         for (auto [head_size, many] : {std::pair(64, false), {128, false}, {64, true}, {128, true}}) {
             if (many && D::device == CPU) { continue; }
@@ -414,7 +414,7 @@ TEST_CASE_TEMPLATE("flash: PyTorch's fixture", D, OnCPU, OnCUDA) {
         memcpy(t.data, f.data, f.bytes);
         return to_device(t, context.device);
     };
-    for (const AttentionImpl& impl : attention_impls()) {
+    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
         if (impl.device != D::device || !impl.takes(F32, 16)) { continue; }
         INFO(std::string(impl.name));
         Tensor q = require_gradient(tensor(in, "q")), k = require_gradient(tensor(in, "k"));
@@ -461,7 +461,7 @@ TEST_CASE_TEMPLATE("flash: weighted_sum and its backward are mul and sum_last", 
 TEST_CASE("flash: v1 on the GPU, tiles' borders, all types") {  // small: for the sanitizers
     if (!begin_on(CUDA)) { return; }
     const AttentionImpl* plain = nullptr;
-    for (const AttentionImpl& impl : attention_impls()) {
+    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
         if (impl.device == CUDA && strcmp(impl.name, "naive") == 0) { plain = &impl; }
         if (strcmp(impl.name, "flash_v1") != 0) { continue; }
         REQUIRE(plain);

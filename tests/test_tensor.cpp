@@ -579,7 +579,6 @@ TEST_CASE_TEMPLATE("ops have autocast's dtypes", D, OnCPU, OnCUDA) {
             CHECK(f(a, wide).dtype == F32);
             CHECK(f(wide, a).dtype == F32);
             CHECK(f(a, cast(wide, other)).dtype == F32);  // neither of the two holds the other
-            CHECK(f(a, arange(4)).dtype == low);
         }
         for (const Tensor& y : {matmul(wide, wide), matmul(a, wide), linear(wide, wide), linear(a, a)}) {
             CHECK(y.dtype == low);
