@@ -70,8 +70,8 @@ int cmd_communication_accounting(const Options& o) {
     const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
     Table t{strprintf("communication_accounting: D = d_model %g, F = d_ff %g, L = %g blocks of two Linear layers; GB = "
                       "1e9 bytes, GiB = 2^30; C = %g TFLOP/s, W = %g GB/s, X = %g (FSDP), Y = %g (TP), M_X = %g, M_Y = "
-                      "%g; commit %s",
-                      D, F, L, o.tflops, o.bandwidth_gb, X, Y, M_X, M_Y, commit().c_str()),
+                      "%g",
+                      D, F, L, o.tflops, o.bandwidth_gb, X, Y, M_X, M_Y),
             {"part", "quantity", "formula", "value", "unit"}};
     memory_accounting(o, t, P, per_token);
     row(t, "c", "alpha", "C / W", alpha, 1, "FLOP/byte");

@@ -142,8 +142,8 @@ static std::vector<AttentionRun> run_grid(const Options& o, bool with_fused) {
     return runs;
 }
 static std::string grid_caption(const Options& o, const char* what) {
-    return strprintf("%s; batch %d, no heads, no mask, precision fp32, 3 warmup, %d forward and %d backward passes; %s",
-                     what, GRID_BATCH, grid_passes(o), grid_passes(o), origin(o).c_str());
+    return strprintf("%s; batch %d, no heads, no mask, precision fp32, 3 warmup, %d forward and %d backward passes",
+                     what, GRID_BATCH, grid_passes(o), grid_passes(o));
 }
 
 // The smallest power of 2 whose passes do not fit, by passes without data.
@@ -281,10 +281,8 @@ static void weighted_sum_row(Table& table, int64_t N, int64_t D) {
 }
 int cmd_weighted_sum(const Options& o) {
     context.device = choose_device(o.device);
-    Table table{
-        strprintf("weighted_sum: forward and backward, fp32, median of 10 runs after 2, errors against fp64; %s",
-                  origin(o).c_str()),
-        {"N", "D", "forward ms", "GB/s", "backward ms", "GB/s", "max error"}};
+    Table table{strprintf("weighted_sum: forward and backward, fp32, median of 10 runs after 2, errors against fp64"),
+                {"N", "D", "forward ms", "GB/s", "backward ms", "GB/s", "max error"}};
     for (auto [N, D] : {std::pair{1, 1}, {1, 7}, {3, 1}, {31, 33}, {257, 129}, {1000, 1023}, {5, 4097}}) {
         weighted_sum_row(table, N, D);
     }
@@ -314,8 +312,7 @@ static Inputs on(Device device, DType dtype, Inputs in) {
 }
 static std::vector<AttentionCheck> check_attention(const Options& o, const char* name, bool with_backward) {
     const Device device = context.device = choose_device(o.device);
-    Table table{strprintf("%s: largest error against the reference in float64, rtol = atol = 1e-2; %s", name,
-                          origin(o).c_str()),
+    Table table{strprintf("%s: largest error against the reference in float64, rtol = atol = 1e-2", name),
                 {"implementation", "dtype", "B, H, Tq, Tk, D", "causal", "O", "L"}};
     if (with_backward) { table.columns.insert(table.columns.end(), {"dQ", "dK", "dV"}); }
     table.columns.push_back("status");
@@ -428,8 +425,7 @@ int cmd_flash_benchmarking(const Options& o) {
         }
     }
     Table table{
-        strprintf("flash_benchmarking: batch 1, one head, causal, ms (median of %.0f ms of runs); %s", budget,
-                  origin(o).c_str()),
+        strprintf("flash_benchmarking: batch 1, one head, causal, ms (median of %.0f ms of runs)", budget),
         {"Seq", "D", "dtype", "Naive Fwd", "Naive Bwd", "Naive Tot", "Flash Fwd", "Flash Bwd", "Flash Tot", "x Tot"}};
     for (const AttentionRun& r : runs) {
         auto ms = [](const PassTimes& t, const Stats& s) { return cell(t, s, &Stats::median); };
@@ -480,9 +476,9 @@ int cmd_flash_leaderboard(const Options& options) {
     const FlopUnit unit = unit_of(rate);
     Table table{
         strprintf("flash_leaderboard: batch 1, %s, D %d, S %d, %s, causal; %.2g s of warm-up, %.2g s of runs, "
-                  "median; this device multiplies matrices at %.3g %s; %s",
+                  "median; this device multiplies matrices at %.3g %s",
                   counted(std::to_string(c.H), "head").c_str(), c.D, c.Tq, name_of(precision), warmup / 1e3,
-                  budget / 1e3, rate * unit.per_tera, unit.name, origin(o).c_str()),
+                  budget / 1e3, rate * unit.per_tera, unit.name),
         {"implementation", "forward ms", "backward ms", "forward+backward ms", unit.name, "% of the matmul rate"}};
     std::string best;
     PassTimes best_times;

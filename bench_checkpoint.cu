@@ -82,9 +82,9 @@ static void print_strategies(const Options& o) {
         strprintf("gradient_checkpointing (a): N = %d blocks, d_model %d, d_ff %d, %d heads, vocabulary %d, "
                   "batch %d, context length %d, precision %s, mode %s; h = ceil(log2 N); inputs: residual "
                   "streams between blocks, %s MiB each; blocks kept: with all residuals; peak: beyond weights "
-                  "and gradients, which have the same bits in all rows; %s",
+                  "and gradients, which have the same bits in all rows",
                   BLOCKS, c.d_model, c.d_ff, c.num_heads, c.vocab_size, B, T, name_of(context.precision),
-                  name_of(context.mode), mib(sizeof(float) * B * T * c.d_model, 3).c_str(), origin(o).c_str()),
+                  name_of(context.mode), mib(sizeof(float) * B * T * c.d_model, 3).c_str()),
         {"strategy", "inputs kept", "blocks kept", "memory", "run again", "blocks again", "compute", "peak MiB"}};
     for (const CheckpointStrategy& s : all) {
         table.row(s.name, s.inputs, s.blocks, s.memory, s.runs_again, s.again, s.compute, mib(s.peak, 3));
@@ -129,10 +129,10 @@ static void print_sizes(const std::vector<CheckpointRun>& runs, const ModelConfi
     Table table{
         strprintf("gradient_checkpointing (b): %s; %s, %d blocks, batch %d, context length %d, vocabulary %d, "
                   "precision %s, mode %s; peak of a training step, with AdamW's moments; time of forward and "
-                  "backward, %d warmup, %d step; %s",
+                  "backward, %d warmup, %d step",
                   really ? "really run" : "predicted, nothing ran", c.name.c_str(), c.num_layers, o.batch_size,
                   o.context_length, c.vocab_size, name_of(context.precision), name_of(context.mode), o.warmup[0],
-                  o.steps, origin(o).c_str()),
+                  o.steps),
         {"blocks per checkpoint", "predicted peak MiB", "of it activations", "peak MiB", "fwbw_mean_ms", "of none"}};
     const Stats& none = runs.back().ms;
     if (!really) { table.columns.resize(3); }

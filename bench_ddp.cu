@@ -110,9 +110,9 @@ void answer_distributed_communication_single_node(const std::vector<AllReduceRun
 static void print_all_reduces(const Options& o, const std::vector<AllReduceRun>& runs,
                               const std::vector<std::string>& missing) {
     Table table{strprintf("%s: all-reduce, float32, sums checked; median of all ranks and %s, a barrier before each, "
-                          "after %s; busbw: algbw 2(n-1)/n; %s",
+                          "after %s; busbw: algbw 2(n-1)/n",
                           o.command.c_str(), counted(std::to_string(o.steps), "step").c_str(),
-                          counted(std::to_string(o.warmup[0]), "warm-up").c_str(), origin(o).c_str()),
+                          counted(std::to_string(o.warmup[0]), "warm-up").c_str()),
                 {"Backend", "Device", "Ranks", "Tensor Size (MB)", "median ms", "algbw (GB/s)", "busbw (GB/s)"}};
     bool ran = false;
     for (const AllReduceRun& r : runs) {
@@ -333,12 +333,12 @@ static void train_and_compare(const Communicator& c, Strategy strategy, double b
 
 static int check_strategy(const Options& o, Strategy strategy, const std::vector<double>& bucket_mb) {
     return run_ranks(o, [&](const Communicator& c) {
-        Table table{strprintf("%s: weights of data parallel against single-process training after each of %d steps; "
-                              "World size: %d, Batch size: %d, SGD, Learning rate: 0.1; toy models with %d outputs; "
-                              "backend %s; %s",
-                              o.command.c_str(), STEPS, c.world, ROWS_A_RANK * c.world, toy_outputs(o),
-                              c.backend.c_str(), origin(o).c_str()),
-                    {"Model", "calls", "Parameter", "max diff", "mean diff", "Parameters", "ranks' bits"}};
+        Table table{
+            strprintf("%s: weights of data parallel against single-process training after each of %d steps; "
+                      "World size: %d, Batch size: %d, SGD, Learning rate: 0.1; toy models with %d outputs; "
+                      "backend %s",
+                      o.command.c_str(), STEPS, c.world, ROWS_A_RANK * c.world, toy_outputs(o), c.backend.c_str()),
+            {"Model", "calls", "Parameter", "max diff", "mean diff", "Parameters", "ranks' bits"}};
         std::vector<WeightsCheck> checks;
         for (bool tied : {false, true}) {
             for (double mb : bucket_mb) { train_and_compare(c, strategy, mb, o, tied, checks); }
@@ -362,7 +362,9 @@ int cmd_ddp_overlap_bucketed(const Options& o) { return check_strategy(o, BUCKET
 //             |   [all-reduce][all-reduce]  |                  communication stream: hidden, as far as under backward
 
 ModelConfig choose_step(Options& o, const Communicator& c) {
-    if (c.backend == "gloo" && context.device == CUDA) { o.quick = true, o.given["quick"] = ""; }  // through the host
+    if (c.backend == "gloo" && context.device == CUDA) {  // through the host
+        o.quick = true, context.sizes = "; Gloo: sizes of --quick";
+    }
     if (o.quick && !o.has("size")) {
         by_quick(o, "d_model", &Options::d_model, 128), by_quick(o, "d_ff", &Options::d_ff, 512);
         by_quick(o, "num_layers", &Options::num_layers, 4), by_quick(o, "num_heads", &Options::num_heads, 4);
@@ -379,14 +381,13 @@ ModelConfig choose_step(Options& o, const Communicator& c) {
     return configs[0];
 }
 std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c) {
-    const std::string cards = context.device == CUDA ? strprintf("%d x ", std::min(c.world, cuda_devices())) : "";
     return strprintf(
         "%s; %s, backend %s; size %s (d_model %d, %s), precision %s, mode %s; %s per rank, context "
-        "length: %d, AdamW; %d warmup, %d step; %s%s",
+        "length: %d, AdamW; %d warmup, %d step",
         o.command.c_str(), ranks(c.world).c_str(), c.backend.c_str(), m.name.c_str(), m.d_model,
         counted(std::to_string(m.num_layers), "layer").c_str(), name_of(context.precision),
         caption_of(context.mode).c_str(), counted(std::to_string(o.batch_size), "sequence").c_str(), o.context_length,
-        o.warmup[0], o.steps, cards.c_str(), origin(o).c_str());
+        o.warmup[0], o.steps);
 }
 Batch batch_of(const Options& o, const ModelConfig& m, int rank) {
     return random_batch(o.batch_size, o.context_length, m.vocab_size, o.seed + 1 + rank);
@@ -720,8 +721,8 @@ int cmd_optimizer_state_sharding(const Options& o) {
         Table table{
             strprintf("optimizer_state_sharding: weights after each of 10 steps, sharded against unsharded; %s, toy "
                       "models with %d outputs, backend %s, lr 0.1 (SGD 0.01, momentum 0.9), weight decay 0.1, a second "
-                      "parameter group with half the lr after 5 steps; states: elements that each rank keeps; %s",
-                      ranks(c.world).c_str(), toy_outputs(o), c.backend.c_str(), origin(o).c_str()),
+                      "parameter group with half the lr after 5 steps; states: elements that each rank keeps",
+                      ranks(c.world).c_str(), toy_outputs(o), c.backend.c_str()),
             {"Model", "Optimizer", "max diff", "mean diff", "Parameters", "ranks' bits", "states", "unsharded"}};
         std::vector<WeightsCheck> checks;
         for (int i = 0; i < 8; i++) {

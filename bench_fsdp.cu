@@ -81,9 +81,9 @@ int cmd_fsdp(const Options& o) {
         Table table{strprintf("fsdp: weights of FSDP against single-process training after each of %d steps, %s; World "
                               "size: %d, Batch size: %d, context length: %d; Transformer: d_model 64, 3 layers, decay "
                               "0.01, AdamW with lr 0.001, SGD with "
-                              "momentum 0.9 and lr 0.01, in pure_bf16 1; backend %s; %s",
+                              "momentum 0.9 and lr 0.01, in pure_bf16 1; backend %s",
                               STEPS, counted(std::to_string(repetitions), "repetition").c_str(), c.world,
-                              ROWS * c.world, POSITIONS, c.backend.c_str(), origin(o).c_str()),
+                              ROWS * c.world, POSITIONS, c.backend.c_str()),
                     {"Optimizer", "precision", "mode", "checkpoint", "head chunk", "passes", "max diff", "mean diff",
                      "Parameters"}};
         std::vector<WeightsCheck> checks;

@@ -69,7 +69,7 @@ double step_tflops(const ModelConfig& c, int64_t B, int64_t T, double ms) {
 int cmd_info(const Options& o) {
     context.device = choose_device(o.device);
     const bool gpu = context.device == CUDA;
-    Table table{"info: medians of several runs; " + origin(o), {"what", "measured", "peak by data sheet", "unit"}};
+    Table table{"info: medians of several runs", {"what", "measured", "peak by data sheet", "unit"}};
     table.row("GPUs", cuda_devices(), "", "");
     table.row("CPU threads", cpu_threads(), "", "");
     table.row("memory available", available_memory(context.device) / 1073741824.0, "", "GiB");
@@ -145,9 +145,8 @@ static void choose_quick_sizes(Options& o) {
 }
 static std::string caption_of(const Options& o, const std::vector<ModelConfig>& configs, const std::string& what) {
     const std::string warmup = o.warmup.size() > 1 ? "several" : to_cell(o.warmup[0]);
-    return strprintf("%s; batch %d, context length: %d, vocabulary %s, %s warmup, %d step; %s", what.c_str(),
-                     o.batch_size, o.context_length, vocabulary_of(configs).c_str(), warmup.c_str(), o.steps,
-                     origin(o).c_str());
+    return strprintf("%s; batch %d, context length: %d, vocabulary %s, %s warmup, %d step", what.c_str(), o.batch_size,
+                     o.context_length, vocabulary_of(configs).c_str(), warmup.c_str(), o.steps);
 }
 static std::string setting() {
     return strprintf("precision %s, mode %s", name_of(context.precision), caption_of(context.mode).c_str());
@@ -449,8 +448,8 @@ int cmd_torch_compile(const Options& asked) {
 
 // benchmarking_mixed_precision: (a), (b) the toy model, see precision.cu; (c) times
 static void print_toy_model(const ToyDtypes& t, Precision precision) {
-    Table table{strprintf("ToyModel under autocast to %s: dtypes as seen, device %s, batch 8, 5 -> 10 -> 3; commit %s",
-                          name_of(matmul_dtype(precision)), name_of(context.device), commit().c_str()),
+    Table table{strprintf("ToyModel under autocast to %s: dtypes as seen, device %s, batch 8, 5 -> 10 -> 3",
+                          name_of(matmul_dtype(precision)), name_of(context.device)),
                 {"component", "dtype"},
                 {{"model parameters within the autocast context", name_of(t.parameters)},
                  {"output of the first feed-forward layer", name_of(t.fc1)},

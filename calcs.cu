@@ -53,9 +53,8 @@ static void check_range(double compute_ms, double send_ms, double most) {
 static void print_costs(const Options& o, const std::string& devices, const std::vector<PassCost>& costs) {
     Table table{
         strprintf("%s: y = (f(x W1) * (x W2)) W3, products only, 2 bytes per element; B = %d tokens, D = %d, "
-                  "D_FF = %d, C = %g TFLOP/s, W = %g GB/s out of each device, GB = 1e9 bytes; %s; commit %s",
-                  o.command.c_str(), o.tokens, o.d_model, o.d_ff, o.tflops, o.bandwidth_gb, devices.c_str(),
-                  commit().c_str()),
+                  "D_FF = %d, C = %g TFLOP/s, W = %g GB/s out of each device, GB = 1e9 bytes; %s",
+                  o.command.c_str(), o.tokens, o.d_model, o.d_ff, o.tflops, o.bandwidth_gb, devices.c_str()),
         {"", "FLOPs per device", "bytes sent per device", "communication ms", "computation ms", "most devices"}};
     for (const PassCost& c : costs) {
         check_range(1e3 * c.computation, 1e3 * c.communication, c.most);
@@ -75,8 +74,8 @@ int cmd_alternate_ring_all_reduce(const Options& o) {
     double ms = 1e3 * (N - 1) * S / W, usual_ms = 1e3 * 2 * (N - 1) * S / (N * W);
     check_range(1, ms, ms);
     Table table{strprintf("alternate_ring_all_reduce: S = %g MB per device, N = %g, W = %g GB/s out of each device, GB "
-                          "= 1e9 bytes; commit %s",
-                          o.tensor_mb, N, o.bandwidth_gb, commit().c_str()),
+                          "= 1e9 bytes",
+                          o.tensor_mb, N, o.bandwidth_gb),
                 {"all-reduce", "steps", "bytes sent per device", "ms"}};
     table.row("alternative", N - 1, strprintf("%.0f", (N - 1) * S), strprintf("%.6g", ms));
     table.row("reduce-scatter, all-gather", 2 * (N - 1), strprintf("%.0f", 2 * (N - 1) * S / N),

@@ -355,7 +355,6 @@ template <class T>
 void by_quick(Options& o, const char* name, T Options::*field, const T& to) {
     if (!o.has(name)) { o.*field = to; }
 }
-std::string origin(const Options& o);  // the end of a caption: device, commit, and whether --quick chose the sizes
 std::vector<Precision> precisions_of(const Options& o);
 // Those of --mode, checked; the default, flash, becomes fused where one of the models and precisions has no flash.
 std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& configs,

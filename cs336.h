@@ -144,6 +144,7 @@ struct Context {
     int head_chunk = 0;          // rows of the logits that the loss makes at a time; 0: all
     bool each_launch = false;    // somebody looks at each launch, so none may hide in a CUDA graph
     bool csv = false;            // tables and answers are printed as csv, not as Markdown
+    const char* sizes = "";      // "; sizes of --quick" if it chose them, for origin()
 };
 extern Context context;
 struct RestoreContext {  // at the end of its scope the context is as it was, also after an error
@@ -377,6 +378,7 @@ struct Table {
         rows.push_back({to_cell(cells)...});
     }
 };
+std::string origin();  // "NVIDIA H200, driver 580.159, CUDA 13.0; commit 1a2b3c4"; an output's first caption ends so
 void print(const Table& table);      // Markdown, or csv with context.csv
 std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)", for a run that would have held so much
 // "**(a)** text" below the table. part: the handout's letter, "" for the whole problem; several calls may have one

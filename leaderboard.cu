@@ -148,7 +148,7 @@ static void leaderboard(Options o, const Communicator& c) {
         print_tables(
             r,
             strprintf("%s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d, causal; a sequence per backward; "
-                      "%.4g FLOP per step without what runs again; %s; %d warmup, %s; %s",
+                      "%.4g FLOP per step without what runs again; %s; %d warmup, %s",
                       r.what.c_str(), config.num_layers, config.d_model, config.d_ff, config.num_heads,
                       config.vocab_size, r.flops,
                       c.world == 1 ? "one rank"
@@ -156,7 +156,7 @@ static void leaderboard(Options o, const Communicator& c) {
                                                "largest peak",
                                                c.world, c.backend.c_str())
                                          .c_str(),
-                      o.warmup[0], counted(std::to_string(o.steps), "step").c_str(), origin(o).c_str()));
+                      o.warmup[0], counted(std::to_string(o.steps), "step").c_str()));
         answer_leaderboard(r);
     }
     if (r.oom) { fail("leaderboard: the step does not fit"); }

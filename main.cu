@@ -7,6 +7,7 @@
 #include <climits>
 #include <csignal>
 #include <filesystem>
+#include <fstream>
 #include <new>
 #include <sstream>
 
@@ -267,11 +268,28 @@ static void add_options(CLI::App& app, const Command& command, Options& o) {
 // ---------------------------------------------------------------------------------------------------------------------
 // From the words on the command line to Options
 
+// "; did you mean quick?": the name that the word becomes if the fewest letters in its middle change. "": none is near.
+static std::string did_you_mean(const std::string& word, const std::vector<std::string>& names) {
+    std::string nearest;
+    size_t fewest = (word.size() + 1) * 2 / 5 + 1;  // letters; so many changed make another word
+    for (const std::string& name : names) {
+        const size_t shorter = std::min(word.size(), name.size());
+        size_t front = 0, back = 0;  // letters alike
+        while (front < shorter && word[front] == name[front]) { front++; }
+        while (front + back < shorter && word.rbegin()[back] == name.rbegin()[back]) { back++; }
+        const size_t n = front == word.size() ? 1 : std::max(word.size(), name.size()) - front - back;
+        if (n < fewest) { fewest = n, nearest = name; }
+    }
+    return nearest.empty() ? "" : "; did you mean " + nearest + "?";
+}
+
 static const Command& find_command(const std::string& word) {
+    std::vector<std::string> ids;
     for (const Command& c : COMMANDS) {
         if (word == c.id) { return c; }
+        ids.push_back(c.id);
     }
-    usage_error("%s: no such command; `cs336 list` names all", word.c_str());
+    usage_error("%s: no such command%s", word.empty() ? "''" : word.c_str(), did_you_mean(word, ids).c_str());
 }
 
 // An output must not take the place of an input, or of another output.
@@ -302,8 +320,11 @@ static std::string parse_options(const Command& command, const std::vector<std::
     if (command.is_problem() && !command.is_in("2025")) { o.edition = "2026"; }
     try {
         app.parse(std::vector<std::string>(words.rbegin(), words.rend() - 1));  // CLI11 takes them from the end
-    } catch (const CLI::CallForHelp&) { return app.help(); } catch (const CLI::ExtrasError& e) {
-        usage_error("%s; --help lists the options", e.what());
+    } catch (const CLI::CallForHelp&) { return app.help(); } catch (const CLI::ExtrasError&) {
+        const std::string word = app.remaining()[0];
+        std::vector<std::string> names;
+        for (const CLI::Option* option : app.get_options()) { names.push_back(option->get_name()); }
+        usage_error("%s: no such option%s", word.c_str(), did_you_mean(word, names).c_str());
     } catch (const CLI::ParseError& e) { usage_error("%s", e.what()); }
     for (const std::string& word : words) {  // CLI11 leaves empty items out
         if (word.find(",,") != std::string::npos || (!word.empty() && word.back() == ',')) {
@@ -338,15 +359,14 @@ static int run_command(const Command& command, const std::vector<std::string>& w
     context.checkpoint = o.checkpoint, context.csv = o.format == "csv";
     // What measures time is as small as with --quick where there is no GPU, unless its sizes are typed.
     if (command.gpus > 0 && (o.device == "cpu" || cuda_devices() == 0)) { o.quick = true; }
+    if (o.quick) { context.sizes = o.has("quick") ? "; sizes of --quick" : "; no GPU: sizes of --quick"; }
     // nsys_profile traces by itself, and so do the ranks.
     const bool traced = !o.trace.empty() && command.run != cmd_nsys_profile && command.gpus != 2;
     if (traced) { start_tracing(); }
     const int exit_code = command.run(o);
     if (traced) {
         Trace trace = stop_tracing();
-        write_trace(o.trace, {trace},
-                    strprintf("cs336 %s; %s; commit %s", join(words, " ").c_str(), device_description().c_str(),
-                              commit().c_str()));
+        write_trace(o.trace, {trace}, strprintf("cs336 %s; %s", join(words, " ").c_str(), origin().c_str()));
         note("--trace: the times in the tables include what tracing costs%s",
              cuda_devices() > 0 && !trace.no_kernels.empty() ? (". Without kernels: " + trace.no_kernels).c_str() : "");
     }
@@ -359,8 +379,7 @@ static int run_command(const Command& command, const std::vector<std::string>& w
 static int cmd_list(const Options&) {
     const int gpus = cuda_devices();
     const bool nccl = why_not("nccl", CUDA, 2).empty();
-    Table table{"2025, 2026: that handout's section; commit " + commit() +
-                    "; `cs336 <problem> --help` shows a problem's options",
+    Table table{"2025, 2026: that handout's section; `cs336 <problem> --help` shows a problem's options",
                 {"problem", "2025", "2026", "points", "runs here"}};
     for (const Command& c : COMMANDS) {
         const bool small = c.gpus > gpus || (c.gpus == 2 && !nccl);
@@ -372,6 +391,11 @@ static int cmd_list(const Options&) {
     return 0;
 }
 
+static bool is_of_this_commit(const std::string& path) {
+    std::ifstream file(path);
+    const std::string text{std::istreambuf_iterator<char>(file), {}};
+    return commit().find("dirty") == std::string::npos && text.find("commit " + commit()) != std::string::npos;
+}
 // 2026's outputs of a problem that both handouts have, but not with the same defaults, stand in files of their own.
 static int cmd_reproduce(const Options& o) {
     std::vector<std::string> ids = o.words;
@@ -383,7 +407,7 @@ static int cmd_reproduce(const Options& o) {
     if (std::filesystem::create_directories(o.out, failed); failed) {
         usage_error("--out %s: %s", o.out.c_str(), failed.message().c_str());
     }
-    Table table{"reproduce: " + origin(o), {"problem", "file", "result"}};
+    Table table{"reproduce", {"problem", "file", "result"}};
     int exit_code = 0;
     for (const std::string& id : ids) {
         const Command& c = find_command(id);
@@ -393,6 +417,10 @@ static int cmd_reproduce(const Options& o) {
         const bool of_2026 = o.edition == "2026" && depends_on_edition(c);
         const std::string path = o.out + "/" + id + (of_2026 ? "-2026" : "") + ".md";
         std::string result = "done";
+        if (is_of_this_commit(path)) {
+            table.row(id, path, "was there");
+            continue;
+        }
         note("%s", id.c_str());
         try {
             save_file(path, run_ourselves(words));

@@ -443,6 +443,7 @@ int cmd_memory_profiling(const Options& asked) {
         usage_error("--out %s: %s", o.out.c_str(), strerror(errno));
     }
     const bool predicted = context.device == CPU;
+    if (predicted) { context.sizes = ""; }  // they are the handout's
     if (o.quick && !predicted) {
         by_quick(o, "size", &Options::size, {"small"});
         by_quick(o, "context_length", &Options::context_lengths, {128});
@@ -461,15 +462,13 @@ int cmd_memory_profiling(const Options& asked) {
                 ran = ran || runs.back().forward.oom == 0;
             }
         }
-        const std::string caption =
-            strprintf("size %s, mode %s, batch %d, vocabulary %d; %s", c.name.c_str(), caption_of(context.mode).c_str(),
-                      o.batch_size, c.vocab_size,
-                      predicted ? ("predicted: every allocation counted, nothing computed; commit " + commit()).c_str()
-                                : ("the second run of each phase; " + origin(o)).c_str());
-        print_peaks(runs, caption);
-        print_categories(runs, caption);
-        print_largest(runs, caption);
-        if (!context.checkpoint) { print_blocks(runs, caption); }
+        const std::string setting = strprintf("size %s, mode %s%s", c.name.c_str(), caption_of(context.mode).c_str(),
+                                              predicted ? ", predicted" : "");
+        print_peaks(runs, setting + strprintf(", batch %d, vocabulary %d; %s", o.batch_size, c.vocab_size,
+                                              predicted ? "every allocation counted" : "the second run of each phase"));
+        print_categories(runs, setting);
+        print_largest(runs, setting);
+        if (!context.checkpoint) { print_blocks(runs, setting); }
         answer_memory_profiling(runs);
     }
     if (!ran) { fail("memory_profiling: no forward fits into memory"); }

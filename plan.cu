@@ -71,10 +71,6 @@ Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, P
     return mode;
 }
 
-std::string origin(const Options& o) {
-    const char* quick = !o.quick ? "" : o.has("quick") ? "; sizes of --quick" : "; no GPU: sizes of --quick";
-    return device_description() + "; commit " + commit() + quick;
-}
 std::vector<Precision> precisions_of(const Options& o) {
     std::vector<Precision> precisions;
     for (const std::string& name : o.precision) { precisions.push_back(precision_from(name)); }

@@ -591,16 +591,15 @@ void answer_nsys_profile(const std::vector<ProfileRun>& runs) {
 
 // The tables and answers of one precision and mode.
 static void print_profile(const std::vector<ProfileRun>& runs, const Options& o) {
-    const char* how = context.device == CPU ? "no kernels on a CPU: ranges of operations, timed by the clock; " : "";
-    const std::string caption = strprintf(
-        "S: context length; precision %s, mode %s, batch %d, %d warmup, %d step; %s%s", name_of(context.precision),
-        name_of(context.mode), o.batch_size, o.warmup[0], o.steps, how, origin(o).c_str());
-    print_times(runs, caption);
+    const char* how = context.device == CPU ? "; no kernels on a CPU: ranges of operations, timed by the clock" : "";
+    const std::string setting = strprintf("precision %s, mode %s", name_of(context.precision), name_of(context.mode));
+    print_times(runs, setting + strprintf(", batch %d, %d warmup, %d step; S: context length%s", o.batch_size,
+                                          o.warmup[0], o.steps, how));
     const ProfileRun* r = largest(runs);
     if (r && !r->parts[ALONE].kernel.empty()) {
-        print_top_kernels(runs, caption);
-        print_shares(runs, caption);
-        const std::string what = strprintf(" of %s, %d passes; %s", where(*r).c_str(), o.steps + 1, caption.c_str());
+        print_top_kernels(runs, setting);
+        print_shares(runs, setting);
+        const std::string what = strprintf(" of %s, %d passes; %s", where(*r).c_str(), o.steps + 1, setting.c_str());
         print_summary(r->kernels, "forward" + what);
         if (has_step(*r)) { print_summary(r->kernels_of_step, "a step" + what); }
     }
@@ -636,7 +635,7 @@ int cmd_nsys_profile(const Options& asked) {
     }
     if (!ran) { fail("nsys_profile: no forward fits into memory"); }
     if (!o.trace.empty()) {
-        write_trace(o.trace, traces, strprintf("cs336 %s; %s", join(o.command_line, " ").c_str(), origin(o).c_str()));
+        write_trace(o.trace, traces, strprintf("cs336 %s; %s", join(o.command_line, " ").c_str(), origin().c_str()));
     }
     return 0;
 }

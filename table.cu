@@ -64,6 +64,13 @@ static std::string markdown(const Table& table) {
     return text;
 }
 
+std::string origin() { return device_description() + "; commit " + commit() + context.sizes; }
+static Table first_with_origin(Table table) {
+    static bool is_first = true;
+    if (is_first && !printed_to) { table.caption += "; " + origin(), is_first = false; }
+    return table;
+}
+
 static std::string csv_line(const std::vector<std::string>& cells) {
     std::string text;
     for (size_t j = 0; j < cells.size(); j++) {
@@ -80,7 +87,8 @@ static std::string csv(const Table& table) {
     return text;
 }
 
-void print(const Table& table) {
+void print(const Table& asked) {
+    const Table table = first_with_origin(asked);
     for (const auto& row : table.rows) {
         if (row.size() != table.columns.size()) {
             fail("table '%s': a row has %zu cells, expected %zu", table.caption.c_str(), row.size(),
@@ -103,7 +111,7 @@ void sketch(const std::string& lines) {
 }
 
 void RunningTable::add(const std::vector<std::string>& row) {
-    Table one{table.caption, table.columns, {row}};
+    Table one = first_with_origin({table.caption, table.columns, {row}});
     for (size_t j = 0; j < widths.size() && !context.csv; j++) {
         for (std::string* cell : {&one.columns[j], &one.rows[0][j]}) {
             cell->insert(0, widths[j] - std::min(widths[j], width(*cell)), ' ');

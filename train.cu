@@ -400,13 +400,12 @@ int cmd_train(const Options& typed) {
         note("train: %s has all %d steps behind it; --steps asks for more", o.load.c_str(), t.steps);
     }
     const double before = held_out_loss(t.model, text, o.batch_size, T);
-    RunningTable rows{
-        {strprintf("train %s: %zu bytes, a tenth held out; %d layers, d_model %d, d_ff %d, %d heads, "
-                   "precision %s, mode %s; batch %d, context length %d, seed %" PRIu64 "; %s",
-                   o.data.c_str(), text.bytes.size(), c.num_layers, c.d_model, c.d_ff, c.num_heads,
-                   name_of(context.precision), name_of(context.mode), o.batch_size, T, o.seed, origin(o).c_str()),
-         {"step", "loss", "lr", "gradient norm", "ms", "tokens/s"}},
-        {7, 9, 8, 13, 8, 9}};
+    RunningTable rows{{strprintf("train %s: %zu bytes, a tenth held out; %d layers, d_model %d, d_ff %d, %d heads, "
+                                 "precision %s, mode %s; batch %d, context length %d, seed %" PRIu64 "",
+                                 o.data.c_str(), text.bytes.size(), c.num_layers, c.d_model, c.d_ff, c.num_heads,
+                                 name_of(context.precision), name_of(context.mode), o.batch_size, T, o.seed),
+                       {"step", "loss", "lr", "gradient norm", "ms", "tokens/s"}},
+                      {7, 9, 8, 13, 8, 9}};
     int signal = 0;
     {
         EndSignals first_is_a_wish("\ncs336: finishing the step, and what --save writes; once more ends at once\n");

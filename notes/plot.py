@@ -41,13 +41,17 @@ S, D = ("seq_len", "seq", "context length", "s"), ("d_model", "d", "head size")
 
 
 def tables_of(problem):
-    """The Markdown tables of a problem's output; a caption is the paragraph before."""
+    """The Markdown tables of a problem's output; a caption is the paragraph before. Device and commit are the first one's."""
     path = os.path.join(NOTES, "output", problem + ".md")
     if not os.path.exists(path): raise Missing(f"no notes/output/{problem}.md")
     with open(path, encoding="utf-8") as f: blocks = f.read().split("\n\n")
+    first = ""
     for before, block in zip([""] + blocks, blocks):
         lines = [[c.strip() for c in l.strip("|").split("|")] for l in block.splitlines() if l.startswith("|")]
-        if len(lines) > 2: yield Table(before, [c.lower() for c in lines[0]], lines[2:])
+        if len(lines) > 2:
+            first = first or before
+            caption = before if "commit" in before else f"{before}; {first}"
+            yield Table(caption, [c.lower() for c in lines[0]], lines[2:])
 
 
 def find(problem, *wanted):

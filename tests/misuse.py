@@ -5,14 +5,14 @@ import concurrent.futures, os, subprocess, sys, time
 
 WRONG = """
 nonsense                                                   | no such command
-benchmarking_scrpt                                         | benchmarking_scrpt: no such command; `cs336 list` names all
+benchmarking_scrpt                                         | benchmarking_scrpt: no such command; did you mean benchmarking_script?
 --quick list                                               | --quick: no such command
-list extra                                                 | not expected: extra; --help lists the options
-list --nonsense                                            | not expected: --nonsense; --help
-list --formt csv                                           | not expected: csv --formt
-list -x                                                    | not expected: -x
+list extra                                                 | extra: no such option
+list --nonsense                                            | --nonsense: no such option
+list --formt csv                                           | --formt: no such option; did you mean --format?
+list -x                                                    | -x: no such option
 list --format json                                         | --format: json not in {md,csv}
-tp_calcs --steps 3                                         | not expected: 3 --steps
+tp_calcs --steps 3                                         | --steps: no such option
 train                                                      | --data is required
 model --weights LICENSE --batch LICENSE --num_heads 2      | --out is required
 benchmarking_script --size                                 | --size

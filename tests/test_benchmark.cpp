@@ -34,7 +34,7 @@ TEST_CASE("benchmark: benchmarking_script's tables have the columns of the write
     CHECK(has(r.out, "\n1,custom (forward only),"));
     CHECK(first_cells(r.out, "whole steps") == Words{"custom", "custom", "custom", "custom"});  // bf16, fp32, two modes
     CHECK(has(r.out,
-              "in seconds; precision bf16, mode eager; batch 1, context length: 32, vocabulary 16, 1 warmup, 2 step;"));
+              "in seconds; precision bf16, mode eager; batch 1, context length: 32, vocabulary 16, 1 warmup, 2 step\n"));
 }
 TEST_CASE("benchmark: (c) has its rows from fresh processes, unless one warm-up is typed or there is a trace") {
     Folder folder;
