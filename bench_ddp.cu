@@ -483,7 +483,8 @@ static void measure(const Communicator& c, const Options& o, const ModelConfig& 
 static std::string part_cell(const Stats& ms, const Stats& total) {  // "28.49 ± 0.05, 21%" of the total
     const int digits = ms.mean < 100 ? 2 : ms.mean < 1000 ? 1 : 0;
     const std::string share = &ms == &total ? "" : strprintf(", %.0f%%", 100 * ms.mean / total.mean);
-    return strprintf("%.*f ± %.*f%s", digits, ms.mean, digits, ms.std, share.c_str());
+    const std::string noise = ms.n > 1 ? strprintf(" ± %.*f", digits, ms.std) : "";
+    return strprintf("%.*f%s%s", digits, ms.mean, noise.c_str(), share.c_str());
 }
 static void print_steps(const std::string& caption, const std::vector<DdpRun>& runs, double samples,
                         int context_length) {
@@ -815,7 +816,7 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
                 memory.row(name_of(r.sharding), what, cell(by[PARAMETERS]), cell(by[GRADIENTS]), cell(by[OPTIMIZER]),
                            cell(use.peak - known), cell(use.peak));
             }
-            time.row(name_of(r.sharding), strprintf("%.2f", r.total.mean), strprintf("%.2f", r.total.std),
+            time.row(name_of(r.sharding), strprintf("%.2f", r.total.mean), deviation(r.total, "%.2f"),
                      strprintf("%.2f", r.gradients.mean), strprintf("%.2f", r.optimizer.mean),
                      strprintf("%.1f", r.mb_sent));
         }

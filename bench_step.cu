@@ -163,7 +163,7 @@ static void require_a_run(const std::vector<std::vector<StepRun>>& runs) {
 // Mean, or that it did not fit, and standard deviation.
 static std::vector<std::string> cells_of(const PhaseRun& run, const Stats& ms) {
     if (!run.ran()) { return {oom_cell(run.oom), ""}; }
-    return {strprintf("%.2f", ms.mean), strprintf("%.2f", ms.std)};
+    return {strprintf("%.2f", ms.mean), deviation(ms, "%.2f")};
 }
 // A table of forward, backward and both, after columns of its own.
 static Table times_table(const std::string& caption, std::vector<std::string> columns) {
@@ -262,7 +262,7 @@ static void print_seconds(const std::vector<StepRun>& runs, const std::string& c
             const std::string passes = phase == FORWARD ? " (forward only)" : " (forward, backward)";
             table.row(table.rows.size(), r.config.name + passes,
                       run.ran() ? strprintf("%.6g", run.all.mean / 1e3) : oom_cell(run.oom),
-                      run.ran() ? strprintf("%.6g", run.all.std / 1e3) : "");
+                      run.ran() ? deviation(run.all, "%.6g", 1e3) : "");
         }
     }
     print(table);

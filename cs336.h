@@ -313,6 +313,7 @@ struct Stats {
     int n;
 };
 Stats stats_of(std::vector<double> values);
+std::string deviation(const Stats& s, const char* format, double per = 1);  // a cell; of one value: ""
 // The difference of two measured times is no more than their noise: one standard deviation of each together, at least 1
 // % of the larger (10 % where one is of a single run, whose noise nobody knows).
 bool level(const Stats& a, const Stats& b);

@@ -85,7 +85,7 @@ static void print_tables(const LeaderboardRun& r, const std::string& caption) {
     Table table{"leaderboard: " + caption,
                 {"mean ms", "std ms", "median ms", "tokens/s", unit.name, "MFU %", "predicted MiB", "peak MiB",
                  "first loss", "last loss"}};
-    table.row(r.oom ? oom_cell(r.oom) : cell("%.1f", r.step.mean), cell("%.1f", r.step.std),
+    table.row(r.oom ? oom_cell(r.oom) : cell("%.1f", r.step.mean), r.oom ? "" : deviation(r.step, "%.1f"),
               cell("%.1f", r.step.median), cell("%.0f", r.tokens / r.step.mean * 1e3),
               cell("%.4g", rate * unit.per_tera), r.oom ? "" : percent_of_peak(rate / r.world, context.precision),
               strprintf("%.1f", r.predicted / 1048576.0), cell("%.1f", r.peak / 1048576.0), cell("%.5f", r.first_loss),

@@ -3,6 +3,7 @@
 #include "gpu.h"
 #ifdef HAVE_OPENBLAS
 #include <cblas.h>
+#include <sys/resource.h>
 #endif
 
 DType matmul_dtype(Precision precision) {
@@ -136,7 +137,17 @@ static Tensor widened(const Tensor& t) {
 // OpenBLAS runs single-threaded inside our OpenMP loops.
 void one_blas_thread() {
 #ifdef HAVE_OPENBLAS
-    static bool once = (openblas_set_num_threads(1), true);
+    static const bool once = [] {
+        openblas_set_num_threads(1);
+        // At its first product each of our threads gets a buffer, and OpenBLAS tries for ever where `ulimit -v`
+        // forbids.
+        rlimit space;
+        const size_t needs = (size_t)cpu_threads() * 129 << 20;
+        if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY && needs > system_memory()) {
+            fail("out of memory: OpenBLAS needs %zu MiB, %zu are there", needs >> 20, system_memory() >> 20);
+        }
+        return true;
+    }();
     (void)once;
 #endif
 }

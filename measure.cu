@@ -256,7 +256,8 @@ int cpu_threads() { return omp_get_max_threads(); }
 // Two libraries read the environment only while the program loads, so we set what is unset and start once more.
 // OpenBLAS gives a processor younger than itself the kernels of an old one (Prescott: SSE3), five times too slow.
 // OpenMP's threads spin while they wait, by default. Where cores are shared (containers, CI, several ranks) they take
-// the time from the threads that work: a step was seen to take 4 times as long.
+// the time from the threads that work: a step was seen to take 4 times as long. OpenBLAS's threads, which we do not
+// use, want 128 MiB each; where `ulimit -v` leaves less, they try for ever, and the program could not end.
 void choose_cpu_settings(char** argv) {
     const char* core = nullptr;
 #if defined(HAVE_OPENBLAS) && defined(__x86_64__)
@@ -264,8 +265,11 @@ void choose_cpu_settings(char** argv) {
         core = __builtin_cpu_supports("avx512bw") ? "SkylakeX" : "Haswell";
     }
 #endif
-    if (getenv("OMP_WAIT_POLICY") && (!core || getenv("OPENBLAS_CORETYPE"))) { return; }
+    if (getenv("OMP_WAIT_POLICY") && getenv("OPENBLAS_NUM_THREADS") && (!core || getenv("OPENBLAS_CORETYPE"))) {
+        return;
+    }
     setenv("OMP_WAIT_POLICY", "passive", 0);
+    setenv("OPENBLAS_NUM_THREADS", "1", 0);
     if (core) { setenv("OPENBLAS_CORETYPE", core, 0); }
     execv("/proc/self/exe", argv);
     note("warning: could not start anew (%s): the CPU path may be several times slower", strerror(errno));
@@ -651,6 +655,9 @@ Stats stats_of(std::vector<double> values) {
     return {mean, std, median, values.front(), values.back(), n};
 }
 
+std::string deviation(const Stats& s, const char* format, double per) {
+    return s.n > 1 ? strprintf(format, s.std / per) : "";
+}
 bool level(const Stats& a, const Stats& b) {
     const double least = a.n > 1 && b.n > 1 ? 0.01 : 0.1;
     return std::fabs(a.mean - b.mean) <= std::max(std::hypot(a.std, b.std), least * std::max(a.mean, b.mean));
@@ -704,7 +711,8 @@ void end_progress() {
 }
 
 void progress(const char* format, ...) {
-    static const bool terminal = isatty(STDERR_FILENO);
+    static const char* const kind = getenv("TERM");
+    static const bool terminal = isatty(STDERR_FILENO) && !(kind && strcmp(kind, "dumb") == 0);
     static double said_ms = now_ms();
     if (!terminal && now_ms() - said_ms < 5000) { return; }  // in a file, a line at most every 5 s
     said_ms = now_ms();

@@ -388,10 +388,10 @@ static void print_times(const std::vector<ProfileRun>& runs, const std::string& 
         {"size", "S", "forward ms", "std", "trace ms", "difference %", "its kernels ms", "step ms", "std", "step MiB"}};
     for (const ProfileRun& r : runs) {
         t.row(r.config.name, r.T, r.forward_oom ? oom_cell(r.forward_oom) : digits(r.forward.median, "%.3f"),
-              r.forward_oom ? "" : digits(r.forward.std, "%.3f"), digits(r.in_trace, "%.3f"),
+              r.forward_oom ? "" : deviation(r.forward, "%.3f"), digits(r.in_trace, "%.3f"),
               digits(100 * (r.in_trace / r.forward.median - 1), "%.1f"), digits(r.in_kernels, "%.3f"),
               r.step_oom ? oom_cell(r.step_oom) : digits(r.step.median, "%.3f"),
-              r.step_oom ? "" : digits(r.step.std, "%.3f"),
+              r.step_oom ? "" : deviation(r.step, "%.3f"),
               r.step_oom ? "" : strprintf("%.0f", r.step_peak / 1048576.0));
     }
     print(t);

@@ -169,7 +169,7 @@ SafeTensors load_safetensors(const std::string& path) {
     check_layout(file, data, data_bytes);
     read_next(path, input, data, data_bytes);
     try {
-        if (header.contains(METADATA)) { header[METADATA].get_to(file.metadata); }
+        if (header.contains(METADATA) && !header[METADATA].is_null()) { header[METADATA].get_to(file.metadata); }
     } catch (const json::exception&) { fail("%s: %s: expected an object of strings", path.c_str(), METADATA); }
     for (auto& [name, t] : file.tensors) {  // the format promises no alignment, C++ asks for it
         if ((uintptr_t)t.data % size_of_dtype(t.dtype) != 0) {

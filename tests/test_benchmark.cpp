@@ -33,8 +33,9 @@ TEST_CASE("benchmark: benchmarking_script's tables have the columns of the write
     CHECK(has(r.out, "\n,model,mean,std\n0,\"custom (forward, backward)\","));
     CHECK(has(r.out, "\n1,custom (forward only),"));
     CHECK(first_cells(r.out, "whole steps") == Words{"custom", "custom", "custom", "custom"});  // bf16, fp32, two modes
-    CHECK(has(r.out,
-              "in seconds; precision bf16, mode eager; batch 1, context length: 32, vocabulary 16, 1 warmup, 2 step\n"));
+    CHECK(
+        has(r.out,
+            "in seconds; precision bf16, mode eager; batch 1, context length: 32, vocabulary 16, 1 warmup, 2 step\n"));
 }
 TEST_CASE("benchmark: (c) has its rows from fresh processes, unless one warm-up is typed or there is a trace") {
     Folder folder;
@@ -93,4 +94,18 @@ TEST_CASE("benchmark: a step's rate is (6 N + 12 L C S) FLOP per token; no CPU h
     CHECK(step_tflops(c, 2, 16, 5) == doctest::Approx(tokens * (6 * N + 12 * L * C * S) / 5e-3 / 1e12));
     CHECK(std::isnan(dense_peak(FP32)));
     CHECK(percent_of_peak(1, FP32) == "-");
+}
+TEST_CASE("benchmark: a single step has no deviation") {
+    Run r = run_small("benchmarking_script", {"--steps", "1", "--warmup", "0"});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    for (const std::string& cell : column(r.out, "fwbw_std_ms")) { CHECK(cell == ""); }
+    CHECK(!has(r.out, "standard deviation is"));
+}
+extern "C" void __asan_init() __attribute__((weak));  // the address sanitizer takes terabytes of addresses
+TEST_CASE("benchmark: without address space for OpenBLAS's buffers the program says so, and ends") {
+    if (device_description().find("OpenBLAS") == std::string::npos || __asan_init) { return; }
+    const std::string program = getenv("CS336_BINARY") ? getenv("CS336_BINARY") : "./cs336";
+    const std::string limited = "ulimit -v 150000; timeout 20 " + program;
+    CHECK(system((limited + " list --device cpu >/dev/null").c_str()) == 0);
+    CHECK(system((limited + " info --quick --device cpu 2>&1 | grep -q 'OpenBLAS needs'").c_str()) == 0);
 }

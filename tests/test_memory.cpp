@@ -213,7 +213,8 @@ TEST_CASE("memory_profiling: tables and files") {
     CHECK(r.exit_code == 0);
     CHECK(has(r.out, "4 x 32 x 768 x 4 / 1024^2 = 0.4 MiB"));
     CHECK(has(r.out, ",parameters,held,make_model,model.cu:"));
-    CHECK(has(r.out, "predicted, batch 4, vocabulary 10000; every allocation counted; meta (nothing is computed); commit "));
+    CHECK(has(r.out,
+              "predicted, batch 4, vocabulary 10000; every allocation counted; meta (nothing is computed); commit "));
     for (const char* phase : {"forward", "step"}) {
         CHECK(unlink((out + "/snapshot_" + phase + "_small_32_fp32.pickle").c_str()) == 0);
     }

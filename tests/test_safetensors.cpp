@@ -37,6 +37,12 @@ static std::string refusal(const std::string& path, const std::string& bytes) {
 static const char* const TWO =  // a valid header for 12 bytes of data
     R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"U8","shape":[4],"data_offsets":[8,12]}})";
 
+TEST_CASE("safetensors: no metadata is as good as null") {
+    Folder folder;
+    const std::string path = folder / "x.safetensors";
+    save_file(path, in_file("{\"__metadata__\":null}", ""));
+    CHECK(load_safetensors(path).metadata.empty());
+}
 TEST_CASE("safetensors: a round trip gives back every bit, name, shape and dtype") {
     Folder folder;
     std::string path = folder / "x.safetensors";
