@@ -47,16 +47,16 @@ static void memory_accounting(const Options& o, Table& t, double P, double per_t
 static void answer_memory(const Options& o, double P, double per_token) {
     double at_tokens = least_devices(P, per_token * o.tokens, CHIP_GB * GB);
     answer("a",
-           "P = 2 D F L = %.0f parameters take 4 P = %.1f GB (%.1f GiB) in fp32. With their gradients and AdamW's "
-           "two moments they take 16 P = %.1f GB (%.1f GiB), the memory of %.0f GPUs of %g GB, or of %.0f if a GB "
-           "is taken as 2^30 bytes. Backward saves 2 L (D + F) = %.0f bytes per token in bf16.",
+           "P = 2 D F L = %.0f parameters take 4 P = %.1f GB (%.1f GiB) in fp32. With their gradients and AdamW's two "
+           "moments they take 16 P = %.1f GB (%.1f GiB), the memory of %.0f GPUs of %g GB, or of %.0f if a GB is taken "
+           "as 2^30 bytes. Backward saves 2 L (D + F) = %.0f bytes per token in bf16.",
            P, 4 * P / GB, 4 * P / GIB, 16 * P / GB, 16 * P / GIB, ceil(16 * P / GB / GPU_GB), GPU_GB,
            ceil(16 * P / GIB / GPU_GB), per_token);
     answer("b",
            "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for backward, and half of A "
-           "is sharded over the N devices, like the weights. Without activations that is below %g GB from N = "
-           "%.0f devices on; with %d tokens per device, %s. No N is enough from %.0f tokens per device on, "
-           "because A/2 alone fills the memory.",
+           "is sharded over the N devices, like the weights. Without activations that is below %g GB from N = %.0f "
+           "devices on; with %d tokens per device, %s. No N is enough from %.0f tokens per device on, because A/2 "
+           "alone fills the memory.",
            CHIP_GB, least_devices(P, 0, CHIP_GB * GB), o.tokens,
            at_tokens > 0 ? strprintf("from N = %.0f on", at_tokens).c_str() : "for no N",
            ceil(CHIP_GB * GB / (per_token / 2)));
@@ -68,11 +68,11 @@ int cmd_communication_accounting(const Options& o) {
     const double alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB), most_Y = M_Y * F / alpha;
     const double in_turn = least_batch(o, alpha, X, Y), overlapped = Y <= most_Y ? alpha * X / M_X : 0;
     const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
-    Table t{strprintf("communication_accounting: D = d_model %g, F = d_ff %g, L = %g blocks of two Linear layers; GB = "
-                      "1e9 bytes, GiB = 2^30; C = %g TFLOP/s, W = %g GB/s, X = %g (FSDP), Y = %g (TP), M_X = %g, M_Y = "
-                      "%g",
-                      D, F, L, o.tflops, o.bandwidth_gb, X, Y, M_X, M_Y),
-            {"part", "quantity", "formula", "value", "unit"}};
+    Table t{
+        strprintf("communication_accounting: D = d_model %g, F = d_ff %g, L = %g blocks of two Linear layers; GB = 1e9 "
+                  "bytes, GiB = 2^30; C = %g TFLOP/s, W = %g GB/s, X = %g (FSDP), Y = %g (TP), M_X = %g, M_Y = %g",
+                  D, F, L, o.tflops, o.bandwidth_gb, X, Y, M_X, M_Y),
+        {"part", "quantity", "formula", "value", "unit"}};
     memory_accounting(o, t, P, per_token);
     row(t, "c", "alpha", "C / W", alpha, 1, "FLOP/byte");
     for (bool turns : {true, false}) {
@@ -104,9 +104,9 @@ int cmd_communication_accounting(const Options& o) {
     if (in_turn > 0) {
         answer("c",
                "Forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = %.0f tokens overall, "
-               "%.1f per chip; alpha = C / W = %.1f FLOP per byte. This holds for every schedule: FSDP's gathers "
-               "and TP's all-reduces take turns. Where both axes communicate at once, each over its own links, "
-               "alpha X / M_X = %.0f tokens (%.1f per chip) are enough.",
+               "%.1f per chip; alpha = C / W = %.1f FLOP per byte. This holds for every schedule: FSDP's gathers and "
+               "TP's all-reduces take turns. Where both axes communicate at once, each over its own links, alpha X / "
+               "M_X = %.0f tokens (%.1f per chip) are enough.",
                ceil(in_turn), in_turn / N, alpha, ceil(overlapped), overlapped / N);
     } else {
         answer("c",
@@ -116,10 +116,9 @@ int cmd_communication_accounting(const Options& o) {
     }
     answer(
         "d",
-        "The split can be chosen: the least batch is 4 alpha^2 / (M_X M_Y F) = %.1f tokens per chip, at X = 2 "
-        "alpha N / (M_Y F) = %.1f%s. Communication on both axes at once divides it by 4: alpha^2 / (M_X M_Y F) "
-        "= %.1f. Fewer bytes (8-bit weights halve alpha X / M_X), more links per axis and pipeline stages "
-        "lower it further.",
+        "The split can be chosen: the least batch is 4 alpha^2 / (M_X M_Y F) = %.1f tokens per chip, at X = 2 alpha N "
+        "/ (M_Y F) = %.1f%s. Communication on both axes at once divides it by 4: alpha^2 / (M_X M_Y F) = %.1f. Fewer "
+        "bytes (8-bit weights halve alpha X / M_X), more links per axis and pipeline stages lower it further.",
         per_chip, 2 * N / most_Y,
         best_X > 0
             ? strprintf("; in whole numbers X = %g, Y = %g needs %.0f tokens", best_X, N / best_X, ceil(best)).c_str()

@@ -109,7 +109,7 @@ static std::string compared(const std::vector<AttentionRun>& runs, Stats PassTim
     std::vector<std::string> parts;
     for (const Kind& k : kinds) {
         if (k.rows == 0) { continue; }
-        std::string of_all = parts.empty() ? " of " + counted(std::to_string(runs.size()), "configuration") : "";
+        std::string of_all = parts.empty() ? " of " + counted(runs.size(), "configuration") : "";
         bool has_factor = &k == &kinds[0] || &k == &kinds[2];
         std::string times = has_factor ? span(k.least, k.most, "%.2f") + " times as fast, " : "";
         parts.push_back(strprintf("%s in %d%s (%sS %s)", k.name, k.rows, of_all.c_str(), times.c_str(),
@@ -185,21 +185,19 @@ void answer_pytorch_attention(const std::vector<AttentionRun>& runs, const Atten
     std::vector<std::string> buffers;
     size_t saved = 0, square = m.saved.rbegin()->first;
     for (auto b = m.saved.rbegin(); b != m.saved.rend(); b++) {
-        buffers.push_back(
-            strprintf("%s of %g MiB", counted(std::to_string(b->second), "buffer").c_str(), b->first / MiB));
+        buffers.push_back(strprintf("%s of %g MiB", counted(b->second, "buffer").c_str(), b->first / MiB));
         saved += b->first * b->second;
     }
     answer("a",
            "The smallest configuration that does not fit (doubling S, predicted) has S %d and D %d: it needs %.1f GiB, "
-           "and "
-           "%.1f are there. When "
-           "backward starts, it holds %.1f GiB: %s. The largest are exp(S - m) and P, %d x %d^2 numbers of %zu bytes. "
-           "At the peak, in backward, %zu of that size are held, because gradients such as dP come on top.",
+           "and %.1f are there. When backward starts, it holds %.1f GiB: %s. The largest are exp(S - m) and P, %d x "
+           "%d^2 numbers of %zu bytes. At the peak, in backward, %zu of that size are held, because gradients such as "
+           "dP come on top.",
            m.S, m.D, m.peak / GiB, m.available / GiB, saved / GiB, list_of(buffers).c_str(), GRID_BATCH, m.S,
            square / GRID_BATCH / m.S / m.S, m.peak / square);
     answer("a",
-           "FlashAttention removes this cost: it keeps L, one number per query, and computes P again in backward, "
-           "tile by tile. It would hold q, k, v, dO, O and L, %.1f MiB.",
+           "FlashAttention removes this cost: it keeps L, one number per query, and computes P again in backward, tile "
+           "by tile. It would hold q, k, v, dO, O and L, %.1f MiB.",
            sizeof(float) * GRID_BATCH * m.S * (5.0 * m.D + 1) / MiB);
 }
 int cmd_pytorch_attention(const Options& o) {
@@ -290,8 +288,7 @@ int cmd_weighted_sum(const Options& o) {
     print(table);
     answer("",
            "For a large x memory bounds both passes: per number of x, forward does two FLOPs and reads 4 bytes, "
-           "backward does three, "
-           "reads 4 bytes and writes 4.");
+           "backward does three, reads 4 bytes and writes 4.");
     return 0;
 }
 
@@ -364,8 +361,8 @@ static void answer_errors(const std::vector<AttentionCheck>& checks, size_t outp
         if (error >= 0) { worst.push_back(strprintf("%.1e in %s", error, name_of(dtype))); }
     }
     answer("",
-           "All %zu checks pass: |error| <= 1e-2 + 1e-2 |reference|. In the handout's test (batch 4, S 128, D 64) "
-           "the largest error in FlashAttention's %s is %s.",
+           "All %zu checks pass: |error| <= 1e-2 + 1e-2 |reference|. In the handout's test (batch 4, S 128, D 64) the "
+           "largest error in FlashAttention's %s is %s.",
            checks.size(), names, list_of(worst).c_str());
 }
 void answer_flash_forward(const std::vector<AttentionCheck>& checks) {
@@ -443,12 +440,11 @@ int cmd_flash_benchmarking(const Options& o) {
 
 void answer_flash_leaderboard(const std::string& impl, const PassTimes& t, double tflops, double matmul_tflops,
                               bool is_handouts) {
-    answer(
-        "",
-        "Our fastest, %s, takes %.3f ms for forward and backward, %.3f ms for forward alone. That is %.3g %s, %.0f %% "
-        "of the rate of matrix products on this device.",
-        impl.c_str(), t.both.median, t.forward.median, tflops * unit_of(tflops).per_tera, unit_of(tflops).name,
-        100 * tflops / matmul_tflops);
+    answer("",
+           "Our fastest, %s, takes %.3f ms for forward and backward, %.3f ms for forward alone. That is %.3g %s, %.0f "
+           "%% of the rate of matrix products on this device.",
+           impl.c_str(), t.both.median, t.forward.median, tflops * unit_of(tflops).per_tera, unit_of(tflops).name,
+           100 * tflops / matmul_tflops);
     if (is_handouts) {
         answer("", "The class leaderboard of 2025 was led with 5.364 ms, in Triton on an H100; ours is CUDA.");
     }
@@ -475,10 +471,10 @@ int cmd_flash_leaderboard(const Options& options) {
     const double rate = matmul_rate(precision, o.quick ? 1024 : 8192, 20);
     const FlopUnit unit = unit_of(rate);
     Table table{
-        strprintf("flash_leaderboard: batch 1, %s, D %d, S %d, %s, causal; %.2g s of warm-up, %.2g s of runs, "
-                  "median; this device multiplies matrices at %.3g %s",
-                  counted(std::to_string(c.H), "head").c_str(), c.D, c.Tq, name_of(precision), warmup / 1e3,
-                  budget / 1e3, rate * unit.per_tera, unit.name),
+        strprintf("flash_leaderboard: batch 1, %s, D %d, S %d, %s, causal; %.2g s of warm-up, %.2g s of runs, median; "
+                  "this device multiplies matrices at %.3g %s",
+                  counted(c.H, "head").c_str(), c.D, c.Tq, name_of(precision), warmup / 1e3, budget / 1e3,
+                  rate * unit.per_tera, unit.name),
         {"implementation", "forward ms", "backward ms", "forward+backward ms", unit.name, "% of the matmul rate"}};
     std::string best;
     PassTimes best_times;

@@ -79,10 +79,10 @@ static void print_strategies(const Options& o) {
     const ModelConfig c = tiny_model(BLOCKS);
     const std::vector<CheckpointStrategy> all = run_strategies(BLOCKS, o.seed, B, T);
     Table table{
-        strprintf("gradient_checkpointing (a): N = %d blocks, d_model %d, d_ff %d, %d heads, vocabulary %d, "
-                  "batch %d, context length %d, precision %s, mode %s; h = ceil(log2 N); inputs: residual "
-                  "streams between blocks, %s MiB each; blocks kept: with all residuals; peak: beyond weights "
-                  "and gradients, which have the same bits in all rows",
+        strprintf("gradient_checkpointing (a): N = %d blocks, d_model %d, d_ff %d, %d heads, vocabulary %d, batch %d, "
+                  "context length %d, precision %s, mode %s; h = ceil(log2 N); inputs: residual streams between "
+                  "blocks, %s MiB each; blocks kept: with all residuals; peak: beyond weights and gradients, which "
+                  "have the same bits in all rows",
                   BLOCKS, c.d_model, c.d_ff, c.num_heads, c.vocab_size, B, T, name_of(context.precision),
                   name_of(context.mode), mib(sizeof(float) * B * T * c.d_model, 3).c_str()),
         {"strategy", "inputs kept", "blocks kept", "memory", "run again", "blocks again", "compute", "peak MiB"}};
@@ -127,12 +127,11 @@ std::vector<CheckpointRun> run_sizes(const ModelConfig& c, const Options& o, boo
 }
 static void print_sizes(const std::vector<CheckpointRun>& runs, const ModelConfig& c, const Options& o, bool really) {
     Table table{
-        strprintf("gradient_checkpointing (b): %s; %s, %d blocks, batch %d, context length %d, vocabulary %d, "
-                  "precision %s, mode %s; peak of a training step, with AdamW's moments; time of forward and "
-                  "backward, %d warmup, %d step",
-                  really ? "really run" : "predicted, nothing ran", c.name.c_str(), c.num_layers, o.batch_size,
-                  o.context_length, c.vocab_size, name_of(context.precision), name_of(context.mode), o.warmup[0],
-                  o.steps),
+        strprintf(
+            "gradient_checkpointing (b): %s; %s, %d blocks, batch %d, context length %d, vocabulary %d, precision %s, "
+            "mode %s; peak of a training step, with AdamW's moments; time of forward and backward, %d warmup, %d step",
+            really ? "really run" : "predicted, nothing ran", c.name.c_str(), c.num_layers, o.batch_size,
+            o.context_length, c.vocab_size, name_of(context.precision), name_of(context.mode), o.warmup[0], o.steps),
         {"blocks per checkpoint", "predicted peak MiB", "of it activations", "peak MiB", "fwbw_mean_ms", "of none"}};
     const Stats& none = runs.back().ms;
     if (!really) { table.columns.resize(3); }

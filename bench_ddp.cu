@@ -24,7 +24,7 @@ size_t room_of_each_rank(const Communicator& c) {
     return least;
 }
 
-static std::string ranks(int n) { return counted(std::to_string(n), "rank"); }
+static std::string ranks(int n) { return counted(n, "rank"); }
 static const char* const ONE_RANK = "One rank has no other to share with, so there is nothing to compare.";
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -111,8 +111,7 @@ static void print_all_reduces(const Options& o, const std::vector<AllReduceRun>&
                               const std::vector<std::string>& missing) {
     Table table{strprintf("%s: all-reduce, float32, sums checked; median of all ranks and %s, a barrier before each, "
                           "after %s; busbw: algbw 2(n-1)/n",
-                          o.command.c_str(), counted(std::to_string(o.steps), "step").c_str(),
-                          counted(std::to_string(o.warmup[0]), "warm-up").c_str()),
+                          o.command.c_str(), counted(o.steps, "step").c_str(), counted(o.warmup[0], "warm-up").c_str()),
                 {"Backend", "Device", "Ranks", "Tensor Size (MB)", "median ms", "algbw (GB/s)", "busbw (GB/s)"}};
     bool ran = false;
     for (const AllReduceRun& r : runs) {
@@ -334,9 +333,8 @@ static void train_and_compare(const Communicator& c, Strategy strategy, double b
 static int check_strategy(const Options& o, Strategy strategy, const std::vector<double>& bucket_mb) {
     return run_ranks(o, [&](const Communicator& c) {
         Table table{
-            strprintf("%s: weights of data parallel against single-process training after each of %d steps; "
-                      "World size: %d, Batch size: %d, SGD, Learning rate: 0.1; toy models with %d outputs; "
-                      "backend %s",
+            strprintf("%s: weights of data parallel against single-process training after each of %d steps; World "
+                      "size: %d, Batch size: %d, SGD, Learning rate: 0.1; toy models with %d outputs; backend %s",
                       o.command.c_str(), STEPS, c.world, ROWS_A_RANK * c.world, toy_outputs(o), c.backend.c_str()),
             {"Model", "calls", "Parameter", "max diff", "mean diff", "Parameters", "ranks' bits"}};
         std::vector<WeightsCheck> checks;
@@ -362,9 +360,7 @@ int cmd_ddp_overlap_bucketed(const Options& o) { return check_strategy(o, BUCKET
 //             |   [all-reduce][all-reduce]  |                  communication stream: hidden, as far as under backward
 
 ModelConfig choose_step(Options& o, const Communicator& c) {
-    if (c.backend == "gloo" && context.device == CUDA) {  // through the host
-        o.quick = true, context.sizes = "; Gloo: sizes of --quick";
-    }
+    if (c.backend == "gloo" && !o.quick) { o.quick = true, context.sizes = "; Gloo, on the CPU: sizes of --quick"; }
     if (o.quick && !o.has("size")) {
         by_quick(o, "d_model", &Options::d_model, 128), by_quick(o, "d_ff", &Options::d_ff, 512);
         by_quick(o, "num_layers", &Options::num_layers, 4), by_quick(o, "num_heads", &Options::num_heads, 4);
@@ -382,12 +378,11 @@ ModelConfig choose_step(Options& o, const Communicator& c) {
 }
 std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c) {
     return strprintf(
-        "%s; %s, backend %s; size %s (d_model %d, %s), precision %s, mode %s; %s per rank, context "
-        "length: %d, AdamW; %d warmup, %d step",
+        "%s; %s, backend %s; size %s (d_model %d, %s), precision %s, mode %s; %s per rank, context length: %d, AdamW; "
+        "%d warmup, %d step",
         o.command.c_str(), ranks(c.world).c_str(), c.backend.c_str(), m.name.c_str(), m.d_model,
-        counted(std::to_string(m.num_layers), "layer").c_str(), name_of(context.precision),
-        caption_of(context.mode).c_str(), counted(std::to_string(o.batch_size), "sequence").c_str(), o.context_length,
-        o.warmup[0], o.steps);
+        counted(m.num_layers, "layer").c_str(), name_of(context.precision), caption_of(context.mode).c_str(),
+        counted(o.batch_size, "sequence").c_str(), o.context_length, o.warmup[0], o.steps);
 }
 Batch batch_of(const Options& o, const ModelConfig& m, int rank) {
     return random_batch(o.batch_size, o.context_length, m.vocab_size, o.seed + 1 + rank);
@@ -563,8 +558,8 @@ void answer_ddp_overlap_individual_parameters_benchmarking(const std::vector<Ddp
                over.backward.mean, none.backward.mean);
     }
     answer("b",
-           "In naive's trace (--trace FILE.json) all all-reduces lie after backward, and the compute stream waits "
-           "%.2f ms. In overlapped's %.1f %% of their time lies under backward, and it waits %.2f ms.",
+           "In naive's trace (--trace FILE.json) all all-reduces lie after backward, and the compute stream waits %.2f "
+           "ms. In overlapped's %.1f %% of their time lies under backward, and it waits %.2f ms.",
            naive.exposed.mean, 100 * over.hidden.mean / over.communication.mean, over.exposed.mean);
 }
 
@@ -617,16 +612,16 @@ void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, const Buc
     answer("a",
            "Fewer calls should take less time, and %s: %.2f ms in %s, %.2f ms in %d. A large last bucket should leave "
            "more exposed, and %s: %.2f ms with %g MB, %.2f ms with a tensor per call.",
-           cheaper ? "they do" : "here they do not", few->communication.mean,
-           counted(std::to_string(few->calls), "call").c_str(), over.communication.mean, over.calls,
-           exposed ? "it does" : "here it does not", few->exposed.mean, few->bucket_mb, over.exposed.mean);
+           cheaper ? "they do" : "here they do not", few->communication.mean, counted(few->calls, "call").c_str(),
+           over.communication.mean, over.calls, exposed ? "it does" : "here it does not", few->exposed.mean,
+           few->bucket_mb, over.exposed.mean);
     answer("a",
            "The model in (b) needs backward to take as long as communication. Here backward takes %.2f ms and flat's "
            "all-reduce %.2f ms, %s.",
            none.backward.mean, flat.communication.mean, setup_of(none, flat, over).c_str());
     answer("b",
-           "A bucket takes s/(n_b w) to compute and o + s/(n_b w) to send, and sending goes on back to back once "
-           "the first is computed: overhead(s, w, o, n_b) = s/(n_b w) + n_b o. It is least, 2 sqrt(s o/w), for n_b = "
+           "A bucket takes s/(n_b w) to compute and o + s/(n_b w) to send, and sending goes on back to back once the "
+           "first is computed: overhead(s, w, o, n_b) = s/(n_b w) + n_b o. It is least, 2 sqrt(s o/w), for n_b = "
            "sqrt(s/(o w)): the best bucket has s/n_b = sqrt(s o w) bytes.");
     const double bytes = std::min(m.s, sqrt(m.s * m.o * m.w));  // at least one bucket
     if (!(m.w > 0 && std::isfinite(m.w))) {
@@ -634,9 +629,7 @@ void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, const Buc
     } else {
         answer("b",
                "Timed alone, this run's fastest all-reduces have o = %.1f us and w = %.2f GB/s. With s = %.1f MB the "
-               "best bucket "
-               "has %.1f "
-               "MB%s and an overhead of %.2f ms.",
+               "best bucket has %.1f MB%s and an overhead of %.2f ms.",
                1e3 * m.o, m.w / 1e6, m.s / 1e6, bytes / 1e6, bytes < m.s ? "" : " (all gradients)",
                bytes / m.w + m.s / bytes * m.o);
     }
@@ -793,8 +786,8 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
         Options o = asked;
         const ModelConfig config = choose_step(o, c);
         Table time{caption_of(o, config, c) +
-                       "; gradients: from backward's end to the optimizer's start; optimizer: with "
-                       "the wait for new weights (ZeRO-1: for gradients, too); MB sent in a ring",
+                       "; gradients: from backward's end to the optimizer's start; optimizer: with the wait for new "
+                       "weights (ZeRO-1: for gradients, too); MB sent in a ring",
                    {"Optimizer", "Total Time (ms)", "std", "gradients (ms)", "optimizer (ms)", "MB sent per step"}};
         Table memory{"Peaks of rank 0 in a first step, and in later ones, MiB",
                      {"Optimizer", "Moment", "parameters", "gradients", "optimizer state", "the rest", "peak"}};

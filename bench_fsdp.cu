@@ -78,14 +78,14 @@ static void train_both(WeightsCheck& check, const Communicator& c, const FsdpCas
 int cmd_fsdp(const Options& o) {
     return run_ranks(o, [&](const Communicator& c) {
         const int repetitions = o.quick ? 1 : 5;
-        Table table{strprintf("fsdp: weights of FSDP against single-process training after each of %d steps, %s; World "
-                              "size: %d, Batch size: %d, context length: %d; Transformer: d_model 64, 3 layers, decay "
-                              "0.01, AdamW with lr 0.001, SGD with "
-                              "momentum 0.9 and lr 0.01, in pure_bf16 1; backend %s",
-                              STEPS, counted(std::to_string(repetitions), "repetition").c_str(), c.world,
-                              ROWS * c.world, POSITIONS, c.backend.c_str()),
-                    {"Optimizer", "precision", "mode", "checkpoint", "head chunk", "passes", "max diff", "mean diff",
-                     "Parameters"}};
+        Table table{
+            strprintf("fsdp: weights of FSDP against single-process training after each of %d steps, %s; World size: "
+                      "%d, Batch size: %d, context length: %d; Transformer: d_model 64, 3 layers, decay 0.01, AdamW "
+                      "with lr 0.001, SGD with momentum 0.9 and lr 0.01, in pure_bf16 1; backend %s",
+                      STEPS, counted(repetitions, "repetition").c_str(), c.world, ROWS * c.world, POSITIONS,
+                      c.backend.c_str()),
+            {"Optimizer", "precision", "mode", "checkpoint", "head chunk", "passes", "max diff", "mean diff",
+             "Parameters"}};
         std::vector<WeightsCheck> checks;
         for (const FsdpCase& k : fsdp_cases()) {
             WeightsCheck x{"Transformer", strprintf("%s, mode %s", name_of(k.precision), name_of(k.mode))};
@@ -98,7 +98,7 @@ int cmd_fsdp(const Options& o) {
         }
         print_checks(c, table, checks,
                      strprintf("FSDP on %s and of one process with the whole batch, after each of %d steps,",
-                               counted(std::to_string(c.world), "rank").c_str(), STEPS));
+                               counted(c.world, "rank").c_str(), STEPS));
     });
 }
 
@@ -180,8 +180,8 @@ static void print_tables(const std::string& caption, const std::vector<FsdpRun>&
     print(memory);
     const std::vector<FsdpUnitTimes>& units = runs[FULLY_SHARDED].units;
     Table times{
-        "(b): each unit's all-gather, and how long the compute stream waited for it, ms; the same "
-        "run, rank 0, mean of all steps",
+        "(b): each unit's all-gather, and how long the compute stream waited for it, ms; the same run, rank 0, mean of "
+        "all steps",
         {"unit", "forward: gather", "wait", "backward: gather", "wait in backward", "wait for gradients"}};
     FsdpUnitTimes all{};
     auto row = [&](const std::string& name, const FsdpUnitTimes& u) {
@@ -206,21 +206,20 @@ static void answer_saved(const char* name, const FsdpRun& other, const FsdpRun& 
         return strprintf("%.1f MiB %s", mib(std::fabs(bytes)), bytes < 0 ? "less" : "more");
     };
     const double saved = (double)a.peak - (double)b.peak, more = saved - expected;
-    answer(
-        "a",
-        "FSDP takes %.1f MiB %s than %s. That is %.1f MiB %s than expected: it takes %s of gradients, %s of gathered "
-        "units and weight copies, and %s of activations.",
-        mib(std::fabs(saved)), saved < 0 ? "more" : "less", name, mib(std::fabs(more)), more < 0 ? "more" : "less",
-        taken(gradients - saved_of(GRADIENTS)).c_str(), taken(-saved_of(WEIGHT_COPIES)).c_str(),
-        taken(activations_of(b) - activations_of(a)).c_str());
+    answer("a",
+           "FSDP takes %.1f MiB %s than %s. That is %.1f MiB %s than expected: it takes %s of gradients, %s of "
+           "gathered units and weight copies, and %s of activations.",
+           mib(std::fabs(saved)), saved < 0 ? "more" : "less", name, mib(std::fabs(more)), more < 0 ? "more" : "less",
+           taken(gradients - saved_of(GRADIENTS)).c_str(), taken(-saved_of(WEIGHT_COPIES)).c_str(),
+           taken(activations_of(b) - activations_of(a)).c_str());
 }
 void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double psi, int bytes) {
     if (world == 1) { return answer("", "One rank has no other to share with, so there is nothing to compare."); }
     const double N = world, full = 4 * bytes * psi, split = (full + full / N) / 2, part = full / N;
     answer("a",
            "FSDP should save %.1f MiB against DDP and %.1f MiB against a sharded optimizer. Weights, gradients and two "
-           "moments take %d Psi bytes with DDP, (%d + %d/N) Psi with the sharded optimizer and %d Psi/N with FSDP; "
-           "Psi is %.0f, N %d.",
+           "moments take %d Psi bytes with DDP, (%d + %d/N) Psi with the sharded optimizer and %d Psi/N with FSDP; Psi "
+           "is %.0f, N %d.",
            mib(full - part), mib(split - part), 4 * bytes, 2 * bytes, 2 * bytes, 4 * bytes, psi, world);
     const FsdpRun& fsdp = runs[FULLY_SHARDED];
     for (int way : {PLAIN_DDP, SHARDED_OPTIMIZER}) {
@@ -234,14 +233,14 @@ void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double 
     }
     if (fsdp.oom) { return; }
     answer("a",
-           "FSDP holds two whole units and their gradients in buffers. Its own shards of all gradients are there "
-           "only at backward's end, when activations are gone.");
+           "FSDP holds two whole units and their gradients in buffers. Its own shards of all gradients are there only "
+           "at backward's end, when activations are gone.");
     const bool in_time = level(fsdp.gathers, fsdp.hidden);
     const double waits = fsdp.gathers.mean - fsdp.hidden.mean;
     answer("b",
            "%s in time for forward: from layer 1 on they take %.3f ms, and the compute stream waits %.3f ms for them "
-           "(%.1f %%). The gathers of the embedding and of layer 0 have no block to hide under: it waits %.3f and "
-           "%.3f ms for them.",
+           "(%.1f %%). The gathers of the embedding and of layer 0 have no block to hide under: it waits %.3f and %.3f "
+           "ms for them.",
            in_time ? "The gathers come" : "Not all gathers come", fsdp.gathers.mean, waits,
            100 * waits / fsdp.gathers.mean, fsdp.units[0][WAIT], fsdp.units[1][WAIT]);
 }

@@ -254,20 +254,6 @@ static void print_steps(const std::vector<StepRun>& runs, const Options& o, cons
     }
     print(table);
 }
-static void print_seconds(const std::vector<StepRun>& runs, const std::string& caption) {
-    Table table{caption, {"", "model", "mean", "std"}};
-    for (const StepRun& r : runs) {
-        for (Phase phase : {FORWARD_BACKWARD, FORWARD}) {
-            const PhaseRun& run = r.phase[phase];
-            const std::string passes = phase == FORWARD ? " (forward only)" : " (forward, backward)";
-            table.row(table.rows.size(), r.config.name + passes,
-                      run.ran() ? strprintf("%.6g", run.all.mean / 1e3) : oom_cell(run.oom),
-                      run.ran() ? deviation(run.all, "%.6g", 1e3) : "");
-        }
-    }
-    print(table);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // benchmarking_script (c): fewer warm-up steps. This needs processes that have done nothing yet: context, kernels'
 // code, library handles, memory pool and page tables are cold only once. So the program starts itself with the same
@@ -298,7 +284,7 @@ void answer_warmup(const std::vector<WarmupRun>& runs) {
     };
     const bool is_both = change(&WarmupRun::both) > change(&WarmupRun::forward);  // where the first steps show most
     auto ms = [&](const WarmupRun& r) { return (is_both ? r.both : r.forward).all; };
-    auto after = [](const WarmupRun& r) { return counted(to_cell(r.warmup), "warm-up step"); };
+    auto after = [](const WarmupRun& r) { return counted(r.warmup, "warm-up step"); };
     const Stats cold = ms(runs.front()), warm = ms(runs.back());
     // One slow step among many raises the cold mean and its deviation alike: only the warm run's deviation is noise.
     const double more = cold.mean - warm.mean, noise = std::max(warm.std, SMALL_DEVIATION * warm.mean);
@@ -323,10 +309,9 @@ void answer_warmup(const std::vector<WarmupRun>& runs) {
         answer("c", "After %s warm-up steps it takes %s ms.", list_of(steps).c_str(), list_of(means).c_str());
     }
     answer("c",
-           enough + 1 == runs.size()
-               ? "No smaller number comes within %.0f %% of %s: clocks, caches and the memory pool "
-                 "settle only over several steps."
-               : "The mean is within %.0f %% of the last from %s on.",
+           enough + 1 == runs.size() ? "No smaller number comes within %.0f %% of %s: clocks, caches and the memory "
+                                       "pool settle only over several steps."
+                                     : "The mean is within %.0f %% of the last from %s on.",
            100 * alike, after(runs[enough]).c_str());
 }
 static void print_warmups(const ModelConfig& c, const Options& o) {
@@ -357,21 +342,19 @@ int cmd_benchmarking_script(const Options& asked) {
     std::sort(sweep.warmup.begin(), sweep.warmup.end());
     if (o.has("warmup")) { o.warmup = {sweep.warmup.back()}; }
 
-    std::vector<StepRun> all, first;  // first: in the first precision and mode
+    std::vector<StepRun> all;
     for (Precision precision : precisions) {
         for (Mode mode : modes) {
             context.precision = precision, context.mode = mode;
             std::vector<StepRun> runs;
             for (const ModelConfig& c : configs) { runs.push_back(measure_model(c, o, o.warmup[0])); }
             print_times(runs, caption_of(o, configs, "benchmarking_script; " + setting()));
-            if (first.empty()) { first = runs; }
             all.insert(all.end(), runs.begin(), runs.end());
         }
     }
     require_a_run({all});
     print_steps(all, o, caption_of(o, configs, "benchmarking_script: whole steps, with AdamW; MFU: attention in full"));
     context.precision = precisions[0], context.mode = modes[0];
-    print_seconds(first, caption_of(o, configs, "benchmarking_script, in seconds; " + setting()));
     if (sweep.warmup.size() > 1 && o.trace.empty()) { print_warmups(configs[0], sweep); }
     return 0;
 }

@@ -85,6 +85,7 @@ std::string vstrprintf(const char* format, va_list arguments);
 std::string list_of(const std::vector<std::string>& items);          // "a", "a and b", "a, b and c"
 std::string span(double least, double most, const char* format);     // "3.4 to 58.3", or "3.4" where both print alike
 std::string counted(const std::string& n, const std::string& what);  // "1 step", "2 steps"
+inline std::string counted(int64_t n, const std::string& what) { return counted(std::to_string(n), what); }
 std::string join(const std::vector<std::string>& items, const char* between);
 std::string one_line(const std::string& text);  // control characters and what is not UTF-8 as \xNN
 
@@ -313,7 +314,7 @@ struct Stats {
     int n;
 };
 Stats stats_of(std::vector<double> values);
-std::string deviation(const Stats& s, const char* format, double per = 1);  // a cell; of one value: ""
+std::string deviation(const Stats& s, const char* format);  // a cell; of one value: ""
 // The difference of two measured times is no more than their noise: one standard deviation of each together, at least 1
 // % of the larger (10 % where one is of a single run, whose noise nobody knows).
 bool level(const Stats& a, const Stats& b);

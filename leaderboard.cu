@@ -113,8 +113,8 @@ void answer_leaderboard(const LeaderboardRun& r) {
     }
     const int most = (int)(std::max_element(r.parts, r.parts + STEP_PARTS) - r.parts);
     answer("", "A step of %s on %s takes %.1f ms, in the mean of %s. That is %.0f tokens per second and %.4g %s%s.",
-           r.what.c_str(), ranks.c_str(), r.step.mean, counted(std::to_string(r.step.n), "step").c_str(),
-           r.tokens / r.step.mean * 1e3, rate * unit_of(rate).per_tera, unit_of(rate).name,
+           r.what.c_str(), ranks.c_str(), r.step.mean, counted(r.step.n, "step").c_str(), r.tokens / r.step.mean * 1e3,
+           rate * unit_of(rate).per_tera, unit_of(rate).name,
            std::isnan(r.peak_rate) ? "" : strprintf(", an MFU of %.1f %%", 100 * rate / r.world / r.peak_rate).c_str());
     answer("", "The peak is %s%s, predicted %s. The largest part of the step is %s: %.1f ms, %.1f %%.",
            size(r.peak).c_str(), each, size(r.predicted).c_str(), part_names[most], r.parts[most],
@@ -145,18 +145,15 @@ static void leaderboard(Options o, const Communicator& c) {
     r.oom = r.predicted <= room_of_each_rank(c) ? 0 : r.predicted;
     if (!r.oom) { measure(r, c, o); }
     if (c.rank == 0) {
-        print_tables(
-            r,
-            strprintf("%s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d, causal; a sequence per backward; "
-                      "%.4g FLOP per step without what runs again; %s; %d warmup, %s",
-                      r.what.c_str(), config.num_layers, config.d_model, config.d_ff, config.num_heads,
-                      config.vocab_size, r.flops,
-                      c.world == 1 ? "one rank"
-                                   : strprintf("%d ranks, FSDP over %s, times of rank 0, the "
-                                               "largest peak",
-                                               c.world, c.backend.c_str())
-                                         .c_str(),
-                      o.warmup[0], counted(std::to_string(o.steps), "step").c_str()));
+        print_tables(r, strprintf("%s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d, causal; a sequence per "
+                                  "backward; %.4g FLOP per step without what runs again; %s; %d warmup, %s",
+                                  r.what.c_str(), config.num_layers, config.d_model, config.d_ff, config.num_heads,
+                                  config.vocab_size, r.flops,
+                                  c.world == 1 ? "one rank"
+                                               : strprintf("%d ranks, FSDP over %s, times of rank 0, the largest peak",
+                                                           c.world, c.backend.c_str())
+                                                     .c_str(),
+                                  o.warmup[0], counted(o.steps, "step").c_str()));
         answer_leaderboard(r);
     }
     if (r.oom) { fail("leaderboard: the step does not fit"); }

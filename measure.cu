@@ -313,7 +313,7 @@ std::string device_description() {
 #endif
     if (context.device == META) { return "meta (nothing is computed)"; }
     std::string name = field_of("/proc/cpuinfo", "model name");
-    std::string text = (name.empty() ? "CPU" : name) + ", " + counted(std::to_string(cpu_threads()), "thread");
+    std::string text = (name.empty() ? "CPU" : name) + ", " + counted(cpu_threads(), "thread");
 #ifdef HAVE_OPENBLAS
     text += strprintf(", OpenBLAS %s", openblas_get_corename());
 #endif
@@ -655,9 +655,7 @@ Stats stats_of(std::vector<double> values) {
     return {mean, std, median, values.front(), values.back(), n};
 }
 
-std::string deviation(const Stats& s, const char* format, double per) {
-    return s.n > 1 ? strprintf(format, s.std / per) : "";
-}
+std::string deviation(const Stats& s, const char* format) { return s.n > 1 ? strprintf(format, s.std) : ""; }
 bool level(const Stats& a, const Stats& b) {
     const double least = a.n > 1 && b.n > 1 ? 0.01 : 0.1;
     return std::fabs(a.mean - b.mean) <= std::max(std::hypot(a.std, b.std), least * std::max(a.mean, b.mean));

@@ -253,8 +253,8 @@ static std::vector<std::pair<std::string, int64_t>> saved_most(const BlockMemory
 // place of that of its output.
 static void print_blocks(const std::vector<MemoryRun>& runs, const std::string& caption) {
     Table saved{
-        "memory_profiling (f): what one block saves for backward, the five operations that save most; S: "
-        "context length; " +
+        "memory_profiling (f): what one block saves for backward, the five operations that save most; S: context "
+        "length; " +
             caption,
         {"S", "precision", "range and op", "bytes", "%"}};
     Table change{"memory_profiling (f): memory over one block in backward, bytes; S: context length; " + caption,
@@ -317,11 +317,10 @@ static void answer_peaks(const Runs& runs) {
            each(runs, [](auto& r) { return peak_text(r.step); }).c_str(), r.config.name.c_str(), name_of(r.precision),
            r.predicted ? "; predicted" : "");
     if (r.precision == FP32) {
-        answer(
-            "b",
-            "Weights and AdamW's two moments are 3 x %s MiB of a step's peak at any length. The gradients are a fourth "
-            "where the peak is after backward.",
-            mib(forward.peak_by[PARAMETERS]).c_str());
+        answer("b",
+               "Weights and AdamW's two moments are 3 x %s MiB of a step's peak at any length. The gradients are a "
+               "fourth where the peak is after backward.",
+               mib(forward.peak_by[PARAMETERS]).c_str());
     }
     if (!r.taped.oom) {
         answer("b", "At context length %d a forward that keeps what backward needs takes %s GiB more.", r.T,

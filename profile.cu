@@ -550,8 +550,8 @@ static void answer_softmax(const std::vector<ProfileRun>& runs, const ProfileRun
     const double D = (double)c.d_model / c.num_heads, flops = 4 * D / 5, times = r.softmax / r.products;
     if (std::isnan(times)) {
         answer("e",
-               "Softmax and both products are one kernel here (%.2f ms per forward), which hides their times. "
-               "Mode eager shows them.",
+               "Softmax and both products are one kernel here (%.2f ms per forward), which hides their times. Mode "
+               "eager shows them.",
                r.products);
         return answer("e", "Softmax has %.1f times fewer FLOPs (5 per score against 4 x %g).", flops, D);
     }

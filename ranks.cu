@@ -191,13 +191,11 @@ struct Links {
     cudaStream_t stream = nullptr;  // where collectives run, beside the compute stream
     cudaStream_t behind = nullptr;  // see run_behind
     int device = 0;
-    void* pinned = nullptr;  // Gloo cannot read GPU memory: tensors pass through this
-    size_t pinned_bytes = 0;
 #endif
 };
 
 using NcclCollective = std::function<void(Links& l)>;                                 // enqueues it
-using GlooCollective = std::function<void(Links& l, const Tensor& t, uint32_t tag)>;  // runs it on t in host memory
+using GlooCollective = std::function<void(Links& l, const Tensor& t, uint32_t tag)>;  // runs it on t
 
 static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
 
@@ -368,49 +366,13 @@ static void gloo_all_gather(Links& l, const Tensor& t, const std::vector<int64_t
     gloo::allgatherv(options);
 }
 
-// Between any two memories, by Gloo's thread.
-static void transfer([[maybe_unused]] Links& l, void* to, const void* from, size_t bytes) {
-#ifdef __CUDACC__
-    if (l.stream) {
-        CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, l.stream));
-        CUDA_CHECK(cudaStreamSynchronize(l.stream));
-        return;
-    }
-#endif
-    memcpy(to, from, bytes);
-}
-// Runs f on t, or on a copy of it in pinned host memory where t lies on the GPU.
-static void staged([[maybe_unused]] Links& l, const Tensor& t, [[maybe_unused]] const Mark& ready,
-                   const std::function<void(const Tensor&)>& f) {
-#ifdef __CUDACC__
-    if (t.device() == CUDA) {
-        size_t bytes = bytes_of(t);
-        CUDA_CHECK(cudaSetDevice(l.device));  // of this thread
-        if (bytes > l.pinned_bytes) {
-            if (l.pinned) { CUDA_CHECK(cudaFreeHost(l.pinned)); }
-            l.pinned_bytes = 0;
-            CUDA_CHECK(cudaMallocHost(&l.pinned, bytes));
-            l.pinned_bytes = bytes;
-        }
-        Tensor host = t;
-        host.data = (char*)l.pinned;
-        CUDA_CHECK(cudaStreamWaitEvent(l.stream, (cudaEvent_t)ready.event.get()));
-        transfer(l, host.data, t.data, bytes);
-        f(host);
-        transfer(l, t.data, host.data, bytes);
-        return;
-    }
-#endif
-    f(t);
-}
 static void start_on_gloo(Links& l, const WorkPtr& work, Tensor t, GlooCollective f) {
-    Mark ready = mark();
-    auto job = [&l, work, t, f, ready]() mutable {
+    auto job = [&l, work, t, f]() mutable {
         Range range(work->what);
         work->begin = {now_ms(), nullptr};
         std::string error;
         try {
-            staged(l, t, ready, [&](const Tensor& host) { f(l, host, work->number); });
+            f(l, t, work->number);
         } catch (const std::exception& e) { error = first_line(e); }
         t = Tensor(), f = nullptr;  // who waits may count on their memory
         std::lock_guard<std::mutex> lock(l.mutex);
@@ -539,14 +501,14 @@ WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, [[maybe_unused]] 
     return start(c, "reduce-scatter", t, ON_NCCL([&](Links& l) { nccl_reduce_scatter(l, t, bounds, how, own); }),
                  ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) {
                      gloo_reduce_scatter(l, x, bounds, tag, how);
-                     if (own) { transfer(l, own.data, x.data + bounds[l.rank] * size_of(x.dtype), bytes_of(own)); }
+                     if (own) { memcpy(own.data, x.data + bounds[l.rank] * size_of(x.dtype), bytes_of(own)); }
                  }));
 }
 WorkPtr all_gather(const Communicator& c, const Tensor& t, [[maybe_unused]] const std::vector<int64_t>& bounds,
                    [[maybe_unused]] const Tensor& own) {
     return start(c, "all-gather", t, ON_NCCL([&](Links& l) { nccl_all_gather(l, t, bounds, own); }),
                  ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) {
-                     if (own) { transfer(l, x.data + bounds[l.rank] * size_of(x.dtype), own.data, bytes_of(own)); }
+                     if (own) { memcpy(x.data + bounds[l.rank] * size_of(x.dtype), own.data, bytes_of(own)); }
                      gloo_all_gather(l, x, bounds, tag);
                  }));
 }
@@ -592,6 +554,7 @@ void barrier(const Communicator& c) {
 std::string why_not(const std::string& backend, Device device, int n) {
     int gpus = cuda_devices();
     if (device == CUDA && gpus == 0) { return "no GPU here"; }
+    if (backend == "gloo" && device == CUDA) { return "Gloo works on CPUs only"; }
     if (backend == "gloo") { return HAS_GLOO ? "" : "built without Gloo (libgloo-dev)"; }
     if (device != CUDA) { return "NCCL works on GPUs only"; }
     if (!HAS_NCCL) { return "built without NCCL (nccl.h, libnccl)"; }
@@ -599,11 +562,13 @@ std::string why_not(const std::string& backend, Device device, int n) {
     return "";
 }
 
-static std::string choose_backend(const std::string& want, Device device, int local_world) {
-    if (want != "auto") { return want; }
-    const std::string why = why_not("nccl", device, local_world);
-    if (!why.empty()) { note("backend auto: took gloo (%s)", why.c_str()); }
-    return why.empty() ? "nccl" : "gloo";
+// By default NCCL where every rank of this machine has a GPU; else Gloo, on the CPU.
+static void choose_device_and_backend(Communicator& c, const Options& o, int gpu) {
+    const std::string why = why_not("nccl", CUDA, c.local_world);
+    const bool by_default = o.device == "cuda" || (o.device == "auto" && why.empty());
+    c.backend = o.backend != "auto" ? o.backend : by_default ? "nccl" : "gloo";
+    if (o.device == "auto" && c.backend == "gloo" && !why.empty()) { note("took gloo, on the CPU (%s)", why.c_str()); }
+    context.device = choose_device(o.device != "auto" ? o.device : c.backend == "nccl" ? "cuda" : "cpu", gpu);
 }
 
 // Of the job, the same for all its ranks, and of no other: by its launcher, the ranks' parent, unless the environment
@@ -648,18 +613,12 @@ static void connect_ranks(Communicator& c, const Options& o) {
     const int local_rank = (int)std::count(machines.begin(), machines.begin() + c.rank, here);
 
     const int gpus = cuda_devices(), gpu = gpus > 0 ? local_rank % gpus : 0;
-    if (c.rank == 0) {
-        context.device = choose_device(o.device, gpu);
-        c.backend = choose_backend(o.backend, context.device, c.local_world);
-    }
+    if (c.rank == 0) { choose_device_and_backend(c, o, gpu); }
     const std::string device = gather_text(c, name_of(context.device))[0];
     c.backend = gather_text(c, c.backend)[0];
     if (c.rank > 0) { context.device = choose_device(device, gpu); }
     const std::string why = why_not(c.backend, context.device, c.local_world);
     if (!why.empty()) { fail("backend %s: %s", c.backend.c_str(), why.c_str()); }
-    if (c.rank == 0 && c.backend == "gloo" && context.device == CUDA) {
-        note("backend gloo: what is on the GPU passes through pinned host memory");
-    }
 #ifdef __CUDACC__
     if (context.device == CUDA) {
         int least, greatest;  // collectives first: the others wait for them
@@ -702,7 +661,6 @@ static void disconnect_ranks(Communicator& c) {
     for (cudaStream_t s : {l.stream, l.behind}) {
         if (s) { CUDA_CHECK(cudaStreamDestroy(s)); }
     }
-    if (l.pinned) { CUDA_CHECK(cudaFreeHost(l.pinned)); }
 #endif
     // Rank 0 is the last, since the others have yet to read from the folder.
     if (c.rank > 0) { return save_file(strprintf("%s/done.%d", l.folder.c_str(), c.rank), ""); }

@@ -245,9 +245,6 @@ TEST_CASE("ddp: the same commands on GPUs") {
         if (gpus >= 4) {
             check_command({command, "--device", "cuda", "--nproc", "4", "--backend", "nccl"}, "identical");
         }
-        if (why_not("gloo", CUDA, 2).empty()) {
-            check_command({command, "--device", "cuda", "--nproc", "2", "--backend", "gloo"}, "identical");
-        }
     }
 }
 TEST_CASE("ddp: benchmarking commands") {

@@ -62,10 +62,6 @@ TEST_CASE("ranks: collectives over NCCL") {
         if (why_not("nccl", CUDA, n).empty()) { in_ranks("ranks: collectives over NCCL", n, CUDA, check_collectives); }
     }
 }
-TEST_CASE("ranks: GPU tensors over Gloo") {
-    if (lacks("gloo", CUDA, 2)) { return; }
-    in_ranks("ranks: GPU tensors over Gloo", 2, CUDA, check_collectives);
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Failures

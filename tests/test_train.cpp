@@ -328,14 +328,14 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
     FileTensor& embedding = changed.tensors.at("token_embeddings.weight");
     embedding = {"F16", embedding.shape, zeros.data(), (size_t)count(embedding.shape) * 2};
     save_safetensors(half, {changed.tensors.begin(), changed.tensors.end()});
-    refused(2, half, "found F16; tests/check.py takes such files");
+    refused(2, half, "found F16");
     changed = weights;
     changed.tensors["_orig_mod.lm_head.weight"] = changed.tensors.at("lm_head.weight");
     save_safetensors(compiled, {changed.tensors.begin(), changed.tensors.end()});
-    refused(2, compiled, "tests/check.py takes such files");
+    refused(2, compiled, "_orig_mod.lm_head.weight");
     int ids[3] = {1, 2, 3};
     save_safetensors(flat, {{"tokens", {"I32", {3}, ids, 12}}, {"targets", {"I32", {3}, ids, 12}}});
-    refused(4, flat, "tests/check.py takes such files");
+    refused(4, flat, "tokens");
     write_file(zip, "PK\3\4 and what else a zip file has");
     refused(2, zip, "found a zip file, such as PyTorch's .pt; tests/check.py --weights reads it");
     batch.tensors["mask"] = batch.tensors["tokens"];
