@@ -19,6 +19,7 @@
 #include <utility>
 
 #include <omp.h>
+#include <netdb.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -273,6 +274,14 @@ static void connect_gloo(Communicator& c) {
         attributes.iface = interface;
     } else if (one_machine) {
         attributes.hostname = "127.0.0.1";
+    } else {
+        char name[256] = "";
+        addrinfo* address = nullptr;
+        gethostname(name, sizeof name - 1);
+        if (getaddrinfo(name, nullptr, nullptr, &address) != 0) {  // Gloo would crash
+            fail("Gloo: this machine's name, %s, has no address; set GLOO_SOCKET_IFNAME to the network's name", name);
+        }
+        freeaddrinfo(address);
     }
     try {
         auto device = gloo::transport::tcp::CreateDevice(attributes);
