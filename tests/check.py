@@ -1,23 +1,28 @@
 #!/usr/bin/env python3
-"""tests/check.py: is your PyTorch model, optimizer or attention the handout's? It compares them with ./cs336.
+"""tests/check.py: is your own PyTorch solution right? It compares yours with ./cs336.
 
-  python3 tests/check.py model my_solution:TransformerLM --kwargs vocab_size=1000 context_length=64 d_model=64 \\
-      num_layers=2 num_heads=4 d_ff=128 rope_theta=10000.0
-  python3 tests/check.py model ... --optimizer my_solution:AdamW     also the weights after 3 steps
-  python3 tests/check.py attention my_solution:attention             attention(q, k, v, causal), forward and backward
+  python3 tests/check.py all tests/adapters.py                 every part that the assignment's adapters name
+  python3 tests/check.py model my_solution:TransformerLM       outputs, loss and gradients
+  python3 tests/check.py attention my_solution:FlashAttention  a torch.autograd.Function, or attention(q, k, v, causal)
+  python3 tests/check.py adamw my_solution:AdamW               the weights after three steps
+  python3 tests/check.py ddp my_solution:DDP                   two ranks on the CPU beside one process
+  python3 tests/check.py sharded my_solution:ShardedOptimizer
+  python3 tests/check.py fsdp my_solution:FSDP
 
-What stands before the colon is a module, or a .py file; behind it is a class, a function, or an object that is there.
-In a notebook (its arguments are the options below):
+Type it in your assignment's folder. Before the colon stands a module or a .py file; behind it a class, a function or an
+object. Of an adapters.py the course's functions are taken, such as get_ddp or assignment 1's run_transformer_lm.
+In a notebook the options are arguments:
 
   import sys; sys.path.append("/where/you/cloned/it/tests")
-  from check import check_attention, check_model
-  check_model(model, num_heads=4)            # prints the table and the verdict; returns whether all is ok
+  from check import check_adamw, check_attention, check_ddp, check_fsdp, check_model, check_sharded
+  check_model(model, num_heads=4)            # prints the table and the verdict; True: ok, False: differs, None: neither
 
-The model's parameters have the staff model's names. A copy of it gets random weights under which every mistake shows,
-or those of --weights. Differences are relative: the norm of the difference over the norm of ours. Where something
-differs, the handout's model is run with one usual mistake after the other; the one that gives what yours gives is
-named. Exit code 0: all is ok; 1: something differs; 2: wrong usage. See notes/check-your-own.md."""
-import argparse, ast, contextlib, copy, importlib, importlib.util, math, os, sys
+Differences are relative: the norm of the difference over the norm of ours. Where something differs, ours is run with one
+usual mistake after the other, then with two; those that give what yours gives are named. The verdict is one of three:
+ok (exit code 0); DIFFERS, with the first place and the cause (1); cannot be checked, with what to write (2).
+See notes/check-your-own.md."""
+import argparse, ast, contextlib, copy, dataclasses, functools, importlib, importlib.metadata, inspect, itertools, math
+import os, re, subprocess, sys, time, traceback, typing
 
 try:
     import torch
@@ -27,19 +32,67 @@ try:
 except ImportError as e:
     torch, no_torch = None, e
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 # A difference above its bound is no rounding. bf16 is autocast's, with roundings at other places than ours; tf32 is for
 # what multiplies in TF32 on a GPU, as Triton's tl.dot does unless told otherwise.
 BOUNDS = {"fp32": 2e-5, "tf32": 3e-3, "bf16": 5e-2}
-SAME = 2e-5  # so near is a model with a mistake to yours, in fp32, if the mistake is yours
+SAME = 2e-5  # so near is ours with a mistake to yours, in fp32, if the mistake is yours
 LR, DECAY = 1e-2, 0.01
 
 
 class Usage(Exception):
-    """Wrong usage: exit code 2."""
+    """Wrong usage, or what cannot be checked: exit code 2."""
+
+
+class NotYet(Usage):
+    """What you have not written yet."""
 
 
 def note(text):
     print(f"note: {text}")
+
+
+def raised(e):
+    """An exception of your code in one line, with the last line of yours that it passed."""
+    libraries = (HERE, os.path.dirname(os.__file__), os.path.dirname(torch.__file__))
+    frames = [f for f in traceback.extract_tb(e.__traceback__)
+              if not f.filename.startswith("<frozen") and not os.path.abspath(f.filename).startswith(libraries)]
+    where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+    return f"raised {type(e).__name__}{where}: {' '.join(str(e).split())[:300]}".rstrip(": ")
+
+
+def not_written(e):
+    return isinstance(e, NotImplementedError) or "not implemented" in str(e).lower()
+
+
+@contextlib.contextmanager
+def your_code(what):
+    """What your code raises becomes one line."""
+    try: yield
+    except Usage: raise
+    except (Exception, SystemExit) as e:
+        if not_written(e): raise NotYet(f"{what} is not written yet: it {raised(e)}") from e
+        raise Usage(f"{what} {raised(e)}") from e
+
+
+def verdict_of(check, *arguments, **options):
+    """True: ok; False: differs; None: cannot be checked, which is said here."""
+    try: return check(*arguments, **options)
+    except NotYet: raise
+    except Usage as e: why = e
+    except RuntimeError as e:
+        if not str(e).startswith("./cs336"): raise
+        why = e
+    print(f"cannot be checked: {why}")
+
+
+def verdict(check):
+    """The same for what is called in a notebook."""
+    @functools.wraps(check)
+    def run(*arguments, **options):
+        try: return verdict_of(check, *arguments, **options)
+        except NotYet as e: print(f"not written yet: {e}")
+    return run
 
 
 def difference(a, b):
@@ -48,6 +101,11 @@ def difference(a, b):
     same = (a == b) | (a.isnan() & b.isnan())
     apart, norm = torch.where(same, 0, a - b).norm().item(), torch.where(b.isfinite(), b, 0).norm().item()
     return 0.0 if same.all() else apart / norm if norm > 0 and math.isfinite(apart) else math.inf
+
+
+def apart(a, b):
+    """The same, but what is missing, has another shape or is not finite differs."""
+    return difference(a, b) if a is not None and a.shape == b.shape and bool(a.isfinite().all()) else math.inf
 
 
 def differs(x, bound):
@@ -65,6 +123,42 @@ def matmuls(precision):
 
 def yours_in(precision):
     return matmuls("high" if precision == "tf32" else "highest")
+
+
+def show(columns, rows):
+    table = [columns, *rows]
+    width = [max(map(len, column)) for column in zip(*table)]
+    table.insert(1, ["-" * w for w in width])
+    print(*("| " + " | ".join(f"{x:<{w}}" for x, w in zip(row, width)) + " |" for row in table), "", sep="\n")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Causes
+
+def nearest(candidates, yours):
+    """({cause: its arguments}, how near that is) of those (cause, arguments, outputs by name) whose outputs are all yours."""
+    near = []
+    for cause, wrong, out in candidates:
+        far = max((difference(yours[n], x) for n, x in out.items() if n in yours and yours[n].shape == x.shape), default=math.inf)
+        if far <= SAME: near.append((far, cause, wrong))
+    near.sort(key=lambda n: n[0])
+    return {cause: wrong for far, cause, wrong in near if far <= 3 * near[0][0] + 1e-6}, near[0][0] if near else None
+
+
+def likely_causes(mistakes, run, yours, seconds=4):
+    """The same for (arguments of run, cause): one of them explains yours, or else two at once."""
+    singles, end = list(mistakes), time.monotonic() + seconds
+    pairs = ((a | b, f"{x}; and {y}") for (a, x), (b, y) in itertools.combinations(singles, 2) if not a.keys() & b.keys())
+    in_time = itertools.takewhile(lambda _: time.monotonic() < end, pairs)
+    for tries in (singles, in_time):
+        causes, far = nearest(((cause, wrong, run(**wrong)) for wrong, cause in tries), yours)
+        if causes: break
+    return causes, far
+
+
+def say_cause(causes, far, what):
+    if not causes: return print("No usual mistake explains it, nor do two.")
+    print(f"Likely cause: {', or '.join(list(causes)[:3])}. ({what} with {'both' if '; and' in list(causes)[0] else 'this mistake'} is {far:.1e} from yours.)")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -195,30 +289,36 @@ def attention_mistakes(D):
     yield dict(fill=0), "masked scores become 0; they have to become -inf before softmax"
 
 
-def likely_causes(candidates, yours):
-    """Of (cause, outputs by name) those whose outputs are all yours, the nearest first; and how near that is."""
-    near = []
-    for cause, out in candidates:
-        apart = max((difference(yours[n], x) for n, x in out.items() if n in yours and yours[n].shape == x.shape), default=math.inf)
-        if apart <= SAME: near.append((apart, cause))
-    near.sort()
-    return list(dict.fromkeys(cause for apart, cause in near if apart <= 3 * near[0][0] + 1e-6)), near[0][0] if near else None
+def tiled(q, k, v, causal, size, wrong):
+    """FlashAttention over tiles of that many keys and queries, with one mistake."""
+    scale, (S, B) = q.shape[-1] ** -0.5, (q.shape[-2], size)
+    o, l, m = torch.zeros_like(q), q.new_zeros(*q.shape[:-1], 1), q.new_full((*q.shape[:-1], 1), -math.inf)
+    row = torch.arange(S, device=q.device)[:, None]
+    for j in range(0, B if wrong == "first" else S // B * B if wrong == "rest" else S, B):
+        s = q @ k[..., j:j + B, :].transpose(-1, -2) * scale
+        column = torch.arange(j, min(j + B, S), device=q.device)[None]
+        if causal: s = s.masked_fill(column % B > row % B if wrong == "local" else column > row, -1e6)
+        new = torch.maximum(m, s.amax(-1, keepdim=True))
+        p, old = (s - new).exp(), (m - new).exp()
+        l = (l if wrong == "l" else old * l) + p.sum(-1, keepdim=True)
+        o = (o if wrong == "o" else old * o) + p @ v[..., j:j + B, :]
+        m = s.amax(-1, keepdim=True) if wrong == "max" else new
+    return o if wrong == "norm" else o / l
 
 
-def say_cause(causes, apart, what):
-    if causes: print(f"Likely cause: {', or '.join(causes)}. ({what} with this mistake is {apart:.1e} from yours.)")
-    else: print("No usual mistake alone explains it.")
-
-
-def show(columns, rows):
-    table = [columns, *rows]
-    width = [max(map(len, column)) for column in zip(*table)]
-    table.insert(1, ["-" * w for w in width])
-    print(*("| " + " | ".join(f"{x:<{w}}" for x, w in zip(row, width)) + " |" for row in table), "", sep="\n")
+def tile_mistakes(q, k, v, causal):
+    """(cause, {o}) for every size of tiles."""
+    words = {"o": "O is not multiplied by exp(m_old - m_new) when the maximum grows", "first": "only the first tile of keys is read",
+             "l": "l is not multiplied by exp(m_old - m_new) when the maximum grows", "rest": "the last keys, no whole tile, are left out",
+             "max": "m is the tile's maximum instead of the largest so far", "norm": "O is not divided by l at the end"}
+    if causal: words["local"] = "the causal mask compares places inside a tile instead of in the sequence"
+    for wrong, cause in words.items():
+        for size in (16, 32, 64, 128):
+            if size < q.shape[-2] or wrong == "norm": yield f"{cause} (tiles of {size})", {"o": tiled(q, k, v, causal, size, wrong)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Your model
+# Your model: names
 
 def staff_name(name):
     """Without what torch.compile and DDP put before names, or between."""
@@ -226,36 +326,47 @@ def staff_name(name):
     return name.replace("_orig_mod.", "")
 
 
+def state_in(x, path=""):
+    """(where it is, the dictionary of tensors) in what torch.load gave; None: there is none."""
+    if isinstance(x, dict) and x and all(isinstance(t, torch.Tensor) for t in x.values()): return path, x
+    items = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, (tuple, list)) else ()
+    found = [state for key, value in items if "optim" not in str(key) for state in [state_in(value, f"{path}[{key!r}]")] if state]
+    return max(found, key=lambda state: len(state[1]), default=None)
+
+
 def read_tensors(path, option):
     try:
-        if not path.endswith((".pt", ".pth")): return load(path)
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        if not path.endswith((".pt", ".pth", ".ckpt", ".bin")): return load(path)
+        import numpy
+        scalar = (getattr(numpy, "_core", None) or numpy.core).multiarray.scalar
+        kinds = [type(numpy.dtype(kind)) for kind in ("f2", "f4", "f8", "i4", "i8", "u8", "?")]
+        with torch.serialization.safe_globals([scalar, numpy.dtype, *kinds]):
+            state = state_in(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as e:
-        raise Usage(f"{option}: got '{path}', takes a .safetensors, .pt or .pth file: {(str(e) or type(e).__name__).splitlines()[0]}")
-    for name in ("model", "model_state_dict", "state_dict"):
-        if isinstance(tensors, dict) and isinstance(tensors.get(name), dict):
-            note(f"of {path} its '{name}' is read")
-            tensors = tensors[name]
-    if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
-        raise Usage(f"{option}: got '{path}', takes a file of tensors by name, such as a state_dict")
-    return tensors
+        raise Usage(f"{option}: got '{path}', takes a .safetensors, .pt or .pth file: {(str(e) or type(e).__name__).splitlines()[0]}; "
+                    "torch.save(model.state_dict(), ...) writes one")
+    if not state: raise Usage(f"{option}: got '{path}', takes a file of tensors by name: torch.save(model.state_dict(), ...) writes one")
+    if state[0]: note(f"of {path} its {state[0]} is read")
+    return state[1]
 
 
-def expected_shapes(parameters):
+def shapes_of(V, C, F, layers):
     """Names and shapes that the handout's model of this size has, in the order of forward."""
-    for name in ("token_embeddings.weight", "layers.0.ffn.w1.weight"):
-        if name not in parameters or parameters[name].dim() != 2:
-            few = ", ".join(list(parameters)[:6])
-            raise Usage(f"the model has no matrix '{name}', takes the staff model's names (notes/check-your-own.md); yours: {few} ...")
-    (V, C), w1 = parameters["token_embeddings.weight"].shape, parameters["layers.0.ffn.w1.weight"].shape
-    d_ff = w1[0] if w1[1] == C else w1[1]
     shapes = {"token_embeddings": (V, C)}
-    for i in range(len({n.split(".")[1] for n in parameters if n.startswith("layers.")})):
+    for i in range(layers):
         at = f"layers.{i}."
         shapes |= {at + "ln1": (C,)} | {f"{at}attn.{p}_proj": (C, C) for p in ("q", "k", "v", "output")} | {at + "ln2": (C,)}
-        shapes |= {at + "ffn.w1": (d_ff, C), at + "ffn.w3": (d_ff, C), at + "ffn.w2": (C, d_ff)}
+        shapes |= {at + "ffn.w1": (F, C), at + "ffn.w3": (F, C), at + "ffn.w2": (C, F)}
     shapes |= {"ln_final": (C,), "lm_head": (V, C)}
     return {name + ".weight": shape for name, shape in shapes.items()}
+
+
+def staff_shapes(parameters):
+    """The same for a model that has the staff's names; None: it has other names."""
+    need = ("token_embeddings.weight", "layers.0.ffn.w1.weight")
+    if any(name not in parameters or parameters[name].dim() != 2 for name in need): return None
+    (V, C), w1 = (parameters[name].shape for name in need)
+    return shapes_of(V, C, w1[0] if w1[1] == C else w1[1], len({n.split(".")[1] for n in parameters if n.startswith("layers.")}))
 
 
 def wrong_parameters(parameters, shapes):
@@ -277,28 +388,139 @@ def wrong_parameters(parameters, shapes):
             return f"{name} and {tied[p.data_ptr()]} are one tensor; the handout's model does not tie them"
 
 
+class Slot(typing.NamedTuple):
+    """Where a weight of the staff's lies in your model: rows of a parameter, which may be transposed."""
+    own: str
+    rows: slice = slice(None)
+    turned: bool = False
+
+    def of(self, tensor):
+        if tensor is None: return None
+        return tensor[self.rows].T if self.turned else tensor[self.rows]
+
+
+def slots_by_value(parameters, w):
+    """Slots of a model that holds these weights; several may lie in one parameter."""
+    slots = {}
+    for own, p in parameters.items():
+        for name, t in w.items():
+            for turned in (False, True)[:t.dim()]:
+                q = p.T if turned and p.dim() == 2 else p
+                if q.shape[1:] != t.shape[1:]: continue
+                for at in range(0, len(q) - len(t) + 1, len(t)):
+                    if not torch.equal(q[at:at + len(t)], t): continue
+                    slots[name] = Slot(own, slice(None), turned) if turned else Slot(own, slice(at, at + len(t)))
+    return slots
+
+
+# What a layer's parameters are called by others: patterns for a name's letters and digits, without these words.
+FILLER = re.compile(r"weight|linear|layers?|proj(ection)?|attn|attention|self|mha|multi|head|causal|ffn|feed|forward|swiglu|mlp|glu|to_|[^a-z0-9]")
+ROLES = {"square": {"attn.q_proj": "w?q", "attn.k_proj": "w?k", "attn.v_proj": "w?v", "attn.output_proj": "w?o|c?$"},
+         "wide": {"ffn.w1": "(w|fc)?1|gate|g", "ffn.w3": "(w|fc)?[23]|v|up|value"}, "narrow": {"ffn.w2": ""},
+         "norm": {"ln1": ".*(1|attn|attention|pre|input)", "ln2": ".*(2|ff|feed|mlp|post)"}}
+
+
+def said_by(name, sort, role):
+    name = re.sub(r"^.*?\.?\d+\.", "", name, count=1).lower()
+    return bool(re.match(ROLES[sort][role], name if sort == "norm" else FILLER.sub("", name)))
+
+
+def sort_of(shape, C):
+    if len(shape) == 1: return "norm"
+    if len(shape) != 2 or C not in shape: return None
+    if shape[0] == 3 * C and shape[1] == C: return "fused"
+    return "square" if shape == (C, C) else "wide" if shape[1] == C else "narrow"
+
+
+def orders(names, sort, roles):
+    """Permutations of the roles for these names, those that the names suggest first."""
+    score = lambda order: sum(said_by(name, sort, role) for name, role in zip(names, order))
+    return sorted(itertools.permutations(roles), key=score, reverse=True)
+
+
+def said_by_names(slots):
+    at = {role: slots[f"layers.0.{role}.weight"].own for sort in ROLES for role in ROLES[sort]}
+    return all(said_by(at[role], sort, role) for sort in ROLES for role in ROLES[sort] if list(at.values()).count(at[role]) == 1)
+
+
+def slots_by_shape(parameters):
+    """(shapes, candidates: slots by the staff's names) of a model with names of its own, the likeliest first."""
+    layers, outside = {}, {}
+    for name, p in parameters.items():
+        number = re.search(r"\.(\d+)\.", "." + name)
+        if number: layers.setdefault(int(number.group(1)), {})[name] = tuple(p.shape)
+        else: outside[name] = tuple(p.shape)
+    ends = [name for name, shape in outside.items() if len(shape) == 2]
+    norm = [name for name, shape in outside.items() if len(shape) == 1]
+    if len(ends) != 2 or len(norm) != 1 or len(outside) != 3 or not layers: return None, []
+    if re.search("head|unembed|out", ends[0]) and re.search("emb|tok|wte", ends[1]): ends.reverse()
+    C = outside[norm[0]][0]
+    sorts = {}
+    first = layers[min(layers)]
+    for name, shape in first.items(): sorts.setdefault(sort_of(shape, C), []).append(name)
+    fused = sorts.pop("fused", [])
+    roles = {sort: list(names) for sort, names in ROLES.items()}
+    if fused: roles["square"] = ["attn.output_proj"]
+    if {sort: len(names) for sort, names in sorts.items()} != {sort: len(names) for sort, names in roles.items()} or len(fused) > 1: return None, []
+    shapes = shapes_of(outside[ends[0]][0], C, first[sorts["wide"][0]][0], len(layers))
+    label = lambda name, i: re.sub(rf"(^|\.){min(layers)}\.", rf"\g<1>{i}.", name, count=1)
+    candidates = []
+    for order in itertools.product(*(orders(sorts[sort], sort, roles[sort]) for sort in roles)):
+        at = {role: Slot(name) for sort, chosen in zip(roles, order) for name, role in zip(sorts[sort], chosen)}
+        for i, p in enumerate("qkv" if fused else ""): at[f"attn.{p}_proj"] = Slot(fused[0], slice(i * C, (i + 1) * C))
+        slots = {"token_embeddings.weight": Slot(ends[0]), "ln_final.weight": Slot(norm[0]), "lm_head.weight": Slot(ends[1])}
+        for n, i in enumerate(sorted(layers)):
+            slots |= {f"layers.{n}.{role}.weight": slot._replace(own=label(slot.own, i)) for role, slot in at.items()}
+        candidates.append(slots)
+    fits = all(slot.own in parameters for slot in candidates[0].values())
+    return (shapes, candidates) if fits else (None, [])
+
+
+def named_slots(parameters, names):
+    """names: {the staff's name: yours}, with {} for the layer's number."""
+    slots = {}
+    numbered = next((own for own in names.values() if "{}" in own), "")
+    layers = len(list(itertools.takewhile(lambda i: numbered.format(i) in parameters, range(1000))))
+    for staff, own in names.items():
+        for i in range(layers if "{}" in staff else 1): slots[staff.format(i)] = Slot(own.format(i))
+    lost = [slot.own for slot in slots.values() if slot.own not in parameters]
+    if lost: raise Usage(f"--names: the model has no parameter '{lost[0]}'; it has {', '.join(list(parameters)[:12])} ...")
+    sizes = [slots.get(name) for name in ("token_embeddings.weight", "layers.0.ffn.w1.weight")]
+    if None in sizes: raise Usage("--names: takes all of the staff's names: token_embeddings.weight, layers.{}.attn.q_proj.weight ...")
+    (V, C), wide = (tuple(parameters[slot.own].shape) for slot in sizes)
+    return shapes_of(V, C, wide[0], layers), [slots]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Your model: numbers
+
 def random_weights(shapes):
     """Under which every mistake shows: with embeddings as small as these, RMSNorm's eps, too."""
     g = torch.Generator().manual_seed(336)
     normal = lambda shape, std: torch.randn(shape, generator=g) * std
-    for name, shape in shapes.items():
-        if len(shape) == 1: yield name, 1 + normal(shape, 0.1)
-        else: yield name, normal(shape, 0.02 if "embeddings" in name else (2 / sum(shape)) ** 0.5)
+    return {name: 1 + normal(shape, 0.1) if len(shape) == 1 else
+            normal(shape, 0.02 if "embeddings" in name else (2 / sum(shape)) ** 0.5) for name, shape in shapes.items()}
 
 
-def set_weights(model, parameters, shapes, given):
-    if given is None: given = dict(random_weights(shapes))
+def weights_of(given, slots, shapes):
+    """The weights by the staff's names, out of a state_dict with those names or with yours."""
     given = {staff_name(name): t for name, t in given.items()}
-    missing = [name for name in shapes if name not in given]
-    if missing: raise Usage(f"--weights: there is no tensor '{missing[0]}', takes the model's state_dict")
+    if not all(name in given for name in shapes):
+        missing = [slot.own for slot in slots.values() if slot.own not in given]
+        if missing: raise Usage(f"--weights: there is no tensor '{missing[0]}', takes the model's state_dict")
+        given = {name: slot.of(given[slot.own]) for name, slot in slots.items()}
     more = [name for name in given if name not in shapes]
     if more: note(f"not compared, as the handout's model has no such weight: {', '.join(more[:4])}{' ...' if more[4:] else ''}")
     cast = {str(given[name].dtype)[6:] for name in shapes} - {"float32"}
     if cast: note(f"weights of {', '.join(sorted(cast))} are compared as float32")
-    with torch.no_grad():
-        for name, shape in shapes.items():
-            if tuple(given[name].shape) != shape: raise Usage(f"--weights: {name} is {list(given[name].shape)}, takes {list(shape)}")
-            parameters[name].copy_(given[name])
+    for name, shape in shapes.items():
+        if tuple(given[name].shape) != shape: raise Usage(f"--weights: {name} is {list(given[name].shape)}, takes {list(shape)}")
+    return {name: given[name].float() for name in shapes}
+
+
+@torch.no_grad()
+def set_weights(parameters, slots, w):
+    for name, slot in slots.items(): slot.of(parameters[slot.own].data).copy_(w[name])
 
 
 def batch_of(tokens, targets, V, T):
@@ -334,10 +556,33 @@ def longest_that_runs(model, tokens):
     return low
 
 
-def run_yours(model, names, tokens, targets, autocast):
+def logits_of(model, tokens):
+    try: logits = model(tokens)
+    except Exception as e:
+        longest = longest_that_runs(model, tokens)
+        if longest: raise Usage(f"the model takes {longest} tokens and fails with {tokens.shape[1]}: takes context_length={longest} or less") from e
+        raise Usage(f"forward {raised(e)}") from e
+    if isinstance(logits, (tuple, list)):
+        note("of what the model returns, the first is taken as the logits")
+        logits = logits[0]
+    if not isinstance(logits, torch.Tensor): raise Usage(f"forward returns {type(logits).__name__}, takes the logits, [B, T, vocabulary]")
+    return logits.reshape(*tokens.shape, -1) if logits.numel() % tokens.numel() == 0 else logits
+
+
+def modules_of(model, slots, right):
+    """The modules whose outputs are compared, by the staff's names."""
+    modules = {staff_name(name): m for name, m in model.named_modules()}
+    found = {name: m for name, m in modules.items() if name in right}
+    for name, slot in slots.items():
+        m = modules.get(slot.own.rpartition(".")[0])
+        whole = m is not None and [p.numel() for p in m.parameters()] == [right[name].numel()]
+        if whole: found.setdefault(name.removesuffix(".weight"), m)
+    return found
+
+
+def run_yours(model, modules, tokens, targets, autocast):
     """{module: its first output} of those that were called, {module: calls}, the loss; the gradients are in the parameters."""
-    out, modules = {}, {staff_name(name): m for name, m in model.named_modules()}
-    calls = {name: 0 for name in names if name in modules}
+    out, calls = {}, {name: 0 for name in modules}
 
     def keep(name):
         def hook(module, inputs, output):
@@ -345,22 +590,14 @@ def run_yours(model, names, tokens, targets, autocast):
             if isinstance(output, torch.Tensor) and name not in out: out[name] = output.detach().clone()
         return hook
 
-    hooks = [modules[name].register_forward_hook(keep(name)) for name in calls]
+    hooks = [m.register_forward_hook(keep(name)) for name, m in modules.items()]
     model.zero_grad(set_to_none=True)
     try:
-        with autocast: logits = model(tokens)
-    except Exception as e:
-        T, longest = tokens.shape[1], longest_that_runs(model, tokens)
-        if longest == 0: raise  # it is your code's
-        raise Usage(f"the model takes {longest} tokens and fails with {T}: takes context_length={longest} or less") from e
+        with autocast: logits = logits_of(model, tokens)
     finally:
         for h in hooks: h.remove()
-    if isinstance(logits, (tuple, list)):
-        note("of what the model returns, the first is taken as the logits")
-        logits = logits[0]
-    if logits.numel() == targets.numel() * logits.shape[-1]: logits = logits.reshape(*targets.shape, -1)
     loss = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
-    loss.backward()
+    with your_code("backward"): loss.backward()
     return out | {"lm_head": logits.detach()}, calls, loss.detach()
 
 
@@ -385,71 +622,123 @@ def table_of(columns, bound, every):
     show(["part", *columns, f"bound {bound:g}"], rows)
 
 
-@matmuls("highest")
-def check_model(model, num_heads, rope_theta=10000.0, weights=None, tokens=None, targets=None, context_length=32,
-                precision="fp32", optimizer=None, adamw="handout", steps=3, device="auto", every=False):
-    """Compares a copy of the nn.Module with ./cs336; prints and returns the verdict. Its arguments are the options."""
-    for wrapper in ("module", "_orig_mod"): model = getattr(model, wrapper, model)  # DDP's, torch.compile's
-    model = copy.deepcopy(model)
+def copy_of(model):
+    if hasattr(model, "_orig_mod"):
+        note("what torch.compile was given is checked")
+        model = model._orig_mod
+    if isinstance(getattr(model, "module", None), torch.nn.Module): note(f"the wrapper {type(model).__name__} is checked as it is, not its .module alone")
+    try: model = copy.deepcopy(model)
+    except Exception as e: raise Usage(f"the model cannot be copied ({type(e).__name__}); give the module inside, such as model.module")
     kinds = {str(p.dtype)[6:] for p in model.parameters()} - {"float32"}
     if kinds: note(f"a copy of the model runs in float32 instead of {', '.join(sorted(kinds))}")
-    model = model.float().eval()
-    parameters = {staff_name(name): p.requires_grad_() for name, p in model.named_parameters(remove_duplicate=False)}
-    buffers = sorted({staff_name(name).split(".")[-1] for name, _ in model.named_buffers()})
-    if buffers: note(f"buffers are not compared: {', '.join(buffers)}")
-    shapes = expected_shapes(parameters)
-    wrong = wrong_parameters(parameters, shapes)
-    if wrong:
-        print(f"DIFFERS before anything is run: {wrong}.")
-        return False
-    (V, C), layers = shapes["token_embeddings.weight"], (len(shapes) - 3) // 9
-    if num_heads < 1 or C % (2 * num_heads):
-        raise Usage(f"--num_heads: got {num_heads}, takes a number that cuts d_model {C} into heads of even size")
-    set_weights(model, parameters, shapes, weights)
-    tokens, targets = batch_of(tokens, targets, V, context_length)
-    here = next(iter(parameters.values())).device
-    tokens, targets = tokens.to(here), targets.to(here)
-    w = {name: parameters[name].detach().clone() for name in shapes}
-    if optimizer is not None and precision != "fp32": raise Usage(f"--optimizer: got with --precision {precision}, takes fp32")
-    if optimizer is None: steps = 0
+    return model.float().eval()
 
-    def ours(weights, steps, precision="fp32"):
-        return cs336("model", {"weights": weights, "batch": {"tokens": tokens, "targets": targets}}, "--num_heads", num_heads,
-                     "--rope_theta", rope_theta, "--device", device, "--precision", precision, "--steps", steps, "--lr", LR)
 
+def choose_slots(model, parameters, names, tokens_of, num_heads, rope_theta):
+    """(shapes, slots) of a model with names of its own: those with which it is the handout's, or else what the names say."""
+    shapes, candidates = named_slots(parameters, names) if names else slots_by_shape(parameters)
+    how = "write --names token_embeddings.weight=YOURS layers.{}.attn.q_proj.weight=YOURS ..., or check tests/adapters.py of assignment 1"
+    if not candidates: raise Usage(f"the model has other parameters than the staff's, such as {', '.join(list(parameters)[:6])} ...: {how}")
+    w, layers = random_weights(shapes), (len(shapes) - 3) // 9
+    tokens = tokens_of(shapes)
+    w = {name: t.to(tokens.device) for name, t in w.items()}
+    with torch.no_grad():
+        right = reference(w, tokens, num_heads, rope_theta, layers)["lm_head"]
+        for slots in candidates:
+            set_weights(parameters, slots, w)
+            if apart(logits_of(model, tokens), right) <= SAME: break
+        else:
+            slots = candidates[0]
+            if len(candidates) > 1 and not names and not said_by_names(slots): raise Usage(f"its parameters' names do not say which is which: {how}")
+    few = [f"{name.removesuffix('.weight')} is {slot.own}" for name, slot in slots.items() if name.startswith("layers.0.")]
+    note(f"names of its own: {'; '.join(few)}")
+    return shapes, slots
+
+
+@verdict
+def check_model(model, num_heads=4, rope_theta=10000.0, weights=None, tokens=None, targets=None, context_length=32,
+                precision="fp32", device="auto", every=False, names=None):
+    """Compares a copy of the nn.Module, or assignment 1's run_transformer_lm, with ./cs336. Its arguments are the options."""
+    with matmuls("highest"):
+        if not isinstance(model, torch.nn.Module): return check_model_function(model, context_length, precision, device, every)
+        model = copy_of(model)
+        parameters = {staff_name(name): p.requires_grad_() for name, p in model.named_parameters(remove_duplicate=False)}
+        if not parameters: raise Usage("the model has no parameters")
+        here = next(iter(parameters.values())).device
+        buffers = sorted({staff_name(name).split(".")[-1] for name, _ in model.named_buffers()})
+        if buffers: note(f"buffers are not compared: {', '.join(buffers)}")
+        shapes = None if names else staff_shapes(parameters)
+        if shapes:
+            wrong, slots = wrong_parameters(parameters, shapes), {name: Slot(name) for name in shapes}
+            if wrong:
+                print(f"DIFFERS before anything is run: {wrong}.")
+                return False
+        C = shapes["ln_final.weight"][0] if shapes else 2 * num_heads
+        if num_heads < 1 or C % (2 * num_heads): raise Usage(f"--num_heads: got {num_heads}, takes a number that cuts d_model {C} into heads of even size")
+        some = lambda shapes: batch_of(tokens, targets, shapes["lm_head.weight"][0], context_length)[0].to(here)
+        if not shapes: shapes, slots = choose_slots(model, parameters, names, some, num_heads, rope_theta)
+        w = random_weights(shapes) if weights is None else weights_of(weights, slots, shapes)
+        tokens, targets = (t.to(here) for t in batch_of(tokens, targets, shapes["lm_head.weight"][0], context_length))
+        return compare_model(model, parameters, slots, {name: t.to(here) for name, t in w.items()}, tokens, targets, num_heads, rope_theta,
+                             precision, device, every, "random" if weights is None else "your")
+
+
+def check_model_function(function, context_length, precision, device, every):
+    """run_transformer_lm gets the staff's names, and loads them into a model, which is caught here and checked."""
+    shapes = shapes_of(SIZES["vocab_size"], SIZES["d_model"], SIZES["d_ff"], SIZES["num_layers"])
+    w, caught = random_weights(shapes), []
+    heads, theta, T = SIZES["num_heads"], SIZES["rope_theta"], SIZES["context_length"]
+    tokens, targets = batch_of(None, None, SIZES["vocab_size"], min(T, context_length))
+    sizes = {name: SIZES[name] for name in ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff", "rope_theta")}
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: caught.append(module))
+    try:
+        with your_code(function.__name__): logits = function(**sizes, weights={name: t.clone() for name, t in w.items()}, in_indices=tokens)
+    finally: hook.remove()
+    for model in reversed(caught):
+        parameters = {name: p.requires_grad_() for name, p in model.named_parameters(remove_duplicate=False)}
+        slots = slots_by_value({name: p.detach() for name, p in parameters.items()}, w)
+        if slots.keys() == w.keys(): return compare_model(model.eval(), parameters, slots, w, tokens, targets, heads, theta, precision, device, every, "random")
+    note("the weights were not found in a module: only the logits are compared, and no gradients")
+    model = lambda tokens: logits
+    return compare_model(model, {}, {}, w, tokens, targets, heads, theta, precision, device, every, "random")
+
+
+def compare_model(model, parameters, slots, w, tokens, targets, num_heads, rope_theta, precision, device, every, whose):
+    (V, C), layers, bound = w["lm_head.weight"].shape, (len(w) - 3) // 9, BOUNDS[precision]
+    set_weights(parameters, slots, w)
     with torch.no_grad(): right = reference(w, tokens, num_heads, rope_theta, layers)
-    autocast = torch.autocast(here.type, torch.bfloat16, enabled=precision == "bf16")
-    with yours_in(precision): out, calls, loss = run_yours(model, right, tokens, targets, autocast)
-    gradients = {name: parameters[name].grad for name in shapes}
-    unused = [name for name, g in gradients.items() if g is None]
-    if unused: note(f"no gradient reaches {', '.join(unused[:4])}{' ...' if unused[4:] else ''}")
-    theirs, bound = ours(w, steps if adamw == "handout" else 0, "bf16" if precision == "bf16" else "fp32"), BOUNDS[precision]
+    theirs = cs336("model", {"weights": w, "batch": {"tokens": tokens, "targets": targets}}, "--num_heads", num_heads, "--rope_theta",
+                   rope_theta, "--device", device, "--precision", "bf16" if precision == "bf16" else "fp32", "--steps", 0)
     if differs(difference(right["lm_head"], theirs["logits"]), BOUNDS["bf16" if precision == "bf16" else "fp32"]):
         raise RuntimeError("./cs336 and the model in tests/check.py differ: please report it")
-    apart = lambda a, b: difference(a, b) if a is not None and a.shape == b.shape and bool(a.isfinite().all()) else math.inf
+    autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=precision == "bf16")
+    columns, calls, loss = {}, {}, None
+    if parameters:
+        modules = modules_of(model, slots, right | w)
+        with yours_in(precision): out, calls, loss = run_yours(model, modules, tokens, targets, autocast)
+        gradients = {name: slot.of(parameters[slot.own].grad) for name, slot in slots.items()}
+        unused = [name for name, g in gradients.items() if g is None]
+        if unused: note(f"no gradient reaches {', '.join(unused[:4])}{' ...' if unused[4:] else ''}")
+        columns["gradient"] = {name: apart(g, theirs["grad." + name]) for name, g in gradients.items()}
+    else: modules, out = {}, {"lm_head": logits_of(model, tokens).detach()}
     outputs = {name: apart(out[name], x) for name, x in right.items() if name in out}
     outputs["lm_head"] = apart(out["lm_head"], theirs["logits"])
-    outputs["loss"] = apart(loss, theirs["loss"])
-    columns = {"output": outputs, "gradient": {name: apart(g, theirs["grad." + name]) for name, g in gradients.items()}}
+    if loss is not None: outputs["loss"] = apart(loss, theirs["loss"])
+    columns = {"output": outputs} | columns
     print(f"\n{type(model).__name__}: {layers} layers, d_model {C}, {num_heads} heads, vocabulary {V}; batch {list(tokens.shape)}, "
-          f"{precision}, {'random' if weights is None else 'your'} weights. Relative differences from ./cs336:\n")
-    if optimizer is not None:
-        columns[f"after {steps} steps"], causes = steps_of_yours(optimizer, adamw, steps, parameters, w, theirs, ours)
+          f"{precision}, {whose} weights. Relative differences from ./cs336:\n")
     table_of(columns, bound, every)
-    ok = not any(differs(x, bound) for numbers in columns.values() for x in numbers.values())
     first = next((name for name, x in outputs.items() if differs(x, bound)), None)
-    worst = next((name for name, x in reversed(columns["gradient"].items()) if differs(x, bound)), None)
+    worst = next((name for name, x in reversed(columns.get("gradient", {}).items()) if differs(x, bound)), None)
     if first:
-        explain_outputs(first, outputs, out, w, tokens, num_heads, rope_theta, layers, precision, model, targets)
+        if precision != "fp32" and parameters: out, _, _ = run_yours(model, modules, tokens, targets, contextlib.nullcontext())
+        explain_outputs(first, outputs, out, w, tokens, num_heads, rope_theta, layers)
         say_calls(calls)
     elif worst:
         print(f"DIFFERS. Forward agrees. The first gradient that differs, in the order of backward, is that of {worst}. Is there a "
               "backward of your own, a detach(), or a weight that is used twice?")
-    if optimizer is not None and any(differs(x, bound) for x in columns[f"after {steps} steps"].values()):
-        print(f"DIFFERS. After {steps} steps on our gradients (lr {LR}, betas 0.9 and 0.999, eps 1e-8, weight decay {DECAY}).")
-        say_cause(*causes, "AdamW")
-    if ok: print(f"ok: all relative differences are within {bound:g}, {precision}'s bound.")
-    return ok
+    else: print(f"ok: all relative differences are within {bound:g}, {precision}'s bound.")
+    return not first and not worst
 
 
 def say_calls(calls):
@@ -460,23 +749,41 @@ def say_calls(calls):
     if never: print(f"Never called: {few(never)}.")
 
 
-def explain_outputs(first, outputs, out, w, tokens, heads, theta, layers, precision, model, targets):
+def solved_eps(out, w, tokens):
+    """The eps with which RMSNorm gives layers.0.ln1's output: y = w x / sqrt(mean(x^2) + eps)."""
+    x, y, weight = w["token_embeddings.weight"][tokens].double(), out["layers.0.ln1"].double(), w["layers.0.ln1.weight"].double()
+    square = x.square().mean(-1)
+    return float(((weight * x).square().sum(-1) / y.square().sum(-1) - square).median())
+
+
+def explain_outputs(first, outputs, out, w, tokens, heads, theta, layers):
     before = list(outputs)[:list(outputs).index(first)]
     print(f"DIFFERS. The first module that differs, in the order of forward, is {first}"
           + (f"; all up to {before[-1]} agree." if before else "; no module before it was seen."))
-    if precision != "fp32": out, _, _ = run_yours(model, list(out), tokens, targets, contextlib.nullcontext())
+    depth = min(int(first.split(".")[1]) + 1, layers) if first.startswith("layers.") else layers
+    # Up to the first layer that differs, it is quick to see which mistakes to run in full.
+    seen = {name: x for name, x in out.items() if depth == layers or name not in ("ln_final", "lm_head")}
+    run = lambda depth, wrong: reference(w, tokens, **dict(heads=heads, theta=theta, layers=depth) | wrong)
     with torch.no_grad():
-        depth = min(int(first.split(".")[1]) + 1, layers) if first.startswith("layers.") else layers
-        tried = ((dict(heads=heads, theta=theta, layers=layers) | wrong, cause) for wrong, cause in mistakes(w, heads, theta, first))
-        # Up to the first layer that differs, it is quick to see which mistakes to run in full.
-        seen = {name: x for name, x in out.items() if depth == layers or name not in ("ln_final", "lm_head")}
-        near = [(a, cause) for a, cause in tried if likely_causes([(cause, reference(w, tokens, **a | dict(layers=depth)))], seen)[0]]
-        causes, apart = likely_causes(((cause, reference(w, tokens, **a)) for a, cause in near), out)
-    say_cause(causes, apart, "The handout's model")
+        tried = [(wrong, cause) for wrong, cause in mistakes(w, heads, theta, first)]
+        if "layers.0.ln1" in out and "layers.0.ln1" in outputs:
+            eps = solved_eps(out, w, tokens)
+            if eps > 0: tried.append((dict(eps=eps), f"RMSNorm's eps is {eps:.2g} instead of 1e-5"))
+        agree = lambda wrong: sum(difference(seen[name], x) <= SAME for name, x in run(depth, wrong).items() if name in seen and seen[name].shape == x.shape)
+        tried.sort(key=lambda mistake: -agree(mistake[0]))  # of two mistakes, one alone explains more than none
+        near, _ = likely_causes(tried, lambda **wrong: run(depth, wrong), seen)
+        causes, far = nearest(((cause, wrong, run(layers, wrong)) for cause, wrong in near.items()), out)
+    say_cause(causes, far, "The handout's model")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Your optimizer
+
+# Which rules of AdamW are right, and whose they are.
+RULES = {"2026's handout": dict(), "2025's handout, where the weight decays after the step": dict(decay="after"),
+         "torch.optim.AdamW, where eps is added after the bias correction": dict(form="torch"),
+         "torch.optim.AdamW, but the weight decays after the step, as in 2025's handout": dict(form="torch", decay="after")}
+
 
 def adamw_rule(p, gradients, form="handout", correct=True, decay="before", root=False, betas=(0.9, 0.999)):
     """p after a step for each of the gradients, in double."""
@@ -484,6 +791,7 @@ def adamw_rule(p, gradients, form="handout", correct=True, decay="before", root=
     for t, g in enumerate(gradients, 1):
         g = g.double() + (DECAY * p if decay == "l2" else 0)
         if decay == "before": p = p * (1 - LR * DECAY)
+        if decay == "unscaled": p = p * (1 - DECAY)
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
         c1, c2 = (1 - b1 ** t, 1 - b2 ** t) if correct else (1, 1)
         with_eps = lambda v: (v + 1e-8).sqrt() if root else v.sqrt() + 1e-8
@@ -492,134 +800,242 @@ def adamw_rule(p, gradients, form="handout", correct=True, decay="before", root=
     return p
 
 
-def optimizer_mistakes(adamw):
-    other = {"handout": "torch", "torch": "handout"}[adamw]
-    where = {"handout": "eps is added to sqrt(v) before the bias correction, as in the handout",
-             "torch": "eps is added after the bias correction, as torch.optim.AdamW does"}
-    yield dict(form=other), f"{where[other]}: check it with --adamw {other}"
-    for form in (adamw, other):
-        yield dict(form=form, correct=False), "there is no bias correction"
-        yield dict(form=form, decay="after"), "the weight decays after the step instead of before it"
-        yield dict(form=form, decay="l2"), "weight decay is added to the gradient (Adam with L2) instead of to the weight"
-        yield dict(form=form, decay="none"), "there is no weight decay"
-        yield dict(form=form, root=True), "eps stands inside the square root"
-        yield dict(form=form, betas=(0.999, 0.9)), "the betas are swapped: m takes 0.9 and v takes 0.999"
+def optimizer_mistakes():
+    yield dict(correct=False), "there is no bias correction"
+    yield dict(decay="l2"), "weight decay is added to the gradient (Adam with L2) instead of to the weight"
+    yield dict(decay="none"), "there is no weight decay"
+    yield dict(decay="unscaled"), "the weight decays by 1 - weight_decay; the handout's 1 - lr * weight_decay has the learning rate"
+    yield dict(decay="after"), "the weight decays after the step (as in 2025's handout)"
+    yield dict(root=True), "eps stands inside the square root"
+    yield dict(betas=(0.999, 0.9)), "the betas are swapped: m takes 0.9 and v takes 0.999"
+    yield dict(form="torch"), "eps is added after the bias correction (as in torch.optim.AdamW)"
 
 
-def steps_of_yours(optimizer, adamw, steps, parameters, w, theirs, ours):
-    """({weight: difference of its change}, likely causes). Your optimizer gets ./cs336's gradients, so that only it is checked.
+def made(optimizer, parameters):
+    settings = dict(lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=DECAY)
+    try: inspect.signature(optimizer).bind(parameters, **settings)
+    except TypeError as e: raise Usage(f"the optimizer is {optimizer.__name__}{inspect.signature(optimizer)}, takes (params, lr, betas, eps, weight_decay): {e}")
+    except ValueError: pass
+    with your_code("the optimizer"): return optimizer(parameters, **settings)
+
+
+@verdict
+def check_adamw(optimizer, steps=3, device="auto"):
+    """Compares three steps of your AdamW, each on the gradients of ./cs336's model, with its steps.
 
     AdamW's first step depends on a gradient's sign alone, which rounding decides where a gradient is nearly 0. So elements
     are compared whose gradients are 0 in each step, or at least a tenth of the tensor's rms."""
-    with torch.no_grad():
-        for name in w: parameters[name].copy_(w[name])
-    stepper = lambda make: make(list(parameters.values()), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=DECAY)
-    step, gradients, result = stepper(optimizer), [], theirs
+    w = random_weights(shapes_of(97, 32, 48, 2))
+    tokens, targets = batch_of(None, None, 97, 24)
+    ours = lambda weights, steps: cs336("model", {"weights": weights, "batch": {"tokens": tokens, "targets": targets}}, "--num_heads", 4,
+                                        "--device", device, "--steps", steps, "--lr", LR)
+    parameters = {name: torch.nn.Parameter(t.clone()) for name, t in w.items()}
+    step, gradients, theirs = made(optimizer, list(parameters.values())), [], ours(w, steps)
     for t in range(steps):
-        if t: result = ours({name: parameters[name] for name in w}, 0)
-        gradients.append({name: result["grad." + name].to(parameters[name].device) for name in w})
-        for name in w: parameters[name].grad = gradients[-1][name].clone()
-        step.step()
-    yours = {name: parameters[name].detach().clone() for name in w}
-    if adamw == "handout": right = {name: theirs["param." + name] for name in w}
-    else:
-        with torch.no_grad():
-            for name in w: parameters[name].copy_(w[name])
-        step = stepper(torch.optim.AdamW)
-        for g in gradients:
-            for name in w: parameters[name].grad = g[name].clone()
-            step.step()
-        right = {name: p.detach() for name, p in parameters.items()}
+        result = ours({name: p.detach() for name, p in parameters.items()}, 0) if t else theirs
+        gradients.append({name: result["grad." + name] for name in w})
+        for name, p in parameters.items(): p.grad = gradients[-1][name].clone()
+        with your_code("step()"): step.step()
     clear = {}
     for name in w:
         g = torch.stack([g[name] for g in gradients])
         rms = g.square().flatten(1).mean(1).sqrt().view(-1, *[1] * (g.dim() - 1))
         clear[name] = (g.abs() > 0.1 * rms).all(0) | (g == 0).all(0)
-    change = lambda name, p: (p.to(w[name].device).double() - w[name].double()).masked_select(clear[name])
-    numbers = {name: difference(change(name, yours[name]), change(name, right[name])) for name in w}
-    tried = ((cause, {name: change(name, adamw_rule(w[name], [g[name] for g in gradients], **{"form": adamw} | wrong)) for name in w})
-             for wrong, cause in optimizer_mistakes(adamw))
-    bad = any(differs(x, SAME) for x in numbers.values())
-    return numbers, likely_causes(tried, {name: change(name, yours[name]) for name in w}) if bad else ([], None)
+    change = lambda name, p: (p.double() - w[name].double()).masked_select(clear[name])
+    by_rule = lambda **rule: {name: change(name, adamw_rule(w[name], [g[name] for g in gradients], **rule)) for name in w}
+    yours = {name: change(name, p.detach()) for name, p in parameters.items()}
+    numbers = {whose: {name: difference(yours[name], x) for name, x in by_rule(**rule).items()} for whose, rule in RULES.items()}
+    numbers["2026's handout"] = {name: difference(yours[name], change(name, theirs["param." + name])) for name in w}
+    whose = min(numbers, key=lambda whose: max(numbers[whose].values()))
+    print(f"\nAdamW: {steps} steps on our gradients, lr {LR}, betas 0.9 and 0.999, eps 1e-8, weight decay {DECAY}. Relative differences of the weights' change:\n")
+    table_of({f"after {steps} steps": numbers[whose]}, SAME, False)
+    if not any(differs(x, SAME) for x in numbers[whose].values()):
+        print(f"ok: it is the AdamW of {whose}.")
+        return True
+    print("DIFFERS.")
+    say_cause(*likely_causes([(dict(), ""), *optimizer_mistakes()], by_rule, yours), "AdamW")
+    return False
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Your attention
 
-def wrong_backwards(q, k, v, do, causal):
-    """(cause, {dq, dk, dv}): forward is right, backward has one mistake."""
+def backward_with(q, k, v, do, causal, **wrong):
+    """{dq, dk, dv}: forward is right, and backward has these mistakes."""
     scale, o = q.shape[-1] ** -0.5, attend(q, k, v, causal)
     scores = q @ k.transpose(-1, -2) * scale
     seen = torch.ones_like(scores, dtype=torch.bool).tril() if causal else torch.ones_like(scores, dtype=torch.bool)
-    L = scores.masked_fill(~seen, -math.inf).logsumexp(-1, keepdim=True)
-    masked, plain = (scores - L).exp() * seen, (scores - L).exp()
+    L, D = scores.masked_fill(~seen, -math.inf).logsumexp(-1, keepdim=True), (do * o).sum(-1, keepdim=True)
+    if "L_along_keys" in wrong: L = L.transpose(-1, -2)
+    if "D_along_keys" in wrong: D = D.transpose(-1, -2)
+    if "no_D" in wrong: D = 0
+    p = (scores - L).exp()
+    if "no_mask" not in wrong: p = p * seen
+    ds = p * (do @ v.transpose(-1, -2) - D) * wrong.get("scale", scale)
+    turned = ds if "not_turned" in wrong else ds.transpose(-1, -2)
+    dv = (p if "dv_not_turned" in wrong else p.transpose(-1, -2)) @ do
+    return {"dq": ds @ q, "dk": turned @ k, "dv": dv} if "swapped" in wrong else {"dq": ds @ k, "dk": turned @ q, "dv": dv}
 
-    def gradients(p=masked, delta=1, scale=scale):
-        ds = p * (do @ v.transpose(-1, -2) - delta * (do * o).sum(-1, keepdim=True)) * scale
-        return {"dq": ds @ k, "dk": ds.transpose(-1, -2) @ q, "dv": p.transpose(-1, -2) @ do}
 
-    yield "backward lacks D = rowsum(dO * O): dS = P * (dP - D)", gradients(delta=0)
-    yield "dQ and dK lack the factor 1/sqrt(D)", gradients(scale=1)
-    if causal: yield "backward recomputes P without the causal mask", gradients(p=plain)
+def backward_mistakes(causal):
+    yield dict(no_D=True), "backward lacks D = rowsum(dO * O): dS = P * (dP - D)"
+    yield dict(scale=1), "dQ and dK lack the factor 1/sqrt(D)"
+    if causal: yield dict(no_mask=True), "backward recomputes P without the causal mask"
+    yield dict(L_along_keys=True), "backward subtracts L along the keys: S - L takes L[..., :, None]"
+    yield dict(D_along_keys=True), "backward subtracts D along the keys: dP - D takes D[..., :, None]"
+    yield dict(swapped=True), "dQ is dS Q and dK is dS^T K; dQ = dS K and dK = dS^T Q are right"
+    yield dict(not_turned=True), "dK is dS Q; dK = dS^T Q is right"
+    yield dict(dv_not_turned=True), "dV is P dO; dV = P^T dO is right"
 
 
-@matmuls("highest")
+class Attention:
+    """Your attention: called with (q, k, v, causal), whatever its fourth argument is."""
+
+    def __init__(self, yours):
+        if isinstance(getattr(yours, "__self__", None), type) and issubclass(yours.__self__, torch.autograd.Function): yours = yours.__self__
+        self.is_function = isinstance(yours, type) and issubclass(yours, torch.autograd.Function)
+        self.call = yours.apply if self.is_function else yours
+        try: arguments = list(inspect.signature(yours.forward if self.is_function else yours).parameters.values())[self.is_function:]
+        except (ValueError, TypeError): arguments = None
+        many = arguments is None or any(a.kind == a.VAR_POSITIONAL for a in arguments)
+        self.masked = bool(arguments and arguments[3:] and "mask" in arguments[3].name)
+        self.keyword = next((a.name for a in arguments or () if a.kind == a.KEYWORD_ONLY and "causal" in a.name), None)
+        self.takes_causal = many or len(arguments) > 3
+        self.source = f"{getattr(yours, '__module__', '')} {getattr(yours, '__qualname__', '')}".lower()
+
+    def __call__(self, q, k, v, causal):
+        if self.keyword: return self.call(q, k, v, **{self.keyword: causal})
+        if not self.takes_causal: return self.call(q, k, v)
+        if not self.masked: return self.call(q, k, v, causal)
+        S = q.shape[-2]
+        return self.call(q, k, v, torch.ones(S, S, dtype=torch.bool, device=q.device).tril() if causal else None)
+
+
+def saved_lse(o, right):
+    """(the logsumexp that your Function saved or None, what the public test will say to it or None)"""
+    saved = getattr(o.grad_fn, "saved_tensors", None)
+    if saved is None: return None, None
+    wanted = f"the public test takes exactly one saved tensor of {list(right.shape)}"
+    found = [t for t in saved if t is not None and t.shape == right.shape]
+    if len(found) == 1: return found[0], None
+    if found: return min(found, key=lambda t: apart(t.float(), right)), f"{len(found)} saved tensors are {list(right.shape)}; {wanted}"
+    flat = [t for t in saved if t is not None and t.numel() == right.numel()]
+    if flat: return flat[0].reshape(right.shape), f"the logsumexp is saved as {list(flat[0].shape)}; {wanted}"
+    return None, f"no logsumexp is saved; {wanted}"
+
+
+def run_attention(attention, q, k, v, do, causal, theirs):
+    """({tensor: yours}, what it lacks: (is it only not written yet, in words) or None, note on the logsumexp)"""
+    qkv = [t.clone().requires_grad_() for t in (q, k, v)]
+    try: o = attention(*qkv, causal)
+    except (Exception, SystemExit) as e:
+        later = not_written(e) or causal and isinstance(e, AssertionError)
+        return {}, (later, f"forward{' with is_causal' if causal else ''} {raised(e)}"), None
+    if isinstance(o, (tuple, list)): o = o[0]
+    if not isinstance(o, torch.Tensor) or o.shape != q.shape:
+        raise Usage(f"attention returns {list(o.shape) if isinstance(o, torch.Tensor) else type(o).__name__}, takes a function that returns a tensor of {list(q.shape)}")
+    lse, said = saved_lse(o, theirs["lse"].to(o.device))
+    yours = {"o": o.detach()} | ({} if lse is None else {"lse": lse})
+    if o.grad_fn is None: return yours, (True, "backward is not there: the output has no grad_fn"), said
+    try: o.backward(do)
+    except (Exception, SystemExit) as e:
+        stub = "incorrect number of gradients" in str(e) and "got 1)" in str(e)
+        return yours, (not_written(e) or stub, f"backward {raised(e)}"), said
+    if all(t.grad is None for t in qkv): return yours, (True, "backward returns no gradients"), said
+    return yours | {name: t.grad for name, t in zip(("dq", "dk", "dv"), qkv)}, None, said
+
+
+def attention_causes(attention, yours, numbers, theirs, q, k, v, do, causal, precision):
+    bound, wide = BOUNDS[precision], [t.float() for t in (q, k, v)]
+    if differs(numbers["o"], bound):
+        if precision == "bf16": yours = {"o": attention(*wide, causal).detach()}
+        yours = {"o": yours["o"]}
+        causes, far = likely_causes(attention_mistakes(q.shape[-1]), lambda **wrong: {"o": attend(*wide, **dict(causal=causal) | wrong)}, yours)
+        if causes: return causes, far
+        return nearest(((cause, {}, out) for cause, out in tile_mistakes(*wide, causal)), yours)
+    if differs(numbers.get("lse", 0), bound):
+        base_2 = "the saved logsumexp is in base 2, as exp2 takes it; the handout's L is in base e, ln 2 times that"
+        scores = "the saved tensor is not the logsumexp but only the scores' maximum"
+        top = (wide[0] @ wide[1].transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(torch.ones(2 * q.shape[-2:-1]).triu(1).bool().to(q.device) & causal, -math.inf)
+        return nearest([(base_2, {}, {"lse": theirs["lse"] / math.log(2)}), (scores, {}, {"lse": top.amax(-1)})], yours)
+    gradients = {name: yours.get(name) for name in ("dq", "dk", "dv")}
+    if precision == "bf16" or any(t is None for t in gradients.values()): return {}, None
+    return likely_causes(backward_mistakes(causal), lambda **wrong: backward_with(*wide, do, causal, **wrong), gradients)
+
+
+@verdict
 def check_attention(attention, precision="fp32", batch_size=4, context_length=128, head_size=64, num_heads=None, device="auto"):
-    """Compares attention(q, k, v, causal) with ./cs336, forward and backward; prints and returns the verdict.
+    """Compares attention(q, k, v, causal) with ./cs336, forward and backward.
 
     q, k and v are [B, S, D], as in the public tests, or with num_heads [B, H, S, D]. Instead of the function it also takes a
-    torch.autograd.Function. Where this saves the logsumexp, the logsumexp is compared, too."""
-    if isinstance(attention, type) and issubclass(attention, torch.autograd.Function): attention = attention.apply
+    torch.autograd.Function. Where this saves the logsumexp, the logsumexp is compared, too. The fourth argument may be a mask."""
+    attention = Attention(attention)
     here = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     g = torch.Generator().manual_seed(338)
     shape = [batch_size, *([num_heads] if num_heads else []), context_length, head_size]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     q, k, v, do = (torch.randn(shape, generator=g).to(here, dtype) for _ in range(4))
-    bound, rows, causes, good, backward = BOUNDS[precision], [], {}, True, True
-    for causal in (False, True):
-        qkv = [t.clone().requires_grad_() for t in (q, k, v)]
+    bound, rows, causes, lacks, worst, unmasked = BOUNDS[precision], [], {}, {}, 0, False
+    for causal in (False, True)[:1 + attention.takes_causal]:
         theirs = cs336("attention", {"inputs": {"q": q, "k": k, "v": v, "do": do}}, "--device", device, *["--causal"][:causal])
-        with yours_in(precision): o = attention(*qkv, causal)
-        if not isinstance(o, torch.Tensor) or o.shape != q.shape:
-            raise Usage(f"attention: takes a function that returns a tensor of {shape}")
-        saved = getattr(o.grad_fn, "saved_tensors", None) or ()
-        lse = [t for t in saved if t is not None and list(t.shape) == shape[:-1]]
-        yours = {"o": o.detach()} | ({"lse": lse[0]} if len(lse) == 1 else {})
-        backward = backward and o.grad_fn is not None
-        try:
-            with yours_in(precision):
-                if backward: o.backward(do)
-        except NotImplementedError: backward = False
-        if backward: yours |= {name: t.grad for name, t in zip(("dq", "dk", "dv"), qkv)}
-        apart = lambda a, b: difference(a, b) if a is not None and bool(a.isfinite().all()) else math.inf
+        with yours_in(precision): yours, lack, said = run_attention(attention, q, k, v, do, causal, theirs)
+        if lack: lacks.setdefault(lack[1], lack[0])
+        if not yours: continue
+        if said and not causal: note(said)
         numbers = {name: apart(t, theirs[name]) for name, t in yours.items()}
-        rows += [["yes" if causal else "no", name, f"{x:.1e}", "DIFFERS" if differs(x, bound) else "ok"]
-                 for name, x in numbers.items()]
-        if not any(differs(x, bound) for x in numbers.values()): continue
-        good = False
-        if differs(numbers["o"], bound):
-            if precision == "bf16": yours = {"o": attention(q.float(), k.float(), v.float(), causal).detach()}
-            wide = [t.float() for t in (q, k, v)]
-            tried = ((cause, {"o": attend(*wide, **dict(causal=causal) | wrong)}) for wrong, cause in attention_mistakes(head_size))
-            causes[causal] = likely_causes(tried, {"o": yours["o"]})
-        elif differs(numbers.get("lse", 0), bound):
-            base_2 = "the saved logsumexp is in base 2, as exp2 takes it; the handout's L is in base e, ln 2 times that"
-            causes[causal] = likely_causes([(base_2, {"lse": theirs["lse"] / math.log(2)})], yours)
-        elif precision != "bf16" and not any(t is None for t in yours.values()):
-            causes[causal] = likely_causes(wrong_backwards(q, k, v, do, causal), {name: yours[name] for name in ("dq", "dk", "dv")})
-        else: causes[causal] = [], None
+        bad = any(differs(x, bound) for x in numbers.values())
+        unmasked = bad and causal and not causes and apart(yours["o"], attend(q.float(), k.float(), v.float(), False).to(dtype)) <= bound
+        unmasked = unmasked and not (here == "cuda" and "triton" in attention.source)
+        rows += [["yes" if causal else "no", name, f"{x:.1e}", "no mask" if unmasked else "DIFFERS" if differs(x, bound) else "ok"] for name, x in numbers.items()]
+        if not bad or unmasked: continue
+        worst = max(worst, *numbers.values())
+        with matmuls("highest"): causes[causal] = attention_causes(attention, yours, numbers, theirs, q, k, v, do, causal, precision)
+    if not rows: raise (NotYet if all(lacks.values()) else Usage)(next(iter(lacks)))
     print(f"\nattention: {shape}, {precision}. Relative differences from ./cs336:\n")
     show(["causal", "tensor", "difference", f"bound {bound:g}"], rows)
-    if not backward: print("backward is not there yet: only forward was checked")
-    if good: print(f"ok: all relative differences are within {bound:g}, {precision}'s bound.")
-    else:
+    return attention_verdict(attention, rows, causes, lacks, worst, unmasked, bound, precision, here)
+
+
+def attention_verdict(attention, rows, causes, lacks, worst, unmasked, bound, precision, here):
+    for words, later in lacks.items(): print(f"{'not written yet' if later else 'not compared'}: {words}")
+    if not attention.takes_causal: print("not compared: a causal mask, since the function takes (q, k, v)")
+    if causes:
         print("DIFFERS, " + " and ".join("causal" if c else "not causal" for c in causes) + ".")
         # A mistake that is no mask's shows without a mask; a mask's is seen only where it is used.
         say_cause(*causes[min(causes)], "Attention by its formula")
-        worst = max(float(row[2]) for row in rows)
         if here == "cuda" and precision == "fp32" and worst <= BOUNDS["tf32"]:
             print("The difference is of TF32's size: for fp32, tl.dot takes input_precision='ieee'. --precision tf32 allows it.")
-    return good
+        return False
+    if not all(lacks.values()): raise Usage(f"{next(words for words, later in lacks.items() if not later)}; what is in the table is ok")
+    mask = " Without the mask: is_causal is ignored, which flash_forward (a) allows in the PyTorch version, and (c) asks of the Triton one." if unmasked else ""
+    print(f"ok: all relative differences{' of what is there' if lacks else ''} are within {bound:g}, {precision}'s bound.{mask}")
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Your distributed classes: tests/check_ranks.py. Where a GPU is in use, they run in a process that sees none.
+
+def on_ranks(kind, yours, seconds=8):
+    import check_ranks
+    if not torch.cuda.is_available(): return check_ranks.check_ranks(kind, yours, seconds)
+    try: where = f"{inspect.getsourcefile(yours)}:{yours.__qualname__}"
+    except (TypeError, OSError): raise Usage(f"the class stands in no file: write it to one, and import it from there")
+    r = subprocess.run([sys.executable, os.path.join(HERE, "check.py"), kind, where], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    print(r.stdout, end="")
+    if r.returncode not in (0, 1, 2): raise Usage(f"the ranks ended with exit code {r.returncode}: {r.stderr.strip()[-300:]}")
+    return {0: True, 1: False}.get(r.returncode)
+
+
+@verdict
+def check_ddp(yours): return on_ranks("ddp", yours)
+
+
+@verdict
+def check_sharded(yours): return on_ranks("sharded", yours)
+
+
+@verdict
+def check_fsdp(yours): return on_ranks("fsdp", yours)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -644,7 +1060,7 @@ def positive(text):
 
 
 def place(text):
-    if not all(text.rpartition(":")): raise argparse.ArgumentTypeError(f"got '{text}', takes MODULE:NAME or FILE.py:NAME")
+    if not text.endswith(".py") and not all(text.rpartition(":")): raise argparse.ArgumentTypeError(f"got '{text}', takes MODULE:NAME, FILE.py:NAME or an adapters.py")
     return text
 
 
@@ -655,87 +1071,176 @@ def key_value(text):
     except (ValueError, SyntaxError): return key, value
 
 
+def two_names(text):
+    staff, equals, own = text.partition("=")
+    if not staff or not own: raise argparse.ArgumentTypeError(f"got '{text}', takes STAFF_NAME=YOURS")
+    return staff, own
+
+
 def parse(words):
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, prog="check.py")
-    p.add_argument("what", choices=["model", "attention"])
-    p.add_argument("yours", type=place, metavar="MODULE:NAME", help="e.g. my_solution:TransformerLM, or folder/my_solution.py:attention")
+    p.add_argument("what", choices=["all", *PARTS])
+    p.add_argument("yours", type=place, metavar="MODULE:NAME", help="e.g. my_solution:DDP, folder/my_solution.py:attention, or tests/adapters.py")
     p.add_argument("--precision", choices=list(BOUNDS), default="fp32", help="bf16: yours under autocast; tf32: fp32 with a wider bound")
     p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto takes a GPU if any")
     p.add_argument("--num_heads", type=whole(1), metavar="H", help="model: if it is not in --kwargs; attention: [B, H, S, D]")
     p.add_argument("--context_length", type=whole(2), metavar="S", help="default 32, or less if --kwargs has less; attention: 128")
     m = p.add_argument_group("model")
-    m.add_argument("--kwargs", type=key_value, nargs="+", default=[], metavar="KEY=VALUE", help="what your class is called with")
+    m.add_argument("--kwargs", type=key_value, nargs="+", default=[], metavar="KEY=VALUE", help="what your class is called with; default: small sizes")
     m.add_argument("--rope_theta", type=positive, metavar="X", help="default 10000, or that of --kwargs")
     m.add_argument("--weights", metavar="FILE", help="a state_dict, .pt, .pth or .safetensors; default: random weights")
+    m.add_argument("--names", type=two_names, nargs="+", metavar="STAFF=YOURS", help="your parameters' names, {} is a layer's number")
     m.add_argument("--batch", metavar="FILE", help="tokens and targets, [B, T] or [T]; default: random ones")
-    m.add_argument("--optimizer", type=place, metavar="MODULE:NAME", help="your AdamW, e.g. my_solution:AdamW")
-    m.add_argument("--adamw", choices=["handout", "torch"], help="which AdamW it should be: eps before or after the bias correction")
-    m.add_argument("--steps", type=whole(1), metavar="N", help="of the optimizer, default 3")
     m.add_argument("--every", action="store_true", help="a row per tensor instead of per layer")
     a = p.add_argument_group("attention")
     a.add_argument("--batch_size", type=whole(1), metavar="B", help="default 4")
     a.add_argument("--head_size", type=int, choices=[16, 32, 64, 80, 128], help="default 64")
     o = p.parse_args(words)
-    for group, other in ((m, "attention"), (a, "model")):
+    for group in (m, a):
         for action in group._group_actions:
-            if o.what == other and getattr(o, action.dest) != action.default:
-                raise Usage(f"--{action.dest}: got with '{other}', takes '{group.title}'")
-    if o.optimizer is None and (o.adamw or o.steps): raise Usage(f"--{'adamw' if o.adamw else 'steps'}: takes --optimizer with it")
+            if o.what != group.title and getattr(o, action.dest) != action.default: raise Usage(f"--{action.dest}: got with '{o.what}', takes '{group.title}'")
+    for option in ("precision", "num_heads", "context_length"):
+        if o.what not in ("model", "attention") and getattr(o, option) != p.get_default(option): raise Usage(f"--{option}: got with '{o.what}', takes 'model' or 'attention'")
     for option in ("weights", "batch"):
         if getattr(o, option) and not os.path.isfile(getattr(o, option)):
             raise Usage(f"--{option}: got '{getattr(o, option)}', takes a file that is there")
     return o
 
 
-def find(text):
-    """The object that MODULE:NAME or FILE.py:NAME names."""
-    where, _, name = text.rpartition(":")
+# ----------------------------------------------------------------------------------------------------------------------
+# What you typed
+
+# The functions of the course's adapters.py, per part. The ranks come first: they fork.
+PARTS = {"ddp": ["get_ddp", "get_ddp_individual_parameters", "get_ddp_bucketed"], "sharded": ["get_sharded_optimizer"], "fsdp": ["get_fsdp"],
+         "model": ["run_transformer_lm"], "adamw": ["get_adamw_cls"],
+         "attention": ["get_flashattention_autograd_function_pytorch", "run_scaled_dot_product_attention", "get_flashattention_autograd_function_triton"]}
+SIZES = {}
+for names, value in {"vocab_size vocab n_vocab": 97, "context_length max_seq_len max_seq_length seq_len block_size max_len": 32, "num_heads n_heads n_head heads": 4,
+                     "d_model dim hidden_size embed_dim emb_dim n_embd": 64, "num_layers n_layers n_layer": 2, "d_ff ff_dim d_hidden": 128,
+                     "rope_theta theta": 10000.0, "batch_size": 2, "dropout": 0.0, "device dtype": None}.items():
+    for name in names.split(): SIZES[name] = value
+
+
+def version(name, installed=importlib.metadata.version):
+    """The course's packages ask for their own, which only an installed one has."""
+    try: return installed(name)
+    except importlib.metadata.PackageNotFoundError:
+        if not name.startswith("cs336"): raise
+        return "0"
+
+
+def import_place(where):
+    """The module, be it named or a file. Of a file in a package its package is imported, with the folder above it."""
+    importlib.metadata.version, folders = version, [os.getcwd()]
+    if where.endswith(".py"):
+        if not os.path.isfile(where): raise Usage(f"got '{where}', takes a file that is there")
+        folder, name = os.path.split(os.path.abspath(where)[:-3])
+        while os.path.isfile(os.path.join(folder, "__init__.py")):
+            folder, package = os.path.split(folder)
+            name = f"{package}.{name}"
+        folders, where = [folder, *folders], name
+    folders += [os.path.join(folder, "cs336-basics") for folder in folders]
+    sys.path[:0] = [folder for folder in folders if os.path.isdir(folder) and folder not in sys.path]
     try:
-        if where.endswith(".py"):
-            sys.path.insert(0, os.path.dirname(os.path.abspath(where)))
-            where = os.path.basename(where)[:-3]
-        module = importlib.import_module(where)
-    except ImportError as e: raise Usage(f"got '{text}', takes a module that can be imported: {e}")
-    if not hasattr(module, name): raise Usage(f"got '{text}', but {module.__file__} has no '{name}'")
-    return getattr(module, name)
+        with contextlib.redirect_stdout(sys.stderr): return importlib.import_module(where)
+    except ModuleNotFoundError as e:
+        raise Usage(f"{where}: {e}; install it, or type `uv run python3 {sys.argv[0]} ...` in the assignment's folder, or PYTHONPATH=.:FOLDER python3 ... with a folder that has it")
+    except (Exception, SystemExit) as e: raise Usage(f"import {where} {raised(e)}")
 
 
-def main(words):
-    o = parse(words)
-    if torch is None: raise Usage(f"needs PyTorch (pip install torch): {no_torch}")
-    if o.device == "cuda" and not torch.cuda.is_available(): raise Usage("--device: got 'cuda', but torch sees no GPU")
-    sys.path.insert(0, os.getcwd())
-    typed = lambda *names: {name: getattr(o, name) for name in names if getattr(o, name) is not None}
-    yours = find(o.yours)
-    if o.what == "attention":
-        if not callable(yours): raise Usage(f"got '{o.yours}', takes a function")
-        return check_attention(yours, **typed("precision", "device", "num_heads", "context_length", "batch_size", "head_size"))
+def find(text, part, need):
+    """[(its name, the object)] that was typed; of an adapters.py, what it has for this part."""
+    where, _, name = text.rpartition(":") if not text.endswith(".py") else (text, "", "")
+    module = import_place(where)
+    names = [name] if name else [name for name in PARTS[part] if hasattr(module, name)]
+    if name and not hasattr(module, name): raise Usage(f"got '{text}', but {module.__file__} has no '{name}'")
+    if need and not names: raise Usage(f"{text} has no {PARTS[part][0]}; write FILE.py:NAME")
+    return [(name, getattr(module, name)) for name in names]
+
+
+def unwrap(name, yours):
+    """get_adamw_cls and its like return what is meant."""
+    if inspect.isfunction(yours) and name.startswith("get_") and not inspect.signature(yours).parameters:
+        with your_code(name): return yours()
+    return yours
+
+
+def filled(make, typed):
+    """What a constructor is called with: what was typed, and small sizes for what has a usual name, of a configuration, too."""
+    kwargs = dict(typed)
+    if not dataclasses.is_dataclass(make) and not callable(make): return kwargs
+    try: hints = typing.get_type_hints(make.__init__ if isinstance(make, type) else make)
+    except Exception: hints = {}
+    for a in inspect.signature(make).parameters.values():
+        if a.name in kwargs or a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD): continue
+        known = a.name in SIZES and (SIZES[a.name] is not None and a.default is not None or a.default is a.empty)
+        if known: kwargs[a.name] = SIZES[a.name]
+        elif a.default is a.empty and dataclasses.is_dataclass(hints.get(a.name)): kwargs[a.name] = hints[a.name](**filled(hints[a.name], {}))
+        elif a.default is a.empty: raise Usage(f"--kwargs: {make.__name__}{inspect.signature(make)} takes {a.name}; write --kwargs {a.name}=...")
+    return kwargs
+
+
+def typed(o, *names):
+    return {name: getattr(o, name) for name in names if getattr(o, name) is not None}
+
+
+def check_typed_model(yours, o):
+    check, more = check_model.__wrapped__, typed(o, "context_length", "rope_theta", "precision", "device", "every")
+    if inspect.isfunction(yours) and "weights" in inspect.signature(yours).parameters: return check(yours, **more)
     kwargs = dict(o.kwargs)
     torch.manual_seed(0)
     if not isinstance(yours, torch.nn.Module):
-        try: yours = yours(**kwargs)
-        except TypeError as e: raise Usage(f"--kwargs: {o.yours} does not take them: {e}")
+        wrong = [name for name in kwargs if name not in inspect.signature(yours).parameters]
+        if wrong: raise Usage(f"--kwargs: got {', '.join(wrong)}, but it is {yours.__name__}{inspect.signature(yours)}")
+        kwargs = filled(yours, kwargs)
+        with your_code(f"--kwargs: {yours.__name__}({', '.join(f'{k}={v}' for k, v in kwargs.items())})"): yours = yours(**kwargs)
     if not isinstance(yours, torch.nn.Module): raise Usage(f"got '{o.yours}', takes an nn.Module, or what makes one")
     if o.device != "cpu" and torch.cuda.is_available(): yours.to("cuda")
-    more = typed("context_length", "rope_theta", "precision", "adamw", "steps", "device", "every")
-    more.setdefault("context_length", min(32, kwargs.get("context_length", 32)))
-    more.setdefault("rope_theta", kwargs.get("rope_theta", kwargs.get("theta", 10000.0)))
-    heads = o.num_heads or kwargs.get("num_heads")
+    for config in [c for c in kwargs.values() if dataclasses.is_dataclass(c)]: kwargs |= dataclasses.asdict(config)
+    size = lambda usual, default: next((kwargs[name] for name in SIZES if SIZES[name] == SIZES[usual] and name in kwargs), default)
+    more.setdefault("context_length", min(32, size("context_length", 32)))
+    more.setdefault("rope_theta", size("rope_theta", 10000.0))
+    heads = o.num_heads or size("num_heads", None)
     if not isinstance(heads, int): raise Usage("--num_heads: takes the number of heads, here or in --kwargs")
+    if o.names: more["names"] = dict(o.names)
     if o.weights: more["weights"] = read_tensors(o.weights, "--weights")
     if o.batch:
         batch = read_tensors(o.batch, "--batch")
         if set(batch) != {"tokens", "targets"}: raise Usage(f"--batch: got {', '.join(batch)} in '{o.batch}', takes tokens and targets")
         more |= batch
-    if o.optimizer: more["optimizer"] = find(o.optimizer)
-    return check_model(yours, heads, **more)
+    return check(yours, heads, **more)
+
+
+def check_one(part, name, yours, o):
+    yours = unwrap(name, yours)
+    if not callable(yours): raise Usage(f"got '{o.yours}', takes a class or a function")
+    if part == "model": return check_typed_model(yours, o)
+    if part == "adamw": return check_adamw.__wrapped__(yours, device=o.device)
+    if part != "attention": return on_ranks(part, yours)
+    if "triton" in name and (o.device == "cpu" or not torch.cuda.is_available()): raise NotYet(f"{name} needs a GPU")
+    return check_attention.__wrapped__(yours, **typed(o, "precision", "device", "num_heads", "context_length", "batch_size", "head_size"))
+
+
+def check_typed(o):
+    """The exit code. What is not written yet is said, and fails nothing else."""
+    if torch is None: raise Usage(f"needs PyTorch (pip install torch): {no_torch}")
+    if o.device == "cuda" and not torch.cuda.is_available(): raise Usage("--device: got 'cuda', but torch sees no GPU")
+    answers, later = [], []
+    for part in PARTS if o.what == "all" else [o.what]:
+        for name, yours in find(o.yours, part, o.what != "all"):
+            print(f"\n== {part}: {name}")
+            try: answers.append(verdict_of(check_one, part, name, yours, o))
+            except NotYet as e:
+                print(f"not written yet: {e}" if "GPU" not in str(e) else f"not compared: {e}")
+                later.append(e)
+    if not answers: raise Usage(f"nothing of {o.yours} is written yet" if later else f"{o.yours} has no function of the course's adapters.py")
+    return 1 if False in answers else 2 if None in answers else 0
 
 
 if __name__ == "__main__":
-    try: sys.exit(0 if main(sys.argv[1:]) else 1)
-    except Usage as e: wrong, code = e, 2
-    except RuntimeError as e:
-        if not str(e).startswith("./cs336"): raise  # it is your code's
-        wrong, code = e, 1
-    print(f"check.py: {wrong}", file=sys.stderr)
-    sys.exit(code)
+    sys.modules["check"] = sys.modules["__main__"]  # for check_ranks.py
+    try: options = parse(sys.argv[1:])
+    except Usage as e: sys.exit(print(f"check.py: {e}", file=sys.stderr) or 2)
+    try: code = verdict_of(check_typed, options)
+    except NotYet as e: code = print(f"cannot be checked: {e}")
+    sys.exit(2 if code is None else code)

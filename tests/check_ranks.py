@@ -1,0 +1,482 @@
+"""tests/check_ranks.py: check.py's ddp, sharded and fsdp: two ranks over Gloo on the CPU, beside one process.
+
+Each case forks two processes. What they give is compared with the same steps on the whole batch here. Of a gradient that
+differs it is said what it is instead: the ranks' sum, its own, nothing yet ... A rank that hangs is ended, and its place
+is said. The interfaces are those of the course's tests, 2025's and 2026's."""
+import contextlib, datetime, faulthandler, inspect, os, pickle, re, signal, sys, tempfile, time
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import check
+from check import Usage, apart, differs, raised, show
+
+BOUND, WIDE = 1e-4, 3e-2  # fp32: sums in another order; fp16: FSDP's compute_dtype
+STEPS, RATE = 3, 0.5
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Two ranks
+
+def rank_main(work, rank, folder, seconds):
+    at = lambda name: os.path.join(folder, f"{name}{rank}")
+    log = os.open(at("log"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1), os.dup2(log, 2)
+    where = open(at("where"), "w")
+    faulthandler.dump_traceback_later(seconds - 1, file=where)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo" if os.path.isdir("/sys/class/net/lo") else "lo0"}
+    torch.set_num_threads(1)
+    try:
+        store = dist.FileStore(os.path.join(folder, "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=seconds + 5))
+        result = work(rank)
+    except BaseException as e:
+        result = {"error": raised(e), "later": check.not_written(e), "usage": isinstance(e, Usage) and str(e), "time": time.time()}
+    with open(at("result"), "wb") as f: pickle.dump(result, f)
+    with contextlib.suppress(Exception):
+        if "error" not in result: dist.barrier()
+    os._exit(0)
+
+
+def place_of_hang(folder, rank):
+    """The innermost line of yours in the traceback that faulthandler wrote."""
+    with open(os.path.join(folder, f"where{rank}")) as f: frames = re.findall(r'File "(.*)", line (\d+) in (\w+)', f.read())
+    libraries = (check.HERE, os.path.dirname(os.__file__), os.path.dirname(torch.__file__))
+    for path, line, name in frames:
+        if not path.startswith(libraries): return f" at {os.path.basename(path)}:{line}, in {name}"
+    return ""
+
+
+def on_two_ranks(work, seconds):
+    """[what work(rank) returned]; Usage: what a rank raised, or where it hung."""
+    sys.stdout.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [os.fork(), None]
+        if ranks[0] == 0: rank_main(work, 0, folder, seconds)
+        ranks[1] = os.fork()
+        if ranks[1] == 0: rank_main(work, 1, folder, seconds)
+        end, ended, results = time.monotonic() + seconds, {}, {}
+        while len(ended) < 2 and time.monotonic() < end:
+            for rank, pid in enumerate(ranks):
+                if rank in ended: continue
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if not done: continue
+                ended[rank] = status
+                with contextlib.suppress(OSError, EOFError):
+                    with open(os.path.join(folder, f"result{rank}"), "rb") as f: results[rank] = pickle.load(f)
+                if rank not in results or "error" in results[rank]: end = min(end, time.monotonic() + 1)  # the other waits in vain
+            time.sleep(0.005)
+        for rank, pid in enumerate(ranks):
+            if rank not in ended: os.kill(pid, signal.SIGKILL), os.waitpid(pid, 0)
+        errors = sorted((r["time"], rank, r) for rank, r in results.items() if "error" in r)
+        if errors:
+            _, rank, r = errors[0]
+            if r["usage"]: raise Usage(r["usage"])
+            gloo = "; the ranks are on the CPU over Gloo, as in the public tests" if re.search("CUDA|AVG|nccl", r["error"], re.I) else ""
+            raise (check.NotYet if r["later"] else Usage)(f"rank {rank} {r['error']}{gloo}")
+        hung = [rank for rank in range(2) if rank not in ended]
+        if hung: raise Hang(f"rank {hung[0]} hangs{place_of_hang(folder, hung[0])}" + (f", rank 1{place_of_hang(folder, 1)}" if len(hung) > 1 else f", while rank {1 - hung[0]} has ended"))
+        died = [rank for rank in range(2) if rank not in results]
+        if died: raise Usage(f"rank {died[0]} ended by signal {os.WTERMSIG(ended[died[0]])}: do the ranks send tensors of different sizes?")
+        return [results[0], results[1]]
+
+
+class Hang(Usage):
+    """No answer in time: this is a verdict, too."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Your class, by the course's interface
+
+AFTER = {"get_ddp": "ddp_on_after_backward", "get_ddp_individual_parameters": "ddp_individual_parameters_on_after_backward",
+         "get_ddp_bucketed": "ddp_bucketed_on_after_backward", "get_fsdp": "fsdp_on_after_backward"}
+BEFORE = {"get_ddp_bucketed": "ddp_bucketed_on_train_batch_start"}
+
+
+def hook_of(yours, table):
+    """The function that the course's adapters.py has beside this one."""
+    name = table.get(getattr(yours, "__name__", ""))
+    return getattr(sys.modules.get(getattr(yours, "__module__", "")), name, None) if name else None
+
+
+def method(wrapper, names, pattern):
+    names = [*names, *(name for name in dir(type(wrapper)) if re.search(pattern, name) and not name.startswith("_") and not hasattr(nn.Module, name))]
+    return next((getattr(wrapper, name) for name in names if callable(getattr(wrapper, name, None))), None)
+
+
+def finish(yours, wrapper, optimizer):
+    after = hook_of(yours, AFTER)
+    if after:
+        with contextlib.suppress(NotImplementedError): return after(wrapper, optimizer)
+    call = method(wrapper, ["finish_gradient_synchronization"], "finish|sync")
+    if not call: raise Usage(f"{type(wrapper).__name__} has no finish_gradient_synchronization(); the course's tests call it after backward")
+    call()
+
+
+def wrap(yours, module, **more):
+    """Your wrapper around the module; a class that takes bucket_size_mb gets small buckets, as in the public test."""
+    try: takes = inspect.signature(yours).parameters
+    except (TypeError, ValueError): takes = {}
+    if any("bucket" in name for name in takes): more[next(name for name in takes if "bucket" in name)] = 0.0004
+    return yours(module, **more)
+
+
+def full_weights(yours, wrapper):
+    gather = getattr(sys.modules.get(getattr(yours, "__module__", "")), "fsdp_gather_full_params", None)
+    if gather and getattr(yours, "__name__", "") == "get_fsdp": full = gather(wrapper)
+    else:
+        call = method(wrapper, ["gather_full_params", "fsdp_gather_full_params"], "gather.*param|full")
+        if not call: raise Usage(f"{type(wrapper).__name__} has no gather_full_params(), which returns all weights by name; write it, or check tests/adapters.py")
+        full = call()
+    return {check.staff_name(name): t.detach().clone() for name, t in full.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Models and data
+
+class Late(torch.autograd.Function):
+    """Rank 1's backward stops here for a while, so that rank 0 is through before what lies below is sent."""
+    @staticmethod
+    def forward(ctx, x): return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        if dist.is_initialized() and dist.get_rank() == 1: time.sleep(0.4)
+        return g
+
+
+class Toy(nn.Module):
+    def __init__(self, case):
+        super().__init__()
+        self.fc1, self.fc2, self.fc3, self.fc4 = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+        if case == "tied weights": self.fc3.weight = self.fc2.weight
+        if case == "frozen parameters":
+            self.fc2.bias.requires_grad_(False)
+            self.fixed = nn.Parameter(torch.randn(2), requires_grad=False)
+        if case == "a parameter without gradient": self.unused = nn.Linear(8, 8)
+        self.late = case == "a late rank"
+
+    def forward(self, x):
+        x = self.fc2(self.fc1(x).tanh()).tanh()
+        return self.fc4(self.fc3(Late.apply(x) if self.late else x).tanh())
+
+
+class ToyFSDP(nn.Module):
+    """The public test's model, smaller. layers: your course package's Embedding, Linear and RMSNorm."""
+    def __init__(self, layers, case):
+        super().__init__()
+        Embedding, Linear, RMSNorm = layers
+        self.embedding, self.norm1, self.linear1 = Embedding(20, 16), RMSNorm(16), Linear(16, 32)
+        self.norm2, self.linear2, self.lm_head = RMSNorm(32), Linear(32, 16), Linear(16, 20)
+        self.late = case == "a late rank"
+
+    def forward(self, x):
+        x = self.norm2(torch.relu(self.linear1(self.norm1(self.embedding(x)))))
+        return self.lm_head(self.linear2(Late.apply(x) if self.late else x))
+
+
+def batch(kind):
+    g = torch.Generator().manual_seed(340)
+    if kind == "fsdp": return torch.randint(20, (8, 6), generator=g), torch.randint(20, (8,), generator=g)
+    return torch.randn(8, 6, generator=g), torch.randn(8, 5, generator=g)
+
+
+def loss_of(model, x, y):
+    out = model(x)
+    return nn.functional.mse_loss(out, y) if y.dtype.is_floating_point else nn.functional.cross_entropy(out[:, -1].float(), y)
+
+
+def gradients_at(model, weights, x, y, dtype=None):
+    """By the formula, at these weights. dtype: matrices are cast to it on the way, as FSDP's compute_dtype does."""
+    leaves = {name: t.clone().requires_grad_(t.is_floating_point()) for name, t in weights.items()}
+    cast = {name: t.to(dtype) if dtype and t.dim() == 2 else t for name, t in leaves.items()}
+    loss_of(lambda x: torch.func.functional_call(model, cast, x, tie_weights=True), x, y).backward()
+    return {name: t.grad for name, t in leaves.items()}
+
+
+def named(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a gradient is instead
+
+def kinds_of_gradients(own, before):
+    """({kind: [its value on rank 0, on rank 1]}); own: each rank's gradient; before: the last step's mean."""
+    total = own[0] + own[1]
+    return {"is right": [total / 2] * 2, "is the sum over the ranks instead of the mean": [total] * 2,
+            "is each rank's own: it is not averaged": own, "is each rank's own, divided by the number of ranks: nothing is added": [g / 2 for g in own],
+            "is divided by the number of ranks twice": [total / 4] * 2, "is added up twice, as a weight used twice may be": [total * 2] * 2,
+            "is rank 0's on each rank": [own[0]] * 2, "is rank 1's on each rank": [own[1]] * 2, "is still that of the step before": [before] * 2,
+            "is added to that of the step before": [total / 2 + before] * 2, "is zero": [total * 0] * 2}
+
+
+def explain_gradients(yours, own, before, late, bound):
+    """{cause: names of parameters}, for gradients by name on two ranks."""
+    causes = {}
+    for name in own[0]:
+        mine = [yours[rank].get(name) for rank in range(2)]
+        kinds = kinds_of_gradients([own[rank][name] for rank in range(2)], before.get(name, own[0][name] * 0))
+        kind = next((kind for kind, right in kinds.items() if all(not differs(apart(g, t), bound) for g, t in zip(mine, right))), None)
+        if kind == "is right": continue
+        if name in late: kind = "changes after finish_gradient_synchronization: it returns before the gradient is averaged"
+        elif kind is None and any(g is None for g in mine): kind = "is None on a rank"
+        elif kind is None: kind = "is neither the mean nor what a usual mistake gives"
+        causes.setdefault(kind, []).append(name)
+    return causes
+
+
+def in_words(causes, total):
+    for cause, names in causes.items():
+        which = "every gradient" if len(names) == total and total > 1 else "the gradient of " + ", ".join(names[:4]) + (" ..." if names[4:] else "")
+        yield f"{which} {cause}"
+
+
+def later_changed(parameters, seconds=0.7):
+    """The names of gradients that still change, after finish_gradient_synchronization has returned."""
+    now = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    time.sleep(seconds)
+    return [name for name, g in now.items() if parameters[name].grad is not None and apart(parameters[name].grad, g) > BOUND]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# DDP
+
+def ddp_rank(rank, yours, case):
+    torch.manual_seed(10 + rank)
+    module = Toy(case)
+    out = {"own": named(module), "gradients": [], "weights": [], "late": []}
+    wrapper = wrap(yours, module)
+    if not callable(wrapper): raise Usage(f"{yours.__name__}(module) gives {type(wrapper).__name__}, takes a wrapper with a forward")
+    inner = wrapper.module if isinstance(getattr(wrapper, "module", None), nn.Module) else module
+    parameters = dict(inner.named_parameters())
+    optimizer = torch.optim.SGD(inner.parameters(), lr=RATE)
+    out["start"] = named(inner)
+    x, y = (t[4 * rank:4 * rank + 4] for t in batch("ddp"))
+    for step in range(STEPS):
+        before = hook_of(yours, BEFORE)
+        if before:
+            with contextlib.suppress(NotImplementedError): before(wrapper, optimizer)
+        optimizer.zero_grad()
+        loss_of(wrapper, x, y).backward()
+        finish(yours, wrapper, optimizer)
+        out["gradients"].append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+        if case == "a late rank" and step == 0: out["late"] = later_changed(parameters)
+        optimizer.step()
+        out["weights"].append(named(inner))
+    return out
+
+
+def one_process(model, start, x, y, dtype=None):
+    """The weights after the steps on the whole batch."""
+    w = dict(start)
+    for _ in range(STEPS):
+        g = gradients_at(model, w, x, y, dtype)
+        w = {name: t if g[name] is None or not frozen_free(model, name) else t - RATE * g[name] for name, t in w.items()}
+    return w
+
+
+def frozen_free(model, name):
+    return dict(model.named_parameters())[name].requires_grad
+
+
+def compare_ddp(case, results):
+    """(row of the table, ok, causes)"""
+    model, (x, y), start = Toy(case), batch("ddp"), results[0]["own"]
+    learnt = [name for name, p in model.named_parameters() if p.requires_grad]
+    right = one_process(model, start, x, y)
+    far = lambda mine, right, names=None: max(apart(r[name], right[name]) for r in mine for name in names or right)
+    first, said = far([r["start"] for r in results], start), []
+    last = max(apart(r["weights"][-1][name] - start[name], right[name] - start[name]) for r in results for name in learnt if not torch.equal(right[name], start[name]))
+    if differs(first, BOUND):
+        lost = [name for name in start if apart(results[1]["start"][name], start[name]) > BOUND]
+        own = all(torch.equal(results[1]["start"][name], results[1]["own"][name]) for name in lost)
+        some = "" if len(lost) == len(start) else f" of {', '.join(lost[:4])}" + (", which need no gradient," if not set(lost) & set(learnt) else "")
+        said.append(f"the weights{some} are not sent from rank 0 at the start" + ("" if own else ", but changed"))
+    worst, causes = 0, {}
+    for step in range(STEPS):
+        at = [r["weights"][step - 1] if step else r["start"] for r in results]
+        own = [gradients_at(model, at[rank], *(t[4 * rank:4 * rank + 4] for t in (x, y))) for rank in range(2)]
+        own = [{name: g[name] for name in learnt if g[name] is not None} for g in own]
+        mean = {name: (own[0][name] + own[1][name]) / 2 for name in own[0]}
+        worst = max(worst, *(apart(r["gradients"][step].get(name), mean[name]) for r in results for name in mean))
+        causes = causes or explain_gradients([r["gradients"][step] for r in results], own, results[0]["gradients"][step - 1] if step else {}, results[0]["late"] + results[1]["late"], BOUND)
+    said += in_words(causes, len(mean))
+    ok = not any(differs(n, BOUND) for n in (first, worst, last))
+    return [case, *(f"{n:.1e}" for n in (first, worst, last)), "ok" if ok else "DIFFERS"], ok, said
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The sharded optimizer
+
+SETTINGS = dict(lr=0.1, betas=(0.8, 0.99), eps=1e-8, weight_decay=0.1)
+
+
+def sharded_groups(case, parameters):
+    if case != "two groups": return parameters
+    return [{"params": parameters[::2], "lr": 0.02}, {"params": parameters[1::2]}]
+
+
+def sharded_rank(rank, yours, case):
+    made = []
+
+    class Recorded(torch.optim.AdamW):
+        """Your class makes these; their states are counted."""
+        def __init__(self, *arguments, **options):
+            made.append(self)
+            super().__init__(*arguments, **options)
+
+    torch.manual_seed(10)
+    model = Toy(case)
+    parameters = list(model.parameters())
+    late = parameters.pop() if case == "add_param_group" else None
+    optimizer = yours(sharded_groups(case, parameters), Recorded, **SETTINGS)
+    if late is not None: optimizer.add_param_group({"params": [late]})
+    out = {"gradients": [], "weights": [named(model)]}
+    x, y = batch("sharded")
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model.zero_grad()
+        loss_of(model, x, y).backward()
+        out["gradients"].append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        out["weights"].append(named(model))
+    states = [t for o in made for state in o.state.values() for t in state.values() if isinstance(t, torch.Tensor) and t.dim()]
+    return out | {"states": sum(t.numel() for t in states)}
+
+
+def adamw_steps(case, result, settings, own_rates=True):
+    """The weights after each step of torch.optim.AdamW on the gradients that a rank had."""
+    model = Toy(case)
+    model.load_state_dict(result["weights"][0], strict=False)
+    groups = sharded_groups(case, list(model.parameters()))
+    if not own_rates: groups = [{"params": group["params"]} for group in groups]
+    optimizer, weights = torch.optim.AdamW(groups, **settings), []
+    for gradients in result["gradients"]:
+        for name, p in model.named_parameters(): p.grad = gradients.get(name)
+        optimizer.step()
+        weights.append(named(model))
+    return weights
+
+
+def compare_sharded(case, results):
+    start, right = results[0]["weights"][0], adamw_steps(case, results[0], SETTINGS)
+    learnt = [name for name, p in Toy(case).named_parameters() if p.requires_grad]
+    same = lambda a, b: not differs(apart(a, b), 1e-5)
+    change = lambda step: max(apart(r["weights"][step][name] - start[name], right[step - 1][name] - start[name]) for r in results for name in learnt)
+    first, last = change(1), change(STEPS)
+    total = 2 * sum(start[name].numel() for name in learnt)
+    held = [r["states"] / total for r in results]
+    causes, other = {}, {"its keyword arguments (lr, betas ...) do not reach the optimizer": adamw_steps(case, results[0], {})[0],
+                         "a group's own learning rate is ignored": adamw_steps(case, results[0], SETTINGS, case != "two groups")[0]}
+    for name in learnt:
+        mine = [r["weights"][1][name] for r in results]
+        new, old = ([same(w, t) for w in mine] for t in (right[0][name], start[name]))
+        if all(new): continue
+        cause = "is not sent to the other rank after the step" if any(new) and any(old) else "never changes: no rank has it, or it is sent from a rank that does not" if all(old) else None
+        cause = cause or next((words for words, w in other.items() if all(same(m, w[name]) for m in mine)), "is not what AdamW gives")
+        causes.setdefault(cause, []).append(name)
+    said = [f"{', '.join(names[:4])}{' ...' if names[4:] else ''} {cause}" for cause, names in causes.items()]
+    if not causes and differs(last, BOUND): said.append("the first step is right, a later one is not: are the states kept?")
+    whole = min(held) > 0.95
+    if whole: said.append("the states are not sharded: each rank has those of all parameters")
+    ok = not differs(first, BOUND) and not differs(last, BOUND) and not whole
+    return [case, f"{first:.1e}", f"{last:.1e}", f"{held[0]:.0%}, {held[1]:.0%}", "ok" if ok else "DIFFERS"], ok, said
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# FSDP
+
+def course_layers():
+    try: from cs336_basics.model import Embedding, Linear, RMSNorm
+    except Exception: return nn.Embedding, lambda a, b: nn.Linear(a, b, bias=False), lambda n: nn.RMSNorm(n, eps=1e-5)
+    return Embedding, Linear, RMSNorm
+
+
+def toy_fsdp(case):
+    torch.manual_seed(10)
+    return ToyFSDP(course_layers(), case)
+
+
+def fsdp_rank(rank, yours, case):
+    module = toy_fsdp(case)
+    matrices = {name for name, p in module.named_parameters() if p.dim() == 2}
+    out = {"weights": [named(module)], "late": [], "shapes": []}
+    wrapper = wrap(yours, module, compute_dtype=torch.float16 if case == "fp16" else None)
+    sizes = lambda: sum(p.numel() for p in wrapper.parameters() if p.dim() == 2 or p.requires_grad and p.numel() > 32)
+    out["held"] = sum(p.numel() for p in wrapper.parameters()) / sum(t.numel() for t in out["weights"][0].values())
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=RATE)
+    x, y = (t[4 * rank:4 * rank + 4] for t in batch("fsdp"))
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(wrapper, x, y).backward()
+        finish(yours, wrapper, optimizer)
+        parameters = {check.staff_name(name): p for name, p in wrapper.named_parameters()}
+        out["shapes"] += [name for name, p in parameters.items() if p.requires_grad and (p.grad is None or p.grad.shape != p.shape or p.grad.dtype != p.dtype)]
+        if case == "a late rank" and step == 0: out["late"] = later_changed(parameters)
+        optimizer.step()
+        out["weights"].append(full_weights(yours, wrapper))
+    out["after"] = sum(p.numel() for p in wrapper.parameters()) / sum(t.numel() for t in out["weights"][0].values())
+    return out
+
+
+def compare_fsdp(case, results):
+    model, (x, y), start = toy_fsdp(case), batch("fsdp"), results[0]["weights"][0]
+    dtype, bound = (torch.float16, WIDE) if case == "fp16" else (None, 1e-3)
+    lost = [name for name in start if any(w.get(name) is None or w[name].shape != start[name].shape for r in results for w in r["weights"])]
+    if lost: raise Usage(f"the full weights lack {lost[0]} as {list(start[lost[0]].shape)}; gather_full_params returns all by the module's names")
+    right, causes, worst = one_process(model, start, x, y, dtype), {}, 0
+    for step in range(STEPS):
+        # SGD's change tells the gradient.
+        yours = [{name: (r["weights"][step][name] - r["weights"][step + 1][name]) / RATE for name in start} for r in results]
+        own = [gradients_at(model, results[rank]["weights"][step], *(t[4 * rank:4 * rank + 4] for t in (x, y)), dtype) for rank in range(2)]
+        worst = max(worst, *(apart(g[name], (own[0][name] + own[1][name]) / 2) for g in yours for name in start))
+        old = {name: yours[0][name] * 0 for name in start}
+        causes = causes or explain_gradients(yours, own, old, results[0]["late"] + results[1]["late"], bound)
+    last = max(apart(r["weights"][-1][name] - start[name], right[name] - start[name]) for r in results for name in start)
+    said = [*in_words(causes, len(start))]
+    whole = min(r["held"] for r in results) > 0.95
+    if whole: said.append(f"the weights are not sharded: each rank has all of them")
+    kept = not whole and max(r["after"] for r in results) > 0.95
+    if kept: said.append(f"after the step a rank still has all weights: what was gathered is not freed")
+    shapes = results[0]["shapes"] + results[1]["shapes"]
+    if shapes: said.append(f"after backward the gradient of {shapes[0]} has not its parameter's shape and type, as the public test asks")
+    ok = not differs(worst, bound) and not differs(last, 2 * bound) and not (whole or kept or shapes)
+    return [case, f"{results[0]['held']:.0%}, {results[1]['held']:.0%}", f"{worst:.1e}", f"{last:.1e}", "ok" if ok else "DIFFERS"], ok, said
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The verdict
+
+KINDS = {"ddp": (ddp_rank, compare_ddp, ["plain", "tied weights", "frozen parameters", "a late rank", "a parameter without gradient"],
+                 ["case", "weights at the start", "gradients", f"weights after {STEPS} steps", f"bound {BOUND:g}"]),
+         "sharded": (sharded_rank, compare_sharded, ["plain", "tied weights", "frozen parameters", "two groups", "add_param_group", "a parameter without gradient"],
+                     ["case", "weights after a step", f"after {STEPS}", "states on the ranks", f"bound {BOUND:g}"]),
+         "fsdp": (fsdp_rank, compare_fsdp, ["fp32", "fp16", "a late rank"], ["case", "weights on the ranks", "gradients", f"weights after {STEPS} steps", "verdict"])}
+BEYOND = {"a parameter without gradient": ". This does not count: the public tests do not try it."}
+
+
+def check_cases(kind, yours, seconds):
+    """(rows, are they ok, what to say); where the first case cannot be run, Usage."""
+    work, compare, cases, columns = KINDS[kind]
+    rows, good, lines = [], True, []
+    for case in cases:
+        try: row, ok, said = compare(case, on_two_ranks(lambda rank: work(rank, yours, case), seconds))
+        except Usage as e:
+            if case == cases[0] and not isinstance(e, Hang): raise
+            row, ok, said = [case, *["-"] * (len(columns) - 2), "hangs" if isinstance(e, Hang) else "fails"], False, [str(e)]
+        if not ok and case in BEYOND: row[-1] = "not asked"
+        good = good and (ok or case in BEYOND)
+        lines += [f"{'note' if case in BEYOND else 'Likely cause'}: {case}: {line}{BEYOND.get(case, '.')}" for line in said]
+        rows.append(row)
+        if row[-1] == "hangs" and case == cases[0]: break
+    return rows, good, lines
+
+
+def check_ranks(kind, yours, seconds=8):
+    """True: ok; False: differs."""
+    name = getattr(yours, "__qualname__", str(yours))
+    rows, good, lines = check_cases(kind, yours, seconds)
+    print(f"\n{name}: two ranks over Gloo on the CPU, beside one process with the whole batch:\n")
+    show(KINDS[kind][3], rows)
+    print(*lines, f"ok: {name} does on two ranks what one process does." if good else f"DIFFERS: {', '.join(row[0] for row in rows if row[-1] not in ('ok', 'not asked'))}.", sep="\n")
+    return good
