@@ -503,55 +503,24 @@ def weights_of(given, slots, shapes):
     return {name: given[name].float() for name in shapes}
 
 
-@torch.no_grad()
 def set_weights(parameters, slots, w):
     for name, slot in slots.items(): slot.of(parameters[slot.own].data).copy_(w[name])
 
 
-def batch_of(tokens, targets, V, T):
+def batch_of(V, T):
     g = torch.Generator().manual_seed(337)
-    if tokens is None: tokens = torch.randint(V, (2, T), generator=g)
-    if targets is None: targets = torch.randint(V, tokens.shape, generator=g)
-    if tokens.dim() == 1:
-        note("a batch of one dimension is taken as one sequence")
-        tokens, targets = tokens[None], targets[None]
-    if tokens.dim() != 2 or tokens.shape != targets.shape: raise Usage("--batch: takes tokens and targets of one shape, [B, T] or [T]")
-    if tokens.is_floating_point() or targets.is_floating_point(): raise Usage("--batch: takes whole numbers")
-    if (targets == -100).any():
-        note(f"{int((targets == -100).sum())} targets of -100 become token 0 on both sides: ./cs336 masks none, so the model is "
-             "checked, and not your loss's mask")
-        targets = targets.masked_fill(targets == -100, 0)
-    for name, t in (("tokens", tokens), ("targets", targets)):
-        if t.numel() == 0 or t.min() < 0 or t.max() >= V: raise Usage(f"--batch: {name} are not from 0 to {V - 1}")
-    return tokens.long(), targets.long()
-
-
-def longest_that_runs(model, tokens):
-    """How many of these tokens the model takes, found by bisection; 0: not even one."""
-    def runs(T):
-        try:
-            with torch.no_grad(): model(tokens[:, :T])
-        except Exception: return False
-        return True
-
-    low, high = 0, tokens.shape[1]  # it runs with low, and not with high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if runs(middle) else (low, middle)
-    return low
+    return torch.randint(V, (2, T), generator=g), torch.randint(V, (2, T), generator=g)
 
 
 def logits_of(model, tokens):
     try: logits = model(tokens)
     except Exception as e:
-        longest = longest_that_runs(model, tokens)
-        if longest: raise Usage(f"the model takes {longest} tokens and fails with {tokens.shape[1]}: takes context_length={longest} or less") from e
-        how = "; tests/adapters.py:run_transformer_lm calls it as you do" if isinstance(e, TypeError) else ""
-        raise Usage(f"forward {raised(e)}{how}") from e
+        hint = "tests/adapters.py:run_transformer_lm calls it as you do" if isinstance(e, TypeError) else "context_length sets fewer tokens"
+        raise Usage(f"forward of {tokens.shape[1]} tokens {raised(e)}; {hint}") from e
     if isinstance(logits, (tuple, list)):
         note("of what the model returns, the first is taken as the logits")
         logits = logits[0]
-    if not isinstance(logits, torch.Tensor): raise Usage(f"forward returns {type(logits).__name__}, takes the logits, [B, T, vocabulary]")
+    if not isinstance(logits, torch.Tensor): raise Usage(f"forward returns {type(logits).__name__}, takes the logits")
     return logits.reshape(*tokens.shape, -1) if logits.numel() % tokens.numel() == 0 else logits
 
 
@@ -620,77 +589,74 @@ def copy_of(model):
     return model.float().eval()
 
 
-def choose_slots(model, parameters, tokens_of, num_heads, rope_theta):
-    """(shapes, slots) of a model with names of its own: those with which it is the handout's, or else what the names say."""
+def shapes_and_slots(parameters):
     shapes, candidates = slots_by_shape(parameters)
-    how = "check tests/adapters.py:run_transformer_lm of assignment 1, which gets the staff's names, or rename: see notes/check-your-own.md"
-    if not candidates: raise Usage(f"its parameters are other than the staff's: {', '.join(list(parameters)[:6])} ...: {how}")
-    w, tokens = random_weights(shapes), tokens_of(shapes)
-    w = {name: t.to(tokens.device) for name, t in w.items()}
-    with torch.no_grad():
-        right = reference(w, tokens, num_heads, rope_theta, (len(shapes) - 3) // 9)["lm_head"]
-        for slots in candidates:
-            set_weights(parameters, slots, w)
-            if apart(logits_of(model, tokens), right) <= SAME: break
-        else:
-            slots = candidates[0]
-            if len(candidates) > 1 and not said_by_names(slots): raise Usage(f"its parameters' names do not say which is which: {how}")
-    few = [f"{name.removesuffix('.weight')} is {slot.own}" for name, slot in slots.items() if name.startswith("layers.0.")]
-    note(f"names of its own: {'; '.join(few)}")
-    return shapes, slots
+    if not candidates: raise Usage(f"its parameters are other than the staff's: {', '.join(list(parameters)[:6])} ...: {HOW}")
+    return shapes, candidates
+
+
+HOW = "check tests/adapters.py:run_transformer_lm of assignment 1, which gets the staff's names, or rename: see notes/check-your-own.md"
+
+
+def choose(model, parameters, candidates, w, tokens, num_heads, rope_theta):
+    """Of a model with names of its own the slots with which it is the handout's, or else those that the names say."""
+    right = reference(w, tokens, num_heads, rope_theta, (len(w) - 3) // 9)["lm_head"]
+    for slots in candidates:
+        set_weights(parameters, slots, w)
+        if apart(logits_of(model, tokens).detach(), right) <= SAME: break
+    else:
+        slots = candidates[0]
+        if len(candidates) > 1 and not said_by_names(slots): raise Usage(f"its parameters' names do not say which is which: {HOW}")
+    own = [f"{name[9:-7]} is {slot.own}" for name, slot in slots.items() if name.startswith("layers.0.") and name != slot.own]
+    note(f"names of its own: {', '.join(own)}")
+    return slots
 
 
 @verdict
-def check_model(model, num_heads=4, rope_theta=10000.0, weights=None, tokens=None, targets=None, context_length=32,
-                precision="fp32", device="auto", every=False):
+def check_model(model, num_heads=4, rope_theta=10000.0, weights=None, context_length=32, precision="fp32", device="auto", every=False):
     """Compares a copy of the nn.Module, or assignment 1's run_transformer_lm, with ./cs336. Its arguments are the options."""
-    with matmuls("highest"):
-        if not isinstance(model, torch.nn.Module): return check_model_function(model, context_length, precision, device, every)
-        model = copy_of(model)
-        parameters = {staff_name(name): p.requires_grad_() for name, p in model.named_parameters(remove_duplicate=False)}
-        if not parameters: raise Usage("the model has no parameters")
-        here = next(iter(parameters.values())).device
-        buffers = sorted({staff_name(name).split(".")[-1] for name, _ in model.named_buffers()})
-        if buffers: note(f"buffers are not compared: {', '.join(buffers)}")
-        shapes = staff_shapes(parameters)
-        if shapes and not shapes.keys() <= parameters.keys() and slots_by_shape(parameters)[0]: shapes = None
-        if shapes:
-            wrong, slots = wrong_parameters(parameters, shapes), {name: Slot(name) for name in shapes}
-            if wrong:
-                print(f"DIFFERS before anything is run: {wrong}.")
-                return False
-        C = shapes["ln_final.weight"][0] if shapes else 2 * num_heads
-        if num_heads < 1 or C % (2 * num_heads): raise Usage(f"--num_heads: got {num_heads}, takes a number that cuts d_model {C} into heads of even size")
-        some = lambda shapes: batch_of(tokens, targets, shapes["lm_head.weight"][0], context_length)[0].to(here)
-        if not shapes: shapes, slots = choose_slots(model, parameters, some, num_heads, rope_theta)
-        w = random_weights(shapes) if weights is None else weights_of(weights, slots, shapes)
-        tokens, targets = (t.to(here) for t in batch_of(tokens, targets, shapes["lm_head.weight"][0], context_length))
-        return compare_model(model, parameters, slots, {name: t.to(here) for name, t in w.items()}, tokens, targets, num_heads, rope_theta,
-                             precision, device, every, "random" if weights is None else "your")
+    if not isinstance(model, torch.nn.Module): return check_model_function(model, context_length, precision, device, every)
+    model = copy_of(model)
+    parameters = {staff_name(name): p.requires_grad_() for name, p in model.named_parameters(remove_duplicate=False)}
+    if not parameters: raise Usage("the model has no parameters")
+    here = next(iter(parameters.values())).device
+    buffers = sorted({staff_name(name).split(".")[-1] for name, _ in model.named_buffers()})
+    if buffers: note(f"buffers are not compared: {', '.join(buffers)}")
+    shapes = staff_shapes(parameters)
+    if shapes and not shapes.keys() <= parameters.keys() and slots_by_shape(parameters)[0]: shapes = None
+    wrong = shapes and wrong_parameters(parameters, shapes)
+    if wrong: return bool(print(f"DIFFERS before anything is run: {wrong}."))
+    slots, candidates = {name: Slot(name) for name in shapes or ()}, None
+    if not shapes: shapes, candidates = shapes_and_slots(parameters)
+    (V, C), layers = shapes["lm_head.weight"], (len(shapes) - 3) // 9
+    if C % (2 * num_heads): raise Usage(f"--num_heads: got {num_heads}, takes a number that cuts d_model {C} into heads of even size")
+    tokens, targets = (t.to(here) for t in batch_of(V, context_length))
+    w = {name: t.to(here) for name, t in random_weights(shapes).items()}
+    if candidates: slots = choose(model, parameters, candidates, w, tokens, num_heads, rope_theta)
+    if weights is not None: w = {name: t.to(here) for name, t in weights_of(weights, slots, shapes).items()}
+    return compare_model(model, parameters, slots, w, tokens, targets, num_heads, rope_theta, precision, device, every)
 
 
 def check_model_function(function, context_length, precision, device, every):
     """run_transformer_lm gets the staff's names, and loads them into a model, which is caught here and checked."""
-    shapes = shapes_of(SIZES["vocab_size"], SIZES["d_model"], SIZES["d_ff"], SIZES["num_layers"])
-    w, caught = random_weights(shapes), []
-    heads, theta, T = SIZES["num_heads"], SIZES["rope_theta"], SIZES["context_length"]
-    tokens, targets = batch_of(None, None, SIZES["vocab_size"], min(T, context_length))
     sizes = {name: SIZES[name] for name in ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff", "rope_theta")}
-    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: caught.append(module))
+    w, caught = random_weights(shapes_of(sizes["vocab_size"], sizes["d_model"], sizes["d_ff"], sizes["num_layers"])), []
+    tokens, targets = batch_of(sizes["vocab_size"], min(sizes["context_length"], context_length))
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: caught.append((module, len(inputs))))
     try:
-        with your_code(function.__name__): logits = function(**sizes, weights={name: t.clone() for name, t in w.items()}, in_indices=tokens)
+        with your_code(function.__name__): logits = function(**sizes, weights={n: t.clone() for n, t in w.items()}, in_indices=tokens)
     finally: hook.remove()
-    for model in reversed(caught):
-        if not longest_that_runs(model, tokens[:, :2]): continue
+    rest = w, tokens, targets, sizes["num_heads"], sizes["rope_theta"], precision, device, every
+    for model, inputs in reversed(caught):
         parameters = {name: p.requires_grad_() for name, p in model.named_parameters(remove_duplicate=False)}
         slots = slots_by_value({name: p.detach() for name, p in parameters.items()}, w)
-        if slots.keys() == w.keys(): return compare_model(model.eval(), parameters, slots, w, tokens, targets, heads, theta, precision, device, every, "random")
-    note("the weights were not found in a module: only the logits are compared, and no gradients")
-    model = lambda tokens: logits
-    return compare_model(model, {}, {}, w, tokens, targets, heads, theta, precision, device, every, "random")
+        if slots.keys() == w.keys() and inputs == 1: return compare_model(model.eval(), parameters, slots, *rest)
+    note("no module that takes the tokens alone has the weights: only the logits are compared, and no gradients")
+    return compare_model(lambda tokens: logits, {}, {}, *rest)
 
 
-def compare_model(model, parameters, slots, w, tokens, targets, num_heads, rope_theta, precision, device, every, whose):
+@matmuls("highest")
+def compare_model(model, parameters, slots, w, tokens, targets, num_heads, rope_theta, precision, device, every):
     (V, C), layers, bound = w["lm_head.weight"].shape, (len(w) - 3) // 9, BOUNDS[precision]
     set_weights(parameters, slots, w)
     with torch.no_grad(): right = reference(w, tokens, num_heads, rope_theta, layers)
@@ -713,7 +679,7 @@ def compare_model(model, parameters, slots, w, tokens, targets, num_heads, rope_
     if loss is not None: outputs["loss"] = apart(loss, theirs["loss"])
     columns = {"output": outputs} | columns
     print(f"\n{type(model).__name__}: {layers} layers, d_model {C}, {num_heads} heads, vocabulary {V}; batch {list(tokens.shape)}, "
-          f"{precision}, {whose} weights. Relative differences from ./cs336:\n")
+          f"{precision}. Relative differences from ./cs336:\n")
     table_of(columns, bound, every)
     first = next((name for name, x in outputs.items() if differs(x, bound)), None)
     worst = next((name for name, x in reversed(columns.get("gradient", {}).items()) if differs(x, bound)), None)
@@ -813,7 +779,7 @@ def check_adamw(optimizer, steps=3, device="auto"):
     AdamW's first step depends on a gradient's sign alone, which rounding decides where a gradient is nearly 0. So elements
     are compared whose gradients are 0 in each step, or at least a tenth of the tensor's rms."""
     w = random_weights(shapes_of(97, 32, 48, 2))
-    tokens, targets = batch_of(None, None, 97, 24)
+    tokens, targets = batch_of(97, 24)
     ours = lambda weights, steps: cs336("model", {"weights": weights, "batch": {"tokens": tokens, "targets": targets}}, "--num_heads", 4,
                                         "--device", device, "--steps", steps, "--lr", LR)
     parameters = {name: torch.nn.Parameter(t.clone()) for name, t in w.items()}
@@ -1070,7 +1036,6 @@ def parse(words):
     m.add_argument("--kwargs", type=key_value, nargs="+", default=[], metavar="KEY=VALUE", help="what your class is called with; default: small sizes")
     m.add_argument("--rope_theta", type=positive, metavar="X", help="default 10000, or that of --kwargs")
     m.add_argument("--weights", metavar="FILE", help="a state_dict, .pt, .pth or .safetensors; default: random weights")
-    m.add_argument("--batch", metavar="FILE", help="tokens and targets, [B, T] or [T]; default: random ones")
     m.add_argument("--every", action="store_true", help="a row per tensor instead of per layer")
     a = p.add_argument_group("attention")
     a.add_argument("--batch_size", type=whole(1), metavar="B", help="default 4")
@@ -1081,9 +1046,7 @@ def parse(words):
             if o.what != group.title and getattr(o, action.dest) != action.default: raise Usage(f"--{action.dest}: got with '{o.what}', takes '{group.title}'")
     for option in ("precision", "num_heads", "context_length"):
         if o.what not in ("model", "attention") and getattr(o, option) != p.get_default(option): raise Usage(f"--{option}: got with '{o.what}', takes 'model' or 'attention'")
-    for option in ("weights", "batch"):
-        if getattr(o, option) and not os.path.isfile(getattr(o, option)):
-            raise Usage(f"--{option}: got '{getattr(o, option)}', takes a file that is there")
+    if o.weights and not os.path.isfile(o.weights): raise Usage(f"--weights: got '{o.weights}', takes a file that is there")
     return o
 
 
@@ -1153,7 +1116,7 @@ def filled(make, typed):
     except Exception: hints = {}
     for a in inspect.signature(make).parameters.values():
         if a.name in kwargs or a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD): continue
-        known = a.name in SIZES and (SIZES[a.name] is not None and a.default is not None or a.default is a.empty)
+        known = a.name in SIZES and (a.default is a.empty or SIZES[a.name] is not None and (a.default is not None or "theta" in a.name))
         if known: kwargs[a.name] = SIZES[a.name]
         elif a.default is a.empty and dataclasses.is_dataclass(hints.get(a.name)): kwargs[a.name] = hints[a.name](**filled(hints[a.name], {}))
         elif a.default is a.empty: raise Usage(f"--kwargs: {make.__name__}{inspect.signature(make)} takes {a.name}; write --kwargs {a.name}=...")
@@ -1184,10 +1147,6 @@ def check_typed_model(yours, o):
     heads = o.num_heads or size("num_heads", None)
     if not isinstance(heads, int): raise Usage("--num_heads: takes the number of heads, here or in --kwargs")
     if o.weights: more["weights"] = read_tensors(o.weights, "--weights")
-    if o.batch:
-        batch = read_tensors(o.batch, "--batch")
-        if set(batch) != {"tokens", "targets"}: raise Usage(f"--batch: got {', '.join(batch)} in '{o.batch}', takes tokens and targets")
-        more |= batch
     return check(yours, heads, **more)
 
 
@@ -1203,7 +1162,7 @@ def check_one(part, name, yours, o):
 
 def check_typed(o):
     """The exit code. What is not written yet is said, and fails nothing else."""
-    if torch is None: raise Usage(f"needs PyTorch (pip install torch): {no_torch}")
+    if torch is None: raise Usage(f"check.py needs PyTorch (pip install torch): {no_torch}")
     if o.device == "cuda" and not torch.cuda.is_available(): raise Usage("--device: got 'cuda', but torch sees no GPU")
     answers, later = [], []
     for part in PARTS if o.what == "all" else [o.what]:

@@ -5,6 +5,7 @@ differs it is said what it is instead: the ranks' sum, its own, nothing yet ... 
 is said. The interfaces are those of the course's tests, 2025's and 2026's."""
 import contextlib, datetime, faulthandler, inspect, os, pickle, re, signal, sys, tempfile, time
 import torch
+import torch._dynamo  # optimizers import it, which takes a second; so it is here before the ranks are forked
 import torch.distributed as dist
 import torch.nn as nn
 import check
@@ -134,13 +135,16 @@ def full_weights(yours, wrapper):
 # Models and data
 
 class Late(torch.autograd.Function):
-    """Rank 1's backward stops here for a while, so that rank 0 is through before what lies below is sent."""
+    """Rank 1's first backward stops here for a while, so that rank 0 is through before what lies below is sent."""
+    slept = False
+
     @staticmethod
     def forward(ctx, x): return x.view_as(x)
 
     @staticmethod
     def backward(ctx, g):
-        if dist.is_initialized() and dist.get_rank() == 1: time.sleep(0.4)
+        if dist.is_initialized() and dist.get_rank() == 1 and not Late.slept: time.sleep(0.3)
+        Late.slept = True
         return g
 
 
@@ -231,7 +235,7 @@ def in_words(causes, total):
         yield f"{which} {cause}"
 
 
-def later_changed(parameters, seconds=0.7):
+def later_changed(parameters, seconds=0.5):
     """The names of gradients that still change, after finish_gradient_synchronization has returned."""
     now = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     time.sleep(seconds)
