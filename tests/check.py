@@ -362,17 +362,20 @@ def shapes_of(V, C, F, layers):
 
 
 def staff_shapes(parameters):
-    """The same for a model that has the staff's names; None: it has other names."""
-    need = ("token_embeddings.weight", "layers.0.ffn.w1.weight")
-    if any(name not in parameters or parameters[name].dim() != 2 for name in need): return None
-    (V, C), w1 = (parameters[name].shape for name in need)
-    return shapes_of(V, C, w1[0] if w1[1] == C else w1[1], len({n.split(".")[1] for n in parameters if n.startswith("layers.")}))
+    """The same for a model that has the staff's names."""
+    size = lambda name: tuple(parameters[name].shape) if name in parameters and parameters[name].dim() == 2 else (0, 0)
+    (V, C), w1 = size("token_embeddings.weight"), size("layers.0.ffn.w1.weight")
+    layers = len({name.split(".")[1] for name in parameters if name.startswith("layers.")})
+    shapes = shapes_of(V, C, w1[0] if w1[1] == C else w1[1], layers)
+    lost = [name for name in shapes if name not in parameters or not V or not w1[0]]
+    if not lost: return shapes
+    raise Usage(f"the model has no parameter {lost[0]}, but others than the staff's: {', '.join(list(parameters)[:6])} ...: check "
+                "tests/adapters.py:run_transformer_lm of assignment 1, which gets the staff's names and loads them, or rename yours")
 
 
 def wrong_parameters(parameters, shapes):
     """What is wrong with names and shapes, so that nothing can be run; None: nothing."""
     for name, shape in shapes.items():
-        if name not in parameters: return f"there is no parameter {name}; the handout's model has one"
         found = tuple(parameters[name].shape)
         if found == shape: continue
         turned = "; it is transposed: a Linear is x @ weight.T, and weight is [out, in]" if found == shape[::-1] else ""
@@ -413,68 +416,6 @@ def slots_by_value(parameters, w):
     return slots
 
 
-# What a layer's parameters are called by others: patterns for a name's letters and digits, without these words.
-FILLER = re.compile(r"weight|linear|layers?|proj(ection)?|attn|attention|self|mha|multi|head|causal|ffn|feed|forward|swiglu|mlp|glu|to_|[^a-z0-9]")
-ROLES = {"square": {"attn.q_proj": "w?q", "attn.k_proj": "w?k", "attn.v_proj": "w?v", "attn.output_proj": "w?o|c?$"},
-         "wide": {"ffn.w1": "(w|fc)?1|gate|g", "ffn.w3": "(w|fc)?[23]|v|up|value"}, "narrow": {"ffn.w2": ""},
-         "norm": {"ln1": ".*(1|attn|attention|pre|input)", "ln2": ".*(2|ff|feed|mlp|post)"}}
-
-
-def said_by(name, sort, role):
-    name = re.sub(r"^.*?\.?\d+\.", "", name, count=1).lower()
-    return bool(re.match(ROLES[sort][role], name if sort == "norm" else FILLER.sub("", name)))
-
-
-def sort_of(shape, C):
-    if len(shape) == 1: return "norm"
-    if len(shape) != 2 or C not in shape: return None
-    if shape[0] == 3 * C and shape[1] == C: return "fused"
-    return "square" if shape == (C, C) else "wide" if shape[1] == C else "narrow"
-
-
-def orders(names, sort, roles):
-    """Permutations of the roles for these names, those that the names suggest first."""
-    score = lambda order: sum(said_by(name, sort, role) for name, role in zip(names, order))
-    return sorted(itertools.permutations(roles), key=score, reverse=True)
-
-
-def said_by_names(slots):
-    at = {role: slots[f"layers.0.{role}.weight"].own for sort in ROLES for role in ROLES[sort]}
-    return all(said_by(at[role], sort, role) for sort in ROLES for role in ROLES[sort] if list(at.values()).count(at[role]) == 1)
-
-
-def slots_by_shape(parameters):
-    """(shapes, candidates: slots by the staff's names) of a model with names of its own, the likeliest first."""
-    layers, outside = {}, {}
-    for name, p in parameters.items():
-        number = re.search(r"\.(\d+)\.", "." + name)
-        if number: layers.setdefault(int(number.group(1)), {})[name] = tuple(p.shape)
-        else: outside[name] = tuple(p.shape)
-    ends = [name for name, shape in outside.items() if len(shape) == 2]
-    norm = [name for name, shape in outside.items() if len(shape) == 1]
-    if len(ends) != 2 or len(norm) != 1 or len(outside) != 3 or not layers: return None, []
-    if re.search("head|unembed|out", ends[0]) and re.search("emb|tok|wte", ends[1]): ends.reverse()
-    C = outside[norm[0]][0]
-    sorts = {}
-    first = layers[min(layers)]
-    for name, shape in first.items(): sorts.setdefault(sort_of(shape, C), []).append(name)
-    fused = sorts.pop("fused", [])
-    roles = {sort: list(names) for sort, names in ROLES.items()}
-    if fused: roles["square"] = ["attn.output_proj"]
-    if {sort: len(names) for sort, names in sorts.items()} != {sort: len(names) for sort, names in roles.items()} or len(fused) > 1: return None, []
-    shapes = shapes_of(outside[ends[0]][0], C, first[sorts["wide"][0]][0], len(layers))
-    label = lambda name, i: re.sub(rf"(^|\.){min(layers)}\.", rf"\g<1>{i}.", name, count=1)
-    candidates = []
-    for order in itertools.product(*(orders(sorts[sort], sort, roles[sort]) for sort in roles)):
-        at = {role: Slot(name) for sort, chosen in zip(roles, order) for name, role in zip(sorts[sort], chosen)}
-        for i, p in enumerate("qkv" if fused else ""): at[f"attn.{p}_proj"] = Slot(fused[0], slice(i * C, (i + 1) * C))
-        slots = {"token_embeddings.weight": Slot(ends[0]), "ln_final.weight": Slot(norm[0]), "lm_head.weight": Slot(ends[1])}
-        for n, i in enumerate(sorted(layers)):
-            slots |= {f"layers.{n}.{role}.weight": slot._replace(own=label(slot.own, i)) for role, slot in at.items()}
-        candidates.append(slots)
-    fits = all(slot.own in parameters for slot in candidates[0].values())
-    return (shapes, candidates) if fits else (None, [])
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Your model: numbers
@@ -487,13 +428,11 @@ def random_weights(shapes):
             normal(shape, 0.02 if "embeddings" in name else (2 / sum(shape)) ** 0.5) for name, shape in shapes.items()}
 
 
-def weights_of(given, slots, shapes):
-    """The weights by the staff's names, out of a state_dict with those names or with yours."""
+def weights_of(given, shapes):
+    """The weights of a state_dict."""
     given = {staff_name(name): t for name, t in given.items()}
-    if not all(name in given for name in shapes):
-        missing = [slot.own for slot in slots.values() if slot.own not in given]
-        if missing: raise Usage(f"--weights: there is no tensor '{missing[0]}', takes the model's state_dict")
-        given = {name: slot.of(given[slot.own]) for name, slot in slots.items()}
+    missing = [name for name in shapes if name not in given]
+    if missing: raise Usage(f"--weights: there is no tensor '{missing[0]}', takes the model's state_dict")
     more = [name for name in given if name not in shapes]
     if more: note(f"not compared, as the handout's model has no such weight: {', '.join(more[:4])}{' ...' if more[4:] else ''}")
     cast = {str(given[name].dtype)[6:] for name in shapes} - {"float32"}
@@ -560,12 +499,12 @@ def part_of(name):
     return ".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0]
 
 
-def table_of(columns, bound, every):
-    """A row per part of the model with the worst of each column, or per tensor. columns: {title: {tensor: difference}}"""
+def table_of(columns, bound):
+    """A row per part of the model with the worst of each column. columns: {title: {tensor: difference}}"""
     parts = {}
     for title, numbers in columns.items():
         for name, x in numbers.items():
-            parts.setdefault(name if every else part_of(name), {}).setdefault(title, []).append((x, name))
+            parts.setdefault(part_of(name), {}).setdefault(title, []).append((x, name))
     rows = []
     for part, cells in parts.items():
         worst = {title: max(cell) for title, cell in cells.items()}
@@ -589,33 +528,10 @@ def copy_of(model):
     return model.float().eval()
 
 
-def shapes_and_slots(parameters):
-    shapes, candidates = slots_by_shape(parameters)
-    if not candidates: raise Usage(f"its parameters are other than the staff's: {', '.join(list(parameters)[:6])} ...: {HOW}")
-    return shapes, candidates
-
-
-HOW = "check tests/adapters.py:run_transformer_lm of assignment 1, which gets the staff's names, or rename: see notes/check-your-own.md"
-
-
-def choose(model, parameters, candidates, w, tokens, num_heads, rope_theta):
-    """Of a model with names of its own the slots with which it is the handout's, or else those that the names say."""
-    right = reference(w, tokens, num_heads, rope_theta, (len(w) - 3) // 9)["lm_head"]
-    for slots in candidates:
-        set_weights(parameters, slots, w)
-        if apart(logits_of(model, tokens).detach(), right) <= SAME: break
-    else:
-        slots = candidates[0]
-        if len(candidates) > 1 and not said_by_names(slots): raise Usage(f"its parameters' names do not say which is which: {HOW}")
-    own = [f"{name[9:-7]} is {slot.own}" for name, slot in slots.items() if name.startswith("layers.0.") and name != slot.own]
-    note(f"names of its own: {', '.join(own)}")
-    return slots
-
-
 @verdict
-def check_model(model, num_heads=4, rope_theta=10000.0, weights=None, context_length=32, precision="fp32", device="auto", every=False):
+def check_model(model, num_heads=4, rope_theta=10000.0, weights=None, context_length=32, precision="fp32"):
     """Compares a copy of the nn.Module, or assignment 1's run_transformer_lm, with ./cs336. Its arguments are the options."""
-    if not isinstance(model, torch.nn.Module): return check_model_function(model, context_length, precision, device, every)
+    if not isinstance(model, torch.nn.Module): return check_model_function(model, context_length, precision)
     model = copy_of(model)
     parameters = {staff_name(name): p.requires_grad_() for name, p in model.named_parameters(remove_duplicate=False)}
     if not parameters: raise Usage("the model has no parameters")
@@ -623,21 +539,18 @@ def check_model(model, num_heads=4, rope_theta=10000.0, weights=None, context_le
     buffers = sorted({staff_name(name).split(".")[-1] for name, _ in model.named_buffers()})
     if buffers: note(f"buffers are not compared: {', '.join(buffers)}")
     shapes = staff_shapes(parameters)
-    if shapes and not shapes.keys() <= parameters.keys() and slots_by_shape(parameters)[0]: shapes = None
-    wrong = shapes and wrong_parameters(parameters, shapes)
+    wrong = wrong_parameters(parameters, shapes)
     if wrong: return bool(print(f"DIFFERS before anything is run: {wrong}."))
-    slots, candidates = {name: Slot(name) for name in shapes or ()}, None
-    if not shapes: shapes, candidates = shapes_and_slots(parameters)
+    slots = {name: Slot(name) for name in shapes}
     (V, C), layers = shapes["lm_head.weight"], (len(shapes) - 3) // 9
     if C % (2 * num_heads): raise Usage(f"--num_heads: got {num_heads}, takes a number that cuts d_model {C} into heads of even size")
     tokens, targets = (t.to(here) for t in batch_of(V, context_length))
     w = {name: t.to(here) for name, t in random_weights(shapes).items()}
-    if candidates: slots = choose(model, parameters, candidates, w, tokens, num_heads, rope_theta)
-    if weights is not None: w = {name: t.to(here) for name, t in weights_of(weights, slots, shapes).items()}
-    return compare_model(model, parameters, slots, w, tokens, targets, num_heads, rope_theta, precision, device, every)
+    if weights is not None: w = {name: t.to(here) for name, t in weights_of(weights, shapes).items()}
+    return compare_model(model, parameters, slots, w, tokens, targets, num_heads, rope_theta, precision)
 
 
-def check_model_function(function, context_length, precision, device, every):
+def check_model_function(function, context_length, precision):
     """run_transformer_lm gets the staff's names, and loads them into a model, which is caught here and checked."""
     sizes = {name: SIZES[name] for name in ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff", "rope_theta")}
     w, caught = random_weights(shapes_of(sizes["vocab_size"], sizes["d_model"], sizes["d_ff"], sizes["num_layers"])), []
@@ -646,7 +559,7 @@ def check_model_function(function, context_length, precision, device, every):
     try:
         with your_code(function.__name__): logits = function(**sizes, weights={n: t.clone() for n, t in w.items()}, in_indices=tokens)
     finally: hook.remove()
-    rest = w, tokens, targets, sizes["num_heads"], sizes["rope_theta"], precision, device, every
+    rest = w, tokens, targets, sizes["num_heads"], sizes["rope_theta"], precision
     for model, inputs in reversed(caught):
         parameters = {name: p.requires_grad_() for name, p in model.named_parameters(remove_duplicate=False)}
         slots = slots_by_value({name: p.detach() for name, p in parameters.items()}, w)
@@ -656,12 +569,12 @@ def check_model_function(function, context_length, precision, device, every):
 
 
 @matmuls("highest")
-def compare_model(model, parameters, slots, w, tokens, targets, num_heads, rope_theta, precision, device, every):
+def compare_model(model, parameters, slots, w, tokens, targets, num_heads, rope_theta, precision):
     (V, C), layers, bound = w["lm_head.weight"].shape, (len(w) - 3) // 9, BOUNDS[precision]
     set_weights(parameters, slots, w)
     with torch.no_grad(): right = reference(w, tokens, num_heads, rope_theta, layers)
     theirs = cs336("model", {"weights": w, "batch": {"tokens": tokens, "targets": targets}}, "--num_heads", num_heads, "--rope_theta",
-                   rope_theta, "--device", device, "--precision", "bf16" if precision == "bf16" else "fp32", "--steps", 0)
+                   rope_theta, "--precision", "bf16" if precision == "bf16" else "fp32", "--steps", 0)
     if differs(difference(right["lm_head"], theirs["logits"]), BOUNDS["bf16" if precision == "bf16" else "fp32"]):
         raise RuntimeError("./cs336 and the model in tests/check.py differ: please report it")
     autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=precision == "bf16")
@@ -680,7 +593,7 @@ def compare_model(model, parameters, slots, w, tokens, targets, num_heads, rope_
     columns = {"output": outputs} | columns
     print(f"\n{type(model).__name__}: {layers} layers, d_model {C}, {num_heads} heads, vocabulary {V}; batch {list(tokens.shape)}, "
           f"{precision}. Relative differences from ./cs336:\n")
-    table_of(columns, bound, every)
+    table_of(columns, bound)
     first = next((name for name, x in outputs.items() if differs(x, bound)), None)
     worst = next((name for name, x in reversed(columns.get("gradient", {}).items()) if differs(x, bound)), None)
     if first:
@@ -773,7 +686,7 @@ def made(optimizer, parameters):
 
 
 @verdict
-def check_adamw(optimizer, steps=3, device="auto"):
+def check_adamw(optimizer, steps=3):
     """Compares three steps of your AdamW, each on the gradients of ./cs336's model, with its steps.
 
     AdamW's first step depends on a gradient's sign alone, which rounding decides where a gradient is nearly 0. So elements
@@ -781,7 +694,7 @@ def check_adamw(optimizer, steps=3, device="auto"):
     w = random_weights(shapes_of(97, 32, 48, 2))
     tokens, targets = batch_of(97, 24)
     ours = lambda weights, steps: cs336("model", {"weights": weights, "batch": {"tokens": tokens, "targets": targets}}, "--num_heads", 4,
-                                        "--device", device, "--steps", steps, "--lr", LR)
+                                        "--steps", steps, "--lr", LR)
     parameters = {name: torch.nn.Parameter(t.clone()) for name, t in w.items()}
     step, gradients, theirs = made(optimizer, list(parameters.values())), [], ours(w, steps)
     for t in range(steps):
@@ -801,7 +714,7 @@ def check_adamw(optimizer, steps=3, device="auto"):
     numbers["2026's handout"] = {name: difference(yours[name], change(name, theirs["param." + name])) for name in w}
     whose = min(numbers, key=lambda whose: max(numbers[whose].values()))
     print(f"\nAdamW: {steps} steps on our gradients, lr {LR}, betas 0.9 and 0.999, eps 1e-8, weight decay {DECAY}. Relative differences of the weights' change:\n")
-    table_of({f"after {steps} steps": numbers[whose]}, SAME, False)
+    table_of({f"after {steps} steps": numbers[whose]}, SAME)
     if not any(differs(x, SAME) for x in numbers[whose].values()):
         print(f"ok: it is the AdamW of {whose}.")
         return True
@@ -917,20 +830,20 @@ def attention_causes(attention, yours, numbers, theirs, q, k, v, do, causal, pre
 
 
 @verdict
-def check_attention(attention, precision="fp32", batch_size=4, context_length=128, head_size=64, num_heads=None, device="auto"):
+def check_attention(attention, precision="fp32", context_length=128, head_size=64, num_heads=None):
     """Compares attention(q, k, v, causal) with ./cs336, forward and backward.
 
     q, k and v are [B, S, D], as in the public tests, or with num_heads [B, H, S, D]. Instead of the function it also takes a
     torch.autograd.Function. Where this saves the logsumexp, the logsumexp is compared, too. The fourth argument may be a mask."""
     attention = Attention(attention)
-    here = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+    here = "cuda" if torch.cuda.is_available() else "cpu"
     g = torch.Generator().manual_seed(338)
-    shape = [batch_size, *([num_heads] if num_heads else []), context_length, head_size]
+    shape = [4, *([num_heads] if num_heads else []), context_length, head_size]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     q, k, v, do = (torch.randn(shape, generator=g).to(here, dtype) for _ in range(4))
     bound, rows, causes, lacks, worst, unmasked = BOUNDS[precision], [], {}, {}, 0, False
     for causal in (False, True)[:1 + attention.takes_causal]:
-        theirs = cs336("attention", {"inputs": {"q": q, "k": k, "v": v, "do": do}}, "--device", device, *["--causal"][:causal])
+        theirs = cs336("attention", {"inputs": {"q": q, "k": k, "v": v, "do": do}}, *["--causal"][:causal])
         with yours_in(precision): yours, lack, said = run_attention(attention, q, k, v, do, causal, theirs)
         if lack: lacks.setdefault(lack[1], lack[0])
         if not yours: continue
@@ -1005,13 +918,6 @@ def whole(low):
     return read
 
 
-def positive(text):
-    try: value = float(text)
-    except ValueError: value = math.nan
-    if not 0 < value < math.inf: raise argparse.ArgumentTypeError(f"got '{text}', takes a finite number greater than 0")
-    return value
-
-
 def place(text):
     if not text.endswith(".py") and not all(text.rpartition(":")): raise argparse.ArgumentTypeError(f"got '{text}', takes MODULE:NAME, FILE.py:NAME or an adapters.py")
     return text
@@ -1029,16 +935,12 @@ def parse(words):
     p.add_argument("what", choices=["all", *PARTS])
     p.add_argument("yours", type=place, metavar="MODULE:NAME", help="e.g. my_solution:DDP, folder/my_solution.py:attention, or tests/adapters.py")
     p.add_argument("--precision", choices=list(BOUNDS), default="fp32", help="bf16: yours under autocast; tf32: fp32 with a wider bound")
-    p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto takes a GPU if any")
     p.add_argument("--num_heads", type=whole(1), metavar="H", help="model: if it is not in --kwargs; attention: [B, H, S, D]")
     p.add_argument("--context_length", type=whole(2), metavar="S", help="default 32, or less if --kwargs has less; attention: 128")
     m = p.add_argument_group("model")
     m.add_argument("--kwargs", type=key_value, nargs="+", default=[], metavar="KEY=VALUE", help="what your class is called with; default: small sizes")
-    m.add_argument("--rope_theta", type=positive, metavar="X", help="default 10000, or that of --kwargs")
     m.add_argument("--weights", metavar="FILE", help="a state_dict, .pt, .pth or .safetensors; default: random weights")
-    m.add_argument("--every", action="store_true", help="a row per tensor instead of per layer")
     a = p.add_argument_group("attention")
-    a.add_argument("--batch_size", type=whole(1), metavar="B", help="default 4")
     a.add_argument("--head_size", type=int, choices=[16, 32, 64, 80, 128], help="default 64")
     o = p.parse_args(words)
     for group in (m, a):
@@ -1128,7 +1030,7 @@ def typed(o, *names):
 
 
 def check_typed_model(yours, o):
-    check, more = check_model.__wrapped__, typed(o, "context_length", "rope_theta", "precision", "device", "every")
+    check, more = check_model.__wrapped__, typed(o, "context_length", "precision")
     if inspect.isfunction(yours) and "weights" in inspect.signature(yours).parameters: return check(yours, **more)
     kwargs = dict(o.kwargs)
     torch.manual_seed(0)
@@ -1139,7 +1041,7 @@ def check_typed_model(yours, o):
         kwargs = filled(yours, kwargs)
         with your_code(f"--kwargs: {yours.__name__}({', '.join(f'{k}={v}' for k, v in kwargs.items())})"): yours = yours(**kwargs)
     if not isinstance(yours, torch.nn.Module): raise Usage(f"got '{o.yours}', takes an nn.Module, or what makes one")
-    if o.device != "cpu" and torch.cuda.is_available(): yours.to("cuda")
+    if torch.cuda.is_available(): yours.to("cuda")
     for config in [c for c in kwargs.values() if dataclasses.is_dataclass(c)]: kwargs |= dataclasses.asdict(config)
     size = lambda usual, default: next((kwargs[name] for name in SIZES if SIZES[name] == SIZES[usual] and name in kwargs), default)
     more.setdefault("context_length", min(32, size("context_length", 32)))
@@ -1154,16 +1056,15 @@ def check_one(part, name, yours, o):
     yours = unwrap(name, yours)
     if not callable(yours): raise Usage(f"got '{o.yours}', takes a class or a function")
     if part == "model": return check_typed_model(yours, o)
-    if part == "adamw": return check_adamw.__wrapped__(yours, device=o.device)
+    if part == "adamw": return check_adamw.__wrapped__(yours)
     if part != "attention": return on_ranks(part, yours)
-    if "triton" in name and (o.device == "cpu" or not torch.cuda.is_available()): raise NotYet(f"{name} needs a GPU")
-    return check_attention.__wrapped__(yours, **typed(o, "precision", "device", "num_heads", "context_length", "batch_size", "head_size"))
+    if "triton" in name and not torch.cuda.is_available(): raise NotYet(f"{name} needs a GPU")
+    return check_attention.__wrapped__(yours, **typed(o, "precision", "num_heads", "context_length", "head_size"))
 
 
 def check_typed(o):
     """The exit code. What is not written yet is said, and fails nothing else."""
     if torch is None: raise Usage(f"check.py needs PyTorch (pip install torch): {no_torch}")
-    if o.device == "cuda" and not torch.cuda.is_available(): raise Usage("--device: got 'cuda', but torch sees no GPU")
     answers, later = [], []
     for part in PARTS if o.what == "all" else [o.what]:
         for name, yours in find(o.yours, part, o.what != "all"):
