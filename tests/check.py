@@ -892,16 +892,7 @@ def on_ranks(kind, yours, seconds=8):
     return {0: True, 1: False}.get(r.returncode)
 
 
-@verdict
-def check_ddp(yours): return on_ranks("ddp", yours)
-
-
-@verdict
-def check_sharded(yours): return on_ranks("sharded", yours)
-
-
-@verdict
-def check_fsdp(yours): return on_ranks("fsdp", yours)
+check_ddp, check_sharded, check_fsdp = (verdict(functools.partial(on_ranks, kind)) for kind in ("ddp", "sharded", "fsdp"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1077,10 +1068,15 @@ def check_typed(o):
     return 1 if False in answers else 2 if None in answers else 0
 
 
-if __name__ == "__main__":
-    sys.modules["check"] = sys.modules["__main__"]  # for check_ranks.py
-    try: options = parse(sys.argv[1:])
-    except Usage as e: sys.exit(print(f"check.py: {e}", file=sys.stderr) or 2)
+def run(words):
+    """The exit code."""
+    try: options = parse(words)
+    except Usage as e: return print(f"check.py: {e}", file=sys.stderr) or 2
     try: code = verdict_of(check_typed, options)
     except NotYet as e: code = print(f"cannot be checked: {e}")
-    sys.exit(2 if code is None else code)
+    return 2 if code is None else code
+
+
+if __name__ == "__main__":
+    sys.modules["check"] = sys.modules["__main__"]  # for check_ranks.py
+    sys.exit(run(sys.argv[1:]))

@@ -431,9 +431,13 @@ def ranks():
         for kind, old, new, words in [(what, "", "", None), *RANK_MISTAKES]:
             if kind != what: continue
             assert not old or RANKS.count(old) == 1, old
-            printed = io.StringIO()
+            printed, known = io.StringIO(), check_ranks.KINDS[kind]
+            # The late rank takes a second: a case for what shows there alone.
+            late = words is None or "returns before" in words
+            check_ranks.KINDS[kind] = *known[:2], [case for case in known[2] if late or case != "a late rank"], known[3]
             with contextlib.redirect_stdout(printed):
                 ok = check.verdict(check_ranks.check_ranks)(kind, getattr(solution_of(RANKS.replace(old, new) if old else RANKS), name), 4)
+            check_ranks.KINDS[kind] = known
             good = ok is True and "ok:" in printed.getvalue() if words is None else words in printed.getvalue()
             count("passed" if good else "failed", f"{kind}: {new.strip()} instead of {old.strip()}", f"expected '{words}', got {ok}:\n{printed.getvalue()}")
             if good and sys.argv[2:]: print(f"{kind}: {new.strip()}", *(line for line in printed.getvalue().splitlines() if line[:1] not in "|"), sep="\n    ", flush=True)
@@ -509,6 +513,19 @@ def adapter_against_formula():
             count("passed" if good else "failed", f"adapter {shape}, {dtype}, causal {causal}", "is not the formula's")
 
 
+def typed(words, folder):
+    """(exit code, what check.py prints) in this process, which has PyTorch already."""
+    here, path, printed = os.getcwd(), list(sys.path), io.StringIO()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(printed): code = check.run(words)
+    except Exception: code = traceback.print_exc(file=printed)
+    finally:
+        os.chdir(here)
+        sys.path[:] = path
+    return code, printed.getvalue()
+
+
 def inputs():
     _, _, solution = verdict("model", SOLUTION)
     model = solution.TransformerLM(**MODEL)
@@ -541,7 +558,7 @@ def inputs():
                 (["model", "solution:TransformerLM", *kwargs, "--weights", "all.pt"], 0, "its ['model_state'] is read"),
                 (["model", "solution:TransformerLM", *kwargs, "--weights", "tuple.pt"], 0, "its [0] is read"),
                 (["model", "solution:TransformerLM"], 0, "ok: all"), (["attention", path("solution.py") + ":Flash"], 0, "lse"),
-                (["all", "adapters.py"], 0, "not written yet: rank"), (["ddp", "adapters.py"], 0, "ok: get_ddp"),
+                (["ddp", "adapters.py"], 0, "ok: get_ddp"),
                 (["model", "adapters.py"], 0, "ok: all"), (["model", "own.py:run_transformer_lm"], 0, "ok: all"),
                 (["model", "wrong.py:run_transformer_lm"], 1, "Likely cause: scores are not divided by sqrt(D)"), (["fsdp", "adapters.py"], 2, "nothing of adapters.py is written yet"),
                 (["attention", "solution:nothing"], 2, "nothing"), (["attention", "nowhere:x"], 2, "PYTHONPATH"),
@@ -551,9 +568,11 @@ def inputs():
                 (["model", "solution:TransformerLM", *kwargs, "--weights", "solution.py"], 2, "torch.save(model.state_dict(), ...) writes one"),
                 (["model", "solution:TransformerLM", *kwargs, "--num_heads", "5"], 2, "--num_heads"),
                 (["model", "solution:RMSNorm", "--kwargs", "d_model=8"], 2, "--num_heads")]:
-            code, out, err = run_check(*words, cwd=folder)
-            good = code == expected and names in out + err and "Traceback" not in err
-            count("passed" if good else "failed", " ".join(words), f"exit code {code}, {out}{err}")
+            code, printed = typed(words, folder)
+            count("passed" if code == expected and names in printed else "failed", " ".join(words), f"exit code {code}, {printed}")
+        code, out, err = run_check("all", "adapters.py", cwd=folder)
+        good = code == 0 and "ok: get_ddp" in out and "not written yet: rank" in out
+        count("passed" if good else "failed", "check.py all adapters.py", f"exit code {code}, {out}{err}")
 
 
 options()
