@@ -11,11 +11,7 @@
 
 Type it in your assignment's folder. Before the colon stands a module or a .py file; behind it a class, a function or an
 object. Of an adapters.py the course's functions are taken, such as get_ddp or assignment 1's run_transformer_lm.
-In a notebook the options are arguments:
-
-  import sys; sys.path.append("/where/you/cloned/it/tests")
-  from check import check_adamw, check_attention, check_ddp, check_fsdp, check_model, check_sharded
-  check_model(model, num_heads=4)            # prints the table and the verdict; True: ok, False: differs, None: neither
+In a notebook there are check_model, check_attention, check_adamw, check_ddp, check_sharded and check_fsdp.
 
 Differences are relative: the norm of the difference over the norm of ours. Where something differs, ours is run with one
 usual mistake after the other, then with two; those that give what yours gives are named. The verdict is one of three:
@@ -158,7 +154,8 @@ def likely_causes(mistakes, run, yours, seconds=4):
 
 def say_cause(causes, far, what):
     if not causes: return print("No usual mistake explains it, nor do two.")
-    print(f"Likely cause: {', or '.join(list(causes)[:3])}. ({what} with {'both' if '; and' in list(causes)[0] else 'this mistake'} is {far:.1e} from yours.)")
+    mistake = "both" if "; and" in list(causes)[0] else "this mistake"
+    print(f"Likely cause: {', or '.join(list(causes)[:3])}. ({what} with {mistake} is {far:.1e} from yours.)")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -334,7 +331,8 @@ def state_in(x, path=""):
     return max(found, key=lambda state: len(state[1]), default=None)
 
 
-def read_tensors(path, option):
+def read_tensors(path):
+    how = f"--weights: got '{path}', takes what torch.save(model.state_dict(), ...) writes, .pt or .pth, or a .safetensors file"
     try:
         if not path.endswith((".pt", ".pth", ".ckpt", ".bin")): return load(path)
         import numpy
@@ -342,10 +340,8 @@ def read_tensors(path, option):
         kinds = [type(numpy.dtype(kind)) for kind in ("f2", "f4", "f8", "i4", "i8", "u8", "?")]
         with torch.serialization.safe_globals([scalar, numpy.dtype, *kinds]):
             state = state_in(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as e:
-        raise Usage(f"{option}: got '{path}', takes a .safetensors, .pt or .pth file: {(str(e) or type(e).__name__).splitlines()[0]}; "
-                    "torch.save(model.state_dict(), ...) writes one")
-    if not state: raise Usage(f"{option}: got '{path}', takes a file of tensors by name: torch.save(model.state_dict(), ...) writes one")
+    except Exception as e: raise Usage(f"{how}: {(str(e) or type(e).__name__).splitlines()[0]}")
+    if not state: raise Usage(f"{how}: it has no tensors by name")
     if state[0]: note(f"of {path} its {state[0]} is read")
     return state[1]
 
@@ -416,7 +412,6 @@ def slots_by_value(parameters, w):
     return slots
 
 
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Your model: numbers
 
@@ -440,10 +435,6 @@ def weights_of(given, shapes):
     for name, shape in shapes.items():
         if tuple(given[name].shape) != shape: raise Usage(f"--weights: {name} is {list(given[name].shape)}, takes {list(shape)}")
     return {name: given[name].float() for name in shapes}
-
-
-def set_weights(parameters, slots, w):
-    for name, slot in slots.items(): slot.of(parameters[slot.own].data).copy_(w[name])
 
 
 def batch_of(V, T):
@@ -475,12 +466,11 @@ def modules_of(model, slots, right):
 
 
 def run_yours(model, modules, tokens, targets, autocast):
-    """{module: its first output} of those that were called, {module: calls}, the loss; the gradients are in the parameters."""
-    out, calls = {}, {name: 0 for name in modules}
+    """{module: its first output} of those that were called, the loss; the gradients are in the parameters."""
+    out = {}
 
     def keep(name):
         def hook(module, inputs, output):
-            calls[name] += 1
             if isinstance(output, torch.Tensor) and name not in out: out[name] = output.detach().clone()
         return hook
 
@@ -492,16 +482,13 @@ def run_yours(model, modules, tokens, targets, autocast):
         for h in hooks: h.remove()
     loss = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
     with your_code("backward"): loss.backward()
-    return out | {"lm_head": logits.detach()}, calls, loss.detach()
-
-
-def part_of(name):
-    return ".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0]
+    return out | {"lm_head": logits.detach()}, loss.detach()
 
 
 def table_of(columns, bound):
     """A row per part of the model with the worst of each column. columns: {title: {tensor: difference}}"""
     parts = {}
+    part_of = lambda name: ".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0]
     for title, numbers in columns.items():
         for name, x in numbers.items():
             parts.setdefault(part_of(name), {}).setdefault(title, []).append((x, name))
@@ -520,7 +507,7 @@ def copy_of(model):
     if hasattr(model, "_orig_mod"):
         note("what torch.compile was given is checked")
         model = model._orig_mod
-    if isinstance(getattr(model, "module", None), torch.nn.Module): note(f"the wrapper {type(model).__name__} is checked as it is, not its .module alone")
+    if isinstance(getattr(model, "module", None), torch.nn.Module): note(f"the wrapper {type(model).__name__} is checked as it is")
     try: model = copy.deepcopy(model)
     except Exception as e: raise Usage(f"the model cannot be copied ({type(e).__name__}); give the module inside, such as model.module")
     kinds = {str(p.dtype)[6:] for p in model.parameters()} - {"float32"}
@@ -571,17 +558,17 @@ def check_model_function(function, context_length, precision):
 @matmuls("highest")
 def compare_model(model, parameters, slots, w, tokens, targets, num_heads, rope_theta, precision):
     (V, C), layers, bound = w["lm_head.weight"].shape, (len(w) - 3) // 9, BOUNDS[precision]
-    set_weights(parameters, slots, w)
+    for name, slot in slots.items(): slot.of(parameters[slot.own].data).copy_(w[name])
     with torch.no_grad(): right = reference(w, tokens, num_heads, rope_theta, layers)
     theirs = cs336("model", {"weights": w, "batch": {"tokens": tokens, "targets": targets}}, "--num_heads", num_heads, "--rope_theta",
                    rope_theta, "--precision", "bf16" if precision == "bf16" else "fp32", "--steps", 0)
     if differs(difference(right["lm_head"], theirs["logits"]), BOUNDS["bf16" if precision == "bf16" else "fp32"]):
         raise RuntimeError("./cs336 and the model in tests/check.py differ: please report it")
     autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=precision == "bf16")
-    columns, calls, loss = {}, {}, None
+    columns, loss = {}, None
     if parameters:
         modules = modules_of(model, slots, right | w)
-        with yours_in(precision): out, calls, loss = run_yours(model, modules, tokens, targets, autocast)
+        with yours_in(precision): out, loss = run_yours(model, modules, tokens, targets, autocast)
         gradients = {name: slot.of(parameters[slot.own].grad) for name, slot in slots.items()}
         unused = [name for name, g in gradients.items() if g is None]
         if unused: note(f"no gradient reaches {', '.join(unused[:4])}{' ...' if unused[4:] else ''}")
@@ -597,22 +584,13 @@ def compare_model(model, parameters, slots, w, tokens, targets, num_heads, rope_
     first = next((name for name, x in outputs.items() if differs(x, bound)), None)
     worst = next((name for name, x in reversed(columns.get("gradient", {}).items()) if differs(x, bound)), None)
     if first:
-        if precision != "fp32" and parameters: out, _, _ = run_yours(model, modules, tokens, targets, contextlib.nullcontext())
+        if precision != "fp32" and parameters: out, _ = run_yours(model, modules, tokens, targets, contextlib.nullcontext())
         explain_outputs(first, outputs, out, w, tokens, num_heads, rope_theta, layers)
-        say_calls(calls, [name for name in calls if name + ".weight" in w and gradients[name + ".weight"] is None])
     elif worst:
         print(f"DIFFERS. Forward agrees. The first gradient that differs, in the order of backward, is that of {worst}. Is there a "
               "backward of your own, a detach(), or a weight that is used twice?")
     else: print(f"ok: all relative differences are within {bound:g}, {precision}'s bound.")
     return not first and not worst
-
-
-def say_calls(calls, unused):
-    """A forward calls each module once, or takes its weight alone."""
-    few = lambda names: ", ".join(names[:4]) + (" ..." if names[4:] else "")
-    often, never = [n for n, c in calls.items() if c > 1], [n for n in unused if calls[n] == 0]
-    if often: print(f"Called more than once (the table has the first call's output): {few(often)}.")
-    if never: print(f"Never called: {few(never)}.")
 
 
 def solved_eps(out, w, tokens):
@@ -635,7 +613,7 @@ def explain_outputs(first, outputs, out, w, tokens, heads, theta, layers):
         if "layers.0.ln1" in out and "layers.0.ln1" in outputs:
             eps = solved_eps(out, w, tokens)
             if eps > 0: tried.append((dict(eps=eps), f"RMSNorm's eps is {eps:.2g} instead of 1e-5"))
-        agree = lambda wrong: sum(difference(seen[name], x) <= SAME for name, x in run(depth, wrong).items() if name in seen and seen[name].shape == x.shape)
+        agree = lambda wrong: sum(apart(seen[name], x) <= SAME for name, x in run(depth, wrong).items() if name in seen)
         tried.sort(key=lambda mistake: -agree(mistake[0]))  # of two mistakes, one alone explains more than none
         near, _ = likely_causes(tried, lambda **wrong: run(depth, wrong), seen)
         causes, far = nearest(((cause, wrong, run(layers, wrong)) for cause, wrong in near.items()), out)
@@ -680,7 +658,7 @@ def optimizer_mistakes():
 def made(optimizer, parameters):
     settings = dict(lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=DECAY)
     try: inspect.signature(optimizer).bind(parameters, **settings)
-    except TypeError as e: raise Usage(f"the optimizer is {optimizer.__name__}{inspect.signature(optimizer)}, takes (params, lr, betas, eps, weight_decay): {e}")
+    except TypeError as e: raise Usage(f"{optimizer.__name__}{inspect.signature(optimizer)} does not take (params, lr, betas, eps, weight_decay): {e}")
     except ValueError: pass
     with your_code("the optimizer"): return optimizer(parameters, **settings)
 
@@ -713,7 +691,8 @@ def check_adamw(optimizer, steps=3):
     numbers = {whose: {name: difference(yours[name], x) for name, x in by_rule(**rule).items()} for whose, rule in RULES.items()}
     numbers["2026's handout"] = {name: difference(yours[name], change(name, theirs["param." + name])) for name in w}
     whose = min(numbers, key=lambda whose: max(numbers[whose].values()))
-    print(f"\nAdamW: {steps} steps on our gradients, lr {LR}, betas 0.9 and 0.999, eps 1e-8, weight decay {DECAY}. Relative differences of the weights' change:\n")
+    print(f"\nAdamW: {steps} steps on our gradients, lr {LR}, betas 0.9 and 0.999, eps 1e-8, weight decay {DECAY}. Relative differences of "
+          "the weights' change:\n")
     table_of({f"after {steps} steps": numbers[whose]}, SAME)
     if not any(differs(x, SAME) for x in numbers[whose].values()):
         print(f"ok: it is the AdamW of {whose}.")
@@ -799,7 +778,8 @@ def run_attention(attention, q, k, v, do, causal, theirs):
         return {}, (later, f"forward{' with is_causal' if causal else ''} {raised(e)}"), None
     if isinstance(o, (tuple, list)): o = o[0]
     if not isinstance(o, torch.Tensor) or o.shape != q.shape:
-        raise Usage(f"attention returns {list(o.shape) if isinstance(o, torch.Tensor) else type(o).__name__}, takes a function that returns a tensor of {list(q.shape)}")
+        found = list(o.shape) if isinstance(o, torch.Tensor) else type(o).__name__
+        raise Usage(f"attention returns {found}, takes a function that returns a tensor of {list(q.shape)}")
     lse, said = saved_lse(o, theirs["lse"].to(o.device))
     yours = {"o": o.detach()} | ({} if lse is None else {"lse": lse})
     if o.grad_fn is None: return yours, (True, "backward is not there: the output has no grad_fn"), said
@@ -816,13 +796,15 @@ def attention_causes(attention, yours, numbers, theirs, q, k, v, do, causal, pre
     if differs(numbers["o"], bound):
         if precision == "bf16": yours = {"o": attention(*wide, causal).detach()}
         yours = {"o": yours["o"]}
-        causes, far = likely_causes(attention_mistakes(q.shape[-1]), lambda **wrong: {"o": attend(*wide, **dict(causal=causal) | wrong)}, yours)
+        by_formula = lambda **wrong: {"o": attend(*wide, **dict(causal=causal) | wrong)}
+        causes, far = likely_causes(attention_mistakes(q.shape[-1]), by_formula, yours)
         if causes: return causes, far
         return nearest(((cause, {}, out) for cause, out in tile_mistakes(*wide, causal)), yours)
     if differs(numbers.get("lse", 0), bound):
         base_2 = "the saved logsumexp is in base 2, as exp2 takes it; the handout's L is in base e, ln 2 times that"
         scores = "the saved tensor is not the logsumexp but only the scores' maximum"
-        top = (wide[0] @ wide[1].transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(torch.ones(2 * q.shape[-2:-1]).triu(1).bool().to(q.device) & causal, -math.inf)
+        top = wide[0] @ wide[1].transpose(-1, -2) * q.shape[-1] ** -0.5
+        if causal: top = top.masked_fill(torch.ones_like(top).triu(1) > 0, -math.inf)
         return nearest([(base_2, {}, {"lse": theirs["lse"] / math.log(2)}), (scores, {}, {"lse": top.amax(-1)})], yours)
     gradients = {name: yours.get(name) for name in ("dq", "dk", "dv")}
     if precision == "bf16" or any(t is None for t in gradients.values()): return {}, None
@@ -852,7 +834,8 @@ def check_attention(attention, precision="fp32", context_length=128, head_size=6
         bad = any(differs(x, bound) for x in numbers.values())
         unmasked = bad and causal and not causes and apart(yours["o"], attend(q.float(), k.float(), v.float(), False).to(dtype)) <= bound
         unmasked = unmasked and not (here == "cuda" and "triton" in attention.source)
-        rows += [["yes" if causal else "no", name, f"{x:.1e}", "no mask" if unmasked else "DIFFERS" if differs(x, bound) else "ok"] for name, x in numbers.items()]
+        word = lambda x: "no mask" if unmasked else "DIFFERS" if differs(x, bound) else "ok"
+        rows += [["yes" if causal else "no", name, f"{x:.1e}", word(x)] for name, x in numbers.items()]
         if not bad or unmasked: continue
         worst = max(worst, *numbers.values())
         with matmuls("highest"): causes[causal] = attention_causes(attention, yours, numbers, theirs, q, k, v, do, causal, precision)
@@ -873,8 +856,9 @@ def attention_verdict(attention, rows, causes, lacks, worst, unmasked, bound, pr
             print("The difference is of TF32's size: for fp32, tl.dot takes input_precision='ieee'. --precision tf32 allows it.")
         return False
     if not all(lacks.values()): raise Usage(f"{next(words for words, later in lacks.items() if not later)}; what is in the table is ok")
-    mask = " Without the mask: is_causal is ignored, which flash_forward (a) allows in the PyTorch version, and (c) asks of the Triton one." if unmasked else ""
-    print(f"ok: all relative differences{' of what is there' if lacks else ''} are within {bound:g}, {precision}'s bound.{mask}")
+    print(f"ok: all relative differences{' of what is there' if lacks else ''} are within {bound:g}, {precision}'s bound."
+          + " Without the mask: is_causal is ignored, which flash_forward (a) allows in the PyTorch version; its causal gradients are "
+          "not judged. The Triton version takes the mask, by (c)." * unmasked)
     return True
 
 
@@ -885,8 +869,9 @@ def on_ranks(kind, yours, seconds=8):
     import check_ranks
     if not torch.cuda.is_available(): return check_ranks.check_ranks(kind, yours, seconds)
     try: where = f"{inspect.getsourcefile(yours)}:{yours.__qualname__}"
-    except (TypeError, OSError): raise Usage(f"the class stands in no file: write it to one, and import it from there")
-    r = subprocess.run([sys.executable, os.path.join(HERE, "check.py"), kind, where], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    except (TypeError, OSError): raise Usage("the class stands in no file: write it to one, and import it from there")
+    words, environment = [sys.executable, os.path.join(HERE, "check.py"), kind, where], os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    r = subprocess.run(words, env=environment, capture_output=True, text=True)
     print(r.stdout, end="")
     if r.returncode not in (0, 1, 2): raise Usage(f"the ranks ended with exit code {r.returncode}: {r.stderr.strip()[-300:]}")
     return {0: True, 1: False}.get(r.returncode)
@@ -910,8 +895,8 @@ def whole(low):
 
 
 def place(text):
-    if not text.endswith(".py") and not all(text.rpartition(":")): raise argparse.ArgumentTypeError(f"got '{text}', takes MODULE:NAME, FILE.py:NAME or an adapters.py")
-    return text
+    if text.endswith(".py") or all(text.rpartition(":")): return text
+    raise argparse.ArgumentTypeError(f"got '{text}', takes MODULE:NAME, FILE.py:NAME or an adapters.py")
 
 
 def key_value(text):
@@ -924,21 +909,20 @@ def key_value(text):
 def parse(words):
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, prog="check.py")
     p.add_argument("what", choices=["all", *PARTS])
-    p.add_argument("yours", type=place, metavar="MODULE:NAME", help="e.g. my_solution:DDP, folder/my_solution.py:attention, or tests/adapters.py")
-    p.add_argument("--precision", choices=list(BOUNDS), default="fp32", help="bf16: yours under autocast; tf32: fp32 with a wider bound")
-    p.add_argument("--num_heads", type=whole(1), metavar="H", help="model: if it is not in --kwargs; attention: [B, H, S, D]")
-    p.add_argument("--context_length", type=whole(2), metavar="S", help="default 32, or less if --kwargs has less; attention: 128")
+    p.add_argument("yours", type=place, metavar="MODULE:NAME", help="my_solution:DDP, folder/my_solution.py:DDP, or tests/adapters.py")
+    b = p.add_argument_group("model or attention")
+    b.add_argument("--precision", choices=list(BOUNDS), default="fp32", help="bf16: yours under autocast; tf32: fp32 with a wider bound")
+    b.add_argument("--num_heads", type=whole(1), metavar="H", help="model: if it is not in --kwargs; attention: [B, H, S, D]")
+    b.add_argument("--context_length", type=whole(2), metavar="S", help="default 32, or less if --kwargs has less; attention: 128")
     m = p.add_argument_group("model")
-    m.add_argument("--kwargs", type=key_value, nargs="+", default=[], metavar="KEY=VALUE", help="what your class is called with; default: small sizes")
+    m.add_argument("--kwargs", type=key_value, nargs="+", default=[], metavar="KEY=VALUE", help="what your class gets; default: small")
     m.add_argument("--weights", metavar="FILE", help="a state_dict, .pt, .pth or .safetensors; default: random weights")
     a = p.add_argument_group("attention")
     a.add_argument("--head_size", type=int, choices=[16, 32, 64, 80, 128], help="default 64")
     o = p.parse_args(words)
-    for group in (m, a):
-        for action in group._group_actions:
-            if o.what != group.title and getattr(o, action.dest) != action.default: raise Usage(f"--{action.dest}: got with '{o.what}', takes '{group.title}'")
-    for option in ("precision", "num_heads", "context_length"):
-        if o.what not in ("model", "attention") and getattr(o, option) != p.get_default(option): raise Usage(f"--{option}: got with '{o.what}', takes 'model' or 'attention'")
+    for group, action in [(group, action) for group in (m, a, b) for action in group._group_actions]:
+        if o.what not in group.title.split(" or ") and getattr(o, action.dest) != action.default:
+            raise Usage(f"--{action.dest}: got with '{o.what}', takes {group.title}")
     if o.weights and not os.path.isfile(o.weights): raise Usage(f"--weights: got '{o.weights}', takes a file that is there")
     return o
 
@@ -949,9 +933,11 @@ def parse(words):
 # The functions of the course's adapters.py, per part. The ranks come first: they fork.
 PARTS = {"ddp": ["get_ddp", "get_ddp_individual_parameters", "get_ddp_bucketed"], "sharded": ["get_sharded_optimizer"], "fsdp": ["get_fsdp"],
          "model": ["run_transformer_lm"], "adamw": ["get_adamw_cls"],
-         "attention": ["get_flashattention_autograd_function_pytorch", "run_scaled_dot_product_attention", "get_flashattention_autograd_function_triton"]}
+         "attention": ["get_flashattention_autograd_function_pytorch", "get_flashattention_autograd_function_triton",
+                       "run_scaled_dot_product_attention"]}
 SIZES = {}
-for names, value in {"vocab_size vocab n_vocab": 97, "context_length context_len max_seq_len max_seq_length seq_len block_size max_len": 32, "num_heads n_heads n_head heads": 4,
+for names, value in {"vocab_size vocab n_vocab": 97, "num_heads n_heads n_head heads": 4,
+                     "context_length context_len max_seq_len max_seq_length seq_len block_size max_len": 32,
                      "d_model dim hidden_size embed_dim emb_dim n_embd": 64, "num_layers n_layers n_layer": 2, "d_ff ff_dim d_hidden": 128,
                      "rope_theta theta": 10000.0, "batch_size": 2, "dropout": 0.0, "device dtype": None}.items():
     for name in names.split(): SIZES[name] = value
@@ -980,7 +966,8 @@ def import_place(where):
     try:
         with contextlib.redirect_stdout(sys.stderr): return importlib.import_module(where)
     except ModuleNotFoundError as e:
-        raise Usage(f"{where}: {e}; install it, or type `uv run python3 {sys.argv[0]} ...` in the assignment's folder, or PYTHONPATH=.:FOLDER python3 ... with a folder that has it")
+        raise Usage(f"{where}: {e}; install it, or type `uv run python3 {sys.argv[0]} ...` in the assignment's folder, or "
+                    "PYTHONPATH=.:FOLDER python3 ... with a folder that has it")
     except (Exception, SystemExit) as e: raise Usage(f"import {where} {raised(e)}")
 
 
@@ -994,25 +981,18 @@ def find(text, part, need):
     return [(name, getattr(module, name)) for name in names]
 
 
-def unwrap(name, yours):
-    """get_adamw_cls and its like return what is meant."""
-    if inspect.isfunction(yours) and name.startswith("get_") and not inspect.signature(yours).parameters:
-        with your_code(name): return yours()
-    return yours
-
-
 def filled(make, typed):
     """What a constructor is called with: what was typed, and small sizes for what has a usual name, of a configuration, too."""
     kwargs = dict(typed)
-    if not dataclasses.is_dataclass(make) and not callable(make): return kwargs
     try: hints = typing.get_type_hints(make.__init__ if isinstance(make, type) else make)
     except Exception: hints = {}
     for a in inspect.signature(make).parameters.values():
         if a.name in kwargs or a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD): continue
         known = a.name in SIZES and (a.default is a.empty or SIZES[a.name] is not None and (a.default is not None or "theta" in a.name))
         if known: kwargs[a.name] = SIZES[a.name]
-        elif a.default is a.empty and dataclasses.is_dataclass(hints.get(a.name)): kwargs[a.name] = hints[a.name](**filled(hints[a.name], {}))
-        elif a.default is a.empty: raise Usage(f"--kwargs: {make.__name__}{inspect.signature(make)} takes {a.name}; write --kwargs {a.name}=...")
+        elif a.default is not a.empty: continue
+        elif dataclasses.is_dataclass(hints.get(a.name)): kwargs[a.name] = hints[a.name](**filled(hints[a.name], {}))
+        else: raise Usage(f"--kwargs: {make.__name__}{inspect.signature(make)} takes {a.name}; write --kwargs {a.name}=...")
     return kwargs
 
 
@@ -1030,7 +1010,7 @@ def check_typed_model(yours, o):
         wrong = [name for name in kwargs if name not in takes and not any(a.kind == a.VAR_KEYWORD for a in takes.values())]
         if wrong: raise Usage(f"--kwargs: got {', '.join(wrong)}, but it is {yours.__name__}{inspect.signature(yours)}")
         kwargs = filled(yours, kwargs)
-        with your_code(f"--kwargs: {yours.__name__}({', '.join(f'{k}={v}' for k, v in kwargs.items())})"): yours = yours(**kwargs)
+        with your_code(f"{yours.__name__}({', '.join(f'{k}={v}' for k, v in kwargs.items())})"): yours = yours(**kwargs)
     if not isinstance(yours, torch.nn.Module): raise Usage(f"got '{o.yours}', takes an nn.Module, or what makes one")
     if torch.cuda.is_available(): yours.to("cuda")
     for config in [c for c in kwargs.values() if dataclasses.is_dataclass(c)]: kwargs |= dataclasses.asdict(config)
@@ -1039,12 +1019,13 @@ def check_typed_model(yours, o):
     more.setdefault("rope_theta", size("rope_theta", 10000.0))
     heads = o.num_heads or size("num_heads", None)
     if not isinstance(heads, int): raise Usage("--num_heads: takes the number of heads, here or in --kwargs")
-    if o.weights: more["weights"] = read_tensors(o.weights, "--weights")
+    if o.weights: more["weights"] = read_tensors(o.weights)
     return check(yours, heads, **more)
 
 
 def check_one(part, name, yours, o):
-    yours = unwrap(name, yours)
+    if inspect.isfunction(yours) and name.startswith("get_") and not inspect.signature(yours).parameters:
+        with your_code(name): yours = yours()  # get_adamw_cls and its like
     if not callable(yours): raise Usage(f"got '{o.yours}', takes a class or a function")
     if part == "model": return check_typed_model(yours, o)
     if part == "adamw": return check_adamw.__wrapped__(yours)

@@ -294,8 +294,6 @@ MISTAKES = [
     ("model", "self.ln1, self.ln2 = RMSNorm(d_model), RMSNorm(d_model)", "self.ln1, self.ln2 = RMSNorm(d_model), nn.LayerNorm(d_model)",
      "layers.0.ln2.bias is a parameter that the handout's model does not have: its norms are RMSNorms"),
     ("model", "self.ffn(self.ln2(x))", "self.ffn(self.ln1(x))", "the FFN's norm is ln1 instead of ln2"),
-    ("model", "self.ffn(self.ln2(x))", "self.ffn(self.ln1(x))", "Called more than once (the table has the first call's output): layers.0.ln1, layers.1.ln1."),
-    ("model", "self.ffn(self.ln2(x))", "self.ffn(self.ln1(x))", "Never called: layers.0.ln2, layers.1.ln2."),
     ("model", "x = x + self.attn(self.ln1(x))", "x = self.attn(self.ln1(x))", "the residual is missing around attention"),
     ("model", "return x + self.ffn(", "return self.ffn(", "the residual is missing around the FFN"),
     ("model", "x = x + self.attn(self.ln1(x))", "x = self.attn(self.ln1(x)); return self.ffn(self.ln2(x))", "both residuals"),
@@ -565,7 +563,7 @@ def inputs():
                 (["attention", "broken:x"], 2, "import broken raised SystemExit at broken.py:2"),
                 (["model", "solution:TransformerLM", "--kwargs", "a=1", "b=2"], 2, "got a, b, but it is TransformerLM(vocab_size, context_length"),
                 (["model", "solution:TransformerLM", *kwargs, "--weights", "other.safetensors"], 2, "--weights"),
-                (["model", "solution:TransformerLM", *kwargs, "--weights", "solution.py"], 2, "torch.save(model.state_dict(), ...) writes one"),
+                (["model", "solution:TransformerLM", *kwargs, "--weights", "solution.py"], 2, "takes what torch.save(model.state_dict(), ...) writes"),
                 (["model", "solution:TransformerLM", *kwargs, "--num_heads", "5"], 2, "--num_heads"),
                 (["model", "solution:RMSNorm", "--kwargs", "d_model=8"], 2, "--num_heads")]:
             code, printed = typed(words, folder)
