@@ -48,12 +48,16 @@ def note(text):
     print(f"note: {text}")
 
 
+def place_of(frames):
+    """Of (file, line, function) the last that is yours, in words."""
+    libraries = (HERE, os.path.dirname(os.__file__), os.path.dirname(torch.__file__))
+    yours = [f for f in frames if not f[0].startswith("<frozen") and not os.path.abspath(f[0]).startswith(libraries)]
+    return f" at {os.path.basename(yours[-1][0])}:{yours[-1][1]}, in {yours[-1][2]}" if yours else ""
+
+
 def raised(e):
     """An exception of your code in one line, with the last line of yours that it passed."""
-    libraries = (HERE, os.path.dirname(os.__file__), os.path.dirname(torch.__file__))
-    frames = [f for f in traceback.extract_tb(e.__traceback__)
-              if not f.filename.startswith("<frozen") and not os.path.abspath(f.filename).startswith(libraries)]
-    where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+    where = place_of([(f.filename, f.lineno, f.name) for f in traceback.extract_tb(e.__traceback__)])
     return f"raised {type(e).__name__}{where}: {' '.join(str(e).split())[:300]}".rstrip(": ")
 
 
