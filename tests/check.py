@@ -449,7 +449,8 @@ def batch_of(V, T):
 def logits_of(model, tokens):
     try: logits = model(tokens)
     except Exception as e:
-        hint = "tests/adapters.py:run_transformer_lm calls it as you do" if isinstance(e, TypeError) else "context_length sets fewer tokens"
+        hint = "context_length sets fewer tokens"
+        if isinstance(e, TypeError): hint = "tests/adapters.py:run_transformer_lm calls it as you do"
         raise Usage(f"forward of {tokens.shape[1]} tokens {raised(e)}; {hint}") from e
     if isinstance(logits, (tuple, list)):
         note("of what the model returns, the first is taken as the logits")
@@ -513,7 +514,7 @@ def copy_of(model):
         model = model._orig_mod
     if isinstance(getattr(model, "module", None), torch.nn.Module): note(f"the wrapper {type(model).__name__} is checked as it is")
     try: model = copy.deepcopy(model)
-    except Exception as e: raise Usage(f"the model cannot be copied ({type(e).__name__}); give the module inside, such as model.module")
+    except Exception as e: raise Usage(f"the model cannot be copied ({type(e).__name__}); give what is inside, such as model.module")
     kinds = {str(p.dtype)[6:] for p in model.parameters()} - {"float32"}
     if kinds: note(f"a copy of the model runs in float32 instead of {', '.join(sorted(kinds))}")
     return model.float().eval()
@@ -543,7 +544,7 @@ def check_model(model, num_heads=4, rope_theta=10000.0, weights=None, context_le
 
 def check_model_function(function, context_length, precision):
     """run_transformer_lm gets the staff's names, and loads them into a model, which is caught here and checked."""
-    sizes = {name: SIZES[name] for name in ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff", "rope_theta")}
+    sizes = {name: SIZES[name] for name in "vocab_size context_length d_model num_layers num_heads d_ff rope_theta".split()}
     w, caught = random_weights(shapes_of(sizes["vocab_size"], sizes["d_model"], sizes["d_ff"], sizes["num_layers"])), []
     tokens, targets = batch_of(sizes["vocab_size"], min(sizes["context_length"], context_length))
     hook = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: caught.append((module, len(inputs))))
@@ -662,7 +663,8 @@ def optimizer_mistakes():
 def made(optimizer, parameters):
     settings = dict(lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=DECAY)
     try: inspect.signature(optimizer).bind(parameters, **settings)
-    except TypeError as e: raise Usage(f"{optimizer.__name__}{inspect.signature(optimizer)} does not take (params, lr, betas, eps, weight_decay): {e}")
+    except TypeError as e:
+        raise Usage(f"{optimizer.__name__}{inspect.signature(optimizer)} does not take (params, lr, betas, eps, weight_decay): {e}")
     except ValueError: pass
     with your_code("the optimizer"): return optimizer(parameters, **settings)
 
@@ -675,8 +677,8 @@ def check_adamw(optimizer, steps=3):
     are compared whose gradients are 0 in each step, or at least a tenth of the tensor's rms."""
     w = random_weights(shapes_of(97, 32, 48, 2))
     tokens, targets = batch_of(97, 24)
-    ours = lambda weights, steps: cs336("model", {"weights": weights, "batch": {"tokens": tokens, "targets": targets}}, "--num_heads", 4,
-                                        "--steps", steps, "--lr", LR)
+    data = {"tokens": tokens, "targets": targets}
+    ours = lambda weights, steps: cs336("model", {"weights": weights, "batch": data}, "--num_heads", 4, "--steps", steps, "--lr", LR)
     parameters = {name: torch.nn.Parameter(t.clone()) for name, t in w.items()}
     step, gradients, theirs = made(optimizer, list(parameters.values())), [], ours(w, steps)
     for t in range(steps):
@@ -695,8 +697,8 @@ def check_adamw(optimizer, steps=3):
     numbers = {whose: {name: difference(yours[name], x) for name, x in by_rule(**rule).items()} for whose, rule in RULES.items()}
     numbers["2026's handout"] = {name: difference(yours[name], change(name, theirs["param." + name])) for name in w}
     whose = min(numbers, key=lambda whose: max(numbers[whose].values()))
-    print(f"\nAdamW: {steps} steps on our gradients, lr {LR}, betas 0.9 and 0.999, eps 1e-8, weight decay {DECAY}. Relative differences of "
-          "the weights' change:\n")
+    print(f"\nAdamW: {steps} steps on our gradients, lr {LR}, betas 0.9 and 0.999, eps 1e-8, weight decay {DECAY}. Relative "
+          "differences of the weights' change:\n")
     table_of({f"after {steps} steps": numbers[whose]}, SAME)
     if not any(differs(x, SAME) for x in numbers[whose].values()):
         print(f"ok: it is the AdamW of {whose}.")
@@ -741,8 +743,9 @@ class Attention:
     """Your attention: called with (q, k, v, causal), whatever its fourth argument is."""
 
     def __init__(self, yours):
-        if isinstance(getattr(yours, "__self__", None), type) and issubclass(yours.__self__, torch.autograd.Function): yours = yours.__self__
-        self.is_function = isinstance(yours, type) and issubclass(yours, torch.autograd.Function)
+        is_function = lambda x: isinstance(x, type) and issubclass(x, torch.autograd.Function)
+        if is_function(getattr(yours, "__self__", None)): yours = yours.__self__  # MyFunction.apply
+        self.is_function = is_function(yours)
         self.call = yours.apply if self.is_function else yours
         try: arguments = list(inspect.signature(yours.forward if self.is_function else yours).parameters.values())[self.is_function:]
         except (ValueError, TypeError): arguments = None
@@ -836,7 +839,8 @@ def check_attention(attention, precision="fp32", context_length=128, head_size=6
         if said and not causal: note(said)
         numbers = {name: apart(t, theirs[name]) for name, t in yours.items()}
         bad = any(differs(x, bound) for x in numbers.values())
-        unmasked = bad and causal and not causes and apart(yours["o"], attend(q.float(), k.float(), v.float(), False).to(dtype)) <= bound
+        without = attend(q.float(), k.float(), v.float(), False).to(dtype)
+        unmasked = bad and causal and not causes and apart(yours["o"], without) <= bound
         unmasked = unmasked and not (here == "cuda" and "triton" in attention.source)
         word = lambda x: "no mask" if unmasked else "DIFFERS" if differs(x, bound) else "ok"
         rows += [["yes" if causal else "no", name, f"{x:.1e}", word(x)] for name, x in numbers.items()]
@@ -859,7 +863,8 @@ def attention_verdict(attention, rows, causes, lacks, worst, unmasked, bound, pr
         if here == "cuda" and precision == "fp32" and worst <= BOUNDS["tf32"]:
             print("The difference is of TF32's size: for fp32, tl.dot takes input_precision='ieee'. --precision tf32 allows it.")
         return False
-    if not all(lacks.values()): raise Usage(f"{next(words for words, later in lacks.items() if not later)}; what is in the table is ok")
+    broken = [words for words, later in lacks.items() if not later]
+    if broken: raise Usage(f"{broken[0]}; what is in the table is ok")
     print(f"ok: all relative differences{' of what is there' if lacks else ''} are within {bound:g}, {precision}'s bound."
           + " Without the mask: is_causal is ignored, which flash_forward (a) allows in the PyTorch version; its causal gradients are "
           "not judged. The Triton version takes the mask, by (c)." * unmasked)
@@ -915,7 +920,7 @@ def parse(words):
     p.add_argument("what", choices=["all", *PARTS])
     p.add_argument("yours", type=place, metavar="MODULE:NAME", help="my_solution:DDP, folder/my_solution.py:DDP, or tests/adapters.py")
     b = p.add_argument_group("model or attention")
-    b.add_argument("--precision", choices=list(BOUNDS), default="fp32", help="bf16: yours under autocast; tf32: fp32 with a wider bound")
+    b.add_argument("--precision", choices=list(BOUNDS), default="fp32", help="bf16: autocast; tf32: fp32 with a wider bound")
     b.add_argument("--num_heads", type=whole(1), metavar="H", help="model: if it is not in --kwargs; attention: [B, H, S, D]")
     b.add_argument("--context_length", type=whole(2), metavar="S", help="default 32, or less if --kwargs has less; attention: 128")
     m = p.add_argument_group("model")
@@ -935,8 +940,8 @@ def parse(words):
 # What you typed
 
 # The functions of the course's adapters.py, per part. The ranks come first: they fork.
-PARTS = {"ddp": ["get_ddp", "get_ddp_individual_parameters", "get_ddp_bucketed"], "sharded": ["get_sharded_optimizer"], "fsdp": ["get_fsdp"],
-         "model": ["run_transformer_lm"], "adamw": ["get_adamw_cls"],
+PARTS = {"ddp": ["get_ddp", "get_ddp_individual_parameters", "get_ddp_bucketed"],
+         "sharded": ["get_sharded_optimizer"], "fsdp": ["get_fsdp"], "model": ["run_transformer_lm"], "adamw": ["get_adamw_cls"],
          "attention": ["get_flashattention_autograd_function_pytorch", "get_flashattention_autograd_function_triton",
                        "run_scaled_dot_product_attention"]}
 SIZES = {}
@@ -992,8 +997,8 @@ def filled(make, typed):
     except Exception: hints = {}
     for a in inspect.signature(make).parameters.values():
         if a.name in kwargs or a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD): continue
-        known = a.name in SIZES and (a.default is a.empty or SIZES[a.name] is not None and (a.default is not None or "theta" in a.name))
-        if known: kwargs[a.name] = SIZES[a.name]
+        usual = a.default is a.empty or a.default is not None or "theta" in a.name  # a default of None is computed from others
+        if a.name in SIZES and usual and (a.default is a.empty or SIZES[a.name] is not None): kwargs[a.name] = SIZES[a.name]
         elif a.default is not a.empty: continue
         elif dataclasses.is_dataclass(hints.get(a.name)): kwargs[a.name] = hints[a.name](**filled(hints[a.name], {}))
         else: raise Usage(f"--kwargs: {make.__name__}{inspect.signature(make)} takes {a.name}; write --kwargs {a.name}=...")
@@ -1049,7 +1054,7 @@ def check_typed(o):
             except NotYet as e:
                 print(f"not written yet: {e}" if "GPU" not in str(e) else f"not compared: {e}")
                 later.append(e)
-    if not answers: raise Usage(f"nothing of {o.yours} is written yet" if later else f"{o.yours} has no function of the course's adapters.py")
+    if not answers: raise Usage(f"{'nothing' if later else 'no function of the course'} of {o.yours} is written yet")
     return 1 if False in answers else 2 if None in answers else 0
 
 

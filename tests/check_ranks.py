@@ -71,7 +71,7 @@ def what_came(folder, ended, results):
         gloo = gloo if re.search("CUDA|AVG|nccl", r["error"], re.I) else ""
         raise (check.NotYet if r["later"] else Usage)(f"rank {rank} {r['error']}{gloo}")
     died = [rank for rank in ended if rank not in results]
-    if died: raise Usage(f"rank {died[0]} ended by signal {os.WTERMSIG(ended[died[0]])}: do the ranks send tensors of different sizes?")
+    if died: raise Usage(f"rank {died[0]} ended by signal {os.WTERMSIG(ended[died[0]])}: do the ranks send different sizes?")
     for rank in range(2):
         if rank in ended: continue
         with open(os.path.join(folder, f"where{rank}")) as f: frames = re.findall(r'File "(.*)", line (\d+) in (\w+)', f.read())
@@ -98,7 +98,8 @@ def hook_of(yours, table):
 
 
 def method(wrapper, names, pattern):
-    names = [*names, *(name for name in dir(type(wrapper)) if re.search(pattern, name) and not name.startswith("_") and not hasattr(nn.Module, name))]
+    more = [name for name in dir(type(wrapper)) if re.search(pattern, name) and name[0] != "_" and not hasattr(nn.Module, name)]
+    names = [*names, *more]
     calls = [getattr(wrapper, name) for name in names if callable(getattr(wrapper, name, None))]
     return next((call for call in calls if not any(a.default is a.empty for a in inspect.signature(call).parameters.values())), None)
 
@@ -108,7 +109,7 @@ def finish(yours, wrapper, optimizer):
     if after:
         with contextlib.suppress(NotImplementedError): return after(wrapper, optimizer)
     call = method(wrapper, ["finish_gradient_synchronization"], "finish|sync")
-    if not call: raise Usage(f"{type(wrapper).__name__} has no finish_gradient_synchronization(); the course's tests call it after backward")
+    if not call: raise Usage(f"{type(wrapper).__name__} has no finish_gradient_synchronization(); write it, to be called after backward")
     call()
 
 
@@ -125,7 +126,7 @@ def full_weights(yours, wrapper):
     if gather and getattr(yours, "__name__", "") == "get_fsdp": full = gather(wrapper)
     else:
         call = method(wrapper, ["gather_full_params", "fsdp_gather_full_params"], "gather.*param|full")
-        if not call: raise Usage(f"{type(wrapper).__name__} has no gather_full_params(), which returns all weights by name; write it, or check tests/adapters.py")
+        if not call: raise Usage(f"{type(wrapper).__name__} has no gather_full_params(); write it, to return all weights by name")
         full = call()
     return {check.staff_name(name): t.detach().clone() for name, t in full.items()}
 
@@ -211,9 +212,11 @@ def kinds_of_gradients(own, before):
     """{kind: its value on each rank}; own: each rank's gradient; before: the last step's mean."""
     total = own[0] + own[1]
     return {"is right": [total / 2] * 2, "is the sum over the ranks instead of the mean": [total] * 2,
-            "is each rank's own: it is not averaged": own, "is rank 0's on each rank": [own[0]] * 2, "is rank 1's on each rank": [own[1]] * 2,
+            "is each rank's own: it is not averaged": own,
+            "is rank 0's on each rank": [own[0]] * 2, "is rank 1's on each rank": [own[1]] * 2,
             "is each rank's own, divided by the number of ranks: nothing is added": [g / 2 for g in own],
-            "is divided by the number of ranks twice": [total / 4] * 2, "is added up twice, as a weight used twice may be": [total * 2] * 2,
+            "is divided by the number of ranks twice": [total / 4] * 2,
+            "is added up twice, as a weight used twice may be": [total * 2] * 2,
             "is still that of the step before": [before] * 2, "is added to that of the step before": [total / 2 + before] * 2,
             "is zero": [total * 0] * 2}
 
@@ -227,7 +230,8 @@ def explain_gradients(yours, own, before, late, bound):
         kind = next((kind for kind, right in kinds.items() if all(apart(g, t) <= bound for g, t in zip(mine, right))), None)
         if kind == "is right": continue
         if name in late: kind = "changes after finish_gradient_synchronization: it returns before the gradient is averaged"
-        elif kind is None: kind = "is None on a rank" if None in mine else "is neither the mean nor what a usual mistake gives"
+        elif any(g is None for g in mine): kind = "is None on a rank"
+        kind = kind or "is neither the mean nor what a usual mistake gives"
         causes.setdefault(kind, []).append(name)
     all_of_them = lambda names: len(names) == len(own[0]) > 1
     return [f"{'every gradient' if all_of_them(names) else 'the gradient of ' + few(names)} {kind}" for kind, names in causes.items()]
@@ -298,7 +302,8 @@ def compare_ddp(case, results):
         at = [r["weights"][step - 1] if step else r["start"] for r in results]
         own = [gradients_at(model, at[rank], *halves[rank]) for rank in range(2)]
         own = [{name: g[name] for name in learnt if g[name] is not None} for g in own]
-        worst = max(worst, *(apart(r["gradients"][step].get(name), (own[0][name] + own[1][name]) / 2) for r in results for name in own[0]))
+        mean = {name: (g + own[1][name]) / 2 for name, g in own[0].items()}
+        worst = max(worst, *(apart(r["gradients"][step].get(name), g) for r in results for name, g in mean.items()))
         before = results[0]["gradients"][step - 1] if step else {}
         late = results[0]["late"] + results[1]["late"]
         causes = causes or explain_gradients([r["gradients"][step] for r in results], own, before, late, BOUND)
@@ -366,7 +371,8 @@ def compare_sharded(case, results):
     start, right = results[0]["weights"][0], adamw_steps(case, results[0], SETTINGS)
     learnt = [name for name, p in Toy(case).named_parameters() if p.requires_grad]
     held = [r["states"] / (2 * sum(start[name].numel() for name in learnt)) for r in results]
-    far = lambda step: max(apart(r["weights"][step][name] - start[name], right[step - 1][name] - start[name]) for r in results for name in learnt)
+    change = lambda w, name: w[name] - start[name]
+    far = lambda t: max(apart(change(r["weights"][t], name), change(right[t - 1], name)) for r in results for name in learnt)
     first, last, causes = far(1), far(STEPS), {}
     other = {"lacks its keyword arguments (lr, betas ...), which do not reach the optimizer": adamw_steps(case, results[0], {})[0],
              "lacks its group's own learning rate": adamw_steps(case, results[0], SETTINGS, case != "two groups")[0]}
@@ -421,8 +427,9 @@ def fsdp_rank(rank, yours, case):
 def compare_fsdp(case, results):
     model, halves, start = toy_fsdp(case), halves_of("fsdp"), results[0]["weights"][0]
     dtype, bound = (torch.float16, WIDE) if case == "fp16" else (None, 1e-3)
-    lost = [name for name in start if any(w.get(name) is None or w[name].shape != start[name].shape for r in results for w in r["weights"])]
-    if lost: raise Usage(f"the full weights lack {lost[0]} as {list(start[lost[0]].shape)}; gather_full_params returns all by the module's names")
+    full = [w for r in results for w in r["weights"]]
+    lost = [name for name, t in start.items() if any(name not in w or w[name].shape != t.shape for w in full)]
+    if lost: raise Usage(f"the full weights lack {lost[0]} as {list(start[lost[0]].shape)}; they have the module's names")
     right, said, worst = one_process(model, start, *batch("fsdp"), dtype), [], 0
     for step in range(STEPS):  # SGD's change tells the gradient
         yours = [{name: (r["weights"][step][name] - r["weights"][step + 1][name]) / RATE for name in start} for r in results]
@@ -432,7 +439,7 @@ def compare_fsdp(case, results):
     last = max(apart(r["weights"][-1][name] - start[name], right[name] - start[name]) for r in results for name in start)
     ok = worst <= bound and last <= 2 * bound
     for bad, words in [(min(r["held"] for r in results) > 0.95, "the weights are not sharded: each rank has all of them"),
-                       (max(r["after"] for r in results) > 0.95, "after the step a rank has all weights: what was gathered is not freed"),
+                       (max(r["after"] for r in results) > 0.95, "after the step a rank has all weights: they are not freed"),
                        (results[0]["none"], f"after backward the gradient of {few(results[0]['none'])} is None")]:
         if bad: ok, said = False, [*said, words]
     return *row_of(case, ok, f"{results[0]['held']:.0%}, {results[1]['held']:.0%}", worst, last), said
@@ -441,12 +448,15 @@ def compare_fsdp(case, results):
 # ----------------------------------------------------------------------------------------------------------------------
 # The verdict
 
-KINDS = {"ddp": (ddp_rank, compare_ddp, ["plain", "tied weights", "frozen parameters", "a late rank", "a parameter without gradient"],
+CASES = ["plain", "tied weights", "frozen parameters"]
+NO_GRADIENT = "a parameter without gradient"
+KINDS = {"ddp": (ddp_rank, compare_ddp, [*CASES, "a late rank", NO_GRADIENT],
                  ["case", "weights at the start", "gradients", f"weights after {STEPS} steps", f"bound {BOUND:g}"]),
-         "sharded": (sharded_rank, compare_sharded, ["plain", "tied weights", "frozen parameters", "two groups", "add_param_group", "a parameter without gradient"],
+         "sharded": (sharded_rank, compare_sharded, [*CASES, "two groups", "add_param_group", NO_GRADIENT],
                      ["case", "weights after a step", f"after {STEPS}", "states on the ranks", f"bound {BOUND:g}"]),
-         "fsdp": (fsdp_rank, compare_fsdp, ["fp32", "fp16", "a late rank"], ["case", "weights on the ranks", "gradients", f"weights after {STEPS} steps", "verdict"])}
-BEYOND = {"a parameter without gradient": " This does not count: the public tests do not try it."}
+         "fsdp": (fsdp_rank, compare_fsdp, ["fp32", "fp16", "a late rank"],
+                  ["case", "weights on the ranks", "gradients", f"weights after {STEPS} steps", "verdict"])}
+BEYOND = {NO_GRADIENT: " This does not count: the public tests do not try it."}
 ASKED = dict.fromkeys(("two groups", "add_param_group"), " The handout asks for this; the public tests do not try it.")
 
 
@@ -461,7 +471,8 @@ def check_cases(kind, yours, seconds):
             row, ok, said = [case, *["-"] * (len(columns) - 2), "hangs" if isinstance(e, Hang) else "fails"], False, [str(e)]
         if not ok and case in BEYOND: row[-1] = "not asked"
         good = good and (ok or case in BEYOND)
-        lines += [f"{'note' if case in BEYOND else 'Likely cause'}: {case}: {line}.{BEYOND.get(case, '')}{ASKED.get(case, '')}" for line in said]
+        kind_of_line, more = "note" if case in BEYOND else "Likely cause", BEYOND.get(case, "") + ASKED.get(case, "")
+        lines += [f"{kind_of_line}: {case}: {line}.{more}" for line in said]
         rows.append(row)
         if row[-1] == "hangs" and case == cases[0]: break
     return rows, good, lines
