@@ -51,7 +51,8 @@ def note(text):
 def place_of(frames):
     """Of (file, line, function) the last that is yours, in words."""
     libraries = (HERE, os.path.dirname(os.__file__), os.path.dirname(torch.__file__))
-    yours = [f for f in frames if not f[0].startswith("<frozen") and not os.path.abspath(f[0]).startswith(libraries)]
+    other = lambda path: path.startswith("<frozen") or "site-packages" in path or os.path.abspath(path).startswith(libraries)
+    yours = [f for f in frames if not other(f[0])]
     return f" at {os.path.basename(yours[-1][0])}:{yours[-1][1]}, in {yours[-1][2]}" if yours else ""
 
 
