@@ -91,17 +91,15 @@ static std::string first_not_finite(const NamedTensors& tensors) {
     return "";
 }
 
-// Other floats, names from torch.compile and DDP, buffers, and a batch of one dimension.
-static bool check_py_takes(const SafeTensors& weights, const SafeTensors& batch) {
+// Other floats, names from torch.compile and DDP, and buffers.
+static bool check_py_takes(const SafeTensors& weights) {
     auto only_there = [](const std::pair<const std::string, FileTensor>& entry) {
         const auto& [name, t] = entry;
         const bool is_weight = name.size() > 7 && name.compare(name.size() - 7, 7, ".weight") == 0;
         const bool is_wrapped = name.compare(0, 7, "module.") == 0 || name.find("_orig_mod.") != std::string::npos;
         return !is_weight || is_wrapped || t.dtype == "F16" || t.dtype == "F64";
     };
-    auto tokens = batch.tensors.find("tokens");
-    return std::any_of(weights.tensors.begin(), weights.tensors.end(), only_there) ||
-           (tokens != batch.tensors.end() && tokens->second.shape.size() == 1);
+    return std::any_of(weights.tensors.begin(), weights.tensors.end(), only_there);
 }
 
 static int run_model(const Options& o, SafeTensors& weights, const SafeTensors& batch_file) {
@@ -164,7 +162,7 @@ int cmd_model(const Options& o) {
     context.device = choose_device(o.device);
     context.precision = precision_from(o.precision[0]);
     SafeTensors weights = load_safetensors(o.weights), batch_file = load_safetensors(o.batch);
-    const bool others = check_py_takes(weights, batch_file);
+    const bool others = check_py_takes(weights);
     try {
         return run_model(o, weights, batch_file);
     } catch (const Failure& failure) {
