@@ -110,7 +110,7 @@ static const Command COMMANDS[] = {
      "data! d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 lr precision=fp32 "
      "mode=flash seed save load sample trace"},
     {"model", "", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", cmd_model,
-     "weights! batch! num_heads! out! rope_theta steps= lr precision=fp32 mode=flash"},
+     "weights! batch! num_heads! out! rope_theta steps=0 lr precision=fp32 mode=flash"},
     {"attention", "", "", 0, 0, "your q, k, v in, our output and gradients out", cmd_attention,
      "inputs! out! causal impl"},
     {"reproduce", "", "", 0, 0, "all problems, or those that are named, each into a file of --out", cmd_reproduce,
@@ -220,7 +220,7 @@ static void add_options(CLI::App& app, const Command& command, Options& o) {
     option("context_length", o.context_lengths, whole(1), "", "tokens in a sequence");
     option("batch_size", o.batch_size, whole(1), "4", "sequences in a batch, of each rank");
     option("warmup", o.warmup, whole(0), "5", "untimed steps before the timed ones");
-    option("steps", o.steps, whole(1), "10", "steps that are timed, or trained");
+    option("steps", o.steps, whole(command.run == cmd_model ? 0 : 1), "10", "steps that are timed, or trained");
     option("precision", o.precision, one_of({"fp32", "tf32", "bf16", "fp16", "pure_bf16"}), "fp32",
            "bf16 and fp16 follow autocast's rules; pure_bf16 keeps weights, gradients and moments in bf16, too");
     option("mode", o.mode, one_of({"eager", "fused", "flash"}), "flash",

@@ -3,14 +3,14 @@
 
 A right solution has to pass. Then one mistake after the other is made in its text, and check.py has to name it. Without
 PyTorch only check.py's options are tried. --verbose prints each verdict. The last line is `N passed, N failed, N skipped`."""
-import contextlib, io, os, subprocess, sys, tempfile, traceback, types
+import contextlib, io, os, pickle, subprocess, sys, tempfile, traceback, types
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 if sys.argv[2:] not in ([], ["--verbose"]) or not os.path.isfile("".join(sys.argv[1:2])):
     print(f"check_self.py: got '{' '.join(sys.argv[1:])}', takes the program that `make` builds, and --verbose", file=sys.stderr)
     sys.exit(2)
 os.environ["CS336_BINARY"] = os.path.abspath(sys.argv[1])
-os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # solutions of one name change within a second
+os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # small tensors; files change
 sys.dont_write_bytecode = True
 counts = {"passed": 0, "failed": 0, "skipped": 0}
 
@@ -131,6 +131,123 @@ class AdamW(torch.optim.Optimizer):
                 p -= lr * math.sqrt(c2) / c1 * s["m"] / (s["v"].sqrt() + eps)
                 self.state[p] = s
 '''
+RANKS = '''
+import torch, torch.nn as nn, torch.distributed as dist
+
+class DDP(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.handles = module, []
+        for p in module.parameters():
+            dist.broadcast(p.data, src=0)
+            if p.requires_grad: p.register_post_accumulate_grad_hook(self.send)
+
+    def send(self, p):
+        p.grad /= dist.get_world_size()
+        self.handles.append(dist.all_reduce(p.grad, async_op=True))
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+    def finish_gradient_synchronization(self):
+        for handle in self.handles: handle.wait()
+        self.handles.clear()
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    def __init__(self, params, optimizer_cls, **settings):
+        self.owner, self.inner, self.make = {}, None, lambda groups: optimizer_cls(groups, **settings)
+        super().__init__(params, settings)
+
+    def add_param_group(self, group):
+        group = dict(group, params=list(group["params"]))
+        for p in group["params"]: self.owner[p] = len(self.owner) % dist.get_world_size()
+        mine = dict(group, params=[p for p in group["params"] if self.owner[p] == dist.get_rank()])
+        if self.inner is None: self.inner = self.make([mine])
+        else: self.inner.add_param_group(mine)
+        super().add_param_group(group)
+
+    def step(self):
+        self.inner.step()
+        for p, rank in self.owner.items(): dist.broadcast(p.data, src=rank)
+
+class FSDP(nn.Module):
+    def __init__(self, module, compute_dtype=None):
+        super().__init__()
+        self.module, self.dtype, self.layers = module, compute_dtype, {}
+        self.world, self.rank = dist.get_world_size(), dist.get_rank()
+        for layer in module.modules():
+            if not any(kind in type(layer).__name__ for kind in ("Linear", "Embedding")): continue
+            self.layers[layer] = layer.weight.shape
+            layer.weight.data = layer.weight.data.chunk(self.world)[self.rank].clone()
+            layer.register_forward_pre_hook(self.gather)
+            layer.register_forward_hook(self.free)
+            if "Linear" in type(layer).__name__: layer.register_full_backward_pre_hook(self.gather)
+            layer.weight.register_post_accumulate_grad_hook(lambda p, layer=layer: self.scatter(layer, p))
+
+    def full(self, layer, dtype):
+        whole = torch.empty(self.layers[layer], dtype=dtype)
+        dist.all_gather(list(whole.chunk(self.world)), layer.shard.to(dtype))
+        return whole
+
+    def gather(self, layer, *_):
+        layer.shard = layer.weight.data
+        layer.weight.data = self.full(layer, self.dtype or torch.float32)
+
+    def free(self, layer, *_):
+        layer.weight.data = layer.shard
+
+    def scatter(self, layer, p):
+        grad, p.grad = p.grad.float(), None
+        self.free(layer)
+        dist.all_reduce(grad)
+        p.grad = grad.chunk(self.world)[self.rank] / self.world
+
+    def forward(self, x):
+        return self.module(x)
+
+    def finish_gradient_synchronization(self):
+        sharded = {layer.weight for layer in self.layers}
+        for p in self.module.parameters():
+            if p in sharded: continue
+            dist.all_reduce(p.grad)
+            p.grad /= self.world
+
+    def gather_full_params(self):
+        out = dict(self.module.named_parameters())
+        for name, layer in self.module.named_modules():
+            if layer in self.layers:
+                layer.shard = layer.weight.data
+                out[name + ".weight"] = self.full(layer, torch.float32)
+        return out
+'''
+ADAPTERS = '''
+import ranks, solution
+def get_ddp(module): return ranks.DDP(module)
+def ddp_on_after_backward(model, optimizer): model.finish_gradient_synchronization()
+def get_fsdp(module, compute_dtype=None): raise NotImplementedError
+def get_adamw_cls(): return solution.AdamW
+def get_flashattention_autograd_function_pytorch(): return solution.Flash
+def get_flashattention_autograd_function_triton(): return solution.Flash
+def run_transformer_lm(vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta, weights, in_indices):
+    model = solution.TransformerLM(vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta)
+    model.load_state_dict(weights, strict=False)
+    return model(in_indices)
+'''
+# With names of its own, and one weight for q, k and v.
+FUSED = SOLUTION.replace("self.output_proj", "self.o").replace("self.token_embeddings", "self.embed").replace("self.lm_head", "self.head")
+FUSED = FUSED.replace("self.q_proj, self.k_proj, self.v_proj, self.o = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))",
+                      "self.qkv, self.o = (nn.Linear(d_model, n * d_model, bias=False) for n in (3, 1))")
+FUSED = FUSED.replace("split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))", "map(split, self.qkv(x).chunk(3, -1))") + '''
+def run_transformer_lm(vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta, weights, in_indices):
+    model = TransformerLM(vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta)
+    own = {}
+    for name, t in weights.items():
+        name = name.replace("output_proj", "o").replace("token_embeddings", "embed").replace("lm_head", "head")
+        if "_proj" in name: own.setdefault(name.replace(name.split(".")[-2], "qkv"), []).append(t)
+        else: own[name] = [t]
+    model.load_state_dict({name: torch.cat(ts) for name, ts in own.items()}, strict=False)
+    return model(in_indices)
+'''
 MODEL = dict(vocab_size=97, context_length=24, d_model=32, num_layers=2, num_heads=4, d_ff=48)
 DECAY = "                p -= lr * wd * p\n"
 UPDATE = '                p -= lr * math.sqrt(c2) / c1 * s["m"] / (s["v"].sqrt() + eps)\n'
@@ -177,8 +294,6 @@ MISTAKES = [
     ("model", "self.ln1, self.ln2 = RMSNorm(d_model), RMSNorm(d_model)", "self.ln1, self.ln2 = RMSNorm(d_model), nn.LayerNorm(d_model)",
      "layers.0.ln2.bias is a parameter that the handout's model does not have: its norms are RMSNorms"),
     ("model", "self.ffn(self.ln2(x))", "self.ffn(self.ln1(x))", "the FFN's norm is ln1 instead of ln2"),
-    ("model", "self.ffn(self.ln2(x))", "self.ffn(self.ln1(x))", "Called more than once (the table has the first call's output): layers.0.ln1, layers.1.ln1."),
-    ("model", "self.ffn(self.ln2(x))", "self.ffn(self.ln1(x))", "Never called: layers.0.ln2, layers.1.ln2."),
     ("model", "x = x + self.attn(self.ln1(x))", "x = self.attn(self.ln1(x))", "the residual is missing around attention"),
     ("model", "return x + self.ffn(", "return self.ffn(", "the residual is missing around the FFN"),
     ("model", "x = x + self.attn(self.ln1(x))", "x = self.attn(self.ln1(x)); return self.ffn(self.ln2(x))", "both residuals"),
@@ -188,7 +303,6 @@ MISTAKES = [
     ("attention", "scale = q.shape[-1] ** -0.5", "scale = 1", "not divided by sqrt(D)"),
     ("attention", "tril(0)", "tril(1)", "sees the key after its own"),
     ("attention", "tril(0)", "tril(-1)", "does not see its own key"),
-    ("attention", "if causal: s =", "if False: s =", "no causal mask"),
     ("attention", "torch.where(seen, s, -1e6)", "torch.where(seen, -1e6, s)", "inverted: a query sees only the keys after its own"),
     ("attention", "L = s.logsumexp(-1)", "L = s.logsumexp(-1) / math.log(2)", "the saved logsumexp is in base 2"),
     ("attention", "o = s.softmax(dim=-1)", "o = s.softmax(dim=-2)", "softmax runs over the queries"),
@@ -196,13 +310,66 @@ MISTAKES = [
     ("attention", "(do @ v.mT - delta) * ctx.scale", "(do @ v.mT - delta)", "lack the factor 1/sqrt(D)"),
     ("attention", "if ctx.causal: p = p.tril()", "pass", "without the causal mask"),
     ("adamw", "c1, c2 = 1 - b1 ** s[\"t\"], 1 - b2 ** s[\"t\"]", "c1 = c2 = 1", "no bias correction"),
-    ("adamw", DECAY + UPDATE, UPDATE + DECAY, "decays after the step"),
+    ("adamw", DECAY, "                p -= wd * p\n", "decays by 1 - weight_decay"),
     ("adamw", 'grad, wd = p.grad, group["weight_decay"]', 'grad, wd = p.grad + group["weight_decay"] * p, 0', "added to the gradient (Adam with L2)"),
     ("adamw", DECAY, "", "no weight decay"),
     ("adamw", 'lr, (b1, b2), eps =', 'lr, (b2, b1), eps =', "the betas are swapped"),
-    ("adamw", 'p -= lr * math.sqrt(c2) / c1 * s["m"] / (s["v"].sqrt() + eps)', 'p -= lr * (s["m"] / c1) / ((s["v"] / c2).sqrt() + eps)',
-     "check it with --adamw torch"),
     ("adamw", '(s["v"].sqrt() + eps)', '(s["v"] + eps).sqrt()', "inside the square root"),
+    ("model", "eps=1e-5", "eps=3e-4", "eps is 0.0003 instead of 1e-5"),
+    ("model", "eps=1e-5", "eps=torch.finfo(torch.float32).eps", "eps is 1.2e-07 instead of 1e-5"),
+    ("attention", "L[..., None]).exp()", "L[..., None, :]).exp()", "subtracts L along the keys"),
+    ("attention", "do @ v.mT - delta", "do @ v.mT - delta.mT", "subtracts D along the keys"),
+    ("attention", "return ds @ k, ds.mT @ q", "return ds @ q, ds.mT @ k", "dQ is dS Q and dK is dS^T K"),
+    ("attention", "ds.mT @ q", "ds @ q", "dK is dS Q"),
+    ("attention", "p.mT @ do", "p @ do", "dV is P dO"),
+    ("attention", "L = s.logsumexp(-1)", "L = s.amax(-1)", "only the scores' maximum"),
+]
+for mistake, words in [("o", "O is not multiplied by exp(m_old - m_new)"), ("l", "l is not multiplied by exp(m_old - m_new)"), ("max", "m is the tile's maximum"),
+                       ("first", "only the first tile of keys is read"), ("norm", "O is not divided by l")]:
+    MISTAKES.append(("attention", "o = s.softmax(dim=-1) @ v", f"import check; o = check.tiled(q, k, v, causal, 16, '{mistake}')", words))
+MISTAKES.append(("attention", "o = s.softmax(dim=-1) @ v", "import check; o = check.tiled(q, k, v, causal, 16, 'local') if causal else s.softmax(-1) @ v", "inside a tile"))
+# Two mistakes at once are two names.
+TWO = [("model", [("/ math.sqrt(q.shape[-1])", ""), ("functional.silu", "functional.gelu")], ["not divided by sqrt(D)", "GELU instead of SiLU"]),
+       ("model", [("even, odd = slice(0, None, 2), slice(1, None, 2)", "h = x.shape[-1] // 2; even, odd = slice(0, h), slice(h, None)"),
+                  ("silu(self.w1(x)) * self.w3(x)", "silu(self.w3(x)) * self.w1(x)")], ["turns x[i] with x[i + D/2]", "w1 and w3 are swapped"]),
+       ("attention", [("scale = q.shape[-1] ** -0.5", "scale = 1"), ("tril(0)", "tril(1)")], ["not divided by sqrt(D)"]),
+       ("attention", [("do @ v.mT - delta) * ctx.scale", "do @ v.mT)")], ["lacks D = rowsum(dO * O)", "lack the factor 1/sqrt(D)"]),
+       ("adamw", [('c1, c2 = 1 - b1 ** s["t"], 1 - b2 ** s["t"]', "c1 = c2 = 1"), (DECAY, "")], ["no bias correction", "no weight decay"])]
+
+SEND = "            if p.requires_grad: p.register_post_accumulate_grad_hook(self.send)"
+# (what is checked, the text, the mistake in its place, words of the verdict; None: ok)
+RANK_MISTAKES = [
+    ("ddp", "dist.broadcast(p.data, src=0)", "pass", "plain: the weights are not sent from rank 0 at the start"),
+    ("ddp", "dist.broadcast(p.data, src=0)", "p.requires_grad and dist.broadcast(p.data, src=0)",
+     "frozen parameters: the weights of fixed, fc2.bias, which need no gradient, are not sent from rank 0"),
+    ("ddp", "p.grad /= dist.get_world_size()", "pass", "plain: every gradient is the sum over the ranks instead of the mean"),
+    ("ddp", "p.grad /= dist.get_world_size()", "p.grad /= dist.get_world_size() ** 2", "divided by the number of ranks twice"),
+    ("ddp", "dist.all_reduce(p.grad, async_op=True)", "dist.broadcast(p.grad, 0, async_op=True)", "DIFFERS: plain"),
+    ("ddp", "p.grad /= dist.get_world_size()", "return", "every gradient is each rank's own: it is not averaged"),
+    ("ddp", "for handle in self.handles: handle.wait()", "pass", "it returns before the gradient is averaged"),
+    ("ddp", "p.grad /= dist.get_world_size()", "p.grad /= 1 if p is self.module.fc3.weight and p is self.module.fc2.weight else 2",
+     "tied weights: the gradient of fc2.weight is the sum over the ranks"),
+    ("ddp", SEND, SEND.replace("if p.requires_grad: ", ""), "frozen parameters: rank"),
+    ("ddp", "for handle in self.handles: handle.wait()", "for p in self.module.parameters(): dist.all_reduce(p.grad * 0)",
+     "a parameter without gradient: rank"),
+    ("ddp", "for handle in self.handles: handle.wait()", "dist.get_rank() or dist.barrier()", "plain: rank 0 hangs at"),
+    ("ddp", "return self.module(*inputs)", "return self.module(*inputs)[0]", "DIFFERS: plain"),
+    ("ddp", "def finish_gradient_synchronization(self):\n        for handle", "def done(self):\n        for handle", "has no finish_gradient_synchronization()"),
+    ("ddp", "return self.module(*inputs)", "raise NotImplementedError", "not written yet: rank"),
+    ("sharded", "for p, rank in self.owner.items(): dist.broadcast(p.data, src=rank)", "pass", "is not sent to the other rank after the step"),
+    ("sharded", "src=rank)", "src=0)", "never changes: no rank has it, or it is sent from a rank that does not"),
+    ("sharded", "if self.owner[p] == dist.get_rank()]", "]", "the states are not sharded: each rank has those of all parameters"),
+    ("sharded", "optimizer_cls(groups, **settings)", "optimizer_cls(groups)", "lacks its keyword arguments (lr, betas ...), which do not reach"),
+    ("sharded", "mine = dict(group, params=", "mine = dict(params=", "two groups: fc1.weight, fc2.weight, fc3.weight, fc4.weight lacks its group's own learning rate"),
+    ("sharded", "else: self.inner.add_param_group(mine)", "", "add_param_group: fc4.bias never changes"),
+    ("sharded", "        self.inner.step()", "        self.inner.state.clear(); self.inner.step()", "the first step is right, a later one is not"),
+    ("fsdp", "            p.grad /= self.world", "            pass", "fp32: the gradient of norm1.weight, norm2.weight is the sum over the ranks"),
+    ("fsdp", "            dist.all_reduce(p.grad)\n            p.grad /= self.world", "            pass", "the gradient of norm1.weight, norm2.weight is"),
+    ("fsdp", "[self.rank] / self.world", "[self.rank]", "is the sum over the ranks instead of the mean"),
+    ("fsdp", "p.grad = grad.chunk(self.world)[self.rank] / self.world", "pass", "after backward the gradient of embedding.weight, linear1.weight, linear2.weight, lm_head.weight is None"),
+    ("fsdp", 'if not any(kind in type(layer).__name__ for kind in ("Linear", "Embedding")): continue', "continue", "the weights are not sharded"),
+    ("fsdp", "def gather_full_params", "def nothing", "has no gather_full_params()"),
+    ("fsdp", 'out[name + ".weight"] = self.full', 'out["x" + name] = self.full', "the full weights lack"),
 ]
 
 
@@ -213,34 +380,65 @@ def run_check(*words, python=(), **more):
 
 def options():
     """-S: no site-packages, so there is no torch."""
-    code, out, err = run_check("--help", python=["-S"])
-    count("passed" if code == 0 and "--adamw" in out else "failed", "--help", f"exit code {code}, {err}")
+    code, out, err = run_check("--help", python=["-S", "-E", "-B"])
+    count("passed" if code == 0 and "--kwargs" in out else "failed", "--help", f"exit code {code}, {err}")
     for words, names in [("", "what"), ("modle a:b", "modle"), ("model", "MODULE:NAME"), ("model nowhere", "nowhere"), ("model a:", "a:"),
                          ("model a:b --precision fp8", "--precision"), ("model a:b --num_heads 0", "--num_heads"),
-                         ("model a:b --num_heads 1.5", "--num_heads"), ("model a:b --context_length 1", "--context_length"),
-                         ("model a:b --rope_theta nan", "--rope_theta"), ("model a:b --rope_theta -1", "--rope_theta"),
+                         ("model a:b --context_length 1", "--context_length"),
                          ("model a:b --kwargs d_model", "KEY=VALUE"), ("model a:b --weights no/such", "no/such"),
-                         ("model a:b --batch no/such", "no/such"), ("model a:b --adamw torch", "--optimizer"),
-                         ("model a:b --steps 2", "--optimizer"), ("model a:b --head_size 64", "--head_size"),
-                         ("attention a:b --head_size 48", "--head_size"), ("attention a:b --weights x", "--weights"),
-                         ("attention a:b --every", "--every"), ("attention a:b --speed 3", "--speed"), ("attention a:b", "PyTorch")]:
-        code, out, err = run_check(*words.split(), python=["-S"])
+                         ("model a:b --head_size 64", "--head_size"), ("attention a:b --head_size 48", "--head_size"),
+                         ("attention a:b --weights x", "--weights"), ("ddp a:b --num_heads 2", "--num_heads"),
+                         ("attention a:b --speed 3", "--speed")]:
+        code, out, err = run_check(*words.split(), python=["-S", "-E", "-B"])
         good = code == 2 and err.count("\n") == 1 and names in err and not out
         count("passed" if good else "failed", f"check.py {words}", f"exit code {code}, {out}{err}")
+    code, out, err = run_check("attention", "a:b", python=["-S", "-E", "-B"])
+    count("passed" if code == 2 and "needs PyTorch" in out else "failed", "no PyTorch", f"exit code {code}, {out}{err}")
+
+
+def solution_of(text):
+    solution = types.ModuleType("solution")
+    exec(text, solution.__dict__)
+    return solution
 
 
 def verdict(what, text, **more):
-    """What check.py prints of this solution, and whether it is ok."""
-    solution = types.ModuleType("solution")
-    exec(text, solution.__dict__)
+    """What check.py prints of this solution, and its verdict."""
+    solution = solution_of(text)
     torch.manual_seed(1)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        if what == "attention": ok = check.check_attention(solution.attention, **{"context_length": 32, "head_size": 16} | more)
-        else:
-            if what == "adamw": more = {"optimizer": solution.AdamW} | more
-            ok = check.check_model(more.pop("model", None) or solution.TransformerLM(**MODEL), 4, context_length=24, **more)
+        if what == "attention": ok = check.check_attention(more.pop("attention", solution.attention), **{"context_length": 48, "head_size": 16} | more)
+        elif what == "adamw": ok = check.check_adamw(more.pop("optimizer", solution.AdamW))
+        else: ok = check.check_model(more.pop("model", None) or solution.TransformerLM(**MODEL), **{"context_length": 24} | more)
     return ok, printed.getvalue(), solution
+
+
+def cached(ours, seen={}):
+    """./cs336 gives the same on the same inputs, and most solutions here get the same."""
+    def run(command, inputs, *options):
+        key = pickle.dumps((command, options, [(n, k, t.detach().float().numpy().tobytes()) for n, ts in inputs.items() for k, t in ts.items()]))
+        if key not in seen: seen[key] = ours(command, inputs, *options)
+        return seen[key]
+    return run
+
+
+def ranks():
+    """Before anything else runs here, so that the ranks are forked from a process without threads."""
+    for what, name in [("ddp", "DDP"), ("sharded", "ShardedOptimizer"), ("fsdp", "FSDP")]:
+        for kind, old, new, words in [(what, "", "", None), *RANK_MISTAKES]:
+            if kind != what: continue
+            assert not old or RANKS.count(old) == 1, old
+            printed, known = io.StringIO(), check_ranks.KINDS[kind]
+            # The late rank takes a second: a case for what shows there alone.
+            late = words is None or "returns before" in words
+            check_ranks.KINDS[kind] = *known[:2], [case for case in known[2] if late or case != "a late rank"], known[3]
+            with contextlib.redirect_stdout(printed):
+                ok = check.verdict(check_ranks.check_ranks)(kind, getattr(solution_of(RANKS.replace(old, new) if old else RANKS), name), 4)
+            check_ranks.KINDS[kind] = known
+            good = ok is True and "ok:" in printed.getvalue() if words is None else words in printed.getvalue()
+            count("passed" if good else "failed", f"{kind}: {new.strip()} instead of {old.strip()}", f"expected '{words}', got {ok}:\n{printed.getvalue()}")
+            if good and sys.argv[2:]: print(f"{kind}: {new.strip()}", *(line for line in printed.getvalue().splitlines() if line[:1] not in "|"), sep="\n    ", flush=True)
 
 
 def expect(name, ok, words, what, text=SOLUTION, **more):
@@ -257,22 +455,45 @@ def solutions():
         expect(f"model, {precision}", True, "ok: all", "model", precision=precision)
         expect(f"attention, {precision}", True, "ok: all", "attention", precision=precision)
     expect("attention with heads", True, "ok: all", "attention", num_heads=2)
-    expect("AdamW", True, "ok: all", "adamw")
-    expect("torch.optim.AdamW", True, "ok: all", "model", optimizer=torch.optim.AdamW, adamw="torch")
+    expect("AdamW", True, "ok: it is the AdamW of 2026's handout.", "adamw")
+    expect("AdamW of 2025", True, "of 2025's handout, where the weight decays after", "adamw", SOLUTION.replace(DECAY + UPDATE, UPDATE + DECAY))
+    expect("torch.optim.AdamW", True, "ok: it is the AdamW of torch.optim.AdamW", "adamw", optimizer=torch.optim.AdamW)
     for what, old, new, words in MISTAKES:
         assert SOLUTION.count(old) == 1, old
         expect(f"{what}: {new.strip()} instead of {old.strip()}", False, words, what, SOLUTION.replace(old, new))
-    only_forward = "backward is not there yet: only forward was checked\nok: all"
-    expect("attention, a Function", True, "lse", "attention", SOLUTION.replace("attention = Flash.apply", "attention = Flash"))
-    at = SOLUTION.index("        q, k, v, o, L = ctx.saved_tensors")
-    todo = SOLUTION[:at] + "        raise NotImplementedError\n" + SOLUTION[SOLUTION.index("\nattention = Flash"):]
-    expect("attention, backward to be done", True, only_forward, "attention", todo)
-    expect("attention, backward to be done: lse", True, "| lse ", "attention", todo)
-    expect("attention, forward wrong, backward to be done", False, "only forward was checked", "attention", todo.replace("tril(0)", "tril(1)"))
-    no_graph = SOLUTION.replace("attention = Flash.apply", "attention = torch.no_grad()(Flash.apply)")
-    expect("attention without a grad_fn", True, only_forward, "attention", no_graph)
+    for what, changes, words in TWO:
+        text = SOLUTION
+        for old, new in changes:
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        for word in words: expect(f"{what}: two mistakes: {word}", False, word, what, text)
     halves = SOLUTION.replace(*MISTAKES[0][1:3])
     expect("bf16: halves", False, MISTAKES[0][3], "model", halves, precision="bf16")
+
+
+def attentions():
+    """What students have: a part that is missing, or that the handout allows."""
+    expect("a Function", True, "lse", "attention", SOLUTION.replace("attention = Flash.apply", "attention = Flash"))
+    expect("no mask", True, "Without the mask: is_causal is ignored, which flash_forward (a) allows", "attention", SOLUTION.replace("if causal: s =", "if False: s ="))
+    at = SOLUTION.index("        q, k, v, o, L = ctx.saved_tensors")
+    todo = lambda line: SOLUTION[:at] + f"        {line}\n" + SOLUTION[SOLUTION.index("\nattention = Flash"):]
+    part = "of what is there are within"
+    for line in ("raise NotImplementedError", "pass", "return None, None, None, None"): expect(f"backward: {line}", True, part, "attention", todo(line))
+    expect("backward to be done: lse", True, "| lse ", "attention", todo("raise NotImplementedError"))
+    expect("backward raises", None, "backward raised ZeroDivisionError at <string>:", "attention", todo("1 / 0"))
+    expect("forward wrong, backward to be done", False, "not written yet: backward", "attention", todo("raise NotImplementedError").replace("tril(0)", "tril(1)"))
+    no_graph = SOLUTION.replace("attention = Flash.apply", "attention = torch.no_grad()(Flash.apply)")
+    expect("without a grad_fn", True, "the output has no grad_fn", "attention", no_graph)
+    later = SOLUTION.replace("if causal: s = torch.where(seen, s, -1e6)", "assert not causal")
+    expect("no causal yet", True, "not written yet: forward with is_causal raised AssertionError", "attention", later)
+    expect("causal raises", None, "forward with is_causal raised KeyError", "attention", later.replace("assert not causal", "causal and {}[0]"))
+    save = "ctx.save_for_backward(q, k, v, o, L)"
+    for new, words in [("ctx.save_for_backward(q, k, v, o); ctx.L = L", "no logsumexp is saved"), ("ctx.save_for_backward(q, k, v, o, L, L + 1)", "2 saved tensors are"),
+                       ("ctx.save_for_backward(q, k, v, o, L[..., None])", "the logsumexp is saved as [4, 48, 1]")]:
+        expect(new, None, words, "attention", SOLUTION.replace(save, new))
+    masked = lambda q, k, v, mask=None: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    expect("a mask as the fourth argument", True, "ok: all", "attention", attention=masked)
+    expect("no fourth argument", True, "not compared: a causal mask", "attention", attention=lambda q, k, v: torch.softmax(q @ k.mT / 4, -1) @ v)
 
 
 def adapter_against_formula():
@@ -290,60 +511,81 @@ def adapter_against_formula():
             count("passed" if good else "failed", f"adapter {shape}, {dtype}, causal {causal}", "is not the formula's")
 
 
+def typed(words, folder):
+    """(exit code, what check.py prints) in this process, which has PyTorch already."""
+    here, path, printed = os.getcwd(), list(sys.path), io.StringIO()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(printed): code = check.run(words)
+    except Exception: code = traceback.print_exc(file=printed)
+    finally:
+        os.chdir(here)
+        sys.path[:] = path
+    return code, printed.getvalue()
+
+
 def inputs():
     _, _, solution = verdict("model", SOLUTION)
     model = solution.TransformerLM(**MODEL)
-    state, tokens = model.state_dict(), torch.randint(97, (3, 7))
-    expect("_orig_mod. and module.", True, "", "model", weights={"module._orig_mod." + n: t for n, t in state.items()})
-    ddp = torch.nn.Module()
-    ddp.module = torch.compile(model)
-    expect("a compiled model, wrapped", True, "buffers are not compared: cos, mask, sin", "model", model=ddp)
+    state = model.state_dict()
+    expect("_orig_mod. and module.", True, "ok: all", "model", weights={"module._orig_mod." + n: t for n, t in state.items()})
+    wrapper = torch.nn.Module()
+    wrapper.module, wrapper.forward = model, lambda tokens: model(tokens) * 0
+    expect("a wrapper that returns zeros", False, "the wrapper Module is checked as it is", "model", model=wrapper)
     expect("fp64", True, "float64", "model", model=solution.TransformerLM(**MODEL).double())
     expect("fp16 weights", True, "float16", "model", weights={n: t.half() for n, t in state.items()})
-    expect("one dimension", True, "one sequence", "model", tokens=tokens[0], targets=tokens[1])
-    masked = torch.cat([tokens[:, 1:], torch.full((3, 1), -100)], 1)
-    expect("targets of -100", True, "3 targets of -100", "model", tokens=tokens, targets=masked)
-    try: failed = check.check_model(solution.TransformerLM(**MODEL), num_heads=4)
-    except check.Usage as e: failed = str(e)
-    good = failed == "the model takes 24 tokens and fails with 32: takes context_length=24 or less"
-    count("passed" if good else "failed", "a batch that is too long", failed)
+    expect("a batch that is too long", None, "forward of 30 tokens raised", "model", context_length=30)
     tied = solution.TransformerLM(**MODEL)
     tied.lm_head.weight = tied.token_embeddings.weight
     expect("tied weights", False, "are one tensor", "model", model=tied)
+    own = SOLUTION.replace("q_proj", "wq").replace("lm_head", "out")
+    expect("names of its own", None, "check tests/adapters.py:run_transformer_lm", "model", own)
     with tempfile.TemporaryDirectory() as folder:
         path = lambda name: os.path.join(folder, name)
         with open(path("solution.py"), "w") as f: f.write(SOLUTION)
-        with open(path("wrong.py"), "w") as f: f.write(SOLUTION.replace("eps=1e-5", "eps=1e-3"))
-        torch.save({"model": state, "step": 3}, path("all.pt"))
-        adapter.save(path("weights.safetensors"), state)
-        adapter.save(path("batch.safetensors"), {"tokens": tokens.int(), "targets": tokens})
+        with open(path("ranks.py"), "w") as f: f.write(RANKS)
+        with open(path("adapters.py"), "w") as f: f.write(ADAPTERS)
+        with open(path("own.py"), "w") as f: f.write(FUSED)
+        with open(path("wrong.py"), "w") as f: f.write(FUSED.replace(" / math.sqrt(q.shape[-1])", ""))
+        with open(path("broken.py"), "w") as f: f.write("import argparse\nargparse.ArgumentParser().parse_args(['x'])\n")
+        torch.save({"model_state": state, "step": numpy.float64(3), "optimizer": {"a": torch.ones(2)}}, path("all.pt"))
+        torch.save((state, 3), path("tuple.pt"))
+        adapter.save(path("other.safetensors"), {"tokens": torch.ones(2)})
         kwargs = ["--kwargs", *(f"{k}={v}" for k, v in MODEL.items())]
         for words, expected, names in [
-                (["model", "solution:TransformerLM", *kwargs, "--weights", "all.pt", "--every"], 0, "its 'model' is read"),
-                (["model", "solution:TransformerLM", *kwargs, "--weights", "weights.safetensors", "--batch", "batch.safetensors"], 0, "ok: all"),
-                (["model", path("wrong.py") + ":TransformerLM", *kwargs, "--optimizer", "solution:AdamW"], 1, "eps is 0.001"),
-                (["attention", "solution:attention"], 0, "lse"),
-                (["attention", "solution:nothing"], 2, "nothing"), (["attention", "nowhere:x"], 2, "nowhere"),
-                (["model", "solution:TransformerLM", "--num_heads", "4"], 2, "--kwargs"),
-                (["model", "solution:TransformerLM", *kwargs, "--weights", "batch.safetensors"], 2, "--weights"),
-                (["model", "solution:TransformerLM", *kwargs, "--batch", "weights.safetensors"], 2, "--batch"),
-                (["model", "solution:TransformerLM", *kwargs, "--weights", "solution.py"], 2, "--weights"),
+                (["model", "solution:TransformerLM", *kwargs, "--weights", "all.pt"], 0, "its ['model_state'] is read"),
+                (["model", "solution:TransformerLM", *kwargs, "--weights", "tuple.pt"], 0, "its [0] is read"),
+                (["model", "solution:TransformerLM"], 0, "ok: all"), (["attention", path("solution.py") + ":Flash"], 0, "lse"),
+                (["ddp", "adapters.py"], 0, "ok: get_ddp"),
+                (["model", "adapters.py"], 0, "ok: all"), (["model", "own.py:run_transformer_lm"], 0, "ok: all"),
+                (["model", "wrong.py:run_transformer_lm"], 1, "Likely cause: scores are not divided by sqrt(D)"), (["fsdp", "adapters.py"], 2, "nothing of adapters.py is written yet"),
+                (["attention", "solution:nothing"], 2, "nothing"), (["attention", "nowhere:x"], 2, "PYTHONPATH"),
+                (["attention", "broken:x"], 2, "import broken raised SystemExit at broken.py:2"),
+                (["model", "solution:TransformerLM", "--kwargs", "a=1", "b=2"], 2, "got a, b, but it is TransformerLM(vocab_size, context_length"),
+                (["model", "solution:TransformerLM", *kwargs, "--weights", "other.safetensors"], 2, "--weights"),
+                (["model", "solution:TransformerLM", *kwargs, "--weights", "solution.py"], 2, "takes what torch.save(model.state_dict(), ...) writes"),
                 (["model", "solution:TransformerLM", *kwargs, "--num_heads", "5"], 2, "--num_heads"),
-                (["model", "solution:attention", *kwargs], 2, "solution:attention")]:
-            code, out, err = run_check(*words, cwd=folder)
-            good = code == expected and names in out + err and (code < 2 or err.count("\n") == 1)
-            count("passed" if good else "failed", " ".join(words), f"exit code {code}, {out}{err}")
+                (["model", "solution:RMSNorm", "--kwargs", "d_model=8"], 2, "--num_heads")]:
+            code, printed = typed(words, folder)
+            count("passed" if code == expected and names in printed else "failed", " ".join(words), f"exit code {code}, {printed}")
+        code, out, err = run_check("all", "adapters.py", cwd=folder)
+        good = code == 0 and "ok: get_ddp" in out and "not written yet: rank" in out
+        count("passed" if good else "failed", "check.py all adapters.py", f"exit code {code}, {out}{err}")
 
 
 options()
 try:
     import torch
     sys.path.insert(0, HERE)
-    import adapter, check
+    import numpy, adapter, check, check_ranks
 except ImportError as e:
-    count("skipped", f"{len(MISTAKES)} mistakes in a solution", f"no PyTorch: {e}")
+    count("skipped", f"{len(MISTAKES) + len(RANK_MISTAKES)} mistakes in a solution", f"no PyTorch: {e}")
 else:
+    torch.set_num_threads(1)
+    ranks()
+    check.cs336 = cached(check.cs336)
     solutions()
+    attentions()
     adapter_against_formula()
     inputs()
 print(", ".join(f"{n} {result}" for result, n in counts.items()))
