@@ -88,9 +88,11 @@ int cmd_info(const Options& o) {
     for (Precision p : {PREC_BF16, PREC_FP16, TF32, FP32}) {
         if (gpu) { multiply(p, o.quick ? 4096 : 8192); }
     }
-    RestoreContext restore;
-    context.device = CPU;
-    multiply(FP32, o.quick ? 512 : 2048);
+    {
+        RestoreContext restore;
+        context.device = CPU;
+        multiply(FP32, o.quick ? 512 : 2048);
+    }
     print(table);
     return 0;
 }

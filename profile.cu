@@ -379,6 +379,7 @@ static std::string brief(std::string name) {
         size_t at = name.find(common);
         if (at != std::string::npos) { name.erase(at, strlen(common)); }
     }
+    if (name.find('<') == std::string::npos && name.back() == '>') { name.pop_back(); }  // of cutlass::Kernel2
     return "`" + (name.size() > MOST ? name.substr(0, MOST - 2) + ".." : name) + "`";
 }
 
@@ -563,7 +564,7 @@ static void answer_softmax(const std::vector<ProfileRun>& runs, const ProfileRun
            flops, D, times, flops * times);
     const double scores = (double)r.B * c.num_heads * r.T * r.T, GiB = c.num_layers * r.element / 1073741824.0;
     const double softmax = 2 * scores * GiB, products = (2 * scores + 4.0 * r.B * r.T * c.d_model) * GiB;
-    if (r.gpu && flops * times > 2) {
+    if (r.gpu && flops * times > 2 && products < 2 * softmax) {
         answer("e", "Bytes explain it: softmax has to move %.3g GiB and the products %.3g GiB%s.", softmax, products,
                products < 1.25 * softmax ? ", nearly the same" : "");
     }
