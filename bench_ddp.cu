@@ -9,6 +9,8 @@
 
 #include <unistd.h>
 
+#include <omp.h>
+
 static bool everywhere(const Communicator& c, bool mine) {
     bool all = true;
     for (const std::vector<char>& of_rank : gather<char>(c, {mine})) { all = all && of_rank[0]; }
@@ -227,8 +229,8 @@ static Toy make_toy(bool tied, const Options& o, uint64_t seed) {
     if (!tied) { t.bias = view(t.weights, n, {50}); }
     return t;
 }
-// On rows [first, first + rows) of step's batch of random data.
-static void train_step(Toy& t, uint64_t seed, int step, int64_t first, int64_t rows, int64_t all) {
+// On rows [first, first + rows) of step's batch of random data, whose loss it returns.
+static double train_step(Toy& t, uint64_t seed, int step, int64_t first, int64_t rows, int64_t all) {
     if (t.d) { begin_step(*t.d); }
     for (const Tensor& slot : t.slots) { slot.gradient->filled = false; }
     auto part = [&](const char* what, int64_t width) {
@@ -246,6 +248,7 @@ static void train_step(Toy& t, uint64_t seed, int step, int64_t first, int64_t r
     drop_weight_copies(t.slots);
     if (t.d) { finish_gradient_synchronization(*t.d); }
     optimizer_step(t.optimizer);
+    return to_doubles(loss)[0];
 }
 static void parallelize(Toy& t, const Communicator& c, Strategy strategy, double bucket_mb = 0) {
     t.d = data_parallel(c, strategy, bucket_mb, t.weights, t.gradients, t.parameters, t.slots);
@@ -300,7 +303,7 @@ void print_checks(const Communicator& c, const Table& table, const std::vector<W
 constexpr int STEPS = 5, ROWS_A_RANK = 10;
 
 static void train_and_compare(const Communicator& c, Strategy strategy, double bucket_mb, const Options& o, bool tied,
-                              std::vector<WeightsCheck>& checks) {
+                              std::vector<WeightsCheck>& checks, Table& losses) {
     Toy ours = make_toy(tied, o, o.seed + c.rank), reference = make_toy(tied, o, o.seed);
     parallelize(ours, c, strategy, bucket_mb);
     for (Toy* t : {&ours, &reference}) {
@@ -313,8 +316,10 @@ static void train_and_compare(const Communicator& c, Strategy strategy, double b
     for (const Parameter& p : ours.parameters) { checks.push_back({name, p.name}); }
     const int64_t all = (int64_t)ROWS_A_RANK * c.world, trained = ours.gradients.size();
     for (int step = 0; step < STEPS; step++) {
-        train_step(ours, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, all);
-        train_step(reference, o.seed, step, 0, all, all);
+        const double mine = train_step(ours, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, all);
+        double mean = 0, single = train_step(reference, o.seed, step, 0, all, all);
+        for (const std::vector<double>& of_rank : gather<double>(c, {mine})) { mean += of_rank[0] / c.world; }
+        losses.rows[step].push_back(strprintf("%.6f", mean)), losses.rows[step].push_back(strprintf("%.6f", single));
         for (size_t i = 0; i < ours.parameters.size(); i++) {
             compare(checks[first + i], ours.parameters[i].weight, reference.parameters[i].weight);
         }
@@ -334,13 +339,22 @@ static int check_strategy(const Options& o, Strategy strategy, const std::vector
     return run_ranks(o, [&](const Communicator& c) {
         Table table{
             strprintf("%s: weights of data parallel against single-process training after each of %d steps; World "
-                      "size: %d, Batch size: %d, SGD, Learning rate: 0.1; toy models with %d outputs; backend %s",
+                      "size: %d, Batch size: %d, SGD, Learning rate: 0.1; toy models with %d outputs; backend %s; "
+                      "bits: of the ranks",
                       o.command.c_str(), STEPS, c.world, ROWS_A_RANK * c.world, toy_outputs(o), c.backend.c_str()),
-            {"Model", "calls", "Parameter", "max diff", "mean diff", "Parameters", "ranks' bits"}};
+            {"Model", "calls", "Parameter", "max diff", "mean diff", "Parameters", "bits"}};
+        Table losses{"Loss in each step: of data parallel (DDP), and of one process", {"Step"}};
+        for (int i = 0; i < STEPS; i++) { losses.row(i + 1); }
         std::vector<WeightsCheck> checks;
         for (bool tied : {false, true}) {
-            for (double mb : bucket_mb) { train_and_compare(c, strategy, mb, o, tied, checks); }
+            for (double mb : bucket_mb) { train_and_compare(c, strategy, mb, o, tied, checks, losses); }
+            losses.columns.insert(losses.columns.end(), {tied ? "tied, DDP" : "ToyModel, DDP", "one process"});
         }
+        for (auto& row : losses.rows) {  // of the first buckets only
+            const std::vector<std::string> all = row;
+            row = {all[0], all[1], all[2], all[1 + 2 * bucket_mb.size()], all[2 + 2 * bucket_mb.size()]};
+        }
+        if (c.rank == 0) { print(losses); }
         for (const WeightsCheck& x : checks) {
             table.row(x.model, x.calls, x.what, strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n),
                       x.match ? "match" : "DIFFER", x.same_bits ? "identical" : "DIFFER");
@@ -481,16 +495,39 @@ static std::string part_cell(const Stats& ms, const Stats& total) {  // "28.49 �
     const std::string noise = ms.n > 1 ? strprintf(" ± %.*f", digits, ms.std) : "";
     return strprintf("%.*f%s%s", digits, ms.mean, noise.c_str(), share.c_str());
 }
-static void print_steps(const std::string& caption, const std::vector<DdpRun>& runs, double samples,
-                        int context_length) {
+// One process with the whole batch and, on the CPU, all cores; the other ranks wait. n = 0: it does not fit.
+static Stats single_process(const Communicator& c, Options o, const ModelConfig& config) {
+    Stats stats{};
+    if (c.rank == 0) {
+        const int threads = omp_get_max_threads();
+        omp_set_num_threads(omp_get_num_procs());
+        o.batch_size *= c.world;
+        run_if_fits("one process", predicted_peak(config, o.batch_size, o.context_length, STEP), [&] {
+            Trainer t;
+            t.model = random_model(config, o.seed);
+            const Batch batch = batch_of(o, config, 0);
+            stats = stats_of(time_ms(o.warmup[0], o.steps, [&] { train_step(t, {batch}); }));
+        });
+        omp_set_num_threads(threads);
+    }
+    gather_text(c, "");
+    return stats;
+}
+
+static void print_steps(const std::string& caption, const std::vector<DdpRun>& runs, const Stats& single,
+                        double samples, int context_length) {
     const bool buckets = runs.back().strategy == BUCKETED;
     Table parts{
         caption + "; mean ± deviation over the steps, share of the step" +
             (buckets ? "; N MB: overlapped, in buckets of N MB" : ""),
         {"Strategy", "Total Time (ms)", "Forward (ms)", "Backward (ms)", "Exposed Comm (ms)", "Optimizer (ms)"}};
     Table comparison{
-        "The same steps: their all-reduces, throughput, step time saved (vs naive), loss of the last step",
-        {"Strategy", "Comm Time (ms)", "hidden", "calls", "MB per step", "Samples/s", "Tokens/s", "vs naive", "Loss"}};
+        strprintf(
+            "The same steps: their all-reduces, throughput, step time saved (vs naive), speed-up over one process "
+            "with the whole batch (%s), loss of the last step",
+            single.n ? strprintf("%.2f ms", single.mean).c_str() : "out of memory"),
+        {"Strategy", "Comm Time (ms)", "hidden", "calls", "MB per step", "Samples/s", "Tokens/s", "vs naive",
+         "speed-up", "Loss"}};
     double naive = NAN;
     for (const DdpRun& r : runs) {
         const std::string way = r.strategy == BUCKETED ? strprintf("%g MB", r.bucket_mb) : name_of(r.strategy);
@@ -502,10 +539,11 @@ static void print_steps(const std::string& caption, const std::vector<DdpRun>& r
         naive = r.strategy == NAIVE ? r.total.mean : naive;
         parts.row(way, part_cell(r.total, r.total), part_cell(r.forward, r.total), part_cell(r.backward, r.total),
                   part_cell(r.exposed, r.total), part_cell(r.optimizer, r.total));
-        comparison.row(
-            way, strprintf("%.2f", comm), comm > 0 ? strprintf("%.1f%%", 100 * r.hidden.mean / comm) : "", r.calls,
-            strprintf("%.1f", r.mb), strprintf("%.2f", rate), strprintf("%.0f", rate * context_length),
-            naive > 0 ? strprintf("%+.1f%%", 100 * (1 - r.total.mean / naive)) : "", strprintf("%.4f", r.loss));
+        comparison.row(way, strprintf("%.2f", comm), comm > 0 ? strprintf("%.1f%%", 100 * r.hidden.mean / comm) : "",
+                       r.calls, strprintf("%.1f", r.mb), strprintf("%.2f", rate),
+                       strprintf("%.0f", rate * context_length),
+                       naive > 0 ? strprintf("%+.1f%%", 100 * (1 - r.total.mean / naive)) : "",
+                       single.n ? strprintf("%.2fx", single.mean / r.total.mean) : "", strprintf("%.4f", r.loss));
     }
     print(parts);
     if (!comparison.rows.empty()) { print(comparison); }
@@ -647,14 +685,16 @@ static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
         const bool fits = needs <= room_of_each_rank(c);
         const Strategy last = runs.back().strategy;
         BucketModel line{};
+        Stats single{};
         if (fits) {
             std::vector<Trace> traces;
             for (DdpRun& r : runs) { measure(c, o, config, r, o.trace.empty() ? nullptr : &traces); }
             if (!o.trace.empty()) { write_trace(o.trace, traces, caption, c); }
+            single = single_process(c, o, config);
             if (last == BUCKETED && c.world > 1) { line = bucket_model(c, runs.back().mb * 1e6, o.quick); }
         }
         for (DdpRun& r : runs) { r.oom = fits ? 0 : needs; }
-        if (c.rank == 0) { print_steps(caption, runs, (double)o.batch_size * c.world, o.context_length); }
+        if (c.rank == 0) { print_steps(caption, runs, single, (double)o.batch_size * c.world, o.context_length); }
         if (!fits) { fail("no step ran: each rank needs %.1f GiB", needs / 1073741824.0); }
         if (c.rank > 0) { return; }
         if (c.world == 1) { return answer("", "%s", ONE_RANK); }
@@ -715,9 +755,10 @@ int cmd_optimizer_state_sharding(const Options& o) {
         Table table{
             strprintf("optimizer_state_sharding: weights after each of 10 steps, sharded against unsharded; %s, toy "
                       "models with %d outputs, backend %s, lr 0.1 (SGD 0.01, momentum 0.9), weight decay 0.1, a second "
-                      "parameter group with half the lr after 5 steps; states: elements that each rank keeps",
+                      "parameter group with half the lr after 5 steps; bits: of the ranks; states: elements that each "
+                      "rank keeps",
                       ranks(c.world).c_str(), toy_outputs(o), c.backend.c_str()),
-            {"Model", "Optimizer", "max diff", "mean diff", "Parameters", "ranks' bits", "states", "unsharded"}};
+            {"Model", "Optimizer", "max diff", "mean diff", "Parameters", "bits", "states", "unsharded"}};
         std::vector<WeightsCheck> checks;
         for (int i = 0; i < 8; i++) {
             checks.push_back(shard_and_compare(c, i % 2 ? ZERO1 : BROADCAST, i / 2 % 2, i / 4, o));

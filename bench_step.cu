@@ -235,6 +235,19 @@ static void print_times(const std::vector<StepRun>& runs, const std::string& cap
     print(table);
     answer_step_times(runs);
 }
+static void print_seconds(const std::vector<StepRun>& runs, const std::string& caption) {
+    Table table{caption, {"", "model", "mean", "std"}};
+    for (const StepRun& r : runs) {
+        for (Phase phase : {FORWARD_BACKWARD, FORWARD}) {
+            const PhaseRun& run = r.phase[phase];
+            const std::string passes = phase == FORWARD ? " (forward only)" : " (forward, backward)";
+            table.row(table.rows.size(), r.config.name + passes,
+                      run.ran() ? strprintf("%.6g", run.all.mean / 1e3) : oom_cell(run.oom),
+                      run.ran() && run.all.n > 1 ? strprintf("%.6g", run.all.std / 1e3) : "");
+        }
+    }
+    print(table);
+}
 static void print_steps(const std::vector<StepRun>& runs, const Options& o, const std::string& caption) {
     std::vector<double> tflops;
     double most = 0;
@@ -344,19 +357,21 @@ int cmd_benchmarking_script(const Options& asked) {
     std::sort(sweep.warmup.begin(), sweep.warmup.end());
     if (o.has("warmup")) { o.warmup = {sweep.warmup.back()}; }
 
-    std::vector<StepRun> all;
+    std::vector<StepRun> all, first;  // first: in the first precision and mode
     for (Precision precision : precisions) {
         for (Mode mode : modes) {
             context.precision = precision, context.mode = mode;
             std::vector<StepRun> runs;
             for (const ModelConfig& c : configs) { runs.push_back(measure_model(c, o, o.warmup[0])); }
             print_times(runs, caption_of(o, configs, "benchmarking_script; " + setting()));
+            if (first.empty()) { first = runs; }
             all.insert(all.end(), runs.begin(), runs.end());
         }
     }
     require_a_run({all});
     print_steps(all, o, caption_of(o, configs, "benchmarking_script: whole steps, with AdamW; MFU: attention in full"));
     context.precision = precisions[0], context.mode = modes[0];
+    print_seconds(first, caption_of(o, configs, "benchmarking_script, in seconds; " + setting()));
     if (sweep.warmup.size() > 1 && o.trace.empty()) { print_warmups(configs[0], sweep); }
     return 0;
 }

@@ -370,7 +370,7 @@ static std::string with_unit(double ns) {  // as nsys prints times: a unit in ea
                        : strprintf("%.0f ns", ns);
 }
 static std::string digits(double x, const char* format) { return std::isnan(x) ? "" : strprintf(format, x); }
-// A kernel's name without what most of cuBLAS's names share, cut so that its table stays within 120 columns.
+// A kernel's name without what most of cuBLAS's names share, cut.
 static std::string brief(std::string name) {
     constexpr size_t MOST = 44;
     for (const char* common :
@@ -434,13 +434,13 @@ static void print_summary(const std::vector<KernelSummary>& kernels, const std::
     Table t{
         strprintf("kernel summary: the first %zu of %zu kernels; ", std::min(ROWS, kernels.size()), kernels.size()) +
             caption,
-        {"Time (%)", "Total Time", "Instances", "Avg", "Min", "Max", "Name"}};
+        {"Time", "Total Time", "Instances", "Avg", "Med", "Min", "Max", "StdDev", "Name"}};
     double all = 0;
     for (const KernelSummary& k : kernels) { all += k.total_ns(); }
     for (size_t i = 0; i < std::min(ROWS, kernels.size()); i++) {
         const KernelSummary& k = kernels[i];
         t.row(strprintf("%.1f%%", 100 * k.total_ns() / all), with_unit(k.total_ns()), k.ns.n, with_unit(k.ns.mean),
-              with_unit(k.ns.min), with_unit(k.ns.max), brief(k.name));
+              with_unit(k.ns.median), with_unit(k.ns.min), with_unit(k.ns.max), with_unit(k.ns.std), brief(k.name));
     }
     print(t);
 }

@@ -30,6 +30,9 @@ TEST_CASE("benchmark: benchmarking_script's tables have the columns of the write
             "\nsize,d_model,d_ff,num_layers,num_heads,fw_mean_ms,fw_std_ms,bw_only_mean_ms,bw_only_std_ms,fwbw_mean_ms,"
             "fwbw_std_ms\ncustom,16,16,1,1,"));
     CHECK(has(r.out, "\nsize,precision,mode,step_mean_ms,step_std_ms,GFLOP/s,MFU %,peak fw MiB,peak step MiB\n"));
+    CHECK(has(r.out, "\n,model,mean,std\n0,\"custom (forward, backward)\","));
+    CHECK(has(r.out, "\n1,custom (forward only),"));
+    CHECK(has(r.out, "in seconds; precision bf16, mode eager; batch 1, context length: 32, vocabulary 16, 1 warmup"));
     CHECK(first_cells(r.out, "whole steps") == Words{"custom", "custom", "custom", "custom"});  // bf16, fp32, two modes
     CHECK(has(r.out, "precision fp32, mode eager; batch 1, context length: 32, vocabulary 16, 1 warmup, 2 step\n"));
 }
