@@ -323,9 +323,19 @@ std::string device_description() {
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory: the raw blocks
 
-static size_t number_in(const std::string& path, const char* key) {  // as field_of; SIZE_MAX: there is none
-    const std::string text = field_of(path.c_str(), key);
-    return isdigit((unsigned char)text[0]) ? strtoull(text.c_str(), nullptr, 10) : SIZE_MAX;
+// The number behind `before`, which begins with a line's end; SIZE_MAX: there is no such file, or no number. It uses no
+// heap: its memory could be a piece of a large block that was freed and is about to be allocated again.
+static size_t number_in(const char* folder, const char* name, const char* before) {
+    char path[512], text[1 << 14] = "\n", *behind = nullptr;
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    int file = open(path, O_RDONLY | O_CLOEXEC);
+    if (file < 0) { return SIZE_MAX; }
+    ssize_t n = read(file, text + 1, sizeof text - 2);
+    close(file);
+    text[1 + std::max<ssize_t>(n, 0)] = 0;
+    const char* found = strstr(text, before);
+    size_t number = found ? strtoull(found + strlen(before), &behind, 10) : 0;
+    return found && behind > found + strlen(before) ? number : SIZE_MAX;
 }
 
 size_t system_memory(const char* group) {
@@ -333,16 +343,16 @@ size_t system_memory(const char* group) {
         const std::string folder = "/sys/fs/cgroup" + field_of("/proc/self/cgroup", "0:");
         return access((folder + "/memory.max").c_str(), R_OK) == 0 ? folder : "/sys/fs/cgroup";
     }();
-    const std::string folder = group ? group : own;
-    size_t left = number_in("/proc/meminfo", "MemAvailable") * 1024;
-    size_t limit = number_in(folder + "/memory.max", ""), used = number_in(folder + "/memory.current", "");
-    size_t cached = number_in(folder + "/memory.stat", "inactive_file");  // counts as used, but makes room
+    if (!group) { group = own.c_str(); }
+    size_t left = number_in("/proc", "meminfo", "\nMemAvailable:") * 1024;
+    size_t limit = number_in(group, "memory.max", "\n"), used = number_in(group, "memory.current", "\n");
+    size_t cached = number_in(group, "memory.stat", "\ninactive_file ");  // counts as used, but makes room
     if (limit < SIZE_MAX && used < SIZE_MAX && cached < SIZE_MAX) {
         left = std::min(left, std::max(limit + cached, used) - used);
     }
     rlimit space;
     if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY) {
-        used = number_in("/proc/self/status", "VmSize") * 1024;
+        used = number_in("/proc/self", "status", "\nVmSize:") * 1024;
         left = std::min(left, std::max<size_t>(space.rlim_cur, used) - used);
     }
     return left;
