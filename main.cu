@@ -189,6 +189,7 @@ static void add_options(CLI::App& app, const Command& command, Options& o) {
         const size_t end = std::min(word.find_first_of("!*="), word.size());
         words[word.substr(0, end)] = word.substr(end);
     }
+    std::string group = "Common options";
     // The name on the command line is the key up to a dot.
     auto option = [&](const std::string& key, auto& field, const CLI::Validator& takes, std::string by_default,
                       const std::string& help) {
@@ -198,13 +199,13 @@ static void add_options(CLI::App& app, const Command& command, Options& o) {
         words.erase(found);
         CLI::Option* added = app.add_option("--" + key.substr(0, key.find('.')), field, help)->transform(takes);
         added->run_callback_for_default()->allow_extra_args(false);  // one word each time
-        added->required(word[0] == '!');
+        added->required(word[0] == '!')->group(group);
         word[0] == '*' ? added->delimiter(',') : added->expected(1);
         if (word.find('=') < word.size()) { by_default = word.substr(word.find('=') + 1); }
         if (!by_default.empty()) { added->default_val(by_default); }
     };
     auto flag = [&](const std::string& key, bool& field, const std::string& help) {
-        if (words.erase(key) > 0) { app.add_flag("--" + key, field, help); }
+        if (words.erase(key) > 0) { app.add_flag("--" + key, field, help)->group(group); }
     };
     // Of most commands
     option("edition", o.edition, one_of({"2025", "2026"}), "2025",
@@ -228,6 +229,7 @@ static void add_options(CLI::App& app, const Command& command, Options& o) {
     option("seed", o.seed, whole(0, INT_MAX), "0", "seed of all random numbers");
     option("format", o.format, one_of({"md", "csv"}), "md", "format of the tables");
     flag("quick", o.quick, "shrink the run to some seconds on two CPU cores; also the default without a GPU");
+    group = "Its own options";
     // Of a step
     option("checkpoint", o.checkpoint, checkpointing(), "0",
            "what backward runs again instead of keeping it: groups of N blocks; half, halves or nested; the "
@@ -316,6 +318,8 @@ static std::string parse_options(const Command& command, const std::vector<std::
     app.set_help_flag("--help,-h", "this text");
     app.get_formatter()->column_width(32);
     add_options(app, command, o);
+    const bool is_whole = command.options.find('!') == std::string::npos;  // without what has to be given
+    if (is_whole) { app.footer(std::string("Example: cs336 ") + command.id + " --quick"); }
     if (command.run == cmd_reproduce) { app.add_option("problem", o.words, "which to run; none: all"); }
     if (command.is_problem() && !command.is_in("2025")) { o.edition = "2026"; }
     try {
