@@ -370,12 +370,13 @@ static std::string with_unit(double ns) {  // as nsys prints times: a unit in ea
                        : strprintf("%.0f ns", ns);
 }
 static std::string digits(double x, const char* format) { return std::isnan(x) ? "" : strprintf(format, x); }
-// A kernel's name without what most of cuBLAS's names share, cut.
+// A kernel's name without what many share, cut so that its table stays within 120 columns.
 static std::string brief(std::string name) {
-    constexpr size_t MOST = 44;
+    constexpr size_t MOST = 25;
     for (const char* common :
-         {"cutlass::Kernel2<", "f32f32_f32f32_f32_", "bf16bf16_bf16f32_f32_", "_aligna4_alignc4", "_aligna8_alignc8",
-          "_execute", "_kernel__5x_cublas", "_stage3", "_warpsize1x4x1", "_warpsize2x2x1", "_warpsize4x2x1"}) {
+         {"cutlass::Kernel2<", "cutlass_80_simt_", "sm80_xmma_", "f32f32_f32f32_f32_", "bf16bf16_bf16f32_f32_",
+          "tilesize", "_align1", "_aligna4_alignc4", "_aligna8_alignc8", "_execute", "_kernel__5x_cublas", "_stage3",
+          "_warpsize1x4x1", "_warpsize2x2x1", "_warpsize4x2x1", ", unsigned int", "_kernel"}) {
         size_t at = name.find(common);
         if (at != std::string::npos) { name.erase(at, strlen(common)); }
     }
