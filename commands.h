@@ -278,8 +278,8 @@ void answer_flash_leaderboard(const std::string& impl, const PassTimes& t, doubl
 // The command line. Options mean the same for every command; main.cu says which command takes which.
 
 struct Options {
-    std::string command;                       // its whole name
-    std::map<std::string, std::string> given;  // the options that were typed: name without dashes, value
+    std::string command;          // its whole name
+    std::set<std::string> given;  // the options that were typed, without dashes
     bool has(const char* name) const { return given.count(name) > 0; }
     std::vector<std::string> command_line;  // argv[1..]
     // What a command does not take stays empty, 0 or false; the rest has main.cu's defaults.

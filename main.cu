@@ -253,7 +253,7 @@ static void add_options(CLI::App& app, const Command& command, Options& o) {
     // Ranks
     option("nproc", o.nproc, whole(1, 64), "2", "ranks to start; under torchrun and the like theirs are taken");
     option("backend", o.backend, one_of({"auto", "nccl", "gloo"}), "auto",
-           "library of the collectives; auto takes nccl where every rank has a GPU");
+           "library of the collectives; auto takes nccl where every rank has a GPU, else gloo on the CPU");
     option("timeout", o.timeout, number(1e5), "60", "seconds that a rank waits for the others");
     option("bucket_size_mb", o.bucket_size_mb, number(1e5), "1,10,100,1000", "bucket sizes in MB (1e6 bytes)");
     // The calculations' letters
@@ -336,7 +336,7 @@ static std::string parse_options(const Command& command, const std::vector<std::
         }
     }
     for (const CLI::Option* option : app.get_options()) {
-        if (option->count() > 0) { o.given[option->get_single_name()] = join(option->results(), ","); }
+        if (option->count() > 0) { o.given.insert(option->get_single_name()); }
     }
     if (command.is_problem() && !command.is_in(o.edition)) {
         usage_error("--edition: got %s, whose handout has no such problem", o.edition.c_str());

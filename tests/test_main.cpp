@@ -146,7 +146,7 @@ TEST_CASE("plan: the default mode falls back to fused, a typed one is refused") 
     o.precision = {"fp32", "bf16"}, o.mode = {"flash"};
     CHECK(precisions_of(o) == std::vector<Precision>{FP32, PREC_BF16});
     CHECK(modes_of(o, configs_of(o), precisions_of(o)) == std::vector<Mode>{FUSED});
-    o.given["mode"] = "flash";
+    o.given.insert("mode");
     CHECK_THROWS_AS(modes_of(o, configs_of(o), precisions_of(o)), Failure);
 }
 TEST_CASE("plan: what does not fit is not tried, and what runs out of memory all the same has not fit") {
