@@ -12,7 +12,7 @@
 // Backward, given dO (handout, eq. 13-19; D_i below is not the head size):
 //   dV = P^T dO,  dP = dO V^T,  dS_ij = P_ij (dP_ij - D_i) with D_i = sum_j P_ij dP_ij,
 //   dQ = dS K / sqrt(D),  dK = dS^T Q / sqrt(D).
-#include "gpu.h"
+#include "lib/gpu.h"
 #include <algorithm>
 
 static Heads heads_of(const Tensor& t) {

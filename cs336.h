@@ -1,11 +1,11 @@
 // cs336.h: the map. Every type and function that crosses a file, roughly in the order in which the files build on each
 // other (what only the experiments share is in commands.h):
-//   measure.cu      errors, devices, memory, timing: the instruments
-//   table.cu        tables and answers on stdout
-//   trace.cu        named ranges, and a trace of what ran in them
-//   tensor.cu       tensors, autograd's tape, one kernel per operation: what "PyTorch eager" does
-//   matmul.cu       matrix products, by cuBLAS and OpenBLAS
-//   safetensors.cu  tensors in files
+//   lib/device.cu      errors, devices, memory, timing: the instruments
+//   lib/table.cu        tables and answers on stdout
+//   lib/trace.cu        named ranges, and a trace of what ran in them
+//   lib/tensor.cu       tensors, autograd's tape, one kernel per operation: what "PyTorch eager" does
+//   lib/matmul.cu       matrix products, by cuBLAS and OpenBLAS
+//   lib/safetensors.cu  tensors in files
 //   precision.cu    section 1.1.5: rounding, autocast's dtype rules, loss scaling
 //   attention.cu    sections 1.2 and 1.3: attention by its definition and by tiles, all implementations in one table
 //   layers.cu       the Transformer's ops, each as formula, loop and kernel
@@ -18,7 +18,7 @@
 //   train.cu        `train` on a text, `model` on your weights
 //   profile.cu      section 1.1.4: which kernels a step spends its time in, trace files
 //   memory.cu       section 1.1.6: where a step's memory goes
-//   ranks.cu        several processes, NCCL and Gloo
+//   lib/ranks.cu        several processes, NCCL and Gloo
 //   ddp.cu          sections 2.2 to 3: data parallel training, the sharded optimizer, FSDP; a step of any Trainer
 //   bench_ddp.cu, bench_fsdp.cu  the experiments with several ranks
 //   accounting.cu   section 2.4: arithmetic alone
@@ -59,7 +59,7 @@
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// measure.cu: errors. A command throws; main() prints the one line on stderr and exits with the code.
+// lib/device.cu: errors. A command throws; main() prints the one line on stderr and exits with the code.
 
 struct Failure : std::runtime_error {
     int exit_code;  // 1: it ran and failed, 2: wrong usage
@@ -114,7 +114,7 @@ struct AddRow {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// measure.cu: where things run
+// lib/device.cu: where things run
 
 // META has shapes but no data, as in PyTorch: nothing is computed, but every allocation is counted, so running a step
 // on META tells how much memory it would take.
@@ -181,7 +181,7 @@ void with_stream(cudaStream_t s, const std::function<void()>& f);
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// measure.cu: memory. Every buffer of ours is allocated here, with a category and the range that was open.
+// lib/device.cu: memory. Every buffer of ours is allocated here, with a category and the range that was open.
 
 enum Category { PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS, WORKSPACE, INPUTS, CATEGORIES };
 const char* name_of(Category c);
@@ -246,7 +246,7 @@ void give_back_cached_memory();              // what our pool keeps but does not
 void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);  // waits for the copy
 
 // ---------------------------------------------------------------------------------------------------------------------
-// trace.cu: named ranges of work, and what ran in them
+// lib/trace.cu: named ranges of work, and what ran in them
 
 // A named stretch of work, e.g. Range r("attention"); ranges nest. Shown by NVTX tools, names allocations, and says in
 // a trace what the work was for. `name` has to live as long as the program.
@@ -297,7 +297,7 @@ bool is_tracing();
 void trace_memory(size_t bytes);  // what context.device holds now, for the trace that is being made, if any
 
 // ---------------------------------------------------------------------------------------------------------------------
-// measure.cu: time, lines on stderr, ends by a signal, ourselves as a child
+// lib/device.cu: time, lines on stderr, ends by a signal, ourselves as a child
 
 double now_ms();  // wall clock, monotonic
 struct Mark {     // a moment: on the GPU an event in its stream, else (and for Gloo) the clock's
@@ -352,7 +352,7 @@ std::string run_ourselves(const std::vector<std::string>& arguments);  // its st
 std::string commit();                                                  // of the build
 
 // ---------------------------------------------------------------------------------------------------------------------
-// table.cu: tables and answers
+// lib/table.cu: tables and answers
 
 inline std::string to_cell(const std::string& x) { return x; }
 inline std::string to_cell(const char* x) { return x; }
@@ -453,7 +453,7 @@ HD inline void from_acc(float a, fp16* x) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// tensor.cu: tensors
+// lib/tensor.cu: tensors
 
 constexpr int MAX_DIMS = 5;
 using Shape = std::vector<int64_t>;
@@ -537,8 +537,8 @@ Comparison compare(const Tensor& got, const Tensor& want, double rtol, double at
 std::string to_string(const Comparison& c);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// tensor.cu: the tape. Each op appends the function that computes its inputs' gradients; backward() runs them from the
-// last to the first and drops each after its run, and with it the activations that only it still held.
+// lib/tensor.cu: the tape. Each op appends the function that computes its inputs' gradients; backward() runs them from
+// the last to the first and drops each after its run, and with it the activations that only it still held.
 
 struct Gradient {
     DType dtype;  // of the tensor that it belongs to, and its shape
@@ -579,8 +579,8 @@ Tensor detached(const Tensor& t);                                         // sam
 Tensor require_gradient(const Tensor& t);  // same data, a leaf of its own (tests, toy models)
 
 // ---------------------------------------------------------------------------------------------------------------------
-// tensor.cu: ops, each one kernel, with the dtypes that PyTorch's promotion and autocast give (precision.cu explains
-// them). Elementwise ops broadcast as PyTorch's do. All record themselves on the tape.
+// lib/tensor.cu: ops, each one kernel, with the dtypes that PyTorch's promotion and autocast give (precision.cu
+// explains them). Elementwise ops broadcast as PyTorch's do. All record themselves on the tape.
 
 Tensor add(const Tensor& a, const Tensor& b);
 Tensor sub(const Tensor& a, const Tensor& b);
@@ -612,7 +612,7 @@ Tensor arange(int64_t n);                                         // I32 [n]
 Tensor greater_equal(const Tensor& a, const Tensor& b);           // U8
 
 // ---------------------------------------------------------------------------------------------------------------------
-// matmul.cu: matrix products, in context.precision: fp32 and tf32 on fp32 operands; bf16 and fp16 on operands that
+// lib/matmul.cu: matrix products, in context.precision: fp32 and tf32 on fp32 operands; bf16 and fp16 on operands that
 // autocast casts. Accumulation is always fp32 (fp64 for F64).
 // [...,M,K] x [...,K,N] (transpose_b: [...,N,K]) -> [...,M,N]
 Tensor matmul(const Tensor& a, const Tensor& b, bool transpose_b = false);
@@ -658,7 +658,7 @@ void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* 
                   int64_t N, int64_t K, double alpha, double beta);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// safetensors.cu: u64 header length | JSON header | little-endian data
+// lib/safetensors.cu: u64 header length | JSON header | little-endian data
 
 struct FileTensor {
     std::string dtype;  // as in the file: "F32", "BF16", "I64", ...
@@ -742,7 +742,7 @@ struct AttentionImpl {
     Device device;
     int rung;  // of the ladder from the plainest to the fastest
     bool (*takes)(DType dtype, int64_t D);
-    // Either it works on tensor.cu's ops, which leave its backward on the tape ...
+    // Either it works on lib/tensor.cu's ops, which leave its backward on the tape ...
     Tensor (*run)(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L);
     // ... or it has both passes by hand: forward writes o and L, backward reads them and writes dq, dk, dv.
     void (*forward)(const AttentionTensors& t);
@@ -938,7 +938,8 @@ size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // in c
 float loss_scale_of(const LossScaler& scaler);                           // 1 unless the precision is fp16
 
 // ---------------------------------------------------------------------------------------------------------------------
-// ranks.cu: one process a rank. A rank that fails, dies or stalls ends the others within the timeout, with one line.
+// lib/ranks.cu: one process a rank. A rank that fails, dies or stalls ends the others within the timeout, with one
+// line.
 
 struct LostTouch : Failure {  // a failure of the other ranks, or of the way to them
     explicit LostTouch(const std::string& what) : Failure(1, what) {}

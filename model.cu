@@ -4,7 +4,7 @@
 //   each layer:  x += Wo attention(rope(Wq n), rope(Wk n), Wv n)        n = rmsnorm(x; ln1)
 //                x += W2 (silu(W1 n) * W3 n)                            n = rmsnorm(x; ln2)
 //   logits = lm_head rmsnorm(x; ln_final)
-#include "gpu.h"
+#include "lib/gpu.h"
 #include <algorithm>
 
 // ---------------------------------------------------------------------------------------------------------------------

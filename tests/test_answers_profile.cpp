@@ -145,13 +145,14 @@ static std::vector<MemoryRun> recorded_memory() {
                              {"softmax", "sub"},
                              {"softmax", "exp"},
                              {"softmax", "div"}}) {
-        scores.push_back({bytes(128), 32, ACTIVATIONS, layer + "attention/" + range, op, "tensor.cu:1"});
+        scores.push_back({bytes(128), 32, ACTIVATIONS, layer + "attention/" + range, op, "lib/tensor.cu:1"});
     }
-    scores.push_back({bytes(80), 64, ACTIVATIONS, layer + "ffn", "linear", "matmul.cu:279"});
-    const std::vector<Allocation> ffn = {{bytes(12995.9), 1, PARAMETERS, "held", "make_model", "model.cu:113"},
-                                         {bytes(20), 64, ACTIVATIONS, layer + "ffn", "linear", "matmul.cu:279"},
-                                         {bytes(20), 32, ACTIVATIONS, layer + "ffn/swiglu", "sigmoid", "tensor.cu:1"},
-                                         {bytes(20), 64, ACTIVATIONS, layer + "ffn/swiglu", "mul", "tensor.cu:2"}};
+    scores.push_back({bytes(80), 64, ACTIVATIONS, layer + "ffn", "linear", "lib/matmul.cu:279"});
+    const std::vector<Allocation> ffn = {
+        {bytes(12995.9), 1, PARAMETERS, "held", "make_model", "model.cu:113"},
+        {bytes(20), 64, ACTIVATIONS, layer + "ffn", "linear", "lib/matmul.cu:279"},
+        {bytes(20), 32, ACTIVATIONS, layer + "ffn/swiglu", "sigmoid", "lib/tensor.cu:1"},
+        {bytes(20), 64, ACTIVATIONS, layer + "ffn/swiglu", "mul", "lib/tensor.cu:2"}};
     std::vector<MemoryRun> runs = {
         memory_of(FP32, 128, peaks(P, 0, 0, 115.0, 13143.0), 18379.1, peaks(P, P, 0, 400.0, 52415.8), ffn),
         memory_of(FP32, 256, peaks(P, 0, 0, 230.0, 13258.0), 24755.3, peaks(P, P, 0, 400.0, 52415.9), ffn),

@@ -1,4 +1,4 @@
-// Tests of memory.cu and of the log in measure.cu.
+// Tests of memory.cu and of the log in lib/device.cu.
 #include "test.h"
 
 #include <cstdio>
@@ -62,7 +62,7 @@ TEST_CASE_TEMPLATE("memory log: off it holds nothing; on, every event with its b
     CHECK(last.category == INPUTS);
 }
 
-TEST_CASE_TEMPLATE("memory log: an operation's allocation names its own line in tensor.cu", D, OnCPU, OnCUDA,
+TEST_CASE_TEMPLATE("memory log: an operation's allocation names its own line in lib/tensor.cu", D, OnCPU, OnCUDA,
                    OnMetaToo) {
     if (!begin<D>()) { return; }
     Tensor a = empty({8}, F32);
@@ -72,7 +72,7 @@ TEST_CASE_TEMPLATE("memory log: an operation's allocation names its own line in 
     REQUIRE(log.size() >= 2);
     const Source& at = log[log.size() - 2].at;
     CHECK(std::string(at.function) == "mul");
-    CHECK(std::string(at.file).find("tensor.cu") != std::string::npos);
+    CHECK(std::string(at.file).find("lib/tensor.cu") != std::string::npos);
 }
 
 static size_t peak_of(const std::vector<MemoryEvent>& log) {  // fails unless allocations and frees pair up by address

@@ -1,4 +1,4 @@
-// Tests of profile.cu, and of trace.cu.
+// Tests of profile.cu, and of lib/trace.cu.
 #include "test.h"
 
 #include <unistd.h>

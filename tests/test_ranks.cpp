@@ -1,6 +1,6 @@
-// Tests of ranks.cu: every collective with 1 to 4 ranks against what it should give, and what the others do when a rank
-// dies, stalls, never starts, or is not one of them. A test that needs ranks launches this program again as N ranks,
-// each of which runs the same test case.
+// Tests of lib/ranks.cu: every collective with 1 to 4 ranks against what it should give, and what the others do when a
+// rank dies, stalls, never starts, or is not one of them. A test that needs ranks launches this program again as N
+// ranks, each of which runs the same test case.
 #include "test.h"
 
 #include <signal.h>

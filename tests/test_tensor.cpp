@@ -1,4 +1,5 @@
-// Tests of tensor.cu. Backward is compared with central differences in float64, the GPU with the CPU, gemm with loops.
+// Tests of lib/tensor.cu. Backward is compared with central differences in float64, the GPU with the CPU, gemm with
+// loops.
 #include "test.h"
 
 #include <algorithm>

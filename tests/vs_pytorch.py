@@ -317,7 +317,7 @@ def our_name(name):
     return name
 
 def first_of_window(n, seed, i):
-    """As random_int() in tensor.cu draws it for train.cu: Philox 4x32-10."""
+    """As random_int() in lib/tensor.cu draws it for train.cu: Philox 4x32-10."""
     key, m = 0xcbf29ce484222325, 0xffffffff
     for c in b"windows": key = (key ^ c) * 0x100000001b3 % 2**64
     c, k = [i & m, i >> 32, key & m, key >> 32], [seed & m, seed >> 32]

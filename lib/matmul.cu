@@ -1,5 +1,5 @@
-// matmul.cu: matrix products. [M,K] x [K,N] costs 2MNK FLOPs and at least (MK + KN + MN) elements of traffic. The GPU's
-// products come from cuBLAS, the CPU's from OpenBLAS.
+// lib/matmul.cu: matrix products. [M,K] x [K,N] costs 2MNK FLOPs and at least (MK + KN + MN) elements of traffic. The
+// GPU's products come from cuBLAS, the CPU's from OpenBLAS.
 #include "gpu.h"
 #ifdef HAVE_OPENBLAS
 #include <cblas.h>

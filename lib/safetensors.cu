@@ -1,4 +1,4 @@
-// safetensors.cu: tensors in files, in the format of https://github.com/huggingface/safetensors:
+// lib/safetensors.cu: tensors in files, in the format of https://github.com/huggingface/safetensors:
 //
 //   u64 N, little-endian | N bytes of JSON, padded with spaces | the data of all tensors, little-endian, row-major
 //   {"__metadata__": {"step": "7"},

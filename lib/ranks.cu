@@ -1,4 +1,4 @@
-// ranks.cu: several processes that work as one. Each is a rank with its own GPU, or its share of the CPU's cores.
+// lib/ranks.cu: several processes that work as one. Each is a rank with its own GPU, or its share of the CPU's cores.
 //   the launcher     `--nproc N` starts N copies of this program; torchrun, mpirun and srun do the same from outside
 //   the rendezvous   a folder with a file for each thing that a rank tells the others
 //   the communicator all-reduce, broadcast, reduce-scatter, all-gather and barrier on NCCL or Gloo, asynchronous

@@ -1,4 +1,4 @@
-// tensor.cu: tensors, the tape that autograd replays, and one kernel per operation.
+// lib/tensor.cu: tensors, the tape that autograd replays, and one kernel per operation.
 //
 // This file is what "PyTorch eager" means: every operation is one kernel that reads its operands from memory and writes
 // its result back, and every operation leaves on a tape what its backward needs. model.cu runs the handout's model on

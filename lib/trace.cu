@@ -1,4 +1,5 @@
-// trace.cu: named ranges of work, and what ran in them. CUPTI, NVIDIA's tracing library, records what ran on the GPU.
+// lib/trace.cu: named ranges of work, and what ran in them. CUPTI, NVIDIA's tracing library, records what ran on the
+// GPU.
 #include "cs336.h"
 
 #include <atomic>

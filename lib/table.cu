@@ -1,4 +1,5 @@
-// table.cu: tables and answers on stdout, as Markdown, or as csv whose captions and answers are lines that begin with
+// lib/table.cu: tables and answers on stdout, as Markdown, or as csv whose captions and answers are lines that begin
+// with
 // #.
 #include "cs336.h"
 
