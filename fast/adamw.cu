@@ -3,6 +3,7 @@
 // Split weights. bf16 is the upper half of fp32, so the weights that AdamW updates in fp32 and those that bf16 products
 // take need 4 bytes together, not 6, and no cast: a part's place in the arena then holds first the upper halves of all
 // its elements, which are the part in bf16, then their lower halves.
+#include "cs336.h"
 #include "lib/gpu.h"
 
 struct Halves {

@@ -3,6 +3,7 @@
 //   - where a kernel walks over tiles, i is a tile of queries and j one of keys; a single one is `query` or `key`;
 //   - m, n and k run along a product's M, N and K, as in mma's name m16n8k16.
 #pragma once
+#include "cs336.h"
 #include "lib/gpu.h"
 
 #ifdef __CUDACC__

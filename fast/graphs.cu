@@ -5,6 +5,7 @@
 // them. The first step of a kind is a rehearsal (see StepPlaces), the second is captured, and from then on the same
 // kernels run on the same buffers.
 #include "fast.h"
+#include "cs336.h"
 #include "lib/gpu.h"
 
 #include <climits>

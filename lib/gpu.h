@@ -1,6 +1,6 @@
-// lib/gpu.h: what several files' kernels share. Without nvcc it is cs336.h alone.
+// lib/gpu.h: what several files' kernels share. Without nvcc it is lib.h alone.
 #pragma once
-#include "cs336.h"
+#include "lib.h"
 
 #ifdef __CUDACC__
 #include <cublas_v2.h>

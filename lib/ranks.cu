@@ -2,7 +2,7 @@
 //   the launcher     `--nproc N` starts N copies of this program; torchrun, mpirun and srun do the same from outside
 //   the rendezvous   a folder with a file for each thing that a rank tells the others
 //   the communicator all-reduce, broadcast, reduce-scatter, all-gather and barrier on NCCL or Gloo, asynchronous
-#include "commands.h"
+#include "cs336.h"
 
 #include <algorithm>
 #include <cerrno>

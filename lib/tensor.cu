@@ -1101,3 +1101,15 @@ Tensor pick_last(const Tensor& a, const Tensor& index) {
     });
     return y;
 }
+
+size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f, size_t held) {
+    if (needs > held && needs - held > available_memory(context.device)) { return needs; }
+    progress("%s", row.c_str());
+    try {
+        f();
+    } catch (const OutOfMemory& e) {
+        clear_tape(), note("%s: %s", row.c_str(), e.what());
+        return std::max<size_t>(needs, 1);
+    }
+    return 0;
+}

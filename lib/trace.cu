@@ -1,6 +1,6 @@
 // lib/trace.cu: named ranges of work, and what ran in them. CUPTI, NVIDIA's tracing library, records what ran on the
 // GPU.
-#include "cs336.h"
+#include "lib.h"
 
 #include <atomic>
 #include <chrono>
