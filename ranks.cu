@@ -162,7 +162,6 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
 // main thread may wait in it. That another rank is dead or stopped is its launcher's business.
 
 struct Links {
-    std::string folder;
     double timeout_s = 60;
     std::mutex mutex;  // of what follows
     std::condition_variable changed;
@@ -231,7 +230,7 @@ static void watch(Links& l) {
 
 std::vector<std::string> gather_text(const Communicator& c, const std::string& text, double timeout_s) {
     if (c.world == 1) { return {text}; }
-    const std::string round = strprintf("%s/%u.", c.links->folder.c_str(), c.links->gathers++);
+    const std::string round = strprintf("%s/%u.", folder_of_ranks.c_str(), c.links->gathers++);
     save_file(round + std::to_string(c.rank), text);
     std::vector<std::string> all;
     for (int r = 0; r < c.world; r++) {
@@ -240,7 +239,7 @@ std::vector<std::string> gather_text(const Communicator& c, const std::string& t
         while (file.open(round + std::to_string(r), std::ios::binary), !file) {
             if ((waited_ms += tick_ms(&last)) > 1e3 * timeout_s) {
                 fail("rank %d of %d did not come to %s within %g s (all ranks need one folder: %s)", r, c.world,
-                     c.links->folder.c_str(), timeout_s, RENDEZVOUS);
+                     folder_of_ranks.c_str(), timeout_s, RENDEZVOUS);
             }
             usleep(1000);
         }
@@ -272,7 +271,7 @@ static void connect_gloo(Communicator& c) {
         auto device = gloo::transport::tcp::CreateDevice(attributes);
         l.gloo = std::make_shared<gloo::rendezvous::Context>(c.rank, c.world);
         l.gloo->setTimeout(std::chrono::milliseconds((int64_t)(1e3 * l.timeout_s)));
-        gloo::rendezvous::FileStore store(l.folder);
+        gloo::rendezvous::FileStore store(folder_of_ranks);
         l.gloo->connectFullMesh(store, device);
         l.gloo->setTimeout(std::chrono::hours(1000));  // from here on the watchdog counts
     } catch (const std::exception& e) { fail("Gloo: %s", first_line(e).c_str()); }
@@ -552,7 +551,7 @@ std::string why_not(const std::string& backend, Device device, int n) {
     return "";
 }
 
-static std::string folder_of_job(const Identity& me) {
+static void make_folder_of_ranks(const Identity& me) {
     const char* where = getenv(RENDEZVOUS);
     // In a machine's own folder the ranks' parent tells jobs apart, too.
     const std::string above = where ? where : std::filesystem::temp_directory_path().string(),
@@ -567,7 +566,7 @@ static std::string folder_of_job(const Identity& me) {
     if (access(strprintf("%s/0.%d", folder.c_str(), me.rank).c_str(), F_OK) == 0) {
         fail("%s: holds an earlier job's files (remove it), or two ranks have one number", folder.c_str());
     }
-    return folder_of_ranks = folder;
+    folder_of_ranks = folder;
 }
 
 // How many ranks this machine has, and which of them we are.
@@ -637,9 +636,9 @@ static void disconnect_ranks(Communicator& c) {
 #endif
     l.barrier_token = Tensor();
     // Rank 0 is the last, since the others have yet to read from the folder.
-    if (c.rank > 0) { return save_file(strprintf("%s/done.%d", l.folder.c_str(), c.rank), ""); }
+    if (c.rank > 0) { return save_file(strprintf("%s/done.%d", folder_of_ranks.c_str(), c.rank), ""); }
     for (int r = 1; r < c.world; r++) {
-        while (access(strprintf("%s/done.%d", l.folder.c_str(), r).c_str(), F_OK) != 0) { usleep(1000); }
+        while (access(strprintf("%s/done.%d", folder_of_ranks.c_str(), r).c_str(), F_OK) != 0) { usleep(1000); }
     }
     remove_folder_of_ranks();
 }
@@ -655,7 +654,7 @@ int join_ranks(int world, const std::string& device, const std::string& backend,
         }
         c.links = std::make_shared<Links>();
         c.links->rank = c.rank, c.links->world = c.world, c.links->timeout_s = timeout_s;
-        c.links->folder = folder_of_job(me);
+        make_folder_of_ranks(me);
         connect_ranks(c, device, backend);
         if (c.rank == 0) { progress("%d ranks connected, getting ready", c.world); }
         f(c);
