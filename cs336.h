@@ -52,6 +52,12 @@ struct Options {
     double tensor_mb = 0;
 };
 
+// In a process that is no rank: starts o.nproc ranks with the same command line. In a rank: joins them, and calls f.
+inline int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f) {
+    if (!is_rank()) { return launch_ranks(o.nproc, o.command_line, o.timeout); }
+    return join_ranks(o.has("nproc") ? o.nproc : 0, o.device, o.backend, o.timeout, f);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // precision.cu: what autocast does
 

@@ -144,9 +144,7 @@ inline void in_ranks(const char* test_case, int n, Device device, const std::fun
         return;
     }
     if (getenv("WORLD_SIZE") != std::to_string(n)) { return; }
-    Options o;
-    o.device = name_of(device), o.backend = "auto", o.timeout = 20;
-    CHECK(run_ranks(o, f) == 0);
+    CHECK(join_ranks(n, name_of(device), "auto", 20, f) == 0);
 }
 inline bool lacks(const char* backend, Device device, int n) {
     std::string why = why_not(backend, device, n);
