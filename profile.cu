@@ -273,7 +273,7 @@ static TopKernel top_kernel(const Kernels& all, int passes) {
     const char* cores = context.device == CPU         ? ""
                         : on_tensor_cores(top.kernel) ? " on tensor cores"
                                                       : " on the CUDA cores";
-    return {top.kernel, (is_matmul(its[0]) ? "a matrix product" : "no matrix product, ") + std::string(cores),
+    return {top.kernel, (is_matmul(its[0]) ? "a matrix product" : "no matrix product") + std::string(cores),
             100 * total(top) / total(all), (double)top.ns.size() / passes, list_of(places)};
 }
 static Kernels of_adamw(const ProfileRun& r) {
@@ -284,15 +284,13 @@ static Kernels with_backward(const ProfileRun& r) {
 }
 static double matmul_share(const Kernels& all) { return 100 * total(only(all, is_matmul)) / total(all); }  // %
 static double ms_of(const ProfileRun& r, const Kernels& all) { return total(all) / 1e6 / r.passes; }       // per pass
-struct AttentionMs {  // per forward; softmax NAN: one kernel does all
-    double softmax, products;
-};
-static AttentionMs attention_ms(const ProfileRun& r) {
+// Of softmax and of the two products, per forward. Softmax NAN: one kernel does all.
+static std::pair<double, double> attention_ms(const ProfileRun& r) {
     const Kernels attention = only(r.of_forward, [](auto& l) { return passes(l.path, "attention"); });
     const Kernels softmax = only(attention, [](auto& l) { return passes(l.path, "softmax"); });
     const Kernels products = only(attention, is_matmul);
-    if (products.empty()) { return {NAN, ms_of(r, attention)}; }
-    return {ms_of(r, softmax), ms_of(r, products)};
+    return products.empty() ? std::make_pair((double)NAN, ms_of(r, attention))
+                            : std::make_pair(ms_of(r, softmax), ms_of(r, products));
 }
 static Kernels besides_products(const ProfileRun& r) {  // by the part of the model
     return grouped(only(r.of_forward, [](auto& l) { return !is_matmul(l); }),
@@ -357,12 +355,11 @@ static void print_shares(const std::vector<ProfileRun>& runs, const std::string&
         std::map<std::string, double> share;
         for (const Launches& l : besides_products(r)) { share[l.kernel] = 100 * total(l) / total(r.of_forward); }
         auto percent = [](double x) { return digits(x, "%.1f"); };
-        const AttentionMs attention = attention_ms(r);
+        const auto [softmax, products] = attention_ms(r);
         t.row(r.config.name, r.T, percent(matmul_share(r.of_forward)), percent(share["softmax"]),
               percent(share["rope"]), percent(share["swiglu"]), percent(share["rmsnorm"]),
               percent(matmul_share(r.of_step)), r.of_step.empty() ? "" : strprintf("%.3f", ms_of(r, of_adamw(r))),
-              std::isnan(attention.softmax) ? "one kernel" : strprintf("%.3f", attention.softmax),
-              strprintf("%.3f", attention.products));
+              std::isnan(softmax) ? "one kernel" : strprintf("%.3f", softmax), strprintf("%.3f", products));
     }
     print(t);
 }
