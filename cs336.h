@@ -467,24 +467,19 @@ void write_trace(const std::string& path, const std::vector<Trace>& traces, cons
                  const Communicator& c = Communicator());
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The commands, by file
+// The commands
 
 using RunCommand = int(const Options& o);
-RunCommand cmd_mixed_precision_accumulation;                                                        // precision.cu
-RunCommand cmd_info, cmd_benchmarking_script, cmd_benchmarking_mixed_precision, cmd_torch_compile;  // model.cu
-RunCommand cmd_nsys_profile;                                                                        // profile.cu
-RunCommand cmd_memory_profiling;                                                                    // profile.cu
-RunCommand cmd_gradient_checkpointing;                                                              // model.cu
-RunCommand cmd_pytorch_attention, cmd_weighted_sum, cmd_flash_forward, cmd_flash_backward;          // attention.cu
+RunCommand cmd_mixed_precision_accumulation;                                              // precision.cu
+RunCommand cmd_benchmarking_script, cmd_benchmarking_mixed_precision, cmd_torch_compile;  // model.cu
+RunCommand cmd_gradient_checkpointing, cmd_model, cmd_train;
+RunCommand cmd_nsys_profile, cmd_memory_profiling;                                          // profile.cu
+RunCommand cmd_pytorch_attention, cmd_weighted_sum, cmd_flash_forward, cmd_flash_backward;  // attention.cu
 RunCommand cmd_flash_benchmarking, cmd_flash_leaderboard, cmd_attention;
 void torch_compile_attention(const Options& o);  // torch_compile (a): its table and its answer
-RunCommand cmd_model, cmd_train;                 // model.cu
 RunCommand cmd_distributed_communication_single_node, cmd_naive_ddp, cmd_naive_ddp_benchmarking;  // ddp.cu
 RunCommand cmd_minimal_ddp_flat_benchmarking, cmd_ddp_overlap_individual_parameters;
 RunCommand cmd_ddp_overlap_individual_parameters_benchmarking, cmd_ddp_overlap_bucketed, cmd_ddp_bucketed_benchmarking;
-RunCommand cmd_optimizer_state_sharding, cmd_optimizer_state_sharding_accounting;
-RunCommand cmd_fsdp, cmd_fsdp_accounting;  // fsdp.cu
-RunCommand cmd_leaderboard;                // fsdp.cu
-RunCommand cmd_communication_accounting;   // ddp.cu
-RunCommand cmd_alternate_ring_all_reduce, cmd_data_parallel_calcs, cmd_fsdp_calcs, cmd_tp_calcs,
-    cmd_fsdp_tp_calcs;  // fsdp.cu
+RunCommand cmd_optimizer_state_sharding, cmd_optimizer_state_sharding_accounting, cmd_communication_accounting;
+RunCommand cmd_fsdp, cmd_fsdp_accounting, cmd_leaderboard, cmd_alternate_ring_all_reduce;  // fsdp.cu
+RunCommand cmd_data_parallel_calcs, cmd_fsdp_calcs, cmd_tp_calcs, cmd_fsdp_tp_calcs;

@@ -258,21 +258,15 @@ struct TracedWork {  // a kernel, a copy or a memset
     int grid[3], block[3], registers, shared_bytes;
     int64_t bytes;  // copies and memsets
 };
-struct TracedMemory {
-    int64_t time;
-    size_t bytes;  // that our buffers hold on context.device, as the host thread booked it
-};
 struct Trace {
-    std::vector<TracedRange> ranges;   // by start
-    std::vector<TracedWork> work;      // by start
-    std::vector<TracedMemory> memory;  // by time
-    size_t dropped = 0;                // records for which CUPTI had no room
-    std::string no_kernels;            // why `work` is empty; "": kernels were traced
+    std::vector<TracedRange> ranges;  // by start
+    std::vector<TracedWork> work;     // by start
+    size_t dropped = 0;               // records for which CUPTI had no room
+    std::string no_kernels;           // why `work` is empty; "": kernels were traced
 };
 void start_tracing();  // fails if a trace is being made
 Trace stop_tracing();  // waits for the device
 bool is_tracing();
-void trace_memory(size_t bytes);  // what context.device holds now, for the trace that is being made, if any
 
 // ---------------------------------------------------------------------------------------------------------------------
 // device.cu: time, lines on stderr, ends by a signal, ourselves as a child
