@@ -1,29 +1,12 @@
-// cs336.h: the map. Every type and function that crosses a file, roughly in the order in which the files build on each
-// other (what only the experiments share is in commands.h):
-//   measure.cu      errors, devices, memory, timing: the instruments
-//   table.cu        tables and answers on stdout
-//   trace.cu        named ranges, and a trace of what ran in them
-//   tensor.cu       tensors, autograd's tape, one kernel per operation: what "PyTorch eager" does
-//   matmul.cu       matrix products, by cuBLAS and OpenBLAS
-//   safetensors.cu  tensors in files
-//   precision.cu    section 1.1.5: rounding, autocast's dtype rules, loss scaling
-//   attention.cu    sections 1.2 and 1.3: attention by its definition and by tiles, all implementations in one table
-//   layers.cu       the Transformer's ops, each as formula, loop and kernel
-//   model.cu        the Transformer LM, AdamW, a training step
-//   plan.cu         what an experiment runs, how large, and whether it fits
-//   bench_step.cu   sections 1.1.3, 1.1.5 and 1.3: how long a step takes, in each mode and precision; `info`
-//   bench_checkpoint.cu  the 2026 handout's gradient checkpointing: which strategy, which size of block
-//   leaderboard.cu  the 2026 handout's leaderboard: a step of an 8.1B model
-//   bench_attention.cu  the experiments with attention
-//   train.cu        `train` on a text, `model` on your weights
-//   profile.cu      section 1.1.4: which kernels a step spends its time in, trace files
-//   memory.cu       section 1.1.6: where a step's memory goes
-//   ranks.cu        several processes, NCCL and Gloo
-//   ddp.cu          sections 2.2 to 3: data parallel training, the sharded optimizer, FSDP; a step of any Trainer
-//   bench_ddp.cu, bench_fsdp.cu  the experiments with several ranks
-//   accounting.cu   section 2.4: arithmetic alone
-//   calcs.cu        the 2026 handout's section 8: arithmetic alone
-// Each .cu is compiled by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
+// cs336.h: the map. What crosses the files of this folder; what lib/ offers is in lib/lib.h.
+//   precision.cu  section 1.1.5: fp16 and bf16, sums, what autocast does, loss scaling
+//   layers.cu     the Transformer's ops, each as formula, loop and kernel
+//   attention.cu  sections 1.2 and 1.3: attention by its definition and by tiles, all implementations in one table
+//   model.cu      the Transformer LM, AdamW, a training step; 1.1.3, 1.3 (b), gradient checkpointing, `train`, `model`
+//   profile.cu    sections 1.1.4 and 1.1.6: which kernels a step spends its time in, where its memory goes
+//   ddp.cu        sections 2 and 3: all-reduce, data parallel training in four ways, the sharded optimizer
+//   fsdp.cu       the 2026 handout's sections 7 to 9: FSDP, the calculations, the 8.1B step
+//   main.cu       the command line
 //
 // Letters, here and in every file:
 //   B batch, T positions (context length; the handout's S), C model width d_model, H heads, D head size (C/H),
@@ -31,654 +14,49 @@
 //   ddp.cu: ranks). A template's T is an element's type, and its W a pack's width.
 //   dx is the gradient of the loss with respect to x. Shapes are row-major, the last index runs fastest.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <cstdarg>
-#include <cstdint>
-#include <cstdio>
-#include <cstring>
-#include <functional>
-#include <list>
-#include <map>
-#include <memory>
-#include <set>
-#include <stdexcept>
-#include <string>
-#include <type_traits>
-#include <vector>
+#include "lib/lib.h"
 
-#include <sys/types.h>
-
-#ifdef __CUDACC__
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-#define HD __host__ __device__  // a function that both sides call
-#else
-#define HD
-#endif
+#include <array>
 
 // ---------------------------------------------------------------------------------------------------------------------
-// measure.cu: errors. A command throws; main() prints the one line on stderr and exits with the code.
+// The command line. Options mean the same for every command; main.cu says which command takes which.
 
-struct Failure : std::runtime_error {
-    int exit_code;  // 1: it ran and failed, 2: wrong usage
-    Failure(int exit_code, const std::string& what) : std::runtime_error(what), exit_code(exit_code) {}
+struct Options {
+    std::string command;          // its whole name
+    std::set<std::string> given;  // the options that were typed, without dashes
+    bool has(const char* name) const { return given.count(name) > 0; }
+    std::vector<std::string> command_line;  // argv[1..]
+    // What a command does not take stays empty, 0 or false; the rest has main.cu's defaults.
+    std::string edition, device, format;
+    std::vector<std::string> size, precision, mode;
+    int d_model = 0, d_ff = 0, num_layers = 0, num_heads = 0, vocab_size = 0;
+    int context_length = 0, batch_size = 0, steps = 0;
+    std::vector<int> warmup, context_lengths;  // context_length: the first
+    uint64_t seed = 0;
+    bool quick = false;
+    int checkpoint = 0;
+    std::string trace, out, weights, batch, data, save, load, inputs, impl;
+    bool causal = false;
+    double rope_theta = 0, lr = 0;
+    int sample = 0;
+    std::string backend;
+    int nproc = 0;
+    double timeout = 0;  // seconds
+    std::vector<double> bucket_size_mb;
+    std::vector<std::string> words;  // of reproduce: problems; empty: all
+    // communication_accounting
+    double bandwidth_gb = 0, tflops = 0;  // bytes and FLOP by powers of ten, per second
+    int tokens = 0, fsdp = 0, tp = 0;
+    // fsdp.cu, with some of those
+    int devices = 0;
+    double tensor_mb = 0;
 };
-struct OutOfMemory : Failure {
-    size_t bytes;  // the request that did not fit
-    OutOfMemory(size_t bytes, const std::string& what) : Failure(1, what), bytes(bytes) {}
-};
-[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));         // exit 1
-[[noreturn]] void usage_error(const char* format, ...) __attribute__((format(printf, 1, 2)));  // exit 2
-std::string strprintf(const char* format, ...) __attribute__((format(printf, 1, 2)));
-std::string vstrprintf(const char* format, va_list arguments);
-// What `format` says of the arguments behind it, within a function that takes `...`.
-#define FORMATTED(format)                                   \
-    ({                                                      \
-        va_list arguments_;                                 \
-        va_start(arguments_, format);                       \
-        std::string text_ = vstrprintf(format, arguments_); \
-        va_end(arguments_);                                 \
-        text_;                                              \
-    })
-std::string list_of(const std::vector<std::string>& items);          // "a", "a and b", "a, b and c"
-std::string span(double least, double most, const char* format);     // "3.4 to 58.3", or "3.4" where both print alike
-std::string counted(const std::string& n, const std::string& what);  // "1 step", "2 steps"
-inline std::string counted(int64_t n, const std::string& what) { return counted(std::to_string(n), what); }
-std::string join(const std::vector<std::string>& items, const char* between);
-std::string one_line(const std::string& text);  // control characters and what is not UTF-8 as \xNN
 
-#ifdef __CUDACC__
-void cuda_check(cudaError_t error, const char* call, const char* file, int line);
-#define CUDA_CHECK(call) cuda_check(call, #call, __FILE__, __LINE__)
-// After every <<<>>>. With the environment's CS336_SYNC=1 it also waits, so that a fault is reported at its own launch.
-void launch_check(const char* file, int line);
-#define LAUNCH_CHECK() launch_check(__FILE__, __LINE__)
-#endif
-
-// A table of implementations, from the plainest to the fastest. A row enters it while the program loads, so that its
-// file can be left out: static const AddRow<StepImpl> row({...}).
-template <class Impl>
-std::list<Impl>& table_of() {
-    static std::list<Impl> rows;
-    return rows;
+// In a process that is no rank: starts o.nproc ranks with the same command line. In a rank: joins them, and calls f.
+inline int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f) {
+    if (!is_rank()) { return launch_ranks(o.nproc, o.command_line, o.timeout); }
+    return join_ranks(o.has("nproc") ? o.nproc : 0, o.device, o.backend, o.timeout, f);
 }
-template <class Impl>
-struct AddRow {
-    AddRow(const Impl& row) {
-        auto& rows = table_of<Impl>();
-        auto above = [&](const Impl& other) { return other.rung > row.rung; };
-        rows.insert(std::find_if(rows.begin(), rows.end(), above), row);
-    }
-};
-
-// ---------------------------------------------------------------------------------------------------------------------
-// measure.cu: where things run
-
-// META has shapes but no data, as in PyTorch: nothing is computed, but every allocation is counted, so running a step
-// on META tells how much memory it would take.
-enum Device { CPU, CUDA, META };
-enum DType { F32, F16, BF16, F64, I32, U8 };  // F64 on the CPU only: finite differences need it
-enum Mode { EAGER, FUSED, FLASH };  // one kernel per operation | hand-fused kernels | fused, with FlashAttention
-// PURE_BF16: the weights, their gradients and AdamW's moments, too, are bf16, and so is the residual stream.
-enum Precision { FP32, TF32, PREC_BF16, PREC_FP16, PREC_PURE_BF16 };
-
-const char* name_of(Device d);
-const char* name_of(DType t);
-const char* name_of(Mode m);
-const char* name_of(Precision p);
-Mode mode_from(const std::string& name);  // names are checked when the command line is read
-Precision precision_from(const std::string& name);
-
-// What PyTorch, too, keeps globally: default device, autocast, grad mode.
-struct Context {
-    Device device = CPU;
-    Device planned_for = CPU;  // while device is META: where the run would be
-    Mode mode = FUSED;
-    Precision precision = FP32;
-    bool widening = false;       // a plan for a run here: count the fp32 copies of its products' operands
-    bool recording = true;       // write the tape; off inside NoGrad
-    bool deterministic = false;  // the same bits in every run, where that costs something: flash attention's backward
-    bool recompute = false;      // backward computes the norms' outputs and SwiGLU's again, so that nobody keeps them
-    int checkpoint = 0;          // blocks per gradient checkpoint; 0: none; below 0: an entry of Checkpointing
-    int head_chunk = 0;          // rows of the logits that the loss makes at a time; 0: all
-    bool each_launch = false;    // somebody looks at each launch, so none may hide in a CUDA graph
-    bool csv = false;            // tables and answers are printed as csv, not as Markdown
-    const char* sizes = "";      // "; sizes of --quick" if it chose them, for origin()
-};
-extern Context context;
-struct RestoreContext {  // at the end of its scope the context is as it was, also after an error
-    Context before = context;
-    ~RestoreContext() { context = before; }
-};
-struct Planning {  // within its scope nothing is computed, memory only counted
-    Device before = context.device;
-    Planning() {
-        if (before != META) { context.planned_for = before; }
-        context.device = META;
-    }
-    ~Planning() { context.device = before; }
-};
-
-int cuda_devices(std::string* why = nullptr);  // 0 without a GPU or its driver, or in a CPU build: why
-// What helps against an error of the CUDA runtime, by its name; "" for most. card and sm: its name, and 75 for compute
-// capability 7.5 (0: unknown). driver and runtime: for which CUDA, 12040 for 12.4 (0: no driver).
-std::string cuda_remedy(const std::string& error, const std::string& card, int sm, int driver, int runtime);
-// auto|cpu|cuda; prints on stderr which one auto took; fails if there is none. gpu: which one, of several.
-Device choose_device(const std::string& want, int gpu = 0);
-void synchronize();                 // wait for context.device
-std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2 threads, OpenBLAS ..."
-size_t available_memory(Device d);  // bytes that could be allocated now
-// Bytes that Linux would still give: the least of what it has available and of what our control group (version 2) and
-// RLIMIT_AS leave us. group: another group's folder, for tests.
-size_t system_memory(const char* group = nullptr);
-int cpu_threads();
-void choose_cpu_settings(char** argv);  // first thing in main(): may start the program anew, see there
-#ifdef __CUDACC__
-cudaStream_t stream();  // the one compute stream, or s while with_stream(s, f) runs f
-void with_stream(cudaStream_t s, const std::function<void()>& f);
-#endif
-
-// ---------------------------------------------------------------------------------------------------------------------
-// measure.cu: memory. Every buffer of ours is allocated here, with a category and the range that was open.
-
-enum Category { PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS, WORKSPACE, INPUTS, CATEGORIES };
-const char* name_of(Category c);
-
-// A line of our source. As a default argument here() is the line of the call: f(int x, Source at = here()).
-struct Source {
-    const char* file;
-    int line;
-    const char* function;
-};
-constexpr Source here(const char* file = __builtin_FILE(), int line = __builtin_LINE(),
-                      const char* function = __builtin_FUNCTION()) {
-    return {file, line, function};
-}
-
-// Fixed places for buffers, as a captured CUDA graph needs them: its kernels have their addresses built in.
-struct Places {
-    virtual ~Places() = default;
-    virtual size_t take(size_t bytes, void** at) = 0;  // the buffer's number; *at stays null: it comes from the pool
-    virtual void give(size_t number) = 0;
-};
-struct Memory {  // freed (in stream order) when the last shared_ptr goes
-    void* data;
-    size_t bytes;
-    Device device;
-    Category category;
-    const char* op;                  // innermost open Range
-    Source at;                       // who asked for it
-    std::shared_ptr<Places> places;  // that were in use
-    size_t number;                   // among theirs
-    bool placed = false;             // it lies at one of them, so it is neither counted nor freed by itself
-    ~Memory();
-};
-// Runs f; what it allocates on the GPU (or on META) is asked of `places`.
-void allocate_in(const std::shared_ptr<Places>& places, const std::function<void()>& f);
-bool watched();     // a trace or a memory log is being made
-struct MemoryUse {  // bytes
-    size_t now, peak;
-    size_t now_by[CATEGORIES], peak_by[CATEGORIES];  // peak_by: each category's share at the moment of the total's peak
-};
-// Throws OutOfMemory.
-std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at = here());
-const MemoryUse& memory_use(Device device);
-void reset_peak(Device device);
-size_t planned_peak(const std::function<void()>& run);  // bytes that it would hold at most, found on META
-std::vector<const Memory*> live_memory(Device device);  // every buffer that is held now
-
-// The log lists the allocations and frees on one device, in order. While it is on, each allocation waits for the GPU,
-// so that the times are the GPU's own.
-struct MemoryEvent {
-    double ms;      // since the start
-    bool is_alloc;  // else a free
-    uint64_t address;
-    size_t bytes;
-    Category category;
-    std::vector<const char*> ranges;  // that were open, outermost first
-    Source at;                        // who allocated it
-};
-void start_memory_log(Device device);        // begins, at 0 ms, with an allocation for each buffer that is held
-std::vector<MemoryEvent> stop_memory_log();  // empty if none was started
-void give_back_cached_memory();              // what our pool keeps but does not use
-void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);  // waits for the copy
-
-// ---------------------------------------------------------------------------------------------------------------------
-// trace.cu: named ranges of work, and what ran in them
-
-// A named stretch of work, e.g. Range r("attention"); ranges nest. Shown by NVTX tools, names allocations, and says in
-// a trace what the work was for. `name` has to live as long as the program.
-struct Range {
-    explicit Range(const char* name, int recorded_in = -1);  // recorded_in: see TracedRange
-    ~Range();
-    Range(const Range&) = delete;
-
-  private:
-    int traced = -1;
-};
-const std::vector<const char*>& open_ranges();  // of this thread, outermost first
-const char* innermost_range();                  // "" outside all of them
-int innermost_traced_range();                   // of the trace that is being made; -1: none
-
-// What ran when and in which range: on the GPU as CUPTI sees it, kernels of cuBLAS and NCCL too.
-// Times are in ns since 1970, on all GPUs and in all processes of a machine; ranges are indices into Trace::ranges.
-
-struct TracedRange {
-    const char* name;
-    int parent;       // -1: none
-    int recorded_in;  // of a backward step: the range in which the forward recorded it; -1: none
-    int thread;       // as the system numbers it
-    int64_t start, end;
-};
-struct TracedWork {  // a kernel, a copy or a memset
-    const char* name;
-    int range;  // the innermost that was open at the launch, -1: none
-    int64_t start, end;
-    unsigned stream, correlation;
-    int grid[3], block[3], registers, shared_bytes;
-    int64_t bytes;  // copies and memsets
-};
-struct TracedMemory {
-    int64_t time;
-    size_t bytes;  // that our buffers hold on context.device, as the host thread booked it
-};
-struct Trace {
-    std::vector<TracedRange> ranges;   // by start
-    std::vector<TracedWork> work;      // by start
-    std::vector<TracedMemory> memory;  // by time
-    size_t dropped = 0;                // records for which CUPTI had no room
-    std::string no_kernels;            // why `work` is empty; "": kernels were traced
-};
-void start_tracing();  // fails if a trace is being made
-Trace stop_tracing();  // waits for the device
-bool is_tracing();
-void trace_memory(size_t bytes);  // what context.device holds now, for the trace that is being made, if any
-
-// ---------------------------------------------------------------------------------------------------------------------
-// measure.cu: time, lines on stderr, ends by a signal, ourselves as a child
-
-double now_ms();  // wall clock, monotonic
-struct Mark {     // a moment: on the GPU an event in its stream, else (and for Gloo) the clock's
-    double ms = 0;
-    std::shared_ptr<void> event;
-};
-Mark mark();                                      // of the compute stream
-double ms_of(const Mark& m, const Mark& origin);  // after synchronize()
-#ifdef __CUDACC__
-Mark mark_on(cudaStream_t s);
-#endif
-struct Stats {
-    double mean, std, median, min, max;  // std: of the sample (n-1); 0 for n = 1
-    int n;
-};
-Stats stats_of(std::vector<double> values);
-std::string deviation(const Stats& s, const char* format);  // a cell; of one value: ""
-// The difference of two measured times is no more than their noise: one standard deviation of each together, at least 1
-// % of the larger (10 % where one is of a single run, whose noise nobody knows).
-bool level(const Stats& a, const Stats& b);
-// Of two times, as a sentence goes on: "2.31 times as fast as naive", "level with naive" (within the noise), "slower
-// than naive (0.74 times as fast)". By the means, or by another field of both.
-std::string how_fast(const Stats& ours, const Stats& theirs, const std::string& they, double Stats::*by = &Stats::mean);
-// Runs (prepare and) f warmup + n times without waiting in between; times in ms of the last n runs of f, taken on the
-// device by events (on the CPU by the clock), so that launch latency does not count where the device is the slower one.
-std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
-                                   const std::function<void()>& f);
-// Runs f warmup + n times, each run followed by synchronize(); times in ms of the last n.
-std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f);
-
-// One rewritten line on a terminal; in a pipe a line at most every five seconds.
-void progress(const char* format, ...) __attribute__((format(printf, 1, 2)));
-void end_progress();  // its line gives way to another one
-// While one lives, the first SIGINT, SIGTERM or SIGHUP ends nothing: the work looks at seen() and comes to an end in
-// order. The next one ends the process at once; within a second it is the first one again, since a terminal, `timeout`
-// and a launcher of ranks send theirs to a process and to its group.
-struct EndSignals {
-    explicit EndSignals(const char* answer = nullptr);  // to the first one, on stderr
-    ~EndSignals();
-    EndSignals(const EndSignals&) = delete;
-    static int seen();  // the signal's number; 0: none has come
-};
-// `write` fills a temporary file beside path, behind its links, which takes its name in one step: nobody ever sees half
-// a file, and where it fails, or we are killed, the old one stays. write returns false, with errno, if it failed; null:
-// only tries.
-void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
-void save_file(const std::string& path, const std::string& bytes);
-void note(const char* format, ...) __attribute__((format(printf, 1, 2)));  // one line on stderr
-// Starts this program anew, its stdout to a descriptor. It does not outlive us.
-pid_t start_ourselves(const std::vector<std::string>& arguments, int stdout_descriptor);
-std::string run_ourselves(const std::vector<std::string>& arguments);  // its stdout; fails if it failed
-std::string commit();                                                  // of the build
-
-// ---------------------------------------------------------------------------------------------------------------------
-// table.cu: tables and answers
-
-inline std::string to_cell(const std::string& x) { return x; }
-inline std::string to_cell(const char* x) { return x; }
-inline std::string to_cell(int x) { return std::to_string(x); }
-inline std::string to_cell(int64_t x) { return std::to_string(x); }
-inline std::string to_cell(size_t x) { return std::to_string(x); }
-std::string to_cell(double x);  // four digits, "" for NAN. Where a column needs others: strprintf
-inline std::string to_cell(DType x) { return name_of(x); }
-inline std::string to_cell(Mode x) { return name_of(x); }
-inline std::string to_cell(Precision x) { return name_of(x); }
-
-// Of a rate of FLOP/s: tera, but giga where that would be less than one.
-struct FlopUnit {
-    const char* name;
-    double per_tera;
-};
-inline FlopUnit unit_of(double tflops) { return tflops >= 1 ? FlopUnit{"TFLOP/s", 1} : FlopUnit{"GFLOP/s", 1e3}; }
-
-struct Table {
-    std::string caption;  // one line: device, precision, sizes, warm-up, steps, commit
-    std::vector<std::string> columns;
-    std::vector<std::vector<std::string>> rows = {};
-    template <class... C>
-    void row(const C&... cells) {
-        rows.push_back({to_cell(cells)...});
-    }
-};
-std::string origin();  // "NVIDIA H200, driver 580.159, CUDA 13.0; commit 1a2b3c4"; an output's first caption ends so
-void print(const Table& table);      // Markdown, or csv with context.csv
-std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)", for a run that would have held so much
-// "**(a)** text" below the table. part: the handout's letter, "" for the whole problem; several calls may have one
-// letter.
-void answer(const char* part, const char* format, ...) __attribute__((format(printf, 2, 3)));
-void sketch(const std::string& lines);  // a block of code, where the handout asks for one
-extern std::string* printed_to;         // null: stdout. For tests: where all of this goes instead
-
-// A table whose rows are printed as they come, also into a pipe, in columns of these widths.
-struct RunningTable {
-    Table table;
-    std::vector<size_t> widths;
-    std::string failure = "";  // why stdout takes no more rows: the run goes on without it
-    void add(const std::vector<std::string>& row);
-    void end();  // fails if a row did
-};
-
-// ---------------------------------------------------------------------------------------------------------------------
-// precision.cu: number formats. Conversions round to nearest, ties to even, and are ours on the CPU (the GPU has
-// instructions for them); tests compare all 65,536 patterns of each with the definition.
-
-struct bf16 {
-    uint16_t bits;
-};
-struct fp16 {
-    uint16_t bits;
-};
-float bf16_to_float(uint16_t bits);
-uint16_t float_to_bf16(float x);
-float fp16_to_float(uint16_t bits);
-uint16_t float_to_fp16(float x);
-float round_to_tf32(float x);          // 10 explicit mantissa bits, as tensor cores see an fp32 operand in tf32 mode
-float rounded(float x, DType format);  // to fp32, fp16 or bf16
-
-// n numbers on the CPU, from one format to another, by all threads.
-void convert(void* to, DType to_type, const void* from, DType from_type, int64_t n);
-void round_all_to_tf32(float* to, const float* from, int64_t n);
-
-HD inline double to_acc(double x) { return x; }  // to the type that arithmetic runs in
-HD inline float to_acc(float x) { return x; }
-HD inline float to_acc(bf16 x) {
-#ifdef __CUDA_ARCH__
-    return __bfloat162float(__ushort_as_bfloat16(x.bits));
-#else
-    return bf16_to_float(x.bits);
-#endif
-}
-HD inline float to_acc(fp16 x) {
-#ifdef __CUDA_ARCH__
-    return __half2float(__ushort_as_half(x.bits));
-#else
-    return fp16_to_float(x.bits);
-#endif
-}
-HD inline void from_acc(double a, double* x) { *x = a; }  // and back, rounding
-HD inline void from_acc(float a, float* x) { *x = a; }
-HD inline void from_acc(float a, bf16* x) {
-#ifdef __CUDA_ARCH__
-    x->bits = __bfloat16_as_ushort(__float2bfloat16_rn(a));
-#else
-    x->bits = float_to_bf16(a);
-#endif
-}
-HD inline void from_acc(float a, fp16* x) {
-#ifdef __CUDA_ARCH__
-    x->bits = __half_as_ushort(__float2half_rn(a));
-#else
-    x->bits = float_to_fp16(a);
-#endif
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// tensor.cu: tensors
-
-constexpr int MAX_DIMS = 5;
-using Shape = std::vector<int64_t>;
-int64_t count(const Shape& shape);
-std::string to_string(const Shape& shape);  // "[4, 256, 768]"
-size_t size_of(DType t);
-
-struct Gradient;
-
-// A handle: copying it shares the data. `memory` and `gradient` are null where there is none.
-struct Tensor {
-    std::shared_ptr<Memory> memory;
-    char* data = nullptr;
-    DType dtype = F32;
-    Shape shape, stride;  // strides in elements; all tensors are row-major but for the views that eager mode makes
-    std::shared_ptr<Gradient> gradient;
-    explicit operator bool() const { return memory != nullptr; }
-    int64_t size() const { return count(shape); }
-    int64_t dim(int i) const { return shape[i < 0 ? i + shape.size() : i]; }
-    Device device() const { return memory->device; }
-    template <class T>
-    T* as() const {
-        return (T*)data;
-    }
-};
-
-// Row-major; empty and zeros are on context.device.
-Tensor empty(const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
-Tensor zeros(const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
-Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
-// Elements [offset, offset + count(shape)) of a row-major t, without its gradient.
-Tensor view(const Tensor& t, int64_t offset, const Shape& shape);
-void fill_zero(const Tensor& t);
-void copy(const Tensor& to, const Tensor& from);   // same count and dtype, both row-major, any devices
-Tensor to_device(const Tensor& t, Device device);  // a copy there (itself if it is there already), without gradient
-// On context.device; rounds to dtype.
-Tensor from_floats(const std::vector<float>& values, const Shape& shape, DType dtype = F32);
-Tensor from_ints(const std::vector<int>& values, const Shape& shape);
-std::vector<float> to_floats(const Tensor& t);  // any dtype, any strides, from any device
-std::vector<double> to_doubles(const Tensor& t);
-
-template <class T>
-using Wide = decltype(to_acc(T()));  // the type that arithmetic on T runs in: float, or double for F64
-// Runs f(zero) with a zero of the floating dtype's C++ type: f only takes its type, decltype(zero).
-template <class Fn>
-void with_type(DType t, Fn f) {
-    switch (t) {
-        case F32: return f(float());
-        case BF16: return f(bf16());
-        case F16: return f(fp16());
-        case F64: return f(double());
-        default: fail("%s is not a floating type", name_of(t));
-    }
-}
-
-template <class Fn>  // the same where F64 cannot be
-void with_gpu_type(DType t, Fn f) {
-    switch (t) {
-        case F32: return f(float());
-        case BF16: return f(bf16());
-        case F16: return f(fp16());
-        default: fail("%s tensors are not for the GPU here", name_of(t));
-    }
-}
-
-// Counter-based random numbers (Philox 4x32-10: Salmon et al., SC 2011): element i of stream `key` is a pure function
-// of (seed, key, i), so the CPU and the GPU draw the same bits in any order.
-HD void philox(uint32_t out[4], uint64_t seed, uint64_t key, uint64_t i);
-// Bit-equal on CPU and GPU; bounded by 4.9 std.
-void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float std);
-int random_int(int n, uint64_t seed, uint64_t key, uint64_t i);  // uniform in [0, n)
-uint64_t key_of(const std::string& name);                        // a stream for each parameter name
-
-// One NaN-safe comparison for all tests: passes where |got - want| <= atol + rtol * |want|.
-struct Comparison {
-    int64_t wrong, worst;  // number of wrong elements, index of the worst one
-    double got, want, max_abs;
-    bool ok() const { return wrong == 0; }
-};
-Comparison compare(const Tensor& got, const Tensor& want, double rtol, double atol);
-std::string to_string(const Comparison& c);
-
-// ---------------------------------------------------------------------------------------------------------------------
-// tensor.cu: the tape. Each op appends the function that computes its inputs' gradients; backward() runs them from the
-// last to the first and drops each after its run, and with it the activations that only it still held.
-
-struct Gradient {
-    DType dtype;  // of the tensor that it belongs to, and its shape
-    Shape shape;
-    // Null until something is added, unless it is a view into a flat buffer. Outside mode eager a parameter's is 16-bit
-    // where low_precision is set, or where that buffer is.
-    Tensor value;
-    bool is_parameter = false;          // then it stays after backward ...
-    bool filled = false;                // ... and this says that it holds something
-    int uses = 0;                       // ops on the tape that still will add to it
-    std::function<void()> ready;        // parameters: called when the last of them has
-    std::function<Tensor()> recompute;  // its tensor, as products take it: linear() then need not keep it for backward
-    Tensor low_precision;               // parameters: as bf16/fp16 products take it, autocast's copy or a half of it
-};
-using GradientPtr = std::shared_ptr<Gradient>;
-
-struct NoGrad {  // within its scope nothing is recorded, and activations live no longer than their last use
-    bool before = context.recording;
-    NoGrad() { context.recording = false; }
-    ~NoGrad() { context.recording = before; }
-};
-void record(Tensor& y, const std::vector<Tensor>& inputs, std::function<void(const Tensor& dy)> backward);
-void add_gradient(const GradientPtr& g, const Tensor& dx);  // shares dx where it is the first; else adds with a kernel
-// For ops that write or accumulate in their own kernel: the tensor to write to, and whether to add to what it holds.
-Tensor gradient_target(const GradientPtr& g, bool* accumulate);
-// The same for those that write g's own dtype only, where the target may be 16-bit (make_gradients).
-void write_gradient(const GradientPtr& g, const std::function<void(const Tensor& target, bool accumulate)>& write);
-void backward(const Tensor& loss, float scale = 1);     // dloss = scale; empties the tape
-void backward_from(const Tensor& y, const Tensor& dy);  // the same, from any y
-void clear_tape();
-// Gradient checkpointing (Chen et al., 2016): f(x), of which forward keeps x alone. Backward runs f again, now with a
-// tape. f reads x and parameters, nothing else that has a gradient, and may itself call checkpoint().
-Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x);
-void scale_in_place(const Tensor& t, float s);
-void scale_in_place(const Tensor& t, const Tensor& s);                    // s: []
-void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate);  // to = from, or to += from; casts
-Tensor detached(const Tensor& t);                                         // same data, no gradient
-Tensor require_gradient(const Tensor& t);  // same data, a leaf of its own (tests, toy models)
-
-// ---------------------------------------------------------------------------------------------------------------------
-// tensor.cu: ops, each one kernel, with the dtypes that PyTorch's promotion and autocast give (precision.cu explains
-// them). Elementwise ops broadcast as PyTorch's do. All record themselves on the tape.
-
-Tensor add(const Tensor& a, const Tensor& b);
-Tensor sub(const Tensor& a, const Tensor& b);
-Tensor mul(const Tensor& a, const Tensor& b);
-Tensor div(const Tensor& a, const Tensor& b);
-Tensor scale(const Tensor& a, double s);  // a * s
-Tensor add_scalar(const Tensor& a, double s);
-Tensor exp(const Tensor& a);  // fp32 under autocast, as are log, square, rsqrt and the sums
-Tensor log(const Tensor& a);
-Tensor square(const Tensor& a);
-Tensor rsqrt(const Tensor& a);
-Tensor sqrt(const Tensor& a);  // keeps its dtype
-Tensor sigmoid(const Tensor& a);
-Tensor relu(const Tensor& a);
-Tensor where(const Tensor& mask, const Tensor& a, float otherwise);  // mask U8
-Tensor cast(const Tensor& a, DType dtype);
-Tensor sum_last(const Tensor& a);  // over the last dimension, which becomes 1
-Tensor mean_last(const Tensor& a);
-Tensor max_last(const Tensor& a);
-Tensor mean_all(const Tensor& a);                                 // []
-Tensor contiguous(const Tensor& a);                               // itself if it is row-major, else a copy
-Tensor reshape(const Tensor& a, const Shape& shape);              // a view where possible, else a copy
-Tensor transpose(const Tensor& a, int i, int j);                  // a view
-Tensor slice_last(const Tensor& a, int64_t start, int64_t step);  // a[..., start::step], a view
-Tensor interleave_last(const Tensor& a, const Tensor& b);         // stack(a, b, dim=-1).flatten(-2)
-Tensor gather_rows(const Tensor& table, const Tensor& index);     // table [V,C], index I32 [...] -> [..., C]
-Tensor pick_last(const Tensor& a, const Tensor& index);           // a [N,V], index I32 [N] -> [N,1]: a[n, index[n]]
-Tensor arange(int64_t n);                                         // I32 [n]
-Tensor greater_equal(const Tensor& a, const Tensor& b);           // U8
-
-// ---------------------------------------------------------------------------------------------------------------------
-// matmul.cu: matrix products, in context.precision: fp32 and tf32 on fp32 operands; bf16 and fp16 on operands that
-// autocast casts. Accumulation is always fp32 (fp64 for F64).
-// [...,M,K] x [...,K,N] (transpose_b: [...,N,K]) -> [...,M,N]
-Tensor matmul(const Tensor& a, const Tensor& b, bool transpose_b = false);
-Tensor linear(const Tensor& x, const Tensor& weight);  // x [...,K], weight [N,K] -> x weight^T [...,N]
-// linear(f(x), weight) as a checkpoint: backward runs f again, but not this product, whose result it does not read.
-Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x, const Tensor& weight);
-// out = alpha * op(a) op(b) + beta * out on row-major tensors; leading dimensions are a batch. Not recorded, nothing
-// cast.
-void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b, double alpha = 1,
-          double beta = 0);
-// gemm multiplies fp32 copies of such operands: on the CPU, and bf16 on a card without it (before the A100).
-bool multiplies_copies(Device device, DType dtype);
-void gemm_of_copies(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
-                    double alpha = 1, double beta = 0);
-struct Matrix {  // how a BLAS sees the last two dimensions of a tensor, with all leading ones as a batch
-    char* data;
-    DType dtype;
-    int64_t rows, cols, ld, batch, batch_stride;  // ld, batch_stride: elements from one row, one matrix, to the next
-};
-Matrix matrix_of(const Tensor& t);
-struct Product {  // C = alpha op(A) op(B) + beta C, row-major; K: the length of its sums
-    Matrix C, A, B;
-    bool transpose_a, transpose_b;
-    int64_t K;
-    float alpha, beta;
-};
-struct ProductImpl {  // on the GPU
-    const char* name;
-    int rung;
-    bool (*run)(const Product& p);  // false: the product is not for it, but for a lower rung
-};
-DType matmul_dtype(Precision precision = context.precision);  // what autocast casts operands to (F64 stays F64)
-DType weight_dtype(Precision precision = context.precision);  // of a model's weights and all that is laid out like them
-Tensor autocast_operand(const Tensor& t);  // cast to matmul_dtype(); a parameter's copy is cached while recording
-void drop_weight_copies(const std::vector<Tensor>& parameters);  // where autocast ends, or the weights change
-// g += alpha op(a) op(b). Eager adds with a kernel of its own, as autograd does; fused lets the product accumulate.
-void add_gemm(const GradientPtr& g, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
-              double alpha = 1);
-void one_blas_thread();  // before products inside an OpenMP loop of ours
-// C = alpha op(A) op(B) + beta C, row-major, C [M,N], by one thread; T: float or double.
-template <class T>
-void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* B, int64_t ldb, bool tb, int64_t M,
-                  int64_t N, int64_t K, double alpha, double beta);
-
-// ---------------------------------------------------------------------------------------------------------------------
-// safetensors.cu: u64 header length | JSON header | little-endian data
-
-struct FileTensor {
-    std::string dtype;  // as in the file: "F32", "BF16", "I64", ...
-    Shape shape;
-    const void* data;  // in SafeTensors::content
-    size_t bytes;
-};
-struct SafeTensors {
-    std::string path;
-    std::map<std::string, FileTensor> tensors;
-    std::map<std::string, std::string> metadata;
-    std::shared_ptr<void> content;  // the file's bytes
-};
-SafeTensors load_safetensors(const std::string& path);  // fails with path, tensor, expected and found; never half
-void save_safetensors(const std::string& path, const std::vector<std::pair<std::string, FileTensor>>& tensors,
-                      const std::map<std::string, std::string>& metadata = {});  // to a temporary name, then renamed
-const FileTensor& require_tensor(const SafeTensors& file, const std::string& name, const Shape& shape,
-                                 const std::set<std::string>& dtypes);  // -1 in shape: any size
-void require_no_others(const SafeTensors& file, const std::set<std::string>& names, const std::string& what);
-FileTensor describe(const Tensor& cpu_tensor);  // for save_safetensors; points into the tensor
 
 // ---------------------------------------------------------------------------------------------------------------------
 // precision.cu: what autocast does
@@ -742,7 +120,7 @@ struct AttentionImpl {
     Device device;
     int rung;  // of the ladder from the plainest to the fastest
     bool (*takes)(DType dtype, int64_t D);
-    // Either it works on tensor.cu's ops, which leave its backward on the tape ...
+    // Either it works on lib/tensor.cu's ops, which leave its backward on the tape ...
     Tensor (*run)(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L);
     // ... or it has both passes by hand: forward writes o and L, backward reads them and writes dq, dk, dv.
     void (*forward)(const AttentionTensors& t);
@@ -937,59 +315,38 @@ void run_phase(
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // in context's mode and precision
 float loss_scale_of(const LossScaler& scaler);                           // 1 unless the precision is fp16
 
-// ---------------------------------------------------------------------------------------------------------------------
-// ranks.cu: one process a rank. A rank that fails, dies or stalls ends the others within the timeout, with one line.
-
-struct LostTouch : Failure {  // a failure of the other ranks, or of the way to them
-    explicit LostTouch(const std::string& what) : Failure(1, what) {}
+// A model in training. A step is train_step, for one process and for ranks that share it.
+// HEAD_AND_LOSS is a part of its own only where somebody adds its mark. EXPOSED: from backward's end until gradients
+// are averages; with FSDP nothing.
+enum StepPart { FORWARD_BLOCKS, HEAD_AND_LOSS, BACKWARD, OPTIMIZER_STEP, EXPOSED, STEP_PARTS };
+// A rank's step, in ms but for LOSS: first the parts; then all of it; the collectives, and what of them is beside
+// backward. With FSDP what the compute stream waits for other ranks, in any part, is EXPOSED instead.
+enum { TOTAL = STEP_PARTS, COMMUNICATION, HIDDEN, LOSS, STEP_NUMBERS };
+using StepNumbers = std::array<double, STEP_NUMBERS>;
+struct Trainer {
+    Communicator c;
+    Model model;
+    LossScaler scaler;
+    AdamW adamw;          // of the model's own optimizer
+    double max_norm = 0;  // gradients are clipped to it; 0: they are not
+    int steps = 0;        // taken; the model's own are fewer where fp16 skipped some
+    // Of the last step. norm: as optimizer_step returns it.
+    double loss = 0, norm = 0;
+    std::vector<std::pair<StepPart, Mark>> marks;  // where its parts begin; the last, STEP_PARTS, is its end
+    // What ranks that share the step do besides: ddp.cu and fsdp.cu attach it. Null in one process.
+    std::function<void()> before_step, after_backward, before_optimizer;
+    std::function<double(Trainer& t)> step_optimizer;  // in place of the model's own
+    std::function<void(const Trainer& t, StepNumbers& n)> add_communication;
+    bool sums_gradients = false;  // after_backward does, over the batches of a step
+    std::shared_ptr<struct DataParallel> d;
+    std::shared_ptr<struct Optimizer> sharded;
+    std::shared_ptr<struct Fsdp> f;
 };
-struct Links;  // connections and threads
-struct Communicator {
-    int rank = 0, world = 1, local_world = 1;  // local: on this machine
-    std::string backend;                       // nccl or gloo
-    std::shared_ptr<Links> links;
-};
-bool is_rank();  // the environment says so: that of `--nproc`, torchrun, mpirun or srun
-// Starts n copies of this program with these arguments, waits for all; the exit code of the first that failed, or 0. A
-// rank that is stopped for 0.8 of the timeout has failed. A signal is passed on to all.
-int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s = 60);
-struct Options;
-// In a process that is no rank: starts o.nproc ranks with the same command line. In a rank: sets
-// context.device, connects it with the others, and calls f. Returns the exit code.
-int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f);
-std::string why_not(const std::string& backend, Device device, int ranks);  // "" where that works on this machine
-
-struct Work {  // a collective under way; the same on all ranks, in the same order
-    const char* what;
-    uint32_t number;
-    size_t bytes;  // of the whole tensor
-    double started_ms;
-    Mark begin, end;  // when it ran: valid after wait() and synchronize()
-    bool finished = false;
-    std::string error;             // Gloo's
-    Mark done;                     // NCCL: the end of run_behind's f, if there is one
-    std::function<void()> behind;  // Gloo: run_behind's f, which wait() has yet to call
-};
-using WorkPtr = std::shared_ptr<Work>;
-enum Reduction { SUM, AVERAGE };
-// All in place, fp32 or bf16 (broadcast and all-gather: any), row-major. They start when what is queued on the compute
-// stream is done, and run beside what follows. bounds: rank r owns elements [bounds[r], bounds[r + 1]) of t. own, with
-// equal parts only: where this rank's part comes from, or its sum goes to, instead of its place in t.
-WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction);
-WorkPtr broadcast(const Communicator& c, const Tensor& t, int root);
-WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, Reduction reduction,
-                       const Tensor& own = Tensor());
-WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds,
-                   const Tensor& own = Tensor());
-void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute stream waits, the host does not
-// Runs f behind a collective. NCCL: what f launches runs in a stream of the lowest priority, so in the room that the
-// compute stream leaves; wait() waits for that, too. Gloo: wait() calls f. Until wait() nobody else may touch what f
-// writes, or free what it reads; so f allocates nothing, since memory is freed in the compute stream's order.
-void run_behind(const Communicator& c, const WorkPtr& work, const std::function<void()>& f);
-void barrier(const Communicator& c);  // the host waits, also for its device
-// Every rank's text, through the ranks' folder; also a barrier, by default with no deadline: then it is the launcher
-// that ends us where another rank is gone.
-std::vector<std::string> gather_text(const Communicator& c, const std::string& text, double timeout_s = INFINITY);
+// In one process a Trainer needs a model, and for several batches per step its gradients' arena.
+// A step on this rank's batches, one backward each, of equal sizes; one batch only if `d` averages. The loss is the
+// mean over them. `begins` is called where a part begins. Waits for the device.
+void train_step(
+    Trainer& t, const std::vector<Batch>& batches, const std::function<void(StepPart)>& begins = [](StepPart) {});
 
 // ---------------------------------------------------------------------------------------------------------------------
 // ddp.cu: data parallel training. Every rank has the same weights and its own part of the batch; gradients are
@@ -997,31 +354,8 @@ std::vector<std::string> gather_text(const Communicator& c, const std::string& t
 
 enum Strategy { NO_SYNC, NAIVE, FLAT, OVERLAPPED, BUCKETED };
 const char* name_of(Strategy s);
-struct Bucket {          // what goes as one all-reduce
-    int64_t begin, end;  // elements of the flat gradients
-    int parameters;      // in it
-    int missing;         // of these, the gradients that backward has not finished yet
-};
-struct DataParallel {
-    Communicator c;
-    Strategy strategy;
-    Tensor gradients;                   // flat, in backward order
-    std::vector<Parameter> parameters;  // those with gradients, by offset; a tied one stands here once
-    std::vector<Tensor> slots;          // their gradients call back
-    std::vector<Bucket> buckets;
-    std::vector<int> bucket_of;  // parameter -> bucket
-    std::vector<bool> is_ready;  // parameter
-    size_t next = 0;             // the bucket to go next: the order is the same on all ranks
-    std::vector<WorkPtr> works;  // of this step
-    ~DataParallel();
-};
-// Sends rank 0's weights to all, after checking that all ranks have the same parameters. bucket_mb: BUCKETED's cap, in
-// 1e6 bytes; a larger tensor has a bucket of its own.
-std::unique_ptr<DataParallel> data_parallel(const Communicator& c, Strategy strategy, double bucket_mb,
-                                            const Tensor& weights, const Tensor& gradients,
-                                            const std::vector<Parameter>& parameters, const std::vector<Tensor>& slots);
-void begin_step(DataParallel& d);                       // before each backward
-void finish_gradient_synchronization(DataParallel& d);  // after it: then the gradients are averages
+Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy, double bucket_mb);
+void check_same_parameters(const Communicator& c, const std::vector<Parameter>& parameters);  // on all ranks, or fails
 
 // The optimizer over flat weights, each element by itself, so that any range of elements can be a shard.
 enum Sharding {
@@ -1047,93 +381,110 @@ struct Optimizer {
 void add_parameter_group(Optimizer& optimizer, ParameterGroup group);  // also between steps
 void optimizer_step(Optimizer& optimizer, float gradient_scale = 1);
 
-// FSDP: the weights are sharded, too.
-struct FsdpSlot {        // a tensor of a unit that has a gradient: one parameter's, or a joined one's
-    int64_t begin, end;  // elements of the unit
-    GradientPtr gradient;
-};
-struct FsdpUnit {  // what is gathered at once; its elements are those of the model's arena from begin
-    int64_t begin = 0, end = 0;
-    int64_t part = 0;           // elements that each rank keeps; the last rank's end in padding
-    int64_t offset = 0;         // of the own part, in Fsdp::shard
-    Tensor weights, gradients;  // whole, [world * part], while the unit has its buffer
-    Tensor gradient;            // the own part, averaged over the ranks; null until there is one
-    std::vector<FsdpSlot> slots;
-};
-struct FsdpWait {  // of the compute stream, for a unit's gather, or for its reduce-scatter and what runs behind that
-    int unit;      // -1: the norms
-    WorkPtr work;
-    Mark asked, got;
-};
-struct Fsdp {
-    Communicator c;
-    std::vector<Parameter> parameters;
-    std::vector<FsdpUnit> units;
-    ParameterGroup shard;                          // the own part of each unit, then the replicated weights
-    std::map<std::string, int64_t> replicated_at;  // by name: its first element there
-    int64_t replicated = 0;                        // where those begin
-    const WeightForm* form = nullptr;              // in which the own parts of all units but the first are
-    Tensor replicated_gradients, replicated_sum;   // of this backward; of all since the last step, or null
-    int in_buffer[2] = {-1, -1};                   // the unit whose weights each buffer has
-    WorkPtr gathers[2];
-    std::vector<int> order, last_order;  // in which this step, and the one before, asked for units
-    bool steps_in_backward = false;      // see begin_step
-    int backwards = 0;                   // since the last step
-    int to_reduce = 0, reducing = -1;    // the unit to be reduced next; the one whose reduce-scatter is under way
-    bool reduces_in_place = false;       // that one: its sum is in the buffer, not in its gradient
-    WorkPtr reduce;
-    std::vector<FsdpWait> waits;         // of this step, for weights
-    std::vector<FsdpWait> reduce_waits;  // for gradients
-    ~Fsdp();
-};
-// Lays the weights out over the ranks, not set. The shard has weight_dtype(). Where that is fp32, compute_dtype is the
-// one in which weights are sent and computed with, but for unit 0, the embedding, a look-up only, which stays fp32 as
-// under autocast. Gradients are as the shard.
-std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Parameter>& parameters, DType compute_dtype);
-Tensor place(Fsdp& f, const Parameter& p, const Shape& shape);  // see Place
-// A Transformer whose weights are f's, which has to outlive it.
-Model sharded_model(const ModelConfig& c, Fsdp& f);
-void add_hooks(Model& model, Fsdp& f);  // the same for a model that has been placed
-void init_weights(Fsdp& f, uint64_t seed);
-// Puts the own parts into the form that needs no cast before a gather, if there is one. AdamW takes it, SGD does not.
-void choose_form(Fsdp& f);
-// Before a step's first forward: the weights have changed. steps_in_backward: each unit takes its AdamW step as soon as
-// its gradient is an average, beside the rest of backward, and its gradient is not kept. That is for steps of one
-// backward whose gradients need no norm first, for clipping or for fp16's loss scale. optimizer_step still follows: it
-// steps the norms.
-void begin_step(Fsdp& f, bool steps_in_backward = false);
-void finish_backward(Fsdp& f);  // after each backward: then the own gradients are averages, or sums of averages
-// AdamW or SGD, as f.shard says, on the own part. See guarded_step.
-double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm);
-// Every parameter in turn, whole, of `flat`: f.shard's weights, m or v, in its dtype. With `write`, what `see` leaves
-// there is cut up again. Every rank has to call it.
-void visit_whole(Fsdp& f, const Tensor& flat, bool write,
-                 const std::function<void(const Parameter& p, const Tensor& whole)>& see);
-
-// A model in training, and how several ranks share its work and its state. A step is train_step, for all of them.
-// HEAD_AND_LOSS is a part of its own only where somebody adds its mark. EXPOSED: from backward's end until `d` has
-// averages; with FSDP nothing.
-enum StepPart { FORWARD_BLOCKS, HEAD_AND_LOSS, BACKWARD, OPTIMIZER_STEP, EXPOSED, STEP_PARTS };
-struct Trainer {
-    Communicator c;
-    Model model;
-    LossScaler scaler;
-    AdamW adamw;                      // of the model's own optimizer
-    double max_norm = 0;              // gradients are clipped to it; 0: they are not
-    std::unique_ptr<DataParallel> d;  // averages gradients, or null
-    Optimizer sharded;                // steps in place of the model's own if it has a group
-    std::unique_ptr<Fsdp> f;          // has the weights, and steps them, or null
-    bool steps_in_backward = false;   // FSDP's, see begin_step
-    int steps = 0;                    // taken; the model's own are fewer where fp16 skipped some
-    // Of the last step. norm: as optimizer_step returns it.
-    double loss = 0, norm = 0;
-    std::vector<std::pair<StepPart, Mark>> marks;  // where its parts begin; the last, STEP_PARTS, is its end
-};
-// In one process a Trainer needs a model, and for several batches per step its gradients' arena. For several ranks:
-Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy, double bucket_mb);
+void sgd_update(const Tensor& p, const Tensor& g, const Tensor& m, const AdamW& a, float momentum);
+// Of the gradients of all ranks, the same on all, so all of them step, or none. It is infinite from 1.8e19 on.
+double norm_over_ranks(const Communicator& c, double square_sum);
+void attach(Trainer& t, const Optimizer& optimizer);  // which steps in place of the model's own
 Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding);
+
+struct WeightsCheck {  // of several ranks' weights against those of a reference
+    std::string model, what;
+    double max = 0, sum = 0;  // of the differences
+    int64_t n = 0;            // differences
+    bool match = true, same_bits = true;
+    int calls = 0;            // all-reduces per step
+    std::string shares = "";  // of a sharded optimizer: elements of state by rank
+    int64_t whole = 0;        // unsharded
+};
+// Prints table and answer; fails if a row differs.
+void print_checks(const Communicator& c, const Table& table, const std::vector<WeightsCheck>& checks,
+                  const std::string& what);
+void compare(WeightsCheck& d, const Tensor& got, const Tensor& want, double atol = 1e-6, double rtol = 1e-5);
+bool same_bits_everywhere(const Communicator& c, const Tensor& t);  // collective
+
+// ---------------------------------------------------------------------------------------------------------------------
+// fsdp.cu
+
 Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, uint64_t seed, bool steps_in_backward = false);
-// A step on this rank's batches, one backward each, of equal sizes; one batch only if `d` averages. The loss is the
-// mean over them. `begins` is called where a part begins. Waits for the device.
-void train_step(
-    Trainer& t, const std::vector<Batch>& batches, const std::function<void(StepPart)>& begins = [](StepPart) {});
+
+// ---------------------------------------------------------------------------------------------------------------------
+// model.cu: what an experiment runs, and whether that fits into memory
+
+std::vector<ModelConfig> configs_of(const Options& o);  // what --d_model, --d_ff, ... name, else --size; checked
+std::string vocabulary_of(const std::vector<ModelConfig>& configs);  // theirs, for a caption
+std::string size_option(const ModelConfig& c);  // what --size calls it in its edition: "xl" of "xl (2026)"
+Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
+void check_mode(const ModelConfig& c, Mode mode, Precision precision);  // usage_error if context.device cannot run it
+// "flash"; with all that the context may ask for "flash, recompute, checkpoint 4, head chunk 2048"
+std::string caption_of(Mode mode);
+std::string name_of_checkpoint(int checkpoint);  // "4", "ffn", "ffn:4", "half", "halves", "nested"
+// The mode `name`, checked. The default, flash, becomes fused where this head size and precision have none.
+Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, Precision precision);
+
+// For what several ranks run: one model, in one precision and mode, which the context gets; --quick's defaults.
+ModelConfig choose_step(Options& o, const Communicator& c);
+std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c);
+size_t room_of_each_rank(const Communicator& c);  // bytes, the least of all ranks'
+// What a rank holds at most in two steps, each of `batches` batches of B sequences, predicted on META.
+size_t steps_peak(int world, const Options& o, const std::function<Trainer(const Communicator& planned)>& make, int B,
+                  int batches = 1);
+// Warms up, then takes timed steps. `after` is called after each, also of the warm-up.
+std::vector<StepNumbers> timed_steps(
+    Trainer& t, const std::vector<Batch>& batches, const Options& o, const char* name,
+    const std::function<void()>& after = [] {});
+Stats stats_of(const std::vector<StepNumbers>& steps, int number);  // of one of the numbers
+Batch batch_of(const Options& o, const ModelConfig& m, int rank);   // random
+// Every rank's values, of plain types.
+template <class T>
+std::vector<std::vector<T>> gather(const Communicator& c, const std::vector<T>& mine) {
+    std::vector<std::vector<T>> all;
+    for (const std::string& bytes : gather_text(c, {(const char*)mine.data(), mine.size() * sizeof(T)})) {
+        all.emplace_back(bytes.size() / sizeof(T));
+        memcpy((void*)all.back().data(), bytes.data(), bytes.size());
+    }
+    return all;
+}
+
+// A default of --quick's: sets the field, unless its option was typed.
+template <class T>
+void by_quick(Options& o, const char* name, T Options::*field, const T& to) {
+    if (!o.has(name)) { o.*field = to; }
+}
+std::vector<Precision> precisions_of(const Options& o);
+// Those of --mode, checked; the default, flash, becomes fused where one of the models and precisions has no flash.
+std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& configs,
+                           const std::vector<Precision>& precisions);
+const char* name_of(Phase phase);
+std::string row_of(const ModelConfig& c, int B, int T,
+                   Phase phase);  // with context's precision, mode and checkpoint; B: sequences per rank
+
+// ---------------------------------------------------------------------------------------------------------------------
+// profile.cu
+
+// Chrome's trace format, which Perfetto opens; the caption goes into otherData. Rank 0 writes the traces of all ranks,
+// one process a rank. Times count from the last midnight (UTC), the same for all ranks.
+void write_trace(const std::string& path, const std::vector<Trace>& traces, const std::string& caption,
+                 const Communicator& c = Communicator());
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The commands, by file
+
+using RunCommand = int(const Options& o);
+RunCommand cmd_mixed_precision_accumulation;                                                        // precision.cu
+RunCommand cmd_info, cmd_benchmarking_script, cmd_benchmarking_mixed_precision, cmd_torch_compile;  // model.cu
+RunCommand cmd_nsys_profile;                                                                        // profile.cu
+RunCommand cmd_memory_profiling;                                                                    // profile.cu
+RunCommand cmd_gradient_checkpointing;                                                              // model.cu
+RunCommand cmd_pytorch_attention, cmd_weighted_sum, cmd_flash_forward, cmd_flash_backward;          // attention.cu
+RunCommand cmd_flash_benchmarking, cmd_flash_leaderboard, cmd_attention;
+void torch_compile_attention(const Options& o);  // torch_compile (a): its table and its answer
+RunCommand cmd_model, cmd_train;                 // model.cu
+RunCommand cmd_distributed_communication_single_node, cmd_naive_ddp, cmd_naive_ddp_benchmarking;  // ddp.cu
+RunCommand cmd_minimal_ddp_flat_benchmarking, cmd_ddp_overlap_individual_parameters;
+RunCommand cmd_ddp_overlap_individual_parameters_benchmarking, cmd_ddp_overlap_bucketed, cmd_ddp_bucketed_benchmarking;
+RunCommand cmd_optimizer_state_sharding, cmd_optimizer_state_sharding_accounting;
+RunCommand cmd_fsdp, cmd_fsdp_accounting;  // fsdp.cu
+RunCommand cmd_leaderboard;                // fsdp.cu
+RunCommand cmd_communication_accounting;   // ddp.cu
+RunCommand cmd_alternate_ring_all_reduce, cmd_data_parallel_calcs, cmd_fsdp_calcs, cmd_tp_calcs,
+    cmd_fsdp_tp_calcs;  // fsdp.cu

@@ -2,6 +2,10 @@
 #include "cs336.h"
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <omp.h>
+#include <unistd.h>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Data parallel. The four ways differ in two things only: how the flat gradients are cut into buckets, and whether a
@@ -10,6 +14,32 @@
 //   flat        one bucket, afterwards                bucketed    as many tensors as fit the cap, at once
 // The gradients lie in one buffer, in the order in which backward finishes them. So buckets are ranges of this buffer,
 // and nothing is copied.
+
+struct Bucket {          // what goes as one all-reduce
+    int64_t begin, end;  // elements of the flat gradients
+    int parameters;      // in it
+    int missing;         // of these, the gradients that backward has not finished yet
+};
+struct DataParallel {
+    Communicator c;
+    Strategy strategy;
+    Tensor gradients;                   // flat, in backward order
+    std::vector<Parameter> parameters;  // those with gradients, by offset; a tied one stands here once
+    std::vector<Tensor> slots;          // their gradients call back
+    std::vector<Bucket> buckets;
+    std::vector<int> bucket_of;  // parameter -> bucket
+    std::vector<bool> is_ready;  // parameter
+    size_t next = 0;             // the bucket to go next: the order is the same on all ranks
+    std::vector<WorkPtr> works;  // of this step
+    ~DataParallel();
+};
+// Sends rank 0's weights to all, after checking that all ranks have the same parameters. bucket_mb: BUCKETED's cap, in
+// 1e6 bytes; a larger tensor has a bucket of its own.
+std::unique_ptr<DataParallel> data_parallel(const Communicator& c, Strategy strategy, double bucket_mb,
+                                            const Tensor& weights, const Tensor& gradients,
+                                            const std::vector<Parameter>& parameters, const std::vector<Tensor>& slots);
+void begin_step(DataParallel& d);                       // before each backward
+void finish_gradient_synchronization(DataParallel& d);  // after it: then the gradients are averages
 
 const char* name_of(Strategy s) {
     static const char* const names[] = {"no sync", "naive", "flat", "overlapped", "bucketed"};
@@ -49,7 +79,7 @@ static void gradient_is_ready(DataParallel& d, int64_t begin, int64_t end) {
 }
 
 // A collective between different tensors would end in garbage, or abort inside Gloo.
-static void check_same_parameters(const Communicator& c, const std::vector<Parameter>& parameters) {
+void check_same_parameters(const Communicator& c, const std::vector<Parameter>& parameters) {
     if (context.device == META) { return; }
     std::string mine;
     for (const Parameter& p : parameters) { mine += p.name + " " + to_string(p.shape) + "\n"; }
@@ -129,7 +159,7 @@ void add_parameter_group(Optimizer& optimizer, ParameterGroup group) {
 }
 
 // PyTorch's SGD: g += wd p;  m = momentum m + g;  p -= lr m
-static void sgd_update(const Tensor& p, const Tensor& g, const Tensor& m, const AdamW& a, float momentum) {
+void sgd_update(const Tensor& p, const Tensor& g, const Tensor& m, const AdamW& a, float momentum) {
     scale_in_place(m, momentum);
     copy_or_add(m, g, true);
     if (a.weight_decay > 0) { copy_or_add(m, scale(p, a.weight_decay), true); }
@@ -161,361 +191,1060 @@ void optimizer_step(Optimizer& o, float gradient_scale) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// FSDP (Zhao et al., 2023; ZeRO-3; the 2026 handout): the weights are sharded, too. A rank keeps
-// 1/N of each unit (the embedding, a block, the head) with its gradients and moments, in fp32 or, in pure bf16, in
-// bf16. Norms are replicated.
-//   forward    compute unit i, gather unit i + 1 beside it
-//   backward   compute unit i, gather unit i - 1 and reduce-scatter unit i + 1's gradients beside it
-// Whole units lie in two buffers by turns, unit i in number i % 2; gradients in two more. So the gather of unit i + 1
-// overwrites unit i - 1. It starts when the compute stream has finished that unit, since collectives start behind what
-// is queued there.
+// Trainers of several ranks
 
-static Tensor own_part(const Fsdp& f, const FsdpUnit& u, const Tensor& whole) {
-    return view(whole, f.c.rank * u.part, {u.part});
-}
-static std::vector<int64_t> bounds_of(const Fsdp& f, const FsdpUnit& u) {
-    std::vector<int64_t> bounds;
-    for (int r = 0; r <= f.c.world; r++) { bounds.push_back(r * u.part); }
-    return bounds;
-}
-
-std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Parameter>& parameters,
-                                  DType compute_dtype) {
-    check_same_parameters(c, parameters);
-    auto made = std::make_unique<Fsdp>();
-    Fsdp& f = *made;
-    f.c = c, f.parameters = parameters;
-    const DType kept = weight_dtype();
-    if (kept != F32) { compute_dtype = kept; }
-    for (const Parameter& p : parameters) {
-        if (p.unit < 0) { continue; }
-        if (p.unit >= (int)f.units.size()) { f.units.resize(p.unit + 1); }
-        FsdpUnit& u = f.units[p.unit];
-        u.begin = u.end == 0 ? p.offset : std::min(u.begin, p.offset);
-        u.end = std::max(u.end, p.offset + count(p.shape));
-    }
-    auto dtype_of = [&](size_t i) { return i == 0 ? kept : compute_dtype; };
-    int64_t weight_bytes[2] = {0, 0}, gradient_bytes[2] = {0, 0};
-    for (size_t i = 0; i < f.units.size(); i++) {
-        FsdpUnit& u = f.units[i];
-        u.part = aligned((u.end - u.begin + c.world - 1) / c.world);
-        u.offset = f.replicated;
-        f.replicated += u.part;
-        int64_t n = c.world * u.part;
-        weight_bytes[i % 2] = std::max<int64_t>(weight_bytes[i % 2], n * size_of(dtype_of(i)));
-        gradient_bytes[i % 2] = std::max<int64_t>(gradient_bytes[i % 2], n * size_of(kept));
-    }
-    int64_t end = f.replicated;
-    for (const Parameter& p : parameters) {
-        if (p.unit < 0) { f.replicated_at[p.name] = end, end = aligned(end + count(p.shape)); }
-    }
-    f.shard.weights = zeros({end}, kept, PARAMETERS);
-    f.replicated_gradients = zeros({end - f.replicated}, kept, GRADIENTS);
-    for (size_t buffer = 0; buffer < 2; buffer++) {
-        Tensor weights = empty({weight_bytes[buffer]}, U8, WEIGHT_COPIES),
-               gradients = empty({gradient_bytes[buffer]}, U8, GRADIENTS);
-        for (size_t i = buffer; i < f.units.size(); i += 2) {
-            FsdpUnit& u = f.units[i];
-            u.weights = weights, u.gradients = gradients;
-            u.weights.dtype = dtype_of(i), u.gradients.dtype = kept;
-            u.weights.shape = u.gradients.shape = {c.world * u.part};
+void attach(Trainer& t, std::unique_ptr<DataParallel> made) {
+    t.d = std::move(made);
+    DataParallel& d = *t.d;
+    t.before_step = [&d] { begin_step(d); };
+    t.before_optimizer = [&d] { finish_gradient_synchronization(d); };
+    t.add_communication = [&d](const Trainer& t, StepNumbers& n) {
+        const double begin = n[FORWARD_BLOCKS], end = begin + n[BACKWARD];  // of backward
+        for (const WorkPtr& work : d.works) {
+            const double from = ms_of(work->begin, t.marks[0].second), to = ms_of(work->end, t.marks[0].second);
+            n[COMMUNICATION] += to - from;
+            n[HIDDEN] += std::max(0.0, std::min(to, end) - std::max(from, begin));
         }
-    }
-    f.to_reduce = (int)f.units.size() - 1;
-    return made;
-}
-Tensor place(Fsdp& f, const Parameter& p, const Shape& shape) {
-    Tensor whole, gradients;
-    int64_t at;
-    if (p.unit < 0) {
-        whole = view(f.shard.weights, f.replicated, f.replicated_gradients.shape);
-        gradients = f.replicated_gradients, at = f.replicated_at.at(p.name) - f.replicated;
-    } else {
-        const FsdpUnit& u = f.units[p.unit];
-        whole = u.weights, gradients = u.gradients, at = p.offset - u.begin;
-    }
-    Tensor t = require_gradient(view(whole, at, shape));
-    t.gradient->is_parameter = true;
-    t.gradient->value = view(gradients, at, shape);
-    if (p.unit >= 0) {
-        std::vector<FsdpSlot>& slots = f.units[p.unit].slots;
-        auto after = [&](const FsdpSlot& s) { return s.begin > at; };
-        slots.insert(std::find_if(slots.begin(), slots.end(), after), {at, at + t.size(), t.gradient});
-    }
-    return t;
-}
-
-static void start_gather(Fsdp& f, int i) {
-    const FsdpUnit& u = f.units[i];
-    WorkPtr& gather = f.gathers[i % 2];
-    wait(f.c, gather);  // of a unit that nobody asked for in the end
-    Tensor own = view(f.shard.weights, u.offset, {u.part});
-    if (f.form && i > 0) { own = f.form->lend(own); }
-    bool casts = u.weights.dtype != own.dtype;
-    if (casts) { copy_or_add(own_part(f, u, u.weights), own, false); }
-    gather = all_gather(f.c, u.weights, bounds_of(f, u), casts ? Tensor() : own);
-    f.in_buffer[i % 2] = i;
-}
-// The step before tells which unit comes next, also where checkpoints run units again. A unit of the first step, or one
-// that needs unit i's own buffer (unit i - 2 after a checkpoint of two blocks), is gathered when it is asked for.
-static void pre_forward(Fsdp& f, int i) {
-    Range range("gather");
-    if (f.in_buffer[i % 2] != i) { start_gather(f, i); }
-    Mark asked = mark();
-    wait(f.c, f.gathers[i % 2]);
-    f.waits.push_back({i, f.gathers[i % 2], asked, mark()});
-    f.order.push_back(i);
-    size_t n = f.order.size();
-    while (n < f.last_order.size() && f.last_order[n] == i) { n++; }  // a checkpoint's backward comes after its forward
-    int next = n < f.last_order.size() ? f.last_order[n] : i;
-    if (next % 2 != i % 2 && f.in_buffer[next % 2] != next) { start_gather(f, next); }
-}
-
-static void add_to(const Fsdp& f, Tensor& sum, const Tensor& x) {
-    bool first = !sum;
-    if (first) { sum = empty(x.shape, f.shard.weights.dtype, GRADIENTS); }
-    copy_or_add(sum, x, !first);
-}
-static void wait_for_gradients(Fsdp& f, int unit, const WorkPtr& work) {
-    Mark asked = mark();
-    wait(f.c, work);
-    f.reduce_waits.push_back({unit, work, asked, mark()});
-}
-static void finish_reduce(Fsdp& f) {
-    if (f.reducing < 0) { return; }
-    FsdpUnit& u = f.units[f.reducing];
-    wait_for_gradients(f, f.reducing, f.reduce);
-    if (f.reduces_in_place && !f.steps_in_backward) { add_to(f, u.gradient, own_part(f, u, u.gradients)); }
-    f.reducing = -1;
-}
-// What has no gradient counts as zero: padding, and parameters that this rank's loss did not depend on.
-static void zero_the_rest(FsdpUnit& u) {
-    int64_t end = 0;
-    auto zero_up_to = [&](int64_t begin) {
-        if (begin > end) { fill_zero(view(u.gradients, end, {begin - end})); }
     };
-    for (const FsdpSlot& slot : u.slots) {
-        if (!slot.gradient->filled) { continue; }
-        zero_up_to(slot.begin);
-        end = slot.end;
-        slot.gradient->filled = false;  // the next backward overwrites it
-    }
-    zero_up_to(u.gradients.size());
 }
-// Each gradient is a unit's, or that of all replicated weights.
-static void update(Fsdp& f, std::vector<FlatGradient> gradients, float gradient_scale) {
-    NoGrad no_grad;
-    ParameterGroup& g = f.shard;
-    auto plain = std::partition(gradients.begin(), gradients.end(), [&](const FlatGradient& one) {
-        return f.form && one.offset > 0 && one.offset < f.replicated;  // of units 1 and up
-    });
-    if (!g.sgd) {
-        adamw_update(g.weights, {plain, gradients.end()}, g.m, g.v, g.adamw, g.step, gradient_scale);
-        adamw_update(g.weights, {gradients.begin(), plain}, g.m, g.v, g.adamw, g.step, gradient_scale, f.form);
-        return;
-    }
-    if (f.form) { fail("FSDP: SGD takes plain weights"); }
-    for (const FlatGradient& one : gradients) {
-        auto own = [&](const Tensor& t) { return view(t, one.offset, one.g.shape); };
-        scale_in_place(one.g, gradient_scale);
-        sgd_update(own(g.weights), one.g, own(g.m), g.adamw, g.momentum);
-    }
-}
-static void begin_update(Fsdp& f) {
-    ParameterGroup& g = f.shard;
-    if (!g.m) { g.m = zeros(g.weights.shape, g.weights.dtype, OPTIMIZER); }
-    if (!g.v && !g.sgd) { g.v = zeros(g.weights.shape, g.weights.dtype, OPTIMIZER); }
-    g.step++;
-}
-static void start_reduce(Fsdp& f, int i) {
-    Range range("reduce");
-    if (f.steps_in_backward && f.backwards > 0) { fail("FSDP: steps in backward take one backward each"); }
-    finish_reduce(f);  // of unit i + 1: backward now writes unit i - 1's gradients over them
-    FsdpUnit& u = f.units[i];
-    zero_the_rest(u);
-    f.reduces_in_place = f.steps_in_backward || u.gradient;
-    if (!f.reduces_in_place) { u.gradient = empty({u.part}, u.gradients.dtype, GRADIENTS); }
-    f.reduce = reduce_scatter(f.c, u.gradients, bounds_of(f, u), AVERAGE, f.reduces_in_place ? Tensor() : u.gradient);
-    f.reducing = i;
-    if (!f.steps_in_backward) { return; }
-    run_behind(f.c, f.reduce, [&f, &u] { update(f, {{own_part(f, u, u.gradients), u.offset}}, 1); });
-}
-static void pre_backward(Fsdp& f, int i) {
-    while (f.to_reduce > i) { start_reduce(f, f.to_reduce--); }
-    if (i > 0) { pre_forward(f, i); }  // a look-up's backward needs no weights, only the buffer for gradients
-}
-void add_hooks(Model& model, Fsdp& f) {
-    model.weights = f.shard.weights, model.gradients = f.replicated_gradients;  // so that slots keep their gradients
-    model.pre_forward = [&f](int unit) { pre_forward(f, unit); };
-    model.pre_backward = [&f](int unit) { pre_backward(f, unit); };
-}
-Model sharded_model(const ModelConfig& c, Fsdp& f) {
-    Model model = lay_out_model(c);
-    place_weights(model, [&](const Parameter& p, const Shape& shape) { return place(f, p, shape); });
-    add_hooks(model, f);
-    return model;
-}
-
-static void forget_gathered(Fsdp& f) { f.in_buffer[0] = f.in_buffer[1] = -1; }  // the weights have changed
-static void drop_gradients(Fsdp& f) {
-    for (FsdpUnit& u : f.units) { u.gradient = Tensor(); }
-    f.replicated_sum = Tensor();
-}
-void begin_step(Fsdp& f, bool steps_in_backward) {
-    f.last_order = std::move(f.order);
-    f.order.clear(), f.waits.clear(), f.reduce_waits.clear();
-    if (f.reducing >= 0) { wait(f.c, f.reduce); }  // an error has ended the step before
-    f.reducing = -1, f.to_reduce = (int)f.units.size() - 1;
-    drop_gradients(f), forget_gathered(f);
-    f.backwards = 0, f.steps_in_backward = steps_in_backward;
-    if (!steps_in_backward) { return; }
-    if (f.shard.sgd || context.precision == PREC_FP16) { fail("FSDP: a step in backward is AdamW's, and not in fp16"); }
-    begin_update(f);
-}
-Fsdp::~Fsdp() {
-    if (c.backend != "nccl") { return; }  // Gloo's jobs hold their tensors
-    try {
-        for (const WorkPtr& work : {gathers[0], gathers[1], reduce}) { wait(c, work); }
-    } catch (const std::exception&) {}  // the device has failed, and nothing writes into the buffers any more
-}
-void finish_backward(Fsdp& f) {
-    Range range("synchronize gradients");
-    while (f.to_reduce >= 0) { start_reduce(f, f.to_reduce--); }
-    finish_reduce(f);
-    f.to_reduce = (int)f.units.size() - 1, f.backwards++;
-    if (f.replicated_gradients.size() == 0) { return; }
-    wait_for_gradients(f, -1, all_reduce(f.c, f.replicated_gradients, AVERAGE));
-    add_to(f, f.replicated_sum, f.replicated_gradients);
-    fill_zero(f.replicated_gradients);  // the next loss may not depend on all of them
-}
-
-static std::vector<FlatGradient> gradients_of(const Fsdp& f) {
-    if (f.backwards == 0) { fail("FSDP: the optimizer's step has no backward before it"); }
-    std::vector<FlatGradient> all;
-    for (const FsdpUnit& u : f.units) {
-        if (u.gradient) { all.push_back({u.gradient, u.offset}); }
-    }
-    if (f.replicated_sum) { all.push_back({f.replicated_sum, f.replicated}); }
-    return all;
-}
-// It is the same on all ranks, so all of them step, or none. It is infinite from 1.8e19 on.
-static double norm_over_ranks(const Communicator& c, double square_sum) {
-    Tensor sum = from_floats({(float)square_sum}, {1});
-    wait(c, all_reduce(c, sum, SUM));
-    return std::sqrt(to_floats(sum)[0]);
-}
-static double gradient_norm(const Fsdp& f) {
-    if (context.device == META) { return 1; }
-    std::vector<FlatGradient> gradients = gradients_of(f);
-    if (f.c.rank > 0 && f.replicated_sum) { gradients.pop_back(); }  // they count once
-    return norm_over_ranks(f.c, square_sum(gradients));
-}
-double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) {
-    if (f.steps_in_backward && max_norm > 0) { fail("FSDP: a step in backward does not clip"); }
-    double norm = guarded_step(
-        scaler, max_norm, [&] { return gradient_norm(f); },
-        [&](float gradient_scale) {
-            if (!f.steps_in_backward) { begin_update(f); }
-            update(f, gradients_of(f), gradient_scale);
-        });
-    drop_gradients(f), forget_gathered(f);
-    f.backwards = 0;
-    return norm;
-}
-
-void visit_whole(Fsdp& f, const Tensor& flat, bool write,
-                 const std::function<void(const Parameter& p, const Tensor& whole)>& see) {
-    for (const WorkPtr& gather : f.gathers) { wait(f.c, gather); }  // they may read what changes its form here
-    for (int i = -1; i < (int)f.units.size(); i++) {
-        Tensor own = flat, whole = flat;
-        int64_t begin = 0;
-        const bool has_form = f.form && i > 0 && flat.data == f.shard.weights.data;
-        if (i >= 0) {
-            const FsdpUnit& u = f.units[i];
-            own = view(flat, u.offset, {u.part}), whole = empty({f.c.world * u.part}, flat.dtype, WORKSPACE);
-            begin = u.begin;
-            if (has_form) { f.form->leave(own); }
-            wait(f.c, all_gather(f.c, whole, bounds_of(f, u), own));
-        }
-        for (const Parameter& p : f.parameters) {
-            if (p.unit == i) { see(p, view(whole, i < 0 ? f.replicated_at.at(p.name) : p.offset - begin, p.shape)); }
-        }
-        if (i >= 0 && write) { copy(own, own_part(f, f.units[i], whole)); }
-        if (has_form) { f.form->enter(own); }
-    }
-    if (write) { forget_gathered(f); }
-}
-void init_weights(Fsdp& f, uint64_t seed) {
-    visit_whole(f, f.shard.weights, true,
-                [&](const Parameter& p, const Tensor& whole) { init_weight(whole, p.name, seed); });
-}
-void choose_form(Fsdp& f) {
-    if (f.form || f.shard.sgd || f.units.size() < 2) { return; }
-    f.form = form_for(f.shard.weights.dtype, f.units[1].weights.dtype);
-    for (size_t i = 1; f.form && i < f.units.size(); i++) {
-        f.form->enter(view(f.shard.weights, f.units[i].offset, {f.units[i].part}));
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// A step of training, in one process or by any of these ways
-
 Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy, double bucket_mb) {
     Trainer t;
     t.c = c, t.model = std::move(model);
     make_gradients(t.model);
     const Model& m = t.model;
-    t.d = data_parallel(c, strategy, bucket_mb, m.weights, m.gradients, m.parameters, m.slots);
+    attach(t, data_parallel(c, strategy, bucket_mb, m.weights, m.gradients, m.parameters, m.slots));
     return t;
+}
+
+double norm_over_ranks(const Communicator& c, double square_sum) {
+    Tensor sum = from_floats({(float)square_sum}, {1});
+    wait(c, all_reduce(c, sum, SUM));
+    return std::sqrt(to_floats(sum)[0]);
+}
+void attach(Trainer& t, const Optimizer& optimizer) {
+    t.sharded = std::make_shared<Optimizer>(optimizer);
+    t.step_optimizer = [](Trainer& t) {
+        auto norm = [&] {  // of sums that are not averaged yet: only the ranks together know whether one is finite
+            double own = gradient_norm(t.model);
+            return context.device == META ? own : norm_over_ranks(t.c, own * own);
+        };
+        return guarded_step(t.scaler, 0, norm,
+                            [&](float gradient_scale) { optimizer_step(*t.sharded, gradient_scale); });
+    };
 }
 Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding) {
     plain_weights(model);
     Trainer t = data_parallel_trainer(c, std::move(model), sharding == ZERO1 ? NO_SYNC : FLAT, 0);
-    t.sharded = {c, sharding, {}};
-    add_parameter_group(t.sharded, {t.model.weights, t.model.gradients});
-    return t;
-}
-Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, uint64_t seed, bool steps_in_backward) {
-    Trainer t;
-    t.c = c, t.steps_in_backward = steps_in_backward;
-    t.f = fully_shard(c, lay_out_model(config).parameters, matmul_dtype());
-    t.model = sharded_model(config, *t.f);
-    init_weights(*t.f, seed);
-    choose_form(*t.f);
+    Optimizer optimizer = {c, sharding, {}};
+    add_parameter_group(optimizer, {t.model.weights, t.model.gradients});
+    attach(t, optimizer);
     return t;
 }
 
-static double optimizer_step(Trainer& t) {
-    if (t.f) { return optimizer_step(*t.f, t.scaler, t.max_norm); }
-    if (t.sharded.groups.empty()) {
-        make_optimizer_state(t.model);
-        return optimizer_step(t.model, t.adamw, t.scaler, t.max_norm);
-    }
-    auto norm = [&] {  // of sums that are not averaged yet: only the ranks together know whether one is finite
-        double own = gradient_norm(t.model);
-        return context.device == META ? own : norm_over_ranks(t.c, own * own);
-    };
-    return guarded_step(t.scaler, 0, norm, [&](float gradient_scale) { optimizer_step(t.sharded, gradient_scale); });
+// ---------------------------------------------------------------------------------------------------------------------
+// The experiments of sections 2.1 to 3. How long an all-reduce takes; whether N ranks learn what one
+// process learns; what a step costs in each way; memory and time of the sharded optimizer.
+
+struct AllReduceRun {  // of one size
+    bool nccl;         // else Gloo
+    Device device;
+    int ranks;
+    double mb;
+    Stats ms{};      // over all steps and ranks
+    size_t oom = 0;  // bytes, where it did not fit
+};
+void answer_distributed_communication_single_node(const std::vector<AllReduceRun>& runs,
+                                                  const std::vector<std::string>& missing);
+struct DdpRun {  // steps of one way. Times in ms, over the steps; communication: of the all-reduces themselves
+    Strategy strategy;
+    double bucket_mb = 0;
+    Stats total{}, forward{}, backward{}, exposed{}, optimizer{}, communication{}, hidden{};
+    int calls = 0;
+    double mb = 0, loss = 0;  // mb: all-reduced per step; loss: of the last step
+    size_t oom = 0;
+};
+struct BucketModel {  // overhead = s/(n w) + n o with n buckets: bytes, ms, bytes per ms
+    double s, o, w;
+};
+void answer_naive_ddp_benchmarking(const std::vector<DdpRun>& runs);
+void answer_minimal_ddp_flat_benchmarking(const std::vector<DdpRun>& runs);
+void answer_ddp_overlap_individual_parameters_benchmarking(const std::vector<DdpRun>& runs);
+void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, const BucketModel& m);
+struct ShardingRun {
+    Sharding sharding;
+    std::vector<std::pair<const char*, MemoryUse>> peaks{};  // moment, peak since the one before
+    Stats total{}, gradients{}, optimizer{};                 // ms
+    double mb_sent = 0;
+    size_t oom = 0;
+};
+void answer_optimizer_state_sharding_accounting(const std::vector<ShardingRun>& runs, int ranks);
+
+static bool everywhere(const Communicator& c, bool mine) {
+    bool all = true;
+    for (const std::vector<char>& of_rank : gather<char>(c, {mine})) { all = all && of_rank[0]; }
+    return all;
 }
-void train_step(Trainer& t, const std::vector<Batch>& batches, const std::function<void(StepPart)>& begins) {
-    t.marks.clear();
-    auto begin = [&](StepPart part) { t.marks.push_back({part, mark()}), begins(part); };
-    if (t.d) { begin_step(*t.d); }
-    if (t.f) { begin_step(*t.f, t.steps_in_backward); }
-    std::vector<Tensor> losses;
-    for (const Batch& batch : batches) {
-        begin(FORWARD_BLOCKS);
-        auto pass = losses.empty() || t.f ? forward_backward : add_gradients;
-        losses.push_back(pass(t.model, batch, loss_scale_of(t.scaler) / batches.size(), [&] { begin(BACKWARD); }));
-        if (t.f) { finish_backward(*t.f); }
+size_t room_of_each_rank(const Communicator& c) {
+    const int gpus = std::max(1, cuda_devices());
+    const size_t sharing = context.device == CUDA ? (c.local_world + gpus - 1) / gpus : c.local_world;
+    size_t least = SIZE_MAX;
+    for (const std::vector<size_t>& of_rank : gather<size_t>(c, {available_memory(context.device) / sharing})) {
+        least = std::min(least, of_rank[0]);
     }
-    begin(EXPOSED);
-    if (t.d) { finish_gradient_synchronization(*t.d); }
-    begin(OPTIMIZER_STEP);
-    t.norm = optimizer_step(t);
-    begin(STEP_PARTS);
+    return least;
+}
+
+static std::string ranks(int n) { return counted(n, "rank"); }
+static const char* const ONE_RANK = "One rank has no other to share with, so there is nothing to compare.";
+
+// ---------------------------------------------------------------------------------------------------------------------
+// distributed_communication_single_node. With n ranks, an all-reduce of S bytes that takes t has, as nccl-tests define
+// it, a busbw of S/t 2(n-1)/n: what each link of a ring carries, whatever n is. MB = 1e6 bytes, GB = 1e9.
+
+static double ring(int n) { return 2.0 * (n - 1) / n; }
+static double busbw(const AllReduceRun& r) { return r.mb / r.ms.median * ring(r.ranks); }  // MB per ms are GB/s
+// On a rank's device; the CPU has what came from the host, too.
+static size_t bytes_of(double mb) { return (size_t)(mb * 1e6) * (context.device == CPU ? 2 : 1); }
+
+// Of all ranks and steps, in ms, of an all-reduce of n fp32 numbers.
+static Stats time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps) {
+    std::vector<float> host(n);
+    for (int64_t i = 0; i < n; i++) { host[i] = (float)(i % 1000 + c.rank); }
+    Tensor t = empty({n}, F32, WORKSPACE);
+    copy_bytes(t.data, context.device, host.data(), CPU, n * sizeof(float));
+    wait(c, all_reduce(c, t, SUM));
     synchronize();
-    t.steps++, t.loss = 0;
-    if (context.device == META) { return; }
-    for (const Tensor& loss : losses) { t.loss += to_doubles(loss)[0] / losses.size(); }
+    copy_bytes(host.data(), CPU, t.data, context.device, n * sizeof(float));
+    bool right = true;
+    for (int64_t i = 0; i < n; i++) {
+        right = right && host[i] == (float)(c.world * (i % 1000) + c.world * (c.world - 1) / 2);
+    }
+    if (!everywhere(c, right)) { fail("all-reduce over %s: wrong sums", c.backend.c_str()); }
+    scale_in_place(t, 1e-20f);  // each further sum multiplies by up to the number of ranks
+    std::vector<double> mine, all;
+    for (int i = 0; i < warmup + steps; i++) {
+        barrier(c);
+        double start = now_ms();
+        wait(c, all_reduce(c, t, SUM));
+        synchronize();
+        if (i >= warmup) { mine.push_back(now_ms() - start); }
+    }
+    for (const std::vector<double>& of_rank : gather(c, mine)) {
+        all.insert(all.end(), of_rank.begin(), of_rank.end());
+    }
+    return stats_of(all);
+}
+
+// runs: of each backend by ranks, then by size. missing: groups that could not run, and why.
+void answer_distributed_communication_single_node(const std::vector<AllReduceRun>& runs,
+                                                  const std::vector<std::string>& missing) {
+    double least = INFINITY, most = 0;
+    for (const AllReduceRun& r : runs) { least = std::min(least, r.mb), most = std::max(most, r.mb); }
+    std::map<std::string, std::vector<AllReduceRun>> small, large;  // of each backend
+    for (const AllReduceRun& r : runs) {
+        if (r.mb == least && !r.oom) { small[r.nccl ? "NCCL" : "Gloo"].push_back(r); }
+        if (r.mb == most && !r.oom) { large[r.nccl ? "NCCL" : "Gloo"].push_back(r); }
+    }
+    for (const auto& [who, by_ranks] : large) {
+        const AllReduceRun &a = small[who][0], &b = by_ranks[0];
+        const double bytes = most / least, time = b.ms.median / a.ms.median;
+        answer(
+            "size",
+            "%s with %s takes %.3g ms for %g MB and %.4g ms for %g MB, %.3g times as long for %g times the bytes: %s.",
+            who.c_str(), ranks(a.ranks).c_str(), a.ms.median, least, b.ms.median, most, time, bytes,
+            time < 0.8 * bytes    ? "latency limits the small tensor, bandwidth the large one"
+            : time > 1.25 * bytes ? "the large tensor gets less bandwidth than the small one"
+                                  : "bandwidth limits both");
+        for (size_t i = 1; i < by_ranks.size(); i++) {
+            const AllReduceRun &few = by_ranks[i - 1], &many = by_ranks[i];
+            const double predicted = ring(many.ranks) / ring(few.ranks), factor = many.ms.median / few.ms.median;
+            Stats as_ring = few.ms;
+            as_ring.mean *= predicted, as_ring.std *= predicted;
+            const bool fits = level(many.ms, as_ring) || std::fabs(factor / predicted - 1) < 0.05;
+            answer("ranks", "From %d to %d ranks %s takes %.2f times as long for %g MB, %s a ring's %.2f times.",
+                   few.ranks, many.ranks, who.c_str(), factor, most,
+                   fits                 ? "like"
+                   : factor > predicted ? "more than"
+                                        : "less than",
+                   predicted);
+        }
+    }
+    if (large.size() == 2) {
+        answer("backend", "With %d ranks Gloo takes %.3g times as long as NCCL for %g MB, and %.3g times for %g MB.",
+               small["NCCL"][0].ranks, small["Gloo"][0].ms.median / small["NCCL"][0].ms.median, least,
+               large["Gloo"][0].ms.median / large["NCCL"][0].ms.median, most);
+    }
+    if (!missing.empty()) { answer("", "Not measured: %s.", list_of(missing).c_str()); }
+}
+
+static void print_all_reduces(const Options& o, const std::vector<AllReduceRun>& runs,
+                              const std::vector<std::string>& missing) {
+    Table table{strprintf("%s: all-reduce, float32, sums checked; median of all ranks and %s, a barrier before each, "
+                          "after %s; busbw: algbw 2(n-1)/n",
+                          o.command.c_str(), counted(o.steps, "step").c_str(), counted(o.warmup[0], "warm-up").c_str()),
+                {"Backend", "Device", "Ranks", "Tensor Size (MB)", "median ms", "algbw (GB/s)", "busbw (GB/s)"}};
+    bool ran = false;
+    for (const AllReduceRun& r : runs) {
+        table.row(r.nccl ? "nccl" : "gloo", name_of(r.device), r.ranks, r.mb,
+                  r.oom ? oom_cell(r.oom) : strprintf("%.3f", r.ms.median),
+                  r.oom ? "" : strprintf("%.2f", r.mb / r.ms.median), r.oom ? "" : strprintf("%.2f", busbw(r)));
+        ran = ran || !r.oom;
+    }
+    print(table);
+    answer_distributed_communication_single_node(runs, missing);
+    if (!ran) { fail("no all-reduce ran"); }
+}
+
+// The handout's groups are this command again, as that many ranks, with the backend in GROUP. Rank 0 of each writes its
+// runs to the file whose descriptor is in RESULTS.
+static const char *const GROUP = "CS336_GROUP", *const RESULTS = "CS336_RESULTS";
+
+static void run_group(const Options& o, const char* backend, int n, std::vector<AllReduceRun>& runs) {
+    std::unique_ptr<FILE, int (*)(FILE*)> results(tmpfile(), fclose);
+    if (!results) { fail("tmpfile: %s", strerror(errno)); }
+    setenv(GROUP, backend, true), setenv(RESULTS, std::to_string(fileno(results.get())).c_str(), true);
+    progress("all-reduce: %s, %d ranks", backend, n);
+    const int code = launch_ranks(n, o.command_line, o.timeout);
+    if (code != 0) { throw Failure(code, strprintf("%d ranks over %s ended with %d", n, backend, code)); }
+    AllReduceRun run;
+    for (rewind(results.get()); fread(&run, sizeof run, 1, results.get()) == 1;) { runs.push_back(run); }
+}
+static void run_as_rank(const Communicator& c, const Options& o) {
+    std::vector<AllReduceRun> runs;
+    const std::vector<double> handouts = {1, 10, 100, 1000}, quick = {1, 10};
+    for (double mb : o.quick ? quick : handouts) {
+        runs.push_back({c.backend == "nccl", context.device, c.world, mb});
+        if (bytes_of(mb) <= room_of_each_rank(c)) {
+            runs.back().ms = time_all_reduce(c, (int64_t)(mb * 1e6 / sizeof(float)), o.warmup[0], o.steps);
+        } else {
+            runs.back().oom = bytes_of(mb);
+        }
+    }
+    const ssize_t bytes = runs.size() * sizeof(AllReduceRun);
+    if (c.rank > 0) { return; }
+    if (!getenv(GROUP)) { return print_all_reduces(o, runs, {}); }
+    if (write(atoi(getenv(RESULTS)), runs.data(), bytes) != bytes) { fail("%s: %s", RESULTS, strerror(errno)); }
+}
+int cmd_distributed_communication_single_node(const Options& asked) {
+    Options o = asked;
+    if (o.quick) {
+        by_quick(o, "warmup", &Options::warmup, {1});
+        by_quick(o, "steps", &Options::steps, 3);
+    }
+    if (const char* backend = getenv(GROUP)) { o.backend = backend, o.device = o.backend == "gloo" ? "cpu" : "cuda"; }
+    if (is_rank() || o.has("nproc") || o.backend != "auto") {  // one group
+        return run_ranks(o, [&](const Communicator& c) { run_as_rank(c, o); });
+    }
+    std::vector<AllReduceRun> runs;
+    std::vector<std::string> missing;
+    for (auto [backend, device] : {std::pair("gloo", CPU), {"nccl", CUDA}}) {
+        for (int n : {2, 4, 6, 8}) {  // the handout asks for 2, 4 and 6
+            if (o.device == (device == CPU ? "cuda" : "cpu") || (n == 8 && cuda_devices() < 8)) { continue; }
+            const std::string why = why_not(backend, device, n);
+            if (why.empty()) { run_group(o, backend, n, runs); }
+            if (why.empty()) { continue; }
+            missing.push_back(strprintf("%s from %d ranks on (%s)", backend, n, why.c_str()));
+            break;
+        }
+    }
+    context.device = cuda_devices() > 0 && o.device != "cpu" ? CUDA : CPU;
+    print_all_reduces(o, runs, missing);
+    return 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Models to train, as flat weights and gradients: the public tests' toy models, one with parameters that have no
+// gradient, and one with two layers that share their weight.
+
+struct Toy {
+    std::string name;
+    std::vector<Parameter> parameters;  // with gradients, in backward order
+    std::vector<Tensor> slots;
+    Tensor weights, gradients;   // weights may be longer: those without gradients come last
+    std::vector<Tensor> layers;  // products with ReLUs between them
+    Tensor bias;                 // of its second layer, or null
+    std::unique_ptr<DataParallel> d{};
+    Optimizer optimizer{};
+};
+
+static int toy_outputs(const Options& o) { return o.edition == "2026" ? 10 : 5; }
+static Toy make_toy(bool tied, const Options& o, uint64_t seed) {
+    using Named = std::vector<std::pair<const char*, Shape>>;
+    const int out = toy_outputs(o);
+    const Named plain = {{"fc3.weight", {out, 50}}, {"fc2.fc.weight", {50, 10}}, {"fc1.weight", {10, 10}}};
+    const Named sharing = {{"fc5.weight", {out, 50}},
+                           {"fc3.weight", {10, 50}},
+                           {"fc2.weight = fc4.weight", {50, 10}},
+                           {"fc1.weight", {10, 10}}};
+    const Named& with_gradients = tied ? sharing : plain;
+    Toy t;
+    t.name = tied ? "ToyModelWithTiedWeights" : "ToyModel";
+    int64_t n = 0, offset = 0;
+    for (const auto& [name, shape] : with_gradients) { n += count(shape); }
+    t.weights = empty({n + (tied ? 0 : 52)}, F32, PARAMETERS);  // fc2.fc.bias and no_grad_fixed_param
+    t.gradients = zeros({n}, F32, GRADIENTS);
+    fill_normal(t.weights, seed, key_of(t.name), 0, 0.3f);
+    for (const auto& [name, shape] : with_gradients) {
+        Tensor weight = require_gradient(view(t.weights, offset, shape));
+        weight.gradient->is_parameter = true;
+        weight.gradient->value = view(t.gradients, offset, shape);
+        t.parameters.push_back({name, shape, offset, weight});
+        t.slots.push_back(weight);
+        offset += count(shape);
+    }
+    t.layers = {t.slots.rbegin(), t.slots.rend()};
+    if (tied) { t.layers.insert(t.layers.end() - 1, t.layers[1]); }
+    if (!tied) { t.bias = view(t.weights, n, {50}); }
+    return t;
+}
+// On rows [first, first + rows) of step's batch of random data, whose loss it returns.
+static double train_step(Toy& t, uint64_t seed, int step, int64_t first, int64_t rows, int64_t all) {
+    if (t.d) { begin_step(*t.d); }
+    for (const Tensor& slot : t.slots) { slot.gradient->filled = false; }
+    auto part = [&](const char* what, int64_t width) {
+        Tensor whole = empty({all, width}, F32, INPUTS);
+        fill_normal(whole, seed, key_of(what) + step, 0, 1);
+        return view(whole, first * width, {rows, width});
+    };
+    Tensor x = part("x", 10);
+    for (size_t i = 0; i < t.layers.size(); i++) {
+        x = linear(i > 0 ? relu(x) : x, t.layers[i]);
+        if (i == 1 && t.bias) { x = add(x, t.bias); }
+    }
+    Tensor loss = mean_all(square(sub(x, part("y", x.dim(-1)))));
+    backward(loss);
+    drop_weight_copies(t.slots);
+    if (t.d) { finish_gradient_synchronization(*t.d); }
+    optimizer_step(t.optimizer);
+    return to_doubles(loss)[0];
+}
+static void parallelize(Toy& t, const Communicator& c, Strategy strategy, double bucket_mb = 0) {
+    t.d = data_parallel(c, strategy, bucket_mb, t.weights, t.gradients, t.parameters, t.slots);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// naive_ddp, ddp_overlap_individual_parameters, ddp_overlap_bucketed: N ranks against one process that sees the whole
+// batch. Each rank starts from other weights, so that the broadcast is tested too. The weights are equal but for
+// rounding: the sum over the batch is taken in another order.
+
+void compare(WeightsCheck& d, const Tensor& got, const Tensor& want, double atol, double rtol) {
+    std::vector<double> a = to_doubles(got), b = to_doubles(want);
+    for (size_t i = 0; i < a.size(); i++) {
+        double difference = std::fabs(a[i] - b[i]);
+        d.match = d.match && difference <= atol + rtol * std::fabs(b[i]);  // NaN does not
+        d.max = difference > d.max || std::isnan(difference) ? difference : d.max;
+        d.sum += difference, d.n++;
+    }
+}
+bool same_bits_everywhere(const Communicator& c, const Tensor& t) {
+    Tensor host = to_device(t, CPU);
+    const uint64_t mine = key_of({host.data, host.size() * size_of(host.dtype)});
+    bool same = true;
+    for (const std::vector<uint64_t>& of_rank : gather<uint64_t>(c, {mine})) { same = same && of_rank[0] == mine; }
+    return same;
+}
+
+// what: whose weights, and the reference they are compared with.
+void answer_weights(const std::vector<WeightsCheck>& checks, const std::string& what) {
+    auto passes = [](const WeightsCheck& x) { return x.match && x.same_bits; };
+    const int wrong = (int)checks.size() - std::count_if(checks.begin(), checks.end(), passes);
+    const WeightsCheck& worst = *std::max_element(checks.begin(), checks.end(), [&](auto& a, auto& b) {
+        return passes(a) == passes(b) ? a.max < b.max : passes(a);
+    });
+    const char* sums = wrong ? "" : ": sums are taken in another order";
+    answer("", "The weights of %s %s: %s. All ranks hold %s bits.", what.c_str(),
+           wrong ? strprintf("DIFFER in %d of %zu rows", wrong, checks.size()).c_str() : "match",
+           worst.max == 0 ? "there is no difference"
+                          : strprintf("the largest difference is %.2e (%s, %s)%s", worst.max, worst.model.c_str(),
+                                      worst.what.c_str(), sums)
+                                .c_str(),
+           worst.same_bits ? "the same" : "DIFFERENT");
+}
+void print_checks(const Communicator& c, const Table& table, const std::vector<WeightsCheck>& checks,
+                  const std::string& what) {
+    bool right = true;
+    for (const WeightsCheck& x : checks) { right = right && x.match && x.same_bits; }
+    if (c.rank == 0) { print(table), answer_weights(checks, what); }
+    if (!everywhere(c, right)) { fail("the weights differ"); }
+}
+
+constexpr int STEPS = 5, ROWS_A_RANK = 10;
+
+static void train_and_compare(const Communicator& c, Strategy strategy, double bucket_mb, const Options& o, bool tied,
+                              std::vector<WeightsCheck>& checks, Table* losses) {
+    Toy ours = make_toy(tied, o, o.seed + c.rank), reference = make_toy(tied, o, o.seed);
+    parallelize(ours, c, strategy, bucket_mb);
+    for (Toy* t : {&ours, &reference}) {
+        ParameterGroup g{view(t->weights, 0, t->gradients.shape), t->gradients};
+        g.sgd = true, g.adamw.lr = 0.1f, g.adamw.weight_decay = 0, g.momentum = 0;
+        add_parameter_group(t->optimizer, g);
+    }
+    const size_t first = checks.size();
+    const std::string name = ours.name + (strategy == BUCKETED ? strprintf(", %g MB", bucket_mb) : "");
+    for (const Parameter& p : ours.parameters) { checks.push_back({name, p.name}); }
+    const int64_t all = (int64_t)ROWS_A_RANK * c.world, trained = ours.gradients.size();
+    for (int step = 0; step < STEPS; step++) {
+        const double mine = train_step(ours, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, all);
+        double mean = 0, single = train_step(reference, o.seed, step, 0, all, all);
+        for (const std::vector<double>& of_rank : gather<double>(c, {mine})) { mean += of_rank[0] / c.world; }
+        if (losses) {
+            losses->rows[step].push_back(strprintf("%.6f", mean));
+            losses->rows[step].push_back(strprintf("%.6f", single));
+        }
+        for (size_t i = 0; i < ours.parameters.size(); i++) {
+            compare(checks[first + i], ours.parameters[i].weight, reference.parameters[i].weight);
+        }
+    }
+    if (ours.weights.size() > trained) {  // broadcast at the start, then untouched
+        checks.push_back({name, "without gradient"});
+        const Shape rest = {ours.weights.size() - trained};
+        compare(checks.back(), view(ours.weights, trained, rest), view(reference.weights, trained, rest));
+    }
+    const bool same = same_bits_everywhere(c, ours.weights);
+    for (size_t i = first; i < checks.size(); i++) {
+        checks[i].calls = (int)ours.d->works.size(), checks[i].same_bits = same;
+    }
+}
+
+static int check_strategy(const Options& o, Strategy strategy, const std::vector<double>& bucket_mb) {
+    return run_ranks(o, [&](const Communicator& c) {
+        Table table{
+            strprintf("%s: weights of data parallel against single-process training after each of %d steps; World "
+                      "size: %d, Batch size: %d, SGD, Learning rate: 0.1; toy models with %d outputs; backend %s; "
+                      "bits: of the ranks",
+                      o.command.c_str(), STEPS, c.world, ROWS_A_RANK * c.world, toy_outputs(o), c.backend.c_str()),
+            {"Model", "calls", "Parameter", "max diff", "mean diff", "Parameters", "bits"}};
+        Table losses{"Loss in each step: of data parallel (DDP), and of one process", {"Step"}};
+        for (int i = 0; i < STEPS; i++) { losses.row(i + 1); }
+        std::vector<WeightsCheck> checks;
+        for (bool tied : {false, true}) {
+            for (size_t i = 0; i < bucket_mb.size(); i++) {  // the losses of the first buckets only
+                train_and_compare(c, strategy, bucket_mb[i], o, tied, checks, i == 0 ? &losses : nullptr);
+            }
+            losses.columns.insert(losses.columns.end(), {tied ? "tied, DDP" : "ToyModel, DDP", "one process"});
+        }
+        if (c.rank == 0) { print(losses); }
+        for (const WeightsCheck& x : checks) {
+            table.row(x.model, x.calls, x.what, strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n),
+                      x.match ? "match" : "DIFFER", x.same_bits ? "identical" : "DIFFER");
+        }
+        print_checks(c, table, checks,
+                     "data parallel on " + ranks(c.world) + " and of one process with the whole batch");
+    });
+}
+int cmd_naive_ddp(const Options& o) { return check_strategy(o, NAIVE, {0}); }
+int cmd_ddp_overlap_individual_parameters(const Options& o) { return check_strategy(o, OVERLAPPED, {0}); }
+int cmd_ddp_overlap_bucketed(const Options& o) { return check_strategy(o, BUCKETED, o.bucket_size_mb); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The benchmarking commands. A step's times come from marks on the device's time line, so that nothing waits in
+// between:
+//   | forward | backward          | exposed | optimizer |      compute stream
+//             |   [all-reduce][all-reduce]  |                  communication stream: hidden, as far as under backward
+
+ModelConfig choose_step(Options& o, const Communicator& c) {
+    if (c.backend == "gloo" && !o.quick) { o.quick = true, context.sizes = "; Gloo, on the CPU: sizes of --quick"; }
+    if (o.quick && !o.has("size")) {
+        by_quick(o, "d_model", &Options::d_model, 128), by_quick(o, "d_ff", &Options::d_ff, 512);
+        by_quick(o, "num_layers", &Options::num_layers, 4), by_quick(o, "num_heads", &Options::num_heads, 4);
+    }
+    if (o.quick) {
+        by_quick(o, "batch_size", &Options::batch_size, 1);
+        by_quick(o, "context_length", &Options::context_length, 32);
+        by_quick(o, "warmup", &Options::warmup, {1});
+        by_quick(o, "steps", &Options::steps, 3);
+    }
+    const std::vector<ModelConfig> configs = configs_of(o);
+    context.precision = precisions_of(o)[0];
+    context.mode = modes_of(o, configs, {context.precision})[0];
+    return configs[0];
+}
+std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c) {
+    return strprintf(
+        "%s; %s, backend %s; size %s (d_model %d, %s), precision %s, mode %s; %s per rank, context length: %d, AdamW; "
+        "%d warmup, %d step",
+        o.command.c_str(), ranks(c.world).c_str(), c.backend.c_str(), m.name.c_str(), m.d_model,
+        counted(m.num_layers, "layer").c_str(), name_of(context.precision), caption_of(context.mode).c_str(),
+        counted(o.batch_size, "sequence").c_str(), o.context_length, o.warmup[0], o.steps);
+}
+Batch batch_of(const Options& o, const ModelConfig& m, int rank) {
+    return random_batch(o.batch_size, o.context_length, m.vocab_size, o.seed + 1 + rank);
+}
+size_t steps_peak(int world, const Options& o, const std::function<Trainer(const Communicator&)>& make, int B,
+                  int batches) {
+    return planned_peak([&] {
+        Communicator planned;
+        planned.world = world;
+        Trainer t = make(planned);
+        reset_peak(META);
+        std::vector<Batch> all;
+        for (int i = 0; i < batches; i++) {
+            all.push_back(random_batch(B, o.context_length, t.model.config.vocab_size, 0));
+        }
+        train_step(t, all), train_step(t, all);  // FSDP has its moments from the first one's end on
+    });
+}
+
+static StepNumbers numbers_of(const Trainer& t) {
+    StepNumbers n{};
+    const auto& at = t.marks;
+    for (size_t i = 0; i + 1 < at.size(); i++) { n[at[i].first] += ms_of(at[i + 1].second, at[i].second); }
+    n[TOTAL] = ms_of(at.back().second, at[0].second), n[LOSS] = t.loss;
+    if (t.add_communication) { t.add_communication(t, n); }
+    return n;
+}
+std::vector<StepNumbers> timed_steps(Trainer& t, const std::vector<Batch>& batches, const Options& o, const char* name,
+                                     const std::function<void()>& after) {
+    std::vector<StepNumbers> steps;
+    for (int i = -o.warmup[0]; i < o.steps; i++) {
+        if (t.c.links) { barrier(t.c); }
+        train_step(t, batches);
+        if (t.c.rank == 0) { progress("%s: step %d of %d", name, i + 1, o.steps); }
+        if (i >= 0) { steps.push_back(numbers_of(t)); }
+        after();
+    }
+    return steps;
+}
+Stats stats_of(const std::vector<StepNumbers>& steps, int number) {
+    std::vector<double> values;
+    for (const StepNumbers& n : steps) { values.push_back(n[number]); }
+    return stats_of(values);
+}
+static std::vector<StepNumbers> mean_of_ranks(const Communicator& c, const std::vector<StepNumbers>& mine) {
+    std::vector<StepNumbers> mean(mine.size());
+    for (const std::vector<StepNumbers>& of_rank : gather(c, mine)) {
+        for (size_t i = 0; i < mine.size(); i++) {
+            for (int k = 0; k < STEP_NUMBERS; k++) { mean[i][k] += of_rank[i][k] / c.world; }
+        }
+    }
+    return mean;
+}
+
+// Every way starts from the same weights and moments, so that their losses compare. traces: null, or gets one more
+// step, which is not timed.
+static void measure(const Communicator& c, const Options& o, const ModelConfig& config, DdpRun& run,
+                    std::vector<Trace>* traces) {
+    Trainer t = data_parallel_trainer(c, random_model(config, o.seed), run.strategy, run.bucket_mb);
+    const std::vector<Batch> batches = {batch_of(o, config, c.rank)};
+    const auto steps = mean_of_ranks(c, timed_steps(t, batches, o, name_of(run.strategy)));
+    if (traces) {
+        start_tracing();
+        {
+            Range range(name_of(run.strategy));
+            barrier(c);
+            train_step(t, batches);
+        }
+        traces->push_back(stop_tracing());
+    }
+    run.total = stats_of(steps, TOTAL), run.forward = stats_of(steps, FORWARD_BLOCKS);
+    run.backward = stats_of(steps, BACKWARD), run.exposed = stats_of(steps, EXPOSED);
+    run.optimizer = stats_of(steps, OPTIMIZER_STEP), run.hidden = stats_of(steps, HIDDEN);
+    run.communication = stats_of(steps, COMMUNICATION), run.loss = steps.back()[LOSS];
+    run.calls = (int)t.d->works.size();
+    for (const WorkPtr& work : t.d->works) { run.mb += (double)work->bytes / 1e6; }
+}
+
+static std::string part_cell(const Stats& ms, const Stats& total) {  // "28.49 ± 0.05, 21%" of the total
+    const int digits = ms.mean < 100 ? 2 : ms.mean < 1000 ? 1 : 0;
+    const std::string share = &ms == &total ? "" : strprintf(", %.0f%%", 100 * ms.mean / total.mean);
+    const std::string noise = ms.n > 1 ? strprintf(" ± %.*f", digits, ms.std) : "";
+    return strprintf("%.*f%s%s", digits, ms.mean, noise.c_str(), share.c_str());
+}
+// One process with the whole batch and, on the CPU, all cores; the other ranks wait. n = 0: it does not fit.
+static Stats single_process(const Communicator& c, Options o, const ModelConfig& config) {
+    Stats stats{};
+    if (c.rank == 0) {
+        const int threads = omp_get_max_threads();
+        omp_set_num_threads(omp_get_num_procs());
+        o.batch_size *= c.world;
+        run_if_fits("one process", predicted_peak(config, o.batch_size, o.context_length, STEP), [&] {
+            Trainer t;
+            t.model = random_model(config, o.seed);
+            const Batch batch = batch_of(o, config, 0);
+            stats = stats_of(time_ms(o.warmup[0], o.steps, [&] { train_step(t, {batch}); }));
+        });
+        omp_set_num_threads(threads);
+    }
+    gather_text(c, "");
+    return stats;
+}
+
+static void print_steps(const std::string& caption, const std::vector<DdpRun>& runs, const Stats& single,
+                        double samples, int context_length) {
+    const bool buckets = runs.back().strategy == BUCKETED;
+    Table parts{
+        caption + "; mean ± deviation over the steps, share of the step" +
+            (buckets ? "; N MB: overlapped, in buckets of N MB" : ""),
+        {"Strategy", "Total Time (ms)", "Forward (ms)", "Backward (ms)", "Exposed Comm (ms)", "Optimizer (ms)"}};
+    Table comparison{
+        strprintf(
+            "The same steps: their all-reduces, throughput, step time saved (vs naive), speed-up over one process "
+            "with the whole batch (%s), loss of the last step",
+            single.n ? strprintf("%.2f ms", single.mean).c_str() : "out of memory"),
+        {"Strategy", "Comm Time (ms)", "hidden", "calls", "MB per step", "Samples/s", "Tokens/s", "vs naive",
+         "speed-up", "Loss"}};
+    double naive = NAN;
+    for (const DdpRun& r : runs) {
+        const std::string way = r.strategy == BUCKETED ? strprintf("%g MB", r.bucket_mb) : name_of(r.strategy);
+        if (r.oom) {
+            parts.row(way, oom_cell(r.oom), "", "", "", "");
+            continue;
+        }
+        const double comm = r.communication.mean, rate = 1e3 * samples / r.total.mean;
+        naive = r.strategy == NAIVE ? r.total.mean : naive;
+        parts.row(way, part_cell(r.total, r.total), part_cell(r.forward, r.total), part_cell(r.backward, r.total),
+                  part_cell(r.exposed, r.total), part_cell(r.optimizer, r.total));
+        comparison.row(way, strprintf("%.2f", comm), comm > 0 ? strprintf("%.1f%%", 100 * r.hidden.mean / comm) : "",
+                       r.calls, strprintf("%.1f", r.mb), strprintf("%.2f", rate),
+                       strprintf("%.0f", rate * context_length),
+                       naive > 0 ? strprintf("%+.1f%%", 100 * (1 - r.total.mean / naive)) : "",
+                       single.n ? strprintf("%.2fx", single.mean / r.total.mean) : "", strprintf("%.4f", r.loss));
+    }
+    print(parts);
+    if (!comparison.rows.empty()) { print(comparison); }
+}
+
+// "12.1 % less than naive (133.12 ms)", "2.10 times as long as flat (116.98 ms)", or "level with ... within the noise".
+static std::string against(const Stats& ours, const Stats& theirs, const char* name) {
+    const double times = ours.mean / theirs.mean, more = 100 * std::fabs(times - 1);
+    const std::string they = strprintf("%s (%.2f ms)", name, theirs.mean);
+    return level(ours, theirs) ? "level with " + they + " within the noise"
+           : times > 2         ? strprintf("%.2f times as long as %s", times, they.c_str())
+                               : strprintf("%.1f %% %s than %s", more, times > 1 ? "more" : "less", they.c_str());
+}
+static const DdpRun& run_of(const std::vector<DdpRun>& runs, Strategy strategy) {
+    return *std::find_if(runs.begin(), runs.end(), [&](const DdpRun& r) { return r.strategy == strategy; });
+}
+
+void answer_naive_ddp_benchmarking(const std::vector<DdpRun>& runs) {
+    const DdpRun &none = run_of(runs, NO_SYNC), &naive = run_of(runs, NAIVE);
+    answer("",
+           "A step takes %.2f ms: %s. %.2f ms of it (%.1f %%) are exposed communication, from the end of backward to "
+           "the end of the last all-reduce. The %d all-reduces, one per tensor, move %.1f MB in %.2f ms (%.1f GB/s).",
+           naive.total.mean, against(naive.total, none.total, "without communication").c_str(), naive.exposed.mean,
+           100 * naive.exposed.mean / naive.total.mean, naive.calls, naive.mb, naive.communication.mean,
+           naive.mb / naive.communication.mean);
+}
+void answer_minimal_ddp_flat_benchmarking(const std::vector<DdpRun>& runs) {
+    const DdpRun &naive = run_of(runs, NAIVE), &flat = run_of(runs, FLAT);
+    const double each =
+        1e3 * (naive.communication.mean - flat.communication.mean) / std::max(1, naive.calls - flat.calls);
+    const bool costs = each > 0 && !level(naive.communication, flat.communication);
+    answer("",
+           "With one all-reduce for all gradients a step takes %.2f ms: %s. Exposed communication takes %.2f ms: %s.",
+           flat.total.mean, against(flat.total, naive.total, "naive").c_str(), flat.exposed.mean,
+           against(flat.exposed, naive.exposed, "naive").c_str());
+    answer("", "Both move %.1f MB; %s.", flat.mb,
+           costs ? strprintf("each call of naive's costs another %.3g %s", each < 1000 ? each : each / 1e3,
+                             each < 1000 ? "us" : "ms")
+                       .c_str()
+                 : "the number of calls is not what limits them");
+}
+void answer_ddp_overlap_individual_parameters_benchmarking(const std::vector<DdpRun>& runs) {
+    const DdpRun &none = run_of(runs, NO_SYNC), &naive = run_of(runs, NAIVE), &over = run_of(runs, OVERLAPPED);
+    answer("a", "Overlapped, a step takes %.2f ms: %s, %s, and %s.", over.total.mean,
+           against(over.total, naive.total, "naive").c_str(),
+           against(over.total, run_of(runs, FLAT).total, "flat").c_str(),
+           against(over.total, none.total, "without communication").c_str());
+    if (over.backward.mean > none.backward.mean && !level(over.backward, none.backward)) {
+        answer("a", "Hiding is not free: backward takes %.2f ms instead of %.2f, because both share the device.",
+               over.backward.mean, none.backward.mean);
+    }
+    answer("b",
+           "In naive's trace (--trace FILE.json) all all-reduces lie after backward, and the compute stream waits %.2f "
+           "ms. In overlapped's %.1f %% of their time lies under backward, and it waits %.2f ms.",
+           naive.exposed.mean, 100 * over.hidden.mean / over.communication.mean, over.exposed.mean);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// ddp_bucketed_benchmarking (b): the overhead of n buckets of s bytes together is s/(n w) + n o, as the last one cannot
+// hide, and each call costs o. o and w: of the line o + bytes/w through all-reduces, with the least relative errors.
+
+static BucketModel bucket_model(const Communicator& c, double s, bool quick) {
+    double s0 = 0, s1 = 0, s2 = 0, t0 = 0, t1 = 0;
+    for (double mb : {0.25, 1.0, 4.0, 16.0, 64.0, 256.0}) {
+        if (mb > std::max(s / 1e6, 1.0) || (quick && mb > 16)) { continue; }
+        const double bytes = mb * 1e6, ms = time_all_reduce(c, (int64_t)(bytes / 4), 3, 7).min;  // noise only adds
+        const double weight = 1 / (ms * ms);
+        s0 += weight, s1 += weight * bytes, s2 += weight * bytes * bytes, t0 += weight * ms, t1 += weight * ms * bytes;
+    }
+    const double slope = (s0 * t1 - s1 * t0) / (s0 * s2 - s1 * s1);
+    return {s, std::max((t0 - slope * s1) / s0, 0.0), 1 / slope};
+}
+
+// What would match the model, which takes backward to be as long as communication.
+static std::string setup_of(const DdpRun& none, const DdpRun& flat, const DdpRun& over) {
+    const double ratio = flat.communication.mean / none.backward.mean;
+    const double hidden = over.hidden.mean / over.communication.mean;
+    if (ratio < 0.9 && hidden < 0.8) { return strprintf("yet only %.0f %% of overlapped's calls hide", 100 * hidden); }
+    if (ratio > 0.9 && ratio < 1.1) { return "so this setup fits"; }
+    return strprintf("so %s. With %.2f times the tokens per rank, or %s links, it would fit",
+                     ratio > 1 ? "bytes stay exposed with any bucket" : "even the calls hide", ratio,
+                     ratio > 1 ? "faster" : "slower");
+}
+void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, const BucketModel& m) {
+    const DdpRun &none = run_of(runs, NO_SYNC), &flat = run_of(runs, FLAT), &over = run_of(runs, OVERLAPPED);
+    const DdpRun *best = nullptr, *few = nullptr;  // the fastest, and that of the fewest calls
+    for (const DdpRun& r : runs) {
+        if (r.strategy != BUCKETED) { continue; }
+        best = !best || r.total.mean < best->total.mean ? &r : best;
+        few = !few || r.calls < few->calls ? &r : few;
+    }
+    std::vector<std::string> also;
+    for (const DdpRun& r : runs) {
+        const bool same = r.calls == best->calls || level(r.total, best->total);  // the same buckets, or times
+        if (r.strategy == BUCKETED && &r != best && same) { also.push_back(strprintf("%g MB", r.bucket_mb)); }
+    }
+    answer("a", "The fastest buckets have %g MB: a step takes %.2f ms, %s and %s.%s", best->bucket_mb, best->total.mean,
+           against(best->total, over.total, "a tensor per call").c_str(),
+           against(best->total, flat.total, "flat").c_str(),
+           also.empty() ? "" : (" As fast, within the noise or with the same calls: " + list_of(also) + ".").c_str());
+    const bool cheaper =
+        few->communication.mean < over.communication.mean && !level(few->communication, over.communication);
+    const bool exposed = few->exposed.mean > over.exposed.mean && !level(few->exposed, over.exposed);
+    answer("a",
+           "Fewer calls should take less time, and %s: %.2f ms in %s, %.2f ms in %d. A large last bucket should leave "
+           "more exposed, and %s: %.2f ms with %g MB, %.2f ms with a tensor per call.",
+           cheaper ? "they do" : "here they do not", few->communication.mean, counted(few->calls, "call").c_str(),
+           over.communication.mean, over.calls, exposed ? "it does" : "here it does not", few->exposed.mean,
+           few->bucket_mb, over.exposed.mean);
+    answer("a",
+           "The model in (b) needs backward to take as long as communication. Here backward takes %.2f ms and flat's "
+           "all-reduce %.2f ms, %s.",
+           none.backward.mean, flat.communication.mean, setup_of(none, flat, over).c_str());
+    answer("b",
+           "A bucket takes s/(n_b w) to compute and o + s/(n_b w) to send, and sending goes on back to back once the "
+           "first is computed: overhead(s, w, o, n_b) = s/(n_b w) + n_b o. It is least, 2 sqrt(s o/w), for n_b = "
+           "sqrt(s/(o w)): the best bucket has s/n_b = sqrt(s o w) bytes.");
+    const double bytes = std::min(m.s, sqrt(m.s * m.o * m.w));  // at least one bucket
+    if (!(m.w > 0 && std::isfinite(m.w))) {
+        answer("b", "This run gives no w: its larger all-reduces took no longer than its smaller ones.");
+    } else {
+        answer("b",
+               "Timed alone, this run's fastest all-reduces have o = %.1f us and w = %.2f GB/s. With s = %.1f MB the "
+               "best bucket has %.1f MB%s and an overhead of %.2f ms.",
+               1e3 * m.o, m.w / 1e6, m.s / 1e6, bytes / 1e6, bytes < m.s ? "" : " (all gradients)",
+               bytes / m.w + m.s / bytes * m.o);
+    }
+}
+
+static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
+    return run_ranks(asked, [&](const Communicator& c) {
+        Options o = asked;
+        const ModelConfig config = choose_step(o, c);
+        const std::string caption = caption_of(o, config, c);
+        auto make = [&](const Communicator& planned) {
+            return data_parallel_trainer(planned, random_model(config, o.seed), OVERLAPPED, 0);
+        };
+        const size_t needs = steps_peak(c.world, o, make, o.batch_size);
+        const bool fits = needs <= room_of_each_rank(c);
+        const Strategy last = runs.back().strategy;
+        BucketModel line{};
+        Stats single{};
+        if (fits) {
+            std::vector<Trace> traces;
+            for (DdpRun& r : runs) { measure(c, o, config, r, o.trace.empty() ? nullptr : &traces); }
+            if (!o.trace.empty()) { write_trace(o.trace, traces, caption, c); }
+            single = single_process(c, o, config);
+            if (last == BUCKETED && c.world > 1) { line = bucket_model(c, runs.back().mb * 1e6, o.quick); }
+        }
+        for (DdpRun& r : runs) { r.oom = fits ? 0 : needs; }
+        if (c.rank == 0) { print_steps(caption, runs, single, (double)o.batch_size * c.world, o.context_length); }
+        if (!fits) { fail("no step ran: each rank needs %.1f GiB", needs / 1073741824.0); }
+        if (c.rank > 0) { return; }
+        if (c.world == 1) { return answer("", "%s", ONE_RANK); }
+        if (last == NAIVE) { answer_naive_ddp_benchmarking(runs); }
+        if (last == FLAT) { answer_minimal_ddp_flat_benchmarking(runs); }
+        if (last == OVERLAPPED) { answer_ddp_overlap_individual_parameters_benchmarking(runs); }
+        if (last == BUCKETED) { answer_ddp_bucketed_benchmarking(runs, line); }
+    });
+}
+int cmd_naive_ddp_benchmarking(const Options& o) { return benchmark(o, {{NO_SYNC}, {NAIVE}}); }
+int cmd_minimal_ddp_flat_benchmarking(const Options& o) { return benchmark(o, {{NO_SYNC}, {NAIVE}, {FLAT}}); }
+int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o) {
+    return benchmark(o, {{NO_SYNC}, {NAIVE}, {FLAT}, {OVERLAPPED}});
+}
+int cmd_ddp_bucketed_benchmarking(const Options& o) {
+    std::vector<DdpRun> runs = {{NO_SYNC}, {NAIVE}, {FLAT}, {OVERLAPPED}};
+    for (double mb : o.bucket_size_mb) { runs.push_back({BUCKETED, mb}); }
+    return benchmark(o, runs);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// optimizer_state_sharding: 10 steps with the public test's settings (lr 0.1, decay 0.1), sharded against unsharded,
+// both data parallel. The second parameter group comes after 5 steps.
+
+static WeightsCheck shard_and_compare(const Communicator& c, Sharding sharding, bool sgd, bool tied, const Options& o) {
+    Toy ours = make_toy(tied, o, o.seed), whole = make_toy(tied, o, o.seed);
+    parallelize(ours, c, sharding == ZERO1 ? NO_SYNC : FLAT), parallelize(whole, c, FLAT);
+    ours.optimizer = {c, sharding};
+    const int64_t first = ours.parameters.back().offset, all = ours.gradients.size();
+    auto add_group = [&](Toy& t, int64_t begin, int64_t end, float lr) {
+        ParameterGroup g{view(t.weights, begin, {end - begin}), view(t.gradients, begin, {end - begin})};
+        g.sgd = sgd, g.adamw.lr = sgd ? lr / 10 : lr, g.adamw.weight_decay = 0.1f;
+        add_parameter_group(t.optimizer, g);
+    };
+    WeightsCheck check{ours.name,
+                       strprintf("%s, %s", sgd ? "SGD" : "AdamW", sharding == ZERO1 ? "ZeRO-1" : "broadcast")};
+    for (int step = 0; step < 10; step++) {
+        for (Toy* t : {&ours, &whole}) {
+            if (step == 0) { add_group(*t, 0, first, 0.1f); }
+            if (step == 5) { add_group(*t, first, all, 0.05f); }
+            train_step(*t, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, ROWS_A_RANK * c.world);
+        }
+        compare(check, ours.weights, whole.weights);
+    }
+    auto state_of = [](const Optimizer& optimizer) {
+        int64_t n = 0;
+        for (const ParameterGroup& g : optimizer.groups) { n += (g.m ? g.m.size() : 0) + (g.v ? g.v.size() : 0); }
+        return n;
+    };
+    check.same_bits = same_bits_everywhere(c, ours.weights), check.whole = state_of(whole.optimizer);
+    for (const std::vector<int64_t>& n : gather<int64_t>(c, {state_of(ours.optimizer)})) {
+        check.shares += (check.shares.empty() ? "" : " + ") + std::to_string(n[0]);
+    }
+    return check;
+}
+int cmd_optimizer_state_sharding(const Options& o) {
+    return run_ranks(o, [&](const Communicator& c) {
+        Table table{
+            strprintf("optimizer_state_sharding: weights after each of 10 steps, sharded against unsharded; %s, toy "
+                      "models with %d outputs, backend %s, lr 0.1 (SGD 0.01, momentum 0.9), weight decay 0.1, a second "
+                      "parameter group with half the lr after 5 steps; bits: of the ranks; states: elements that each "
+                      "rank keeps",
+                      ranks(c.world).c_str(), toy_outputs(o), c.backend.c_str()),
+            {"Model", "Optimizer", "max diff", "mean diff", "Parameters", "bits", "states", "unsharded"}};
+        std::vector<WeightsCheck> checks;
+        for (int i = 0; i < 8; i++) {
+            checks.push_back(shard_and_compare(c, i % 2 ? ZERO1 : BROADCAST, i / 2 % 2, i / 4, o));
+            const WeightsCheck& x = checks.back();
+            table.row(x.model, x.what, strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n),
+                      x.match ? "match" : "DIFFER", x.same_bits ? "identical" : "DIFFER", x.shares, x.whole);
+        }
+        print_checks(c, table, checks, "the sharded and of the unsharded optimizer on " + ranks(c.world));
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// optimizer_state_sharding_accounting: peak memory in three stretches of a first step and in later steps; their time
+
+static void run_sharded(const Communicator& c, const Options& o, const ModelConfig& config, ShardingRun& r) {
+    reset_peak(context.device);
+    const std::vector<Batch> batches = {batch_of(o, config, c.rank)};
+    Model model = make_model(config);
+    init_weights(model, o.seed);
+    auto moment = [&](const char* what) {
+        synchronize();
+        r.peaks.emplace_back(what, memory_use(context.device));
+        reset_peak(context.device);
+    };
+    moment("after init");
+    Trainer t = sharded_trainer(c, model, r.sharding);
+    train_step(t, batches, [&](StepPart part) {
+        if (part == OPTIMIZER_STEP) { moment("before step"); }
+    });
+    moment("after step");
+    const auto steps = mean_of_ranks(c, timed_steps(t, batches, o, name_of(r.sharding)));
+    moment("later steps");
+    r.total = stats_of(steps, TOTAL), r.gradients = stats_of(steps, EXPOSED);
+    r.optimizer = stats_of(steps, OPTIMIZER_STEP);
+    r.mb_sent = (r.sharding == BROADCAST ? 3 : 2) * 4e-6 * model.weights.size() * (c.world - 1) / c.world;
+}
+
+static double mib(double bytes) { return bytes / 1048576; }
+void answer_optimizer_state_sharding_accounting(const std::vector<ShardingRun>& runs, int ranks) {
+    const ShardingRun &whole = runs[0], &ours = runs[1], &zero = runs[2];
+    if (whole.oom || ours.oom || zero.oom) { return answer("", "A way does not fit, so there is no comparison."); }
+    auto peak = [](const ShardingRun& r, int i) { return mib(r.peaks[i].second.peak); };
+    auto state = [](const ShardingRun& r) { return mib(r.peaks[2].second.peak_by[OPTIMIZER]); };
+    answer("a",
+           "Peaks after init, before the optimizer's step and after it: %.1f, %.1f and %.1f MiB unsharded, %.1f, %.1f "
+           "and %.1f MiB sharded.",
+           peak(whole, 0), peak(whole, 1), peak(whole, 2), peak(ours, 0), peak(ours, 1), peak(ours, 2));
+    answer("a",
+           "Before the step weights and gradients take %.1f MiB each, activations the rest. The step adds AdamW's "
+           "moments: %.1f MiB unsharded, %.1f MiB sharded, which is %sthe expected 1/%d.",
+           mib(whole.peaks[1].second.peak_by[PARAMETERS]), state(whole), state(ours),
+           std::fabs(state(ours) / state(whole) - 1.0 / ranks) < 0.01 ? "" : "not ", ranks);
+    answer("b",
+           "An iteration takes %.2f ms sharded, %s. Each rank steps only its share but then broadcasts it: it sends "
+           "%.1f MB per step instead of %.1f, and its optimizer takes %.2f ms, %s.",
+           ours.total.mean, against(ours.total, whole.total, "unsharded").c_str(), ours.mb_sent, whole.mb_sent,
+           ours.optimizer.mean, against(ours.optimizer, whole.optimizer, "unsharded").c_str());
+    answer("c",
+           "ZeRO-1, too, shards only the optimizer's state: %.1f MiB per rank, where ours takes %.1f MiB. It "
+           "reduce-scatters gradients and all-gathers weights, so of Psi parameters a rank sends 2 Psi (N-1)/N "
+           "elements (%.1f MB). Ours all-reduces gradients and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).",
+           state(zero), state(ours), zero.mb_sent, ours.mb_sent);
+}
+int cmd_optimizer_state_sharding_accounting(const Options& asked) {
+    return run_ranks(asked, [&](const Communicator& c) {
+        Options o = asked;
+        const ModelConfig config = choose_step(o, c);
+        Table time{caption_of(o, config, c) +
+                       "; gradients: from backward's end to the optimizer's start; optimizer: with the wait for new "
+                       "weights (ZeRO-1: for gradients, too); MB sent in a ring",
+                   {"Optimizer", "Total Time (ms)", "std", "gradients (ms)", "optimizer (ms)", "MB sent per step"}};
+        Table memory{"Peaks of rank 0 in a first step, and in later ones, MiB",
+                     {"Optimizer", "Moment", "parameters", "gradients", "optimizer state", "the rest", "peak"}};
+        std::vector<ShardingRun> runs = {{UNSHARDED}, {BROADCAST}, {ZERO1}};
+        for (ShardingRun& r : runs) {
+            auto make = [&](const Communicator& planned) {
+                return sharded_trainer(planned, make_model(config), r.sharding);
+            };
+            const size_t needs = steps_peak(c.world, o, make, o.batch_size);
+            r.oom = needs <= room_of_each_rank(c) ? 0 : needs;
+            if (r.oom) {
+                time.row(name_of(r.sharding), oom_cell(needs), "", "", "", "");
+                continue;
+            }
+            run_sharded(c, o, config, r);
+            auto cell = [](double x) { return strprintf("%.1f", mib(x)); };
+            for (const auto& [what, use] : r.peaks) {
+                const size_t *by = use.peak_by, known = by[PARAMETERS] + by[GRADIENTS] + by[OPTIMIZER];
+                memory.row(name_of(r.sharding), what, cell(by[PARAMETERS]), cell(by[GRADIENTS]), cell(by[OPTIMIZER]),
+                           cell(use.peak - known), cell(use.peak));
+            }
+            time.row(name_of(r.sharding), strprintf("%.2f", r.total.mean), deviation(r.total, "%.2f"),
+                     strprintf("%.2f", r.gradients.mean), strprintf("%.2f", r.optimizer.mean),
+                     strprintf("%.1f", r.mb_sent));
+        }
+        if (c.rank == 0) { print(time); }
+        if (c.rank == 0 && !memory.rows.empty()) { print(memory); }
+        if (runs[2].oom) { fail("no step ran: each rank needs %.1f GiB", runs[2].oom / 1073741824.0); }
+        if (c.rank == 0 && c.world > 1) { answer_optimizer_state_sharding_accounting(runs, c.world); }
+        if (c.rank == 0 && c.world == 1) { answer("", "%s", ONE_RANK); }
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Section 2.4, when communication becomes the limit. It is arithmetic alone.
+
+// ---------------------------------------------------------------------------------------------------------------------
+// communication_accounting: the handout's XXL model, L blocks of two Linear layers D x F and F x D.
+// C: FLOP/s of a chip; W: bytes/s of a link; X chips share the FSDP axis with M_X links, Y the TP axis with M_Y.
+//
+// Memory: P parameters take 16 P bytes with their gradients and AdamW's moments, in fp32. A is all saved activations of
+// a device's tokens; every second layer's are sharded, like the weights, the other half is not.
+// Forward of one block: T_math = 4 B D F / (X Y C); gather of the weights T_FSDP = 4 D F / (Y W M_X); all-reduce of the
+// activations T_TP = 4 B D / (X W M_Y). B: tokens overall.
+
+static const double GB = 1e9, GIB = 1073741824.0;
+static const double GPU_GB = 80, CHIP_GB = 95;  // the memory of a GPU in (a), of a chip in (b)
+static const double M_X = 2, M_Y = 1;           // mesh axes, so links, of the FSDP and of the TP traffic
+
+// The least N with (16 P + A/2) / N + A/2 < memory; 0: none.
+static double least_devices(double P, double A, double memory) {
+    return A / 2 < memory ? floor((16 * P + A / 2) / (memory - A / 2)) + 1 : 0;
+}
+// The least B, not rounded, with T_math >= T_FSDP + T_TP; 0: none. alpha = C / W.
+static double least_batch(const Options& o, double alpha, double X, double Y) {
+    double share = alpha * Y / (M_Y * o.d_ff);  // of T_math that TP takes
+    return share < 1 ? alpha * X / M_X / (1 - share) : 0;
+}
+// A value of 0: there is none.
+static void row(Table& t, const char* part, const std::string& quantity, const char* formula, double value,
+                int decimals, const std::string& unit) {
+    t.row(part, quantity, formula, value > 0 ? strprintf("%.*f", decimals, value) : "none", unit);
+}
+
+static void memory_accounting(const Options& o, Table& t, double P, double per_token) {
+    auto gib = [](double bytes) { return strprintf("GB (%.1f GiB)", bytes / GIB); };
+    row(t, "a", "parameters P", "2 D F L", P, 0, "");
+    row(t, "a", "master weights, fp32", "4 P", 4 * P / GB, 1, gib(4 * P));
+    row(t, "a", "with gradients and moments, fp32", "16 P", 16 * P / GB, 1, gib(16 * P));
+    row(t, "a", "saved for backward per token", "2 L (D + F)", per_token, 0, "bytes");
+    row(t, "a", "GPUs of 80 GB for 16 P", "16 P / memory", 16 * P / (GPU_GB * GB), 2, "");
+    row(t, "a", "GPUs of 80 GiB for 16 P", "16 P / memory", 16 * P / (GPU_GB * GIB), 2, "");
+    for (double tokens : {0.0, 1.0 * o.tokens, 4.0 * o.tokens}) {
+        row(t, "b", strprintf("N for 95 GB, %g tokens each", tokens), "(16 P + A/2) / (memory - A/2)",
+            least_devices(P, per_token * tokens, CHIP_GB * GB), 0, "devices");
+    }
+    row(t, "b", "N for 95 GiB, 0 tokens each", "the same, in GiB", least_devices(P, 0, CHIP_GB * GIB), 0, "devices");
+    row(t, "b", "tokens from which no N is enough", "A/2 = memory", ceil(CHIP_GB * GB / (per_token / 2)), 0, "tokens");
+}
+static void answer_memory(const Options& o, double P, double per_token) {
+    double at_tokens = least_devices(P, per_token * o.tokens, CHIP_GB * GB);
+    answer("a",
+           "P = 2 D F L = %.0f parameters take 4 P = %.1f GB (%.1f GiB) in fp32. With their gradients and AdamW's two "
+           "moments they take 16 P = %.1f GB (%.1f GiB), the memory of %.0f GPUs of %g GB, or of %.0f if a GB is taken "
+           "as 2^30 bytes. Backward saves 2 L (D + F) = %.0f bytes per token in bf16.",
+           P, 4 * P / GB, 4 * P / GIB, 16 * P / GB, 16 * P / GIB, ceil(16 * P / GB / GPU_GB), GPU_GB,
+           ceil(16 * P / GIB / GPU_GB), per_token);
+    answer("b",
+           "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for backward, and half of A "
+           "is sharded over the N devices, like the weights. Without activations that is below %g GB from N = %.0f "
+           "devices on; with %d tokens per device, %s. No N is enough from %.0f tokens per device on, because A/2 "
+           "alone fills the memory.",
+           CHIP_GB, least_devices(P, 0, CHIP_GB * GB), o.tokens,
+           at_tokens > 0 ? strprintf("from N = %.0f on", at_tokens).c_str() : "for no N",
+           ceil(CHIP_GB * GB / (per_token / 2)));
+}
+
+int cmd_communication_accounting(const Options& o) {
+    const double D = o.d_model, F = o.d_ff, L = o.num_layers, X = o.fsdp, Y = o.tp;
+    const double P = 2 * D * F * L, per_token = 2 * L * (D + F), N = X * Y;
+    const double alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB), most_Y = M_Y * F / alpha;
+    const double in_turn = least_batch(o, alpha, X, Y), overlapped = Y <= most_Y ? alpha * X / M_X : 0;
+    const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
+    Table t{
+        strprintf("communication_accounting: D = d_model %g, F = d_ff %g, L = %g blocks of two Linear layers; GB = 1e9 "
+                  "bytes, GiB = 2^30; C = %g TFLOP/s, W = %g GB/s, X = %g (FSDP), Y = %g (TP), M_X = %g, M_Y = %g",
+                  D, F, L, o.tflops, o.bandwidth_gb, X, Y, M_X, M_Y),
+        {"part", "quantity", "formula", "value", "unit"}};
+    memory_accounting(o, t, P, per_token);
+    row(t, "c", "alpha", "C / W", alpha, 1, "FLOP/byte");
+    for (bool turns : {true, false}) {
+        const std::string how = turns ? "axes in turn" : "axes overlapped";
+        const double B = turns ? in_turn : overlapped;
+        row(t, "c", "least batch B, " + how,
+            turns ? "(alpha X / M_X) / (1 - alpha Y / (M_Y F))" : "alpha X / M_X, if TP's condition holds", ceil(B), 0,
+            "tokens");
+        row(t, "c", "per chip, " + how, "B / (X Y)", B / N, 1, "tokens");
+        row(t, "c", "per FSDP shard, " + how, "B / X", B / X, 1, "tokens");
+    }
+    row(t, "c", "TP is compute bound for Y below", "M_Y F / alpha", most_Y, 1, "chips");
+    // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of the time.
+    row(t, "d", "best X, axes in turn", "2 alpha N / (M_Y F)", 2 * N / most_Y, 1, "chips");
+    row(t, "d", "per chip, X free, in turn", "4 alpha^2 / (M_X M_Y F)", per_chip, 1, "tokens");
+    row(t, "d", "least batch, X free, in turn", "N times that", ceil(per_chip * N), 0, "tokens");
+    row(t, "d", "per chip, X free, overlapped", "alpha^2 / (M_X M_Y F)", per_chip / 4, 1, "tokens");
+    row(t, "d", "least batch, X free, overlapped", "N times that", ceil(per_chip / 4 * N), 0, "tokens");
+    double best_X = 0, best = INFINITY;
+    for (double x = 1; x <= N; x *= 2) {
+        const double B = least_batch(o, alpha, x, N / x);
+        if (B == 0 || fmod(N, x) != 0) { continue; }
+        if (B < best) { best = B, best_X = x; }
+        row(t, "d", strprintf("least B, X = %g, Y = %g, in turn", x, N / x), "as in c", ceil(B), 0, "tokens");
+    }
+    print(t);
+
+    answer_memory(o, P, per_token);
+    if (in_turn > 0) {
+        answer("c",
+               "Forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = %.0f tokens overall, "
+               "%.1f per chip; alpha = C / W = %.1f FLOP per byte. This holds for every schedule: FSDP's gathers and "
+               "TP's all-reduces take turns. Where both axes communicate at once, each over its own links, alpha X / "
+               "M_X = %.0f tokens (%.1f per chip) are enough.",
+               ceil(in_turn), in_turn / N, alpha, ceil(overlapped), overlapped / N);
+    } else {
+        answer("c",
+               "No batch is compute bound with X = %g and Y = %g: the all-reduces of tensor parallelism take longer "
+               "than the products, at any batch. Y has to be below M_Y F / alpha = %.1f.",
+               X, Y, most_Y);
+    }
+    answer(
+        "d",
+        "The split can be chosen: the least batch is 4 alpha^2 / (M_X M_Y F) = %.1f tokens per chip, at X = 2 alpha N "
+        "/ (M_Y F) = %.1f%s. Communication on both axes at once divides it by 4: alpha^2 / (M_X M_Y F) = %.1f. Fewer "
+        "bytes (8-bit weights halve alpha X / M_X), more links per axis and pipeline stages lower it further.",
+        per_chip, 2 * N / most_Y,
+        best_X > 0
+            ? strprintf("; in whole numbers X = %g, Y = %g needs %.0f tokens", best_X, N / best_X, ceil(best)).c_str()
+            : "",
+        per_chip / 4);
+    answer("d",
+           "Gradient accumulation does not, because each micro-batch gathers the weights again. Activation "
+           "checkpointing does not, because it leaves the forward's FLOPs and bytes as they are.");
+    return 0;
 }

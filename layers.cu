@@ -1,10 +1,11 @@
 // layers.cu: the ops of the handout's Transformer LM.
 //
-// Each op comes as: formula; the eager form, a chain of tensor.cu's one-kernel operations that autograd differentiates;
-// the fused form with its backward by hand, as a plain loop for the CPU and as kernels for the GPU. T is the
-// compute type (under autocast bf16 or fp16), X that of the residual stream x and the weights: fp32, or in pure bf16
-// bf16. Arithmetic and sums are fp32.
-#include "gpu.h"
+// Each op comes as: formula; the eager form, a chain of lib/tensor.cu's one-kernel operations that autograd
+// differentiates; the fused form with its backward by hand, as a plain loop for the CPU and as kernels for the GPU. T
+// is the compute type (under autocast bf16 or fp16), X that of the residual stream x and the weights: fp32, or in pure
+// bf16 bf16. Arithmetic and sums are fp32.
+#include "cs336.h"
+#include "lib/gpu.h"
 #include <algorithm>
 #include <cfloat>
 

@@ -1,5 +1,5 @@
 // main.cu: the commands and their options, help, `list`, `reproduce`. Nothing is computed here.
-#include "commands.h"
+#include "cs336.h"
 
 #include <CLI/CLI.hpp>
 
@@ -446,6 +446,37 @@ static void print_overview(FILE* to) {
         fprintf(to, "  %-6s %-6s %-47s%s\n", c.section_2025, c.section_2026, c.id, c.what);
     }
     fprintf(to, "\nexit codes: 0 done, 1 it ran and failed, 2 wrong usage\n");
+}
+
+int cmd_info(const Options& o) {
+    context.device = choose_device(o.device);
+    const bool gpu = context.device == CUDA;
+    Table table{"info: medians of several runs", {"what", "measured", "peak by data sheet", "unit"}};
+    table.row("GPUs", cuda_devices(), "", "");
+    table.row("CPU threads", cpu_threads(), "", "");
+    table.row("memory available", available_memory(context.device) / 1073741824.0, "", "GiB");
+    const int mib = gpu ? (o.quick ? 256 : 1024) : (o.quick ? 64 : 256);
+    const std::string copy = strprintf("copy of %d MiB, read + written", mib);
+    run_if_fits(copy, 0, [&] { table.row(copy, copy_bandwidth((int64_t)mib << 20, gpu ? 20 : 10), "", "GB/s"); });
+    auto multiply = [&](Precision p, int n) {
+        const bool on_gpu = context.device == CUDA;
+        const std::string what = strprintf("matmul %d^3 %s on the %s", n, name_of(p), on_gpu ? "GPU" : "CPU");
+        run_if_fits(what, 0, [&] {
+            const double rate = matmul_rate(p, n, 10);
+            const FlopUnit unit = unit_of(rate);
+            table.row(what, rate * unit.per_tera, on_gpu ? dense_peak(p) * unit.per_tera : NAN, unit.name);
+        });
+    };
+    for (Precision p : {PREC_BF16, PREC_FP16, TF32, FP32}) {
+        if (gpu) { multiply(p, o.quick ? 4096 : 8192); }
+    }
+    {
+        RestoreContext restore;
+        context.device = CPU;
+        multiply(FP32, o.quick ? 512 : 2048);
+    }
+    print(table);
+    return 0;
 }
 
 int main(int argc, char** argv) {

@@ -30,8 +30,8 @@ set -o pipefail
 
 budget() {
     local lines bytes
-    read -r lines bytes < <(cat ./*.cu ./*.h | wc -lc)
-    echo "$lines of $most_lines lines and $bytes of $most_bytes bytes of .cu and .h;" \
+    read -r lines bytes < <(cat ./*.cu ./*.h lib/* fast/* | wc -lc)
+    echo "$lines of $most_lines lines and $bytes of $most_bytes bytes of .cu, .h, lib/ and fast/;" \
         "tests: $(cat tests/*.cpp tests/*.h | wc -l) lines, Python: $(cat tests/*.py notes/*.py | wc -l)"
     [ "$lines" -le "$most_lines" ] && [ "$bytes" -le "$most_bytes" ]
 }
@@ -54,8 +54,8 @@ cuda_flavour() {
     local program=build/cuda-werror/cs336
     step "cuda build, warnings are errors" build NVCC="$nvcc" EVERY_CARD="80 90" $program
     # What ptxas said of each kernel lies beside its object file. C75xx: it gave up on wgmma's or setmaxnreg's promise.
-    step "no kernel spills registers" bash -c 'grep -q "bytes spill" build/cuda-werror/fast_flash_hopper.o.log &&
-        ! grep -hE "[1-9][0-9]* bytes (stack frame|spill)|C75[0-9][0-9]" build/cuda-werror/*.o.log'
+    step "no kernel spills registers" bash -c 'grep -q "bytes spill" build/cuda-werror/fast/flash_hopper.o.log &&
+        ! grep -hE "[1-9][0-9]* bytes (stack frame|spill)|C75[0-9][0-9]" build/cuda-werror/{.,lib,fast}/*.o.log'
     for words in list "info --quick" "flash_forward --quick"; do step "cuda $words" prints $program $words; done
     if ls /dev/nvidia[0-9]* >/dev/null 2>&1; then step "cuda tests" build NVCC="$nvcc" EVERY_CARD="80 90" test; fi
 }
@@ -91,7 +91,7 @@ tsan_flavour() {
     OMP_NUM_THREADS=1 step "tsan tests" build/tsan-werror/tests -tc="ranks: collectives over Gloo"
 }
 
-if command -v clang-format >/dev/null; then step format clang-format --dry-run --Werror ./*.cu ./*.h tests/*.cpp tests/*.h
+if command -v clang-format >/dev/null; then step format clang-format --dry-run --Werror ./*.cu ./*.h lib/* fast/* tests/*.cpp tests/*.h
 else skip format "no clang-format"; fi
 step links python3 tests/links.py
 step budget budget

@@ -7,7 +7,10 @@
 //
 // Without a GPU the OnCUDA half counts as skipped; with CS336_REQUIRE_GPU=1 in the environment it fails instead.
 #pragma once
-#include "commands.h"
+#ifndef __CUDACC__
+#pragma GCC optimize("O0")  // of what follows: it takes longer to compile than to run
+#endif
+#include "cs336.h"
 
 #include <doctest/doctest.h>
 
@@ -120,7 +123,7 @@ bool begin() {
     return begin_on(D::device);
 }
 
-inline std::string setting() { return strprintf("%s %s", name_of(context.mode), name_of(context.precision)); }
+inline std::string setting_now() { return strprintf("%s %s", name_of(context.mode), name_of(context.precision)); }
 inline double largest(const Tensor& t) {  // NaN if it holds one
     double m = 0;
     for (double x : to_doubles(t)) { m = m >= fabs(x) || std::isnan(m) ? m : fabs(x); }
@@ -141,9 +144,7 @@ inline void in_ranks(const char* test_case, int n, Device device, const std::fun
         return;
     }
     if (getenv("WORLD_SIZE") != std::to_string(n)) { return; }
-    Options o;
-    o.device = name_of(device), o.backend = "auto", o.timeout = 20;
-    CHECK(run_ranks(o, f) == 0);
+    CHECK(join_ranks(n, name_of(device), "auto", 20, f) == 0);
 }
 inline bool lacks(const char* backend, Device device, int n) {
     std::string why = why_not(backend, device, n);
@@ -151,3 +152,20 @@ inline bool lacks(const char* backend, Device device, int n) {
     skip_this_case(why.c_str());
     return true;
 }
+
+// test_model.cpp: a model of PyTorch's in tests/fixtures, and what three of its steps give in pure bf16.
+struct Setup {
+    Model model;
+    Tensor tokens, targets;
+};
+Setup fixture_setup();
+struct PureSetting {
+    Mode mode;
+    int checkpoint, head_chunk;
+    bool recompute;
+};
+extern const std::vector<PureSetting> pure_settings;
+bool begin_pure(const PureSetting& s);  // false: this device has no such attention
+using ByName = std::map<std::string, Tensor>;
+Tensor copied(const Tensor& t);
+void check_pure_bf16(double loss, const ByName& gradients, const ByName& after);

@@ -1,7 +1,7 @@
 // Tests of what the fast_*.cu do otherwise than the files that they speed up. (The implementations of attention, of
 // products and of AdamW are tested where their tables are.)
-#include "fast.h"
-#include "commands.h"
+#include "fast/fast.h"
+#include "cs336.h"
 #include "test.h"
 
 #include <array>

@@ -1,4 +1,4 @@
-// Tests of the command line and of plan.cu, on the real program: the environment's CS336_BINARY, else ./cs336.
+// Tests of the command line and of model.cu, on the real program: the environment's CS336_BINARY, else ./cs336.
 #include "test.h"
 
 #include <unistd.h>

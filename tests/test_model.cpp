@@ -1,15 +1,22 @@
-// Tests of layers.cu and model.cu: each op and the whole model by finite differences in float64, fused against eager,
-// GPU against CPU, against PyTorch's fixtures, and the promises about memory and determinism.
-#include "commands.h"
+// Tests of model.cu and layers.cu.
+#include "model.cu"
+
 #include "test.h"
 
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
+#include <fcntl.h>
+#include <fstream>
+#include <sys/ioctl.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
-struct Setup {
-    Model model;
-    Tensor tokens, targets;
-};
+// ---------------------------------------------------------------------------------------------------------------------
+// Tests of layers.cu and model.cu: each op and the whole model by finite differences in float64, fused against eager,
+// GPU against CPU, against PyTorch's fixtures, and the promises about memory and determinism.
+
 static Setup make_setup(const ModelConfig& c, int B, int T, DType dtype = weight_dtype()) {
     Setup s{make_model(c, dtype), Tensor(), Tensor()};
     init_weights(s.model, 7);
@@ -297,7 +304,7 @@ static const SafeTensors& fixture(const char* name) {
     }
     return files[name];
 }
-static Setup fixture_setup() {
+Setup fixture_setup() {
     const SafeTensors &weights = fixture("weights"), &batch = fixture("batch");
     Setup s;
     s.model = make_model({"fixture", 16, 24, 2, 2, 31});
@@ -359,9 +366,8 @@ struct Differences {
 // is from its own fp32, from the same weights (make_fixtures.py prints it): for this fixture 1.2e-3 in the loss, 0.21
 // in a parameter's gradient, 0.11 in all gradients, 0.16 in what three steps change of the weights. With eight other
 // seeds that is 3e-6 to 8e-4, 0.03 to 0.11, 0.02 to 0.06 and 0.08 to 0.11.
-using ByName = std::map<std::string, Tensor>;
-static Tensor copied(const Tensor& t) { return from_floats(to_floats(t), t.shape); }
-static void check_pure_bf16(double loss, const ByName& gradients, const ByName& after) {
+Tensor copied(const Tensor& t) { return from_floats(to_floats(t), t.shape); }
+void check_pure_bf16(double loss, const ByName& gradients, const ByName& after) {
     const SafeTensors &expected = fixture("pure_bf16"), &before = fixture("weights");
     Differences all, weights;
     CHECK(gradients.size() == 21);
@@ -378,12 +384,7 @@ static void check_pure_bf16(double loss, const ByName& gradients, const ByName& 
     CHECK(all.relative() < 0.11);
     CHECK(weights.relative() < 0.16);
 }
-struct PureSetting {
-    Mode mode;
-    int checkpoint, head_chunk;
-    bool recompute;
-};
-static const std::vector<PureSetting> pure_settings = {
+const std::vector<PureSetting> pure_settings = {
     {EAGER, 0, 0, false},
     {EAGER, 1, 0, false},
     {FUSED, 0, 0, false},
@@ -394,7 +395,7 @@ static const std::vector<PureSetting> pure_settings = {
     {FLASH, CHECKPOINT_FFN, 7, true},
 };
 // False: this device has no such attention.
-static bool begin_pure(const PureSetting& s) {
+bool begin_pure(const PureSetting& s) {
     context.precision = PREC_PURE_BF16, context.mode = s.mode, context.checkpoint = s.checkpoint;
     context.head_chunk = s.head_chunk, context.recompute = s.recompute;
     return s.mode != FLASH || fastest_flash(context.device, BF16, 8);
@@ -426,54 +427,6 @@ TEST_CASE_TEMPLATE("model: pure bf16 against PyTorch's", D, OnCPU, OnCUDA) {
         check_pure_bf16(loss, gradients, after);
     }
 }
-// The fixture's batch has three sequences: each of three ranks has one, and so has each of one rank's three backwards.
-static void check_pure_bf16_sharded(const Communicator& c) {
-    for (const PureSetting& setting : pure_settings) {
-        if (!begin_pure(setting)) { continue; }
-        CAPTURE(caption_of(setting.mode));
-        const Setup whole = fixture_setup();
-        auto f = fully_shard(c, whole.model.parameters, BF16);
-        Model model = sharded_model(whole.model.config, *f);
-        visit_whole(*f, f->shard.weights, true, [&](const Parameter& p, const Tensor& w) {
-            auto same = [&](const Parameter& other) { return other.name == p.name; };
-            const auto& all = whole.model.parameters;
-            copy(w, view(std::find_if(all.begin(), all.end(), same)->weight, 0, p.shape));
-        });
-        f->shard.adamw.lr = 1e-2f;
-        auto by_name = [&](const Tensor& flat) {
-            ByName all;
-            visit_whole(*f, flat, false, [&](const Parameter& p, const Tensor& t) { all[p.name] = copied(t); });
-            return all;
-        };
-        ByName gradients;
-        LossScaler scaler;
-        double loss = 0;
-        for (int step = 0; step < 3; step++) {
-            begin_step(*f);
-            for (int row = c.rank; row < 3; row += c.world) {
-                auto part = [&](const Tensor& t) { return view(t, row * 7, {1, 7}); };
-                Batch batch = {part(whole.tokens), part(whole.targets)};
-                Tensor mean = forward_backward(model, batch, (float)c.world / 3);
-                finish_backward(*f);
-                wait(c, all_reduce(c, mean, AVERAGE));
-                if (step == 0) { loss += to_doubles(mean)[0] * c.world / 3; }
-            }
-            if (step == 0) {
-                Tensor flat = zeros(f->shard.weights.shape, BF16, GRADIENTS);
-                for (const FsdpUnit& u : f->units) { copy(view(flat, u.offset, {u.part}), u.gradient); }
-                copy(view(flat, f->replicated, f->replicated_sum.shape), f->replicated_sum);
-                gradients = by_name(flat);
-            }
-            optimizer_step(*f, scaler, 0);
-        }
-        check_pure_bf16(loss, gradients, by_name(f->shard.weights));
-    }
-}
-TEST_CASE("model: sharded pure bf16 against PyTorch's") {
-    if (lacks("gloo", CPU, 3)) { return; }
-    for (int n : {1, 3}) { in_ranks("model: sharded pure bf16 against PyTorch's", n, CPU, check_pure_bf16_sharded); }
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Optimizer
 
@@ -779,7 +732,7 @@ TEST_CASE_TEMPLATE("model: one weight that is not finite shows in the loss and t
             CHECK(std::isfinite(to_doubles(run_once(s).loss)[0] + gradient_norm(s.model)));
             for (const Parameter& p : s.model.parameters) {
                 for (float value : {NAN, INFINITY}) {
-                    CAPTURE(setting() + " " + p.name + strprintf(" %f", value));
+                    CAPTURE(setting_now() + " " + p.name + strprintf(" %f", value));
                     bool embedding = p.name == "token_embeddings.weight";  // of its rows not all are looked up
                     Tensor place = view(p.weight, (embedding ? token + 1 : p.shape[0]) * p.weight.stride[0] - 1, {1});
                     Tensor before = from_floats(to_floats(place), {1});
@@ -911,4 +864,821 @@ TEST_CASE("model: the sizes' parameters, and what 10B takes") {
     // Weights, gradients and AdamW's two moments; one short sequence adds little.
     const double gib = 1 << 30;
     CHECK(predicted_peak(model_sizes[6], 1, 16, STEP) / gib == doctest::Approx(191.2).epsilon(2e-3));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tests of model.cu: resuming, checkpoints, learning, and your own weights.
+
+// A run that goes on until a signal comes, in a process group of its own.
+struct Going {
+    Folder folder;
+    std::string save = folder / "save";
+    pid_t pid = -1;
+    int status = 0;
+    // stdout_descriptor: -1: the file "out"
+    explicit Going(const std::vector<std::string>& more, int stdout_descriptor = -1, const char* data = "LICENSE") {
+        std::vector<std::string> words = {program(),  "train", "--data", data, "--quick",
+                                          "--sample", "3",     "--save", save};
+        words.insert(words.end(), more.begin(), more.end());
+        std::vector<char*> argv;
+        for (std::string& word : words) { argv.push_back(word.data()); }
+        argv.push_back(nullptr);
+        int out = open((folder / "out").c_str(), O_WRONLY | O_CREAT, 0600);
+        int err = open((folder / "err").c_str(), O_WRONLY | O_CREAT, 0600);
+        REQUIRE(out >= 0);
+        REQUIRE(err >= 0);
+        pid = fork();
+        REQUIRE(pid >= 0);
+        if (pid == 0) {
+            setpgid(0, 0);
+            signal(SIGINT, SIG_DFL);  // a shell's background job ignores it
+            dup2(stdout_descriptor < 0 ? out : stdout_descriptor, 1);
+            dup2(err, 2);
+            execv(argv[0], argv.data());
+            _exit(127);
+        }
+        close(out), close(err);
+    }
+    ~Going() {
+        kill(-pid, SIGKILL);
+        waitpid(pid, &status, 0);  // fails where it has been waited for
+    }
+    std::string out() const { return read_file(folder / "out"); }
+    std::string err() const { return read_file(folder / "err"); }
+    int rows() const {
+        int n = 0;
+        std::string text = out();
+        text.resize(std::min(text.find("\n\ntrain: loss"), text.size()));
+        for (size_t at = 0; (at = text.find("\n| ", at)) != std::string::npos; at++) { n++; }
+        return std::max(0, n - 2);  // header and rule
+    }
+    bool ended(double seconds) {
+        for (int i = 0; i < 100 * seconds; i++) {
+            if (waitpid(pid, &status, WNOHANG) == pid) { return true; }
+            usleep(10000);
+        }
+        return false;
+    }
+    void wait_for_rows(int n) {
+        for (int i = 0; i < 6000 && rows() < n && waitpid(pid, &status, WNOHANG) == 0; i++) { usleep(5000); }
+        REQUIRE_MESSAGE(rows() >= n, err());
+    }
+};
+static int number_in(const std::string& checkpoint, const char* name) {
+    return std::stoi(load_safetensors(checkpoint).metadata.at(name));
+}
+
+TEST_CASE_TEMPLATE("train: a run that a signal ends saves, and goes on bit for bit as if uninterrupted", D, OnCPU,
+                   OnCUDA) {
+    if (!begin<D>()) { return; }
+    for (const char* precision : {"fp32", "bf16", "fp16", "pure_bf16"}) {
+        CAPTURE(std::string(precision));
+        Folder folder;
+        const std::string whole = folder / "whole";
+        const std::vector<std::string> words = {"--device", name_of(D::device), "--steps",
+                                                "300",      "--precision",      precision};
+        std::vector<std::string> all = {"train", "--data", "LICENSE", "--quick", "--sample", "0", "--save", whole};
+        all.insert(all.end(), words.begin(), words.end());
+        Run r = run_cs336(all);
+        REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+        Going run(words);
+        run.wait_for_rows(1);
+        kill(-run.pid, SIGINT);  // as a terminal does
+        REQUIRE(run.ended(60));
+        CHECK(WIFSIGNALED(run.status));
+        CHECK(WTERMSIG(run.status) == SIGINT);
+        const int steps = number_in(run.save, "step");
+        CHECK(steps < 300);
+        CHECK_MESSAGE(has(run.err(), strprintf("ended by signal 2 (Interrupt) after step %d of 300: to go on", steps)),
+                      run.err());
+        CHECK(read_file(whole) != read_file(run.save));
+        r = run_cs336({"train", "--data", "LICENSE", "--device", name_of(D::device), "--sample", "0", "--load",
+                       run.save, "--save", run.save});
+        REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+        CHECK(read_file(whole) == read_file(run.save));
+        r = run_cs336({"train", "--data", "LICENSE", "--device", name_of(D::device), "--sample", "0", "--load", whole});
+        CHECK(r.exit_code == 0);
+        CHECK(has(r.err, "has all 300 steps behind it"));
+    }
+}
+TEST_CASE("train: steps that fp16 skipped survive a checkpoint") {
+    Folder folder;
+    const std::string start = folder / "start", large = folder / "large", resumed = folder / "resumed";
+    Run r = run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--sample", "0", "--precision",
+                       "fp16", "--save", start});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    SafeTensors file = load_safetensors(start);
+    file.metadata["loss_scale"] = "1e12";  // so large that gradients overflow until it has halved a few times
+    save_safetensors(large, {file.tensors.begin(), file.tensors.end()}, file.metadata);
+    r = run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--sample", "0", "--load", large, "--steps", "40",
+                   "--save", resumed});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    CHECK(has(r.out, "overflow, step skipped"));
+    CHECK(number_in(resumed, "step") == 40);
+    CHECK(number_in(resumed, "updates") < 40);
+}
+TEST_CASE("train: a checkpoint whose metadata cannot be is refused, in a line that names it") {
+    Folder folder;
+    std::string good = folder / "good", bad = folder / "bad";
+    Run r = run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--steps", "1", "--save", good});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    SafeTensors file = load_safetensors(good);
+    auto loaded = [&](const std::string& name, const std::string& value) {
+        auto metadata = file.metadata;
+        REQUIRE(metadata.count(name));
+        metadata[name] = value;
+        save_safetensors(bad, {file.tensors.begin(), file.tensors.end()}, metadata);
+        return run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--sample", "0", "--load", bad});
+    };
+    r = loaded("batch_size", "3");
+    CHECK_MESSAGE(r.exit_code == 0, r.err);
+    CHECK(r.out.find("; batch 3, ") != std::string::npos);
+    const std::pair<const char*, const char*> wrong[] = {
+        {"batch_size", "0"},  {"batch_size", "-1"}, {"batch_size", "1.5"},     {"batch_size", ""},
+
+        {"steps", "1048577"}, {"steps", "nan"},     {"context_length", "1e7"}, {"num_heads", "0"}, {"d_model", "63"},
+        {"lr", "0"},          {"lr", "inf"},        {"steps", "2 "},           {"mode", "warp"},   {"precision", "fp8"},
+        {"step", "-1"},       {"loss_scale", "0"},  {"good_steps", "x"}};
+    for (const auto& [name, value] : wrong) {
+        CAPTURE(std::string(name) + " = " + value);
+        r = loaded(name, value);
+        CAPTURE(r.err);
+        CHECK(r.exit_code == 1);
+        CHECK(r.out == "");
+        CHECK(std::count(r.err.begin(), r.err.end(), '\n') == 1);
+        CHECK(r.err.find(bad + ": metadata") != std::string::npos);
+        CHECK(r.err.find(name) != std::string::npos);
+    }
+}
+TEST_CASE("train: a checkpoint with more in it than its metadata says is refused") {
+    Folder folder;
+    std::string good = folder / "good", bad = folder / "bad";
+    Run r = run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--steps", "1", "--save", good});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    SafeTensors file = load_safetensors(good);
+    REQUIRE(file.metadata["num_layers"] == "2");
+    file.metadata["num_layers"] = "1";
+    save_safetensors(bad, {file.tensors.begin(), file.tensors.end()}, file.metadata);
+    r = run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--load", bad});
+    CHECK(r.exit_code == 1);
+    CHECK_MESSAGE(has(r.err, bad + ": tensor \"adamw.m.layers.1.attn.k_proj.weight\": not one of a model of 1 layers"),
+                  r.err);
+}
+TEST_CASE_TEMPLATE("train: learns", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    Run r = run_cs336({"train", "--data", "LICENSE", "--device", name_of(D::device), "--quick", "--steps", "100",
+                       "--sample", "0", "--format", "csv"});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    double before = 0, after = 0;
+    size_t last = r.out.rfind('\n', r.out.size() - 2) + 1;
+    REQUIRE(sscanf(r.out.c_str() + last, "%lf,%lf", &before, &after) == 2);
+    CHECK(before > 5.0);  // about log 256 = 5.5 plus what random logits add
+    CHECK(after < 3.6);
+}
+TEST_CASE("train: a full disk is said, and leaves the old file") {
+    Folder folder;
+    const std::string path = folder / "full";
+    write_file(path, "old");
+    rlimit before, small;
+    REQUIRE(getrlimit(RLIMIT_FSIZE, &before) == 0);
+    small = before;
+    small.rlim_cur = 8192;  // bytes: enough for what it prints
+    REQUIRE(setrlimit(RLIMIT_FSIZE, &small) == 0);
+    Run r = run_cs336({"train", "--data", "LICENSE", "--device", "cpu", "--quick", "--steps", "3", "--save", path});
+    setrlimit(RLIMIT_FSIZE, &before);
+    CHECK(r.exit_code == 1);
+    CHECK_MESSAGE(has(r.err, path + ": cannot be written: File too large"), r.err);
+    CHECK(read_file(path) == "old");
+}
+// A checkpoint of one step, with `change` done to each tensor.
+static void changed_checkpoint(const std::string& good, const std::string& path, const std::string& loss_scale,
+                               const std::function<void(const std::string& name, std::vector<float>& x)>& change) {
+    SafeTensors file = load_safetensors(good);
+    std::map<std::string, std::vector<float>> data;
+    std::vector<std::pair<std::string, FileTensor>> tensors;
+    for (const auto& [name, t] : file.tensors) {
+        std::vector<float>& x = data[name];
+        x.assign((const float*)t.data, (const float*)t.data + t.bytes / 4);
+        change(name, x);
+        tensors.push_back({name, {"F32", t.shape, x.data(), t.bytes}});
+    }
+    auto metadata = file.metadata;
+    metadata["loss_scale"] = loss_scale;
+    save_safetensors(path, tensors, metadata);
+}
+TEST_CASE_TEMPLATE("train: what is not finite ends the run, is named, and is not saved", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    Folder folder;
+    const std::string good = folder / "good", bad = folder / "bad";
+    auto train = [&](const std::vector<std::string>& more) {
+        std::vector<std::string> words = {"train",   "--data",   "LICENSE", "--device", name_of(D::device),
+                                          "--quick", "--sample", "0",       "--save",   good};
+        words.insert(words.end(), more.begin(), more.end());
+        return run_cs336(words);
+    };
+    Run first = train({"--steps", "1"});
+    REQUIRE_MESSAGE(first.exit_code == 0, first.err);
+    const std::string kept = read_file(good);
+    auto ends = [&](const std::vector<std::string>& more, const std::string& says) {
+        CAPTURE(join(more, " "));
+        Run r = train(more);
+        CHECK(r.exit_code == 1);
+        CHECK_MESSAGE(has(r.err, says), r.err);
+        CHECK(has(r.err, "nothing was saved"));
+        CHECK(!has(r.out, "held-out loss after"));
+        CHECK(read_file(good) == kept);
+    };
+    // 1e18: scores overflow, but no square in RMSNorm, whose result would then be 0, and the loss finite.
+    for (const char* precision : {"fp32", "bf16", "fp16"}) {
+        ends({"--lr", "1e18", "--mode", "fused", "--precision", precision, "--steps", "9"}, "the loss is not finite");
+    }
+    changed_checkpoint(good, bad, "1", [](const std::string& name, std::vector<float>& x) {
+        if (name == "adamw.v.layers.1.ffn.w3.weight") { x[7] = INFINITY; }
+    });
+    ends({"--load", bad, "--steps", "2"}, "after step 2 adamw.v.layers.1.ffn.w3.weight is not finite");
+    // The residual stream is 0, so no weight of a norm can change the logits, but ln_final's is a factor of gradients.
+    changed_checkpoint(good, bad, "0.0003", [](const std::string& name, std::vector<float>& x) {
+        bool huge = name == "ln_final.weight", zero = name == "token_embeddings.weight",
+             large = name == "lm_head.weight";
+        for (float& value : x) { value = huge ? 3e38f : zero ? 0 : large ? 1e3f * value : value; }
+    });
+    ends({"--load", bad, "--steps", "9"}, "step 2: the gradients' norm is not finite");
+    ends({"--load", bad, "--steps", "9", "--precision", "fp16"}, "the gradients' norm is not finite");
+}
+TEST_CASE("train: a reader of the rows that goes away ends the run, which saves first") {
+    Folder folder;
+    const std::string save = folder / "piped";
+    Run r = run_shell("timeout 100 " + program() + " train --data LICENSE --device cpu --quick --steps 2000 --save " +
+                      save + " | head -3");
+    CHECK(has(r.out, "cannot write to stdout: Broken pipe"));
+    CHECK(number_in(save, "step") >= 1);
+    CHECK(number_in(save, "step") < 2000);
+}
+
+TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    Folder folder;
+    std::string out = folder / "out", dir = "tests/fixtures/";
+    std::vector<std::string> good = {"model",
+                                     "--weights",
+                                     dir + "model_weights.safetensors",
+                                     "--batch",
+                                     dir + "model_batch.safetensors",
+                                     "--num_heads",
+                                     "2",
+                                     "--steps",
+                                     "3",
+                                     "--lr",
+                                     "0.01",
+                                     "--device",
+                                     name_of(D::device),
+                                     "--out",
+                                     out};
+    Run r = run_cs336(good);
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    SafeTensors got = load_safetensors(out), want = load_safetensors(dir + "model_expected.safetensors");
+    CHECK(got.tensors.size() == want.tensors.size());
+    for (const auto& t : want.tensors) {
+        FileTensor g = require_tensor(got, t.first, t.second.shape, {"F32"});
+        double worst = 0;
+        for (size_t i = 0; i < g.bytes / 4; i++) {
+            double error = fabs(((const float*)g.data)[i] - ((const float*)t.second.data)[i]);
+            if (!(error <= worst)) { worst = error; }
+        }
+        CHECK_MESSAGE(worst < 5e-4, t.first, " ", worst);
+    }
+    remove(out.c_str());
+
+    CHECK(!has(r.out, "not finite"));
+    good[10] = "1e30";
+    r = run_cs336(good);
+    good[10] = "0.01";
+    CHECK(r.exit_code == 0);  // the file holds what came of it
+    CHECK_MESSAGE(has(r.out, "; the first tensor that is not finite: param."), r.out);
+    CHECK(load_safetensors(out).tensors.size() == want.tensors.size());
+    remove(out.c_str());
+
+    auto refused = [&](size_t which, const std::string& value, const char* says) {
+        std::vector<std::string> bad = good;
+        bad[which] = value;
+        Run b = run_cs336(bad);
+        CHECK(b.exit_code == (value == "no/such/file" ? 2 : 1));
+        CHECK_MESSAGE(b.err.find(says) != std::string::npos, b.err);
+        CHECK(std::count(b.err.begin(), b.err.end(), '\n') == 1);
+        CHECK(!std::ifstream(out).good());
+    };
+    refused(2, dir + "model_batch.safetensors", "token_embeddings.weight");
+    refused(4, dir + "model_weights.safetensors", "tokens");
+    refused(6, "3", "does not make 3 heads");
+    for (int token : {-1, 31}) {  // the vocabulary is 31
+        int tokens[2] = {0, token}, targets[2] = {1, 2};
+        std::string batch = folder / "batch";
+        save_safetensors(batch, {{"tokens", {"I32", {1, 2}, tokens, 8}}, {"targets", {"I32", {1, 2}, targets, 8}}});
+        refused(4, batch, "tokens: element 1 is not a token of a vocabulary of 31");
+    }
+    refused(2, "no/such/file", "no/such/file");
+    SafeTensors weights = load_safetensors(good[2]), batch = load_safetensors(good[4]);
+    std::string bad = folder / "bad";
+    const std::string half = folder / "half", compiled = folder / "compiled", flat = folder / "flat",
+                      zip = folder / "x.pt";
+    std::vector<char> zeros(1 << 20);
+    SafeTensors changed = weights;
+    FileTensor& embedding = changed.tensors.at("token_embeddings.weight");
+    embedding = {"F16", embedding.shape, zeros.data(), (size_t)count(embedding.shape) * 2};
+    save_safetensors(half, {changed.tensors.begin(), changed.tensors.end()});
+    refused(2, half, "found F16");
+    changed = weights;
+    changed.tensors["_orig_mod.lm_head.weight"] = changed.tensors.at("lm_head.weight");
+    save_safetensors(compiled, {changed.tensors.begin(), changed.tensors.end()});
+    refused(2, compiled, "_orig_mod.lm_head.weight");
+    int ids[3] = {1, 2, 3};
+    save_safetensors(flat, {{"tokens", {"I32", {3}, ids, 12}}, {"targets", {"I32", {3}, ids, 12}}});
+    refused(4, flat, "tokens");
+    write_file(zip, "PK\3\4 and what else a zip file has");
+    refused(2, zip, "found a zip file, such as PyTorch's .pt; tests/check.py model --weights reads it");
+    batch.tensors["mask"] = batch.tensors["tokens"];
+    save_safetensors(bad, {batch.tensors.begin(), batch.tensors.end()});
+    refused(4, bad, "tensor \"mask\": not tokens or targets");
+    for (const char* width : {"d_model", "d_ff"}) {  // a file in order, except for its width of 0
+        auto tensors = weights.tensors;
+        for (auto& [name, t] : tensors) {
+            for (int64_t& n : t.shape) { n = n == (width == std::string("d_ff") ? 24 : 16) ? 0 : n; }
+            t.bytes = count(t.shape) * 4;
+        }
+        save_safetensors(bad, {tensors.begin(), tensors.end()});
+        refused(2, bad, "expected a shape of whole numbers from 1 to 2147483647");
+    }
+    good.back() = folder / "own";
+    std::filesystem::create_symlink(std::filesystem::absolute(good[2]), good.back());  // the weights by another name
+    Run own = run_cs336(good);
+    CHECK(own.exit_code == 2);
+    CHECK_MESSAGE(has(own.err, "--out: got '" + good.back() + "', takes another file than --weights"), own.err);
+    good.back() = "no/such/folder/out";  // asked before the work
+    Run nowhere = run_cs336(good);
+    CHECK(nowhere.exit_code == 2);
+    CHECK_MESSAGE(has(nowhere.err, "--out: no/such/folder/out: cannot be written"), nowhere.err);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tests of model.cu.
+
+using Words = std::vector<std::string>;
+
+static Run run_small(const char* command, Words words) {
+    const Words model = {command,        "--device", "cpu",         "--d_model", "16",           "--d_ff", "16",
+                         "--num_layers", "1",        "--num_heads", "1",         "--vocab_size", "16"};
+    words.insert(words.begin(), model.begin(), model.end());
+    return run_cs336(words);
+}
+// First cells of the rows of the table whose caption has these words, in csv; none without such a table.
+static Words first_cells(const std::string& out, const std::string& caption) {
+    size_t at = out.find(caption);
+    Words cells;
+    if (at == std::string::npos) { return cells; }
+    at = out.find('\n', out.find('\n', at) + 1) + 1;  // behind the header
+    while (at < out.size() && out[at] != '\n') {
+        cells.push_back(out.substr(at, out.find(',', at) - at));
+        at = out.find('\n', at) + 1;
+    }
+    return cells;
+}
+
+TEST_CASE("benchmark: benchmarking_script's tables have the columns of the write-ups") {
+    Run r = run_small("benchmarking_script", {"--format", "csv", "--precision", "bf16,fp32"});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    CHECK(
+        has(r.out,
+            "\nsize,d_model,d_ff,num_layers,num_heads,fw_mean_ms,fw_std_ms,bw_only_mean_ms,bw_only_std_ms,fwbw_mean_ms,"
+            "fwbw_std_ms\ncustom,16,16,1,1,"));
+    CHECK(has(r.out, "\nsize,precision,mode,step_mean_ms,step_std_ms,GFLOP/s,MFU %,peak fw MiB,peak step MiB\n"));
+    CHECK(has(r.out, "\n,model,mean,std\n0,\"custom (forward, backward)\","));
+    CHECK(has(r.out, "\n1,custom (forward only),"));
+    CHECK(has(r.out, "in seconds; precision bf16, mode eager; batch 1, context length: 32, vocabulary 16, 1 warmup"));
+    CHECK(first_cells(r.out, "whole steps") == Words{"custom", "custom", "custom", "custom"});  // bf16, fp32, two modes
+    CHECK(has(r.out, "precision fp32, mode eager; batch 1, context length: 32, vocabulary 16, 1 warmup, 2 step\n"));
+}
+TEST_CASE("benchmark: (c) has its rows from fresh processes, unless one warm-up is typed or there is a trace") {
+    Folder folder;
+    auto warmups = [&](const Words& more) {
+        Words words = {"--format", "csv", "--precision", "bf16,fp32"};
+        words.insert(words.end(), more.begin(), more.end());
+        Run r = run_small("benchmarking_script", words);
+        REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+        const Words cells = first_cells(r.out, "(c): custom, each row a fresh process; precision bf16, mode eager;");
+        CHECK(has(r.out, "# (c) ") == !cells.empty());
+        return cells;
+    };
+    CHECK(warmups({}) == Words{"0", "1", "2", "5"});
+    CHECK(warmups({"--warmup", "3,0"}) == Words{"0", "3"});
+    CHECK(warmups({"--warmup", "1"}).empty());
+    CHECK(warmups({"--trace", folder / "t.json"}).empty());
+}
+TEST_CASE("benchmark: what does not fit is a row; exit 1 if no row ran") {
+    for (const char* command : {"benchmarking_script", "benchmarking_mixed_precision"}) {
+        Run r = run_small(command, {"--batch_size", "4096", "--context_length", "65536", "--mode", "fused"});
+        CHECK(r.exit_code == 1);
+        CHECK(has(r.out, "OOM ("));
+        CHECK(has(r.err, "nothing fits into the memory"));
+        CHECK(!has(r.out, "nan"));
+    }
+}
+TEST_CASE("benchmark: torch_compile and benchmarking_mixed_precision print all parts") {
+    Run compile = run_small("torch_compile", {});
+    REQUIRE_MESSAGE(compile.exit_code == 0, compile.err);
+    for (const char* says : {"torch_compile (a)", "| size   | run_type  ", "| custom | forward+backward+optimizer |",
+                             "**(b)** In fp32, compiled forward is ", "**(b)** A whole step, with AdamW, is "}) {
+        CHECK_MESSAGE(has(compile.out, says), says, " in: ", compile.out);
+    }
+    Run mixed = run_small("benchmarking_mixed_precision", {});
+    REQUIRE_MESSAGE(mixed.exit_code == 0, mixed.err);
+    for (const char* says :
+         {"autocast to float16", "autocast to bfloat16",
+          "**(a)** Under autocast to float16 the "
+          "parameters are float32, the first layer's output is float16, layer norm's output is float32, "
+          "the logits are float16, the loss is float32 and the gradients are float32.",
+          "its output is float32 under float16 and float32 under bfloat16", "| custom | tf32  ",
+          "**(c)** Forward and backward in bf16 are ", "On a CPU low precision saves no arithmetic"}) {
+        CHECK_MESSAGE(has(mixed.out, says), says, " in: ", mixed.out);
+    }
+}
+TEST_CASE("benchmark: info") {
+    Run r = run_cs336({"info", "--quick", "--device", "cpu", "--format", "csv"});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    CHECK(has(r.out, "\nwhat,measured,peak by data sheet,unit\n"));
+    CHECK(has(r.out, "\nmatmul 512^3 fp32 on the CPU,"));
+}
+TEST_CASE("benchmark: a step's rate is (6 N + 12 L C S) FLOP per token; no CPU has a known peak") {
+    begin_on(CPU);
+    const ModelConfig c{"custom", 64, 96, 3, 4, 50};
+    const double N = 3 * (4 * 64 * 64 + 3 * 64 * 96) + 64 * 50, L = 3, C = 64, S = 16, tokens = 2 * S;
+    CHECK(step_tflops(c, 2, 16, 5) == doctest::Approx(tokens * (6 * N + 12 * L * C * S) / 5e-3 / 1e12));
+    CHECK(std::isnan(dense_peak(FP32)));
+    CHECK(percent_of_peak(1, FP32) == "-");
+}
+TEST_CASE("benchmark: a single step has no deviation") {
+    Run r = run_small("benchmarking_script", {"--steps", "1", "--warmup", "0"});
+    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    for (const std::string& cell : column(r.out, "fwbw_std_ms")) { CHECK(cell == ""); }
+    CHECK(!has(r.out, "standard deviation is"));
+}
+extern "C" void __asan_init() __attribute__((weak));  // the address sanitizer takes terabytes of addresses
+TEST_CASE("benchmark: without address space for OpenBLAS's buffers the program says so, and ends") {
+    if (device_description().find("OpenBLAS") == std::string::npos || __asan_init) { return; }
+    if (cuda_devices() > 0) { return skip_this_case("CUDA's libraries need more address space"); }
+    const std::string program = getenv("CS336_BINARY") ? getenv("CS336_BINARY") : "./cs336";
+    const std::string limited = "ulimit -v 150000; timeout 20 " + program;
+    CHECK(system((limited + " list --device cpu >/dev/null").c_str()) == 0);
+    CHECK(system((limited + " info --quick --device cpu 2>&1 | grep -q 'OpenBLAS needs'").c_str()) == 0);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tests of model.cu.
+
+using Words = std::vector<std::string>;
+
+static Options small_run() {
+    Options o;
+    o.seed = 1, o.batch_size = 2, o.context_length = 200, o.steps = 1, o.warmup = {0};
+    return o;
+}
+static std::map<std::string, CheckpointStrategy> strategies(int blocks) {
+    std::map<std::string, CheckpointStrategy> by_name;
+    for (const CheckpointStrategy& s : run_strategies(blocks, 1, 2, 64)) { by_name.emplace(s.name, s); }
+    return by_name;
+}
+
+// That no bit of a gradient changes run_strategies checks itself.
+TEST_CASE_TEMPLATE("gradient_checkpointing (a): what runs again is what the formulas say, and peaks are in order", D,
+                   OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    struct Expected {
+        int N, root, halves_again, nested_again;  // by hand
+    };
+    for (const Expected& e :
+         {Expected{1, 1, 0, 0}, {2, 1, 2, 1}, {3, 2, 5, 3}, {7, 3, 20, 21}, {12, 3, 44, 66}, {16, 4, 64, 120}}) {
+        context.mode = e.N == 7 ? FLASH : e.N == 12 ? FUSED : EAGER;
+        context.precision = e.N == 12 ? PREC_BF16 : FP32;
+        const std::string all_blocks = "flat, k = " + std::to_string(e.N), root = "flat, k = " + std::to_string(e.root);
+        auto s = strategies(e.N);
+        std::map<std::string, int> again = {{"none", 0},
+                                            {"flat, k = 1", e.N},
+                                            {all_blocks, e.N},
+                                            {root, e.N},
+                                            {"recursive halves", e.halves_again},
+                                            {"linear nesting", e.nested_again}};
+        CHECK(s.size() == again.size());
+        for (const auto& [name, blocks] : again) {
+            CAPTURE(std::to_string(e.N) + " " + name);
+            REQUIRE(s.count(name) == 1);
+            CHECK(s.at(name).again == blocks);
+        }
+        if (e.N < 7) { continue; }
+        auto peak = [&](const std::string& name) { return s.at(name).peak; };
+        // Without another form of the weights bf16 copies of them all, and not the blocks, make the least peaks.
+        const bool copies = context.precision == PREC_BF16 && table_of<WeightForm>().empty();
+        auto less = [&](size_t a, size_t b) { return copies ? a == b : a < b; };
+        CHECK(less(peak("linear nesting"), peak("recursive halves")));
+        CHECK(less(peak("recursive halves"), peak("flat, k = 1")));
+        CHECK(peak("flat, k = 1") < peak(root));
+        CHECK(peak(root) < peak("none"));
+        CHECK(peak(all_blocks) == doctest::Approx(peak("none")).epsilon(0.01));
+    }
+}
+// One checkpoint more holds one input more, one block more in a checkpoint that block's residuals.
+TEST_CASE("gradient_checkpointing (a): a peak is the inputs held and the residuals of one checkpoint") {
+    begin_on(CPU);
+    context.mode = EAGER;
+    const double input = 2 * 64 * 64 * 4;
+    auto s9 = strategies(9), s16 = strategies(16);
+    auto peak = [](const auto& s, const char* name) { return (double)s.at(name).peak; };
+    const double single = peak(s16, "flat, k = 1"), nested = peak(s16, "linear nesting");
+    CHECK(single - peak(s9, "flat, k = 1") == doctest::Approx(7 * input).epsilon(0.01));
+    CHECK(single - nested == doctest::Approx(14 * input).epsilon(0.01));
+    CHECK(peak(s16, "recursive halves") - nested == doctest::Approx(3 * input).epsilon(0.02));
+    const double block = (peak(s16, "none") - peak(s9, "none")) / 7;
+    CHECK(peak(s16, "flat, k = 4") - single == doctest::Approx(3 * block - 12 * input).epsilon(0.02));
+}
+
+TEST_CASE_TEMPLATE("gradient_checkpointing (b): what is predicted is what happens", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    for (Mode mode : {EAGER, FUSED}) {
+        context.mode = mode;
+        const std::vector<CheckpointRun> runs = run_sizes({"custom", 48, 96, 5, 3, 50}, small_run(), true);
+        REQUIRE(runs.size() == 5);  // half, 1, 2, 4, none; no 8 of 5 blocks
+        for (const CheckpointRun& r : runs) {
+            CAPTURE(r.checkpoint);
+            CHECK(r.oom == 0);
+            CHECK(r.ms.mean > 0);
+            const double within = D::device == CPU ? 0.03 : 40.0 * (1 << 20) / r.predicted;
+            CHECK(r.peak == doctest::Approx(r.predicted).epsilon(within));
+        }
+        for (int i : {1, 2, 3}) { CHECK(runs[i].peak < runs[i + 1].peak); }
+    }
+}
+TEST_CASE("gradient_checkpointing (b): the handout's size is predicted anywhere; what does not fit is a row") {
+    begin_on(CPU);
+    context.mode = EAGER;
+    Options o = small_run();
+    o.batch_size = 4, o.context_length = 2048;
+    const ModelConfig xl{"xl (2026)", 2560, 10240, 32, 32, 10000};
+    const double peaks[] = {62618.8, 62618.8, 68720.9, 80925.0, 105333.1, 251782.2};
+    const std::vector<CheckpointRun> runs = run_sizes(xl, o, false);
+    REQUIRE(runs.size() == 6);
+    for (int i = 0; i < 6; i++) {
+        CHECK(std::abs(runs[i].predicted / 1048576.0 - peaks[i]) < 0.06);
+        CHECK(runs[i].ms.n == 0);
+    }
+    for (const CheckpointRun& r : run_sizes({"custom", 16384, 65536, 64, 128, 100}, o, true)) {
+        CHECK(r.oom == r.predicted);
+        CHECK(r.ms.n == 0);
+    }
+}
+TEST_CASE("gradient_checkpointing: both sizes without a GPU; exit 1 if no row ran") {
+    Run quick = run_cs336({"gradient_checkpointing", "--device", "cpu", "--steps", "1", "--warmup", "0"});
+    REQUIRE_MESSAGE(quick.exit_code == 0, quick.err);
+    CHECK(has(quick.out, "(b): predicted, nothing ran; xl (2026), 32 blocks, batch 4, context length 2048"));
+    CHECK(has(quick.out, "(b): really run; tiny, 8 blocks, batch 1, context length 256"));
+    CHECK(has(quick.out, "**(b)** Measured in tiny with one block, the peak is 13.7 MiB (predicted: 13.7)"));
+    Run large = run_cs336({"gradient_checkpointing", "--device", "cpu", "--d_model", "16384", "--d_ff", "65536",
+                           "--num_layers", "64", "--num_heads", "128"});
+    CHECK(large.exit_code == 1);
+    CHECK(has(large.out, " | OOM ("));
+    CHECK(has(large.err, "nothing fits"));
+}
+TEST_CASE("gradient_checkpointing: wrong options") {
+    const std::pair<Words, const char*> cases[] = {
+        {{"--size", "small,large"}, "--size: small,large not in {small,medium"},
+        {{"--mode", "eager,fused"}, "--mode: eager,fused not in {eager,fused,flash}"},
+        {{"--checkpoint", "2"}, "--checkpoint: no such option"}};
+    for (const auto& [words, says] : cases) {
+        Words all = words;
+        all.insert(all.begin(), "gradient_checkpointing");
+        Run r = run_cs336(all);
+        CHECK(r.exit_code == 2);
+        CHECK(r.out == "");
+        CHECK_MESSAGE(has(r.err, says), r.err);
+        CHECK(std::count(r.err.begin(), r.err.end(), '\n') == 1);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Answers of model.cu and model.cu: numbers in, sentences out. The times were measured on an H200 where
+// nothing else is said.
+
+static PhaseRun took(double mean, double std, double backward_mean = 0, double backward_std = 0, int n = 10) {
+    PhaseRun run;
+    run.all = {mean, std, mean, mean, mean, n}, run.backward = {backward_mean, backward_std, 0, 0, 0, n};
+    return run;
+}
+static PhaseRun no_room(double gib) {
+    PhaseRun run;
+    run.oom = (size_t)(gib * (1 << 30));
+    return run;
+}
+static StepRun step_run(const char* size, Precision precision, Mode mode, PhaseRun forward, PhaseRun both,
+                        PhaseRun step = {}) {
+    return {{size, 64, 64, 1, 1, 64}, precision, mode, {forward, both, step}};
+}
+static void check_says(const std::string& text, const std::vector<std::string>& phrases) {
+    for (const std::string& phrase : phrases) { CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text); }
+    for (const char* dirt : {"nan", "inf ", "  ", "()", " ."}) { CHECK_MESSAGE(!has(text, dirt), dirt, " in: ", text); }
+}
+
+static std::string times(std::vector<StepRun> runs) {
+    return printed([&] { answer_step_times(runs); });
+}
+static std::vector<StepRun> recorded_steps() {
+    return {step_run("small", FP32, FLASH, took(6.72, 0.01), took(20.33, 0.01, 13.51, 0.01), took(21.25, 0.04)),
+            step_run("xl", FP32, FLASH, took(104.88, 0.04), took(297.64, 0.04, 192.70, 0.02), took(310.92, 0.05)),
+            step_run("2.7B", FP32, FLASH, took(145.16, 1.55), took(443.72, 0.04, 299.56, 0.03), took(466.31, 0.04))};
+}
+TEST_CASE("answers step: benchmarking_script (b)") {
+    std::vector<StepRun> runs = recorded_steps();
+    check_says(
+        times(runs),
+        {"**(b)** In fp32, mode flash, forward takes 6.72 ms (small) to 145.16 ms (2.7B), backward takes 13.51 ms "
+         "(small) to 299.56 ms (2.7B) and a whole step takes 21.25 ms (small) to 466.31 ms (2.7B).",
+         "The standard deviation is small: at most 1.1 % of the mean (forward of 2.7B)."});
+    runs[2].phase[FORWARD] = took(145.16, 31.55);
+    runs[2].phase[STEP] = no_room(50.8);
+    check_says(times(runs), {"21.25 ms (small) to 310.92 ms (xl). Out of memory: step of 2.7B.",
+                             "is large: up to 21.7 % of the mean (forward of 2.7B)."});
+    check_says(times({step_run("xl", FP32, EAGER, no_room(7), no_room(9), no_room(30))}),
+               {"In fp32, mode eager, nothing ran. Out of memory: forward of xl."});
+    CHECK(!has(times({step_run("xl", FP32, EAGER, took(3, 0, 0, 0, 1), {})}), "deviation"));  // of one step
+}
+
+static std::string warmups(std::vector<WarmupRun> runs) {
+    return printed([&] { answer_warmup(runs); });
+}
+TEST_CASE("answers step: benchmarking_script (c)") {
+    RestoreContext restore;
+    context.device = CUDA;
+    std::vector<WarmupRun> runs = {{0, took(19.52, 39.43), took(22.93, 5.82)},
+                                   {1, took(6.99, 0.88), took(21.14, 2.74)},
+                                   {2, took(6.72, 0.01), took(20.27, 0.03)},
+                                   {5, took(6.68, 0.00), took(20.19, 0.02)}};
+    check_says(warmups(runs),
+               {"**(c)** The first steps are slower: they also load the kernels' code, create the cuBLAS "
+                "handle and grow the pool. Forward takes 19.52 ms (standard deviation 39.43) after 0 warm-up "
+                "steps, and 6.68 ms (0.00) after 5 warm-up steps.",
+                "After 1 and 2 warm-up steps it takes 6.99 and 6.72 ms.",
+                "The mean is within 2 % of the last from 2 warm-up steps on."});
+    runs[1].forward = took(6.75, 0.02);
+    check_says(warmups(runs), {"of the last from 1 warm-up step on."});
+    runs[2].forward = took(7.72, 0.02);
+    check_says(warmups(runs),
+               {"No smaller number comes within 2 % of 5 warm-up steps: clocks, caches and the memory pool "
+                "settle only over several steps."});
+    runs[0] = {0, took(6.71, 0.03), took(20.2, 0.1)};
+    CHECK(!has(warmups(runs), "of the last"));
+    check_says(warmups(runs), {"**(c)** The first steps cost no more than the noise. Forward"});
+    context.device = CPU;  // where forward finds its memory touched, and backward does not
+    check_says(warmups({{0, took(100.9, 0.2), took(358.7, 97.3)}, {5, took(102.8, 2.1), took(295.4, 0.5)}}),
+               {"touch their memory for the first time. Forward with backward takes 358.70 ms"});
+    // Of a busy CPU: the cold run was the faster one by far.
+    const std::string busy =
+        warmups({{0, took(174.81, 12.17, 0, 0, 2), took(500, 9)}, {1, took(555.27, 161.01, 0, 0, 2), took(1600, 9)}});
+    check_says(busy,
+               {"The machine's speed changed during this run, so it does not show what the first steps cost. ",
+                " takes 174.81 ms (standard deviation 12.17) after 0 warm-up steps, and 555.27 ms (161.01) after 1 "
+                "warm-up step."});
+    CHECK(!has(busy, "noise"));
+    CHECK(warmups({{0, no_room(1), {}}, {5, no_room(1), {}}}) == "");
+}
+
+TEST_CASE("answers step: torch_compile (b)") {
+    std::vector<StepRun> vanilla = {
+        step_run("small", FP32, EAGER, took(10.53, 0.02), took(31.51, 0.05), took(38.73, 0.06)),
+        step_run("2.7B", FP32, EAGER, took(172.87, 0.4), took(518.89, 0.6), took(626.97, 0.7))};
+    std::vector<StepRun> compiled = {
+        step_run("small", FP32, FUSED, took(7.37, 0.01), took(21.79, 0.02), took(22.59, 0.04)),
+        step_run("2.7B", FP32, FUSED, took(148.73, 0.2), took(450.41, 0.3), took(472.92, 0.4))};
+    auto said = [&] { return printed([&] { answer_torch_compile(vanilla, compiled); }); };
+    check_says(said(),
+               {"**(b)** In fp32, compiled forward is 1.43 times as fast as vanilla for small and 1.16 times as "
+                "fast as vanilla for 2.7B.",
+                "A whole step, with AdamW, is 1.71 times as fast as vanilla for small and 1.33 times"});
+    compiled[0].phase[FORWARD] = took(9.9, 1.5);  // within the noise
+    compiled[1].phase[FORWARD] = took(200, 1);
+    vanilla[1].phase[STEP] = no_room(61.2);
+    check_says(said(),
+               {"level with vanilla within the noise for small and slower than vanilla (0.86 times as fast) for "
+                "2.7B. Out of memory: step of 2.7B.",
+                "is 1.71 times as fast as vanilla for small."});
+    for (auto* runs : {&vanilla, &compiled}) { runs->resize(1), (*runs)[0].phase[FORWARD] = no_room(1); }
+    vanilla[0].phase[STEP] = {};
+    check_says(said(), {"In fp32, compiled forward is not to be compared. Out of memory: forward of small."});
+    CHECK(!has(said(), "whole step"));
+}
+
+TEST_CASE("answers step: benchmarking_mixed_precision (c)") {
+    RestoreContext restore;
+    context.device = CUDA;
+    auto run = [](const char* size, Precision p, double both, double std) {
+        return step_run(size, p, FLASH, took(both / 3, std), took(both, std, both / 1.5, std));
+    };
+    std::vector<std::vector<StepRun>> runs = {
+        {run("small", FP32, 20.29, 0.02), run("2.7B", FP32, 443.65, 0.04)},
+        {run("small", TF32, 6.24, 0.01), run("2.7B", TF32, 92.25, 2.84)},
+        {run("small", PREC_BF16, 2.50, 0.01), run("2.7B", PREC_BF16, 37.08, 0.16)}};
+    auto said = [&] { return printed([&] { answer_mixed_precision(runs); }); };
+    check_says(said(),
+               {"Forward and backward in tf32 are 3.25 times as fast as fp32 for small and 4.81 times",
+                "Forward and backward in bf16 are 8.12 times as fast as fp32 for small and 11.96 times as fast as "
+                "fp32 for 2.7B.",
+                "The larger model gains more in bf16: products take more of its time"});
+    runs[2][1] = run("2.7B", PREC_BF16, 60, 0.1);
+    CHECK(!has(said(), "gains more in bf16"));
+    CHECK(!has(said(), "CPU"));
+    context.device = CPU;  // and busy: no verdict that the noise does not bear
+    runs = {{run("small", FP32, 245.67, 60)}, {run("small", TF32, 793.39, 900)}};
+    check_says(said(), {"Forward and backward in tf32 are level with fp32 within the noise for small.",
+                        "On a CPU low precision saves no arithmetic"});
+    runs[0][0].phase[FORWARD_BACKWARD] = no_room(9);
+    check_says(said(),
+               {"Forward and backward in tf32 are not to be compared.", "Out of memory: forward+backward of small."});
+}
+
+// MiB, of 16 small blocks, on a CPU.
+static std::vector<CheckpointStrategy> recorded_strategies() {
+    auto bytes = [](double mib) { return (size_t)(mib * (1 << 20)); };
+    return {
+        {"none", 0, "1", "N", "O(N)", "0", "O(N)", 0, bytes(19.422)},
+        {"flat, k = 1", 1, "ceil(N / k)", "k", "O(N)", "N", "O(N)", 16, bytes(1.946)},
+        {"recursive halves", CHECKPOINT_HALVES, "1 + h", "1", "O(log N)", "N (h + 1) - 2^h", "O(N log N)", 64,
+         bytes(1.603)},
+        {"linear nesting", CHECKPOINT_NESTED, "min(2, N)", "1", "O(1)", "N (N - 1) / 2", "O(N^2)", 120, bytes(1.509)}};
+}
+TEST_CASE("answers step: gradient_checkpointing (a)") {
+    std::vector<CheckpointStrategy> all = recorded_strategies();
+    auto said = [&] { return printed([&] { answer_strategies(all); }); };
+    check_says(
+        said().substr(0, said().find("```")),
+        {"**(a)** With linear nesting the peak is least: 1.509 MiB, against 1.946 with each block a checkpoint and "
+         "19.422 without checkpoints.",
+         "It keeps the residuals of 1 block at a time and min(2, N) block inputs: O(1) memory. Backward runs N (N - "
+         "1) / 2 = 120 blocks again: O(N^2) compute."});
+    CHECK(has(said(), "        x = checkpoint(run, blocks[:-1], x)"));
+    CHECK(has(said(), "Nesting is worth its compute only where N inputs are large"));
+    all[2].peak = 1 << 20;
+    check_says(said(), {"With recursive halves the peak is least: 1.000 MiB", "1 + h block inputs: O(log N) memory",
+                        "N (h + 1) - 2^h = 64 blocks again: O(N log N) compute."});
+}
+
+static std::vector<CheckpointRun> recorded_sizes(bool measured) {
+    struct {
+        int k;
+        double predicted, activations, peak, ms;
+    } rows[] = {{CHECKPOINT_HALF, 62618.8, 10807.0, 62650.8, 6201.38},
+                {1, 62618.8, 10807.0, 62650.8, 6199.34},
+                {2, 68720.9, 17309.1, 68752.9, 6194.77},
+                {4, 80925.0, 30313.2, 80957.0, 6203.53},
+                {8, 105333.1, 56321.5, 105365.1, 6201.07},
+                {0, 251782.2, 212371.0, 0, 0}};
+    std::vector<CheckpointRun> runs;
+    for (const auto& row : rows) {
+        auto bytes = [](double mib) { return (size_t)(mib * 1048576 + 0.5); };
+        CheckpointRun r{"xl (2026)", row.k, bytes(row.predicted), bytes(row.activations)};
+        if (measured && row.peak > 0) {
+            r.peak = bytes(row.peak), r.ms = {row.ms, 1, row.ms, row.ms, row.ms, 5};
+        } else if (measured) {
+            r.oom = r.predicted;
+        }
+        runs.push_back(r);
+    }
+    return runs;
+}
+TEST_CASE("answers step: gradient_checkpointing (b)") {
+    auto said = [](const std::vector<CheckpointRun>& asked, const std::vector<CheckpointRun>& run) {
+        return printed([&] { answer_sizes(asked, run); });
+    };
+    std::vector<CheckpointRun> runs = recorded_sizes(true);
+    check_says(
+        said(runs, runs),
+        {"**(b)** In xl (2026) a step's peak is least with one block per checkpoint: 62650.8 MiB. Beside it: 62650.8 "
+         "with "
+         "half a block, 68752.9 with 2 blocks and 251782.2 (out of memory) without checkpoints.",
+         "Each further block in a checkpoint adds 6102 MiB: 6502 of residuals, less 400 of gradients that do not "
+         "exist yet.",
+         "Measured in xl (2026) with one block, the peak is 62650.8 MiB (predicted: 62618.8), and forward and "
+         "backward take 6199.34 ms: without checkpoints the step does not fit, so the price is known in FLOPs only"});
+    runs[2].peak = 62000ull << 20;
+    check_says(said(runs, runs),
+               {"least with 2 blocks per checkpoint: 62000.0 MiB. Beside it: 62650.8 with one block, 80957.0 "
+                "with 4 blocks and 251782.2"});
+    const std::vector<CheckpointRun> predicted = recorded_sizes(false);
+    std::vector<CheckpointRun> tiny = recorded_sizes(true);
+    for (CheckpointRun& r : tiny) { r.size = "tiny"; }
+    tiny.back() = {"tiny", 0, 39 << 20, 33 << 20, 39 << 20, 0, {5000, 3, 5000, 5000, 5000, 5}};
+    check_says(said(predicted, tiny), {"62618.8 MiB (predicted). Beside it:", "Measured in tiny with one block",
+                                       "6199.34 ms: 1.24 times the time without checkpoints."});
+    tiny.back().ms.std = 2000;
+    check_says(said(predicted, tiny), {"level with the time without checkpoints, within the noise."});
+    CHECK(!has(said(predicted, predicted), "Measured"));
+    std::vector<CheckpointRun> half = predicted;
+    half[0].predicted = 62000ull << 20;
+    check_says(said(half, predicted),
+               {"least with half a block per checkpoint: 62000.0 MiB (predicted). Beside it: 62618.8 with "
+                "one block and 251782.2 without"});
 }

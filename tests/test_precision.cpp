@@ -1,14 +1,9 @@
 // Tests of precision.cu. The conversions are held against the definition of the formats, in double arithmetic.
+#include "precision.cu"
+
 #include "test.h"
 
 #include <cmath>
-
-// The pieces of the experiment that cs336.h does not list: nobody else needs them.
-struct Accumulation {
-    float sum;
-    int stalled;
-};
-Accumulation accumulate(DType format, DType addend_format, bool kahan);
 
 static uint32_t bits_of(float x) {
     uint32_t bits;

@@ -1,4 +1,5 @@
-// Tests of safetensors.cu: what is written comes back; what is wrong is refused, with the file's and the tensor's name.
+// Tests of lib/safetensors.cu: what is written comes back; what is wrong is refused, with the file's and the tensor's
+// name.
 #include "test.h"
 
 #include <csignal>

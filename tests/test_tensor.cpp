@@ -1,4 +1,5 @@
-// Tests of tensor.cu. Backward is compared with central differences in float64, the GPU with the CPU, gemm with loops.
+// Tests of lib/tensor.cu. Backward is compared with central differences in float64, the GPU with the CPU, gemm with
+// loops.
 #include "test.h"
 
 #include <algorithm>
@@ -187,7 +188,7 @@ TEST_CASE("backward agrees with central differences") {
         for (int64_t n : {1, 4}) {
             for (const auto& cases : {elementwise_cases(n), product_cases(n)}) {
                 for (const Case& c : cases) {
-                    INFO(c.name, ", n=", n, ", ", setting());
+                    INFO(c.name, ", n=", n, ", ", setting_now());
                     check_gradients(inputs_of(c, F64), c.f);
                 }
             }
@@ -237,7 +238,7 @@ TEST_CASE_TEMPLATE("ops give the values of their formulas", D, OnCPU, OnCUDA) {
 
 // Forward and backward of one case on the CPU and on the GPU. Sums cancel, so errors are measured by the largest value.
 static void check_cuda(const Case& c, DType dtype, double tolerance) {
-    INFO(c.name, ", ", std::string(name_of(dtype)), ", ", setting());
+    INFO(c.name, ", ", std::string(name_of(dtype)), ", ", setting_now());
     Tensor y[2];
     Tensors dx[2];
     for (Device device : {CPU, CUDA}) {
@@ -278,8 +279,8 @@ TEST_CASE("the GPU agrees with the CPU") {
 
 static void check_gemm(int64_t batch, int64_t M, int64_t N, int64_t K, bool ta, bool tb, float alpha, float beta,
                        DType type, DType out_type, double tolerance, bool copies = false) {
-    INFO(setting(), ", ", std::string(name_of(type)), " -> ", std::string(name_of(out_type)), ", batch ", batch, ", M ",
-         M, ", N ", N, ", K ", K, ta ? ", a^T" : "", tb ? ", b^T" : "", ", alpha ", alpha, ", beta ", beta);
+    INFO(setting_now(), ", ", std::string(name_of(type)), " -> ", std::string(name_of(out_type)), ", batch ", batch,
+         ", M ", M, ", N ", N, ", K ", K, ta ? ", a^T" : "", tb ? ", b^T" : "", ", alpha ", alpha, ", beta ", beta);
     Tensor a = normal(ta ? Shape{batch, K, M} : Shape{batch, M, K}, type, 0);
     Tensor b = normal(tb ? Shape{batch, N, K} : Shape{batch, K, N}, type, 1);
     Tensor c = normal({batch, M, N}, out_type, 2);
@@ -593,7 +594,7 @@ TEST_CASE_TEMPLATE("autocast copies a parameter once", D, OnCPU, OnCUDA) {
     for (Mode mode : {EAGER, FUSED}) {
         clear_tape();
         context.mode = mode, context.precision = FP32;
-        INFO(setting());
+        INFO(setting_now());
         Tensor x = normal({3, 8}, F32, 0), weight = require_gradient(normal({8, 8}, F32, 1));
         auto run = [&] {
             weight.gradient->filled = false;

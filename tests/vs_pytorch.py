@@ -317,7 +317,7 @@ def our_name(name):
     return name
 
 def first_of_window(n, seed, i):
-    """As random_int() in tensor.cu draws it for train.cu: Philox 4x32-10."""
+    """As random_int() in lib/tensor.cu draws it for model.cu: Philox 4x32-10."""
     key, m = 0xcbf29ce484222325, 0xffffffff
     for c in b"windows": key = (key ^ c) * 0x100000001b3 % 2**64
     c, k = [i & m, i >> 32, key & m, key >> 32], [seed & m, seed >> 32]
@@ -327,7 +327,7 @@ def first_of_window(n, seed, i):
     return c[0] * n >> 32
 
 def train_pytorch(text, checkpoint, precision, steps):
-    """As train.cu: warm-up over a tenth of the steps, then a cosine to a tenth of lr; a tenth of the text is held out."""
+    """As model.cu: warm-up over a tenth of the steps, then a cosine to a tenth of lr; a tenth of the text is held out."""
     tensors, meta = load_checkpoint(checkpoint)
     T, B, done, seed = (int(meta[k]) for k in ("context_length", "batch_size", "step", "seed"))
     lr, min_lr, warmup = float(meta["lr"]), float(meta["lr"]) / 10, max(1, steps // 10)

@@ -1,11 +1,12 @@
-// fast_step.cu: a step's two passes as CUDA graphs, or a forward alone as one.
+// fast/graphs.cu: a step's two passes as CUDA graphs, or a forward alone as one.
 //
 // A launch costs the CPU some 2 us and what leads to it, the tape and the allocations, more; a small model's kernels
 // take less than that each. A graph, captured once, launches all its kernels at once and leaves shorter gaps between
 // them. The first step of a kind is a rehearsal (see StepPlaces), the second is captured, and from then on the same
 // kernels run on the same buffers.
 #include "fast.h"
-#include "gpu.h"
+#include "cs336.h"
+#include "lib/gpu.h"
 
 #include <climits>
 

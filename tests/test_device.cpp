@@ -1,5 +1,5 @@
-// Tests of measure.cu. Cases marked skip are run as child processes, because what they check ends a process, or is read
-// from the environment only once.
+// Tests of lib/device.cu. Cases marked skip are run as child processes, because what they check ends a process, or is
+// read from the environment only once.
 #include "test.h"
 
 #include <cerrno>

@@ -1,4 +1,4 @@
-// tensor.cu: tensors, the tape that autograd replays, and one kernel per operation.
+// lib/tensor.cu: tensors, the tape that autograd replays, and one kernel per operation.
 //
 // This file is what "PyTorch eager" means: every operation is one kernel that reads its operands from memory and writes
 // its result back, and every operation leaves on a tape what its backward needs. model.cu runs the handout's model on
@@ -1100,4 +1100,16 @@ Tensor pick_last(const Tensor& a, const Tensor& index) {
         add_gradient(ga, da);
     });
     return y;
+}
+
+size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f, size_t held) {
+    if (needs > held && needs - held > available_memory(context.device)) { return needs; }
+    progress("%s", row.c_str());
+    try {
+        f();
+    } catch (const OutOfMemory& e) {
+        clear_tape(), note("%s: %s", row.c_str(), e.what());
+        return std::max<size_t>(needs, 1);
+    }
+    return 0;
 }

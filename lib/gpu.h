@@ -1,15 +1,15 @@
-// gpu.h: what several files' kernels share. Without nvcc it is cs336.h alone.
+// lib/gpu.h: what several files' kernels share. Without nvcc it is lib.h alone.
 #pragma once
-#include "cs336.h"
+#include "lib.h"
 
 #ifdef __CUDACC__
 #include <cublas_v2.h>
 
-// measure.cu: of the current device; an H100's where META plans for a GPU and none is here
+// lib/device.cu: of the current device; an H100's where META plans for a GPU and none is here
 int multiprocessors();
 int compute_capability();  // 75 for 7.5
 
-// matmul.cu: cuBLAS
+// lib/matmul.cu: cuBLAS
 void cublas_check(cublasStatus_t status, const char* call, const char* file, int line);
 #define CUBLAS_CHECK(call) cublas_check(call, #call, __FILE__, __LINE__)
 constexpr size_t CUBLAS_WORKSPACE_BYTES = 32 << 20;

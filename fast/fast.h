@@ -1,11 +1,11 @@
-// fast.h: what tests want to see of the fast_*.cu, which nobody else names.
+// fast/fast.h: what tests want to see of the fast_*.cu, which nobody else names.
 #pragma once
 #include "cs336.h"
 
-// fast_matmul.cu: a 16-bit product by each of the kernels among which it picks on a GPU.
+// fast/matmul.cu: a 16-bit product by each of the kernels among which it picks on a GPU.
 std::vector<Tensor> gemm_by_each_kernel(const Tensor& a, bool ta, const Tensor& b, bool tb, DType dtype);
 
-// fast_step.cu: where the buffers of a captured step lie, in one block. A rehearsal, the same step with buffers from
+// fast/graphs.cu: where the buffers of a captured step lie, in one block. A rehearsal, the same step with buffers from
 // the pool, shows which buffer is held from when to when; plan_places then lays them into a block that is not much
 // larger than what the step holds at most.
 struct StepPlaces : Places {

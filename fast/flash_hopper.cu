@@ -1,6 +1,6 @@
-// fast_flash_hopper.cu: FlashAttention on the H100 and H200 (compute capability 9.0), with what only they have.
+// fast/flash_hopper.cu: FlashAttention on the H100 and H200 (compute capability 9.0), with what only they have.
 //
-// What changed against fast_flash_mma.cu, and why it is faster:
+// What changed against fast/flash_mma.cu, and why it is faster:
 //   - wgmma: four warps, a warpgroup, multiply 64xK by KxN matrices straight from shared memory, asynchronously. It
 //     reaches the card's full rate, mma.sync about 60 % of it.
 //   - TMA: one thread asks for a whole tile, and the copy engine writes it to shared memory, swizzled, with zeros where
@@ -8,7 +8,7 @@
 //   - mbarriers: counters in shared memory on which copies announce their bytes and warps their arrival.
 //   - setmaxnreg: a warpgroup that only loads gives its registers to those that compute.
 // What it costs: the code runs on no other card, older or newer.
-#include "fast_flash.h"
+#include "flash.h"
 
 #ifdef __CUDACC__
 #include <cuda.h>
@@ -519,11 +519,11 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Backward: the main kernel, between fast_flash_mma.cu's `before` and `after`. The workspace's order of dQ, made for
+// Backward: the main kernel, between fast/flash_mma.cu's `before` and `after`. The workspace's order of dQ, made for
 // the fragments of mma, is that of wgmma's, too.
 //
 // A block owns Bk = 128 keys, 64 for each of two warpgroups, and streams tiles of Bq queries past them. Scores are
-// transposed, a row being a key, as in fast_flash_mma.cu:
+// transposed, a row being a key, as in fast/flash_mma.cu:
 //   - steps 8 and 10, S^T = K Q^T and dP^T = V dO^T, have both operands in shared memory;
 //   - steps 9 and 13, dV += P^T dO and dK += dS^T Q, take P^T and dS^T straight from the registers in which 8 and 10
 //     left S^T and dP^T;

@@ -1,4 +1,4 @@
-// fast_flash_fp32.cu: FlashAttention-2 in true fp32: no tensor cores, every product is FFMAs on register tiles.
+// fast/flash_fp32.cu: FlashAttention-2 in true fp32: no tensor cores, every product is FFMAs on register tiles.
 //
 // What changed against flash_v1 (attention.cu), and why it is faster: a thread holds a piece of S of 4x8 scores and not
 // one, so a number that it reads from shared memory is multiplied four or eight times; reads are of 16 bytes; and
@@ -17,7 +17,7 @@
 //   - a block owns a tile of keys and does step 12 by atomic additions: 5 products, sums in no fixed order;
 //   - a second kernel, whose blocks own tiles of queries, computes S and dP again for dQ: 7 products, the same bits
 //     every time. That is the deterministic one.
-#include "fast_flash.h"
+#include "flash.h"
 
 // streamed: rows of a streamed tile. groups: of threads, that share the block's own tile. shared: in the backward pass
 // the (two) groups also share the streamed tile.

@@ -1,6 +1,7 @@
-// table.cu: tables and answers on stdout, as Markdown, or as csv whose captions and answers are lines that begin with
+// lib/table.cu: tables and answers on stdout, as Markdown, or as csv whose captions and answers are lines that begin
+// with
 // #.
-#include "cs336.h"
+#include "lib.h"
 
 #include <cerrno>
 #include <csignal>

@@ -1,5 +1,6 @@
-// trace.cu: named ranges of work, and what ran in them. CUPTI, NVIDIA's tracing library, records what ran on the GPU.
-#include "cs336.h"
+// lib/trace.cu: named ranges of work, and what ran in them. CUPTI, NVIDIA's tracing library, records what ran on the
+// GPU.
+#include "lib.h"
 
 #include <atomic>
 #include <chrono>

@@ -1,9 +1,10 @@
-// fast_adamw.cu: AdamW for many tensors in one launch, and weights that bf16 products need not cast.
+// fast/adamw.cu: AdamW for many tensors in one launch, and weights that bf16 products need not cast.
 //
 // Split weights. bf16 is the upper half of fp32, so the weights that AdamW updates in fp32 and those that bf16 products
 // take need 4 bytes together, not 6, and no cast: a part's place in the arena then holds first the upper halves of all
 // its elements, which are the part in bf16, then their lower halves.
-#include "gpu.h"
+#include "cs336.h"
+#include "lib/gpu.h"
 
 struct Halves {
     uint16_t upper, lower;

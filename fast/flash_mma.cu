@@ -1,10 +1,10 @@
-// fast_flash_mma.cu: FlashAttention-2 on tensor cores, forward and backward, in bf16 and fp16.
+// fast/flash_mma.cu: FlashAttention-2 on tensor cores, forward and backward, in bf16 and fp16.
 //
 // What changed against flash_v1 (attention.cu), and why it is faster: mma.sync multiplies 16x16 by 16x8 matrices of
 // 16-bit numbers with fp32 sums, ldmatrix hands them to the lanes of a warp in the layout that it wants, and cp.async
 // copies tiles to shared memory while others are computed on. What it costs: S, P and dS are rounded to 16 bits where
 // they enter a product, and the cards before the A100 (sm_80) cannot run it.
-#include "fast_flash.h"
+#include "flash.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // PTX, one instruction a function

@@ -1,4 +1,4 @@
-// measure.cu: the instruments that every other file uses: errors, devices, memory, time, signals, files.
+// lib/device.cu: the instruments that every other file uses: errors, devices, memory, time, signals, files.
 #include "gpu.h"
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// safetensors.cu: tensors in files, in the format of https://github.com/huggingface/safetensors:
+// lib/safetensors.cu: tensors in files, in the format of https://github.com/huggingface/safetensors:
 //
 //   u64 N, little-endian | N bytes of JSON, padded with spaces | the data of all tensors, little-endian, row-major
 //   {"__metadata__": {"step": "7"},
@@ -6,7 +6,7 @@
 //
 // Offsets count from the end of the header. The tensors cover the data exactly: no holes, no overlaps, nothing after
 // the last. A file is taken as a whole or not at all, because a wrong weight looks just like a right one.
-#include "cs336.h"
+#include "lib.h"
 
 #include <cerrno>
 #include <filesystem>

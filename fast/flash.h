@@ -1,9 +1,10 @@
-// fast_flash.h: what the fast attention kernels share. Steps are attention.cu's. In these files
+// fast/flash.h: what the fast attention kernels share. Steps are attention.cu's. In these files
 //   - a block owns one tile of rows (queries, or keys and values) and streams the tiles of the other side past them;
 //   - where a kernel walks over tiles, i is a tile of queries and j one of keys; a single one is `query` or `key`;
 //   - m, n and k run along a product's M, N and K, as in mma's name m16n8k16.
 #pragma once
-#include "gpu.h"
+#include "cs336.h"
+#include "lib/gpu.h"
 
 #ifdef __CUDACC__
 #include <algorithm>
@@ -86,7 +87,7 @@ void launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared_bytes, c
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Backward with tensor cores: `before` and `after` are kernels of fast_flash_mma.cu; the main kernel between them is
+// Backward with tensor cores: `before` and `after` are kernels of fast/flash_mma.cu; the main kernel between them is
 // that file's own or another.
 
 // What lies between the kernels: dq in the order in which the main kernel's lanes hold it, and for each two queries

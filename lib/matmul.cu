@@ -1,5 +1,5 @@
-// matmul.cu: matrix products. [M,K] x [K,N] costs 2MNK FLOPs and at least (MK + KN + MN) elements of traffic. The GPU's
-// products come from cuBLAS, the CPU's from OpenBLAS.
+// lib/matmul.cu: matrix products. [M,K] x [K,N] costs 2MNK FLOPs and at least (MK + KN + MN) elements of traffic. The
+// GPU's products come from cuBLAS, the CPU's from OpenBLAS.
 #include "gpu.h"
 #ifdef HAVE_OPENBLAS
 #include <cblas.h>
@@ -301,4 +301,64 @@ Tensor linear(const Tensor& x, const Tensor& weight) { return linear(x, weight, 
 Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x, const Tensor& weight) {
     // Run again, checkpoint()'s function records, and what it returns is never read.
     return checkpoint([f, weight](const Tensor& x) { return linear(f(x), weight, !context.recording); }, x);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// This machine's ceilings, measured. An operation takes at least the longer of two times: its bytes over the copy
+// bandwidth, and its FLOPs over the matmul rate.
+
+double copy_bandwidth(int64_t bytes, int runs) {
+    Tensor from = zeros({bytes}, U8, WORKSPACE), to = zeros({bytes}, U8, WORKSPACE);  // zeros: every page is touched
+    int pieces = context.device == CPU ? cpu_threads() : 1;                           // one core cannot fill the bus
+    int64_t piece = bytes / pieces;
+    auto copy_all = [&] {
+#pragma omp parallel for num_threads(pieces)
+        for (int i = 0; i < pieces; i++) { copy(view(to, i * piece, {piece}), view(from, i * piece, {piece})); }
+    };
+    double ms = stats_of(time_ms(2, runs, copy_all)).median;
+    return 2.0 * piece * pieces / ms / 1e6;
+}
+
+// Random operands: with zeros a GPU draws less power and clocks higher.
+double matmul_rate(Precision precision, int64_t n, int runs) {
+    RestoreContext restore;
+    context.precision = precision;
+    DType dtype = matmul_dtype();
+    Tensor a = empty({n, n}, dtype, WORKSPACE), b = empty({n, n}, dtype, WORKSPACE),
+           c = empty({n, n}, dtype, WORKSPACE);
+    fill_normal(a, 0, key_of("a"), 0, 1);
+    fill_normal(b, 0, key_of("b"), 0, 1);
+    double ms = stats_of(time_ms(2, runs, [&] { gemm(c, a, false, b, false); })).median;
+    return 2.0 * n * n * n / ms / 1e9;
+}
+
+// What a card can do at most, by its maker's data sheet: dense products, sums in fp32, TFLOP/s. The 1979 that an H100's
+// sheet has in large print is with sparsity, where half of the operands are zeros; dense it is 989. bf16 is as fast as
+// fp16 where there is bf16 (not on a T4). fp32 is the CUDA cores' rate.
+struct CardPeak {
+    const char* card;  // how the driver's name for it begins; the comma ends a name
+    double fp16, tf32, fp32;
+};
+static const CardPeak card_peaks[] = {
+    {"Tesla T4,", 65, NAN, 8.1},
+    {"NVIDIA A100", 312, 156, 19.5},
+    {"NVIDIA GeForce RTX 3090,", 71, 35.6, 35.6},
+    {"NVIDIA GeForce RTX 4090,", 165.2, 82.6, 82.6},
+    {"NVIDIA L4,", 121, 60, 30.3},
+    {"NVIDIA H100 80GB HBM3,", 989, 494.5, 67},
+    {"NVIDIA H200,", 989, 494.5, 67},
+    {"NVIDIA B200,", 2250, 1125, 75},
+};
+double dense_peak(Precision precision) {
+    const std::string card = device_description();
+    for (const CardPeak& peak : card_peaks) {
+        if (card.compare(0, strlen(peak.card), peak.card) != 0) { continue; }
+        if (matmul_dtype(precision) == BF16 && std::isnan(peak.tf32)) { return NAN; }
+        return precision == FP32 ? peak.fp32 : precision == TF32 ? peak.tf32 : peak.fp16;
+    }
+    return NAN;
+}
+std::string percent_of_peak(double tflops, Precision precision) {
+    double peak = dense_peak(precision);
+    return std::isnan(peak) ? "-" : strprintf("%.1f", 100 * tflops / peak);
 }

@@ -1,11 +1,11 @@
-// fast_matmul.cu: large 16-bit products by the fastest of cuBLASLt's kernels.
+// fast/matmul.cu: large 16-bit products by the fastest of cuBLASLt's kernels.
 //
 // Which kernel? The library's first choice is not always its fastest: the 2.7B model's gradient of w2 took 17 % longer
 // with it. So the kernels that the library names for a product are timed when it comes along for the first time, some
 // milliseconds each. Only those that sum over all of K in one go take part: they add up in the same order, so all give
 // the same bits, and no result tells which of them was the fastest today.
 #include "fast.h"
-#include "gpu.h"
+#include "lib/gpu.h"
 
 #ifdef __CUDACC__
 #include <cublasLt.h>

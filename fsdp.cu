@@ -1,0 +1,1091 @@
+// fsdp.cu: the 2026 handout's sections 7 to 9. FSDP, its accounting, the calculations, the 8.1B step.
+#include "cs336.h"
+
+#include <algorithm>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// FSDP (Zhao et al., 2023; ZeRO-3; the 2026 handout): the weights are sharded, too. A rank keeps
+// 1/N of each unit (the embedding, a block, the head) with its gradients and moments, in fp32 or, in pure bf16, in
+// bf16. Norms are replicated.
+//   forward    compute unit i, gather unit i + 1 beside it
+//   backward   compute unit i, gather unit i - 1 and reduce-scatter unit i + 1's gradients beside it
+// Whole units lie in two buffers by turns, unit i in number i % 2; gradients in two more. So the gather of unit i + 1
+// overwrites unit i - 1. It starts when the compute stream has finished that unit, since collectives start behind what
+// is queued there.
+
+struct FsdpSlot {        // a tensor of a unit that has a gradient: one parameter's, or a joined one's
+    int64_t begin, end;  // elements of the unit
+    GradientPtr gradient;
+};
+struct FsdpUnit {  // what is gathered at once; its elements are those of the model's arena from begin
+    int64_t begin = 0, end = 0;
+    int64_t part = 0;           // elements that each rank keeps; the last rank's end in padding
+    int64_t offset = 0;         // of the own part, in Fsdp::shard
+    Tensor weights, gradients;  // whole, [world * part], while the unit has its buffer
+    Tensor gradient;            // the own part, averaged over the ranks; null until there is one
+    std::vector<FsdpSlot> slots;
+};
+struct FsdpWait {  // of the compute stream, for a unit's gather, or for its reduce-scatter and what runs behind that
+    int unit;      // -1: the norms
+    WorkPtr work;
+    Mark asked, got;
+};
+struct Fsdp {
+    Communicator c;
+    std::vector<Parameter> parameters;
+    std::vector<FsdpUnit> units;
+    ParameterGroup shard;                          // the own part of each unit, then the replicated weights
+    std::map<std::string, int64_t> replicated_at;  // by name: its first element there
+    int64_t replicated = 0;                        // where those begin
+    const WeightForm* form = nullptr;              // in which the own parts of all units but the first are
+    Tensor replicated_gradients, replicated_sum;   // of this backward; of all since the last step, or null
+    int in_buffer[2] = {-1, -1};                   // the unit whose weights each buffer has
+    WorkPtr gathers[2];
+    std::vector<int> order, last_order;  // in which this step, and the one before, asked for units
+    bool steps_in_backward = false;      // see begin_step
+    int backwards = 0;                   // since the last step
+    int to_reduce = 0, reducing = -1;    // the unit to be reduced next; the one whose reduce-scatter is under way
+    bool reduces_in_place = false;       // that one: its sum is in the buffer, not in its gradient
+    WorkPtr reduce;
+    std::vector<FsdpWait> waits;         // of this step, for weights
+    std::vector<FsdpWait> reduce_waits;  // for gradients
+    ~Fsdp();
+};
+// Lays the weights out over the ranks, not set. The shard has weight_dtype(). Where that is fp32, compute_dtype is the
+// one in which weights are sent and computed with, but for unit 0, the embedding, a look-up only, which stays fp32 as
+// under autocast. Gradients are as the shard.
+std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Parameter>& parameters, DType compute_dtype);
+Tensor place(Fsdp& f, const Parameter& p, const Shape& shape);  // see Place
+void attach(Trainer& t, std::unique_ptr<Fsdp> f, bool steps_in_backward = false);
+// A Transformer whose weights are f's, which has to outlive it.
+Model sharded_model(const ModelConfig& c, Fsdp& f);
+void add_hooks(Model& model, Fsdp& f);  // the same for a model that has been placed
+void init_weights(Fsdp& f, uint64_t seed);
+// Puts the own parts into the form that needs no cast before a gather, if there is one. AdamW takes it, SGD does not.
+void choose_form(Fsdp& f);
+// Before a step's first forward: the weights have changed. steps_in_backward: each unit takes its AdamW step as soon as
+// its gradient is an average, beside the rest of backward, and its gradient is not kept. That is for steps of one
+// backward whose gradients need no norm first, for clipping or for fp16's loss scale. optimizer_step still follows: it
+// steps the norms.
+void begin_step(Fsdp& f, bool steps_in_backward = false);
+void finish_backward(Fsdp& f);  // after each backward: then the own gradients are averages, or sums of averages
+// AdamW or SGD, as f.shard says, on the own part. See guarded_step.
+double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm);
+// Every parameter in turn, whole, of `flat`: f.shard's weights, m or v, in its dtype. With `write`, what `see` leaves
+// there is cut up again. Every rank has to call it.
+void visit_whole(Fsdp& f, const Tensor& flat, bool write,
+                 const std::function<void(const Parameter& p, const Tensor& whole)>& see);
+
+static Tensor own_part(const Fsdp& f, const FsdpUnit& u, const Tensor& whole) {
+    return view(whole, f.c.rank * u.part, {u.part});
+}
+static std::vector<int64_t> bounds_of(const Fsdp& f, const FsdpUnit& u) {
+    std::vector<int64_t> bounds;
+    for (int r = 0; r <= f.c.world; r++) { bounds.push_back(r * u.part); }
+    return bounds;
+}
+
+std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Parameter>& parameters,
+                                  DType compute_dtype) {
+    check_same_parameters(c, parameters);
+    auto made = std::make_unique<Fsdp>();
+    Fsdp& f = *made;
+    f.c = c, f.parameters = parameters;
+    const DType kept = weight_dtype();
+    if (kept != F32) { compute_dtype = kept; }
+    for (const Parameter& p : parameters) {
+        if (p.unit < 0) { continue; }
+        if (p.unit >= (int)f.units.size()) { f.units.resize(p.unit + 1); }
+        FsdpUnit& u = f.units[p.unit];
+        u.begin = u.end == 0 ? p.offset : std::min(u.begin, p.offset);
+        u.end = std::max(u.end, p.offset + count(p.shape));
+    }
+    auto dtype_of = [&](size_t i) { return i == 0 ? kept : compute_dtype; };
+    int64_t weight_bytes[2] = {0, 0}, gradient_bytes[2] = {0, 0};
+    for (size_t i = 0; i < f.units.size(); i++) {
+        FsdpUnit& u = f.units[i];
+        u.part = aligned((u.end - u.begin + c.world - 1) / c.world);
+        u.offset = f.replicated;
+        f.replicated += u.part;
+        int64_t n = c.world * u.part;
+        weight_bytes[i % 2] = std::max<int64_t>(weight_bytes[i % 2], n * size_of(dtype_of(i)));
+        gradient_bytes[i % 2] = std::max<int64_t>(gradient_bytes[i % 2], n * size_of(kept));
+    }
+    int64_t end = f.replicated;
+    for (const Parameter& p : parameters) {
+        if (p.unit < 0) { f.replicated_at[p.name] = end, end = aligned(end + count(p.shape)); }
+    }
+    f.shard.weights = zeros({end}, kept, PARAMETERS);
+    f.replicated_gradients = zeros({end - f.replicated}, kept, GRADIENTS);
+    for (size_t buffer = 0; buffer < 2; buffer++) {
+        Tensor weights = empty({weight_bytes[buffer]}, U8, WEIGHT_COPIES),
+               gradients = empty({gradient_bytes[buffer]}, U8, GRADIENTS);
+        for (size_t i = buffer; i < f.units.size(); i += 2) {
+            FsdpUnit& u = f.units[i];
+            u.weights = weights, u.gradients = gradients;
+            u.weights.dtype = dtype_of(i), u.gradients.dtype = kept;
+            u.weights.shape = u.gradients.shape = {c.world * u.part};
+        }
+    }
+    f.to_reduce = (int)f.units.size() - 1;
+    return made;
+}
+Tensor place(Fsdp& f, const Parameter& p, const Shape& shape) {
+    Tensor whole, gradients;
+    int64_t at;
+    if (p.unit < 0) {
+        whole = view(f.shard.weights, f.replicated, f.replicated_gradients.shape);
+        gradients = f.replicated_gradients, at = f.replicated_at.at(p.name) - f.replicated;
+    } else {
+        const FsdpUnit& u = f.units[p.unit];
+        whole = u.weights, gradients = u.gradients, at = p.offset - u.begin;
+    }
+    Tensor t = require_gradient(view(whole, at, shape));
+    t.gradient->is_parameter = true;
+    t.gradient->value = view(gradients, at, shape);
+    if (p.unit >= 0) {
+        std::vector<FsdpSlot>& slots = f.units[p.unit].slots;
+        auto after = [&](const FsdpSlot& s) { return s.begin > at; };
+        slots.insert(std::find_if(slots.begin(), slots.end(), after), {at, at + t.size(), t.gradient});
+    }
+    return t;
+}
+
+static void start_gather(Fsdp& f, int i) {
+    const FsdpUnit& u = f.units[i];
+    WorkPtr& gather = f.gathers[i % 2];
+    wait(f.c, gather);  // of a unit that nobody asked for in the end
+    Tensor own = view(f.shard.weights, u.offset, {u.part});
+    if (f.form && i > 0) { own = f.form->lend(own); }
+    bool casts = u.weights.dtype != own.dtype;
+    if (casts) { copy_or_add(own_part(f, u, u.weights), own, false); }
+    gather = all_gather(f.c, u.weights, bounds_of(f, u), casts ? Tensor() : own);
+    f.in_buffer[i % 2] = i;
+}
+// The step before tells which unit comes next, also where checkpoints run units again. A unit of the first step, or one
+// that needs unit i's own buffer (unit i - 2 after a checkpoint of two blocks), is gathered when it is asked for.
+static void pre_forward(Fsdp& f, int i) {
+    Range range("gather");
+    if (f.in_buffer[i % 2] != i) { start_gather(f, i); }
+    Mark asked = mark();
+    wait(f.c, f.gathers[i % 2]);
+    f.waits.push_back({i, f.gathers[i % 2], asked, mark()});
+    f.order.push_back(i);
+    size_t n = f.order.size();
+    while (n < f.last_order.size() && f.last_order[n] == i) { n++; }  // a checkpoint's backward comes after its forward
+    int next = n < f.last_order.size() ? f.last_order[n] : i;
+    if (next % 2 != i % 2 && f.in_buffer[next % 2] != next) { start_gather(f, next); }
+}
+
+static void add_to(const Fsdp& f, Tensor& sum, const Tensor& x) {
+    bool first = !sum;
+    if (first) { sum = empty(x.shape, f.shard.weights.dtype, GRADIENTS); }
+    copy_or_add(sum, x, !first);
+}
+static void wait_for_gradients(Fsdp& f, int unit, const WorkPtr& work) {
+    Mark asked = mark();
+    wait(f.c, work);
+    f.reduce_waits.push_back({unit, work, asked, mark()});
+}
+static void finish_reduce(Fsdp& f) {
+    if (f.reducing < 0) { return; }
+    FsdpUnit& u = f.units[f.reducing];
+    wait_for_gradients(f, f.reducing, f.reduce);
+    if (f.reduces_in_place && !f.steps_in_backward) { add_to(f, u.gradient, own_part(f, u, u.gradients)); }
+    f.reducing = -1;
+}
+// What has no gradient counts as zero: padding, and parameters that this rank's loss did not depend on.
+static void zero_the_rest(FsdpUnit& u) {
+    int64_t end = 0;
+    auto zero_up_to = [&](int64_t begin) {
+        if (begin > end) { fill_zero(view(u.gradients, end, {begin - end})); }
+    };
+    for (const FsdpSlot& slot : u.slots) {
+        if (!slot.gradient->filled) { continue; }
+        zero_up_to(slot.begin);
+        end = slot.end;
+        slot.gradient->filled = false;  // the next backward overwrites it
+    }
+    zero_up_to(u.gradients.size());
+}
+// Each gradient is a unit's, or that of all replicated weights.
+static void update(Fsdp& f, std::vector<FlatGradient> gradients, float gradient_scale) {
+    NoGrad no_grad;
+    ParameterGroup& g = f.shard;
+    auto plain = std::partition(gradients.begin(), gradients.end(), [&](const FlatGradient& one) {
+        return f.form && one.offset > 0 && one.offset < f.replicated;  // of units 1 and up
+    });
+    if (!g.sgd) {
+        adamw_update(g.weights, {plain, gradients.end()}, g.m, g.v, g.adamw, g.step, gradient_scale);
+        adamw_update(g.weights, {gradients.begin(), plain}, g.m, g.v, g.adamw, g.step, gradient_scale, f.form);
+        return;
+    }
+    if (f.form) { fail("FSDP: SGD takes plain weights"); }
+    for (const FlatGradient& one : gradients) {
+        auto own = [&](const Tensor& t) { return view(t, one.offset, one.g.shape); };
+        scale_in_place(one.g, gradient_scale);
+        sgd_update(own(g.weights), one.g, own(g.m), g.adamw, g.momentum);
+    }
+}
+static void begin_update(Fsdp& f) {
+    ParameterGroup& g = f.shard;
+    if (!g.m) { g.m = zeros(g.weights.shape, g.weights.dtype, OPTIMIZER); }
+    if (!g.v && !g.sgd) { g.v = zeros(g.weights.shape, g.weights.dtype, OPTIMIZER); }
+    g.step++;
+}
+static void start_reduce(Fsdp& f, int i) {
+    Range range("reduce");
+    if (f.steps_in_backward && f.backwards > 0) { fail("FSDP: steps in backward take one backward each"); }
+    finish_reduce(f);  // of unit i + 1: backward now writes unit i - 1's gradients over them
+    FsdpUnit& u = f.units[i];
+    zero_the_rest(u);
+    f.reduces_in_place = f.steps_in_backward || u.gradient;
+    if (!f.reduces_in_place) { u.gradient = empty({u.part}, u.gradients.dtype, GRADIENTS); }
+    f.reduce = reduce_scatter(f.c, u.gradients, bounds_of(f, u), AVERAGE, f.reduces_in_place ? Tensor() : u.gradient);
+    f.reducing = i;
+    if (!f.steps_in_backward) { return; }
+    run_behind(f.c, f.reduce, [&f, &u] { update(f, {{own_part(f, u, u.gradients), u.offset}}, 1); });
+}
+static void pre_backward(Fsdp& f, int i) {
+    while (f.to_reduce > i) { start_reduce(f, f.to_reduce--); }
+    if (i > 0) { pre_forward(f, i); }  // a look-up's backward needs no weights, only the buffer for gradients
+}
+void add_hooks(Model& model, Fsdp& f) {
+    model.weights = f.shard.weights, model.gradients = f.replicated_gradients;  // so that slots keep their gradients
+    model.pre_forward = [&f](int unit) { pre_forward(f, unit); };
+    model.pre_backward = [&f](int unit) { pre_backward(f, unit); };
+}
+Model sharded_model(const ModelConfig& c, Fsdp& f) {
+    Model model = lay_out_model(c);
+    place_weights(model, [&](const Parameter& p, const Shape& shape) { return place(f, p, shape); });
+    add_hooks(model, f);
+    return model;
+}
+
+static void forget_gathered(Fsdp& f) { f.in_buffer[0] = f.in_buffer[1] = -1; }  // the weights have changed
+static void drop_gradients(Fsdp& f) {
+    for (FsdpUnit& u : f.units) { u.gradient = Tensor(); }
+    f.replicated_sum = Tensor();
+}
+void begin_step(Fsdp& f, bool steps_in_backward) {
+    f.last_order = std::move(f.order);
+    f.order.clear(), f.waits.clear(), f.reduce_waits.clear();
+    if (f.reducing >= 0) { wait(f.c, f.reduce); }  // an error has ended the step before
+    f.reducing = -1, f.to_reduce = (int)f.units.size() - 1;
+    drop_gradients(f), forget_gathered(f);
+    f.backwards = 0, f.steps_in_backward = steps_in_backward;
+    if (!steps_in_backward) { return; }
+    if (f.shard.sgd || context.precision == PREC_FP16) { fail("FSDP: a step in backward is AdamW's, and not in fp16"); }
+    begin_update(f);
+}
+Fsdp::~Fsdp() {
+    if (c.backend != "nccl") { return; }  // Gloo's jobs hold their tensors
+    try {
+        for (const WorkPtr& work : {gathers[0], gathers[1], reduce}) { wait(c, work); }
+    } catch (const std::exception&) {}  // the device has failed, and nothing writes into the buffers any more
+}
+void finish_backward(Fsdp& f) {
+    Range range("synchronize gradients");
+    while (f.to_reduce >= 0) { start_reduce(f, f.to_reduce--); }
+    finish_reduce(f);
+    f.to_reduce = (int)f.units.size() - 1, f.backwards++;
+    if (f.replicated_gradients.size() == 0) { return; }
+    wait_for_gradients(f, -1, all_reduce(f.c, f.replicated_gradients, AVERAGE));
+    add_to(f, f.replicated_sum, f.replicated_gradients);
+    fill_zero(f.replicated_gradients);  // the next loss may not depend on all of them
+}
+
+static std::vector<FlatGradient> gradients_of(const Fsdp& f) {
+    if (f.backwards == 0) { fail("FSDP: the optimizer's step has no backward before it"); }
+    std::vector<FlatGradient> all;
+    for (const FsdpUnit& u : f.units) {
+        if (u.gradient) { all.push_back({u.gradient, u.offset}); }
+    }
+    if (f.replicated_sum) { all.push_back({f.replicated_sum, f.replicated}); }
+    return all;
+}
+static double gradient_norm(const Fsdp& f) {
+    if (context.device == META) { return 1; }
+    std::vector<FlatGradient> gradients = gradients_of(f);
+    if (f.c.rank > 0 && f.replicated_sum) { gradients.pop_back(); }  // they count once
+    return norm_over_ranks(f.c, square_sum(gradients));
+}
+double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) {
+    if (f.steps_in_backward && max_norm > 0) { fail("FSDP: a step in backward does not clip"); }
+    double norm = guarded_step(
+        scaler, max_norm, [&] { return gradient_norm(f); },
+        [&](float gradient_scale) {
+            if (!f.steps_in_backward) { begin_update(f); }
+            update(f, gradients_of(f), gradient_scale);
+        });
+    drop_gradients(f), forget_gathered(f);
+    f.backwards = 0;
+    return norm;
+}
+
+void visit_whole(Fsdp& f, const Tensor& flat, bool write,
+                 const std::function<void(const Parameter& p, const Tensor& whole)>& see) {
+    for (const WorkPtr& gather : f.gathers) { wait(f.c, gather); }  // they may read what changes its form here
+    for (int i = -1; i < (int)f.units.size(); i++) {
+        Tensor own = flat, whole = flat;
+        int64_t begin = 0;
+        const bool has_form = f.form && i > 0 && flat.data == f.shard.weights.data;
+        if (i >= 0) {
+            const FsdpUnit& u = f.units[i];
+            own = view(flat, u.offset, {u.part}), whole = empty({f.c.world * u.part}, flat.dtype, WORKSPACE);
+            begin = u.begin;
+            if (has_form) { f.form->leave(own); }
+            wait(f.c, all_gather(f.c, whole, bounds_of(f, u), own));
+        }
+        for (const Parameter& p : f.parameters) {
+            if (p.unit == i) { see(p, view(whole, i < 0 ? f.replicated_at.at(p.name) : p.offset - begin, p.shape)); }
+        }
+        if (i >= 0 && write) { copy(own, own_part(f, f.units[i], whole)); }
+        if (has_form) { f.form->enter(own); }
+    }
+    if (write) { forget_gathered(f); }
+}
+void init_weights(Fsdp& f, uint64_t seed) {
+    visit_whole(f, f.shard.weights, true,
+                [&](const Parameter& p, const Tensor& whole) { init_weight(whole, p.name, seed); });
+}
+void choose_form(Fsdp& f) {
+    if (f.form || f.shard.sgd || f.units.size() < 2) { return; }
+    f.form = form_for(f.shard.weights.dtype, f.units[1].weights.dtype);
+    for (size_t i = 1; f.form && i < f.units.size(); i++) {
+        f.form->enter(view(f.shard.weights, f.units[i].offset, {f.units[i].part}));
+    }
+}
+
+void attach(Trainer& t, std::unique_ptr<Fsdp> made, bool steps_in_backward) {
+    t.f = std::move(made);
+    Fsdp& f = *t.f;
+    t.sums_gradients = true;
+    t.before_step = [&f, steps_in_backward] { begin_step(f, steps_in_backward); };
+    t.after_backward = [&f] { finish_backward(f); };
+    t.step_optimizer = [&f](Trainer& t) { return optimizer_step(f, t.scaler, t.max_norm); };
+    t.add_communication = [&f](const Trainer& t, StepNumbers& n) {
+        for (const auto* waits : {&f.waits, &f.reduce_waits}) {
+            for (const FsdpWait& w : *waits) {
+                size_t i = t.marks.size() - 2;
+                while (i > 0 && ms_of(w.asked, t.marks[i].second) < 0) { i--; }
+                const double waited = ms_of(w.got, w.asked);
+                n[t.marks[i].first] -= waited, n[EXPOSED] += waited;
+            }
+        }
+    };
+}
+Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, uint64_t seed, bool steps_in_backward) {
+    Trainer t;
+    t.c = c;
+    attach(t, fully_shard(c, lay_out_model(config).parameters, matmul_dtype()), steps_in_backward);
+    t.model = sharded_model(config, *t.f);
+    init_weights(*t.f, seed);
+    choose_form(*t.f);
+    return t;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The 2026 handout's problems on FSDP. `fsdp` checks it, `fsdp_accounting` measures its memory and time.
+
+enum { GATHER, WAIT, GATHER_AGAIN, WAIT_AGAIN, REDUCE, UNIT_TIMES };  // again: in backward; the last: waited for
+using FsdpUnitTimes = std::array<double, UNIT_TIMES>;                 // of gradients; ms, of the mean step
+struct FsdpRun {
+    const char* way;
+    size_t oom = 0, predicted = 0;  // bytes
+    MemoryUse use{};
+    Stats step{};  // ms
+    std::vector<FsdpUnitTimes> units{};
+    // Of the gathers in forward that have a block to hide under, all but the first two: their ms per step, and those of
+    // them for which nobody waited.
+    Stats gathers{}, hidden{};
+};
+// runs: DDP, sharded optimizer, FSDP, ...; bytes: of a weight.
+void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double psi, int bytes);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// fsdp: N ranks against one process that sees the whole batch, on a small Transformer. Weights are equal but for
+// rounding: the sum over the batch is taken in another order.
+
+constexpr int ROWS = 10, POSITIONS = 8, VOCABULARY = 100, STEPS = 3;  // rows: of each rank
+
+struct FsdpCase {
+    Precision precision;
+    Mode mode;
+    int checkpoint = 0, batches = 1, head_chunk = 0;  // batches: backwards per step, whose gradients add up
+};
+static std::vector<FsdpCase> fsdp_cases() {
+    std::vector<FsdpCase> cases;
+    for (Precision precision : {FP32, PREC_BF16, PREC_FP16}) {
+        for (Mode mode : {EAGER, FUSED}) { cases.push_back({precision, mode}); }
+    }
+    for (int checkpoint : {1, 2, (int)CHECKPOINT_FFN, (int)CHECKPOINT_HALF, (int)CHECKPOINT_NESTED}) {
+        cases.push_back({FP32, FUSED, checkpoint});
+    }
+    cases.push_back({FP32, FUSED, 1, 2});
+    if (fastest_flash(context.device, F32, 16)) { cases.push_back({FP32, FLASH}); }
+    for (auto [checkpoint, head_chunk] : {std::pair(0, 0), {1, 0}, {0, 48}}) {
+        cases.push_back({PREC_PURE_BF16, FUSED, checkpoint, 1, head_chunk});
+    }
+    return cases;
+}
+static ParameterGroup optimizer_of(const FsdpCase& k) {
+    ParameterGroup g;
+    g.sgd = k.precision != FP32;
+    g.adamw.lr = k.precision == PREC_PURE_BF16 ? 1 : g.sgd ? 0.01f : 0.001f;  // 1: else rounding takes most steps away
+    g.adamw.eps = 1e-5f;  // else a gradient that is rounding alone moves its weight by lr, either way
+    return g;
+}
+static void train_both(WeightsCheck& check, const Communicator& c, const FsdpCase& k, uint64_t seed) {
+    context.precision = k.precision, context.mode = k.mode, context.checkpoint = k.checkpoint;
+    context.head_chunk = k.head_chunk;
+    const ModelConfig config = {"lm", 64, 96, 3, 4, VOCABULARY};
+    Trainer ours, whole;
+    ours.c = whole.c = c;
+    ours.scaler.scale = whole.scaler.scale = 1024;  // a power of two: unscaling is exact
+    attach(ours, fully_shard(c, lay_out_model(config).parameters, matmul_dtype()));
+    ours.model = sharded_model(config, *ours.f), whole.model = make_model(config);
+    init_weights(*ours.f, seed), init_weights(whole.model, seed), make_gradients(whole.model);
+    ParameterGroup reference = optimizer_of(k), &shard = ours.f->shard;
+    shard.sgd = reference.sgd, shard.momentum = reference.momentum, shard.adamw = reference.adamw;
+    reference.weights = whole.model.weights, reference.gradients = whole.model.gradients;
+    Optimizer unsharded{c};
+    add_parameter_group(unsharded, reference);
+    attach(whole, unsharded);
+    // Pure bf16: rounding turns last bits (2^-7 of a weight or less) and goes on from there. In 12 runs with 2 and 3
+    // ranks no weight differed by more than 2e-3 and 2^-7 of itself; they moved by 8e-3 in the mean.
+    const bool pure = k.precision == PREC_PURE_BF16;
+    const double atol = pure ? 2e-3 : k.precision == FP32 ? 1e-6 : 1e-4, rtol = pure ? 1.0 / 64 : 1e-4;
+    auto check_gradients = [&](StepPart part) {
+        if (part != OPTIMIZER_STEP) { return; }
+        for (const FsdpUnit& u : ours.f->units) {
+            check.match = check.match && u.gradient.size() == u.part && u.gradient.dtype == weight_dtype();
+        }
+        check.same_bits = check.same_bits && same_bits_everywhere(c, ours.f->replicated_sum);
+    };
+    for (int step = 0; step < STEPS; step++) {
+        const Batch all = random_batch(ROWS * c.world, POSITIONS, VOCABULARY, seed + step);
+        std::vector<Batch> batches;
+        for (int b = 0; b < k.batches; b++) {
+            const int64_t rows = ROWS / k.batches, at = (c.rank * ROWS + b * rows) * POSITIONS;
+            batches.push_back({view(all.tokens, at, {rows, POSITIONS}), view(all.targets, at, {rows, POSITIONS})});
+        }
+        train_step(ours, batches, check_gradients);
+        train_step(whole, {all});
+        visit_whole(*ours.f, shard.weights, false, [&](const Parameter& p, const Tensor& got) {
+            compare(check, got, view(whole.model.weights, p.offset, p.shape), atol, rtol);
+        });
+    }
+}
+
+int cmd_fsdp(const Options& o) {
+    return run_ranks(o, [&](const Communicator& c) {
+        const int repetitions = o.quick ? 1 : 5;
+        Table table{
+            strprintf("fsdp: weights of FSDP against single-process training after each of %d steps, %s; World size: "
+                      "%d, Batch size: %d, context length: %d; Transformer: d_model 64, 3 layers, decay 0.01, AdamW "
+                      "with lr 0.001, SGD with momentum 0.9 and lr 0.01, in pure_bf16 1; backend %s",
+                      STEPS, counted(repetitions, "repetition").c_str(), c.world, ROWS * c.world, POSITIONS,
+                      c.backend.c_str()),
+            {"Optimizer", "precision", "mode", "checkpoint", "head chunk", "passes", "max diff", "mean diff",
+             "Parameters"}};
+        std::vector<WeightsCheck> checks;
+        for (const FsdpCase& k : fsdp_cases()) {
+            WeightsCheck x{"Transformer", strprintf("%s, mode %s", name_of(k.precision), name_of(k.mode))};
+            for (int i = 0; i < repetitions; i++) { train_both(x, c, k, o.seed + i); }
+            checks.push_back(x);
+            table.row(optimizer_of(k).sgd ? "SGD" : "AdamW", k.precision, k.mode,
+                      k.checkpoint ? name_of_checkpoint(k.checkpoint) : "none",
+                      k.head_chunk ? std::to_string(k.head_chunk) : "none", k.batches, strprintf("%.2e", x.max),
+                      strprintf("%.2e", x.sum / x.n), x.match && x.same_bits ? "match" : "DIFFER");
+        }
+        print_checks(c, table, checks,
+                     strprintf("FSDP on %s and of one process with the whole batch, after each of %d steps,",
+                               counted(c.world, "rank").c_str(), STEPS));
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// fsdp_accounting: (a) what a rank holds at its peak with plain data parallel training, with the optimizer sharded, and
+// with FSDP; (b) how long each unit's gather took, and how long the compute stream waited for it.
+
+enum Way { PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED, EARLY_ADAMW };  // early: see begin_step's steps_in_backward
+static const char* const way_names[] = {"DDP", "sharded optimizer", "FSDP", "FSDP, early AdamW"};
+
+static Trainer make_trainer(Way way, const Communicator& c, const Options& o) {
+    const ModelConfig config = configs_of(o)[0];
+    if (way >= FULLY_SHARDED) { return fsdp_trainer(c, config, o.seed, way == EARLY_ADAMW); }
+    Model model = random_model(config, o.seed);
+    return way == PLAIN_DDP ? data_parallel_trainer(c, model, OVERLAPPED, 0) : sharded_trainer(c, model, ZERO1);
+}
+
+// Of the last step.
+static std::vector<FsdpUnitTimes> unit_times(const Fsdp& f) {
+    std::vector<FsdpUnitTimes> units(f.units.size());
+    std::set<const Work*> seen;
+    for (size_t k = 0; k < f.waits.size(); k++) {
+        const FsdpWait& w = f.waits[k];
+        FsdpUnitTimes& u = units[w.unit];
+        const bool backward = k >= units.size();  // forward asks for each unit once
+        u[backward ? WAIT_AGAIN : WAIT] += ms_of(w.got, w.asked);
+        if (!seen.insert(w.work.get()).second) { continue; }
+        u[backward ? GATHER_AGAIN : GATHER] += ms_of(w.work->end, w.work->begin);
+    }
+    for (const FsdpWait& w : f.reduce_waits) {  // the norms' unit is -1: theirs comes last, with the embedding's
+        units[std::max(w.unit, 0)][REDUCE] += ms_of(w.got, w.asked);
+    }
+    return units;
+}
+static FsdpRun run_way(Way way, const Options& o, const Communicator& c) {
+    FsdpRun r{way_names[way]};
+    auto make = [&](const Communicator& planned) { return make_trainer(way, planned, o); };
+    r.predicted = steps_peak(c.world, o, make, o.batch_size);
+    if (r.predicted > room_of_each_rank(c)) {
+        r.oom = r.predicted;
+        return r;
+    }
+    Trainer t = make_trainer(way, c, o);
+    reset_peak(context.device);
+    r.units.resize(t.f ? t.f->units.size() : 0);
+    std::vector<double> gathers, hidden;
+    auto look_at_gathers = [&] {
+        if (t.steps <= o.warmup[0]) { return; }
+        const std::vector<FsdpUnitTimes> units = t.f ? unit_times(*t.f) : r.units;
+        gathers.push_back(0), hidden.push_back(0);
+        for (size_t u = 0; u < units.size(); u++) {
+            for (int k = 0; k < UNIT_TIMES; k++) { r.units[u][k] += units[u][k] / o.steps; }
+            if (u < 2) { continue; }
+            gathers.back() += units[u][GATHER], hidden.back() += units[u][GATHER] - units[u][WAIT];
+        }
+    };
+    r.step = stats_of(timed_steps(t, {batch_of(o, t.model.config, c.rank)}, o, r.way, look_at_gathers), TOTAL);
+    r.gathers = stats_of(gathers), r.hidden = stats_of(hidden);
+    r.use = memory_use(context.device);
+    return r;
+}
+
+static double mib(double bytes) { return bytes / 1048576; }
+static double activations_of(const MemoryUse& use) {  // and the rest
+    const size_t* by = use.peak_by;
+    return (double)(use.peak - by[PARAMETERS] - by[WEIGHT_COPIES] - by[GRADIENTS] - by[OPTIMIZER]);
+}
+static void print_tables(const std::string& caption, const std::vector<FsdpRun>& runs) {
+    Table memory{
+        caption + "; (a): rank 0 at its peak, MiB; early AdamW: each unit's step in backward",
+        {"Way", "peak", "predicted", "parameters", "copies", "gradients", "optimizer", "activations", "step (ms)"}};
+    for (const FsdpRun& r : runs) {
+        auto cell = [&](double bytes) { return r.oom ? "" : strprintf("%.1f", mib(bytes)); };
+        const size_t* by = r.use.peak_by;
+        memory.row(r.way, r.oom ? oom_cell(r.oom) : cell(r.use.peak), strprintf("%.1f", mib(r.predicted)),
+                   cell(by[PARAMETERS]), cell(by[WEIGHT_COPIES]), cell(by[GRADIENTS]), cell(by[OPTIMIZER]),
+                   cell(activations_of(r.use)), r.oom ? "" : strprintf("%.2f", r.step.mean));
+    }
+    print(memory);
+    const std::vector<FsdpUnitTimes>& units = runs[FULLY_SHARDED].units;
+    Table times{
+        "(b): each unit's all-gather, and how long the compute stream waited for it, ms; the same run, rank 0, mean of "
+        "all steps",
+        {"unit", "forward: gather", "wait", "backward: gather", "wait in backward", "wait for gradients"}};
+    FsdpUnitTimes all{};
+    auto row = [&](const std::string& name, const FsdpUnitTimes& u) {
+        times.row(name);
+        for (double ms : u) { times.rows.back().push_back(strprintf("%.3f", ms)); }
+    };
+    for (size_t i = 0; i < units.size(); i++) {
+        row(i == 0 ? "embedding" : i + 1 == units.size() ? "lm_head" : strprintf("layer %zu", i - 1), units[i]);
+        for (size_t k = 0; k < all.size(); k++) { all[k] += units[i][k]; }
+    }
+    row("all", all);
+    if (!units.empty()) { print(times); }
+}
+
+// What FSDP saves against another way. `expected` and `gradients`: bytes that it saves, in all and of gradients alone,
+// where a rank holds 1/N of everything at all times.
+static void answer_saved(const char* name, const FsdpRun& other, const FsdpRun& fsdp, double expected,
+                         double gradients) {
+    const MemoryUse &a = other.use, &b = fsdp.use;
+    auto saved_of = [&](Category k) { return (double)a.peak_by[k] - (double)b.peak_by[k]; };
+    auto taken = [](double bytes) {
+        return strprintf("%.1f MiB %s", mib(std::fabs(bytes)), bytes < 0 ? "less" : "more");
+    };
+    const double saved = (double)a.peak - (double)b.peak, more = saved - expected;
+    answer("a",
+           "FSDP takes %.1f MiB %s than %s. That is %.1f MiB %s than expected: it takes %s of gradients, %s of "
+           "gathered units and weight copies, and %s of activations.",
+           mib(std::fabs(saved)), saved < 0 ? "more" : "less", name, mib(std::fabs(more)), more < 0 ? "more" : "less",
+           taken(gradients - saved_of(GRADIENTS)).c_str(), taken(-saved_of(WEIGHT_COPIES)).c_str(),
+           taken(activations_of(b) - activations_of(a)).c_str());
+}
+void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double psi, int bytes) {
+    if (world == 1) { return answer("", "One rank has no other to share with, so there is nothing to compare."); }
+    const double N = world, full = 4 * bytes * psi, split = (full + full / N) / 2, part = full / N;
+    answer("a",
+           "FSDP should save %.1f MiB against DDP and %.1f MiB against a sharded optimizer. Weights, gradients and two "
+           "moments take %d Psi bytes with DDP, (%d + %d/N) Psi with the sharded optimizer and %d Psi/N with FSDP; Psi "
+           "is %.0f, N %d.",
+           mib(full - part), mib(split - part), 4 * bytes, 2 * bytes, 2 * bytes, 4 * bytes, psi, world);
+    const FsdpRun& fsdp = runs[FULLY_SHARDED];
+    for (int way : {PLAIN_DDP, SHARDED_OPTIMIZER}) {
+        if (runs[way].oom || fsdp.oom) { continue; }
+        const bool ddp = way == PLAIN_DDP;
+        answer_saved(ddp ? "DDP" : "the sharded optimizer", runs[way], fsdp, (ddp ? full : split) - part,
+                     bytes * (psi - psi / N));
+    }
+    for (int way : {PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED}) {
+        if (runs[way].oom) { answer("a", "%s did not fit: %s.", runs[way].way, oom_cell(runs[way].oom).c_str()); }
+    }
+    if (fsdp.oom) { return; }
+    answer("a",
+           "FSDP holds two whole units and their gradients in buffers. Its own shards of all gradients are there only "
+           "at backward's end, when activations are gone.");
+    const bool in_time = level(fsdp.gathers, fsdp.hidden);
+    const double waits = fsdp.gathers.mean - fsdp.hidden.mean;
+    answer("b",
+           "%s in time for forward: from layer 1 on they take %.3f ms, and the compute stream waits %.3f ms for them "
+           "(%.1f %%). The gathers of the embedding and of layer 0 have no block to hide under: it waits %.3f and %.3f "
+           "ms for them.",
+           in_time ? "The gathers come" : "Not all gathers come", fsdp.gathers.mean, waits,
+           100 * waits / fsdp.gathers.mean, fsdp.units[0][WAIT], fsdp.units[1][WAIT]);
+}
+
+int cmd_fsdp_accounting(const Options& typed) {
+    return run_ranks(typed, [&](const Communicator& c) {
+        Options o = typed;
+        const ModelConfig config = choose_step(o, c);
+        std::vector<FsdpRun> runs;
+        for (Way way : {PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED, EARLY_ADAMW}) {
+            if (way == EARLY_ADAMW && context.precision == PREC_FP16) { continue; }  // its step needs a norm first
+            runs.push_back(run_way(way, o, c));
+        }
+        double psi = 0;
+        for (const Parameter& p : lay_out_model(config).parameters) { psi += (double)count(p.shape); }
+        if (c.rank == 0) {
+            print_tables(caption_of(o, config, c), runs);
+            answer_fsdp_accounting(runs, c.world, psi, (int)size_of(weight_dtype()));
+        }
+        auto ran = [](const FsdpRun& r) { return r.oom == 0; };
+        if (std::none_of(runs.begin(), runs.end(), ran)) { fail("no way fits into a rank's memory"); }
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Section 8 of the 2026 handout: how many devices work on one feed-forward layer before communication takes
+// longer than the products. It is arithmetic alone; tests/test_fsdp.cpp runs the layer on simulated devices and
+// counts.
+//
+//   y = (f(x W1) * (x W2)) W3      x [B, D], W1 and W2 [D, D_FF], W3 [D_FF, D], 2 bytes per element
+//
+// Forward has three products of 2 B D D_FF FLOPs: x1 = x W1, x2 = x W2, z W3. Backward has two for each of them. A ring
+// all-gather or reduce-scatter of S bytes sends (N - 1) / N S bytes out of each device, an all-reduce, being both,
+// twice that.
+
+struct LayerSizes {
+    double B, D, F, C, W;  // tokens, d_model, d_ff, FLOP/s of a device, bytes/s out of it
+};
+struct PassCost {  // of one device
+    const char* what;
+    double flops, bytes, communication, computation;  // bytes sent; seconds
+    double most;                                      // devices, up to which computation takes as long
+};
+std::vector<PassCost> data_parallel_costs(const LayerSizes& l, double N);  // backward
+std::vector<PassCost> fsdp_costs(const LayerSizes& l, double N);           // forward, backward
+std::vector<PassCost> tp_costs(const LayerSizes& l, double N);
+std::vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M);  // FSDP, TP, both overlapped, in turn
+
+static PassCost cost(const LayerSizes& l, const char* what, double flops, double bytes, double most) {
+    return {what, flops, bytes, bytes / l.W, flops / l.C, most};
+}
+std::vector<PassCost> data_parallel_costs(const LayerSizes& l, double N) {
+    auto [B, D, F, C, W] = l;
+    return {cost(l, "backward", 12 * B * D * F / N, 12 * D * F * (N - 1) / N, 1 + B * W / C)};
+}
+std::vector<PassCost> fsdp_costs(const LayerSizes& l, double N) {
+    auto [B, D, F, C, W] = l;
+    return {cost(l, "forward", 6 * B * D * F / N, 6 * D * F * (N - 1) / N, 1 + B * W / C),
+            cost(l, "backward", 12 * B * D * F / N, 12 * D * F * (N - 1) / N, 1 + B * W / C)};
+}
+std::vector<PassCost> tp_costs(const LayerSizes& l, double N) {
+    auto [B, D, F, C, W] = l;
+    return {cost(l, "forward", 6 * B * D * F / N, 4 * B * D * (N - 1) / N, 1 + 3 * F * W / (2 * C)),
+            cost(l, "backward", 12 * B * D * F / N, 4 * B * D * (N - 1) / N, 1 + 3 * F * W / C)};
+}
+// Forward: N devices along the FSDP axis, M along the TP axis. With a = B W / C and b = 3 D_FF W / (2 C) the axes'
+// times are at most the products' up to 1 + a and 1 + b devices. In turn they add up: 3 D_FF N + 2 B M <= Q, and N M is
+// largest where both terms are Q / 2; where that is less than one device along an axis, the axis goes.
+std::vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M) {
+    auto [B, D, F, C, W] = l;
+    double a = B * W / C, b = 3 * F * W / (2 * C), Q = 3 * B * F * W / C + 3 * F + 2 * B;
+    double flops = 6 * B * D * F / (N * M);
+    PassCost fsdp = cost(l, "FSDP axis", flops, 6 * D * F * (N - 1) / (N * M), 1 + a);
+    PassCost tp = cost(l, "TP axis", flops, 4 * B * D * (M - 1) / (N * M), 1 + b);
+    PassCost overlapped = cost(l, "both, overlapped", flops, fsdp.bytes + tp.bytes, (1 + a) * (1 + b));
+    PassCost in_turn = cost(l, "both, in turn", flops, fsdp.bytes + tp.bytes, Q * Q / (24 * B * F));
+    overlapped.communication = std::max(fsdp.communication, tp.communication);
+    if (b < a / (a + 1)) { in_turn.most = 1 + a; }
+    if (a < b / (b + 1)) { in_turn.most = 1 + b; }
+    return {fsdp, tp, overlapped, in_turn};
+}
+
+static LayerSizes sizes_of(const Options& o) {
+    return {(double)o.tokens, (double)o.d_model, (double)o.d_ff, o.tflops * 1e12, o.bandwidth_gb * 1e9};
+}
+static void print_costs(const Options& o, const std::string& devices, const std::vector<PassCost>& costs) {
+    Table table{
+        strprintf("%s: y = (f(x W1) * (x W2)) W3, products only, 2 bytes per element; B = %d tokens, D = %d, D_FF = "
+                  "%d, C = %g TFLOP/s, W = %g GB/s out of each device, GB = 1e9 bytes; %s",
+                  o.command.c_str(), o.tokens, o.d_model, o.d_ff, o.tflops, o.bandwidth_gb, devices.c_str()),
+        {"", "FLOPs per device", "bytes sent per device", "communication ms", "computation ms", "most devices"}};
+    for (const PassCost& c : costs) {
+        table.row(c.what, strprintf("%.0f", c.flops), strprintf("%.0f", c.bytes),
+                  strprintf("%.6g", 1e3 * c.communication), strprintf("%.6g", 1e3 * c.computation),
+                  strprintf("%.6g", c.most));
+    }
+    print(table);
+}
+static std::string limit(const PassCost& c) {
+    return strprintf("the products take %.4g ms and communication %.4g ms, so %s is the limit", 1e3 * c.computation,
+                     1e3 * c.communication, c.computation >= c.communication ? "computation" : "communication");
+}
+
+int cmd_alternate_ring_all_reduce(const Options& o) {
+    double S = o.tensor_mb * 1e6, W = o.bandwidth_gb * 1e9, N = o.devices;
+    double ms = 1e3 * (N - 1) * S / W, usual_ms = 1e3 * 2 * (N - 1) * S / (N * W);
+    Table table{
+        strprintf(
+            "alternate_ring_all_reduce: S = %g MB per device, N = %g, W = %g GB/s out of each device, GB = 1e9 bytes",
+            o.tensor_mb, N, o.bandwidth_gb),
+        {"all-reduce", "steps", "bytes sent per device", "ms"}};
+    table.row("alternative", N - 1, strprintf("%.0f", (N - 1) * S), strprintf("%.6g", ms));
+    table.row("reduce-scatter, all-gather", 2 * (N - 1), strprintf("%.0f", 2 * (N - 1) * S / N),
+              strprintf("%.6g", usual_ms));
+    print(table);
+    answer("",
+           "The alternative takes (N - 1) S / W = (%g - 1) x %g / %g = %.4g ms: in each of N - 1 steps each device "
+           "sends a whole tensor of S bytes. Reduce-scatter and all-gather send parts of S / N bytes in 2 (N - 1) "
+           "steps, and take 2 (N - 1) S / (N W) = 2 x (%g - 1) x %g / (%g x %g) = %.4g ms. So the alternative takes N "
+           "/ 2 = %g times as long.",
+           N, S, W, ms, N, S, N, W, usual_ms, N / 2);
+    return 0;
+}
+
+int cmd_data_parallel_calcs(const Options& o) {
+    const LayerSizes l = sizes_of(o);
+    const auto [B, D, F, C, W] = l;
+    const double N = o.devices;
+    const PassCost c = data_parallel_costs(l, N)[0];
+    print_costs(o, strprintf("N_DP = %g", N), {c});
+    answer("a",
+           "12 B D D_FF / N_DP = 12 x %.7g x %.7g x %.7g / %g = %.4g FLOP. Backward has six products, two for each "
+           "product of forward: dz, two terms of dx, dW1, dW2 and dW3. Each takes 2 (B / N_DP) D D_FF on a device's B "
+           "/ N_DP rows.",
+           B, D, F, N, c.flops);
+    answer("b",
+           "12 D D_FF (N_DP - 1) / (N_DP W) = 12 x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms. The three gradients "
+           "have 3 D D_FF elements of 2 bytes, and a ring all-reduce sends 2 (N_DP - 1) / N_DP of these 6 D D_FF bytes "
+           "out of each device.",
+           D, F, N, N, W, 1e3 * c.communication);
+    answer("c",
+           "N_DP <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices. The products take 12 B D D_FF / (N_DP C); that is "
+           "at least the time in (b) as long as (N_DP - 1) / W <= B / C, where D and D_FF cancel. With N_DP = %g, %s.",
+           B, W, C, c.most, N, limit(c).c_str());
+    return 0;
+}
+
+int cmd_fsdp_calcs(const Options& o) {
+    const LayerSizes l = sizes_of(o);
+    const auto [B, D, F, C, W] = l;
+    const double N = o.devices;
+    const std::vector<PassCost> costs = fsdp_costs(l, N);
+    const PassCost &forward = costs[0], &backward = costs[1];
+    print_costs(o, strprintf("N_FSDP = %g", N), costs);
+    answer("a",
+           "Backward: 12 B D D_FF / N_FSDP = 12 x %.7g x %.7g x %.7g / %g = %.4g FLOP, in six products. Forward: 6 B D "
+           "D_FF / N_FSDP = %.4g FLOP, in three. A gathered weight is whole, so each product is that of data "
+           "parallelism: 2 (B / N_FSDP) D D_FF.",
+           B, D, F, N, backward.flops, forward.flops);
+    answer("b",
+           "Backward: 12 D D_FF (N_FSDP - 1) / (N_FSDP W) = 12 x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms; it "
+           "gathers the three weights, 6 D D_FF bytes, and reduce-scatters as many bytes of gradients. Forward: 6 D "
+           "D_FF (N_FSDP - 1) / (N_FSDP W) = %.4g ms; it gathers the weights only. Each collective sends (N_FSDP - 1) "
+           "/ N_FSDP of its bytes out of each device.",
+           D, F, N, N, W, 1e3 * backward.communication, 1e3 * forward.communication);
+    answer("c",
+           "N_FSDP <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices in both passes, from (N_FSDP - 1) / W <= B / C: "
+           "forward has half of backward's products and half of its bytes. With N_FSDP = %g, in backward %s; in "
+           "forward %s.",
+           B, W, C, backward.most, N, limit(backward).c_str(), limit(forward).c_str());
+    return 0;
+}
+
+int cmd_tp_calcs(const Options& o) {
+    const LayerSizes l = sizes_of(o);
+    const auto [B, D, F, C, W] = l;
+    const double N = o.devices;
+    const std::vector<PassCost> costs = tp_costs(l, N);
+    const PassCost &forward = costs[0], &backward = costs[1];
+    print_costs(o, strprintf("N_TP = %g", N), costs);
+    answer("a",
+           "Device i holds W1(i), W2(i), W3(i) and saved x, x1(i), x2(i), z(i). Each device has all of dY, because y "
+           "was all-reduced, so nothing is sent before the end. The devices hold different columns of W1 and W2, so "
+           "their dx(i) are parts of a sum: one all-reduce of (B, D).");
+    sketch(
+        "dz(i)  = dY W3(i)^T                          (B, D_FF / N_TP)\n"
+        "dx2(i) = dz(i) * f(x1(i))                    (B, D_FF / N_TP)   * is element by element\n"
+        "dx1(i) = dz(i) * f'(x1(i)) * x2(i)           (B, D_FF / N_TP)\n"
+        "dW3(i) = z(i)^T dY                           (D_FF / N_TP, D)   the device's own rows\n"
+        "dW2(i) = x^T dx2(i)                          (D, D_FF / N_TP)   the device's own columns\n"
+        "dW1(i) = x^T dx1(i)                          (D, D_FF / N_TP)\n"
+        "dx(i)  = dx1(i) W1(i)^T + dx2(i) W2(i)^T     (B, D)             a partial sum\n"
+        "dx     = all-reduce(dx(i))                   (B, D)\n");
+    answer("b",
+           "Forward: 6 B D D_FF / N_TP = 6 x %.7g x %.7g x %.7g / %g = %.4g FLOP, in three products of 2 B D (D_FF / "
+           "N_TP). Backward: 12 B D D_FF / N_TP = %.4g FLOP, in six.",
+           B, D, F, N, forward.flops, backward.flops);
+    answer("c",
+           "Forward: 4 B D (N_TP - 1) / (N_TP W) = 4 x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms, an all-reduce of "
+           "y, 2 B D bytes. Backward: the same, an all-reduce of dx. Each sends 2 (N_TP - 1) / N_TP of its bytes out "
+           "of each device.",
+           B, D, N, N, W, 1e3 * forward.communication);
+    answer("d",
+           "Backward: N_TP <= 1 + 3 D_FF W / C = 1 + 3 x %.7g x %g / %g = %.4g devices, from 4 (N_TP - 1) / W <= 12 "
+           "D_FF / C, where B and D cancel. Forward: N_TP <= 1 + 3 D_FF W / (2 C) = %.4g devices: half as many "
+           "products for the same bytes. With N_TP = %g, in backward %s; in forward %s.",
+           F, W, C, backward.most, forward.most, N, limit(backward).c_str(), limit(forward).c_str());
+    return 0;
+}
+
+static void answer_in_turn(const LayerSizes& l, double N, double M, const PassCost& in_turn) {
+    const auto [B, D, F, C, W] = l;
+    const double a = B * W / C, b = 3 * F * W / (2 * C), Q = 3 * B * F * W / C + 3 * F + 2 * B;
+    const bool no_tp = b < a / (a + 1), no_fsdp = a < b / (b + 1);
+    answer("d",
+           "The times add, so 3 D_FF N_FSDP + 2 B N_TP <= Q with Q = 3 B D_FF W / C + 3 D_FF + 2 B = %.7g, and N_FSDP "
+           "N_TP is largest where both terms are Q / 2: N_FSDP = Q / (6 D_FF) = %.4g and N_TP = Q / (4 B) = %.4g.",
+           Q, Q / (6 * F), Q / (4 * B));
+    if (no_tp || no_fsdp) {
+        answer("d",
+               "That is less than one device on the %s axis, because with a = B W / C = %.4g and b = 3 D_FF W / (2 C) "
+               "= %.4g, %s. So there is no %s, and N <= 1 + %s = %.4g devices.",
+               no_tp ? "TP" : "FSDP", a, b, no_tp ? "b is below a / (a + 1)" : "a is below b / (b + 1)",
+               no_tp ? "TP" : "FSDP", no_tp ? "B W / C" : "3 D_FF W / (2 C)", in_turn.most);
+    } else {
+        answer("d",
+               "So N <= Q^2 / (24 B D_FF) = %.7g^2 / (24 x %.7g x %.7g) = %.4g devices. Where a = B W / C and b = 3 "
+               "D_FF W / (2 C) are large, that is near 3 B D_FF (W / C)^2 / 8, here %.4g.",
+               Q, B, F, in_turn.most, a * b / 4);
+    }
+    answer("d", "With N_FSDP = %g and N_TP = %g, %s.", N, M, limit(in_turn).c_str());
+}
+int cmd_fsdp_tp_calcs(const Options& o) {
+    const LayerSizes l = sizes_of(o);
+    const auto [B, D, F, C, W] = l;
+    const double N = o.fsdp, M = o.tp;
+    const std::vector<PassCost> costs = fsdp_tp_costs(l, N, M);
+    const PassCost &fsdp = costs[0], &tp = costs[1], &overlapped = costs[2];
+    print_costs(o, strprintf("forward, N_FSDP = %g, N_TP = %g", N, M), costs);
+    answer("a",
+           "6 B D D_FF / (N_FSDP N_TP) = 6 x %.7g x %.7g x %.7g / (%g x %g) = %.4g FLOP: three products of 2 (B / "
+           "N_FSDP) D (D_FF / N_TP). FSDP splits the rows of x, TP the columns of W1 and W2 and the rows of W3.",
+           B, D, F, N, M, fsdp.flops);
+    answer("b",
+           "max(6 D D_FF (N_FSDP - 1), 4 B D (N_TP - 1)) / (N_FSDP N_TP W) = max(6 x %.7g x %.7g x (%g - 1), 4 x %.7g "
+           "x %.7g x (%g - 1)) / (%g x %g x %g) = %.4g ms. FSDP gathers a TP shard of the weights, 6 D D_FF / N_TP "
+           "bytes, in %.4g ms. TP all-reduces y of B / N_FSDP rows, 2 B D / N_FSDP bytes, in %.4g ms.",
+           D, F, N, B, D, M, N, M, W, 1e3 * overlapped.communication, 1e3 * fsdp.communication, 1e3 * tp.communication);
+    answer("c",
+           "N <= (1 + B W / C) (1 + 3 D_FF W / (2 C)) = (1 + %.7g x %g / %g) x (1 + 3 x %.7g x %g / (2 x %g)) = %.4g "
+           "devices. The FSDP axis takes at most 1 + B W / C = %.4g for any N_TP, and the TP axis at most 1 + 3 D_FF W "
+           "/ (2 C) = %.4g for any N_FSDP.",
+           B, W, C, F, W, C, overlapped.most, fsdp.most, tp.most);
+    answer("c",
+           "Without each 1 the product is 3 B D_FF (W / C)^2 / 2 = %.4g devices. With N_FSDP = %g and N_TP = %g, %s.",
+           (fsdp.most - 1) * (tp.most - 1), N, M, limit(overlapped).c_str());
+    answer_in_turn(l, N, M, costs[3]);
+    return 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The 2026 handout's leaderboard: one training step of an 8.1B model on 32,768 tokens, all in bf16. The
+// model, its loss and AdamW are the other commands' own; here are what runs again, the timing and the tables.
+
+struct LeaderboardRun {
+    std::string what;  // model, tokens and setting
+    int world = 1;
+    double tokens = 0, flops = 0, peak_rate = NAN;  // of a step; TFLOP/s of one card, NAN: not known
+    size_t oom = 0, predicted = 0, peak = 0;        // bytes
+    double first_loss = NAN, last_loss = NAN;
+    Stats step{};                                              // ms
+    double parts[STEP_PARTS] = {};                             // ms, of the mean step
+    double tflops() const { return flops / step.mean / 1e9; }  // per second, of all ranks
+};
+void answer_leaderboard(const LeaderboardRun& r);
+// Sets what runs again in backward, context's recompute and checkpoint: the least that leaves each of `world` ranks a
+// predicted peak of at most `room` bytes.
+void choose_what_runs_again(const Options& o, int world, double room);
+size_t leaderboard_peak(const Options& o, int world);  // of a rank, predicted, in bytes
+
+// Without what runs again. Forward has a product for each weight and backward two; of attention's scores the causal
+// half is needed, by two products in forward and five in backward.
+static double step_flops(const ModelConfig& c, double B, double T) {
+    return 6 * B * T * matmul_weights(c) + 7 * B * T * T * c.d_model * c.num_layers;
+}
+
+constexpr int HEAD_CHUNK = 2048;  // rows of the logits that the loss makes at a time
+static const char* const part_names[STEP_PARTS] = {"forward, blocks", "head and loss", "backward", "optimizer",
+                                                   "exposed communication"};
+// A step takes its sequences one by one, a backward each.
+static Trainer make_trainer(const Communicator& c, const Options& o) {
+    const ModelConfig config = configs_of(o)[0];
+    if (c.world > 1) { return fsdp_trainer(c, config, o.seed); }
+    Trainer t;
+    t.model = random_model(config, o.seed);
+    make_optimizer_state(t.model);
+    if (o.batch_size > 1) { make_gradients(t.model); }  // in which they add up
+    return t;
+}
+static std::vector<Batch> batches_of(const Communicator& c, const Options& o, const ModelConfig& config) {
+    const Batch all = random_batch(o.batch_size, o.context_length, config.vocab_size, o.seed);
+    const int64_t rows = o.batch_size / c.world, T = o.context_length;
+    std::vector<Batch> batches;
+    for (int64_t k = c.rank * rows; k < (c.rank + 1) * rows; k++) {
+        batches.push_back({view(all.tokens, k * T, {1, T}), view(all.targets, k * T, {1, T})});
+    }
+    return batches;
+}
+size_t leaderboard_peak(const Options& o, int world) {
+    auto make = [&](const Communicator& planned) { return make_trainer(planned, o); };
+    return steps_peak(world, o, make, 1, o.batch_size / world);
+}
+
+// What costs least comes first; in brackets per block and sequence of 8B on an H200. The norms and SwiGLU run again
+// (0.8 ms); then feed-forwards (9 ms each); then whole blocks (24 ms more). The peak falls in a straight line with the
+// number of those, so the ends of the line tell how many.
+void choose_what_runs_again(const Options& o, int world, double room) {
+    auto peak = [&](bool recompute, int checkpoint) {
+        context.recompute = recompute, context.checkpoint = checkpoint;
+        return (double)leaderboard_peak(o, world);
+    };
+    if (peak(false, 0) <= room) { return; }
+    const double nothing = peak(true, 0);
+    if (nothing <= room) { return; }
+    const double ffns = peak(true, CHECKPOINT_FFN), blocks = peak(true, 1);
+    const int L = configs_of(o)[0].num_layers;
+    auto enough = [&](double from, double to) { return (int)std::ceil(L * (from - room) / (from - to)); };
+    if (ffns <= room) {
+        context.checkpoint = CHECKPOINT_SOME_FFN + enough(nothing, ffns);
+    } else if (blocks <= room) {
+        context.checkpoint = CHECKPOINT_SOME_BLOCKS + enough(ffns, blocks);
+    }
+}
+
+static void measure(LeaderboardRun& r, const Communicator& c, const Options& o) {
+    Trainer t = make_trainer(c, o);
+    const ModelConfig& config = t.model.config;
+    t.model.pre_forward = [&t, head = config.num_layers + 1, gather = t.model.pre_forward](int unit) {
+        if (unit == head) { t.marks.push_back({HEAD_AND_LOSS, mark()}); }
+        if (gather) { gather(unit); }
+    };
+    reset_peak(context.device);
+    const auto steps = timed_steps(t, batches_of(c, o, config), o, "leaderboard", [&] {
+        if (t.steps == 1) { r.first_loss = t.loss; }
+    });
+    r.step = stats_of(steps, TOTAL);
+    for (int k = 0; k < STEP_PARTS; k++) { r.parts[k] = stats_of(steps, k).mean; }
+    const double first_loss = r.first_loss, peak = (double)memory_use(context.device).peak;
+    r.first_loss = r.last_loss = 0;
+    for (const std::vector<double>& of_rank : gather<double>(c, {first_loss, t.loss, peak})) {
+        r.first_loss += of_rank[0] / c.world, r.last_loss += of_rank[1] / c.world;
+        r.peak = std::max(r.peak, (size_t)of_rank[2]);
+    }
+}
+
+static void print_tables(const LeaderboardRun& r, const std::string& caption) {
+    auto cell = [&](const char* format, double value) { return r.oom ? "" : strprintf(format, value); };
+    const double rate = r.tflops();
+    const FlopUnit unit = unit_of(rate);
+    Table table{"leaderboard: " + caption,
+                {"mean ms", "std ms", "median ms", "tokens/s", unit.name, "MFU %", "predicted MiB", "peak MiB",
+                 "first loss", "last loss"}};
+    table.row(r.oom ? oom_cell(r.oom) : cell("%.1f", r.step.mean), r.oom ? "" : deviation(r.step, "%.1f"),
+              cell("%.1f", r.step.median), cell("%.0f", r.tokens / r.step.mean * 1e3),
+              cell("%.4g", rate * unit.per_tera), r.oom ? "" : percent_of_peak(rate / r.world, context.precision),
+              strprintf("%.1f", r.predicted / 1048576.0), cell("%.1f", r.peak / 1048576.0), cell("%.5f", r.first_loss),
+              cell("%.5f", r.last_loss));
+    print(table);
+    if (r.oom) { return; }
+    Table parts{"leaderboard, the parts of a step; with a head chunk its gradients are made in head and loss",
+                {"part", "mean ms", "share %"}};
+    for (int k = 0; k < (r.world == 1 ? EXPOSED : STEP_PARTS); k++) {
+        parts.row(part_names[k], strprintf("%.2f", r.parts[k]), strprintf("%.1f", 100 * r.parts[k] / r.step.mean));
+    }
+    print(parts);
+}
+void answer_leaderboard(const LeaderboardRun& r) {
+    const std::string ranks = r.world == 1 ? "one rank" : strprintf("%d ranks", r.world);
+    const char* each = r.world == 1 ? "" : " per rank";
+    const double rate = r.tflops();
+    auto size = [](size_t bytes) {
+        return strprintf(bytes < 1 << 30 ? "%.1f MiB" : "%.1f GiB",
+                         bytes / (bytes < 1 << 30 ? 1048576.0 : 1073741824.0));
+    };
+    if (r.oom) {
+        return answer("", "A step of %s on %s did not fit: it would hold %s%s.", r.what.c_str(), ranks.c_str(),
+                      size(r.oom).c_str(), each);
+    }
+    const int most = (int)(std::max_element(r.parts, r.parts + STEP_PARTS) - r.parts);
+    answer("", "A step of %s on %s takes %.1f ms, in the mean of %s. That is %.0f tokens per second and %.4g %s%s.",
+           r.what.c_str(), ranks.c_str(), r.step.mean, counted(r.step.n, "step").c_str(), r.tokens / r.step.mean * 1e3,
+           rate * unit_of(rate).per_tera, unit_of(rate).name,
+           std::isnan(r.peak_rate) ? "" : strprintf(", an MFU of %.1f %%", 100 * rate / r.world / r.peak_rate).c_str());
+    answer("", "The peak is %s%s, predicted %s. The largest part of the step is %s: %.1f ms, %.1f %%.",
+           size(r.peak).c_str(), each, size(r.predicted).c_str(), part_names[most], r.parts[most],
+           100 * r.parts[most] / r.step.mean);
+}
+
+static void leaderboard(Options o, const Communicator& c) {
+    const ModelConfig config = choose_step(o, c);
+    if (!o.has("batch_size") && o.batch_size < c.world) { o.batch_size = c.world; }
+    if (o.batch_size % c.world != 0) {
+        usage_error("--batch_size: got %d, takes a multiple of %d, the number of ranks", o.batch_size, c.world);
+    }
+    if (context.mode == EAGER || context.precision == PREC_FP16) {
+        usage_error(
+            "--mode %s and --precision %s: the loss goes by chunks, which takes mode fused or flash, and not fp16",
+            name_of(context.mode), name_of(context.precision));
+    }
+    context.head_chunk = HEAD_CHUNK;
+    context.each_launch = true;  // so that events can stand between the parts; a step's kernels hide the launches
+    // A thirtieth of what a step needs is left for NCCL, cuBLAS and the gaps between buffers.
+    if (!o.has("checkpoint")) { choose_what_runs_again(o, c.world, room_of_each_rank(c) * 30.0 / 31); }
+    LeaderboardRun r;
+    r.what = strprintf("%s (%d tokens per sequence, batch %d; %s, mode %s)", config.name.c_str(), o.context_length,
+                       o.batch_size, name_of(context.precision), caption_of(context.mode).c_str());
+    r.world = c.world, r.predicted = leaderboard_peak(o, c.world), r.peak_rate = dense_peak(context.precision);
+    r.tokens = (double)o.batch_size * o.context_length;
+    r.flops = step_flops(config, o.batch_size, o.context_length);
+    r.oom = r.predicted <= room_of_each_rank(c) ? 0 : r.predicted;
+    if (!r.oom) { measure(r, c, o); }
+    if (c.rank == 0) {
+        print_tables(r, strprintf("%s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d, causal; a sequence per "
+                                  "backward; %.4g FLOP per step without what runs again; %s; %d warmup, %s",
+                                  r.what.c_str(), config.num_layers, config.d_model, config.d_ff, config.num_heads,
+                                  config.vocab_size, r.flops,
+                                  c.world == 1 ? "one rank"
+                                               : strprintf("%d ranks, FSDP over %s, times of rank 0, the largest peak",
+                                                           c.world, c.backend.c_str())
+                                                     .c_str(),
+                                  o.warmup[0], counted(o.steps, "step").c_str()));
+        answer_leaderboard(r);
+    }
+    if (r.oom) { fail("leaderboard: the step does not fit"); }
+}
+int cmd_leaderboard(const Options& typed) {
+    Options o = typed;
+    if (!o.has("nproc")) { o.nproc = o.device != "cpu" && why_not("nccl", CUDA, 2).empty() ? 2 : 1; }
+    if (is_rank() || o.nproc > 1) {
+        return run_ranks(o, [&](const Communicator& c) { leaderboard(o, c); });
+    }
+    context.device = choose_device(o.device);
+    leaderboard(o, Communicator());
+    return 0;
+}

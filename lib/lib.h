@@ -1,0 +1,721 @@
+// lib.h: what lib/ offers, roughly in the order in which its files build on each other:
+//   device.cu       errors, devices, memory, time, files
+//   trace.cu        named ranges, and a trace of what ran in them
+//   table.cu        tables and answers on stdout
+//   formats.cu      fp16, bf16 and tf32, bit by bit
+//   tensor.cu       tensors, autograd's tape, one kernel per operation: what "PyTorch eager" does
+//   matmul.cu       matrix products, by cuBLAS and OpenBLAS
+//   safetensors.cu  tensors in files
+//   ranks.cu        several processes, NCCL and Gloo
+// Each .cu is compiled by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include <sys/types.h>
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#define HD __host__ __device__  // a function that both sides call
+#else
+#define HD
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// device.cu: errors. A command throws; main() prints the one line on stderr and exits with the code.
+
+struct Failure : std::runtime_error {
+    int exit_code;  // 1: it ran and failed, 2: wrong usage
+    Failure(int exit_code, const std::string& what) : std::runtime_error(what), exit_code(exit_code) {}
+};
+struct OutOfMemory : Failure {
+    size_t bytes;  // the request that did not fit
+    OutOfMemory(size_t bytes, const std::string& what) : Failure(1, what), bytes(bytes) {}
+};
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));         // exit 1
+[[noreturn]] void usage_error(const char* format, ...) __attribute__((format(printf, 1, 2)));  // exit 2
+std::string strprintf(const char* format, ...) __attribute__((format(printf, 1, 2)));
+std::string vstrprintf(const char* format, va_list arguments);
+// What `format` says of the arguments behind it, within a function that takes `...`.
+#define FORMATTED(format)                                   \
+    ({                                                      \
+        va_list arguments_;                                 \
+        va_start(arguments_, format);                       \
+        std::string text_ = vstrprintf(format, arguments_); \
+        va_end(arguments_);                                 \
+        text_;                                              \
+    })
+std::string list_of(const std::vector<std::string>& items);          // "a", "a and b", "a, b and c"
+std::string span(double least, double most, const char* format);     // "3.4 to 58.3", or "3.4" where both print alike
+std::string counted(const std::string& n, const std::string& what);  // "1 step", "2 steps"
+inline std::string counted(int64_t n, const std::string& what) { return counted(std::to_string(n), what); }
+std::string join(const std::vector<std::string>& items, const char* between);
+std::string one_line(const std::string& text);  // control characters and what is not UTF-8 as \xNN
+
+#ifdef __CUDACC__
+void cuda_check(cudaError_t error, const char* call, const char* file, int line);
+#define CUDA_CHECK(call) cuda_check(call, #call, __FILE__, __LINE__)
+// After every <<<>>>. With the environment's CS336_SYNC=1 it also waits, so that a fault is reported at its own launch.
+void launch_check(const char* file, int line);
+#define LAUNCH_CHECK() launch_check(__FILE__, __LINE__)
+#endif
+
+// A table of implementations, from the plainest to the fastest. A row enters it while the program loads, so that its
+// file can be left out: static const AddRow<StepImpl> row({...}).
+template <class Impl>
+std::list<Impl>& table_of() {
+    static std::list<Impl> rows;
+    return rows;
+}
+template <class Impl>
+struct AddRow {
+    AddRow(const Impl& row) {
+        auto& rows = table_of<Impl>();
+        auto above = [&](const Impl& other) { return other.rung > row.rung; };
+        rows.insert(std::find_if(rows.begin(), rows.end(), above), row);
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// device.cu: where things run
+
+// META has shapes but no data, as in PyTorch: nothing is computed, but every allocation is counted, so running a step
+// on META tells how much memory it would take.
+enum Device { CPU, CUDA, META };
+enum DType { F32, F16, BF16, F64, I32, U8 };  // F64 on the CPU only: finite differences need it
+enum Mode { EAGER, FUSED, FLASH };  // one kernel per operation | hand-fused kernels | fused, with FlashAttention
+// PURE_BF16: the weights, their gradients and AdamW's moments, too, are bf16, and so is the residual stream.
+enum Precision { FP32, TF32, PREC_BF16, PREC_FP16, PREC_PURE_BF16 };
+
+const char* name_of(Device d);
+const char* name_of(DType t);
+const char* name_of(Mode m);
+const char* name_of(Precision p);
+Mode mode_from(const std::string& name);  // names are checked when the command line is read
+Precision precision_from(const std::string& name);
+
+// What PyTorch, too, keeps globally: default device, autocast, grad mode.
+struct Context {
+    Device device = CPU;
+    Device planned_for = CPU;  // while device is META: where the run would be
+    Mode mode = FUSED;
+    Precision precision = FP32;
+    bool widening = false;       // a plan for a run here: count the fp32 copies of its products' operands
+    bool recording = true;       // write the tape; off inside NoGrad
+    bool deterministic = false;  // the same bits in every run, where that costs something: flash attention's backward
+    bool recompute = false;      // backward computes the norms' outputs and SwiGLU's again, so that nobody keeps them
+    int checkpoint = 0;          // blocks per gradient checkpoint; 0: none; below 0: an entry of Checkpointing
+    int head_chunk = 0;          // rows of the logits that the loss makes at a time; 0: all
+    bool each_launch = false;    // somebody looks at each launch, so none may hide in a CUDA graph
+    bool csv = false;            // tables and answers are printed as csv, not as Markdown
+    const char* sizes = "";      // "; sizes of --quick" if it chose them, for origin()
+};
+extern Context context;
+struct RestoreContext {  // at the end of its scope the context is as it was, also after an error
+    Context before = context;
+    ~RestoreContext() { context = before; }
+};
+struct Planning {  // within its scope nothing is computed, memory only counted
+    Device before = context.device;
+    Planning() {
+        if (before != META) { context.planned_for = before; }
+        context.device = META;
+    }
+    ~Planning() { context.device = before; }
+};
+
+int cuda_devices(std::string* why = nullptr);  // 0 without a GPU or its driver, or in a CPU build: why
+// What helps against an error of the CUDA runtime, by its name; "" for most. card and sm: its name, and 75 for compute
+// capability 7.5 (0: unknown). driver and runtime: for which CUDA, 12040 for 12.4 (0: no driver).
+std::string cuda_remedy(const std::string& error, const std::string& card, int sm, int driver, int runtime);
+// auto|cpu|cuda; prints on stderr which one auto took; fails if there is none. gpu: which one, of several.
+Device choose_device(const std::string& want, int gpu = 0);
+void synchronize();                 // wait for context.device
+std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2 threads, OpenBLAS ..."
+size_t available_memory(Device d);  // bytes that could be allocated now
+// Bytes that Linux would still give: the least of what it has available and of what our control group (version 2) and
+// RLIMIT_AS leave us. group: another group's folder, for tests.
+size_t system_memory(const char* group = nullptr);
+int cpu_threads();
+void choose_cpu_settings(char** argv);  // first thing in main(): may start the program anew, see there
+#ifdef __CUDACC__
+cudaStream_t stream();  // the one compute stream, or s while with_stream(s, f) runs f
+void with_stream(cudaStream_t s, const std::function<void()>& f);
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// device.cu: memory. Every buffer of ours is allocated here, with a category and the range that was open.
+
+enum Category { PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS, WORKSPACE, INPUTS, CATEGORIES };
+const char* name_of(Category c);
+
+// A line of our source. As a default argument here() is the line of the call: f(int x, Source at = here()).
+struct Source {
+    const char* file;
+    int line;
+    const char* function;
+};
+constexpr Source here(const char* file = __builtin_FILE(), int line = __builtin_LINE(),
+                      const char* function = __builtin_FUNCTION()) {
+    return {file, line, function};
+}
+
+// Fixed places for buffers, as a captured CUDA graph needs them: its kernels have their addresses built in.
+struct Places {
+    virtual ~Places() = default;
+    virtual size_t take(size_t bytes, void** at) = 0;  // the buffer's number; *at stays null: it comes from the pool
+    virtual void give(size_t number) = 0;
+};
+struct Memory {  // freed (in stream order) when the last shared_ptr goes
+    void* data;
+    size_t bytes;
+    Device device;
+    Category category;
+    const char* op;                  // innermost open Range
+    Source at;                       // who asked for it
+    std::shared_ptr<Places> places;  // that were in use
+    size_t number;                   // among theirs
+    bool placed = false;             // it lies at one of them, so it is neither counted nor freed by itself
+    ~Memory();
+};
+// Runs f; what it allocates on the GPU (or on META) is asked of `places`.
+void allocate_in(const std::shared_ptr<Places>& places, const std::function<void()>& f);
+bool watched();     // a trace or a memory log is being made
+struct MemoryUse {  // bytes
+    size_t now, peak;
+    size_t now_by[CATEGORIES], peak_by[CATEGORIES];  // peak_by: each category's share at the moment of the total's peak
+};
+// Throws OutOfMemory.
+std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at = here());
+const MemoryUse& memory_use(Device device);
+void reset_peak(Device device);
+size_t planned_peak(const std::function<void()>& run);  // bytes that it would hold at most, found on META
+std::vector<const Memory*> live_memory(Device device);  // every buffer that is held now
+
+// The log lists the allocations and frees on one device, in order. While it is on, each allocation waits for the GPU,
+// so that the times are the GPU's own.
+struct MemoryEvent {
+    double ms;      // since the start
+    bool is_alloc;  // else a free
+    uint64_t address;
+    size_t bytes;
+    Category category;
+    std::vector<const char*> ranges;  // that were open, outermost first
+    Source at;                        // who allocated it
+};
+void start_memory_log(Device device);        // begins, at 0 ms, with an allocation for each buffer that is held
+std::vector<MemoryEvent> stop_memory_log();  // empty if none was started
+void give_back_cached_memory();              // what our pool keeps but does not use
+void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);  // waits for the copy
+
+// ---------------------------------------------------------------------------------------------------------------------
+// trace.cu: named ranges of work, and what ran in them
+
+// A named stretch of work, e.g. Range r("attention"); ranges nest. Shown by NVTX tools, names allocations, and says in
+// a trace what the work was for. `name` has to live as long as the program.
+struct Range {
+    explicit Range(const char* name, int recorded_in = -1);  // recorded_in: see TracedRange
+    ~Range();
+    Range(const Range&) = delete;
+
+  private:
+    int traced = -1;
+};
+const std::vector<const char*>& open_ranges();  // of this thread, outermost first
+const char* innermost_range();                  // "" outside all of them
+int innermost_traced_range();                   // of the trace that is being made; -1: none
+
+// What ran when and in which range: on the GPU as CUPTI sees it, kernels of cuBLAS and NCCL too.
+// Times are in ns since 1970, on all GPUs and in all processes of a machine; ranges are indices into Trace::ranges.
+
+struct TracedRange {
+    const char* name;
+    int parent;       // -1: none
+    int recorded_in;  // of a backward step: the range in which the forward recorded it; -1: none
+    int thread;       // as the system numbers it
+    int64_t start, end;
+};
+struct TracedWork {  // a kernel, a copy or a memset
+    const char* name;
+    int range;  // the innermost that was open at the launch, -1: none
+    int64_t start, end;
+    unsigned stream, correlation;
+    int grid[3], block[3], registers, shared_bytes;
+    int64_t bytes;  // copies and memsets
+};
+struct TracedMemory {
+    int64_t time;
+    size_t bytes;  // that our buffers hold on context.device, as the host thread booked it
+};
+struct Trace {
+    std::vector<TracedRange> ranges;   // by start
+    std::vector<TracedWork> work;      // by start
+    std::vector<TracedMemory> memory;  // by time
+    size_t dropped = 0;                // records for which CUPTI had no room
+    std::string no_kernels;            // why `work` is empty; "": kernels were traced
+};
+void start_tracing();  // fails if a trace is being made
+Trace stop_tracing();  // waits for the device
+bool is_tracing();
+void trace_memory(size_t bytes);  // what context.device holds now, for the trace that is being made, if any
+
+// ---------------------------------------------------------------------------------------------------------------------
+// device.cu: time, lines on stderr, ends by a signal, ourselves as a child
+
+double now_ms();  // wall clock, monotonic
+struct Mark {     // a moment: on the GPU an event in its stream, else (and for Gloo) the clock's
+    double ms = 0;
+    std::shared_ptr<void> event;
+};
+Mark mark();                                      // of the compute stream
+double ms_of(const Mark& m, const Mark& origin);  // after synchronize()
+#ifdef __CUDACC__
+Mark mark_on(cudaStream_t s);
+#endif
+struct Stats {
+    double mean, std, median, min, max;  // std: of the sample (n-1); 0 for n = 1
+    int n;
+};
+Stats stats_of(std::vector<double> values);
+std::string deviation(const Stats& s, const char* format);  // a cell; of one value: ""
+// The difference of two measured times is no more than their noise: one standard deviation of each together, at least 1
+// % of the larger (10 % where one is of a single run, whose noise nobody knows).
+bool level(const Stats& a, const Stats& b);
+// Of two times, as a sentence goes on: "2.31 times as fast as naive", "level with naive" (within the noise), "slower
+// than naive (0.74 times as fast)". By the means, or by another field of both.
+std::string how_fast(const Stats& ours, const Stats& theirs, const std::string& they, double Stats::*by = &Stats::mean);
+// Runs (prepare and) f warmup + n times without waiting in between; times in ms of the last n runs of f, taken on the
+// device by events (on the CPU by the clock), so that launch latency does not count where the device is the slower one.
+std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
+                                   const std::function<void()>& f);
+// Runs f warmup + n times, each run followed by synchronize(); times in ms of the last n.
+std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f);
+
+// One rewritten line on a terminal; in a pipe a line at most every five seconds.
+void progress(const char* format, ...) __attribute__((format(printf, 1, 2)));
+void end_progress();  // its line gives way to another one
+// While one lives, the first SIGINT, SIGTERM or SIGHUP ends nothing: the work looks at seen() and comes to an end in
+// order. The next one ends the process at once; within a second it is the first one again, since a terminal, `timeout`
+// and a launcher of ranks send theirs to a process and to its group.
+struct EndSignals {
+    explicit EndSignals(const char* answer = nullptr);  // to the first one, on stderr
+    ~EndSignals();
+    EndSignals(const EndSignals&) = delete;
+    static int seen();  // the signal's number; 0: none has come
+};
+// `write` fills a temporary file beside path, behind its links, which takes its name in one step: nobody ever sees half
+// a file, and where it fails, or we are killed, the old one stays. write returns false, with errno, if it failed; null:
+// only tries.
+void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
+void save_file(const std::string& path, const std::string& bytes);
+void note(const char* format, ...) __attribute__((format(printf, 1, 2)));  // one line on stderr
+// Starts this program anew, its stdout to a descriptor. It does not outlive us.
+pid_t start_ourselves(const std::vector<std::string>& arguments, int stdout_descriptor);
+std::string run_ourselves(const std::vector<std::string>& arguments);  // its stdout; fails if it failed
+std::string commit();                                                  // of the build
+
+// ---------------------------------------------------------------------------------------------------------------------
+// table.cu: tables and answers
+
+inline std::string to_cell(const std::string& x) { return x; }
+inline std::string to_cell(const char* x) { return x; }
+inline std::string to_cell(int x) { return std::to_string(x); }
+inline std::string to_cell(int64_t x) { return std::to_string(x); }
+inline std::string to_cell(size_t x) { return std::to_string(x); }
+std::string to_cell(double x);  // four digits, "" for NAN. Where a column needs others: strprintf
+inline std::string to_cell(DType x) { return name_of(x); }
+inline std::string to_cell(Mode x) { return name_of(x); }
+inline std::string to_cell(Precision x) { return name_of(x); }
+
+// Of a rate of FLOP/s: tera, but giga where that would be less than one.
+struct FlopUnit {
+    const char* name;
+    double per_tera;
+};
+inline FlopUnit unit_of(double tflops) { return tflops >= 1 ? FlopUnit{"TFLOP/s", 1} : FlopUnit{"GFLOP/s", 1e3}; }
+
+struct Table {
+    std::string caption;  // one line: device, precision, sizes, warm-up, steps, commit
+    std::vector<std::string> columns;
+    std::vector<std::vector<std::string>> rows = {};
+    template <class... C>
+    void row(const C&... cells) {
+        rows.push_back({to_cell(cells)...});
+    }
+};
+std::string origin();  // "NVIDIA H200, driver 580.159, CUDA 13.0; commit 1a2b3c4"; an output's first caption ends so
+void print(const Table& table);      // Markdown, or csv with context.csv
+std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)", for a run that would have held so much
+// "**(a)** text" below the table. part: the handout's letter, "" for the whole problem; several calls may have one
+// letter.
+void answer(const char* part, const char* format, ...) __attribute__((format(printf, 2, 3)));
+void sketch(const std::string& lines);  // a block of code, where the handout asks for one
+extern std::string* printed_to;         // null: stdout. For tests: where all of this goes instead
+
+// A table whose rows are printed as they come, also into a pipe, in columns of these widths.
+struct RunningTable {
+    Table table;
+    std::vector<size_t> widths;
+    std::string failure = "";  // why stdout takes no more rows: the run goes on without it
+    void add(const std::vector<std::string>& row);
+    void end();  // fails if a row did
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// formats.cu: number formats. Conversions round to nearest, ties to even, and are ours on the CPU (the GPU has
+// instructions for them); tests compare all 65,536 patterns of each with the definition.
+
+struct bf16 {
+    uint16_t bits;
+};
+struct fp16 {
+    uint16_t bits;
+};
+float bf16_to_float(uint16_t bits);
+uint16_t float_to_bf16(float x);
+float fp16_to_float(uint16_t bits);
+uint16_t float_to_fp16(float x);
+float round_to_tf32(float x);          // 10 explicit mantissa bits, as tensor cores see an fp32 operand in tf32 mode
+float rounded(float x, DType format);  // to fp32, fp16 or bf16
+
+// n numbers on the CPU, from one format to another, by all threads.
+void convert(void* to, DType to_type, const void* from, DType from_type, int64_t n);
+void round_all_to_tf32(float* to, const float* from, int64_t n);
+
+HD inline double to_acc(double x) { return x; }  // to the type that arithmetic runs in
+HD inline float to_acc(float x) { return x; }
+HD inline float to_acc(bf16 x) {
+#ifdef __CUDA_ARCH__
+    return __bfloat162float(__ushort_as_bfloat16(x.bits));
+#else
+    return bf16_to_float(x.bits);
+#endif
+}
+HD inline float to_acc(fp16 x) {
+#ifdef __CUDA_ARCH__
+    return __half2float(__ushort_as_half(x.bits));
+#else
+    return fp16_to_float(x.bits);
+#endif
+}
+HD inline void from_acc(double a, double* x) { *x = a; }  // and back, rounding
+HD inline void from_acc(float a, float* x) { *x = a; }
+HD inline void from_acc(float a, bf16* x) {
+#ifdef __CUDA_ARCH__
+    x->bits = __bfloat16_as_ushort(__float2bfloat16_rn(a));
+#else
+    x->bits = float_to_bf16(a);
+#endif
+}
+HD inline void from_acc(float a, fp16* x) {
+#ifdef __CUDA_ARCH__
+    x->bits = __half_as_ushort(__float2half_rn(a));
+#else
+    x->bits = float_to_fp16(a);
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// tensor.cu: tensors
+
+constexpr int MAX_DIMS = 5;
+using Shape = std::vector<int64_t>;
+int64_t count(const Shape& shape);
+std::string to_string(const Shape& shape);  // "[4, 256, 768]"
+size_t size_of(DType t);
+
+struct Gradient;
+
+// A handle: copying it shares the data. `memory` and `gradient` are null where there is none.
+struct Tensor {
+    std::shared_ptr<Memory> memory;
+    char* data = nullptr;
+    DType dtype = F32;
+    Shape shape, stride;  // strides in elements; all tensors are row-major but for the views that eager mode makes
+    std::shared_ptr<Gradient> gradient;
+    explicit operator bool() const { return memory != nullptr; }
+    int64_t size() const { return count(shape); }
+    int64_t dim(int i) const { return shape[i < 0 ? i + shape.size() : i]; }
+    Device device() const { return memory->device; }
+    template <class T>
+    T* as() const {
+        return (T*)data;
+    }
+};
+
+// Row-major; empty and zeros are on context.device.
+Tensor empty(const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
+Tensor zeros(const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
+Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
+// Elements [offset, offset + count(shape)) of a row-major t, without its gradient.
+Tensor view(const Tensor& t, int64_t offset, const Shape& shape);
+void fill_zero(const Tensor& t);
+void copy(const Tensor& to, const Tensor& from);   // same count and dtype, both row-major, any devices
+Tensor to_device(const Tensor& t, Device device);  // a copy there (itself if it is there already), without gradient
+// On context.device; rounds to dtype.
+Tensor from_floats(const std::vector<float>& values, const Shape& shape, DType dtype = F32);
+Tensor from_ints(const std::vector<int>& values, const Shape& shape);
+std::vector<float> to_floats(const Tensor& t);  // any dtype, any strides, from any device
+std::vector<double> to_doubles(const Tensor& t);
+
+template <class T>
+using Wide = decltype(to_acc(T()));  // the type that arithmetic on T runs in: float, or double for F64
+// Runs f(zero) with a zero of the floating dtype's C++ type: f only takes its type, decltype(zero).
+template <class Fn>
+void with_type(DType t, Fn f) {
+    switch (t) {
+        case F32: return f(float());
+        case BF16: return f(bf16());
+        case F16: return f(fp16());
+        case F64: return f(double());
+        default: fail("%s is not a floating type", name_of(t));
+    }
+}
+
+template <class Fn>  // the same where F64 cannot be
+void with_gpu_type(DType t, Fn f) {
+    switch (t) {
+        case F32: return f(float());
+        case BF16: return f(bf16());
+        case F16: return f(fp16());
+        default: fail("%s tensors are not for the GPU here", name_of(t));
+    }
+}
+
+// Counter-based random numbers (Philox 4x32-10: Salmon et al., SC 2011): element i of stream `key` is a pure function
+// of (seed, key, i), so the CPU and the GPU draw the same bits in any order.
+HD void philox(uint32_t out[4], uint64_t seed, uint64_t key, uint64_t i);
+// Bit-equal on CPU and GPU; bounded by 4.9 std.
+void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float std);
+int random_int(int n, uint64_t seed, uint64_t key, uint64_t i);  // uniform in [0, n)
+uint64_t key_of(const std::string& name);                        // a stream for each parameter name
+
+// One NaN-safe comparison for all tests: passes where |got - want| <= atol + rtol * |want|.
+struct Comparison {
+    int64_t wrong, worst;  // number of wrong elements, index of the worst one
+    double got, want, max_abs;
+    bool ok() const { return wrong == 0; }
+};
+Comparison compare(const Tensor& got, const Tensor& want, double rtol, double atol);
+std::string to_string(const Comparison& c);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// tensor.cu: the tape. Each op appends the function that computes its inputs' gradients; backward() runs them from
+// the last to the first and drops each after its run, and with it the activations that only it still held.
+
+struct Gradient {
+    DType dtype;  // of the tensor that it belongs to, and its shape
+    Shape shape;
+    // Null until something is added, unless it is a view into a flat buffer. Outside mode eager a parameter's is 16-bit
+    // where low_precision is set, or where that buffer is.
+    Tensor value;
+    bool is_parameter = false;          // then it stays after backward ...
+    bool filled = false;                // ... and this says that it holds something
+    int uses = 0;                       // ops on the tape that still will add to it
+    std::function<void()> ready;        // parameters: called when the last of them has
+    std::function<Tensor()> recompute;  // its tensor, as products take it: linear() then need not keep it for backward
+    Tensor low_precision;               // parameters: as bf16/fp16 products take it, autocast's copy or a half of it
+};
+using GradientPtr = std::shared_ptr<Gradient>;
+
+struct NoGrad {  // within its scope nothing is recorded, and activations live no longer than their last use
+    bool before = context.recording;
+    NoGrad() { context.recording = false; }
+    ~NoGrad() { context.recording = before; }
+};
+void record(Tensor& y, const std::vector<Tensor>& inputs, std::function<void(const Tensor& dy)> backward);
+void add_gradient(const GradientPtr& g, const Tensor& dx);  // shares dx where it is the first; else adds with a kernel
+// For ops that write or accumulate in their own kernel: the tensor to write to, and whether to add to what it holds.
+Tensor gradient_target(const GradientPtr& g, bool* accumulate);
+// The same for those that write g's own dtype only, where the target may be 16-bit (make_gradients).
+void write_gradient(const GradientPtr& g, const std::function<void(const Tensor& target, bool accumulate)>& write);
+void backward(const Tensor& loss, float scale = 1);     // dloss = scale; empties the tape
+void backward_from(const Tensor& y, const Tensor& dy);  // the same, from any y
+void clear_tape();
+// Gradient checkpointing (Chen et al., 2016): f(x), of which forward keeps x alone. Backward runs f again, now with a
+// tape. f reads x and parameters, nothing else that has a gradient, and may itself call checkpoint().
+Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x);
+// Runs f, unless its predicted peak, `needs` bytes, does not fit beside what is held already (of which `held` is part
+// of needs), or an allocation fails all the same. Returns 0 if f ran, else `needs`, for oom_cell. row: for stderr.
+size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f, size_t held = 0);
+
+void scale_in_place(const Tensor& t, float s);
+void scale_in_place(const Tensor& t, const Tensor& s);                    // s: []
+void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate);  // to = from, or to += from; casts
+Tensor detached(const Tensor& t);                                         // same data, no gradient
+Tensor require_gradient(const Tensor& t);  // same data, a leaf of its own (tests, toy models)
+
+// ---------------------------------------------------------------------------------------------------------------------
+// tensor.cu: ops, each one kernel, with the dtypes that PyTorch's promotion and autocast give (precision.cu
+// explains them). Elementwise ops broadcast as PyTorch's do. All record themselves on the tape.
+
+Tensor add(const Tensor& a, const Tensor& b);
+Tensor sub(const Tensor& a, const Tensor& b);
+Tensor mul(const Tensor& a, const Tensor& b);
+Tensor div(const Tensor& a, const Tensor& b);
+Tensor scale(const Tensor& a, double s);  // a * s
+Tensor add_scalar(const Tensor& a, double s);
+Tensor exp(const Tensor& a);  // fp32 under autocast, as are log, square, rsqrt and the sums
+Tensor log(const Tensor& a);
+Tensor square(const Tensor& a);
+Tensor rsqrt(const Tensor& a);
+Tensor sqrt(const Tensor& a);  // keeps its dtype
+Tensor sigmoid(const Tensor& a);
+Tensor relu(const Tensor& a);
+Tensor where(const Tensor& mask, const Tensor& a, float otherwise);  // mask U8
+Tensor cast(const Tensor& a, DType dtype);
+Tensor sum_last(const Tensor& a);  // over the last dimension, which becomes 1
+Tensor mean_last(const Tensor& a);
+Tensor max_last(const Tensor& a);
+Tensor mean_all(const Tensor& a);                                 // []
+Tensor contiguous(const Tensor& a);                               // itself if it is row-major, else a copy
+Tensor reshape(const Tensor& a, const Shape& shape);              // a view where possible, else a copy
+Tensor transpose(const Tensor& a, int i, int j);                  // a view
+Tensor slice_last(const Tensor& a, int64_t start, int64_t step);  // a[..., start::step], a view
+Tensor interleave_last(const Tensor& a, const Tensor& b);         // stack(a, b, dim=-1).flatten(-2)
+Tensor gather_rows(const Tensor& table, const Tensor& index);     // table [V,C], index I32 [...] -> [..., C]
+Tensor pick_last(const Tensor& a, const Tensor& index);           // a [N,V], index I32 [N] -> [N,1]: a[n, index[n]]
+Tensor arange(int64_t n);                                         // I32 [n]
+Tensor greater_equal(const Tensor& a, const Tensor& b);           // U8
+
+// ---------------------------------------------------------------------------------------------------------------------
+// matmul.cu: matrix products, in context.precision: fp32 and tf32 on fp32 operands; bf16 and fp16 on operands that
+// autocast casts. Accumulation is always fp32 (fp64 for F64).
+// [...,M,K] x [...,K,N] (transpose_b: [...,N,K]) -> [...,M,N]
+Tensor matmul(const Tensor& a, const Tensor& b, bool transpose_b = false);
+Tensor linear(const Tensor& x, const Tensor& weight);  // x [...,K], weight [N,K] -> x weight^T [...,N]
+// linear(f(x), weight) as a checkpoint: backward runs f again, but not this product, whose result it does not read.
+Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x, const Tensor& weight);
+// out = alpha * op(a) op(b) + beta * out on row-major tensors; leading dimensions are a batch. Not recorded, nothing
+// cast.
+void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b, double alpha = 1,
+          double beta = 0);
+// gemm multiplies fp32 copies of such operands: on the CPU, and bf16 on a card without it (before the A100).
+bool multiplies_copies(Device device, DType dtype);
+void gemm_of_copies(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
+                    double alpha = 1, double beta = 0);
+struct Matrix {  // how a BLAS sees the last two dimensions of a tensor, with all leading ones as a batch
+    char* data;
+    DType dtype;
+    int64_t rows, cols, ld, batch, batch_stride;  // ld, batch_stride: elements from one row, one matrix, to the next
+};
+Matrix matrix_of(const Tensor& t);
+struct Product {  // C = alpha op(A) op(B) + beta C, row-major; K: the length of its sums
+    Matrix C, A, B;
+    bool transpose_a, transpose_b;
+    int64_t K;
+    float alpha, beta;
+};
+struct ProductImpl {  // on the GPU
+    const char* name;
+    int rung;
+    bool (*run)(const Product& p);  // false: the product is not for it, but for a lower rung
+};
+DType matmul_dtype(Precision precision = context.precision);  // what autocast casts operands to (F64 stays F64)
+DType weight_dtype(Precision precision = context.precision);  // of a model's weights and all that is laid out like them
+Tensor autocast_operand(const Tensor& t);  // cast to matmul_dtype(); a parameter's copy is cached while recording
+void drop_weight_copies(const std::vector<Tensor>& parameters);  // where autocast ends, or the weights change
+// g += alpha op(a) op(b). Eager adds with a kernel of its own, as autograd does; fused lets the product accumulate.
+void add_gemm(const GradientPtr& g, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
+              double alpha = 1);
+void one_blas_thread();  // before products inside an OpenMP loop of ours
+// C = alpha op(A) op(B) + beta C, row-major, C [M,N], by one thread; T: float or double.
+template <class T>
+void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* B, int64_t ldb, bool tb, int64_t M,
+                  int64_t N, int64_t K, double alpha, double beta);
+
+// TFLOP/s of an n x n x n product of random numbers, the median of `runs`: what the card really gives.
+double matmul_rate(Precision precision, int64_t n, int runs);
+double copy_bandwidth(int64_t bytes, int runs);                   // GB/s read plus written, likewise
+double dense_peak(Precision precision);                           // TFLOP/s that the card's maker names; NAN: not known
+std::string percent_of_peak(double tflops, Precision precision);  // a cell; "-": not known
+
+// ---------------------------------------------------------------------------------------------------------------------
+// safetensors.cu: u64 header length | JSON header | little-endian data
+
+struct FileTensor {
+    std::string dtype;  // as in the file: "F32", "BF16", "I64", ...
+    Shape shape;
+    const void* data;  // in SafeTensors::content
+    size_t bytes;
+};
+struct SafeTensors {
+    std::string path;
+    std::map<std::string, FileTensor> tensors;
+    std::map<std::string, std::string> metadata;
+    std::shared_ptr<void> content;  // the file's bytes
+};
+SafeTensors load_safetensors(const std::string& path);  // fails with path, tensor, expected and found; never half
+void save_safetensors(const std::string& path, const std::vector<std::pair<std::string, FileTensor>>& tensors,
+                      const std::map<std::string, std::string>& metadata = {});  // to a temporary name, then renamed
+const FileTensor& require_tensor(const SafeTensors& file, const std::string& name, const Shape& shape,
+                                 const std::set<std::string>& dtypes);  // -1 in shape: any size
+void require_no_others(const SafeTensors& file, const std::set<std::string>& names, const std::string& what);
+FileTensor describe(const Tensor& cpu_tensor);  // for save_safetensors; points into the tensor
+
+// ---------------------------------------------------------------------------------------------------------------------
+// ranks.cu: one process a rank. A rank that fails, dies or stalls ends the others within the timeout, with one
+// line.
+
+struct Links;  // connections and threads
+struct Communicator {
+    int rank = 0, world = 1, local_world = 1;  // local: on this machine
+    std::string backend;                       // nccl or gloo
+    std::shared_ptr<Links> links;
+};
+bool is_rank();  // the environment says so: that of `--nproc`, torchrun, mpirun or srun
+// Starts n copies of this program with these arguments, waits for all; the exit code of the first that failed, or 0. A
+// rank that is stopped for 0.8 of the timeout has failed. A signal to us ends all.
+int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s = 60);
+// In a rank: sets context.device, connects it with the others, and calls f. Returns the exit code. world: of how many
+// it has to be one, 0: of any number; device, backend: as the options take them.
+int join_ranks(int world, const std::string& device, const std::string& backend, double timeout_s,
+               const std::function<void(const Communicator&)>& f);
+std::string why_not(const std::string& backend, Device device, int ranks);  // "" where that works on this machine
+
+struct Work {  // a collective under way; the same on all ranks, in the same order
+    const char* what;
+    uint32_t number;
+    size_t bytes;  // of the whole tensor
+    double started_ms;
+    Mark begin, end;  // when it ran: valid after wait() and synchronize()
+    bool finished = false;
+    std::string error;             // Gloo's
+    Mark done;                     // NCCL: the end of run_behind's f, if there is one
+    std::function<void()> behind;  // Gloo: run_behind's f, which wait() has yet to call
+};
+using WorkPtr = std::shared_ptr<Work>;
+enum Reduction { SUM, AVERAGE };
+// All in place, fp32 or bf16 (broadcast and all-gather: any), row-major. They start when what is queued on the compute
+// stream is done, and run beside what follows. bounds: rank r owns elements [bounds[r], bounds[r + 1]) of t. own, with
+// equal parts only: where this rank's part comes from, or its sum goes to, instead of its place in t.
+WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction);
+WorkPtr broadcast(const Communicator& c, const Tensor& t, int root);
+WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, Reduction reduction,
+                       const Tensor& own = Tensor());
+WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds,
+                   const Tensor& own = Tensor());
+void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute stream waits, the host does not
+// Runs f behind a collective. NCCL: what f launches runs in a stream of the lowest priority, so in the room that the
+// compute stream leaves; wait() waits for that, too. Gloo: wait() calls f. Until wait() nobody else may touch what f
+// writes, or free what it reads; so f allocates nothing, since memory is freed in the compute stream's order.
+void run_behind(const Communicator& c, const WorkPtr& work, const std::function<void()>& f);
+void barrier(const Communicator& c);  // the host waits, also for its device
+// Every rank's text, through the ranks' folder; also a barrier, by default with no deadline: then it is the launcher
+// that ends us where another rank is gone.
+std::vector<std::string> gather_text(const Communicator& c, const std::string& text, double timeout_s = INFINITY);
