@@ -16,7 +16,7 @@ one usual mistake after the other, then with two; those that give what yours giv
 three: ok (exit code 0); DIFFERS, with the first place and the cause (1); cannot be checked, with what to write (2).
 See notes/check-your-own.md. CS336_BINARY names another program than the ./cs336 above this folder."""
 import argparse, ast, contextlib, copy, ctypes, dataclasses, functools, importlib, importlib.metadata, inspect
-import itertools, json, math, os, re, subprocess, sys, tempfile, time, traceback, typing
+import itertools, json, math, os, subprocess, sys, tempfile, time, traceback, typing
 
 try:
     import torch
@@ -57,9 +57,9 @@ def few(names):
 
 def place_of(frames):
     """Of (file, line, function) the last that is yours, in words."""
-    libraries = (HERE, os.path.dirname(os.__file__), os.path.dirname(torch.__file__), "<frozen")
-    other = lambda path: "site-packages" in path or path.startswith(libraries)
-    yours = [f for f in frames if not other(f[0])]
+    libraries = (HERE, os.path.dirname(os.__file__), os.path.dirname(torch.__file__))
+    other = lambda path: "site-packages" in path or os.path.abspath(path).startswith(libraries)
+    yours = [f for f in frames if not f[0].startswith("<frozen") and not other(f[0])]
     return f" at {os.path.basename(yours[-1][0])}:{yours[-1][1]}, in {yours[-1][2]}" if yours else ""
 
 
