@@ -13,6 +13,7 @@ if len(sys.argv) != 3 or not os.path.isfile(sys.argv[1]) or not os.path.isfile(o
     sys.exit(2)
 NOTEBOOK, BUILD = map(os.path.abspath, sys.argv[1:])
 SET = {"REPOSITORY": ROOT, "QUICK": "--quick"}
+sys.path[0] = ""  # as in a notebook: the clone's check.py is imported, not the one beside this file
 for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CS336_BINARY"): os.environ.pop(name, None)
 os.environ.update(INSTALL="0", PYTHONDONTWRITEBYTECODE="1", GIT_CONFIG_COUNT="1",
                   GIT_CONFIG_KEY_0="safe.directory", GIT_CONFIG_VALUE_0="*")
