@@ -463,6 +463,11 @@ static const ProfileRun* largest(const std::vector<ProfileRun>& runs) {
 }
 // Of the runs of one precision and mode.
 static void answer_nsys_profile(const std::vector<ProfileRun>& runs) {
+    std::vector<std::string> oom;
+    for (const ProfileRun& r : runs) {
+        if (r.step_oom) { oom.push_back((r.forward_oom ? "all of " : "the step of ") + where(r)); }
+    }
+    if (!oom.empty()) { answer("a", "Out of memory: %s.", list_of(oom).c_str()); }
     const ProfileRun* r = largest(runs);
     if (!r) { return; }
     answer_times(*r);
