@@ -482,9 +482,6 @@ struct FsdpRun {
     MemoryUse use{};
     Stats step{};  // ms
     std::vector<FsdpUnitTimes> units{};
-    // Of the gathers in forward that have a block to hide under, all but the first two: their ms per step, and those of
-    // them for which nobody waited.
-    Stats gathers{}, hidden{};
 };
 
 static Trainer make_trainer(Way way, const Communicator& c, const Options& o) {
@@ -522,19 +519,14 @@ static FsdpRun run_way(Way way, const Options& o, const Communicator& c) {
     Trainer t = make_trainer(way, c, o);
     reset_peak(context.device);
     r.units.resize(t.f ? t.f->units.size() : 0);
-    std::vector<double> gathers, hidden;
     auto look_at_gathers = [&] {
-        if (t.steps <= o.warmup[0]) { return; }
-        const std::vector<FsdpUnitTimes> units = t.f ? unit_times(*t.f) : r.units;
-        gathers.push_back(0), hidden.push_back(0);
+        if (t.steps <= o.warmup[0] || !t.f) { return; }
+        const std::vector<FsdpUnitTimes> units = unit_times(*t.f);
         for (size_t u = 0; u < units.size(); u++) {
             for (int k = 0; k < UNIT_TIMES; k++) { r.units[u][k] += units[u][k] / o.steps; }
-            if (u < 2) { continue; }
-            gathers.back() += units[u][GATHER], hidden.back() += units[u][GATHER] - units[u][WAIT];
         }
     };
     r.step = step_stats(timed_steps(t, {batch_of(o, t.model.config, c.rank)}, o, r.way, look_at_gathers))[TOTAL];
-    r.gathers = stats_of(gathers), r.hidden = stats_of(hidden);
     r.use = memory_use(context.device);
     return r;
 }
@@ -574,23 +566,6 @@ static void print_tables(const std::string& caption, const std::vector<FsdpRun>&
     if (!units.empty()) { print(times); }
 }
 
-// What FSDP saves against another way. `expected` and `gradients`: bytes that it saves, in all and of gradients alone,
-// where a rank holds 1/N of everything at all times.
-static void answer_saved(const char* name, const FsdpRun& other, const FsdpRun& fsdp, double expected,
-                         double gradients) {
-    const MemoryUse &a = other.use, &b = fsdp.use;
-    auto saved_of = [&](Category k) { return (double)a.peak_by[k] - (double)b.peak_by[k]; };
-    auto taken = [](double bytes) {
-        return strprintf("%.1f MiB %s", mib(std::fabs(bytes)), bytes < 0 ? "less" : "more");
-    };
-    const double saved = (double)a.peak - (double)b.peak, more = saved - expected;
-    answer("a",
-           "FSDP takes %.1f MiB %s than %s. That is %.1f MiB %s than expected: it takes %s of gradients, %s of "
-           "gathered units and weight copies, and %s of activations.",
-           mib(std::fabs(saved)), saved < 0 ? "more" : "less", name, mib(std::fabs(more)), more < 0 ? "more" : "less",
-           taken(gradients - saved_of(GRADIENTS)).c_str(), taken(-saved_of(WEIGHT_COPIES)).c_str(),
-           taken(activations_of(b) - activations_of(a)).c_str());
-}
 // runs: DDP, sharded optimizer, FSDP, ...; bytes: of a weight.
 static void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, double psi, int bytes) {
     if (world == 1) { return answer("", "One rank has no other to share with, so there is nothing to compare."); }
@@ -601,27 +576,27 @@ static void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, 
            "is %.0f, N %d.",
            mib(full - part), mib(split - part), 4 * bytes, 2 * bytes, 2 * bytes, 4 * bytes, psi, world);
     const FsdpRun& fsdp = runs[FULLY_SHARDED];
-    for (int way : {PLAIN_DDP, SHARDED_OPTIMIZER}) {
-        if (runs[way].oom || fsdp.oom) { continue; }
-        const bool ddp = way == PLAIN_DDP;
-        answer_saved(ddp ? "DDP" : "the sharded optimizer", runs[way], fsdp, (ddp ? full : split) - part,
-                     bytes * (psi - psi / N));
-    }
     for (int way : {PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED}) {
         if (runs[way].oom) { answer("a", "%s did not fit: %s.", runs[way].way, oom_cell(runs[way].oom).c_str()); }
+        if (runs[way].oom || fsdp.oom || way == FULLY_SHARDED) { continue; }
+        const double saved = mib((double)runs[way].use.peak - (double)fsdp.use.peak);
+        const double more = saved - mib((way == PLAIN_DDP ? full : split) - part);
+        answer("a", "FSDP takes %.1f MiB %s than %s. That is %.1f MiB %s than expected.", std::fabs(saved),
+               saved < 0 ? "more" : "less", way == PLAIN_DDP ? "DDP" : "the sharded optimizer", std::fabs(more),
+               more < 0 ? "more" : "less");
     }
     if (fsdp.oom) { return; }
     answer("a",
            "FSDP holds two whole units and their gradients in buffers. Its own shards of all gradients are there only "
            "at backward's end, when activations are gone.");
-    const bool in_time = level(fsdp.gathers, fsdp.hidden);
-    const double waits = fsdp.gathers.mean - fsdp.hidden.mean;
+    double gathers = 0, waits = 0;  // of those in forward that have a block to hide under
+    for (size_t u = 2; u < fsdp.units.size(); u++) { gathers += fsdp.units[u][GATHER], waits += fsdp.units[u][WAIT]; }
     answer("b",
            "%s in time for forward: from layer 1 on they take %.3f ms, and the compute stream waits %.3f ms for them "
            "(%.1f %%). The gathers of the embedding and of layer 0 have no block to hide under: it waits %.3f and %.3f "
            "ms for them.",
-           in_time ? "The gathers come" : "Not all gathers come", fsdp.gathers.mean, waits,
-           100 * waits / fsdp.gathers.mean, fsdp.units[0][WAIT], fsdp.units[1][WAIT]);
+           waits < 0.05 * gathers ? "The gathers come" : "Not all gathers come", gathers, waits, 100 * waits / gathers,
+           fsdp.units[0][WAIT], fsdp.units[1][WAIT]);
 }
 
 int cmd_fsdp_accounting(const Options& typed) {
@@ -745,18 +720,16 @@ int cmd_data_parallel_calcs(const Options& o) {
     const PassCost c = fsdp_costs(l, N)[1];
     print_costs(o, strprintf("N_DP = %g", N), {c});
     answer("a",
-           "12 B D D_FF / N_DP = 12 x %.7g x %.7g x %.7g / %g = %.4g FLOP. Backward has six products, two for each "
-           "product of forward: dz, two terms of dx, dW1, dW2 and dW3. Each takes 2 (B / N_DP) D D_FF on a device's B "
-           "/ N_DP rows.",
+           "12 B D D_FF / N_DP = 12 x %.7g x %.7g x %.7g / %g = %.4g FLOP: six products of 2 (B / N_DP) D D_FF, two "
+           "for each of forward's: dz, two terms of dx, dW1, dW2 and dW3.",
            B, D, F, N, c.flops);
     answer("b",
-           "12 D D_FF (N_DP - 1) / (N_DP W) = 12 x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms. The three gradients "
-           "have 3 D D_FF elements of 2 bytes, and a ring all-reduce sends 2 (N_DP - 1) / N_DP of these 6 D D_FF bytes "
-           "out of each device.",
+           "12 D D_FF (N_DP - 1) / (N_DP W) = 12 x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms: a ring all-reduce "
+           "sends 2 (N_DP - 1) / N_DP of the gradients' 6 D D_FF bytes out of each device.",
            D, F, N, N, W, 1e3 * c.communication);
     answer("c",
-           "N_DP <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices. The products take 12 B D D_FF / (N_DP C); that is "
-           "at least the time in (b) as long as (N_DP - 1) / W <= B / C, where D and D_FF cancel. With N_DP = %g, %s.",
+           "N_DP <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices, from 12 D D_FF (N_DP - 1) / W <= 12 B D D_FF / C. "
+           "With N_DP = %g, %s.",
            B, W, C, c.most, N, limit(c).c_str());
     return 0;
 }
@@ -769,20 +742,17 @@ int cmd_fsdp_calcs(const Options& o) {
     const PassCost &forward = costs[0], &backward = costs[1];
     print_costs(o, strprintf("N_FSDP = %g", N), costs);
     answer("a",
-           "Backward: 12 B D D_FF / N_FSDP = 12 x %.7g x %.7g x %.7g / %g = %.4g FLOP, in six products. Forward: 6 B D "
-           "D_FF / N_FSDP = %.4g FLOP, in three. A gathered weight is whole, so each product is that of data "
-           "parallelism: 2 (B / N_FSDP) D D_FF.",
+           "Backward: 12 B D D_FF / N_FSDP = 12 x %.7g x %.7g x %.7g / %g = %.4g FLOP, in six products of 2 (B / "
+           "N_FSDP) D D_FF. Forward: 6 B D D_FF / N_FSDP = %.4g FLOP, in three.",
            B, D, F, N, backward.flops, forward.flops);
     answer("b",
            "Backward: 12 D D_FF (N_FSDP - 1) / (N_FSDP W) = 12 x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms; it "
-           "gathers the three weights, 6 D D_FF bytes, and reduce-scatters as many bytes of gradients. Forward: 6 D "
-           "D_FF (N_FSDP - 1) / (N_FSDP W) = %.4g ms; it gathers the weights only. Each collective sends (N_FSDP - 1) "
-           "/ N_FSDP of its bytes out of each device.",
+           "gathers the weights, 6 D D_FF bytes, and reduce-scatters as many bytes of gradients. Forward: 6 D D_FF "
+           "(N_FSDP - 1) / (N_FSDP W) = %.4g ms; it gathers the weights only.",
            D, F, N, N, W, 1e3 * backward.communication, 1e3 * forward.communication);
     answer("c",
-           "N_FSDP <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices in both passes, from (N_FSDP - 1) / W <= B / C: "
-           "forward has half of backward's products and half of its bytes. With N_FSDP = %g, in backward %s; in "
-           "forward %s.",
+           "N_FSDP <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices in both passes: forward has half of backward's "
+           "products and half of its bytes. With N_FSDP = %g, in backward %s; in forward %s.",
            B, W, C, backward.most, N, limit(backward).c_str(), limit(forward).c_str());
     return 0;
 }
@@ -813,8 +783,7 @@ int cmd_tp_calcs(const Options& o) {
            B, D, F, N, forward.flops, backward.flops);
     answer("c",
            "Forward: 4 B D (N_TP - 1) / (N_TP W) = 4 x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms, an all-reduce of "
-           "y, 2 B D bytes. Backward: the same, an all-reduce of dx. Each sends 2 (N_TP - 1) / N_TP of its bytes out "
-           "of each device.",
+           "y, 2 B D bytes. Backward: the same, an all-reduce of dx.",
            B, D, N, N, W, 1e3 * forward.communication);
     answer("d",
            "Backward: N_TP <= 1 + 3 D_FF W / C = 1 + 3 x %.7g x %g / %g = %.4g devices, from 4 (N_TP - 1) / W <= 12 "

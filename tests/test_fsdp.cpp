@@ -849,9 +849,9 @@ TEST_CASE("calcs: answers") {
                 "takes N / 2 = 4 times as long", "alternative,7,7000000000,15.5556\n", ",14,1750000000,3.88889\n"});
     check_says(csv_of(cmd_data_parallel_calcs, o),
                {"backward,4432406249472,473432064,1.05207,4.48171,30.8192\n",
-                "(a) 12 B D D_FF / N_DP = 12 x 65536 x 4096 x 11008 / 8 = 4.432e+12 FLOP.",
-                "(b) 12 D D_FF (N_DP - 1) / (N_DP W) = 12 x 4096 x 11008 x (8 - 1) / (8 x 4.5e+11) = 1.052 ms.",
-                "(c) N_DP <= 1 + B W / C = 1 + 65536 x 4.5e+11 / 9.89e+14 = 30.82 devices.",
+                "(a) 12 B D D_FF / N_DP = 12 x 65536 x 4096 x 11008 / 8 = 4.432e+12 FLOP: ",
+                "(b) 12 D D_FF (N_DP - 1) / (N_DP W) = 12 x 4096 x 11008 x (8 - 1) / (8 x 4.5e+11) = 1.052 ms: ",
+                "(c) N_DP <= 1 + B W / C = 1 + 65536 x 4.5e+11 / 9.89e+14 = 30.82 devices, from ",
                 "With N_DP = 8, the products take 4.482 ms and communication 1.052 ms, so computation is the limit."});
     check_says(
         csv_of(cmd_fsdp_calcs, o),
@@ -984,33 +984,25 @@ TEST_CASE("leaderboard: a small step, its parts, its predicted peak") {
     CHECK(has(whole.out, "mode fused, checkpoint ffn, head chunk 2048)"));
     CHECK(number(whole, "first loss") == doctest::Approx(number(r, "first loss")).epsilon(1e-4));
 }
-TEST_CASE("leaderboard: two ranks give one rank's losses") {
+TEST_CASE("leaderboard: two ranks give one rank's losses, with a backward per sequence") {
     if (lacks("gloo", CPU, 2)) { return; }
-    const Run one = tiny_step({}), two = tiny_step({"--nproc", "2"});
-    CHECK(has(two.out, "; 2 ranks, FSDP over gloo, "));
-    // Measured with 6 seeds: 5e-5 at most, while the loss falls by 0.03 of itself.
-    const double LOSS_NOISE = 3e-4;
-    for (const char* name : {"first loss", "last loss"}) {
-        CAPTURE(name);
-        CHECK(number(two, name) == doctest::Approx(number(one, name)).epsilon(LOSS_NOISE));
+    for (const char* batch_size : {"2", "4"}) {
+        const Run one = tiny_step({}, batch_size),
+                  two = tiny_step({"--nproc", "2", "--checkpoint", "ffn:1"}, batch_size);
+        CHECK(has(two.out, "mode fused, checkpoint ffn:1, head chunk 2048)"));
+        CHECK(has(two.out, "; 2 ranks, FSDP over gloo, "));
+        const double LOSS_NOISE = 3e-4;  // with 6 seeds 5e-5 at most, while the loss falls by 0.03 of itself
+        for (const char* name : {"first loss", "last loss"}) {
+            CAPTURE(name);
+            CHECK(number(two, name) == doctest::Approx(number(one, name)).epsilon(LOSS_NOISE));
+        }
+        CHECK(number(two, "last loss") < 0.98 * number(two, "first loss"));
+        CHECK(number(one, "peak MiB") == number(one, "predicted MiB"));
+        CHECK(number(two, "peak MiB") == doctest::Approx(number(two, "predicted MiB")).epsilon(0.02));
+        check_parts(one, 4), check_parts(two, 5);
+        CHECK(column(two.out, "part").at(4) == "exposed communication");
+        CHECK(has(two.out, " GiB per rank, predicted "));
     }
-    CHECK(number(two, "last loss") < 0.98 * number(two, "first loss"));
-    CHECK(number(two, "peak MiB") == doctest::Approx(number(two, "predicted MiB")).epsilon(0.02));
-    check_parts(two, 5);
-    CHECK(column(two.out, "part").at(4) == "exposed communication");
-    CHECK(has(two.out, " on 2 ranks takes "));
-    CHECK(has(two.out, " GiB per rank, predicted "));
-}
-TEST_CASE("leaderboard: several sequences per rank are a backward each") {
-    if (lacks("gloo", CPU, 2)) { return; }
-    const Run one = tiny_step({}, "4"), two = tiny_step({"--nproc", "2", "--checkpoint", "ffn:1"}, "4");
-    for (const char* name : {"first loss", "last loss"}) {
-        CHECK(number(two, name) == doctest::Approx(number(one, name)).epsilon(3e-4));
-    }
-    CHECK(number(one, "peak MiB") == number(one, "predicted MiB"));
-    CHECK(number(two, "peak MiB") == doctest::Approx(number(two, "predicted MiB")).epsilon(0.02));
-    CHECK(has(two.out, "mode fused, checkpoint ffn:1, head chunk 2048)"));
-    check_parts(one, 4), check_parts(two, 5);
 }
 TEST_CASE("leaderboard: the handout's step is counted and predicted where it does not fit") {
     const Run r = leaderboard({"--size", "8B", "--context_length", "32768", "--batch_size", "2"});
@@ -1020,22 +1012,18 @@ TEST_CASE("leaderboard: the handout's step is counted and predicted where it doe
     CHECK(has(column(r.out, "mean ms").at(0), "OOM ("));
     CHECK(has(r.out, " on one rank did not fit: it would hold "));
 }
-TEST_CASE("leaderboard: wrong options") {
+TEST_CASE("leaderboard: wrong options, and a default batch with a sequence for each rank") {
     for (const auto& [words, line] : std::vector<std::pair<Words, std::string>>{
              {{"--nproc", "2", "--batch_size", "3"}, "--batch_size: got 3, takes a multiple of 2, the number of ranks"},
-             {{"--mode", "eager"}, "--mode eager and --precision pure_bf16: the loss goes by chunks"},
              {{"--precision", "fp16"}, "--mode fused and --precision fp16: the loss goes by chunks"}}) {
         const Run r = leaderboard(words);
         CHECK(r.exit_code == 2);
         CHECK_MESSAGE(has(r.err, line), r.err);
     }
-}
-TEST_CASE("leaderboard: a default batch has a sequence for each rank") {
     if (lacks("gloo", CPU, 3)) { return; }
     const Run r = leaderboard({"--nproc", "3", "--context_length", "8", "--num_layers", "1", "--d_model", "16",
                                "--d_ff", "16", "--num_heads", "1", "--vocab_size", "30"});
-    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-    CHECK(has(r.out, "(8 tokens per sequence, batch 3; "));
+    CHECK_MESSAGE(has(r.out, "(8 tokens per sequence, batch 3; "), r.err);
 }
 
 // What runs again of the 8.1B step, for a card with so many GiB free, on META.
@@ -1080,95 +1068,51 @@ TEST_CASE("leaderboard: by default as little runs again as fits") {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// test_answers_fsdp.cpp: the sentences of fsdp_accounting and leaderboard, from filled structs. Numbers without
-// another word were measured on two H200s.
+// The sentences of fsdp_accounting and leaderboard, from filled structs. Numbers without another word were measured on
+// two H200s.
 
-static FsdpRun way(const char* name, double parameters, double copies, double gradients, double optimizer, double rest,
-                   double step) {
-    FsdpRun r{name};
-    auto bytes = [](double mib) { return (size_t)(mib * 1048576); };
-    r.use.peak_by[PARAMETERS] = bytes(parameters), r.use.peak_by[WEIGHT_COPIES] = bytes(copies);
-    r.use.peak_by[GRADIENTS] = bytes(gradients), r.use.peak_by[OPTIMIZER] = bytes(optimizer);
-    r.use.peak = bytes(parameters + copies + gradients + optimizer + rest);
-    r.step = {step, 0.5, step, step - 1, step + 1, 5};
-    return r;
-}
 static std::string said(const std::vector<FsdpRun>& runs, int world = 2, double psi = 3406809600, int bytes = 4) {
     return printed([&] { answer_fsdp_accounting(runs, world, psi, bytes); });
 }
-static std::vector<FsdpRun> xl_fp32() {
-    std::vector<FsdpRun> runs = {way("DDP", 12995.9, 0, 12995.9, 25991.9, 6526.4, 492.83),
-                                 way("sharded optimizer", 12995.9, 0, 12995.9, 12995.9, 6526.4, 504.13),
-                                 way("FSDP", 6498.4, 800, 849.5, 12996.9, 6526.4, 479.91)};
-    runs[2].units = {{0.3, 0.225, 0, 0, 0.4}, {0.86, 0.801, 0.89, 0.003, 0.4}, {0.83, 0.003, 0.9, 0.003, 0}};
-    runs[2].gathers = {26.13, 0.2, 26.1, 26, 26.3, 5}, runs[2].hidden = {26.127, 0.2, 26.1, 26, 26.3, 5};
+static std::vector<FsdpRun> runs_of(double ddp, double sharded, double fsdp) {  // peaks in MiB
+    std::vector<FsdpRun> runs = {{"DDP"}, {"sharded optimizer"}, {"FSDP"}};
+    runs[0].use.peak = ddp * 1048576, runs[1].use.peak = sharded * 1048576, runs[2].use.peak = fsdp * 1048576;
+    runs[2].units = {{0.3, 0.225, 0, 0, 0.4}, {0.86, 0.801, 0.89, 0.003, 0.4}, {26.13, 0.003, 0.9, 0.003, 0}};
     return runs;
 }
-TEST_CASE("answers: fsdp_accounting, xl in fp32") {
-    const std::string text = said(xl_fp32());
-    CHECK(has(text,
-              "**(a)** FSDP should save 25991.9 MiB against DDP and 12995.9 MiB against a sharded optimizer. Weights, "
-              "gradients and two moments take 16 Psi bytes with DDP, (8 + 8/N) Psi with the sharded optimizer and "
-              "16 Psi/N with FSDP; Psi is 3406809600, N 2.\n"));
-    CHECK(
-        has(text,
-            "FSDP takes 30838.9 MiB less than DDP. That is 4847.0 MiB less than expected: it takes 5648.4 MiB less of "
-            "gradients, 800.0 MiB more of gathered units and weight copies, and 0.0 MiB more of activations.\n"));
-    CHECK(has(text, "FSDP takes 17842.9 MiB less than the sharded optimizer. That is 4847.0 MiB less than expected: "));
-    CHECK(has(text, "FSDP holds two whole units and their gradients in buffers."));
-    CHECK(has(text,
-              "**(b)** The gathers come in time for forward: from layer 1 on they take 26.130 ms, and the compute "
-              "stream waits 0.003 ms for them (0.0 %). The gathers of the embedding and of layer 0 have no block "
-              "to hide under: it waits 0.225 and 0.801 ms for them.\n"));
-    CHECK(has(said(xl_fp32(), 2, 3406809600, 2), "8 Psi bytes with DDP, (4 + 4/N) Psi with"));
-    CHECK(said(xl_fp32(), 1) == "One rank has no other to share with, so there is nothing to compare.\n");
-}
-// bf16: FSDP's peak is at backward's end, the others' at its beginning, with autocast's copies of the weights.
-TEST_CASE("answers: fsdp_accounting, xl in bf16") {
-    std::vector<FsdpRun> runs = xl_fp32();
-    runs[1] = way("sharded optimizer", 12995.9, 6448.8, 12995.9, 12995.9, 3606.4, 97.84);
-    runs[2].use = way("FSDP", 6498.4, 400, 7299.1, 12996.9, 32.2, 79.28).use;
+TEST_CASE("answers: fsdp_accounting") {
+    std::vector<FsdpRun> runs = runs_of(58510.1, 45514.1, 27671.2);  // xl in fp32
+    const std::string text = said(runs);
+    for (const char* sentence :
+         {"**(a)** FSDP should save 25991.9 MiB against DDP and 12995.9 MiB against a sharded optimizer. Weights, "
+          "gradients and two moments take 16 Psi bytes with DDP, (8 + 8/N) Psi with the sharded optimizer and "
+          "16 Psi/N with FSDP; Psi is 3406809600, N 2.\n",
+          "FSDP takes 30838.9 MiB less than DDP. That is 4847.0 MiB less than expected.\n",
+          "FSDP takes 17842.9 MiB less than the sharded optimizer. That is 4847.0 MiB less than expected.\n",
+          "FSDP holds two whole units and their gradients in buffers.",
+          "**(b)** The gathers come in time for forward: from layer 1 on they take 26.130 ms, and the compute "
+          "stream waits 0.003 ms for them (0.0 %). The gathers of the embedding and of layer 0 have no block "
+          "to hide under: it waits 0.225 and 0.801 ms for them.\n"}) {
+        CHECK_MESSAGE(has(text, sentence), text);
+    }
+    CHECK(has(said(runs, 2, 3406809600, 2), "8 Psi bytes with DDP, (4 + 4/N) Psi with"));
+    CHECK(said(runs, 1) == "One rank has no other to share with, so there is nothing to compare.\n");
+    runs[2].units[2][WAIT] = 12.4;
     CHECK(has(said(runs),
-              " MiB less than expected: it takes 801.2 MiB more of gradients, 6048.8 MiB less of gathered units and "
-              "weight copies, and 3574.2 MiB less of activations.\n"));
-}
-TEST_CASE("answers: fsdp_accounting, gathers that come late") {
-    std::vector<FsdpRun> runs = xl_fp32();
-    runs[2].hidden.mean = 13.73;
-    CHECK(has(said(runs),
-              "**(b)** Not all gathers come in time for forward: from layer 1 on they take 26.130 ms, and the "
-              "compute stream waits 12.400 ms for them (47.5 %)."));
-    // A CPU's steps differ much; but nearly all is waited for.
-    runs[2].gathers = {14.46, 5, 14, 9, 20, 3}, runs[2].hidden = {0.33, 0.4, 0.3, 0, 0.8, 3};
-    CHECK(has(said(runs), "**(b)** Not all gathers come in time"));
-    runs[2].hidden = {13.86, 5, 13, 9, 19, 3};  // 0.6 of 14.5 +- 5 ms is noise
-    CHECK(has(said(runs), "**(b)** The gathers come in time"));
-}
-// Two whole units and their gradients are more than what sharding saves: a CPU run of a model of 13.8 MiB.
-TEST_CASE("answers: fsdp_accounting, a model of few units") {
-    std::vector<FsdpRun> runs = {way("DDP", 13.8, 0, 13.8, 27.5, 2.5, 189),
-                                 way("sharded optimizer", 13.8, 0, 13.8, 13.8, 2.5, 97),
-                                 way("FSDP", 6.9, 9.8, 16.7, 13.8, 0, 88)};
-    runs[2].units.resize(6);
-    const std::string text = said(runs, 2, 3609728);
-    CHECK(
-        has(text, "FSDP takes 10.4 MiB less than DDP. That is 17.1 MiB more than expected: it takes 9.8 MiB more of "));
-    CHECK(has(text,
-              "FSDP takes 3.3 MiB more than the sharded optimizer. That is 17.1 MiB more than expected: it takes 9.8 "
-              "MiB more "
-              "of gradients, 9.8 MiB more of gathered units and weight copies, and 2.5 MiB less of activations.\n"));
-}
-TEST_CASE("answers: fsdp_accounting, what did not fit") {  // 10B
-    std::vector<FsdpRun> runs = xl_fp32();
-    runs[0].oom = (size_t)(192.5 * (1 << 30)), runs[1].oom = (size_t)(144.7 * (1 << 30));
-    std::string text = said(runs);
-    CHECK(has(text, "**(a)** DDP did not fit: OOM (192.5 GiB).\n"));
-    CHECK(has(text, "**(a)** sharded optimizer did not fit: OOM (144.7 GiB).\n"));
-    CHECK(!has(text, "than expected"));
-    CHECK(has(text, "**(b)** The gathers"));
+              "**(b)** Not all gathers come in time for forward: from layer 1 on they take 26.130 ms, and "
+              "the compute stream waits 12.400 ms for them (47.5 %)."));
+    runs[0].oom = (size_t)(192.5 * (1 << 30));  // 10B
+    CHECK(has(said(runs), "**(a)** DDP did not fit: OOM (192.5 GiB).\n"));
+    CHECK(!has(said(runs), "less than DDP"));
     runs[2].oom = 1 << 30, runs[2].units.clear();
     CHECK(has(said(runs), "**(a)** FSDP did not fit: OOM (1.0 GiB).\n"));
     CHECK(!has(said(runs), "(b)"));
+}
+// Two whole units and their gradients are more than what sharding saves: a CPU run of a model of 13.8 MiB.
+TEST_CASE("answers: fsdp_accounting, a model of few units") {
+    const std::string text = said(runs_of(57.6, 43.9, 47.2), 2, 3609728);
+    CHECK_MESSAGE(has(text, "FSDP takes 10.4 MiB less than DDP. That is 17.1 MiB more than expected.\n"), text);
+    CHECK(has(text, "FSDP takes 3.3 MiB more than the sharded optimizer. That is 17.1 MiB more than expected.\n"));
 }
 
 TEST_CASE("answers: leaderboard") {
