@@ -366,11 +366,10 @@ enum Sharding {
 const char* name_of(Sharding s);
 struct ParameterGroup {
     Tensor weights, gradients;  // flat
-    bool sgd = false;           // with momentum; else AdamW
-    AdamW adamw{};              // SGD takes lr and weight_decay from here
-    float momentum = 0.9f;
+    bool sgd = false;           // p -= lr g; else AdamW
+    AdamW adamw{};
     std::vector<int64_t> bounds{};  // of the shards
-    Tensor m{}, v{};                // of the own shard, allocated at its first step; v: AdamW only
+    Tensor m{}, v{};                // AdamW's, of the own shard, allocated at its first step
     int step = 0;
 };
 struct Optimizer {
@@ -381,7 +380,6 @@ struct Optimizer {
 void add_parameter_group(Optimizer& optimizer, ParameterGroup group);  // also between steps
 void optimizer_step(Optimizer& optimizer, float gradient_scale = 1);
 
-void sgd_update(const Tensor& p, const Tensor& g, const Tensor& m, const AdamW& a, float momentum);
 // Of the gradients of all ranks, the same on all, so all of them step, or none. It is infinite from 1.8e19 on.
 double norm_over_ranks(const Communicator& c, double square_sum);
 void attach(Trainer& t, const Optimizer& optimizer);  // which steps in place of the model's own
@@ -392,20 +390,12 @@ struct WeightsCheck {  // of several ranks' weights against those of a reference
     double max = 0, sum = 0;  // of the differences
     int64_t n = 0;            // differences
     bool match = true, same_bits = true;
-    int calls = 0;            // all-reduces per step
-    std::string shares = "";  // of a sharded optimizer: elements of state by rank
-    int64_t whole = 0;        // unsharded
 };
 // Prints table and answer; fails if a row differs.
 void print_checks(const Communicator& c, const Table& table, const std::vector<WeightsCheck>& checks,
                   const std::string& what);
 void compare(WeightsCheck& d, const Tensor& got, const Tensor& want, double atol = 1e-6, double rtol = 1e-5);
 bool same_bits_everywhere(const Communicator& c, const Tensor& t);  // collective
-
-// ---------------------------------------------------------------------------------------------------------------------
-// fsdp.cu
-
-Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, uint64_t seed, bool steps_in_backward = false);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // model.cu: what an experiment runs, and whether that fits into memory
@@ -432,8 +422,9 @@ size_t steps_peak(int world, const Options& o, const std::function<Trainer(const
 std::vector<StepNumbers> timed_steps(
     Trainer& t, const std::vector<Batch>& batches, const Options& o, const char* name,
     const std::function<void()>& after = [] {});
-Stats stats_of(const std::vector<StepNumbers>& steps, int number);  // of one of the numbers
-Batch batch_of(const Options& o, const ModelConfig& m, int rank);   // random
+using StepStats = std::array<Stats, STEP_NUMBERS>;
+StepStats step_stats(const std::vector<StepNumbers>& steps);
+Batch batch_of(const Options& o, const ModelConfig& m, int rank);  // random
 // Every rank's values, of plain types.
 template <class T>
 std::vector<std::vector<T>> gather(const Communicator& c, const std::vector<T>& mine) {
