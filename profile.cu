@@ -63,7 +63,7 @@ struct KernelRule {
 static const KernelRule kernel_rules[] = {
     {{"communication", false}, {"nccl"}},
     {{"copy", false}, {"[CUDA mem"}},
-    {{"attention", true}, {"hopper_", "flash_forward_kernel", "backward_main", "backward_dq"}},
+    {{"attention", true}, {"hopper_", "flash_forward_kernel", "backward_main"}},
     {{"attention", false}, {"backward_before", "backward_after", "flash_v1_", "_fp32_kernel"}},
     {{"attention", true}, {"flash_fwd_kernel", "flash_bwd", "fmha_cutlass"}},
     {{"matmul", false}, {"simt", "ffma", "ampere_sgemm", "splitKreduce", "gemv"}},

@@ -518,28 +518,7 @@ TEST_CASE("flash: the reference and fused agree in float64") {
         (void)s;
     }
 }
-TEST_CASE_TEMPLATE("flash: a deterministic backward gives the same bits", D, OnCPU, OnCUDA) {
-    if (!begin<D>()) { return; }
-    context.deterministic = true;
-    for (DType dtype : low_types) {
-        const AttentionImpl* impl = fastest_flash(D::device, dtype, 64);
-        if (!impl) { continue; }
-        std::vector<float> first;
-        for (int run = 0; run < 10; run++) {
-            Tensor q = require_gradient(normal({1, 2, 777, 64}, dtype, 1, 1)),
-                   k = require_gradient(normal({1, 2, 777, 64}, dtype, 2, 1));
-            Tensor v = require_gradient(normal({1, 2, 777, 64}, dtype, 3, 1));
-            backward_from(run_attention(*impl, q, k, v, true), normal({1, 2, 777, 64}, dtype, 4, 1));
-            std::vector<float> all = to_floats(q.gradient->value), dk = to_floats(k.gradient->value),
-                               dv = to_floats(v.gradient->value);
-            all.insert(all.end(), dk.begin(), dk.end());
-            all.insert(all.end(), dv.begin(), dv.end());
-            if (run == 0) { first = all; }
-            CHECK(memcmp(first.data(), all.data(), all.size() * sizeof(float)) == 0);
-        }
-    }
-}
-// A race shows itself by repetition. Only dQ is a sum whose order may change.
+// A race shows itself by repetition. Only the fast kernels' dQ is a sum whose order may change.
 TEST_CASE_TEMPLATE("flash: many runs give the same O, L, dK and dV, and the same dQ but for rounding", D, OnCPU,
                    OnCUDA) {
     if (!begin<D>()) { return; }
@@ -563,9 +542,10 @@ TEST_CASE_TEMPLATE("flash: many runs give the same O, L, dK and dV, and the same
                 for (const Tensor& t : {o, L, k.gradient->value, v.gradient->value}) {
                     all.push_back(to_device(t, CPU));
                 }
+                if (impl.rung <= 30) { all.push_back(to_device(q.gradient->value, CPU)); }
                 if (run == 0) { first = all, first_dq = q.gradient->value; }
                 bool same = true;
-                for (int i = 0; i < 4; i++) {
+                for (size_t i = 0; i < all.size(); i++) {
                     same = same && memcmp(first[i].data, all[i].data, describe(all[i]).bytes) == 0;
                 }
                 different += !same;
