@@ -225,7 +225,7 @@ static void add_options(CLI::App& app, const Command& command, Options& o) {
     option("precision", o.precision, one_of({"fp32", "tf32", "bf16", "fp16", "pure_bf16"}), "fp32",
            "bf16 and fp16 follow autocast's rules; pure_bf16 keeps weights, gradients and moments in bf16, too");
     option("mode", o.mode, one_of({"eager", "fused", "flash"}), "flash",
-           "eager: one kernel per operation; fused: fused kernels; flash: fused, with FlashAttention");
+           "eager: one kernel per operation; fused: fused kernels; flash: fused, with FlashAttention (not in fp16)");
     option("seed", o.seed, whole(0, INT_MAX), "0", "seed of all random numbers");
     option("format", o.format, one_of({"md", "csv"}), "md", "format of the tables");
     flag("quick", o.quick, "shrink the run to some seconds on two CPU cores; also the default without a GPU");

@@ -120,7 +120,7 @@ HD constexpr int row_threads(int D) { return D <= 16 ? 2 : D <= 32 ? 4 : D <= 64
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward with tensor cores takes three kernels: `before`, the main one of fast/flash_mma.cu or of
-// fast/flash_hopper.cu, and `after`. Both fragments, mma's and wgmma's, lie in the same order.
+// fast/flash_hopper.cu, and `after`. The lanes of a warp hold the results of mma and of wgmma in the same order.
 //   before   step 7, and a zeroed fp32 dQ
 //   main     a block owns Bk keys and streams tiles of Bq queries past them: steps 8 to 13, of which step 12 adds to dQ
 //            by atomics, since the other blocks of this head add to the same rows
