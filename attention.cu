@@ -95,7 +95,7 @@ static void reference(const AttentionTensors& t) {  // both passes: the second o
 // ---------------------------------------------------------------------------------------------------------------------
 // Eager: every operation of the handout's model is a kernel and every intermediate an array in memory.
 
-Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L) {
+static Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L) {
     Range range("attention");
     Tensor s, p;
     {
@@ -191,7 +191,8 @@ __global__ void softmax_backward_kernel(T* dP, const T* P, int64_t R, int Tq, in
 }
 #endif
 
-static void softmax_in_place(const Tensor& s, const Tensor& L, bool causal) {
+// S becomes P, and L (if wanted) is written; or, given P, dP becomes dS.
+static void softmax_in_place(const Tensor& s, const Tensor& L, const Tensor& P, bool causal) {
     Range range("softmax");
     int Tq = (int)s.dim(-2), Tk = (int)s.dim(-1);
     int64_t R = s.size() / Tk;
@@ -199,39 +200,27 @@ static void softmax_in_place(const Tensor& s, const Tensor& L, bool causal) {
 #ifdef __CUDACC__
     if (s.device() == CUDA) {
         return with_gpu_type(s.dtype, [&](auto zero) {
-            LAUNCH(softmax_kernel, ceil_div(R * WARP, 256), 256, s.as<decltype(zero)>(), L.as<float>(), R, Tq, Tk,
-                   causal);
+            using T = decltype(zero);
+            const int64_t blocks = ceil_div(R * WARP, 256);
+            if (P) {
+                LAUNCH(softmax_backward_kernel, blocks, 256, s.as<T>(), P.as<T>(), R, Tq, Tk, causal);
+            } else {
+                LAUNCH(softmax_kernel, blocks, 256, s.as<T>(), L.as<float>(), R, Tq, Tk, causal);
+            }
         });
     }
 #endif
     with_type(s.dtype, [&](auto zero) {
         using T = decltype(zero);
-        softmax_cpu(s.as<T>(), L.as<Wide<T>>(), R, Tq, Tk, causal);
-    });
-}
-static void softmax_backward_in_place(const Tensor& dp, const Tensor& p, bool causal) {
-    Range range("softmax");
-    int Tq = (int)p.dim(-2), Tk = (int)p.dim(-1);
-    int64_t R = p.size() / Tk;
-    if (p.device() == META || R == 0) { return; }
-#ifdef __CUDACC__
-    if (p.device() == CUDA) {
-        return with_gpu_type(p.dtype, [&](auto zero) {
-            using T = decltype(zero);
-            LAUNCH(softmax_backward_kernel, ceil_div(R * WARP, 256), 256, dp.as<T>(), p.as<T>(), R, Tq, Tk, causal);
-        });
-    }
-#endif
-    with_type(p.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        softmax_backward_cpu(dp.as<T>(), p.as<T>(), R, Tq, Tk, causal);
+        P ? softmax_backward_cpu(s.as<T>(), P.as<T>(), R, Tq, Tk, causal)
+          : softmax_cpu(s.as<T>(), L.as<Wide<T>>(), R, Tq, Tk, causal);
     });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Fused softmax: the products stay cuBLAS's, everything between them is one kernel, and S and P share one array.
 
-Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, bool causal, Tensor* L) {
+static Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, bool causal, Tensor* L) {
     Range range("attention");
     Tensor q = contiguous(autocast_operand(q_in)), k = contiguous(autocast_operand(k_in)),
            v = contiguous(autocast_operand(v_in));
@@ -239,14 +228,14 @@ Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tensor& v_i
     Tensor p = empty({q.dim(0), q.dim(1), q.dim(2), k.dim(2)}, q.dtype), o = empty(q.shape, q.dtype);
     gemm(p, q, false, k, true, scale);
     Tensor lse = L ? empty({q.dim(0), q.dim(1), q.dim(2)}, q.dtype == F64 ? F64 : F32) : Tensor();
-    softmax_in_place(p, lse, causal);
+    softmax_in_place(p, lse, Tensor(), causal);
     if (L) { *L = lse; }
     gemm(o, p, false, v, false);
     record(o, {q, k, v}, [q, k, v, p, scale, causal](const Tensor& dO_in) {
         Tensor dO = contiguous(dO_in), dS = empty(p.shape, p.dtype);
         add_gemm(v.gradient, p, true, dO, false);
         gemm(dS, dO, false, v, true);
-        softmax_backward_in_place(dS, p, causal);
+        softmax_in_place(dS, Tensor(), p, causal);
         add_gemm(q.gradient, dS, false, k, false, scale);
         add_gemm(k.gradient, dS, true, q, false, scale);
     });
@@ -259,32 +248,31 @@ Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tensor& v_i
 //   dx_nd = w_d dy_n,  dw_d = sum_n x_nd dy_n
 // 2 FLOPs for each x that is read: memory decides. Forward moves 4 N D bytes; backward reads x and writes dx: 8 N D.
 
-template <class T>
-static void weighted_sum_cpu(T* y, const T* x, const T* w, int64_t N, int64_t D) {
+// Y: float, or double for the truth that both devices are held to.
+template <class Y>
+static void weighted_sum_cpu(Y* y, const float* x, const float* w, int64_t N, int64_t D) {
 #pragma omp parallel for if (N * D > 16384)
     for (int64_t n = 0; n < N; n++) {
         double sum = 0;
         for (int64_t d = 0; d < D; d++) { sum += (double)w[d] * x[n * D + d]; }
-        y[n] = (T)sum;
+        y[n] = (Y)sum;
     }
 }
-template <class T>
-static void weighted_sum_backward_cpu(T* dx, T* dw, const T* dy, const T* x, const T* w, int64_t N, int64_t D) {
-#pragma omp parallel if (N * D > 16384)
-    {
-#pragma omp for
+template <class Y>
+static void weighted_sum_backward_cpu(Y* dx, Y* dw, const float* dy, const float* x, const float* w, int64_t N,
+                                      int64_t D) {
+#pragma omp parallel for if (N * D > 16384)
+    for (int64_t n = 0; n < N; n++) {
+        for (int64_t d = 0; d < D; d++) { dx[n * D + d] = (Y)w[d] * dy[n]; }
+    }
+#pragma omp parallel for if (N * D > 16384)
+    for (int64_t strip = 0; strip < D; strip += 64) {  // 64 columns a thread: rows are still read in long pieces
+        int64_t width = std::min<int64_t>(64, D - strip);
+        double sum[64] = {};
         for (int64_t n = 0; n < N; n++) {
-            for (int64_t d = 0; d < D; d++) { dx[n * D + d] = w[d] * dy[n]; }
+            for (int64_t d = 0; d < width; d++) { sum[d] += (double)dy[n] * x[n * D + strip + d]; }
         }
-#pragma omp for
-        for (int64_t strip = 0; strip < D; strip += 64) {  // 64 columns a thread: rows are still read in long pieces
-            int64_t width = std::min<int64_t>(64, D - strip);
-            double sum[64] = {};
-            for (int64_t n = 0; n < N; n++) {
-                for (int64_t d = 0; d < width; d++) { sum[d] += (double)dy[n] * x[n * D + strip + d]; }
-            }
-            for (int64_t d = 0; d < width; d++) { dw[strip + d] = (T)sum[d]; }
-        }
+        for (int64_t d = 0; d < width; d++) { dw[strip + d] = (Y)sum[d]; }
     }
 }
 
@@ -335,22 +323,19 @@ __global__ void sum_chunks_kernel(float* dw, const float* partial, int64_t chunk
 }
 #endif
 
-void weighted_sum_forward(const Tensor& y, const Tensor& x, const Tensor& w) {
+static void weighted_sum_forward(const Tensor& y, const Tensor& x, const Tensor& w) {
     int64_t D = w.size(), N = y.size();
-    if (y.device() == META || N == 0) { return; }
 #ifdef __CUDACC__
     if (y.device() == CUDA) {
         LAUNCH(weighted_sum_kernel, ceil_div(N * WARP, 256), 256, y.as<float>(), x.as<float>(), w.as<float>(), N, D);
         return;
     }
 #endif
-    if (x.dtype == F64) { return weighted_sum_cpu(y.as<double>(), x.as<double>(), w.as<double>(), N, D); }
     weighted_sum_cpu(y.as<float>(), x.as<float>(), w.as<float>(), N, D);
 }
-void weighted_sum_backward(const Tensor& dx, const Tensor& dw, const Tensor& dy, const Tensor& x, const Tensor& w) {
+static void weighted_sum_backward(const Tensor& dx, const Tensor& dw, const Tensor& dy, const Tensor& x,
+                                  const Tensor& w) {
     int64_t D = w.size(), N = dy.size();
-    if (N == 0) { fill_zero(dw); }
-    if (dx.device() == META || dx.size() == 0) { return; }
 #ifdef __CUDACC__
     if (dx.device() == CUDA) {
         int64_t strips = ceil_div(D, WARP);  // as many chunks as keep the chip busy, but no more to add up than needed
@@ -363,30 +348,7 @@ void weighted_sum_backward(const Tensor& dx, const Tensor& dw, const Tensor& dy,
         return;
     }
 #endif
-    if (x.dtype == F64) {
-        return weighted_sum_backward_cpu(dx.as<double>(), dw.as<double>(), dy.as<double>(), x.as<double>(),
-                                         w.as<double>(), N, D);
-    }
     weighted_sum_backward_cpu(dx.as<float>(), dw.as<float>(), dy.as<float>(), x.as<float>(), w.as<float>(), N, D);
-}
-
-Tensor weighted_sum(const Tensor& x_in, const Tensor& w_in) {
-    Range range("weighted_sum");
-    Tensor x = contiguous(x_in), w = contiguous(w_in);
-    bool known = x.dtype == F32 || (x.dtype == F64 && x.device() != CUDA);
-    if (x.shape.empty() || w.shape != Shape{x.dim(-1)} || !known || w.dtype != x.dtype) {
-        fail("weighted_sum: got x %s %s and w %s %s, expected fp32 x [...,D] and w [D]", name_of(x.dtype),
-             to_string(x.shape).c_str(), name_of(w.dtype), to_string(w.shape).c_str());
-    }
-    Tensor y = empty(Shape(x.shape.begin(), x.shape.end() - 1), x.dtype);
-    weighted_sum_forward(y, x, w);
-    record(y, {x, w}, [x, w](const Tensor& dy) {
-        Tensor dx = empty(x.shape, x.dtype), dw = empty(w.shape, w.dtype);
-        weighted_sum_backward(dx, dw, contiguous(dy), x, w);
-        add_gradient(x.gradient, dx);
-        add_gradient(w.gradient, dw);
-    });
-    return y;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -749,15 +711,18 @@ static const AddRow<AttentionImpl> attention_impls[] = {
     {{"naive", CPU, 10, any_float, attention_naive, nullptr, nullptr}},
     {{"fused", CPU, 20, any_float, attention_fused, nullptr, nullptr}},
     {{"tiled", CPU, 30, only_fp32, nullptr, flash_forward_cpu, flash_backward_cpu}},
-    // A build for the CPU has these, too: --plan --memory is about a GPU.
+    // A build for the CPU has these, too: memory is predicted for a GPU.
     {{"naive", CUDA, 10, gpu_float, attention_naive, nullptr, nullptr}},
     {{"fused", CUDA, 20, gpu_float, attention_fused, nullptr, nullptr}},
     {{"flash_v1", CUDA, 30, flash_on_gpu, nullptr, flash_v1_forward, flash_v1_backward}},
 };
 
-bool is_flash(const AttentionImpl& impl) { return impl.forward && impl.forward != reference; }
+// It goes by tiles and never stores S.
+static bool is_flash(const AttentionImpl& impl) { return impl.forward && impl.forward != reference; }
+// None in fp16: of the GPU's only flash_v1 takes it, and fused, whose products the tensor cores do, is faster.
 const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
     const AttentionImpl* best = nullptr;
+    if (dtype == F16) { return best; }
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
         if (is_flash(impl) && impl.device == device && impl.takes(dtype, D)) { best = &impl; }
     }
@@ -771,8 +736,8 @@ const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {
     if (!impl && only_counted && device == CPU) { impl = fastest_flash(CPU, F32, D); }
     if (!impl) {
         usage_error(
-            "mode flash: no FlashAttention on %s for %s and head size %ld (on the CPU: float32; on a GPU: "
-            "float32, bfloat16 and float16, head sizes 16, 32, 64, 80 and 128); --mode fused takes them all",
+            "mode flash: no FlashAttention on %s for %s and head size %ld (on the CPU: float32; on a GPU: float32 and "
+            "bfloat16, head sizes 16, 32, 64, 80 and 128); --mode fused takes them all",
             name_of(device), name_of(dtype), (long)D);
     }
     return *impl;
@@ -807,18 +772,17 @@ static Tensor flash(const AttentionImpl& impl, const Tensor& q_in, const Tensor&
     });
     return o;
 }
-Tensor run_attention(const AttentionImpl& impl, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
-                     Tensor* L) {
+static Tensor run_attention(const AttentionImpl& impl, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                            Tensor* L = nullptr) {
     RestoreContext restore;  // an operand that is bf16 or fp16 already stays so
     if (q.dtype == BF16) { context.precision = PREC_BF16; }
     if (q.dtype == F16) { context.precision = PREC_FP16; }
     return impl.run ? impl.run(q, k, v, causal, L) : flash(impl, q, k, v, causal, L);
 }
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
-    if (context.mode == EAGER) { return attention_naive(q, k, v, causal); }
-    if (context.mode == FUSED) { return attention_fused(q, k, v, causal); }
-    DType dtype = q.dtype == F64 ? F64 : matmul_dtype();
-    return flash(require_flash(q.device(), dtype, q.dim(-1)), q, k, v, causal, nullptr);
+    if (context.mode == EAGER) { return attention_naive(q, k, v, causal, nullptr); }
+    if (context.mode == FUSED) { return attention_fused(q, k, v, causal, nullptr); }
+    return flash(require_flash(q.device(), matmul_dtype(), q.dim(-1)), q, k, v, causal, nullptr);
 }
 
 // Part `which` of x [B,T,parts*C] as [B,H,T,D].
@@ -850,44 +814,12 @@ Tensor flash_self_attention(const Tensor& qkv, int H) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The experiments of sections 1.2 and 1.3. How long attention takes and what it keeps, every
-// implementation against the reference, the leaderboard, and `attention`: your q, k, v in, our output out.
+// The experiments of sections 1.2 and 1.3: rows of the table on random inputs, and on a file's.
 
 struct AttentionCase {
     int B, H, Tq, Tk, D;
     bool causal;
 };
-struct PassTimes {  // ms
-    Stats forward{}, backward{}, both{};
-    size_t held = 0;  // bytes when backward starts: inputs, and what the forward saved
-    size_t oom = 0;   // bytes, where it did not fit
-};
-struct AttentionRun {
-    int S, D;
-    DType dtype;
-    PassTimes naive{}, other{};  // other: fused in torch_compile, flash in flash_benchmarking
-};
-struct AttentionMemory {  // of pytorch_attention's smallest configuration that does not fit
-    int S, D;
-    size_t available, peak = 0;
-    std::map<size_t, int> saved{};  // when backward starts: bytes of a buffer, number of such buffers
-};
-void answer_pytorch_attention(const std::vector<AttentionRun>& runs, const AttentionMemory& memory);
-void answer_torch_compile_attention(const std::vector<AttentionRun>& runs);
-void answer_flash_benchmarking(const std::vector<AttentionRun>& runs);
-
-struct AttentionCheck {  // of an implementation against the reference
-    bool is_flash;
-    DType dtype;
-    AttentionCase c;
-    std::vector<double> errors{};  // the largest of O, L and, with a backward, dQ, dK, dV
-};
-void answer_flash_forward(const std::vector<AttentionCheck>& checks);
-void answer_flash_backward(const std::vector<AttentionCheck>& checks);
-
-void answer_flash_leaderboard(const std::string& impl, const PassTimes& t, double tflops, double matmul_tflops,
-                              bool is_handouts);
-
 struct Inputs {
     Tensor q, k, v, dO;
 };
@@ -916,22 +848,23 @@ struct Passes {  // of one implementation on given inputs
         for (const Tensor* t : {&in.q, &in.k, &in.v}) { t->gradient->value = Tensor(); }
     }
 };
-static std::vector<Tensor> outputs_of(const AttentionImpl& impl, const Inputs& in, bool causal, bool with_backward) {
+// O, L and, if there is a dO, dQ, dK, dV.
+static std::vector<Tensor> outputs_of(const AttentionImpl& impl, const Inputs& in, bool causal) {
     Passes p(impl, in, causal);
     Tensor L;
     p.forward(&L);
-    if (with_backward) { p.backward(); }
-    clear_tape();
     std::vector<Tensor> outputs = {detached(p.o), L};
-    for (const Tensor* t : {&p.in.q, &p.in.k, &p.in.v}) {
-        if (with_backward) { outputs.push_back(t->gradient->value); }
+    if (in.dO) {
+        p.backward();
+        for (const Tensor* t : {&p.in.q, &p.in.k, &p.in.v}) { outputs.push_back(t->gradient->value); }
     }
-    return outputs;  // O, L, dQ, dK, dV
+    clear_tape();
+    return outputs;
 }
 
-static const AttentionImpl* impl_named(const std::string& name) {
+static const AttentionImpl& impl_named(const std::string& name) {
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-        if (impl.device == context.device && name == impl.name) { return &impl; }
+        if (impl.device == context.device && name == impl.name) { return impl; }
     }
     usage_error("--impl: got '%s', takes one that runs on %s", name.c_str(), name_of(context.device));
 }
@@ -939,63 +872,76 @@ static const AttentionImpl* impl_named(const std::string& name) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Times: forward, backward and both
 
-using Function = std::function<void()>;
-using Measure = std::function<Stats(const Function& prepare, const Function& f)>;
-static Measure for_passes(int n) {
-    return [n](const Function& prepare, const Function& f) { return stats_of(time_queued_ms(3, n, prepare, f)); };
-}
-static Measure for_ms(double warmup, double budget) {  // at least 3 times
-    return [=](const Function& prepare, const Function& f) {
-        double once = stats_of(time_queued_ms(1, 1, prepare, f)).median;
-        int n = std::clamp((int)(budget / once), 3, 5000), first = std::clamp((int)(warmup / once), 1, 5000);
-        return stats_of(time_queued_ms(first, n, prepare, f));
-    };
-}
-static PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dtype, const Measure& measure,
-                            bool together) {
-    size_t needs = planned_peak([&] {
+struct PassTimes {  // ms
+    Stats forward{}, backward{}, both{};
+    size_t held = 0;  // bytes when backward starts: inputs, and what the forward saved
+    size_t oom = 0;   // bytes, where it did not fit
+};
+struct AttentionRun {
+    int S, D;
+    DType dtype;
+    PassTimes naive{}, other{};  // other: fused in torch_compile, flash in flash_benchmarking
+};
+struct Effort {
+    int n;                      // runs after 3 others, or 0:
+    double warmup = 0, ms = 0;  // for so long, but at least 3 times; then forward and backward together are timed, too
+    Stats time(const std::function<void()>& prepare, const std::function<void()>& f) const {
+        int first = 3, runs = n;
+        if (n == 0) {
+            const double once = stats_of(time_queued_ms(1, 1, prepare, f)).median;
+            first = std::clamp((int)(warmup / once), 1, 5000), runs = std::clamp((int)(ms / once), 3, 5000);
+        }
+        return stats_of(time_queued_ms(first, runs, prepare, f));
+    }
+};
+static PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, DType dtype, const Effort& e) {
+    const size_t needs = planned_peak([&] {
         Passes p(impl, random_inputs(c, dtype, 0), c.causal);
         p.forward(), p.backward();
     });
     PassTimes t;
     t.oom = run_if_fits(strprintf("S %d, D %d, %s, %s", c.Tq, c.D, name_of(dtype), impl.name), needs, [&] {
         Passes p(impl, random_inputs(c, dtype, 0), c.causal);
-        t.forward = measure([&] { p.reset(); }, [&] { p.forward(); });
+        t.forward = e.time([&] { p.reset(); }, [&] { p.forward(); });
         t.held = memory_use(context.device).now;
-        t.backward = measure([&] { p.reset(), p.forward(); }, [&] { p.backward(); });
-        if (together) {
-            t.both = measure([&] { p.reset(); }, [&] { p.forward(), p.backward(); });
+        t.backward = e.time([&] { p.reset(), p.forward(); }, [&] { p.backward(); });
+        if (e.n == 0) {
+            t.both = e.time([&] { p.reset(); }, [&] { p.forward(), p.backward(); });
         }
         p.reset();
     });
     return t;
 }
-static std::string cell(const PassTimes& t, const Stats& s, double Stats::*by) {
-    return t.oom ? oom_cell(t.oom) : strprintf("%.3f", s.*by);
+struct Which {  // of a pass's times
+    Stats PassTimes::*pass;
+    double Stats::*by;
+};
+static double times_as_fast(const AttentionRun& r, Which w) { return r.naive.*w.pass.*w.by / (r.other.*w.pass.*w.by); }
+static std::string ms(const PassTimes& t, Which w) {
+    return t.oom ? oom_cell(t.oom) : strprintf("%.3f", t.*w.pass.*w.by);
 }
-static std::string speedup(const AttentionRun& r, Stats PassTimes::*pass, double Stats::*by) {
-    return r.naive.oom || r.other.oom ? "" : strprintf("%.2fx", r.naive.*pass.*by / (r.other.*pass.*by));
+static std::string speedup(const AttentionRun& r, Which w) {
+    return r.naive.oom || r.other.oom ? "" : strprintf("%.2fx", times_as_fast(r, w));
 }
 // "faster in 17 of 20 configurations (1.47 to 5.76 times as fast, S 128 to 65536) and slower in 3 (...)"
-static std::string compared(const std::vector<AttentionRun>& runs, Stats PassTimes::*pass, double Stats::*by) {
+static std::string compared(const std::vector<AttentionRun>& runs, Which w) {
     struct Kind {
         const char* name;
         int rows = 0, first_S = INT_MAX, last_S = 0;
         double least = INFINITY, most = 0;
-    } kinds[] = {{"faster"}, {"level within the noise"}, {"slower"}, {"not compared, for lack of memory,"}};
+    } kinds[] = {{"faster"}, {"slower"}, {"level within the noise"}, {"not compared, for lack of memory,"}};
     for (const AttentionRun& r : runs) {
-        const Stats &ours = r.other.*pass, &theirs = r.naive.*pass;
-        const double times = theirs.*by / (ours.*by);
-        Kind& k = kinds[r.naive.oom || r.other.oom ? 3 : level(ours, theirs) ? 1 : times > 1 ? 0 : 2];
+        const bool oom = r.naive.oom || r.other.oom, even = level(r.other.*w.pass, r.naive.*w.pass);
+        const double times = times_as_fast(r, w);
+        Kind& k = kinds[oom ? 3 : even ? 2 : times < 1];
         k.rows++, k.first_S = std::min(k.first_S, r.S), k.last_S = std::max(k.last_S, r.S);
         k.least = std::min(k.least, times), k.most = std::max(k.most, times);
     }
     std::vector<std::string> parts;
     for (const Kind& k : kinds) {
         if (k.rows == 0) { continue; }
-        std::string of_all = parts.empty() ? " of " + counted(runs.size(), "configuration") : "";
-        bool has_factor = &k == &kinds[0] || &k == &kinds[2];
-        std::string times = has_factor ? span(k.least, k.most, "%.2f") + " times as fast, " : "";
+        const std::string of_all = parts.empty() ? " of " + counted(runs.size(), "configuration") : "";
+        const std::string times = &k < &kinds[2] ? span(k.least, k.most, "%.2f") + " times as fast, " : "";
         parts.push_back(strprintf("%s in %d%s (%sS %s)", k.name, k.rows, of_all.c_str(), times.c_str(),
                                   span(k.first_S, k.last_S, "%.0f").c_str()));
     }
@@ -1003,24 +949,20 @@ static std::string compared(const std::vector<AttentionRun>& runs, Stats PassTim
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The experiments of 1.2.1 and 1.3 (a): batch 8, no heads, no mask, fp32, head sizes and lengths on a grid
+// pytorch_attention, and torch_compile (a): batch 8, no heads, no mask, fp32, head sizes and lengths on a grid
 
 constexpr int GRID_BATCH = 8;
+constexpr Which mean_forward{&PassTimes::forward, &Stats::mean}, mean_backward{&PassTimes::backward, &Stats::mean};
 static AttentionCase grid_case(int S, int D) { return {GRID_BATCH, 1, S, S, D, false}; }
 static int grid_passes(const Options& o) { return o.has("steps") ? o.steps : o.quick ? 3 : 100; }
 static std::vector<AttentionRun> run_grid(const Options& o, bool with_fused) {
-    std::vector<int> lengths = {256, 1024, 4096, 8192, 16384};
-    if (o.quick) { lengths = {64, 128, 256}; }
-    const Measure measure = for_passes(grid_passes(o));
+    const std::vector<int> quick = {64, 128, 256}, all = {256, 1024, 4096, 8192, 16384};
+    const Effort effort = {grid_passes(o)};
     std::vector<AttentionRun> runs;
     for (int D : {16, 32, 64, 128}) {
-        for (int S : lengths) {
-            AttentionRun r{S, D, F32};
-            context.mode = EAGER;
-            r.naive = pass_times(*impl_named("naive"), grid_case(S, D), F32, measure, false);
-            context.mode = FUSED;
-            if (with_fused) { r.other = pass_times(*impl_named("fused"), grid_case(S, D), F32, measure, false); }
-            runs.push_back(r);
+        for (int S : o.quick ? quick : all) {
+            runs.push_back({S, D, F32, pass_times(impl_named("naive"), grid_case(S, D), F32, effort)});
+            if (with_fused) { runs.back().other = pass_times(impl_named("fused"), grid_case(S, D), F32, effort); }
         }
     }
     return runs;
@@ -1030,11 +972,15 @@ static std::string grid_caption(const Options& o, const char* what) {
                      what, GRID_BATCH, grid_passes(o), grid_passes(o));
 }
 
+struct AttentionMemory {  // of pytorch_attention's smallest configuration that does not fit
+    int S, D;
+    size_t available, peak = 0;
+    std::map<size_t, int> saved{};  // when backward starts: bytes of a buffer, number of such buffers
+};
 // The smallest power of 2 whose passes do not fit, by passes without data.
 static AttentionMemory smallest_that_does_not_fit() {
     AttentionMemory m{128, 16, available_memory(context.device)};
-    const AttentionImpl& naive = *impl_named("naive");
-    context.mode = EAGER;
+    const AttentionImpl& naive = impl_named("naive");
     while (m.peak <= m.available) {
         m.S *= 2, m.saved.clear();
         m.peak = planned_peak([&] {
@@ -1047,7 +993,7 @@ static AttentionMemory smallest_that_does_not_fit() {
     return m;
 }
 
-void answer_pytorch_attention(const std::vector<AttentionRun>& runs, const AttentionMemory& m) {
+static void answer_pytorch_attention(const std::vector<AttentionRun>& runs, const AttentionMemory& m) {
     const double MiB = 1048576, GiB = 1024 * MiB;
     const AttentionRun *last = nullptr, *before = nullptr;  // the longest two of the first D
     int ooms = 0;
@@ -1090,26 +1036,21 @@ int cmd_pytorch_attention(const Options& o) {
     Table table{grid_caption(o, "pytorch_attention: one kernel per operation; times in s, memory in MiB"),
                 {"d_model", "seq_len", "forward_time", "backward_time", "memory_usage_mb", "status"}};
     for (const AttentionRun& r : runs) {
-        if (r.naive.oom) {
-            table.row(r.D, r.S, "N/A", "N/A", "N/A", oom_cell(r.naive.oom));
-        } else {
-            table.row(r.D, r.S, strprintf("%.6f", r.naive.forward.mean / 1e3),
-                      strprintf("%.6f", r.naive.backward.mean / 1e3), strprintf("%.2f", r.naive.held / 1048576.0),
-                      "OK");
-        }
+        const PassTimes& t = r.naive;
+        auto cell = [&](const char* format, double x) { return t.oom ? "N/A" : strprintf(format, x); };
+        table.row(r.D, r.S, cell("%.6f", t.forward.mean / 1e3), cell("%.6f", t.backward.mean / 1e3),
+                  cell("%.2f", t.held / 1048576.0), t.oom ? oom_cell(t.oom) : "OK");
     }
     print(table);
     answer_pytorch_attention(runs, smallest_that_does_not_fit());
     return 0;
 }
 
-void answer_torch_compile_attention(const std::vector<AttentionRun>& runs) {
-    const std::string forward = compared(runs, &PassTimes::forward, &Stats::mean),
-                      backward = compared(runs, &PassTimes::backward, &Stats::mean);
+static void answer_torch_compile_attention(const std::vector<AttentionRun>& runs) {
     answer("a",
            "Compiled attention's forward is %s. Its backward is %s. \"Compiled\" is our softmax, fused into one kernel "
            "by hand; torch.compile itself did not run.",
-           forward.c_str(), backward.c_str());
+           compared(runs, mean_forward).c_str(), compared(runs, mean_backward).c_str());
 }
 void torch_compile_attention(const Options& o) {
     const std::vector<AttentionRun> runs = run_grid(o, true);
@@ -1118,52 +1059,45 @@ void torch_compile_attention(const Options& o) {
         {"d_model", "seq_len", "vanilla fw ms", "compiled fw ms", "speedup fw", "vanilla bw ms", "compiled bw ms",
          "speedup bw"}};
     for (const AttentionRun& r : runs) {
-        auto ms = [](const PassTimes& t, const Stats& s) { return cell(t, s, &Stats::mean); };
-        table.row(r.D, r.S, ms(r.naive, r.naive.forward), ms(r.other, r.other.forward),
-                  speedup(r, &PassTimes::forward, &Stats::mean), ms(r.naive, r.naive.backward),
-                  ms(r.other, r.other.backward), speedup(r, &PassTimes::backward, &Stats::mean));
+        table.row(r.D, r.S, ms(r.naive, mean_forward), ms(r.other, mean_forward), speedup(r, mean_forward),
+                  ms(r.naive, mean_backward), ms(r.other, mean_backward), speedup(r, mean_backward));
     }
     print(table);
     answer_torch_compile_attention(runs);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// weighted_sum
+// weighted_sum: both passes at odd sizes and at a large one, timed and checked against fp64
 
-struct WeightedSum {
-    Tensor x, w, dy, y, dx, dw;
-    WeightedSum(const Tensor& x, const Tensor& w, const Tensor& dy)
-        : x(x), w(w), dy(dy), y(empty(dy.shape, x.dtype)), dx(empty(x.shape, x.dtype)), dw(empty(w.shape, x.dtype)) {}
-    void forward() { weighted_sum_forward(y, x, w); }
-    void backward() { weighted_sum_backward(dx, dw, dy, x, w); }
-};
-// Times one size, and compares y, dx and dw with the fp64 reference on the CPU.
 static void weighted_sum_row(Table& table, int64_t N, int64_t D) {
-    WeightedSum s(empty({N, D}, F32), empty({D}, F32), empty({N}, F32));
-    fill_normal(s.x, 0, 1, 0, 1), fill_normal(s.w, 0, 2, 0, 1), fill_normal(s.dy, 0, 3, 0, 1);
-    const double forward = stats_of(time_ms(2, 10, [&] { s.forward(); })).median;
-    const double backward = stats_of(time_ms(2, 10, [&] { s.backward(); })).median;
-    const double GB = 1e-9 * sizeof(float), second = 1e-3;
+    const Tensor x = empty({N, D}, F32), w = empty({D}, F32), dy = empty({N}, F32);
+    fill_normal(x, 0, 1, 0, 1), fill_normal(w, 0, 2, 0, 1), fill_normal(dy, 0, 3, 0, 1);
+    const Tensor y = empty({N}, F32), dx = empty({N, D}, F32), dw = empty({D}, F32);
+    auto median = [](const std::function<void()>& f) { return stats_of(time_ms(2, 10, f)).median; };
+    const double forward = median([&] { weighted_sum_forward(y, x, w); });
+    const double backward = median([&] { weighted_sum_backward(dx, dw, dy, x, w); });
 
-    RestoreContext restore;
-    context.device = CPU;
-    auto fp64 = [](const Tensor& t) { return cast(to_device(t, CPU), F64); };
-    WeightedSum truth(fp64(s.x), fp64(s.w), fp64(s.dy));
-    truth.forward(), truth.backward();
+    const Tensor host_x = to_device(x, CPU), host_w = to_device(w, CPU), host_dy = to_device(dy, CPU);
+    const Tensor true_y = empty_on(CPU, {N}, F64), true_dx = empty_on(CPU, {N, D}, F64),
+                 true_dw = empty_on(CPU, {D}, F64);
+    weighted_sum_cpu(true_y.as<double>(), host_x.as<float>(), host_w.as<float>(), N, D);
+    weighted_sum_backward_cpu(true_dx.as<double>(), true_dw.as<double>(), host_dy.as<float>(), host_x.as<float>(),
+                              host_w.as<float>(), N, D);
     double error = 0;
     auto check = [&](const Tensor& got, const Tensor& want, int64_t terms) {
         double tolerance = 1e-6 * std::sqrt((double)terms) + 1e-6;  // rounding errors of a sum grow like a random walk
         Comparison c = compare(got, want, tolerance, 4 * tolerance);
-        if (!c.ok()) { fail("weighted_sum of %s: %s", to_string(s.x.shape).c_str(), to_string(c).c_str()); }
+        if (!c.ok()) { fail("weighted_sum of %s: %s", to_string(x.shape).c_str(), to_string(c).c_str()); }
         error = std::max(error, c.max_abs);
     };
-    check(s.y, truth.y, D), check(s.dx, truth.dx, 1), check(s.dw, truth.dw, N);
+    check(y, true_y, D), check(dx, true_dx, 1), check(dw, true_dw, N);
+    const double GB = 1e-9 * sizeof(float), second = 1e-3;
     table.row(N, D, forward, GB * (N * D + D + N) / (second * forward), backward,
               GB * (2 * N * D + 2 * D + N) / (second * backward), strprintf("%.1e", error));
 }
 int cmd_weighted_sum(const Options& o) {
     context.device = choose_device(o.device);
-    Table table{strprintf("weighted_sum: forward and backward, fp32, median of 10 runs after 2, errors against fp64"),
+    Table table{"weighted_sum: forward and backward, fp32, median of 10 runs after 2, errors against fp64",
                 {"N", "D", "forward ms", "GB/s", "backward ms", "GB/s", "max error"}};
     for (auto [N, D] : {std::pair{1, 1}, {1, 7}, {3, 1}, {31, 33}, {257, 129}, {1000, 1023}, {5, 4097}}) {
         weighted_sum_row(table, N, D);
@@ -1188,131 +1122,116 @@ static const std::vector<AttentionCase> check_cases = {
 static Inputs on(Device device, DType dtype, Inputs in) {
     RestoreContext restore;
     context.device = device;
-    for (Tensor* t : {&in.q, &in.k, &in.v, &in.dO}) { *t = cast(to_device(*t, device), dtype); }
+    for (Tensor* t : {&in.q, &in.k, &in.v, &in.dO}) {
+        if (*t) { *t = cast(to_device(*t, device), dtype); }
+    }
     return in;
 }
-static std::vector<AttentionCheck> check_attention(const Options& o, const char* name, bool with_backward) {
-    const Device device = context.device = choose_device(o.device);
+struct Checked {
+    int passed = 0, wrong = 0;
+    double worst = 0;  // error
+};
+static void check_one(const AttentionImpl& impl, const AttentionCase& c, const Inputs& in,
+                      const std::vector<Tensor>& want, Table& table, Checked& checked) {
+    context.device = impl.device;
+    const std::vector<Tensor> got = outputs_of(impl, on(impl.device, in.q.dtype, in), c.causal);
+    table.row(impl.name, in.q.dtype, strprintf("%d, %d, %d, %d, %d", c.B, c.H, c.Tq, c.Tk, c.D),
+              c.causal ? "yes" : "no");
+    bool ok = true;
+    for (size_t i = 0; i < want.size(); i++) {
+        Comparison difference = compare(got[i], want[i], 1e-2, 1e-2);
+        checked.worst = std::max(checked.worst, difference.max_abs);
+        table.rows.back().push_back(strprintf("%.1e", difference.max_abs));
+        ok = ok && difference.ok();
+    }
+    table.rows.back().push_back(ok ? "ok" : "WRONG");
+    (ok ? checked.passed : checked.wrong)++;
+}
+static void check_attention(const Options& o, const char* name, bool with_backward) {
+    const Device device = choose_device(o.device);
     Table table{strprintf("%s: largest error against the reference in float64, rtol = atol = 1e-2", name),
                 {"implementation", "dtype", "B, H, Tq, Tk, D", "causal", "O", "L"}};
     if (with_backward) { table.columns.insert(table.columns.end(), {"dQ", "dK", "dV"}); }
     table.columns.push_back("status");
-    std::vector<AttentionCheck> checks;
-    int wrong = 0;
+    Checked checked;
     for (const AttentionCase& c : check_cases) {
         if (o.quick && (int64_t)c.B * c.Tq * c.Tk > 70000) { continue; }
         for (DType dtype : {F32, BF16, F16}) {
             context.device = CPU;
             progress("%s: S %d, D %d, %s", name, c.Tq, c.D, name_of(dtype));
-            const Inputs in = random_inputs(c, dtype, o.seed), wide = on(CPU, F64, in);
-            const std::vector<Tensor> want =
-                outputs_of(table_of<AttentionImpl>().front(), wide, c.causal, with_backward);
+            Inputs in = random_inputs(c, dtype, o.seed);
+            if (!with_backward) { in.dO = Tensor(); }
+            const std::vector<Tensor> want = outputs_of(impl_named("reference"), on(CPU, F64, in), c.causal);
             for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-                const bool is_tiled = impl.device == CPU && is_flash(impl);  // (a)'s, which needs no GPU
-                if ((impl.device != device && !is_tiled) || !impl.takes(dtype, c.D)) { continue; }
-                context.device = impl.device;
-                const std::vector<Tensor> got = outputs_of(impl, on(impl.device, dtype, in), c.causal, with_backward);
-                checks.push_back({is_flash(impl), dtype, c});
-                table.row(impl.name, dtype, strprintf("%d, %d, %d, %d, %d", c.B, c.H, c.Tq, c.Tk, c.D),
-                          c.causal ? "yes" : "no");
-                bool ok = true;
-                for (size_t i = 0; i < want.size(); i++) {
-                    Comparison difference = compare(got[i], want[i], 1e-2, 1e-2);
-                    checks.back().errors.push_back(difference.max_abs);
-                    table.rows.back().push_back(strprintf("%.1e", difference.max_abs));
-                    ok = ok && difference.ok();
+                const bool is_tiled = impl.device == CPU && is_flash(impl);  // flash_forward (a)'s, which needs no GPU
+                if ((impl.device == device || is_tiled) && impl.takes(dtype, c.D)) {
+                    check_one(impl, c, in, want, table, checked);
                 }
-                table.rows.back().push_back(ok ? "ok" : "WRONG");
-                wrong += !ok;
             }
         }
     }
     context.device = device;
     print(table);
-    if (wrong > 0) { fail("%d of %zu checks are off", wrong, checks.size()); }
-    return checks;
+    if (checked.wrong > 0) { fail("%d of %d checks are off", checked.wrong, checked.passed + checked.wrong); }
+    answer("", "All %d checks pass: |error| <= 1e-2 + 1e-2 |reference|. The largest error is %.1e.", checked.passed,
+           checked.worst);
 }
-
-// outputs: from which on, 0: O, 2: dQ
-static void answer_errors(const std::vector<AttentionCheck>& checks, size_t outputs, const char* names) {
-    std::vector<std::string> worst;
-    for (DType dtype : {F32, BF16, F16}) {
-        double error = -1;
-        for (const AttentionCheck& r : checks) {
-            if (r.dtype != dtype || !r.is_flash || r.c.B != 4) { continue; }
-            error = std::max(error, *std::max_element(r.errors.begin() + outputs, r.errors.end()));
-        }
-        if (error >= 0) { worst.push_back(strprintf("%.1e in %s", error, name_of(dtype))); }
-    }
-    answer("",
-           "All %zu checks pass: |error| <= 1e-2 + 1e-2 |reference|. In the handout's test (batch 4, S 128, D 64) the "
-           "largest error in FlashAttention's %s is %s.",
-           checks.size(), names, list_of(worst).c_str());
-}
-void answer_flash_forward(const std::vector<AttentionCheck>& checks) {
+int cmd_flash_forward(const Options& o) {
+    check_attention(o, "flash_forward", false);
     answer("a", "`tiled` is the plain version: FlashAttention-2 in C++, without a kernel.");
     answer("b", "A block of a kernel works on one tile of queries of one head and loops over the tiles of keys.%s",
            context.device == CPU ? " None ran: they need a GPU." : "");
     answer("c",
            "A masked score becomes -inf where the handout adds -1e6. Both give the probability 0, because each query "
            "sees at least key 0.");
-    answer_errors(checks, 0, "O and L");
-}
-void answer_flash_backward(const std::vector<AttentionCheck>& checks) {
-    answer("", "Backward computes P again, from L, and takes D = rowsum(O dO) in place of rowsum(P dP).");
-    answer_errors(checks, 2, "dQ, dK and dV");
-}
-int cmd_flash_forward(const Options& o) {
-    answer_flash_forward(check_attention(o, "flash_forward", false));
     return 0;
 }
 int cmd_flash_backward(const Options& o) {
-    answer_flash_backward(check_attention(o, "flash_backward", true));
+    check_attention(o, "flash_backward", true);
+    answer("", "Backward computes P again, from L, and takes D = rowsum(O dO) in place of rowsum(P dP).");
     return 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // flash_benchmarking: FlashAttention against naive, batch 1, one head, causal
 
-void answer_flash_benchmarking(const std::vector<AttentionRun>& runs) {
+constexpr Which median_forward{&PassTimes::forward, &Stats::median},
+    median_backward{&PassTimes::backward, &Stats::median}, median_both{&PassTimes::both, &Stats::median};
+
+static void answer_flash_benchmarking(const std::vector<AttentionRun>& runs) {
     for (DType dtype : {BF16, F32}) {
         std::vector<AttentionRun> same;
-        for (const AttentionRun& r : runs) {
-            if (r.dtype == dtype) { same.push_back(r); }
-        }
+        std::copy_if(runs.begin(), runs.end(), std::back_inserter(same), [&](auto& r) { return r.dtype == dtype; });
         if (same.empty()) {
             answer("a", "No implementation of flash on this device takes %s.", name_of(dtype));
-            continue;
+        } else {
+            answer("a", "In %s flash, timed against naive over forward and backward, is %s.", name_of(dtype),
+                   compared(same, median_both).c_str());
         }
-        answer("a", "In %s flash, timed against naive over forward and backward, is %s.", name_of(dtype),
-               compared(same, &PassTimes::both, &Stats::median).c_str());
     }
 }
 int cmd_flash_benchmarking(const Options& o) {
     context.device = choose_device(o.device);
     const int longest = o.quick ? 512 : 65536;
     const double budget = o.quick ? 20 : 100;
-    const Measure measure = for_ms(budget / 4, budget);
-    const AttentionImpl& naive = *impl_named("naive");
+    const Effort effort = {0, budget / 4, budget};
+    Table table{
+        strprintf("flash_benchmarking: batch 1, one head, causal, ms (median of %.0f ms of runs)", budget),
+        {"Seq", "D", "dtype", "Naive Fwd", "Naive Bwd", "Naive Tot", "Flash Fwd", "Flash Bwd", "Flash Tot", "x Tot"}};
     std::vector<AttentionRun> runs;
     for (DType dtype : {BF16, F32}) {
         for (int D : {16, 32, 64, 128}) {
             const AttentionImpl* flash = fastest_flash(context.device, dtype, D);  // none: bf16 on the CPU
             for (int S = 128; flash && S <= longest; S *= 2) {
                 const AttentionCase c{1, 1, S, S, D, true};
-                runs.push_back({S, D, dtype, pass_times(naive, c, dtype, measure, true),
-                                pass_times(*flash, c, dtype, measure, true)});
+                const PassTimes n = pass_times(impl_named("naive"), c, dtype, effort),
+                                f = pass_times(*flash, c, dtype, effort);
+                runs.push_back({S, D, dtype, n, f});
+                table.row(S, D, dtype, ms(n, median_forward), ms(n, median_backward), ms(n, median_both),
+                          ms(f, median_forward), ms(f, median_backward), ms(f, median_both),
+                          speedup(runs.back(), median_both));
             }
         }
-    }
-    Table table{
-        strprintf("flash_benchmarking: batch 1, one head, causal, ms (median of %.0f ms of runs)", budget),
-        {"Seq", "D", "dtype", "Naive Fwd", "Naive Bwd", "Naive Tot", "Flash Fwd", "Flash Bwd", "Flash Tot", "x Tot"}};
-    for (const AttentionRun& r : runs) {
-        auto ms = [](const PassTimes& t, const Stats& s) { return cell(t, s, &Stats::median); };
-        const PassTimes &n = r.naive, &f = r.other;
-        table.row(r.S, r.D, r.dtype, ms(n, n.forward), ms(n, n.backward), ms(n, n.both), ms(f, f.forward),
-                  ms(f, f.backward), ms(f, f.both), speedup(r, &PassTimes::both, &Stats::median));
     }
     print(table);
     answer_flash_benchmarking(runs);
@@ -1322,8 +1241,8 @@ int cmd_flash_benchmarking(const Options& o) {
 // ---------------------------------------------------------------------------------------------------------------------
 // flash_leaderboard: forward and backward of one long causal sequence
 
-void answer_flash_leaderboard(const std::string& impl, const PassTimes& t, double tflops, double matmul_tflops,
-                              bool is_handouts) {
+static void answer_flash_leaderboard(const std::string& impl, const PassTimes& t, double tflops, double matmul_tflops,
+                                     bool is_handouts) {
     answer("",
            "Our fastest, %s, takes %.3f ms for forward and backward, %.3f ms for forward alone. That is %.3g %s, %.0f "
            "%% of the rate of matrix products on this device.",
@@ -1332,6 +1251,20 @@ void answer_flash_leaderboard(const std::string& impl, const PassTimes& t, doubl
     if (is_handouts) {
         answer("", "The class leaderboard of 2025 was led with 5.364 ms, in Triton on an H100; ours is CUDA.");
     }
+}
+// --impl: all with tiles, the fastest of these, or one by its name.
+static std::vector<const AttentionImpl*> asked_for(const std::string& name, DType dtype, int D) {
+    std::vector<const AttentionImpl*> asked;
+    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
+        const bool fits = name == "all"    ? is_flash(impl)
+                          : name == "auto" ? &impl == fastest_flash(context.device, dtype, D)
+                                           : name == impl.name;
+        if (fits && impl.device == context.device && impl.takes(dtype, D)) { asked.push_back(&impl); }
+    }
+    if (asked.empty()) {
+        usage_error("--impl %s: none of these takes %s on %s", name.c_str(), name_of(dtype), name_of(context.device));
+    }
+    return asked;
 }
 int cmd_flash_leaderboard(const Options& options) {
     Options o = options;
@@ -1346,36 +1279,27 @@ int cmd_flash_leaderboard(const Options& options) {
     }
     context.device = choose_device(o.device);
     if (o.quick && context.device == CPU) { by_quick(o, "precision", &Options::precision, {"fp32"}); }  // its only one
-    const double warmup = o.quick ? 100 : 1000, budget = o.quick ? 500 : 10000;                         // ms
-    const AttentionCase c{1, o.num_heads, o.context_length, o.context_length, D, true};
     const Precision precision = context.precision = precision_from(o.precision[0]);
-    const DType dtype = matmul_dtype();
-    const AttentionImpl& fastest = require_flash(context.device, dtype, c.D);
-    const Measure measure = for_ms(warmup, budget);
+    const AttentionCase c{1, o.num_heads, o.context_length, o.context_length, D, true};
+    const std::vector<const AttentionImpl*> asked = asked_for(o.impl, matmul_dtype(), D);
+    const Effort effort = {0, o.quick ? 100.0 : 1000, o.quick ? 500.0 : 10000};
     const double rate = matmul_rate(precision, o.quick ? 1024 : 8192, 20);
     const FlopUnit unit = unit_of(rate);
     Table table{
         strprintf("flash_leaderboard: batch 1, %s, D %d, S %d, %s, causal; %.2g s of warm-up, %.2g s of runs, median; "
                   "this device multiplies matrices at %.3g %s",
-                  counted(c.H, "head").c_str(), c.D, c.Tq, name_of(precision), warmup / 1e3, budget / 1e3,
+                  counted(c.H, "head").c_str(), c.D, c.Tq, name_of(precision), effort.warmup / 1e3, effort.ms / 1e3,
                   rate * unit.per_tera, unit.name),
         {"implementation", "forward ms", "backward ms", "forward+backward ms", unit.name, "% of the matmul rate"}};
     std::string best;
     PassTimes best_times;
     const double flop = 3.5 * 2 * c.H * c.Tq * (double)c.Tk * c.D;  // of half of S^2
-    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-        const bool asked = o.impl == "all"    ? is_flash(impl)
-                           : o.impl == "auto" ? &impl == &fastest
-                                              : o.impl == impl.name;
-        if (impl.device != context.device || !impl.takes(dtype, c.D) || !asked) { continue; }
-        const PassTimes t = pass_times(impl, c, dtype, measure, true);
-        auto ms = [&](const Stats& s) { return cell(t, s, &Stats::median); };
+    for (const AttentionImpl* impl : asked) {
+        const PassTimes t = pass_times(*impl, c, matmul_dtype(), effort);
         const double tflops = t.oom ? NAN : flop / t.both.median / 1e9;
-        table.row(impl.name, ms(t.forward), ms(t.backward), ms(t.both), tflops * unit.per_tera, 100 * tflops / rate);
-        if (!t.oom && (best.empty() || t.both.median < best_times.both.median)) { best = impl.name, best_times = t; }
-    }
-    if (table.rows.empty()) {
-        usage_error("--impl: %s does not take %s on %s", o.impl.c_str(), name_of(dtype), name_of(context.device));
+        table.row(impl->name, ms(t, median_forward), ms(t, median_backward), ms(t, median_both), tflops * unit.per_tera,
+                  100 * tflops / rate);
+        if (!t.oom && (best.empty() || t.both.median < best_times.both.median)) { best = impl->name, best_times = t; }
     }
     print(table);
     if (best.empty()) { fail("flash_leaderboard: no row fits into memory"); }
@@ -1397,7 +1321,6 @@ static Tensor from_file(const FileTensor& f, const std::string& path) {
 }
 int cmd_attention(const Options& o) {
     context.device = choose_device(o.device);
-    const AttentionImpl* impl = o.impl == "auto" ? nullptr : impl_named(o.impl);
     const char* path = o.inputs.c_str();
     SafeTensors file = load_safetensors(o.inputs);
     const auto q = file.tensors.find("q");
@@ -1408,19 +1331,18 @@ int cmd_attention(const Options& o) {
     keys[keys.size() - 2] = -1;
     FileTensor fk = require_tensor(file, "k", keys, {fq.dtype}), fv = require_tensor(file, "v", fk.shape, {fq.dtype});
     require_no_others(file, {"q", "k", "v", "do"}, "q, k, v or do");
-    const bool with_backward = file.tensors.count("do") > 0;
     const int64_t D = shape.back();
     if (!flash_head_size(D)) {
         fail("%s: tensor q: expected a head size of 16, 32, 64, 80 or 128, found %ld", path, (long)D);
     }
     Inputs in{from_file(fq, o.inputs), from_file(fk, o.inputs), from_file(fv, o.inputs), Tensor()};
-    if (with_backward) { in.dO = from_file(require_tensor(file, "do", shape, {fq.dtype}), o.inputs); }
-    if (!impl) { impl = fastest_flash(context.device, in.q.dtype, D); }
-    if (!impl) { impl = impl_named("fused"); }
-    if (!impl->takes(in.q.dtype, D)) {
-        fail("%s: holds %s, and --impl %s does not take it", path, name_of(in.q.dtype), impl->name);
+    if (file.tensors.count("do")) { in.dO = from_file(require_tensor(file, "do", shape, {fq.dtype}), o.inputs); }
+    const AttentionImpl* fastest = fastest_flash(context.device, in.q.dtype, D);
+    const AttentionImpl& impl = o.impl != "auto" ? impl_named(o.impl) : fastest ? *fastest : impl_named("fused");
+    if (!impl.takes(in.q.dtype, D)) {
+        fail("%s: holds %s, and --impl %s does not take it", path, name_of(in.q.dtype), impl.name);
     }
-    const std::vector<Tensor> outputs = outputs_of(*impl, in, o.causal, with_backward);
+    const std::vector<Tensor> outputs = outputs_of(impl, in, o.causal);
     const char* names[] = {"o", "lse", "dq", "dk", "dv"};
     const Shape shapes[] = {shape, Shape(shape.begin(), shape.end() - 1), shape, fk.shape, fk.shape};
     std::vector<Tensor> kept;
@@ -1433,7 +1355,7 @@ int cmd_attention(const Options& o) {
     std::string line =
         strprintf("attention %s: q %s, k %s, %s, %s, implementation %s on %s; wrote %zu tensors to %s", path,
                   to_string(shape).c_str(), to_string(fk.shape).c_str(), name_of(in.q.dtype),
-                  o.causal ? "causal" : "not causal", impl->name, name_of(context.device), out.size(), o.out.c_str());
+                  o.causal ? "causal" : "not causal", impl.name, name_of(context.device), out.size(), o.out.c_str());
     printf("%s\n", one_line(line).c_str());
     return 0;
 }

@@ -80,16 +80,7 @@ bool update_scale(LossScaler& scaler, bool found_inf);  // true: take the step
 // ---------------------------------------------------------------------------------------------------------------------
 // attention.cu: O = softmax(Q K^T / sqrt(D)) V; q [B,H,Tq,D], k and v [B,H,Tk,D] -> [B,H,Tq,D], any strides. Causal:
 // query i sees keys j <= i, counted from the start, also where Tq != Tk. L [B,H,Tq] fp32 (if wanted): the logsumexp of
-// each row, L_i = log sum_j exp(S_ij). Both materialise S and P, and record themselves.
-Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L = nullptr);
-Tensor attention_fused(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L = nullptr);
-
-// ---------------------------------------------------------------------------------------------------------------------
-// attention.cu: FlashAttention-2, and the table of all implementations of attention
-
-Tensor weighted_sum(const Tensor& x, const Tensor& w);  // y_n = sum_d w_d x_nd: x [N,D] fp32, w [D] -> [N]. Recorded
-void weighted_sum_forward(const Tensor& y, const Tensor& x, const Tensor& w);
-void weighted_sum_backward(const Tensor& dx, const Tensor& dw, const Tensor& dy, const Tensor& x, const Tensor& w);
+// each row, L_i = log sum_j exp(S_ij).
 
 struct AttentionTensors {
     Tensor q, k, v, o, L;  // as above
@@ -126,10 +117,7 @@ struct AttentionImpl {
     void (*forward)(const AttentionTensors& t);
     void (*backward)(const AttentionTensors& t);
 };
-bool flash_head_size(int64_t D);           // 16, 32, 64, 80 and 128: those with a GPU kernel
-bool is_flash(const AttentionImpl& impl);  // it goes by tiles and never stores S
-Tensor run_attention(const AttentionImpl& impl, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
-                     Tensor* L = nullptr);                                         // recorded
+bool flash_head_size(int64_t D);                                                   // 16, 32, 64, 80 and 128
 const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D);         // null: no row takes this
 const AttentionImpl& require_flash(Device device, DType dtype, int64_t D);         // usage_error if no row does
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal);  // context.mode picks. Recorded

@@ -202,8 +202,9 @@ static void add_common_options(Adder& add, Options& o, int least_steps) {
     add.option("steps", o.steps, whole(least_steps), "10", "steps that are timed, or trained");
     add.option("precision", o.precision, one_of({"fp32", "tf32", "bf16", "fp16", "pure_bf16"}), "fp32",
                "bf16 and fp16 follow autocast's rules; pure_bf16 keeps weights, gradients and moments in bf16, too");
-    add.option("mode", o.mode, one_of({"eager", "fused", "flash"}), "flash",
-               "eager: one kernel per operation; fused: fused kernels; flash: fused, with FlashAttention");
+    add.option(
+        "mode", o.mode, one_of({"eager", "fused", "flash"}), "flash",
+        "eager: one kernel per operation; fused: fused kernels; flash: fused, with FlashAttention (not in fp16)");
     add.option("seed", o.seed, whole(0, INT_MAX), "0", "seed of all random numbers");
     add.option("format", o.format, one_of({"md", "csv"}), "md", "format of the tables");
     add.flag("quick", o.quick, "shrink the run to some seconds on two CPU cores; also the default without a GPU");

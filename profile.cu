@@ -15,8 +15,8 @@ using Json = nlohmann::ordered_json;
 // cuBLAS names its kernels after the instructions of tensor cores. `simt`, `ffma` and `sgemm` are multiply-adds on the
 // CUDA cores. The first four are of our own flash attention.
 static bool on_tensor_cores(const std::string& kernel) {
-    for (const char* pattern : {"hopper_", "flash_forward_kernel", "backward_main", "backward_dq", "nvjet", "tensorop",
-                                "s1688", "s16816", "hmma", "wgmma", "bf16bf16", "f16f16", "tf32"}) {
+    for (const char* pattern : {"hopper_", "flash_forward_kernel", "backward_main", "nvjet", "tensorop", "s1688",
+                                "s16816", "hmma", "wgmma", "bf16bf16", "f16f16", "tf32"}) {
         if (kernel.find(pattern) != std::string::npos) { return kernel.find("ffma") == std::string::npos; }
     }
     return false;

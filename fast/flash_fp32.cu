@@ -13,10 +13,8 @@
 // two or three groups of 128 threads. Each group takes every second (third) streamed tile, and their sums are merged.
 // Causal tiles differ in length: the longest start first, and whichever SM is done takes the next longest.
 //
-// Backward: dK and dV belong to a tile of keys, dQ to a tile of queries, so one of them crosses blocks. Two ways out:
-//   - a block owns a tile of keys and does step 12 by atomic additions: 5 products, sums in no fixed order;
-//   - a second kernel, whose blocks own tiles of queries, computes S and dP again for dQ: 7 products, the same bits
-//     every time. That is the deterministic one.
+// Backward: dK and dV belong to a tile of keys, dQ to a tile of queries. A block owns a tile of keys and does step 12
+// by atomic additions: 5 products, sums in no fixed order. (flash_v1 computes S and dP twice instead: 7 products.)
 #include "flash.h"
 
 // streamed: rows of a streamed tile. groups: of threads, that share the block's own tile. shared: in the backward pass
@@ -332,8 +330,8 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
 }
 
 // ---- backward ----
-// Step 7, D_i in delta [B,H,Tq], one warp per row; and dQ = 0 where the atomics will add to it.
-__global__ void flash_delta_fp32_kernel(AttentionArgs a, int D, float* delta, bool zero_dq) {
+// Step 7, D_i in delta [B,H,Tq], one warp per row; and dQ = 0, to which the main kernel's atomics add.
+__global__ void flash_delta_fp32_kernel(AttentionArgs a, int D, float* delta) {
     int64_t r = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
     int lane = threadIdx.x % WARP;
     if (r >= (int64_t)a.B * a.H * a.Tq) { return; }
@@ -343,7 +341,7 @@ __global__ void flash_delta_fp32_kernel(AttentionArgs a, int D, float* delta, bo
     float sum = 0;
     for (int d = lane; d < D; d += WARP) {
         sum += o[d] * dO[d];
-        if (zero_dq) { head_of<float>(a.dq, b, h)[query * a.dq.row + d] = 0; }
+        head_of<float>(a.dq, b, h)[query * a.dq.row + d] = 0;
     }
     sum = warp_sum(sum);
     if (lane == 0) { delta[r] = sum; }
@@ -374,7 +372,7 @@ __device__ __forceinline__ void add_dq(const AttentionArgs& a, int b, int h, int
 }
 
 // A block owns a tile of keys and streams Q and dO. All matrices are transposed: rows are keys, columns queries.
-template <class Tile, bool WITH_DQ>
+template <class Tile>
 __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward_kv_fp32_kernel(AttentionArgs a,
                                                                                                 const float* delta) {
 #ifdef HAS_CP_ASYNC
@@ -433,15 +431,13 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
         store_p<Tile>(P, ds, tx, ty);
         __syncwarp();
         rows_times_columns<Tile>(dK, P, Q, tx, ty);  // step 13
-        if (WITH_DQ) {
-            group_barrier(group);  // all of dS is there
-            add_dq<Tile, Tile::threads>(a, b, h, q0, P, K, t);
-        }
+        group_barrier(group);                        // all of dS is there
+        add_dq<Tile, Tile::threads>(a, b, h, q0, P, K, t);
         group_barrier(group);  // Q has been read, and dS
         if (i + Tile::groups < end) { load_streamed<Tile>(Q, q, a.q.row, next, a.Tq, t); }
     }
 
-    pass_barriers<Tile>(group, end - first, WITH_DQ ? 5 : 4);
+    pass_barriers<Tile>(group, end - first, 5);
     cp_async_wait<0>();  // a group without a tile still has its first loads under way
     merge_groups<Tile>(dK, group_0, group, t);
     merge_groups<Tile>(dV, group_0, group, t);
@@ -459,7 +455,7 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
 // The same for large head sizes: the two groups share one tile of queries, and the products. Group 0 computes S and dV,
 // group 1 dP and dK; P passes through shared memory, and dQ is split. A thread holds one accumulator tile instead of
 // two, and S in 4x8 pieces instead of the 2x8 that two separate tiles of Q and dO would leave room for.
-template <class Tile, bool WITH_DQ>
+template <class Tile>
 __global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp32_kernel(AttentionArgs a,
                                                                                           const float* delta) {
 #ifdef HAS_CP_ASYNC
@@ -526,7 +522,7 @@ __global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp
         rows_times_columns<Tile>(sum, mine, group == 0 ? dO : Q, tx, ty);  // step 9 or 13
         __syncthreads();  // Q, dO and P have been read, and all of dS is there
         if (i + 1 < end) { load_tile(i + 1); }
-        if (WITH_DQ) { add_dq<Tile, 2 * Tile::threads>(a, b, h, q0, dS, K, threadIdx.x); }
+        add_dq<Tile, 2 * Tile::threads>(a, b, h, q0, dS, K, threadIdx.x);
     }
 
     cp_async_wait<0>();  // without a tile the first loads are still under way
@@ -541,78 +537,6 @@ __global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp
 #endif
 }
 
-// A block owns a tile of queries and streams K and V: the deterministic dQ.
-template <class Tile>
-__global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward_q_fp32_kernel(AttentionArgs a,
-                                                                                               const float* delta) {
-#ifdef HAS_CP_ASYNC
-    extern __shared__ float4 fp32_memory[];
-    int group = threadIdx.x / Tile::threads, t = threadIdx.x % Tile::threads, tx = grid_x<Tile::tx>(t),
-        ty = grid_y<Tile::tx>(t);
-    float *Q = (float*)fp32_memory, *dO = Q + Tile::own_floats, *group_0 = dO + Tile::own_floats;
-    float *K = group_0 + group * Tile::group_floats, *V = K + Tile::streamed_floats, *P = V + Tile::streamed_floats;
-
-    int head = head_of_block(), b = head / a.H, h = head % a.H;
-    int q0 = (int)(gridDim.y - 1 - blockIdx.y) * Tile::own;
-    int end = ((a.causal ? min(a.Tk, q0 + Tile::own) : a.Tk) + Tile::streamed - 1) / Tile::streamed;
-    const float *k = head_of<float>(a.k, b, h), *v = head_of<float>(a.v, b, h);
-
-    load_own<Tile>(Q, a.q, b, h, q0, a.Tq);
-    load_own<Tile>(dO, a.dO, b, h, q0, a.Tq);
-    cp_async_commit();
-    load_streamed<Tile>(V, v, a.v.row, group * Tile::streamed, a.Tk, t);
-    load_streamed<Tile>(K, k, a.k.row, group * Tile::streamed, a.Tk, t);
-    cp_async_wait<2>();
-    __syncthreads();  // Q and dO, loaded by all groups
-
-    float dQ[Tile::rows][Tile::out_columns], l[Tile::rows], d[Tile::rows], c = a.scale * LOG2_E;
-    set_zero(dQ);
-    for (int r = 0; r < Tile::rows; r++) {
-        int query = q0 + ty + r * Tile::ty;
-        l[r] = query < a.Tq ? a.L[(int64_t)head * a.Tq + query] * LOG2_E : INFINITY;
-        d[r] = query < a.Tq ? delta[(int64_t)head * a.Tq + query] : 0;
-    }
-    for (int j = group; j < end; j += Tile::groups) {
-        int k0 = j * Tile::streamed, next = (j + Tile::groups) * Tile::streamed;
-        float s[Tile::rows][Tile::columns], ds[Tile::rows][Tile::columns];
-        cp_async_wait<1>();
-        group_barrier(group);                      // V has arrived; K may be on its way
-        rows_times_rows<Tile>(ds, dO, V, tx, ty);  // step 10
-        cp_async_wait<0>();
-        group_barrier(group);  // K has arrived, and V has been read
-        if (j + Tile::groups < end) { load_streamed<Tile>(V, v, a.v.row, next, a.Tk, t); }
-        rows_times_rows<Tile>(s, Q, K, tx, ty);  // step 8's S
-        bool masked = (a.causal && k0 + Tile::streamed - 1 > q0) || k0 + Tile::streamed > a.Tk;
-#pragma unroll
-        for (int r = 0; r < Tile::rows; r++) {
-            for (int n = 0; n < Tile::columns; n++) {
-                int query = q0 + ty + r * Tile::ty, key = k0 + tx + n * Tile::tx;
-                s[r][n] = exp2_approx(fmaf(s[r][n], c, -l[r]));  // step 8's P
-                if (masked && (key >= a.Tk || (a.causal && key > query))) { s[r][n] = 0; }
-                ds[r][n] = s[r][n] * (ds[r][n] - d[r]);  // step 11
-            }
-        }
-        store_p<Tile>(P, ds, tx, ty);
-        __syncwarp();
-        rows_times_columns<Tile>(dQ, P, K, tx, ty);  // step 12
-        group_barrier(group);                        // K has been read, and P
-        if (j + Tile::groups < end) { load_streamed<Tile>(K, k, a.k.row, next, a.Tk, t); }
-    }
-
-    pass_barriers<Tile>(group, end, 3);
-    cp_async_wait<0>();
-    merge_groups<Tile>(dQ, group_0, group, t);
-    if (group > 0) { return; }
-#pragma unroll
-    for (int r = 0; r < Tile::rows; r++) {
-        int query = q0 + ty + r * Tile::ty;
-        if (query < a.Tq) {
-            store_columns<Tile::tx>(head_of<float>(a.dq, b, h) + query * a.dq.row, dQ[r], tx, a.scale);
-        }
-    }
-#endif
-}
-
 // ---- launchers ----
 template <class Tile, class Kernel, class... Arguments>
 static void launch_fp32(Kernel kernel, size_t bytes, int rows, const AttentionArgs& a, Arguments... more) {
@@ -622,19 +546,13 @@ template <class Tile>
 static void forward_fp32(const AttentionArgs& a) {
     launch_fp32<Tile>(flash_forward_fp32_kernel<Tile>, Tile::forward_bytes, a.Tq, a);
 }
-template <class Tile, class QueryTile = Tile>
+template <class Tile>
 static void backward_fp32(const AttentionArgs& a, const float* delta) {
-    auto launch_kv = [&](auto with_dq) {
-        constexpr bool WITH_DQ = decltype(with_dq)::value;
-        auto kernel = [] {
-            if constexpr (Tile::shared) { return flash_backward_shared_fp32_kernel<Tile, WITH_DQ>; }
-            if constexpr (!Tile::shared) { return flash_backward_kv_fp32_kernel<Tile, WITH_DQ>; }
-        };
-        launch_fp32<Tile>(kernel(), Tile::backward_bytes, a.Tk, a, delta);
+    auto kernel = [] {
+        if constexpr (Tile::shared) { return flash_backward_shared_fp32_kernel<Tile>; }
+        if constexpr (!Tile::shared) { return flash_backward_kv_fp32_kernel<Tile>; }
     };
-    if (!context.deterministic) { return launch_kv(std::true_type()); }
-    launch_kv(std::false_type());
-    launch_fp32<QueryTile>(flash_backward_q_fp32_kernel<QueryTile>, QueryTile::backward_bytes, a.Tq, a, delta);
+    launch_fp32<Tile>(kernel(), Tile::backward_bytes, a.Tk, a, delta);
 }
 
 // Large tiles where a block can have the shared memory, small ones (at most 99 KB) where it cannot.
@@ -655,7 +573,7 @@ static void backward(const AttentionTensors& t) {
     Tensor workspace = empty({a.B, a.H, a.Tq}, F32, WORKSPACE);
     float* delta = workspace.as<float>();
     int64_t rows = (int64_t)a.B * a.H * a.Tq;
-    LAUNCH(flash_delta_fp32_kernel, ceil_div(rows * WARP, 256), 256, a, D, delta, !context.deterministic);
+    LAUNCH(flash_delta_fp32_kernel, ceil_div(rows * WARP, 256), 256, a, D, delta);
     bool large = shared_memory_per_block() >= Fp32Tile<80, 64, 2>::backward_bytes;
     auto run = [&](auto large_tile, auto small_tile) {
         large ? backward_fp32<decltype(large_tile)>(a, delta) : backward_fp32<decltype(small_tile)>(a, delta);
@@ -665,9 +583,7 @@ static void backward(const AttentionTensors& t) {
         case 32: return run(Fp32Tile<32, 64, 2>(), Fp32Tile<32, 64, 1>());
         case 64: return run(Fp32Tile<64, 64, 2>(), Fp32Tile<64, 64, 1>());
         case 80: return run(Fp32Tile<80, 64, 2>(), Fp32Tile<80, 32, 1>());
-        default:
-            if (!large) { return backward_fp32<Fp32Tile<128, 16, 1>>(a, delta); }
-            return backward_fp32<Fp32Tile<128, 64, 2, true>, Fp32Tile<128, 32, 2>>(a, delta);
+        default: return run(Fp32Tile<128, 64, 2, true>(), Fp32Tile<128, 16, 1>());
     }
 }
 static bool takes(DType t, int64_t D) {

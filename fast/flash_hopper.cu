@@ -132,47 +132,34 @@ __device__ __forceinline__ uint64_t full_descriptor(uint32_t low) {
 #define D68 D64, D4(64)
 // d = a b + (add ? d : 0): a [64,16] in registers (packed as d is: a[0], a[1] rows and rows + 8 of 8 columns, a[2],
 // a[3] of the next 8), b [16,N] in shared memory, its rows being the summed index.
-#define WGMMA_RS(N, TYPE, R, A0, A1, A2, A3, B, P, ...)                                                               \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
-                 "." TYPE " {" R "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", p, 1, 1, 1;\n}"                  \
-                 : __VA_ARGS__                                                                                        \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(full_descriptor(b)), "r"((int)add))
-#define WGMMA_RS_FUNCTION(COUNT, N, R, A0, A1, A2, A3, B, P, ...)                                          \
-    template <class T>                                                                                     \
-    __device__ __forceinline__ void wgmma(float(&d)[COUNT], const uint32_t(&a)[4], uint32_t b, bool add) { \
-        if constexpr (std::is_same<T, bf16>::value) {                                                      \
-            WGMMA_RS(N, "bf16", R, A0, A1, A2, A3, B, P, __VA_ARGS__);                                     \
-        } else {                                                                                           \
-            WGMMA_RS(N, "f16", R, A0, A1, A2, A3, B, P, __VA_ARGS__);                                      \
-        }                                                                                                  \
+#define WGMMA_RS(COUNT, N, R, A0, A1, A2, A3, B, P, ...)                                                         \
+    __device__ __forceinline__ void wgmma(float(&d)[COUNT], const uint32_t(&a)[4], uint32_t b, bool add) {       \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N        \
+                     "k16.f32.bf16.bf16 {" R "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", p, 1, 1, 1;\n}" \
+                     : __VA_ARGS__                                                                               \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(full_descriptor(b)), "r"((int)add));      \
     }
-WGMMA_RS_FUNCTION(8, 16, R8, 8, 9, 10, 11, 12, 13, D8(0))
-WGMMA_RS_FUNCTION(16, 32, R16, 16, 17, 18, 19, 20, 21, D16)
-WGMMA_RS_FUNCTION(32, 64, R32, 32, 33, 34, 35, 36, 37, D32)
-WGMMA_RS_FUNCTION(36, 72, R36, 36, 37, 38, 39, 40, 41, D36)
-WGMMA_RS_FUNCTION(40, 80, R40, 40, 41, 42, 43, 44, 45, D40)
-WGMMA_RS_FUNCTION(64, 128, R64, 64, 65, 66, 67, 68, 69, D64)
-WGMMA_RS_FUNCTION(68, 136, R68, 68, 69, 70, 71, 72, 73, D68)
+WGMMA_RS(8, 16, R8, 8, 9, 10, 11, 12, 13, D8(0))
+WGMMA_RS(16, 32, R16, 16, 17, 18, 19, 20, 21, D16)
+WGMMA_RS(32, 64, R32, 32, 33, 34, 35, 36, 37, D32)
+WGMMA_RS(36, 72, R36, 36, 37, 38, 39, 40, 41, D36)
+WGMMA_RS(40, 80, R40, 40, 41, 42, 43, 44, 45, D40)
+WGMMA_RS(64, 128, R64, 64, 65, 66, 67, 68, 69, D64)
+WGMMA_RS(68, 136, R68, 68, 69, 70, 71, 72, 73, D68)
 // The same with both operands in shared memory, a as [64,16]. B_ROWS: whether the summed index runs over that tile's
 // rows (b is [16,N]) or along them (b is [N,16]).
-#define WGMMA_SS(N, TYPE, R, A, B, P, TB, ...)                                                                        \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
-                 "." TYPE " {" R "}, %" #A ", %" #B ", p, 1, 1, 0, %" #TB ";\n}"                                      \
-                 : __VA_ARGS__                                                                                        \
-                 : "l"(full_descriptor(a)), "l"(full_descriptor(b)), "r"((int)add), "n"(B_ROWS))
-#define WGMMA_SS_FUNCTION(COUNT, N, R, A, B, P, TB, ...)                                        \
-    template <class T, int B_ROWS>                                                              \
-    __device__ __forceinline__ void wgmma(float(&d)[COUNT], uint32_t a, uint32_t b, bool add) { \
-        if constexpr (std::is_same<T, bf16>::value) {                                           \
-            WGMMA_SS(N, "bf16", R, A, B, P, TB, __VA_ARGS__);                                   \
-        } else {                                                                                \
-            WGMMA_SS(N, "f16", R, A, B, P, TB, __VA_ARGS__);                                    \
-        }                                                                                       \
+#define WGMMA_SS(COUNT, N, R, A, B, P, TB, ...)                                                           \
+    template <int B_ROWS>                                                                                 \
+    __device__ __forceinline__ void wgmma(float(&d)[COUNT], uint32_t a, uint32_t b, bool add) {           \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
+                     "k16.f32.bf16.bf16 {" R "}, %" #A ", %" #B ", p, 1, 1, 0, %" #TB ";\n}"              \
+                     : __VA_ARGS__                                                                        \
+                     : "l"(full_descriptor(a)), "l"(full_descriptor(b)), "r"((int)add), "n"(B_ROWS));     \
     }
-WGMMA_SS_FUNCTION(8, 16, R8, 8, 9, 10, 11, D8(0))
-WGMMA_SS_FUNCTION(16, 32, R16, 16, 17, 18, 19, D16)
-WGMMA_SS_FUNCTION(32, 64, R32, 32, 33, 34, 35, D32)
-WGMMA_SS_FUNCTION(64, 128, R64, 64, 65, 66, 67, D64)
+WGMMA_SS(8, 16, R8, 8, 9, 10, 11, D8(0))
+WGMMA_SS(16, 32, R16, 16, 17, 18, 19, D16)
+WGMMA_SS(32, 64, R32, 32, 33, 34, 35, D32)
+WGMMA_SS(64, 128, R64, 64, 65, 66, 67, D64)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiles in shared memory
@@ -213,7 +200,7 @@ __device__ __forceinline__ uint32_t advance(uint32_t descriptor, int bytes) { re
 
 // 16 rows of a result, times a factor for each thread's two: through shared memory of the warp's own (16 rows in each
 // slab, swizzled as everywhere), then 16 bytes a thread to global  LOADED_AGAIN: TMA will write there later.
-template <class T, int D, int SLAB_BYTES, bool LOADED_AGAIN, int N>
+template <int D, int SLAB_BYTES, bool LOADED_AGAIN, int N>
 __device__ __forceinline__ void store_rows(const Heads& to, int b, int h, int first, int rows, const float (&x)[N],
                                            const float (&factor)[2], char* own, int lane) {
     auto chunk = [&](int r, int d) {
@@ -222,12 +209,11 @@ __device__ __forceinline__ void store_rows(const Heads& to, int b, int h, int fi
 #pragma unroll
     for (int j = 0; j < D / 2; j += 2) {
         int r = lane / 4 + j % 4 / 2 * 8;
-        *(uint32_t*)(chunk(r, j / 4 * 8) + lane % 4 * 4) =
-            pack<T>(x[j] * factor[j % 4 / 2], x[j + 1] * factor[j % 4 / 2]);
+        *(uint32_t*)(chunk(r, j / 4 * 8) + lane % 4 * 4) = pack(x[j] * factor[j % 4 / 2], x[j + 1] * factor[j % 4 / 2]);
     }
     if (LOADED_AGAIN) { shared_to_async_fence(); }  // here, before the stores to global memory, for which it would wait
     __syncwarp();                                   // what the other lanes wrote is read below
-    T* out = head_of<T>(to, b, h);
+    bf16* out = head_of<bf16>(to, b, h);
     for (int n = lane; n < 16 * (D / 8); n += WARP) {
         int r = n / (D / 8), d = n % (D / 8) * 8;
         uint4 eight = *(uint4*)chunk(r, d);
@@ -350,16 +336,16 @@ __device__ __forceinline__ void exponentials(float (&s)[Tile::Bk / 2], float (&l
         }
     }
 }
-template <class T, int N>
+template <int N>
 __device__ __forceinline__ void pack_all(uint32_t (&p)[N / 8][4], const float (&s)[N]) {
 #pragma unroll
     for (int k = 0; k < N / 8; k++) {
-        for (int e = 0; e < 4; e++) { p[k][e] = pack<T>(s[8 * k + 2 * e], s[8 * k + 2 * e + 1]); }
+        for (int e = 0; e < 4; e++) { p[k][e] = pack(s[8 * k + 2 * e], s[8 * k + 2 * e + 1]); }
     }
 }
 
 // Step 6, but for the division of O: l becomes the whole row's, and L is stored.
-template <class Tile, class T>
+template <class Tile>
 __device__ __forceinline__ void store_L(const AttentionArgs& a, int b, int h, int first,
                                         const float (&o)[Tile::o_columns / 2], const float (&m)[2], float (&l)[2],
                                         int lane) {
@@ -376,7 +362,7 @@ __device__ __forceinline__ void store_L(const AttentionArgs& a, int b, int h, in
     }
 }
 
-template <class Tile, class T>
+template <class Tile>
 __device__ __forceinline__ void forward_consumer(const AttentionArgs& a, dim3 order, int all,
                                                  ForwardBarriers<Tile>& bars, char* dynamic, int warpgroup) {
     constexpr int D = Tile::D, Bk = Tile::Bk, stages = Tile::stages;
@@ -410,8 +396,8 @@ __device__ __forceinline__ void forward_consumer(const AttentionArgs& a, dim3 or
 #pragma unroll
             for (int d = 0; d < D; d += 16) {
                 int slab = d / SLAB, in_slab = d % SLAB * 2;
-                wgmma<T, 0>(s, advance(q_at, slab * Tile::q_slab + in_slab),
-                            advance(k_next, slab * Tile::k_slab + in_slab), d > 0);
+                wgmma<0>(s, advance(q_at, slab * Tile::q_slab + in_slab),
+                         advance(k_next, slab * Tile::k_slab + in_slab), d > 0);
             }
             wgmma_commit();
             k_read++, k_next = advance(2 * k_at - k_next, Tile::k_bytes);
@@ -420,7 +406,7 @@ __device__ __forceinline__ void forward_consumer(const AttentionArgs& a, dim3 or
             mbarrier_wait(&bars.v_full[v_read % stages], v_read / stages % 2);
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < Bk / 16; k++) { wgmma<T>(o, p[k], advance(v_next, k * 16 * SLAB_ROW), true); }
+            for (int k = 0; k < Bk / 16; k++) { wgmma(o, p[k], advance(v_next, k * 16 * SLAB_ROW), true); }
             wgmma_commit();
             v_read++, v_next = advance(2 * v_at - v_next, Tile::v_bytes);
         };
@@ -436,7 +422,7 @@ __device__ __forceinline__ void forward_consumer(const AttentionArgs& a, dim3 or
         release(bars.k_empty, k_read);
         row_maxima<Tile, true>(s, m, l, base, shrink, c, a, row, key(0));
         exponentials<Tile>(s, l, base, c, 0, Bk);
-        pack_all<T>(p, s);
+        pack_all(p, s);
 
         auto step = [&](int from_end, auto masked) {
             barrier_sync(TURN + warpgroup, 256);
@@ -454,7 +440,7 @@ __device__ __forceinline__ void forward_consumer(const AttentionArgs& a, dim3 or
                 for (int n = 0; n < Tile::o_columns / 2; n++) { o[n] *= shrink[n % 4 / 2]; }
             }
             exponentials<Tile>(s, l, base, c, Bk / 4, Bk);
-            pack_all<T>(p, s);
+            pack_all(p, s);
         };
         int from_end = 1;
 #pragma unroll 1
@@ -464,17 +450,17 @@ __device__ __forceinline__ void forward_consumer(const AttentionArgs& a, dim3 or
         add_values();
         wgmma_wait<0>(o);
         release(bars.v_empty, v_read);
-        store_L<Tile, T>(a, q.b, q.h, first + warp * 16, o, m, l, lane);
+        store_L<Tile>(a, q.b, q.h, first + warp * 16, o, m, l, lane);
         float inverse[2] = {1 / l[0], 1 / l[1]};
-        store_rows<T, D, Tile::q_slab, true>(a.o, q.b, q.h, first + warp * 16, a.Tq, o, inverse,
-                                             q_tile + (warpgroup * 64 + warp * 16) * SLAB_ROW, lane);
+        store_rows<D, Tile::q_slab, true>(a.o, q.b, q.h, first + warp * 16, a.Tq, o, inverse,
+                                          q_tile + (warpgroup * 64 + warp * 16) * SLAB_ROW, lane);
         __syncwarp();  // all lanes have read
         if (lane == 0) { mbarrier_arrive(&bars.q_empty[buffer]); }
     }
     if (warpgroup == 0) { barrier_sync(TURN, 256); }  // each arrival has been waited for
 }
 
-template <class Tile, class T>
+template <class Tile>
 __global__ void __launch_bounds__(Tile::threads, 1)
     hopper_forward_kernel(AttentionArgs a, dim3 order, const __grid_constant__ CUtensorMap q_map,
                           const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
@@ -496,7 +482,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         mbarrier_init_fence();
     }
     if (Tile::sums && threadIdx.x < Tile::Bk) {  // of the ones only the first 8 columns are read
-        uint32_t one = pack<T>(1, 1);
+        uint32_t one = pack(1, 1);
         for (int i = 0; i < Tile::stages; i++) {
             char* ones = v_ring + i * Tile::v_bytes + Tile::k_bytes + threadIdx.x * SLAB_ROW;
             *(uint4*)(ones + threadIdx.x % 8 * 16) = make_uint4(one, one, one, one);
@@ -514,13 +500,12 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         return;
     }
     more_registers<Tile::registers>();
-    forward_consumer<Tile, T>(a, order, all, bars, dynamic, warpgroup);
+    forward_consumer<Tile>(a, order, all, bars, dynamic, warpgroup);
 #endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Backward: the main kernel, between fast/flash_mma.cu's `before` and `after`. The workspace's order of dQ, made for
-// the fragments of mma, is that of wgmma's, too.
+// Backward: the main kernel, between fast/flash.h's `before` and `after`.
 //
 // A block owns Bk = 128 keys, 64 for each of two warpgroups, and streams tiles of Bq queries past them. Scores are
 // transposed, a row being a key, as in fast/flash_mma.cu:
@@ -544,18 +529,11 @@ struct HopperBackward {
     static constexpr size_t bytes = 2 * k_bytes + 2 * stages * q_bytes + 2 * ds_bytes + stages * stats_bytes + 1024;
     static_assert(D % 16 == 0 && D <= 128 && (Bq == 64 || Bq == 128));
 };
-// (p's two numbers times x and y), packed. In bf16 x and y are rounded first: two elements are then two instructions
-// instead of five. fp16 has not the range for that: infinity times a weight of 0 would be NaN.
-template <class T>
+// p's two numbers times x and y, packed. x and y are rounded first: two elements are then two instructions, not five.
 __device__ __forceinline__ uint32_t multiply_packed(uint32_t p, float x, float y) {
-    if constexpr (std::is_same<T, bf16>::value) {
-        uint32_t xy = pack<T>(x, y), product;
-        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(p), "r"(xy));
-        return product;
-    } else {
-        float2 two = __half22float2(*(const __half2*)&p);
-        return pack<T>(two.x * x, two.y * y);
-    }
+    uint32_t xy = pack(x, y), product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(p), "r"(xy));
+    return product;
 }
 
 template <class Tile>
@@ -606,7 +584,7 @@ __device__ __forceinline__ void backward_loader(const BackwardWorkspace& w, cons
 }
 
 // What a consumer's thread works with, and the parts of a step. i is a tile of queries, counted from tile.begin.
-template <class Tile, class T>
+template <class Tile>
 struct BackwardConsumer {
     static constexpr int D = Tile::D, Bk = Tile::Bk, Bq = Tile::Bq, stages = Tile::stages;
     // From here on a thread's part of L is loaded before dP is issued: a quarter, with which the exponentials begin.
@@ -645,8 +623,8 @@ struct BackwardConsumer {
 #pragma unroll
         for (int d = 0; d < D; d += 16) {
             int slab = d / SLAB, in_slab = d % SLAB * 2;
-            wgmma<T, 0>(x, advance(own, slab * Tile::k_slab + in_slab),
-                        advance(streamed, slab * Tile::q_slab + in_slab), d > 0 || add);
+            wgmma<0>(x, advance(own, slab * Tile::k_slab + in_slab), advance(streamed, slab * Tile::q_slab + in_slab),
+                     d > 0 || add);
         }
         wgmma_commit();
     }
@@ -658,7 +636,7 @@ struct BackwardConsumer {
     __device__ __forceinline__ void add_product(float (&sum)[D / 2], const Packed& x, uint32_t streamed) {
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < Bq / 16; k++) { wgmma<T>(sum, x[k], advance(streamed, k * 16 * SLAB_ROW), true); }
+        for (int k = 0; k < Bq / 16; k++) { wgmma(sum, x[k], advance(streamed, k * 16 * SLAB_ROW), true); }
         wgmma_commit();
     }
     __device__ __forceinline__ void start_dq(DqPart& dq, int i) {  // step 12's product
@@ -666,8 +644,8 @@ struct BackwardConsumer {
 #pragma unroll
         for (int k = 0; k < Bk / 16; k++) {
             int slab = k * 16 / SLAB, in_slab = k * 16 % SLAB * 2;
-            wgmma<T, 1>(dq, advance(ds_at, (i & 1) * Tile::ds_bytes + slab * Tile::q_slab + in_slab),
-                        advance(k_all, k * 16 * SLAB_ROW), k > 0);
+            wgmma<1>(dq, advance(ds_at, (i & 1) * Tile::ds_bytes + slab * Tile::q_slab + in_slab),
+                     advance(k_all, k * 16 * SLAB_ROW), k > 0);
         }
         wgmma_commit();
     }
@@ -715,7 +693,7 @@ struct BackwardConsumer {
             }
             if (n % 8 == 0) {
 #pragma unroll
-                for (int e = 0; e < 4; e++) { p[n / 8][e] = pack<T>(s[n + 2 * e], s[n + 2 * e + 1]); }
+                for (int e = 0; e < 4; e++) { p[n / 8][e] = pack(s[n + 2 * e], s[n + 2 * e + 1]); }
             }
         }
     }
@@ -727,7 +705,7 @@ struct BackwardConsumer {
             for (int half = 0; half < 2; half++) {
                 int n = 8 * k + 4 * half;
                 for (int r = 0; r < 2; r++) {  // P is taken packed: unpacked it would need Bq / 2 registers
-                    ds[k][2 * half + r] = multiply_packed<T>(p[k][2 * half + r], dp[n + 2 * r], dp[n + 2 * r + 1]);
+                    ds[k][2 * half + r] = multiply_packed(p[k][2 * half + r], dp[n + 2 * r], dp[n + 2 * r + 1]);
                 }
             }
             int query = 16 * k + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
@@ -824,13 +802,13 @@ struct BackwardConsumer {
     }
 };
 
-template <class Tile, class T>
+template <class Tile>
 __device__ __forceinline__ void backward_consumer(const AttentionArgs& a, const BackwardWorkspace& w,
                                                   BackwardBarriers<Tile>& bars, const BackwardMemory& memory,
                                                   const KeyTile& tile, int warpgroup) {
     constexpr int D = Tile::D, Bq = Tile::Bq;
     float s[Bq / 2], dk[D / 2] = {}, dv[D / 2] = {};
-    BackwardConsumer<Tile, T> consumer{a, w, bars, memory, tile, warpgroup, s, dk, dv};
+    BackwardConsumer<Tile> consumer{a, w, bars, memory, tile, warpgroup, s, dk, dv};
     const int first = consumer.first, end = tile.q_tiles;
     if (end > 0) {
         mbarrier_wait(&bars.k_full, 0);
@@ -858,13 +836,13 @@ __device__ __forceinline__ void backward_consumer(const AttentionArgs& a, const 
     barrier_sync(5, 256);  // K is no longer read by the other warpgroup
     const int warp_row = first + consumer.warp * 16, rows = (warpgroup * 64 + consumer.warp * 16) * SLAB_ROW;
     float scale[2] = {a.scale, a.scale}, one[2] = {1, 1};
-    store_rows<T, D, Tile::k_slab, false>(a.dk, tile.b, tile.h, warp_row, a.Tk, dk, scale, memory.k_tile + rows,
-                                          consumer.lane);
-    store_rows<T, D, Tile::k_slab, false>(a.dv, tile.b, tile.h, warp_row, a.Tk, dv, one, memory.v_tile + rows,
-                                          consumer.lane);
+    store_rows<D, Tile::k_slab, false>(a.dk, tile.b, tile.h, warp_row, a.Tk, dk, scale, memory.k_tile + rows,
+                                       consumer.lane);
+    store_rows<D, Tile::k_slab, false>(a.dv, tile.b, tile.h, warp_row, a.Tk, dv, one, memory.v_tile + rows,
+                                       consumer.lane);
 }
 
-template <class Tile, class T>
+template <class Tile>
 __global__ void __launch_bounds__(Tile::threads, 1)
     hopper_backward_kernel(AttentionArgs a, BackwardWorkspace w, const __grid_constant__ CUtensorMap q_map,
                            const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
@@ -906,7 +884,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         return;
     }
     more_registers<Tile::registers>();
-    backward_consumer<Tile, T>(a, w, bars, memory, tile, warpgroup);
+    backward_consumer<Tile>(a, w, bars, memory, tile, warpgroup);
 #endif
 }
 
@@ -932,64 +910,53 @@ static CUtensorMap tensor_map(const Tensor& x, int rows) {
     for (int i = 0; i < 4; i++) { size[i] = x.dim(3 - i); }
     for (int i = 0; i < 3; i++) { stride[i] = size[i + 1] > 1 ? x.stride[2 - i] * 2 : 16; }
     cuuint32_t box[] = {SLAB, (cuuint32_t)rows, 1, 1}, step[] = {1, 1, 1, 1};
-    CUresult error =
-        encode(&map, x.dtype == BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, x.data,
-               size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CUresult error = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, size, stride, box, step,
+                            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (error != CUDA_SUCCESS) { fail("cuTensorMapEncodeTiled: error %d", (int)error); }
     return map;
 }
 
-template <class Tile, class T>
+template <class Tile>
 static void launch_forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     dim3 order = attention_grid(a, ceil_div(a.Tq, Tile::Bq));
     int blocks = std::min<int64_t>(multiprocessors(), (int64_t)order.x * order.y * order.z);
-    launch(hopper_forward_kernel<Tile, T>, blocks, Tile::threads, Tile::bytes, a, order, tensor_map(t.q, Tile::Bq),
+    launch(hopper_forward_kernel<Tile>, blocks, Tile::threads, Tile::bytes, a, order, tensor_map(t.q, Tile::Bq),
            tensor_map(t.k, Tile::Bk), tensor_map(t.v, Tile::Bk));
 }
-template <class T>
-static void launch_forward(const AttentionTensors& t) {
-    switch (t.q.dim(3)) {  // <D, warpgroups, the loader's registers, the others'>
-        case 16: return launch_forward<HopperForward<16, 3, 32, 160>, T>(t);
-        case 32: return launch_forward<HopperForward<32, 3, 32, 160>, T>(t);
-        case 64: return launch_forward<HopperForward<64, 3, 32, 160>, T>(t);
-        case 80: return launch_forward<HopperForward<80, 2, 40, 232>, T>(t);
-        default: return launch_forward<HopperForward<128, 2, 40, 232>, T>(t);
-    }
-}
 static void forward(const AttentionTensors& t) {
-    t.q.dtype == BF16 ? launch_forward<bf16>(t) : launch_forward<fp16>(t);
+    switch (t.q.dim(3)) {  // <D, warpgroups, the loader's registers, the others'>
+        case 16: return launch_forward<HopperForward<16, 3, 32, 160>>(t);
+        case 32: return launch_forward<HopperForward<32, 3, 32, 160>>(t);
+        case 64: return launch_forward<HopperForward<64, 3, 32, 160>>(t);
+        case 80: return launch_forward<HopperForward<80, 2, 40, 232>>(t);
+        default: return launch_forward<HopperForward<128, 2, 40, 232>>(t);
+    }
 }
 
-template <class Tile, class T>
-static void launch_backward(const AttentionTensors& t, const BackwardWorkspace& w) {
+template <class Tile>
+static void launch_backward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
-    launch<true>(hopper_backward_kernel<Tile, T>, attention_grid(a, ceil_div(a.Tk, Tile::Bk)), Tile::threads,
-                 Tile::bytes, a, w, tensor_map(t.q, Tile::Bq), tensor_map(t.k, Tile::Bk), tensor_map(t.v, Tile::Bk),
+    Tensor memory;
+    BackwardWorkspace w = backward_begin<Tile::D>(a, memory);
+    launch<true>(hopper_backward_kernel<Tile>, attention_grid(a, ceil_div(a.Tk, Tile::Bk)), Tile::threads, Tile::bytes,
+                 a, w, tensor_map(t.q, Tile::Bq), tensor_map(t.k, Tile::Bk), tensor_map(t.v, Tile::Bk),
                  tensor_map(t.dO, Tile::Bq));
-}
-template <class T>
-static void launch_backward(const AttentionTensors& t, const BackwardWorkspace& w) {
-    switch (t.q.dim(3)) {  // <D, Bq, the loader's registers, the others'>
-        case 16: return launch_backward<HopperBackward<16, 128, 24, 240>, T>(t, w);
-        case 32: return launch_backward<HopperBackward<32, 128, 24, 240>, T>(t, w);
-        case 64: return launch_backward<HopperBackward<64, 128, 24, 240>, T>(t, w);
-        case 80: return launch_backward<HopperBackward<80, 64, 24, 240>, T>(t, w);
-        default: return launch_backward<HopperBackward<128, 64, 24, 240>, T>(t, w);
-    }
+    backward_end<Tile::D>(a, w);
 }
 static void backward(const AttentionTensors& t) {
-    if (context.deterministic) { return flash_mma_backward(t); }  // which has a kernel for dQ alone
-    Tensor memory;
-    BackwardWorkspace w = backward_begin(t, memory);
-    t.q.dtype == BF16 ? launch_backward<bf16>(t, w) : launch_backward<fp16>(t, w);
-    backward_end(t, w);
+    switch (t.q.dim(3)) {  // <D, Bq, the loader's registers, the others'>
+        case 16: return launch_backward<HopperBackward<16, 128, 24, 240>>(t);
+        case 32: return launch_backward<HopperBackward<32, 128, 24, 240>>(t);
+        case 64: return launch_backward<HopperBackward<64, 128, 24, 240>>(t);
+        case 80: return launch_backward<HopperBackward<80, 64, 24, 240>>(t);
+        default: return launch_backward<HopperBackward<128, 64, 24, 240>>(t);
+    }
 }
 static bool takes(DType t, int64_t D) {
-    static const bool runs_here =
-        compiled_for(hopper_forward_kernel<HopperForward<64, 3, 32, 160>, bf16>) == 90 && dq_order_of_sm_90();
-    return (t == BF16 || t == F16) && flash_head_size(D) && runs_here;
+    static const bool runs_here = compiled_for(hopper_forward_kernel<HopperForward<64, 3, 32, 160>>) == 90;
+    return t == BF16 && flash_head_size(D) && runs_here;
 }
 static const AddRow<AttentionImpl> row({"hopper", CUDA, 60, takes, nullptr, forward, backward});
 #endif

@@ -1,4 +1,4 @@
-// fast/flash_mma.cu: FlashAttention-2 on tensor cores, forward and backward, in bf16 and fp16.
+// fast/flash_mma.cu: FlashAttention-2 on tensor cores, forward and backward, in bf16.
 //
 // What changed against flash_v1 (attention.cu), and why it is faster: mma.sync multiplies 16x16 by 16x8 matrices of
 // 16-bit numbers with fp32 sums, ldmatrix hands them to the lanes of a warp in the layout that it wants, and cp.async
@@ -27,19 +27,10 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
                  : "memory");
 }
 // d[16x8] += a[16x16] b[16x8], fp32 accumulation. Lane l holds d rows l/4 and l/4+8, columns 2(l%4) and +1.
-template <class T>
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
-template <>
-__device__ __forceinline__ void mma<bf16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void mma<fp16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -58,9 +49,6 @@ __device__ __forceinline__ void mma<fp16>(float (&d)[4], const uint32_t (&a)[4],
 //
 // Step 2 is lazy: see SLACK. A vote over the warp asks whether it is due. Mostly it is not, which saves the exchange of
 // maxima between lanes and the scaling of O.
-
-// Threads that move one row, 8 elements each: a power of two, so for D = 80 6 of 16 stand by.
-HD constexpr int row_threads(int D) { return D <= 16 ? 2 : D <= 32 ? 4 : D <= 64 ? 8 : 16; }
 
 // How a block works. A warp owns Bq/WARPS queries; rather 32 than 16, because every warp reads all of K and V from
 // shared memory, and with 16 that takes longer than the products.
@@ -88,8 +76,8 @@ struct ForwardRows {
 
 // ROWS rows of D elements to shared memory; those from `valid` on are zeros, whatever lies there in memory. A thread
 // stays in one column of 8 elements; at D = 80 the last 6 of 16 have nothing to do.
-template <class Tile, int ROWS, class T>
-__device__ __forceinline__ void load_rows(T* to, const T* from, int stride, int valid) {
+template <class Tile, int ROWS>
+__device__ __forceinline__ void load_rows(bf16* to, const bf16* from, int stride, int valid) {
     constexpr int columns = row_threads(Tile::D), step = Tile::threads / columns;
     int r = threadIdx.x / columns, d = threadIdx.x % columns * 8;
     if (d >= Tile::D) { return; }
@@ -103,9 +91,10 @@ __device__ __forceinline__ void load_rows(T* to, const T* from, int stride, int 
 }
 
 // Step 1 for a warp's queries and the keys of group g of a tile. at_q and at_k are this lane's rows.
-template <class Tile, int KEPT, class T>
+template <class Tile, int KEPT>
 __device__ __forceinline__ void scores(float (&s)[Tile::fragments][Tile::Bk / 8][4],
-                                       uint32_t (&q)[KEPT][Tile::fragments][4], const T* at_q, const T* at_k, int g) {
+                                       uint32_t (&q)[KEPT][Tile::fragments][4], const bf16* at_q, const bf16* at_k,
+                                       int g) {
     constexpr int N = Tile::group / 16;
 #pragma unroll
     for (int f = 0; f < Tile::fragments; f++) {
@@ -125,8 +114,8 @@ __device__ __forceinline__ void scores(float (&s)[Tile::fragments][Tile::Bk / 8]
             ldmatrix_x4(b, at_k + n * 16 * Tile::row + k * 16);
 #pragma unroll
             for (int f = 0; f < Tile::fragments; f++) {
-                mma<T>(s[f][2 * n], own[f], b[0], b[1]);
-                mma<T>(s[f][2 * n + 1], own[f], b[2], b[3]);
+                mma(s[f][2 * n], own[f], b[0], b[1]);
+                mma(s[f][2 * n + 1], own[f], b[2], b[3]);
             }
         }
     }
@@ -191,9 +180,9 @@ __device__ __forceinline__ void raise_maximum(ForwardRows<Tile>& rows,
 }
 
 // Steps 3 to 5 for the keys of group g: P, and what it adds to l and O.
-template <class Tile, class T>
+template <class Tile>
 __device__ __forceinline__ void add_values(ForwardRows<Tile>& rows, const float (&s)[Tile::fragments][Tile::Bk / 8][4],
-                                           const T* at_v, float c, int g) {
+                                           const bf16* at_v, float c, int g) {
     uint32_t p[Tile::group / 16][Tile::fragments][4];
 #pragma unroll
     for (int k = 0; k < Tile::group / 16; k++) {
@@ -205,7 +194,7 @@ __device__ __forceinline__ void add_values(ForwardRows<Tile>& rows, const float 
                 const float* x = &s[f][g * Tile::group / 8 + 2 * k + e / 2][2 * h];
                 float low = exp2_approx(x[0] * c - rows.m[f][h]), high = exp2_approx(x[1] * c - rows.m[f][h]);
                 rows.l[f][h] += low + high;
-                p[k][f][e] = pack<T>(low, high);
+                p[k][f][e] = pack(low, high);
             }
         }
     }
@@ -217,16 +206,16 @@ __device__ __forceinline__ void add_values(ForwardRows<Tile>& rows, const float 
             ldmatrix_x4_trans(b, at_v + (g * Tile::group + k * 16) * Tile::row + n * 16);
 #pragma unroll
             for (int f = 0; f < Tile::fragments; f++) {
-                mma<T>(rows.o[f][2 * n], p[k][f], b[0], b[1]);
-                mma<T>(rows.o[f][2 * n + 1], p[k][f], b[2], b[3]);
+                mma(rows.o[f][2 * n], p[k][f], b[0], b[1]);
+                mma(rows.o[f][2 * n + 1], p[k][f], b[2], b[3]);
             }
         }
     }
 }
 
 // Step 6. O goes through the warp's own rows of Q's place, to be stored 16 bytes at a time.
-template <class Tile, class T>
-__device__ __forceinline__ void store_output(ForwardRows<Tile>& rows, const AttentionArgs& a, T* smem, int query) {
+template <class Tile>
+__device__ __forceinline__ void store_output(ForwardRows<Tile>& rows, const AttentionArgs& a, bf16* smem, int query) {
     int lane = threadIdx.x % WARP, z = blockIdx.z;
     asm volatile("" : "+r"(z));  // so that the head is computed again: kept from the start it would be spilled
     int bh = head_of_block(z);
@@ -246,12 +235,12 @@ __device__ __forceinline__ void store_output(ForwardRows<Tile>& rows, const Atte
 #pragma unroll
             for (int n = 0; n < Tile::D / 8; n++) {
                 *(uint32_t*)(smem + r * Tile::row + n * 8 + lane % 4 * 2) =
-                    pack<T>(rows.o[f][n][2 * h] * inverse, rows.o[f][n][2 * h + 1] * inverse);
+                    pack(rows.o[f][n][2 * h] * inverse, rows.o[f][n][2 * h + 1] * inverse);
             }
         }
     }
     __syncwarp();  // what the other lanes wrote is read below
-    T* o = head_of<T>(a.o, bh / a.H, bh % a.H);
+    bf16* o = head_of<bf16>(a.o, bh / a.H, bh % a.H);
     constexpr int chunks = Tile::D / 8;
     for (int c = lane; c < Tile::fragments * 16 * chunks; c += WARP) {
         int r = c / chunks, d = c % chunks * 8;
@@ -261,7 +250,7 @@ __device__ __forceinline__ void store_output(ForwardRows<Tile>& rows, const Atte
 
 // A block's tile of queries is counted from the END: causal tiles grow with their queries, and the longest come first,
 // so that short ones fill the gaps at the end of the launch.
-template <class Tile, class T>
+template <class Tile>
 __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_kernel(AttentionArgs a) {
 #ifdef HAS_CP_ASYNC
     extern __shared__ __align__(16) char shared[];
@@ -269,14 +258,14 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
     int bh = head_of_block(), b = bh / a.H, h = bh % a.H;
     int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * Tile::fragments * 16;
     int q0 = (gridDim.y - 1 - blockIdx.y) * Bq, query = q0 + warp_row;  // first of the block, and of the warp
-    const T* q = head_of<const T>(a.q, b, h) + q0 * a.q.row;
-    const T *k = head_of<const T>(a.k, b, h), *v = head_of<const T>(a.v, b, h);
-    T *smem_q = (T*)shared, *smem_kv = smem_q + Bq * row;
+    const bf16* q = head_of<const bf16>(a.q, b, h) + q0 * a.q.row;
+    const bf16 *k = head_of<const bf16>(a.k, b, h), *v = head_of<const bf16>(a.v, b, h);
+    bf16 *smem_q = (bf16*)shared, *smem_kv = smem_q + Bq * row;
     // What lane l tells ldmatrix. Q, and V transposed: row l%16, column 8(l/16), so that its four 8x8 matrices come as
     // (rows, columns) (0,0) (8,0) (0,8) (8,8). K is K^T's transpose already, and has the middle two the other way
     // round.
     int at_row = lane % 16 * row + lane / 16 * 8, at_key = (lane % 8 + lane / 16 * 8) * row + lane / 8 % 2 * 8;
-    const T* at_q = smem_q + warp_row * row + at_row;
+    const bf16* at_q = smem_q + warp_row * row + at_row;
     float c = a.scale * LOG2_E;
 
     // Tiles of keys that some query of the block sees, and those that all see whole. The last one does not count among
@@ -286,11 +275,11 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
 
     // Stage j%2 holds K of tile j + 1 and V of tile j.
     auto load_keys = [&](int j) {
-        T* to = smem_kv + (j + 1) % 2 * Tile::stage;
+        bf16* to = smem_kv + (j + 1) % 2 * Tile::stage;
         load_rows<Tile, Bk>(to, k + j * Bk * a.k.row, (int)a.k.row, a.Tk - j * Bk);
     };
     auto load_stage = [&](int j) {
-        T* to = smem_kv + j % 2 * Tile::stage + Bk * row;
+        bf16* to = smem_kv + j % 2 * Tile::stage + Bk * row;
         if (j + 1 < k_tiles) { load_keys(j + 1); }
         load_rows<Tile, Bk>(to, v + j * Bk * a.v.row, (int)a.v.row, a.Tk - j * Bk);
         cp_async_commit();
@@ -328,7 +317,7 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
     int j = 0;
 #pragma unroll 1
     for (; j < whole_tiles; j++) {
-        const T* kv = next_stage(j);
+        const bf16* kv = next_stage(j);
         raise_maximum(rows, s, c);
 #pragma unroll
         for (int g = 0; g < groups; g++) {
@@ -340,7 +329,7 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
     int warp_tiles = a.causal ? min(k_tiles, (query + Tile::fragments * 16 + Bk - 1) / Bk) : k_tiles;
 #pragma unroll 1
     for (; j < k_tiles; j++) {
-        const T* kv = next_stage(j);
+        const bf16* kv = next_stage(j);
         if (j >= warp_tiles) { continue; }
         mask<Tile>(s, a, query + lane / 4, j * Bk + lane % 4 * 2);
         raise_maximum(rows, s, c);
@@ -355,20 +344,19 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
 #endif
 }
 
-template <class Tile, class T>
+template <class Tile>
 static void launch_forward(const AttentionArgs& a) {
-    launch(flash_forward_kernel<Tile, T>, attention_grid(a, ceil_div(a.Tq, Tile::Bq), Tile::blocks), Tile::threads,
+    launch(flash_forward_kernel<Tile>, attention_grid(a, ceil_div(a.Tq, Tile::Bq), Tile::blocks), Tile::threads,
            Tile::bytes, a);
 }
 
 // Where tiles of 128 queries do not give every SM two blocks, all blocks run at once, and the longest alone decides
 // when it is over. Smaller tiles then shorten it, though their 16 queries a warp cost more reads of shared memory.
-template <class T>
 static void flash_forward_mma(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
     const bool small = (int64_t)a.B * a.H * ceil_div(a.Tq, 128) <= 2 * multiprocessors();
     auto run = [&](auto of_128, auto of_64) {
-        small ? launch_forward<decltype(of_64), T>(a) : launch_forward<decltype(of_128), T>(a);
+        small ? launch_forward<decltype(of_64)>(a) : launch_forward<decltype(of_128)>(a);
     };
     switch (t.q.dim(3)) {
         // <D, Bq, Bk, group, warps, Q in registers, blocks an SM>, the fastest measured that do not spill
@@ -381,137 +369,38 @@ static void flash_forward_mma(const AttentionTensors& t) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Backward. Three kernels:
-//   before   step 7, and a zeroed fp32 dQ
-//   main     a block owns Bk keys and streams tiles of Bq queries past them: steps 8 to 13, of which step 12 adds to dQ
-//            by atomics, since the other blocks of this head add to the same rows
-//   after    dQ, times the scale, as bf16 or fp16
+// Backward: the main kernel, between fast/flash.h's `before` and `after`.
+//
 // Scores are transposed, a row being a key: S^T = K Q^T, dP^T = V dO^T. The transposes are the point: what a warp holds
 // of P^T and dS^T after their product (16 keys, 16 queries) is laid out as the A operand of steps 9 and 13, so P and dS
 // reach dV and dK without leaving registers. Only step 12 sums over the keys of all warps, and takes dS through shared
 // memory.
 //
-// Deterministic: atomic adds come in another order in each run, and so does their rounding. Instead, the main kernel
-// leaves out step 12, and a second one owns queries, streams keys and computes S, dP and dS again: 7 products for 5.
-
-// How a block works. OWN rows (keys, or queries in the dQ kernel) stay; tiles of STREAMED rows of the other side pass,
-// double-buffered, and are taken STEP rows at a time. A warp owns 16 or 32 rows: with 32 each ldmatrix of the streamed
-// side feeds twice as many products, and shared memory is what bounds these kernels. dV and dK of 32 rows are 128
-// floats a lane at D = 64; for D = 128, PAIRED: two warps share 32 rows, one does steps 8 and 9 and holds dV, the
-// other 10, 11 and 13 and dK.
-template <int HEAD, int OWN, int STREAMED, int STEP, int WARPS, bool PAIRED, int BLOCKS, int DQ_COLUMNS>
+// How a block works. OWN keys stay; tiles of STREAMED queries pass, double-buffered, and are taken STEP at a time. A
+// warp owns 16 or 32 keys: with 32 each ldmatrix of the streamed side feeds twice as many products, and shared memory
+// is what bounds these kernels. dV and dK of 32 keys are 128 floats a lane at D = 64; at D = 128 only 16 fit.
+template <int HEAD, int OWN, int STREAMED, int STEP, int WARPS, int BLOCKS, int DQ_COLUMNS>
 struct BackwardTile {
-    static constexpr int D = HEAD, own = OWN, streamed = STREAMED, step = STEP, warps = WARPS, threads = WARPS * WARP;
-    static constexpr bool paired = PAIRED;
-    static constexpr int blocks = BLOCKS;                      // that should share an SM: bounds the registers
-    static constexpr int owners = PAIRED ? WARPS / 2 : WARPS;  // warps, or pairs of them, with rows of their own
+    static constexpr int D = HEAD, own = OWN, streamed = STREAMED, step = STEP, threads = WARPS * WARP;
+    static constexpr int blocks = BLOCKS;  // that should share an SM: bounds the registers
     // A warp's part of S^T: own_fragments x step_fragments blocks of 16x8.
-    static constexpr int own_fragments = OWN / owners / 16, step_fragments = STEP / 8;
+    static constexpr int own_fragments = OWN / WARPS / 16, step_fragments = STEP / 8;
     static constexpr int row = D + 8;  // padded by 16 bytes: 8 rows at one column lie in 8 different bank groups
     static constexpr int ds_row = STREAMED + 8;         // dS^T: [key][query]
     static constexpr int dq_columns = DQ_COLUMNS;       // step 12: the warps' grid over dQ is dq_rows x dq_columns,
     static constexpr int dq_rows = WARPS / DQ_COLUMNS;  // and each has dq_row_blocks x dq_column_blocks blocks of 16x16
     static constexpr int dq_row_blocks = STREAMED / 16 / dq_rows,
                          dq_column_blocks = (D / 16 + DQ_COLUMNS - 1) / DQ_COLUMNS;
-    static constexpr int ds_buffers = PAIRED ? 2 : 1;  // 2: step 12 runs a tile late, which spares a barrier
     // How far sums are unrolled, of S and dP over D and of dQ over the keys: as far as registers last, without spills.
-    static constexpr int k_unroll = D >= 64 ? 1 : 2, dq_unroll = PAIRED ? 8 : D > 64 ? 2 : 4;
-    static constexpr size_t dq_bytes = 2 * OWN * row * 2 + 2 * 2 * STREAMED * row * 2;  // the dQ kernel's shared memory
-    static constexpr size_t main_bytes =
-        dq_bytes + ds_buffers * OWN * ds_row * 2 + 2 * STREAMED * sizeof(float2) + (PAIRED ? OWN * STEP * 2 : 0);
-    static_assert(D % 16 == 0 && own_fragments >= 1 && OWN == own_fragments * 16 * owners && STREAMED % STEP == 0 &&
+    static constexpr int k_unroll = D >= 64 ? 1 : 2, dq_unroll = D > 64 ? 2 : 4;
+    static constexpr size_t bytes =
+        2 * OWN * row * 2 + 2 * 2 * STREAMED * row * 2 + OWN * ds_row * 2 + 2 * STREAMED * sizeof(float2);  // shared
+    static_assert(D % 16 == 0 && own_fragments >= 1 && OWN == own_fragments * 16 * WARPS && STREAMED % STEP == 0 &&
                   STEP % 16 == 0);
-    static_assert(OWN % STREAMED == 0 && dq_rows * dq_columns == WARPS && dq_row_blocks >= 1 &&
-                  dq_row_blocks * 16 * dq_rows == STREAMED);
-    static_assert(!PAIRED || STEP == STREAMED);  // the tile's barrier then guards the one buffer that P passes through
+    static_assert(OWN % STREAMED == 0 && BACKWARD_PAD % STREAMED == 0 && dq_rows * dq_columns == WARPS &&
+                  dq_row_blocks >= 1 && dq_row_blocks * 16 * dq_rows == STREAMED);
 };
-constexpr int BACKWARD_PAD = 128;  // the workspace's rows per head are a multiple of this, and it of every tile
 
-// Element i of lane's four in a 16x8 block of dQ: row lane/4 + 8(i/2), column 2(lane%4) + i%2. One vector add of a
-// warp, or one scalar add, touches neighbouring addresses only.
-__device__ __forceinline__ int dq_index(int lane, int i) {
-#if __CUDA_ARCH__ >= 900
-    return lane * 4 + i;
-#else
-    return i * WARP + lane;
-#endif
-}
-__device__ __forceinline__ void add_dq(float* block, int lane, const float (&x)[4]) {
-#if __CUDA_ARCH__ >= 900
-    atomicAdd((float4*)(block + dq_index(lane, 0)), make_float4(x[0], x[1], x[2], x[3]));
-#else
-    for (int i = 0; i < 4; i++) { atomicAdd(block + dq_index(lane, i), x[i]); }
-#endif
-}
-// x[c] becomes what lane 4r + c holds of a block: in both orders four float4.
-__device__ __forceinline__ void load_dq(float (&x)[4][4], const float4* block, int r) {
-    for (int k = 0; k < 4; k++) {
-#if __CUDA_ARCH__ >= 900
-        float4 four = block[4 * r + k];  // one lane's
-        x[k][0] = four.x, x[k][1] = four.y, x[k][2] = four.z, x[k][3] = four.w;
-#else
-        float4 four = block[k * (WARP / 4) + r];  // of each lane one
-        x[0][k] = four.x, x[1][k] = four.y, x[2][k] = four.z, x[3][k] = four.w;
-#endif
-    }
-}
-
-// ---- before: row_threads(D) threads take two neighbouring rows ----
-template <class T, int D>
-__global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
-#ifdef HAS_CP_ASYNC
-    constexpr int GROUP = row_threads(D);
-    let_next_kernel_start();
-    int64_t index = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, pair = index / GROUP;
-    int bh = (int)(2 * pair / w.rows), i = (int)(2 * pair % w.rows), n = (int)(index % GROUP);
-    uint4 o[2] = {}, dO[2] = {};
-    auto load = [&](const Heads& x, int row) {
-        return *(const uint4*)(head_of<const T>(x, bh / a.H, bh % a.H) + row * x.row + n * 8);
-    };
-    if (n < D / 8) {
-        for (int r = 0; r < 2; r++) {
-            if (i + r < a.Tq) { o[r] = load(a.o, i + r), dO[r] = load(a.dO, i + r); }
-        }
-        for (int k = 0; k < 4 && w.dq; k++) {  // a warp's stores lie side by side; a row's order in dq is another
-            ((float4*)(w.dq + 2 * pair * D))[k * (D / 8) + n] = make_float4(0, 0, 0, 0);
-        }
-    }
-    float sum[2] = {};
-    for (int r = 0; r < 2; r++) {
-        for (int e = 0; e < 8; e++) { sum[r] += to_acc(((const T*)&o[r])[e]) * to_acc(((const T*)&dO[r])[e]); }
-        // The grid ends with a whole block: w.rows is a multiple of 128. So all lanes are here.
-        for (int s = GROUP / 2; s > 0; s /= 2) { sum[r] += __shfl_xor_sync(0xffffffff, sum[r], s); }
-    }
-    if (n == 0) {
-        auto L = [&](int row) { return row < a.Tq ? a.L[(int64_t)bh * a.Tq + row] * LOG2_E : INFINITY; };
-        w.stats[pair] = make_float4(L(i), L(i + 1), sum[0], sum[1]);
-    }
-#endif
-}
-
-// ---- after: a thread writes 8 elements of two rows, r and r + 8 of a block: what four lanes hold of it ----
-template <class T, int D>
-__global__ void backward_after(AttentionArgs a, BackwardWorkspace w) {
-#ifdef HAS_CP_ASYNC
-    await_previous_kernel();
-    int64_t index = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, tile = index / D;  // of 16 rows
-    int n = (int)(index % (D / 8)), r = (int)(index / (D / 8) % 8);
-    int bh = (int)(tile / (w.rows / 16)), i = (int)(tile % (w.rows / 16)) * 16 + r;
-    if (bh >= a.B * a.H) { return; }
-    const float4* block = (const float4*)w.dq + (tile * (D / 8) + n) * WARP;
-    float x[4][4];
-    load_dq(x, block, r);
-    for (int half = 0; half < 2; half++) {
-        uint32_t out[4];
-        for (int c = 0; c < 4; c++) { out[c] = pack<T>(x[c][2 * half] * a.scale, x[c][2 * half + 1] * a.scale); }
-        int row = i + 8 * half;
-        T* dq = head_of<T>(a.dq, bh / a.H, bh % a.H) + row * a.dq.row + n * 8;
-        if (row < a.Tq) { *(uint4*)dq = make_uint4(out[0], out[1], out[2], out[3]); }
-    }
-#endif
-}
-
-// ---- parts of both main kernels ----
 // Where a lane points ldmatrix_x4 to in a 16x16 block of shared memory. The four 8x8 matrices come in the order down,
 // right, for an A operand [m][k], and transposed for a B operand [k][n]; or right, down, for a B operand [n][k], and
 // transposed for an A operand [k][m].
@@ -522,12 +411,12 @@ __device__ __forceinline__ int right_down(int lane, int row) {
 
 // Rows [first, first + ROWS) of x to shared memory, asynchronously; zeros for those from `rows` on. (With one load_rows
 // for both passes, of this form the forward spills registers, of its form the backward has more instructions.)
-template <class T, class Tile, int ROWS>
-__device__ __forceinline__ void load_rows(T* to, const T* x, int64_t stride, int first, int rows) {
+template <class Tile, int ROWS>
+__device__ __forceinline__ void load_rows(bf16* to, const bf16* x, int64_t stride, int first, int rows) {
     constexpr int across = row_threads(Tile::D), down = Tile::threads / across;
     int r = threadIdx.x / across, d = threadIdx.x % across * 8, left = rows - first - r;
     if (d >= Tile::D) { return; }
-    const T* from = x + (first + r) * stride + d;
+    const bf16* from = x + (first + r) * stride + d;
     to += r * Tile::row + d;
     // Addresses advance by constants: this runs before each tile's first product.
 #pragma unroll
@@ -537,9 +426,9 @@ __device__ __forceinline__ void load_rows(T* to, const T* x, int64_t stride, int
     }
 }
 // c[owned rows, step] += own rows^T, for the streamed rows of one step.
-template <class T, class Tile>
-__device__ __forceinline__ void multiply(float (&c)[Tile::own_fragments][Tile::step_fragments][4], const T* own,
-                                         const T* rows, int lane) {
+template <class Tile>
+__device__ __forceinline__ void multiply(float (&c)[Tile::own_fragments][Tile::step_fragments][4], const bf16* own,
+                                         const bf16* rows, int lane) {
 #pragma unroll(Tile::k_unroll)
     for (int k = 0; k < Tile::D; k += 16) {
         uint32_t f[Tile::own_fragments][4];
@@ -552,38 +441,38 @@ __device__ __forceinline__ void multiply(float (&c)[Tile::own_fragments][Tile::s
             uint32_t b[4];
             ldmatrix_x4(b, rows + 8 * n * Tile::row + k + right_down(lane, Tile::row));
             for (int m = 0; m < Tile::own_fragments; m++) {
-                mma<T>(c[m][n], f[m], b[0], b[1]);
-                mma<T>(c[m][n + 1], f[m], b[2], b[3]);
+                mma(c[m][n], f[m], b[0], b[1]);
+                mma(c[m][n + 1], f[m], b[2], b[3]);
             }
         }
     }
 }
 // sum[owned rows, D] += p[owned rows, 16] rows, for 16 streamed rows.
-template <class T, class Tile>
+template <class Tile>
 __device__ __forceinline__ void accumulate(float (&sum)[Tile::own_fragments][Tile::D / 8][4],
-                                           const uint32_t (&p)[Tile::own_fragments][4], const T* rows, int lane) {
+                                           const uint32_t (&p)[Tile::own_fragments][4], const bf16* rows, int lane) {
 #pragma unroll
     for (int n = 0; n < Tile::D / 8; n += 2) {
         uint32_t b[4];
         ldmatrix_x4_trans(b, rows + 8 * n + down_right(lane, Tile::row));
         for (int m = 0; m < Tile::own_fragments; m++) {
-            mma<T>(sum[m][n], p[m], b[0], b[1]);
-            mma<T>(sum[m][n + 1], p[m], b[2], b[3]);
+            mma(sum[m][n], p[m], b[0], b[1]);
+            mma(sum[m][n + 1], p[m], b[2], b[3]);
         }
     }
 }
 // Rounded, the accumulators n and n+1 are the A operand of a product that sums over their 16 columns.
-template <class T, class Tile>
+template <class Tile>
 __device__ __forceinline__ void pack_operand(uint32_t (&p)[Tile::own_fragments][4],
                                              const float (&c)[Tile::own_fragments][Tile::step_fragments][4], int n) {
 #pragma unroll
     for (int m = 0; m < Tile::own_fragments; m++) {
-        for (int i = 0; i < 4; i++) { p[m][i] = pack<T>(c[m][n + i / 2][i % 2 * 2], c[m][n + i / 2][i % 2 * 2 + 1]); }
+        for (int i = 0; i < 4; i++) { p[m][i] = pack(c[m][n + i / 2][i % 2 * 2], c[m][n + i / 2][i % 2 * 2 + 1]); }
     }
 }
 // The warp's sums, times factor, to the rows of x from `first` on that exist.
-template <class T, class Tile>
-__device__ __forceinline__ void store_rows(T* x, int64_t stride, int first, int rows,
+template <class Tile>
+__device__ __forceinline__ void store_rows(bf16* x, int64_t stride, int first, int rows,
                                            float (&sum)[Tile::own_fragments][Tile::D / 8][4], float factor, int lane) {
 #pragma unroll
     for (int m = 0; m < Tile::own_fragments; m++) {
@@ -592,13 +481,12 @@ __device__ __forceinline__ void store_rows(T* x, int64_t stride, int first, int 
             if (r >= rows) { continue; }
             for (int n = 0; n < Tile::D / 8; n++) {
                 *(uint32_t*)(x + r * stride + 8 * n + lane % 4 * 2) =
-                    pack<T>(sum[m][n][2 * half] * factor, sum[m][n][2 * half + 1] * factor);
+                    pack(sum[m][n][2 * half] * factor, sum[m][n][2 * half + 1] * factor);
             }
         }
     }
 }
 
-// ---- main: a block owns keys ----
 // S^T of one step becomes P^T. stats: of the step's queries.
 template <class Tile, bool MASKED>
 __device__ __forceinline__ void exponentiate(float (&s)[Tile::own_fragments][Tile::step_fragments][4],
@@ -621,110 +509,58 @@ __device__ __forceinline__ void exponentiate(float (&s)[Tile::own_fragments][Til
     }
 }
 // dP^T - D of one step.
-template <class T, class Tile>
-__device__ __forceinline__ void multiply_dp(float (&dp)[Tile::own_fragments][Tile::step_fragments][4], const T* v,
-                                            const T* dO, const float2* stats, int lane) {
+template <class Tile>
+__device__ __forceinline__ void multiply_dp(float (&dp)[Tile::own_fragments][Tile::step_fragments][4], const bf16* v,
+                                            const bf16* dO, const float2* stats, int lane) {
 #pragma unroll
     for (int n = 0; n < Tile::step_fragments; n++) {
         float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
         for (int i = 0; i < Tile::own_fragments * 4; i++) { dp[i / 4][n][i % 4] = i % 2 ? -two.w : -two.z; }
     }
-    multiply<T, Tile>(dp, v, dO, lane);
+    multiply<Tile>(dp, v, dO, lane);
 }
 // The operand of keys [16 m, +16) and 16 queries to dS^T, [key][query], in shared memory.
-template <class T, class Tile>
-__device__ __forceinline__ void store_ds(T* ds, const uint32_t (&p)[Tile::own_fragments][4], int lane) {
+template <class Tile>
+__device__ __forceinline__ void store_ds(bf16* ds, const uint32_t (&p)[Tile::own_fragments][4], int lane) {
 #pragma unroll
     for (int m = 0; m < Tile::own_fragments; m++) {
         for (int i = 0; i < 4; i++) {
-            T* to = ds + (16 * m + i % 2 * 8 + lane / 4) * Tile::ds_row + i / 2 * 8 + lane % 4 * 2;
+            bf16* to = ds + (16 * m + i % 2 * 8 + lane / 4) * Tile::ds_row + i / 2 * 8 + lane % 4 * 2;
             *(uint32_t*)to = p[m][i];
         }
     }
 }
 // Steps 8 to 11 and 13 for Tile::step queries, by one warp. key: the warp's first; k, v: its rows of K and V; q, dO,
-// stats: the queries'; ds: where dS^T goes, if anywhere.
-template <class T, class Tile, bool MASKED, bool STORE_DS>
-__device__ __forceinline__ void step_alone(const AttentionArgs& a, int key, int query, const T* k, const T* v,
-                                           const T* q, const T* dO, const float2* stats, T* ds, int lane,
-                                           float (&dk)[Tile::own_fragments][Tile::D / 8][4],
-                                           float (&dv)[Tile::own_fragments][Tile::D / 8][4]) {
+// stats: the queries'; ds: where dS^T goes.
+template <class Tile, bool MASKED>
+__device__ __forceinline__ void backward_step(const AttentionArgs& a, int key, int query, const bf16* k, const bf16* v,
+                                              const bf16* q, const bf16* dO, const float2* stats, bf16* ds, int lane,
+                                              float (&dk)[Tile::own_fragments][Tile::D / 8][4],
+                                              float (&dv)[Tile::own_fragments][Tile::D / 8][4]) {
     float s[Tile::own_fragments][Tile::step_fragments][4] = {}, dp[Tile::own_fragments][Tile::step_fragments][4];
-    multiply<T, Tile>(s, k, q, lane);  // step 8
+    multiply<Tile>(s, k, q, lane);  // step 8
     exponentiate<Tile, MASKED>(s, a, key, query, stats, lane);
-    multiply_dp<T, Tile>(dp, v, dO, stats, lane);  // step 10, and step 11's - D
+    multiply_dp<Tile>(dp, v, dO, stats, lane);  // step 10, and step 11's - D
     uint32_t p[Tile::own_fragments][4];
 #pragma unroll
     for (int n = 0; n < Tile::step_fragments; n += 2) {
-        pack_operand<T, Tile>(p, s, n);
-        accumulate<T, Tile>(dv, p, dO + 8 * n * Tile::row, lane);  // step 9
+        pack_operand<Tile>(p, s, n);
+        accumulate<Tile>(dv, p, dO + 8 * n * Tile::row, lane);  // step 9
     }
 #pragma unroll
     for (int n = 0; n < Tile::step_fragments; n += 2) {
         for (int i = 0; i < Tile::own_fragments * 8; i++) {  // step 11
             dp[i / 8][n + i / 4 % 2][i % 4] *= s[i / 8][n + i / 4 % 2][i % 4];
         }
-        pack_operand<T, Tile>(p, dp, n);
-        if (STORE_DS) { store_ds<T, Tile>(ds + 8 * n, p, lane); }
-        accumulate<T, Tile>(dk, p, q + 8 * n * Tile::row, lane);  // step 13
+        pack_operand<Tile>(p, dp, n);
+        store_ds<Tile>(ds + 8 * n, p, lane);
+        accumulate<Tile>(dk, p, q + 8 * n * Tile::row, lane);  // step 13
     }
 }
 
-// Waits for the other warp of a pair. barrier.sync, not bar.sync: the two warps come from different places in the code.
-// Barrier 0 is __syncthreads().
-__device__ __forceinline__ void pair_barrier(int pair) {
-    asm volatile("barrier.sync %0, 64;" ::"r"(pair + 1) : "memory");
-}
-
-// The same by a pair. The first warp does steps 8 and 9, and passes P^T, packed, in the order of its lanes.
-template <class T, class Tile, bool MASKED>
-__device__ __forceinline__ void step_first(const AttentionArgs& a, int pair, int key, int query, const T* k, const T* q,
-                                           const T* dO, const float2* stats, uint4* exchange, int lane,
-                                           float (&dv)[Tile::own_fragments][Tile::D / 8][4]) {
-    float s[Tile::own_fragments][Tile::step_fragments][4] = {};
-    multiply<T, Tile>(s, k, q, lane);
-    exponentiate<Tile, MASKED>(s, a, key, query, stats, lane);
-    uint32_t p[Tile::step_fragments / 2][Tile::own_fragments][4];
-#pragma unroll
-    for (int n = 0; n < Tile::step_fragments / 2; n++) {
-        pack_operand<T, Tile>(p[n], s, 2 * n);
-        for (int m = 0; m < Tile::own_fragments; m++) {
-            exchange[(n * Tile::own_fragments + m) * WARP + lane] =
-                make_uint4(p[n][m][0], p[n][m][1], p[n][m][2], p[n][m][3]);
-        }
-    }
-    pair_barrier(pair);  // P is there
-#pragma unroll
-    for (int n = 0; n < Tile::step_fragments / 2; n++) { accumulate<T, Tile>(dv, p[n], dO + 16 * n * Tile::row, lane); }
-}
-// The second warp does steps 10, 11 and 13.
-template <class T, class Tile, bool STORE_DS>
-__device__ __forceinline__ void step_second(int pair, const T* v, const T* q, const T* dO, const float2* stats,
-                                            const uint4* exchange, T* ds, int lane,
-                                            float (&dk)[Tile::own_fragments][Tile::D / 8][4]) {
-    float dp[Tile::own_fragments][Tile::step_fragments][4];
-    multiply_dp<T, Tile>(dp, v, dO, stats, lane);
-    pair_barrier(pair);  // P is there
-    uint32_t p[Tile::step_fragments / 2][Tile::own_fragments][4];
-#pragma unroll
-    for (int n = 0; n < Tile::step_fragments / 2; n++) {
-        for (int m = 0; m < Tile::own_fragments; m++) {
-            uint4 packed = exchange[(n * Tile::own_fragments + m) * WARP + lane];
-            uint32_t two[4] = {packed.x, packed.y, packed.z, packed.w};
-            for (int i = 0; i < 4; i++) {
-                dp[m][2 * n + i / 2][i % 2 * 2] *= to_acc(T{(uint16_t)two[i]});
-                dp[m][2 * n + i / 2][i % 2 * 2 + 1] *= to_acc(T{(uint16_t)(two[i] >> 16)});
-            }
-        }
-        pack_operand<T, Tile>(p[n], dp, 2 * n);
-        if (STORE_DS) { store_ds<T, Tile>(ds + 16 * n, p[n], lane); }
-    }
-#pragma unroll
-    for (int n = 0; n < Tile::step_fragments / 2; n++) { accumulate<T, Tile>(dk, p[n], q + 16 * n * Tile::row, lane); }
-}
 // Step 12 for one tile of queries: dS K [Bq,D], added to the workspace at `row` of all heads' rows.
-template <class T, class Tile>
-__device__ __forceinline__ void backward_add_dq(float* dq, int row, const T* ds, const T* k, int warp, int lane) {
+template <class Tile>
+__device__ __forceinline__ void backward_add_dq(float* dq, int row, const bf16* ds, const bf16* k, int warp, int lane) {
     int row_block = warp / Tile::dq_columns * Tile::dq_row_blocks, column_block = warp % Tile::dq_columns;
     float sum[Tile::dq_row_blocks][Tile::dq_column_blocks][2][4] = {};
 #pragma unroll(Tile::dq_unroll)
@@ -741,8 +577,8 @@ __device__ __forceinline__ void backward_add_dq(float* dq, int row, const T* ds,
             uint32_t b[4];
             ldmatrix_x4_trans(b, k + key * Tile::row + 16 * column + down_right(lane, Tile::row));
             for (int m = 0; m < Tile::dq_row_blocks; m++) {
-                mma<T>(sum[m][n][0], f[m], b[0], b[1]);
-                mma<T>(sum[m][n][1], f[m], b[2], b[3]);
+                mma(sum[m][n][0], f[m], b[0], b[1]);
+                mma(sum[m][n][1], f[m], b[2], b[3]);
             }
         }
     }
@@ -758,267 +594,92 @@ __device__ __forceinline__ void backward_add_dq(float* dq, int row, const T* ds,
     }
 }
 
-template <class T, class Tile, bool ADD_DQ>
+template <class Tile>
 __global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_main(AttentionArgs a, BackwardWorkspace w) {
 #ifdef HAS_CP_ASYNC
-    constexpr int Bk = Tile::own, Bq = Tile::streamed, tile_size = Bq * Tile::row, ds_size = Bk * Tile::ds_row;
+    constexpr int Bk = Tile::own, Bq = Tile::streamed, tile_size = Bq * Tile::row;
     extern __shared__ __align__(16) char shared[];
-    T *k = (T*)shared, *v = k + Bk * Tile::row, *q = v + Bk * Tile::row, *dO = q + 2 * tile_size,
-      *ds = dO + 2 * tile_size;
-    float2* stats = (float2*)(ds + Tile::ds_buffers * ds_size);
-    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, owner = warp % Tile::owners,
-        own = owner * Tile::own_fragments * 16;
-    bool first = warp < Tile::owners;  // of a pair
-    uint4* exchange = (uint4*)(stats + 2 * Bq) + owner * Tile::own_fragments * Tile::step_fragments / 2 * WARP;
+    bf16 *k = (bf16*)shared, *v = k + Bk * Tile::row, *q = v + Bk * Tile::row, *dO = q + 2 * tile_size,
+         *ds = dO + 2 * tile_size;
+    float2* stats = (float2*)(ds + Bk * Tile::ds_row);
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, own = warp * Tile::own_fragments * 16;
     // Causal: the first keys are seen by the most queries, so they start first.
     int bh = head_of_block(), b = bh / a.H, h = bh % a.H, k0 = blockIdx.y * Bk;
     int begin = a.causal ? k0 / Bq : 0, end = (a.Tq + Bq - 1) / Bq;  // query tiles
     // Masked are those that the diagonal crosses; all, if some keys are beyond Tk.
     int masked_end = k0 + Bk > a.Tk ? end : a.causal ? min(end, (k0 + Bk) / Bq) : begin;
     int row = bh * w.rows;  // of all heads' rows
-    const T *from_q = head_of<const T>(a.q, b, h), *from_dO = head_of<const T>(a.dO, b, h);
+    const bf16 *from_q = head_of<const bf16>(a.q, b, h), *from_dO = head_of<const bf16>(a.dO, b, h);
 
     auto load_tile = [&](int i) {
-        load_rows<T, Tile, Bq>(q + i % 2 * tile_size, from_q, a.q.row, i * Bq, a.Tq);
-        load_rows<T, Tile, Bq>(dO + i % 2 * tile_size, from_dO, a.dO.row, i * Bq, a.Tq);
+        load_rows<Tile, Bq>(q + i % 2 * tile_size, from_q, a.q.row, i * Bq, a.Tq);
+        load_rows<Tile, Bq>(dO + i % 2 * tile_size, from_dO, a.dO.row, i * Bq, a.Tq);
         if (threadIdx.x < Bq / 2) {  // two queries are 16 bytes
             int two = threadIdx.x * 2;
             cp_async_16(stats + i % 2 * Bq + two, (const float2*)w.stats + (row + i * Bq + two), true);
         }
         cp_async_commit();
     };
-    load_rows<T, Tile, Bk>(k, head_of<const T>(a.k, b, h), a.k.row, k0, a.Tk);
-    load_rows<T, Tile, Bk>(v, head_of<const T>(a.v, b, h), a.v.row, k0, a.Tk);
+    load_rows<Tile, Bk>(k, head_of<const bf16>(a.k, b, h), a.k.row, k0, a.Tk);
+    load_rows<Tile, Bk>(v, head_of<const bf16>(a.v, b, h), a.v.row, k0, a.Tk);
     if (begin < end) { load_tile(begin); }  // the loop waits for all three
-    const T *my_k = k + own * Tile::row, *my_v = v + own * Tile::row;
-    // A warp alone holds dV and dK; of a pair the first holds dV, the second dK, both in `sum`, and `dk` is not used.
-    float sum[Tile::own_fragments][Tile::D / 8][4] = {}, dk[Tile::own_fragments][Tile::D / 8][4] = {};
+    const bf16 *my_k = k + own * Tile::row, *my_v = v + own * Tile::row;
+    float dv[Tile::own_fragments][Tile::D / 8][4] = {}, dk[Tile::own_fragments][Tile::D / 8][4] = {};
 
-    auto add_dq = [&](int i) {
-        backward_add_dq<T, Tile>(w.dq, row + i * Bq, ds + i % Tile::ds_buffers * ds_size, k, warp, lane);
-    };
     auto step_tile = [&](int i, auto masked) {
-        constexpr bool MASKED = decltype(masked)::value;
         cp_async_wait<0>();
         __syncthreads();  // this tile is there, from every thread; and nobody reads the other buffers any more
         if (i + 1 < end) { load_tile(i + 1); }
-        if (Tile::paired && ADD_DQ && i > begin) { add_dq(i - 1); }  // that barrier made its dS complete, too
-        const T *q_tile = q + i % 2 * tile_size, *dO_tile = dO + i % 2 * tile_size;
+        const bf16 *q_tile = q + i % 2 * tile_size, *dO_tile = dO + i % 2 * tile_size;
         const float2* stats_tile = stats + i % 2 * Bq;
-        T* ds_tile = ds + i % Tile::ds_buffers * ds_size + own * Tile::ds_row;
-        if constexpr (Tile::paired) {
-            if (first) {
-                step_first<T, Tile, MASKED>(a, owner, k0 + own, i * Bq, my_k, q_tile, dO_tile, stats_tile, exchange,
-                                            lane, sum);
-            } else {
-                step_second<T, Tile, ADD_DQ>(owner, my_v, q_tile, dO_tile, stats_tile, exchange, ds_tile, lane, sum);
-            }
-        } else {
+        bf16* ds_tile = ds + own * Tile::ds_row;
 #pragma unroll 1
-            for (int at = 0; at < Bq; at += Tile::step) {
-                step_alone<T, Tile, MASKED, ADD_DQ>(a, k0 + own, i * Bq + at, my_k, my_v, q_tile + at * Tile::row,
-                                                    dO_tile + at * Tile::row, stats_tile + at, ds_tile + at, lane, dk,
-                                                    sum);
-            }
-            if (ADD_DQ) {
-                __syncthreads();  // dS is there, from every warp
-                add_dq(i);
-            }
+        for (int at = 0; at < Bq; at += Tile::step) {
+            backward_step<Tile, decltype(masked)::value>(a, k0 + own, i * Bq + at, my_k, my_v, q_tile + at * Tile::row,
+                                                         dO_tile + at * Tile::row, stats_tile + at, ds_tile + at, lane,
+                                                         dk, dv);
         }
+        __syncthreads();  // dS is there, from every warp
+        backward_add_dq<Tile>(w.dq, row + i * Bq, ds, k, warp, lane);
     };
     int i = begin;
 #pragma unroll 1
     for (; i < masked_end; i++) { step_tile(i, std::true_type()); }
 #pragma unroll 1
     for (; i < end; i++) { step_tile(i, std::false_type()); }
-    if (Tile::paired && ADD_DQ && begin < end) {
-        __syncthreads();  // the last dS is there, from every warp
-        add_dq(end - 1);
-    }
     cp_async_wait<0>();  // causal keys that no query sees: K and V may still be on their way
-    T *to_dk = head_of<T>(a.dk, b, h), *to_dv = head_of<T>(a.dv, b, h);
-    if constexpr (Tile::paired) {
-        store_rows<T, Tile>(first ? to_dv : to_dk, first ? a.dv.row : a.dk.row, k0 + own, a.Tk, sum,
-                            first ? 1 : a.scale, lane);
-    } else {
-        store_rows<T, Tile>(to_dv, a.dv.row, k0 + own, a.Tk, sum, 1, lane);
-        store_rows<T, Tile>(to_dk, a.dk.row, k0 + own, a.Tk, dk, a.scale, lane);
-    }
-#endif
-}
-
-// ---- dQ by itself: a block owns queries, for the deterministic backward ----
-template <class T, class Tile, bool MASKED>
-__device__ __forceinline__ void backward_dq_step(const AttentionArgs& a, int query, int key, const T* q, const T* dO,
-                                                 const T* k, const T* v, const float2 (&stats)[Tile::own_fragments][2],
-                                                 int lane, float (&dq)[Tile::own_fragments][Tile::D / 8][4]) {
-    float s[Tile::own_fragments][Tile::step_fragments][4] = {}, dp[Tile::own_fragments][Tile::step_fragments][4];
-    float factor = a.scale * LOG2_E;
-    multiply<T, Tile>(s, q, k, lane);  // step 8
-#pragma unroll
-    for (int m = 0; m < Tile::own_fragments; m++) {
-        for (int i = 0; i < Tile::step_fragments * 4; i++) { dp[m][i / 4][i % 4] = -stats[m][i % 4 / 2].y; }
-    }
-    multiply<T, Tile>(dp, dO, v, lane);  // step 10
-#pragma unroll
-    for (int m = 0; m < Tile::own_fragments; m++) {
-        for (int n = 0; n < Tile::step_fragments; n++) {
-            for (int i = 0; i < 4; i++) {
-                int at_query = query + 16 * m + 8 * (i / 2) + lane / 4, at_key = key + 8 * n + lane % 4 * 2 + i % 2;
-                float x = s[m][n][i] * factor - stats[m][i / 2].x;
-                if (MASKED && (at_key >= a.Tk || (a.causal && at_key > at_query))) { x = -INFINITY; }
-                dp[m][n][i] *= exp2_approx(x);  // steps 8 and 11
-            }
-        }
-    }
-#pragma unroll
-    for (int n = 0; n < Tile::step_fragments; n += 2) {
-        uint32_t ds[Tile::own_fragments][4];
-        pack_operand<T, Tile>(ds, dp, n);
-        accumulate<T, Tile>(dq, ds, k + 8 * n * Tile::row, lane);  // step 12
-    }
-}
-
-template <class T, class Tile>
-__global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_dq(AttentionArgs a, BackwardWorkspace w) {
-#ifdef HAS_CP_ASYNC
-    constexpr int Bq = Tile::own, Bk = Tile::streamed;
-    extern __shared__ __align__(16) char shared[];
-    T *q = (T*)shared, *dO = q + Bq * Tile::row, *k = dO + Bq * Tile::row, *v = k + 2 * Bk * Tile::row;
-    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    int bh = head_of_block(), b = bh / a.H, h = bh % a.H;
-    int q0 = (gridDim.y - 1 - blockIdx.y) * Bq;  // the last queries see the most keys: they start first
-    int end = (min(a.causal ? q0 + Bq : a.Tk, a.Tk) + Bk - 1) / Bk;  // key tiles
-    int unmasked_end = min(a.causal ? q0 / Bk : end, a.Tk / Bk);
-    const T *from_k = head_of<const T>(a.k, b, h), *from_v = head_of<const T>(a.v, b, h);
-    auto load_tile = [&](int j) {
-        load_rows<T, Tile, Bk>(k + j % 2 * Bk * Tile::row, from_k, a.k.row, j * Bk, a.Tk);
-        load_rows<T, Tile, Bk>(v + j % 2 * Bk * Tile::row, from_v, a.v.row, j * Bk, a.Tk);
-        cp_async_commit();
-    };
-    load_rows<T, Tile, Bq>(q, head_of<const T>(a.q, b, h), a.q.row, q0, a.Tq);
-    load_rows<T, Tile, Bq>(dO, head_of<const T>(a.dO, b, h), a.dO.row, q0, a.Tq);
-    load_tile(0);
-    cp_async_wait<0>();
-    __syncthreads();  // Q and dO are there, from every thread
-    int own = warp * Tile::own_fragments * 16;
-    const T *my_q = q + own * Tile::row, *my_dO = dO + own * Tile::row;
-    float2 stats[Tile::own_fragments][2];
-    for (int i = 0; i < Tile::own_fragments * 2; i++) {
-        int64_t row = (int64_t)bh * w.rows + q0 + own + 8 * i + lane / 4;
-        const float* two = (const float*)&w.stats[row / 2];
-        stats[i / 2][i % 2] = make_float2(two[row % 2], two[2 + row % 2]);
-    }
-    float dq[Tile::own_fragments][Tile::D / 8][4] = {};
-
-    auto step = [&](int j, auto masked) {
-        cp_async_wait<0>();
-        __syncthreads();  // this tile is there, from every thread; and nobody reads the last one's buffers any more
-        if (j + 1 < end) { load_tile(j + 1); }
-        int buffer = j % 2 * Bk;
-#pragma unroll 1
-        for (int at = 0; at < Bk; at += Tile::step) {
-            backward_dq_step<T, Tile, decltype(masked)::value>(a, q0 + own, j * Bk + at, my_q, my_dO,
-                                                               k + (buffer + at) * Tile::row,
-                                                               v + (buffer + at) * Tile::row, stats, lane, dq);
-        }
-    };
-    int j = 0;
-#pragma unroll 1
-    for (; j < unmasked_end; j++) { step(j, std::false_type()); }
-#pragma unroll 1
-    for (; j < end; j++) { step(j, std::true_type()); }
-    store_rows<T, Tile>(head_of<T>(a.dq, b, h), a.dq.row, q0 + own, a.Tq, dq, a.scale, lane);
+    store_rows<Tile>(head_of<bf16>(a.dv, b, h), a.dv.row, k0 + own, a.Tk, dv, 1, lane);
+    store_rows<Tile>(head_of<bf16>(a.dk, b, h), a.dk.row, k0 + own, a.Tk, dk, a.scale, lane);
 #endif
 }
 
 // ---- launch ----
-// Main and Dq where a block can have that much shared memory, else Small for both.
-template <class T, class Main, class Dq, class Small = Main>
-static void launch_backward(const AttentionArgs& a, const BackwardWorkspace& w) {
-    static_assert(BACKWARD_PAD % Main::streamed == 0 && BACKWARD_PAD % Dq::own == 0);
-    if constexpr (!std::is_same<Main, Small>::value) {
-        if (shared_memory_per_block() < std::max(Main::main_bytes, Dq::main_bytes)) {
-            return launch_backward<T, Small, Small>(a, w);
-        }
+// Tile where a block can have that much shared memory, else Small.
+template <class Tile, class Small = Tile>
+static void launch_backward(const AttentionTensors& t) {
+    if constexpr (!std::is_same<Tile, Small>::value) {
+        if (shared_memory_per_block() < Tile::bytes) { return launch_backward<Small>(t); }
     }
-    auto grid = [&](int rows, auto tile) { return attention_grid(a, ceil_div(rows, tile.own), tile.blocks); };
-    if (w.dq) {
-        launch(backward_main<T, Main, true>, grid(a.Tk, Main()), Main::threads, Main::main_bytes, a, w);
-    } else {
-        launch(backward_main<T, Dq, false>, grid(a.Tk, Dq()), Dq::threads, Dq::main_bytes, a, w);
-        launch(backward_dq<T, Dq>, grid(a.Tq, Dq()), Dq::threads, Dq::dq_bytes, a, w);
-    }
-}
-template <class T>
-static void flash_main_kernels(const AttentionTensors& t, const BackwardWorkspace& w) {
     AttentionArgs a = args_of(t);
-    // <D, own, streamed, step, warps, paired, blocks, dQ columns>
-    using Tile16 = BackwardTile<16, 128, 64, 32, 4, false, 2, 1>;
-    using Tile32 = BackwardTile<32, 128, 64, 32, 4, false, 2, 1>;
-    using Tile64 = BackwardTile<64, 128, 64, 32, 4, false, 2, 2>;
-    using Tile80 = BackwardTile<80, 128, 64, 16, 4, false, 2, 1>;
-    using Small80 = BackwardTile<80, 128, 32, 16, 4, false, 1, 2>;
-    using Main128 = BackwardTile<128, 128, 64, 64, 8, true, 1, 4>;
-    using Dq128 = BackwardTile<128, 128, 64, 64, 8, false, 1, 2>;
-    using Small128 = BackwardTile<128, 64, 32, 16, 4, false, 1, 2>;
-    switch (t.q.dim(3)) {
-        case 16: return launch_backward<T, Tile16, Tile16>(a, w);
-        case 32: return launch_backward<T, Tile32, Tile32>(a, w);
-        case 64: return launch_backward<T, Tile64, Tile64>(a, w);
-        case 80: return launch_backward<T, Tile80, Tile80, Small80>(a, w);
-        default: return launch_backward<T, Main128, Dq128, Small128>(a, w);
-    }
-}
-// Runs f(T(), D) with the tensors' type and, as a type, their head size.
-template <class Fn>
-static void with_type_and_head_size(const AttentionTensors& t, Fn f) {
-    auto with_head_size = [&](auto zero) {
-        switch (t.q.dim(3)) {
-            case 16: return f(zero, std::integral_constant<int, 16>());
-            case 32: return f(zero, std::integral_constant<int, 32>());
-            case 64: return f(zero, std::integral_constant<int, 64>());
-            case 80: return f(zero, std::integral_constant<int, 80>());
-            default: return f(zero, std::integral_constant<int, 128>());
-        }
-    };
-    t.q.dtype == BF16 ? with_head_size(bf16()) : with_head_size(fp16());
-}
-BackwardWorkspace backward_begin(const AttentionTensors& t, Tensor& memory) {
-    AttentionArgs a = args_of(t);
-    BackwardWorkspace w;
-    w.rows = ceil_div(a.Tq, BACKWARD_PAD) * BACKWARD_PAD;
-    int64_t rows = (int64_t)a.B * a.H * w.rows, dq_count = context.deterministic ? 0 : rows * t.q.dim(3);
-    if (rows > INT32_MAX) { fail("attention backward: %lld rows, at most 2^31-1", (long long)rows); }
-    memory = empty_on(CUDA, {dq_count + 2 * rows}, F32, WORKSPACE);
-    w.dq = context.deterministic ? nullptr : memory.as<float>();
-    w.stats = (float4*)(memory.as<float>() + dq_count);
-    with_type_and_head_size(t, [&](auto zero, auto D) {
-        launch(backward_before<decltype(zero), D>, ceil_div(rows / 2 * row_threads(D), 128), 128, 0, a, w);
-    });
-    return w;
-}
-void backward_end(const AttentionTensors& t, const BackwardWorkspace& w) {
-    AttentionArgs a = args_of(t);
-    with_type_and_head_size(t, [&](auto zero, auto D) {
-        int64_t threads = (int64_t)a.B * a.H * w.rows / 2 * (D / 8);
-        launch<true>(backward_after<decltype(zero), D>, ceil_div(threads, 256), 256, 0, a, w);
-    });
-}
-bool dq_order_of_sm_90() { return compiled_for(backward_after<bf16, 64>) >= 90; }
-
-void flash_mma_backward(const AttentionTensors& t) {
     Tensor memory;
-    BackwardWorkspace w = backward_begin(t, memory);
-    t.q.dtype == BF16 ? flash_main_kernels<bf16>(t, w) : flash_main_kernels<fp16>(t, w);
-    if (w.dq) { backward_end(t, w); }
+    BackwardWorkspace w = backward_begin<Tile::D>(a, memory);
+    launch(backward_main<Tile>, attention_grid(a, ceil_div(a.Tk, Tile::own), Tile::blocks), Tile::threads, Tile::bytes,
+           a, w);
+    backward_end<Tile::D>(a, w);
 }
-static void forward(const AttentionTensors& t) {
-    t.q.dtype == BF16 ? flash_forward_mma<bf16>(t) : flash_forward_mma<fp16>(t);
+static void backward(const AttentionTensors& t) {
+    switch (t.q.dim(3)) {  // <D, own, streamed, step, warps, blocks, dQ columns>
+        case 16: return launch_backward<BackwardTile<16, 128, 64, 32, 4, 2, 1>>(t);
+        case 32: return launch_backward<BackwardTile<32, 128, 64, 32, 4, 2, 1>>(t);
+        case 64: return launch_backward<BackwardTile<64, 128, 64, 32, 4, 2, 2>>(t);
+        case 80:
+            return launch_backward<BackwardTile<80, 128, 64, 16, 4, 2, 1>, BackwardTile<80, 128, 32, 16, 4, 1, 2>>(t);
+        default: return launch_backward<BackwardTile<128, 64, 32, 16, 4, 1, 2>>(t);
+    }
 }
 static bool takes(DType t, int64_t D) {
-    static const bool runs_here = compiled_for(backward_after<bf16, 64>) >= 80;
-    return (t == BF16 || t == F16) && flash_head_size(D) && runs_here;
+    static const bool runs_here = compiled_for(backward_after<64>) >= 80;
+    return t == BF16 && flash_head_size(D) && runs_here;
 }
-static const AddRow<AttentionImpl> row({"flash_mma", CUDA, 50, takes, nullptr, forward, flash_mma_backward});
+static const AddRow<AttentionImpl> row({"flash_mma", CUDA, 50, takes, nullptr, flash_forward_mma, backward});
 #endif

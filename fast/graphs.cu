@@ -4,7 +4,6 @@
 // take less than that each. A graph, captured once, launches all its kernels at once and leaves shorter gaps between
 // them. The first step of a kind is a rehearsal (see StepPlaces), the second is captured, and from then on the same
 // kernels run on the same buffers.
-#include "fast.h"
 #include "cs336.h"
 #include "lib/gpu.h"
 
@@ -12,6 +11,23 @@
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Places for the buffers
+
+// A captured step's buffers lie in one block. A rehearsal, the same step with buffers from the pool, shows which buffer
+// is held from when to when; plan() then lays them into a block that is not much larger than what the step holds at
+// most.
+struct StepPlaces : Places {
+    struct Place {
+        size_t bytes, offset;
+        int from, to;  // when it is taken and given back, on a clock that counts both
+    };
+    std::shared_ptr<Memory> block;  // null in the rehearsal
+    std::vector<Place> places;      // in the order of allocation
+    int events = 0;                 // the clock
+    size_t next = 0;                // with a block: the place to be taken next
+    size_t take(size_t bytes, void** at) override;
+    void give(size_t number) override;
+    size_t plan();  // right after the rehearsal: sets the offsets; returns the block's bytes
+};
 
 size_t StepPlaces::take(size_t bytes, void** at) {
     bytes = (bytes + 511) / 512 * 512;
@@ -30,17 +46,17 @@ void StepPlaces::give(size_t number) {
 }
 // First what stays, as gradients do, then the largest; each at the lowest offset where nothing lies that is there at
 // the same time. At the handout's sizes the block is 0 to 4 % larger than what is held at most.
-size_t plan_places(StepPlaces& rehearsed) {
-    std::vector<StepPlaces::Place*> order, placed;
-    for (StepPlaces::Place& p : rehearsed.places) { order.push_back(&p); }
-    std::stable_sort(order.begin(), order.end(), [](const StepPlaces::Place* a, const StepPlaces::Place* b) {
+size_t StepPlaces::plan() {
+    std::vector<Place*> order, placed;
+    for (Place& p : places) { order.push_back(&p); }
+    std::stable_sort(order.begin(), order.end(), [](const Place* a, const Place* b) {
         bool a_stays = a->to == INT_MAX, b_stays = b->to == INT_MAX;
         return a_stays != b_stays ? a_stays : !a_stays && a->bytes > b->bytes;
     });
     size_t end = 0;
-    for (StepPlaces::Place* p : order) {
+    for (Place* p : order) {
         p->offset = 0;
-        for (const StepPlaces::Place* other : placed) {  // by offset
+        for (const Place* other : placed) {  // by offset
             if (other->to < p->from || p->to < other->from) { continue; }
             if (other->offset >= p->offset + p->bytes) { break; }
             p->offset = std::max(p->offset, other->offset + other->bytes);
@@ -53,7 +69,7 @@ size_t plan_places(StepPlaces& rehearsed) {
     return end;
 }
 
-int graph_launches = 0;
+int graph_launches = 0;  // of this process, for tests: two for each captured step, one for a forward alone
 
 #ifdef __CUDACC__
 // ---------------------------------------------------------------------------------------------------------------------
@@ -76,9 +92,9 @@ struct StepGraphs {
     }
 };
 static std::string kind_of_step(const Model& model, const char* what, const Tensor& tokens, float loss_scale) {
-    return strprintf("%s %s %d %d %d %d %d %g %d %p", what, to_string(tokens.shape).c_str(), context.precision,
-                     context.deterministic, context.recompute, context.checkpoint, context.head_chunk, loss_scale,
-                     model.form != nullptr, (void*)model.rope.data);
+    return strprintf("%s %s %d %d %d %d %g %d %p", what, to_string(tokens.shape).c_str(), context.precision,
+                     context.recompute, context.checkpoint, context.head_chunk, loss_scale, model.form != nullptr,
+                     (void*)model.rope.data);
 }
 static cudaGraphExec_t capture(const std::shared_ptr<StepPlaces>& places, const std::function<void()>& work) {
     cudaGraph_t graph = nullptr;
@@ -112,7 +128,7 @@ static StepGraphs* graphs_or(Model& model, const std::string& kind, const Shape&
         auto rehearsal = std::make_shared<StepGraphs>();
         model.kept = nullptr;  // its block goes before the new step needs the room
         allocate_in(rehearsal->places, by_launches);
-        rehearsal->bytes = plan_places(*rehearsal->places);
+        rehearsal->bytes = rehearsal->places->plan();
         rehearsal->kind = kind;
         model.kept = rehearsal;
         return nullptr;
@@ -188,5 +204,5 @@ static Tensor infer_by_graph(Model& model, const Tensor& tokens) {
 static bool by_graphs(const Model& model) {
     return context.mode == FLASH && context.device == CUDA && !context.each_launch && !model.gradients && !watched();
 }
-static const AddRow<StepImpl> row({"graphs", 20, by_graphs, forward_backward_by_graphs, infer_by_graph});
+static const AddRow<StepImpl> graphs_row({"graphs", 20, by_graphs, forward_backward_by_graphs, infer_by_graph});
 #endif

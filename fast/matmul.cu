@@ -4,7 +4,7 @@
 // with it. So the kernels that the library names for a product are timed when it comes along for the first time, some
 // milliseconds each. Only those that sum over all of K in one go take part: they add up in the same order, so all give
 // the same bits, and no result tells which of them was the fastest today.
-#include "fast.h"
+#include "cs336.h"
 #include "lib/gpu.h"
 
 #ifdef __CUDACC__
@@ -114,25 +114,5 @@ static bool picked_product(const Product& p) {
     if (l) { run(p, *l, p.alpha, p.beta); }
     return l != nullptr;
 }
-static const AddRow<ProductImpl> row({"cublaslt, timed", 20, picked_product});
+static const AddRow<ProductImpl> timed_row({"cublaslt, timed", 20, picked_product});
 #endif
-
-std::vector<Tensor> gemm_by_each_kernel(const Tensor& a, bool ta, const Tensor& b, bool tb, DType dtype) {
-    std::vector<Tensor> results;
-#ifdef __CUDACC__
-    Matrix A = matrix_of(a), B = matrix_of(b);
-    Shape shape = {ta ? A.cols : A.rows, tb ? B.rows : B.cols};
-    Tensor first = empty(shape, dtype);
-    Product p{matrix_of(first), A, B, ta, tb, ta ? A.rows : A.cols, 1, 0};
-    Picked l = layouts_of(p);
-    for (const cublasLtMatmulAlgo_t& kernel : kernels_for(p, l)) {
-        l.kernel = kernel;
-        results.push_back(empty(shape, dtype));
-        p.C = matrix_of(results.back());
-        run(p, l, 1, 0);
-    }
-#else
-    (void)a, (void)ta, (void)b, (void)tb, (void)dtype;
-#endif
-    return results;
-}

@@ -115,15 +115,14 @@ struct Context {
     Device planned_for = CPU;  // while device is META: where the run would be
     Mode mode = FUSED;
     Precision precision = FP32;
-    bool widening = false;       // a plan for a run here: count the fp32 copies of its products' operands
-    bool recording = true;       // write the tape; off inside NoGrad
-    bool deterministic = false;  // the same bits in every run, where that costs something: flash attention's backward
-    bool recompute = false;      // backward computes the norms' outputs and SwiGLU's again, so that nobody keeps them
-    int checkpoint = 0;          // blocks per gradient checkpoint; 0: none; below 0: an entry of Checkpointing
-    int head_chunk = 0;          // rows of the logits that the loss makes at a time; 0: all
-    bool each_launch = false;    // somebody looks at each launch, so none may hide in a CUDA graph
-    bool csv = false;            // tables and answers are printed as csv, not as Markdown
-    const char* sizes = "";      // "; sizes of --quick" if it chose them, for origin()
+    bool widening = false;     // a plan for a run here: count the fp32 copies of its products' operands
+    bool recording = true;     // write the tape; off inside NoGrad
+    bool recompute = false;    // backward computes the norms' outputs and SwiGLU's again, so that nobody keeps them
+    int checkpoint = 0;        // blocks per gradient checkpoint; 0: none; below 0: an entry of Checkpointing
+    int head_chunk = 0;        // rows of the logits that the loss makes at a time; 0: all
+    bool each_launch = false;  // somebody looks at each launch, so none may hide in a CUDA graph
+    bool csv = false;          // tables and answers are printed as csv, not as Markdown
+    const char* sizes = "";    // "; sizes of --quick" if it chose them, for origin()
 };
 extern Context context;
 struct RestoreContext {  // at the end of its scope the context is as it was, also after an error

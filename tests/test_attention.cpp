@@ -6,9 +6,10 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <numeric>
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tests of attention.cu, against attention written as loops in double precision.
+// A problem, its truth by attention.cu's reference in float64, and how results are held to it.
 
 struct Sizes {
     int B, H, Tq, Tk, D;
@@ -19,101 +20,84 @@ static const Sizes all_sizes[] = {{1, 1, 1, 1, 2},    {2, 3, 2, 2, 16},  {1, 2, 
 static std::string to_string(const Sizes& s) {
     return strprintf("B=%d H=%d Tq=%d Tk=%d D=%d", s.B, s.H, s.Tq, s.Tk, s.D);
 }
-
 static Tensor normal(const Shape& shape, DType dtype, uint64_t key, float std = 1) {
     Tensor t = empty(shape, dtype);
     fill_normal(t, 1, key, 0, std);
     return t;
 }
-struct Problem {
-    Tensor q, k, v, dO;
-};
-static Problem make_problem(const Sizes& s, DType dtype = F32) {
-    Shape queries = {s.B, s.H, s.Tq, s.D}, keys = {s.B, s.H, s.Tk, s.D};
-    return {normal(queries, dtype, 0), normal(keys, dtype, 1), normal(keys, dtype, 2), normal(queries, dtype, 3)};
-}
-
-// The definition, in double: O and the gradients that the handout's equations 13-19 give for dO. On the CPU, F64.
 struct Result {
-    Tensor o, dq, dk, dv;
+    Tensor o, L, dq, dk, dv;
 };
-static Result reference(const Problem& p, const Sizes& s, bool causal) {
-    std::vector<double> Q = to_doubles(p.q), K = to_doubles(p.k), V = to_doubles(p.v), dO = to_doubles(p.dO);
-    Result r{empty_on(CPU, p.q.shape, F64), empty_on(CPU, p.q.shape, F64), empty_on(CPU, p.k.shape, F64),
-             empty_on(CPU, p.k.shape, F64)};
-    for (const Tensor& t : {r.o, r.dq, r.dk, r.dv}) { fill_zero(t); }
-    double scale = 1 / sqrt((double)s.D);
-    for (int64_t row = 0; row < (int64_t)s.B * s.H * s.Tq; row++) {
-        int64_t head = row / s.Tq, i = row % s.Tq, n = causal ? std::min<int64_t>(i + 1, s.Tk) : s.Tk;
-        const double *q = &Q[row * s.D], *k = &K[head * s.Tk * s.D], *v = &V[head * s.Tk * s.D], *dO_i = &dO[row * s.D];
-        double *o = r.o.as<double>() + row * s.D, *dq = r.dq.as<double>() + row * s.D;
-        double *dk = r.dk.as<double>() + head * s.Tk * s.D, *dv = r.dv.as<double>() + head * s.Tk * s.D;
-        std::vector<double> P(n), dP(n);
-        double m = -INFINITY, sum = 0, D = 0;
-        for (int64_t j = 0; j < n; j++) {
-            double dot = 0;
-            for (int d = 0; d < s.D; d++) { dot += q[d] * k[j * s.D + d]; }
-            P[j] = scale * dot;
-            m = std::max(m, P[j]);
-        }
-        for (double& x : P) { sum += x = std::exp(x - m); }
-        for (int64_t j = 0; j < n; j++) {
-            P[j] /= sum;
-            for (int d = 0; d < s.D; d++) {
-                o[d] += P[j] * v[j * s.D + d];
-                dv[j * s.D + d] += P[j] * dO_i[d];
-                dP[j] += dO_i[d] * v[j * s.D + d];
-            }
-            D += P[j] * dP[j];
-        }
-        for (int64_t j = 0; j < n; j++) {
-            double dS = P[j] * (dP[j] - D) * scale;
-            for (int d = 0; d < s.D; d++) {
-                dq[d] += dS * k[j * s.D + d];
-                dk[j * s.D + d] += dS * q[d];
-            }
-        }
-    }
-    return r;
+static const char* const names[] = {"O", "L", "dQ", "dK", "dV"};
+static Result result_of(const AttentionImpl& impl, const Inputs& in, bool causal) {
+    std::vector<Tensor> all = outputs_of(impl, in, causal);
+    return {all[0], all[1], all[2], all[3], all[4]};
 }
-static Result run(const Problem& p, bool causal) {
-    clear_tape();
-    Tensor q = require_gradient(p.q), k = require_gradient(p.k), v = require_gradient(p.v);
-    Tensor o = attention(q, k, v, causal), loss = zeros({}, F32);
-    record(loss, {o}, [dO = p.dO, g = o.gradient](const Tensor&) { add_gradient(g, dO); });  // dloss/dO is dO
-    backward(loss);
-    REQUIRE((q.gradient->value && k.gradient->value && v.gradient->value));
-    return {detached(o), q.gradient->value, k.gradient->value, v.gradient->value};
+static const AttentionImpl& impl_on(Device device, const std::string& name) {
+    RestoreContext restore;
+    context.device = device;
+    return impl_named(name);
 }
-// Errors are measured by the largest value of each tensor: single elements cancel.
-static void check_result(const Result& got, const Result& want, double tolerance) {
-    const Tensor* g[] = {&got.o, &got.dq, &got.dk, &got.dv};
-    const Tensor* w[] = {&want.o, &want.dq, &want.dk, &want.dv};
-    for (int i = 0; i < 4; i++) {
-        // One key alone has P = 1: its dQ and dK are exactly 0, and what remains is rounding; hence the 1.
-        double largest = 1;
-        for (double x : to_doubles(*w[i])) { largest = std::max(largest, fabs(x)); }
-        Comparison c = compare(*g[i], *w[i], 0, tolerance * largest);
-        INFO(std::string(i == 0 ? "O" : i == 1 ? "dQ" : i == 2 ? "dK" : "dV"));
-        CHECK_MESSAGE(c.ok(), to_string(c));
-    }
+struct Problem {
+    Inputs in;     // plain, in the dtype under test, on the device
+    Result truth;  // float64, on the CPU
+};
+static void find_truth(Problem& p, bool causal) {
+    RestoreContext restore;
+    context.device = CPU, context.precision = FP32;
+    // The reference is slow; where it would take seconds, fused in float64 (which is held to it below) stands in.
+    const bool small = p.in.q.dim(2) * p.in.k.dim(2) < 40000;
+    p.truth = result_of(impl_on(CPU, small ? "reference" : "fused"), on(CPU, F64, p.in), causal);
+}
+static Tensor with_rows_times(const Tensor& t, int begin, int end, float factor) {  // of a tensor [1,1,T,D]
+    std::vector<float> x = to_floats(t);
+    for (int64_t i = begin * t.dim(3); i < end * t.dim(3); i++) { x[i] *= factor; }
+    return from_floats(x, t.shape, t.dtype);
+}
+// q's rows have standard deviation q_std; if `few`, only rows 16 to 31 of B 1, H 1 have it, which are one warp's.
+static Problem make_problem(const Sizes& s, DType dtype, bool causal, float q_std = 1, bool few = false) {
+    Problem p;
+    p.in = random_inputs({s.B, s.H, s.Tq, s.Tk, s.D, causal}, dtype, 1);
+    if (few) { p.in.q = with_rows_times(p.in.q, 16, 32, q_std); }
+    if (!few && q_std != 1) { p.in.q = normal(p.in.q.shape, dtype, 0, q_std); }
+    find_truth(p, causal);
+    return p;
+}
+// atol: times the largest value of the tensor, because single elements cancel; at least 1, because one key alone has
+// P = 1: its dQ and dK are exactly 0, and what remains is rounding.
+static void check_close(const std::string& what, const Tensor& got, const Tensor& want, double rtol, double atol) {
+    Comparison c = compare(got, want, rtol, atol * std::max(1.0, largest(want)));
+    CHECK_MESSAGE(c.ok(), what, ": ", to_string(c));
+}
+static void check_result(const Result& got, const Result& want, double rtol, double atol) {
+    const Tensor* g[] = {&got.o, &got.L, &got.dq, &got.dk, &got.dv};
+    const Tensor* w[] = {&want.o, &want.L, &want.dq, &want.dk, &want.dv};
+    for (int i = 0; i < 5; i++) { check_close(names[i], *g[i], *w[i], rtol, atol); }
+}
+// By context.mode; without L.
+static Result run(const Inputs& in, bool causal) {
+    Inputs x{require_gradient(in.q), require_gradient(in.k), require_gradient(in.v), in.dO};
+    Tensor o = attention(x.q, x.k, x.v, causal);
+    backward_from(o, cast(x.dO, o.dtype));
+    return {detached(o), Tensor(), x.q.gradient->value, x.k.gradient->value, x.v.gradient->value};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// naive and fused, by context.mode
 
+// L is fp32 in the reference.
 TEST_CASE("attention and its backward are the handout's equations, in float64") {
     begin<OnCPU>();
     for (const Sizes& s : all_sizes) {
         for (bool causal : {false, true}) {
             INFO(to_string(s), causal ? " causal" : "");
-            Problem p = make_problem(s, F64);
-            context.mode = EAGER;
-            Result eager = run(p, causal);
-            context.mode = FUSED;
-            Result fused = run(p, causal), want = reference(p, s, causal);
-            check_result(eager, want, 1e-12);
-            check_result(fused, want, 1e-12);
-            check_result(fused, eager, 1e-12);
+            Problem p = make_problem(s, F64, causal);
+            for (const char* name : {"naive", "fused"}) {
+                Result got = result_of(impl_named(name), p.in, causal);
+                check_close("L", got.L, p.truth.L, 1e-6, 1e-7);
+                got.L = p.truth.L;
+                check_result(got, p.truth, 0, 1e-12);
+            }
         }
     }
 }
@@ -122,35 +106,31 @@ TEST_CASE("attention's backward agrees with central differences") {
     begin<OnCPU>();
     const double h = 1e-5;
     for (const Sizes& s : {Sizes{1, 2, 5, 5, 2}, {1, 1, 3, 6, 3}, {2, 1, 6, 3, 2}}) {
-        for (Mode mode : {EAGER, FUSED}) {
-            for (bool causal : {false, true}) {
-                context.mode = mode;
-                INFO(to_string(s), " ", setting_now(), causal ? " causal" : "");
-                Problem p = make_problem(s, F64);
-                Result got = run(p, causal), want = got;
-                std::vector<double> dO = to_doubles(p.dO);
+        for (bool causal : {false, true}) {
+            INFO(to_string(s), causal ? " causal" : "");
+            Inputs in = random_inputs({s.B, s.H, s.Tq, s.Tk, s.D, causal}, F64, 1);
+            const std::vector<double> dO = to_doubles(in.dO);
+            for (const char* name : {"reference", "naive", "fused"}) {
+                const AttentionImpl& impl = impl_named(name);
+                const Result got = result_of(impl, in, causal);
                 auto loss = [&] {
                     NoGrad no_grad;
-                    std::vector<double> o = to_doubles(attention(p.q, p.k, p.v, causal));
-                    double sum = 0;
-                    for (size_t i = 0; i < o.size(); i++) { sum += o[i] * dO[i]; }
-                    return sum;
+                    const std::vector<double> o = to_doubles(run_attention(impl, in.q, in.k, in.v, causal));
+                    return std::inner_product(o.begin(), o.end(), dO.begin(), 0.0);
                 };
-                const Tensor* inputs[] = {&p.q, &p.k, &p.v};
-                Tensor* wanted[] = {&want.dq, &want.dk, &want.dv};
+                const Tensor *inputs[] = {&in.q, &in.k, &in.v}, *gradients[] = {&got.dq, &got.dk, &got.dv};
                 for (int j = 0; j < 3; j++) {
-                    *wanted[j] = empty(inputs[j]->shape, F64);
-                    for (int64_t i = 0; i < inputs[j]->size(); i++) {
+                    Tensor want = empty(inputs[j]->shape, F64);
+                    for (int64_t i = 0; i < want.size(); i++) {
                         double *x = inputs[j]->as<double>() + i, before = *x;
                         *x = before + h;
-                        double above = loss();
+                        const double above = loss();
                         *x = before - h;
-                        double below = loss();
+                        want.as<double>()[i] = (above - loss()) / (2 * h);
                         *x = before;
-                        wanted[j]->as<double>()[i] = (above - below) / (2 * h);
                     }
+                    check_close(name, *gradients[j], want, 0, 1e-8);
                 }
-                check_result(got, want, 1e-8);
             }
         }
     }
@@ -166,12 +146,13 @@ TEST_CASE_TEMPLATE("attention in every precision", D, OnCPU, OnCUDA) {
                 for (bool causal : {false, true}) {
                     context.precision = precision, context.mode = mode;
                     INFO(to_string(s), " ", setting_now(), causal ? " causal" : "");
-                    Problem p = make_problem(s);
-                    Result got = run(p, causal);
+                    Problem p = make_problem(s, F32, causal);
+                    Result got = run(p.in, causal);
                     // Autocast's eager output takes P's type, which exp and div make fp32 and the product low again.
                     CHECK(got.o.dtype == matmul_dtype());
                     CHECK(got.dq.dtype == F32);
-                    check_result(got, reference(p, s, causal), tolerance[precision]);
+                    got.L = p.truth.L;
+                    check_result(got, p.truth, 0, tolerance[precision]);
                 }
             }
         }
@@ -186,14 +167,14 @@ TEST_CASE_TEMPLATE("large scores stay finite", D, OnCPU, OnCUDA) {
             for (bool causal : {false, true}) {
                 context.precision = precision, context.mode = mode;
                 INFO(setting_now(), causal ? " causal" : "");
-                Problem p = make_problem(s);
+                Inputs in = random_inputs({s.B, s.H, s.Tq, s.Tk, s.D, causal}, F32, 1);
                 // Every product of a query and a key is 16 * 50^2 with either sign: scores of 1e4 and -1e4.
-                for (const Tensor* t : {&p.q, &p.k}) {
+                for (Tensor* t : {&in.q, &in.k}) {
                     std::vector<float> x(t->size());
                     for (size_t i = 0; i < x.size(); i++) { x[i] = i / s.D % 3 == 0 ? 50.0f : -50.0f; }
-                    copy(*t, from_floats(x, t->shape));
+                    *t = from_floats(x, t->shape);
                 }
-                Result r = run(p, causal);
+                Result r = run(in, causal);
                 for (const Tensor& t : {r.o, r.dq, r.dk, r.dv}) {
                     std::vector<float> values = to_floats(t);
                     CHECK(std::all_of(values.begin(), values.end(), [](float x) { return std::isfinite(x); }));
@@ -209,7 +190,7 @@ TEST_CASE_TEMPLATE("causal attention does not see later keys", D, OnCPU, OnCUDA)
     for (Mode mode : {EAGER, FUSED}) {
         context.mode = mode;
         INFO(setting_now());
-        Problem p = make_problem(s);
+        const Inputs p = random_inputs({1, 1, 8, 8, 16, true}, F32, 1);
         NoGrad no_grad;
         std::vector<float> before = to_floats(attention(p.q, p.k, p.v, true));
         for (const Tensor* t : {&p.k, &p.v}) { copy(view(*t, 5 * s.D, {s.D}), normal({s.D}, F32, 9, 100)); }  // key 5
@@ -226,12 +207,14 @@ TEST_CASE_TEMPLATE("attention takes the views that split heads, and gives the sa
     for (Mode mode : {EAGER, FUSED}) {
         context.mode = mode;
         INFO(setting_now());
-        Problem p = make_problem(s), split = p;
+        const Inputs in = random_inputs({s.B, s.H, s.Tq, s.Tk, s.D, true}, F32, 1);
+        Inputs split = in;
         for (Tensor* t : {&split.q, &split.k, &split.v}) {  // stored [B,T,H,D], seen as [B,H,T,D]
             *t = transpose(contiguous(transpose(*t, 1, 2)), 1, 2);
         }
-        Result want = run(p, true), got = run(split, true), again = run(split, true);
-        check_result(got, want, 1e-6);
+        Result want = run(in, true), got = run(split, true), again = run(split, true);
+        want.L = got.L = from_floats({0}, {1});
+        check_result(got, want, 0, 1e-6);
         CHECK(to_floats(got.dk) == to_floats(again.dk));
         CHECK(to_floats(got.dv) == to_floats(again.dv));
     }
@@ -280,105 +263,47 @@ static bool guards_hold(const Guarded& g, float fill) {
     return true;
 }
 
-struct FlashSizes {
-    int B, H, Tq, Tk, D;
-};
-struct FlashProblem {
-    Tensor q, k, v, dO;       // plain, in the dtype under test, on the device
-    Tensor o, L, dq, dk, dv;  // the truth, float64, on the CPU
-};
-static void find_truth(FlashProblem& p, bool causal) {
-    Device device = context.device;
-    auto wide = [&](const Tensor& t) {
-        Tensor c = to_device(t, CPU);
-        context.device = CPU;
-        c = detached(cast(c, F64));
-        context.device = device;
-        return c;
-    };
-    Tensor q = require_gradient(wide(p.q)), k = require_gradient(wide(p.k)), v = require_gradient(wide(p.v)),
-           dO = wide(p.dO);
-    context.device = CPU;
-    // The reference is slow; where it would take seconds, fused in float64 (which is held to it below) stands in.
-    bool small = q.dim(2) * k.dim(2) < 40000;
-    p.o = small ? run_attention(table_of<AttentionImpl>().front(), q, k, v, causal, &p.L)
-                : attention_fused(q, k, v, causal, &p.L);
-    backward_from(p.o, dO);
-    p.o = detached(p.o), p.dq = q.gradient->value, p.dk = k.gradient->value, p.dv = v.gradient->value;
-    context.device = device;
-}
-static Tensor with_rows_times(const Tensor& t, int begin, int end, float factor) {  // of a tensor [1,1,T,D]
-    std::vector<float> x = to_floats(t);
-    for (int64_t i = begin * t.dim(3); i < end * t.dim(3); i++) { x[i] *= factor; }
-    return from_floats(x, t.shape, t.dtype);
-}
-// q's rows have standard deviation q_std; if `few`, only rows 16 to 31 of B 1, H 1 have it, which are one warp's.
-static FlashProblem make_problem(const FlashSizes& s, DType dtype, bool causal, float q_std = 1, bool few = false) {
-    FlashProblem p;
-    p.q = normal({s.B, s.H, s.Tq, s.D}, dtype, 1, few ? 1 : q_std);
-    if (few) { p.q = with_rows_times(p.q, 16, 32, q_std); }
-    p.k = normal({s.B, s.H, s.Tk, s.D}, dtype, 2, 1);
-    p.v = normal({s.B, s.H, s.Tk, s.D}, dtype, 3, 1), p.dO = normal({s.B, s.H, s.Tq, s.D}, dtype, 4, 1);
-    find_truth(p, causal);
-    return p;
-}
-static void check_close(const char* what, const Tensor& got, const Tensor& want, double tolerance) {
-    Comparison c = compare(got, want, tolerance, tolerance * std::max(1.0, largest(want)));
-    CHECK_MESSAGE(c.ok(), std::string(what), ": ", to_string(c));
-}
 static double tolerance_of(DType t) { return t == F32 ? 1e-4 : t == F16 ? 4e-3 : 2.5e-2; }
 
 // Implementations with passes of their own run on guarded, strided tensors; naive and fused run through the tape.
-static void check_impl(const AttentionImpl& impl, const FlashSizes& s, DType dtype, bool causal,
-                       const FlashProblem& p) {
-    std::string what = strprintf("%s %s B %d H %d Tq %d Tk %d D %d %s", impl.name, name_of(dtype), s.B, s.H, s.Tq, s.Tk,
-                                 s.D, causal ? "causal" : "full");
-    CAPTURE(what);
-    double tolerance = tolerance_of(dtype);
-    if (!impl.forward) {
-        Tensor q = require_gradient(p.q), k = require_gradient(p.k), v = require_gradient(p.v), L;
-        Tensor o = run_attention(impl, q, k, v, causal, &L);
-        backward_from(o, p.dO);
-        check_close("O", o, p.o, tolerance);
-        check_close("L", L, p.L, tolerance);
-        check_close("dQ", q.gradient->value, p.dq, tolerance);
-        check_close("dK", k.gradient->value, p.dk, tolerance);
-        check_close("dV", v.gradient->value, p.dv, tolerance);
-        return;
-    }
+static void check_impl(const AttentionImpl& impl, const Problem& p, bool causal) {
+    const Inputs& x = p.in;
+    const DType dtype = x.q.dtype;
+    const int B = (int)x.q.dim(0), H = (int)x.q.dim(1), Tq = (int)x.q.dim(2), Tk = (int)x.k.dim(2), D = (int)x.q.dim(3);
+    CAPTURE(strprintf("%s %s B %d H %d Tq %d Tk %d D %d %s", impl.name, name_of(dtype), B, H, Tq, Tk, D,
+                      causal ? "causal" : "full"));
+    const double tolerance = tolerance_of(dtype);
+    if (!impl.forward) { return check_result(result_of(impl, x, causal), p.truth, tolerance, tolerance); }
     Guarded in[4], out[4];  // q k v dO | o dq dk dv
-    const Tensor* values[] = {&p.q, &p.k, &p.v, &p.dO};
+    const Tensor* values[] = {&x.q, &x.k, &x.v, &x.dO};
     for (int i = 0; i < 4; i++) {
-        in[i] = guarded(s.B, s.H, i == 1 || i == 2 ? s.Tk : s.Tq, s.D, dtype, NAN);
+        in[i] = guarded(B, H, i == 1 || i == 2 ? Tk : Tq, D, dtype, NAN);
         fill_with(in[i], *values[i]);
-        out[i] = guarded(s.B, s.H, i >= 2 ? s.Tk : s.Tq, s.D, dtype, 7);
+        out[i] = guarded(B, H, i >= 2 ? Tk : Tq, D, dtype, 7);
         fill_with(out[i], normal(out[i].t.shape, dtype, 9, NAN));  // what is not written stays NaN
     }
-    Tensor L = from_floats(std::vector<float>(s.B * s.H * s.Tq, NAN), {s.B, s.H, s.Tq});
+    Tensor L = from_floats(std::vector<float>(B * H * Tq, NAN), {B, H, Tq});
     AttentionTensors t{in[0].t, in[1].t, in[2].t, out[0].t, L, causal, in[3].t, out[1].t, out[2].t, out[3].t};
     impl.forward(t);
     impl.backward(t);
-    check_close("O", out[0].t, p.o, tolerance);
-    check_close("L", L, p.L, tolerance);
-    check_close("dQ", out[1].t, p.dq, tolerance);
-    check_close("dK", out[2].t, p.dk, tolerance);
-    check_close("dV", out[3].t, p.dv, tolerance);
+    check_result({t.o, L, t.dq, t.dk, t.dv}, p.truth, tolerance, tolerance);
     for (const Guarded& g : out) { CHECK(guards_hold(g, 7)); }
 }
+static std::vector<const AttentionImpl*> impls_for(DType dtype, int64_t D) {  // on context.device
+    std::vector<const AttentionImpl*> all;
+    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
+        if (impl.device == context.device && impl.takes(dtype, D)) { all.push_back(&impl); }
+    }
+    return all;
+}
 // With q_std > 1 the scores are large; rows that keep S in 16 bits are then off by S's rounding, and are left out.
-static void check_all(const FlashSizes& s, bool causal, float q_std = 1, bool few = false) {
+static void check_all(const Sizes& s, bool causal, float q_std = 1, bool few = false) {
     for (DType dtype : low_types) {
-        bool taken = false;
-        for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-            taken = taken || (impl.device == context.device && impl.takes(dtype, s.D));
-        }
-        if (!taken) { continue; }
-        FlashProblem p = make_problem(s, dtype, causal, q_std, few);
-        for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-            bool exact = impl.forward || dtype == F32 || q_std == 1;
-            if (impl.device == context.device && impl.takes(dtype, s.D) && exact) {
-                check_impl(impl, s, dtype, causal, p);
-            }
+        const auto impls = impls_for(dtype, s.D);
+        if (impls.empty()) { continue; }
+        const Problem p = make_problem(s, dtype, causal, q_std, few);
+        for (const AttentionImpl* impl : impls) {
+            if (impl->forward || dtype == F32 || q_std == 1) { check_impl(*impl, p, causal); }
         }
     }
 }
@@ -414,31 +339,11 @@ TEST_CASE_TEMPLATE("flash: large scores do not overflow, and a lone visible key 
     for (bool causal : {false, true}) { check_all({1, 2, 130, 130, 64}, causal, 60); }
     // One warp's maxima rise from tile to tile, its neighbours' stay.
     for (int head : {64, 80, 128}) { check_all({1, 1, 192, 300, head}, false, 30, true); }
-    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-        for (DType dtype : low_types) {
-            if (impl.device != D::device || !impl.takes(dtype, 32)) { continue; }
-            Tensor q = normal({1, 1, 5, 32}, dtype, 1, 1), k = normal({1, 1, 5, 32}, dtype, 2, 1),
-                   v = normal({1, 1, 5, 32}, dtype, 3, 1);
-            std::vector<float> o = to_floats(run_attention(impl, q, k, v, true)), want = to_floats(v);
+    for (DType dtype : low_types) {
+        for (const AttentionImpl* impl : impls_for(dtype, 32)) {
+            const Inputs in = random_inputs({1, 1, 5, 5, 32, true}, dtype, 1);
+            std::vector<float> o = to_floats(run_attention(*impl, in.q, in.k, in.v, true)), want = to_floats(in.v);
             for (int d = 0; d < 32; d++) { CHECK(o[d] == doctest::Approx(want[d]).epsilon(1e-6)); }
-        }
-    }
-}
-// Only the last query sees the last key. For the others dP is in the hundreds of thousands there, far beyond fp16's
-// largest 65504, at a weight of 0. (naive and fused would keep it in 16 bits.)
-TEST_CASE("flash: fp16 takes a dP beyond its range where P is 0") {
-    if (!begin_on(CUDA)) { return; }
-    constexpr int T = 127;
-    for (int head : {64, 80, 128}) {
-        FlashProblem p;
-        p.q = normal({1, 1, T, head}, F16, 1, 1), p.k = normal({1, 1, T, head}, F16, 2, 1);
-        p.v = with_rows_times(normal({1, 1, T, head}, F16, 3, 1), T - 1, T, 2000);
-        p.dO = with_rows_times(normal({1, 1, T, head}, F16, 4, 30), T - 1, T, 1e-4f);
-        find_truth(p, true);
-        for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-            if (impl.device == CUDA && impl.takes(F16, head) && impl.forward) {
-                check_impl(impl, {1, 1, T, T, head}, F16, true, p);
-            }
         }
     }
 }
@@ -454,29 +359,24 @@ static void check_spread(const char* what, const Tensor& got_in, const Tensor& w
     CHECK_MESSAGE(hidden == 0, std::string(what));
     CHECK_MESSAGE(strayed == 0, std::string(what));
 }
-static void check_not_finite(const FlashProblem& clean, float value, const std::string& what) {
+static void check_not_finite(const Inputs& clean, float value, const std::string& what) {
     int T = (int)clean.q.dim(2), C = (int)clean.q.dim(3);
-    for (Tensor FlashProblem::*input : {&FlashProblem::q, &FlashProblem::k, &FlashProblem::v, &FlashProblem::dO}) {
+    for (Tensor Inputs::*input : {&Inputs::q, &Inputs::k, &Inputs::v, &Inputs::dO}) {
         for (int at : {0, T / 2 * C + C / 2, T * C - 1}) {
-            FlashProblem p = clean;
-            std::vector<float> x = to_floats(p.*input);
+            Problem p{clean, {}};
+            std::vector<float> x = to_floats(clean.*input);
             x[T * C + at] = value;
-            p.*input = from_floats(x, clean.q.shape, clean.q.dtype);
+            p.in.*input = from_floats(x, clean.q.shape, clean.q.dtype);
             for (bool causal : {false, true}) {
                 find_truth(p, causal);
-                CHECK(!std::isfinite(largest(p.dq) + largest(p.dk) + largest(p.dv)));
-                for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-                    if (impl.device != context.device || !impl.takes(clean.q.dtype, C)) { continue; }
-                    CAPTURE(strprintf("%s, %s, %s in input %ld, element %d", impl.name, what.c_str(),
-                                      causal ? "causal" : "full", (long)(&(p.*input) - &p.q), at));
-                    Tensor q = require_gradient(p.q), k = require_gradient(p.k), v = require_gradient(p.v), L;
-                    Tensor o = run_attention(impl, q, k, v, causal, &L);
-                    backward_from(o, p.dO);
-                    check_spread("O", o, p.o);
-                    check_spread("L", L, p.L);
-                    check_spread("dQ", q.gradient->value, p.dq);
-                    check_spread("dK", k.gradient->value, p.dk);
-                    check_spread("dV", v.gradient->value, p.dv);
+                CHECK(!std::isfinite(largest(p.truth.dq) + largest(p.truth.dk) + largest(p.truth.dv)));
+                for (const AttentionImpl* impl : impls_for(clean.q.dtype, C)) {
+                    CAPTURE(
+                        strprintf("%s, %s, %s, element %d", impl->name, what.c_str(), causal ? "causal" : "full", at));
+                    const Result got = result_of(*impl, p.in, causal), want = p.truth;
+                    check_spread("O", got.o, want.o), check_spread("L", got.L, want.L);
+                    check_spread("dQ", got.dq, want.dq), check_spread("dK", got.dk, want.dk);
+                    check_spread("dV", got.dv, want.dv);
                 }
             }
         }
@@ -488,91 +388,41 @@ TEST_CASE_TEMPLATE("flash: what is not finite in the reference is so in every im
         for (int head : {16, 32, 64, 80, 128}) {
             if (D::device == CPU && head != 16 && !(head == 80 && dtype == F32)) { continue; }
             // 140: more than one tile of queries, and of keys; the last ones are not full.
-            FlashProblem clean = make_problem({1, 2, 140, 140, head}, dtype, false);
+            const Inputs clean = random_inputs({1, 2, 140, 140, head, false}, dtype, 1);
             for (float value : {NAN, INFINITY}) {
                 check_not_finite(clean, value, strprintf("%s, D %d, %f", name_of(dtype), head, value));
             }
         }
     }
 }
-TEST_CASE("flash: the reference and fused agree in float64") {
-    begin_on(CPU);
-    for (bool causal : {false, true}) {
-        FlashSizes s{2, 2, 37, 50, 16};
-        Tensor q = normal({2, 2, 37, 16}, F64, 1, 1), k = normal({2, 2, 50, 16}, F64, 2, 1),
-               v = normal({2, 2, 50, 16}, F64, 3, 1);
-        Tensor dO = normal({2, 2, 37, 16}, F64, 4, 1), results[2][5];
-        for (int i = 0; i < 2; i++) {
-            Tensor a = require_gradient(q), b = require_gradient(k), c = require_gradient(v);
-            Tensor o = i == 0 ? run_attention(table_of<AttentionImpl>().front(), a, b, c, causal, &results[i][1])
-                              : attention_fused(a, b, c, causal, &results[i][1]);
-            backward_from(o, dO);
-            results[i][0] = detached(o), results[i][2] = a.gradient->value, results[i][3] = b.gradient->value;
-            results[i][4] = c.gradient->value;
-        }
-        for (int j = 0; j < 5; j++) {
-            CHECK(strcmp(table_of<AttentionImpl>().front().name, "reference") == 0);
-            Comparison c = compare(results[0][j], results[1][j], j == 1 ? 1e-6 : 1e-6, 1e-7);
-            CHECK_MESSAGE(c.ok(), j, " ", to_string(c));
-        }
-        (void)s;
-    }
-}
-TEST_CASE_TEMPLATE("flash: a deterministic backward gives the same bits", D, OnCPU, OnCUDA) {
-    if (!begin<D>()) { return; }
-    context.deterministic = true;
-    for (DType dtype : low_types) {
-        const AttentionImpl* impl = fastest_flash(D::device, dtype, 64);
-        if (!impl) { continue; }
-        std::vector<float> first;
-        for (int run = 0; run < 10; run++) {
-            Tensor q = require_gradient(normal({1, 2, 777, 64}, dtype, 1, 1)),
-                   k = require_gradient(normal({1, 2, 777, 64}, dtype, 2, 1));
-            Tensor v = require_gradient(normal({1, 2, 777, 64}, dtype, 3, 1));
-            backward_from(run_attention(*impl, q, k, v, true), normal({1, 2, 777, 64}, dtype, 4, 1));
-            std::vector<float> all = to_floats(q.gradient->value), dk = to_floats(k.gradient->value),
-                               dv = to_floats(v.gradient->value);
-            all.insert(all.end(), dk.begin(), dk.end());
-            all.insert(all.end(), dv.begin(), dv.end());
-            if (run == 0) { first = all; }
-            CHECK(memcmp(first.data(), all.data(), all.size() * sizeof(float)) == 0);
-        }
-    }
-}
-// A race shows itself by repetition. Only dQ is a sum whose order may change.
+// A race shows itself by repetition. Only the fast kernels' dQ is a sum whose order may change.
 TEST_CASE_TEMPLATE("flash: many runs give the same O, L, dK and dV, and the same dQ but for rounding", D, OnCPU,
                    OnCUDA) {
     if (!begin<D>()) { return; }
     DType dtype = D::device == CUDA ? BF16 : F32;
-    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-        if (impl.device != D::device || !impl.forward || !impl.takes(dtype, 64)) { continue; }
+    for (const AttentionImpl* impl : impls_for(dtype, 64)) {
+        if (!impl->forward) { continue; }
         for (auto [head_size, many] : {std::pair(64, false), {128, false}, {64, true}, {128, true}}) {
             if (many && D::device == CPU) { continue; }
-            Tensor in[4];  // many: over four tiles of queries per multiprocessor, so that blocks take one after another
-            for (int i = 0; i < 4; i++) {
-                in[i] = normal({1, many ? 200 : 3, many ? 400 : 777, head_size}, dtype, 1 + i, 1);
-            }
+            // many: over four tiles of queries per multiprocessor, so that blocks take one after another
+            const int H = many ? 200 : 3, T = many ? 400 : 777;
+            const Inputs in = random_inputs({1, H, T, T, head_size, true}, dtype, 1);
             std::vector<Tensor> first;
-            Tensor first_dq;
             int different = 0, far = 0;
             for (int run = 0; run < (D::device == CPU ? 3 : many ? 50 : 200); run++) {
-                Tensor q = require_gradient(in[0]), k = require_gradient(in[1]), v = require_gradient(in[2]), L;
-                Tensor o = run_attention(impl, q, k, v, true, &L);
-                backward_from(o, in[3]);
-                std::vector<Tensor> all;
-                for (const Tensor& t : {o, L, k.gradient->value, v.gradient->value}) {
-                    all.push_back(to_device(t, CPU));
-                }
-                if (run == 0) { first = all, first_dq = q.gradient->value; }
+                std::vector<Tensor> all = outputs_of(*impl, in, true);
+                for (Tensor& t : all) { t = to_device(t, CPU); }
+                if (run == 0) { first = all; }
                 bool same = true;
-                for (int i = 0; i < 4; i++) {
-                    same = same && memcmp(first[i].data, all[i].data, describe(all[i]).bytes) == 0;
+                for (int i : {0, 1, 2, 3, 4}) {
+                    bool one = memcmp(first[i].data, all[i].data, describe(all[i]).bytes) == 0;
+                    same = same && (one || (i == 2 && impl->rung > 30));
                 }
                 different += !same;
-                far += !compare(q.gradient->value, first_dq, 1e-2, 1e-2).ok();
+                far += !compare(all[2], first[2], 1e-2, 1e-2).ok();
             }
-            CHECK_MESSAGE(different == 0, impl.name, " ", head_size, " ", many);
-            CHECK_MESSAGE(far == 0, impl.name, " ", head_size, " ", many);
+            CHECK_MESSAGE(different == 0, impl->name, " ", head_size, " ", many);
+            CHECK_MESSAGE(far == 0, impl->name, " ", head_size, " ", many);
         }
     }
 }
@@ -595,54 +445,48 @@ TEST_CASE_TEMPLATE("flash: the attention command", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     Folder folder;
     std::string in = folder / "in.safetensors", out = folder / "out.safetensors";
-    FlashProblem p = make_problem({2, 3, 33, 65, 32}, F32, true);
+    const Problem p = make_problem({2, 3, 33, 65, 32}, F32, true);
     std::vector<Tensor> host;
-    for (const Tensor* t : {&p.q, &p.k, &p.v, &p.dO}) { host.push_back(to_device(*t, CPU)); }
+    for (const Tensor* t : {&p.in.q, &p.in.k, &p.in.v, &p.in.dO}) { host.push_back(to_device(*t, CPU)); }
+    auto attention_on = [&](std::vector<std::string> more) {
+        more.insert(more.begin(), {"attention", "--out", out, "--device", name_of(D::device)});
+        return run_cs336(more);
+    };
     save_safetensors(
         in, {{"q", describe(host[0])}, {"k", describe(host[1])}, {"v", describe(host[2])}, {"do", describe(host[3])}});
-    for (const char* impl : {"auto", "naive", "fused"}) {
-        Run r = run_cs336(
-            {"attention", "--inputs", in, "--out", out, "--causal", "--impl", impl, "--device", name_of(D::device)});
-        REQUIRE_MESSAGE(r.exit_code == 0, r.err);
+    auto check_output = [&](const char* name, const Tensor& want, const Shape& shape) {
         SafeTensors file = load_safetensors(out);
+        FileTensor f = require_tensor(file, name, shape, {"F32"});
+        Tensor got = empty_on(CPU, want.shape, F32);
+        memcpy(got.data, f.data, f.bytes);
+        check_close(name, got, want, 1e-4, 1e-4);
+        return file.tensors.size();
+    };
+    for (const char* impl : {"auto", "naive", "fused"}) {
+        Run r = attention_on({"--inputs", in, "--causal", "--impl", impl});
+        REQUIRE_MESSAGE(r.exit_code == 0, r.err);
         const std::pair<const char*, const Tensor*> expected[] = {
-            {"o", &p.o}, {"lse", &p.L}, {"dq", &p.dq}, {"dk", &p.dk}, {"dv", &p.dv}};
-        CHECK(file.tensors.size() == 5);
-        context.device = CPU;
-        for (const auto& e : expected) {
-            FileTensor f = require_tensor(file, e.first, e.second->shape, {"F32"});
-            Tensor got = empty(f.shape, F32);
-            memcpy(got.data, f.data, f.bytes);
-            check_close(e.first, got, *e.second, 1e-4);
-        }
-        context.device = D::device;
+            {"o", &p.truth.o}, {"lse", &p.truth.L}, {"dq", &p.truth.dq}, {"dk", &p.truth.dk}, {"dv", &p.truth.dv}};
+        for (const auto& e : expected) { CHECK(check_output(e.first, *e.second, e.second->shape) == 5); }
         remove(out.c_str());  // so that the next one has to be written
     }
     auto without_heads = [](const Tensor& t) {
         return describe(view(t, 0, {t.dim(0) * t.dim(1), t.dim(2), t.dim(3)}));
     };
     save_safetensors(in, {{"q", without_heads(host[0])}, {"k", without_heads(host[1])}, {"v", without_heads(host[2])}});
-    Run three = run_cs336({"attention", "--inputs", in, "--out", out, "--causal", "--device", name_of(D::device)});
+    Run three = attention_on({"--inputs", in, "--causal"});
     REQUIRE_MESSAGE(three.exit_code == 0, three.err);
-    SafeTensors file = load_safetensors(out);
-    FileTensor f = require_tensor(file, "o", {6, 33, 32}, {"F32"});
-    require_tensor(file, "lse", {6, 33}, {"F32"});
-    context.device = CPU;
-    Tensor got = empty(p.o.shape, F32);
-    memcpy(got.data, f.data, f.bytes);
-    check_close("o of [B, S, D]", got, p.o, 1e-4);
-    context.device = D::device;
+    CHECK(check_output("o", p.truth.o, {6, 33, 32}) == 2);
+    check_output("lse", p.truth.L, {6, 33});
     save_safetensors(
         in, {{"q", describe(host[0])}, {"k", describe(host[1])}, {"v", describe(host[2])}, {"dO", describe(host[3])}});
-    Run misspelt = run_cs336({"attention", "--inputs", in, "--out", out, "--device", name_of(D::device)});
+    Run misspelt = attention_on({"--inputs", in});
     CHECK(misspelt.exit_code == 1);
     CHECK_MESSAGE(has(misspelt.err, "tensor \"dO\": not q, k, v or do"), misspelt.err);
-    Run wrong =
-        run_cs336({"attention", "--inputs", in, "--out", out, "--impl", "nonsense", "--device", name_of(D::device)});
+    Run wrong = attention_on({"--inputs", in, "--impl", "nonsense"});
     CHECK(wrong.exit_code == 2);
     CHECK(wrong.err.find("--impl") != std::string::npos);
-    Run missing = run_cs336({"attention", "--inputs", "tests/fixtures/model_batch.safetensors", "--out", out,
-                             "--device", name_of(D::device)});
+    Run missing = attention_on({"--inputs", "tests/fixtures/model_batch.safetensors"});
     CHECK(missing.exit_code == 1);
     CHECK(has(missing.err, "tensor \"q\": not found among"));
 }
@@ -656,15 +500,12 @@ TEST_CASE_TEMPLATE("flash: PyTorch's fixture", D, OnCPU, OnCUDA) {
         memcpy(t.data, f.data, f.bytes);
         return to_device(t, context.device);
     };
-    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-        if (impl.device != D::device || !impl.takes(F32, 16)) { continue; }
-        INFO(std::string(impl.name));
-        Tensor q = require_gradient(tensor(in, "q")), k = require_gradient(tensor(in, "k"));
-        Tensor v = require_gradient(tensor(in, "v")), L, o = run_attention(impl, q, k, v, true, &L);
-        backward_from(o, tensor(in, "do"));
-        const std::pair<const char*, Tensor> got[] = {
-            {"o", o}, {"lse", L}, {"dq", q.gradient->value}, {"dk", k.gradient->value}, {"dv", v.gradient->value}};
-        for (const auto& g : got) { check_close(g.first, g.second, tensor(expected, g.first), 1e-5); }
+    const Inputs inputs{tensor(in, "q"), tensor(in, "k"), tensor(in, "v"), tensor(in, "do")};
+    const Result want{tensor(expected, "o"), tensor(expected, "lse"), tensor(expected, "dq"), tensor(expected, "dk"),
+                      tensor(expected, "dv")};
+    for (const AttentionImpl* impl : impls_for(F32, 16)) {
+        INFO(std::string(impl->name));
+        check_result(result_of(*impl, inputs, true), want, 1e-5, 1e-5);
     }
 }
 TEST_CASE_TEMPLATE("flash: the leaderboard says OOM where there is not the memory", D, OnCPU, OnCUDA) {
@@ -685,47 +526,12 @@ TEST_CASE_TEMPLATE("flash: weighted_sum's table has no time and no rate of 0", D
     CHECK(has(r.out, "\n1,1,"));  // 12 bytes in less than a microsecond
     for (const char* zero : {",0.0,", ",0.0000,", ",0,"}) { CHECK_MESSAGE(!has(r.out, zero), r.out); }
 }
-TEST_CASE_TEMPLATE("flash: weighted_sum and its backward are mul and sum_last", D, OnCPU, OnCUDA) {
-    if (!begin<D>()) { return; }
-    for (auto [N, C] : {std::pair<int, int>{1, 1}, {3, 7}, {31, 33}, {257, 129}, {1000, 1023}}) {
-        CAPTURE(N);
-        Tensor x = normal({N, C}, F32, 1, 1), w = normal({C}, F32, 2, 1), dy = normal({N}, F32, 3, 1);
-        Tensor results[2][3];
-        for (int i = 0; i < 2; i++) {
-            Tensor a = require_gradient(x), b = require_gradient(w);
-            Tensor y = i == 0 ? weighted_sum(a, b) : reshape(sum_last(mul(a, b)), {N});
-            backward_from(y, dy);
-            results[i][0] = detached(y), results[i][1] = a.gradient->value, results[i][2] = b.gradient->value;
-        }
-        for (int j = 0; j < 3; j++) { check_close("weighted_sum", results[0][j], results[1][j], 2e-6); }
-    }
-}
 TEST_CASE("flash: v1 on the GPU, tiles' borders, all types") {  // small: for the sanitizers
     if (!begin_on(CUDA)) { return; }
-    const AttentionImpl* plain = nullptr;
-    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-        if (impl.device == CUDA && strcmp(impl.name, "naive") == 0) { plain = &impl; }
-        if (strcmp(impl.name, "flash_v1") != 0) { continue; }
-        REQUIRE(plain);
-        for (DType dtype : {F32, BF16, F16}) {
-            for (auto [Tq, Tk, D] : {std::array<int, 3>{33, 65, 80}, {64, 31, 16}}) {
-                for (bool causal : {false, true}) {
-                    INFO(name_of(dtype) << " " << Tq << " " << Tk << " " << D << " " << causal);
-                    Tensor q = empty({1, 2, Tq, D}, dtype), k = empty({1, 2, Tk, D}, dtype), v = empty(k.shape, dtype);
-                    fill_normal(q, 0, 1, 0, 1), fill_normal(k, 0, 2, 0, 1), fill_normal(v, 0, 3, 0, 1);
-                    Tensor results[2][4];
-                    for (int i : {0, 1}) {
-                        Tensor a = require_gradient(q), b = require_gradient(k), c = require_gradient(v);
-                        Tensor o = run_attention(i == 0 ? impl : *plain, a, b, c, causal);
-                        backward_from(o, q);
-                        results[i][0] = detached(o), results[i][1] = a.gradient->value;
-                        results[i][2] = b.gradient->value, results[i][3] = c.gradient->value;
-                        clear_tape();
-                    }
-                    for (int part = 0; part < 4; part++) {
-                        CHECK(compare(results[0][part], results[1][part], 2e-2, 2e-2).ok());
-                    }
-                }
+    for (DType dtype : low_types) {
+        for (const Sizes& s : {Sizes{1, 2, 33, 65, 80}, {1, 2, 64, 31, 16}}) {
+            for (bool causal : {false, true}) {
+                check_impl(impl_named("flash_v1"), make_problem(s, dtype, causal), causal);
             }
         }
     }
@@ -807,24 +613,6 @@ TEST_CASE("answers: flash_benchmarking calls nothing faster that is slower or wi
     runs[0].other.both.std = 3;
     check_says(text(), {"level within the noise in 1 of 1 configuration (S 512)."});
     CHECK(!has(text(), "0.74"));
-}
-
-TEST_CASE("answers: flash_forward and flash_backward name the handout's test, not the odd sizes") {
-    context = Context();
-    context.device = CUDA;
-    const AttentionCase handouts = {4, 1, 128, 128, 64, true}, odd = {2, 3, 65, 65, 32, true};
-    std::vector<AttentionCheck> checks = {{true, F32, handouts, {5.5e-7, 4.8e-7, 8.5e-7, 1.8e-6, 1.6e-6}},
-                                          {true, BF16, handouts, {7.0e-3, 1.1e-3, 9.1e-3, 1.1e-2, 1.0e-2}},
-                                          {false, BF16, handouts, {1.3e-2, 4.2e-3, 8.4e-3, 1.3e-2, 1.2e-2}},
-                                          {true, F32, odd, {6.2e-4, 4.8e-4, 1e-3, 1e-3, 1e-3}}};
-    check_says(printed([&] { answer_flash_backward(checks); }),
-               {"from L, and takes D = rowsum(O dO)", "dQ, dK and dV is 1.8e-06 in float32 and 1.1e-02 in bfloat16."});
-    for (AttentionCheck& check : checks) { check.errors.resize(2); }  // flash_forward has O and L alone
-    check_says(printed([&] { answer_flash_forward(checks); }),
-               {"**(a)** `tiled` is the plain version", "over the tiles of keys.\n", "-inf where the handout adds -1e6",
-                "All 4 checks pass", "largest error in FlashAttention's O and L is 5.5e-07 in float32 and 7.0e-03 in"});
-    context.device = CPU;
-    check_says(printed([&] { answer_flash_forward(checks); }), {"None ran: they need a GPU."});
 }
 
 TEST_CASE("answers: flash_leaderboard") {
