@@ -71,14 +71,14 @@ static const KernelRule kernel_rules[] = {
     {{"matmul", false}, {"gemm", "matmul"}},
     {{"softmax", false}, {"softmax"}},
     {{"norm", false}, {"rmsnorm", "layer_norm"}},
-    {{"rope", false}, {"split_heads_kernel", "rope"}},
-    {{"loss", false}, {"cross_entropy", "pick_last_kernel", "loss"}},
+    {{"rope", false}, {"rope"}},
+    {{"loss", false}, {"cross_entropy", "PickLast", "loss"}},
     {{"optimizer", false}, {"adamw", "multi_tensor_apply", "optimizer"}},
     {{"embedding", false}, {"gather_rows", "embedding"}},
     {{"copy", false}, {"Copy>", "direct_copy"}},
     {{"reduction", false},
      {"square_sum_kernel", "sum_chunks_kernel", "sum_columns_kernel", "reduce", "argmax_rows_kernel", "weighted_sum"}},
-    {{"elementwise", false}, {"elementwise", "swiglu", "normal_kernel", "arange_kernel", "residual", "mask", "scores"}},
+    {{"elementwise", false}, {"elementwise", "swiglu", "for_each_kernel", "residual", "mask", "scores"}},
 };
 
 KernelClass kernel_class(const std::string& kernel) {

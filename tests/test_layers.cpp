@@ -2,48 +2,9 @@
 // model is tests/test_model.cpp's.
 #include "layers.cu"
 
-#include "test.h"
+#include "gradients.h"
 
-// f's outputs, weighted with fixed random numbers and summed, against central differences in each input.
-static void check_gradients(std::vector<Tensor> inputs,
-                            const std::function<std::vector<Tensor>(const std::vector<Tensor>&)>& f) {
-    auto objective = [&](const std::vector<Tensor>& leaves) {
-        Tensor sum;
-        uint64_t key = 100;
-        for (const Tensor& y : f(leaves)) {
-            Tensor weights = empty(y.shape, F64);
-            fill_normal(weights, 3, key++, 0, 1);
-            Tensor part = mean_all(mul(y, weights));
-            sum = sum ? add(sum, part) : part;
-        }
-        return sum;
-    };
-    std::vector<Tensor> leaves;
-    for (const Tensor& t : inputs) { leaves.push_back(require_gradient(t)); }
-    backward(objective(leaves));
-    NoGrad no_grad;
-    for (size_t k = 0; k < inputs.size(); k++) {
-        Tensor want = empty(inputs[k].shape, F64);
-        for (int64_t i = 0; i < want.size(); i++) {
-            double *x = inputs[k].as<double>() + i, before = *x, h = 1e-5;
-            *x = before + h;
-            double up = to_doubles(objective(inputs))[0];
-            *x = before - h;
-            double down = to_doubles(objective(inputs))[0];
-            *x = before;
-            want.as<double>()[i] = (up - down) / (2 * h);
-        }
-        Comparison c = compare(leaves[k].gradient->value, want, 1e-6, 1e-8);
-        CAPTURE(k);
-        CHECK_MESSAGE(c.ok(), to_string(c));
-    }
-}
-static Tensor random_tensor(const Shape& shape, uint64_t key, DType dtype = F64, float mean = 0) {
-    Tensor t = empty(shape, dtype);
-    fill_normal(t, 11, key, mean, 1);
-    return t;
-}
-static Layer layer_of(const std::vector<Tensor>& w, int64_t C, int64_t F) {  // w: qkv [3C,C], w13 [2F,C]
+static Layer layer_of(const Tensors& w, int64_t C, int64_t F) {  // w: qkv [3C,C], w13 [2F,C]
     Layer l;
     l.qkv = w[0], l.w13 = w[1];
     l.q = view(w[0], 0, {C, C}), l.k = view(w[0], C * C, {C, C}), l.v = view(w[0], 2 * C * C, {C, C});
@@ -53,55 +14,41 @@ static Layer layer_of(const std::vector<Tensor>& w, int64_t C, int64_t F) {  // 
 
 TEST_CASE("layers: every op's backward by finite differences") {
     begin_on(CPU);
+    Tensor x = normals({2, 3, 5}, F64, 1), delta = normals({2, 3, 5}, F64, 2), weight = normals({5}, F64, 3, 1);
+    Tensor targets = from_ints({3, 0, 6, 6}, {2, 2}), rope = rope_table(5, 4, 100, F64);
     for (Mode mode : {EAGER, FUSED}) {
         context.mode = mode;
-        CAPTURE(std::string(name_of(mode)));
-        SUBCASE("add_rmsnorm") {
-            check_gradients({random_tensor({2, 3, 5}, 1), random_tensor({2, 3, 5}, 2), random_tensor({5}, 3, F64, 1)},
-                            [](const std::vector<Tensor>& in) {
-                                Tensor x = in[0], y = add_rmsnorm(&x, in[1], in[2], 1e-5f);
-                                return std::vector<Tensor>{x, y};
-                            });
-        }
-        SUBCASE("rmsnorm without a residual") {
-            check_gradients({random_tensor({4, 7}, 1), random_tensor({7}, 3, F64, 1)},
-                            [](const std::vector<Tensor>& in) {
-                                Tensor x = in[0];
-                                return std::vector<Tensor>{add_rmsnorm(&x, Tensor(), in[1], 1e-5f), x};
-                            });
-        }
-        SUBCASE("cross_entropy") {
-            Tensor targets = from_ints({3, 0, 6, 6}, {2, 2});
-            check_gradients({random_tensor({2, 2, 7}, 1)}, [&](const std::vector<Tensor>& in) {
-                return std::vector<Tensor>{cross_entropy(mul(in[0], in[0]), targets)};
-            });
-        }
-    }
-    context.mode = FUSED;  // with single weights these two need leaves of their own: eager is held to fused below
-    SUBCASE("split_heads") {
-        Tensor rope = rope_table(5, 4, 100, F64);
-        check_gradients({random_tensor({2, 3, 8}, 1), random_tensor({24, 8}, 2)}, [&](const std::vector<Tensor>& in) {
-            Tensor q, k, v;
-            split_heads(layer_of({in[1], random_tensor({2, 8}, 9)}, 8, 1), in[0], rope, 2, &q, &k, &v);
-            return std::vector<Tensor>{q, k, v};
+        INFO(setting_now());
+        check_gradients({x, delta, weight}, [](const Tensors& in) {
+            Tensor x = in[0], y = add_rmsnorm(&x, in[1], in[2], 1e-5f);
+            return Tensors{x, y};
         });
-    }
-    SUBCASE("swiglu") {
-        check_gradients({random_tensor({2, 3, 4}, 1), random_tensor({10, 4}, 2)}, [](const std::vector<Tensor>& in) {
-            return std::vector<Tensor>{swiglu(layer_of({random_tensor({12, 4}, 9), in[1]}, 4, 5), in[0])};
+        check_gradients({x, weight}, [](const Tensors& in) {  // without a residual
+            Tensor x = in[0];
+            return Tensors{add_rmsnorm(&x, Tensor(), in[1], 1e-5f), x};
         });
+        check_gradients({normals({2, 2, 7}, F64, 1)},
+                        [&](const Tensors& in) { return Tensors{cross_entropy(mul(in[0], in[0]), targets)}; });
     }
+    // With single weights these two need leaves of their own, so here they are fused: tests/test_model.cpp holds eager
+    // to that.
+    check_gradients({normals({2, 3, 8}, F64, 1), normals({24, 8}, F64, 2)}, [&](const Tensors& in) {
+        Tensor q, k, v;
+        split_heads(layer_of({in[1], normals({2, 8}, F64, 9)}, 8, 1), in[0], rope, 2, &q, &k, &v);
+        return Tensors{q, k, v};
+    });
+    check_gradients({normals({2, 3, 4}, F64, 1), normals({10, 4}, F64, 2)}, [](const Tensors& in) {
+        return Tensors{swiglu(layer_of({normals({12, 4}, F64, 9), in[1]}, 4, 5), in[0])};
+    });
 }
 
 // Outputs and gradients of the fused ops, whose rows are all C elements long.
-static std::vector<Tensor> fused_ops_on_rows(int64_t N, int64_t C) {
+static Tensors fused_ops_on_rows(int64_t N, int64_t C) {
     DType dtype = matmul_dtype();
-    auto leaf = [](const Shape& shape, uint64_t key, DType t) {
-        return require_gradient(random_tensor(shape, key, t));
-    };
-    std::vector<Tensor> results;
-    auto run = [&](const Tensor& y, const std::vector<Tensor>& leaves) {
-        backward_from(y, random_tensor(y.shape, 50, y.dtype));
+    auto leaf = [](const Shape& shape, uint64_t key, DType t) { return require_gradient(normals(shape, t, key)); };
+    Tensors results;
+    auto run = [&](const Tensor& y, const Tensors& leaves) {
+        backward_from(y, normals(y.shape, y.dtype, 50));
         results.push_back(y);
         for (const Tensor& t : leaves) { results.push_back(t.gradient->value); }
     };
@@ -116,7 +63,7 @@ static std::vector<Tensor> fused_ops_on_rows(int64_t N, int64_t C) {
     layer.w13 = w13, layer.w1 = view(w13, 0, {C, 4});
     run(swiglu(layer, y), {y, w13});
 
-    std::vector<float> values = to_floats(random_tensor({N, C}, 6, F32));
+    std::vector<float> values = to_floats(normals({N, C}, F32, 6));
     std::vector<int> targets(N);
     for (int64_t i = 0; i < N * C; i++) {
         if (i % C % 3 == 1) { values[i] = -INFINITY; }
@@ -139,7 +86,7 @@ TEST_CASE("layers: fused ops on rows of any length, the GPU against the CPU") {
             CAPTURE(C);
             CAPTURE(std::string(name_of(precision)));
             context.precision = precision;
-            std::vector<Tensor> results[2];
+            Tensors results[2];
             for (Device device : {CPU, CUDA}) {
                 context.device = device;
                 results[device] = fused_ops_on_rows(N, C);
