@@ -82,9 +82,8 @@ TEST_CASE("layers: fused ops on rows of any length, the GPU against the CPU") {
     for (auto [N, C] : std::vector<std::pair<int, int>>{{1, 1}, {3, 8}, {5, 643}, {9, 2562}, {9, 5128}, {2200, 16}}) {
         for (auto [precision, tolerance] :
              {std::pair<Precision, double>{FP32, 2e-5}, {PREC_BF16, 1e-2}, {PREC_FP16, 2e-3}, {PREC_PURE_BF16, 1e-2}}) {
-            CAPTURE(N);
-            CAPTURE(C);
-            CAPTURE(std::string(name_of(precision)));
+            const std::string what = strprintf("N %d, C %d, %s", N, C, name_of(precision));
+            CAPTURE(what);
             context.precision = precision;
             Tensors results[2];
             for (Device device : {CPU, CUDA}) {
