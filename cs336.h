@@ -213,8 +213,6 @@ int checkpointed_ffns(const ModelConfig& c);  // up to which block context.check
 // *x += delta (if any); returns rmsnorm(*x). x, delta and the result [B,T,C], weight [C].
 Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float eps);
 Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype);  // [T,D]: cos and sin of each pair, interleaved
-// y [B,T,C] to q, k, v [B,H,T,D]; q and k are rotated by rope.
-void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope, int H, Tensor* q, Tensor* k, Tensor* v);
 Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, int H);  // [B,T,C], before output_proj
 Tensor swiglu(const Layer& layer, const Tensor& y);  // silu(y w1^T) * (y w3^T): [B,T,C] -> [B,T,F]
 // cross_entropy(linear(y, head), targets), `chunk` rows of the logits at a time.

@@ -3,7 +3,7 @@
 // Each op comes as: formula; the eager form, a chain of lib/tensor.cu's one-kernel operations that autograd
 // differentiates; the fused form with its backward by hand, as a plain loop for the CPU and as kernels for the GPU. T
 // is the compute type (under autocast bf16 or fp16), X that of the residual stream x and the weights: fp32, or in pure
-// bf16 bf16. Arithmetic and sums are fp32.
+// bf16 bf16. Arithmetic and sums are fp32: Wide<T>, which is double where tests compute in float64.
 #include "cs336.h"
 #include "lib/gpu.h"
 #include <algorithm>
@@ -26,13 +26,25 @@ static Tensor add_rmsnorm_eager(Tensor* x, const Tensor& delta, const Tensor& w,
     return cast(mul(w, mul(wide, rsqrt(add_scalar(mean_last(square(wide)), eps)))), x->dtype);
 }
 
-// Runs f(T(), X()).
+// Runs f(X()) with the residual stream's type, where T is the compute type.
 template <class T, class Fn>
-static void with_stream_type(T zero, DType x, Fn f) {
+static void with_stream_type(T, DType x, Fn f) {
     if constexpr (std::is_same<T, bf16>::value) {
-        if (x == BF16) { return f(zero, bf16()); }
+        if (x == BF16) { return f(bf16()); }
     }
-    f(zero, Wide<T>());
+    f(Wide<T>());
+}
+// Runs f(T(), X()) and on the GPU f(T(), X(), W).
+template <class Fn>
+static void with_types(const Tensor& t, const Tensor& x, Fn f) {
+    with_type(t.dtype, [&](auto zero) { with_stream_type(zero, x.dtype, [&](auto x_zero) { f(zero, x_zero); }); });
+}
+template <class Fn>
+static void with_types_and_packs(const Tensor& t, const Tensor& x, int64_t C, const std::vector<const void*>& addresses,
+                                 Fn f) {
+    with_packs(t.dtype, C, addresses, [&](auto zero, auto width) {
+        with_stream_type(zero, x.dtype, [&](auto x_zero) { f(zero, x_zero, width); });
+    });
 }
 
 template <class T, class X>
@@ -42,13 +54,13 @@ static void add_rmsnorm_cpu(T* y, X* x_out, Wide<T>* r_out, const X* x_in, const
     for (int64_t n = 0; n < N; n++) {
         const X* x = x_in + n * C;
         if (delta) {
-            for (int64_t c = 0; c < C; c++) { from_acc(to_acc(x[c]) + to_acc(delta[n * C + c]), &x_out[n * C + c]); }
+            for (int64_t c = 0; c < C; c++) { x_out[n * C + c] = x[c] + delta[n * C + c]; }
             x = x_out + n * C;
         }
         double sum = 0;
-        for (int64_t c = 0; c < C; c++) { sum += (double)to_acc(x[c]) * to_acc(x[c]); }
+        for (int64_t c = 0; c < C; c++) { sum += (double)x[c] * x[c]; }
         Wide<T> r = (Wide<T>)(1 / std::sqrt(sum / C + eps));
-        for (int64_t c = 0; c < C; c++) { from_acc(to_acc(w[c]) * (to_acc(x[c]) * r), &y[n * C + c]); }
+        for (int64_t c = 0; c < C; c++) { y[n * C + c] = w[c] * (x[c] * r); }
         r_out[n] = r;
     }
 }
@@ -58,28 +70,26 @@ static void rmsnorm_backward_cpu(X* dx, bool add_dx, T* dx_low, X* dw, bool add_
 #pragma omp parallel for if (N > 64)
     for (int64_t n = 0; n < N; n++) {
         double dot = 0;
-        for (int64_t i = n * C; i < (n + 1) * C; i++) {
-            dot += (double)to_acc(w[i - n * C]) * to_acc(dy[i]) * to_acc(x[i]);
-        }
+        for (int64_t i = n * C; i < (n + 1) * C; i++) { dot += (double)w[i - n * C] * dy[i] * x[i]; }
         Wide<T> k = (Wide<T>)(dot * r[n] * r[n] * r[n] / C);
         for (int64_t i = n * C; i < (n + 1) * C; i++) {
-            Wide<T> d = r[n] * to_acc(w[i - n * C]) * to_acc(dy[i]) - to_acc(x[i]) * k;
-            from_acc(add_dx ? to_acc(dx[i]) + d : d, &dx[i]);
-            if (dx_low) { from_acc(to_acc(dx[i]), &dx_low[i]); }
+            Wide<T> d = r[n] * w[i - n * C] * dy[i] - x[i] * k;
+            dx[i] = add_dx ? dx[i] + d : d;
+            if (dx_low) { dx_low[i] = +dx[i]; }
         }
     }
 #pragma omp parallel for if (N > 64)
     for (int64_t c = 0; c < C; c++) {
-        double sum = 0;
-        for (int64_t n = 0; n < N; n++) { sum += (double)to_acc(dy[n * C + c]) * to_acc(x[n * C + c]) * r[n]; }
-        from_acc((Wide<T>)(add_dw ? to_acc(dw[c]) + sum : sum), &dw[c]);
+        double sum = add_dw ? +dw[c] : 0;
+        for (int64_t n = 0; n < N; n++) { sum += (double)dy[n * C + c] * x[n * C + c] * r[n]; }
+        dw[c] = (Wide<T>)sum;
     }
 }
 
 #ifdef __CUDACC__
 // A row's elements are needed twice, before and after the sum over the row. A row of one pack per thread stays in
 // registers in between; a longer row is read again, by the thread that wrote it, from L1 or L2.
-template <class T, class X, int W>
+template <int W, class T, class X>
 __global__ void __launch_bounds__(PACK_THREADS)
     add_rmsnorm_kernel(T* y, X* x_out, float* r_out, const X* x, const T* delta, const X* w_in, int C, float eps) {
     const int64_t row = blockIdx.x * (int64_t)C;
@@ -90,16 +100,16 @@ __global__ void __launch_bounds__(PACK_THREADS)
         v = load_pack<W>(x + row + c), w = load_pack<W>(w_in + c);
         if (delta) {
             Pack<T, W> d = load_pack<W>(delta + row + c);
-            for (int i = 0; i < W; i++) { from_acc(to_acc(v.x[i]) + to_acc(d.x[i]), &v.x[i]); }
+            for (int i = 0; i < W; i++) { v.x[i] = v.x[i] + d.x[i]; }
             store_pack(x_out + row + c, v);
         }
-        for (const X& value : v.x) { sum += to_acc(value) * to_acc(value); }
+        for (const X& value : v.x) { sum += value * value; }
     }
     float r = 1 / sqrtf(block_sum(sum) / C + eps);
     for (int c = W * threadIdx.x; c < C; c += step) {
         if (C > step) { v = load_pack<W>((delta ? x_out : x) + row + c), w = load_pack<W>(w_in + c); }
         Pack<T, W> out;
-        for (int i = 0; i < W; i++) { from_acc(to_acc(w.x[i]) * (to_acc(v.x[i]) * r), &out.x[i]); }
+        for (int i = 0; i < W; i++) { out.x[i] = w.x[i] * (v.x[i] * r); }
         store_pack(y + row + c, out);
     }
     if (threadIdx.x == 0) { r_out[blockIdx.x] = r; }
@@ -107,7 +117,7 @@ __global__ void __launch_bounds__(PACK_THREADS)
 // Writes dx, a copy of it as T if wanted, and each block's share of dw: the sum over its rows, in partial
 // [gridDim.x,C]. A thread has the same columns in all of its rows, so it adds them up in registers, or in `partial`
 // where a row is several packs per thread.
-template <class T, class X, int W>
+template <int W, class T, class X>
 __global__ void __launch_bounds__(PACK_THREADS)
     rmsnorm_backward_kernel(X* dx, bool add_dx, T* dx_low, float* partial, const T* dy, const X* x, const float* r_in,
                             const X* w_in, int N, int C) {
@@ -124,7 +134,7 @@ __global__ void __launch_bounds__(PACK_THREADS)
         float dot = 0, r = r_in[n];
         for (int c = W * threadIdx.x; c < C; c += step) {
             read(c);
-            for (int i = 0; i < W; i++) { dot += to_acc(w.x[i]) * to_acc(d.x[i]) * to_acc(v.x[i]); }
+            for (int i = 0; i < W; i++) { dot += w.x[i] * d.x[i] * v.x[i]; }
         }
         float k = block_sum(dot) * r * r * r / C;
         for (int c = W * threadIdx.x; c < C; c += step) {
@@ -135,10 +145,10 @@ __global__ void __launch_bounds__(PACK_THREADS)
             }
             Pack<T, W> low;
             for (int i = 0; i < W; i++) {
-                float g = to_acc(d.x[i]), change = r * to_acc(w.x[i]) * g - to_acc(v.x[i]) * k;
-                from_acc(add_dx ? to_acc(out.x[i]) + change : change, &out.x[i]);
-                dw.x[i] += g * to_acc(v.x[i]) * r;
-                from_acc(to_acc(out.x[i]), &low.x[i]);
+                float g = d.x[i], change = r * w.x[i] * g - v.x[i] * k;
+                out.x[i] = add_dx ? out.x[i] + change : change;
+                dw.x[i] += g * v.x[i] * r;
+                low.x[i] = +out.x[i];
             }
             store_pack(dx + row + c, out);
             if (dx_low) { store_pack(dx_low + row + c, low); }
@@ -160,7 +170,7 @@ __global__ void rmsnorm_dw_kernel(X* dw, bool add_dw, const float* partial, int 
     __syncthreads();  // all shares must be there
     if (threadIdx.y == 0 && c < C) {
         for (int k = 1; k < DW_SHARES; k++) { sum += shared[k][threadIdx.x]; }
-        from_acc(add_dw ? to_acc(dw[c]) + sum : sum, &dw[c]);
+        dw[c] = add_dw ? dw[c] + sum : sum;
     }
 }
 #endif
@@ -168,37 +178,27 @@ __global__ void rmsnorm_dw_kernel(X* dw, bool add_dw, const float* partial, int 
 static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dx_low, const Tensor& dw, bool add_dw,
                              const Tensor& dy, const Tensor& x, const Tensor& r, const Tensor& w) {
     int64_t C = w.size(), N = x.size() / C;
+    if (dx.device() == CPU) {
+        return with_types(dy, x, [&](auto zero, auto x_zero) {
+            rmsnorm_backward_cpu(dx.as(x_zero), add_dx, dx_low.as(zero), dw.as(x_zero), add_dw, dy.as(zero),
+                                 x.as(x_zero), r.as(+zero), w.as(x_zero), N, C);
+        });
+    }
 #ifdef __CUDACC__
     // Four rows or more per block, so that the partial sums are few beside them; and no more blocks than run at a time.
-    int parts = dx.device() == CPU ? 0 : std::min(ceil_div(N, 4), 4 * multiprocessors());
-    Tensor partial = dx.device() == CPU ? Tensor() : empty({parts, C}, F32, WORKSPACE);
-    if (dx.device() == CUDA) {
-        with_packs(dy.dtype, C, {dx.data, dx_low.data, partial.data, dy.data, x.data, w.data},
-                   [&](auto zero, auto width) {
-                       with_stream_type(zero, x.dtype, [&](auto zero, auto x_zero) {
-                           using T = decltype(zero);
-                           using X = decltype(x_zero);
-                           LAUNCH((rmsnorm_backward_kernel<T, X, width>), parts, threads_for(C / width), dx.as<X>(),
-                                  add_dx, dx_low.as<T>(), partial.as<float>(), dy.as<T>(), x.as<X>(), r.as<float>(),
-                                  w.as<X>(), (int)N, (int)C);
-                       });
-                   });
-        auto sum_parts = [&](auto zero) {
-            LAUNCH(rmsnorm_dw_kernel, ceil_div(C, WARP), dim3(WARP, DW_SHARES), dw.as<decltype(zero)>(), add_dw,
-                   partial.as<float>(), parts, (int)C);
-        };
-        return dw.dtype == BF16 ? sum_parts(bf16()) : sum_parts(float());
-    }
-#endif
+    int parts = std::min(ceil_div(N, 4), 4 * multiprocessors());
+    Tensor partial = empty({parts, C}, F32, WORKSPACE);
     if (dx.device() == META) { return; }
-    with_type(dy.dtype, [&](auto zero) {
-        with_stream_type(zero, x.dtype, [&](auto zero, auto x_zero) {
-            using T = decltype(zero);
-            using X = decltype(x_zero);
-            rmsnorm_backward_cpu(dx.as<X>(), add_dx, dx_low.as<T>(), dw.as<X>(), add_dw, dy.as<T>(), x.as<X>(),
-                                 r.as<Wide<T>>(), w.as<X>(), N, C);
-        });
+    std::vector<const void*> addresses = {dx.data, dx_low.data, partial.data, dy.data, x.data, w.data};
+    with_types_and_packs(dy, x, C, addresses, [&](auto zero, auto x_zero, auto width) {
+        LAUNCH(rmsnorm_backward_kernel<width>, parts, threads_for(C / width), dx.as(x_zero), add_dx, dx_low.as(zero),
+               partial.as<float>(), dy.as(zero), x.as(x_zero), r.as<float>(), w.as(x_zero), (int)N, (int)C);
     });
+    with_gpu_type(dw.dtype, [&](auto zero) {
+        LAUNCH(rmsnorm_dw_kernel, ceil_div(C, WARP), dim3(WARP, DW_SHARES), dw.as(zero), add_dw, partial.as<float>(),
+               parts, (int)C);
+    });
+#endif
 }
 
 static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor& w, float eps) {
@@ -206,33 +206,22 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
     Tensor x_in = *x_io, x = delta ? empty(x_in.shape, x_in.dtype) : x_in;
     int64_t C = w.size(), N = x.size() / C;
     // y is rounded once, here; autocast would cast it before the product.
-    DType dtype = x.dtype == F64 ? F64 : matmul_dtype();
-    Tensor y = empty(x.shape, dtype), r = empty({N}, x.dtype == F64 ? F64 : F32);
-    if (delta && delta.dtype != dtype) { fail("add_rmsnorm: delta is %s", name_of(delta.dtype)); }
+    Tensor y = empty(x.shape, x.dtype == F64 ? F64 : matmul_dtype()), r = empty({N}, x.dtype == F64 ? F64 : F32);
     if (x.device() == CPU) {
-        with_type(dtype, [&](auto zero) {
-            with_stream_type(zero, x.dtype, [&](auto zero, auto x_zero) {
-                using T = decltype(zero);
-                using X = decltype(x_zero);
-                add_rmsnorm_cpu(y.as<T>(), x.as<X>(), r.as<Wide<T>>(), x_in.as<X>(), delta.as<T>(), w.as<X>(), N, C,
-                                eps);
-            });
+        with_types(y, x, [&](auto zero, auto x_zero) {
+            add_rmsnorm_cpu(y.as(zero), x.as(x_zero), r.as(+zero), x_in.as(x_zero), delta.as(zero), w.as(x_zero), N, C,
+                            eps);
         });
     }
-#ifdef __CUDACC__
     if (x.device() == CUDA) {
-        with_packs(dtype, C, {y.data, x.data, x_in.data, delta.data, w.data}, [&](auto zero, auto width) {
-            with_stream_type(zero, x.dtype, [&](auto zero, auto x_zero) {
-                using T = decltype(zero);
-                using X = decltype(x_zero);
-                LAUNCH((add_rmsnorm_kernel<T, X, width>), N, threads_for(C / width), y.as<T>(), x.as<X>(),
-                       r.as<float>(), x_in.as<X>(), delta.as<T>(), w.as<X>(), (int)C, eps);
-            });
+        std::vector<const void*> addresses = {y.data, x.data, x_in.data, delta.data, w.data};
+        with_types_and_packs(y, x, C, addresses, [&](auto zero, auto x_zero, auto width) {
+            LAUNCH(add_rmsnorm_kernel<width>, N, threads_for(C / width), y.as(zero), x.as(x_zero), r.as<float>(),
+                   x_in.as(x_zero), delta.as(zero), w.as(x_zero), (int)C, eps);
         });
     }
-#endif
-    auto dx_low =
-        std::make_shared<Tensor>();  // delta's gradient: y's step, which backward runs first, fills it for x's
+    // delta's gradient: y's step, which backward runs first, fills it for x's.
+    auto dx_low = std::make_shared<Tensor>();
     if (delta) {
         record(x, {x_in, delta}, [dx_low, gx = x_in.gradient, gd = delta.gradient](const Tensor& dx) {
             add_gradient(gx, dx);
@@ -250,13 +239,11 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
             rmsnorm_backward(dx, add_dx, *dx_low, dw, add_dw, contiguous(dy), x, r, w);
         });
     });
-    if (context.recompute && y.gradient) {
-        y.gradient->recompute = [x = detached(x), w, eps] {
-            NoGrad no_grad;
-            Tensor same = x;
-            return add_rmsnorm_fused(&same, Tensor(), w, eps);
-        };
-    }
+    recompute_by(y, [x = detached(x), w, eps] {
+        NoGrad no_grad;
+        Tensor same = x;
+        return add_rmsnorm_fused(&same, Tensor(), w, eps);
+    });
     return y;
 }
 Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float eps) {
@@ -267,7 +254,8 @@ Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float e
 // RoPE: each pair (x_2i, x_2i+1) of a query or key at position t is rotated by the angle t theta^(-2i/D):
 //   y_2i = cos x_2i - sin x_2i+1,  y_2i+1 = sin x_2i + cos x_2i+1;  backward rotates by the opposite angle.
 // Fused: one product gives q, k and v side by side, y [B,T,C] -> [B,T,3,H,D]. One kernel rotates q and k and lays all
-// three out as [B,H,T,D] for attention: 3 elements read and 3 written, where eager needs some 16 kernels.
+// three out as [B,H,T,D] for attention: 3 elements read and 3 written, where eager needs some 16 kernels. For mode
+// flash the same kernel rotates q and k in place, side by side: its attention reads them by strides.
 
 Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype) {
     if (context.device == META) { return empty({T, D}, dtype, INPUTS); }
@@ -295,9 +283,9 @@ struct HeadShape {
 // One pair, by the angle whose cosine and sine are cos_sin.
 template <class T>
 HD inline void rotate_pair(T* x, const Wide<T>* cos_sin, bool backward) {
-    Wide<T> x1 = to_acc(x[0]), x2 = to_acc(x[1]), cos = cos_sin[0], sin = backward ? -cos_sin[1] : cos_sin[1];
-    from_acc(cos * x1 - sin * x2, &x[0]);
-    from_acc(sin * x1 + cos * x2, &x[1]);
+    Wide<T> x1 = x[0], x2 = x[1], cos = cos_sin[0], sin = backward ? -cos_sin[1] : cos_sin[1];
+    x[0] = cos * x1 - sin * x2;
+    x[1] = sin * x1 + cos * x2;
 }
 // The place, in [B,H,T,D], of column c of row bt of q, k or v, which are [B,T] rows of [H,D].
 HD inline int64_t in_heads(int bt, int c, HeadShape s) {
@@ -305,48 +293,44 @@ HD inline int64_t in_heads(int bt, int c, HeadShape s) {
     return (((int64_t)(bt / s.T) * s.H + h) * s.T + bt % s.T) * s.D + (c - h * s.D);
 }
 #ifdef __CUDACC__
-template <class T, int W>
-__device__ inline void rotate_pack(Pack<T, W>& pack, const float* rope, bool backward) {
-    Pack<float, W> cos_sin = load_pack<W>(rope);
-    for (int i = 0; i < W; i += 2) { rotate_pair(&pack.x[i], &cos_sin.x[i], backward); }
-}
-// From qkv to the heads, or with `backward` from the heads' gradients to qkv's.
-template <class T, int W>
+// From qkv to the heads, or with `backward` from the heads' gradients to qkv's. Without heads q and k stay in qkv.
+template <int W, class T>
 __global__ void __launch_bounds__(PACK_THREADS)
-    split_heads_kernel(T* qkv, T* q, T* k, T* v, const float* rope, HeadShape s, bool backward) {
+    rope_kernel(T* qkv, T* q, T* k, T* v, const float* rope, HeadShape s, bool backward) {
     const int C = s.H * s.D, bt = blockIdx.x, which = blockIdx.y;
     T *heads = which == 0 ? q : which == 1 ? k : v, *joined = qkv + (bt * (int64_t)3 + which) * C;
     for (int c = W * threadIdx.x; c < C; c += W * blockDim.x) {
-        T* head = heads + in_heads(bt, c, s);
+        T* head = heads ? heads + in_heads(bt, c, s) : joined + c;
         Pack<T, W> pack = load_pack<W>(backward ? head : joined + c);
-        if (which < 2) { rotate_pack(pack, rope + bt % s.T * s.D + c % s.D, backward); }
+        if (which < 2) {
+            Pack<float, W> cos_sin = load_pack<W>(rope + bt % s.T * s.D + c % s.D);
+            for (int i = 0; i < W; i += 2) { rotate_pair(&pack.x[i], &cos_sin.x[i], backward); }
+        }
         store_pack(backward ? joined + c : head, pack);
     }
 }
 #endif
-static void split_heads_run(const Tensor& qkv, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rope,
-                            bool backward) {
-    HeadShape s{(int)q.dim(2), (int)q.dim(1), (int)q.dim(3)};
-    int64_t n = qkv.size(), C = s.H * s.D, N = n / (3 * C);
+// q, k and v: null to stay in place.
+static void rotate(const Tensor& qkv, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rope,
+                   bool backward) {
+    HeadShape s{(int)rope.dim(0), (int)(qkv.dim(-1) / 3 / rope.dim(1)), (int)rope.dim(1)};
+    int64_t n = qkv.size(), C = s.H * s.D, N = n / (3 * C), parts = q ? 3 : 2;
     if (qkv.device() == META || n == 0) { return; }
-#ifdef __CUDACC__
     if (qkv.device() == CUDA) {
         std::vector<const void*> addresses = {qkv.data, q.data, k.data, v.data, rope.data};
         return with_packs<2>(qkv.dtype, s.D, addresses, [&](auto zero, auto width) {
-            using T = decltype(zero);
-            LAUNCH((split_heads_kernel<T, width>), dim3(N, 3), threads_for(C / width), qkv.as<T>(), q.as<T>(),
-                   k.as<T>(), v.as<T>(), rope.as<float>(), s, backward);
+            LAUNCH(rope_kernel<width>, dim3(N, parts), threads_for(C / width), qkv.as(zero), q.as(zero), k.as(zero),
+                   v.as(zero), rope.as<float>(), s, backward);
         });
     }
-#endif
     with_type(qkv.dtype, [&](auto zero) {
         using T = decltype(zero);
         T* heads[] = {q.as<T>(), k.as<T>(), v.as<T>()};
 #pragma omp parallel for if (n > 32768)
         for (int bt = 0; bt < (int)N; bt++) {
-            for (int64_t i = 0; i < 3 * C; i += 2) {
+            for (int64_t i = 0; i < parts * C; i += 2) {
                 int which = (int)(i / C), c = (int)(i % C);
-                T *joined = qkv.as<T>() + bt * 3 * C + i, *head = heads[which] + in_heads(bt, c, s);
+                T *joined = qkv.as<T>() + bt * 3 * C + i, *head = q ? heads[which] + in_heads(bt, c, s) : joined;
                 T *from = backward ? head : joined, *to = backward ? joined : head;
                 to[0] = from[0], to[1] = from[1];
                 if (which < 2) { rotate_pair(to, rope.as<Wide<T>>() + bt % s.T * s.D + c % s.D, backward); }
@@ -355,70 +339,35 @@ static void split_heads_run(const Tensor& qkv, const Tensor& q, const Tensor& k,
     });
 }
 
-void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope_all, int H, Tensor* q, Tensor* k, Tensor* v) {
+// y [B,T,C] to q, k, v [B,H,T,D]; q and k are rotated by rope.
+static void split_heads(const Layer& layer, const Tensor& y, const Tensor& rope_all, int H, Tensor* q, Tensor* k,
+                        Tensor* v) {
+    Range r("projections");
     int64_t B = y.dim(0), T = y.dim(1), C = y.dim(2), D = C / H;
     Tensor rope = view(rope_all, 0, {T, D});
     if (context.mode == EAGER) {
-        Range r("projections");
         auto heads = [&](const Tensor& w) { return transpose(reshape(linear(y, w), {B, T, H, D}), 1, 2); };
         *q = rope_eager(heads(layer.q), rope), *k = rope_eager(heads(layer.k), rope), *v = heads(layer.v);
         return;
     }
-    Range r("projections");
     Tensor qkv = linear(y, layer.qkv);
-    *q = empty({B, H, T, D}, qkv.dtype), *k = empty({B, H, T, D}, qkv.dtype), *v = empty({B, H, T, D}, qkv.dtype);
-    split_heads_run(qkv, *q, *k, *v, rope, false);
+    for (Tensor* heads : {q, k, v}) { *heads = empty({B, H, T, D}, qkv.dtype); }
+    rotate(qkv, *q, *k, *v, rope, false);
     // Three outputs, one backward: v's step is recorded first, so it runs last, when all three gradients are there.
     auto dq = std::make_shared<Tensor>(), dk = std::make_shared<Tensor>();
     record(*v, {qkv}, [dq, dk, rope, g = qkv.gradient](const Tensor& dv) {
         Tensor dqkv = empty(g->shape, g->dtype);
-        split_heads_run(dqkv, *dq, *dk, contiguous(dv), rope, true);
+        rotate(dqkv, *dq, *dk, contiguous(dv), rope, true);
         add_gradient(g, dqkv);
     });
     record(*k, {qkv}, [dk](const Tensor& d) { *dk = contiguous(d); });
     record(*q, {qkv}, [dq](const Tensor& d) { *dq = contiguous(d); });
 }
-
-// Mode flash rotates q and k in place, side by side in qkv: attention reads them by strides.
-#ifdef __CUDACC__
-template <class T, int W>
-__global__ void __launch_bounds__(PACK_THREADS) rope_kernel(T* qkv, const float* rope, HeadShape s, bool backward) {
-    const int C = s.H * s.D, bt = blockIdx.x;
-    for (int c = W * threadIdx.x; c < 2 * C; c += W * blockDim.x) {
-        T* x = qkv + bt * (int64_t)3 * C + c;
-        Pack<T, W> pack = load_pack<W>(x);
-        rotate_pack(pack, rope + bt % s.T * s.D + c % s.D, backward);
-        store_pack(x, pack);
-    }
-}
-#endif
-static void rotate(const Tensor& qkv, const Tensor& rope, int H, bool backward) {
-    HeadShape s{(int)qkv.dim(1), H, (int)rope.dim(1)};
-    int64_t n = qkv.size(), C = s.H * s.D, N = n / (3 * C);
-    if (qkv.device() == META || n == 0) { return; }
-#ifdef __CUDACC__
-    if (qkv.device() == CUDA) {
-        return with_packs<2>(qkv.dtype, s.D, {qkv.data, rope.data}, [&](auto zero, auto width) {
-            using T = decltype(zero);
-            LAUNCH((rope_kernel<T, width>), N, threads_for(2 * C / width), qkv.as<T>(), rope.as<float>(), s, backward);
-        });
-    }
-#endif
-    with_type(qkv.dtype, [&](auto zero) {
-        using T = decltype(zero);
-#pragma omp parallel for if (n > 32768)
-        for (int64_t bt = 0; bt < N; bt++) {
-            for (int64_t c = 0; c < 2 * C; c += 2) {
-                rotate_pair(qkv.as<T>() + bt * 3 * C + c, rope.as<Wide<T>>() + bt % s.T * s.D + c % s.D, backward);
-            }
-        }
-    });
-}
-static Tensor rope_in_place(const Tensor& qkv, const Tensor& rope, int H) {
-    rotate(qkv, rope, H, false);
+static Tensor rope_in_place(const Tensor& qkv, const Tensor& rope) {
+    rotate(qkv, {}, {}, {}, rope, false);
     Tensor rotated = detached(qkv);
-    record(rotated, {qkv}, [rope, H, g = qkv.gradient](const Tensor& d) {
-        rotate(d, rope, H, true);  // in place again: attention's backward made d for us alone
+    record(rotated, {qkv}, [rope, g = qkv.gradient](const Tensor& d) {
+        rotate(d, {}, {}, {}, rope, true);  // in place again: attention's backward made d for us alone
         add_gradient(g, d);
     });
     return rotated;
@@ -429,7 +378,7 @@ Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, i
         Tensor qkv;
         {
             Range r("projections");
-            qkv = rope_in_place(linear(y, layer.qkv), view(rope, 0, {y.dim(1), y.dim(2) / H}), H);
+            qkv = rope_in_place(linear(y, layer.qkv), view(rope, 0, {y.dim(1), y.dim(2) / H}));
         }
         return flash_self_attention(qkv, H);
     }
@@ -449,17 +398,17 @@ HD inline A sigmoid_of(A a) {
 }
 template <class T>
 HD inline void swiglu_element(T* g, T a_in, T b_in) {
-    Wide<T> a = to_acc(a_in), b = to_acc(b_in);
-    from_acc(a * sigmoid_of(a) * b, g);
+    Wide<T> a = a_in, b = b_in;
+    *g = a * sigmoid_of(a) * b;
 }
 template <class T>
 HD inline void swiglu_backward_element(T* da, T* db, T dg_in, T a_in, T b_in) {
-    Wide<T> a = to_acc(a_in), b = to_acc(b_in), s = sigmoid_of(a), dg = to_acc(dg_in);
-    from_acc(dg * b * s * (1 + a * (1 - s)), da);
-    from_acc(dg * a * s, db);
+    Wide<T> a = a_in, b = b_in, s = sigmoid_of(a), dg = dg_in;
+    *da = dg * b * s * (1 + a * (1 - s));
+    *db = dg * a * s;
 }
 #ifdef __CUDACC__
-template <class T, int W>
+template <int W, class T>
 __global__ void __launch_bounds__(PACK_THREADS) swiglu_kernel(T* g, const T* h, int F) {
     const int64_t row = blockIdx.x * (int64_t)F;
     for (int f = W * threadIdx.x; f < F; f += W * blockDim.x) {
@@ -468,7 +417,7 @@ __global__ void __launch_bounds__(PACK_THREADS) swiglu_kernel(T* g, const T* h, 
         store_pack(g + row + f, out);
     }
 }
-template <class T, int W>
+template <int W, class T>
 __global__ void __launch_bounds__(PACK_THREADS) swiglu_backward_kernel(T* dh, const T* dg, const T* h, int F) {
     const int64_t row = blockIdx.x * (int64_t)F;
     for (int f = W * threadIdx.x; f < F; f += W * blockDim.x) {
@@ -480,17 +429,17 @@ __global__ void __launch_bounds__(PACK_THREADS) swiglu_backward_kernel(T* dh, co
     }
 }
 #endif
-static void swiglu_run(const Tensor& g, const Tensor& h) {
-    int64_t n = g.size(), F = g.dim(-1);
-    if (g.device() == META || n == 0) { return; }
-#ifdef __CUDACC__
+static Tensor swiglu_of(const Tensor& h, Shape shape, int64_t F) {
+    shape.back() = F;
+    Tensor g = empty(shape, h.dtype);
+    int64_t n = g.size();
+    if (g.device() == META || n == 0) { return g; }
     if (g.device() == CUDA) {
-        return with_packs(g.dtype, F, {g.data, h.data}, [&](auto zero, auto width) {
-            using T = decltype(zero);
-            LAUNCH((swiglu_kernel<T, width>), n / F, threads_for(F / width), g.as<T>(), h.as<T>(), (int)F);
+        with_packs(g.dtype, F, {g.data, h.data}, [&](auto zero, auto width) {
+            LAUNCH(swiglu_kernel<width>, n / F, threads_for(F / width), g.as(zero), h.as(zero), (int)F);
         });
+        return g;
     }
-#endif
     with_type(g.dtype, [&](auto zero) {
         using T = decltype(zero);
         const T* a = h.as<T>();
@@ -500,19 +449,17 @@ static void swiglu_run(const Tensor& g, const Tensor& h) {
             swiglu_element(g.as<T>() + i, a[at], a[at + F]);
         }
     });
+    return g;
 }
-static void swiglu_backward_run(const Tensor& dh, const Tensor& dg, const Tensor& h) {
+static void swiglu_backward(const Tensor& dh, const Tensor& dg, const Tensor& h) {
     int64_t n = dg.size(), F = dg.dim(-1);
     if (dg.device() == META || n == 0) { return; }
-#ifdef __CUDACC__
     if (dg.device() == CUDA) {
         return with_packs(dg.dtype, F, {dh.data, dg.data, h.data}, [&](auto zero, auto width) {
-            using T = decltype(zero);
-            LAUNCH((swiglu_backward_kernel<T, width>), n / F, threads_for(F / width), dh.as<T>(), dg.as<T>(), h.as<T>(),
+            LAUNCH(swiglu_backward_kernel<width>, n / F, threads_for(F / width), dh.as(zero), dg.as(zero), h.as(zero),
                    (int)F);
         });
     }
-#endif
     with_type(dg.dtype, [&](auto zero) {
         using T = decltype(zero);
         const T* a = h.as<T>();
@@ -532,25 +479,17 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
     }
     Tensor h = linear(y, layer.w13);
     Range r("swiglu");
-    Shape shape = y.shape;
-    shape.back() = layer.w1.dim(0);
-    auto compute = [shape, h = detached(h)] {
-        Tensor g = empty(shape, h.dtype);
-        swiglu_run(g, h);
-        return g;
-    };
+    auto compute = [shape = y.shape, F = layer.w1.dim(0), h = detached(h)] { return swiglu_of(h, shape, F); };
     Tensor g = compute();
     record(g, {h}, [h](const Tensor& dg) {
         Tensor dh = empty(h.shape, h.dtype);
-        swiglu_backward_run(dh, contiguous(dg), h);
+        swiglu_backward(dh, contiguous(dg), h);
         add_gradient(h.gradient, dh);
     });
-    if (context.recompute && g.gradient) {
-        g.gradient->recompute = [compute] {
-            Range range("swiglu");
-            return compute();
-        };
-    }
+    recompute_by(g, [compute] {
+        Range range("swiglu");
+        return compute();
+    });
     return g;
 }
 
@@ -571,10 +510,10 @@ static void cross_entropy_cpu(Wide<T>* loss, Wide<T>* lse, const T* logits, cons
         const T* l = logits + n * V;
         Wide<T> m = -INFINITY;
         double sum = 0;
-        for (int64_t v = 0; v < V; v++) { m = std::max(m, to_acc(l[v])); }
-        for (int64_t v = 0; v < V; v++) { sum += std::exp(to_acc(l[v]) - m); }
+        for (int64_t v = 0; v < V; v++) { m = std::max<Wide<T>>(m, l[v]); }
+        for (int64_t v = 0; v < V; v++) { sum += std::exp(l[v] - m); }
         lse[n] = (Wide<T>)(m + std::log(sum));
-        loss[n] = lse[n] - to_acc(l[targets[n]]);
+        loss[n] = lse[n] - l[targets[n]];
     }
 }
 // For these rows; the loss is the mean over N.
@@ -584,15 +523,15 @@ static void cross_entropy_backward_cpu(T* dl, const T* l, const Wide<T>* lse, co
 #pragma omp parallel for if (rows > 64)
     for (int64_t n = 0; n < rows; n++) {
         for (int64_t v = 0; v < V; v++) {
-            Wide<T> p = std::exp(to_acc(l[n * V + v]) - lse[n]);
-            from_acc((p - (v == targets[n])) * dloss / N, &dl[n * V + v]);
+            Wide<T> p = std::exp(l[n * V + v] - lse[n]);
+            dl[n * V + v] = (p - (v == targets[n])) * dloss / N;
         }
     }
 }
 #ifdef __CUDACC__
 // Maximum and sum in one pass, the sum rescaled when the maximum grows. The maximum starts from a finite number: logits
 // of -inf then add exp(-inf) = 0, where -inf - -inf would be NaN.
-template <class T, int W>
+template <int W, class T>
 __global__ void __launch_bounds__(PACK_THREADS)
     cross_entropy_kernel(float* loss, float* lse, const T* logits, const int* targets, int V) {
     const T* l = logits + blockIdx.x * (int64_t)V;
@@ -600,18 +539,18 @@ __global__ void __launch_bounds__(PACK_THREADS)
     for (int v = W * threadIdx.x; v < V; v += W * blockDim.x) {
         Pack<T, W> pack = load_pack<W>(l + v);
         float larger = m;
-        for (const T& x : pack.x) { larger = fmaxf(larger, to_acc(x)); }
+        for (const T& x : pack.x) { larger = fmaxf(larger, x); }
         sum *= expf(m - larger);
-        for (const T& x : pack.x) { sum += expf(to_acc(x) - larger); }
+        for (const T& x : pack.x) { sum += expf(x - larger); }
         m = larger;
     }
     float row_m = block_max(m), row_sum = block_sum(sum * expf(m - row_m));
     if (threadIdx.x == 0) {
         lse[blockIdx.x] = row_m + logf(row_sum);
-        loss[blockIdx.x] = lse[blockIdx.x] - to_acc(l[targets[blockIdx.x]]);
+        loss[blockIdx.x] = lse[blockIdx.x] - l[targets[blockIdx.x]];
     }
 }
-template <class T, int W>
+template <int W, class T>
 __global__ void __launch_bounds__(PACK_THREADS)
     cross_entropy_backward_kernel(T* dl, const T* l, const float* lse_in, const int* targets, const float* dloss,
                                   int64_t N, int V) {
@@ -620,7 +559,7 @@ __global__ void __launch_bounds__(PACK_THREADS)
     const int target = targets[blockIdx.x];
     for (int v = W * threadIdx.x; v < V; v += W * blockDim.x) {
         Pack<T, W> pack = load_pack<W>(l + row + v);
-        for (int i = 0; i < W; i++) { from_acc((expf(to_acc(pack.x[i]) - lse) - (v + i == target)) * k, &pack.x[i]); }
+        for (int i = 0; i < W; i++) { pack.x[i] = (expf(pack.x[i] - lse) - (v + i == target)) * k; }
         store_pack(dl + row + v, pack);
     }
 }
@@ -628,37 +567,29 @@ __global__ void __launch_bounds__(PACK_THREADS)
 static void cross_entropy_run(const Tensor& loss, const Tensor& lse, const Tensor& l, const Tensor& targets) {
     int64_t N = l.dim(0), V = l.dim(1);
     if (l.device() == META) { return; }
-#ifdef __CUDACC__
     if (l.device() == CUDA) {
         return with_packs(l.dtype, V, {l.data}, [&](auto zero, auto width) {
-            using T = decltype(zero);
-            LAUNCH((cross_entropy_kernel<T, width>), N, threads_for(V / width), loss.as<float>(), lse.as<float>(),
-                   l.as<T>(), targets.as<int>(), (int)V);
+            LAUNCH(cross_entropy_kernel<width>, N, threads_for(V / width), loss.as<float>(), lse.as<float>(),
+                   l.as(zero), targets.as<int>(), (int)V);
         });
     }
-#endif
     with_type(l.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        cross_entropy_cpu(loss.as<Wide<T>>(), lse.as<Wide<T>>(), l.as<T>(), targets.as<int>(), N, V);
+        cross_entropy_cpu(loss.as(+zero), lse.as(+zero), l.as(zero), targets.as<int>(), N, V);
     });
 }
-static void cross_entropy_backward_run(const Tensor& dl, const Tensor& l, const Tensor& lse, const Tensor& targets,
-                                       const Tensor& dloss, int64_t N) {
+static void cross_entropy_backward(const Tensor& dl, const Tensor& l, const Tensor& lse, const Tensor& targets,
+                                   const Tensor& dloss, int64_t N) {
     int64_t rows = l.dim(0), V = l.dim(1);
     if (l.device() == META) { return; }
-#ifdef __CUDACC__
     if (l.device() == CUDA) {
         return with_packs(l.dtype, V, {dl.data, l.data}, [&](auto zero, auto width) {
-            using T = decltype(zero);
-            LAUNCH((cross_entropy_backward_kernel<T, width>), rows, threads_for(V / width), dl.as<T>(), l.as<T>(),
+            LAUNCH(cross_entropy_backward_kernel<width>, rows, threads_for(V / width), dl.as(zero), l.as(zero),
                    lse.as<float>(), targets.as<int>(), dloss.as<float>(), N, (int)V);
         });
     }
-#endif
     with_type(l.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        cross_entropy_backward_cpu(dl.as<T>(), l.as<T>(), lse.as<Wide<T>>(), targets.as<int>(), *dloss.as<Wide<T>>(),
-                                   rows, N, V);
+        cross_entropy_backward_cpu(dl.as(zero), l.as(zero), lse.as(+zero), targets.as<int>(), *dloss.as(+zero), rows, N,
+                                   V);
     });
 }
 Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
@@ -673,7 +604,7 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {
     record(loss, {l}, [l, lse, targets](const Tensor& dloss) {
         bool ours_alone = l.memory.use_count() == 1;  // nobody else can still want to see the logits
         Tensor dl = ours_alone ? detached(l) : empty(l.shape, l.dtype);
-        cross_entropy_backward_run(dl, l, lse, targets, dloss, l.dim(0));
+        cross_entropy_backward(dl, l, lse, targets, dloss, l.dim(0));
         add_gradient(l.gradient, dl);
     });
     return loss;
@@ -701,7 +632,7 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
             gemm(l, part, false, w, true);
             cross_entropy_run(view(rows, first, {n}), lse, l, t);
             if (!dx) { continue; }
-            cross_entropy_backward_run(l, l, lse, t, one, N);
+            cross_entropy_backward(l, l, lse, t, one, N);
             gemm(view(dx, first * C, {n, C}), l, false, w, false);
             gemm(dW, l, true, part, false, 1, first > 0);
         }

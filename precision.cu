@@ -14,6 +14,10 @@
 
 constexpr int ADDITIONS = 1000;
 
+static float rounded(float x, DType format) {
+    if (format == F16) { return fp16_to_float(float_to_fp16(x)); }
+    return format == BF16 ? bf16_to_float(float_to_bf16(x)) : x;
+}
 // Operations run in fp32 and are then rounded to `format`. For fp16 and bf16 this is what one correctly rounded
 // operation gives: fp32's 24 bits are at least 2 p + 2 (p = 11 and 8 bits).
 struct Accumulation {

@@ -69,20 +69,11 @@ void convert(void* to_data, DType to_type, const void* from_data, DType from_typ
             auto* to = (decltype(to_zero)*)to_data;
             auto* from = (const decltype(from_zero)*)from_data;
 #pragma omp parallel for if (n > 16384)
-            for (int64_t i = 0; i < n; i++) { from_acc((Wide<decltype(to_zero)>)to_acc(from[i]), &to[i]); }
+            for (int64_t i = 0; i < n; i++) { to[i] = (Wide<decltype(to_zero)>)from[i]; }
         });
     });
 }
 void round_all_to_tf32(float* to, const float* from, int64_t n) {
 #pragma omp parallel for if (n > 16384)
     for (int64_t i = 0; i < n; i++) { to[i] = round_to_tf32(from[i]); }
-}
-
-float rounded(float x, DType t) {
-    switch (t) {
-        case F32: return x;
-        case F16: return fp16_to_float(float_to_fp16(x));
-        case BF16: return bf16_to_float(float_to_bf16(x));
-        default: fail("rounded: %s is not a format of this experiment", name_of(t));
-    }
 }

@@ -1,6 +1,25 @@
-// lib/gpu.h: what several files' kernels share. Without nvcc it is lib.h alone.
+// lib/gpu.h: what several files' kernels share.
 #pragma once
 #include "lib.h"
+
+// lib/matmul.cu
+struct Matrix {  // how a BLAS sees the last two dimensions of a tensor, with all leading ones as a batch
+    char* data;
+    DType dtype;
+    int64_t rows, cols, ld, batch, batch_stride;  // ld, batch_stride: elements from one row, one matrix, to the next
+};
+Matrix matrix_of(const Tensor& t);
+struct Product {  // C = alpha op(A) op(B) + beta C, row-major; K: the length of its sums
+    Matrix C, A, B;
+    bool transpose_a, transpose_b;
+    int64_t K;
+    double alpha, beta;
+};
+struct ProductImpl {  // on the GPU
+    const char* name;
+    int rung;
+    bool (*run)(const Product& p);  // false: the product is not for it, but for a lower rung
+};
 
 #ifdef __CUDACC__
 #include <cublas_v2.h>
@@ -77,4 +96,11 @@ void with_packs(DType dtype, int64_t n, const std::vector<const void*>& addresse
 constexpr int PACK_THREADS = 640;  // at most; a row of d_model 2560 in fp32 is one pack per thread
 // For a row of so many packs: each thread takes the same number of them, as far as whole warps allow.
 inline int threads_for(int64_t packs) { return WARP * ceil_div(packs, WARP * ceil_div(packs, PACK_THREADS)); }
+#else
+// Without nvcc there are no kernels, and nothing ever comes to a launch.
+#define LAUNCH(...) fail("this build is for the CPU only")
+template <int least = 1, class Fn>
+void with_packs(DType, int64_t, const std::vector<const void*>&, Fn) {
+    LAUNCH();
+}
 #endif

@@ -373,66 +373,67 @@ struct RunningTable {
 // formats.cu: number formats. Conversions round to nearest, ties to even, and are ours on the CPU (the GPU has
 // instructions for them); tests compare all 65,536 patterns of each with the definition.
 
+uint16_t float_to_bf16(float x);
+uint16_t float_to_fp16(float x);
+float bf16_to_float(uint16_t bits);
+float fp16_to_float(uint16_t bits);
+float round_to_tf32(float x);  // 10 explicit mantissa bits, as tensor cores see an fp32 operand in tf32 mode
+
+// Arithmetic on a bf16 or an fp16 is arithmetic on floats: it widens as it is read, and is rounded as it is written.
+#ifdef __CUDA_ARCH__
+#define ON_GPU_OR_CPU(gpu, cpu) gpu
+#else
+#define ON_GPU_OR_CPU(gpu, cpu) cpu
+#endif
 struct bf16 {
     uint16_t bits;
+    HD operator float() const {
+        return ON_GPU_OR_CPU(__bfloat162float(__ushort_as_bfloat16(bits)), bf16_to_float(bits));
+    }
+    HD void operator=(float x) { bits = ON_GPU_OR_CPU(__bfloat16_as_ushort(__float2bfloat16_rn(x)), float_to_bf16(x)); }
 };
 struct fp16 {
     uint16_t bits;
+    HD operator float() const { return ON_GPU_OR_CPU(__half2float(__ushort_as_half(bits)), fp16_to_float(bits)); }
+    HD void operator=(float x) { bits = ON_GPU_OR_CPU(__half_as_ushort(__float2half_rn(x)), float_to_fp16(x)); }
 };
-float bf16_to_float(uint16_t bits);
-uint16_t float_to_bf16(float x);
-float fp16_to_float(uint16_t bits);
-uint16_t float_to_fp16(float x);
-float round_to_tf32(float x);          // 10 explicit mantissa bits, as tensor cores see an fp32 operand in tf32 mode
-float rounded(float x, DType format);  // to fp32, fp16 or bf16
+template <class T>
+using Wide = decltype(+T());  // the type that arithmetic on T runs in: float, or double for F64
 
+template <class T>
+HD inline Wide<T> to_acc(T x) {
+    return x;
+}
+template <class A, class T>
+HD inline void from_acc(A a, T* x) {
+    *x = a;
+}
+
+// Runs f(zero) with a zero of the dtype's C++ type: f only takes its type, decltype(zero).
+template <class Fn>
+void with_gpu_type(DType t, Fn f) {
+    switch (t) {
+        case F32: return f(float());
+        case BF16: return f(bf16());
+        case F16: return f(fp16());
+        default: fail("%s tensors are not for this", name_of(t));
+    }
+}
+template <class Fn>
+void with_type(DType t, Fn f) {  // on the CPU
+    t == F64 ? f(double()) : with_gpu_type(t, f);
+}
 // n numbers on the CPU, from one format to another, by all threads.
 void convert(void* to, DType to_type, const void* from, DType from_type, int64_t n);
 void round_all_to_tf32(float* to, const float* from, int64_t n);
 
-HD inline double to_acc(double x) { return x; }  // to the type that arithmetic runs in
-HD inline float to_acc(float x) { return x; }
-HD inline float to_acc(bf16 x) {
-#ifdef __CUDA_ARCH__
-    return __bfloat162float(__ushort_as_bfloat16(x.bits));
-#else
-    return bf16_to_float(x.bits);
-#endif
-}
-HD inline float to_acc(fp16 x) {
-#ifdef __CUDA_ARCH__
-    return __half2float(__ushort_as_half(x.bits));
-#else
-    return fp16_to_float(x.bits);
-#endif
-}
-HD inline void from_acc(double a, double* x) { *x = a; }  // and back, rounding
-HD inline void from_acc(float a, float* x) { *x = a; }
-HD inline void from_acc(float a, bf16* x) {
-#ifdef __CUDA_ARCH__
-    x->bits = __bfloat16_as_ushort(__float2bfloat16_rn(a));
-#else
-    x->bits = float_to_bf16(a);
-#endif
-}
-HD inline void from_acc(float a, fp16* x) {
-#ifdef __CUDA_ARCH__
-    x->bits = __half_as_ushort(__float2half_rn(a));
-#else
-    x->bits = float_to_fp16(a);
-#endif
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // tensor.cu: tensors
 
-constexpr int MAX_DIMS = 5;
 using Shape = std::vector<int64_t>;
 int64_t count(const Shape& shape);
 std::string to_string(const Shape& shape);  // "[4, 256, 768]"
 size_t size_of(DType t);
-
-struct Gradient;
 
 // A handle: copying it shares the data. `memory` and `gradient` are null where there is none.
 struct Tensor {
@@ -440,13 +441,13 @@ struct Tensor {
     char* data = nullptr;
     DType dtype = F32;
     Shape shape, stride;  // strides in elements; all tensors are row-major but for the views that eager mode makes
-    std::shared_ptr<Gradient> gradient;
+    std::shared_ptr<struct Gradient> gradient;
     explicit operator bool() const { return memory != nullptr; }
     int64_t size() const { return count(shape); }
     int64_t dim(int i) const { return shape[i < 0 ? i + shape.size() : i]; }
     Device device() const { return memory->device; }
     template <class T>
-    T* as() const {
+    T* as(T = T()) const {  // as<float>(), or as(zero) within with_type
         return (T*)data;
     }
 };
@@ -455,6 +456,7 @@ struct Tensor {
 Tensor empty(const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
 Tensor zeros(const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
 Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category = ACTIVATIONS, Source at = here());
+bool is_row_major(const Tensor& t);
 // Elements [offset, offset + count(shape)) of a row-major t, without its gradient.
 Tensor view(const Tensor& t, int64_t offset, const Shape& shape);
 void fill_zero(const Tensor& t);
@@ -466,37 +468,11 @@ Tensor from_ints(const std::vector<int>& values, const Shape& shape);
 std::vector<float> to_floats(const Tensor& t);  // any dtype, any strides, from any device
 std::vector<double> to_doubles(const Tensor& t);
 
-template <class T>
-using Wide = decltype(to_acc(T()));  // the type that arithmetic on T runs in: float, or double for F64
-// Runs f(zero) with a zero of the floating dtype's C++ type: f only takes its type, decltype(zero).
-template <class Fn>
-void with_type(DType t, Fn f) {
-    switch (t) {
-        case F32: return f(float());
-        case BF16: return f(bf16());
-        case F16: return f(fp16());
-        case F64: return f(double());
-        default: fail("%s is not a floating type", name_of(t));
-    }
-}
-
-template <class Fn>  // the same where F64 cannot be
-void with_gpu_type(DType t, Fn f) {
-    switch (t) {
-        case F32: return f(float());
-        case BF16: return f(bf16());
-        case F16: return f(fp16());
-        default: fail("%s tensors are not for the GPU here", name_of(t));
-    }
-}
-
-// Counter-based random numbers (Philox 4x32-10: Salmon et al., SC 2011): element i of stream `key` is a pure function
-// of (seed, key, i), so the CPU and the GPU draw the same bits in any order.
-HD void philox(uint32_t out[4], uint64_t seed, uint64_t key, uint64_t i);
-// Bit-equal on CPU and GPU; bounded by 4.9 std.
-void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float std);
-int random_int(int n, uint64_t seed, uint64_t key, uint64_t i);  // uniform in [0, n)
-uint64_t key_of(const std::string& name);                        // a stream for each parameter name
+// Random numbers, counter-based: element i of stream `key` is a pure function of (seed, key, i), so the CPU and the GPU
+// draw the same bits in any order.
+void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float std);  // bounded by 4.9 std
+int random_int(int n, uint64_t seed, uint64_t key, uint64_t i);                         // uniform in [0, n)
+uint64_t key_of(const std::string& name);  // a stream for each parameter name
 
 // One NaN-safe comparison for all tests: passes where |got - want| <= atol + rtol * |want|.
 struct Comparison {
@@ -537,6 +513,8 @@ void add_gradient(const GradientPtr& g, const Tensor& dx);  // shares dx where i
 Tensor gradient_target(const GradientPtr& g, bool* accumulate);
 // The same for those that write g's own dtype only, where the target may be 16-bit (make_gradients).
 void write_gradient(const GradientPtr& g, const std::function<void(const Tensor& target, bool accumulate)>& write);
+// With context.recompute: nobody keeps y, since linear's backward calls `again` for it.
+void recompute_by(const Tensor& y, const std::function<Tensor()>& again);
 void backward(const Tensor& loss, float scale = 1);     // dloss = scale; empties the tape
 void backward_from(const Tensor& y, const Tensor& dy);  // the same, from any y
 void clear_tape();
@@ -557,38 +535,31 @@ Tensor require_gradient(const Tensor& t);  // same data, a leaf of its own (test
 // tensor.cu: ops, each one kernel, with the dtypes that PyTorch's promotion and autocast give (precision.cu
 // explains them). Elementwise ops broadcast as PyTorch's do. All record themselves on the tape.
 
-Tensor add(const Tensor& a, const Tensor& b);
-Tensor sub(const Tensor& a, const Tensor& b);
-Tensor mul(const Tensor& a, const Tensor& b);
-Tensor div(const Tensor& a, const Tensor& b);
+using UnaryOp = Tensor(const Tensor& a);
+using BinaryOp = Tensor(const Tensor& a, const Tensor& b);
+BinaryOp add, sub, mul, div;
+UnaryOp exp, log, square, rsqrt;          // fp32 under autocast, as are the sums
+UnaryOp sqrt, sigmoid, relu;              // keep their dtype
+UnaryOp sum_last, mean_last, max_last;    // over the last dimension, which becomes 1
+UnaryOp mean_all;                         // []
+UnaryOp contiguous;                       // itself if it is row-major, else a copy
+BinaryOp greater_equal;                   // U8
+BinaryOp interleave_last;                 // stack(a, b, dim=-1).flatten(-2)
+BinaryOp gather_rows;                     // table [V,C], index I32 [...] -> [..., C]
+BinaryOp pick_last;                       // a [N,V], index I32 [N] -> [N,1]: a[n, index[n]]
 Tensor scale(const Tensor& a, double s);  // a * s
 Tensor add_scalar(const Tensor& a, double s);
-Tensor exp(const Tensor& a);  // fp32 under autocast, as are log, square, rsqrt and the sums
-Tensor log(const Tensor& a);
-Tensor square(const Tensor& a);
-Tensor rsqrt(const Tensor& a);
-Tensor sqrt(const Tensor& a);  // keeps its dtype
-Tensor sigmoid(const Tensor& a);
-Tensor relu(const Tensor& a);
 Tensor where(const Tensor& mask, const Tensor& a, float otherwise);  // mask U8
 Tensor cast(const Tensor& a, DType dtype);
-Tensor sum_last(const Tensor& a);  // over the last dimension, which becomes 1
-Tensor mean_last(const Tensor& a);
-Tensor max_last(const Tensor& a);
-Tensor mean_all(const Tensor& a);                                 // []
-Tensor contiguous(const Tensor& a);                               // itself if it is row-major, else a copy
 Tensor reshape(const Tensor& a, const Shape& shape);              // a view where possible, else a copy
 Tensor transpose(const Tensor& a, int i, int j);                  // a view
 Tensor slice_last(const Tensor& a, int64_t start, int64_t step);  // a[..., start::step], a view
-Tensor interleave_last(const Tensor& a, const Tensor& b);         // stack(a, b, dim=-1).flatten(-2)
-Tensor gather_rows(const Tensor& table, const Tensor& index);     // table [V,C], index I32 [...] -> [..., C]
-Tensor pick_last(const Tensor& a, const Tensor& index);           // a [N,V], index I32 [N] -> [N,1]: a[n, index[n]]
 Tensor arange(int64_t n);                                         // I32 [n]
-Tensor greater_equal(const Tensor& a, const Tensor& b);           // U8
 
 // ---------------------------------------------------------------------------------------------------------------------
 // matmul.cu: matrix products, in context.precision: fp32 and tf32 on fp32 operands; bf16 and fp16 on operands that
 // autocast casts. Accumulation is always fp32 (fp64 for F64).
+
 // [...,M,K] x [...,K,N] (transpose_b: [...,N,K]) -> [...,M,N]
 Tensor matmul(const Tensor& a, const Tensor& b, bool transpose_b = false);
 Tensor linear(const Tensor& x, const Tensor& weight);  // x [...,K], weight [N,K] -> x weight^T [...,N]
@@ -600,33 +571,14 @@ void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b,
           double beta = 0);
 // gemm multiplies fp32 copies of such operands: on the CPU, and bf16 on a card without it (before the A100).
 bool multiplies_copies(Device device, DType dtype);
-void gemm_of_copies(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
-                    double alpha = 1, double beta = 0);
-struct Matrix {  // how a BLAS sees the last two dimensions of a tensor, with all leading ones as a batch
-    char* data;
-    DType dtype;
-    int64_t rows, cols, ld, batch, batch_stride;  // ld, batch_stride: elements from one row, one matrix, to the next
-};
-Matrix matrix_of(const Tensor& t);
-struct Product {  // C = alpha op(A) op(B) + beta C, row-major; K: the length of its sums
-    Matrix C, A, B;
-    bool transpose_a, transpose_b;
-    int64_t K;
-    float alpha, beta;
-};
-struct ProductImpl {  // on the GPU
-    const char* name;
-    int rung;
-    bool (*run)(const Product& p);  // false: the product is not for it, but for a lower rung
-};
+// g += alpha op(a) op(b). Eager adds with a kernel of its own, as autograd does; fused lets the product accumulate.
+void add_gemm(const GradientPtr& g, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
+              double alpha = 1);
 DType matmul_dtype(Precision precision = context.precision);  // what autocast casts operands to (F64 stays F64)
 DType weight_dtype(Precision precision = context.precision);  // of a model's weights and all that is laid out like them
 Tensor autocast_operand(const Tensor& t);  // cast to matmul_dtype(); a parameter's copy is cached while recording
 void drop_weight_copies(const std::vector<Tensor>& parameters);  // where autocast ends, or the weights change
-// g += alpha op(a) op(b). Eager adds with a kernel of its own, as autograd does; fused lets the product accumulate.
-void add_gemm(const GradientPtr& g, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
-              double alpha = 1);
-void one_blas_thread();  // before products inside an OpenMP loop of ours
+void one_blas_thread();                                          // before products inside an OpenMP loop of ours
 // C = alpha op(A) op(B) + beta C, row-major, C [M,N], by one thread; T: float or double.
 template <class T>
 void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* B, int64_t ldb, bool tb, int64_t M,

@@ -12,22 +12,9 @@ DType matmul_dtype(Precision precision) {
 DType weight_dtype(Precision precision) { return precision == PREC_PURE_BF16 ? BF16 : F32; }
 
 Matrix matrix_of(const Tensor& t) {
-    int n = (int)t.shape.size();
-    if (n < 2 || (t.stride[n - 1] != 1 && t.shape[n - 1] != 1)) {
-        fail("gemm: %s is not a matrix with consecutive columns", to_string(t.shape).c_str());
-    }
-    int64_t ld = t.shape[n - 2] == 1 ? t.shape[n - 1] : t.stride[n - 2];
-    Matrix m{t.data, t.dtype, t.shape[n - 2], t.shape[n - 1], ld, 1, 0};
-    for (int d = n - 3; d >= 0; d--) {
-        if (t.shape[d] == 1) { continue; }
-        if (m.batch == 1) {
-            m.batch_stride = t.stride[d];
-        } else if (t.stride[d] != m.batch * m.batch_stride) {
-            fail("gemm: the leading dimensions of %s have no common stride", to_string(t.shape).c_str());
-        }
-        m.batch *= t.shape[d];
-    }
-    return m;
+    if (!is_row_major(t)) { fail("gemm: %s is not row-major", to_string(t.shape).c_str()); }
+    int64_t rows = t.dim(-2), cols = t.dim(-1);
+    return {t.data, t.dtype, rows, cols, cols, count(Shape(t.shape.begin(), t.shape.end() - 2)), rows * cols};
 }
 
 #ifdef __CUDACC__
@@ -56,27 +43,25 @@ static cublasHandle_t cublas() {
     return handle;
 }
 void start_cublas() { cublas(); }
-cudaDataType_t cuda_type(DType t) {
-    if (t == F64) { fail("float64 tensors live on the CPU only"); }
-    return t == BF16 ? CUDA_R_16BF : t == F16 ? CUDA_R_16F : CUDA_R_32F;
-}
+cudaDataType_t cuda_type(DType t) { return t == BF16 ? CUDA_R_16BF : t == F16 ? CUDA_R_16F : CUDA_R_32F; }
 
 // By cuBLAS. It is column-major: what it sees in our memory is every matrix transposed, and C^T = op(B)^T op(A)^T.
 static bool cublas_product(const Product& p) {
     const Matrix &C = p.C, &A = p.A, &B = p.B;
+    const float alpha = (float)p.alpha, beta = (float)p.beta;
     cublasComputeType_t compute =
         context.precision == TF32 && A.dtype == F32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     CUBLAS_CHECK(cublasGemmStridedBatchedEx(
         cublas(), p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, (int)C.cols,
-        (int)C.rows, (int)p.K, &p.alpha, B.data, cuda_type(B.dtype), (int)B.ld, B.batch_stride, A.data,
-        cuda_type(A.dtype), (int)A.ld, A.batch_stride, &p.beta, C.data, cuda_type(C.dtype), (int)C.ld, C.batch_stride,
+        (int)C.rows, (int)p.K, &alpha, B.data, cuda_type(B.dtype), (int)B.ld, B.batch_stride, A.data,
+        cuda_type(A.dtype), (int)A.ld, A.batch_stride, &beta, C.data, cuda_type(C.dtype), (int)C.ld, C.batch_stride,
         (int)C.batch, compute, CUBLAS_GEMM_DEFAULT));
     return true;
 }
 static const AddRow<ProductImpl> cublas_row({"cublas", 10, cublas_product});
 
-static void gemm_cuda(Product p) {
-    auto run = [&](int64_t first, int64_t n, float beta) {  // n of the K summands
+static void multiply_cuda(const Product& p) {
+    auto run = [&](int64_t first, int64_t n, double beta) {  // n of the K summands
         Product part = p;
         part.A.data += (p.transpose_a ? first * p.A.ld : first) * (int64_t)size_of(p.A.dtype);
         part.B.data += (p.transpose_b ? first : first * p.B.ld) * (int64_t)size_of(p.B.dtype);
@@ -121,18 +106,6 @@ void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* 
 template void blas_product(float*, int64_t, const float*, int64_t, bool, const float*, int64_t, bool, int64_t, int64_t,
                            int64_t, double, double);
 
-// An operand as fp32, which OpenBLAS multiplies: bf16 and fp16 widen exactly, tf32 rounds to 10 mantissa bits.
-static Tensor widened(const Tensor& t) {
-    if (t.dtype == F64 || (t.dtype == F32 && context.precision != TF32)) { return t; }
-    Tensor source = contiguous(t), w = empty_on(t.device(), t.shape, F32, WORKSPACE);
-    if (t.device() == META) { return w; }
-    if (t.dtype == F32) {
-        round_all_to_tf32(w.as<float>(), source.as<float>(), w.size());
-    } else {
-        copy_or_add(w, source, false);
-    }
-    return w;
-}
 // OpenBLAS's own threads and OpenMP's would spin against each other for the same cores (seen: 4 times slower), so
 // OpenBLAS runs single-threaded inside our OpenMP loops.
 void one_blas_thread() {
@@ -153,9 +126,9 @@ void one_blas_thread() {
 }
 // Over the batch, or over slices of the output's longer side.
 template <class T>
-static void gemm_cpu(const Tensor& out, Matrix C, const Tensor& a, Matrix A, bool ta, const Tensor& b, Matrix B,
-                     bool tb, int64_t K, double alpha, double beta) {
+static void multiply_cpu(const Product& p) {
     one_blas_thread();
+    const Matrix &C = p.C, &A = p.A, &B = p.B;
     bool by_rows = C.rows >= C.cols;
     int64_t side = by_rows ? C.rows : C.cols,
             slices = C.batch > 1 ? 1 : std::min<int64_t>(cpu_threads(), (side + 31) / 32);
@@ -165,11 +138,25 @@ static void gemm_cpu(const Tensor& out, Matrix C, const Tensor& a, Matrix A, boo
         int64_t i = task / slices, start = task % slices * slice, n = std::min(slice, side - start);
         if (n <= 0) { continue; }
         int64_t row = by_rows ? start : 0, col = by_rows ? 0 : start;
-        blas_product(out.as<T>() + i * C.batch_stride + row * C.ld + col, C.ld,
-                     a.as<T>() + i * A.batch_stride + (ta ? row : row * A.ld), A.ld, ta,
-                     b.as<T>() + i * B.batch_stride + (tb ? col * B.ld : col), B.ld, tb, by_rows ? n : C.rows,
-                     by_rows ? C.cols : n, K, alpha, beta);
+        blas_product((T*)C.data + i * C.batch_stride + row * C.ld + col, C.ld,
+                     (T*)A.data + i * A.batch_stride + (p.transpose_a ? row : row * A.ld), A.ld, p.transpose_a,
+                     (T*)B.data + i * B.batch_stride + (p.transpose_b ? col * B.ld : col), B.ld, p.transpose_b,
+                     by_rows ? n : C.rows, by_rows ? C.cols : n, p.K, p.alpha, p.beta);
     }
+}
+static void multiply(const Tensor& out, const Tensor& a, bool ta, const Tensor& b, bool tb, double alpha, double beta) {
+    Matrix C = matrix_of(out), A = matrix_of(a), B = matrix_of(b);
+    int64_t M = ta ? A.cols : A.rows, K = ta ? A.rows : A.cols, N = tb ? B.rows : B.cols, K_b = tb ? B.cols : B.rows;
+    if (C.rows != M || C.cols != N || K != K_b || A.batch != C.batch || B.batch != C.batch) {
+        fail("gemm: %s%s x %s%s -> %s do not fit", to_string(a.shape).c_str(), ta ? "^T" : "",
+             to_string(b.shape).c_str(), tb ? "^T" : "", to_string(out.shape).c_str());
+    }
+    if (out.device() == META || out.size() == 0) { return; }
+    Product p{C, A, B, ta, tb, K, alpha, beta};
+#ifdef __CUDACC__
+    if (out.device() == CUDA) { return multiply_cuda(p); }
+#endif
+    a.dtype == F64 ? multiply_cpu<double>(p) : multiply_cpu<float>(p);
 }
 
 bool multiplies_copies(Device device, DType dtype) {
@@ -181,52 +168,32 @@ bool multiplies_copies(Device device, DType dtype) {
 #endif
     return device == CPU && dtype != F64;
 }
-void gemm_of_copies(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
-                    double alpha, double beta) {
+// bf16 and fp16 widen exactly, tf32 rounds to 10 mantissa bits.
+static Tensor fp32_copy(const Tensor& t) {
+    if (t.dtype == F32 && context.precision != TF32) { return t; }
+    Tensor source = contiguous(t), w = empty_on(t.device(), t.shape, F32, WORKSPACE);
+    if (t.device() == CPU && t.dtype == F32) {
+        round_all_to_tf32(w.as<float>(), source.as<float>(), w.size());
+    } else {
+        copy_or_add(w, source, false);
+    }
+    return w;
+}
+static void multiply_copies(const Tensor& out, const Tensor& a, bool ta, const Tensor& b, bool tb, double alpha,
+                            double beta) {
     NoGrad no_grad;
-    Tensor wa = widened(a), wb = widened(b), wide = out;
+    Tensor wa = fp32_copy(a), wb = fp32_copy(b), wide = out;
     bool rounds = out.dtype != F32;  // once, what was computed in fp32
     if (rounds) { wide = empty_on(out.device(), out.shape, F32, WORKSPACE); }
-    if (out.device() == META) { return; }
     if (rounds && beta != 0) { copy_or_add(wide, out, false); }
-    Matrix C = matrix_of(wide), A = matrix_of(wa), B = matrix_of(wb);
-    int64_t K = transpose_a ? A.rows : A.cols;
-#ifdef __CUDACC__
-    if (out.device() == CUDA) {
-        gemm_cuda({C, A, B, transpose_a, transpose_b, K, (float)alpha, (float)beta});
-    } else
-#endif
-    {
-        gemm_cpu<float>(wide, C, wa, A, transpose_a, wb, B, transpose_b, K, alpha, beta);
-    }
+    multiply(wide, wa, ta, wb, tb, alpha, beta);
     if (rounds) { copy_or_add(out, wide, false); }
 }
-
-void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b, double alpha,
-          double beta) {
-    Matrix C = matrix_of(out), A = matrix_of(a), B = matrix_of(b);
-    int64_t M = transpose_a ? A.cols : A.rows, K = transpose_a ? A.rows : A.cols;
-    int64_t N = transpose_b ? B.rows : B.cols, K_b = transpose_b ? B.cols : B.rows;
-    if (C.rows != M || C.cols != N || K != K_b || A.batch != C.batch || B.batch != C.batch || a.dtype != b.dtype) {
-        fail("gemm: %s %s%s x %s %s%s -> %s do not fit", name_of(a.dtype), to_string(a.shape).c_str(),
-             transpose_a ? "^T" : "", name_of(b.dtype), to_string(b.shape).c_str(), transpose_b ? "^T" : "",
-             to_string(out.shape).c_str());
-    }
-    if ((a.dtype == F64) != (out.dtype == F64)) { fail("gemm: float64 operands need a float64 result"); }
-    bool planned = out.device() == META;
-    if (out.size() == 0 || (planned && (!context.widening || a.dtype == F64))) { return; }
+void gemm(const Tensor& out, const Tensor& a, bool ta, const Tensor& b, bool tb, double alpha, double beta) {
+    if (a.dtype != b.dtype) { fail("gemm: %s x %s", name_of(a.dtype), name_of(b.dtype)); }
     Range range("matmul");
-#ifdef __CUDACC__
-    if (out.device() == CUDA && !multiplies_copies(CUDA, a.dtype)) {
-        gemm_cuda({C, A, B, transpose_a, transpose_b, K, (float)alpha, (float)beta});
-        return;
-    }
-#endif
-    if (a.dtype == F64) {
-        gemm_cpu<double>(out, C, a, A, transpose_a, b, B, transpose_b, K, alpha, beta);
-    } else {
-        gemm_of_copies(out, a, transpose_a, b, transpose_b, alpha, beta);
-    }
+    bool copies = out.device() == META ? context.widening && a.dtype != F64 : multiplies_copies(out.device(), a.dtype);
+    (copies ? multiply_copies : multiply)(out, a, ta, b, tb, alpha, beta);
 }
 
 void add_gemm(const GradientPtr& g, const Tensor& a, bool ta, const Tensor& b, bool tb, double alpha) {
@@ -272,11 +239,7 @@ Tensor matmul(const Tensor& a_in, const Tensor& b_in, bool transpose_b) {
     record(y, {a, b}, [a, b, transpose_b](const Tensor& dy_in) {
         Tensor dy = contiguous(dy_in);
         add_gemm(a.gradient, dy, false, b, !transpose_b);
-        if (transpose_b) {
-            add_gemm(b.gradient, dy, true, a, false);
-        } else {
-            add_gemm(b.gradient, a, true, dy, false);
-        }
+        transpose_b ? add_gemm(b.gradient, dy, true, a, false) : add_gemm(b.gradient, a, true, dy, false);
     });
     return y;
 }

@@ -6,6 +6,8 @@
 #include "gpu.h"
 #include <algorithm>
 
+constexpr int MAX_DIMS = 5;
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Tensors
 
@@ -43,7 +45,7 @@ static Shape row_major(const Shape& shape) {
     }
     return stride;
 }
-static bool is_row_major(const Tensor& t) {
+bool is_row_major(const Tensor& t) {
     Shape want = row_major(t.shape);
     for (size_t i = 0; i < t.shape.size(); i++) {
         if (t.shape[i] != 1 && t.stride[i] != want[i]) { return false; }
@@ -52,9 +54,6 @@ static bool is_row_major(const Tensor& t) {
 }
 
 Tensor empty_on(Device device, const Shape& shape, DType dtype, Category category, Source at) {
-    if (shape.size() > MAX_DIMS) {
-        fail("a tensor has at most %d dimensions, got %s", MAX_DIMS, to_string(shape).c_str());
-    }
     Tensor t;
     t.memory = allocate(device, count(shape) * size_of(dtype), category, at);
     t.data = (char*)t.memory->data;
@@ -89,7 +88,6 @@ Tensor detached(const Tensor& t) {
 }
 void fill_zero(const Tensor& t) {
     size_t bytes = t.size() * size_of(t.dtype);
-    if (!is_row_major(t)) { fail("fill_zero needs a row-major tensor"); }
     if (bytes == 0 || t.device() == META) { return; }
 #ifdef __CUDACC__
     if (t.device() == CUDA) {
@@ -100,9 +98,8 @@ void fill_zero(const Tensor& t) {
     memset(t.data, 0, bytes);
 }
 void copy(const Tensor& to, const Tensor& from) {
-    if (to.dtype != from.dtype || to.size() != from.size() || !is_row_major(to) || !is_row_major(from)) {
-        fail("copy %s %s to %s %s", name_of(from.dtype), to_string(from.shape).c_str(), name_of(to.dtype),
-             to_string(to.shape).c_str());
+    if (to.dtype != from.dtype || to.size() != from.size()) {
+        fail("copy %s to %s", to_string(from.shape).c_str(), to_string(to.shape).c_str());
     }
     copy_bytes(to.data, to.device(), from.data, from.device(), from.size() * size_of(from.dtype));
 }
@@ -120,8 +117,8 @@ template <class A>
 HD A load(const char* data, DType t, int64_t i) {
     switch (t) {
         case F32: return (A)((const float*)data)[i];
-        case BF16: return (A)to_acc(((const bf16*)data)[i]);
-        case F16: return (A)to_acc(((const fp16*)data)[i]);
+        case BF16: return (A)((const bf16*)data)[i];
+        case F16: return (A)((const fp16*)data)[i];
         case F64: return (A)((const double*)data)[i];
         case I32: return (A)((const int*)data)[i];
         case U8: return (A)((const uint8_t*)data)[i];
@@ -132,8 +129,8 @@ template <class A>
 HD void store(char* data, DType t, int64_t i, A x) {
     switch (t) {
         case F32: ((float*)data)[i] = (float)x; break;
-        case BF16: from_acc((float)x, (bf16*)data + i); break;
-        case F16: from_acc((float)x, (fp16*)data + i); break;
+        case BF16: ((bf16*)data)[i] = (float)x; break;
+        case F16: ((fp16*)data)[i] = (float)x; break;
         case F64: ((double*)data)[i] = (double)x; break;
         case I32: ((int*)data)[i] = (int)x; break;
         case U8: ((uint8_t*)data)[i] = (uint8_t)x; break;
@@ -171,13 +168,11 @@ Comparison compare(const Tensor& got, const Tensor& want, double rtol, double at
     }
     std::vector<double> g = to_doubles(got), w = to_doubles(want);
     Comparison c{0, -1, 0, 0, 0};
-    double worst = -1;
+    double worst = 0;
     for (size_t i = 0; i < g.size(); i++) {
-        bool same = g[i] == w[i];  // also for infinities
-        double error = same ? 0 : fabs(g[i] - w[i]);
-        bool ok = same || (std::isfinite(error) && error <= atol + rtol * fabs(w[i]));
-        double excess = same ? 0 : std::isfinite(error) ? error - rtol * fabs(w[i]) : INFINITY;
-        c.wrong += !ok;
+        double error = g[i] == w[i] ? 0 : fabs(g[i] - w[i]);  // equal infinities have no error
+        double excess = std::isfinite(error) ? error - rtol * fabs(w[i]) : INFINITY;
+        c.wrong += excess > atol;
         if (!(error <= c.max_abs)) { c.max_abs = error; }
         if (excess > worst || c.worst < 0) {
             worst = excess;
@@ -189,6 +184,29 @@ Comparison compare(const Tensor& got, const Tensor& want, double rtol, double at
 std::string to_string(const Comparison& c) {
     return strprintf("%ld wrong; worst at %ld: got %.9g, want %.9g; largest error %.3g", (long)c.wrong, (long)c.worst,
                      c.got, c.want, c.max_abs);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Runs f(i) for i = 0 ... n-1, on this device; on META nothing.
+#ifdef __CUDACC__
+template <class F>
+__global__ void for_each_kernel(F f, int64_t n) {
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+        f(i);
+    }
+}
+// Blocks of 256 threads; the loop in the kernel does the rest.
+static int grid_for(int64_t n) { return (int)std::min<int64_t>((n + 255) / 256, multiprocessors() * 64); }
+#endif
+template <class F>
+static void for_each(Device device, int64_t n, const F& f) {
+    if (device == META || n == 0) { return; }
+    if (device == CUDA) {
+        LAUNCH(for_each_kernel, grid_for(n), 256, f, n);
+        return;
+    }
+#pragma omp parallel for if (n > 4096)
+    for (int64_t i = 0; i < n; i++) { f(i); }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -219,27 +237,15 @@ HD inline float normal(uint64_t seed, uint64_t key, uint64_t i, float mean, floa
     return fmaf(std, (float)(2 * sum - 8 * 65535) * (0.5f * inverse_std), mean);
 }
 
-#ifdef __CUDACC__
-__global__ void normal_kernel(char* out, DType dtype, int64_t n, uint64_t seed, uint64_t key, float mean, float std) {
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
-        store<float>(out, dtype, i, normal(seed, key, i, mean, std));
-    }
-}
-// Blocks of 256 threads; the loop in the kernel does the rest.
-static int grid_for(int64_t n) { return (int)std::min<int64_t>((n + 255) / 256, multiprocessors() * 64); }
-#endif
-
+struct FillNormal {
+    char* out;
+    DType dtype;
+    uint64_t seed, key;
+    float mean, std;
+    HD void operator()(int64_t i) const { store<float>(out, dtype, i, normal(seed, key, i, mean, std)); }
+};
 void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float std) {
-    int64_t n = t.size();
-    if (n == 0 || t.device() == META) { return; }
-#ifdef __CUDACC__
-    if (t.device() == CUDA) {
-        LAUNCH(normal_kernel, grid_for(n), 256, t.data, t.dtype, n, seed, key, mean, std);
-        return;
-    }
-#endif
-#pragma omp parallel for
-    for (int64_t i = 0; i < n; i++) { store<float>(t.data, t.dtype, i, normal(seed, key, i, mean, std)); }
+    for_each(t.device(), t.size(), FillNormal{t.data, t.dtype, seed, key, mean, std});
 }
 int random_int(int n, uint64_t seed, uint64_t key, uint64_t i) {
     uint32_t r[4];
@@ -340,6 +346,9 @@ void write_gradient(const GradientPtr& g, const std::function<void(const Tensor&
     Tensor target = gradient_target(g, &accumulate);
     write(target, accumulate);
 }
+void recompute_by(const Tensor& y, const std::function<Tensor()>& again) {
+    if (context.recompute && y.gradient) { y.gradient->recompute = again; }
+}
 void backward(const Tensor& loss, float scale) {
     NoGrad no_grad;
     backward_from(loss, add_scalar(zeros(loss.shape, loss.dtype), scale));
@@ -412,9 +421,11 @@ FUNCTOR(Add, (A a, A b), a + b)
 FUNCTOR(Sub, (A a, A b), a - b)
 FUNCTOR(Mul, (A a, A b), a* b)
 FUNCTOR(Div, (A a, A b), a / b)
+FUNCTOR(Larger, (A a, A b), a > b || a != a ? a : b)  // a NaN wins, as in PyTorch
 FUNCTOR(Where, (A mask, A a), mask != 0 ? a : (A)s)
 FUNCTOR(GreaterEqual, (A a, A b), (A)(a >= b))
-FUNCTOR(TwoTimes, (A a, A dy), (A)2 * a * dy)  // square backward
+FUNCTOR(LogBackward, (A x, A dy), dy / x)
+FUNCTOR(SquareBackward, (A x, A dy), (A)2 * x * dy)
 FUNCTOR(SqrtBackward, (A y, A dy), (A)0.5 * dy / y)
 FUNCTOR(RsqrtBackward, (A y, A dy), (A)-0.5 * y * y * y * dy)  // dy/dx = -x^(-3/2)/2
 FUNCTOR(SigmoidBackward, (A y, A dy), y*((A)1 - y) * dy)
@@ -437,8 +448,7 @@ struct Loop {
 
 static Operand operand(const Tensor& t, const Shape& shape) {
     Operand o{t.data, t.dtype, {}};
-    int missing = (int)(shape.size() - t.shape.size());
-    if (missing < 0) { fail("cannot broadcast %s to %s", to_string(t.shape).c_str(), to_string(shape).c_str()); }
+    size_t missing = shape.size() - t.shape.size();
     for (size_t d = missing; d < shape.size(); d++) {
         int64_t own = t.shape[d - missing];
         if (own != 1 && own != shape[d]) {
@@ -448,15 +458,13 @@ static Operand operand(const Tensor& t, const Shape& shape) {
     }
     return o;
 }
-static Loop loop_over(const Tensor& out, const std::vector<Tensor>& inputs) {
+template <size_t N>
+static Loop loop_over(const Tensor& out, const Tensor (&inputs)[N]) {
     Loop loop{};
     loop.n = out.size();
     loop.out = operand(out, out.shape);
     std::vector<Operand*> operands = {&loop.out};
-    for (size_t k = 0; k < inputs.size(); k++) {
-        if (inputs[k].device() != out.device()) {
-            fail("an operand is on %s, the result on %s", name_of(inputs[k].device()), name_of(out.device()));
-        }
+    for (size_t k = 0; k < N; k++) {
         loop.in[k] = operand(inputs[k], out.shape);
         operands.push_back(&loop.in[k]);
     }
@@ -473,7 +481,7 @@ static Loop loop_over(const Tensor& out, const std::vector<Tensor>& inputs) {
     return loop;
 }
 
-template <int N, class F, class A>
+template <size_t N, class F, class A>
 HD A apply(const F& f, A x0, A x1, A x2) {
     if constexpr (N == 1) { return f(x0); }
     if constexpr (N == 2) { return f(x0, x1); }
@@ -486,7 +494,7 @@ template <int W>
 __device__ inline void load_some(float (&x)[W], const Operand& o, int64_t step, int64_t at) {
     auto at_once = [&](auto zero) {
         auto pack = load_pack<W>((const decltype(zero)*)o.data + at);
-        for (int w = 0; w < W; w++) { x[w] = to_acc(pack.x[w]); }
+        for (int w = 0; w < W; w++) { x[w] = pack.x[w]; }
     };
     if (W > 1 && step == 1 && o.dtype == F32) { return at_once(float()); }
     if (W > 1 && step == 1 && o.dtype == BF16) { return at_once(bf16()); }
@@ -497,7 +505,7 @@ template <int W>
 __device__ inline void store_some(const Operand& o, int64_t step, int64_t at, const float (&x)[W]) {
     auto at_once = [&](auto zero) {
         Pack<decltype(zero), W> pack;
-        for (int w = 0; w < W; w++) { from_acc(x[w], &pack.x[w]); }
+        for (int w = 0; w < W; w++) { pack.x[w] = x[w]; }
         store_pack((decltype(zero)*)o.data + at, pack);
     };
     if (W > 1 && o.dtype == F32) { return at_once(float()); }
@@ -507,7 +515,7 @@ __device__ inline void store_some(const Operand& o, int64_t step, int64_t at, co
 }
 // I is the index type: 32-bit division is several times faster than 64-bit, and almost every tensor is small enough.
 // A thread computes W neighbours: one index calculation for all of them, and accesses of up to 16 bytes.
-template <int N, int W, class I, class F>
+template <size_t N, int W, class I, class F>
 __global__ void elementwise_kernel(F f, Loop loop) {
     int last = loop.dims - 1;
     for (I v = blockIdx.x * (I)blockDim.x + threadIdx.x; v < (I)(loop.n / W); v += (I)gridDim.x * blockDim.x) {
@@ -516,17 +524,17 @@ __global__ void elementwise_kernel(F f, Loop loop) {
         for (int d = last; d >= 0; d--) {
             I next = d > 0 ? rest / (I)loop.shape[d] : 0, index = rest - next * (I)loop.shape[d];
             out += index * loop.out.stride[d];
-            for (int k = 0; k < N; k++) { at[k] += index * loop.in[k].stride[d]; }
+            for (size_t k = 0; k < N; k++) { at[k] += index * loop.in[k].stride[d]; }
             rest = next;
         }
         float x[3][W] = {}, y[W];
-        for (int k = 0; k < N; k++) { load_some<W>(x[k], loop.in[k], loop.in[k].stride[last], at[k]); }
+        for (size_t k = 0; k < N; k++) { load_some<W>(x[k], loop.in[k], loop.in[k].stride[last], at[k]); }
         for (int w = 0; w < W; w++) { y[w] = apply<N>(f, x[0][w], x[1][w], x[2][w]); }
         store_some<W>(loop.out, loop.out.stride[last], out, y);
     }
 }
 // Whether every operand can be read and written by fours: neighbours (or one value for all four), aligned.
-static bool by_fours(const Loop& loop, int inputs) {
+static bool by_fours(const Loop& loop, size_t inputs) {
     int last = loop.dims - 1;
     auto fits = [&](const Operand& o) {
         bool ok = o.stride[last] == 1 && (uintptr_t)o.data % (4 * size_of(o.dtype)) == 0;
@@ -534,66 +542,59 @@ static bool by_fours(const Loop& loop, int inputs) {
         return ok;
     };
     bool ok = loop.shape[last] % 4 == 0 && fits(loop.out);
-    for (int k = 0; k < inputs; k++) { ok = ok && (loop.in[k].stride[last] == 0 || fits(loop.in[k])); }
+    for (size_t k = 0; k < inputs; k++) { ok = ok && (loop.in[k].stride[last] == 0 || fits(loop.in[k])); }
     return ok;
 }
 #endif
 
-// One run of n elements with constant strides; `fast` is the plain fp32 loop that the compiler can vectorise.
-template <int N, class A, class F>
-static void elementwise_span(const F& f, const Loop& loop, int64_t n, int64_t out, const int64_t* start,
-                             const int64_t* step, int64_t out_step) {
-    bool fast = out_step == 1 && loop.out.dtype == F32;
-    for (int k = 0; k < N; k++) { fast = fast && loop.in[k].dtype == F32 && step[k] == 1; }
-    if (fast) {
-        float* y = (float*)loop.out.data + out;
-        const float* x[3];
-        for (int k = 0; k < 3; k++) { x[k] = (const float*)loop.in[k < N ? k : 0].data + start[k < N ? k : 0]; }
-        for (int64_t i = 0; i < n; i++) { y[i] = apply<N>(f, x[0][i], x[1][i], x[2][i]); }
-        return;
-    }
-    for (int64_t i = 0; i < n; i++) {
-        A x[3] = {};
-        for (int k = 0; k < N; k++) { x[k] = load<A>(loop.in[k].data, loop.in[k].dtype, start[k] + i * step[k]); }
-        store<A>(loop.out.data, loop.out.dtype, out + i * out_step, apply<N>(f, x[0], x[1], x[2]));
-    }
-}
-template <int N, class A, class F>
+template <size_t N, class A, class F>
 static void elementwise_cpu(const F& f, const Loop& loop) {
     int last = loop.dims - 1;
-    int64_t inner = last == 0 ? 4096 : loop.shape[last], rows = (loop.n + inner - 1) / inner, step[3] = {};
-    for (int k = 0; k < N; k++) { step[k] = loop.in[k].stride[last]; }
+    int64_t inner = last == 0 ? 4096 : loop.shape[last], rows = (loop.n + inner - 1) / inner;
+    bool plain = loop.out.stride[last] == 1 && loop.out.dtype == F32;  // a loop that the compiler can vectorise
+    for (size_t k = 0; k < N; k++) { plain = plain && loop.in[k].dtype == F32 && loop.in[k].stride[last] == 1; }
 #pragma omp parallel for if (loop.n > 16384)
     for (int64_t r = 0; r < rows; r++) {
-        int64_t start[3] = {}, out = 0, rest = r, length = std::min(inner, loop.n - r * inner);
+        int64_t at[3] = {}, out = 0, rest = r, n = std::min(inner, loop.n - r * inner);
         auto go = [&](int64_t index, int d) {
             out += index * loop.out.stride[d];
-            for (int k = 0; k < N; k++) { start[k] += index * loop.in[k].stride[d]; }
+            for (size_t k = 0; k < N; k++) { at[k] += index * loop.in[k].stride[d]; }
         };
         if (last == 0) { go(r * inner, 0); }
         for (int d = last - 1; d >= 0; d--) {
             go(rest % loop.shape[d], d);
             rest /= loop.shape[d];
         }
-        elementwise_span<N, A>(f, loop, length, out, start, step, loop.out.stride[last]);
+        if (plain) {
+            float* y = (float*)loop.out.data + out;
+            const float* x[3];
+            for (size_t k = 0; k < 3; k++) { x[k] = (const float*)loop.in[k < N ? k : 0].data + at[k < N ? k : 0]; }
+            for (int64_t i = 0; i < n; i++) { y[i] = apply<N>(f, x[0][i], x[1][i], x[2][i]); }
+            continue;
+        }
+        for (int64_t i = 0; i < n; i++, out += loop.out.stride[last]) {
+            A x[3] = {};
+            for (size_t k = 0; k < N; k++) {
+                x[k] = load<A>(loop.in[k].data, loop.in[k].dtype, at[k] + i * loop.in[k].stride[last]);
+            }
+            store<A>(loop.out.data, loop.out.dtype, out, apply<N>(f, x[0], x[1], x[2]));
+        }
     }
 }
 
-template <int N, class F>
-static void elementwise_into(const F& f, const Tensor& out, const std::vector<Tensor>& inputs) {
+template <class F, size_t N>
+static void elementwise_into(const F& f, const Tensor& out, const Tensor (&inputs)[N]) {
     Loop loop = loop_over(out, inputs);
     if (loop.n == 0 || out.device() == META) { return; }
 #ifdef __CUDACC__
     if (out.device() == CUDA) {
         auto launch = [&](auto width, auto index) {
-            constexpr int W = decltype(width)::value;
-            LAUNCH((elementwise_kernel<N, W, decltype(index)>), grid_for(loop.n / W), 256, f, loop);
+            LAUNCH((elementwise_kernel<N, width, decltype(index)>), grid_for(loop.n / width), 256, f, loop);
         };
-        bool small = loop.n < (int64_t)1 << 30;
-        std::integral_constant<int, 4> four;
-        std::integral_constant<int, 1> one;
-        if (by_fours(loop, N)) { return small ? launch(four, uint32_t()) : launch(four, uint64_t()); }
-        return small ? launch(one, uint32_t()) : launch(one, uint64_t());
+        auto by = [&](auto width) {
+            loop.n < (int64_t)1 << 30 ? launch(width, uint32_t()) : launch(width, uint64_t());
+        };
+        return by_fours(loop, N) ? by(std::integral_constant<int, 4>()) : by(std::integral_constant<int, 1>());
     }
 #endif
     if constexpr (std::is_same<F, Copy>::value) {
@@ -603,11 +604,7 @@ static void elementwise_into(const F& f, const Tensor& out, const std::vector<Te
     }
     bool f64 = out.dtype == F64;
     for (const Tensor& t : inputs) { f64 = f64 || t.dtype == F64; }
-    if (f64) {
-        elementwise_cpu<N, double>(f, loop);
-    } else {
-        elementwise_cpu<N, float>(f, loop);
-    }
+    f64 ? elementwise_cpu<N, double>(f, loop) : elementwise_cpu<N, float>(f, loop);
 }
 static Shape broadcast(const Shape& a, const Shape& b) {
     Shape shape = a.size() >= b.size() ? a : b;
@@ -618,16 +615,12 @@ static Shape broadcast(const Shape& a, const Shape& b) {
     }
     return shape;  // a mismatch is found by operand()
 }
-template <class F>
-static Tensor unary(const F& f, DType dtype, const Tensor& a, Source at = here()) {
-    Tensor y = empty_on(a.device(), a.shape, dtype, ACTIVATIONS, at);
-    elementwise_into<1>(f, y, {a});
-    return y;
-}
-template <class F>
-static Tensor binary(const F& f, DType dtype, const Tensor& a, const Tensor& b, Source at = here()) {
-    Tensor y = empty_on(a.device(), broadcast(a.shape, b.shape), dtype, ACTIVATIONS, at);
-    elementwise_into<2>(f, y, {a, b});
+template <class F, size_t N>
+static Tensor elementwise(const F& f, DType dtype, const Tensor (&inputs)[N], Source at = here()) {
+    Shape shape = inputs[0].shape;
+    for (const Tensor& t : inputs) { shape = broadcast(shape, t.shape); }
+    Tensor y = empty_on(inputs[0].device(), shape, dtype, ACTIVATIONS, at);
+    elementwise_into(f, y, inputs);
     return y;
 }
 
@@ -640,24 +633,22 @@ static DType promote(DType a, DType b) {
 static Tensor fp32_operand(const Tensor& a) { return a.dtype == BF16 || a.dtype == F16 ? cast(a, F32) : a; }
 
 void copy_or_add(const Tensor& to, const Tensor& from, bool accumulate) {
-    if (accumulate) {
-        elementwise_into<2>(Add(), to, {to, from});
-    } else {
-        elementwise_into<1>(Copy(), to, {from});
-    }
+    accumulate ? elementwise_into(Add(), to, {to, from}) : elementwise_into(Copy(), to, {from});
 }
 
-void scale_in_place(const Tensor& t, float s) { elementwise_into<1>(Scale{s}, t, {t}); }
-void scale_in_place(const Tensor& t, const Tensor& s) { elementwise_into<2>(Mul(), t, {t, s}); }
+void scale_in_place(const Tensor& t, float s) { elementwise_into(Scale{s}, t, {t}); }
+void scale_in_place(const Tensor& t, const Tensor& s) { elementwise_into(Mul(), t, {t, s}); }
 
-Tensor cast(const Tensor& a, DType dtype) {
-    if (a.dtype == dtype) { return a; }
-    Tensor y = unary(Copy(), dtype, a);
-    record(y, {a}, [ga = a.gradient](const Tensor& dy) { add_gradient(ga, dy); });  // add_gradient casts back
+// y, whose gradient is its input's: add_gradient casts it back, and sums over what was broadcast.
+static Tensor passes_gradient(Tensor y, const Tensor& a) {
+    record(y, {a}, [ga = a.gradient](const Tensor& dy) { add_gradient(ga, dy); });
     return y;
 }
+Tensor cast(const Tensor& a, DType dtype) {
+    return a.dtype == dtype ? a : passes_gradient(elementwise(Copy(), dtype, {a}), a);
+}
 Tensor add(const Tensor& a, const Tensor& b) {
-    Tensor y = binary(Add(), promote(a.dtype, b.dtype), a, b);
+    Tensor y = elementwise(Add(), promote(a.dtype, b.dtype), {a, b});
     record(y, {a, b}, [ga = a.gradient, gb = b.gradient](const Tensor& dy) {
         add_gradient(ga, dy);
         add_gradient(gb, dy);
@@ -665,7 +656,7 @@ Tensor add(const Tensor& a, const Tensor& b) {
     return y;
 }
 Tensor sub(const Tensor& a, const Tensor& b) {
-    Tensor y = binary(Sub(), promote(a.dtype, b.dtype), a, b);
+    Tensor y = elementwise(Sub(), promote(a.dtype, b.dtype), {a, b});
     record(y, {a, b}, [ga = a.gradient, gb = b.gradient](const Tensor& dy) {
         add_gradient(ga, dy);
         if (gb) { add_gradient(gb, scale(dy, -1)); }
@@ -673,7 +664,7 @@ Tensor sub(const Tensor& a, const Tensor& b) {
     return y;
 }
 Tensor mul(const Tensor& a, const Tensor& b) {
-    Tensor y = binary(Mul(), promote(a.dtype, b.dtype), a, b);
+    Tensor y = elementwise(Mul(), promote(a.dtype, b.dtype), {a, b});
     // An operand is kept only for the other's gradient: a constant's partner is not.
     Tensor keep_a = needs_gradient(b) ? a : Tensor(), keep_b = needs_gradient(a) ? b : Tensor();
     record(y, {a, b}, [keep_a, keep_b, ga = a.gradient, gb = b.gradient](const Tensor& dy) {
@@ -683,82 +674,60 @@ Tensor mul(const Tensor& a, const Tensor& b) {
     return y;
 }
 Tensor div(const Tensor& a, const Tensor& b) {
-    Tensor y = binary(Div(), promote(a.dtype, b.dtype), a, b);
+    Tensor y = elementwise(Div(), promote(a.dtype, b.dtype), {a, b});
     Tensor keep_y = needs_gradient(b) ? detached(y) : Tensor();
     record(y, {a, b}, [keep_y, b, ga = a.gradient, gb = b.gradient](const Tensor& dy) {
         if (ga) { add_gradient(ga, div(dy, b)); }
-        if (gb) {
-            Tensor db = empty(dy.shape, dy.dtype);
-            elementwise_into<3>(DivBackward(), db, {keep_y, b, dy});
-            add_gradient(gb, db);
-        }
+        if (gb) { add_gradient(gb, elementwise(DivBackward(), dy.dtype, {keep_y, b, dy})); }
     });
     return y;
 }
 Tensor scale(const Tensor& a, double s) {
-    Tensor y = unary(Scale{s}, a.dtype, a);
+    Tensor y = elementwise(Scale{s}, a.dtype, {a});
     record(y, {a}, [s, ga = a.gradient](const Tensor& dy) { add_gradient(ga, scale(dy, s)); });
     return y;
 }
-Tensor add_scalar(const Tensor& a, double s) {
-    Tensor y = unary(AddScalar{s}, a.dtype, a);
-    record(y, {a}, [ga = a.gradient](const Tensor& dy) { add_gradient(ga, dy); });
-    return y;
-}
-// y = f(x), where y alone gives the gradient: dx = backward(y, dy).
+Tensor add_scalar(const Tensor& a, double s) { return passes_gradient(elementwise(AddScalar{s}, a.dtype, {a}), a); }
+// y = f(x) with dx = backward(y, dy), or backward(x, dy).
+enum Keeps { KEEPS_Y, KEEPS_X };
 template <class F, class Backward>
-static Tensor recorded(const F& f, const Backward& backward, const Tensor& x, Source at = here()) {
-    Tensor y = unary(f, x.dtype, x, at), keep = y;
+static Tensor recorded(const F& f, const Backward& backward, Keeps which, const Tensor& x, Source at = here()) {
+    Tensor y = elementwise(f, x.dtype, {x}, at), keep = which == KEEPS_Y ? y : detached(x);
     record(y, {x}, [keep, backward, gx = x.gradient](const Tensor& dy) {
-        add_gradient(gx, binary(backward, keep.dtype, keep, dy));
+        add_gradient(gx, elementwise(backward, keep.dtype, {keep, dy}));
     });
     return y;
 }
-Tensor exp(const Tensor& a) { return recorded(Exp(), Mul(), fp32_operand(a)); }
-Tensor rsqrt(const Tensor& a) { return recorded(Rsqrt(), RsqrtBackward(), fp32_operand(a)); }
-Tensor sqrt(const Tensor& a) { return recorded(Sqrt(), SqrtBackward(), a); }
-Tensor sigmoid(const Tensor& a) { return recorded(Sigmoid(), SigmoidBackward(), a); }
-Tensor relu(const Tensor& a) { return recorded(Relu(), ReluBackward(), a); }
-Tensor log(const Tensor& a) {
-    Tensor x = fp32_operand(a), y = unary(Log(), x.dtype, x);
-    record(y, {x}, [x](const Tensor& dy) { add_gradient(x.gradient, div(dy, x)); });
-    return y;
-}
-Tensor square(const Tensor& a) {
-    Tensor x = fp32_operand(a), y = unary(Square(), x.dtype, x);
-    record(y, {x}, [x](const Tensor& dy) { add_gradient(x.gradient, binary(TwoTimes(), x.dtype, x, dy)); });
-    return y;
-}
+Tensor exp(const Tensor& a) { return recorded(Exp(), Mul(), KEEPS_Y, fp32_operand(a)); }
+Tensor rsqrt(const Tensor& a) { return recorded(Rsqrt(), RsqrtBackward(), KEEPS_Y, fp32_operand(a)); }
+Tensor sqrt(const Tensor& a) { return recorded(Sqrt(), SqrtBackward(), KEEPS_Y, a); }
+Tensor sigmoid(const Tensor& a) { return recorded(Sigmoid(), SigmoidBackward(), KEEPS_Y, a); }
+Tensor relu(const Tensor& a) { return recorded(Relu(), ReluBackward(), KEEPS_Y, a); }
+Tensor log(const Tensor& a) { return recorded(Log(), LogBackward(), KEEPS_X, fp32_operand(a)); }
+Tensor square(const Tensor& a) { return recorded(Square(), SquareBackward(), KEEPS_X, fp32_operand(a)); }
 Tensor where(const Tensor& mask, const Tensor& a, float otherwise) {
-    Tensor y = binary(Where{otherwise}, a.dtype, mask, a);
-    record(y, {a},
-           [mask, ga = a.gradient](const Tensor& dy) { add_gradient(ga, binary(Where{0}, dy.dtype, mask, dy)); });
+    Tensor y = elementwise(Where{otherwise}, a.dtype, {mask, a});
+    record(y, {a}, [mask, ga = a.gradient](const Tensor& dy) {
+        add_gradient(ga, elementwise(Where{0}, dy.dtype, {mask, dy}));
+    });
     return y;
 }
-#ifdef __CUDACC__
-__global__ void arange_kernel(int* out, int n) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) { out[i] = i; }
-}
-#endif
+Tensor greater_equal(const Tensor& a, const Tensor& b) { return elementwise(GreaterEqual(), U8, {a, b}); }
+struct Arange {
+    int* out;
+    HD void operator()(int64_t i) const { out[i] = (int)i; }
+};
 Tensor arange(int64_t n) {
     Tensor t = empty({n}, I32);
-#ifdef __CUDACC__
-    if (t.device() == CUDA && n > 0) { LAUNCH(arange_kernel, ceil_div(n, 256), 256, t.as<int>(), (int)n); }
-#endif
-    for (int64_t i = 0; i < n && t.device() == CPU; i++) { t.as<int>()[i] = (int)i; }
+    for_each(t.device(), n, Arange{t.as<int>()});
     return t;
 }
-Tensor greater_equal(const Tensor& a, const Tensor& b) { return binary(GreaterEqual(), U8, a, b); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Views: another shape and other strides on the same memory. Only a reshape of a transposed tensor has to copy.
 
 Tensor contiguous(const Tensor& a) {
-    if (is_row_major(a)) { return a; }
-    Tensor y = unary(Copy(), a.dtype, a);
-    record(y, {a}, [ga = a.gradient](const Tensor& dy) { add_gradient(ga, dy); });
-    return y;
+    return is_row_major(a) ? a : passes_gradient(elementwise(Copy(), a.dtype, {a}), a);
 }
 Tensor reshape(const Tensor& a, const Shape& shape) {
     Tensor source = contiguous(a), y = view(source, 0, shape);
@@ -781,7 +750,7 @@ Tensor slice_last(const Tensor& a, int64_t start, int64_t step) {
     y.stride.back() *= step;
     record(y, {a}, [start, step, shape = a.shape, ga = a.gradient](const Tensor& dy) {
         Tensor da = zeros(shape, dy.dtype);  // as autograd: zeros, then the slice is copied in
-        elementwise_into<1>(Copy(), slice_last(da, start, step), {dy});
+        elementwise_into(Copy(), slice_last(da, start, step), {dy});
         add_gradient(ga, da);
     });
     return y;
@@ -790,8 +759,8 @@ Tensor interleave_last(const Tensor& a, const Tensor& b) {
     Shape shape = a.shape;
     shape.back() *= 2;
     Tensor y = empty(shape, promote(a.dtype, b.dtype));
-    elementwise_into<1>(Copy(), slice_last(y, 0, 2), {a});
-    elementwise_into<1>(Copy(), slice_last(y, 1, 2), {b});
+    elementwise_into(Copy(), slice_last(y, 0, 2), {a});
+    elementwise_into(Copy(), slice_last(y, 1, 2), {b});
     record(y, {a, b}, [ga = a.gradient, gb = b.gradient](const Tensor& dy) {
         add_gradient(ga, slice_last(dy, 0, 2));
         add_gradient(gb, slice_last(dy, 1, 2));
@@ -802,18 +771,10 @@ Tensor interleave_last(const Tensor& a, const Tensor& b) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Reductions. x [R,C] -> [R] along rows, or -> [C] down columns. Each input byte is read once.
 
-struct Sum {
-    template <class A>
-    HD A operator()(A a, A b) const {
-        return a + b;
-    }
+struct Sum : Add {
     HD float start() const { return 0; }
 };
-struct Max {
-    template <class A>
-    HD A operator()(A a, A b) const {
-        return a > b || a != a ? a : b;  // a NaN wins, as in PyTorch
-    }
+struct Max : Larger {
     HD float start() const { return -INFINITY; }
 };
 
@@ -869,97 +830,74 @@ __global__ void argmax_rows_kernel(int* out, const char* x, DType type, const ch
     __syncthreads();  // all candidates must have been offered
     if (threadIdx.x == 0) { out[blockIdx.x] = first; }
 }
+// For a row of C: whole warps, up to 256 threads.
+static int threads_of_row(int64_t C) { return C >= 256 ? 256 : WARP * ceil_div(C, WARP); }
 #endif
 
+// y[i] = f over k of x[i * step + k * k_step].
 template <class F>
-static Tensor reduce_last(const F& f, DType dtype, const Tensor& a, double factor) {
+static void reduce_cpu(const F& f, const Tensor& y, const Tensor& x, int64_t step, int64_t k_step, double factor) {
+    int64_t n = y.size(), K = x.size() / n;
+#pragma omp parallel for if (n * K > 16384)
+    for (int64_t i = 0; i < n; i++) {
+        double value = f.start();
+        for (int64_t k = 0; k < K; k++) { value = f(load<double>(x.data, x.dtype, i * step + k * k_step), value); }
+        store<double>(y.data, y.dtype, i, value * factor);
+    }
+}
+template <class F>
+static Tensor reduce_last(const F& f, const Tensor& a, double factor) {
     Shape shape = a.shape;
     shape.back() = 1;
-    Tensor x = detached(contiguous(a)), y = empty_on(a.device(), shape, dtype);
+    Tensor x = detached(contiguous(a)), y = empty_on(a.device(), shape, a.dtype);
     int64_t R = y.size(), C = a.dim(-1);
-    if (R == 0 || y.device() == META) { return y; }
-#ifdef __CUDACC__
+    if (R == 0) { return y; }
     if (y.device() == CUDA) {
-        LAUNCH(reduce_rows_kernel, R, C >= 256 ? 256 : 32 * ceil_div(C, 32), f, y.data, dtype, x.data, x.dtype, C,
-               factor);
-        return y;
+        LAUNCH(reduce_rows_kernel, R, threads_of_row(C), f, y.data, y.dtype, x.data, x.dtype, C, factor);
     }
-#endif
-#pragma omp parallel for if (R * C > 16384)
-    for (int64_t r = 0; r < R; r++) {
-        double value = f.start();
-        for (int64_t c = 0; c < C; c++) { value = f(load<double>(x.data, x.dtype, r * C + c), value); }
-        store<double>(y.data, y.dtype, r, value * factor);
-    }
+    if (y.device() == CPU) { reduce_cpu(f, y, x, C, 1, factor); }
     return y;
 }
 static Tensor sum_columns(const Tensor& a, const Shape& shape) {
     Tensor x = detached(contiguous(a)), y = empty_on(a.device(), shape, a.dtype);
-    int64_t C = y.size(), R = C == 0 ? 0 : a.size() / C;
-    if (C == 0 || y.device() == META) { return y; }
-#ifdef __CUDACC__
+    int64_t C = y.size();
+    if (C == 0) { return y; }
     if (y.device() == CUDA) {
-        LAUNCH(sum_columns_kernel, ceil_div(C, WARP), dim3(WARP, 8), y.data, y.dtype, x.data, x.dtype, R, C);
-        return y;
+        LAUNCH(sum_columns_kernel, ceil_div(C, WARP), dim3(WARP, 8), y.data, y.dtype, x.data, x.dtype, x.size() / C, C);
     }
-#endif
-#pragma omp parallel for if (R * C > 16384)
-    for (int64_t c = 0; c < C; c++) {
-        double sum = 0;
-        for (int64_t r = 0; r < R; r++) { sum += load<double>(x.data, x.dtype, r * C + c); }
-        store<double>(y.data, y.dtype, c, sum);
-    }
+    if (y.device() == CPU) { reduce_cpu(Sum(), y, x, 1, C, 1); }
     return y;
 }
 static Tensor sum_to(const Tensor& dx, const Shape& shape) {
     if (dx.shape == shape) { return dx; }
     Tensor d = dx;
-    if (!shape.empty() && shape.back() == 1 && d.shape.back() != 1) { d = reduce_last(Sum(), d.dtype, d, 1); }
+    if (!shape.empty() && shape.back() == 1 && d.shape.back() != 1) { d = reduce_last(Sum(), d, 1); }
     if (d.shape == shape) { return d; }
     if (d.size() == count(shape)) { return reshape(d, shape); }
-    size_t first = 0;  // leading 1s of the target are summed over as well
-    while (first < shape.size() && shape[first] == 1) { first++; }
-    size_t missing = d.shape.size() - shape.size();
-    for (size_t i = first; i < shape.size(); i++) {
-        if (d.shape[missing + i] != shape[i]) {
-            fail("cannot sum %s to %s", to_string(dx.shape).c_str(), to_string(shape).c_str());
-        }
-    }
     return sum_columns(d, shape);
 }
 
-Tensor sum_last(const Tensor& a) {
-    Tensor x = fp32_operand(a), y = reduce_last(Sum(), x.dtype, x, 1);
-    record(y, {x}, [gx = x.gradient](const Tensor& dy) {
-        Tensor dx = empty(gx->shape, dy.dtype);
-        elementwise_into<1>(Copy(), dx, {dy});
-        add_gradient(gx, dx);
-    });
-    return y;
-}
-Tensor mean_last(const Tensor& a) {
-    double inverse = 1.0 / a.dim(-1);
-    Tensor y = reduce_last(Sum(), a.dtype, a, inverse);
-    record(y, {a}, [inverse, ga = a.gradient](const Tensor& dy) {
+static Tensor sum_times(const Tensor& a, double factor) {
+    Tensor y = reduce_last(Sum(), a, factor);
+    record(y, {a}, [factor, ga = a.gradient](const Tensor& dy) {
         Tensor da = empty(ga->shape, dy.dtype);
-        elementwise_into<1>(Scale{inverse}, da, {dy});
+        elementwise_into(Scale{factor}, da, {dy});
         add_gradient(ga, da);
     });
     return y;
 }
+Tensor sum_last(const Tensor& a) { return sum_times(fp32_operand(a), 1); }
+Tensor mean_last(const Tensor& a) { return sum_times(a, 1.0 / a.dim(-1)); }
 Tensor mean_all(const Tensor& a) { return reshape(mean_last(reshape(a, {a.size()})), {}); }
 // The gradient of max goes to the first column that holds it.
 Tensor max_last(const Tensor& a) {
-    Tensor y = reduce_last(Max(), a.dtype, a, 1);
+    Tensor y = reduce_last(Max(), a, 1);
     if (!needs_gradient(a)) { return y; }
     Tensor index = empty(y.shape, I32), x = detached(contiguous(a));
     int64_t R = y.size(), C = a.dim(-1);
-#ifdef __CUDACC__
     if (y.device() == CUDA && R > 0) {
-        LAUNCH(argmax_rows_kernel, R, C >= 256 ? 256 : 32 * ceil_div(C, 32), index.as<int>(), x.data, x.dtype, y.data,
-               C);
+        LAUNCH(argmax_rows_kernel, R, threads_of_row(C), index.as<int>(), x.data, x.dtype, y.data, C);
     }
-#endif
     if (y.device() == CPU) {
         for (int64_t r = 0; r < R; r++) {
             int64_t c = 0;
@@ -968,9 +906,7 @@ Tensor max_last(const Tensor& a) {
         }
     }
     record(y, {a}, [index, C, ga = a.gradient](const Tensor& dy) {
-        Tensor da = empty(ga->shape, dy.dtype);
-        elementwise_into<3>(SelectEqual(), da, {arange(C), index, dy});
-        add_gradient(ga, da);
+        add_gradient(ga, elementwise(SelectEqual(), dy.dtype, {arange(C), index, dy}));
     });
     return y;
 }
@@ -980,7 +916,7 @@ Tensor max_last(const Tensor& a) {
 // bits in every run it does so in the order of n, without atomics: the first n with an index sums all its rows.
 
 #ifdef __CUDACC__
-template <class T, int W>
+template <int W, class T>
 __global__ void gather_rows_kernel(T* y, const T* table, const int* index, int64_t C) {
     for (int64_t c = W * threadIdx.x; c < C; c += W * blockDim.x) {
         store_pack(y + blockIdx.x * C + c, load_pack<W>(table + index[blockIdx.x] * C + c));
@@ -988,7 +924,7 @@ __global__ void gather_rows_kernel(T* y, const T* table, const int* index, int64
 }
 // One block per n. It reads the indices once: each warp lists, in order, the places in its share that have the token.
 constexpr int LOOKUP_WARPS = 8, LOOKUP_SHARE = 128;
-template <class T, int W>
+template <int W, class T>
 __global__ void gather_rows_backward_kernel(T* dtable, const T* dy, const int* index, int64_t n, int64_t C) {
     __shared__ int rows[LOOKUP_WARPS][LOOKUP_SHARE], counts[LOOKUP_WARPS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, token = index[blockIdx.x];
@@ -1009,15 +945,15 @@ __global__ void gather_rows_backward_kernel(T* dtable, const T* dy, const int* i
         for (int64_t c = W * threadIdx.x; c < C; c += W * blockDim.x) {
             Pack<T, W> pack = load_pack<W>(dtable + token * C + c);
             float sum[W];
-            for (int i = 0; i < W; i++) { sum[i] = to_acc(pack.x[i]); }
+            for (int i = 0; i < W; i++) { sum[i] = pack.x[i]; }
             for (int w = 0; w < LOOKUP_WARPS; w++) {
 #pragma unroll 4  // the loads of four rows go out together
                 for (int k = 0; k < counts[w]; k++) {
                     Pack<T, W> d = load_pack<W>(dy + rows[w][k] * C + c);
-                    for (int i = 0; i < W; i++) { sum[i] += to_acc(d.x[i]); }
+                    for (int i = 0; i < W; i++) { sum[i] += d.x[i]; }
                 }
             }
-            for (int i = 0; i < W; i++) { from_acc(sum[i], &pack.x[i]); }
+            for (int i = 0; i < W; i++) { pack.x[i] = sum[i]; }
             store_pack(dtable + token * C + c, pack);
         }
         __syncthreads();  // the lists have been read
@@ -1028,15 +964,12 @@ __global__ void gather_rows_backward_kernel(T* dtable, const T* dy, const int* i
 static void gather_rows_backward(const Tensor& dtable, const Tensor& dy, const Tensor& index) {
     int64_t n = index.size(), C = dtable.dim(1);
     if (n == 0 || dtable.device() == META) { return; }
-#ifdef __CUDACC__
     if (dtable.device() == CUDA) {
         return with_packs(dtable.dtype, C, {dtable.data, dy.data}, [&](auto zero, auto width) {
-            using T = decltype(zero);
-            LAUNCH((gather_rows_backward_kernel<T, width>), n, LOOKUP_WARPS * WARP, dtable.as<T>(), dy.as<T>(),
+            LAUNCH(gather_rows_backward_kernel<width>, n, LOOKUP_WARPS * WARP, dtable.as(zero), dy.as(zero),
                    index.as<int>(), n, C);
         });
     }
-#endif
     std::map<int, std::vector<int64_t>> rows;  // of dy, by index
     for (int64_t i = 0; i < n; i++) { rows[index.as<int>()[i]].push_back(i); }
     for (const auto& entry : rows) {
@@ -1053,15 +986,12 @@ Tensor gather_rows(const Tensor& table, const Tensor& index) {
     Shape shape = index.shape;
     shape.push_back(C);
     Tensor y = empty(shape, table.dtype);
-#ifdef __CUDACC__
     if (y.device() == CUDA && n > 0) {
         with_packs(table.dtype, C, {y.data, table.data}, [&](auto zero, auto width) {
-            using T = decltype(zero);
-            LAUNCH((gather_rows_kernel<T, width>), n, threads_for(C / width), y.as<T>(), table.as<T>(), index.as<int>(),
+            LAUNCH(gather_rows_kernel<width>, n, threads_for(C / width), y.as(zero), table.as(zero), index.as<int>(),
                    C);
         });
     }
-#endif
     if (y.device() == CPU) {
         size_t row = C * size_of(table.dtype);
         for (int64_t i = 0; i < n; i++) { memcpy(y.data + i * row, table.data + index.as<int>()[i] * row, row); }
@@ -1075,29 +1005,20 @@ Tensor gather_rows(const Tensor& table, const Tensor& index) {
     return y;
 }
 
-#ifdef __CUDACC__
-__global__ void pick_last_kernel(char* y, const char* a, DType type, const int* index, int64_t n, int64_t V) {
-    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (i < n) { store<float>(y, type, i, load<float>(a, type, i * V + index[i])); }
-}
-#endif
+struct PickLast {
+    char* y;
+    const char* x;
+    DType dtype;
+    const int* index;
+    int64_t V;
+    HD void operator()(int64_t i) const { store(y, dtype, i, load<double>(x, dtype, i * V + index[i])); }
+};
 Tensor pick_last(const Tensor& a, const Tensor& index) {
     int64_t n = index.size(), V = a.dim(-1);
     Tensor x = detached(contiguous(a)), y = empty({n, 1}, a.dtype);
-#ifdef __CUDACC__
-    if (y.device() == CUDA && n > 0) {
-        LAUNCH(pick_last_kernel, ceil_div(n, 256), 256, y.data, x.data, x.dtype, index.as<int>(), n, V);
-    }
-#endif
-    if (y.device() == CPU) {
-        for (int64_t i = 0; i < n; i++) {
-            store<double>(y.data, y.dtype, i, load<double>(x.data, x.dtype, i * V + index.as<int>()[i]));
-        }
-    }
+    for_each(y.device(), n, PickLast{y.data, x.data, x.dtype, index.as<int>(), V});
     record(y, {a}, [index, n, V, ga = a.gradient](const Tensor& dy) {
-        Tensor da = empty(ga->shape, dy.dtype);
-        elementwise_into<3>(SelectEqual(), da, {arange(V), reshape(index, {n, 1}), dy});
-        add_gradient(ga, da);
+        add_gradient(ga, elementwise(SelectEqual(), dy.dtype, {arange(V), reshape(index, {n, 1}), dy}));
     });
     return y;
 }
