@@ -181,6 +181,15 @@ bool multiplies_copies(Device device, DType dtype) {
 #endif
     return device == CPU && dtype != F64;
 }
+size_t planned_peak(const std::function<void()>& run) {
+    RestoreContext restore;
+    context.widening = multiplies_copies(context.device, matmul_dtype());
+    Planning planning;
+    size_t before = memory_use(META).now;
+    reset_peak(META);
+    run();
+    return memory_use(META).peak - before;
+}
 void gemm_of_copies(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
                     double alpha, double beta) {
     NoGrad no_grad;
