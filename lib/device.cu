@@ -181,10 +181,7 @@ int cuda_devices(std::string* why) {
         cudaError_t error = cudaGetDeviceCount(&n);
         if (error != cudaSuccess) {
             cudaGetLastError();
-            n = 0;
-            reason = described(error);
-        } else if (n == 0) {
-            reason = "the driver sees no GPU";
+            n = 0, reason = described(error);
         }
 #else
         reason = "this build is for the CPU only";
@@ -213,13 +210,9 @@ Device choose_device(const std::string& want, [[maybe_unused]] int gpu) {
         if (!usable) { why = described(error); }
     }
 #endif
-    if (!usable) {
-        if (want == "cuda") { fail("device cuda: there is none (%s)", why.c_str()); }
-        note("device auto: took cpu (%s)", why.c_str());
-        return CPU;
-    }
-    if (want == "auto") { note("device auto: took cuda"); }
-    return CUDA;
+    if (!usable && want == "cuda") { fail("device cuda: there is none (%s)", why.c_str()); }
+    if (want == "auto") { note("device auto: took %s", usable ? "cuda" : ("cpu (" + why + ")").c_str()); }
+    return usable ? CUDA : CPU;
 }
 
 #ifdef __CUDACC__

@@ -208,20 +208,6 @@ static std::string start_cupti() {
 static void stop_cupti() {}
 #endif
 
-static int begin_traced(const char* name, int recorded_in) {
-    static thread_local const int thread = (int)gettid();
-    std::lock_guard<std::mutex> lock(trace_mutex);
-    if (!tracing) { return -1; }
-    trace.ranges.push_back({name, in_this_trace(innermost_traced), in_this_trace(recorded_in), thread, epoch_ns(), 0});
-    return innermost_traced = first_range + (int)trace.ranges.size() - 1;
-}
-static void end_traced(int range) {
-    std::lock_guard<std::mutex> lock(trace_mutex);
-    if (in_this_trace(range) < 0) { return; }  // its trace ended while it was open
-    TracedRange& r = trace.ranges[range - first_range];
-    r.end = epoch_ns();
-    innermost_traced = r.parent < 0 ? -1 : first_range + r.parent;
-}
 static void trace_memory(size_t bytes) {
     std::lock_guard<std::mutex> lock(trace_mutex);
     if (tracing) { trace.memory.push_back({epoch_ns(), bytes}); }
@@ -257,11 +243,16 @@ int innermost_traced_range() { return tracing ? innermost_traced : -1; }
 // Ranges
 
 Range::Range(const char* name, int recorded_in) {
+    static thread_local const int thread = (int)gettid();
     open_ranges().push_back(name);
 #ifdef __CUDACC__
     nvtxRangePushA(name);
 #endif
-    if (tracing) { traced = begin_traced(name, recorded_in); }
+    if (!tracing) { return; }
+    std::lock_guard<std::mutex> lock(trace_mutex);
+    if (!tracing) { return; }  // it has ended meanwhile
+    trace.ranges.push_back({name, in_this_trace(innermost_traced), in_this_trace(recorded_in), thread, epoch_ns(), 0});
+    traced = innermost_traced = first_range + (int)trace.ranges.size() - 1;
 }
 
 Range::~Range() {
@@ -269,5 +260,10 @@ Range::~Range() {
 #ifdef __CUDACC__
     nvtxRangePop();
 #endif
-    if (traced >= 0) { end_traced(traced); }
+    if (traced < 0) { return; }
+    std::lock_guard<std::mutex> lock(trace_mutex);
+    if (in_this_trace(traced) < 0) { return; }  // its trace ended while it was open
+    TracedRange& r = trace.ranges[traced - first_range];
+    r.end = epoch_ns();
+    innermost_traced = r.parent < 0 ? -1 : first_range + r.parent;
 }
