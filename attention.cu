@@ -986,7 +986,8 @@ static AttentionMemory smallest_that_does_not_fit() {
         m.peak = planned_peak([&] {
             Passes p(naive, random_inputs(grid_case(m.S, m.D), F32, 0), false);
             p.forward();
-            for (const Memory* buffer : live_memory(META)) { m.saved[buffer->bytes]++; }
+            start_memory_log(META);
+            for (const MemoryEvent& held : stop_memory_log()) { m.saved[held.bytes]++; }
             p.backward();
         });
     }

@@ -1708,9 +1708,9 @@ static void make_trainer(Trainer& t, const ModelConfig& config, const Options& o
 
 // Until the last step, or a signal, or a stdout that takes no more rows. Fails where the loss or the gradients' norm is
 // not finite; in fp16 that norm halves the loss scale, until it is below 2^-14, fp16's smallest normal number.
-static void take_steps(Trainer& t, const Text& text, const Options& o, RunningTable& rows) {
+static void take_steps(Trainer& t, const Text& text, const Options& o, Table& rows) {
     const int rows_apart = std::max(1, o.steps / 20);
-    while (t.steps < o.steps && !EndSignals::seen() && rows.failure.empty()) {
+    while (t.steps < o.steps && !EndSignals::seen()) {
         t.adamw.lr = (float)learning_rate(o, t.steps);
         Batch batch = training_batch(text, o.batch_size, o.context_length, o.seed, t.steps);
         synchronize();
@@ -1724,9 +1724,10 @@ static void take_steps(Trainer& t, const Text& text, const Options& o, RunningTa
         }
         progress("step %d of %d: loss %.4f", t.steps, o.steps, loss);
         if (t.steps % rows_apart == 0 || t.steps == o.steps || t.steps == 1) {
-            rows.add({std::to_string(t.steps), strprintf("%.7f", loss), strprintf("%.3g", t.adamw.lr),
-                      skipped ? "overflow, step skipped" : strprintf("%.3f", norm), strprintf("%.2f", ms),
-                      strprintf("%.0f", 1e3 * o.batch_size * o.context_length / ms)});
+            rows.row(t.steps, strprintf("%.7f", loss), strprintf("%.3g", t.adamw.lr),
+                     skipped ? "overflow, step skipped" : strprintf("%.3f", norm), strprintf("%.2f", ms),
+                     strprintf("%.0f", 1e3 * o.batch_size * o.context_length / ms));
+            if (!print_last_row(rows, {7, 9, 8, 13, 8, 9})) { return; }
         }
     }
 }
@@ -1756,21 +1757,20 @@ int cmd_train(const Options& typed) {
         note("train: %s has all %d steps behind it; --steps asks for more", o.load.c_str(), t.steps);
     }
     const double before = held_out_loss(t.model, text, o.batch_size, T);
-    RunningTable rows{{strprintf("train %s: %zu bytes, a tenth held out; %d layers, d_model %d, d_ff %d, %d heads, "
-                                 "precision %s, mode %s; batch %d, context length %d, seed %" PRIu64 "",
-                                 o.data.c_str(), text.bytes.size(), c.num_layers, c.d_model, c.d_ff, c.num_heads,
-                                 name_of(context.precision), name_of(context.mode), o.batch_size, T, o.seed),
-                       {"step", "loss", "lr", "gradient norm", "ms", "tokens/s"}},
-                      {7, 9, 8, 13, 8, 9}};
+    Table rows{strprintf("train %s: %zu bytes, a tenth held out; %d layers, d_model %d, d_ff %d, %d heads, "
+                         "precision %s, mode %s; batch %d, context length %d, seed %" PRIu64 "",
+                         o.data.c_str(), text.bytes.size(), c.num_layers, c.d_model, c.d_ff, c.num_heads,
+                         name_of(context.precision), name_of(context.mode), o.batch_size, T, o.seed),
+               {"step", "loss", "lr", "gradient norm", "ms", "tokens/s"}};
     int signal = 0;
     {
-        EndSignals first_is_a_wish("\ncs336: finishing the step, and what --save writes; once more ends at once\n");
+        EndSignals first_is_a_wish;
         take_steps(t, text, o, rows);
         zero_gradients(t.model), t.model.kept = nullptr;  // room, on a GPU that the run has filled
         if (!o.save.empty()) { save_checkpoint(t, o); }   // before all that takes time
         signal = EndSignals::seen();
     }
-    rows.end();
+    if (rows.rows.empty()) { print(rows); }
     if (signal) {
         note("ended by signal %d (%s) after step %d of %d: %s", signal, strsignal(signal), t.steps, o.steps,
              o.save.empty() ? "nothing was saved, since --save was not given"

@@ -6,10 +6,10 @@
 #include <chrono>
 #include <csignal>
 #include <filesystem>
-#include <fstream>
 #include <mutex>
 #include <numeric>
 #include <random>
+#include <sstream>
 
 #include <fcntl.h>
 #include <malloc.h>
@@ -27,6 +27,16 @@ extern "C" char* openblas_get_corename(void);
 #define CS336_COMMIT "unknown"
 #endif
 
+// f, while the variable has this value.
+template <class T>
+static void run_with(T& variable, T value, const std::function<void()>& f) {
+    struct Guard {
+        T &variable, before;
+        ~Guard() { variable = before; }
+    } guard{variable, variable};
+    variable = value;
+    f();
+}
 static double to_gib(size_t bytes) { return bytes / 1073741824.0; }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -41,6 +51,15 @@ std::string vstrprintf(const char* format, va_list arguments) {
     return text;
 }
 
+// What `format` says of the arguments behind it, within a function that takes `...`.
+#define FORMATTED(format)                                   \
+    ({                                                      \
+        va_list arguments_;                                 \
+        va_start(arguments_, format);                       \
+        std::string text_ = vstrprintf(format, arguments_); \
+        va_end(arguments_);                                 \
+        text_;                                              \
+    })
 std::string strprintf(const char* format, ...) { return FORMATTED(format); }
 void fail(const char* format, ...) { throw Failure(1, FORMATTED(format)); }
 void usage_error(const char* format, ...) { throw Failure(2, FORMATTED(format)); }
@@ -63,59 +82,46 @@ std::string join(const std::vector<std::string>& items, const char* between) {
     return all;
 }
 
-// Bytes of the character of UTF-8 that begins at text[i]; 0: none does, or a control character.
-static int character_at(const std::string& text, size_t i) {
-    auto byte = [&](size_t k) { return k < text.size() ? (unsigned char)text[k] : 0; };
-    const int first = byte(i), second = byte(i + 1);
-    const int n = first < 0x80 ? 1 : first < 0xc2 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : first < 0xf5 ? 4 : 0;
-    for (int k = 1; k < n; k++) {
-        if ((byte(i + k) & 0xc0) != 0x80) { return 0; }
-    }
-    const bool control = first < 0x20 || first == 0x7f || (first == 0xc2 && second < 0xa0);
-    const bool longer_than_needed = (first == 0xe0 && second < 0xa0) || (first == 0xf0 && second < 0x90);
-    const bool beyond = (first == 0xed && second >= 0xa0) || (first == 0xf4 && second >= 0x90);  // surrogates, 10ffff
-    return control || longer_than_needed || beyond ? 0 : n;
-}
 std::string one_line(const std::string& text) {
     std::string line;
-    for (size_t i = 0, n; i < text.size(); i += std::max<size_t>(n, 1)) {
-        n = character_at(text, i);
-        line += n > 0 ? text.substr(i, n) : strprintf("\\x%02x", (unsigned char)text[i]);
-    }
+    for (unsigned char c : text) { line += c < 0x20 || c == 0x7f ? strprintf("\\x%02x", c) : std::string(1, c); }
     return line;
 }
 
-static bool environment_is_1(const char* name) {
-    const char* value = getenv(name);
-    return value && strcmp(value, "1") == 0;
-}
-
-std::string cuda_remedy(const std::string& error, const std::string& card, int sm, int driver, int runtime) {
-    if (error == "cudaErrorInsufficientDriver") {
-        if (driver == 0) { return "there is no NVIDIA driver here: `nvidia-smi` has to work first"; }
-        return strprintf(
-            "the driver is for CUDA %d.%d, this build for CUDA %d.%d: update the driver, or build with "
-            "make NVCC=/usr/local/cuda-%d.%d/bin/nvcc",
-            driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10, driver / 1000, driver % 1000 / 10);
-    }
-    const bool no_code = error == "cudaErrorNoKernelImageForDevice" || error == "cudaErrorInvalidDeviceFunction" ||
-                         error == "cudaErrorUnsupportedPtxVersion";
-    if (!no_code || sm == 0) { return ""; }
-    const std::string name = strprintf("%s (sm_%d)", card.c_str(), sm);
-    if (sm < 75) { return "the " + name + " is too old, the kernels need sm_75 (a T4): make NVCC= builds for the CPU"; }
-    return "this build has no code for the " + name +
-           strprintf(": make ARCH=\"-gencode arch=compute_%d,code=sm_%d\"", sm, sm);
-}
-
 #ifdef __CUDACC__
+static const cudaDeviceProp& card() {
+    static const cudaDeviceProp properties = [] {
+        int device;
+        cudaDeviceProp p{};
+        p.multiProcessorCount = 132, p.major = 9;  // an H100's, where META plans for a GPU and none is here
+        if (cuda_devices() > 0) {
+            CUDA_CHECK(cudaGetDevice(&device));
+            CUDA_CHECK(cudaGetDeviceProperties(&p, device));
+        }
+        return p;
+    }();
+    return properties;
+}
+int multiprocessors() { return card().multiProcessorCount; }
+int compute_capability() { return 10 * card().major + card().minor; }
+
+// What the error's text does not say: what helps.
 static std::string described(cudaError_t error) {
-    int device = 0, driver = 0, runtime = 0;
-    cudaDeviceProp card{};
-    if (cudaGetDevice(&device) == cudaSuccess) { cudaGetDeviceProperties(&card, device); }
-    cudaDriverGetVersion(&driver), cudaRuntimeGetVersion(&runtime);
-    cudaGetLastError();  // of these
-    std::string help = cuda_remedy(cudaGetErrorName(error), card.name, 10 * card.major + card.minor, driver, runtime);
-    return help.empty() ? cudaGetErrorString(error) : help;
+    if (error == cudaErrorInsufficientDriver) {
+        return strprintf(
+            "there is no NVIDIA driver for CUDA %d.%d; `nvidia-smi` says for which one it is, then update it or "
+            "build with that CUDA's nvcc",
+            CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+    }
+    if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction &&
+        error != cudaErrorUnsupportedPtxVersion) {
+        return cudaGetErrorString(error);
+    }
+    const int sm = compute_capability();
+    return strprintf(
+        "this build has no code for the %s: make ARCH=\"-gencode arch=compute_%d,code=sm_%d\"; sm_75 is the "
+        "oldest that the kernels run on",
+        card().name, sm, sm);
 }
 void cuda_check(cudaError_t error, const char* call, const char* file, int line) {
     if (error == cudaSuccess) { return; }
@@ -123,12 +129,6 @@ void cuda_check(cudaError_t error, const char* call, const char* file, int line)
     std::string what = strprintf("%s:%d: %s: %s", file, line, call, described(error).c_str());
     if (error == cudaErrorMemoryAllocation) { throw OutOfMemory(0, what); }
     throw Failure(1, what);
-}
-
-void launch_check(const char* file, int line) {
-    static const bool wait = environment_is_1("CS336_SYNC");
-    cuda_check(cudaGetLastError(), "kernel launch", file, line);
-    if (wait) { cuda_check(cudaStreamSynchronize(stream()), "kernel", file, line); }
 }
 #endif
 
@@ -147,32 +147,31 @@ const char* name_of(Mode m) { return MODES[m]; }
 const char* name_of(Precision p) { return PRECISIONS[p]; }
 const char* name_of(Category c) { return CATEGORY_NAMES[c]; }
 
-template <class E, size_t N>
-static E named(const char* kind, const char* const (&names)[N], const std::string& name) {
-    for (size_t i = 0; i < N; i++) {
-        if (name == names[i]) { return (E)i; }
-    }
-    fail("%s '%s': expected %s", kind, name.c_str(), join({names, names + N}, ", ").c_str());
+Mode mode_from(const std::string& name) { return (Mode)(std::find(MODES, std::end(MODES), name) - MODES); }
+Precision precision_from(const std::string& name) {
+    return (Precision)(std::find(PRECISIONS, std::end(PRECISIONS), name) - PRECISIONS);
 }
-Mode mode_from(const std::string& name) { return named<Mode>("mode", MODES, name); }
-Precision precision_from(const std::string& name) { return named<Precision>("precision", PRECISIONS, name); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Where things run
 
 Context context;
 
-// What follows `key` in the first line of the file that starts with it. "" without such a file or line.
-static std::string field_of(const char* path, const std::string& key) {
-    std::ifstream file(path);
-    for (std::string line; std::getline(file, line);) {
-        if (line.compare(0, key.size(), key) == 0) {
-            size_t start = line.find_first_not_of(" \t:", key.size());
-            return start == std::string::npos ? "" : line.substr(start);
-        }
+// What stands behind `before`, which begins with a line's end, up to the next one; "": nothing. It uses no heap: its
+// memory could be a piece of a large block that was freed and is about to be allocated again.
+struct FileText {
+    char text[1 << 14] = "\n";
+    const char* behind(const char* path, const char* before) {
+        const int file = open(path, O_RDONLY | O_CLOEXEC);
+        const ssize_t n = file < 0 ? 0 : read(file, text + 1, sizeof text - 2);
+        if (file >= 0) { close(file); }
+        text[1 + std::max<ssize_t>(n, 0)] = 0;
+        char* found = strstr(text, before);
+        if (!found) { return ""; }
+        found += strlen(before), found[strcspn(found, "\n")] = 0;
+        return found;
     }
-    return "";
-}
+};
 
 int cuda_devices(std::string* why) {
     static std::string reason;
@@ -182,10 +181,7 @@ int cuda_devices(std::string* why) {
         cudaError_t error = cudaGetDeviceCount(&n);
         if (error != cudaSuccess) {
             cudaGetLastError();
-            n = 0;
-            reason = described(error);
-        } else if (n == 0) {
-            reason = "the driver sees no GPU";
+            n = 0, reason = described(error);
         }
 #else
         reason = "this build is for the CPU only";
@@ -214,13 +210,9 @@ Device choose_device(const std::string& want, [[maybe_unused]] int gpu) {
         if (!usable) { why = described(error); }
     }
 #endif
-    if (!usable) {
-        if (want == "cuda") { fail("device cuda: there is none (%s)", why.c_str()); }
-        note("device auto: took cpu (%s)", why.c_str());
-        return CPU;
-    }
-    if (want == "auto") { note("device auto: took cuda"); }
-    return CUDA;
+    if (!usable && want == "cuda") { fail("device cuda: there is none (%s)", why.c_str()); }
+    if (want == "auto") { note("device auto: took %s", usable ? "cuda" : ("cpu (" + why + ")").c_str()); }
+    return usable ? CUDA : CPU;
 }
 
 #ifdef __CUDACC__
@@ -235,14 +227,7 @@ cudaStream_t stream() {
     }();
     return other ? other : s;
 }
-void with_stream(cudaStream_t s, const std::function<void()>& f) {
-    struct Guard {
-        cudaStream_t before = other;
-        ~Guard() { other = before; }
-    } guard;
-    other = s;
-    f();
-}
+void with_stream(cudaStream_t s, const std::function<void()>& f) { run_with(other, s, f); }
 #endif
 
 void synchronize() {
@@ -275,45 +260,20 @@ void choose_cpu_settings(char** argv) {
     note("warning: could not start anew (%s): the CPU path may be several times slower", strerror(errno));
 }
 
-#ifdef __CUDACC__
-static int device_attribute(cudaDeviceAttr which, int of_an_h100) {
-    int device, value;
-    if (cuda_devices() == 0) { return of_an_h100; }
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&value, which, device));
-    return value;
-}
-int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
-int compute_capability() {
-    return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor, 9) +
-           device_attribute(cudaDevAttrComputeCapabilityMinor, 0);
-}
-
-static std::string gpu_description() {
-    cudaDeviceProp properties;
-    int device, driver, runtime;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
-    CUDA_CHECK(cudaDriverGetVersion(&driver));
-    CUDA_CHECK(cudaRuntimeGetVersion(&runtime));
-    // The runtime only knows which CUDA the driver is made for; its own version ("580.95.05") stands in /proc.
-    const std::string module = field_of("/proc/driver/nvidia/version", "NVRM version");
-    const size_t dot = module.find('.'), start = dot == std::string::npos ? dot : module.rfind(' ', dot) + 1;
-    const std::string version = dot == std::string::npos
-                                    ? strprintf("for CUDA %d.%d", driver / 1000, driver % 1000 / 10)
-                                    : module.substr(start, module.find(' ', dot) - start);
-    return strprintf("%s, driver %s, CUDA %d.%d", properties.name, version.c_str(), runtime / 1000,
-                     runtime % 1000 / 10);
-}
-#endif
-
 std::string device_description() {
+    FileText file;
 #ifdef __CUDACC__
-    if (context.device == CUDA) { return gpu_description(); }
+    if (context.device == CUDA) {  // the runtime only knows which CUDA the driver is made for; "580.95.05" stands here
+        std::istringstream words(file.behind("/proc/driver/nvidia/version", "\nNVRM version:"));
+        std::string version;
+        while (words >> version && !isdigit(version[0])) {}
+        return strprintf("%s, driver %s, CUDA %d.%d", card().name, words ? version.c_str() : "unknown",
+                         CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+    }
 #endif
     if (context.device == META) { return "meta (nothing is computed)"; }
-    std::string name = field_of("/proc/cpuinfo", "model name");
-    std::string text = (name.empty() ? "CPU" : name) + ", " + counted(cpu_threads(), "thread");
+    const char* name = file.behind("/proc/cpuinfo", "\nmodel name\t: ");
+    std::string text = (*name ? name : "CPU") + (", " + counted(cpu_threads(), "thread"));
 #ifdef HAVE_OPENBLAS
     text += strprintf(", OpenBLAS %s", openblas_get_corename());
 #endif
@@ -323,24 +283,18 @@ std::string device_description() {
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory: the raw blocks
 
-// The number behind `before`, which begins with a line's end; SIZE_MAX: there is no such file, or no number. It uses no
-// heap: its memory could be a piece of a large block that was freed and is about to be allocated again.
+// SIZE_MAX: there is no such number.
 static size_t number_in(const char* folder, const char* name, const char* before) {
-    char path[512], text[1 << 14] = "\n", *behind = nullptr;
+    char path[512], *end;
     snprintf(path, sizeof path, "%s/%s", folder, name);
-    int file = open(path, O_RDONLY | O_CLOEXEC);
-    if (file < 0) { return SIZE_MAX; }
-    ssize_t n = read(file, text + 1, sizeof text - 2);
-    close(file);
-    text[1 + std::max<ssize_t>(n, 0)] = 0;
-    const char* found = strstr(text, before);
-    size_t number = found ? strtoull(found + strlen(before), &behind, 10) : 0;
-    return found && behind > found + strlen(before) ? number : SIZE_MAX;
+    FileText file;
+    const char* text = file.behind(path, before);
+    const size_t number = strtoull(text, &end, 10);
+    return end > text ? number : SIZE_MAX;
 }
-
 size_t system_memory(const char* group) {
     static const std::string own = [] {  // in a container it may be the root of what it sees
-        const std::string folder = "/sys/fs/cgroup" + field_of("/proc/self/cgroup", "0:");
+        const std::string folder = std::string("/sys/fs/cgroup") + FileText().behind("/proc/self/cgroup", "\n0::");
         return access((folder + "/memory.max").c_str(), R_OK) == 0 ? folder : "/sys/fs/cgroup";
     }();
     if (!group) { group = own.c_str(); }
@@ -376,8 +330,7 @@ static cudaMemPool_t memory_pool() {
 void give_back_cached_memory() {
 #ifdef __CUDACC__
     if (cuda_devices() == 0) { return; }
-    CUDA_CHECK(cudaDeviceSynchronize());  // memory that was freed in stream order is given back only when the stream
-                                          // gets there
+    CUDA_CHECK(cudaDeviceSynchronize());  // what was freed in stream order is free when the stream gets there
     CUDA_CHECK(cudaMemPoolTrimTo(memory_pool(), 0));
 #endif
 }
@@ -459,9 +412,6 @@ static void free_cuda(void*) {}
 
 static MemoryUse uses[3];       // one per device
 static std::mutex books_mutex;  // the last owner of a buffer may be another thread
-
-const MemoryUse& memory_use(Device device) { return uses[device]; }
-
 static std::set<const Memory*> live[3];
 
 static std::atomic<bool> logging{false};
@@ -469,88 +419,61 @@ static Device logged_device;
 static double log_start;
 static std::vector<MemoryEvent> memory_log;
 
+std::vector<const char*>& open_ranges() {
+    static thread_local std::vector<const char*> ranges;
+    return ranges;
+}
+const char* innermost_range() { return open_ranges().empty() ? "" : open_ranges().back(); }
+bool memory_is_logged() { return logging; }
+
 static void log_event(const Memory* m, double ms, bool is_alloc, std::vector<const char*> ranges) {
     if (m->bytes == 0 || m->device != logged_device) { return; }
     memory_log.push_back({ms, is_alloc, (uint64_t)m->data, m->bytes, m->category, std::move(ranges), m->at});
 }
-
 void start_memory_log(Device device) {
     std::lock_guard<std::mutex> lock(books_mutex);
     memory_log.clear();
-    logged_device = device;
-    log_start = now_ms();
+    logged_device = device, log_start = now_ms();
     for (const Memory* m : live[device]) {
         log_event(m, 0, true, *m->op ? std::vector<const char*>{m->op} : std::vector<const char*>());
     }
     logging = true;
 }
-
 std::vector<MemoryEvent> stop_memory_log() {
     std::lock_guard<std::mutex> lock(books_mutex);
     logging = false;
     return std::move(memory_log);
 }
 
-static void book(const Memory* memory, bool comes) {
-    std::lock_guard<std::mutex> lock(books_mutex);
-    if (logging) { log_event(memory, now_ms() - log_start, comes, open_ranges()); }
-    MemoryUse& use = uses[memory->device];
-    if (comes) {
-        live[memory->device].insert(memory);
-    } else {
-        live[memory->device].erase(memory);
-    }
-    use.now += comes ? memory->bytes : -memory->bytes;
-    use.now_by[memory->category] += comes ? memory->bytes : -memory->bytes;
-    if (use.now > use.peak) {
-        use.peak = use.now;
-        std::copy_n(use.now_by, CATEGORIES, use.peak_by);
-    }
-}
-
-std::vector<const Memory*> live_memory(Device device) {
-    std::lock_guard<std::mutex> lock(books_mutex);
-    return std::vector<const Memory*>(live[device].begin(), live[device].end());
-}
-
-void reset_peak(Device device) {
-    std::lock_guard<std::mutex> lock(books_mutex);
-    MemoryUse& use = uses[device];
+static void peak_is_now(MemoryUse& use) {
     use.peak = use.now;
     std::copy_n(use.now_by, CATEGORIES, use.peak_by);
 }
-size_t planned_peak(const std::function<void()>& run) {
-    RestoreContext restore;
-    context.widening = multiplies_copies(context.device, matmul_dtype());
-    Planning planning;
-    size_t before = memory_use(META).now;
-    reset_peak(META);
-    run();
-    return memory_use(META).peak - before;
+void reset_peak(Device device) {
+    std::lock_guard<std::mutex> lock(books_mutex);
+    peak_is_now(uses[device]);
 }
+const MemoryUse& memory_use(Device device) { return uses[device]; }
 
-bool watched() { return is_tracing() || logging; }
+static void book(const Memory* m, bool comes) {
+    std::lock_guard<std::mutex> lock(books_mutex);
+    if (logging) { log_event(m, now_ms() - log_start, comes, open_ranges()); }
+    if (comes) {
+        live[m->device].insert(m);
+    } else {
+        live[m->device].erase(m);
+    }
+    MemoryUse& use = uses[m->device];
+    use.now += comes ? m->bytes : -m->bytes;
+    use.now_by[m->category] += comes ? m->bytes : -m->bytes;
+    if (use.now > use.peak) { peak_is_now(use); }
+}
 
 static std::shared_ptr<Places> places;  // in use
 
-void allocate_in(const std::shared_ptr<Places>& use, const std::function<void()>& f) {
-    struct Use {
-        explicit Use(const std::shared_ptr<Places>& use) { places = use; }
-        ~Use() { places = nullptr; }
-    } while_f_runs(use);
-    f();
-}
-
-// Bytes of 0xFF are NaN in all our float formats, so whoever reads what nobody wrote shows it.
-static void poison(Device device, void* data, size_t bytes) {
-#ifdef __CUDACC__
-    if (device == CUDA) { CUDA_CHECK(cudaMemsetAsync(data, 0xFF, bytes, stream())); }
-#endif
-    if (device == CPU) { memset(data, 0xFF, bytes); }
-}
+void allocate_in(const std::shared_ptr<Places>& use, const std::function<void()>& f) { run_with(places, use, f); }
 
 std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at) {
-    static const bool poisoning = environment_is_1("CS336_POISON");
     auto memory = std::make_shared<Memory>();
     memory->device = device;
     memory->category = category;
@@ -580,7 +503,6 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
 #endif
     memory->bytes = bytes;
     if (!memory->placed) { book(memory.get(), true); }
-    if (poisoning && memory->data && device != META) { poison(device, memory->data, bytes); }
     return memory;
 }
 
@@ -669,8 +591,8 @@ bool level(const Stats& a, const Stats& b) {
     const double least = a.n > 1 && b.n > 1 ? 0.01 : 0.1;
     return std::fabs(a.mean - b.mean) <= std::max(std::hypot(a.std, b.std), least * std::max(a.mean, b.mean));
 }
-std::string how_fast(const Stats& ours, const Stats& theirs, const std::string& they, double Stats::*by) {
-    const double times = theirs.*by / (ours.*by);
+std::string how_fast(const Stats& ours, const Stats& theirs, const std::string& they) {
+    const double times = theirs.mean / ours.mean;
     if (level(ours, theirs)) { return "level with " + they + " within the noise"; }
     return times > 1 ? strprintf("%.2f times as fast as %s", times, they.c_str())
                      : strprintf("slower than %s (%.2f times as fast)", they.c_str(), times);
@@ -732,8 +654,7 @@ void progress(const char* format, ...) {
 }
 
 void note(const char* format, ...) {
-    std::string text = FORMATTED(format);
-    if (text.size() > 3000) { text.replace(1500, text.size() - 3000, " ... "); }  // what was typed may be long
+    const std::string text = FORMATTED(format);
     end_progress();
     fprintf(stderr, "%s\n", one_line(text).c_str());
 }
@@ -741,49 +662,33 @@ void note(const char* format, ...) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Ends by a signal
 
-static const int END_SIGNALS[] = {SIGINT, SIGTERM, SIGHUP};
-static sighandler_t before_end_signals[3];
 static std::atomic<int> end_signal{0};
 static std::atomic<double> end_signal_ms{0};
-static std::atomic<const char*> end_signal_answer{nullptr};
 
 static void take_end_signal(int number) {
-    const double ms = now_ms();
-    int none = 0, error = errno;
-    if (end_signal.compare_exchange_strong(none, number)) {
-        end_signal_ms = ms;
-        const char* text = end_signal_answer;
-        if (text && write(STDERR_FILENO, text, strlen(text)) < 0) { errno = error; }
-    } else if (ms - end_signal_ms >= 1000) {
+    if (end_signal == 0) {
+        end_signal_ms = now_ms(), end_signal = number;
+    } else if (now_ms() - end_signal_ms >= 1000) {
         signal(number, SIG_DFL);
         raise(number);
     }
-    errno = error;
 }
-EndSignals::EndSignals(const char* answer) {
-    end_signal = 0, end_signal_answer = answer;
-    for (int i = 0; i < 3; i++) {
-        before_end_signals[i] = signal(END_SIGNALS[i], take_end_signal);
-        if (before_end_signals[i] == SIG_IGN) { signal(END_SIGNALS[i], SIG_IGN); }  // as under nohup
+static void on_end_signals(sighandler_t answer) {
+    for (int number : {SIGINT, SIGTERM, SIGHUP}) {
+        if (signal(number, answer) == SIG_IGN) { signal(number, SIG_IGN); }  // as under nohup
     }
 }
-EndSignals::~EndSignals() {
-    for (int i = 0; i < 3; i++) { signal(END_SIGNALS[i], before_end_signals[i]); }
-}
+EndSignals::EndSignals() { end_signal = 0, on_end_signals(take_end_signal); }
+EndSignals::~EndSignals() { on_end_signals(SIG_DFL); }
 int EndSignals::seen() { return end_signal; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Files
 
-// Absolute, behind all symbolic links; there or not.
-static std::string real_name(const std::string& path) {
-    std::error_code error;
-    const std::filesystem::path real = std::filesystem::weakly_canonical(std::filesystem::absolute(path, error), error);
-    return error ? path : real.string();
-}
-
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write) {
-    const std::string target = real_name(path), temporary = target + strprintf(".tmp.%08x", std::random_device()());
+    std::error_code error;
+    const std::string real = std::filesystem::weakly_canonical(path, error), target = error ? path : real;
+    const std::string temporary = target + strprintf(".tmp.%08x", std::random_device()());
     const char* name = temporary.c_str();
     const std::unique_ptr<const char, int (*)(const char*)> removed_at_the_end(name, remove);
     struct stat before;
@@ -791,17 +696,13 @@ void replace_file(const std::string& path, const std::function<bool(FILE*)>& wri
     if (replaces && !S_ISREG(before.st_mode)) {
         fail("%s: cannot be written: expected a regular file", path.c_str());  // or we would replace /dev/null
     }
-    const bool allowed = replaces ? access(target.c_str(), W_OK) == 0 : errno == ENOENT;
-    const int descriptor = allowed ? open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666) : -1;
+    const bool allowed = !replaces || access(target.c_str(), W_OK) == 0;
+    const mode_t mode = replaces ? before.st_mode & 0777 : 0666;
+    const int descriptor = allowed ? open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode) : -1;
     const std::unique_ptr<FILE, int (*)(FILE*)> file(descriptor < 0 ? nullptr : fdopen(descriptor, "wb"), fclose);
-    bool ok = file && (!replaces || fchmod(descriptor, before.st_mode & 07777) == 0);
-    if (write) {
-        ok = ok && write(file.get()) && fflush(file.get()) == 0 && fsync(descriptor) == 0 &&
-             rename(name, target.c_str()) == 0;
-    }
-    if (!ok) { fail("%s: cannot be written: %s", path.c_str(), strerror(errno)); }
-    const int folder = open(target.substr(0, target.rfind('/') + 1).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (folder >= 0) { fsync(folder), close(folder); }  // the new name, too, has to reach the disk
+    const bool done = file && (!write || (write(file.get()) && fflush(file.get()) == 0 && fsync(descriptor) == 0 &&
+                                          rename(name, target.c_str()) == 0));
+    if (!done) { fail("%s: cannot be written: %s", path.c_str(), strerror(errno)); }
 }
 
 void save_file(const std::string& path, const std::string& bytes) {
@@ -815,8 +716,6 @@ pid_t start_ourselves(const std::vector<std::string>& arguments, int stdout_desc
     std::vector<char*> argv = {program_invocation_name};  // as it was typed
     for (const std::string& a : arguments) { argv.push_back((char*)a.c_str()); }
     argv.push_back(nullptr);
-    const char* ourselves = "/proc/self/exe";
-    if (access(ourselves, X_OK) != 0) { fail("%s: cannot be started: %s", ourselves, strerror(errno)); }
     pid_t parent = getpid(), child = fork();
     if (child < 0) { fail("fork: %s", strerror(errno)); }
     if (child > 0) { return child; }
@@ -824,26 +723,26 @@ pid_t start_ourselves(const std::vector<std::string>& arguments, int stdout_desc
     if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) { _exit(127); }
     if (getppid() != parent) { _exit(1); }  // which may have ended before that
     if (stdout_descriptor != STDOUT_FILENO && dup2(stdout_descriptor, STDOUT_FILENO) < 0) { _exit(127); }
-    execv(ourselves, argv.data());
+    execv("/proc/self/exe", argv.data());
     _exit(127);
 }
 
 std::string run_ourselves(const std::vector<std::string>& arguments) {
-    const std::string line = "cs336 " + join(arguments, " ");
-    const std::unique_ptr<FILE, int (*)(FILE*)> output(tmpfile(), fclose);
+    const std::unique_ptr<FILE, int (*)(FILE*)> output(tmpfile(), fclose);  // no pipe, which could fill up
     if (!output) { fail("tmpfile: %s", strerror(errno)); }
     end_progress();
-    const pid_t child = start_ourselves(arguments, fileno(output.get()));
+    const int file = fileno(output.get());
+    const pid_t child = start_ourselves(arguments, file);
     int status;
-    if (waitpid(child, &status, 0) != child) { fail("%s: waitpid: %s", line.c_str(), strerror(errno)); }
-    if (WIFSIGNALED(status)) {
-        fail("%s: killed by signal %d (%s)", line.c_str(), WTERMSIG(status), strsignal(WTERMSIG(status)));
+    if (waitpid(child, &status, 0) != child) { fail("waitpid: %s", strerror(errno)); }
+    if (status != 0) {
+        const int number = WTERMSIG(status);
+        const std::string how = WIFSIGNALED(status) ? strprintf("killed by signal %d (%s)", number, strsignal(number))
+                                                    : strprintf("exited with %d", WEXITSTATUS(status));
+        fail("cs336 %s: %s", join(arguments, " ").c_str(), how.c_str());
     }
-    if (WEXITSTATUS(status) != 0) { fail("%s: exited with %d", line.c_str(), WEXITSTATUS(status)); }
-    std::string text;
-    char buffer[4096];
-    rewind(output.get());
-    for (size_t n; (n = fread(buffer, 1, sizeof buffer, output.get())) > 0;) { text.append(buffer, n); }
+    std::string text(lseek(file, 0, SEEK_END), '\0');
+    if (pread(file, text.data(), text.size(), 0) != (ssize_t)text.size()) { fail("pread: %s", strerror(errno)); }
     return text;
 }
 

@@ -47,32 +47,25 @@ struct OutOfMemory : Failure {
     size_t bytes;  // the request that did not fit
     OutOfMemory(size_t bytes, const std::string& what) : Failure(1, what), bytes(bytes) {}
 };
-[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));         // exit 1
-[[noreturn]] void usage_error(const char* format, ...) __attribute__((format(printf, 1, 2)));  // exit 2
-std::string strprintf(const char* format, ...) __attribute__((format(printf, 1, 2)));
+#define PRINTF(at, first) __attribute__((format(printf, at, first)))
+[[noreturn]] void fail(const char* format, ...) PRINTF(1, 2);         // exit 1
+[[noreturn]] void usage_error(const char* format, ...) PRINTF(1, 2);  // exit 2
+void note(const char* format, ...) PRINTF(1, 2);                      // one line on stderr
+void progress(const char* format, ...) PRINTF(1, 2);  // one rewritten line; not on a terminal: at most every 5 s
+void end_progress();                                  // its line gives way to another one
+std::string strprintf(const char* format, ...) PRINTF(1, 2);
 std::string vstrprintf(const char* format, va_list arguments);
-// What `format` says of the arguments behind it, within a function that takes `...`.
-#define FORMATTED(format)                                   \
-    ({                                                      \
-        va_list arguments_;                                 \
-        va_start(arguments_, format);                       \
-        std::string text_ = vstrprintf(format, arguments_); \
-        va_end(arguments_);                                 \
-        text_;                                              \
-    })
 std::string list_of(const std::vector<std::string>& items);          // "a", "a and b", "a, b and c"
 std::string span(double least, double most, const char* format);     // "3.4 to 58.3", or "3.4" where both print alike
 std::string counted(const std::string& n, const std::string& what);  // "1 step", "2 steps"
 inline std::string counted(int64_t n, const std::string& what) { return counted(std::to_string(n), what); }
 std::string join(const std::vector<std::string>& items, const char* between);
-std::string one_line(const std::string& text);  // control characters and what is not UTF-8 as \xNN
+std::string one_line(const std::string& text);  // control characters as \xNN
 
 #ifdef __CUDACC__
 void cuda_check(cudaError_t error, const char* call, const char* file, int line);
 #define CUDA_CHECK(call) cuda_check(call, #call, __FILE__, __LINE__)
-// After every <<<>>>. With the environment's CS336_SYNC=1 it also waits, so that a fault is reported at its own launch.
-void launch_check(const char* file, int line);
-#define LAUNCH_CHECK() launch_check(__FILE__, __LINE__)
+#define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())  // after every <<<>>>
 #endif
 
 // A table of implementations, from the plainest to the fastest. A row enters it while the program loads, so that its
@@ -101,11 +94,13 @@ enum DType { F32, F16, BF16, F64, I32, U8 };  // F64 on the CPU only: finite dif
 enum Mode { EAGER, FUSED, FLASH };  // one kernel per operation | hand-fused kernels | fused, with FlashAttention
 // PURE_BF16: the weights, their gradients and AdamW's moments, too, are bf16, and so is the residual stream.
 enum Precision { FP32, TF32, PREC_BF16, PREC_FP16, PREC_PURE_BF16 };
+enum Category { PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS, WORKSPACE, INPUTS, CATEGORIES };
 
 const char* name_of(Device d);
 const char* name_of(DType t);
 const char* name_of(Mode m);
 const char* name_of(Precision p);
+const char* name_of(Category c);
 Mode mode_from(const std::string& name);  // names are checked when the command line is read
 Precision precision_from(const std::string& name);
 
@@ -129,29 +124,23 @@ struct RestoreContext {  // at the end of its scope the context is as it was, al
     Context before = context;
     ~RestoreContext() { context = before; }
 };
-struct Planning {  // within its scope nothing is computed, memory only counted
-    Device before = context.device;
+struct Planning : RestoreContext {  // within its scope nothing is computed, memory only counted
     Planning() {
-        if (before != META) { context.planned_for = before; }
+        if (before.device != META) { context.planned_for = before.device; }
         context.device = META;
     }
-    ~Planning() { context.device = before; }
 };
 
-int cuda_devices(std::string* why = nullptr);  // 0 without a GPU or its driver, or in a CPU build: why
-// What helps against an error of the CUDA runtime, by its name; "" for most. card and sm: its name, and 75 for compute
-// capability 7.5 (0: unknown). driver and runtime: for which CUDA, 12040 for 12.4 (0: no driver).
-std::string cuda_remedy(const std::string& error, const std::string& card, int sm, int driver, int runtime);
-// auto|cpu|cuda; prints on stderr which one auto took; fails if there is none. gpu: which one, of several.
-Device choose_device(const std::string& want, int gpu = 0);
-void synchronize();                 // wait for context.device
+int cuda_devices(std::string* why = nullptr);                // 0 without a GPU or its driver, or in a CPU build: why
+Device choose_device(const std::string& want, int gpu = 0);  // auto|cpu|cuda; says on stderr which one auto took
+void synchronize();                                          // wait for context.device
 std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2 threads, OpenBLAS ..."
 size_t available_memory(Device d);  // bytes that could be allocated now
-// Bytes that Linux would still give: the least of what it has available and of what our control group (version 2) and
-// RLIMIT_AS leave us. group: another group's folder, for tests.
+// The least of what Linux has available and of what our control group (another one's folder, for tests) and RLIMIT_AS
+// leave us.
 size_t system_memory(const char* group = nullptr);
 int cpu_threads();
-void choose_cpu_settings(char** argv);  // first thing in main(): may start the program anew, see there
+void choose_cpu_settings(char** argv);  // first thing in main(): may start the program anew
 #ifdef __CUDACC__
 cudaStream_t stream();  // the one compute stream, or s while with_stream(s, f) runs f
 void with_stream(cudaStream_t s, const std::function<void()>& f);
@@ -159,9 +148,6 @@ void with_stream(cudaStream_t s, const std::function<void()>& f);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // device.cu: memory. Every buffer of ours is allocated here, with a category and the range that was open.
-
-enum Category { PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS, WORKSPACE, INPUTS, CATEGORIES };
-const char* name_of(Category c);
 
 // A line of our source. As a default argument here() is the line of the call: f(int x, Source at = here()).
 struct Source {
@@ -173,7 +159,6 @@ constexpr Source here(const char* file = __builtin_FILE(), int line = __builtin_
                       const char* function = __builtin_FUNCTION()) {
     return {file, line, function};
 }
-
 // Fixed places for buffers, as a captured CUDA graph needs them: its kernels have their addresses built in.
 struct Places {
     virtual ~Places() = default;
@@ -192,19 +177,18 @@ struct Memory {  // freed (in stream order) when the last shared_ptr goes
     bool placed = false;             // it lies at one of them, so it is neither counted nor freed by itself
     ~Memory();
 };
+std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at = here());
 // Runs f; what it allocates on the GPU (or on META) is asked of `places`.
 void allocate_in(const std::shared_ptr<Places>& places, const std::function<void()>& f);
-bool watched();     // a trace or a memory log is being made
+void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);  // waits for the copy
+void give_back_cached_memory();  // what our pool keeps but does not use
+
 struct MemoryUse {  // bytes
     size_t now, peak;
     size_t now_by[CATEGORIES], peak_by[CATEGORIES];  // peak_by: each category's share at the moment of the total's peak
 };
-// Throws OutOfMemory.
-std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at = here());
 const MemoryUse& memory_use(Device device);
 void reset_peak(Device device);
-size_t planned_peak(const std::function<void()>& run);  // bytes that it would hold at most, found on META
-std::vector<const Memory*> live_memory(Device device);  // every buffer that is held now
 
 // The log lists the allocations and frees on one device, in order. While it is on, each allocation waits for the GPU,
 // so that the times are the GPU's own.
@@ -219,14 +203,64 @@ struct MemoryEvent {
 };
 void start_memory_log(Device device);        // begins, at 0 ms, with an allocation for each buffer that is held
 std::vector<MemoryEvent> stop_memory_log();  // empty if none was started
-void give_back_cached_memory();              // what our pool keeps but does not use
-void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);  // waits for the copy
+bool memory_is_logged();
 
 // ---------------------------------------------------------------------------------------------------------------------
-// trace.cu: named ranges of work, and what ran in them
+// device.cu: time, ends by a signal, files, ourselves as a child
 
-// A named stretch of work, e.g. Range r("attention"); ranges nest. Shown by NVTX tools, names allocations, and says in
-// a trace what the work was for. `name` has to live as long as the program.
+double now_ms();  // wall clock, monotonic
+struct Mark {     // a moment: on the GPU an event in its stream, else (and for Gloo) the clock's
+    double ms = 0;
+    std::shared_ptr<void> event;
+};
+Mark mark();                                      // of the compute stream
+double ms_of(const Mark& m, const Mark& origin);  // after synchronize()
+#ifdef __CUDACC__
+Mark mark_on(cudaStream_t s);
+#endif
+struct Stats {
+    double mean, std, median, min, max;  // std: of the sample (n-1); 0 for n = 1
+    int n;
+};
+Stats stats_of(std::vector<double> values);
+std::string deviation(const Stats& s, const char* format);  // a cell; of one value: ""
+// The difference of two measured times is no more than their noise: one standard deviation of each together, at least 1
+// % of the larger (10 % where one is of a single run, whose noise nobody knows).
+bool level(const Stats& a, const Stats& b);
+// "2.31 times as fast as naive", "level with naive within the noise", "slower than naive (0.74 times as fast)"
+std::string how_fast(const Stats& ours, const Stats& theirs, const std::string& they);
+// Times in ms of the last n of warmup + n runs. time_ms: each run with the wait for its end. time_queued_ms: of f,
+// behind prepare, by events of the device and without waiting in between, so that launch latency does not count where
+// the device is the slower one.
+std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f);
+std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
+                                   const std::function<void()>& f);
+
+// While one lives, the first SIGINT, SIGTERM or SIGHUP ends nothing: the work looks at seen() and comes to an end in
+// order. The next one ends the process; within a second it is the first one again, since a terminal, `timeout` and a
+// launcher of ranks send theirs to a process and to its group.
+struct EndSignals {
+    EndSignals();
+    ~EndSignals();
+    EndSignals(const EndSignals&) = delete;
+    static int seen();  // the signal's number; 0: none has come
+};
+// `write` fills a temporary file beside path, behind its links, which takes its name in one step: nobody ever sees half
+// a file, and where it fails, or we are killed, the old one stays. write returns false, with errno, if it failed; null:
+// only tries.
+void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
+void save_file(const std::string& path, const std::string& bytes);
+// Starts this program anew, its stdout to a descriptor. It does not outlive us.
+pid_t start_ourselves(const std::vector<std::string>& arguments, int stdout_descriptor);
+std::string run_ourselves(const std::vector<std::string>& arguments);  // its stdout; fails if it failed
+std::string commit();                                                  // of the build
+
+// ---------------------------------------------------------------------------------------------------------------------
+// trace.cu: named ranges of work, and what ran when and in which: on the GPU as CUPTI sees it, kernels of cuBLAS and
+// NCCL too. Times are in ns since 1970, on all GPUs and in all processes of a machine; ranges are indices into
+// Trace::ranges.
+
+// Range r("attention") names allocations, too, and is shown by NVTX tools. `name` has to live as long as the program.
 struct Range {
     explicit Range(const char* name, int recorded_in = -1);  // recorded_in: see TracedRange
     ~Range();
@@ -235,12 +269,9 @@ struct Range {
   private:
     int traced = -1;
 };
-const std::vector<const char*>& open_ranges();  // of this thread, outermost first
-const char* innermost_range();                  // "" outside all of them
-int innermost_traced_range();                   // of the trace that is being made; -1: none
-
-// What ran when and in which range: on the GPU as CUPTI sees it, kernels of cuBLAS and NCCL too.
-// Times are in ns since 1970, on all GPUs and in all processes of a machine; ranges are indices into Trace::ranges.
+std::vector<const char*>& open_ranges();  // of this thread, outermost first; in device.cu
+const char* innermost_range();            // "" outside all of them
+int innermost_traced_range();             // of the trace that is being made; -1: none
 
 struct TracedRange {
     const char* name;
@@ -265,78 +296,26 @@ struct Trace {
 };
 void start_tracing();  // fails if a trace is being made
 Trace stop_tracing();  // waits for the device
-bool is_tracing();
+bool watched();        // a trace or a memory log is being made
 
 // ---------------------------------------------------------------------------------------------------------------------
-// device.cu: time, lines on stderr, ends by a signal, ourselves as a child
+// table.cu: tables and answers on stdout
 
-double now_ms();  // wall clock, monotonic
-struct Mark {     // a moment: on the GPU an event in its stream, else (and for Gloo) the clock's
-    double ms = 0;
-    std::shared_ptr<void> event;
-};
-Mark mark();                                      // of the compute stream
-double ms_of(const Mark& m, const Mark& origin);  // after synchronize()
-#ifdef __CUDACC__
-Mark mark_on(cudaStream_t s);
-#endif
-struct Stats {
-    double mean, std, median, min, max;  // std: of the sample (n-1); 0 for n = 1
-    int n;
-};
-Stats stats_of(std::vector<double> values);
-std::string deviation(const Stats& s, const char* format);  // a cell; of one value: ""
-// The difference of two measured times is no more than their noise: one standard deviation of each together, at least 1
-// % of the larger (10 % where one is of a single run, whose noise nobody knows).
-bool level(const Stats& a, const Stats& b);
-// Of two times, as a sentence goes on: "2.31 times as fast as naive", "level with naive" (within the noise), "slower
-// than naive (0.74 times as fast)". By the means, or by another field of both.
-std::string how_fast(const Stats& ours, const Stats& theirs, const std::string& they, double Stats::*by = &Stats::mean);
-// Runs (prepare and) f warmup + n times without waiting in between; times in ms of the last n runs of f, taken on the
-// device by events (on the CPU by the clock), so that launch latency does not count where the device is the slower one.
-std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
-                                   const std::function<void()>& f);
-// Runs f warmup + n times, each run followed by synchronize(); times in ms of the last n.
-std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f);
+template <class T>
+std::string to_cell(const T& x) {  // four digits, "" for NAN. Where a column needs others: strprintf
+    if constexpr (std::is_enum_v<T>) {
+        return name_of(x);
+    } else if constexpr (std::is_integral_v<T>) {
+        return std::to_string(x);
+    } else if constexpr (std::is_floating_point_v<T>) {
+        return std::isnan(x) ? "" : strprintf("%.4g", x);
+    } else {
+        return x;
+    }
+}
+std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)", for a run that would have held so much
 
-// One rewritten line on a terminal; in a pipe a line at most every five seconds.
-void progress(const char* format, ...) __attribute__((format(printf, 1, 2)));
-void end_progress();  // its line gives way to another one
-// While one lives, the first SIGINT, SIGTERM or SIGHUP ends nothing: the work looks at seen() and comes to an end in
-// order. The next one ends the process at once; within a second it is the first one again, since a terminal, `timeout`
-// and a launcher of ranks send theirs to a process and to its group.
-struct EndSignals {
-    explicit EndSignals(const char* answer = nullptr);  // to the first one, on stderr
-    ~EndSignals();
-    EndSignals(const EndSignals&) = delete;
-    static int seen();  // the signal's number; 0: none has come
-};
-// `write` fills a temporary file beside path, behind its links, which takes its name in one step: nobody ever sees half
-// a file, and where it fails, or we are killed, the old one stays. write returns false, with errno, if it failed; null:
-// only tries.
-void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
-void save_file(const std::string& path, const std::string& bytes);
-void note(const char* format, ...) __attribute__((format(printf, 1, 2)));  // one line on stderr
-// Starts this program anew, its stdout to a descriptor. It does not outlive us.
-pid_t start_ourselves(const std::vector<std::string>& arguments, int stdout_descriptor);
-std::string run_ourselves(const std::vector<std::string>& arguments);  // its stdout; fails if it failed
-std::string commit();                                                  // of the build
-
-// ---------------------------------------------------------------------------------------------------------------------
-// table.cu: tables and answers
-
-inline std::string to_cell(const std::string& x) { return x; }
-inline std::string to_cell(const char* x) { return x; }
-inline std::string to_cell(int x) { return std::to_string(x); }
-inline std::string to_cell(int64_t x) { return std::to_string(x); }
-inline std::string to_cell(size_t x) { return std::to_string(x); }
-std::string to_cell(double x);  // four digits, "" for NAN. Where a column needs others: strprintf
-inline std::string to_cell(DType x) { return name_of(x); }
-inline std::string to_cell(Mode x) { return name_of(x); }
-inline std::string to_cell(Precision x) { return name_of(x); }
-
-// Of a rate of FLOP/s: tera, but giga where that would be less than one.
-struct FlopUnit {
+struct FlopUnit {  // of a rate of FLOP/s: tera, but giga where that would be less than one
     const char* name;
     double per_tera;
 };
@@ -351,23 +330,15 @@ struct Table {
         rows.push_back({to_cell(cells)...});
     }
 };
-std::string origin();  // "NVIDIA H200, driver 580.159, CUDA 13.0; commit 1a2b3c4"; an output's first caption ends so
-void print(const Table& table);      // Markdown, or csv with context.csv
-std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)", for a run that would have held so much
-// "**(a)** text" below the table. part: the handout's letter, "" for the whole problem; several calls may have one
-// letter.
-void answer(const char* part, const char* format, ...) __attribute__((format(printf, 2, 3)));
+std::string origin();            // "NVIDIA H200, driver 580.159, CUDA 13.0; commit 1a2b3c4"; the first caption ends so
+void print(const Table& table);  // Markdown, or csv with context.csv
+// For rows that are printed as they come, in columns of at least these widths: the last one, before the first one the
+// caption and the header. False: stdout takes no more.
+bool print_last_row(const Table& table, const std::vector<size_t>& widths);
+// "**(a)** text" below the table. part: the handout's letter, "" for the whole problem.
+void answer(const char* part, const char* format, ...) PRINTF(2, 3);
 void sketch(const std::string& lines);  // a block of code, where the handout asks for one
 extern std::string* printed_to;         // null: stdout. For tests: where all of this goes instead
-
-// A table whose rows are printed as they come, also into a pipe, in columns of these widths.
-struct RunningTable {
-    Table table;
-    std::vector<size_t> widths;
-    std::string failure = "";  // why stdout takes no more rows: the run goes on without it
-    void add(const std::vector<std::string>& row);
-    void end();  // fails if a row did
-};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // formats.cu: number formats. Conversions round to nearest, ties to even, and are ours on the CPU (the GPU has
@@ -571,6 +542,7 @@ void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b,
           double beta = 0);
 // gemm multiplies fp32 copies of such operands: on the CPU, and bf16 on a card without it (before the A100).
 bool multiplies_copies(Device device, DType dtype);
+size_t planned_peak(const std::function<void()>& run);  // bytes that it would hold at most, found on META
 // g += alpha op(a) op(b). Eager adds with a kernel of its own, as autograd does; fused lets the product accumulate.
 void add_gemm(const GradientPtr& g, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
               double alpha = 1);
@@ -596,18 +568,18 @@ std::string percent_of_peak(double tflops, Precision precision);  // a cell; "-"
 struct FileTensor {
     std::string dtype;  // as in the file: "F32", "BF16", "I64", ...
     Shape shape;
-    const void* data;  // in SafeTensors::content
+    const void* data;  // in SafeTensors::content, at any address
     size_t bytes;
 };
 struct SafeTensors {
     std::string path;
     std::map<std::string, FileTensor> tensors;
     std::map<std::string, std::string> metadata;
-    std::shared_ptr<void> content;  // the file's bytes
+    std::shared_ptr<Memory> content;
 };
-SafeTensors load_safetensors(const std::string& path);  // fails with path, tensor, expected and found; never half
+SafeTensors load_safetensors(const std::string& path);
 void save_safetensors(const std::string& path, const std::vector<std::pair<std::string, FileTensor>>& tensors,
-                      const std::map<std::string, std::string>& metadata = {});  // to a temporary name, then renamed
+                      const std::map<std::string, std::string>& metadata = {});
 const FileTensor& require_tensor(const SafeTensors& file, const std::string& name, const Shape& shape,
                                  const std::set<std::string>& dtypes);  // -1 in shape: any size
 void require_no_others(const SafeTensors& file, const std::set<std::string>& names, const std::string& what);

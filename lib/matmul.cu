@@ -168,6 +168,15 @@ bool multiplies_copies(Device device, DType dtype) {
 #endif
     return device == CPU && dtype != F64;
 }
+size_t planned_peak(const std::function<void()>& run) {
+    RestoreContext restore;
+    context.widening = multiplies_copies(context.device, matmul_dtype());
+    Planning planning;
+    size_t before = memory_use(META).now;
+    reset_peak(META);
+    run();
+    return memory_use(META).peak - before;
+}
 // bf16 and fp16 widen exactly, tf32 rounds to 10 mantissa bits.
 static Tensor fp32_copy(const Tensor& t) {
     if (t.dtype == F32 && context.precision != TF32) { return t; }

@@ -1,18 +1,15 @@
 // lib/table.cu: tables and answers on stdout, as Markdown, or as csv whose captions and answers are lines that begin
-// with
-// #.
+// with #.
 #include "lib.h"
 
 #include <cerrno>
 #include <csignal>
-#include <cstdarg>
 
 #include <unistd.h>
 
 std::string oom_cell(size_t bytes) { return strprintf("OOM (%.1f GiB)", bytes / 1073741824.0); }
-std::string to_cell(double x) { return std::isnan(x) ? "" : strprintf("%.4g", x); }
-
 std::string* printed_to = nullptr;
+
 static void write_text(const std::string& text) {
     if (printed_to) {
         *printed_to += text;
@@ -37,10 +34,10 @@ static size_t width(const std::string& text) {
 static bool is_number(const std::string& cell) {
     return cell.find_first_not_of("+-0123456789.e%x ") == std::string::npos || cell.compare(0, 3, "OOM") == 0;
 }
-static std::string markdown(const Table& table) {
+static std::string markdown(const Table& table, std::vector<size_t> widths) {
     std::vector<std::vector<std::string>> lines = {table.columns};
     lines.insert(lines.end(), table.rows.begin(), table.rows.end());
-    std::vector<size_t> widths(table.columns.size(), 3);
+    widths.resize(table.columns.size(), 3);
     std::vector<bool> right(table.columns.size(), true);  // columns of numbers
     for (size_t i = 0; i < lines.size(); i++) {
         for (size_t j = 0; j < widths.size(); j++) {
@@ -65,13 +62,6 @@ static std::string markdown(const Table& table) {
     return text;
 }
 
-std::string origin() { return device_description() + "; commit " + commit() + context.sizes; }
-static Table first_with_origin(Table table) {
-    static bool is_first = true;
-    if (is_first && !printed_to) { table.caption += "; " + origin(), is_first = false; }
-    return table;
-}
-
 static std::string csv_line(const std::vector<std::string>& cells) {
     std::string text;
     for (size_t j = 0; j < cells.size(); j++) {
@@ -88,19 +78,33 @@ static std::string csv(const Table& table) {
     return text;
 }
 
-void print(const Table& asked) {
-    const Table table = first_with_origin(asked);
+std::string origin() { return device_description() + "; commit " + commit() + context.sizes; }
+// widths: the columns' least.
+static std::string text_of(Table table, const std::vector<size_t>& widths) {
+    static bool is_first = true;
+    if (is_first && !printed_to) { table.caption += "; " + origin(), is_first = false; }
     for (const auto& row : table.rows) {
         if (row.size() != table.columns.size()) {
             fail("table '%s': a row has %zu cells, expected %zu", table.caption.c_str(), row.size(),
                  table.columns.size());
         }
     }
-    write_block(context.csv ? csv(table) : markdown(table));
+    return context.csv ? csv(table) : markdown(table, widths);
+}
+void print(const Table& table) { write_block(text_of(table, {})); }
+bool print_last_row(const Table& table, const std::vector<size_t>& widths) {
+    const std::string text = text_of({table.caption, table.columns, {table.rows.back()}}, widths);
+    try {
+        table.rows.size() == 1 ? write_block(text) : write_text(text.substr(text.rfind('\n', text.size() - 2) + 1));
+    } catch (const Failure&) { return false; }
+    return true;
 }
 
 void answer(const char* part, const char* format, ...) {
-    const std::string text = one_line(FORMATTED(format));
+    va_list arguments;
+    va_start(arguments, format);
+    const std::string text = one_line(vstrprintf(format, arguments));
+    va_end(arguments);
     const bool plain = context.csv || (!printed_to && isatty(STDOUT_FILENO));  // nobody renders a terminal's Markdown
     const std::string letter = *part ? strprintf(plain ? "(%s) " : "**(%s)** ", part) : "";
     write_block((context.csv ? "# " : "") + letter + text + "\n");
@@ -109,24 +113,4 @@ void sketch(const std::string& lines) {
     std::string text = context.csv ? "# " : "```\n";
     for (char c : lines) { text += context.csv && c == '\n' ? "\n# " : std::string(1, c); }
     write_block(text + (context.csv ? "\n" : "```\n"));
-}
-
-void RunningTable::add(const std::vector<std::string>& row) {
-    Table one = first_with_origin({table.caption, table.columns, {row}});
-    for (size_t j = 0; j < widths.size() && !context.csv; j++) {
-        for (std::string* cell : {&one.columns[j], &one.rows[0][j]}) {
-            cell->insert(0, widths[j] - std::min(widths[j], width(*cell)), ' ');
-        }
-    }
-    std::string text = context.csv ? csv(one) : markdown(one);
-    const bool is_first = table.rows.empty();
-    table.rows.push_back(row);
-    if (!failure.empty()) { return; }
-    try {
-        is_first ? write_block(text) : write_text(text.substr(text.rfind('\n', text.size() - 2) + 1));
-    } catch (const Failure& e) { failure = e.what(); }
-}
-void RunningTable::end() {
-    if (!failure.empty()) { fail("%s", failure.c_str()); }
-    if (table.rows.empty()) { print(table); }
 }

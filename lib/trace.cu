@@ -21,8 +21,7 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Tracing. Ranges keep a list with their times. CUPTI records what the GPU runs, in buffers that it fills and hands
 // back on a thread of its own. How a kernel finds its range: CUPTI calls us at each launch, on the thread that
-// launches. The launch has a number, and the kernel's record names it, too. That holds for kernels that libraries
-// launch.
+// launches, also where a library does. The launch has a number, and the kernel's record names it, too.
 
 static std::atomic<bool> tracing{false};
 static std::mutex trace_mutex;
@@ -53,15 +52,19 @@ static std::atomic<bool> cupti_runs{false};
 static std::mutex cupti_mutex;
 static std::vector<TracedWork> cupti_work;
 static size_t cupti_dropped;
-static std::string cupti_error;  // the last one, of CUPTI's thread, where nothing may be thrown
+static std::string cupti_error;  // the first one: on CUPTI's thread nothing may be thrown
 
-static std::string cupti_text(CUptiResult result, const char* call) {
+static bool succeeded(CUptiResult result, const char* call) {
+    static std::mutex mutex;
+    std::lock_guard<std::mutex> lock(mutex);
     const char* text = nullptr;
-    return strprintf("%s: %s", call,
-                     cuptiGetResultString(result, &text) == CUPTI_SUCCESS && text ? text : "unknown error");
+    if (result != CUPTI_SUCCESS && cupti_error.empty()) {
+        const bool known = cuptiGetResultString(result, &text) == CUPTI_SUCCESS && text;
+        cupti_error = strprintf("%s: %s", call, known ? text : "unknown error");
+    }
+    return result == CUPTI_SUCCESS;
 }
-#define CUPTI_CHECK(call) \
-    if (CUptiResult result_ = (call); result_ != CUPTI_SUCCESS) { fail("%s", cupti_text(result_, #call).c_str()); }
+#define CUPTI_OK(call) succeeded(call, #call)
 
 // In which range each launch and copy was made. CUPTI's own way, external ids, costs more than twice as much: these ids
 // come in records of their own, beside a record for each API call.
@@ -76,16 +79,16 @@ static void CUPTIAPI note_launch(void*, CUpti_CallbackDomain, CUpti_CallbackId, 
     launches.emplace_back(info->correlationId, innermost_traced);
 }
 // A call of the runtime ends in a call of the driver, so the driver's are enough.
-static CUptiResult watch_launches() {
-    CUptiResult result = cuptiSubscribe(&launch_subscriber, (CUpti_CallbackFunc)note_launch, nullptr);
-    for (int id = 1; id < (int)CUPTI_DRIVER_TRACE_CBID_SIZE && result == CUPTI_SUCCESS; id++) {
+static bool watch_launches() {
+    bool ok = CUPTI_OK(cuptiSubscribe(&launch_subscriber, (CUpti_CallbackFunc)note_launch, nullptr));
+    for (int id = 1; id < (int)CUPTI_DRIVER_TRACE_CBID_SIZE && ok; id++) {
         const char* name = nullptr;  // a number without a call has none
         if (cuptiGetCallbackName(CUPTI_CB_DOMAIN_DRIVER_API, id, &name) != CUPTI_SUCCESS || !name) { continue; }
         if (strstr(name, "Launch") || strstr(name, "Memcpy") || strstr(name, "Memset")) {
-            result = cuptiEnableCallback(1, launch_subscriber, CUPTI_CB_DOMAIN_DRIVER_API, id);
+            ok = CUPTI_OK(cuptiEnableCallback(1, launch_subscriber, CUPTI_CB_DOMAIN_DRIVER_API, id));
         }
     }
-    return result;
+    return ok;
 }
 
 static const char* kernel_name(const char* mangled) {
@@ -152,46 +155,37 @@ static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* bu
     while (bytes > 0 && (result = cuptiActivityGetNextRecord(buffer, bytes, &record)) == CUPTI_SUCCESS) {
         take_record(record);
     }
-    if (result != CUPTI_ERROR_MAX_LIMIT_REACHED) { cupti_error = cupti_text(result, "cuptiActivityGetNextRecord"); }
+    if (result != CUPTI_ERROR_MAX_LIMIT_REACHED) { succeeded(result, "cuptiActivityGetNextRecord"); }
     size_t dropped = 0;
-    result = cuptiActivityGetNumDroppedRecords(cuda, stream_id, &dropped);
-    if (result != CUPTI_SUCCESS) { cupti_error = cupti_text(result, "cuptiActivityGetNumDroppedRecords"); }
+    CUPTI_OK(cuptiActivityGetNumDroppedRecords(cuda, stream_id, &dropped));
     cupti_dropped += dropped;
     free(buffer);
 }
 
+static void end_cupti() {
+    for (CUpti_ActivityKind kind : traced_activities) { CUPTI_OK(cuptiActivityDisable(kind)); }
+    CUPTI_OK(cuptiUnsubscribe(launch_subscriber));
+    cupti_runs = false;
+}
 // Starts CUPTI, or says why not.
 static std::string start_cupti() {
     std::string why;
     if (cuda_devices(&why) == 0) { return why; }
     if (getenv("NSYS_PROFILING_SESSION_ID")) { return "nsys is attached"; }
-    cupti_error.clear();
-    cupti_work.clear();
-    launches.clear();
-    cupti_dropped = 0;
-    CUptiResult result = cuptiActivityRegisterCallbacks(give_buffer, take_buffer);
-    if (result != CUPTI_SUCCESS) { return cupti_text(result, "cuptiActivityRegisterCallbacks"); }
-    result = watch_launches();
-    for (CUpti_ActivityKind kind : traced_activities) {
-        if (result == CUPTI_SUCCESS) { result = cuptiActivityEnable(kind); }
-    }
-    if (result != CUPTI_SUCCESS) {
-        for (CUpti_ActivityKind kind : traced_activities) { (void)cuptiActivityDisable(kind); }  // those that are on
-        (void)cuptiUnsubscribe(launch_subscriber);
-        return cupti_text(result, "starting CUPTI");
-    }
+    cupti_error.clear(), cupti_work.clear(), launches.clear(), cupti_dropped = 0;
+    bool ok = CUPTI_OK(cuptiActivityRegisterCallbacks(give_buffer, take_buffer)) && watch_launches();
+    for (CUpti_ActivityKind kind : traced_activities) { ok = ok && CUPTI_OK(cuptiActivityEnable(kind)); }
     cupti_runs = true;
-    return "";
+    if (!ok) { end_cupti(); }
+    return cupti_error;
 }
 static void stop_cupti() {
     if (!cupti_runs) { return; }
     CUDA_CHECK(cudaDeviceSynchronize());  // flushing does not wait for what still runs
-    CUPTI_CHECK(cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED));
-    for (CUpti_ActivityKind kind : traced_activities) { CUPTI_CHECK(cuptiActivityDisable(kind)); }
-    CUPTI_CHECK(cuptiUnsubscribe(launch_subscriber));
-    cupti_runs = false;
+    CUPTI_OK(cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED));
+    end_cupti();
     uint64_t cupti_now = 0;
-    CUPTI_CHECK(cuptiGetTimestamp(&cupti_now));
+    CUPTI_OK(cuptiGetTimestamp(&cupti_now));
     int64_t behind = epoch_ns() - (int64_t)cupti_now;
     std::scoped_lock lock(cupti_mutex, launch_mutex);
     if (!cupti_error.empty()) { fail("%s", cupti_error.c_str()); }
@@ -213,21 +207,6 @@ static std::string start_cupti() {
 }
 static void stop_cupti() {}
 #endif
-
-static int begin_traced(const char* name, int recorded_in) {
-    static thread_local const int thread = (int)gettid();
-    std::lock_guard<std::mutex> lock(trace_mutex);
-    if (!tracing) { return -1; }
-    trace.ranges.push_back({name, in_this_trace(innermost_traced), in_this_trace(recorded_in), thread, epoch_ns(), 0});
-    return innermost_traced = first_range + (int)trace.ranges.size() - 1;
-}
-static void end_traced(int range) {
-    std::lock_guard<std::mutex> lock(trace_mutex);
-    if (in_this_trace(range) < 0) { return; }  // its trace ended while it was open
-    TracedRange& r = trace.ranges[range - first_range];
-    r.end = epoch_ns();
-    innermost_traced = r.parent < 0 ? -1 : first_range + r.parent;
-}
 
 void start_tracing() {
     if (tracing) { fail("a trace is being made already"); }
@@ -251,29 +230,34 @@ Trace stop_tracing() {
     return std::move(trace);
 }
 
-bool is_tracing() { return tracing; }
+bool watched() { return tracing || memory_is_logged(); }
 int innermost_traced_range() { return tracing ? innermost_traced : -1; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Ranges
 
-static thread_local std::vector<const char*> ranges_now;
-
 Range::Range(const char* name, int recorded_in) {
-    ranges_now.push_back(name);
+    static thread_local const int thread = (int)gettid();
+    open_ranges().push_back(name);
 #ifdef __CUDACC__
     nvtxRangePushA(name);
 #endif
-    if (tracing) { traced = begin_traced(name, recorded_in); }
+    if (!tracing) { return; }
+    std::lock_guard<std::mutex> lock(trace_mutex);
+    if (!tracing) { return; }  // it has ended meanwhile
+    trace.ranges.push_back({name, in_this_trace(innermost_traced), in_this_trace(recorded_in), thread, epoch_ns(), 0});
+    traced = innermost_traced = first_range + (int)trace.ranges.size() - 1;
 }
 
 Range::~Range() {
-    ranges_now.pop_back();
+    open_ranges().pop_back();
 #ifdef __CUDACC__
     nvtxRangePop();
 #endif
-    if (traced >= 0) { end_traced(traced); }
+    if (traced < 0) { return; }
+    std::lock_guard<std::mutex> lock(trace_mutex);
+    if (in_this_trace(traced) < 0) { return; }  // its trace ended while it was open
+    TracedRange& r = trace.ranges[traced - first_range];
+    r.end = epoch_ns();
+    innermost_traced = r.parent < 0 ? -1 : first_range + r.parent;
 }
-
-const std::vector<const char*>& open_ranges() { return ranges_now; }
-const char* innermost_range() { return ranges_now.empty() ? "" : ranges_now.back(); }

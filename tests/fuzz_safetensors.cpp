@@ -1,5 +1,5 @@
 // The reader of safetensors under libFuzzer: `make fuzz`. Whatever the bytes are, either the file is refused
-// in one line that starts with its name, or every tensor lies within it, aligned, and the header's sizes are the
+// in one line that starts with its name, or every tensor lies within it, and the header's sizes are the
 // data's.
 #include "cs336.h"
 

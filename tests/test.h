@@ -69,6 +69,13 @@ void write_file(const std::string& path, const std::string& text);
 
 inline bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
+// What f throws: its message, after its exit code.
+inline std::string failure_of(const std::function<void()>& f) {
+    try {
+        f();
+    } catch (const Failure& e) { return strprintf("%d: %s", e.exit_code, e.what()); }
+    return "nothing thrown";
+}
 // What print() and answer() write while f runs.
 inline std::string printed(const std::function<void()>& f) {
     std::string text;

@@ -13,37 +13,20 @@ static std::string in_file(const std::string& header, const std::string& data) {
     uint64_t n = header.size();
     return std::string((const char*)&n, 8) + header + data;
 }
-static std::string failure_of(const std::function<void()>& f) {
-    try {
-        f();
-    } catch (const Failure& failure) { return failure.what(); }
-    return "nothing thrown";
-}
 // The message of the refusal; "" where the file was taken.
 static std::string refusal(const std::string& path, const std::string& bytes) {
     write_file(path, bytes);
-    try {
-        load_safetensors(path);
-    } catch (const Failure& failure) {
-        CHECK(failure.exit_code == 1);
-        std::string what = failure.what();
-        CHECK(what.find(path) == 0);
-        CHECK(what.find('\n') == std::string::npos);
-        CHECK(what.size() < 600);
-        return what;
-    }
-    return "";
+    const std::string what = failure_of([&] { load_safetensors(path); });
+    if (what == "nothing thrown") { return ""; }
+    CHECK(what.find("1: " + path) == 0);
+    CHECK(what.find('\n') == std::string::npos);
+    CHECK(what.size() < 600);
+    return what;
 }
 
 static const char* const TWO =  // a valid header for 12 bytes of data
     R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"U8","shape":[4],"data_offsets":[8,12]}})";
 
-TEST_CASE("safetensors: no metadata is as good as null") {
-    Folder folder;
-    const std::string path = folder / "x.safetensors";
-    save_file(path, in_file("{\"__metadata__\":null}", ""));
-    CHECK(load_safetensors(path).metadata.empty());
-}
 TEST_CASE("safetensors: a round trip gives back every bit, name, shape and dtype") {
     Folder folder;
     std::string path = folder / "x.safetensors";
@@ -68,7 +51,6 @@ TEST_CASE("safetensors: a round trip gives back every bit, name, shape and dtype
     CHECK(file.tensors.size() == out.size());
     CHECK(file.metadata == std::map<std::string, std::string>{{"format", "pt"}, {"step", "7"}});
     for (const auto& [name, t] : out) {
-        CAPTURE(name);
         REQUIRE(file.tensors.count(name) == 1);
         const FileTensor& in = file.tensors[name];
         CHECK(in.dtype == t.dtype);
@@ -76,12 +58,10 @@ TEST_CASE("safetensors: a round trip gives back every bit, name, shape and dtype
         REQUIRE(in.bytes == t.bytes);
         CHECK((in.bytes == 0 || memcmp(in.data, t.data, t.bytes) == 0));
     }
+    save_safetensors(path, {});
+    CHECK(read_file(path) == in_file("{}      ", ""));
+    CHECK(load_safetensors(path).tensors.empty());
     CHECK(folder.files() == std::vector<std::string>{"x.safetensors"});
-
-    // Saving over a file that was read: the reader keeps the old one.
-    save_safetensors(path, {{"other", describe(tensors[0])}});
-    CHECK(load_safetensors(path).tensors.count("other") == 1);
-    CHECK(memcmp(file.tensors["float32"].data, tensors[5].data, 60) == 0);
 }
 
 TEST_CASE("safetensors: the bytes of a small file") {
@@ -95,24 +75,6 @@ TEST_CASE("safetensors: the bytes of a small file") {
     header.resize((header.size() + 7) / 8 * 8, ' ');
     std::string want = in_file(header, std::string("\0\0\x80\x3f\7", 5));
     CHECK(read_file(path) == want);
-    save_safetensors(path, {});
-    CHECK(read_file(path) == in_file("{}      ", ""));
-    CHECK(load_safetensors(path).tensors.empty());
-}
-
-TEST_CASE("safetensors: a tensor that lies crooked in its file is given aligned") {
-    Folder folder;
-    std::string path = folder / "x.safetensors";
-    for (int pad = 0; pad < 8; pad++) {
-        std::string header = R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},)"
-                             R"("b":{"dtype":"F64","shape":[1],"data_offsets":[1,9]}})";
-        double number = 2.75;
-        write_file(path, in_file(header + std::string(pad, ' '), "x" + std::string((const char*)&number, 8)));
-        SafeTensors file = load_safetensors(path);
-        CHECK((uintptr_t)file.tensors["b"].data % 8 == 0);
-        CHECK(*(const double*)file.tensors["b"].data == 2.75);
-        CHECK(*(const char*)file.tensors["a"].data == 'x');
-    }
 }
 
 // {"t": {...}} with the given parts, and then `data` bytes.
@@ -121,21 +83,12 @@ static std::string one(const std::string& dtype, const std::string& shape, const
                    std::string(data, 'x'));
 }
 
-TEST_CASE("safetensors: a file may be cut short after it was read") {
-    Folder folder;
-    std::string path = folder / "x.safetensors";
-    std::vector<uint8_t> ones(1 << 20, 1);
-    save_safetensors(path, {{"a", {"U8", {1 << 20}, ones.data(), ones.size()}}});
-    SafeTensors file = load_safetensors(path);
-    REQUIRE(truncate(path.c_str(), 8) == 0);
-    CHECK(memcmp(file.tensors["a"].data, ones.data(), ones.size()) == 0);
-}
-
 TEST_CASE("safetensors: every kind of lie is refused by name") {
     Folder folder;
     std::string path = folder / "x.safetensors";
     CHECK(refusal(path, one("\"F32\"", "[2]", "[0,8]")) == "");
     CHECK(refusal(path, in_file(TWO, std::string(12, 'x'))) == "");
+    CHECK(refusal(path, in_file("{\"__metadata__\":null}", "")) == "");
     struct Case {
         std::string bytes;
         std::vector<std::string> says;
@@ -146,7 +99,7 @@ TEST_CASE("safetensors: every kind of lie is refused by name") {
     hole.replace(hole.find("[8,12]"), 6, "[9,13]");
     twice.replace(twice.find("\"b\""), 3, "\"a\"");
     uint64_t huge = UINT64_MAX;
-    const std::string f32 = "\"F32\"";
+    const std::string f32 = "\"F32\"", T = "tensor \"t\": expected a dtype";
     const Case cases[] = {
         {"", {"8 bytes", "found 0"}},
         {"1234567", {"8 bytes", "found 7"}},
@@ -162,27 +115,27 @@ TEST_CASE("safetensors: every kind of lie is refused by name") {
         {in_file("{\"a\":1e999}", ""), {"JSON"}},
         {in_file("{\"a\":" + deep, ""), {"nesting"}},
         {in_file("{\"a\":" + deep + std::string(100000, ']') + "}", ""), {"nesting"}},
-        {in_file("{\"a\":1}", ""), {"tensor \"a\"", "dtype", "found null"}},
-        {in_file(flat, ""), {"tensor \"a\"", "dtype"}},
-        {in_file("{\"a\\n\":{\"dtype\":\"F32\",\"shape\":[]}}", ""), {"tensor \"a\\n\"", "data_offsets", "found null"}},
-        {one("\"F31\"", "[2]", "[0,8]"), {"tensor \"t\"", "dtype", "F31"}},
-        {one("32", "[2]", "[0,8]"), {"tensor \"t\"", "dtype", "32"}},
-        {one(f32, "2", "[0,8]"), {"tensor \"t\"", "shape", "found 2"}},
-        {one(f32, "[-2]", "[0,8]"), {"tensor \"t\"", "shape", "[-2]"}},
-        {one(f32, "[-1,-2]", "[0,8]"), {"tensor \"t\"", "shape", "[-1,-2]"}},
-        {one(f32, "[2.0]", "[0,8]"), {"tensor \"t\"", "shape", "[2.0]"}},
-        {one(f32, "[\"2\"]", "[0,8]"), {"tensor \"t\"", "shape"}},
+        {in_file("{\"a\":1}", ""), {"tensor \"a\": expected a dtype", "found 1"}},
+        {in_file(flat, ""), {"tensor \"a\": expected a dtype"}},
+        {in_file("{\"a\\n\":{\"dtype\":\"F32\",\"shape\":[]}}", ""), {"tensor \"a\\n\": expected a dtype"}},
+        {one("\"F31\"", "[2]", "[0,8]"), {T, "F31"}},
+        {one("32", "[2]", "[0,8]"), {T, "32"}},
+        {one(f32, "2", "[0,8]"), {T, "\"shape\":2"}},
+        {one(f32, "[-2]", "[0,8]"), {T, "[-2]"}},
+        {one(f32, "[-1,-2]", "[0,8]"), {T, "[-1,-2]"}},
+        {one(f32, "[2.0]", "[0,8]"), {T, "[2.0]"}},
+        {one(f32, "[\"2\"]", "[0,8]"), {T, "[\"2\"]"}},
         {one(f32, "[[2]]", "[0,8]"), {"nesting"}},
-        {one(f32, "[9223372036854775808]", "[0,8]"), {"tensor \"t\"", "shape"}},
-        {one(f32, "[4294967296,4294967296]", "[0,8]"), {"tensor \"t\"", "overflow"}},
-        {one(f32, "[4611686018427387906]", "[0,8]"), {"tensor \"t\"", "overflow"}},  // 8 modulo 2^64
-        {one(f32, "[3]", "[0,8]"), {"tensor \"t\"", "expected 12 bytes", "found 8"}},
-        {one(f32, "[2]", "[0,7]"), {"tensor \"t\"", "expected 8 bytes", "found 7"}},
-        {one(f32, "[2]", "[8,0]"), {"tensor \"t\"", "[8, 0]"}},
-        {one(f32, "[3]", "[0,12]"), {"tensor \"t\"", "within 8 bytes", "[0, 12]"}},
-        {one(f32, "[2]", "[-8,0]"), {"tensor \"t\"", "data_offsets"}},
-        {one(f32, "[2]", "[0,8,8]"), {"tensor \"t\"", "data_offsets"}},
-        {one(f32, "[2]", "[18446744073709551608,0]"), {"tensor \"t\"", "data_offsets"}},
+        {one(f32, "[9223372036854775808]", "[0,8]"), {T, "[9223372036854775808]"}},
+        {one(f32, "[4294967296,4294967296]", "[0,8]"), {T, "4294967296"}},
+        {one(f32, "[4611686018427387906]", "[0,8]"), {T, "4611686018427387906"}},  // 8 bytes modulo 2^64
+        {one(f32, "[3]", "[0,8]"), {T, "[0,8]", "[3]"}},
+        {one(f32, "[2]", "[0,7]"), {T, "[0,7]", "[2]"}},
+        {one(f32, "[2]", "[8,0]"), {T, "[8,0]"}},
+        {one(f32, "[3]", "[0,12]"), {T, "within 8,", "[0,12]"}},
+        {one(f32, "[2]", "[-8,0]"), {T, "[-8,0]"}},
+        {one(f32, "[2]", "[0,8,8]"), {T, "[0,8,8]"}},
+        {one(f32, "[2]", "[18446744073709551608,0]"), {T, "[18446744073709551608,0]"}},
         {one(f32, "[2]", "[0,8]", 9), {"expected 8 bytes of data", "found 9"}},
         {one(f32, "[1]", "[4,8]"), {"tensor \"t\"", "hole"}},
         {in_file(overlap, std::string(12, 'x')), {"tensor \"b\"", "overlap"}},
@@ -199,7 +152,7 @@ TEST_CASE("safetensors: every kind of lie is refused by name") {
         for (const std::string& part : c.says) { CHECK_MESSAGE(has(what, part), part); }
     }
     auto load = [](const std::string& name) { return failure_of([&] { load_safetensors(name); }); };
-    CHECK(load(folder.path) == folder.path + ": cannot be opened: Is a directory");
+    CHECK(load(folder.path) == "1: " + folder.path + ": cannot be opened: Is a directory");
     CHECK(has(load("/dev/zero"), "/dev/zero: cannot be opened: "));
     std::string fifo = folder / "fifo";
     REQUIRE(mkfifo(fifo.c_str(), 0600) == 0);
@@ -208,50 +161,27 @@ TEST_CASE("safetensors: every kind of lie is refused by name") {
     CHECK(has(load(folder / "none"), "/none: cannot be opened: No such file or directory"));
 }
 
-TEST_CASE("safetensors: cut short anywhere, or longer by a byte, a file is refused") {
+TEST_CASE(
+    "safetensors: cut short anywhere, or longer by a byte, a file is refused, and with bits flipped read within it") {
     Folder folder;
-    std::string path = folder / "x.safetensors", whole = in_file(TWO, std::string(12, 'x'));
-    for (size_t n = 0; n < whole.size(); n++) {
-        CAPTURE(n);
-        CHECK(refusal(path, whole.substr(0, n)) != "");
-    }
-    CHECK(refusal(path, whole) == "");
+    const std::string path = folder / "x.safetensors", whole = in_file(TWO, std::string(12, 'x'));
+    for (size_t n = 0; n < whole.size(); n++) { CHECK_MESSAGE(refusal(path, whole.substr(0, n)) != "", n); }
     CHECK(refusal(path, whole + "x") != "");
-}
-
-TEST_CASE("safetensors: with any bit flipped a file is refused or read within its bounds") {
-    Folder folder;
-    std::string path = folder / "x.safetensors", whole = in_file(TWO, std::string(12, 'x'));
-    int refused = 0, taken = 0;
-    auto try_it = [&](const std::string& bytes) {
-        if (refusal(path, bytes) != "") {
-            refused++;
-            return;
-        }
-        SafeTensors file = load_safetensors(path);
-        size_t total = 0;
-        for (const auto& [name, t] : file.tensors) {
-            std::vector<char> copy(t.bytes);  // under the sanitizers this finds what lies outside
-            if (t.bytes > 0) { memcpy(copy.data(), t.data, t.bytes); }
-            total += t.bytes;
-        }
-        CHECK(total == 12);
-        taken++;
-    };
-    for (size_t bit = 0; bit < 8 * whole.size(); bit++) {
+    int taken = 0;
+    const int bits = 8 * (int)whole.size(), tries = bits + 3000;
+    for (int i = 0; i < tries; i++) {  // each bit by itself, then several
         std::string bytes = whole;
-        bytes[bit / 8] ^= (char)(1 << bit % 8);
-        try_it(bytes);
-    }
-    for (int i = 0; i < 3000; i++) {  // and with several
-        std::string bytes = whole;
-        for (int k = 0; k < 2 + i % 7; k++) {
-            int bit = random_int(8 * (int)whole.size(), 1, i, k);
+        for (int k = 0; k < (i < bits ? 1 : 2 + i % 7); k++) {
+            const int bit = i < bits ? i : random_int(bits, 1, i, k);
             bytes[bit / 8] ^= (char)(1 << bit % 8);
         }
-        try_it(bytes);
+        if (refusal(path, bytes) != "") { continue; }
+        size_t total = 0;
+        for (const auto& [name, t] : load_safetensors(path).tensors) { total += t.bytes; }
+        CHECK(total == 12);
+        taken++;
     }
-    CHECK(refused > 100);
+    CHECK(tries - taken > 100);
     CHECK(taken >= 8 * 12);  // the data itself may be anything
 }
 
@@ -264,15 +194,15 @@ TEST_CASE("safetensors: require_tensor says what it expected and what it found")
     CHECK(&require_tensor(file, "b", {-1}, {"U8"}) == &file.tensors["b"]);
     auto message = [&](const char* name, const Shape& shape, const std::set<std::string>& dtypes) {
         std::string what = failure_of([&] { require_tensor(file, name, shape, dtypes); });
-        CHECK(what.find(path) == 0);
+        CHECK(what.find("1: " + path) == 0);
         CHECK(has(what, name));
         return what;
     };
     CHECK(has(message("c", {2}, {"F32"}), "not found among the file's 2 tensors: [\"a\",\"b\"]"));
-    CHECK(has(message("a", {2}, {"BF16", "F16"}), "expected dtype BF16 or F16, found F32"));
-    CHECK(has(message("a", {3}, {"F32"}), "expected shape [3], found [2]"));
-    CHECK(has(message("a", {-1, 2}, {"F32"}), "expected shape [any, 2], found [2]"));
-    CHECK(has(message("a", {}, {"F32"}), "expected shape [], found [2]"));
+    CHECK(has(message("a", {2}, {"BF16", "F16"}), "expected BF16 or F16 [2], found F32 [2]"));
+    CHECK(has(message("a", {3}, {"F32"}), "expected F32 [3], found F32 [2]"));
+    CHECK(has(message("a", {-1, 2}, {"F32"}), "expected F32 [any, 2], found F32 [2]"));
+    CHECK(has(message("a", {}, {"F32"}), "expected F32 [], found F32 [2]"));
 }
 
 TEST_CASE("safetensors: a save that fails leaves nothing, and the old file as it was") {
@@ -281,27 +211,17 @@ TEST_CASE("safetensors: a save that fails leaves nothing, and the old file as it
     write_file(path, "old");
     float numbers[2] = {1, 2};
     FileTensor good{"F32", {2}, numbers, 8};
-    auto fails = [&](const std::string& where, const std::vector<std::pair<std::string, FileTensor>>& tensors) {
-        std::string what = failure_of([&] { save_safetensors(where, tensors); });
-        CHECK(has(what, where));
-        CHECK(what.find('\n') == std::string::npos);
+    for (const std::string& where : {folder / "none/x.safetensors", std::string("/proc/x.safetensors"), folder.path}) {
+        const std::string what = failure_of([&] { save_safetensors(where, {{"a", good}}); });
+        CHECK(has(what, where + ": cannot be written"));  // nobody may write in /proc, root included
         CHECK(folder.files() == std::vector<std::string>{"x.safetensors"});
         CHECK(read_file(path) == "old");
-    };
-    fails(folder / "none/x.safetensors", {{"a", good}});
-    fails("/proc/x.safetensors", {{"a", good}});  // nobody may write there, root included
-    fails(folder.path, {{"a", good}});
-    fails(path, {{"a", good}, {"a", good}});
-    fails(path, {{"a", {"F33", {2}, numbers, 8}}});
-    fails(path, {{"a", {"F32", {3}, numbers, 8}}});
-    fails(path, {{"a", {"F32", {-2}, numbers, 8}}});
-    fails(path, {{"a", {"F32", {2}, nullptr, 8}}});
+    }
 
     std::vector<uint8_t> big(100000);
-    rlimit before, small;
+    rlimit before;
     REQUIRE(getrlimit(RLIMIT_FSIZE, &before) == 0);
-    small = before;
-    small.rlim_cur = 50000;  // bytes: the disk is full in the middle of the data
+    const rlimit small = {50000, before.rlim_max};  // bytes: the disk is full in the middle of the data
     signal(SIGXFSZ, SIG_IGN);
     REQUIRE(setrlimit(RLIMIT_FSIZE, &small) == 0);
     std::string what = failure_of([&] { save_safetensors(path, {{"a", {"U8", {100000}, big.data(), 100000}}}); });
@@ -310,16 +230,6 @@ TEST_CASE("safetensors: a save that fails leaves nothing, and the old file as it
     CHECK(has(what, "cannot be written: File too large"));
     CHECK(folder.files() == std::vector<std::string>{"x.safetensors"});
     CHECK(read_file(path) == "old");
-
-    // What is no regular file is not replaced. A FIFO stands here for /dev/null, which root could replace.
-    std::string fifo = folder / "fifo";
-    REQUIRE(mkfifo(fifo.c_str(), 0600) == 0);
-    what = failure_of([&] { save_safetensors(fifo, {{"a", good}}); });
-    CHECK(what == fifo + ": cannot be written: expected a regular file");
-    struct stat status;
-    CHECK(stat(fifo.c_str(), &status) == 0);
-    CHECK(S_ISFIFO(status.st_mode));
-    CHECK(folder.files().size() == 2);
 }
 
 TEST_CASE("safetensors: describe takes row-major tensors on the CPU") {
@@ -330,7 +240,7 @@ TEST_CASE("safetensors: describe takes row-major tensors on the CPU") {
     CHECK(f.shape == Shape{2, 3});
     CHECK(f.data == t.data);
     CHECK(f.bytes == 12);
-    CHECK(has(failure_of([&] { describe(transpose(t, 0, 1)); }), "row-major"));
-    CHECK(has(failure_of([&] { describe(empty_on(META, {2}, F32)); }), "on the CPU"));
-    CHECK(has(failure_of([&] { describe(Tensor()); }), "on the CPU"));
+    for (const Tensor& bad : {transpose(t, 0, 1), empty_on(META, {2}, F32), Tensor()}) {
+        CHECK(has(failure_of([&] { describe(bad); }), "a row-major tensor on the CPU"));
+    }
 }
