@@ -109,6 +109,21 @@ const char* name_of(Precision p);
 Mode mode_from(const std::string& name);  // names are checked when the command line is read
 Precision precision_from(const std::string& name);
 
+// Which of a model's blocks are gradient checkpoints: what backward runs again instead of keeping it.
+struct Checkpointing {
+    enum Form {
+        NONE,
+        GROUPS,  // of n blocks each
+        HALF,    // each block is two: attention, and the feed-forward, each with its norm
+        HALVES,  // each half of the blocks is one, and within it each half of that, down to a block
+        NESTED,  // all blocks but the last are one, and within it all but the last
+        FFN,     // the feed-forward of the first n blocks
+        BLOCKS,  // the first n blocks, and the feed-forward of all others
+    } form = NONE;
+    int n = 0;
+    explicit operator bool() const { return form != NONE; }
+};
+
 // What PyTorch, too, keeps globally: default device, autocast, grad mode.
 struct Context {
     Device device = CPU;
@@ -119,11 +134,11 @@ struct Context {
     bool recording = true;       // write the tape; off inside NoGrad
     bool deterministic = false;  // the same bits in every run, where that costs something: flash attention's backward
     bool recompute = false;      // backward computes the norms' outputs and SwiGLU's again, so that nobody keeps them
-    int checkpoint = 0;          // blocks per gradient checkpoint; 0: none; below 0: an entry of Checkpointing
-    int head_chunk = 0;          // rows of the logits that the loss makes at a time; 0: all
-    bool each_launch = false;    // somebody looks at each launch, so none may hide in a CUDA graph
-    bool csv = false;            // tables and answers are printed as csv, not as Markdown
-    const char* sizes = "";      // "; sizes of --quick" if it chose them, for origin()
+    Checkpointing checkpoint;
+    int head_chunk = 0;        // rows of the logits that the loss makes at a time; 0: all
+    bool each_launch = false;  // somebody looks at each launch, so none may hide in a CUDA graph
+    bool csv = false;          // tables and answers are printed as csv, not as Markdown
+    const char* sizes = "";    // "; sizes of --quick" if it chose them, for origin()
 };
 extern Context context;
 struct RestoreContext {  // at the end of its scope the context is as it was, also after an error
@@ -366,15 +381,6 @@ std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)", for a run that would h
 void answer(const char* part, const char* format, ...) __attribute__((format(printf, 2, 3)));
 void sketch(const std::string& lines);  // a block of code, where the handout asks for one
 extern std::string* printed_to;         // null: stdout. For tests: where all of this goes instead
-
-// A table whose rows are printed as they come, also into a pipe, in columns of these widths.
-struct RunningTable {
-    Table table;
-    std::vector<size_t> widths;
-    std::string failure = "";  // why stdout takes no more rows: the run goes on without it
-    void add(const std::vector<std::string>& row);
-    void end();  // fails if a row did
-};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // formats.cu: number formats. Conversions round to nearest, ties to even, and are ours on the CPU (the GPU has

@@ -110,23 +110,3 @@ void sketch(const std::string& lines) {
     for (char c : lines) { text += context.csv && c == '\n' ? "\n# " : std::string(1, c); }
     write_block(text + (context.csv ? "\n" : "```\n"));
 }
-
-void RunningTable::add(const std::vector<std::string>& row) {
-    Table one = first_with_origin({table.caption, table.columns, {row}});
-    for (size_t j = 0; j < widths.size() && !context.csv; j++) {
-        for (std::string* cell : {&one.columns[j], &one.rows[0][j]}) {
-            cell->insert(0, widths[j] - std::min(widths[j], width(*cell)), ' ');
-        }
-    }
-    std::string text = context.csv ? csv(one) : markdown(one);
-    const bool is_first = table.rows.empty();
-    table.rows.push_back(row);
-    if (!failure.empty()) { return; }
-    try {
-        is_first ? write_block(text) : write_text(text.substr(text.rfind('\n', text.size() - 2) + 1));
-    } catch (const Failure& e) { failure = e.what(); }
-}
-void RunningTable::end() {
-    if (!failure.empty()) { fail("%s", failure.c_str()); }
-    if (table.rows.empty()) { print(table); }
-}

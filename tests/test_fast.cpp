@@ -41,23 +41,24 @@ TEST_CASE("model: steps by CUDA graphs") {
     if (!begin<OnCUDA>()) { return; }
     const ModelConfig config = {"graphs", 64, 96, 2, 4, 101};
     for (auto [precision, recompute, checkpoint] :
-         std::vector<std::tuple<Precision, bool, int>>{{FP32, false, 0},
-                                                       {PREC_BF16, false, 0},
-                                                       {PREC_BF16, true, 0},
-                                                       {PREC_FP16, false, 0},
-                                                       {PREC_BF16, true, 1},
-                                                       {FP32, false, CHECKPOINT_FFN},
-                                                       {PREC_FP16, false, CHECKPOINT_HALVES},
-                                                       {PREC_PURE_BF16, false, 1}}) {
+         std::vector<std::tuple<Precision, bool, const char*>>{{FP32, false, "none"},
+                                                               {PREC_BF16, false, "none"},
+                                                               {PREC_BF16, true, "none"},
+                                                               {PREC_FP16, false, "none"},
+                                                               {PREC_BF16, true, "1"},
+                                                               {FP32, false, "ffn"},
+                                                               {PREC_FP16, false, "halves"},
+                                                               {PREC_PURE_BF16, false, "1"}}) {
         Tensor weights[2];
         std::vector<double> losses[2];
         for (bool graphs : {false, true}) {
             context.mode = FLASH, context.deterministic = true;
             context.each_launch = !graphs, context.precision = precision, context.recompute = recompute;
-            context.checkpoint = checkpoint, context.head_chunk = precision == PREC_PURE_BF16 ? 25 : 0;
+            context.checkpoint = checkpointing_from(checkpoint),
+            context.head_chunk = precision == PREC_PURE_BF16 ? 25 : 0;
             Model model = make_model(config);
             init_weights(model, 7);
-            choose_form(model);
+            split_weights(model);
             make_optimizer_state(model);
             LossScaler scaler;
             scaler.growth_interval = 4;  // another scale is another kind of step
@@ -71,16 +72,16 @@ TEST_CASE("model: steps by CUDA graphs") {
                 losses[graphs].push_back(optimizer_step(model, AdamW(), scaler, 0.5));
                 if (step == 3) { run_phase(FORWARD, model, random_batch(3, 65, config.vocab_size, 1), scaler); }
                 if (step == 5) {  // somebody else writes the weights
-                    plain_weights(model);
+                    join_weights(model);
                     scale_in_place(model.weights, 0.5);
-                    choose_form(model);
+                    split_weights(model);
                 }
             }
             CHECK((bool)model.kept == graphs);
-            plain_weights(model);
+            join_weights(model);
             weights[graphs] = on_cpu(model.weights);
         }
-        CAPTURE(name_of(precision) + (" " + name_of_checkpoint(checkpoint)));
+        CAPTURE(name_of(precision) + std::string(" ") + checkpoint);
         CHECK(losses[0] == losses[1]);
         CHECK(compare(weights[0], weights[1], 0, 0).ok());
     }
@@ -97,7 +98,7 @@ TEST_CASE("model: a step in mode flash is launched as graphs, in each precision"
             const ModelConfig& small = model_sizes[0];
             Model model = make_model(small);
             init_weights(model, 7);
-            choose_form(model);
+            split_weights(model);
             LossScaler scaler;
             Batch batch = random_batch(4, 256, small.vocab_size, 7);
             for (auto [phase, launches] : {std::pair<Phase, int>{FORWARD, 1}, {FORWARD_BACKWARD, 2}, {STEP, 2}}) {
@@ -116,7 +117,7 @@ TEST_CASE("model: inference by a CUDA graph") {
         context.mode = FLASH, context.precision = precision;
         Model model = make_model({"graphs", 64, 96, 2, 4, 101});
         init_weights(model, 7);
-        choose_form(model);
+        split_weights(model);
         for (int call = 0; call < 7; call++) {  // of each shape the first is the rehearsal, the second is captured
             Tensor tokens = random_batch(2, call < 4 ? 33 : 64, 101, call).tokens;
             if (call == 3) { scale_in_place(model.ln_final, 0.5); }
@@ -141,7 +142,7 @@ TEST_CASE("model: a step packs well") {
             context.recompute = recompute;
             Planning planning;
             Model model = make_model(config);
-            choose_form(model);
+            split_weights(model);
             LossScaler scaler;
             Batch batch = random_batch(4, 256, config.vocab_size, 0);
             run_phase(FORWARD, model, batch, scaler);  // rope is there
@@ -182,8 +183,8 @@ TEST_CASE_TEMPLATE("model: split weights are the fp32 weights, and their upper h
         copy(view(model.lm_head, 0, {8}), to_device(from_floats(special, {8}), D::device));
         std::vector<float> weights = to_floats(model.weights);
         size_t held = memory_use(D::device).now;
-        choose_form(model);
-        CHECK(model.form);
+        split_weights(model);
+        CHECK(model.split);
         CHECK(memory_use(D::device).now == held);
         Tensor upper = detached(model.lm_head);
         upper.dtype = BF16;
@@ -203,15 +204,15 @@ TEST_CASE_TEMPLATE("model: split weights are the fp32 weights, and their upper h
         context.precision = FP32;
         LossScaler scaler;
         run_phase(FORWARD, model, random_batch(2, 9, config.vocab_size, 7), scaler);
-        CHECK(!model.form);
+        CHECK(!model.split);
         std::vector<float> again = to_floats(model.weights);
         CHECK(again[7] != again[7]);
         again[7] = weights[7] = 0;
         CHECK(memcmp(again.data(), weights.data(), 4 * weights.size()) == 0);
         for (Precision precision : {FP32, PREC_FP16}) {
             context.precision = precision;
-            choose_form(model);
-            CHECK(!model.form);
+            split_weights(model);
+            CHECK(!model.split);
         }
         context.precision = PREC_BF16;
     }
@@ -228,7 +229,7 @@ TEST_CASE_TEMPLATE("model: split weights learn what whole ones do", D, OnCPU, On
                 start = to_doubles(model.weights);
                 make_optimizer_state(model);
                 if (arena) { make_gradients(model); }
-                if (split) { choose_form(model); }
+                if (split) { split_weights(model); }
                 AdamW adamw;
                 adamw.lr = 0.03f;
                 LossScaler scaler;
@@ -239,8 +240,8 @@ TEST_CASE_TEMPLATE("model: split weights learn what whole ones do", D, OnCPU, On
                     CHECK(model.embedding.gradient->value.dtype == F32);
                     optimizer_step(model, adamw, scaler, 0.5);
                 }
-                CHECK((model.form != nullptr) == split);
-                plain_weights(model);
+                CHECK(model.split == split);
+                join_weights(model);
                 weights[split] = to_doubles(model.weights);
             }
             CAPTURE(config.name);
