@@ -319,10 +319,11 @@ std::string name_of(const Checkpointing& k) {
     return forms[k.form] + (has_n ? std::to_string(k.n) : "");
 }
 Checkpointing checkpointing_from(const std::string& name) {
+    if (name == "0") { return {}; }
     const int n = atoi(name.c_str() + std::min(name.find_first_of("123456789"), name.size()));
     for (int form = Checkpointing::NONE; form <= Checkpointing::BLOCKS; form++) {
         const Checkpointing k{Checkpointing::Form(form), n};
-        if (name_of(k) == name && name != "0") { return k; }
+        if (name_of(k) == name) { return k; }
     }
     usage_error("--checkpoint: got %s, takes a whole number, half, halves, nested, ffn, ffn:N, blocks:N or none",
                 name.c_str());
