@@ -7,8 +7,8 @@
 # the ranks' threads).
 
 # What `make check` refuses to let grow: lines and bytes of all .cu and .h files, lib/ and fast/. Whoever deletes lowers it.
-BUDGET_LINES := 16419
-BUDGET_BYTES := 844889
+BUDGET_LINES := 15965
+BUDGET_BYTES := 821173
 
 CARD := $(wildcard /dev/nvidia[0-9]* /usr/lib/wsl/lib/nvidia-smi)
 NVCC_FOUND := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
@@ -62,12 +62,14 @@ CUPTI_INCLUDE := $(wildcard $(CUDA_HOME)/extras/CUPTI/include)
 CUDA_LIBS := $(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib $(CUDA_HOME)/extras/CUPTI/lib64)
 COMPILE_CU = $(NVCC) -x cu -std=c++17 -O2 -lineinfo --threads 2 $(ARCH) -ccbin $(lastword $(CXX)) \
 	-Xcompiler -fno-math-errno,-fopenmp,-Wall,-Wextra,-Wno-parentheses $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror -Xptxas -v)
+TEST_FLAGS := --diag-suppress=3357  # a lambda may capture a structured binding, says g++
 LINK = $(NVCC) $(ARCH) -ccbin $(lastword $(CXX)) -Xcompiler -fopenmp
 DEFINES += $(if $(HAVE_CUPTI),-DHAVE_CUPTI $(CUPTI_INCLUDE:%=-I%))
 LIBS += $(foreach lib,$(CUDA_LIBS),-L$(lib) -Xlinker -rpath -Xlinker $(lib)) -lcublas -lcublasLt \
 	$(if $(HAVE_NCCL),-lnccl) $(if $(HAVE_CUPTI),-lcupti)
 else
 COMPILE_CU = $(CXX) -x c++ $(CXXFLAGS) $(SANITIZE)
+TEST_FLAGS := -U_FORTIFY_SOURCE  # it needs the optimization that test.h switches off
 LINK = $(CXX) $(CXXFLAGS) $(SANITIZE)
 endif
 
@@ -98,7 +100,7 @@ $(BUILD)/%.o: %.cu $(BUILD)/config.mk
 	$(Q)$(COMPILE_CU) -I. $(DEFINES) -MMD -MP -MF $(@:.o=.d) -c -o $@ $< $(if $(WERROR),2>$@.log || { cat $@.log >&2; false; })
 $(BUILD)/%.o: tests/%.cpp $(BUILD)/config.mk
 	$(call say,$<)
-	$(Q)$(COMPILE_CU) -I. -Itests $(DEFINES) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
+	$(Q)$(COMPILE_CU) $(TEST_FLAGS) -I. -Itests $(DEFINES) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
 
 $(BUILD)/lib/ranks.o: DEFINES += $(if $(HAVE_GLOO),-DHAVE_GLOO) $(if $(HAVE_NCCL),-DHAVE_NCCL)
 ifeq ($(FLAVOUR),cuda)

@@ -52,6 +52,12 @@ struct Options {
     double tensor_mb = 0;
 };
 
+// In a process that is no rank: starts o.nproc ranks with the same command line. In a rank: joins them, and calls f.
+inline int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f) {
+    if (!is_rank()) { return launch_ranks(o.nproc, o.command_line, o.timeout); }
+    return join_ranks(o.has("nproc") ? o.nproc : 0, o.device, o.backend, o.timeout, f);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // precision.cu: what autocast does
 
@@ -351,11 +357,10 @@ enum Sharding {
 const char* name_of(Sharding s);
 struct ParameterGroup {
     Tensor weights, gradients;  // flat
-    bool sgd = false;           // with momentum; else AdamW
-    AdamW adamw{};              // SGD takes lr and weight_decay from here
-    float momentum = 0.9f;
+    bool sgd = false;           // p -= lr g; else AdamW
+    AdamW adamw{};
     std::vector<int64_t> bounds{};  // of the shards
-    Tensor m{}, v{};                // of the own shard, allocated at its first step; v: AdamW only
+    Tensor m{}, v{};                // AdamW's, of the own shard, allocated at its first step
     int step = 0;
 };
 struct Optimizer {
@@ -366,7 +371,6 @@ struct Optimizer {
 void add_parameter_group(Optimizer& optimizer, ParameterGroup group);  // also between steps
 void optimizer_step(Optimizer& optimizer, float gradient_scale = 1);
 
-void sgd_update(const Tensor& p, const Tensor& g, const Tensor& m, const AdamW& a, float momentum);
 // Of the gradients of all ranks, the same on all, so all of them step, or none. It is infinite from 1.8e19 on.
 double norm_over_ranks(const Communicator& c, double square_sum);
 void attach(Trainer& t, const Optimizer& optimizer);  // which steps in place of the model's own
@@ -377,20 +381,12 @@ struct WeightsCheck {  // of several ranks' weights against those of a reference
     double max = 0, sum = 0;  // of the differences
     int64_t n = 0;            // differences
     bool match = true, same_bits = true;
-    int calls = 0;            // all-reduces per step
-    std::string shares = "";  // of a sharded optimizer: elements of state by rank
-    int64_t whole = 0;        // unsharded
 };
 // Prints table and answer; fails if a row differs.
 void print_checks(const Communicator& c, const Table& table, const std::vector<WeightsCheck>& checks,
                   const std::string& what);
 void compare(WeightsCheck& d, const Tensor& got, const Tensor& want, double atol = 1e-6, double rtol = 1e-5);
 bool same_bits_everywhere(const Communicator& c, const Tensor& t);  // collective
-
-// ---------------------------------------------------------------------------------------------------------------------
-// fsdp.cu
-
-Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, uint64_t seed, bool steps_in_backward = false);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // ddp.cu: what several ranks run
@@ -406,8 +402,9 @@ size_t steps_peak(int world, const Options& o, const std::function<Trainer(const
 std::vector<StepNumbers> timed_steps(
     Trainer& t, const std::vector<Batch>& batches, const Options& o, const char* name,
     const std::function<void()>& after = [] {});
-Stats stats_of(const std::vector<StepNumbers>& steps, int number);  // of one of the numbers
-Batch batch_of(const Options& o, const ModelConfig& m, int rank);   // random
+using StepStats = std::array<Stats, STEP_NUMBERS>;
+StepStats step_stats(const std::vector<StepNumbers>& steps);
+Batch batch_of(const Options& o, const ModelConfig& m, int rank);  // random
 // Every rank's values, of plain types.
 template <class T>
 std::vector<std::vector<T>> gather(const Communicator& c, const std::vector<T>& mine) {
@@ -428,24 +425,19 @@ void write_trace(const std::string& path, const std::vector<Trace>& traces, cons
                  const Communicator& c = Communicator());
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The commands, by file
+// The commands
 
 using RunCommand = int(const Options& o);
-RunCommand cmd_mixed_precision_accumulation;                                                        // precision.cu
-RunCommand cmd_info, cmd_benchmarking_script, cmd_benchmarking_mixed_precision, cmd_torch_compile;  // model.cu
-RunCommand cmd_nsys_profile;                                                                        // profile.cu
-RunCommand cmd_memory_profiling;                                                                    // profile.cu
-RunCommand cmd_gradient_checkpointing;                                                              // model.cu
-RunCommand cmd_pytorch_attention, cmd_weighted_sum, cmd_flash_forward, cmd_flash_backward;          // attention.cu
+RunCommand cmd_mixed_precision_accumulation;                                              // precision.cu
+RunCommand cmd_benchmarking_script, cmd_benchmarking_mixed_precision, cmd_torch_compile;  // model.cu
+RunCommand cmd_gradient_checkpointing, cmd_model, cmd_train;
+RunCommand cmd_nsys_profile, cmd_memory_profiling;                                          // profile.cu
+RunCommand cmd_pytorch_attention, cmd_weighted_sum, cmd_flash_forward, cmd_flash_backward;  // attention.cu
 RunCommand cmd_flash_benchmarking, cmd_flash_leaderboard, cmd_attention;
 void torch_compile_attention(const Options& o);  // torch_compile (a): its table and its answer
-RunCommand cmd_model, cmd_train;                 // model.cu
 RunCommand cmd_distributed_communication_single_node, cmd_naive_ddp, cmd_naive_ddp_benchmarking;  // ddp.cu
 RunCommand cmd_minimal_ddp_flat_benchmarking, cmd_ddp_overlap_individual_parameters;
 RunCommand cmd_ddp_overlap_individual_parameters_benchmarking, cmd_ddp_overlap_bucketed, cmd_ddp_bucketed_benchmarking;
-RunCommand cmd_optimizer_state_sharding, cmd_optimizer_state_sharding_accounting;
-RunCommand cmd_fsdp, cmd_fsdp_accounting;  // fsdp.cu
-RunCommand cmd_leaderboard;                // fsdp.cu
-RunCommand cmd_communication_accounting;   // ddp.cu
-RunCommand cmd_alternate_ring_all_reduce, cmd_data_parallel_calcs, cmd_fsdp_calcs, cmd_tp_calcs,
-    cmd_fsdp_tp_calcs;  // fsdp.cu
+RunCommand cmd_optimizer_state_sharding, cmd_optimizer_state_sharding_accounting, cmd_communication_accounting;
+RunCommand cmd_fsdp, cmd_fsdp_accounting, cmd_leaderboard, cmd_alternate_ring_all_reduce;  // fsdp.cu
+RunCommand cmd_data_parallel_calcs, cmd_fsdp_calcs, cmd_tp_calcs, cmd_fsdp_tp_calcs;

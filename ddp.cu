@@ -1,10 +1,11 @@
-// ddp.cu: sections 2.2 to 3. Data parallel training in four ways, the sharded optimizer, and FSDP.
+// ddp.cu: sections 2 and 3. All-reduce, data parallel training in four ways, the sharded optimizer.
 #include "cs336.h"
 
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <omp.h>
+#include <sstream>
 #include <unistd.h>
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -33,14 +34,6 @@ struct DataParallel {
     std::vector<WorkPtr> works;  // of this step
     ~DataParallel();
 };
-// Sends rank 0's weights to all, after checking that all ranks have the same parameters. bucket_mb: BUCKETED's cap, in
-// 1e6 bytes; a larger tensor has a bucket of its own.
-std::unique_ptr<DataParallel> data_parallel(const Communicator& c, Strategy strategy, double bucket_mb,
-                                            const Tensor& weights, const Tensor& gradients,
-                                            const std::vector<Parameter>& parameters, const std::vector<Tensor>& slots);
-void begin_step(DataParallel& d);                       // before each backward
-void finish_gradient_synchronization(DataParallel& d);  // after it: then the gradients are averages
-
 const char* name_of(Strategy s) {
     static const char* const names[] = {"no sync", "naive", "flat", "overlapped", "bucketed"};
     return names[s];
@@ -85,31 +78,30 @@ void check_same_parameters(const Communicator& c, const std::vector<Parameter>& 
     for (const Parameter& p : parameters) { mine += p.name + " " + to_string(p.shape) + "\n"; }
     std::string first = gather_text(c, mine)[0];
     if (mine == first) { return; }
-    size_t i = 0, line = 0;
-    for (; i < mine.size() && i < first.size() && mine[i] == first[i]; i++) {
-        if (mine[i] == '\n') { line = i + 1; }
+    std::istringstream ours(mine), theirs(first);
+    std::string here, there;
+    while (here == there) {
+        if (!std::getline(ours, here)) { here = "nothing"; }
+        if (!std::getline(theirs, there)) { there = "nothing"; }
     }
-    auto at = [&](const std::string& text) {
-        return line < text.size() ? text.substr(line, text.find('\n', line) - line) : std::string("nothing");
-    };
-    fail("the models differ: where rank 0 has %s, rank %d has %s", at(first).c_str(), c.rank, at(mine).c_str());
+    fail("the models differ: where rank 0 has %s, rank %d has %s", there.c_str(), c.rank, here.c_str());
 }
 
-std::unique_ptr<DataParallel> data_parallel(const Communicator& c, Strategy strategy, double bucket_mb,
-                                            const Tensor& weights, const Tensor& gradients,
-                                            const std::vector<Parameter>& parameters,
-                                            const std::vector<Tensor>& slots) {
-    check_same_parameters(c, parameters);
-    wait(c, broadcast(c, weights, 0));
-    drop_weight_copies(slots);
+// Sends rank 0's weights to all, after checking that all ranks have the same parameters. bucket_mb: BUCKETED's cap, in
+// 1e6 bytes; a larger tensor has a bucket of its own.
+static std::unique_ptr<DataParallel> data_parallel(const Communicator& c, Strategy strategy, double bucket_mb,
+                                                   const Model& m) {
+    check_same_parameters(c, m.parameters);
+    wait(c, broadcast(c, m.weights, 0));
+    drop_weight_copies(m.slots);
     auto made = std::make_unique<DataParallel>();
     DataParallel& d = *made;
-    d.c = c, d.strategy = strategy, d.gradients = gradients, d.parameters = parameters, d.slots = slots;
-    d.is_ready.resize(parameters.size());
+    d.c = c, d.strategy = strategy, d.gradients = m.gradients, d.parameters = m.parameters, d.slots = m.slots;
+    d.is_ready.resize(m.parameters.size());
     if (strategy == NO_SYNC) { return made; }
     cut_into_buckets(d, bucket_mb);
-    for (const Tensor& t : slots) {
-        int64_t begin = (t.gradient->value.data - gradients.data) / (int64_t)size_of(gradients.dtype);
+    for (const Tensor& t : d.slots) {
+        int64_t begin = (t.gradient->value.data - d.gradients.data) / (int64_t)size_of(d.gradients.dtype);
         t.gradient->ready = [&d, begin, end = begin + t.size()] { gradient_is_ready(d, begin, end); };
     }
     return made;
@@ -118,14 +110,15 @@ DataParallel::~DataParallel() {
     for (const Tensor& t : slots) { t.gradient->ready = nullptr; }
 }
 
-void begin_step(DataParallel& d) {
+static void begin_step(DataParallel& d) {  // before each backward
     d.next = 0;
     d.works.clear();
     d.is_ready.assign(d.parameters.size(), false);
     for (Bucket& b : d.buckets) { b.missing = b.parameters; }
 }
 
-void finish_gradient_synchronization(DataParallel& d) {
+// After backward: then the gradients are averages.
+static void finish_gradient_synchronization(DataParallel& d) {
     if (d.strategy == NO_SYNC) { return; }
     Range range("synchronize gradients");
     for (size_t i = 0; i < d.parameters.size(); i++) {  // this rank's loss did not depend on it: its part is zero
@@ -158,27 +151,21 @@ void add_parameter_group(Optimizer& optimizer, ParameterGroup group) {
     optimizer.groups.push_back(group);
 }
 
-// PyTorch's SGD: g += wd p;  m = momentum m + g;  p -= lr m
-void sgd_update(const Tensor& p, const Tensor& g, const Tensor& m, const AdamW& a, float momentum) {
-    scale_in_place(m, momentum);
-    copy_or_add(m, g, true);
-    if (a.weight_decay > 0) { copy_or_add(m, scale(p, a.weight_decay), true); }
-    copy_or_add(p, scale(m, -a.lr), true);
-}
-
 void optimizer_step(Optimizer& o, float gradient_scale) {
     NoGrad no_grad;
     for (ParameterGroup& g : o.groups) {
         bool whole = o.sharding == UNSHARDED;
         int64_t begin = whole ? 0 : g.bounds[o.c.rank], n = (whole ? g.weights.size() : g.bounds[o.c.rank + 1]) - begin;
         if (o.sharding == ZERO1) { wait(o.c, reduce_scatter(o.c, g.gradients, g.bounds, AVERAGE)); }
-        if (!g.m && n > 0) { g.m = zeros({n}, g.weights.dtype, OPTIMIZER); }
-        if (!g.v && n > 0 && !g.sgd) { g.v = zeros({n}, g.weights.dtype, OPTIMIZER); }
         g.step++;
-        if (n > 0) {
-            Tensor p = view(g.weights, begin, {n}), dp = view(g.gradients, begin, {n});
-            if (g.sgd) { scale_in_place(dp, gradient_scale), sgd_update(p, dp, g.m, g.adamw, g.momentum); }
-            if (!g.sgd) { adamw_update(p, {{dp, 0}}, g.m, g.v, g.adamw, g.step, gradient_scale); }
+        Tensor p = view(g.weights, begin, {n}), dp = view(g.gradients, begin, {n});
+        if (n > 0 && g.sgd) {
+            copy_or_add(p, scale(dp, -g.adamw.lr * gradient_scale), true);
+        } else if (n > 0) {
+            for (Tensor* moment : {&g.m, &g.v}) {
+                if (!*moment) { *moment = zeros({n}, p.dtype, OPTIMIZER); }
+            }
+            adamw_update(p, {{dp, 0}}, g.m, g.v, g.adamw, g.step, gradient_scale);
         }
         std::vector<WorkPtr> works;
         if (o.sharding == ZERO1) { works.push_back(all_gather(o.c, g.weights, g.bounds)); }
@@ -193,8 +180,11 @@ void optimizer_step(Optimizer& o, float gradient_scale) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Trainers of several ranks
 
-void attach(Trainer& t, std::unique_ptr<DataParallel> made) {
-    t.d = std::move(made);
+Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy, double bucket_mb) {
+    Trainer t;
+    t.c = c, t.model = std::move(model);
+    make_gradients(t.model);
+    t.d = data_parallel(c, strategy, bucket_mb, t.model);
     DataParallel& d = *t.d;
     t.before_step = [&d] { begin_step(d); };
     t.before_optimizer = [&d] { finish_gradient_synchronization(d); };
@@ -206,13 +196,6 @@ void attach(Trainer& t, std::unique_ptr<DataParallel> made) {
             n[HIDDEN] += std::max(0.0, std::min(to, end) - std::max(from, begin));
         }
     };
-}
-Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy, double bucket_mb) {
-    Trainer t;
-    t.c = c, t.model = std::move(model);
-    make_gradients(t.model);
-    const Model& m = t.model;
-    attach(t, data_parallel(c, strategy, bucket_mb, m.weights, m.gradients, m.parameters, m.slots));
     return t;
 }
 
@@ -242,42 +225,7 @@ Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The experiments of sections 2.1 to 3. How long an all-reduce takes; whether N ranks learn what one
-// process learns; what a step costs in each way; memory and time of the sharded optimizer.
-
-struct AllReduceRun {  // of one size
-    bool nccl;         // else Gloo
-    Device device;
-    int ranks;
-    double mb;
-    Stats ms{};      // over all steps and ranks
-    size_t oom = 0;  // bytes, where it did not fit
-};
-void answer_distributed_communication_single_node(const std::vector<AllReduceRun>& runs,
-                                                  const std::vector<std::string>& missing);
-struct DdpRun {  // steps of one way. Times in ms, over the steps; communication: of the all-reduces themselves
-    Strategy strategy;
-    double bucket_mb = 0;
-    Stats total{}, forward{}, backward{}, exposed{}, optimizer{}, communication{}, hidden{};
-    int calls = 0;
-    double mb = 0, loss = 0;  // mb: all-reduced per step; loss: of the last step
-    size_t oom = 0;
-};
-struct BucketModel {  // overhead = s/(n w) + n o with n buckets: bytes, ms, bytes per ms
-    double s, o, w;
-};
-void answer_naive_ddp_benchmarking(const std::vector<DdpRun>& runs);
-void answer_minimal_ddp_flat_benchmarking(const std::vector<DdpRun>& runs);
-void answer_ddp_overlap_individual_parameters_benchmarking(const std::vector<DdpRun>& runs);
-void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, const BucketModel& m);
-struct ShardingRun {
-    Sharding sharding;
-    std::vector<std::pair<const char*, MemoryUse>> peaks{};  // moment, peak since the one before
-    Stats total{}, gradients{}, optimizer{};                 // ms
-    double mb_sent = 0;
-    size_t oom = 0;
-};
-void answer_optimizer_state_sharding_accounting(const std::vector<ShardingRun>& runs, int ranks);
+// What ranks tell each other
 
 static bool everywhere(const Communicator& c, bool mine) {
     bool all = true;
@@ -301,25 +249,23 @@ static const char* const ONE_RANK = "One rank has no other to share with, so the
 // distributed_communication_single_node. With n ranks, an all-reduce of S bytes that takes t has, as nccl-tests define
 // it, a busbw of S/t 2(n-1)/n: what each link of a ring carries, whatever n is. MB = 1e6 bytes, GB = 1e9.
 
+struct AllReduceRun {  // of one size
+    bool nccl;         // on GPUs; else Gloo, on the CPU
+    int ranks;
+    double mb;
+    Stats ms{};      // over all steps and ranks
+    size_t oom = 0;  // bytes, where it did not fit
+};
 static double ring(int n) { return 2.0 * (n - 1) / n; }
-static double busbw(const AllReduceRun& r) { return r.mb / r.ms.median * ring(r.ranks); }  // MB per ms are GB/s
-// On a rank's device; the CPU has what came from the host, too.
-static size_t bytes_of(double mb) { return (size_t)(mb * 1e6) * (context.device == CPU ? 2 : 1); }
 
 // Of all ranks and steps, in ms, of an all-reduce of n fp32 numbers.
 static Stats time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps) {
-    std::vector<float> host(n);
-    for (int64_t i = 0; i < n; i++) { host[i] = (float)(i % 1000 + c.rank); }
-    Tensor t = empty({n}, F32, WORKSPACE);
-    copy_bytes(t.data, context.device, host.data(), CPU, n * sizeof(float));
+    std::vector<float> values(n);
+    for (int64_t i = 0; i < n; i++) { values[i] = (float)(i % 1000 + c.rank); }
+    const Tensor t = from_floats(values, {n});
     wait(c, all_reduce(c, t, SUM));
-    synchronize();
-    copy_bytes(host.data(), CPU, t.data, context.device, n * sizeof(float));
-    bool right = true;
-    for (int64_t i = 0; i < n; i++) {
-        right = right && host[i] == (float)(c.world * (i % 1000) + c.world * (c.world - 1) / 2);
-    }
-    if (!everywhere(c, right)) { fail("all-reduce over %s: wrong sums", c.backend.c_str()); }
+    for (float& x : values) { x = c.world * (x - c.rank) + c.world * (c.world - 1) / 2; }
+    if (!everywhere(c, to_floats(t) == values)) { fail("all-reduce over %s: wrong sums", c.backend.c_str()); }
     scale_in_place(t, 1e-20f);  // each further sum multiplies by up to the number of ranks
     std::vector<double> mine, all;
     for (int i = 0; i < warmup + steps; i++) {
@@ -335,44 +281,48 @@ static Stats time_all_reduce(const Communicator& c, int64_t n, int warmup, int s
     return stats_of(all);
 }
 
+// Of one backend's runs with the least and with the most bytes, by ranks.
+static void answer_backend(const char* who, const std::vector<AllReduceRun>& small,
+                           const std::vector<AllReduceRun>& large) {
+    const AllReduceRun &a = small[0], &b = large[0];
+    const double bytes = b.mb / a.mb, time = b.ms.median / a.ms.median;
+    answer("size",
+           "%s with %s takes %.3g ms for %g MB and %.4g ms for %g MB, %.3g times as long for %g times the bytes: %s.",
+           who, ranks(a.ranks).c_str(), a.ms.median, a.mb, b.ms.median, b.mb, time, bytes,
+           time < 0.8 * bytes    ? "latency limits the small tensor, bandwidth the large one"
+           : time > 1.25 * bytes ? "the large tensor gets less bandwidth than the small one"
+                                 : "bandwidth limits both");
+    for (size_t i = 1; i < large.size(); i++) {
+        const AllReduceRun &few = large[i - 1], &many = large[i];
+        const double predicted = ring(many.ranks) / ring(few.ranks), factor = many.ms.median / few.ms.median;
+        Stats as_ring = few.ms;
+        as_ring.mean *= predicted, as_ring.std *= predicted;
+        const bool fits = level(many.ms, as_ring) || std::fabs(factor / predicted - 1) < 0.05;
+        answer("ranks", "From %d to %d ranks %s takes %.2f times as long for %g MB, %s a ring's %.2f times.", few.ranks,
+               many.ranks, who, factor, b.mb,
+               fits                 ? "like"
+               : factor > predicted ? "more than"
+                                    : "less than",
+               predicted);
+    }
+}
 // runs: of each backend by ranks, then by size. missing: groups that could not run, and why.
-void answer_distributed_communication_single_node(const std::vector<AllReduceRun>& runs,
-                                                  const std::vector<std::string>& missing) {
+static void answer_distributed_communication_single_node(const std::vector<AllReduceRun>& runs,
+                                                         const std::vector<std::string>& missing) {
     double least = INFINITY, most = 0;
     for (const AllReduceRun& r : runs) { least = std::min(least, r.mb), most = std::max(most, r.mb); }
-    std::map<std::string, std::vector<AllReduceRun>> small, large;  // of each backend
+    std::vector<AllReduceRun> small[2], large[2];  // of Gloo, of NCCL
     for (const AllReduceRun& r : runs) {
-        if (r.mb == least && !r.oom) { small[r.nccl ? "NCCL" : "Gloo"].push_back(r); }
-        if (r.mb == most && !r.oom) { large[r.nccl ? "NCCL" : "Gloo"].push_back(r); }
+        if (r.mb == least && !r.oom) { small[r.nccl].push_back(r); }
+        if (r.mb == most && !r.oom) { large[r.nccl].push_back(r); }
     }
-    for (const auto& [who, by_ranks] : large) {
-        const AllReduceRun &a = small[who][0], &b = by_ranks[0];
-        const double bytes = most / least, time = b.ms.median / a.ms.median;
-        answer(
-            "size",
-            "%s with %s takes %.3g ms for %g MB and %.4g ms for %g MB, %.3g times as long for %g times the bytes: %s.",
-            who.c_str(), ranks(a.ranks).c_str(), a.ms.median, least, b.ms.median, most, time, bytes,
-            time < 0.8 * bytes    ? "latency limits the small tensor, bandwidth the large one"
-            : time > 1.25 * bytes ? "the large tensor gets less bandwidth than the small one"
-                                  : "bandwidth limits both");
-        for (size_t i = 1; i < by_ranks.size(); i++) {
-            const AllReduceRun &few = by_ranks[i - 1], &many = by_ranks[i];
-            const double predicted = ring(many.ranks) / ring(few.ranks), factor = many.ms.median / few.ms.median;
-            Stats as_ring = few.ms;
-            as_ring.mean *= predicted, as_ring.std *= predicted;
-            const bool fits = level(many.ms, as_ring) || std::fabs(factor / predicted - 1) < 0.05;
-            answer("ranks", "From %d to %d ranks %s takes %.2f times as long for %g MB, %s a ring's %.2f times.",
-                   few.ranks, many.ranks, who.c_str(), factor, most,
-                   fits                 ? "like"
-                   : factor > predicted ? "more than"
-                                        : "less than",
-                   predicted);
-        }
+    for (bool nccl : {false, true}) {
+        if (!large[nccl].empty()) { answer_backend(nccl ? "NCCL" : "Gloo", small[nccl], large[nccl]); }
     }
-    if (large.size() == 2) {
+    if (!large[0].empty() && !large[1].empty()) {
         answer("backend", "With %d ranks Gloo takes %.3g times as long as NCCL for %g MB, and %.3g times for %g MB.",
-               small["NCCL"][0].ranks, small["Gloo"][0].ms.median / small["NCCL"][0].ms.median, least,
-               large["Gloo"][0].ms.median / large["NCCL"][0].ms.median, most);
+               small[1][0].ranks, small[0][0].ms.median / small[1][0].ms.median, least,
+               large[0][0].ms.median / large[1][0].ms.median, most);
     }
     if (!missing.empty()) { answer("", "Not measured: %s.", list_of(missing).c_str()); }
 }
@@ -385,9 +335,11 @@ static void print_all_reduces(const Options& o, const std::vector<AllReduceRun>&
                 {"Backend", "Device", "Ranks", "Tensor Size (MB)", "median ms", "algbw (GB/s)", "busbw (GB/s)"}};
     bool ran = false;
     for (const AllReduceRun& r : runs) {
-        table.row(r.nccl ? "nccl" : "gloo", name_of(r.device), r.ranks, r.mb,
-                  r.oom ? oom_cell(r.oom) : strprintf("%.3f", r.ms.median),
-                  r.oom ? "" : strprintf("%.2f", r.mb / r.ms.median), r.oom ? "" : strprintf("%.2f", busbw(r)));
+        auto cell = [&](const char* format, double x) { return r.oom ? "" : strprintf(format, x); };
+        const double rate = r.mb / r.ms.median;  // MB per ms are GB/s
+        table.row(r.nccl ? "nccl" : "gloo", r.nccl ? "cuda" : "cpu", r.ranks, r.mb,
+                  r.oom ? oom_cell(r.oom) : cell("%.3f", r.ms.median), cell("%.2f", rate),
+                  cell("%.2f", rate * ring(r.ranks)));
         ran = ran || !r.oom;
     }
     print(table);
@@ -413,11 +365,13 @@ static void run_as_rank(const Communicator& c, const Options& o) {
     std::vector<AllReduceRun> runs;
     const std::vector<double> handouts = {1, 10, 100, 1000}, quick = {1, 10};
     for (double mb : o.quick ? quick : handouts) {
-        runs.push_back({c.backend == "nccl", context.device, c.world, mb});
-        if (bytes_of(mb) <= room_of_each_rank(c)) {
+        runs.push_back({c.backend == "nccl", c.world, mb});
+        // On a rank's device; the CPU has what is compared with the sums, too.
+        const size_t bytes = (size_t)(mb * 1e6) * (context.device == CPU ? 3 : 1);
+        if (bytes <= room_of_each_rank(c)) {
             runs.back().ms = time_all_reduce(c, (int64_t)(mb * 1e6 / sizeof(float)), o.warmup[0], o.steps);
         } else {
-            runs.back().oom = bytes_of(mb);
+            runs.back().oom = bytes;
         }
     }
     const ssize_t bytes = runs.size() * sizeof(AllReduceRun);
@@ -457,10 +411,7 @@ int cmd_distributed_communication_single_node(const Options& asked) {
 // gradient, and one with two layers that share their weight.
 
 struct Toy {
-    std::string name;
-    std::vector<Parameter> parameters;  // with gradients, in backward order
-    std::vector<Tensor> slots;
-    Tensor weights, gradients;   // weights may be longer: those without gradients come last
+    Model model;                 // its weights may be longer than its gradients: those without come last
     std::vector<Tensor> layers;  // products with ReLUs between them
     Tensor bias;                 // of its second layer, or null
     std::unique_ptr<DataParallel> d{};
@@ -468,39 +419,45 @@ struct Toy {
 };
 
 static int toy_outputs(const Options& o) { return o.edition == "2026" ? 10 : 5; }
-static Toy make_toy(bool tied, const Options& o, uint64_t seed) {
-    using Named = std::vector<std::pair<const char*, Shape>>;
-    const int out = toy_outputs(o);
-    const Named plain = {{"fc3.weight", {out, 50}}, {"fc2.fc.weight", {50, 10}}, {"fc1.weight", {10, 10}}};
-    const Named sharing = {{"fc5.weight", {out, 50}},
-                           {"fc3.weight", {10, 50}},
-                           {"fc2.weight = fc4.weight", {50, 10}},
-                           {"fc1.weight", {10, 10}}};
-    const Named& with_gradients = tied ? sharing : plain;
-    Toy t;
-    t.name = tied ? "ToyModelWithTiedWeights" : "ToyModel";
-    int64_t n = 0, offset = 0;
-    for (const auto& [name, shape] : with_gradients) { n += count(shape); }
-    t.weights = empty({n + (tied ? 0 : 52)}, F32, PARAMETERS);  // fc2.fc.bias and no_grad_fixed_param
-    t.gradients = zeros({n}, F32, GRADIENTS);
-    fill_normal(t.weights, seed, key_of(t.name), 0, 0.3f);
-    for (const auto& [name, shape] : with_gradients) {
-        Tensor weight = require_gradient(view(t.weights, offset, shape));
-        weight.gradient->is_parameter = true;
-        weight.gradient->value = view(t.gradients, offset, shape);
-        t.parameters.push_back({name, shape, offset, weight});
-        t.slots.push_back(weight);
-        offset += count(shape);
+// These parameters, in backward order, in one buffer, and their gradients in another. rest: elements without gradient.
+static Model flat_model(const std::vector<std::pair<const char*, Shape>>& parameters, int64_t rest) {
+    Model m;
+    int64_t n = 0;
+    for (const auto& [name, shape] : parameters) {
+        m.parameters.push_back({name, shape, n, Tensor()});
+        n += count(shape);
     }
-    t.layers = {t.slots.rbegin(), t.slots.rend()};
+    m.weights = zeros({n + rest}, F32, PARAMETERS), m.gradients = zeros({n}, F32, GRADIENTS);
+    for (Parameter& p : m.parameters) {
+        p.weight = require_gradient(view(m.weights, p.offset, p.shape));
+        p.weight.gradient->is_parameter = true;
+        p.weight.gradient->value = view(m.gradients, p.offset, p.shape);
+        m.slots.push_back(p.weight);
+    }
+    return m;
+}
+static Toy make_toy(bool tied, const Options& o, uint64_t seed) {
+    const int out = toy_outputs(o);
+    Toy t;
+    t.model = tied ? flat_model({{"fc5.weight", {out, 50}},
+                                 {"fc3.weight", {10, 50}},
+                                 {"fc2.weight = fc4.weight", {50, 10}},
+                                 {"fc1.weight", {10, 10}}},
+                                0)
+                   : flat_model({{"fc3.weight", {out, 50}}, {"fc2.fc.weight", {50, 10}}, {"fc1.weight", {10, 10}}},
+                                50 + 2);  // fc2.fc.bias and no_grad_fixed_param
+    Model& m = t.model;
+    m.config.name = tied ? "ToyModelWithTiedWeights" : "ToyModel";
+    fill_normal(m.weights, seed, key_of(m.config.name), 0, 0.3f);
+    t.layers = {m.slots.rbegin(), m.slots.rend()};
     if (tied) { t.layers.insert(t.layers.end() - 1, t.layers[1]); }
-    if (!tied) { t.bias = view(t.weights, n, {50}); }
+    if (!tied) { t.bias = view(m.weights, m.gradients.size(), {50}); }
     return t;
 }
 // On rows [first, first + rows) of step's batch of random data, whose loss it returns.
 static double train_step(Toy& t, uint64_t seed, int step, int64_t first, int64_t rows, int64_t all) {
     if (t.d) { begin_step(*t.d); }
-    for (const Tensor& slot : t.slots) { slot.gradient->filled = false; }
+    zero_gradients(t.model);
     auto part = [&](const char* what, int64_t width) {
         Tensor whole = empty({all, width}, F32, INPUTS);
         fill_normal(whole, seed, key_of(what) + step, 0, 1);
@@ -513,13 +470,10 @@ static double train_step(Toy& t, uint64_t seed, int step, int64_t first, int64_t
     }
     Tensor loss = mean_all(square(sub(x, part("y", x.dim(-1)))));
     backward(loss);
-    drop_weight_copies(t.slots);
+    drop_weight_copies(t.model.slots);
     if (t.d) { finish_gradient_synchronization(*t.d); }
     optimizer_step(t.optimizer);
     return to_doubles(loss)[0];
-}
-static void parallelize(Toy& t, const Communicator& c, Strategy strategy, double bucket_mb = 0) {
-    t.d = data_parallel(c, strategy, bucket_mb, t.weights, t.gradients, t.parameters, t.slots);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -545,20 +499,17 @@ bool same_bits_everywhere(const Communicator& c, const Tensor& t) {
 }
 
 // what: whose weights, and the reference they are compared with.
-void answer_weights(const std::vector<WeightsCheck>& checks, const std::string& what) {
+static void answer_weights(const std::vector<WeightsCheck>& checks, const std::string& what) {
     auto passes = [](const WeightsCheck& x) { return x.match && x.same_bits; };
     const int wrong = (int)checks.size() - std::count_if(checks.begin(), checks.end(), passes);
     const WeightsCheck& worst = *std::max_element(checks.begin(), checks.end(), [&](auto& a, auto& b) {
         return passes(a) == passes(b) ? a.max < b.max : passes(a);
     });
-    const char* sums = wrong ? "" : ": sums are taken in another order";
+    const std::string largest = strprintf("the largest difference is %.2e (%s, %s)%s", worst.max, worst.model.c_str(),
+                                          worst.what.c_str(), wrong ? "" : ": sums are taken in another order");
     answer("", "The weights of %s %s: %s. All ranks hold %s bits.", what.c_str(),
            wrong ? strprintf("DIFFER in %d of %zu rows", wrong, checks.size()).c_str() : "match",
-           worst.max == 0 ? "there is no difference"
-                          : strprintf("the largest difference is %.2e (%s, %s)%s", worst.max, worst.model.c_str(),
-                                      worst.what.c_str(), sums)
-                                .c_str(),
-           worst.same_bits ? "the same" : "DIFFERENT");
+           worst.max == 0 ? "there is no difference" : largest.c_str(), worst.same_bits ? "the same" : "DIFFERENT");
 }
 void print_checks(const Communicator& c, const Table& table, const std::vector<WeightsCheck>& checks,
                   const std::string& what) {
@@ -570,39 +521,43 @@ void print_checks(const Communicator& c, const Table& table, const std::vector<W
 
 constexpr int STEPS = 5, ROWS_A_RANK = 10;
 
+// losses: null, or a row a step, which gets two cells.
 static void train_and_compare(const Communicator& c, Strategy strategy, double bucket_mb, const Options& o, bool tied,
-                              std::vector<WeightsCheck>& checks, Table* losses) {
+                              std::vector<WeightsCheck>& checks, Table& table, Table* losses) {
     Toy ours = make_toy(tied, o, o.seed + c.rank), reference = make_toy(tied, o, o.seed);
-    parallelize(ours, c, strategy, bucket_mb);
+    const Model &got = ours.model, &want = reference.model;
+    ours.d = data_parallel(c, strategy, bucket_mb, got);
+    const int64_t all = (int64_t)ROWS_A_RANK * c.world, trained = got.gradients.size();
     for (Toy* t : {&ours, &reference}) {
-        ParameterGroup g{view(t->weights, 0, t->gradients.shape), t->gradients};
-        g.sgd = true, g.adamw.lr = 0.1f, g.adamw.weight_decay = 0, g.momentum = 0;
+        ParameterGroup g{view(t->model.weights, 0, {trained}), t->model.gradients};
+        g.sgd = true, g.adamw.lr = 0.1f;
         add_parameter_group(t->optimizer, g);
     }
-    const size_t first = checks.size();
-    const std::string name = ours.name + (strategy == BUCKETED ? strprintf(", %g MB", bucket_mb) : "");
-    for (const Parameter& p : ours.parameters) { checks.push_back({name, p.name}); }
-    const int64_t all = (int64_t)ROWS_A_RANK * c.world, trained = ours.gradients.size();
+    const std::string name = got.config.name + (strategy == BUCKETED ? strprintf(", %g MB", bucket_mb) : "");
+    std::vector<WeightsCheck> rows;
+    for (const Parameter& p : got.parameters) { rows.push_back({name, p.name}); }
     for (int step = 0; step < STEPS; step++) {
         const double mine = train_step(ours, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, all);
         double mean = 0, single = train_step(reference, o.seed, step, 0, all, all);
         for (const std::vector<double>& of_rank : gather<double>(c, {mine})) { mean += of_rank[0] / c.world; }
-        if (losses) {
-            losses->rows[step].push_back(strprintf("%.6f", mean));
-            losses->rows[step].push_back(strprintf("%.6f", single));
+        for (double loss : {mean, single}) {
+            if (losses) { losses->rows[step].push_back(strprintf("%.6f", loss)); }
         }
-        for (size_t i = 0; i < ours.parameters.size(); i++) {
-            compare(checks[first + i], ours.parameters[i].weight, reference.parameters[i].weight);
+        for (size_t i = 0; i < rows.size(); i++) {
+            compare(rows[i], got.parameters[i].weight, want.parameters[i].weight);
         }
     }
-    if (ours.weights.size() > trained) {  // broadcast at the start, then untouched
-        checks.push_back({name, "without gradient"});
-        const Shape rest = {ours.weights.size() - trained};
-        compare(checks.back(), view(ours.weights, trained, rest), view(reference.weights, trained, rest));
+    if (got.weights.size() > trained) {  // broadcast at the start, then untouched
+        rows.push_back({name, "without gradient"});
+        const Shape rest = {got.weights.size() - trained};
+        compare(rows.back(), view(got.weights, trained, rest), view(want.weights, trained, rest));
     }
-    const bool same = same_bits_everywhere(c, ours.weights);
-    for (size_t i = first; i < checks.size(); i++) {
-        checks[i].calls = (int)ours.d->works.size(), checks[i].same_bits = same;
+    const bool same = same_bits_everywhere(c, got.weights);
+    for (WeightsCheck& x : rows) {
+        x.same_bits = same;
+        table.row(name, ours.d->works.size(), x.what, strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n),
+                  x.match ? "match" : "DIFFER", same ? "identical" : "DIFFER");
+        checks.push_back(x);
     }
 }
 
@@ -619,15 +574,11 @@ static int check_strategy(const Options& o, Strategy strategy, const std::vector
         std::vector<WeightsCheck> checks;
         for (bool tied : {false, true}) {
             for (size_t i = 0; i < bucket_mb.size(); i++) {  // the losses of the first buckets only
-                train_and_compare(c, strategy, bucket_mb[i], o, tied, checks, i == 0 ? &losses : nullptr);
+                train_and_compare(c, strategy, bucket_mb[i], o, tied, checks, table, i == 0 ? &losses : nullptr);
             }
             losses.columns.insert(losses.columns.end(), {tied ? "tied, DDP" : "ToyModel, DDP", "one process"});
         }
         if (c.rank == 0) { print(losses); }
-        for (const WeightsCheck& x : checks) {
-            table.row(x.model, x.calls, x.what, strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n),
-                      x.match ? "match" : "DIFFER", x.same_bits ? "identical" : "DIFFER");
-        }
         print_checks(c, table, checks,
                      "data parallel on " + ranks(c.world) + " and of one process with the whole batch");
     });
@@ -705,10 +656,14 @@ std::vector<StepNumbers> timed_steps(Trainer& t, const std::vector<Batch>& batch
     }
     return steps;
 }
-Stats stats_of(const std::vector<StepNumbers>& steps, int number) {
-    std::vector<double> values;
-    for (const StepNumbers& n : steps) { values.push_back(n[number]); }
-    return stats_of(values);
+StepStats step_stats(const std::vector<StepNumbers>& steps) {
+    StepStats stats;
+    for (int k = 0; k < STEP_NUMBERS; k++) {
+        std::vector<double> values;
+        for (const StepNumbers& n : steps) { values.push_back(n[k]); }
+        stats[k] = stats_of(values);
+    }
+    return stats;
 }
 static std::vector<StepNumbers> mean_of_ranks(const Communicator& c, const std::vector<StepNumbers>& mine) {
     std::vector<StepNumbers> mean(mine.size());
@@ -719,6 +674,14 @@ static std::vector<StepNumbers> mean_of_ranks(const Communicator& c, const std::
     }
     return mean;
 }
+
+struct DdpRun {  // steps of one way
+    Strategy strategy;
+    double bucket_mb = 0;
+    StepStats ms{};  // over the steps
+    int calls = 0;
+    double mb = 0, loss = 0;  // mb: all-reduced per step; loss: of the last step
+};
 
 // Every way starts from the same weights and moments, so that their losses compare. traces: null, or gets one more
 // step, which is not timed.
@@ -736,10 +699,7 @@ static void measure(const Communicator& c, const Options& o, const ModelConfig& 
         }
         traces->push_back(stop_tracing());
     }
-    run.total = stats_of(steps, TOTAL), run.forward = stats_of(steps, FORWARD_BLOCKS);
-    run.backward = stats_of(steps, BACKWARD), run.exposed = stats_of(steps, EXPOSED);
-    run.optimizer = stats_of(steps, OPTIMIZER_STEP), run.hidden = stats_of(steps, HIDDEN);
-    run.communication = stats_of(steps, COMMUNICATION), run.loss = steps.back()[LOSS];
+    run.ms = step_stats(steps), run.loss = steps.back()[LOSS];
     run.calls = (int)t.d->works.size();
     for (const WorkPtr& work : t.d->works) { run.mb += (double)work->bytes / 1e6; }
 }
@@ -760,8 +720,7 @@ static Stats single_process(const Communicator& c, Options o, const ModelConfig&
         run_if_fits("one process", predicted_peak(config, o.batch_size, o.context_length, STEP), [&] {
             Trainer t;
             t.model = random_model(config, o.seed);
-            const Batch batch = batch_of(o, config, 0);
-            stats = stats_of(time_ms(o.warmup[0], o.steps, [&] { train_step(t, {batch}); }));
+            stats = step_stats(timed_steps(t, {batch_of(o, config, 0)}, o, "one process"))[TOTAL];
         });
         omp_set_num_threads(threads);
     }
@@ -769,8 +728,9 @@ static Stats single_process(const Communicator& c, Options o, const ModelConfig&
     return stats;
 }
 
+// oom: bytes that no way's steps found, or 0.
 static void print_steps(const std::string& caption, const std::vector<DdpRun>& runs, const Stats& single,
-                        double samples, int context_length) {
+                        const Options& o, int ranks, size_t oom) {
     const bool buckets = runs.back().strategy == BUCKETED;
     Table parts{
         caption + "; mean ± deviation over the steps, share of the step" +
@@ -785,23 +745,21 @@ static void print_steps(const std::string& caption, const std::vector<DdpRun>& r
          "speed-up", "Loss"}};
     double naive = NAN;
     for (const DdpRun& r : runs) {
-        const std::string way = r.strategy == BUCKETED ? strprintf("%g MB", r.bucket_mb) : name_of(r.strategy);
-        if (r.oom) {
-            parts.row(way, oom_cell(r.oom), "", "", "", "");
-            continue;
+        const double total = r.ms[TOTAL].mean, comm = r.ms[COMMUNICATION].mean;
+        const double rate = 1e3 * o.batch_size * ranks / total;
+        parts.row(r.strategy == BUCKETED ? strprintf("%g MB", r.bucket_mb) : name_of(r.strategy));
+        for (int part : {(int)TOTAL, (int)FORWARD_BLOCKS, (int)BACKWARD, (int)EXPOSED, (int)OPTIMIZER_STEP}) {
+            parts.rows.back().push_back(!oom ? part_cell(r.ms[part], r.ms[TOTAL]) : part == TOTAL ? oom_cell(oom) : "");
         }
-        const double comm = r.communication.mean, rate = 1e3 * samples / r.total.mean;
-        naive = r.strategy == NAIVE ? r.total.mean : naive;
-        parts.row(way, part_cell(r.total, r.total), part_cell(r.forward, r.total), part_cell(r.backward, r.total),
-                  part_cell(r.exposed, r.total), part_cell(r.optimizer, r.total));
-        comparison.row(way, strprintf("%.2f", comm), comm > 0 ? strprintf("%.1f%%", 100 * r.hidden.mean / comm) : "",
-                       r.calls, strprintf("%.1f", r.mb), strprintf("%.2f", rate),
-                       strprintf("%.0f", rate * context_length),
-                       naive > 0 ? strprintf("%+.1f%%", 100 * (1 - r.total.mean / naive)) : "",
-                       single.n ? strprintf("%.2fx", single.mean / r.total.mean) : "", strprintf("%.4f", r.loss));
+        naive = r.strategy == NAIVE ? total : naive;
+        comparison.row(parts.rows.back()[0], strprintf("%.2f", comm),
+                       comm > 0 ? strprintf("%.1f%%", 100 * r.ms[HIDDEN].mean / comm) : "", r.calls,
+                       strprintf("%.1f", r.mb), strprintf("%.2f", rate), strprintf("%.0f", rate * o.context_length),
+                       naive > 0 ? strprintf("%+.1f%%", 100 * (1 - total / naive)) : "",
+                       single.n ? strprintf("%.2fx", single.mean / total) : "", strprintf("%.4f", r.loss));
     }
     print(parts);
-    if (!comparison.rows.empty()) { print(comparison); }
+    if (!oom) { print(comparison); }
 }
 
 // "12.1 % less than naive (133.12 ms)", "2.10 times as long as flat (116.98 ms)", or "level with ... within the noise".
@@ -816,116 +774,113 @@ static const DdpRun& run_of(const std::vector<DdpRun>& runs, Strategy strategy) 
     return *std::find_if(runs.begin(), runs.end(), [&](const DdpRun& r) { return r.strategy == strategy; });
 }
 
-void answer_naive_ddp_benchmarking(const std::vector<DdpRun>& runs) {
+static void answer_naive_ddp_benchmarking(const std::vector<DdpRun>& runs) {
     const DdpRun &none = run_of(runs, NO_SYNC), &naive = run_of(runs, NAIVE);
+    const double total = naive.ms[TOTAL].mean, exposed = naive.ms[EXPOSED].mean, comm = naive.ms[COMMUNICATION].mean;
     answer("",
            "A step takes %.2f ms: %s. %.2f ms of it (%.1f %%) are exposed communication, from the end of backward to "
            "the end of the last all-reduce. The %d all-reduces, one per tensor, move %.1f MB in %.2f ms (%.1f GB/s).",
-           naive.total.mean, against(naive.total, none.total, "without communication").c_str(), naive.exposed.mean,
-           100 * naive.exposed.mean / naive.total.mean, naive.calls, naive.mb, naive.communication.mean,
-           naive.mb / naive.communication.mean);
+           total, against(naive.ms[TOTAL], none.ms[TOTAL], "without communication").c_str(), exposed,
+           100 * exposed / total, naive.calls, naive.mb, comm, naive.mb / comm);
 }
-void answer_minimal_ddp_flat_benchmarking(const std::vector<DdpRun>& runs) {
+static void answer_minimal_ddp_flat_benchmarking(const std::vector<DdpRun>& runs) {
     const DdpRun &naive = run_of(runs, NAIVE), &flat = run_of(runs, FLAT);
-    const double each =
-        1e3 * (naive.communication.mean - flat.communication.mean) / std::max(1, naive.calls - flat.calls);
-    const bool costs = each > 0 && !level(naive.communication, flat.communication);
+    const Stats &many = naive.ms[COMMUNICATION], &one = flat.ms[COMMUNICATION];
+    const double us = 1e3 * (many.mean - one.mean) / std::max(1, naive.calls - flat.calls);
+    const std::string each = us < 1000 ? strprintf("%.3g us", us) : strprintf("%.3g ms", us / 1e3);
     answer("",
            "With one all-reduce for all gradients a step takes %.2f ms: %s. Exposed communication takes %.2f ms: %s.",
-           flat.total.mean, against(flat.total, naive.total, "naive").c_str(), flat.exposed.mean,
-           against(flat.exposed, naive.exposed, "naive").c_str());
+           flat.ms[TOTAL].mean, against(flat.ms[TOTAL], naive.ms[TOTAL], "naive").c_str(), flat.ms[EXPOSED].mean,
+           against(flat.ms[EXPOSED], naive.ms[EXPOSED], "naive").c_str());
     answer("", "Both move %.1f MB; %s.", flat.mb,
-           costs ? strprintf("each call of naive's costs another %.3g %s", each < 1000 ? each : each / 1e3,
-                             each < 1000 ? "us" : "ms")
-                       .c_str()
-                 : "the number of calls is not what limits them");
+           us > 0 && !level(many, one) ? ("each call of naive's costs another " + each).c_str()
+                                       : "the number of calls is not what limits them");
 }
-void answer_ddp_overlap_individual_parameters_benchmarking(const std::vector<DdpRun>& runs) {
+static void answer_ddp_overlap_individual_parameters_benchmarking(const std::vector<DdpRun>& runs) {
     const DdpRun &none = run_of(runs, NO_SYNC), &naive = run_of(runs, NAIVE), &over = run_of(runs, OVERLAPPED);
-    answer("a", "Overlapped, a step takes %.2f ms: %s, %s, and %s.", over.total.mean,
-           against(over.total, naive.total, "naive").c_str(),
-           against(over.total, run_of(runs, FLAT).total, "flat").c_str(),
-           against(over.total, none.total, "without communication").c_str());
-    if (over.backward.mean > none.backward.mean && !level(over.backward, none.backward)) {
+    const Stats &total = over.ms[TOTAL], &alone = none.ms[BACKWARD], &shared = over.ms[BACKWARD];
+    answer("a", "Overlapped, a step takes %.2f ms: %s, %s, and %s.", total.mean,
+           against(total, naive.ms[TOTAL], "naive").c_str(),
+           against(total, run_of(runs, FLAT).ms[TOTAL], "flat").c_str(),
+           against(total, none.ms[TOTAL], "without communication").c_str());
+    if (shared.mean > alone.mean && !level(shared, alone)) {
         answer("a", "Hiding is not free: backward takes %.2f ms instead of %.2f, because both share the device.",
-               over.backward.mean, none.backward.mean);
+               shared.mean, alone.mean);
     }
     answer("b",
            "In naive's trace (--trace FILE.json) all all-reduces lie after backward, and the compute stream waits %.2f "
            "ms. In overlapped's %.1f %% of their time lies under backward, and it waits %.2f ms.",
-           naive.exposed.mean, 100 * over.hidden.mean / over.communication.mean, over.exposed.mean);
+           naive.ms[EXPOSED].mean, 100 * over.ms[HIDDEN].mean / over.ms[COMMUNICATION].mean, over.ms[EXPOSED].mean);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // ddp_bucketed_benchmarking (b): the overhead of n buckets of s bytes together is s/(n w) + n o, as the last one cannot
-// hide, and each call costs o. o and w: of the line o + bytes/w through all-reduces, with the least relative errors.
+// hide, and each call costs o. o and w: of the line o + bytes/w through a small and a large all-reduce.
 
+struct BucketModel {
+    double s, o, w;  // bytes, ms, bytes per ms
+};
 static BucketModel bucket_model(const Communicator& c, double s, bool quick) {
-    double s0 = 0, s1 = 0, s2 = 0, t0 = 0, t1 = 0;
-    for (double mb : {0.25, 1.0, 4.0, 16.0, 64.0, 256.0}) {
-        if (mb > std::max(s / 1e6, 1.0) || (quick && mb > 16)) { continue; }
-        const double bytes = mb * 1e6, ms = time_all_reduce(c, (int64_t)(bytes / 4), 3, 7).min;  // noise only adds
-        const double weight = 1 / (ms * ms);
-        s0 += weight, s1 += weight * bytes, s2 += weight * bytes * bytes, t0 += weight * ms, t1 += weight * ms * bytes;
-    }
-    const double slope = (s0 * t1 - s1 * t0) / (s0 * s2 - s1 * s1);
-    return {s, std::max((t0 - slope * s1) / s0, 0.0), 1 / slope};
+    auto ms = [&](double bytes) { return time_all_reduce(c, (int64_t)(bytes / 4), 3, 7).min; };  // noise only adds
+    const double small = 0.25e6, large = std::max(std::min(s, quick ? 16e6 : 256e6), 1e6);
+    const double a = ms(small), w = (large - small) / (ms(large) - a);
+    return {s, std::max(a - small / w, 0.0), w};
 }
 
 // What would match the model, which takes backward to be as long as communication.
 static std::string setup_of(const DdpRun& none, const DdpRun& flat, const DdpRun& over) {
-    const double ratio = flat.communication.mean / none.backward.mean;
-    const double hidden = over.hidden.mean / over.communication.mean;
+    const double ratio = flat.ms[COMMUNICATION].mean / none.ms[BACKWARD].mean;
+    const double hidden = over.ms[HIDDEN].mean / over.ms[COMMUNICATION].mean;
     if (ratio < 0.9 && hidden < 0.8) { return strprintf("yet only %.0f %% of overlapped's calls hide", 100 * hidden); }
     if (ratio > 0.9 && ratio < 1.1) { return "so this setup fits"; }
     return strprintf("so %s. With %.2f times the tokens per rank, or %s links, it would fit",
                      ratio > 1 ? "bytes stay exposed with any bucket" : "even the calls hide", ratio,
                      ratio > 1 ? "faster" : "slower");
 }
-void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, const BucketModel& m) {
-    const DdpRun &none = run_of(runs, NO_SYNC), &flat = run_of(runs, FLAT), &over = run_of(runs, OVERLAPPED);
-    const DdpRun *best = nullptr, *few = nullptr;  // the fastest, and that of the fewest calls
-    for (const DdpRun& r : runs) {
-        if (r.strategy != BUCKETED) { continue; }
-        best = !best || r.total.mean < best->total.mean ? &r : best;
-        few = !few || r.calls < few->calls ? &r : few;
-    }
-    std::vector<std::string> also;
-    for (const DdpRun& r : runs) {
-        const bool same = r.calls == best->calls || level(r.total, best->total);  // the same buckets, or times
-        if (r.strategy == BUCKETED && &r != best && same) { also.push_back(strprintf("%g MB", r.bucket_mb)); }
-    }
-    answer("a", "The fastest buckets have %g MB: a step takes %.2f ms, %s and %s.%s", best->bucket_mb, best->total.mean,
-           against(best->total, over.total, "a tensor per call").c_str(),
-           against(best->total, flat.total, "flat").c_str(),
-           also.empty() ? "" : (" As fast, within the noise or with the same calls: " + list_of(also) + ".").c_str());
-    const bool cheaper =
-        few->communication.mean < over.communication.mean && !level(few->communication, over.communication);
-    const bool exposed = few->exposed.mean > over.exposed.mean && !level(few->exposed, over.exposed);
-    answer("a",
-           "Fewer calls should take less time, and %s: %.2f ms in %s, %.2f ms in %d. A large last bucket should leave "
-           "more exposed, and %s: %.2f ms with %g MB, %.2f ms with a tensor per call.",
-           cheaper ? "they do" : "here they do not", few->communication.mean, counted(few->calls, "call").c_str(),
-           over.communication.mean, over.calls, exposed ? "it does" : "here it does not", few->exposed.mean,
-           few->bucket_mb, over.exposed.mean);
-    answer("a",
-           "The model in (b) needs backward to take as long as communication. Here backward takes %.2f ms and flat's "
-           "all-reduce %.2f ms, %s.",
-           none.backward.mean, flat.communication.mean, setup_of(none, flat, over).c_str());
+static void answer_bucket_model(const BucketModel& m) {
     answer("b",
            "A bucket takes s/(n_b w) to compute and o + s/(n_b w) to send, and sending goes on back to back once the "
            "first is computed: overhead(s, w, o, n_b) = s/(n_b w) + n_b o. It is least, 2 sqrt(s o/w), for n_b = "
            "sqrt(s/(o w)): the best bucket has s/n_b = sqrt(s o w) bytes.");
-    const double bytes = std::min(m.s, sqrt(m.s * m.o * m.w));  // at least one bucket
     if (!(m.w > 0 && std::isfinite(m.w))) {
-        answer("b", "This run gives no w: its larger all-reduces took no longer than its smaller ones.");
-    } else {
-        answer("b",
-               "Timed alone, this run's fastest all-reduces have o = %.1f us and w = %.2f GB/s. With s = %.1f MB the "
-               "best bucket has %.1f MB%s and an overhead of %.2f ms.",
-               1e3 * m.o, m.w / 1e6, m.s / 1e6, bytes / 1e6, bytes < m.s ? "" : " (all gradients)",
-               bytes / m.w + m.s / bytes * m.o);
+        return answer("b", "This run gives no w: a larger all-reduce took no longer than a smaller one.");
     }
+    const double bytes = std::min(m.s, sqrt(m.s * m.o * m.w));  // at least one bucket
+    answer("b",
+           "Timed alone, this run's fastest all-reduces have o = %.1f us and w = %.2f GB/s. With s = %.1f MB the best "
+           "bucket has %.1f MB%s and an overhead of %.2f ms.",
+           1e3 * m.o, m.w / 1e6, m.s / 1e6, bytes / 1e6, bytes < m.s ? "" : " (all gradients)",
+           bytes / m.w + m.s / bytes * m.o);
+}
+static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, const BucketModel& m) {
+    const DdpRun &none = run_of(runs, NO_SYNC), &flat = run_of(runs, FLAT), &over = run_of(runs, OVERLAPPED);
+    const std::vector<DdpRun> buckets(&over + 1, runs.data() + runs.size());
+    auto by_time = [](const DdpRun& a, const DdpRun& b) { return a.ms[TOTAL].mean < b.ms[TOTAL].mean; };
+    auto by_calls = [](const DdpRun& a, const DdpRun& b) { return a.calls < b.calls; };
+    const DdpRun& best = *std::min_element(buckets.begin(), buckets.end(), by_time);
+    const DdpRun& few = *std::min_element(buckets.begin(), buckets.end(), by_calls);
+    std::vector<std::string> also;
+    for (const DdpRun& r : buckets) {
+        const bool same = r.calls == best.calls || level(r.ms[TOTAL], best.ms[TOTAL]);  // the same buckets, or times
+        if (&r != &best && same) { also.push_back(strprintf("%g MB", r.bucket_mb)); }
+    }
+    answer("a", "The fastest buckets have %g MB: a step takes %.2f ms, %s and %s.%s", best.bucket_mb,
+           best.ms[TOTAL].mean, against(best.ms[TOTAL], over.ms[TOTAL], "a tensor per call").c_str(),
+           against(best.ms[TOTAL], flat.ms[TOTAL], "flat").c_str(),
+           also.empty() ? "" : (" As fast, within the noise or with the same calls: " + list_of(also) + ".").c_str());
+    auto less = [](const Stats& a, const Stats& b) { return a.mean < b.mean && !level(a, b); };
+    answer("a",
+           "Fewer calls should take less time, and %s: %.2f ms in %s, %.2f ms in %d. A large last bucket should leave "
+           "more exposed, and %s: %.2f ms with %g MB, %.2f ms with a tensor per call.",
+           less(few.ms[COMMUNICATION], over.ms[COMMUNICATION]) ? "they do" : "here they do not",
+           few.ms[COMMUNICATION].mean, counted(few.calls, "call").c_str(), over.ms[COMMUNICATION].mean, over.calls,
+           less(over.ms[EXPOSED], few.ms[EXPOSED]) ? "it does" : "here it does not", few.ms[EXPOSED].mean,
+           few.bucket_mb, over.ms[EXPOSED].mean);
+    answer("a",
+           "The model in (b) needs backward to take as long as communication. Here backward takes %.2f ms and flat's "
+           "all-reduce %.2f ms, %s.",
+           none.ms[BACKWARD].mean, flat.ms[COMMUNICATION].mean, setup_of(none, flat, over).c_str());
+    answer_bucket_model(m);
 }
 
 static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
@@ -948,8 +903,7 @@ static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
             single = single_process(c, o, config);
             if (last == BUCKETED && c.world > 1) { line = bucket_model(c, runs.back().mb * 1e6, o.quick); }
         }
-        for (DdpRun& r : runs) { r.oom = fits ? 0 : needs; }
-        if (c.rank == 0) { print_steps(caption, runs, single, (double)o.batch_size * c.world, o.context_length); }
+        if (c.rank == 0) { print_steps(caption, runs, single, o, c.world, fits ? 0 : needs); }
         if (!fits) { fail("no step ran: each rank needs %.1f GiB", needs / 1073741824.0); }
         if (c.rank > 0) { return; }
         if (c.world == 1) { return answer("", "%s", ONE_RANK); }
@@ -971,55 +925,56 @@ int cmd_ddp_bucketed_benchmarking(const Options& o) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// optimizer_state_sharding: 10 steps with the public test's settings (lr 0.1, decay 0.1), sharded against unsharded,
-// both data parallel. The second parameter group comes after 5 steps.
+// optimizer_state_sharding: 10 steps with the public test's settings (AdamW, lr 0.1, decay 0.1), sharded against
+// unsharded, both data parallel. The second parameter group comes after 5 steps.
 
-static WeightsCheck shard_and_compare(const Communicator& c, Sharding sharding, bool sgd, bool tied, const Options& o) {
+static WeightsCheck shard_and_compare(const Communicator& c, Sharding sharding, bool tied, const Options& o,
+                                      Table& table) {
     Toy ours = make_toy(tied, o, o.seed), whole = make_toy(tied, o, o.seed);
-    parallelize(ours, c, sharding == ZERO1 ? NO_SYNC : FLAT), parallelize(whole, c, FLAT);
+    ours.d = data_parallel(c, sharding == ZERO1 ? NO_SYNC : FLAT, 0, ours.model);
+    whole.d = data_parallel(c, FLAT, 0, whole.model);
     ours.optimizer = {c, sharding};
-    const int64_t first = ours.parameters.back().offset, all = ours.gradients.size();
+    const int64_t first = ours.model.parameters.back().offset, all = ours.model.gradients.size();
     auto add_group = [&](Toy& t, int64_t begin, int64_t end, float lr) {
-        ParameterGroup g{view(t.weights, begin, {end - begin}), view(t.gradients, begin, {end - begin})};
-        g.sgd = sgd, g.adamw.lr = sgd ? lr / 10 : lr, g.adamw.weight_decay = 0.1f;
+        ParameterGroup g{view(t.model.weights, begin, {end - begin}), view(t.model.gradients, begin, {end - begin})};
+        g.adamw.lr = lr, g.adamw.weight_decay = 0.1f;
         add_parameter_group(t.optimizer, g);
     };
-    WeightsCheck check{ours.name,
-                       strprintf("%s, %s", sgd ? "SGD" : "AdamW", sharding == ZERO1 ? "ZeRO-1" : "broadcast")};
+    WeightsCheck check{ours.model.config.name, sharding == ZERO1 ? "AdamW, ZeRO-1" : "AdamW, broadcast"};
     for (int step = 0; step < 10; step++) {
         for (Toy* t : {&ours, &whole}) {
             if (step == 0) { add_group(*t, 0, first, 0.1f); }
             if (step == 5) { add_group(*t, first, all, 0.05f); }
             train_step(*t, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, ROWS_A_RANK * c.world);
         }
-        compare(check, ours.weights, whole.weights);
+        compare(check, ours.model.weights, whole.model.weights);
     }
     auto state_of = [](const Optimizer& optimizer) {
         int64_t n = 0;
-        for (const ParameterGroup& g : optimizer.groups) { n += (g.m ? g.m.size() : 0) + (g.v ? g.v.size() : 0); }
+        for (const ParameterGroup& g : optimizer.groups) { n += g.m ? 2 * g.m.size() : 0; }
         return n;
     };
-    check.same_bits = same_bits_everywhere(c, ours.weights), check.whole = state_of(whole.optimizer);
+    check.same_bits = same_bits_everywhere(c, ours.model.weights);
+    std::vector<std::string> shares;
     for (const std::vector<int64_t>& n : gather<int64_t>(c, {state_of(ours.optimizer)})) {
-        check.shares += (check.shares.empty() ? "" : " + ") + std::to_string(n[0]);
+        shares.push_back(std::to_string(n[0]));
     }
+    table.row(check.model, check.what, strprintf("%.2e", check.max), strprintf("%.2e", check.sum / check.n),
+              check.match ? "match" : "DIFFER", check.same_bits ? "identical" : "DIFFER", join(shares, " + "),
+              state_of(whole.optimizer));
     return check;
 }
 int cmd_optimizer_state_sharding(const Options& o) {
     return run_ranks(o, [&](const Communicator& c) {
         Table table{
             strprintf("optimizer_state_sharding: weights after each of 10 steps, sharded against unsharded; %s, toy "
-                      "models with %d outputs, backend %s, lr 0.1 (SGD 0.01, momentum 0.9), weight decay 0.1, a second "
-                      "parameter group with half the lr after 5 steps; bits: of the ranks; states: elements that each "
-                      "rank keeps",
+                      "models with %d outputs, backend %s, lr 0.1, weight decay 0.1, a second parameter group with "
+                      "half the lr after 5 steps; bits: of the ranks; states: elements that each rank keeps",
                       ranks(c.world).c_str(), toy_outputs(o), c.backend.c_str()),
             {"Model", "Optimizer", "max diff", "mean diff", "Parameters", "bits", "states", "unsharded"}};
         std::vector<WeightsCheck> checks;
-        for (int i = 0; i < 8; i++) {
-            checks.push_back(shard_and_compare(c, i % 2 ? ZERO1 : BROADCAST, i / 2 % 2, i / 4, o));
-            const WeightsCheck& x = checks.back();
-            table.row(x.model, x.what, strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n),
-                      x.match ? "match" : "DIFFER", x.same_bits ? "identical" : "DIFFER", x.shares, x.whole);
+        for (bool tied : {false, true}) {
+            for (Sharding s : {BROADCAST, ZERO1}) { checks.push_back(shard_and_compare(c, s, tied, o, table)); }
         }
         print_checks(c, table, checks, "the sharded and of the unsharded optimizer on " + ranks(c.world));
     });
@@ -1028,6 +983,13 @@ int cmd_optimizer_state_sharding(const Options& o) {
 // ---------------------------------------------------------------------------------------------------------------------
 // optimizer_state_sharding_accounting: peak memory in three stretches of a first step and in later steps; their time
 
+struct ShardingRun {
+    Sharding sharding;
+    std::vector<std::pair<const char*, MemoryUse>> peaks{};  // moment, peak since the one before
+    StepStats ms{};
+    double mb_sent = 0;
+    size_t oom = 0;
+};
 static void run_sharded(const Communicator& c, const Options& o, const ModelConfig& config, ShardingRun& r) {
     reset_peak(context.device);
     const std::vector<Batch> batches = {batch_of(o, config, c.rank)};
@@ -1044,15 +1006,13 @@ static void run_sharded(const Communicator& c, const Options& o, const ModelConf
         if (part == OPTIMIZER_STEP) { moment("before step"); }
     });
     moment("after step");
-    const auto steps = mean_of_ranks(c, timed_steps(t, batches, o, name_of(r.sharding)));
+    r.ms = step_stats(mean_of_ranks(c, timed_steps(t, batches, o, name_of(r.sharding))));
     moment("later steps");
-    r.total = stats_of(steps, TOTAL), r.gradients = stats_of(steps, EXPOSED);
-    r.optimizer = stats_of(steps, OPTIMIZER_STEP);
     r.mb_sent = (r.sharding == BROADCAST ? 3 : 2) * 4e-6 * model.weights.size() * (c.world - 1) / c.world;
 }
 
 static double mib(double bytes) { return bytes / 1048576; }
-void answer_optimizer_state_sharding_accounting(const std::vector<ShardingRun>& runs, int ranks) {
+static void answer_optimizer_state_sharding_accounting(const std::vector<ShardingRun>& runs, int ranks) {
     const ShardingRun &whole = runs[0], &ours = runs[1], &zero = runs[2];
     if (whole.oom || ours.oom || zero.oom) { return answer("", "A way does not fit, so there is no comparison."); }
     auto peak = [](const ShardingRun& r, int i) { return mib(r.peaks[i].second.peak); };
@@ -1069,8 +1029,9 @@ void answer_optimizer_state_sharding_accounting(const std::vector<ShardingRun>& 
     answer("b",
            "An iteration takes %.2f ms sharded, %s. Each rank steps only its share but then broadcasts it: it sends "
            "%.1f MB per step instead of %.1f, and its optimizer takes %.2f ms, %s.",
-           ours.total.mean, against(ours.total, whole.total, "unsharded").c_str(), ours.mb_sent, whole.mb_sent,
-           ours.optimizer.mean, against(ours.optimizer, whole.optimizer, "unsharded").c_str());
+           ours.ms[TOTAL].mean, against(ours.ms[TOTAL], whole.ms[TOTAL], "unsharded").c_str(), ours.mb_sent,
+           whole.mb_sent, ours.ms[OPTIMIZER_STEP].mean,
+           against(ours.ms[OPTIMIZER_STEP], whole.ms[OPTIMIZER_STEP], "unsharded").c_str());
     answer("c",
            "ZeRO-1, too, shards only the optimizer's state: %.1f MiB per rank, where ours takes %.1f MiB. It "
            "reduce-scatters gradients and all-gathers weights, so of Psi parameters a rank sends 2 Psi (N-1)/N "
@@ -1105,8 +1066,8 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
                 memory.row(name_of(r.sharding), what, cell(by[PARAMETERS]), cell(by[GRADIENTS]), cell(by[OPTIMIZER]),
                            cell(use.peak - known), cell(use.peak));
             }
-            time.row(name_of(r.sharding), strprintf("%.2f", r.total.mean), deviation(r.total, "%.2f"),
-                     strprintf("%.2f", r.gradients.mean), strprintf("%.2f", r.optimizer.mean),
+            auto ms = [&](int part) { return strprintf("%.2f", r.ms[part].mean); };
+            time.row(name_of(r.sharding), ms(TOTAL), deviation(r.ms[TOTAL], "%.2f"), ms(EXPOSED), ms(OPTIMIZER_STEP),
                      strprintf("%.1f", r.mb_sent));
         }
         if (c.rank == 0) { print(time); }
@@ -1118,16 +1079,12 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Section 2.4, when communication becomes the limit. It is arithmetic alone.
-
-// ---------------------------------------------------------------------------------------------------------------------
-// communication_accounting: the handout's XXL model, L blocks of two Linear layers D x F and F x D.
+// Section 2.4, communication_accounting: the handout's XXL model, L blocks of two Linear layers D x F and F x D, whose
+// 2 D F L = P parameters take 16 P bytes with their gradients and AdamW's moments, in fp32. It is arithmetic alone.
+// A: all activations that a device's tokens save; every second layer's are sharded, like the weights, the rest is not.
 // C: FLOP/s of a chip; W: bytes/s of a link; X chips share the FSDP axis with M_X links, Y the TP axis with M_Y.
-//
-// Memory: P parameters take 16 P bytes with their gradients and AdamW's moments, in fp32. A is all saved activations of
-// a device's tokens; every second layer's are sharded, like the weights, the other half is not.
-// Forward of one block: T_math = 4 B D F / (X Y C); gather of the weights T_FSDP = 4 D F / (Y W M_X); all-reduce of the
-// activations T_TP = 4 B D / (X W M_Y). B: tokens overall.
+// Forward of one block of B tokens: T_math = 4 B D F / (X Y C); gather of the weights T_FSDP = 4 D F / (Y W M_X);
+// all-reduce of the activations T_TP = 4 B D / (X W M_Y).
 
 static const double GB = 1e9, GIB = 1073741824.0;
 static const double GPU_GB = 80, CHIP_GB = 95;  // the memory of a GPU in (a), of a chip in (b)
@@ -1137,114 +1094,90 @@ static const double M_X = 2, M_Y = 1;           // mesh axes, so links, of the F
 static double least_devices(double P, double A, double memory) {
     return A / 2 < memory ? floor((16 * P + A / 2) / (memory - A / 2)) + 1 : 0;
 }
-// The least B, not rounded, with T_math >= T_FSDP + T_TP; 0: none. alpha = C / W.
-static double least_batch(const Options& o, double alpha, double X, double Y) {
-    double share = alpha * Y / (M_Y * o.d_ff);  // of T_math that TP takes
-    return share < 1 ? alpha * X / M_X / (1 - share) : 0;
-}
-// A value of 0: there is none.
-static void row(Table& t, const char* part, const std::string& quantity, const char* formula, double value,
-                int decimals, const std::string& unit) {
-    t.row(part, quantity, formula, value > 0 ? strprintf("%.*f", decimals, value) : "none", unit);
-}
-
-static void memory_accounting(const Options& o, Table& t, double P, double per_token) {
-    auto gib = [](double bytes) { return strprintf("GB (%.1f GiB)", bytes / GIB); };
-    row(t, "a", "parameters P", "2 D F L", P, 0, "");
-    row(t, "a", "master weights, fp32", "4 P", 4 * P / GB, 1, gib(4 * P));
-    row(t, "a", "with gradients and moments, fp32", "16 P", 16 * P / GB, 1, gib(16 * P));
-    row(t, "a", "saved for backward per token", "2 L (D + F)", per_token, 0, "bytes");
-    row(t, "a", "GPUs of 80 GB for 16 P", "16 P / memory", 16 * P / (GPU_GB * GB), 2, "");
-    row(t, "a", "GPUs of 80 GiB for 16 P", "16 P / memory", 16 * P / (GPU_GB * GIB), 2, "");
+static void account_for_memory(const Options& o) {
+    const double D = o.d_model, F = o.d_ff, L = o.num_layers, P = 2 * D * F * L, per_token = 2 * L * (D + F);
+    Table t{
+        strprintf("communication_accounting: D = d_model %g, F = d_ff %g, L = %g blocks of two Linear layers; C = %g "
+                  "TFLOP/s, W = %g GB/s, M_X = %g, M_Y = %g links; GB = 1e9 bytes, GiB = 2^30; (b): the least N",
+                  D, F, L, o.tflops, o.bandwidth_gb, M_X, M_Y),
+        {"tokens per device", "A (GB)", strprintf("N, %g GB", CHIP_GB), strprintf("N, %g GiB", CHIP_GB)}};
     for (double tokens : {0.0, 1.0 * o.tokens, 4.0 * o.tokens}) {
-        row(t, "b", strprintf("N for 95 GB, %g tokens each", tokens), "(16 P + A/2) / (memory - A/2)",
-            least_devices(P, per_token * tokens, CHIP_GB * GB), 0, "devices");
+        const double A = per_token * tokens;
+        auto least = [&](double GB) {
+            const double N = least_devices(P, A, CHIP_GB * GB);
+            return N > 0 ? strprintf("%.0f", N) : "none";
+        };
+        t.row((int)tokens, strprintf("%.1f", A / GB), least(GB), least(GIB));
     }
-    row(t, "b", "N for 95 GiB, 0 tokens each", "the same, in GiB", least_devices(P, 0, CHIP_GB * GIB), 0, "devices");
-    row(t, "b", "tokens from which no N is enough", "A/2 = memory", ceil(CHIP_GB * GB / (per_token / 2)), 0, "tokens");
-}
-static void answer_memory(const Options& o, double P, double per_token) {
-    double at_tokens = least_devices(P, per_token * o.tokens, CHIP_GB * GB);
+    print(t);
     answer("a",
-           "P = 2 D F L = %.0f parameters take 4 P = %.1f GB (%.1f GiB) in fp32. With their gradients and AdamW's two "
-           "moments they take 16 P = %.1f GB (%.1f GiB), the memory of %.0f GPUs of %g GB, or of %.0f if a GB is taken "
-           "as 2^30 bytes. Backward saves 2 L (D + F) = %.0f bytes per token in bf16.",
-           P, 4 * P / GB, 4 * P / GIB, 16 * P / GB, 16 * P / GIB, ceil(16 * P / GB / GPU_GB), GPU_GB,
-           ceil(16 * P / GIB / GPU_GB), per_token);
+           "P = 2 D F L = 2 x %g x %g x %g = %.0f parameters take 4 P = %.1f GB (%.1f GiB) in fp32. With their "
+           "gradients and AdamW's two moments they take 16 P = %.1f GB (%.1f GiB), the memory of %.1f / %g = %.2f, so "
+           "%.0f GPUs, or of %.0f if a GB is taken as 2^30 bytes. Backward saves 2 L (D + F) = 2 x %g x (%g + %g) = "
+           "%.0f bytes per token in bf16.",
+           D, F, L, P, 4 * P / GB, 4 * P / GIB, 16 * P / GB, 16 * P / GIB, 16 * P / GB, GPU_GB, 16 * P / GB / GPU_GB,
+           ceil(16 * P / GB / GPU_GB), ceil(16 * P / GIB / GPU_GB), L, D, F, per_token);
+    const double enough = least_devices(P, per_token * o.tokens, CHIP_GB * GB);
     answer("b",
            "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for backward, and half of A "
            "is sharded over the N devices, like the weights. Without activations that is below %g GB from N = %.0f "
-           "devices on; with %d tokens per device, %s. No N is enough from %.0f tokens per device on, because A/2 "
-           "alone fills the memory.",
+           "devices on; with %d tokens per device, %s. No N is enough from %g GB / (%.0f / 2) = %.0f tokens per device "
+           "on, because A/2 alone fills the memory.",
            CHIP_GB, least_devices(P, 0, CHIP_GB * GB), o.tokens,
-           at_tokens > 0 ? strprintf("from N = %.0f on", at_tokens).c_str() : "for no N",
+           enough > 0 ? strprintf("from N = %.0f on", enough).c_str() : "for no N", CHIP_GB, per_token,
            ceil(CHIP_GB * GB / (per_token / 2)));
 }
 
-int cmd_communication_accounting(const Options& o) {
-    const double D = o.d_model, F = o.d_ff, L = o.num_layers, X = o.fsdp, Y = o.tp;
-    const double P = 2 * D * F * L, per_token = 2 * L * (D + F), N = X * Y;
-    const double alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB), most_Y = M_Y * F / alpha;
-    const double in_turn = least_batch(o, alpha, X, Y), overlapped = Y <= most_Y ? alpha * X / M_X : 0;
-    const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
-    Table t{
-        strprintf("communication_accounting: D = d_model %g, F = d_ff %g, L = %g blocks of two Linear layers; GB = 1e9 "
-                  "bytes, GiB = 2^30; C = %g TFLOP/s, W = %g GB/s, X = %g (FSDP), Y = %g (TP), M_X = %g, M_Y = %g",
-                  D, F, L, o.tflops, o.bandwidth_gb, X, Y, M_X, M_Y),
-        {"part", "quantity", "formula", "value", "unit"}};
-    memory_accounting(o, t, P, per_token);
-    row(t, "c", "alpha", "C / W", alpha, 1, "FLOP/byte");
-    for (bool turns : {true, false}) {
-        const std::string how = turns ? "axes in turn" : "axes overlapped";
-        const double B = turns ? in_turn : overlapped;
-        row(t, "c", "least batch B, " + how,
-            turns ? "(alpha X / M_X) / (1 - alpha Y / (M_Y F))" : "alpha X / M_X, if TP's condition holds", ceil(B), 0,
-            "tokens");
-        row(t, "c", "per chip, " + how, "B / (X Y)", B / N, 1, "tokens");
-        row(t, "c", "per FSDP shard, " + how, "B / X", B / X, 1, "tokens");
-    }
-    row(t, "c", "TP is compute bound for Y below", "M_Y F / alpha", most_Y, 1, "chips");
-    // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of the time.
-    row(t, "d", "best X, axes in turn", "2 alpha N / (M_Y F)", 2 * N / most_Y, 1, "chips");
-    row(t, "d", "per chip, X free, in turn", "4 alpha^2 / (M_X M_Y F)", per_chip, 1, "tokens");
-    row(t, "d", "least batch, X free, in turn", "N times that", ceil(per_chip * N), 0, "tokens");
-    row(t, "d", "per chip, X free, overlapped", "alpha^2 / (M_X M_Y F)", per_chip / 4, 1, "tokens");
-    row(t, "d", "least batch, X free, overlapped", "N times that", ceil(per_chip / 4 * N), 0, "tokens");
+// The least B, not rounded, with T_math >= T_FSDP + T_TP; 0: none. alpha = C / W.
+static double least_batch(double alpha, double F, double X, double Y) {
+    const double share = alpha * Y / (M_Y * F);  // of T_math that TP takes
+    return share < 1 ? alpha * X / M_X / (1 - share) : 0;
+}
+static void account_for_communication(const Options& o) {
+    const double F = o.d_ff, X = o.fsdp, Y = o.tp, N = X * Y, alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB);
+    const double most_Y = M_Y * F / alpha;
+    Table t{strprintf("(c), (d): the least batch of N = %g chips for a compute bound forward, in tokens", N),
+            {"X (FSDP)", "Y (TP)", "axes in turn", "per chip", "per FSDP shard", "axes overlapped", "per chip"}};
     double best_X = 0, best = INFINITY;
     for (double x = 1; x <= N; x *= 2) {
-        const double B = least_batch(o, alpha, x, N / x);
-        if (B == 0 || fmod(N, x) != 0) { continue; }
-        if (B < best) { best = B, best_X = x; }
-        row(t, "d", strprintf("least B, X = %g, Y = %g, in turn", x, N / x), "as in c", ceil(B), 0, "tokens");
+        const double y = N / x, turns = least_batch(alpha, F, x, y), overlapped = alpha * x / M_X;
+        if (turns == 0 || fmod(N, x) != 0) { continue; }
+        if (turns < best) { best = turns, best_X = x; }
+        t.row((int)x, (int)y, strprintf("%.0f", ceil(turns)), strprintf("%.1f", turns / N),
+              strprintf("%.1f", turns / x), strprintf("%.0f", ceil(overlapped)), strprintf("%.1f", overlapped / N));
     }
     print(t);
-
-    answer_memory(o, P, per_token);
-    if (in_turn > 0) {
+    const double B = least_batch(alpha, F, X, Y), overlapped = alpha * X / M_X;
+    answer("c", "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte.", o.tflops, o.bandwidth_gb, alpha);
+    if (B > 0) {
         answer("c",
-               "Forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = %.0f tokens overall, "
-               "%.1f per chip; alpha = C / W = %.1f FLOP per byte. This holds for every schedule: FSDP's gathers and "
-               "TP's all-reduces take turns. Where both axes communicate at once, each over its own links, alpha X / "
-               "M_X = %.0f tokens (%.1f per chip) are enough.",
-               ceil(in_turn), in_turn / N, alpha, ceil(overlapped), overlapped / N);
+               "Forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (%.1f x %g / %g) / (1 - "
+               "%.1f x %g / (%g x %g)) = %.0f tokens overall, %.1f per chip. This holds for every schedule: FSDP's "
+               "gathers and TP's all-reduces take turns. Where both axes communicate at once, each over its own links, "
+               "alpha X / M_X = %.0f tokens (%.1f per chip) are enough, with Y below M_Y F / alpha = %.1f.",
+               alpha, X, M_X, alpha, Y, M_Y, F, ceil(B), B / N, ceil(overlapped), overlapped / N, most_Y);
     } else {
         answer("c",
                "No batch is compute bound with X = %g and Y = %g: the all-reduces of tensor parallelism take longer "
                "than the products, at any batch. Y has to be below M_Y F / alpha = %.1f.",
                X, Y, most_Y);
     }
-    answer(
-        "d",
-        "The split can be chosen: the least batch is 4 alpha^2 / (M_X M_Y F) = %.1f tokens per chip, at X = 2 alpha N "
-        "/ (M_Y F) = %.1f%s. Communication on both axes at once divides it by 4: alpha^2 / (M_X M_Y F) = %.1f. Fewer "
-        "bytes (8-bit weights halve alpha X / M_X), more links per axis and pipeline stages lower it further.",
-        per_chip, 2 * N / most_Y,
-        best_X > 0
-            ? strprintf("; in whole numbers X = %g, Y = %g needs %.0f tokens", best_X, N / best_X, ceil(best)).c_str()
-            : "",
-        per_chip / 4);
+    // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of the time.
+    const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
+    const std::string whole =
+        strprintf("; in whole numbers X = %g, Y = %g needs %.0f tokens", best_X, N / best_X, ceil(best));
+    answer("d",
+           "The split can be chosen: the least batch is 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %g) = %.1f "
+           "tokens per chip, at X = 2 alpha N / (M_Y F) = %.1f%s. Communication on both axes at once divides it by 4: "
+           "alpha^2 / (M_X M_Y F) = %.1f. Fewer bytes (8-bit weights halve alpha X / M_X), more links per axis and "
+           "pipeline stages lower it further.",
+           alpha, M_X, M_Y, F, per_chip, 2 * N / most_Y, best_X > 0 ? whole.c_str() : "", per_chip / 4);
     answer("d",
            "Gradient accumulation does not, because each micro-batch gathers the weights again. Activation "
            "checkpointing does not, because it leaves the forward's FLOPs and bytes as they are.");
+}
+int cmd_communication_accounting(const Options& o) {
+    account_for_memory(o);
+    account_for_communication(o);
     return 0;
 }

@@ -14,7 +14,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-static RunCommand cmd_list, cmd_reproduce;
+static RunCommand cmd_list, cmd_info, cmd_reproduce;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The commands, in the handout's order. `options` are keys of add_options() below: `key=text` has another default than
@@ -23,11 +23,11 @@ static RunCommand cmd_list, cmd_reproduce;
 
 struct Command {
     const char* id;
+    RunCommand* run;
     const char *section_2025, *section_2026;  // "": that handout has no such problem; both: a tool
     int points;                               // the same in both; 0: none
     int gpus;                                 // that it measures on at full size; 0: it measures no time
     const char* what;
-    RunCommand* run;
     std::string options;
     bool is_in(const std::string& edition) const { return *(edition == "2025" ? section_2025 : section_2026); }
     bool is_problem() const { return is_in("2025") || is_in("2026"); }
@@ -44,99 +44,79 @@ static const std::string DDP =
 // The defaults are the 2026 leaderboard's layer and batch, and a device of an H200 node.
 static const std::string CALCS = "tokens=65536 d_model=4096 d_ff=11008 tflops=989 bandwidth_gb=450 ";
 
+#define COMMAND(name) #name, cmd_##name
 static const Command COMMANDS[] = {
-    {"benchmarking_script", "1.1.3", "2.1.3", 4, 1, "time forward, backward and the whole step of the Transformer",
-     cmd_benchmarking_script, TIMED + "warmup*=0,1,2,5 precision*=fp32 mode*=eager,flash checkpoint"},
-    {"nsys_profile", "1.1.4", "2.1.4", 5, 1, "which kernels a step spends its time in", cmd_nsys_profile,
+    {COMMAND(benchmarking_script), "1.1.3", "2.1.3", 4, 1,
+     "time forward, backward and the whole step of the Transformer",
+     TIMED + "warmup*=0,1,2,5 precision*=fp32 mode*=eager,flash checkpoint"},
+    {COMMAND(nsys_profile), "1.1.4", "2.1.4", 5, 1, "which kernels a step spends its time in",
      TIMED + "context_length*=128,256,512,1024 warmup=2 steps=5 precision*=fp32 mode*=eager"},
-    {"mixed_precision_accumulation", "1.1.5", "2.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16",
-     cmd_mixed_precision_accumulation, ""},
-    {"benchmarking_mixed_precision", "1.1.5", "2.1.5", 2, 1, "autocast's dtypes, and what fp32, tf32 and bf16 cost",
-     cmd_benchmarking_mixed_precision, TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash"},
-    {"memory_profiling", "1.1.6", "2.1.6", 4, 1, "where a step's memory goes", cmd_memory_profiling,
+    {COMMAND(mixed_precision_accumulation), "1.1.5", "2.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16",
+     ""},
+    {COMMAND(benchmarking_mixed_precision), "1.1.5", "2.1.5", 2, 1,
+     "autocast's dtypes, and what fp32, tf32 and bf16 cost", TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash"},
+    {COMMAND(memory_profiling), "1.1.6", "2.1.6", 4, 1, "where a step's memory goes",
      "size*=2.7B " + MODEL +
          "context_length*=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager checkpoint out.folder"},
-    {"gradient_checkpointing", "", "3.2.1", 4, 1, "what backward runs again instead of keeping it",
-     cmd_gradient_checkpointing,
+    {COMMAND(gradient_checkpointing), "", "3.2.1", 4, 1, "what backward runs again instead of keeping it",
      "size=xl " + MODEL + "context_length=2048 batch_size warmup=2 steps=5 precision=fp32 mode=eager seed"},
-    {"pytorch_attention", "1.2.1", "4.1.1", 2, 1, "time and memory of plain attention", cmd_pytorch_attention,
-     "steps=100 trace"},
-    {"torch_compile", "1.3", "4.2", 2, 1, "eager against fused kernels", cmd_torch_compile,
-     TIMED + "warmup precision*=fp32"},
-    {"weighted_sum", "1.3.1", "4.2.1", 0, 1, "the first kernel: a weighted sum", cmd_weighted_sum, "trace"},
-    {"flash_forward", "1.3.2", "4.2.2", 15, 0, "FlashAttention-2, forward", cmd_flash_forward, "seed trace"},
-    {"flash_backward", "1.3.2", "4.2.2", 5, 0, "FlashAttention-2, backward", cmd_flash_backward, "seed trace"},
-    {"flash_benchmarking", "1.3.2", "4.2.2", 5, 1, "FlashAttention-2 against plain attention", cmd_flash_benchmarking,
-     "trace"},
-    {"flash_leaderboard", "1.3.3", "", 0, 1, "one long causal sequence, as fast as it goes", cmd_flash_leaderboard,
+    {COMMAND(pytorch_attention), "1.2.1", "4.1.1", 2, 1, "time and memory of plain attention", "steps=100 trace"},
+    {COMMAND(torch_compile), "1.3", "4.2", 2, 1, "eager against fused kernels", TIMED + "warmup precision*=fp32"},
+    {COMMAND(weighted_sum), "1.3.1", "4.2.1", 0, 1, "the first kernel: a weighted sum", "trace"},
+    {COMMAND(flash_forward), "1.3.2", "4.2.2", 15, 0, "FlashAttention-2, forward", "seed trace"},
+    {COMMAND(flash_backward), "1.3.2", "4.2.2", 5, 0, "FlashAttention-2, backward", "seed trace"},
+    {COMMAND(flash_benchmarking), "1.3.2", "4.2.2", 5, 1, "FlashAttention-2 against plain attention", "trace"},
+    {COMMAND(flash_leaderboard), "1.3.3", "", 0, 1, "one long causal sequence, as fast as it goes",
      "d_model=1024 num_heads=16 context_length=16384 precision=bf16 impl=all trace"},
-    {"distributed_communication_single_node", "2.1", "5.1", 5, 2, "all-reduce: sizes, ranks, backends",
-     cmd_distributed_communication_single_node, "warmup steps " + RANKS},
-    {"naive_ddp", "2.2", "5.2", 5, 0, "an all-reduce for each parameter", cmd_naive_ddp, CHECK},
-    {"naive_ddp_benchmarking", "2.2", "5.2", 3, 2, "what it costs", cmd_naive_ddp_benchmarking, DDP + "trace"},
-    {"minimal_ddp_flat_benchmarking", "2.3.1", "5.3.1", 2, 2, "one all-reduce for all gradients",
-     cmd_minimal_ddp_flat_benchmarking, DDP + "trace"},
-    {"ddp_overlap_individual_parameters", "2.3.2", "5.3.2", 5, 0, "communicate while backward runs",
-     cmd_ddp_overlap_individual_parameters, CHECK},
-    {"ddp_overlap_individual_parameters_benchmarking", "2.3.2", "5.3.2", 1, 2, "what it saves",
-     cmd_ddp_overlap_individual_parameters_benchmarking, DDP + "trace"},
-    {"ddp_overlap_bucketed", "2.3.3", "", 8, 0, "the same, in buckets", cmd_ddp_overlap_bucketed,
+    {COMMAND(distributed_communication_single_node), "2.1", "5.1", 5, 2, "all-reduce: sizes, ranks, backends",
+     "warmup steps " + RANKS},
+    {COMMAND(naive_ddp), "2.2", "5.2", 5, 0, "an all-reduce for each parameter", CHECK},
+    {COMMAND(naive_ddp_benchmarking), "2.2", "5.2", 3, 2, "what it costs", DDP + "trace"},
+    {COMMAND(minimal_ddp_flat_benchmarking), "2.3.1", "5.3.1", 2, 2, "one all-reduce for all gradients", DDP + "trace"},
+    {COMMAND(ddp_overlap_individual_parameters), "2.3.2", "5.3.2", 5, 0, "communicate while backward runs", CHECK},
+    {COMMAND(ddp_overlap_individual_parameters_benchmarking), "2.3.2", "5.3.2", 1, 2, "what it saves", DDP + "trace"},
+    {COMMAND(ddp_overlap_bucketed), "2.3.3", "", 8, 0, "the same, in buckets",
      "bucket_size_mb*=0.0001,0.0016,0.01 " + CHECK},
-    {"ddp_bucketed_benchmarking", "2.3.3", "", 3, 2, "which size of buckets", cmd_ddp_bucketed_benchmarking,
-     DDP + "bucket_size_mb* trace"},
-    {"communication_accounting", "2.4", "", 10, 0, "when communication becomes the limit", cmd_communication_accounting,
+    {COMMAND(ddp_bucketed_benchmarking), "2.3.3", "", 3, 2, "which size of buckets", DDP + "bucket_size_mb* trace"},
+    {COMMAND(communication_accounting), "2.4", "", 10, 0, "when communication becomes the limit",
      "d_model=16384 d_ff=53248 num_layers=126 tokens=2048 tflops bandwidth_gb fsdp tp"},
-    {"optimizer_state_sharding", "3", "6", 15, 0, "AdamW's state split over the ranks", cmd_optimizer_state_sharding,
-     CHECK},
-    {"optimizer_state_sharding_accounting", "3", "6", 5, 2, "its memory and time",
-     cmd_optimizer_state_sharding_accounting, DDP},
-    {"fsdp", "", "7", 15, 0, "the weights sharded, too", cmd_fsdp, CHECK},
-    {"fsdp_accounting", "", "7", 5, 2, "its memory, and whether its gathers come in time", cmd_fsdp_accounting, DDP},
-    {"alternate_ring_all_reduce", "", "8.1", 1, 0, "all-reduce that sends whole tensors around a ring",
-     cmd_alternate_ring_all_reduce, "tensor_mb devices bandwidth_gb=450"},
-    {"data_parallel_calcs", "", "8.2", 3, 0, "how many devices data parallelism can use", cmd_data_parallel_calcs,
-     CALCS + "devices"},
-    {"fsdp_calcs", "", "8.3", 3, 0, "how many devices FSDP can use", cmd_fsdp_calcs, CALCS + "devices"},
-    {"tp_calcs", "", "8.4", 4, 0, "how many devices tensor parallelism can use", cmd_tp_calcs, CALCS + "devices"},
-    {"fsdp_tp_calcs", "", "8.5", 6, 0, "how many devices both together can use", cmd_fsdp_tp_calcs,
-     CALCS + "fsdp=4 tp=2"},
-    {"leaderboard", "", "9", 10, 1, "a training step of an 8.1B model, all in bf16, as fast as it goes",
-     cmd_leaderboard,
+    {COMMAND(optimizer_state_sharding), "3", "6", 15, 0, "AdamW's state split over the ranks", CHECK},
+    {COMMAND(optimizer_state_sharding_accounting), "3", "6", 5, 2, "its memory and time", DDP},
+    {COMMAND(fsdp), "", "7", 15, 0, "the weights sharded, too", CHECK},
+    {COMMAND(fsdp_accounting), "", "7", 5, 2, "its memory, and whether its gathers come in time", DDP},
+    {COMMAND(alternate_ring_all_reduce), "", "8.1", 1, 0, "all-reduce that sends whole tensors around a ring",
+     "tensor_mb devices bandwidth_gb=450"},
+    {COMMAND(data_parallel_calcs), "", "8.2", 3, 0, "how many devices data parallelism can use", CALCS + "devices"},
+    {COMMAND(fsdp_calcs), "", "8.3", 3, 0, "how many devices FSDP can use", CALCS + "devices"},
+    {COMMAND(tp_calcs), "", "8.4", 4, 0, "how many devices tensor parallelism can use", CALCS + "devices"},
+    {COMMAND(fsdp_tp_calcs), "", "8.5", 6, 0, "how many devices both together can use", CALCS + "fsdp=4 tp=2"},
+    {COMMAND(leaderboard), "", "9", 10, 1, "a training step of an 8.1B model, all in bf16, as fast as it goes",
      "size=8B " + MODEL +
          "context_length=32768 batch_size=2 warmup=3 steps=8 precision=pure_bf16 mode=flash checkpoint seed " + RANKS},
-    {"list", "", "", 0, 0, "every problem: sections, points, whether it runs here", cmd_list, ""},
-    {"info", "", "", 0, 0, "the device, its libraries, its measured rates", cmd_info, ""},
-    {"train", "", "", 0, 0, "train on the bytes of a text, then continue it", cmd_train,
+    {COMMAND(list), "", "", 0, 0, "every problem: sections, points, whether it runs here", ""},
+    {COMMAND(info), "", "", 0, 0, "the device, its libraries, its measured rates", ""},
+    {COMMAND(train), "", "", 0, 0, "train on the bytes of a text, then continue it",
      "data! d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 lr precision=fp32 "
      "mode=flash seed save load sample trace"},
-    {"model", "", "", 0, 0, "your weights and batch in, our logits, loss and gradients out", cmd_model,
+    {COMMAND(model), "", "", 0, 0, "your weights and batch in, our logits, loss and gradients out",
      "weights! batch! num_heads! out! rope_theta steps=0 lr precision=fp32 mode=flash"},
-    {"attention", "", "", 0, 0, "your q, k, v in, our output and gradients out", cmd_attention,
-     "inputs! out! causal impl"},
-    {"reproduce", "", "", 0, 0, "all problems, or those that are named, each into a file of --out", cmd_reproduce,
+    {COMMAND(attention), "", "", 0, 0, "your q, k, v in, our output and gradients out", "inputs! out! causal impl"},
+    {COMMAND(reproduce), "", "", 0, 0, "all problems, or those that are named, each into a file of --out",
      "out.folder=notes/output"},
 };
 
 // What 2026's handout sets otherwise. Its xl is another model, too: configs_of.
 static void take_edition_2026(Options& o) {
-    auto set = [&](const char* name, auto Options::*field, const auto& value) {
-        if (!o.has(name)) { o.*field = value; }
-    };
     if (o.command == "nsys_profile") {
-        set("size", &Options::size, std::vector<std::string>{"small", "xl"});
-        set("context_length", &Options::context_lengths, std::vector<int>{256, 512, 1024});
+        by_quick(o, "size", &Options::size, {"small", "xl"});
+        by_quick(o, "context_length", &Options::context_lengths, {256, 512, 1024});
     } else if (o.command == "memory_profiling") {
-        set("size", &Options::size, std::vector<std::string>{"xl"});
-        set("context_length", &Options::context_lengths, std::vector<int>{128, 2048});
+        by_quick(o, "size", &Options::size, {"xl"});
+        by_quick(o, "context_length", &Options::context_lengths, {128, 2048});
     } else if (o.size.size() > 1) {  // the sweeps over all sizes
-        set("size", &Options::size, std::vector<std::string>{"small", "medium", "large", "xl", "10B"});
-        set("context_length", &Options::context_length, 512);
+        by_quick(o, "size", &Options::size, {"small", "medium", "large", "xl", "10B"});
+        by_quick(o, "context_length", &Options::context_length, 512);
     }
-}
-// Is the problem the same in both editions, so that one output is of both?
-static bool depends_on_edition(const Command& c) {
-    return c.is_in("2025") && c.is_in("2026") &&
-           (c.options.find("size") == 0 || c.options.find(CHECK) != std::string::npos);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -168,18 +148,15 @@ static std::vector<std::string> implementations() {
     return {names.begin(), names.end()};
 }
 
-// Adds those of the options below that the command takes, with its defaults.
-static void add_options(CLI::App& app, const Command& command, Options& o) {
-    std::map<std::string, std::string> words;  // a key, and what Command::options says behind it
-    std::istringstream all("edition device format quick " + command.options);
-    for (std::string word; all >> word;) {
-        const size_t end = std::min(word.find_first_of("!*="), word.size());
-        words[word.substr(0, end)] = word.substr(end);
-    }
-    std::string group = "Common options";
+// Adds those options that the command takes, with its defaults.
+struct Adder {
+    CLI::App& app;
+    std::string group;
+    std::map<std::string, std::string> words = {};  // a key, and what Command::options says behind it
     // The name on the command line is the key up to a dot.
-    auto option = [&](const std::string& key, auto& field, const CLI::Validator& takes, std::string by_default,
-                      const std::string& help) {
+    template <class Field>
+    void option(const std::string& key, Field& field, const CLI::Validator& takes, std::string by_default,
+                const std::string& help) {
         const auto found = words.find(key);
         if (found == words.end()) { return; }
         const std::string word = found->second;
@@ -190,68 +167,81 @@ static void add_options(CLI::App& app, const Command& command, Options& o) {
         word[0] == '*' ? added->delimiter(',') : added->expected(1);
         if (word.find('=') < word.size()) { by_default = word.substr(word.find('=') + 1); }
         if (!by_default.empty()) { added->default_val(by_default); }
-    };
-    auto flag = [&](const std::string& key, bool& field, const std::string& help) {
+    }
+    void flag(const std::string& key, bool& field, const std::string& help) {
         if (words.erase(key) > 0) { app.add_flag("--" + key, field, help)->group(group); }
-    };
-    // Of most commands
-    option("edition", o.edition, one_of({"2025", "2026"}), "2025",
-           "the handout whose sizes and lengths are the defaults; xl is 1600 wide in 2025's, 2560 in 2026's");
-    option("device", o.device, one_of({"auto", "cpu", "cuda"}), "auto", "auto takes a GPU if there is one");
-    option("size", o.size, one_of({"small", "medium", "large", "xl", "2.7B", "10B", "8B"}), "",
-           "a model of the handout");
-    option("d_model", o.d_model, whole(1), "", "width of the model");
-    option("d_ff", o.d_ff, whole(1), "", "width of the feed-forward layer");
-    option("num_layers", o.num_layers, whole(1), "", "number of blocks");
-    option("num_heads", o.num_heads, whole(1), "", "number of attention heads");
-    option("vocab_size", o.vocab_size, whole(1), "10000", "number of different tokens; 8B has 151936");
-    option("context_length", o.context_lengths, whole(1), "", "tokens in a sequence");
-    option("batch_size", o.batch_size, whole(1), "4", "sequences in a batch, of each rank");
-    option("warmup", o.warmup, whole(0), "5", "untimed steps before the timed ones");
-    option("steps", o.steps, whole(command.run == cmd_model ? 0 : 1), "10", "steps that are timed, or trained");
-    option("precision", o.precision, one_of({"fp32", "tf32", "bf16", "fp16", "pure_bf16"}), "fp32",
-           "bf16 and fp16 follow autocast's rules; pure_bf16 keeps weights, gradients and moments in bf16, too");
-    option("mode", o.mode, one_of({"eager", "fused", "flash"}), "flash",
-           "eager: one kernel per operation; fused: fused kernels; flash: fused, with FlashAttention");
-    option("seed", o.seed, whole(0, INT_MAX), "0", "seed of all random numbers");
-    option("format", o.format, one_of({"md", "csv"}), "md", "format of the tables");
-    flag("quick", o.quick, "shrink the run to some seconds on two CPU cores; also the default without a GPU");
-    group = "Its own options";
+    }
+};
+static void add_common_options(Adder& add, Options& o, int least_steps) {
+    add.option("edition", o.edition, one_of({"2025", "2026"}), "2025",
+               "the handout whose sizes and lengths are the defaults; xl is 1600 wide in 2025's, 2560 in 2026's");
+    add.option("device", o.device, one_of({"auto", "cpu", "cuda"}), "auto", "auto takes a GPU if there is one");
+    add.option("size", o.size, one_of({"small", "medium", "large", "xl", "2.7B", "10B", "8B"}), "",
+               "a model of the handout");
+    add.option("d_model", o.d_model, whole(1), "", "width of the model");
+    add.option("d_ff", o.d_ff, whole(1), "", "width of the feed-forward layer");
+    add.option("num_layers", o.num_layers, whole(1), "", "number of blocks");
+    add.option("num_heads", o.num_heads, whole(1), "", "number of attention heads");
+    add.option("vocab_size", o.vocab_size, whole(1), "10000", "number of different tokens; 8B has 151936");
+    add.option("context_length", o.context_lengths, whole(1), "", "tokens in a sequence");
+    add.option("batch_size", o.batch_size, whole(1), "4", "sequences in a batch, of each rank");
+    add.option("warmup", o.warmup, whole(0), "5", "untimed steps before the timed ones");
+    add.option("steps", o.steps, whole(least_steps), "10", "steps that are timed, or trained");
+    add.option("precision", o.precision, one_of({"fp32", "tf32", "bf16", "fp16", "pure_bf16"}), "fp32",
+               "bf16 and fp16 follow autocast's rules; pure_bf16 keeps weights, gradients and moments in bf16, too");
+    add.option("mode", o.mode, one_of({"eager", "fused", "flash"}), "flash",
+               "eager: one kernel per operation; fused: fused kernels; flash: fused, with FlashAttention");
+    add.option("seed", o.seed, whole(0, INT_MAX), "0", "seed of all random numbers");
+    add.option("format", o.format, one_of({"md", "csv"}), "md", "format of the tables");
+    add.flag("quick", o.quick, "shrink the run to some seconds on two CPU cores; also the default without a GPU");
+}
+static void add_own_options(Adder& add, Options& o) {
     // Of a step
-    option("checkpoint", o.checkpoint, CLI::Validator(), "none",
-           "what backward runs again instead of keeping it: groups of N blocks; half, halves or nested; the "
-           "feed-forward layers (ffn) or N of them (ffn:N); those, and N blocks whole (blocks:N)");
-    option("trace", o.trace, output(), "", "write what ran when, for Perfetto or chrome://tracing");
-    option("out", o.out, output(), "", "the file to write");
-    option("out.folder", o.out, CLI::Validator(), "", "the folder to write to");
+    add.option("checkpoint", o.checkpoint, CLI::Validator(), "none",
+               "what backward runs again instead of keeping it: groups of N blocks; half, halves or nested; the "
+               "feed-forward layers (ffn) or N of them (ffn:N); those, and N blocks whole (blocks:N)");
+    add.option("trace", o.trace, output(), "", "write what ran when, for Perfetto or chrome://tracing");
+    add.option("out", o.out, output(), "", "the file to write");
+    add.option("out.folder", o.out, CLI::Validator(), "", "the folder to write to");
     // Attention, and what comes from files
-    flag("causal", o.causal, "query i sees keys j <= i only");
-    option("impl", o.impl, one_of(implementations()), "auto", "which implementation of attention runs");
-    option("inputs", o.inputs, CLI::ExistingFile, "", "safetensors file of q, k, v and perhaps do, [B, H, S, D]");
-    option("weights", o.weights, CLI::ExistingFile, "", "the state_dict, a safetensors file");
-    option("batch", o.batch, CLI::ExistingFile, "", "tokens and targets of [B, T], a safetensors file");
-    option("rope_theta", o.rope_theta, number(), "10000", "base of the rotary embedding");
+    add.flag("causal", o.causal, "query i sees keys j <= i only");
+    add.option("impl", o.impl, one_of(implementations()), "auto", "which implementation of attention runs");
+    add.option("inputs", o.inputs, CLI::ExistingFile, "", "safetensors file of q, k, v and perhaps do, [B, H, S, D]");
+    add.option("weights", o.weights, CLI::ExistingFile, "", "the state_dict, a safetensors file");
+    add.option("batch", o.batch, CLI::ExistingFile, "", "tokens and targets of [B, T], a safetensors file");
+    add.option("rope_theta", o.rope_theta, number(), "10000", "base of the rotary embedding");
     // Training
-    option("data", o.data, CLI::ExistingFile, "", "the text to train on; its bytes are the tokens");
-    option("lr", o.lr, number(), "0.001", "learning rate");
-    option("save", o.save, output(), "", "file for weights and optimizer state");
-    option("load", o.load, CLI::ExistingFile, "", "file that --save wrote, to go on from");
-    option("sample", o.sample, whole(0), "200", "bytes to write as a continuation");
+    add.option("data", o.data, CLI::ExistingFile, "", "the text to train on; its bytes are the tokens");
+    add.option("lr", o.lr, number(), "0.001", "learning rate");
+    add.option("save", o.save, output(), "", "file for weights and optimizer state");
+    add.option("load", o.load, CLI::ExistingFile, "", "file that --save wrote, to go on from");
+    add.option("sample", o.sample, whole(0), "200", "bytes to write as a continuation");
     // Ranks
-    option("nproc", o.nproc, whole(1, 64), "2", "ranks to start; under torchrun and the like theirs are taken");
-    option("backend", o.backend, one_of({"auto", "nccl", "gloo"}), "auto",
-           "library of the collectives; auto takes nccl where every rank has a GPU, else gloo on the CPU");
-    option("timeout", o.timeout, number(1e5), "60", "seconds that a rank waits for the others");
-    option("bucket_size_mb", o.bucket_size_mb, number(1e5), "1,10,100,1000", "bucket sizes in MB (1e6 bytes)");
+    add.option("nproc", o.nproc, whole(1, 64), "2", "ranks to start; under torchrun and the like theirs are taken");
+    add.option("backend", o.backend, one_of({"auto", "nccl", "gloo"}), "auto",
+               "library of the collectives; auto takes nccl where every rank has a GPU, else gloo on the CPU");
+    add.option("timeout", o.timeout, number(1e5), "60", "seconds that a rank waits for the others");
+    add.option("bucket_size_mb", o.bucket_size_mb, number(1e5), "1,10,100,1000", "bucket sizes in MB (1e6 bytes)");
     // The calculations' letters
-    option("tokens", o.tokens, whole(1), "", "B, tokens of the batch (2.4 (b): on a device)");
-    option("devices", o.devices, whole(2), "8", "N, how many devices share the work");
-    option("tensor_mb", o.tensor_mb, number(), "1000", "S, the tensor that is reduced, in 1e6 bytes");
-    option("tflops", o.tflops, number(), "460", "C, rate of a chip, in 1e12 FLOP/s");
-    option("bandwidth_gb", o.bandwidth_gb, number(), "180", "W, of a link, or out of a device, in 1e9 bytes/s");
-    option("fsdp", o.fsdp, whole(1), "16", "X or N_FSDP, chips along the FSDP axis");
-    option("tp", o.tp, whole(1), "4", "Y or N_TP, chips along the tensor-parallel axis");
-    if (!words.empty()) { fail("the command table names an unknown option: %s", words.begin()->first.c_str()); }
+    add.option("tokens", o.tokens, whole(1), "", "B, tokens of the batch (2.4 (b): on a device)");
+    add.option("devices", o.devices, whole(2), "8", "N, how many devices share the work");
+    add.option("tensor_mb", o.tensor_mb, number(), "1000", "S, the tensor that is reduced, in 1e6 bytes");
+    add.option("tflops", o.tflops, number(), "460", "C, rate of a chip, in 1e12 FLOP/s");
+    add.option("bandwidth_gb", o.bandwidth_gb, number(), "180", "W, of a link, or out of a device, in 1e9 bytes/s");
+    add.option("fsdp", o.fsdp, whole(1), "16", "X or N_FSDP, chips along the FSDP axis");
+    add.option("tp", o.tp, whole(1), "4", "Y or N_TP, chips along the tensor-parallel axis");
+}
+static void add_options(CLI::App& app, const Command& command, Options& o) {
+    Adder add{app, "Common options"};
+    std::istringstream all("edition device format quick " + command.options);
+    for (std::string word; all >> word;) {
+        const size_t end = std::min(word.find_first_of("!*="), word.size());
+        add.words[word.substr(0, end)] = word.substr(end);
+    }
+    add_common_options(add, o, command.run == cmd_model ? 0 : 1);
+    add.group = "Its own options";
+    add_own_options(add, o);
+    if (!add.words.empty()) { fail("the command table names no option: %s", add.words.begin()->first.c_str()); }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -287,19 +277,18 @@ static void check_files(const Options& o) {
         {"data", o.data}, {"weights", o.weights}, {"batch", o.batch}, {"inputs", o.inputs},
         {"out", o.out},   {"save", o.save},       {"trace", o.trace}};
     for (int i = 4; i < 7; i++) {  // the outputs
-        const auto& [name, path] = files[i];
         for (int j = 0; j < i; j++) {
+            const auto& [name, path] = files[i];
             const auto& [other, its] = files[j];
             std::error_code ignored;
-            if (!path.empty() && (path == its || std::filesystem::equivalent(path, its, ignored))) {
-                usage_error("--%s: got '%s', takes another file than --%s", name, path.c_str(), other);
-            }
+            if (path.empty() || (path != its && !std::filesystem::equivalent(path, its, ignored))) { continue; }
+            usage_error("--%s: got '%s', takes another file than --%s", name, path.c_str(), other);
         }
     }
 }
 
-// words: the command's id and what follows. Returns the help if they ask for it, else "".
-static std::string parse_options(const Command& command, const std::vector<std::string>& words, Options& o) {
+// words: the command's id and what follows. False: they ask for help, which is printed.
+static bool parse_options(const Command& command, const std::vector<std::string>& words, Options& o) {
     o.command = command.id, o.command_line = words;
     CLI::App app(command.what, std::string("cs336 ") + command.id);
     app.set_help_flag("--help,-h", "this text");
@@ -311,16 +300,17 @@ static std::string parse_options(const Command& command, const std::vector<std::
     if (command.is_problem() && !command.is_in("2025")) { o.edition = "2026"; }
     try {
         app.parse(std::vector<std::string>(words.rbegin(), words.rend() - 1));  // CLI11 takes them from the end
-    } catch (const CLI::CallForHelp&) { return app.help(); } catch (const CLI::ExtrasError&) {
+    } catch (const CLI::CallForHelp&) {
+        return printf("%s", app.help().c_str()), false;
+    } catch (const CLI::ExtrasError&) {
         const std::string word = app.remaining()[0];
         std::vector<std::string> names;
         for (const CLI::Option* option : app.get_options()) { names.push_back(option->get_name()); }
         usage_error("%s: no such option%s", word.c_str(), did_you_mean(word, names).c_str());
     } catch (const CLI::ParseError& e) { usage_error("%s", e.what()); }
     for (const std::string& word : words) {  // CLI11 leaves empty items out
-        if (word.find(",,") != std::string::npos || (!word.empty() && word.back() == ',')) {
-            usage_error("got '%s', a list with an empty item", word.c_str());
-        }
+        if (word.find(",,") == std::string::npos && (word.empty() || word.back() != ',')) { continue; }
+        usage_error("got '%s', a list with an empty item", word.c_str());
     }
     for (const CLI::Option* option : app.get_options()) {
         if (option->count() > 0) { o.given.insert(option->get_single_name()); }
@@ -337,16 +327,12 @@ static std::string parse_options(const Command& command, const std::vector<std::
     }
     if (command.options.find(MODEL) != std::string::npos) { configs_of(o); }  // the sizes have to fit each other
     check_files(o);
-    return "";
+    return true;
 }
 
 static int run_command(const Command& command, const std::vector<std::string>& words) {
     Options o;
-    const std::string help = parse_options(command, words, o);
-    if (!help.empty()) {
-        printf("%s", help.c_str());
-        return 0;
-    }
+    if (!parse_options(command, words, o)) { return 0; }
     context.checkpoint = checkpointing_from(o.checkpoint), context.csv = o.format == "csv";
     // What measures time is as small as with --quick where there is no GPU, unless its sizes are typed.
     if (command.gpus > 0 && (o.device == "cpu" || cuda_devices() == 0)) { o.quick = true; }
@@ -387,36 +373,34 @@ static bool is_of_this_commit(const std::string& path) {
     const std::string text{std::istreambuf_iterator<char>(file), {}};
     return commit().find("dirty") == std::string::npos && text.find("commit " + commit()) != std::string::npos;
 }
-// 2026's outputs of a problem that both handouts have, but not with the same defaults, stand in files of their own.
 static int cmd_reproduce(const Options& o) {
-    std::vector<std::string> ids = o.words;
+    std::vector<const Command*> problems;
+    for (const std::string& id : o.words) { problems.push_back(&find_command(id)); }
     for (const Command& c : COMMANDS) {
-        if (o.words.empty() && c.is_in(o.edition)) { ids.push_back(c.id); }
+        if (o.words.empty() && c.is_in(o.edition)) { problems.push_back(&c); }
     }
-    for (const std::string& id : ids) { find_command(id); }  // before the work
     std::error_code failed;
     if (std::filesystem::create_directories(o.out, failed); failed) {
         usage_error("--out %s: %s", o.out.c_str(), failed.message().c_str());
     }
     Table table{"reproduce", {"problem", "file", "result"}};
     int exit_code = 0;
-    for (const std::string& id : ids) {
-        const Command& c = find_command(id);
-        std::vector<std::string> words = {id};
-        if (c.is_in(o.edition)) { words.insert(words.end(), {"--edition", o.edition}); }
+    for (const Command* c : problems) {
+        std::vector<std::string> words = {c->id};
+        if (c->is_in(o.edition)) { words.insert(words.end(), {"--edition", o.edition}); }
         if (o.quick) { words.push_back("--quick"); }
-        const bool of_2026 = o.edition == "2026" && depends_on_edition(c);
-        const std::string path = o.out + "/" + id + (of_2026 ? "-2026" : "") + ".md";
-        std::string result = "done";
-        if (is_of_this_commit(path)) {
-            table.row(id, path, "was there");
-            continue;
+        // Both handouts have it, but not with the same defaults.
+        const bool differs = c->is_in("2025") && c->is_in("2026") &&
+                             (c->options.find("size") == 0 || c->options.find(CHECK) != std::string::npos);
+        const std::string path = o.out + "/" + c->id + (o.edition == "2026" && differs ? "-2026" : "") + ".md";
+        std::string result = "was there";
+        if (!is_of_this_commit(path)) {
+            note("%s", c->id);
+            try {
+                save_file(path, run_ourselves(words)), result = "done";
+            } catch (const Failure& failure) { result = std::string("failed: ") + failure.what(), exit_code = 1; }
         }
-        note("%s", id.c_str());
-        try {
-            save_file(path, run_ourselves(words));
-        } catch (const Failure& failure) { result = std::string("failed: ") + failure.what(), exit_code = 1; }
-        table.row(id, path, result);
+        table.row(c->id, path, result);
     }
     print(table);
     return exit_code;
@@ -435,33 +419,30 @@ static void print_overview(FILE* to) {
     fprintf(to, "\nexit codes: 0 done, 1 it ran and failed, 2 wrong usage\n");
 }
 
-int cmd_info(const Options& o) {
+static int cmd_info(const Options& o) {
     context.device = choose_device(o.device);
     const bool gpu = context.device == CUDA;
     Table table{"info: medians of several runs", {"what", "measured", "peak by data sheet", "unit"}};
     table.row("GPUs", cuda_devices(), "", "");
     table.row("CPU threads", cpu_threads(), "", "");
     table.row("memory available", available_memory(context.device) / 1073741824.0, "", "GiB");
-    const int mib = gpu ? (o.quick ? 256 : 1024) : (o.quick ? 64 : 256);
+    const int mib = gpu ? 1024 : 256;
     const std::string copy = strprintf("copy of %d MiB, read + written", mib);
-    run_if_fits(copy, 0, [&] { table.row(copy, copy_bandwidth((int64_t)mib << 20, gpu ? 20 : 10), "", "GB/s"); });
-    auto multiply = [&](Precision p, int n) {
-        const bool on_gpu = context.device == CUDA;
-        const std::string what = strprintf("matmul %d^3 %s on the %s", n, name_of(p), on_gpu ? "GPU" : "CPU");
+    run_if_fits(copy, 0, [&] { table.row(copy, copy_bandwidth((int64_t)mib << 20, 10), "", "GB/s"); });
+    auto multiply = [&](Precision p, int n, const char* where) {
+        const std::string what = strprintf("matmul %d^3 %s on the %s", n, name_of(p), where);
         run_if_fits(what, 0, [&] {
             const double rate = matmul_rate(p, n, 10);
             const FlopUnit unit = unit_of(rate);
-            table.row(what, rate * unit.per_tera, on_gpu ? dense_peak(p) * unit.per_tera : NAN, unit.name);
+            table.row(what, rate * unit.per_tera, context.device == CUDA ? dense_peak(p) * unit.per_tera : NAN,
+                      unit.name);
         });
     };
     for (Precision p : {PREC_BF16, PREC_FP16, TF32, FP32}) {
-        if (gpu) { multiply(p, o.quick ? 4096 : 8192); }
+        if (gpu) { multiply(p, o.quick ? 4096 : 8192, "GPU"); }
     }
-    {
-        RestoreContext restore;
-        context.device = CPU;
-        multiply(FP32, o.quick ? 512 : 2048);
-    }
+    context.device = CPU;
+    multiply(FP32, o.quick ? 512 : 2048, "CPU");
     print(table);
     return 0;
 }

@@ -502,7 +502,6 @@ static void book(const Memory* memory, bool comes) {
     }
     use.now += comes ? memory->bytes : -memory->bytes;
     use.now_by[memory->category] += comes ? memory->bytes : -memory->bytes;
-    if (memory->device == context.device) { trace_memory(use.now); }
     if (use.now > use.peak) {
         use.peak = use.now;
         std::copy_n(use.now_by, CATEGORIES, use.peak_by);

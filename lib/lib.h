@@ -76,7 +76,7 @@ void launch_check(const char* file, int line);
 #endif
 
 // A table of implementations, from the plainest to the fastest. A row enters it while the program loads, so that its
-// file can be left out: static const AddRow<StepImpl> row({...}).
+// file can be left out: static const AddRow<ProductImpl> row({...}).
 template <class Impl>
 std::list<Impl>& table_of() {
     static std::list<Impl> rows;
@@ -273,21 +273,15 @@ struct TracedWork {  // a kernel, a copy or a memset
     int grid[3], block[3], registers, shared_bytes;
     int64_t bytes;  // copies and memsets
 };
-struct TracedMemory {
-    int64_t time;
-    size_t bytes;  // that our buffers hold on context.device, as the host thread booked it
-};
 struct Trace {
-    std::vector<TracedRange> ranges;   // by start
-    std::vector<TracedWork> work;      // by start
-    std::vector<TracedMemory> memory;  // by time
-    size_t dropped = 0;                // records for which CUPTI had no room
-    std::string no_kernels;            // why `work` is empty; "": kernels were traced
+    std::vector<TracedRange> ranges;  // by start
+    std::vector<TracedWork> work;     // by start
+    size_t dropped = 0;               // records for which CUPTI had no room
+    std::string no_kernels;           // why `work` is empty; "": kernels were traced
 };
 void start_tracing();  // fails if a trace is being made
 Trace stop_tracing();  // waits for the device
 bool is_tracing();
-void trace_memory(size_t bytes);  // what context.device holds now, for the trace that is being made, if any
 
 // ---------------------------------------------------------------------------------------------------------------------
 // device.cu: time, lines on stderr, ends by a signal, ourselves as a child
@@ -678,9 +672,6 @@ FileTensor describe(const Tensor& cpu_tensor);  // for save_safetensors; points 
 // ranks.cu: one process a rank. A rank that fails, dies or stalls ends the others within the timeout, with one
 // line.
 
-struct LostTouch : Failure {  // a failure of the other ranks, or of the way to them
-    explicit LostTouch(const std::string& what) : Failure(1, what) {}
-};
 struct Links;  // connections and threads
 struct Communicator {
     int rank = 0, world = 1, local_world = 1;  // local: on this machine
@@ -689,12 +680,12 @@ struct Communicator {
 };
 bool is_rank();  // the environment says so: that of `--nproc`, torchrun, mpirun or srun
 // Starts n copies of this program with these arguments, waits for all; the exit code of the first that failed, or 0. A
-// rank that is stopped for 0.8 of the timeout has failed. A signal is passed on to all.
+// rank that is stopped for 0.8 of the timeout has failed. A signal to us ends all.
 int launch_ranks(int n, const std::vector<std::string>& arguments, double timeout_s = 60);
-struct Options;
-// In a process that is no rank: starts o.nproc ranks with the same command line. In a rank: sets
-// context.device, connects it with the others, and calls f. Returns the exit code.
-int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f);
+// In a rank: sets context.device, connects it with the others, and calls f. Returns the exit code. world: of how many
+// it has to be one, 0: of any number; device, backend: as the options take them.
+int join_ranks(int world, const std::string& device, const std::string& backend, double timeout_s,
+               const std::function<void(const Communicator&)>& f);
 std::string why_not(const std::string& backend, Device device, int ranks);  // "" where that works on this machine
 
 struct Work {  // a collective under way; the same on all ranks, in the same order

@@ -2,9 +2,8 @@
 //   the launcher     `--nproc N` starts N copies of this program; torchrun, mpirun and srun do the same from outside
 //   the rendezvous   a folder with a file for each thing that a rank tells the others
 //   the communicator all-reduce, broadcast, reduce-scatter, all-gather and barrier on NCCL or Gloo, asynchronous
-#include "cs336.h"
+#include "lib.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
@@ -14,12 +13,10 @@
 #include <filesystem>
 #include <fstream>
 #include <mutex>
-#include <sstream>
 #include <thread>
 #include <utility>
 
 #include <omp.h>
-#include <netdb.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -46,37 +43,39 @@ constexpr bool HAS_NCCL = false;
 // ---------------------------------------------------------------------------------------------------------------------
 // Who am I? The launcher says so in the environment.
 
-static bool environment_int(const char* name, int* value) {
-    const char* text = getenv(name);
-    if (!text || !*text) { return false; }
+struct Identity {
+    int rank = -1, world = 1;  // -1: this process was started by hand, as the only one
+    std::string job;           // the same for all ranks of a job and for no other one: run or step, attempt
+};
+static int number_in(const char* variable) {
+    int value;
     char behind;
-    if (sscanf(text, "%7d%c", value, &behind) != 1 || *value < 0) {
-        usage_error("environment variable %s: got '%s', takes a whole number", name, text);
+    if (sscanf(getenv(variable), "%7d%c", &value, &behind) != 1 || value < 0) {
+        usage_error("environment variable %s: got '%s', takes a whole number", variable, getenv(variable));
     }
-    return true;
+    return value;
 }
-
-// False means that this process was started by hand, as the only one.
-static bool identity_from_environment(int* rank, int* world) {
-    int tasks = 1;
-    if (getenv("RANK") && getenv("WORLD_SIZE")) {  // torchrun, and our own launcher
-        environment_int("RANK", rank), environment_int("WORLD_SIZE", world);
-    } else if (environment_int("OMPI_COMM_WORLD_RANK", rank)) {  // mpirun
-        environment_int("OMPI_COMM_WORLD_SIZE", world);
-    } else if (getenv("SLURM_STEP_ID") && environment_int("SLURM_NTASKS", &tasks) && tasks > 1) {
-        *world = tasks;  // srun; an interactive shell is a step of one task, and no rank
-        environment_int("SLURM_PROCID", rank);
-    } else {
-        return false;
+static Identity identity() {
+    Identity me;
+    auto ask = [&](const char* rank, const char* world, std::initializer_list<const char*> job) {
+        if (me.rank >= 0 || !getenv(rank) || !getenv(world)) { return; }
+        me.rank = number_in(rank), me.world = number_in(world);
+        if (me.rank >= me.world) { usage_error("rank %d: the world has only %d ranks", me.rank, me.world); }
+        for (const char* name : job) {
+            if (const char* value = getenv(name)) { me.job += std::string("-") + value; }
+        }
+        std::replace(me.job.begin(), me.job.end(), '/', '_');
+    };
+    // torchrun, and our own launcher. By default a run's id may be "none".
+    ask("RANK", "WORLD_SIZE", {"TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"});
+    ask("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", {"PMIX_NAMESPACE"});  // mpirun
+    const char* tasks = getenv("SLURM_STEP_NUM_TASKS");
+    if (tasks && strcmp(tasks, "1") != 0) {  // srun; an interactive shell is a step of one task, and no rank
+        ask("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"});
     }
-    if (*rank >= *world) { usage_error("rank %d: the world has only %d ranks", *rank, *world); }
-    return true;
+    return me;
 }
-
-bool is_rank() {
-    int rank = 0, world = 1;
-    return identity_from_environment(&rank, &world);
-}
+bool is_rank() { return identity().rank >= 0; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The launcher. It waits for its ranks. If one fails, it kills the rest, which would wait for that rank for ever.
@@ -102,8 +101,8 @@ static pid_t start_rank(int r, int n, const std::vector<std::string>& arguments)
 }
 
 struct LaunchedRank {
-    pid_t pid;               // 0: it has ended
-    double stopped_ms = -1;  // how long it has been stopped, of the time in which we ran; below 0: it runs
+    pid_t pid;                      // 0: it has ended
+    double stopped_ms = -INFINITY;  // how long it has been stopped, of the time in which we ran; below 0: it runs
 };
 // In ms since `last`, but at most 100: what is more we have slept ourselves, as after Ctrl-Z and fg.
 static double tick_ms(double* last) {
@@ -119,46 +118,40 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
     std::vector<LaunchedRank> ranks;
     for (int r = 0; r < n; r++) { ranks.push_back({start_rank(r, n, arguments)}); }
     int code = 0, left = n;
-    double kill_at = INFINITY, last = now_ms();
-    auto end_all = [&](int exit_code, int number, double patience_ms) {  // the first reason counts
-        if (code == 0) { code = exit_code; }
-        kill_at = std::min(kill_at, now_ms() + patience_ms);
+    // For a rank that has failed the others would wait for ever.
+    auto end_all = [&](int exit_code, const std::string& why) {
+        if (code == 0 && !why.empty()) { note("cs336: %s", why.c_str()); }
+        if (code == 0) { code = exit_code; }  // the first reason counts
         for (const LaunchedRank& rank : ranks) {
-            if (rank.pid) { kill(rank.pid, number); }  // one that has just ended is no failure
+            if (rank.pid) { kill(rank.pid, SIGKILL); }  // which also ends a stopped one
         }
     };
-    // A rank that fails ends the others, which would wait for it for ever.
-    auto fails = [&](int r, int exit_code, const std::string& why) {
-        if (code == 0 && !why.empty()) { note("cs336: rank %d (process %d) %s", r, (int)ranks[r].pid, why.c_str()); }
-        end_all(exit_code, SIGTERM, 100);
-    };
-    while (left > 0) {
+    for (double last = now_ms(); left > 0; usleep(5000)) {
+        if (const int number = EndSignals::seen()) { end_all(128 + number, ""); }  // main() ends by this signal
         const double tick = tick_ms(&last);
         for (int r = 0; r < n; r++) {
             LaunchedRank& rank = ranks[r];
+            const std::string name = strprintf("rank %d (process %d)", r, (int)rank.pid);
             int status = 0;
             const pid_t pid = rank.pid ? waitpid(rank.pid, &status, WNOHANG | WUNTRACED | WCONTINUED) : 0;
-            if (rank.stopped_ms >= 0) { rank.stopped_ms += tick; }
+            rank.stopped_ms += tick;
             if (pid > 0 && WIFSTOPPED(status)) {
                 rank.stopped_ms = 0;
             } else if (pid > 0 && WIFCONTINUED(status)) {
-                rank.stopped_ms = -1;
+                rank.stopped_ms = -INFINITY;
             } else if (pid > 0) {
-                const int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
-                if (number) { fails(r, 1, strprintf("was killed by signal %d (%s)", number, strsignal(number))); }
-                if (!number && WEXITSTATUS(status)) { fails(r, WEXITSTATUS(status), ""); }  // it has said why
                 rank = {0}, left--;
+                const int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+                if (number) {
+                    end_all(1, strprintf("%s was killed by signal %d (%s)", name.c_str(), number, strsignal(number)));
+                } else if (WEXITSTATUS(status) != 0) {
+                    end_all(WEXITSTATUS(status), "");  // it has said why
+                }
             }
             if (rank.stopped_ms > 0.8e3 * timeout_s) {  // 0.8, so that all is over within the timeout
-                fails(r, 1, strprintf("has been stopped for %.1f s", rank.stopped_ms / 1e3));
+                end_all(1, strprintf("%s has been stopped for %.1f s", name.c_str(), rank.stopped_ms / 1e3));
             }
         }
-        if (const int number = EndSignals::seen(); number && code == 0) {
-            note("cs336: signal %d (%s): ending %d ranks", number, strsignal(number), left);
-            end_all(128 + number, number, 2000);  // main() ends by this signal
-        }
-        if (now_ms() > kill_at) { end_all(1, SIGKILL, 0); }  // which also ends a stopped process
-        usleep(5000);
     }
     remove_folder_of_ranks();
     return code;
@@ -169,7 +162,6 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
 // main thread may wait in it. That another rank is dead or stopped is its launcher's business.
 
 struct Links {
-    std::string folder;
     double timeout_s = 60;
     std::mutex mutex;  // of what follows
     std::condition_variable changed;
@@ -200,10 +192,10 @@ using GlooCollective = std::function<void(Links& l, const Tensor& t, uint32_t ta
 
 static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
 
-// The ranks see a failure at the same time. The lower rank speaks first; its end makes the launcher end the others
-// before they repeat it.
+// A rank's end ends the others. So those who only notice it wait, and one line tells the cause; where all see the
+// cause, the lowest rank tells it.
 [[noreturn]] static void give_up(int rank, int exit_code, const std::string& why) {
-    usleep(100000 * std::min(rank, 10));
+    usleep(500000 + 100000 * std::min(rank, 10));
     note("cs336: rank %d: %s", rank, why.c_str());
     remove_folder_of_ranks();
     fflush(stdout);
@@ -238,7 +230,7 @@ static void watch(Links& l) {
 
 std::vector<std::string> gather_text(const Communicator& c, const std::string& text, double timeout_s) {
     if (c.world == 1) { return {text}; }
-    const std::string round = strprintf("%s/%u.", c.links->folder.c_str(), c.links->gathers++);
+    const std::string round = strprintf("%s/%u.", folder_of_ranks.c_str(), c.links->gathers++);
     save_file(round + std::to_string(c.rank), text);
     std::vector<std::string> all;
     for (int r = 0; r < c.world; r++) {
@@ -247,7 +239,7 @@ std::vector<std::string> gather_text(const Communicator& c, const std::string& t
         while (file.open(round + std::to_string(r), std::ios::binary), !file) {
             if ((waited_ms += tick_ms(&last)) > 1e3 * timeout_s) {
                 fail("rank %d of %d did not come to %s within %g s (all ranks need one folder: %s)", r, c.world,
-                     c.links->folder.c_str(), timeout_s, RENDEZVOUS);
+                     folder_of_ranks.c_str(), timeout_s, RENDEZVOUS);
             }
             usleep(1000);
         }
@@ -266,33 +258,23 @@ static std::string first_line(const std::exception& e) {  // Gloo's messages hav
 
 static void connect_gloo(Communicator& c) {
     Links& l = *c.links;
-    // An empty one would be what the host's name resolves to, in containers often nothing.
-    bool one_machine = c.local_world == c.world;
-    const char* interface = getenv("GLOO_SOCKET_IFNAME");
     gloo::transport::tcp::attr attributes;
-    if (interface) {
+    if (const char* interface = getenv("GLOO_SOCKET_IFNAME")) {
         attributes.iface = interface;
-    } else if (one_machine) {
+    } else if (c.local_world == c.world) {
         attributes.hostname = "127.0.0.1";
-    } else {
-        char name[256] = "";
-        addrinfo* address = nullptr;
-        gethostname(name, sizeof name - 1);
-        if (getaddrinfo(name, nullptr, nullptr, &address) != 0) {  // Gloo would crash
-            fail("Gloo: this machine's name, %s, has no address; set GLOO_SOCKET_IFNAME to the network's name", name);
-        }
-        freeaddrinfo(address);
+    } else {  // Gloo would take what the host's name resolves to, often 127.0.1.1 or nothing
+        fail("Gloo on several machines: set GLOO_SOCKET_IFNAME to the network's name, such as eth0");
     }
+    signal(SIGPIPE, SIG_IGN);  // what Gloo writes to a rank that is gone fails, and the rank stays to say so
     try {
         auto device = gloo::transport::tcp::CreateDevice(attributes);
         l.gloo = std::make_shared<gloo::rendezvous::Context>(c.rank, c.world);
         l.gloo->setTimeout(std::chrono::milliseconds((int64_t)(1e3 * l.timeout_s)));
-        gloo::rendezvous::FileStore store(l.folder);
+        gloo::rendezvous::FileStore store(folder_of_ranks);
         l.gloo->connectFullMesh(store, device);
         l.gloo->setTimeout(std::chrono::hours(1000));  // from here on the watchdog counts
-    } catch (const std::exception& e) {
-        throw LostTouch("Gloo: " + first_line(e) + (one_machine ? "" : " (GLOO_SOCKET_IFNAME names the network)"));
-    }
+    } catch (const std::exception& e) { fail("Gloo: %s", first_line(e).c_str()); }
     l.worker = std::thread([&l] {
         while (true) {
             std::unique_lock<std::mutex> lock(l.mutex);
@@ -408,12 +390,13 @@ static void start_on_gloo(Links&, const WorkPtr&, const Tensor&, const GlooColle
 #ifdef WITH_NCCL
 static void nccl_check(Links& l, ncclResult_t result, const char* call) {
     if (result == ncclSuccess) { return; }
-    throw LostTouch(strprintf("%s: %s (%s)", call, ncclGetErrorString(result), ncclGetLastError(l.nccl)));
+    fail("%s: %s (%s)", call, ncclGetErrorString(result), ncclGetLastError(l.nccl));
 }
 #define NCCL_CHECK(l, call) nccl_check(l, call, #call)
 
 static void connect_nccl(Communicator& c) {
     Links& l = *c.links;
+    if (c.local_world == c.world) { setenv("NCCL_SOCKET_IFNAME", "lo", false); }  // nobody else reaches its ports
     ncclUniqueId id{};
     if (c.rank == 0) { NCCL_CHECK(l, ncclGetUniqueId(&id)); }
     memcpy(&id, gather_text(c, std::string((const char*)&id, sizeof id))[0].data(), sizeof id);
@@ -421,11 +404,8 @@ static void connect_nccl(Communicator& c) {
     NCCL_CHECK(l, ncclCommInitRank(&l.nccl, c.world, id, c.rank));
 }
 static ncclDataType_t nccl_type(DType t) {
-    switch (t) {
-        case F32: return ncclFloat32;
-        case BF16: return ncclBfloat16;
-        default: fail("NCCL: %s tensors are not for collectives here", name_of(t));
-    }
+    if (t != F32 && t != BF16) { fail("NCCL: %s tensors are not for collectives here", name_of(t)); }
+    return t == F32 ? ncclFloat32 : ncclBfloat16;
 }
 static void start_on_nccl(Links& l, const WorkPtr& work, const NcclCollective& enqueue) {
     Range range(work->what);
@@ -534,7 +514,7 @@ void wait(const Communicator& c, const WorkPtr& work) {
 #endif
     std::unique_lock<std::mutex> lock(l.mutex);
     l.changed.wait(lock, [&] { return work->finished; });
-    if (!work->error.empty()) { throw LostTouch(strprintf("%s: Gloo: %s", work->what, work->error.c_str())); }
+    if (!work->error.empty()) { fail("%s: Gloo: %s", work->what, work->error.c_str()); }
     lock.unlock();
     if (auto f = std::exchange(work->behind, nullptr)) { f(); }
 }
@@ -571,63 +551,52 @@ std::string why_not(const std::string& backend, Device device, int n) {
     return "";
 }
 
-// By default NCCL where every rank of this machine has a GPU; else Gloo, on the CPU.
-static void choose_device_and_backend(Communicator& c, const Options& o, int gpu) {
-    const std::string why = why_not("nccl", CUDA, c.local_world);
-    const bool by_default = o.device == "cuda" || (o.device == "auto" && why.empty());
-    c.backend = o.backend != "auto" ? o.backend : by_default ? "nccl" : "gloo";
-    if (o.device == "auto" && c.backend == "gloo" && !why.empty()) { note("took gloo, on the CPU (%s)", why.c_str()); }
-    context.device = choose_device(o.device != "auto" ? o.device : c.backend == "nccl" ? "cuda" : "cpu", gpu);
-}
-
-// Of the job, the same for all its ranks, and of no other: by its launcher, the ranks' parent, unless the environment
-// says where it is made.
-static std::string folder_of_job() {
-    const char *where = getenv(RENDEZVOUS), *restart = getenv("TORCHELASTIC_RESTART_COUNT");
-    std::string job, start;
-    if (!where) {
-        std::ifstream file("/proc/" + std::to_string(getppid()) + "/stat");
-        const std::string stat{std::istreambuf_iterator<char>(file), {}};
-        std::istringstream fields(stat.substr(std::min(stat.rfind(')') + 1, stat.size())));
-        for (int i = 0; i < 20; i++) { fields >> start; }  // when it started: process numbers come again
-        job = strprintf("-%d.%s.%s", (int)getppid(), start.c_str(), restart ? restart : "");
-    }
+static void make_folder_of_ranks(const Identity& me) {
+    const char* where = getenv(RENDEZVOUS);
+    // In a machine's own folder the ranks' parent tells jobs apart, too.
     const std::string above = where ? where : std::filesystem::temp_directory_path().string(),
-                      folder = above + "/cs336-" + std::to_string(getuid()) + job;
+                      parent = where ? "" : "-" + std::to_string(getppid()),
+                      folder = above + "/cs336-" + std::to_string(getuid()) + parent + me.job;
     struct stat s;
     if ((mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) || lstat(folder.c_str(), &s) != 0 ||
         !S_ISDIR(s.st_mode) || s.st_uid != getuid() || (s.st_mode & 077) != 0) {
         fail("%s: cannot be the ranks' folder, which only its owner may enter; %s names the one above", folder.c_str(),
              RENDEZVOUS);
     }
-    return folder;
+    if (access(strprintf("%s/0.%d", folder.c_str(), me.rank).c_str(), F_OK) == 0) {
+        fail("%s: holds an earlier job's files (remove it), or two ranks have one number", folder.c_str());
+    }
+    folder_of_ranks = folder;
 }
 
-static void connect_ranks(Communicator& c, const Options& o) {
-    c.links = std::make_shared<Links>();
-    Links& l = *c.links;
-    l.rank = c.rank, l.world = c.world, l.timeout_s = o.timeout, l.folder = folder_of_job();
-    if (access(strprintf("%s/0.%d", l.folder.c_str(), c.rank).c_str(), F_OK) == 0) {
-        fail("%s: an earlier job had this name, and its files are still there, or two ranks have one number",
-             l.folder.c_str());
-    }
-    folder_of_ranks = l.folder;
-    std::ifstream file("/proc/sys/kernel/random/boot_id");
+// How many ranks this machine has, and which of them we are.
+static int find_local_ranks(Communicator& c, double timeout_s) {
     std::string here;
-    std::getline(file, here);
+    std::ifstream("/proc/sys/kernel/random/boot_id") >> here;
     std::error_code ignored;  // a container with a network of its own is another machine
     here += std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
-    const std::vector<std::string> machines = gather_text(c, here, 0.8 * o.timeout);
+    const std::vector<std::string> machines = gather_text(c, here, timeout_s);
     c.local_world = (int)std::count(machines.begin(), machines.end(), here);
-    const int local_rank = (int)std::count(machines.begin(), machines.begin() + c.rank, here);
+    return (int)std::count(machines.begin(), machines.begin() + c.rank, here);
+}
 
-    const int gpus = cuda_devices(), gpu = gpus > 0 ? local_rank % gpus : 0;
-    if (c.rank == 0) { choose_device_and_backend(c, o, gpu); }
-    const std::string device = gather_text(c, name_of(context.device))[0];
-    c.backend = gather_text(c, c.backend)[0];
-    if (c.rank > 0) { context.device = choose_device(device, gpu); }
-    const std::string why = why_not(c.backend, context.device, c.local_world);
-    if (!why.empty()) { fail("backend %s: %s", c.backend.c_str(), why.c_str()); }
+// By default NCCL where every rank of rank 0's machine has a GPU; else Gloo, on the CPU.
+static void choose_device_and_backend(Communicator& c, const std::string& device, const std::string& backend, int gpu) {
+    const std::string why = why_not("nccl", CUDA, c.local_world);
+    const bool by_default = device == "cuda" || (device == "auto" && why.empty());
+    c.backend = gather_text(c, backend != "auto" ? backend : by_default ? "nccl" : "gloo")[0];
+    const bool nccl = c.backend == "nccl";
+    if (c.rank == 0 && device == "auto" && !nccl && !why.empty()) { note("took gloo, on the CPU (%s)", why.c_str()); }
+    context.device = choose_device(device != "auto" ? device : nccl ? "cuda" : "cpu", gpu);
+    const std::string not_so = why_not(c.backend, context.device, c.local_world);
+    if (!not_so.empty()) { fail("backend %s: %s", c.backend.c_str(), not_so.c_str()); }
+}
+
+static void connect_ranks(Communicator& c, const std::string& device, const std::string& backend) {
+    Links& l = *c.links;
+    const int local_rank = find_local_ranks(c, 0.8 * l.timeout_s), gpus = cuda_devices();
+    const int gpu = gpus > 0 ? local_rank % gpus : 0;
+    choose_device_and_backend(c, device, backend, gpu);
 #ifdef __CUDACC__
     if (context.device == CUDA) {
         int least, greatest;  // collectives first: the others wait for them
@@ -666,35 +635,31 @@ static void disconnect_ranks(Communicator& c) {
     if (l.nccl) { NCCL_CHECK(l, ncclCommDestroy(l.nccl)); }
 #endif
     l.barrier_token = Tensor();
-#ifdef __CUDACC__
-    for (cudaStream_t s : {l.stream, l.behind}) {
-        if (s) { CUDA_CHECK(cudaStreamDestroy(s)); }
-    }
-#endif
     // Rank 0 is the last, since the others have yet to read from the folder.
-    if (c.rank > 0) { return save_file(strprintf("%s/done.%d", l.folder.c_str(), c.rank), ""); }
+    if (c.rank > 0) { return save_file(strprintf("%s/done.%d", folder_of_ranks.c_str(), c.rank), ""); }
     for (int r = 1; r < c.world; r++) {
-        while (access(strprintf("%s/done.%d", l.folder.c_str(), r).c_str(), F_OK) != 0) { usleep(1000); }
+        while (access(strprintf("%s/done.%d", folder_of_ranks.c_str(), r).c_str(), F_OK) != 0) { usleep(1000); }
     }
     remove_folder_of_ranks();
 }
 
-int run_ranks(const Options& o, const std::function<void(const Communicator&)>& body) {
-    if (!is_rank()) { return launch_ranks(o.nproc, o.command_line, o.timeout); }
+int join_ranks(int world, const std::string& device, const std::string& backend, double timeout_s,
+               const std::function<void(const Communicator&)>& f) {
     Communicator c;  // outside, since a failure ends the process while its threads still run
     try {
-        identity_from_environment(&c.rank, &c.world);
-        if (o.has("nproc") && o.nproc != c.world) {
-            usage_error("--nproc: got %d, but the launcher has started %d ranks", o.nproc, c.world);
+        const Identity me = identity();
+        c.rank = me.rank, c.world = me.world;
+        if (world && world != c.world) {
+            usage_error("--nproc: got %d, but the launcher has started %d ranks", world, c.world);
         }
-        connect_ranks(c, o);
-        if (c.rank == 0) { progress("%s: %d ranks connected, getting ready", o.command.c_str(), c.world); }
-        body(c);
+        c.links = std::make_shared<Links>();
+        c.links->rank = c.rank, c.links->world = c.world, c.links->timeout_s = timeout_s;
+        make_folder_of_ranks(me);
+        connect_ranks(c, device, backend);
+        if (c.rank == 0) { progress("%d ranks connected, getting ready", c.world); }
+        f(c);
         disconnect_ranks(c);
         return 0;
-    } catch (const LostTouch& lost) {
-        usleep((useconds_t)(1e6 * std::min(1.0, 0.2 * o.timeout)));  // if a rank is gone, its launcher says which
-        give_up(c.rank, 1, lost.what());
     } catch (const Failure& failure) {
         give_up(c.rank, failure.exit_code, failure.what());
     } catch (const std::exception& e) { give_up(c.rank, 1, e.what()); }

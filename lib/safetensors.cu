@@ -144,7 +144,7 @@ SafeTensors load_safetensors(const std::string& path) {
     read_next(path, input, &header_bytes, 8);
     size_t limit = std::min<uint64_t>(bytes - 8, MAX_HEADER);
     if (memcmp(&header_bytes, "PK\3\4", 4) == 0) {
-        fail("%s: found a zip file, such as PyTorch's .pt; tests/check.py model --weights reads it", path.c_str());
+        fail("%s: found a zip file, such as a .pt; safetensors.torch.save_file writes what is read", path.c_str());
     }
     if (header_bytes > limit) {
         fail("%s: expected a header of at most %zu bytes, found its length to be %llu", path.c_str(), limit,

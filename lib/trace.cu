@@ -228,11 +228,6 @@ static void end_traced(int range) {
     r.end = epoch_ns();
     innermost_traced = r.parent < 0 ? -1 : first_range + r.parent;
 }
-void trace_memory(size_t bytes) {
-    if (!tracing) { return; }
-    std::lock_guard<std::mutex> lock(trace_mutex);
-    if (tracing) { trace.memory.push_back({epoch_ns(), bytes}); }
-}
 
 void start_tracing() {
     if (tracing) { fail("a trace is being made already"); }

@@ -2,9 +2,9 @@
 """tests/notebook.py NOTEBOOK BUILD: do the notebook's cells run, one after the other, from the clone on?
 
 It knows Python, and of Jupyter `!command` and `%cd folder`. What the reader sets at the top is set here: the address is
-this checkout's, and the problems are run with --quick. The clone gets the object files of BUILD, a folder that `make
-NVCC=` made, so that its `make` has little to do; and my_solution.py has check_self.py's right solutions. Without PyTorch the
-cells that import it are skipped. The last line is `N passed, N failed, N skipped`."""
+this checkout's, and the problems are run with --quick. The clone gets the object files of BUILD, a folder that `make`
+made, such as build/cuda or build/cpu, so that its `make` has little to do; and my_solution.py has check_self.py's right
+solutions. Without PyTorch the cells that import it are skipped. The last line is `N passed, N failed, N skipped`."""
 import contextlib, io, json, os, re, shutil, subprocess, sys, tempfile, time, traceback
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -13,9 +13,11 @@ if len(sys.argv) != 3 or not os.path.isfile(sys.argv[1]) or not os.path.isfile(o
     sys.exit(2)
 NOTEBOOK, BUILD = map(os.path.abspath, sys.argv[1:])
 SET = {"REPOSITORY": ROOT, "QUICK": "--quick"}
+sys.path[0] = ""  # as in a notebook: the clone's check.py is imported, not the one beside this file
 for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CS336_BINARY"): os.environ.pop(name, None)
-os.environ.update(INSTALL="0", NVCC="", PYTHONDONTWRITEBYTECODE="1", GIT_CONFIG_COUNT="1",
+os.environ.update(INSTALL="0", PYTHONDONTWRITEBYTECODE="1", GIT_CONFIG_COUNT="1",
                   GIT_CONFIG_KEY_0="safe.directory", GIT_CONFIG_VALUE_0="*")
+if "cuda" not in os.path.basename(BUILD): os.environ["NVCC"] = ""
 if BUILD.endswith("-werror"): os.environ["WERROR"] = "1"
 
 
@@ -31,7 +33,8 @@ def shell(command, names):
 def use_what_is_built(clone):
     folder, now = os.path.join(clone, "build", os.path.basename(BUILD)), time.time()
     shutil.copytree(BUILD, folder, ignore=shutil.ignore_patterns("tests"))
-    for name in os.listdir(folder): os.utime(os.path.join(folder, name), (now, now))  # none is older than another
+    for place, _, names in os.walk(folder):
+        for name in names: os.utime(os.path.join(place, name), (now, now))  # none is older than another
 
 
 def run_cell(source, names):

@@ -7,7 +7,9 @@
 //
 // Without a GPU the OnCUDA half counts as skipped; with CS336_REQUIRE_GPU=1 in the environment it fails instead.
 #pragma once
+#ifndef __CUDACC__
 #pragma GCC optimize("O0")  // of what follows: it takes longer to compile than to run
+#endif
 #include "cs336.h"
 
 #include <doctest/doctest.h>
@@ -142,9 +144,7 @@ inline void in_ranks(const char* test_case, int n, Device device, const std::fun
         return;
     }
     if (getenv("WORLD_SIZE") != std::to_string(n)) { return; }
-    Options o;
-    o.device = name_of(device), o.backend = "auto", o.timeout = 20;
-    CHECK(run_ranks(o, f) == 0);
+    CHECK(join_ranks(n, name_of(device), "auto", 20, f) == 0);
 }
 inline bool lacks(const char* backend, Device device, int n) {
     std::string why = why_not(backend, device, n);

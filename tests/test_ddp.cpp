@@ -1,53 +1,29 @@
-// Tests of ddp.cu.
+// Tests of ddp.cu: the four ways of data parallel training and the sharded optimizer against plain training, how
+// gradients are cut into buckets, when they go, the commands, and their answers.
 #include "ddp.cu"
 
 #include "test.h"
 
-#include <algorithm>
-#include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <sstream>
-#include <unistd.h>
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Tests of ddp.cu: the four ways of data parallel training and the sharded optimizer against plain training, how
-// gradients are cut into buckets, when they go, and the commands.
 
 // Four weights of one layer each, y = w3 * (w2 * (w1 * x)) + w0 * x, all [3]: w0 is not used where `skip` is set.
-struct FourWeights {
-    Tensor weights, gradients;
-    std::vector<Parameter> parameters;
-    std::vector<Tensor> slots;
-};
-static FourWeights four_weights(float value) {
-    FourWeights f;
-    f.weights = from_floats(std::vector<float>(12, value), {12});
-    f.gradients = empty({12}, F32, GRADIENTS);
-    copy(f.gradients, from_floats(std::vector<float>(12, NAN), {12}));
-    for (int i = 0; i < 4; i++) {
-        Tensor w = require_gradient(view(f.weights, 3 * i, {3}));
-        w.gradient->is_parameter = true;
-        w.gradient->value = view(f.gradients, 3 * i, {3});
-        f.parameters.push_back({strprintf("w%d", 3 - i), {3}, 3 * i, w});
-        f.slots.push_back(w);
-    }
-    return f;
-}
-static Tensor objective(FourWeights& f, const Tensor& x, bool skip) {
-    for (Tensor& t : f.slots) { t.gradient->filled = false; }
-    Tensor y = mul(f.slots[0], mul(f.slots[1], mul(f.slots[2], x)));
-    if (!skip) { y = add(y, mul(f.slots[3], x)); }
+static Tensor objective(const Model& m, const Tensor& x, bool skip) {
+    zero_gradients(m);
+    Tensor y = mul(m.slots[0], mul(m.slots[1], mul(m.slots[2], x)));
+    if (!skip) { y = add(y, mul(m.slots[3], x)); }
     return mean_all(y);
 }
 static void check_data_parallel(const Communicator& c) {
     for (Strategy strategy : {NAIVE, FLAT, OVERLAPPED, BUCKETED}) {
         for (int steps = 0; steps < 2; steps++) {
-            FourWeights f = four_weights(2.0f + c.rank);  // the broadcast makes it 2 everywhere
-            auto d = data_parallel(c, strategy, 24e-6, f.weights, f.gradients, f.parameters, f.slots);
+            Model m = flat_model({{"w3", {3}}, {"w2", {3}}, {"w1", {3}}, {"w0", {3}}}, 0);
+            copy(m.gradients, from_floats(std::vector<float>(12, NAN), {12}));
+            copy(m.weights, from_floats(std::vector<float>(12, 2.0f + c.rank), {12}));  // the broadcast makes it 2
+            auto d = data_parallel(c, strategy, 24e-6, m);
             Tensor x = from_floats({1, 1 + (float)c.rank, 3}, {3});
             begin_step(*d);
-            backward(objective(f, x, c.rank == 1));  // rank 1's loss does not depend on w0
+            backward(objective(m, x, c.rank == 1));  // rank 1's loss does not depend on w0
             INFO("rank " << c.rank << " of " << c.world << ", " << name_of(strategy));
             size_t early = strategy == OVERLAPPED ? 3 : strategy == BUCKETED ? 1 : 0;
             if (c.rank == 1) { CHECK(d->works.size() == early); }
@@ -55,15 +31,11 @@ static void check_data_parallel(const Communicator& c) {
             CHECK(d->works.size() == (strategy == FLAT ? 1 : strategy == BUCKETED ? 2 : 4));
             double sum = 0, without = 0;  // of x1 over the ranks; of all but rank 1
             for (int r = 0; r < c.world; r++) { sum += 1 + r, without += r == 1 ? 0 : 1 + r; }
-            std::vector<float> g = to_floats(f.gradients);
-            int used = c.world - (c.world > 1);
-            for (int i = 0; i < 9; i++) {
-                double x_i = i % 3 == 0 ? 1 : i % 3 == 1 ? sum / c.world : 3;
-                CHECK(g[i] == doctest::Approx(4 * x_i / 3));
-            }
-            for (int i = 0; i < 3; i++) {
-                double x_i = i == 0 ? used : i == 1 ? without : 3.0 * used;
-                CHECK(g[9 + i] == doctest::Approx(x_i / 3 / c.world));
+            const int used = c.world - (c.world > 1);
+            const double all[] = {1, sum / c.world, 3}, some[] = {(double)used, without, 3.0 * used};
+            std::vector<float> g = to_floats(m.gradients);
+            for (int i = 0; i < 12; i++) {
+                CHECK(g[i] == doctest::Approx(i < 9 ? 4 * all[i % 3] / 3 : some[i % 3] / 3 / c.world));
             }
         }
     }
@@ -82,11 +54,10 @@ TEST_CASE("ddp: gradients are averages over NCCL") {
 
 // y = w slow(w x): between the two uses of w backward takes long enough for an all-reduce that started too early.
 static void check_tied(const Communicator& c) {
-    Tensor weights = from_floats({3, 5}, {2}), gradients = empty({2}, F32, GRADIENTS);
-    Tensor w = require_gradient(weights);
-    w.gradient->is_parameter = true;
-    w.gradient->value = gradients;
-    auto d = data_parallel(c, OVERLAPPED, 0, weights, gradients, {{"w", {2}, 0, w}}, {w});
+    Model m = flat_model({{"w", {2}}}, 0);
+    copy(m.weights, from_floats({3, 5}, {2}));
+    const Tensor w = m.slots[0];
+    auto d = data_parallel(c, OVERLAPPED, 0, m);
     Tensor x = from_floats({1, 2 + 2 * (float)c.rank}, {2}), inner = mul(w, x), slow = detached(inner);
     record(slow, {inner}, [g = inner.gradient](const Tensor& dy) {
         usleep(50000);
@@ -95,7 +66,7 @@ static void check_tied(const Communicator& c) {
     begin_step(*d);
     backward(mean_all(mul(w, slow)));  // dw = 2 w x / 2
     finish_gradient_synchronization(*d);
-    std::vector<float> g = to_floats(gradients);
+    std::vector<float> g = to_floats(m.gradients);
     CHECK(g[0] == doctest::Approx(3 * 1));
     CHECK(g[1] == doctest::Approx(5 * (2 + c.world - 1)));
     CHECK(d->works.size() == 1);
@@ -110,10 +81,9 @@ static void check_buckets(const Communicator& c) {
     init_weights(model, 1);
     make_gradients(model);
     for (double mb : {1e-6, 5e-4, 1e-3, 1.0}) {
-        auto d = data_parallel(c, BUCKETED, mb, model.weights, model.gradients, model.parameters, model.slots);
-        size_t p = 0;
-        for (const Bucket& b :
-             d->buckets) {  // whole tensors, in order, none left out, and the cap holds except for one alone
+        auto d = data_parallel(c, BUCKETED, mb, model);
+        size_t p = 0;  // whole tensors, in order, none left out, and the cap holds except for one alone
+        for (const Bucket& b : d->buckets) {
             double bytes = 0;
             int n = 0;
             CHECK(b.begin == model.parameters[p].offset);
@@ -155,34 +125,29 @@ TEST_CASE("ddp: weights equal those of single-process training, 1 to 4 ranks, al
 }
 TEST_CASE("ddp: the toy models are the edition's") {
     if (lacks("gloo", CPU, 2)) { return; }
-    for (const char* command : {"naive_ddp", "ddp_overlap_individual_parameters", "optimizer_state_sharding"}) {
-        for (const char* edition : {"2025", "2026"}) {
-            const bool old = edition == std::string("2025");
-            INFO(command << " " << edition);
-            Run r = check_command({command, "--device", "cpu", "--nproc", "2", "--edition", edition}, "identical");
-            CHECK(has(r.out, old ? "toy models with 5 outputs" : "toy models with 10 outputs"));
-            // AdamW's two moments of 50 x 5 or 50 x 10, 50 x 10 and 10 x 10 weights
-            if (has(r.out, "| states ")) {
-                CHECK(has(r.out, old ? "850 + 850 |      1700" : "1100 + 1100 |      2200"));
-            }
-        }
+    for (const char* edition : {"2025", "2026"}) {
+        const bool old = edition == std::string("2025");
+        Run r = check_command({"optimizer_state_sharding", "--device", "cpu", "--nproc", "2", "--edition", edition},
+                              old ? "toy models with 5 outputs" : "toy models with 10 outputs");
+        // AdamW's two moments of 50 x 5 or 50 x 10, 50 x 10 and 10 x 10 weights
+        CHECK(has(r.out, old ? "850 + 850 |      1700" : "1100 + 1100 |      2200"));
     }
 }
-TEST_CASE("ddp: overlapped, 20 times") {  // a race does not show every time
-    if (lacks("gloo", CPU, 2)) { return; }
+static void check_often(const char* device, const char* backend, const char* most_ranks) {  // for a race
     for (int i = 0; i < 20; i++) {
         const char* command = i % 2 ? "ddp_overlap_bucketed" : "ddp_overlap_individual_parameters";
-        check_command({command, "--device", "cpu", "--nproc", i % 4 < 2 ? "2" : "3", "--seed", std::to_string(i)},
+        check_command({command, "--device", device, "--backend", backend, "--nproc", i % 4 < 2 ? "2" : most_ranks,
+                       "--seed", std::to_string(i)},
                       "identical");
     }
+}
+TEST_CASE("ddp: overlapped, 20 times") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    check_often("cpu", "gloo", "3");
 }
 TEST_CASE("ddp: overlapped over NCCL, 20 times") {
     if (lacks("nccl", CUDA, 2)) { return; }
-    for (int i = 0; i < 20; i++) {
-        const char* command = i % 2 ? "ddp_overlap_bucketed" : "ddp_overlap_individual_parameters";
-        check_command({command, "--device", "cuda", "--nproc", "2", "--backend", "nccl", "--seed", std::to_string(i)},
-                      "identical");
-    }
+    check_often("cuda", "nccl", "2");
 }
 TEST_CASE("ddp: the same commands on GPUs") {
     if (cuda_devices() == 0) { return skip_this_case("no GPU"); }
@@ -199,28 +164,20 @@ TEST_CASE("ddp: the same commands on GPUs") {
 }
 TEST_CASE("ddp: benchmarking commands") {
     if (lacks("gloo", CPU, 2)) { return; }
-    Run r =
-        run_cs336({"ddp_bucketed_benchmarking", "--device", "cpu", "--bucket_size_mb", "0.5,100", "--format", "csv"});
+    Run r = run_cs336({"ddp_bucketed_benchmarking", "--device", "cpu", "--bucket_size_mb", "0.5,100"});
     INFO(r.out << r.err);
     CHECK(r.exit_code == 0);
     CHECK(has(r.out, "sizes of --quick"));
-    CHECK(has(r.out, "\n# (b) "));
-    std::map<std::string, std::vector<std::string>> rows;  // of the second table: 39 is 9 tensors per layer and 3
-    std::istringstream lines(r.out.substr(r.out.find("Strategy,Comm Time (ms)")));
-    for (std::string line; std::getline(lines, line) && !line.empty();) {
-        std::istringstream cells(line);
-        std::string way, cell;
-        std::getline(cells, way, ',');
-        while (std::getline(cells, cell, ',')) { rows[way].push_back(cell); }
+    CHECK(has(r.out, "\n**(b)** "));
+    const std::vector<std::string> ways = {"no sync", "naive", "flat", "overlapped", "0.5 MB", "100 MB"};
+    const std::vector<std::string> calls = column(r.out, "calls"), losses = column(r.out, "Loss");
+    REQUIRE(losses.size() == ways.size());
+    for (auto [way, n] : {std::pair(1, "39"), {2, "1"}, {3, "39"}, {5, "1"}}) {  // 9 tensors per layer and 3
+        INFO(ways[way]);
+        CHECK(calls[way] == n);
+        CHECK(std::abs(std::stod(losses[way]) - std::stod(losses[1])) < 2e-4);  // all from the same weights
     }
-    REQUIRE(rows.size() == 7);
-    for (auto [way, calls] : {std::pair("naive", "39"), {"flat", "1"}, {"overlapped", "39"}, {"100 MB", "1"}}) {
-        INFO(way);
-        REQUIRE(rows[way].size() == 9);
-        CHECK(rows[way][2] == calls);
-        CHECK(std::abs(std::stod(rows[way][8]) - std::stod(rows["naive"][8])) < 2e-4);  // all from the same weights
-    }
-    CHECK(std::abs(std::stod(rows["no sync"][8]) - std::stod(rows["naive"][8])) > 1e-3);
+    CHECK(std::abs(std::stod(losses[0]) - std::stod(losses[1])) > 1e-3);
     Run memory = run_cs336({"optimizer_state_sharding_accounting", "--quick", "--device", "cpu"});
     CHECK(memory.exit_code == 0);
     CHECK(has(memory.out, "sharded, ZeRO-1"));
@@ -291,8 +248,7 @@ static void check_other_model(const Communicator& c) {
         gather_text(c, "w [2]\n");
         return;
     }
-    Tensor weights = from_floats({1, 2, 3}, {3}), w = require_gradient(weights);
-    CHECK_THROWS_WITH(data_parallel(c, NAIVE, 0, weights, empty({3}, F32, GRADIENTS), {{"w", {3}, 0, w}}, {w}),
+    CHECK_THROWS_WITH(data_parallel(c, NAIVE, 0, flat_model({{"w", {3}}}, 0)),
                       "the models differ: where rank 0 has w [2], rank 1 has w [3]");
 }
 TEST_CASE("ddp: a rank with another model") {
@@ -326,7 +282,7 @@ static void check_says(const std::string& text, const std::vector<std::string>& 
 static Stats of_six(double mean, double std) { return {mean, std, mean, mean - std, mean + std, 6}; }
 
 static AllReduceRun all_reduce_run(bool nccl, int ranks, double mb, double ms, double std = 0.001) {
-    return {nccl, nccl ? CUDA : CPU, ranks, mb, of_six(ms, std * ms)};
+    return {nccl, ranks, mb, of_six(ms, std * ms)};
 }
 TEST_CASE("answers ddp: distributed_communication_single_node") {
     const std::vector<AllReduceRun> runs = {
@@ -376,9 +332,9 @@ static std::vector<DdpRun> recorded() {
     auto run = [](Strategy strategy, double mb, double total, double std, double backward, double exposed, double comm,
                   double hidden, int calls) {
         DdpRun r{strategy, mb};
-        r.total = of_six(total, std), r.forward = of_six(28.5, 0.05), r.backward = of_six(backward, 0.05);
-        r.exposed = of_six(exposed, 0.05), r.optimizer = of_six(13.32, 0.01), r.communication = of_six(comm, 0.05);
-        r.hidden = of_six(hidden * comm, 0.05), r.calls = calls, r.mb = calls ? 7992.9 : 0;
+        r.ms[TOTAL] = of_six(total, std), r.ms[BACKWARD] = of_six(backward, 0.05);
+        r.ms[EXPOSED] = of_six(exposed, 0.05), r.ms[COMMUNICATION] = of_six(comm, 0.05);
+        r.ms[HIDDEN] = of_six(hidden * comm, 0.05), r.calls = calls, r.mb = calls ? 7992.9 : 0;
         return r;
     };
     return {run(NO_SYNC, 0, 94.17, 0.11, 52.33, 0, 0, 0, 0),
@@ -402,7 +358,7 @@ TEST_CASE("answers ddp: naive, flat and overlapped") {
                {"a step takes 117.25 ms: 12.1 % less than naive (133.32 ms). Exposed communication takes 23.08 ms: "
                 "41.1 % less than naive (39.20 ms).",
                 "Both move 7992.9 MB; each call of naive's costs another 31.9 us."});
-    runs[2].total = of_six(133.1, 0.3), runs[2].communication = of_six(36.9, 0.1);
+    runs[2].ms[TOTAL] = of_six(133.1, 0.3), runs[2].ms[COMMUNICATION] = of_six(36.9, 0.1);
     check_says(flat(), {"a step takes 133.10 ms: level with naive (133.32 ms) within the noise",
                         "the number of calls is not what limits them."});
     runs = recorded();
@@ -413,7 +369,7 @@ TEST_CASE("answers ddp: naive, flat and overlapped") {
                 "backward takes 68.24 ms instead of 52.33",
                 "**(b)** In naive's trace (--trace FILE.json) all all-reduces lie after backward, and the compute "
                 "stream waits 39.20 ms. In overlapped's 99.1 % of their time lies under backward, and it waits 0.59"});
-    runs[3].total = of_six(420.33, 5.2), runs[3].backward = of_six(52.4, 1);
+    runs[3].ms[TOTAL] = of_six(420.33, 5.2), runs[3].ms[BACKWARD] = of_six(52.4, 1);
     std::string slower = overlapped();
     check_says(slower, {"3.15 times as long as naive (133.32 ms)"});
     CHECK(!has(slower, "Hiding is not free"));
@@ -433,22 +389,22 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
          "overhead(s, w, o, n_b) = s/(n_b w) + n_b o.", "the best bucket has s/n_b = sqrt(s o w) bytes.",
          "have o = 31.1 us and w = 283.24 GB/s. With s = 7992.9 MB the best bucket has 265.3 MB and an overhead of "
          "1.87 ms."});
-    runs[7].total = of_six(104.02, 0.2);  // level
+    runs[7].ms[TOTAL] = of_six(104.02, 0.2);  // level
     check_says(answers(), {"As fast, within the noise or with the same calls: 1000 MB."});
     // From a busy CPU: the next of 104.82 is 250.39, of the same single bucket.
     double totals[] = {489.21, 437.85, 250.39, 104.82};
-    for (int i = 0; i < 4; i++) { runs[4 + i].total = of_six(totals[i], 9), runs[4 + i].calls = i < 2 ? 7 : 1; }
+    for (int i = 0; i < 4; i++) { runs[4 + i].ms[TOTAL] = of_six(totals[i], 9), runs[4 + i].calls = i < 2 ? 7 : 1; }
     std::string busy = answers();
     check_says(busy, {"The fastest buckets have 1000 MB: a step takes 104.82 ms",
                       "within the noise or with the same calls: 100 MB.", "32.25 ms in 1 call, 62.10"});
     CHECK(!has(busy, "10 MB."));
     // Communication is short enough to hide, but only 7 % of it hid.
-    runs[3].hidden = of_six(0.07 * 62.10, 1);
+    runs[3].ms[HIDDEN] = of_six(0.07 * 62.10, 1);
     check_says(answers(), {"flat's all-reduce 23.07 ms, yet only 7 % of overlapped's calls hide."});
-    runs[0].backward = of_six(18.55, 0.1);
+    runs[0].ms[BACKWARD] = of_six(18.55, 0.1);
     check_says(answers(),
                {"so bytes stay exposed with any bucket. With 1.24 times the tokens per rank, or faster links"});
-    runs[0].backward = of_six(23.5, 0.1);
+    runs[0].ms[BACKWARD] = of_six(23.5, 0.1);
     check_says(answers(), {"so this setup fits."});
     m.w = -1;
     check_says(answers(), {"This run gives no w"});
@@ -467,7 +423,7 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
             use.peak_by[OPTIMIZER] = (size_t)(state * MIB);
             r.peaks.emplace_back("", use);
         }
-        r.total = of_six(total, 0.2), r.optimizer = of_six(optimizer, 0.1), r.mb_sent = sent;
+        r.ms[TOTAL] = of_six(total, 0.2), r.ms[OPTIMIZER_STEP] = of_six(optimizer, 0.1), r.mb_sent = sent;
         return r;
     };
     std::vector<ShardingRun> runs = {run(UNSHARDED, 7622.7, 30522.8, 15245.3, 339.51, 13.39, 7992.9),
@@ -486,7 +442,7 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
          "**(c)** ZeRO-1, too, shards only the optimizer's state: 7622.7 MiB per rank, where ours takes 7622.7 MiB.",
          "2 Psi (N-1)/N elements (7992.9 MB)", "3 Psi (N-1)/N (11989.4 MB)."});
     check_says(answers(4), {"which is not the expected 1/4."});
-    runs[1].total = of_six(339.61, 0.23);
+    runs[1].ms[TOTAL] = of_six(339.61, 0.23);
     check_says(answers(2), {"sharded, level with unsharded (339.51 ms) within the noise."});
     runs[0].oom = 1;
     CHECK(answers(2) == "A way does not fit, so there is no comparison.\n");

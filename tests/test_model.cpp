@@ -1174,7 +1174,7 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
     save_safetensors(flat, {{"tokens", {"I32", {3}, ids, 12}}, {"targets", {"I32", {3}, ids, 12}}});
     refused(4, flat, "tokens");
     write_file(zip, "PK\3\4 and what else a zip file has");
-    refused(2, zip, "found a zip file, such as PyTorch's .pt; tests/check.py model --weights reads it");
+    refused(2, zip, "found a zip file, such as a .pt; safetensors.torch.save_file writes what is read");
     batch.tensors["mask"] = batch.tensors["tokens"];
     save_safetensors(bad, {batch.tensors.begin(), batch.tensors.end()});
     refused(4, bad, "tensor \"mask\": not tokens or targets");

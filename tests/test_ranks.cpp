@@ -292,21 +292,35 @@ TEST_CASE("ranks: children are waited for, also where SIGCHLD was ignored") {
 }
 TEST_CASE("ranks: what torchrun, mpirun and srun say is understood, and what is no number is refused") {
     if (lacks("gloo", CPU, 2)) { return; }
-    auto variables = [](const std::string& launcher, int rank) -> std::vector<std::string> {
-        const std::string r = std::to_string(rank);
-        if (launcher == "mpirun") { return {"OMPI_COMM_WORLD_RANK=" + r, "OMPI_COMM_WORLD_SIZE=2"}; }
-        if (launcher == "srun") { return {"SLURM_JOB_ID=5", "SLURM_STEP_ID=0", "SLURM_NTASKS=2", "SLURM_PROCID=" + r}; }
-        return {"RANK=" + r, "WORLD_SIZE=2", "TORCHELASTIC_RESTART_COUNT=2"};
+    Folder shared;
+    auto variables = [&](const std::string& launcher, bool in_shared, int job, int rank) -> std::vector<std::string> {
+        const std::string r = std::to_string(rank), j = std::to_string(job);
+        std::vector<std::string> all = {"RANK=" + r, "WORLD_SIZE=2", "TORCHELASTIC_RUN_ID=a/b",
+                                        "TORCHELASTIC_RESTART_COUNT=" + j};
+        if (launcher == "mpirun") {
+            all = {"OMPI_COMM_WORLD_RANK=" + r, "OMPI_COMM_WORLD_SIZE=2", "PMIX_NAMESPACE=" + j};
+        }
+        if (launcher == "srun") {
+            all = {"SLURM_PROCID=" + r, "SLURM_STEP_NUM_TASKS=2", "SLURM_JOB_ID=5", "SLURM_STEP_ID=" + j};
+        }
+        if (in_shared) { all.push_back("CS336_RENDEZVOUS=" + shared.path); }
+        return all;
     };
-    for (const char* launcher : {"mpirun", "srun", "torchrun"}) {  // by the parent's folder
-        Started both[] = {start(short_run, variables(launcher, 0)), start(short_run, variables(launcher, 1))};
-        for (const Started& one : both) {
-            Ended e = finish(one, one.at_ms);
-            INFO(launcher << ": " << e.err);
-            CHECK(e.exit_code == 0);
+    for (const char* launcher : {"mpirun", "srun", "torchrun"}) {
+        for (bool in_shared : {false, true}) {  // two jobs at the same time
+            std::vector<Started> all;
+            for (int i = 0; i < 4; i++) {
+                all.push_back(start(short_run, variables(launcher, in_shared, i / 2, i % 2)));
+            }
+            for (const Started& one : all) {
+                Ended e = finish(one, one.at_ms);
+                INFO(launcher << ": " << e.err);
+                CHECK(e.exit_code == 0);
+            }
         }
     }
-    Started shell = start(short_run, {"SLURM_STEP_ID=4294967290", "SLURM_NTASKS=1", "SLURM_PROCID=0"});
+    CHECK(shared.files().empty());
+    Started shell = start(short_run, {"SLURM_STEP_ID=4294967290", "SLURM_STEP_NUM_TASKS=1", "SLURM_PROCID=0"});
     CHECK(finish(shell, shell.at_ms).exit_code == 0);
     Started wrong = start(short_run, {"RANK=x", "WORLD_SIZE=1"});
     Ended e = finish(wrong, wrong.at_ms);
