@@ -34,7 +34,7 @@ struct Options {
     std::vector<int> warmup, context_lengths;  // context_length: the first
     uint64_t seed = 0;
     bool quick = false;
-    int checkpoint = 0;
+    std::string checkpoint = "none";
     std::string trace, out, weights, batch, data, save, load, inputs, impl;
     bool causal = false;
     double rope_theta = 0, lr = 0;
@@ -61,12 +61,7 @@ inline int run_ranks(const Options& o, const std::function<void(const Communicat
 // ---------------------------------------------------------------------------------------------------------------------
 // precision.cu: what autocast does
 
-// Runs the handout's ToyModel (fc1 - ReLU - LayerNorm - fc2, cross-entropy) forward and backward on context.device
-// under autocast to bf16 or fp16, and returns the dtypes that were seen. benchmarking_mixed_precision (a).
-struct ToyDtypes {
-    DType parameters, fc1, layer_norm, logits, loss, gradients;
-};
-ToyDtypes toy_model_dtypes(Precision precision);
+void print_toy_models();  // benchmarking_mixed_precision (a) and (b): their tables and answers
 
 // Dynamic loss scaling for fp16 (PyTorch's GradScaler): the loss is multiplied by `scale` so that small gradients do
 // not vanish in fp16; a step whose gradients hold inf or NaN is skipped and the scale halved; after `growth_interval`
@@ -137,9 +132,10 @@ struct ModelConfig {
 };
 // The handouts' table 1, vocabulary 10,000; and 8B, the 2026 leaderboard's.
 extern const std::vector<ModelConfig> model_sizes;
+std::vector<ModelConfig> configs_of(const Options& o);  // what --d_model, --d_ff, ... name, else --size; checked
+std::string size_option(const ModelConfig& c);          // what --size calls it in its edition: "xl" of "xl (2026)"
 // Elements of the weights in matrix products: all but the embedding, which is a look-up, and the norms.
 int64_t matmul_weights(const ModelConfig& c);
-int64_t forward_flops(const ModelConfig& c, int64_t B, int64_t T);  // of the matrix products, attention counted in full
 
 struct Parameter {
     std::string name;  // the staff model's state_dict key
@@ -157,7 +153,7 @@ struct Model {
     // Arenas, [arena_size], all laid out alike: gradients after make_gradients, AdamW's moments m and v after
     // make_optimizer_state, else null.
     Tensor weights, gradients, m, v;
-    const struct WeightForm* form = nullptr;  // in which `weights` are; null: each as it is
+    bool split = false;  // the matrices in `weights` are split (see FastWays)
     Tensor embedding, ln_final, lm_head;
     std::vector<Layer> layers;
     std::vector<Tensor> slots;  // every tensor with a Gradient: each parameter's, and the joined qkv and w13
@@ -167,8 +163,7 @@ struct Model {
     std::function<void(int unit)> pre_forward, pre_backward;
     std::shared_ptr<void> kept;  // by the way in which the last step ran, for the next one
 };
-int64_t aligned(int64_t elements);        // up to the next multiple of 64: 256 bytes of fp32
-void check_config(const ModelConfig& c);  // usage_error unless it makes a model
+int64_t aligned(int64_t elements);  // up to the next multiple of 64: 256 bytes of fp32
 Model make_model(const ModelConfig& c, DType dtype = weight_dtype());  // weights allocated on context.device, not set
 // The same in two steps, for those who put the weights elsewhere: the parameters without weights; then their weights.
 Model lay_out_model(const ModelConfig& c);
@@ -177,54 +172,46 @@ using Place = std::function<Tensor(const Parameter& p, const Shape& shape)>;
 void place_weights(Model& model, const Place& place);
 void init_weights(const Model& model, uint64_t seed);  // normal; Linear std sqrt(2/(in+out)), embedding 1
 void init_weight(const Tensor& weight, const std::string& name, uint64_t seed);
-// Puts the weights into the form that suits the context's mode and precision best, if there is one (see WeightForm).
-// Until plain_weights only forward, backward and adamw_step can read them.
-void choose_form(Model& model);
-void plain_weights(Model& model);
-Model random_model(const ModelConfig& c, uint64_t seed);  // made, initialised, its form chosen: for timed runs
+// Splits them if that suits the context's mode and precision. Until join_weights only forward, backward and AdamW can
+// read them.
+void split_weights(Model& model);
+void join_weights(Model& model);
+bool can_split(DType kept, DType products);               // as AdamW updates weights; as matrix products take them
+Tensor upper_halves(const Tensor& part);                  // of split weights: they in bf16
+Model random_model(const ModelConfig& c, uint64_t seed);  // made, initialised, perhaps split: for timed runs
 // Allocates an arena for the gradients, in dtype, or where the weights are not float32 in theirs. Without it each
 // gradient lives from its first use to zero_gradients, in the dtype that backward gave.
 void make_gradients(Model& model);
-void make_optimizer_state(Model& model);  // m and v, zero, once
-void zero_gradients(const Model& model);  // from here on the first writer overwrites
+void make_optimizer_state(Model& model);   // m and v, zero, once
+void zero_gradients(const Model& model);   // from here on the first writer overwrites
+void make_ready(Model& model, int64_t T);  // what a forward needs besides the weights; forward calls it
 // tokens I32 [B,T] -> logits [B,T,V]. With context.checkpoint backward needs the model as it was, at its address.
 Tensor forward(Model& model, const Tensor& tokens);
-Tensor infer(Model& model, const Tensor& tokens);                   // without a tape; the next call may overwrite them
-Tensor cross_entropy(const Tensor& logits, const Tensor& targets);  // mean over all positions, []; targets I32 [B,T]
+Tensor infer(Model& model, const Tensor& tokens);           // without a tape; the next call may overwrite them
+std::string name_of(const Checkpointing& k);                // as --checkpoint takes it
+Checkpointing checkpointing_from(const std::string& name);  // usage_error if there is none
 
 // Around the ops of a unit, for FSDP; y: what the last of them gave. The model has to stay at its address. A weight
 // belongs to one unit, and backward comes to every unit's y on every rank: their collectives meet.
 void begin_unit(const Model& model, int unit);
 Tensor end_unit(const Model& model, int unit, const Tensor& y);
 
-// What --checkpoint takes besides a number of blocks.
-enum Checkpointing {
-    CHECKPOINT_FFN = -1,     // each block's feed-forward is a checkpoint
-    CHECKPOINT_HALF = -4,    // each block is two: attention, and the feed-forward, each with its norm
-    CHECKPOINT_HALVES = -2,  // each half of the blocks is one, and within it each half of that, down to a block
-    CHECKPOINT_NESTED = -3,  // all blocks but the last are one, and within it all but the last
-    CHECKPOINT_SOME_FFN = -(1 << 21),     // plus n: the feed-forward of the first n blocks
-    CHECKPOINT_SOME_BLOCKS = -(1 << 22),  // plus n: the first n blocks, and the feed-forward of all others
-};
-constexpr int MAX_CHECKPOINT = 1 << 20;       // blocks
-int checkpointed_ffns(const ModelConfig& c);  // up to which block context.checkpoint runs feed-forwards again
-
 // The ops of layers.cu, in the order of the forward pass; each runs in context.mode.
 // *x += delta (if any); returns rmsnorm(*x). x, delta and the result [B,T,C], weight [C].
 Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float eps);
 Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype);  // [T,D]: cos and sin of each pair, interleaved
 Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, int H);  // [B,T,C], before output_proj
-Tensor swiglu(const Layer& layer, const Tensor& y);  // silu(y w1^T) * (y w3^T): [B,T,C] -> [B,T,F]
+Tensor swiglu(const Layer& layer, const Tensor& y);                 // silu(y w1^T) * (y w3^T): [B,T,C] -> [B,T,F]
+Tensor cross_entropy(const Tensor& logits, const Tensor& targets);  // mean over all positions, []; targets I32 [B,T]
 // cross_entropy(linear(y, head), targets), `chunk` rows of the logits at a time.
 Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, int64_t chunk);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// model.cu: AdamW, a training step
 
 struct AdamW {
     float lr = 1e-3f, beta1 = 0.9f, beta2 = 0.999f, eps = 1e-8f, weight_decay = 0.01f;
 };
-double gradient_norm(const Model& model);  // over all gradients; inf or NaN if one of them is; waits for the device
-// With all gradients, times gradient_scale; fails if one is missing.
-void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1);
-
 struct AdamWScalars {  // of one step
     float decay, beta1, beta2, eps, step_size, gradient_scale;
 };
@@ -241,65 +228,53 @@ struct FlatGradient {
     Tensor g;
     int64_t offset;  // of its weights and moments, in their arenas
 };
-struct AdamWImpl {
-    const char* name;
-    int rung;
-    bool (*takes)(Device device);
-    void (*update)(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
-                   AdamWScalars s);  // p, m and v are flat
-};
-// The same for flat p, m and v; t: the step, from 1; form: of the gradients' parts of p, null: plain.
-void adamw_update(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
-                  const AdamW& a, int t, float gradient_scale = 1, const struct WeightForm* form = nullptr);
 double square_sum(const std::vector<FlatGradient>& gradients);  // waits for the device
-// Another way to hold weights in the bytes that they have as `kept`. A part is a matrix, or FSDP's part of a unit.
-struct WeightForm {
-    const char* name;
-    int rung;
-    bool (*takes)(DType kept, DType products);  // as AdamW updates them; as matrix products take them
-    void (*enter)(const Tensor& part);
-    void (*leave)(const Tensor& part);
-    Tensor (*lend)(const Tensor& part);  // the same elements as products take them, in part's memory
-    // As AdamWImpl's. Each gradient is that of a part.
-    void (*update)(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
-                   AdamWScalars s);
-};
-const WeightForm* form_for(DType kept, DType products);  // the highest rung, or null
+double gradient_norm(const Model& model);  // over all gradients; inf or NaN if one of them is; waits for the device
+// For flat p, m and v; t: the step, from 1; split: the gradients' parts of p are.
+void adamw_update(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
+                  const AdamW& a, int t, float gradient_scale = 1, bool split = false);
 
 struct Batch {
     Tensor tokens, targets;  // I32 [B,T]
 };
 Batch random_batch(int B, int T, int V, uint64_t seed);  // uniform in [0, V)
-void make_ready(Model& model, int64_t T);                // what a forward needs besides the weights; forward calls it
 Tensor forward_to_loss(Model& model, const Batch& batch);
 void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale);
-// As forward_backward, below, but adds to the gradients that are there.
-Tensor add_gradients(
-    Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between = [] {});
 // A training step is forward_backward, then optimizer_step. Leaves the gradients, multiplied by loss_scale; returns the
 // loss, [], without the scale. `between` is called when forward is done.
 Tensor forward_backward(
     Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between = [] {});
-struct StepImpl {  // a way to run these two passes, or a forward alone
-    const char* name;
-    int rung;
-    bool (*takes)(const Model& model);  // in this context
-    Tensor (*forward_backward)(Model& model, const Batch& batch, float loss_scale,
-                               const std::function<void()>& between);
-    Tensor (*infer)(Model& model, const Tensor& tokens);
-};
 // Clips to max_norm (0: does not), unscales, and returns the gradients' true norm (0 where it was not needed: without
 // clipping, unless in fp16). Steps unless that is not finite; in fp16 the loss scale then halves.
 double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm);
 // The same for gradients that lie elsewhere.
 double guarded_step(LossScaler& scaler, double max_norm, const std::function<double()>& norm_of_gradients,
                     const std::function<void(float gradient_scale)>& step);
+float loss_scale_of(const LossScaler& scaler);  // 1 unless the precision is fp16
+
+// What fast/ does in place of the plain ways of model.cu; null without it.
+using AdamWUpdate = void(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
+                         AdamWScalars s);
+struct FastWays {
+    AdamWUpdate* adamw;  // on the GPU
+    // Split weights: fp32 to AdamW, and bf16 to matrix products without a cast, in the bytes of fp32. A part is a
+    // matrix, or FSDP's part of a unit; each gradient is that of a part.
+    void (*split)(const Tensor& part, bool split);  // false: joins its halves
+    AdamWUpdate* adamw_of_split;
+    // CUDA graphs.
+    bool (*graphs_take)(const Model& model);  // in this context
+    Tensor (*forward_backward)(Model& model, const Batch& batch, float loss_scale,
+                               const std::function<void()>& between);
+    Tensor (*infer)(Model& model, const Tensor& tokens);
+};
+inline FastWays fast_ways;
+
 // FORWARD: without a tape; STEP: with the optimizer's; TAPED_FORWARD: keeps all that a backward would read
 enum Phase { FORWARD, FORWARD_BACKWARD, STEP, TAPED_FORWARD };
+const char* name_of(Phase phase);
 void run_phase(
     Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between = [] {});
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // in context's mode and precision
-float loss_scale_of(const LossScaler& scaler);                           // 1 unless the precision is fp16
 
 // A model in training. A step is train_step, for one process and for ranks that share it.
 // HEAD_AND_LOSS is a part of its own only where somebody adds its mark. EXPOSED: from backward's end until gradients
@@ -333,6 +308,22 @@ struct Trainer {
 // mean over them. `begins` is called where a part begins. Waits for the device.
 void train_step(
     Trainer& t, const std::vector<Batch>& batches, const std::function<void(StepPart)>& begins = [](StepPart) {});
+
+// What an experiment runs.
+std::vector<Precision> precisions_of(const Options& o);
+// Those of --mode, checked; the default, flash, becomes fused where one of the models and precisions has no flash.
+std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& configs,
+                           const std::vector<Precision>& precisions);
+Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
+// "flash"; with all that the context may ask for "flash, recompute, checkpoint 4, head chunk 2048"
+std::string caption_of(Mode mode);
+// With context's precision, mode and checkpoint; B: sequences per rank.
+std::string row_of(const ModelConfig& c, int B, int T, Phase phase);
+// A default of --quick's: sets the field, unless its option was typed.
+template <class T>
+void by_quick(Options& o, const char* name, T Options::*field, const T& to) {
+    if (!o.has(name)) { o.*field = to; }
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // ddp.cu: data parallel training. Every rank has the same weights and its own part of the batch; gradients are
@@ -384,18 +375,7 @@ void compare(WeightsCheck& d, const Tensor& got, const Tensor& want, double atol
 bool same_bits_everywhere(const Communicator& c, const Tensor& t);  // collective
 
 // ---------------------------------------------------------------------------------------------------------------------
-// model.cu: what an experiment runs, and whether that fits into memory
-
-std::vector<ModelConfig> configs_of(const Options& o);  // what --d_model, --d_ff, ... name, else --size; checked
-std::string vocabulary_of(const std::vector<ModelConfig>& configs);  // theirs, for a caption
-std::string size_option(const ModelConfig& c);  // what --size calls it in its edition: "xl" of "xl (2026)"
-Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
-void check_mode(const ModelConfig& c, Mode mode, Precision precision);  // usage_error if context.device cannot run it
-// "flash"; with all that the context may ask for "flash, recompute, checkpoint 4, head chunk 2048"
-std::string caption_of(Mode mode);
-std::string name_of_checkpoint(int checkpoint);  // "4", "ffn", "ffn:4", "half", "halves", "nested"
-// The mode `name`, checked. The default, flash, becomes fused where this head size and precision have none.
-Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, Precision precision);
+// ddp.cu: what several ranks run
 
 // For what several ranks run: one model, in one precision and mode, which the context gets; --quick's defaults.
 ModelConfig choose_step(Options& o, const Communicator& c);
@@ -421,19 +401,6 @@ std::vector<std::vector<T>> gather(const Communicator& c, const std::vector<T>& 
     }
     return all;
 }
-
-// A default of --quick's: sets the field, unless its option was typed.
-template <class T>
-void by_quick(Options& o, const char* name, T Options::*field, const T& to) {
-    if (!o.has(name)) { o.*field = to; }
-}
-std::vector<Precision> precisions_of(const Options& o);
-// Those of --mode, checked; the default, flash, becomes fused where one of the models and precisions has no flash.
-std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& configs,
-                           const std::vector<Precision>& precisions);
-const char* name_of(Phase phase);
-std::string row_of(const ModelConfig& c, int B, int T,
-                   Phase phase);  // with context's precision, mode and checkpoint; B: sequences per rank
 
 // ---------------------------------------------------------------------------------------------------------------------
 // profile.cu

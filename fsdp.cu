@@ -37,7 +37,7 @@ struct Fsdp {
     ParameterGroup shard;                          // the own part of each unit, then the replicated weights
     std::map<std::string, int64_t> replicated_at;  // by name: its first element there
     int64_t replicated = 0;                        // where those begin
-    const WeightForm* form = nullptr;              // in which the own parts of all units but the first are
+    bool split = false;                            // the own parts of all units but the first are (see FastWays)
     Tensor replicated_gradients, replicated_sum;   // of this backward; of all since the last step, or null
     int in_buffer[2] = {-1, -1};                   // the unit whose weights each buffer has
     WorkPtr gathers[2];
@@ -134,7 +134,7 @@ static void start_gather(Fsdp& f, int i) {
     WorkPtr& gather = f.gathers[i % 2];
     wait(f.c, gather);  // of a unit that nobody asked for in the end
     Tensor own = view(f.shard.weights, u.offset, {u.part});
-    if (f.form && i > 0) { own = f.form->lend(own); }
+    if (f.split && i > 0) { own = upper_halves(own); }
     bool casts = u.weights.dtype != own.dtype;
     if (casts) { copy_or_add(own_part(f, u, u.weights), own, false); }
     gather = all_gather(f.c, u.weights, bounds_of(f, u), casts ? Tensor() : own);
@@ -196,10 +196,10 @@ static void update(Fsdp& f, std::vector<FlatGradient> gradients, float gradient_
     }
     if (g.sgd) { return; }
     auto plain = std::partition(gradients.begin(), gradients.end(), [&](const FlatGradient& one) {
-        return f.form && one.offset > 0 && one.offset < f.replicated;  // of units 1 and up
+        return f.split && one.offset > 0 && one.offset < f.replicated;  // of units 1 and up
     });
     adamw_update(g.weights, {plain, gradients.end()}, g.m, g.v, g.adamw, g.step, gradient_scale);
-    adamw_update(g.weights, {gradients.begin(), plain}, g.m, g.v, g.adamw, g.step, gradient_scale, f.form);
+    adamw_update(g.weights, {gradients.begin(), plain}, g.m, g.v, g.adamw, g.step, gradient_scale, f.split);
 }
 static void begin_update(Fsdp& f) {
     ParameterGroup& g = f.shard;
@@ -308,23 +308,23 @@ static double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) {
 // there is cut up again. Every rank has to call it.
 static void visit_whole(Fsdp& f, const Tensor& flat, bool write,
                         const std::function<void(const Parameter& p, const Tensor& whole)>& see) {
-    for (const WorkPtr& gather : f.gathers) { wait(f.c, gather); }  // they may read what changes its form here
+    for (const WorkPtr& gather : f.gathers) { wait(f.c, gather); }  // they may read what splits or joins them here
     for (int i = -1; i < (int)f.units.size(); i++) {
         Tensor own = flat, whole = flat;
         int64_t begin = 0;
-        const bool has_form = f.form && i > 0 && flat.data == f.shard.weights.data;
+        const bool is_split = f.split && i > 0 && flat.data == f.shard.weights.data;
         if (i >= 0) {
             const FsdpUnit& u = f.units[i];
             own = view(flat, u.offset, {u.part}), whole = empty({f.c.world * u.part}, flat.dtype, WORKSPACE);
             begin = u.begin;
-            if (has_form) { f.form->leave(own); }
+            if (is_split) { fast_ways.split(own, false); }
             wait(f.c, all_gather(f.c, whole, bounds_of(f, u), own));
         }
         for (const Parameter& p : f.parameters) {
             if (p.unit == i) { see(p, view(whole, i < 0 ? f.replicated_at.at(p.name) : p.offset - begin, p.shape)); }
         }
         if (i >= 0 && write) { copy(own, own_part(f, f.units[i], whole)); }
-        if (has_form) { f.form->enter(own); }
+        if (is_split) { fast_ways.split(own, true); }
     }
     if (write) { forget_gathered(f); }
 }
@@ -332,12 +332,12 @@ static void init_weights(Fsdp& f, uint64_t seed) {
     visit_whole(f, f.shard.weights, true,
                 [&](const Parameter& p, const Tensor& whole) { init_weight(whole, p.name, seed); });
 }
-// Puts the own parts into the form that needs no cast before a gather, if there is one. AdamW takes it, SGD does not.
-static void choose_form(Fsdp& f) {
-    if (f.form || f.shard.sgd || f.units.size() < 2) { return; }
-    f.form = form_for(f.shard.weights.dtype, f.units[1].weights.dtype);
-    for (size_t i = 1; f.form && i < f.units.size(); i++) {
-        f.form->enter(view(f.shard.weights, f.units[i].offset, {f.units[i].part}));
+// Splits the own parts, if then a gather needs no cast before it. AdamW takes them, SGD does not.
+static void split_weights(Fsdp& f) {
+    if (f.split || f.shard.sgd || f.units.size() < 2) { return; }
+    f.split = can_split(f.shard.weights.dtype, f.units[1].weights.dtype);
+    for (size_t i = 1; f.split && i < f.units.size(); i++) {
+        fast_ways.split(view(f.shard.weights, f.units[i].offset, {f.units[i].part}), true);
     }
 }
 
@@ -351,7 +351,7 @@ static Trainer fsdp_trainer(const Communicator& c, const ModelConfig& config, ui
     t.model = sharded_model(config, f);
     init_weights(f, seed);
     f.shard.sgd = optimizer.sgd, f.shard.adamw = optimizer.adamw;
-    choose_form(f);
+    split_weights(f);
     t.sums_gradients = true;
     t.before_step = [&f, steps_in_backward] { begin_step(f, steps_in_backward); };
     t.after_backward = [&f] { finish_backward(f); };
@@ -378,20 +378,21 @@ constexpr int ROWS = 10, POSITIONS = 8, VOCABULARY = 100, STEPS = 3;  // rows: o
 struct FsdpCase {
     Precision precision;
     Mode mode;
-    int checkpoint = 0, batches = 1, head_chunk = 0;  // batches: backwards per step, whose gradients add up
+    Checkpointing checkpoint{};
+    int batches = 1, head_chunk = 0;  // batches: backwards per step, whose gradients add up
 };
 static std::vector<FsdpCase> fsdp_cases() {
     std::vector<FsdpCase> cases;
     for (Precision precision : {FP32, PREC_BF16, PREC_FP16}) {
         for (Mode mode : {EAGER, FUSED}) { cases.push_back({precision, mode}); }
     }
-    for (int checkpoint : {1, 2, (int)CHECKPOINT_FFN, (int)CHECKPOINT_HALF, (int)CHECKPOINT_NESTED}) {
-        cases.push_back({FP32, FUSED, checkpoint});
+    for (const char* checkpoint : {"1", "2", "ffn", "half", "nested"}) {
+        cases.push_back({FP32, FUSED, checkpointing_from(checkpoint)});
     }
-    cases.push_back({FP32, FUSED, 1, 2});
+    cases.push_back({FP32, FUSED, {Checkpointing::GROUPS, 1}, 2});
     if (fastest_flash(context.device, F32, 16)) { cases.push_back({FP32, FLASH}); }
-    for (auto [checkpoint, head_chunk] : {std::pair(0, 0), {1, 0}, {0, 48}}) {
-        cases.push_back({PREC_PURE_BF16, FUSED, checkpoint, 1, head_chunk});
+    for (auto [checkpoint, head_chunk] : {std::pair("none", 0), {"1", 0}, {"none", 48}}) {
+        cases.push_back({PREC_PURE_BF16, FUSED, checkpointing_from(checkpoint), 1, head_chunk});
     }
     return cases;
 }
@@ -457,8 +458,7 @@ int cmd_fsdp(const Options& o) {
             WeightsCheck x{"Transformer", strprintf("%s, mode %s", name_of(k.precision), name_of(k.mode))};
             for (int i = 0; i < repetitions; i++) { train_both(x, c, k, o.seed + i); }
             checks.push_back(x);
-            table.row(optimizer_of(k).sgd ? "SGD" : "AdamW", k.precision, k.mode,
-                      k.checkpoint ? name_of_checkpoint(k.checkpoint) : "none",
+            table.row(optimizer_of(k).sgd ? "SGD" : "AdamW", k.precision, k.mode, name_of(k.checkpoint),
                       k.head_chunk ? std::to_string(k.head_chunk) : "none", k.batches, strprintf("%.2e", x.max),
                       strprintf("%.2e", x.sum / x.n), x.match && x.same_bits ? "match" : "DIFFER");
         }
@@ -895,20 +895,20 @@ static size_t leaderboard_peak(const Options& o, int world) {  // of a rank, pre
 // H200. The norms and SwiGLU run again (0.8 ms); then feed-forwards (9 ms each); then whole blocks (24 ms more). The
 // peak falls in a straight line with the number of those, so the ends of the line tell how many.
 static void choose_what_runs_again(const Options& o, int world, double room) {
-    auto peak = [&](bool recompute, int checkpoint) {
+    auto peak = [&](bool recompute, const Checkpointing& checkpoint) {
         context.recompute = recompute, context.checkpoint = checkpoint;
         return (double)leaderboard_peak(o, world);
     };
-    if (peak(false, 0) <= room) { return; }
-    const double nothing = peak(true, 0);
+    if (peak(false, {}) <= room) { return; }
+    const double nothing = peak(true, {});
     if (nothing <= room) { return; }
-    const double ffns = peak(true, CHECKPOINT_FFN), blocks = peak(true, 1);
+    const double ffns = peak(true, {Checkpointing::BLOCKS, 0}), blocks = peak(true, {Checkpointing::GROUPS, 1});
     const int L = configs_of(o)[0].num_layers;
     auto enough = [&](double from, double to) { return (int)std::ceil(L * (from - room) / (from - to)); };
     if (ffns <= room) {
-        context.checkpoint = CHECKPOINT_SOME_FFN + enough(nothing, ffns);
+        context.checkpoint = {Checkpointing::FFN, enough(nothing, ffns)};
     } else if (blocks <= room) {
-        context.checkpoint = CHECKPOINT_SOME_BLOCKS + enough(ffns, blocks);
+        context.checkpoint = {Checkpointing::BLOCKS, enough(ffns, blocks)};
     }
 }
 

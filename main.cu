@@ -48,7 +48,7 @@ static const std::string CALCS = "tokens=65536 d_model=4096 d_ff=11008 tflops=98
 static const Command COMMANDS[] = {
     {COMMAND(benchmarking_script), "1.1.3", "2.1.3", 4, 1,
      "time forward, backward and the whole step of the Transformer",
-     TIMED + "warmup*=5 precision*=fp32 mode*=eager,flash checkpoint"},
+     TIMED + "warmup*=0,1,2,5 precision*=fp32 mode*=eager,flash checkpoint"},
     {COMMAND(nsys_profile), "1.1.4", "2.1.4", 5, 1, "which kernels a step spends its time in",
      TIMED + "context_length*=128,256,512,1024 warmup=2 steps=5 precision*=fp32 mode*=eager"},
     {COMMAND(mixed_precision_accumulation), "1.1.5", "2.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16",
@@ -142,19 +142,6 @@ static CLI::Validator output() {
     };
     return CLI::Validator(check, "");
 }
-static CLI::Validator checkpointing() {
-    auto check = [](std::string& text) -> std::string {
-        const size_t digits = std::min(text.find_first_of("0123456789"), text.size());
-        int n = 0;
-        if (!CLI::detail::lexical_cast(text.substr(digits), n) || n > MAX_CHECKPOINT) { n = 0; }
-        for (int c : {n, CHECKPOINT_SOME_FFN + n, CHECKPOINT_SOME_BLOCKS + n, (int)CHECKPOINT_FFN, (int)CHECKPOINT_HALF,
-                      (int)CHECKPOINT_HALVES, (int)CHECKPOINT_NESTED}) {
-            if (text == name_of_checkpoint(c)) { return text = std::to_string(c), ""; }
-        }
-        return text + " is not a whole number up to 1048576, ffn, ffn:N, blocks:N, half, halves or nested";
-    };
-    return CLI::Validator(check, "");
-}
 static std::vector<std::string> implementations() {
     std::set<std::string> names = {"all", "auto"};
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) { names.insert(impl.name); }
@@ -211,7 +198,7 @@ static void add_common_options(Adder& add, Options& o, int least_steps) {
 }
 static void add_own_options(Adder& add, Options& o) {
     // Of a step
-    add.option("checkpoint", o.checkpoint, checkpointing(), "0",
+    add.option("checkpoint", o.checkpoint, CLI::Validator(), "none",
                "what backward runs again instead of keeping it: groups of N blocks; half, halves or nested; the "
                "feed-forward layers (ffn) or N of them (ffn:N); those, and N blocks whole (blocks:N)");
     add.option("trace", o.trace, output(), "", "write what ran when, for Perfetto or chrome://tracing");
@@ -347,7 +334,7 @@ static bool parse_options(const Command& command, const std::vector<std::string>
 static int run_command(const Command& command, const std::vector<std::string>& words) {
     Options o;
     if (!parse_options(command, words, o)) { return 0; }
-    context.checkpoint = o.checkpoint, context.csv = o.format == "csv";
+    context.checkpoint = checkpointing_from(o.checkpoint), context.csv = o.format == "csv";
     // What measures time is as small as with --quick where there is no GPU, unless its sizes are typed.
     if (command.gpus > 0 && (o.device == "cpu" || cuda_devices() == 0)) { o.quick = true; }
     if (o.quick) { context.sizes = o.has("quick") ? "; sizes of --quick" : "; no GPU: sizes of --quick"; }

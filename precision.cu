@@ -97,7 +97,12 @@ static Tensor toy_cross_entropy(const Tensor& logits16, const Tensor& targets) {
     return mean_all(sub(log(sum_last(exp(z))), pick_last(z, targets)));
 }
 
-ToyDtypes toy_model_dtypes(Precision precision) {
+// Runs the handout's ToyModel (fc1 - ReLU - LayerNorm - fc2, cross-entropy) forward and backward on context.device
+// under autocast to bf16 or fp16, and returns the dtypes that were seen.
+struct ToyDtypes {
+    DType parameters, fc1, layer_norm, logits, loss, gradients;
+};
+static ToyDtypes toy_model_dtypes(Precision precision) {
     RestoreContext restore;
     context.precision = precision;
     context.recording = true;
@@ -125,6 +130,39 @@ ToyDtypes toy_model_dtypes(Precision precision) {
         }
     }
     return {fc1.dtype, after_fc1.dtype, after_ln.dtype, logits.dtype, loss.dtype, fc1.gradient->value.dtype};
+}
+
+static void print_toy_model(const ToyDtypes& t, Precision precision) {
+    Table table{strprintf("ToyModel under autocast to %s: dtypes as seen, device %s, batch 8, 5 -> 10 -> 3",
+                          name_of(matmul_dtype(precision)), name_of(context.device)),
+                {"component", "dtype"},
+                {{"model parameters within the autocast context", name_of(t.parameters)},
+                 {"output of the first feed-forward layer", name_of(t.fc1)},
+                 {"output of the layer norm", name_of(t.layer_norm)},
+                 {"predicted logits", name_of(t.logits)},
+                 {"loss", name_of(t.loss)},
+                 {"gradients", name_of(t.gradients)}}};
+    print(table);
+}
+static void answer_toy_model(const ToyDtypes& half, const ToyDtypes& bf16) {
+    answer("a",
+           "Under autocast to %s the parameters are %s, the first layer's output is %s, layer norm's output is %s, the "
+           "logits are %s, the loss is %s and the gradients are %s.",
+           name_of(half.fc1), name_of(half.parameters), name_of(half.fc1), name_of(half.layer_norm),
+           name_of(half.logits), name_of(half.loss), name_of(half.gradients));
+    answer("b",
+           "Layer norm's mean and variance are sensitive: they are sums, of numbers and of squares. In fp16 a square "
+           "overflows from 256 on (256 x 256 = 65536, the largest number is 65504), and a small variance vanishes.");
+    answer("b",
+           "bf16 has fp32's range, which removes that danger, but with 8 significant bits a long sum still loses its "
+           "small terms. So autocast treats layer norm alike: its output is %s under float16 and %s under bfloat16.",
+           name_of(half.layer_norm), name_of(bf16.layer_norm));
+}
+void print_toy_models() {
+    const ToyDtypes half = toy_model_dtypes(PREC_FP16), bf16 = toy_model_dtypes(PREC_BF16);
+    print_toy_model(half, PREC_FP16);
+    print_toy_model(bf16, PREC_BF16);
+    answer_toy_model(half, bf16);
 }
 
 // --precision pure_bf16 is no autocast: the model itself is bf16. It needs 8 bytes per parameter for weight, gradient

@@ -54,14 +54,6 @@ static void convert_weights(const Tensor& part, bool split) {
     }
     if (!split) { copy_or_add(part, whole, false); }
 }
-static bool takes(DType kept, DType products) { return kept == F32 && products == BF16; }
-static void enter(const Tensor& part) { convert_weights(part, true); }
-static void leave(const Tensor& part) { convert_weights(part, false); }
-static Tensor lend(const Tensor& part) {
-    Tensor upper = part;
-    upper.dtype = BF16;
-    return upper;
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // AdamW: up to 64 tensors per launch, up to 16 bytes per access
@@ -149,8 +141,6 @@ static void update_cuda(const Tensor& p, const std::vector<FlatGradient>& gradie
         });
     }
 }
-static const AddRow<AdamWImpl> row({"64 tensors per launch", 20, [](Device d) { return d == CUDA; },
-                                    update_cuda<false>});
 #endif
 static void update_split_cpu(const Tensor& p, const FlatGradient& one, const Tensor& m, const Tensor& v,
                              AdamWScalars s) {
@@ -177,4 +167,10 @@ static void update_split(const Tensor& p, const std::vector<FlatGradient>& gradi
         for (const FlatGradient& one : gradients) { update_split_cpu(p, one, m, v, s); }
     }
 }
-static const AddRow<WeightForm> form({"split into bf16 and the rest", 20, takes, enter, leave, lend, update_split});
+[[maybe_unused]] static const bool entered = [] {
+#ifdef __CUDACC__
+    fast_ways.adamw = update_cuda<false>;
+#endif
+    fast_ways.split = convert_weights, fast_ways.adamw_of_split = update_split;
+    return true;
+}();

@@ -69,7 +69,7 @@ void cuda_check(cudaError_t error, const char* call, const char* file, int line)
 #endif
 
 // A table of implementations, from the plainest to the fastest. A row enters it while the program loads, so that its
-// file can be left out: static const AddRow<StepImpl> row({...}).
+// file can be left out: static const AddRow<ProductImpl> row({...}).
 template <class Impl>
 std::list<Impl>& table_of() {
     static std::list<Impl> rows;
@@ -104,16 +104,31 @@ const char* name_of(Category c);
 Mode mode_from(const std::string& name);  // names are checked when the command line is read
 Precision precision_from(const std::string& name);
 
+// Which of a model's blocks are gradient checkpoints: what backward runs again instead of keeping it.
+struct Checkpointing {
+    enum Form {
+        NONE,
+        GROUPS,  // of n blocks each
+        HALF,    // each block is two: attention, and the feed-forward, each with its norm
+        HALVES,  // each half of the blocks is one, and within it each half of that, down to a block
+        NESTED,  // all blocks but the last are one, and within it all but the last
+        FFN,     // the feed-forward of the first n blocks
+        BLOCKS,  // the first n blocks, and the feed-forward of all others
+    } form = NONE;
+    int n = 0;
+    explicit operator bool() const { return form != NONE; }
+};
+
 // What PyTorch, too, keeps globally: default device, autocast, grad mode.
 struct Context {
     Device device = CPU;
     Device planned_for = CPU;  // while device is META: where the run would be
     Mode mode = FUSED;
     Precision precision = FP32;
-    bool widening = false;     // a plan for a run here: count the fp32 copies of its products' operands
-    bool recording = true;     // write the tape; off inside NoGrad
-    bool recompute = false;    // backward computes the norms' outputs and SwiGLU's again, so that nobody keeps them
-    int checkpoint = 0;        // blocks per gradient checkpoint; 0: none; below 0: an entry of Checkpointing
+    bool widening = false;   // a plan for a run here: count the fp32 copies of its products' operands
+    bool recording = true;   // write the tape; off inside NoGrad
+    bool recompute = false;  // backward computes the norms' outputs and SwiGLU's again, so that nobody keeps them
+    Checkpointing checkpoint;
     int head_chunk = 0;        // rows of the logits that the loss makes at a time; 0: all
     bool each_launch = false;  // somebody looks at each launch, so none may hide in a CUDA graph
     bool csv = false;          // tables and answers are printed as csv, not as Markdown

@@ -177,7 +177,8 @@ struct Setup {
 Setup fixture_setup();
 struct PureSetting {
     Mode mode;
-    int checkpoint, head_chunk;
+    const char* checkpoint;
+    int head_chunk;
     bool recompute;
 };
 extern const std::vector<PureSetting> pure_settings;

@@ -63,16 +63,16 @@ TEST_CASE("gemm: whichever kernel is picked, the bits are the same") {
 struct GraphCase {
     Precision precision;
     bool recompute;
-    int checkpoint;
+    const char* checkpoint;
 };
 static std::vector<double> losses_and_weights(const GraphCase& c, bool graphs) {
     const ModelConfig config = {"graphs", 64, 96, 2, 4, 101};
     context.mode = FLASH, context.each_launch = !graphs, context.precision = c.precision;
-    context.recompute = c.recompute, context.checkpoint = c.checkpoint;
+    context.recompute = c.recompute, context.checkpoint = checkpointing_from(c.checkpoint);
     context.head_chunk = c.precision == PREC_PURE_BF16 ? 25 : 0;
     Model model = make_model(config);
     init_weights(model, 7);
-    choose_form(model);
+    split_weights(model);
     make_optimizer_state(model);
     LossScaler scaler;
     std::vector<double> numbers;
@@ -85,26 +85,26 @@ static std::vector<double> losses_and_weights(const GraphCase& c, bool graphs) {
         numbers.push_back(optimizer_step(model, AdamW(), scaler, 0.5));
         if (step == 3) { run_phase(FORWARD, model, random_batch(3, 65, config.vocab_size, 1), scaler); }
         if (step == 5) {  // somebody else writes the weights
-            plain_weights(model);
+            join_weights(model);
             scale_in_place(model.weights, 0.5);
-            choose_form(model);
+            split_weights(model);
         }
     }
     CHECK((bool)model.kept == graphs);
-    plain_weights(model);
+    join_weights(model);
     for (double w : to_doubles(model.weights)) { numbers.push_back(w); }
     return numbers;
 }
 TEST_CASE("model: steps by CUDA graphs") {
     if (!begin<OnCUDA>()) { return; }
-    for (const GraphCase& c : {GraphCase{FP32, false, 0},
-                               {PREC_BF16, false, 0},
-                               {PREC_BF16, true, 0},
-                               {PREC_BF16, true, 1},
-                               {FP32, false, CHECKPOINT_FFN},
-                               {PREC_BF16, false, CHECKPOINT_HALVES},
-                               {PREC_PURE_BF16, false, 1}}) {
-        CAPTURE(name_of(c.precision) + (" " + name_of_checkpoint(c.checkpoint)));
+    for (const GraphCase& c : {GraphCase{FP32, false, "none"},
+                               {PREC_BF16, false, "none"},
+                               {PREC_BF16, true, "none"},
+                               {PREC_BF16, true, "1"},
+                               {FP32, false, "ffn"},
+                               {PREC_BF16, false, "halves"},
+                               {PREC_PURE_BF16, false, "1"}}) {
+        CAPTURE(name_of(c.precision) + (" " + std::string(c.checkpoint)));
         const std::vector<double> fast[] = {losses_and_weights(c, false), losses_and_weights(c, true)};
         for (int i = 0; i < 24; i++) { CHECK(fast[0][i] == doctest::Approx(fast[1][i]).epsilon(0.02)); }
         const OnlyFlashV1 same_bits;
@@ -123,7 +123,7 @@ TEST_CASE("model: a step in mode flash is launched as graphs, in each precision"
             const ModelConfig& small = model_sizes[0];
             Model model = make_model(small);
             init_weights(model, 7);
-            choose_form(model);
+            split_weights(model);
             LossScaler scaler;
             Batch batch = random_batch(4, 256, small.vocab_size, 7);
             for (auto [phase, launches] : {std::pair<Phase, int>{FORWARD, 1}, {FORWARD_BACKWARD, 2}, {STEP, 2}}) {
@@ -142,7 +142,7 @@ TEST_CASE("model: inference by a CUDA graph") {
         context.mode = FLASH, context.precision = precision;
         Model model = make_model({"graphs", 64, 96, 2, 4, 101});
         init_weights(model, 7);
-        choose_form(model);
+        split_weights(model);
         for (int call = 0; call < 7; call++) {  // of each shape the first is the rehearsal, the second is captured
             Tensor tokens = random_batch(2, call < 4 ? 33 : 64, 101, call).tokens;
             if (call == 3) { scale_in_place(model.ln_final, 0.5); }
@@ -167,7 +167,7 @@ TEST_CASE("model: a step packs well") {
             context.recompute = recompute;
             Planning planning;
             Model model = make_model(config);
-            choose_form(model);
+            split_weights(model);
             LossScaler scaler;
             Batch batch = random_batch(4, 256, config.vocab_size, 0);
             run_phase(FORWARD, model, batch, scaler);  // rope is there
@@ -208,8 +208,8 @@ TEST_CASE_TEMPLATE("model: split weights are the fp32 weights, and their upper h
         copy(view(model.lm_head, 0, {8}), to_device(from_floats(special, {8}), D::device));
         std::vector<float> weights = to_floats(model.weights);
         size_t held = memory_use(D::device).now;
-        choose_form(model);
-        CHECK(model.form);
+        split_weights(model);
+        CHECK(model.split);
         CHECK(memory_use(D::device).now == held);
         Tensor upper = detached(model.lm_head);
         upper.dtype = BF16;
@@ -229,15 +229,15 @@ TEST_CASE_TEMPLATE("model: split weights are the fp32 weights, and their upper h
         context.precision = FP32;
         LossScaler scaler;
         run_phase(FORWARD, model, random_batch(2, 9, config.vocab_size, 7), scaler);
-        CHECK(!model.form);
+        CHECK(!model.split);
         std::vector<float> again = to_floats(model.weights);
         CHECK(again[7] != again[7]);
         again[7] = weights[7] = 0;
         CHECK(memcmp(again.data(), weights.data(), 4 * weights.size()) == 0);
         for (Precision precision : {FP32, PREC_FP16}) {
             context.precision = precision;
-            choose_form(model);
-            CHECK(!model.form);
+            split_weights(model);
+            CHECK(!model.split);
         }
         context.precision = PREC_BF16;
     }
@@ -254,7 +254,7 @@ TEST_CASE_TEMPLATE("model: split weights learn what whole ones do", D, OnCPU, On
                 start = to_doubles(model.weights);
                 make_optimizer_state(model);
                 if (arena) { make_gradients(model); }
-                if (split) { choose_form(model); }
+                if (split) { split_weights(model); }
                 AdamW adamw;
                 adamw.lr = 0.03f;
                 LossScaler scaler;
@@ -265,8 +265,8 @@ TEST_CASE_TEMPLATE("model: split weights learn what whole ones do", D, OnCPU, On
                     CHECK(model.embedding.gradient->value.dtype == F32);
                     optimizer_step(model, adamw, scaler, 0.5);
                 }
-                CHECK((model.form != nullptr) == split);
-                plain_weights(model);
+                CHECK(model.split == split);
+                join_weights(model);
                 weights[split] = to_doubles(model.weights);
             }
             CAPTURE(config.name);

@@ -133,15 +133,15 @@ static void check_gathers(const Communicator& c) {
             }
         }
     }
-    context.checkpoint = 1;  // each block runs again, then backward
+    context.checkpoint = {Checkpointing::GROUPS, 1};  // each block runs again, then backward
     step_of(model, *f, c.rank), step_of(model, *f, c.rank);
     CHECK(units_of(f->waits) == std::vector<int>{0, 1, 2, 3, 4, 5, 4, 4, 3, 3, 2, 2, 1, 1});
     for (int i : {8, 10, 12}) {  // beside the forward that runs again
         if (context.device == CPU) { CHECK(f->waits[i].work->started_ms <= f->waits[i - 1].asked.ms); }
     }
-    context.checkpoint = 2;  // blocks 3 and 4 run again, then backward; then 1 and 2
+    context.checkpoint = {Checkpointing::GROUPS, 2};  // blocks 3 and 4 run again, then backward; then 1 and 2
     step_of(model, *f, c.rank), step_of(model, *f, c.rank);
-    context.checkpoint = 0;
+    context.checkpoint = {};
     CHECK(units_of(f->waits) == std::vector<int>{0, 1, 2, 3, 4, 5, 3, 4, 4, 3, 1, 2, 2, 1});
 }
 TEST_CASE("fsdp: each unit is gathered once per pass and one ahead; on GPUs") {
@@ -222,8 +222,8 @@ static void check_form(const Communicator& c) {
         };
         const auto initial = read();
         f->shard.adamw.eps = 1e-5f;  // else a gradient that is rounding alone moves its weight by lr, either way
-        if (split) { choose_form(*f); }
-        CHECK((f->form != nullptr) == (split && !table_of<WeightForm>().empty()));
+        if (split) { split_weights(*f); }
+        CHECK(f->split == (split && fast_ways.split));
         CHECK(read() == initial);
         std::vector<float> losses;
         for (int step = 0; step < 3; step++) { losses.push_back(to_floats(step_of(model, *f, c.rank))[0]); }
@@ -256,14 +256,15 @@ TEST_CASE("fsdp: the same split weights on GPUs") {
 // The same kernels see the same numbers, so bits are equal; only what is kept, and when, differs.
 static void check_steps_in_backward(const Communicator& c) {
     for (Precision precision : {FP32, PREC_BF16, PREC_PURE_BF16}) {
-        context.precision = precision, context.mode = FUSED, context.checkpoint = precision == FP32 ? 2 : 0;
+        context.precision = precision, context.mode = FUSED;
+        context.checkpoint = checkpointing_from(precision == FP32 ? "2" : "none");
         std::vector<std::vector<float>> trained;
         size_t peaks[2];
         for (bool in_backward : {false, true}) {
             auto f = fully_shard(c, lay_out_model(small).parameters, matmul_dtype());
             Model model = sharded_model(small, *f);
             init_weights(*f, 1);
-            choose_form(*f);
+            split_weights(*f);
             LossScaler scaler;
             std::vector<float> all;
             for (int step = 0; step < 3; step++) {
@@ -1039,14 +1040,14 @@ static std::string chosen(
     typed(o);
     const double room = gib * (1 << 30) * 30 / 31;
     choose_what_runs_again(o, world, room);
-    const int n = context.checkpoint;
+    const Checkpointing k = context.checkpoint;
     std::string text = caption_of(FLASH);
     const size_t needs = leaderboard_peak(o, world);
-    if (n == 1) { return text + (needs > room ? ", too large" : ""); }
+    if (k.form == Checkpointing::GROUPS) { return text + (needs > room ? ", too large" : ""); }
     CHECK(needs <= room);
-    if (n < 0) {  // and it fills the card: two fewer do not fit
+    if (k) {  // and it fills the card: two fewer do not fit
         CHECK(needs > room - 4.1 * (1 << 30));
-        context.checkpoint = n - 2;
+        context.checkpoint.n = k.n - 2;
         CHECK(leaderboard_peak(o, world) > room);
     }
     return text;

@@ -329,7 +329,8 @@ def first_of_window(n, seed, i):
 def train_pytorch(text, checkpoint, precision, steps):
     """As model.cu: warm-up over a tenth of the steps, then a cosine to a tenth of lr; a tenth of the text is held out."""
     tensors, meta = load_checkpoint(checkpoint)
-    T, B, done, seed = (int(meta[k]) for k in ("context_length", "batch_size", "step", "seed"))
+    T, B, seed = (int(meta[k]) for k in ("context_length", "batch_size", "seed"))
+    done = int(tensors["train.state"][0])
     lr, min_lr, warmup = float(meta["lr"]), float(meta["lr"]) / 10, max(1, steps // 10)
     with torch.device(o.device):
         model = LM(256, T, *(int(meta[k]) for k in ("d_model", "d_ff", "num_layers", "num_heads")))
@@ -360,10 +361,10 @@ def train_pytorch(text, checkpoint, precision, steps):
     with torch.no_grad(): parts = [loss_of(*batch([s])).item() for s in starts]
     return losses, statistics.mean(parts)
 
-def train_ours(checkpoint, precision, steps):
+def train_ours(checkpoint, seed, precision, steps):
     """The losses of some steps, by step, and the held-out one."""
-    rows, summary = tables_of_ours("train", "--data", o.train, "--load", checkpoint, "--precision", precision, "--sample", 0,
-                                   "--steps", steps)
+    rows, summary = tables_of_ours("train", "--data", o.train, "--load", checkpoint, "--seed", seed, "--precision", precision,
+                                   "--sample", 0, "--steps", steps, *(["--quick"] if o.quick else []))
     return {int(row[0]): float(row[1]) for row in rows[1]}, float(summary[1][0][1])
 
 def train_table():
@@ -377,7 +378,7 @@ def train_table():
             for precision in o.precision:
                 torch._dynamo.reset()
                 steps = 20 if o.quick else 200
-                a, b = train_ours(checkpoint, precision, steps), train_pytorch(text, checkpoint, precision, steps)
+                a, b = train_ours(checkpoint, seed, precision, steps), train_pytorch(text, checkpoint, precision, steps)
                 apart = max(abs(loss - b[0][step - 2]) for step, loss in a[0].items())  # PyTorch begins with step 2
                 rows.append([seed, precision, steps, a[1], b[1], abs(a[1] - b[1]), apart])
                 print(f"train, seed {seed}, {precision}: {a[1]:.4f} {b[1]:.4f}", file=sys.stderr)
