@@ -1551,7 +1551,7 @@ static void load_checkpoint(Trainer& t, const Options& o) {
     t.scaler.scale = state[2], t.scaler.good_steps = (int)state[3];
 }
 
-// Until the last step, or a signal, or a stdout that takes no more rows. Fails where the loss or the gradients' norm is
+// Until the last step, or a signal. Fails where the loss or the gradients' norm is
 // not finite; in fp16 that norm halves the loss scale, until it is below 2^-14, fp16's smallest normal number.
 static void take_steps(Trainer& t, const Text& text, const Options& o, Table& rows) {
     const int rows_apart = std::max(1, o.steps / 20);
@@ -1572,7 +1572,9 @@ static void take_steps(Trainer& t, const Text& text, const Options& o, Table& ro
             rows.row(t.steps, strprintf("%.7f", t.loss), strprintf("%.3g", t.adamw.lr),
                      skipped ? "overflow, step skipped" : strprintf("%.3f", t.norm), strprintf("%.2f", ms),
                      strprintf("%.0f", 1e3 * o.batch_size * o.context_length / ms));
-            if (!print_last_row(rows, {7, 9, 8, 13, 8, 9})) { return; }
+            try {
+                print_last_row(rows, {7, 9, 8, 13, 8, 9});
+            } catch (const Failure&) {}  // the run goes on; the summary's print fails again, after saving
         }
     }
 }

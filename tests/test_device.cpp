@@ -308,10 +308,10 @@ TEST_CASE("measure: rows that are printed as they come") {
         Table t{"c", {"a", "b"}};
         t.row("k", 1);
         CHECK(printed([&] {
-                  CHECK(print_last_row(t, {4, 4}));
+                  print_last_row(t, {4, 4});
               }) == (csv ? "# c\na,b\nk,1\n" : "c\n\n| a    |    b |\n| ---- | ---: |\n| k    |    1 |\n"));
         t.row("l", 22222);
-        CHECK(printed([&] { CHECK(print_last_row(t, {4, 4})); }) == (csv ? "l,22222\n" : "| l    | 22222 |\n"));
+        CHECK(printed([&] { print_last_row(t, {4, 4}); }) == (csv ? "l,22222\n" : "| l    | 22222 |\n"));
     }
 }
 TEST_CASE("measure: a table whose rows have not its columns") {
