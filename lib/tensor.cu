@@ -515,7 +515,7 @@ __device__ inline void store_some(const Operand& o, int64_t step, int64_t at, co
 }
 // I is the index type: 32-bit division is several times faster than 64-bit, and almost every tensor is small enough.
 // A thread computes W neighbours: one index calculation for all of them, and accesses of up to 16 bytes.
-template <size_t N, int W, class I, class F>
+template <int N, int W, class I, class F>
 __global__ void elementwise_kernel(F f, Loop loop) {
     int last = loop.dims - 1;
     for (I v = blockIdx.x * (I)blockDim.x + threadIdx.x; v < (I)(loop.n / W); v += (I)gridDim.x * blockDim.x) {
