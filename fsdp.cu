@@ -13,17 +13,14 @@
 // overwrites unit i - 1. It starts when the compute stream has finished that unit, since collectives start behind what
 // is queued there.
 
-struct FsdpSlot {        // a tensor of a unit that has a gradient: one parameter's, or a joined one's
-    int64_t begin, end;  // elements of the unit
-    GradientPtr gradient;
-};
 struct FsdpUnit {  // what is gathered at once; its elements are those of the model's arena from begin
     int64_t begin = 0, end = 0;
     int64_t part = 0;           // elements that each rank keeps; the last rank's end in padding
     int64_t offset = 0;         // of the own part, in Fsdp::shard
     Tensor weights, gradients;  // whole, [world * part], while the unit has its buffer
     Tensor gradient;            // the own part, averaged over the ranks; null until there is one
-    std::vector<FsdpSlot> slots;
+    // Its tensors that have a gradient, by their first elements; some are one parameter, some are joined ones.
+    std::multimap<int64_t, Tensor> slots;
 };
 struct FsdpWait {  // of the compute stream, for a unit's gather, or for its reduce-scatter and what runs behind that
     int unit;      // -1: the norms
@@ -121,11 +118,7 @@ static Tensor place(Fsdp& f, const Parameter& p, const Shape& shape) {  // see P
     Tensor t = require_gradient(view(whole, at, shape));
     t.gradient->is_parameter = true;
     t.gradient->value = view(gradients, at, shape);
-    if (p.unit >= 0) {
-        std::vector<FsdpSlot>& slots = f.units[p.unit].slots;
-        auto after = [&](const FsdpSlot& s) { return s.begin > at; };
-        slots.insert(std::find_if(slots.begin(), slots.end(), after), {at, at + t.size(), t.gradient});
-    }
+    if (p.unit >= 0) { f.units[p.unit].slots.emplace(at, t); }
     return t;
 }
 
@@ -178,11 +171,11 @@ static void zero_the_rest(FsdpUnit& u) {
     auto zero_up_to = [&](int64_t begin) {
         if (begin > end) { fill_zero(view(u.gradients, end, {begin - end})); }
     };
-    for (const FsdpSlot& slot : u.slots) {
-        if (!slot.gradient->filled) { continue; }
-        zero_up_to(slot.begin);
-        end = slot.end;
-        slot.gradient->filled = false;  // the next backward overwrites it
+    for (const auto& [begin, t] : u.slots) {
+        if (!t.gradient->filled) { continue; }
+        zero_up_to(begin);
+        end = begin + t.size();
+        t.gradient->filled = false;  // the next backward overwrites it
     }
     zero_up_to(u.gradients.size());
 }
@@ -378,7 +371,7 @@ constexpr int ROWS = 10, POSITIONS = 8, VOCABULARY = 100, STEPS = 3;  // rows: o
 struct FsdpCase {
     Precision precision;
     Mode mode;
-    int checkpoint = 0, batches = 1, head_chunk = 0;  // batches: backwards per step, whose gradients add up
+    int checkpoint = 0, batches = 1;  // batches: backwards per step, whose gradients add up
 };
 static std::vector<FsdpCase> fsdp_cases() {
     std::vector<FsdpCase> cases;
@@ -390,9 +383,7 @@ static std::vector<FsdpCase> fsdp_cases() {
     }
     cases.push_back({FP32, FUSED, 1, 2});
     if (fastest_flash(context.device, F32, 16)) { cases.push_back({FP32, FLASH}); }
-    for (auto [checkpoint, head_chunk] : {std::pair(0, 0), {1, 0}, {0, 48}}) {
-        cases.push_back({PREC_PURE_BF16, FUSED, checkpoint, 1, head_chunk});
-    }
+    for (int checkpoint : {0, 1}) { cases.push_back({PREC_PURE_BF16, FUSED, checkpoint}); }
     return cases;
 }
 static ParameterGroup optimizer_of(const FsdpCase& k) {
@@ -404,7 +395,6 @@ static ParameterGroup optimizer_of(const FsdpCase& k) {
 }
 static void train_both(WeightsCheck& check, const Communicator& c, const FsdpCase& k, uint64_t seed) {
     context.precision = k.precision, context.mode = k.mode, context.checkpoint = k.checkpoint;
-    context.head_chunk = k.head_chunk;
     const ModelConfig config = {"lm", 64, 96, 3, 4, VOCABULARY};
     ParameterGroup reference = optimizer_of(k);
     Trainer ours = fsdp_trainer(c, config, seed, false, reference), whole;
@@ -419,13 +409,6 @@ static void train_both(WeightsCheck& check, const Communicator& c, const FsdpCas
     // ranks all weights were within these bounds.
     const bool pure = k.precision == PREC_PURE_BF16;
     const double atol = pure ? 2e-3 : k.precision == FP32 ? 1e-6 : 1e-4, rtol = pure ? 1.0 / 64 : 1e-4;
-    auto check_gradients = [&](StepPart part) {
-        if (part != OPTIMIZER_STEP) { return; }
-        for (const FsdpUnit& u : ours.f->units) {
-            check.match = check.match && u.gradient.size() == u.part && u.gradient.dtype == weight_dtype();
-        }
-        check.same_bits = check.same_bits && same_bits_everywhere(c, ours.f->replicated_sum);
-    };
     for (int step = 0; step < STEPS; step++) {
         const Batch all = random_batch(ROWS * c.world, POSITIONS, VOCABULARY, seed + step);
         std::vector<Batch> batches;
@@ -433,12 +416,14 @@ static void train_both(WeightsCheck& check, const Communicator& c, const FsdpCas
             const int64_t rows = ROWS / k.batches, at = (c.rank * ROWS + b * rows) * POSITIONS;
             batches.push_back({view(all.tokens, at, {rows, POSITIONS}), view(all.targets, at, {rows, POSITIONS})});
         }
-        train_step(ours, batches, check_gradients);
+        train_step(ours, batches);
         train_step(whole, {all});
         visit_whole(*ours.f, ours.f->shard.weights, false, [&](const Parameter& p, const Tensor& got) {
             compare(check, got, view(whole.model.weights, p.offset, p.shape), atol, rtol);
         });
     }
+    const Fsdp& f = *ours.f;  // the norms are replicated
+    check.same_bits = same_bits_everywhere(c, view(f.shard.weights, f.replicated, f.replicated_gradients.shape));
 }
 
 int cmd_fsdp(const Options& o) {
@@ -450,16 +435,14 @@ int cmd_fsdp(const Options& o) {
                       "with lr 0.001, SGD with lr 0.02, in pure_bf16 2; backend %s",
                       STEPS, counted(repetitions, "repetition").c_str(), c.world, ROWS * c.world, POSITIONS,
                       c.backend.c_str()),
-            {"Optimizer", "precision", "mode", "checkpoint", "head chunk", "passes", "max diff", "mean diff",
-             "Parameters"}};
+            {"Optimizer", "precision", "mode", "checkpoint", "passes", "max diff", "mean diff", "Parameters"}};
         std::vector<WeightsCheck> checks;
         for (const FsdpCase& k : fsdp_cases()) {
             WeightsCheck x{"Transformer", strprintf("%s, mode %s", name_of(k.precision), name_of(k.mode))};
             for (int i = 0; i < repetitions; i++) { train_both(x, c, k, o.seed + i); }
             checks.push_back(x);
             table.row(optimizer_of(k).sgd ? "SGD" : "AdamW", k.precision, k.mode,
-                      k.checkpoint ? name_of_checkpoint(k.checkpoint) : "none",
-                      k.head_chunk ? std::to_string(k.head_chunk) : "none", k.batches, strprintf("%.2e", x.max),
+                      k.checkpoint ? name_of_checkpoint(k.checkpoint) : "none", k.batches, strprintf("%.2e", x.max),
                       strprintf("%.2e", x.sum / x.n), x.match && x.same_bits ? "match" : "DIFFER");
         }
         print_checks(c, table, checks,
@@ -491,42 +474,34 @@ static Trainer make_trainer(Way way, const Communicator& c, const Options& o) {
     return way == PLAIN_DDP ? data_parallel_trainer(c, model, OVERLAPPED, 0) : sharded_trainer(c, model, ZERO1);
 }
 
-// Of the last step.
-static std::vector<FsdpUnitTimes> unit_times(const Fsdp& f) {
-    std::vector<FsdpUnitTimes> units(f.units.size());
+// Adds the last of `steps` steps, so that the sums are means.
+static void add_unit_times(const Fsdp& f, int steps, std::vector<FsdpUnitTimes>& units) {
+    units.resize(f.units.size());
     std::set<const Work*> seen;
     for (size_t k = 0; k < f.waits.size(); k++) {
         const FsdpWait& w = f.waits[k];
         FsdpUnitTimes& u = units[w.unit];
         const bool backward = k >= units.size();  // forward asks for each unit once
-        u[backward ? WAIT_AGAIN : WAIT] += ms_of(w.got, w.asked);
+        u[backward ? WAIT_AGAIN : WAIT] += ms_of(w.got, w.asked) / steps;
         if (!seen.insert(w.work.get()).second) { continue; }
-        u[backward ? GATHER_AGAIN : GATHER] += ms_of(w.work->end, w.work->begin);
+        u[backward ? GATHER_AGAIN : GATHER] += ms_of(w.work->end, w.work->begin) / steps;
     }
     for (const FsdpWait& w : f.reduce_waits) {  // the norms' unit is -1: theirs comes last, with the embedding's
-        units[std::max(w.unit, 0)][REDUCE] += ms_of(w.got, w.asked);
+        units[std::max(w.unit, 0)][REDUCE] += ms_of(w.got, w.asked) / steps;
     }
-    return units;
 }
 static FsdpRun run_way(Way way, const Options& o, const Communicator& c) {
     FsdpRun r{way_names[way]};
     auto make = [&](const Communicator& planned) { return make_trainer(way, planned, o); };
     r.predicted = steps_peak(c.world, o, make, o.batch_size);
-    if (r.predicted > room_of_each_rank(c)) {
-        r.oom = r.predicted;
-        return r;
-    }
+    r.oom = lacks_room(c, r.predicted);
+    if (r.oom) { return r; }
     Trainer t = make_trainer(way, c, o);
     reset_peak(context.device);
-    r.units.resize(t.f ? t.f->units.size() : 0);
-    auto look_at_gathers = [&] {
-        if (t.steps <= o.warmup[0] || !t.f) { return; }
-        const std::vector<FsdpUnitTimes> units = unit_times(*t.f);
-        for (size_t u = 0; u < units.size(); u++) {
-            for (int k = 0; k < UNIT_TIMES; k++) { r.units[u][k] += units[u][k] / o.steps; }
-        }
+    auto after = [&] {
+        if (t.f && t.steps > o.warmup[0]) { add_unit_times(*t.f, o.steps, r.units); }
     };
-    r.step = step_stats(timed_steps(t, {batch_of(o, t.model.config, c.rank)}, o, r.way, look_at_gathers))[TOTAL];
+    r.step = timed_steps(t, {batch_of(o, t.model.config, c.rank)}, o, r.way, after)[TOTAL];
     r.use = memory_use(context.device);
     return r;
 }
@@ -799,19 +774,15 @@ static void answer_in_turn(const LayerSizes& l, double N, double M, const PassCo
     const bool no_tp = b < a / (a + 1), no_fsdp = a < b / (b + 1);
     answer("d",
            "The times add, so 3 D_FF N_FSDP + 2 B N_TP <= Q with Q = 3 B D_FF W / C + 3 D_FF + 2 B = %.7g, and N_FSDP "
-           "N_TP is largest where both terms are Q / 2: N_FSDP = Q / (6 D_FF) = %.4g and N_TP = Q / (4 B) = %.4g.",
-           Q, Q / (6 * F), Q / (4 * B));
+           "N_TP is largest where both terms are Q / 2: N_FSDP = Q / (6 D_FF) = %.4g, N_TP = Q / (4 B) = %.4g and N <= "
+           "Q^2 / (24 B D_FF) = %.7g^2 / (24 x %.7g x %.7g) = %.4g devices.",
+           Q, Q / (6 * F), Q / (4 * B), Q, B, F, Q * Q / (24 * B * F));
     if (no_tp || no_fsdp) {
         answer("d",
-               "That is less than one device on the %s axis, because with a = B W / C = %.4g and b = 3 D_FF W / (2 C) "
-               "= %.4g, %s. So there is no %s, and N <= 1 + %s = %.4g devices.",
-               no_tp ? "TP" : "FSDP", a, b, no_tp ? "b is below a / (a + 1)" : "a is below b / (b + 1)",
-               no_tp ? "TP" : "FSDP", no_tp ? "B W / C" : "3 D_FF W / (2 C)", in_turn.most);
-    } else {
-        answer("d",
-               "So N <= Q^2 / (24 B D_FF) = %.7g^2 / (24 x %.7g x %.7g) = %.4g devices. Where a = B W / C and b = 3 "
-               "D_FF W / (2 C) are large, that is near 3 B D_FF (W / C)^2 / 8, here %.4g.",
-               Q, B, F, in_turn.most, a * b / 4);
+               "That is less than one device on the %s axis, since %s (a = B W / C = %.4g, b = 3 D_FF W / (2 C) = "
+               "%.4g). So there is no %s, and N <= 1 + %s = %.4g devices.",
+               no_tp ? "TP" : "FSDP", no_tp ? "b < a / (a + 1)" : "a < b / (b + 1)", a, b, no_tp ? "TP" : "FSDP",
+               no_tp ? "a" : "b", in_turn.most);
     }
     answer("d", "With N_FSDP = %g and N_TP = %g, %s.", N, M, limit(in_turn).c_str());
 }
@@ -921,14 +892,12 @@ static void measure(LeaderboardRun& r, const Communicator& c, const Options& o) 
     };
     reset_peak(context.device);
     double first_loss = 0;
-    r.ms = step_stats(timed_steps(t, batches_of(c, o, config), o, "leaderboard", [&] {
+    r.ms = timed_steps(t, batches_of(c, o, config), o, "leaderboard", [&] {
         if (t.steps == 1) { first_loss = t.loss; }
-    }));
-    const double peak = (double)memory_use(context.device).peak;
-    for (const std::vector<double>& of_rank : gather<double>(c, {first_loss, t.loss, peak})) {
-        r.first_loss += of_rank[0] / c.world, r.last_loss += of_rank[1] / c.world;
-        r.peak = std::max(r.peak, (size_t)of_rank[2]);
-    }
+    });
+    r.first_loss = mean_over_ranks(c, first_loss), r.last_loss = mean_over_ranks(c, t.loss);
+    const std::vector<size_t> peaks = gather<size_t>(c, {memory_use(context.device).peak});
+    r.peak = *std::max_element(peaks.begin(), peaks.end());
 }
 
 static void print_tables(const LeaderboardRun& r, const std::string& caption) {
@@ -994,18 +963,19 @@ static void leaderboard(Options o, const Communicator& c) {
     r.world = c.world, r.predicted = leaderboard_peak(o, c.world), r.peak_rate = dense_peak(context.precision);
     r.tokens = (double)o.batch_size * o.context_length;
     r.flops = step_flops(config, o.batch_size, o.context_length);
-    r.oom = r.predicted <= room_of_each_rank(c) ? 0 : r.predicted;
+    r.oom = lacks_room(c, r.predicted);
     if (!r.oom) { measure(r, c, o); }
     if (c.rank == 0) {
-        print_tables(r, strprintf("%s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d, causal; a sequence per "
-                                  "backward; %.4g FLOP per step without what runs again; %s; %d warmup, %s",
-                                  r.what.c_str(), config.num_layers, config.d_model, config.d_ff, config.num_heads,
-                                  config.vocab_size, r.flops,
-                                  c.world == 1 ? "one rank"
-                                               : strprintf("%d ranks, FSDP over %s, times of rank 0, the largest peak",
-                                                           c.world, c.backend.c_str())
-                                                     .c_str(),
-                                  o.warmup[0], counted(o.steps, "step").c_str()));
+        print_tables(
+            r,
+            strprintf("%s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d, causal; a sequence per "
+                      "backward; %.4g FLOP per step without what runs again; %s; %d warmup, %s",
+                      r.what.c_str(), config.num_layers, config.d_model, config.d_ff, config.num_heads,
+                      config.vocab_size, r.flops,
+                      c.world == 1
+                          ? "one rank"
+                          : strprintf("%d ranks, FSDP over %s, the largest peak", c.world, c.backend.c_str()).c_str(),
+                      o.warmup[0], counted(o.steps, "step").c_str()));
         answer_leaderboard(r);
     }
     if (r.oom) { fail("leaderboard: the step does not fit"); }

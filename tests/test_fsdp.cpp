@@ -17,7 +17,7 @@ static void check_fsdp(const std::vector<std::string>& more) {
     INFO(join(words, " ") << "\n" << r.out << r.err);
     CHECK(r.exit_code == 0);
     const bool flash = fastest_flash(more[1] == "cuda" ? CUDA : CPU, F32, 16);
-    const std::vector<std::string> match(flash ? 16 : 15, "match");
+    const std::vector<std::string> match(flash ? 15 : 14, "match");
     CHECK(column(r.out, "Parameters") == match);
     CHECK(column(r.out, "precision").back() == "pure_bf16");
     CHECK(has(r.out,
@@ -453,9 +453,7 @@ static void check_trainers(const Communicator& c) {
             auto part = [&](const Tensor& t) { return view(t, c.rank * ROWS * T, {ROWS, T}); };
             train_step(whole, {all});
             train_step(ours, {{part(all.tokens), part(all.targets)}}, [&](StepPart part) { parts.push_back(part); });
-            double loss = 0;
-            for (const std::vector<double>& of_rank : gather<double>(c, {ours.loss})) { loss += of_rank[0] / c.world; }
-            CHECK(loss == doctest::Approx(whole.loss).epsilon(1e-5));
+            CHECK(mean_over_ranks(c, ours.loss) == doctest::Approx(whole.loss).epsilon(1e-5));
         }
         CHECK(parts.size() == 3 * 5);
         CHECK(parts[3] == OPTIMIZER_STEP);
@@ -872,21 +870,18 @@ TEST_CASE("calcs: answers") {
          "max(6 x 4096 x 11008 x (4 - 1), 4 x 65536 x 4096 x (2 - 1)) / (4 x 2 x 4.5e+11) = 0.2983 ms. FSDP gathers",
          "x (1 + 3 x 11008 x 4.5e+11 / (2 x 9.89e+14)) = 262.4 devices.", "1 + B W / C = 30.82 ",
          "1 + 3 D_FF W / (2 C) = 8.513 ", "3 B D_FF (W / C)^2 / 2 = 224 devices", "= 1148846, ",
-         "N_FSDP = Q / (6 D_FF) = 17.39 and N_TP = Q / (4 B) = 4.382.",
-         "N <= Q^2 / (24 B D_FF) = 1148846^2 / (24 x 65536 x 11008) = 76.23 devices.", "(W / C)^2 / 8, here 56.01"});
+         "N_FSDP = Q / (6 D_FF) = 17.39, N_TP = Q / (4 B) = 4.382 and N <= Q^2 / (24 B D_FF) = 1148846^2 / (24 x 65536 "
+         "x 11008) = 76.23 devices."});
 }
 TEST_CASE("calcs: answers where communication is the limit, or an axis goes") {
     Options few = handout(), narrow = handout(), short_batch = handout();
     few.tokens = 2048, narrow.d_ff = 64, short_batch.tokens = 1024;
     check_says(csv_of(cmd_data_parallel_calcs, few),
                {"= 1.932 devices", "communication 1.052 ms, so communication is the limit."});
-    check_says(csv_of(cmd_fsdp_tp_calcs, narrow), {"less than one device on the TP axis",
-                                                   "b is below a / (a + 1). So there is no TP, and N <= 1 + B W / C = "
-                                                   "30.82 devices"});
-    check_says(csv_of(cmd_fsdp_tp_calcs, short_batch),
-               {"less than one device on the FSDP axis",
-                "a is below b / (b + 1). So there is no FSDP, and N <= 1 + 3 D_FF W / (2 C) = 8.513 devices"});
-    CHECK(has(run_cs336({"fsdp_tp_calcs", "--d_ff", "64"}).out, "So there is no TP, and N <= 1 + B W / C = 30.82"));
+    check_says(csv_of(cmd_fsdp_tp_calcs, narrow), {"less than one device on the TP axis, since b < a / (a + 1)",
+                                                   "So there is no TP, and N <= 1 + a = 30.82 devices"});
+    check_says(csv_of(cmd_fsdp_tp_calcs, short_batch), {"less than one device on the FSDP axis, since a < b / (b + 1)",
+                                                        "So there is no FSDP, and N <= 1 + b = 8.513 devices"});
 }
 TEST_CASE("calcs: wrong options") {
     for (const std::string value : {"1", "1048577", "99999999999999999999", "2.5", "x", ""}) {
@@ -917,11 +912,12 @@ static Options xxl() {  // main.cu's defaults
 TEST_CASE("accounting: table and answers") {
     check_says(
         csv_of(cmd_communication_accounting, xxl()),
-        {"0,0.0,38,35\n", "2048,35.9,46,", "8192,143.7,156,", "16,4,25302,395.3,1581.4,20445,319.4\n", "8,8,16594,",
-         "4,16,22021,", "32,2,45231,", "64,1,85901,",
+        {"16,4,25302,395.3,1581.4,20445,319.4\n", "8,8,16594,", "4,16,22021,", "32,2,45231,", "64,1,85901,",
          "(a) P = 2 D F L = 2 x 16384 x 53248 x 126 = 219848638464 parameters take 4 P = 879.4 GB (819.0 GiB) in fp32.",
          "16 P = 3517.6 GB (3276.0 GiB), the memory of 3517.6 / 80 = 43.97, so 44 GPUs, or of 41 if",
-         "= 17547264 bytes per token", "below 95 GB from N = 38 devices on; with 2048 tokens per device, from N = 46",
+         "= 17547264 bytes per token",
+         "below 95 GB from N = 38 devices on (35 if a GB is taken as 2^30 bytes); with 2048 tokens per device, from N "
+         "= 46",
          "= 10828 tokens per device on", "= 2555.6 FLOP per byte.",
          "(c) Forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (2555.6 x 16 / 2) / (1 - "
          "2555.6 x 4 / (1 x 53248)) = 25302 tokens overall, 395.3 per chip",
@@ -932,8 +928,8 @@ TEST_CASE("accounting: where nothing fits") {
     Options o = xxl();
     o.tokens = 10828, o.tp = 21;
     check_says(csv_of(cmd_communication_accounting, o),
-               {"10828,190.0,none,", "with 10828 tokens per device, for no N.",
-                "No batch is compute bound with X = 16 and Y = 21", "below M_Y F / alpha = 20.8"});
+               {"with 10828 tokens per device, for no N.", "No batch is compute bound with X = 16 and Y = 21",
+                "below M_Y F / alpha = 20.8"});
     CHECK(run_cs336({"communication_accounting", "--fsdp", "1048576", "--tp", "1048576"}).exit_code == 0);
 }
 
