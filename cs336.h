@@ -402,7 +402,7 @@ Mode mode_for(const Options& o, const std::string& name, const ModelConfig& c, P
 // For what several ranks run: one model, in one precision and mode, which the context gets; --quick's defaults.
 ModelConfig choose_step(Options& o, const Communicator& c);
 std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c);
-size_t room_of_each_rank(const Communicator& c);  // bytes, the least of all ranks'
+size_t room_of_each_rank(const Communicator& c);         // bytes, the least of all ranks'
 size_t lacks_room(const Communicator& c, size_t needs);  // 0: each rank has room for so many bytes; else needs
 // What a rank holds at most in two steps, each of `batches` batches of B sequences, predicted on META.
 size_t steps_peak(int world, const Options& o, const std::function<Trainer(const Communicator& planned)>& make, int B,
@@ -412,6 +412,9 @@ using StepStats = std::array<Stats, STEP_NUMBERS>;
 StepStats timed_steps(
     Trainer& t, const std::vector<Batch>& batches, const Options& o, const char* name,
     const std::function<void()>& after = [] {});
+// A row for each way: a step's time and its parts, or the bytes that it did not find.
+Table step_table(const std::string& caption, const char* what);
+void add_step(Table& table, const std::string& way, const StepStats& ms, size_t oom);
 Batch batch_of(const Options& o, const ModelConfig& m, int rank);  // random
 // Every rank's values, of plain types, rank by rank.
 template <class T>

@@ -615,10 +615,10 @@ ModelConfig choose_step(Options& o, const Communicator& c) {
 std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c) {
     return strprintf(
         "%s; %s, backend %s; size %s (d_model %d, %s), precision %s, mode %s; %s per rank, context length: %d, AdamW; "
-        "%d warmup, %d step",
+        "%d warmup, %s",
         o.command.c_str(), ranks(c.world).c_str(), c.backend.c_str(), m.name.c_str(), m.d_model,
         counted(m.num_layers, "layer").c_str(), name_of(context.precision), caption_of(context.mode).c_str(),
-        counted(o.batch_size, "sequence").c_str(), o.context_length, o.warmup[0], o.steps);
+        counted(o.batch_size, "sequence").c_str(), o.context_length, o.warmup[0], counted(o.steps, "step").c_str());
 }
 Batch batch_of(const Options& o, const ModelConfig& m, int rank) {
     return random_batch(o.batch_size, o.context_length, m.vocab_size, o.seed + 1 + rank);
@@ -718,11 +718,11 @@ static Stats single_process(const Communicator& c, Options o, const ModelConfig&
     return stats;
 }
 
-static Table step_table(const std::string& caption, const char* what) {
+Table step_table(const std::string& caption, const char* what) {
     return {caption + "; mean ± deviation over the steps, share of the step",
             {what, "Total Time (ms)", "Forward (ms)", "Backward (ms)", "Exposed Comm (ms)", "Optimizer (ms)"}};
 }
-static void add_step(Table& table, const std::string& name, const StepStats& ms, size_t oom) {
+void add_step(Table& table, const std::string& name, const StepStats& ms, size_t oom) {
     table.row(name);
     for (int part : {(int)TOTAL, (int)FORWARD_BLOCKS, (int)BACKWARD, (int)EXPOSED, (int)OPTIMIZER_STEP}) {
         table.rows.back().push_back(!oom ? part_cell(ms[part], ms[TOTAL]) : part == TOTAL ? oom_cell(oom) : "");

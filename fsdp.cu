@@ -428,18 +428,16 @@ static void train_both(WeightsCheck& check, const Communicator& c, const FsdpCas
 
 int cmd_fsdp(const Options& o) {
     return run_ranks(o, [&](const Communicator& c) {
-        const int repetitions = o.quick ? 1 : 5;
         Table table{
-            strprintf("fsdp: weights of FSDP against single-process training after each of %d steps, %s; World size: "
+            strprintf("fsdp: weights of FSDP against single-process training after each of %d steps; World size: "
                       "%d, Batch size: %d, context length: %d; Transformer: d_model 64, 3 layers, decay 0.01, AdamW "
                       "with lr 0.001, SGD with lr 0.02, in pure_bf16 2; backend %s",
-                      STEPS, counted(repetitions, "repetition").c_str(), c.world, ROWS * c.world, POSITIONS,
-                      c.backend.c_str()),
+                      STEPS, c.world, ROWS * c.world, POSITIONS, c.backend.c_str()),
             {"Optimizer", "precision", "mode", "checkpoint", "passes", "max diff", "mean diff", "Parameters"}};
         std::vector<WeightsCheck> checks;
         for (const FsdpCase& k : fsdp_cases()) {
             WeightsCheck x{"Transformer", strprintf("%s, mode %s", name_of(k.precision), name_of(k.mode))};
-            for (int i = 0; i < repetitions; i++) { train_both(x, c, k, o.seed + i); }
+            train_both(x, c, k, o.seed);
             checks.push_back(x);
             table.row(optimizer_of(k).sgd ? "SGD" : "AdamW", k.precision, k.mode,
                       k.checkpoint ? name_of_checkpoint(k.checkpoint) : "none", k.batches, strprintf("%.2e", x.max),
@@ -819,7 +817,7 @@ int cmd_fsdp_tp_calcs(const Options& o) {
 // model, its loss and AdamW are the other commands' own; here are what runs again, the timing and the tables.
 
 struct LeaderboardRun {
-    std::string what;  // model, tokens and setting
+    std::string model;
     int world = 1;
     double tokens = 0, flops = 0, peak_rate = NAN;  // of a step; TFLOP/s of one card, NAN: not known
     size_t oom = 0, predicted = 0, peak = 0;        // bytes
@@ -835,8 +833,6 @@ static double step_flops(const ModelConfig& c, double B, double T) {
 }
 
 constexpr int HEAD_CHUNK = 2048;  // rows of the logits that the loss makes at a time
-static const char* const part_names[STEP_PARTS] = {"forward, blocks", "head and loss", "backward", "optimizer",
-                                                   "exposed communication"};
 // A step takes its sequences one by one, a backward each.
 static Trainer make_trainer(const Communicator& c, const Options& o) {
     const ModelConfig config = configs_of(o)[0];
@@ -901,45 +897,37 @@ static void measure(LeaderboardRun& r, const Communicator& c, const Options& o) 
 }
 
 static void print_tables(const LeaderboardRun& r, const std::string& caption) {
-    auto cell = [&](const char* format, double value) { return r.oom ? "" : strprintf(format, value); };
-    const Stats& step = r.ms[TOTAL];
-    const FlopUnit unit = unit_of(r.tflops());
-    Table table{"leaderboard: " + caption,
-                {"mean ms", "std ms", "median ms", "tokens/s", unit.name, "MFU %", "predicted MiB", "peak MiB",
-                 "first loss", "last loss"}};
-    table.row(r.oom ? oom_cell(r.oom) : cell("%.1f", step.mean), r.oom ? "" : deviation(step, "%.1f"),
-              cell("%.1f", step.median), cell("%.0f", r.tokens / step.mean * 1e3),
-              cell("%.4g", r.tflops() * unit.per_tera),
-              r.oom ? "" : percent_of_peak(r.tflops() / r.world, context.precision),
-              strprintf("%.1f", r.predicted / 1048576.0), cell("%.1f", r.peak / 1048576.0), cell("%.5f", r.first_loss),
-              cell("%.5f", r.last_loss));
-    print(table);
-    if (r.oom) { return; }
-    Table parts{"leaderboard, the parts of a step; with a head chunk its gradients are made in head and loss",
-                {"part", "mean ms", "share %"}};
-    for (int k = 0; k < (r.world == 1 ? EXPOSED : STEP_PARTS); k++) {
-        parts.row(part_names[k], cell("%.2f", r.ms[k].mean), cell("%.1f", 100 * r.ms[k].mean / step.mean));
-    }
+    Table parts = step_table(caption, "Model");
+    add_step(parts, r.model, r.ms, r.oom);
     print(parts);
+    if (r.oom) { return; }
+    const FlopUnit unit = unit_of(r.tflops());
+    Table table{
+        "The same steps; head and loss come between forward and backward, and the head's gradients are made there",
+        {"median ms", "head and loss ms", "tokens/s", unit.name, "MFU %", "predicted MiB", "peak MiB", "first loss",
+         "last loss"}};
+    table.row(strprintf("%.1f", r.ms[TOTAL].median), strprintf("%.2f", r.ms[HEAD_AND_LOSS].mean),
+              strprintf("%.0f", r.tokens / r.ms[TOTAL].mean * 1e3), r.tflops() * unit.per_tera,
+              percent_of_peak(r.tflops() / r.world, context.precision), strprintf("%.1f", r.predicted / 1048576.0),
+              strprintf("%.1f", r.peak / 1048576.0), strprintf("%.5f", r.first_loss), strprintf("%.5f", r.last_loss));
+    print(table);
 }
 static void answer_leaderboard(const LeaderboardRun& r) {
-    const std::string ranks = r.world == 1 ? "one rank" : strprintf("%d ranks", r.world);
-    const char* each = r.world == 1 ? "" : " per rank";
+    const std::string ranks = counted(r.world, "rank");
     auto gib = [](size_t bytes) { return bytes / 1073741824.0; };
     if (r.oom) {
-        return answer("", "A step of %s on %s did not fit: it would hold %.4g GiB%s.", r.what.c_str(), ranks.c_str(),
-                      gib(r.oom), each);
+        return answer("", "A step of %s on %s did not fit: it would hold %.4g GiB per rank.", r.model.c_str(),
+                      ranks.c_str(), gib(r.oom));
     }
-    const Stats& step = r.ms[TOTAL];
-    const double rate = r.tflops();
-    int most = 0;
-    for (int k = 0; k < STEP_PARTS; k++) { most = r.ms[k].mean > r.ms[most].mean ? k : most; }
-    answer("", "A step of %s on %s takes %.1f ms, in the mean of %s. That is %.0f tokens per second and %.4g %s%s.",
-           r.what.c_str(), ranks.c_str(), step.mean, counted(step.n, "step").c_str(), r.tokens / step.mean * 1e3,
-           rate * unit_of(rate).per_tera, unit_of(rate).name,
-           std::isnan(r.peak_rate) ? "" : strprintf(", an MFU of %.1f %%", 100 * rate / r.world / r.peak_rate).c_str());
-    answer("", "The peak is %.4g GiB%s, predicted %.4g GiB. The largest part of the step is %s: %.1f ms, %.1f %%.",
-           gib(r.peak), each, gib(r.predicted), part_names[most], r.ms[most].mean, 100 * r.ms[most].mean / step.mean);
+    const double rate = r.tflops(), ms = r.ms[TOTAL].mean;
+    answer(
+        "",
+        "A step of %s on %s takes %.1f ms, in the mean of %s. That is %.0f tokens per second and %.4g %s%s. The peak "
+        "is %.4g GiB per rank, predicted %.4g GiB.",
+        r.model.c_str(), ranks.c_str(), ms, counted(r.ms[TOTAL].n, "step").c_str(), r.tokens / ms * 1e3,
+        rate * unit_of(rate).per_tera, unit_of(rate).name,
+        std::isnan(r.peak_rate) ? "" : strprintf(", an MFU of %.1f %%", 100 * rate / r.world / r.peak_rate).c_str(),
+        gib(r.peak), gib(r.predicted));
 }
 
 static void leaderboard(Options o, const Communicator& c) {
@@ -958,24 +946,20 @@ static void leaderboard(Options o, const Communicator& c) {
     // A thirtieth of what a step needs is left for NCCL, cuBLAS and the gaps between buffers.
     if (!o.has("checkpoint")) { choose_what_runs_again(o, c.world, room_of_each_rank(c) * 30.0 / 31); }
     LeaderboardRun r;
-    r.what = strprintf("%s (%d tokens per sequence, batch %d; %s, mode %s)", config.name.c_str(), o.context_length,
-                       o.batch_size, name_of(context.precision), caption_of(context.mode).c_str());
-    r.world = c.world, r.predicted = leaderboard_peak(o, c.world), r.peak_rate = dense_peak(context.precision);
+    r.model = config.name, r.world = c.world, r.predicted = leaderboard_peak(o, c.world),
+    r.peak_rate = dense_peak(context.precision);
     r.tokens = (double)o.batch_size * o.context_length;
     r.flops = step_flops(config, o.batch_size, o.context_length);
     r.oom = lacks_room(c, r.predicted);
     if (!r.oom) { measure(r, c, o); }
     if (c.rank == 0) {
-        print_tables(
-            r,
-            strprintf("%s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d, causal; a sequence per "
-                      "backward; %.4g FLOP per step without what runs again; %s; %d warmup, %s",
-                      r.what.c_str(), config.num_layers, config.d_model, config.d_ff, config.num_heads,
-                      config.vocab_size, r.flops,
-                      c.world == 1
-                          ? "one rank"
-                          : strprintf("%d ranks, FSDP over %s, the largest peak", c.world, c.backend.c_str()).c_str(),
-                      o.warmup[0], counted(o.steps, "step").c_str()));
+        Options of_rank = o;
+        of_rank.batch_size /= c.world;
+        print_tables(r,
+                     caption_of(of_rank, config, c) +
+                         strprintf("; d_ff %d, %d heads, vocabulary %d, causal; a sequence per backward; %.4g FLOP per "
+                                   "step without what runs again",
+                                   config.d_ff, config.num_heads, config.vocab_size, r.flops));
         answer_leaderboard(r);
     }
     if (r.oom) { fail("leaderboard: the step does not fit"); }
@@ -987,6 +971,8 @@ int cmd_leaderboard(const Options& typed) {
         return run_ranks(o, [&](const Communicator& c) { leaderboard(o, c); });
     }
     context.device = choose_device(o.device);
-    leaderboard(o, Communicator());
+    Communicator alone;
+    alone.backend = "none";
+    leaderboard(o, alone);
     return 0;
 }
