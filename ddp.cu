@@ -271,36 +271,33 @@ static Stats time_all_reduce(const Communicator& c, int64_t n, int warmup, int s
     return stats_of(gather(c, mine));
 }
 
-// Of one backend's runs with the least and with the most bytes, by ranks.
-static void answer_backend(const char* who, const std::vector<AllReduceRun>& small,
-                           const std::vector<AllReduceRun>& large) {
-    const AllReduceRun &a = small[0], &b = large[0];
-    const double bytes = b.mb / a.mb, time = b.ms.median / a.ms.median;
-    answer("size",
-           "%s with %s takes %.3g ms for %g MB and %.4g ms for %g MB, %.3g times as long for %g times the bytes: %s.",
-           who, ranks(a.ranks).c_str(), a.ms.median, a.mb, b.ms.median, b.mb, time, bytes,
-           time < 0.8 * bytes    ? "latency limits the small tensor, bandwidth the large one"
-           : time > 1.25 * bytes ? "the large tensor gets less bandwidth than the small one"
-                                 : "bandwidth limits both");
-    for (size_t i = 1; i < large.size(); i++) {
-        const AllReduceRun &few = large[i - 1], &many = large[i];
-        answer("ranks",
-               "From %d to %d ranks %s takes %.2f times as long for %g MB. A ring would take %.2f times as long.",
-               few.ranks, many.ranks, who, many.ms.median / few.ms.median, b.mb, ring(many.ranks) / ring(few.ranks));
-    }
-}
 // runs: of each backend by ranks, then by size. missing: groups that could not run, and why.
 static void answer_distributed_communication_single_node(const std::vector<AllReduceRun>& runs,
                                                          const std::vector<std::string>& missing) {
-    double least = INFINITY, most = 0;
-    for (const AllReduceRun& r : runs) { least = std::min(least, r.mb), most = std::max(most, r.mb); }
+    const double least = runs.front().mb, most = runs.back().mb;
     std::vector<AllReduceRun> small[2], large[2];  // of Gloo, of NCCL
     for (const AllReduceRun& r : runs) {
         if (r.mb == least && !r.oom) { small[r.nccl].push_back(r); }
         if (r.mb == most && !r.oom) { large[r.nccl].push_back(r); }
     }
     for (bool nccl : {false, true}) {
-        if (!large[nccl].empty()) { answer_backend(nccl ? "NCCL" : "Gloo", small[nccl], large[nccl]); }
+        const char* who = nccl ? "NCCL" : "Gloo";
+        if (large[nccl].empty()) { continue; }
+        const AllReduceRun &a = small[nccl][0], &b = large[nccl][0];
+        const double time = b.ms.median / a.ms.median;
+        answer(
+            "size",
+            "%s with %s takes %.3g ms for %g MB and %.4g ms for %g MB, %.3g times as long for %g times the bytes: %s.",
+            who, ranks(a.ranks).c_str(), a.ms.median, least, b.ms.median, most, time, most / least,
+            time < 0.8 * most / least ? "latency limits the small tensor, bandwidth the large one"
+                                      : "bandwidth limits both");
+        for (size_t i = 1; i < large[nccl].size(); i++) {
+            const AllReduceRun &few = large[nccl][i - 1], &many = large[nccl][i];
+            answer("ranks",
+                   "From %d to %d ranks %s takes %.2f times as long for %g MB. A ring would take %.2f times as long.",
+                   few.ranks, many.ranks, who, many.ms.median / few.ms.median, most,
+                   ring(many.ranks) / ring(few.ranks));
+        }
     }
     if (!large[0].empty() && !large[1].empty()) {
         answer("backend", "With %d ranks Gloo takes %.3g times as long as NCCL for %g MB, and %.3g times for %g MB.",

@@ -38,14 +38,13 @@ struct Fsdp {
     Tensor replicated_gradients, replicated_sum;   // of this backward; of all since the last step, or null
     int in_buffer[2] = {-1, -1};                   // the unit whose weights each buffer has
     WorkPtr gathers[2];
-    std::vector<int> order, last_order;  // in which this step, and the one before, asked for units
-    bool steps_in_backward = false;      // see begin_step
-    int backwards = 0;                   // since the last step
-    int to_reduce = 0, reducing = -1;    // the unit to be reduced next; the one whose reduce-scatter is under way
-    bool reduces_in_place = false;       // that one: its sum is in the buffer, not in its gradient
+    std::vector<FsdpWait> waits, last_waits;  // of this step, and of the one before, for weights
+    bool steps_in_backward = false;           // see begin_step
+    int backwards = 0;                        // since the last step
+    int to_reduce = 0, reducing = -1;         // the unit to be reduced next; the one whose reduce-scatter is under way
+    bool reduces_in_place = false;            // that one: its sum is in the buffer, not in its gradient
     WorkPtr reduce;
-    std::vector<FsdpWait> waits;         // of this step, for weights
-    std::vector<FsdpWait> reduce_waits;  // for gradients
+    std::vector<FsdpWait> reduce_waits;  // of this step, for gradients
     ~Fsdp();
 };
 static Tensor own_part(const Fsdp& f, const FsdpUnit& u, const Tensor& whole) {
@@ -141,10 +140,10 @@ static void pre_forward(Fsdp& f, int i) {
     Mark asked = mark();
     wait(f.c, f.gathers[i % 2]);
     f.waits.push_back({i, f.gathers[i % 2], asked, mark()});
-    f.order.push_back(i);
-    size_t n = f.order.size();
-    while (n < f.last_order.size() && f.last_order[n] == i) { n++; }  // a checkpoint's backward comes after its forward
-    int next = n < f.last_order.size() ? f.last_order[n] : i;
+    size_t n = f.waits.size();
+    auto last = [&] { return n < f.last_waits.size() ? f.last_waits[n].unit : -1; };
+    while (last() == i) { n++; }  // a checkpoint's backward comes after its forward
+    const int next = last() < 0 ? i : last();
     if (next % 2 != i % 2 && f.in_buffer[next % 2] != next) { start_gather(f, next); }
 }
 
@@ -241,8 +240,8 @@ static void drop_gradients(Fsdp& f) {
 // backward whose gradients need no norm first, for clipping or for fp16's loss scale. optimizer_step still follows: it
 // steps the norms.
 static void begin_step(Fsdp& f, bool steps_in_backward = false) {
-    f.last_order = std::move(f.order);
-    f.order.clear(), f.waits.clear(), f.reduce_waits.clear();
+    f.last_waits = std::move(f.waits);
+    f.waits.clear(), f.reduce_waits.clear();
     if (f.reducing >= 0) { wait(f.c, f.reduce); }  // an error has ended the step before
     f.reducing = -1, f.to_reduce = (int)f.units.size() - 1;
     drop_gradients(f), forget_gathered(f);
@@ -373,18 +372,28 @@ struct FsdpCase {
     Mode mode;
     int checkpoint = 0, batches = 1;  // batches: backwards per step, whose gradients add up
 };
-static std::vector<FsdpCase> fsdp_cases() {
-    std::vector<FsdpCase> cases;
-    for (Precision precision : {FP32, PREC_BF16, PREC_FP16}) {
-        for (Mode mode : {EAGER, FUSED}) { cases.push_back({precision, mode}); }
+static const std::vector<FsdpCase> fsdp_cases = {{FP32, EAGER},
+                                                 {FP32, FUSED},
+                                                 {FP32, FLASH},
+                                                 {PREC_BF16, EAGER},
+                                                 {PREC_BF16, FUSED},
+                                                 {PREC_FP16, EAGER},
+                                                 {PREC_FP16, FUSED},
+                                                 {FP32, FUSED, 1},
+                                                 {FP32, FUSED, 2},
+                                                 {FP32, FUSED, CHECKPOINT_FFN},
+                                                 {FP32, FUSED, CHECKPOINT_NESTED},
+                                                 {FP32, FUSED, 1, 2},
+                                                 {PREC_PURE_BF16, FUSED},
+                                                 {PREC_PURE_BF16, FUSED, 1}};
+// A rank's part of a batch, as n batches.
+static std::vector<Batch> part_of(const Batch& all, const Communicator& c, int n) {
+    const int64_t T = all.tokens.dim(1), rows = all.tokens.dim(0) / c.world / n;
+    std::vector<Batch> batches;
+    for (int64_t first = c.rank * n * rows; first < (c.rank + 1) * n * rows; first += rows) {
+        batches.push_back({view(all.tokens, first * T, {rows, T}), view(all.targets, first * T, {rows, T})});
     }
-    for (int checkpoint : {1, 2, (int)CHECKPOINT_FFN, (int)CHECKPOINT_HALF, (int)CHECKPOINT_NESTED}) {
-        cases.push_back({FP32, FUSED, checkpoint});
-    }
-    cases.push_back({FP32, FUSED, 1, 2});
-    if (fastest_flash(context.device, F32, 16)) { cases.push_back({FP32, FLASH}); }
-    for (int checkpoint : {0, 1}) { cases.push_back({PREC_PURE_BF16, FUSED, checkpoint}); }
-    return cases;
+    return batches;
 }
 static ParameterGroup optimizer_of(const FsdpCase& k) {
     ParameterGroup g;
@@ -411,12 +420,7 @@ static void train_both(WeightsCheck& check, const Communicator& c, const FsdpCas
     const double atol = pure ? 2e-3 : k.precision == FP32 ? 1e-6 : 1e-4, rtol = pure ? 1.0 / 64 : 1e-4;
     for (int step = 0; step < STEPS; step++) {
         const Batch all = random_batch(ROWS * c.world, POSITIONS, VOCABULARY, seed + step);
-        std::vector<Batch> batches;
-        for (int b = 0; b < k.batches; b++) {
-            const int64_t rows = ROWS / k.batches, at = (c.rank * ROWS + b * rows) * POSITIONS;
-            batches.push_back({view(all.tokens, at, {rows, POSITIONS}), view(all.targets, at, {rows, POSITIONS})});
-        }
-        train_step(ours, batches);
+        train_step(ours, part_of(all, c, k.batches));
         train_step(whole, {all});
         visit_whole(*ours.f, ours.f->shard.weights, false, [&](const Parameter& p, const Tensor& got) {
             compare(check, got, view(whole.model.weights, p.offset, p.shape), atol, rtol);
@@ -435,7 +439,8 @@ int cmd_fsdp(const Options& o) {
                       STEPS, c.world, ROWS * c.world, POSITIONS, c.backend.c_str()),
             {"Optimizer", "precision", "mode", "checkpoint", "passes", "max diff", "mean diff", "Parameters"}};
         std::vector<WeightsCheck> checks;
-        for (const FsdpCase& k : fsdp_cases()) {
+        for (const FsdpCase& k : fsdp_cases) {
+            if (k.mode == FLASH && !fastest_flash(context.device, F32, 16)) { continue; }
             WeightsCheck x{"Transformer", strprintf("%s, mode %s", name_of(k.precision), name_of(k.mode))};
             train_both(x, c, k, o.seed);
             checks.push_back(x);
@@ -505,10 +510,6 @@ static FsdpRun run_way(Way way, const Options& o, const Communicator& c) {
 }
 
 static double mib(double bytes) { return bytes / 1048576; }
-static double activations_of(const MemoryUse& use) {  // and the rest
-    const size_t* by = use.peak_by;
-    return (double)(use.peak - by[PARAMETERS] - by[WEIGHT_COPIES] - by[GRADIENTS] - by[OPTIMIZER]);
-}
 static void print_tables(const std::string& caption, const std::vector<FsdpRun>& runs) {
     Table memory{
         caption + "; (a): rank 0 at its peak, MiB; early AdamW: each unit's step in backward",
@@ -518,7 +519,8 @@ static void print_tables(const std::string& caption, const std::vector<FsdpRun>&
         const size_t* by = r.use.peak_by;
         memory.row(r.way, r.oom ? oom_cell(r.oom) : cell(r.use.peak), strprintf("%.1f", mib(r.predicted)),
                    cell(by[PARAMETERS]), cell(by[WEIGHT_COPIES]), cell(by[GRADIENTS]), cell(by[OPTIMIZER]),
-                   cell(activations_of(r.use)), r.oom ? "" : strprintf("%.2f", r.step.mean));
+                   cell(r.use.peak - by[PARAMETERS] - by[WEIGHT_COPIES] - by[GRADIENTS] - by[OPTIMIZER]),
+                   r.oom ? "" : strprintf("%.2f", r.step.mean));
     }
     print(memory);
     const std::vector<FsdpUnitTimes>& units = runs[FULLY_SHARDED].units;
@@ -686,49 +688,39 @@ int cmd_alternate_ring_all_reduce(const Options& o) {
     return 0;
 }
 
-int cmd_data_parallel_calcs(const Options& o) {
+// n: the handout's name of the number of devices. Data parallelism sends nothing in forward.
+static int split_of_batch(const Options& o, const std::string& n, bool fsdp) {
     const LayerSizes l = sizes_of(o);
     const auto [B, D, F, C, W] = l;
     const double N = o.devices;
-    const PassCost c = fsdp_costs(l, N)[1];
-    print_costs(o, strprintf("N_DP = %g", N), {c});
-    answer("a",
-           "12 B D D_FF / N_DP = 12 x %.7g x %.7g x %.7g / %g = %.4g FLOP: six products of 2 (B / N_DP) D D_FF, two "
-           "for each of forward's: dz, two terms of dx, dW1, dW2 and dW3.",
-           B, D, F, N, c.flops);
-    answer("b",
-           "12 D D_FF (N_DP - 1) / (N_DP W) = 12 x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms: a ring all-reduce "
-           "sends 2 (N_DP - 1) / N_DP of the gradients' 6 D D_FF bytes out of each device.",
-           D, F, N, N, W, 1e3 * c.communication);
+    std::vector<PassCost> costs = fsdp_costs(l, N);
+    const PassCost forward = costs[0], backward = costs[1];
+    if (!fsdp) { costs = {backward}; }
+    print_costs(o, strprintf("%s = %g", n.c_str(), N), costs);
+    auto also = [&](const std::string& text) { return fsdp ? " Forward: " + text : ""; };
+    answer(
+        "a",
+        "Backward: 12 B D D_FF / %s = 12 x %.7g x %.7g x %.7g / %g = %.4g FLOP: six products of 2 (B / %s) D D_FF, two "
+        "for each of forward's.%s",
+        n.c_str(), B, D, F, N, backward.flops, n.c_str(),
+        also(strprintf("6 B D D_FF / %s = %.4g FLOP, in three.", n.c_str(), forward.flops)).c_str());
+    answer(
+        "b",
+        "Backward: 12 D D_FF (N - 1) / (N W) = 12 x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms: a ring sends (N - 1) "
+        "/ N of 6 D D_FF bytes out of each device twice, to %s.%s",
+        D, F, N, N, W, 1e3 * backward.communication,
+        fsdp ? "gather the weights and to reduce-scatter the gradients" : "all-reduce the gradients",
+        also(strprintf("6 D D_FF (N - 1) / (N W) = %.4g ms, to gather the weights.", 1e3 * forward.communication))
+            .c_str());
     answer("c",
-           "N_DP <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices, from 12 D D_FF (N_DP - 1) / W <= 12 B D D_FF / C. "
-           "With N_DP = %g, %s.",
-           B, W, C, c.most, N, limit(c).c_str());
+           "%s <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices, from 12 D D_FF (N - 1) / W <= 12 B D D_FF / C. With "
+           "%s = %g, %s.%s",
+           n.c_str(), B, W, C, backward.most, n.c_str(), N, limit(backward).c_str(),
+           also("the same, with half of the products and half of the bytes: " + limit(forward) + ".").c_str());
     return 0;
 }
-
-int cmd_fsdp_calcs(const Options& o) {
-    const LayerSizes l = sizes_of(o);
-    const auto [B, D, F, C, W] = l;
-    const double N = o.devices;
-    const std::vector<PassCost> costs = fsdp_costs(l, N);
-    const PassCost &forward = costs[0], &backward = costs[1];
-    print_costs(o, strprintf("N_FSDP = %g", N), costs);
-    answer("a",
-           "Backward: 12 B D D_FF / N_FSDP = 12 x %.7g x %.7g x %.7g / %g = %.4g FLOP, in six products of 2 (B / "
-           "N_FSDP) D D_FF. Forward: 6 B D D_FF / N_FSDP = %.4g FLOP, in three.",
-           B, D, F, N, backward.flops, forward.flops);
-    answer("b",
-           "Backward: 12 D D_FF (N_FSDP - 1) / (N_FSDP W) = 12 x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms; it "
-           "gathers the weights, 6 D D_FF bytes, and reduce-scatters as many bytes of gradients. Forward: 6 D D_FF "
-           "(N_FSDP - 1) / (N_FSDP W) = %.4g ms; it gathers the weights only.",
-           D, F, N, N, W, 1e3 * backward.communication, 1e3 * forward.communication);
-    answer("c",
-           "N_FSDP <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices in both passes: forward has half of backward's "
-           "products and half of its bytes. With N_FSDP = %g, in backward %s; in forward %s.",
-           B, W, C, backward.most, N, limit(backward).c_str(), limit(forward).c_str());
-    return 0;
-}
+int cmd_data_parallel_calcs(const Options& o) { return split_of_batch(o, "N_DP", false); }
+int cmd_fsdp_calcs(const Options& o) { return split_of_batch(o, "N_FSDP", true); }
 
 int cmd_tp_calcs(const Options& o) {
     const LayerSizes l = sizes_of(o);
@@ -843,15 +835,6 @@ static Trainer make_trainer(const Communicator& c, const Options& o) {
     if (o.batch_size > 1) { make_gradients(t.model); }  // in which they add up
     return t;
 }
-static std::vector<Batch> batches_of(const Communicator& c, const Options& o, const ModelConfig& config) {
-    const Batch all = random_batch(o.batch_size, o.context_length, config.vocab_size, o.seed);
-    const int64_t rows = o.batch_size / c.world, T = o.context_length;
-    std::vector<Batch> batches;
-    for (int64_t k = c.rank * rows; k < (c.rank + 1) * rows; k++) {
-        batches.push_back({view(all.tokens, k * T, {1, T}), view(all.targets, k * T, {1, T})});
-    }
-    return batches;
-}
 static size_t leaderboard_peak(const Options& o, int world) {  // of a rank, predicted, in bytes
     auto make = [&](const Communicator& planned) { return make_trainer(planned, o); };
     return steps_peak(world, o, make, 1, o.batch_size / world);
@@ -888,7 +871,8 @@ static void measure(LeaderboardRun& r, const Communicator& c, const Options& o) 
     };
     reset_peak(context.device);
     double first_loss = 0;
-    r.ms = timed_steps(t, batches_of(c, o, config), o, "leaderboard", [&] {
+    const Batch all = random_batch(o.batch_size, o.context_length, config.vocab_size, o.seed);
+    r.ms = timed_steps(t, part_of(all, c, o.batch_size / c.world), o, "leaderboard", [&] {
         if (t.steps == 1) { first_loss = t.loss; }
     });
     r.first_loss = mean_over_ranks(c, first_loss), r.last_loss = mean_over_ranks(c, t.loss);

