@@ -758,24 +758,6 @@ int cmd_tp_calcs(const Options& o) {
     return 0;
 }
 
-static void answer_in_turn(const LayerSizes& l, double N, double M, const PassCost& in_turn) {
-    const auto [B, D, F, C, W] = l;
-    const double a = B * W / C, b = 3 * F * W / (2 * C), Q = 3 * B * F * W / C + 3 * F + 2 * B;
-    const bool no_tp = b < a / (a + 1), no_fsdp = a < b / (b + 1);
-    answer("d",
-           "The times add, so 3 D_FF N_FSDP + 2 B N_TP <= Q with Q = 3 B D_FF W / C + 3 D_FF + 2 B = %.7g, and N_FSDP "
-           "N_TP is largest where both terms are Q / 2: N_FSDP = Q / (6 D_FF) = %.4g, N_TP = Q / (4 B) = %.4g and N <= "
-           "Q^2 / (24 B D_FF) = %.7g^2 / (24 x %.7g x %.7g) = %.4g devices.",
-           Q, Q / (6 * F), Q / (4 * B), Q, B, F, Q * Q / (24 * B * F));
-    if (no_tp || no_fsdp) {
-        answer("d",
-               "That is less than one device on the %s axis, since %s (a = B W / C = %.4g, b = 3 D_FF W / (2 C) = "
-               "%.4g). So there is no %s, and N <= 1 + %s = %.4g devices.",
-               no_tp ? "TP" : "FSDP", no_tp ? "b < a / (a + 1)" : "a < b / (b + 1)", a, b, no_tp ? "TP" : "FSDP",
-               no_tp ? "a" : "b", in_turn.most);
-    }
-    answer("d", "With N_FSDP = %g and N_TP = %g, %s.", N, M, limit(in_turn).c_str());
-}
 int cmd_fsdp_tp_calcs(const Options& o) {
     const LayerSizes l = sizes_of(o);
     const auto [B, D, F, C, W] = l;
@@ -795,12 +777,23 @@ int cmd_fsdp_tp_calcs(const Options& o) {
     answer("c",
            "N <= (1 + B W / C) (1 + 3 D_FF W / (2 C)) = (1 + %.7g x %g / %g) x (1 + 3 x %.7g x %g / (2 x %g)) = %.4g "
            "devices. The FSDP axis takes at most 1 + B W / C = %.4g for any N_TP, and the TP axis at most 1 + 3 D_FF W "
-           "/ (2 C) = %.4g for any N_FSDP.",
-           B, W, C, F, W, C, overlapped.most, fsdp.most, tp.most);
-    answer("c",
-           "Without each 1 the product is 3 B D_FF (W / C)^2 / 2 = %.4g devices. With N_FSDP = %g and N_TP = %g, %s.",
-           (fsdp.most - 1) * (tp.most - 1), N, M, limit(overlapped).c_str());
-    answer_in_turn(l, N, M, costs[3]);
+           "/ (2 C) = %.4g for any N_FSDP. With N_FSDP = %g and N_TP = %g, %s.",
+           B, W, C, F, W, C, overlapped.most, fsdp.most, tp.most, N, M, limit(overlapped).c_str());
+    const double a = B * W / C, b = 3 * F * W / (2 * C), Q = 3 * B * F * W / C + 3 * F + 2 * B;
+    const bool no_tp = b < a / (a + 1), no_fsdp = a < b / (b + 1);
+    answer("d",
+           "The times add, so 3 D_FF N_FSDP + 2 B N_TP <= Q with Q = 3 B D_FF W / C + 3 D_FF + 2 B = %.7g, and N_FSDP "
+           "N_TP is largest where both terms are Q / 2: N_FSDP = Q / (6 D_FF) = %.4g, N_TP = Q / (4 B) = %.4g and N <= "
+           "Q^2 / (24 B D_FF) = %.7g^2 / (24 x %.7g x %.7g) = %.4g devices.",
+           Q, Q / (6 * F), Q / (4 * B), Q, B, F, Q * Q / (24 * B * F));
+    if (no_tp || no_fsdp) {
+        answer("d",
+               "That is less than one device on the %s axis, since %s (a = B W / C = %.4g, b = 3 D_FF W / (2 C) = "
+               "%.4g). So there is no %s, and N <= 1 + %s = %.4g devices.",
+               no_tp ? "TP" : "FSDP", no_tp ? "b < a / (a + 1)" : "a < b / (b + 1)", a, b, no_tp ? "TP" : "FSDP",
+               no_tp ? "a" : "b", costs[3].most);
+    }
+    answer("d", "With N_FSDP = %g and N_TP = %g, %s.", N, M, limit(costs[3]).c_str());
     return 0;
 }
 

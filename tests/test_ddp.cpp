@@ -351,19 +351,12 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
          "11.4 % less than flat (117.25 ms).\n",
          "Fewer calls should take less time, and they do: 25.66 ms in 9 calls, 62.10 ms in 435.",
          "and it does: 3.07 ms with 1000 MB, 0.59 ms with a tensor per call.",
-         "so even the calls hide. With 0.44 times the tokens per rank, or slower links, it would fit.",
+         "Here backward takes 52.33 ms and flat's all-reduce 23.07 ms, of which overlapped hides 99 %: they match with "
+         "0.44 times the tokens per rank.",
          "have o = 31.1 us and w = 283.24 GB/s. With s = 7992.9 MB the best bucket has 265.3 MB and an overhead of "
          "1.87 ms."});
     runs[7].ms[TOTAL] = of_six(104.02, 0.2);  // level
     check_says(answers(), {"As fast, within the noise or with the same calls: 1000 MB."});
-    // Communication is short enough to hide, but only 7 % of it hid.
-    runs[3].ms[HIDDEN] = of_six(0.07 * 62.10, 1);
-    check_says(answers(), {"flat's all-reduce 23.07 ms, yet only 7 % of overlapped's calls hide."});
-    runs[0].ms[BACKWARD] = of_six(18.55, 0.1);
-    check_says(answers(),
-               {"so bytes stay exposed with any bucket. With 1.24 times the tokens per rank, or faster links"});
-    runs[0].ms[BACKWARD] = of_six(23.5, 0.1);
-    check_says(answers(), {"so this setup fits."});
     m.w = -1;
     check_says(answers(), {"This run gives no w"});
     m = {7992.9e6, 50, 283.24e6};
