@@ -131,7 +131,7 @@ static void finish_gradient_synchronization(DataParallel& d) {
 //   ZeRO-1      reduce-scatter of the gradients, all-gather of the weights   2 Psi (N-1)/N
 
 const char* name_of(Sharding s) {
-    static const char* const names[] = {"unsharded", "sharded, broadcast", "sharded, ZeRO-1"};
+    static const char* const names[] = {"unsharded", "broadcast", "ZeRO-1"};
     return names[s];
 }
 
