@@ -280,9 +280,9 @@ size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // in c
 // HEAD_AND_LOSS is a part of its own only where somebody adds its mark. EXPOSED: from backward's end until gradients
 // are averages; with FSDP nothing.
 enum StepPart { FORWARD_BLOCKS, HEAD_AND_LOSS, BACKWARD, OPTIMIZER_STEP, EXPOSED, STEP_PARTS };
-// A rank's step, in ms but for LOSS: first the parts; then all of it; the collectives, and what of them is beside
+// A rank's step, in ms: first the parts; then all of it; the collectives, and what of them is beside
 // backward. With FSDP what the compute stream waits for other ranks, in any part, is EXPOSED instead.
-enum { TOTAL = STEP_PARTS, COMMUNICATION, HIDDEN, LOSS, STEP_NUMBERS };
+enum { TOTAL = STEP_PARTS, COMMUNICATION, HIDDEN, STEP_NUMBERS };
 using StepNumbers = std::array<double, STEP_NUMBERS>;
 struct Trainer {
     Communicator c;
@@ -380,27 +380,29 @@ bool same_bits_everywhere(const Communicator& c, const Tensor& t);  // collectiv
 // For what several ranks run: one model, in one precision and mode, which the context gets; --quick's defaults.
 ModelConfig choose_step(Options& o, const Communicator& c);
 std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c);
-size_t room_of_each_rank(const Communicator& c);  // bytes, the least of all ranks'
+size_t room_of_each_rank(const Communicator& c);         // bytes, the least of all ranks'
+size_t lacks_room(const Communicator& c, size_t needs);  // 0: each rank has room for so many bytes; else needs
 // What a rank holds at most in two steps, each of `batches` batches of B sequences, predicted on META.
 size_t steps_peak(int world, const Options& o, const std::function<Trainer(const Communicator& planned)>& make, int B,
                   int batches = 1);
-// Warms up, then takes timed steps. `after` is called after each, also of the warm-up.
-std::vector<StepNumbers> timed_steps(
+// Warms up, then takes timed steps; each is the mean over the ranks. `after` is called after each, also of the warm-up.
+using StepStats = std::array<Stats, STEP_NUMBERS>;
+StepStats timed_steps(
     Trainer& t, const std::vector<Batch>& batches, const Options& o, const char* name,
     const std::function<void()>& after = [] {});
-using StepStats = std::array<Stats, STEP_NUMBERS>;
-StepStats step_stats(const std::vector<StepNumbers>& steps);
+// A row for each way: a step's time and its parts, or the bytes that it did not find.
+Table step_table(const std::string& caption, const char* what);
+void add_step(Table& table, const std::string& way, const StepStats& ms, size_t oom);
 Batch batch_of(const Options& o, const ModelConfig& m, int rank);  // random
-// Every rank's values, of plain types.
+// Every rank's values, of plain types, rank by rank.
 template <class T>
-std::vector<std::vector<T>> gather(const Communicator& c, const std::vector<T>& mine) {
-    std::vector<std::vector<T>> all;
-    for (const std::string& bytes : gather_text(c, {(const char*)mine.data(), mine.size() * sizeof(T)})) {
-        all.emplace_back(bytes.size() / sizeof(T));
-        memcpy((void*)all.back().data(), bytes.data(), bytes.size());
-    }
+std::vector<T> gather(const Communicator& c, const std::vector<T>& mine) {
+    const std::string bytes = join(gather_text(c, {(const char*)mine.data(), mine.size() * sizeof(T)}), "");
+    std::vector<T> all(bytes.size() / sizeof(T));
+    memcpy((void*)all.data(), bytes.data(), bytes.size());
     return all;
 }
+double mean_over_ranks(const Communicator& c, double mine);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // profile.cu

@@ -5,7 +5,6 @@
 #include <cerrno>
 #include <cstdlib>
 #include <omp.h>
-#include <sstream>
 #include <unistd.h>
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -76,15 +75,7 @@ void check_same_parameters(const Communicator& c, const std::vector<Parameter>& 
     if (context.device == META) { return; }
     std::string mine;
     for (const Parameter& p : parameters) { mine += p.name + " " + to_string(p.shape) + "\n"; }
-    std::string first = gather_text(c, mine)[0];
-    if (mine == first) { return; }
-    std::istringstream ours(mine), theirs(first);
-    std::string here, there;
-    while (here == there) {
-        if (!std::getline(ours, here)) { here = "nothing"; }
-        if (!std::getline(theirs, there)) { there = "nothing"; }
-    }
-    fail("the models differ: where rank 0 has %s, rank %d has %s", there.c_str(), c.rank, here.c_str());
+    if (gather_text(c, mine)[0] != mine) { fail("rank %d has another model than rank 0", c.rank); }
 }
 
 // Sends rank 0's weights to all, after checking that all ranks have the same parameters. bucket_mb: BUCKETED's cap, in
@@ -140,7 +131,7 @@ static void finish_gradient_synchronization(DataParallel& d) {
 //   ZeRO-1      reduce-scatter of the gradients, all-gather of the weights   2 Psi (N-1)/N
 
 const char* name_of(Sharding s) {
-    static const char* const names[] = {"unsharded", "sharded, broadcast", "sharded, ZeRO-1"};
+    static const char* const names[] = {"unsharded", "broadcast", "ZeRO-1"};
     return names[s];
 }
 
@@ -228,19 +219,21 @@ Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding) {
 // What ranks tell each other
 
 static bool everywhere(const Communicator& c, bool mine) {
-    bool all = true;
-    for (const std::vector<char>& of_rank : gather<char>(c, {mine})) { all = all && of_rank[0]; }
-    return all;
+    const std::vector<char> all = gather<char>(c, {mine});
+    return std::count(all.begin(), all.end(), false) == 0;
+}
+double mean_over_ranks(const Communicator& c, double mine) {
+    double mean = 0;
+    for (double of_rank : gather<double>(c, {mine})) { mean += of_rank / c.world; }
+    return mean;
 }
 size_t room_of_each_rank(const Communicator& c) {
     const int gpus = std::max(1, cuda_devices());
     const size_t sharing = context.device == CUDA ? (c.local_world + gpus - 1) / gpus : c.local_world;
-    size_t least = SIZE_MAX;
-    for (const std::vector<size_t>& of_rank : gather<size_t>(c, {available_memory(context.device) / sharing})) {
-        least = std::min(least, of_rank[0]);
-    }
-    return least;
+    const std::vector<size_t> all = gather<size_t>(c, {available_memory(context.device) / sharing});
+    return *std::min_element(all.begin(), all.end());
 }
+size_t lacks_room(const Communicator& c, size_t needs) { return needs <= room_of_each_rank(c) ? 0 : needs; }
 
 static std::string ranks(int n) { return counted(n, "rank"); }
 static const char* const ONE_RANK = "One rank has no other to share with, so there is nothing to compare.";
@@ -267,7 +260,7 @@ static Stats time_all_reduce(const Communicator& c, int64_t n, int warmup, int s
     for (float& x : values) { x = c.world * (x - c.rank) + c.world * (c.world - 1) / 2; }
     if (!everywhere(c, to_floats(t) == values)) { fail("all-reduce over %s: wrong sums", c.backend.c_str()); }
     scale_in_place(t, 1e-20f);  // each further sum multiplies by up to the number of ranks
-    std::vector<double> mine, all;
+    std::vector<double> mine;
     for (int i = 0; i < warmup + steps; i++) {
         barrier(c);
         double start = now_ms();
@@ -275,49 +268,36 @@ static Stats time_all_reduce(const Communicator& c, int64_t n, int warmup, int s
         synchronize();
         if (i >= warmup) { mine.push_back(now_ms() - start); }
     }
-    for (const std::vector<double>& of_rank : gather(c, mine)) {
-        all.insert(all.end(), of_rank.begin(), of_rank.end());
-    }
-    return stats_of(all);
+    return stats_of(gather(c, mine));
 }
 
-// Of one backend's runs with the least and with the most bytes, by ranks.
-static void answer_backend(const char* who, const std::vector<AllReduceRun>& small,
-                           const std::vector<AllReduceRun>& large) {
-    const AllReduceRun &a = small[0], &b = large[0];
-    const double bytes = b.mb / a.mb, time = b.ms.median / a.ms.median;
-    answer("size",
-           "%s with %s takes %.3g ms for %g MB and %.4g ms for %g MB, %.3g times as long for %g times the bytes: %s.",
-           who, ranks(a.ranks).c_str(), a.ms.median, a.mb, b.ms.median, b.mb, time, bytes,
-           time < 0.8 * bytes    ? "latency limits the small tensor, bandwidth the large one"
-           : time > 1.25 * bytes ? "the large tensor gets less bandwidth than the small one"
-                                 : "bandwidth limits both");
-    for (size_t i = 1; i < large.size(); i++) {
-        const AllReduceRun &few = large[i - 1], &many = large[i];
-        const double predicted = ring(many.ranks) / ring(few.ranks), factor = many.ms.median / few.ms.median;
-        Stats as_ring = few.ms;
-        as_ring.mean *= predicted, as_ring.std *= predicted;
-        const bool fits = level(many.ms, as_ring) || std::fabs(factor / predicted - 1) < 0.05;
-        answer("ranks", "From %d to %d ranks %s takes %.2f times as long for %g MB, %s a ring's %.2f times.", few.ranks,
-               many.ranks, who, factor, b.mb,
-               fits                 ? "like"
-               : factor > predicted ? "more than"
-                                    : "less than",
-               predicted);
-    }
-}
 // runs: of each backend by ranks, then by size. missing: groups that could not run, and why.
 static void answer_distributed_communication_single_node(const std::vector<AllReduceRun>& runs,
                                                          const std::vector<std::string>& missing) {
-    double least = INFINITY, most = 0;
-    for (const AllReduceRun& r : runs) { least = std::min(least, r.mb), most = std::max(most, r.mb); }
+    const double least = runs.empty() ? 0 : runs.front().mb, most = runs.empty() ? 0 : runs.back().mb;
     std::vector<AllReduceRun> small[2], large[2];  // of Gloo, of NCCL
     for (const AllReduceRun& r : runs) {
         if (r.mb == least && !r.oom) { small[r.nccl].push_back(r); }
         if (r.mb == most && !r.oom) { large[r.nccl].push_back(r); }
     }
     for (bool nccl : {false, true}) {
-        if (!large[nccl].empty()) { answer_backend(nccl ? "NCCL" : "Gloo", small[nccl], large[nccl]); }
+        const char* who = nccl ? "NCCL" : "Gloo";
+        if (large[nccl].empty()) { continue; }
+        const AllReduceRun &a = small[nccl][0], &b = large[nccl][0];
+        const double time = b.ms.median / a.ms.median;
+        answer(
+            "size",
+            "%s with %s takes %.3g ms for %g MB and %.4g ms for %g MB, %.3g times as long for %g times the bytes: %s.",
+            who, ranks(a.ranks).c_str(), a.ms.median, least, b.ms.median, most, time, most / least,
+            time < 0.8 * most / least ? "latency limits the small tensor, bandwidth the large one"
+                                      : "bandwidth limits both");
+        for (size_t i = 1; i < large[nccl].size(); i++) {
+            const AllReduceRun &few = large[nccl][i - 1], &many = large[nccl][i];
+            answer("ranks",
+                   "From %d to %d ranks %s takes %.2f times as long for %g MB. A ring would take %.2f times as long.",
+                   few.ranks, many.ranks, who, many.ms.median / few.ms.median, most,
+                   ring(many.ranks) / ring(few.ranks));
+        }
     }
     if (!large[0].empty() && !large[1].empty()) {
         answer("backend", "With %d ranks Gloo takes %.3g times as long as NCCL for %g MB, and %.3g times for %g MB.",
@@ -333,18 +313,16 @@ static void print_all_reduces(const Options& o, const std::vector<AllReduceRun>&
                           "after %s; busbw: algbw 2(n-1)/n",
                           o.command.c_str(), counted(o.steps, "step").c_str(), counted(o.warmup[0], "warm-up").c_str()),
                 {"Backend", "Device", "Ranks", "Tensor Size (MB)", "median ms", "algbw (GB/s)", "busbw (GB/s)"}};
-    bool ran = false;
     for (const AllReduceRun& r : runs) {
         auto cell = [&](const char* format, double x) { return r.oom ? "" : strprintf(format, x); };
         const double rate = r.mb / r.ms.median;  // MB per ms are GB/s
         table.row(r.nccl ? "nccl" : "gloo", r.nccl ? "cuda" : "cpu", r.ranks, r.mb,
                   r.oom ? oom_cell(r.oom) : cell("%.3f", r.ms.median), cell("%.2f", rate),
                   cell("%.2f", rate * ring(r.ranks)));
-        ran = ran || !r.oom;
     }
     print(table);
     answer_distributed_communication_single_node(runs, missing);
-    if (!ran) { fail("no all-reduce ran"); }
+    if (std::all_of(runs.begin(), runs.end(), [](auto& r) { return r.oom > 0; })) { fail("no all-reduce ran"); }
 }
 
 // The handout's groups are this command again, as that many ranks, with the backend in GROUP. Rank 0 of each writes its
@@ -365,14 +343,10 @@ static void run_as_rank(const Communicator& c, const Options& o) {
     std::vector<AllReduceRun> runs;
     const std::vector<double> handouts = {1, 10, 100, 1000}, quick = {1, 10};
     for (double mb : o.quick ? quick : handouts) {
-        runs.push_back({c.backend == "nccl", c.world, mb});
         // On a rank's device; the CPU has what is compared with the sums, too.
-        const size_t bytes = (size_t)(mb * 1e6) * (context.device == CPU ? 3 : 1);
-        if (bytes <= room_of_each_rank(c)) {
-            runs.back().ms = time_all_reduce(c, (int64_t)(mb * 1e6 / sizeof(float)), o.warmup[0], o.steps);
-        } else {
-            runs.back().oom = bytes;
-        }
+        const size_t oom = lacks_room(c, (size_t)(mb * 1e6) * (context.device == CPU ? 3 : 1));
+        const Stats ms = oom ? Stats{} : time_all_reduce(c, (int64_t)(mb * 1e6 / 4), o.warmup[0], o.steps);
+        runs.push_back({c.backend == "nccl", c.world, mb, ms, oom});
     }
     const ssize_t bytes = runs.size() * sizeof(AllReduceRun);
     if (c.rank > 0) { return; }
@@ -416,7 +390,9 @@ struct Toy {
     Tensor bias;                 // of its second layer, or null
     std::unique_ptr<DataParallel> d{};
     Optimizer optimizer{};
+    std::vector<double> losses{};
 };
+constexpr int ROWS_A_RANK = 10;
 
 static int toy_outputs(const Options& o) { return o.edition == "2026" ? 10 : 5; }
 // These parameters, in backward order, in one buffer, and their gradients in another. rest: elements without gradient.
@@ -454,10 +430,11 @@ static Toy make_toy(bool tied, const Options& o, uint64_t seed) {
     if (!tied) { t.bias = view(m.weights, m.gradients.size(), {50}); }
     return t;
 }
-// On rows [first, first + rows) of step's batch of random data, whose loss it returns.
-static double train_step(Toy& t, uint64_t seed, int step, int64_t first, int64_t rows, int64_t all) {
+// On step's batch of random data, ROWS_A_RANK rows for each rank: data parallel on this rank's, else on all of them.
+static void train_step(Toy& t, const Communicator& c, uint64_t seed, int step) {
     if (t.d) { begin_step(*t.d); }
     zero_gradients(t.model);
+    const int64_t all = ROWS_A_RANK * c.world, rows = t.d ? ROWS_A_RANK : all, first = t.d ? c.rank * rows : 0;
     auto part = [&](const char* what, int64_t width) {
         Tensor whole = empty({all, width}, F32, INPUTS);
         fill_normal(whole, seed, key_of(what) + step, 0, 1);
@@ -473,13 +450,20 @@ static double train_step(Toy& t, uint64_t seed, int step, int64_t first, int64_t
     drop_weight_copies(t.model.slots);
     if (t.d) { finish_gradient_synchronization(*t.d); }
     optimizer_step(t.optimizer);
-    return to_doubles(loss)[0];
+    t.losses.push_back(to_doubles(loss)[0]);
+}
+static void add_group(Toy& t, int64_t begin, int64_t end, ParameterGroup group) {
+    group.weights = view(t.model.weights, begin, {end - begin});
+    group.gradients = view(t.model.gradients, begin, {end - begin});
+    add_parameter_group(t.optimizer, group);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // naive_ddp, ddp_overlap_individual_parameters, ddp_overlap_bucketed: N ranks against one process that sees the whole
 // batch. Each rank starts from other weights, so that the broadcast is tested too. The weights are equal but for
 // rounding: the sum over the batch is taken in another order.
+// optimizer_state_sharding: the public test's settings (AdamW, lr 0.1, decay 0.1), sharded against unsharded, both data
+// parallel. The second parameter group comes after 5 of 10 steps.
 
 void compare(WeightsCheck& d, const Tensor& got, const Tensor& want, double atol, double rtol) {
     std::vector<double> a = to_doubles(got), b = to_doubles(want);
@@ -493,9 +477,7 @@ void compare(WeightsCheck& d, const Tensor& got, const Tensor& want, double atol
 bool same_bits_everywhere(const Communicator& c, const Tensor& t) {
     Tensor host = to_device(t, CPU);
     const uint64_t mine = key_of({host.data, host.size() * size_of(host.dtype)});
-    bool same = true;
-    for (const std::vector<uint64_t>& of_rank : gather<uint64_t>(c, {mine})) { same = same && of_rank[0] == mine; }
-    return same;
+    return everywhere(c, mine == gather<uint64_t>(c, {mine})[0]);
 }
 
 // what: whose weights, and the reference they are compared with.
@@ -519,73 +501,90 @@ void print_checks(const Communicator& c, const Table& table, const std::vector<W
     if (!everywhere(c, right)) { fail("the weights differ"); }
 }
 
-constexpr int STEPS = 5, ROWS_A_RANK = 10;
-
-// losses: null, or a row a step, which gets two cells.
-static void train_and_compare(const Communicator& c, Strategy strategy, double bucket_mb, const Options& o, bool tied,
-                              std::vector<WeightsCheck>& checks, Table& table, Table* losses) {
-    Toy ours = make_toy(tied, o, o.seed + c.rank), reference = make_toy(tied, o, o.seed);
+struct ToyWay {  // of N ranks to train a toy
+    std::string name;
+    Strategy strategy;
+    double bucket_mb = 0;
+    Sharding sharding = UNSHARDED;
+    int steps() const { return sharding == UNSHARDED ? 5 : 10; }
+};
+// Adds rows to checks and table. Gives what was trained, and its reference, with their losses.
+static std::pair<Toy, Toy> train_and_compare(const Communicator& c, const ToyWay& way, const Options& o, bool tied,
+                                             std::vector<WeightsCheck>& checks, Table& table) {
+    std::pair<Toy, Toy> both = {make_toy(tied, o, o.seed + c.rank), make_toy(tied, o, o.seed)};
+    auto& [ours, reference] = both;
     const Model &got = ours.model, &want = reference.model;
-    ours.d = data_parallel(c, strategy, bucket_mb, got);
-    const int64_t all = (int64_t)ROWS_A_RANK * c.world, trained = got.gradients.size();
-    for (Toy* t : {&ours, &reference}) {
-        ParameterGroup g{view(t->model.weights, 0, {trained}), t->model.gradients};
-        g.sgd = true, g.adamw.lr = 0.1f;
-        add_parameter_group(t->optimizer, g);
-    }
-    const std::string name = got.config.name + (strategy == BUCKETED ? strprintf(", %g MB", bucket_mb) : "");
+    ours.d = data_parallel(c, way.strategy, way.bucket_mb, got);
+    const bool shards = way.sharding != UNSHARDED;
+    if (shards) { reference.d = data_parallel(c, FLAT, 0, want), ours.optimizer = {c, way.sharding}; }
+    const int64_t all = got.gradients.size(), first = shards ? got.parameters.back().offset : all;
+    ParameterGroup settings{};
+    settings.sgd = !shards, settings.adamw.weight_decay = 0.1f;
     std::vector<WeightsCheck> rows;
-    for (const Parameter& p : got.parameters) { rows.push_back({name, p.name}); }
-    for (int step = 0; step < STEPS; step++) {
-        const double mine = train_step(ours, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, all);
-        double mean = 0, single = train_step(reference, o.seed, step, 0, all, all);
-        for (const std::vector<double>& of_rank : gather<double>(c, {mine})) { mean += of_rank[0] / c.world; }
-        for (double loss : {mean, single}) {
-            if (losses) { losses->rows[step].push_back(strprintf("%.6f", loss)); }
+    for (const Parameter& p : got.parameters) { rows.push_back({got.config.name + way.name, p.name}); }
+    for (int step = 0; step < way.steps(); step++) {
+        settings.adamw.lr = step < 5 ? 0.1f : 0.05f;
+        for (Toy* t : {&ours, &reference}) {
+            if (step == 0) { add_group(*t, 0, first, settings); }
+            if (step == 5) { add_group(*t, first, all, settings); }
+            train_step(*t, c, o.seed, step);
         }
         for (size_t i = 0; i < rows.size(); i++) {
             compare(rows[i], got.parameters[i].weight, want.parameters[i].weight);
         }
     }
-    if (got.weights.size() > trained) {  // broadcast at the start, then untouched
-        rows.push_back({name, "without gradient"});
-        const Shape rest = {got.weights.size() - trained};
-        compare(rows.back(), view(got.weights, trained, rest), view(want.weights, trained, rest));
-    }
-    const bool same = same_bits_everywhere(c, got.weights);
+    const bool same = same_bits_everywhere(c, got.weights);  // also those without a gradient
     for (WeightsCheck& x : rows) {
         x.same_bits = same;
-        table.row(name, ours.d->works.size(), x.what, strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n),
+        table.row(x.model, ours.d->works.size(), x.what, strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n),
                   x.match ? "match" : "DIFFER", same ? "identical" : "DIFFER");
         checks.push_back(x);
     }
+    return both;
 }
 
-static int check_strategy(const Options& o, Strategy strategy, const std::vector<double>& bucket_mb) {
+static int check_ways(const Options& o, const std::vector<ToyWay>& ways) {
     return run_ranks(o, [&](const Communicator& c) {
+        const bool shards = ways[0].sharding != UNSHARDED;
+        const char* settings = shards ? "sharded against unsharded, after each of 10 steps; AdamW, Learning rate: 0.1, "
+                                        "weight decay 0.1, a second parameter group with half the rate after 5 steps"
+                                      : "data parallel against single-process training, after each of 5 steps; SGD, "
+                                        "Learning rate: 0.1";
         Table table{
-            strprintf("%s: weights of data parallel against single-process training after each of %d steps; World "
-                      "size: %d, Batch size: %d, SGD, Learning rate: 0.1; toy models with %d outputs; backend %s; "
+            strprintf("%s: weights, %s; World size: %d, Batch size: %d; toy models with %d outputs; backend %s; "
                       "bits: of the ranks",
-                      o.command.c_str(), STEPS, c.world, ROWS_A_RANK * c.world, toy_outputs(o), c.backend.c_str()),
+                      o.command.c_str(), settings, c.world, ROWS_A_RANK * c.world, toy_outputs(o), c.backend.c_str()),
             {"Model", "calls", "Parameter", "max diff", "mean diff", "Parameters", "bits"}};
         Table losses{"Loss in each step: of data parallel (DDP), and of one process", {"Step"}};
-        for (int i = 0; i < STEPS; i++) { losses.row(i + 1); }
+        for (int i = 0; i < ways[0].steps(); i++) { losses.row(i + 1); }
         std::vector<WeightsCheck> checks;
         for (bool tied : {false, true}) {
-            for (size_t i = 0; i < bucket_mb.size(); i++) {  // the losses of the first buckets only
-                train_and_compare(c, strategy, bucket_mb[i], o, tied, checks, table, i == 0 ? &losses : nullptr);
-            }
             losses.columns.insert(losses.columns.end(), {tied ? "tied, DDP" : "ToyModel, DDP", "one process"});
+            for (const ToyWay& way : ways) {
+                const auto [ours, reference] = train_and_compare(c, way, o, tied, checks, table);
+                for (size_t i = 0; i < losses.rows.size() && &way == &ways[0]; i++) {  // of the first way only
+                    for (double loss : {mean_over_ranks(c, ours.losses[i]), reference.losses[i]}) {
+                        losses.rows[i].push_back(strprintf("%.6f", loss));
+                    }
+                }
+            }
         }
-        if (c.rank == 0) { print(losses); }
+        if (c.rank == 0 && !shards) { print(losses); }
         print_checks(c, table, checks,
-                     "data parallel on " + ranks(c.world) + " and of one process with the whole batch");
+                     shards ? "the sharded and of the unsharded optimizer on " + ranks(c.world)
+                            : "data parallel on " + ranks(c.world) + " and of one process with the whole batch");
     });
 }
-int cmd_naive_ddp(const Options& o) { return check_strategy(o, NAIVE, {0}); }
-int cmd_ddp_overlap_individual_parameters(const Options& o) { return check_strategy(o, OVERLAPPED, {0}); }
-int cmd_ddp_overlap_bucketed(const Options& o) { return check_strategy(o, BUCKETED, o.bucket_size_mb); }
+int cmd_naive_ddp(const Options& o) { return check_ways(o, {{"", NAIVE}}); }
+int cmd_ddp_overlap_individual_parameters(const Options& o) { return check_ways(o, {{"", OVERLAPPED}}); }
+int cmd_ddp_overlap_bucketed(const Options& o) {
+    std::vector<ToyWay> ways;
+    for (double mb : o.bucket_size_mb) { ways.push_back({strprintf(", %g MB", mb), BUCKETED, mb}); }
+    return check_ways(o, ways);
+}
+int cmd_optimizer_state_sharding(const Options& o) {
+    return check_ways(o, {{", broadcast", FLAT, 0, BROADCAST}, {", ZeRO-1", NO_SYNC, 0, ZERO1}});
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The benchmarking commands. A step's times come from marks on the device's time line, so that nothing waits in
@@ -613,10 +612,10 @@ ModelConfig choose_step(Options& o, const Communicator& c) {
 std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c) {
     return strprintf(
         "%s; %s, backend %s; size %s (d_model %d, %s), precision %s, mode %s; %s per rank, context length: %d, AdamW; "
-        "%d warmup, %d step",
+        "%d warmup, %s",
         o.command.c_str(), ranks(c.world).c_str(), c.backend.c_str(), m.name.c_str(), m.d_model,
         counted(m.num_layers, "layer").c_str(), name_of(context.precision), caption_of(context.mode).c_str(),
-        counted(o.batch_size, "sequence").c_str(), o.context_length, o.warmup[0], o.steps);
+        counted(o.batch_size, "sequence").c_str(), o.context_length, o.warmup[0], counted(o.steps, "step").c_str());
 }
 Batch batch_of(const Options& o, const ModelConfig& m, int rank) {
     return random_batch(o.batch_size, o.context_length, m.vocab_size, o.seed + 1 + rank);
@@ -640,39 +639,28 @@ static StepNumbers numbers_of(const Trainer& t) {
     StepNumbers n{};
     const auto& at = t.marks;
     for (size_t i = 0; i + 1 < at.size(); i++) { n[at[i].first] += ms_of(at[i + 1].second, at[i].second); }
-    n[TOTAL] = ms_of(at.back().second, at[0].second), n[LOSS] = t.loss;
+    n[TOTAL] = ms_of(at.back().second, at[0].second);
     if (t.add_communication) { t.add_communication(t, n); }
     return n;
 }
-std::vector<StepNumbers> timed_steps(Trainer& t, const std::vector<Batch>& batches, const Options& o, const char* name,
-                                     const std::function<void()>& after) {
-    std::vector<StepNumbers> steps;
+StepStats timed_steps(Trainer& t, const std::vector<Batch>& batches, const Options& o, const char* name,
+                      const std::function<void()>& after) {
+    std::vector<StepNumbers> mine;
     for (int i = -o.warmup[0]; i < o.steps; i++) {
         if (t.c.links) { barrier(t.c); }
         train_step(t, batches);
         if (t.c.rank == 0) { progress("%s: step %d of %d", name, i + 1, o.steps); }
-        if (i >= 0) { steps.push_back(numbers_of(t)); }
+        if (i >= 0) { mine.push_back(numbers_of(t)); }
         after();
     }
-    return steps;
-}
-StepStats step_stats(const std::vector<StepNumbers>& steps) {
+    const std::vector<StepNumbers> all = gather(t.c, mine);  // rank by rank
     StepStats stats;
     for (int k = 0; k < STEP_NUMBERS; k++) {
-        std::vector<double> values;
-        for (const StepNumbers& n : steps) { values.push_back(n[k]); }
-        stats[k] = stats_of(values);
+        std::vector<double> means(mine.size());
+        for (size_t i = 0; i < all.size(); i++) { means[i % mine.size()] += all[i][k] / t.c.world; }
+        stats[k] = stats_of(means);
     }
     return stats;
-}
-static std::vector<StepNumbers> mean_of_ranks(const Communicator& c, const std::vector<StepNumbers>& mine) {
-    std::vector<StepNumbers> mean(mine.size());
-    for (const std::vector<StepNumbers>& of_rank : gather(c, mine)) {
-        for (size_t i = 0; i < mine.size(); i++) {
-            for (int k = 0; k < STEP_NUMBERS; k++) { mean[i][k] += of_rank[i][k] / c.world; }
-        }
-    }
-    return mean;
 }
 
 struct DdpRun {  // steps of one way
@@ -689,7 +677,7 @@ static void measure(const Communicator& c, const Options& o, const ModelConfig& 
                     std::vector<Trace>* traces) {
     Trainer t = data_parallel_trainer(c, random_model(config, o.seed), run.strategy, run.bucket_mb);
     const std::vector<Batch> batches = {batch_of(o, config, c.rank)};
-    const auto steps = mean_of_ranks(c, timed_steps(t, batches, o, name_of(run.strategy)));
+    run.ms = timed_steps(t, batches, o, name_of(run.strategy)), run.loss = mean_over_ranks(c, t.loss);
     if (traces) {
         start_tracing();
         {
@@ -699,7 +687,6 @@ static void measure(const Communicator& c, const Options& o, const ModelConfig& 
         }
         traces->push_back(stop_tracing());
     }
-    run.ms = step_stats(steps), run.loss = steps.back()[LOSS];
     run.calls = (int)t.d->works.size();
     for (const WorkPtr& work : t.d->works) { run.mb += (double)work->bytes / 1e6; }
 }
@@ -720,7 +707,7 @@ static Stats single_process(const Communicator& c, Options o, const ModelConfig&
         run_if_fits("one process", predicted_peak(config, o.batch_size, o.context_length, STEP), [&] {
             Trainer t;
             t.model = random_model(config, o.seed);
-            stats = step_stats(timed_steps(t, {batch_of(o, config, 0)}, o, "one process"))[TOTAL];
+            stats = timed_steps(t, {batch_of(o, config, 0)}, o, "one process")[TOTAL];
         });
         omp_set_num_threads(threads);
     }
@@ -728,14 +715,20 @@ static Stats single_process(const Communicator& c, Options o, const ModelConfig&
     return stats;
 }
 
+Table step_table(const std::string& caption, const char* what) {
+    return {caption + "; mean ± deviation over the steps, share of the step",
+            {what, "Total Time (ms)", "Forward (ms)", "Backward (ms)", "Exposed Comm (ms)", "Optimizer (ms)"}};
+}
+void add_step(Table& table, const std::string& name, const StepStats& ms, size_t oom) {
+    table.row(name);
+    for (int part : {(int)TOTAL, (int)FORWARD_BLOCKS, (int)BACKWARD, (int)EXPOSED, (int)OPTIMIZER_STEP}) {
+        table.rows.back().push_back(!oom ? part_cell(ms[part], ms[TOTAL]) : part == TOTAL ? oom_cell(oom) : "");
+    }
+}
 // oom: bytes that no way's steps found, or 0.
 static void print_steps(const std::string& caption, const std::vector<DdpRun>& runs, const Stats& single,
                         const Options& o, int ranks, size_t oom) {
-    const bool buckets = runs.back().strategy == BUCKETED;
-    Table parts{
-        caption + "; mean ± deviation over the steps, share of the step" +
-            (buckets ? "; N MB: overlapped, in buckets of N MB" : ""),
-        {"Strategy", "Total Time (ms)", "Forward (ms)", "Backward (ms)", "Exposed Comm (ms)", "Optimizer (ms)"}};
+    Table parts = step_table(caption, "Strategy");
     Table comparison{
         strprintf(
             "The same steps: their all-reduces, throughput, step time saved (vs naive), speed-up over one process "
@@ -747,12 +740,10 @@ static void print_steps(const std::string& caption, const std::vector<DdpRun>& r
     for (const DdpRun& r : runs) {
         const double total = r.ms[TOTAL].mean, comm = r.ms[COMMUNICATION].mean;
         const double rate = 1e3 * o.batch_size * ranks / total;
-        parts.row(r.strategy == BUCKETED ? strprintf("%g MB", r.bucket_mb) : name_of(r.strategy));
-        for (int part : {(int)TOTAL, (int)FORWARD_BLOCKS, (int)BACKWARD, (int)EXPOSED, (int)OPTIMIZER_STEP}) {
-            parts.rows.back().push_back(!oom ? part_cell(r.ms[part], r.ms[TOTAL]) : part == TOTAL ? oom_cell(oom) : "");
-        }
+        const std::string name = r.strategy == BUCKETED ? strprintf("%g MB", r.bucket_mb) : name_of(r.strategy);
+        add_step(parts, name, r.ms, oom);
         naive = r.strategy == NAIVE ? total : naive;
-        comparison.row(parts.rows.back()[0], strprintf("%.2f", comm),
+        comparison.row(name, strprintf("%.2f", comm),
                        comm > 0 ? strprintf("%.1f%%", 100 * r.ms[HIDDEN].mean / comm) : "", r.calls,
                        strprintf("%.1f", r.mb), strprintf("%.2f", rate), strprintf("%.0f", rate * o.context_length),
                        naive > 0 ? strprintf("%+.1f%%", 100 * (1 - total / naive)) : "",
@@ -785,16 +776,12 @@ static void answer_naive_ddp_benchmarking(const std::vector<DdpRun>& runs) {
 }
 static void answer_minimal_ddp_flat_benchmarking(const std::vector<DdpRun>& runs) {
     const DdpRun &naive = run_of(runs, NAIVE), &flat = run_of(runs, FLAT);
-    const Stats &many = naive.ms[COMMUNICATION], &one = flat.ms[COMMUNICATION];
-    const double us = 1e3 * (many.mean - one.mean) / std::max(1, naive.calls - flat.calls);
-    const std::string each = us < 1000 ? strprintf("%.3g us", us) : strprintf("%.3g ms", us / 1e3);
     answer("",
-           "With one all-reduce for all gradients a step takes %.2f ms: %s. Exposed communication takes %.2f ms: %s.",
+           "With one all-reduce for all gradients a step takes %.2f ms: %s. Exposed communication takes %.2f ms: %s. "
+           "The all-reduce of %.1f MB takes %.2f ms: %s.",
            flat.ms[TOTAL].mean, against(flat.ms[TOTAL], naive.ms[TOTAL], "naive").c_str(), flat.ms[EXPOSED].mean,
-           against(flat.ms[EXPOSED], naive.ms[EXPOSED], "naive").c_str());
-    answer("", "Both move %.1f MB; %s.", flat.mb,
-           us > 0 && !level(many, one) ? ("each call of naive's costs another " + each).c_str()
-                                       : "the number of calls is not what limits them");
+           against(flat.ms[EXPOSED], naive.ms[EXPOSED], "naive").c_str(), flat.mb, flat.ms[COMMUNICATION].mean,
+           against(flat.ms[COMMUNICATION], naive.ms[COMMUNICATION], "naive's calls").c_str());
 }
 static void answer_ddp_overlap_individual_parameters_benchmarking(const std::vector<DdpRun>& runs) {
     const DdpRun &none = run_of(runs, NO_SYNC), &naive = run_of(runs, NAIVE), &over = run_of(runs, OVERLAPPED);
@@ -827,16 +814,6 @@ static BucketModel bucket_model(const Communicator& c, double s, bool quick) {
     return {s, std::max(a - small / w, 0.0), w};
 }
 
-// What would match the model, which takes backward to be as long as communication.
-static std::string setup_of(const DdpRun& none, const DdpRun& flat, const DdpRun& over) {
-    const double ratio = flat.ms[COMMUNICATION].mean / none.ms[BACKWARD].mean;
-    const double hidden = over.ms[HIDDEN].mean / over.ms[COMMUNICATION].mean;
-    if (ratio < 0.9 && hidden < 0.8) { return strprintf("yet only %.0f %% of overlapped's calls hide", 100 * hidden); }
-    if (ratio > 0.9 && ratio < 1.1) { return "so this setup fits"; }
-    return strprintf("so %s. With %.2f times the tokens per rank, or %s links, it would fit",
-                     ratio > 1 ? "bytes stay exposed with any bucket" : "even the calls hide", ratio,
-                     ratio > 1 ? "faster" : "slower");
-}
 static void answer_bucket_model(const BucketModel& m) {
     answer("b",
            "A bucket takes s/(n_b w) to compute and o + s/(n_b w) to send, and sending goes on back to back once the "
@@ -878,8 +855,10 @@ static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, co
            few.bucket_mb, over.ms[EXPOSED].mean);
     answer("a",
            "The model in (b) needs backward to take as long as communication. Here backward takes %.2f ms and flat's "
-           "all-reduce %.2f ms, %s.",
-           none.ms[BACKWARD].mean, flat.ms[COMMUNICATION].mean, setup_of(none, flat, over).c_str());
+           "all-reduce %.2f ms, of which overlapped hides %.0f %%: they match with %.2f times the tokens per rank.",
+           none.ms[BACKWARD].mean, flat.ms[COMMUNICATION].mean,
+           100 * over.ms[HIDDEN].mean / over.ms[COMMUNICATION].mean,
+           flat.ms[COMMUNICATION].mean / none.ms[BACKWARD].mean);
     answer_bucket_model(m);
 }
 
@@ -891,20 +870,19 @@ static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
         auto make = [&](const Communicator& planned) {
             return data_parallel_trainer(planned, random_model(config, o.seed), OVERLAPPED, 0);
         };
-        const size_t needs = steps_peak(c.world, o, make, o.batch_size);
-        const bool fits = needs <= room_of_each_rank(c);
+        const size_t oom = lacks_room(c, steps_peak(c.world, o, make, o.batch_size));
         const Strategy last = runs.back().strategy;
         BucketModel line{};
         Stats single{};
-        if (fits) {
+        if (!oom) {
             std::vector<Trace> traces;
             for (DdpRun& r : runs) { measure(c, o, config, r, o.trace.empty() ? nullptr : &traces); }
             if (!o.trace.empty()) { write_trace(o.trace, traces, caption, c); }
             single = single_process(c, o, config);
             if (last == BUCKETED && c.world > 1) { line = bucket_model(c, runs.back().mb * 1e6, o.quick); }
         }
-        if (c.rank == 0) { print_steps(caption, runs, single, o, c.world, fits ? 0 : needs); }
-        if (!fits) { fail("no step ran: each rank needs %.1f GiB", needs / 1073741824.0); }
+        if (c.rank == 0) { print_steps(caption, runs, single, o, c.world, oom); }
+        if (oom) { fail("no step ran: each rank needs %.1f GiB", oom / 1073741824.0); }
         if (c.rank > 0) { return; }
         if (c.world == 1) { return answer("", "%s", ONE_RANK); }
         if (last == NAIVE) { answer_naive_ddp_benchmarking(runs); }
@@ -922,62 +900,6 @@ int cmd_ddp_bucketed_benchmarking(const Options& o) {
     std::vector<DdpRun> runs = {{NO_SYNC}, {NAIVE}, {FLAT}, {OVERLAPPED}};
     for (double mb : o.bucket_size_mb) { runs.push_back({BUCKETED, mb}); }
     return benchmark(o, runs);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// optimizer_state_sharding: 10 steps with the public test's settings (AdamW, lr 0.1, decay 0.1), sharded against
-// unsharded, both data parallel. The second parameter group comes after 5 steps.
-
-static WeightsCheck shard_and_compare(const Communicator& c, Sharding sharding, bool tied, const Options& o,
-                                      Table& table) {
-    Toy ours = make_toy(tied, o, o.seed), whole = make_toy(tied, o, o.seed);
-    ours.d = data_parallel(c, sharding == ZERO1 ? NO_SYNC : FLAT, 0, ours.model);
-    whole.d = data_parallel(c, FLAT, 0, whole.model);
-    ours.optimizer = {c, sharding};
-    const int64_t first = ours.model.parameters.back().offset, all = ours.model.gradients.size();
-    auto add_group = [&](Toy& t, int64_t begin, int64_t end, float lr) {
-        ParameterGroup g{view(t.model.weights, begin, {end - begin}), view(t.model.gradients, begin, {end - begin})};
-        g.adamw.lr = lr, g.adamw.weight_decay = 0.1f;
-        add_parameter_group(t.optimizer, g);
-    };
-    WeightsCheck check{ours.model.config.name, sharding == ZERO1 ? "AdamW, ZeRO-1" : "AdamW, broadcast"};
-    for (int step = 0; step < 10; step++) {
-        for (Toy* t : {&ours, &whole}) {
-            if (step == 0) { add_group(*t, 0, first, 0.1f); }
-            if (step == 5) { add_group(*t, first, all, 0.05f); }
-            train_step(*t, o.seed, step, (int64_t)c.rank * ROWS_A_RANK, ROWS_A_RANK, ROWS_A_RANK * c.world);
-        }
-        compare(check, ours.model.weights, whole.model.weights);
-    }
-    auto state_of = [](const Optimizer& optimizer) {
-        int64_t n = 0;
-        for (const ParameterGroup& g : optimizer.groups) { n += g.m ? 2 * g.m.size() : 0; }
-        return n;
-    };
-    check.same_bits = same_bits_everywhere(c, ours.model.weights);
-    std::vector<std::string> shares;
-    for (const std::vector<int64_t>& n : gather<int64_t>(c, {state_of(ours.optimizer)})) {
-        shares.push_back(std::to_string(n[0]));
-    }
-    table.row(check.model, check.what, strprintf("%.2e", check.max), strprintf("%.2e", check.sum / check.n),
-              check.match ? "match" : "DIFFER", check.same_bits ? "identical" : "DIFFER", join(shares, " + "),
-              state_of(whole.optimizer));
-    return check;
-}
-int cmd_optimizer_state_sharding(const Options& o) {
-    return run_ranks(o, [&](const Communicator& c) {
-        Table table{
-            strprintf("optimizer_state_sharding: weights after each of 10 steps, sharded against unsharded; %s, toy "
-                      "models with %d outputs, backend %s, lr 0.1, weight decay 0.1, a second parameter group with "
-                      "half the lr after 5 steps; bits: of the ranks; states: elements that each rank keeps",
-                      ranks(c.world).c_str(), toy_outputs(o), c.backend.c_str()),
-            {"Model", "Optimizer", "max diff", "mean diff", "Parameters", "bits", "states", "unsharded"}};
-        std::vector<WeightsCheck> checks;
-        for (bool tied : {false, true}) {
-            for (Sharding s : {BROADCAST, ZERO1}) { checks.push_back(shard_and_compare(c, s, tied, o, table)); }
-        }
-        print_checks(c, table, checks, "the sharded and of the unsharded optimizer on " + ranks(c.world));
-    });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1006,7 +928,7 @@ static void run_sharded(const Communicator& c, const Options& o, const ModelConf
         if (part == OPTIMIZER_STEP) { moment("before step"); }
     });
     moment("after step");
-    r.ms = step_stats(mean_of_ranks(c, timed_steps(t, batches, o, name_of(r.sharding))));
+    r.ms = timed_steps(t, batches, o, name_of(r.sharding));
     moment("later steps");
     r.mb_sent = (r.sharding == BROADCAST ? 3 : 2) * 4e-6 * model.weights.size() * (c.world - 1) / c.world;
 }
@@ -1042,10 +964,10 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
     return run_ranks(asked, [&](const Communicator& c) {
         Options o = asked;
         const ModelConfig config = choose_step(o, c);
-        Table time{caption_of(o, config, c) +
-                       "; gradients: from backward's end to the optimizer's start; optimizer: with the wait for new "
-                       "weights (ZeRO-1: for gradients, too); MB sent in a ring",
-                   {"Optimizer", "Total Time (ms)", "std", "gradients (ms)", "optimizer (ms)", "MB sent per step"}};
+        Table time = step_table(caption_of(o, config, c) +
+                                    "; optimizer: with the wait for new weights, in ZeRO-1 for "
+                                    "gradients, too",
+                                "Optimizer");
         Table memory{"Peaks of rank 0 in a first step, and in later ones, MiB",
                      {"Optimizer", "Moment", "parameters", "gradients", "optimizer state", "the rest", "peak"}};
         std::vector<ShardingRun> runs = {{UNSHARDED}, {BROADCAST}, {ZERO1}};
@@ -1053,22 +975,15 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
             auto make = [&](const Communicator& planned) {
                 return sharded_trainer(planned, make_model(config), r.sharding);
             };
-            const size_t needs = steps_peak(c.world, o, make, o.batch_size);
-            r.oom = needs <= room_of_each_rank(c) ? 0 : needs;
-            if (r.oom) {
-                time.row(name_of(r.sharding), oom_cell(needs), "", "", "", "");
-                continue;
-            }
-            run_sharded(c, o, config, r);
+            r.oom = lacks_room(c, steps_peak(c.world, o, make, o.batch_size));
+            if (!r.oom) { run_sharded(c, o, config, r); }
+            add_step(time, name_of(r.sharding), r.ms, r.oom);
             auto cell = [](double x) { return strprintf("%.1f", mib(x)); };
             for (const auto& [what, use] : r.peaks) {
                 const size_t *by = use.peak_by, known = by[PARAMETERS] + by[GRADIENTS] + by[OPTIMIZER];
                 memory.row(name_of(r.sharding), what, cell(by[PARAMETERS]), cell(by[GRADIENTS]), cell(by[OPTIMIZER]),
                            cell(use.peak - known), cell(use.peak));
             }
-            auto ms = [&](int part) { return strprintf("%.2f", r.ms[part].mean); };
-            time.row(name_of(r.sharding), ms(TOTAL), deviation(r.ms[TOTAL], "%.2f"), ms(EXPOSED), ms(OPTIMIZER_STEP),
-                     strprintf("%.1f", r.mb_sent));
         }
         if (c.rank == 0) { print(time); }
         if (c.rank == 0 && !memory.rows.empty()) { print(memory); }
@@ -1094,22 +1009,8 @@ static const double M_X = 2, M_Y = 1;           // mesh axes, so links, of the F
 static double least_devices(double P, double A, double memory) {
     return A / 2 < memory ? floor((16 * P + A / 2) / (memory - A / 2)) + 1 : 0;
 }
-static void account_for_memory(const Options& o) {
+static void answer_memory(const Options& o) {
     const double D = o.d_model, F = o.d_ff, L = o.num_layers, P = 2 * D * F * L, per_token = 2 * L * (D + F);
-    Table t{
-        strprintf("communication_accounting: D = d_model %g, F = d_ff %g, L = %g blocks of two Linear layers; C = %g "
-                  "TFLOP/s, W = %g GB/s, M_X = %g, M_Y = %g links; GB = 1e9 bytes, GiB = 2^30; (b): the least N",
-                  D, F, L, o.tflops, o.bandwidth_gb, M_X, M_Y),
-        {"tokens per device", "A (GB)", strprintf("N, %g GB", CHIP_GB), strprintf("N, %g GiB", CHIP_GB)}};
-    for (double tokens : {0.0, 1.0 * o.tokens, 4.0 * o.tokens}) {
-        const double A = per_token * tokens;
-        auto least = [&](double GB) {
-            const double N = least_devices(P, A, CHIP_GB * GB);
-            return N > 0 ? strprintf("%.0f", N) : "none";
-        };
-        t.row((int)tokens, strprintf("%.1f", A / GB), least(GB), least(GIB));
-    }
-    print(t);
     answer("a",
            "P = 2 D F L = 2 x %g x %g x %g = %.0f parameters take 4 P = %.1f GB (%.1f GiB) in fp32. With their "
            "gradients and AdamW's two moments they take 16 P = %.1f GB (%.1f GiB), the memory of %.1f / %g = %.2f, so "
@@ -1118,14 +1019,15 @@ static void account_for_memory(const Options& o) {
            D, F, L, P, 4 * P / GB, 4 * P / GIB, 16 * P / GB, 16 * P / GIB, 16 * P / GB, GPU_GB, 16 * P / GB / GPU_GB,
            ceil(16 * P / GB / GPU_GB), ceil(16 * P / GIB / GPU_GB), L, D, F, per_token);
     const double enough = least_devices(P, per_token * o.tokens, CHIP_GB * GB);
-    answer("b",
-           "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for backward, and half of A "
-           "is sharded over the N devices, like the weights. Without activations that is below %g GB from N = %.0f "
-           "devices on; with %d tokens per device, %s. No N is enough from %g GB / (%.0f / 2) = %.0f tokens per device "
-           "on, because A/2 alone fills the memory.",
-           CHIP_GB, least_devices(P, 0, CHIP_GB * GB), o.tokens,
-           enough > 0 ? strprintf("from N = %.0f on", enough).c_str() : "for no N", CHIP_GB, per_token,
-           ceil(CHIP_GB * GB / (per_token / 2)));
+    answer(
+        "b",
+        "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for backward, and half of A "
+        "is sharded over the N devices, like the weights. Without activations that is below %g GB from N = %.0f "
+        "devices on (%.0f if a GB is taken as 2^30 bytes); with %d tokens per device, %s. No N is enough from %g GB / "
+        "(%.0f / 2) = %.0f tokens per device on, because A/2 alone fills the memory.",
+        CHIP_GB, least_devices(P, 0, CHIP_GB * GB), least_devices(P, 0, CHIP_GB * GIB), o.tokens,
+        enough > 0 ? strprintf("from N = %.0f on", enough).c_str() : "for no N", CHIP_GB, per_token,
+        ceil(CHIP_GB * GB / (per_token / 2)));
 }
 
 // The least B, not rounded, with T_math >= T_FSDP + T_TP; 0: none. alpha = C / W.
@@ -1133,10 +1035,11 @@ static double least_batch(double alpha, double F, double X, double Y) {
     const double share = alpha * Y / (M_Y * F);  // of T_math that TP takes
     return share < 1 ? alpha * X / M_X / (1 - share) : 0;
 }
-static void account_for_communication(const Options& o) {
+int cmd_communication_accounting(const Options& o) {
     const double F = o.d_ff, X = o.fsdp, Y = o.tp, N = X * Y, alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB);
     const double most_Y = M_Y * F / alpha;
-    Table t{strprintf("(c), (d): the least batch of N = %g chips for a compute bound forward, in tokens", N),
+    Table t{strprintf(
+                "communication_accounting: the least batch of N = %g chips for a compute bound forward, in tokens", N),
             {"X (FSDP)", "Y (TP)", "axes in turn", "per chip", "per FSDP shard", "axes overlapped", "per chip"}};
     double best_X = 0, best = INFINITY;
     for (double x = 1; x <= N; x *= 2) {
@@ -1147,6 +1050,7 @@ static void account_for_communication(const Options& o) {
               strprintf("%.1f", turns / x), strprintf("%.0f", ceil(overlapped)), strprintf("%.1f", overlapped / N));
     }
     print(t);
+    answer_memory(o);
     const double B = least_batch(alpha, F, X, Y), overlapped = alpha * X / M_X;
     answer("c", "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte.", o.tflops, o.bandwidth_gb, alpha);
     if (B > 0) {
@@ -1175,9 +1079,5 @@ static void account_for_communication(const Options& o) {
     answer("d",
            "Gradient accumulation does not, because each micro-batch gathers the weights again. Activation "
            "checkpointing does not, because it leaves the forward's FLOPs and bytes as they are.");
-}
-int cmd_communication_accounting(const Options& o) {
-    account_for_memory(o);
-    account_for_communication(o);
     return 0;
 }

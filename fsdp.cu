@@ -13,17 +13,14 @@
 // overwrites unit i - 1. It starts when the compute stream has finished that unit, since collectives start behind what
 // is queued there.
 
-struct FsdpSlot {        // a tensor of a unit that has a gradient: one parameter's, or a joined one's
-    int64_t begin, end;  // elements of the unit
-    GradientPtr gradient;
-};
 struct FsdpUnit {  // what is gathered at once; its elements are those of the model's arena from begin
     int64_t begin = 0, end = 0;
     int64_t part = 0;           // elements that each rank keeps; the last rank's end in padding
     int64_t offset = 0;         // of the own part, in Fsdp::shard
     Tensor weights, gradients;  // whole, [world * part], while the unit has its buffer
     Tensor gradient;            // the own part, averaged over the ranks; null until there is one
-    std::vector<FsdpSlot> slots;
+    // Its tensors that have a gradient, by their first elements; some are one parameter, some are joined ones.
+    std::multimap<int64_t, Tensor> slots;
 };
 struct FsdpWait {  // of the compute stream, for a unit's gather, or for its reduce-scatter and what runs behind that
     int unit;      // -1: the norms
@@ -41,14 +38,13 @@ struct Fsdp {
     Tensor replicated_gradients, replicated_sum;   // of this backward; of all since the last step, or null
     int in_buffer[2] = {-1, -1};                   // the unit whose weights each buffer has
     WorkPtr gathers[2];
-    std::vector<int> order, last_order;  // in which this step, and the one before, asked for units
-    bool steps_in_backward = false;      // see begin_step
-    int backwards = 0;                   // since the last step
-    int to_reduce = 0, reducing = -1;    // the unit to be reduced next; the one whose reduce-scatter is under way
-    bool reduces_in_place = false;       // that one: its sum is in the buffer, not in its gradient
+    std::vector<FsdpWait> waits, last_waits;  // of this step, and of the one before, for weights
+    bool steps_in_backward = false;           // see begin_step
+    int backwards = 0;                        // since the last step
+    int to_reduce = 0, reducing = -1;         // the unit to be reduced next; the one whose reduce-scatter is under way
+    bool reduces_in_place = false;            // that one: its sum is in the buffer, not in its gradient
     WorkPtr reduce;
-    std::vector<FsdpWait> waits;         // of this step, for weights
-    std::vector<FsdpWait> reduce_waits;  // for gradients
+    std::vector<FsdpWait> reduce_waits;  // of this step, for gradients
     ~Fsdp();
 };
 static Tensor own_part(const Fsdp& f, const FsdpUnit& u, const Tensor& whole) {
@@ -121,11 +117,7 @@ static Tensor place(Fsdp& f, const Parameter& p, const Shape& shape) {  // see P
     Tensor t = require_gradient(view(whole, at, shape));
     t.gradient->is_parameter = true;
     t.gradient->value = view(gradients, at, shape);
-    if (p.unit >= 0) {
-        std::vector<FsdpSlot>& slots = f.units[p.unit].slots;
-        auto after = [&](const FsdpSlot& s) { return s.begin > at; };
-        slots.insert(std::find_if(slots.begin(), slots.end(), after), {at, at + t.size(), t.gradient});
-    }
+    if (p.unit >= 0) { f.units[p.unit].slots.emplace(at, t); }
     return t;
 }
 
@@ -148,10 +140,10 @@ static void pre_forward(Fsdp& f, int i) {
     Mark asked = mark();
     wait(f.c, f.gathers[i % 2]);
     f.waits.push_back({i, f.gathers[i % 2], asked, mark()});
-    f.order.push_back(i);
-    size_t n = f.order.size();
-    while (n < f.last_order.size() && f.last_order[n] == i) { n++; }  // a checkpoint's backward comes after its forward
-    int next = n < f.last_order.size() ? f.last_order[n] : i;
+    size_t n = f.waits.size();
+    auto last = [&] { return n < f.last_waits.size() ? f.last_waits[n].unit : -1; };
+    while (last() == i) { n++; }  // a checkpoint's backward comes after its forward
+    const int next = last() < 0 ? i : last();
     if (next % 2 != i % 2 && f.in_buffer[next % 2] != next) { start_gather(f, next); }
 }
 
@@ -178,11 +170,11 @@ static void zero_the_rest(FsdpUnit& u) {
     auto zero_up_to = [&](int64_t begin) {
         if (begin > end) { fill_zero(view(u.gradients, end, {begin - end})); }
     };
-    for (const FsdpSlot& slot : u.slots) {
-        if (!slot.gradient->filled) { continue; }
-        zero_up_to(slot.begin);
-        end = slot.end;
-        slot.gradient->filled = false;  // the next backward overwrites it
+    for (const auto& [begin, t] : u.slots) {
+        if (!t.gradient->filled) { continue; }
+        zero_up_to(begin);
+        end = begin + t.size();
+        t.gradient->filled = false;  // the next backward overwrites it
     }
     zero_up_to(u.gradients.size());
 }
@@ -248,8 +240,8 @@ static void drop_gradients(Fsdp& f) {
 // backward whose gradients need no norm first, for clipping or for fp16's loss scale. optimizer_step still follows: it
 // steps the norms.
 static void begin_step(Fsdp& f, bool steps_in_backward = false) {
-    f.last_order = std::move(f.order);
-    f.order.clear(), f.waits.clear(), f.reduce_waits.clear();
+    f.last_waits = std::move(f.waits);
+    f.waits.clear(), f.reduce_waits.clear();
     if (f.reducing >= 0) { wait(f.c, f.reduce); }  // an error has ended the step before
     f.reducing = -1, f.to_reduce = (int)f.units.size() - 1;
     drop_gradients(f), forget_gathered(f);
@@ -378,23 +370,31 @@ constexpr int ROWS = 10, POSITIONS = 8, VOCABULARY = 100, STEPS = 3;  // rows: o
 struct FsdpCase {
     Precision precision;
     Mode mode;
-    Checkpointing checkpoint{};
-    int batches = 1, head_chunk = 0;  // batches: backwards per step, whose gradients add up
+    const char* checkpoint = "none";
+    int batches = 1;  // backwards per step, whose gradients add up
 };
-static std::vector<FsdpCase> fsdp_cases() {
-    std::vector<FsdpCase> cases;
-    for (Precision precision : {FP32, PREC_BF16, PREC_FP16}) {
-        for (Mode mode : {EAGER, FUSED}) { cases.push_back({precision, mode}); }
+static const std::vector<FsdpCase> fsdp_cases = {{FP32, EAGER},
+                                                 {FP32, FUSED},
+                                                 {FP32, FLASH},
+                                                 {PREC_BF16, EAGER},
+                                                 {PREC_BF16, FUSED},
+                                                 {PREC_FP16, EAGER},
+                                                 {PREC_FP16, FUSED},
+                                                 {FP32, FUSED, "1"},
+                                                 {FP32, FUSED, "2"},
+                                                 {FP32, FUSED, "ffn"},
+                                                 {FP32, FUSED, "nested"},
+                                                 {FP32, FUSED, "1", 2},
+                                                 {PREC_PURE_BF16, FUSED},
+                                                 {PREC_PURE_BF16, FUSED, "1"}};
+// A rank's part of a batch, as n batches.
+static std::vector<Batch> part_of(const Batch& all, const Communicator& c, int n) {
+    const int64_t T = all.tokens.dim(1), rows = all.tokens.dim(0) / c.world / n;
+    std::vector<Batch> batches;
+    for (int64_t first = c.rank * n * rows; first < (c.rank + 1) * n * rows; first += rows) {
+        batches.push_back({view(all.tokens, first * T, {rows, T}), view(all.targets, first * T, {rows, T})});
     }
-    for (const char* checkpoint : {"1", "2", "ffn", "half", "nested"}) {
-        cases.push_back({FP32, FUSED, checkpointing_from(checkpoint)});
-    }
-    cases.push_back({FP32, FUSED, {Checkpointing::GROUPS, 1}, 2});
-    if (fastest_flash(context.device, F32, 16)) { cases.push_back({FP32, FLASH}); }
-    for (auto [checkpoint, head_chunk] : {std::pair("none", 0), {"1", 0}, {"none", 48}}) {
-        cases.push_back({PREC_PURE_BF16, FUSED, checkpointing_from(checkpoint), 1, head_chunk});
-    }
-    return cases;
+    return batches;
 }
 static ParameterGroup optimizer_of(const FsdpCase& k) {
     ParameterGroup g;
@@ -404,8 +404,7 @@ static ParameterGroup optimizer_of(const FsdpCase& k) {
     return g;
 }
 static void train_both(WeightsCheck& check, const Communicator& c, const FsdpCase& k, uint64_t seed) {
-    context.precision = k.precision, context.mode = k.mode, context.checkpoint = k.checkpoint;
-    context.head_chunk = k.head_chunk;
+    context.precision = k.precision, context.mode = k.mode, context.checkpoint = checkpointing_from(k.checkpoint);
     const ModelConfig config = {"lm", 64, 96, 3, 4, VOCABULARY};
     ParameterGroup reference = optimizer_of(k);
     Trainer ours = fsdp_trainer(c, config, seed, false, reference), whole;
@@ -420,46 +419,33 @@ static void train_both(WeightsCheck& check, const Communicator& c, const FsdpCas
     // ranks all weights were within these bounds.
     const bool pure = k.precision == PREC_PURE_BF16;
     const double atol = pure ? 2e-3 : k.precision == FP32 ? 1e-6 : 1e-4, rtol = pure ? 1.0 / 64 : 1e-4;
-    auto check_gradients = [&](StepPart part) {
-        if (part != OPTIMIZER_STEP) { return; }
-        for (const FsdpUnit& u : ours.f->units) {
-            check.match = check.match && u.gradient.size() == u.part && u.gradient.dtype == weight_dtype();
-        }
-        check.same_bits = check.same_bits && same_bits_everywhere(c, ours.f->replicated_sum);
-    };
     for (int step = 0; step < STEPS; step++) {
         const Batch all = random_batch(ROWS * c.world, POSITIONS, VOCABULARY, seed + step);
-        std::vector<Batch> batches;
-        for (int b = 0; b < k.batches; b++) {
-            const int64_t rows = ROWS / k.batches, at = (c.rank * ROWS + b * rows) * POSITIONS;
-            batches.push_back({view(all.tokens, at, {rows, POSITIONS}), view(all.targets, at, {rows, POSITIONS})});
-        }
-        train_step(ours, batches, check_gradients);
+        train_step(ours, part_of(all, c, k.batches));
         train_step(whole, {all});
         visit_whole(*ours.f, ours.f->shard.weights, false, [&](const Parameter& p, const Tensor& got) {
             compare(check, got, view(whole.model.weights, p.offset, p.shape), atol, rtol);
         });
     }
+    const Fsdp& f = *ours.f;  // the norms are replicated
+    check.same_bits = same_bits_everywhere(c, view(f.shard.weights, f.replicated, f.replicated_gradients.shape));
 }
 
 int cmd_fsdp(const Options& o) {
     return run_ranks(o, [&](const Communicator& c) {
-        const int repetitions = o.quick ? 1 : 5;
         Table table{
-            strprintf("fsdp: weights of FSDP against single-process training after each of %d steps, %s; World size: "
+            strprintf("fsdp: weights of FSDP against single-process training after each of %d steps; World size: "
                       "%d, Batch size: %d, context length: %d; Transformer: d_model 64, 3 layers, decay 0.01, AdamW "
                       "with lr 0.001, SGD with lr 0.02, in pure_bf16 2; backend %s",
-                      STEPS, counted(repetitions, "repetition").c_str(), c.world, ROWS * c.world, POSITIONS,
-                      c.backend.c_str()),
-            {"Optimizer", "precision", "mode", "checkpoint", "head chunk", "passes", "max diff", "mean diff",
-             "Parameters"}};
+                      STEPS, c.world, ROWS * c.world, POSITIONS, c.backend.c_str()),
+            {"Optimizer", "precision", "mode", "checkpoint", "passes", "max diff", "mean diff", "Parameters"}};
         std::vector<WeightsCheck> checks;
-        for (const FsdpCase& k : fsdp_cases()) {
+        for (const FsdpCase& k : fsdp_cases) {
+            if (k.mode == FLASH && !fastest_flash(context.device, F32, 16)) { continue; }
             WeightsCheck x{"Transformer", strprintf("%s, mode %s", name_of(k.precision), name_of(k.mode))};
-            for (int i = 0; i < repetitions; i++) { train_both(x, c, k, o.seed + i); }
+            train_both(x, c, k, o.seed);
             checks.push_back(x);
-            table.row(optimizer_of(k).sgd ? "SGD" : "AdamW", k.precision, k.mode, name_of(k.checkpoint),
-                      k.head_chunk ? std::to_string(k.head_chunk) : "none", k.batches, strprintf("%.2e", x.max),
+            table.row(optimizer_of(k).sgd ? "SGD" : "AdamW", k.precision, k.mode, k.checkpoint, k.batches, strprintf("%.2e", x.max),
                       strprintf("%.2e", x.sum / x.n), x.match && x.same_bits ? "match" : "DIFFER");
         }
         print_checks(c, table, checks,
@@ -491,51 +477,39 @@ static Trainer make_trainer(Way way, const Communicator& c, const Options& o) {
     return way == PLAIN_DDP ? data_parallel_trainer(c, model, OVERLAPPED, 0) : sharded_trainer(c, model, ZERO1);
 }
 
-// Of the last step.
-static std::vector<FsdpUnitTimes> unit_times(const Fsdp& f) {
-    std::vector<FsdpUnitTimes> units(f.units.size());
+// Adds the last of `steps` steps, so that the sums are means.
+static void add_unit_times(const Fsdp& f, int steps, std::vector<FsdpUnitTimes>& units) {
+    units.resize(f.units.size());
     std::set<const Work*> seen;
     for (size_t k = 0; k < f.waits.size(); k++) {
         const FsdpWait& w = f.waits[k];
         FsdpUnitTimes& u = units[w.unit];
         const bool backward = k >= units.size();  // forward asks for each unit once
-        u[backward ? WAIT_AGAIN : WAIT] += ms_of(w.got, w.asked);
+        u[backward ? WAIT_AGAIN : WAIT] += ms_of(w.got, w.asked) / steps;
         if (!seen.insert(w.work.get()).second) { continue; }
-        u[backward ? GATHER_AGAIN : GATHER] += ms_of(w.work->end, w.work->begin);
+        u[backward ? GATHER_AGAIN : GATHER] += ms_of(w.work->end, w.work->begin) / steps;
     }
     for (const FsdpWait& w : f.reduce_waits) {  // the norms' unit is -1: theirs comes last, with the embedding's
-        units[std::max(w.unit, 0)][REDUCE] += ms_of(w.got, w.asked);
+        units[std::max(w.unit, 0)][REDUCE] += ms_of(w.got, w.asked) / steps;
     }
-    return units;
 }
 static FsdpRun run_way(Way way, const Options& o, const Communicator& c) {
     FsdpRun r{way_names[way]};
     auto make = [&](const Communicator& planned) { return make_trainer(way, planned, o); };
     r.predicted = steps_peak(c.world, o, make, o.batch_size);
-    if (r.predicted > room_of_each_rank(c)) {
-        r.oom = r.predicted;
-        return r;
-    }
+    r.oom = lacks_room(c, r.predicted);
+    if (r.oom) { return r; }
     Trainer t = make_trainer(way, c, o);
     reset_peak(context.device);
-    r.units.resize(t.f ? t.f->units.size() : 0);
-    auto look_at_gathers = [&] {
-        if (t.steps <= o.warmup[0] || !t.f) { return; }
-        const std::vector<FsdpUnitTimes> units = unit_times(*t.f);
-        for (size_t u = 0; u < units.size(); u++) {
-            for (int k = 0; k < UNIT_TIMES; k++) { r.units[u][k] += units[u][k] / o.steps; }
-        }
+    auto after = [&] {
+        if (t.f && t.steps > o.warmup[0]) { add_unit_times(*t.f, o.steps, r.units); }
     };
-    r.step = step_stats(timed_steps(t, {batch_of(o, t.model.config, c.rank)}, o, r.way, look_at_gathers))[TOTAL];
+    r.step = timed_steps(t, {batch_of(o, t.model.config, c.rank)}, o, r.way, after)[TOTAL];
     r.use = memory_use(context.device);
     return r;
 }
 
 static double mib(double bytes) { return bytes / 1048576; }
-static double activations_of(const MemoryUse& use) {  // and the rest
-    const size_t* by = use.peak_by;
-    return (double)(use.peak - by[PARAMETERS] - by[WEIGHT_COPIES] - by[GRADIENTS] - by[OPTIMIZER]);
-}
 static void print_tables(const std::string& caption, const std::vector<FsdpRun>& runs) {
     Table memory{
         caption + "; (a): rank 0 at its peak, MiB; early AdamW: each unit's step in backward",
@@ -545,7 +519,8 @@ static void print_tables(const std::string& caption, const std::vector<FsdpRun>&
         const size_t* by = r.use.peak_by;
         memory.row(r.way, r.oom ? oom_cell(r.oom) : cell(r.use.peak), strprintf("%.1f", mib(r.predicted)),
                    cell(by[PARAMETERS]), cell(by[WEIGHT_COPIES]), cell(by[GRADIENTS]), cell(by[OPTIMIZER]),
-                   cell(activations_of(r.use)), r.oom ? "" : strprintf("%.2f", r.step.mean));
+                   cell(r.use.peak - by[PARAMETERS] - by[WEIGHT_COPIES] - by[GRADIENTS] - by[OPTIMIZER]),
+                   r.oom ? "" : strprintf("%.2f", r.step.mean));
     }
     print(memory);
     const std::vector<FsdpUnitTimes>& units = runs[FULLY_SHARDED].units;
@@ -713,49 +688,39 @@ int cmd_alternate_ring_all_reduce(const Options& o) {
     return 0;
 }
 
-int cmd_data_parallel_calcs(const Options& o) {
+// n: the handout's name of the number of devices. Data parallelism sends nothing in forward.
+static int split_of_batch(const Options& o, const std::string& n, bool fsdp) {
     const LayerSizes l = sizes_of(o);
     const auto [B, D, F, C, W] = l;
     const double N = o.devices;
-    const PassCost c = fsdp_costs(l, N)[1];
-    print_costs(o, strprintf("N_DP = %g", N), {c});
-    answer("a",
-           "12 B D D_FF / N_DP = 12 x %.7g x %.7g x %.7g / %g = %.4g FLOP: six products of 2 (B / N_DP) D D_FF, two "
-           "for each of forward's: dz, two terms of dx, dW1, dW2 and dW3.",
-           B, D, F, N, c.flops);
-    answer("b",
-           "12 D D_FF (N_DP - 1) / (N_DP W) = 12 x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms: a ring all-reduce "
-           "sends 2 (N_DP - 1) / N_DP of the gradients' 6 D D_FF bytes out of each device.",
-           D, F, N, N, W, 1e3 * c.communication);
+    std::vector<PassCost> costs = fsdp_costs(l, N);
+    const PassCost forward = costs[0], backward = costs[1];
+    if (!fsdp) { costs = {backward}; }
+    print_costs(o, strprintf("%s = %g", n.c_str(), N), costs);
+    auto also = [&](const std::string& text) { return fsdp ? " Forward: " + text : ""; };
+    answer(
+        "a",
+        "Backward: 12 B D D_FF / %s = 12 x %.7g x %.7g x %.7g / %g = %.4g FLOP: six products of 2 (B / %s) D D_FF, two "
+        "for each of forward's.%s",
+        n.c_str(), B, D, F, N, backward.flops, n.c_str(),
+        also(strprintf("6 B D D_FF / %s = %.4g FLOP, in three.", n.c_str(), forward.flops)).c_str());
+    answer(
+        "b",
+        "Backward: 12 D D_FF (N - 1) / (N W) = 12 x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms: a ring sends (N - 1) "
+        "/ N of 6 D D_FF bytes out of each device twice, to %s.%s",
+        D, F, N, N, W, 1e3 * backward.communication,
+        fsdp ? "gather the weights and to reduce-scatter the gradients" : "all-reduce the gradients",
+        also(strprintf("6 D D_FF (N - 1) / (N W) = %.4g ms, to gather the weights.", 1e3 * forward.communication))
+            .c_str());
     answer("c",
-           "N_DP <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices, from 12 D D_FF (N_DP - 1) / W <= 12 B D D_FF / C. "
-           "With N_DP = %g, %s.",
-           B, W, C, c.most, N, limit(c).c_str());
+           "%s <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices, from 12 D D_FF (N - 1) / W <= 12 B D D_FF / C. With "
+           "%s = %g, %s.%s",
+           n.c_str(), B, W, C, backward.most, n.c_str(), N, limit(backward).c_str(),
+           also("the same, with half of the products and half of the bytes: " + limit(forward) + ".").c_str());
     return 0;
 }
-
-int cmd_fsdp_calcs(const Options& o) {
-    const LayerSizes l = sizes_of(o);
-    const auto [B, D, F, C, W] = l;
-    const double N = o.devices;
-    const std::vector<PassCost> costs = fsdp_costs(l, N);
-    const PassCost &forward = costs[0], &backward = costs[1];
-    print_costs(o, strprintf("N_FSDP = %g", N), costs);
-    answer("a",
-           "Backward: 12 B D D_FF / N_FSDP = 12 x %.7g x %.7g x %.7g / %g = %.4g FLOP, in six products of 2 (B / "
-           "N_FSDP) D D_FF. Forward: 6 B D D_FF / N_FSDP = %.4g FLOP, in three.",
-           B, D, F, N, backward.flops, forward.flops);
-    answer("b",
-           "Backward: 12 D D_FF (N_FSDP - 1) / (N_FSDP W) = 12 x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms; it "
-           "gathers the weights, 6 D D_FF bytes, and reduce-scatters as many bytes of gradients. Forward: 6 D D_FF "
-           "(N_FSDP - 1) / (N_FSDP W) = %.4g ms; it gathers the weights only.",
-           D, F, N, N, W, 1e3 * backward.communication, 1e3 * forward.communication);
-    answer("c",
-           "N_FSDP <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices in both passes: forward has half of backward's "
-           "products and half of its bytes. With N_FSDP = %g, in backward %s; in forward %s.",
-           B, W, C, backward.most, N, limit(backward).c_str(), limit(forward).c_str());
-    return 0;
-}
+int cmd_data_parallel_calcs(const Options& o) { return split_of_batch(o, "N_DP", false); }
+int cmd_fsdp_calcs(const Options& o) { return split_of_batch(o, "N_FSDP", true); }
 
 int cmd_tp_calcs(const Options& o) {
     const LayerSizes l = sizes_of(o);
@@ -793,28 +758,6 @@ int cmd_tp_calcs(const Options& o) {
     return 0;
 }
 
-static void answer_in_turn(const LayerSizes& l, double N, double M, const PassCost& in_turn) {
-    const auto [B, D, F, C, W] = l;
-    const double a = B * W / C, b = 3 * F * W / (2 * C), Q = 3 * B * F * W / C + 3 * F + 2 * B;
-    const bool no_tp = b < a / (a + 1), no_fsdp = a < b / (b + 1);
-    answer("d",
-           "The times add, so 3 D_FF N_FSDP + 2 B N_TP <= Q with Q = 3 B D_FF W / C + 3 D_FF + 2 B = %.7g, and N_FSDP "
-           "N_TP is largest where both terms are Q / 2: N_FSDP = Q / (6 D_FF) = %.4g and N_TP = Q / (4 B) = %.4g.",
-           Q, Q / (6 * F), Q / (4 * B));
-    if (no_tp || no_fsdp) {
-        answer("d",
-               "That is less than one device on the %s axis, because with a = B W / C = %.4g and b = 3 D_FF W / (2 C) "
-               "= %.4g, %s. So there is no %s, and N <= 1 + %s = %.4g devices.",
-               no_tp ? "TP" : "FSDP", a, b, no_tp ? "b is below a / (a + 1)" : "a is below b / (b + 1)",
-               no_tp ? "TP" : "FSDP", no_tp ? "B W / C" : "3 D_FF W / (2 C)", in_turn.most);
-    } else {
-        answer("d",
-               "So N <= Q^2 / (24 B D_FF) = %.7g^2 / (24 x %.7g x %.7g) = %.4g devices. Where a = B W / C and b = 3 "
-               "D_FF W / (2 C) are large, that is near 3 B D_FF (W / C)^2 / 8, here %.4g.",
-               Q, B, F, in_turn.most, a * b / 4);
-    }
-    answer("d", "With N_FSDP = %g and N_TP = %g, %s.", N, M, limit(in_turn).c_str());
-}
 int cmd_fsdp_tp_calcs(const Options& o) {
     const LayerSizes l = sizes_of(o);
     const auto [B, D, F, C, W] = l;
@@ -834,12 +777,23 @@ int cmd_fsdp_tp_calcs(const Options& o) {
     answer("c",
            "N <= (1 + B W / C) (1 + 3 D_FF W / (2 C)) = (1 + %.7g x %g / %g) x (1 + 3 x %.7g x %g / (2 x %g)) = %.4g "
            "devices. The FSDP axis takes at most 1 + B W / C = %.4g for any N_TP, and the TP axis at most 1 + 3 D_FF W "
-           "/ (2 C) = %.4g for any N_FSDP.",
-           B, W, C, F, W, C, overlapped.most, fsdp.most, tp.most);
-    answer("c",
-           "Without each 1 the product is 3 B D_FF (W / C)^2 / 2 = %.4g devices. With N_FSDP = %g and N_TP = %g, %s.",
-           (fsdp.most - 1) * (tp.most - 1), N, M, limit(overlapped).c_str());
-    answer_in_turn(l, N, M, costs[3]);
+           "/ (2 C) = %.4g for any N_FSDP. With N_FSDP = %g and N_TP = %g, %s.",
+           B, W, C, F, W, C, overlapped.most, fsdp.most, tp.most, N, M, limit(overlapped).c_str());
+    const double a = B * W / C, b = 3 * F * W / (2 * C), Q = 3 * B * F * W / C + 3 * F + 2 * B;
+    const bool no_tp = b < a / (a + 1), no_fsdp = a < b / (b + 1);
+    answer("d",
+           "The times add, so 3 D_FF N_FSDP + 2 B N_TP <= Q with Q = 3 B D_FF W / C + 3 D_FF + 2 B = %.7g, and N_FSDP "
+           "N_TP is largest where both terms are Q / 2: N_FSDP = Q / (6 D_FF) = %.4g, N_TP = Q / (4 B) = %.4g and N <= "
+           "Q^2 / (24 B D_FF) = %.7g^2 / (24 x %.7g x %.7g) = %.4g devices.",
+           Q, Q / (6 * F), Q / (4 * B), Q, B, F, Q * Q / (24 * B * F));
+    if (no_tp || no_fsdp) {
+        answer("d",
+               "That is less than one device on the %s axis, since %s (a = B W / C = %.4g, b = 3 D_FF W / (2 C) = "
+               "%.4g). So there is no %s, and N <= 1 + %s = %.4g devices.",
+               no_tp ? "TP" : "FSDP", no_tp ? "b < a / (a + 1)" : "a < b / (b + 1)", a, b, no_tp ? "TP" : "FSDP",
+               no_tp ? "a" : "b", costs[3].most);
+    }
+    answer("d", "With N_FSDP = %g and N_TP = %g, %s.", N, M, limit(costs[3]).c_str());
     return 0;
 }
 
@@ -848,7 +802,7 @@ int cmd_fsdp_tp_calcs(const Options& o) {
 // model, its loss and AdamW are the other commands' own; here are what runs again, the timing and the tables.
 
 struct LeaderboardRun {
-    std::string what;  // model, tokens and setting
+    std::string model;
     int world = 1;
     double tokens = 0, flops = 0, peak_rate = NAN;  // of a step; TFLOP/s of one card, NAN: not known
     size_t oom = 0, predicted = 0, peak = 0;        // bytes
@@ -864,8 +818,6 @@ static double step_flops(const ModelConfig& c, double B, double T) {
 }
 
 constexpr int HEAD_CHUNK = 2048;  // rows of the logits that the loss makes at a time
-static const char* const part_names[STEP_PARTS] = {"forward, blocks", "head and loss", "backward", "optimizer",
-                                                   "exposed communication"};
 // A step takes its sequences one by one, a backward each.
 static Trainer make_trainer(const Communicator& c, const Options& o) {
     const ModelConfig config = configs_of(o)[0];
@@ -875,15 +827,6 @@ static Trainer make_trainer(const Communicator& c, const Options& o) {
     make_optimizer_state(t.model);
     if (o.batch_size > 1) { make_gradients(t.model); }  // in which they add up
     return t;
-}
-static std::vector<Batch> batches_of(const Communicator& c, const Options& o, const ModelConfig& config) {
-    const Batch all = random_batch(o.batch_size, o.context_length, config.vocab_size, o.seed);
-    const int64_t rows = o.batch_size / c.world, T = o.context_length;
-    std::vector<Batch> batches;
-    for (int64_t k = c.rank * rows; k < (c.rank + 1) * rows; k++) {
-        batches.push_back({view(all.tokens, k * T, {1, T}), view(all.targets, k * T, {1, T})});
-    }
-    return batches;
 }
 static size_t leaderboard_peak(const Options& o, int world) {  // of a rank, predicted, in bytes
     auto make = [&](const Communicator& planned) { return make_trainer(planned, o); };
@@ -921,56 +864,47 @@ static void measure(LeaderboardRun& r, const Communicator& c, const Options& o) 
     };
     reset_peak(context.device);
     double first_loss = 0;
-    r.ms = step_stats(timed_steps(t, batches_of(c, o, config), o, "leaderboard", [&] {
+    const Batch all = random_batch(o.batch_size, o.context_length, config.vocab_size, o.seed);
+    r.ms = timed_steps(t, part_of(all, c, o.batch_size / c.world), o, "leaderboard", [&] {
         if (t.steps == 1) { first_loss = t.loss; }
-    }));
-    const double peak = (double)memory_use(context.device).peak;
-    for (const std::vector<double>& of_rank : gather<double>(c, {first_loss, t.loss, peak})) {
-        r.first_loss += of_rank[0] / c.world, r.last_loss += of_rank[1] / c.world;
-        r.peak = std::max(r.peak, (size_t)of_rank[2]);
-    }
+    });
+    r.first_loss = mean_over_ranks(c, first_loss), r.last_loss = mean_over_ranks(c, t.loss);
+    const std::vector<size_t> peaks = gather<size_t>(c, {memory_use(context.device).peak});
+    r.peak = *std::max_element(peaks.begin(), peaks.end());
 }
 
 static void print_tables(const LeaderboardRun& r, const std::string& caption) {
-    auto cell = [&](const char* format, double value) { return r.oom ? "" : strprintf(format, value); };
-    const Stats& step = r.ms[TOTAL];
-    const FlopUnit unit = unit_of(r.tflops());
-    Table table{"leaderboard: " + caption,
-                {"mean ms", "std ms", "median ms", "tokens/s", unit.name, "MFU %", "predicted MiB", "peak MiB",
-                 "first loss", "last loss"}};
-    table.row(r.oom ? oom_cell(r.oom) : cell("%.1f", step.mean), r.oom ? "" : deviation(step, "%.1f"),
-              cell("%.1f", step.median), cell("%.0f", r.tokens / step.mean * 1e3),
-              cell("%.4g", r.tflops() * unit.per_tera),
-              r.oom ? "" : percent_of_peak(r.tflops() / r.world, context.precision),
-              strprintf("%.1f", r.predicted / 1048576.0), cell("%.1f", r.peak / 1048576.0), cell("%.5f", r.first_loss),
-              cell("%.5f", r.last_loss));
-    print(table);
-    if (r.oom) { return; }
-    Table parts{"leaderboard, the parts of a step; with a head chunk its gradients are made in head and loss",
-                {"part", "mean ms", "share %"}};
-    for (int k = 0; k < (r.world == 1 ? EXPOSED : STEP_PARTS); k++) {
-        parts.row(part_names[k], cell("%.2f", r.ms[k].mean), cell("%.1f", 100 * r.ms[k].mean / step.mean));
-    }
+    Table parts = step_table(caption, "Model");
+    add_step(parts, r.model, r.ms, r.oom);
     print(parts);
+    if (r.oom) { return; }
+    const FlopUnit unit = unit_of(r.tflops());
+    Table table{
+        "The same steps; head and loss come between forward and backward, and the head's gradients are made there",
+        {"median ms", "head and loss ms", "tokens/s", unit.name, "MFU %", "predicted MiB", "peak MiB", "first loss",
+         "last loss"}};
+    table.row(strprintf("%.1f", r.ms[TOTAL].median), strprintf("%.2f", r.ms[HEAD_AND_LOSS].mean),
+              strprintf("%.0f", r.tokens / r.ms[TOTAL].mean * 1e3), r.tflops() * unit.per_tera,
+              percent_of_peak(r.tflops() / r.world, context.precision), strprintf("%.1f", r.predicted / 1048576.0),
+              strprintf("%.1f", r.peak / 1048576.0), strprintf("%.5f", r.first_loss), strprintf("%.5f", r.last_loss));
+    print(table);
 }
 static void answer_leaderboard(const LeaderboardRun& r) {
-    const std::string ranks = r.world == 1 ? "one rank" : strprintf("%d ranks", r.world);
-    const char* each = r.world == 1 ? "" : " per rank";
+    const std::string ranks = counted(r.world, "rank");
     auto gib = [](size_t bytes) { return bytes / 1073741824.0; };
     if (r.oom) {
-        return answer("", "A step of %s on %s did not fit: it would hold %.4g GiB%s.", r.what.c_str(), ranks.c_str(),
-                      gib(r.oom), each);
+        return answer("", "A step of %s on %s did not fit: it would hold %.4g GiB per rank.", r.model.c_str(),
+                      ranks.c_str(), gib(r.oom));
     }
-    const Stats& step = r.ms[TOTAL];
-    const double rate = r.tflops();
-    int most = 0;
-    for (int k = 0; k < STEP_PARTS; k++) { most = r.ms[k].mean > r.ms[most].mean ? k : most; }
-    answer("", "A step of %s on %s takes %.1f ms, in the mean of %s. That is %.0f tokens per second and %.4g %s%s.",
-           r.what.c_str(), ranks.c_str(), step.mean, counted(step.n, "step").c_str(), r.tokens / step.mean * 1e3,
-           rate * unit_of(rate).per_tera, unit_of(rate).name,
-           std::isnan(r.peak_rate) ? "" : strprintf(", an MFU of %.1f %%", 100 * rate / r.world / r.peak_rate).c_str());
-    answer("", "The peak is %.4g GiB%s, predicted %.4g GiB. The largest part of the step is %s: %.1f ms, %.1f %%.",
-           gib(r.peak), each, gib(r.predicted), part_names[most], r.ms[most].mean, 100 * r.ms[most].mean / step.mean);
+    const double rate = r.tflops(), ms = r.ms[TOTAL].mean;
+    answer(
+        "",
+        "A step of %s on %s takes %.1f ms, in the mean of %s. That is %.0f tokens per second and %.4g %s%s. The peak "
+        "is %.4g GiB per rank, predicted %.4g GiB.",
+        r.model.c_str(), ranks.c_str(), ms, counted(r.ms[TOTAL].n, "step").c_str(), r.tokens / ms * 1e3,
+        rate * unit_of(rate).per_tera, unit_of(rate).name,
+        std::isnan(r.peak_rate) ? "" : strprintf(", an MFU of %.1f %%", 100 * rate / r.world / r.peak_rate).c_str(),
+        gib(r.peak), gib(r.predicted));
 }
 
 static void leaderboard(Options o, const Communicator& c) {
@@ -989,23 +923,20 @@ static void leaderboard(Options o, const Communicator& c) {
     // A thirtieth of what a step needs is left for NCCL, cuBLAS and the gaps between buffers.
     if (!o.has("checkpoint")) { choose_what_runs_again(o, c.world, room_of_each_rank(c) * 30.0 / 31); }
     LeaderboardRun r;
-    r.what = strprintf("%s (%d tokens per sequence, batch %d; %s, mode %s)", config.name.c_str(), o.context_length,
-                       o.batch_size, name_of(context.precision), caption_of(context.mode).c_str());
-    r.world = c.world, r.predicted = leaderboard_peak(o, c.world), r.peak_rate = dense_peak(context.precision);
+    r.model = config.name, r.world = c.world, r.predicted = leaderboard_peak(o, c.world),
+    r.peak_rate = dense_peak(context.precision);
     r.tokens = (double)o.batch_size * o.context_length;
     r.flops = step_flops(config, o.batch_size, o.context_length);
-    r.oom = r.predicted <= room_of_each_rank(c) ? 0 : r.predicted;
+    r.oom = lacks_room(c, r.predicted);
     if (!r.oom) { measure(r, c, o); }
     if (c.rank == 0) {
-        print_tables(r, strprintf("%s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d, causal; a sequence per "
-                                  "backward; %.4g FLOP per step without what runs again; %s; %d warmup, %s",
-                                  r.what.c_str(), config.num_layers, config.d_model, config.d_ff, config.num_heads,
-                                  config.vocab_size, r.flops,
-                                  c.world == 1 ? "one rank"
-                                               : strprintf("%d ranks, FSDP over %s, times of rank 0, the largest peak",
-                                                           c.world, c.backend.c_str())
-                                                     .c_str(),
-                                  o.warmup[0], counted(o.steps, "step").c_str()));
+        Options of_rank = o;
+        of_rank.batch_size /= c.world;
+        print_tables(r,
+                     caption_of(of_rank, config, c) +
+                         strprintf("; d_ff %d, %d heads, vocabulary %d, causal; a sequence per backward; %.4g FLOP per "
+                                   "step without what runs again",
+                                   config.d_ff, config.num_heads, config.vocab_size, r.flops));
         answer_leaderboard(r);
     }
     if (r.oom) { fail("leaderboard: the step does not fit"); }
@@ -1017,6 +948,8 @@ int cmd_leaderboard(const Options& typed) {
         return run_ranks(o, [&](const Communicator& c) { leaderboard(o, c); });
     }
     context.device = choose_device(o.device);
-    leaderboard(o, Communicator());
+    Communicator alone;
+    alone.backend = "none";
+    leaderboard(o, alone);
     return 0;
 }
