@@ -373,20 +373,13 @@ struct FsdpCase {
     const char* checkpoint = "none";
     int batches = 1;  // backwards per step, whose gradients add up
 };
-static const std::vector<FsdpCase> fsdp_cases = {{FP32, EAGER},
-                                                 {FP32, FUSED},
-                                                 {FP32, FLASH},
-                                                 {PREC_BF16, EAGER},
-                                                 {PREC_BF16, FUSED},
-                                                 {PREC_FP16, EAGER},
-                                                 {PREC_FP16, FUSED},
-                                                 {FP32, FUSED, "1"},
-                                                 {FP32, FUSED, "2"},
-                                                 {FP32, FUSED, "ffn"},
-                                                 {FP32, FUSED, "nested"},
-                                                 {FP32, FUSED, "1", 2},
-                                                 {PREC_PURE_BF16, FUSED},
-                                                 {PREC_PURE_BF16, FUSED, "1"}};
+static const std::vector<FsdpCase> fsdp_cases = {{FP32, EAGER},           {FP32, FUSED},
+                                                 {FP32, FLASH},           {PREC_BF16, EAGER},
+                                                 {PREC_BF16, FUSED},      {PREC_FP16, EAGER},
+                                                 {PREC_FP16, FUSED},      {FP32, FUSED, "1"},
+                                                 {FP32, FUSED, "2"},      {FP32, FUSED, "ffn"},
+                                                 {FP32, FUSED, "nested"}, {FP32, FUSED, "1", 2},
+                                                 {PREC_PURE_BF16, FUSED}, {PREC_PURE_BF16, FUSED, "1"}};
 // A rank's part of a batch, as n batches.
 static std::vector<Batch> part_of(const Batch& all, const Communicator& c, int n) {
     const int64_t T = all.tokens.dim(1), rows = all.tokens.dim(0) / c.world / n;
@@ -445,8 +438,9 @@ int cmd_fsdp(const Options& o) {
             WeightsCheck x{"Transformer", strprintf("%s, mode %s", name_of(k.precision), name_of(k.mode))};
             train_both(x, c, k, o.seed);
             checks.push_back(x);
-            table.row(optimizer_of(k).sgd ? "SGD" : "AdamW", k.precision, k.mode, k.checkpoint, k.batches, strprintf("%.2e", x.max),
-                      strprintf("%.2e", x.sum / x.n), x.match && x.same_bits ? "match" : "DIFFER");
+            table.row(optimizer_of(k).sgd ? "SGD" : "AdamW", k.precision, k.mode, k.checkpoint, k.batches,
+                      strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n),
+                      x.match && x.same_bits ? "match" : "DIFFER");
         }
         print_checks(c, table, checks,
                      strprintf("FSDP on %s and of one process with the whole batch, after each of %d steps,",

@@ -148,17 +148,10 @@ __device__ __forceinline__ void add_columns(float* row, const float (&v)[COUNT],
         }
     }
 }
-template <int R, int C>
-__device__ __forceinline__ void set_zero(float (&x)[R][C]) {
-    for (int r = 0; r < R; r++) {
-        for (int n = 0; n < C; n++) { x[r][n] = 0; }
-    }
-}
-// s = A B^T: own rows times streamed rows, both along d, so 16-byte loads take four d at once from each.
+// s += A B^T: own rows times streamed rows, both along d, so 16-byte loads take four d at once from each.
 template <class Tile>
 __device__ __forceinline__ void rows_times_rows(float (&s)[Tile::rows][Tile::columns], const float* A, const float* B,
                                                 int tx, int ty) {
-    set_zero(s);
 #pragma unroll Tile::unroll
     for (int d = 0; d < Tile::D; d += 4) {
         float4 a[Tile::rows];
@@ -265,14 +258,13 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
     cp_async_wait<0>();
     __syncthreads();  // Q, loaded by all groups
 
-    float O[Tile::rows][Tile::out_columns], m[Tile::rows], l[Tile::rows], c = a.scale * LOG2_E;
-    set_zero(O);
-    for (int r = 0; r < Tile::rows; r++) { m[r] = -INFINITY, l[r] = 0; }
+    float O[Tile::rows][Tile::out_columns] = {}, m[Tile::rows], l[Tile::rows] = {}, c = a.scale * LOG2_E;
+    for (int r = 0; r < Tile::rows; r++) { m[r] = -INFINITY; }
     for (int j = group; j < end; j += Tile::groups) {
         cp_async_wait<0>();
         group_barrier(group);  // everybody's part of K has arrived, and V has been read
         load_streamed<Tile>(V, v, a.v.row, j * Tile::streamed, a.Tk, t);
-        float s[Tile::rows][Tile::columns];
+        float s[Tile::rows][Tile::columns] = {};
         rows_times_rows<Tile>(s, Q, K, tx, ty);  // step 1
         cp_async_wait<0>();
         group_barrier(group);  // V has arrived, and K has been read
@@ -354,8 +346,7 @@ __device__ __forceinline__ void add_dq(const AttentionArgs& a, int b, int h, int
     constexpr int X = THREADS / (Tile::streamed / 4), OUT = Tile::D / X;
     static_assert(Tile::D % X == 0 && X <= WARP);
     int x = grid_x<X>(t), y = grid_y<X>(t);
-    float dQ[4][OUT];
-    set_zero(dQ);
+    float dQ[4][OUT] = {};
 #pragma unroll 8
     for (int key = 0; key < Tile::own; key++) {
         float ds[4], k[OUT];
@@ -396,12 +387,10 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
     cp_async_wait<2>();
     __syncthreads();  // K and V, loaded by all groups
 
-    float dK[Tile::rows][Tile::out_columns], dV[Tile::rows][Tile::out_columns], c = a.scale * LOG2_E;
-    set_zero(dK);
-    set_zero(dV);
+    float dK[Tile::rows][Tile::out_columns] = {}, dV[Tile::rows][Tile::out_columns] = {}, c = a.scale * LOG2_E;
     for (int i = first + group; i < end; i += Tile::groups) {
         int q0 = i * Tile::streamed, next = (i + Tile::groups) * Tile::streamed;
-        float l[Tile::columns], d[Tile::columns], s[Tile::rows][Tile::columns], ds[Tile::rows][Tile::columns];
+        float l[Tile::columns], d[Tile::columns], s[Tile::rows][Tile::columns] = {}, ds[Tile::rows][Tile::columns] = {};
         for (int n = 0; n < Tile::columns; n++) {  // beyond Tq: L = inf makes P = 0
             int query = q0 + tx + n * Tile::tx;
             l[n] = query < a.Tq ? L[query] * LOG2_E : INFINITY;
@@ -484,12 +473,11 @@ __global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp
     };
     load_tile(first);
 
-    float sum[Tile::rows][Tile::out_columns], c = a.scale * LOG2_E;  // dV or dK
-    set_zero(sum);
+    float sum[Tile::rows][Tile::out_columns] = {}, c = a.scale * LOG2_E;  // dV or dK
     for (int i = first; i < end; i++) {
         int q0 = i * Tile::streamed;
-        float l[Tile::columns], s[Tile::rows][Tile::columns];  // L or D, S or dP
-        for (int n = 0; n < Tile::columns; n++) {              // beyond Tq: L = inf makes P = 0
+        float l[Tile::columns], s[Tile::rows][Tile::columns] = {};  // L or D, S or dP
+        for (int n = 0; n < Tile::columns; n++) {                   // beyond Tq: L = inf makes P = 0
             int query = q0 + tx + n * Tile::tx;
             l[n] = group == 0 ? (query < a.Tq ? L[query] * LOG2_E : INFINITY) : (query < a.Tq ? D_i[query] : 0);
         }
@@ -538,13 +526,10 @@ __global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp
 }
 
 // ---- launchers ----
-template <class Tile, class Kernel, class... Arguments>
-static void launch_fp32(Kernel kernel, size_t bytes, int rows, const AttentionArgs& a, Arguments... more) {
-    launch(kernel, attention_grid(a, ceil_div(rows, Tile::own)), Tile::threads * Tile::groups, bytes, a, more...);
-}
 template <class Tile>
 static void forward_fp32(const AttentionArgs& a) {
-    launch_fp32<Tile>(flash_forward_fp32_kernel<Tile>, Tile::forward_bytes, a.Tq, a);
+    launch(flash_forward_fp32_kernel<Tile>, attention_grid(a, ceil_div(a.Tq, Tile::own)), Tile::threads * Tile::groups,
+           Tile::forward_bytes, a);
 }
 template <class Tile>
 static void backward_fp32(const AttentionArgs& a, const float* delta) {
@@ -552,7 +537,8 @@ static void backward_fp32(const AttentionArgs& a, const float* delta) {
         if constexpr (Tile::shared) { return flash_backward_shared_fp32_kernel<Tile>; }
         if constexpr (!Tile::shared) { return flash_backward_kv_fp32_kernel<Tile>; }
     };
-    launch_fp32<Tile>(kernel(), Tile::backward_bytes, a.Tk, a, delta);
+    launch(kernel(), attention_grid(a, ceil_div(a.Tk, Tile::own)), Tile::threads * Tile::groups, Tile::backward_bytes,
+           a, delta);
 }
 
 // Large tiles where a block can have the shared memory, small ones (at most 99 KB) where it cannot.

@@ -143,10 +143,7 @@ static StepGraphs* graphs_or(Model& model, const std::string& kind, const Shape&
         return nullptr;
     }
     if (!g.forward) {
-        auto block = allocate(CUDA, g.bytes, ACTIVATIONS);
-        auto planned = std::make_shared<StepPlaces>();
-        planned->block = block, planned->places = g.places->places;
-        g.places = planned;
+        g.places->block = allocate(CUDA, g.bytes, ACTIVATIONS);
         g.batch = {empty(tokens, I32, INPUTS), empty(tokens, I32, INPUTS)};
     }
     return &g;
