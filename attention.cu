@@ -1,6 +1,6 @@
 // attention.cu: sections 1.2 and 1.3 of the handout. Attention by its definition, with a fused softmax, and by tiles:
 // FlashAttention-2 in plain C++ and as the simplest kernels. Faster kernels stand in other files; all are rows of the
-// table of implementations at the end.
+// table of implementations, below which stand the experiments.
 //
 //   S = Q K^T / sqrt(D)      S_ij = -inf where key j may not be seen by query i (causal: j > i)
 //   P = softmax(S)           row by row: P_ij = exp(S_ij - m_i) / sum_j exp(S_ij - m_i), m_i = max_j S_ij

@@ -91,7 +91,7 @@ template <class T>
 HD inline T* head_of(const Heads& x, int b, int h) {
     return (T*)x.data + b * x.batch + h * x.head;
 }
-// The causal mask, the only one: query i sees keys 0 to keys_seen - 1.
+// The causal mask: query i sees keys 0 to keys_seen - 1. (Naive makes it a tensor; kernels in tiles know it by tile.)
 HD inline int keys_seen(bool causal, int i, int Tk) { return causal ? (i + 1 < Tk ? i + 1 : Tk) : Tk; }
 struct AttentionArgs {
     Heads q, k, v, o, dO, dq, dk, dv;

@@ -75,7 +75,8 @@ int cmd_mixed_precision_accumulation(const Options&) {
 // benchmarking_mixed_precision (a): autocast does not convert a model, it chooses a dtype for each operation. Matrix
 // products take 16-bit copies of their operands, because tensor cores run those at several times fp32's rate and sum in
 // fp32 anyway; exp, log, powers, sums, norms and losses run in fp32; the rest takes what it is given. Parameters stay
-// in fp32, and so do their gradients (in mode eager): the gradient of a cast casts back.
+// in fp32, and so do the gradients of this toy model: the gradient of a cast casts back. (The Transformer's are 16-bit
+// outside mode eager, see Gradient.)
 
 // y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension, var = mean((x - mean)^2). PyTorch's
 // layer_norm is one operation on autocast's fp32 list, so its input is widened first. In fp16 the squares overflow from

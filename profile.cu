@@ -13,7 +13,7 @@ using Json = nlohmann::ordered_json;
 // Kernels by name
 
 // cuBLAS names its kernels after the instructions of tensor cores. `simt`, `ffma` and `sgemm` are multiply-adds on the
-// CUDA cores. The first four are of our own flash attention.
+// CUDA cores. The first three are of our own flash attention.
 static bool on_tensor_cores(const std::string& kernel) {
     for (const char* pattern : {"hopper_", "flash_forward_kernel", "backward_main", "nvjet", "tensorop", "s1688",
                                 "s16816", "hmma", "wgmma", "bf16bf16", "f16f16", "tf32"}) {

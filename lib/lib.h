@@ -350,7 +350,7 @@ void print(const Table& table);  // Markdown, or csv with context.csv
 // For rows that are printed as they come, in columns of at least these widths: the last one, before the first one the
 // caption and the header.
 void print_last_row(const Table& table, const std::vector<size_t>& widths);
-// "**(a)** text" below the table. part: the handout's letter, "" for the whole problem.
+// "**(a)** text" below the table. part: the handout's letter, or a word; "": the whole problem.
 void answer(const char* part, const char* format, ...) PRINTF(2, 3);
 void sketch(const std::string& lines);  // a block of code, where the handout asks for one
 extern std::string* printed_to;         // null: stdout. For tests: where all of this goes instead
