@@ -198,11 +198,11 @@ double norm_over_ranks(const Communicator& c, double square_sum) {
 void attach(Trainer& t, const Optimizer& optimizer) {
     t.sharded = std::make_shared<Optimizer>(optimizer);
     t.step_optimizer = [](Trainer& t) {
-        auto norm =
-            [&] {  // only the ranks together know whether it is finite; with ZeRO-1 of sums, not yet of averages
-                double own = gradient_norm(t.model);
-                return context.device == META ? own : norm_over_ranks(t.c, own * own);
-            };
+        // Only the ranks together know whether it is finite. With ZeRO-1 it is that of sums, not yet of averages.
+        auto norm = [&] {
+            double own = gradient_norm(t.model);
+            return context.device == META ? own : norm_over_ranks(t.c, own * own);
+        };
         return guarded_step(t.scaler, 0, norm,
                             [&](float gradient_scale) { optimizer_step(*t.sharded, gradient_scale); });
     };
