@@ -862,6 +862,10 @@ static std::string ms(const PassTimes& t, Pass p) { return t.oom ? oom_cell(t.oo
 static std::string speedup(const AttentionRun& r, Pass p) {
     return r.naive.oom || r.other.oom ? "" : strprintf("%.2fx", times_as_fast(r, p));
 }
+static std::string span(double least, double most, const char* format) {
+    const std::string a = strprintf(format, least), b = strprintf(format, most);
+    return a == b ? a : a + " to " + b;
+}
 // "faster in 17 of 20 configurations (1.47 to 5.76 times as fast, S 128 to 65536) and slower in 3 (...)"
 static std::string compared(const std::vector<AttentionRun>& runs, Pass p) {
     const char* names[] = {"faster", "slower", "level within the noise", "not compared, for lack of memory,"};

@@ -931,7 +931,8 @@ static void run_sharded(const Communicator& c, const Options& o, const ModelConf
     moment("after step");
     r.ms = timed_steps(t, batches, o, name_of(r.sharding));
     moment("later steps");
-    r.mb_sent = (r.sharding == BROADCAST ? 3 : 2) * 4e-6 * model.weights.size() * (c.world - 1) / c.world;
+    const bool scatters = r.sharding == ZERO1 && c.backend == "nccl";  // over Gloo an all-reduce stands for it
+    r.mb_sent = (scatters || r.sharding == UNSHARDED ? 2 : 3) * 4e-6 * model.weights.size() * (c.world - 1) / c.world;
 }
 
 static double mib(double bytes) { return bytes / 1048576; }
@@ -958,8 +959,11 @@ static void answer_optimizer_state_sharding_accounting(const std::vector<Shardin
     answer("c",
            "ZeRO-1, too, shards only the optimizer's state: %.1f MiB per rank, where ours takes %.1f MiB. It "
            "reduce-scatters gradients and all-gathers weights, so of Psi parameters a rank sends 2 Psi (N-1)/N "
-           "elements (%.1f MB). Ours all-reduces gradients and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).",
-           state(zero), state(ours), zero.mb_sent, ours.mb_sent);
+           "elements (%.1f MB). Ours all-reduces gradients and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).%s",
+           state(zero), state(ours), ours.mb_sent * 2 / 3, ours.mb_sent,
+           zero.mb_sent < ours.mb_sent
+               ? ""
+               : " Over Gloo an all-reduce stands for the reduce-scatter here, and both send as much.");
 }
 int cmd_optimizer_state_sharding_accounting(const Options& asked) {
     return run_ranks(asked, [&](const Communicator& c) {

@@ -955,6 +955,13 @@ int cmd_benchmarking_script(const Options& asked) {
 // torch_compile (1.3): (a) attention alone, in attention.cu; (b) the whole model. Vanilla is mode eager, one kernel per
 // operation; compiled is mode fused, what a compiler, or here a person, makes of it.
 
+// "2.31 times as fast as naive", "level with naive within the noise", "slower than naive (0.74 times as fast)"
+static std::string how_fast(const Stats& ours, const Stats& theirs, const std::string& they) {
+    const double times = theirs.mean / ours.mean;
+    if (level(ours, theirs)) { return "level with " + they + " within the noise"; }
+    return times > 1 ? strprintf("%.2f times as fast as %s", times, they.c_str())
+                     : strprintf("slower than %s (%.2f times as fast)", they.c_str(), times);
+}
 // "1.71 times as fast as vanilla for small and 1.33 times as fast as vanilla for 2.7B": of the first and the last size
 // that ran in both. "" if none did. growth: how many times the first one's factor the last one's is.
 static std::string compared(const std::vector<StepRun>& ours, const std::vector<StepRun>& theirs, Phase phase,

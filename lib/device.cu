@@ -5,7 +5,6 @@
 #include <cerrno>
 #include <chrono>
 #include <csignal>
-#include <filesystem>
 #include <mutex>
 #include <numeric>
 #include <random>
@@ -14,7 +13,6 @@
 #include <fcntl.h>
 #include <malloc.h>
 #include <omp.h>
-#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -72,10 +70,6 @@ std::string list_of(const std::vector<std::string>& items) {
     }
     return list;
 }
-std::string span(double least, double most, const char* format) {
-    const std::string a = strprintf(format, least), b = strprintf(format, most);
-    return a == b ? a : a + " to " + b;
-}
 std::string join(const std::vector<std::string>& items, const char* between) {
     std::string all;
     for (const std::string& item : items) { all += (all.empty() ? "" : between) + item; }
@@ -105,29 +99,17 @@ static const cudaDeviceProp& card() {
 int multiprocessors() { return card().multiProcessorCount; }
 int compute_capability() { return 10 * card().major + card().minor; }
 
-// What the error's text does not say: what helps.
-static std::string described(cudaError_t error) {
-    if (error == cudaErrorInsufficientDriver) {
-        return strprintf(
-            "there is no NVIDIA driver for CUDA %d.%d; `nvidia-smi` says for which one it is, then update it or "
-            "build with that CUDA's nvcc",
-            CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
-    }
-    if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction &&
-        error != cudaErrorUnsupportedPtxVersion) {
-        return cudaGetErrorString(error);
-    }
-    const int sm = compute_capability();
-    return strprintf(
-        "this build has no code for the %s: make ARCH=\"-gencode arch=compute_%d,code=sm_%d\"; sm_75 is the "
-        "oldest that the kernels run on",
-        card().name, sm, sm);
-}
 void cuda_check(cudaError_t error, const char* call, const char* file, int line) {
     if (error == cudaSuccess) { return; }
     cudaGetLastError();  // or the next LAUNCH_CHECK would report this error again, as its own
-    std::string what = strprintf("%s:%d: %s: %s", file, line, call, described(error).c_str());
+    std::string what = strprintf("%s:%d: %s: %s", file, line, call, cudaGetErrorString(error));
     if (error == cudaErrorMemoryAllocation) { throw OutOfMemory(0, what); }
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
+        error == cudaErrorUnsupportedPtxVersion) {
+        const int sm = compute_capability();
+        what += strprintf("; for the %s: make ARCH=\"-gencode arch=compute_%d,code=sm_%d\"; sm_75 is the oldest",
+                          card().name, sm, sm);
+    }
     throw Failure(1, what);
 }
 #endif
@@ -157,21 +139,19 @@ Precision precision_from(const std::string& name) {
 
 Context context;
 
-// What stands behind `before`, which begins with a line's end, up to the next one; "": nothing. It uses no heap: its
-// memory could be a piece of a large block that was freed and is about to be allocated again.
-struct FileText {
-    char text[1 << 14] = "\n";
-    const char* behind(const char* path, const char* before) {
-        const int file = open(path, O_RDONLY | O_CLOEXEC);
-        const ssize_t n = file < 0 ? 0 : read(file, text + 1, sizeof text - 2);
-        if (file >= 0) { close(file); }
-        text[1 + std::max<ssize_t>(n, 0)] = 0;
-        char* found = strstr(text, before);
-        if (!found) { return ""; }
-        found += strlen(before), found[strcspn(found, "\n")] = 0;
-        return found;
-    }
-};
+// What stands in folder/name behind `before`, which begins with a line's end, up to the next one; "": nothing. It takes
+// no memory from the heap, where that could be a piece of a large block that was freed and is about to come again: a
+// number is short enough to lie in the string itself.
+static std::string text_in(const char* folder, const char* name, const char* before) {
+    char path[512], text[1 << 14] = "\n";
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    const int file = open(path, O_RDONLY | O_CLOEXEC);
+    const ssize_t n = file < 0 ? 0 : read(file, text + 1, sizeof text - 2);
+    if (file >= 0) { close(file); }
+    text[1 + std::max<ssize_t>(n, 0)] = 0;
+    const char* found = strstr(text, before);
+    return found ? std::string(found + strlen(before), strcspn(found + strlen(before), "\n")) : "";
+}
 
 int cuda_devices(std::string* why) {
     static std::string reason;
@@ -181,7 +161,7 @@ int cuda_devices(std::string* why) {
         cudaError_t error = cudaGetDeviceCount(&n);
         if (error != cudaSuccess) {
             cudaGetLastError();
-            n = 0, reason = described(error);
+            n = 0, reason = cudaGetErrorString(error);
         }
 #else
         reason = "this build is for the CPU only";
@@ -193,22 +173,12 @@ int cuda_devices(std::string* why) {
     return devices;
 }
 
-#ifdef __CUDACC__
-static __global__ void any_kernel() {}
-#endif
-
 Device choose_device(const std::string& want, [[maybe_unused]] int gpu) {
     if (want == "cpu") { return CPU; }
     std::string why;
-    bool usable = cuda_devices(&why) > 0;
+    const bool usable = cuda_devices(&why) > 0;
 #ifdef __CUDACC__
-    if (usable) {
-        CUDA_CHECK(cudaSetDevice(gpu));
-        cudaFuncAttributes attributes;
-        const cudaError_t error = cudaFuncGetAttributes(&attributes, any_kernel);
-        usable = error == cudaSuccess;
-        if (!usable) { why = described(error); }
-    }
+    if (usable) { CUDA_CHECK(cudaSetDevice(gpu)); }
 #endif
     if (!usable && want == "cuda") { fail("device cuda: there is none (%s)", why.c_str()); }
     if (want == "auto") { note("device auto: took %s", usable ? "cuda" : ("cpu (" + why + ")").c_str()); }
@@ -261,10 +231,9 @@ void choose_cpu_settings(char** argv) {
 }
 
 std::string device_description() {
-    FileText file;
 #ifdef __CUDACC__
     if (context.device == CUDA) {  // the runtime only knows which CUDA the driver is made for; "580.95.05" stands here
-        std::istringstream words(file.behind("/proc/driver/nvidia/version", "\nNVRM version:"));
+        std::istringstream words(text_in("/proc/driver/nvidia", "version", "\nNVRM version:"));
         std::string version;
         while (words >> version && !isdigit(version[0])) {}
         return strprintf("%s, driver %s, CUDA %d.%d", card().name, words ? version.c_str() : "unknown",
@@ -272,8 +241,8 @@ std::string device_description() {
     }
 #endif
     if (context.device == META) { return "meta (nothing is computed)"; }
-    const char* name = file.behind("/proc/cpuinfo", "\nmodel name\t: ");
-    std::string text = (*name ? name : "CPU") + (", " + counted(cpu_threads(), "thread"));
+    const std::string name = text_in("/proc", "cpuinfo", "\nmodel name\t: ");
+    std::string text = (name.empty() ? "CPU" : name) + ", " + counted(cpu_threads(), "thread");
 #ifdef HAVE_OPENBLAS
     text += strprintf(", OpenBLAS %s", openblas_get_corename());
 #endif
@@ -283,18 +252,13 @@ std::string device_description() {
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory: the raw blocks
 
-// SIZE_MAX: there is no such number.
 static size_t number_in(const char* folder, const char* name, const char* before) {
-    char path[512], *end;
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    FileText file;
-    const char* text = file.behind(path, before);
-    const size_t number = strtoull(text, &end, 10);
-    return end > text ? number : SIZE_MAX;
+    const std::string text = text_in(folder, name, before);
+    return text.find_first_of("0123456789") == std::string::npos ? SIZE_MAX : strtoull(text.c_str(), nullptr, 10);
 }
 size_t system_memory(const char* group) {
     static const std::string own = [] {  // in a container it may be the root of what it sees
-        const std::string folder = std::string("/sys/fs/cgroup") + FileText().behind("/proc/self/cgroup", "\n0::");
+        const std::string folder = std::string("/sys/fs/cgroup") + text_in("/proc/self", "cgroup", "\n0::");
         return access((folder + "/memory.max").c_str(), R_OK) == 0 ? folder : "/sys/fs/cgroup";
     }();
     if (!group) { group = own.c_str(); }
@@ -575,7 +539,6 @@ double ms_of(const Mark& m, const Mark& origin) {
 }
 
 Stats stats_of(std::vector<double> values) {
-    if (values.empty()) { fail("statistics of no values"); }
     std::sort(values.begin(), values.end());
     int n = values.size();
     double mean = std::accumulate(values.begin(), values.end(), 0.0) / n;
@@ -590,12 +553,6 @@ std::string deviation(const Stats& s, const char* format) { return s.n > 1 ? str
 bool level(const Stats& a, const Stats& b) {
     const double least = a.n > 1 && b.n > 1 ? 0.01 : 0.1;
     return std::fabs(a.mean - b.mean) <= std::max(std::hypot(a.std, b.std), least * std::max(a.mean, b.mean));
-}
-std::string how_fast(const Stats& ours, const Stats& theirs, const std::string& they) {
-    const double times = theirs.mean / ours.mean;
-    if (level(ours, theirs)) { return "level with " + they + " within the noise"; }
-    return times > 1 ? strprintf("%.2f times as fast as %s", times, they.c_str())
-                     : strprintf("slower than %s (%.2f times as fast)", they.c_str(), times);
 }
 
 std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
@@ -640,8 +597,7 @@ void end_progress() {
 }
 
 void progress(const char* format, ...) {
-    static const char* const kind = getenv("TERM");
-    static const bool terminal = isatty(STDERR_FILENO) && !(kind && strcmp(kind, "dumb") == 0);
+    static const bool terminal = isatty(STDERR_FILENO);
     static double said_ms = now_ms();
     if (!terminal && now_ms() - said_ms < 5000) { return; }  // in a file, a line at most every 5 s
     said_ms = now_ms();
@@ -663,16 +619,8 @@ void note(const char* format, ...) {
 // Ends by a signal
 
 static std::atomic<int> end_signal{0};
-static std::atomic<double> end_signal_ms{0};
 
-static void take_end_signal(int number) {
-    if (end_signal == 0) {
-        end_signal_ms = now_ms(), end_signal = number;
-    } else if (now_ms() - end_signal_ms >= 1000) {
-        signal(number, SIG_DFL);
-        raise(number);
-    }
-}
+static void take_end_signal(int number) { end_signal = number; }
 static void on_end_signals(sighandler_t answer) {
     for (int number : {SIGINT, SIGTERM, SIGHUP}) {
         if (signal(number, answer) == SIG_IGN) { signal(number, SIG_IGN); }  // as under nohup
@@ -686,22 +634,17 @@ int EndSignals::seen() { return end_signal; }
 // Files
 
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write) {
-    std::error_code error;
-    const std::string real = std::filesystem::weakly_canonical(path, error), target = error ? path : real;
-    const std::string temporary = target + strprintf(".tmp.%08x", std::random_device()());
+    const std::string temporary = path + strprintf(".tmp.%08x", std::random_device()());
     const char* name = temporary.c_str();
     const std::unique_ptr<const char, int (*)(const char*)> removed_at_the_end(name, remove);
     struct stat before;
-    const bool replaces = stat(target.c_str(), &before) == 0;
-    if (replaces && !S_ISREG(before.st_mode)) {
+    if (stat(path.c_str(), &before) == 0 && !S_ISREG(before.st_mode)) {
         fail("%s: cannot be written: expected a regular file", path.c_str());  // or we would replace /dev/null
     }
-    const bool allowed = !replaces || access(target.c_str(), W_OK) == 0;
-    const mode_t mode = replaces ? before.st_mode & 0777 : 0666;
-    const int descriptor = allowed ? open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode) : -1;
+    const int descriptor = open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     const std::unique_ptr<FILE, int (*)(FILE*)> file(descriptor < 0 ? nullptr : fdopen(descriptor, "wb"), fclose);
     const bool done = file && (!write || (write(file.get()) && fflush(file.get()) == 0 && fsync(descriptor) == 0 &&
-                                          rename(name, target.c_str()) == 0));
+                                          rename(name, path.c_str()) == 0));
     if (!done) { fail("%s: cannot be written: %s", path.c_str(), strerror(errno)); }
 }
 
@@ -712,37 +655,19 @@ void save_file(const std::string& path, const std::string& bytes) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Ourselves
 
-pid_t start_ourselves(const std::vector<std::string>& arguments, int stdout_descriptor) {
-    std::vector<char*> argv = {program_invocation_name};  // as it was typed
-    for (const std::string& a : arguments) { argv.push_back((char*)a.c_str()); }
-    argv.push_back(nullptr);
-    pid_t parent = getpid(), child = fork();
-    if (child < 0) { fail("fork: %s", strerror(errno)); }
-    if (child > 0) { return child; }
-    // Only what is safe between fork and exec: other threads may have held a lock.
-    if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) { _exit(127); }
-    if (getppid() != parent) { _exit(1); }  // which may have ended before that
-    if (stdout_descriptor != STDOUT_FILENO && dup2(stdout_descriptor, STDOUT_FILENO) < 0) { _exit(127); }
-    execv("/proc/self/exe", argv.data());
-    _exit(127);
-}
-
 std::string run_ourselves(const std::vector<std::string>& arguments) {
-    const std::unique_ptr<FILE, int (*)(FILE*)> output(tmpfile(), fclose);  // no pipe, which could fill up
-    if (!output) { fail("tmpfile: %s", strerror(errno)); }
     end_progress();
-    const int file = fileno(output.get());
-    const pid_t child = start_ourselves(arguments, file);
-    int status;
-    if (waitpid(child, &status, 0) != child) { fail("waitpid: %s", strerror(errno)); }
+    const std::string line = strprintf("exec /proc/%d/exe '%s'", (int)getpid(), join(arguments, "' '").c_str());
+    FILE* output = popen(line.c_str(), "re");
+    if (!output) { fail("popen: %s", strerror(errno)); }
+    std::string text;
+    for (int c; (c = fgetc(output)) != EOF;) { text += (char)c; }
+    const int status = pclose(output), number = WTERMSIG(status);
     if (status != 0) {
-        const int number = WTERMSIG(status);
         const std::string how = WIFSIGNALED(status) ? strprintf("killed by signal %d (%s)", number, strsignal(number))
                                                     : strprintf("exited with %d", WEXITSTATUS(status));
         fail("cs336 %s: %s", join(arguments, " ").c_str(), how.c_str());
     }
-    std::string text(lseek(file, 0, SEEK_END), '\0');
-    if (pread(file, text.data(), text.size(), 0) != (ssize_t)text.size()) { fail("pread: %s", strerror(errno)); }
     return text;
 }
 

@@ -1,13 +1,5 @@
-// lib.h: what lib/ offers, roughly in the order in which its files build on each other:
-//   device.cu       errors, devices, memory, time, files
-//   trace.cu        named ranges, and a trace of what ran in them
-//   table.cu        tables and answers on stdout
-//   formats.cu      fp16, bf16 and tf32, bit by bit
-//   tensor.cu       tensors, autograd's tape, one kernel per operation: what "PyTorch eager" does
-//   matmul.cu       matrix products, by cuBLAS and OpenBLAS
-//   safetensors.cu  tensors in files
-//   ranks.cu        several processes, NCCL and Gloo
-// Each .cu is compiled by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
+// lib.h: what lib/ offers, file by file, roughly in the order in which they build on each other. Each .cu is compiled
+// by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -56,7 +48,6 @@ void end_progress();                                  // its line gives way to a
 std::string strprintf(const char* format, ...) PRINTF(1, 2);
 std::string vstrprintf(const char* format, va_list arguments);
 std::string list_of(const std::vector<std::string>& items);          // "a", "a and b", "a, b and c"
-std::string span(double least, double most, const char* format);     // "3.4 to 58.3", or "3.4" where both print alike
 std::string counted(const std::string& n, const std::string& what);  // "1 step", "2 steps"
 inline std::string counted(int64_t n, const std::string& what) { return counted(std::to_string(n), what); }
 std::string join(const std::vector<std::string>& items, const char* between);
@@ -151,9 +142,7 @@ Device choose_device(const std::string& want, int gpu = 0);  // auto|cpu|cuda; s
 void synchronize();                                          // wait for context.device
 std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2 threads, OpenBLAS ..."
 size_t available_memory(Device d);  // bytes that could be allocated now
-// The least of what Linux has available and of what our control group (another one's folder, for tests) and RLIMIT_AS
-// leave us.
-size_t system_memory(const char* group = nullptr);
+size_t system_memory(const char* group = nullptr);  // the CPU's, as Linux, our control group and RLIMIT_AS leave it
 int cpu_threads();
 void choose_cpu_settings(char** argv);  // first thing in main(): may start the program anew
 #ifdef __CUDACC__
@@ -221,7 +210,7 @@ std::vector<MemoryEvent> stop_memory_log();  // empty if none was started
 bool memory_is_logged();
 
 // ---------------------------------------------------------------------------------------------------------------------
-// device.cu: time, ends by a signal, files, ourselves as a child
+// device.cu: time, ends by a signal, files
 
 double now_ms();  // wall clock, monotonic
 struct Mark {     // a moment: on the GPU an event in its stream, else (and for Gloo) the clock's
@@ -242,8 +231,6 @@ std::string deviation(const Stats& s, const char* format);  // a cell; of one va
 // The difference of two measured times is no more than their noise: one standard deviation of each together, at least 1
 // % of the larger (10 % where one is of a single run, whose noise nobody knows).
 bool level(const Stats& a, const Stats& b);
-// "2.31 times as fast as naive", "level with naive within the noise", "slower than naive (0.74 times as fast)"
-std::string how_fast(const Stats& ours, const Stats& theirs, const std::string& they);
 // Times in ms of the last n of warmup + n runs. time_ms: each run with the wait for its end. time_queued_ms: of f,
 // behind prepare, by events of the device and without waiting in between, so that launch latency does not count where
 // the device is the slower one.
@@ -251,23 +238,17 @@ std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f);
 std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
                                    const std::function<void()>& f);
 
-// While one lives, the first SIGINT, SIGTERM or SIGHUP ends nothing: the work looks at seen() and comes to an end in
-// order. The next one ends the process; within a second it is the first one again, since a terminal, `timeout` and a
-// launcher of ranks send theirs to a process and to its group.
+// While one lives, SIGINT, SIGTERM and SIGHUP end nothing: the work looks at seen() and comes to an end in order.
 struct EndSignals {
     EndSignals();
     ~EndSignals();
-    EndSignals(const EndSignals&) = delete;
-    static int seen();  // the signal's number; 0: none has come
+    static int seen();  // the last signal's number; 0: none has come
 };
-// `write` fills a temporary file beside path, behind its links, which takes its name in one step: nobody ever sees half
-// a file, and where it fails, or we are killed, the old one stays. write returns false, with errno, if it failed; null:
-// only tries.
+// `write` fills a temporary file beside path, which takes its name in one step: where it fails, or we are killed, the
+// old file stays. It returns false, with errno, if it failed; null: only tries.
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
 void save_file(const std::string& path, const std::string& bytes);
-// Starts this program anew, its stdout to a descriptor. It does not outlive us.
-pid_t start_ourselves(const std::vector<std::string>& arguments, int stdout_descriptor);
-std::string run_ourselves(const std::vector<std::string>& arguments);  // its stdout; fails if it failed
+std::string run_ourselves(const std::vector<std::string>& arguments);  // stdout of this program so; fails if it failed
 std::string commit();                                                  // of the build
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -634,8 +615,9 @@ struct Work {  // a collective under way; the same on all ranks, in the same ord
 using WorkPtr = std::shared_ptr<Work>;
 enum Reduction { SUM, AVERAGE };
 // All in place, fp32 or bf16 (broadcast and all-gather: any), row-major. They start when what is queued on the compute
-// stream is done, and run beside what follows. bounds: rank r owns elements [bounds[r], bounds[r + 1]) of t. own, with
-// equal parts only: where this rank's part comes from, or its sum goes to, instead of its place in t.
+// stream is done, and run beside what follows. bounds: rank r owns elements [bounds[r], bounds[r + 1]) of t; what
+// reduce_scatter leaves in the others is undefined. own, with equal parts only: where this rank's part comes from, or
+// its sum goes to, instead of its place in t.
 WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction);
 WorkPtr broadcast(const Communicator& c, const Tensor& t, int root);
 WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, Reduction reduction,

@@ -17,13 +17,14 @@
 #include <utility>
 
 #include <omp.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #ifdef HAVE_GLOO
 constexpr bool HAS_GLOO = true;
-#include <gloo/allgatherv.h>
+#include <gloo/allgather.h>
 #include <gloo/allreduce.h>
 #include <gloo/broadcast.h>
 #include <gloo/rendezvous/context.h>
@@ -89,15 +90,19 @@ static void remove_folder_of_ranks() {
 }
 
 static pid_t start_rank(int r, int n, const std::vector<std::string>& arguments) {
-    std::map<const char*, std::string> variables = {
-        {"RANK", std::to_string(r)}, {"WORLD_SIZE", std::to_string(n)}, {RENDEZVOUS, folder_of_ranks}};
-    for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"}) {
-        if (!getenv(name)) { variables[name] = std::to_string(std::max(1, omp_get_num_procs() / n)); }
-    }
-    for (const auto& [name, value] : variables) { setenv(name, value.c_str(), true); }
-    const pid_t pid = start_ourselves(arguments, STDOUT_FILENO);
-    for (const auto& [name, value] : variables) { unsetenv(name); }  // we are no rank
-    return pid;
+    std::vector<char*> argv = {program_invocation_name};  // as it was typed
+    for (const std::string& a : arguments) { argv.push_back((char*)a.c_str()); }
+    argv.push_back(nullptr);
+    const pid_t parent = getpid(), child = fork();
+    if (child < 0) { fail("fork: %s", strerror(errno)); }
+    if (child > 0) { return child; }
+    if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0 || getppid() != parent) { _exit(1); }  // it does not outlive us
+    setenv("RANK", std::to_string(r).c_str(), true);
+    setenv("WORLD_SIZE", std::to_string(n).c_str(), true);
+    setenv(RENDEZVOUS, folder_of_ranks.c_str(), true);
+    setenv("OMP_NUM_THREADS", std::to_string(std::max(1, omp_get_num_procs() / n)).c_str(), false);
+    execv("/proc/self/exe", argv.data());
+    _exit(127);
 }
 
 struct LaunchedRank {
@@ -292,7 +297,6 @@ template <class T>
 static void add_into(void* to, const void* a, const void* b, size_t n) {
     for (size_t i = 0; i < n; i++) { from_acc(to_acc(((const T*)a)[i]) + to_acc(((const T*)b)[i]), (T*)to + i); }
 }
-static float scale_of(const Links& l, Reduction how) { return how == AVERAGE ? 1.0f / l.world : 1; }
 static void gloo_all_reduce(Links& l, const Tensor& t, uint32_t tag, Reduction how) {
     gloo::AllreduceOptions options(l.gloo);
     options.setTag(tag);
@@ -303,8 +307,7 @@ static void gloo_all_reduce(Links& l, const Tensor& t, uint32_t tag, Reduction h
         options.setOutput(data, (size_t)t.size());
         options.setReduceFunction(add_into<T>);
         gloo::allreduce(options);
-        if (how == SUM) { return; }
-        const Wide<T> scale = scale_of(l, how);
+        const Wide<T> scale = how == AVERAGE ? 1.0f / l.world : 1;
         for (int64_t i = 0; i < t.size(); i++) { from_acc(to_acc(data[i]) * scale, &data[i]); }
     });
 }
@@ -312,49 +315,14 @@ static void gloo_broadcast(Links& l, const Tensor& t, uint32_t tag, int root) {
     gloo::BroadcastOptions options(l.gloo);
     options.setTag(tag);
     options.setRoot(root);
-    options.setOutput((char*)t.data, (size_t)t.size() * size_of(t.dtype));
+    options.setOutput(t.data, bytes_of(t));
     gloo::broadcast(options);
 }
-// A ring, since Gloo's own reduce-scatter spoils its connections for what comes after. In W - 1 turns the sum of each
-// chunk travels once around. Each rank adds its part, and the chunk's owner gets the sum last.
-static void gloo_reduce_scatter(Links& l, const Tensor& t, const std::vector<int64_t>& bounds, uint32_t tag,
-                                Reduction how) {
-    const float scale = scale_of(l, how);
-    int world = l.world, rank = l.rank, next = (rank + 1) % world, before = (rank + world - 1) % world;
-    int64_t longest = 0;
-    for (int r = 0; r < world; r++) { longest = std::max(longest, bounds[r + 1] - bounds[r]); }
-    with_type(t.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        T* data = t.as<T>();
-        std::vector<T> arriving(longest), leaving(longest);
-        auto in = l.gloo->createUnboundBuffer(arriving.data(), longest * sizeof(T));
-        auto out = l.gloo->createUnboundBuffer(leaving.data(), longest * sizeof(T));
-        for (int turn = 0; turn < world; turn++) {
-            int chunk = (rank + 2 * world - 1 - turn) % world;
-            int64_t n = bounds[chunk + 1] - bounds[chunk];
-            T* mine = data + bounds[chunk];
-            bool last = turn + 1 == world;
-            for (int64_t i = 0; i < n; i++) {
-                Wide<T> sum = to_acc(mine[i]) + (turn > 0 ? to_acc(arriving[i]) : 0);
-                from_acc(last ? sum * (Wide<T>)scale : sum, last ? &mine[i] : &leaving[i]);
-            }
-            if (last) { break; }
-            uint64_t slot = ((uint64_t)1 << 63) + ((uint64_t)tag << 16) + turn;  // outside Gloo's own range
-            int64_t coming = (chunk + world - 1) % world;
-            in->recv(before, slot, 0, (bounds[coming + 1] - bounds[coming]) * sizeof(T));
-            out->send(next, slot, 0, n * sizeof(T));
-            in->waitRecv();
-            out->waitSend();
-        }
-    });
-}
-static void gloo_all_gather(Links& l, const Tensor& t, const std::vector<int64_t>& bounds, uint32_t tag) {
-    gloo::AllgathervOptions options(l.gloo);
+static void gloo_all_gather(Links& l, const Tensor& t, uint32_t tag) {
+    gloo::AllgatherOptions options(l.gloo);
     options.setTag(tag);
-    std::vector<size_t> bytes;
-    for (int r = 0; r < l.world; r++) { bytes.push_back((bounds[r + 1] - bounds[r]) * size_of(t.dtype)); }
-    options.setOutput((char*)t.data, bytes);  // in place: no input
-    gloo::allgatherv(options);
+    options.setOutput(t.data, bytes_of(t));  // in place: no input
+    gloo::allgather(options);
 }
 
 static void start_on_gloo(Links& l, const WorkPtr& work, Tensor t, GlooCollective f) {
@@ -417,48 +385,7 @@ static void start_on_nccl(Links& l, const WorkPtr& work, const NcclCollective& e
     std::lock_guard<std::mutex> lock(l.mutex);
     l.under_way.push_back(work);
 }
-static bool equal_parts(const std::vector<int64_t>& bounds) {
-    for (size_t r = 1; r < bounds.size(); r++) {
-        if (bounds[r] - bounds[r - 1] != bounds[1] - bounds[0]) { return false; }
-    }
-    return true;
-}
 static ncclRedOp_t nccl_op(Reduction how) { return how == AVERAGE ? ncclAvg : ncclSum; }
-static void nccl_all_reduce(Links& l, const Tensor& t, Reduction how) {
-    NCCL_CHECK(l, ncclAllReduce(t.data, t.data, t.size(), nccl_type(t.dtype), nccl_op(how), l.nccl, l.stream));
-}
-static void nccl_broadcast(Links& l, const Tensor& t, int root) {
-    NCCL_CHECK(l, ncclBroadcast(t.data, t.data, bytes_of(t), ncclInt8, root, l.nccl, l.stream));
-}
-static void nccl_reduce_scatter(Links& l, const Tensor& t, const std::vector<int64_t>& bounds, Reduction how,
-                                const Tensor& own) {
-    const ncclDataType_t type = nccl_type(t.dtype);
-    auto part = [&](int r) { return t.data + bounds[r] * size_of(t.dtype); };
-    if (equal_parts(bounds)) {
-        void* to = own ? own.data : part(l.rank);
-        NCCL_CHECK(l, ncclReduceScatter(t.data, to, bounds[1], type, nccl_op(how), l.nccl, l.stream));
-        return;
-    }
-    NCCL_CHECK(l, ncclGroupStart());
-    for (int r = 0; r < l.world; r++) {
-        const size_t n = bounds[r + 1] - bounds[r];
-        NCCL_CHECK(l, ncclReduce(part(r), part(r), n, type, nccl_op(how), r, l.nccl, l.stream));
-    }
-    NCCL_CHECK(l, ncclGroupEnd());
-}
-static void nccl_all_gather(Links& l, const Tensor& t, const std::vector<int64_t>& bounds, const Tensor& own) {
-    auto part = [&](int r) { return t.data + bounds[r] * size_of(t.dtype); };
-    if (equal_parts(bounds)) {
-        const void* from = own ? own.data : part(l.rank);
-        NCCL_CHECK(l, ncclAllGather(from, t.data, part(1) - part(0), ncclInt8, l.nccl, l.stream));
-        return;
-    }
-    NCCL_CHECK(l, ncclGroupStart());
-    for (int r = 0; r < l.world; r++) {
-        NCCL_CHECK(l, ncclBroadcast(part(r), part(r), part(r + 1) - part(r), ncclInt8, r, l.nccl, l.stream));
-    }
-    NCCL_CHECK(l, ncclGroupEnd());
-}
 #define ON_NCCL(...) __VA_ARGS__
 #else
 #define ON_NCCL(...) nullptr
@@ -478,27 +405,52 @@ static WorkPtr start(const Communicator& c, const char* what, const Tensor& t, c
 }
 
 WorkPtr all_reduce(const Communicator& c, const Tensor& t, [[maybe_unused]] Reduction how) {
-    return start(c, "all-reduce", t, ON_NCCL([&](Links& l) { nccl_all_reduce(l, t, how); }),
-                 ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) { gloo_all_reduce(l, x, tag, how); }));
+    return start(
+        c, "all-reduce", t, ON_NCCL([&](Links& l) {
+            NCCL_CHECK(l, ncclAllReduce(t.data, t.data, t.size(), nccl_type(t.dtype), nccl_op(how), l.nccl, l.stream));
+        }),
+        ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) { gloo_all_reduce(l, x, tag, how); }));
 }
 WorkPtr broadcast(const Communicator& c, const Tensor& t, [[maybe_unused]] int root) {
-    return start(c, "broadcast", t, ON_NCCL([&](Links& l) { nccl_broadcast(l, t, root); }),
+    return start(c, "broadcast", t, ON_NCCL([&](Links& l) {
+                     NCCL_CHECK(l, ncclBroadcast(t.data, t.data, bytes_of(t), ncclInt8, root, l.nccl, l.stream));
+                 }),
                  ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) { gloo_broadcast(l, x, tag, root); }));
 }
-WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, [[maybe_unused]] const std::vector<int64_t>& bounds,
-                       [[maybe_unused]] Reduction how, [[maybe_unused]] const Tensor& own) {
-    return start(c, "reduce-scatter", t, ON_NCCL([&](Links& l) { nccl_reduce_scatter(l, t, bounds, how, own); }),
+// NCCL's reduce-scatter and all-gather want equal parts.
+static bool equal_parts(const std::vector<int64_t>& bounds) {
+    for (size_t r = 1; r < bounds.size(); r++) {
+        if (bounds[r] - bounds[r - 1] != bounds[1] - bounds[0]) { return false; }
+    }
+    return true;
+}
+WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, Reduction how,
+                       const Tensor& own) {
+    if (!equal_parts(bounds)) { return all_reduce(c, t, how); }
+    [[maybe_unused]] char* part = t.data + bounds[c.rank] * size_of(t.dtype);
+    return start(c, "reduce-scatter", t, ON_NCCL([&](Links& l) {
+                     NCCL_CHECK(l, ncclReduceScatter(t.data, own ? own.data : part, bounds[1], nccl_type(t.dtype),
+                                                     nccl_op(how), l.nccl, l.stream));
+                 }),
                  ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) {
-                     gloo_reduce_scatter(l, x, bounds, tag, how);
-                     if (own) { memcpy(own.data, x.data + bounds[l.rank] * size_of(x.dtype), bytes_of(own)); }
+                     gloo_all_reduce(l, x, tag, how);  // Gloo's own spoils its connections for what comes after
+                     if (own) { memcpy(own.data, part, bytes_of(own)); }
                  }));
 }
-WorkPtr all_gather(const Communicator& c, const Tensor& t, [[maybe_unused]] const std::vector<int64_t>& bounds,
-                   [[maybe_unused]] const Tensor& own) {
-    return start(c, "all-gather", t, ON_NCCL([&](Links& l) { nccl_all_gather(l, t, bounds, own); }),
+WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, const Tensor& own) {
+    WorkPtr last;
+    for (int r = 0; !equal_parts(bounds) && r < c.world; r++) {  // they end in this order
+        last = broadcast(c, view(t, bounds[r], {bounds[r + 1] - bounds[r]}), r);
+    }
+    if (last) { return last; }
+    [[maybe_unused]] char* part = t.data + bounds[c.rank] * size_of(t.dtype);
+    return start(c, "all-gather", t, ON_NCCL([&](Links& l) {
+                     NCCL_CHECK(l, ncclAllGather(own ? own.data : part, t.data, bounds[1] * size_of(t.dtype), ncclInt8,
+                                                 l.nccl, l.stream));
+                 }),
                  ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) {
-                     if (own) { memcpy(x.data + bounds[l.rank] * size_of(x.dtype), own.data, bytes_of(own)); }
-                     gloo_all_gather(l, x, bounds, tag);
+                     if (own) { memcpy(part, own.data, bytes_of(own)); }
+                     gloo_all_gather(l, x, tag);
                  }));
 }
 
@@ -635,10 +587,10 @@ static void disconnect_ranks(Communicator& c) {
     if (l.nccl) { NCCL_CHECK(l, ncclCommDestroy(l.nccl)); }
 #endif
     l.barrier_token = Tensor();
-    // Rank 0 is the last, since the others have yet to read from the folder.
-    if (c.rank > 0) { return save_file(strprintf("%s/done.%d", folder_of_ranks.c_str(), c.rank), ""); }
-    for (int r = 1; r < c.world; r++) {
-        while (access(strprintf("%s/done.%d", folder_of_ranks.c_str(), r).c_str(), F_OK) != 0) { usleep(1000); }
+    // The last one removes the folder, since the others have yet to read from it.
+    save_file(strprintf("%s/done.%d", folder_of_ranks.c_str(), c.rank), "");
+    for (int r = 0; r < c.world; r++) {
+        if (access(strprintf("%s/done.%d", folder_of_ranks.c_str(), r).c_str(), F_OK) != 0) { return; }
     }
     remove_folder_of_ranks();
 }

@@ -93,11 +93,8 @@ static void check_layout(const SafeTensors& file, const char* data, size_t data_
 SafeTensors load_safetensors(const std::string& path) {
     std::error_code error;
     const size_t bytes = std::filesystem::file_size(path, error);  // an error for what is no regular file, too
-    std::ifstream input;
-    if (!error) { input.open(path, std::ios::binary); }
-    if (error || !input) {
-        fail("%s: cannot be opened: %s", path.c_str(), error ? error.message().c_str() : strerror(errno));
-    }
+    std::ifstream input(error ? "" : path, std::ios::binary);
+    if (!input) { fail("%s: cannot be opened: %s", path.c_str(), error ? error.message().c_str() : strerror(errno)); }
     // Not mapped: if another process cut a mapped file short, a lost page would kill us.
     auto read_next = [&](void* to, size_t n) {
         if (!input.read((char*)to, n)) { fail("%s: its %zu bytes cannot be read", path.c_str(), bytes); }

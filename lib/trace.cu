@@ -46,7 +46,6 @@ using KernelActivity = CUpti_ActivityKernel9;
 // CONCURRENT_KERNEL, because KERNEL would run one kernel at a time.
 static const CUpti_ActivityKind traced_activities[] = {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,
                                                        CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET};
-static std::atomic<bool> cupti_runs{false};
 // What CUPTI's thread found has a mutex of its own: reading a buffer takes milliseconds, and ranges must not wait so
 // long.
 static std::mutex cupti_mutex;
@@ -165,7 +164,6 @@ static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* bu
 static void end_cupti() {
     for (CUpti_ActivityKind kind : traced_activities) { CUPTI_OK(cuptiActivityDisable(kind)); }
     CUPTI_OK(cuptiUnsubscribe(launch_subscriber));
-    cupti_runs = false;
 }
 // Starts CUPTI, or says why not.
 static std::string start_cupti() {
@@ -175,12 +173,11 @@ static std::string start_cupti() {
     cupti_error.clear(), cupti_work.clear(), launches.clear(), cupti_dropped = 0;
     bool ok = CUPTI_OK(cuptiActivityRegisterCallbacks(give_buffer, take_buffer)) && watch_launches();
     for (CUpti_ActivityKind kind : traced_activities) { ok = ok && CUPTI_OK(cuptiActivityEnable(kind)); }
-    cupti_runs = true;
-    if (!ok) { end_cupti(); }
+    if (ok) { return ""; }
+    end_cupti();
     return cupti_error;
 }
 static void stop_cupti() {
-    if (!cupti_runs) { return; }
     CUDA_CHECK(cudaDeviceSynchronize());  // flushing does not wait for what still runs
     CUPTI_OK(cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED));
     end_cupti();
@@ -220,7 +217,7 @@ Trace stop_tracing() {
     if (!tracing) { fail("no trace is being made"); }
     synchronize();
     tracing = false;
-    stop_cupti();
+    if (trace.no_kernels.empty()) { stop_cupti(); }
     std::lock_guard<std::mutex> lock(trace_mutex);
     int64_t now = epoch_ns();
     for (TracedRange& r : trace.ranges) {
