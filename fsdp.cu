@@ -386,7 +386,7 @@ static std::vector<FsdpCase> fsdp_cases() {
     for (Precision precision : {FP32, PREC_BF16, PREC_FP16}) {
         for (Mode mode : {EAGER, FUSED}) { cases.push_back({precision, mode}); }
     }
-    for (const char* checkpoint : {"1", "2", "ffn", "half", "nested"}) {
+    for (const char* checkpoint : {"1", "2", "ffn", "halves", "nested"}) {
         cases.push_back({FP32, FUSED, checkpointing_from(checkpoint)});
     }
     cases.push_back({FP32, FUSED, {Checkpointing::GROUPS, 1}, 2});
