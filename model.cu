@@ -932,7 +932,7 @@ static std::string compared(const std::vector<StepRun>& ours, const std::vector<
         factors.push_back(b.mean / a.mean);
     }
     if (verdicts.empty()) { return "not to be compared"; }
-    if (growth) { *growth = factors.back() / factors.front(); }
+    if (growth && factors.size() > 1) { *growth = factors.back() / factors.front(); }
     return verdicts.size() == 1 ? verdicts[0] : verdicts[0] + " and " + verdicts.back();
 }
 static std::string factor_cell(const PassRun& ours, const PassRun& theirs) {
@@ -977,10 +977,10 @@ int cmd_torch_compile(const Options& asked) {
 static void answer_mixed_precision(const std::vector<std::vector<StepRun>>& runs) {
     for (size_t p = 1; p < runs.size(); p++) {
         const char* precision = name_of(runs[p][0].precision);
-        double growth = 1;
+        double growth = NAN;  // with fewer than two sizes
         answer("c", "Forward and backward in %s are %s.", precision,
                compared(runs[p], runs[0], FWBW, name_of(runs[0][0].precision), &growth).c_str());
-        if (context.device != CUDA || runs[p].size() < 2) { continue; }
+        if (context.device != CUDA || std::isnan(growth)) { continue; }
         answer("c",
                growth > 1 + SMALL_DEVIATION
                    ? "The larger model gains more in %s: products take more of its time, and tensor cores do these."

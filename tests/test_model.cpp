@@ -382,93 +382,92 @@ TEST_CASE_TEMPLATE("model: steps with and without an arena for the gradients", D
         }
     }
 }
+struct Kept {           // of a forward for its backward
+    size_t held, peak;  // bytes; peak: of both
+    int64_t products;   // in backward
+    std::vector<float> gradients;
+};
+static Kept run_kept(const ModelConfig& config, int B, int T) {
+    Kept k;
+    Setup s = make_setup(config, B, T);
+    forward(s.model, s.tokens);  // rope, cuBLAS's workspace
+    clear_tape();
+    drop_weight_copies(s.model.slots);
+    const size_t before = memory_use(context.device).now;
+    zero_gradients(s.model);
+    reset_peak(context.device);
+    Tensor loss = cross_entropy(forward(s.model, s.tokens), s.targets);
+    k.held = memory_use(context.device).now - before;
+    start_tracing();
+    backward(loss);
+    const Trace trace = stop_tracing();
+    auto is_product = [](const TracedRange& r) { return r.name == std::string("matmul"); };
+    k.products = std::count_if(trace.ranges.begin(), trace.ranges.end(), is_product);
+    k.peak = memory_use(context.device).peak - before;
+    drop_weight_copies(s.model.slots);
+    CHECK(memory_use(context.device).now <= before + 256);  // the loss
+    k.gradients = to_floats(s.model.gradients);
+    return k;
+}
+// f: in each mode from `first` on and each precision.
+static void in_settings(Mode first, const std::function<void()>& f) {
+    for (int mode = first; mode <= FLASH; mode++) {
+        for (Precision precision : {FP32, PREC_BF16, PREC_FP16, PREC_PURE_BF16}) {
+            if (mode == FLASH && !fastest_flash(context.device, matmul_dtype(precision), 16)) { continue; }
+            context.mode = Mode(mode), context.precision = precision;
+            CAPTURE(setting_now());
+            f();
+        }
+    }
+}
 TEST_CASE_TEMPLATE("model: recompute changes memory and no bit", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     const ModelConfig config = {"", 64, 96, 3, 4, 40};
     const int B = 2, T = 128;
     const OnlyFlashV1 same_bits;
-    for (Mode mode : {FUSED, FLASH}) {
-        for (Precision precision : {FP32, PREC_BF16, PREC_FP16, PREC_PURE_BF16}) {
-            if (mode == FLASH && !fastest_flash(D::device, matmul_dtype(precision), 16)) { continue; }
-            context.mode = mode, context.precision = precision;
-            std::vector<float> gradients[2];
-            size_t held[2];
-            for (bool recompute : {false, true}) {
-                context.recompute = recompute;
-                Setup s = make_setup(config, B, T);
-                forward(s.model, s.tokens);  // rope, cuBLAS's workspace
-                clear_tape();
-                drop_weight_copies(s.model.slots);
-                size_t before = memory_use(D::device).now;
-                zero_gradients(s.model);
-                Tensor loss = cross_entropy(forward(s.model, s.tokens), s.targets);
-                held[recompute] = memory_use(D::device).now - before;
-                backward(loss);
-                drop_weight_copies(s.model.slots);
-                CHECK(memory_use(D::device).now <= before + 256);  // the loss
-                gradients[recompute] = to_floats(s.model.gradients);
-            }
-            CAPTURE(std::string(name_of(mode)) + " " + name_of(precision));
-            CHECK(gradients[0] == gradients[1]);
-            int64_t norms = 2 * config.num_layers + 1, C = config.d_model, F = config.d_ff;
-            CHECK(held[0] - held[1] == B * T * (norms * C + config.num_layers * F) * size_of(matmul_dtype()));
-        }
-    }
+    in_settings(FUSED, [&] {
+        context.recompute = false;
+        const Kept plain = run_kept(config, B, T);
+        context.recompute = true;
+        const Kept less = run_kept(config, B, T);
+        CHECK(plain.gradients == less.gradients);
+        int64_t norms = 2 * config.num_layers + 1, C = config.d_model, F = config.d_ff;
+        CHECK(plain.held - less.held == B * T * (norms * C + config.num_layers * F) * size_of(matmul_dtype()));
+    });
 }
 TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     const ModelConfig config = {"", 64, 96, 5, 4, 40};
     const int B = 2, T = 128;
     const OnlyFlashV1 same_bits;
-    for (Mode mode : {EAGER, FUSED, FLASH}) {
-        for (Precision precision : {FP32, PREC_BF16, PREC_FP16, PREC_PURE_BF16}) {
-            if (mode == FLASH && !fastest_flash(D::device, matmul_dtype(precision), 16)) { continue; }
-            context.mode = mode, context.precision = precision;
-            std::map<std::string, std::vector<float>> gradients;
-            std::map<std::string, size_t> held, peak, products;
-            for (const char* checkpoint : {"none", "1", "2", "5", "ffn", "ffn:2", "blocks:2", "halves", "nested"}) {
-                context.checkpoint = checkpointing_from(checkpoint);
-                Setup s = make_setup(config, B, T);
-                forward(s.model, s.tokens);  // rope, cuBLAS's workspace
-                clear_tape();
-                drop_weight_copies(s.model.slots);
-                size_t before = memory_use(D::device).now;
-                zero_gradients(s.model);
-                reset_peak(D::device);
-                Tensor loss = cross_entropy(forward(s.model, s.tokens), s.targets);
-                held[checkpoint] = memory_use(D::device).now - before;
-                start_tracing();
-                backward(loss);
-                const Trace trace = stop_tracing();
-                auto is_product = [](const TracedRange& r) { return r.name == std::string("matmul"); };
-                products[checkpoint] = std::count_if(trace.ranges.begin(), trace.ranges.end(), is_product);
-                peak[checkpoint] = memory_use(D::device).peak - before;
-                drop_weight_copies(s.model.slots);
-                CHECK(memory_use(D::device).now <= before + 256);  // the loss
-                gradients[checkpoint] = to_floats(s.model.gradients);
-                CAPTURE(std::string(name_of(mode)) + " " + name_of(precision) + " " + checkpoint);
-                CHECK(gradients[checkpoint] == gradients["none"]);
-            }
-            CAPTURE(std::string(name_of(mode)) + " " + name_of(precision));
-            const size_t x = B * T * config.d_model * size_of(weight_dtype());  // of the residual stream
-            CHECK(held["1"] - held["2"] == 2 * x);                              // 5 checkpoints and 3
-            CHECK(held["2"] - held["5"] == 2 * x);
-            CHECK(held["halves"] - held["5"] == x);
-            CHECK(held["nested"] > held["5"]);  // it keeps all of the last block
-            CHECK(held["ffn"] < held["none"]);
-            CHECK(5 * (held["none"] - held["ffn:2"]) == 2 * (held["none"] - held["ffn"]));
-            const int again = mode == EAGER ? 2 : 1;  // w1's and w3's; not w2's, whose result backward does not read
-            CHECK(products["ffn"] - products["none"] == 5 * again);
-            CHECK(products["ffn:2"] - products["none"] == 2 * again);
-            CHECK(held["1"] < held["ffn"]);
-            CHECK(5 * (held["ffn"] - held["blocks:2"]) == 2 * (held["ffn"] - held["1"]));
-            CHECK(5 * (products["blocks:2"] - products["ffn"]) == 2 * (products["1"] - products["ffn"]));
-            CHECK(peak["1"] < peak["2"]);
-            CHECK(peak["2"] < peak["5"]);
-            CHECK(peak["halves"] < peak["2"]);
-            CHECK(peak["nested"] < peak["2"]);
+    in_settings(EAGER, [&] {
+        std::map<std::string, Kept> kept;
+        for (const char* checkpoint : {"none", "1", "2", "5", "ffn", "ffn:2", "blocks:2", "halves", "nested"}) {
+            CAPTURE(std::string(checkpoint));
+            context.checkpoint = checkpointing_from(checkpoint);
+            kept[checkpoint] = run_kept(config, B, T);
+            CHECK(kept[checkpoint].gradients == kept["none"].gradients);
         }
-    }
+        const size_t x = B * T * config.d_model * size_of(weight_dtype());  // of the residual stream
+        CHECK(kept["1"].held - kept["2"].held == 2 * x);                    // 5 checkpoints and 3
+        CHECK(kept["2"].held - kept["5"].held == 2 * x);
+        CHECK(kept["halves"].held - kept["5"].held == x);
+        CHECK(kept["nested"].held > kept["5"].held);  // it keeps all of the last block
+        CHECK(kept["ffn"].held < kept["none"].held);
+        CHECK(5 * (kept["none"].held - kept["ffn:2"].held) == 2 * (kept["none"].held - kept["ffn"].held));
+        const int again =
+            context.mode == EAGER ? 2 : 1;  // w1's and w3's; not w2's, whose result backward does not read
+        CHECK(kept["ffn"].products - kept["none"].products == 5 * again);
+        CHECK(kept["ffn:2"].products - kept["none"].products == 2 * again);
+        CHECK(kept["1"].held < kept["ffn"].held);
+        CHECK(5 * (kept["ffn"].held - kept["blocks:2"].held) == 2 * (kept["ffn"].held - kept["1"].held));
+        CHECK(5 * (kept["blocks:2"].products - kept["ffn"].products) ==
+              2 * (kept["1"].products - kept["ffn"].products));
+        CHECK(kept["1"].peak < kept["2"].peak);
+        CHECK(kept["2"].peak < kept["5"].peak);
+        CHECK(kept["halves"].peak < kept["2"].peak);
+        CHECK(kept["nested"].peak < kept["2"].peak);
+    });
     for (const char* checkpoint : {"6", "ffn:6", "blocks:6"}) {
         context.checkpoint = checkpointing_from(checkpoint);
         Options o;
@@ -1240,6 +1239,8 @@ TEST_CASE("answers step: benchmarking_mixed_precision (c)") {
     runs[1][1] = run("2.7B", PREC_BF16, 60, 0.1);
     check_says(said(), {"The larger model gains no more in bf16 than the smaller."});
     CHECK(!has(said(), "CPU"));
+    runs[0][1].pass[FWBW] = no_room();
+    CHECK(!has(said(), "The larger model"));
     context.device = CPU;  // and busy: no verdict that the noise does not bear
     runs = {{run("small", FP32, 245.67, 60)}, {run("small", TF32, 793.39, 900)}};
     check_says(said(), {"Forward and backward in tf32 are level with fp32 within the noise for small.",
