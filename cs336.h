@@ -179,8 +179,7 @@ void join_weights(Model& model);
 bool can_split(DType kept, DType products);               // as AdamW updates weights; as matrix products take them
 Tensor upper_halves(const Tensor& part);                  // of split weights: they in bf16
 Model random_model(const ModelConfig& c, uint64_t seed);  // made, initialised, perhaps split: for timed runs
-// Allocates an arena for the gradients, in dtype, or where the weights are not float32 in theirs. Without it each
-// gradient lives from its first use to zero_gradients, in the dtype that backward gave.
+// An arena for the gradients. Without it each lives from its first use to zero_gradients, as backward gave it.
 void make_gradients(Model& model);
 void make_optimizer_state(Model& model);   // m and v, zero, once
 void zero_gradients(const Model& model);   // from here on the first writer overwrites
@@ -190,11 +189,6 @@ Tensor forward(Model& model, const Tensor& tokens);
 Tensor infer(Model& model, const Tensor& tokens);           // without a tape; the next call may overwrite them
 std::string name_of(const Checkpointing& k);                // as --checkpoint takes it
 Checkpointing checkpointing_from(const std::string& name);  // usage_error if there is none
-
-// Around the ops of a unit, for FSDP; y: what the last of them gave. The model has to stay at its address. A weight
-// belongs to one unit, and backward comes to every unit's y on every rank: their collectives meet.
-void begin_unit(const Model& model, int unit);
-Tensor end_unit(const Model& model, int unit, const Tensor& y);
 
 // The ops of layers.cu, in the order of the forward pass; each runs in context.mode.
 // *x += delta (if any); returns rmsnorm(*x). x, delta and the result [B,T,C], weight [C].

@@ -13,7 +13,6 @@
 #include <cfloat>
 #include <cinttypes>
 #include <climits>
-#include <csignal>
 #include <cstdio>
 #include <fstream>
 
@@ -213,28 +212,8 @@ void make_ready(Model& model, int64_t T) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// A block: norm, attention, add, norm, feed-forward, add. The norm behind an add does both, in mode fused as one
-// kernel, so the residual stream is *x + *delta, where *delta is what the half before gave (null: nothing).
-
-static bool feed_forward_runs_again(int l);
-
-static void attention_half(const Model& model, int l, Tensor* x, Tensor* delta) {
-    const Layer& layer = model.layers[l];
-    Tensor n = add_rmsnorm(x, *delta, layer.ln1, model.config.eps);
-    Tensor heads = self_attention(layer, n, model.rope, model.config.num_heads);
-    Range output("projections");
-    *delta = linear(heads, layer.o);
-}
-static void feed_forward_half(const Model& model, int l, Tensor* x, Tensor* delta) {
-    const Layer& layer = model.layers[l];
-    Tensor n = add_rmsnorm(x, *delta, layer.ln2, model.config.eps);
-    Range ffn("ffn");
-    auto gated = [&layer](const Tensor& n) { return swiglu(layer, n); };  // backward may call it
-    *delta = feed_forward_runs_again(l) ? checkpoint_linear(gated, n, layer.w2) : linear(gated(n), layer.w2);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Around it: FSDP's hooks, which other runs do not have, and checkpoints of half a block.
+// Around the ops of a unit, for FSDP; y: what the last of them gave. The model has to stay at its address. A weight
+// belongs to one unit, and backward comes to every unit's y on every rank: their collectives meet.
 
 void begin_unit(const Model& model, int unit) {
     if (model.pre_forward) { model.pre_forward(unit); }
@@ -248,23 +227,32 @@ Tensor end_unit(const Model& model, int unit, const Tensor& y_in) {
     });
     return y;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// A block: norm, attention, add, norm, feed-forward, add. The norm behind an add does both, in mode fused as one
+// kernel, so the residual stream is *x + *delta, where *delta is what the half before gave (null: nothing).
+
+static bool feed_forward_runs_again(int l) {
+    const Checkpointing& k = context.checkpoint;
+    return k.form == Checkpointing::FFN ? l < k.n : k.form == Checkpointing::BLOCKS && l >= k.n;
+}
+static Tensor attention_part(const Model& model, const Layer& layer, const Tensor& n) {
+    Tensor heads = self_attention(layer, n, model.rope, model.config.num_heads);
+    Range output("projections");
+    return linear(heads, layer.o);
+}
+static Tensor feed_forward(const Layer& layer, const Tensor& n, bool runs_again) {
+    Range ffn("ffn");
+    auto gated = [&layer](const Tensor& n) { return swiglu(layer, n); };  // backward may call it
+    return runs_again ? checkpoint_linear(gated, n, layer.w2) : linear(gated(n), layer.w2);
+}
 static void run_block(const Model& model, int l, Tensor* x, Tensor* delta) {
     Range r("layer");
     begin_unit(model, 1 + l);
-    if (context.checkpoint.form == Checkpointing::HALF) {
-        for (auto half : {attention_half, feed_forward_half}) {
-            auto with_add = [&model, l, half](Tensor x) {
-                Tensor delta;
-                half(model, l, &x, &delta);
-                return add(x, delta);
-            };
-            *x = checkpoint(with_add, *x);
-        }
-        *x = end_unit(model, 1 + l, *x);
-        return;
-    }
-    attention_half(model, l, x, delta);
-    feed_forward_half(model, l, x, delta);
+    const Layer& layer = model.layers[l];
+    const float eps = model.config.eps;
+    *delta = attention_part(model, layer, add_rmsnorm(x, *delta, layer.ln1, eps));
+    *delta = feed_forward(layer, add_rmsnorm(x, *delta, layer.ln2, eps), feed_forward_runs_again(l));
     *delta = end_unit(model, 1 + l, *delta);
 }
 static Tensor run_blocks(const Model& model, Tensor x, int first, int end) {
@@ -282,10 +270,6 @@ static int checkpointed_wholes(const ModelConfig& c) {
     const bool all =
         k.form == Checkpointing::GROUPS || k.form == Checkpointing::HALVES || k.form == Checkpointing::NESTED;
     return all ? c.num_layers : k.form == Checkpointing::BLOCKS ? k.n : 0;
-}
-static bool feed_forward_runs_again(int l) {
-    const Checkpointing& k = context.checkpoint;
-    return k.form == Checkpointing::FFN ? l < k.n : k.form == Checkpointing::BLOCKS && l >= k.n;
 }
 // Blocks [first, end) by gradient checkpoints. For n blocks: what is held at most, in tensors like x, and how many
 // blocks backward runs again.
@@ -313,10 +297,8 @@ static Tensor checkpointed_blocks(const Model& model, Tensor x, int first, int e
     return x;
 }
 std::string name_of(const Checkpointing& k) {
-    static const char* const forms[] = {"none", "", "half", "halves", "nested", "ffn:", "blocks:"};
-    if (k.form == Checkpointing::BLOCKS && k.n == 0) { return "ffn"; }
-    const bool has_n = !*forms[k.form] || strchr(forms[k.form], ':');
-    return forms[k.form] + (has_n ? std::to_string(k.n) : "");
+    static const char* const forms[] = {"none", "%d", "halves", "nested", "ffn:%d", "blocks:%d"};
+    return k.form == Checkpointing::BLOCKS && k.n == 0 ? "ffn" : strprintf(forms[k.form], k.n);
 }
 Checkpointing checkpointing_from(const std::string& name) {
     if (name == "0") { return {}; }
@@ -325,7 +307,7 @@ Checkpointing checkpointing_from(const std::string& name) {
         const Checkpointing k{Checkpointing::Form(form), n};
         if (name_of(k) == name) { return k; }
     }
-    usage_error("--checkpoint: got %s, takes a whole number, half, halves, nested, ffn, ffn:N, blocks:N or none",
+    usage_error("--checkpoint: got %s, takes a whole number, halves, nested, ffn, ffn:N, blocks:N or none",
                 name.c_str());
 }
 
@@ -676,67 +658,44 @@ std::string row_of(const ModelConfig& c, int B, int T, Phase phase) {
 // (c) (1.1.5). Each phase is warmed up and timed by itself, with a device synchronisation after every step; backward is
 // timed between its own two synchronisations, not as a difference of two averages.
 
-struct PhaseRun {
-    size_t oom = 0, peak = 0;                // bytes: that it would have held, where it did not fit; that it held
-    Stats all{}, backward{};                 // ms; backward: of it
-    std::vector<double> ms{}, forward_ms{};  // of each step, the warm-up's too; until backward began
-    bool ran() const { return all.n > 0; }
+enum Pass { FW, BW_ONLY, FWBW, WHOLE_STEP, PASSES };
+static const char* const pass_names[] = {"forward", "backward", "forward+backward", "forward+backward+optimizer"};
+
+struct PassRun {
+    size_t predicted = 0, peak = 0;  // bytes; predicted is 0 where it was not asked for
+    Stats ms{};
+    std::vector<double> all{};  // ms of each step, the warm-up's too
+    bool ran() const { return ms.n > 0; }
+    bool is_oom() const { return predicted > 0 && !ran(); }
 };
 struct StepRun {
     ModelConfig config;
     Precision precision;
     Mode mode;
-    PhaseRun phase[3] = {};  // FORWARD, FORWARD_BACKWARD, STEP
+    PassRun pass[PASSES] = {};
 };
-
-// The same without its first `warmup` steps, by n of the others.
-static PhaseRun after_warmup(PhaseRun run, int warmup, int n) {
-    if (run.ms.empty()) { return run; }
-    std::vector<double> all(&run.ms[warmup], &run.ms[warmup] + n), backward = all;
-    for (int i = 0; i < n && !run.forward_ms.empty(); i++) { backward[i] -= run.forward_ms[warmup + i]; }
-    run.all = stats_of(all), run.backward = stats_of(backward);
-    return run;
-}
-// In context's precision and mode. What comes after a phase that does not fit needs more, and is not tried.
-static StepRun measure_model(const ModelConfig& c, const Options& o,
-                             const std::vector<Phase>& phases = {FORWARD, FORWARD_BACKWARD, STEP}) {
-    StepRun r{c, context.precision, context.mode};
-    const int B = o.batch_size, T = o.context_length;
-    for (Phase phase : phases) { r.phase[phase].oom = predicted_peak(c, B, T, phase); }
-    Model model;
-    Batch batch;
-    for (Phase phase : phases) {
-        PhaseRun& run = r.phase[phase];
-        auto measure = [&] {
-            if (!model.weights) {
-                model = random_model(c, o.seed);
-                batch = random_batch(B, T, c.vocab_size, o.seed);
-            }
-            reset_peak(context.device);
-            LossScaler scaler;
-            run.ms = time_ms(0, o.warmup.back() + o.steps, [&] {
-                const double start = now_ms();
-                run_phase(phase, model, batch, scaler, [&] {
-                    synchronize();
-                    run.forward_ms.push_back(now_ms() - start);
-                });
-            });
-            run = after_warmup(run, o.warmup.back(), o.steps);
-            run.peak = memory_use(context.device).peak;
-        };
-        run.oom = run_if_fits(row_of(c, B, T, phase), run.oom, measure, memory_use(context.device).now);
-        if (run.oom > 0) { break; }
+static StepRun after_warmup(StepRun r, int warmup, int n) {
+    for (PassRun& p : r.pass) {
+        if (!p.all.empty()) { p.ms = stats_of({&p.all[warmup], &p.all[warmup] + n}); }
     }
     return r;
 }
-// TFLOP/s of a step's products on one GPU, whose batch is B.
-static double step_tflops(const ModelConfig& c, int64_t B, int64_t T, double ms) {
-    return 3.0 * forward_flops(c, B, T) / ms / 1e9;  // backward has two products for each of the forward's
-}
 
-// The three commands' options, with --quick's sizes.
-static Options options_of(const Options& asked) {
-    Options o = asked;
+// What a command measures, with --quick's sizes.
+struct Sweep {
+    Options o;
+    std::vector<ModelConfig> configs;
+    std::vector<Precision> precisions;
+    std::vector<Mode> modes;
+    std::string caption(const std::string& what) const {
+        std::set<std::string> vocabularies;
+        for (const ModelConfig& c : configs) { vocabularies.insert(std::to_string(c.vocab_size)); }
+        return strprintf("%s; batch %d, context length: %d, vocabulary %s, %d warmup, %d step", what.c_str(),
+                         o.batch_size, o.context_length, join({vocabularies.begin(), vocabularies.end()}, ",").c_str(),
+                         o.warmup.back(), o.steps);
+    }
+};
+static Sweep sweep_of(Options o) {
     context.device = choose_device(o.device);
     if (o.quick) {
         by_quick(o, "size", &Options::size, std::vector<std::string>{"small"});
@@ -746,23 +705,64 @@ static Options options_of(const Options& asked) {
         by_quick(o, "warmup", &Options::warmup, o.warmup.size() > 1 ? std::vector<int>{0, 1, 2} : std::vector<int>{1});
     }
     std::sort(o.warmup.begin(), o.warmup.end());
-    return o;
+    Sweep s{o, configs_of(o), precisions_of(o), {}};
+    s.modes = modes_of(o, s.configs, s.precisions);
+    return s;
 }
-static std::string caption_of(const Options& o, const std::vector<ModelConfig>& configs, const std::string& what) {
-    std::set<std::string> vocabularies;
-    for (const ModelConfig& c : configs) { vocabularies.insert(std::to_string(c.vocab_size)); }
-    return strprintf("%s; batch %d, context length: %d, vocabulary %s, %d warmup, %d step", what.c_str(), o.batch_size,
-                     o.context_length, join({vocabularies.begin(), vocabularies.end()}, ",").c_str(), o.warmup.back(),
-                     o.steps);
+// In context's precision and mode. What comes after a phase that does not fit needs more, and is not tried.
+static StepRun measure_model(const ModelConfig& c, const Options& o, const std::vector<Phase>& phases) {
+    static const Pass passes[] = {FW, FWBW, WHOLE_STEP};  // by phase
+    StepRun r{c, context.precision, context.mode};
+    const int B = o.batch_size, T = o.context_length;
+    Model model;
+    Batch batch;
+    bool fits = true;
+    for (Phase phase : phases) {
+        PassRun &run = r.pass[passes[phase]], &backward = r.pass[BW_ONLY];
+        auto measure = [&] {
+            if (!model.weights) {
+                model = random_model(c, o.seed);
+                batch = random_batch(B, T, c.vocab_size, o.seed);
+            }
+            reset_peak(context.device);
+            LossScaler scaler;
+            std::vector<double> begins;  // of backward, since the step's start
+            run.all = time_ms(0, o.warmup.back() + o.steps, [&] {
+                const double start = now_ms();
+                run_phase(phase, model, batch, scaler, [&] { synchronize(), begins.push_back(now_ms() - start); });
+            });
+            run.peak = memory_use(context.device).peak;
+            for (size_t i = 0; phase == FORWARD_BACKWARD && i < begins.size(); i++) {
+                backward.all.push_back(run.all[i] - begins[i]);
+            }
+        };
+        run.predicted = predicted_peak(c, B, T, phase);
+        fits = fits && run_if_fits(row_of(c, B, T, phase), run.predicted, measure, memory_use(context.device).now) == 0;
+        if (phase == FORWARD_BACKWARD) { backward.predicted = run.predicted; }
+    }
+    return after_warmup(r, o.warmup.back(), o.steps);
+}
+// By size.
+static std::vector<StepRun> measure_sizes(const Sweep& s, Precision precision, Mode mode,
+                                          const std::vector<Phase>& phases = {FORWARD, FORWARD_BACKWARD, STEP}) {
+    context.precision = precision, context.mode = mode;
+    std::vector<StepRun> runs;
+    for (const ModelConfig& c : s.configs) { runs.push_back(measure_model(c, s.o, phases)); }
+    return runs;
 }
 static void require_a_run(const std::vector<StepRun>& runs) {
-    auto ran = [](const StepRun& r) { return r.phase[FORWARD].ran(); };
-    if (std::none_of(runs.begin(), runs.end(), ran)) { fail("nothing fits into the memory that is available"); }
+    if (std::none_of(runs.begin(), runs.end(), [](const StepRun& r) { return r.pass[FW].ran(); })) {
+        fail("nothing fits into the memory that is available");
+    }
 }
-// Mean, or that it did not fit, and standard deviation.
-static std::vector<std::string> cells_of(const PhaseRun& run, const Stats& ms, const char* format = "%.2f") {
-    if (!run.ran()) { return {oom_cell(run.oom), ""}; }
-    return {strprintf(format, ms.mean), deviation(ms, format)};
+// TFLOP/s of a step's products on one GPU, whose batch is B.
+static double step_tflops(const ModelConfig& c, int64_t B, int64_t T, double ms) {
+    return 3.0 * forward_flops(c, B, T) / ms / 1e9;  // backward has two products for each of the forward's
+}
+
+static std::string mib(size_t bytes, int decimals = 1) { return strprintf("%.*f", decimals, bytes / 1048576.0); }
+static std::string mean_cell(const PassRun& run, const char* format = "%.2f", double unit = 1) {
+    return run.ran() ? strprintf(format, run.ms.mean * unit) : oom_cell(run.predicted);
 }
 // A table of forward, backward and both, after columns of its own.
 static Table times_table(const std::string& caption, std::vector<std::string> columns) {
@@ -771,20 +771,18 @@ static Table times_table(const std::string& caption, std::vector<std::string> co
     }
     return {caption, columns};
 }
-static void add_times(Table& table, std::vector<std::string> row, const PhaseRun& forward, const PhaseRun& both) {
-    for (const auto& cells :
-         {cells_of(forward, forward.all), cells_of(both, both.backward), cells_of(both, both.all)}) {
-        row.insert(row.end(), cells.begin(), cells.end());
+static void add_times(Table& table, std::vector<std::string> row, const StepRun& r) {
+    for (Pass pass : {FW, BW_ONLY, FWBW}) {
+        row.push_back(mean_cell(r.pass[pass])), row.push_back(deviation(r.pass[pass].ms, "%.2f"));
     }
     table.rows.push_back(row);
 }
-// " Out of memory: step of xl and forward of 2.7B.": each model's first phase that did not fit.
+// " Out of memory: backward of xl and forward of 2.7B.": each model's first pass that did not fit.
 static std::string out_of_memory(const std::vector<StepRun>& runs) {
     std::vector<std::string> missing;
     for (const StepRun& r : runs) {
-        auto run = std::find_if(r.phase, std::end(r.phase), [](const PhaseRun& p) { return p.oom > 0; });
-        if (run == std::end(r.phase)) { continue; }
-        missing.push_back(name_of(Phase(run - r.phase)) + (" of " + r.config.name));
+        auto run = std::find_if(r.pass, std::end(r.pass), [](const PassRun& p) { return p.is_oom(); });
+        if (run != std::end(r.pass)) { missing.push_back(pass_names[run - r.pass] + (" of " + r.config.name)); }
     }
     return missing.empty() ? "" : " Out of memory: " + list_of(missing) + ".";
 }
@@ -798,29 +796,20 @@ constexpr double SMALL_DEVIATION = 0.05;  // of the mean
 
 // Of one precision and mode.
 static void answer_step_times(const std::vector<StepRun>& runs) {
-    struct {
-        Phase phase;
-        Stats PhaseRun::*what;
-        const char* name;
-    } asked[] = {{FORWARD, &PhaseRun::all, "forward"},
-                 {FORWARD_BACKWARD, &PhaseRun::backward, "backward"},
-                 {STEP, &PhaseRun::all, "a whole step"}};
-    std::vector<std::string> times;
-    double most = 0;  // standard deviation over mean
-    std::string of;
-    for (const auto& [phase, what, name] : asked) {
-        std::vector<std::string> ms;
-        for (const StepRun& r : runs) {
-            const Stats& s = r.phase[phase].*what;
+    std::vector<std::string> times;  // of the largest model that ran
+    double most = 0;                 // standard deviation over mean
+    std::string of, size;
+    for (const StepRun& r : runs) {
+        if (r.pass[FW].ran()) { times.clear(), size = r.config.name; }
+        for (Pass pass : {FW, BW_ONLY, WHOLE_STEP}) {
+            const Stats& s = r.pass[pass].ms;
             if (s.n == 0) { continue; }
-            ms.push_back(strprintf("%.2f ms (%s)", s.mean, r.config.name.c_str()));
-            if (s.std > most * s.mean) { most = s.std / s.mean, of = name + (" of " + r.config.name); }
+            times.push_back(strprintf("%.2f ms for %s", s.mean, pass == WHOLE_STEP ? "a step" : pass_names[pass]));
+            if (s.std > most * s.mean) { most = s.std / s.mean, of = pass_names[pass] + (" of " + size); }
         }
-        if (ms.empty()) { continue; }
-        times.push_back(name + (" takes " + ms[0]) + (ms.size() == 1 ? "" : " to " + ms.back()));
     }
     answer("b", "In %s, mode %s, %s.%s", name_of(runs[0].precision), name_of(runs[0].mode),
-           times.empty() ? "nothing ran" : list_of(times).c_str(), out_of_memory(runs).c_str());
+           times.empty() ? "nothing ran" : (size + " takes " + list_of(times)).c_str(), out_of_memory(runs).c_str());
     if (of.empty()) { return; }  // a single step has no deviation
     answer("b", "The standard deviation is %s %.1f %% of the mean (%s).",
            most <= SMALL_DEVIATION ? "small: at most" : "large: up to", 100 * most, of.c_str());
@@ -829,8 +818,7 @@ static void print_times(const std::vector<StepRun>& runs, const std::string& cap
     Table table = times_table(caption, {"size", "d_model", "d_ff", "num_layers", "num_heads"});
     for (const StepRun& r : runs) {
         const ModelConfig& c = r.config;
-        add_times(table, {c.name, to_cell(c.d_model), to_cell(c.d_ff), to_cell(c.num_layers), to_cell(c.num_heads)},
-                  r.phase[FORWARD], r.phase[FORWARD_BACKWARD]);
+        add_times(table, {c.name, to_cell(c.d_model), to_cell(c.d_ff), to_cell(c.num_layers), to_cell(c.num_heads)}, r);
     }
     print(table);
     answer_step_times(runs);
@@ -838,116 +826,99 @@ static void print_times(const std::vector<StepRun>& runs, const std::string& cap
 static void print_seconds(const std::vector<StepRun>& runs, const std::string& caption) {
     Table table{caption, {"", "model", "mean", "std"}};
     for (const StepRun& r : runs) {
-        for (Phase phase : {FORWARD_BACKWARD, FORWARD}) {
-            const Stats &ms = r.phase[phase].all, s{ms.mean / 1e3, ms.std / 1e3, 0, 0, 0, ms.n};
-            const auto cells = cells_of(r.phase[phase], s, "%.6g");
-            table.row(table.rows.size(),
-                      r.config.name + (phase == FORWARD ? " (forward only)" : " (forward, backward)"), cells[0],
-                      cells[1]);
+        for (Pass pass : {FWBW, FW}) {
+            const Stats& ms = r.pass[pass].ms;
+            table.row(table.rows.size(), r.config.name + (pass == FW ? " (forward only)" : " (forward, backward)"),
+                      mean_cell(r.pass[pass], "%.6g", 1e-3), ms.n > 1 ? strprintf("%.6g", ms.std / 1e3) : "");
         }
     }
     print(table);
 }
 static void print_steps(const std::vector<StepRun>& runs, const Options& o, const std::string& caption) {
-    std::vector<double> tflops;
+    auto rate_of = [&o](const StepRun& r) {  // TFLOP/s
+        const PassRun& step = r.pass[WHOLE_STEP];
+        return step.ran() ? step_tflops(r.config, o.batch_size, o.context_length, step.ms.mean) : NAN;
+    };
     double most = 0;
-    for (const StepRun& r : runs) {
-        const PhaseRun& step = r.phase[STEP];
-        tflops.push_back(step.ran() ? step_tflops(r.config, o.batch_size, o.context_length, step.all.mean) : NAN);
-        most = std::fmax(most, tflops.back());
-    }
+    for (const StepRun& r : runs) { most = std::fmax(most, rate_of(r)); }
     const FlopUnit unit = unit_of(most);
     Table table{caption,
                 {"size", "precision", "mode", "step_mean_ms", "step_std_ms", unit.name, "MFU %", "peak fw MiB",
                  "peak step MiB"}};
-    auto mib = [](const PhaseRun& run) { return run.ran() ? strprintf("%.0f", run.peak / 1048576.0) : ""; };
-    for (size_t i = 0; i < runs.size(); i++) {
-        const StepRun& r = runs[i];
-        const auto ms = cells_of(r.phase[STEP], r.phase[STEP].all);
-        table.row(r.config.name, r.precision, r.mode, ms[0], ms[1], tflops[i] * unit.per_tera,
-                  percent_of_peak(tflops[i], r.precision), mib(r.phase[FORWARD]), mib(r.phase[STEP]));
+    for (const StepRun& r : runs) {
+        const PassRun& step = r.pass[WHOLE_STEP];
+        const double rate = rate_of(r);
+        auto peak = [&r](Pass pass) { return r.pass[pass].ran() ? mib(r.pass[pass].peak, 0) : ""; };
+        table.row(r.config.name, r.precision, r.mode, mean_cell(step), deviation(step.ms, "%.2f"), rate * unit.per_tera,
+                  percent_of_peak(rate, r.precision), peak(FW), peak(WHOLE_STEP));
     }
     print(table);
 }
 
-struct WarmupRun {
-    int warmup;
-    PhaseRun forward, both;
-};
-// By the number of warm-up steps.
-static void answer_warmup(const std::vector<WarmupRun>& runs) {
-    const WarmupRun &first = runs.front(), &last = runs.back();
-    if (!first.forward.ran()) { return; }
-    auto change = [&](PhaseRun WarmupRun::*pass) { return (first.*pass).all.mean / (last.*pass).all.mean; };
-    // The pass in which the first steps show most.
-    const bool is_both = first.both.ran() && change(&WarmupRun::both) > change(&WarmupRun::forward);
-    std::vector<Stats> ms;
-    std::vector<std::string> means;
-    for (const WarmupRun& r : runs) {
-        ms.push_back((is_both ? r.both : r.forward).all);
-        means.push_back(
-            strprintf("%.2f ms (standard deviation %.2f) after %d", ms.back().mean, ms.back().std, r.warmup));
-    }
-    const Stats cold = ms.front(), warm = ms.back();
+// runs: by their numbers of warm-up steps.
+static void answer_warmup(const std::vector<StepRun>& runs, const std::vector<int>& warmup) {
+    const StepRun &first = runs.front(), &last = runs.back();
+    if (!first.pass[FW].ran()) { return; }
+    auto change = [&](Pass pass) { return first.pass[pass].ms.mean / last.pass[pass].ms.mean; };
+    const Pass shown =
+        first.pass[FWBW].ran() && change(FWBW) > change(FW) ? FWBW : FW;  // in which the first steps show most
     // One slow step among many raises the cold mean and its deviation alike: only the warm run's deviation is noise.
-    const double more = cold.mean - warm.mean, noise = std::max(warm.std, SMALL_DEVIATION * warm.mean);
-    answer("c", "%s. %s takes %s warm-up steps.",
-           more < -noise ? "The machine's speed changed during this run, so it does not show what the first steps cost"
-           : more <= noise          ? "The first steps cost no more than the noise"
-           : context.device == CUDA ? "The first steps are slower: they also load the kernels' code, create the cuBLAS "
-                                      "handle and grow the pool"
-                                    : "The first steps are slower: they also touch their memory for the first time",
-           is_both ? "Forward with backward" : "Forward", list_of(means).c_str());
-    if (more <= noise) { return; }
-    const double alike = std::max(0.02, warm.std / warm.mean);
-    size_t enough = runs.size() - 1;  // the runs from here on are alike
-    while (enough > 0 && std::abs(ms[enough - 1].mean / warm.mean - 1) <= alike) { enough--; }
-    answer("c",
-           enough + 1 == runs.size() ? "No smaller number comes within %.0f %% of %s: clocks, caches and the memory "
-                                       "pool settle only over several steps."
-                                     : "The mean is within %.0f %% of the last from %s on.",
-           100 * alike, counted(runs[enough].warmup, "warm-up step").c_str());
+    const Stats cold = first.pass[shown].ms, warm = last.pass[shown].ms;
+    const double noise = std::max(warm.std, SMALL_DEVIATION * warm.mean);
+    std::vector<std::string> means;
+    size_t enough = 0;  // the runs from here on are alike
+    for (size_t i = 0; i < runs.size(); i++) {
+        const Stats& ms = runs[i].pass[shown].ms;
+        means.push_back(strprintf("%.2f ms (standard deviation %.2f) after %d", ms.mean, ms.std, warmup[i]));
+        if (std::abs(ms.mean - warm.mean) > std::max(0.02 * warm.mean, warm.std)) { enough = i + 1; }
+    }
+    const bool slower = cold.mean - warm.mean > noise;
+    answer("c", "%s %s takes %s warm-up steps.",
+           !slower                  ? "Beyond the noise the first steps are not slower than the later ones:"
+           : context.device == CUDA ? "The first steps also load the kernels' code, create the cuBLAS handle and grow "
+                                      "the pool:"
+                                    : "The first steps also touch their memory for the first time:",
+           pass_names[shown], list_of(means).c_str());
+    if (slower) {
+        answer("c",
+               "From %s on the mean is the last one's, within 2 %% or the noise: clocks, caches and the memory "
+               "pool have settled.",
+               counted(warmup[enough], "warm-up step").c_str());
+    }
 }
 static void print_warmups(const StepRun& cold, const Options& o, const std::string& caption) {
     Table table = times_table(caption, {"warmup"});
-    std::vector<WarmupRun> runs;
+    std::vector<StepRun> runs;
     for (int warmup : o.warmup) {
-        runs.push_back({warmup, after_warmup(cold.phase[FORWARD], warmup, o.steps),
-                        after_warmup(cold.phase[FORWARD_BACKWARD], warmup, o.steps)});
-        add_times(table, {to_cell(warmup)}, runs.back().forward, runs.back().both);
+        runs.push_back(after_warmup(cold, warmup, o.steps));
+        add_times(table, {to_cell(warmup)}, runs.back());
     }
     print(table);
-    answer_warmup(runs);
+    answer_warmup(runs, o.warmup);
 }
 
 int cmd_benchmarking_script(const Options& asked) {
-    const Options o = options_of(asked);
-    const std::vector<ModelConfig> configs = configs_of(o);
-    const std::vector<Precision> precisions = precisions_of(o);
-    const std::vector<Mode> modes = modes_of(o, configs, precisions);
-    auto setting = [] {
-        return strprintf("precision %s, mode %s", name_of(context.precision), caption_of(context.mode).c_str());
-    };
-    std::vector<StepRun> all, first;  // first: in the first precision and mode
-    for (Precision precision : precisions) {
-        for (Mode mode : modes) {
-            context.precision = precision, context.mode = mode;
-            std::vector<StepRun> runs;
-            for (const ModelConfig& c : configs) { runs.push_back(measure_model(c, o)); }
-            print_times(runs, caption_of(o, configs, "benchmarking_script; " + setting()));
-            if (first.empty()) { first = runs; }
+    const Sweep s = sweep_of(asked);
+    std::vector<StepRun> all;
+    std::string first;  // setting
+    for (Precision precision : s.precisions) {
+        for (Mode mode : s.modes) {
+            const std::vector<StepRun> runs = measure_sizes(s, precision, mode);
+            const std::string setting =
+                strprintf("; precision %s, mode %s", name_of(precision), caption_of(mode).c_str());
+            print_times(runs, s.caption("benchmarking_script" + setting));
+            if (all.empty()) { first = setting; }
             all.insert(all.end(), runs.begin(), runs.end());
         }
     }
     require_a_run(all);
-    print_steps(all, o, caption_of(o, configs, "benchmarking_script: whole steps, with AdamW; MFU: attention in full"));
-    context.precision = precisions[0], context.mode = modes[0];
-    print_seconds(first, caption_of(o, configs, "benchmarking_script, in seconds; " + setting()));
-    if (o.warmup.size() == 1) { return 0; }
-    print_warmups(first[0], o,
-                  caption_of(o, {configs[0]},
-                             "benchmarking_script (c): " + configs[0].name +
-                                 ", the process's first steps, counted after fewer for warm-up; " + setting()));
+    print_steps(all, s.o, s.caption("benchmarking_script: whole steps, with AdamW; MFU: attention in full"));
+    print_seconds({all.begin(), all.begin() + s.configs.size()}, s.caption("benchmarking_script, in seconds" + first));
+    if (s.o.warmup.size() > 1) {
+        print_warmups(all[0], s.o,
+                      s.caption("benchmarking_script (c): " + all[0].config.name +
+                                ", the process's first steps, counted after fewer for warm-up" + first));
+    }
     return 0;
 }
 
@@ -963,69 +934,51 @@ static std::string how_fast(const Stats& ours, const Stats& theirs, const std::s
                      : strprintf("slower than %s (%.2f times as fast)", they.c_str(), times);
 }
 // "1.71 times as fast as vanilla for small and 1.33 times as fast as vanilla for 2.7B": of the first and the last size
-// that ran in both. "" if none did. growth: how many times the first one's factor the last one's is.
-static std::string compared(const std::vector<StepRun>& ours, const std::vector<StepRun>& theirs, Phase phase,
+// that ran in both. growth: how many times the first one's factor the last one's is.
+static std::string compared(const std::vector<StepRun>& ours, const std::vector<StepRun>& theirs, Pass pass,
                             const char* they, double* growth = nullptr) {
     std::vector<std::string> verdicts;
     std::vector<double> factors;
     for (size_t i = 0; i < ours.size(); i++) {
-        const PhaseRun &a = ours[i].phase[phase], &b = theirs[i].phase[phase];
-        if (!a.ran() || !b.ran()) { continue; }
-        verdicts.push_back(how_fast(a.all, b.all, they) + " for " + ours[i].config.name);
-        factors.push_back(b.all.mean / a.all.mean);
+        if (!ours[i].pass[pass].ran() || !theirs[i].pass[pass].ran()) { continue; }
+        const Stats &a = ours[i].pass[pass].ms, &b = theirs[i].pass[pass].ms;
+        verdicts.push_back(how_fast(a, b, they) + " for " + ours[i].config.name);
+        factors.push_back(b.mean / a.mean);
     }
-    if (verdicts.empty()) { return ""; }
-    if (growth) { *growth = factors.back() / factors.front(); }
+    if (verdicts.empty()) { return "not to be compared"; }
+    if (growth && factors.size() > 1) { *growth = factors.back() / factors.front(); }
     return verdicts.size() == 1 ? verdicts[0] : verdicts[0] + " and " + verdicts.back();
 }
-static std::string factor_cell(const PhaseRun& ours, const PhaseRun& theirs) {
-    return ours.ran() && theirs.ran() ? strprintf("%.2fx", theirs.all.mean / ours.all.mean) : "";
+static std::string factor_cell(const PassRun& ours, const PassRun& theirs) {
+    return ours.ran() && theirs.ran() ? strprintf("%.2fx", theirs.ms.mean / ours.ms.mean) : "";
 }
 // By size.
 static void answer_torch_compile(const std::vector<StepRun>& vanilla, const std::vector<StepRun>& compiled) {
-    const std::string forward = compared(compiled, vanilla, FORWARD, "vanilla"),
-                      both = compared(compiled, vanilla, FORWARD_BACKWARD, "vanilla"),
-                      step = compared(compiled, vanilla, STEP, "vanilla");
     answer("b", "In %s, compiled forward is %s.%s", name_of(vanilla[0].precision),
-           forward.empty() ? "not to be compared" : forward.c_str(), out_of_memory(vanilla).c_str());
-    if (!both.empty()) { answer("b", "Forward and backward together are %s.", both.c_str()); }
-    if (!step.empty()) { answer("b", "A whole step, with AdamW, is %s.", step.c_str()); }
-}
-static void print_compiled(const std::vector<StepRun> runs[2], const Options& o, const std::string& caption) {
-    Table table{caption, {"size", "run_type", "vanilla (ms)", "compiled (ms)", "speedup", "compiled MFU %"}};
-    for (size_t i = 0; i < runs[FUSED].size(); i++) {
-        const ModelConfig& c = runs[FUSED][i].config;
-        for (Phase phase : {FORWARD, FORWARD_BACKWARD, STEP}) {
-            const PhaseRun &eager = runs[EAGER][i].phase[phase], &fused = runs[FUSED][i].phase[phase];
-            const double whole = step_tflops(c, o.batch_size, o.context_length, fused.all.mean);
-            table.row(c.name, phase == STEP ? "forward+backward+optimizer" : name_of(phase),
-                      cells_of(eager, eager.all)[0], cells_of(fused, fused.all)[0], factor_cell(fused, eager),
-                      fused.ran() ? percent_of_peak(whole / (phase == FORWARD ? 3 : 1), context.precision) : "");
-        }
-    }
-    print(table);
-    answer_torch_compile(runs[EAGER], runs[FUSED]);
+           compared(compiled, vanilla, FW, "vanilla").c_str(), out_of_memory(vanilla).c_str());
+    answer("b", "A whole step, with AdamW, is %s.", compared(compiled, vanilla, WHOLE_STEP, "vanilla").c_str());
 }
 int cmd_torch_compile(const Options& asked) {
     torch_compile_attention(asked);
-    const Options o = options_of(asked);
-    const std::vector<ModelConfig> configs = configs_of(o);
+    const Sweep s = sweep_of(asked);
     std::vector<StepRun> all;
-    for (Precision precision : precisions_of(o)) {
-        context.precision = precision;
-        std::vector<StepRun> runs[2];
-        for (const ModelConfig& c : configs) {
-            for (Mode mode : {EAGER, FUSED}) {
-                context.mode = mode;
-                runs[mode].push_back(measure_model(c, o));
+    for (Precision precision : s.precisions) {
+        const std::vector<StepRun> vanilla = measure_sizes(s, precision, EAGER),
+                                   compiled = measure_sizes(s, precision, FUSED);
+        Table table{s.caption(std::string("torch_compile (b): whole model; vanilla = mode eager, compiled = mode "
+                                          "fused, fused by hand; precision ") +
+                              name_of(precision)),
+                    {"size", "run_type", "vanilla (ms)", "compiled (ms)", "speedup"}};
+        for (size_t i = 0; i < compiled.size(); i++) {
+            for (Pass pass : {FW, FWBW, WHOLE_STEP}) {
+                const PassRun &eager = vanilla[i].pass[pass], &fused = compiled[i].pass[pass];
+                table.row(s.configs[i].name, pass_names[pass], mean_cell(eager), mean_cell(fused),
+                          factor_cell(fused, eager));
             }
         }
-        print_compiled(runs, o,
-                       caption_of(o, configs,
-                                  std::string("torch_compile (b): whole model; vanilla = mode eager, compiled = mode "
-                                              "fused, fused by hand; precision ") +
-                                      name_of(precision)));
-        all.insert(all.end(), runs[FUSED].begin(), runs[FUSED].end());
+        print(table);
+        answer_torch_compile(vanilla, compiled);
+        all.insert(all.end(), compiled.begin(), compiled.end());
     }
     require_a_run(all);
     return 0;
@@ -1038,12 +991,10 @@ int cmd_torch_compile(const Options& asked) {
 static void answer_mixed_precision(const std::vector<std::vector<StepRun>>& runs) {
     for (size_t p = 1; p < runs.size(); p++) {
         const char* precision = name_of(runs[p][0].precision);
-        double growth = 1;
-        const std::string verdict =
-            compared(runs[p], runs[0], FORWARD_BACKWARD, name_of(runs[0][0].precision), &growth);
+        double growth = NAN;  // with fewer than two sizes
         answer("c", "Forward and backward in %s are %s.", precision,
-               verdict.empty() ? "not to be compared" : verdict.c_str());
-        if (context.device != CUDA || runs[p].size() < 2) { continue; }
+               compared(runs[p], runs[0], FWBW, name_of(runs[0][0].precision), &growth).c_str());
+        if (context.device != CUDA || std::isnan(growth)) { continue; }
         answer("c",
                growth > 1 + SMALL_DEVIATION
                    ? "The larger model gains more in %s: products take more of its time, and tensor cores do these."
@@ -1057,23 +1008,20 @@ static void answer_mixed_precision(const std::vector<std::vector<StepRun>>& runs
     }
 }
 int cmd_benchmarking_mixed_precision(const Options& asked) {
-    const Options o = options_of(asked);
-    const std::vector<ModelConfig> configs = configs_of(o);
-    const std::vector<Precision> precisions = precisions_of(o);
-    context.mode = modes_of(o, configs, precisions)[0];
+    const Sweep s = sweep_of(asked);
     print_toy_models();
-    Table table = times_table(
-        caption_of(o, configs, std::string("benchmarking_mixed_precision (c); mode ") + name_of(context.mode)),
-        {"size", "precision"});
+    std::vector<std::vector<StepRun>> runs;
+    for (Precision precision : s.precisions) {
+        runs.push_back(measure_sizes(s, precision, s.modes[0], {FORWARD, FORWARD_BACKWARD}));
+    }
+    Table table = times_table(s.caption(std::string("benchmarking_mixed_precision (c); mode ") + name_of(context.mode)),
+                              {"size", "precision"});
     table.columns.push_back("speedup");
-    std::vector<std::vector<StepRun>> runs(precisions.size());
-    for (const ModelConfig& c : configs) {
-        for (size_t p = 0; p < precisions.size(); p++) {
-            context.precision = precisions[p];
-            runs[p].push_back(measure_model(c, o, {FORWARD, FORWARD_BACKWARD}));
-            const PhaseRun *now = runs[p].back().phase, *base = runs[0].back().phase;
-            add_times(table, {c.name, name_of(precisions[p])}, now[FORWARD], now[FORWARD_BACKWARD]);
-            table.rows.back().push_back(factor_cell(now[FORWARD_BACKWARD], base[FORWARD_BACKWARD]));
+    for (size_t i = 0; i < s.configs.size(); i++) {
+        for (const std::vector<StepRun>& in_precision : runs) {
+            const StepRun& r = in_precision[i];
+            add_times(table, {r.config.name, name_of(r.precision)}, r);
+            table.rows.back().push_back(factor_cell(r.pass[FWBW], runs[0][i].pass[FWBW]));
         }
     }
     print(table);
@@ -1096,14 +1044,13 @@ struct CheckpointStrategy {
     size_t peak = 0;  // bytes
 };
 
-static std::string mib(size_t bytes, int decimals = 1) { return strprintf("%.*f", decimals, bytes / 1048576.0); }
 // So small that it runs at once, also on a CPU.
 static ModelConfig tiny_model(int blocks) { return {"tiny", 64, 256, blocks, 4, 100}; }
 
 static std::vector<CheckpointStrategy> strategies_for(int N) {
     std::vector<CheckpointStrategy> all = {{"none", {}, "1", "N", "O(N)", "0", "O(N)"}};
-    for (int k : std::set<int>{1, (int)std::lround(std::sqrt(N)), N}) {
-        const char* memory = k == 1 || k == N ? "O(N)" : "O(sqrt N)";
+    for (int k : std::set<int>{1, (int)std::lround(std::sqrt(N))}) {
+        const char* memory = k == 1 ? "O(N)" : "O(sqrt N)";
         all.push_back(
             {strprintf("flat, k = %d", k), {Checkpointing::GROUPS, k}, "ceil(N / k)", "k", memory, "N", "O(N)"});
     }
@@ -1186,76 +1133,40 @@ static void print_strategies(const Options& o) {
 
 // (b) How many blocks make the best checkpoint, without nesting, and what that costs.
 
-struct CheckpointRun {  // a training step
+struct CheckpointRun {
     Checkpointing checkpoint;
-    size_t predicted = 0, activations = 0, peak = 0, oom = 0;  // bytes; peak: measured; oom: needed, and not there
-    Stats ms{};                                                // forward and backward
+    PassRun step;
 };
 static std::vector<CheckpointRun> run_sizes(const ModelConfig& c, const Options& o) {
     RestoreContext restore;
-    Model model;
     std::vector<CheckpointRun> runs;
-    for (const Checkpointing& k : std::vector<Checkpointing>{{Checkpointing::HALF},
-                                                             {Checkpointing::GROUPS, 1},
-                                                             {Checkpointing::GROUPS, 2},
-                                                             {Checkpointing::GROUPS, 4},
-                                                             {Checkpointing::GROUPS, 8},
-                                                             {}}) {
-        if (k.n > c.num_layers) { continue; }
-        context.checkpoint = k;
-        CheckpointRun r{k};
-        r.predicted = predicted_peak(c, o.batch_size, o.context_length, STEP);
-        r.activations = memory_use(META).peak_by[ACTIVATIONS];
-        auto run = [&] {
-            if (!model.weights) { model = random_model(c, o.seed); }
-            Batch batch = random_batch(o.batch_size, o.context_length, c.vocab_size, o.seed);
-            LossScaler scaler;
-            zero_gradients(model);
-            reset_peak(context.device);
-            run_phase(STEP, model, batch, scaler);
-            r.peak = memory_use(context.device).peak;
-            auto passes = [&] { run_phase(FORWARD_BACKWARD, model, batch, scaler); };
-            r.ms = stats_of(time_ms(o.warmup[0], o.steps, passes));
-        };
-        const std::string row = row_of(c, o.batch_size, o.context_length, STEP);
-        r.oom = run_if_fits(row, r.predicted, run, memory_use(context.device).now);
-        runs.push_back(r);
+    for (int n : {1, 2, 4, 8, 0}) {
+        if (n > c.num_layers) { continue; }
+        context.checkpoint = {n > 0 ? Checkpointing::GROUPS : Checkpointing::NONE, n};
+        runs.push_back({context.checkpoint, measure_model(c, o, {STEP}).pass[WHOLE_STEP]});
     }
     return runs;
 }
-static std::string blocks_of(const CheckpointRun& r) {
-    return !r.checkpoint                              ? "without checkpoints"
-           : r.checkpoint.form == Checkpointing::HALF ? "with half a block"
-                                                      : "with " + counted(r.checkpoint.n, "block");
-}
+// runs: by size, then without checkpoints.
 static void answer_sizes(const std::vector<CheckpointRun>& runs, const std::string& model) {
-    auto bytes = [](const CheckpointRun& r) { return r.oom ? r.predicted : r.peak; };
-    auto least = [&](const CheckpointRun& a, const CheckpointRun& b) { return bytes(a) < bytes(b); };
-    const CheckpointRun& none = runs.back();
-    size_t best = std::min_element(runs.begin() + 1, runs.end() - 1, least) - runs.begin();
-    if (bytes(runs[0]) < 0.999 * bytes(runs[best])) { best = 0; }  // half a block
-    std::vector<std::string> others;                               // the next ones, and none
+    auto bytes = [](const CheckpointRun& r) { return r.step.ran() ? r.step.peak : r.step.predicted; };
+    auto less = [&](const CheckpointRun& a, const CheckpointRun& b) { return bytes(a) < bytes(b); };
+    const size_t best = std::min_element(runs.begin(), runs.end() - 1, less) - runs.begin();
+    std::vector<std::string> others;  // the next smaller and larger one, and none
     for (size_t i = 0; i < runs.size(); i++) {
         if (i + 1 != best && i != best + 1 && i + 1 != runs.size()) { continue; }
-        others.push_back(mib(bytes(runs[i])) + (runs[i].oom ? " (out of memory) " : " ") + blocks_of(runs[i]));
+        const CheckpointRun& r = runs[i];
+        others.push_back(mib(bytes(r)) + (r.step.ran() ? " " : " (out of memory) ") +
+                         (r.checkpoint ? "with " + counted(r.checkpoint.n, "block") : "without checkpoints"));
     }
-    const CheckpointRun& r = runs[best];
-    answer("b", "In %s a step's peak is least %s per checkpoint: %s MiB (predicted: %s). Beside it: %s.", model.c_str(),
-           blocks_of(r).c_str(), mib(bytes(r)).c_str(), mib(r.predicted).c_str(), list_of(others).c_str());
-    if (runs.size() > 3) {
-        const CheckpointRun &a = runs[runs.size() - 3], &b = runs[runs.size() - 2];  // the largest checkpoints
-        const double block = 1048576.0 * (b.checkpoint.n - a.checkpoint.n), peak = (b.predicted - a.predicted) / block,
-                     residuals = (b.activations - a.activations) / block;
-        const double gradients = residuals - peak;
-        answer("b", "Each further block in a checkpoint adds %.0f MiB: %.0f of residuals%s.", peak, residuals,
-               gradients > 1 ? strprintf(", less %.0f of gradients that do not exist yet", gradients).c_str() : "");
-    }
-    if (r.ms.n == 0) { return; }
-    const std::string price =
-        none.ms.n == 0 ? "without checkpoints the step does not fit, so the price is known in FLOPs only: a third more"
-        : level(r.ms, none.ms) ? "level with the time without checkpoints, within the noise"
-                               : strprintf("%.2f times the time without checkpoints", r.ms.mean / none.ms.mean);
-    answer("b", "Forward and backward then take %.2f ms: %s.", r.ms.mean, price.c_str());
+    const PassRun &step = runs[best].step, &none = runs.back().step;
+    answer("b", "In %s a step's peak is least with %s per checkpoint: %s MiB (predicted: %s). Beside it: %s.",
+           model.c_str(), counted(runs[best].checkpoint.n, "block").c_str(), mib(bytes(runs[best])).c_str(),
+           mib(step.predicted).c_str(), list_of(others).c_str());
+    if (!step.ran()) { return; }
+    answer("b", "A step then takes %.2f ms: %s.", step.ms.mean,
+           none.ran() ? how_fast(step.ms, none.ms, "without checkpoints").c_str()
+                      : "without checkpoints it does not fit, so the price is known in FLOPs only, a third more");
 }
 int cmd_gradient_checkpointing(const Options& asked) {
     Options o = asked;
@@ -1272,25 +1183,19 @@ int cmd_gradient_checkpointing(const Options& asked) {
         by_quick(o, "steps", &Options::steps, 2);
         by_quick(o, "warmup", &Options::warmup, std::vector<int>{1});
     }
-    Table table{
-        strprintf("gradient_checkpointing (b): %s, %d blocks, batch %d, context length %d, vocabulary %d, precision "
-                  "%s, mode %s; peak of a training step, with AdamW's moments; time of forward and backward, %d "
-                  "warmup, %d step",
-                  c.name.c_str(), c.num_layers, o.batch_size, o.context_length, c.vocab_size,
-                  name_of(context.precision), name_of(context.mode), o.warmup[0], o.steps),
-        {"blocks per checkpoint", "predicted peak MiB", "of it activations", "peak MiB", "fwbw_mean_ms", "of none"}};
+    Table table{strprintf("gradient_checkpointing (b): %s, %d blocks, batch %d, context length %d, vocabulary %d, "
+                          "precision %s, mode %s; a training step, with AdamW; %d warmup, %d step",
+                          c.name.c_str(), c.num_layers, o.batch_size, o.context_length, c.vocab_size,
+                          name_of(context.precision), name_of(context.mode), o.warmup[0], o.steps),
+                {"blocks per checkpoint", "predicted peak MiB", "peak MiB", "step_mean_ms", "of none"}};
     const std::vector<CheckpointRun> runs = run_sizes(c, o);
-    const Stats& none = runs.back().ms;
-    bool ran = false;
-    for (const CheckpointRun& r : runs) {
-        ran |= !r.oom;
-        table.row(name_of(r.checkpoint), mib(r.predicted), mib(r.activations), r.oom ? oom_cell(r.oom) : mib(r.peak),
-                  r.oom ? "" : strprintf("%.2f", r.ms.mean),
-                  r.oom || none.n == 0 ? "" : strprintf("%.2fx", r.ms.mean / none.mean));
+    for (const auto& [checkpoint, step] : runs) {
+        table.row(name_of(checkpoint), mib(step.predicted), step.ran() ? mib(step.peak) : oom_cell(step.predicted),
+                  step.ran() ? mean_cell(step) : "", factor_cell(runs.back().step, step));
     }
     print(table);
     answer_sizes(runs, c.name);
-    if (!ran) { fail("nothing fits into the memory that is available"); }
+    if (!runs[0].step.ran()) { fail("nothing fits into the memory that is available"); }
     return 0;
 }
 
@@ -1306,122 +1211,99 @@ static Tensor tensor_from_file(const FileTensor& f) {  // F32 or BF16 -> F32, I6
     }
     return t;
 }
-static Tensor load_tokens(const SafeTensors& file, const char* name, const Shape& shape, int V) {
-    FileTensor f = require_tensor(file, name, shape, {"I32", "I64"});
-    Tensor t = tensor_from_file(f);
-    for (int64_t i = 0; i < t.size(); i++) {
-        int token = t.as<int>()[i];
-        if (token < 0 || token >= V) {
-            fail("%s: tensor %s: element %" PRId64 " is not a token of a vocabulary of %d", file.path.c_str(), name, i,
-                 V);
+static Batch read_batch(const std::string& path, int V) {
+    const SafeTensors file = load_safetensors(path);
+    require_no_others(file, {"tokens", "targets"}, "tokens or targets");
+    const Shape shape = require_tensor(file, "tokens", {-1, -1}, {"I32", "I64"}).shape;
+    if (count(shape) == 0) { fail("%s: tensor tokens: is empty, %s", path.c_str(), to_string(shape).c_str()); }
+    auto read = [&](const char* name) {
+        Tensor t = tensor_from_file(require_tensor(file, name, shape, {"I32", "I64"}));
+        for (int64_t i = 0; i < t.size(); i++) {
+            if (t.as<int>()[i] >= 0 && t.as<int>()[i] < V) { continue; }
+            fail("%s: tensor %s: element %" PRId64 " is not a token of a vocabulary of %d", path.c_str(), name, i, V);
         }
-    }
-    return to_device(t, context.device);
+        return to_device(t, context.device);
+    };
+    return {read("tokens"), read("targets")};
 }
-// The model whose weights a file holds; every tensor that is missing, superfluous or wrong-shaped is refused by name.
-static ModelConfig config_from_file(const SafeTensors& file, int num_heads, float rope_theta) {
-    auto shape_of = [&](const std::string& name) {
-        const FileTensor& t = require_tensor(file, name, {-1, -1}, {"F32", "BF16"});
-        for (int64_t n : t.shape) {  // one that is empty may claim any length
-            if (n < 1 || n > INT_MAX) {
-                fail("%s: tensor %s: expected a shape of whole numbers from 1 to %d, found %s", file.path.c_str(),
-                     name.c_str(), INT_MAX, to_string(t.shape).c_str());
-            }
+// The parameters, or what an arena of gradients or moments has of them.
+using Parts = std::vector<std::pair<std::string, Tensor>>;
+static void add_parts(Parts& parts, const std::string& prefix, const Model& model, const Tensor& arena) {
+    for (const Parameter& p : model.parameters) { parts.push_back({prefix + p.name, view(arena, p.offset, p.shape)}); }
+}
+// Every tensor that is missing, superfluous (but one of `known`) or wrong-shaped is refused by name.
+static void read_parts(const SafeTensors& file, const Parts& parts, int layers, std::set<std::string> known = {}) {
+    NoGrad no_grad;
+    for (const auto& [name, to] : parts) {
+        const Tensor from = tensor_from_file(require_tensor(file, name, to.shape, {"F32", "BF16"}));
+        copy_or_add(to, to_device(from, context.device), false);
+        known.insert(name);
+    }
+    require_no_others(file, known, strprintf("one of a model of %d layers", layers));
+}
+static Model read_model(const Options& o) {
+    const SafeTensors file = load_safetensors(o.weights);
+    auto shape_of = [&](const char* name) {
+        const Shape& shape = require_tensor(file, name, {-1, -1}, {"F32", "BF16"}).shape;
+        if (std::any_of(shape.begin(), shape.end(), [](int64_t n) { return n < 1 || n > INT_MAX; })) {
+            fail("%s: tensor %s: expected a shape of whole numbers from 1 to %d, found %s", o.weights.c_str(), name,
+                 INT_MAX, to_string(shape).c_str());  // one that is empty may claim any length
         }
-        return t.shape;
+        return shape;
     };
     const Shape embedding = shape_of("token_embeddings.weight"), w1 = shape_of("layers.0.ffn.w1.weight");
-    ModelConfig c{"custom", (int)embedding[1], (int)w1[0], 1, num_heads, (int)embedding[0]};
-    c.rope_theta = rope_theta;
+    ModelConfig c{"custom", (int)embedding[1], (int)w1[0], 1, o.num_heads, (int)embedding[0], (float)o.rope_theta};
     while (file.tensors.count("layers." + std::to_string(c.num_layers) + ".ln1.weight")) { c.num_layers++; }
-    if (c.d_model % c.num_heads != 0 || c.d_model / c.num_heads % 2 != 0) {
-        fail("%s: tensor token_embeddings.weight: width %d does not make %d heads of an even size", file.path.c_str(),
-             c.d_model, c.num_heads);
-    }
-    return c;
+    check_config(c);
+    context.mode = modes_of(o, {c}, {context.precision})[0];
+    Model model = make_model(c);
+    Parts parts;
+    add_parts(parts, "", model, model.weights);
+    read_parts(file, parts, c.num_layers);
+    return model;
 }
-static Tensor weight_from_file(const SafeTensors& file, const std::string& name, const Shape& shape) {
-    return tensor_from_file(require_tensor(file, name, shape, {"F32", "BF16"}));
-}
-// Sets a weight, or a moment, which may be bf16.
-static void set_weight(const Tensor& to, const Tensor& from_cpu) {
-    NoGrad no_grad;
-    copy_or_add(detached(to), to_device(from_cpu, context.device), false);
-}
-static std::string model_of(const ModelConfig& c) { return strprintf("one of a model of %d layers", c.num_layers); }
 struct NamedTensors {  // what goes into a file; keeps the CPU copies alive
     std::vector<Tensor> kept;
     std::vector<std::pair<std::string, FileTensor>> list;
     void add(const std::string& name, const Tensor& t) {
         NoGrad no_grad;
-        Tensor wide = t.dtype == I32 || t.dtype == F32 ? t : cast(t, F32);
-        kept.push_back(to_device(contiguous(wide), CPU));
+        kept.push_back(to_device(contiguous(t.dtype == F32 ? t : cast(t, F32)), CPU));
         list.push_back({name, describe(kept.back())});
     }
 };
-// The name of the first that holds NaN or an infinity; "": none does.
-static std::string first_not_finite(const NamedTensors& tensors) {
-    for (const auto& [name, t] : tensors.list) {
-        const float* x = (const float*)t.data;
-        auto finite = [](float value) { return std::isfinite(value); };
-        if (t.dtype == "F32" && !std::all_of(x, x + count(t.shape), finite)) { return name; }
-    }
-    return "";
-}
 
-static int run_model(const Options& o, SafeTensors& weights, const SafeTensors& batch_file) {
-    ModelConfig c = config_from_file(weights, o.num_heads, (float)o.rope_theta);
-    context.mode = modes_of(o, {c}, {context.precision})[0];
+int cmd_model(const Options& o) {
+    context.device = choose_device(o.device);
+    context.precision = precisions_of(o)[0];
     Trainer t;
-    t.model = make_model(c);
+    t.model = read_model(o);
     Model& model = t.model;
-    std::set<std::string> known;
-    for (const Parameter& p : model.parameters) {
-        set_weight(p.weight, weight_from_file(weights, p.name, p.shape));
-        known.insert(p.name);
-    }
-    require_no_others(weights, known, model_of(c));
-    weights.content = nullptr, weights.tensors.clear();
-    require_no_others(batch_file, {"tokens", "targets"}, "tokens or targets");
-    Shape shape = require_tensor(batch_file, "tokens", {-1, -1}, {"I32", "I64"}).shape;
-    if (count(shape) == 0) { fail("%s: tensor tokens: is empty, %s", o.batch.c_str(), to_string(shape).c_str()); }
-    Batch batch{load_tokens(batch_file, "tokens", shape, c.vocab_size),
-                load_tokens(batch_file, "targets", shape, c.vocab_size)};
-
+    const Batch batch = read_batch(o.batch, model.config.vocab_size);
     make_gradients(model);
-    NamedTensors out;
     zero_gradients(model);
     Tensor logits = forward(model, batch.tokens), loss = cross_entropy(logits, batch.targets);
-    backward(loss, loss_scale_of(t.scaler));
-    drop_weight_copies(model.slots);
+    backward_from_loss(model, loss, loss_scale_of(t.scaler));
+    NamedTensors out;
     out.add("logits", logits);
     out.add("loss", loss);
     for (const Parameter& p : model.parameters) {
         NoGrad no_grad;
         out.add("grad." + p.name, scale(view(model.gradients, p.offset, p.shape), 1 / loss_scale_of(t.scaler)));
     }
-    const double first_loss = to_doubles(loss)[0];
     t.adamw.lr = (float)o.lr;
     for (int i = 0; i < o.steps; i++) { train_step(t, {batch}); }
     for (const Parameter& p : model.parameters) {
         if (o.steps > 0) { out.add("param." + p.name, p.weight); }
     }
     save_safetensors(o.out, out.list, {{"format", "pt"}});
-    std::string line = strprintf(
-        "model %s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d; tokens %s; loss %.6f", o.weights.c_str(),
-        c.num_layers, c.d_model, c.d_ff, c.num_heads, c.vocab_size, to_string(shape).c_str(), first_loss);
-    if (o.steps > 0) { line += strprintf("; before step %d: %.6f", o.steps, t.loss); }
-    std::string bad = first_not_finite(out);  // your weights may ask for it
-    if (!bad.empty()) { line += "; the first tensor that is not finite: " + bad; }
-    line += strprintf("; wrote %zu tensors to %s", out.list.size(), o.out.c_str());
+    const ModelConfig& c = model.config;
+    const std::string line = strprintf(
+        "model %s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d; tokens %s; loss %.6f; wrote %zu tensors "
+        "to %s",
+        o.weights.c_str(), c.num_layers, c.d_model, c.d_ff, c.num_heads, c.vocab_size,
+        to_string(batch.tokens.shape).c_str(), to_doubles(loss)[0], out.list.size(), o.out.c_str());
     printf("%s\n", one_line(line).c_str());
     return 0;
-}
-int cmd_model(const Options& o) {
-    context.device = choose_device(o.device);
-    context.precision = precisions_of(o)[0];
-    SafeTensors weights = load_safetensors(o.weights), batch_file = load_safetensors(o.batch);
-    return run_model(o, weights, batch_file);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1493,7 +1375,7 @@ static std::string sample_text(Model& model, const Text& text, int T, int n, uin
         int token = 0;
         while (token < V - 1 && (at -= l[token]) >= 0) { token++; }
         tokens.push_back(token);
-        bool printable = (token >= 32 && token < 127) || token == '\n';
+        const bool printable = token < 127 && (token >= 32 || token == '\n');
         out += printable ? std::string(1, (char)token) : strprintf("\\x%02x", token);
     }
     return out;
@@ -1506,50 +1388,44 @@ static double learning_rate(const Options& o, int step) {
 }
 
 // A checkpoint: weights, AdamW's moments, train.state, and in its metadata what else makes the run.
-static void visit(const Trainer& t, const std::function<void(const std::string& name, const Tensor& values)>& see) {
-    for (const auto& [prefix, arena] :
-         {std::make_pair("", t.model.weights), {"adamw.m.", t.model.m}, {"adamw.v.", t.model.v}}) {
-        for (const Parameter& p : t.model.parameters) { see(prefix + p.name, view(arena, p.offset, p.shape)); }
-    }
+static Parts parts_of(const Model& model) {
+    Parts parts;
+    add_parts(parts, "", model, model.weights);
+    add_parts(parts, "adamw.m.", model, model.m);
+    add_parts(parts, "adamw.v.", model, model.v);
+    return parts;
 }
-static std::map<std::string, std::string> run_of(const Options& o) {
-    auto text = [](int n) { return std::to_string(n); };
-    return {{"d_model", text(o.d_model)},       {"d_ff", text(o.d_ff)},
-            {"num_layers", text(o.num_layers)}, {"num_heads", text(o.num_heads)},
-            {"batch_size", text(o.batch_size)}, {"context_length", text(o.context_length)},
-            {"seed", std::to_string(o.seed)},   {"lr", strprintf("%.9g", o.lr)}};
+static std::string run_of(const Options& o) {
+    return strprintf(
+        "--d_model %d --d_ff %d --num_layers %d --num_heads %d --batch_size %d --context_length %d --seed "
+        "%" PRIu64 " --lr %.9g",
+        o.d_model, o.d_ff, o.num_layers, o.num_heads, o.batch_size, o.context_length, o.seed, o.lr);
 }
 // Nothing that is not finite is saved over a good file.
 static void save_checkpoint(Trainer& t, const Options& o) {
     join_weights(t.model);
     NamedTensors tensors;
-    visit(t, [&](const std::string& name, const Tensor& values) { tensors.add(name, values); });
-    const std::string bad = first_not_finite(tensors);
-    if (!bad.empty()) { fail("after step %d %s is not finite: nothing was saved", t.steps, bad.c_str()); }
+    for (const auto& [name, values] : parts_of(t.model)) {
+        tensors.add(name, values);
+        const float* x = tensors.kept.back().as<float>();
+        if (!std::all_of(x, x + values.size(), [](float value) { return std::isfinite(value); })) {
+            fail("after step %d %s is not finite: nothing was saved", t.steps, name.c_str());
+        }
+    }
     tensors.add("train.state",
                 from_floats({(float)t.steps, (float)t.model.step, t.scaler.scale, (float)t.scaler.good_steps}, {4}));
-    std::map<std::string, std::string> metadata = run_of(o);
-    metadata["format"] = "pt";
-    save_safetensors(o.save, tensors.list, metadata);
+    save_safetensors(o.save, tensors.list, {{"format", "pt"}, {"run", run_of(o)}});
     split_weights(t.model);
 }
 static void load_checkpoint(Trainer& t, const Options& o) {
     const SafeTensors file = load_safetensors(o.load);
-    for (const auto& [name, ours] : run_of(o)) {
-        const auto found = file.metadata.find(name);
-        const std::string theirs = found == file.metadata.end() ? "none" : found->second;
-        if (theirs != ours) {
-            fail("--%s %s: %s has %s, and a run goes on as it began", name.c_str(), ours.c_str(), o.load.c_str(),
-                 theirs.c_str());
-        }
+    const auto run = file.metadata.find("run");
+    const std::string theirs = run == file.metadata.end() ? "other options" : run->second;
+    if (theirs != run_of(o)) {
+        fail("--load %s: is of a run with %s, not with %s", o.load.c_str(), theirs.c_str(), run_of(o).c_str());
     }
-    std::set<std::string> known = {"train.state"};
-    visit(t, [&](const std::string& name, const Tensor& values) {
-        set_weight(values, weight_from_file(file, name, values.shape));
-        known.insert(name);
-    });
-    require_no_others(file, known, model_of(t.model.config));
-    const std::vector<float> state = to_floats(weight_from_file(file, "train.state", {4}));
+    read_parts(file, parts_of(t.model), o.num_layers, {"train.state"});
+    const std::vector<float> state = to_floats(tensor_from_file(require_tensor(file, "train.state", {4}, {"F32"})));
     const bool possible = std::all_of(state.begin(), state.end(), [](float x) { return x >= 0 && x <= FLT_MAX; });
     if (!possible || state[0] > 1 << 20 || state[1] > state[0] || state[2] == 0 || state[3] > state[0]) {
         fail("%s: tensor train.state: is none of a run", o.load.c_str());
@@ -1558,8 +1434,8 @@ static void load_checkpoint(Trainer& t, const Options& o) {
     t.scaler.scale = state[2], t.scaler.good_steps = (int)state[3];
 }
 
-// Until the last step, or a signal. Fails where the loss or the gradients' norm is
-// not finite; in fp16 that norm halves the loss scale, until it is below 2^-14, fp16's smallest normal number.
+// Until the last step, or a signal. Fails where the loss or the gradients' norm is not finite; in fp16 that norm halves
+// the loss scale, until it is below 2^-14, fp16's smallest normal number.
 static void take_steps(Trainer& t, const Text& text, const Options& o, Table& rows) {
     const int rows_apart = std::max(1, o.steps / 20);
     while (t.steps < o.steps && !EndSignals::seen()) {
@@ -1609,10 +1485,8 @@ int cmd_train(const Options& typed) {
         note("train: %s has all %d steps behind it; --steps asks for more", o.load.c_str(), t.steps);
     }
     const double before = held_out_loss(t.model, text, o.batch_size, T);
-    Table rows{strprintf("train %s: %zu bytes, a tenth held out; %d layers, d_model %d, d_ff %d, %d heads, "
-                         "precision %s, mode %s; batch %d, context length %d, seed %" PRIu64,
-                         o.data.c_str(), text.bytes.size(), c.num_layers, c.d_model, c.d_ff, c.num_heads,
-                         name_of(context.precision), name_of(context.mode), o.batch_size, T, o.seed),
+    Table rows{strprintf("train %s: %zu bytes, a tenth held out; %s; precision %s, mode %s", o.data.c_str(),
+                         text.bytes.size(), run_of(o).c_str(), name_of(context.precision), name_of(context.mode)),
                {"step", "loss", "lr", "gradient norm", "ms", "tokens/s"}};
     int signal = 0;
     {
@@ -1623,7 +1497,6 @@ int cmd_train(const Options& typed) {
         if (!o.save.empty()) { save_checkpoint(t, o); }   // before all that takes time
         signal = EndSignals::seen();
     }
-    if (rows.rows.empty()) { print(rows); }
     if (signal) {
         note("ended by signal %d (%s) after step %d of %d: %s", signal, strsignal(signal), t.steps, o.steps,
              o.save.empty() ? "nothing was saved, since --save was not given"
@@ -1632,8 +1505,7 @@ int cmd_train(const Options& typed) {
     }
     const double after = held_out_loss(t.model, text, o.batch_size, T);
     Table summary{"train: loss in nats per byte", {"held-out loss before", "held-out loss after", "steps", "peak MiB"}};
-    summary.row(strprintf("%.4f", before), strprintf("%.4f", after), t.steps,
-                strprintf("%.0f", memory_use(context.device).peak / 1048576.0));
+    summary.row(strprintf("%.4f", before), strprintf("%.4f", after), t.steps, mib(memory_use(context.device).peak, 0));
     print(summary);
     if (o.sample > 0) {
         answer("", "The held-out text's first %d bytes continued (temperature 0.8):", T);

@@ -100,7 +100,6 @@ struct Checkpointing {
     enum Form {
         NONE,
         GROUPS,  // of n blocks each
-        HALF,    // each block is two: attention, and the feed-forward, each with its norm
         HALVES,  // each half of the blocks is one, and within it each half of that, down to a block
         NESTED,  // all blocks but the last are one, and within it all but the last
         FFN,     // the feed-forward of the first n blocks

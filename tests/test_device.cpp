@@ -424,3 +424,11 @@ TEST_CASE("measure: where no terminal is, notes are lines, and progress is one a
     CHECK(has(text, "5 s later\n"));
     CHECK(!has(text, "at once"));
 }
+extern "C" void __asan_init() __attribute__((weak));  // the address sanitizer takes terabytes of addresses
+TEST_CASE("measure: without address space for OpenBLAS's buffers the program says so, and ends") {
+    if (device_description().find("OpenBLAS") == std::string::npos || __asan_init) { return; }
+    if (cuda_devices() > 0) { return skip_this_case("CUDA's libraries need more address space"); }
+    const std::string limited = "ulimit -v 150000; timeout 20 " + program();
+    CHECK(system((limited + " list --device cpu >/dev/null").c_str()) == 0);
+    CHECK(system((limited + " info --quick --device cpu 2>&1 | grep -q 'OpenBLAS needs'").c_str()) == 0);
+}

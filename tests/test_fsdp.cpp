@@ -5,6 +5,9 @@
 
 #include <tuple>
 
+void begin_unit(const Model& model, int unit);  // of model.cu
+Tensor end_unit(const Model& model, int unit, const Tensor& y);
+
 // ---------------------------------------------------------------------------------------------------------------------
 // FSDP's weights, how often it gathers, and what it holds.
 

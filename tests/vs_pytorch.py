@@ -328,7 +328,9 @@ def first_of_window(n, seed, i):
 
 def train_pytorch(text, checkpoint, precision, steps):
     """As model.cu: warm-up over a tenth of the steps, then a cosine to a tenth of lr; a tenth of the text is held out."""
-    tensors, meta = load_checkpoint(checkpoint)
+    tensors, metadata = load_checkpoint(checkpoint)
+    words = metadata["run"].split()  # --d_model 64 ...
+    meta = {option[2:]: value for option, value in zip(words[::2], words[1::2])}
     T, B, seed = (int(meta[k]) for k in ("context_length", "batch_size", "seed"))
     done = int(tensors["train.state"][0])
     lr, min_lr, warmup = float(meta["lr"]), float(meta["lr"]) / 10, max(1, steps // 10)
