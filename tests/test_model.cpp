@@ -955,7 +955,7 @@ TEST_CASE("benchmark: benchmarking_script's tables have the columns of the write
         has(r.out,
             "\nsize,d_model,d_ff,num_layers,num_heads,fw_mean_ms,fw_std_ms,bw_only_mean_ms,bw_only_std_ms,fwbw_mean_ms,"
             "fwbw_std_ms\ncustom,16,16,1,1,"));
-    CHECK(has(r.out, "\nsize,precision,mode,step_mean_ms,step_std_ms,TFLOP/s,MFU %,peak fw MiB,peak step MiB\n"));
+    CHECK(has(r.out, "\nsize,precision,mode,step_mean_ms,step_std_ms,GFLOP/s,MFU %,peak fw MiB,peak step MiB\n"));
     CHECK(has(r.out, "\n,model,mean,std\n0,\"custom (forward, backward)\","));
     CHECK(has(r.out, "\n1,custom (forward only),"));
     CHECK(has(r.out, "in seconds; precision bf16, mode eager; batch 1, context length: 32, vocabulary 16, 2 warmup"));
