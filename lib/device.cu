@@ -597,7 +597,8 @@ void end_progress() {
 }
 
 void progress(const char* format, ...) {
-    static const bool terminal = isatty(STDERR_FILENO);
+    static const char* const term = getenv("TERM");
+    static const bool terminal = isatty(STDERR_FILENO) && term && strcmp(term, "dumb") != 0;
     static double said_ms = now_ms();
     if (!terminal && now_ms() - said_ms < 5000) { return; }  // in a file, a line at most every 5 s
     said_ms = now_ms();

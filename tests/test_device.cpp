@@ -432,3 +432,12 @@ TEST_CASE("measure: without address space for OpenBLAS's buffers the program say
     CHECK(system((limited + " list --device cpu >/dev/null").c_str()) == 0);
     CHECK(system((limited + " info --quick --device cpu 2>&1 | grep -q 'OpenBLAS needs'").c_str()) == 0);
 }
+TEST_CASE("measure: a terminal that calls itself dumb gets no escape sequences") {
+    for (const char* term : {"dumb", "xterm"}) {
+        const std::string train = program() + " train --data LICENSE --quick --device cpu --sample 0";
+        Run r =
+            run_shell("script -qec 'TERM=" + std::string(term) + " " + train + "' /dev/null");  // gives it a terminal
+        CHECK_MESSAGE(r.exit_code == 0, r.out);
+        CHECK(has(r.out, "\033") == (term != std::string("dumb")));
+    }
+}
