@@ -488,10 +488,9 @@ HD A apply(const F& f, A x0, A x1, A x2) {
     if constexpr (N == 3) { return f(x0, x1, x2); }
 }
 
-#ifdef __CUDACC__
 // W neighbours along the last dimension, as one access where they lie side by side.
-template <int W>
-__device__ inline void load_some(float (&x)[W], const Operand& o, int64_t step, int64_t at) {
+template <int W, class A>
+HD inline void load_some(A (&x)[W], const Operand& o, int64_t step, int64_t at) {
     auto at_once = [&](auto zero) {
         auto pack = load_pack<W>((const decltype(zero)*)o.data + at);
         for (int w = 0; w < W; w++) { x[w] = pack.x[w]; }
@@ -499,10 +498,10 @@ __device__ inline void load_some(float (&x)[W], const Operand& o, int64_t step, 
     if (W > 1 && step == 1 && o.dtype == F32) { return at_once(float()); }
     if (W > 1 && step == 1 && o.dtype == BF16) { return at_once(bf16()); }
     if (W > 1 && step == 1 && o.dtype == F16) { return at_once(fp16()); }
-    for (int w = 0; w < W; w++) { x[w] = w > 0 && step == 0 ? x[0] : load<float>(o.data, o.dtype, at + w * step); }
+    for (int w = 0; w < W; w++) { x[w] = w > 0 && step == 0 ? x[0] : load<A>(o.data, o.dtype, at + w * step); }
 }
-template <int W>
-__device__ inline void store_some(const Operand& o, int64_t step, int64_t at, const float (&x)[W]) {
+template <int W, class A>
+HD inline void store_some(const Operand& o, int64_t step, int64_t at, const A (&x)[W]) {
     auto at_once = [&](auto zero) {
         Pack<decltype(zero), W> pack;
         for (int w = 0; w < W; w++) { pack.x[w] = x[w]; }
@@ -511,100 +510,67 @@ __device__ inline void store_some(const Operand& o, int64_t step, int64_t at, co
     if (W > 1 && o.dtype == F32) { return at_once(float()); }
     if (W > 1 && o.dtype == BF16) { return at_once(bf16()); }
     if (W > 1 && o.dtype == F16) { return at_once(fp16()); }
-    for (int w = 0; w < W; w++) { store<float>(o.data, o.dtype, at + w * step, x[w]); }
+    for (int w = 0; w < W; w++) { store<A>(o.data, o.dtype, at + w * step, x[w]); }
 }
-// I is the index type: 32-bit division is several times faster than 64-bit, and almost every tensor is small enough.
-// A thread computes W neighbours: one index calculation for all of them, and accesses of up to 16 bytes.
-template <int N, int W, class I, class F>
-__global__ void elementwise_kernel(F f, Loop loop) {
-    int last = loop.dims - 1;
-    for (I v = blockIdx.x * (I)blockDim.x + threadIdx.x; v < (I)(loop.n / W); v += (I)gridDim.x * blockDim.x) {
+// The v-th W neighbours: one index calculation for all of them, in 32 bits, since the division of 64 takes several
+// times as long, and accesses of up to 16 bytes.
+template <int N, int W, class A, class F>
+struct Elementwise {
+    F f;
+    Loop loop;
+    HD void operator()(int64_t v) const {
+        const int last = loop.dims - 1;
         int64_t at[3] = {}, out = 0;
-        I rest = v * W;
+        uint32_t rest = (uint32_t)v * W;
         for (int d = last; d >= 0; d--) {
-            I next = d > 0 ? rest / (I)loop.shape[d] : 0, index = rest - next * (I)loop.shape[d];
+            uint32_t size = (uint32_t)loop.shape[d], next = d > 0 ? rest / size : 0, index = rest - next * size;
             out += index * loop.out.stride[d];
-            for (size_t k = 0; k < N; k++) { at[k] += index * loop.in[k].stride[d]; }
+            for (int k = 0; k < N; k++) { at[k] += index * loop.in[k].stride[d]; }
             rest = next;
         }
-        float x[3][W] = {}, y[W];
-        for (size_t k = 0; k < N; k++) { load_some<W>(x[k], loop.in[k], loop.in[k].stride[last], at[k]); }
-        for (int w = 0; w < W; w++) { y[w] = apply<N>(f, x[0][w], x[1][w], x[2][w]); }
+        A x[N][W], y[W];
+        for (int k = 0; k < N; k++) { load_some<W>(x[k], loop.in[k], loop.in[k].stride[last], at[k]); }
+        for (int w = 0; w < W; w++) { y[w] = apply<N>(f, x[0][w], x[1 % N][w], x[2 % N][w]); }
         store_some<W>(loop.out, loop.out.stride[last], out, y);
     }
-}
-// Whether every operand can be read and written by fours: neighbours (or one value for all four), aligned.
-static bool by_fours(const Loop& loop, size_t inputs) {
+};
+// Whether every operand can be read and written by W: neighbours (or one value for all of them), aligned.
+static bool fits_packs(const Loop& loop, size_t inputs, int W) {
     int last = loop.dims - 1;
     auto fits = [&](const Operand& o) {
-        bool ok = o.stride[last] == 1 && (uintptr_t)o.data % (4 * size_of(o.dtype)) == 0;
-        for (int d = 0; d < last; d++) { ok = ok && o.stride[d] % 4 == 0; }
+        bool ok = o.stride[last] == 1 && (uintptr_t)o.data % std::min<size_t>(16, W * size_of(o.dtype)) == 0;
+        for (int d = 0; d < last; d++) { ok = ok && o.stride[d] % W == 0; }
         return ok;
     };
-    bool ok = loop.shape[last] % 4 == 0 && fits(loop.out);
+    bool ok = loop.shape[last] % W == 0 && fits(loop.out);
     for (size_t k = 0; k < inputs; k++) { ok = ok && (loop.in[k].stride[last] == 0 || fits(loop.in[k])); }
     return ok;
-}
-#endif
-
-template <size_t N, class A, class F>
-static void elementwise_cpu(const F& f, const Loop& loop) {
-    int last = loop.dims - 1;
-    int64_t inner = last == 0 ? 4096 : loop.shape[last], rows = (loop.n + inner - 1) / inner;
-    bool plain = loop.out.stride[last] == 1 && loop.out.dtype == F32;  // a loop that the compiler can vectorise
-    for (size_t k = 0; k < N; k++) { plain = plain && loop.in[k].dtype == F32 && loop.in[k].stride[last] == 1; }
-#pragma omp parallel for if (loop.n > 16384)
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t at[3] = {}, out = 0, rest = r, n = std::min(inner, loop.n - r * inner);
-        auto go = [&](int64_t index, int d) {
-            out += index * loop.out.stride[d];
-            for (size_t k = 0; k < N; k++) { at[k] += index * loop.in[k].stride[d]; }
-        };
-        if (last == 0) { go(r * inner, 0); }
-        for (int d = last - 1; d >= 0; d--) {
-            go(rest % loop.shape[d], d);
-            rest /= loop.shape[d];
-        }
-        if (plain) {
-            float* y = (float*)loop.out.data + out;
-            const float* x[3];
-            for (size_t k = 0; k < 3; k++) { x[k] = (const float*)loop.in[k < N ? k : 0].data + at[k < N ? k : 0]; }
-            for (int64_t i = 0; i < n; i++) { y[i] = apply<N>(f, x[0][i], x[1][i], x[2][i]); }
-            continue;
-        }
-        for (int64_t i = 0; i < n; i++, out += loop.out.stride[last]) {
-            A x[3] = {};
-            for (size_t k = 0; k < N; k++) {
-                x[k] = load<A>(loop.in[k].data, loop.in[k].dtype, at[k] + i * loop.in[k].stride[last]);
-            }
-            store<A>(loop.out.data, loop.out.dtype, out, apply<N>(f, x[0], x[1], x[2]));
-        }
-    }
 }
 
 template <class F, size_t N>
 static void elementwise_into(const F& f, const Tensor& out, const Tensor (&inputs)[N]) {
     Loop loop = loop_over(out, inputs);
     if (loop.n == 0 || out.device() == META) { return; }
-#ifdef __CUDACC__
-    if (out.device() == CUDA) {
-        auto launch = [&](auto width, auto index) {
-            LAUNCH((elementwise_kernel<N, width, decltype(index)>), grid_for(loop.n / width), 256, f, loop);
-        };
-        auto by = [&](auto width) {
-            loop.n < (int64_t)1 << 30 ? launch(width, uint32_t()) : launch(width, uint64_t());
-        };
-        return by_fours(loop, N) ? by(std::integral_constant<int, 4>()) : by(std::integral_constant<int, 1>());
-    }
-#endif
     if constexpr (std::is_same<F, Copy>::value) {
         bool floats = out.dtype != I32 && out.dtype != U8 && inputs[0].dtype != I32 && inputs[0].dtype != U8;
         bool neighbours = loop.dims == 1 && loop.out.stride[0] == 1 && loop.in[0].stride[0] == 1;
-        if (neighbours && floats) { return convert(out.data, out.dtype, inputs[0].data, inputs[0].dtype, loop.n); }
+        if (out.device() == CPU && neighbours && floats) {
+            return convert(out.data, out.dtype, inputs[0].data, inputs[0].dtype, loop.n);
+        }
     }
+    if (loop.n >> 32 > 1) { fail("%s: more elements than 32 bits can index", to_string(out.shape).c_str()); }
+    auto run = [&](auto width, auto zero) {
+        for_each(out.device(), loop.n / width, Elementwise<N, width, decltype(zero), F>{f, loop});
+    };
+    constexpr std::integral_constant<int, 1> one;
+    constexpr std::integral_constant<int, 4> four;  // a GPU's accesses
+    constexpr std::integral_constant<int, 16> sixteen;
+    const bool on_gpu = out.device() == CUDA;
     bool f64 = out.dtype == F64;
     for (const Tensor& t : inputs) { f64 = f64 || t.dtype == F64; }
-    f64 ? elementwise_cpu<N, double>(f, loop) : elementwise_cpu<N, float>(f, loop);
+    if (f64) { return run(one, double()); }
+    if (!fits_packs(loop, N, on_gpu ? four : sixteen)) { return run(one, float()); }
+    on_gpu ? run(four, float()) : run(sixteen, float());
 }
 static Shape broadcast(const Shape& a, const Shape& b) {
     Shape shape = a.size() >= b.size() ? a : b;
