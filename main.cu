@@ -56,8 +56,7 @@ static const Command COMMANDS[] = {
     {COMMAND(benchmarking_mixed_precision), "1.1.5", "2.1.5", 2, 1,
      "autocast's dtypes, and what fp32, tf32 and bf16 cost", TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash"},
     {COMMAND(memory_profiling), "1.1.6", "2.1.6", 4, 1, "where a step's memory goes",
-     "size*=2.7B " + MODEL +
-         "context_length*=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager checkpoint out.folder"},
+     "size*=2.7B " + MODEL + "context_length*=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager out.folder"},
     {COMMAND(gradient_checkpointing), "", "3.2.1", 4, 1, "what backward runs again instead of keeping it",
      "size=xl " + MODEL + "context_length=2048 batch_size warmup=2 steps=5 precision=fp32 mode=eager seed"},
     {COMMAND(pytorch_attention), "1.2.1", "4.1.1", 2, 1, "time and memory of plain attention", "steps=100 trace"},
@@ -133,14 +132,10 @@ static CLI::Validator number(double most = FLT_MAX) {  // CLI11's ranges take Na
 }
 static CLI::Validator one_of(const std::vector<std::string>& names) { return CLI::IsMember(names, CLI::ignore_case); }
 // Tried before the work.
-static CLI::Validator output() {
-    auto check = [](std::string& path) -> std::string {
-        try {
-            replace_file(path, nullptr);
-        } catch (const Failure& failure) { return failure.what(); }
-        return "";
-    };
-    return CLI::Validator(check, "");
+static std::string try_output(std::string& path) {
+    try {
+        return replace_file(path, nullptr), "";
+    } catch (const Failure& failure) { return failure.what(); }
 }
 static std::vector<std::string> implementations() {
     std::set<std::string> names = {"all", "auto"};
@@ -174,7 +169,7 @@ struct Adder {
 };
 static void add_common_options(Adder& add, Options& o, int least_steps) {
     add.option("edition", o.edition, one_of({"2025", "2026"}), "2025",
-               "the handout whose sizes and lengths are the defaults; xl is 1600 wide in 2025's, 2560 in 2026's");
+               "the handout of the defaults; xl is 1600 wide in 2025's, 2560 in 2026's");
     add.option("device", o.device, one_of({"auto", "cpu", "cuda"}), "auto", "auto takes a GPU if there is one");
     add.option("size", o.size, one_of({"small", "medium", "large", "xl", "2.7B", "10B", "8B"}), "",
                "a model of the handout");
@@ -188,10 +183,9 @@ static void add_common_options(Adder& add, Options& o, int least_steps) {
     add.option("warmup", o.warmup, whole(0), "5", "untimed steps before the timed ones");
     add.option("steps", o.steps, whole(least_steps), "10", "steps that are timed, or trained");
     add.option("precision", o.precision, one_of({"fp32", "tf32", "bf16", "fp16", "pure_bf16"}), "fp32",
-               "bf16 and fp16 follow autocast's rules; pure_bf16 keeps weights, gradients and moments in bf16, too");
-    add.option(
-        "mode", o.mode, one_of({"eager", "fused", "flash"}), "flash",
-        "eager: one kernel per operation; fused: fused kernels; flash: fused, with FlashAttention (not in fp16)");
+               "bf16 and fp16: autocast; pure_bf16: weights, gradients and moments, too");
+    add.option("mode", o.mode, one_of({"eager", "fused", "flash"}), "flash",
+               "eager: a kernel per operation; flash: fused, with FlashAttention (not in fp16)");
     add.option("seed", o.seed, whole(0, INT_MAX), "0", "seed of all random numbers");
     add.option("format", o.format, one_of({"md", "csv"}), "md", "format of the tables");
     add.flag("quick", o.quick, "shrink the run to some seconds on two CPU cores; also the default without a GPU");
@@ -201,8 +195,9 @@ static void add_own_options(Adder& add, Options& o) {
     add.option("checkpoint", o.checkpoint, CLI::Validator(), "none",
                "what backward runs again instead of keeping it: groups of N blocks; halves or nested; the "
                "feed-forward layers (ffn) or N of them (ffn:N); those, and N blocks whole (blocks:N)");
-    add.option("trace", o.trace, output(), "", "write what ran when, for Perfetto or chrome://tracing");
-    add.option("out", o.out, output(), "", "the file to write");
+    add.option("trace", o.trace, CLI::Validator(try_output, ""), "",
+               "write what ran when, for Perfetto or chrome://tracing");
+    add.option("out", o.out, CLI::Validator(try_output, ""), "", "the file to write");
     add.option("out.folder", o.out, CLI::Validator(), "", "the folder to write to");
     // Attention, and what comes from files
     add.flag("causal", o.causal, "query i sees keys j <= i only");
@@ -214,7 +209,7 @@ static void add_own_options(Adder& add, Options& o) {
     // Training
     add.option("data", o.data, CLI::ExistingFile, "", "the text to train on; its bytes are the tokens");
     add.option("lr", o.lr, number(), "0.001", "learning rate");
-    add.option("save", o.save, output(), "", "file for weights and optimizer state");
+    add.option("save", o.save, CLI::Validator(try_output, ""), "", "file for weights and optimizer state");
     add.option("load", o.load, CLI::ExistingFile, "", "file that --save wrote, to go on from");
     add.option("sample", o.sample, whole(0), "200", "bytes to write as a continuation");
     // Ranks
@@ -278,12 +273,13 @@ static void check_files(const Options& o) {
         {"data", o.data}, {"weights", o.weights}, {"batch", o.batch}, {"inputs", o.inputs},
         {"out", o.out},   {"save", o.save},       {"trace", o.trace}};
     for (int i = 4; i < 7; i++) {  // the outputs
-        for (int j = 0; j < i; j++) {
-            const auto& [name, path] = files[i];
+        const auto& [name, path] = files[i];
+        for (int j = 0; j < i && !path.empty(); j++) {
             const auto& [other, its] = files[j];
             std::error_code ignored;
-            if (path.empty() || (path != its && !std::filesystem::equivalent(path, its, ignored))) { continue; }
-            usage_error("--%s: got '%s', takes another file than --%s", name, path.c_str(), other);
+            if (path == its || std::filesystem::equivalent(path, its, ignored)) {
+                usage_error("--%s: got '%s', takes another file than --%s", name, path.c_str(), other);
+            }
         }
     }
 }
@@ -295,8 +291,6 @@ static bool parse_options(const Command& command, const std::vector<std::string>
     app.set_help_flag("--help,-h", "this text");
     app.get_formatter()->column_width(32);
     add_options(app, command, o);
-    const bool is_whole = command.options.find('!') == std::string::npos;  // without what has to be given
-    if (is_whole) { app.footer(std::string("Example: cs336 ") + command.id + " --quick"); }
     if (command.run == cmd_reproduce) { app.add_option("problem", o.words, "which to run; none: all"); }
     if (command.is_problem() && !command.is_in("2025")) { o.edition = "2026"; }
     try {
@@ -309,10 +303,6 @@ static bool parse_options(const Command& command, const std::vector<std::string>
         for (const CLI::Option* option : app.get_options()) { names.push_back(option->get_name()); }
         usage_error("%s: no such option%s", word.c_str(), did_you_mean(word, names).c_str());
     } catch (const CLI::ParseError& e) { usage_error("%s", e.what()); }
-    for (const std::string& word : words) {  // CLI11 leaves empty items out
-        if (word.find(",,") == std::string::npos && (word.empty() || word.back() != ',')) { continue; }
-        usage_error("got '%s', a list with an empty item", word.c_str());
-    }
     for (const CLI::Option* option : app.get_options()) {
         if (option->count() > 0) { o.given.insert(option->get_single_name()); }
     }
@@ -328,6 +318,10 @@ static bool parse_options(const Command& command, const std::vector<std::string>
     }
     if (command.options.find(MODEL) != std::string::npos) { configs_of(o); }  // the sizes have to fit each other
     check_files(o);
+    if (std::error_code failed; command.options.find("out.folder") != std::string::npos && !o.out.empty()) {
+        std::filesystem::create_directories(o.out, failed);
+        if (failed) { usage_error("--out %s: %s", o.out.c_str(), failed.message().c_str()); }
+    }
     return true;
 }
 
@@ -380,10 +374,6 @@ static int cmd_reproduce(const Options& o) {
     for (const Command& c : COMMANDS) {
         if (o.words.empty() && c.is_in(o.edition)) { problems.push_back(&c); }
     }
-    std::error_code failed;
-    if (std::filesystem::create_directories(o.out, failed); failed) {
-        usage_error("--out %s: %s", o.out.c_str(), failed.message().c_str());
-    }
     Table table{"reproduce", {"problem", "file", "result"}};
     int exit_code = 0;
     for (const Command* c : problems) {
@@ -427,23 +417,15 @@ static int cmd_info(const Options& o) {
     table.row("GPUs", cuda_devices(), "", "");
     table.row("CPU threads", cpu_threads(), "", "");
     table.row("memory available", available_memory(context.device) / 1073741824.0, "", "GiB");
-    const int mib = gpu ? 1024 : 256;
-    const std::string copy = strprintf("copy of %d MiB, read + written", mib);
-    run_if_fits(copy, 0, [&] { table.row(copy, copy_bandwidth((int64_t)mib << 20, 10), "", "GB/s"); });
-    auto multiply = [&](Precision p, int n, const char* where) {
-        const std::string what = strprintf("matmul %d^3 %s on the %s", n, name_of(p), where);
-        run_if_fits(what, 0, [&] {
-            const double rate = matmul_rate(p, n, 10);
-            const FlopUnit unit = unit_of(rate);
-            table.row(what, rate * unit.per_tera, context.device == CUDA ? dense_peak(p) * unit.per_tera : NAN,
-                      unit.name);
-        });
-    };
-    for (Precision p : {PREC_BF16, PREC_FP16, TF32, FP32}) {
-        if (gpu) { multiply(p, o.quick ? 4096 : 8192, "GPU"); }
+    const int n = gpu ? (o.quick ? 4096 : 8192) : (o.quick ? 512 : 2048);
+    for (Precision p : gpu ? std::vector<Precision>{PREC_BF16, PREC_FP16, TF32, FP32} : std::vector<Precision>{FP32}) {
+        const double rate = matmul_rate(p, n, 10);
+        const FlopUnit unit = unit_of(rate);
+        table.row(strprintf("matmul %d^3 %s", n, name_of(p)), rate * unit.per_tera,
+                  gpu ? dense_peak(p) * unit.per_tera : NAN, unit.name);
     }
-    context.device = CPU;
-    multiply(FP32, o.quick ? 512 : 2048, "CPU");
+    const int mib = gpu ? 1024 : 256;
+    table.row(strprintf("copy of %d MiB, read + written", mib), copy_bandwidth((int64_t)mib << 20, 10), "", "GB/s");
     print(table);
     return 0;
 }
