@@ -35,7 +35,7 @@ struct Command {
 
 static const std::string MODEL = "d_model d_ff num_layers num_heads vocab_size ";
 static const std::string TIMED =
-    "size*=small,medium,large,xl,2.7B " + MODEL + "context_length=256 batch_size steps seed trace ";
+    "size*=small,medium,large,xl,2.7B " + MODEL + "context_length=256 batch_size steps seed ";
 static const std::string RANKS = "nproc backend timeout ";
 static const std::string CHECK = "seed " + RANKS;
 static const std::string DDP =
@@ -50,7 +50,7 @@ static const Command COMMANDS[] = {
      "time forward, backward and the whole step of the Transformer",
      TIMED + "warmup*=0,1,2,5 precision*=fp32 mode*=eager,flash checkpoint"},
     {COMMAND(nsys_profile), "1.1.4", "2.1.4", 5, 1, "which kernels a step spends its time in",
-     TIMED + "context_length*=128,256,512,1024 warmup=2 steps=5 precision*=fp32 mode*=eager"},
+     TIMED + "context_length*=128,256,512,1024 warmup=2 steps=5 precision*=fp32 mode*=eager trace"},
     {COMMAND(mixed_precision_accumulation), "1.1.5", "2.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16",
      ""},
     {COMMAND(benchmarking_mixed_precision), "1.1.5", "2.1.5", 2, 1,
@@ -59,14 +59,14 @@ static const Command COMMANDS[] = {
      "size*=2.7B " + MODEL + "context_length*=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager out.folder"},
     {COMMAND(gradient_checkpointing), "", "3.2.1", 4, 1, "what backward runs again instead of keeping it",
      "size=xl " + MODEL + "context_length=2048 batch_size warmup=2 steps=5 precision=fp32 mode=eager seed"},
-    {COMMAND(pytorch_attention), "1.2.1", "4.1.1", 2, 1, "time and memory of plain attention", "steps=100 trace"},
+    {COMMAND(pytorch_attention), "1.2.1", "4.1.1", 2, 1, "time and memory of plain attention", "steps=100"},
     {COMMAND(torch_compile), "1.3", "4.2", 2, 1, "eager against fused kernels", TIMED + "warmup precision*=fp32"},
-    {COMMAND(weighted_sum), "1.3.1", "4.2.1", 0, 1, "the first kernel: a weighted sum", "trace"},
-    {COMMAND(flash_forward), "1.3.2", "4.2.2", 15, 0, "FlashAttention-2, forward", "seed trace"},
-    {COMMAND(flash_backward), "1.3.2", "4.2.2", 5, 0, "FlashAttention-2, backward", "seed trace"},
-    {COMMAND(flash_benchmarking), "1.3.2", "4.2.2", 5, 1, "FlashAttention-2 against plain attention", "trace"},
+    {COMMAND(weighted_sum), "1.3.1", "4.2.1", 0, 1, "the first kernel: a weighted sum", ""},
+    {COMMAND(flash_forward), "1.3.2", "4.2.2", 15, 0, "FlashAttention-2, forward", "seed"},
+    {COMMAND(flash_backward), "1.3.2", "4.2.2", 5, 0, "FlashAttention-2, backward", "seed"},
+    {COMMAND(flash_benchmarking), "1.3.2", "4.2.2", 5, 1, "FlashAttention-2 against plain attention", ""},
     {COMMAND(flash_leaderboard), "1.3.3", "", 0, 1, "one long causal sequence, as fast as it goes",
-     "d_model=1024 num_heads=16 context_length=16384 precision=bf16 impl=all trace"},
+     "d_model=1024 num_heads=16 context_length=16384 precision=bf16 impl=all"},
     {COMMAND(distributed_communication_single_node), "2.1", "5.1", 5, 2, "all-reduce: sizes, ranks, backends",
      "warmup steps " + RANKS},
     {COMMAND(naive_ddp), "2.2", "5.2", 5, 0, "an all-reduce for each parameter", CHECK},
@@ -96,7 +96,7 @@ static const Command COMMANDS[] = {
     {COMMAND(info), "", "", 0, 0, "the device, its libraries, its measured rates", ""},
     {COMMAND(train), "", "", 0, 0, "train on the bytes of a text, then continue it",
      "data! d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 lr precision=fp32 "
-     "mode=flash seed save load sample trace"},
+     "mode=flash seed save load sample"},
     {COMMAND(model), "", "", 0, 0, "your weights and batch in, our logits, loss and gradients out",
      "weights! batch! num_heads! out! rope_theta steps=0 lr precision=fp32 mode=flash"},
     {COMMAND(attention), "", "", 0, 0, "your q, k, v in, our output and gradients out", "inputs! out! causal impl"},
@@ -267,20 +267,14 @@ static const Command& find_command(const std::string& word) {
     usage_error("%s: no such command%s", word.empty() ? "''" : word.c_str(), did_you_mean(word, ids).c_str());
 }
 
-// An output must not take the place of an input, or of another output.
+// An output must not take the place of an input; --load may be saved over.
 static void check_files(const Options& o) {
-    const std::pair<const char*, std::string> files[] = {
-        {"data", o.data}, {"weights", o.weights}, {"batch", o.batch}, {"inputs", o.inputs},
-        {"out", o.out},   {"save", o.save},       {"trace", o.trace}};
-    for (int i = 4; i < 7; i++) {  // the outputs
-        const auto& [name, path] = files[i];
-        for (int j = 0; j < i && !path.empty(); j++) {
-            const auto& [other, its] = files[j];
-            std::error_code ignored;
-            if (path == its || std::filesystem::equivalent(path, its, ignored)) {
-                usage_error("--%s: got '%s', takes another file than --%s", name, path.c_str(), other);
-            }
-        }
+    const std::string& output = o.save.empty() ? o.out : o.save;
+    for (const std::string& input : {o.data, o.weights, o.batch, o.inputs}) {
+        std::error_code ignored;
+        if (!std::filesystem::equivalent(input, output, ignored)) { continue; }
+        usage_error("--%s: got '%s', takes another file than the input", o.save.empty() ? "out" : "save",
+                    output.c_str());
     }
 }
 
@@ -332,17 +326,7 @@ static int run_command(const Command& command, const std::vector<std::string>& w
     // What measures time is as small as with --quick where there is no GPU, unless its sizes are typed.
     if (command.gpus > 0 && (o.device == "cpu" || cuda_devices() == 0)) { o.quick = true; }
     if (o.quick) { context.sizes = o.has("quick") ? "; sizes of --quick" : "; no GPU: sizes of --quick"; }
-    // nsys_profile traces by itself, and so do the ranks.
-    const bool traced = !o.trace.empty() && command.run != cmd_nsys_profile && command.gpus != 2;
-    if (traced) { start_tracing(); }
-    const int exit_code = command.run(o);
-    if (traced) {
-        Trace trace = stop_tracing();
-        write_trace(o.trace, {trace}, strprintf("cs336 %s; %s", join(words, " ").c_str(), origin().c_str()));
-        note("--trace: the times in the tables include what tracing costs%s",
-             cuda_devices() > 0 && !trace.no_kernels.empty() ? (". Without kernels: " + trace.no_kernels).c_str() : "");
-    }
-    return exit_code;
+    return command.run(o);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

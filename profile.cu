@@ -472,7 +472,6 @@ int cmd_nsys_profile(const Options& asked) {
 static std::string path_of(const MemoryEvent& e) {  // "forward/layer/ffn"; "held": there before the log began
     return e.ms == 0 ? "held" : join({e.ranges.begin(), e.ranges.end()}, "/");
 }
-static std::string line_of(const MemoryEvent& e) { return strprintf("%s:%d", basename(e.at.file), e.at.line); }
 static const char* op_of(const MemoryEvent& e) {  // a lambda has no name: its range says what it does
     return strcmp(e.at.function, "operator()") == 0 && !e.ranges.empty() ? e.ranges.back() : e.at.function;
 }
@@ -544,31 +543,25 @@ struct BlockMemory {  // what one block saves for backward, bytes
     // the place of that of its output.
     int64_t gradients() const { return change + bytes - copies; }
 };
-using Allocation = std::pair<MemoryEvent, int>;  // of the log, and how many times
-struct MemoryRun {                               // one size and length, in one precision
+struct MemoryRun {  // one size and length, in one precision
     ModelConfig config;
     Precision precision;
     int B, T;
     PhaseMemory forward{}, step{};
-    std::vector<Allocation> largest = {};  // of forward
+    size_t largest = 0;                          // allocation of forward, bytes
+    std::map<std::string, int> largest_by = {};  // whose they are, and how many
     BlockMemory block{};
 };
 using MemoryRuns = std::vector<MemoryRun>;
 
-// Allocations of the same size, ranges and line are one. The largest first.
-static std::vector<Allocation> largest_allocations(const std::vector<MemoryEvent>& log) {
-    std::map<std::pair<int64_t, std::string>, Allocation> found;
+// Without what was there before.
+static void find_largest(MemoryRun& r, const std::vector<MemoryEvent>& log) {
     for (const MemoryEvent& e : log) {
-        const auto key = std::make_pair(-(int64_t)e.bytes, path_of(e) + op_of(e) + line_of(e));
-        if (e.is_alloc) { found.emplace(key, Allocation{e, 0}).first->second.second++; }
+        if (!e.is_alloc || e.ms == 0 || e.bytes < r.largest) { continue; }
+        if (e.bytes > r.largest) { r.largest = e.bytes, r.largest_by.clear(); }
+        r.largest_by[strprintf("%s in %s (%s:%d)", op_of(e), path_of(e).c_str(), basename(e.at.file), e.at.line)]++;
     }
-    std::vector<Allocation> all;
-    for (const auto& [key, allocation] : found) {
-        if (all.size() < 8) { all.push_back(allocation); }
-    }
-    return all;
 }
-
 static std::string range_of_peak(const std::vector<MemoryEvent>& log) {
     size_t held = 0, most = 0;
     std::string range;
@@ -636,7 +629,7 @@ static MemoryRun profile_memory(const ModelConfig& c, Precision precision, int B
             run_phase(phase, model, batch, scaler);
             const std::vector<MemoryEvent> log = stop_memory_log();
             m.use = memory_use(context.device), m.at = range_of_peak(log);
-            if (phase == FORWARD) { r.largest = largest_allocations(log); }
+            if (phase == FORWARD) { find_largest(r, log); }
             if (folder.empty()) { return; }
             save_file(strprintf("%s/snapshot_%s_%s_%d_%s.pickle", folder.c_str(), name_of(phase),
                                 size_option(c).c_str(), T, name_of(precision)),
@@ -649,18 +642,11 @@ static MemoryRun profile_memory(const ModelConfig& c, Precision precision, int B
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Its tables, (b) to (f) as the handout counts
+// Its tables
 
 static std::string mib(double bytes) { return strprintf("%.1f", bytes / 1048576); }
 static std::string gib(double bytes) { return strprintf("%.1f GiB", bytes / 1073741824.0); }
 
-// Operations, those that save most first.
-static std::vector<std::pair<std::string, int64_t>> saved_most(const BlockMemory& m) {
-    std::vector<std::pair<std::string, int64_t>> all(m.by_op.begin(), m.by_op.end());
-    std::stable_sort(all.begin(), all.end(), [](auto& a, auto& b) { return a.second > b.second; });
-    all.resize(std::min<size_t>(all.size(), 5));
-    return all;
-}
 static void print_peaks(const MemoryRuns& runs, const std::string& caption) {
     Table peaks{"memory_profiling (b): " + caption,
                 {"context length", "precision", "forward peak MiB", "full step peak MiB"}};
@@ -679,30 +665,6 @@ static void print_peaks(const MemoryRuns& runs, const std::string& caption) {
     }
     print(peaks);
     print(categories);
-}
-static void print_allocations(const MemoryRuns& runs) {
-    Table largest{"memory_profiling (e): the largest allocations of a forward; 'held': before it; S: context length",
-                  {"S", "precision", "MiB each", "times", "category", "range", "op", "line"}};
-    Table saved{"memory_profiling (f): what one block saves for backward, the five operations that save most",
-                {"S", "precision", "range and op", "bytes", "%"}};
-    Table change{"memory_profiling (f): memory over one block in backward, bytes",
-                 {"S", "precision", "saved", "of it weight copies", "change", "change + saved - copies",
-                  "gradients by formula"}};
-    for (const MemoryRun& r : runs) {
-        const BlockMemory& m = r.block;
-        for (const auto& [e, times] : r.largest) {
-            const std::string path = path_of(e), range = path.substr(path.find('/') + 1);  // without "forward/"
-            largest.row(r.T, r.precision, mib(e.bytes), times, name_of(e.category), range, op_of(e), line_of(e));
-        }
-        for (const auto& [op, bytes] : saved_most(m)) {
-            saved.row(r.T, r.precision, op, bytes, strprintf("%.1f", 100.0 * bytes / m.bytes));
-        }
-        change.row(r.T, r.precision, m.oom ? oom_cell(m.oom) : to_cell(m.bytes), m.copies, m.change, m.gradients(),
-                   m.formula);
-    }
-    print(largest);
-    print(saved);
-    print(change);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -731,36 +693,31 @@ static void answer_precision(const MemoryRun& high, const MemoryRun& low) {
     answer("c", "%s takes %s memory than %s: forward %s at context length %d, a step %s.", name_of(low.precision),
            low.forward.use.peak > high.forward.use.peak ? "more" : "less", name_of(high.precision),
            change(high.forward, low.forward).c_str(), low.T, change(high.step, low.step).c_str());
-    if (high.step.oom || low.step.oom) { return; }
-    const size_t *a = high.step.use.peak_by, *b = low.step.use.peak_by;
-    answer("c", "At a step's peak the activations change by %s, and 16-bit copies of the weights take %s.",
-           gib((double)b[ACTIVATIONS] - a[ACTIVATIONS]).c_str(), gib(b[WEIGHT_COPIES]).c_str());
 }
-// Those of one size; what was there before is left out.
 static void answer_largest(const MemoryRun& r) {
     std::vector<std::string> all;
-    size_t bytes = 0;
-    for (const auto& [e, times] : r.largest) {
-        if (e.ms == 0 || (bytes > 0 && e.bytes != bytes)) { continue; }
-        bytes = e.bytes;
-        all.push_back(strprintf("%d by %s in %s", times, op_of(e), path_of(e).c_str()));
-    }
-    answer("e", "At context length %d the largest allocations of a forward have %s MiB: %s.", r.T, mib(bytes).c_str(),
-           list_of(all).c_str());
+    for (const auto& [by, times] : r.largest_by) { all.push_back(strprintf("%d by %s", times, by.c_str())); }
+    answer("e", "At context length %d the largest allocations of a forward have %s MiB: %s.", r.T,
+           mib(r.largest).c_str(), list_of(all).c_str());
     answer("e", "The weights were there before, and the optimizer allocates nothing in forward.");
 }
 static void answer_block(const MemoryRun& r, const MemoryRun* low) {
     const BlockMemory& m = r.block;
     if (m.oom) { return answer("f", "Three blocks do not fit."); }
-    std::vector<std::string> ops;
-    for (const auto& [op, bytes] : saved_most(m)) {
-        ops.push_back(strprintf("%s %.1f %%", op.substr(op.rfind('/') + 1).c_str(), 100.0 * bytes / m.bytes));
+    std::vector<std::pair<int64_t, std::string>> most;
+    for (const auto& [op, bytes] : m.by_op) {
+        most.push_back({bytes, strprintf("%s %.1f %%", op.c_str(), 100.0 * bytes / m.bytes)});
+    }
+    std::sort(most.rbegin(), most.rend());
+    std::vector<std::string> five;
+    for (const auto& [bytes, text] : most) {
+        if (five.size() < 5) { five.push_back(text); }
     }
     answer("f", "One block saves %lld bytes (%s MiB) for backward in %s%s (%s at context length %d).",
            (long long)m.bytes, mib(m.bytes).c_str(), name_of(r.precision),
            low ? strprintf(", %lld in %s", (long long)low->block.bytes, name_of(low->precision)).c_str() : "",
            r.config.name.c_str(), r.T);
-    answer("f", "Most of it is saved by %s.", list_of(ops).c_str());
+    answer("f", "The five operations that save most: %s.", list_of(five).c_str());
     answer("f",
            "Backward over the block frees that, but memory %s by only %s MiB: the difference, %s MiB, is the gradients "
            "of its parameters; by the formula they have %s MiB.",
@@ -813,7 +770,6 @@ int cmd_memory_profiling(const Options& asked) {
                     strprintf("size %s, mode %s, batch %d, vocabulary %d; %s", c.name.c_str(),
                               caption_of(context.mode).c_str(), o.batch_size, c.vocab_size,
                               predicted ? "predicted, every allocation counted" : "the second run of each phase"));
-        print_allocations(runs);
         answer_memory_profiling(runs);
     }
     if (!ran) { fail("memory_profiling: no forward fits into memory"); }

@@ -80,6 +80,9 @@ std::string origin() { return device_description() + "; commit " + commit() + co
 void print(const Table& table) {
     static bool is_first = true;
     Table t = table;
+    for (const auto& row : t.rows) {
+        if (row.size() != t.columns.size()) { fail("table '%s': a row of %zu cells", t.caption.c_str(), row.size()); }
+    }
     if (is_first && !printed_to) { t.caption += "; " + origin(), is_first = false; }
     write_block(context.csv ? csv(t) : markdown(t));
 }
