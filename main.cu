@@ -168,11 +168,10 @@ struct Adder {
     }
 };
 static void add_common_options(Adder& add, Options& o, int least_steps) {
-    add.option("edition", o.edition, one_of({"2025", "2026"}), "2025",
-               "the handout of the defaults; xl is 1600 wide in 2025's, 2560 in 2026's");
+    add.option("edition", o.edition, one_of({"2025", "2026"}), "2025", "the handout whose sizes are the defaults");
     add.option("device", o.device, one_of({"auto", "cpu", "cuda"}), "auto", "auto takes a GPU if there is one");
     add.option("size", o.size, one_of({"small", "medium", "large", "xl", "2.7B", "10B", "8B"}), "",
-               "a model of the handout");
+               "a model of the handout; xl is 1600 wide in 2025's, 2560 in 2026's");
     add.option("d_model", o.d_model, whole(1), "", "width of the model");
     add.option("d_ff", o.d_ff, whole(1), "", "width of the feed-forward layer");
     add.option("num_layers", o.num_layers, whole(1), "", "number of blocks");

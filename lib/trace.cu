@@ -38,11 +38,6 @@ static int64_t epoch_ns() {
 static int in_this_trace(int range) { return range >= first_range ? range - first_range : -1; }
 
 #if defined(__CUDACC__) && defined(HAVE_CUPTI)
-#if CUPTI_API_VERSION >= 130000
-using KernelActivity = CUpti_ActivityKernel10;
-#else
-using KernelActivity = CUpti_ActivityKernel9;
-#endif
 // CONCURRENT_KERNEL, because KERNEL would run one kernel at a time.
 static const CUpti_ActivityKind traced_activities[] = {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,
                                                        CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET};
@@ -88,7 +83,7 @@ static bool watch_launches() {
     return ok;
 }
 
-// What is read here lies alike in all three types of records.
+// R: as CUDA 12.4 has it; later versions' records begin alike.
 template <class R>
 static void take_work(const CUpti_Activity* record, const std::string& name) {
     auto r = (const R*)record;
@@ -116,9 +111,8 @@ static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* bu
     CUptiResult result = CUPTI_ERROR_MAX_LIMIT_REACHED;  // what the end of a buffer is called
     while (bytes > 0 && (result = cuptiActivityGetNextRecord(buffer, bytes, &record)) == CUPTI_SUCCESS) {
         if (record->kind == CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL) {
-            take_work<KernelActivity>(record, ((const KernelActivity*)record)->name);
+            take_work<CUpti_ActivityKernel9>(record, ((const CUpti_ActivityKernel9*)record)->name);
         } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
-            // The later Memcpy6, which CUDA 12.4 lacks, begins alike.
             take_work<CUpti_ActivityMemcpy5>(record, "[CUDA memcpy]");
         } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMSET) {
             take_work<CUpti_ActivityMemset4>(record, "[CUDA memset]");
