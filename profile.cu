@@ -319,7 +319,7 @@ static void answer_times(const ProfileRun& r) {
                       r.no_kernels.c_str(), where(r).c_str());
     }
     const double difference = 100 * (r.in_trace / r.forward.ms.median - 1);
-    answer("a", "Forward takes %.1f ms by the clock and %.1f ms in the trace (%s): they %s, by %+.1f %%.",
+    answer("a", "Forward takes %.1f ms by the clock and %.1f ms in the trace (%s): they %s (%+.1f %%).",
            r.forward.ms.median, r.in_trace, where(r).c_str(), std::fabs(difference) <= 5 ? "match" : "differ",
            difference);
 }

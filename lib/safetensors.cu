@@ -62,19 +62,18 @@ static bool read_tensor(const json& entry, const char* data, size_t data_bytes, 
 }
 
 static void check_layout(const SafeTensors& file, const char* data, size_t data_bytes) {
-    std::vector<std::tuple<const void*, size_t, std::string>> order;
-    for (const auto& [name, t] : file.tensors) { order.emplace_back(t.data, t.bytes, name); }
-    std::sort(order.begin(), order.end());
-    size_t end = 0;  // of the tensors so far
+    std::set<std::tuple<const void*, size_t, std::string>> order;
+    for (const auto& [name, t] : file.tensors) { order.emplace(t.data, t.bytes, name); }
+    const char* end = data;  // of the tensors so far
     for (const auto& [at, bytes, name] : order) {
-        const size_t begin = (const char*)at - data;
-        if (begin != end) {
-            fail("%s: tensor %s: expected its data at byte %zu, found it at %zu: %s", file.path.c_str(),
-                 shown(name).c_str(), end, begin, begin < end ? "it overlaps another tensor" : "there is a hole");
+        if (at != end) {
+            fail("%s: tensor %s: %s", file.path.c_str(), shown(name).c_str(),
+                 at < end ? "it overlaps another tensor" : "there is a hole before its data");
         }
         end += bytes;
     }
-    if (end != data_bytes) { fail("%s: expected %zu bytes of data, found %zu", file.path.c_str(), end, data_bytes); }
+    const size_t all = end - data;
+    if (all != data_bytes) { fail("%s: expected %zu bytes of data, found %zu", file.path.c_str(), all, data_bytes); }
 }
 
 SafeTensors load_safetensors(const std::string& path) {

@@ -557,7 +557,7 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
     check_said(
         said({r}),
         {"**(a)** Forward takes 731.7 ms by the clock and 731.0 ms in the trace (2.7B at context length 1024): they "
-         "match, by -0.1 %.",
+         "match (-0.1 %).",
          "kernel__5x_cublas`, a matrix product on the CUDA cores (43.1 %, 65 times per pass); 2.7B at",
          "**(b)** Its launches in a forward: 64 in forward/layer/ffn/matmul and 1 in forward/lm_head/matmul.",
          "**(b)** With backward it is another one, `nt`, a matrix product on the CUDA cores (86.9 %, 1 time per pass",
@@ -577,7 +577,7 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
 
     r.in_trace = 1.074 * r.forward.ms.median, r.step.kernels[0].kernel = r.forward.kernels[0].kernel;
     r.forward.kernels.erase(r.forward.kernels.begin() + 3);  // one kernel for all of attention
-    check_said(said({r}), {"they differ, by +7.4 %.", "With backward it is the same one, `sm80",
+    check_said(said({r}), {"they differ (+7.4 %).", "With backward it is the same one, `sm80",
                            "Softmax and both products are one kernel here (38.32 ms per forward)"});
     r.step.kernels.clear(), r.step.oom = 1;
     CHECK(!has(said({r}), "(d)"));
