@@ -28,7 +28,7 @@ struct Command {
     int points;                               // the same in both; 0: none
     int gpus;                                 // that it measures on at full size; 0: it measures no time
     const char* what;
-    std::string options;
+    std::string options, in_2026 = "", quick = "";  // the last two: what edition 2026 and --quick set otherwise
     bool is_in(const std::string& edition) const { return *(edition == "2025" ? section_2025 : section_2026); }
     bool is_problem() const { return is_in("2025") || is_in("2026"); }
 };
@@ -36,6 +36,7 @@ struct Command {
 static const std::string MODEL = "d_model d_ff num_layers num_heads vocab_size ";
 static const std::string TIMED =
     "size*=small,medium,large,xl,2.7B " + MODEL + "context_length=256 batch_size steps seed ";
+static const std::string TIMED_2026 = "size=small,medium,large,xl,10B context_length=512";
 static const std::string RANKS = "nproc backend timeout ";
 static const std::string CHECK = "seed " + RANKS;
 static const std::string DDP =
@@ -48,19 +49,23 @@ static const std::string CALCS = "tokens=65536 d_model=4096 d_ff=11008 tflops=98
 static const Command COMMANDS[] = {
     {COMMAND(benchmarking_script), "1.1.3", "2.1.3", 4, 1,
      "time forward, backward and the whole step of the Transformer",
-     TIMED + "warmup*=0,1,2,5 precision*=fp32 mode*=eager,flash checkpoint"},
+     TIMED + "warmup*=0,1,2,5 precision*=fp32 mode*=eager,flash checkpoint", TIMED_2026},
     {COMMAND(nsys_profile), "1.1.4", "2.1.4", 5, 1, "which kernels a step spends its time in",
-     TIMED + "context_length*=128,256,512,1024 warmup=2 steps=5 precision*=fp32 mode*=eager trace"},
+     TIMED + "context_length*=128,256,512,1024 warmup=2 steps=5 precision*=fp32 mode*=eager trace",
+     "size=small,xl context_length=256,512,1024", "size=small context_length=64 batch_size=1 warmup=1 steps=2"},
     {COMMAND(mixed_precision_accumulation), "1.1.5", "2.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16",
      ""},
     {COMMAND(benchmarking_mixed_precision), "1.1.5", "2.1.5", 2, 1,
-     "autocast's dtypes, and what fp32, tf32 and bf16 cost", TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash"},
+     "autocast's dtypes, and what fp32, tf32 and bf16 cost", TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash",
+     TIMED_2026},
     {COMMAND(memory_profiling), "1.1.6", "2.1.6", 4, 1, "where a step's memory goes",
-     "size*=2.7B " + MODEL + "context_length*=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager out.folder"},
+     "size*=2.7B " + MODEL + "context_length*=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager out.folder",
+     "size=xl context_length=128,2048"},
     {COMMAND(gradient_checkpointing), "", "3.2.1", 4, 1, "what backward runs again instead of keeping it",
      "size=xl " + MODEL + "context_length=2048 batch_size warmup=2 steps=5 precision=fp32 mode=eager seed"},
     {COMMAND(pytorch_attention), "1.2.1", "4.1.1", 2, 1, "time and memory of plain attention", "steps=100"},
-    {COMMAND(torch_compile), "1.3", "4.2", 2, 1, "eager against fused kernels", TIMED + "warmup precision*=fp32"},
+    {COMMAND(torch_compile), "1.3", "4.2", 2, 1, "eager against fused kernels", TIMED + "warmup precision*=fp32",
+     TIMED_2026},
     {COMMAND(weighted_sum), "1.3.1", "4.2.1", 0, 1, "the first kernel: a weighted sum", ""},
     {COMMAND(flash_forward), "1.3.2", "4.2.2", 15, 0, "FlashAttention-2, forward", "seed"},
     {COMMAND(flash_backward), "1.3.2", "4.2.2", 5, 0, "FlashAttention-2, backward", "seed"},
@@ -103,20 +108,6 @@ static const Command COMMANDS[] = {
     {COMMAND(reproduce), "", "", 0, 0, "all problems, or those that are named, each into a file of --out",
      "out.folder=notes/output"},
 };
-
-// What 2026's handout sets otherwise. Its xl is another model, too: configs_of.
-static void take_edition_2026(Options& o) {
-    if (o.command == "nsys_profile") {
-        by_quick(o, "size", &Options::size, {"small", "xl"});
-        by_quick(o, "context_length", &Options::context_lengths, {256, 512, 1024});
-    } else if (o.command == "memory_profiling") {
-        by_quick(o, "size", &Options::size, {"xl"});
-        by_quick(o, "context_length", &Options::context_lengths, {128, 2048});
-    } else if (o.size.size() > 1) {  // the sweeps over all sizes
-        by_quick(o, "size", &Options::size, {"small", "medium", "large", "xl", "10B"});
-        by_quick(o, "context_length", &Options::context_length, 512);
-    }
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The options: a field of Options, what it takes, and what it is for.
@@ -277,6 +268,15 @@ static void check_files(const Options& o) {
     }
 }
 
+// Those that were not typed. (Edition 2026's xl is another model, too: configs_of.)
+static void set_defaults(CLI::App& app, const std::string& words) {
+    std::istringstream all(words);
+    for (std::string word; all >> word;) {
+        CLI::Option* option = app.get_option("--" + word.substr(0, word.find('=')));
+        if (option->count() == 0) { option->default_val(word.substr(word.find('=') + 1)); }
+    }
+}
+
 // words: the command's id and what follows. False: they ask for help, which is printed.
 static bool parse_options(const Command& command, const std::vector<std::string>& words, Options& o) {
     o.command = command.id, o.command_line = words;
@@ -302,8 +302,11 @@ static bool parse_options(const Command& command, const std::vector<std::string>
     if (command.is_problem() && !command.is_in(o.edition)) {
         usage_error("--edition: got %s, whose handout has no such problem", o.edition.c_str());
     }
+    // What measures time is as small as with --quick where there is no GPU, unless its sizes are typed.
+    if (command.gpus > 0 && (o.device == "cpu" || cuda_devices() == 0)) { o.quick = true; }
+    if (o.edition == "2026") { set_defaults(app, command.in_2026); }
+    if (o.quick) { set_defaults(app, command.quick); }
     if (!o.context_lengths.empty()) { o.context_length = o.context_lengths[0]; }
-    if (o.edition == "2026") { take_edition_2026(o); }
     for (const char* dimension : {"d_model", "d_ff", "num_layers", "num_heads"}) {
         if (o.has("size") && o.has(dimension)) {
             usage_error("--size: got '%s' and --%s too, takes one or the other", join(o.size, ",").c_str(), dimension);
@@ -322,8 +325,6 @@ static int run_command(const Command& command, const std::vector<std::string>& w
     Options o;
     if (!parse_options(command, words, o)) { return 0; }
     context.checkpoint = checkpointing_from(o.checkpoint), context.csv = o.format == "csv";
-    // What measures time is as small as with --quick where there is no GPU, unless its sizes are typed.
-    if (command.gpus > 0 && (o.device == "cpu" || cuda_devices() == 0)) { o.quick = true; }
     if (o.quick) { context.sizes = o.has("quick") ? "; sizes of --quick" : "; no GPU: sizes of --quick"; }
     return command.run(o);
 }

@@ -431,17 +431,9 @@ static void print_profile(const std::vector<ProfileRun>& runs, const Options& o)
     answer_nsys_profile(runs);
 }
 
-int cmd_nsys_profile(const Options& asked) {
-    Options o = asked;
+int cmd_nsys_profile(const Options& o) {
     context.device = choose_device(o.device);
     context.each_launch = true;
-    if (o.quick) {
-        by_quick(o, "size", &Options::size, {"small"});
-        by_quick(o, "context_length", &Options::context_lengths, {64});
-        by_quick(o, "batch_size", &Options::batch_size, 1);
-        by_quick(o, "warmup", &Options::warmup, {1});
-        by_quick(o, "steps", &Options::steps, 2);
-    }
     const std::vector<ModelConfig> configs = configs_of(o);
     const std::vector<Precision> precisions = precisions_of(o);
     const std::vector<Mode> modes = modes_of(o, configs, precisions);
