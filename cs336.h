@@ -263,8 +263,7 @@ struct FastWays {
 };
 inline FastWays fast_ways;
 
-// FORWARD: without a tape; STEP: with the optimizer's; TAPED_FORWARD: keeps all that a backward would read
-enum Phase { FORWARD, FORWARD_BACKWARD, STEP, TAPED_FORWARD };
+enum Phase { FORWARD, FORWARD_BACKWARD, STEP };  // FORWARD: without a tape; STEP: with the optimizer's
 const char* name_of(Phase phase);
 void run_phase(
     Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between = [] {});

@@ -28,14 +28,15 @@ struct Command {
     int points;                               // the same in both; 0: none
     int gpus;                                 // that it measures on at full size; 0: it measures no time
     const char* what;
-    std::string options;
+    std::string options, in_2026 = "", quick = "";  // the last two: what edition 2026 and --quick set otherwise
     bool is_in(const std::string& edition) const { return *(edition == "2025" ? section_2025 : section_2026); }
     bool is_problem() const { return is_in("2025") || is_in("2026"); }
 };
 
 static const std::string MODEL = "d_model d_ff num_layers num_heads vocab_size ";
 static const std::string TIMED =
-    "size*=small,medium,large,xl,2.7B " + MODEL + "context_length=256 batch_size steps seed trace ";
+    "size*=small,medium,large,xl,2.7B " + MODEL + "context_length=256 batch_size steps seed ";
+static const std::string TIMED_2026 = "size=small,medium,large,xl,10B context_length=512";
 static const std::string RANKS = "nproc backend timeout ";
 static const std::string CHECK = "seed " + RANKS;
 static const std::string DDP =
@@ -48,26 +49,29 @@ static const std::string CALCS = "tokens=65536 d_model=4096 d_ff=11008 tflops=98
 static const Command COMMANDS[] = {
     {COMMAND(benchmarking_script), "1.1.3", "2.1.3", 4, 1,
      "time forward, backward and the whole step of the Transformer",
-     TIMED + "warmup*=0,1,2,5 precision*=fp32 mode*=eager,flash checkpoint"},
+     TIMED + "warmup*=0,1,2,5 precision*=fp32 mode*=eager,flash checkpoint", TIMED_2026},
     {COMMAND(nsys_profile), "1.1.4", "2.1.4", 5, 1, "which kernels a step spends its time in",
-     TIMED + "context_length*=128,256,512,1024 warmup=2 steps=5 precision*=fp32 mode*=eager"},
+     TIMED + "context_length*=128,256,512,1024 warmup=2 steps=5 precision*=fp32 mode*=eager trace",
+     "size=small,xl context_length=256,512,1024", "size=small context_length=64 batch_size=1 warmup=1 steps=2"},
     {COMMAND(mixed_precision_accumulation), "1.1.5", "2.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16",
      ""},
     {COMMAND(benchmarking_mixed_precision), "1.1.5", "2.1.5", 2, 1,
-     "autocast's dtypes, and what fp32, tf32 and bf16 cost", TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash"},
+     "autocast's dtypes, and what fp32, tf32 and bf16 cost", TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash",
+     TIMED_2026},
     {COMMAND(memory_profiling), "1.1.6", "2.1.6", 4, 1, "where a step's memory goes",
-     "size*=2.7B " + MODEL +
-         "context_length*=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager checkpoint out.folder"},
+     "size*=2.7B " + MODEL + "context_length*=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager out.folder",
+     "size=xl context_length=128,2048"},
     {COMMAND(gradient_checkpointing), "", "3.2.1", 4, 1, "what backward runs again instead of keeping it",
      "size=xl " + MODEL + "context_length=2048 batch_size warmup=2 steps=5 precision=fp32 mode=eager seed"},
-    {COMMAND(pytorch_attention), "1.2.1", "4.1.1", 2, 1, "time and memory of plain attention", "steps=100 trace"},
-    {COMMAND(torch_compile), "1.3", "4.2", 2, 1, "eager against fused kernels", TIMED + "warmup precision*=fp32"},
-    {COMMAND(weighted_sum), "1.3.1", "4.2.1", 0, 1, "the first kernel: a weighted sum", "trace"},
-    {COMMAND(flash_forward), "1.3.2", "4.2.2", 15, 0, "FlashAttention-2, forward", "seed trace"},
-    {COMMAND(flash_backward), "1.3.2", "4.2.2", 5, 0, "FlashAttention-2, backward", "seed trace"},
-    {COMMAND(flash_benchmarking), "1.3.2", "4.2.2", 5, 1, "FlashAttention-2 against plain attention", "trace"},
+    {COMMAND(pytorch_attention), "1.2.1", "4.1.1", 2, 1, "time and memory of plain attention", "steps=100"},
+    {COMMAND(torch_compile), "1.3", "4.2", 2, 1, "eager against fused kernels", TIMED + "warmup precision*=fp32",
+     TIMED_2026},
+    {COMMAND(weighted_sum), "1.3.1", "4.2.1", 0, 1, "the first kernel: a weighted sum", ""},
+    {COMMAND(flash_forward), "1.3.2", "4.2.2", 15, 0, "FlashAttention-2, forward", "seed"},
+    {COMMAND(flash_backward), "1.3.2", "4.2.2", 5, 0, "FlashAttention-2, backward", "seed"},
+    {COMMAND(flash_benchmarking), "1.3.2", "4.2.2", 5, 1, "FlashAttention-2 against plain attention", ""},
     {COMMAND(flash_leaderboard), "1.3.3", "", 0, 1, "one long causal sequence, as fast as it goes",
-     "d_model=1024 num_heads=16 context_length=16384 precision=bf16 impl=all trace"},
+     "d_model=1024 num_heads=16 context_length=16384 precision=bf16 impl=all"},
     {COMMAND(distributed_communication_single_node), "2.1", "5.1", 5, 2, "all-reduce: sizes, ranks, backends",
      "warmup steps " + RANKS},
     {COMMAND(naive_ddp), "2.2", "5.2", 5, 0, "an all-reduce for each parameter", CHECK},
@@ -97,27 +101,13 @@ static const Command COMMANDS[] = {
     {COMMAND(info), "", "", 0, 0, "the device, its libraries, its measured rates", ""},
     {COMMAND(train), "", "", 0, 0, "train on the bytes of a text, then continue it",
      "data! d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 lr precision=fp32 "
-     "mode=flash seed save load sample trace"},
+     "mode=flash seed save load sample"},
     {COMMAND(model), "", "", 0, 0, "your weights and batch in, our logits, loss and gradients out",
      "weights! batch! num_heads! out! rope_theta steps=0 lr precision=fp32 mode=flash"},
     {COMMAND(attention), "", "", 0, 0, "your q, k, v in, our output and gradients out", "inputs! out! causal impl"},
     {COMMAND(reproduce), "", "", 0, 0, "all problems, or those that are named, each into a file of --out",
      "out.folder=notes/output"},
 };
-
-// What 2026's handout sets otherwise. Its xl is another model, too: configs_of.
-static void take_edition_2026(Options& o) {
-    if (o.command == "nsys_profile") {
-        by_quick(o, "size", &Options::size, {"small", "xl"});
-        by_quick(o, "context_length", &Options::context_lengths, {256, 512, 1024});
-    } else if (o.command == "memory_profiling") {
-        by_quick(o, "size", &Options::size, {"xl"});
-        by_quick(o, "context_length", &Options::context_lengths, {128, 2048});
-    } else if (o.size.size() > 1) {  // the sweeps over all sizes
-        by_quick(o, "size", &Options::size, {"small", "medium", "large", "xl", "10B"});
-        by_quick(o, "context_length", &Options::context_length, 512);
-    }
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The options: a field of Options, what it takes, and what it is for.
@@ -133,14 +123,10 @@ static CLI::Validator number(double most = FLT_MAX) {  // CLI11's ranges take Na
 }
 static CLI::Validator one_of(const std::vector<std::string>& names) { return CLI::IsMember(names, CLI::ignore_case); }
 // Tried before the work.
-static CLI::Validator output() {
-    auto check = [](std::string& path) -> std::string {
-        try {
-            replace_file(path, nullptr);
-        } catch (const Failure& failure) { return failure.what(); }
-        return "";
-    };
-    return CLI::Validator(check, "");
+static std::string try_output(std::string& path) {
+    try {
+        return replace_file(path, nullptr), "";
+    } catch (const Failure& failure) { return failure.what(); }
 }
 static std::vector<std::string> implementations() {
     std::set<std::string> names = {"all", "auto"};
@@ -173,11 +159,10 @@ struct Adder {
     }
 };
 static void add_common_options(Adder& add, Options& o, int least_steps) {
-    add.option("edition", o.edition, one_of({"2025", "2026"}), "2025",
-               "the handout whose sizes and lengths are the defaults; xl is 1600 wide in 2025's, 2560 in 2026's");
+    add.option("edition", o.edition, one_of({"2025", "2026"}), "2025", "the handout whose sizes are the defaults");
     add.option("device", o.device, one_of({"auto", "cpu", "cuda"}), "auto", "auto takes a GPU if there is one");
     add.option("size", o.size, one_of({"small", "medium", "large", "xl", "2.7B", "10B", "8B"}), "",
-               "a model of the handout");
+               "a model of the handout; xl is 1600 wide in 2025's, 2560 in 2026's");
     add.option("d_model", o.d_model, whole(1), "", "width of the model");
     add.option("d_ff", o.d_ff, whole(1), "", "width of the feed-forward layer");
     add.option("num_layers", o.num_layers, whole(1), "", "number of blocks");
@@ -188,10 +173,9 @@ static void add_common_options(Adder& add, Options& o, int least_steps) {
     add.option("warmup", o.warmup, whole(0), "5", "untimed steps before the timed ones");
     add.option("steps", o.steps, whole(least_steps), "10", "steps that are timed, or trained");
     add.option("precision", o.precision, one_of({"fp32", "tf32", "bf16", "fp16", "pure_bf16"}), "fp32",
-               "bf16 and fp16 follow autocast's rules; pure_bf16 keeps weights, gradients and moments in bf16, too");
-    add.option(
-        "mode", o.mode, one_of({"eager", "fused", "flash"}), "flash",
-        "eager: one kernel per operation; fused: fused kernels; flash: fused, with FlashAttention (not in fp16)");
+               "bf16 and fp16: autocast; pure_bf16: weights, gradients and moments, too");
+    add.option("mode", o.mode, one_of({"eager", "fused", "flash"}), "flash",
+               "eager: a kernel per operation; flash: fused, with FlashAttention (not in fp16)");
     add.option("seed", o.seed, whole(0, INT_MAX), "0", "seed of all random numbers");
     add.option("format", o.format, one_of({"md", "csv"}), "md", "format of the tables");
     add.flag("quick", o.quick, "shrink the run to some seconds on two CPU cores; also the default without a GPU");
@@ -201,8 +185,9 @@ static void add_own_options(Adder& add, Options& o) {
     add.option("checkpoint", o.checkpoint, CLI::Validator(), "none",
                "what backward runs again instead of keeping it: groups of N blocks; halves or nested; the "
                "feed-forward layers (ffn) or N of them (ffn:N); those, and N blocks whole (blocks:N)");
-    add.option("trace", o.trace, output(), "", "write what ran when, for Perfetto or chrome://tracing");
-    add.option("out", o.out, output(), "", "the file to write");
+    add.option("trace", o.trace, CLI::Validator(try_output, ""), "",
+               "write what ran when, for Perfetto or chrome://tracing");
+    add.option("out", o.out, CLI::Validator(try_output, ""), "", "the file to write");
     add.option("out.folder", o.out, CLI::Validator(), "", "the folder to write to");
     // Attention, and what comes from files
     add.flag("causal", o.causal, "query i sees keys j <= i only");
@@ -214,7 +199,7 @@ static void add_own_options(Adder& add, Options& o) {
     // Training
     add.option("data", o.data, CLI::ExistingFile, "", "the text to train on; its bytes are the tokens");
     add.option("lr", o.lr, number(), "0.001", "learning rate");
-    add.option("save", o.save, output(), "", "file for weights and optimizer state");
+    add.option("save", o.save, CLI::Validator(try_output, ""), "", "file for weights and optimizer state");
     add.option("load", o.load, CLI::ExistingFile, "", "file that --save wrote, to go on from");
     add.option("sample", o.sample, whole(0), "200", "bytes to write as a continuation");
     // Ranks
@@ -272,19 +257,23 @@ static const Command& find_command(const std::string& word) {
     usage_error("%s: no such command%s", word.empty() ? "''" : word.c_str(), did_you_mean(word, ids).c_str());
 }
 
-// An output must not take the place of an input, or of another output.
+// An output must not take the place of an input; --load may be saved over.
 static void check_files(const Options& o) {
-    const std::pair<const char*, std::string> files[] = {
-        {"data", o.data}, {"weights", o.weights}, {"batch", o.batch}, {"inputs", o.inputs},
-        {"out", o.out},   {"save", o.save},       {"trace", o.trace}};
-    for (int i = 4; i < 7; i++) {  // the outputs
-        for (int j = 0; j < i; j++) {
-            const auto& [name, path] = files[i];
-            const auto& [other, its] = files[j];
-            std::error_code ignored;
-            if (path.empty() || (path != its && !std::filesystem::equivalent(path, its, ignored))) { continue; }
-            usage_error("--%s: got '%s', takes another file than --%s", name, path.c_str(), other);
-        }
+    const std::string& output = o.save.empty() ? o.out : o.save;
+    for (const std::string& input : {o.data, o.weights, o.batch, o.inputs}) {
+        std::error_code ignored;
+        if (!std::filesystem::equivalent(input, output, ignored)) { continue; }
+        usage_error("--%s: got '%s', takes another file than the input", o.save.empty() ? "out" : "save",
+                    output.c_str());
+    }
+}
+
+// Those that were not typed. (Edition 2026's xl is another model, too: configs_of.)
+static void set_defaults(CLI::App& app, const std::string& words) {
+    std::istringstream all(words);
+    for (std::string word; all >> word;) {
+        CLI::Option* option = app.get_option("--" + word.substr(0, word.find('=')));
+        if (option->count() == 0) { option->default_val(word.substr(word.find('=') + 1)); }
     }
 }
 
@@ -295,8 +284,6 @@ static bool parse_options(const Command& command, const std::vector<std::string>
     app.set_help_flag("--help,-h", "this text");
     app.get_formatter()->column_width(32);
     add_options(app, command, o);
-    const bool is_whole = command.options.find('!') == std::string::npos;  // without what has to be given
-    if (is_whole) { app.footer(std::string("Example: cs336 ") + command.id + " --quick"); }
     if (command.run == cmd_reproduce) { app.add_option("problem", o.words, "which to run; none: all"); }
     if (command.is_problem() && !command.is_in("2025")) { o.edition = "2026"; }
     try {
@@ -309,18 +296,17 @@ static bool parse_options(const Command& command, const std::vector<std::string>
         for (const CLI::Option* option : app.get_options()) { names.push_back(option->get_name()); }
         usage_error("%s: no such option%s", word.c_str(), did_you_mean(word, names).c_str());
     } catch (const CLI::ParseError& e) { usage_error("%s", e.what()); }
-    for (const std::string& word : words) {  // CLI11 leaves empty items out
-        if (word.find(",,") == std::string::npos && (word.empty() || word.back() != ',')) { continue; }
-        usage_error("got '%s', a list with an empty item", word.c_str());
-    }
     for (const CLI::Option* option : app.get_options()) {
         if (option->count() > 0) { o.given.insert(option->get_single_name()); }
     }
     if (command.is_problem() && !command.is_in(o.edition)) {
         usage_error("--edition: got %s, whose handout has no such problem", o.edition.c_str());
     }
+    // What measures time is as small as with --quick where there is no GPU, unless its sizes are typed.
+    if (command.gpus > 0 && (o.device == "cpu" || cuda_devices() == 0)) { o.quick = true; }
+    if (o.edition == "2026") { set_defaults(app, command.in_2026); }
+    if (o.quick) { set_defaults(app, command.quick); }
     if (!o.context_lengths.empty()) { o.context_length = o.context_lengths[0]; }
-    if (o.edition == "2026") { take_edition_2026(o); }
     for (const char* dimension : {"d_model", "d_ff", "num_layers", "num_heads"}) {
         if (o.has("size") && o.has(dimension)) {
             usage_error("--size: got '%s' and --%s too, takes one or the other", join(o.size, ",").c_str(), dimension);
@@ -328,6 +314,10 @@ static bool parse_options(const Command& command, const std::vector<std::string>
     }
     if (command.options.find(MODEL) != std::string::npos) { configs_of(o); }  // the sizes have to fit each other
     check_files(o);
+    if (std::error_code failed; command.options.find("out.folder") != std::string::npos && !o.out.empty()) {
+        std::filesystem::create_directories(o.out, failed);
+        if (failed) { usage_error("--out %s: %s", o.out.c_str(), failed.message().c_str()); }
+    }
     return true;
 }
 
@@ -335,20 +325,8 @@ static int run_command(const Command& command, const std::vector<std::string>& w
     Options o;
     if (!parse_options(command, words, o)) { return 0; }
     context.checkpoint = checkpointing_from(o.checkpoint), context.csv = o.format == "csv";
-    // What measures time is as small as with --quick where there is no GPU, unless its sizes are typed.
-    if (command.gpus > 0 && (o.device == "cpu" || cuda_devices() == 0)) { o.quick = true; }
     if (o.quick) { context.sizes = o.has("quick") ? "; sizes of --quick" : "; no GPU: sizes of --quick"; }
-    // nsys_profile traces by itself, and so do the ranks.
-    const bool traced = !o.trace.empty() && command.run != cmd_nsys_profile && command.gpus != 2;
-    if (traced) { start_tracing(); }
-    const int exit_code = command.run(o);
-    if (traced) {
-        Trace trace = stop_tracing();
-        write_trace(o.trace, {trace}, strprintf("cs336 %s; %s", join(words, " ").c_str(), origin().c_str()));
-        note("--trace: the times in the tables include what tracing costs%s",
-             cuda_devices() > 0 && !trace.no_kernels.empty() ? (". Without kernels: " + trace.no_kernels).c_str() : "");
-    }
-    return exit_code;
+    return command.run(o);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -379,10 +357,6 @@ static int cmd_reproduce(const Options& o) {
     for (const std::string& id : o.words) { problems.push_back(&find_command(id)); }
     for (const Command& c : COMMANDS) {
         if (o.words.empty() && c.is_in(o.edition)) { problems.push_back(&c); }
-    }
-    std::error_code failed;
-    if (std::filesystem::create_directories(o.out, failed); failed) {
-        usage_error("--out %s: %s", o.out.c_str(), failed.message().c_str());
     }
     Table table{"reproduce", {"problem", "file", "result"}};
     int exit_code = 0;
@@ -427,23 +401,15 @@ static int cmd_info(const Options& o) {
     table.row("GPUs", cuda_devices(), "", "");
     table.row("CPU threads", cpu_threads(), "", "");
     table.row("memory available", available_memory(context.device) / 1073741824.0, "", "GiB");
-    const int mib = gpu ? 1024 : 256;
-    const std::string copy = strprintf("copy of %d MiB, read + written", mib);
-    run_if_fits(copy, 0, [&] { table.row(copy, copy_bandwidth((int64_t)mib << 20, 10), "", "GB/s"); });
-    auto multiply = [&](Precision p, int n, const char* where) {
-        const std::string what = strprintf("matmul %d^3 %s on the %s", n, name_of(p), where);
-        run_if_fits(what, 0, [&] {
-            const double rate = matmul_rate(p, n, 10);
-            const FlopUnit unit = unit_of(rate);
-            table.row(what, rate * unit.per_tera, context.device == CUDA ? dense_peak(p) * unit.per_tera : NAN,
-                      unit.name);
-        });
-    };
-    for (Precision p : {PREC_BF16, PREC_FP16, TF32, FP32}) {
-        if (gpu) { multiply(p, o.quick ? 4096 : 8192, "GPU"); }
+    const int n = gpu ? (o.quick ? 4096 : 8192) : (o.quick ? 512 : 2048);
+    for (Precision p : gpu ? std::vector<Precision>{PREC_BF16, PREC_FP16, TF32, FP32} : std::vector<Precision>{FP32}) {
+        const double rate = matmul_rate(p, n, 10);
+        const FlopUnit unit = unit_of(rate);
+        table.row(strprintf("matmul %d^3 %s", n, name_of(p)), rate * unit.per_tera,
+                  gpu ? dense_peak(p) * unit.per_tera : NAN, unit.name);
     }
-    context.device = CPU;
-    multiply(FP32, o.quick ? 512 : 2048, "CPU");
+    const int mib = gpu ? 1024 : 256;
+    table.row(strprintf("copy of %d MiB, read + written", mib), copy_bandwidth((int64_t)mib << 20, 10), "", "GB/s");
     print(table);
     return 0;
 }

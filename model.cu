@@ -565,11 +565,6 @@ void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler
         infer(model, batch.tokens);
         return;
     }
-    if (phase == TAPED_FORWARD) {
-        forward(model, batch.tokens);
-        clear_tape();
-        return drop_weight_copies(model.slots);
-    }
     if (phase == STEP) { make_optimizer_state(model); }
     forward_backward(model, batch, loss_scale_of(scaler), between);
     if (phase == STEP) { optimizer_step(model, AdamW(), scaler, 0); }
@@ -645,7 +640,7 @@ std::string caption_of(Mode mode) {
     return name_of(mode) + std::string(context.recompute ? ", recompute" : "") + checkpoint + head;
 }
 const char* name_of(Phase phase) {
-    static const char* const names[] = {"forward", "forward+backward", "step", "forward with tape"};
+    static const char* const names[] = {"forward", "forward+backward", "step"};
     return names[phase];
 }
 std::string row_of(const ModelConfig& c, int B, int T, Phase phase) {
@@ -1447,6 +1442,7 @@ static void take_steps(Trainer& t, const Text& text, const Options& o, Table& ro
         const double ms = now_ms() - start;
         const bool skipped = !std::isfinite(t.norm) && context.precision == PREC_FP16 && t.scaler.scale >= 0x1p-14f;
         if (!std::isfinite(t.loss) || (!std::isfinite(t.norm) && !skipped)) {
+            print(rows);
             fail("step %d: the %s is not finite, and nothing was saved; a smaller --lr may help", t.steps,
                  std::isfinite(t.loss) ? "gradients' norm" : "loss");
         }
@@ -1455,9 +1451,6 @@ static void take_steps(Trainer& t, const Text& text, const Options& o, Table& ro
             rows.row(t.steps, strprintf("%.7f", t.loss), strprintf("%.3g", t.adamw.lr),
                      skipped ? "overflow, step skipped" : strprintf("%.3f", t.norm), strprintf("%.2f", ms),
                      strprintf("%.0f", 1e3 * o.batch_size * o.context_length / ms));
-            try {
-                print_last_row(rows, {7, 9, 8, 13, 8, 9});
-            } catch (const Failure&) {}  // the run goes on; the summary's print fails again, after saving
         }
     }
 }
@@ -1497,6 +1490,7 @@ int cmd_train(const Options& typed) {
         if (!o.save.empty()) { save_checkpoint(t, o); }   // before all that takes time
         signal = EndSignals::seen();
     }
+    print(rows);
     if (signal) {
         note("ended by signal %d (%s) after step %d of %d: %s", signal, strsignal(signal), t.steps, o.steps,
              o.save.empty() ? "nothing was saved, since --save was not given"

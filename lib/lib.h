@@ -275,21 +275,18 @@ struct TracedRange {
     int thread;       // as the system numbers it
     int64_t start, end;
 };
-struct TracedWork {  // a kernel, a copy or a memset
-    const char* name;
-    int range;  // the innermost that was open at the launch, -1: none
+struct TracedWork {    // a kernel, a copy or a memset
+    std::string name;  // of a copy or memset in [brackets]
+    int range;         // the innermost that was open at the launch, -1: none
     int64_t start, end;
-    unsigned stream, correlation;
-    int grid[3], block[3], registers, shared_bytes;
-    int64_t bytes;  // copies and memsets
+    unsigned stream = 0, correlation = 0;  // correlation: the launch's number
 };
 struct Trace {
     std::vector<TracedRange> ranges;  // by start
     std::vector<TracedWork> work;     // by start
-    size_t dropped = 0;               // records for which CUPTI had no room
     std::string no_kernels;           // why `work` is empty; "": kernels were traced
 };
-void start_tracing();  // fails if a trace is being made
+void start_tracing();
 Trace stop_tracing();  // waits for the device
 bool watched();        // a trace or a memory log is being made
 
@@ -327,9 +324,6 @@ struct Table {
 };
 std::string origin();            // "NVIDIA H200, driver 580.159, CUDA 13.0; commit 1a2b3c4"; the first caption ends so
 void print(const Table& table);  // Markdown, or csv with context.csv
-// For rows that are printed as they come, in columns of at least these widths: the last one, before the first one the
-// caption and the header.
-void print_last_row(const Table& table, const std::vector<size_t>& widths);
 // "**(a)** text" below the table. part: the handout's letter, or a word; "": the whole problem.
 void answer(const char* part, const char* format, ...) PRINTF(2, 3);
 void sketch(const std::string& lines);  // a block of code, where the handout asks for one

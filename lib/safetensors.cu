@@ -36,36 +36,23 @@ static std::string shown(const json& value) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Reading
 
-static json parse_header(const std::string& path, const std::string& text) {
-    auto watch = [&](int depth, json::parse_event_t, json&) {  // the library would follow any depth
-        if (depth > 3) { fail("%s: header: expected no more than three levels of nesting", path.c_str()); }
-        return true;
-    };
-    try {
-        json header = json::parse(text, watch);
-        if (header.is_object()) { return header; }
-    } catch (const json::exception&) {}
-    fail("%s: header: expected a JSON object", path.c_str());
-}
-
 // A list of whole numbers. One that is beyond int64 comes out negative.
-static bool read_sizes(const json& list, std::vector<int64_t>* sizes) {
+static std::vector<int64_t> sizes_in(const json& list) {
     for (const json& value : list) {
-        if (!value.is_number_unsigned()) { return false; }
-        sizes->push_back(value.get<int64_t>());
+        if (!value.is_number_unsigned()) { return {-1}; }
     }
-    return list.is_array();
+    return list.get<std::vector<int64_t>>();
 }
 
 // False: the entry is no tensor that lies within the data, or its shape is not of as many bytes as its data_offsets.
 static bool read_tensor(const json& entry, const char* data, size_t data_bytes, FileTensor* t) {
-    if (!entry.is_object() || !entry.contains("dtype") || !entry["dtype"].is_string()) { return false; }
     std::vector<int64_t> offsets;
-    t->dtype = entry["dtype"].get<std::string>();
-    bool fits = entry.contains("shape") && read_sizes(entry["shape"], &t->shape) && entry.contains("data_offsets") &&
-                read_sizes(entry["data_offsets"], &offsets) && offsets.size() == 2;
+    try {
+        entry.at("dtype").get_to(t->dtype);
+        t->shape = sizes_in(entry.at("shape")), offsets = sizes_in(entry.at("data_offsets"));
+    } catch (const json::exception&) { return false; }
     t->bytes = size_of_dtype(t->dtype);
-    fits = fits && t->bytes > 0;
+    bool fits = t->bytes > 0 && offsets.size() == 2;
     for (int64_t d : t->shape) { fits = fits && d >= 0 && !__builtin_mul_overflow(t->bytes, (size_t)d, &t->bytes); }
     if (!fits) { return false; }
     const size_t begin = offsets[0], end = offsets[1];
@@ -75,19 +62,18 @@ static bool read_tensor(const json& entry, const char* data, size_t data_bytes, 
 }
 
 static void check_layout(const SafeTensors& file, const char* data, size_t data_bytes) {
-    std::vector<std::tuple<const void*, size_t, std::string>> order;
-    for (const auto& [name, t] : file.tensors) { order.emplace_back(t.data, t.bytes, name); }
-    std::sort(order.begin(), order.end());
-    size_t end = 0;  // of the tensors so far
+    std::set<std::tuple<const void*, size_t, std::string>> order;
+    for (const auto& [name, t] : file.tensors) { order.emplace(t.data, t.bytes, name); }
+    const char* end = data;  // of the tensors so far
     for (const auto& [at, bytes, name] : order) {
-        const size_t begin = (const char*)at - data;
-        if (begin != end) {
-            fail("%s: tensor %s: expected its data at byte %zu, found it at %zu: %s", file.path.c_str(),
-                 shown(name).c_str(), end, begin, begin < end ? "it overlaps another tensor" : "there is a hole");
+        if (at != end) {
+            fail("%s: tensor %s: %s", file.path.c_str(), shown(name).c_str(),
+                 at < end ? "it overlaps another tensor" : "there is a hole before its data");
         }
         end += bytes;
     }
-    if (end != data_bytes) { fail("%s: expected %zu bytes of data, found %zu", file.path.c_str(), end, data_bytes); }
+    const size_t all = end - data;
+    if (all != data_bytes) { fail("%s: expected %zu bytes of data, found %zu", file.path.c_str(), all, data_bytes); }
 }
 
 SafeTensors load_safetensors(const std::string& path) {
@@ -99,20 +85,21 @@ SafeTensors load_safetensors(const std::string& path) {
     auto read_next = [&](void* to, size_t n) {
         if (!input.read((char*)to, n)) { fail("%s: its %zu bytes cannot be read", path.c_str(), bytes); }
     };
-    if (bytes < 8) { fail("%s: expected at least 8 bytes, found %zu", path.c_str(), bytes); }
     uint64_t header_bytes;
     read_next(&header_bytes, 8);
-    if (memcmp(&header_bytes, "PK\3\4", 4) == 0) {
-        fail("%s: found a zip file, such as a .pt; safetensors.torch.save_file writes what is read", path.c_str());
-    }
     const uint64_t limit = std::min<uint64_t>(bytes - 8, MAX_HEADER);
     if (header_bytes > limit) {
-        fail("%s: expected a header of at most %zu bytes, found its length to be %zu", path.c_str(), limit,
-             header_bytes);
+        fail("%s: expected a safetensors file (a .pt is none), with a header of at most %zu bytes, found %zu",
+             path.c_str(), limit, header_bytes);
     }
     std::string text(header_bytes, ' ');
     read_next(text.data(), header_bytes);
-    const json header = parse_header(path, text);
+    auto watch = [&](int depth, json::parse_event_t, json&) {  // dump() would follow any depth
+        if (depth > 3) { fail("%s: header: expected no more than three levels of nesting", path.c_str()); }
+        return true;
+    };
+    const json header = json::parse(text, watch, false);
+    if (!header.is_object()) { fail("%s: header: expected a JSON object", path.c_str()); }
     const size_t data_bytes = bytes - 8 - header_bytes;
     SafeTensors file{path, {}, {}, allocate(CPU, std::max<size_t>(data_bytes, 1), INPUTS)};
     char* data = (char*)file.content->data;
@@ -135,10 +122,8 @@ SafeTensors load_safetensors(const std::string& path) {
 }
 
 void require_no_others(const SafeTensors& file, const std::set<std::string>& names, const std::string& what) {
-    for (const auto& entry : file.tensors) {
-        if (!names.count(entry.first)) {
-            fail("%s: tensor %s: not %s", file.path.c_str(), shown(entry.first).c_str(), what.c_str());
-        }
+    for (const auto& [name, t] : file.tensors) {
+        if (!names.count(name)) { fail("%s: tensor %s: not %s", file.path.c_str(), shown(name).c_str(), what.c_str()); }
     }
 }
 

@@ -10,21 +10,19 @@
 std::string oom_cell(size_t bytes) { return strprintf("OOM (%.1f GiB)", bytes / 1073741824.0); }
 std::string* printed_to = nullptr;
 
-static void write_text(const std::string& text) {
+static void write_block(const std::string& block) {  // blocks are parted by an empty line
     if (printed_to) {
-        *printed_to += text;
+        *printed_to += block;
         return;
     }
+    static bool is_first = true;
+    const std::string text = is_first ? block : "\n" + block;
+    is_first = false;
     end_progress();
     signal(SIGPIPE, SIG_IGN);  // or a closed pipe would kill us before fwrite could tell
     if (fwrite(text.data(), 1, text.size(), stdout) != text.size() || fflush(stdout) != 0) {
         fail("cannot write to stdout: %s", strerror(errno));
     }
-}
-static void write_block(const std::string& text) {  // blocks are parted by an empty line
-    static bool is_first = true;
-    write_text(is_first || printed_to ? text : "\n" + text);
-    is_first = is_first && printed_to;
 }
 
 // Columns on the screen, if each code point takes one: all bytes of UTF-8 but continuation bytes.
@@ -34,43 +32,43 @@ static size_t width(const std::string& text) {
 static bool is_number(const std::string& cell) {
     return cell.find_first_not_of("+-0123456789.e%x ") == std::string::npos || cell.compare(0, 3, "OOM") == 0;
 }
-static std::string markdown(const Table& table, std::vector<size_t> widths) {
+static void escape(std::string& cell, char c, const char* with) {
+    for (size_t at = 0; (at = cell.find(c, at)) != std::string::npos; at += 2) { cell.insert(at, with); }
+}
+static std::string markdown(const Table& table) {
     std::vector<std::vector<std::string>> lines = {table.columns};
     lines.insert(lines.end(), table.rows.begin(), table.rows.end());
-    widths.resize(table.columns.size(), 3);
+    std::vector<size_t> widths(table.columns.size(), 3);
     std::vector<bool> right(table.columns.size(), true);  // columns of numbers
     for (size_t i = 0; i < lines.size(); i++) {
         for (size_t j = 0; j < widths.size(); j++) {
             std::string& cell = lines[i][j] = one_line(lines[i][j]);
             right[j] = right[j] && (i == 0 || is_number(cell));
-            for (size_t k = 0; (k = cell.find('|', k)) != std::string::npos; k += 2) { cell.insert(k, "\\"); }
+            escape(cell, '|', "\\");
             widths[j] = std::max(widths[j], width(cell));
         }
     }
-    std::string text = one_line(table.caption) + "\n\n";
+    std::string text = one_line(table.caption) + "\n\n", rule;
     for (size_t i = 0; i < lines.size(); i++) {
         for (size_t j = 0; j < widths.size(); j++) {
-            std::string spaces(widths[j] - width(lines[i][j]), ' ');
+            const std::string spaces(widths[j] - width(lines[i][j]), ' '), dashes(widths[j] - 1, '-');
             text += "| " + (right[j] ? spaces + lines[i][j] : lines[i][j] + spaces) + " ";
+            rule += "| " + (right[j] ? dashes + ": " : "-" + dashes + " ");
         }
-        text += "|\n";
-        for (size_t j = 0; i == 0 && j < widths.size(); j++) {
-            std::string dashes(widths[j] - 1, '-');
-            text += "| " + (right[j] ? dashes + ":" : "-" + dashes) + (j + 1 < widths.size() ? " " : " |\n");
-        }
+        text += i == 0 ? "|\n" + rule + "|\n" : "|\n";
     }
     return text;
 }
 
 static std::string csv_line(const std::vector<std::string>& cells) {
-    std::string text;
-    for (size_t j = 0; j < cells.size(); j++) {
-        std::string cell = one_line(cells[j]);
-        bool quoted = cell.find_first_of(",\"") != std::string::npos;
-        for (size_t k = 0; (k = cell.find('"', k)) != std::string::npos; k += 2) { cell.insert(k, "\""); }
-        text += (j > 0 ? "," : "") + (quoted ? "\"" + cell + "\"" : cell);
+    std::vector<std::string> line;
+    for (const std::string& text : cells) {
+        std::string cell = one_line(text);
+        const bool quoted = cell.find_first_of(",\"") != std::string::npos;
+        escape(cell, '"', "\"");
+        line.push_back(quoted ? "\"" + cell + "\"" : cell);
     }
-    return text + "\n";
+    return join(line, ",") + "\n";
 }
 static std::string csv(const Table& table) {
     std::string text = "# " + one_line(table.caption) + "\n" + csv_line(table.columns);
@@ -79,22 +77,14 @@ static std::string csv(const Table& table) {
 }
 
 std::string origin() { return device_description() + "; commit " + commit() + context.sizes; }
-// widths: the columns' least.
-static std::string text_of(Table table, const std::vector<size_t>& widths) {
+void print(const Table& table) {
     static bool is_first = true;
-    if (is_first && !printed_to) { table.caption += "; " + origin(), is_first = false; }
-    for (const auto& row : table.rows) {
-        if (row.size() != table.columns.size()) {
-            fail("table '%s': a row has %zu cells, expected %zu", table.caption.c_str(), row.size(),
-                 table.columns.size());
-        }
+    Table t = table;
+    for (const auto& row : t.rows) {
+        if (row.size() != t.columns.size()) { fail("table '%s': a row of %zu cells", t.caption.c_str(), row.size()); }
     }
-    return context.csv ? csv(table) : markdown(table, widths);
-}
-void print(const Table& table) { write_block(text_of(table, {})); }
-void print_last_row(const Table& table, const std::vector<size_t>& widths) {
-    const std::string text = text_of({table.caption, table.columns, {table.rows.back()}}, widths);
-    table.rows.size() == 1 ? write_block(text) : write_text(text.substr(text.rfind('\n', text.size() - 2) + 1));
+    if (is_first && !printed_to) { t.caption += "; " + origin(), is_first = false; }
+    write_block(context.csv ? csv(t) : markdown(t));
 }
 
 void answer(const char* part, const char* format, ...) {

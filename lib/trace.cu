@@ -38,11 +38,6 @@ static int64_t epoch_ns() {
 static int in_this_trace(int range) { return range >= first_range ? range - first_range : -1; }
 
 #if defined(__CUDACC__) && defined(HAVE_CUPTI)
-#if CUPTI_API_VERSION >= 130000
-using KernelActivity = CUpti_ActivityKernel10;
-#else
-using KernelActivity = CUpti_ActivityKernel9;
-#endif
 // CONCURRENT_KERNEL, because KERNEL would run one kernel at a time.
 static const CUpti_ActivityKind traced_activities[] = {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,
                                                        CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET};
@@ -51,19 +46,17 @@ static const CUpti_ActivityKind traced_activities[] = {CUPTI_ACTIVITY_KIND_CONCU
 static std::mutex cupti_mutex;
 static std::vector<TracedWork> cupti_work;
 static size_t cupti_dropped;
-static std::string cupti_error;  // the first one: on CUPTI's thread nothing may be thrown
+static std::atomic<CUptiResult> first_error;  // on CUPTI's thread nothing may be thrown
 
-static bool succeeded(CUptiResult result, const char* call) {
-    static std::mutex mutex;
-    std::lock_guard<std::mutex> lock(mutex);
-    const char* text = nullptr;
-    if (result != CUPTI_SUCCESS && cupti_error.empty()) {
-        const bool known = cuptiGetResultString(result, &text) == CUPTI_SUCCESS && text;
-        cupti_error = strprintf("%s: %s", call, known ? text : "unknown error");
-    }
+static bool succeeded(CUptiResult result) {
+    CUptiResult none = CUPTI_SUCCESS;
+    if (result != CUPTI_SUCCESS) { first_error.compare_exchange_strong(none, result); }
     return result == CUPTI_SUCCESS;
 }
-#define CUPTI_OK(call) succeeded(call, #call)
+static std::string error_text() {
+    const char* text = nullptr;
+    return cuptiGetResultString(first_error, &text) == CUPTI_SUCCESS && text ? text : "unknown CUPTI error";
+}
 
 // In which range each launch and copy was made. CUPTI's own way, external ids, costs more than twice as much: these ids
 // come in records of their own, beside a record for each API call.
@@ -79,67 +72,32 @@ static void CUPTIAPI note_launch(void*, CUpti_CallbackDomain, CUpti_CallbackId, 
 }
 // A call of the runtime ends in a call of the driver, so the driver's are enough.
 static bool watch_launches() {
-    bool ok = CUPTI_OK(cuptiSubscribe(&launch_subscriber, (CUpti_CallbackFunc)note_launch, nullptr));
+    bool ok = succeeded(cuptiSubscribe(&launch_subscriber, (CUpti_CallbackFunc)note_launch, nullptr));
     for (int id = 1; id < (int)CUPTI_DRIVER_TRACE_CBID_SIZE && ok; id++) {
         const char* name = nullptr;  // a number without a call has none
         if (cuptiGetCallbackName(CUPTI_CB_DOMAIN_DRIVER_API, id, &name) != CUPTI_SUCCESS || !name) { continue; }
         if (strstr(name, "Launch") || strstr(name, "Memcpy") || strstr(name, "Memset")) {
-            ok = CUPTI_OK(cuptiEnableCallback(1, launch_subscriber, CUPTI_CB_DOMAIN_DRIVER_API, id));
+            ok = succeeded(cuptiEnableCallback(1, launch_subscriber, CUPTI_CB_DOMAIN_DRIVER_API, id));
         }
     }
     return ok;
 }
 
-static const char* kernel_name(const char* mangled) {
-    static std::unordered_map<std::string, std::string> names;  // nodes stay where they are
-    auto found = names.find(mangled);
-    if (found == names.end()) {
-        int status = 0;
-        char* text = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
-        found = names.emplace(mangled, status == 0 && text ? text : mangled).first;
-        free(text);
-    }
-    return found->second.c_str();
-}
-static const char* copy_name(int kind) {
-    return kind == CUPTI_ACTIVITY_MEMCPY_KIND_HTOD   ? "[CUDA memcpy HtoD]"
-           : kind == CUPTI_ACTIVITY_MEMCPY_KIND_DTOH ? "[CUDA memcpy DtoH]"
-           : kind == CUPTI_ACTIVITY_MEMCPY_KIND_DTOD ? "[CUDA memcpy DtoD]"
-                                                     : "[CUDA memcpy]";
-}
-// What is read here lies alike in all three types of records. They are packed: nothing may refer to their fields.
+// R: as CUDA 12.4 has it; later versions' records begin alike.
 template <class R>
-static TracedWork work_of(const R* r, const char* name) {
-    TracedWork w{};
-    w.name = name, w.range = -1;
-    w.start = r->start, w.end = r->end;
-    w.stream = r->streamId, w.correlation = r->correlationId;
-    return w;
-}
-static void take_record(const CUpti_Activity* record) {
-    TracedWork w;
-    if (record->kind == CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL) {
-        auto r = (const KernelActivity*)record;
-        w = work_of(r, kernel_name(r->name));
-        w.grid[0] = r->gridX, w.grid[1] = r->gridY, w.grid[2] = r->gridZ;
-        w.block[0] = r->blockX, w.block[1] = r->blockY, w.block[2] = r->blockZ;
-        w.registers = r->registersPerThread, w.shared_bytes = r->staticSharedMemory + r->dynamicSharedMemory;
-    } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
-        auto r = (const CUpti_ActivityMemcpy5*)record;  // the later 6, which CUDA 12.4 lacks, begins alike
-        w = work_of(r, copy_name(r->copyKind));
-        w.bytes = r->bytes;
-    } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMSET) {
-        auto r = (const CUpti_ActivityMemset4*)record;
-        w = work_of(r, "[CUDA memset]");
-        w.bytes = r->bytes;
-    } else {
-        return;
-    }
-    if (w.end <= w.start) {
+static void take_work(const CUpti_Activity* record, const std::string& name) {
+    auto r = (const R*)record;
+    if (r->end <= r->start) {
         cupti_dropped++;  // no room on the device for its times
     } else {
-        cupti_work.push_back(w);
+        cupti_work.push_back({name, -1, (int64_t)r->start, (int64_t)r->end, r->streamId, r->correlationId});
     }
+}
+static std::string demangled(const std::string& name) {
+    int status = 0;
+    const std::unique_ptr<char, void (*)(void*)> text(abi::__cxa_demangle(name.c_str(), nullptr, nullptr, &status),
+                                                      free);
+    return text ? text.get() : name;
 }
 
 static void CUPTIAPI give_buffer(uint8_t** buffer, size_t* size, size_t* max_records) {
@@ -152,50 +110,56 @@ static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* bu
     CUpti_Activity* record = nullptr;
     CUptiResult result = CUPTI_ERROR_MAX_LIMIT_REACHED;  // what the end of a buffer is called
     while (bytes > 0 && (result = cuptiActivityGetNextRecord(buffer, bytes, &record)) == CUPTI_SUCCESS) {
-        take_record(record);
+        if (record->kind == CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL) {
+            take_work<CUpti_ActivityKernel9>(record, ((const CUpti_ActivityKernel9*)record)->name);
+        } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
+            take_work<CUpti_ActivityMemcpy5>(record, "[CUDA memcpy]");
+        } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMSET) {
+            take_work<CUpti_ActivityMemset4>(record, "[CUDA memset]");
+        }
     }
-    if (result != CUPTI_ERROR_MAX_LIMIT_REACHED) { succeeded(result, "cuptiActivityGetNextRecord"); }
+    if (result != CUPTI_ERROR_MAX_LIMIT_REACHED) { succeeded(result); }
     size_t dropped = 0;
-    CUPTI_OK(cuptiActivityGetNumDroppedRecords(cuda, stream_id, &dropped));
+    succeeded(cuptiActivityGetNumDroppedRecords(cuda, stream_id, &dropped));
     cupti_dropped += dropped;
     free(buffer);
 }
 
 static void end_cupti() {
-    for (CUpti_ActivityKind kind : traced_activities) { CUPTI_OK(cuptiActivityDisable(kind)); }
-    CUPTI_OK(cuptiUnsubscribe(launch_subscriber));
+    for (CUpti_ActivityKind kind : traced_activities) { succeeded(cuptiActivityDisable(kind)); }
+    succeeded(cuptiUnsubscribe(launch_subscriber));
 }
 // Starts CUPTI, or says why not.
 static std::string start_cupti() {
     std::string why;
     if (cuda_devices(&why) == 0) { return why; }
     if (getenv("NSYS_PROFILING_SESSION_ID")) { return "nsys is attached"; }
-    cupti_error.clear(), cupti_work.clear(), launches.clear(), cupti_dropped = 0;
-    bool ok = CUPTI_OK(cuptiActivityRegisterCallbacks(give_buffer, take_buffer)) && watch_launches();
-    for (CUpti_ActivityKind kind : traced_activities) { ok = ok && CUPTI_OK(cuptiActivityEnable(kind)); }
+    cupti_work.clear(), launches.clear(), cupti_dropped = 0, first_error = CUPTI_SUCCESS;
+    bool ok = succeeded(cuptiActivityRegisterCallbacks(give_buffer, take_buffer)) && watch_launches();
+    for (CUpti_ActivityKind kind : traced_activities) { ok = ok && succeeded(cuptiActivityEnable(kind)); }
     if (ok) { return ""; }
     end_cupti();
-    return cupti_error;
+    return error_text();
 }
 static void stop_cupti() {
     CUDA_CHECK(cudaDeviceSynchronize());  // flushing does not wait for what still runs
-    CUPTI_OK(cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED));
+    succeeded(cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED));
     end_cupti();
     uint64_t cupti_now = 0;
-    CUPTI_OK(cuptiGetTimestamp(&cupti_now));
+    succeeded(cuptiGetTimestamp(&cupti_now));
     int64_t behind = epoch_ns() - (int64_t)cupti_now;
     std::scoped_lock lock(cupti_mutex, launch_mutex);
-    if (!cupti_error.empty()) { fail("%s", cupti_error.c_str()); }
+    if (first_error != CUPTI_SUCCESS) { fail("%s", error_text().c_str()); }
     const std::unordered_map<uint32_t, int> range_of(launches.begin(), launches.end());
     for (TracedWork& w : cupti_work) {
         auto launch = range_of.find(w.correlation);
         if (launch != range_of.end()) { w.range = in_this_trace(launch->second); }
-        w.start += behind, w.end += behind;
+        w.start += behind, w.end += behind, w.name = demangled(w.name);
     }
     std::sort(cupti_work.begin(), cupti_work.end(),
               [](const TracedWork& a, const TracedWork& b) { return a.start < b.start; });
     trace.work = std::move(cupti_work);
-    trace.dropped = cupti_dropped;
+    if (cupti_dropped > 0) { note("trace: CUPTI had no room for %zu kernels", cupti_dropped); }
 }
 #else
 static std::string start_cupti() {
@@ -206,7 +170,6 @@ static void stop_cupti() {}
 #endif
 
 void start_tracing() {
-    if (tracing) { fail("a trace is being made already"); }
     synchronize();  // what was queued before does not belong to it
     trace = Trace();
     trace.no_kernels = start_cupti();
@@ -214,7 +177,6 @@ void start_tracing() {
 }
 
 Trace stop_tracing() {
-    if (!tracing) { fail("no trace is being made"); }
     synchronize();
     tracing = false;
     if (trace.no_kernels.empty()) { stop_cupti(); }

@@ -36,8 +36,8 @@ benchmarking_script --d_model 63 --num_heads 2             | not divisible by --
 benchmarking_script --d_model 62 --num_heads 2             | --num_heads 2 = 31 is odd
 benchmarking_script --checkpoint quarter                   | --checkpoint: got quarter, takes a whole number
 benchmarking_script --seed -1                              | --seed: Value -1 not in range
-benchmarking_script --trace no/such/x.json                 | --trace: no/such/x.json
-benchmarking_script --trace tests                          | --trace: tests: cannot be written: expected a regular file
+nsys_profile --trace no/such/x.json                        | --trace: no/such/x.json
+nsys_profile --trace tests                                 | --trace: tests: cannot be written: expected a regular file
 flash_leaderboard --d_model 1024 --num_heads 3             | --d_model 1024 over --num_heads 3: takes a head size of
 flash_leaderboard --d_model 272 --num_heads 16             | --d_model 272 over --num_heads 16: takes a head size of
 flash_leaderboard --impl none                              | --impl: none not in {all,auto,
@@ -48,7 +48,7 @@ ddp_bucketed_benchmarking --bucket_size_mb inf             | --bucket_size_mb: V
 train --data LICENSE --lr 0                                | --lr: Value 0 not in range
 train --data LICENSE --num_heads 3                         | not divisible by --num_heads 3
 train --data no/such/file                                  | --data: File does not exist: no/such/file
-train --data LICENSE --save LICENSE                        | takes another file than --data
+train --data LICENSE --save LICENSE                        | takes another file than the input
 reproduce nonsense                                         | nonsense
 """
 

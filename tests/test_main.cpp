@@ -66,24 +66,21 @@ TEST_CASE("main: a full disk under stdout is a failure") {
     CHECK(lines(r.err) == 1);
     CHECK(has(r.err, "stdout"));
 }
-TEST_CASE("main: an output is no input, and no second output") {
+TEST_CASE("main: an output is no input") {
     Folder folder;
     const std::string same = folder / "same", link = folder / "link";
     write_file(same, read_file("LICENSE"));
     std::filesystem::create_symlink(same, link);
     const Words train = {"train", "--device", "cpu", "--quick", "--data", same};
-    for (const Words& more : {Words{"--save", same},
-                              {"--save", link},
-                              {"--save", folder / "x", "--trace", folder / "x"},
-                              {"--save", folder.path},
-                              {"--save", folder / "no/such"}}) {
+    for (const Words& more :
+         {Words{"--save", same}, {"--save", link}, {"--save", folder.path}, {"--save", folder / "no/such"}}) {
         Words words = train;
         words.insert(words.end(), more.begin(), more.end());
         Run wrong = run_cs336(words);
         CAPTURE(join(more, " "));
         CHECK(wrong.exit_code == 2);
         CHECK(lines(wrong.err) == 1);
-        CHECK(has(wrong.err, more.size() == 4 ? "takes another file than --save" : "--save: "));
+        CHECK(has(wrong.err, "--save: "));
     }
     CHECK(read_file(same) == read_file("LICENSE"));
 }

@@ -124,21 +124,18 @@ TEST_CASE("precision: tf32 keeps ten bits of the mantissa") {
 }
 
 TEST_CASE("precision: 0.01 a thousand times") {
-    CHECK(accumulate(F32, F32, false).sum == 10.0001335f);
-    CHECK(accumulate(F16, F16, false).sum == 9.953125f);
-    CHECK(accumulate(F32, F16, false).sum == 10.0021362f);
-    Accumulation stuck = accumulate(BF16, BF16, false);
+    CHECK(accumulate(F32, F32).sum == 10.0001335f);
+    CHECK(accumulate(F16, F16).sum == 9.953125f);
+    CHECK(accumulate(F32, F16).sum == 10.0021362f);
+    Accumulation stuck = accumulate(BF16, BF16);
     CHECK(stuck.sum == 4.0f);
     CHECK(stuck.stalled < 1000);
-    CHECK(accumulate(F16, F16, false).stalled == 1000);
-    // Kahan's sum is as good as the format allows: the nearest number to the sum of the rounded addends, or next to it.
-    CHECK(std::fabs(accumulate(F16, F16, true).sum - 10.0021362) <= 0x1p-7);
-    CHECK(std::fabs(accumulate(BF16, BF16, true).sum - 10.0097656) <= 0x1p-4);
+    CHECK(accumulate(F16, F16).stalled == 1000);
 }
 
 TEST_CASE("precision: mixed_precision_accumulation's table and answer") {
     const std::string text = printed([] { cmd_mixed_precision_accumulation({}); });
-    for (const char* phrase : {"| fp32 += fp32(fp16)  | 10.0021362 |", "| bf16 += bf16        |  4.0000000 |",
+    for (const char* phrase : {"| fp32 += fp32(fp16) | 10.0021362 |", "| bf16 += bf16       |  4.0000000 |",
                                "The fp32 sum of 1000 times 0.01 is 10.0001, the fp16 sum 9.9531, and the fp32 sum of "
                                "fp16 addends 10.0021. ",
                                "costs 0.0021, ", "stops at 4 after 350 additions, "}) {
