@@ -195,7 +195,7 @@ static void softmax_in_place(const Tensor& s, const Tensor& L, const Tensor& P, 
     Range range("softmax");
     int Tq = (int)s.dim(-2), Tk = (int)s.dim(-1);
     int64_t R = s.size() / Tk;
-    if (s.device() == META || R == 0) { return; }
+    if (s.device() == META) { return; }
 #ifdef __CUDACC__
     if (s.device() == CUDA) {
         return with_gpu_type(s.dtype, [&](auto zero) {
@@ -416,55 +416,40 @@ static void flash_forward_cpu(const AttentionTensors& t) {
     }
 }
 
-// P and dS, the latter times 1/sqrt(D), of M queries and N keys of one head.
-static void flash_ds_cpu(float* P, float* dS, const AttentionArgs& a, int D, int head, int q0, int M, int k0, int N) {
-    const float *dO = row_of(a.dO, a, head, q0), *v = row_of(a.v, a, head, k0);
-    scores_cpu(P, a, D, head, q0, M, k0, N);                                         // step 8's S
-    blas_product(dS, CPU_BK, dO, a.dO.row, false, v, a.v.row, true, M, N, D, 1, 0);  // step 10: dP
-    for (int i = 0; i < M; i++) {
-        float *p = P + i * CPU_BK, *ds = dS + i * CPU_BK, Di = 0;
-        const float *o = row_of(a.o, a, head, q0 + i), L = a.L[(int64_t)head * a.Tq + q0 + i];
-        for (int d = 0; d < D; d++) { Di += o[d] * dO[i * a.dO.row + d]; }  // step 7, here for each tile
-        for (int j = 0; j < N; j++) {
-            p[j] = std::exp(p[j] - L);              // step 8
-            ds[j] = p[j] * (ds[j] - Di) * a.scale;  // step 11
-        }
-    }
-}
-// Two loops, of which each computes P and dS, so that no two threads add to one sum: over tiles of keys for dK and dV,
-// then over tiles of queries for dQ. A sum's first product overwrites.
+// Algorithm 2. A thread takes all of a head, so no two add to one sum. A sum's first product overwrites.
 static void flash_backward_cpu(const AttentionTensors& t) {
     const AttentionArgs a = args_of(t);
-    const int D = head_size(t), heads = a.B * a.H;
+    const int D = head_size(t);
     one_blas_thread();
-    auto add = [&](const Heads& to, int row, const std::vector<float>& x, bool transposed, const Heads& y, int y_row,
-                   int head, int rows, int terms, bool first) {  // to += x y
-        blas_product(row_of(to, a, head, row), to.row, x.data(), CPU_BK, transposed, row_of(y, a, head, y_row), y.row,
-                     false, rows, D, terms, 1, first ? 0 : 1);
-    };
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int k0 = 0; k0 < a.Tk; k0 += CPU_BK) {
-        for (int head = 0; head < heads; head++) {
-            std::vector<float> P(CPU_BQ * CPU_BK), dS(CPU_BQ * CPU_BK);
-            // At least the last tile, though it may see none of these keys: their gradients are then 0.
+#pragma omp parallel for schedule(dynamic)
+    for (int head = 0; head < a.B * a.H; head++) {
+        std::vector<float> P(CPU_BQ * CPU_BK), dS(CPU_BQ * CPU_BK);
+        auto add = [&](const Heads& to, int row, const std::vector<float>& x, bool transposed, const Heads& y,
+                       int y_row, int rows, int terms, bool first) {  // to += x y
+            blas_product(row_of(to, a, head, row), to.row, x.data(), CPU_BK, transposed, row_of(y, a, head, y_row),
+                         y.row, false, rows, D, terms, 1, first ? 0 : 1);
+        };
+        for (int k0 = 0; k0 < a.Tk; k0 += CPU_BK) {
+            // At least the last tile of queries, though it may see none of these keys: their gradients are then 0.
             const int N = std::min(CPU_BK, a.Tk - k0), first = a.causal ? std::min(k0, a.Tq - 1) / CPU_BQ * CPU_BQ : 0;
+            const float* v = row_of(a.v, a, head, k0);
             for (int q0 = first; q0 < a.Tq; q0 += CPU_BQ) {
                 const int M = std::min(CPU_BQ, a.Tq - q0);
-                flash_ds_cpu(P.data(), dS.data(), a, D, head, q0, M, k0, N);
-                add(a.dv, k0, P, true, a.dO, q0, head, N, M, q0 == first);  // step 9
-                add(a.dk, k0, dS, true, a.q, q0, head, N, M, q0 == first);  // step 13
-            }
-        }
-    }
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int q0 = (a.Tq - 1) / CPU_BQ * CPU_BQ; q0 >= 0; q0 -= CPU_BQ) {
-        for (int head = 0; head < heads; head++) {
-            std::vector<float> P(CPU_BQ * CPU_BK), dS(CPU_BQ * CPU_BK);
-            const int M = std::min(CPU_BQ, a.Tq - q0), keys = keys_seen(a.causal, q0 + M - 1, a.Tk);
-            for (int k0 = 0; k0 < keys; k0 += CPU_BK) {
-                const int N = std::min(CPU_BK, keys - k0);
-                flash_ds_cpu(P.data(), dS.data(), a, D, head, q0, M, k0, N);
-                add(a.dq, q0, dS, false, a.k, k0, head, M, N, k0 == 0);  // step 12
+                const float *dO = row_of(a.dO, a, head, q0), *o = row_of(a.o, a, head, q0);
+                scores_cpu(P.data(), a, D, head, q0, M, k0, N);                                         // step 8's S
+                blas_product(dS.data(), CPU_BK, dO, a.dO.row, false, v, a.v.row, true, M, N, D, 1, 0);  // step 10: dP
+                for (int i = 0; i < M; i++) {
+                    float *p = &P[i * CPU_BK], *ds = &dS[i * CPU_BK], Di = 0;
+                    const float L = a.L[(int64_t)head * a.Tq + q0 + i];
+                    for (int d = 0; d < D; d++) { Di += o[i * a.o.row + d] * dO[i * a.dO.row + d]; }  // step 7
+                    for (int j = 0; j < N; j++) {
+                        p[j] = std::exp(p[j] - L);              // step 8
+                        ds[j] = p[j] * (ds[j] - Di) * a.scale;  // step 11, and the scale of 12 and 13
+                    }
+                }
+                add(a.dv, k0, P, true, a.dO, q0, N, M, q0 == first);  // step 9
+                add(a.dq, q0, dS, false, a.k, k0, M, N, k0 == 0);     // step 12
+                add(a.dk, k0, dS, true, a.q, q0, N, M, q0 == first);  // step 13
             }
         }
     }
@@ -552,20 +537,35 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_forward_kernel(Atte
     if (threadIdx.x == 0 && i < a.Tq) { a.L[(int64_t)head * a.Tq + i] = m + logf(l); }
 }
 
-// Step 7, by a warp for each query.
+// dQ, and step 7 on the way: a block owns queries, and the keys that they see pass.
 template <class T>
-__global__ void flash_v1_delta_kernel(AttentionArgs a, int D, float* delta) {
-    int head = blockIdx.x, b = head / a.H, h = head % a.H, i = blockIdx.y * V1_TILE + threadIdx.y;
-    V1Row o, dO;
-    v1_load(o, head_of<const T>(a.o, b, h), a.o.row, i, a.Tq, D);
+__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(AttentionArgs a, int D, float* delta) {
+    __shared__ V1Tile K, V;
+    int head = blockIdx.x, b = head / a.H, h = head % a.H, q0 = blockIdx.y * V1_TILE, i = q0 + threadIdx.y;
+    V1Row q, o, dO, dQ = {};
+    v1_load(q, head_of<const T>(a.q, b, h), a.q.row, i, a.Tq, D);
     v1_load(dO, head_of<const T>(a.dO, b, h), a.dO.row, i, a.Tq, D);
-    float sum = 0;
-    for (int c = 0; c < V1_COLUMNS; c++) { sum += o[c] * dO[c]; }
-    sum = warp_sum(sum);
-    if (threadIdx.x == 0 && i < a.Tq) { delta[(int64_t)head * a.Tq + i] = sum; }
+    v1_load(o, head_of<const T>(a.o, b, h), a.o.row, i, a.Tq, D);
+    float L = i < a.Tq ? a.L[(int64_t)head * a.Tq + i] : 0, D_i = 0;
+    for (int c = 0; c < V1_COLUMNS; c++) { D_i += o[c] * dO[c]; }
+    D_i = warp_sum(D_i);  // step 7
+    if (threadIdx.x == 0 && i < a.Tq) { delta[(int64_t)head * a.Tq + i] = D_i; }
+    int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
+    for (int k0 = 0; k0 < keys; k0 += V1_TILE) {
+        __syncthreads();  // all warps have read the tiles of the turn before
+        v1_load(K, head_of<const T>(a.k, b, h), a.k.row, k0, a.Tk, D);
+        v1_load(V, head_of<const T>(a.v, b, h), a.v.row, k0, a.Tk, D);
+        __syncthreads();  // the tiles are there
+        bool seen = k0 + threadIdx.x < keys_seen(a.causal, i, a.Tk);
+        float dot = v1_dot(q, K, D), dP = v1_dot(dO, V, D);          // steps 8 and 10
+        float dS = seen ? expf(a.scale * dot - L) * (dP - D_i) : 0;  // steps 8 and 11
+        v1_add_rows(dQ, dS, K, D);                                   // step 12, but for the scale
+    }
+    v1_store(dQ, a.scale, head_of<T>(a.dq, b, h), a.dq.row, i, a.Tq, D);
 }
 
-// dK and dV: a block owns keys, and the queries that see them pass.
+// dK and dV: a block owns keys, and the queries that see them pass. P and dS are computed a second time, so that no two
+// blocks add to one sum: no atomics are needed, and every run gives the same bits.
 template <class T>
 __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dkv_kernel(AttentionArgs a, int D, const float* delta) {
     __shared__ V1Tile Q, dO;
@@ -591,30 +591,6 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dkv_kernel(Attentio
     v1_store(dV, 1, head_of<T>(a.dv, b, h), a.dv.row, j, a.Tk, D);
 }
 
-// dQ: a block owns queries, and the keys that they see pass. P and dS are computed a second time, so that no two blocks
-// add to the same dQ: no atomics are needed, and every run gives the same bits.
-template <class T>
-__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(AttentionArgs a, int D, const float* delta) {
-    __shared__ V1Tile K, V;
-    int head = blockIdx.x, b = head / a.H, h = head % a.H, q0 = blockIdx.y * V1_TILE, i = q0 + threadIdx.y;
-    V1Row q, dO, dQ = {};
-    v1_load(q, head_of<const T>(a.q, b, h), a.q.row, i, a.Tq, D);
-    v1_load(dO, head_of<const T>(a.dO, b, h), a.dO.row, i, a.Tq, D);
-    float L = i < a.Tq ? a.L[(int64_t)head * a.Tq + i] : 0, D_i = i < a.Tq ? delta[(int64_t)head * a.Tq + i] : 0;
-    int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
-    for (int k0 = 0; k0 < keys; k0 += V1_TILE) {
-        __syncthreads();  // all warps have read the tiles of the turn before
-        v1_load(K, head_of<const T>(a.k, b, h), a.k.row, k0, a.Tk, D);
-        v1_load(V, head_of<const T>(a.v, b, h), a.v.row, k0, a.Tk, D);
-        __syncthreads();  // the tiles are there
-        bool seen = k0 + threadIdx.x < keys_seen(a.causal, i, a.Tk);
-        float dot = v1_dot(q, K, D), dP = v1_dot(dO, V, D);          // steps 8 and 10
-        float dS = seen ? expf(a.scale * dot - L) * (dP - D_i) : 0;  // steps 8 and 11
-        v1_add_rows(dQ, dS, K, D);                                   // step 12, but for the scale
-    }
-    v1_store(dQ, a.scale, head_of<T>(a.dq, b, h), a.dq.row, i, a.Tq, D);
-}
-
 static dim3 v1_grid(const AttentionArgs& a, int rows) { return dim3(a.B * a.H, ceil_div(rows, V1_TILE)); }
 static void flash_v1_forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
@@ -631,9 +607,8 @@ static void flash_v1_backward(const AttentionTensors& t) {
     dim3 threads(WARP, V1_TILE);
     with_gpu_type(t.q.dtype, [&](auto zero) {
         using T = decltype(zero);
-        LAUNCH(flash_v1_delta_kernel<T>, v1_grid(a, a.Tq), threads, a, D, delta);
-        LAUNCH(flash_v1_dkv_kernel<T>, v1_grid(a, a.Tk), threads, a, D, delta);
         LAUNCH(flash_v1_dq_kernel<T>, v1_grid(a, a.Tq), threads, a, D, delta);
+        LAUNCH(flash_v1_dkv_kernel<T>, v1_grid(a, a.Tk), threads, a, D, delta);
     });
 }
 #else
@@ -694,7 +669,7 @@ static Tensor readable(const Tensor& t) {
     return ok ? t : contiguous(t);
 }
 static void run_pass(void (*pass)(const AttentionTensors&), const AttentionTensors& t) {
-    if (t.q.device() != META && t.o.size() > 0) { pass(t); }
+    if (t.q.device() != META) { pass(t); }
 }
 static Tensor flash(const AttentionImpl& impl, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, bool causal,
                     Tensor* L) {
