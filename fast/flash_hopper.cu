@@ -12,9 +12,13 @@
 
 #ifdef __CUDACC__
 #include <cuda.h>
+#include <dlfcn.h>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // PTX, one instruction a function
+
+constexpr int SLAB = 64;            // columns of a slab, a part of a tile (see "Tiles in shared memory")
+constexpr int SLAB_ROW = 2 * SLAB;  // bytes
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
@@ -50,6 +54,13 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint6
         "[%2];" ::"r"(shared_address(to)),
         "l"(map), "r"(shared_address(b)), "r"(d), "r"(row), "r"(h), "r"(batch)
         : "memory");
+}
+// A tile of so many slabs from row `row` on; `more` bytes are to come beside it.
+template <int SLABS>
+__device__ __forceinline__ void tma_load_tile(char* to, int slab_bytes, const CUtensorMap* map, uint64_t* full, int row,
+                                              int h, int b, int more = 0) {
+    mbarrier_arrive_expecting(full, SLABS * slab_bytes + more);
+    for (int s = 0; s < SLABS; s++) { tma_load(to + s * slab_bytes, map, full, s * SLAB, row, h, b); }
 }
 // `bytes` bytes (a multiple of 16, as both addresses are) to shared
 __device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes, uint64_t* b) {
@@ -168,9 +179,6 @@ WGMMA_SS(64, 128, R64, 64, 65, 66, 67, D64)
 // row r is stored at chunk c ^ (r % 8): "128-byte swizzle", so that a column of chunks touches all banks. TMA writes it
 // so and wgmma reads it so. wgmma gets a descriptor: address, swizzle, and two distances (LBO, SBO).
 
-constexpr int SLAB = 64;            // columns
-constexpr int SLAB_ROW = 2 * SLAB;  // bytes
-
 // SBO: from 8 rows to the next 8. LBO: from 64 columns to the next 64 where the rows are the summed index and N > 64;
 // else unused.
 // This is the low word, address and LBO in units of 16 bytes; the high one, full_descriptor() knows, is the same for
@@ -273,18 +281,12 @@ __device__ __forceinline__ void forward_loader(const AttentionArgs& a, dim3 orde
             break;
         }
         QueryTile q = query_tile<Tile>(a, order, tile);
-        mbarrier_arrive_expecting(&bars.q_full[buffer], Tile::q_bytes);
-        for (int s = 0; s < Tile::slabs; s++) {
-            tma_load(q_tiles + buffer * Tile::q_bytes + s * Tile::q_slab, q_map, &bars.q_full[buffer], s * SLAB, q.q0,
-                     q.h, q.b);
-        }
+        tma_load_tile<Tile::slabs>(q_tiles + buffer * Tile::q_bytes, Tile::q_slab, q_map, &bars.q_full[buffer], q.q0,
+                                   q.h, q.b);
         auto load = [&](char* ring, int bytes, const CUtensorMap* map, uint64_t* full, uint64_t* empty, int key) {
             int stage = n % stages, phase = n / stages % 2;
             mbarrier_wait(&empty[stage], phase ^ 1);
-            mbarrier_arrive_expecting(&full[stage], Tile::k_bytes);
-            for (int s = 0; s < Tile::slabs; s++) {
-                tma_load(ring + stage * bytes + s * Tile::k_slab, map, &full[stage], s * SLAB, key, q.h, q.b);
-            }
+            tma_load_tile<Tile::slabs>(ring + stage * bytes, Tile::k_slab, map, &full[stage], key, q.h, q.b);
         };
         for (int j = q.k_tiles - 1; j >= 0; j--, n++) {
             load(k_ring, Tile::k_bytes, k_map, bars.k_full, bars.k_empty, j * Bk);
@@ -555,17 +557,11 @@ __device__ __forceinline__ void backward_loader(const BackwardWorkspace& w, cons
                                                 const BackwardMemory& memory, const KeyTile& tile) {
     constexpr int Bq = Tile::Bq, stages = Tile::stages;
     auto load_own = [&](char* to, const CUtensorMap* map, uint64_t* full) {
-        mbarrier_arrive_expecting(full, Tile::k_bytes);
-        for (int s = 0; s < Tile::slabs; s++) {
-            tma_load(to + s * Tile::k_slab, map, full, s * SLAB, tile.k0, tile.h, tile.b);
-        }
+        tma_load_tile<Tile::slabs>(to, Tile::k_slab, map, full, tile.k0, tile.h, tile.b);
     };
     auto load = [&](char* ring, const CUtensorMap* map, uint64_t* full, int i, int more) {
-        mbarrier_arrive_expecting(&full[i % stages], Tile::q_bytes + more);
-        for (int s = 0; s < Tile::slabs; s++) {
-            tma_load(ring + i % stages * Tile::q_bytes + s * Tile::q_slab, map, &full[i % stages], s * SLAB,
-                     (tile.begin + i) * Bq, tile.h, tile.b);
-        }
+        tma_load_tile<Tile::slabs>(ring + i % stages * Tile::q_bytes, Tile::q_slab, map, &full[i % stages],
+                                   (tile.begin + i) * Bq, tile.h, tile.b, more);
     };
     load_own(memory.k_tile, k_map, &bars.k_full);
     for (int i = 0; i < tile.q_tiles; i++) {
@@ -893,18 +889,9 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 
 // How TMA sees x [B,H,T,D]: boxes of `rows` rows and 64 columns; beyond T and D it reads zeros.
 static CUtensorMap tensor_map(const Tensor& x, int rows) {
-    static const auto encode = [] {  // from the driver, which we do not link
-        void* function = nullptr;
-        cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION < 12050  // the name without a version is gone since 13.0
-        CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result));
-#else
-        CUDA_CHECK(
-            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result));
-#endif
-        if (result != cudaDriverEntryPointSuccess) { fail("the driver has no cuTensorMapEncodeTiled"); }
-        return (decltype(&cuTensorMapEncodeTiled))function;
-    }();
+    static const auto encode = (decltype(&cuTensorMapEncodeTiled))dlsym(  // the driver's, which we do not link
+        dlopen("libcuda.so.1", RTLD_LAZY), "cuTensorMapEncodeTiled");
+    if (!encode) { fail("the driver has no cuTensorMapEncodeTiled"); }
     CUtensorMap map;
     cuuint64_t size[4], stride[3];  // from the last dimension to the first
     for (int i = 0; i < 4; i++) { size[i] = x.dim(3 - i); }
