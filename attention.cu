@@ -83,8 +83,8 @@ static void reference(const AttentionTensors& t) {  // both passes: the second o
         }
     }
     auto store = [](const Tensor& to, const std::vector<double>& values) {
-        Tensor wide = empty_on(CPU, to.shape, F64);
-        memcpy(wide.data, values.data(), values.size() * sizeof(double));
+        const Tensor wide = empty_on(CPU, to.shape, F64);
+        std::copy(values.begin(), values.end(), wide.as<double>());
         copy_or_add(to, wide, false);
     };
     store(t.o, O);
@@ -650,9 +650,8 @@ const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
 const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {
     const bool only_counted = device == META;
     if (only_counted) { device = context.planned_for; }
-    const AttentionImpl* impl = fastest_flash(device, dtype, D);
     // The CPU has fp32 alone. What a GPU would hold can be counted all the same: no row is called.
-    if (!impl && only_counted && device == CPU) { impl = fastest_flash(CPU, F32, D); }
+    const AttentionImpl* impl = fastest_flash(device, only_counted && device == CPU ? F32 : dtype, D);
     if (!impl) {
         usage_error(
             "mode flash: no FlashAttention on %s for %s and head size %ld (on the CPU: float32; on a GPU: float32 and "
@@ -685,9 +684,7 @@ static Tensor flash(const AttentionImpl& impl, const Tensor& q_in, const Tensor&
         b.dO = readable(dO);
         b.dq = empty(t.q.shape, t.q.dtype), b.dk = empty(t.k.shape, t.k.dtype), b.dv = empty(t.v.shape, t.v.dtype);
         run_pass(impl.backward, b);
-        add_gradient(t.q.gradient, b.dq);
-        add_gradient(t.k.gradient, b.dk);
-        add_gradient(t.v.gradient, b.dv);
+        add_gradient(t.q.gradient, b.dq), add_gradient(t.k.gradient, b.dk), add_gradient(t.v.gradient, b.dv);
     });
     return o;
 }
@@ -838,28 +835,29 @@ static PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, D
     return t;
 }
 static std::string ms(const PassTimes& t, Pass p) { return t.oom ? oom_cell(t.oom) : strprintf("%.3f", (t.*p).median); }
-static bool has_both(const AttentionRun& r) { return !r.naive.oom && !r.other.oom; }
 static double times_as_fast(const AttentionRun& r, Pass p) { return (r.naive.*p).median / (r.other.*p).median; }
 static std::string speedup(const AttentionRun& r, Pass p) {
-    return has_both(r) ? strprintf("%.2fx", times_as_fast(r, p)) : "";
+    return r.naive.oom || r.other.oom ? "" : strprintf("%.2fx", times_as_fast(r, p));
 }
-// "faster in 17, slower in 2 and level within the noise in 1 of 20 configurations, so 0.58 to 5.76 times as fast"
+// "faster in 17, slower in 2 of 20 configurations and level within the noise in the others (0.58 to 5.76 times as
+// fast)"
 static std::string compared(const std::vector<AttentionRun>& runs, Pass p, DType dtype = F32) {
-    int faster = 0, slower = 0, same = 0, lacking = 0;
-    double least = INFINITY, most = 0;
+    int all = 0, lacking = 0;
+    std::vector<double> times;  // where they are not level, in order
     for (const AttentionRun& r : runs) {
+        const bool oom = r.naive.oom || r.other.oom;
         if (r.dtype != dtype) { continue; }
-        const double times = times_as_fast(r, p);
-        const bool known = has_both(r) && !level(r.other.*p, r.naive.*p);
-        (known ? times > 1 ? faster : slower : has_both(r) ? same : lacking)++;
-        if (known) { least = std::min(least, times), most = std::max(most, times); }
+        all++, lacking += oom;
+        if (!oom && !level(r.other.*p, r.naive.*p)) { times.push_back(times_as_fast(r, p)); }
     }
-    const int all = faster + slower + same + lacking;
     if (all == 0) { return "not there on this device"; }
-    std::string text = strprintf("faster in %d, slower in %d and level within the noise in %d of %s", faster, slower,
-                                 same, counted(all, "configuration").c_str());
-    if (lacking) { text += strprintf("; %d did not fit into memory", lacking); }
-    return faster + slower ? text + strprintf(" (%.2f to %.2f times as fast)", least, most) : text;
+    std::sort(times.begin(), times.end());
+    const int apart = (int)times.size(),
+              slower = (int)(std::lower_bound(times.begin(), times.end(), 1) - times.begin());
+    std::string text = strprintf("faster in %d of %s, slower in %d, level within the noise in %d", apart - slower,
+                                 counted(all, "configuration").c_str(), slower, all - lacking - apart);
+    if (lacking) { text += strprintf(", without the memory in %d", lacking); }
+    return times.empty() ? text : text + strprintf(" (%.2f to %.2f times as fast)", times.front(), times.back());
 }
 // Naive and another implementation (null: naive alone) at each head size and length.
 static std::vector<AttentionRun> time_all(const AttentionImpl* other, int B, bool causal, DType dtype,
@@ -885,9 +883,8 @@ static std::vector<AttentionRun> run_grid(const Options& o, const AttentionImpl*
     return time_all(other, GRID_BATCH, false, F32, o.quick ? quick : all, {grid_passes(o)});
 }
 static std::string grid_caption(const Options& o, const char* what) {
-    return strprintf(
-        "%s; batch %d, no heads, no mask, precision fp32, 3 warmup, median of %d forward and %d backward passes", what,
-        GRID_BATCH, grid_passes(o), grid_passes(o));
+    return strprintf("%s; batch %d, no heads, no mask, precision fp32, 3 warmup, median of %d passes of each kind",
+                     what, GRID_BATCH, grid_passes(o));
 }
 
 // Bytes that naive holds when backward starts, in fp32: exp(S - m) and P; q, k, v, O and dO; maximum and sum of a row.
@@ -1195,9 +1192,8 @@ static Tensor from_file(const FileTensor& f, const std::string& path) {
 int cmd_attention(const Options& o) {
     context.device = choose_device(o.device);
     SafeTensors file = load_safetensors(o.inputs);
-    const auto q = file.tensors.find("q");
-    const bool has_heads = q == file.tensors.end() || q->second.shape.size() != 3;
-    const FileTensor fq = require_tensor(file, "q", Shape(has_heads ? 4 : 3, -1), {"F32", "BF16"});
+    const bool no_heads = file.tensors.count("q") && file.tensors["q"].shape.size() == 3;
+    const FileTensor fq = require_tensor(file, "q", Shape(no_heads ? 3 : 4, -1), {"F32", "BF16"});
     const Shape shape = fq.shape;
     Shape keys = shape;
     keys[keys.size() - 2] = -1;
