@@ -16,6 +16,7 @@
 #include "lib/gpu.h"
 
 #include <algorithm>
+#include <numeric>
 
 static Heads heads_of(const Tensor& t) {
     return t ? Heads{t.data, t.stride[0], t.stride[1], t.stride[2]} : Heads{nullptr, 0, 0, 0};
@@ -43,42 +44,33 @@ static void reference(const AttentionTensors& t) {  // both passes: the second o
     const std::vector<double> Q = to_doubles(t.q), K = to_doubles(t.k), V = to_doubles(t.v),
                               all_dO = back ? to_doubles(t.dO) : Q;
     std::vector<double> O(Q.size()), dQ(Q.size()), dK(K.size()), dV(V.size());
+    auto dot = [D](const double* x, const double* y) { return std::inner_product(x, x + D, y, 0.0); };
+    auto add = [D](double* to, double factor, const double* x) {
+        for (int d = 0; d < D; d++) { to[d] += factor * x[d]; }
+    };
 #pragma omp parallel for
     for (int64_t head = 0; head < heads; head++) {
-        const double *k = K.data() + head * Tk * D, *v = V.data() + head * Tk * D;
-        double *dk = dK.data() + head * Tk * D, *dv = dV.data() + head * Tk * D;
+        const double *k = &K[head * Tk * D], *v = &V[head * Tk * D];
+        double *dk = &dK[head * Tk * D], *dv = &dV[head * Tk * D];
         std::vector<double> p(Tk), dp(Tk);
         for (int64_t i = 0; i < Tq; i++) {
             const int64_t row = (head * Tq + i) * D;
-            const double *q = Q.data() + row, *dO = all_dO.data() + row;
+            const double *q = &Q[row], *dO = &all_dO[row];
             const int n = keys_seen(t.causal, (int)i, (int)Tk);
             double m = -INFINITY, sum = 0, Di = 0;
-            for (int j = 0; j < n; j++) {
-                p[j] = 0;  // here s_j
-                for (int d = 0; d < D; d++) { p[j] += scale * q[d] * k[j * D + d]; }
-                m = std::max(m, p[j]);
-            }
+            for (int j = 0; j < n; j++) { p[j] = scale * dot(q, k + j * D), m = std::max(m, p[j]); }  // s_j
             for (int j = 0; j < n; j++) { sum += std::exp(p[j] - m); }
             const double L = m + std::log(sum);
             t.L.as<float>()[head * Tq + i] = (float)L;
+            for (int j = 0; j < n; j++) { p[j] = std::exp(p[j] - L), add(&O[row], p[j], v + j * D); }
+            if (!back) { continue; }
             for (int j = 0; j < n; j++) {
-                p[j] = std::exp(p[j] - L);
-                for (int d = 0; d < D; d++) { O[row + d] += p[j] * v[j * D + d]; }
+                dp[j] = dot(dO, v + j * D), Di += p[j] * dp[j];
+                add(dv + j * D, p[j], dO);
             }
-            for (int j = 0; back && j < n; j++) {
-                dp[j] = 0;
-                for (int d = 0; d < D; d++) {
-                    dp[j] += dO[d] * v[j * D + d];
-                    dv[j * D + d] += p[j] * dO[d];
-                }
-                Di += p[j] * dp[j];
-            }
-            for (int j = 0; back && j < n; j++) {
+            for (int j = 0; j < n; j++) {
                 const double ds = p[j] * (dp[j] - Di) * scale;
-                for (int d = 0; d < D; d++) {
-                    dQ[row + d] += ds * k[j * D + d];
-                    dk[j * D + d] += ds * q[d];
-                }
+                add(&dQ[row], ds, k + j * D), add(dk + j * D, ds, q);
             }
         }
     }

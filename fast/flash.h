@@ -20,18 +20,17 @@
 // The compute capability (80, 90, ...) of the code that this card runs for a kernel; 0 without a card or code for it.
 template <class... P>
 int compiled_for(void (*kernel)(P...)) {
-    if (cuda_devices() == 0) { return 0; }
     static std::map<void (*)(P...), int> known;  // each launch with EARLY asks
-    auto found = known.find(kernel);
-    if (found != known.end()) { return found->second; }
-    cudaFuncAttributes attributes;
+    auto [found, is_new] = known.insert({kernel, 0});
+    if (!is_new || cuda_devices() == 0) { return found->second; }
+    cudaFuncAttributes attributes = {};
     cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
         cudaGetLastError();  // it would be reported as the next launch's
-        return known[kernel] = 0;
+        error = cudaSuccess;
     }
     CUDA_CHECK(error);
-    return known[kernel] = attributes.ptxVersion;
+    return found->second = attributes.ptxVersion;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
