@@ -653,44 +653,34 @@ const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {
     return *impl;
 }
 
-// Faster kernels read rows of D neighbours in 16-byte pieces; anything else is copied first.
-static Tensor readable(const Tensor& t) {
-    bool ok = t.stride[3] == 1 && (uintptr_t)t.data % 16 == 0;
-    for (int d = 0; d < 3; d++) { ok = ok && (t.shape[d] == 1 || t.stride[d] * size_of(t.dtype) % 16 == 0); }
-    return ok ? t : contiguous(t);
-}
 static void run_pass(void (*pass)(const AttentionTensors&), const AttentionTensors& t) {
     if (t.q.device() != META) { pass(t); }
 }
-static Tensor flash(const AttentionImpl& impl, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, bool causal,
-                    Tensor* L) {
+// For row-major q, k and v of one type.
+static Tensor run_attention(const AttentionImpl& impl, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                            Tensor* L = nullptr) {
+    if (impl.run) {
+        RestoreContext restore;  // an operand that is bf16 or fp16 already stays so
+        if (q.dtype == BF16) { context.precision = PREC_BF16; }
+        if (q.dtype == F16) { context.precision = PREC_FP16; }
+        return impl.run(q, k, v, causal, L);
+    }
     Range range("attention");
-    Tensor q = readable(autocast_operand(q_in)), k = readable(autocast_operand(k_in)),
-           v = readable(autocast_operand(v_in));
     AttentionTensors t{q, k, v, empty(q.shape, q.dtype), empty({q.dim(0), q.dim(1), q.dim(2)}, F32), causal};
     run_pass(impl.forward, t);
     if (L) { *L = t.L; }
     Tensor o = t.o;
     record(o, {q, k, v}, [t, &impl](const Tensor& dO) {
         AttentionTensors b = t;
-        b.dO = readable(dO);
+        b.dO = dO;
         b.dq = empty(t.q.shape, t.q.dtype), b.dk = empty(t.k.shape, t.k.dtype), b.dv = empty(t.v.shape, t.v.dtype);
         run_pass(impl.backward, b);
         add_gradient(t.q.gradient, b.dq), add_gradient(t.k.gradient, b.dk), add_gradient(t.v.gradient, b.dv);
     });
     return o;
 }
-static Tensor run_attention(const AttentionImpl& impl, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
-                            Tensor* L = nullptr) {
-    RestoreContext restore;  // an operand that is bf16 or fp16 already stays so
-    if (q.dtype == BF16) { context.precision = PREC_BF16; }
-    if (q.dtype == F16) { context.precision = PREC_FP16; }
-    return impl.run ? impl.run(q, k, v, causal, L) : flash(impl, q, k, v, causal, L);
-}
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
-    if (context.mode == EAGER) { return attention_naive(q, k, v, causal, nullptr); }
-    if (context.mode == FUSED) { return attention_fused(q, k, v, causal, nullptr); }
-    return flash(require_flash(q.device(), matmul_dtype(), q.dim(-1)), q, k, v, causal, nullptr);
+    return (context.mode == EAGER ? attention_naive : attention_fused)(q, k, v, causal, nullptr);
 }
 
 // Part `which` of x [B,T,parts*C] as [B,H,T,D].
@@ -1135,9 +1125,8 @@ int cmd_flash_leaderboard(const Options& options) {
         if (context.device == CPU) { by_quick(o, "precision", &Options::precision, {"fp32"}); }  // its only one
     }
     const int D = o.d_model / o.num_heads;
-    if (o.d_model % o.num_heads != 0 || !flash_head_size(D)) {
-        usage_error("--d_model %d over --num_heads %d: takes a head size of 16, 32, 64, 80 or 128", o.d_model,
-                    o.num_heads);
+    if (o.d_model % o.num_heads != 0) {
+        usage_error("--d_model %d: takes a multiple of --num_heads %d", o.d_model, o.num_heads);
     }
     const Precision precision = context.precision = precision_from(o.precision[0]);
     const AttentionCase c{1, o.num_heads, o.context_length, o.context_length, D, true};
