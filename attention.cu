@@ -611,9 +611,8 @@ static void flash_v1_backward(const AttentionTensors&) { fail("flash_v1: this bu
 // ---------------------------------------------------------------------------------------------------------------------
 // The table of implementations: dispatch, commands, benchmarks and tests walk it.
 
-static bool any_float(DType t, int64_t) { return t == F32 || t == BF16 || t == F16 || t == F64; }
-static bool gpu_float(DType t, int64_t) { return t == F32 || t == BF16 || t == F16; }
-static bool flash_on_gpu(DType t, int64_t D) { return gpu_float(t, D) && flash_head_size(D); }
+static bool any_float(DType, int64_t) { return true; }
+static bool flash_on_gpu(DType, int64_t D) { return flash_head_size(D); }
 static bool only_fp32(DType t, int64_t) { return t == F32; }
 bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 80 || D == 128; }
 
@@ -623,8 +622,8 @@ static const AddRow<AttentionImpl> attention_impls[] = {
     {{"fused", CPU, 20, any_float, attention_fused, nullptr, nullptr}},
     {{"tiled", CPU, 30, only_fp32, nullptr, flash_forward_cpu, flash_backward_cpu}},
     // A build for the CPU has these, too: memory is predicted for a GPU.
-    {{"naive", CUDA, 10, gpu_float, attention_naive, nullptr, nullptr}},
-    {{"fused", CUDA, 20, gpu_float, attention_fused, nullptr, nullptr}},
+    {{"naive", CUDA, 10, any_float, attention_naive, nullptr, nullptr}},
+    {{"fused", CUDA, 20, any_float, attention_fused, nullptr, nullptr}},
     {{"flash_v1", CUDA, 30, flash_on_gpu, nullptr, flash_v1_forward, flash_v1_backward}},
 };
 
