@@ -84,7 +84,6 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 // Keeps the compiler from reading a result before the wait that is written in front of this.
 template <int N>
 __device__ __forceinline__ void read_after_wait(float (&x)[N]) {
-#pragma unroll
     for (int i = 0; i < N; i++) { asm volatile("" : "+f"(x[i])::"memory"); }
 }
 // Until at most the N newest batches are at work. `results` are the registers that the finished ones wrote: without the
@@ -311,7 +310,6 @@ __device__ __forceinline__ void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[
             if (column >= a.Tk || (a.causal && column > query)) { s[n] = -INFINITY; }
         }
     }
-#pragma unroll
     for (int r = 0; r < 2; r++) {
         float larger = s[2 * r];
         for (int n = 0; n < Tile::Bk / 2; n += 4) { larger = fmaxf(larger, fmaxf(s[n + 2 * r], s[n + 2 * r + 1])); }
@@ -328,7 +326,6 @@ __device__ __forceinline__ void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[
 template <class Tile>
 __device__ __forceinline__ void exponentials(float (&s)[Tile::Bk / 2], float (&l)[2], const float (&base)[2], float c,
                                              int from, int to) {
-#pragma unroll
     for (int r = 0; r < 2; r++) {
         for (int n = from / 2; n < to / 2; n += 4) {
             for (int e = 2 * r; e < 2 * r + 2; e++) {
@@ -340,7 +337,6 @@ __device__ __forceinline__ void exponentials(float (&s)[Tile::Bk / 2], float (&l
 }
 template <int N>
 __device__ __forceinline__ void pack_all(uint32_t (&p)[N / 8][4], const float (&s)[N]) {
-#pragma unroll
     for (int k = 0; k < N / 8; k++) {
         for (int e = 0; e < 4; e++) { p[k][e] = pack(s[8 * k + 2 * e], s[8 * k + 2 * e + 1]); }
     }
@@ -351,7 +347,6 @@ template <class Tile>
 __device__ __forceinline__ void store_L(const AttentionArgs& a, int b, int h, int first,
                                         const float (&o)[Tile::o_columns / 2], const float (&m)[2], float (&l)[2],
                                         int lane) {
-#pragma unroll
     for (int r = 0; r < 2; r++) {
         if constexpr (Tile::sums) {
             l[r] = o[Tile::D / 2 + 2 * r];
@@ -395,7 +390,6 @@ __device__ __forceinline__ void forward_consumer(const AttentionArgs& a, dim3 or
         auto scores = [&] {  // step 1, of the next tile
             mbarrier_wait(&bars.k_full[k_read % stages], k_read / stages % 2);
             wgmma_fence();
-#pragma unroll
             for (int d = 0; d < D; d += 16) {
                 int slab = d / SLAB, in_slab = d % SLAB * 2;
                 wgmma<0>(s, advance(q_at, slab * Tile::q_slab + in_slab),
@@ -407,7 +401,6 @@ __device__ __forceinline__ void forward_consumer(const AttentionArgs& a, dim3 or
         auto add_values = [&] {  // step 5's O += P V, of this tile
             mbarrier_wait(&bars.v_full[v_read % stages], v_read / stages % 2);
             wgmma_fence();
-#pragma unroll
             for (int k = 0; k < Bk / 16; k++) { wgmma(o, p[k], advance(v_next, k * 16 * SLAB_ROW), true); }
             wgmma_commit();
             v_read++, v_next = advance(2 * v_at - v_next, Tile::v_bytes);
@@ -438,7 +431,6 @@ __device__ __forceinline__ void forward_consumer(const AttentionArgs& a, dim3 or
             wgmma_wait<0>(o);
             release(bars.v_empty, v_read);
             if (__any_sync(0xffffffff, shrink[0] != 1 || shrink[1] != 1)) {  // step 5's shrink O
-#pragma unroll
                 for (int n = 0; n < Tile::o_columns / 2; n++) { o[n] *= shrink[n % 4 / 2]; }
             }
             exponentials<Tile>(s, l, base, c, Bk / 4, Bk);
@@ -616,7 +608,6 @@ struct BackwardConsumer {
     // x = (add ? x : 0) + own rows times a streamed tile, transposed
     __device__ __forceinline__ void rows_times_rows(Scores& x, uint32_t own, uint32_t streamed, bool add) {
         wgmma_fence();
-#pragma unroll
         for (int d = 0; d < D; d += 16) {
             int slab = d / SLAB, in_slab = d % SLAB * 2;
             wgmma<0>(x, advance(own, slab * Tile::k_slab + in_slab), advance(streamed, slab * Tile::q_slab + in_slab),
@@ -631,7 +622,6 @@ struct BackwardConsumer {
     // sum += x times a streamed tile
     __device__ __forceinline__ void add_product(float (&sum)[D / 2], const Packed& x, uint32_t streamed) {
         wgmma_fence();
-#pragma unroll
         for (int k = 0; k < Bq / 16; k++) { wgmma(sum, x[k], advance(streamed, k * 16 * SLAB_ROW), true); }
         wgmma_commit();
     }
@@ -648,7 +638,6 @@ struct BackwardConsumer {
     // Step 12's sum, in global memory, where a warp's 16 rows and 8 columns are 128 neighbours.
     __device__ __forceinline__ void add_dq(const DqPart& dq, int i) {
         float4* to = first_dq + (int64_t)i * (Bq / 16 * (D / 8) * WARP);
-#pragma unroll
         for (int n = 0; n < Tile::dq_columns / 8; n++) {
             if (D % Tile::dq_columns == 0 || n < dq_blocks) {  // the first is known to the compiler
                 atomicAdd(to + n * WARP, make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]));
@@ -670,7 +659,6 @@ struct BackwardConsumer {
         return *(const float2*)&stats[n + lane % 4].z;
     }
     __device__ __forceinline__ void load_early_L(EarlyL& early_L, const float4* stats) {
-#pragma unroll
         for (int n = EARLY; n < Bq / 2; n += 4) { early_L[(n - EARLY) / 4] = L_of(stats, n); }
     }
     // Step 8's P for these queries of the tile from q0 on, packed, from the last.
@@ -688,7 +676,6 @@ struct BackwardConsumer {
                 }
             }
             if (n % 8 == 0) {
-#pragma unroll
                 for (int e = 0; e < 4; e++) { p[n / 8][e] = pack(s[n + 2 * e], s[n + 2 * e + 1]); }
             }
         }
@@ -727,7 +714,6 @@ struct BackwardConsumer {
         EarlyL early_L;
         load_early_L(early_L, stats);
         Scores dp;
-#pragma unroll
         for (int n = 0; n < Bq / 2; n += 4) {
             float2 Di = D_of(stats, n);
             dp[n] = dp[n + 2] = -Di.x, dp[n + 1] = dp[n + 3] = -Di.y;
@@ -766,10 +752,8 @@ struct BackwardConsumer {
         Packed p, ds;
         exponentials<MASKED>(p, q0, stats, early_L, 0, Bq);
         float2 all_D[Bq / 8];  // loaded all at once: between the stores of dS each load would be waited for
-#pragma unroll
         for (int n = 0; n < Bq / 2; n += 4) { all_D[n / 4] = D_of(stats, n); }
         wgmma_wait_in_place(a.Tk > 0, dp);
-#pragma unroll
         for (int n = 0; n < Bq / 2; n++) { dp[n] -= n % 2 ? all_D[n / 4].y : all_D[n / 4].x; }
         add_product(dv, p, advance(dO_at, stage * Tile::q_bytes));  // step 9
         await_ds_back(i - 2);
