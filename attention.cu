@@ -16,6 +16,7 @@
 #include "lib/gpu.h"
 
 #include <algorithm>
+#include <numeric>
 
 static Heads heads_of(const Tensor& t) {
     return t ? Heads{t.data, t.stride[0], t.stride[1], t.stride[2]} : Heads{nullptr, 0, 0, 0};
@@ -43,48 +44,39 @@ static void reference(const AttentionTensors& t) {  // both passes: the second o
     const std::vector<double> Q = to_doubles(t.q), K = to_doubles(t.k), V = to_doubles(t.v),
                               all_dO = back ? to_doubles(t.dO) : Q;
     std::vector<double> O(Q.size()), dQ(Q.size()), dK(K.size()), dV(V.size());
+    auto dot = [D](const double* x, const double* y) { return std::inner_product(x, x + D, y, 0.0); };
+    auto add = [D](double* to, double factor, const double* x) {
+        for (int d = 0; d < D; d++) { to[d] += factor * x[d]; }
+    };
 #pragma omp parallel for
     for (int64_t head = 0; head < heads; head++) {
-        const double *k = K.data() + head * Tk * D, *v = V.data() + head * Tk * D;
-        double *dk = dK.data() + head * Tk * D, *dv = dV.data() + head * Tk * D;
+        const double *k = &K[head * Tk * D], *v = &V[head * Tk * D];
+        double *dk = &dK[head * Tk * D], *dv = &dV[head * Tk * D];
         std::vector<double> p(Tk), dp(Tk);
         for (int64_t i = 0; i < Tq; i++) {
             const int64_t row = (head * Tq + i) * D;
-            const double *q = Q.data() + row, *dO = all_dO.data() + row;
+            const double *q = &Q[row], *dO = &all_dO[row];
             const int n = keys_seen(t.causal, (int)i, (int)Tk);
             double m = -INFINITY, sum = 0, Di = 0;
-            for (int j = 0; j < n; j++) {
-                p[j] = 0;  // here s_j
-                for (int d = 0; d < D; d++) { p[j] += scale * q[d] * k[j * D + d]; }
-                m = std::max(m, p[j]);
-            }
+            for (int j = 0; j < n; j++) { p[j] = scale * dot(q, k + j * D), m = std::max(m, p[j]); }  // s_j
             for (int j = 0; j < n; j++) { sum += std::exp(p[j] - m); }
             const double L = m + std::log(sum);
             t.L.as<float>()[head * Tq + i] = (float)L;
+            for (int j = 0; j < n; j++) { p[j] = std::exp(p[j] - L), add(&O[row], p[j], v + j * D); }
+            if (!back) { continue; }
             for (int j = 0; j < n; j++) {
-                p[j] = std::exp(p[j] - L);
-                for (int d = 0; d < D; d++) { O[row + d] += p[j] * v[j * D + d]; }
+                dp[j] = dot(dO, v + j * D), Di += p[j] * dp[j];
+                add(dv + j * D, p[j], dO);
             }
-            for (int j = 0; back && j < n; j++) {
-                dp[j] = 0;
-                for (int d = 0; d < D; d++) {
-                    dp[j] += dO[d] * v[j * D + d];
-                    dv[j * D + d] += p[j] * dO[d];
-                }
-                Di += p[j] * dp[j];
-            }
-            for (int j = 0; back && j < n; j++) {
+            for (int j = 0; j < n; j++) {
                 const double ds = p[j] * (dp[j] - Di) * scale;
-                for (int d = 0; d < D; d++) {
-                    dQ[row + d] += ds * k[j * D + d];
-                    dk[j * D + d] += ds * q[d];
-                }
+                add(&dQ[row], ds, k + j * D), add(dk + j * D, ds, q);
             }
         }
     }
     auto store = [](const Tensor& to, const std::vector<double>& values) {
-        Tensor wide = empty_on(CPU, to.shape, F64);
-        memcpy(wide.data, values.data(), values.size() * sizeof(double));
+        const Tensor wide = empty_on(CPU, to.shape, F64);
+        std::copy(values.begin(), values.end(), wide.as<double>());
         copy_or_add(to, wide, false);
     };
     store(t.o, O);
@@ -195,7 +187,7 @@ static void softmax_in_place(const Tensor& s, const Tensor& L, const Tensor& P, 
     Range range("softmax");
     int Tq = (int)s.dim(-2), Tk = (int)s.dim(-1);
     int64_t R = s.size() / Tk;
-    if (s.device() == META || R == 0) { return; }
+    if (s.device() == META) { return; }
 #ifdef __CUDACC__
     if (s.device() == CUDA) {
         return with_gpu_type(s.dtype, [&](auto zero) {
@@ -416,55 +408,40 @@ static void flash_forward_cpu(const AttentionTensors& t) {
     }
 }
 
-// P and dS, the latter times 1/sqrt(D), of M queries and N keys of one head.
-static void flash_ds_cpu(float* P, float* dS, const AttentionArgs& a, int D, int head, int q0, int M, int k0, int N) {
-    const float *dO = row_of(a.dO, a, head, q0), *v = row_of(a.v, a, head, k0);
-    scores_cpu(P, a, D, head, q0, M, k0, N);                                         // step 8's S
-    blas_product(dS, CPU_BK, dO, a.dO.row, false, v, a.v.row, true, M, N, D, 1, 0);  // step 10: dP
-    for (int i = 0; i < M; i++) {
-        float *p = P + i * CPU_BK, *ds = dS + i * CPU_BK, Di = 0;
-        const float *o = row_of(a.o, a, head, q0 + i), L = a.L[(int64_t)head * a.Tq + q0 + i];
-        for (int d = 0; d < D; d++) { Di += o[d] * dO[i * a.dO.row + d]; }  // step 7, here for each tile
-        for (int j = 0; j < N; j++) {
-            p[j] = std::exp(p[j] - L);              // step 8
-            ds[j] = p[j] * (ds[j] - Di) * a.scale;  // step 11
-        }
-    }
-}
-// Two loops, of which each computes P and dS, so that no two threads add to one sum: over tiles of keys for dK and dV,
-// then over tiles of queries for dQ. A sum's first product overwrites.
+// Algorithm 2. A thread takes all of a head, so no two add to one sum. A sum's first product overwrites.
 static void flash_backward_cpu(const AttentionTensors& t) {
     const AttentionArgs a = args_of(t);
-    const int D = head_size(t), heads = a.B * a.H;
+    const int D = head_size(t);
     one_blas_thread();
-    auto add = [&](const Heads& to, int row, const std::vector<float>& x, bool transposed, const Heads& y, int y_row,
-                   int head, int rows, int terms, bool first) {  // to += x y
-        blas_product(row_of(to, a, head, row), to.row, x.data(), CPU_BK, transposed, row_of(y, a, head, y_row), y.row,
-                     false, rows, D, terms, 1, first ? 0 : 1);
-    };
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int k0 = 0; k0 < a.Tk; k0 += CPU_BK) {
-        for (int head = 0; head < heads; head++) {
-            std::vector<float> P(CPU_BQ * CPU_BK), dS(CPU_BQ * CPU_BK);
-            // At least the last tile, though it may see none of these keys: their gradients are then 0.
+#pragma omp parallel for schedule(dynamic)
+    for (int head = 0; head < a.B * a.H; head++) {
+        std::vector<float> P(CPU_BQ * CPU_BK), dS(CPU_BQ * CPU_BK);
+        auto add = [&](const Heads& to, int row, const std::vector<float>& x, bool transposed, const Heads& y,
+                       int y_row, int rows, int terms, bool first) {  // to += x y
+            blas_product(row_of(to, a, head, row), to.row, x.data(), CPU_BK, transposed, row_of(y, a, head, y_row),
+                         y.row, false, rows, D, terms, 1, first ? 0 : 1);
+        };
+        for (int k0 = 0; k0 < a.Tk; k0 += CPU_BK) {
+            // At least the last tile of queries, though it may see none of these keys: their gradients are then 0.
             const int N = std::min(CPU_BK, a.Tk - k0), first = a.causal ? std::min(k0, a.Tq - 1) / CPU_BQ * CPU_BQ : 0;
+            const float* v = row_of(a.v, a, head, k0);
             for (int q0 = first; q0 < a.Tq; q0 += CPU_BQ) {
                 const int M = std::min(CPU_BQ, a.Tq - q0);
-                flash_ds_cpu(P.data(), dS.data(), a, D, head, q0, M, k0, N);
-                add(a.dv, k0, P, true, a.dO, q0, head, N, M, q0 == first);  // step 9
-                add(a.dk, k0, dS, true, a.q, q0, head, N, M, q0 == first);  // step 13
-            }
-        }
-    }
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (int q0 = (a.Tq - 1) / CPU_BQ * CPU_BQ; q0 >= 0; q0 -= CPU_BQ) {
-        for (int head = 0; head < heads; head++) {
-            std::vector<float> P(CPU_BQ * CPU_BK), dS(CPU_BQ * CPU_BK);
-            const int M = std::min(CPU_BQ, a.Tq - q0), keys = keys_seen(a.causal, q0 + M - 1, a.Tk);
-            for (int k0 = 0; k0 < keys; k0 += CPU_BK) {
-                const int N = std::min(CPU_BK, keys - k0);
-                flash_ds_cpu(P.data(), dS.data(), a, D, head, q0, M, k0, N);
-                add(a.dq, q0, dS, false, a.k, k0, head, M, N, k0 == 0);  // step 12
+                const float *dO = row_of(a.dO, a, head, q0), *o = row_of(a.o, a, head, q0);
+                scores_cpu(P.data(), a, D, head, q0, M, k0, N);                                         // step 8's S
+                blas_product(dS.data(), CPU_BK, dO, a.dO.row, false, v, a.v.row, true, M, N, D, 1, 0);  // step 10: dP
+                for (int i = 0; i < M; i++) {
+                    float *p = &P[i * CPU_BK], *ds = &dS[i * CPU_BK], Di = 0;
+                    const float L = a.L[(int64_t)head * a.Tq + q0 + i];
+                    for (int d = 0; d < D; d++) { Di += o[i * a.o.row + d] * dO[i * a.dO.row + d]; }  // step 7
+                    for (int j = 0; j < N; j++) {
+                        p[j] = std::exp(p[j] - L);              // step 8
+                        ds[j] = p[j] * (ds[j] - Di) * a.scale;  // step 11, and the scale of 12 and 13
+                    }
+                }
+                add(a.dv, k0, P, true, a.dO, q0, N, M, q0 == first);  // step 9
+                add(a.dq, q0, dS, false, a.k, k0, M, N, k0 == 0);     // step 12
+                add(a.dk, k0, dS, true, a.q, q0, N, M, q0 == first);  // step 13
             }
         }
     }
@@ -552,20 +529,35 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_forward_kernel(Atte
     if (threadIdx.x == 0 && i < a.Tq) { a.L[(int64_t)head * a.Tq + i] = m + logf(l); }
 }
 
-// Step 7, by a warp for each query.
+// dQ, and step 7 on the way: a block owns queries, and the keys that they see pass.
 template <class T>
-__global__ void flash_v1_delta_kernel(AttentionArgs a, int D, float* delta) {
-    int head = blockIdx.x, b = head / a.H, h = head % a.H, i = blockIdx.y * V1_TILE + threadIdx.y;
-    V1Row o, dO;
-    v1_load(o, head_of<const T>(a.o, b, h), a.o.row, i, a.Tq, D);
+__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(AttentionArgs a, int D, float* delta) {
+    __shared__ V1Tile K, V;
+    int head = blockIdx.x, b = head / a.H, h = head % a.H, q0 = blockIdx.y * V1_TILE, i = q0 + threadIdx.y;
+    V1Row q, o, dO, dQ = {};
+    v1_load(q, head_of<const T>(a.q, b, h), a.q.row, i, a.Tq, D);
     v1_load(dO, head_of<const T>(a.dO, b, h), a.dO.row, i, a.Tq, D);
-    float sum = 0;
-    for (int c = 0; c < V1_COLUMNS; c++) { sum += o[c] * dO[c]; }
-    sum = warp_sum(sum);
-    if (threadIdx.x == 0 && i < a.Tq) { delta[(int64_t)head * a.Tq + i] = sum; }
+    v1_load(o, head_of<const T>(a.o, b, h), a.o.row, i, a.Tq, D);
+    float L = i < a.Tq ? a.L[(int64_t)head * a.Tq + i] : 0, D_i = 0;
+    for (int c = 0; c < V1_COLUMNS; c++) { D_i += o[c] * dO[c]; }
+    D_i = warp_sum(D_i);  // step 7
+    if (threadIdx.x == 0 && i < a.Tq) { delta[(int64_t)head * a.Tq + i] = D_i; }
+    int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
+    for (int k0 = 0; k0 < keys; k0 += V1_TILE) {
+        __syncthreads();  // all warps have read the tiles of the turn before
+        v1_load(K, head_of<const T>(a.k, b, h), a.k.row, k0, a.Tk, D);
+        v1_load(V, head_of<const T>(a.v, b, h), a.v.row, k0, a.Tk, D);
+        __syncthreads();  // the tiles are there
+        bool seen = k0 + threadIdx.x < keys_seen(a.causal, i, a.Tk);
+        float dot = v1_dot(q, K, D), dP = v1_dot(dO, V, D);          // steps 8 and 10
+        float dS = seen ? expf(a.scale * dot - L) * (dP - D_i) : 0;  // steps 8 and 11
+        v1_add_rows(dQ, dS, K, D);                                   // step 12, but for the scale
+    }
+    v1_store(dQ, a.scale, head_of<T>(a.dq, b, h), a.dq.row, i, a.Tq, D);
 }
 
-// dK and dV: a block owns keys, and the queries that see them pass.
+// dK and dV: a block owns keys, and the queries that see them pass. P and dS are computed a second time, so that no two
+// blocks add to one sum: no atomics are needed, and every run gives the same bits.
 template <class T>
 __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dkv_kernel(AttentionArgs a, int D, const float* delta) {
     __shared__ V1Tile Q, dO;
@@ -591,30 +583,6 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dkv_kernel(Attentio
     v1_store(dV, 1, head_of<T>(a.dv, b, h), a.dv.row, j, a.Tk, D);
 }
 
-// dQ: a block owns queries, and the keys that they see pass. P and dS are computed a second time, so that no two blocks
-// add to the same dQ: no atomics are needed, and every run gives the same bits.
-template <class T>
-__global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_dq_kernel(AttentionArgs a, int D, const float* delta) {
-    __shared__ V1Tile K, V;
-    int head = blockIdx.x, b = head / a.H, h = head % a.H, q0 = blockIdx.y * V1_TILE, i = q0 + threadIdx.y;
-    V1Row q, dO, dQ = {};
-    v1_load(q, head_of<const T>(a.q, b, h), a.q.row, i, a.Tq, D);
-    v1_load(dO, head_of<const T>(a.dO, b, h), a.dO.row, i, a.Tq, D);
-    float L = i < a.Tq ? a.L[(int64_t)head * a.Tq + i] : 0, D_i = i < a.Tq ? delta[(int64_t)head * a.Tq + i] : 0;
-    int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
-    for (int k0 = 0; k0 < keys; k0 += V1_TILE) {
-        __syncthreads();  // all warps have read the tiles of the turn before
-        v1_load(K, head_of<const T>(a.k, b, h), a.k.row, k0, a.Tk, D);
-        v1_load(V, head_of<const T>(a.v, b, h), a.v.row, k0, a.Tk, D);
-        __syncthreads();  // the tiles are there
-        bool seen = k0 + threadIdx.x < keys_seen(a.causal, i, a.Tk);
-        float dot = v1_dot(q, K, D), dP = v1_dot(dO, V, D);          // steps 8 and 10
-        float dS = seen ? expf(a.scale * dot - L) * (dP - D_i) : 0;  // steps 8 and 11
-        v1_add_rows(dQ, dS, K, D);                                   // step 12, but for the scale
-    }
-    v1_store(dQ, a.scale, head_of<T>(a.dq, b, h), a.dq.row, i, a.Tq, D);
-}
-
 static dim3 v1_grid(const AttentionArgs& a, int rows) { return dim3(a.B * a.H, ceil_div(rows, V1_TILE)); }
 static void flash_v1_forward(const AttentionTensors& t) {
     AttentionArgs a = args_of(t);
@@ -631,9 +599,8 @@ static void flash_v1_backward(const AttentionTensors& t) {
     dim3 threads(WARP, V1_TILE);
     with_gpu_type(t.q.dtype, [&](auto zero) {
         using T = decltype(zero);
-        LAUNCH(flash_v1_delta_kernel<T>, v1_grid(a, a.Tq), threads, a, D, delta);
-        LAUNCH(flash_v1_dkv_kernel<T>, v1_grid(a, a.Tk), threads, a, D, delta);
         LAUNCH(flash_v1_dq_kernel<T>, v1_grid(a, a.Tq), threads, a, D, delta);
+        LAUNCH(flash_v1_dkv_kernel<T>, v1_grid(a, a.Tk), threads, a, D, delta);
     });
 }
 #else
@@ -644,9 +611,8 @@ static void flash_v1_backward(const AttentionTensors&) { fail("flash_v1: this bu
 // ---------------------------------------------------------------------------------------------------------------------
 // The table of implementations: dispatch, commands, benchmarks and tests walk it.
 
-static bool any_float(DType t, int64_t) { return t == F32 || t == BF16 || t == F16 || t == F64; }
-static bool gpu_float(DType t, int64_t) { return t == F32 || t == BF16 || t == F16; }
-static bool flash_on_gpu(DType t, int64_t D) { return gpu_float(t, D) && flash_head_size(D); }
+static bool any_float(DType, int64_t) { return true; }
+static bool flash_on_gpu(DType, int64_t D) { return flash_head_size(D); }
 static bool only_fp32(DType t, int64_t) { return t == F32; }
 bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 80 || D == 128; }
 
@@ -656,8 +622,8 @@ static const AddRow<AttentionImpl> attention_impls[] = {
     {{"fused", CPU, 20, any_float, attention_fused, nullptr, nullptr}},
     {{"tiled", CPU, 30, only_fp32, nullptr, flash_forward_cpu, flash_backward_cpu}},
     // A build for the CPU has these, too: memory is predicted for a GPU.
-    {{"naive", CUDA, 10, gpu_float, attention_naive, nullptr, nullptr}},
-    {{"fused", CUDA, 20, gpu_float, attention_fused, nullptr, nullptr}},
+    {{"naive", CUDA, 10, any_float, attention_naive, nullptr, nullptr}},
+    {{"fused", CUDA, 20, any_float, attention_fused, nullptr, nullptr}},
     {{"flash_v1", CUDA, 30, flash_on_gpu, nullptr, flash_v1_forward, flash_v1_backward}},
 };
 
@@ -675,9 +641,8 @@ const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
 const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {
     const bool only_counted = device == META;
     if (only_counted) { device = context.planned_for; }
-    const AttentionImpl* impl = fastest_flash(device, dtype, D);
     // The CPU has fp32 alone. What a GPU would hold can be counted all the same: no row is called.
-    if (!impl && only_counted && device == CPU) { impl = fastest_flash(CPU, F32, D); }
+    const AttentionImpl* impl = fastest_flash(device, only_counted && device == CPU ? F32 : dtype, D);
     if (!impl) {
         usage_error(
             "mode flash: no FlashAttention on %s for %s and head size %ld (on the CPU: float32; on a GPU: float32 and "
@@ -687,46 +652,34 @@ const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {
     return *impl;
 }
 
-// Faster kernels read rows of D neighbours in 16-byte pieces; anything else is copied first.
-static Tensor readable(const Tensor& t) {
-    bool ok = t.stride[3] == 1 && (uintptr_t)t.data % 16 == 0;
-    for (int d = 0; d < 3; d++) { ok = ok && (t.shape[d] == 1 || t.stride[d] * size_of(t.dtype) % 16 == 0); }
-    return ok ? t : contiguous(t);
-}
 static void run_pass(void (*pass)(const AttentionTensors&), const AttentionTensors& t) {
-    if (t.q.device() != META && t.o.size() > 0) { pass(t); }
+    if (t.q.device() != META) { pass(t); }
 }
-static Tensor flash(const AttentionImpl& impl, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, bool causal,
-                    Tensor* L) {
+// For row-major q, k and v of one type.
+static Tensor run_attention(const AttentionImpl& impl, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                            Tensor* L = nullptr) {
+    if (impl.run) {
+        RestoreContext restore;  // an operand that is bf16 or fp16 already stays so
+        if (q.dtype == BF16) { context.precision = PREC_BF16; }
+        if (q.dtype == F16) { context.precision = PREC_FP16; }
+        return impl.run(q, k, v, causal, L);
+    }
     Range range("attention");
-    Tensor q = readable(autocast_operand(q_in)), k = readable(autocast_operand(k_in)),
-           v = readable(autocast_operand(v_in));
     AttentionTensors t{q, k, v, empty(q.shape, q.dtype), empty({q.dim(0), q.dim(1), q.dim(2)}, F32), causal};
     run_pass(impl.forward, t);
     if (L) { *L = t.L; }
     Tensor o = t.o;
     record(o, {q, k, v}, [t, &impl](const Tensor& dO) {
         AttentionTensors b = t;
-        b.dO = readable(dO);
+        b.dO = dO;
         b.dq = empty(t.q.shape, t.q.dtype), b.dk = empty(t.k.shape, t.k.dtype), b.dv = empty(t.v.shape, t.v.dtype);
         run_pass(impl.backward, b);
-        add_gradient(t.q.gradient, b.dq);
-        add_gradient(t.k.gradient, b.dk);
-        add_gradient(t.v.gradient, b.dv);
+        add_gradient(t.q.gradient, b.dq), add_gradient(t.k.gradient, b.dk), add_gradient(t.v.gradient, b.dv);
     });
     return o;
 }
-static Tensor run_attention(const AttentionImpl& impl, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
-                            Tensor* L = nullptr) {
-    RestoreContext restore;  // an operand that is bf16 or fp16 already stays so
-    if (q.dtype == BF16) { context.precision = PREC_BF16; }
-    if (q.dtype == F16) { context.precision = PREC_FP16; }
-    return impl.run ? impl.run(q, k, v, causal, L) : flash(impl, q, k, v, causal, L);
-}
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
-    if (context.mode == EAGER) { return attention_naive(q, k, v, causal, nullptr); }
-    if (context.mode == FUSED) { return attention_fused(q, k, v, causal, nullptr); }
-    return flash(require_flash(q.device(), matmul_dtype(), q.dim(-1)), q, k, v, causal, nullptr);
+    return (context.mode == EAGER ? attention_naive : attention_fused)(q, k, v, causal, nullptr);
 }
 
 // Part `which` of x [B,T,parts*C] as [B,H,T,D].
@@ -768,13 +721,12 @@ struct Inputs {
     Tensor q, k, v, dO;
 };
 static Inputs random_inputs(const AttentionCase& c, DType dtype, uint64_t seed) {
-    Inputs in;
-    uint64_t key = 0;
-    for (Tensor* t : {&in.q, &in.k, &in.v, &in.dO}) {
-        *t = empty({c.B, c.H, key == 1 || key == 2 ? c.Tk : c.Tq, c.D}, dtype, INPUTS);
-        fill_normal(*t, seed, key++, 0, 1);
-    }
-    return in;
+    auto random = [&](int T, uint64_t key) {
+        const Tensor t = empty({c.B, c.H, T, c.D}, dtype, INPUTS);
+        fill_normal(t, seed, key, 0, 1);
+        return t;
+    };
+    return {random(c.Tq, 0), random(c.Tk, 1), random(c.Tk, 2), random(c.Tq, 3)};
 }
 
 struct Passes {  // of one implementation on given inputs
@@ -788,8 +740,7 @@ struct Passes {  // of one implementation on given inputs
     void backward() { backward_from(o, in.dO); }
     void reset() {
         clear_tape();
-        o = Tensor();
-        for (const Tensor* t : {&in.q, &in.k, &in.v}) { t->gradient->value = Tensor(); }
+        o = in.q.gradient->value = in.k.gradient->value = in.v.gradient->value = Tensor();
     }
 };
 // O, L and, if there is a dO, dQ, dK, dV.
@@ -806,11 +757,16 @@ static std::vector<Tensor> outputs_of(const AttentionImpl& impl, const Inputs& i
     return outputs;
 }
 
-static const AttentionImpl& impl_named(const std::string& name) {
+// On context.device. auto: the fastest with tiles, or else fused.
+static const AttentionImpl& impl_named(const std::string& name, DType dtype = F32, int64_t D = 64) {
+    const AttentionImpl* fastest = name == "auto" ? fastest_flash(context.device, dtype, D) : nullptr;
+    if (fastest) { return *fastest; }
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-        if (impl.device == context.device && name == impl.name) { return impl; }
+        const bool is_named = impl.name == (name == "auto" ? "fused" : name);
+        if (is_named && impl.device == context.device && impl.takes(dtype, D)) { return impl; }
     }
-    usage_error("--impl: got '%s', takes one that runs on %s", name.c_str(), name_of(context.device));
+    usage_error("--impl %s: takes no %s with head size %ld on %s", name.c_str(), name_of(dtype), (long)D,
+                name_of(context.device));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -821,22 +777,21 @@ struct PassTimes {  // ms
     size_t held = 0;  // bytes when backward starts: inputs, and what the forward saved
     size_t oom = 0;   // bytes, where it did not fit
 };
+using Pass = Stats PassTimes::*;
+constexpr Pass FW = &PassTimes::forward, BW = &PassTimes::backward, BOTH = &PassTimes::both;
 struct AttentionRun {
     int S, D;
     DType dtype;
     PassTimes naive{}, other{};  // other: fused in torch_compile, flash in flash_benchmarking
 };
-using Pass = Stats PassTimes::*;  // compared and printed by its median
 struct Effort {
     int n;                      // runs after 3 others, or 0:
     double warmup = 0, ms = 0;  // for so long, but at least 3 times; then forward and backward together are timed, too
     Stats time(const std::function<void()>& prepare, const std::function<void()>& f) const {
-        int first = 3, runs = n;
-        if (n == 0) {
-            const double once = stats_of(time_queued_ms(1, 1, prepare, f)).median;
-            first = std::clamp((int)(warmup / once), 1, 5000), runs = std::clamp((int)(ms / once), 3, 5000);
-        }
-        return stats_of(time_queued_ms(first, runs, prepare, f));
+        if (n > 0) { return stats_of(time_queued_ms(3, n, prepare, f)); }
+        const double once = time_queued_ms(1, 1, prepare, f)[0];
+        auto runs = [&](double ms, int least) { return std::clamp((int)(ms / once), least, 5000); };
+        return stats_of(time_queued_ms(runs(warmup, 1), runs(ms, 3), prepare, f));
     }
 };
 static size_t peak_of_passes(const AttentionImpl& impl, const AttentionCase& c, DType dtype) {
@@ -860,89 +815,79 @@ static PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, D
     });
     return t;
 }
-static double times_as_fast(const AttentionRun& r, Pass p) { return (r.naive.*p).median / (r.other.*p).median; }
 static std::string ms(const PassTimes& t, Pass p) { return t.oom ? oom_cell(t.oom) : strprintf("%.3f", (t.*p).median); }
+static double times_as_fast(const AttentionRun& r, Pass p) { return (r.naive.*p).median / (r.other.*p).median; }
 static std::string speedup(const AttentionRun& r, Pass p) {
     return r.naive.oom || r.other.oom ? "" : strprintf("%.2fx", times_as_fast(r, p));
 }
-static std::string span(double least, double most, const char* format) {
-    const std::string a = strprintf(format, least), b = strprintf(format, most);
-    return a == b ? a : a + " to " + b;
-}
-// "faster in 17 of 20 configurations (1.47 to 5.76 times as fast, S 128 to 65536) and slower in 3 (...)"
-static std::string compared(const std::vector<AttentionRun>& runs, Pass p) {
-    const char* names[] = {"faster", "slower", "level within the noise", "not compared, for lack of memory,"};
-    std::vector<double> times[4], lengths[4];
+// "faster in 17, slower in 2 of 20 configurations and level within the noise in the others (0.58 to 5.76 times as
+// fast)"
+static std::string compared(const std::vector<AttentionRun>& runs, Pass p, DType dtype = F32) {
+    int all = 0, lacking = 0;
+    std::vector<double> times;  // where they are not level, in order
     for (const AttentionRun& r : runs) {
         const bool oom = r.naive.oom || r.other.oom;
-        const int kind = oom ? 3 : level(r.other.*p, r.naive.*p) ? 2 : times_as_fast(r, p) < 1;
-        times[kind].push_back(times_as_fast(r, p)), lengths[kind].push_back(r.S);
+        if (r.dtype != dtype) { continue; }
+        all++, lacking += oom;
+        if (!oom && !level(r.other.*p, r.naive.*p)) { times.push_back(times_as_fast(r, p)); }
     }
-    auto range = [](const std::vector<double>& x, const char* format) {
-        const auto [least, most] = std::minmax_element(x.begin(), x.end());
-        return span(*least, *most, format);
-    };
-    std::vector<std::string> parts;
-    for (int kind = 0; kind < 4; kind++) {
-        if (times[kind].empty()) { continue; }
-        const std::string of_all = parts.empty() ? " of " + counted(runs.size(), "configuration") : "";
-        const std::string how = kind < 2 ? range(times[kind], "%.2f") + " times as fast, " : "";
-        parts.push_back(strprintf("%s in %zu%s (%sS %s)", names[kind], times[kind].size(), of_all.c_str(), how.c_str(),
-                                  range(lengths[kind], "%.0f").c_str()));
+    if (all == 0) { return "not there on this device"; }
+    std::sort(times.begin(), times.end());
+    const int apart = (int)times.size(),
+              slower = (int)(std::lower_bound(times.begin(), times.end(), 1) - times.begin());
+    std::string text = strprintf("faster in %d of %s, slower in %d, level within the noise in %d", apart - slower,
+                                 counted(all, "configuration").c_str(), slower, all - lacking - apart);
+    if (lacking) { text += strprintf(", without the memory in %d", lacking); }
+    return times.empty() ? text : text + strprintf(" (%.2f to %.2f times as fast)", times.front(), times.back());
+}
+// Naive and another implementation (null: naive alone) at each head size and length.
+static std::vector<AttentionRun> time_all(const AttentionImpl* other, int B, bool causal, DType dtype,
+                                          const std::vector<int>& lengths, const Effort& effort) {
+    std::vector<AttentionRun> runs;
+    for (int D : {16, 32, 64, 128}) {
+        for (int S : lengths) {
+            const AttentionCase c{B, 1, S, S, D, causal};
+            runs.push_back({S, D, dtype, pass_times(impl_named("naive"), c, dtype, effort)});
+            if (other) { runs.back().other = pass_times(*other, c, dtype, effort); }
+        }
     }
-    return list_of(parts);
+    return runs;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // pytorch_attention, and torch_compile (a): batch 8, no heads, no mask, fp32, head sizes and lengths on a grid
 
 constexpr int GRID_BATCH = 8;
-static AttentionCase grid_case(int S, int D) { return {GRID_BATCH, 1, S, S, D, false}; }
 static int grid_passes(const Options& o) { return o.has("steps") ? o.steps : o.quick ? 3 : 100; }
-static std::vector<AttentionRun> run_grid(const Options& o, bool with_fused) {
+static std::vector<AttentionRun> run_grid(const Options& o, const AttentionImpl* other) {
     const std::vector<int> quick = {64, 128, 256}, all = {256, 1024, 4096, 8192, 16384};
-    const Effort effort = {grid_passes(o)};
-    std::vector<AttentionRun> runs;
-    for (int D : {16, 32, 64, 128}) {
-        for (int S : o.quick ? quick : all) {
-            runs.push_back({S, D, F32, pass_times(impl_named("naive"), grid_case(S, D), F32, effort)});
-            if (with_fused) { runs.back().other = pass_times(impl_named("fused"), grid_case(S, D), F32, effort); }
-        }
-    }
-    return runs;
+    return time_all(other, GRID_BATCH, false, F32, o.quick ? quick : all, {grid_passes(o)});
 }
 static std::string grid_caption(const Options& o, const char* what) {
-    return strprintf(
-        "%s; batch %d, no heads, no mask, precision fp32, 3 warmup, median of %d forward and %d backward passes", what,
-        GRID_BATCH, grid_passes(o), grid_passes(o));
+    return strprintf("%s; batch %d, no heads, no mask, precision fp32, 3 warmup, median of %d passes of each kind",
+                     what, GRID_BATCH, grid_passes(o));
 }
 
 // Bytes that naive holds when backward starts, in fp32: exp(S - m) and P; q, k, v, O and dO; maximum and sum of a row.
 static double saved_by_naive(double B, double S, double D) { return 4 * B * (2 * S * S + 5 * S * D + 2 * S); }
 // S: of the smallest power of 2 whose passes do not fit; peak: what they would hold at most; both predicted.
 static void answer_pytorch_attention(const std::vector<AttentionRun>& runs, int S, size_t peak, size_t available) {
-    const double MiB = 1048576, GiB = 1024 * MiB;
-    const AttentionRun *last = nullptr, *before = nullptr;  // the longest two of the first D
+    const double MiB = 1048576, GiB = 1024 * MiB, square = 4.0 * GRID_BATCH * S * S;
     const int D = runs[0].D;
-    int ooms = 0;
-    for (const AttentionRun& r : runs) {
-        ooms += r.naive.oom > 0;
-        if (!r.naive.oom && r.D == D) { before = last, last = &r; }
-    }
-    answer("a", "Memory runs out in %s of the %zu configurations.", ooms ? std::to_string(ooms).c_str() : "none",
-           runs.size());
-    if (before) {
-        answer("a", "At S %d with D %d forward takes %.4g ms and backward %.4g ms.", last->S, D,
-               last->naive.forward.median, last->naive.backward.median);
-        const bool square =
-            std::log((double)last->naive.held / before->naive.held) > 1.5 * std::log((double)last->S / before->S);
+    std::vector<AttentionRun> fit;
+    std::copy_if(runs.begin(), runs.end(), std::back_inserter(fit), [](auto& r) { return !r.naive.oom; });
+    answer("a", "Memory runs out in %zu of the %zu configurations.", runs.size() - fit.size(), runs.size());
+    while (!fit.empty() && fit.back().D != D) { fit.pop_back(); }
+    if (fit.size() > 1) {
+        const AttentionRun &last = fit.back(), &before = fit[fit.size() - 2];
+        answer("a", "At S %d with D %d forward takes %.4g ms and backward %.4g ms.", last.S, D,
+               last.naive.forward.median, last.naive.backward.median);
         answer("a",
-               "The memory saved for backward grows %s: %.1f MiB at S %d, %.1f MiB at S %d, of which the formula below "
-               "explains %.1f.",
-               square ? "with S^2" : "more slowly than S^2 at these lengths", before->naive.held / MiB, before->S,
-               last->naive.held / MiB, last->S, saved_by_naive(GRID_BATCH, last->S, D) / MiB);
+               "The memory saved for backward is %.1f MiB at S %d and %.1f MiB, %.2f times as much, at S %d, of which "
+               "the formula below explains %.1f: it grows with S^2 where S is large.",
+               before.naive.held / MiB, before.S, last.naive.held / MiB, (double)last.naive.held / before.naive.held,
+               last.S, saved_by_naive(GRID_BATCH, last.S, D) / MiB);
     }
-    const double square = 4.0 * GRID_BATCH * S * S;
     answer("a",
            "The smallest configuration that does not fit (doubling S, predicted) has S %d and D %d: it needs %.1f GiB, "
            "and %.1f are there. When backward starts, it holds exp(S - m) and P, 2 x 4 B S^2 = 2 x 4 x %d x %d^2 bytes "
@@ -958,7 +903,7 @@ static void answer_pytorch_attention(const std::vector<AttentionRun>& runs, int 
 }
 int cmd_pytorch_attention(const Options& o) {
     context.device = choose_device(o.device);
-    const std::vector<AttentionRun> runs = run_grid(o, false);
+    const std::vector<AttentionRun> runs = run_grid(o, nullptr);
     Table table{grid_caption(o, "pytorch_attention: one kernel per operation; times in s, memory in MiB"),
                 {"d_model", "seq_len", "forward_time", "backward_time", "memory_usage_mb", "status"}};
     for (const AttentionRun& r : runs) {
@@ -971,7 +916,9 @@ int cmd_pytorch_attention(const Options& o) {
     const size_t available = available_memory(context.device);
     size_t peak = 0;
     int S = 128;
-    while (peak <= available) { S *= 2, peak = peak_of_passes(impl_named("naive"), grid_case(S, runs[0].D), F32); }
+    while (peak <= available) {
+        S *= 2, peak = peak_of_passes(impl_named("naive"), {GRID_BATCH, 1, S, S, runs[0].D, false}, F32);
+    }
     answer_pytorch_attention(runs, S, peak, available);
     return 0;
 }
@@ -980,18 +927,17 @@ static void answer_torch_compile_attention(const std::vector<AttentionRun>& runs
     answer("a",
            "Compiled attention's forward is %s. Its backward is %s. \"Compiled\" is our softmax, fused into one kernel "
            "by hand; torch.compile itself did not run.",
-           compared(runs, &PassTimes::forward).c_str(), compared(runs, &PassTimes::backward).c_str());
+           compared(runs, FW).c_str(), compared(runs, BW).c_str());
 }
 void torch_compile_attention(const Options& o) {
-    const std::vector<AttentionRun> runs = run_grid(o, true);
+    const std::vector<AttentionRun> runs = run_grid(o, &impl_named("fused"));
     Table table{
         grid_caption(o, "torch_compile (a): attention, vanilla = one kernel per operation, compiled = fused softmax"),
         {"d_model", "seq_len", "vanilla fw ms", "compiled fw ms", "speedup fw", "vanilla bw ms", "compiled bw ms",
          "speedup bw"}};
     for (const AttentionRun& r : runs) {
-        table.row(r.D, r.S, ms(r.naive, &PassTimes::forward), ms(r.other, &PassTimes::forward),
-                  speedup(r, &PassTimes::forward), ms(r.naive, &PassTimes::backward), ms(r.other, &PassTimes::backward),
-                  speedup(r, &PassTimes::backward));
+        table.row(r.D, r.S, ms(r.naive, FW), ms(r.other, FW), speedup(r, FW), ms(r.naive, BW), ms(r.other, BW),
+                  speedup(r, BW));
     }
     print(table);
     answer_torch_compile_attention(runs);
@@ -1000,36 +946,32 @@ void torch_compile_attention(const Options& o) {
 // ---------------------------------------------------------------------------------------------------------------------
 // weighted_sum: both passes timed at odd sizes and at a large one, and held to what the tape makes of sum(w x) in fp64
 
-static double weighted_sum_error(const Tensor& y, const Tensor& dx, const Tensor& dw, const Tensor& dy, const Tensor& x,
-                                 const Tensor& w) {
-    RestoreContext restore;
-    context.device = CPU;
-    auto wide = [](const Tensor& t) { return cast(to_device(t, CPU), F64); };
-    const Tensor x64 = require_gradient(wide(x)), w64 = require_gradient(wide(w)), y64 = sum_last(mul(x64, w64));
-    backward_from(y64, reshape(wide(dy), y64.shape));
-    double error = 0;
-    auto check = [&](const Tensor& got, const Tensor& want, int64_t terms) {
-        double tolerance = 1e-6 * std::sqrt((double)terms) + 1e-6;  // rounding errors of a sum grow like a random walk
-        Comparison c = compare(got, want, tolerance, 4 * tolerance);
-        if (!c.ok()) { fail("weighted_sum of %s: %s", to_string(x.shape).c_str(), to_string(c).c_str()); }
-        error = std::max(error, c.max_abs);
-    };
-    check(y, reshape(detached(y64), y.shape), w.size());
-    check(dx, x64.gradient->value, 1), check(dw, w64.gradient->value, y.size());
-    return error;
-}
 static void weighted_sum_row(Table& table, int64_t N, int64_t D) {
     const Tensor x = empty({N, D}, F32), w = empty({D}, F32), dy = empty({N}, F32);
     fill_normal(x, 0, 1, 0, 1), fill_normal(w, 0, 2, 0, 1), fill_normal(dy, 0, 3, 0, 1);
     const Tensor y = empty({N}, F32), dx = empty({N, D}, F32), dw = empty({D}, F32);
-    auto median = [](const std::function<void()>& f) { return stats_of(time_ms(2, 10, f)).median; };
-    const double forward = median([&] { weighted_sum_forward(y, x, w); });
-    const double backward = median([&] { weighted_sum_backward(dx, dw, dy, x, w); });
-    const double GB = 1e-9 * sizeof(float), second = 1e-3;
+    const double forward = stats_of(time_ms(2, 10, [&] { weighted_sum_forward(y, x, w); })).median;
+    const double backward = stats_of(time_ms(2, 10, [&] { weighted_sum_backward(dx, dw, dy, x, w); })).median;
+    double error = 0;
+    auto check = [&](const Tensor& got, const Tensor& want, int64_t terms) {
+        const double tolerance = 1e-6 * std::sqrt((double)terms) + 1e-6;  // rounding errors of a sum: a random walk
+        const Comparison c = compare(got, want, tolerance, 4 * tolerance);
+        if (!c.ok()) { fail("weighted_sum of %s: %s", to_string(x.shape).c_str(), to_string(c).c_str()); }
+        error = std::max(error, c.max_abs);
+    };
     const bool small = N * D <= 1 << 20;  // a large one's truth would take 9 GB
-    table.row(N, D, forward, GB * (N * D + D + N) / (second * forward), backward,
-              GB * (2 * N * D + 2 * D + N) / (second * backward),
-              small ? strprintf("%.1e", weighted_sum_error(y, dx, dw, dy, x, w)) : "");
+    if (small) {
+        RestoreContext restore;
+        context.device = CPU;
+        auto wide = [](const Tensor& t) { return require_gradient(cast(to_device(t, CPU), F64)); };
+        const Tensor x64 = wide(x), w64 = wide(w), y64 = sum_last(mul(x64, w64));
+        backward_from(y64, reshape(wide(dy), y64.shape));
+        check(y, reshape(detached(y64), y.shape), D);
+        check(dx, x64.gradient->value, 1), check(dw, w64.gradient->value, N);
+    }
+    const double GB_ms = 1e-6 * sizeof(float);  // of one number in one ms, in GB/s
+    table.row(N, D, forward, GB_ms * (N * D + D + N) / forward, backward, GB_ms * (2 * N * D + 2 * D + N) / backward,
+              small ? strprintf("%.1e", error) : "");
 }
 int cmd_weighted_sum(const Options& o) {
     context.device = choose_device(o.device);
@@ -1126,38 +1068,29 @@ int cmd_flash_backward(const Options& o) {
 
 static void answer_flash_benchmarking(const std::vector<AttentionRun>& runs) {
     for (DType dtype : {BF16, F32}) {
-        std::vector<AttentionRun> same;
-        std::copy_if(runs.begin(), runs.end(), std::back_inserter(same), [&](auto& r) { return r.dtype == dtype; });
-        if (same.empty()) {
-            answer("a", "No implementation of flash on this device takes %s.", name_of(dtype));
-        } else {
-            answer("a", "In %s flash, timed against naive over forward and backward, is %s.", name_of(dtype),
-                   compared(same, &PassTimes::both).c_str());
-        }
+        answer("a", "In %s flash, timed against naive over forward and backward, is %s.", name_of(dtype),
+               compared(runs, BOTH, dtype).c_str());
     }
 }
 int cmd_flash_benchmarking(const Options& o) {
     context.device = choose_device(o.device);
-    const int longest = o.quick ? 512 : 65536;
+    std::vector<int> lengths;
+    for (int S = 128; S <= (o.quick ? 512 : 65536); S *= 2) { lengths.push_back(S); }
     const double budget = o.quick ? 20 : 100;
-    const Effort effort = {0, budget / 4, budget};
+    std::vector<AttentionRun> runs;
+    for (DType dtype : {BF16, F32}) {
+        const AttentionImpl* flash = fastest_flash(context.device, dtype, 64);  // none: bf16 on the CPU
+        if (!flash) { continue; }
+        for (const AttentionRun& r : time_all(flash, 1, true, dtype, lengths, {0, budget / 4, budget})) {
+            runs.push_back(r);
+        }
+    }
     Table table{
         strprintf("flash_benchmarking: batch 1, one head, causal, ms (median of %.0f ms of runs)", budget),
         {"Seq", "D", "dtype", "Naive Fwd", "Naive Bwd", "Naive Tot", "Flash Fwd", "Flash Bwd", "Flash Tot", "x Tot"}};
-    std::vector<AttentionRun> runs;
-    for (DType dtype : {BF16, F32}) {
-        for (int D : {16, 32, 64, 128}) {
-            const AttentionImpl* flash = fastest_flash(context.device, dtype, D);  // none: bf16 on the CPU
-            for (int S = 128; flash && S <= longest; S *= 2) {
-                const AttentionCase c{1, 1, S, S, D, true};
-                const PassTimes n = pass_times(impl_named("naive"), c, dtype, effort),
-                                f = pass_times(*flash, c, dtype, effort);
-                runs.push_back({S, D, dtype, n, f});
-                table.row(S, D, dtype, ms(n, &PassTimes::forward), ms(n, &PassTimes::backward), ms(n, &PassTimes::both),
-                          ms(f, &PassTimes::forward), ms(f, &PassTimes::backward), ms(f, &PassTimes::both),
-                          speedup(runs.back(), &PassTimes::both));
-            }
-        }
+    for (const AttentionRun& r : runs) {
+        table.row(r.S, r.D, r.dtype, ms(r.naive, FW), ms(r.naive, BW), ms(r.naive, BOTH), ms(r.other, FW),
+                  ms(r.other, BW), ms(r.other, BOTH), speedup(r, BOTH));
     }
     print(table);
     answer_flash_benchmarking(runs);
@@ -1167,47 +1100,41 @@ int cmd_flash_benchmarking(const Options& o) {
 // ---------------------------------------------------------------------------------------------------------------------
 // flash_leaderboard: forward and backward of one long causal sequence
 
-static void answer_flash_leaderboard(const std::string& impl, const PassTimes& t, double tflops, double matmul_tflops,
-                                     bool is_handouts) {
+static double tflops_of(const AttentionCase& c, const PassTimes& t) {  // of half of S^2
+    return t.oom ? NAN : 3.5 * 2 * c.H * c.Tq * (double)c.Tk * c.D / t.both.median / 1e9;
+}
+// rate: of matrix products
+static void answer_flash_leaderboard(const std::string& impl, const AttentionCase& c, const PassTimes& t, double rate) {
+    const double tflops = tflops_of(c, t);
     answer("",
            "Our fastest, %s, takes %.3f ms for forward and backward, %.3f ms for forward alone. That is %.3g %s, %.0f "
            "%% of the rate of matrix products on this device.",
            impl.c_str(), t.both.median, t.forward.median, tflops * unit_of(tflops).per_tera, unit_of(tflops).name,
-           100 * tflops / matmul_tflops);
-    if (is_handouts) {
+           100 * tflops / rate);
+    if (c.H == 16 && c.D == 64 && c.Tq == 16384 && context.precision == PREC_BF16) {  // the handout's
         answer("", "The class leaderboard of 2025 was led with 5.364 ms, in Triton on an H100; ours is CUDA.");
     }
 }
-// --impl: all with tiles, the fastest of these, or one by its name.
-static std::vector<const AttentionImpl*> asked_for(const std::string& name, DType dtype, int D) {
-    std::vector<const AttentionImpl*> asked;
-    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-        const bool fits = name == "all"    ? is_flash(impl)
-                          : name == "auto" ? &impl == fastest_flash(context.device, dtype, D)
-                                           : name == impl.name;
-        if (fits && impl.device == context.device && impl.takes(dtype, D)) { asked.push_back(&impl); }
-    }
-    if (asked.empty()) {
-        usage_error("--impl %s: none of these takes %s on %s", name.c_str(), name_of(dtype), name_of(context.device));
-    }
-    return asked;
-}
 int cmd_flash_leaderboard(const Options& options) {
     Options o = options;
+    context.device = choose_device(o.device);
     if (o.quick) {
         by_quick(o, "d_model", &Options::d_model, 128), by_quick(o, "num_heads", &Options::num_heads, 2);
         by_quick(o, "context_length", &Options::context_length, 512);
+        if (context.device == CPU) { by_quick(o, "precision", &Options::precision, {"fp32"}); }  // its only one
     }
     const int D = o.d_model / o.num_heads;
-    if (o.d_model % o.num_heads != 0 || !flash_head_size(D)) {
-        usage_error("--d_model %d over --num_heads %d: takes a head size of 16, 32, 64, 80 or 128", o.d_model,
-                    o.num_heads);
+    if (o.d_model % o.num_heads != 0) {
+        usage_error("--d_model %d: takes a multiple of --num_heads %d", o.d_model, o.num_heads);
     }
-    context.device = choose_device(o.device);
-    if (o.quick && context.device == CPU) { by_quick(o, "precision", &Options::precision, {"fp32"}); }  // its only one
     const Precision precision = context.precision = precision_from(o.precision[0]);
     const AttentionCase c{1, o.num_heads, o.context_length, o.context_length, D, true};
-    const std::vector<const AttentionImpl*> asked = asked_for(o.impl, matmul_dtype(), D);
+    std::vector<const AttentionImpl*> asked;
+    for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
+        const bool runs = impl.device == context.device && is_flash(impl) && impl.takes(matmul_dtype(), D);
+        if (o.impl == "all" && runs) { asked.push_back(&impl); }
+    }
+    if (asked.empty()) { asked = {&impl_named(o.impl, matmul_dtype(), D)}; }
     const Effort effort = {0, o.quick ? 100.0 : 1000, o.quick ? 500.0 : 10000};
     const double rate = matmul_rate(precision, o.quick ? 1024 : 8192, 20);
     const FlopUnit unit = unit_of(rate);
@@ -1219,18 +1146,15 @@ int cmd_flash_leaderboard(const Options& options) {
         {"implementation", "forward ms", "backward ms", "forward+backward ms", unit.name, "% of the matmul rate"}};
     std::string best;
     PassTimes best_times;
-    const double flop = 3.5 * 2 * c.H * c.Tq * (double)c.Tk * c.D;  // of half of S^2
     for (const AttentionImpl* impl : asked) {
         const PassTimes t = pass_times(*impl, c, matmul_dtype(), effort);
-        const double tflops = t.oom ? NAN : flop / t.both.median / 1e9;
-        table.row(impl->name, ms(t, &PassTimes::forward), ms(t, &PassTimes::backward), ms(t, &PassTimes::both),
-                  tflops * unit.per_tera, 100 * tflops / rate);
+        const double tflops = tflops_of(c, t);
+        table.row(impl->name, ms(t, FW), ms(t, BW), ms(t, BOTH), tflops * unit.per_tera, 100 * tflops / rate);
         if (!t.oom && (best.empty() || t.both.median < best_times.both.median)) { best = impl->name, best_times = t; }
     }
     print(table);
     if (best.empty()) { fail("flash_leaderboard: no row fits into memory"); }
-    answer_flash_leaderboard(best, best_times, flop / best_times.both.median / 1e9, rate,
-                             c.H == 16 && c.D == 64 && c.Tq == 16384 && precision == PREC_BF16);
+    answer_flash_leaderboard(best, c, best_times, rate);
     return 0;
 }
 
@@ -1247,27 +1171,18 @@ static Tensor from_file(const FileTensor& f, const std::string& path) {
 }
 int cmd_attention(const Options& o) {
     context.device = choose_device(o.device);
-    const char* path = o.inputs.c_str();
     SafeTensors file = load_safetensors(o.inputs);
-    const auto q = file.tensors.find("q");
-    const bool has_heads = q == file.tensors.end() || q->second.shape.size() != 3;
-    FileTensor fq = require_tensor(file, "q", Shape(has_heads ? 4 : 3, -1), {"F32", "BF16"});
+    const bool no_heads = file.tensors.count("q") && file.tensors["q"].shape.size() == 3;
+    const FileTensor fq = require_tensor(file, "q", Shape(no_heads ? 3 : 4, -1), {"F32", "BF16"});
     const Shape shape = fq.shape;
     Shape keys = shape;
     keys[keys.size() - 2] = -1;
-    FileTensor fk = require_tensor(file, "k", keys, {fq.dtype}), fv = require_tensor(file, "v", fk.shape, {fq.dtype});
+    const FileTensor fk = require_tensor(file, "k", keys, {fq.dtype}),
+                     fv = require_tensor(file, "v", fk.shape, {fq.dtype});
     require_no_others(file, {"q", "k", "v", "do"}, "q, k, v or do");
-    const int64_t D = shape.back();
-    if (!flash_head_size(D)) {
-        fail("%s: tensor q: expected a head size of 16, 32, 64, 80 or 128, found %ld", path, (long)D);
-    }
     Inputs in{from_file(fq, o.inputs), from_file(fk, o.inputs), from_file(fv, o.inputs), Tensor()};
     if (file.tensors.count("do")) { in.dO = from_file(require_tensor(file, "do", shape, {fq.dtype}), o.inputs); }
-    const AttentionImpl* fastest = fastest_flash(context.device, in.q.dtype, D);
-    const AttentionImpl& impl = o.impl != "auto" ? impl_named(o.impl) : fastest ? *fastest : impl_named("fused");
-    if (!impl.takes(in.q.dtype, D)) {
-        fail("%s: holds %s, and --impl %s does not take it", path, name_of(in.q.dtype), impl.name);
-    }
+    const AttentionImpl& impl = impl_named(o.impl, in.q.dtype, shape.back());
     const std::vector<Tensor> outputs = outputs_of(impl, in, o.causal);
     const char* names[] = {"o", "lse", "dq", "dk", "dv"};
     const Shape shapes[] = {shape, Shape(shape.begin(), shape.end() - 1), shape, fk.shape, fk.shape};
@@ -1278,9 +1193,9 @@ int cmd_attention(const Options& o) {
         out.push_back({names[i], describe(kept.back())});
     }
     save_safetensors(o.out, out, {{"format", "pt"}});
-    std::string line =
-        strprintf("attention %s: q %s, k %s, %s, %s, implementation %s on %s; wrote %zu tensors to %s", path,
-                  to_string(shape).c_str(), to_string(fk.shape).c_str(), name_of(in.q.dtype),
+    const std::string line =
+        strprintf("attention %s: q %s, k %s, %s, %s, implementation %s on %s; wrote %zu tensors to %s",
+                  o.inputs.c_str(), to_string(shape).c_str(), to_string(fk.shape).c_str(), name_of(in.q.dtype),
                   o.causal ? "causal" : "not causal", impl.name, name_of(context.device), out.size(), o.out.c_str());
     printf("%s\n", one_line(line).c_str());
     return 0;

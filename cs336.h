@@ -115,7 +115,7 @@ struct AttentionImpl {
 bool flash_head_size(int64_t D);                                                   // 16, 32, 64, 80 and 128
 const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D);         // null: no row takes this
 const AttentionImpl& require_flash(Device device, DType dtype, int64_t D);         // usage_error if no row does
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal);  // context.mode picks. Recorded
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal);  // modes eager and fused. Recorded
 // Causal, for the model in mode flash: q, k and v side by side in qkv [B,T,3C] -> [B,T,C], read and written in place of
 // transposes by strides.
 Tensor flash_self_attention(const Tensor& qkv, int H);

@@ -142,29 +142,24 @@ static void update_cuda(const Tensor& p, const std::vector<FlatGradient>& gradie
     }
 }
 #endif
-static void update_split_cpu(const Tensor& p, const FlatGradient& one, const Tensor& m, const Tensor& v,
-                             AdamWScalars s) {
-    with_type(one.g.dtype, [&](auto zero) {
-        const auto* g = one.g.as<decltype(zero)>();
-        float *m_one = m.as<float>() + one.offset, *v_one = v.as<float>() + one.offset;
-        int64_t n = one.g.size();
-        auto *upper = (uint16_t*)(p.as<float>() + one.offset), *lower = upper + n;
-#pragma omp parallel for simd if (n > 16384)
-        for (int64_t i = 0; i < n; i++) {
-            float x = joined({upper[i], lower[i]});
-            adamw_element(&x, g[i], m_one + i, v_one + i, s);
-            Halves h = halves_of(x);
-            upper[i] = h.upper, lower[i] = h.lower;
-        }
-    });
-}
 static void update_split(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
                          AdamWScalars s) {
 #ifdef __CUDACC__
-    if (p.device() == CUDA) { update_cuda<true>(p, gradients, m, v, s); }
+    if (p.device() == CUDA) { return update_cuda<true>(p, gradients, m, v, s); }
 #endif
-    if (p.device() == CPU) {
-        for (const FlatGradient& one : gradients) { update_split_cpu(p, one, m, v, s); }
+    for (const FlatGradient& one : gradients) {
+        with_type(one.g.dtype, [&](auto zero) {
+            const auto* g = one.g.as(zero);
+            const int64_t n = one.g.size(), first = one.offset;
+            auto *upper = (uint16_t*)(p.as<float>() + first), *lower = upper + n;
+#pragma omp parallel for simd if (n > 16384)
+            for (int64_t i = 0; i < n; i++) {
+                float x = joined({upper[i], lower[i]});
+                adamw_element(&x, g[i], m.as<float>() + first + i, v.as<float>() + first + i, s);
+                Halves h = halves_of(x);
+                upper[i] = h.upper, lower[i] = h.lower;
+            }
+        });
     }
 }
 [[maybe_unused]] static const bool entered = [] {

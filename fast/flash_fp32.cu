@@ -47,13 +47,6 @@ struct Fp32Tile {
 __device__ __forceinline__ void group_barrier(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
-// Of `tiles` dealt to the groups in turn, the last groups may have got one less; they pass its n barriers all the same.
-// The program does not need it, but compute-sanitizer's racecheck does, to see what __syncthreads() separates later.
-template <class Tile>
-__device__ __forceinline__ void pass_barriers(int group, int tiles, int n) {
-    int dealt_last = tiles % Tile::groups;
-    for (int i = 0; dealt_last > 0 && group >= dealt_last && i < n; i++) { group_barrier(group); }
-}
 // Rows [first, first + ROWS) of a matrix of so many `rows` to shared memory, zeros beyond. Asynchronous.
 template <int ROWS, int D, int THREADS>
 __device__ __forceinline__ void load_rows(float* to, const float* from, int64_t stride, int first, int rows,
@@ -109,42 +102,26 @@ template <int X, int COUNT>
 __device__ __forceinline__ void load_columns(float (&v)[COUNT], const float* row, int x) {
     constexpr int W = vector_width(COUNT);
     for (int c = 0; c < COUNT; c += W) {
-        const float* at = row + column<X, COUNT>(x, c);
-        if constexpr (W == 4) {
-            float4 f = *(const float4*)at;
-            v[c] = f.x, v[c + 1] = f.y, v[c + 2] = f.z, v[c + 3] = f.w;
-        } else if constexpr (W == 2) {
-            float2 f = *(const float2*)at;
-            v[c] = f.x, v[c + 1] = f.y;
-        } else {
-            v[c] = *at;
-        }
+        Pack<float, W> in = load_pack<W>(row + column<X, COUNT>(x, c));
+        for (int e = 0; e < W; e++) { v[c + e] = in.x[e]; }
     }
 }
-template <int X, int COUNT>
+// The row's columns become v times factor; or, where ADD, that is added to them.
+template <int X, bool ADD = false, int COUNT>
 __device__ __forceinline__ void store_columns(float* row, const float (&v)[COUNT], int x, float factor) {
     constexpr int W = vector_width(COUNT);
     for (int c = 0; c < COUNT; c += W) {
         float* at = row + column<X, COUNT>(x, c);
-        if constexpr (W == 4) {
-            *(float4*)at = {v[c] * factor, v[c + 1] * factor, v[c + 2] * factor, v[c + 3] * factor};
-        } else {
-            for (int e = 0; e < W; e++) { at[e] = v[c + e] * factor; }
-        }
-    }
-}
-template <int X, int COUNT>
-__device__ __forceinline__ void add_columns(float* row, const float (&v)[COUNT], int x, float factor) {
-    constexpr int W = vector_width(COUNT);
-    for (int c = 0; c < COUNT; c += W) {
-        float* at = row + column<X, COUNT>(x, c);
+        Pack<float, W> out;
+        for (int e = 0; e < W; e++) { out.x[e] = v[c + e] * factor; }
+        if constexpr (!ADD) {
+            store_pack(at, out);
 #if __CUDA_ARCH__ >= 900  // one 16-byte addition in the L2 cache instead of four
-        if constexpr (W == 4) {
-            atomicAdd((float4*)at, {v[c] * factor, v[c + 1] * factor, v[c + 2] * factor, v[c + 3] * factor});
-        } else
+        } else if constexpr (W == 4) {
+            atomicAdd((float4*)at, {out.x[0], out.x[1], out.x[2], out.x[3]});
 #endif
-        {
-            for (int e = 0; e < W; e++) { atomicAdd(at + e, v[c + e] * factor); }
+        } else {
+            for (int e = 0; e < W; e++) { atomicAdd(at + e, out.x[e]); }
         }
     }
 }
@@ -285,7 +262,6 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
         __syncwarp();
         rows_times_columns<Tile>(O, P, V, tx, ty);  // step 5
     }
-    pass_barriers<Tile>(group, end, 2);
 
     for (int r = 0; r < Tile::rows; r++) {
         l[r] = combine_row<Tile::tx>(l[r], [](float x, float y) { return x + y; });
@@ -358,7 +334,7 @@ __device__ __forceinline__ void add_dq(const AttentionArgs& a, int b, int h, int
     }
     for (int r = 0; r < 4; r++) {
         int query = q0 + 4 * y + r;
-        if (query < a.Tq) { add_columns<X>(head_of<float>(a.dq, b, h) + query * a.dq.row, dQ[r], x, a.scale); }
+        if (query < a.Tq) { store_columns<X, true>(head_of<float>(a.dq, b, h) + query * a.dq.row, dQ[r], x, a.scale); }
     }
 }
 
@@ -426,7 +402,6 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
         if (i + Tile::groups < end) { load_streamed<Tile>(Q, q, a.q.row, next, a.Tq, t); }
     }
 
-    pass_barriers<Tile>(group, end - first, 5);
     cp_async_wait<0>();  // a group without a tile still has its first loads under way
     merge_groups<Tile>(dK, group_0, group, t);
     merge_groups<Tile>(dV, group_0, group, t);

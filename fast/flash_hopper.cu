@@ -12,9 +12,13 @@
 
 #ifdef __CUDACC__
 #include <cuda.h>
+#include <dlfcn.h>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // PTX, one instruction a function
+
+constexpr int SLAB = 64;            // columns of a slab, a part of a tile (see "Tiles in shared memory")
+constexpr int SLAB_ROW = 2 * SLAB;  // bytes
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
@@ -51,6 +55,13 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint6
         "l"(map), "r"(shared_address(b)), "r"(d), "r"(row), "r"(h), "r"(batch)
         : "memory");
 }
+// A tile of so many slabs from row `row` on; `more` bytes are to come beside it.
+template <int SLABS>
+__device__ __forceinline__ void tma_load_tile(char* to, int slab_bytes, const CUtensorMap* map, uint64_t* full, int row,
+                                              int h, int b, int more = 0) {
+    mbarrier_arrive_expecting(full, SLABS * slab_bytes + more);
+    for (int s = 0; s < SLABS; s++) { tma_load(to + s * slab_bytes, map, full, s * SLAB, row, h, b); }
+}
 // `bytes` bytes (a multiple of 16, as both addresses are) to shared
 __device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes, uint64_t* b) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -73,7 +84,6 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 // Keeps the compiler from reading a result before the wait that is written in front of this.
 template <int N>
 __device__ __forceinline__ void read_after_wait(float (&x)[N]) {
-#pragma unroll
     for (int i = 0; i < N; i++) { asm volatile("" : "+f"(x[i])::"memory"); }
 }
 // Until at most the N newest batches are at work. `results` are the registers that the finished ones wrote: without the
@@ -167,9 +177,6 @@ WGMMA_SS(64, 128, R64, 64, 65, 66, 67, D64)
 // A tile of R rows and D columns lies as ceil(D/64) slabs [R][64] of 128-byte rows. Within a slab, 16-byte chunk c of
 // row r is stored at chunk c ^ (r % 8): "128-byte swizzle", so that a column of chunks touches all banks. TMA writes it
 // so and wgmma reads it so. wgmma gets a descriptor: address, swizzle, and two distances (LBO, SBO).
-
-constexpr int SLAB = 64;            // columns
-constexpr int SLAB_ROW = 2 * SLAB;  // bytes
 
 // SBO: from 8 rows to the next 8. LBO: from 64 columns to the next 64 where the rows are the summed index and N > 64;
 // else unused.
@@ -273,18 +280,12 @@ __device__ __forceinline__ void forward_loader(const AttentionArgs& a, dim3 orde
             break;
         }
         QueryTile q = query_tile<Tile>(a, order, tile);
-        mbarrier_arrive_expecting(&bars.q_full[buffer], Tile::q_bytes);
-        for (int s = 0; s < Tile::slabs; s++) {
-            tma_load(q_tiles + buffer * Tile::q_bytes + s * Tile::q_slab, q_map, &bars.q_full[buffer], s * SLAB, q.q0,
-                     q.h, q.b);
-        }
+        tma_load_tile<Tile::slabs>(q_tiles + buffer * Tile::q_bytes, Tile::q_slab, q_map, &bars.q_full[buffer], q.q0,
+                                   q.h, q.b);
         auto load = [&](char* ring, int bytes, const CUtensorMap* map, uint64_t* full, uint64_t* empty, int key) {
             int stage = n % stages, phase = n / stages % 2;
             mbarrier_wait(&empty[stage], phase ^ 1);
-            mbarrier_arrive_expecting(&full[stage], Tile::k_bytes);
-            for (int s = 0; s < Tile::slabs; s++) {
-                tma_load(ring + stage * bytes + s * Tile::k_slab, map, &full[stage], s * SLAB, key, q.h, q.b);
-            }
+            tma_load_tile<Tile::slabs>(ring + stage * bytes, Tile::k_slab, map, &full[stage], key, q.h, q.b);
         };
         for (int j = q.k_tiles - 1; j >= 0; j--, n++) {
             load(k_ring, Tile::k_bytes, k_map, bars.k_full, bars.k_empty, j * Bk);
@@ -309,7 +310,6 @@ __device__ __forceinline__ void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[
             if (column >= a.Tk || (a.causal && column > query)) { s[n] = -INFINITY; }
         }
     }
-#pragma unroll
     for (int r = 0; r < 2; r++) {
         float larger = s[2 * r];
         for (int n = 0; n < Tile::Bk / 2; n += 4) { larger = fmaxf(larger, fmaxf(s[n + 2 * r], s[n + 2 * r + 1])); }
@@ -326,7 +326,6 @@ __device__ __forceinline__ void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[
 template <class Tile>
 __device__ __forceinline__ void exponentials(float (&s)[Tile::Bk / 2], float (&l)[2], const float (&base)[2], float c,
                                              int from, int to) {
-#pragma unroll
     for (int r = 0; r < 2; r++) {
         for (int n = from / 2; n < to / 2; n += 4) {
             for (int e = 2 * r; e < 2 * r + 2; e++) {
@@ -338,7 +337,6 @@ __device__ __forceinline__ void exponentials(float (&s)[Tile::Bk / 2], float (&l
 }
 template <int N>
 __device__ __forceinline__ void pack_all(uint32_t (&p)[N / 8][4], const float (&s)[N]) {
-#pragma unroll
     for (int k = 0; k < N / 8; k++) {
         for (int e = 0; e < 4; e++) { p[k][e] = pack(s[8 * k + 2 * e], s[8 * k + 2 * e + 1]); }
     }
@@ -349,7 +347,6 @@ template <class Tile>
 __device__ __forceinline__ void store_L(const AttentionArgs& a, int b, int h, int first,
                                         const float (&o)[Tile::o_columns / 2], const float (&m)[2], float (&l)[2],
                                         int lane) {
-#pragma unroll
     for (int r = 0; r < 2; r++) {
         if constexpr (Tile::sums) {
             l[r] = o[Tile::D / 2 + 2 * r];
@@ -393,7 +390,6 @@ __device__ __forceinline__ void forward_consumer(const AttentionArgs& a, dim3 or
         auto scores = [&] {  // step 1, of the next tile
             mbarrier_wait(&bars.k_full[k_read % stages], k_read / stages % 2);
             wgmma_fence();
-#pragma unroll
             for (int d = 0; d < D; d += 16) {
                 int slab = d / SLAB, in_slab = d % SLAB * 2;
                 wgmma<0>(s, advance(q_at, slab * Tile::q_slab + in_slab),
@@ -405,7 +401,6 @@ __device__ __forceinline__ void forward_consumer(const AttentionArgs& a, dim3 or
         auto add_values = [&] {  // step 5's O += P V, of this tile
             mbarrier_wait(&bars.v_full[v_read % stages], v_read / stages % 2);
             wgmma_fence();
-#pragma unroll
             for (int k = 0; k < Bk / 16; k++) { wgmma(o, p[k], advance(v_next, k * 16 * SLAB_ROW), true); }
             wgmma_commit();
             v_read++, v_next = advance(2 * v_at - v_next, Tile::v_bytes);
@@ -436,7 +431,6 @@ __device__ __forceinline__ void forward_consumer(const AttentionArgs& a, dim3 or
             wgmma_wait<0>(o);
             release(bars.v_empty, v_read);
             if (__any_sync(0xffffffff, shrink[0] != 1 || shrink[1] != 1)) {  // step 5's shrink O
-#pragma unroll
                 for (int n = 0; n < Tile::o_columns / 2; n++) { o[n] *= shrink[n % 4 / 2]; }
             }
             exponentials<Tile>(s, l, base, c, Bk / 4, Bk);
@@ -555,17 +549,11 @@ __device__ __forceinline__ void backward_loader(const BackwardWorkspace& w, cons
                                                 const BackwardMemory& memory, const KeyTile& tile) {
     constexpr int Bq = Tile::Bq, stages = Tile::stages;
     auto load_own = [&](char* to, const CUtensorMap* map, uint64_t* full) {
-        mbarrier_arrive_expecting(full, Tile::k_bytes);
-        for (int s = 0; s < Tile::slabs; s++) {
-            tma_load(to + s * Tile::k_slab, map, full, s * SLAB, tile.k0, tile.h, tile.b);
-        }
+        tma_load_tile<Tile::slabs>(to, Tile::k_slab, map, full, tile.k0, tile.h, tile.b);
     };
     auto load = [&](char* ring, const CUtensorMap* map, uint64_t* full, int i, int more) {
-        mbarrier_arrive_expecting(&full[i % stages], Tile::q_bytes + more);
-        for (int s = 0; s < Tile::slabs; s++) {
-            tma_load(ring + i % stages * Tile::q_bytes + s * Tile::q_slab, map, &full[i % stages], s * SLAB,
-                     (tile.begin + i) * Bq, tile.h, tile.b);
-        }
+        tma_load_tile<Tile::slabs>(ring + i % stages * Tile::q_bytes, Tile::q_slab, map, &full[i % stages],
+                                   (tile.begin + i) * Bq, tile.h, tile.b, more);
     };
     load_own(memory.k_tile, k_map, &bars.k_full);
     for (int i = 0; i < tile.q_tiles; i++) {
@@ -620,7 +608,6 @@ struct BackwardConsumer {
     // x = (add ? x : 0) + own rows times a streamed tile, transposed
     __device__ __forceinline__ void rows_times_rows(Scores& x, uint32_t own, uint32_t streamed, bool add) {
         wgmma_fence();
-#pragma unroll
         for (int d = 0; d < D; d += 16) {
             int slab = d / SLAB, in_slab = d % SLAB * 2;
             wgmma<0>(x, advance(own, slab * Tile::k_slab + in_slab), advance(streamed, slab * Tile::q_slab + in_slab),
@@ -635,7 +622,6 @@ struct BackwardConsumer {
     // sum += x times a streamed tile
     __device__ __forceinline__ void add_product(float (&sum)[D / 2], const Packed& x, uint32_t streamed) {
         wgmma_fence();
-#pragma unroll
         for (int k = 0; k < Bq / 16; k++) { wgmma(sum, x[k], advance(streamed, k * 16 * SLAB_ROW), true); }
         wgmma_commit();
     }
@@ -652,7 +638,6 @@ struct BackwardConsumer {
     // Step 12's sum, in global memory, where a warp's 16 rows and 8 columns are 128 neighbours.
     __device__ __forceinline__ void add_dq(const DqPart& dq, int i) {
         float4* to = first_dq + (int64_t)i * (Bq / 16 * (D / 8) * WARP);
-#pragma unroll
         for (int n = 0; n < Tile::dq_columns / 8; n++) {
             if (D % Tile::dq_columns == 0 || n < dq_blocks) {  // the first is known to the compiler
                 atomicAdd(to + n * WARP, make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]));
@@ -674,7 +659,6 @@ struct BackwardConsumer {
         return *(const float2*)&stats[n + lane % 4].z;
     }
     __device__ __forceinline__ void load_early_L(EarlyL& early_L, const float4* stats) {
-#pragma unroll
         for (int n = EARLY; n < Bq / 2; n += 4) { early_L[(n - EARLY) / 4] = L_of(stats, n); }
     }
     // Step 8's P for these queries of the tile from q0 on, packed, from the last.
@@ -692,7 +676,6 @@ struct BackwardConsumer {
                 }
             }
             if (n % 8 == 0) {
-#pragma unroll
                 for (int e = 0; e < 4; e++) { p[n / 8][e] = pack(s[n + 2 * e], s[n + 2 * e + 1]); }
             }
         }
@@ -731,7 +714,6 @@ struct BackwardConsumer {
         EarlyL early_L;
         load_early_L(early_L, stats);
         Scores dp;
-#pragma unroll
         for (int n = 0; n < Bq / 2; n += 4) {
             float2 Di = D_of(stats, n);
             dp[n] = dp[n + 2] = -Di.x, dp[n + 1] = dp[n + 3] = -Di.y;
@@ -770,10 +752,8 @@ struct BackwardConsumer {
         Packed p, ds;
         exponentials<MASKED>(p, q0, stats, early_L, 0, Bq);
         float2 all_D[Bq / 8];  // loaded all at once: between the stores of dS each load would be waited for
-#pragma unroll
         for (int n = 0; n < Bq / 2; n += 4) { all_D[n / 4] = D_of(stats, n); }
         wgmma_wait_in_place(a.Tk > 0, dp);
-#pragma unroll
         for (int n = 0; n < Bq / 2; n++) { dp[n] -= n % 2 ? all_D[n / 4].y : all_D[n / 4].x; }
         add_product(dv, p, advance(dO_at, stage * Tile::q_bytes));  // step 9
         await_ds_back(i - 2);
@@ -893,18 +873,9 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 
 // How TMA sees x [B,H,T,D]: boxes of `rows` rows and 64 columns; beyond T and D it reads zeros.
 static CUtensorMap tensor_map(const Tensor& x, int rows) {
-    static const auto encode = [] {  // from the driver, which we do not link
-        void* function = nullptr;
-        cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION < 12050  // the name without a version is gone since 13.0
-        CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result));
-#else
-        CUDA_CHECK(
-            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result));
-#endif
-        if (result != cudaDriverEntryPointSuccess) { fail("the driver has no cuTensorMapEncodeTiled"); }
-        return (decltype(&cuTensorMapEncodeTiled))function;
-    }();
+    static const auto encode = (decltype(&cuTensorMapEncodeTiled))dlsym(  // the driver's, which we do not link
+        dlopen("libcuda.so.1", RTLD_LAZY), "cuTensorMapEncodeTiled");
+    if (!encode) { fail("the driver has no cuTensorMapEncodeTiled"); }
     CUtensorMap map;
     cuuint64_t size[4], stride[3];  // from the last dimension to the first
     for (int i = 0; i < 4; i++) { size[i] = x.dim(3 - i); }

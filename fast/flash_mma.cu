@@ -69,8 +69,7 @@ struct ForwardTile {
 template <class Tile>
 struct ForwardRows {
     float o[Tile::fragments][Tile::D / 8][4];
-    float m[Tile::fragments][2],
-        l[Tile::fragments][2];  // m the same in the four lanes of a row; l this lane's share of the sum
+    float m[Tile::fragments][2], l[Tile::fragments][2];  // the four lanes of a row: m is the same, l each one's share
 };
 
 // ROWS rows of D elements to shared memory; those from `valid` on are zeros, whatever lies there in memory. A thread
@@ -82,7 +81,6 @@ __device__ __forceinline__ void load_rows(bf16* to, const bf16* from, int stride
     if (d >= Tile::D) { return; }
     from += (int64_t)r * stride + d;
     to += r * Tile::row + d;
-#pragma unroll
     for (int i = 0; i < ROWS / step; i++) {
         cp_async_16(to + i * step * Tile::row, from, r + i * step < valid);
         from += (int64_t)step * stride;
@@ -95,23 +93,18 @@ __device__ __forceinline__ void scores(float (&s)[Tile::fragments][Tile::Bk / 8]
                                        uint32_t (&q)[KEPT][Tile::fragments][4], const bf16* at_q, const bf16* at_k,
                                        int g) {
     constexpr int N = Tile::group / 16;
-#pragma unroll
     for (int f = 0; f < Tile::fragments; f++) {
-#pragma unroll
         for (int n = g * 2 * N; n < (g + 1) * 2 * N; n++) { s[f][n][0] = s[f][n][1] = s[f][n][2] = s[f][n][3] = 0; }
     }
 #pragma unroll
     for (int k = 0; k < Tile::D / 16; k++) {
         uint32_t(&own)[Tile::fragments][4] = q[Tile::keep_q ? k : 0];
         if (!Tile::keep_q) {
-#pragma unroll
             for (int f = 0; f < Tile::fragments; f++) { ldmatrix_x4(own[f], at_q + f * 16 * Tile::row + k * 16); }
         }
-#pragma unroll
         for (int n = g * N; n < (g + 1) * N; n++) {
             uint32_t b[4];
             ldmatrix_x4(b, at_k + n * 16 * Tile::row + k * 16);
-#pragma unroll
             for (int f = 0; f < Tile::fragments; f++) {
                 mma(s[f][2 * n], own[f], b[0], b[1]);
                 mma(s[f][2 * n + 1], own[f], b[2], b[3]);
@@ -125,12 +118,9 @@ __device__ __forceinline__ void scores(float (&s)[Tile::fragments][Tile::Bk / 8]
 template <class Tile>
 __device__ __forceinline__ void mask(float (&s)[Tile::fragments][Tile::Bk / 8][4], const AttentionArgs& a, int query,
                                      int key) {
-#pragma unroll
     for (int f = 0; f < Tile::fragments; f++) {
-#pragma unroll
         for (int h = 0; h < 2; h++) {
             int end = (a.causal ? min(query + f * 16 + h * 8 + 1, a.Tk) : a.Tk) - key;
-#pragma unroll
             for (int n = 0; n < Tile::Bk / 8; n++) {
                 if (n * 8 >= end) { s[f][n][2 * h] = -INFINITY; }
                 if (n * 8 + 1 >= end) { s[f][n][2 * h + 1] = -INFINITY; }
@@ -147,21 +137,16 @@ __device__ __forceinline__ void raise_maximum(ForwardRows<Tile>& rows,
                                               const float (&s)[Tile::fragments][Tile::Bk / 8][4], float c) {
     float top[Tile::fragments][2];
     bool due = false;
-#pragma unroll
     for (int f = 0; f < Tile::fragments; f++) {
-#pragma unroll
         for (int h = 0; h < 2; h++) {
             float x = s[f][0][2 * h];
-#pragma unroll
             for (int n = 0; n < Tile::Bk / 8; n++) { x = fmaxf(x, fmaxf(s[f][n][2 * h], s[f][n][2 * h + 1])); }
             top[f][h] = x * c;
             due |= top[f][h] > rows.m[f][h] + SLACK;
         }
     }
     if (!__any_sync(0xffffffff, due)) { return; }
-#pragma unroll
     for (int f = 0; f < Tile::fragments; f++) {
-#pragma unroll
         for (int h = 0; h < 2; h++) {
             float x = fmaxf(rows.m[f][h], top[f][h]);
             x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
@@ -169,7 +154,6 @@ __device__ __forceinline__ void raise_maximum(ForwardRows<Tile>& rows,
             float factor = exp2_approx(rows.m[f][h] - x);
             rows.m[f][h] = x;
             rows.l[f][h] *= factor;
-#pragma unroll
             for (int n = 0; n < Tile::D / 8; n++) {
                 rows.o[f][n][2 * h] *= factor;
                 rows.o[f][n][2 * h + 1] *= factor;
@@ -183,11 +167,8 @@ template <class Tile>
 __device__ __forceinline__ void add_values(ForwardRows<Tile>& rows, const float (&s)[Tile::fragments][Tile::Bk / 8][4],
                                            const bf16* at_v, float c, int g) {
     uint32_t p[Tile::group / 16][Tile::fragments][4];
-#pragma unroll
     for (int k = 0; k < Tile::group / 16; k++) {
-#pragma unroll
         for (int f = 0; f < Tile::fragments; f++) {
-#pragma unroll
             for (int e = 0; e < 4; e++) {  // row lane/4 + 8h, keys 2(lane%4) + 8(e/2) and the next one
                 int h = e % 2;
                 const float* x = &s[f][g * Tile::group / 8 + 2 * k + e / 2][2 * h];
@@ -197,13 +178,11 @@ __device__ __forceinline__ void add_values(ForwardRows<Tile>& rows, const float 
             }
         }
     }
-#pragma unroll
     for (int k = 0; k < Tile::group / 16; k++) {
 #pragma unroll
         for (int n = 0; n < Tile::D / 16; n++) {
             uint32_t b[4];
             ldmatrix_x4_trans(b, at_v + (g * Tile::group + k * 16) * Tile::row + n * 16);
-#pragma unroll
             for (int f = 0; f < Tile::fragments; f++) {
                 mma(rows.o[f][2 * n], p[k][f], b[0], b[1]);
                 mma(rows.o[f][2 * n + 1], p[k][f], b[2], b[3]);
@@ -219,9 +198,7 @@ __device__ __forceinline__ void store_output(ForwardRows<Tile>& rows, const Atte
     asm volatile("" : "+r"(z));  // so that the head is computed again: kept from the start it would be spilled
     int bh = head_of_block(z);
     __syncwarp();  // the other lanes may still read Q
-#pragma unroll
     for (int f = 0; f < Tile::fragments; f++) {
-#pragma unroll
         for (int h = 0; h < 2; h++) {
             float l = rows.l[f][h];
             l += __shfl_xor_sync(0xffffffff, l, 1);
@@ -231,7 +208,6 @@ __device__ __forceinline__ void store_output(ForwardRows<Tile>& rows, const Atte
             if (lane % 4 == 0 && query + r < a.Tq) {
                 a.L[(int64_t)bh * a.Tq + query + r] = rows.m[f][h] / LOG2_E + logf(l);
             }
-#pragma unroll
             for (int n = 0; n < Tile::D / 8; n++) {
                 *(uint32_t*)(smem + r * Tile::row + n * 8 + lane % 4 * 2) =
                     pack(rows.o[f][n][2 * h] * inverse, rows.o[f][n][2 * h + 1] * inverse);
@@ -297,20 +273,16 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
     cp_async_commit();
     load_stage(0);
     ForwardRows<Tile> rows = {};
-#pragma unroll
     for (int f = 0; f < Tile::fragments; f++) { rows.m[f][0] = rows.m[f][1] = -INFINITY; }
     cp_async_wait<1>();
     __syncthreads();  // Q and the first K, copied by all warps
     uint32_t q_fragments[Tile::keep_q ? Tile::D / 16 : 1][Tile::fragments][4];
     if (Tile::keep_q) {
-#pragma unroll
         for (int d = 0; d < Tile::D / 16; d++) {
-#pragma unroll
             for (int f = 0; f < Tile::fragments; f++) { ldmatrix_x4(q_fragments[d][f], at_q + f * 16 * row + d * 16); }
         }
     }
     float s[Tile::fragments][Bk / 8][4];
-#pragma unroll
     for (int g = 0; g < groups; g++) { scores<Tile>(s, q_fragments, at_q, smem_kv + Tile::stage + at_key, g); }
 
     int j = 0;
@@ -332,10 +304,8 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
         if (j >= warp_tiles) { continue; }
         mask<Tile>(s, a, query + lane / 4, j * Bk + lane % 4 * 2);
         raise_maximum(rows, s, c);
-#pragma unroll
         for (int g = 0; g < groups; g++) { add_values(rows, s, kv + Bk * row + at_row, c, g); }
         if (j + 1 < warp_tiles) {
-#pragma unroll
             for (int g = 0; g < groups; g++) { scores<Tile>(s, q_fragments, at_q, kv + at_key, g); }
         }
     }
@@ -375,11 +345,10 @@ static void flash_forward_mma(const AttentionTensors& t) {
 // reach dV and dK without leaving registers. Only step 12 sums over the keys of all warps, and takes dS through shared
 // memory.
 //
-// How a block works. OWN rows, keys, stay; tiles of STREAMED rows of the other side pass,
-// double-buffered, and are taken STEP rows at a time. A warp owns 16 or 32 rows: with 32 each ldmatrix of the streamed
-// side feeds twice as many products, and shared memory is what bounds these kernels. dV and dK of 32 rows are 128
-// floats a lane at D = 64; for D = 128, PAIRED: two warps share 32 rows, one does steps 8 and 9 and holds dV, the
-// other 10, 11 and 13 and dK.
+// How a block works. OWN rows, keys, stay; tiles of STREAMED rows of the other side pass, double-buffered, and are
+// taken STEP rows at a time. A warp owns 16 or 32 rows: with 32 each ldmatrix of the streamed side feeds twice as many
+// products, and shared memory is what bounds these kernels. dV and dK of 32 rows are 128 floats a lane at D = 64; for D
+// = 128, PAIRED: two warps share 32 rows, one does steps 8 and 9 and holds dV, the other 10, 11 and 13 and dK.
 template <int HEAD, int OWN, int STREAMED, int STEP, int WARPS, bool PAIRED, int BLOCKS, int DQ_COLUMNS>
 struct BackwardTile {
     static constexpr int D = HEAD, own = OWN, streamed = STREAMED, step = STEP, warps = WARPS, threads = WARPS * WARP;
@@ -423,7 +392,6 @@ __device__ __forceinline__ void load_rows(bf16* to, const bf16* x, int64_t strid
     const bf16* from = x + (first + r) * stride + d;
     to += r * Tile::row + d;
     // Addresses advance by constants: this runs before each tile's first product.
-#pragma unroll
     for (int i = 0; i < ROWS; i += down) {
         cp_async_16(to + i * Tile::row, from, i < left);  // of a row that does not exist nothing is read
         from += down * stride;
@@ -436,11 +404,9 @@ __device__ __forceinline__ void multiply(float (&c)[Tile::own_fragments][Tile::s
 #pragma unroll(Tile::k_unroll)
     for (int k = 0; k < Tile::D; k += 16) {
         uint32_t f[Tile::own_fragments][4];
-#pragma unroll
         for (int m = 0; m < Tile::own_fragments; m++) {
             ldmatrix_x4(f[m], own + 16 * m * Tile::row + k + down_right(lane, Tile::row));
         }
-#pragma unroll
         for (int n = 0; n < Tile::step_fragments; n += 2) {
             uint32_t b[4];
             ldmatrix_x4(b, rows + 8 * n * Tile::row + k + right_down(lane, Tile::row));
@@ -469,7 +435,6 @@ __device__ __forceinline__ void accumulate(float (&sum)[Tile::own_fragments][Til
 template <class Tile>
 __device__ __forceinline__ void pack_operand(uint32_t (&p)[Tile::own_fragments][4],
                                              const float (&c)[Tile::own_fragments][Tile::step_fragments][4], int n) {
-#pragma unroll
     for (int m = 0; m < Tile::own_fragments; m++) {
         for (int i = 0; i < 4; i++) { p[m][i] = pack(c[m][n + i / 2][i % 2 * 2], c[m][n + i / 2][i % 2 * 2 + 1]); }
     }
@@ -478,7 +443,6 @@ __device__ __forceinline__ void pack_operand(uint32_t (&p)[Tile::own_fragments][
 template <class Tile>
 __device__ __forceinline__ void store_rows(bf16* x, int64_t stride, int first, int rows,
                                            float (&sum)[Tile::own_fragments][Tile::D / 8][4], float factor, int lane) {
-#pragma unroll
     for (int m = 0; m < Tile::own_fragments; m++) {
         for (int half = 0; half < 2; half++) {
             int r = first + 16 * m + 8 * half + lane / 4;
@@ -497,9 +461,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[Tile::own_fragments][Til
                                              const AttentionArgs& a, int key, int query, const float2* stats,
                                              int lane) {
     float factor = a.scale * LOG2_E;
-#pragma unroll
-    for (int n = 0; n < Tile::step_fragments;
-         n++) {  // a lane's columns are the queries 8n + 2(lane%4) and the next one
+    for (int n = 0; n < Tile::step_fragments; n++) {  // a lane's columns: the queries 8n + 2(lane%4) and the next one
         float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
         for (int m = 0; m < Tile::own_fragments; m++) {
             for (int i = 0; i < 4; i++) {
@@ -516,7 +478,6 @@ __device__ __forceinline__ void exponentiate(float (&s)[Tile::own_fragments][Til
 template <class Tile>
 __device__ __forceinline__ void multiply_dp(float (&dp)[Tile::own_fragments][Tile::step_fragments][4], const bf16* v,
                                             const bf16* dO, const float2* stats, int lane) {
-#pragma unroll
     for (int n = 0; n < Tile::step_fragments; n++) {
         float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
         for (int i = 0; i < Tile::own_fragments * 4; i++) { dp[i / 4][n][i % 4] = i % 2 ? -two.w : -two.z; }
@@ -526,7 +487,6 @@ __device__ __forceinline__ void multiply_dp(float (&dp)[Tile::own_fragments][Til
 // The operand of keys [16 m, +16) and 16 queries to dS^T, [key][query], in shared memory.
 template <class Tile>
 __device__ __forceinline__ void store_ds(bf16* ds, const uint32_t (&p)[Tile::own_fragments][4], int lane) {
-#pragma unroll
     for (int m = 0; m < Tile::own_fragments; m++) {
         for (int i = 0; i < 4; i++) {
             bf16* to = ds + (16 * m + i % 2 * 8 + lane / 4) * Tile::ds_row + i / 2 * 8 + lane % 4 * 2;
@@ -546,12 +506,10 @@ __device__ __forceinline__ void step_alone(const AttentionArgs& a, int key, int 
     exponentiate<Tile, MASKED>(s, a, key, query, stats, lane);
     multiply_dp<Tile>(dp, v, dO, stats, lane);  // step 10, and step 11's - D
     uint32_t p[Tile::own_fragments][4];
-#pragma unroll
     for (int n = 0; n < Tile::step_fragments; n += 2) {
         pack_operand<Tile>(p, s, n);
         accumulate<Tile>(dv, p, dO + 8 * n * Tile::row, lane);  // step 9
     }
-#pragma unroll
     for (int n = 0; n < Tile::step_fragments; n += 2) {
         for (int i = 0; i < Tile::own_fragments * 8; i++) {  // step 11
             dp[i / 8][n + i / 4 % 2][i % 4] *= s[i / 8][n + i / 4 % 2][i % 4];
@@ -577,7 +535,6 @@ __device__ __forceinline__ void step_first(const AttentionArgs& a, int pair, int
     multiply<Tile>(s, k, q, lane);
     exponentiate<Tile, MASKED>(s, a, key, query, stats, lane);
     uint32_t p[Tile::step_fragments / 2][Tile::own_fragments][4];
-#pragma unroll
     for (int n = 0; n < Tile::step_fragments / 2; n++) {
         pack_operand<Tile>(p[n], s, 2 * n);
         for (int m = 0; m < Tile::own_fragments; m++) {
@@ -586,7 +543,6 @@ __device__ __forceinline__ void step_first(const AttentionArgs& a, int pair, int
         }
     }
     pair_barrier(pair);  // P is there
-#pragma unroll
     for (int n = 0; n < Tile::step_fragments / 2; n++) { accumulate<Tile>(dv, p[n], dO + 16 * n * Tile::row, lane); }
 }
 // The second warp does steps 10, 11 and 13.
@@ -598,7 +554,6 @@ __device__ __forceinline__ void step_second(int pair, const bf16* v, const bf16*
     multiply_dp<Tile>(dp, v, dO, stats, lane);
     pair_barrier(pair);  // P is there
     uint32_t p[Tile::step_fragments / 2][Tile::own_fragments][4];
-#pragma unroll
     for (int n = 0; n < Tile::step_fragments / 2; n++) {
         for (int m = 0; m < Tile::own_fragments; m++) {
             uint4 packed = exchange[(n * Tile::own_fragments + m) * WARP + lane];
@@ -611,7 +566,6 @@ __device__ __forceinline__ void step_second(int pair, const bf16* v, const bf16*
         pack_operand<Tile>(p[n], dp, 2 * n);
         store_ds<Tile>(ds + 16 * n, p[n], lane);
     }
-#pragma unroll
     for (int n = 0; n < Tile::step_fragments / 2; n++) { accumulate<Tile>(dk, p[n], q + 16 * n * Tile::row, lane); }
 }
 // Step 12 for one tile of queries: dS K [Bq,D], added to the workspace at `row` of all heads' rows.
@@ -622,11 +576,9 @@ __device__ __forceinline__ void backward_add_dq(float* dq, int row, const bf16* 
 #pragma unroll(Tile::dq_unroll)
     for (int key = 0; key < Tile::own; key += 16) {
         uint32_t f[Tile::dq_row_blocks][4];
-#pragma unroll
         for (int m = 0; m < Tile::dq_row_blocks; m++) {
             ldmatrix_x4_trans(f[m], ds + key * Tile::ds_row + 16 * (row_block + m) + right_down(lane, Tile::ds_row));
         }
-#pragma unroll
         for (int n = 0; n < Tile::dq_column_blocks; n++) {
             int column = column_block + n * Tile::dq_columns;
             if (column >= Tile::D / 16) { continue; }  // D = 80 has 5 blocks, shared by 2 warps
@@ -638,7 +590,6 @@ __device__ __forceinline__ void backward_add_dq(float* dq, int row, const bf16* 
             }
         }
     }
-#pragma unroll
     for (int m = 0; m < Tile::dq_row_blocks; m++) {
         for (int n = 0; n < Tile::dq_column_blocks; n++) {
             int column = column_block + n * Tile::dq_columns;

@@ -84,8 +84,6 @@ struct StepGraphs {
     Tensor loss, logits;  // logits: of a forward alone
     std::vector<std::pair<GradientPtr, Tensor>> gradients;
     cudaGraphExec_t forward = nullptr, backward = nullptr;
-    StepGraphs() = default;
-    StepGraphs(const StepGraphs&) = delete;
     ~StepGraphs() {  // errors have been reported by then, or the process ends
         if (forward) { cudaGraphExecDestroy(forward); }
         if (backward) { cudaGraphExecDestroy(backward); }

@@ -16,11 +16,8 @@ struct Picked {  // column-major, as cuBLAS is: everything transposed, so A and 
     cublasLtMatmulAlgo_t kernel;
 };
 static cublasLtHandle_t cublas_lt() {
-    static cublasLtHandle_t handle = [] {
-        cublasLtHandle_t h;
-        CUBLAS_CHECK(cublasLtCreate(&h));
-        return h;
-    }();
+    static cublasLtHandle_t handle = nullptr;
+    if (!handle) { CUBLAS_CHECK(cublasLtCreate(&handle)); }
     return handle;
 }
 // Bytes that the address is a multiple of, at most 256.
