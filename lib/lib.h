@@ -100,7 +100,6 @@ struct Checkpointing {
     enum Form {
         NONE,
         GROUPS,  // of n blocks each
-        HALVES,  // each half of the blocks is one, and within it each half of that, down to a block
         NESTED,  // all blocks but the last are one, and within it all but the last
         FFN,     // the feed-forward of the first n blocks
         BLOCKS,  // the first n blocks, and the feed-forward of all others
@@ -327,9 +326,6 @@ struct Table {
 };
 std::string origin();            // "NVIDIA H200, driver 580.159, CUDA 13.0; commit 1a2b3c4"; the first caption ends so
 void print(const Table& table);  // Markdown, or csv with context.csv
-// For rows that are printed as they come, in columns of at least these widths: the last one, before the first one the
-// caption and the header.
-void print_last_row(const Table& table, const std::vector<size_t>& widths);
 // "**(a)** text" below the table. part: the handout's letter, or a word; "": the whole problem.
 void answer(const char* part, const char* format, ...) PRINTF(2, 3);
 void sketch(const std::string& lines);  // a block of code, where the handout asks for one

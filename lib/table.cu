@@ -34,10 +34,10 @@ static size_t width(const std::string& text) {
 static bool is_number(const std::string& cell) {
     return cell.find_first_not_of("+-0123456789.e%x ") == std::string::npos || cell.compare(0, 3, "OOM") == 0;
 }
-static std::string markdown(const Table& table, std::vector<size_t> widths) {
+static std::string markdown(const Table& table) {
+    std::vector<size_t> widths(table.columns.size(), 3);
     std::vector<std::vector<std::string>> lines = {table.columns};
     lines.insert(lines.end(), table.rows.begin(), table.rows.end());
-    widths.resize(table.columns.size(), 3);
     std::vector<bool> right(table.columns.size(), true);  // columns of numbers
     for (size_t i = 0; i < lines.size(); i++) {
         for (size_t j = 0; j < widths.size(); j++) {
@@ -79,8 +79,8 @@ static std::string csv(const Table& table) {
 }
 
 std::string origin() { return device_description() + "; commit " + commit() + context.sizes; }
-// widths: the columns' least.
-static std::string text_of(Table table, const std::vector<size_t>& widths) {
+void print(const Table& given) {
+    Table table = given;
     static bool is_first = true;
     if (is_first && !printed_to) { table.caption += "; " + origin(), is_first = false; }
     for (const auto& row : table.rows) {
@@ -89,14 +89,8 @@ static std::string text_of(Table table, const std::vector<size_t>& widths) {
                  table.columns.size());
         }
     }
-    return context.csv ? csv(table) : markdown(table, widths);
+    write_block(context.csv ? csv(table) : markdown(table));
 }
-void print(const Table& table) { write_block(text_of(table, {})); }
-void print_last_row(const Table& table, const std::vector<size_t>& widths) {
-    const std::string text = text_of({table.caption, table.columns, {table.rows.back()}}, widths);
-    table.rows.size() == 1 ? write_block(text) : write_text(text.substr(text.rfind('\n', text.size() - 2) + 1));
-}
-
 void answer(const char* part, const char* format, ...) {
     va_list arguments;
     va_start(arguments, format);

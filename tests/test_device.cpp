@@ -300,19 +300,6 @@ TEST_CASE("measure: text of any kind stays on its line") {
         CHECK(!has(out, "\x1b"));
     }
 }
-TEST_CASE("measure: rows that are printed as they come") {
-    RestoreContext restore;
-    for (bool csv : {false, true}) {
-        context.csv = csv;
-        Table t{"c", {"a", "b"}};
-        t.row("k", 1);
-        CHECK(printed([&] {
-                  print_last_row(t, {4, 4});
-              }) == (csv ? "# c\na,b\nk,1\n" : "c\n\n| a    |    b |\n| ---- | ---: |\n| k    |    1 |\n"));
-        t.row("l", 22222);
-        CHECK(printed([&] { print_last_row(t, {4, 4}); }) == (csv ? "l,22222\n" : "| l    | 22222 |\n"));
-    }
-}
 TEST_CASE("measure: a table whose rows have not its columns") {
     Table ragged = {"ragged", {"a", "b"}, {{"1"}}};
     CHECK(failure_of([&] { text_of(ragged, false); }) == "1: table 'ragged': a row has 1 cells, expected 2");
