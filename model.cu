@@ -29,10 +29,6 @@ int64_t matmul_weights(const ModelConfig& c) {
     int64_t C = c.d_model, F = c.d_ff;
     return c.num_layers * (4 * C * C + 3 * C * F) + c.vocab_size * C;
 }
-// Of the matrix products, attention counted in full.
-static int64_t forward_flops(const ModelConfig& c, int64_t B, int64_t T) {
-    return 2 * B * T * matmul_weights(c) + 4 * B * T * T * c.d_model * c.num_layers;
-}
 // usage_error unless it makes a model.
 static void check_config(const ModelConfig& c) {
     if (c.d_model % c.num_heads != 0) {
@@ -379,20 +375,11 @@ double square_sum(const std::vector<FlatGradient>& gradients) {
         return sum;
     }
 #endif
-    constexpr int64_t CHUNK = 1 << 16;  // fixed chunks: the result does not depend on the number of threads
     for (const FlatGradient& one : gradients) {
-        int64_t n = one.g.size();
-        std::vector<double> partial((n + CHUNK - 1) / CHUNK);
         with_type(one.g.dtype, [&](auto zero) {
             const auto* g = one.g.as<decltype(zero)>();
-#pragma omp parallel for
-            for (size_t k = 0; k < partial.size(); k++) {
-                for (int64_t i = k * CHUNK; i < std::min<int64_t>(n, (k + 1) * CHUNK); i++) {
-                    partial[k] += (double)to_acc(g[i]) * to_acc(g[i]);
-                }
-            }
+            for (int64_t i = 0; i < one.g.size(); i++) { sum += (double)to_acc(g[i]) * to_acc(g[i]); }
         });
-        for (double s : partial) { sum += s; }
     }
     return sum;
 }
@@ -739,11 +726,6 @@ static std::vector<StepRun> measure_sizes(const Sweep& s, Precision precision, M
 static void require_a_run(const PassRun& smallest) {
     if (!smallest.ran()) { fail("nothing fits into the memory that is available"); }
 }
-// Of a step's products on one GPU, whose batch is B.
-static double step_tflops(const ModelConfig& c, int64_t B, int64_t T, double ms) {
-    return 3.0 * forward_flops(c, B, T) / ms / 1e9;  // backward has two products for each of the forward's
-}
-
 static std::string mib(size_t bytes, int decimals = 1) { return strprintf("%.*f", decimals, bytes / 1048576.0); }
 static std::string mean_cell(const PassRun& run, const char* format = "%.2f", double unit = 1) {
     return run.ran() ? strprintf(format, run.ms.mean * unit) : oom_cell(run.predicted);
@@ -820,14 +802,13 @@ static void print_seconds(const Setting& first, const Sweep& s) {
     print(table);
 }
 static void print_steps(const std::vector<Setting>& settings, const Sweep& s) {
-    Table table{s.caption("benchmarking_script: whole steps, with AdamW; MFU: attention in full"),
-                {"size", "precision", "mode", "step_mean_ms", "step_std_ms", "MFU %", "peak step MiB"}};
+    Table table{s.caption("benchmarking_script: whole steps, with AdamW"),
+                {"size", "precision", "mode", "step_mean_ms", "step_std_ms", "peak step MiB"}};
     for (const Setting& setting : settings) {
         for (const StepRun& r : setting.runs) {
             const PassRun& step = r.pass[WHOLE_STEP];
-            const double tflops = step_tflops(r.config, s.o.batch_size, s.o.context_length, step.ms.mean);
             table.row(r.config.name, r.precision, r.mode, mean_cell(step), deviation(step.ms, "%.2f"),
-                      step.ran() ? percent_of_peak(tflops, r.precision) : "", step.ran() ? mib(step.peak, 0) : "");
+                      step.ran() ? mib(step.peak, 0) : "");
         }
     }
     print(table);
@@ -835,23 +816,20 @@ static void print_steps(const std::vector<Setting>& settings, const Sweep& s) {
 
 // runs: by their numbers of warm-up steps.
 static void answer_warmup(const std::vector<StepRun>& runs, const std::vector<int>& warmup) {
-    const Stats& warm = runs.back().pass[FWBW].ms;
+    const Stats &cold = runs.front().pass[FWBW].ms, &warm = runs.back().pass[FWBW].ms;
     if (warm.n == 0) { return; }
-    // One slow step among many raises the cold mean and its deviation alike: only the warm run's deviation is noise.
-    const double noise = std::max(warm.std, SMALL_DEVIATION * warm.mean);
     std::vector<std::string> means;
-    size_t enough = 0;  // the runs from here on are alike
     for (size_t i = 0; i < runs.size(); i++) {
         const Stats& ms = runs[i].pass[FWBW].ms;
         means.push_back(strprintf("%.2f ms (standard deviation %.2f) after %d", ms.mean, ms.std, warmup[i]));
-        if (std::abs(ms.mean - warm.mean) > noise) { enough = i + 1; }
     }
-    answer("c", "%s takes %s warm-up steps.", pass_names[FWBW], list_of(means).c_str());
-    if (enough == 0) { return answer("c", "Beyond the noise the first steps are not slower than the later ones."); }
-    answer("c", "The first steps also %s. From %s on the mean is the last one's, within 5 %% or the noise.",
-           context.device == CUDA ? "load the kernels' code, create the cuBLAS handle and grow the pool"
-                                  : "touch their memory for the first time",
-           counted(warmup[enough], "warm-up step").c_str());
+    // One slow step among many raises the cold mean and its deviation alike: only the warm run's deviation is noise.
+    const bool slower = cold.mean - warm.mean > std::max(warm.std, SMALL_DEVIATION * warm.mean);
+    answer("c", "%s takes %s warm-up steps: %s.", pass_names[FWBW], list_of(means).c_str(),
+           !slower                  ? "beyond the noise the first steps are not slower than the later ones"
+           : context.device == CUDA ? "the first steps also load the kernels' code, create the cuBLAS handle and grow "
+                                      "the pool"
+                                    : "the first steps also touch their memory for the first time");
 }
 static void print_warmups(const Setting& first, const Sweep& s) {
     Table table = times_table(s.caption("benchmarking_script (c): " + first.runs[0].config.name +
@@ -1163,12 +1141,9 @@ int cmd_model(const Options& o) {
     for (int i = 0; i < o.steps; i++) { train_step(t, {batch}); }
     if (o.steps > 0) { add_parts(out, "param.", model, model.weights); }
     save_tensors(o.out, out, true);
-    const ModelConfig& c = model.config;
     const std::string line = strprintf(
-        "model %s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d; tokens %s; loss %.6f; wrote %zu tensors "
-        "to %s",
-        o.weights.c_str(), c.num_layers, c.d_model, c.d_ff, c.num_heads, c.vocab_size,
-        to_string(batch.tokens.shape).c_str(), to_doubles(loss)[0], out.size(), o.out.c_str());
+        "model %s: %d layers, tokens %s; loss %.6f; wrote %zu tensors to %s", o.weights.c_str(),
+        model.config.num_layers, to_string(batch.tokens.shape).c_str(), to_doubles(loss)[0], out.size(), o.out.c_str());
     printf("%s\n", one_line(line).c_str());
     return 0;
 }
@@ -1307,6 +1282,7 @@ static void take_steps(Trainer& t, const Text& text, const Options& o, Table& ro
         const double ms = now_ms() - start;
         const bool skipped = !std::isfinite(t.norm) && context.precision == PREC_FP16 && t.scaler.scale >= 0x1p-14f;
         if (!std::isfinite(t.loss) || (!std::isfinite(t.norm) && !skipped)) {
+            print(rows);
             fail("step %d: the %s is not finite, and nothing was saved; a smaller --lr may help", t.steps,
                  std::isfinite(t.loss) ? "gradients' norm" : "loss");
         }

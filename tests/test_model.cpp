@@ -676,7 +676,6 @@ TEST_CASE("model: the arena is in backward order, and gradients are ready in tha
 TEST_CASE("model: configurations that make no model") {
     CHECK_THROWS_WITH_AS(check_config({"", 10, 4, 1, 3, 5}), "--d_model 10 is not divisible by --num_heads 3", Failure);
     CHECK_THROWS_AS(check_config({"", 9, 4, 1, 3, 5}), Failure);  // head size 3
-    CHECK(forward_flops(model_sizes[4], 4, 512) == doctest::Approx(14.19e12).epsilon(1e-3));
 }
 TEST_CASE("model: the sizes' parameters, and what 10B takes") {
     begin_on(CPU);
@@ -955,7 +954,7 @@ TEST_CASE("benchmark: benchmarking_script's tables have the columns of the write
         has(r.out,
             "\nsize,d_model,d_ff,num_layers,num_heads,fw_mean_ms,fw_std_ms,bw_only_mean_ms,bw_only_std_ms,fwbw_mean_ms,"
             "fwbw_std_ms\ncustom,16,16,1,1,"));
-    CHECK(has(r.out, "\nsize,precision,mode,step_mean_ms,step_std_ms,MFU %,peak step MiB\n"));
+    CHECK(has(r.out, "\nsize,precision,mode,step_mean_ms,step_std_ms,peak step MiB\n"));
     CHECK(has(r.out, "\n,model,mean,std\n0,\"custom (forward, backward)\","));
     CHECK(has(r.out, "\n1,custom (forward only),"));
     CHECK(has(r.out, "in seconds; precision bf16, mode eager; batch 1, context length: 32, vocabulary 16, 2 warmup"));
@@ -1012,11 +1011,8 @@ TEST_CASE("benchmark: torch_compile and benchmarking_mixed_precision print all p
         CHECK_MESSAGE(has(mixed.out, says), says, " in: ", mixed.out);
     }
 }
-TEST_CASE("benchmark: a step's rate is (6 N + 12 L C S) FLOP per token; no CPU has a known peak") {
+TEST_CASE("benchmark: no CPU has a known peak") {
     begin_on(CPU);
-    const ModelConfig c{"custom", 64, 96, 3, 4, 50};
-    const double N = 3 * (4 * 64 * 64 + 3 * 64 * 96) + 64 * 50, L = 3, C = 64, S = 16, tokens = 2 * S;
-    CHECK(step_tflops(c, 2, 16, 5) == doctest::Approx(tokens * (6 * N + 12 * L * C * S) / 5e-3 / 1e12));
     CHECK(std::isnan(dense_peak(FP32)));
     CHECK(percent_of_peak(1, FP32) == "-");
 }
@@ -1141,18 +1137,12 @@ TEST_CASE("answers step: benchmarking_script (c)") {
     check_says(said(runs),
                {"**(c)** forward+backward takes 32.93 ms (standard deviation 35.82) after 0, 22.14 ms "
                 "(standard deviation 2.74) after 1, 20.27 ms (standard deviation 0.03) after 2 and 20.19 ms "
-                "(standard deviation 0.02) after 5 warm-up steps.",
-                "**(c)** The first steps also load the kernels' code, create the cuBLAS handle and grow the "
-                "pool. From 2 warm-up steps on the mean is the last one's, within 5 % or the noise."});
-    runs[1] = run(took(20.3, 0.02));
-    check_says(said(runs), {"From 1 warm-up step on the mean"});
-    runs[2] = run(took(22.3, 0.02));
-    check_says(said(runs), {"From 5 warm-up steps on the mean"});
+                "(standard deviation 0.02) after 5 warm-up steps: the first steps also load the kernels' code, "
+                "create the cuBLAS handle and grow the pool.\n"});
     context.device = CPU;
-    check_says(said(runs), {"touch their memory for the first time. From 5"});
-    for (StepRun& r : runs) { r = run(took(20.2, 0.1)); }
-    CHECK(!has(said(runs), "the mean"));
-    check_says(said(runs), {"**(c)** Beyond the noise the first steps are not slower than the later ones."});
+    check_says(said(runs), {"steps: the first steps also touch their memory for the first time.\n"});
+    runs[0] = run(took(20.3, 0.1));
+    check_says(said(runs), {"steps: beyond the noise the first steps are not slower than the later ones.\n"});
     CHECK(said({run(no_room()), run(no_room())}) == "");
 }
 TEST_CASE("answers step: settings side by side, as torch_compile (b) and benchmarking_mixed_precision (c)") {
