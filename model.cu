@@ -31,12 +31,9 @@ int64_t matmul_weights(const ModelConfig& c) {
 }
 // usage_error unless it makes a model.
 static void check_config(const ModelConfig& c) {
-    if (c.d_model % c.num_heads != 0) {
-        usage_error("--d_model %d is not divisible by --num_heads %d", c.d_model, c.num_heads);
-    }
-    if (c.d_model / c.num_heads % 2 != 0) {
-        usage_error("--d_model %d / --num_heads %d = %d is odd; RoPE turns pairs, so the head size must be even",
-                    c.d_model, c.num_heads, c.d_model / c.num_heads);
+    if (c.d_model % (2 * c.num_heads) != 0) {
+        usage_error("--d_model %d is not divisible by --num_heads %d into heads of an even size; RoPE turns pairs",
+                    c.d_model, c.num_heads);
     }
 }
 
@@ -942,9 +939,15 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// gradient_checkpointing (2026, 3.2.1): (a) strategies for N blocks: what a pass holds beside weights and gradients,
-// found on META, and what its backward runs again.
+// gradient_checkpointing (2026, 3.2.1): (a) the strategy that holds least beside weights and gradients, found on META;
+// (b) without nesting: how many blocks make the best checkpoint.
 
+struct CheckpointRun {
+    Checkpointing checkpoint;
+    size_t beside;  // bytes that forward and backward hold at most beside weights and gradients, predicted
+    PassRun step;   // not of nesting
+    size_t bytes() const { return step.ran() ? step.peak : step.predicted; }
+};
 static size_t peak_beside_gradients(const ModelConfig& c, int B, int T) {
     size_t held = 0;
     const size_t peak = planned_peak([&] {
@@ -956,26 +959,32 @@ static size_t peak_beside_gradients(const ModelConfig& c, int B, int T) {
     });
     return peak - held;
 }
-static void print_strategies(const ModelConfig& c, int B, int T, const std::string& caption) {
+// By size, then nested, then without checkpoints.
+static std::vector<CheckpointRun> run_checkpoints(const ModelConfig& c, const Options& o) {
     RestoreContext restore;
-    const int N = c.num_layers, root = (int)std::lround(std::sqrt(N)), pairs = N * (N - 1) / 2;
-    Table table{caption, {"checkpoints", "memory", "predicted peak MiB", "compute", "blocks run again"}};
-    auto row = [&](const std::string& name, Checkpointing k, const char* memory, const char* compute, int again) {
-        context.checkpoint = k;
-        table.row(name, memory, mib(peak_beside_gradients(c, B, T)), compute, again);
-        return table.rows.back()[2];
-    };
-    const std::string none = row("none", {}, "O(N)", "O(N)", 0),
-                      single = row("each block", {Checkpointing::GROUPS, 1}, "O(N)", "O(N)", N);
-    row(strprintf("%d blocks, about sqrt(N)", root), {Checkpointing::GROUPS, root}, "O(sqrt N)", "O(N)", N);
-    const std::string nested = row("linear nesting", {Checkpointing::NESTED}, "O(1)", "O(N^2)", pairs);
-    print(table);
+    std::vector<CheckpointRun> runs;
+    for (const char* name : {"1", "2", "4", "8", "nested", "none"}) {
+        context.checkpoint = checkpointing_from(name);
+        if (context.checkpoint.n > c.num_layers) { continue; }
+        runs.push_back({context.checkpoint, peak_beside_gradients(c, o.batch_size, o.context_length), {}});
+        if (context.checkpoint.form == Checkpointing::NESTED) { continue; }
+        runs.back().step = measure_model(c, o, {STEP}).pass[WHOLE_STEP];
+    }
+    return runs;
+}
+static int blocks_again(const Checkpointing& k, int N) {
+    return !k ? 0 : k.form == Checkpointing::NESTED ? N * (N - 1) / 2 : N;
+}
+
+static void answer_strategy(const std::vector<CheckpointRun>& runs, int N) {
+    const CheckpointRun &single = runs.front(), &nested = runs.end()[-2], &none = runs.back();
     answer(
         "a",
         "Linear nesting has the least peak: %s MiB beside weights and gradients, against %s with each block a "
         "checkpoint and %s without checkpoints. It holds two inputs and one block's residuals, O(1) memory, and runs "
         "N (N - 1) / 2 = %d blocks again, O(N^2) compute.",
-        nested.c_str(), single.c_str(), none.c_str(), pairs);
+        mib(nested.beside).c_str(), mib(single.beside).c_str(), mib(none.beside).c_str(),
+        blocks_again(nested.checkpoint, N));
     sketch(R"(def run(blocks, x):
     if len(blocks) > 1:
         x = checkpoint(run, blocks[:-1], x)  # keeps x, runs again in backward
@@ -985,57 +994,37 @@ static void print_strategies(const ModelConfig& c, int B, int T, const std::stri
            "That is worth its compute only where N inputs are large beside the residuals of one block: a checkpoint "
            "of each block keeps N inputs, O(N), and runs N blocks again, O(N).");
 }
-
-// (b) How many blocks make the best checkpoint, without nesting.
-
-struct CheckpointRun {
-    int blocks;  // per checkpoint; 0: without
-    PassRun step;
-    size_t bytes() const { return step.ran() ? step.peak : step.predicted; }
-};
-static std::vector<CheckpointRun> run_sizes(const ModelConfig& c, const Options& o) {
-    RestoreContext restore;
-    std::vector<CheckpointRun> runs;
-    for (int n : {1, 2, 4, 8, 0}) {
-        if (n > c.num_layers) { continue; }
-        context.checkpoint = {n > 0 ? Checkpointing::GROUPS : Checkpointing::NONE, n};
-        runs.push_back({n, measure_model(c, o, {STEP}).pass[WHOLE_STEP]});
-    }
-    return runs;
-}
-// runs: by size, then without checkpoints.
 static void answer_sizes(const std::vector<CheckpointRun>& runs, const std::string& model) {
     auto less = [](const CheckpointRun& a, const CheckpointRun& b) { return a.bytes() < b.bytes(); };
-    const CheckpointRun& best = *std::min_element(runs.begin(), runs.end() - 1, less);
+    const CheckpointRun& best = *std::min_element(runs.begin(), runs.end() - 2, less);
     std::vector<std::string> others;
     for (const CheckpointRun& r : runs) {
-        if (&r == &best) { continue; }
+        if (&r == &best || r.checkpoint.form == Checkpointing::NESTED) { continue; }
         others.push_back(mib(r.bytes()) + (r.step.ran() ? " " : " (out of memory) ") +
-                         (r.blocks ? "with " + counted(r.blocks, "block") : "without checkpoints"));
+                         (r.checkpoint ? "with " + counted(r.checkpoint.n, "block") : "without checkpoints"));
     }
     answer("b", "In %s a step's peak is least with %s per checkpoint: %s MiB. Beside it: %s.", model.c_str(),
-           counted(best.blocks, "block").c_str(), mib(best.bytes()).c_str(), list_of(others).c_str());
+           counted(best.checkpoint.n, "block").c_str(), mib(best.bytes()).c_str(), list_of(others).c_str());
 }
 int cmd_gradient_checkpointing(const Options& asked) {
     Sweep s = sweep_of(asked, 256);
-    const Options& o = s.o;
     ModelConfig& c = s.configs[0];
     // At this length a block's scores, residuals and gradients are to each other about as those of xl.
-    if (o.quick && !o.has("size") && c.name != "custom") { c = {"tiny", 64, 256, 8, 4, 100}; }
+    if (s.o.quick && !s.o.has("size") && c.name != "custom") { c = {"tiny", 64, 256, 8, 4, 100}; }
     context.precision = s.precisions[0], context.mode = s.modes[0];
-    const std::string model = strprintf("%s, N = %d blocks, precision %s, mode %s", c.name.c_str(), c.num_layers,
-                                        name_of(context.precision), name_of(context.mode));
-    print_strategies(
-        c, o.batch_size, o.context_length,
-        s.caption("gradient_checkpointing (a): forward and backward beside weights and gradients; " + model));
-    Table table{s.caption("gradient_checkpointing (b): a training step, with AdamW; " + model),
-                {"blocks per checkpoint", "predicted peak MiB", "peak MiB", "step_mean_ms"}};
-    const std::vector<CheckpointRun> runs = run_sizes(c, o);
-    for (const auto& [blocks, step] : runs) {
-        table.row(blocks ? to_cell(blocks) : "none", mib(step.predicted),
-                  step.ran() ? mib(step.peak) : oom_cell(step.predicted), step.ran() ? mean_cell(step) : "");
+    const std::vector<CheckpointRun> runs = run_checkpoints(c, s.o);
+    Table table{
+        s.caption(strprintf("gradient_checkpointing: %s, N = %d blocks, precision %s, mode %s; beside: what forward "
+                            "and backward hold beside weights and gradients, predicted; step: with AdamW",
+                            c.name.c_str(), c.num_layers, name_of(context.precision), name_of(context.mode))),
+        {"blocks per checkpoint", "run again", "beside MiB", "predicted step MiB", "peak step MiB", "step_mean_ms"}};
+    for (const auto& [checkpoint, beside, step] : runs) {
+        const bool timed = checkpoint.form != Checkpointing::NESTED;
+        table.row(name_of(checkpoint), blocks_again(checkpoint, c.num_layers), mib(beside),
+                  timed ? mib(step.predicted) : "", step.ran() ? mib(step.peak) : "", timed ? mean_cell(step) : "");
     }
     print(table);
+    answer_strategy(runs, c.num_layers);
     answer_sizes(runs, c.name);
     require_a_run(runs[0].step);
     return 0;
