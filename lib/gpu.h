@@ -21,6 +21,21 @@ struct ProductImpl {  // on the GPU
     bool (*run)(const Product& p);  // false: the product is not for it, but for a lower rung
 };
 
+// For kernels that are bound by memory: one block takes a row, and a thread W neighbours of it at a time, by accesses
+// of 16 bytes, where a load of each element would move 2 or 4. To read one, take W = 1: then a pack is an element.
+template <class T, int W>
+struct alignas(W * sizeof(T) < 16 ? W * sizeof(T) : 16) Pack {
+    T x[W];
+};
+template <int W, class T>
+HD inline Pack<T, W> load_pack(const T* from) {
+    return *(const Pack<T, W>*)from;
+}
+template <int W, class T>
+HD inline void store_pack(T* to, const Pack<T, W>& pack) {
+    *(Pack<T, W>*)to = pack;
+}
+
 #ifdef __CUDACC__
 #include <cublas_v2.h>
 
@@ -68,20 +83,6 @@ __device__ inline float over_block(float x, float of_nothing) {
 __device__ inline float block_sum(float x) { return over_block<warp_sum>(x, 0); }
 __device__ inline float block_max(float x) { return over_block<warp_max>(x, -INFINITY); }
 
-// For kernels that are bound by memory: one block takes a row, and a thread W neighbours of it at a time, by accesses
-// of 16 bytes, where a load of each element would move 2 or 4. To read one, take W = 1: then a pack is an element.
-template <class T, int W>
-struct alignas(W * sizeof(T) < 16 ? W * sizeof(T) : 16) Pack {
-    T x[W];
-};
-template <int W, class T>
-__device__ inline Pack<T, W> load_pack(const T* from) {
-    return *(const Pack<T, W>*)from;
-}
-template <int W, class T>
-__device__ inline void store_pack(T* to, const Pack<T, W>& pack) {
-    *(Pack<T, W>*)to = pack;
-}
 // Runs f(T(), W): W elements of the dtype are 16 bytes where n, of which all rows' lengths are multiples, and the
 // addresses allow that, else W is `least`.
 template <int least = 1, class Fn>
