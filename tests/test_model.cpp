@@ -664,7 +664,7 @@ TEST_CASE("model: the arena is in backward order, and gradients are ready in tha
         int64_t offset = (t.data - s.model.weights.data) / 4;
         t.gradient->ready = [offset, &ready] { ready.push_back(offset); };
     }
-    for (const char* checkpoint : {"none", "1", "2", "ffn", "halves", "nested"}) {
+    for (const char* checkpoint : {"none", "1", "2", "ffn", "nested"}) {
         CAPTURE(std::string(checkpoint));
         context.checkpoint = checkpointing_from(checkpoint);
         ready.clear();
