@@ -172,10 +172,9 @@ using Place = std::function<Tensor(const Parameter& p, const Shape& shape)>;
 void place_weights(Model& model, const Place& place);
 void init_weights(const Model& model, uint64_t seed);  // normal; Linear std sqrt(2/(in+out)), embedding 1
 void init_weight(const Tensor& weight, const std::string& name, uint64_t seed);
-// Splits them if that suits the context's mode and precision. Until join_weights only forward, backward and AdamW can
-// read them.
-void split_weights(Model& model);
-void join_weights(Model& model);
+// Splits them if that suits the context's mode and precision, else joins them. While they are split only forward,
+// backward and AdamW can read them.
+void split_weights(Model& model, bool split = true);
 bool can_split(DType kept, DType products);               // as AdamW updates weights; as matrix products take them
 Tensor upper_halves(const Tensor& part);                  // of split weights: they in bf16
 Model random_model(const ModelConfig& c, uint64_t seed);  // made, initialised, perhaps split: for timed runs

@@ -208,7 +208,7 @@ void attach(Trainer& t, const Optimizer& optimizer) {
     };
 }
 Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding) {
-    join_weights(model);
+    split_weights(model, false);
     Trainer t = data_parallel_trainer(c, std::move(model), sharding == ZERO1 ? NO_SYNC : FLAT, 0);
     Optimizer optimizer = {c, sharding, {}};
     add_parameter_group(optimizer, {t.model.weights, t.model.gradients});

@@ -1,9 +1,10 @@
 // layers.cu: the ops of the handout's Transformer LM.
 //
 // Each op comes as: formula; the eager form, a chain of lib/tensor.cu's one-kernel operations that autograd
-// differentiates; the fused form with its backward by hand, as a plain loop for the CPU and as kernels for the GPU. T
-// is the compute type (under autocast bf16 or fp16), X that of the residual stream x and the weights: fp32, or in pure
-// bf16 bf16. Arithmetic and sums are fp32: Wide<T>, which is double where tests compute in float64.
+// differentiates; the fused form with its backward by hand, as a plain loop for the CPU and as kernels for the GPU, or,
+// where nothing is summed, as one body for both. T is the compute type (under autocast bf16 or fp16), X that of the
+// residual stream x and the weights: fp32, or in pure bf16 bf16. Arithmetic and sums are fp32: Wide<T>, which is double
+// where tests compute in float64.
 #include "cs336.h"
 #include "lib/gpu.h"
 #include <algorithm>
@@ -251,6 +252,35 @@ Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float e
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// What has no sums is one body for CPU and GPU: f(n, part, c) does W neighbours from column c on, of a row's part.
+
+#ifdef __CUDACC__
+template <int W, class F>
+__global__ void __launch_bounds__(PACK_THREADS) each_pack_kernel(F f, int C) {
+    for (int c = W * threadIdx.x; c < C; c += W * blockDim.x) { f(blockIdx.x, blockIdx.y, c); }
+}
+#endif
+// For N rows of `parts` times C elements. On the GPU a block takes a part.
+template <int W, class F>
+static void for_each_pack(Device device, int64_t N, int parts, int64_t C, const F& f) {
+    if (N == 0) { return; }
+    if (device == CUDA) { LAUNCH((each_pack_kernel<W, F>), dim3(N, parts), threads_for(C / W), f, (int)C); }
+    if (device != CPU) { return; }
+#pragma omp parallel for if (N * parts * C > 16384)
+    for (int64_t i = 0; i < N * parts; i++) {
+        for (int c = 0; c < C; c += W) { f((int)(i / parts), (int)(i % parts), c); }
+    }
+}
+// with_packs on the GPU; on the CPU any type, and the least packs. Nothing on META.
+template <int least = 1, class Fn>
+static void with_any_packs(const Tensor& t, int64_t n, const std::vector<const void*>& addresses, Fn f) {
+    if (t.device() == CUDA) { with_packs<least>(t.dtype, n, addresses, f); }
+    if (t.device() == CPU) {
+        with_type(t.dtype, [&](auto zero) { f(zero, std::integral_constant<int, least>()); });
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // RoPE: each pair (x_2i, x_2i+1) of a query or key at position t is rotated by the angle t theta^(-2i/D):
 //   y_2i = cos x_2i - sin x_2i+1,  y_2i+1 = sin x_2i + cos x_2i+1;  backward rotates by the opposite angle.
 // Fused: one product gives q, k and v side by side, y [B,T,C] -> [B,T,3,H,D]. One kernel rotates q and k and lays all
@@ -292,50 +322,34 @@ HD inline int64_t in_heads(int bt, int c, HeadShape s) {
     int h = c / s.D;
     return (((int64_t)(bt / s.T) * s.H + h) * s.T + bt % s.T) * s.D + (c - h * s.D);
 }
-#ifdef __CUDACC__
 // From qkv to the heads, or with `backward` from the heads' gradients to qkv's. Without heads q and k stay in qkv.
 template <int W, class T>
-__global__ void __launch_bounds__(PACK_THREADS)
-    rope_kernel(T* qkv, T* q, T* k, T* v, const float* rope, HeadShape s, bool backward) {
-    const int C = s.H * s.D, bt = blockIdx.x, which = blockIdx.y;
-    T *heads = which == 0 ? q : which == 1 ? k : v, *joined = qkv + (bt * (int64_t)3 + which) * C;
-    for (int c = W * threadIdx.x; c < C; c += W * blockDim.x) {
-        T* head = heads ? heads + in_heads(bt, c, s) : joined + c;
-        Pack<T, W> pack = load_pack<W>(backward ? head : joined + c);
+struct Rope {
+    T *qkv, *q, *k, *v;
+    const Wide<T>* rope;
+    HeadShape s;
+    bool backward;
+    HD void operator()(int bt, int which, int c) const {
+        T *heads = which == 0 ? q : which == 1 ? k : v, *joined = qkv + (bt * (int64_t)3 + which) * (s.H * s.D) + c;
+        T* head = heads ? heads + in_heads(bt, c, s) : joined;
+        Pack<T, W> pack = load_pack<W>(backward ? head : joined);
         if (which < 2) {
-            Pack<float, W> cos_sin = load_pack<W>(rope + bt % s.T * s.D + c % s.D);
+            Pack<Wide<T>, W> cos_sin = load_pack<W>(rope + bt % s.T * s.D + c % s.D);
             for (int i = 0; i < W; i += 2) { rotate_pair(&pack.x[i], &cos_sin.x[i], backward); }
         }
-        store_pack(backward ? joined + c : head, pack);
+        store_pack(backward ? joined : head, pack);
     }
-}
-#endif
+};
 // q, k and v: null to stay in place.
 static void rotate(const Tensor& qkv, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rope,
                    bool backward) {
     HeadShape s{(int)rope.dim(0), (int)(qkv.dim(-1) / 3 / rope.dim(1)), (int)rope.dim(1)};
-    int64_t n = qkv.size(), C = s.H * s.D, N = n / (3 * C), parts = q ? 3 : 2;
-    if (qkv.device() == META || n == 0) { return; }
-    if (qkv.device() == CUDA) {
-        std::vector<const void*> addresses = {qkv.data, q.data, k.data, v.data, rope.data};
-        return with_packs<2>(qkv.dtype, s.D, addresses, [&](auto zero, auto width) {
-            LAUNCH(rope_kernel<width>, dim3(N, parts), threads_for(C / width), qkv.as(zero), q.as(zero), k.as(zero),
-                   v.as(zero), rope.as<float>(), s, backward);
-        });
-    }
-    with_type(qkv.dtype, [&](auto zero) {
+    const int64_t C = s.H * s.D, N = qkv.size() / (3 * C);
+    with_any_packs<2>(qkv, s.D, {qkv.data, q.data, k.data, v.data, rope.data}, [&](auto zero, auto width) {
         using T = decltype(zero);
-        T* heads[] = {q.as<T>(), k.as<T>(), v.as<T>()};
-#pragma omp parallel for if (n > 32768)
-        for (int bt = 0; bt < (int)N; bt++) {
-            for (int64_t i = 0; i < parts * C; i += 2) {
-                int which = (int)(i / C), c = (int)(i % C);
-                T *joined = qkv.as<T>() + bt * 3 * C + i, *head = q ? heads[which] + in_heads(bt, c, s) : joined;
-                T *from = backward ? head : joined, *to = backward ? joined : head;
-                to[0] = from[0], to[1] = from[1];
-                if (which < 2) { rotate_pair(to, rope.as<Wide<T>>() + bt % s.T * s.D + c % s.D, backward); }
-            }
-        }
+        for_each_pack<width>(
+            qkv.device(), N, q ? 3 : 2, C,
+            Rope<width, T>{qkv.as<T>(), q.as<T>(), k.as<T>(), v.as<T>(), rope.as<Wide<T>>(), s, backward});
     });
 }
 
@@ -396,79 +410,53 @@ template <class A>
 HD inline A sigmoid_of(A a) {
     return 1 / (1 + std::exp(-a));
 }
-template <class T>
-HD inline void swiglu_element(T* g, T a_in, T b_in) {
-    Wide<T> a = a_in, b = b_in;
-    *g = a * sigmoid_of(a) * b;
-}
-template <class T>
-HD inline void swiglu_backward_element(T* da, T* db, T dg_in, T a_in, T b_in) {
-    Wide<T> a = a_in, b = b_in, s = sigmoid_of(a), dg = dg_in;
-    *da = dg * b * s * (1 + a * (1 - s));
-    *db = dg * a * s;
-}
-#ifdef __CUDACC__
 template <int W, class T>
-__global__ void __launch_bounds__(PACK_THREADS) swiglu_kernel(T* g, const T* h, int F) {
-    const int64_t row = blockIdx.x * (int64_t)F;
-    for (int f = W * threadIdx.x; f < F; f += W * blockDim.x) {
-        Pack<T, W> a = load_pack<W>(h + 2 * row + f), b = load_pack<W>(h + 2 * row + F + f), out;
-        for (int i = 0; i < W; i++) { swiglu_element(&out.x[i], a.x[i], b.x[i]); }
+struct Swiglu {
+    T* g;
+    const T* h;
+    int F;
+    HD void operator()(int n, int, int f) const {
+        const int64_t row = n * (int64_t)F;
+        Pack<T, W> a_pack = load_pack<W>(h + 2 * row + f), b = load_pack<W>(h + 2 * row + F + f), out;
+        for (int i = 0; i < W; i++) {
+            Wide<T> a = a_pack.x[i];
+            out.x[i] = a * sigmoid_of(a) * b.x[i];
+        }
         store_pack(g + row + f, out);
     }
-}
+};
 template <int W, class T>
-__global__ void __launch_bounds__(PACK_THREADS) swiglu_backward_kernel(T* dh, const T* dg, const T* h, int F) {
-    const int64_t row = blockIdx.x * (int64_t)F;
-    for (int f = W * threadIdx.x; f < F; f += W * blockDim.x) {
-        const int64_t at = 2 * row + f;
-        Pack<T, W> a = load_pack<W>(h + at), b = load_pack<W>(h + at + F), d = load_pack<W>(dg + row + f), da, db;
-        for (int i = 0; i < W; i++) { swiglu_backward_element(&da.x[i], &db.x[i], d.x[i], a.x[i], b.x[i]); }
+struct SwigluBackward {
+    T* dh;
+    const T *dg_in, *h;
+    int F;
+    HD void operator()(int n, int, int f) const {
+        const int64_t row = n * (int64_t)F, at = 2 * row + f;
+        Pack<T, W> a_pack = load_pack<W>(h + at), b = load_pack<W>(h + at + F), d = load_pack<W>(dg_in + row + f), da,
+                   db;
+        for (int i = 0; i < W; i++) {
+            Wide<T> a = a_pack.x[i], s = sigmoid_of(a), dg = d.x[i];
+            da.x[i] = dg * b.x[i] * s * (1 + a * (1 - s));
+            db.x[i] = dg * a * s;
+        }
         store_pack(dh + at, da);
         store_pack(dh + at + F, db);
     }
-}
-#endif
+};
 static Tensor swiglu_of(const Tensor& h, Shape shape, int64_t F) {
     shape.back() = F;
     Tensor g = empty(shape, h.dtype);
-    int64_t n = g.size();
-    if (g.device() == META || n == 0) { return g; }
-    if (g.device() == CUDA) {
-        with_packs(g.dtype, F, {g.data, h.data}, [&](auto zero, auto width) {
-            LAUNCH(swiglu_kernel<width>, n / F, threads_for(F / width), g.as(zero), h.as(zero), (int)F);
-        });
-        return g;
-    }
-    with_type(g.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        const T* a = h.as<T>();
-#pragma omp parallel for if (n > 16384)
-        for (int64_t i = 0; i < n; i++) {
-            int64_t at = i / F * 2 * F + i % F;
-            swiglu_element(g.as<T>() + i, a[at], a[at + F]);
-        }
+    with_any_packs(g, F, {g.data, h.data}, [&](auto zero, auto width) {
+        for_each_pack<width>(g.device(), g.size() / F, 1, F,
+                             Swiglu<width, decltype(zero)>{g.as(zero), h.as(zero), (int)F});
     });
     return g;
 }
 static void swiglu_backward(const Tensor& dh, const Tensor& dg, const Tensor& h) {
-    int64_t n = dg.size(), F = dg.dim(-1);
-    if (dg.device() == META || n == 0) { return; }
-    if (dg.device() == CUDA) {
-        return with_packs(dg.dtype, F, {dh.data, dg.data, h.data}, [&](auto zero, auto width) {
-            LAUNCH(swiglu_backward_kernel<width>, n / F, threads_for(F / width), dh.as(zero), dg.as(zero), h.as(zero),
-                   (int)F);
-        });
-    }
-    with_type(dg.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        const T* a = h.as<T>();
-        T* da = dh.as<T>();
-#pragma omp parallel for if (n > 16384)
-        for (int64_t i = 0; i < n; i++) {
-            int64_t at = i / F * 2 * F + i % F;
-            swiglu_backward_element(&da[at], &da[at + F], dg.as<T>()[i], a[at], a[at + F]);
-        }
+    int64_t F = dg.dim(-1);
+    with_any_packs(dg, F, {dh.data, dg.data, h.data}, [&](auto zero, auto width) {
+        for_each_pack<width>(dg.device(), dg.size() / F, 1, F,
+                             SwigluBackward<width, decltype(zero)>{dh.as(zero), dg.as(zero), h.as(zero), (int)F});
     });
 }
 Tensor swiglu(const Layer& layer, const Tensor& y) {

@@ -183,7 +183,7 @@ static void add_common_options(Adder& add, Options& o, int least_steps) {
 static void add_own_options(Adder& add, Options& o) {
     // Of a step
     add.option("checkpoint", o.checkpoint, CLI::Validator(), "none",
-               "what backward runs again instead of keeping it: groups of N blocks; halves or nested; the "
+               "what backward runs again instead of keeping it: groups of N blocks, nested, the "
                "feed-forward layers (ffn) or N of them (ffn:N); those, and N blocks whole (blocks:N)");
     add.option("trace", o.trace, CLI::Validator(try_output, ""), "",
                "write what ran when, for Perfetto or chrome://tracing");

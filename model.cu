@@ -29,35 +29,27 @@ int64_t matmul_weights(const ModelConfig& c) {
     int64_t C = c.d_model, F = c.d_ff;
     return c.num_layers * (4 * C * C + 3 * C * F) + c.vocab_size * C;
 }
-// Of the matrix products, attention counted in full.
-static int64_t forward_flops(const ModelConfig& c, int64_t B, int64_t T) {
-    return 2 * B * T * matmul_weights(c) + 4 * B * T * T * c.d_model * c.num_layers;
-}
 // usage_error unless it makes a model.
 static void check_config(const ModelConfig& c) {
-    if (c.d_model % c.num_heads != 0) {
-        usage_error("--d_model %d is not divisible by --num_heads %d", c.d_model, c.num_heads);
-    }
-    if (c.d_model / c.num_heads % 2 != 0) {
-        usage_error("--d_model %d / --num_heads %d = %d is odd; RoPE turns pairs, so the head size must be even",
-                    c.d_model, c.num_heads, c.d_model / c.num_heads);
+    if (c.d_model % (2 * c.num_heads) != 0) {
+        usage_error("--d_model %d is not divisible by --num_heads %d into heads of an even size; RoPE turns pairs",
+                    c.d_model, c.num_heads);
     }
 }
-
-static bool is_custom(const Options& o) { return o.d_model || o.d_ff || o.num_layers || o.num_heads; }
 
 std::vector<ModelConfig> configs_of(const Options& o) {
     std::vector<ModelConfig> configs;
-    if (is_custom(o)) {
+    if (o.d_model || o.d_ff || o.num_layers || o.num_heads) {
         auto or_small = [](int typed, int small) { return typed ? typed : small; };
         const ModelConfig& s = model_sizes[0];
         configs = {{"custom", or_small(o.d_model, s.d_model), or_small(o.d_ff, s.d_ff),
                     or_small(o.num_layers, s.num_layers), or_small(o.num_heads, s.num_heads), o.vocab_size}};
     }
+    const bool custom = !configs.empty();
     std::set<std::string> names;
     for (const std::string& size : o.size) { names.insert(size == "xl" && o.edition == "2026" ? "xl (2026)" : size); }
     for (const ModelConfig& c : model_sizes) {
-        if (!is_custom(o) && names.count(c.name) > 0) { configs.push_back(c); }
+        if (!custom && names.count(c.name) > 0) { configs.push_back(c); }
     }
     for (ModelConfig& c : configs) {
         if (o.has("vocab_size")) { c.vocab_size = o.vocab_size; }
@@ -179,19 +171,12 @@ static std::vector<Tensor> matrices_of(const Model& model) {
     return all;
 }
 bool can_split(DType kept, DType products) { return fast_ways.split && kept == F32 && products == BF16; }
-static bool wants_split(const Model& model) {
-    return context.mode != EAGER && can_split(model.weights.dtype, matmul_dtype());
-}
-static void convert_weights(Model& model, bool split) {
+void split_weights(Model& model, bool split) {
+    split = split && context.mode != EAGER && can_split(model.weights.dtype, matmul_dtype());
+    if (model.split == split) { return; }
     for (const Tensor& t : matrices_of(model)) { fast_ways.split(detached(t), split); }
     drop_weight_copies(model.slots);
     model.split = split;
-}
-void split_weights(Model& model) {
-    if (!model.split && wants_split(model)) { convert_weights(model, true); }
-}
-void join_weights(Model& model) {
-    if (model.split) { convert_weights(model, false); }
 }
 Tensor upper_halves(const Tensor& part) {
     Tensor upper = detached(part);
@@ -205,7 +190,7 @@ void make_ready(Model& model, int64_t T) {
     if (!model.rope || model.rope.dim(0) < T) {
         model.rope = rope_table(T, c.d_model / c.num_heads, c.rope_theta, model.weights.dtype == F64 ? F64 : F32);
     }
-    if (!wants_split(model)) { join_weights(model); }
+    split_weights(model, model.split);  // joins them where the context has changed
     for (const Tensor& t : model.split ? matrices_of(model) : std::vector<Tensor>()) {
         t.gradient->low_precision = upper_halves(t);
     }
@@ -267,37 +252,28 @@ static Tensor run_blocks(const Model& model, Tensor x, int first, int end) {
 // How many blocks, from the first, are checkpoints as a whole.
 static int checkpointed_wholes(const ModelConfig& c) {
     const Checkpointing& k = context.checkpoint;
-    const bool all =
-        k.form == Checkpointing::GROUPS || k.form == Checkpointing::HALVES || k.form == Checkpointing::NESTED;
-    return all ? c.num_layers : k.form == Checkpointing::BLOCKS ? k.n : 0;
+    if (k.form == Checkpointing::GROUPS || k.form == Checkpointing::NESTED) { return c.num_layers; }
+    return k.form == Checkpointing::BLOCKS ? k.n : 0;
 }
 // Blocks [first, end) by gradient checkpoints. For n blocks: what is held at most, in tensors like x, and how many
 // blocks backward runs again.
 //   k blocks each  n/k, and the k blocks that are run again keep all they compute   n blocks
-//   halves         1 + log2 n, and one block                                        n log2 n
 //   nested         2, and one block                                                 n (n - 1) / 2
 static Tensor checkpointed_blocks(const Model& model, Tensor x, int first, int end) {
     auto part = [&](int first, int end, auto blocks) {
         x = checkpoint([&model, first, end, blocks](const Tensor& x) { return blocks(model, x, first, end); }, x);
     };
     const Checkpointing& k = context.checkpoint;
-    if (k.form == Checkpointing::GROUPS || k.form == Checkpointing::BLOCKS) {
-        const int n = k.form == Checkpointing::GROUPS ? k.n : 1;
-        for (int l = first; l < end; l += n) { part(l, std::min(l + n, end), run_blocks); }
-        return x;
-    }
-    if (end - first == 1) { return run_blocks(model, x, first, end); }
     if (k.form == Checkpointing::NESTED) {
-        part(first, end - 1, checkpointed_blocks);
+        if (end - first > 1) { part(first, end - 1, checkpointed_blocks); }
         return run_blocks(model, x, end - 1, end);
     }
-    const int middle = (first + end) / 2;
-    part(first, middle, checkpointed_blocks);
-    part(middle, end, checkpointed_blocks);
+    const int n = k.form == Checkpointing::GROUPS ? k.n : 1;
+    for (int l = first; l < end; l += n) { part(l, std::min(l + n, end), run_blocks); }
     return x;
 }
 std::string name_of(const Checkpointing& k) {
-    static const char* const forms[] = {"none", "%d", "halves", "nested", "ffn:%d", "blocks:%d"};
+    static const char* const forms[] = {"none", "%d", "nested", "ffn:%d", "blocks:%d"};
     return k.form == Checkpointing::BLOCKS && k.n == 0 ? "ffn" : strprintf(forms[k.form], k.n);
 }
 Checkpointing checkpointing_from(const std::string& name) {
@@ -307,8 +283,7 @@ Checkpointing checkpointing_from(const std::string& name) {
         const Checkpointing k{Checkpointing::Form(form), n};
         if (name_of(k) == name) { return k; }
     }
-    usage_error("--checkpoint: got %s, takes a whole number, halves, nested, ffn, ffn:N, blocks:N or none",
-                name.c_str());
+    usage_error("--checkpoint: got %s, takes a whole number, nested, ffn, ffn:N, blocks:N or none", name.c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -397,20 +372,11 @@ double square_sum(const std::vector<FlatGradient>& gradients) {
         return sum;
     }
 #endif
-    constexpr int64_t CHUNK = 1 << 16;  // fixed chunks: the result does not depend on the number of threads
     for (const FlatGradient& one : gradients) {
-        int64_t n = one.g.size();
-        std::vector<double> partial((n + CHUNK - 1) / CHUNK);
         with_type(one.g.dtype, [&](auto zero) {
             const auto* g = one.g.as<decltype(zero)>();
-#pragma omp parallel for
-            for (size_t k = 0; k < partial.size(); k++) {
-                for (int64_t i = k * CHUNK; i < std::min<int64_t>(n, (k + 1) * CHUNK); i++) {
-                    partial[k] += (double)to_acc(g[i]) * to_acc(g[i]);
-                }
-            }
+            for (int64_t i = 0; i < one.g.size(); i++) { sum += (double)to_acc(g[i]) * to_acc(g[i]); }
         });
-        for (double s : partial) { sum += s; }
     }
     return sum;
 }
@@ -427,6 +393,7 @@ double gradient_norm(const Model& model) {
 // 24 bytes per parameter in fp32, and g is read (2 or 4). In pure bf16 that is 14 in all.
 
 static void adamw_eager(const Model& model, AdamWScalars s) {
+    Range range("optimizer");
     for (const Parameter& parameter : model.parameters) {
         Tensor p = parameter.weight, m = view(model.m, parameter.offset, p.shape),
                v = view(model.v, parameter.offset, p.shape);
@@ -472,11 +439,6 @@ static void adamw_plain(const Tensor& p, const std::vector<FlatGradient>& gradie
         });
     }
 }
-static void adamw_flat(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
-                       AdamWScalars s) {
-    if (p.device() == META) { return; }
-    (p.device() == CUDA && fast_ways.adamw ? fast_ways.adamw : adamw_plain)(p, gradients, m, v, s);
-}
 static AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale) {
     double step_size = a.lr * sqrt(1 - pow(a.beta2, t)) / (1 - pow(a.beta1, t));
     return {1 - a.lr * a.weight_decay, a.beta1, a.beta2, a.eps, (float)step_size, gradient_scale};
@@ -484,23 +446,29 @@ static AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale) {
 void adamw_update(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
                   const AdamW& a, int t, float gradient_scale, bool split) {
     Range range("optimizer");
-    (split ? fast_ways.adamw_of_split : adamw_flat)(p, gradients, m, v, scalars_of(a, t, gradient_scale));
+    if (p.device() == META) { return; }
+    auto* update = split                                   ? fast_ways.adamw_of_split
+                   : p.device() == CUDA && fast_ways.adamw ? fast_ways.adamw
+                                                           : adamw_plain;
+    update(p, gradients, m, v, scalars_of(a, t, gradient_scale));
 }
 // With all gradients, times gradient_scale; fails if one is missing.
 static void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1) {
-    Range range("optimizer");
     NoGrad no_grad;
     std::vector<FlatGradient> gradients = flat_gradients(model);
-    AdamWScalars s = scalars_of(a, ++model.step, gradient_scale);
-    if (context.mode == EAGER) { return adamw_eager(model, s); }
+    const int t = ++model.step;
+    if (context.mode == EAGER) { return adamw_eager(model, scalars_of(a, t, gradient_scale)); }
     std::set<int64_t> matrices;  // where those begin that are split
     for (const Tensor& t : model.split ? matrices_of(model) : std::vector<Tensor>()) {
         matrices.insert(offset_of(model, t));
     }
     auto whole = std::partition(gradients.begin(), gradients.end(),
                                 [&](const FlatGradient& one) { return matrices.count(one.offset) > 0; });
-    adamw_flat(model.weights, {whole, gradients.end()}, model.m, model.v, s);
-    if (model.split) { fast_ways.adamw_of_split(model.weights, {gradients.begin(), whole}, model.m, model.v, s); }
+    auto update = [&](auto begin, auto end, bool split) {
+        adamw_update(model.weights, {begin, end}, model.m, model.v, a, t, gradient_scale, split);
+    };
+    update(whole, gradients.end(), false);
+    if (model.split) { update(gradients.begin(), whole, true); }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -653,15 +621,14 @@ std::string row_of(const ModelConfig& c, int B, int T, Phase phase) {
 // (c) (1.1.5). Each phase is warmed up and timed by itself, with a device synchronisation after every step; backward is
 // timed between its own two synchronisations, not as a difference of two averages.
 
-enum Pass { FW, BW_ONLY, FWBW, WHOLE_STEP, PASSES };
-static const char* const pass_names[] = {"forward", "backward", "forward+backward", "forward+backward+optimizer"};
+enum Pass { FW = FORWARD, FWBW = FORWARD_BACKWARD, WHOLE_STEP = STEP, BW_ONLY, PASSES };
+static const char* const pass_names[] = {"forward", "forward+backward", "forward+backward+optimizer", "backward"};
 
 struct PassRun {
-    size_t predicted = 0, peak = 0;  // bytes; predicted is 0 where it was not asked for
+    size_t predicted = 0, peak = 0;  // bytes
     Stats ms{};
     std::vector<double> all{};  // ms of each step, the warm-up's too
     bool ran() const { return ms.n > 0; }
-    bool is_oom() const { return predicted > 0 && !ran(); }
 };
 struct StepRun {
     ModelConfig config;
@@ -675,6 +642,11 @@ static StepRun after_warmup(StepRun r, int warmup, int n) {
     }
     return r;
 }
+
+struct Setting {
+    std::string name;
+    std::vector<StepRun> runs;  // by size
+};
 
 // What a command measures, with --quick's sizes.
 struct Sweep {
@@ -690,12 +662,12 @@ struct Sweep {
                          o.warmup.back(), o.steps);
     }
 };
-static Sweep sweep_of(Options o) {
+static Sweep sweep_of(Options o, int quick_length = 32) {
     context.device = choose_device(o.device);
     if (o.quick) {
-        by_quick(o, "size", &Options::size, std::vector<std::string>{"small"});
+        by_quick(o, "size", &Options::size, {"small"});
         by_quick(o, "batch_size", &Options::batch_size, 1);
-        by_quick(o, "context_length", &Options::context_length, 32);
+        by_quick(o, "context_length", &Options::context_length, quick_length);
         by_quick(o, "steps", &Options::steps, 2);
         by_quick(o, "warmup", &Options::warmup, o.warmup.size() > 1 ? std::vector<int>{0, 1, 2} : std::vector<int>{1});
     }
@@ -704,16 +676,14 @@ static Sweep sweep_of(Options o) {
     s.modes = modes_of(o, s.configs, s.precisions);
     return s;
 }
-// In context's precision and mode. What comes after a phase that does not fit needs more, and is not tried.
+// In context's precision and mode.
 static StepRun measure_model(const ModelConfig& c, const Options& o, const std::vector<Phase>& phases) {
-    static const Pass passes[] = {FW, FWBW, WHOLE_STEP};  // by phase
     StepRun r{c, context.precision, context.mode};
     const int B = o.batch_size, T = o.context_length;
     Model model;
     Batch batch;
-    bool fits = true;
     for (Phase phase : phases) {
-        PassRun &run = r.pass[passes[phase]], &backward = r.pass[BW_ONLY];
+        PassRun &run = r.pass[phase], &backward = r.pass[BW_ONLY];
         auto measure = [&] {
             if (!model.weights) {
                 model = random_model(c, o.seed);
@@ -732,8 +702,8 @@ static StepRun measure_model(const ModelConfig& c, const Options& o, const std::
             }
         };
         run.predicted = predicted_peak(c, B, T, phase);
-        fits = fits && run_if_fits(row_of(c, B, T, phase), run.predicted, measure, memory_use(context.device).now) == 0;
         if (phase == FORWARD_BACKWARD) { backward.predicted = run.predicted; }
+        run_if_fits(row_of(c, B, T, phase), run.predicted, measure, memory_use(context.device).now);
     }
     return after_warmup(r, o.warmup.back(), o.steps);
 }
@@ -745,16 +715,9 @@ static std::vector<StepRun> measure_sizes(const Sweep& s, Precision precision, M
     for (const ModelConfig& c : s.configs) { runs.push_back(measure_model(c, s.o, phases)); }
     return runs;
 }
-static void require_a_run(const std::vector<StepRun>& runs) {
-    if (std::none_of(runs.begin(), runs.end(), [](const StepRun& r) { return r.pass[FW].ran(); })) {
-        fail("nothing fits into the memory that is available");
-    }
+static void require_a_run(const PassRun& smallest) {
+    if (!smallest.ran()) { fail("nothing fits into the memory that is available"); }
 }
-// TFLOP/s of a step's products on one GPU, whose batch is B.
-static double step_tflops(const ModelConfig& c, int64_t B, int64_t T, double ms) {
-    return 3.0 * forward_flops(c, B, T) / ms / 1e9;  // backward has two products for each of the forward's
-}
-
 static std::string mib(size_t bytes, int decimals = 1) { return strprintf("%.*f", decimals, bytes / 1048576.0); }
 static std::string mean_cell(const PassRun& run, const char* format = "%.2f", double unit = 1) {
     return run.ran() ? strprintf(format, run.ms.mean * unit) : oom_cell(run.predicted);
@@ -772,14 +735,13 @@ static void add_times(Table& table, std::vector<std::string> row, const StepRun&
     }
     table.rows.push_back(row);
 }
-// " Out of memory: backward of xl and forward of 2.7B.": each model's first pass that did not fit.
-static std::string out_of_memory(const std::vector<StepRun>& runs) {
-    std::vector<std::string> missing;
+// " Out of memory: forward+backward of xl and 2.7B."
+static std::string out_of_memory(const std::vector<StepRun>& runs, Pass pass) {
+    std::vector<std::string> sizes;
     for (const StepRun& r : runs) {
-        auto run = std::find_if(r.pass, std::end(r.pass), [](const PassRun& p) { return p.is_oom(); });
-        if (run != std::end(r.pass)) { missing.push_back(pass_names[run - r.pass] + (" of " + r.config.name)); }
+        if (!r.pass[pass].ran()) { sizes.push_back(r.config.name); }
     }
-    return missing.empty() ? "" : " Out of memory: " + list_of(missing) + ".";
+    return sizes.empty() ? "" : std::string(" Out of memory: ") + pass_names[pass] + " of " + list_of(sizes) + ".";
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -789,38 +751,40 @@ static std::string out_of_memory(const std::vector<StepRun>& runs) {
 
 constexpr double SMALL_DEVIATION = 0.05;  // of the mean
 
-// Of one precision and mode.
+// Of one setting, by size.
 static void answer_step_times(const std::vector<StepRun>& runs) {
     std::vector<std::string> times;  // of the largest model that ran
-    double most = 0;                 // standard deviation over mean
-    std::string of, size;
+    std::string size = "nothing";
+    double most = 0;  // standard deviation over mean
     for (const StepRun& r : runs) {
         if (r.pass[FW].ran()) { times.clear(), size = r.config.name; }
         for (Pass pass : {FW, BW_ONLY, WHOLE_STEP}) {
             const Stats& s = r.pass[pass].ms;
             if (s.n == 0) { continue; }
-            times.push_back(strprintf("%.2f ms for %s", s.mean, pass == WHOLE_STEP ? "a step" : pass_names[pass]));
-            if (s.std > most * s.mean) { most = s.std / s.mean, of = pass_names[pass] + (" of " + size); }
+            times.push_back(strprintf("%.2f ms for %s", s.mean, pass_names[pass]));
+            most = std::max(most, s.std / s.mean);
         }
     }
-    answer("b", "In %s, mode %s, %s.%s", name_of(runs[0].precision), name_of(runs[0].mode),
-           times.empty() ? "nothing ran" : (size + " takes " + list_of(times)).c_str(), out_of_memory(runs).c_str());
-    if (of.empty()) { return; }  // a single step has no deviation
-    answer("b", "The standard deviation is %s %.1f %% of the mean (%s).",
-           most <= SMALL_DEVIATION ? "small: at most" : "large: up to", 100 * most, of.c_str());
+    answer("b", "In %s, mode %s, %s takes %s.%s", name_of(runs[0].precision), name_of(runs[0].mode), size.c_str(),
+           list_of(times).c_str(), out_of_memory(runs, WHOLE_STEP).c_str());
+    if (most > 0) {  // a single step has none
+        answer("b", "The standard deviation is %s %.1f %% of the mean.",
+               most <= SMALL_DEVIATION ? "small: at most" : "large: up to", 100 * most);
+    }
 }
-static void print_times(const std::vector<StepRun>& runs, const std::string& caption) {
-    Table table = times_table(caption, {"size", "d_model", "d_ff", "num_layers", "num_heads"});
-    for (const StepRun& r : runs) {
+static void print_times(const Setting& setting, const Sweep& s) {
+    Table table = times_table(s.caption("benchmarking_script; " + setting.name),
+                              {"size", "d_model", "d_ff", "num_layers", "num_heads"});
+    for (const StepRun& r : setting.runs) {
         const ModelConfig& c = r.config;
         add_times(table, {c.name, to_cell(c.d_model), to_cell(c.d_ff), to_cell(c.num_layers), to_cell(c.num_heads)}, r);
     }
     print(table);
-    answer_step_times(runs);
+    if (setting.runs[0].pass[FW].ran()) { answer_step_times(setting.runs); }
 }
-static void print_seconds(const std::vector<StepRun>& runs, const std::string& caption) {
-    Table table{caption, {"", "model", "mean", "std"}};
-    for (const StepRun& r : runs) {
+static void print_seconds(const Setting& first, const Sweep& s) {
+    Table table{s.caption("benchmarking_script, in seconds; " + first.name), {"", "model", "mean", "std"}};
+    for (const StepRun& r : first.runs) {
         for (Pass pass : {FWBW, FW}) {
             const Stats& ms = r.pass[pass].ms;
             table.row(table.rows.size(), r.config.name + (pass == FW ? " (forward only)" : " (forward, backward)"),
@@ -829,368 +793,235 @@ static void print_seconds(const std::vector<StepRun>& runs, const std::string& c
     }
     print(table);
 }
-static void print_steps(const std::vector<StepRun>& runs, const Options& o, const std::string& caption) {
-    auto rate_of = [&o](const StepRun& r) {  // TFLOP/s
-        const PassRun& step = r.pass[WHOLE_STEP];
-        return step.ran() ? step_tflops(r.config, o.batch_size, o.context_length, step.ms.mean) : NAN;
-    };
-    double most = 0;
-    for (const StepRun& r : runs) { most = std::fmax(most, rate_of(r)); }
-    const FlopUnit unit = unit_of(most);
-    Table table{caption,
-                {"size", "precision", "mode", "step_mean_ms", "step_std_ms", unit.name, "MFU %", "peak fw MiB",
-                 "peak step MiB"}};
-    for (const StepRun& r : runs) {
-        const PassRun& step = r.pass[WHOLE_STEP];
-        const double rate = rate_of(r);
-        auto peak = [&r](Pass pass) { return r.pass[pass].ran() ? mib(r.pass[pass].peak, 0) : ""; };
-        table.row(r.config.name, r.precision, r.mode, mean_cell(step), deviation(step.ms, "%.2f"), rate * unit.per_tera,
-                  percent_of_peak(rate, r.precision), peak(FW), peak(WHOLE_STEP));
+static void print_steps(const std::vector<Setting>& settings, const Sweep& s) {
+    Table table{s.caption("benchmarking_script: whole steps, with AdamW"),
+                {"size", "precision", "mode", "step_mean_ms", "step_std_ms", "peak step MiB"}};
+    for (const Setting& setting : settings) {
+        for (const StepRun& r : setting.runs) {
+            const PassRun& step = r.pass[WHOLE_STEP];
+            table.row(r.config.name, r.precision, r.mode, mean_cell(step), deviation(step.ms, "%.2f"),
+                      step.ran() ? mib(step.peak, 0) : "");
+        }
     }
     print(table);
 }
 
 // runs: by their numbers of warm-up steps.
 static void answer_warmup(const std::vector<StepRun>& runs, const std::vector<int>& warmup) {
-    const StepRun &first = runs.front(), &last = runs.back();
-    if (!first.pass[FW].ran()) { return; }
-    auto change = [&](Pass pass) { return first.pass[pass].ms.mean / last.pass[pass].ms.mean; };
-    const Pass shown =
-        first.pass[FWBW].ran() && change(FWBW) > change(FW) ? FWBW : FW;  // in which the first steps show most
-    // One slow step among many raises the cold mean and its deviation alike: only the warm run's deviation is noise.
-    const Stats cold = first.pass[shown].ms, warm = last.pass[shown].ms;
-    const double noise = std::max(warm.std, SMALL_DEVIATION * warm.mean);
+    const Stats &cold = runs.front().pass[FWBW].ms, &warm = runs.back().pass[FWBW].ms;
+    if (warm.n == 0) { return; }
     std::vector<std::string> means;
-    size_t enough = 0;  // the runs from here on are alike
     for (size_t i = 0; i < runs.size(); i++) {
-        const Stats& ms = runs[i].pass[shown].ms;
+        const Stats& ms = runs[i].pass[FWBW].ms;
         means.push_back(strprintf("%.2f ms (standard deviation %.2f) after %d", ms.mean, ms.std, warmup[i]));
-        if (std::abs(ms.mean - warm.mean) > std::max(0.02 * warm.mean, warm.std)) { enough = i + 1; }
     }
-    const bool slower = cold.mean - warm.mean > noise;
-    answer("c", "%s %s takes %s warm-up steps.",
-           !slower                  ? "Beyond the noise the first steps are not slower than the later ones:"
-           : context.device == CUDA ? "The first steps also load the kernels' code, create the cuBLAS handle and grow "
-                                      "the pool:"
-                                    : "The first steps also touch their memory for the first time:",
-           pass_names[shown], list_of(means).c_str());
-    if (slower) {
-        answer("c",
-               "From %s on the mean is the last one's, within 2 %% or the noise: clocks, caches and the memory "
-               "pool have settled.",
-               counted(warmup[enough], "warm-up step").c_str());
-    }
+    // One slow step among many raises the cold mean and its deviation alike: only the warm run's deviation is noise.
+    const bool slower = cold.mean - warm.mean > std::max(warm.std, SMALL_DEVIATION * warm.mean);
+    answer("c", "%s takes %s warm-up steps: %s.", pass_names[FWBW], list_of(means).c_str(),
+           !slower                  ? "beyond the noise the first steps are not slower than the later ones"
+           : context.device == CUDA ? "the first steps also load the kernels' code, create the cuBLAS handle and grow "
+                                      "the pool"
+                                    : "the first steps also touch their memory for the first time");
 }
-static void print_warmups(const StepRun& cold, const Options& o, const std::string& caption) {
-    Table table = times_table(caption, {"warmup"});
+static void print_warmups(const Setting& first, const Sweep& s) {
+    Table table = times_table(s.caption("benchmarking_script (c): " + first.runs[0].config.name +
+                                        ", the process's first steps, counted after fewer for warm-up; " + first.name),
+                              {"warmup"});
     std::vector<StepRun> runs;
-    for (int warmup : o.warmup) {
-        runs.push_back(after_warmup(cold, warmup, o.steps));
+    for (int warmup : s.o.warmup) {
+        runs.push_back(after_warmup(first.runs[0], warmup, s.o.steps));
         add_times(table, {to_cell(warmup)}, runs.back());
     }
     print(table);
-    answer_warmup(runs, o.warmup);
+    answer_warmup(runs, s.o.warmup);
 }
 
 int cmd_benchmarking_script(const Options& asked) {
     const Sweep s = sweep_of(asked);
-    std::vector<StepRun> all;
-    std::string first;  // setting
+    std::vector<Setting> settings;
     for (Precision precision : s.precisions) {
         for (Mode mode : s.modes) {
-            const std::vector<StepRun> runs = measure_sizes(s, precision, mode);
-            const std::string setting =
-                strprintf("; precision %s, mode %s", name_of(precision), caption_of(mode).c_str());
-            print_times(runs, s.caption("benchmarking_script" + setting));
-            if (all.empty()) { first = setting; }
-            all.insert(all.end(), runs.begin(), runs.end());
+            const std::string name = strprintf("precision %s, mode %s", name_of(precision), caption_of(mode).c_str());
+            settings.push_back({name, measure_sizes(s, precision, mode)});
+            print_times(settings.back(), s);
         }
     }
-    require_a_run(all);
-    print_steps(all, s.o, s.caption("benchmarking_script: whole steps, with AdamW; MFU: attention in full"));
-    print_seconds({all.begin(), all.begin() + s.configs.size()}, s.caption("benchmarking_script, in seconds" + first));
-    if (s.o.warmup.size() > 1) {
-        print_warmups(all[0], s.o,
-                      s.caption("benchmarking_script (c): " + all[0].config.name +
-                                ", the process's first steps, counted after fewer for warm-up" + first));
-    }
+    print_steps(settings, s);
+    print_seconds(settings[0], s);
+    if (s.o.warmup.size() > 1) { print_warmups(settings[0], s); }
+    require_a_run(settings[0].runs[0].pass[FW]);
     return 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// torch_compile (1.3): (a) attention alone, in attention.cu; (b) the whole model. Vanilla is mode eager, one kernel per
-// operation; compiled is mode fused, what a compiler, or here a person, makes of it.
+// Settings side by side: torch_compile (1.3), whose (a), attention alone, is in attention.cu, while (b) is the whole
+// model: vanilla is mode eager, one kernel per operation, and compiled is mode fused, what a compiler, or here a
+// person, makes of it; and benchmarking_mixed_precision (1.1.5), whose (a) and (b), the toy model, are in precision.cu,
+// and (c) times.
 
-// "2.31 times as fast as naive", "level with naive within the noise", "slower than naive (0.74 times as fast)"
-static std::string how_fast(const Stats& ours, const Stats& theirs, const std::string& they) {
-    const double times = theirs.mean / ours.mean;
-    if (level(ours, theirs)) { return "level with " + they + " within the noise"; }
-    return times > 1 ? strprintf("%.2f times as fast as %s", times, they.c_str())
-                     : strprintf("slower than %s (%.2f times as fast)", they.c_str(), times);
-}
-// "1.71 times as fast as vanilla for small and 1.33 times as fast as vanilla for 2.7B": of the first and the last size
-// that ran in both. growth: how many times the first one's factor the last one's is.
-static std::string compared(const std::vector<StepRun>& ours, const std::vector<StepRun>& theirs, Pass pass,
-                            const char* they, double* growth = nullptr) {
+// "1.71 times as fast for small and 1.33 times as fast for 2.7B": of the first and the last size that ran in both.
+static std::string compared(const Setting& ours, const Setting& theirs, Pass pass) {
     std::vector<std::string> verdicts;
-    std::vector<double> factors;
-    for (size_t i = 0; i < ours.size(); i++) {
-        if (!ours[i].pass[pass].ran() || !theirs[i].pass[pass].ran()) { continue; }
-        const Stats &a = ours[i].pass[pass].ms, &b = theirs[i].pass[pass].ms;
-        verdicts.push_back(how_fast(a, b, they) + " for " + ours[i].config.name);
-        factors.push_back(b.mean / a.mean);
+    for (size_t i = 0; i < ours.runs.size(); i++) {
+        const Stats &a = ours.runs[i].pass[pass].ms, &b = theirs.runs[i].pass[pass].ms;
+        if (a.n == 0 || b.n == 0) { continue; }
+        verdicts.push_back((level(a, b) ? "level within the noise" : strprintf("%.2f times as fast", b.mean / a.mean)) +
+                           " for " + ours.runs[i].config.name);
     }
     if (verdicts.empty()) { return "not to be compared"; }
-    if (growth && factors.size() > 1) { *growth = factors.back() / factors.front(); }
-    return verdicts.size() == 1 ? verdicts[0] : verdicts[0] + " and " + verdicts.back();
+    return (verdicts.size() > 1 ? verdicts[0] + " and " : "") + verdicts.back();
 }
-static std::string factor_cell(const PassRun& ours, const PassRun& theirs) {
-    return ours.ran() && theirs.ran() ? strprintf("%.2fx", theirs.ms.mean / ours.ms.mean) : "";
+// A row for each size and pass, a column for each setting, all compared with the first one.
+static void compare_settings(const std::string& caption, const char* part, const std::vector<Setting>& settings,
+                             const std::vector<Pass>& passes) {
+    const Setting& first = settings[0];
+    Table table{caption, {"size", "run_type"}};
+    for (const Setting& s : settings) { table.columns.push_back(s.name + " (ms)"); }
+    for (size_t k = 1; k < settings.size(); k++) {
+        table.columns.push_back(settings.size() == 2 ? "speedup" : settings[k].name + " speedup");
+    }
+    for (size_t i = 0; i < first.runs.size(); i++) {
+        for (Pass pass : passes) {
+            std::vector<std::string> row = {first.runs[i].config.name, pass_names[pass]}, factors;
+            for (const Setting& s : settings) {
+                const PassRun &ours = s.runs[i].pass[pass], &theirs = first.runs[i].pass[pass];
+                row.push_back(mean_cell(ours));
+                factors.push_back(ours.ran() && theirs.ran() ? strprintf("%.2fx", theirs.ms.mean / ours.ms.mean) : "");
+            }
+            row.insert(row.end(), factors.begin() + 1, factors.end());
+            table.rows.push_back(row);
+        }
+    }
+    print(table);
+    require_a_run(first.runs[0].pass[FW]);
+    for (size_t k = 1; k < settings.size(); k++) {
+        std::vector<std::string> verdicts;
+        for (Pass pass : {passes.front(), passes.back()}) {
+            verdicts.push_back(pass_names[pass] + (" is " + compared(settings[k], first, pass)));
+        }
+        answer(part, "Beside %s, %s %s.%s", first.name.c_str(), settings[k].name.c_str(), join(verdicts, "; ").c_str(),
+               out_of_memory(first.runs, passes.back()).c_str());
+    }
 }
-// By size.
-static void answer_torch_compile(const std::vector<StepRun>& vanilla, const std::vector<StepRun>& compiled) {
-    answer("b", "In %s, compiled forward is %s.%s", name_of(vanilla[0].precision),
-           compared(compiled, vanilla, FW, "vanilla").c_str(), out_of_memory(vanilla).c_str());
-    answer("b", "A whole step, with AdamW, is %s.", compared(compiled, vanilla, WHOLE_STEP, "vanilla").c_str());
-}
+
 int cmd_torch_compile(const Options& asked) {
     torch_compile_attention(asked);
     const Sweep s = sweep_of(asked);
-    std::vector<StepRun> all;
     for (Precision precision : s.precisions) {
-        const std::vector<StepRun> vanilla = measure_sizes(s, precision, EAGER),
-                                   compiled = measure_sizes(s, precision, FUSED);
-        Table table{s.caption(std::string("torch_compile (b): whole model; vanilla = mode eager, compiled = mode "
-                                          "fused, fused by hand; precision ") +
-                              name_of(precision)),
-                    {"size", "run_type", "vanilla (ms)", "compiled (ms)", "speedup"}};
-        for (size_t i = 0; i < compiled.size(); i++) {
-            for (Pass pass : {FW, FWBW, WHOLE_STEP}) {
-                const PassRun &eager = vanilla[i].pass[pass], &fused = compiled[i].pass[pass];
-                table.row(s.configs[i].name, pass_names[pass], mean_cell(eager), mean_cell(fused),
-                          factor_cell(fused, eager));
-            }
-        }
-        print(table);
-        answer_torch_compile(vanilla, compiled);
-        all.insert(all.end(), compiled.begin(), compiled.end());
+        const std::string caption =
+            "torch_compile (b): whole model; vanilla = mode eager, compiled = mode fused, fused by "
+            "hand; precision ";
+        compare_settings(
+            s.caption(caption + name_of(precision)), "b",
+            {{"vanilla", measure_sizes(s, precision, EAGER)}, {"compiled", measure_sizes(s, precision, FUSED)}},
+            {FW, FWBW, WHOLE_STEP});
     }
-    require_a_run(all);
     return 0;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// benchmarking_mixed_precision (1.1.5): (a), (b) the toy model, in precision.cu; (c) times
-
-// By precision, the others compared with the first, and within it by size.
-static void answer_mixed_precision(const std::vector<std::vector<StepRun>>& runs) {
-    for (size_t p = 1; p < runs.size(); p++) {
-        const char* precision = name_of(runs[p][0].precision);
-        double growth = NAN;  // with fewer than two sizes
-        answer("c", "Forward and backward in %s are %s.", precision,
-               compared(runs[p], runs[0], FWBW, name_of(runs[0][0].precision), &growth).c_str());
-        if (context.device != CUDA || std::isnan(growth)) { continue; }
-        answer("c",
-               growth > 1 + SMALL_DEVIATION
-                   ? "The larger model gains more in %s: products take more of its time, and tensor cores do these."
-                   : "The larger model gains no more in %s than the smaller.",
-               precision);
-    }
-    const std::string oom = out_of_memory(runs[0]);
-    if (!oom.empty()) { answer("c", "%s", oom.c_str() + 1); }
-    if (context.device == CPU) {
-        answer("c", "On a CPU low precision saves no arithmetic: operands are rounded, and products run in fp32.");
-    }
 }
 int cmd_benchmarking_mixed_precision(const Options& asked) {
     const Sweep s = sweep_of(asked);
     print_toy_models();
-    std::vector<std::vector<StepRun>> runs;
+    std::vector<Setting> settings;
     for (Precision precision : s.precisions) {
-        runs.push_back(measure_sizes(s, precision, s.modes[0], {FORWARD, FORWARD_BACKWARD}));
+        settings.push_back({name_of(precision), measure_sizes(s, precision, s.modes[0], {FORWARD, FORWARD_BACKWARD})});
     }
-    Table table = times_table(s.caption(std::string("benchmarking_mixed_precision (c); mode ") + name_of(context.mode)),
-                              {"size", "precision"});
-    table.columns.push_back("speedup");
-    for (size_t i = 0; i < s.configs.size(); i++) {
-        for (const std::vector<StepRun>& in_precision : runs) {
-            const StepRun& r = in_precision[i];
-            add_times(table, {r.config.name, name_of(r.precision)}, r);
-            table.rows.back().push_back(factor_cell(r.pass[FWBW], runs[0][i].pass[FWBW]));
-        }
+    compare_settings(s.caption(std::string("benchmarking_mixed_precision (c); mode ") + name_of(context.mode)), "c",
+                     settings, {FW, BW_ONLY});
+    if (context.device == CPU) {
+        answer("c", "On a CPU low precision saves no arithmetic: operands are rounded, and products run in fp32.");
     }
-    print(table);
-    answer_mixed_precision(runs);
-    require_a_run(runs[0]);
     return 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// gradient_checkpointing (2026, 3.2.1): (a) strategies for N blocks, each run on a small model: what it keeps and what
-// it runs again.
+// gradient_checkpointing (2026, 3.2.1): (a) the strategy that holds least beside weights and gradients, found on META;
+// (b) without nesting: how many blocks make the best checkpoint.
 
-struct CheckpointStrategy {
-    std::string name;
+struct CheckpointRun {
     Checkpointing checkpoint;
-    // Inputs: tensors of the residual stream from between two blocks, the embedding's output among them, that are held
-    // while a block runs. Blocks: those of which all residuals are held. Again: runs of a block in backward.
-    const char *inputs, *blocks, *memory, *runs_again, *compute;
-    int again = 0;    // counted
-    size_t peak = 0;  // bytes
+    size_t beside;  // bytes that forward and backward hold at most beside weights and gradients, predicted
+    PassRun step;   // not of nesting
+    size_t bytes() const { return step.ran() ? step.peak : step.predicted; }
 };
-
-// So small that it runs at once, also on a CPU.
-static ModelConfig tiny_model(int blocks) { return {"tiny", 64, 256, blocks, 4, 100}; }
-
-static std::vector<CheckpointStrategy> strategies_for(int N) {
-    std::vector<CheckpointStrategy> all = {{"none", {}, "1", "N", "O(N)", "0", "O(N)"}};
-    for (int k : std::set<int>{1, (int)std::lround(std::sqrt(N))}) {
-        const char* memory = k == 1 ? "O(N)" : "O(sqrt N)";
-        all.push_back(
-            {strprintf("flat, k = %d", k), {Checkpointing::GROUPS, k}, "ceil(N / k)", "k", memory, "N", "O(N)"});
-    }
-    all.push_back(
-        {"recursive halves", {Checkpointing::HALVES}, "1 + h", "1", "O(log N)", "N (h + 1) - 2^h", "O(N log N)"});
-    all.push_back({"linear nesting", {Checkpointing::NESTED}, "min(2, N)", "1", "O(1)", "N (N - 1) / 2", "O(N^2)"});
-    return all;
+static size_t peak_beside_gradients(const ModelConfig& c, int B, int T) {
+    size_t held = 0;
+    const size_t peak = planned_peak([&] {
+        Model model = random_model(c, 0);
+        make_gradients(model);
+        const Batch batch = random_batch(B, T, c.vocab_size, 0);
+        held = memory_use(META).now;
+        forward_backward(model, batch, 1);
+    });
+    return peak - held;
 }
-// Fails if a gradient changes.
-static std::vector<CheckpointStrategy> run_strategies(int N, uint64_t seed, int B, int T) {
+// By size, then nested, then without checkpoints.
+static std::vector<CheckpointRun> run_checkpoints(const ModelConfig& c, const Options& o) {
     RestoreContext restore;
-    const ModelConfig c = tiny_model(N);
-    Model model = random_model(c, seed);
-    make_gradients(model);
-    Batch batch = random_batch(B, T, c.vocab_size, seed);
-    LossScaler scaler;
-    run_phase(FORWARD_BACKWARD, model, batch, scaler);  // from here on the libraries' own memory is there
-    std::vector<CheckpointStrategy> all = strategies_for(N);
-    std::vector<float> plain;
-    for (CheckpointStrategy& s : all) {
-        context.checkpoint = s.checkpoint;
-        size_t before = memory_use(context.device).now;
-        reset_peak(context.device);
-        start_tracing();
-        run_phase(FORWARD_BACKWARD, model, batch, scaler);
-        // A range of a backward step says where its forward was recorded; a block that runs, first or again, has none.
-        const Trace trace = stop_tracing();
-        s.again =
-            std::count_if(trace.ranges.begin(), trace.ranges.end(),
-                          [](const TracedRange& r) { return strcmp(r.name, "layer") == 0 && r.recorded_in < 0; }) -
-            N;
-        s.peak = memory_use(context.device).peak - before;
-        std::vector<float> gradients = to_floats(model.gradients);
-        if (plain.empty()) { plain = gradients; }
-        if (gradients != plain) { fail("%s: its gradients are not those without checkpoints", s.name.c_str()); }
+    std::vector<CheckpointRun> runs;
+    for (const char* name : {"1", "2", "4", "8", "nested", "none"}) {
+        context.checkpoint = checkpointing_from(name);
+        if (context.checkpoint.n > c.num_layers) { continue; }
+        runs.push_back({context.checkpoint, peak_beside_gradients(c, o.batch_size, o.context_length), {}});
+        if (context.checkpoint.form == Checkpointing::NESTED) { continue; }
+        runs.back().step = measure_model(c, o, {STEP}).pass[WHOLE_STEP];
     }
-    return all;
+    return runs;
 }
-static void answer_strategies(const std::vector<CheckpointStrategy>& all) {  // none, each block, ...
-    auto less = [](const CheckpointStrategy& a, const CheckpointStrategy& b) { return a.peak < b.peak; };
-    const CheckpointStrategy &best = *std::min_element(all.begin(), all.end(), less), &none = all[0], &single = all[1];
-    answer("a",
-           "With %s the peak is least: %s MiB, against %s with each block a checkpoint and %s without checkpoints.",
-           best.name.c_str(), mib(best.peak, 3).c_str(), mib(single.peak, 3).c_str(), mib(none.peak, 3).c_str());
-    answer("a",
-           "It keeps the residuals of %s at a time and %s: %s memory. Backward runs %s = %d blocks again: %s compute.",
-           counted(best.blocks, "block").c_str(), counted(best.inputs, "block input").c_str(), best.memory,
-           best.runs_again, best.again, best.compute);
-    if (best.checkpoint.form == Checkpointing::NESTED) {
-        sketch(R"(def run(blocks, x):
+static int blocks_again(const Checkpointing& k, int N) {
+    return !k ? 0 : k.form == Checkpointing::NESTED ? N * (N - 1) / 2 : N;
+}
+
+static void answer_strategy(const std::vector<CheckpointRun>& runs, int N) {
+    const CheckpointRun &single = runs.front(), &nested = runs.end()[-2], &none = runs.back();
+    answer(
+        "a",
+        "Linear nesting has the least peak: %s MiB beside weights and gradients, against %s with each block a "
+        "checkpoint and %s without checkpoints. It holds two inputs and one block's residuals, O(1) memory, and runs "
+        "N (N - 1) / 2 = %d blocks again, O(N^2) compute.",
+        mib(nested.beside).c_str(), mib(single.beside).c_str(), mib(none.beside).c_str(),
+        blocks_again(nested.checkpoint, N));
+    sketch(R"(def run(blocks, x):
     if len(blocks) > 1:
         x = checkpoint(run, blocks[:-1], x)  # keeps x, runs again in backward
     return blocks[-1](x)
 )");
-    }
     answer("a",
-           "Nesting is worth its compute only where N inputs are large beside the residuals of one block: a checkpoint "
+           "That is worth its compute only where N inputs are large beside the residuals of one block: a checkpoint "
            "of each block keeps N inputs, O(N), and runs N blocks again, O(N).");
 }
-static void print_strategies(const Options& o) {
-    RestoreContext restore;
-    context.mode = std::min(context.mode, FUSED);  // the same bits each time; and no block hides in a CUDA graph
-    const int B = 2, T = 64, N = 16;
-    const ModelConfig c = tiny_model(N);
-    Table table{
-        strprintf("gradient_checkpointing (a): N = %d blocks, d_model %d, d_ff %d, %d heads, vocabulary %d, batch %d, "
-                  "context length %d, precision %s, mode %s; h = ceil(log2 N); inputs: residual streams between "
-                  "blocks, %s MiB each; blocks kept: with all residuals; peak: beyond weights and gradients, which "
-                  "have the same bits in all rows",
-                  N, c.d_model, c.d_ff, c.num_heads, c.vocab_size, B, T, name_of(context.precision),
-                  name_of(context.mode), mib(sizeof(float) * B * T * c.d_model, 3).c_str()),
-        {"strategy", "inputs kept", "blocks kept", "memory", "run again", "blocks again", "compute", "peak MiB"}};
-    const std::vector<CheckpointStrategy> all = run_strategies(N, o.seed, B, T);
-    for (const CheckpointStrategy& s : all) {
-        table.row(s.name, s.inputs, s.blocks, s.memory, s.runs_again, s.again, s.compute, mib(s.peak, 3));
-    }
-    print(table);
-    answer_strategies(all);
-}
-
-// (b) How many blocks make the best checkpoint, without nesting, and what that costs.
-
-struct CheckpointRun {
-    Checkpointing checkpoint;
-    PassRun step;
-};
-static std::vector<CheckpointRun> run_sizes(const ModelConfig& c, const Options& o) {
-    RestoreContext restore;
-    std::vector<CheckpointRun> runs;
-    for (int n : {1, 2, 4, 8, 0}) {
-        if (n > c.num_layers) { continue; }
-        context.checkpoint = {n > 0 ? Checkpointing::GROUPS : Checkpointing::NONE, n};
-        runs.push_back({context.checkpoint, measure_model(c, o, {STEP}).pass[WHOLE_STEP]});
-    }
-    return runs;
-}
-// runs: by size, then without checkpoints.
 static void answer_sizes(const std::vector<CheckpointRun>& runs, const std::string& model) {
-    auto bytes = [](const CheckpointRun& r) { return r.step.ran() ? r.step.peak : r.step.predicted; };
-    auto less = [&](const CheckpointRun& a, const CheckpointRun& b) { return bytes(a) < bytes(b); };
-    const size_t best = std::min_element(runs.begin(), runs.end() - 1, less) - runs.begin();
-    std::vector<std::string> others;  // the next smaller and larger one, and none
-    for (size_t i = 0; i < runs.size(); i++) {
-        if (i + 1 != best && i != best + 1 && i + 1 != runs.size()) { continue; }
-        const CheckpointRun& r = runs[i];
-        others.push_back(mib(bytes(r)) + (r.step.ran() ? " " : " (out of memory) ") +
+    auto less = [](const CheckpointRun& a, const CheckpointRun& b) { return a.bytes() < b.bytes(); };
+    const CheckpointRun& best = *std::min_element(runs.begin(), runs.end() - 2, less);
+    std::vector<std::string> others;
+    for (const CheckpointRun& r : runs) {
+        if (&r == &best || r.checkpoint.form == Checkpointing::NESTED) { continue; }
+        others.push_back(mib(r.bytes()) + (r.step.ran() ? " " : " (out of memory) ") +
                          (r.checkpoint ? "with " + counted(r.checkpoint.n, "block") : "without checkpoints"));
     }
-    const PassRun &step = runs[best].step, &none = runs.back().step;
-    answer("b", "In %s a step's peak is least with %s per checkpoint: %s MiB (predicted: %s). Beside it: %s.",
-           model.c_str(), counted(runs[best].checkpoint.n, "block").c_str(), mib(bytes(runs[best])).c_str(),
-           mib(step.predicted).c_str(), list_of(others).c_str());
-    if (!step.ran()) { return; }
-    answer("b", "A step then takes %.2f ms: %s.", step.ms.mean,
-           none.ran() ? how_fast(step.ms, none.ms, "without checkpoints").c_str()
-                      : "without checkpoints it does not fit, so the price is known in FLOPs only, a third more");
+    answer("b", "In %s a step's peak is least with %s per checkpoint: %s MiB. Beside it: %s.", model.c_str(),
+           counted(best.checkpoint.n, "block").c_str(), mib(best.bytes()).c_str(), list_of(others).c_str());
 }
 int cmd_gradient_checkpointing(const Options& asked) {
-    Options o = asked;
-    context.device = choose_device(o.device);
-    ModelConfig c = configs_of(o)[0];
-    context.precision = precisions_of(o)[0];
-    context.mode = modes_of(o, {c}, {context.precision})[0];
-    print_strategies(o);
-    if (o.quick && !o.has("size") && c.name != "custom") {
-        // At this length a block's scores, residuals and gradients are to each other about as those of xl.
-        c = tiny_model(8);
-        by_quick(o, "batch_size", &Options::batch_size, 1);
-        by_quick(o, "context_length", &Options::context_length, 256);
-        by_quick(o, "steps", &Options::steps, 2);
-        by_quick(o, "warmup", &Options::warmup, std::vector<int>{1});
-    }
-    Table table{strprintf("gradient_checkpointing (b): %s, %d blocks, batch %d, context length %d, vocabulary %d, "
-                          "precision %s, mode %s; a training step, with AdamW; %d warmup, %d step",
-                          c.name.c_str(), c.num_layers, o.batch_size, o.context_length, c.vocab_size,
-                          name_of(context.precision), name_of(context.mode), o.warmup[0], o.steps),
-                {"blocks per checkpoint", "predicted peak MiB", "peak MiB", "step_mean_ms", "of none"}};
-    const std::vector<CheckpointRun> runs = run_sizes(c, o);
-    for (const auto& [checkpoint, step] : runs) {
-        table.row(name_of(checkpoint), mib(step.predicted), step.ran() ? mib(step.peak) : oom_cell(step.predicted),
-                  step.ran() ? mean_cell(step) : "", factor_cell(runs.back().step, step));
+    Sweep s = sweep_of(asked, 256);
+    ModelConfig& c = s.configs[0];
+    // At this length a block's scores, residuals and gradients are to each other about as those of xl.
+    if (s.o.quick && !s.o.has("size") && c.name != "custom") { c = {"tiny", 64, 256, 8, 4, 100}; }
+    context.precision = s.precisions[0], context.mode = s.modes[0];
+    const std::vector<CheckpointRun> runs = run_checkpoints(c, s.o);
+    Table table{
+        s.caption(strprintf("gradient_checkpointing: %s, N = %d blocks, precision %s, mode %s; beside: what forward "
+                            "and backward hold beside weights and gradients, predicted; step: with AdamW",
+                            c.name.c_str(), c.num_layers, name_of(context.precision), name_of(context.mode))),
+        {"blocks per checkpoint", "run again", "beside MiB", "predicted step MiB", "peak step MiB", "step_mean_ms"}};
+    for (const auto& [checkpoint, beside, step] : runs) {
+        const bool timed = checkpoint.form != Checkpointing::NESTED;
+        table.row(name_of(checkpoint), blocks_again(checkpoint, c.num_layers), mib(beside),
+                  timed ? mib(step.predicted) : "", step.ran() ? mib(step.peak) : "", timed ? mean_cell(step) : "");
     }
     print(table);
+    answer_strategy(runs, c.num_layers);
     answer_sizes(runs, c.name);
-    if (!runs[0].step.ran()) { fail("nothing fits into the memory that is available"); }
+    require_a_run(runs[0].step);
     return 0;
 }
 
@@ -1221,51 +1052,58 @@ static Batch read_batch(const std::string& path, int V) {
     };
     return {read("tokens"), read("targets")};
 }
-// The parameters, or what an arena of gradients or moments has of them.
-using Parts = std::vector<std::pair<std::string, Tensor>>;
-static void add_parts(Parts& parts, const std::string& prefix, const Model& model, const Tensor& arena) {
-    for (const Parameter& p : model.parameters) { parts.push_back({prefix + p.name, view(arena, p.offset, p.shape)}); }
+using NamedTensors = std::vector<std::pair<std::string, Tensor>>;
+// What an arena of weights, gradients or moments has of each parameter.
+static void add_parts(NamedTensors& list, const std::string& prefix, const Model& model, const Tensor& arena) {
+    for (const Parameter& p : model.parameters) { list.push_back({prefix + p.name, view(arena, p.offset, p.shape)}); }
 }
 // Every tensor that is missing, superfluous (but one of `known`) or wrong-shaped is refused by name.
-static void read_parts(const SafeTensors& file, const Parts& parts, int layers, std::set<std::string> known = {}) {
+static void read_tensors(const SafeTensors& file, const NamedTensors& list, int layers,
+                         std::set<std::string> known = {}) {
     NoGrad no_grad;
-    for (const auto& [name, to] : parts) {
+    for (const auto& [name, to] : list) {
         const Tensor from = tensor_from_file(require_tensor(file, name, to.shape, {"F32", "BF16"}));
         copy_or_add(to, to_device(from, context.device), false);
         known.insert(name);
     }
     require_no_others(file, known, strprintf("one of a model of %d layers", layers));
 }
+// As F32. Numbers that are not finite are refused, unless any_number.
+static void save_tensors(const std::string& path, const NamedTensors& list, bool any_number,
+                         std::map<std::string, std::string> metadata = {}) {
+    NoGrad no_grad;
+    std::vector<Tensor> kept;
+    std::vector<std::pair<std::string, FileTensor>> described;
+    for (const auto& [name, t] : list) {
+        kept.push_back(to_device(contiguous(t.dtype == F32 ? t : cast(t, F32)), CPU));
+        const float* x = kept.back().as<float>();
+        if (!any_number && !std::all_of(x, x + t.size(), [](float value) { return std::isfinite(value); })) {
+            fail("%s is not finite: nothing was saved", name.c_str());
+        }
+        described.push_back({name, describe(kept.back())});
+    }
+    metadata["format"] = "pt";
+    save_safetensors(path, described, metadata);
+}
 static Model read_model(const Options& o) {
     const SafeTensors file = load_safetensors(o.weights);
-    auto shape_of = [&](const char* name) {
-        const Shape& shape = require_tensor(file, name, {-1, -1}, {"F32", "BF16"}).shape;
-        if (std::any_of(shape.begin(), shape.end(), [](int64_t n) { return n < 1 || n > INT_MAX; })) {
-            fail("%s: tensor %s: expected a shape of whole numbers from 1 to %d, found %s", o.weights.c_str(), name,
-                 INT_MAX, to_string(shape).c_str());  // one that is empty may claim any length
+    const Shape embedding = require_tensor(file, "token_embeddings.weight", {-1, -1}, {"F32", "BF16"}).shape,
+                w1 = require_tensor(file, "layers.0.ffn.w1.weight", {-1, -1}, {"F32", "BF16"}).shape;
+    for (int64_t n : {embedding[0], embedding[1], w1[0]}) {  // a tensor that is empty may claim any length
+        if (n < 1 || n > INT_MAX) {
+            fail("%s: expected sizes from 1 to %d, found %" PRId64, o.weights.c_str(), INT_MAX, n);
         }
-        return shape;
-    };
-    const Shape embedding = shape_of("token_embeddings.weight"), w1 = shape_of("layers.0.ffn.w1.weight");
+    }
     ModelConfig c{"custom", (int)embedding[1], (int)w1[0], 1, o.num_heads, (int)embedding[0], (float)o.rope_theta};
     while (file.tensors.count("layers." + std::to_string(c.num_layers) + ".ln1.weight")) { c.num_layers++; }
     check_config(c);
     context.mode = modes_of(o, {c}, {context.precision})[0];
     Model model = make_model(c);
-    Parts parts;
-    add_parts(parts, "", model, model.weights);
-    read_parts(file, parts, c.num_layers);
+    NamedTensors weights;
+    add_parts(weights, "", model, model.weights);
+    read_tensors(file, weights, c.num_layers);
     return model;
 }
-struct NamedTensors {  // what goes into a file; keeps the CPU copies alive
-    std::vector<Tensor> kept;
-    std::vector<std::pair<std::string, FileTensor>> list;
-    void add(const std::string& name, const Tensor& t) {
-        NoGrad no_grad;
-        kept.push_back(to_device(contiguous(t.dtype == F32 ? t : cast(t, F32)), CPU));
-        list.push_back({name, describe(kept.back())});
-    }
-};
 
 int cmd_model(const Options& o) {
     context.device = choose_device(o.device);
@@ -1278,25 +1116,18 @@ int cmd_model(const Options& o) {
     zero_gradients(model);
     Tensor logits = forward(model, batch.tokens), loss = cross_entropy(logits, batch.targets);
     backward_from_loss(model, loss, loss_scale_of(t.scaler));
-    NamedTensors out;
-    out.add("logits", logits);
-    out.add("loss", loss);
-    for (const Parameter& p : model.parameters) {
+    NamedTensors out = {{"logits", logits}, {"loss", loss}};
+    {
         NoGrad no_grad;
-        out.add("grad." + p.name, scale(view(model.gradients, p.offset, p.shape), 1 / loss_scale_of(t.scaler)));
+        add_parts(out, "grad.", model, scale(model.gradients, 1 / loss_scale_of(t.scaler)));
     }
     t.adamw.lr = (float)o.lr;
     for (int i = 0; i < o.steps; i++) { train_step(t, {batch}); }
-    for (const Parameter& p : model.parameters) {
-        if (o.steps > 0) { out.add("param." + p.name, p.weight); }
-    }
-    save_safetensors(o.out, out.list, {{"format", "pt"}});
-    const ModelConfig& c = model.config;
+    if (o.steps > 0) { add_parts(out, "param.", model, model.weights); }
+    save_tensors(o.out, out, true);
     const std::string line = strprintf(
-        "model %s: %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d; tokens %s; loss %.6f; wrote %zu tensors "
-        "to %s",
-        o.weights.c_str(), c.num_layers, c.d_model, c.d_ff, c.num_heads, c.vocab_size,
-        to_string(batch.tokens.shape).c_str(), to_doubles(loss)[0], out.list.size(), o.out.c_str());
+        "model %s: %d layers, tokens %s; loss %.6f; wrote %zu tensors to %s", o.weights.c_str(),
+        model.config.num_layers, to_string(batch.tokens.shape).c_str(), to_doubles(loss)[0], out.size(), o.out.c_str());
     printf("%s\n", one_line(line).c_str());
     return 0;
 }
@@ -1383,12 +1214,12 @@ static double learning_rate(const Options& o, int step) {
 }
 
 // A checkpoint: weights, AdamW's moments, train.state, and in its metadata what else makes the run.
-static Parts parts_of(const Model& model) {
-    Parts parts;
-    add_parts(parts, "", model, model.weights);
-    add_parts(parts, "adamw.m.", model, model.m);
-    add_parts(parts, "adamw.v.", model, model.v);
-    return parts;
+static NamedTensors checkpoint_of(const Model& model) {
+    NamedTensors list;
+    add_parts(list, "", model, model.weights);
+    add_parts(list, "adamw.m.", model, model.m);
+    add_parts(list, "adamw.v.", model, model.v);
+    return list;
 }
 static std::string run_of(const Options& o) {
     return strprintf(
@@ -1396,20 +1227,13 @@ static std::string run_of(const Options& o) {
         "%" PRIu64 " --lr %.9g",
         o.d_model, o.d_ff, o.num_layers, o.num_heads, o.batch_size, o.context_length, o.seed, o.lr);
 }
-// Nothing that is not finite is saved over a good file.
 static void save_checkpoint(Trainer& t, const Options& o) {
-    join_weights(t.model);
-    NamedTensors tensors;
-    for (const auto& [name, values] : parts_of(t.model)) {
-        tensors.add(name, values);
-        const float* x = tensors.kept.back().as<float>();
-        if (!std::all_of(x, x + values.size(), [](float value) { return std::isfinite(value); })) {
-            fail("after step %d %s is not finite: nothing was saved", t.steps, name.c_str());
-        }
-    }
-    tensors.add("train.state",
-                from_floats({(float)t.steps, (float)t.model.step, t.scaler.scale, (float)t.scaler.good_steps}, {4}));
-    save_safetensors(o.save, tensors.list, {{"format", "pt"}, {"run", run_of(o)}});
+    split_weights(t.model, false);
+    NamedTensors list = checkpoint_of(t.model);
+    list.push_back(
+        {"train.state",
+         from_floats({(float)t.steps, (float)t.model.step, t.scaler.scale, (float)t.scaler.good_steps}, {4})});
+    save_tensors(o.save, list, false, {{"run", run_of(o)}});
     split_weights(t.model);
 }
 static void load_checkpoint(Trainer& t, const Options& o) {
@@ -1419,7 +1243,7 @@ static void load_checkpoint(Trainer& t, const Options& o) {
     if (theirs != run_of(o)) {
         fail("--load %s: is of a run with %s, not with %s", o.load.c_str(), theirs.c_str(), run_of(o).c_str());
     }
-    read_parts(file, parts_of(t.model), o.num_layers, {"train.state"});
+    read_tensors(file, checkpoint_of(t.model), o.num_layers, {"train.state"});
     const std::vector<float> state = to_floats(tensor_from_file(require_tensor(file, "train.state", {4}, {"F32"})));
     const bool possible = std::all_of(state.begin(), state.end(), [](float x) { return x >= 0 && x <= FLT_MAX; });
     if (!possible || state[0] > 1 << 20 || state[1] > state[0] || state[2] == 0 || state[3] > state[0]) {
@@ -1487,19 +1311,19 @@ int cmd_train(const Options& typed) {
         note("train: held-out loss %.4f before the first step", before);
         take_steps(t, text, o, rows);
         zero_gradients(t.model), t.model.kept = nullptr;  // room, on a GPU that the run has filled
-        if (!o.save.empty()) { save_checkpoint(t, o); }   // before all that takes time
+        if (!o.save.empty()) { save_checkpoint(t, o); }   // before all that takes time or may fail
         signal = EndSignals::seen();
     }
-    print(rows);
+    if (!rows.rows.empty()) { print(rows); }
     if (signal) {
         note("ended by signal %d (%s) after step %d of %d: %s", signal, strsignal(signal), t.steps, o.steps,
              o.save.empty() ? "nothing was saved, since --save was not given"
                             : ("to go on: the same command line with --load " + o.save).c_str());
         return 128 + signal;
     }
-    const double after = held_out_loss(t.model, text, o.batch_size, T);
     Table summary{"train: loss in nats per byte", {"held-out loss before", "held-out loss after", "steps", "peak MiB"}};
-    summary.row(strprintf("%.4f", before), strprintf("%.4f", after), t.steps, mib(memory_use(context.device).peak, 0));
+    summary.row(strprintf("%.4f", before), strprintf("%.4f", held_out_loss(t.model, text, o.batch_size, T)), t.steps,
+                mib(memory_use(context.device).peak, 0));
     print(summary);
     if (o.sample > 0) {
         answer("", "The held-out text's first %d bytes continued (temperature 0.8):", T);

@@ -100,7 +100,6 @@ struct Checkpointing {
     enum Form {
         NONE,
         GROUPS,  // of n blocks each
-        HALVES,  // each half of the blocks is one, and within it each half of that, down to a block
         NESTED,  // all blocks but the last are one, and within it all but the last
         FFN,     // the feed-forward of the first n blocks
         BLOCKS,  // the first n blocks, and the feed-forward of all others

@@ -33,7 +33,7 @@ benchmarking_script --mode fast                            | --mode: fast not in
 benchmarking_script --device gpu                           | --device: gpu not in {auto,cpu,cuda}
 benchmarking_script --edition 2024                         | --edition: 2024 not in {2025,2026}
 benchmarking_script --d_model 63 --num_heads 2             | not divisible by --num_heads 2
-benchmarking_script --d_model 62 --num_heads 2             | --num_heads 2 = 31 is odd
+benchmarking_script --d_model 62 --num_heads 2             | not divisible by --num_heads 2 into heads of an even size
 benchmarking_script --checkpoint quarter                   | --checkpoint: got quarter, takes a whole number
 benchmarking_script --seed -1                              | --seed: Value -1 not in range
 nsys_profile --trace no/such/x.json                        | --trace: no/such/x.json

@@ -442,7 +442,7 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
     const OnlyFlashV1 same_bits;
     in_settings(EAGER, [&] {
         std::map<std::string, Kept> kept;
-        for (const char* checkpoint : {"none", "1", "2", "5", "ffn", "ffn:2", "blocks:2", "halves", "nested"}) {
+        for (const char* checkpoint : {"none", "1", "2", "5", "ffn", "ffn:2", "blocks:2", "nested"}) {
             CAPTURE(std::string(checkpoint));
             context.checkpoint = checkpointing_from(checkpoint);
             kept[checkpoint] = run_kept(config, B, T);
@@ -451,7 +451,6 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
         const size_t x = B * T * config.d_model * size_of(weight_dtype());  // of the residual stream
         CHECK(kept["1"].held - kept["2"].held == 2 * x);                    // 5 checkpoints and 3
         CHECK(kept["2"].held - kept["5"].held == 2 * x);
-        CHECK(kept["halves"].held - kept["5"].held == x);
         CHECK(kept["nested"].held > kept["5"].held);  // it keeps all of the last block
         CHECK(kept["ffn"].held < kept["none"].held);
         CHECK(5 * (kept["none"].held - kept["ffn:2"].held) == 2 * (kept["none"].held - kept["ffn"].held));
@@ -465,8 +464,9 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
               2 * (kept["1"].products - kept["ffn"].products));
         CHECK(kept["1"].peak < kept["2"].peak);
         CHECK(kept["2"].peak < kept["5"].peak);
-        CHECK(kept["halves"].peak < kept["2"].peak);
         CHECK(kept["nested"].peak < kept["2"].peak);
+        const int blocks_again = 5 * 4 / 2, all = kept["1"].products - kept["none"].products;  // all: of 5 blocks
+        CHECK(5 * (kept["nested"].products - kept["none"].products) == blocks_again * all);
     });
     for (const char* checkpoint : {"6", "ffn:6", "blocks:6"}) {
         context.checkpoint = checkpointing_from(checkpoint);
@@ -664,7 +664,7 @@ TEST_CASE("model: the arena is in backward order, and gradients are ready in tha
         int64_t offset = (t.data - s.model.weights.data) / 4;
         t.gradient->ready = [offset, &ready] { ready.push_back(offset); };
     }
-    for (const char* checkpoint : {"none", "1", "2", "ffn", "halves", "nested"}) {
+    for (const char* checkpoint : {"none", "1", "2", "ffn", "nested"}) {
         CAPTURE(std::string(checkpoint));
         context.checkpoint = checkpointing_from(checkpoint);
         ready.clear();
@@ -674,9 +674,9 @@ TEST_CASE("model: the arena is in backward order, and gradients are ready in tha
     }
 }
 TEST_CASE("model: configurations that make no model") {
-    CHECK_THROWS_WITH_AS(check_config({"", 10, 4, 1, 3, 5}), "--d_model 10 is not divisible by --num_heads 3", Failure);
+    CHECK_THROWS_WITH_AS(check_config({"", 10, 4, 1, 3, 5}),
+                         doctest::Contains("--d_model 10 is not divisible by --num_heads 3"), Failure);
     CHECK_THROWS_AS(check_config({"", 9, 4, 1, 3, 5}), Failure);  // head size 3
-    CHECK(forward_flops(model_sizes[4], 4, 512) == doctest::Approx(14.19e12).epsilon(1e-3));
 }
 TEST_CASE("model: the sizes' parameters, and what 10B takes") {
     begin_on(CPU);
@@ -846,7 +846,7 @@ TEST_CASE_TEMPLATE("train: what is not finite ends the run, is named, and is not
     changed_checkpoint(good, bad, [](const std::string& name, std::vector<float>& x) {
         if (name == "adamw.v.layers.1.ffn.w3.weight") { x[7] = INFINITY; }
     });
-    ends({"--load", bad, "--steps", "2"}, "after step 2 adamw.v.layers.1.ffn.w3.weight is not finite");
+    ends({"--load", bad, "--steps", "2"}, "adamw.v.layers.1.ffn.w3.weight is not finite");
     // The residual stream is 0, so no weight of a norm can change the logits, but ln_final's is a factor of gradients.
     changed_checkpoint(good, bad, [](const std::string& name, std::vector<float>& x) {
         bool huge = name == "ln_final.weight", zero = name == "token_embeddings.weight",
@@ -925,7 +925,7 @@ TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files
             t.bytes = count(t.shape) * 4;
         }
         save_safetensors(bad, {tensors.begin(), tensors.end()});
-        refused(2, bad, "expected a shape of whole numbers from 1 to 2147483647");
+        refused(2, bad, "expected sizes from 1 to 2147483647, found 0");
     }
 }
 
@@ -955,7 +955,7 @@ TEST_CASE("benchmark: benchmarking_script's tables have the columns of the write
         has(r.out,
             "\nsize,d_model,d_ff,num_layers,num_heads,fw_mean_ms,fw_std_ms,bw_only_mean_ms,bw_only_std_ms,fwbw_mean_ms,"
             "fwbw_std_ms\ncustom,16,16,1,1,"));
-    CHECK(has(r.out, "\nsize,precision,mode,step_mean_ms,step_std_ms,GFLOP/s,MFU %,peak fw MiB,peak step MiB\n"));
+    CHECK(has(r.out, "\nsize,precision,mode,step_mean_ms,step_std_ms,peak step MiB\n"));
     CHECK(has(r.out, "\n,model,mean,std\n0,\"custom (forward, backward)\","));
     CHECK(has(r.out, "\n1,custom (forward only),"));
     CHECK(has(r.out, "in seconds; precision bf16, mode eager; batch 1, context length: 32, vocabulary 16, 2 warmup"));
@@ -996,7 +996,7 @@ TEST_CASE("benchmark: torch_compile and benchmarking_mixed_precision print all p
     Run compile = run_small("torch_compile", {});
     REQUIRE_MESSAGE(compile.exit_code == 0, compile.err);
     for (const char* says : {"torch_compile (a)", "| size   | run_type  ", "| custom | forward+backward+optimizer |",
-                             "**(b)** In fp32, compiled forward is ", "**(b)** A whole step, with AdamW, is "}) {
+                             "**(b)** Beside vanilla, compiled forward is ", "; forward+backward+optimizer is "}) {
         CHECK_MESSAGE(has(compile.out, says), says, " in: ", compile.out);
     }
     Run mixed = run_small("benchmarking_mixed_precision", {});
@@ -1006,16 +1006,14 @@ TEST_CASE("benchmark: torch_compile and benchmarking_mixed_precision print all p
           "**(a)** Under autocast to float16 the "
           "parameters are float32, the first layer's output is float16, layer norm's output is float32, "
           "the logits are float16, the loss is float32 and the gradients are float32.",
-          "its output is float32 under float16 and float32 under bfloat16", "| custom | tf32  ",
-          "**(c)** Forward and backward in bf16 are ", "On a CPU low precision saves no arithmetic"}) {
+          "its output is float32 under float16 and float32 under bfloat16",
+          "| fp32 (ms) | tf32 (ms) | bf16 (ms) | tf32 speedup | bf16 speedup |",
+          "**(c)** Beside fp32, bf16 forward is ", "On a CPU low precision saves no arithmetic"}) {
         CHECK_MESSAGE(has(mixed.out, says), says, " in: ", mixed.out);
     }
 }
-TEST_CASE("benchmark: a step's rate is (6 N + 12 L C S) FLOP per token; no CPU has a known peak") {
+TEST_CASE("benchmark: no CPU has a known peak") {
     begin_on(CPU);
-    const ModelConfig c{"custom", 64, 96, 3, 4, 50};
-    const double N = 3 * (4 * 64 * 64 + 3 * 64 * 96) + 64 * 50, L = 3, C = 64, S = 16, tokens = 2 * S;
-    CHECK(step_tflops(c, 2, 16, 5) == doctest::Approx(tokens * (6 * N + 12 * L * C * S) / 5e-3 / 1e12));
     CHECK(std::isnan(dense_peak(FP32)));
     CHECK(percent_of_peak(1, FP32) == "-");
 }
@@ -1030,75 +1028,35 @@ static Options small_run() {
     o.seed = 1, o.batch_size = 2, o.context_length = 200, o.steps = 1, o.warmup = {0};
     return o;
 }
-static std::map<std::string, CheckpointStrategy> strategies(int blocks) {
-    std::map<std::string, CheckpointStrategy> by_name;
-    for (const CheckpointStrategy& s : run_strategies(blocks, 1, 2, 64)) { by_name.emplace(s.name, s); }
-    return by_name;
-}
-
-// That no bit of a gradient changes run_strategies checks itself.
-TEST_CASE_TEMPLATE("gradient_checkpointing (a): what runs again is what the formulas say, and peaks are in order", D,
-                   OnCPU, OnCUDA) {
-    if (!begin<D>()) { return; }
-    struct Expected {
-        int N, root, halves_again, nested_again;  // by hand
-    };
-    for (const Expected& e :
-         {Expected{1, 1, 0, 0}, {2, 1, 2, 1}, {3, 2, 5, 3}, {7, 3, 20, 21}, {12, 3, 44, 66}, {16, 4, 64, 120}}) {
-        context.mode = e.N == 7 || e.N == 12 ? FUSED : EAGER;
-        context.precision = e.N == 12 ? PREC_BF16 : FP32;
-        const std::string root = "flat, k = " + std::to_string(e.root);
-        auto s = strategies(e.N);
-        std::map<std::string, int> again = {{"none", 0},
-                                            {"flat, k = 1", e.N},
-                                            {root, e.N},
-                                            {"recursive halves", e.halves_again},
-                                            {"linear nesting", e.nested_again}};
-        CHECK(s.size() == again.size());
-        for (const auto& [name, blocks] : again) {
-            CAPTURE(std::to_string(e.N) + " " + name);
-            REQUIRE(s.count(name) == 1);
-            CHECK(s.at(name).again == blocks);
-        }
-        if (e.N < 7) { continue; }
-        auto peak = [&](const std::string& name) { return s.at(name).peak; };
-        // Without another form of the weights bf16 copies of them all, and not the blocks, make the least peaks.
-        const bool copies = context.precision == PREC_BF16 && !fast_ways.split;
-        auto less = [&](size_t a, size_t b) { return copies ? a == b : a < b; };
-        CHECK(less(peak("linear nesting"), peak("recursive halves")));
-        CHECK(less(peak("recursive halves"), peak("flat, k = 1")));
-        CHECK(peak("flat, k = 1") < peak(root));
-        CHECK(peak(root) < peak("none"));
-    }
-}
 // One checkpoint more holds one input more, one block more in a checkpoint that block's residuals.
 TEST_CASE("gradient_checkpointing (a): a peak is the inputs held and the residuals of one checkpoint") {
     begin_on(CPU);
     context.mode = EAGER;
-    const double input = 2 * 64 * 64 * 4;
-    auto s9 = strategies(9), s16 = strategies(16);
-    auto peak = [](const auto& s, const char* name) { return (double)s.at(name).peak; };
-    const double single = peak(s16, "flat, k = 1"), nested = peak(s16, "linear nesting");
-    CHECK(single - peak(s9, "flat, k = 1") == doctest::Approx(7 * input).epsilon(0.01));
-    CHECK(single - nested == doctest::Approx(14 * input).epsilon(0.01));
-    CHECK(peak(s16, "recursive halves") - nested == doctest::Approx(3 * input).epsilon(0.02));
-    const double block = (peak(s16, "none") - peak(s9, "none")) / 7;
-    CHECK(peak(s16, "flat, k = 4") - single == doctest::Approx(3 * block - 12 * input).epsilon(0.02));
+    auto peak = [](int N, const char* checkpoint) {
+        context.checkpoint = checkpointing_from(checkpoint);
+        return (double)peak_beside_gradients({"tiny", 64, 256, N, 4, 100}, 2, 64);
+    };
+    const double input = 2 * 64 * 64 * 4, single = peak(16, "1"), block = (peak(16, "none") - peak(9, "none")) / 7;
+    CHECK(single - peak(9, "1") == doctest::Approx(7 * input).epsilon(0.01));
+    CHECK(single - peak(16, "nested") == doctest::Approx(14 * input).epsilon(0.01));
+    CHECK(peak(16, "4") - single == doctest::Approx(3 * block - 12 * input).epsilon(0.02));
 }
-
 TEST_CASE_TEMPLATE("gradient_checkpointing (b): what is predicted is what happens", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     for (Mode mode : {EAGER, FUSED}) {
         context.mode = mode;
-        const std::vector<CheckpointRun> runs = run_sizes({"custom", 48, 96, 5, 3, 50}, small_run());
-        REQUIRE(runs.size() == 4);  // 1, 2, 4, none; no 8 of 5 blocks
+        const std::vector<CheckpointRun> runs = run_checkpoints({"custom", 48, 96, 5, 3, 50}, small_run());
+        REQUIRE(runs.size() == 5);  // 1, 2, 4, nested, none; no 8 of 5 blocks
         for (const CheckpointRun& r : runs) {
             CAPTURE(name_of(r.checkpoint));
+            if (r.checkpoint.form == Checkpointing::NESTED) { continue; }
             REQUIRE(r.step.ran());
             const double within = D::device == CPU ? 0.03 : 40.0 * (1 << 20) / r.step.predicted;
             CHECK(r.step.peak == doctest::Approx(r.step.predicted).epsilon(within));
         }
-        for (int i : {0, 1, 2}) { CHECK(runs[i].step.peak < runs[i + 1].step.peak); }
+        for (int i : {0, 1}) { CHECK(runs[i].step.peak < runs[i + 1].step.peak); }
+        CHECK(runs[2].step.peak < runs[4].step.peak);
+        CHECK(runs[3].beside < runs[0].beside);
     }
 }
 TEST_CASE("gradient_checkpointing (b): peaks of the handout's size; what does not fit is a row") {
@@ -1113,17 +1071,21 @@ TEST_CASE("gradient_checkpointing (b): peaks of the handout's size; what does no
         context.checkpoint = checkpointing_from(checkpoint);
         CHECK(std::abs(predicted_peak(xl, 4, 2048, STEP) / 1048576.0 - mib) < 0.06);
     }
-    for (const CheckpointRun& r : run_sizes({"custom", 16384, 65536, 64, 128, 100}, small_run())) {
-        CHECK(r.step.is_oom());
+    for (const CheckpointRun& r : run_checkpoints({"custom", 16384, 65536, 64, 128, 100}, small_run())) {
+        CHECK(!r.step.ran());
     }
 }
 TEST_CASE("gradient_checkpointing: a small model without a GPU; exit 1 if no row ran") {
     Run quick = run_cs336({"gradient_checkpointing", "--device", "cpu", "--steps", "1", "--warmup", "0"});
     REQUIRE_MESSAGE(quick.exit_code == 0, quick.err);
-    CHECK(has(quick.out, "(b): tiny, 8 blocks, batch 1, context length 256"));
-    CHECK(has(quick.out,
-              "**(b)** In tiny a step's peak is least with 1 block per checkpoint: 13.7 MiB (predicted: "
-              "13.7). Beside it: 17.4 with 2 blocks and 39.5 without checkpoints."));
+    for (const char* says :
+         {"tiny, N = 8 blocks, precision fp32, mode eager; ", "; batch 1, context length: 256, vocabulary 100, ",
+          "| nested ", "**(a)** Linear nesting has the least peak: ",
+          "runs N (N - 1) / 2 = 28 blocks again, O(N^2) compute.", "        x = checkpoint(run, blocks[:-1], x)",
+          "**(b)** In tiny a step's peak is least with 1 block per checkpoint: 13.7 MiB. Beside it: 17.4 with 2 "
+          "blocks, 24.8 with 4 blocks, 39.5 with 8 blocks and 39.5 without checkpoints."}) {
+        CHECK_MESSAGE(has(quick.out, says), says, " in: ", quick.out);
+    }
     Run large = run_cs336({"gradient_checkpointing", "--device", "cpu", "--d_model", "16384", "--d_ff", "65536",
                            "--num_layers", "64", "--num_heads", "128"});
     CHECK(large.exit_code == 1);
@@ -1145,7 +1107,7 @@ static PassRun no_room() {
 }
 static StepRun step_run(const char* size, Precision precision, Mode mode, PassRun forward, PassRun backward,
                         PassRun both, PassRun step = {}) {
-    return {{size, 64, 64, 1, 1, 64}, precision, mode, {forward, backward, both, step}};
+    return {{size, 64, 64, 1, 1, 64}, precision, mode, {forward, both, step, backward}};
 }
 static void check_says(const std::string& text, const std::vector<std::string>& phrases) {
     for (const std::string& phrase : phrases) { CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text); }
@@ -1159,132 +1121,79 @@ TEST_CASE("answers step: benchmarking_script (b)") {
         step_run("2.7B", FP32, FLASH, took(145.16, 1.55), took(299.56, 0.03), took(443.72, 0.04), took(466.31, 0.04))};
     check_says(times(runs),
                {"**(b)** In fp32, mode flash, 2.7B takes 145.16 ms for forward, 299.56 ms for backward and 466.31 ms "
-                "for a step.\n",
-                "The standard deviation is small: at most 1.1 % of the mean (forward of 2.7B)."});
+                "for forward+backward+optimizer.\n",
+                "The standard deviation is small: at most 1.1 % of the mean."});
     runs[1].pass[FW] = took(145.16, 31.55);
     runs[1].pass[WHOLE_STEP] = no_room();
     check_says(times(runs), {"2.7B takes 145.16 ms for forward and 299.56 ms for backward. Out of memory: "
                              "forward+backward+optimizer of 2.7B.",
-                             "is large: up to 21.7 % of the mean (forward of 2.7B)."});
-    check_says(times({step_run("xl", FP32, EAGER, no_room(), no_room(), no_room())}),
-               {"In fp32, mode eager, nothing ran. Out of memory: forward of xl."});
-    CHECK(!has(times({step_run("xl", FP32, EAGER, took(3, 0, 1), {}, {})}), "deviation"));  // of one step
+                             "is large: up to 21.7 % of the mean."});
+    CHECK(!has(times({step_run("xl", FP32, EAGER, took(3, 0, 1), {}, {})}), "standard deviation"));  // of one step
 }
 TEST_CASE("answers step: benchmarking_script (c)") {
     RestoreContext restore;
     context.device = CUDA;
     std::vector<int> warmup = {0, 1, 2, 5};
     auto said = [&](const std::vector<StepRun>& runs) { return printed([&] { answer_warmup(runs, warmup); }); };
-    auto passes = [](PassRun forward, PassRun both) { return step_run("small", FP32, FLASH, forward, {}, both); };
-    std::vector<StepRun> runs = {
-        passes(took(19.52, 39.43), took(22.93, 5.82)), passes(took(6.99, 0.88), took(21.14, 2.74)),
-        passes(took(6.72, 0.01), took(20.27, 0.03)), passes(took(6.68, 0.00), took(20.19, 0.02))};
-    check_says(
-        said(runs),
-        {"**(c)** The first steps also load the kernels' code, create the cuBLAS handle and grow the pool: "
-         "forward takes 19.52 ms (standard deviation 39.43) after 0, 6.99 ms (standard deviation 0.88) after 1, "
-         "6.72 ms (standard deviation 0.01) after 2 and 6.68 ms (standard deviation 0.00) after 5 warm-up steps.",
-         "From 2 warm-up steps on the mean is the last one's, within 2 % or the noise"});
-    runs[1].pass[FW] = took(6.75, 0.02);
-    check_says(said(runs), {"From 1 warm-up step on the mean"});
-    runs[2].pass[FW] = took(7.72, 0.02);
-    check_says(said(runs), {"From 5 warm-up steps on the mean"});
-    runs[0] = passes(took(6.71, 0.03), took(20.2, 0.1));
-    CHECK(!has(said(runs), "the mean"));
-    check_says(said(runs), {"**(c)** Beyond the noise the first steps are not slower than the later ones: forward"});
-    context.device = CPU;  // where forward finds its memory touched, and backward does not
-    warmup = {0, 5};
-    check_says(said({passes(took(100.9, 0.2), took(358.7, 97.3)), passes(took(102.8, 2.1), took(295.4, 0.5))}),
-               {"touch their memory for the first time: forward+backward takes 358.70 ms"});
-    CHECK(said({passes(no_room(), {}), passes(no_room(), {})}) == "");
+    auto run = [](PassRun both) { return step_run("small", FP32, FLASH, {}, {}, both); };
+    std::vector<StepRun> runs = {run(took(32.93, 35.82)), run(took(22.14, 2.74)), run(took(20.27, 0.03)),
+                                 run(took(20.19, 0.02))};
+    check_says(said(runs),
+               {"**(c)** forward+backward takes 32.93 ms (standard deviation 35.82) after 0, 22.14 ms "
+                "(standard deviation 2.74) after 1, 20.27 ms (standard deviation 0.03) after 2 and 20.19 ms "
+                "(standard deviation 0.02) after 5 warm-up steps: the first steps also load the kernels' code, "
+                "create the cuBLAS handle and grow the pool.\n"});
+    context.device = CPU;
+    check_says(said(runs), {"steps: the first steps also touch their memory for the first time.\n"});
+    runs[0] = run(took(20.3, 0.1));
+    check_says(said(runs), {"steps: beyond the noise the first steps are not slower than the later ones.\n"});
+    CHECK(said({run(no_room()), run(no_room())}) == "");
 }
-TEST_CASE("answers step: torch_compile (b)") {
+TEST_CASE("answers step: settings side by side, as torch_compile (b) and benchmarking_mixed_precision (c)") {
     auto run = [](const char* size, Mode mode, PassRun forward, PassRun step) {
         return step_run(size, FP32, mode, forward, {}, {}, step);
     };
-    std::vector<StepRun> vanilla = {run("small", EAGER, took(10.53, 0.02), took(38.73, 0.06)),
-                                    run("2.7B", EAGER, took(172.87, 0.4), took(626.97, 0.7))};
-    std::vector<StepRun> compiled = {run("small", FUSED, took(7.37, 0.01), took(22.59, 0.04)),
-                                     run("2.7B", FUSED, took(148.73, 0.2), took(472.92, 0.4))};
-    auto said = [&] { return printed([&] { answer_torch_compile(vanilla, compiled); }); };
-    check_says(said(),
-               {"**(b)** In fp32, compiled forward is 1.43 times as fast as vanilla for small and 1.16 times as "
-                "fast as vanilla for 2.7B.",
-                "A whole step, with AdamW, is 1.71 times as fast as vanilla for small and 1.33 times"});
-    compiled[0].pass[FW] = took(9.9, 1.5);  // within the noise
-    compiled[1].pass[FW] = took(200, 1);
-    vanilla[1].pass[WHOLE_STEP] = no_room();
-    check_says(said(),
-               {"level with vanilla within the noise for small and slower than vanilla (0.86 times as fast) for "
-                "2.7B. Out of memory: forward+backward+optimizer of 2.7B.",
-                "is 1.71 times as fast as vanilla for small."});
-    for (auto* runs : {&vanilla, &compiled}) { *runs = {run("small", EAGER, no_room(), no_room())}; }
-    check_says(said(), {"In fp32, compiled forward is not to be compared. Out of memory: forward of small.",
-                        "A whole step, with AdamW, is not to be compared."});
+    Setting vanilla{"vanilla",
+                    {run("small", EAGER, took(10.53, 0.02), took(38.73, 0.06)),
+                     run("2.7B", EAGER, took(172.87, 0.4), took(626.97, 0.7))}},
+        compiled{"compiled",
+                 {run("small", FUSED, took(7.37, 0.01), took(22.59, 0.04)),
+                  run("2.7B", FUSED, took(148.73, 0.2), took(472.92, 0.4))}};
+    auto said = [&] { return printed([&] { compare_settings("", "b", {vanilla, compiled}, {FW, WHOLE_STEP}); }); };
+    CHECK(has(said(), "| small | forward                    |        10.53 |          7.37 |   1.43x |\n"));
+    check_says(said().substr(said().find("**")),
+               {"**(b)** Beside vanilla, compiled forward is 1.43 times as fast for small and 1.16 times as fast for "
+                "2.7B; forward+backward+optimizer is 1.71 times as fast for small and 1.33 times as fast for 2.7B.\n"});
+    compiled.runs[0].pass[FW] = took(9.9, 1.5);  // within the noise
+    compiled.runs[1].pass[FW] = took(200, 1);
+    vanilla.runs[1].pass[WHOLE_STEP] = no_room();
+    check_says(said().substr(said().find("**")),
+               {"forward is level within the noise for small and 0.86 times as fast for 2.7B; "
+                "forward+backward+optimizer is 1.71 times as fast for small. Out of memory: "
+                "forward+backward+optimizer of 2.7B.\n"});
+    vanilla.runs[0].pass[WHOLE_STEP] = no_room();
+    check_says(said().substr(said().find("**")), {"forward+backward+optimizer is not to be compared. Out of memory: "
+                                                  "forward+backward+optimizer of small and 2.7B."});
 }
-TEST_CASE("answers step: benchmarking_mixed_precision (c)") {
-    RestoreContext restore;
-    context.device = CUDA;
-    auto run = [](const char* size, Precision p, double both, double std) {
-        return step_run(size, p, FLASH, took(both / 3, std), took(both / 1.5, std), took(both, std));
-    };
-    std::vector<std::vector<StepRun>> runs = {
-        {run("small", FP32, 20.29, 0.02), run("2.7B", FP32, 443.65, 0.04)},
-        {run("small", PREC_BF16, 2.50, 0.01), run("2.7B", PREC_BF16, 37.08, 0.16)}};
-    auto said = [&] { return printed([&] { answer_mixed_precision(runs); }); };
-    check_says(said(),
-               {"Forward and backward in bf16 are 8.12 times as fast as fp32 for small and 11.96 times as fast as "
-                "fp32 for 2.7B.",
-                "The larger model gains more in bf16: products take more of its time"});
-    runs[1][1] = run("2.7B", PREC_BF16, 60, 0.1);
-    check_says(said(), {"The larger model gains no more in bf16 than the smaller."});
-    CHECK(!has(said(), "CPU"));
-    runs[0][1].pass[FWBW] = no_room();
-    CHECK(!has(said(), "The larger model"));
-    context.device = CPU;  // and busy: no verdict that the noise does not bear
-    runs = {{run("small", FP32, 245.67, 60)}, {run("small", TF32, 793.39, 900)}};
-    check_says(said(), {"Forward and backward in tf32 are level with fp32 within the noise for small.",
-                        "On a CPU low precision saves no arithmetic"});
-    runs[0][0].pass[FWBW] = no_room();
-    check_says(said(),
-               {"Forward and backward in tf32 are not to be compared.", "Out of memory: forward+backward of small."});
-}
-TEST_CASE("answers step: gradient_checkpointing (a)") {
-    std::vector<CheckpointStrategy> all = strategies_for(16);
-    const double peaks[] = {19.422, 1.946, 4, 1.603, 1.509};  // MiB, on a CPU
-    const int again[] = {0, 16, 16, 64, 120};
-    for (int i = 0; i < 5; i++) { all[i].peak = (size_t)(peaks[i] * (1 << 20)), all[i].again = again[i]; }
-    auto said = [&] { return printed([&] { answer_strategies(all); }); };
-    check_says(
-        said().substr(0, said().find("```")),
-        {"**(a)** With linear nesting the peak is least: 1.509 MiB, against 1.946 with each block a checkpoint and "
-         "19.422 without checkpoints.",
-         "It keeps the residuals of 1 block at a time and min(2, N) block inputs: O(1) memory. Backward runs N (N - "
-         "1) / 2 = 120 blocks again: O(N^2) compute."});
-    CHECK(has(said(), "        x = checkpoint(run, blocks[:-1], x)"));
-    CHECK(has(said(), "Nesting is worth its compute only where N inputs are large"));
-    all[3].peak = 1 << 20;
-    check_says(said(), {"With recursive halves the peak is least: 1.000 MiB", "1 + h block inputs: O(log N) memory",
-                        "N (h + 1) - 2^h = 64 blocks again: O(N log N) compute."});
-}
-TEST_CASE("answers step: gradient_checkpointing (b)") {
+TEST_CASE("answers step: gradient_checkpointing") {
     std::vector<CheckpointRun> runs;
-    for (const auto& [n, mib] : {std::pair<int, int>{1, 62651}, {2, 68753}, {4, 80957}, {8, 105365}, {0, 251782}}) {
-        CheckpointRun r{{n > 0 ? Checkpointing::GROUPS : Checkpointing::NONE, n}, took(6199.34, 1)};
-        r.step.predicted = (mib - 32ull) << 20, r.step.peak = (size_t)mib << 20;
-        runs.push_back(r);
+    for (const auto& [name, mib] :
+         {std::pair<const char*, int>{"1", 62651}, {"2", 68753}, {"4", 80957}, {"nested", 0}, {"none", 251782}}) {
+        runs.push_back({checkpointing_from(name), (mib + 7000ull) << 20, took(6199.34, 1)});
+        runs.back().step.predicted = (mib - 32ull) << 20, runs.back().step.peak = (size_t)mib << 20;
     }
-    const PassRun none = runs.back().step;
     runs.back().step.ms = {};
     auto said = [&] { return printed([&] { answer_sizes(runs, "xl (2026)"); }); };
-    check_says(said(), {"**(b)** In xl (2026) a step's peak is least with 1 block per checkpoint: 62651.0 MiB "
-                        "(predicted: 62619.0). Beside it: 68753.0 with 2 blocks and 251750.0 (out of memory) without "
-                        "checkpoints.",
-                        "A step then takes 6199.34 ms: without checkpoints it does not fit, so the price is known in "
-                        "FLOPs only, a third more."});
+    check_says(said(),
+               {"**(b)** In xl (2026) a step's peak is least with 1 block per checkpoint: 62651.0 MiB. Beside it: "
+                "68753.0 with 2 blocks, 80957.0 with 4 blocks and 251750.0 (out of memory) without checkpoints."});
     runs[1].step.peak = 62000ull << 20;
-    check_says(said(), {"least with 2 blocks per checkpoint: 62000.0 MiB (predicted: 68721.0). Beside it: 62651.0 "
-                        "with 1 block, 80957.0 with 4 blocks and 251750.0"});
-    runs.back().step = none, runs.back().step.ms.mean = 5000;
-    check_says(said(), {"6199.34 ms: slower than without checkpoints (0.81 times as fast)."});
+    check_says(said(), {"least with 2 blocks per checkpoint: 62000.0 MiB. Beside it: 62651.0 with 1 block, 80957.0"});
+    const std::string strategy = printed([&] { answer_strategy(runs, 32); });
+    check_says(
+        strategy.substr(0, strategy.find("```")),
+        {"**(a)** Linear nesting has the least peak: 7000.0 MiB beside weights and gradients, against 69651.0 with "
+         "each block a checkpoint and 258782.0 without checkpoints. It holds two inputs and one block's residuals, "
+         "O(1) memory, and runs N (N - 1) / 2 = 496 blocks again, O(N^2) compute."});
+    CHECK(has(strategy, "        x = checkpoint(run, blocks[:-1], x)"));
 }
