@@ -326,33 +326,23 @@ void by_quick(Options& o, const char* name, T Options::*field, const T& to) {
 enum Strategy { NO_SYNC, NAIVE, FLAT, OVERLAPPED, BUCKETED };
 const char* name_of(Strategy s);
 Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy, double bucket_mb);
-void check_same_parameters(const Communicator& c, const std::vector<Parameter>& parameters);  // on all ranks, or fails
 
-// The optimizer over flat weights, each element by itself, so that any range of elements can be a shard.
 enum Sharding {
     UNSHARDED,  // every rank steps all weights
     BROADCAST,  // the handout's: gradients are averaged before; each rank steps its shard, then sends it to all
     ZERO1,      // reduce-scatter of the gradients, each rank steps its shard, all-gather of the weights
 };
 const char* name_of(Sharding s);
-struct ParameterGroup {
+struct ParameterGroup {         // of an optimizer that steps each element by itself, so that any range can be a shard
     Tensor weights, gradients;  // flat
     AdamW adamw{};
     std::vector<int64_t> bounds{};  // of the shards
     Tensor m{}, v{};                // AdamW's, of the own shard, allocated at its first step
     int step = 0;
 };
-struct Optimizer {
-    Communicator c;
-    Sharding sharding = UNSHARDED;
-    std::vector<ParameterGroup> groups{};
-};
-void add_parameter_group(Optimizer& optimizer, ParameterGroup group);  // also between steps
-void optimizer_step(Optimizer& optimizer, float gradient_scale = 1);
-
 // Of the gradients of all ranks, the same on all, so all of them step, or none. It is infinite from 1.8e19 on.
 double norm_over_ranks(const Communicator& c, double square_sum);
-Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding);
+Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, const AdamW& adamw = {});
 
 // N ranks against one process
 constexpr int ROWS = 10, POSITIONS = 8, VOCABULARY = 100;  // rows: of each rank

@@ -79,18 +79,9 @@ static void gradient_is_ready(DataParallel& d, int64_t begin, int64_t end) {
     }
 }
 
-// A collective between different tensors would end in garbage, or abort inside Gloo.
-void check_same_parameters(const Communicator& c, const std::vector<Parameter>& parameters) {
-    if (context.device == META) { return; }
-    std::string mine;
-    for (const Parameter& p : parameters) { mine += p.name + " " + to_string(p.shape) + "\n"; }
-    if (gather_text(c, mine)[0] != mine) { fail("rank %d has another model than rank 0", c.rank); }
-}
-
-// Sends rank 0's weights to all, after checking that all ranks have the same parameters. bucket_mb: BUCKETED's cap.
+// Sends rank 0's weights to all. bucket_mb: BUCKETED's cap.
 static std::unique_ptr<DataParallel> data_parallel(const Communicator& c, Strategy strategy, double bucket_mb,
                                                    const Model& m) {
-    check_same_parameters(c, m.parameters);
     wait(c, broadcast(c, m.weights, 0));
     drop_weight_copies(m.slots);
     auto made = std::make_unique<DataParallel>();
@@ -143,14 +134,19 @@ const char* name_of(Sharding s) {
     return names[s];
 }
 
-void add_parameter_group(Optimizer& optimizer, ParameterGroup group) {
+struct Optimizer {
+    Communicator c;
+    Sharding sharding = UNSHARDED;
+    std::vector<ParameterGroup> groups{};
+};
+static void add_parameter_group(Optimizer& optimizer, ParameterGroup group) {  // also between steps
     int64_t n = group.weights.size(), world = optimizer.c.world;
     group.bounds = {0};
     for (int64_t r = 1; r <= world; r++) { group.bounds.push_back(n * r / world); }
     optimizer.groups.push_back(group);
 }
 
-void optimizer_step(Optimizer& o, float gradient_scale) {
+static void optimizer_step(Optimizer& o, float gradient_scale) {
     NoGrad no_grad;
     for (ParameterGroup& g : o.groups) {
         bool whole = o.sharding == UNSHARDED;
@@ -213,12 +209,11 @@ static void attach(Trainer& t, const Optimizer& optimizer) {  // which steps in 
                             [&](float gradient_scale) { optimizer_step(*t.sharded, gradient_scale); });
     };
 }
-Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding) {
+Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, const AdamW& adamw) {
     join_weights(model);
     Trainer t = data_parallel_trainer(c, std::move(model), sharding == ZERO1 ? NO_SYNC : FLAT, 0);
-    Optimizer optimizer = {c, sharding, {}};
-    add_parameter_group(optimizer, {t.model.weights, t.model.gradients});
-    attach(t, optimizer);
+    attach(t, {c, sharding});
+    add_parameter_group(*t.sharded, {t.model.weights, t.model.gradients, adamw});
     return t;
 }
 
@@ -749,18 +744,15 @@ static BucketModel bucket_model(const Communicator& c, double s) {
     const double a = ms(small), w = (large - small) / (ms(large) - a);
     return {s, std::max(a - small / w, 1e-4), w};
 }
-
 static void answer_bucket_model(const BucketModel& m) {
-    answer("b",
-           "A bucket takes s/(n_b w) to compute and o + s/(n_b w) to send, and sending goes on back to back once the "
-           "first is computed: overhead(s, w, o, n_b) = s/(n_b w) + n_b o. It is least, 2 sqrt(s o/w), for n_b = "
-           "sqrt(s/(o w)): the best bucket has s/n_b = sqrt(s o w) bytes.");
     const double bytes = std::min(m.s, sqrt(m.s * m.o * m.w));  // at least one bucket
-    answer("b",
-           "Timed alone, this run's fastest all-reduces have o = %.1f us and w = %.2f GB/s. With s = %.1f MB the best "
-           "bucket has %.1f MB%s and an overhead of %.2f ms.",
-           1e3 * m.o, m.w / 1e6, m.s / 1e6, bytes / 1e6, bytes < m.s ? "" : " (all gradients)",
-           bytes / m.w + m.s / bytes * m.o);
+    answer(
+        "b",
+        "A bucket takes s/(n_b w) to compute and o + s/(n_b w) to send, and sending goes on back to back once the "
+        "first is computed: overhead(s, w, o, n_b) = s/(n_b w) + n_b o. It is least, 2 sqrt(s o/w), for n_b = "
+        "sqrt(s/(o w)): the best bucket has s/n_b = sqrt(s o w) bytes. Timed alone, this run's fastest all-reduces "
+        "have o = %.1f us and w = %.2f GB/s. With s = %.1f MB the best bucket has %.1f MB and an overhead of %.2f ms.",
+        1e3 * m.o, m.w / 1e6, m.s / 1e6, bytes / 1e6, bytes / m.w + m.s / bytes * m.o);
 }
 static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, const BucketModel& m) {
     const DdpRun &none = runs[NO_SYNC], &flat = runs[FLAT], &over = runs[OVERLAPPED];
@@ -966,23 +958,22 @@ int cmd_communication_accounting(const Options& o) {
     print(t);
     answer_memory(o);
     const double B = least_batch(alpha, F, X, Y), overlapped = alpha * X / M_X;
-    answer("c", "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte.", o.tflops, o.bandwidth_gb, alpha);
     answer("c",
-           "Forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (%.1f x %g / %g) / (1 - "
+           "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte. Forward is compute bound from B = (alpha X / "
+           "M_X) / (1 - alpha Y / (M_Y F)) = (%.1f x %g / %g) / (1 - "
            "%.1f x %g / (%g x %g)) = %.0f tokens overall, %.1f per chip. This holds for every schedule: FSDP's "
            "gathers and TP's all-reduces take turns. Where both axes communicate at once, each over its own links, "
            "alpha X / M_X = %.0f tokens (%.1f per chip) are enough, with Y below M_Y F / alpha = %.1f.",
-           alpha, X, M_X, alpha, Y, M_Y, F, ceil(B), B / N, ceil(overlapped), overlapped / N, most_Y);
+           o.tflops, o.bandwidth_gb, alpha, alpha, X, M_X, alpha, Y, M_Y, F, ceil(B), B / N, ceil(overlapped),
+           overlapped / N, most_Y);
     // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of the time.
     const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
     answer("d",
            "The split can be chosen: the least batch is 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %g) = %.1f "
            "tokens per chip, at X = 2 alpha N / (M_Y F) = %.1f. Communication on both axes at once divides it by 4: "
            "alpha^2 / (M_X M_Y F) = %.1f. Fewer bytes (8-bit weights halve alpha X / M_X), more links per axis and "
-           "pipeline stages lower it further.",
+           "pipeline stages lower it further. Gradient accumulation does not, because each micro-batch gathers the "
+           "weights again. Activation checkpointing does not: it leaves forward's FLOPs and bytes as they are.",
            alpha, M_X, M_Y, F, per_chip, 2 * N / most_Y, per_chip / 4);
-    answer("d",
-           "Gradient accumulation does not, because each micro-batch gathers the weights again. Activation "
-           "checkpointing does not, because it leaves the forward's FLOPs and bytes as they are.");
     return 0;
 }

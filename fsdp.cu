@@ -56,7 +56,6 @@ static Tensor own_part(const Fsdp& f, const FsdpUnit& u, const Tensor& whole) {
 // under autocast. Gradients are as the shard.
 static std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vector<Parameter>& parameters,
                                          DType compute_dtype) {
-    check_same_parameters(c, parameters);
     auto made = std::make_unique<Fsdp>();
     Fsdp& f = *made;
     f.c = c, f.parameters = parameters;
@@ -419,19 +418,11 @@ int cmd_fsdp(const Options& o) {
 // with FSDP; (b) how long each unit's gather took, and how long the compute stream waited for it.
 
 enum Way { PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED, EARLY_ADAMW };  // early: see begin_step's steps_in_backward
-static const char* const way_names[] = {"DDP", "sharded optimizer", "FSDP", "FSDP, early AdamW"};
-enum { GATHER, WAIT, GATHER_AGAIN, WAIT_AGAIN, REDUCE, UNIT_TIMES };  // again: in backward; the last: waited for
-using FsdpUnitTimes = std::array<double, UNIT_TIMES>;                 // of gradients; ms, of the mean step
+enum { GATHER, WAIT, GATHER_AGAIN, WAIT_AGAIN, REDUCE, UNIT_TIMES };    // again: in backward; the last: waited for
+using FsdpUnitTimes = std::array<double, UNIT_TIMES>;                   // of gradients; ms, of the mean step
 struct FsdpRun : WayRun {
     std::vector<FsdpUnitTimes> units{};
 };
-
-static Trainer make_trainer(Way way, const Communicator& c, const Options& o) {
-    const ModelConfig config = configs_of(o)[0];
-    if (way >= FULLY_SHARDED) { return fsdp_trainer(c, config, o.seed, way == EARLY_ADAMW); }
-    Model model = random_model(config, o.seed);
-    return way == PLAIN_DDP ? data_parallel_trainer(c, model, OVERLAPPED, 0) : sharded_trainer(c, model, ZERO1);
-}
 
 // Adds the last of `steps` steps, so that the sums are means.
 static void add_unit_times(const Fsdp& f, int steps, std::vector<FsdpUnitTimes>& units) {
@@ -448,14 +439,6 @@ static void add_unit_times(const Fsdp& f, int steps, std::vector<FsdpUnitTimes>&
     for (const FsdpWait& w : f.reduce_waits) {  // the norms' unit is -1: theirs comes last, with the embedding's
         units[std::max(w.unit, 0)][REDUCE] += ms_of(w.got, w.asked) / steps;
     }
-}
-static FsdpRun measure(Way way, const Options& o, const Communicator& c) {
-    FsdpRun r{{way_names[way]}};
-    auto make = [&](const Communicator& c) { return make_trainer(way, c, o); };
-    run_way(r, c, o, make, 1, [&](Trainer& t) {
-        if (t.f && t.steps > o.warmup[0]) { add_unit_times(*t.f, o.steps, r.units); }
-    });
-    return r;
 }
 
 static void print_tables(const std::string& caption, const std::vector<FsdpRun>& runs) {
@@ -526,10 +509,19 @@ int cmd_fsdp_accounting(const Options& typed) {
     return run_ranks(typed, [&](const Communicator& c) {
         Options o = typed;
         const ModelConfig config = choose_step(o, c);
+        auto plain = [&] { return random_model(config, o.seed); };
+        const std::vector<std::pair<const char*, MakeTrainer>> ways = {
+            {"DDP", [&](auto& c) { return data_parallel_trainer(c, plain(), OVERLAPPED, 0); }},
+            {"sharded optimizer", [&](auto& c) { return sharded_trainer(c, plain(), ZERO1); }},
+            {"FSDP", [&](auto& c) { return fsdp_trainer(c, config, o.seed); }},
+            {"FSDP, early AdamW", [&](auto& c) { return fsdp_trainer(c, config, o.seed, true); }}};
         std::vector<FsdpRun> runs;
-        for (Way way : {PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED, EARLY_ADAMW}) {
-            if (way == EARLY_ADAMW && context.precision == PREC_FP16) { continue; }  // its step needs a norm first
-            runs.push_back(measure(way, o, c));
+        for (const auto& [name, make] : ways) {
+            if (runs.size() == EARLY_ADAMW && context.precision == PREC_FP16) { break; }  // its step needs a norm first
+            FsdpRun& r = runs.emplace_back(FsdpRun{{name}});
+            run_way(r, c, o, make, 1, [&](Trainer& t) {
+                if (t.f && t.steps > o.warmup[0]) { add_unit_times(*t.f, o.steps, r.units); }
+            });
         }
         double psi = 0;
         for (const Parameter& p : lay_out_model(config).parameters) { psi += (double)count(p.shape); }
@@ -751,14 +743,15 @@ static double step_flops(const ModelConfig& c, double B, double T) {
 
 constexpr int HEAD_CHUNK = 2048;  // rows of the logits that the loss makes at a time
 // A step takes its sequences one by one, a backward each.
-static Trainer make_trainer(const Communicator& c, const Options& o) {
-    const ModelConfig config = configs_of(o)[0];
-    if (c.world > 1) { return fsdp_trainer(c, config, o.seed); }
-    Trainer t;
-    t.model = random_model(config, o.seed);
-    make_optimizer_state(t.model);
-    if (o.batch_size > 1) { make_gradients(t.model); }  // in which they add up
-    return t;
+static MakeTrainer trainer_of(const Options& o) {
+    return [&o, config = configs_of(o)[0]](const Communicator& c) {
+        if (c.world > 1) { return fsdp_trainer(c, config, o.seed); }
+        Trainer t;
+        t.model = random_model(config, o.seed);
+        make_optimizer_state(t.model);
+        if (o.batch_size > 1) { make_gradients(t.model); }  // in which they add up
+        return t;
+    };
 }
 // Sets what runs again in backward, context's recompute and checkpoint: the least that leaves each of `world` ranks a
 // predicted peak of at most `room` bytes. What costs least comes first; in brackets per block and sequence of 8B on an
@@ -767,8 +760,7 @@ static Trainer make_trainer(const Communicator& c, const Options& o) {
 static void choose_what_runs_again(const Options& o, int world, double room) {
     auto peak = [&](bool recompute, const Checkpointing& checkpoint) {
         context.recompute = recompute, context.checkpoint = checkpoint;
-        return (double)steps_peak(
-            world, o, [&](const Communicator& c) { return make_trainer(c, o); }, o.batch_size);
+        return (double)steps_peak(world, o, trainer_of(o), o.batch_size);
     };
     if (peak(false, {}) <= room) { return; }
     const double nothing = peak(true, {});
@@ -781,20 +773,6 @@ static void choose_what_runs_again(const Options& o, int world, double room) {
     } else if (blocks <= room) {
         context.checkpoint = {Checkpointing::BLOCKS, enough(ffns, blocks)};
     }
-}
-
-static void measure(LeaderboardRun& r, const Communicator& c, const Options& o) {
-    run_way(
-        r, c, o, [&](const Communicator& c) { return make_trainer(c, o); }, o.batch_size,
-        [&](Trainer& t) {
-            if (t.steps == 1) { r.first_loss = mean_over_ranks(c, t.loss); }
-            if (t.steps > 0) { return; }
-            const int head = t.model.config.num_layers + 1;
-            t.model.pre_forward = [&t, head, gather = t.model.pre_forward](int unit) {
-                if (unit == head) { t.marks.push_back({HEAD_AND_LOSS, mark()}); }
-                if (gather) { gather(unit); }
-            };
-        });
 }
 
 static void print_tables(const LeaderboardRun& r, const std::string& caption) {
@@ -843,7 +821,14 @@ static void leaderboard(Options o, const Communicator& c) {
     o.batch_size /= c.world;
     // A thirtieth of what a step needs is left for NCCL, cuBLAS and the gaps between buffers.
     if (!o.has("checkpoint")) { choose_what_runs_again(o, c.world, room_of_each_rank(c) * 30.0 / 31); }
-    measure(r, c, o);
+    run_way(r, c, o, trainer_of(o), o.batch_size, [&](Trainer& t) {
+        if (t.steps == 1) { r.first_loss = mean_over_ranks(c, t.loss); }
+        if (t.steps > 0) { return; }
+        t.model.pre_forward = [&t, head = config.num_layers + 1, gather = t.model.pre_forward](int unit) {
+            if (unit == head) { t.marks.push_back({HEAD_AND_LOSS, mark()}); }
+            if (gather) { gather(unit); }
+        };
+    });
     if (c.rank == 0) {
         print_tables(r, caption_of(o, config, c) +
                             strprintf("; d_ff %d, %d heads, vocabulary %d, causal; a sequence per backward; %.4g FLOP "

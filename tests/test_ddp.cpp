@@ -245,19 +245,6 @@ TEST_CASE("ddp: --trace puts all ranks into one file") {
     CHECK(folder.files() == std::vector<std::string>{"trace.json"});  // no rank's own
 }
 
-TEST_CASE("ddp: ranks with different models stop before the first collective") {
-    if (lacks("gloo", CPU, 2)) { return; }
-    double before = now_ms();
-    const char* ranks =
-        "for r in 0 1; do RANK=$r WORLD_SIZE=2 CS336_RENDEZVOUS=%s timeout 20 %s naive_ddp_benchmarking --quick "
-        "--device cpu --timeout 3 --d_model $((32 + 32 * r)) --num_heads 4 & done; wait";
-    Folder folder;
-    std::string all = run_shell(strprintf(ranks, folder.path.c_str(), program().c_str())).out;
-    INFO(all);
-    CHECK(has(all, "rank 1 has another model than rank 0"));
-    CHECK(now_ms() - before < 5000);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Tests of the answers of ddp.cu: numbers that two and four H200s and 32 CPU threads gave, and others.
 
@@ -371,7 +358,7 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
     runs[7].ms[TOTAL] = of_six(104.02, 0.2);  // level
     check_says(answers(), {"As fast, within the noise or with the same calls: 1000 MB."});
     m = {7992.9e6, 50, 283.24e6};
-    check_says(answers(), {"the best bucket has 7992.9 MB (all gradients) and an overhead of 78.22 ms"});
+    check_says(answers(), {"the best bucket has 7992.9 MB and an overhead of 78.22 ms"});
 }
 
 TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {

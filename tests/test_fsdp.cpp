@@ -317,11 +317,13 @@ static void check_trainers(const Communicator& c) {
     const ModelConfig config = {"lm", 64, 96, 2, 4, 100};
     const int rows = 4, T = 16;
     auto plain = [&] { return random_model(config, c.rank); };  // rank 0's weights reach all
+    AdamW adamw;
+    adamw.eps = 1e-5f;  // else a gradient that is rounding alone moves its weight by lr, either way
     std::vector<std::pair<const char*, std::function<Trainer()>>> ways = {
-        {"sharded, broadcast", [&] { return sharded_trainer(c, plain(), BROADCAST); }},
-        {"sharded, ZeRO-1", [&] { return sharded_trainer(c, plain(), ZERO1); }},
-        {"FSDP", [&] { return fsdp_trainer(c, config, 0); }},
-        {"FSDP, early AdamW", [&] { return fsdp_trainer(c, config, 0, true); }}};
+        {"sharded, broadcast", [&] { return sharded_trainer(c, plain(), BROADCAST, adamw); }},
+        {"sharded, ZeRO-1", [&] { return sharded_trainer(c, plain(), ZERO1, adamw); }},
+        {"FSDP", [&] { return fsdp_trainer(c, config, 0, false, adamw); }},
+        {"FSDP, early AdamW", [&] { return fsdp_trainer(c, config, 0, true, adamw); }}};
     for (Strategy s : {NAIVE, FLAT, OVERLAPPED, BUCKETED}) {
         ways.push_back({name_of(s), [&, s] { return data_parallel_trainer(c, plain(), s, 0.05); }});
     }
@@ -329,13 +331,7 @@ static void check_trainers(const Communicator& c) {
         CAPTURE(std::string(name));
         Trainer ours = make(), whole;
         whole.model = random_model(config, 0);
-        // Else a gradient that is rounding alone moves its weight by lr, either way.
-        std::vector<AdamW*> optimizers = {&whole.adamw, &ours.adamw};
-        for (size_t i = 0; ours.sharded && i < ours.sharded->groups.size(); i++) {
-            optimizers.push_back(&ours.sharded->groups[i].adamw);
-        }
-        if (ours.f) { optimizers.push_back(&ours.f->shard.adamw); }
-        for (AdamW* adamw : optimizers) { adamw->eps = 1e-5f; }
+        whole.adamw = ours.adamw = adamw;
         std::vector<StepPart> parts;
         for (int step = 0; step < 3; step++) {
             const Batch all = random_batch(rows * c.world, T, 100, step);
@@ -725,7 +721,7 @@ TEST_CASE("accounting: table and answers") {
          "below 95 GB from N = 38 devices on (35 if a GB is taken as 2^30 bytes); with 2048 tokens per device, from N "
          "= 46",
          "= 10828 tokens per device on", "= 2555.6 FLOP per byte.",
-         "(c) Forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (2555.6 x 16 / 2) / (1 - "
+         " Forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (2555.6 x 16 / 2) / (1 - "
          "2555.6 x 4 / (1 x 53248)) = 25302 tokens overall, 395.3 per chip",
          "20445 tokens (319.4 per chip)", "= 245.3 tokens per chip, at X = 2 alpha N / (M_Y F) = 6.1.", "= 61.3."});
 }
@@ -821,10 +817,7 @@ static std::string chosen(double gib, int world) {
     choose_what_runs_again(o, world, room);
     const Checkpointing k = context.checkpoint;
     std::string text = caption_of(FLASH);
-    auto peak = [&] {
-        return steps_peak(
-            world, o, [&](auto& c) { return make_trainer(c, o); }, o.batch_size);
-    };
+    auto peak = [&] { return steps_peak(world, o, trainer_of(o), o.batch_size); };
     const size_t needs = peak();
     if (k.form == Checkpointing::GROUPS) { return text + (needs > room ? ", too large" : ""); }
     CHECK(needs <= room);
