@@ -13,13 +13,13 @@
 // The gradients lie in one buffer, in the order in which backward finishes them. So buckets are ranges of this buffer,
 // and nothing is copied.
 
-// Another way is a row here, its name in cs336.h, and its place in the list of the command that times it.
+// The ways, in the order of cs336.h's Strategy. Another one is a row here, a name there, and a place in the list of the
+// command that times it (cmd_..._benchmarking).
 static const struct {
     const char* name;
     double cap_mb;  // of a bucket, in 1e6 bytes; a tensor that is larger has one of its own
     bool at_once;
 } WAYS[] = {
-    // by Strategy
     {"no sync", NAN, false},    // sends nothing
     {"naive", 0, false},        // a bucket per tensor, afterwards
     {"flat", INFINITY, false},  // one bucket, afterwards
@@ -134,7 +134,7 @@ const char* name_of(Sharding s) {
     return names[s];
 }
 
-struct Optimizer {
+struct Optimizer {  // over flat weights
     Communicator c;
     Sharding sharding = UNSHARDED;
     std::vector<ParameterGroup> groups{};

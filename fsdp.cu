@@ -384,10 +384,9 @@ static WeightsCheck check_case(const Communicator& c, const FsdpCase& k, uint64_
         visit_whole(f, f.shard.weights, false, [&](const Parameter& p, const Tensor& got) {
             compare(check, got, view(whole.model.weights, p.offset, p.shape), atol, rtol);
         });
-    }  // the norms are replicated
-    if (!same_bits_everywhere(c, view(f.shard.weights, f.replicated, f.replicated_gradients.shape))) {
-        check.match = false;
     }
+    const Tensor norms = view(f.shard.weights, f.replicated, f.replicated_gradients.shape);
+    check.match = same_bits_everywhere(c, norms) && check.match;
     return check;
 }
 
@@ -446,16 +445,12 @@ static void print_tables(const std::string& caption, const std::vector<FsdpRun>&
         caption + "; (a): rank 0 at its peak, MiB; early AdamW: each unit's step in backward",
         {"Way", "peak", "predicted", "parameters", "copies", "gradients", "optimizer", "activations", "step (ms)"}};
     for (const FsdpRun& r : runs) {
+        auto cell = [&](double bytes) { return r.oom ? "" : strprintf("%.1f", mib_of(bytes)); };
         const size_t* by = r.use.peak_by;
-        memory.row(r.name, r.oom ? oom_cell(r.oom) : strprintf("%.1f", mib_of(r.use.peak)),
-                   strprintf("%.1f", mib_of(r.predicted)));
-        size_t rest = r.use.peak;
-        for (Category k : {PARAMETERS, WEIGHT_COPIES, GRADIENTS, OPTIMIZER}) {
-            memory.rows.back().push_back(r.oom ? "" : strprintf("%.1f", mib_of(by[k])));
-            rest -= by[k];
-        }
-        memory.rows.back().push_back(r.oom ? "" : strprintf("%.1f", mib_of(rest)));
-        memory.rows.back().push_back(r.oom ? "" : strprintf("%.2f", r.ms[TOTAL].mean));
+        memory.row(r.name, r.oom ? oom_cell(r.oom) : cell(r.use.peak), strprintf("%.1f", mib_of(r.predicted)),
+                   cell(by[PARAMETERS]), cell(by[WEIGHT_COPIES]), cell(by[GRADIENTS]), cell(by[OPTIMIZER]),
+                   cell(r.use.peak - by[PARAMETERS] - by[WEIGHT_COPIES] - by[GRADIENTS] - by[OPTIMIZER]),
+                   r.oom ? NAN : r.ms[TOTAL].mean);
     }
     print(memory);
     const std::vector<FsdpUnitTimes>& units = runs[FULLY_SHARDED].units;
