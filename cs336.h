@@ -324,41 +324,36 @@ void by_quick(Options& o, const char* name, T Options::*field, const T& to) {
 enum Strategy { NO_SYNC, NAIVE, FLAT, OVERLAPPED, BUCKETED };
 const char* name_of(Strategy s);
 Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy, double bucket_mb);
-void check_same_parameters(const Communicator& c, const std::vector<Parameter>& parameters);  // on all ranks, or fails
 
-// The optimizer over flat weights, each element by itself, so that any range of elements can be a shard.
 enum Sharding {
     UNSHARDED,  // every rank steps all weights
     BROADCAST,  // the handout's: gradients are averaged before; each rank steps its shard, then sends it to all
     ZERO1,      // reduce-scatter of the gradients, each rank steps its shard, all-gather of the weights
 };
 const char* name_of(Sharding s);
-struct ParameterGroup {
+struct ParameterGroup {         // of an optimizer that steps each element by itself, so that any range can be a shard
     Tensor weights, gradients;  // flat
-    bool sgd = false;           // p -= lr g; else AdamW
     AdamW adamw{};
     std::vector<int64_t> bounds{};  // of the shards
     Tensor m{}, v{};                // AdamW's, of the own shard, allocated at its first step
     int step = 0;
 };
-struct Optimizer {
-    Communicator c;
-    Sharding sharding = UNSHARDED;
-    std::vector<ParameterGroup> groups{};
-};
-void add_parameter_group(Optimizer& optimizer, ParameterGroup group);  // also between steps
-void optimizer_step(Optimizer& optimizer, float gradient_scale = 1);
-
 // Of the gradients of all ranks, the same on all, so all of them step, or none. It is infinite from 1.8e19 on.
 double norm_over_ranks(const Communicator& c, double square_sum);
-void attach(Trainer& t, const Optimizer& optimizer);  // which steps in place of the model's own
-Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding);
+Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, const AdamW& adamw = {});
 
-struct WeightsCheck {  // of several ranks' weights against those of a reference
-    std::string model, what;
+// N ranks against one process
+constexpr int ROWS = 10, POSITIONS = 8, VOCABULARY = 100;  // rows: of each rank
+// As SGD: AdamW without momentum and decay, and with an eps beside which the second moment does not count.
+AdamW sgd(double lr);
+std::vector<Batch> part_of(const Batch& all, const Communicator& c, int n);  // a rank's part of it, as n batches
+// A step of `ours` on the ranks' parts of a random batch, cut into so many, and of `whole` on all of it.
+void train_both(const Communicator& c, Trainer& ours, Trainer& whole, uint64_t seed, int batches = 1);
+struct WeightsCheck {  // of several ranks' weights against those of one process
+    std::string way, what;
     double max = 0, sum = 0;  // of the differences
     int64_t n = 0;            // differences
-    bool match = true, same_bits = true;
+    bool match = true;        // they are within the bounds, and all ranks hold the same bits
 };
 // Prints table and answer; fails if a row differs.
 void print_checks(const Communicator& c, const Table& table, const std::vector<WeightsCheck>& checks,
@@ -372,20 +367,31 @@ bool same_bits_everywhere(const Communicator& c, const Tensor& t);  // collectiv
 // For what several ranks run: one model, in one precision and mode, which the context gets; --quick's defaults.
 ModelConfig choose_step(Options& o, const Communicator& c);
 std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c);
-size_t room_of_each_rank(const Communicator& c);         // bytes, the least of all ranks'
-size_t lacks_room(const Communicator& c, size_t needs);  // 0: each rank has room for so many bytes; else needs
-// What a rank holds at most in two steps, each of `batches` batches of B sequences, predicted on META.
-size_t steps_peak(int world, const Options& o, const std::function<Trainer(const Communicator& planned)>& make, int B,
-                  int batches = 1);
-// Warms up, then takes timed steps; each is the mean over the ranks. `after` is called after each, also of the warm-up.
+size_t room_of_each_rank(const Communicator& c);  // bytes, the least of all ranks'
+// What a rank holds at most in two steps, each of n batches, predicted on META.
+using MakeTrainer = std::function<Trainer(const Communicator& c)>;
+size_t steps_peak(int world, const Options& o, const MakeTrainer& make, int n);
+
+// A way to train: what its steps take.
 using StepStats = std::array<Stats, STEP_NUMBERS>;
-StepStats timed_steps(
-    Trainer& t, const std::vector<Batch>& batches, const Options& o, const char* name,
-    const std::function<void()>& after = [] {});
+struct WayRun {
+    std::string name;
+    size_t predicted = 0, oom = 0;  // peak of a rank, in bytes; oom: the same where it does not fit, else 0
+    StepStats ms{};                 // the mean over the ranks
+    double loss = 0;                // of the last step, likewise
+    MemoryUse use{};                // of this rank, in these steps
+};
+// Where it fits, makes a trainer, warms up, and times steps of n batches. `see` is called before the first step and
+// after each, also of the warm-up.
+void run_way(
+    WayRun& r, const Communicator& c, const Options& o, const MakeTrainer& make, int n = 1,
+    const std::function<void(Trainer& t)>& see = [](Trainer&) {});
+// True in rank 0 of several, where one way ran, or all did; else it says why not. Fails where none did.
+bool can_compare(const Communicator& c, const std::vector<WayRun>& runs, bool all = true);
 // A row for each way: a step's time and its parts, or the bytes that it did not find.
 Table step_table(const std::string& caption, const char* what);
-void add_step(Table& table, const std::string& way, const StepStats& ms, size_t oom);
-Batch batch_of(const Options& o, const ModelConfig& m, int rank);  // random
+void add_step(Table& table, const WayRun& r);
+inline double mib_of(double bytes) { return bytes / 1048576; }
 // Every rank's values, of plain types, rank by rank.
 template <class T>
 std::vector<T> gather(const Communicator& c, const std::vector<T>& mine) {

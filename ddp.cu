@@ -10,10 +10,23 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Data parallel. The four ways differ in two things only: how the flat gradients are cut into buckets, and whether a
 // bucket goes as soon as backward has finished it or after all of backward.
-//   naive       a bucket per tensor, afterwards       overlapped  a bucket per tensor, at once
-//   flat        one bucket, afterwards                bucketed    as many tensors as fit the cap, at once
 // The gradients lie in one buffer, in the order in which backward finishes them. So buckets are ranges of this buffer,
 // and nothing is copied.
+
+// The ways, in the order of cs336.h's Strategy. Another one is a row here, a name there, and a place in the list of the
+// command that times it (cmd_..._benchmarking).
+static const struct {
+    const char* name;
+    double cap_mb;  // of a bucket, in 1e6 bytes; a tensor that is larger has one of its own
+    bool at_once;
+} WAYS[] = {
+    {"no sync", NAN, false},    // sends nothing
+    {"naive", 0, false},        // a bucket per tensor, afterwards
+    {"flat", INFINITY, false},  // one bucket, afterwards
+    {"overlapped", 0, true},    // a bucket per tensor, at once
+    {"bucketed", NAN, true},    // as many tensors as fit --bucket_size_mb, at once
+};
+const char* name_of(Strategy s) { return WAYS[s].name; }
 
 struct Bucket {          // what goes as one all-reduce
     int64_t begin, end;  // elements of the flat gradients
@@ -33,17 +46,12 @@ struct DataParallel {
     std::vector<WorkPtr> works;  // of this step
     ~DataParallel();
 };
-const char* name_of(Strategy s) {
-    static const char* const names[] = {"no sync", "naive", "flat", "overlapped", "bucketed"};
-    return names[s];
-}
 
-static void cut_into_buckets(DataParallel& d, double bucket_mb) {
-    double cap = d.strategy == FLAT ? INFINITY : d.strategy == BUCKETED ? bucket_mb * 1e6 : 0;
+static void cut_into_buckets(DataParallel& d, double cap_mb) {
     double bytes = 0;
     for (const Parameter& p : d.parameters) {
         double more = (double)count(p.shape) * size_of(d.gradients.dtype);
-        if (d.buckets.empty() || bytes + more > cap) {
+        if (d.buckets.empty() || bytes + more > 1e6 * cap_mb) {
             d.buckets.push_back({p.offset, 0, 0, 0});
             bytes = 0;
         }
@@ -66,23 +74,14 @@ static void gradient_is_ready(DataParallel& d, int64_t begin, int64_t end) {
         d.is_ready[i] = true;
         d.buckets[d.bucket_of[i]].missing--;
     }
-    bool at_once = d.strategy == OVERLAPPED || d.strategy == BUCKETED;
-    while (at_once && d.next < d.buckets.size() && d.buckets[d.next].missing == 0) { start_next_bucket(d); }
+    while (WAYS[d.strategy].at_once && d.next < d.buckets.size() && d.buckets[d.next].missing == 0) {
+        start_next_bucket(d);
+    }
 }
 
-// A collective between different tensors would end in garbage, or abort inside Gloo.
-void check_same_parameters(const Communicator& c, const std::vector<Parameter>& parameters) {
-    if (context.device == META) { return; }
-    std::string mine;
-    for (const Parameter& p : parameters) { mine += p.name + " " + to_string(p.shape) + "\n"; }
-    if (gather_text(c, mine)[0] != mine) { fail("rank %d has another model than rank 0", c.rank); }
-}
-
-// Sends rank 0's weights to all, after checking that all ranks have the same parameters. bucket_mb: BUCKETED's cap, in
-// 1e6 bytes; a larger tensor has a bucket of its own.
+// Sends rank 0's weights to all. bucket_mb: BUCKETED's cap.
 static std::unique_ptr<DataParallel> data_parallel(const Communicator& c, Strategy strategy, double bucket_mb,
                                                    const Model& m) {
-    check_same_parameters(c, m.parameters);
     wait(c, broadcast(c, m.weights, 0));
     drop_weight_copies(m.slots);
     auto made = std::make_unique<DataParallel>();
@@ -90,7 +89,7 @@ static std::unique_ptr<DataParallel> data_parallel(const Communicator& c, Strate
     d.c = c, d.strategy = strategy, d.gradients = m.gradients, d.parameters = m.parameters, d.slots = m.slots;
     d.is_ready.resize(m.parameters.size());
     if (strategy == NO_SYNC) { return made; }
-    cut_into_buckets(d, bucket_mb);
+    cut_into_buckets(d, strategy == BUCKETED ? bucket_mb : WAYS[strategy].cap_mb);
     for (const Tensor& t : d.slots) {
         int64_t begin = (t.gradient->value.data - d.gradients.data) / (int64_t)size_of(d.gradients.dtype);
         t.gradient->ready = [&d, begin, end = begin + t.size()] { gradient_is_ready(d, begin, end); };
@@ -135,14 +134,19 @@ const char* name_of(Sharding s) {
     return names[s];
 }
 
-void add_parameter_group(Optimizer& optimizer, ParameterGroup group) {
+struct Optimizer {  // over flat weights
+    Communicator c;
+    Sharding sharding = UNSHARDED;
+    std::vector<ParameterGroup> groups{};
+};
+static void add_parameter_group(Optimizer& optimizer, ParameterGroup group) {  // also between steps
     int64_t n = group.weights.size(), world = optimizer.c.world;
     group.bounds = {0};
     for (int64_t r = 1; r <= world; r++) { group.bounds.push_back(n * r / world); }
     optimizer.groups.push_back(group);
 }
 
-void optimizer_step(Optimizer& o, float gradient_scale) {
+static void optimizer_step(Optimizer& o, float gradient_scale) {
     NoGrad no_grad;
     for (ParameterGroup& g : o.groups) {
         bool whole = o.sharding == UNSHARDED;
@@ -150,9 +154,7 @@ void optimizer_step(Optimizer& o, float gradient_scale) {
         if (o.sharding == ZERO1) { wait(o.c, reduce_scatter(o.c, g.gradients, g.bounds, AVERAGE)); }
         g.step++;
         Tensor p = view(g.weights, begin, {n}), dp = view(g.gradients, begin, {n});
-        if (n > 0 && g.sgd) {
-            copy_or_add(p, scale(dp, -g.adamw.lr * gradient_scale), true);
-        } else if (n > 0) {
+        if (n > 0) {
             for (Tensor* moment : {&g.m, &g.v}) {
                 if (!*moment) { *moment = zeros({n}, p.dtype, OPTIMIZER); }
             }
@@ -195,7 +197,7 @@ double norm_over_ranks(const Communicator& c, double square_sum) {
     wait(c, all_reduce(c, sum, SUM));
     return std::sqrt(to_floats(sum)[0]);
 }
-void attach(Trainer& t, const Optimizer& optimizer) {
+static void attach(Trainer& t, const Optimizer& optimizer) {  // which steps in place of the model's own
     t.sharded = std::make_shared<Optimizer>(optimizer);
     t.step_optimizer = [](Trainer& t) {
         // Only the ranks together know whether it is finite. With ZeRO-1 it is that of sums, not yet of averages.
@@ -207,12 +209,11 @@ void attach(Trainer& t, const Optimizer& optimizer) {
                             [&](float gradient_scale) { optimizer_step(*t.sharded, gradient_scale); });
     };
 }
-Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding) {
+Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, const AdamW& adamw) {
     split_weights(model, false);
     Trainer t = data_parallel_trainer(c, std::move(model), sharding == ZERO1 ? NO_SYNC : FLAT, 0);
-    Optimizer optimizer = {c, sharding, {}};
-    add_parameter_group(optimizer, {t.model.weights, t.model.gradients});
-    attach(t, optimizer);
+    attach(t, {c, sharding});
+    add_parameter_group(*t.sharded, {t.model.weights, t.model.gradients, adamw});
     return t;
 }
 
@@ -234,10 +235,8 @@ size_t room_of_each_rank(const Communicator& c) {
     const std::vector<size_t> all = gather<size_t>(c, {available_memory(context.device) / sharing});
     return *std::min_element(all.begin(), all.end());
 }
-size_t lacks_room(const Communicator& c, size_t needs) { return needs <= room_of_each_rank(c) ? 0 : needs; }
 
 static std::string ranks(int n) { return counted(n, "rank"); }
-static const char* const ONE_RANK = "One rank has no other to share with, so there is nothing to compare.";
 
 // ---------------------------------------------------------------------------------------------------------------------
 // distributed_communication_single_node. With n ranks, an all-reduce of S bytes that takes t has, as nccl-tests define
@@ -275,35 +274,33 @@ static Stats time_all_reduce(const Communicator& c, int64_t n, int warmup, int s
 // runs: of each backend by ranks, then by size. missing: groups that could not run, and why.
 static void answer_distributed_communication_single_node(const std::vector<AllReduceRun>& runs,
                                                          const std::vector<std::string>& missing) {
-    const double least = runs.empty() ? 0 : runs.front().mb, most = runs.empty() ? 0 : runs.back().mb;
-    std::vector<AllReduceRun> small[2], large[2];  // of Gloo, of NCCL
+    std::vector<AllReduceRun> small[2], large[2];  // of Gloo, of NCCL; by ranks
     for (const AllReduceRun& r : runs) {
-        if (r.mb == least && !r.oom) { small[r.nccl].push_back(r); }
-        if (r.mb == most && !r.oom) { large[r.nccl].push_back(r); }
+        if (r.mb == runs.front().mb && !r.oom) { small[r.nccl].push_back(r); }
+        if (r.mb == runs.back().mb && !r.oom) { large[r.nccl].push_back(r); }
     }
     for (bool nccl : {false, true}) {
         const char* who = nccl ? "NCCL" : "Gloo";
         if (large[nccl].empty()) { continue; }
         const AllReduceRun &a = small[nccl][0], &b = large[nccl][0];
-        const double time = b.ms.median / a.ms.median;
+        const double time = b.ms.median / a.ms.median, bytes = b.mb / a.mb;
         answer(
             "size",
             "%s with %s takes %.3g ms for %g MB and %.4g ms for %g MB, %.3g times as long for %g times the bytes: %s.",
-            who, ranks(a.ranks).c_str(), a.ms.median, least, b.ms.median, most, time, most / least,
-            time < 0.8 * most / least ? "latency limits the small tensor, bandwidth the large one"
-                                      : "bandwidth limits both");
+            who, ranks(a.ranks).c_str(), a.ms.median, a.mb, b.ms.median, b.mb, time, bytes,
+            time < 0.8 * bytes ? "latency limits the small tensor, bandwidth the large one" : "bandwidth limits both");
         for (size_t i = 1; i < large[nccl].size(); i++) {
             const AllReduceRun &few = large[nccl][i - 1], &many = large[nccl][i];
             answer("ranks",
                    "From %d to %d ranks %s takes %.2f times as long for %g MB. A ring would take %.2f times as long.",
-                   few.ranks, many.ranks, who, many.ms.median / few.ms.median, most,
+                   few.ranks, many.ranks, who, many.ms.median / few.ms.median, b.mb,
                    ring(many.ranks) / ring(few.ranks));
         }
     }
     if (!large[0].empty() && !large[1].empty()) {
+        const AllReduceRun &a = small[1][0], &b = large[1][0];
         answer("backend", "With %d ranks Gloo takes %.3g times as long as NCCL for %g MB, and %.3g times for %g MB.",
-               small[1][0].ranks, small[0][0].ms.median / small[1][0].ms.median, least,
-               large[0][0].ms.median / large[1][0].ms.median, most);
+               a.ranks, small[0][0].ms.median / a.ms.median, a.mb, large[0][0].ms.median / b.ms.median, b.mb);
     }
     if (!missing.empty()) { answer("", "Not measured: %s.", list_of(missing).c_str()); }
 }
@@ -315,156 +312,89 @@ static void print_all_reduces(const Options& o, const std::vector<AllReduceRun>&
                           o.command.c_str(), counted(o.steps, "step").c_str(), counted(o.warmup[0], "warm-up").c_str()),
                 {"Backend", "Device", "Ranks", "Tensor Size (MB)", "median ms", "algbw (GB/s)", "busbw (GB/s)"}};
     for (const AllReduceRun& r : runs) {
-        auto cell = [&](const char* format, double x) { return r.oom ? "" : strprintf(format, x); };
-        const double rate = r.mb / r.ms.median;  // MB per ms are GB/s
+        const double rate = r.oom ? NAN : r.mb / r.ms.median;  // MB per ms are GB/s
         table.row(r.nccl ? "nccl" : "gloo", r.nccl ? "cuda" : "cpu", r.ranks, r.mb,
-                  r.oom ? oom_cell(r.oom) : cell("%.3f", r.ms.median), cell("%.2f", rate),
-                  cell("%.2f", rate * ring(r.ranks)));
+                  r.oom ? oom_cell(r.oom) : strprintf("%.3f", r.ms.median), rate, rate * ring(r.ranks));
     }
     print(table);
     answer_distributed_communication_single_node(runs, missing);
     if (std::all_of(runs.begin(), runs.end(), [](auto& r) { return r.oom > 0; })) { fail("no all-reduce ran"); }
 }
 
-// The handout's groups are this command again, as that many ranks, with the backend in GROUP. Rank 0 of each writes its
-// runs to the file whose descriptor is in RESULTS.
-static const char *const GROUP = "CS336_GROUP", *const RESULTS = "CS336_RESULTS";
+// The handout's groups are this command again, with --nproc and --backend. Rank 0 of each adds its runs to the file
+// whose descriptor is in RESULTS.
+static const char* const RESULTS = "CS336_RESULTS";
 
-static void run_group(const Options& o, const char* backend, int n, std::vector<AllReduceRun>& runs) {
-    std::unique_ptr<FILE, int (*)(FILE*)> results(tmpfile(), fclose);
-    if (!results) { fail("tmpfile: %s", strerror(errno)); }
-    setenv(GROUP, backend, true), setenv(RESULTS, std::to_string(fileno(results.get())).c_str(), true);
-    progress("all-reduce: %s, %d ranks", backend, n);
-    const int code = launch_ranks(n, o.command_line, o.timeout);
-    if (code != 0) { throw Failure(code, strprintf("%d ranks over %s ended with %d", n, backend, code)); }
-    AllReduceRun run;
-    for (rewind(results.get()); fread(&run, sizeof run, 1, results.get()) == 1;) { runs.push_back(run); }
-}
 static void run_as_rank(const Communicator& c, const Options& o) {
     std::vector<AllReduceRun> runs;
     const std::vector<double> handouts = {1, 10, 100, 1000}, quick = {1, 10};
     for (double mb : o.quick ? quick : handouts) {
         // On a rank's device; the CPU has what is compared with the sums, too.
-        const size_t oom = lacks_room(c, (size_t)(mb * 1e6) * (context.device == CPU ? 3 : 1));
-        const Stats ms = oom ? Stats{} : time_all_reduce(c, (int64_t)(mb * 1e6 / 4), o.warmup[0], o.steps);
-        runs.push_back({c.backend == "nccl", c.world, mb, ms, oom});
+        const size_t bytes = (size_t)(mb * 1e6) * (context.device == CPU ? 3 : 1);
+        AllReduceRun& r = runs.emplace_back(AllReduceRun{c.backend == "nccl", c.world, mb});
+        if (bytes > room_of_each_rank(c)) { r.oom = bytes; }
+        if (!r.oom) { r.ms = time_all_reduce(c, (int64_t)(mb * 1e6 / 4), o.warmup[0], o.steps); }
     }
-    const ssize_t bytes = runs.size() * sizeof(AllReduceRun);
     if (c.rank > 0) { return; }
-    if (!getenv(GROUP)) { return print_all_reduces(o, runs, {}); }
+    if (!getenv(RESULTS)) { return print_all_reduces(o, runs, {}); }
+    const ssize_t bytes = runs.size() * sizeof(AllReduceRun);
     if (write(atoi(getenv(RESULTS)), runs.data(), bytes) != bytes) { fail("%s: %s", RESULTS, strerror(errno)); }
 }
 int cmd_distributed_communication_single_node(const Options& asked) {
     Options o = asked;
-    if (o.quick) {
-        by_quick(o, "warmup", &Options::warmup, {1});
-        by_quick(o, "steps", &Options::steps, 3);
-    }
-    if (const char* backend = getenv(GROUP)) { o.backend = backend, o.device = o.backend == "gloo" ? "cpu" : "cuda"; }
-    if (is_rank() || o.has("nproc") || o.backend != "auto") {  // one group
+    if (o.quick) { by_quick(o, "warmup", &Options::warmup, {1}), by_quick(o, "steps", &Options::steps, 3); }
+    if (is_rank() || o.has("nproc") || o.has("backend")) {  // one group
         return run_ranks(o, [&](const Communicator& c) { run_as_rank(c, o); });
     }
-    std::vector<AllReduceRun> runs;
+    std::unique_ptr<FILE, int (*)(FILE*)> results(tmpfile(), fclose);
+    if (!results) { fail("tmpfile: %s", strerror(errno)); }
+    setenv(RESULTS, std::to_string(fileno(results.get())).c_str(), true);
     std::vector<std::string> missing;
     for (auto [backend, device] : {std::pair("gloo", CPU), {"nccl", CUDA}}) {
-        for (int n : {2, 4, 6, 8}) {  // the handout asks for 2, 4 and 6
-            if (o.device == (device == CPU ? "cuda" : "cpu") || (n == 8 && cuda_devices() < 8)) { continue; }
+        for (int n : {2, 4, 6}) {
+            if (o.device == (device == CPU ? "cuda" : "cpu")) { continue; }
             const std::string why = why_not(backend, device, n);
-            if (why.empty()) { run_group(o, backend, n, runs); }
-            if (why.empty()) { continue; }
-            missing.push_back(strprintf("%s from %d ranks on (%s)", backend, n, why.c_str()));
-            break;
+            if (!why.empty()) {
+                missing.push_back(strprintf("%s from %d ranks on (%s)", backend, n, why.c_str()));
+                break;
+            }
+            progress("all-reduce: %s, %d ranks", backend, n);
+            std::vector<std::string> words = o.command_line;
+            words.insert(words.end(), {"--nproc", std::to_string(n), "--backend", backend});
+            if (!o.has("device")) { words.insert(words.end(), {"--device", name_of(device)}); }
+            const int code = launch_ranks(n, words, o.timeout);
+            if (code != 0) { throw Failure(code, strprintf("%d ranks over %s ended with %d", n, backend, code)); }
         }
     }
+    std::vector<AllReduceRun> runs;
+    AllReduceRun run;
+    for (rewind(results.get()); fread(&run, sizeof run, 1, results.get()) == 1;) { runs.push_back(run); }
     context.device = cuda_devices() > 0 && o.device != "cpu" ? CUDA : CPU;
     print_all_reduces(o, runs, missing);
     return 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Models to train, as flat weights and gradients: the public tests' toy models, one with parameters that have no
-// gradient, and one with two layers that share their weight.
+// naive_ddp, ddp_overlap_individual_parameters, ddp_overlap_bucketed, and fsdp.cu's fsdp: N ranks, each with its part
+// of a batch, against one process that sees all of it, on a small Transformer. Each rank starts from other weights, so
+// that the broadcast is tested too. The weights are equal but for rounding: the sum over the batch is taken in another
+// order. optimizer_state_sharding: the same, sharded. The second parameter group comes after 5 of 10 steps.
 
-struct Toy {
-    Model model;                 // its weights may be longer than its gradients: those without come last
-    std::vector<Tensor> layers;  // products with ReLUs between them
-    Tensor bias;                 // of its second layer, or null
-    std::unique_ptr<DataParallel> d{};
-    Optimizer optimizer{};
-    std::vector<double> losses{};
-};
-constexpr int ROWS_A_RANK = 10;
+AdamW sgd(double lr) { return {(float)(1e6 * lr), 0, 0, 1e6f, 0}; }
 
-static int toy_outputs(const Options& o) { return o.edition == "2026" ? 10 : 5; }
-// These parameters, in backward order, in one buffer, and their gradients in another. rest: elements without gradient.
-static Model flat_model(const std::vector<std::pair<const char*, Shape>>& parameters, int64_t rest) {
-    Model m;
-    int64_t n = 0;
-    for (const auto& [name, shape] : parameters) {
-        m.parameters.push_back({name, shape, n, Tensor()});
-        n += count(shape);
+std::vector<Batch> part_of(const Batch& all, const Communicator& c, int n) {
+    const int64_t T = all.tokens.dim(1), rows = all.tokens.dim(0) / c.world / n;
+    std::vector<Batch> batches;
+    for (int64_t first = c.rank * n * rows; first < (c.rank + 1) * n * rows; first += rows) {
+        batches.push_back({view(all.tokens, first * T, {rows, T}), view(all.targets, first * T, {rows, T})});
     }
-    m.weights = zeros({n + rest}, F32, PARAMETERS), m.gradients = zeros({n}, F32, GRADIENTS);
-    for (Parameter& p : m.parameters) {
-        p.weight = require_gradient(view(m.weights, p.offset, p.shape));
-        p.weight.gradient->is_parameter = true;
-        p.weight.gradient->value = view(m.gradients, p.offset, p.shape);
-        m.slots.push_back(p.weight);
-    }
-    return m;
+    return batches;
 }
-static Toy make_toy(bool tied, const Options& o, uint64_t seed) {
-    const int out = toy_outputs(o);
-    Toy t;
-    t.model = tied ? flat_model({{"fc5.weight", {out, 50}},
-                                 {"fc3.weight", {10, 50}},
-                                 {"fc2.weight = fc4.weight", {50, 10}},
-                                 {"fc1.weight", {10, 10}}},
-                                0)
-                   : flat_model({{"fc3.weight", {out, 50}}, {"fc2.fc.weight", {50, 10}}, {"fc1.weight", {10, 10}}},
-                                50 + 2);  // fc2.fc.bias and no_grad_fixed_param
-    Model& m = t.model;
-    m.config.name = tied ? "ToyModelWithTiedWeights" : "ToyModel";
-    fill_normal(m.weights, seed, key_of(m.config.name), 0, 0.3f);
-    t.layers = {m.slots.rbegin(), m.slots.rend()};
-    if (tied) { t.layers.insert(t.layers.end() - 1, t.layers[1]); }
-    if (!tied) { t.bias = view(m.weights, m.gradients.size(), {50}); }
-    return t;
+void train_both(const Communicator& c, Trainer& ours, Trainer& whole, uint64_t seed, int batches) {
+    const Batch all = random_batch(ROWS * c.world, POSITIONS, VOCABULARY, seed);
+    train_step(ours, part_of(all, c, batches));
+    train_step(whole, {all});
 }
-// On step's batch of random data, ROWS_A_RANK rows for each rank: data parallel on this rank's, else on all of them.
-static void train_step(Toy& t, const Communicator& c, uint64_t seed, int step) {
-    if (t.d) { begin_step(*t.d); }
-    zero_gradients(t.model);
-    const int64_t all = ROWS_A_RANK * c.world, rows = t.d ? ROWS_A_RANK : all, first = t.d ? c.rank * rows : 0;
-    auto part = [&](const char* what, int64_t width) {
-        Tensor whole = empty({all, width}, F32, INPUTS);
-        fill_normal(whole, seed, key_of(what) + step, 0, 1);
-        return view(whole, first * width, {rows, width});
-    };
-    Tensor x = part("x", 10);
-    for (size_t i = 0; i < t.layers.size(); i++) {
-        x = linear(i > 0 ? relu(x) : x, t.layers[i]);
-        if (i == 1 && t.bias) { x = add(x, t.bias); }
-    }
-    Tensor loss = mean_all(square(sub(x, part("y", x.dim(-1)))));
-    backward(loss);
-    drop_weight_copies(t.model.slots);
-    if (t.d) { finish_gradient_synchronization(*t.d); }
-    optimizer_step(t.optimizer);
-    t.losses.push_back(to_doubles(loss)[0]);
-}
-static void add_group(Toy& t, int64_t begin, int64_t end, ParameterGroup group) {
-    group.weights = view(t.model.weights, begin, {end - begin});
-    group.gradients = view(t.model.gradients, begin, {end - begin});
-    add_parameter_group(t.optimizer, group);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// naive_ddp, ddp_overlap_individual_parameters, ddp_overlap_bucketed: N ranks against one process that sees the whole
-// batch. Each rank starts from other weights, so that the broadcast is tested too. The weights are equal but for
-// rounding: the sum over the batch is taken in another order.
-// optimizer_state_sharding: the public test's settings (AdamW, lr 0.1, decay 0.1), sharded against unsharded, both data
-// parallel. The second parameter group comes after 5 of 10 steps.
 
 void compare(WeightsCheck& d, const Tensor& got, const Tensor& want, double atol, double rtol) {
     std::vector<double> a = to_doubles(got), b = to_doubles(want);
@@ -481,110 +411,100 @@ bool same_bits_everywhere(const Communicator& c, const Tensor& t) {
     return everywhere(c, mine == gather<uint64_t>(c, {mine})[0]);
 }
 
-// what: whose weights, and the reference they are compared with.
-static void answer_weights(const std::vector<WeightsCheck>& checks, const std::string& what) {
-    auto passes = [](const WeightsCheck& x) { return x.match && x.same_bits; };
-    const int wrong = (int)checks.size() - std::count_if(checks.begin(), checks.end(), passes);
-    const WeightsCheck& worst = *std::max_element(checks.begin(), checks.end(), [&](auto& a, auto& b) {
-        return passes(a) == passes(b) ? a.max < b.max : passes(a);
-    });
-    const std::string largest = strprintf("the largest difference is %.2e (%s, %s)%s", worst.max, worst.model.c_str(),
-                                          worst.what.c_str(), wrong ? "" : ": sums are taken in another order");
-    answer("", "The weights of %s %s: %s. All ranks hold %s bits.", what.c_str(),
-           wrong ? strprintf("DIFFER in %d of %zu rows", wrong, checks.size()).c_str() : "match",
-           worst.max == 0 ? "there is no difference" : largest.c_str(), worst.same_bits ? "the same" : "DIFFERENT");
-}
 void print_checks(const Communicator& c, const Table& table, const std::vector<WeightsCheck>& checks,
                   const std::string& what) {
-    bool right = true;
-    for (const WeightsCheck& x : checks) { right = right && x.match && x.same_bits; }
-    if (c.rank == 0) { print(table), answer_weights(checks, what); }
-    if (!everywhere(c, right)) { fail("the weights differ"); }
+    const int wrong = std::count_if(checks.begin(), checks.end(), [](auto& x) { return !x.match; });
+    const WeightsCheck& worst =
+        *std::max_element(checks.begin(), checks.end(), [](auto& a, auto& b) { return a.max < b.max; });
+    if (c.rank == 0) {
+        print(table);
+        answer("", "The weights of %s %s: the largest difference is %.2e (%s, %s).%s", what.c_str(),
+               wrong ? strprintf("DIFFER in %d of %zu rows", wrong, checks.size()).c_str() : "match", worst.max,
+               worst.way.c_str(), worst.what.c_str(),
+               wrong ? "" : " Sums are taken in another order. All ranks hold the same bits.");
+    }
+    if (!everywhere(c, wrong == 0)) { fail("the weights differ"); }
 }
 
-struct ToyWay {  // of N ranks to train a toy
+struct CheckedWay {
     std::string name;
     Strategy strategy;
     double bucket_mb = 0;
     Sharding sharding = UNSHARDED;
-    int steps() const { return sharding == UNSHARDED ? 5 : 10; }
 };
-// Adds rows to checks and table. Gives what was trained, and its reference, with their losses.
-static std::pair<Toy, Toy> train_and_compare(const Communicator& c, const ToyWay& way, const Options& o, bool tied,
-                                             std::vector<WeightsCheck>& checks, Table& table) {
-    std::pair<Toy, Toy> both = {make_toy(tied, o, o.seed + c.rank), make_toy(tied, o, o.seed)};
-    auto& [ours, reference] = both;
-    const Model &got = ours.model, &want = reference.model;
-    ours.d = data_parallel(c, way.strategy, way.bucket_mb, got);
+constexpr int CHECKED_STEPS = 10;
+
+// The optimizer takes parameters from `begin` on, up to the one before `end`.
+static void add_group(Trainer& t, int64_t begin, int64_t end, double lr) {
+    ParameterGroup group{view(t.model.weights, begin, {end - begin}), view(t.model.gradients, begin, {end - begin})};
+    group.adamw.lr = (float)lr, group.adamw.weight_decay = 0.1f;
+    group.adamw.eps = 1e-5f;  // else a gradient that is rounding alone moves its weight by lr, either way
+    add_parameter_group(*t.sharded, group);
+}
+// Adds rows to checks and both tables.
+static void train_and_compare(const Communicator& c, const CheckedWay& way, uint64_t seed,
+                              std::vector<WeightsCheck>& checks, Table& table, Table& losses) {
+    const ModelConfig config = {"lm", 16, 32, 1, 2, VOCABULARY};
+    Trainer ours = data_parallel_trainer(c, random_model(config, seed + c.rank), way.strategy, way.bucket_mb), whole;
+    whole.model = random_model(config, seed);
+    make_gradients(whole.model);
+    ours.adamw = whole.adamw = sgd(0.1);
+    const Model &got = ours.model, &want = whole.model;
     const bool shards = way.sharding != UNSHARDED;
-    if (shards) { reference.d = data_parallel(c, FLAT, 0, want), ours.optimizer = {c, way.sharding}; }
-    const int64_t all = got.gradients.size(), first = shards ? got.parameters.back().offset : all;
-    ParameterGroup settings{};
-    settings.sgd = !shards, settings.adamw.weight_decay = 0.1f;
+    if (shards) { attach(ours, {c, way.sharding}), attach(whole, {}); }
+    const int64_t all = got.weights.size(), half = got.parameters[got.parameters.size() / 2].offset;
     std::vector<WeightsCheck> rows;
-    for (const Parameter& p : got.parameters) { rows.push_back({got.config.name + way.name, p.name}); }
-    for (int step = 0; step < way.steps(); step++) {
-        settings.adamw.lr = step < 5 ? 0.1f : 0.05f;
-        for (Toy* t : {&ours, &reference}) {
-            if (step == 0) { add_group(*t, 0, first, settings); }
-            if (step == 5) { add_group(*t, first, all, settings); }
-            train_step(*t, c, o.seed, step);
+    for (const Parameter& p : got.parameters) { rows.push_back({way.name, p.name}); }
+    for (int step = 0; step < CHECKED_STEPS; step++) {
+        for (Trainer* t : {&ours, &whole}) {
+            if (shards && step == 0) { add_group(*t, 0, half, 0.01); }
+            if (shards && step == CHECKED_STEPS / 2) { add_group(*t, half, all, 0.005); }
         }
+        train_both(c, ours, whole, seed + step);
+        const double loss = mean_over_ranks(c, ours.loss);
+        losses.row(way.name, step + 1, strprintf("%.6f", loss), strprintf("%.6f", whole.loss));
         for (size_t i = 0; i < rows.size(); i++) {
             compare(rows[i], got.parameters[i].weight, want.parameters[i].weight);
         }
     }
-    const bool same = same_bits_everywhere(c, got.weights);  // also those without a gradient
+    const bool same = same_bits_everywhere(c, got.weights);
     for (WeightsCheck& x : rows) {
-        x.same_bits = same;
-        table.row(x.model, ours.d->works.size(), x.what, strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n),
-                  x.match ? "match" : "DIFFER", same ? "identical" : "DIFFER");
+        x.match = x.match && same;
+        table.row(x.way, ours.d->works.size(), x.what, strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n),
+                  x.match ? "match" : "DIFFER");
         checks.push_back(x);
     }
-    return both;
 }
 
-static int check_ways(const Options& o, const std::vector<ToyWay>& ways) {
+static int check_ways(const Options& o, const std::vector<CheckedWay>& ways) {
     return run_ranks(o, [&](const Communicator& c) {
         const bool shards = ways[0].sharding != UNSHARDED;
-        const char* settings = shards ? "sharded against unsharded, after each of 10 steps; AdamW, Learning rate: 0.1, "
-                                        "weight decay 0.1, a second parameter group with half the rate after 5 steps"
-                                      : "data parallel against single-process training, after each of 5 steps; SGD, "
-                                        "Learning rate: 0.1";
         Table table{
-            strprintf("%s: weights, %s; World size: %d, Batch size: %d; toy models with %d outputs; backend %s; "
-                      "bits: of the ranks",
-                      o.command.c_str(), settings, c.world, ROWS_A_RANK * c.world, toy_outputs(o), c.backend.c_str()),
-            {"Model", "calls", "Parameter", "max diff", "mean diff", "Parameters", "bits"}};
-        Table losses{"Loss in each step: of data parallel (DDP), and of one process", {"Step"}};
-        for (int i = 0; i < ways[0].steps(); i++) { losses.row(i + 1); }
+            strprintf("%s: weights of %s against those of one process after each of %d steps; World size: %d, "
+                      "Batch size: %d; a Transformer of one block, d_model 16; %s; backend %s",
+                      o.command.c_str(), ranks(c.world).c_str(), CHECKED_STEPS, c.world, ROWS * c.world,
+                      shards ? "AdamW, Learning rate: 0.01, a second parameter group with half of it after 5 steps"
+                             : "SGD, Learning rate: 0.1",
+                      c.backend.c_str()),
+            {"Way", "calls", "Parameter", "max diff", "mean diff", "Parameters"}};
+        Table losses{"Loss in each step: of data parallel (DDP), and of one process",
+                     {"Way", "Step", "DDP", "one process"}};
         std::vector<WeightsCheck> checks;
-        for (bool tied : {false, true}) {
-            losses.columns.insert(losses.columns.end(), {tied ? "tied, DDP" : "ToyModel, DDP", "one process"});
-            for (const ToyWay& way : ways) {
-                const auto [ours, reference] = train_and_compare(c, way, o, tied, checks, table);
-                for (size_t i = 0; i < losses.rows.size() && &way == &ways[0]; i++) {  // of the first way only
-                    for (double loss : {mean_over_ranks(c, ours.losses[i]), reference.losses[i]}) {
-                        losses.rows[i].push_back(strprintf("%.6f", loss));
-                    }
-                }
-            }
-        }
-        if (c.rank == 0 && !shards) { print(losses); }
+        for (const CheckedWay& way : ways) { train_and_compare(c, way, o.seed, checks, table, losses); }
+        if (c.rank == 0) { print(losses); }
         print_checks(c, table, checks,
-                     shards ? "the sharded and of the unsharded optimizer on " + ranks(c.world)
-                            : "data parallel on " + ranks(c.world) + " and of one process with the whole batch");
+                     "data parallel on " + ranks(c.world) + " and of one process with the whole batch");
     });
 }
-int cmd_naive_ddp(const Options& o) { return check_ways(o, {{"", NAIVE}}); }
-int cmd_ddp_overlap_individual_parameters(const Options& o) { return check_ways(o, {{"", OVERLAPPED}}); }
+int cmd_naive_ddp(const Options& o) { return check_ways(o, {{"naive", NAIVE}}); }
+int cmd_ddp_overlap_individual_parameters(const Options& o) { return check_ways(o, {{"overlapped", OVERLAPPED}}); }
 int cmd_ddp_overlap_bucketed(const Options& o) {
-    std::vector<ToyWay> ways;
-    for (double mb : o.bucket_size_mb) { ways.push_back({strprintf(", %g MB", mb), BUCKETED, mb}); }
+    std::vector<CheckedWay> ways;
+    for (double mb : o.bucket_size_mb) { ways.push_back({strprintf("%g MB", mb), BUCKETED, mb}); }
     return check_ways(o, ways);
 }
 int cmd_optimizer_state_sharding(const Options& o) {
-    return check_ways(o, {{", broadcast", FLAT, 0, BROADCAST}, {", ZeRO-1", NO_SYNC, 0, ZERO1}});
+    return check_ways(o, {{"broadcast", FLAT, 0, BROADCAST}, {"ZeRO-1", NO_SYNC, 0, ZERO1}});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -600,10 +520,8 @@ ModelConfig choose_step(Options& o, const Communicator& c) {
         by_quick(o, "num_layers", &Options::num_layers, 4), by_quick(o, "num_heads", &Options::num_heads, 4);
     }
     if (o.quick) {
-        by_quick(o, "batch_size", &Options::batch_size, 1);
-        by_quick(o, "context_length", &Options::context_length, 32);
-        by_quick(o, "warmup", &Options::warmup, {1});
-        by_quick(o, "steps", &Options::steps, 3);
+        by_quick(o, "batch_size", &Options::batch_size, 1), by_quick(o, "context_length", &Options::context_length, 32);
+        by_quick(o, "warmup", &Options::warmup, {1}), by_quick(o, "steps", &Options::steps, 3);
     }
     const std::vector<ModelConfig> configs = configs_of(o);
     context.precision = precisions_of(o)[0];
@@ -618,21 +536,17 @@ std::string caption_of(const Options& o, const ModelConfig& m, const Communicato
         counted(m.num_layers, "layer").c_str(), name_of(context.precision), caption_of(context.mode).c_str(),
         counted(o.batch_size, "sequence").c_str(), o.context_length, o.warmup[0], counted(o.steps, "step").c_str());
 }
-Batch batch_of(const Options& o, const ModelConfig& m, int rank) {
-    return random_batch(o.batch_size, o.context_length, m.vocab_size, o.seed + 1 + rank);
+static std::vector<Batch> batches_of(const Options& o, const ModelConfig& m, const Communicator& c, int n) {
+    return part_of(random_batch(o.batch_size * c.world, o.context_length, m.vocab_size, o.seed + 1), c, n);
 }
-size_t steps_peak(int world, const Options& o, const std::function<Trainer(const Communicator&)>& make, int B,
-                  int batches) {
+size_t steps_peak(int world, const Options& o, const MakeTrainer& make, int n) {
     return planned_peak([&] {
         Communicator planned;
         planned.world = world;
         Trainer t = make(planned);
         reset_peak(META);
-        std::vector<Batch> all;
-        for (int i = 0; i < batches; i++) {
-            all.push_back(random_batch(B, o.context_length, t.model.config.vocab_size, 0));
-        }
-        train_step(t, all), train_step(t, all);  // FSDP has its moments from the first one's end on
+        const std::vector<Batch> batches = batches_of(o, t.model.config, planned, n);
+        train_step(t, batches), train_step(t, batches);  // FSDP has its moments from the first one's end on
     });
 }
 
@@ -644,15 +558,17 @@ static StepNumbers numbers_of(const Trainer& t) {
     if (t.add_communication) { t.add_communication(t, n); }
     return n;
 }
-StepStats timed_steps(Trainer& t, const std::vector<Batch>& batches, const Options& o, const char* name,
-                      const std::function<void()>& after) {
+// Warms up, then takes timed steps; each is the mean over the ranks.
+static StepStats timed_steps(Trainer& t, const std::vector<Batch>& batches, const Options& o, const char* name,
+                             const std::function<void(Trainer&)>& see) {
     std::vector<StepNumbers> mine;
+    see(t);
     for (int i = -o.warmup[0]; i < o.steps; i++) {
         if (t.c.links) { barrier(t.c); }
         train_step(t, batches);
         if (t.c.rank == 0) { progress("%s: step %d of %d", name, i + 1, o.steps); }
         if (i >= 0) { mine.push_back(numbers_of(t)); }
-        after();
+        see(t);
     }
     const std::vector<StepNumbers> all = gather(t.c, mine);  // rank by rank
     StepStats stats;
@@ -663,33 +579,45 @@ StepStats timed_steps(Trainer& t, const std::vector<Batch>& batches, const Optio
     }
     return stats;
 }
+void run_way(WayRun& r, const Communicator& c, const Options& o, const MakeTrainer& make, int n,
+             const std::function<void(Trainer&)>& see) {
+    r.predicted = steps_peak(c.world, o, make, n);
+    r.oom = r.predicted <= room_of_each_rank(c) ? 0 : r.predicted;
+    if (r.oom) { return; }
+    Trainer t = make(c);
+    reset_peak(context.device);
+    r.ms = timed_steps(t, batches_of(o, t.model.config, c, n), o, r.name.c_str(), see);
+    r.loss = mean_over_ranks(c, t.loss);
+    r.use = memory_use(context.device);
+}
 
-struct DdpRun {  // steps of one way
+struct DdpRun : WayRun {
     Strategy strategy;
-    double bucket_mb = 0;
-    StepStats ms{};  // over the steps
+    double bucket_mb;
     int calls = 0;
-    double mb = 0, loss = 0;  // mb: all-reduced per step; loss: of the last step
+    double mb = 0;  // all-reduced per step
+    DdpRun(Strategy s, double mb = 0)
+        : WayRun{mb > 0 ? strprintf("%g MB", mb) : name_of(s)}, strategy(s), bucket_mb(mb) {}
 };
 
-// Every way starts from the same weights and moments, so that their losses compare. traces: null, or gets one more
-// step, which is not timed.
-static void measure(const Communicator& c, const Options& o, const ModelConfig& config, DdpRun& run,
-                    std::vector<Trace>* traces) {
-    Trainer t = data_parallel_trainer(c, random_model(config, o.seed), run.strategy, run.bucket_mb);
-    const std::vector<Batch> batches = {batch_of(o, config, c.rank)};
-    run.ms = timed_steps(t, batches, o, name_of(run.strategy)), run.loss = mean_over_ranks(c, t.loss);
-    if (traces) {
-        start_tracing();
+// Every way starts from the same weights and moments, so that their losses compare.
+static void measure(const Communicator& c, const Options& o, const ModelConfig& config, DdpRun& r,
+                    std::vector<Trace>& traces) {
+    auto make = [&](const Communicator& c) {
+        return data_parallel_trainer(c, random_model(config, o.seed), r.strategy, r.bucket_mb);
+    };
+    run_way(r, c, o, make, 1, [&](Trainer& t) {
+        r.calls = (int)t.d->works.size(), r.mb = 0;
+        for (const WorkPtr& work : t.d->works) { r.mb += (double)work->bytes / 1e6; }
+        if (o.trace.empty() || t.steps < o.warmup[0] + o.steps) { return; }
+        start_tracing();  // one more step, which is not timed
         {
-            Range range(name_of(run.strategy));
+            Range range(name_of(r.strategy));
             barrier(c);
-            train_step(t, batches);
+            train_step(t, batches_of(o, config, c, 1));
         }
-        traces->push_back(stop_tracing());
-    }
-    run.calls = (int)t.d->works.size();
-    for (const WorkPtr& work : t.d->works) { run.mb += (double)work->bytes / 1e6; }
+        traces.push_back(stop_tracing());
+    });
 }
 
 static std::string part_cell(const Stats& ms, const Stats& total) {  // "28.49 ± 0.05, 21%" of the total
@@ -698,60 +626,66 @@ static std::string part_cell(const Stats& ms, const Stats& total) {  // "28.49 �
     const std::string noise = ms.n > 1 ? strprintf(" ± %.*f", digits, ms.std) : "";
     return strprintf("%.*f%s%s", digits, ms.mean, noise.c_str(), share.c_str());
 }
-// One process with the whole batch and, on the CPU, all cores; the other ranks wait. n = 0: it does not fit.
-static Stats single_process(const Communicator& c, Options o, const ModelConfig& config) {
-    Stats stats{};
+// One process with the whole batch and, on the CPU, all cores; the other ranks wait.
+static WayRun single_process(const Communicator& c, Options o, const ModelConfig& config) {
+    WayRun r{"one process"};
     if (c.rank == 0) {
         const int threads = omp_get_max_threads();
         omp_set_num_threads(omp_get_num_procs());
         o.batch_size *= c.world;
-        run_if_fits("one process", predicted_peak(config, o.batch_size, o.context_length, STEP), [&] {
+        run_way(r, Communicator(), o, [&](const Communicator&) {
             Trainer t;
             t.model = random_model(config, o.seed);
-            stats = timed_steps(t, {batch_of(o, config, 0)}, o, "one process")[TOTAL];
+            return t;
         });
         omp_set_num_threads(threads);
     }
     gather_text(c, "");
-    return stats;
+    return r;
+}
+
+bool can_compare(const Communicator& c, const std::vector<WayRun>& runs, bool all) {
+    const size_t fit = std::count_if(runs.begin(), runs.end(), [](const WayRun& r) { return r.oom == 0; });
+    if (fit == 0) { fail("no step ran: each rank needs %.1f GiB", runs.back().oom / 1073741824.0); }
+    const char* why = c.world == 1 ? "One rank has no other to share with, so there is nothing to compare."
+                      : all && fit < runs.size() ? "A way does not fit, so there is no comparison."
+                                                 : nullptr;
+    if (c.rank == 0 && why) { answer("", "%s", why); }
+    return c.rank == 0 && !why;
 }
 
 Table step_table(const std::string& caption, const char* what) {
     return {caption + "; mean ± deviation over the steps, share of the step",
             {what, "Total Time (ms)", "Forward (ms)", "Backward (ms)", "Exposed Comm (ms)", "Optimizer (ms)"}};
 }
-void add_step(Table& table, const std::string& name, const StepStats& ms, size_t oom) {
-    table.row(name);
+void add_step(Table& table, const WayRun& r) {
+    table.row(r.name);
     for (int part : {(int)TOTAL, (int)FORWARD_BLOCKS, (int)BACKWARD, (int)EXPOSED, (int)OPTIMIZER_STEP}) {
-        table.rows.back().push_back(!oom ? part_cell(ms[part], ms[TOTAL]) : part == TOTAL ? oom_cell(oom) : "");
+        table.rows.back().push_back(!r.oom ? part_cell(r.ms[part], r.ms[TOTAL]) : part == TOTAL ? oom_cell(r.oom) : "");
     }
 }
-// oom: bytes that no way's steps found, or 0.
-static void print_steps(const std::string& caption, const std::vector<DdpRun>& runs, const Stats& single,
-                        const Options& o, int ranks, size_t oom) {
+static void print_steps(const std::string& caption, const std::vector<DdpRun>& runs, const WayRun& single,
+                        const Options& o, int ranks) {
     Table parts = step_table(caption, "Strategy");
     Table comparison{
         strprintf(
             "The same steps: their all-reduces, throughput, step time saved (vs naive), speed-up over one process "
             "with the whole batch (%s), loss of the last step",
-            single.n ? strprintf("%.2f ms", single.mean).c_str() : "out of memory"),
+            single.oom ? "out of memory" : strprintf("%.2f ms", single.ms[TOTAL].mean).c_str()),
         {"Strategy", "Comm Time (ms)", "hidden", "calls", "MB per step", "Samples/s", "Tokens/s", "vs naive",
          "speed-up", "Loss"}};
-    double naive = NAN;
     for (const DdpRun& r : runs) {
         const double total = r.ms[TOTAL].mean, comm = r.ms[COMMUNICATION].mean;
         const double rate = 1e3 * o.batch_size * ranks / total;
-        const std::string name = r.strategy == BUCKETED ? strprintf("%g MB", r.bucket_mb) : name_of(r.strategy);
-        add_step(parts, name, r.ms, oom);
-        naive = r.strategy == NAIVE ? total : naive;
-        comparison.row(name, strprintf("%.2f", comm),
-                       comm > 0 ? strprintf("%.1f%%", 100 * r.ms[HIDDEN].mean / comm) : "", r.calls,
-                       strprintf("%.1f", r.mb), strprintf("%.2f", rate), strprintf("%.0f", rate * o.context_length),
-                       naive > 0 ? strprintf("%+.1f%%", 100 * (1 - total / naive)) : "",
-                       single.n ? strprintf("%.2fx", single.mean / total) : "", strprintf("%.4f", r.loss));
+        add_step(parts, r);
+        comparison.row(
+            r.name, strprintf("%.2f", comm), comm > 0 ? strprintf("%.1f%%", 100 * r.ms[HIDDEN].mean / comm) : "",
+            r.calls, strprintf("%.1f", r.mb), strprintf("%.2f", rate), strprintf("%.0f", rate * o.context_length),
+            r.strategy != NO_SYNC ? strprintf("%+.1f%%", 100 * (1 - total / runs[NAIVE].ms[TOTAL].mean)) : "",
+            single.oom ? "" : strprintf("%.2fx", single.ms[TOTAL].mean / total), strprintf("%.4f", r.loss));
     }
     print(parts);
-    if (!oom) { print(comparison); }
+    if (!runs[NAIVE].oom) { print(comparison); }
 }
 
 // "12.1 % less than naive (133.12 ms)", "2.10 times as long as flat (116.98 ms)", or "level with ... within the noise".
@@ -762,12 +696,9 @@ static std::string against(const Stats& ours, const Stats& theirs, const char* n
            : times > 2         ? strprintf("%.2f times as long as %s", times, they.c_str())
                                : strprintf("%.1f %% %s than %s", more, times > 1 ? "more" : "less", they.c_str());
 }
-static const DdpRun& run_of(const std::vector<DdpRun>& runs, Strategy strategy) {
-    return *std::find_if(runs.begin(), runs.end(), [&](const DdpRun& r) { return r.strategy == strategy; });
-}
-
+// In the answers the runs stand in the order of Strategy.
 static void answer_naive_ddp_benchmarking(const std::vector<DdpRun>& runs) {
-    const DdpRun &none = run_of(runs, NO_SYNC), &naive = run_of(runs, NAIVE);
+    const DdpRun &none = runs[NO_SYNC], &naive = runs[NAIVE];
     const double total = naive.ms[TOTAL].mean, exposed = naive.ms[EXPOSED].mean, comm = naive.ms[COMMUNICATION].mean;
     answer("",
            "A step takes %.2f ms: %s. %.2f ms of it (%.1f %%) are exposed communication, from the end of backward to "
@@ -776,7 +707,7 @@ static void answer_naive_ddp_benchmarking(const std::vector<DdpRun>& runs) {
            100 * exposed / total, naive.calls, naive.mb, comm, naive.mb / comm);
 }
 static void answer_minimal_ddp_flat_benchmarking(const std::vector<DdpRun>& runs) {
-    const DdpRun &naive = run_of(runs, NAIVE), &flat = run_of(runs, FLAT);
+    const DdpRun &naive = runs[NAIVE], &flat = runs[FLAT];
     answer("",
            "With one all-reduce for all gradients a step takes %.2f ms: %s. Exposed communication takes %.2f ms: %s. "
            "The all-reduce of %.1f MB takes %.2f ms: %s.",
@@ -785,11 +716,10 @@ static void answer_minimal_ddp_flat_benchmarking(const std::vector<DdpRun>& runs
            against(flat.ms[COMMUNICATION], naive.ms[COMMUNICATION], "naive's calls").c_str());
 }
 static void answer_ddp_overlap_individual_parameters_benchmarking(const std::vector<DdpRun>& runs) {
-    const DdpRun &none = run_of(runs, NO_SYNC), &naive = run_of(runs, NAIVE), &over = run_of(runs, OVERLAPPED);
+    const DdpRun &none = runs[NO_SYNC], &naive = runs[NAIVE], &over = runs[OVERLAPPED];
     const Stats &total = over.ms[TOTAL], &alone = none.ms[BACKWARD], &shared = over.ms[BACKWARD];
     answer("a", "Overlapped, a step takes %.2f ms: %s, %s, and %s.", total.mean,
-           against(total, naive.ms[TOTAL], "naive").c_str(),
-           against(total, run_of(runs, FLAT).ms[TOTAL], "flat").c_str(),
+           against(total, naive.ms[TOTAL], "naive").c_str(), against(total, runs[FLAT].ms[TOTAL], "flat").c_str(),
            against(total, none.ms[TOTAL], "without communication").c_str());
     if (shared.mean > alone.mean && !level(shared, alone)) {
         answer("a", "Hiding is not free: backward takes %.2f ms instead of %.2f, because both share the device.",
@@ -808,52 +738,46 @@ static void answer_ddp_overlap_individual_parameters_benchmarking(const std::vec
 struct BucketModel {
     double s, o, w;  // bytes, ms, bytes per ms
 };
-static BucketModel bucket_model(const Communicator& c, double s, bool quick) {
+static BucketModel bucket_model(const Communicator& c, double s) {
     auto ms = [&](double bytes) { return time_all_reduce(c, (int64_t)(bytes / 4), 3, 7).min; };  // noise only adds
-    const double small = 0.25e6, large = std::max(std::min(s, quick ? 16e6 : 256e6), 1e6);
+    const double small = 0.25e6, large = std::max(std::min(s, 256e6), 4e6);
     const double a = ms(small), w = (large - small) / (ms(large) - a);
-    return {s, std::max(a - small / w, 0.0), w};
+    return {s, std::max(a - small / w, 1e-4), w};
 }
-
 static void answer_bucket_model(const BucketModel& m) {
-    answer("b",
-           "A bucket takes s/(n_b w) to compute and o + s/(n_b w) to send, and sending goes on back to back once the "
-           "first is computed: overhead(s, w, o, n_b) = s/(n_b w) + n_b o. It is least, 2 sqrt(s o/w), for n_b = "
-           "sqrt(s/(o w)): the best bucket has s/n_b = sqrt(s o w) bytes.");
-    if (!(m.w > 0 && std::isfinite(m.w))) {
-        return answer("b", "This run gives no w: a larger all-reduce took no longer than a smaller one.");
-    }
     const double bytes = std::min(m.s, sqrt(m.s * m.o * m.w));  // at least one bucket
-    answer("b",
-           "Timed alone, this run's fastest all-reduces have o = %.1f us and w = %.2f GB/s. With s = %.1f MB the best "
-           "bucket has %.1f MB%s and an overhead of %.2f ms.",
-           1e3 * m.o, m.w / 1e6, m.s / 1e6, bytes / 1e6, bytes < m.s ? "" : " (all gradients)",
-           bytes / m.w + m.s / bytes * m.o);
+    answer(
+        "b",
+        "A bucket takes s/(n_b w) to compute and o + s/(n_b w) to send, and sending goes on back to back once the "
+        "first is computed: overhead(s, w, o, n_b) = s/(n_b w) + n_b o. It is least, 2 sqrt(s o/w), for n_b = "
+        "sqrt(s/(o w)): the best bucket has s/n_b = sqrt(s o w) bytes. Timed alone, this run's fastest all-reduces "
+        "have o = %.1f us and w = %.2f GB/s. With s = %.1f MB the best bucket has %.1f MB and an overhead of %.2f ms.",
+        1e3 * m.o, m.w / 1e6, m.s / 1e6, bytes / 1e6, bytes / m.w + m.s / bytes * m.o);
 }
 static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, const BucketModel& m) {
-    const DdpRun &none = run_of(runs, NO_SYNC), &flat = run_of(runs, FLAT), &over = run_of(runs, OVERLAPPED);
+    const DdpRun &none = runs[NO_SYNC], &flat = runs[FLAT], &over = runs[OVERLAPPED];
     const std::vector<DdpRun> buckets(&over + 1, runs.data() + runs.size());
-    auto by_time = [](const DdpRun& a, const DdpRun& b) { return a.ms[TOTAL].mean < b.ms[TOTAL].mean; };
-    auto by_calls = [](const DdpRun& a, const DdpRun& b) { return a.calls < b.calls; };
+    auto by_time = [](auto& a, auto& b) { return a.ms[TOTAL].mean < b.ms[TOTAL].mean; };
+    auto by_calls = [](auto& a, auto& b) { return a.calls < b.calls; };
     const DdpRun& best = *std::min_element(buckets.begin(), buckets.end(), by_time);
     const DdpRun& few = *std::min_element(buckets.begin(), buckets.end(), by_calls);
     std::vector<std::string> also;
     for (const DdpRun& r : buckets) {
         const bool same = r.calls == best.calls || level(r.ms[TOTAL], best.ms[TOTAL]);  // the same buckets, or times
-        if (&r != &best && same) { also.push_back(strprintf("%g MB", r.bucket_mb)); }
+        if (&r != &best && same) { also.push_back(r.name); }
     }
-    answer("a", "The fastest buckets have %g MB: a step takes %.2f ms, %s and %s.%s", best.bucket_mb,
+    answer("a", "The fastest buckets have %s: a step takes %.2f ms, %s and %s.%s", best.name.c_str(),
            best.ms[TOTAL].mean, against(best.ms[TOTAL], over.ms[TOTAL], "a tensor per call").c_str(),
            against(best.ms[TOTAL], flat.ms[TOTAL], "flat").c_str(),
            also.empty() ? "" : (" As fast, within the noise or with the same calls: " + list_of(also) + ".").c_str());
     auto less = [](const Stats& a, const Stats& b) { return a.mean < b.mean && !level(a, b); };
     answer("a",
            "Fewer calls should take less time, and %s: %.2f ms in %s, %.2f ms in %d. A large last bucket should leave "
-           "more exposed, and %s: %.2f ms with %g MB, %.2f ms with a tensor per call.",
+           "more exposed, and %s: %.2f ms with %s, %.2f ms with a tensor per call.",
            less(few.ms[COMMUNICATION], over.ms[COMMUNICATION]) ? "they do" : "here they do not",
            few.ms[COMMUNICATION].mean, counted(few.calls, "call").c_str(), over.ms[COMMUNICATION].mean, over.calls,
            less(over.ms[EXPOSED], few.ms[EXPOSED]) ? "it does" : "here it does not", few.ms[EXPOSED].mean,
-           few.bucket_mb, over.ms[EXPOSED].mean);
+           few.name.c_str(), over.ms[EXPOSED].mean);
     answer("a",
            "The model in (b) needs backward to take as long as communication. Here backward takes %.2f ms and flat's "
            "all-reduce %.2f ms, of which overlapped hides %.0f %%: they match with %.2f times the tokens per rank.",
@@ -868,37 +792,28 @@ static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
         Options o = asked;
         const ModelConfig config = choose_step(o, c);
         const std::string caption = caption_of(o, config, c);
-        auto make = [&](const Communicator& planned) {
-            return data_parallel_trainer(planned, random_model(config, o.seed), OVERLAPPED, 0);
-        };
-        const size_t oom = lacks_room(c, steps_peak(c.world, o, make, o.batch_size));
-        const Strategy last = runs.back().strategy;
-        BucketModel line{};
-        Stats single{};
-        if (!oom) {
-            std::vector<Trace> traces;
-            for (DdpRun& r : runs) { measure(c, o, config, r, o.trace.empty() ? nullptr : &traces); }
-            if (!o.trace.empty()) { write_trace(o.trace, traces, caption, c); }
-            single = single_process(c, o, config);
-            if (last == BUCKETED && c.world > 1) { line = bucket_model(c, runs.back().mb * 1e6, o.quick); }
-        }
-        if (c.rank == 0) { print_steps(caption, runs, single, o, c.world, oom); }
-        if (oom) { fail("no step ran: each rank needs %.1f GiB", oom / 1073741824.0); }
-        if (c.rank > 0) { return; }
-        if (c.world == 1) { return answer("", "%s", ONE_RANK); }
-        if (last == NAIVE) { answer_naive_ddp_benchmarking(runs); }
-        if (last == FLAT) { answer_minimal_ddp_flat_benchmarking(runs); }
-        if (last == OVERLAPPED) { answer_ddp_overlap_individual_parameters_benchmarking(runs); }
-        if (last == BUCKETED) { answer_ddp_bucketed_benchmarking(runs, line); }
+        std::vector<Trace> traces;
+        for (DdpRun& r : runs) { measure(c, o, config, r, traces); }
+        if (!o.trace.empty()) { write_trace(o.trace, traces, caption, c); }
+        const WayRun single = single_process(c, o, config);
+        const DdpRun& last = runs.back();
+        const bool models = last.strategy == BUCKETED && c.world > 1 && !last.oom;
+        const BucketModel line = models ? bucket_model(c, last.mb * 1e6) : BucketModel{};
+        if (c.rank == 0) { print_steps(caption, runs, single, o, c.world); }
+        if (!can_compare(c, {runs.begin(), runs.end()})) { return; }
+        if (last.strategy == NAIVE) { answer_naive_ddp_benchmarking(runs); }
+        if (last.strategy == FLAT) { answer_minimal_ddp_flat_benchmarking(runs); }
+        if (last.strategy == OVERLAPPED) { answer_ddp_overlap_individual_parameters_benchmarking(runs); }
+        if (last.strategy == BUCKETED) { answer_ddp_bucketed_benchmarking(runs, line); }
     });
 }
-int cmd_naive_ddp_benchmarking(const Options& o) { return benchmark(o, {{NO_SYNC}, {NAIVE}}); }
-int cmd_minimal_ddp_flat_benchmarking(const Options& o) { return benchmark(o, {{NO_SYNC}, {NAIVE}, {FLAT}}); }
+int cmd_naive_ddp_benchmarking(const Options& o) { return benchmark(o, {NO_SYNC, NAIVE}); }
+int cmd_minimal_ddp_flat_benchmarking(const Options& o) { return benchmark(o, {NO_SYNC, NAIVE, FLAT}); }
 int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o) {
-    return benchmark(o, {{NO_SYNC}, {NAIVE}, {FLAT}, {OVERLAPPED}});
+    return benchmark(o, {NO_SYNC, NAIVE, FLAT, OVERLAPPED});
 }
 int cmd_ddp_bucketed_benchmarking(const Options& o) {
-    std::vector<DdpRun> runs = {{NO_SYNC}, {NAIVE}, {FLAT}, {OVERLAPPED}};
+    std::vector<DdpRun> runs = {NO_SYNC, NAIVE, FLAT, OVERLAPPED};
     for (double mb : o.bucket_size_mb) { runs.push_back({BUCKETED, mb}); }
     return benchmark(o, runs);
 }
@@ -906,41 +821,41 @@ int cmd_ddp_bucketed_benchmarking(const Options& o) {
 // ---------------------------------------------------------------------------------------------------------------------
 // optimizer_state_sharding_accounting: peak memory in three stretches of a first step and in later steps; their time
 
-struct ShardingRun {
+struct ShardingRun : WayRun {
     Sharding sharding;
     std::vector<std::pair<const char*, MemoryUse>> peaks{};  // moment, peak since the one before
-    StepStats ms{};
-    double mb_sent = 0;
-    size_t oom = 0;
+    ShardingRun(Sharding s) : WayRun{name_of(s)}, sharding(s) {}
 };
 static void run_sharded(const Communicator& c, const Options& o, const ModelConfig& config, ShardingRun& r) {
-    reset_peak(context.device);
-    const std::vector<Batch> batches = {batch_of(o, config, c.rank)};
-    Model model = make_model(config);
-    init_weights(model, o.seed);
     auto moment = [&](const char* what) {
         synchronize();
         r.peaks.emplace_back(what, memory_use(context.device));
         reset_peak(context.device);
     };
-    moment("after init");
-    Trainer t = sharded_trainer(c, model, r.sharding);
-    train_step(t, batches, [&](StepPart part) {
-        if (part == OPTIMIZER_STEP) { moment("before step"); }
+    auto make = [&](const Communicator& c) {
+        reset_peak(context.device);
+        Model model = make_model(config);
+        init_weights(model, o.seed);
+        if (c.links) { moment("after init"); }
+        return sharded_trainer(c, model, r.sharding);
+    };
+    run_way(r, c, o, make, 1, [&](Trainer& t) {
+        if (t.steps == 1) { moment("after step"); }
+        if (t.steps > 0) { return; }
+        t.step_optimizer = [&, step = t.step_optimizer](Trainer& t) {
+            if (t.steps == 0) { moment("before step"); }
+            return step(t);
+        };
     });
-    moment("after step");
-    r.ms = timed_steps(t, batches, o, name_of(r.sharding));
-    moment("later steps");
-    const bool scatters = r.sharding == ZERO1 && c.backend == "nccl";  // over Gloo an all-reduce stands for it
-    r.mb_sent = (scatters || r.sharding == UNSHARDED ? 2 : 3) * 4e-6 * model.weights.size() * (c.world - 1) / c.world;
+    if (!r.oom) { r.peaks.emplace_back("later steps", r.use); }
 }
 
-static double mib(double bytes) { return bytes / 1048576; }
 static void answer_optimizer_state_sharding_accounting(const std::vector<ShardingRun>& runs, int ranks) {
-    const ShardingRun &whole = runs[0], &ours = runs[1], &zero = runs[2];
-    if (whole.oom || ours.oom || zero.oom) { return answer("", "A way does not fit, so there is no comparison."); }
-    auto peak = [](const ShardingRun& r, int i) { return mib(r.peaks[i].second.peak); };
-    auto state = [](const ShardingRun& r) { return mib(r.peaks[2].second.peak_by[OPTIMIZER]); };
+    const ShardingRun &whole = runs[UNSHARDED], &ours = runs[BROADCAST], &zero = runs[ZERO1];
+    const size_t weights = whole.peaks[1].second.peak_by[PARAMETERS];  // 4 Psi bytes
+    const double part = 1e-6 * weights * (ranks - 1) / ranks;          // MB, of which a rank sends two or three
+    auto peak = [](const ShardingRun& r, int i) { return mib_of(r.peaks[i].second.peak); };
+    auto state = [](const ShardingRun& r) { return mib_of(r.peaks[2].second.peak_by[OPTIMIZER]); };
     answer("a",
            "Peaks after init, before the optimizer's step and after it: %.1f, %.1f and %.1f MiB unsharded, %.1f, %.1f "
            "and %.1f MiB sharded.",
@@ -948,53 +863,42 @@ static void answer_optimizer_state_sharding_accounting(const std::vector<Shardin
     answer("a",
            "Before the step weights and gradients take %.1f MiB each, activations the rest. The step adds AdamW's "
            "moments: %.1f MiB unsharded, %.1f MiB sharded, which is %sthe expected 1/%d.",
-           mib(whole.peaks[1].second.peak_by[PARAMETERS]), state(whole), state(ours),
+           mib_of(weights), state(whole), state(ours),
            std::fabs(state(ours) / state(whole) - 1.0 / ranks) < 0.01 ? "" : "not ", ranks);
     answer("b",
            "An iteration takes %.2f ms sharded, %s. Each rank steps only its share but then broadcasts it: it sends "
            "%.1f MB per step instead of %.1f, and its optimizer takes %.2f ms, %s.",
-           ours.ms[TOTAL].mean, against(ours.ms[TOTAL], whole.ms[TOTAL], "unsharded").c_str(), ours.mb_sent,
-           whole.mb_sent, ours.ms[OPTIMIZER_STEP].mean,
+           ours.ms[TOTAL].mean, against(ours.ms[TOTAL], whole.ms[TOTAL], "unsharded").c_str(), 3 * part, 2 * part,
+           ours.ms[OPTIMIZER_STEP].mean,
            against(ours.ms[OPTIMIZER_STEP], whole.ms[OPTIMIZER_STEP], "unsharded").c_str());
     answer("c",
            "ZeRO-1, too, shards only the optimizer's state: %.1f MiB per rank, where ours takes %.1f MiB. It "
            "reduce-scatters gradients and all-gathers weights, so of Psi parameters a rank sends 2 Psi (N-1)/N "
-           "elements (%.1f MB). Ours all-reduces gradients and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).%s",
-           state(zero), state(ours), ours.mb_sent * 2 / 3, ours.mb_sent,
-           zero.mb_sent < ours.mb_sent
-               ? ""
-               : " Over Gloo an all-reduce stands for the reduce-scatter here, and both send as much.");
+           "elements (%.1f MB). Ours all-reduces gradients and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).",
+           state(zero), state(ours), 2 * part, 3 * part);
 }
 int cmd_optimizer_state_sharding_accounting(const Options& asked) {
     return run_ranks(asked, [&](const Communicator& c) {
         Options o = asked;
         const ModelConfig config = choose_step(o, c);
-        Table time = step_table(caption_of(o, config, c) +
-                                    "; optimizer: with the wait for new weights, in ZeRO-1 for "
-                                    "gradients, too",
-                                "Optimizer");
+        const char* waits = "; optimizer: with the wait for new weights, in ZeRO-1 for gradients, too";
+        Table time = step_table(caption_of(o, config, c) + waits, "Optimizer");
         Table memory{"Peaks of rank 0 in a first step, and in later ones, MiB",
                      {"Optimizer", "Moment", "parameters", "gradients", "optimizer state", "the rest", "peak"}};
-        std::vector<ShardingRun> runs = {{UNSHARDED}, {BROADCAST}, {ZERO1}};
+        std::vector<ShardingRun> runs = {UNSHARDED, BROADCAST, ZERO1};
         for (ShardingRun& r : runs) {
-            auto make = [&](const Communicator& planned) {
-                return sharded_trainer(planned, make_model(config), r.sharding);
-            };
-            r.oom = lacks_room(c, steps_peak(c.world, o, make, o.batch_size));
-            if (!r.oom) { run_sharded(c, o, config, r); }
-            add_step(time, name_of(r.sharding), r.ms, r.oom);
-            auto cell = [](double x) { return strprintf("%.1f", mib(x)); };
+            run_sharded(c, o, config, r);
+            add_step(time, r);
+            auto cell = [](double x) { return strprintf("%.1f", mib_of(x)); };
             for (const auto& [what, use] : r.peaks) {
                 const size_t *by = use.peak_by, known = by[PARAMETERS] + by[GRADIENTS] + by[OPTIMIZER];
-                memory.row(name_of(r.sharding), what, cell(by[PARAMETERS]), cell(by[GRADIENTS]), cell(by[OPTIMIZER]),
+                memory.row(r.name, what, cell(by[PARAMETERS]), cell(by[GRADIENTS]), cell(by[OPTIMIZER]),
                            cell(use.peak - known), cell(use.peak));
             }
         }
         if (c.rank == 0) { print(time); }
         if (c.rank == 0 && !memory.rows.empty()) { print(memory); }
-        if (runs[2].oom) { fail("no step ran: each rank needs %.1f GiB", runs[2].oom / 1073741824.0); }
-        if (c.rank == 0 && c.world > 1) { answer_optimizer_state_sharding_accounting(runs, c.world); }
-        if (c.rank == 0 && c.world == 1) { answer("", "%s", ONE_RANK); }
+        if (can_compare(c, {runs.begin(), runs.end()})) { answer_optimizer_state_sharding_accounting(runs, c.world); }
     });
 }
 
@@ -1010,9 +914,9 @@ static const double GB = 1e9, GIB = 1073741824.0;
 static const double GPU_GB = 80, CHIP_GB = 95;  // the memory of a GPU in (a), of a chip in (b)
 static const double M_X = 2, M_Y = 1;           // mesh axes, so links, of the FSDP and of the TP traffic
 
-// The least N with (16 P + A/2) / N + A/2 < memory; 0: none.
+// The least N with (16 P + A/2) / N + A/2 < memory.
 static double least_devices(double P, double A, double memory) {
-    return A / 2 < memory ? floor((16 * P + A / 2) / (memory - A / 2)) + 1 : 0;
+    return A / 2 < memory ? floor((16 * P + A / 2) / (memory - A / 2)) + 1 : INFINITY;
 }
 static void answer_memory(const Options& o) {
     const double D = o.d_model, F = o.d_ff, L = o.num_layers, P = 2 * D * F * L, per_token = 2 * L * (D + F);
@@ -1023,66 +927,53 @@ static void answer_memory(const Options& o) {
            "%.0f bytes per token in bf16.",
            D, F, L, P, 4 * P / GB, 4 * P / GIB, 16 * P / GB, 16 * P / GIB, 16 * P / GB, GPU_GB, 16 * P / GB / GPU_GB,
            ceil(16 * P / GB / GPU_GB), ceil(16 * P / GIB / GPU_GB), L, D, F, per_token);
-    const double enough = least_devices(P, per_token * o.tokens, CHIP_GB * GB);
-    answer(
-        "b",
-        "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for backward, and half of A "
-        "is sharded over the N devices, like the weights. Without activations that is below %g GB from N = %.0f "
-        "devices on (%.0f if a GB is taken as 2^30 bytes); with %d tokens per device, %s. No N is enough from %g GB / "
-        "(%.0f / 2) = %.0f tokens per device on, because A/2 alone fills the memory.",
-        CHIP_GB, least_devices(P, 0, CHIP_GB * GB), least_devices(P, 0, CHIP_GB * GIB), o.tokens,
-        enough > 0 ? strprintf("from N = %.0f on", enough).c_str() : "for no N", CHIP_GB, per_token,
-        ceil(CHIP_GB * GB / (per_token / 2)));
+    answer("b",
+           "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for backward, and half of A "
+           "is sharded over the N devices, like the weights. Without activations that is below %g GB from N = %.0f "
+           "devices on (%.0f if a GB is taken as 2^30 bytes); with %d tokens per device, from N = %.0f on. No N is "
+           "enough from %g GB / (%.0f / 2) = %.0f tokens per device on, because A/2 alone fills the memory.",
+           CHIP_GB, least_devices(P, 0, CHIP_GB * GB), least_devices(P, 0, CHIP_GB * GIB), o.tokens,
+           least_devices(P, per_token * o.tokens, CHIP_GB * GB), CHIP_GB, per_token,
+           ceil(CHIP_GB * GB / (per_token / 2)));
 }
 
-// The least B, not rounded, with T_math >= T_FSDP + T_TP; 0: none. alpha = C / W.
+// The least B, not rounded, with T_math >= T_FSDP + T_TP. alpha = C / W.
 static double least_batch(double alpha, double F, double X, double Y) {
     const double share = alpha * Y / (M_Y * F);  // of T_math that TP takes
-    return share < 1 ? alpha * X / M_X / (1 - share) : 0;
+    return share < 1 ? alpha * X / M_X / (1 - share) : INFINITY;
 }
 int cmd_communication_accounting(const Options& o) {
     const double F = o.d_ff, X = o.fsdp, Y = o.tp, N = X * Y, alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB);
     const double most_Y = M_Y * F / alpha;
+    if (Y >= most_Y) { usage_error("--tp: got %g; no batch is compute bound from M_Y F W / C = %.1f on", Y, most_Y); }
     Table t{strprintf(
                 "communication_accounting: the least batch of N = %g chips for a compute bound forward, in tokens", N),
             {"X (FSDP)", "Y (TP)", "axes in turn", "per chip", "per FSDP shard", "axes overlapped", "per chip"}};
-    double best_X = 0, best = INFINITY;
     for (double x = 1; x <= N; x *= 2) {
-        const double y = N / x, turns = least_batch(alpha, F, x, y), overlapped = alpha * x / M_X;
-        if (turns == 0 || fmod(N, x) != 0) { continue; }
-        if (turns < best) { best = turns, best_X = x; }
-        t.row((int)x, (int)y, strprintf("%.0f", ceil(turns)), strprintf("%.1f", turns / N),
+        const double turns = least_batch(alpha, F, x, N / x), overlapped = alpha * x / M_X;
+        if (std::isinf(turns) || fmod(N, x) != 0) { continue; }
+        t.row((int)x, (int)(N / x), strprintf("%.0f", ceil(turns)), strprintf("%.1f", turns / N),
               strprintf("%.1f", turns / x), strprintf("%.0f", ceil(overlapped)), strprintf("%.1f", overlapped / N));
     }
     print(t);
     answer_memory(o);
     const double B = least_batch(alpha, F, X, Y), overlapped = alpha * X / M_X;
-    answer("c", "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte.", o.tflops, o.bandwidth_gb, alpha);
-    if (B > 0) {
-        answer("c",
-               "Forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (%.1f x %g / %g) / (1 - "
-               "%.1f x %g / (%g x %g)) = %.0f tokens overall, %.1f per chip. This holds for every schedule: FSDP's "
-               "gathers and TP's all-reduces take turns. Where both axes communicate at once, each over its own links, "
-               "alpha X / M_X = %.0f tokens (%.1f per chip) are enough, with Y below M_Y F / alpha = %.1f.",
-               alpha, X, M_X, alpha, Y, M_Y, F, ceil(B), B / N, ceil(overlapped), overlapped / N, most_Y);
-    } else {
-        answer("c",
-               "No batch is compute bound with X = %g and Y = %g: the all-reduces of tensor parallelism take longer "
-               "than the products, at any batch. Y has to be below M_Y F / alpha = %.1f.",
-               X, Y, most_Y);
-    }
+    answer("c",
+           "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte. Forward is compute bound from B = (alpha X / "
+           "M_X) / (1 - alpha Y / (M_Y F)) = (%.1f x %g / %g) / (1 - "
+           "%.1f x %g / (%g x %g)) = %.0f tokens overall, %.1f per chip. This holds for every schedule: FSDP's "
+           "gathers and TP's all-reduces take turns. Where both axes communicate at once, each over its own links, "
+           "alpha X / M_X = %.0f tokens (%.1f per chip) are enough, with Y below M_Y F / alpha = %.1f.",
+           o.tflops, o.bandwidth_gb, alpha, alpha, X, M_X, alpha, Y, M_Y, F, ceil(B), B / N, ceil(overlapped),
+           overlapped / N, most_Y);
     // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of the time.
     const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
-    const std::string whole =
-        strprintf("; in whole numbers X = %g, Y = %g needs %.0f tokens", best_X, N / best_X, ceil(best));
     answer("d",
            "The split can be chosen: the least batch is 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %g) = %.1f "
-           "tokens per chip, at X = 2 alpha N / (M_Y F) = %.1f%s. Communication on both axes at once divides it by 4: "
+           "tokens per chip, at X = 2 alpha N / (M_Y F) = %.1f. Communication on both axes at once divides it by 4: "
            "alpha^2 / (M_X M_Y F) = %.1f. Fewer bytes (8-bit weights halve alpha X / M_X), more links per axis and "
-           "pipeline stages lower it further.",
-           alpha, M_X, M_Y, F, per_chip, 2 * N / most_Y, best_X > 0 ? whole.c_str() : "", per_chip / 4);
-    answer("d",
-           "Gradient accumulation does not, because each micro-batch gathers the weights again. Activation "
-           "checkpointing does not, because it leaves the forward's FLOPs and bytes as they are.");
+           "pipeline stages lower it further. Gradient accumulation does not, because each micro-batch gathers the "
+           "weights again. Activation checkpointing does not: it leaves forward's FLOPs and bytes as they are.",
+           alpha, M_X, M_Y, F, per_chip, 2 * N / most_Y, per_chip / 4);
     return 0;
 }
