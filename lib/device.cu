@@ -72,7 +72,7 @@ std::string list_of(const std::vector<std::string>& items) {
 }
 std::string join(const std::vector<std::string>& items, const char* between) {
     std::string all;
-    for (const std::string& item : items) { all += (all.empty() ? "" : between) + item; }
+    for (const std::string& item : items) { all += (&item == &items[0] ? "" : between) + item; }
     return all;
 }
 
