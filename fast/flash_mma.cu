@@ -57,6 +57,7 @@ struct ForwardTile {
     static constexpr int blocks = BLOCKS;              // that should share an SM: bounds the registers
     static constexpr bool keep_q = KEEP_Q;             // in registers; else read again for every group
     static constexpr int fragments = Bq / WARPS / 16;  // of 16 queries, that a warp owns
+    using Scores = float[fragments][Bk / 8][4];        // a warp's part of S
     static constexpr int row = D + 8;  // padded by 16 bytes: 8 rows at one column lie in 8 different bank groups
     static constexpr int stage = 2 * Bk * row;  // elements; there are two
     static constexpr size_t bytes = (Bq * row + 2 * stage) * 2;
@@ -89,8 +90,8 @@ DEVICE void load_rows(bf16* to, const bf16* from, int stride, int valid) {
 
 // Step 1 for a warp's queries and the keys of group g of a tile. at_q and at_k are this lane's rows.
 template <class Tile, int KEPT>
-DEVICE void scores(float (&s)[Tile::fragments][Tile::Bk / 8][4], uint32_t (&q)[KEPT][Tile::fragments][4],
-                   const bf16* at_q, const bf16* at_k, int g) {
+DEVICE void scores(typename Tile::Scores& s, uint32_t (&q)[KEPT][Tile::fragments][4], const bf16* at_q,
+                   const bf16* at_k, int g) {
     constexpr int N = Tile::group / 16;
     for (int f = 0; f < Tile::fragments; f++) {
         for (int n = g * 2 * N; n < (g + 1) * 2 * N; n++) { s[f][n][0] = s[f][n][1] = s[f][n][2] = s[f][n][3] = 0; }
@@ -115,7 +116,7 @@ DEVICE void scores(float (&s)[Tile::fragments][Tile::Bk / 8][4], uint32_t (&q)[K
 // Keys that a query may not see, and those beyond Tk, get the score -inf. (The masks of this file are keys_seen(),
 // written out: by its calls the forward has more instructions, and the backward spills registers.)
 template <class Tile>
-DEVICE void mask(float (&s)[Tile::fragments][Tile::Bk / 8][4], const AttentionArgs& a, int query, int key) {
+DEVICE void mask(typename Tile::Scores& s, const AttentionArgs& a, int query, int key) {
     for (int f = 0; f < Tile::fragments; f++) {
         for (int h = 0; h < 2; h++) {
             int end = (a.causal ? min(query + f * 16 + h * 8 + 1, a.Tk) : a.Tk) - key;
@@ -131,7 +132,7 @@ DEVICE void mask(float (&s)[Tile::fragments][Tile::Bk / 8][4], const AttentionAr
 // always is due. That tile shows key 0 to every query, so m is finite from there on, and step 3 never subtracts
 // infinities.
 template <class Tile>
-DEVICE void raise_maximum(ForwardRows<Tile>& rows, const float (&s)[Tile::fragments][Tile::Bk / 8][4], float c) {
+DEVICE void raise_maximum(ForwardRows<Tile>& rows, const typename Tile::Scores& s, float c) {
     float top[Tile::fragments][2];
     bool due = false;
     for (int f = 0; f < Tile::fragments; f++) {
@@ -161,8 +162,7 @@ DEVICE void raise_maximum(ForwardRows<Tile>& rows, const float (&s)[Tile::fragme
 
 // Steps 3 to 5 for the keys of group g: P, and what it adds to l and O.
 template <class Tile>
-DEVICE void add_values(ForwardRows<Tile>& rows, const float (&s)[Tile::fragments][Tile::Bk / 8][4], const bf16* at_v,
-                       float c, int g) {
+DEVICE void add_values(ForwardRows<Tile>& rows, const typename Tile::Scores& s, const bf16* at_v, float c, int g) {
     uint32_t p[Tile::group / 16][Tile::fragments][4];
     for (int k = 0; k < Tile::group / 16; k++) {
         for (int f = 0; f < Tile::fragments; f++) {
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
             for (int f = 0; f < Tile::fragments; f++) { ldmatrix_x4(q_fragments[d][f], at_q + f * 16 * row + d * 16); }
         }
     }
-    float s[Tile::fragments][Bk / 8][4];
+    typename Tile::Scores s;
     for (int g = 0; g < groups; g++) { scores<Tile>(s, q_fragments, at_q, smem_kv + Tile::stage + at_key, g); }
 
     int j = 0;
@@ -354,6 +354,9 @@ struct BackwardTile {
     static constexpr int owners = PAIRED ? WARPS / 2 : WARPS;  // warps, or pairs of them, with rows of their own
     // A warp's part of S^T: own_fragments x step_fragments blocks of 16x8.
     static constexpr int own_fragments = OWN / owners / 16, step_fragments = STEP / 8;
+    using Scores = float[own_fragments][step_fragments][4];
+    using Sums = float[own_fragments][D / 8][4];  // of dV or dK
+    using Operand = uint32_t[own_fragments][4];   // 16 columns of Scores as a product's A
     static constexpr int row = D + 8;  // padded by 16 bytes: 8 rows at one column lie in 8 different bank groups
     static constexpr int ds_row = STREAMED + 8;         // dS^T: [key][query]
     static constexpr int dq_columns = DQ_COLUMNS;       // step 12: the warps' grid over dQ is dq_rows x dq_columns,
@@ -394,11 +397,10 @@ DEVICE void load_rows(bf16* to, const bf16* x, int64_t stride, int first, int ro
 }
 // c[owned rows, step] += own rows^T, for the streamed rows of one step.
 template <class Tile>
-DEVICE void multiply(float (&c)[Tile::own_fragments][Tile::step_fragments][4], const bf16* own, const bf16* rows,
-                     int lane) {
+DEVICE void multiply(typename Tile::Scores& c, const bf16* own, const bf16* rows, int lane) {
 #pragma unroll(Tile::k_unroll)
     for (int k = 0; k < Tile::D; k += 16) {
-        uint32_t f[Tile::own_fragments][4];
+        typename Tile::Operand f;
         for (int m = 0; m < Tile::own_fragments; m++) {
             ldmatrix_x4(f[m], own + 16 * m * Tile::row + k + down_right(lane, Tile::row));
         }
@@ -414,8 +416,7 @@ DEVICE void multiply(float (&c)[Tile::own_fragments][Tile::step_fragments][4], c
 }
 // sum[owned rows, D] += p[owned rows, 16] rows, for 16 streamed rows.
 template <class Tile>
-DEVICE void accumulate(float (&sum)[Tile::own_fragments][Tile::D / 8][4], const uint32_t (&p)[Tile::own_fragments][4],
-                       const bf16* rows, int lane) {
+DEVICE void accumulate(typename Tile::Sums& sum, const typename Tile::Operand& p, const bf16* rows, int lane) {
 #pragma unroll
     for (int n = 0; n < Tile::D / 8; n += 2) {
         uint32_t b[4];
@@ -428,16 +429,14 @@ DEVICE void accumulate(float (&sum)[Tile::own_fragments][Tile::D / 8][4], const 
 }
 // Rounded, the accumulators n and n+1 are the A operand of a product that sums over their 16 columns.
 template <class Tile>
-DEVICE void pack_operand(uint32_t (&p)[Tile::own_fragments][4],
-                         const float (&c)[Tile::own_fragments][Tile::step_fragments][4], int n) {
+DEVICE void pack_operand(typename Tile::Operand& p, const typename Tile::Scores& c, int n) {
     for (int m = 0; m < Tile::own_fragments; m++) {
         for (int i = 0; i < 4; i++) { p[m][i] = pack(c[m][n + i / 2][i % 2 * 2], c[m][n + i / 2][i % 2 * 2 + 1]); }
     }
 }
 // The warp's sums, times factor, to the rows of x from `first` on that exist.
 template <class Tile>
-DEVICE void store_rows(bf16* x, int64_t stride, int first, int rows, float (&sum)[Tile::own_fragments][Tile::D / 8][4],
-                       float factor, int lane) {
+DEVICE void store_rows(bf16* x, int64_t stride, int first, int rows, typename Tile::Sums& sum, float factor, int lane) {
     for (int m = 0; m < Tile::own_fragments; m++) {
         for (int half = 0; half < 2; half++) {
             int r = first + 16 * m + 8 * half + lane / 4;
@@ -452,8 +451,8 @@ DEVICE void store_rows(bf16* x, int64_t stride, int first, int rows, float (&sum
 
 // S^T of one step becomes P^T. stats: of the step's queries.
 template <class Tile, bool MASKED>
-DEVICE void exponentiate(float (&s)[Tile::own_fragments][Tile::step_fragments][4], const AttentionArgs& a, int key,
-                         int query, const float2* stats, int lane) {
+DEVICE void exponentiate(typename Tile::Scores& s, const AttentionArgs& a, int key, int query, const float2* stats,
+                         int lane) {
     float factor = a.scale * LOG2_E;
     for (int n = 0; n < Tile::step_fragments; n++) {  // a lane's columns: the queries 8n + 2(lane%4) and the next one
         float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
@@ -470,8 +469,7 @@ DEVICE void exponentiate(float (&s)[Tile::own_fragments][Tile::step_fragments][4
 }
 // dP^T - D of one step.
 template <class Tile>
-DEVICE void multiply_dp(float (&dp)[Tile::own_fragments][Tile::step_fragments][4], const bf16* v, const bf16* dO,
-                        const float2* stats, int lane) {
+DEVICE void multiply_dp(typename Tile::Scores& dp, const bf16* v, const bf16* dO, const float2* stats, int lane) {
     for (int n = 0; n < Tile::step_fragments; n++) {
         float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
         for (int i = 0; i < Tile::own_fragments * 4; i++) { dp[i / 4][n][i % 4] = i % 2 ? -two.w : -two.z; }
@@ -480,7 +478,7 @@ DEVICE void multiply_dp(float (&dp)[Tile::own_fragments][Tile::step_fragments][4
 }
 // The operand of keys [16 m, +16) and 16 queries to dS^T, [key][query], in shared memory.
 template <class Tile>
-DEVICE void store_ds(bf16* ds, const uint32_t (&p)[Tile::own_fragments][4], int lane) {
+DEVICE void store_ds(bf16* ds, const typename Tile::Operand& p, int lane) {
     for (int m = 0; m < Tile::own_fragments; m++) {
         for (int i = 0; i < 4; i++) {
             bf16* to = ds + (16 * m + i % 2 * 8 + lane / 4) * Tile::ds_row + i / 2 * 8 + lane % 4 * 2;
@@ -492,14 +490,13 @@ DEVICE void store_ds(bf16* ds, const uint32_t (&p)[Tile::own_fragments][4], int 
 // stats: the queries'; ds: where dS^T goes.
 template <class Tile, bool MASKED>
 DEVICE void step_alone(const AttentionArgs& a, int key, int query, const bf16* k, const bf16* v, const bf16* q,
-                       const bf16* dO, const float2* stats, bf16* ds, int lane,
-                       float (&dk)[Tile::own_fragments][Tile::D / 8][4],
-                       float (&dv)[Tile::own_fragments][Tile::D / 8][4]) {
-    float s[Tile::own_fragments][Tile::step_fragments][4] = {}, dp[Tile::own_fragments][Tile::step_fragments][4];
+                       const bf16* dO, const float2* stats, bf16* ds, int lane, typename Tile::Sums& dk,
+                       typename Tile::Sums& dv) {
+    typename Tile::Scores s = {}, dp;
     multiply<Tile>(s, k, q, lane);  // step 8
     exponentiate<Tile, MASKED>(s, a, key, query, stats, lane);
     multiply_dp<Tile>(dp, v, dO, stats, lane);  // step 10, and step 11's - D
-    uint32_t p[Tile::own_fragments][4];
+    typename Tile::Operand p;
     for (int n = 0; n < Tile::step_fragments; n += 2) {
         pack_operand<Tile>(p, s, n);
         accumulate<Tile>(dv, p, dO + 8 * n * Tile::row, lane);  // step 9
@@ -521,12 +518,11 @@ DEVICE void pair_barrier(int pair) { asm volatile("barrier.sync %0, 64;" ::"r"(p
 // The same by a pair. The first warp does steps 8 and 9, and passes P^T, packed, in the order of its lanes.
 template <class Tile, bool MASKED>
 DEVICE void step_first(const AttentionArgs& a, int pair, int key, int query, const bf16* k, const bf16* q,
-                       const bf16* dO, const float2* stats, uint4* exchange, int lane,
-                       float (&dv)[Tile::own_fragments][Tile::D / 8][4]) {
-    float s[Tile::own_fragments][Tile::step_fragments][4] = {};
+                       const bf16* dO, const float2* stats, uint4* exchange, int lane, typename Tile::Sums& dv) {
+    typename Tile::Scores s = {};
     multiply<Tile>(s, k, q, lane);
     exponentiate<Tile, MASKED>(s, a, key, query, stats, lane);
-    uint32_t p[Tile::step_fragments / 2][Tile::own_fragments][4];
+    typename Tile::Operand p[Tile::step_fragments / 2];
     for (int n = 0; n < Tile::step_fragments / 2; n++) {
         pack_operand<Tile>(p[n], s, 2 * n);
         for (int m = 0; m < Tile::own_fragments; m++) {
@@ -540,11 +536,11 @@ DEVICE void step_first(const AttentionArgs& a, int pair, int key, int query, con
 // The second warp does steps 10, 11 and 13.
 template <class Tile>
 DEVICE void step_second(int pair, const bf16* v, const bf16* q, const bf16* dO, const float2* stats,
-                        const uint4* exchange, bf16* ds, int lane, float (&dk)[Tile::own_fragments][Tile::D / 8][4]) {
-    float dp[Tile::own_fragments][Tile::step_fragments][4];
+                        const uint4* exchange, bf16* ds, int lane, typename Tile::Sums& dk) {
+    typename Tile::Scores dp;
     multiply_dp<Tile>(dp, v, dO, stats, lane);
     pair_barrier(pair);  // P is there
-    uint32_t p[Tile::step_fragments / 2][Tile::own_fragments][4];
+    typename Tile::Operand p[Tile::step_fragments / 2];
     for (int n = 0; n < Tile::step_fragments / 2; n++) {
         for (int m = 0; m < Tile::own_fragments; m++) {
             uint4 packed = exchange[(n * Tile::own_fragments + m) * WARP + lane];
@@ -626,7 +622,7 @@ __global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_main(Att
     if (begin < end) { load_tile(begin); }  // the loop waits for all three
     const bf16 *my_k = k + own * Tile::row, *my_v = v + own * Tile::row;
     // A warp alone holds dV and dK; of a pair the first holds dV, the second dK, both in `sum`, and `dk` is not used.
-    float sum[Tile::own_fragments][Tile::D / 8][4] = {}, dk[Tile::own_fragments][Tile::D / 8][4] = {};
+    typename Tile::Sums sum = {}, dk = {};
 
     auto add_dq = [&](int i) {
         backward_add_dq<Tile>(w.dq, row + i * Bq, ds + i % Tile::ds_buffers * ds_size, k, warp, lane);
