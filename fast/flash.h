@@ -43,12 +43,11 @@ int compiled_for(void (*kernel)(P...)) {
 // gridDim.x heads all first tiles, then all second ones. A head's blocks stream the same K and V past themselves
 // (backward: Q and dO, and add to the same dQ): the fewer heads are at work, the more of that comes from the L2 cache.
 // But causal, the first tile takes twice the mean, and until it is over, the others have to keep the device busy, which
-// runs `blocks` blocks on an SM. Fails above 65,535 tiles (4.19 million queries or keys in tiles of 64).
+// runs `blocks` blocks on an SM.
 inline dim3 attention_grid(const AttentionArgs& a, int tiles, int blocks = 1) {
     constexpr int MOST = 65535;  // of y and z
-    if (tiles > MOST) { fail("attention: %d tiles of queries or keys, at most %d are possible", tiles, MOST); }
     int heads = a.B * a.H;
-    int together = std::max(a.causal ? 2 * multiprocessors() * blocks / std::max(tiles, 1) : 1, ceil_div(heads, MOST));
+    int together = std::max(a.causal ? 2 * multiprocessors() * blocks / tiles : 1, ceil_div(heads, MOST));
     while (together < heads && heads % together != 0) { together++; }
     together = std::min(together, heads);
     return dim3(together, tiles, heads / together);
@@ -228,7 +227,6 @@ static BackwardWorkspace backward_begin(const AttentionArgs& a, Tensor& memory) 
     BackwardWorkspace w;
     w.rows = ceil_div(a.Tq, BACKWARD_PAD) * BACKWARD_PAD;
     int64_t rows = (int64_t)a.B * a.H * w.rows;
-    if (rows > INT32_MAX) { fail("attention backward: %lld rows, at most 2^31-1", (long long)rows); }
     memory = empty_on(CUDA, {rows * D + 2 * rows}, F32, WORKSPACE);
     w.dq = memory.as<float>(), w.stats = (float4*)(w.dq + rows * D);
     launch(backward_before<D>, ceil_div(rows / 2 * row_threads(D), 128), 128, 0, a, w);
