@@ -147,6 +147,7 @@ static void update_split(const Tensor& p, const std::vector<FlatGradient>& gradi
 #ifdef __CUDACC__
     if (p.device() == CUDA) { return update_cuda<true>(p, gradients, m, v, s); }
 #endif
+    if (p.device() == META) { return; }
     for (const FlatGradient& one : gradients) {
         with_type(one.g.dtype, [&](auto zero) {
             const auto* g = one.g.as(zero);

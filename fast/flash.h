@@ -10,6 +10,8 @@
 #ifdef __CUDACC__
 #include <algorithm>
 
+#define DEVICE __device__ __forceinline__  // a function that becomes part of its kernels
+
 // What a kernel's body is made of may be missing in the architecture that it is compiled for. The body is then empty,
 // and compiled_for() tells `takes` not to offer it.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -41,17 +43,16 @@ int compiled_for(void (*kernel)(P...)) {
 // gridDim.x heads all first tiles, then all second ones. A head's blocks stream the same K and V past themselves
 // (backward: Q and dO, and add to the same dQ): the fewer heads are at work, the more of that comes from the L2 cache.
 // But causal, the first tile takes twice the mean, and until it is over, the others have to keep the device busy, which
-// runs `blocks` blocks on an SM. Fails above 65,535 tiles (4.19 million queries or keys in tiles of 64).
+// runs `blocks` blocks on an SM.
 inline dim3 attention_grid(const AttentionArgs& a, int tiles, int blocks = 1) {
     constexpr int MOST = 65535;  // of y and z
-    if (tiles > MOST) { fail("attention: %d tiles of queries or keys, at most %d are possible", tiles, MOST); }
     int heads = a.B * a.H;
-    int together = std::max(a.causal ? 2 * multiprocessors() * blocks / std::max(tiles, 1) : 1, ceil_div(heads, MOST));
+    int together = std::max(a.causal ? 2 * multiprocessors() * blocks / tiles : 1, ceil_div(heads, MOST));
     while (together < heads && heads % together != 0) { together++; }
     together = std::min(together, heads);
     return dim3(together, tiles, heads / together);
 }
-__device__ __forceinline__ int head_of_block(int z = blockIdx.z) { return z * gridDim.x + blockIdx.x; }
+DEVICE int head_of_block(int z = blockIdx.z) { return z * gridDim.x + blockIdx.x; }
 
 inline size_t shared_memory_per_block() {  // 99 KB on compute capability 8.6, 8.9 and 12.0, A100 163, H100 227
     int device, bytes;
@@ -63,12 +64,12 @@ inline size_t shared_memory_per_block() {  // 99 KB on compute capability 8.6, 8
 // the kernel before it in the stream have called let_next_kernel_start() or ended. What that kernel writes it may read,
 // and what that kernel uses overwrite, only after await_previous_kernel(), which waits for that kernel's end. (Kernels
 // further back have ended, if that one was not launched so itself, or called await_previous_kernel() first.)
-__device__ __forceinline__ void let_next_kernel_start() {
+DEVICE void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void await_previous_kernel() {
+DEVICE void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -94,25 +95,25 @@ constexpr float LOG2_E = 1.4426950408889634f;  // exp(x) = exp2(x log2 e), and e
 // from a row's scores follows their maximum only when one exceeds it by more than SLACK powers of two. P <= 256 then,
 // far from the limits of fp32 sums.
 constexpr float SLACK = 8;
-__device__ __forceinline__ float exp2_approx(float x) {  // 2 ulp; results below 2^-126 become 0; exp2(-inf) = 0
+DEVICE float exp2_approx(float x) {  // 2 ulp; results below 2^-126 become 0; exp2(-inf) = 0
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
-__device__ __forceinline__ uint32_t pack(float low, float high) {  // rounded to bf16, the first in the low half
+DEVICE uint32_t pack(float low, float high) {  // rounded to bf16, the first in the low half
     uint32_t r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
 // 16 bytes from global to shared memory without passing through registers; zeros if !valid. Asynchronous.
-__device__ __forceinline__ void cp_async_16(void* smem, const void* global, bool valid) {
+DEVICE void cp_async_16(void* smem, const void* global, bool valid) {
     uint32_t to = (uint32_t)__cvta_generic_to_shared(smem);
     int bytes = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>  // waits until at most the N newest groups of this thread are pending
-__device__ __forceinline__ void cp_async_wait() {
+DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 // Threads that move one row, 8 elements each: a power of two, so for D = 80 6 of 16 stand by.
@@ -138,14 +139,14 @@ constexpr int BACKWARD_PAD = 128;
 
 // Element i of lane's four in a 16x8 block of dQ: row lane/4 + 8(i/2), column 2(lane%4) + i%2. One vector add of a
 // warp, or one scalar add, touches neighbouring addresses only.
-__device__ __forceinline__ int dq_index(int lane, int i) {
+DEVICE int dq_index(int lane, int i) {
 #if __CUDA_ARCH__ >= 900
     return lane * 4 + i;
 #else
     return i * WARP + lane;
 #endif
 }
-__device__ __forceinline__ void add_dq(float* block, int lane, const float (&x)[4]) {
+DEVICE void add_dq(float* block, int lane, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
     atomicAdd((float4*)(block + dq_index(lane, 0)), make_float4(x[0], x[1], x[2], x[3]));
 #else
@@ -153,7 +154,7 @@ __device__ __forceinline__ void add_dq(float* block, int lane, const float (&x)[
 #endif
 }
 // x[c] becomes what lane 4r + c holds of a block: in both orders four float4.
-__device__ __forceinline__ void load_dq(float (&x)[4][4], const float4* block, int r) {
+DEVICE void load_dq(float (&x)[4][4], const float4* block, int r) {
     for (int k = 0; k < 4; k++) {
 #if __CUDA_ARCH__ >= 900
         float4 four = block[4 * r + k];  // one lane's
@@ -226,7 +227,6 @@ static BackwardWorkspace backward_begin(const AttentionArgs& a, Tensor& memory) 
     BackwardWorkspace w;
     w.rows = ceil_div(a.Tq, BACKWARD_PAD) * BACKWARD_PAD;
     int64_t rows = (int64_t)a.B * a.H * w.rows;
-    if (rows > INT32_MAX) { fail("attention backward: %lld rows, at most 2^31-1", (long long)rows); }
     memory = empty_on(CUDA, {rows * D + 2 * rows}, F32, WORKSPACE);
     w.dq = memory.as<float>(), w.stats = (float4*)(w.dq + rows * D);
     launch(backward_before<D>, ceil_div(rows / 2 * row_threads(D), 128), 128, 0, a, w);

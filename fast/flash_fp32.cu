@@ -29,6 +29,8 @@ struct Fp32Tile {
     static constexpr int rows = own / ty;          // own rows of a thread: ty + Tile::ty r
     static constexpr int columns = streamed / tx;  // streamed rows of a thread: tx + Tile::tx n
     static constexpr int out_columns = D / tx;     // of O, dQ, dK or dV, of a thread
+    using Scores = float[rows][columns];
+    using Sums = float[rows][out_columns];
     // Floats of a row in shared memory, padded, so that what a warp reads is in different banks.
     static constexpr int row = D + 4, p_row = streamed + threads / ty;
     static constexpr int unroll = D % 64 ? 2 : 8;  // as far as the registers reach
@@ -44,13 +46,10 @@ struct Fp32Tile {
 #ifdef __CUDACC__
 
 // A barrier for one group of 128 threads; barrier 0 is __syncthreads().
-__device__ __forceinline__ void group_barrier(int group) {
-    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-}
+DEVICE void group_barrier(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 // Rows [first, first + ROWS) of a matrix of so many `rows` to shared memory, zeros beyond. Asynchronous.
 template <int ROWS, int D, int THREADS>
-__device__ __forceinline__ void load_rows(float* to, const float* from, int64_t stride, int first, int rows,
-                                          int thread) {
+DEVICE void load_rows(float* to, const float* from, int64_t stride, int first, int rows, int thread) {
     for (int i = thread; i < ROWS * (D / 4); i += THREADS) {
         int r = i / (D / 4), c = i % (D / 4) * 4;
         bool valid = first + r < rows;
@@ -60,13 +59,12 @@ __device__ __forceinline__ void load_rows(float* to, const float* from, int64_t 
 
 // The block's own tile of x, from row `first` on, by all its threads; and a streamed one by a group's.
 template <class Tile>
-__device__ __forceinline__ void load_own(float* to, const Heads& x, int b, int h, int first, int rows) {
+DEVICE void load_own(float* to, const Heads& x, int b, int h, int first, int rows) {
     load_rows<Tile::own, Tile::D, Tile::threads * Tile::groups>(to, head_of<float>(x, b, h), x.row, first, rows,
                                                                 threadIdx.x);
 }
 template <class Tile>
-__device__ __forceinline__ void load_streamed(float* to, const float* from, int64_t stride, int first, int rows,
-                                              int thread) {
+DEVICE void load_streamed(float* to, const float* from, int64_t stride, int first, int rows, int thread) {
     load_rows<Tile::streamed, Tile::D, Tile::threads>(to, from, stride, first, rows, thread);
     cp_async_commit();
 }
@@ -76,17 +74,17 @@ __device__ __forceinline__ void load_streamed(float* to, const float* from, int6
 // lane has the same address as its neighbour (lane ^ 1), or each as lane ^ 2. So lane bit 0 counts columns, bit 1 rows:
 // what a row's threads read together satisfies the first, what a column's threads read together the second.
 template <int X>
-__device__ __forceinline__ int grid_x(int t) {
+DEVICE int grid_x(int t) {
     constexpr int Y = WARP / X;  // rows of a warp
     return t % WARP / (2 * Y) * 2 + t % 2;
 }
 template <int X>
-__device__ __forceinline__ int grid_y(int t) {
+DEVICE int grid_y(int t) {
     constexpr int Y = WARP / X;
     return t / WARP * Y + t % WARP / 2 % Y;
 }
 template <int X, class Combine>  // over the X threads of a row
-__device__ __forceinline__ float combine_row(float x, Combine combine) {
+DEVICE float combine_row(float x, Combine combine) {
     x = combine(x, __shfl_xor_sync(0xffffffff, x, 1));
     for (int o = 2 * WARP / X; o < WARP; o *= 2) { x = combine(x, __shfl_xor_sync(0xffffffff, x, o)); }
     return x;
@@ -94,12 +92,12 @@ __device__ __forceinline__ float combine_row(float x, Combine combine) {
 // A thread's COUNT columns of a row: vectors of neighbouring floats, X threads side by side.
 HD constexpr int vector_width(int count) { return count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1; }
 template <int X, int COUNT>
-__device__ __forceinline__ int column(int x, int c) {
+DEVICE int column(int x, int c) {
     constexpr int W = vector_width(COUNT);
     return (c / W * X + x) * W + c % W;
 }
 template <int X, int COUNT>
-__device__ __forceinline__ void load_columns(float (&v)[COUNT], const float* row, int x) {
+DEVICE void load_columns(float (&v)[COUNT], const float* row, int x) {
     constexpr int W = vector_width(COUNT);
     for (int c = 0; c < COUNT; c += W) {
         Pack<float, W> in = load_pack<W>(row + column<X, COUNT>(x, c));
@@ -108,7 +106,7 @@ __device__ __forceinline__ void load_columns(float (&v)[COUNT], const float* row
 }
 // The row's columns become v times factor; or, where ADD, that is added to them.
 template <int X, bool ADD = false, int COUNT>
-__device__ __forceinline__ void store_columns(float* row, const float (&v)[COUNT], int x, float factor) {
+DEVICE void store_columns(float* row, const float (&v)[COUNT], int x, float factor) {
     constexpr int W = vector_width(COUNT);
     for (int c = 0; c < COUNT; c += W) {
         float* at = row + column<X, COUNT>(x, c);
@@ -127,13 +125,11 @@ __device__ __forceinline__ void store_columns(float* row, const float (&v)[COUNT
 }
 // s += A B^T: own rows times streamed rows, both along d, so 16-byte loads take four d at once from each.
 template <class Tile>
-__device__ __forceinline__ void rows_times_rows(float (&s)[Tile::rows][Tile::columns], const float* A, const float* B,
-                                                int tx, int ty) {
+DEVICE void rows_times_rows(typename Tile::Scores& s, const float* A, const float* B, int tx, int ty) {
 #pragma unroll Tile::unroll
     for (int d = 0; d < Tile::D; d += 4) {
         float4 a[Tile::rows];
         for (int r = 0; r < Tile::rows; r++) { a[r] = *(const float4*)(A + (ty + r * Tile::ty) * Tile::row + d); }
-#pragma unroll
         for (int n = 0; n < Tile::columns; n++) {
             float4 b = *(const float4*)(B + (tx + n * Tile::tx) * Tile::row + d);
             for (int r = 0; r < Tile::rows; r++) { s[r][n] = fmaf(a[r].x, b.x, s[r][n]); }
@@ -145,13 +141,11 @@ __device__ __forceinline__ void rows_times_rows(float (&s)[Tile::rows][Tile::col
 }
 // out += P B: P [own,streamed] in shared memory, B a streamed tile.
 template <class Tile>
-__device__ __forceinline__ void rows_times_columns(float (&out)[Tile::rows][Tile::out_columns], const float* P,
-                                                   const float* B, int tx, int ty) {
+DEVICE void rows_times_columns(typename Tile::Sums& out, const float* P, const float* B, int tx, int ty) {
 #pragma unroll Tile::unroll
     for (int n = 0; n < Tile::streamed; n += 4) {
         float p[Tile::rows][4];
         for (int r = 0; r < Tile::rows; r++) { load_columns<1>(p[r], P + (ty + r * Tile::ty) * Tile::p_row + n, 0); }
-#pragma unroll
         for (int e = 0; e < 4; e++) {
             float b[Tile::out_columns];
             load_columns<Tile::tx>(b, B + (n + e) * Tile::row, tx);
@@ -163,15 +157,14 @@ __device__ __forceinline__ void rows_times_columns(float (&out)[Tile::rows][Tile
 }
 // The P of the thread to shared memory, where the TX threads of its rows, all in its warp, will read it.
 template <class Tile>
-__device__ __forceinline__ void store_p(float* P, const float (&p)[Tile::rows][Tile::columns], int tx, int ty) {
+DEVICE void store_p(float* P, const typename Tile::Scores& p, int tx, int ty) {
     for (int r = 0; r < Tile::rows; r++) {
         for (int n = 0; n < Tile::columns; n++) { P[(ty + r * Tile::ty) * Tile::p_row + tx + n * Tile::tx] = p[r][n]; }
     }
 }
 // Adds the other groups' sums to group 0's, each thread's to its counterpart's. Every thread of the block calls it.
 template <class Tile>
-__device__ __forceinline__ void merge_groups(float (&x)[Tile::rows][Tile::out_columns], float* group_0, int group,
-                                             int t) {
+DEVICE void merge_groups(typename Tile::Sums& x, float* group_0, int group, int t) {
     if constexpr (Tile::groups == 1) { return; }
     __syncthreads();  // the streamed tiles, and what an earlier merge left there, are no longer read
     if (group > 0) {
@@ -182,7 +175,6 @@ __device__ __forceinline__ void merge_groups(float (&x)[Tile::rows][Tile::out_co
     }
     __syncthreads();
     for (int g = 1; group == 0 && g < Tile::groups; g++) {
-#pragma unroll
         for (int r = 0; r < Tile::rows * Tile::out_columns; r++) {
             x[r / Tile::out_columns][r % Tile::out_columns] += group_0[g * Tile::group_floats + r * Tile::threads + t];
         }
@@ -193,10 +185,8 @@ __device__ __forceinline__ void merge_groups(float (&x)[Tile::rows][Tile::out_co
 // Steps 2 to 4 of one tile, and step 5's shrink O. m: largest score yet, l: this thread's share of the sum; c = scale *
 // log2(e).
 template <class Tile>
-__device__ __forceinline__ void softmax_step(float (&s)[Tile::rows][Tile::columns],
-                                             float (&O)[Tile::rows][Tile::out_columns], float (&m)[Tile::rows],
-                                             float (&l)[Tile::rows], float c) {
-#pragma unroll
+DEVICE void softmax_step(typename Tile::Scores& s, typename Tile::Sums& O, float (&m)[Tile::rows],
+                         float (&l)[Tile::rows], float c) {
     for (int r = 0; r < Tile::rows; r++) {
         float larger = m[r];
         for (int n = 0; n < Tile::columns; n++) { larger = fmaxf(larger, s[r][n]); }
@@ -273,7 +263,6 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_forward_
             if (tx == 0) { ms[(ty + r * Tile::ty) * 2] = m[r], ms[(ty + r * Tile::ty) * 2 + 1] = l[r]; }
         }
         __syncthreads();
-#pragma unroll
         for (int r = 0; r < Tile::rows; r++) {
             float larger = m[r], sum = 0, mine = m[r];
             const float* row = group_0 + 2 * Tile::streamed_floats + (ty + r * Tile::ty) * 2;
@@ -317,8 +306,7 @@ __global__ void flash_delta_fp32_kernel(AttentionArgs a, int D, float* delta) {
 
 // Step 12: dS^T [own keys, streamed queries], by THREADS threads. One has 4 neighbouring queries.
 template <class Tile, int THREADS>
-__device__ __forceinline__ void add_dq(const AttentionArgs& a, int b, int h, int q0, const float* dS, const float* K,
-                                       int t) {
+DEVICE void add_dq(const AttentionArgs& a, int b, int h, int q0, const float* dS, const float* K, int t) {
     constexpr int X = THREADS / (Tile::streamed / 4), OUT = Tile::D / X;
     static_assert(Tile::D % X == 0 && X <= WARP);
     int x = grid_x<X>(t), y = grid_y<X>(t);

@@ -20,25 +20,23 @@
 constexpr int SLAB = 64;            // columns of a slab, a part of a tile (see "Tiles in shared memory")
 constexpr int SLAB_ROW = 2 * SLAB;  // bytes
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
 // An mbarrier passes from phase to phase: each time `count` arrivals were made and all announced bytes have come.
-__device__ __forceinline__ void mbarrier_init(uint64_t* b, int count) {
+DEVICE void mbarrier_init(uint64_t* b, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count) : "memory");
 }
 // Makes the initialised mbarriers visible to the copy engine; __syncthreads() makes them visible to the block.
-__device__ __forceinline__ void mbarrier_init_fence() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* b) {
+DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void mbarrier_arrive(uint64_t* b) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
 }
-__device__ __forceinline__ void mbarrier_arrive_expecting(uint64_t* b, int bytes) {
+DEVICE void mbarrier_arrive_expecting(uint64_t* b, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
                  : "memory");
 }
 // Waits until the phase of this parity is over. Of a fresh mbarrier phase 1 counts as over, phase 0 as running.
-__device__ __forceinline__ void mbarrier_wait(uint64_t* b, int parity) {
+DEVICE void mbarrier_wait(uint64_t* b, int parity) {
     asm volatile(
         "{\n.reg .pred done;\n"
         "again: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
@@ -47,8 +45,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* b, int parity) {
         : "memory");
 }
 // Box (d, row, h, b) of the mapped tensor to shared memory; its bytes count towards the mbarrier.
-__device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint64_t* b, int d, int row, int h,
-                                         int batch) {
+DEVICE void tma_load(void* to, const CUtensorMap* map, uint64_t* b, int d, int row, int h, int batch) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], "
         "[%2];" ::"r"(shared_address(to)),
@@ -57,39 +54,39 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint6
 }
 // A tile of so many slabs from row `row` on; `more` bytes are to come beside it.
 template <int SLABS>
-__device__ __forceinline__ void tma_load_tile(char* to, int slab_bytes, const CUtensorMap* map, uint64_t* full, int row,
-                                              int h, int b, int more = 0) {
+DEVICE void tma_load_tile(char* to, int slab_bytes, const CUtensorMap* map, uint64_t* full, int row, int h, int b,
+                          int more = 0) {
     mbarrier_arrive_expecting(full, SLABS * slab_bytes + more);
     for (int s = 0; s < SLABS; s++) { tma_load(to + s * slab_bytes, map, full, s * SLAB, row, h, b); }
 }
 // `bytes` bytes (a multiple of 16, as both addresses are) to shared
-__device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes, uint64_t* b) {
+DEVICE void bulk_load(void* to, const void* from, int bytes, uint64_t* b) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(to)),
                  "l"(from), "r"(bytes), "r"(shared_address(b))
                  : "memory");
 }
 // What this thread stored to shared memory comes before what wgmma and TMA do there after the next barrier.
-__device__ __forceinline__ void shared_to_async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void shared_to_async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Four 8x8 matrices of 16-bit elements to shared memory, transposed: lane l gives the address of row l%8 of matrix l/8,
 // and holds of each matrix two neighbours of column l/4.
-__device__ __forceinline__ void stmatrix_x4_transposed(void* smem, const uint32_t (&r)[4]) {
+DEVICE void stmatrix_x4_transposed(void* smem, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(smem)),
                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
 // Before the first wgmma of a batch: what registers it reads and writes was written by ordinary instructions.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Keeps the compiler from reading a result before the wait that is written in front of this.
 template <int N>
-__device__ __forceinline__ void read_after_wait(float (&x)[N]) {
+DEVICE void read_after_wait(float (&x)[N]) {
     for (int i = 0; i < N; i++) { asm volatile("" : "+f"(x[i])::"memory"); }
 }
 // Until at most the N newest batches are at work. `results` are the registers that the finished ones wrote: without the
 // empty asm the compiler would read them before the wait.
 template <int N, int... COUNTS>
-__device__ __forceinline__ void wgmma_wait(float (&... results)[COUNTS]) {
+DEVICE void wgmma_wait(float (&... results)[COUNTS]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
     (read_after_wait(results), ...);
 }
@@ -97,31 +94,25 @@ __device__ __forceinline__ void wgmma_wait(float (&... results)[COUNTS]) {
 // All take it (`yes` is true, but only at run time), since what belongs to wgmma has to be done by the whole warpgroup.
 // The second wait is for the compiler: around the branch products would still be at work.
 template <int COUNT>
-__device__ __forceinline__ void wgmma_wait_in_place(bool yes, float (&results)[COUNT]) {
+DEVICE void wgmma_wait_in_place(bool yes, float (&results)[COUNT]) {
     if (yes) { wgmma_wait<0>(); }
     wgmma_wait<0>(results);
 }
 template <int N>
-__device__ __forceinline__ void fewer_registers() {
+DEVICE void fewer_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 template <int N>
-__device__ __forceinline__ void more_registers() {
+DEVICE void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 // Barriers 1 and up among whole warps; n counts the threads of both sides. `arrive` does not wait. (Not bar.sync, which
 // is .aligned: the compiler would have to know that a warp's lanes are together.)
-__device__ __forceinline__ void barrier_sync(int id, int n) {
-    asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(n) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(int id, int n) {
-    asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(n) : "memory");
-}
+DEVICE void barrier_sync(int id, int n) { asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(n) : "memory"); }
+DEVICE void barrier_arrive(int id, int n) { asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(n) : "memory"); }
 
 // A descriptor of a tile (see "Tiles in shared memory") from its low word: 128-byte swizzle, 8 rows are 1024 bytes.
-__device__ __forceinline__ uint64_t full_descriptor(uint32_t low) {
-    return (uint64_t)(1u << 30 | 1024 / 16) << 32 | low;
-}
+DEVICE uint64_t full_descriptor(uint32_t low) { return (uint64_t)(1u << 30 | 1024 / 16) << 32 | low; }
 
 // wgmma's operand list has to be spelled out. Of d [64,N] thread t holds row 16 (t/32) + t%32/4 at d[4j], d[4j+1] in
 // columns 8j + 2 (t%4) and one more, and row + 8 at d[4j+2], d[4j+3].
@@ -143,7 +134,7 @@ __device__ __forceinline__ uint64_t full_descriptor(uint32_t low) {
 // d = a b + (add ? d : 0): a [64,16] in registers (packed as d is: a[0], a[1] rows and rows + 8 of 8 columns, a[2],
 // a[3] of the next 8), b [16,N] in shared memory, its rows being the summed index.
 #define WGMMA_RS(COUNT, N, R, A0, A1, A2, A3, B, P, ...)                                                         \
-    __device__ __forceinline__ void wgmma(float(&d)[COUNT], const uint32_t(&a)[4], uint32_t b, bool add) {       \
+    DEVICE void wgmma(float(&d)[COUNT], const uint32_t(&a)[4], uint32_t b, bool add) {                           \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N        \
                      "k16.f32.bf16.bf16 {" R "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", p, 1, 1, 1;\n}" \
                      : __VA_ARGS__                                                                               \
@@ -160,7 +151,7 @@ WGMMA_RS(68, 136, R68, 68, 69, 70, 71, 72, 73, D68)
 // rows (b is [16,N]) or along them (b is [N,16]).
 #define WGMMA_SS(COUNT, N, R, A, B, P, TB, ...)                                                           \
     template <int B_ROWS>                                                                                 \
-    __device__ __forceinline__ void wgmma(float(&d)[COUNT], uint32_t a, uint32_t b, bool add) {           \
+    DEVICE void wgmma(float(&d)[COUNT], uint32_t a, uint32_t b, bool add) {                               \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
                      "k16.f32.bf16.bf16 {" R "}, %" #A ", %" #B ", p, 1, 1, 0, %" #TB ";\n}"              \
                      : __VA_ARGS__                                                                        \
@@ -182,10 +173,10 @@ WGMMA_SS(64, 128, R64, 64, 65, 66, 67, D64)
 // else unused.
 // This is the low word, address and LBO in units of 16 bytes; the high one, full_descriptor() knows, is the same for
 // all tiles.
-__device__ __forceinline__ uint32_t descriptor(const void* at, int lbo) {
+DEVICE uint32_t descriptor(const void* at, int lbo) {
     return (uint32_t)(lbo / 16) << 16 | (shared_address(at) & 0x3FFFF) / 16;
 }
-__device__ __forceinline__ uint32_t advance(uint32_t descriptor, int bytes) { return descriptor + bytes / 16; }
+DEVICE uint32_t advance(uint32_t descriptor, int bytes) { return descriptor + bytes / 16; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward. Roles in a block: one warpgroup loads (one thread of it), the others own 64 queries each. K and V go through
@@ -208,8 +199,8 @@ __device__ __forceinline__ uint32_t advance(uint32_t descriptor, int bytes) { re
 // 16 rows of a result, times a factor for each thread's two: through shared memory of the warp's own (16 rows in each
 // slab, swizzled as everywhere), then 16 bytes a thread to global  LOADED_AGAIN: TMA will write there later.
 template <int D, int SLAB_BYTES, bool LOADED_AGAIN, int N>
-__device__ __forceinline__ void store_rows(const Heads& to, int b, int h, int first, int rows, const float (&x)[N],
-                                           const float (&factor)[2], char* own, int lane) {
+DEVICE void store_rows(const Heads& to, int b, int h, int first, int rows, const float (&x)[N],
+                       const float (&factor)[2], char* own, int lane) {
     auto chunk = [&](int r, int d) {
         return own + d / SLAB * SLAB_BYTES + r * SLAB_ROW + ((d % SLAB / 8) ^ (r % 8)) * 16;
     };
@@ -258,7 +249,7 @@ struct QueryTile {
 };
 // `order` is attention_grid()'s: its blocks, numbered in their order, are the tiles of queries that are taken here.
 template <class Tile>
-__device__ __forceinline__ QueryTile query_tile(const AttentionArgs& a, dim3 order, int tile) {
+DEVICE QueryTile query_tile(const AttentionArgs& a, dim3 order, int tile) {
     int head = tile / (order.x * order.y) * order.x + tile % order.x;
     int i = order.y - 1 - tile / order.x % order.y;  // the last queries see the most keys: they come first
     int q0 = i * Tile::Bq;
@@ -266,9 +257,9 @@ __device__ __forceinline__ QueryTile query_tile(const AttentionArgs& a, dim3 ord
 }
 
 template <class Tile>
-__device__ __forceinline__ void forward_loader(const AttentionArgs& a, dim3 order, int all, const CUtensorMap* q_map,
-                                               const CUtensorMap* k_map, const CUtensorMap* v_map,
-                                               ForwardBarriers<Tile>& bars, char* q_tiles, char* k_ring, char* v_ring) {
+DEVICE void forward_loader(const AttentionArgs& a, dim3 order, int all, const CUtensorMap* q_map,
+                           const CUtensorMap* k_map, const CUtensorMap* v_map, ForwardBarriers<Tile>& bars,
+                           char* q_tiles, char* k_ring, char* v_ring) {
     constexpr int Bk = Tile::Bk, stages = Tile::stages;
     int n = 0;  // tiles of K and V so far
     for (int tile = blockIdx.x, served = 0;; served++) {
@@ -301,8 +292,8 @@ __device__ __forceinline__ void forward_loader(const AttentionArgs& a, dim3 orde
 // c = scale log2(e). base is what step 3 subtracts. MASKED: some query does not see all keys of the tile, which are
 // `key` and on.
 template <class Tile, bool MASKED>
-__device__ __forceinline__ void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], float (&base)[2],
-                                           float (&shrink)[2], float c, const AttentionArgs& a, int row, int key) {
+DEVICE void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[2], float (&l)[2], float (&base)[2], float (&shrink)[2],
+                       float c, const AttentionArgs& a, int row, int key) {
     if constexpr (MASKED) {
 #pragma unroll
         for (int n = 0; n < Tile::Bk / 2; n++) {
@@ -324,8 +315,7 @@ __device__ __forceinline__ void row_maxima(float (&s)[Tile::Bk / 2], float (&m)[
 }
 // Step 3's P for these columns of S, unpacked; and step 4 where the tensor cores do not do it.
 template <class Tile>
-__device__ __forceinline__ void exponentials(float (&s)[Tile::Bk / 2], float (&l)[2], const float (&base)[2], float c,
-                                             int from, int to) {
+DEVICE void exponentials(float (&s)[Tile::Bk / 2], float (&l)[2], const float (&base)[2], float c, int from, int to) {
     for (int r = 0; r < 2; r++) {
         for (int n = from / 2; n < to / 2; n += 4) {
             for (int e = 2 * r; e < 2 * r + 2; e++) {
@@ -336,7 +326,7 @@ __device__ __forceinline__ void exponentials(float (&s)[Tile::Bk / 2], float (&l
     }
 }
 template <int N>
-__device__ __forceinline__ void pack_all(uint32_t (&p)[N / 8][4], const float (&s)[N]) {
+DEVICE void pack_all(uint32_t (&p)[N / 8][4], const float (&s)[N]) {
     for (int k = 0; k < N / 8; k++) {
         for (int e = 0; e < 4; e++) { p[k][e] = pack(s[8 * k + 2 * e], s[8 * k + 2 * e + 1]); }
     }
@@ -344,9 +334,8 @@ __device__ __forceinline__ void pack_all(uint32_t (&p)[N / 8][4], const float (&
 
 // Step 6, but for the division of O: l becomes the whole row's, and L is stored.
 template <class Tile>
-__device__ __forceinline__ void store_L(const AttentionArgs& a, int b, int h, int first,
-                                        const float (&o)[Tile::o_columns / 2], const float (&m)[2], float (&l)[2],
-                                        int lane) {
+DEVICE void store_L(const AttentionArgs& a, int b, int h, int first, const float (&o)[Tile::o_columns / 2],
+                    const float (&m)[2], float (&l)[2], int lane) {
     for (int r = 0; r < 2; r++) {
         if constexpr (Tile::sums) {
             l[r] = o[Tile::D / 2 + 2 * r];
@@ -360,8 +349,8 @@ __device__ __forceinline__ void store_L(const AttentionArgs& a, int b, int h, in
 }
 
 template <class Tile>
-__device__ __forceinline__ void forward_consumer(const AttentionArgs& a, dim3 order, int all,
-                                                 ForwardBarriers<Tile>& bars, char* dynamic, int warpgroup) {
+DEVICE void forward_consumer(const AttentionArgs& a, dim3 order, int all, ForwardBarriers<Tile>& bars, char* dynamic,
+                             int warpgroup) {
     constexpr int D = Tile::D, Bk = Tile::Bk, stages = Tile::stages;
     char* q_tiles = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;  // passed, it costs instructions
     int t = threadIdx.x % 128, warp = t / WARP, lane = t % WARP;
@@ -524,7 +513,7 @@ struct HopperBackward {
     static_assert(D % 16 == 0 && D <= 128 && (Bq == 64 || Bq == 128));
 };
 // p's two numbers times x and y, packed. x and y are rounded first: two elements are then two instructions, not five.
-__device__ __forceinline__ uint32_t multiply_packed(uint32_t p, float x, float y) {
+DEVICE uint32_t multiply_packed(uint32_t p, float x, float y) {
     uint32_t xy = pack(x, y), product;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(p), "r"(xy));
     return product;
@@ -543,10 +532,9 @@ struct KeyTile {
 };
 
 template <class Tile>
-__device__ __forceinline__ void backward_loader(const BackwardWorkspace& w, const CUtensorMap* q_map,
-                                                const CUtensorMap* k_map, const CUtensorMap* v_map,
-                                                const CUtensorMap* dO_map, BackwardBarriers<Tile>& bars,
-                                                const BackwardMemory& memory, const KeyTile& tile) {
+DEVICE void backward_loader(const BackwardWorkspace& w, const CUtensorMap* q_map, const CUtensorMap* k_map,
+                            const CUtensorMap* v_map, const CUtensorMap* dO_map, BackwardBarriers<Tile>& bars,
+                            const BackwardMemory& memory, const KeyTile& tile) {
     constexpr int Bq = Tile::Bq, stages = Tile::stages;
     auto load_own = [&](char* to, const CUtensorMap* map, uint64_t* full) {
         tma_load_tile<Tile::slabs>(to, Tile::k_slab, map, full, tile.k0, tile.h, tile.b);
@@ -606,7 +594,7 @@ struct BackwardConsumer {
     float4* first_dq = (float4*)w.dq + block * WARP + lane;
 
     // x = (add ? x : 0) + own rows times a streamed tile, transposed
-    __device__ __forceinline__ void rows_times_rows(Scores& x, uint32_t own, uint32_t streamed, bool add) {
+    DEVICE void rows_times_rows(Scores& x, uint32_t own, uint32_t streamed, bool add) {
         wgmma_fence();
         for (int d = 0; d < D; d += 16) {
             int slab = d / SLAB, in_slab = d % SLAB * 2;
@@ -615,17 +603,17 @@ struct BackwardConsumer {
         }
         wgmma_commit();
     }
-    __device__ __forceinline__ void scores(int i) {  // step 8's S
+    DEVICE void scores(int i) {  // step 8's S
         mbarrier_wait(&bars.q_full[i % stages], i / stages % 2);
         rows_times_rows(s, k_at, advance(q_at, i % stages * Tile::q_bytes), false);
     }
     // sum += x times a streamed tile
-    __device__ __forceinline__ void add_product(float (&sum)[D / 2], const Packed& x, uint32_t streamed) {
+    DEVICE void add_product(float (&sum)[D / 2], const Packed& x, uint32_t streamed) {
         wgmma_fence();
         for (int k = 0; k < Bq / 16; k++) { wgmma(sum, x[k], advance(streamed, k * 16 * SLAB_ROW), true); }
         wgmma_commit();
     }
-    __device__ __forceinline__ void start_dq(DqPart& dq, int i) {  // step 12's product
+    DEVICE void start_dq(DqPart& dq, int i) {  // step 12's product
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < Bk / 16; k++) {
@@ -636,7 +624,7 @@ struct BackwardConsumer {
         wgmma_commit();
     }
     // Step 12's sum, in global memory, where a warp's 16 rows and 8 columns are 128 neighbours.
-    __device__ __forceinline__ void add_dq(const DqPart& dq, int i) {
+    DEVICE void add_dq(const DqPart& dq, int i) {
         float4* to = first_dq + (int64_t)i * (Bq / 16 * (D / 8) * WARP);
         for (int n = 0; n < Tile::dq_columns / 8; n++) {
             if (D % Tile::dq_columns == 0 || n < dq_blocks) {  // the first is known to the compiler
@@ -646,25 +634,20 @@ struct BackwardConsumer {
     }
     // There is room for two tiles of dS. Each warpgroup tells the other that its half of tile i is there, and that dQ
     // of tile i has been computed from it. Two barriers each, since one may be a tile ahead of the other.
-    __device__ __forceinline__ void give_ds(int i) { barrier_arrive(1 + 2 * warpgroup + (i & 1), 256); }
-    __device__ __forceinline__ void await_ds(int i) { barrier_sync(1 + 2 * (warpgroup ^ 1) + (i & 1), 256); }
-    __device__ __forceinline__ void give_back_ds(int i) { barrier_arrive(6 + 2 * warpgroup + (i & 1), 256); }
-    __device__ __forceinline__ void await_ds_back(int i) { barrier_sync(6 + 2 * (warpgroup ^ 1) + (i & 1), 256); }
+    DEVICE void give_ds(int i) { barrier_arrive(1 + 2 * warpgroup + (i & 1), 256); }
+    DEVICE void await_ds(int i) { barrier_sync(1 + 2 * (warpgroup ^ 1) + (i & 1), 256); }
+    DEVICE void give_back_ds(int i) { barrier_arrive(6 + 2 * warpgroup + (i & 1), 256); }
+    DEVICE void await_ds_back(int i) { barrier_sync(6 + 2 * (warpgroup ^ 1) + (i & 1), 256); }
 
     // Two queries' L, then their D: stats is the tile's, n a column of the scores.
-    __device__ __forceinline__ float2 L_of(const float4* stats, int n) {
-        return *(const float2*)&stats[n + lane % 4].x;
-    }
-    __device__ __forceinline__ float2 D_of(const float4* stats, int n) {
-        return *(const float2*)&stats[n + lane % 4].z;
-    }
-    __device__ __forceinline__ void load_early_L(EarlyL& early_L, const float4* stats) {
+    DEVICE float2 L_of(const float4* stats, int n) { return *(const float2*)&stats[n + lane % 4].x; }
+    DEVICE float2 D_of(const float4* stats, int n) { return *(const float2*)&stats[n + lane % 4].z; }
+    DEVICE void load_early_L(EarlyL& early_L, const float4* stats) {
         for (int n = EARLY; n < Bq / 2; n += 4) { early_L[(n - EARLY) / 4] = L_of(stats, n); }
     }
     // Step 8's P for these queries of the tile from q0 on, packed, from the last.
     template <bool MASKED>
-    __device__ __forceinline__ void exponentials(Packed& p, int q0, const float4* stats, const EarlyL& early_L,
-                                                 int from, int to) {
+    DEVICE void exponentials(Packed& p, int q0, const float4* stats, const EarlyL& early_L, int from, int to) {
 #pragma unroll
         for (int n = to / 2 - 4; n >= from / 2; n -= 4) {
             float2 L = n < EARLY ? L_of(stats, n) : early_L[(n - EARLY) / 4];
@@ -681,7 +664,7 @@ struct BackwardConsumer {
         }
     }
     // Step 11 from P and dP - D, to registers for dK and to shared memory for dQ.
-    __device__ __forceinline__ void make_ds(Packed& ds, const Packed& p, const Scores& dp, int i) {
+    DEVICE void make_ds(Packed& ds, const Packed& p, const Scores& dp, int i) {
         char* ds_tile = memory.ds_tiles + (i & 1) * Tile::ds_bytes + warpgroup * Tile::q_slab;
 #pragma unroll
         for (int k = 0; k < Bq / 16; k++) {
@@ -697,7 +680,7 @@ struct BackwardConsumer {
     }
     // One thread for its warpgroup: the four warps do their products together, and have read L and D, which q_empty
     // gives back, too, before the barrier_sync in await_ds() or await_ds_back(), where all 128 threads meet.
-    __device__ __forceinline__ void release(int stage) {
+    DEVICE void release(int stage) {
         if (t == 0) {
             mbarrier_arrive(&bars.dO_empty[stage]);
             mbarrier_arrive(&bars.q_empty[stage]);
@@ -708,7 +691,7 @@ struct BackwardConsumer {
     // at D 80 and 128 (tiles of 64 queries) dP; dQ of the tile before; dV; dK; S of the next tile. dQ takes the
     // registers of S, which are free by then, and dP starts at -D.
     template <bool MASKED>
-    __device__ __forceinline__ void step_of_64_queries(int i) {
+    DEVICE void step_of_64_queries(int i) {
         int stage = i % stages, q0 = (tile.begin + i) * Bq;
         const float4* stats = (const float4*)(memory.stats_ring + stage * Tile::stats_bytes);
         EarlyL early_L;
@@ -741,7 +724,7 @@ struct BackwardConsumer {
     // At D 16, 32 and 64 (tiles of 128 queries): dP; dV; dQ of the tile before; dK; S of the next tile. dQ fits only
     // into the registers of dP, which are free when dS is made; and loading D first would hold dP back.
     template <bool MASKED>
-    __device__ __forceinline__ void step_of_128_queries(int i) {
+    DEVICE void step_of_128_queries(int i) {
         int stage = i % stages, q0 = (tile.begin + i) * Bq;
         const float4* stats = (const float4*)(memory.stats_ring + stage * Tile::stats_bytes);
         EarlyL early_L;
@@ -773,7 +756,7 @@ struct BackwardConsumer {
         release(stage);
     }
     template <bool MASKED>
-    __device__ __forceinline__ void step(int i) {
+    DEVICE void step(int i) {
         if constexpr (Bq == 64) {
             step_of_64_queries<MASKED>(i);
         } else {
@@ -783,9 +766,8 @@ struct BackwardConsumer {
 };
 
 template <class Tile>
-__device__ __forceinline__ void backward_consumer(const AttentionArgs& a, const BackwardWorkspace& w,
-                                                  BackwardBarriers<Tile>& bars, const BackwardMemory& memory,
-                                                  const KeyTile& tile, int warpgroup) {
+DEVICE void backward_consumer(const AttentionArgs& a, const BackwardWorkspace& w, BackwardBarriers<Tile>& bars,
+                              const BackwardMemory& memory, const KeyTile& tile, int warpgroup) {
     constexpr int D = Tile::D, Bq = Tile::Bq;
     float s[Bq / 2], dk[D / 2] = {}, dv[D / 2] = {};
     BackwardConsumer<Tile> consumer{a, w, bars, memory, tile, warpgroup, s, dk, dv};

@@ -12,14 +12,14 @@
 #ifdef __CUDACC__
 // Four 8x8 matrices of 16-bit elements: lane l gives the address of row l%8 of matrix l/8 and receives two neighbouring
 // elements of row l/4 of each (of column l/4 with trans).
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* smem) {
+DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* smem) {
     uint32_t at = (uint32_t)__cvta_generic_to_shared(smem);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(at)
                  : "memory");
 }
-__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* smem) {
+DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], const void* smem) {
     uint32_t at = (uint32_t)__cvta_generic_to_shared(smem);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -27,7 +27,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
                  : "memory");
 }
 // d[16x8] += a[16x16] b[16x8], fp32 accumulation. Lane l holds d rows l/4 and l/4+8, columns 2(l%4) and +1.
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -57,6 +57,7 @@ struct ForwardTile {
     static constexpr int blocks = BLOCKS;              // that should share an SM: bounds the registers
     static constexpr bool keep_q = KEEP_Q;             // in registers; else read again for every group
     static constexpr int fragments = Bq / WARPS / 16;  // of 16 queries, that a warp owns
+    using Scores = float[fragments][Bk / 8][4];        // a warp's part of S
     static constexpr int row = D + 8;  // padded by 16 bytes: 8 rows at one column lie in 8 different bank groups
     static constexpr int stage = 2 * Bk * row;  // elements; there are two
     static constexpr size_t bytes = (Bq * row + 2 * stage) * 2;
@@ -75,7 +76,7 @@ struct ForwardRows {
 // ROWS rows of D elements to shared memory; those from `valid` on are zeros, whatever lies there in memory. A thread
 // stays in one column of 8 elements; at D = 80 the last 6 of 16 have nothing to do.
 template <class Tile, int ROWS>
-__device__ __forceinline__ void load_rows(bf16* to, const bf16* from, int stride, int valid) {
+DEVICE void load_rows(bf16* to, const bf16* from, int stride, int valid) {
     constexpr int columns = row_threads(Tile::D), step = Tile::threads / columns;
     int r = threadIdx.x / columns, d = threadIdx.x % columns * 8;
     if (d >= Tile::D) { return; }
@@ -89,9 +90,8 @@ __device__ __forceinline__ void load_rows(bf16* to, const bf16* from, int stride
 
 // Step 1 for a warp's queries and the keys of group g of a tile. at_q and at_k are this lane's rows.
 template <class Tile, int KEPT>
-__device__ __forceinline__ void scores(float (&s)[Tile::fragments][Tile::Bk / 8][4],
-                                       uint32_t (&q)[KEPT][Tile::fragments][4], const bf16* at_q, const bf16* at_k,
-                                       int g) {
+DEVICE void scores(typename Tile::Scores& s, uint32_t (&q)[KEPT][Tile::fragments][4], const bf16* at_q,
+                   const bf16* at_k, int g) {
     constexpr int N = Tile::group / 16;
     for (int f = 0; f < Tile::fragments; f++) {
         for (int n = g * 2 * N; n < (g + 1) * 2 * N; n++) { s[f][n][0] = s[f][n][1] = s[f][n][2] = s[f][n][3] = 0; }
@@ -116,8 +116,7 @@ __device__ __forceinline__ void scores(float (&s)[Tile::fragments][Tile::Bk / 8]
 // Keys that a query may not see, and those beyond Tk, get the score -inf. (The masks of this file are keys_seen(),
 // written out: by its calls the forward has more instructions, and the backward spills registers.)
 template <class Tile>
-__device__ __forceinline__ void mask(float (&s)[Tile::fragments][Tile::Bk / 8][4], const AttentionArgs& a, int query,
-                                     int key) {
+DEVICE void mask(typename Tile::Scores& s, const AttentionArgs& a, int query, int key) {
     for (int f = 0; f < Tile::fragments; f++) {
         for (int h = 0; h < 2; h++) {
             int end = (a.causal ? min(query + f * 16 + h * 8 + 1, a.Tk) : a.Tk) - key;
@@ -133,8 +132,7 @@ __device__ __forceinline__ void mask(float (&s)[Tile::fragments][Tile::Bk / 8][4
 // always is due. That tile shows key 0 to every query, so m is finite from there on, and step 3 never subtracts
 // infinities.
 template <class Tile>
-__device__ __forceinline__ void raise_maximum(ForwardRows<Tile>& rows,
-                                              const float (&s)[Tile::fragments][Tile::Bk / 8][4], float c) {
+DEVICE void raise_maximum(ForwardRows<Tile>& rows, const typename Tile::Scores& s, float c) {
     float top[Tile::fragments][2];
     bool due = false;
     for (int f = 0; f < Tile::fragments; f++) {
@@ -164,8 +162,7 @@ __device__ __forceinline__ void raise_maximum(ForwardRows<Tile>& rows,
 
 // Steps 3 to 5 for the keys of group g: P, and what it adds to l and O.
 template <class Tile>
-__device__ __forceinline__ void add_values(ForwardRows<Tile>& rows, const float (&s)[Tile::fragments][Tile::Bk / 8][4],
-                                           const bf16* at_v, float c, int g) {
+DEVICE void add_values(ForwardRows<Tile>& rows, const typename Tile::Scores& s, const bf16* at_v, float c, int g) {
     uint32_t p[Tile::group / 16][Tile::fragments][4];
     for (int k = 0; k < Tile::group / 16; k++) {
         for (int f = 0; f < Tile::fragments; f++) {
@@ -193,7 +190,7 @@ __device__ __forceinline__ void add_values(ForwardRows<Tile>& rows, const float 
 
 // Step 6. O goes through the warp's own rows of Q's place, to be stored 16 bytes at a time.
 template <class Tile>
-__device__ __forceinline__ void store_output(ForwardRows<Tile>& rows, const AttentionArgs& a, bf16* smem, int query) {
+DEVICE void store_output(ForwardRows<Tile>& rows, const AttentionArgs& a, bf16* smem, int query) {
     int lane = threadIdx.x % WARP, z = blockIdx.z;
     asm volatile("" : "+r"(z));  // so that the head is computed again: kept from the start it would be spilled
     int bh = head_of_block(z);
@@ -282,7 +279,7 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
             for (int f = 0; f < Tile::fragments; f++) { ldmatrix_x4(q_fragments[d][f], at_q + f * 16 * row + d * 16); }
         }
     }
-    float s[Tile::fragments][Bk / 8][4];
+    typename Tile::Scores s;
     for (int g = 0; g < groups; g++) { scores<Tile>(s, q_fragments, at_q, smem_kv + Tile::stage + at_key, g); }
 
     int j = 0;
@@ -357,6 +354,9 @@ struct BackwardTile {
     static constexpr int owners = PAIRED ? WARPS / 2 : WARPS;  // warps, or pairs of them, with rows of their own
     // A warp's part of S^T: own_fragments x step_fragments blocks of 16x8.
     static constexpr int own_fragments = OWN / owners / 16, step_fragments = STEP / 8;
+    using Scores = float[own_fragments][step_fragments][4];
+    using Sums = float[own_fragments][D / 8][4];  // of dV or dK
+    using Operand = uint32_t[own_fragments][4];   // 16 columns of Scores as a product's A
     static constexpr int row = D + 8;  // padded by 16 bytes: 8 rows at one column lie in 8 different bank groups
     static constexpr int ds_row = STREAMED + 8;         // dS^T: [key][query]
     static constexpr int dq_columns = DQ_COLUMNS;       // step 12: the warps' grid over dQ is dq_rows x dq_columns,
@@ -377,15 +377,13 @@ struct BackwardTile {
 // Where a lane points ldmatrix_x4 to in a 16x16 block of shared memory. The four 8x8 matrices come in the order down,
 // right, for an A operand [m][k], and transposed for a B operand [k][n]; or right, down, for a B operand [n][k], and
 // transposed for an A operand [k][m].
-__device__ __forceinline__ int down_right(int lane, int row) { return lane % 16 * row + lane / 16 * 8; }
-__device__ __forceinline__ int right_down(int lane, int row) {
-    return (lane % 8 + lane / 16 * 8) * row + lane / 8 % 2 * 8;
-}
+DEVICE int down_right(int lane, int row) { return lane % 16 * row + lane / 16 * 8; }
+DEVICE int right_down(int lane, int row) { return (lane % 8 + lane / 16 * 8) * row + lane / 8 % 2 * 8; }
 
 // Rows [first, first + ROWS) of x to shared memory, asynchronously; zeros for those from `rows` on. (With one load_rows
 // for both passes, of this form the forward spills registers, of its form the backward has more instructions.)
 template <class Tile, int ROWS>
-__device__ __forceinline__ void load_rows(bf16* to, const bf16* x, int64_t stride, int first, int rows) {
+DEVICE void load_rows(bf16* to, const bf16* x, int64_t stride, int first, int rows) {
     constexpr int across = row_threads(Tile::D), down = Tile::threads / across;
     int r = threadIdx.x / across, d = threadIdx.x % across * 8, left = rows - first - r;
     if (d >= Tile::D) { return; }
@@ -399,11 +397,10 @@ __device__ __forceinline__ void load_rows(bf16* to, const bf16* x, int64_t strid
 }
 // c[owned rows, step] += own rows^T, for the streamed rows of one step.
 template <class Tile>
-__device__ __forceinline__ void multiply(float (&c)[Tile::own_fragments][Tile::step_fragments][4], const bf16* own,
-                                         const bf16* rows, int lane) {
+DEVICE void multiply(typename Tile::Scores& c, const bf16* own, const bf16* rows, int lane) {
 #pragma unroll(Tile::k_unroll)
     for (int k = 0; k < Tile::D; k += 16) {
-        uint32_t f[Tile::own_fragments][4];
+        typename Tile::Operand f;
         for (int m = 0; m < Tile::own_fragments; m++) {
             ldmatrix_x4(f[m], own + 16 * m * Tile::row + k + down_right(lane, Tile::row));
         }
@@ -419,8 +416,7 @@ __device__ __forceinline__ void multiply(float (&c)[Tile::own_fragments][Tile::s
 }
 // sum[owned rows, D] += p[owned rows, 16] rows, for 16 streamed rows.
 template <class Tile>
-__device__ __forceinline__ void accumulate(float (&sum)[Tile::own_fragments][Tile::D / 8][4],
-                                           const uint32_t (&p)[Tile::own_fragments][4], const bf16* rows, int lane) {
+DEVICE void accumulate(typename Tile::Sums& sum, const typename Tile::Operand& p, const bf16* rows, int lane) {
 #pragma unroll
     for (int n = 0; n < Tile::D / 8; n += 2) {
         uint32_t b[4];
@@ -433,16 +429,14 @@ __device__ __forceinline__ void accumulate(float (&sum)[Tile::own_fragments][Til
 }
 // Rounded, the accumulators n and n+1 are the A operand of a product that sums over their 16 columns.
 template <class Tile>
-__device__ __forceinline__ void pack_operand(uint32_t (&p)[Tile::own_fragments][4],
-                                             const float (&c)[Tile::own_fragments][Tile::step_fragments][4], int n) {
+DEVICE void pack_operand(typename Tile::Operand& p, const typename Tile::Scores& c, int n) {
     for (int m = 0; m < Tile::own_fragments; m++) {
         for (int i = 0; i < 4; i++) { p[m][i] = pack(c[m][n + i / 2][i % 2 * 2], c[m][n + i / 2][i % 2 * 2 + 1]); }
     }
 }
 // The warp's sums, times factor, to the rows of x from `first` on that exist.
 template <class Tile>
-__device__ __forceinline__ void store_rows(bf16* x, int64_t stride, int first, int rows,
-                                           float (&sum)[Tile::own_fragments][Tile::D / 8][4], float factor, int lane) {
+DEVICE void store_rows(bf16* x, int64_t stride, int first, int rows, typename Tile::Sums& sum, float factor, int lane) {
     for (int m = 0; m < Tile::own_fragments; m++) {
         for (int half = 0; half < 2; half++) {
             int r = first + 16 * m + 8 * half + lane / 4;
@@ -457,9 +451,8 @@ __device__ __forceinline__ void store_rows(bf16* x, int64_t stride, int first, i
 
 // S^T of one step becomes P^T. stats: of the step's queries.
 template <class Tile, bool MASKED>
-__device__ __forceinline__ void exponentiate(float (&s)[Tile::own_fragments][Tile::step_fragments][4],
-                                             const AttentionArgs& a, int key, int query, const float2* stats,
-                                             int lane) {
+DEVICE void exponentiate(typename Tile::Scores& s, const AttentionArgs& a, int key, int query, const float2* stats,
+                         int lane) {
     float factor = a.scale * LOG2_E;
     for (int n = 0; n < Tile::step_fragments; n++) {  // a lane's columns: the queries 8n + 2(lane%4) and the next one
         float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
@@ -476,8 +469,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[Tile::own_fragments][Til
 }
 // dP^T - D of one step.
 template <class Tile>
-__device__ __forceinline__ void multiply_dp(float (&dp)[Tile::own_fragments][Tile::step_fragments][4], const bf16* v,
-                                            const bf16* dO, const float2* stats, int lane) {
+DEVICE void multiply_dp(typename Tile::Scores& dp, const bf16* v, const bf16* dO, const float2* stats, int lane) {
     for (int n = 0; n < Tile::step_fragments; n++) {
         float4 two = *(const float4*)(stats + 8 * n + lane % 4 * 2);
         for (int i = 0; i < Tile::own_fragments * 4; i++) { dp[i / 4][n][i % 4] = i % 2 ? -two.w : -two.z; }
@@ -486,7 +478,7 @@ __device__ __forceinline__ void multiply_dp(float (&dp)[Tile::own_fragments][Til
 }
 // The operand of keys [16 m, +16) and 16 queries to dS^T, [key][query], in shared memory.
 template <class Tile>
-__device__ __forceinline__ void store_ds(bf16* ds, const uint32_t (&p)[Tile::own_fragments][4], int lane) {
+DEVICE void store_ds(bf16* ds, const typename Tile::Operand& p, int lane) {
     for (int m = 0; m < Tile::own_fragments; m++) {
         for (int i = 0; i < 4; i++) {
             bf16* to = ds + (16 * m + i % 2 * 8 + lane / 4) * Tile::ds_row + i / 2 * 8 + lane % 4 * 2;
@@ -497,15 +489,14 @@ __device__ __forceinline__ void store_ds(bf16* ds, const uint32_t (&p)[Tile::own
 // Steps 8 to 11 and 13 for Tile::step queries, by one warp. key: the warp's first; k, v: its rows of K and V; q, dO,
 // stats: the queries'; ds: where dS^T goes.
 template <class Tile, bool MASKED>
-__device__ __forceinline__ void step_alone(const AttentionArgs& a, int key, int query, const bf16* k, const bf16* v,
-                                           const bf16* q, const bf16* dO, const float2* stats, bf16* ds, int lane,
-                                           float (&dk)[Tile::own_fragments][Tile::D / 8][4],
-                                           float (&dv)[Tile::own_fragments][Tile::D / 8][4]) {
-    float s[Tile::own_fragments][Tile::step_fragments][4] = {}, dp[Tile::own_fragments][Tile::step_fragments][4];
+DEVICE void step_alone(const AttentionArgs& a, int key, int query, const bf16* k, const bf16* v, const bf16* q,
+                       const bf16* dO, const float2* stats, bf16* ds, int lane, typename Tile::Sums& dk,
+                       typename Tile::Sums& dv) {
+    typename Tile::Scores s = {}, dp;
     multiply<Tile>(s, k, q, lane);  // step 8
     exponentiate<Tile, MASKED>(s, a, key, query, stats, lane);
     multiply_dp<Tile>(dp, v, dO, stats, lane);  // step 10, and step 11's - D
-    uint32_t p[Tile::own_fragments][4];
+    typename Tile::Operand p;
     for (int n = 0; n < Tile::step_fragments; n += 2) {
         pack_operand<Tile>(p, s, n);
         accumulate<Tile>(dv, p, dO + 8 * n * Tile::row, lane);  // step 9
@@ -522,19 +513,16 @@ __device__ __forceinline__ void step_alone(const AttentionArgs& a, int key, int 
 
 // Waits for the other warp of a pair. barrier.sync, not bar.sync: the two warps come from different places in the code.
 // Barrier 0 is __syncthreads().
-__device__ __forceinline__ void pair_barrier(int pair) {
-    asm volatile("barrier.sync %0, 64;" ::"r"(pair + 1) : "memory");
-}
+DEVICE void pair_barrier(int pair) { asm volatile("barrier.sync %0, 64;" ::"r"(pair + 1) : "memory"); }
 
 // The same by a pair. The first warp does steps 8 and 9, and passes P^T, packed, in the order of its lanes.
 template <class Tile, bool MASKED>
-__device__ __forceinline__ void step_first(const AttentionArgs& a, int pair, int key, int query, const bf16* k,
-                                           const bf16* q, const bf16* dO, const float2* stats, uint4* exchange,
-                                           int lane, float (&dv)[Tile::own_fragments][Tile::D / 8][4]) {
-    float s[Tile::own_fragments][Tile::step_fragments][4] = {};
+DEVICE void step_first(const AttentionArgs& a, int pair, int key, int query, const bf16* k, const bf16* q,
+                       const bf16* dO, const float2* stats, uint4* exchange, int lane, typename Tile::Sums& dv) {
+    typename Tile::Scores s = {};
     multiply<Tile>(s, k, q, lane);
     exponentiate<Tile, MASKED>(s, a, key, query, stats, lane);
-    uint32_t p[Tile::step_fragments / 2][Tile::own_fragments][4];
+    typename Tile::Operand p[Tile::step_fragments / 2];
     for (int n = 0; n < Tile::step_fragments / 2; n++) {
         pack_operand<Tile>(p[n], s, 2 * n);
         for (int m = 0; m < Tile::own_fragments; m++) {
@@ -547,13 +535,12 @@ __device__ __forceinline__ void step_first(const AttentionArgs& a, int pair, int
 }
 // The second warp does steps 10, 11 and 13.
 template <class Tile>
-__device__ __forceinline__ void step_second(int pair, const bf16* v, const bf16* q, const bf16* dO, const float2* stats,
-                                            const uint4* exchange, bf16* ds, int lane,
-                                            float (&dk)[Tile::own_fragments][Tile::D / 8][4]) {
-    float dp[Tile::own_fragments][Tile::step_fragments][4];
+DEVICE void step_second(int pair, const bf16* v, const bf16* q, const bf16* dO, const float2* stats,
+                        const uint4* exchange, bf16* ds, int lane, typename Tile::Sums& dk) {
+    typename Tile::Scores dp;
     multiply_dp<Tile>(dp, v, dO, stats, lane);
     pair_barrier(pair);  // P is there
-    uint32_t p[Tile::step_fragments / 2][Tile::own_fragments][4];
+    typename Tile::Operand p[Tile::step_fragments / 2];
     for (int n = 0; n < Tile::step_fragments / 2; n++) {
         for (int m = 0; m < Tile::own_fragments; m++) {
             uint4 packed = exchange[(n * Tile::own_fragments + m) * WARP + lane];
@@ -570,7 +557,7 @@ __device__ __forceinline__ void step_second(int pair, const bf16* v, const bf16*
 }
 // Step 12 for one tile of queries: dS K [Bq,D], added to the workspace at `row` of all heads' rows.
 template <class Tile>
-__device__ __forceinline__ void backward_add_dq(float* dq, int row, const bf16* ds, const bf16* k, int warp, int lane) {
+DEVICE void backward_add_dq(float* dq, int row, const bf16* ds, const bf16* k, int warp, int lane) {
     int row_block = warp / Tile::dq_columns * Tile::dq_row_blocks, column_block = warp % Tile::dq_columns;
     float sum[Tile::dq_row_blocks][Tile::dq_column_blocks][2][4] = {};
 #pragma unroll(Tile::dq_unroll)
@@ -635,7 +622,7 @@ __global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_main(Att
     if (begin < end) { load_tile(begin); }  // the loop waits for all three
     const bf16 *my_k = k + own * Tile::row, *my_v = v + own * Tile::row;
     // A warp alone holds dV and dK; of a pair the first holds dV, the second dK, both in `sum`, and `dk` is not used.
-    float sum[Tile::own_fragments][Tile::D / 8][4] = {}, dk[Tile::own_fragments][Tile::D / 8][4] = {};
+    typename Tile::Sums sum = {}, dk = {};
 
     auto add_dq = [&](int i) {
         backward_add_dq<Tile>(w.dq, row + i * Bq, ds + i % Tile::ds_buffers * ds_size, k, warp, lane);

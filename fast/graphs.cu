@@ -24,50 +24,47 @@ struct StepPlaces : Places {
     std::vector<Place> places;      // in the order of allocation
     int events = 0;                 // the clock
     size_t next = 0;                // with a block: the place to be taken next
-    size_t take(size_t bytes, void** at) override;
-    void give(size_t number) override;
-    size_t plan();  // right after the rehearsal: sets the offsets; returns the block's bytes
-};
-
-size_t StepPlaces::take(size_t bytes, void** at) {
-    bytes = (bytes + 511) / 512 * 512;
-    if (!block) {
-        places.push_back({bytes, 0, events++, INT_MAX});
-        return places.size() - 1;
-    }
-    if (next == places.size() || places[next].bytes != bytes) {
-        fail("a step allocates otherwise than its rehearsal: %zu bytes as number %zu", bytes, next);
-    }
-    *at = (char*)block->data + places[next].offset;
-    return next++;
-}
-void StepPlaces::give(size_t number) {
-    if (!block) { places[number].to = events++; }
-}
-// First what stays, as gradients do, then the largest; each at the lowest offset where nothing lies that is there at
-// the same time. At the handout's sizes the block is 0 to 4 % larger than what is held at most.
-size_t StepPlaces::plan() {
-    std::vector<Place*> order, placed;
-    for (Place& p : places) { order.push_back(&p); }
-    std::stable_sort(order.begin(), order.end(), [](const Place* a, const Place* b) {
-        bool a_stays = a->to == INT_MAX, b_stays = b->to == INT_MAX;
-        return a_stays != b_stays ? a_stays : !a_stays && a->bytes > b->bytes;
-    });
-    size_t end = 0;
-    for (Place* p : order) {
-        p->offset = 0;
-        for (const Place* other : placed) {  // by offset
-            if (other->to < p->from || p->to < other->from) { continue; }
-            if (other->offset >= p->offset + p->bytes) { break; }
-            p->offset = std::max(p->offset, other->offset + other->bytes);
+    size_t take(size_t bytes, void** at) override {
+        bytes = (bytes + 511) / 512 * 512;
+        if (!block) {
+            places.push_back({bytes, 0, events++, INT_MAX});
+            return places.size() - 1;
         }
-        placed.insert(
-            std::upper_bound(placed.begin(), placed.end(), p, [](auto* a, auto* b) { return a->offset < b->offset; }),
-            p);
-        end = std::max(end, p->offset + p->bytes);
+        if (next == places.size() || places[next].bytes != bytes) {
+            fail("a step allocates otherwise than its rehearsal: %zu bytes as number %zu", bytes, next);
+        }
+        *at = (char*)block->data + places[next].offset;
+        return next++;
     }
-    return end;
-}
+    void give(size_t number) override {
+        if (!block) { places[number].to = events++; }
+    }
+    // Right after the rehearsal: sets the offsets and returns the block's bytes. First what stays, as gradients do,
+    // then the largest; each at the lowest offset where nothing lies that is there at the same time. At the handout's
+    // sizes the block is 0 to 4 % larger than what is held at most.
+    size_t plan() {
+        std::vector<Place*> order, placed;
+        for (Place& p : places) { order.push_back(&p); }
+        std::stable_sort(order.begin(), order.end(), [](const Place* a, const Place* b) {
+            bool a_stays = a->to == INT_MAX, b_stays = b->to == INT_MAX;
+            return a_stays != b_stays ? a_stays : !a_stays && a->bytes > b->bytes;
+        });
+        size_t end = 0;
+        for (Place* p : order) {
+            p->offset = 0;
+            for (const Place* other : placed) {  // by offset
+                if (other->to < p->from || p->to < other->from) { continue; }
+                if (other->offset >= p->offset + p->bytes) { break; }
+                p->offset = std::max(p->offset, other->offset + other->bytes);
+            }
+            placed.insert(std::upper_bound(placed.begin(), placed.end(), p,
+                                           [](auto* a, auto* b) { return a->offset < b->offset; }),
+                          p);
+            end = std::max(end, p->offset + p->bytes);
+        }
+        return end;
+    }
+};
 
 int graph_launches = 0;  // of this process, for tests: two for each captured step, one for a forward alone
 
