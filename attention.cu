@@ -126,9 +126,9 @@ static void softmax_cpu(T* S, Wide<T>* L, int64_t R, int Tq, int Tk, bool causal
         using A = Wide<T>;
         A m = -INFINITY;
         double sum = 0;
-        for (int j = 0; j < n; j++) { m = std::max(m, to_acc(s[j])); }
-        for (int j = 0; j < n; j++) { sum += std::exp(to_acc(s[j]) - m); }
-        for (int j = 0; j < Tk; j++) { from_acc(j < n ? A(std::exp(to_acc(s[j]) - m) / sum) : A(0), &s[j]); }
+        for (int j = 0; j < n; j++) { m = std::max<A>(m, s[j]); }
+        for (int j = 0; j < n; j++) { sum += std::exp(s[j] - m); }
+        for (int j = 0; j < Tk; j++) { s[j] = j < n ? A(std::exp(s[j] - m) / sum) : A(0); }
         if (L) { L[r] = A(m + std::log(sum)); }
     }
 }
@@ -142,8 +142,8 @@ static void softmax_backward_cpu(T* dP, const T* P, int64_t R, int Tq, int Tk, b
         int n = keys_seen(causal, (int)(r % Tq), Tk);  // P is 0 beyond, and so is dS
         using A = Wide<T>;
         double D = 0;
-        for (int j = 0; j < n; j++) { D += (double)to_acc(p[j]) * to_acc(dp[j]); }
-        for (int j = 0; j < Tk; j++) { from_acc(j < n ? to_acc(p[j]) * (to_acc(dp[j]) - A(D)) : A(0), &dp[j]); }
+        for (int j = 0; j < n; j++) { D += (double)p[j] * dp[j]; }
+        for (int j = 0; j < Tk; j++) { dp[j] = j < n ? p[j] * (dp[j] - A(D)) : A(0); }
     }
 }
 
@@ -158,7 +158,7 @@ __global__ void softmax_kernel(T* S, float* L, int64_t R, int Tq, int Tk, bool c
     int n = keys_seen(causal, (int)(r % Tq), Tk);
     float m = -INFINITY, sum = 0;
     for (int j = lane; j < n; j += WARP) {
-        float x = to_acc(s[j]), larger = fmaxf(m, x);
+        float x = s[j], larger = fmaxf(m, x);
         sum = sum * expf(m - larger) + expf(x - larger);
         m = larger;
     }
@@ -166,7 +166,7 @@ __global__ void softmax_kernel(T* S, float* L, int64_t R, int Tq, int Tk, bool c
     // A lane without a column has m = -inf, and exp(-inf - row_m) = 0 takes it out of the sum.
     float row_sum = warp_sum(sum * expf(m - row_m)), inverse = 1 / row_sum;
     if (L && lane == 0) { L[r] = row_m + logf(row_sum); }
-    for (int j = lane; j < Tk; j += WARP) { from_acc(j < n ? expf(to_acc(s[j]) - row_m) * inverse : 0.0f, &s[j]); }
+    for (int j = lane; j < Tk; j += WARP) { s[j] = j < n ? expf(s[j] - row_m) * inverse : 0.0f; }
 }
 template <class T>
 __global__ void softmax_backward_kernel(T* dP, const T* P, int64_t R, int Tq, int Tk, bool causal) {
@@ -176,9 +176,9 @@ __global__ void softmax_backward_kernel(T* dP, const T* P, int64_t R, int Tq, in
     dP += r * Tk, P += r * Tk;
     int n = keys_seen(causal, (int)(r % Tq), Tk);
     float D = 0;
-    for (int j = lane; j < n; j += WARP) { D += to_acc(P[j]) * to_acc(dP[j]); }
+    for (int j = lane; j < n; j += WARP) { D += P[j] * dP[j]; }
     D = warp_sum(D);
-    for (int j = lane; j < Tk; j += WARP) { from_acc(j < n ? to_acc(P[j]) * (to_acc(dP[j]) - D) : 0.0f, &dP[j]); }
+    for (int j = lane; j < Tk; j += WARP) { dP[j] = j < n ? P[j] * (dP[j] - D) : 0.0f; }
 }
 #endif
 
@@ -464,20 +464,20 @@ using V1Row = float[V1_COLUMNS];          // a row, spread over a warp
 template <class T>
 __device__ void v1_load(V1Tile& tile, const T* from, int64_t stride, int first, int rows, int D) {
     int i = first + threadIdx.y;
-    for (int d = threadIdx.x; d < D; d += WARP) { tile[threadIdx.y][d] = i < rows ? to_acc(from[i * stride + d]) : 0; }
+    for (int d = threadIdx.x; d < D; d += WARP) { tile[threadIdx.y][d] = i < rows ? from[i * stride + d] : 0.0f; }
 }
 template <class T>
 __device__ void v1_load(V1Row& row, const T* from, int64_t stride, int i, int rows, int D) {
     for (int c = 0; c < V1_COLUMNS; c++) {
         int d = c * WARP + threadIdx.x;
-        row[c] = i < rows && d < D ? to_acc(from[i * stride + d]) : 0;
+        row[c] = i < rows && d < D ? from[i * stride + d] : 0.0f;
     }
 }
 template <class T>
 __device__ void v1_store(const V1Row& row, float factor, T* to, int64_t stride, int i, int rows, int D) {
     for (int c = 0; c < V1_COLUMNS; c++) {
         int d = c * WARP + threadIdx.x;
-        if (i < rows && d < D) { from_acc(row[c] * factor, &to[i * stride + d]); }
+        if (i < rows && d < D) { to[i * stride + d] = row[c] * factor; }
     }
 }
 // The warp's row times row `lane` of the tile: 32 products at once.

@@ -211,11 +211,11 @@ struct AdamWScalars {  // of one step
 // Of one element. In memory bf16 is rounded to nearest once, as it is stored: what PyTorch's fused AdamW does.
 template <class P, class G>
 HD inline void adamw_element(P* p_io, G g_in, P* m_io, P* v_io, AdamWScalars s) {
-    Wide<P> p = to_acc(*p_io), m = to_acc(*m_io), v = to_acc(*v_io), g = (Wide<P>)to_acc(g_in) * s.gradient_scale;
+    Wide<P> p = *p_io, m = *m_io, v = *v_io, g = (Wide<P>)g_in * s.gradient_scale;
     m = s.beta1 * m + (1 - s.beta1) * g;
     v = s.beta2 * v + (1 - s.beta2) * g * g;
     p = p * s.decay - s.step_size * m / (std::sqrt(v) + s.eps);
-    from_acc(p, p_io), from_acc(m, m_io), from_acc(v, v_io);
+    *p_io = p, *m_io = m, *v_io = v;
 }
 struct FlatGradient {
     Tensor g;

@@ -344,7 +344,7 @@ template <class T>
 __global__ void square_sum_kernel(double* partial, const T* g, int64_t n) {
     float sum = 0;
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
-        float x = to_acc(g[i]);
+        float x = g[i];
         sum += x * x;
     }
     sum = block_sum(sum);
@@ -375,7 +375,7 @@ double square_sum(const std::vector<FlatGradient>& gradients) {
     for (const FlatGradient& one : gradients) {
         with_type(one.g.dtype, [&](auto zero) {
             const auto* g = one.g.as<decltype(zero)>();
-            for (int64_t i = 0; i < one.g.size(); i++) { sum += (double)to_acc(g[i]) * to_acc(g[i]); }
+            for (int64_t i = 0; i < one.g.size(); i++) { sum += (double)g[i] * g[i]; }
         });
     }
     return sum;

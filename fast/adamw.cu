@@ -85,14 +85,14 @@ __global__ void adamw_kernel(Updates all, P* p_all, P* m_all, P* v_all, AdamWSca
         Pack<uint16_t, W> u, l;
         if (split) {
             u = load_pack<W>(upper + i), l = load_pack<W>(lower + i);
-            for (int j = 0; j < W; j++) { from_acc(joined({u.x[j], l.x[j]}), &p.x[j]); }
+            for (int j = 0; j < W; j++) { p.x[j] = joined({u.x[j], l.x[j]}); }
         } else {
             p = load_pack<W>(p_all + offset + i);
         }
         for (int j = 0; j < W; j++) { adamw_element(&p.x[j], g.x[j], &m.x[j], &v.x[j], s); }
         if (split) {
             for (int j = 0; j < W; j++) {
-                Halves h = halves_of(to_acc(p.x[j]));
+                Halves h = halves_of(p.x[j]);
                 u.x[j] = h.upper, l.x[j] = h.lower;
             }
             store_pack(upper + i, u), store_pack(lower + i, l);

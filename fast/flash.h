@@ -188,7 +188,7 @@ static __global__ void backward_before(AttentionArgs a, BackwardWorkspace w) {
     }
     float sum[2] = {};
     for (int r = 0; r < 2; r++) {
-        for (int e = 0; e < 8; e++) { sum[r] += to_acc(((const bf16*)&o[r])[e]) * to_acc(((const bf16*)&dO[r])[e]); }
+        for (int e = 0; e < 8; e++) { sum[r] += ((const bf16*)&o[r])[e] * ((const bf16*)&dO[r])[e]; }
         // The grid ends with a whole block: w.rows is a multiple of 128. So all lanes are here.
         for (int s = GROUP / 2; s > 0; s /= 2) { sum[r] += __shfl_xor_sync(0xffffffff, sum[r], s); }
     }

@@ -546,8 +546,8 @@ DEVICE void step_second(int pair, const bf16* v, const bf16* q, const bf16* dO, 
             uint4 packed = exchange[(n * Tile::own_fragments + m) * WARP + lane];
             uint32_t two[4] = {packed.x, packed.y, packed.z, packed.w};
             for (int i = 0; i < 4; i++) {
-                dp[m][2 * n + i / 2][i % 2 * 2] *= to_acc(bf16{(uint16_t)two[i]});
-                dp[m][2 * n + i / 2][i % 2 * 2 + 1] *= to_acc(bf16{(uint16_t)(two[i] >> 16)});
+                dp[m][2 * n + i / 2][i % 2 * 2] *= bf16{(uint16_t)two[i]};
+                dp[m][2 * n + i / 2][i % 2 * 2 + 1] *= bf16{(uint16_t)(two[i] >> 16)};
             }
         }
         pack_operand<Tile>(p[n], dp, 2 * n);

@@ -359,15 +359,6 @@ struct fp16 {
 template <class T>
 using Wide = decltype(+T());  // the type that arithmetic on T runs in: float, or double for F64
 
-template <class T>
-HD inline Wide<T> to_acc(T x) {
-    return x;
-}
-template <class A, class T>
-HD inline void from_acc(A a, T* x) {
-    *x = a;
-}
-
 // Runs f(zero) with a zero of the dtype's C++ type: f only takes its type, decltype(zero).
 template <class Fn>
 void with_gpu_type(DType t, Fn f) {

@@ -295,7 +295,7 @@ static void connect_gloo(Communicator& c) {
 
 template <class T>
 static void add_into(void* to, const void* a, const void* b, size_t n) {
-    for (size_t i = 0; i < n; i++) { from_acc(to_acc(((const T*)a)[i]) + to_acc(((const T*)b)[i]), (T*)to + i); }
+    for (size_t i = 0; i < n; i++) { ((T*)to)[i] = ((const T*)a)[i] + ((const T*)b)[i]; }
 }
 static void gloo_all_reduce(Links& l, const Tensor& t, uint32_t tag, Reduction how) {
     gloo::AllreduceOptions options(l.gloo);
@@ -308,7 +308,7 @@ static void gloo_all_reduce(Links& l, const Tensor& t, uint32_t tag, Reduction h
         options.setReduceFunction(add_into<T>);
         gloo::allreduce(options);
         const Wide<T> scale = how == AVERAGE ? 1.0f / l.world : 1;
-        for (int64_t i = 0; i < t.size(); i++) { from_acc(to_acc(data[i]) * scale, &data[i]); }
+        for (int64_t i = 0; i < t.size(); i++) { data[i] = data[i] * scale; }
     });
 }
 static void gloo_broadcast(Links& l, const Tensor& t, uint32_t tag, int root) {
