@@ -1117,16 +1117,17 @@ static void answer_flash_leaderboard(const std::string& impl, const AttentionCas
 }
 int cmd_flash_leaderboard(const Options& options) {
     Options o = options;
-    context.device = choose_device(o.device);
     if (o.quick) {
         by_quick(o, "d_model", &Options::d_model, 128), by_quick(o, "num_heads", &Options::num_heads, 2);
         by_quick(o, "context_length", &Options::context_length, 512);
-        if (context.device == CPU) { by_quick(o, "precision", &Options::precision, {"fp32"}); }  // its only one
     }
     const int D = o.d_model / o.num_heads;
-    if (o.d_model % o.num_heads != 0) {
-        usage_error("--d_model %d: takes a multiple of --num_heads %d", o.d_model, o.num_heads);
+    if (o.d_model % o.num_heads != 0 || !flash_head_size(D)) {
+        usage_error("--d_model %d over --num_heads %d: takes a head size of 16, 32, 64, 80 or 128", o.d_model,
+                    o.num_heads);
     }
+    context.device = choose_device(o.device);
+    if (o.quick && context.device == CPU) { by_quick(o, "precision", &Options::precision, {"fp32"}); }  // its only one
     const Precision precision = context.precision = precision_from(o.precision[0]);
     const AttentionCase c{1, o.num_heads, o.context_length, o.context_length, D, true};
     std::vector<const AttentionImpl*> asked;
