@@ -908,7 +908,8 @@ static void backward(const AttentionTensors& t) {
     }
 }
 static bool takes(DType t, int64_t D) {
-    return t == BF16 && flash_head_size(D) && compiled_for(hopper_forward_kernel<HopperForward<64, 3, 32, 160>>) == 90;
+    static const bool runs_here = compiled_for(hopper_forward_kernel<HopperForward<64, 3, 32, 160>>) == 90;
+    return t == BF16 && flash_head_size(D) && runs_here;
 }
 static const AddRow<AttentionImpl> row({"hopper", CUDA, 60, takes, nullptr, forward, backward});
 #endif
