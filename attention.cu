@@ -32,55 +32,61 @@ AttentionArgs args_of(const AttentionTensors& t) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The reference: one query at a time, by the definition, in fp64. Never optimised: all else is compared with it.
+// The reference: one query at a time, by the definition, in fp64 on the CPU. Never optimised: all else is compared with
+// it.
 //   s_j = scale q_i k_j;  L_i = log sum_j exp s_j;  p_j = exp(s_j - L_i);  O_i = sum_j p_j v_j
 //   dp_j = dO_i v_j;  D_i = sum_j p_j dp_j;  ds_j = p_j (dp_j - D_i)
 //   dV_j += p_j dO_i;  dQ_i = scale sum_j ds_j k_j;  dK_j += scale ds_j q_i            (handout, eq. 13-19)
 
-static void reference(const AttentionTensors& t) {  // both passes: the second one too if there is a dO
+static AttentionTensors as_type(DType dtype, AttentionTensors in) {  // on context.device
+    for (Tensor* t : {&in.q, &in.k, &in.v, &in.dO}) {
+        if (*t) { *t = cast(to_device(*t, context.device), dtype); }
+    }
+    return in;
+}
+static std::vector<Tensor> reference(const AttentionTensors& in) {  // O, L and, if there is a dO, dQ, dK, dV
+    RestoreContext restore;
+    context.device = CPU;
+    const AttentionTensors t = as_type(F64, in);
     const int64_t heads = t.q.dim(0) * t.q.dim(1), Tq = t.q.dim(2), Tk = t.k.dim(2), D = t.q.dim(3);
     const double scale = 1 / std::sqrt((double)D);
-    const bool back = (bool)t.dO;
-    const std::vector<double> Q = to_doubles(t.q), K = to_doubles(t.k), V = to_doubles(t.v),
-                              all_dO = back ? to_doubles(t.dO) : Q;
-    std::vector<double> O(Q.size()), dQ(Q.size()), dK(K.size()), dV(V.size());
+    const double *Q = t.q.as<double>(), *K = t.k.as<double>(), *V = t.v.as<double>(), *all_dO = t.dO.as<double>();
+    std::vector<Tensor> out = {zeros(t.q.shape, F64), zeros({t.q.dim(0), t.q.dim(1), Tq}, F64)};
+    for (const Tensor* x : {&t.q, &t.k, &t.v}) { out.push_back(zeros(x->shape, F64)); }
+    double *O = out[0].as<double>(), *all_L = out[1].as<double>();
+    double *dQ = out[2].as<double>(), *dK = out[3].as<double>(), *dV = out[4].as<double>();
     auto dot = [D](const double* x, const double* y) { return std::inner_product(x, x + D, y, 0.0); };
     auto add = [D](double* to, double factor, const double* x) {
         for (int d = 0; d < D; d++) { to[d] += factor * x[d]; }
     };
 #pragma omp parallel for
     for (int64_t head = 0; head < heads; head++) {
-        const double *k = &K[head * Tk * D], *v = &V[head * Tk * D];
-        double *dk = &dK[head * Tk * D], *dv = &dV[head * Tk * D];
+        const double *k = K + head * Tk * D, *v = V + head * Tk * D;
         std::vector<double> p(Tk), dp(Tk);
         for (int64_t i = 0; i < Tq; i++) {
             const int64_t row = (head * Tq + i) * D;
-            const double *q = &Q[row], *dO = &all_dO[row];
             const int n = keys_seen(t.causal, (int)i, (int)Tk);
             double m = -INFINITY, sum = 0, Di = 0;
-            for (int j = 0; j < n; j++) { p[j] = scale * dot(q, k + j * D), m = std::max(m, p[j]); }  // s_j
+            for (int j = 0; j < n; j++) { p[j] = scale * dot(Q + row, k + j * D), m = std::max(m, p[j]); }  // s_j
             for (int j = 0; j < n; j++) { sum += std::exp(p[j] - m); }
             const double L = m + std::log(sum);
-            t.L.as<float>()[head * Tq + i] = (float)L;
-            for (int j = 0; j < n; j++) { p[j] = std::exp(p[j] - L), add(&O[row], p[j], v + j * D); }
-            if (!back) { continue; }
+            all_L[head * Tq + i] = L;
+            for (int j = 0; j < n; j++) { p[j] = std::exp(p[j] - L), add(O + row, p[j], v + j * D); }
+            if (!t.dO) { continue; }
+            const double* dO = all_dO + row;
+            double *dk = dK + head * Tk * D, *dv = dV + head * Tk * D;
             for (int j = 0; j < n; j++) {
                 dp[j] = dot(dO, v + j * D), Di += p[j] * dp[j];
                 add(dv + j * D, p[j], dO);
             }
             for (int j = 0; j < n; j++) {
                 const double ds = p[j] * (dp[j] - Di) * scale;
-                add(&dQ[row], ds, k + j * D), add(dk + j * D, ds, q);
+                add(dQ + row, ds, k + j * D), add(dk + j * D, ds, Q + row);
             }
         }
     }
-    auto store = [](const Tensor& to, const std::vector<double>& values) {
-        const Tensor wide = empty_on(CPU, to.shape, F64);
-        std::copy(values.begin(), values.end(), wide.as<double>());
-        copy_or_add(to, wide, false);
-    };
-    store(t.o, O);
-    if (back) { store(t.dq, dQ), store(t.dk, dK), store(t.dv, dV); }
+    out.resize(t.dO ? 5 : 2);
+    return out;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -617,7 +623,6 @@ static bool only_fp32(DType t, int64_t) { return t == F32; }
 bool flash_head_size(int64_t D) { return D == 16 || D == 32 || D == 64 || D == 80 || D == 128; }
 
 static const AddRow<AttentionImpl> attention_impls[] = {
-    {{"reference", CPU, 0, any_float, nullptr, reference, reference}},  // the formula in plain loops: the truth
     {{"naive", CPU, 10, any_float, attention_naive, nullptr, nullptr}},
     {{"fused", CPU, 20, any_float, attention_fused, nullptr, nullptr}},
     {{"tiled", CPU, 30, only_fp32, nullptr, flash_forward_cpu, flash_backward_cpu}},
@@ -627,14 +632,12 @@ static const AddRow<AttentionImpl> attention_impls[] = {
     {{"flash_v1", CUDA, 30, flash_on_gpu, nullptr, flash_v1_forward, flash_v1_backward}},
 };
 
-// It goes by tiles and never stores S.
-static bool is_flash(const AttentionImpl& impl) { return impl.forward && impl.forward != reference; }
 // None in fp16: of the GPU's only flash_v1 takes it, and fused, whose products the tensor cores do, is faster.
 const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
     const AttentionImpl* best = nullptr;
     if (dtype == F16) { return best; }
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-        if (is_flash(impl) && impl.device == device && impl.takes(dtype, D)) { best = &impl; }
+        if (impl.forward && impl.device == device && impl.takes(dtype, D)) { best = &impl; }
     }
     return best;
 }
@@ -655,29 +658,6 @@ const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {
 static void run_pass(void (*pass)(const AttentionTensors&), const AttentionTensors& t) {
     if (t.q.device() != META) { pass(t); }
 }
-// For row-major q, k and v of one type.
-static Tensor run_attention(const AttentionImpl& impl, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
-                            Tensor* L = nullptr) {
-    if (impl.run) {
-        RestoreContext restore;  // an operand that is bf16 or fp16 already stays so
-        if (q.dtype == BF16) { context.precision = PREC_BF16; }
-        if (q.dtype == F16) { context.precision = PREC_FP16; }
-        return impl.run(q, k, v, causal, L);
-    }
-    Range range("attention");
-    AttentionTensors t{q, k, v, empty(q.shape, q.dtype), empty({q.dim(0), q.dim(1), q.dim(2)}, F32), causal};
-    run_pass(impl.forward, t);
-    if (L) { *L = t.L; }
-    Tensor o = t.o;
-    record(o, {q, k, v}, [t, &impl](const Tensor& dO) {
-        AttentionTensors b = t;
-        b.dO = dO;
-        b.dq = empty(t.q.shape, t.q.dtype), b.dk = empty(t.k.shape, t.k.dtype), b.dv = empty(t.v.shape, t.v.dtype);
-        run_pass(impl.backward, b);
-        add_gradient(t.q.gradient, b.dq), add_gradient(t.k.gradient, b.dk), add_gradient(t.v.gradient, b.dv);
-    });
-    return o;
-}
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
     return (context.mode == EAGER ? attention_naive : attention_fused)(q, k, v, causal, nullptr);
 }
@@ -696,8 +676,8 @@ Tensor flash_self_attention(const Tensor& qkv, int H) {
     int64_t B = qkv.dim(0), T = qkv.dim(1), C = qkv.dim(2) / 3;
     const AttentionImpl& impl = require_flash(qkv.device(), qkv.dtype, C / H);
     Tensor o = empty({B, T, C}, qkv.dtype), L = empty({B, H, T}, F32);
-    Tensor q = heads_view(qkv, 0, 3, H), k = heads_view(qkv, 1, 3, H), v = heads_view(qkv, 2, 3, H);
-    AttentionTensors t{q, k, v, heads_view(o, 0, 1, H), L, true};
+    AttentionTensors t{heads_view(qkv, 0, 3, H), heads_view(qkv, 1, 3, H), heads_view(qkv, 2, 3, H), true};
+    t.o = heads_view(o, 0, 1, H), t.L = L;
     run_pass(impl.forward, t);
     record(o, {qkv}, [t, H, &impl, g = qkv.gradient](const Tensor& dO) {
         AttentionTensors b = t;
@@ -717,43 +697,53 @@ struct AttentionCase {
     int B, H, Tq, Tk, D;
     bool causal;
 };
-struct Inputs {
-    Tensor q, k, v, dO;
-};
-static Inputs random_inputs(const AttentionCase& c, DType dtype, uint64_t seed) {
+static AttentionTensors random_inputs(const AttentionCase& c, DType dtype, uint64_t seed) {
     auto random = [&](int T, uint64_t key) {
         const Tensor t = empty({c.B, c.H, T, c.D}, dtype, INPUTS);
         fill_normal(t, seed, key, 0, 1);
         return t;
     };
-    return {random(c.Tq, 0), random(c.Tk, 1), random(c.Tk, 2), random(c.Tq, 3)};
+    return {random(c.Tq, 0), random(c.Tk, 1), random(c.Tk, 2), c.causal, random(c.Tq, 3)};
 }
 
-struct Passes {  // of one implementation on given inputs
+struct Passes {  // of one implementation on given inputs, row-major and of one type
     const AttentionImpl& impl;
-    bool causal;
-    Inputs in;
-    Tensor o{};
-    Passes(const AttentionImpl& impl, const Inputs& x, bool causal)
-        : impl(impl), causal(causal), in{require_gradient(x.q), require_gradient(x.k), require_gradient(x.v), x.dO} {}
-    void forward(Tensor* L = nullptr) { o = run_attention(impl, in.q, in.k, in.v, causal, L); }
-    void backward() { backward_from(o, in.dO); }
+    AttentionTensors t;
+    Passes(const AttentionImpl& impl, const AttentionTensors& in) : impl(impl), t(in) {
+        for (Tensor* x : {&t.q, &t.k, &t.v}) { *x = require_gradient(*x); }
+    }
+    void forward(bool with_L = false) {
+        if (!impl.run) {
+            t.o = empty(t.q.shape, t.q.dtype), t.L = empty({t.q.dim(0), t.q.dim(1), t.q.dim(2)}, F32);
+            return run_pass(impl.forward, t);
+        }
+        RestoreContext restore;  // an operand that is bf16 or fp16 already stays so
+        if (t.q.dtype == BF16) { context.precision = PREC_BF16; }
+        if (t.q.dtype == F16) { context.precision = PREC_FP16; }
+        t.o = impl.run(t.q, t.k, t.v, t.causal, with_L ? &t.L : nullptr);
+    }
+    void backward() {
+        if (!impl.run) {
+            t.dq = empty(t.q.shape, t.q.dtype), t.dk = empty(t.k.shape, t.k.dtype), t.dv = empty(t.v.shape, t.v.dtype);
+            return run_pass(impl.backward, t);
+        }
+        backward_from(t.o, t.dO);
+        t.dq = t.q.gradient->value, t.dk = t.k.gradient->value, t.dv = t.v.gradient->value;
+    }
     void reset() {
         clear_tape();
-        o = in.q.gradient->value = in.k.gradient->value = in.v.gradient->value = Tensor();
+        for (Tensor* x : {&t.q, &t.k, &t.v}) { x->gradient->value = Tensor(); }
+        t.o = t.L = t.dq = t.dk = t.dv = Tensor();
     }
 };
 // O, L and, if there is a dO, dQ, dK, dV.
-static std::vector<Tensor> outputs_of(const AttentionImpl& impl, const Inputs& in, bool causal) {
-    Passes p(impl, in, causal);
-    Tensor L;
-    p.forward(&L);
-    std::vector<Tensor> outputs = {detached(p.o), L};
-    if (in.dO) {
-        p.backward();
-        for (const Tensor* t : {&p.in.q, &p.in.k, &p.in.v}) { outputs.push_back(t->gradient->value); }
-    }
+static std::vector<Tensor> outputs_of(const AttentionImpl& impl, const AttentionTensors& in) {
+    Passes p(impl, in);
+    p.forward(true);
+    if (in.dO) { p.backward(); }
     clear_tape();
+    std::vector<Tensor> outputs = {detached(p.t.o), p.t.L, p.t.dq, p.t.dk, p.t.dv};
+    outputs.resize(in.dO ? 5 : 2);
     return outputs;
 }
 
@@ -796,7 +786,7 @@ struct Effort {
 };
 static size_t peak_of_passes(const AttentionImpl& impl, const AttentionCase& c, DType dtype) {
     return planned_peak([&] {
-        Passes p(impl, random_inputs(c, dtype, 0), c.causal);
+        Passes p(impl, random_inputs(c, dtype, 0));
         p.forward(), p.backward();
     });
 }
@@ -804,7 +794,7 @@ static PassTimes pass_times(const AttentionImpl& impl, const AttentionCase& c, D
     PassTimes t;
     const std::string row = strprintf("S %d, D %d, %s, %s", c.Tq, c.D, name_of(dtype), impl.name);
     t.oom = run_if_fits(row, peak_of_passes(impl, c, dtype), [&] {
-        Passes p(impl, random_inputs(c, dtype, 0), c.causal);
+        Passes p(impl, random_inputs(c, dtype, 0));
         t.forward = e.time([&] { p.reset(); }, [&] { p.forward(); });
         t.held = memory_use(context.device).now;
         t.backward = e.time([&] { p.reset(), p.forward(); }, [&] { p.backward(); });
@@ -820,24 +810,24 @@ static double times_as_fast(const AttentionRun& r, Pass p) { return (r.naive.*p)
 static std::string speedup(const AttentionRun& r, Pass p) {
     return r.naive.oom || r.other.oom ? "" : strprintf("%.2fx", times_as_fast(r, p));
 }
-// "faster in 17, slower in 2 of 20 configurations and level within the noise in the others (0.58 to 5.76 times as
+// "faster in 17 of 20 configurations, slower in 2, level within the noise or out of memory in 1 (0.58 to 5.76 times as
 // fast)"
 static std::string compared(const std::vector<AttentionRun>& runs, Pass p, DType dtype = F32) {
-    int all = 0, lacking = 0;
+    int all = 0;
     std::vector<double> times;  // where they are not level, in order
     for (const AttentionRun& r : runs) {
-        const bool oom = r.naive.oom || r.other.oom;
         if (r.dtype != dtype) { continue; }
-        all++, lacking += oom;
+        const bool oom = r.naive.oom || r.other.oom;
+        all++;
         if (!oom && !level(r.other.*p, r.naive.*p)) { times.push_back(times_as_fast(r, p)); }
     }
     if (all == 0) { return "not there on this device"; }
     std::sort(times.begin(), times.end());
     const int apart = (int)times.size(),
               slower = (int)(std::lower_bound(times.begin(), times.end(), 1) - times.begin());
-    std::string text = strprintf("faster in %d of %s, slower in %d, level within the noise in %d", apart - slower,
-                                 counted(all, "configuration").c_str(), slower, all - lacking - apart);
-    if (lacking) { text += strprintf(", without the memory in %d", lacking); }
+    const std::string text =
+        strprintf("faster in %d of %s, slower in %d, level within the noise or out of memory in %d", apart - slower,
+                  counted(all, "configuration").c_str(), slower, all - apart);
     return times.empty() ? text : text + strprintf(" (%.2f to %.2f times as fast)", times.front(), times.back());
 }
 // Naive and another implementation (null: naive alone) at each head size and length.
@@ -874,14 +864,15 @@ static double saved_by_naive(double B, double S, double D) { return 4 * B * (2 *
 static void answer_pytorch_attention(const std::vector<AttentionRun>& runs, int S, size_t peak, size_t available) {
     const double MiB = 1048576, GiB = 1024 * MiB, square = 4.0 * GRID_BATCH * S * S;
     const int D = runs[0].D;
-    std::vector<AttentionRun> fit;
-    std::copy_if(runs.begin(), runs.end(), std::back_inserter(fit), [](auto& r) { return !r.naive.oom; });
-    answer("a", "Memory runs out in %zu of the %zu configurations.", runs.size() - fit.size(), runs.size());
-    while (!fit.empty() && fit.back().D != D) { fit.pop_back(); }
+    std::vector<AttentionRun> fit;  // of that head size
+    size_t oom = 0;
+    for (const AttentionRun& r : runs) {
+        oom += r.naive.oom > 0;
+        if (r.D == D && !r.naive.oom) { fit.push_back(r); }
+    }
+    answer("a", "Memory runs out in %zu of the %zu configurations.", oom, runs.size());
     if (fit.size() > 1) {
         const AttentionRun &last = fit.back(), &before = fit[fit.size() - 2];
-        answer("a", "At S %d with D %d forward takes %.4g ms and backward %.4g ms.", last.S, D,
-               last.naive.forward.median, last.naive.backward.median);
         answer("a",
                "The memory saved for backward is %.1f MiB at S %d and %.1f MiB, %.2f times as much, at S %d, of which "
                "the formula below explains %.1f: it grows with S^2 where S is large.",
@@ -997,14 +988,6 @@ static const std::vector<AttentionCase> check_cases = {
     {1, 2, 127, 200, 80, false}, {1, 2, 200, 127, 80, true},   {2, 1, 257, 129, 128, true}, {1, 1, 63, 300, 128, true},
     {1, 2, 700, 500, 64, false}, {1, 2, 500, 300, 128, false}, {1, 1, 500, 300, 80, false},
 };
-static Inputs on(Device device, DType dtype, Inputs in) {
-    RestoreContext restore;
-    context.device = device;
-    for (Tensor* t : {&in.q, &in.k, &in.v, &in.dO}) {
-        if (*t) { *t = cast(to_device(*t, device), dtype); }
-    }
-    return in;
-}
 static void check_attention(const Options& o, const char* name, bool with_backward) {
     const Device device = choose_device(o.device);
     Table table{strprintf("%s: largest error against the reference in float64, rtol = atol = 1e-2", name),
@@ -1013,31 +996,28 @@ static void check_attention(const Options& o, const char* name, bool with_backwa
     table.columns.push_back("status");
     size_t passed = 0;
     double worst = 0;
-    auto check = [&](const AttentionImpl& impl, const AttentionCase& c, const Inputs& in, auto& want) {
-        context.device = impl.device;
-        const std::vector<Tensor> got = outputs_of(impl, on(impl.device, in.q.dtype, in), c.causal);
-        table.row(impl.name, in.q.dtype, strprintf("%d, %d, %d, %d, %d", c.B, c.H, c.Tq, c.Tk, c.D),
-                  c.causal ? "yes" : "no");
-        bool ok = true;
-        for (size_t i = 0; i < want.size(); i++) {
-            const Comparison difference = compare(got[i], want[i], 1e-2, 1e-2);
-            table.rows.back().push_back(strprintf("%.1e", difference.max_abs));
-            worst = std::max(worst, difference.max_abs), ok = ok && difference.ok();
-        }
-        table.rows.back().push_back(ok ? "ok" : "WRONG");
-        passed += ok;
-    };
     for (const AttentionCase& c : check_cases) {
         if (o.quick && (int64_t)c.B * c.Tq * c.Tk > 70000) { continue; }
         for (DType dtype : {F32, BF16, F16}) {
             context.device = CPU;
-            progress("%s: S %d, D %d, %s", name, c.Tq, c.D, name_of(dtype));
-            Inputs in = random_inputs(c, dtype, o.seed);
+            AttentionTensors in = random_inputs(c, dtype, o.seed);
             if (!with_backward) { in.dO = Tensor(); }
-            const std::vector<Tensor> want = outputs_of(impl_named("reference"), on(CPU, F64, in), c.causal);
+            const std::vector<Tensor> want = reference(in);
             for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-                const bool is_tiled = impl.device == CPU && is_flash(impl);  // flash_forward (a)'s, which needs no GPU
-                if ((impl.device == device || is_tiled) && impl.takes(dtype, c.D)) { check(impl, c, in, want); }
+                const bool is_tiled = impl.device == CPU && impl.forward;  // flash_forward (a)'s, which needs no GPU
+                if (!(impl.device == device || is_tiled) || !impl.takes(dtype, c.D)) { continue; }
+                context.device = impl.device;
+                const std::vector<Tensor> got = outputs_of(impl, as_type(dtype, in));
+                table.row(impl.name, dtype, strprintf("%d, %d, %d, %d, %d", c.B, c.H, c.Tq, c.Tk, c.D),
+                          c.causal ? "yes" : "no");
+                bool ok = true;
+                for (size_t i = 0; i < want.size(); i++) {
+                    const Comparison difference = compare(got[i], want[i], 1e-2, 1e-2);
+                    table.rows.back().push_back(strprintf("%.1e", difference.max_abs));
+                    worst = std::max(worst, difference.max_abs), ok = ok && difference.ok();
+                }
+                table.rows.back().push_back(ok ? "ok" : "WRONG");
+                passed += ok;
             }
         }
     }
@@ -1103,24 +1083,15 @@ int cmd_flash_benchmarking(const Options& o) {
 static double tflops_of(const AttentionCase& c, const PassTimes& t) {  // of half of S^2
     return t.oom ? NAN : 3.5 * 2 * c.H * c.Tq * (double)c.Tk * c.D / t.both.median / 1e9;
 }
-// rate: of matrix products
-static void answer_flash_leaderboard(const std::string& impl, const AttentionCase& c, const PassTimes& t, double rate) {
-    const double tflops = tflops_of(c, t);
+static void answer_flash_leaderboard(const std::string& impl, const AttentionCase& c, const PassTimes& t) {
     answer("",
-           "Our fastest, %s, takes %.3f ms for forward and backward, %.3f ms for forward alone. That is %.3g %s, %.0f "
-           "%% of the rate of matrix products on this device.",
-           impl.c_str(), t.both.median, t.forward.median, tflops * unit_of(tflops).per_tera, unit_of(tflops).name,
-           100 * tflops / rate);
-    if (c.H == 16 && c.D == 64 && c.Tq == 16384 && context.precision == PREC_BF16) {  // the handout's
-        answer("", "The class leaderboard of 2025 was led with 5.364 ms, in Triton on an H100; ours is CUDA.");
-    }
+           "Our fastest, %s, takes %.3f ms for forward and backward, %.3f ms for forward alone. That is %.3g TFLOP/s. "
+           "The class leaderboard of 2025 was led with 5.364 ms, in Triton on an H100, for 16 heads, D 64, S 16384 and "
+           "bf16; ours is CUDA.",
+           impl.c_str(), t.both.median, t.forward.median, tflops_of(c, t));
 }
 int cmd_flash_leaderboard(const Options& options) {
     Options o = options;
-    if (o.quick) {
-        by_quick(o, "d_model", &Options::d_model, 128), by_quick(o, "num_heads", &Options::num_heads, 2);
-        by_quick(o, "context_length", &Options::context_length, 512);
-    }
     const int D = o.d_model / o.num_heads;
     if (o.d_model % o.num_heads != 0 || !flash_head_size(D)) {
         usage_error("--d_model %d over --num_heads %d: takes a head size of 16, 32, 64, 80 or 128", o.d_model,
@@ -1128,34 +1099,30 @@ int cmd_flash_leaderboard(const Options& options) {
     }
     context.device = choose_device(o.device);
     if (o.quick && context.device == CPU) { by_quick(o, "precision", &Options::precision, {"fp32"}); }  // its only one
-    const Precision precision = context.precision = precision_from(o.precision[0]);
+    context.precision = precision_from(o.precision[0]);
     const AttentionCase c{1, o.num_heads, o.context_length, o.context_length, D, true};
     std::vector<const AttentionImpl*> asked;
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
-        const bool runs = impl.device == context.device && is_flash(impl) && impl.takes(matmul_dtype(), D);
+        const bool runs = impl.device == context.device && impl.forward && impl.takes(matmul_dtype(), D);
         if (o.impl == "all" && runs) { asked.push_back(&impl); }
     }
     if (asked.empty()) { asked = {&impl_named(o.impl, matmul_dtype(), D)}; }
     const Effort effort = {0, o.quick ? 100.0 : 1000, o.quick ? 500.0 : 10000};
-    const double rate = matmul_rate(precision, o.quick ? 1024 : 8192, 20);
-    const FlopUnit unit = unit_of(rate);
-    Table table{
-        strprintf("flash_leaderboard: batch 1, %s, D %d, S %d, %s, causal; %.2g s of warm-up, %.2g s of runs, median; "
-                  "this device multiplies matrices at %.3g %s",
-                  counted(c.H, "head").c_str(), c.D, c.Tq, name_of(precision), effort.warmup / 1e3, effort.ms / 1e3,
-                  rate * unit.per_tera, unit.name),
-        {"implementation", "forward ms", "backward ms", "forward+backward ms", unit.name, "% of the matmul rate"}};
+    Table table{strprintf("flash_leaderboard: batch 1, %s, D %d, S %d, %s, causal; %.2g s of warm-up, %.2g s of runs, "
+                          "median",
+                          counted(c.H, "head").c_str(), c.D, c.Tq, name_of(context.precision), effort.warmup / 1e3,
+                          effort.ms / 1e3),
+                {"implementation", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s"}};
     std::string best;
     PassTimes best_times;
     for (const AttentionImpl* impl : asked) {
         const PassTimes t = pass_times(*impl, c, matmul_dtype(), effort);
-        const double tflops = tflops_of(c, t);
-        table.row(impl->name, ms(t, FW), ms(t, BW), ms(t, BOTH), tflops * unit.per_tera, 100 * tflops / rate);
+        table.row(impl->name, ms(t, FW), ms(t, BW), ms(t, BOTH), tflops_of(c, t));
         if (!t.oom && (best.empty() || t.both.median < best_times.both.median)) { best = impl->name, best_times = t; }
     }
     print(table);
     if (best.empty()) { fail("flash_leaderboard: no row fits into memory"); }
-    answer_flash_leaderboard(best, c, best_times, rate);
+    answer_flash_leaderboard(best, c, best_times);
     return 0;
 }
 
@@ -1181,10 +1148,10 @@ int cmd_attention(const Options& o) {
     const FileTensor fk = require_tensor(file, "k", keys, {fq.dtype}),
                      fv = require_tensor(file, "v", fk.shape, {fq.dtype});
     require_no_others(file, {"q", "k", "v", "do"}, "q, k, v or do");
-    Inputs in{from_file(fq, o.inputs), from_file(fk, o.inputs), from_file(fv, o.inputs), Tensor()};
+    AttentionTensors in{from_file(fq, o.inputs), from_file(fk, o.inputs), from_file(fv, o.inputs), o.causal};
     if (file.tensors.count("do")) { in.dO = from_file(require_tensor(file, "do", shape, {fq.dtype}), o.inputs); }
     const AttentionImpl& impl = impl_named(o.impl, in.q.dtype, shape.back());
-    const std::vector<Tensor> outputs = outputs_of(impl, in, o.causal);
+    const std::vector<Tensor> outputs = outputs_of(impl, in);
     const char* names[] = {"o", "lse", "dq", "dk", "dv"};
     const Shape shapes[] = {shape, Shape(shape.begin(), shape.end() - 1), shape, fk.shape, fk.shape};
     std::vector<Tensor> kept;
@@ -1194,10 +1161,7 @@ int cmd_attention(const Options& o) {
         out.push_back({names[i], describe(kept.back())});
     }
     save_safetensors(o.out, out, {{"format", "pt"}});
-    const std::string line =
-        strprintf("attention %s: q %s, k %s, %s, %s, implementation %s on %s; wrote %zu tensors to %s",
-                  o.inputs.c_str(), to_string(shape).c_str(), to_string(fk.shape).c_str(), name_of(in.q.dtype),
-                  o.causal ? "causal" : "not causal", impl.name, name_of(context.device), out.size(), o.out.c_str());
-    printf("%s\n", one_line(line).c_str());
+    printf("attention: implementation %s on %s; wrote %zu tensors to %s\n", impl.name, name_of(context.device),
+           out.size(), one_line(o.out).c_str());
     return 0;
 }

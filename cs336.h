@@ -78,9 +78,10 @@ bool update_scale(LossScaler& scaler, bool found_inf);  // true: take the step
 // each row, L_i = log sum_j exp(S_ij).
 
 struct AttentionTensors {
-    Tensor q, k, v, o, L;  // as above
+    Tensor q, k, v;  // as above, and so are o and L
     bool causal;
-    Tensor dO{}, dq{}, dk{}, dv{};  // backward only
+    Tensor dO{};  // null: forward only, without dq, dk and dv
+    Tensor o{}, L{}, dq{}, dk{}, dv{};
 };
 // How a loop or kernel sees a [B,H,T,D] tensor: element (b,h,t,d) is at data[b*batch + h*head + t*row + d].
 struct Heads {

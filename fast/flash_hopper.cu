@@ -500,10 +500,10 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 //     not added).
 // Step 12 lags one tile behind the others, so that nobody waits for the other warpgroup's half of dS: it has long been
 // written. The two need not be at the same point, and one's exponentials run under the other's products.
-template <int HEAD, int QUERIES, int LOADER_REGISTERS, int REGISTERS>
+template <int HEAD, int QUERIES>
 struct HopperBackward {
     static constexpr int D = HEAD, Bq = QUERIES, Bk = 128, stages = 2, threads = 3 * 128;
-    static constexpr int loader_registers = LOADER_REGISTERS, registers = REGISTERS;
+    static constexpr int loader_registers = 24, registers = 240;  // of a thread
     static constexpr int slabs = (D + SLAB - 1) / SLAB;
     static constexpr int k_slab = Bk * SLAB_ROW, q_slab = Bq * SLAB_ROW;  // bytes
     static constexpr int k_bytes = slabs * k_slab, q_bytes = slabs * q_slab, ds_bytes = Bk / SLAB * q_slab;
@@ -899,12 +899,12 @@ static void launch_backward(const AttentionTensors& t) {
     backward_end<Tile::D>(a, w);
 }
 static void backward(const AttentionTensors& t) {
-    switch (t.q.dim(3)) {  // <D, Bq, the loader's registers, the others'>
-        case 16: return launch_backward<HopperBackward<16, 128, 24, 240>>(t);
-        case 32: return launch_backward<HopperBackward<32, 128, 24, 240>>(t);
-        case 64: return launch_backward<HopperBackward<64, 128, 24, 240>>(t);
-        case 80: return launch_backward<HopperBackward<80, 64, 24, 240>>(t);
-        default: return launch_backward<HopperBackward<128, 64, 24, 240>>(t);
+    switch (t.q.dim(3)) {  // <D, Bq>
+        case 16: return launch_backward<HopperBackward<16, 128>>(t);
+        case 32: return launch_backward<HopperBackward<32, 128>>(t);
+        case 64: return launch_backward<HopperBackward<64, 128>>(t);
+        case 80: return launch_backward<HopperBackward<80, 64>>(t);
+        default: return launch_backward<HopperBackward<128, 64>>(t);
     }
 }
 static bool takes(DType t, int64_t D) {
