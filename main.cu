@@ -219,9 +219,7 @@ static void add_options(CLI::App& app, const Command& command, Options& o) {
     add.group = "Its own options";
     add_own_options(add, o);
     if (CLI::Option* size = app.get_option_no_throw("--size")) {
-        for (const char* dimension : {"--d_model", "--d_ff", "--num_layers", "--num_heads"}) {
-            size->excludes(dimension);
-        }
+        for (const char* other : {"--d_model", "--d_ff", "--num_layers", "--num_heads"}) { size->excludes(other); }
     }
     if (!add.words.empty()) { fail("the command table names no option: %s", add.words.begin()->first.c_str()); }
 }
@@ -262,8 +260,7 @@ static void set_defaults(CLI::App& app, const std::string& words) {
     }
 }
 
-// words: the command's id and what follows; some of them are for the context. False: they ask for help, which is
-// printed.
+// words: the command's id and what follows. Sets the context, too. False: they ask for help, which is printed.
 static bool parse_options(const Command& command, const std::vector<std::string>& words, Options& o) {
     o.command = command.id, o.command_line = words;
     CLI::App app(command.what, std::string("cs336 ") + command.id);
