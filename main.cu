@@ -1,4 +1,4 @@
-// main.cu: the commands and their options, help, `list`, `reproduce`. Nothing is computed here.
+// main.cu: the commands and their options, help, `list`, `info`, `reproduce`.
 #include "cs336.h"
 
 #include <CLI/CLI.hpp>
@@ -8,11 +8,7 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
-#include <new>
 #include <sstream>
-
-#include <fcntl.h>
-#include <unistd.h>
 
 static RunCommand cmd_list, cmd_info, cmd_reproduce;
 
@@ -26,7 +22,7 @@ struct Command {
     RunCommand* run;
     const char *section_2025, *section_2026;  // "": that handout has no such problem; both: a tool
     int points;                               // the same in both; 0: none
-    int gpus;                                 // that it measures on at full size; 0: it measures no time
+    bool timed;                               // it measures time, so without a GPU it is as small as with --quick
     const char* what;
     std::string options, in_2026 = "", quick = "";  // the last two: what edition 2026 and --quick set otherwise
     bool is_in(const std::string& edition) const { return *(edition == "2025" ? section_2025 : section_2026); }
@@ -47,67 +43,65 @@ static const std::string CALCS = "tokens=65536 d_model=4096 d_ff=11008 tflops=98
 
 #define COMMAND(name) #name, cmd_##name
 static const Command COMMANDS[] = {
-    {COMMAND(benchmarking_script), "1.1.3", "2.1.3", 4, 1,
-     "time forward, backward and the whole step of the Transformer",
+    {COMMAND(benchmarking_script), "1.1.3", "2.1.3", 4, true, "a step's time: forward, backward, optimizer",
      TIMED + "warmup*=0,1,2,5 precision*=fp32 mode*=eager,flash checkpoint", TIMED_2026},
-    {COMMAND(nsys_profile), "1.1.4", "2.1.4", 5, 1, "which kernels a step spends its time in",
+    {COMMAND(nsys_profile), "1.1.4", "2.1.4", 5, true, "which kernels a step spends its time in",
      TIMED + "context_length*=128,256,512,1024 warmup=2 steps=5 precision*=fp32 mode*=eager trace",
      "size=small,xl context_length=256,512,1024", "size=small context_length=64 batch_size=1 warmup=1 steps=2"},
-    {COMMAND(mixed_precision_accumulation), "1.1.5", "2.1.5", 1, 0, "add 0.01 a thousand times in fp32, fp16 and bf16",
-     ""},
-    {COMMAND(benchmarking_mixed_precision), "1.1.5", "2.1.5", 2, 1,
-     "autocast's dtypes, and what fp32, tf32 and bf16 cost", TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash",
-     TIMED_2026},
-    {COMMAND(memory_profiling), "1.1.6", "2.1.6", 4, 1, "where a step's memory goes",
+    {COMMAND(mixed_precision_accumulation), "1.1.5", "2.1.5", 1, false, "0.01 added a thousand times", ""},
+    {COMMAND(benchmarking_mixed_precision), "1.1.5", "2.1.5", 2, true, "autocast's dtypes; fp32 against tf32, bf16",
+     TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash", TIMED_2026},
+    {COMMAND(memory_profiling), "1.1.6", "2.1.6", 4, false, "where a step's memory goes",
      "size*=2.7B " + MODEL + "context_length*=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager out.folder",
-     "size=xl context_length=128,2048"},
-    {COMMAND(gradient_checkpointing), "", "3.2.1", 4, 1, "what backward runs again instead of keeping it",
+     "size=xl context_length=128,2048", "size=small context_length=128"},
+    {COMMAND(gradient_checkpointing), "", "3.2.1", 4, true, "what backward runs again, to keep less",
      "size=xl " + MODEL + "context_length=2048 batch_size warmup=2 steps=5 precision=fp32 mode=eager seed"},
-    {COMMAND(pytorch_attention), "1.2.1", "4.1.1", 2, 1, "time and memory of plain attention", "steps=100"},
-    {COMMAND(torch_compile), "1.3", "4.2", 2, 1, "eager against fused kernels", TIMED + "warmup precision*=fp32",
+    {COMMAND(pytorch_attention), "1.2.1", "4.1.1", 2, true, "time and memory of plain attention", "steps=100"},
+    {COMMAND(torch_compile), "1.3", "4.2", 2, true, "eager against fused kernels", TIMED + "warmup precision*=fp32",
      TIMED_2026},
-    {COMMAND(weighted_sum), "1.3.1", "4.2.1", 0, 1, "the first kernel: a weighted sum", ""},
-    {COMMAND(flash_forward), "1.3.2", "4.2.2", 15, 0, "FlashAttention-2, forward", "seed"},
-    {COMMAND(flash_backward), "1.3.2", "4.2.2", 5, 0, "FlashAttention-2, backward", "seed"},
-    {COMMAND(flash_benchmarking), "1.3.2", "4.2.2", 5, 1, "FlashAttention-2 against plain attention", ""},
-    {COMMAND(flash_leaderboard), "1.3.3", "", 0, 1, "one long causal sequence, as fast as it goes",
+    {COMMAND(weighted_sum), "1.3.1", "4.2.1", 0, true, "the first kernel: a weighted sum", ""},
+    {COMMAND(flash_forward), "1.3.2", "4.2.2", 15, false, "FlashAttention-2, forward", "seed"},
+    {COMMAND(flash_backward), "1.3.2", "4.2.2", 5, false, "FlashAttention-2, backward", "seed"},
+    {COMMAND(flash_benchmarking), "1.3.2", "4.2.2", 5, true, "FlashAttention-2 against plain attention", ""},
+    {COMMAND(flash_leaderboard), "1.3.3", "", 0, true, "one long sequence, as fast as it goes",
      "d_model=1024 num_heads=16 context_length=16384 precision=bf16 impl=all", "",
      "d_model=128 num_heads=2 context_length=512"},
-    {COMMAND(distributed_communication_single_node), "2.1", "5.1", 5, 2, "all-reduce: sizes, ranks, backends",
+    {COMMAND(distributed_communication_single_node), "2.1", "5.1", 5, true, "all-reduce: sizes, ranks, backends",
      "warmup steps " + RANKS},
-    {COMMAND(naive_ddp), "2.2", "5.2", 5, 0, "an all-reduce for each parameter", CHECK},
-    {COMMAND(naive_ddp_benchmarking), "2.2", "5.2", 3, 2, "what it costs", DDP + "trace"},
-    {COMMAND(minimal_ddp_flat_benchmarking), "2.3.1", "5.3.1", 2, 2, "one all-reduce for all gradients", DDP + "trace"},
-    {COMMAND(ddp_overlap_individual_parameters), "2.3.2", "5.3.2", 5, 0, "communicate while backward runs", CHECK},
-    {COMMAND(ddp_overlap_individual_parameters_benchmarking), "2.3.2", "5.3.2", 1, 2, "what it saves", DDP + "trace"},
-    {COMMAND(ddp_overlap_bucketed), "2.3.3", "", 8, 0, "the same, in buckets",
+    {COMMAND(naive_ddp), "2.2", "5.2", 5, false, "an all-reduce for each parameter", CHECK},
+    {COMMAND(naive_ddp_benchmarking), "2.2", "5.2", 3, true, "what it costs", DDP + "trace"},
+    {COMMAND(minimal_ddp_flat_benchmarking), "2.3.1", "5.3.1", 2, true, "one all-reduce for all gradients",
+     DDP + "trace"},
+    {COMMAND(ddp_overlap_individual_parameters), "2.3.2", "5.3.2", 5, false, "communicate while backward runs", CHECK},
+    {COMMAND(ddp_overlap_individual_parameters_benchmarking), "2.3.2", "5.3.2", 1, true, "what it saves",
+     DDP + "trace"},
+    {COMMAND(ddp_overlap_bucketed), "2.3.3", "", 8, false, "the same, in buckets",
      "bucket_size_mb*=0.0001,0.0016,0.01 " + CHECK},
-    {COMMAND(ddp_bucketed_benchmarking), "2.3.3", "", 3, 2, "which size of buckets", DDP + "bucket_size_mb* trace"},
-    {COMMAND(communication_accounting), "2.4", "", 10, 0, "when communication becomes the limit",
+    {COMMAND(ddp_bucketed_benchmarking), "2.3.3", "", 3, true, "which size of buckets", DDP + "bucket_size_mb* trace"},
+    {COMMAND(communication_accounting), "2.4", "", 10, false, "when communication becomes the limit",
      "d_model=16384 d_ff=53248 num_layers=126 tokens=2048 tflops bandwidth_gb fsdp tp"},
-    {COMMAND(optimizer_state_sharding), "3", "6", 15, 0, "AdamW's state split over the ranks", CHECK},
-    {COMMAND(optimizer_state_sharding_accounting), "3", "6", 5, 2, "its memory and time", DDP},
-    {COMMAND(fsdp), "", "7", 15, 0, "the weights sharded, too", CHECK},
-    {COMMAND(fsdp_accounting), "", "7", 5, 2, "its memory, and whether its gathers come in time", DDP},
-    {COMMAND(alternate_ring_all_reduce), "", "8.1", 1, 0, "all-reduce that sends whole tensors around a ring",
+    {COMMAND(optimizer_state_sharding), "3", "6", 15, false, "AdamW's state split over the ranks", CHECK},
+    {COMMAND(optimizer_state_sharding_accounting), "3", "6", 5, true, "its memory and time", DDP},
+    {COMMAND(fsdp), "", "7", 15, false, "the weights sharded, too", CHECK},
+    {COMMAND(fsdp_accounting), "", "7", 5, true, "its memory; do its gathers come in time?", DDP},
+    {COMMAND(alternate_ring_all_reduce), "", "8.1", 1, false, "a ring that sends whole tensors",
      "tensor_mb devices bandwidth_gb=450"},
-    {COMMAND(data_parallel_calcs), "", "8.2", 3, 0, "how many devices data parallelism can use", CALCS + "devices"},
-    {COMMAND(fsdp_calcs), "", "8.3", 3, 0, "how many devices FSDP can use", CALCS + "devices"},
-    {COMMAND(tp_calcs), "", "8.4", 4, 0, "how many devices tensor parallelism can use", CALCS + "devices"},
-    {COMMAND(fsdp_tp_calcs), "", "8.5", 6, 0, "how many devices both together can use", CALCS + "fsdp=4 tp=2"},
-    {COMMAND(leaderboard), "", "9", 10, 1, "a training step of an 8.1B model, all in bf16, as fast as it goes",
+    {COMMAND(data_parallel_calcs), "", "8.2", 3, false, "how many devices data parallelism can use", CALCS + "devices"},
+    {COMMAND(fsdp_calcs), "", "8.3", 3, false, "how many devices FSDP can use", CALCS + "devices"},
+    {COMMAND(tp_calcs), "", "8.4", 4, false, "how many devices tensor parallelism can use", CALCS + "devices"},
+    {COMMAND(fsdp_tp_calcs), "", "8.5", 6, false, "how many devices both together can use", CALCS + "fsdp=4 tp=2"},
+    {COMMAND(leaderboard), "", "9", 10, true, "an 8.1B model's step, as fast as it goes",
      "size=8B " + MODEL +
          "context_length=32768 batch_size=2 warmup=3 steps=8 precision=pure_bf16 mode=flash checkpoint seed " + RANKS},
-    {COMMAND(list), "", "", 0, 0, "every problem: sections, points, whether it runs here", ""},
-    {COMMAND(info), "", "", 0, 0, "the device, its libraries, its measured rates", ""},
-    {COMMAND(train), "", "", 0, 0, "train on the bytes of a text, then continue it",
+    {COMMAND(list), "", "", 0, false, "every command, its sections and points", ""},
+    {COMMAND(info), "", "", 0, false, "the device and its measured rates", ""},
+    {COMMAND(train), "", "", 0, false, "train on a text's bytes, then continue it",
      "data! d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 lr precision=fp32 "
      "mode=flash seed save load sample"},
-    {COMMAND(model), "", "", 0, 0, "your weights and batch in, our logits, loss and gradients out",
+    {COMMAND(model), "", "", 0, false, "your weights and batch in, gradients out",
      "weights! batch! num_heads! out! rope_theta steps=0 lr precision=fp32 mode=flash"},
-    {COMMAND(attention), "", "", 0, 0, "your q, k, v in, our output and gradients out", "inputs! out! causal impl"},
-    {COMMAND(reproduce), "", "", 0, 0, "all problems, or those that are named, each into a file of --out",
-     "out.folder=notes/output"},
+    {COMMAND(attention), "", "", 0, false, "your q, k, v in, output and gradients out", "inputs! out! causal impl"},
+    {COMMAND(reproduce), "", "", 0, false, "all problems or the named, each into a file", "out.folder=notes/output"},
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -123,17 +117,13 @@ static CLI::Validator number(double most = FLT_MAX) {  // CLI11's ranges take Na
     return CLI::Validator(check, "");
 }
 static CLI::Validator one_of(const std::vector<std::string>& names) { return CLI::IsMember(names, CLI::ignore_case); }
-// Tried before the work.
-static std::string try_output(std::string& path) {
-    try {
-        return replace_file(path, nullptr), "";
-    } catch (const Failure& failure) { return failure.what(); }
-}
-static std::vector<std::string> implementations() {
-    std::set<std::string> names = {"all", "auto"};
-    for (const AttentionImpl& impl : table_of<AttentionImpl>()) { names.insert(impl.name); }
-    return {names.begin(), names.end()};
-}
+static const CLI::Validator OUTPUT(
+    [](std::string& path) -> std::string {  // tried before the work
+        try {
+            return replace_file(path, nullptr), "";
+        } catch (const Failure& failure) { return failure.what(); }
+    },
+    "");
 
 // Adds those options that the command takes, with its defaults.
 struct Adder {
@@ -186,13 +176,14 @@ static void add_own_options(Adder& add, Options& o) {
     add.option("checkpoint", o.checkpoint, CLI::Validator(), "none",
                "what backward runs again instead of keeping it: groups of N blocks, nested, the "
                "feed-forward layers (ffn) or N of them (ffn:N); those, and N blocks whole (blocks:N)");
-    add.option("trace", o.trace, CLI::Validator(try_output, ""), "",
-               "write what ran when, for Perfetto or chrome://tracing");
-    add.option("out", o.out, CLI::Validator(try_output, ""), "", "the file to write");
+    add.option("trace", o.trace, OUTPUT, "", "the file for what ran when, for Perfetto or chrome://tracing");
+    add.option("out", o.out, OUTPUT, "", "the file to write");
     add.option("out.folder", o.out, CLI::Validator(), "", "the folder to write to");
     // Attention, and what comes from files
     add.flag("causal", o.causal, "query i sees keys j <= i only");
-    add.option("impl", o.impl, one_of(implementations()), "auto", "which implementation of attention runs");
+    std::set<std::string> impls = {"all", "auto"};
+    for (const AttentionImpl& impl : table_of<AttentionImpl>()) { impls.insert(impl.name); }
+    add.option("impl", o.impl, one_of({impls.begin(), impls.end()}), "auto", "which implementation of attention runs");
     add.option("inputs", o.inputs, CLI::ExistingFile, "", "safetensors file of q, k, v and perhaps do, [B, H, S, D]");
     add.option("weights", o.weights, CLI::ExistingFile, "", "the state_dict, a safetensors file");
     add.option("batch", o.batch, CLI::ExistingFile, "", "tokens and targets of [B, T], a safetensors file");
@@ -200,13 +191,13 @@ static void add_own_options(Adder& add, Options& o) {
     // Training
     add.option("data", o.data, CLI::ExistingFile, "", "the text to train on; its bytes are the tokens");
     add.option("lr", o.lr, number(), "0.001", "learning rate");
-    add.option("save", o.save, CLI::Validator(try_output, ""), "", "file for weights and optimizer state");
+    add.option("save", o.save, OUTPUT, "", "file for weights and optimizer state");
     add.option("load", o.load, CLI::ExistingFile, "", "file that --save wrote, to go on from");
     add.option("sample", o.sample, whole(0), "200", "bytes to write as a continuation");
     // Ranks
     add.option("nproc", o.nproc, whole(1, 64), "2", "ranks to start; under torchrun and the like theirs are taken");
     add.option("backend", o.backend, one_of({"auto", "nccl", "gloo"}), "auto",
-               "library of the collectives; auto takes nccl where every rank has a GPU, else gloo on the CPU");
+               "library of the collectives; auto: nccl if each rank has a GPU");
     add.option("timeout", o.timeout, number(1e5), "60", "seconds that a rank waits for the others");
     add.option("bucket_size_mb", o.bucket_size_mb, number(1e5), "1,10,100,1000", "bucket sizes in MB (1e6 bytes)");
     // The calculations' letters
@@ -228,6 +219,9 @@ static void add_options(CLI::App& app, const Command& command, Options& o) {
     add_common_options(add, o, command.run == cmd_model ? 0 : 1);
     add.group = "Its own options";
     add_own_options(add, o);
+    if (CLI::Option* size = app.get_option_no_throw("--size")) {
+        for (const char* other : {"--d_model", "--d_ff", "--num_layers", "--num_heads"}) { size->excludes(other); }
+    }
     if (!add.words.empty()) { fail("the command table names no option: %s", add.words.begin()->first.c_str()); }
 }
 
@@ -258,17 +252,6 @@ static const Command& find_command(const std::string& word) {
     usage_error("%s: no such command%s", word.empty() ? "''" : word.c_str(), did_you_mean(word, ids).c_str());
 }
 
-// An output must not take the place of an input; --load may be saved over.
-static void check_files(const Options& o) {
-    const std::string& output = o.save.empty() ? o.out : o.save;
-    for (const std::string& input : {o.data, o.weights, o.batch, o.inputs}) {
-        std::error_code ignored;
-        if (!std::filesystem::equivalent(input, output, ignored)) { continue; }
-        usage_error("--%s: got '%s', takes another file than the input", o.save.empty() ? "out" : "save",
-                    output.c_str());
-    }
-}
-
 // Those that were not typed. (Edition 2026's xl is another model, too: configs_of.)
 static void set_defaults(CLI::App& app, const std::string& words) {
     std::istringstream all(words);
@@ -278,7 +261,7 @@ static void set_defaults(CLI::App& app, const std::string& words) {
     }
 }
 
-// words: the command's id and what follows. False: they ask for help, which is printed.
+// words: the command's id and what follows. Sets the context, too. False: they ask for help, which is printed.
 static bool parse_options(const Command& command, const std::vector<std::string>& words, Options& o) {
     o.command = command.id, o.command_line = words;
     CLI::App app(command.what, std::string("cs336 ") + command.id);
@@ -303,46 +286,34 @@ static bool parse_options(const Command& command, const std::vector<std::string>
     if (command.is_problem() && !command.is_in(o.edition)) {
         usage_error("--edition: got %s, whose handout has no such problem", o.edition.c_str());
     }
-    // What measures time is as small as with --quick where there is no GPU, unless its sizes are typed.
-    if (command.gpus > 0 && (o.device == "cpu" || cuda_devices() == 0)) { o.quick = true; }
+    if (command.timed && (o.device == "cpu" || cuda_devices() == 0)) { o.quick = true; }
     if (o.edition == "2026") { set_defaults(app, command.in_2026); }
     if (o.quick) { set_defaults(app, command.quick); }
     if (!o.context_lengths.empty()) { o.context_length = o.context_lengths[0]; }
-    for (const char* dimension : {"d_model", "d_ff", "num_layers", "num_heads"}) {
-        if (o.has("size") && o.has(dimension)) {
-            usage_error("--size: got '%s' and --%s too, takes one or the other", join(o.size, ",").c_str(), dimension);
+    if (command.options.find(MODEL) != std::string::npos) { configs_of(o); }   // the sizes have to fit each other
+    for (const std::string& input : {o.data, o.weights, o.batch, o.inputs}) {  // --load may be saved over
+        std::error_code ignored;
+        if (std::filesystem::equivalent(input, o.save + o.out, ignored)) {  // a command has one of the two
+            usage_error("--%s: takes another file than the input", o.save.empty() ? "out" : "save");
         }
     }
-    if (command.options.find(MODEL) != std::string::npos) { configs_of(o); }  // the sizes have to fit each other
-    check_files(o);
     if (std::error_code failed; command.options.find("out.folder") != std::string::npos && !o.out.empty()) {
         std::filesystem::create_directories(o.out, failed);
         if (failed) { usage_error("--out %s: %s", o.out.c_str(), failed.message().c_str()); }
     }
+    context.checkpoint = checkpointing_from(o.checkpoint), context.csv = o.format == "csv";
+    if (o.quick) { context.sizes = o.has("quick") ? "; sizes of --quick" : "; no GPU: sizes of --quick"; }
     return true;
 }
 
-static int run_command(const Command& command, const std::vector<std::string>& words) {
-    Options o;
-    if (!parse_options(command, words, o)) { return 0; }
-    context.checkpoint = checkpointing_from(o.checkpoint), context.csv = o.format == "csv";
-    if (o.quick) { context.sizes = o.has("quick") ? "; sizes of --quick" : "; no GPU: sizes of --quick"; }
-    return command.run(o);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
-// list, reproduce, help
+// list, reproduce, info
 
 static int cmd_list(const Options&) {
-    const int gpus = cuda_devices();
-    const bool nccl = why_not("nccl", CUDA, 2).empty();
-    Table table{"2025, 2026: that handout's section; `cs336 <problem> --help` shows a problem's options",
-                {"problem", "2025", "2026", "points", "runs here"}};
+    Table table{"2025, 2026: that handout's section; `cs336 <command> --help` shows a command's options",
+                {"command", "2025", "2026", "points", "what"}};
     for (const Command& c : COMMANDS) {
-        const bool small = c.gpus > gpus || (c.gpus == 2 && !nccl);
-        table.row(c.id, c.is_problem() ? c.section_2025 : "tool", c.is_problem() ? c.section_2026 : "tool",
-                  c.points ? std::to_string(c.points) : "",
-                  small ? strprintf("smaller: no %s", gpus == 0 ? "GPU" : "two GPUs") : "yes");
+        table.row(c.id, c.section_2025, c.section_2026, c.points ? std::to_string(c.points) : "", c.what);
     }
     print(table);
     return 0;
@@ -359,7 +330,6 @@ static int cmd_reproduce(const Options& o) {
     for (const Command& c : COMMANDS) {
         if (o.words.empty() && c.is_in(o.edition)) { problems.push_back(&c); }
     }
-    Table table{"reproduce", {"problem", "file", "result"}};
     int exit_code = 0;
     for (const Command* c : problems) {
         std::vector<std::string> words = {c->id};
@@ -369,30 +339,13 @@ static int cmd_reproduce(const Options& o) {
         const bool differs = c->is_in("2025") && c->is_in("2026") &&
                              (c->options.find("size") == 0 || c->options.find(CHECK) != std::string::npos);
         const std::string path = o.out + "/" + c->id + (o.edition == "2026" && differs ? "-2026" : "") + ".md";
-        std::string result = "was there";
-        if (!is_of_this_commit(path)) {
-            note("%s", c->id);
-            try {
-                save_file(path, run_ourselves(words)), result = "done";
-            } catch (const Failure& failure) { result = std::string("failed: ") + failure.what(), exit_code = 1; }
-        }
-        table.row(c->id, path, result);
+        if (is_of_this_commit(path)) { continue; }
+        note("%s", path.c_str());
+        try {
+            save_file(path, run_ourselves(words));
+        } catch (const Failure& failure) { note("%s", failure.what()), exit_code = 1; }
     }
-    print(table);
     return exit_code;
-}
-
-static void print_overview(FILE* to) {
-    fprintf(to,
-            "cs336: every problem of the CS336 systems assignment, worked through in C++ and CUDA\n\n"
-            "usage: cs336 <command> [options]\n"
-            "       cs336 <command> --help         its options and their defaults\n"
-            "       cs336 --version                the commit that this was built from\n\n"
-            "  2025   2026   problem; the numbers are the handouts' sections\n");
-    for (const Command& c : COMMANDS) {
-        fprintf(to, "  %-6s %-6s %-47s%s\n", c.section_2025, c.section_2026, c.id, c.what);
-    }
-    fprintf(to, "\nexit codes: 0 done, 1 it ran and failed, 2 wrong usage\n");
 }
 
 static int cmd_info(const Options& o) {
@@ -400,50 +353,48 @@ static int cmd_info(const Options& o) {
     const bool gpu = context.device == CUDA;
     Table table{"info: medians of several runs", {"what", "measured", "peak by data sheet", "unit"}};
     table.row("GPUs", cuda_devices(), "", "");
-    table.row("CPU threads", cpu_threads(), "", "");
     table.row("memory available", available_memory(context.device) / 1073741824.0, "", "GiB");
-    const int n = gpu ? (o.quick ? 4096 : 8192) : (o.quick ? 512 : 2048);
+    const int n = gpu ? 8192 : 1024, mib = gpu ? 1024 : 256;
     for (Precision p : gpu ? std::vector<Precision>{PREC_BF16, PREC_FP16, TF32, FP32} : std::vector<Precision>{FP32}) {
         const double rate = matmul_rate(p, n, 10);
         const FlopUnit unit = unit_of(rate);
         table.row(strprintf("matmul %d^3 %s", n, name_of(p)), rate * unit.per_tera,
                   gpu ? dense_peak(p) * unit.per_tera : NAN, unit.name);
     }
-    const int mib = gpu ? 1024 : 256;
     table.row(strprintf("copy of %d MiB, read + written", mib), copy_bandwidth((int64_t)mib << 20, 10), "", "GB/s");
     print(table);
     return 0;
 }
 
+static void print_usage(FILE* to) {
+    fprintf(to,
+            "cs336: every problem of the CS336 systems assignment, worked through in C++ and CUDA\n\n"
+            "usage: cs336 <command> [options]\n"
+            "       cs336 <command> --help         its options and their defaults\n"
+            "       cs336 list                     every command\n"
+            "       cs336 --version                the commit that this was built from\n\n"
+            "exit codes: 0 done, 1 it ran and failed, 2 wrong usage\n");
+}
+
 int main(int argc, char** argv) {
-    // A closed stream is opened, or the next file that is opened would get our lines.
-    for (int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
-        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd) { return 1; }
-    }
     signal(SIGCHLD, SIG_DFL);  // whoever started us may ignore it; waitpid() would then find no children
     signal(SIGXFSZ, SIG_IGN);  // a file that grows over `ulimit -f`: the write fails, and says so
     choose_cpu_settings(argv);
     const std::vector<std::string> words = {argv + 1, argv + argc};
     const std::string word = argc > 1 ? words[0] : "";
-    if (argc < 2 || word == "--help" || word == "-h" || word == "help") {
-        print_overview(argc < 2 ? stderr : stdout);
-        return argc < 2 ? 2 : 0;
-    }
-    if (word == "--version") {
-        printf("%s\n", commit().c_str());
-        return 0;
-    }
+    if (argc < 2) { return print_usage(stderr), 2; }
+    if (word == "--help" || word == "-h") { return print_usage(stdout), 0; }
+    if (word == "--version") { return printf("%s\n", commit().c_str()), 0; }
     int exit_code = 1;
     std::string who = "cs336";
     try {
         const Command& command = find_command(word);
         who += " " + word;
-        exit_code = run_command(command, words);
+        Options o;
+        exit_code = parse_options(command, words, o) ? command.run(o) : 0;
     } catch (const Failure& failure) {
         note("%s: %s", who.c_str(), failure.what());
         exit_code = failure.exit_code;
-    } catch (const std::bad_alloc&) {
-        note("%s: out of memory on the host", who.c_str());
     } catch (const std::exception& e) { note("%s: %s", who.c_str(), e.what()); }
     // A command that a signal has ended in order: whoever started us sees that signal. A rank's launcher reads the
     // code.

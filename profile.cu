@@ -10,15 +10,6 @@ using Json = nlohmann::json;
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernels by name
 
-// cuBLAS names its kernels after the instructions of tensor cores. `simt`, `ffma` and `sgemm` are multiply-adds on the
-// CUDA cores. The first three are of our own flash attention.
-static bool on_tensor_cores(const std::string& kernel) {
-    for (const char* pattern : {"hopper_", "flash_forward_kernel", "backward_main", "nvjet", "tensorop", "s1688",
-                                "s16816", "hmma", "wgmma", "bf16bf16", "f16f16", "tf32"}) {
-        if (kernel.find(pattern) != std::string::npos) { return kernel.find("ffma") == std::string::npos; }
-    }
-    return false;
-}
 static std::string short_kernel_name(std::string s) {  // "void f<int>(float*)" -> "f<int>"
     const std::string anonymous = "(anonymous namespace)::";
     for (size_t at; (at = s.find(anonymous)) != std::string::npos;) { s.erase(at, anonymous.size()); }
@@ -110,33 +101,25 @@ static Kernels by_name(const Kernels& all) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Trace files: Chrome's format, an event per line
 
-constexpr int64_t DAY = 86400LL * 1000000000;  // ns
-
 void write_trace(const std::string& path, const std::vector<Trace>& traces, const std::string& caption,
                  const Communicator& c) {
     std::vector<std::string> events;
+    auto quoted = [](const std::string& text) { return Json(text).dump(); };
     auto name = [&](const char* what, int row, const std::string& text) {
-        const Json args = {{"name", text}};
-        events.push_back(Json{{"ph", "M"}, {"name", what}, {"pid", c.rank}, {"tid", row}, {"args", args}}.dump());
+        events.push_back(strprintf(R"({"ph":"M","name":"%s","pid":%d,"tid":%d,"args":{"name":%s}})", what, c.rank, row,
+                                   quoted(text).c_str()));
     };
     name("process_name", 0, strprintf("rank %d", c.rank));
     // Times count from midnight, the same one for all ranks: a double has no room for ns since 1970.
+    constexpr int64_t DAY = 86400LL * 1000000000;  // ns
     const int64_t midnight = traces.empty() || traces[0].ranges.empty() ? 0 : traces[0].ranges[0].start / DAY * DAY;
     std::set<int> rows;  // that have a name
     auto slice = [&](int row, const std::string& row_name, const char* category, const std::string& what, int64_t start,
                      int64_t end, const std::string& ranges) {
         if (rows.insert(row).second) { name("thread_name", row, row_name); }
-        const double us = (start - midnight) / 1e3;
-        const Json args = {{"path", ranges}};
-        const Json event = {{"ph", "X"},
-                            {"cat", category},
-                            {"name", what},
-                            {"pid", c.rank},
-                            {"tid", row},
-                            {"ts", us},
-                            {"dur", (end - start) / 1e3},
-                            {"args", args}};
-        events.push_back(event.dump());
+        events.push_back(strprintf(
+            R"({"ph":"X","cat":"%s","name":%s,"pid":%d,"tid":%d,"ts":%.3f,"dur":%.3f,"args":{"path":%s}})", category,
+            quoted(what).c_str(), c.rank, row, (start - midnight) / 1e3, (end - start) / 1e3, quoted(ranges).c_str()));
     };
     std::map<std::pair<unsigned, int>, int64_t> streams;  // (stream, row) -> end of its last slice: slices have to nest
     for (const Trace& trace : traces) {
@@ -156,8 +139,8 @@ void write_trace(const std::string& path, const std::vector<Trace>& traces, cons
     }
     const std::vector<std::string> of_ranks = gather_text(c, join(events, ",\n"));
     if (c.rank > 0) { return; }
-    const Json other = {{"caption", caption}};
-    save_file(path, "{\"otherData\":" + other.dump() + ",\"traceEvents\":[\n" + join(of_ranks, ",\n") + "\n]}\n");
+    save_file(path, "{\"otherData\":{\"caption\":" + quoted(caption) + "},\"traceEvents\":[\n" + join(of_ranks, ",\n") +
+                        "\n]}\n");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -191,8 +174,9 @@ static double forward_in_trace(const Trace& trace) {
     return ms.size() < 2 ? NAN : stats_of({ms.begin() + 1, ms.end()}).median;
 }
 
-static void profile_phase(ProfileRun& r, Phase phase, Model& model, const Batch& batch, const Options& o,
-                          std::vector<Trace>& traces) {
+static void profile_phase(ProfileRun& r, Phase phase, const Options& o, std::vector<Trace>& traces) {
+    Model model = random_model(r.config, o.seed);
+    const Batch batch = random_batch(r.B, r.T, r.config.vocab_size, o.seed);
     LossScaler scaler;
     auto pass = [&] {
         if (phase == FORWARD) { return run_phase(phase, model, batch, scaler); }
@@ -211,19 +195,9 @@ static void profile_phase(ProfileRun& r, Phase phase, Model& model, const Batch&
 }
 static ProfileRun profile_model(const ModelConfig& c, int T, const Options& o, std::vector<Trace>& traces) {
     ProfileRun r{c, o.batch_size, T, o.steps + 1};
-    Model model;
-    Batch batch;
     for (Phase phase : {FORWARD, STEP}) {
-        auto profile = [&] {
-            if (!model.weights) {
-                model = random_model(c, o.seed);
-                batch = random_batch(o.batch_size, T, c.vocab_size, o.seed);
-            }
-            profile_phase(r, phase, model, batch, o, traces);
-        };
-        (phase == FORWARD ? r.forward : r.step).oom =
-            run_if_fits(row_of(c, o.batch_size, T, phase), predicted_peak(c, o.batch_size, T, phase), profile,
-                        memory_use(context.device).now);
+        (phase == FORWARD ? r.forward : r.step).oom = run_if_fits(
+            row_of(c, r.B, T, phase), predicted_peak(c, r.B, T, phase), [&] { profile_phase(r, phase, o, traces); });
     }
     return r;
 }
@@ -240,8 +214,9 @@ static std::string where(const ProfileRun& r) {
 // A kernel's name without what many share, cut so that its table stays within 120 columns.
 static std::string brief(std::string name) {
     constexpr size_t MOST = 25;
-    for (const char* common : {"cutlass::Kernel2<", "cutlass_80_simt_", "sm80_xmma_", "f32f32_f32f32_f32_",
-                               "bf16bf16_bf16f32_f32_", "tilesize", "_align1", ", unsigned int", "_kernel"}) {
+    for (const char* common :
+         {"cutlass::Kernel2<", "cutlass_80_simt_", "sm80_xmma_", "f32f32_f32f32_f32_", "bf16bf16_bf16f32_f32_",
+          "tilesize", "_align1", "for_each_kernel<", ", float", "_kernel"}) {
         const size_t at = name.find(common);
         if (at != std::string::npos) { name.erase(at, strlen(common)); }
     }
@@ -261,15 +236,14 @@ static void print_times(const std::vector<ProfileRun>& runs, const std::string& 
 }
 static void print_top_kernels(const std::vector<ProfileRun>& runs, const std::string& caption) {
     Table t{"nsys_profile (b): the kernel with the most time, and its launches per pass; " + caption,
-            {"size", "S", "phase", "%", "launches", "tensor cores", "kernel"}};
+            {"size", "S", "phase", "%", "launches", "kernel"}};
     for (const ProfileRun& r : runs) {
         for (auto& [phase, all] : {std::make_pair("forward", r.forward.kernels),
-                                   {"forward+backward", in(r.step.kernels, "optimizer", false)},
-                                   {"step", r.step.kernels}}) {
+                                   {"forward+backward", in(r.step.kernels, "optimizer", false)}}) {
             if (all.empty()) { continue; }
             const Launches top = by_name(all)[0];
             t.row(r.config.name, r.T, phase, strprintf("%.1f", share({top}, all)), (double)top.ns.size() / r.passes,
-                  on_tensor_cores(top.kernel) ? "yes" : "no", brief(top.kernel));
+                  brief(top.kernel));
         }
     }
     print(t);
@@ -324,31 +298,19 @@ static void answer_times(const ProfileRun& r) {
            difference);
 }
 
-// Of the kernel with the most time: "`gemm`, a matrix product on tensor cores (40.2 %, 97 times per pass)"
-static std::string about_first(const Kernels& all, int passes_of_all) {
+// Of the kernel with the most time: "`gemm` (40.2 %, 97 times per pass)"
+static std::string about_first(const Kernels& all, int passes) {
     const Launches top = by_name(all)[0];
-    const Kernels products = in(all, "matmul");
-    const bool product = std::any_of(products.begin(), products.end(), [&](auto& l) { return l.kernel == top.kernel; });
-    const char* cores = context.device == CPU         ? ""
-                        : on_tensor_cores(top.kernel) ? " on tensor cores"
-                                                      : " on the CUDA cores";
-    return strprintf("`%s`, %s%s (%.1f %%, %s per pass)", top.kernel.c_str(),
-                     product ? "a matrix product" : "no matrix product", cores, share({top}, all),
-                     counted(strprintf("%g", (double)top.ns.size() / passes_of_all), "time").c_str());
+    return strprintf("`%s` (%.1f %%, %s per pass)", top.kernel.c_str(), share({top}, all),
+                     counted(strprintf("%g", (double)top.ns.size() / passes), "time").c_str());
 }
 static void answer_top_kernel(const ProfileRun& r) {
     const Kernels &forward = r.forward.kernels, both = in(r.step.kernels, "optimizer", false);
-    const std::string top = by_name(forward)[0].kernel;
     answer("b", "The kernel with the most time in forward is %s; %s.", about_first(forward, r.passes).c_str(),
            where(r).c_str());
-    std::vector<std::string> places;
-    for (const Launches& l : grouped(forward, [&](auto& l) { return l.kernel == top ? l.path : ""; })) {
-        if (l.kernel.empty()) { continue; }
-        places.push_back(strprintf("%g in %s", (double)l.ns.size() / r.passes, l.kernel.c_str()));
-    }
-    answer("b", "Its launches in a forward: %s.", list_of(places).c_str());
     if (both.empty()) { return; }
-    answer("b", "With backward it is %s one, %s.", by_name(both)[0].kernel == top ? "the same" : "another",
+    answer("b", "With backward it is %s one, %s.",
+           by_name(both)[0].kernel == by_name(forward)[0].kernel ? "the same" : "another",
            about_first(both, r.passes).c_str());
 }
 
@@ -402,11 +364,6 @@ static const ProfileRun* largest(const std::vector<ProfileRun>& runs) {
 }
 // Of the runs of one precision and mode.
 static void answer_nsys_profile(const std::vector<ProfileRun>& runs) {
-    std::vector<std::string> oom;
-    for (const ProfileRun& r : runs) {
-        if (r.step.oom) { oom.push_back(where(r)); }
-    }
-    if (!oom.empty()) { answer("a", "A step runs out of memory: %s.", list_of(oom).c_str()); }
     const ProfileRun* r = largest(runs);
     if (!r) { return; }
     answer_times(*r);
@@ -640,23 +597,11 @@ static std::string mib(double bytes) { return strprintf("%.1f", bytes / 1048576)
 static std::string gib(double bytes) { return strprintf("%.1f GiB", bytes / 1073741824.0); }
 
 static void print_peaks(const MemoryRuns& runs, const std::string& caption) {
-    Table peaks{"memory_profiling (b): " + caption,
-                {"context length", "precision", "forward peak MiB", "full step peak MiB"}};
-    Table categories{"memory_profiling (c): MiB by category at the peak; S: context length",
-                     {"S", "phase", "precision", "parameters", "gradients", "optimizer", "weight copies", "activations",
-                      "other", "all"}};
-    for (const MemoryRun& r : runs) {
-        auto peak = [](const PhaseMemory& m) { return m.oom ? oom_cell(m.oom) : mib(m.use.peak); };
-        peaks.row(r.T, r.precision, peak(r.forward), peak(r.step));
-        for (auto [phase, m] : {std::make_pair("forward", &r.forward), {"step", &r.step}}) {
-            const size_t* by = m->use.peak_by;
-            if (m->oom) { continue; }
-            categories.row(r.T, phase, r.precision, mib(by[PARAMETERS]), mib(by[GRADIENTS]), mib(by[OPTIMIZER]),
-                           mib(by[WEIGHT_COPIES]), mib(by[ACTIVATIONS]), mib(by[WORKSPACE] + by[INPUTS]), peak(*m));
-        }
-    }
-    print(peaks);
-    print(categories);
+    Table t{"memory_profiling (b), (c): " + caption,
+            {"context length", "precision", "forward peak MiB", "full step peak MiB"}};
+    auto peak = [](const PhaseMemory& m) { return m.oom ? oom_cell(m.oom) : mib(m.use.peak); };
+    for (const MemoryRun& r : runs) { t.row(r.T, r.precision, peak(r.forward), peak(r.step)); }
+    print(t);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -678,20 +623,22 @@ static void answer_peaks(const MemoryRun& r) {
            r.config.name.c_str(), name_of(r.precision));
 }
 static void answer_precision(const MemoryRun& high, const MemoryRun& low) {
-    auto change = [](const PhaseMemory& high, const PhaseMemory& low) {
-        return high.oom || low.oom ? "unknown"
-                                   : strprintf("%+.1f %%", 100 * ((double)low.use.peak / high.use.peak - 1));
-    };
-    answer("c", "%s takes %s memory than %s: forward %s at context length %d, a step %s.", name_of(low.precision),
-           low.forward.use.peak > high.forward.use.peak ? "more" : "less", name_of(high.precision),
-           change(high.forward, low.forward).c_str(), low.T, change(high.step, low.step).c_str());
+    for (auto [phase, from, to] :
+         {std::make_tuple("Forward", &high.forward, &low.forward), {"A step", &high.step, &low.step}}) {
+        if (from->oom || to->oom) { continue; }
+        answer("c",
+               "%s's peak changes by %+.1f %% from %s to %s (context length %d): the weights' copies take %s MiB, and "
+               "activations go from %s to %s MiB.",
+               phase, 100 * ((double)to->use.peak / from->use.peak - 1), name_of(high.precision),
+               name_of(low.precision), low.T, mib(to->use.peak_by[WEIGHT_COPIES]).c_str(),
+               mib(from->use.peak_by[ACTIVATIONS]).c_str(), mib(to->use.peak_by[ACTIVATIONS]).c_str());
+    }
 }
 static void answer_largest(const MemoryRun& r) {
     std::vector<std::string> all;
     for (const auto& [by, times] : r.largest_by) { all.push_back(strprintf("%d by %s", times, by.c_str())); }
     answer("e", "At context length %d the largest allocations of a forward have %s MiB: %s.", r.T,
            mib(r.largest).c_str(), list_of(all).c_str());
-    answer("e", "The weights were there before, and the optimizer allocates nothing in forward.");
 }
 static void answer_block(const MemoryRun& r, const MemoryRun* low) {
     const BlockMemory& m = r.block;
@@ -733,17 +680,11 @@ static void answer_memory_profiling(const MemoryRuns& runs) {
     answer_block(*r, low);
 }
 
-// Without a GPU nothing is computed, and the handout's sizes are predicted.
-int cmd_memory_profiling(const Options& asked) {
-    Options o = asked;
+// Without a GPU nothing is computed: what the sizes need is predicted.
+int cmd_memory_profiling(const Options& o) {
     context.device = choose_device(o.device);
     context.each_launch = true;
     const bool predicted = context.device == CPU;
-    if (predicted) { context.sizes = ""; }  // they are the handout's
-    if (o.quick && !predicted) {
-        by_quick(o, "size", &Options::size, {"small"});
-        by_quick(o, "context_length", &Options::context_lengths, {128});
-    }
     std::unique_ptr<Planning> planning(predicted ? new Planning : nullptr);
     const std::vector<ModelConfig> configs = configs_of(o);
     const std::vector<Precision> precisions = precisions_of(o);

@@ -58,8 +58,7 @@ static std::string error_text() {
     return cuptiGetResultString(first_error, &text) == CUPTI_SUCCESS && text ? text : "unknown CUPTI error";
 }
 
-// In which range each launch and copy was made. CUPTI's own way, external ids, costs more than twice as much: these ids
-// come in records of their own, beside a record for each API call.
+// In which range each launch and copy was made. CUPTI's own way, external ids, costs more than twice as much.
 static CUpti_SubscriberHandle launch_subscriber;
 static std::mutex launch_mutex;
 static std::vector<std::pair<uint32_t, int>> launches;  // correlation, range
@@ -94,9 +93,7 @@ static void take_work(const CUpti_Activity* record, const std::string& name) {
     }
 }
 static std::string demangled(const std::string& name) {
-    int status = 0;
-    const std::unique_ptr<char, void (*)(void*)> text(abi::__cxa_demangle(name.c_str(), nullptr, nullptr, &status),
-                                                      free);
+    const std::unique_ptr<char, void (*)(void*)> text(abi::__cxa_demangle(name.c_str(), 0, 0, 0), free);
     return text ? text.get() : name;
 }
 

@@ -68,14 +68,14 @@ cpu_flavour() {
     local program=build/cpu-werror/cs336 plain=build/cpu-werror/cs336-plain command fixtures=tests/fixtures out=$logs/out
     step "cpu build, warnings are errors" build NVCC= $program
     step "cpu build without the fast files" build NVCC= PLAIN=1 $plain
-    for command in $($plain list --format csv | sed -nE '/^problem,/d; s/^([a-z_]+),.*/\1/p'); do
+    for command in $($plain list --format csv | sed -nE '/^command,/d; s/^([a-z_]+),.*/\1/p'); do
         case $command in
             train) step "plain train" prints $plain train --data LICENSE --quick ;;
             model) step "plain model" prints $plain model --weights $fixtures/model_weights.safetensors \
                 --batch $fixtures/model_batch.safetensors --num_heads 2 --out $out ;;
             attention) step "plain attention" prints $plain attention --causal \
                 --inputs $fixtures/attention_inputs.safetensors --out $out ;;
-            reproduce) step "plain reproduce" prints $plain reproduce tp_calcs naive_ddp --quick --out $logs/notes ;;
+            reproduce) step "plain reproduce" $plain reproduce tp_calcs naive_ddp --quick --out $logs/notes ;;
             memory_profiling) step "plain memory_profiling" prints $plain memory_profiling --quick --out $logs/memory ;;
             *) step "plain $command" prints $plain "$command" --quick ;;
         esac

@@ -18,7 +18,7 @@ model --weights LICENSE --batch LICENSE --num_heads 2      | --out is required
 benchmarking_script --size                                 | --size
 benchmarking_script --size huge                            | --size: huge not in {small,medium
 benchmarking_script --size ''                              | --size:  not in {small
-benchmarking_script --size small --d_model 64              | takes one or the other
+benchmarking_script --size small --d_model 64              | excludes
 benchmarking_script --steps 0                              | --steps: Value 0 not in range
 benchmarking_script --steps -1                             | --steps: Value -1 not in range
 benchmarking_script --steps 2.5                            | --steps: Value 2.5 not in range

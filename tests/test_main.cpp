@@ -11,7 +11,7 @@ static int lines(const std::string& text) { return (int)std::count(text.begin(),
 TEST_CASE("main: help and version") {
     Run help = run_cs336({"--help"}), nothing = run_cs336({}), train = run_cs336({"train", "--help"});
     CHECK(help.exit_code == 0);
-    CHECK(has(help.out, "optimizer_state_sharding_accounting"));
+    CHECK(has(help.out, "cs336 list"));
     CHECK(nothing.exit_code == 2);
     CHECK(nothing.out == "");
     CHECK(nothing.err == help.out);
@@ -24,14 +24,14 @@ TEST_CASE("main: list has every problem, and the points add up to each edition's
     REQUIRE(csv.exit_code == 0);
     CHECK(lines(md.out) == lines(csv.out) + 2);  // an empty line and the rule
     int points[2] = {}, problems[2] = {};
-    std::istringstream rows(csv.out.substr(csv.out.find("runs here\n") + 10));
+    std::istringstream rows(csv.out.substr(csv.out.find("what\n") + 5));
     for (std::string line; std::getline(rows, line);) {
         Words cells;
         std::istringstream row(line);
         for (std::string cell; std::getline(row, cell, ',');) { cells.push_back(cell); }
-        REQUIRE(cells.size() == 5);
+        REQUIRE(cells.size() >= 5);
         for (int edition : {0, 1}) {
-            bool has_it = cells[1 + edition] != "" && cells[1] != "tool";
+            bool has_it = cells[1 + edition] != "";
             points[edition] += has_it ? atoi(cells[3].c_str()) : 0, problems[edition] += has_it;
         }
     }
@@ -39,10 +39,6 @@ TEST_CASE("main: list has every problem, and the points add up to each edition's
     CHECK(points[1] == 137);
     CHECK(problems[0] == 23);
     CHECK(problems[1] == 28);
-    if (cuda_devices() == 0) {  // a check is no smaller without a GPU, a measurement is
-        CHECK(has(csv.out, "\nflash_forward,1.3.2,4.2.2,15,yes\n"));
-        CHECK(has(csv.out, "\nflash_benchmarking,1.3.2,4.2.2,5,smaller: no GPU\n"));
-    }
 }
 TEST_CASE("main: an edition has sizes and lengths of its own, and what is typed wins") {
     auto memory = [](Words more) {

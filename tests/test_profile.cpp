@@ -127,8 +127,7 @@ TEST_CASE("profile: kernels of made-up records") {
     CHECK(stats_of(kernels[0].ns).std == doctest::Approx(15.2752523));
     CHECK(total(in(all, "forward")) == 180);
     CHECK(in(all, "forw").empty());  // whole names only
-    CHECK(about_first(all, 1) ==
-          "`softmax_kernel<float>`, no matrix product on the CUDA cores (58.3 %, 3 times per pass)");
+    CHECK(about_first(all, 1) == "`softmax_kernel<float>` (58.3 %, 3 times per pass)");
 
     trace.ranges = {{"forward", -1, -1, 1, 0, 9}, {"forward", -1, -1, 1, 10, 99}, {"x", 1, -1, 1, 11, 98}};
     trace.work.resize(3);
@@ -137,31 +136,12 @@ TEST_CASE("profile: kernels of made-up records") {
 }
 
 TEST_CASE("profile: kernel names") {
-    const std::pair<const char*, bool> cases[] = {
-        {"ampere_sgemm_128x64_tn", false},
-        {"void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>(T1::Params)", false},
-        {"void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x256_16x3_tn_align4>(T1::Params)", true},
-        {"void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(T1::Params)",
-         true},
-        {"sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma_aligna4_alignc4_execute_"
-         "kernel__5x_cublas",
-         false},
-        {"sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__"
-         "5x_cublas",
-         true},
-        {"nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", true},
-        {"void hopper_backward_kernel<HopperBackward<64, 128, 24, 240>, bf16>(HopperArgs)", true},
-        {"void cublasLt::splitKreduce_kernel<32, 16, int, float, float, float, float, true, false, false>(x)", false},
-        {"void elementwise_kernel<1, 4, unsigned int, Copy>(Copy, Loop)", false},
-        {"void flash_forward_kernel<Tile, 64>(AttentionArgs)", true},
-        {"void flash_forward_fp32_kernel<Tile>(AttentionArgs)", false},
-    };
-    for (const auto& c : cases) { CHECK_MESSAGE(on_tensor_cores(short_kernel_name(c.first)) == c.second, c.first); }
     CHECK(short_kernel_name("void f<int, (E)3>(float*)") == "f<int, (E)3>");
     CHECK(short_kernel_name("void (anonymous namespace)::g(int)") == "g");
     CHECK(short_kernel_name("adamw_kernel(long)") == "adamw_kernel");
     CHECK(short_kernel_name("nvjet_x") == "nvjet_x");
     CHECK(brief("cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>") == "`sgemm_256x128_8x4_nn>`");
+    CHECK(brief("for_each_kernel<Elementwise<2, 4, float, Mul> >") == "`Elementwise<2, 4, Mul> >`");
 }
 
 static const char* const check_trace = R"(
@@ -287,7 +267,7 @@ TEST_CASE("profile: kernel records of a launch") {
     if (!trace.no_kernels.empty()) { return skip_this_case(trace.no_kernels.c_str()); }
     REQUIRE(trace.work.size() == 3);
     const TracedWork& w = trace.work[0];
-    CHECK(has(short_kernel_name(w.name), "elementwise_kernel<1, "));
+    CHECK(has(short_kernel_name(w.name), "Elementwise<1"));
     CHECK(has(short_kernel_name(w.name), "Scale>"));
     CHECK(w.range == 0);
     CHECK(w.start > trace.ranges[0].start);
@@ -467,7 +447,7 @@ TEST_CASE("memory_profiling: tables and files") {
     }
     r = run_words(call + "--mode flash");  // also in bf16, which the CPU's FlashAttention lacks
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-    CHECK(has(r.out, "(b): size small, mode flash, "));
+    CHECK(has(r.out, "(b), (c): size small, mode flash, "));
     CHECK(run_words("memory_profiling --context_length 128,x").exit_code == 2);
     r = run_words("memory_profiling --out LICENSE/folder");
     CHECK(r.exit_code == 2);
@@ -558,9 +538,8 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
         said({r}),
         {"**(a)** Forward takes 731.7 ms by the clock and 731.0 ms in the trace (2.7B at context length 1024): they "
          "match (-0.1 %).",
-         "kernel__5x_cublas`, a matrix product on the CUDA cores (43.1 %, 65 times per pass); 2.7B at",
-         "**(b)** Its launches in a forward: 64 in forward/layer/ffn/matmul and 1 in forward/lm_head/matmul.",
-         "**(b)** With backward it is another one, `nt`, a matrix product on the CUDA cores (86.9 %, 1 time per pass",
+         "kernel__5x_cublas` (43.1 %, 65 times per pass); 2.7B at",
+         "**(b)** With backward it is another one, `nt` (86.9 %, 1 time per pass",
          "**(c)** Of forward's time 91.9 % goes to matrix products (2.7B at context length 1024). Of the rest "
          "most goes to "
          "softmax (5.5 %) and rope (2.5 %).",
@@ -572,8 +551,8 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
          "is 59 times as slow."});
     ProfileRun larger{r.config, 4, 2048, 1};
     larger.forward.oom = larger.step.oom = 1;
-    check_said(said({larger}), {"**(a)** A step runs out of memory: 2.7B at context length 2048."});
-    CHECK(said({r, larger}) == said({larger}) + said({r}));
+    CHECK(said({larger}).empty());
+    CHECK(said({r, larger}) == said({r}));
 
     r.in_trace = 1.074 * r.forward.ms.median, r.step.kernels[0].kernel = r.forward.kernels[0].kernel;
     r.forward.kernels.erase(r.forward.kernels.begin() + 3);  // one kernel for all of attention
@@ -622,8 +601,9 @@ TEST_CASE("answers profile: memory_profiling on an H200") {
         {"above the weights (12.7 GiB) it has one equal peak per layer, 0.5 GiB at context length 512",
          "A step's peak is in `backward/swiglu`.",
          "**(b)** At context length 512 forward's peak is 13.2 GiB, a step's 65.2 GiB (2.7B, fp32).",
-         "**(c)** bf16 takes more memory than fp32: forward +45.5 % at context length 512, a step +1.9 %.",
-         "4 x 512 x 2560 x 4 / 1024^2 = 20.0 MiB.",
+         "**(c)** Forward's peak changes by +45.5 % from fp32 to bf16 (context length 512): the weights' copies take "
+         "6237.5 MiB, and activations go from 504.5 to 420.4 MiB.",
+         "**(c)** A step's peak changes by +1.9 % from fp32 to bf16", "4 x 512 x 2560 x 4 / 1024^2 = 20.0 MiB.",
          "**(e)** At context length 512 the largest allocations of a forward have 128.0 MiB: 32 by matmul in "
          "forward/layer/attention/scores (matmul.cu:1).",
          "**(f)** One block saves 6817906688 bytes (6502.1 MiB) for backward in fp32, 7136673792 in bf16 (2.7B at",
@@ -631,7 +611,8 @@ TEST_CASE("answers profile: memory_profiling on an H200") {
          "memory falls by only 6102.0 MiB: the difference, 400.0 MiB, is the gradients of its parameters; by the "
          "formula they have 400.0 MiB."});
     runs[1].step.oom = bytes(251782.2);
-    check_said(said(runs), {"a step's OOM (245.9 GiB) (2.7B, fp32).", "at context length 512, a step unknown."});
+    check_said(said(runs), {"a step's OOM (245.9 GiB) (2.7B, fp32)."});
+    CHECK(!has(said(runs), "A step's peak changes"));
     for (MemoryRun& r : runs) { r.forward.oom = 1; }
     CHECK(said(runs).empty());
 }
