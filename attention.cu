@@ -1115,20 +1115,15 @@ static void answer_flash_leaderboard(const std::string& impl, const AttentionCas
         answer("", "The class leaderboard of 2025 was led with 5.364 ms, in Triton on an H100; ours is CUDA.");
     }
 }
-int cmd_flash_leaderboard(const Options& options) {
-    Options o = options;
-    if (o.quick) {
-        by_quick(o, "d_model", &Options::d_model, 128), by_quick(o, "num_heads", &Options::num_heads, 2);
-        by_quick(o, "context_length", &Options::context_length, 512);
-    }
+int cmd_flash_leaderboard(const Options& o) {
     const int D = o.d_model / o.num_heads;
     if (o.d_model % o.num_heads != 0 || !flash_head_size(D)) {
         usage_error("--d_model %d over --num_heads %d: takes a head size of 16, 32, 64, 80 or 128", o.d_model,
                     o.num_heads);
     }
     context.device = choose_device(o.device);
-    if (o.quick && context.device == CPU) { by_quick(o, "precision", &Options::precision, {"fp32"}); }  // its only one
-    const Precision precision = context.precision = precision_from(o.precision[0]);
+    const bool only_fp32 = o.quick && context.device == CPU && !o.has("precision");
+    const Precision precision = context.precision = only_fp32 ? FP32 : precision_from(o.precision[0]);
     const AttentionCase c{1, o.num_heads, o.context_length, o.context_length, D, true};
     std::vector<const AttentionImpl*> asked;
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
