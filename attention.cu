@@ -1090,16 +1090,15 @@ static void answer_flash_leaderboard(const std::string& impl, const AttentionCas
            "bf16; ours is CUDA.",
            impl.c_str(), t.both.median, t.forward.median, tflops_of(c, t));
 }
-int cmd_flash_leaderboard(const Options& options) {
-    Options o = options;
+int cmd_flash_leaderboard(const Options& o) {
     const int D = o.d_model / o.num_heads;
     if (o.d_model % o.num_heads != 0 || !flash_head_size(D)) {
         usage_error("--d_model %d over --num_heads %d: takes a head size of 16, 32, 64, 80 or 128", o.d_model,
                     o.num_heads);
     }
     context.device = choose_device(o.device);
-    if (o.quick && context.device == CPU) { by_quick(o, "precision", &Options::precision, {"fp32"}); }  // its only one
-    context.precision = precision_from(o.precision[0]);
+    const bool only_fp32 = o.quick && context.device == CPU && !o.has("precision");
+    context.precision = only_fp32 ? FP32 : precision_from(o.precision[0]);
     const AttentionCase c{1, o.num_heads, o.context_length, o.context_length, D, true};
     std::vector<const AttentionImpl*> asked;
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) {

@@ -312,11 +312,6 @@ Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where t
 std::string caption_of(Mode mode);
 // With context's precision, mode and checkpoint; B: sequences per rank.
 std::string row_of(const ModelConfig& c, int B, int T, Phase phase);
-// A default of --quick's: sets the field, unless its option was typed.
-template <class T>
-void by_quick(Options& o, const char* name, T Options::*field, const T& to) {
-    if (!o.has(name)) { o.*field = to; }
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // ddp.cu: data parallel training. Every rank has the same weights and its own part of the batch; gradients are

@@ -340,9 +340,7 @@ static void run_as_rank(const Communicator& c, const Options& o) {
     const ssize_t bytes = runs.size() * sizeof(AllReduceRun);
     if (write(atoi(getenv(RESULTS)), runs.data(), bytes) != bytes) { fail("%s: %s", RESULTS, strerror(errno)); }
 }
-int cmd_distributed_communication_single_node(const Options& asked) {
-    Options o = asked;
-    if (o.quick) { by_quick(o, "warmup", &Options::warmup, {1}), by_quick(o, "steps", &Options::steps, 3); }
+int cmd_distributed_communication_single_node(const Options& o) {
     if (is_rank() || o.has("nproc") || o.has("backend")) {  // one group
         return run_ranks(o, [&](const Communicator& c) { run_as_rank(c, o); });
     }
@@ -513,6 +511,11 @@ int cmd_optimizer_state_sharding(const Options& o) {
 //   | forward | backward          | exposed | optimizer |      compute stream
 //             |   [all-reduce][all-reduce]  |                  communication stream: hidden, as far as under backward
 
+// A default of --quick's, which Gloo may ask for: sets the field, unless its option was typed.
+template <class T>
+static void by_quick(Options& o, const char* name, T Options::*field, const T& to) {
+    if (!o.has(name)) { o.*field = to; }
+}
 ModelConfig choose_step(Options& o, const Communicator& c) {
     if (c.backend == "gloo" && !o.quick) { o.quick = true, context.sizes = "; Gloo, on the CPU: sizes of --quick"; }
     if (o.quick && !o.has("size")) {

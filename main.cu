@@ -33,6 +33,7 @@ static const std::string MODEL = "d_model d_ff num_layers num_heads vocab_size "
 static const std::string TIMED =
     "size*=small,medium,large,xl,2.7B " + MODEL + "context_length=256 batch_size steps seed ";
 static const std::string TIMED_2026 = "size=small,medium,large,xl,10B context_length=512";
+static const std::string TIMED_QUICK = "size=small context_length=32 batch_size=1 warmup=1 steps=2";
 static const std::string RANKS = "nproc backend timeout ";
 static const std::string CHECK = "seed " + RANKS;
 static const std::string DDP =
@@ -44,21 +45,22 @@ static const std::string CALCS = "tokens=65536 d_model=4096 d_ff=11008 tflops=98
 #define COMMAND(name) #name, cmd_##name
 static const Command COMMANDS[] = {
     {COMMAND(benchmarking_script), "1.1.3", "2.1.3", 4, true, "a step's time: forward, backward, optimizer",
-     TIMED + "warmup*=0,1,2,5 precision*=fp32 mode*=eager,flash checkpoint", TIMED_2026},
+     TIMED + "warmup*=0,1,2,5 precision*=fp32 mode*=eager,flash checkpoint", TIMED_2026, TIMED_QUICK + " warmup=0,1,2"},
     {COMMAND(nsys_profile), "1.1.4", "2.1.4", 5, true, "which kernels a step spends its time in",
      TIMED + "context_length*=128,256,512,1024 warmup=2 steps=5 precision*=fp32 mode*=eager trace",
-     "size=small,xl context_length=256,512,1024", "size=small context_length=64 batch_size=1 warmup=1 steps=2"},
+     "size=small,xl context_length=256,512,1024", TIMED_QUICK + " context_length=64"},
     {COMMAND(mixed_precision_accumulation), "1.1.5", "2.1.5", 1, false, "0.01 added a thousand times", ""},
     {COMMAND(benchmarking_mixed_precision), "1.1.5", "2.1.5", 2, true, "autocast's dtypes; fp32 against tf32, bf16",
-     TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash", TIMED_2026},
+     TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash", TIMED_2026, TIMED_QUICK},
     {COMMAND(memory_profiling), "1.1.6", "2.1.6", 4, false, "where a step's memory goes",
      "size*=2.7B " + MODEL + "context_length*=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager out.folder",
      "size=xl context_length=128,2048", "size=small context_length=128"},
     {COMMAND(gradient_checkpointing), "", "3.2.1", 4, true, "what backward runs again, to keep less",
-     "size=xl " + MODEL + "context_length=2048 batch_size warmup=2 steps=5 precision=fp32 mode=eager seed"},
+     "size=xl " + MODEL + "context_length=2048 batch_size warmup=2 steps=5 precision=fp32 mode=eager seed", "",
+     TIMED_QUICK + " context_length=256"},
     {COMMAND(pytorch_attention), "1.2.1", "4.1.1", 2, true, "time and memory of plain attention", "steps=100"},
     {COMMAND(torch_compile), "1.3", "4.2", 2, true, "eager against fused kernels", TIMED + "warmup precision*=fp32",
-     TIMED_2026},
+     TIMED_2026, TIMED_QUICK},
     {COMMAND(weighted_sum), "1.3.1", "4.2.1", 0, true, "the first kernel: a weighted sum", ""},
     {COMMAND(flash_forward), "1.3.2", "4.2.2", 15, false, "FlashAttention-2, forward", "seed"},
     {COMMAND(flash_backward), "1.3.2", "4.2.2", 5, false, "FlashAttention-2, backward", "seed"},
@@ -67,7 +69,7 @@ static const Command COMMANDS[] = {
      "d_model=1024 num_heads=16 context_length=16384 precision=bf16 impl=all", "",
      "d_model=128 num_heads=2 context_length=512"},
     {COMMAND(distributed_communication_single_node), "2.1", "5.1", 5, true, "all-reduce: sizes, ranks, backends",
-     "warmup steps " + RANKS},
+     "warmup steps " + RANKS, "", "warmup=1 steps=3"},
     {COMMAND(naive_ddp), "2.2", "5.2", 5, false, "an all-reduce for each parameter", CHECK},
     {COMMAND(naive_ddp_benchmarking), "2.2", "5.2", 3, true, "what it costs", DDP + "trace"},
     {COMMAND(minimal_ddp_flat_benchmarking), "2.3.1", "5.3.1", 2, true, "one all-reduce for all gradients",
@@ -97,7 +99,8 @@ static const Command COMMANDS[] = {
     {COMMAND(info), "", "", 0, false, "the device and its measured rates", ""},
     {COMMAND(train), "", "", 0, false, "train on a text's bytes, then continue it",
      "data! d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 lr precision=fp32 "
-     "mode=flash seed save load sample"},
+     "mode=flash seed save load sample",
+     "", "d_model=64 d_ff=128 num_layers=2 context_length=32 batch_size=4 steps=20"},
     {COMMAND(model), "", "", 0, false, "your weights and batch in, gradients out",
      "weights! batch! num_heads! out! rope_theta steps=0 lr precision=fp32 mode=flash"},
     {COMMAND(attention), "", "", 0, false, "your q, k, v in, output and gradients out", "inputs! out! causal impl"},

@@ -648,7 +648,7 @@ struct Setting {
     std::vector<StepRun> runs;  // by size
 };
 
-// What a command measures, with --quick's sizes.
+// What a command measures.
 struct Sweep {
     Options o;
     std::vector<ModelConfig> configs;
@@ -662,15 +662,8 @@ struct Sweep {
                          o.warmup.back(), o.steps);
     }
 };
-static Sweep sweep_of(Options o, int quick_length = 32) {
+static Sweep sweep_of(Options o) {
     context.device = choose_device(o.device);
-    if (o.quick) {
-        by_quick(o, "size", &Options::size, {"small"});
-        by_quick(o, "batch_size", &Options::batch_size, 1);
-        by_quick(o, "context_length", &Options::context_length, quick_length);
-        by_quick(o, "steps", &Options::steps, 2);
-        by_quick(o, "warmup", &Options::warmup, o.warmup.size() > 1 ? std::vector<int>{0, 1, 2} : std::vector<int>{1});
-    }
     std::sort(o.warmup.begin(), o.warmup.end());
     Sweep s{o, configs_of(o), precisions_of(o), {}};
     s.modes = modes_of(o, s.configs, s.precisions);
@@ -1002,7 +995,7 @@ static void answer_sizes(const std::vector<CheckpointRun>& runs, const std::stri
            counted(best.checkpoint.n, "block").c_str(), mib(best.bytes()).c_str(), list_of(others).c_str());
 }
 int cmd_gradient_checkpointing(const Options& asked) {
-    Sweep s = sweep_of(asked, 256);
+    Sweep s = sweep_of(asked);
     ModelConfig& c = s.configs[0];
     // At this length a block's scores, residuals and gradients are to each other about as those of xl.
     if (s.o.quick && !s.o.has("size") && c.name != "custom") { c = {"tiny", 64, 256, 8, 4, 100}; }
@@ -1278,13 +1271,7 @@ static void take_steps(Trainer& t, const Text& text, const Options& o, Table& ro
         }
     }
 }
-int cmd_train(const Options& typed) {
-    Options o = typed;
-    if (o.quick) {
-        by_quick(o, "d_model", &Options::d_model, 64), by_quick(o, "d_ff", &Options::d_ff, 128);
-        by_quick(o, "num_layers", &Options::num_layers, 2), by_quick(o, "context_length", &Options::context_length, 32);
-        by_quick(o, "batch_size", &Options::batch_size, 4), by_quick(o, "steps", &Options::steps, 20);
-    }
+int cmd_train(const Options& o) {
     const ModelConfig c{"custom", o.d_model, o.d_ff, o.num_layers, o.num_heads, 256};
     check_config(c);
     const int T = o.context_length;
