@@ -339,9 +339,7 @@ double norm_over_ranks(const Communicator& c, double square_sum);
 Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, const AdamW& adamw = {});
 
 // N ranks against one process
-constexpr int ROWS = 10, POSITIONS = 8, VOCABULARY = 100;  // rows: of each rank
-// As SGD: AdamW without momentum and decay, and with an eps beside which the second moment does not count.
-AdamW sgd(double lr);
+constexpr int ROWS = 10, POSITIONS = 8, VOCABULARY = 100;                    // rows: of each rank
 std::vector<Batch> part_of(const Batch& all, const Communicator& c, int n);  // a rank's part of it, as n batches
 // A step of `ours` on the ranks' parts of a random batch, cut into so many, and of `whole` on all of it.
 void train_both(const Communicator& c, Trainer& ours, Trainer& whole, uint64_t seed, int batches = 1);

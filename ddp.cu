@@ -30,35 +30,30 @@ const char* name_of(Strategy s) { return WAYS[s].name; }
 
 struct Bucket {          // what goes as one all-reduce
     int64_t begin, end;  // elements of the flat gradients
-    int parameters;      // in it
-    int missing;         // of these, the gradients that backward has not finished yet
+    int first, last;     // parameters: those from first on, up to the one before last
 };
 struct DataParallel {
     Communicator c;
     Strategy strategy;
     Tensor gradients;                   // flat, in backward order
     std::vector<Parameter> parameters;  // those with gradients, by offset; a tied one stands here once
-    std::vector<Tensor> slots;          // their gradients call back
+    std::vector<bool> is_ready;         // of these, in this step
     std::vector<Bucket> buckets;
-    std::vector<int> bucket_of;  // parameter -> bucket
-    std::vector<bool> is_ready;  // parameter
     size_t next = 0;             // the bucket to go next: the order is the same on all ranks
     std::vector<WorkPtr> works;  // of this step
-    ~DataParallel();
 };
 
 static void cut_into_buckets(DataParallel& d, double cap_mb) {
     double bytes = 0;
-    for (const Parameter& p : d.parameters) {
+    for (int i = 0; i < (int)d.parameters.size(); i++) {
+        const Parameter& p = d.parameters[i];
         double more = (double)count(p.shape) * size_of(d.gradients.dtype);
         if (d.buckets.empty() || bytes + more > 1e6 * cap_mb) {
-            d.buckets.push_back({p.offset, 0, 0, 0});
+            d.buckets.push_back({p.offset, 0, i, 0});
             bytes = 0;
         }
         bytes += more;
-        d.buckets.back().end = p.offset + count(p.shape);
-        d.buckets.back().parameters++;
-        d.bucket_of.push_back((int)d.buckets.size() - 1);
+        d.buckets.back().end = p.offset + count(p.shape), d.buckets.back().last = i + 1;
     }
 }
 
@@ -70,11 +65,12 @@ static void start_next_bucket(DataParallel& d) {
 // Backward has finished the gradient at [begin, end), of one parameter, or of several that are one product.
 static void gradient_is_ready(DataParallel& d, int64_t begin, int64_t end) {
     for (size_t i = 0; i < d.parameters.size(); i++) {
-        if (d.parameters[i].offset < begin || d.parameters[i].offset >= end || d.is_ready[i]) { continue; }
-        d.is_ready[i] = true;
-        d.buckets[d.bucket_of[i]].missing--;
+        if (d.parameters[i].offset >= begin && d.parameters[i].offset < end) { d.is_ready[i] = true; }
     }
-    while (WAYS[d.strategy].at_once && d.next < d.buckets.size() && d.buckets[d.next].missing == 0) {
+    auto is_complete = [&](const Bucket& b) {
+        return std::count(d.is_ready.begin() + b.first, d.is_ready.begin() + b.last, false) == 0;
+    };
+    while (WAYS[d.strategy].at_once && d.next < d.buckets.size() && is_complete(d.buckets[d.next])) {
         start_next_bucket(d);
     }
 }
@@ -86,25 +82,21 @@ static std::unique_ptr<DataParallel> data_parallel(const Communicator& c, Strate
     drop_weight_copies(m.slots);
     auto made = std::make_unique<DataParallel>();
     DataParallel& d = *made;
-    d.c = c, d.strategy = strategy, d.gradients = m.gradients, d.parameters = m.parameters, d.slots = m.slots;
+    d.c = c, d.strategy = strategy, d.gradients = m.gradients, d.parameters = m.parameters;
     d.is_ready.resize(m.parameters.size());
     if (strategy == NO_SYNC) { return made; }
     cut_into_buckets(d, strategy == BUCKETED ? bucket_mb : WAYS[strategy].cap_mb);
-    for (const Tensor& t : d.slots) {
+    for (const Tensor& t : m.slots) {
         int64_t begin = (t.gradient->value.data - d.gradients.data) / (int64_t)size_of(d.gradients.dtype);
         t.gradient->ready = [&d, begin, end = begin + t.size()] { gradient_is_ready(d, begin, end); };
     }
     return made;
-}
-DataParallel::~DataParallel() {
-    for (const Tensor& t : slots) { t.gradient->ready = nullptr; }
 }
 
 static void begin_step(DataParallel& d) {  // before each backward
     d.next = 0;
     d.works.clear();
     d.is_ready.assign(d.parameters.size(), false);
-    for (Bucket& b : d.buckets) { b.missing = b.parameters; }
 }
 
 // After backward: then the gradients are averages.
@@ -242,13 +234,15 @@ static std::string ranks(int n) { return counted(n, "rank"); }
 // distributed_communication_single_node. With n ranks, an all-reduce of S bytes that takes t has, as nccl-tests define
 // it, a busbw of S/t 2(n-1)/n: what each link of a ring carries, whatever n is. MB = 1e6 bytes, GB = 1e9.
 
-struct AllReduceRun {  // of one size
-    bool nccl;         // on GPUs; else Gloo, on the CPU
+struct AllReduceGroup {  // of ranks that reduce tensors of all sizes
+    bool nccl;           // on GPUs; else Gloo, on the CPU
     int ranks;
-    double mb;
-    Stats ms{};      // over all steps and ranks
-    size_t oom = 0;  // bytes, where it did not fit
+    double ms[4];  // by size: the median of all steps and ranks; NAN where it did not fit
 };
+static const double SIZES_MB[] = {1, 10, 100, 1000};
+static int sizes(const Options& o) { return o.quick ? 2 : 4; }
+// On a rank's device; the CPU has what is compared with the sums, too.
+static size_t bytes_of(const AllReduceGroup& g, int size) { return (size_t)(SIZES_MB[size] * 1e6) * (g.nccl ? 1 : 3); }
 static double ring(int n) { return 2.0 * (n - 1) / n; }
 
 // Of all ranks and steps, in ms, of an all-reduce of n fp32 numbers.
@@ -271,74 +265,65 @@ static Stats time_all_reduce(const Communicator& c, int64_t n, int warmup, int s
     return stats_of(gather(c, mine));
 }
 
-// runs: of each backend by ranks, then by size. missing: groups that could not run, and why.
-static void answer_distributed_communication_single_node(const std::vector<AllReduceRun>& runs,
-                                                         const std::vector<std::string>& missing) {
-    std::vector<AllReduceRun> small[2], large[2];  // of Gloo, of NCCL; by ranks
-    for (const AllReduceRun& r : runs) {
-        if (r.mb == runs.front().mb && !r.oom) { small[r.nccl].push_back(r); }
-        if (r.mb == runs.back().mb && !r.oom) { large[r.nccl].push_back(r); }
-    }
-    for (bool nccl : {false, true}) {
-        const char* who = nccl ? "NCCL" : "Gloo";
-        if (large[nccl].empty()) { continue; }
-        const AllReduceRun &a = small[nccl][0], &b = large[nccl][0];
-        const double time = b.ms.median / a.ms.median, bytes = b.mb / a.mb;
-        answer(
-            "size",
-            "%s with %s takes %.3g ms for %g MB and %.4g ms for %g MB, %.3g times as long for %g times the bytes: %s.",
-            who, ranks(a.ranks).c_str(), a.ms.median, a.mb, b.ms.median, b.mb, time, bytes,
-            time < 0.8 * bytes ? "latency limits the small tensor, bandwidth the large one" : "bandwidth limits both");
-        for (size_t i = 1; i < large[nccl].size(); i++) {
-            const AllReduceRun &few = large[nccl][i - 1], &many = large[nccl][i];
+// groups: of each backend by ranks.
+static void answer_distributed_communication_single_node(const std::vector<AllReduceGroup>& groups, int sizes) {
+    const double mb = SIZES_MB[sizes - 1];
+    const AllReduceGroup *first[2] = {}, *before = nullptr;  // of Gloo, of NCCL
+    for (const AllReduceGroup& g : groups) {
+        const char* who = g.nccl ? "NCCL" : "Gloo";
+        const double small = g.ms[0], large = g.ms[sizes - 1];
+        if (std::isnan(large)) { continue; }
+        if (!first[g.nccl]) {
+            first[g.nccl] = &g;
+            answer("size", "%s with %s takes %.3g ms for 1 MB and %.4g ms for %g MB, %.3g times as long: %s.", who,
+                   ranks(g.ranks).c_str(), small, large, mb, large / small,
+                   large / small < 0.8 * mb ? "latency limits the small tensor, bandwidth the large one"
+                                            : "bandwidth limits both");
+        } else {
             answer("ranks",
                    "From %d to %d ranks %s takes %.2f times as long for %g MB. A ring would take %.2f times as long.",
-                   few.ranks, many.ranks, who, many.ms.median / few.ms.median, b.mb,
-                   ring(many.ranks) / ring(few.ranks));
+                   before->ranks, g.ranks, who, large / before->ms[sizes - 1], mb, ring(g.ranks) / ring(before->ranks));
         }
+        before = &g;
     }
-    if (!large[0].empty() && !large[1].empty()) {
-        const AllReduceRun &a = small[1][0], &b = large[1][0];
-        answer("backend", "With %d ranks Gloo takes %.3g times as long as NCCL for %g MB, and %.3g times for %g MB.",
-               a.ranks, small[0][0].ms.median / a.ms.median, a.mb, large[0][0].ms.median / b.ms.median, b.mb);
+    if (first[0] && first[1]) {
+        auto times = [&](int size) { return first[0]->ms[size] / first[1]->ms[size]; };
+        answer("backend", "With %d ranks Gloo takes %.3g times as long as NCCL for 1 MB, and %.3g times for %g MB.",
+               first[0]->ranks, times(0), times(sizes - 1), mb);
     }
-    if (!missing.empty()) { answer("", "Not measured: %s.", list_of(missing).c_str()); }
 }
 
-static void print_all_reduces(const Options& o, const std::vector<AllReduceRun>& runs,
-                              const std::vector<std::string>& missing) {
+static void print_all_reduces(const Options& o, const std::vector<AllReduceGroup>& groups) {
     Table table{strprintf("%s: all-reduce, float32, sums checked; median of all ranks and %s, a barrier before each, "
                           "after %s; busbw: algbw 2(n-1)/n",
                           o.command.c_str(), counted(o.steps, "step").c_str(), counted(o.warmup[0], "warm-up").c_str()),
                 {"Backend", "Device", "Ranks", "Tensor Size (MB)", "median ms", "algbw (GB/s)", "busbw (GB/s)"}};
-    for (const AllReduceRun& r : runs) {
-        const double rate = r.oom ? NAN : r.mb / r.ms.median;  // MB per ms are GB/s
-        table.row(r.nccl ? "nccl" : "gloo", r.nccl ? "cuda" : "cpu", r.ranks, r.mb,
-                  r.oom ? oom_cell(r.oom) : strprintf("%.3f", r.ms.median), rate, rate * ring(r.ranks));
+    for (const AllReduceGroup& g : groups) {
+        for (int i = 0; i < sizes(o); i++) {
+            const double rate = SIZES_MB[i] / g.ms[i];  // MB per ms are GB/s
+            const std::string ms = std::isnan(rate) ? oom_cell(bytes_of(g, i)) : strprintf("%.3f", g.ms[i]);
+            table.row(g.nccl ? "nccl" : "gloo", g.nccl ? "cuda" : "cpu", g.ranks, SIZES_MB[i], ms, rate,
+                      rate * ring(g.ranks));
+        }
     }
     print(table);
-    answer_distributed_communication_single_node(runs, missing);
-    if (std::all_of(runs.begin(), runs.end(), [](auto& r) { return r.oom > 0; })) { fail("no all-reduce ran"); }
+    answer_distributed_communication_single_node(groups, sizes(o));
 }
 
-// The handout's groups are this command again, with --nproc and --backend. Rank 0 of each adds its runs to the file
-// whose descriptor is in RESULTS.
+// The handout's groups are this command again, with --nproc and --backend. Rank 0 of each adds what it found to the
+// file whose descriptor is in RESULTS.
 static const char* const RESULTS = "CS336_RESULTS";
 
 static void run_as_rank(const Communicator& c, const Options& o) {
-    std::vector<AllReduceRun> runs;
-    const std::vector<double> handouts = {1, 10, 100, 1000}, quick = {1, 10};
-    for (double mb : o.quick ? quick : handouts) {
-        // On a rank's device; the CPU has what is compared with the sums, too.
-        const size_t bytes = (size_t)(mb * 1e6) * (context.device == CPU ? 3 : 1);
-        AllReduceRun& r = runs.emplace_back(AllReduceRun{c.backend == "nccl", c.world, mb});
-        if (bytes > room_of_each_rank(c)) { r.oom = bytes; }
-        if (!r.oom) { r.ms = time_all_reduce(c, (int64_t)(mb * 1e6 / 4), o.warmup[0], o.steps); }
+    AllReduceGroup g{c.backend == "nccl", c.world, {}};
+    for (int i = 0; i < sizes(o); i++) {
+        const bool fits = bytes_of(g, i) <= room_of_each_rank(c);
+        const int64_t n = (int64_t)(SIZES_MB[i] * 1e6 / 4);
+        g.ms[i] = fits ? time_all_reduce(c, n, o.warmup[0], o.steps).median : NAN;
     }
     if (c.rank > 0) { return; }
-    if (!getenv(RESULTS)) { return print_all_reduces(o, runs, {}); }
-    const ssize_t bytes = runs.size() * sizeof(AllReduceRun);
-    if (write(atoi(getenv(RESULTS)), runs.data(), bytes) != bytes) { fail("%s: %s", RESULTS, strerror(errno)); }
+    if (!getenv(RESULTS)) { return print_all_reduces(o, {g}); }
+    if (write(atoi(getenv(RESULTS)), &g, sizeof g) != sizeof g) { fail("%s: %s", RESULTS, strerror(errno)); }
 }
 int cmd_distributed_communication_single_node(const Options& o) {
     if (is_rank() || o.has("nproc") || o.has("backend")) {  // one group
@@ -349,8 +334,8 @@ int cmd_distributed_communication_single_node(const Options& o) {
     setenv(RESULTS, std::to_string(fileno(results.get())).c_str(), true);
     std::vector<std::string> missing;
     for (auto [backend, device] : {std::pair("gloo", CPU), {"nccl", CUDA}}) {
+        if (o.device == (device == CPU ? "cuda" : "cpu")) { continue; }
         for (int n : {2, 4, 6}) {
-            if (o.device == (device == CPU ? "cuda" : "cpu")) { continue; }
             const std::string why = why_not(backend, device, n);
             if (!why.empty()) {
                 missing.push_back(strprintf("%s from %d ranks on (%s)", backend, n, why.c_str()));
@@ -360,25 +345,23 @@ int cmd_distributed_communication_single_node(const Options& o) {
             std::vector<std::string> words = o.command_line;
             words.insert(words.end(), {"--nproc", std::to_string(n), "--backend", backend});
             if (!o.has("device")) { words.insert(words.end(), {"--device", name_of(device)}); }
-            const int code = launch_ranks(n, words, o.timeout);
-            if (code != 0) { throw Failure(code, strprintf("%d ranks over %s ended with %d", n, backend, code)); }
+            if (const int code = launch_ranks(n, words, o.timeout)) { return code; }
         }
     }
-    std::vector<AllReduceRun> runs;
-    AllReduceRun run;
-    for (rewind(results.get()); fread(&run, sizeof run, 1, results.get()) == 1;) { runs.push_back(run); }
+    std::vector<AllReduceGroup> groups;
+    AllReduceGroup group;
+    for (rewind(results.get()); fread(&group, sizeof group, 1, results.get()) == 1;) { groups.push_back(group); }
     context.device = cuda_devices() > 0 && o.device != "cpu" ? CUDA : CPU;
-    print_all_reduces(o, runs, missing);
-    return 0;
+    print_all_reduces(o, groups);
+    if (!missing.empty()) { answer("", "Not measured: %s.", list_of(missing).c_str()); }
+    return groups.empty();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// naive_ddp, ddp_overlap_individual_parameters, ddp_overlap_bucketed, and fsdp.cu's fsdp: N ranks, each with its part
-// of a batch, against one process that sees all of it, on a small Transformer. Each rank starts from other weights, so
-// that the broadcast is tested too. The weights are equal but for rounding: the sum over the batch is taken in another
-// order. optimizer_state_sharding: the same, sharded. The second parameter group comes after 5 of 10 steps.
-
-AdamW sgd(double lr) { return {(float)(1e6 * lr), 0, 0, 1e6f, 0}; }
+// naive_ddp, ddp_overlap_individual_parameters, ddp_overlap_bucketed, optimizer_state_sharding, and fsdp.cu's fsdp: N
+// ranks, each with its part of a batch, against one process that sees all of it, on a small Transformer. Each rank
+// starts from other weights, so that the broadcast is tested too. The weights are equal but for rounding: the sum over
+// the batch is taken in another order. The second parameter group comes after 5 of 10 steps.
 
 std::vector<Batch> part_of(const Batch& all, const Communicator& c, int n) {
     const int64_t T = all.tokens.dim(1), rows = all.tokens.dim(0) / c.world / n;
@@ -432,13 +415,6 @@ struct CheckedWay {
 };
 constexpr int CHECKED_STEPS = 10;
 
-// The optimizer takes parameters from `begin` on, up to the one before `end`.
-static void add_group(Trainer& t, int64_t begin, int64_t end, double lr) {
-    ParameterGroup group{view(t.model.weights, begin, {end - begin}), view(t.model.gradients, begin, {end - begin})};
-    group.adamw.lr = (float)lr, group.adamw.weight_decay = 0.1f;
-    group.adamw.eps = 1e-5f;  // else a gradient that is rounding alone moves its weight by lr, either way
-    add_parameter_group(*t.sharded, group);
-}
 // Adds rows to checks and both tables.
 static void train_and_compare(const Communicator& c, const CheckedWay& way, uint64_t seed,
                               std::vector<WeightsCheck>& checks, Table& table, Table& losses) {
@@ -446,17 +422,22 @@ static void train_and_compare(const Communicator& c, const CheckedWay& way, uint
     Trainer ours = data_parallel_trainer(c, random_model(config, seed + c.rank), way.strategy, way.bucket_mb), whole;
     whole.model = random_model(config, seed);
     make_gradients(whole.model);
-    ours.adamw = whole.adamw = sgd(0.1);
+    attach(ours, {c, way.sharding}), attach(whole, {});
     const Model &got = ours.model, &want = whole.model;
-    const bool shards = way.sharding != UNSHARDED;
-    if (shards) { attach(ours, {c, way.sharding}), attach(whole, {}); }
-    const int64_t all = got.weights.size(), half = got.parameters[got.parameters.size() / 2].offset;
+    AdamW adamw;
+    adamw.lr = 0.01f, adamw.weight_decay = 0.1f;
+    adamw.eps = 1e-5f;  // else a gradient that is rounding alone moves its weight by lr, either way
+    const int64_t half = got.parameters[got.parameters.size() / 2].offset, rest = got.weights.size() - half;
     std::vector<WeightsCheck> rows;
     for (const Parameter& p : got.parameters) { rows.push_back({way.name, p.name}); }
     for (int step = 0; step < CHECKED_STEPS; step++) {
-        for (Trainer* t : {&ours, &whole}) {
-            if (shards && step == 0) { add_group(*t, 0, half, 0.01); }
-            if (shards && step == CHECKED_STEPS / 2) { add_group(*t, half, all, 0.005); }
+        for (const Trainer* t : {&ours, &whole}) {
+            auto add_group = [&](int64_t begin, int64_t n) {
+                const Model& m = t->model;
+                add_parameter_group(*t->sharded, {view(m.weights, begin, {n}), view(m.gradients, begin, {n}), adamw});
+            };
+            if (step == 0) { add_group(0, half); }
+            if (step == CHECKED_STEPS / 2) { add_group(half, rest); }
         }
         train_both(c, ours, whole, seed + step);
         const double loss = mean_over_ranks(c, ours.loss);
@@ -476,13 +457,11 @@ static void train_and_compare(const Communicator& c, const CheckedWay& way, uint
 
 static int check_ways(const Options& o, const std::vector<CheckedWay>& ways) {
     return run_ranks(o, [&](const Communicator& c) {
-        const bool shards = ways[0].sharding != UNSHARDED;
         Table table{
             strprintf("%s: weights of %s against those of one process after each of %d steps; World size: %d, "
-                      "Batch size: %d; a Transformer of one block, d_model 16; %s; backend %s",
+                      "Batch size: %d; a Transformer of one block, d_model 16; AdamW, Learning rate: 0.01, a second "
+                      "parameter group after 5 steps; backend %s",
                       o.command.c_str(), ranks(c.world).c_str(), CHECKED_STEPS, c.world, ROWS * c.world,
-                      shards ? "AdamW, Learning rate: 0.01, a second parameter group with half of it after 5 steps"
-                             : "SGD, Learning rate: 0.1",
                       c.backend.c_str()),
             {"Way", "calls", "Parameter", "max diff", "mean diff", "Parameters"}};
         Table losses{"Loss in each step: of data parallel (DDP), and of one process",
@@ -650,11 +629,9 @@ static WayRun single_process(const Communicator& c, Options o, const ModelConfig
 bool can_compare(const Communicator& c, const std::vector<WayRun>& runs, bool all) {
     const size_t fit = std::count_if(runs.begin(), runs.end(), [](const WayRun& r) { return r.oom == 0; });
     if (fit == 0) { fail("no step ran: each rank needs %.1f GiB", runs.back().oom / 1073741824.0); }
-    const char* why = c.world == 1 ? "One rank has no other to share with, so there is nothing to compare."
-                      : all && fit < runs.size() ? "A way does not fit, so there is no comparison."
-                                                 : nullptr;
-    if (c.rank == 0 && why) { answer("", "%s", why); }
-    return c.rank == 0 && !why;
+    const bool can = c.world > 1 && (!all || fit == runs.size());
+    if (c.rank == 0 && !can) { answer("", "Nothing to compare: that takes several ranks, and ways that fit."); }
+    return c.rank == 0 && can;
 }
 
 Table step_table(const std::string& caption, const char* what) {
@@ -720,14 +697,10 @@ static void answer_minimal_ddp_flat_benchmarking(const std::vector<DdpRun>& runs
 }
 static void answer_ddp_overlap_individual_parameters_benchmarking(const std::vector<DdpRun>& runs) {
     const DdpRun &none = runs[NO_SYNC], &naive = runs[NAIVE], &over = runs[OVERLAPPED];
-    const Stats &total = over.ms[TOTAL], &alone = none.ms[BACKWARD], &shared = over.ms[BACKWARD];
+    const Stats& total = over.ms[TOTAL];
     answer("a", "Overlapped, a step takes %.2f ms: %s, %s, and %s.", total.mean,
            against(total, naive.ms[TOTAL], "naive").c_str(), against(total, runs[FLAT].ms[TOTAL], "flat").c_str(),
            against(total, none.ms[TOTAL], "without communication").c_str());
-    if (shared.mean > alone.mean && !level(shared, alone)) {
-        answer("a", "Hiding is not free: backward takes %.2f ms instead of %.2f, because both share the device.",
-               shared.mean, alone.mean);
-    }
     answer("b",
            "In naive's trace (--trace FILE.json) all all-reduces lie after backward, and the compute stream waits %.2f "
            "ms. In overlapped's %.1f %% of their time lies under backward, and it waits %.2f ms.",
@@ -747,16 +720,6 @@ static BucketModel bucket_model(const Communicator& c, double s) {
     const double a = ms(small), w = (large - small) / (ms(large) - a);
     return {s, std::max(a - small / w, 1e-4), w};
 }
-static void answer_bucket_model(const BucketModel& m) {
-    const double bytes = std::min(m.s, sqrt(m.s * m.o * m.w));  // at least one bucket
-    answer(
-        "b",
-        "A bucket takes s/(n_b w) to compute and o + s/(n_b w) to send, and sending goes on back to back once the "
-        "first is computed: overhead(s, w, o, n_b) = s/(n_b w) + n_b o. It is least, 2 sqrt(s o/w), for n_b = "
-        "sqrt(s/(o w)): the best bucket has s/n_b = sqrt(s o w) bytes. Timed alone, this run's fastest all-reduces "
-        "have o = %.1f us and w = %.2f GB/s. With s = %.1f MB the best bucket has %.1f MB and an overhead of %.2f ms.",
-        1e3 * m.o, m.w / 1e6, m.s / 1e6, bytes / 1e6, bytes / m.w + m.s / bytes * m.o);
-}
 static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, const BucketModel& m) {
     const DdpRun &none = runs[NO_SYNC], &flat = runs[FLAT], &over = runs[OVERLAPPED];
     const std::vector<DdpRun> buckets(&over + 1, runs.data() + runs.size());
@@ -766,28 +729,32 @@ static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, co
     const DdpRun& few = *std::min_element(buckets.begin(), buckets.end(), by_calls);
     std::vector<std::string> also;
     for (const DdpRun& r : buckets) {
-        const bool same = r.calls == best.calls || level(r.ms[TOTAL], best.ms[TOTAL]);  // the same buckets, or times
-        if (&r != &best && same) { also.push_back(r.name); }
+        if (&r != &best && level(r.ms[TOTAL], best.ms[TOTAL])) { also.push_back(r.name); }
     }
     answer("a", "The fastest buckets have %s: a step takes %.2f ms, %s and %s.%s", best.name.c_str(),
            best.ms[TOTAL].mean, against(best.ms[TOTAL], over.ms[TOTAL], "a tensor per call").c_str(),
            against(best.ms[TOTAL], flat.ms[TOTAL], "flat").c_str(),
-           also.empty() ? "" : (" As fast, within the noise or with the same calls: " + list_of(also) + ".").c_str());
-    auto less = [](const Stats& a, const Stats& b) { return a.mean < b.mean && !level(a, b); };
+           also.empty() ? "" : (" As fast, within the noise: " + list_of(also) + ".").c_str());
     answer("a",
-           "Fewer calls should take less time, and %s: %.2f ms in %s, %.2f ms in %d. A large last bucket should leave "
-           "more exposed, and %s: %.2f ms with %s, %.2f ms with a tensor per call.",
-           less(few.ms[COMMUNICATION], over.ms[COMMUNICATION]) ? "they do" : "here they do not",
-           few.ms[COMMUNICATION].mean, counted(few.calls, "call").c_str(), over.ms[COMMUNICATION].mean, over.calls,
-           less(over.ms[EXPOSED], few.ms[EXPOSED]) ? "it does" : "here it does not", few.ms[EXPOSED].mean,
-           few.name.c_str(), over.ms[EXPOSED].mean);
+           "Fewer calls should take less time: %.2f ms in %s, %s. A large last bucket should leave more exposed: %.2f "
+           "ms with %s, %s.",
+           few.ms[COMMUNICATION].mean, counted(few.calls, "call").c_str(),
+           against(few.ms[COMMUNICATION], over.ms[COMMUNICATION], "a tensor per call").c_str(), few.ms[EXPOSED].mean,
+           few.name.c_str(), against(few.ms[EXPOSED], over.ms[EXPOSED], "a tensor per call").c_str());
     answer("a",
            "The model in (b) needs backward to take as long as communication. Here backward takes %.2f ms and flat's "
            "all-reduce %.2f ms, of which overlapped hides %.0f %%: they match with %.2f times the tokens per rank.",
            none.ms[BACKWARD].mean, flat.ms[COMMUNICATION].mean,
            100 * over.ms[HIDDEN].mean / over.ms[COMMUNICATION].mean,
            flat.ms[COMMUNICATION].mean / none.ms[BACKWARD].mean);
-    answer_bucket_model(m);
+    const double bytes = std::min(m.s, sqrt(m.s * m.o * m.w));  // at least one bucket
+    answer(
+        "b",
+        "A bucket takes s/(n_b w) to compute and o + s/(n_b w) to send, and sending goes on back to back once the "
+        "first is computed: overhead(s, w, o, n_b) = s/(n_b w) + n_b o. It is least, 2 sqrt(s o/w), for n_b = "
+        "sqrt(s/(o w)): the best bucket has s/n_b = sqrt(s o w) bytes. Timed alone, this run's fastest all-reduces "
+        "have o = %.1f us and w = %.2f GB/s. With s = %.1f MB the best bucket has %.1f MB and an overhead of %.2f ms.",
+        1e3 * m.o, m.w / 1e6, m.s / 1e6, bytes / 1e6, bytes / m.w + m.s / bytes * m.o);
 }
 
 static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
@@ -822,7 +789,7 @@ int cmd_ddp_bucketed_benchmarking(const Options& o) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// optimizer_state_sharding_accounting: peak memory in three stretches of a first step and in later steps; their time
+// optimizer_state_sharding_accounting: peak memory in three stretches of a first step; the time of later ones
 
 struct ShardingRun : WayRun {
     Sharding sharding;
@@ -850,7 +817,6 @@ static void run_sharded(const Communicator& c, const Options& o, const ModelConf
             return step(t);
         };
     });
-    if (!r.oom) { r.peaks.emplace_back("later steps", r.use); }
 }
 
 static void answer_optimizer_state_sharding_accounting(const std::vector<ShardingRun>& runs, int ranks) {
@@ -886,7 +852,7 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
         const ModelConfig config = choose_step(o, c);
         const char* waits = "; optimizer: with the wait for new weights, in ZeRO-1 for gradients, too";
         Table time = step_table(caption_of(o, config, c) + waits, "Optimizer");
-        Table memory{"Peaks of rank 0 in a first step, and in later ones, MiB",
+        Table memory{"Peaks of rank 0 in a first step, MiB",
                      {"Optimizer", "Moment", "parameters", "gradients", "optimizer state", "the rest", "peak"}};
         std::vector<ShardingRun> runs = {UNSHARDED, BROADCAST, ZERO1};
         for (ShardingRun& r : runs) {
@@ -913,7 +879,7 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
 // Forward of one block of B tokens: T_math = 4 B D F / (X Y C); gather of the weights T_FSDP = 4 D F / (Y W M_X);
 // all-reduce of the activations T_TP = 4 B D / (X W M_Y).
 
-static const double GB = 1e9, GIB = 1073741824.0;
+static const double GB = 1e9;
 static const double GPU_GB = 80, CHIP_GB = 95;  // the memory of a GPU in (a), of a chip in (b)
 static const double M_X = 2, M_Y = 1;           // mesh axes, so links, of the FSDP and of the TP traffic
 
@@ -924,43 +890,27 @@ static double least_devices(double P, double A, double memory) {
 static void answer_memory(const Options& o) {
     const double D = o.d_model, F = o.d_ff, L = o.num_layers, P = 2 * D * F * L, per_token = 2 * L * (D + F);
     answer("a",
-           "P = 2 D F L = 2 x %g x %g x %g = %.0f parameters take 4 P = %.1f GB (%.1f GiB) in fp32. With their "
-           "gradients and AdamW's two moments they take 16 P = %.1f GB (%.1f GiB), the memory of %.1f / %g = %.2f, so "
-           "%.0f GPUs, or of %.0f if a GB is taken as 2^30 bytes. Backward saves 2 L (D + F) = 2 x %g x (%g + %g) = "
-           "%.0f bytes per token in bf16.",
-           D, F, L, P, 4 * P / GB, 4 * P / GIB, 16 * P / GB, 16 * P / GIB, 16 * P / GB, GPU_GB, 16 * P / GB / GPU_GB,
-           ceil(16 * P / GB / GPU_GB), ceil(16 * P / GIB / GPU_GB), L, D, F, per_token);
+           "P = 2 D F L = 2 x %g x %g x %g = %.0f parameters take 4 P = %.1f GB in fp32. With their gradients and "
+           "AdamW's two moments they take 16 P = %.1f GB, the memory of %.1f / %g = %.2f, so %.0f GPUs. Backward saves "
+           "2 L (D + F) = 2 x %g x (%g + %g) = %.0f bytes per token in bf16.",
+           D, F, L, P, 4 * P / GB, 16 * P / GB, 16 * P / GB, GPU_GB, 16 * P / GB / GPU_GB, ceil(16 * P / GB / GPU_GB),
+           L, D, F, per_token);
     answer("b",
            "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for backward, and half of A "
            "is sharded over the N devices, like the weights. Without activations that is below %g GB from N = %.0f "
-           "devices on (%.0f if a GB is taken as 2^30 bytes); with %d tokens per device, from N = %.0f on. No N is "
-           "enough from %g GB / (%.0f / 2) = %.0f tokens per device on, because A/2 alone fills the memory.",
-           CHIP_GB, least_devices(P, 0, CHIP_GB * GB), least_devices(P, 0, CHIP_GB * GIB), o.tokens,
-           least_devices(P, per_token * o.tokens, CHIP_GB * GB), CHIP_GB, per_token,
-           ceil(CHIP_GB * GB / (per_token / 2)));
+           "devices on; with %d tokens per device, from N = %.0f on. No N is enough from %g GB / (%.0f / 2) = %.0f "
+           "tokens per device on, because A/2 alone fills the memory.",
+           CHIP_GB, least_devices(P, 0, CHIP_GB * GB), o.tokens, least_devices(P, per_token * o.tokens, CHIP_GB * GB),
+           CHIP_GB, per_token, ceil(CHIP_GB * GB / (per_token / 2)));
 }
 
-// The least B, not rounded, with T_math >= T_FSDP + T_TP. alpha = C / W.
-static double least_batch(double alpha, double F, double X, double Y) {
-    const double share = alpha * Y / (M_Y * F);  // of T_math that TP takes
-    return share < 1 ? alpha * X / M_X / (1 - share) : INFINITY;
-}
 int cmd_communication_accounting(const Options& o) {
     const double F = o.d_ff, X = o.fsdp, Y = o.tp, N = X * Y, alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB);
     const double most_Y = M_Y * F / alpha;
     if (Y >= most_Y) { usage_error("--tp: got %g; no batch is compute bound from M_Y F W / C = %.1f on", Y, most_Y); }
-    Table t{strprintf(
-                "communication_accounting: the least batch of N = %g chips for a compute bound forward, in tokens", N),
-            {"X (FSDP)", "Y (TP)", "axes in turn", "per chip", "per FSDP shard", "axes overlapped", "per chip"}};
-    for (double x = 1; x <= N; x *= 2) {
-        const double turns = least_batch(alpha, F, x, N / x), overlapped = alpha * x / M_X;
-        if (std::isinf(turns) || fmod(N, x) != 0) { continue; }
-        t.row((int)x, (int)(N / x), strprintf("%.0f", ceil(turns)), strprintf("%.1f", turns / N),
-              strprintf("%.1f", turns / x), strprintf("%.0f", ceil(overlapped)), strprintf("%.1f", overlapped / N));
-    }
-    print(t);
+    answer("", "communication_accounting; %s", origin().c_str());
     answer_memory(o);
-    const double B = least_batch(alpha, F, X, Y), overlapped = alpha * X / M_X;
+    const double overlapped = alpha * X / M_X, B = overlapped / (1 - Y / most_Y);  // T_math = T_FSDP + T_TP
     answer("c",
            "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte. Forward is compute bound from B = (alpha X / "
            "M_X) / (1 - alpha Y / (M_Y F)) = (%.1f x %g / %g) / (1 - "
@@ -975,8 +925,7 @@ int cmd_communication_accounting(const Options& o) {
            "The split can be chosen: the least batch is 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %g) = %.1f "
            "tokens per chip, at X = 2 alpha N / (M_Y F) = %.1f. Communication on both axes at once divides it by 4: "
            "alpha^2 / (M_X M_Y F) = %.1f. Fewer bytes (8-bit weights halve alpha X / M_X), more links per axis and "
-           "pipeline stages lower it further. Gradient accumulation does not, because each micro-batch gathers the "
-           "weights again. Activation checkpointing does not: it leaves forward's FLOPs and bytes as they are.",
+           "pipeline stages lower it further. Gradient accumulation does not: each micro-batch gathers the weights.",
            alpha, M_X, M_Y, F, per_chip, 2 * N / most_Y, per_chip / 4);
     return 0;
 }

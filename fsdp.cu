@@ -39,13 +39,12 @@ struct Fsdp {
     Tensor replicated_gradients, replicated_sum;   // of this backward; of all since the last step, or null
     int in_buffer[2] = {-1, -1};                   // the unit whose weights each buffer has
     WorkPtr gathers[2];
-    std::vector<FsdpWait> waits, last_waits;  // of this step, and of the one before, for weights
-    bool steps_in_backward = false;           // see begin_step
-    int to_reduce = 0, reducing = -1;         // the unit to be reduced next; the one whose reduce-scatter is under way
-    bool reduces_in_place = false;            // that one: its sum is in the buffer, not in its gradient
+    std::vector<FsdpWait> waits, reduce_waits;  // of this step: for weights, for gradients
+    bool steps_in_backward = false;             // see begin_step
+    int reached = 0;    // the unit that backward has come to; before it, a number above the last
+    int reducing = -1;  // the unit whose reduce-scatter is under way
     WorkPtr reduce;
-    std::vector<FsdpWait> reduce_waits;  // of this step, for gradients
-    ~Fsdp();
+    Tensor reduced;  // the sum that it gives, of the own part
 };
 static Tensor own_part(const Fsdp& f, const FsdpUnit& u, const Tensor& whole) {
     return view(whole, f.c.rank * u.part, {u.part});
@@ -96,7 +95,7 @@ static std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vecto
             u.weights.shape = u.gradients.shape = {c.world * u.part};
         }
     }
-    f.to_reduce = (int)f.units.size() - 1;
+    f.reached = (int)f.units.size();
     return made;
 }
 static Tensor place(Fsdp& f, const Parameter& p, const Shape& shape) {  // see Place
@@ -119,7 +118,6 @@ static Tensor place(Fsdp& f, const Parameter& p, const Shape& shape) {  // see P
 static void start_gather(Fsdp& f, int i) {
     const FsdpUnit& u = f.units[i];
     WorkPtr& gather = f.gathers[i % 2];
-    wait(f.c, gather);  // of a unit that nobody asked for in the end
     Tensor own = view(f.shard.weights, u.offset, {u.part});
     if (f.split && i > 0) { own = upper_halves(own); }
     bool casts = u.weights.dtype != own.dtype;
@@ -127,26 +125,19 @@ static void start_gather(Fsdp& f, int i) {
     gather = all_gather(f.c, u.weights, u.bounds, casts ? Tensor() : own);
     f.in_buffer[i % 2] = i;
 }
-// The step before tells which unit comes next, also where checkpoints run units again. A unit of the first step, or one
-// that needs unit i's own buffer (unit i - 2 after a checkpoint of two blocks), is gathered when it is asked for.
+// Forward goes up to the last unit, then backward down. A checkpoint in between runs units up to the one that backward
+// has come to.
 static void pre_forward(Fsdp& f, int i) {
     Range range("gather");
     if (f.in_buffer[i % 2] != i) { start_gather(f, i); }
     Mark asked = mark();
     wait(f.c, f.gathers[i % 2]);
     f.waits.push_back({i, f.gathers[i % 2], asked, mark()});
-    size_t n = f.waits.size();
-    auto last = [&] { return n < f.last_waits.size() ? f.last_waits[n].unit : -1; };
-    while (last() == i) { n++; }  // a checkpoint's backward comes after its forward
-    const int next = last() < 0 ? i : last();
-    if (next % 2 != i % 2 && f.in_buffer[next % 2] != next) { start_gather(f, next); }
+    if (i + 1 == (int)f.units.size()) { f.reached = i; }
+    const int next = i + 1 < f.reached ? i + 1 : i - 1;
+    if (next > 0 && f.in_buffer[next % 2] != next) { start_gather(f, next); }  // backward needs no embedding
 }
 
-static void add_to(const Fsdp& f, Tensor& sum, const Tensor& x) {
-    bool first = !sum;
-    if (first) { sum = empty(x.shape, f.shard.weights.dtype, GRADIENTS); }
-    copy_or_add(sum, x, !first);
-}
 static void wait_for_gradients(Fsdp& f, int unit, const WorkPtr& work) {
     Mark asked = mark();
     wait(f.c, work);
@@ -154,10 +145,14 @@ static void wait_for_gradients(Fsdp& f, int unit, const WorkPtr& work) {
 }
 static void finish_reduce(Fsdp& f) {
     if (f.reducing < 0) { return; }
-    FsdpUnit& u = f.units[f.reducing];
     wait_for_gradients(f, f.reducing, f.reduce);
-    if (f.reduces_in_place && !f.steps_in_backward) { add_to(f, u.gradient, own_part(f, u, u.gradients)); }
-    f.reducing = -1;
+    Tensor& sum = f.units[f.reducing].gradient;
+    if (sum) {
+        copy_or_add(sum, f.reduced, true);
+    } else if (!f.steps_in_backward) {
+        sum = f.reduced;
+    }
+    f.reduced = Tensor(), f.reducing = -1;
 }
 // What has no gradient counts as zero: padding, and parameters that this rank's loss did not depend on.
 static void zero_the_rest(FsdpUnit& u) {
@@ -195,15 +190,14 @@ static void start_reduce(Fsdp& f, int i) {
     finish_reduce(f);  // of unit i + 1: backward now writes unit i - 1's gradients over them
     FsdpUnit& u = f.units[i];
     zero_the_rest(u);
-    f.reduces_in_place = f.steps_in_backward || u.gradient;
-    if (!f.reduces_in_place) { u.gradient = empty({u.part}, u.gradients.dtype, GRADIENTS); }
-    f.reduce = reduce_scatter(f.c, u.gradients, u.bounds, AVERAGE, f.reduces_in_place ? Tensor() : u.gradient);
+    f.reduced = f.steps_in_backward ? own_part(f, u, u.gradients) : empty({u.part}, u.gradients.dtype, GRADIENTS);
+    f.reduce = reduce_scatter(f.c, u.gradients, u.bounds, AVERAGE, f.reduced);
     f.reducing = i;
     if (!f.steps_in_backward) { return; }
-    run_behind(f.c, f.reduce, [&f, &u] { update(f, {{own_part(f, u, u.gradients), u.offset}}, 1); });
+    run_behind(f.c, f.reduce, [&f, &u] { update(f, {{f.reduced, u.offset}}, 1); });
 }
 static void pre_backward(Fsdp& f, int i) {
-    while (f.to_reduce > i) { start_reduce(f, f.to_reduce--); }
+    while (f.reached > i) { start_reduce(f, f.reached--); }
     if (i > 0) { pre_forward(f, i); }  // a look-up's backward needs no weights, only the buffer for gradients
 }
 static void add_hooks(Model& model, Fsdp& f) {                                  // to a model that has been placed
@@ -229,27 +223,22 @@ static void drop_gradients(Fsdp& f) {
 // backward whose gradients need no norm first, for clipping or for fp16's loss scale. optimizer_step still follows: it
 // steps the norms.
 static void begin_step(Fsdp& f, bool steps_in_backward = false) {
-    f.last_waits = std::move(f.waits);
     f.waits.clear(), f.reduce_waits.clear();
     drop_gradients(f), forget_gathered(f);
     f.steps_in_backward = steps_in_backward;
     if (steps_in_backward) { begin_update(f); }
 }
-Fsdp::~Fsdp() {
-    if (c.backend != "nccl") { return; }  // Gloo's jobs hold their tensors
-    try {
-        for (const WorkPtr& work : {gathers[0], gathers[1], reduce}) { wait(c, work); }
-    } catch (const std::exception&) {}  // the device has failed, and nothing writes into the buffers any more
-}
 // After each backward: then the own gradients are averages, or sums of averages.
 static void finish_backward(Fsdp& f) {
     Range range("synchronize gradients");
-    while (f.to_reduce >= 0) { start_reduce(f, f.to_reduce--); }
+    while (f.reached >= 0) { start_reduce(f, f.reached--); }
     finish_reduce(f);
-    f.to_reduce = (int)f.units.size() - 1;
+    f.reached = (int)f.units.size();
     if (f.replicated_gradients.size() == 0) { return; }
     wait_for_gradients(f, -1, all_reduce(f.c, f.replicated_gradients, AVERAGE));
-    add_to(f, f.replicated_sum, f.replicated_gradients);
+    const bool first = !f.replicated_sum;
+    if (first) { f.replicated_sum = empty(f.replicated_gradients.shape, f.shard.weights.dtype, GRADIENTS); }
+    copy_or_add(f.replicated_sum, f.replicated_gradients, !first);
     fill_zero(f.replicated_gradients);  // the next loss may not depend on all of them
 }
 
@@ -282,7 +271,6 @@ static double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) {
 // there is cut up again. Every rank has to call it.
 static void visit_whole(Fsdp& f, const Tensor& flat, bool write,
                         const std::function<void(const Parameter& p, const Tensor& whole)>& see) {
-    for (const WorkPtr& gather : f.gathers) { wait(f.c, gather); }  // they may read what splits or joins them here
     for (int i = -1; i < (int)f.units.size(); i++) {
         Tensor own = flat, whole = flat;
         int64_t begin = 0;
@@ -360,23 +348,20 @@ static const std::vector<FsdpCase> fsdp_cases = {{FP32, EAGER},           {FP32,
                                                  {FP32, FUSED, "2"},      {FP32, FUSED, "ffn"},
                                                  {FP32, FUSED, "nested"}, {FP32, FUSED, "1", 2},
                                                  {PREC_PURE_BF16, FUSED}, {PREC_PURE_BF16, FUSED, "1"}};
-static AdamW optimizer_of(Precision p) {
-    if (p == PREC_PURE_BF16) { return sgd(2); }  // else rounding takes most steps away
-    AdamW adamw;
-    adamw.eps = 1e-5f;  // else a gradient that is rounding alone moves its weight by lr, either way
-    return p == FP32 ? adamw : sgd(0.02);
-}
 static WeightsCheck check_case(const Communicator& c, const FsdpCase& k, uint64_t seed) {
     context.precision = k.precision, context.mode = k.mode, context.checkpoint = checkpointing_from(k.checkpoint);
     WeightsCheck check{"Transformer", strprintf("%s, mode %s", name_of(k.precision), name_of(k.mode))};
     const ModelConfig config = {"lm", 64, 96, 3, 4, VOCABULARY};
-    Trainer ours = fsdp_trainer(c, config, seed, false, optimizer_of(k.precision)), whole;
-    whole.model = make_model(config), whole.adamw = optimizer_of(k.precision);
+    const bool pure = k.precision == PREC_PURE_BF16;
+    AdamW adamw;
+    adamw.lr = pure ? 0.02f : 1e-3f;                  // in bf16 a weight is rounded, so a small step may be none
+    adamw.eps = k.precision == FP32 ? 1e-5f : 1e-3f;  // else a gradient that is rounding alone moves its weight by lr
+    Trainer ours = fsdp_trainer(c, config, seed, false, adamw), whole;
+    whole.model = make_model(config), whole.adamw = adamw;
     init_weights(whole.model, seed), make_gradients(whole.model);
     ours.scaler.scale = whole.scaler.scale = 1024;  // a power of two: unscaling is exact
     // Pure bf16: rounding turns last bits (2^-7 of a weight or less) and goes on from there. In 20 runs with 2 and 3
     // ranks all weights were within these bounds.
-    const bool pure = k.precision == PREC_PURE_BF16;
     const double atol = pure ? 2e-3 : k.precision == FP32 ? 1e-6 : 1e-4, rtol = pure ? 1.0 / 64 : 1e-4;
     Fsdp& f = *ours.f;
     for (int step = 0; step < STEPS; step++) {
@@ -393,18 +378,19 @@ static WeightsCheck check_case(const Communicator& c, const FsdpCase& k, uint64_
 int cmd_fsdp(const Options& o) {
     return run_ranks(o, [&](const Communicator& c) {
         Table table{
-            strprintf("fsdp: weights of FSDP against single-process training after each of %d steps; World size: "
-                      "%d, Batch size: %d, context length: %d; Transformer: d_model 64, 3 layers, decay 0.01, AdamW "
-                      "with lr 0.001, SGD with lr 0.02, in pure_bf16 2; backend %s",
-                      STEPS, c.world, ROWS * c.world, POSITIONS, c.backend.c_str()),
-            {"Optimizer", "precision", "mode", "checkpoint", "passes", "max diff", "mean diff", "Parameters"}};
+            strprintf(
+                "fsdp: weights of FSDP against single-process training after each of %d steps; World size: "
+                "%d, Batch size: %d, context length: %d; Transformer: d_model 64, 3 layers; AdamW with lr 0.001, in "
+                "pure_bf16 0.02; backend %s",
+                STEPS, c.world, ROWS * c.world, POSITIONS, c.backend.c_str()),
+            {"precision", "mode", "checkpoint", "passes", "max diff", "mean diff", "Parameters"}};
         std::vector<WeightsCheck> checks;
         for (const FsdpCase& k : fsdp_cases) {
             if (k.mode == FLASH && !fastest_flash(context.device, F32, 16)) { continue; }
             const WeightsCheck x = check_case(c, k, o.seed);
             checks.push_back(x);
-            table.row(k.precision == FP32 ? "AdamW" : "SGD", k.precision, k.mode, k.checkpoint, k.batches,
-                      strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n), x.match ? "match" : "DIFFER");
+            table.row(k.precision, k.mode, k.checkpoint, k.batches, strprintf("%.2e", x.max),
+                      strprintf("%.2e", x.sum / x.n), x.match ? "match" : "DIFFER");
         }
         print_checks(c, table, checks,
                      strprintf("FSDP on %s and of one process with the whole batch, after each of %d steps,",
@@ -417,26 +403,20 @@ int cmd_fsdp(const Options& o) {
 // with FSDP; (b) how long each unit's gather took, and how long the compute stream waited for it.
 
 enum Way { PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED, EARLY_ADAMW };  // early: see begin_step's steps_in_backward
-enum { GATHER, WAIT, GATHER_AGAIN, WAIT_AGAIN, REDUCE, UNIT_TIMES };    // again: in backward; the last: waited for
-using FsdpUnitTimes = std::array<double, UNIT_TIMES>;                   // of gradients; ms, of the mean step
+struct FsdpUnitTimes {
+    double gather, wait;  // in forward, ms, of the mean step
+};
 struct FsdpRun : WayRun {
     std::vector<FsdpUnitTimes> units{};
 };
 
-// Adds the last of `steps` steps, so that the sums are means.
+// Adds the last of `steps` steps, so that the sums are means. Forward asks for each unit once, in order.
 static void add_unit_times(const Fsdp& f, int steps, std::vector<FsdpUnitTimes>& units) {
     units.resize(f.units.size());
-    std::set<const Work*> seen;
-    for (size_t k = 0; k < f.waits.size(); k++) {
-        const FsdpWait& w = f.waits[k];
-        FsdpUnitTimes& u = units[w.unit];
-        const bool backward = k >= units.size();  // forward asks for each unit once
-        u[backward ? WAIT_AGAIN : WAIT] += ms_of(w.got, w.asked) / steps;
-        if (!seen.insert(w.work.get()).second) { continue; }
-        u[backward ? GATHER_AGAIN : GATHER] += ms_of(w.work->end, w.work->begin) / steps;
-    }
-    for (const FsdpWait& w : f.reduce_waits) {  // the norms' unit is -1: theirs comes last, with the embedding's
-        units[std::max(w.unit, 0)][REDUCE] += ms_of(w.got, w.asked) / steps;
+    for (size_t i = 0; i < units.size(); i++) {
+        const FsdpWait& w = f.waits[i];
+        units[i].gather += ms_of(w.work->end, w.work->begin) / steps;
+        units[i].wait += ms_of(w.got, w.asked) / steps;
     }
 }
 
@@ -455,19 +435,16 @@ static void print_tables(const std::string& caption, const std::vector<FsdpRun>&
     print(memory);
     const std::vector<FsdpUnitTimes>& units = runs[FULLY_SHARDED].units;
     Table times{
-        "(b): each unit's all-gather, and how long the compute stream waited for it, ms; the same run, rank 0, mean of "
-        "all steps",
-        {"unit", "forward: gather", "wait", "backward: gather", "wait in backward", "wait for gradients"}};
-    FsdpUnitTimes all{};
-    auto row = [&](const std::string& name, const FsdpUnitTimes& u) {
-        times.row(name);
-        for (double ms : u) { times.rows.back().push_back(strprintf("%.3f", ms)); }
-    };
+        "(b): each unit's all-gather in forward, and how long the compute stream waited for it, ms; the same run, rank "
+        "0, mean of all steps",
+        {"unit", "gather", "wait"}};
     for (size_t i = 0; i < units.size(); i++) {
-        row(i == 0 ? "embedding" : i + 1 == units.size() ? "lm_head" : strprintf("layer %zu", i - 1), units[i]);
-        for (size_t k = 0; k < all.size(); k++) { all[k] += units[i][k]; }
+        const std::string layer = strprintf("layer %zu", i - 1);
+        times.row(i == 0                  ? "embedding"
+                  : i + 1 == units.size() ? "lm_head"
+                                          : layer,
+                  strprintf("%.3f", units[i].gather), strprintf("%.3f", units[i].wait));
     }
-    row("all", all);
     if (!units.empty()) { print(times); }
 }
 
@@ -487,17 +464,14 @@ static void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, 
         other.oom ? answer("a", "%s did not fit.", other.name.c_str())
                   : answer("a", "FSDP takes %.1f MiB less than the %s way.", saved, other.name.c_str());
     }
-    answer("a",
-           "FSDP holds two whole units and their gradients in buffers. Its own shards of all gradients are there only "
-           "at backward's end, when activations are gone.");
     double gathers = 0, waits = 0;  // of those in forward that have a block to hide under
-    for (size_t u = 2; u < fsdp.units.size(); u++) { gathers += fsdp.units[u][GATHER], waits += fsdp.units[u][WAIT]; }
+    for (size_t u = 2; u < fsdp.units.size(); u++) { gathers += fsdp.units[u].gather, waits += fsdp.units[u].wait; }
     answer("b",
            "%s in time for forward: from layer 1 on they take %.3f ms, and the compute stream waits %.3f ms for them "
            "(%.1f %%). The gathers of the embedding and of layer 0 have no block to hide under: it waits %.3f and %.3f "
            "ms for them.",
            waits < 0.05 * gathers ? "The gathers come" : "Not all gathers come", gathers, waits, 100 * waits / gathers,
-           fsdp.units[0][WAIT], fsdp.units[1][WAIT]);
+           fsdp.units[0].wait, fsdp.units[1].wait);
 }
 
 int cmd_fsdp_accounting(const Options& typed) {
@@ -599,15 +573,8 @@ static void print_costs(const Options& o, const std::string& devices, const std:
 int cmd_alternate_ring_all_reduce(const Options& o) {
     double S = o.tensor_mb * 1e6, W = o.bandwidth_gb * 1e9, N = o.devices;
     double ms = 1e3 * (N - 1) * S / W, usual_ms = 1e3 * 2 * (N - 1) * S / (N * W);
-    Table table{
-        strprintf(
-            "alternate_ring_all_reduce: S = %g MB per device, N = %g, W = %g GB/s out of each device, GB = 1e9 bytes",
-            o.tensor_mb, N, o.bandwidth_gb),
-        {"all-reduce", "steps", "bytes sent per device", "ms"}};
-    table.row("alternative", N - 1, strprintf("%.0f", (N - 1) * S), strprintf("%.6g", ms));
-    table.row("reduce-scatter, all-gather", 2 * (N - 1), strprintf("%.0f", 2 * (N - 1) * S / N),
-              strprintf("%.6g", usual_ms));
-    print(table);
+    answer("", "alternate_ring_all_reduce: S = %g MB per device, N = %g, W = %g GB/s out of each device; %s",
+           o.tensor_mb, N, o.bandwidth_gb, origin().c_str());
     answer("",
            "The alternative takes (N - 1) S / W = (%g - 1) x %g / %g = %.4g ms: in each of N - 1 steps each device "
            "sends a whole tensor of S bytes. Reduce-scatter and all-gather send parts of S / N bytes in 2 (N - 1) "
@@ -788,18 +755,13 @@ static void print_tables(const LeaderboardRun& r, const std::string& caption) {
 }
 static void answer_leaderboard(const LeaderboardRun& r) {
     const FlopUnit unit = unit_of(r.tflops());
-    answer(
-        "",
-        "A step of %s on %s takes %.1f ms, in the mean of %s. That is %.0f tokens per second and %.4g %s. The peak is "
-        "%.4g GiB per rank, predicted %.4g GiB.",
-        r.name.c_str(), counted(r.world, "rank").c_str(), r.ms[TOTAL].mean, counted(r.ms[TOTAL].n, "step").c_str(),
-        1e3 * r.tokens / r.ms[TOTAL].mean, r.tflops() * unit.per_tera, unit.name, mib_of(r.use.peak) / 1024,
-        mib_of(r.predicted) / 1024);
+    answer("", "A step of %s on %s takes %.1f ms, in the mean of %s: %.4g %s. The peak is %.4g GiB per rank.",
+           r.name.c_str(), counted(r.world, "rank").c_str(), r.ms[TOTAL].mean, counted(r.ms[TOTAL].n, "step").c_str(),
+           r.tflops() * unit.per_tera, unit.name, mib_of(r.use.peak) / 1024);
 }
 
 static void leaderboard(Options o, const Communicator& c) {
     const ModelConfig config = choose_step(o, c);
-    if (!o.has("batch_size") && o.batch_size < c.world) { o.batch_size = c.world; }
     if (o.batch_size % c.world != 0) {
         usage_error("--batch_size: got %d, takes a multiple of %d, the number of ranks", o.batch_size, c.world);
     }

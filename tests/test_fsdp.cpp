@@ -62,8 +62,8 @@ TEST_CASE("fsdp_accounting: memory as predicted, and a wait for each unit") {
             const std::vector<double> optimizer = numbers(r, "optimizer");
             CHECK(optimizer[2] < optimizer[0] / atof(n) + 0.2);
             CHECK(column(r.out, "unit") ==
-                  std::vector<std::string>{"embedding", "layer 0", "layer 1", "layer 2", "layer 3", "lm_head", "all"});
-            CHECK(numbers(r, "forward: gather").back() > 0);
+                  std::vector<std::string>{"embedding", "layer 0", "layer 1", "layer 2", "layer 3", "lm_head"});
+            CHECK(numbers(r, "gather").back() > 0);
             CHECK(has(r.out, "**(a)** FSDP should save "));
             CHECK(has(r.out, "**(b)** "));
         }
@@ -74,7 +74,7 @@ TEST_CASE("fsdp_accounting: memory as predicted, and a wait for each unit") {
     CHECK(has(none.err, "no step ran: each rank needs "));
     const Run one = accounting({"--nproc", "1"});
     CHECK(one.exit_code == 0);
-    CHECK(has(one.out, "One rank has no other"));
+    CHECK(has(one.out, "Nothing to compare: "));
 }
 TEST_CASE("fsdp_accounting: pure bf16 holds half") {
     if (lacks("gloo", CPU, 2)) { return; }
@@ -278,7 +278,7 @@ static void check_missing(const Communicator& c) {
     add_hooks(model, *f);
     visit_whole(*f, f->shard.weights, true,
                 [](const Parameter& p, const Tensor& w) { fill_normal(w, 1, key_of(p.name), 0, 1); });
-    f->shard.adamw = sgd(1);
+    f->shard.adamw = {1, 0, 0, 1, 0};  // without momentum and decay: no gradient, no step
     std::map<std::string, std::vector<float>> before;
     visit_whole(*f, f->shard.weights, false,
                 [&](const Parameter& p, const Tensor& w) { before[p.name] = to_floats(w); });
@@ -634,7 +634,7 @@ TEST_CASE("calcs: alternate_ring_all_reduce's bytes are those that a ring counts
         Options o = handout();
         o.tensor_mb = 10 * N * 2e-6, o.devices = N, o.bandwidth_gb = 1e-6;  // a byte takes 1 ms
         const std::string text = csv_of(cmd_alternate_ring_all_reduce, o);
-        CHECK_MESSAGE(has(text, strprintf("\",%d,%.0f,%g\n", 2 * (N - 1), sent[0], sent[0])), text);
+        CHECK_MESSAGE(has(text, strprintf("= %g ms. So the alternative", sent[0])), text);
     }
 }
 
@@ -649,9 +649,8 @@ static void check_says(const std::string& text, const std::vector<std::string>& 
 }
 TEST_CASE("calcs: answers") {
     Options o = handout();
-    check_says(csv_of(cmd_alternate_ring_all_reduce, o),
-               {"takes (N - 1) S / W = (8 - 1) x 1e+09 / 4.5e+11 = 15.56 ms", " = 3.889 ms. ",
-                "takes N / 2 = 4 times as long", "alternative,7,7000000000,15.5556\n", ",14,1750000000,3.88889\n"});
+    check_says(csv_of(cmd_alternate_ring_all_reduce, o), {"takes (N - 1) S / W = (8 - 1) x 1e+09 / 4.5e+11 = 15.56 ms",
+                                                          " = 3.889 ms. ", "takes N / 2 = 4 times as long"});
     check_says(
         csv_of(cmd_data_parallel_calcs, o),
         {"backward,4432406249472,473432064,1.05207,4.48171,30.8192\n",
@@ -714,12 +713,9 @@ static Options xxl() {  // main.cu's defaults
 TEST_CASE("accounting: table and answers") {
     check_says(
         csv_of(cmd_communication_accounting, xxl()),
-        {"16,4,25302,395.3,1581.4,20445,319.4\n", "8,8,16594,", "4,16,22021,", "32,2,45231,", "64,1,85901,",
-         "(a) P = 2 D F L = 2 x 16384 x 53248 x 126 = 219848638464 parameters take 4 P = 879.4 GB (819.0 GiB) in fp32.",
-         "16 P = 3517.6 GB (3276.0 GiB), the memory of 3517.6 / 80 = 43.97, so 44 GPUs, or of 41 if",
-         "= 17547264 bytes per token",
-         "below 95 GB from N = 38 devices on (35 if a GB is taken as 2^30 bytes); with 2048 tokens per device, from N "
-         "= 46",
+        {"(a) P = 2 D F L = 2 x 16384 x 53248 x 126 = 219848638464 parameters take 4 P = 879.4 GB in fp32.",
+         "16 P = 3517.6 GB, the memory of 3517.6 / 80 = 43.97, so 44 GPUs.", "= 17547264 bytes per token",
+         "below 95 GB from N = 38 devices on; with 2048 tokens per device, from N = 46 on.",
          "= 10828 tokens per device on", "= 2555.6 FLOP per byte.",
          " Forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (2555.6 x 16 / 2) / (1 - "
          "2555.6 x 4 / (1 x 53248)) = 25302 tokens overall, 395.3 per chip",
@@ -790,7 +786,7 @@ TEST_CASE("leaderboard: the handout's step is counted and predicted where it doe
     CHECK(has(column(r.out, "Total Time (ms)").at(0), "OOM ("));
     CHECK(has(r.err, "no step ran: each rank needs "));
 }
-TEST_CASE("leaderboard: wrong options, and a default batch with a sequence for each rank") {
+TEST_CASE("leaderboard: wrong options") {
     for (const auto& [words, line] : std::vector<std::pair<Words, std::string>>{
              {{"--nproc", "2", "--batch_size", "3"}, "--batch_size: got 3, takes a multiple of 2, the number of ranks"},
              {{"--precision", "fp16"}, "--mode fused and --precision fp16: the loss goes by chunks"}}) {
@@ -798,10 +794,6 @@ TEST_CASE("leaderboard: wrong options, and a default batch with a sequence for e
         CHECK(r.exit_code == 2);
         CHECK_MESSAGE(has(r.err, line), r.err);
     }
-    if (lacks("gloo", CPU, 3)) { return; }
-    const Run r = leaderboard({"--nproc", "3", "--context_length", "8", "--num_layers", "1", "--d_model", "16",
-                               "--d_ff", "16", "--num_heads", "1", "--vocab_size", "30"});
-    CHECK_MESSAGE(has(r.out, "1 sequence per rank, context length: 8"), r.err);
 }
 
 // What runs again of the 8.1B step, for a card with so many GiB free, on META.
@@ -849,7 +841,7 @@ static std::string said(const std::vector<FsdpRun>& runs, int world = 2, double 
 static std::vector<FsdpRun> runs_of(double ddp, double sharded, double fsdp) {  // peaks in MiB
     std::vector<FsdpRun> runs = {{"DDP"}, {"sharded optimizer"}, {"FSDP"}};
     runs[0].use.peak = ddp * 1048576, runs[1].use.peak = sharded * 1048576, runs[2].use.peak = fsdp * 1048576;
-    runs[2].units = {{0.3, 0.225, 0, 0, 0.4}, {0.86, 0.801, 0.89, 0.003, 0.4}, {26.13, 0.003, 0.9, 0.003, 0}};
+    runs[2].units = {{0.3, 0.225}, {0.86, 0.801}, {26.13, 0.003}};
     return runs;
 }
 TEST_CASE("answers: fsdp_accounting") {
@@ -868,7 +860,7 @@ TEST_CASE("answers: fsdp_accounting") {
     CHECK(
         has(said(runs_of(57.6, 43.9, 47.2), 2, 3609728), "FSDP takes -3.3 MiB less than the sharded optimizer way.\n"));
     CHECK(has(said(runs, 2, 3406809600, 2), "8 Psi bytes with DDP, (4 + 4/N) Psi with"));
-    runs[2].units[2][WAIT] = 12.4;
+    runs[2].units[2].wait = 12.4;
     CHECK(has(said(runs),
               "**(b)** Not all gathers come in time for forward: from layer 1 on they take 26.130 ms, and "
               "the compute stream waits 12.400 ms for them (47.5 %)."));
@@ -884,10 +876,9 @@ TEST_CASE("answers: leaderboard") {
     r.ms[TOTAL] = {4157.9, 9.2, 4157.1, 4147.7, 4169.8, 4};
     auto text = [&] { return printed([&] { answer_leaderboard(r); }); };
     CHECK(text() ==
-          "A step of 8B on 2 ranks takes 4157.9 ms, in the mean of 4 steps. That is 15762 tokens per second and 1213 "
-          "TFLOP/s. The peak is 127.9 GiB per rank, predicted 127.8 GiB.\n");
+          "A step of 8B on 2 ranks takes 4157.9 ms, in the mean of 4 steps: 1213 TFLOP/s. The peak is 127.9 GiB per "
+          "rank.\n");
     // A CPU's: below 1 TFLOP/s
     r.world = 1, r.flops = 4.67e10, r.ms[TOTAL] = {2912.9, 0, 2912.9, 2912.9, 2912.9, 1};
-    CHECK(has(text(), " on 1 rank takes 2912.9 ms, in the mean of 1 step. "));
-    CHECK(has(text(), " and 16.03 GFLOP/s. The peak"));
+    CHECK(has(text(), " on 1 rank takes 2912.9 ms, in the mean of 1 step: 16.03 GFLOP/s. "));
 }
