@@ -37,6 +37,7 @@ static const std::string MODEL = "d_model d_ff num_layers num_heads vocab_size "
 static const std::string TIMED =
     "size*=small,medium,large,xl,2.7B " + MODEL + "context_length=256 batch_size steps seed ";
 static const std::string TIMED_2026 = "size=small,medium,large,xl,10B context_length=512";
+static const std::string TIMED_QUICK = "size=small context_length=32 batch_size=1 steps=2 ";
 static const std::string RANKS = "nproc backend timeout ";
 static const std::string CHECK = "seed " + RANKS;
 static const std::string DDP =
@@ -49,7 +50,7 @@ static const std::string CALCS = "tokens=65536 d_model=4096 d_ff=11008 tflops=98
 static const Command COMMANDS[] = {
     {COMMAND(benchmarking_script), "1.1.3", "2.1.3", 4, 1,
      "time forward, backward and the whole step of the Transformer",
-     TIMED + "warmup*=0,1,2,5 precision*=fp32 mode*=eager,flash checkpoint", TIMED_2026},
+     TIMED + "warmup*=0,1,2,5 precision*=fp32 mode*=eager,flash checkpoint", TIMED_2026, TIMED_QUICK + "warmup=0,1,2"},
     {COMMAND(nsys_profile), "1.1.4", "2.1.4", 5, 1, "which kernels a step spends its time in",
      TIMED + "context_length*=128,256,512,1024 warmup=2 steps=5 precision*=fp32 mode*=eager trace",
      "size=small,xl context_length=256,512,1024", "size=small context_length=64 batch_size=1 warmup=1 steps=2"},
@@ -57,15 +58,16 @@ static const Command COMMANDS[] = {
      ""},
     {COMMAND(benchmarking_mixed_precision), "1.1.5", "2.1.5", 2, 1,
      "autocast's dtypes, and what fp32, tf32 and bf16 cost", TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash",
-     TIMED_2026},
+     TIMED_2026, TIMED_QUICK + "warmup=1"},
     {COMMAND(memory_profiling), "1.1.6", "2.1.6", 4, 1, "where a step's memory goes",
      "size*=2.7B " + MODEL + "context_length*=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager out.folder",
      "size=xl context_length=128,2048"},
     {COMMAND(gradient_checkpointing), "", "3.2.1", 4, 1, "what backward runs again instead of keeping it",
-     "size=xl " + MODEL + "context_length=2048 batch_size warmup=2 steps=5 precision=fp32 mode=eager seed"},
+     "size=xl " + MODEL + "context_length=2048 batch_size warmup=2 steps=5 precision=fp32 mode=eager seed", "",
+     TIMED_QUICK + "context_length=256 warmup=1"},
     {COMMAND(pytorch_attention), "1.2.1", "4.1.1", 2, 1, "time and memory of plain attention", "steps=100"},
     {COMMAND(torch_compile), "1.3", "4.2", 2, 1, "eager against fused kernels", TIMED + "warmup precision*=fp32",
-     TIMED_2026},
+     TIMED_2026, TIMED_QUICK + "warmup=1"},
     {COMMAND(weighted_sum), "1.3.1", "4.2.1", 0, 1, "the first kernel: a weighted sum", ""},
     {COMMAND(flash_forward), "1.3.2", "4.2.2", 15, 0, "FlashAttention-2, forward", "seed"},
     {COMMAND(flash_backward), "1.3.2", "4.2.2", 5, 0, "FlashAttention-2, backward", "seed"},
@@ -99,9 +101,10 @@ static const Command COMMANDS[] = {
          "context_length=32768 batch_size=2 warmup=3 steps=8 precision=pure_bf16 mode=flash checkpoint seed " + RANKS},
     {COMMAND(list), "", "", 0, 0, "every problem: sections, points, whether it runs here", ""},
     {COMMAND(info), "", "", 0, 0, "the device, its libraries, its measured rates", ""},
-    {COMMAND(train), "", "", 0, 0, "train on the bytes of a text, then continue it",
+    {COMMAND(train), "", "", 0, 0, "train on the bytes of a text",
      "data! d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 lr precision=fp32 "
-     "mode=flash seed save load sample"},
+     "mode=flash seed save load",
+     "", "d_model=64 d_ff=128 num_layers=2 context_length=32 batch_size=4 steps=20"},
     {COMMAND(model), "", "", 0, 0, "your weights and batch in, our logits, loss and gradients out",
      "weights! batch! num_heads! out! rope_theta steps=0 lr precision=fp32 mode=flash"},
     {COMMAND(attention), "", "", 0, 0, "your q, k, v in, our output and gradients out", "inputs! out! causal impl"},
@@ -201,7 +204,6 @@ static void add_own_options(Adder& add, Options& o) {
     add.option("lr", o.lr, number(), "0.001", "learning rate");
     add.option("save", o.save, CLI::Validator(try_output, ""), "", "file for weights and optimizer state");
     add.option("load", o.load, CLI::ExistingFile, "", "file that --save wrote, to go on from");
-    add.option("sample", o.sample, whole(0), "200", "bytes to write as a continuation");
     // Ranks
     add.option("nproc", o.nproc, whole(1, 64), "2", "ranks to start; under torchrun and the like theirs are taken");
     add.option("backend", o.backend, one_of({"auto", "nccl", "gloo"}), "auto",
