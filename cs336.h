@@ -38,7 +38,6 @@ struct Options {
     std::string trace, out, weights, batch, data, save, load, inputs, impl;
     bool causal = false;
     double rope_theta = 0, lr = 0;
-    int sample = 0;
     std::string backend;
     int nproc = 0;
     double timeout = 0;  // seconds
@@ -134,9 +133,6 @@ struct ModelConfig {
 // The handouts' table 1, vocabulary 10,000; and 8B, the 2026 leaderboard's.
 extern const std::vector<ModelConfig> model_sizes;
 std::vector<ModelConfig> configs_of(const Options& o);  // what --d_model, --d_ff, ... name, else --size; checked
-std::string size_option(const ModelConfig& c);          // what --size calls it in its edition: "xl" of "xl (2026)"
-// Elements of the weights in matrix products: all but the embedding, which is a look-up, and the norms.
-int64_t matmul_weights(const ModelConfig& c);
 
 struct Parameter {
     std::string name;  // the staff model's state_dict key

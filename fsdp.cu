@@ -700,7 +700,9 @@ struct LeaderboardRun : WayRun {
 // Without what runs again. Forward has a product for each weight and backward two; of attention's scores the causal
 // half is needed, by two products in forward and five in backward.
 static double step_flops(const ModelConfig& c, double B, double T) {
-    return 6 * B * T * matmul_weights(c) + 7 * B * T * T * c.d_model * c.num_layers;
+    const double C = c.d_model, F = c.d_ff, L = c.num_layers;
+    const double weights = L * (4 * C * C + 3 * C * F) + c.vocab_size * C;  // the embedding is a look-up
+    return 6 * B * T * weights + 7 * B * T * T * C * L;
 }
 
 constexpr int HEAD_CHUNK = 2048;  // rows of the logits that the loss makes at a time

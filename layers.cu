@@ -7,7 +7,6 @@
 // where tests compute in float64.
 #include "cs336.h"
 #include "lib/gpu.h"
-#include <algorithm>
 #include <cfloat>
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -27,24 +26,22 @@ static Tensor add_rmsnorm_eager(Tensor* x, const Tensor& delta, const Tensor& w,
     return cast(mul(w, mul(wide, rsqrt(add_scalar(mean_last(square(wide)), eps)))), x->dtype);
 }
 
-// Runs f(X()) with the residual stream's type, where T is the compute type.
-template <class T, class Fn>
-static void with_stream_type(T, DType x, Fn f) {
-    if constexpr (std::is_same<T, bf16>::value) {
-        if (x == BF16) { return f(bf16()); }
+// with_packs on the GPU; on the CPU any type, and the least packs. Nothing on META.
+template <int least = 1, class Fn>
+static void with_any_packs(const Tensor& t, int64_t n, const std::vector<const void*>& addresses, Fn f) {
+    if (t.device() == CUDA) { with_packs<least>(t.dtype, n, addresses, f); }
+    if (t.device() == CPU) {
+        with_type(t.dtype, [&](auto zero) { f(zero, std::integral_constant<int, least>()); });
     }
-    f(Wide<T>());
 }
-// Runs f(T(), X()) and on the GPU f(T(), X(), W).
+// Runs f(T(), X(), W), with the types of t and of the residual stream x.
 template <class Fn>
-static void with_types(const Tensor& t, const Tensor& x, Fn f) {
-    with_type(t.dtype, [&](auto zero) { with_stream_type(zero, x.dtype, [&](auto x_zero) { f(zero, x_zero); }); });
-}
-template <class Fn>
-static void with_types_and_packs(const Tensor& t, const Tensor& x, int64_t C, const std::vector<const void*>& addresses,
-                                 Fn f) {
-    with_packs(t.dtype, C, addresses, [&](auto zero, auto width) {
-        with_stream_type(zero, x.dtype, [&](auto x_zero) { f(zero, x_zero, width); });
+static void with_types(const Tensor& t, const Tensor& x, int64_t C, const std::vector<const void*>& addresses, Fn f) {
+    with_any_packs(t, C, addresses, [&](auto zero, auto width) {
+        if constexpr (std::is_same<decltype(zero), bf16>::value) {
+            if (x.dtype == BF16) { return f(zero, bf16(), width); }
+        }
+        f(zero, +zero, width);
     });
 }
 
@@ -66,8 +63,8 @@ static void add_rmsnorm_cpu(T* y, X* x_out, Wide<T>* r_out, const X* x_in, const
     }
 }
 template <class T, class X>
-static void rmsnorm_backward_cpu(X* dx, bool add_dx, T* dx_low, X* dw, bool add_dw, const T* dy, const X* x,
-                                 const Wide<T>* r, const X* w, int64_t N, int64_t C) {
+static void rmsnorm_backward_cpu(X* dx, bool add_dx, X* dw, bool add_dw, const T* dy, const X* x, const Wide<T>* r,
+                                 const X* w, int64_t N, int64_t C) {
 #pragma omp parallel for if (N > 64)
     for (int64_t n = 0; n < N; n++) {
         double dot = 0;
@@ -76,7 +73,6 @@ static void rmsnorm_backward_cpu(X* dx, bool add_dx, T* dx_low, X* dw, bool add_
         for (int64_t i = n * C; i < (n + 1) * C; i++) {
             Wide<T> d = r[n] * w[i - n * C] * dy[i] - x[i] * k;
             dx[i] = add_dx ? dx[i] + d : d;
-            if (dx_low) { dx_low[i] = +dx[i]; }
         }
     }
 #pragma omp parallel for if (N > 64)
@@ -115,12 +111,12 @@ __global__ void __launch_bounds__(PACK_THREADS)
     }
     if (threadIdx.x == 0) { r_out[blockIdx.x] = r; }
 }
-// Writes dx, a copy of it as T if wanted, and each block's share of dw: the sum over its rows, in partial
+// Writes dx and each block's share of dw: the sum over its rows, in partial
 // [gridDim.x,C]. A thread has the same columns in all of its rows, so it adds them up in registers, or in `partial`
 // where a row is several packs per thread.
 template <int W, class T, class X>
 __global__ void __launch_bounds__(PACK_THREADS)
-    rmsnorm_backward_kernel(X* dx, bool add_dx, T* dx_low, float* partial, const T* dy, const X* x, const float* r_in,
+    rmsnorm_backward_kernel(X* dx, bool add_dx, float* partial, const T* dy, const X* x, const float* r_in,
                             const X* w_in, int N, int C) {
     const int first = blockIdx.x, rows = gridDim.x, step = W * blockDim.x;
     Pack<X, W> v = {}, w = {}, out = {};
@@ -144,15 +140,12 @@ __global__ void __launch_bounds__(PACK_THREADS)
                 read(c);
                 dw = n == first ? Pack<float, W>() : load_pack<W>(sums);
             }
-            Pack<T, W> low;
             for (int i = 0; i < W; i++) {
                 float g = d.x[i], change = r * w.x[i] * g - v.x[i] * k;
                 out.x[i] = add_dx ? out.x[i] + change : change;
                 dw.x[i] += g * v.x[i] * r;
-                low.x[i] = +out.x[i];
             }
             store_pack(dx + row + c, out);
-            if (dx_low) { store_pack(dx_low + row + c, low); }
             if (C > step || n + rows >= N) { store_pack(sums, dw); }
         }
     }
@@ -176,30 +169,25 @@ __global__ void rmsnorm_dw_kernel(X* dw, bool add_dw, const float* partial, int 
 }
 #endif
 
-static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dx_low, const Tensor& dw, bool add_dw,
-                             const Tensor& dy, const Tensor& x, const Tensor& r, const Tensor& w) {
-    int64_t C = w.size(), N = x.size() / C;
-    if (dx.device() == CPU) {
-        return with_types(dy, x, [&](auto zero, auto x_zero) {
-            rmsnorm_backward_cpu(dx.as(x_zero), add_dx, dx_low.as(zero), dw.as(x_zero), add_dw, dy.as(zero),
-                                 x.as(x_zero), r.as(+zero), w.as(x_zero), N, C);
-        });
-    }
+static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dw, bool add_dw, const Tensor& dy,
+                             const Tensor& x, const Tensor& r, const Tensor& w) {
+    int64_t C = w.size(), N = x.size() / C, parts = 0;
 #ifdef __CUDACC__
     // Four rows or more per block, so that the partial sums are few beside them; and no more blocks than run at a time.
-    int parts = std::min(ceil_div(N, 4), 4 * multiprocessors());
-    Tensor partial = empty({parts, C}, F32, WORKSPACE);
-    if (dx.device() == META) { return; }
-    std::vector<const void*> addresses = {dx.data, dx_low.data, partial.data, dy.data, x.data, w.data};
-    with_types_and_packs(dy, x, C, addresses, [&](auto zero, auto x_zero, auto width) {
-        LAUNCH(rmsnorm_backward_kernel<width>, parts, threads_for(C / width), dx.as(x_zero), add_dx, dx_low.as(zero),
-               partial.as<float>(), dy.as(zero), x.as(x_zero), r.as<float>(), w.as(x_zero), (int)N, (int)C);
-    });
-    with_gpu_type(dw.dtype, [&](auto zero) {
-        LAUNCH(rmsnorm_dw_kernel, ceil_div(C, WARP), dim3(WARP, DW_SHARES), dw.as(zero), add_dw, partial.as<float>(),
-               parts, (int)C);
-    });
+    if (dx.device() != CPU) { parts = std::min(ceil_div(N, 4), 4 * multiprocessors()); }
 #endif
+    Tensor partial = empty({parts, C}, F32, WORKSPACE);
+    std::vector<const void*> addresses = {dx.data, partial.data, dy.data, x.data, w.data};
+    with_types(dy, x, C, addresses, [&](auto zero, auto x_zero, [[maybe_unused]] auto width) {
+        if (dx.device() == CPU) {
+            return rmsnorm_backward_cpu(dx.as(x_zero), add_dx, dw.as(x_zero), add_dw, dy.as(zero), x.as(x_zero),
+                                        r.as(+zero), w.as(x_zero), N, C);
+        }
+        LAUNCH(rmsnorm_backward_kernel<width>, parts, threads_for(C / width), dx.as(x_zero), add_dx,
+               partial.as<float>(), dy.as(zero), x.as(x_zero), r.as<float>(), w.as(x_zero), (int)N, (int)C);
+        LAUNCH(rmsnorm_dw_kernel, ceil_div(C, WARP), dim3(WARP, DW_SHARES), dw.as(x_zero), add_dw, partial.as<float>(),
+               (int)parts, (int)C);
+    });
 }
 
 static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor& w, float eps) {
@@ -208,36 +196,27 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
     int64_t C = w.size(), N = x.size() / C;
     // y is rounded once, here; autocast would cast it before the product.
     Tensor y = empty(x.shape, x.dtype == F64 ? F64 : matmul_dtype()), r = empty({N}, x.dtype == F64 ? F64 : F32);
-    if (x.device() == CPU) {
-        with_types(y, x, [&](auto zero, auto x_zero) {
-            add_rmsnorm_cpu(y.as(zero), x.as(x_zero), r.as(+zero), x_in.as(x_zero), delta.as(zero), w.as(x_zero), N, C,
-                            eps);
-        });
-    }
-    if (x.device() == CUDA) {
-        std::vector<const void*> addresses = {y.data, x.data, x_in.data, delta.data, w.data};
-        with_types_and_packs(y, x, C, addresses, [&](auto zero, auto x_zero, auto width) {
-            LAUNCH(add_rmsnorm_kernel<width>, N, threads_for(C / width), y.as(zero), x.as(x_zero), r.as<float>(),
-                   x_in.as(x_zero), delta.as(zero), w.as(x_zero), (int)C, eps);
-        });
-    }
-    // delta's gradient: y's step, which backward runs first, fills it for x's.
-    auto dx_low = std::make_shared<Tensor>();
+    std::vector<const void*> addresses = {y.data, x.data, x_in.data, delta.data, w.data};
+    with_types(y, x, C, addresses, [&](auto zero, auto x_zero, [[maybe_unused]] auto width) {
+        if (x.device() == CPU) {
+            return add_rmsnorm_cpu(y.as(zero), x.as(x_zero), r.as(+zero), x_in.as(x_zero), delta.as(zero), w.as(x_zero),
+                                   N, C, eps);
+        }
+        LAUNCH(add_rmsnorm_kernel<width>, N, threads_for(C / width), y.as(zero), x.as(x_zero), r.as<float>(),
+               x_in.as(x_zero), delta.as(zero), w.as(x_zero), (int)C, eps);
+    });
     if (delta) {
-        record(x, {x_in, delta}, [dx_low, gx = x_in.gradient, gd = delta.gradient](const Tensor& dx) {
+        record(x, {x_in, delta}, [gx = x_in.gradient, gd = delta.gradient](const Tensor& dx) {
             add_gradient(gx, dx);
-            add_gradient(gd, *dx_low ? *dx_low : dx);
-            *dx_low = Tensor();
+            add_gradient(gd, dx);
         });
         *x_io = x;
     }
-    bool low = delta && delta.gradient && delta.dtype != x.dtype;
-    record(y, {x, w}, [x, r, w, dx_low, low](const Tensor& dy) {  // the last to add to x's gradient
+    record(y, {x, w}, [x, r, w](const Tensor& dy) {  // the last to add to x's gradient
         bool add_dx;
         Tensor dx = gradient_target(x.gradient, &add_dx);
-        if (low) { *dx_low = empty(x.shape, dy.dtype); }
         write_gradient(w.gradient, [&](const Tensor& dw, bool add_dw) {
-            rmsnorm_backward(dx, add_dx, *dx_low, dw, add_dw, contiguous(dy), x, r, w);
+            rmsnorm_backward(dx, add_dx, dw, add_dw, contiguous(dy), x, r, w);
         });
     });
     recompute_by(y, [x = detached(x), w, eps] {
@@ -269,14 +248,6 @@ static void for_each_pack(Device device, int64_t N, int parts, int64_t C, const 
 #pragma omp parallel for if (N * parts * C > 16384)
     for (int64_t i = 0; i < N * parts; i++) {
         for (int c = 0; c < C; c += W) { f((int)(i / parts), (int)(i % parts), c); }
-    }
-}
-// with_packs on the GPU; on the CPU any type, and the least packs. Nothing on META.
-template <int least = 1, class Fn>
-static void with_any_packs(const Tensor& t, int64_t n, const std::vector<const void*>& addresses, Fn f) {
-    if (t.device() == CUDA) { with_packs<least>(t.dtype, n, addresses, f); }
-    if (t.device() == CPU) {
-        with_type(t.dtype, [&](auto zero) { f(zero, std::integral_constant<int, least>()); });
     }
 }
 
@@ -554,30 +525,24 @@ __global__ void __launch_bounds__(PACK_THREADS)
 #endif
 static void cross_entropy_run(const Tensor& loss, const Tensor& lse, const Tensor& l, const Tensor& targets) {
     int64_t N = l.dim(0), V = l.dim(1);
-    if (l.device() == META) { return; }
-    if (l.device() == CUDA) {
-        return with_packs(l.dtype, V, {l.data}, [&](auto zero, auto width) {
-            LAUNCH(cross_entropy_kernel<width>, N, threads_for(V / width), loss.as<float>(), lse.as<float>(),
-                   l.as(zero), targets.as<int>(), (int)V);
-        });
-    }
-    with_type(l.dtype, [&](auto zero) {
-        cross_entropy_cpu(loss.as(+zero), lse.as(+zero), l.as(zero), targets.as<int>(), N, V);
+    with_any_packs(l, V, {l.data}, [&](auto zero, [[maybe_unused]] auto width) {
+        if (l.device() == CPU) {
+            return cross_entropy_cpu(loss.as(+zero), lse.as(+zero), l.as(zero), targets.as<int>(), N, V);
+        }
+        LAUNCH(cross_entropy_kernel<width>, N, threads_for(V / width), loss.as<float>(), lse.as<float>(), l.as(zero),
+               targets.as<int>(), (int)V);
     });
 }
 static void cross_entropy_backward(const Tensor& dl, const Tensor& l, const Tensor& lse, const Tensor& targets,
                                    const Tensor& dloss, int64_t N) {
     int64_t rows = l.dim(0), V = l.dim(1);
-    if (l.device() == META) { return; }
-    if (l.device() == CUDA) {
-        return with_packs(l.dtype, V, {dl.data, l.data}, [&](auto zero, auto width) {
-            LAUNCH(cross_entropy_backward_kernel<width>, rows, threads_for(V / width), dl.as(zero), l.as(zero),
-                   lse.as<float>(), targets.as<int>(), dloss.as<float>(), N, (int)V);
-        });
-    }
-    with_type(l.dtype, [&](auto zero) {
-        cross_entropy_backward_cpu(dl.as(zero), l.as(zero), lse.as(+zero), targets.as<int>(), *dloss.as(+zero), rows, N,
-                                   V);
+    with_any_packs(l, V, {dl.data, l.data}, [&](auto zero, [[maybe_unused]] auto width) {
+        if (l.device() == CPU) {
+            return cross_entropy_backward_cpu(dl.as(zero), l.as(zero), lse.as(+zero), targets.as<int>(),
+                                              *dloss.as(+zero), rows, N, V);
+        }
+        LAUNCH(cross_entropy_backward_kernel<width>, rows, threads_for(V / width), dl.as(zero), l.as(zero),
+               lse.as<float>(), targets.as<int>(), dloss.as<float>(), N, (int)V);
     });
 }
 Tensor cross_entropy(const Tensor& logits, const Tensor& targets) {

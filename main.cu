@@ -196,7 +196,6 @@ static void add_own_options(Adder& add, Options& o) {
     add.option("lr", o.lr, number(), "0.001", "learning rate");
     add.option("save", o.save, OUTPUT, "", "file for weights and optimizer state");
     add.option("load", o.load, CLI::ExistingFile, "", "file that --save wrote, to go on from");
-    add.option("sample", o.sample, whole(0), "200", "bytes to write as a continuation");
     // Ranks
     add.option("nproc", o.nproc, whole(1, 64), "2", "ranks to start; under torchrun and the like theirs are taken");
     add.option("backend", o.backend, one_of({"auto", "nccl", "gloo"}), "auto",

@@ -8,12 +8,9 @@
 #include "cs336.h"
 #include "lib/gpu.h"
 
-#include <algorithm>
 #include <cerrno>
-#include <cfloat>
 #include <cinttypes>
 #include <climits>
-#include <cstdio>
 #include <fstream>
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -25,10 +22,6 @@ const std::vector<ModelConfig> model_sizes = {
     {"2.7B", 2560, 10240, 32, 32, 10000}, {"xl (2026)", 2560, 10240, 32, 32, 10000},
     {"10B", 4608, 12288, 50, 36, 10000},  {"8B", 4096, 11008, 34, 32, 151936},
 };
-int64_t matmul_weights(const ModelConfig& c) {
-    int64_t C = c.d_model, F = c.d_ff;
-    return c.num_layers * (4 * C * C + 3 * C * F) + c.vocab_size * C;
-}
 // usage_error unless it makes a model.
 static void check_config(const ModelConfig& c) {
     if (c.d_model % (2 * c.num_heads) != 0) {
@@ -57,7 +50,6 @@ std::vector<ModelConfig> configs_of(const Options& o) {
     }
     return configs;
 }
-std::string size_option(const ModelConfig& c) { return c.name.substr(0, c.name.find(" (")); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Weights: one arena for them, one for each moment and, if make_gradients was called, one for the gradients, all laid
@@ -97,10 +89,7 @@ Model lay_out_model(const ModelConfig& c) {
 void place_weights(Model& model, const Place& place) {
     const int64_t C = model.config.d_model, F = model.config.d_ff;
     auto p = model.parameters.begin();
-    auto slot = [&](const Shape& shape) {
-        model.slots.push_back(place(*p, shape));
-        return model.slots.back();
-    };
+    auto slot = [&](const Shape& shape) { return model.slots.emplace_back(place(*p, shape)); };
     auto next = [&] {
         p->weight = slot(p->shape);
         return (p++)->weight;
@@ -320,26 +309,20 @@ Tensor forward_to_loss(Model& model, const Batch& batch) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Where a model's gradients lie: in their arena, whose padding holds zeros, or one by one as backward left them.
+// A model's gradients, as backward left them: outside mode eager in the joined slots, not in those that they cover.
+// Their norm, sqrt(sum g^2) over all of them, is for clipping and shows fp16's overflows. The order of the sum is
+// fixed, so the same gradients give the same bits.
 
 static std::vector<FlatGradient> flat_gradients(const Model& model) {
-    int64_t all = 0, filled = 0;  // fused mode fills the joined slots instead of the single ones that they cover
     std::vector<FlatGradient> gradients;
-    for (const Parameter& p : model.parameters) { all += count(p.shape); }
     for (const Tensor& t : model.slots) {
-        if (!t.gradient->filled) { continue; }
-        filled += t.size();
-        gradients.push_back({t.gradient->value, offset_of(model, t)});
+        if (t.gradient->filled) { gradients.push_back({t.gradient->value, offset_of(model, t)}); }
     }
-    if (filled != all) { fail("gradients of %ld of %ld elements are there", (long)filled, (long)all); }
-    return model.gradients && !model.split ? std::vector<FlatGradient>{{model.gradients, 0}} : gradients;
+    return gradients;
 }
 
-// The gradients' norm, sqrt(sum g^2) over all of them, is for clipping and shows fp16's overflows. The order of the sum
-// is fixed, so the same gradients give the same bits.
-
-#ifdef __CUDACC__
 constexpr int NORM_BLOCKS = 1024;
+#ifdef __CUDACC__
 template <class T>
 __global__ void square_sum_kernel(double* partial, const T* g, int64_t n) {
     float sum = 0;
@@ -354,27 +337,21 @@ __global__ void square_sum_kernel(double* partial, const T* g, int64_t n) {
 double square_sum(const std::vector<FlatGradient>& gradients) {
     if (context.device == META) { return 1; }
     double sum = 0;
-#ifdef __CUDACC__
     if (context.device == CUDA) {
-        auto blocks_of = [](const Tensor& g) { return std::min(NORM_BLOCKS, ceil_div(g.size(), 1024)); };
-        int64_t blocks = 0;
-        for (const FlatGradient& one : gradients) { blocks += blocks_of(one.g); }
-        Tensor partial = empty({blocks}, F64, WORKSPACE);
+        Tensor partial = empty({(int64_t)gradients.size(), NORM_BLOCKS}, F64, WORKSPACE);
         double* next = partial.as<double>();
-        for (const FlatGradient& one : gradients) {
-            const Tensor& g = one.g;
-            with_gpu_type(g.dtype, [&](auto zero) {
-                LAUNCH(square_sum_kernel, blocks_of(g), 256, next, g.as<decltype(zero)>(), g.size());
+        for (const auto& [g, at] : gradients) {
+            with_gpu_type(g.dtype, [&, &g = g]([[maybe_unused]] auto zero) {
+                LAUNCH(square_sum_kernel, NORM_BLOCKS, 256, next, g.as(zero), g.size());
             });
-            next += blocks_of(g);
+            next += NORM_BLOCKS;
         }
         for (double s : to_doubles(partial)) { sum += s; }
         return sum;
     }
-#endif
     for (const FlatGradient& one : gradients) {
         with_type(one.g.dtype, [&](auto zero) {
-            const auto* g = one.g.as<decltype(zero)>();
+            const auto* g = one.g.as(zero);
             for (int64_t i = 0; i < one.g.size(); i++) { sum += (double)g[i] * g[i]; }
         });
     }
@@ -416,25 +393,20 @@ __global__ void adamw_kernel(P* p, const G* g, P* m, P* v, int64_t n, AdamWScala
 #endif
 template <class P, class G>
 static void adamw_range(P* p, const G* g, P* m, P* v, int64_t n, AdamWScalars s) {
-#ifdef __CUDACC__
-    if constexpr (!std::is_same<P, double>::value && !std::is_same<G, double>::value) {
-        if (context.device == CUDA) {
-            if (n > 0) { LAUNCH(adamw_kernel, ceil_div(n, 256), 256, p, g, m, v, n, s); }
-            return;
-        }
+    if (n == 0) { return; }
+    if (context.device == CUDA) {
+        LAUNCH(adamw_kernel, ceil_div(n, 256), 256, p, g, m, v, n, s);
+        return;
     }
-#endif
 #pragma omp parallel for simd if (n > 16384)
     for (int64_t i = 0; i < n; i++) { adamw_element(p + i, g[i], m + i, v + i, s); }
 }
-// One by one.
 static void adamw_plain(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
                         AdamWScalars s) {
     for (const auto& [g, at] : gradients) {
-        with_type(g.dtype, [&, &g = g, at = at](auto g_zero) {
-            with_type(p.dtype, [&](auto p_zero) {
-                using P = decltype(p_zero);
-                adamw_range(p.as<P>() + at, g.as<decltype(g_zero)>(), m.as<P>() + at, v.as<P>() + at, g.size(), s);
+        with_gpu_type(g.dtype, [&, &g = g, at = at](auto g_zero) {
+            with_gpu_type(p.dtype, [&](auto zero) {
+                adamw_range(p.as(zero) + at, g.as(g_zero), m.as(zero) + at, v.as(zero) + at, g.size(), s);
             });
         });
     }
@@ -452,18 +424,16 @@ void adamw_update(const Tensor& p, const std::vector<FlatGradient>& gradients, c
                                                            : adamw_plain;
     update(p, gradients, m, v, scalars_of(a, t, gradient_scale));
 }
-// With all gradients, times gradient_scale; fails if one is missing.
+// With all gradients, times gradient_scale.
 static void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1) {
     NoGrad no_grad;
     std::vector<FlatGradient> gradients = flat_gradients(model);
     const int t = ++model.step;
     if (context.mode == EAGER) { return adamw_eager(model, scalars_of(a, t, gradient_scale)); }
-    std::set<int64_t> matrices;  // where those begin that are split
-    for (const Tensor& t : model.split ? matrices_of(model) : std::vector<Tensor>()) {
-        matrices.insert(offset_of(model, t));
-    }
-    auto whole = std::partition(gradients.begin(), gradients.end(),
-                                [&](const FlatGradient& one) { return matrices.count(one.offset) > 0; });
+    // Where the weights are split, all matrices are, but for the embedding, which is the last.
+    auto whole = std::partition(gradients.begin(), gradients.end(), [&](const FlatGradient& one) {
+        return model.split && one.g.shape.size() == 2 && one.offset != model.parameters.back().offset;
+    });
     auto update = [&](auto begin, auto end, bool split) {
         adamw_update(model.weights, {begin, end}, model.m, model.v, a, t, gradient_scale, split);
     };
@@ -472,8 +442,7 @@ static void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// A training step: forward_backward, then optimizer_step. Its memory is predicted by the same step on META, where
-// nothing is computed.
+// A training step: forward_backward, then optimizer_step.
 
 Batch random_batch(int B, int T, int V, uint64_t seed) {
     if (context.device == META) { return {empty({B, T}, I32, INPUTS), empty({B, T}, I32, INPUTS)}; }
@@ -521,6 +490,7 @@ double guarded_step(LossScaler& scaler, double max_norm, const std::function<dou
     return norm;
 }
 double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm) {
+    make_optimizer_state(model);
     return guarded_step(
         scaler, max_norm, [&] { return gradient_norm(model); },
         [&](float gradient_scale) { adamw_step(model, adamw, gradient_scale); });
@@ -533,7 +503,7 @@ void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler
         infer(model, batch.tokens);
         return;
     }
-    if (phase == STEP) { make_optimizer_state(model); }
+    if (phase == STEP) { make_optimizer_state(model); }  // a first step, too, holds it all the time
     forward_backward(model, batch, loss_scale_of(scaler), between);
     if (phase == STEP) { optimizer_step(model, AdamW(), scaler, 0); }
 }
@@ -560,12 +530,7 @@ void train_step(Trainer& t, const std::vector<Batch>& batches, const std::functi
     begin(EXPOSED);
     if (t.before_optimizer) { t.before_optimizer(); }
     begin(OPTIMIZER_STEP);
-    if (t.step_optimizer) {
-        t.norm = t.step_optimizer(t);
-    } else {
-        make_optimizer_state(t.model);
-        t.norm = optimizer_step(t.model, t.adamw, t.scaler, t.max_norm);
-    }
+    t.norm = t.step_optimizer ? t.step_optimizer(t) : optimizer_step(t.model, t.adamw, t.scaler, t.max_norm);
     begin(STEP_PARTS);
     synchronize();
     t.steps++, t.loss = 0;
@@ -684,15 +649,13 @@ static StepRun measure_model(const ModelConfig& c, const Options& o, const std::
             }
             reset_peak(context.device);
             LossScaler scaler;
-            std::vector<double> begins;  // of backward, since the step's start
             run.all = time_ms(0, o.warmup.back() + o.steps, [&] {
-                const double start = now_ms();
-                run_phase(phase, model, batch, scaler, [&] { synchronize(), begins.push_back(now_ms() - start); });
+                double begin = 0;  // of backward
+                run_phase(phase, model, batch, scaler, [&] { synchronize(), begin = now_ms(); });
+                synchronize();
+                if (phase == FORWARD_BACKWARD) { backward.all.push_back(now_ms() - begin); }
             });
             run.peak = memory_use(context.device).peak;
-            for (size_t i = 0; phase == FORWARD_BACKWARD && i < begins.size(); i++) {
-                backward.all.push_back(run.all[i] - begins[i]);
-            }
         };
         run.predicted = predicted_peak(c, B, T, phase);
         if (phase == FORWARD_BACKWARD) { backward.predicted = run.predicted; }
@@ -700,7 +663,6 @@ static StepRun measure_model(const ModelConfig& c, const Options& o, const std::
     }
     return after_warmup(r, o.warmup.back(), o.steps);
 }
-// By size.
 static std::vector<StepRun> measure_sizes(const Sweep& s, Precision precision, Mode mode,
                                           const std::vector<Phase>& phases = {FORWARD, FORWARD_BACKWARD, STEP}) {
     context.precision = precision, context.mode = mode;
@@ -738,13 +700,10 @@ static std::string out_of_memory(const std::vector<StepRun>& runs, Pass pass) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// benchmarking_script (1.1.3): (b) the times; (c) with fewer warm-up steps. The first run is the process's first work,
-// when context, kernels' code, library handles, memory pool and page tables are cold, so (c) takes it, and counts its
-// steps from an earlier one on.
+// benchmarking_script (1.1.3): (b) the times; (c) with fewer warm-up steps: the process's first run, when kernels'
+// code, library handles, memory pool and page tables are cold, with its steps counted from an earlier one on.
 
 constexpr double SMALL_DEVIATION = 0.05;  // of the mean
-
-// Of one setting, by size.
 static void answer_step_times(const std::vector<StepRun>& runs) {
     std::vector<std::string> times;  // of the largest model that ran
     std::string size = "nothing";
@@ -803,14 +762,10 @@ static void print_steps(const std::vector<Setting>& settings, const Sweep& s) {
 static void answer_warmup(const std::vector<StepRun>& runs, const std::vector<int>& warmup) {
     const Stats &cold = runs.front().pass[FWBW].ms, &warm = runs.back().pass[FWBW].ms;
     if (warm.n == 0) { return; }
-    std::vector<std::string> means;
-    for (size_t i = 0; i < runs.size(); i++) {
-        const Stats& ms = runs[i].pass[FWBW].ms;
-        means.push_back(strprintf("%.2f ms (standard deviation %.2f) after %d", ms.mean, ms.std, warmup[i]));
-    }
     // One slow step among many raises the cold mean and its deviation alike: only the warm run's deviation is noise.
     const bool slower = cold.mean - warm.mean > std::max(warm.std, SMALL_DEVIATION * warm.mean);
-    answer("c", "%s takes %s warm-up steps: %s.", pass_names[FWBW], list_of(means).c_str(),
+    answer("c", "%s takes %.2f ms (standard deviation %.2f) after %d warm-up steps and %.2f ms (%.2f) after %d: %s.",
+           pass_names[FWBW], cold.mean, cold.std, warmup.front(), warm.mean, warm.std, warmup.back(),
            !slower                  ? "beyond the noise the first steps are not slower than the later ones"
            : context.device == CUDA ? "the first steps also load the kernels' code, create the cuBLAS handle and grow "
                                       "the pool"
@@ -847,10 +802,8 @@ int cmd_benchmarking_script(const Options& asked) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Settings side by side: torch_compile (1.3), whose (a), attention alone, is in attention.cu, while (b) is the whole
-// model: vanilla is mode eager, one kernel per operation, and compiled is mode fused, what a compiler, or here a
-// person, makes of it; and benchmarking_mixed_precision (1.1.5), whose (a) and (b), the toy model, are in precision.cu,
-// and (c) times.
+// Settings side by side: torch_compile (1.3) (b), the whole model: vanilla is mode eager, one kernel per operation, and
+// compiled is mode fused, what a compiler, or here a person, makes of it; and benchmarking_mixed_precision (1.1.5) (c).
 
 // "1.71 times as fast for small and 1.33 times as fast for 2.7B": of the first and the last size that ran in both.
 static std::string compared(const Setting& ours, const Setting& theirs, Pass pass) {
@@ -901,9 +854,7 @@ int cmd_torch_compile(const Options& asked) {
     torch_compile_attention(asked);
     const Sweep s = sweep_of(asked);
     for (Precision precision : s.precisions) {
-        const std::string caption =
-            "torch_compile (b): whole model; vanilla = mode eager, compiled = mode fused, fused by "
-            "hand; precision ";
+        const std::string caption = "torch_compile (b): whole model; vanilla = eager, compiled = fused; precision ";
         compare_settings(
             s.caption(caption + name_of(precision)), "b",
             {{"vanilla", measure_sizes(s, precision, EAGER)}, {"compiled", measure_sizes(s, precision, FUSED)}},
@@ -920,9 +871,6 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
     }
     compare_settings(s.caption(std::string("benchmarking_mixed_precision (c); mode ") + name_of(context.mode)), "c",
                      settings, {FW, BW_ONLY});
-    if (context.device == CPU) {
-        answer("c", "On a CPU low precision saves no arithmetic: operands are rounded, and products run in fp32.");
-    }
     return 0;
 }
 
@@ -960,27 +908,18 @@ static std::vector<CheckpointRun> run_checkpoints(const ModelConfig& c, const Op
     }
     return runs;
 }
-static int blocks_again(const Checkpointing& k, int N) {
-    return !k ? 0 : k.form == Checkpointing::NESTED ? N * (N - 1) / 2 : N;
-}
-
 static void answer_strategy(const std::vector<CheckpointRun>& runs, int N) {
     const CheckpointRun &single = runs.front(), &nested = runs.end()[-2], &none = runs.back();
-    answer(
-        "a",
-        "Linear nesting has the least peak: %s MiB beside weights and gradients, against %s with each block a "
-        "checkpoint and %s without checkpoints. It holds two inputs and one block's residuals, O(1) memory, and runs "
-        "N (N - 1) / 2 = %d blocks again, O(N^2) compute.",
-        mib(nested.beside).c_str(), mib(single.beside).c_str(), mib(none.beside).c_str(),
-        blocks_again(nested.checkpoint, N));
+    answer("a",
+           "Linear nesting has the least peak: %s MiB beside weights and gradients, against %s with each block a "
+           "checkpoint and %s without checkpoints. It holds two inputs and one block's residuals, O(1) memory, and "
+           "runs N (N - 1) / 2 = %d blocks again, O(N^2) compute.",
+           mib(nested.beside).c_str(), mib(single.beside).c_str(), mib(none.beside).c_str(), N * (N - 1) / 2);
     sketch(R"(def run(blocks, x):
     if len(blocks) > 1:
         x = checkpoint(run, blocks[:-1], x)  # keeps x, runs again in backward
     return blocks[-1](x)
 )");
-    answer("a",
-           "That is worth its compute only where N inputs are large beside the residuals of one block: a checkpoint "
-           "of each block keeps N inputs, O(N), and runs N blocks again, O(N).");
 }
 static void answer_sizes(const std::vector<CheckpointRun>& runs, const std::string& model) {
     auto less = [](const CheckpointRun& a, const CheckpointRun& b) { return a.bytes() < b.bytes(); };
@@ -1005,11 +944,10 @@ int cmd_gradient_checkpointing(const Options& asked) {
         s.caption(strprintf("gradient_checkpointing: %s, N = %d blocks, precision %s, mode %s; beside: what forward "
                             "and backward hold beside weights and gradients, predicted; step: with AdamW",
                             c.name.c_str(), c.num_layers, name_of(context.precision), name_of(context.mode))),
-        {"blocks per checkpoint", "run again", "beside MiB", "predicted step MiB", "peak step MiB", "step_mean_ms"}};
+        {"blocks per checkpoint", "beside MiB", "peak step MiB", "step_mean_ms"}};
     for (const auto& [checkpoint, beside, step] : runs) {
-        const bool timed = checkpoint.form != Checkpointing::NESTED;
-        table.row(name_of(checkpoint), blocks_again(checkpoint, c.num_layers), mib(beside),
-                  timed ? mib(step.predicted) : "", step.ran() ? mib(step.peak) : "", timed ? mean_cell(step) : "");
+        table.row(name_of(checkpoint), mib(beside), step.ran() ? mib(step.peak) : "",
+                  step.predicted > 0 ? mean_cell(step) : "");
     }
     print(table);
     answer_strategy(runs, c.num_layers);
@@ -1050,10 +988,9 @@ using NamedTensors = std::vector<std::pair<std::string, Tensor>>;
 static void add_parts(NamedTensors& list, const std::string& prefix, const Model& model, const Tensor& arena) {
     for (const Parameter& p : model.parameters) { list.push_back({prefix + p.name, view(arena, p.offset, p.shape)}); }
 }
-// Every tensor that is missing, superfluous (but one of `known`) or wrong-shaped is refused by name.
-static void read_tensors(const SafeTensors& file, const NamedTensors& list, int layers,
-                         std::set<std::string> known = {}) {
-    NoGrad no_grad;
+// Every tensor that is missing, superfluous or wrong-shaped is refused by name.
+static void read_tensors(const SafeTensors& file, const NamedTensors& list, int layers) {
+    std::set<std::string> known;
     for (const auto& [name, to] : list) {
         const Tensor from = tensor_from_file(require_tensor(file, name, to.shape, {"F32", "BF16"}));
         copy_or_add(to, to_device(from, context.device), false);
@@ -1106,22 +1043,17 @@ int cmd_model(const Options& o) {
     Model& model = t.model;
     const Batch batch = read_batch(o.batch, model.config.vocab_size);
     make_gradients(model);
-    zero_gradients(model);
     Tensor logits = forward(model, batch.tokens), loss = cross_entropy(logits, batch.targets);
     backward_from_loss(model, loss, loss_scale_of(t.scaler));
     NamedTensors out = {{"logits", logits}, {"loss", loss}};
-    {
-        NoGrad no_grad;
-        add_parts(out, "grad.", model, scale(model.gradients, 1 / loss_scale_of(t.scaler)));
-    }
+    add_parts(out, "grad.", model, scale(model.gradients, 1 / loss_scale_of(t.scaler)));
     t.adamw.lr = (float)o.lr;
     for (int i = 0; i < o.steps; i++) { train_step(t, {batch}); }
     if (o.steps > 0) { add_parts(out, "param.", model, model.weights); }
     save_tensors(o.out, out, true);
-    const std::string line = strprintf(
-        "model %s: %d layers, tokens %s; loss %.6f; wrote %zu tensors to %s", o.weights.c_str(),
-        model.config.num_layers, to_string(batch.tokens.shape).c_str(), to_doubles(loss)[0], out.size(), o.out.c_str());
-    printf("%s\n", one_line(line).c_str());
+    printf("model %s: %d layers, tokens %s; loss %.6f; wrote %zu tensors to %s\n", o.weights.c_str(),
+           model.config.num_layers, to_string(batch.tokens.shape).c_str(), to_doubles(loss)[0], out.size(),
+           o.out.c_str());
     return 0;
 }
 
@@ -1136,11 +1068,11 @@ static Text read_text(const std::string& path, int T) {
     std::ifstream file(path, std::ios::binary);
     Text text;
     text.bytes.assign(std::istreambuf_iterator<char>(file), {});
-    const int64_t size = (int64_t)text.bytes.size(), held_out = size / 10;
+    const int64_t size = (int64_t)text.bytes.size();
     if (!file.is_open() || file.bad()) { fail("%s: cannot be read: %s", path.c_str(), strerror(errno)); }
     if (size > INT_MAX) { fail("%s: expected at most %d bytes", path.c_str(), INT_MAX); }  // random_int draws windows
-    text.train = size - held_out;
-    if (held_out < T + 1) {
+    text.train = size - size / 10;
+    if (size / 10 < T + 1) {
         fail("%s: %" PRId64 " bytes are too few: the tenth that is held out has to be longer than a context of %d",
              path.c_str(), size, T);
     }
@@ -1166,52 +1098,25 @@ static Batch training_batch(const Text& text, const Options& o, int step) {
 // B windows at a time, as a step takes them: more would need memory that a step does not.
 static double held_out_loss(Model& model, const Text& text, int B, int T) {
     NoGrad no_grad;
+    std::vector<int64_t> all;
+    for (int64_t at = text.train; at + T < (int64_t)text.bytes.size(); at += T) { all.push_back(at); }
     double sum = 0;
-    int64_t n = 0, size = (int64_t)text.bytes.size();
-    for (int64_t at = text.train; at + T < size;) {
-        std::vector<int64_t> starts;
-        for (; (int)starts.size() < B && at + T < size; at += T) { starts.push_back(at); }
+    for (size_t first = 0; first < all.size(); first += B) {
+        const std::vector<int64_t> starts(all.begin() + first, all.begin() + std::min(first + B, all.size()));
         sum += to_doubles(forward_to_loss(model, windows(text, starts, T)))[0] * starts.size();
-        n += starts.size();
-        progress("held-out loss: %.0f %%", 100.0 * (at - text.train) / (size - text.train));
     }
     drop_weight_copies(model.slots);
-    return sum / n;
-}
-// Continues the held-out text's first T bytes by n, each drawn from softmax(logits / temperature).
-static std::string sample_text(Model& model, const Text& text, int T, int n, uint64_t seed) {
-    constexpr double temperature = 0.8;
-    NoGrad no_grad;
-    std::vector<int> tokens(text.bytes.begin() + text.train, text.bytes.begin() + text.train + T);
-    std::string out;
-    for (int i = 0; i < n; i++) {
-        Tensor logits = forward(model, from_ints({tokens.end() - T, tokens.end()}, {1, T}));
-        int V = (int)logits.dim(-1);
-        std::vector<double> l = to_doubles(view(contiguous(logits), (int64_t)(T - 1) * V, {V}));
-        double max = *std::max_element(l.begin(), l.end()), sum = 0;
-        for (double& x : l) { sum += x = exp((x - max) / temperature); }
-        double at = random_int(1 << 30, seed, key_of("sample"), i) / (double)(1 << 30) * sum;
-        int token = 0;
-        while (token < V - 1 && (at -= l[token]) >= 0) { token++; }
-        tokens.push_back(token);
-        const bool printable = token < 127 && (token >= 32 || token == '\n');
-        out += printable ? std::string(1, (char)token) : strprintf("\\x%02x", token);
-    }
-    return out;
-}
-// Linear warm-up over a tenth of the steps, then a cosine down to a tenth of lr.
-static double learning_rate(const Options& o, int step) {
-    const int warmup = std::max(1, o.steps / 10);
-    if (step < warmup) { return o.lr * (step + 1) / warmup; }
-    return o.lr * (0.1 + 0.45 * (1 + cos(M_PI * (step - warmup) / std::max(1, o.steps - warmup))));
+    return sum / all.size();
 }
 
 // A checkpoint: weights, AdamW's moments, train.state, and in its metadata what else makes the run.
-static NamedTensors checkpoint_of(const Model& model) {
+static NamedTensors checkpoint_of(const Trainer& t) {
     NamedTensors list;
-    add_parts(list, "", model, model.weights);
-    add_parts(list, "adamw.m.", model, model.m);
-    add_parts(list, "adamw.v.", model, model.v);
+    add_parts(list, "", t.model, t.model.weights);
+    add_parts(list, "adamw.m.", t.model, t.model.m);
+    add_parts(list, "adamw.v.", t.model, t.model.v);
+    const std::vector<float> state = {(float)t.steps, (float)t.model.step, t.scaler.scale, (float)t.scaler.good_steps};
+    list.push_back({"train.state", from_floats(state, {4})});
     return list;
 }
 static std::string run_of(const Options& o) {
@@ -1221,37 +1126,33 @@ static std::string run_of(const Options& o) {
         o.d_model, o.d_ff, o.num_layers, o.num_heads, o.batch_size, o.context_length, o.seed, o.lr);
 }
 static void save_checkpoint(Trainer& t, const Options& o) {
+    zero_gradients(t.model), t.model.kept = nullptr;  // room, on a GPU that the run has filled
     split_weights(t.model, false);
-    NamedTensors list = checkpoint_of(t.model);
-    list.push_back(
-        {"train.state",
-         from_floats({(float)t.steps, (float)t.model.step, t.scaler.scale, (float)t.scaler.good_steps}, {4})});
-    save_tensors(o.save, list, false, {{"run", run_of(o)}});
+    save_tensors(o.save, checkpoint_of(t), false, {{"run", run_of(o)}});
     split_weights(t.model);
 }
 static void load_checkpoint(Trainer& t, const Options& o) {
     const SafeTensors file = load_safetensors(o.load);
     const auto run = file.metadata.find("run");
-    const std::string theirs = run == file.metadata.end() ? "other options" : run->second;
-    if (theirs != run_of(o)) {
-        fail("--load %s: is of a run with %s, not with %s", o.load.c_str(), theirs.c_str(), run_of(o).c_str());
+    if (run == file.metadata.end() || run->second != run_of(o)) {
+        fail("--load %s: is not of a run with %s", o.load.c_str(), run_of(o).c_str());
     }
-    read_tensors(file, checkpoint_of(t.model), o.num_layers, {"train.state"});
-    const std::vector<float> state = to_floats(tensor_from_file(require_tensor(file, "train.state", {4}, {"F32"})));
-    const bool possible = std::all_of(state.begin(), state.end(), [](float x) { return x >= 0 && x <= FLT_MAX; });
-    if (!possible || state[0] > 1 << 20 || state[1] > state[0] || state[2] == 0 || state[3] > state[0]) {
+    const NamedTensors list = checkpoint_of(t);
+    read_tensors(file, list, o.num_layers);
+    const std::vector<float> state = to_floats(list.back().second);
+    const bool possible = std::all_of(state.begin(), state.end(), [](float x) { return std::isfinite(x) && x >= 0; });
+    if (!possible || std::max({state[0], state[1], state[3]}) > 1 << 20) {
         fail("%s: tensor train.state: is none of a run", o.load.c_str());
     }
     t.steps = (int)state[0], t.model.step = (int)state[1];
     t.scaler.scale = state[2], t.scaler.good_steps = (int)state[3];
 }
 
-// Until the last step, or a signal. Fails where the loss or the gradients' norm is not finite; in fp16 that norm halves
-// the loss scale, until it is below 2^-14, fp16's smallest normal number.
+// Fails where the loss or the gradients' norm is not finite; in fp16 that norm halves the loss scale, until it is below
+// 2^-14, fp16's smallest normal number.
 static void take_steps(Trainer& t, const Text& text, const Options& o, Table& rows) {
     const int rows_apart = std::max(1, o.steps / 20);
-    while (t.steps < o.steps && !EndSignals::seen()) {
-        t.adamw.lr = (float)learning_rate(o, t.steps);
+    while (t.steps < o.steps) {
         Batch batch = training_batch(text, o, t.steps);
         synchronize();
         const double start = now_ms();
@@ -1265,9 +1166,8 @@ static void take_steps(Trainer& t, const Text& text, const Options& o, Table& ro
         }
         progress("step %d of %d: loss %.4f", t.steps, o.steps, t.loss);
         if (t.steps % rows_apart == 0 || t.steps == o.steps || t.steps == 1) {
-            rows.row(t.steps, strprintf("%.7f", t.loss), strprintf("%.3g", t.adamw.lr),
-                     skipped ? "overflow, step skipped" : strprintf("%.3f", t.norm), strprintf("%.2f", ms),
-                     strprintf("%.0f", 1e3 * o.batch_size * o.context_length / ms));
+            rows.row(t.steps, strprintf("%.7f", t.loss), skipped ? "overflow, step skipped" : strprintf("%.3f", t.norm),
+                     strprintf("%.2f", ms), strprintf("%.0f", 1e3 * o.batch_size * o.context_length / ms));
         }
     }
 }
@@ -1280,41 +1180,21 @@ int cmd_train(const Options& o) {
     context.precision = precisions_of(o)[0];
     context.mode = modes_of(o, {c}, {context.precision})[0];
     Trainer t;
-    t.max_norm = 1;
+    t.max_norm = 1, t.adamw.lr = (float)o.lr;
     t.model = make_model(c);
     make_optimizer_state(t.model);
     o.load.empty() ? init_weights(t.model, o.seed) : load_checkpoint(t, o);
     split_weights(t.model);
-    if (t.steps >= o.steps) {
-        note("train: %s has all %d steps behind it; --steps asks for more", o.load.c_str(), t.steps);
-    }
     const double before = held_out_loss(t.model, text, o.batch_size, T);
     Table rows{strprintf("train %s: %zu bytes, a tenth held out; %s; precision %s, mode %s", o.data.c_str(),
                          text.bytes.size(), run_of(o).c_str(), name_of(context.precision), name_of(context.mode)),
-               {"step", "loss", "lr", "gradient norm", "ms", "tokens/s"}};
-    int signal = 0;
-    {
-        EndSignals first_is_a_wish;
-        note("train: held-out loss %.4f before the first step", before);
-        take_steps(t, text, o, rows);
-        zero_gradients(t.model), t.model.kept = nullptr;  // room, on a GPU that the run has filled
-        if (!o.save.empty()) { save_checkpoint(t, o); }   // before all that takes time or may fail
-        signal = EndSignals::seen();
-    }
-    if (!rows.rows.empty()) { print(rows); }
-    if (signal) {
-        note("ended by signal %d (%s) after step %d of %d: %s", signal, strsignal(signal), t.steps, o.steps,
-             o.save.empty() ? "nothing was saved, since --save was not given"
-                            : ("to go on: the same command line with --load " + o.save).c_str());
-        return 128 + signal;
-    }
+               {"step", "loss", "gradient norm", "ms", "tokens/s"}};
+    take_steps(t, text, o, rows);
+    if (!o.save.empty()) { save_checkpoint(t, o); }  // before all that takes time or may fail
+    print(rows);
     Table summary{"train: loss in nats per byte", {"held-out loss before", "held-out loss after", "steps", "peak MiB"}};
     summary.row(strprintf("%.4f", before), strprintf("%.4f", held_out_loss(t.model, text, o.batch_size, T)), t.steps,
                 mib(memory_use(context.device).peak, 0));
     print(summary);
-    if (o.sample > 0) {
-        answer("", "The held-out text's first %d bytes continued (temperature 0.8):", T);
-        sketch(sample_text(t.model, text, T, o.sample, o.seed) + "\n");
-    }
     return 0;
 }

@@ -581,7 +581,7 @@ static MemoryRun profile_memory(const ModelConfig& c, Precision precision, int B
             if (phase == FORWARD) { find_largest(r, log); }
             if (folder.empty()) { return; }
             save_file(strprintf("%s/snapshot_%s_%s_%d_%s.pickle", folder.c_str(), name_of(phase),
-                                size_option(c).c_str(), T, name_of(precision)),
+                                c.name.substr(0, c.name.find(" (")).c_str(), T, name_of(precision)),
                       snapshot_pickle(log));
         });
     }

@@ -421,7 +421,7 @@ TEST_CASE("measure: without address space for OpenBLAS's buffers the program say
 }
 TEST_CASE("measure: a terminal that calls itself dumb gets no escape sequences") {
     for (const char* term : {"dumb", "xterm"}) {
-        const std::string train = program() + " train --data LICENSE --quick --device cpu --sample 0";
+        const std::string train = program() + " train --data LICENSE --quick --device cpu";
         Run r =
             run_shell("script -qec 'TERM=" + std::string(term) + " " + train + "' /dev/null");  // gives it a terminal
         CHECK_MESSAGE(r.exit_code == 0, r.out);

@@ -333,12 +333,11 @@ def train_pytorch(text, checkpoint, precision, steps):
     meta = {option[2:]: value for option, value in zip(words[::2], words[1::2])}
     T, B, seed = (int(meta[k]) for k in ("context_length", "batch_size", "seed"))
     done = int(tensors["train.state"][0])
-    lr, min_lr, warmup = float(meta["lr"]), float(meta["lr"]) / 10, max(1, steps // 10)
     with torch.device(o.device):
         model = LM(256, T, *(int(meta[k]) for k in ("d_model", "d_ff", "num_layers", "num_heads")))
     compile_blocks(model)
     optimizer, autocast, loss_of = ready(model, precision)
-    optimizer.param_groups[0]["weight_decay"] = 0.01
+    optimizer.param_groups[0].update(lr=float(meta["lr"]), weight_decay=0.01)
     for name, w in model.named_parameters():
         w.data.copy_(tensors[our_name(name)])
         optimizer.state[w] = {"step": torch.tensor(float(done), device=o.device),
@@ -350,9 +349,6 @@ def train_pytorch(text, checkpoint, precision, steps):
 
     losses = []
     for step in range(done, steps):
-        progress = min(1, (step - warmup) / max(1, steps - warmup))
-        rate = lr * (step + 1) / warmup if step < warmup else min_lr + (lr - min_lr) / 2 * (1 + math.cos(math.pi * progress))
-        optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad(set_to_none=True)
         loss = loss_of(*batch([first_of_window(held_out - T, seed, step * B + b) for b in range(B)]))
         loss.backward()
@@ -366,7 +362,7 @@ def train_pytorch(text, checkpoint, precision, steps):
 def train_ours(checkpoint, seed, precision, steps):
     """The losses of some steps, by step, and the held-out one."""
     rows, summary = tables_of_ours("train", "--data", o.train, "--load", checkpoint, "--seed", seed, "--precision", precision,
-                                   "--sample", 0, "--steps", steps, *(["--quick"] if o.quick else []))
+                                   "--steps", steps, *(["--quick"] if o.quick else []))
     return {int(row[0]): float(row[1]) for row in rows[1]}, float(summary[1][0][1])
 
 def train_table():
@@ -376,7 +372,7 @@ def train_table():
         for seed in range(o.seeds):
             checkpoint = os.path.join(folder, f"{seed}.safetensors")
             quick = ["--quick"] if o.quick else []
-            tables_of_ours("train", "--data", o.train, "--seed", seed, "--steps", 1, "--save", checkpoint, "--sample", 0, *quick)
+            tables_of_ours("train", "--data", o.train, "--seed", seed, "--steps", 1, "--save", checkpoint, *quick)
             for precision in o.precision:
                 torch._dynamo.reset()
                 steps = 20 if o.quick else 200
