@@ -63,8 +63,8 @@ static void add_rmsnorm_cpu(T* y, X* x_out, Wide<T>* r_out, const X* x_in, const
     }
 }
 template <class T, class X>
-static void rmsnorm_backward_cpu(X* dx, bool add_dx, X* dw, bool add_dw, const T* dy, const X* x, const Wide<T>* r,
-                                 const X* w, int64_t N, int64_t C) {
+static void rmsnorm_backward_cpu(X* dx, bool add_dx, T* dx_low, X* dw, bool add_dw, const T* dy, const X* x,
+                                 const Wide<T>* r, const X* w, int64_t N, int64_t C) {
 #pragma omp parallel for if (N > 64)
     for (int64_t n = 0; n < N; n++) {
         double dot = 0;
@@ -73,6 +73,7 @@ static void rmsnorm_backward_cpu(X* dx, bool add_dx, X* dw, bool add_dw, const T
         for (int64_t i = n * C; i < (n + 1) * C; i++) {
             Wide<T> d = r[n] * w[i - n * C] * dy[i] - x[i] * k;
             dx[i] = add_dx ? dx[i] + d : d;
+            if (dx_low) { dx_low[i] = +dx[i]; }
         }
     }
 #pragma omp parallel for if (N > 64)
@@ -111,12 +112,12 @@ __global__ void __launch_bounds__(PACK_THREADS)
     }
     if (threadIdx.x == 0) { r_out[blockIdx.x] = r; }
 }
-// Writes dx and each block's share of dw: the sum over its rows, in partial
+// Writes dx, a copy of it as T if wanted, and each block's share of dw: the sum over its rows, in partial
 // [gridDim.x,C]. A thread has the same columns in all of its rows, so it adds them up in registers, or in `partial`
 // where a row is several packs per thread.
 template <int W, class T, class X>
 __global__ void __launch_bounds__(PACK_THREADS)
-    rmsnorm_backward_kernel(X* dx, bool add_dx, float* partial, const T* dy, const X* x, const float* r_in,
+    rmsnorm_backward_kernel(X* dx, bool add_dx, T* dx_low, float* partial, const T* dy, const X* x, const float* r_in,
                             const X* w_in, int N, int C) {
     const int first = blockIdx.x, rows = gridDim.x, step = W * blockDim.x;
     Pack<X, W> v = {}, w = {}, out = {};
@@ -140,12 +141,15 @@ __global__ void __launch_bounds__(PACK_THREADS)
                 read(c);
                 dw = n == first ? Pack<float, W>() : load_pack<W>(sums);
             }
+            Pack<T, W> low;
             for (int i = 0; i < W; i++) {
                 float g = d.x[i], change = r * w.x[i] * g - v.x[i] * k;
                 out.x[i] = add_dx ? out.x[i] + change : change;
                 dw.x[i] += g * v.x[i] * r;
+                low.x[i] = +out.x[i];
             }
             store_pack(dx + row + c, out);
+            if (dx_low) { store_pack(dx_low + row + c, low); }
             if (C > step || n + rows >= N) { store_pack(sums, dw); }
         }
     }
@@ -169,21 +173,21 @@ __global__ void rmsnorm_dw_kernel(X* dw, bool add_dw, const float* partial, int 
 }
 #endif
 
-static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dw, bool add_dw, const Tensor& dy,
-                             const Tensor& x, const Tensor& r, const Tensor& w) {
+static void rmsnorm_backward(const Tensor& dx, bool add_dx, const Tensor& dx_low, const Tensor& dw, bool add_dw,
+                             const Tensor& dy, const Tensor& x, const Tensor& r, const Tensor& w) {
     int64_t C = w.size(), N = x.size() / C, parts = 0;
 #ifdef __CUDACC__
     // Four rows or more per block, so that the partial sums are few beside them; and no more blocks than run at a time.
     if (dx.device() != CPU) { parts = std::min(ceil_div(N, 4), 4 * multiprocessors()); }
 #endif
     Tensor partial = empty({parts, C}, F32, WORKSPACE);
-    std::vector<const void*> addresses = {dx.data, partial.data, dy.data, x.data, w.data};
+    std::vector<const void*> addresses = {dx.data, dx_low.data, partial.data, dy.data, x.data, w.data};
     with_types(dy, x, C, addresses, [&](auto zero, auto x_zero, [[maybe_unused]] auto width) {
         if (dx.device() == CPU) {
-            return rmsnorm_backward_cpu(dx.as(x_zero), add_dx, dw.as(x_zero), add_dw, dy.as(zero), x.as(x_zero),
-                                        r.as(+zero), w.as(x_zero), N, C);
+            return rmsnorm_backward_cpu(dx.as(x_zero), add_dx, dx_low.as(zero), dw.as(x_zero), add_dw, dy.as(zero),
+                                        x.as(x_zero), r.as(+zero), w.as(x_zero), N, C);
         }
-        LAUNCH(rmsnorm_backward_kernel<width>, parts, threads_for(C / width), dx.as(x_zero), add_dx,
+        LAUNCH(rmsnorm_backward_kernel<width>, parts, threads_for(C / width), dx.as(x_zero), add_dx, dx_low.as(zero),
                partial.as<float>(), dy.as(zero), x.as(x_zero), r.as<float>(), w.as(x_zero), (int)N, (int)C);
         LAUNCH(rmsnorm_dw_kernel, ceil_div(C, WARP), dim3(WARP, DW_SHARES), dw.as(x_zero), add_dw, partial.as<float>(),
                (int)parts, (int)C);
@@ -205,18 +209,23 @@ static Tensor add_rmsnorm_fused(Tensor* x_io, const Tensor& delta, const Tensor&
         LAUNCH(add_rmsnorm_kernel<width>, N, threads_for(C / width), y.as(zero), x.as(x_zero), r.as<float>(),
                x_in.as(x_zero), delta.as(zero), w.as(x_zero), (int)C, eps);
     });
+    // delta's gradient: y's step, which backward runs first, fills it for x's.
+    auto dx_low = std::make_shared<Tensor>();
     if (delta) {
-        record(x, {x_in, delta}, [gx = x_in.gradient, gd = delta.gradient](const Tensor& dx) {
+        record(x, {x_in, delta}, [dx_low, gx = x_in.gradient, gd = delta.gradient](const Tensor& dx) {
             add_gradient(gx, dx);
-            add_gradient(gd, dx);
+            add_gradient(gd, *dx_low ? *dx_low : dx);
+            *dx_low = Tensor();
         });
         *x_io = x;
     }
-    record(y, {x, w}, [x, r, w](const Tensor& dy) {  // the last to add to x's gradient
+    bool low = delta && delta.gradient && delta.dtype != x.dtype;
+    record(y, {x, w}, [x, r, w, dx_low, low](const Tensor& dy) {  // the last to add to x's gradient
         bool add_dx;
         Tensor dx = gradient_target(x.gradient, &add_dx);
+        if (low) { *dx_low = empty(x.shape, dy.dtype); }
         write_gradient(w.gradient, [&](const Tensor& dw, bool add_dw) {
-            rmsnorm_backward(dx, add_dx, dw, add_dw, contiguous(dy), x, r, w);
+            rmsnorm_backward(dx, add_dx, *dx_low, dw, add_dw, contiguous(dy), x, r, w);
         });
     });
     recompute_by(y, [x = detached(x), w, eps] {
