@@ -38,6 +38,7 @@ struct Options {
     std::string trace, out, weights, batch, data, save, load, inputs, impl;
     bool causal = false;
     double rope_theta = 0, lr = 0;
+    int sample = 0;
     std::string backend;
     int nproc = 0;
     double timeout = 0;  // seconds

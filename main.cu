@@ -194,6 +194,7 @@ static void add_own_options(Adder& add, Options& o) {
     // Training
     add.option("data", o.data, CLI::ExistingFile, "", "the text to train on; its bytes are the tokens");
     add.option("lr", o.lr, number(), "0.001", "learning rate");
+    add.option("sample", o.sample, whole(0), "200", "bytes to write as a continuation");
     add.option("save", o.save, OUTPUT, "", "file for weights and optimizer state");
     add.option("load", o.load, CLI::ExistingFile, "", "file that --save wrote, to go on from");
     // Ranks

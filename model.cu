@@ -12,6 +12,7 @@
 #include <cinttypes>
 #include <climits>
 #include <fstream>
+#include <numeric>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sizes
@@ -762,10 +763,14 @@ static void print_steps(const std::vector<Setting>& settings, const Sweep& s) {
 static void answer_warmup(const std::vector<StepRun>& runs, const std::vector<int>& warmup) {
     const Stats &cold = runs.front().pass[FWBW].ms, &warm = runs.back().pass[FWBW].ms;
     if (warm.n == 0) { return; }
+    std::vector<std::string> means;
+    for (size_t i = 0; i < runs.size(); i++) {
+        const Stats& ms = runs[i].pass[FWBW].ms;
+        means.push_back(strprintf("%.2f ms (standard deviation %.2f) after %d", ms.mean, ms.std, warmup[i]));
+    }
     // One slow step among many raises the cold mean and its deviation alike: only the warm run's deviation is noise.
     const bool slower = cold.mean - warm.mean > std::max(warm.std, SMALL_DEVIATION * warm.mean);
-    answer("c", "%s takes %.2f ms (standard deviation %.2f) after %d warm-up steps and %.2f ms (%.2f) after %d: %s.",
-           pass_names[FWBW], cold.mean, cold.std, warmup.front(), warm.mean, warm.std, warmup.back(),
+    answer("c", "%s takes %s warm-up steps: %s.", pass_names[FWBW], list_of(means).c_str(),
            !slower                  ? "beyond the noise the first steps are not slower than the later ones"
            : context.device == CUDA ? "the first steps also load the kernels' code, create the cuBLAS handle and grow "
                                       "the pool"
@@ -1109,6 +1114,28 @@ static double held_out_loss(Model& model, const Text& text, int B, int T) {
     return sum / all.size();
 }
 
+// Continues the held-out text's first T bytes by n, each drawn from softmax(logits).
+static std::string sample_text(Model& model, const Text& text, int T, int n, uint64_t seed) {
+    NoGrad no_grad;
+    std::vector<int> tokens(text.bytes.begin() + text.train, text.bytes.begin() + text.train + T);
+    std::string out;
+    for (int i = 0; i < n; i++) {
+        const Tensor logits = forward(model, from_ints({tokens.end() - T, tokens.end()}, {1, T}));
+        const int64_t V = logits.dim(-1);
+        std::vector<double> l = to_doubles(view(contiguous(logits), (T - 1) * V, {V}));
+        const double max = *std::max_element(l.begin(), l.end());
+        for (double& x : l) { x = std::exp(x - max); }
+        double at = random_int(1 << 30, seed, key_of("sample"), i) / (double)(1 << 30);
+        at *= std::accumulate(l.begin(), l.end(), 0.0);
+        int token = 0;
+        while (token < V - 1 && (at -= l[token]) >= 0) { token++; }
+        tokens.push_back(token);
+        const bool printable = token < 127 && (token >= 32 || token == '\n');
+        out += printable ? std::string(1, (char)token) : strprintf("\\x%02x", token);
+    }
+    return out;
+}
+
 // A checkpoint: weights, AdamW's moments, train.state, and in its metadata what else makes the run.
 static NamedTensors checkpoint_of(const Trainer& t) {
     NamedTensors list;
@@ -1148,11 +1175,11 @@ static void load_checkpoint(Trainer& t, const Options& o) {
     t.scaler.scale = state[2], t.scaler.good_steps = (int)state[3];
 }
 
-// Fails where the loss or the gradients' norm is not finite; in fp16 that norm halves the loss scale, until it is below
-// 2^-14, fp16's smallest normal number.
+// Until the last step, or a signal. Fails where the loss or the gradients' norm is not finite; in fp16 that norm halves
+// the loss scale, until it is below 2^-14, fp16's smallest normal number.
 static void take_steps(Trainer& t, const Text& text, const Options& o, Table& rows) {
     const int rows_apart = std::max(1, o.steps / 20);
-    while (t.steps < o.steps) {
+    while (t.steps < o.steps && !EndSignals::seen()) {
         Batch batch = training_batch(text, o, t.steps);
         synchronize();
         const double start = now_ms();
@@ -1189,12 +1216,31 @@ int cmd_train(const Options& o) {
     Table rows{strprintf("train %s: %zu bytes, a tenth held out; %s; precision %s, mode %s", o.data.c_str(),
                          text.bytes.size(), run_of(o).c_str(), name_of(context.precision), name_of(context.mode)),
                {"step", "loss", "gradient norm", "ms", "tokens/s"}};
-    take_steps(t, text, o, rows);
-    if (!o.save.empty()) { save_checkpoint(t, o); }  // before all that takes time or may fail
-    print(rows);
+    if (t.steps >= o.steps) {
+        note("train: %s has all %d steps behind it; --steps asks for more", o.load.c_str(), t.steps);
+    }
+    int signal = 0;
+    {
+        EndSignals first_is_a_wish;
+        note("train: held-out loss %.4f before the first step", before);
+        take_steps(t, text, o, rows);
+        if (!o.save.empty()) { save_checkpoint(t, o); }  // before all that takes time or may fail
+        signal = EndSignals::seen();
+    }
+    if (!rows.rows.empty()) { print(rows); }
+    if (signal) {
+        note("ended by signal %d (%s) after step %d of %d: %s", signal, strsignal(signal), t.steps, o.steps,
+             o.save.empty() ? "nothing was saved, since --save was not given"
+                            : ("to go on: the same command line with --load " + o.save).c_str());
+        return 128 + signal;
+    }
     Table summary{"train: loss in nats per byte", {"held-out loss before", "held-out loss after", "steps", "peak MiB"}};
     summary.row(strprintf("%.4f", before), strprintf("%.4f", held_out_loss(t.model, text, o.batch_size, T)), t.steps,
                 mib(memory_use(context.device).peak, 0));
     print(summary);
+    if (o.sample > 0) {
+        answer("", "The held-out text's first %d bytes continued:", T);
+        sketch(sample_text(t.model, text, T, o.sample, o.seed) + "\n");
+    }
     return 0;
 }
