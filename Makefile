@@ -26,7 +26,7 @@ PROGRAM := $(BUILD)/cs336$(if $(PLAIN),-plain)
 TEST_RUN := $(BUILD)/tests$(if $(PLAIN),-plain)
 SOURCES := $(wildcard *.cu lib/*.cu $(if $(PLAIN),,fast/*.cu))
 TESTS := $(filter-out tests/fuzz_% $(if $(PLAIN),tests/test_fast%),$(wildcard tests/*.cpp))
-BASE := lib/device.cu lib/trace.cu lib/table.cu lib/tensor.cu lib/matmul.cu lib/formats.cu  # is complete without the others
+BASE := lib/device.cu lib/trace.cu lib/table.cu lib/tensor.cu lib/matmul.cu  # is complete without the others
 ifdef TSAN
 SOURCES := $(BASE) lib/ranks.cu
 TESTS := tests/runner.cpp tests/test_ranks.cpp

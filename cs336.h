@@ -327,8 +327,7 @@ const char* name_of(Sharding s);
 struct ParameterGroup {         // of an optimizer that steps each element by itself, so that any range can be a shard
     Tensor weights, gradients;  // flat
     AdamW adamw{};
-    std::vector<int64_t> bounds{};  // of the shards
-    Tensor m{}, v{};                // AdamW's, of the own shard, allocated at its first step
+    Tensor m{}, v{};  // AdamW's, of the own shard, allocated at its first step
     int step = 0;
 };
 // Of the gradients of all ranks, the same on all, so all of them step, or none. It is infinite from 1.8e19 on.

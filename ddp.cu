@@ -131,32 +131,29 @@ struct Optimizer {  // over flat weights
     Sharding sharding = UNSHARDED;
     std::vector<ParameterGroup> groups{};
 };
-static void add_parameter_group(Optimizer& optimizer, ParameterGroup group) {  // also between steps
-    int64_t n = group.weights.size(), world = optimizer.c.world;
-    group.bounds = {0};
-    for (int64_t r = 1; r <= world; r++) { group.bounds.push_back(n * r / world); }
+static void add_parameter_group(Optimizer& optimizer, const ParameterGroup& group) {  // also between steps
+    if (group.weights.size() % optimizer.c.world != 0) {
+        fail("%ld weights are not %d equal shards", (long)group.weights.size(), optimizer.c.world);
+    }
     optimizer.groups.push_back(group);
 }
 
 static void optimizer_step(Optimizer& o, float gradient_scale) {
     NoGrad no_grad;
     for (ParameterGroup& g : o.groups) {
-        bool whole = o.sharding == UNSHARDED;
-        int64_t begin = whole ? 0 : g.bounds[o.c.rank], n = (whole ? g.weights.size() : g.bounds[o.c.rank + 1]) - begin;
-        if (o.sharding == ZERO1) { wait(o.c, reduce_scatter(o.c, g.gradients, g.bounds, AVERAGE)); }
+        const bool whole = o.sharding == UNSHARDED;
+        const int64_t n = g.weights.size() / (whole ? 1 : o.c.world), begin = whole ? 0 : o.c.rank * n;
+        if (o.sharding == ZERO1) { wait(o.c, reduce_scatter(o.c, g.gradients, AVERAGE)); }
         g.step++;
         Tensor p = view(g.weights, begin, {n}), dp = view(g.gradients, begin, {n});
-        if (n > 0) {
-            for (Tensor* moment : {&g.m, &g.v}) {
-                if (!*moment) { *moment = zeros({n}, p.dtype, OPTIMIZER); }
-            }
-            adamw_update(p, {{dp, 0}}, g.m, g.v, g.adamw, g.step, gradient_scale);
+        for (Tensor* moment : {&g.m, &g.v}) {
+            if (!*moment) { *moment = zeros({n}, p.dtype, OPTIMIZER); }
         }
+        adamw_update(p, {{dp, 0}}, g.m, g.v, g.adamw, g.step, gradient_scale);
         std::vector<WorkPtr> works;
-        if (o.sharding == ZERO1) { works.push_back(all_gather(o.c, g.weights, g.bounds)); }
+        if (o.sharding == ZERO1) { works.push_back(all_gather(o.c, g.weights)); }
         for (int r = 0; o.sharding == BROADCAST && r < o.c.world; r++) {
-            Tensor shard = view(g.weights, g.bounds[r], {g.bounds[r + 1] - g.bounds[r]});
-            if (shard.size() > 0) { works.push_back(broadcast(o.c, shard, r)); }
+            works.push_back(broadcast(o.c, view(g.weights, r * n, {n}), r));
         }
         for (const WorkPtr& work : works) { wait(o.c, work); }
     }
@@ -427,7 +424,7 @@ static void train_and_compare(const Communicator& c, const CheckedWay& way, uint
     AdamW adamw;
     adamw.lr = 0.01f, adamw.weight_decay = 0.1f;
     adamw.eps = 1e-5f;  // else a gradient that is rounding alone moves its weight by lr, either way
-    const int64_t half = got.parameters[got.parameters.size() / 2].offset, rest = got.weights.size() - half;
+    const int64_t half = got.weights.size() / 2, rest = got.weights.size() - half;
     std::vector<WeightsCheck> rows;
     for (const Parameter& p : got.parameters) { rows.push_back({way.name, p.name}); }
     for (int step = 0; step < CHECKED_STEPS; step++) {

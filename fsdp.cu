@@ -15,11 +15,10 @@
 
 struct FsdpUnit {  // what is gathered at once; its elements are those of the model's arena from begin
     int64_t begin = 0, end = 0;
-    int64_t part = 0;             // elements that each rank keeps; the last rank's end in padding
-    int64_t offset = 0;           // of the own part, in Fsdp::shard
-    std::vector<int64_t> bounds;  // of all parts
-    Tensor weights, gradients;    // whole, [world * part], while the unit has its buffer
-    Tensor gradient;              // the own part, averaged over the ranks; null until there is one
+    int64_t part = 0;           // elements that each rank keeps; the last rank's end in padding
+    int64_t offset = 0;         // of the own part, in Fsdp::shard
+    Tensor weights, gradients;  // whole, [world * part], while the unit has its buffer
+    Tensor gradient;            // the own part, averaged over the ranks; null until there is one
     // Its tensors that have a gradient, by their first elements; some are one parameter, some are joined ones.
     std::multimap<int64_t, Tensor> slots;
 };
@@ -74,7 +73,6 @@ static std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vecto
         u.part = aligned((u.end - u.begin + c.world - 1) / c.world);
         u.offset = f.replicated;
         f.replicated += u.part;
-        for (int r = 0; r <= c.world; r++) { u.bounds.push_back(r * u.part); }
         int64_t n = c.world * u.part;
         weight_bytes[i % 2] = std::max<int64_t>(weight_bytes[i % 2], n * size_of(dtype_of(i)));
         gradient_bytes[i % 2] = std::max<int64_t>(gradient_bytes[i % 2], n * size_of(kept));
@@ -122,7 +120,7 @@ static void start_gather(Fsdp& f, int i) {
     if (f.split && i > 0) { own = upper_halves(own); }
     bool casts = u.weights.dtype != own.dtype;
     if (casts) { copy_or_add(own_part(f, u, u.weights), own, false); }
-    gather = all_gather(f.c, u.weights, u.bounds, casts ? Tensor() : own);
+    gather = all_gather(f.c, u.weights, casts ? Tensor() : own);
     f.in_buffer[i % 2] = i;
 }
 // Forward goes up to the last unit, then backward down. A checkpoint in between runs units up to the one that backward
@@ -191,7 +189,7 @@ static void start_reduce(Fsdp& f, int i) {
     FsdpUnit& u = f.units[i];
     zero_the_rest(u);
     f.reduced = f.steps_in_backward ? own_part(f, u, u.gradients) : empty({u.part}, u.gradients.dtype, GRADIENTS);
-    f.reduce = reduce_scatter(f.c, u.gradients, u.bounds, AVERAGE, f.reduced);
+    f.reduce = reduce_scatter(f.c, u.gradients, AVERAGE, f.reduced);
     f.reducing = i;
     if (!f.steps_in_backward) { return; }
     run_behind(f.c, f.reduce, [&f, &u] { update(f, {{f.reduced, u.offset}}, 1); });
@@ -280,7 +278,7 @@ static void visit_whole(Fsdp& f, const Tensor& flat, bool write,
             own = view(flat, u.offset, {u.part}), whole = empty({f.c.world * u.part}, flat.dtype, WORKSPACE);
             begin = u.begin;
             if (is_split) { fast_ways.split(own, false); }
-            wait(f.c, all_gather(f.c, whole, u.bounds, own));
+            wait(f.c, all_gather(f.c, whole, own));
         }
         for (const Parameter& p : f.parameters) {
             if (p.unit == i) { see(p, view(whole, i < 0 ? f.replicated_at.at(p.name) : p.offset - begin, p.shape)); }

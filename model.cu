@@ -112,7 +112,9 @@ void place_weights(Model& model, const Place& place) {
 Model make_model(const ModelConfig& c, DType dtype) {
     Model model = lay_out_model(c);
     const Parameter& last = model.parameters.back();
-    model.weights = zeros({aligned(last.offset + count(last.shape))}, dtype, PARAMETERS);  // the padding: not NaN
+    // 6720 is 64 times 3, 5 and 7: as many ranks as a machine has can own equal parts. The padding: not NaN.
+    const int64_t parts = (last.offset + count(last.shape) + 6719) / 6720;
+    model.weights = zeros({6720 * parts}, dtype, PARAMETERS);
     place_weights(model, [&](const Parameter& p, const Shape& shape) {
         Tensor t = require_gradient(view(model.weights, p.offset, shape));
         t.gradient->is_parameter = true;
@@ -966,7 +968,8 @@ int cmd_gradient_checkpointing(const Options& asked) {
 
 static Tensor tensor_from_file(const FileTensor& f) {  // F32 or BF16 -> F32, I64 or I32 -> I32, on the CPU
     Tensor t = empty_on(CPU, f.shape, f.dtype[0] == 'I' ? I32 : F32, INPUTS);
-    if (t.dtype == F32) { convert(t.data, F32, f.data, f.dtype == "BF16" ? BF16 : F32, t.size()); }
+    if (f.dtype == "F32") { memcpy(t.data, f.data, f.bytes); }
+    for (int64_t i = 0; f.dtype == "BF16" && i < t.size(); i++) { t.as<float>()[i] = ((const bf16*)f.data)[i]; }
     for (int64_t i = 0; t.dtype == I32 && i < t.size(); i++) {
         const int64_t value = f.dtype == "I64" ? ((const int64_t*)f.data)[i] : ((const int*)f.data)[i];
         t.as<int>()[i] = value == (int)value ? (int)value : -1;  // -1: refused as a token below

@@ -1,5 +1,5 @@
 // precision.cu: section 1.1.5, what a number costs when it has fewer bits. What rounding to 16 bits does to a long sum,
-// which operations autocast therefore leaves in fp32, and how fp16 is kept from underflowing. lib/formats.cu has the
+// which operations autocast therefore leaves in fp32, and how fp16 is kept from underflowing. lib/formats.h has the
 // formats, and how a float is rounded to them, bit by bit.
 #include "cs336.h"
 

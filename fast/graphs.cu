@@ -194,7 +194,7 @@ static Tensor infer_by_graph(Model& model, const Tensor& tokens) {
 }
 // With an arena somebody may wait for single gradients, and whoever watches wants to see single kernels.
 static bool by_graphs(const Model& model) {
-    return context.mode == FLASH && context.device == CUDA && !context.each_launch && !model.gradients && !watched();
+    return context.mode == FLASH && context.device == CUDA && !context.each_launch && !model.gradients;
 }
 [[maybe_unused]] static const bool entered = [] {
     fast_ways.graphs_take = by_graphs, fast_ways.forward_backward = forward_backward_by_graphs;

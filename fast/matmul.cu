@@ -111,5 +111,5 @@ static bool picked_product(const Product& p) {
     if (l) { run(p, *l, p.alpha, p.beta); }
     return l != nullptr;
 }
-static const AddRow<ProductImpl> timed_row({"cublaslt, timed", 20, picked_product});
+[[maybe_unused]] static const bool entered = (faster_product = picked_product, true);
 #endif

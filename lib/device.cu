@@ -388,7 +388,6 @@ std::vector<const char*>& open_ranges() {
     return ranges;
 }
 const char* innermost_range() { return open_ranges().empty() ? "" : open_ranges().back(); }
-bool memory_is_logged() { return logging; }
 
 static void log_event(const Memory* m, double ms, bool is_alloc, std::vector<const char*> ranges) {
     if (m->bytes == 0 || m->device != logged_device) { return; }
@@ -455,10 +454,9 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
         memory->data = place ? place : device == CUDA ? allocate_cuda(bytes) : allocate_cpu(bytes);
         if (!memory->data) {
             throw OutOfMemory(bytes,
-                              strprintf("out of memory on %s: %.2f GiB for %s%s%s, beside %.2f GiB in use, "
-                                        "with %.2f GiB available",
-                                        name_of(device), to_gib(bytes), name_of(category), *memory->op ? " in " : "",
-                                        memory->op, to_gib(uses[device].now), to_gib(available_memory(device))));
+                              strprintf("out of memory on %s: %.2f GiB for %s, beside %.2f in use, with %.2f available",
+                                        name_of(device), to_gib(bytes), name_of(category), to_gib(uses[device].now),
+                                        to_gib(available_memory(device))));
         }
     }
 #ifdef __CUDACC__
@@ -587,33 +585,13 @@ std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Lines on stderr
 
-static bool progress_is_open = false;
-
-void end_progress() {
-    if (progress_is_open) {
-        fprintf(stderr, "\r\033[K");  // back to the line's start, and erase it
-        progress_is_open = false;
-    }
-}
+void note(const char* format, ...) { fprintf(stderr, "%s\n", one_line(FORMATTED(format)).c_str()); }
 
 void progress(const char* format, ...) {
-    static const char* const term = getenv("TERM");
-    static const bool terminal = isatty(STDERR_FILENO) && term && strcmp(term, "dumb") != 0;
-    static double said_ms = now_ms();
-    if (!terminal && now_ms() - said_ms < 5000) { return; }  // in a file, a line at most every 5 s
+    static double said_ms = now_ms() - 3000;  // the first line after two seconds, then one in five
+    if (now_ms() - said_ms < 5000) { return; }
     said_ms = now_ms();
-    std::string text = FORMATTED(format);
-    if (!terminal) { return note("%s", text.c_str()); }
-    // No automatic wrap (?7l ... ?7h): the next '\r' would rewrite only the end of a line that wrapped.
-    fprintf(stderr, "\r\033[K\033[?7l%s\033[?7h", one_line(text).c_str());
-    fflush(stderr);
-    progress_is_open = true;
-}
-
-void note(const char* format, ...) {
-    const std::string text = FORMATTED(format);
-    end_progress();
-    fprintf(stderr, "%s\n", one_line(text).c_str());
+    note("%s", FORMATTED(format).c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -657,7 +635,6 @@ void save_file(const std::string& path, const std::string& bytes) {
 // Ourselves
 
 std::string run_ourselves(const std::vector<std::string>& arguments) {
-    end_progress();
     const std::string line = strprintf("exec /proc/%d/exe '%s'", (int)getpid(), join(arguments, "' '").c_str());
     FILE* output = popen(line.c_str(), "re");
     if (!output) { fail("popen: %s", strerror(errno)); }

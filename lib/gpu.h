@@ -15,11 +15,7 @@ struct Product {  // C = alpha op(A) op(B) + beta C, row-major; K: the length of
     int64_t K;
     double alpha, beta;
 };
-struct ProductImpl {  // on the GPU
-    const char* name;
-    int rung;
-    bool (*run)(const Product& p);  // false: the product is not for it, but for a lower rung
-};
+extern bool (*faster_product)(const Product& p);  // fast/matmul.cu's, on the GPU; false: the product is not for it
 
 // For kernels that are bound by memory: one block takes a row, and a thread W neighbours of it at a time, by accesses
 // of 16 bytes, where a load of each element would move 2 or 4. To read one, take W = 1: then a pack is an element.

@@ -27,6 +27,7 @@
 #else
 #define HD
 #endif
+#include "formats.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // device.cu: errors. A command throws; main() prints the one line on stderr and exits with the code.
@@ -43,8 +44,7 @@ struct OutOfMemory : Failure {
 [[noreturn]] void fail(const char* format, ...) PRINTF(1, 2);         // exit 1
 [[noreturn]] void usage_error(const char* format, ...) PRINTF(1, 2);  // exit 2
 void note(const char* format, ...) PRINTF(1, 2);                      // one line on stderr
-void progress(const char* format, ...) PRINTF(1, 2);  // one rewritten line; not on a terminal: at most every 5 s
-void end_progress();                                  // its line gives way to another one
+void progress(const char* format, ...) PRINTF(1, 2);                  // the same, at most every 5 s
 std::string strprintf(const char* format, ...) PRINTF(1, 2);
 std::string vstrprintf(const char* format, va_list arguments);
 std::string list_of(const std::vector<std::string>& items);          // "a", "a and b", "a, b and c"
@@ -60,7 +60,7 @@ void cuda_check(cudaError_t error, const char* call, const char* file, int line)
 #endif
 
 // A table of implementations, from the plainest to the fastest. A row enters it while the program loads, so that its
-// file can be left out: static const AddRow<ProductImpl> row({...}).
+// file can be left out: static const AddRow<AttentionImpl> row({...}).
 template <class Impl>
 std::list<Impl>& table_of() {
     static std::list<Impl> rows;
@@ -95,7 +95,7 @@ const char* name_of(Category c);
 Mode mode_from(const std::string& name);  // names are checked when the command line is read
 Precision precision_from(const std::string& name);
 
-// Which of a model's blocks are gradient checkpoints: what backward runs again instead of keeping it.
+// Which of a model's blocks backward runs again instead of keeping what they made.
 struct Checkpointing {
     enum Form {
         NONE,
@@ -108,8 +108,7 @@ struct Checkpointing {
     explicit operator bool() const { return form != NONE; }
 };
 
-// What PyTorch, too, keeps globally: default device, autocast, grad mode.
-struct Context {
+struct Context {  // what PyTorch, too, keeps globally: default device, autocast, grad mode
     Device device = CPU;
     Device planned_for = CPU;  // while device is META: where the run would be
     Mode mode = FUSED;
@@ -151,8 +150,7 @@ void with_stream(cudaStream_t s, const std::function<void()>& f);
 // ---------------------------------------------------------------------------------------------------------------------
 // device.cu: memory. Every buffer of ours is allocated here, with a category and the range that was open.
 
-// A line of our source. As a default argument here() is the line of the call: f(int x, Source at = here()).
-struct Source {
+struct Source {  // a line of ours. As a default argument here() is the line of the call: f(int x, Source at = here())
     const char* file;
     int line;
     const char* function;
@@ -192,8 +190,7 @@ struct MemoryUse {  // bytes
 const MemoryUse& memory_use(Device device);
 void reset_peak(Device device);
 
-// The log lists the allocations and frees on one device, in order. While it is on, each allocation waits for the GPU,
-// so that the times are the GPU's own.
+// The log of one device, in order. While it is on, each allocation waits for the GPU, so the times are the GPU's own.
 struct MemoryEvent {
     double ms;      // since the start
     bool is_alloc;  // else a free
@@ -205,7 +202,6 @@ struct MemoryEvent {
 };
 void start_memory_log(Device device);        // begins, at 0 ms, with an allocation for each buffer that is held
 std::vector<MemoryEvent> stop_memory_log();  // empty if none was started
-bool memory_is_logged();
 
 // ---------------------------------------------------------------------------------------------------------------------
 // device.cu: time, ends by a signal, files
@@ -251,11 +247,9 @@ std::string commit();                                                  // of the
 
 // ---------------------------------------------------------------------------------------------------------------------
 // trace.cu: named ranges of work, and what ran when and in which: on the GPU as CUPTI sees it, kernels of cuBLAS and
-// NCCL too. Times are in ns since 1970, on all GPUs and in all processes of a machine; ranges are indices into
-// Trace::ranges.
+// NCCL too. Times are in ns since 1970, the same for all processes of a machine; ranges are indices of Trace::ranges.
 
-// Range r("attention") names allocations, too, and is shown by NVTX tools. `name` has to live as long as the program.
-struct Range {
+struct Range {  // names allocations, too, and is shown by NVTX tools. `name` has to live as long as the program
     explicit Range(const char* name, int recorded_in = -1);  // recorded_in: see TracedRange
     ~Range();
     Range(const Range&) = delete;
@@ -287,7 +281,6 @@ struct Trace {
 };
 void start_tracing();
 Trace stop_tracing();  // waits for the device
-bool watched();        // a trace or a memory log is being made
 
 // ---------------------------------------------------------------------------------------------------------------------
 // table.cu: tables and answers on stdout
@@ -329,35 +322,7 @@ void sketch(const std::string& lines);  // a block of code, where the handout as
 extern std::string* printed_to;         // null: stdout. For tests: where all of this goes instead
 
 // ---------------------------------------------------------------------------------------------------------------------
-// formats.cu: number formats. Conversions round to nearest, ties to even, and are ours on the CPU (the GPU has
-// instructions for them); tests compare all 65,536 patterns of each with the definition.
-
-uint16_t float_to_bf16(float x);
-uint16_t float_to_fp16(float x);
-float bf16_to_float(uint16_t bits);
-float fp16_to_float(uint16_t bits);
-float round_to_tf32(float x);  // 10 explicit mantissa bits, as tensor cores see an fp32 operand in tf32 mode
-
-// Arithmetic on a bf16 or an fp16 is arithmetic on floats: it widens as it is read, and is rounded as it is written.
-#ifdef __CUDA_ARCH__
-#define ON_GPU_OR_CPU(gpu, cpu) gpu
-#else
-#define ON_GPU_OR_CPU(gpu, cpu) cpu
-#endif
-struct bf16 {
-    uint16_t bits;
-    HD operator float() const {
-        return ON_GPU_OR_CPU(__bfloat162float(__ushort_as_bfloat16(bits)), bf16_to_float(bits));
-    }
-    HD void operator=(float x) { bits = ON_GPU_OR_CPU(__bfloat16_as_ushort(__float2bfloat16_rn(x)), float_to_bf16(x)); }
-};
-struct fp16 {
-    uint16_t bits;
-    HD operator float() const { return ON_GPU_OR_CPU(__half2float(__ushort_as_half(bits)), fp16_to_float(bits)); }
-    HD void operator=(float x) { bits = ON_GPU_OR_CPU(__half_as_ushort(__float2half_rn(x)), float_to_fp16(x)); }
-};
-template <class T>
-using Wide = decltype(+T());  // the type that arithmetic on T runs in: float, or double for F64
+// formats.h: bf16 and fp16
 
 // Runs f(zero) with a zero of the dtype's C++ type: f only takes its type, decltype(zero).
 template <class Fn>
@@ -373,9 +338,6 @@ template <class Fn>
 void with_type(DType t, Fn f) {  // on the CPU
     t == F64 ? f(double()) : with_gpu_type(t, f);
 }
-// n numbers on the CPU, from one format to another, by all threads.
-void convert(void* to, DType to_type, const void* from, DType from_type, int64_t n);
-void round_all_to_tf32(float* to, const float* from, int64_t n);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // tensor.cu: tensors
@@ -412,8 +374,7 @@ Tensor view(const Tensor& t, int64_t offset, const Shape& shape);
 void fill_zero(const Tensor& t);
 void copy(const Tensor& to, const Tensor& from);   // same count and dtype, both row-major, any devices
 Tensor to_device(const Tensor& t, Device device);  // a copy there (itself if it is there already), without gradient
-// On context.device; rounds to dtype.
-Tensor from_floats(const std::vector<float>& values, const Shape& shape, DType dtype = F32);
+Tensor from_floats(const std::vector<float>& values, const Shape& shape, DType dtype = F32);  // on context.device
 Tensor from_ints(const std::vector<int>& values, const Shape& shape);
 std::vector<float> to_floats(const Tensor& t);  // any dtype, any strides, from any device
 std::vector<double> to_doubles(const Tensor& t);
@@ -461,7 +422,7 @@ void record(Tensor& y, const std::vector<Tensor>& inputs, std::function<void(con
 void add_gradient(const GradientPtr& g, const Tensor& dx);  // shares dx where it is the first; else adds with a kernel
 // For ops that write or accumulate in their own kernel: the tensor to write to, and whether to add to what it holds.
 Tensor gradient_target(const GradientPtr& g, bool* accumulate);
-// The same for those that write g's own dtype only, where the target may be 16-bit (make_gradients).
+// The same for kernels that write g's own dtype only, where the target may be 16-bit.
 void write_gradient(const GradientPtr& g, const std::function<void(const Tensor& target, bool accumulate)>& write);
 // With context.recompute: nobody keeps y, since linear's backward calls `again` for it.
 void recompute_by(const Tensor& y, const std::function<Tensor()>& again);
@@ -508,7 +469,7 @@ Tensor arange(int64_t n);                                         // I32 [n]
 
 // ---------------------------------------------------------------------------------------------------------------------
 // matmul.cu: matrix products, in context.precision: fp32 and tf32 on fp32 operands; bf16 and fp16 on operands that
-// autocast casts. Accumulation is always fp32 (fp64 for F64).
+// autocast casts. Accumulation is always fp32 (fp64 for F64). On the CPU tf32 is fp32, as in PyTorch.
 
 // [...,M,K] x [...,K,N] (transpose_b: [...,N,K]) -> [...,M,N]
 Tensor matmul(const Tensor& a, const Tensor& b, bool transpose_b = false);
@@ -598,15 +559,12 @@ struct Work {  // a collective under way; the same on all ranks, in the same ord
 using WorkPtr = std::shared_ptr<Work>;
 enum Reduction { SUM, AVERAGE };
 // All in place, fp32 or bf16 (broadcast and all-gather: any), row-major. They start when what is queued on the compute
-// stream is done, and run beside what follows. bounds: rank r owns elements [bounds[r], bounds[r + 1]) of t; what
-// reduce_scatter leaves in the others is undefined. own, with equal parts only: where this rank's part comes from, or
-// its sum goes to, instead of its place in t.
+// stream is done, and run beside what follows. Rank r owns the r-th of `world` equal parts of t; what reduce_scatter
+// leaves in the others is undefined. own: where this rank's part comes from, or its sum goes to, instead of its place.
 WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction);
 WorkPtr broadcast(const Communicator& c, const Tensor& t, int root);
-WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, Reduction reduction,
-                       const Tensor& own = Tensor());
-WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds,
-                   const Tensor& own = Tensor());
+WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, Reduction reduction, const Tensor& own = Tensor());
+WorkPtr all_gather(const Communicator& c, const Tensor& t, const Tensor& own = Tensor());
 void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute stream waits, the host does not
 // Runs f behind a collective. NCCL: what f launches runs in a stream of the lowest priority, so in the room that the
 // compute stream leaves; wait() waits for that, too. Gloo: wait() calls f. Until wait() nobody else may touch what f

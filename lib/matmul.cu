@@ -46,7 +46,7 @@ void start_cublas() { cublas(); }
 cudaDataType_t cuda_type(DType t) { return t == BF16 ? CUDA_R_16BF : t == F16 ? CUDA_R_16F : CUDA_R_32F; }
 
 // By cuBLAS. It is column-major: what it sees in our memory is every matrix transposed, and C^T = op(B)^T op(A)^T.
-static bool cublas_product(const Product& p) {
+static void cublas_product(const Product& p) {
     const Matrix &C = p.C, &A = p.A, &B = p.B;
     const float alpha = (float)p.alpha, beta = (float)p.beta;
     cublasComputeType_t compute =
@@ -56,9 +56,8 @@ static bool cublas_product(const Product& p) {
         (int)C.rows, (int)p.K, &alpha, B.data, cuda_type(B.dtype), (int)B.ld, B.batch_stride, A.data,
         cuda_type(A.dtype), (int)A.ld, A.batch_stride, &beta, C.data, cuda_type(C.dtype), (int)C.ld, C.batch_stride,
         (int)C.batch, compute, CUBLAS_GEMM_DEFAULT));
-    return true;
 }
-static const AddRow<ProductImpl> cublas_row({"cublas", 10, cublas_product});
+bool (*faster_product)(const Product&) = nullptr;
 
 static void multiply_cuda(const Product& p) {
     auto run = [&](int64_t first, int64_t n, double beta) {  // n of the K summands
@@ -66,8 +65,7 @@ static void multiply_cuda(const Product& p) {
         part.A.data += (p.transpose_a ? first * p.A.ld : first) * (int64_t)size_of(p.A.dtype);
         part.B.data += (p.transpose_b ? first : first * p.B.ld) * (int64_t)size_of(p.B.dtype);
         part.K = n, part.beta = beta;
-        const auto& rows = table_of<ProductImpl>();
-        for (auto row = rows.rbegin(); !row->run(part); ++row) {}  // the lowest takes everything
+        if (!faster_product || !faster_product(part)) { cublas_product(part); }
     };
     // cuBLAS 13.1 leaves out the last K % 8 summands of some 16-bit products where A is transposed and B is not, as in
     // a weight's gradient ([4097,1000]^T times [4097,128] for one, on Hopper): they become a product of their own, at
@@ -94,11 +92,7 @@ void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* 
         for (int64_t j = 0; j < N; j++) { row[j] = beta == 0 ? 0 : row[j] * (T)beta; }
         for (int64_t k = 0; k < K; k++) {
             T x = (T)alpha * (ta ? A[k * lda + i] : A[i * lda + k]);
-            if (tb) {
-                for (int64_t j = 0; j < N; j++) { row[j] += x * B[j * ldb + k]; }
-            } else {
-                for (int64_t j = 0; j < N; j++) { row[j] += x * B[k * ldb + j]; }
-            }
+            for (int64_t j = 0; j < N; j++) { row[j] += x * (tb ? B[j * ldb + k] : B[k * ldb + j]); }
         }
     }
 #endif
@@ -177,15 +171,10 @@ size_t planned_peak(const std::function<void()>& run) {
     run();
     return memory_use(META).peak - before;
 }
-// bf16 and fp16 widen exactly, tf32 rounds to 10 mantissa bits.
-static Tensor fp32_copy(const Tensor& t) {
-    if (t.dtype == F32 && context.precision != TF32) { return t; }
-    Tensor source = contiguous(t), w = empty_on(t.device(), t.shape, F32, WORKSPACE);
-    if (t.device() == CPU && t.dtype == F32) {
-        round_all_to_tf32(w.as<float>(), source.as<float>(), w.size());
-    } else {
-        copy_or_add(w, source, false);
-    }
+static Tensor fp32_copy(const Tensor& t) {  // exact
+    if (t.dtype == F32) { return t; }
+    Tensor w = empty_on(t.device(), t.shape, F32, WORKSPACE);
+    copy_or_add(w, t, false);
     return w;
 }
 static void multiply_copies(const Tensor& out, const Tensor& a, bool ta, const Tensor& b, bool tb, double alpha,

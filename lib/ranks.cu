@@ -192,8 +192,13 @@ struct Links {
 #endif
 };
 
-using NcclCollective = std::function<void(Links& l)>;                                 // enqueues it
-using GlooCollective = std::function<void(Links& l, const Tensor& t, uint32_t tag)>;  // runs it on t
+struct Collective {
+    enum Kind { ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ALL_GATHER } kind;
+    Tensor t;
+    Reduction how = SUM;
+    int root = 0;     // of a broadcast
+    Tensor own = {};  // see reduce_scatter
+};
 
 static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
 
@@ -311,29 +316,35 @@ static void gloo_all_reduce(Links& l, const Tensor& t, uint32_t tag, Reduction h
         for (int64_t i = 0; i < t.size(); i++) { data[i] = data[i] * scale; }
     });
 }
-static void gloo_broadcast(Links& l, const Tensor& t, uint32_t tag, int root) {
-    gloo::BroadcastOptions options(l.gloo);
-    options.setTag(tag);
-    options.setRoot(root);
-    options.setOutput(t.data, bytes_of(t));
-    gloo::broadcast(options);
-}
-static void gloo_all_gather(Links& l, const Tensor& t, uint32_t tag) {
-    gloo::AllgatherOptions options(l.gloo);
-    options.setTag(tag);
-    options.setOutput(t.data, bytes_of(t));  // in place: no input
-    gloo::allgather(options);
+static void run_on_gloo(Links& l, const Collective& x, uint32_t tag) {
+    const size_t bytes = bytes_of(x.t), part = bytes / l.world;
+    if (x.kind == Collective::BROADCAST) {
+        gloo::BroadcastOptions options(l.gloo);
+        options.setTag(tag);
+        options.setRoot(x.root);
+        options.setOutput(x.t.data, bytes);
+        gloo::broadcast(options);
+    } else if (x.kind == Collective::ALL_GATHER) {
+        if (x.own) { memcpy(x.t.data + l.rank * part, x.own.data, part); }
+        gloo::AllgatherOptions options(l.gloo);
+        options.setTag(tag);
+        options.setOutput(x.t.data, bytes);  // in place: no input
+        gloo::allgather(options);
+    } else {
+        gloo_all_reduce(l, x.t, tag, x.how);  // Gloo's own reduce-scatter spoils its connections for what comes after
+        if (x.own) { memcpy(x.own.data, x.t.data + l.rank * part, part); }
+    }
 }
 
-static void start_on_gloo(Links& l, const WorkPtr& work, Tensor t, GlooCollective f) {
-    auto job = [&l, work, t, f]() mutable {
+static void start_on_gloo(Links& l, const WorkPtr& work, Collective x) {
+    auto job = [&l, work, x]() mutable {
         Range range(work->what);
         work->begin = {now_ms(), nullptr};
         std::string error;
         try {
-            f(l, t, work->number);
+            run_on_gloo(l, x, work->number);
         } catch (const std::exception& e) { error = first_line(e); }
-        t = Tensor(), f = nullptr;  // who waits may count on their memory
+        x.t = x.own = Tensor();  // who waits may count on their memory
         std::lock_guard<std::mutex> lock(l.mutex);
         work->end = {now_ms(), nullptr};
         work->error = error;
@@ -345,10 +356,8 @@ static void start_on_gloo(Links& l, const WorkPtr& work, Tensor t, GlooCollectiv
     l.jobs.push_back(job);
     l.changed.notify_all();
 }
-#define ON_GLOO(...) __VA_ARGS__
 #else
-#define ON_GLOO(...) nullptr
-static void start_on_gloo(Links&, const WorkPtr&, const Tensor&, const GlooCollective&) {}
+static void start_on_gloo(Links&, const WorkPtr&, const Collective&) {}
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -375,83 +384,61 @@ static ncclDataType_t nccl_type(DType t) {
     if (t != F32 && t != BF16) { fail("NCCL: %s tensors are not for collectives here", name_of(t)); }
     return t == F32 ? ncclFloat32 : ncclBfloat16;
 }
-static void start_on_nccl(Links& l, const WorkPtr& work, const NcclCollective& enqueue) {
+static void enqueue(Links& l, const Collective& x) {
+    const size_t n = x.t.size(), bytes = bytes_of(x.t), part = bytes / l.world;
+    char *data = x.t.data, *own = x.own ? x.own.data : data + l.rank * part;
+    const ncclRedOp_t op = x.how == AVERAGE ? ncclAvg : ncclSum;
+    switch (x.kind) {
+        case Collective::ALL_REDUCE:
+            return NCCL_CHECK(l, ncclAllReduce(data, data, n, nccl_type(x.t.dtype), op, l.nccl, l.stream));
+        case Collective::BROADCAST:
+            return NCCL_CHECK(l, ncclBroadcast(data, data, bytes, ncclInt8, x.root, l.nccl, l.stream));
+        case Collective::REDUCE_SCATTER:
+            return NCCL_CHECK(l, ncclReduceScatter(data, own, n / l.world, nccl_type(x.t.dtype), op, l.nccl, l.stream));
+        case Collective::ALL_GATHER: return NCCL_CHECK(l, ncclAllGather(own, data, part, ncclInt8, l.nccl, l.stream));
+    }
+}
+static void start_on_nccl(Links& l, const WorkPtr& work, const Collective& x) {
     Range range(work->what);
     Mark ready = mark();
     CUDA_CHECK(cudaStreamWaitEvent(l.stream, (cudaEvent_t)ready.event.get()));
     work->begin = mark_on(l.stream);
-    enqueue(l);
+    enqueue(l, x);
     work->end = mark_on(l.stream);
     std::lock_guard<std::mutex> lock(l.mutex);
     l.under_way.push_back(work);
 }
-static ncclRedOp_t nccl_op(Reduction how) { return how == AVERAGE ? ncclAvg : ncclSum; }
-#define ON_NCCL(...) __VA_ARGS__
 #else
-#define ON_NCCL(...) nullptr
-static void start_on_nccl(Links&, const WorkPtr&, const NcclCollective&) {}
+static void start_on_nccl(Links&, const WorkPtr&, const Collective&) {}
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The collectives. Each is started, and finished by wait().
 
-static WorkPtr start(const Communicator& c, const char* what, const Tensor& t, const NcclCollective& on_nccl,
-                     const GlooCollective& on_gloo) {
-    if (t.device() == META) { return nullptr; }
+static WorkPtr start(const Communicator& c, const Collective& x) {
+    static const char* const names[] = {"all-reduce", "broadcast", "reduce-scatter", "all-gather"};
+    if (x.kind >= Collective::REDUCE_SCATTER && x.t.size() % c.world != 0) {
+        fail("%s: %ld elements are not %d equal parts", names[x.kind], (long)x.t.size(), c.world);
+    }
+    if (x.t.device() == META) { return nullptr; }
+    Links& l = *c.links;
     auto work = std::make_shared<Work>();
-    work->what = what, work->number = c.links->collectives++, work->bytes = bytes_of(t), work->started_ms = now_ms();
-    c.backend == "nccl" ? start_on_nccl(*c.links, work, on_nccl) : start_on_gloo(*c.links, work, t, on_gloo);
+    work->what = names[x.kind], work->number = l.collectives++, work->bytes = bytes_of(x.t),
+    work->started_ms = now_ms();
+    c.backend == "nccl" ? start_on_nccl(l, work, x) : start_on_gloo(l, work, x);
     return work;
 }
-
-WorkPtr all_reduce(const Communicator& c, const Tensor& t, [[maybe_unused]] Reduction how) {
-    return start(
-        c, "all-reduce", t, ON_NCCL([&](Links& l) {
-            NCCL_CHECK(l, ncclAllReduce(t.data, t.data, t.size(), nccl_type(t.dtype), nccl_op(how), l.nccl, l.stream));
-        }),
-        ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) { gloo_all_reduce(l, x, tag, how); }));
+WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction how) {
+    return start(c, {Collective::ALL_REDUCE, t, how});
 }
-WorkPtr broadcast(const Communicator& c, const Tensor& t, [[maybe_unused]] int root) {
-    return start(c, "broadcast", t, ON_NCCL([&](Links& l) {
-                     NCCL_CHECK(l, ncclBroadcast(t.data, t.data, bytes_of(t), ncclInt8, root, l.nccl, l.stream));
-                 }),
-                 ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) { gloo_broadcast(l, x, tag, root); }));
+WorkPtr broadcast(const Communicator& c, const Tensor& t, int root) {
+    return start(c, {Collective::BROADCAST, t, SUM, root});
 }
-// NCCL's reduce-scatter and all-gather want equal parts.
-static bool equal_parts(const std::vector<int64_t>& bounds) {
-    for (size_t r = 1; r < bounds.size(); r++) {
-        if (bounds[r] - bounds[r - 1] != bounds[1] - bounds[0]) { return false; }
-    }
-    return true;
+WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, Reduction how, const Tensor& own) {
+    return start(c, {Collective::REDUCE_SCATTER, t, how, 0, own});
 }
-WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, Reduction how,
-                       const Tensor& own) {
-    if (!equal_parts(bounds)) { return all_reduce(c, t, how); }
-    [[maybe_unused]] char* part = t.data + bounds[c.rank] * size_of(t.dtype);
-    return start(c, "reduce-scatter", t, ON_NCCL([&](Links& l) {
-                     NCCL_CHECK(l, ncclReduceScatter(t.data, own ? own.data : part, bounds[1], nccl_type(t.dtype),
-                                                     nccl_op(how), l.nccl, l.stream));
-                 }),
-                 ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) {
-                     gloo_all_reduce(l, x, tag, how);  // Gloo's own spoils its connections for what comes after
-                     if (own) { memcpy(own.data, part, bytes_of(own)); }
-                 }));
-}
-WorkPtr all_gather(const Communicator& c, const Tensor& t, const std::vector<int64_t>& bounds, const Tensor& own) {
-    WorkPtr last;
-    for (int r = 0; !equal_parts(bounds) && r < c.world; r++) {  // they end in this order
-        last = broadcast(c, view(t, bounds[r], {bounds[r + 1] - bounds[r]}), r);
-    }
-    if (last) { return last; }
-    [[maybe_unused]] char* part = t.data + bounds[c.rank] * size_of(t.dtype);
-    return start(c, "all-gather", t, ON_NCCL([&](Links& l) {
-                     NCCL_CHECK(l, ncclAllGather(own ? own.data : part, t.data, bounds[1] * size_of(t.dtype), ncclInt8,
-                                                 l.nccl, l.stream));
-                 }),
-                 ON_GLOO([=](Links& l, const Tensor& x, uint32_t tag) {
-                     if (own) { memcpy(part, own.data, bytes_of(own)); }
-                     gloo_all_gather(l, x, tag);
-                 }));
+WorkPtr all_gather(const Communicator& c, const Tensor& t, const Tensor& own) {
+    return start(c, {Collective::ALL_GATHER, t, SUM, 0, own});
 }
 
 void wait(const Communicator& c, const WorkPtr& work) {
@@ -525,8 +512,6 @@ static void make_folder_of_ranks(const Identity& me) {
 static int find_local_ranks(Communicator& c, double timeout_s) {
     std::string here;
     std::ifstream("/proc/sys/kernel/random/boot_id") >> here;
-    std::error_code ignored;  // a container with a network of its own is another machine
-    here += std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
     const std::vector<std::string> machines = gather_text(c, here, timeout_s);
     c.local_world = (int)std::count(machines.begin(), machines.end(), here);
     return (int)std::count(machines.begin(), machines.begin() + c.rank, here);

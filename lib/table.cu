@@ -18,7 +18,6 @@ static void write_block(const std::string& block) {  // blocks are parted by an 
     static bool is_first = true;
     const std::string text = is_first ? block : "\n" + block;
     is_first = false;
-    end_progress();
     signal(SIGPIPE, SIG_IGN);  // or a closed pipe would kill us before fwrite could tell
     if (fwrite(text.data(), 1, text.size(), stdout) != text.size() || fflush(stdout) != 0) {
         fail("cannot write to stdout: %s", strerror(errno));

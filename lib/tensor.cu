@@ -4,7 +4,6 @@
 // its result back, and every operation leaves on a tape what its backward needs. model.cu runs the handout's model on
 // these ops as they are (--mode eager) or on hand-fused kernels that record themselves on the same tape (--mode fused).
 #include "gpu.h"
-#include <algorithm>
 
 constexpr int MAX_DIMS = 5;
 
@@ -551,13 +550,6 @@ template <class F, size_t N>
 static void elementwise_into(const F& f, const Tensor& out, const Tensor (&inputs)[N]) {
     Loop loop = loop_over(out, inputs);
     if (loop.n == 0 || out.device() == META) { return; }
-    if constexpr (std::is_same<F, Copy>::value) {
-        bool floats = out.dtype != I32 && out.dtype != U8 && inputs[0].dtype != I32 && inputs[0].dtype != U8;
-        bool neighbours = loop.dims == 1 && loop.out.stride[0] == 1 && loop.in[0].stride[0] == 1;
-        if (out.device() == CPU && neighbours && floats) {
-            return convert(out.data, out.dtype, inputs[0].data, inputs[0].dtype, loop.n);
-        }
-    }
     if (loop.n >> 32 > 1) { fail("%s: more elements than 32 bits can index", to_string(out.shape).c_str()); }
     auto run = [&](auto width, auto zero) {
         for_each(out.device(), loop.n / width, Elementwise<N, width, decltype(zero), F>{f, loop});
@@ -782,22 +774,6 @@ __global__ void sum_columns_kernel(char* out, DType out_type, const char* x, DTy
         store<float>(out, out_type, c, sum);
     }
 }
-__global__ void argmax_rows_kernel(int* out, const char* x, DType type, const char* max, int64_t C) {
-    __shared__ int first;
-    if (threadIdx.x == 0) { first = (int)C; }
-    __syncthreads();  // `first` must be set before anyone lowers it
-    float m = load<float>(max, type, blockIdx.x);
-    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
-        if (load<float>(x, type, blockIdx.x * C + c) == m) {
-            atomicMin(&first, (int)c);
-            break;
-        }
-    }
-    __syncthreads();  // all candidates must have been offered
-    if (threadIdx.x == 0) { out[blockIdx.x] = first; }
-}
-// For a row of C: whole warps, up to 256 threads.
-static int threads_of_row(int64_t C) { return C >= 256 ? 256 : WARP * ceil_div(C, WARP); }
 #endif
 
 // y[i] = f over k of x[i * step + k * k_step].
@@ -819,7 +795,8 @@ static Tensor reduce_last(const F& f, const Tensor& a, double factor) {
     int64_t R = y.size(), C = a.dim(-1);
     if (R == 0) { return y; }
     if (y.device() == CUDA) {
-        LAUNCH(reduce_rows_kernel, R, threads_of_row(C), f, y.data, y.dtype, x.data, x.dtype, C, factor);
+        LAUNCH(reduce_rows_kernel, R, std::min(256, WARP * ceil_div(C, WARP)), f, y.data, y.dtype, x.data, x.dtype, C,
+               factor);
     }
     if (y.device() == CPU) { reduce_cpu(f, y, x, C, 1, factor); }
     return y;
@@ -856,21 +833,24 @@ Tensor sum_last(const Tensor& a) { return sum_times(fp32_operand(a), 1); }
 Tensor mean_last(const Tensor& a) { return sum_times(a, 1.0 / a.dim(-1)); }
 Tensor mean_all(const Tensor& a) { return reshape(mean_last(reshape(a, {a.size()})), {}); }
 // The gradient of max goes to the first column that holds it.
+struct FirstOf {
+    int* column;
+    const char *x, *value;
+    DType dtype;
+    int64_t C;
+    HD void operator()(int64_t r) const {
+        const double wanted = load<double>(value, dtype, r);
+        int64_t c = 0;
+        while (c < C - 1 && load<double>(x, dtype, r * C + c) != wanted) { c++; }
+        column[r] = (int)c;
+    }
+};
 Tensor max_last(const Tensor& a) {
     Tensor y = reduce_last(Max(), a, 1);
     if (!needs_gradient(a)) { return y; }
     Tensor index = empty(y.shape, I32), x = detached(contiguous(a));
-    int64_t R = y.size(), C = a.dim(-1);
-    if (y.device() == CUDA && R > 0) {
-        LAUNCH(argmax_rows_kernel, R, threads_of_row(C), index.as<int>(), x.data, x.dtype, y.data, C);
-    }
-    if (y.device() == CPU) {
-        for (int64_t r = 0; r < R; r++) {
-            int64_t c = 0;
-            while (c < C - 1 && load<double>(x.data, x.dtype, r * C + c) != load<double>(y.data, y.dtype, r)) { c++; }
-            index.as<int>()[r] = (int)c;
-        }
-    }
+    const int64_t C = a.dim(-1);
+    for_each(y.device(), y.size(), FirstOf{index.as<int>(), x.data, y.data, x.dtype, C});
     record(y, {a}, [index, C, ga = a.gradient](const Tensor& dy) {
         add_gradient(ga, elementwise(SelectEqual(), dy.dtype, {arange(C), index, dy}));
     });
@@ -879,93 +859,70 @@ Tensor max_last(const Tensor& a) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Lookups. gather_rows: y[n,:] = table[index[n],:]. Its backward adds rows of dy that share an index; to give the same
-// bits in every run it does so in the order of n, without atomics: the first n with an index sums all its rows.
+// bits in every run it does so in the order of n, without atomics: the first n with an index sums all its rows. Each
+// thread looks through all of `index`, for W neighbours of a row.
 
-#ifdef __CUDACC__
 template <int W, class T>
-__global__ void gather_rows_kernel(T* y, const T* table, const int* index, int64_t C) {
-    for (int64_t c = W * threadIdx.x; c < C; c += W * blockDim.x) {
-        store_pack(y + blockIdx.x * C + c, load_pack<W>(table + index[blockIdx.x] * C + c));
+struct GatherRows {
+    T* y;
+    const T* table;
+    const int* index;
+    int64_t C;
+    HD void operator()(int64_t v) const {
+        const int64_t n = v * W / C, c = v * W % C;
+        store_pack(y + v * W, load_pack<W>(table + index[n] * C + c));
     }
-}
-// One block per n. It reads the indices once: each warp lists, in order, the places in its share that have the token.
-constexpr int LOOKUP_WARPS = 8, LOOKUP_SHARE = 128;
+};
 template <int W, class T>
-__global__ void gather_rows_backward_kernel(T* dtable, const T* dy, const int* index, int64_t n, int64_t C) {
-    __shared__ int rows[LOOKUP_WARPS][LOOKUP_SHARE], counts[LOOKUP_WARPS];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, token = index[blockIdx.x];
-    for (int64_t chunk = 0; chunk < n; chunk += LOOKUP_WARPS * LOOKUP_SHARE) {
-        int count = 0;
-        bool earlier = false;
-        for (int k = lane; k < LOOKUP_SHARE; k += WARP) {
-            int64_t i = chunk + warp * LOOKUP_SHARE + k;
-            bool same = i < n && index[i] == token;
-            earlier = earlier || (same && i < blockIdx.x);
-            unsigned lanes = __ballot_sync(0xffffffff, same);
-            if (same) { rows[warp][count + __popc(lanes & ((1u << lane) - 1))] = (int)i; }
-            count += __popc(lanes);
+struct GatherRowsBackward {
+    T* dtable;
+    const T* dy;
+    const int* index;
+    int64_t N, C;
+    HD void operator()(int64_t v) const {
+        const int64_t first = v * W / C, c = v * W % C;
+        const int row = index[first];
+        for (int64_t n = 0; n < first; n++) {
+            if (index[n] == row) { return; }  // that n sums them
         }
-        if (lane == 0) { counts[warp] = count; }
-        if (__syncthreads_or(earlier)) { return; }  // an earlier block owns this row; else the lists are there
-        if (!__syncthreads_or(count > 0)) { continue; }
-        for (int64_t c = W * threadIdx.x; c < C; c += W * blockDim.x) {
-            Pack<T, W> pack = load_pack<W>(dtable + token * C + c);
-            float sum[W];
-            for (int i = 0; i < W; i++) { sum[i] = pack.x[i]; }
-            for (int w = 0; w < LOOKUP_WARPS; w++) {
-#pragma unroll 4  // the loads of four rows go out together
-                for (int k = 0; k < counts[w]; k++) {
-                    Pack<T, W> d = load_pack<W>(dy + rows[w][k] * C + c);
-                    for (int i = 0; i < W; i++) { sum[i] += d.x[i]; }
-                }
-            }
-            for (int i = 0; i < W; i++) { pack.x[i] = sum[i]; }
-            store_pack(dtable + token * C + c, pack);
+        Pack<T, W> pack = load_pack<W>(dtable + row * C + c);
+        Wide<T> sum[W];
+        for (int w = 0; w < W; w++) { sum[w] = pack.x[w]; }
+        for (int64_t n = first; n < N; n++) {
+            if (index[n] != row) { continue; }
+            Pack<T, W> d = load_pack<W>(dy + n * C + c);
+            for (int w = 0; w < W; w++) { sum[w] += d.x[w]; }
         }
-        __syncthreads();  // the lists have been read
+        for (int w = 0; w < W; w++) { pack.x[w] = sum[w]; }
+        store_pack(dtable + row * C + c, pack);
     }
-}
-#endif
-
-static void gather_rows_backward(const Tensor& dtable, const Tensor& dy, const Tensor& index) {
-    int64_t n = index.size(), C = dtable.dim(1);
-    if (n == 0 || dtable.device() == META) { return; }
-    if (dtable.device() == CUDA) {
-        return with_packs(dtable.dtype, C, {dtable.data, dy.data}, [&](auto zero, auto width) {
-            LAUNCH(gather_rows_backward_kernel<width>, n, LOOKUP_WARPS * WARP, dtable.as(zero), dy.as(zero),
-                   index.as<int>(), n, C);
-        });
-    }
-    std::map<int, std::vector<int64_t>> rows;  // of dy, by index
-    for (int64_t i = 0; i < n; i++) { rows[index.as<int>()[i]].push_back(i); }
-    for (const auto& entry : rows) {
-#pragma omp parallel for if (entry.second.size() * C > 16384)
-        for (int64_t c = 0; c < C; c++) {
-            double sum = load<double>(dtable.data, dtable.dtype, entry.first * C + c);
-            for (int64_t i : entry.second) { sum += load<double>(dy.data, dy.dtype, i * C + c); }
-            store(dtable.data, dtable.dtype, entry.first * C + c, sum);
-        }
-    }
+};
+// Runs f(T(), W) for the rows of two tensors: 16 neighbours at a time where their number and the addresses allow it.
+template <class Fn>
+static void with_row_packs(const Tensor& a, const Tensor& b, Fn f) {
+    const bool packs = a.dim(-1) % 16 == 0 && ((uintptr_t)a.data | (uintptr_t)b.data) % 16 == 0;
+    with_type(a.dtype, [&](auto zero) {
+        packs ? f(zero, std::integral_constant<int, 16>()) : f(zero, std::integral_constant<int, 1>());
+    });
 }
 Tensor gather_rows(const Tensor& table, const Tensor& index) {
-    int64_t n = index.size(), C = table.dim(1);
+    int64_t C = table.dim(1);
     Shape shape = index.shape;
     shape.push_back(C);
     Tensor y = empty(shape, table.dtype);
-    if (y.device() == CUDA && n > 0) {
-        with_packs(table.dtype, C, {y.data, table.data}, [&](auto zero, auto width) {
-            LAUNCH(gather_rows_kernel<width>, n, threads_for(C / width), y.as(zero), table.as(zero), index.as<int>(),
-                   C);
-        });
-    }
-    if (y.device() == CPU) {
-        size_t row = C * size_of(table.dtype);
-        for (int64_t i = 0; i < n; i++) { memcpy(y.data + i * row, table.data + index.as<int>()[i] * row, row); }
-    }
-    record(y, {table}, [index, g = table.gradient](const Tensor& dy) {
+    with_row_packs(table, y, [&](auto zero, auto width) {
+        using F = GatherRows<width, decltype(zero)>;
+        for_each(y.device(), y.size() / width, F{y.as(zero), table.as(zero), index.as<int>(), C});
+    });
+    record(y, {table}, [index, C, g = table.gradient](const Tensor& dy_in) {
+        Tensor dy = contiguous(cast(dy_in, g->dtype));
         write_gradient(g, [&](const Tensor& dtable, bool accumulate) {
             if (!accumulate) { fill_zero(dtable); }
-            gather_rows_backward(dtable, contiguous(cast(dy, g->dtype)), index);
+            with_row_packs(dtable, dy, [&](auto zero, auto width) {
+                using F = GatherRowsBackward<width, decltype(zero)>;
+                F f{dtable.as(zero), dy.as(zero), index.as<int>(), index.size(), C};
+                for_each(dtable.device(), dy.size() / width, f);
+            });
         });
     });
     return y;

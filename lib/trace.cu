@@ -186,7 +186,6 @@ Trace stop_tracing() {
     return std::move(trace);
 }
 
-bool watched() { return tracing || memory_is_logged(); }
 int innermost_traced_range() { return tracing ? innermost_traced : -1; }
 
 // ---------------------------------------------------------------------------------------------------------------------

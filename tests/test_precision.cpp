@@ -5,17 +5,6 @@
 
 #include <cmath>
 
-static uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
-static float float_of(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
 struct Format {
     const char* name;
     int exponent_bits, mantissa_bits;
@@ -100,27 +89,6 @@ TEST_CASE("precision: the ends of fp16") {
     CHECK(float_to_bf16(float_of(0x7f800001)) == 0x7fc0);
     CHECK(float_to_bf16(float_of(0xffffffff)) == 0xffff);
     CHECK(float_to_bf16(3.4e38f) == 0x7f80);
-}
-
-TEST_CASE("precision: tf32 keeps ten bits of the mantissa") {
-    CHECK(round_to_tf32(1 + 0x1p-11f) == 1);
-    CHECK(round_to_tf32(1 + 0x1p-11f + 0x1p-23f) == 1 + 0x1p-10f);
-    CHECK(round_to_tf32(1 + 3 * 0x1p-11f) == 1 + 0x1p-9f);  // a tie upwards, to the even neighbour
-    CHECK(round_to_tf32(-1 - 3 * 0x1p-11f) == -1 - 0x1p-9f);
-    CHECK(round_to_tf32(2 - 0x1p-23f) == 2);
-    CHECK(std::isinf(round_to_tf32(3.4028235e38f)));
-    CHECK(std::isinf(round_to_tf32(INFINITY)));
-    CHECK(std::isnan(round_to_tf32(float_of(0x7fffffff))));
-    CHECK(std::isnan(round_to_tf32(float_of(0x7f800001))));
-    CHECK(std::signbit(round_to_tf32(-0.0f)));
-    // In fp16's normal range the two formats have the same numbers.
-    int wrong = 0;
-    for (uint32_t i = 0; i < 1000000; i++) {
-        uint32_t bits = (uint32_t)random_int(1 << 24, 1, 2, i), exponent = 113 + random_int(29, 1, 3, i);
-        float x = float_of((bits & 0x7fffff) | (bits >> 23) << 31 | exponent << 23);
-        wrong += bits_of(round_to_tf32(x)) != bits_of(fp16_to_float(float_to_fp16(x)));
-    }
-    CHECK(wrong == 0);
 }
 
 TEST_CASE("precision: 0.01 a thousand times") {
