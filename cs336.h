@@ -206,6 +206,7 @@ struct AdamW {
 struct AdamWScalars {  // of one step
     float decay, beta1, beta2, eps, step_size, gradient_scale;
 };
+AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale);  // t: the step, from 1
 // Of one element. In memory bf16 is rounded to nearest once, as it is stored: what PyTorch's fused AdamW does.
 template <class P, class G>
 HD inline void adamw_element(P* p_io, G g_in, P* m_io, P* v_io, AdamWScalars s) {

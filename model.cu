@@ -6,7 +6,6 @@
 //                x += W2 (silu(W1 n) * W3 n)                            n = rmsnorm(x; ln2)
 //   logits = lm_head rmsnorm(x; ln_final)
 #include "cs336.h"
-#include "lib/gpu.h"
 
 #include <cerrno>
 #include <cinttypes>
@@ -313,8 +312,7 @@ Tensor forward_to_loss(Model& model, const Batch& batch) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // A model's gradients, as backward left them: outside mode eager in the joined slots, not in those that they cover.
-// Their norm, sqrt(sum g^2) over all of them, is for clipping and shows fp16's overflows. The order of the sum is
-// fixed, so the same gradients give the same bits.
+// Their norm, sqrt(sum g^2) over all of them, is for clipping and shows fp16's overflows.
 
 static std::vector<FlatGradient> flat_gradients(const Model& model) {
     std::vector<FlatGradient> gradients;
@@ -324,53 +322,14 @@ static std::vector<FlatGradient> flat_gradients(const Model& model) {
     return gradients;
 }
 
-constexpr int NORM_BLOCKS = 1024;
-#ifdef __CUDACC__
-template <class T>
-__global__ void square_sum_kernel(double* partial, const T* g, int64_t n) {
-    float sum = 0;
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
-        float x = g[i];
-        sum += x * x;
-    }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) { partial[blockIdx.x] = sum; }
-}
-#endif
-double square_sum(const std::vector<FlatGradient>& gradients) {
-    if (context.device == META) { return 1; }
-    double sum = 0;
-    if (context.device == CUDA) {
-        Tensor partial = empty({(int64_t)gradients.size(), NORM_BLOCKS}, F64, WORKSPACE);
-        double* next = partial.as<double>();
-        for (const auto& [g, at] : gradients) {
-            with_gpu_type(g.dtype, [&, &g = g]([[maybe_unused]] auto zero) {
-                LAUNCH(square_sum_kernel, NORM_BLOCKS, 256, next, g.as(zero), g.size());
-            });
-            next += NORM_BLOCKS;
-        }
-        for (double s : to_doubles(partial)) { sum += s; }
-        return sum;
-    }
-    for (const FlatGradient& one : gradients) {
-        with_type(one.g.dtype, [&](auto zero) {
-            const auto* g = one.g.as(zero);
-            for (int64_t i = 0; i < one.g.size(); i++) { sum += (double)g[i] * g[i]; }
-        });
-    }
-    return sum;
-}
 double gradient_norm(const Model& model) {
     Range range("gradient norm");
     return sqrt(square_sum(flat_gradients(model)));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// AdamW (Loshchilov and Hutter, 2019; the handout's order), t = 1, 2, ...:
-//   p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
-//   p -= lr sqrt(1 - b2^t)/(1 - b1^t) m / (sqrt(v) + eps)
-// Op by op that is 13 kernels for every parameter tensor. Fused it is one: p, m and v are each read and written once,
-// 24 bytes per parameter in fp32, and g is read (2 or 4). In pure bf16 that is 14 in all.
+// AdamW's step. Op by op, as PyTorch eager takes it, it is 13 kernels for every parameter tensor; else it is one, the
+// op of layers.cu, which has the formula.
 
 static void adamw_eager(const Model& model, AdamWScalars s) {
     Range range("optimizer");
@@ -386,46 +345,6 @@ static void adamw_eager(const Model& model, AdamWScalars s) {
         copy_or_add(v, scale(square(g), 1 - s.beta2), true);
         copy_or_add(p, scale(div(m, add_scalar(sqrt(v), s.eps)), -s.step_size), true);
     }
-}
-#ifdef __CUDACC__
-template <class P, class G>
-__global__ void adamw_kernel(P* p, const G* g, P* m, P* v, int64_t n, AdamWScalars s) {
-    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (i < n) { adamw_element(p + i, g[i], m + i, v + i, s); }
-}
-#endif
-template <class P, class G>
-static void adamw_range(P* p, const G* g, P* m, P* v, int64_t n, AdamWScalars s) {
-    if (n == 0) { return; }
-    if (context.device == CUDA) {
-        LAUNCH(adamw_kernel, ceil_div(n, 256), 256, p, g, m, v, n, s);
-        return;
-    }
-#pragma omp parallel for simd if (n > 16384)
-    for (int64_t i = 0; i < n; i++) { adamw_element(p + i, g[i], m + i, v + i, s); }
-}
-static void adamw_plain(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
-                        AdamWScalars s) {
-    for (const auto& [g, at] : gradients) {
-        with_gpu_type(g.dtype, [&, &g = g, at = at](auto g_zero) {
-            with_gpu_type(p.dtype, [&](auto zero) {
-                adamw_range(p.as(zero) + at, g.as(g_zero), m.as(zero) + at, v.as(zero) + at, g.size(), s);
-            });
-        });
-    }
-}
-static AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale) {
-    double step_size = a.lr * sqrt(1 - pow(a.beta2, t)) / (1 - pow(a.beta1, t));
-    return {1 - a.lr * a.weight_decay, a.beta1, a.beta2, a.eps, (float)step_size, gradient_scale};
-}
-void adamw_update(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
-                  const AdamW& a, int t, float gradient_scale, bool split) {
-    Range range("optimizer");
-    if (p.device() == META) { return; }
-    auto* update = split                                   ? fast_ways.adamw_of_split
-                   : p.device() == CUDA && fast_ways.adamw ? fast_ways.adamw
-                                                           : adamw_plain;
-    update(p, gradients, m, v, scalars_of(a, t, gradient_scale));
 }
 // With all gradients, times gradient_scale.
 static void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1) {

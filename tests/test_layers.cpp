@@ -100,3 +100,48 @@ TEST_CASE("layers: fused ops on rows of any length, the GPU against the CPU") {
         }
     }
 }
+
+// 70 tensors of odd and even sizes, each at a place of its own; what lies between the places stays.
+TEST_CASE_TEMPLATE("layers: AdamW over many tensors, plain and fast, by the formula", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    const AdamWScalars s{0.99f, 0.9f, 0.999f, 1e-8f, 0.01f, 0.5f};
+    for (AdamWUpdate* update : {adamw_plain, fast_ways.adamw}) {
+        if (!update || (update != adamw_plain && D::device == CPU)) { continue; }
+        for (DType dtype : {F32, BF16, F16}) {
+            for (auto [unit, stored] :  // unit: of sizes and offsets; a row may take four or eight elements at a time
+                 {std::pair<int, DType>{1, F32}, {4, F32}, {1, BF16}, {8, BF16}}) {
+                std::vector<FlatGradient> gradients;
+                int64_t end = 0;
+                for (int i = 0; i < 70; i++) {
+                    Tensor g = empty({unit * (i == 33 ? 5000 : 1 + i)}, dtype);
+                    fill_normal(g, 3, i, 0, 1);
+                    gradients.push_back({g, end});
+                    end += g.size() + (i % 3 == 0 ? unit : 0);
+                }
+                Tensor p = empty({end}, stored), m = empty({end}, stored), v = empty({end}, stored);
+                fill_normal(p, 3, 100, 0, 1), fill_normal(m, 3, 101, 0, 1), fill_normal(v, 3, 102, 4, 0.5);
+                std::vector<double> want[3] = {to_doubles(p), to_doubles(m), to_doubles(v)};
+                for (const FlatGradient& one : gradients) {
+                    std::vector<double> g = to_doubles(one.g);
+                    for (size_t i = 0; i < g.size(); i++) {
+                        size_t at = one.offset + i;
+                        adamw_element(&want[0][at], g[i], &want[1][at], &want[2][at], s);
+                    }
+                }
+                update(p, gradients, m, v, s);
+                int wrong = 0;
+                const Tensor* got[3] = {&p, &m, &v};
+                for (int k = 0; k < 3; k++) {
+                    std::vector<double> x = to_doubles(*got[k]);
+                    double rounding = stored == BF16 ? 0x1p-8 : 0;  // to nearest
+                    for (size_t i = 0; i < x.size(); i++) {
+                        wrong += !(std::abs(x[i] - want[k][i]) <= 2e-6 + rounding * std::abs(want[k][i]));
+                    }
+                }
+                CAPTURE(update == adamw_plain);
+                CAPTURE(unit);
+                CHECK(wrong == 0);
+            }
+        }
+    }
+}
