@@ -512,6 +512,8 @@ static void make_folder_of_ranks(const Identity& me) {
 static int find_local_ranks(Communicator& c, double timeout_s) {
     std::string here;
     std::ifstream("/proc/sys/kernel/random/boot_id") >> here;
+    std::error_code ignored;  // a container with a network of its own is another machine
+    here += std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
     const std::vector<std::string> machines = gather_text(c, here, timeout_s);
     c.local_world = (int)std::count(machines.begin(), machines.end(), here);
     return (int)std::count(machines.begin(), machines.begin() + c.rank, here);

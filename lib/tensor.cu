@@ -774,6 +774,20 @@ __global__ void sum_columns_kernel(char* out, DType out_type, const char* x, DTy
         store<float>(out, out_type, c, sum);
     }
 }
+__global__ void argmax_rows_kernel(int* out, const char* x, DType type, const char* max, int64_t C) {
+    __shared__ int first;
+    if (threadIdx.x == 0) { first = (int)C; }
+    __syncthreads();  // `first` must be set before anyone lowers it
+    float m = load<float>(max, type, blockIdx.x);
+    for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
+        if (load<float>(x, type, blockIdx.x * C + c) == m) {
+            atomicMin(&first, (int)c);
+            break;
+        }
+    }
+    __syncthreads();  // all candidates must have been offered
+    if (threadIdx.x == 0) { out[blockIdx.x] = first; }
+}
 #endif
 
 // y[i] = f over k of x[i * step + k * k_step].
@@ -833,24 +847,20 @@ Tensor sum_last(const Tensor& a) { return sum_times(fp32_operand(a), 1); }
 Tensor mean_last(const Tensor& a) { return sum_times(a, 1.0 / a.dim(-1)); }
 Tensor mean_all(const Tensor& a) { return reshape(mean_last(reshape(a, {a.size()})), {}); }
 // The gradient of max goes to the first column that holds it.
-struct FirstOf {
-    int* column;
-    const char *x, *value;
-    DType dtype;
-    int64_t C;
-    HD void operator()(int64_t r) const {
-        const double wanted = load<double>(value, dtype, r);
-        int64_t c = 0;
-        while (c < C - 1 && load<double>(x, dtype, r * C + c) != wanted) { c++; }
-        column[r] = (int)c;
-    }
-};
 Tensor max_last(const Tensor& a) {
     Tensor y = reduce_last(Max(), a, 1);
     if (!needs_gradient(a)) { return y; }
     Tensor index = empty(y.shape, I32), x = detached(contiguous(a));
-    const int64_t C = a.dim(-1);
-    for_each(y.device(), y.size(), FirstOf{index.as<int>(), x.data, y.data, x.dtype, C});
+    const int64_t R = y.size(), C = a.dim(-1);
+    if (y.device() == CUDA && R > 0) {
+        LAUNCH(argmax_rows_kernel, R, std::min(256, WARP * ceil_div(C, WARP)), index.as<int>(), x.data, x.dtype, y.data,
+               C);
+    }
+    for (int64_t r = 0; y.device() == CPU && r < R; r++) {
+        int64_t c = 0;
+        while (c < C - 1 && load<double>(x.data, x.dtype, r * C + c) != load<double>(y.data, y.dtype, r)) { c++; }
+        index.as<int>()[r] = (int)c;
+    }
     record(y, {a}, [index, C, ga = a.gradient](const Tensor& dy) {
         add_gradient(ga, elementwise(SelectEqual(), dy.dtype, {arange(C), index, dy}));
     });
@@ -859,8 +869,7 @@ Tensor max_last(const Tensor& a) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Lookups. gather_rows: y[n,:] = table[index[n],:]. Its backward adds rows of dy that share an index; to give the same
-// bits in every run it does so in the order of n, without atomics: the first n with an index sums all its rows. Each
-// thread looks through all of `index`, for W neighbours of a row.
+// bits in every run it does so in the order of n, without atomics: the first n with an index sums all its rows.
 
 template <int W, class T>
 struct GatherRows {
@@ -873,28 +882,39 @@ struct GatherRows {
         store_pack(y + v * W, load_pack<W>(table + index[n] * C + c));
     }
 };
+struct SameIndex {  // links[n]: the next place that has n's index, N: none; links[N + n]: whether an earlier one has
+    int* links;
+    const int* index;
+    int64_t N;
+    HD void operator()(int64_t n) const {
+        int next = (int)N, earlier = 0;
+        const int mine = index[n];
+        for (int m = (int)N - 1; m >= 0; m--) {
+            if (index[m] != mine) { continue; }
+            next = m > n ? m : next, earlier = earlier || m < n;
+        }
+        links[n] = next, links[N + n] = earlier;
+    }
+};
 template <int W, class T>
 struct GatherRowsBackward {
     T* dtable;
     const T* dy;
-    const int* index;
+    const int *index, *links;
     int64_t N, C;
     HD void operator()(int64_t v) const {
         const int64_t first = v * W / C, c = v * W % C;
-        const int row = index[first];
-        for (int64_t n = 0; n < first; n++) {
-            if (index[n] == row) { return; }  // that n sums them
-        }
-        Pack<T, W> pack = load_pack<W>(dtable + row * C + c);
+        if (links[N + first]) { return; }
+        T* to = dtable + index[first] * C + c;
+        Pack<T, W> pack = load_pack<W>(to);
         Wide<T> sum[W];
         for (int w = 0; w < W; w++) { sum[w] = pack.x[w]; }
-        for (int64_t n = first; n < N; n++) {
-            if (index[n] != row) { continue; }
+        for (int64_t n = first; n < N; n = links[n]) {
             Pack<T, W> d = load_pack<W>(dy + n * C + c);
             for (int w = 0; w < W; w++) { sum[w] += d.x[w]; }
         }
         for (int w = 0; w < W; w++) { pack.x[w] = sum[w]; }
-        store_pack(dtable + row * C + c, pack);
+        store_pack(to, pack);
     }
 };
 // Runs f(T(), W) for the rows of two tensors: 16 neighbours at a time where their number and the addresses allow it.
@@ -918,9 +938,12 @@ Tensor gather_rows(const Tensor& table, const Tensor& index) {
         Tensor dy = contiguous(cast(dy_in, g->dtype));
         write_gradient(g, [&](const Tensor& dtable, bool accumulate) {
             if (!accumulate) { fill_zero(dtable); }
+            const int64_t N = index.size();
+            Tensor links = empty({2, N}, I32, WORKSPACE);
+            for_each(links.device(), N, SameIndex{links.as<int>(), index.as<int>(), N});
             with_row_packs(dtable, dy, [&](auto zero, auto width) {
                 using F = GatherRowsBackward<width, decltype(zero)>;
-                F f{dtable.as(zero), dy.as(zero), index.as<int>(), index.size(), C};
+                F f{dtable.as(zero), dy.as(zero), index.as<int>(), links.as<int>(), N, C};
                 for_each(dtable.device(), dy.size() / width, f);
             });
         });
