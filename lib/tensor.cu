@@ -888,10 +888,10 @@ struct SameIndex {  // links[n]: the next place that has n's index, N: none; lin
     int64_t N;
     HD void operator()(int64_t n) const {
         int next = (int)N, earlier = 0;
-        const int mine = index[n];
         for (int m = (int)N - 1; m >= 0; m--) {
-            if (index[m] != mine) { continue; }
-            next = m > n ? m : next, earlier = earlier || m < n;
+            const bool same = index[m] == index[n];
+            next = same && m > n ? m : next;
+            earlier = earlier || (same && m < n);
         }
         links[n] = next, links[N + n] = earlier;
     }

@@ -455,8 +455,10 @@ TEST_CASE("a checkpoint keeps its input alone, and runs again in backward") {
     clear_tape();
     CHECK(outer_calls == 1);
 }
-TEST_CASE("gemm: cuBLAS against the CPU") {
+TEST_CASE("gemm: cuBLAS and what is faster, against the CPU") {
+#ifdef __CUDACC__
     if (!begin<OnCUDA>()) { return; }
+    int taken[2] = {};
     for (auto [type, out] : {std::pair<DType, DType>{F32, F32}, {BF16, BF16}, {BF16, F32}, {F16, F16}}) {
         for (auto [M, N, K] : {std::array<int64_t, 3>{65, 31, 136}, {768, 1000, 1024}}) {
             for (int order = 0; order < 3; order++) {
@@ -465,13 +467,21 @@ TEST_CASE("gemm: cuBLAS against the CPU") {
                 fill_normal(a, 0, 1, 0, 1), fill_normal(b, 0, 2, 0, 1);
                 Tensor want = empty_on(CPU, {M, N}, F32);
                 gemm(want, to_device(a, CPU), ta, to_device(b, CPU), tb);
-                Tensor c = empty({M, N}, out);
-                gemm(c, a, ta, b, tb);
-                Comparison result = compare(c, want, out == F32 ? 1e-4 : out == BF16 ? 8e-3 : 1e-3, 2e-3);
-                CHECK_MESSAGE(result.ok(), to_string(result));
+                for (bool faster : {false, true}) {
+                    Tensor c = empty({M, N}, out);
+                    const Product p{matrix_of(c), matrix_of(a), matrix_of(b), ta, tb, K, 1, 0};
+                    if (faster && !(faster_product && faster_product(p))) { continue; }
+                    if (!faster) { cublas_product(p); }
+                    taken[faster]++;
+                    CAPTURE(faster);
+                    Comparison result = compare(c, want, out == F32 ? 1e-4 : out == BF16 ? 8e-3 : 1e-3, 2e-3);
+                    CHECK_MESSAGE(result.ok(), to_string(result));
+                }
             }
         }
     }
+    CHECK((taken[true] > 0 || !faster_product));
+#endif
 }
 TEST_CASE("META counts what the CPU uses") {
     size_t peak[2], activations[2];
