@@ -457,11 +457,19 @@ static void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, 
     const FsdpRun& fsdp = runs[FULLY_SHARDED];
     if (fsdp.oom) { return; }
     for (int way : {PLAIN_DDP, SHARDED_OPTIMIZER}) {
-        const FsdpRun& other = runs[way];
-        const double saved = mib_of((double)other.use.peak - (double)fsdp.use.peak);
-        other.oom ? answer("a", "%s did not fit.", other.name.c_str())
-                  : answer("a", "FSDP takes %.1f MiB less than the %s way.", saved, other.name.c_str());
+        const char* other = way == PLAIN_DDP ? "DDP" : "the sharded optimizer";
+        if (runs[way].oom) {
+            answer("a", "%s did not fit, so there is no comparison with it.", runs[way].name.c_str());
+        }
+        if (runs[way].oom) { continue; }
+        const double saved = mib_of((double)runs[way].use.peak - (double)fsdp.use.peak);
+        const double more = saved - mib_of((way == PLAIN_DDP ? full : split) - part);
+        answer("a", "FSDP takes %.1f MiB %s than %s. That is %.1f MiB %s than expected.", std::fabs(saved),
+               saved < 0 ? "more" : "less", other, std::fabs(more), more < 0 ? "more" : "less");
     }
+    answer("a",
+           "FSDP holds two whole units and their gradients in buffers. Its own shards of all gradients are there only "
+           "at backward's end, when activations are gone.");
     double gathers = 0, waits = 0;  // of those in forward that have a block to hide under
     for (size_t u = 2; u < fsdp.units.size(); u++) { gathers += fsdp.units[u].gather, waits += fsdp.units[u].wait; }
     answer("b",
