@@ -810,25 +810,24 @@ static double times_as_fast(const AttentionRun& r, Pass p) { return (r.naive.*p)
 static std::string speedup(const AttentionRun& r, Pass p) {
     return r.naive.oom || r.other.oom ? "" : strprintf("%.2fx", times_as_fast(r, p));
 }
-// "faster in 17 of 20 configurations, slower in 2, level within the noise or out of memory in 1 (0.58 to 5.76 times as
-// fast)"
+// "faster in 17 of 20 configurations (0.58 to 5.76 times as fast), slower in 2, level within the noise in 1"
 static std::string compared(const std::vector<AttentionRun>& runs, Pass p, DType dtype = F32) {
-    int all = 0;
+    int all = 0, oom = 0;
     std::vector<double> times;  // where they are not level, in order
     for (const AttentionRun& r : runs) {
         if (r.dtype != dtype) { continue; }
-        const bool oom = r.naive.oom || r.other.oom;
-        all++;
-        if (!oom && !level(r.other.*p, r.naive.*p)) { times.push_back(times_as_fast(r, p)); }
+        const bool lacks_one = r.naive.oom || r.other.oom;
+        all++, oom += lacks_one;
+        if (!lacks_one && !level(r.other.*p, r.naive.*p)) { times.push_back(times_as_fast(r, p)); }
     }
-    if (all == 0) { return "not there on this device"; }
     std::sort(times.begin(), times.end());
     const int apart = (int)times.size(),
               slower = (int)(std::lower_bound(times.begin(), times.end(), 1) - times.begin());
-    const std::string text =
-        strprintf("faster in %d of %s, slower in %d, level within the noise or out of memory in %d", apart - slower,
-                  counted(all, "configuration").c_str(), slower, all - apart);
-    return times.empty() ? text : text + strprintf(" (%.2f to %.2f times as fast)", times.front(), times.back());
+    std::string text = strprintf("faster in %d of %s", apart - slower, counted(all, "configuration").c_str());
+    if (apart > 0) { text += strprintf(" (%.2f to %.2f times as fast)", times.front(), times.back()); }
+    if (slower > 0) { text += strprintf(", slower in %d", slower); }
+    if (all > apart + oom) { text += strprintf(", level within the noise in %d", all - apart - oom); }
+    return text + (oom > 0 ? strprintf(", and does not compare in %d, where memory runs out", oom) : "");
 }
 // Naive and another implementation (null: naive alone) at each head size and length.
 static std::vector<AttentionRun> time_all(const AttentionImpl* other, int B, bool causal, DType dtype,
@@ -1048,6 +1047,10 @@ int cmd_flash_backward(const Options& o) {
 
 static void answer_flash_benchmarking(const std::vector<AttentionRun>& runs) {
     for (DType dtype : {BF16, F32}) {
+        if (std::none_of(runs.begin(), runs.end(), [&](const AttentionRun& r) { return r.dtype == dtype; })) {
+            answer("a", "No implementation of flash on this device takes %s.", name_of(dtype));
+            continue;
+        }
         answer("a", "In %s flash, timed against naive over forward and backward, is %s.", name_of(dtype),
                compared(runs, BOTH, dtype).c_str());
     }

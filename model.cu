@@ -835,7 +835,7 @@ static std::vector<CheckpointRun> run_checkpoints(const ModelConfig& c, const Op
     return runs;
 }
 static void answer_strategy(const std::vector<CheckpointRun>& runs, int N) {
-    const CheckpointRun &single = runs.front(), &nested = runs.end()[-2], &none = runs.back();
+    const CheckpointRun &single = runs.front(), &nested = runs[runs.size() - 2], &none = runs.back();
     answer("a",
            "Linear nesting has the least peak: %s MiB beside weights and gradients, against %s with each block a "
            "checkpoint and %s without checkpoints. It holds two inputs and one block's residuals, O(1) memory, and "
