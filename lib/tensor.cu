@@ -198,14 +198,15 @@ __global__ void for_each_kernel(F f, int64_t n) {
 static int grid_for(int64_t n) { return (int)std::min<int64_t>((n + 255) / 256, multiprocessors() * 64); }
 #endif
 template <class F>
-static void for_each(Device device, int64_t n, const F& f) {
-    if (device == META || n == 0) { return; }
-    if (device == CUDA) {
-        LAUNCH(for_each_kernel, grid_for(n), 256, f, n);
-        return;
-    }
+static void for_each_on_cpu(int64_t n, const F& f) {
 #pragma omp parallel for if (n > 4096)
     for (int64_t i = 0; i < n; i++) { f(i); }
+}
+template <class F>
+static void for_each(Device device, int64_t n, const F& f) {
+    if (device == META || n == 0) { return; }
+    if (device == CPU) { return for_each_on_cpu(n, f); }
+    LAUNCH(for_each_kernel, grid_for(n), 256, f, n);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -551,18 +552,18 @@ static void elementwise_into(const F& f, const Tensor& out, const Tensor (&input
     Loop loop = loop_over(out, inputs);
     if (loop.n == 0 || out.device() == META) { return; }
     if (loop.n >> 32 > 1) { fail("%s: more elements than 32 bits can index", to_string(out.shape).c_str()); }
-    auto run = [&](auto width, auto zero) {
-        for_each(out.device(), loop.n / width, Elementwise<N, width, decltype(zero), F>{f, loop});
-    };
     constexpr std::integral_constant<int, 1> one;
-    constexpr std::integral_constant<int, 4> four;  // a GPU's accesses
+    constexpr std::integral_constant<int, 4> four;
     constexpr std::integral_constant<int, 16> sixteen;
-    const bool on_gpu = out.device() == CUDA;
+    auto by = [&](auto width) { for_each(out.device(), loop.n / width, Elementwise<N, width, float, F>{f, loop}); };
+    auto on_cpu_by = [&](auto width, auto zero) {
+        for_each_on_cpu(loop.n / width, Elementwise<N, width, decltype(zero), F>{f, loop});
+    };
     bool f64 = out.dtype == F64;
     for (const Tensor& t : inputs) { f64 = f64 || t.dtype == F64; }
-    if (f64) { return run(one, double()); }
-    if (!fits_packs(loop, N, on_gpu ? four : sixteen)) { return run(one, float()); }
-    on_gpu ? run(four, float()) : run(sixteen, float());
+    if (f64) { return on_cpu_by(one, double()); }
+    if (out.device() == CPU && fits_packs(loop, N, sixteen)) { return on_cpu_by(sixteen, float()); }
+    fits_packs(loop, N, four) ? by(four) : by(one);
 }
 static Shape broadcast(const Shape& a, const Shape& b) {
     Shape shape = a.size() >= b.size() ? a : b;
