@@ -962,7 +962,8 @@ TEST_CASE("benchmark: torch_compile and benchmarking_mixed_precision print all p
           "the logits are float16, the loss is float32 and the gradients are float32.",
           "its output is float32 under float16 and float32 under bfloat16",
           "| fp32 (ms) | tf32 (ms) | bf16 (ms) | tf32 speedup | bf16 speedup |",
-          "**(c)** Beside fp32, bf16 forward is "}) {
+          "**(c)** Beside fp32, bf16 forward is ",
+          "**(c)** On a CPU low precision saves no arithmetic: tf32 is fp32"}) {
         CHECK_MESSAGE(has(mixed.out, says), says, " in: ", mixed.out);
     }
 }
