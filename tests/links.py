@@ -1,8 +1,12 @@
 #!/usr/bin/env python3
-"""tests/links.py: do the links of README.md and of the pages in notes/ hold?
+"""tests/links.py: do the links of README.md and of the pages in notes/ hold, and their numbers?
 
 The file of a relative link exists, and so does its heading (file.md#heading). In [`name`](file.cu) or [`name`](file.h)
-the file has that name; of a name that is gone, the files that have it now are said."""
+the file has that name; of a name that is gone, the files that have it now are said.
+A measured number, which is one with a unit, stands in an output (notes/output) that its line links to, or else in one
+of those that its page links to. Not looked at: code, formulas ($...$), a paragraph with a link to elsewhere, and what
+follows the heading "Elsewhere".
+A page has at most 600 words, notes/ at most 18,000."""
 import os, re, sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -37,8 +41,38 @@ def wrong_with(page, text, target):
     return f"{name[1]} is not in it, but in: {', '.join(f for f in sorted(others) if word.search(read(f))) or 'no file'}"
 
 
+NUMBER = re.compile(r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?) ?(ms|us|s|GiB|MiB|GB|MB|GB/s|TB/s|TFLOP/s|%|W|MHz)(?![\w/])")
+SCALES = {"ms": (1, 1e3), "s": (1, 1e-3), "GiB": (1, 1 / 1024), "MiB": (1, 1024), "GB": (1, 1e-3), "MB": (1, 1e3),
+          "GB/s": (1, 1e3), "TB/s": (1, 1e-3), "%": (1, 100)}
+
+
+def outputs_in(page, text):
+    linked = [os.path.normpath(os.path.join(os.path.dirname(page), target)) for _, target in LINK.findall(text)]
+    return [path for path in linked if path.startswith("notes/output/") and os.path.isfile(path)]
+
+
+def values_in(outputs):
+    return [float(n.replace(",", "")) for path in outputs for n in re.findall(r"\d[\d,]*(?:\.\d+)?", read(path))]
+
+
+def stale_numbers(page, text):
+    """What the page says and its outputs do not, as (line, number)."""
+    text = re.sub(r"^#+ Elsewhere$.*?(?=^# |^## |\Z)", lambda m: "\n" * m[0].count("\n"), text, flags=re.S | re.M)
+    text = re.sub(r"`[^`]*`|\$\$.*?\$\$|\$[^$\n]*\$", lambda m: "\n" * m[0].count("\n"), text, flags=re.S)
+    line = 1
+    for paragraph in re.split(r"(\n(?=\s*(?:\n|[*|] |\d+\. )))", text):
+        if "](http" not in paragraph:
+            values = values_in(outputs_in(page, paragraph) or outputs_in(page, text))
+            for n in NUMBER.finditer(paragraph):
+                number, decimals = float(n[1].replace(",", "")), len(n[1].partition(".")[2])
+                near = 0.5001 * 10.0**-decimals  # what rounding may change
+                if not any(abs(v * scale - number) <= near for v in values for scale in SCALES.get(n[2], (1,))):
+                    yield line + paragraph.count("\n", 0, n.start()), n[0]
+        line += paragraph.count("\n")
+
+
 os.chdir(ROOT)
-bad = 0
+bad = words = 0
 for page in ["README.md", *sorted(os.path.join("notes", f) for f in os.listdir("notes") if f.endswith(".md"))]:
     text = re.sub(r"^```.*?^```", lambda m: re.sub(r"[^\n]", " ", m[0]), read(page), flags=re.S | re.M)
     for link in LINK.finditer(text):
@@ -46,4 +80,15 @@ for page in ["README.md", *sorted(os.path.join("notes", f) for f in os.listdir("
         if not wrong: continue
         bad += 1
         print(f"{page}:{text.count(chr(10), 0, link.start()) + 1}: {' '.join(link[0].split())}: {wrong}")
+    if page == "README.md": continue
+    for line, number in stale_numbers(page, text):
+        bad += 1
+        print(f"{page}:{line}: {number} stands in no output that it links to")
+    words += len(read(page).split())
+    if len(read(page).split()) > 600:
+        bad += 1
+        print(f"{page}: {len(read(page).split())} words, 600 is the most")
+if words > 18000:
+    bad += 1
+    print(f"notes: {words} words, 18000 is the most")
 sys.exit(1 if bad else 0)
