@@ -59,7 +59,8 @@ static void cut_into_buckets(DataParallel& d, double cap_mb) {
 
 static void start_next_bucket(DataParallel& d) {
     const Bucket& b = d.buckets[d.next++];
-    d.works.push_back(all_reduce(d.c, view(d.gradients, b.begin, {b.end - b.begin}), AVERAGE));
+    const Tensor gradients = view(d.gradients, b.begin, {b.end - b.begin});
+    d.works.push_back(all_reduce(d.c, gradients, AVERAGE, WAYS[d.strategy].at_once));
 }
 
 // Backward has finished the gradient at [begin, end), of one parameter, or of several that are one product.
@@ -165,7 +166,7 @@ static void optimizer_step(Optimizer& o, float gradient_scale) {
 Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strategy, double bucket_mb) {
     Trainer t;
     t.c = c, t.model = std::move(model);
-    make_gradients(t.model);
+    allocate_shared(c, [&] { make_gradients(t.model); });
     t.d = data_parallel(c, strategy, bucket_mb, t.model);
     DataParallel& d = *t.d;
     t.before_step = [&d] { begin_step(d); };

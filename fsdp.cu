@@ -81,11 +81,11 @@ static std::unique_ptr<Fsdp> fully_shard(const Communicator& c, const std::vecto
     for (const Parameter& p : parameters) {
         if (p.unit < 0) { f.replicated_at[p.name] = end, end = aligned(end + count(p.shape)); }
     }
-    f.shard.weights = zeros({end}, kept, PARAMETERS);
+    allocate_shared(c, [&] { f.shard.weights = zeros({end}, kept, PARAMETERS); });
     f.replicated_gradients = zeros({end - f.replicated}, kept, GRADIENTS);
     for (size_t buffer = 0; buffer < 2; buffer++) {
-        Tensor weights = empty({weight_bytes[buffer]}, U8, WEIGHT_COPIES),
-               gradients = empty({gradient_bytes[buffer]}, U8, GRADIENTS);
+        Tensor weights, gradients = empty({gradient_bytes[buffer]}, U8, GRADIENTS);
+        allocate_shared(c, [&] { weights = empty({weight_bytes[buffer]}, U8, WEIGHT_COPIES); });
         for (size_t i = buffer; i < f.units.size(); i += 2) {
             FsdpUnit& u = f.units[i];
             u.weights = weights, u.gradients = gradients;

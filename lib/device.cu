@@ -444,7 +444,8 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
     memory->at = at;
     void* place = nullptr;
     if (places && device != CPU && bytes > 0) {
-        memory->places = places, memory->number = places->take(bytes, &place), memory->placed = place;
+        memory->places = places, memory->number = places->take(bytes, &place);
+        memory->placed = place, memory->counted = !place || places->counted;
     }
     if (device == META) {
         // An address to count offsets from, never to read; each buffer has its own, so that a log can tell them apart.
@@ -464,15 +465,14 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
     if (logging && device == CUDA) { CUDA_CHECK(cudaStreamSynchronize(stream())); }
 #endif
     memory->bytes = bytes;
-    if (!memory->placed) { book(memory.get(), true); }
+    if (memory->counted) { book(memory.get(), true); }
     return memory;
 }
 
 Memory::~Memory() {
     if (places) { places->give(number); }
-    if (placed) { return; }
-    book(this, false);
-    if (data && device != META) { device == CUDA ? free_cuda(data) : free_cpu(data); }
+    if (counted) { book(this, false); }
+    if (data && !placed && device != META) { device == CUDA ? free_cuda(data) : free_cpu(data); }
 }
 
 void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes) {

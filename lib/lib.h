@@ -159,8 +159,9 @@ constexpr Source here(const char* file = __builtin_FILE(), int line = __builtin_
                       const char* function = __builtin_FUNCTION()) {
     return {file, line, function};
 }
-// Fixed places for buffers, as a captured CUDA graph needs them: its kernels have their addresses built in.
+// Fixed places for buffers: a captured CUDA graph's kernels have addresses built in, NCCL's copy engines need its own.
 struct Places {
+    bool counted = false;  // each buffer there by itself; false: they are parts of a buffer
     virtual ~Places() = default;
     virtual size_t take(size_t bytes, void** at) = 0;  // the buffer's number; *at stays null: it comes from the pool
     virtual void give(size_t number) = 0;
@@ -174,7 +175,8 @@ struct Memory {  // freed (in stream order) when the last shared_ptr goes
     Source at;                       // who asked for it
     std::shared_ptr<Places> places;  // that were in use
     size_t number;                   // among theirs
-    bool placed = false;             // it lies at one of them, so it is neither counted nor freed by itself
+    bool placed = false;             // it lies at one of them, so it is not freed by itself
+    bool counted = true;
     ~Memory();
 };
 std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at = here());
@@ -561,10 +563,14 @@ enum Reduction { SUM, AVERAGE };
 // All in place, fp32 or bf16 (broadcast and all-gather: any), row-major. They start when what is queued on the compute
 // stream is done, and run beside what follows. Rank r owns the r-th of `world` equal parts of t; what reduce_scatter
 // leaves in the others is undefined. own: where this rank's part comes from, or its sum goes to, instead of its place.
-WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction);
+// beside: products run meanwhile, so a shared t is scattered and then gathered, which leaves them more multiprocessors.
+WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction, bool beside = false);
 WorkPtr broadcast(const Communicator& c, const Tensor& t, int root);
 WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, Reduction reduction, const Tensor& own = Tensor());
 WorkPtr all_gather(const Communicator& c, const Tensor& t, const Tensor& own = Tensor());
+// Runs f, on all ranks. What it allocates on a GPU is shared: NCCL's all-gather moves it by the GPUs' copy engines and
+// leaves the multiprocessors to products. Other ranks may read it to the end, so it goes when the ranks part.
+void allocate_shared(const Communicator& c, const std::function<void()>& f);
 void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute stream waits, the host does not
 // Runs f behind a collective. NCCL: what f launches runs in a stream of the lowest priority, so in the room that the
 // compute stream leaves; wait() waits for that, too. Gloo: wait() calls f. Until wait() nobody else may touch what f

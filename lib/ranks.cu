@@ -185,6 +185,7 @@ struct Links {
 #ifdef WITH_NCCL
     ncclComm_t nccl = nullptr;
 #endif
+    std::shared_ptr<Places> windows;  // of allocate_shared; null: NCCL has none, or it is Gloo
 #ifdef __CUDACC__
     cudaStream_t stream = nullptr;  // where collectives run, beside the compute stream
     cudaStream_t behind = nullptr;  // see run_behind
@@ -198,6 +199,7 @@ struct Collective {
     Reduction how = SUM;
     int root = 0;     // of a broadcast
     Tensor own = {};  // see reduce_scatter
+    bool beside = false;
 };
 
 static size_t bytes_of(const Tensor& t) { return t.size() * size_of(t.dtype); }
@@ -371,6 +373,34 @@ static void nccl_check(Links& l, ncclResult_t result, const char* call) {
 }
 #define NCCL_CHECK(l, call) nccl_check(l, call, #call)
 
+#ifdef NCCL_CTA_POLICY_ZERO  // NCCL 2.28
+// NCCL's symmetric windows. All ranks open one together, or close it. So a buffer that is given back waits for the next
+// one of its size, and none is closed before the ranks part: one of them may be on its way out by an error.
+struct Windows : Places {
+    struct Window {
+        void* data;
+        size_t bytes;
+        bool in_use;
+    };
+    Links& links;
+    std::vector<Window> windows;
+    explicit Windows(Links& links) : links(links) { counted = true; }
+    size_t take(size_t bytes, void** at) override {
+        auto fits = [&](const Window& w) { return !w.in_use && w.bytes == bytes; };
+        const size_t i = std::find_if(windows.begin(), windows.end(), fits) - windows.begin();
+        if (i == windows.size()) {
+            ncclWindow_t window;
+            void* data;
+            NCCL_CHECK(links, ncclMemAlloc(&data, bytes));
+            NCCL_CHECK(links, ncclCommWindowRegister(links.nccl, data, bytes, &window, NCCL_WIN_COLL_SYMMETRIC));
+            windows.push_back({data, bytes, false});
+        }
+        windows[i].in_use = true, *at = windows[i].data;
+        return i;
+    }
+    void give(size_t number) override { windows[number].in_use = false; }
+};
+#endif
 static void connect_nccl(Communicator& c) {
     Links& l = *c.links;
     if (c.local_world == c.world) { setenv("NCCL_SOCKET_IFNAME", "lo", false); }  // nobody else reaches its ports
@@ -378,7 +408,12 @@ static void connect_nccl(Communicator& c) {
     if (c.rank == 0) { NCCL_CHECK(l, ncclGetUniqueId(&id)); }
     memcpy(&id, gather_text(c, std::string((const char*)&id, sizeof id))[0].data(), sizeof id);
     // Blocking, since a non-blocking communicator starts a thread for every collective.
-    NCCL_CHECK(l, ncclCommInitRank(&l.nccl, c.world, id, c.rank));
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+#ifdef NCCL_CTA_POLICY_ZERO
+    config.CTAPolicy = NCCL_CTA_POLICY_ZERO;  // copy engines, wherever they can do it
+    l.windows = std::make_shared<Windows>(l);
+#endif
+    NCCL_CHECK(l, ncclCommInitRankConfig(&l.nccl, c.world, id, c.rank, &config));
 }
 static ncclDataType_t nccl_type(DType t) {
     if (t != F32 && t != BF16) { fail("NCCL: %s tensors are not for collectives here", name_of(t)); }
@@ -388,6 +423,10 @@ static void enqueue(Links& l, const Collective& x) {
     const size_t n = x.t.size(), bytes = bytes_of(x.t), part = bytes / l.world;
     char *data = x.t.data, *own = x.own ? x.own.data : data + l.rank * part;
     const ncclRedOp_t op = x.how == AVERAGE ? ncclAvg : ncclSum;
+    if (x.beside && n % l.world == 0 && l.windows && x.t.memory->places == l.windows) {
+        enqueue(l, {Collective::REDUCE_SCATTER, x.t, x.how});
+        return enqueue(l, {Collective::ALL_GATHER, x.t});
+    }
     switch (x.kind) {
         case Collective::ALL_REDUCE:
             return NCCL_CHECK(l, ncclAllReduce(data, data, n, nccl_type(x.t.dtype), op, l.nccl, l.stream));
@@ -428,8 +467,8 @@ static WorkPtr start(const Communicator& c, const Collective& x) {
     c.backend == "nccl" ? start_on_nccl(l, work, x) : start_on_gloo(l, work, x);
     return work;
 }
-WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction how) {
-    return start(c, {Collective::ALL_REDUCE, t, how});
+WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction how, bool beside) {
+    return start(c, {Collective::ALL_REDUCE, t, how, 0, {}, beside});
 }
 WorkPtr broadcast(const Communicator& c, const Tensor& t, int root) {
     return start(c, {Collective::BROADCAST, t, SUM, root});
@@ -439,6 +478,10 @@ WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, Reduction how, co
 }
 WorkPtr all_gather(const Communicator& c, const Tensor& t, const Tensor& own) {
     return start(c, {Collective::ALL_GATHER, t, SUM, 0, own});
+}
+
+void allocate_shared(const Communicator& c, const std::function<void()>& f) {
+    context.device == CUDA&& c.links&& c.links->windows ? allocate_in(c.links->windows, f) : f();
 }
 
 void wait(const Communicator& c, const WorkPtr& work) {

@@ -65,6 +65,40 @@ TEST_CASE("ranks: collectives over NCCL") {
     }
 }
 
+// A copy engine that reads a peer's buffer too early, or too late, is wrong only at unlucky times. So the ranks wait
+// for random times, and nothing but the collectives holds them together.
+static void check_shared_buffers(const Communicator& c) {
+    NoGrad no_grad;
+    const int64_t part = 1 << 18, n = part * c.world;
+    Tensor own, whole, sum, expected = empty({n}, F32), x = zeros({1024, 1024}, F32), wrong = zeros({}, F32);
+    allocate_shared(c, [&] { own = empty({part}, F32), whole = empty({n}, F32), sum = empty({n}, F32); });
+    for (int step = 0; step < 500; step++) {
+        auto delay = [&](int place) {
+            for (int k = random_int(8, step, c.rank, place); k > 0; k--) { gemm(x, x, false, x, false); }
+        };
+        delay(0);
+        fill_normal(own, step, c.rank, 0, 1);
+        fill_normal(sum, step, c.rank, 1, 1);
+        delay(1);
+        const std::vector<WorkPtr> works = {all_gather(c, whole, own), all_reduce(c, sum, SUM, true)};
+        delay(2);
+        for (int r = 0; r < c.world; r++) { fill_normal(view(expected, r * part, {part}), step, r, 0, 1); }
+        for (const WorkPtr& work : works) { wait(c, work); }
+        copy_or_add(wrong, mean_all(square(sub(whole, expected))), true);
+        for (int r = 0; r < c.world; r++) {  // of two numbers a sum is the same in each order
+            Tensor one = empty({n}, F32);
+            fill_normal(one, step, r, 1, 1);
+            copy_or_add(expected, one, r > 0);
+        }
+        copy_or_add(wrong, mean_all(square(sub(sum, expected))), true);
+    }
+    CHECK(to_floats(wrong)[0] == 0);
+}
+TEST_CASE("ranks: shared buffers over NCCL, at random times") {
+    if (lacks("nccl", CUDA, 2)) { return; }
+    in_ranks("ranks: shared buffers over NCCL, at random times", 2, CUDA, check_shared_buffers);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Failures
 
