@@ -94,9 +94,9 @@ static void check_shared_buffers(const Communicator& c) {
     }
     CHECK(to_floats(wrong)[0] == 0);
 }
-TEST_CASE("ranks: shared buffers over NCCL, at random times") {
+TEST_CASE("ranks: shared buffers over NCCL at random times") {
     if (lacks("nccl", CUDA, 2)) { return; }
-    in_ranks("ranks: shared buffers over NCCL, at random times", 2, CUDA, check_shared_buffers);
+    in_ranks("ranks: shared buffers over NCCL at random times", 2, CUDA, check_shared_buffers);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
