@@ -185,7 +185,10 @@ fuzz: ## libFuzzer (needs clang), five minutes, on the reader of safetensors; fi
 notes: cs336 ## run all problems and write what they print into notes/output
 	./cs336 reproduce
 
-pictures: ## draw the pages' pictures from notes/output (needs Python's matplotlib)
+# Snapshots of memory are predictions, which need no card; the phases' times come from nsys_profile's output.
+pictures: cs336 ## draw the pages' pictures from notes/output (needs Python's matplotlib)
+	./cs336 memory_profiling --device cpu --precision fp32 --context_length 512 --out build/pictures >/dev/null
+	./cs336 memory_profiling --device cpu --precision fp32 --edition 2026 --out build/pictures >/dev/null
 	python3 notes/plot.py
 
 format: ## clang-format all sources in place
