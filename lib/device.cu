@@ -338,8 +338,8 @@ static void* allocate_cpu(size_t bytes) {
 static void free_cpu(void* data) { free(((char**)data)[-1]); }
 
 #ifdef __CUDACC__
-// Where the pool holds enough, but in pieces, the driver remaps their pages into one block (measured). Pieces that the
-// GPU has yet to free may not count for it, so the second attempt first waits for the GPU and gives unused pages back.
+// Where the pool holds enough, but in pieces, the driver remaps their pages into one block (measured), but for those
+// that the GPU has yet to free: the second attempt first waits for it and gives unused pages back.
 static void* allocate_cuda(size_t bytes) {
     void* data = nullptr;
     for (int attempt = 0; attempt < 2; attempt++) {
@@ -442,7 +442,7 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
         memory->places = places, memory->number = places->take(bytes, &place), memory->placed = place;
     }
     if (device == META) {
-        // An address to count offsets from, never to read; each buffer has its own, so that a log can tell them apart.
+        // An address to count offsets from, and for a log to tell buffers apart.
         static std::atomic<uint64_t> next{1 << 20};
         memory->data = (void*)next.fetch_add((bytes + 511) / 512 * 512);
     } else if (bytes > 0) {
