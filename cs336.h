@@ -19,7 +19,7 @@
 #include <array>
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The command line. Options mean the same for every command; main.cu says which command takes which.
+// The command line; main.cu says which command takes which options.
 
 struct Options {
     std::string command;          // its whole name
@@ -44,15 +44,12 @@ struct Options {
     double timeout = 0;  // seconds
     std::vector<double> bucket_size_mb;
     std::vector<std::string> words;  // of reproduce: problems; empty: all
-    // communication_accounting
-    double bandwidth_gb = 0, tflops = 0;  // bytes and FLOP by powers of ten, per second
-    int tokens = 0, fsdp = 0, tp = 0;
-    // fsdp.cu, with some of those
-    int devices = 0;
-    double tensor_mb = 0;
+    // The calculations'; bytes and FLOP by powers of ten
+    double bandwidth_gb = 0, tflops = 0, tensor_mb = 0;
+    int tokens = 0, fsdp = 0, tp = 0, devices = 0;
 };
 
-// In a process that is no rank: starts o.nproc ranks with the same command line. In a rank: joins them, and calls f.
+// Starts o.nproc ranks with the same command line; in a rank: joins them, and calls f.
 inline int run_ranks(const Options& o, const std::function<void(const Communicator&)>& f) {
     if (!is_rank()) { return launch_ranks(o.nproc, o.command_line, o.timeout); }
     return join_ranks(o.has("nproc") ? o.nproc : 0, o.device, o.backend, o.timeout, f);

@@ -750,22 +750,20 @@ static void print_tables(const LeaderboardRun& r, const std::string& caption) {
     add_step(parts, r);
     print(parts);
     if (r.oom) { return; }
-    const FlopUnit unit = unit_of(r.tflops());
     Table table{
         "The same steps; head and loss come between forward and backward, and the head's gradients are made there",
-        {"median ms", "head and loss ms", "tokens/s", unit.name, "MFU %", "predicted MiB", "peak MiB", "first loss",
+        {"median ms", "head and loss ms", "tokens/s", "TFLOP/s", "MFU %", "predicted MiB", "peak MiB", "first loss",
          "last loss"}};
     table.row(strprintf("%.1f", r.ms[TOTAL].median), strprintf("%.2f", r.ms[HEAD_AND_LOSS].mean),
-              strprintf("%.0f", r.tokens / r.ms[TOTAL].mean * 1e3), r.tflops() * unit.per_tera,
+              strprintf("%.0f", r.tokens / r.ms[TOTAL].mean * 1e3), r.tflops(),
               percent_of_peak(r.tflops() / r.world, context.precision), strprintf("%.1f", mib_of(r.predicted)),
               strprintf("%.1f", mib_of(r.use.peak)), strprintf("%.5f", r.first_loss), strprintf("%.5f", r.loss));
     print(table);
 }
 static void answer_leaderboard(const LeaderboardRun& r) {
-    const FlopUnit unit = unit_of(r.tflops());
-    answer("", "A step of %s on %s takes %.1f ms, in the mean of %s: %.4g %s. The peak is %.4g GiB per rank.",
+    answer("", "A step of %s on %s takes %.1f ms, in the mean of %s: %.4g TFLOP/s. The peak is %.4g GiB per rank.",
            r.name.c_str(), counted(r.world, "rank").c_str(), r.ms[TOTAL].mean, counted(r.ms[TOTAL].n, "step").c_str(),
-           r.tflops() * unit.per_tera, unit.name, mib_of(r.use.peak) / 1024);
+           r.tflops(), mib_of(r.use.peak) / 1024);
 }
 
 static void leaderboard(Options o, const Communicator& c) {

@@ -14,15 +14,15 @@ static RunCommand cmd_list, cmd_info, cmd_reproduce;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The commands, in the handout's order. `options` are keys of add_options() below: `key=text` has another default than
-// there, `key=` none, `key!` has to be given, `key*` takes a list, since the experiment runs all of it. Of two words
-// with one key the last counts.
+// there, `key!` has to be given, `key*` takes a list, since the experiment runs all of it. Of two words with one key
+// the last counts.
 
 struct Command {
     const char* id;
     RunCommand* run;
     const char *section_2025, *section_2026;  // "": that handout has no such problem; both: a tool
     int points;                               // the same in both; 0: none
-    bool timed;                               // it measures time, so without a GPU it is as small as with --quick
+    bool timed;                               // so without a GPU it is as small as with --quick
     const char* what;
     std::string options, in_2026 = "", quick = "";  // the last two: what edition 2026 and --quick set otherwise
     bool is_in(const std::string& edition) const { return *(edition == "2025" ? section_2025 : section_2026); }
@@ -231,7 +231,7 @@ static void add_options(CLI::App& app, const Command& command, Options& o) {
 // ---------------------------------------------------------------------------------------------------------------------
 // From the words on the command line to Options
 
-// "; did you mean quick?": the name that the word becomes if the fewest letters in its middle change. "": none is near.
+// "; did you mean quick?": the name to which the fewest letters in the word's middle must change. "": none is near.
 static std::string did_you_mean(const std::string& word, const std::vector<std::string>& names) {
     std::string nearest;
     size_t fewest = (word.size() + 1) * 2 / 5 + 1;  // letters; so many changed make another word
@@ -351,27 +351,36 @@ static int cmd_reproduce(const Options& o) {
     return exit_code;
 }
 
+// This machine's ceilings: an operation takes at least its FLOPs over the rate of products, and its bytes over that of
+// copies.
+static double matmul_tflops(Precision precision, int64_t n) {
+    context.precision = precision;
+    Tensor a = empty({n, n}, matmul_dtype()), b = empty({n, n}, matmul_dtype()), c = empty({n, n}, matmul_dtype());
+    fill_normal(a, 0, 1, 0, 1), fill_normal(b, 0, 2, 0, 1);  // with zeros a GPU draws less power and clocks higher
+    return 2.0 * n * n * n / stats_of(time_ms(2, 10, [&] { gemm(c, a, false, b, false); })).median / 1e9;
+}
+static double copy_gb_per_s(int64_t bytes) {
+    Tensor from = zeros({bytes / 4}, F32), to = zeros({bytes / 4}, F32);
+    return 2.0 * bytes / stats_of(time_ms(2, 10, [&] { copy(to, from); })).median / 1e6;
+}
 static int cmd_info(const Options& o) {
     context.device = choose_device(o.device);
     const bool gpu = context.device == CUDA;
-    Table table{"info: medians of several runs", {"what", "measured", "peak by data sheet", "unit"}};
+    Table table{"info: medians of 10 runs", {"what", "measured", "peak by data sheet", "unit"}};
     table.row("GPUs", cuda_devices(), "", "");
     table.row("memory available", available_memory(context.device) / 1073741824.0, "", "GiB");
     const int n = gpu ? 8192 : 1024, mib = gpu ? 1024 : 256;
     for (Precision p : gpu ? std::vector<Precision>{PREC_BF16, PREC_FP16, TF32, FP32} : std::vector<Precision>{FP32}) {
-        const double rate = matmul_rate(p, n, 10);
-        const FlopUnit unit = unit_of(rate);
-        table.row(strprintf("matmul %d^3 %s", n, name_of(p)), rate * unit.per_tera,
-                  gpu ? dense_peak(p) * unit.per_tera : NAN, unit.name);
+        table.row(strprintf("matmul %d^3 %s", n, name_of(p)), matmul_tflops(p, n), dense_peak(p), "TFLOP/s");
     }
-    table.row(strprintf("copy of %d MiB, read + written", mib), copy_bandwidth((int64_t)mib << 20, 10), "", "GB/s");
+    table.row(strprintf("copy of %d MiB, read + written", mib), copy_gb_per_s((int64_t)mib << 20), "", "GB/s");
     print(table);
     return 0;
 }
 
 static void print_usage(FILE* to) {
     fprintf(to,
-            "cs336: every problem of the CS336 systems assignment, worked through in C++ and CUDA\n\n"
+            "cs336: every problem of the CS336 systems assignment in C++ and CUDA\n\n"
             "usage: cs336 <command> [options]\n"
             "       cs336 <command> --help         its options and their defaults\n"
             "       cs336 list                     every command\n"
@@ -399,8 +408,7 @@ int main(int argc, char** argv) {
         note("%s: %s", who.c_str(), failure.what());
         exit_code = failure.exit_code;
     } catch (const std::exception& e) { note("%s: %s", who.c_str(), e.what()); }
-    // A command that a signal has ended in order: whoever started us sees that signal. A rank's launcher reads the
-    // code.
+    // Whoever started us sees the signal that ended us. A rank's launcher reads the code.
     if (exit_code > 128 && !is_rank()) {
         signal(exit_code - 128, SIG_DFL);
         raise(exit_code - 128);

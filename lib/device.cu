@@ -106,9 +106,7 @@ void cuda_check(cudaError_t error, const char* call, const char* file, int line)
     if (error == cudaErrorMemoryAllocation) { throw OutOfMemory(0, what); }
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion) {
-        const int sm = compute_capability();
-        what += strprintf("; for the %s: make ARCH=\"-gencode arch=compute_%d,code=sm_%d\"; sm_75 is the oldest",
-                          card().name, sm, sm);
+        what += strprintf("; run make where this %s is; the oldest that it takes is a T4", card().name);
     }
     throw Failure(1, what);
 }
@@ -139,9 +137,8 @@ Precision precision_from(const std::string& name) {
 
 Context context;
 
-// What stands in folder/name behind `before`, which begins with a line's end, up to the next one; "": nothing. It takes
-// no memory from the heap, where that could be a piece of a large block that was freed and is about to come again: a
-// number is short enough to lie in the string itself.
+// What stands in folder/name behind `before`, which begins with a line's end, up to the next one; "": nothing. Without
+// the heap, where its buffer could break up a large block that was freed and is about to come again.
 static std::string text_in(const char* folder, const char* name, const char* before) {
     char path[512], text[1 << 14] = "\n";
     snprintf(path, sizeof path, "%s/%s", folder, name);
@@ -210,9 +207,9 @@ int cpu_threads() { return omp_get_max_threads(); }
 
 // Two libraries read the environment only while the program loads, so we set what is unset and start once more.
 // OpenBLAS gives a processor younger than itself the kernels of an old one (Prescott: SSE3), five times too slow.
-// OpenMP's threads spin while they wait, by default. Where cores are shared (containers, CI, several ranks) they take
-// the time from the threads that work: a step was seen to take 4 times as long. OpenBLAS's threads, which we do not
-// use, want 128 MiB each; where `ulimit -v` leaves less, they try for ever, and the program could not end.
+// OpenMP's threads spin while they wait: where cores are shared (containers, CI, several ranks) a step was seen to take
+// 4 times as long. OpenBLAS's threads, which we do not use, want 128 MiB each, and try for ever where `ulimit -v`
+// leaves less.
 void choose_cpu_settings(char** argv) {
     const char* core = nullptr;
 #if defined(HAVE_OPENBLAS) && defined(__x86_64__)
@@ -227,7 +224,6 @@ void choose_cpu_settings(char** argv) {
     setenv("OPENBLAS_NUM_THREADS", "1", 0);
     if (core) { setenv("OPENBLAS_CORETYPE", core, 0); }
     execv("/proc/self/exe", argv);
-    note("warning: could not start anew (%s): the CPU path may be several times slower", strerror(errno));
 }
 
 std::string device_description() {
@@ -319,11 +315,10 @@ size_t available_memory(Device d) {
 static void* allocate_cpu(size_t bytes) {
     // Left alone, malloc maps each large block afresh and unmaps it when freed; the kernel then zeroes every page of
     // every activation in every step. So: no mappings, and nothing goes back before available_memory() asks for it.
-    // Only speed depends on it, so a malloc without these options (the sanitizers') will do.
     static const bool tuned = (mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1), true);
     (void)tuned;
-    // Linux promises more memory than it has, and kills the process that touches it. The question takes some 0.2 ms, so
-    // we ask once per so many bytes, and want room for as many again.
+    // Linux promises more memory than it has, and kills who touches it. To ask takes 0.2 ms, so we do once per so many
+    // bytes, and want room for as many again.
     constexpr size_t unasked_bytes = 32 << 20;
     static std::atomic<size_t> unasked{0};
     size_t needs = std::max(bytes, bytes + unasked_bytes);  // of SIZE_MAX the sum wraps
@@ -331,8 +326,8 @@ static void* allocate_cpu(size_t bytes) {
         if (needs > system_memory() && needs > available_memory(CPU)) { return nullptr; }
         unasked = 0;
     }
-    // The alignment to 64 bytes, a cache line and an AVX-512 register, is ours: glibc 2.36's aligned_alloc gives the
-    // slack before a block to small requests, and then the freed block is too short for the next one of its size.
+    // We align to 64 bytes (an AVX-512 register) ourselves: glibc 2.36's aligned_alloc gives the slack before a block
+    // to small requests, and then the freed block is too short for the next one of its size.
     char* block = (char*)malloc(bytes + 64);
     if (!block) { return nullptr; }
     char* data = (char*)(((uintptr_t)block + 64) & ~(uintptr_t)63);
@@ -343,8 +338,8 @@ static void* allocate_cpu(size_t bytes) {
 static void free_cpu(void* data) { free(((char**)data)[-1]); }
 
 #ifdef __CUDACC__
-// Where the pool holds enough, but in pieces, the driver remaps their pages into one block (measured). Pieces that the
-// GPU has yet to free may not count for it, so the second attempt first waits for the GPU and gives unused pages back.
+// Where the pool holds enough, but in pieces, the driver remaps their pages into one block (measured), but for those
+// that the GPU has yet to free: the second attempt first waits for it and gives unused pages back.
 static void* allocate_cuda(size_t bytes) {
     void* data = nullptr;
     for (int attempt = 0; attempt < 2; attempt++) {
@@ -448,7 +443,7 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
         memory->placed = place, memory->counted = !place || places->counted;
     }
     if (device == META) {
-        // An address to count offsets from, never to read; each buffer has its own, so that a log can tell them apart.
+        // An address to count offsets from, and for a log to tell buffers apart.
         static std::atomic<uint64_t> next{1 << 20};
         memory->data = (void*)next.fetch_add((bytes + 511) / 512 * 512);
     } else if (bytes > 0) {
@@ -640,13 +635,10 @@ std::string run_ourselves(const std::vector<std::string>& arguments) {
     if (!output) { fail("popen: %s", strerror(errno)); }
     std::string text;
     for (int c; (c = fgetc(output)) != EOF;) { text += (char)c; }
-    const int status = pclose(output), number = WTERMSIG(status);
-    if (status != 0) {
-        const std::string how = WIFSIGNALED(status) ? strprintf("killed by signal %d (%s)", number, strsignal(number))
-                                                    : strprintf("exited with %d", WEXITSTATUS(status));
-        fail("cs336 %s: %s", join(arguments, " ").c_str(), how.c_str());
-    }
-    return text;
+    const int status = pclose(output);
+    if (status == 0) { return text; }
+    fail("cs336 %s: %s %d", join(arguments, " ").c_str(), WIFSIGNALED(status) ? "killed by signal" : "exited with",
+         WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status));
 }
 
 std::string commit() { return CS336_COMMIT; }

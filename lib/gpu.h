@@ -3,7 +3,7 @@
 #include "lib.h"
 
 // lib/matmul.cu
-struct Matrix {  // how a BLAS sees the last two dimensions of a tensor, with all leading ones as a batch
+struct Matrix {  // the last two dimensions of a tensor; the others are a batch
     char* data;
     DType dtype;
     int64_t rows, cols, ld, batch, batch_stride;  // ld, batch_stride: elements from one row, one matrix, to the next
@@ -17,8 +17,8 @@ struct Product {  // C = alpha op(A) op(B) + beta C, row-major; K: the length of
 };
 extern bool (*faster_product)(const Product& p);  // fast/matmul.cu's, on the GPU; false: the product is not for it
 
-// For kernels that are bound by memory: one block takes a row, and a thread W neighbours of it at a time, by accesses
-// of 16 bytes, where a load of each element would move 2 or 4. To read one, take W = 1: then a pack is an element.
+// For kernels that are bound by memory: a thread takes W neighbours at a time, by accesses of 16 bytes instead of 2 or
+// 4. To read such a kernel, take W = 1: then a pack is an element.
 template <class T, int W>
 struct alignas(W * sizeof(T) < 16 ? W * sizeof(T) : 16) Pack {
     T x[W];
@@ -64,8 +64,8 @@ __device__ inline float warp_max(float x) {
     for (int o = WARP / 2; o > 0; o /= 2) { x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, o)); }
     return x;
 }
-// Sum or maximum over a block of at most 32 warps, given to every thread. The first barrier closes the hazard that a
-// slow warp still reads `shared` from the call before.
+// Over a block of at most 32 warps, given to every thread. The first barrier: a slow warp may still read `shared` from
+// the call before.
 template <float (*over_warp)(float)>
 __device__ inline float over_block(float x, float of_nothing) {
     __shared__ float shared[WARP];
@@ -94,7 +94,7 @@ constexpr int PACK_THREADS = 640;  // at most; a row of d_model 2560 in fp32 is 
 // For a row of so many packs: each thread takes the same number of them, as far as whole warps allow.
 inline int threads_for(int64_t packs) { return WARP * ceil_div(packs, WARP * ceil_div(packs, PACK_THREADS)); }
 #else
-// Without nvcc there are no kernels, and nothing ever comes to a launch.
+// Without nvcc nothing ever comes to a launch.
 #define LAUNCH(...) fail("this build is for the CPU only")
 template <int least = 1, class Fn>
 void with_packs(DType, int64_t, const std::vector<const void*>&, Fn) {

@@ -1,5 +1,5 @@
-// lib.h: what lib/ offers, file by file, roughly in the order in which they build on each other. Each .cu is compiled
-// by itself, by nvcc, or by g++ as plain C++ (then the CPU path is all there is).
+// lib.h: what lib/ offers, file by file, roughly as they build on each other. nvcc compiles each .cu, or g++ does, as
+// plain C++ (then the CPU path is all there is).
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -59,8 +59,8 @@ void cuda_check(cudaError_t error, const char* call, const char* file, int line)
 #define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())  // after every <<<>>>
 #endif
 
-// A table of implementations, from the plainest to the fastest. A row enters it while the program loads, so that its
-// file can be left out: static const AddRow<AttentionImpl> row({...}).
+// A table of implementations, from the plainest to the fastest. A row, static const AddRow<AttentionImpl> row({...}),
+// enters it while the program loads, so that its file can be left out.
 template <class Impl>
 std::list<Impl>& table_of() {
     static std::list<Impl> rows;
@@ -78,12 +78,11 @@ struct AddRow {
 // ---------------------------------------------------------------------------------------------------------------------
 // device.cu: where things run
 
-// META has shapes but no data, as in PyTorch: nothing is computed, but every allocation is counted, so running a step
-// on META tells how much memory it would take.
+// META, as in PyTorch, has shapes but no data: a step there computes nothing, but counts the memory it would take.
 enum Device { CPU, CUDA, META };
-enum DType { F32, F16, BF16, F64, I32, U8 };  // F64 on the CPU only: finite differences need it
+enum DType { F32, F16, BF16, F64, I32, U8 };  // F64: on the CPU, for finite differences
 enum Mode { EAGER, FUSED, FLASH };  // one kernel per operation | hand-fused kernels | fused, with FlashAttention
-// PURE_BF16: the weights, their gradients and AdamW's moments, too, are bf16, and so is the residual stream.
+// PURE_BF16: weights, gradients, AdamW's moments and the residual stream are bf16, too.
 enum Precision { FP32, TF32, PREC_BF16, PREC_FP16, PREC_PURE_BF16 };
 enum Category { PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS, WORKSPACE, INPUTS, CATEGORIES };
 
@@ -108,22 +107,22 @@ struct Checkpointing {
     explicit operator bool() const { return form != NONE; }
 };
 
-struct Context {  // what PyTorch, too, keeps globally: default device, autocast, grad mode
+struct Context {  // what PyTorch keeps globally, too
     Device device = CPU;
     Device planned_for = CPU;  // while device is META: where the run would be
     Mode mode = FUSED;
     Precision precision = FP32;
-    bool widening = false;   // a plan for a run here: count the fp32 copies of its products' operands
+    bool widening = false;   // on META: count the fp32 copies of products' operands, too
     bool recording = true;   // write the tape; off inside NoGrad
-    bool recompute = false;  // backward computes the norms' outputs and SwiGLU's again, so that nobody keeps them
+    bool recompute = false;  // backward computes the norms' outputs and SwiGLU's again, instead of keeping them
     Checkpointing checkpoint;
     int head_chunk = 0;        // rows of the logits that the loss makes at a time; 0: all
-    bool each_launch = false;  // somebody looks at each launch, so none may hide in a CUDA graph
-    bool csv = false;          // tables and answers are printed as csv, not as Markdown
-    const char* sizes = "";    // "; sizes of --quick" if it chose them, for origin()
+    bool each_launch = false;  // none may hide in a CUDA graph
+    bool csv = false;          // print csv, not Markdown
+    const char* sizes = "";    // "; sizes of --quick", for origin()
 };
 extern Context context;
-struct RestoreContext {  // at the end of its scope the context is as it was, also after an error
+struct RestoreContext {  // at the end of its scope the context is as it was
     Context before = context;
     ~RestoreContext() { context = before; }
 };
@@ -141,16 +140,16 @@ std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" 
 size_t available_memory(Device d);  // bytes that could be allocated now
 size_t system_memory(const char* group = nullptr);  // the CPU's, as Linux, our control group and RLIMIT_AS leave it
 int cpu_threads();
-void choose_cpu_settings(char** argv);  // first thing in main(): may start the program anew
+void choose_cpu_settings(char** argv);  // first in main(): may start the program anew
 #ifdef __CUDACC__
 cudaStream_t stream();  // the one compute stream, or s while with_stream(s, f) runs f
 void with_stream(cudaStream_t s, const std::function<void()>& f);
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// device.cu: memory. Every buffer of ours is allocated here, with a category and the range that was open.
+// device.cu: memory. Each buffer has a category and the range that was open.
 
-struct Source {  // a line of ours. As a default argument here() is the line of the call: f(int x, Source at = here())
+struct Source {  // a line of ours: as a default argument here() is that of the call
     const char* file;
     int line;
     const char* function;
@@ -163,7 +162,7 @@ constexpr Source here(const char* file = __builtin_FILE(), int line = __builtin_
 struct Places {
     bool counted = false;  // each buffer there by itself; false: they are parts of a buffer
     virtual ~Places() = default;
-    virtual size_t take(size_t bytes, void** at) = 0;  // the buffer's number; *at stays null: it comes from the pool
+    virtual size_t take(size_t bytes, void** at) = 0;  // the buffer's number; *at stays null: the pool's
     virtual void give(size_t number) = 0;
 };
 struct Memory {  // freed (in stream order) when the last shared_ptr goes
@@ -180,7 +179,7 @@ struct Memory {  // freed (in stream order) when the last shared_ptr goes
     ~Memory();
 };
 std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category, Source at = here());
-// Runs f; what it allocates on the GPU (or on META) is asked of `places`.
+// Runs f; `places` are asked first for what it allocates, but on the CPU.
 void allocate_in(const std::shared_ptr<Places>& places, const std::function<void()>& f);
 void copy_bytes(void* to, Device to_device, const void* from, Device from_device, size_t bytes);  // waits for the copy
 void give_back_cached_memory();  // what our pool keeps but does not use
@@ -192,7 +191,7 @@ struct MemoryUse {  // bytes
 const MemoryUse& memory_use(Device device);
 void reset_peak(Device device);
 
-// The log of one device, in order. While it is on, each allocation waits for the GPU, so the times are the GPU's own.
+// The log of one device. While it is on, each allocation waits for the GPU, so the times are the GPU's own.
 struct MemoryEvent {
     double ms;      // since the start
     bool is_alloc;  // else a free
@@ -202,8 +201,8 @@ struct MemoryEvent {
     std::vector<const char*> ranges;  // that were open, outermost first
     Source at;                        // who allocated it
 };
-void start_memory_log(Device device);        // begins, at 0 ms, with an allocation for each buffer that is held
-std::vector<MemoryEvent> stop_memory_log();  // empty if none was started
+void start_memory_log(Device device);  // begins, at 0 ms, with an allocation for each buffer that is held
+std::vector<MemoryEvent> stop_memory_log();
 
 // ---------------------------------------------------------------------------------------------------------------------
 // device.cu: time, ends by a signal, files
@@ -224,34 +223,34 @@ struct Stats {
 };
 Stats stats_of(std::vector<double> values);
 std::string deviation(const Stats& s, const char* format);  // a cell; of one value: ""
-// The difference of two measured times is no more than their noise: one standard deviation of each together, at least 1
-// % of the larger (10 % where one is of a single run, whose noise nobody knows).
+// Two times differ by no more than their noise: one standard deviation of each together, at least 1 % of the larger (10
+// % where one is of a single run, whose noise nobody knows).
 bool level(const Stats& a, const Stats& b);
 // Times in ms of the last n of warmup + n runs. time_ms: each run with the wait for its end. time_queued_ms: of f,
-// behind prepare, by events of the device and without waiting in between, so that launch latency does not count where
-// the device is the slower one.
+// behind prepare, by the device's events and without waits, so that launch latency does not count where the device is
+// slower.
 std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f);
 std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,
                                    const std::function<void()>& f);
 
-// While one lives, SIGINT, SIGTERM and SIGHUP end nothing: the work looks at seen() and comes to an end in order.
+// While one lives, SIGINT, SIGTERM and SIGHUP end nothing: the work looks at seen() and ends in order.
 struct EndSignals {
     EndSignals();
     ~EndSignals();
-    static int seen();  // the last signal's number; 0: none has come
+    static int seen();  // the last signal's number; 0: none
 };
-// `write` fills a temporary file beside path, which takes its name in one step: where it fails, or we are killed, the
-// old file stays. It returns false, with errno, if it failed; null: only tries.
+// `write` fills a temporary file beside path, which then takes its name: where that fails, or we are killed, the old
+// file stays. It returns false, with errno, if it failed; null: only tries.
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
 void save_file(const std::string& path, const std::string& bytes);
-std::string run_ourselves(const std::vector<std::string>& arguments);  // stdout of this program so; fails if it failed
+std::string run_ourselves(const std::vector<std::string>& arguments);  // this program's stdout; fails if it fails
 std::string commit();                                                  // of the build
 
 // ---------------------------------------------------------------------------------------------------------------------
-// trace.cu: named ranges of work, and what ran when and in which: on the GPU as CUPTI sees it, kernels of cuBLAS and
-// NCCL too. Times are in ns since 1970, the same for all processes of a machine; ranges are indices of Trace::ranges.
+// trace.cu: named ranges of work, and what ran in which: on the GPU as CUPTI sees it, kernels of cuBLAS and NCCL too.
+// Times are in ns since 1970, the same for all processes of a machine; ranges are indices of Trace::ranges.
 
-struct Range {  // names allocations, too, and is shown by NVTX tools. `name` has to live as long as the program
+struct Range {  // NVTX tools show it. `name` has to live as long as the program
     explicit Range(const char* name, int recorded_in = -1);  // recorded_in: see TracedRange
     ~Range();
     Range(const Range&) = delete;
@@ -299,16 +298,10 @@ std::string to_cell(const T& x) {  // four digits, "" for NAN. Where a column ne
         return x;
     }
 }
-std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)", for a run that would have held so much
-
-struct FlopUnit {  // of a rate of FLOP/s: tera, but giga where that would be less than one
-    const char* name;
-    double per_tera;
-};
-inline FlopUnit unit_of(double tflops) { return tflops >= 1 ? FlopUnit{"TFLOP/s", 1} : FlopUnit{"GFLOP/s", 1e3}; }
+std::string oom_cell(size_t bytes);  // "OOM (61.2 GiB)"
 
 struct Table {
-    std::string caption;  // one line: device, precision, sizes, warm-up, steps, commit
+    std::string caption;  // one line: precision, sizes, warm-up, steps
     std::vector<std::string> columns;
     std::vector<std::vector<std::string>> rows = {};
     template <class... C>
@@ -381,13 +374,12 @@ Tensor from_ints(const std::vector<int>& values, const Shape& shape);
 std::vector<float> to_floats(const Tensor& t);  // any dtype, any strides, from any device
 std::vector<double> to_doubles(const Tensor& t);
 
-// Random numbers, counter-based: element i of stream `key` is a pure function of (seed, key, i), so the CPU and the GPU
-// draw the same bits in any order.
+// Random numbers: element i of stream `key` is a function of (seed, key, i), so the CPU and the GPU draw the same bits.
 void fill_normal(const Tensor& t, uint64_t seed, uint64_t key, float mean, float std);  // bounded by 4.9 std
 int random_int(int n, uint64_t seed, uint64_t key, uint64_t i);                         // uniform in [0, n)
 uint64_t key_of(const std::string& name);  // a stream for each parameter name
 
-// One NaN-safe comparison for all tests: passes where |got - want| <= atol + rtol * |want|.
+// NaN-safe: passes where |got - want| <= atol + rtol * |want|.
 struct Comparison {
     int64_t wrong, worst;  // number of wrong elements, index of the worst one
     double got, want, max_abs;
@@ -397,8 +389,8 @@ Comparison compare(const Tensor& got, const Tensor& want, double rtol, double at
 std::string to_string(const Comparison& c);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// tensor.cu: the tape. Each op appends the function that computes its inputs' gradients; backward() runs them from
-// the last to the first and drops each after its run, and with it the activations that only it still held.
+// tensor.cu: the tape. Each op appends the function that computes its inputs' gradients; backward() runs them from the
+// last to the first and drops each after its run, with the activations that only it still held.
 
 struct Gradient {
     DType dtype;  // of the tensor that it belongs to, and its shape
@@ -415,16 +407,16 @@ struct Gradient {
 };
 using GradientPtr = std::shared_ptr<Gradient>;
 
-struct NoGrad {  // within its scope nothing is recorded, and activations live no longer than their last use
+struct NoGrad {  // within its scope nothing is recorded
     bool before = context.recording;
     NoGrad() { context.recording = false; }
     ~NoGrad() { context.recording = before; }
 };
 void record(Tensor& y, const std::vector<Tensor>& inputs, std::function<void(const Tensor& dy)> backward);
-void add_gradient(const GradientPtr& g, const Tensor& dx);  // shares dx where it is the first; else adds with a kernel
+void add_gradient(const GradientPtr& g, const Tensor& dx);  // shares dx where it is the first
 // For ops that write or accumulate in their own kernel: the tensor to write to, and whether to add to what it holds.
 Tensor gradient_target(const GradientPtr& g, bool* accumulate);
-// The same for kernels that write g's own dtype only, where the target may be 16-bit.
+// The same for kernels that write g's own dtype only.
 void write_gradient(const GradientPtr& g, const std::function<void(const Tensor& target, bool accumulate)>& write);
 // With context.recompute: nobody keeps y, since linear's backward calls `again` for it.
 void recompute_by(const Tensor& y, const std::function<Tensor()>& again);
@@ -432,10 +424,10 @@ void backward(const Tensor& loss, float scale = 1);     // dloss = scale; emptie
 void backward_from(const Tensor& y, const Tensor& dy);  // the same, from any y
 void clear_tape();
 // Gradient checkpointing (Chen et al., 2016): f(x), of which forward keeps x alone. Backward runs f again, now with a
-// tape. f reads x and parameters, nothing else that has a gradient, and may itself call checkpoint().
+// tape. Of what has a gradient f reads x and parameters only; it may itself call checkpoint().
 Tensor checkpoint(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x);
-// Runs f, unless its predicted peak, `needs` bytes, does not fit beside what is held already (of which `held` is part
-// of needs), or an allocation fails all the same. Returns 0 if f ran, else `needs`, for oom_cell. row: for stderr.
+// Runs f, unless its predicted peak, `needs` bytes, of which `held` are held already, does not fit. Returns 0 if f ran,
+// else `needs`, for oom_cell. row: for stderr.
 size_t run_if_fits(const std::string& row, size_t needs, const std::function<void()>& f, size_t held = 0);
 
 void scale_in_place(const Tensor& t, float s);
@@ -445,8 +437,8 @@ Tensor detached(const Tensor& t);                                         // sam
 Tensor require_gradient(const Tensor& t);  // same data, a leaf of its own (tests, toy models)
 
 // ---------------------------------------------------------------------------------------------------------------------
-// tensor.cu: ops, each one kernel, with the dtypes that PyTorch's promotion and autocast give (precision.cu
-// explains them). Elementwise ops broadcast as PyTorch's do. All record themselves on the tape.
+// tensor.cu: ops, each one kernel that records itself on the tape. Dtypes and broadcasting are PyTorch's (precision.cu
+// explains autocast).
 
 using UnaryOp = Tensor(const Tensor& a);
 using BinaryOp = Tensor(const Tensor& a, const Tensor& b);
@@ -455,7 +447,7 @@ UnaryOp exp, log, square, rsqrt;          // fp32 under autocast, as are the sum
 UnaryOp sqrt, sigmoid, relu;              // keep their dtype
 UnaryOp sum_last, mean_last, max_last;    // over the last dimension, which becomes 1
 UnaryOp mean_all;                         // []
-UnaryOp contiguous;                       // itself if it is row-major, else a copy
+UnaryOp contiguous;                       // a copy, unless it is row-major
 BinaryOp greater_equal;                   // U8
 BinaryOp interleave_last;                 // stack(a, b, dim=-1).flatten(-2)
 BinaryOp gather_rows;                     // table [V,C], index I32 [...] -> [..., C]
@@ -464,7 +456,7 @@ Tensor scale(const Tensor& a, double s);  // a * s
 Tensor add_scalar(const Tensor& a, double s);
 Tensor where(const Tensor& mask, const Tensor& a, float otherwise);  // mask U8
 Tensor cast(const Tensor& a, DType dtype);
-Tensor reshape(const Tensor& a, const Shape& shape);              // a view where possible, else a copy
+Tensor reshape(const Tensor& a, const Shape& shape);              // a view, or a copy
 Tensor transpose(const Tensor& a, int i, int j);                  // a view
 Tensor slice_last(const Tensor& a, int64_t start, int64_t step);  // a[..., start::step], a view
 Tensor arange(int64_t n);                                         // I32 [n]
@@ -478,19 +470,18 @@ Tensor matmul(const Tensor& a, const Tensor& b, bool transpose_b = false);
 Tensor linear(const Tensor& x, const Tensor& weight);  // x [...,K], weight [N,K] -> x weight^T [...,N]
 // linear(f(x), weight) as a checkpoint: backward runs f again, but not this product, whose result it does not read.
 Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const Tensor& x, const Tensor& weight);
-// out = alpha * op(a) op(b) + beta * out on row-major tensors; leading dimensions are a batch. Not recorded, nothing
-// cast.
+// out = alpha op(a) op(b) + beta out, row-major; leading dimensions are a batch. Not recorded, nothing cast.
 void gemm(const Tensor& out, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b, double alpha = 1,
           double beta = 0);
-// gemm multiplies fp32 copies of such operands: on the CPU, and bf16 on a card without it (before the A100).
+// gemm multiplies fp32 copies: on the CPU, and of bf16 on a card without it (before the A100).
 bool multiplies_copies(Device device, DType dtype);
-size_t planned_peak(const std::function<void()>& run);  // bytes that it would hold at most, found on META
+size_t planned_peak(const std::function<void()>& run);  // bytes, found on META
 // g += alpha op(a) op(b). Eager adds with a kernel of its own, as autograd does; fused lets the product accumulate.
 void add_gemm(const GradientPtr& g, const Tensor& a, bool transpose_a, const Tensor& b, bool transpose_b,
               double alpha = 1);
 DType matmul_dtype(Precision precision = context.precision);  // what autocast casts operands to (F64 stays F64)
-DType weight_dtype(Precision precision = context.precision);  // of a model's weights and all that is laid out like them
-Tensor autocast_operand(const Tensor& t);  // cast to matmul_dtype(); a parameter's copy is cached while recording
+DType weight_dtype(Precision precision = context.precision);  // of a model's weights, gradients and moments
+Tensor autocast_operand(const Tensor& t);  // in matmul_dtype(); a parameter's copy is kept while recording
 void drop_weight_copies(const std::vector<Tensor>& parameters);  // where autocast ends, or the weights change
 void one_blas_thread();                                          // before products inside an OpenMP loop of ours
 // C = alpha op(A) op(B) + beta C, row-major, C [M,N], by one thread; T: float or double.
@@ -498,9 +489,6 @@ template <class T>
 void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* B, int64_t ldb, bool tb, int64_t M,
                   int64_t N, int64_t K, double alpha, double beta);
 
-// TFLOP/s of an n x n x n product of random numbers, the median of `runs`: what the card really gives.
-double matmul_rate(Precision precision, int64_t n, int runs);
-double copy_bandwidth(int64_t bytes, int runs);                   // GB/s read plus written, likewise
 double dense_peak(Precision precision);                           // TFLOP/s that the card's maker names; NAN: not known
 std::string percent_of_peak(double tflops, Precision precision);  // a cell; "-": not known
 

@@ -100,14 +100,12 @@ void blas_product(T* C, int64_t ldc, const T* A, int64_t lda, bool ta, const T* 
 template void blas_product(float*, int64_t, const float*, int64_t, bool, const float*, int64_t, bool, int64_t, int64_t,
                            int64_t, double, double);
 
-// OpenBLAS's own threads and OpenMP's would spin against each other for the same cores (seen: 4 times slower), so
-// OpenBLAS runs single-threaded inside our OpenMP loops.
+// OpenBLAS's own threads and OpenMP's would spin against each other for the same cores (seen: 4 times slower).
 void one_blas_thread() {
 #ifdef HAVE_OPENBLAS
     static const bool once = [] {
         openblas_set_num_threads(1);
-        // At its first product each of our threads gets a buffer, and OpenBLAS tries for ever where `ulimit -v`
-        // forbids.
+        // Each of our threads needs a buffer, for which OpenBLAS tries for ever where `ulimit -v` forbids it.
         rlimit space;
         const size_t needs = (size_t)cpu_threads() * 129 << 20;
         if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY && needs > system_memory()) {
@@ -155,10 +153,7 @@ static void multiply(const Tensor& out, const Tensor& a, bool ta, const Tensor& 
 
 bool multiplies_copies(Device device, DType dtype) {
 #ifdef __CUDACC__
-    if (device == CUDA && dtype == BF16) {
-        static const bool lacks_bf16 = compute_capability() < 80;  // each product asks
-        return lacks_bf16;
-    }
+    if (device == CUDA) { return dtype == BF16 && compute_capability() < 80; }
 #endif
     return device == CPU && dtype != F64;
 }
@@ -265,34 +260,6 @@ Tensor checkpoint_linear(const std::function<Tensor(const Tensor& x)>& f, const 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// This machine's ceilings, measured. An operation takes at least the longer of two times: its bytes over the copy
-// bandwidth, and its FLOPs over the matmul rate.
-
-double copy_bandwidth(int64_t bytes, int runs) {
-    Tensor from = zeros({bytes}, U8, WORKSPACE), to = zeros({bytes}, U8, WORKSPACE);  // zeros: every page is touched
-    int pieces = context.device == CPU ? cpu_threads() : 1;                           // one core cannot fill the bus
-    int64_t piece = bytes / pieces;
-    auto copy_all = [&] {
-#pragma omp parallel for num_threads(pieces)
-        for (int i = 0; i < pieces; i++) { copy(view(to, i * piece, {piece}), view(from, i * piece, {piece})); }
-    };
-    double ms = stats_of(time_ms(2, runs, copy_all)).median;
-    return 2.0 * piece * pieces / ms / 1e6;
-}
-
-// Random operands: with zeros a GPU draws less power and clocks higher.
-double matmul_rate(Precision precision, int64_t n, int runs) {
-    RestoreContext restore;
-    context.precision = precision;
-    DType dtype = matmul_dtype();
-    Tensor a = empty({n, n}, dtype, WORKSPACE), b = empty({n, n}, dtype, WORKSPACE),
-           c = empty({n, n}, dtype, WORKSPACE);
-    fill_normal(a, 0, key_of("a"), 0, 1);
-    fill_normal(b, 0, key_of("b"), 0, 1);
-    double ms = stats_of(time_ms(2, runs, [&] { gemm(c, a, false, b, false); })).median;
-    return 2.0 * n * n * n / ms / 1e9;
-}
-
 // What a card can do at most, by its maker's data sheet: dense products, sums in fp32, TFLOP/s. The 1979 that an H100's
 // sheet has in large print is with sparsity, where half of the operands are zeros; dense it is 989. bf16 is as fast as
 // fp16 where there is bf16 (not on a T4). fp32 is the CUDA cores' rate.

@@ -88,8 +88,8 @@ SafeTensors load_safetensors(const std::string& path) {
     read_next(&header_bytes, 8);
     const uint64_t limit = std::min<uint64_t>(bytes - 8, MAX_HEADER);
     if (header_bytes > limit) {
-        fail("%s: expected a safetensors file (a .pt is none), with a header of at most %zu bytes, found %zu",
-             path.c_str(), limit, header_bytes);
+        fail("%s: expected a safetensors file (a .pt is none), with a header of at most %zu bytes", path.c_str(),
+             limit);
     }
     std::string text(header_bytes, ' ');
     read_next(text.data(), header_bytes);
@@ -105,10 +105,8 @@ SafeTensors load_safetensors(const std::string& path) {
     for (const auto& [name, entry] : header.items()) {
         if (name == METADATA) { continue; }
         if (!read_tensor(entry, data, data_bytes, &file.tensors[name])) {
-            fail(
-                "%s: tensor %s: expected a known dtype, a shape and data_offsets of as many bytes, within %zu, found "
-                "%s",
-                path.c_str(), shown(name).c_str(), data_bytes, shown(entry).c_str());
+            fail("%s: tensor %s: expected a known dtype, and data_offsets of the shape's bytes within %zu, found %s",
+                 path.c_str(), shown(name).c_str(), data_bytes, shown(entry).c_str());
         }
     }
     check_layout(file, data, data_bytes);
@@ -147,8 +145,7 @@ const FileTensor& require_tensor(const SafeTensors& file, const std::string& nam
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Writing. Wide dtypes come first. Then every tensor starts at a multiple of its element size, if the data does, and
-// can be used where the file is read to.
+// Writing. Wide dtypes come first, so that every tensor starts at a multiple of its element size.
 
 void save_safetensors(const std::string& path, const std::vector<std::pair<std::string, FileTensor>>& tensors,
                       const std::map<std::string, std::string>& metadata) {

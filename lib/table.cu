@@ -1,5 +1,4 @@
-// lib/table.cu: tables and answers on stdout, as Markdown, or as csv whose captions and answers are lines that begin
-// with #.
+// lib/table.cu: tables and answers on stdout, as Markdown, or as csv, where captions and answers begin with #.
 #include "lib.h"
 
 #include <cerrno>

@@ -1,8 +1,8 @@
 // lib/tensor.cu: tensors, the tape that autograd replays, and one kernel per operation.
 //
-// This file is what "PyTorch eager" means: every operation is one kernel that reads its operands from memory and writes
-// its result back, and every operation leaves on a tape what its backward needs. model.cu runs the handout's model on
-// these ops as they are (--mode eager) or on hand-fused kernels that record themselves on the same tape (--mode fused).
+// This file is what "PyTorch eager" means: every operation is one kernel that reads its operands from memory, writes
+// its result back, and leaves on a tape what its backward needs. --mode eager runs the handout's model on these ops,
+// --mode fused on hand-fused kernels that record themselves on the same tape.
 #include "gpu.h"
 
 constexpr int MAX_DIMS = 5;
@@ -25,15 +25,8 @@ std::string to_string(const Shape& shape) {
     return s + "]";
 }
 size_t size_of(DType t) {
-    switch (t) {
-        case F64: return 8;
-        case F32:
-        case I32: return 4;
-        case F16:
-        case BF16: return 2;
-        case U8: return 1;
-    }
-    fail("unknown dtype %d", (int)t);
+    static const size_t bytes[] = {4, 2, 2, 8, 4, 1};  // in DType's order
+    return bytes[t];
 }
 static Shape row_major(const Shape& shape) {
     Shape stride(shape.size());
@@ -512,8 +505,8 @@ HD inline void store_some(const Operand& o, int64_t step, int64_t at, const A (&
     if (W > 1 && o.dtype == F16) { return at_once(fp16()); }
     for (int w = 0; w < W; w++) { store<A>(o.data, o.dtype, at + w * step, x[w]); }
 }
-// The v-th W neighbours: one index calculation for all of them, in 32 bits, since the division of 64 takes several
-// times as long, and accesses of up to 16 bytes.
+// The v-th W neighbours: one index calculation for all of them, in 32 bits, since a division of 64 takes several times
+// as long.
 template <int N, int W, class A, class F>
 struct Elementwise {
     F f;
@@ -534,7 +527,7 @@ struct Elementwise {
         store_some<W>(loop.out, loop.out.stride[last], out, y);
     }
 };
-// Whether every operand can be read and written by W: neighbours (or one value for all of them), aligned.
+// Whether every operand has W neighbours (or one value for all of them), aligned.
 static bool fits_packs(const Loop& loop, size_t inputs, int W) {
     int last = loop.dims - 1;
     auto fits = [&](const Operand& o) {
@@ -738,10 +731,13 @@ struct Max : Larger {
 };
 
 #ifdef __CUDACC__
-// One block per row: strided loads, then shuffles inside each warp, then one value per warp through shared memory.
 template <class F>
+__device__ float over_warp(float x) {
+    for (int o = WARP / 2; o > 0; o /= 2) { x = F()(__shfl_xor_sync(0xffffffff, x, o), x); }
+    return x;
+}
+template <class F>  // one block per row
 __global__ void reduce_rows_kernel(F f, char* out, DType out_type, const char* x, DType type, int64_t C, float factor) {
-    __shared__ float shared[WARP];
     float r = f.start();
     if (C % 4 == 0 && (uintptr_t)x % 16 == 0) {
         for (int64_t c = 4 * threadIdx.x; c < C; c += 4 * blockDim.x) {
@@ -752,13 +748,8 @@ __global__ void reduce_rows_kernel(F f, char* out, DType out_type, const char* x
     } else {
         for (int64_t c = threadIdx.x; c < C; c += blockDim.x) { r = f(load<float>(x, type, blockIdx.x * C + c), r); }
     }
-    for (int o = WARP / 2; o > 0; o /= 2) { r = f(__shfl_xor_sync(0xffffffff, r, o), r); }
-    if (threadIdx.x % WARP == 0) { shared[threadIdx.x / WARP] = r; }
-    __syncthreads();  // all warps' values must be there
-    if (threadIdx.x == 0) {
-        for (unsigned w = 1; w < blockDim.x / WARP; w++) { r = f(shared[w], r); }
-        store<float>(out, out_type, blockIdx.x, r * factor);
-    }
+    r = over_block<over_warp<F>>(r, f.start());
+    if (threadIdx.x == 0) { store<float>(out, out_type, blockIdx.x, r * factor); }
 }
 // Columns: 32 threads wide, so that a warp reads 32 neighbours of one row, and 8 rows at a time.
 __global__ void sum_columns_kernel(char* out, DType out_type, const char* x, DType type, int64_t R, int64_t C) {
@@ -872,16 +863,13 @@ Tensor max_last(const Tensor& a) {
 // Lookups. gather_rows: y[n,:] = table[index[n],:]. Its backward adds rows of dy that share an index; to give the same
 // bits in every run it does so in the order of n, without atomics: the first n with an index sums all its rows.
 
-template <int W, class T>
+template <class T>
 struct GatherRows {
     T* y;
     const T* table;
     const int* index;
     int64_t C;
-    HD void operator()(int64_t v) const {
-        const int64_t n = v * W / C, c = v * W % C;
-        store_pack(y + v * W, load_pack<W>(table + index[n] * C + c));
-    }
+    HD void operator()(int64_t i) const { y[i] = table[index[i / C] * C + i % C]; }
 };
 struct SameIndex {  // links[n]: the next place that has n's index, N: none; links[N + n]: whether an earlier one has
     int* links;
@@ -897,43 +885,29 @@ struct SameIndex {  // links[n]: the next place that has n's index, N: none; lin
         links[n] = next, links[N + n] = earlier;
     }
 };
-template <int W, class T>
+template <class T>
 struct GatherRowsBackward {
     T* dtable;
     const T* dy;
     const int *index, *links;
     int64_t N, C;
-    HD void operator()(int64_t v) const {
-        const int64_t first = v * W / C, c = v * W % C;
+    HD void operator()(int64_t i) const {
+        const int64_t first = i / C, c = i % C;
         if (links[N + first]) { return; }
         T* to = dtable + index[first] * C + c;
-        Pack<T, W> pack = load_pack<W>(to);
-        Wide<T> sum[W];
-        for (int w = 0; w < W; w++) { sum[w] = pack.x[w]; }
-        for (int64_t n = first; n < N; n = links[n]) {
-            Pack<T, W> d = load_pack<W>(dy + n * C + c);
-            for (int w = 0; w < W; w++) { sum[w] += d.x[w]; }
-        }
-        for (int w = 0; w < W; w++) { pack.x[w] = sum[w]; }
-        store_pack(to, pack);
+        Wide<T> sum = *to;
+        for (int64_t n = first; n < N; n = links[n]) { sum += dy[n * C + c]; }
+        *to = sum;
     }
 };
-// Runs f(T(), W) for the rows of two tensors: 16 neighbours at a time where their number and the addresses allow it.
-template <class Fn>
-static void with_row_packs(const Tensor& a, const Tensor& b, Fn f) {
-    const bool packs = a.dim(-1) % 16 == 0 && ((uintptr_t)a.data | (uintptr_t)b.data) % 16 == 0;
-    with_type(a.dtype, [&](auto zero) {
-        packs ? f(zero, std::integral_constant<int, 16>()) : f(zero, std::integral_constant<int, 1>());
-    });
-}
 Tensor gather_rows(const Tensor& table, const Tensor& index) {
     int64_t C = table.dim(1);
     Shape shape = index.shape;
     shape.push_back(C);
     Tensor y = empty(shape, table.dtype);
-    with_row_packs(table, y, [&](auto zero, auto width) {
-        using F = GatherRows<width, decltype(zero)>;
-        for_each(y.device(), y.size() / width, F{y.as(zero), table.as(zero), index.as<int>(), C});
+    with_type(y.dtype, [&](auto zero) {
+        using F = GatherRows<decltype(zero)>;
+        for_each(y.device(), y.size(), F{y.as(zero), table.as(zero), index.as<int>(), C});
     });
     record(y, {table}, [index, C, g = table.gradient](const Tensor& dy_in) {
         Tensor dy = contiguous(cast(dy_in, g->dtype));
@@ -942,10 +916,10 @@ Tensor gather_rows(const Tensor& table, const Tensor& index) {
             const int64_t N = index.size();
             Tensor links = empty({2, N}, I32, WORKSPACE);
             for_each(links.device(), N, SameIndex{links.as<int>(), index.as<int>(), N});
-            with_row_packs(dtable, dy, [&](auto zero, auto width) {
-                using F = GatherRowsBackward<width, decltype(zero)>;
+            with_type(dy.dtype, [&](auto zero) {
+                using F = GatherRowsBackward<decltype(zero)>;
                 F f{dtable.as(zero), dy.as(zero), index.as<int>(), links.as<int>(), N, C};
-                for_each(dtable.device(), dy.size() / width, f);
+                for_each(dtable.device(), dy.size(), f);
             });
         });
     });

@@ -1,5 +1,4 @@
-// lib/trace.cu: named ranges of work, and what ran in them. CUPTI, NVIDIA's tracing library, records what ran on the
-// GPU.
+// lib/trace.cu: named ranges of work, and what ran in them: on the GPU as CUPTI, NVIDIA's tracing library, records it.
 #include "lib.h"
 
 #include <atomic>
@@ -41,8 +40,7 @@ static int in_this_trace(int range) { return range >= first_range ? range - firs
 // CONCURRENT_KERNEL, because KERNEL would run one kernel at a time.
 static const CUpti_ActivityKind traced_activities[] = {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,
                                                        CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET};
-// What CUPTI's thread found has a mutex of its own: reading a buffer takes milliseconds, and ranges must not wait so
-// long.
+// A mutex of its own: CUPTI's thread takes milliseconds to read a buffer, and ranges must not wait so long.
 static std::mutex cupti_mutex;
 static std::vector<TracedWork> cupti_work;
 static size_t cupti_dropped;

@@ -103,8 +103,8 @@ TEST_CASE("safetensors: every kind of lie is refused by name") {
     const Case cases[] = {
         {"", {"its 0 bytes cannot be read"}},
         {"1234567", {"its 7 bytes cannot be read"}},
-        {std::string((const char*)&huge, 8) + "{}", {"header", "18446744073709551615"}},
-        {in_file("{}", "").replace(0, 1, "\3"), {"at most 2 bytes", "3"}},
+        {std::string((const char*)&huge, 8) + "{}", {"with a header of at most 2 bytes"}},
+        {in_file("{}", "").replace(0, 1, "\3"), {"at most 2 bytes"}},
         {in_file("", ""), {"JSON"}},
         {in_file("[]", ""), {"JSON object"}},
         {in_file("{", ""), {"JSON"}},
