@@ -873,17 +873,16 @@ static void answer_pytorch_attention(const std::vector<AttentionRun>& runs, int 
     if (fit.size() > 1) {
         const AttentionRun &last = fit.back(), &before = fit[fit.size() - 2];
         answer("a",
-               "The memory saved for backward is %.1f MiB at S %d and %.1f MiB, %.2f times as much, at S %d, of which "
-               "the formula below explains %.1f: it grows with S^2 where S is large.",
-               before.naive.held / MiB, before.S, last.naive.held / MiB, (double)last.naive.held / before.naive.held,
-               last.S, saved_by_naive(GRID_BATCH, last.S, D) / MiB);
+               "The memory saved for backward grows %.2f times from S %d to %d, with S^2. It is then %.1f MiB, of "
+               "which the formula below explains %.1f.",
+               (double)last.naive.held / before.naive.held, before.S, last.S, last.naive.held / MiB,
+               saved_by_naive(GRID_BATCH, last.S, D) / MiB);
     }
     answer("a",
            "The smallest configuration that does not fit (doubling S, predicted) has S %d and D %d: it needs %.1f GiB, "
            "and %.1f are there. When backward starts, it holds exp(S - m) and P, 2 x 4 B S^2 = 2 x 4 x %d x %d^2 bytes "
            "= %.1f GiB; q, k, v, O and dO, 5 x 4 B S D = %.1f MiB; two numbers per row, 2 x 4 B S = %.1f MiB; together "
-           "%.1f GiB. At the peak, in backward, it holds %.0f arrays of B S^2, because gradients such as dP come on "
-           "top.",
+           "%.1f GiB. At the peak, in backward, it holds %.0f arrays of B S^2: gradients such as dP come on top.",
            S, D, peak / GiB, available / GiB, GRID_BATCH, S, 2 * square / GiB, 20.0 * GRID_BATCH * S * D / MiB,
            8.0 * GRID_BATCH * S / MiB, saved_by_naive(GRID_BATCH, S, D) / GiB, std::floor(peak / square));
     answer("a",
@@ -1051,7 +1050,7 @@ static void answer_flash_benchmarking(const std::vector<AttentionRun>& runs) {
             answer("a", "No implementation of flash on this device takes %s.", name_of(dtype));
             continue;
         }
-        answer("a", "In %s flash, timed against naive over forward and backward, is %s.", name_of(dtype),
+        answer("a", "In %s flash (forward and backward) against naive is %s.", name_of(dtype),
                compared(runs, BOTH, dtype).c_str());
     }
 }
@@ -1088,10 +1087,10 @@ static double tflops_of(const AttentionCase& c, const PassTimes& t) {  // of hal
 }
 static void answer_flash_leaderboard(const std::string& impl, const AttentionCase& c, const PassTimes& t) {
     answer("",
-           "Our fastest, %s, takes %.3f ms for forward and backward, %.3f ms for forward alone. That is %.3g TFLOP/s. "
-           "The class leaderboard of 2025 was led with 5.364 ms, in Triton on an H100, for 16 heads, D 64, S 16384 and "
-           "bf16; ours is CUDA.",
-           impl.c_str(), t.both.median, t.forward.median, tflops_of(c, t));
+           "Our fastest, %s, takes %.3f ms for forward and backward (%.3g TFLOP/s), %.3f ms for forward alone. The "
+           "class leaderboard of 2025 was led with 5.364 ms (16 heads, D 64, S 16384, bf16), in Triton on an H100; "
+           "ours is CUDA.",
+           impl.c_str(), t.both.median, tflops_of(c, t), t.forward.median);
 }
 int cmd_flash_leaderboard(const Options& o) {
     const int D = o.d_model / o.num_heads;

@@ -22,16 +22,17 @@ static std::string short_kernel_name(std::string s) {  // "void f<int>(float*)" 
 // Ranges as paths. A backward step stands below its own `backward`, and then where the forward recorded it:
 // step/backward/layer/attention/softmax.
 
+static std::string without(std::string path, std::initializer_list<const char*> outer) {
+    for (const char* range : outer) {
+        if (path.compare(0, strlen(range), range) == 0) { path.erase(0, strlen(range)); }
+    }
+    return path;
+}
 static std::vector<std::string> range_paths(const Trace& trace) {
     std::vector<std::string> paths;
     for (const TracedRange& r : trace.ranges) {  // parents stand before their children
         std::string above = r.parent < 0 ? "" : paths[r.parent], own = r.name;
-        if (r.recorded_in >= 0) {
-            own = paths[r.recorded_in];
-            for (const char* outer : {"step/", "forward/"}) {
-                if (own.compare(0, strlen(outer), outer) == 0) { own.erase(0, strlen(outer)); }
-            }
-        }
+        if (r.recorded_in >= 0) { own = without(paths[r.recorded_in], {"step/", "forward/"}); }
         paths.push_back(above.empty() || own.empty() ? above + own : above + "/" + own);
     }
     return paths;
@@ -225,12 +226,12 @@ static std::string brief(std::string name) {
 
 static void print_times(const std::vector<ProfileRun>& runs, const std::string& caption) {
     Table t{"nsys_profile (a): medians; 'trace': forward from its first kernel to its last; " + caption,
-            {"size", "S", "forward ms", "std", "trace ms", "difference %", "its kernels ms", "step ms", "std"}};
+            {"size", "S", "forward ms", "std", "trace ms", "difference %", "step ms", "std"}};
     for (const ProfileRun& r : runs) {
         auto median = [](const ProfiledPhase& p) { return p.oom ? oom_cell(p.oom) : strprintf("%.3f", p.ms.median); };
         auto std = [](const ProfiledPhase& p) { return p.oom ? "" : deviation(p.ms, "%.3f"); };
         t.row(r.config.name, r.T, median(r.forward), std(r.forward), r.in_trace,
-              100 * (r.in_trace / r.forward.ms.median - 1), ms_of(r, r.forward.kernels), median(r.step), std(r.step));
+              100 * (r.in_trace / r.forward.ms.median - 1), median(r.step), std(r.step));
     }
     print(t);
 }
@@ -346,46 +347,51 @@ static void answer_softmax(const ProfileRun& r) {
                       "Mode eager shows them.",
                       ms_of(r, attention));
     }
-    answer("e", "Softmax takes %.2f ms per forward and attention's two products %.2f ms (%s).", softmax, products,
-           where(r).c_str());
-    answer("e",
-           "It has %.1f times fewer FLOPs (5 per score against 4 x %g), but takes %.2f times as long, so each of its "
-           "FLOPs is %.0f times as slow.",
-           flops, D, times, flops * times);
+    answer(
+        "e",
+        "Softmax takes %.2f ms per forward and attention's two products %.2f ms (%s). It has %g times fewer FLOPs (5 "
+        "per score against 4 x %g), so each takes %.3g times as long.",
+        softmax, products, where(r).c_str(), flops, D, flops * times);
 }
 
-// Which stands for all: the last whose step ran, or else a forward. Null: none ran.
-static const ProfileRun* largest(const std::vector<ProfileRun>& runs) {
-    const ProfileRun* found = nullptr;
+// Whose numbers the answers give: of each size, or of the last one, the longest length whose step ran, or else whose
+// forward. Of one precision and mode.
+static std::vector<const ProfileRun*> answered(const std::vector<ProfileRun>& runs, bool each_size) {
+    std::vector<const ProfileRun*> found;
     for (const ProfileRun& r : runs) {
-        if (!r.step.oom || (!found && !r.forward.oom)) { found = &r; }
+        if (r.forward.oom) { continue; }
+        if (found.empty() || (each_size && found.back()->config.name != r.config.name)) {
+            found.push_back(&r);
+        } else if (!r.step.oom || found.back()->step.oom) {
+            found.back() = &r;
+        }
     }
     return found;
 }
-// Of the runs of one precision and mode.
-static void answer_nsys_profile(const std::vector<ProfileRun>& runs) {
-    const ProfileRun* r = largest(runs);
-    if (!r) { return; }
-    answer_times(*r);
-    if (r->forward.kernels.empty()) { return; }
-    answer_top_kernel(*r);
-    answer_shares(*r);
-    answer_softmax(*r);
+static void answer_nsys_profile(const ProfileRun& r) {
+    answer_times(r);
+    if (r.forward.kernels.empty()) { return; }
+    answer_top_kernel(r);
+    answer_shares(r);
+    answer_softmax(r);
 }
-static void print_profile(const std::vector<ProfileRun>& runs, const Options& o) {
+static bool print_profile(const std::vector<ProfileRun>& runs, const Options& o) {  // false: none ran
     const char* how = context.device == CPU ? "; no kernels on a CPU: ranges of operations, timed by the clock" : "";
     const std::string setting = strprintf("precision %s, mode %s", name_of(context.precision), name_of(context.mode));
     print_times(runs, setting + strprintf(", batch %d, %d warmup, %d step; S: context length%s", o.batch_size,
                                           o.warmup[0], o.steps, how));
-    const ProfileRun* r = largest(runs);
-    if (r && !r->forward.kernels.empty()) {
+    const std::vector<const ProfileRun*> all = answered(runs, o.edition == "2026");  // which asks for each profile
+    if (all.empty()) { return false; }
+    const ProfileRun& last = *all.back();
+    if (!last.forward.kernels.empty()) {
         print_top_kernels(runs, setting);
         print_shares(runs, setting);
-        const std::string what = strprintf(" of %s, %d passes; %s", where(*r).c_str(), r->passes, setting.c_str());
-        print_summary(r->forward.kernels, "forward" + what);
-        if (!r->step.kernels.empty()) { print_summary(r->step.kernels, "a step" + what); }
+        const std::string what = strprintf(" of %s, %d passes; %s", where(last).c_str(), last.passes, setting.c_str());
+        print_summary(last.forward.kernels, "forward" + what);
+        if (!last.step.kernels.empty()) { print_summary(last.step.kernels, "a step" + what); }
     }
-    answer_nsys_profile(runs);
+    for (const ProfileRun* r : all) { answer_nsys_profile(*r); }
+    return true;
 }
 
 int cmd_nsys_profile(const Options& o) {
@@ -403,8 +409,7 @@ int cmd_nsys_profile(const Options& o) {
             for (const ModelConfig& c : configs) {
                 for (int T : o.context_lengths) { runs.push_back(profile_model(c, T, o, traces)); }
             }
-            print_profile(runs, o);
-            ran = ran || largest(runs);
+            ran = print_profile(runs, o) || ran;
         }
     }
     if (!ran) { fail("nsys_profile: no forward fits into memory"); }
@@ -421,8 +426,9 @@ int cmd_nsys_profile(const Options& o) {
 static std::string path_of(const MemoryEvent& e) {  // "forward/layer/ffn"; "held": there before the log began
     return e.ms == 0 ? "held" : join({e.ranges.begin(), e.ranges.end()}, "/");
 }
-static const char* op_of(const MemoryEvent& e) {  // a lambda has no name: its range says what it does
-    return strcmp(e.at.function, "operator()") == 0 && !e.ranges.empty() ? e.ranges.back() : e.at.function;
+static std::string op_of(const MemoryEvent& e) {                      // "attention/softmax exp"
+    const bool is_lambda = strcmp(e.at.function, "operator()") == 0;  // it has no name: its range says what it does
+    return without(path_of(e), {"forward/", "layer/"}) + (is_lambda ? "" : strprintf(" %s", e.at.function));
 }
 
 // Python's pickle protocol 2: a program for a stack machine, whose last value is the object. The viewer knows few of
@@ -508,7 +514,7 @@ static void find_largest(MemoryRun& r, const std::vector<MemoryEvent>& log) {
     for (const MemoryEvent& e : log) {
         if (!e.is_alloc || e.ms == 0 || e.bytes < r.largest) { continue; }
         if (e.bytes > r.largest) { r.largest = e.bytes, r.largest_by.clear(); }
-        r.largest_by[strprintf("%s in %s (%s:%d)", op_of(e), path_of(e).c_str(), basename(e.at.file), e.at.line)]++;
+        r.largest_by[strprintf("%s (%s:%d)", op_of(e).c_str(), basename(e.at.file), e.at.line)]++;
     }
 }
 static std::string range_of_peak(const std::vector<MemoryEvent>& log) {
@@ -543,7 +549,7 @@ static void add_saved(BlockMemory& m, const MemoryRun& r, int blocks, uint64_t s
     });
     for (const auto& [address, e] : held) {
         const int64_t bytes = sign * (int64_t)e.bytes;
-        m.by_op[path_of(e) + " " + op_of(e)] += bytes, m.bytes += bytes;
+        m.by_op[op_of(e)] += bytes, m.bytes += bytes;
         m.copies += e.category == WEIGHT_COPIES ? bytes : 0;
     }
     m.change = left[1] - left[0];
@@ -605,79 +611,85 @@ static void print_peaks(const MemoryRuns& runs, const std::string& caption) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Its answers: of the first precision at the longest context length that fits, and of the last precision there
+// Its answers: of the first precision, at the longest context length that fits
 
-static void answer_peaks(const MemoryRun& r) {
+static const MemoryRun* longest(const MemoryRuns& runs, PhaseMemory MemoryRun::*phase) {  // null: none fits
+    const MemoryRun* found = nullptr;
+    for (const MemoryRun& r : runs) {
+        if (r.precision == runs[0].precision && !(r.*phase).oom) { found = &r; }
+    }
+    return found;
+}
+static const MemoryRun* in_last_precision(const MemoryRuns& runs, int T) {  // null: there is only one
+    for (const MemoryRun& r : runs) {
+        if (r.T == T && r.precision == runs.back().precision && r.precision != runs[0].precision) { return &r; }
+    }
+    return nullptr;
+}
+static void answer_peaks(const MemoryRun& r, const MemoryRun* step) {
     const size_t* by = r.forward.use.peak_by;
     answer("a",
-           "Forward alone is flat: above the weights (%s%s) it has one equal peak per layer, %s at context length %d, "
-           "because nothing is kept for backward.",
-           gib(by[PARAMETERS]).c_str(), by[WEIGHT_COPIES] ? ", and their growing 16-bit copies" : "",
-           gib(by[ACTIVATIONS]).c_str(), r.T);
-    answer("a",
-           "The stages of a step can be told apart: memory climbs through forward, falls layer by layer in backward "
-           "while the gradients grow, and is nearly flat in the optimizer. A step's peak is in `%s`.",
-           r.step.at.c_str());
-    answer("b", "At context length %d forward's peak is %s, a step's %s (%s, %s).", r.T,
-           gib(r.forward.use.peak).c_str(), r.step.oom ? oom_cell(r.step.oom).c_str() : gib(r.step.use.peak).c_str(),
+           "Forward alone is flat: above the weights (%s MiB%s) it has one equal peak per layer, %s MiB at context "
+           "length %d, because nothing is kept for backward.",
+           mib(by[PARAMETERS]).c_str(), by[WEIGHT_COPIES] ? ", and their growing 16-bit copies" : "",
+           mib(by[ACTIVATIONS]).c_str(), r.T);
+    if (step) {
+        answer("a",
+               "A step's stages can be told apart: memory climbs through forward, falls layer by layer in backward "
+               "while the gradients grow, and is nearly flat in the optimizer. The peak is in %s (context length %d).",
+               step->step.at.c_str(), step->T);
+    }
+    answer("b", "At context length %d forward's peak is %s; a step %s (%s, %s).", r.T, gib(r.forward.use.peak).c_str(),
+           r.step.oom ? ("would need " + gib(r.step.oom) + ", which is not there").c_str()
+                      : ("has " + gib(r.step.use.peak)).c_str(),
            r.config.name.c_str(), name_of(r.precision));
 }
-static void answer_precision(const MemoryRun& high, const MemoryRun& low) {
-    for (auto [phase, from, to] :
-         {std::make_tuple("Forward", &high.forward, &low.forward), {"A step", &high.step, &low.step}}) {
-        if (from->oom || to->oom) { continue; }
+static void answer_precision(const MemoryRuns& runs) {
+    for (auto [what, phase] : {std::make_pair("Forward", &MemoryRun::forward), {"A step", &MemoryRun::step}}) {
+        const MemoryRun* high = longest(runs, phase);
+        const MemoryRun* low = high ? in_last_precision(runs, high->T) : nullptr;
+        if (!low || (low->*phase).oom) { continue; }
+        const MemoryUse &from = (high->*phase).use, &to = (low->*phase).use;
         answer("c",
-               "%s's peak changes by %+.1f %% from %s to %s (context length %d): the weights' copies take %s MiB, and "
-               "activations go from %s to %s MiB.",
-               phase, 100 * ((double)to->use.peak / from->use.peak - 1), name_of(high.precision),
-               name_of(low.precision), low.T, mib(to->use.peak_by[WEIGHT_COPIES]).c_str(),
-               mib(from->use.peak_by[ACTIVATIONS]).c_str(), mib(to->use.peak_by[ACTIVATIONS]).c_str());
+               "%s's peak changes by %+.1f %% from %s to %s (context length %d). The weights' copies take %s MiB, and "
+               "activations change by %+.1f MiB.",
+               what, 100 * ((double)to.peak / from.peak - 1), name_of(high->precision), name_of(low->precision),
+               high->T, mib(to.peak_by[WEIGHT_COPIES]).c_str(),
+               ((double)to.peak_by[ACTIVATIONS] - (double)from.peak_by[ACTIVATIONS]) / 1048576);
     }
-}
-static void answer_largest(const MemoryRun& r) {
-    std::vector<std::string> all;
-    for (const auto& [by, times] : r.largest_by) { all.push_back(strprintf("%d by %s", times, by.c_str())); }
-    answer("e", "At context length %d the largest allocations of a forward have %s MiB: %s.", r.T,
-           mib(r.largest).c_str(), list_of(all).c_str());
 }
 static void answer_block(const MemoryRun& r, const MemoryRun* low) {
     const BlockMemory& m = r.block;
     if (m.oom) { return answer("f", "Three blocks do not fit."); }
     std::vector<std::pair<int64_t, std::string>> most;
-    for (const auto& [op, bytes] : m.by_op) {
-        most.push_back({bytes, strprintf("%s %.1f %%", op.c_str(), 100.0 * bytes / m.bytes)});
-    }
+    for (const auto& [op, bytes] : m.by_op) { most.push_back({bytes, op}); }
     std::sort(most.rbegin(), most.rend());
     std::vector<std::string> five;
-    for (const auto& [bytes, text] : most) {
-        if (five.size() < 5) { five.push_back(text); }
+    for (size_t i = 0; i < most.size() && i < 5; i++) {
+        five.push_back(strprintf("%s %.1f %%", most[i].second.c_str(), 100.0 * most[i].first / m.bytes));
     }
-    answer("f", "One block saves %lld bytes (%s MiB) for backward in %s%s (%s at context length %d).",
-           (long long)m.bytes, mib(m.bytes).c_str(), name_of(r.precision),
-           low ? strprintf(", %lld in %s", (long long)low->block.bytes, name_of(low->precision)).c_str() : "",
+    answer("f", "One block saves %s MiB for backward in %s%s (%s at context length %d).", mib(m.bytes).c_str(),
+           name_of(r.precision),
+           low ? strprintf(", %s MiB in %s", mib(low->block.bytes).c_str(), name_of(low->precision)).c_str() : "",
            r.config.name.c_str(), r.T);
     answer("f", "The five operations that save most: %s.", list_of(five).c_str());
     answer("f",
-           "Backward over the block frees that, but memory %s by only %s MiB: the difference, %s MiB, is the gradients "
-           "of its parameters; by the formula they have %s MiB.",
-           m.change < 0 ? "falls" : "grows", mib(std::fabs(m.change)).c_str(), mib(m.gradients()).c_str(),
-           mib(m.formula).c_str());
+           "Backward over the block frees that, but memory changes by %+.1f MiB. The difference, %s MiB, is the "
+           "gradients of its parameters; the formula gives %s MiB.",
+           m.change / 1048576.0, mib(m.gradients()).c_str(), mib(m.formula).c_str());
 }
-
 static void answer_memory_profiling(const MemoryRuns& runs) {
-    const MemoryRun *r = nullptr, *low = nullptr;
-    for (const MemoryRun& run : runs) {
-        if (run.forward.oom) { continue; }
-        if (run.precision == runs[0].precision) { r = &run; }
-        if (r && run.precision != r->precision && run.T == r->T) { low = &run; }
-    }
+    const MemoryRun* r = longest(runs, &MemoryRun::forward);
     if (!r) { return; }
-    answer_peaks(*r);
-    if (low) { answer_precision(*r, *low); }
+    answer_peaks(*r, longest(runs, &MemoryRun::step));
+    answer_precision(runs);
     answer("d", "batch x context length x d_model x 4 bytes = %d x %d x %d x 4 / 1024^2 = %s MiB.", r->B, r->T,
            r->config.d_model, mib((double)r->B * r->T * r->config.d_model * 4).c_str());
-    answer_largest(*r);
-    answer_block(*r, low);
+    std::vector<std::string> all;
+    for (const auto& [by, times] : r->largest_by) { all.push_back(strprintf("%d by %s", times, by.c_str())); }
+    answer("e", "A forward's largest allocations have %s MiB each (context length %d): %s.", mib(r->largest).c_str(),
+           r->T, list_of(all).c_str());
+    answer_block(*r, in_last_precision(runs, r->T));
 }
 
 // Without a GPU nothing is computed: what the sizes need is predicted.
