@@ -36,9 +36,6 @@ int compiled_for(void (*kernel)(P...)) {
     return found->second = attributes.ptxVersion;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Launching
-
 // Attention's kernels: block (x, y, z) owns tile y of head z gridDim.x + x. Blocks start in the order x, y, z: of
 // gridDim.x heads all first tiles, then all second ones. A head's blocks stream the same K and V past themselves
 // (backward: Q and dO, and add to the same dQ): the fewer heads are at work, the more of that comes from the L2 cache.

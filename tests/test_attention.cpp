@@ -565,7 +565,7 @@ TEST_CASE("answers: pytorch_attention") {
                         "below explains 16425.0.",
                         "has S 32768 and D 16: it needs 160.1 GiB, and 139.2 are there.",
                         "exp(S - m) and P, 2 x 4 B S^2 = 2 x 4 x 8 x 32768^2 bytes = 64.0 GiB;",
-                        "5 x 4 B S D = 80.0 MiB;", "2 x 4 B S = 2.0 MiB; together 64.1 GiB.", "it holds 5 arrays of",
+                        "5 x 4 B S D = 80.0 MiB;", "2 x 4 B S = 2.0 MiB.", "it holds 5 arrays of",
                         "keeps L, one number per query", "It would hold q, k, v, O, dO and L, 81.0 MiB."});
     runs[2].naive = oom();
     check_says(text(), {"Memory runs out in 1 of the 5 configurations.",
@@ -630,12 +630,9 @@ TEST_CASE("answers: flash_leaderboard") {
 
 TEST_CASE("answers: the commands of sections 1.2 and 1.3, --quick") {
     const std::map<std::string, std::string> phrases = {
-        {"pytorch_attention", "together "},
-        {"weighted_sum", "memory bounds both"},
-        {"flash_forward", "All 56 checks pass"},
-        {"flash_backward", "All 56 checks pass"},
-        {"flash_benchmarking", "of 12 configurations"},
-        {"flash_leaderboard", "\n| tiled "},
+        {"pytorch_attention", "At backward's peak"},    {"weighted_sum", "Memory bounds both"},
+        {"flash_forward", "All 56 checks pass"},        {"flash_backward", "All 56 checks pass"},
+        {"flash_benchmarking", "of 12 configurations"}, {"flash_leaderboard", "\n| tiled "},
     };
     for (const auto& [command, phrase] : phrases) {
         Run r = run_cs336({command, "--device", "cpu", "--quick"});
