@@ -242,7 +242,7 @@ static Tensor attention_fused(const Tensor& q_in, const Tensor& k_in, const Tens
 // weighted_sum (handout, 1.3.1): the warm-up kernel.
 //   y_n = sum_d w_d x_nd                            x [N,D], w [D] -> y [N]
 //   dx_nd = w_d dy_n,  dw_d = sum_n x_nd dy_n
-// 2 FLOPs for each x that is read: memory decides. Forward moves 4 N D bytes; backward reads x and writes dx: 8 N D.
+// Memory decides: forward moves 4 N D bytes; backward reads x and writes dx, 8 N D.
 
 static void weighted_sum_cpu(float* y, const float* x, const float* w, int64_t N, int64_t D) {
 #pragma omp parallel for if (N * D > 16384)
@@ -360,7 +360,7 @@ static void weighted_sum_backward(const Tensor& dx, const Tensor& dw, const Tens
 // dK_j and dV_j are sums over the queries, dQ_i is one over the keys: whoever owns a tile of one kind crosses the
 // other.
 
-// On the CPU, in fp32. The reason is the GPU's: a tile of S fits into a core's cache, all of S does not fit anywhere.
+// On the CPU, in fp32, for the GPU's reason: a tile of S fits into a core's cache.
 // Causal tiles above the diagonal are skipped, so half of the products disappear, which the versions above cannot do.
 
 constexpr int CPU_BQ = 64, CPU_BK = 128;  // with D = 64: Q, K, V, S and O tiles take 128 KiB
@@ -871,13 +871,14 @@ static void answer_pytorch_attention(const std::vector<AttentionRun>& runs, int 
                (double)last.naive.held / before.naive.held, before.S, last.S, last.naive.held / MiB,
                saved_by_naive(GRID_BATCH, last.S, D) / MiB);
     }
-    answer("a",
-           "The smallest configuration that does not fit (doubling S, predicted) has S %d and D %d: it needs %.1f GiB, "
-           "and %.1f are there. When backward starts, it holds exp(S - m) and P, 2 x 4 B S^2 = 2 x 4 x %d x %d^2 bytes "
-           "= %.1f GiB; q, k, v, O and dO, 5 x 4 B S D = %.1f MiB; and two numbers per row, 2 x 4 B S = %.1f MiB. At "
-           "backward's peak it holds %.0f arrays of B S^2, dP among them.",
-           S, D, peak / GiB, available / GiB, GRID_BATCH, S, 2 * square / GiB, 20.0 * GRID_BATCH * S * D / MiB,
-           8.0 * GRID_BATCH * S / MiB, std::floor(peak / square));
+    answer(
+        "a",
+        "The smallest configuration that does not fit (doubling S, predicted), S %d and D %d, needs %.1f GiB of %.1f. "
+        "When backward starts, it holds exp(S - m) and P, 2 x 4 B S^2 = 2 x 4 x %d x %d^2 bytes = %.1f GiB; q, k, v, "
+        "O and dO, 5 x 4 B S D = %.1f MiB; and two numbers per row, 2 x 4 B S = %.1f MiB. At backward's peak it "
+        "holds %.0f arrays of B S^2, dP among them.",
+        S, D, peak / GiB, available / GiB, GRID_BATCH, S, 2 * square / GiB, 20.0 * GRID_BATCH * S * D / MiB,
+        8.0 * GRID_BATCH * S / MiB, std::floor(peak / square));
     answer("a",
            "FlashAttention removes this cost: it keeps L, one number per query, and computes P again in backward. It "
            "would hold q, k, v, O, dO and L, %.1f MiB.",
@@ -1084,9 +1085,8 @@ static void answer_flash_leaderboard(const std::string& impl, const AttentionCas
 }
 int cmd_flash_leaderboard(const Options& o) {
     const int D = o.d_model / o.num_heads;
-    if (o.d_model % o.num_heads != 0 || !flash_head_size(D)) {
-        usage_error("--d_model %d over --num_heads %d: takes a head size of 16, 32, 64, 80 or 128", o.d_model,
-                    o.num_heads);
+    if (D * o.num_heads != o.d_model || !flash_head_size(D)) {
+        usage_error("--d_model %d: takes 16, 32, 64, 80 or 128 times --num_heads %d", o.d_model, o.num_heads);
     }
     context.device = choose_device(o.device);
     context.precision = precision_from(o.precision[0]);

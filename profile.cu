@@ -326,7 +326,7 @@ static void answer_softmax(const ProfileRun& r) {
     }
     answer("e",
            "Softmax takes %.2f ms per forward and attention's two products %.2f ms (%s). It has %g times fewer FLOPs "
-           "(5 per score against 4 x %g), so each takes %.3g times as long.",
+           "(5 per score against 4 x %g), and each takes %.3g times as long.",
            softmax, products, where(r).c_str(), flops, D, flops * times);
 }
 

@@ -10,10 +10,9 @@
 //
 // Filling the chip: one head of 16384 positions has only 256 tiles of 64 rows for 132 SMs. So an SM gets one block of
 // two or three groups of 128 threads. Each group takes every second (third) streamed tile, and their sums are merged.
-// Causal tiles differ in length: the longest start first, and whichever SM is done takes the next longest.
 //
-// Backward: a block owns a tile of keys and does step 12 by atomic additions: 5 products, sums in no fixed order.
-// (flash_v1 computes S and dP twice instead: 7 products.)
+// Backward: a block owns a tile of keys and does step 12 by atomic additions: 5 products where flash_v1 has 7, and sums
+// in no fixed order.
 #include "flash.h"
 
 // streamed: rows of a streamed tile. groups: of threads, that share the block's own tile. shared: in the backward pass

@@ -563,7 +563,7 @@ TEST_CASE("answers: pytorch_attention") {
     check_says(text(), {"**(a)** Memory runs out in 0 of the 5 configurations.",
                         "grows 3.97 times from S 8192 to 16384, with S^2. It is then 16457.0 MiB, of which the formula "
                         "below explains 16425.0.",
-                        "has S 32768 and D 16: it needs 160.1 GiB, and 139.2 are there.",
+                        "S 32768 and D 16, needs 160.1 GiB of 139.2.",
                         "exp(S - m) and P, 2 x 4 B S^2 = 2 x 4 x 8 x 32768^2 bytes = 64.0 GiB;",
                         "5 x 4 B S D = 80.0 MiB;", "2 x 4 B S = 2.0 MiB.", "it holds 5 arrays of",
                         "keeps L, one number per query", "It would hold q, k, v, O, dO and L, 81.0 MiB."});

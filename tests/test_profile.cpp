@@ -546,7 +546,7 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
          "**(d)** From forward to a whole step the share of matrix products falls from 91.9 to 82.9 %",
          "**(d)** AdamW has no matrix products and takes 101.9 of the traced step's 2231.9 ms (4.6 %).",
          "**(e)** Softmax takes 38.32 ms per forward and attention's two products 41.61 ms (2.7B at context length "
-         "1024). It has 64 times fewer FLOPs (5 per score against 4 x 80), so each takes 58.9 times as long."});
+         "1024). It has 64 times fewer FLOPs (5 per score against 4 x 80), and each takes 58.9 times as long."});
     std::vector<ProfileRun> runs = {r, r, r,
                                     r};  // the answers' are one size's longest whose step ran, or whose forward
     runs[0].config.name = "small", runs[1].config.name = "small", runs[1].step.oom = 1, runs[3].forward.oom = 1;
