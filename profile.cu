@@ -251,7 +251,7 @@ static void print_shares(const std::vector<ProfileRun>& runs, const std::string&
 static std::string with_unit(double ns) {  // as nsys prints times: a unit in each cell
     return ns >= 1e6 ? strprintf("%.2f ms", ns / 1e6) : strprintf("%.2f μs", ns / 1e3);
 }
-static void print_summary(const Kernels& all, const std::string& caption) {  // as nsys prints it
+static void print_summary(const Kernels& all, const std::string& caption) {
     const Kernels kernels = by_name(all);
     const size_t rows = std::min<size_t>(10, kernels.size());
     Table t{strprintf("kernel summary: the first %zu of %zu kernels; %s", rows, kernels.size(), caption.c_str()),
@@ -448,7 +448,6 @@ static std::string snapshot_pickle(const std::vector<MemoryEvent>& log) {
     return bytes + '.';
 }
 
-// One forward pass, or one step, of a model that has run before, with the log on
 struct PhaseMemory {
     size_t oom = 0;  // bytes
     MemoryUse use{};
