@@ -1,14 +1,11 @@
 // profile.cu: section 1.1.4, nsys_profile: which kernels a step spends its time in; and section 1.1.6,
-// memory_profiling: where its memory goes.
+// memory_profiling: where its memory goes. Each: what was recorded, its tables, its answers.
 #include "cs336.h"
 
 #include <nlohmann/json.hpp>
 #include <numeric>
 
 using Json = nlohmann::json;
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Kernels by name
 
 static std::string short_kernel_name(std::string s) {  // "void f<int>(float*)" -> "f<int>"
     const std::string anonymous = "(anonymous namespace)::";
@@ -18,20 +15,19 @@ static std::string short_kernel_name(std::string s) {  // "void f<int>(float*)" 
     return s.find('<') < s.find('(') ? s.substr(0, s.find(">(") + 1) : s.substr(0, s.find('('));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+static std::string without(std::string path, std::initializer_list<const char*> outer) {
+    for (const char* range : outer) {
+        if (path.compare(0, strlen(range), range) == 0) { path.erase(0, strlen(range)); }
+    }
+    return path;
+}
 // Ranges as paths. A backward step stands below its own `backward`, and then where the forward recorded it:
 // step/backward/layer/attention/softmax.
-
 static std::vector<std::string> range_paths(const Trace& trace) {
     std::vector<std::string> paths;
     for (const TracedRange& r : trace.ranges) {  // parents stand before their children
         std::string above = r.parent < 0 ? "" : paths[r.parent], own = r.name;
-        if (r.recorded_in >= 0) {
-            own = paths[r.recorded_in];
-            for (const char* outer : {"step/", "forward/"}) {
-                if (own.compare(0, strlen(outer), outer) == 0) { own.erase(0, strlen(outer)); }
-            }
-        }
+        if (r.recorded_in >= 0) { own = without(paths[r.recorded_in], {"step/", "forward/"}); }
         paths.push_back(above.empty() || own.empty() ? above + own : above + "/" + own);
     }
     return paths;
@@ -49,9 +45,6 @@ static std::vector<TracedWork> work_of_ranges(const Trace& trace) {
     }
     return work;
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Sums
 
 struct Launches {  // of a kernel, in a range
     std::string kernel, path;
@@ -151,7 +144,7 @@ struct ProfiledPhase {
     Stats ms{};            // by the clock
     Kernels kernels = {};  // of all traced passes; empty: it did not run, or none were traced
 };
-struct ProfileRun {  // one size and length, in one precision and mode
+struct ProfileRun {  // of one size and length
     ModelConfig config;
     int B, T, passes;  // passes: in a trace
     ProfiledPhase forward{}, step{};
@@ -175,35 +168,26 @@ static double forward_in_trace(const Trace& trace) {
 }
 
 static void profile_phase(ProfileRun& r, Phase phase, const Options& o, std::vector<Trace>& traces) {
-    Model model = random_model(r.config, o.seed);
-    const Batch batch = random_batch(r.B, r.T, r.config.vocab_size, o.seed);
-    LossScaler scaler;
-    auto pass = [&] {
-        if (phase == FORWARD) { return run_phase(phase, model, batch, scaler); }
-        Range range("step");
-        run_phase(phase, model, batch, scaler);
-    };
     ProfiledPhase& p = phase == FORWARD ? r.forward : r.step;
-    p.ms = stats_of(time_ms(o.warmup[0], o.steps, pass));
-    start_tracing();
-    time_ms(1, o.steps, pass);
-    Trace trace = stop_tracing();
-    if (!o.trace.empty()) { traces.push_back(trace); }
-    if (context.device == CPU) { trace.work = work_of_ranges(trace); }
-    p.kernels = kernels_of(trace);
-    if (phase == FORWARD) { r.in_trace = forward_in_trace(trace), r.no_kernels = trace.no_kernels; }
+    p.oom = run_if_fits(row_of(r.config, r.B, r.T, phase), predicted_peak(r.config, r.B, r.T, phase), [&] {
+        Model model = random_model(r.config, o.seed);
+        const Batch batch = random_batch(r.B, r.T, r.config.vocab_size, o.seed);
+        LossScaler scaler;
+        auto pass = [&] {
+            if (phase == FORWARD) { return run_phase(phase, model, batch, scaler); }
+            Range range("step");
+            run_phase(phase, model, batch, scaler);
+        };
+        p.ms = stats_of(time_ms(o.warmup[0], o.steps, pass));
+        start_tracing();
+        time_ms(1, o.steps, pass);
+        Trace trace = stop_tracing();
+        if (!o.trace.empty()) { traces.push_back(trace); }
+        if (context.device == CPU) { trace.work = work_of_ranges(trace); }
+        p.kernels = kernels_of(trace);
+        if (phase == FORWARD) { r.in_trace = forward_in_trace(trace), r.no_kernels = trace.no_kernels; }
+    });
 }
-static ProfileRun profile_model(const ModelConfig& c, int T, const Options& o, std::vector<Trace>& traces) {
-    ProfileRun r{c, o.batch_size, T, o.steps + 1};
-    for (Phase phase : {FORWARD, STEP}) {
-        (phase == FORWARD ? r.forward : r.step).oom = run_if_fits(
-            row_of(c, r.B, T, phase), predicted_peak(c, r.B, T, phase), [&] { profile_phase(r, phase, o, traces); });
-    }
-    return r;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Its tables
 
 static double ms_of(const ProfileRun& r, const Kernels& all) {  // per pass; NAN: there are none
     return all.empty() ? NAN : total(all) / 1e6 / r.passes;
@@ -225,12 +209,12 @@ static std::string brief(std::string name) {
 
 static void print_times(const std::vector<ProfileRun>& runs, const std::string& caption) {
     Table t{"nsys_profile (a): medians; 'trace': forward from its first kernel to its last; " + caption,
-            {"size", "S", "forward ms", "std", "trace ms", "difference %", "its kernels ms", "step ms", "std"}};
+            {"size", "S", "forward ms", "std", "trace ms", "difference %", "step ms", "std"}};
     for (const ProfileRun& r : runs) {
         auto median = [](const ProfiledPhase& p) { return p.oom ? oom_cell(p.oom) : strprintf("%.3f", p.ms.median); };
         auto std = [](const ProfiledPhase& p) { return p.oom ? "" : deviation(p.ms, "%.3f"); };
         t.row(r.config.name, r.T, median(r.forward), std(r.forward), r.in_trace,
-              100 * (r.in_trace / r.forward.ms.median - 1), ms_of(r, r.forward.kernels), median(r.step), std(r.step));
+              100 * (r.in_trace / r.forward.ms.median - 1), median(r.step), std(r.step));
     }
     print(t);
 }
@@ -265,12 +249,9 @@ static void print_shares(const std::vector<ProfileRun>& runs, const std::string&
     print(t);
 }
 static std::string with_unit(double ns) {  // as nsys prints times: a unit in each cell
-    return ns >= 1e9   ? strprintf("%.2f s", ns / 1e9)
-           : ns >= 1e6 ? strprintf("%.2f ms", ns / 1e6)
-           : ns >= 1e3 ? strprintf("%.2f μs", ns / 1e3)
-                       : strprintf("%.0f ns", ns);
+    return ns >= 1e6 ? strprintf("%.2f ms", ns / 1e6) : strprintf("%.2f μs", ns / 1e3);
 }
-static void print_summary(const Kernels& all, const std::string& caption) {  // as nsys prints it
+static void print_summary(const Kernels& all, const std::string& caption) {
     const Kernels kernels = by_name(all);
     const size_t rows = std::min<size_t>(10, kernels.size());
     Table t{strprintf("kernel summary: the first %zu of %zu kernels; %s", rows, kernels.size(), caption.c_str()),
@@ -284,18 +265,16 @@ static void print_summary(const Kernels& all, const std::string& caption) {  // 
     print(t);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Its answers
-
 static void answer_times(const ProfileRun& r) {
     if (std::isnan(r.in_trace)) {
         return answer("a", "Forward takes %.1f ms by the clock; no kernels were traced: %s (%s).", r.forward.ms.median,
                       r.no_kernels.c_str(), where(r).c_str());
     }
     const double difference = 100 * (r.in_trace / r.forward.ms.median - 1);
+    const double noise = 100 * r.forward.ms.std / r.forward.ms.median;
     answer("a", "Forward takes %.1f ms by the clock and %.1f ms in the trace (%s): they %s (%+.1f %%).",
-           r.forward.ms.median, r.in_trace, where(r).c_str(), std::fabs(difference) <= 5 ? "match" : "differ",
-           difference);
+           r.forward.ms.median, r.in_trace, where(r).c_str(),
+           std::fabs(difference) <= std::max(5.0, noise) ? "match" : "differ", difference);
 }
 
 // Of the kernel with the most time: "`gemm` (40.2 %, 97 times per pass)"
@@ -342,72 +321,66 @@ static void answer_softmax(const ProfileRun& r) {
     const double D = (double)r.config.d_model / r.config.num_heads, flops = 4 * D / 5, times = softmax / products;
     if (std::isnan(times)) {
         return answer("e",
-                      "Softmax and both products are one kernel here (%.2f ms per forward), which hides their times. "
-                      "Mode eager shows them.",
+                      "Softmax and both products are one kernel here (%.2f ms per forward); mode eager parts them.",
                       ms_of(r, attention));
     }
-    answer("e", "Softmax takes %.2f ms per forward and attention's two products %.2f ms (%s).", softmax, products,
-           where(r).c_str());
     answer("e",
-           "It has %.1f times fewer FLOPs (5 per score against 4 x %g), but takes %.2f times as long, so each of its "
-           "FLOPs is %.0f times as slow.",
-           flops, D, times, flops * times);
+           "Softmax takes %.2f ms per forward and attention's two products %.2f ms (%s). It has %g times fewer FLOPs "
+           "(5 per score against 4 x %g), and each takes %.3g times as long.",
+           softmax, products, where(r).c_str(), flops, D, flops * times);
 }
 
-// Which stands for all: the last whose step ran, or else a forward. Null: none ran.
-static const ProfileRun* largest(const std::vector<ProfileRun>& runs) {
-    const ProfileRun* found = nullptr;
+// Whose numbers the answers give: of each size, or of the last one, the longest length whose step ran, or else whose
+// forward.
+static std::vector<const ProfileRun*> answered(const std::vector<ProfileRun>& runs, bool each_size) {
+    std::vector<const ProfileRun*> found;
     for (const ProfileRun& r : runs) {
-        if (!r.step.oom || (!found && !r.forward.oom)) { found = &r; }
+        if (r.forward.oom) { continue; }
+        if (found.empty() || (each_size && found.back()->config.name != r.config.name)) {
+            found.push_back(&r);
+        } else if (!r.step.oom || found.back()->step.oom) {
+            found.back() = &r;
+        }
     }
     return found;
 }
-// Of the runs of one precision and mode.
-static void answer_nsys_profile(const std::vector<ProfileRun>& runs) {
-    const ProfileRun* r = largest(runs);
-    if (!r) { return; }
-    answer_times(*r);
-    if (r->forward.kernels.empty()) { return; }
-    answer_top_kernel(*r);
-    answer_shares(*r);
-    answer_softmax(*r);
+static void answer_nsys_profile(const ProfileRun& r) {
+    answer_times(r);
+    if (!r.forward.kernels.empty()) { answer_top_kernel(r), answer_shares(r), answer_softmax(r); }
 }
 static void print_profile(const std::vector<ProfileRun>& runs, const Options& o) {
     const char* how = context.device == CPU ? "; no kernels on a CPU: ranges of operations, timed by the clock" : "";
     const std::string setting = strprintf("precision %s, mode %s", name_of(context.precision), name_of(context.mode));
     print_times(runs, setting + strprintf(", batch %d, %d warmup, %d step; S: context length%s", o.batch_size,
                                           o.warmup[0], o.steps, how));
-    const ProfileRun* r = largest(runs);
-    if (r && !r->forward.kernels.empty()) {
+    const std::vector<const ProfileRun*> all = answered(runs, o.edition == "2026");  // which asks for each profile
+    if (all.empty()) { fail("nsys_profile: no forward fits into memory"); }
+    const ProfileRun& last = *all.back();
+    if (!last.forward.kernels.empty()) {
         print_top_kernels(runs, setting);
         print_shares(runs, setting);
-        const std::string what = strprintf(" of %s, %d passes; %s", where(*r).c_str(), r->passes, setting.c_str());
-        print_summary(r->forward.kernels, "forward" + what);
-        if (!r->step.kernels.empty()) { print_summary(r->step.kernels, "a step" + what); }
+        const std::string what = strprintf(" of %s, %d passes; %s", where(last).c_str(), last.passes, setting.c_str());
+        print_summary(last.forward.kernels, "forward" + what);
+        if (!last.step.kernels.empty()) { print_summary(last.step.kernels, "a step" + what); }
     }
-    answer_nsys_profile(runs);
+    for (const ProfileRun* r : all) { answer_nsys_profile(*r); }
 }
 
 int cmd_nsys_profile(const Options& o) {
     context.device = choose_device(o.device);
     context.each_launch = true;
     const std::vector<ModelConfig> configs = configs_of(o);
-    const std::vector<Precision> precisions = precisions_of(o);
-    const std::vector<Mode> modes = modes_of(o, configs, precisions);
+    context.precision = precisions_of(o)[0];
+    context.mode = modes_of(o, configs, {context.precision})[0];
     std::vector<Trace> traces;
-    bool ran = false;
-    for (Precision precision : precisions) {
-        for (Mode mode : modes) {
-            context.precision = precision, context.mode = mode;
-            std::vector<ProfileRun> runs;
-            for (const ModelConfig& c : configs) {
-                for (int T : o.context_lengths) { runs.push_back(profile_model(c, T, o, traces)); }
-            }
-            print_profile(runs, o);
-            ran = ran || largest(runs);
+    std::vector<ProfileRun> runs;
+    for (const ModelConfig& c : configs) {
+        for (int T : o.context_lengths) {
+            runs.push_back({c, o.batch_size, T, o.steps + 1});
+            for (Phase phase : {FORWARD, STEP}) { profile_phase(runs.back(), phase, o, traces); }
         }
     }
-    if (!ran) { fail("nsys_profile: no forward fits into memory"); }
+    print_profile(runs, o);
     if (!o.trace.empty()) {
         write_trace(o.trace, traces, strprintf("cs336 %s; %s", join(o.command_line, " ").c_str(), origin().c_str()));
     }
@@ -421,8 +394,9 @@ int cmd_nsys_profile(const Options& o) {
 static std::string path_of(const MemoryEvent& e) {  // "forward/layer/ffn"; "held": there before the log began
     return e.ms == 0 ? "held" : join({e.ranges.begin(), e.ranges.end()}, "/");
 }
-static const char* op_of(const MemoryEvent& e) {  // a lambda has no name: its range says what it does
-    return strcmp(e.at.function, "operator()") == 0 && !e.ranges.empty() ? e.ranges.back() : e.at.function;
+static std::string op_of(const MemoryEvent& e) {                      // "attention/softmax exp"
+    const bool is_lambda = strcmp(e.at.function, "operator()") == 0;  // it has no name: its range says what it does
+    return without(path_of(e), {"forward/", "layer/"}) + (is_lambda ? "" : strprintf(" %s", e.at.function));
 }
 
 // Python's pickle protocol 2: a program for a stack machine, whose last value is the object. The viewer knows few of
@@ -474,13 +448,9 @@ static std::string snapshot_pickle(const std::vector<MemoryEvent>& log) {
     return bytes + '.';
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Its runs: one forward pass, or one step, of a model that has run before, with the log on
-
 struct PhaseMemory {
     size_t oom = 0;  // bytes
     MemoryUse use{};
-    std::string at = "";  // in which range the peak is
 };
 struct BlockMemory {  // what one block saves for backward, bytes
     size_t oom = 0;
@@ -508,19 +478,9 @@ static void find_largest(MemoryRun& r, const std::vector<MemoryEvent>& log) {
     for (const MemoryEvent& e : log) {
         if (!e.is_alloc || e.ms == 0 || e.bytes < r.largest) { continue; }
         if (e.bytes > r.largest) { r.largest = e.bytes, r.largest_by.clear(); }
-        r.largest_by[strprintf("%s in %s (%s:%d)", op_of(e), path_of(e).c_str(), basename(e.at.file), e.at.line)]++;
+        r.largest_by[strprintf("%s (%s:%d)", op_of(e).c_str(), basename(e.at.file), e.at.line)]++;
     }
 }
-static std::string range_of_peak(const std::vector<MemoryEvent>& log) {
-    size_t held = 0, most = 0;
-    std::string range;
-    for (const MemoryEvent& e : log) {
-        held += e.is_alloc ? e.bytes : -e.bytes;
-        if (held > most) { most = held, range = path_of(e); }
-    }
-    return range;
-}
-
 // (f) What one block saves for backward: a model of 3 blocks saves just that more than one of 2. Adds what the model's
 // blocks save, `sign` times.
 static void add_saved(BlockMemory& m, const MemoryRun& r, int blocks, uint64_t seed, int sign) {
@@ -543,7 +503,7 @@ static void add_saved(BlockMemory& m, const MemoryRun& r, int blocks, uint64_t s
     });
     for (const auto& [address, e] : held) {
         const int64_t bytes = sign * (int64_t)e.bytes;
-        m.by_op[path_of(e) + " " + op_of(e)] += bytes, m.bytes += bytes;
+        m.by_op[op_of(e)] += bytes, m.bytes += bytes;
         m.copies += e.category == WEIGHT_COPIES ? bytes : 0;
     }
     m.change = left[1] - left[0];
@@ -577,7 +537,7 @@ static MemoryRun profile_memory(const ModelConfig& c, Precision precision, int B
             start_memory_log(context.device);
             run_phase(phase, model, batch, scaler);
             const std::vector<MemoryEvent> log = stop_memory_log();
-            m.use = memory_use(context.device), m.at = range_of_peak(log);
+            m.use = memory_use(context.device);
             if (phase == FORWARD) { find_largest(r, log); }
             if (folder.empty()) { return; }
             save_file(strprintf("%s/snapshot_%s_%s_%d_%s.pickle", folder.c_str(), name_of(phase),
@@ -590,9 +550,6 @@ static MemoryRun profile_memory(const ModelConfig& c, Precision precision, int B
     return r;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Its tables
-
 static std::string mib(double bytes) { return strprintf("%.1f", bytes / 1048576); }
 static std::string gib(double bytes) { return strprintf("%.1f GiB", bytes / 1073741824.0); }
 
@@ -604,80 +561,70 @@ static void print_peaks(const MemoryRuns& runs, const std::string& caption) {
     print(t);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Its answers: of the first precision at the longest context length that fits, and of the last precision there
-
+// The answers' run: the first precision's longest whose phase fits. Null: none fits.
+static const MemoryRun* longest(const MemoryRuns& runs, PhaseMemory MemoryRun::*phase) {
+    const MemoryRun* found = nullptr;
+    for (const MemoryRun& r : runs) {
+        if (r.precision == runs[0].precision && !(r.*phase).oom) { found = &r; }
+    }
+    return found;
+}
 static void answer_peaks(const MemoryRun& r) {
     const size_t* by = r.forward.use.peak_by;
     answer("a",
-           "Forward alone is flat: above the weights (%s%s) it has one equal peak per layer, %s at context length %d, "
-           "because nothing is kept for backward.",
-           gib(by[PARAMETERS]).c_str(), by[WEIGHT_COPIES] ? ", and their growing 16-bit copies" : "",
-           gib(by[ACTIVATIONS]).c_str(), r.T);
+           "Forward alone is flat: above the weights (%s MiB) it has one equal peak per layer, %s MiB at context "
+           "length %d, because nothing is kept for backward.",
+           mib(by[PARAMETERS]).c_str(), mib(by[ACTIVATIONS]).c_str(), r.T);
     answer("a",
-           "The stages of a step can be told apart: memory climbs through forward, falls layer by layer in backward "
-           "while the gradients grow, and is nearly flat in the optimizer. A step's peak is in `%s`.",
-           r.step.at.c_str());
-    answer("b", "At context length %d forward's peak is %s, a step's %s (%s, %s).", r.T,
-           gib(r.forward.use.peak).c_str(), r.step.oom ? oom_cell(r.step.oom).c_str() : gib(r.step.use.peak).c_str(),
+           "A step's stages can be told apart: memory climbs through forward, falls layer by layer in backward while "
+           "the gradients grow, and is nearly flat in the optimizer.");
+    answer("b", "At context length %d forward's peak is %s; a step %s (%s, %s).", r.T, gib(r.forward.use.peak).c_str(),
+           r.step.oom ? ("would need " + gib(r.step.oom) + ", which is not there").c_str()
+                      : ("has " + gib(r.step.use.peak)).c_str(),
            r.config.name.c_str(), name_of(r.precision));
 }
-static void answer_precision(const MemoryRun& high, const MemoryRun& low) {
-    for (auto [phase, from, to] :
-         {std::make_tuple("Forward", &high.forward, &low.forward), {"A step", &high.step, &low.step}}) {
-        if (from->oom || to->oom) { continue; }
+static void answer_precision(const MemoryRuns& runs, const char* what, PhaseMemory MemoryRun::*phase) {
+    const MemoryRun* high = longest(runs, phase);
+    for (const MemoryRun& low : runs) {
+        if (!high || low.T != high->T || low.precision == high->precision || (low.*phase).oom) { continue; }
+        const MemoryUse &from = (high->*phase).use, &to = (low.*phase).use;
         answer("c",
-               "%s's peak changes by %+.1f %% from %s to %s (context length %d): the weights' copies take %s MiB, and "
-               "activations go from %s to %s MiB.",
-               phase, 100 * ((double)to->use.peak / from->use.peak - 1), name_of(high.precision),
-               name_of(low.precision), low.T, mib(to->use.peak_by[WEIGHT_COPIES]).c_str(),
-               mib(from->use.peak_by[ACTIVATIONS]).c_str(), mib(to->use.peak_by[ACTIVATIONS]).c_str());
+               "%s's peak changes by %+.1f %% from %s to %s (context length %d). The weights' copies take %s MiB, and "
+               "activations change by %+.1f MiB.",
+               what, 100 * ((double)to.peak / from.peak - 1), name_of(high->precision), name_of(low.precision), low.T,
+               mib(to.peak_by[WEIGHT_COPIES]).c_str(),
+               ((double)to.peak_by[ACTIVATIONS] - (double)from.peak_by[ACTIVATIONS]) / 1048576);
     }
 }
-static void answer_largest(const MemoryRun& r) {
-    std::vector<std::string> all;
-    for (const auto& [by, times] : r.largest_by) { all.push_back(strprintf("%d by %s", times, by.c_str())); }
-    answer("e", "At context length %d the largest allocations of a forward have %s MiB: %s.", r.T,
-           mib(r.largest).c_str(), list_of(all).c_str());
-}
-static void answer_block(const MemoryRun& r, const MemoryRun* low) {
+static void answer_block(const MemoryRun& r) {
     const BlockMemory& m = r.block;
     if (m.oom) { return answer("f", "Three blocks do not fit."); }
     std::vector<std::pair<int64_t, std::string>> most;
-    for (const auto& [op, bytes] : m.by_op) {
-        most.push_back({bytes, strprintf("%s %.1f %%", op.c_str(), 100.0 * bytes / m.bytes)});
-    }
+    for (const auto& [op, bytes] : m.by_op) { most.push_back({bytes, op}); }
     std::sort(most.rbegin(), most.rend());
     std::vector<std::string> five;
-    for (const auto& [bytes, text] : most) {
-        if (five.size() < 5) { five.push_back(text); }
+    for (size_t i = 0; i < most.size() && i < 5; i++) {
+        five.push_back(strprintf("%s %.1f %%", most[i].second.c_str(), 100.0 * most[i].first / m.bytes));
     }
-    answer("f", "One block saves %lld bytes (%s MiB) for backward in %s%s (%s at context length %d).",
-           (long long)m.bytes, mib(m.bytes).c_str(), name_of(r.precision),
-           low ? strprintf(", %lld in %s", (long long)low->block.bytes, name_of(low->precision)).c_str() : "",
-           r.config.name.c_str(), r.T);
-    answer("f", "The five operations that save most: %s.", list_of(five).c_str());
+    answer("f", "One block saves %s MiB for backward (%s at context length %d, %s), most by %s.", mib(m.bytes).c_str(),
+           r.config.name.c_str(), r.T, name_of(r.precision), list_of(five).c_str());
     answer("f",
-           "Backward over the block frees that, but memory %s by only %s MiB: the difference, %s MiB, is the gradients "
-           "of its parameters; by the formula they have %s MiB.",
-           m.change < 0 ? "falls" : "grows", mib(std::fabs(m.change)).c_str(), mib(m.gradients()).c_str(),
-           mib(m.formula).c_str());
+           "Backward over the block frees that, but memory changes by %+.1f MiB. The difference is the gradients of "
+           "its parameters: %s MiB, and %s by the formula.",
+           m.change / 1048576.0, mib(m.gradients()).c_str(), mib(m.formula).c_str());
 }
-
 static void answer_memory_profiling(const MemoryRuns& runs) {
-    const MemoryRun *r = nullptr, *low = nullptr;
-    for (const MemoryRun& run : runs) {
-        if (run.forward.oom) { continue; }
-        if (run.precision == runs[0].precision) { r = &run; }
-        if (r && run.precision != r->precision && run.T == r->T) { low = &run; }
-    }
-    if (!r) { return; }
+    const MemoryRun* r = longest(runs, &MemoryRun::forward);
+    if (!r) { fail("memory_profiling: no forward fits into memory"); }
     answer_peaks(*r);
-    if (low) { answer_precision(*r, *low); }
+    answer_precision(runs, "Forward", &MemoryRun::forward), answer_precision(runs, "A step", &MemoryRun::step);
     answer("d", "batch x context length x d_model x 4 bytes = %d x %d x %d x 4 / 1024^2 = %s MiB.", r->B, r->T,
            r->config.d_model, mib((double)r->B * r->T * r->config.d_model * 4).c_str());
-    answer_largest(*r);
-    answer_block(*r, low);
+    std::vector<std::string> all;
+    for (const auto& [by, times] : r->largest_by) { all.push_back(strprintf("%d by %s", times, by.c_str())); }
+    answer("e", "Forward's largest allocations have %s MiB each (context length %d): %s.", mib(r->largest).c_str(),
+           r->T, list_of(all).c_str());
+    answer_block(*r);
 }
 
 // Without a GPU nothing is computed: what the sizes need is predicted.
@@ -686,25 +633,19 @@ int cmd_memory_profiling(const Options& o) {
     context.each_launch = true;
     const bool predicted = context.device == CPU;
     std::unique_ptr<Planning> planning(predicted ? new Planning : nullptr);
-    const std::vector<ModelConfig> configs = configs_of(o);
+    const ModelConfig c = configs_of(o)[0];
     const std::vector<Precision> precisions = precisions_of(o);
-    context.mode = modes_of(o, configs, precisions)[0];
-    bool ran = false;
-    for (const ModelConfig& c : configs) {
-        MemoryRuns runs;
-        for (Precision precision : precisions) {
-            for (int T : o.context_lengths) {
-                give_back_cached_memory();
-                runs.push_back(profile_memory(c, precision, o.batch_size, T, o.seed, o.out));
-                ran = ran || runs.back().forward.oom == 0;
-            }
+    context.mode = modes_of(o, {c}, precisions)[0];
+    MemoryRuns runs;
+    for (Precision precision : precisions) {
+        for (int T : o.context_lengths) {
+            give_back_cached_memory();
+            runs.push_back(profile_memory(c, precision, o.batch_size, T, o.seed, o.out));
         }
-        print_peaks(runs,
-                    strprintf("size %s, mode %s, batch %d, vocabulary %d; %s", c.name.c_str(),
-                              caption_of(context.mode).c_str(), o.batch_size, c.vocab_size,
-                              predicted ? "predicted, every allocation counted" : "the second run of each phase"));
-        answer_memory_profiling(runs);
     }
-    if (!ran) { fail("memory_profiling: no forward fits into memory"); }
+    print_peaks(runs, strprintf("size %s, mode %s, batch %d, vocabulary %d; %s", c.name.c_str(),
+                                caption_of(context.mode).c_str(), o.batch_size, c.vocab_size,
+                                predicted ? "predicted, every allocation counted" : "the second run of each phase"));
+    answer_memory_profiling(runs);
     return 0;
 }

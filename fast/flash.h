@@ -36,9 +36,6 @@ int compiled_for(void (*kernel)(P...)) {
     return found->second = attributes.ptxVersion;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Launching
-
 // Attention's kernels: block (x, y, z) owns tile y of head z gridDim.x + x. Blocks start in the order x, y, z: of
 // gridDim.x heads all first tiles, then all second ones. A head's blocks stream the same K and V past themselves
 // (backward: Q and dO, and add to the same dQ): the fewer heads are at work, the more of that comes from the L2 cache.
@@ -126,7 +123,6 @@ HD constexpr int row_threads(int D) { return D <= 16 ? 2 : D <= 32 ? 4 : D <= 64
 //   main     a block owns Bk keys and streams tiles of Bq queries past them: steps 8 to 13, of which step 12 adds to dQ
 //            by atomics, since the other blocks of this head add to the same rows
 //   after    dQ, times the scale, as bf16
-// (static: each file has kernels of its own, for the cards that it is compiled for.)
 
 // What lies between the kernels: dq in the order in which the main kernel's lanes hold it, and for each two queries
 // L log2(e) of both, then D_i of both. Rows beyond Tq have L = inf, which makes their P 0.

@@ -5,16 +5,14 @@
 // tiles are copied (cp.async) while others are computed on. What it costs: most of a multiprocessor's registers and
 // shared memory, so that one block fills it; and the cards before the A100 (sm_80) cannot run it.
 //
-// What bounds it: an SM issues 4 warp instructions per clock, and each FFMA is one, so everything else takes time away
-// from the FFMAs. A thread's 4x8 piece of S costs (4 + 8) 16-byte loads from shared memory per 128 FFMAs: 9 %. With the
-// softmax, 4 of 5 instructions are FFMAs; 70 % of the issue slots are used, so about 40 of the H200's 67 TFLOP/s.
+// What bounds it: an SM issues 4 warp instructions per clock. With loads and the softmax 4 of 5 are FFMAs, and 70 % of
+// the issue slots are used: about 40 of the H200's 67 TFLOP/s.
 //
 // Filling the chip: one head of 16384 positions has only 256 tiles of 64 rows for 132 SMs. So an SM gets one block of
 // two or three groups of 128 threads. Each group takes every second (third) streamed tile, and their sums are merged.
-// Causal tiles differ in length: the longest start first, and whichever SM is done takes the next longest.
 //
-// Backward: dK and dV belong to a tile of keys, dQ to a tile of queries. A block owns a tile of keys and does step 12
-// by atomic additions: 5 products, sums in no fixed order. (flash_v1 computes S and dP twice instead: 7 products.)
+// Backward: a block owns a tile of keys and does step 12 by atomic additions: 5 products where flash_v1 has 7, and sums
+// in no fixed order.
 #include "flash.h"
 
 // streamed: rows of a streamed tile. groups: of threads, that share the block's own tile. shared: in the backward pass
@@ -155,7 +153,7 @@ DEVICE void rows_times_columns(typename Tile::Sums& out, const float* P, const f
         }
     }
 }
-// The P of the thread to shared memory, where the TX threads of its rows, all in its warp, will read it.
+// The thread's P to shared memory, where the threads of its rows, all in its warp, read it.
 template <class Tile>
 DEVICE void store_p(float* P, const typename Tile::Scores& p, int tx, int ty) {
     for (int r = 0; r < Tile::rows; r++) {

@@ -83,8 +83,7 @@ template <int N>
 DEVICE void read_after_wait(float (&x)[N]) {
     for (int i = 0; i < N; i++) { asm volatile("" : "+f"(x[i])::"memory"); }
 }
-// Until at most the N newest batches are at work. `results` are the registers that the finished ones wrote: without the
-// empty asm the compiler would read them before the wait.
+// Until at most the N newest batches are at work. `results` are the registers that the finished ones wrote.
 template <int N, int... COUNTS>
 DEVICE void wgmma_wait(float (&... results)[COUNTS]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
@@ -170,9 +169,7 @@ WGMMA_SS(64, 128, R64, 64, 65, 66, 67, D64)
 // so and wgmma reads it so. wgmma gets a descriptor: address, swizzle, and two distances (LBO, SBO).
 
 // SBO: from 8 rows to the next 8. LBO: from 64 columns to the next 64 where the rows are the summed index and N > 64;
-// else unused.
-// This is the low word, address and LBO in units of 16 bytes; the high one, full_descriptor() knows, is the same for
-// all tiles.
+// else unused. This is the low word, address and LBO in units of 16 bytes; full_descriptor() adds the high one.
 DEVICE uint32_t descriptor(const void* at, int lbo) {
     return (uint32_t)(lbo / 16) << 16 | (shared_address(at) & 0x3FFFF) / 16;
 }
@@ -559,7 +556,7 @@ DEVICE void backward_loader(const BackwardWorkspace& w, const CUtensorMap* q_map
     }
 }
 
-// What a consumer's thread works with, and the parts of a step. i is a tile of queries, counted from tile.begin.
+// A consumer's thread, and the parts of a step. i is a tile of queries, counted from tile.begin.
 template <class Tile>
 struct BackwardConsumer {
     static constexpr int D = Tile::D, Bk = Tile::Bk, Bq = Tile::Bq, stages = Tile::stages;
@@ -849,9 +846,6 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     backward_consumer<Tile>(a, w, bars, memory, tile, warpgroup);
 #endif
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Launching
 
 // How TMA sees x [B,H,T,D]: boxes of `rows` rows and 64 columns; beyond T and D it reads zeros.
 static CUtensorMap tensor_map(const Tensor& x, int rows) {

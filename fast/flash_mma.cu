@@ -6,9 +6,6 @@
 // they enter a product, and the cards before the A100 (sm_80) cannot run it.
 #include "flash.h"
 
-// ---------------------------------------------------------------------------------------------------------------------
-// PTX, one instruction a function
-
 #ifdef __CUDACC__
 // Four 8x8 matrices of 16-bit elements: lane l gives the address of row l%8 of matrix l/8 and receives two neighbouring
 // elements of row l/4 of each (of column l/4 with trans).
@@ -26,6 +23,11 @@ DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], const void* smem) {
                  : "r"(at)
                  : "memory");
 }
+// Where a lane points ldmatrix_x4 to in a 16x16 block of shared memory. The four 8x8 matrices come in the order down,
+// right, for an A operand [m][k], and transposed for a B operand [k][n]; or right, down, for a B operand [n][k], and
+// transposed for an A operand [k][m].
+DEVICE int down_right(int lane, int row) { return lane % 16 * row + lane / 16 * 8; }
+DEVICE int right_down(int lane, int row) { return (lane % 8 + lane / 16 * 8) * row + lane / 8 % 2 * 8; }
 // d[16x8] += a[16x16] b[16x8], fp32 accumulation. Lane l holds d rows l/4 and l/4+8, columns 2(l%4) and +1.
 DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
@@ -49,7 +51,7 @@ DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 // Step 2 is lazy: see SLACK. A vote over the warp asks whether it is due. Mostly it is not, which saves the exchange of
 // maxima between lanes and the scaling of O.
 
-// How a block works. A warp owns Bq/WARPS queries; rather 32 than 16, because every warp reads all of K and V from
+// A warp owns Bq/WARPS queries; rather 32 than 16, because every warp reads all of K and V from
 // shared memory, and with 16 that takes longer than the products.
 template <int HEAD, int QUERIES, int KEYS, int GROUP, int WARPS, bool KEEP_Q, int BLOCKS>
 struct ForwardTile {
@@ -220,8 +222,7 @@ DEVICE void store_output(ForwardRows<Tile>& rows, const AttentionArgs& a, bf16* 
     }
 }
 
-// A block's tile of queries is counted from the END: causal tiles grow with their queries, and the longest come first,
-// so that short ones fill the gaps at the end of the launch.
+// A block's tile of queries is counted from the END: causal tiles grow with their queries, and the longest come first.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_kernel(AttentionArgs a) {
 #ifdef HAS_CP_ASYNC
@@ -233,10 +234,7 @@ __global__ void __launch_bounds__(Tile::threads, Tile::blocks) flash_forward_ker
     const bf16* q = head_of<const bf16>(a.q, b, h) + q0 * a.q.row;
     const bf16 *k = head_of<const bf16>(a.k, b, h), *v = head_of<const bf16>(a.v, b, h);
     bf16 *smem_q = (bf16*)shared, *smem_kv = smem_q + Bq * row;
-    // What lane l tells ldmatrix. Q, and V transposed: row l%16, column 8(l/16), so that its four 8x8 matrices come as
-    // (rows, columns) (0,0) (8,0) (0,8) (8,8). K is K^T's transpose already, and has the middle two the other way
-    // round.
-    int at_row = lane % 16 * row + lane / 16 * 8, at_key = (lane % 8 + lane / 16 * 8) * row + lane / 8 % 2 * 8;
+    int at_row = down_right(lane, row), at_key = right_down(lane, row);  // in Q, and V transposed; in K
     const bf16* at_q = smem_q + warp_row * row + at_row;
     float c = a.scale * LOG2_E;
 
@@ -342,7 +340,7 @@ static void flash_forward_mma(const AttentionTensors& t) {
 // reach dV and dK without leaving registers. Only step 12 sums over the keys of all warps, and takes dS through shared
 // memory.
 //
-// How a block works. OWN rows, keys, stay; tiles of STREAMED rows of the other side pass, double-buffered, and are
+// OWN rows, keys, stay; tiles of STREAMED rows of the other side pass, double-buffered, and are
 // taken STEP rows at a time. A warp owns 16 or 32 rows: with 32 each ldmatrix of the streamed side feeds twice as many
 // products, and shared memory is what bounds these kernels. dV and dK of 32 rows are 128 floats a lane at D = 64; for D
 // = 128, PAIRED: two warps share 32 rows, one does steps 8 and 9 and holds dV, the other 10, 11 and 13 and dK.
@@ -374,11 +372,6 @@ struct BackwardTile {
                   dq_row_blocks >= 1 && dq_row_blocks * 16 * dq_rows == STREAMED);
     static_assert(!PAIRED || STEP == STREAMED);  // the tile's barrier then guards the one buffer that P passes through
 };
-// Where a lane points ldmatrix_x4 to in a 16x16 block of shared memory. The four 8x8 matrices come in the order down,
-// right, for an A operand [m][k], and transposed for a B operand [k][n]; or right, down, for a B operand [n][k], and
-// transposed for an A operand [k][m].
-DEVICE int down_right(int lane, int row) { return lane % 16 * row + lane / 16 * 8; }
-DEVICE int right_down(int lane, int row) { return (lane % 8 + lane / 16 * 8) * row + lane / 8 % 2 * 8; }
 
 // Rows [first, first + ROWS) of x to shared memory, asynchronously; zeros for those from `rows` on. (With one load_rows
 // for both passes, of this form the forward spills registers, of its form the backward has more instructions.)

@@ -1,16 +1,12 @@
 // fast/graphs.cu: a step's two passes as CUDA graphs, or a forward alone as one.
 //
-// A launch costs the CPU some 2 us and what leads to it, the tape and the allocations, more; a small model's kernels
-// take less than that each. A graph, captured once, launches all its kernels at once and leaves shorter gaps between
-// them. The first step of a kind is a rehearsal (see StepPlaces), the second is captured, and from then on the same
-// kernels run on the same buffers.
+// A launch costs the CPU some 2 us and what leads to it more; a small model's kernels take less than that each. A graph
+// launches all its kernels at once and leaves shorter gaps between them. The first step of a kind is a rehearsal (see
+// StepPlaces), the second is captured, and from then on the same kernels run on the same buffers.
 #include "cs336.h"
 #include "lib/gpu.h"
 
 #include <climits>
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Places for the buffers
 
 // A captured step's buffers lie in one block. A rehearsal, the same step with buffers from the pool, shows which buffer
 // is held from when to when; plan() then lays them into a block that is not much larger than what the step holds at
@@ -69,9 +65,6 @@ struct StepPlaces : Places {
 int graph_launches = 0;  // of this process, for tests: two for each captured step, one for a forward alone
 
 #ifdef __CUDACC__
-// ---------------------------------------------------------------------------------------------------------------------
-// The graphs
-
 struct StepGraphs {
     std::shared_ptr<StepPlaces> places = std::make_shared<StepPlaces>();
     size_t bytes = 0;  // that their block has to have

@@ -38,8 +38,8 @@ benchmarking_script --checkpoint quarter                   | --checkpoint: got q
 benchmarking_script --seed -1                              | --seed: Value -1 not in range
 nsys_profile --trace no/such/x.json                        | --trace: no/such/x.json
 nsys_profile --trace tests                                 | --trace: tests: cannot be written: expected a regular file
-flash_leaderboard --d_model 1024 --num_heads 3             | --d_model 1024 over --num_heads 3: takes a head size of
-flash_leaderboard --d_model 272 --num_heads 16             | --d_model 272 over --num_heads 16: takes a head size of
+flash_leaderboard --d_model 1024 --num_heads 3             | --d_model 1024: takes 16, 32, 64, 80 or 128 times
+flash_leaderboard --d_model 272 --num_heads 16             | --d_model 272: takes 16, 32, 64, 80 or 128 times
 flash_leaderboard --impl none                              | --impl: none not in {all,auto,
 naive_ddp --nproc 0                                        | --nproc: Value 0 not in range
 naive_ddp --backend mpi                                    | --backend: mpi not in {auto,nccl,gloo}

@@ -561,14 +561,15 @@ TEST_CASE("answers: pytorch_attention") {
                                       {16384, 128, F32, passes(48.454, 97.052, NAN, 16737)}};
     auto text = [&] { return printed([&] { answer_pytorch_attention(runs, 32768, 171902500864, 149443414425); }); };
     check_says(text(), {"**(a)** Memory runs out in 0 of the 5 configurations.",
-                        "is 4148.5 MiB at S 8192 and 16457.0 MiB, 3.97 times as much, at S 16384, of which the formula "
-                        "below explains 16425.0: it grows with S^2 where S is large.",
-                        "has S 32768 and D 16: it needs 160.1 GiB, and 139.2 are there.",
+                        "grows 3.97 times from S 8192 to 16384, with S^2. It is then 16457.0 MiB, of which the formula "
+                        "below explains 16425.0.",
+                        "S 32768 and D 16, needs 160.1 GiB of 139.2.",
                         "exp(S - m) and P, 2 x 4 B S^2 = 2 x 4 x 8 x 32768^2 bytes = 64.0 GiB;",
-                        "5 x 4 B S D = 80.0 MiB;", "2 x 4 B S = 2.0 MiB; together 64.1 GiB.", "it holds 5 arrays of",
+                        "5 x 4 B S D = 80.0 MiB;", "2 x 4 B S = 2.0 MiB.", "it holds 5 arrays of",
                         "keeps L, one number per query", "It would hold q, k, v, O, dO and L, 81.0 MiB."});
     runs[2].naive = oom();
-    check_says(text(), {"Memory runs out in 1 of the 5 configurations.", "at S 4096 and 4148.5 MiB"});
+    check_says(text(), {"Memory runs out in 1 of the 5 configurations.",
+                        "from S 4096 to 8192, with S^2. It is then 4148.5 MiB"});
     runs[0].naive = runs[1].naive = oom();  // no length of the first D is left
     check_says(text(), {"Memory runs out in 3 of the 5 configurations.", "keeps L"});
     CHECK(!has(text(), "saved for backward"));
@@ -605,10 +606,11 @@ TEST_CASE("answers: flash_benchmarking calls nothing faster that is slower or wi
         {1024, 128, F32, passes(0.095, 0.133, 0.222), passes(0.112, 0.275, 0.385)},
         {65536, 128, F32, passes(125.522, 207.935, 332.953), passes(26.253, 66.962, 93.164)}};
     auto text = [&] { return printed([&] { answer_flash_benchmarking(runs); }); };
-    check_says(text(), {"In bfloat16 flash, timed against naive over forward and backward, is faster in 2 of 2 "
-                        "configurations (36.84 to 93.94 times as fast).",
-                        "float32 flash, timed against naive over forward and backward, is faster in 1 of 2 "
-                        "configurations (0.58 to 3.57 times as fast), slower in 1."});
+    check_says(text(),
+               {"In bfloat16 flash (forward and backward) against naive is faster in 2 of 2 configurations (36.84 "
+                "to 93.94 times as fast).",
+                "float32 flash (forward and backward) against naive is faster in 1 of 2 configurations (0.58 "
+                "to 3.57 times as fast), slower in 1."});
     // A factor of 0.74, once clear, once within a busy machine's noise; and naive without memory.
     runs = {{512, 64, F32, passes(1, 1, 7.4), passes(1, 1, 10)}, {512, 64, BF16, oom(), passes(1, 1, 10)}};
     check_says(text(), {"faster in 0 of 1 configuration (0.74 to 0.74 times as fast), slower in 1.",
@@ -622,19 +624,15 @@ TEST_CASE("answers: flash_benchmarking calls nothing faster that is slower or wi
 TEST_CASE("answers: flash_leaderboard") {
     const AttentionCase c{1, 16, 16384, 16384, 64, true};
     check_says(printed([&] { answer_flash_leaderboard("hopper", c, passes(1.054, 2.476, 3.575)); }),
-               {"fastest, hopper, takes 3.575 ms for forward and backward, 1.054 ms for forward alone. That is 538 "
-                "TFLOP/s.",
-                "led with 5.364 ms, in Triton on an H100"});
+               {"fastest, hopper, takes 3.575 ms for forward and backward (538 TFLOP/s), 1.054 ms for forward alone.",
+                "led with 5.364 ms (16 heads, D 64, S 16384, bf16), in Triton on an H100"});
 }
 
 TEST_CASE("answers: the commands of sections 1.2 and 1.3, --quick") {
     const std::map<std::string, std::string> phrases = {
-        {"pytorch_attention", "together "},
-        {"weighted_sum", "memory bounds both"},
-        {"flash_forward", "All 56 checks pass"},
-        {"flash_backward", "All 56 checks pass"},
-        {"flash_benchmarking", "of 12 configurations"},
-        {"flash_leaderboard", "\n| tiled "},
+        {"pytorch_attention", "At backward's peak"},    {"weighted_sum", "Memory bounds both"},
+        {"flash_forward", "All 56 checks pass"},        {"flash_backward", "All 56 checks pass"},
+        {"flash_benchmarking", "of 12 configurations"}, {"flash_leaderboard", "\n| tiled "},
     };
     for (const auto& [command, phrase] : phrases) {
         Run r = run_cs336({command, "--device", "cpu", "--quick"});
