@@ -2,21 +2,6 @@
 #pragma once
 #include "lib.h"
 
-// lib/matmul.cu
-struct Matrix {  // the last two dimensions of a tensor; the others are a batch
-    char* data;
-    DType dtype;
-    int64_t rows, cols, ld, batch, batch_stride;  // ld, batch_stride: elements from one row, one matrix, to the next
-};
-Matrix matrix_of(const Tensor& t);
-struct Product {  // C = alpha op(A) op(B) + beta C, row-major; K: the length of its sums
-    Matrix C, A, B;
-    bool transpose_a, transpose_b;
-    int64_t K;
-    double alpha, beta;
-};
-extern bool (*faster_product)(const Product& p);  // fast/matmul.cu's, on the GPU; false: the product is not for it
-
 // For kernels that are bound by memory: a thread takes W neighbours at a time, by accesses of 16 bytes instead of 2 or
 // 4. To read such a kernel, take W = 1: then a pack is an element.
 template <class T, int W>
@@ -33,19 +18,11 @@ HD inline void store_pack(T* to, const Pack<T, W>& pack) {
 }
 
 #ifdef __CUDACC__
-#include <cublas_v2.h>
-
 // lib/device.cu: of the current device; an H100's where META plans for a GPU and none is here
 int multiprocessors();
 int compute_capability();  // 75 for 7.5
 
-// lib/matmul.cu: cuBLAS
-void cublas_check(cublasStatus_t status, const char* call, const char* file, int line);
-#define CUBLAS_CHECK(call) cublas_check(call, #call, __FILE__, __LINE__)
-constexpr size_t CUBLAS_WORKSPACE_BYTES = 32 << 20;
-void* cublas_workspace();
-void start_cublas();  // with its workspace; else the first product does
-cudaDataType_t cuda_type(DType t);
+void start_cublas();  // lib/matmul.cu: with its workspace; else the first product does
 
 // kernel<<<grid, threads>>>(arguments) in the compute stream, checked. A kernel with a comma stands in parentheses.
 #define LAUNCH(kernel, grid, threads, ...)                   \

@@ -1,6 +1,9 @@
 // lib/matmul.cu: matrix products. [M,K] x [K,N] costs 2MNK FLOPs and at least (MK + KN + MN) elements of traffic. The
 // GPU's products come from cuBLAS, the CPU's from OpenBLAS.
 #include "gpu.h"
+#ifdef __CUDACC__
+#include <cublas_v2.h>
+#endif
 #ifdef HAVE_OPENBLAS
 #include <cblas.h>
 #include <sys/resource.h>
@@ -11,53 +14,69 @@ DType matmul_dtype(Precision precision) {
 }
 DType weight_dtype(Precision precision) { return precision == PREC_PURE_BF16 ? BF16 : F32; }
 
-Matrix matrix_of(const Tensor& t) {
+struct Matrix {  // the last two dimensions of a tensor; the others are a batch
+    char* data;
+    DType dtype;
+    int64_t rows, cols, ld, batch, batch_stride;  // ld, batch_stride: elements from one row, one matrix, to the next
+};
+struct Product {  // C = alpha op(A) op(B) + beta C, row-major; K: the length of its sums
+    Matrix C, A, B;
+    bool transpose_a, transpose_b;
+    int64_t K;
+    double alpha, beta;
+};
+
+static Matrix matrix_of(const Tensor& t) {
     if (!is_row_major(t)) { fail("gemm: %s is not row-major", to_string(t.shape).c_str()); }
     int64_t rows = t.dim(-2), cols = t.dim(-1);
     return {t.data, t.dtype, rows, cols, cols, count(Shape(t.shape.begin(), t.shape.end() - 2)), rows * cols};
 }
 
 #ifdef __CUDACC__
-void cublas_check(cublasStatus_t status, const char* call, const char* file, int line) {
+static void cublas_check(cublasStatus_t status, const char* call, int line) {
     if (status == CUBLAS_STATUS_SUCCESS) { return; }
-    std::string what = strprintf("%s:%d: %s: %s", file, line, call, cublasGetStatusString(status));
+    std::string what = strprintf("lib/matmul.cu:%d: %s: %s", line, call, cublasGetStatusString(status));
     if (status == CUBLAS_STATUS_ALLOC_FAILED) { throw OutOfMemory(0, what + ": out of memory"); }
     throw Failure(1, what);
 }
+#define CUBLAS_CHECK(call) cublas_check(call, #call, __LINE__)
 
-// The workspace is ours (NVIDIA advises 32 MiB on Hopper): seen by the memory log, and fit for graph capture.
-void* cublas_workspace() {
-    static Tensor workspace = empty_on(CUDA, {CUBLAS_WORKSPACE_BYTES}, U8, WORKSPACE);
-    return workspace.data;
+static cublasHandle_t new_cublas() {
+    cublasHandle_t h;
+    CUBLAS_CHECK(cublasCreate(&h));
+    CUBLAS_CHECK(cublasSetStream(h, stream()));
+    // Or cuBLAS may add up the parts of a long sum in fp16.
+    CUBLAS_CHECK(cublasSetMathMode(h, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
+    // The workspace is ours (NVIDIA advises 32 MiB on Hopper): seen by the memory log, and fit for graph capture.
+    static const Tensor workspace = empty_on(CUDA, {32 << 20}, U8, WORKSPACE);
+    CUBLAS_CHECK(cublasSetWorkspace(h, workspace.data, workspace.size()));
+    return h;
 }
 static cublasHandle_t cublas() {
-    static cublasHandle_t handle = [] {
-        cublasHandle_t h;
-        CUBLAS_CHECK(cublasCreate(&h));
-        CUBLAS_CHECK(cublasSetStream(h, stream()));
-        // Or cuBLAS may add up the parts of a long sum in fp16.
-        CUBLAS_CHECK(cublasSetMathMode(h, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
-        CUBLAS_CHECK(cublasSetWorkspace(h, cublas_workspace(), CUBLAS_WORKSPACE_BYTES));
-        return h;
-    }();
+    static const cublasHandle_t handle = new_cublas();
     return handle;
 }
 void start_cublas() { cublas(); }
-cudaDataType_t cuda_type(DType t) { return t == BF16 ? CUDA_R_16BF : t == F16 ? CUDA_R_16F : CUDA_R_32F; }
+static cudaDataType_t cuda_type(DType t) { return t == BF16 ? CUDA_R_16BF : t == F16 ? CUDA_R_16F : CUDA_R_32F; }
 
 // By cuBLAS. It is column-major: what it sees in our memory is every matrix transposed, and C^T = op(B)^T op(A)^T.
-static void cublas_product(const Product& p) {
+static void cublas_product(const Product& p, cublasHandle_t handle = cublas()) {
     const Matrix &C = p.C, &A = p.A, &B = p.B;
     const float alpha = (float)p.alpha, beta = (float)p.beta;
+    // Its first choice is not always its fastest: the 2.7B model's gradient of w2 took 17 % longer with it. So it tries
+    // what there is when a large 16-bit product comes along for the first time.
+    cublasGemmAlgo_t kernel = CUBLAS_GEMM_DEFAULT;
+#if CUBLAS_VERSION >= 130100
+    if (A.dtype != F32 && C.batch == 1 && 2.0 * C.rows * C.cols * p.K >= 1e9) { kernel = CUBLAS_GEMM_AUTOTUNE; }
+#endif
     cublasComputeType_t compute =
         context.precision == TF32 && A.dtype == F32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     CUBLAS_CHECK(cublasGemmStridedBatchedEx(
-        cublas(), p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, (int)C.cols,
+        handle, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, (int)C.cols,
         (int)C.rows, (int)p.K, &alpha, B.data, cuda_type(B.dtype), (int)B.ld, B.batch_stride, A.data,
         cuda_type(A.dtype), (int)A.ld, A.batch_stride, &beta, C.data, cuda_type(C.dtype), (int)C.ld, C.batch_stride,
-        (int)C.batch, compute, CUBLAS_GEMM_DEFAULT));
+        (int)C.batch, compute, kernel));
 }
-bool (*faster_product)(const Product&) = nullptr;
 
 static void multiply_cuda(const Product& p) {
     auto run = [&](int64_t first, int64_t n, double beta) {  // n of the K summands
@@ -65,7 +84,7 @@ static void multiply_cuda(const Product& p) {
         part.A.data += (p.transpose_a ? first * p.A.ld : first) * (int64_t)size_of(p.A.dtype);
         part.B.data += (p.transpose_b ? first : first * p.B.ld) * (int64_t)size_of(p.B.dtype);
         part.K = n, part.beta = beta;
-        if (!faster_product || !faster_product(part)) { cublas_product(part); }
+        cublas_product(part);
     };
     // cuBLAS 13.1 leaves out the last K % 8 summands of some 16-bit products where A is transposed and B is not, as in
     // a weight's gradient ([4097,1000]^T times [4097,128] for one, on Hopper): they become a product of their own, at

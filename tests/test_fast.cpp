@@ -1,63 +1,11 @@
-// Tests of what the fast_*.cu do otherwise than the files that they speed up. (The implementations of attention, of
-// products and of AdamW are tested where their tables are.)
+// Tests of what the fast_*.cu do otherwise than the files that they speed up. (The implementations of attention
+// and of AdamW are tested where their tables are.)
 #include "fast/graphs.cu"
-#include "fast/matmul.cu"
 
 #include "test.h"
 
 #include <array>
 
-// A 16-bit product by each of the kernels among which fast/matmul.cu picks.
-static std::vector<Tensor> gemm_by_each_kernel(const Tensor& a, bool ta, const Tensor& b, bool tb, DType dtype) {
-    std::vector<Tensor> results;
-#ifdef __CUDACC__
-    Matrix A = matrix_of(a), B = matrix_of(b);
-    Shape shape = {ta ? A.cols : A.rows, tb ? B.rows : B.cols};
-    Tensor first = empty(shape, dtype);
-    Product p{matrix_of(first), A, B, ta, tb, ta ? A.rows : A.cols, 1, 0};
-    Picked l = layouts_of(p);
-    for (const cublasLtMatmulAlgo_t& kernel : kernels_for(p, l)) {
-        l.kernel = kernel;
-        results.push_back(empty(shape, dtype));
-        p.C = matrix_of(results.back());
-        run(p, l, 1, 0);
-    }
-#else
-    (void)a, (void)ta, (void)b, (void)tb, (void)dtype;
-#endif
-    return results;
-}
-
-TEST_CASE("gemm: whichever kernel is picked, the bits are the same") {
-    if (!begin<OnCUDA>()) { return; }
-    size_t kernels = 0, products = 0;
-    for (DType type : {BF16, F16}) {
-        for (DType out : {type, F32}) {
-            for (bool ta : {false, true}) {
-                for (bool tb : {false, true}) {
-                    if (ta && tb) { continue; }
-                    for (auto [M, N, K] :
-                         {std::array<int64_t, 3>{1024, 2304, 768}, {768, 1024, 10000}, {1600, 520, 1024}}) {
-                        Tensor a = empty(ta ? Shape{K, M} : Shape{M, K}, type);
-                        Tensor b = empty(tb ? Shape{N, K} : Shape{K, N}, type), c = empty({M, N}, out);
-                        fill_normal(a, 0, 1, 0, 1), fill_normal(b, 0, 2, 0, 1);
-                        std::vector<Tensor> all = gemm_by_each_kernel(a, ta, b, tb, out);
-                        kernels += all.size(), products++;
-                        gemm(c, a, ta, b, tb);
-                        std::vector<float> want = to_floats(c);
-                        for (const Tensor& one : all) { CHECK(to_floats(one) == want); }
-                        gemm(c, a, ta, b, tb, 1, 1);
-                        std::vector<float> twice = to_floats(c);
-                        for (size_t i = 0; i < want.size(); i += 997) {
-                            CHECK(twice[i] == doctest::Approx(2 * want[i]).epsilon(1e-2));
-                        }
-                    }
-                }
-            }
-        }
-    }
-    CHECK(kernels > products);
-}
 // A step as graphs and launch by launch, also where something changes in between: the same bits, or where blocks add up
 // dQ in no fixed order the same but for rounding.
 struct GraphCase {
