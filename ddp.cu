@@ -242,8 +242,8 @@ static int sizes(const Options& o) { return o.quick ? 2 : 4; }
 static size_t bytes_of(const AllReduceGroup& g, int size) { return (size_t)(SIZES_MB[size] * 1e6) * (g.nccl ? 1 : 3); }
 static double ring(int n) { return 2.0 * (n - 1) / n; }
 
-// Of all ranks and steps, in ms, of an all-reduce of n fp32 numbers.
-static Stats time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps) {
+// The median of all ranks and steps, in ms, of an all-reduce of n fp32 numbers.
+static double time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps) {
     std::vector<float> values(n);
     for (int64_t i = 0; i < n; i++) { values[i] = (float)(i % 1000 + c.rank); }
     const Tensor t = from_floats(values, {n});
@@ -259,7 +259,7 @@ static Stats time_all_reduce(const Communicator& c, int64_t n, int warmup, int s
         synchronize();
         if (i >= warmup) { mine.push_back(now_ms() - start); }
     }
-    return stats_of(gather(c, mine));
+    return stats_of(gather(c, mine)).median;
 }
 
 // groups: of each backend by ranks.
@@ -272,13 +272,12 @@ static void answer_distributed_communication_single_node(const std::vector<AllRe
         if (std::isnan(large)) { continue; }
         if (!first[g.nccl]) {
             first[g.nccl] = &g;
-            answer("size", "%s with %s takes %.3g ms for 1 MB and %.4g ms for %g MB, %.3g times as long: %s.", who,
-                   ranks(g.ranks).c_str(), small, large, mb, large / small,
-                   large / small < 0.8 * mb ? "latency limits the small tensor, bandwidth the large one"
-                                            : "bandwidth limits both");
+            answer("size", "%s: %s with %s takes %.4g ms for %g MB, %.3g times as long as for 1 MB (%.3g ms).",
+                   large / small < 0.8 * mb ? "Latency limits the small tensor, bandwidth the large one"
+                                            : "Bandwidth limits both",
+                   who, ranks(g.ranks).c_str(), large, mb, large / small, small);
         } else {
-            answer("ranks",
-                   "From %d to %d ranks %s takes %.2f times as long for %g MB. A ring would take %.2f times as long.",
+            answer("ranks", "From %d to %d ranks %s takes %.2f times as long for %g MB (a ring: %.2f times).",
                    before->ranks, g.ranks, who, large / before->ms[sizes - 1], mb, ring(g.ranks) / ring(before->ranks));
         }
         before = &g;
@@ -316,7 +315,7 @@ static void run_as_rank(const Communicator& c, const Options& o) {
     for (int i = 0; i < sizes(o); i++) {
         const bool fits = bytes_of(g, i) <= room_of_each_rank(c);
         const int64_t n = (int64_t)(SIZES_MB[i] * 1e6 / 4);
-        g.ms[i] = fits ? time_all_reduce(c, n, o.warmup[0], o.steps).median : NAN;
+        g.ms[i] = fits ? time_all_reduce(c, n, o.warmup[0], o.steps) : NAN;
     }
     if (c.rank > 0) { return; }
     if (!getenv(RESULTS)) { return print_all_reduces(o, {g}); }
@@ -679,7 +678,7 @@ static void answer_naive_ddp_benchmarking(const std::vector<DdpRun>& runs) {
     const double total = naive.ms[TOTAL].mean, exposed = naive.ms[EXPOSED].mean, comm = naive.ms[COMMUNICATION].mean;
     answer("",
            "A step takes %.2f ms: %s. %.2f ms of it (%.1f %%) are exposed communication, from the end of backward to "
-           "the end of the last all-reduce. The %d all-reduces, one per tensor, move %.1f MB in %.2f ms (%.1f GB/s).",
+           "the end of the last all-reduce. The %d all-reduces, one per tensor, move %.1f MB in %.2f ms (%.3g GB/s).",
            total, against(naive.ms[TOTAL], none.ms[TOTAL], "without communication").c_str(), exposed,
            100 * exposed / total, naive.calls, naive.mb, comm, naive.mb / comm);
 }
@@ -693,31 +692,21 @@ static void answer_minimal_ddp_flat_benchmarking(const std::vector<DdpRun>& runs
            against(flat.ms[COMMUNICATION], naive.ms[COMMUNICATION], "naive's calls").c_str());
 }
 static void answer_ddp_overlap_individual_parameters_benchmarking(const std::vector<DdpRun>& runs) {
-    const DdpRun &none = runs[NO_SYNC], &naive = runs[NAIVE], &over = runs[OVERLAPPED];
+    const DdpRun &naive = runs[NAIVE], &over = runs[OVERLAPPED];
     const Stats& total = over.ms[TOTAL];
-    answer("a", "Overlapped, a step takes %.2f ms: %s, %s, and %s.", total.mean,
-           against(total, naive.ms[TOTAL], "naive").c_str(), against(total, runs[FLAT].ms[TOTAL], "flat").c_str(),
-           against(total, none.ms[TOTAL], "without communication").c_str());
+    answer("a", "Overlapped, a step takes %.2f ms: %s, and %s.", total.mean,
+           against(total, naive.ms[TOTAL], "naive").c_str(), against(total, runs[FLAT].ms[TOTAL], "flat").c_str());
     answer("b",
            "In naive's trace (--trace FILE.json) all all-reduces lie after backward, and the compute stream waits %.2f "
-           "ms. In overlapped's %.1f %% of their time lies under backward, and it waits %.2f ms.",
+           "ms. In overlapped's, %.1f %% of their time lies under backward, and it waits %.2f ms.",
            naive.ms[EXPOSED].mean, 100 * over.ms[HIDDEN].mean / over.ms[COMMUNICATION].mean, over.ms[EXPOSED].mean);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// ddp_bucketed_benchmarking (b): the overhead of n buckets of s bytes together is s/(n w) + n o, as the last one cannot
-// hide, and each call costs o. o and w: of the line o + bytes/w through a small and a large all-reduce.
+// ddp_bucketed_benchmarking (b): n_b buckets of s bytes together at w bytes/s, and o for each call. o and w are those
+// of the line through naive's calls and flat's one: they take n o + s/w and o + s/w.
 
-struct BucketModel {
-    double s, o, w;  // bytes, ms, bytes per ms
-};
-static BucketModel bucket_model(const Communicator& c, double s) {
-    auto ms = [&](double bytes) { return time_all_reduce(c, (int64_t)(bytes / 4), 3, 7).min; };  // noise only adds
-    const double small = 0.25e6, large = std::max(std::min(s, 256e6), 4e6);
-    const double a = ms(small), w = (large - small) / (ms(large) - a);
-    return {s, std::max(a - small / w, 1e-4), w};
-}
-static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, const BucketModel& m) {
+static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs) {
     const DdpRun &none = runs[NO_SYNC], &flat = runs[FLAT], &over = runs[OVERLAPPED];
     const std::vector<DdpRun> buckets(&over + 1, runs.data() + runs.size());
     auto by_time = [](auto& a, auto& b) { return a.ms[TOTAL].mean < b.ms[TOTAL].mean; };
@@ -740,18 +729,18 @@ static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, co
            few.name.c_str(), against(few.ms[EXPOSED], over.ms[EXPOSED], "a tensor per call").c_str());
     answer("a",
            "The model in (b) needs backward to take as long as communication. Here backward takes %.2f ms and flat's "
-           "all-reduce %.2f ms, of which overlapped hides %.0f %%: they match with %.2f times the tokens per rank.",
-           none.ms[BACKWARD].mean, flat.ms[COMMUNICATION].mean,
-           100 * over.ms[HIDDEN].mean / over.ms[COMMUNICATION].mean,
-           flat.ms[COMMUNICATION].mean / none.ms[BACKWARD].mean);
-    const double bytes = std::min(m.s, sqrt(m.s * m.o * m.w));  // at least one bucket
-    answer(
-        "b",
-        "A bucket takes s/(n_b w) to compute and o + s/(n_b w) to send, and sending goes on back to back once the "
-        "first is computed: overhead(s, w, o, n_b) = s/(n_b w) + n_b o. It is least, 2 sqrt(s o/w), for n_b = "
-        "sqrt(s/(o w)): the best bucket has s/n_b = sqrt(s o w) bytes. Timed alone, this run's fastest all-reduces "
-        "have o = %.1f us and w = %.2f GB/s. With s = %.1f MB the best bucket has %.1f MB and an overhead of %.2f ms.",
-        1e3 * m.o, m.w / 1e6, m.s / 1e6, bytes / 1e6, bytes / m.w + m.s / bytes * m.o);
+           "all-reduce %.2f ms, so %.2f times the tokens per rank would match.",
+           none.ms[BACKWARD].mean, flat.ms[COMMUNICATION].mean, flat.ms[COMMUNICATION].mean / none.ms[BACKWARD].mean);
+    const double s = flat.mb, n = runs[NAIVE].calls, sent = flat.ms[COMMUNICATION].mean;  // MB, ms
+    const double o = std::max((runs[NAIVE].ms[COMMUNICATION].mean - sent) / (n - 1), 1e-4), w = s / (sent - o);
+    const double mb = std::min(s, sqrt(s * o * w));  // at least one bucket
+    answer("b",
+           "Backward ends at s/w, sending at s/(n_b w) + n_b (o + s/(n_b w)): it begins when the first bucket is there "
+           "and goes on back to back. The difference is overhead(s, w, o, n_b) = s/(n_b w) + n_b o. It is least, 2 "
+           "sqrt(s o/w), for n_b = sqrt(s/(o w)), so the best bucket has s/n_b = sqrt(s o w) bytes. Naive's %.0f calls "
+           "and flat's one send s = %.1f MB with o = %.4g us and w = %.4g GB/s: the best bucket has %.4g MB and an "
+           "overhead of %.3g ms.",
+           n, s, 1e3 * o, w, mb, mb / w + s / mb * o);
 }
 
 static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
@@ -764,14 +753,12 @@ static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
         if (!o.trace.empty()) { write_trace(o.trace, traces, caption, c); }
         const WayRun single = single_process(c, o, config);
         const DdpRun& last = runs.back();
-        const bool models = last.strategy == BUCKETED && c.world > 1 && !last.oom;
-        const BucketModel line = models ? bucket_model(c, last.mb * 1e6) : BucketModel{};
         if (c.rank == 0) { print_steps(caption, runs, single, o, c.world); }
         if (!can_compare(c, {runs.begin(), runs.end()})) { return; }
         if (last.strategy == NAIVE) { answer_naive_ddp_benchmarking(runs); }
         if (last.strategy == FLAT) { answer_minimal_ddp_flat_benchmarking(runs); }
         if (last.strategy == OVERLAPPED) { answer_ddp_overlap_individual_parameters_benchmarking(runs); }
-        if (last.strategy == BUCKETED) { answer_ddp_bucketed_benchmarking(runs, line); }
+        if (last.strategy == BUCKETED) { answer_ddp_bucketed_benchmarking(runs); }
     });
 }
 int cmd_naive_ddp_benchmarking(const Options& o) { return benchmark(o, {NO_SYNC, NAIVE}); }
@@ -822,25 +809,26 @@ static void answer_optimizer_state_sharding_accounting(const std::vector<Shardin
     const double part = 1e-6 * weights * (ranks - 1) / ranks;          // MB, of which a rank sends two or three
     auto peak = [](const ShardingRun& r, int i) { return mib_of(r.peaks[i].second.peak); };
     auto state = [](const ShardingRun& r) { return mib_of(r.peaks[2].second.peak_by[OPTIMIZER]); };
-    answer("a",
-           "Peaks after init, before the optimizer's step and after it: %.1f, %.1f and %.1f MiB unsharded, %.1f, %.1f "
-           "and %.1f MiB sharded.",
-           peak(whole, 0), peak(whole, 1), peak(whole, 2), peak(ours, 0), peak(ours, 1), peak(ours, 2));
+    answer(
+        "a",
+        "Unsharded, the peak is %.1f MiB after init, %.1f before the optimizer's step and %.1f after it. Sharded, it "
+        "is %.1f, %.1f and %.1f MiB.",
+        peak(whole, 0), peak(whole, 1), peak(whole, 2), peak(ours, 0), peak(ours, 1), peak(ours, 2));
     answer("a",
            "Before the step weights and gradients take %.1f MiB each, activations the rest. The step adds AdamW's "
            "moments: %.1f MiB unsharded, %.1f MiB sharded, which is %sthe expected 1/%d.",
            mib_of(weights), state(whole), state(ours),
            std::fabs(state(ours) / state(whole) - 1.0 / ranks) < 0.01 ? "" : "not ", ranks);
     answer("b",
-           "An iteration takes %.2f ms sharded, %s. Each rank steps only its share but then broadcasts it: it sends "
-           "%.1f MB per step instead of %.1f, and its optimizer takes %.2f ms, %s.",
-           ours.ms[TOTAL].mean, against(ours.ms[TOTAL], whole.ms[TOTAL], "unsharded").c_str(), 3 * part, 2 * part,
+           "An iteration takes %.2f ms sharded, %s. Each rank steps only its share but then broadcasts it: the "
+           "optimizer takes %.2f ms, %s.",
+           ours.ms[TOTAL].mean, against(ours.ms[TOTAL], whole.ms[TOTAL], "unsharded").c_str(),
            ours.ms[OPTIMIZER_STEP].mean,
            against(ours.ms[OPTIMIZER_STEP], whole.ms[OPTIMIZER_STEP], "unsharded").c_str());
     answer("c",
-           "ZeRO-1, too, shards only the optimizer's state: %.1f MiB per rank, where ours takes %.1f MiB. It "
-           "reduce-scatters gradients and all-gathers weights, so of Psi parameters a rank sends 2 Psi (N-1)/N "
-           "elements (%.1f MB). Ours all-reduces gradients and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).",
+           "ZeRO-1, too, shards only the optimizer's state: %.1f MiB per rank, ours %.1f MiB. It sends less: with a "
+           "reduce-scatter of gradients and an all-gather of weights, a rank sends 2 Psi (N-1)/N elements (%.1f MB) of "
+           "Psi parameters. Ours all-reduces gradients and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).",
            state(zero), state(ours), 2 * part, 3 * part);
 }
 int cmd_optimizer_state_sharding_accounting(const Options& asked) {
@@ -886,19 +874,21 @@ static double least_devices(double P, double A, double memory) {
 }
 static void answer_memory(const Options& o) {
     const double D = o.d_model, F = o.d_ff, L = o.num_layers, P = 2 * D * F * L, per_token = 2 * L * (D + F);
-    answer("a",
-           "P = 2 D F L = 2 x %g x %g x %g = %.0f parameters take 4 P = %.1f GB in fp32. With their gradients and "
-           "AdamW's two moments they take 16 P = %.1f GB, the memory of %.1f / %g = %.2f, so %.0f GPUs. Backward saves "
-           "2 L (D + F) = 2 x %g x (%g + %g) = %.0f bytes per token in bf16.",
-           D, F, L, P, 4 * P / GB, 16 * P / GB, 16 * P / GB, GPU_GB, 16 * P / GB / GPU_GB, ceil(16 * P / GB / GPU_GB),
-           L, D, F, per_token);
-    answer("b",
-           "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for backward, and half of A "
-           "is sharded over the N devices, like the weights. Without activations that is below %g GB from N = %.0f "
-           "devices on; with %d tokens per device, from N = %.0f on. No N is enough from %g GB / (%.0f / 2) = %.0f "
-           "tokens per device on, because A/2 alone fills the memory.",
-           CHIP_GB, least_devices(P, 0, CHIP_GB * GB), o.tokens, least_devices(P, per_token * o.tokens, CHIP_GB * GB),
-           CHIP_GB, per_token, ceil(CHIP_GB * GB / (per_token / 2)));
+    answer(
+        "a",
+        "P = 2 D F L = 2 x %g x %g x %g = %.4g parameters take 4 P = %.1f GB in fp32. With gradients and AdamW's two "
+        "moments they take 16 P = %.1f GB, the memory of %.1f / %g = %.2f, so %.0f GPUs. Backward saves 2 L (D + F) "
+        "= 2 x %g x (%g + %g) = %.4g MB per token in bf16.",
+        D, F, L, P, 4 * P / GB, 16 * P / GB, 16 * P / GB, GPU_GB, 16 * P / GB / GPU_GB, ceil(16 * P / GB / GPU_GB), L,
+        D, F, per_token / 1e6);
+    answer(
+        "b",
+        "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for backward, half of it "
+        "sharded. Without "
+        "activations that is below %g GB from N = %.0f devices on; with %d tokens per device, from N = %.0f on. No N "
+        "is enough from %g GB / (%.4g MB / 2) = %.0f tokens per device on, because A/2 alone fills the memory.",
+        CHIP_GB, least_devices(P, 0, CHIP_GB * GB), o.tokens, least_devices(P, per_token * o.tokens, CHIP_GB * GB),
+        CHIP_GB, per_token / 1e6, ceil(CHIP_GB * GB / (per_token / 2)));
 }
 
 int cmd_communication_accounting(const Options& o) {
@@ -912,17 +902,17 @@ int cmd_communication_accounting(const Options& o) {
            "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte. Forward is compute bound from B = (alpha X / "
            "M_X) / (1 - alpha Y / (M_Y F)) = (%.1f x %g / %g) / (1 - "
            "%.1f x %g / (%g x %g)) = %.0f tokens overall, %.1f per chip. This holds for every schedule: FSDP's "
-           "gathers and TP's all-reduces take turns. Where both axes communicate at once, each over its own links, "
-           "alpha X / M_X = %.0f tokens (%.1f per chip) are enough, with Y below M_Y F / alpha = %.1f.",
+           "gathers and TP's all-reduces take turns. Where both axes communicate at once, alpha X / M_X = %.0f tokens "
+           "(%.1f per chip) are enough, with Y below M_Y F / alpha = %.1f.",
            o.tflops, o.bandwidth_gb, alpha, alpha, X, M_X, alpha, Y, M_Y, F, ceil(B), B / N, ceil(overlapped),
            overlapped / N, most_Y);
     // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of the time.
     const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
     answer("d",
-           "The split can be chosen: the least batch is 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %g) = %.1f "
-           "tokens per chip, at X = 2 alpha N / (M_Y F) = %.1f. Communication on both axes at once divides it by 4: "
-           "alpha^2 / (M_X M_Y F) = %.1f. Fewer bytes (8-bit weights halve alpha X / M_X), more links per axis and "
-           "pipeline stages lower it further. Gradient accumulation does not: each micro-batch gathers the weights.",
+           "Choose the split: the least batch is 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %g) = %.1f tokens "
+           "per chip, at X = 2 alpha N / (M_Y F) = %.1f. Communication on both axes at once divides it by 4: alpha^2 / "
+           "(M_X M_Y F) = %.1f. Fewer bytes (8-bit weights halve alpha X / M_X), more links per axis and pipeline "
+           "stages lower it further. Gradient accumulation does not: each micro-batch gathers the weights.",
            alpha, M_X, M_Y, F, per_chip, 2 * N / most_Y, per_chip / 4);
     return 0;
 }

@@ -451,8 +451,8 @@ static void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, 
     const double N = world, full = 4 * bytes * psi, split = (full + full / N) / 2, part = full / N;
     answer("a",
            "FSDP should save %.1f MiB against DDP and %.1f MiB against a sharded optimizer. Weights, gradients and two "
-           "moments take %d Psi bytes with DDP, (%d + %d/N) Psi with the sharded optimizer and %d Psi/N with FSDP; Psi "
-           "is %.0f, N %d.",
+           "moments take %d Psi bytes with DDP, (%d + %d/N) Psi with the sharded optimizer and %d Psi/N with FSDP (Psi "
+           "= %.4g, N = %d).",
            mib_of(full - part), mib_of(split - part), 4 * bytes, 2 * bytes, 2 * bytes, 4 * bytes, psi, world);
     const FsdpRun& fsdp = runs[FULLY_SHARDED];
     if (fsdp.oom) { return; }
@@ -468,14 +468,13 @@ static void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, 
                saved < 0 ? "more" : "less", other, std::fabs(more), more < 0 ? "more" : "less");
     }
     answer("a",
-           "FSDP holds two whole units and their gradients in buffers. Its own shards of all gradients are there only "
-           "at backward's end, when activations are gone.");
+           "FSDP needs more for two whole units and their gradients, in buffers. It needs less because its shards of "
+           "all gradients are there only at backward's end, when activations are gone.");
     double gathers = 0, waits = 0;  // of those in forward that have a block to hide under
     for (size_t u = 2; u < fsdp.units.size(); u++) { gathers += fsdp.units[u].gather, waits += fsdp.units[u].wait; }
     answer("b",
            "%s in time for forward: from layer 1 on they take %.3f ms, and the compute stream waits %.3f ms for them "
-           "(%.1f %%). The gathers of the embedding and of layer 0 have no block to hide under: it waits %.3f and %.3f "
-           "ms for them.",
+           "(%.1f %%). Those of the embedding and of layer 0 have no block to hide under: it waits %.3f and %.3f ms.",
            waits < 0.05 * gathers ? "The gathers come" : "Not all gathers come", gathers, waits, 100 * waits / gathers,
            fsdp.units[0].wait, fsdp.units[1].wait);
 }
@@ -523,24 +522,20 @@ struct LayerSizes {
 };
 struct PassCost {  // of one device
     const char* what;
-    double flops, bytes, communication, computation;  // bytes sent; seconds
-    double most;                                      // devices, up to which computation takes as long
-    bool is_backward() const { return *what == 'b'; }
+    double flops, communication;  // seconds
+    double most;                  // devices, up to which computation takes as long
 };
-static PassCost cost(const LayerSizes& l, const char* what, double flops, double bytes, double most) {
-    return {what, flops, bytes, bytes / l.W, flops / l.C, most};
-}
 // Backward, forward. An all-reduce of all gradients, data parallelism's, sends what the gathers and reduce-scatters of
 // FSDP's backward send.
 static std::vector<PassCost> fsdp_costs(const LayerSizes& l, double N) {
     auto [B, D, F, C, W] = l;
-    return {cost(l, "backward", 12 * B * D * F / N, 12 * D * F * (N - 1) / N, 1 + B * W / C),
-            cost(l, "forward", 6 * B * D * F / N, 6 * D * F * (N - 1) / N, 1 + B * W / C)};
+    return {{"Backward", 12 * B * D * F / N, 12 * D * F * (N - 1) / N / W, 1 + B * W / C},
+            {"Forward", 6 * B * D * F / N, 6 * D * F * (N - 1) / N / W, 1 + B * W / C}};
 }
 static std::vector<PassCost> tp_costs(const LayerSizes& l, double N) {
     auto [B, D, F, C, W] = l;
-    return {cost(l, "backward", 12 * B * D * F / N, 4 * B * D * (N - 1) / N, 1 + 3 * F * W / C),
-            cost(l, "forward", 6 * B * D * F / N, 4 * B * D * (N - 1) / N, 1 + 3 * F * W / (2 * C))};
+    return {{"Backward", 12 * B * D * F / N, 4 * B * D * (N - 1) / N / W, 1 + 3 * F * W / C},
+            {"Forward", 6 * B * D * F / N, 4 * B * D * (N - 1) / N / W, 1 + 3 * F * W / (2 * C)}};
 }
 // Forward: N devices along the FSDP axis, M along the TP axis; each axis, both overlapped, both in turn. With a = B W /
 // C and b = 3 D_FF W / (2 C) the axes' times are at most the products' up to 1 + a and 1 + b devices. In turn they add
@@ -548,33 +543,25 @@ static std::vector<PassCost> tp_costs(const LayerSizes& l, double N) {
 // axis, the axis goes.
 static std::vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M) {
     auto [B, D, F, C, W] = l;
-    double a = B * W / C, b = 3 * F * W / (2 * C), Q = 3 * B * F * W / C + 3 * F + 2 * B;
-    double flops = 6 * B * D * F / (N * M);
-    PassCost fsdp = cost(l, "FSDP axis", flops, 6 * D * F * (N - 1) / (N * M), 1 + a);
-    PassCost tp = cost(l, "TP axis", flops, 4 * B * D * (M - 1) / (N * M), 1 + b);
-    PassCost overlapped = cost(l, "both, overlapped", flops, fsdp.bytes + tp.bytes, (1 + a) * (1 + b));
-    PassCost in_turn = cost(l, "both, in turn", flops, fsdp.bytes + tp.bytes, Q * Q / (24 * B * F));
-    overlapped.communication = std::max(fsdp.communication, tp.communication);
-    if (b < a / (a + 1)) { in_turn.most = 1 + a; }
-    if (a < b / (b + 1)) { in_turn.most = 1 + b; }
-    return {fsdp, tp, overlapped, in_turn};
+    const double a = B * W / C, b = 3 * F * W / (2 * C), Q = 3 * B * F * W / C + 3 * F + 2 * B;
+    const double flops = 6 * B * D * F / (N * M);
+    const double fsdp = 6 * D * F * (N - 1) / (N * M) / W, tp = 4 * B * D * (M - 1) / (N * M) / W;
+    const double in_turn = b < a / (a + 1) ? 1 + a : a < b / (b + 1) ? 1 + b : Q * Q / (24 * B * F);
+    return {{"FSDP axis", flops, fsdp, 1 + a},
+            {"TP axis", flops, tp, 1 + b},
+            {"both, overlapped", flops, std::max(fsdp, tp), (1 + a) * (1 + b)},
+            {"both, in turn", flops, fsdp + tp, in_turn}};
 }
 
 static LayerSizes sizes_of(const Options& o) {
     return {(double)o.tokens, (double)o.d_model, (double)o.d_ff, o.tflops * 1e12, o.bandwidth_gb * 1e9};
 }
-static void print_costs(const Options& o, const std::string& devices, const std::vector<PassCost>& costs) {
-    Table table{
-        strprintf("%s: y = (f(x W1) * (x W2)) W3, products only, 2 bytes per element; B = %d tokens, D = %d, D_FF = "
-                  "%d, C = %g TFLOP/s, W = %g GB/s out of each device, GB = 1e9 bytes; %s",
-                  o.command.c_str(), o.tokens, o.d_model, o.d_ff, o.tflops, o.bandwidth_gb, devices.c_str()),
-        {"", "FLOPs per device", "bytes sent per device", "communication ms", "computation ms", "most devices"}};
-    for (const PassCost& c : costs) {
-        table.row(c.what, strprintf("%.0f", c.flops), strprintf("%.0f", c.bytes),
-                  strprintf("%.6g", 1e3 * c.communication), strprintf("%.6g", 1e3 * c.computation),
-                  strprintf("%.6g", c.most));
-    }
-    print(table);
+static void print_setting(const Options& o, const std::string& devices) {
+    answer(
+        "",
+        "%s: y = (f(x W1) * (x W2)) W3, products only, 2 bytes per element; B = %d tokens, D = %d, D_FF = %d, C = %g "
+        "TFLOP/s, W = %g GB/s out of each device, GB = 1e9 bytes; %s; %s",
+        o.command.c_str(), o.tokens, o.d_model, o.d_ff, o.tflops, o.bandwidth_gb, devices.c_str(), origin().c_str());
 }
 int cmd_alternate_ring_all_reduce(const Options& o) {
     double S = o.tensor_mb * 1e6, W = o.bandwidth_gb * 1e9, N = o.devices;
@@ -583,10 +570,10 @@ int cmd_alternate_ring_all_reduce(const Options& o) {
            o.tensor_mb, N, o.bandwidth_gb, origin().c_str());
     answer("",
            "The alternative takes (N - 1) S / W = (%g - 1) x %g / %g = %.4g ms: in each of N - 1 steps each device "
-           "sends a whole tensor of S bytes. Reduce-scatter and all-gather send parts of S / N bytes in 2 (N - 1) "
-           "steps, and take 2 (N - 1) S / (N W) = 2 x (%g - 1) x %g / (%g x %g) = %.4g ms. So the alternative takes N "
-           "/ 2 = %g times as long.",
-           N, S, W, ms, N, S, N, W, usual_ms, N / 2);
+           "sends a whole tensor of S bytes. That is N / 2 = %g times as long as reduce-scatter and all-gather: these "
+           "send S / N bytes in each of 2 (N - 1) steps, 2 (N - 1) S / (N W) = 2 x (%g - 1) x %g / (%g x %g) = %.4g "
+           "ms.",
+           N, S, W, ms, N / 2, N, S, N, W, usual_ms);
     return 0;
 }
 
@@ -594,24 +581,24 @@ int cmd_alternate_ring_all_reduce(const Options& o) {
 static int split_of_batch(const Options& o, const char* n, const std::vector<PassCost>& costs, const char* sends) {
     const auto [B, D, F, C, W] = sizes_of(o);
     const double N = o.devices;
-    print_costs(o, strprintf("%s = %g", n, N), costs);
+    print_setting(o, strprintf("%s = %g", n, N));
     for (const PassCost& p : costs) {
-        const int k = p.is_backward() ? 12 : 6;
+        const int k = &p == &costs[0] ? 12 : 6;  // of backward, of forward
         answer("a",
-               "In %s: %d B D D_FF / %s = %d x %.7g x %.7g x %.7g / %g = %.4g FLOP, %d products of 2 (B / %s) D D_FF.",
+               "%s: %d B D D_FF / %s = %d x %.7g x %.7g x %.7g / %g = %.4g FLOP, %d products of 2 (B / %s) D D_FF.",
                p.what, k, n, k, B, D, F, N, p.flops, k / 2, n);
+    }
+    for (const PassCost& p : costs) {
+        const int k = &p == &costs[0] ? 12 : 6;
         answer(
             "b",
-            "In %s: %d D D_FF (N - 1) / (N W) = %d x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms: a ring sends (N - "
-            "1) / N of 6 D D_FF bytes out of each device %s.",
-            p.what, k, k, D, F, N, N, W, 1e3 * p.communication,
-            p.is_backward() ? sends : "once, to gather the weights");
-        answer(
-            "c",
-            "In %s: %s <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices, from %d D D_FF (N - 1) / W <= %d B D D_FF "
-            "/ C.",
-            p.what, n, B, W, C, p.most, k, k);
+            "%s: %d D D_FF (N - 1) / (N W) = %d x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms. A ring sends (N - 1) "
+            "/ N of 6 D D_FF bytes out of each device %s.",
+            p.what, k, k, D, F, N, N, W, 1e3 * p.communication, k == 12 ? sends : "once, to gather the weights");
     }
+    answer("c",
+           "%s <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices%s, from 12 D D_FF (N - 1) / W <= 12 B D D_FF / C.", n,
+           B, W, C, costs[0].most, costs.size() > 1 ? " in both passes" : "");
     return 0;
 }
 int cmd_data_parallel_calcs(const Options& o) {
@@ -628,7 +615,7 @@ int cmd_tp_calcs(const Options& o) {
     const double N = o.devices;
     const std::vector<PassCost> costs = tp_costs(l, N);
     const PassCost &backward = costs[0], &forward = costs[1];
-    print_costs(o, strprintf("N_TP = %g", N), costs);
+    print_setting(o, strprintf("N_TP = %g", N));
     answer("a",
            "Device i holds W1(i), W2(i), W3(i) and saved x, x1(i), x2(i), z(i). Each device has all of dY, because y "
            "was all-reduced, so nothing is sent before the end. The devices hold different columns of W1 and W2, so "
@@ -643,18 +630,18 @@ int cmd_tp_calcs(const Options& o) {
         "dx(i)  = dx1(i) W1(i)^T + dx2(i) W2(i)^T     (B, D)             a partial sum\n"
         "dx     = all-reduce(dx(i))                   (B, D)\n");
     answer("b",
-           "Forward: 6 B D D_FF / N_TP = 6 x %.7g x %.7g x %.7g / %g = %.4g FLOP, in three products of 2 B D (D_FF / "
-           "N_TP). Backward: 12 B D D_FF / N_TP = %.4g FLOP, in six.",
+           "Forward: 6 B D D_FF / N_TP = 6 x %.7g x %.7g x %.7g / %g = %.4g FLOP, three products of 2 B D (D_FF / "
+           "N_TP). Backward: 12 B D D_FF / N_TP = %.4g FLOP, six products.",
            B, D, F, N, forward.flops, backward.flops);
     answer("c",
            "Forward: 4 B D (N_TP - 1) / (N_TP W) = 4 x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms, an all-reduce of "
            "y, 2 B D bytes. Backward: the same, an all-reduce of dx.",
            B, D, N, N, W, 1e3 * forward.communication);
     answer("d",
-           "Backward: N_TP <= 1 + 3 D_FF W / C = 1 + 3 x %.7g x %g / %g = %.4g devices, from 4 (N_TP - 1) / W <= 12 "
-           "D_FF / C, where B and D cancel. Forward: N_TP <= 1 + 3 D_FF W / (2 C) = %.4g devices: half as many "
+           "Forward: N_TP <= 1 + 3 D_FF W / (2 C) = 1 + 3 x %.7g x %g / (2 x %g) = %.4g devices, from 4 (N_TP - 1) / W "
+           "<= 6 D_FF / C, where B and D cancel. Backward: N_TP <= 1 + 3 D_FF W / C = %.4g devices, with twice the "
            "products for the same bytes.",
-           F, W, C, backward.most, forward.most);
+           F, W, C, forward.most, backward.most);
     return 0;
 }
 
@@ -664,9 +651,9 @@ int cmd_fsdp_tp_calcs(const Options& o) {
     const double N = o.fsdp, M = o.tp;
     const std::vector<PassCost> costs = fsdp_tp_costs(l, N, M);
     const PassCost &fsdp = costs[0], &tp = costs[1], &overlapped = costs[2];
-    print_costs(o, strprintf("forward, N_FSDP = %g, N_TP = %g", N, M), costs);
+    print_setting(o, strprintf("forward, N_FSDP = %g, N_TP = %g", N, M));
     answer("a",
-           "6 B D D_FF / (N_FSDP N_TP) = 6 x %.7g x %.7g x %.7g / (%g x %g) = %.4g FLOP: three products of 2 (B / "
+           "6 B D D_FF / (N_FSDP N_TP) = 6 x %.7g x %.7g x %.7g / (%g x %g) = %.4g FLOP, three products of 2 (B / "
            "N_FSDP) D (D_FF / N_TP). FSDP splits the rows of x, TP the columns of W1 and W2 and the rows of W3.",
            B, D, F, N, M, fsdp.flops);
     answer("b",
@@ -674,17 +661,18 @@ int cmd_fsdp_tp_calcs(const Options& o) {
            "x %.7g x (%g - 1)) / (%g x %g x %g) = %.4g ms. FSDP gathers a TP shard of the weights, 6 D D_FF / N_TP "
            "bytes, in %.4g ms. TP all-reduces y of B / N_FSDP rows, 2 B D / N_FSDP bytes, in %.4g ms.",
            D, F, N, B, D, M, N, M, W, 1e3 * overlapped.communication, 1e3 * fsdp.communication, 1e3 * tp.communication);
-    answer("c",
-           "N <= (1 + B W / C) (1 + 3 D_FF W / (2 C)) = (1 + %.7g x %g / %g) x (1 + 3 x %.7g x %g / (2 x %g)) = %.4g "
-           "devices. The FSDP axis takes at most 1 + B W / C = %.4g for any N_TP, and the TP axis at most 1 + 3 D_FF W "
-           "/ (2 C) = %.4g for any N_FSDP.",
-           B, W, C, F, W, C, overlapped.most, fsdp.most, tp.most);
+    answer(
+        "c",
+        "N_FSDP <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g, where N_TP cancels. N_TP <= 1 + 3 D_FF W / (2 C) = 1 + 3 "
+        "x %.7g x %g / (2 x %g) = %.4g, where N_FSDP cancels. So N <= %.4g x %.4g = %.4g devices.",
+        B, W, C, fsdp.most, F, W, C, tp.most, fsdp.most, tp.most, overlapped.most);
     const double Q = 3 * B * F * W / C + 3 * F + 2 * B;
-    answer("d",
-           "The times add, so 3 D_FF N_FSDP + 2 B N_TP <= Q with Q = 3 B D_FF W / C + 3 D_FF + 2 B = %.7g, and N_FSDP "
-           "N_TP is largest where both terms are Q / 2: N_FSDP = Q / (6 D_FF) = %.4g, N_TP = Q / (4 B) = %.4g and N <= "
-           "Q^2 / (24 B D_FF) = %.7g^2 / (24 x %.7g x %.7g) = %.4g devices.",
-           Q, Q / (6 * F), Q / (4 * B), Q, B, F, Q * Q / (24 * B * F));
+    answer(
+        "d",
+        "The times add: 3 D_FF N_FSDP + 2 B N_TP <= Q = 3 B D_FF W / C + 3 D_FF + 2 B = %.7g. N_FSDP N_TP is largest "
+        "where both terms are Q / 2: N_FSDP = Q / (6 D_FF) = %.4g, N_TP = Q / (4 B) = %.4g. So N <= Q^2 / (24 B "
+        "D_FF) = %.7g^2 / (24 x %.7g x %.7g) = %.4g devices.",
+        Q, Q / (6 * F), Q / (4 * B), Q, B, F, Q * Q / (24 * B * F));
     for (const PassCost& only : {fsdp, tp}) {
         if (costs[3].most != only.most) { continue; }
         answer("d", "That is less than one device on the other axis. So there is only the %s, and N <= %.4g devices.",
@@ -763,8 +751,8 @@ static void print_tables(const LeaderboardRun& r, const std::string& caption) {
 }
 static void answer_leaderboard(const LeaderboardRun& r) {
     const FlopUnit unit = unit_of(r.tflops());
-    answer("", "A step of %s on %s takes %.1f ms, in the mean of %s: %.4g %s. The peak is %.4g GiB per rank.",
-           r.name.c_str(), counted(r.world, "rank").c_str(), r.ms[TOTAL].mean, counted(r.ms[TOTAL].n, "step").c_str(),
+    answer("", "A step of %s on %s takes %.1f ms (mean of %s): %.4g %s. The peak is %.4g GiB per rank.", r.name.c_str(),
+           counted(r.world, "rank").c_str(), r.ms[TOTAL].mean, counted(r.ms[TOTAL].n, "step").c_str(),
            r.tflops() * unit.per_tera, unit.name, mib_of(r.use.peak) / 1024);
 }
 
