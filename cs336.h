@@ -347,7 +347,7 @@ struct WeightsCheck {  // of several ranks' weights against those of one process
     bool match = true;        // they are within the bounds, and all ranks hold the same bits
 };
 // Prints table and answer; fails if a row differs.
-void print_checks(const Communicator& c, const Table& table, const std::vector<WeightsCheck>& checks,
+void print_checks(const Communicator& c, const std::string& caption, const std::vector<WeightsCheck>& checks,
                   const std::string& what);
 void compare(WeightsCheck& d, const Tensor& got, const Tensor& want, double atol = 1e-6, double rtol = 1e-5);
 bool same_bits_everywhere(const Communicator& c, const Tensor& t);  // collective

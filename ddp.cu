@@ -13,8 +13,7 @@
 // The gradients lie in one buffer, in the order in which backward finishes them. So buckets are ranges of this buffer,
 // and nothing is copied.
 
-// The ways, in the order of cs336.h's Strategy. Another one is a row here, a name there, and a place in the list of the
-// command that times it (cmd_..._benchmarking).
+// The ways, in the order of cs336.h's Strategy.
 static const struct {
     const char* name;
     double cap_mb;  // of a bucket, in 1e6 bytes; a tensor that is larger has one of its own
@@ -182,6 +181,7 @@ Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strat
 }
 
 double norm_over_ranks(const Communicator& c, double square_sum) {
+    if (context.device == META) { return 1; }
     Tensor sum = from_floats({(float)square_sum}, {1});
     wait(c, all_reduce(c, sum, SUM));
     return std::sqrt(to_floats(sum)[0]);
@@ -190,10 +190,7 @@ static void attach(Trainer& t, const Optimizer& optimizer) {  // which steps in 
     t.sharded = std::make_shared<Optimizer>(optimizer);
     t.step_optimizer = [](Trainer& t) {
         // Only the ranks together know whether it is finite. With ZeRO-1 it is that of sums, not yet of averages.
-        auto norm = [&] {
-            double own = gradient_norm(t.model);
-            return context.device == META ? own : norm_over_ranks(t.c, own * own);
-        };
+        auto norm = [&] { return norm_over_ranks(t.c, std::pow(gradient_norm(t.model), 2)); };
         return guarded_step(t.scaler, 0, norm,
                             [&](float gradient_scale) { optimizer_step(*t.sharded, gradient_scale); });
     };
@@ -388,8 +385,13 @@ bool same_bits_everywhere(const Communicator& c, const Tensor& t) {
     return everywhere(c, mine == gather<uint64_t>(c, {mine})[0]);
 }
 
-void print_checks(const Communicator& c, const Table& table, const std::vector<WeightsCheck>& checks,
+void print_checks(const Communicator& c, const std::string& caption, const std::vector<WeightsCheck>& checks,
                   const std::string& what) {
+    Table table{caption + "; backend " + c.backend, {"Way", "What", "max diff", "mean diff", "Parameters"}};
+    for (const WeightsCheck& x : checks) {
+        table.row(x.way, x.what, strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n),
+                  x.match ? "match" : "DIFFER");
+    }
     const int wrong = std::count_if(checks.begin(), checks.end(), [](auto& x) { return !x.match; });
     const WeightsCheck& worst =
         *std::max_element(checks.begin(), checks.end(), [](auto& a, auto& b) { return a.max < b.max; });
@@ -411,9 +413,9 @@ struct CheckedWay {
 };
 constexpr int CHECKED_STEPS = 10;
 
-// Adds rows to checks and both tables.
+// Adds rows to both.
 static void train_and_compare(const Communicator& c, const CheckedWay& way, uint64_t seed,
-                              std::vector<WeightsCheck>& checks, Table& table, Table& losses) {
+                              std::vector<WeightsCheck>& checks, Table& losses) {
     const ModelConfig config = {"lm", 16, 32, 1, 2, VOCABULARY};
     Trainer ours = data_parallel_trainer(c, random_model(config, seed + c.rank), way.strategy, way.bucket_mb), whole;
     whole.model = random_model(config, seed);
@@ -445,28 +447,24 @@ static void train_and_compare(const Communicator& c, const CheckedWay& way, uint
     const bool same = same_bits_everywhere(c, got.weights);
     for (WeightsCheck& x : rows) {
         x.match = x.match && same;
-        table.row(x.way, ours.d->works.size(), x.what, strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n),
-                  x.match ? "match" : "DIFFER");
+        x.way += ", " + counted(ours.d->works.size(), "call");
         checks.push_back(x);
     }
 }
 
 static int check_ways(const Options& o, const std::vector<CheckedWay>& ways) {
     return run_ranks(o, [&](const Communicator& c) {
-        Table table{
-            strprintf("%s: weights of %s against those of one process after each of %d steps; World size: %d, "
-                      "Batch size: %d; a Transformer of one block, d_model 16; AdamW, Learning rate: 0.01, a second "
-                      "parameter group after 5 steps; backend %s",
-                      o.command.c_str(), ranks(c.world).c_str(), CHECKED_STEPS, c.world, ROWS * c.world,
-                      c.backend.c_str()),
-            {"Way", "calls", "Parameter", "max diff", "mean diff", "Parameters"}};
         Table losses{"Loss in each step: of data parallel (DDP), and of one process",
                      {"Way", "Step", "DDP", "one process"}};
         std::vector<WeightsCheck> checks;
-        for (const CheckedWay& way : ways) { train_and_compare(c, way, o.seed, checks, table, losses); }
+        for (const CheckedWay& way : ways) { train_and_compare(c, way, o.seed, checks, losses); }
         if (c.rank == 0) { print(losses); }
-        print_checks(c, table, checks,
-                     "data parallel on " + ranks(c.world) + " and of one process with the whole batch");
+        print_checks(
+            c,
+            strprintf("%s: weights after each of %d steps; World size: %d, Batch size: %d; a Transformer of one "
+                      "block, d_model 16; AdamW, Learning rate: 0.01, a second parameter group after 5 steps",
+                      o.command.c_str(), CHECKED_STEPS, c.world, ROWS * c.world),
+            checks, "data parallel on " + ranks(c.world) + " and of one process with the whole batch");
     });
 }
 int cmd_naive_ddp(const Options& o) { return check_ways(o, {{"naive", NAIVE}}); }
@@ -486,21 +484,17 @@ int cmd_optimizer_state_sharding(const Options& o) {
 //   | forward | backward          | exposed | optimizer |      compute stream
 //             |   [all-reduce][all-reduce]  |                  communication stream: hidden, as far as under backward
 
-// A default of --quick's, which Gloo may ask for: sets the field, unless its option was typed.
-template <class T>
-static void by_quick(Options& o, const char* name, T Options::*field, const T& to) {
-    if (!o.has(name)) { o.*field = to; }
-}
 ModelConfig choose_step(Options& o, const Communicator& c) {
     if (c.backend == "gloo" && !o.quick) { o.quick = true, context.sizes = "; Gloo, on the CPU: sizes of --quick"; }
-    if (o.quick && !o.has("size")) {
-        by_quick(o, "d_model", &Options::d_model, 128), by_quick(o, "d_ff", &Options::d_ff, 512);
-        by_quick(o, "num_layers", &Options::num_layers, 4), by_quick(o, "num_heads", &Options::num_heads, 4);
+    auto by_quick = [&](const char* name, int& field, int to) {
+        if (o.quick && !o.has(name)) { field = to; }
+    };
+    if (!o.has("size")) {
+        by_quick("d_model", o.d_model, 128), by_quick("d_ff", o.d_ff, 512);
+        by_quick("num_layers", o.num_layers, 4), by_quick("num_heads", o.num_heads, 4);
     }
-    if (o.quick) {
-        by_quick(o, "batch_size", &Options::batch_size, 1), by_quick(o, "context_length", &Options::context_length, 32);
-        by_quick(o, "warmup", &Options::warmup, {1}), by_quick(o, "steps", &Options::steps, 3);
-    }
+    by_quick("batch_size", o.batch_size, 1), by_quick("context_length", o.context_length, 32);
+    by_quick("warmup", o.warmup[0], 1), by_quick("steps", o.steps, 3);
     const std::vector<ModelConfig> configs = configs_of(o);
     context.precision = precisions_of(o)[0];
     context.mode = modes_of(o, configs, {context.precision})[0];
@@ -644,10 +638,8 @@ static void print_steps(const std::string& caption, const std::vector<DdpRun>& r
                         const Options& o, int ranks) {
     Table parts = step_table(caption, "Strategy");
     Table comparison{
-        strprintf(
-            "The same steps: their all-reduces, throughput, step time saved (vs naive), speed-up over one process "
-            "with the whole batch (%s), loss of the last step",
-            single.oom ? "out of memory" : strprintf("%.2f ms", single.ms[TOTAL].mean).c_str()),
+        strprintf("The same steps; vs naive: step time saved; speed-up: over one process with the whole batch (%s)",
+                  single.oom ? "out of memory" : strprintf("%.2f ms", single.ms[TOTAL].mean).c_str()),
         {"Strategy", "Comm Time (ms)", "hidden", "calls", "MB per step", "Samples/s", "Tokens/s", "vs naive",
          "speed-up", "Loss"}};
     for (const DdpRun& r : runs) {
@@ -743,7 +735,7 @@ static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs) {
            n, s, 1e3 * o, w, mb, mb / w + s / mb * o);
 }
 
-static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
+static int benchmark(const Options& asked, std::vector<DdpRun> runs, void (*print_answer)(const std::vector<DdpRun>&)) {
     return run_ranks(asked, [&](const Communicator& c) {
         Options o = asked;
         const ModelConfig config = choose_step(o, c);
@@ -752,24 +744,23 @@ static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
         for (DdpRun& r : runs) { measure(c, o, config, r, traces); }
         if (!o.trace.empty()) { write_trace(o.trace, traces, caption, c); }
         const WayRun single = single_process(c, o, config);
-        const DdpRun& last = runs.back();
         if (c.rank == 0) { print_steps(caption, runs, single, o, c.world); }
-        if (!can_compare(c, {runs.begin(), runs.end()})) { return; }
-        if (last.strategy == NAIVE) { answer_naive_ddp_benchmarking(runs); }
-        if (last.strategy == FLAT) { answer_minimal_ddp_flat_benchmarking(runs); }
-        if (last.strategy == OVERLAPPED) { answer_ddp_overlap_individual_parameters_benchmarking(runs); }
-        if (last.strategy == BUCKETED) { answer_ddp_bucketed_benchmarking(runs); }
+        if (can_compare(c, {runs.begin(), runs.end()})) { print_answer(runs); }
     });
 }
-int cmd_naive_ddp_benchmarking(const Options& o) { return benchmark(o, {NO_SYNC, NAIVE}); }
-int cmd_minimal_ddp_flat_benchmarking(const Options& o) { return benchmark(o, {NO_SYNC, NAIVE, FLAT}); }
+int cmd_naive_ddp_benchmarking(const Options& o) {
+    return benchmark(o, {NO_SYNC, NAIVE}, answer_naive_ddp_benchmarking);
+}
+int cmd_minimal_ddp_flat_benchmarking(const Options& o) {
+    return benchmark(o, {NO_SYNC, NAIVE, FLAT}, answer_minimal_ddp_flat_benchmarking);
+}
 int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o) {
-    return benchmark(o, {NO_SYNC, NAIVE, FLAT, OVERLAPPED});
+    return benchmark(o, {NO_SYNC, NAIVE, FLAT, OVERLAPPED}, answer_ddp_overlap_individual_parameters_benchmarking);
 }
 int cmd_ddp_bucketed_benchmarking(const Options& o) {
     std::vector<DdpRun> runs = {NO_SYNC, NAIVE, FLAT, OVERLAPPED};
     for (double mb : o.bucket_size_mb) { runs.push_back({BUCKETED, mb}); }
-    return benchmark(o, runs);
+    return benchmark(o, runs, answer_ddp_bucketed_benchmarking);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -868,12 +859,11 @@ static const double GB = 1e9;
 static const double GPU_GB = 80, CHIP_GB = 95;  // the memory of a GPU in (a), of a chip in (b)
 static const double M_X = 2, M_Y = 1;           // mesh axes, so links, of the FSDP and of the TP traffic
 
-// The least N with (16 P + A/2) / N + A/2 < memory.
-static double least_devices(double P, double A, double memory) {
-    return A / 2 < memory ? floor((16 * P + A / 2) / (memory - A / 2)) + 1 : INFINITY;
-}
 static void answer_memory(const Options& o) {
     const double D = o.d_model, F = o.d_ff, L = o.num_layers, P = 2 * D * F * L, per_token = 2 * L * (D + F);
+    auto least_devices = [&](double A) {  // the least N with (16 P + A/2) / N + A/2 < a chip's memory
+        return A / 2 < CHIP_GB * GB ? floor((16 * P + A / 2) / (CHIP_GB * GB - A / 2)) + 1 : INFINITY;
+    };
     answer(
         "a",
         "P = 2 D F L = 2 x %g x %g x %g = %.4g parameters take 4 P = %.1f GB in fp32. With gradients and AdamW's two "
@@ -887,8 +877,8 @@ static void answer_memory(const Options& o) {
         "sharded. Without "
         "activations that is below %g GB from N = %.0f devices on; with %d tokens per device, from N = %.0f on. No N "
         "is enough from %g GB / (%.4g MB / 2) = %.0f tokens per device on, because A/2 alone fills the memory.",
-        CHIP_GB, least_devices(P, 0, CHIP_GB * GB), o.tokens, least_devices(P, per_token * o.tokens, CHIP_GB * GB),
-        CHIP_GB, per_token / 1e6, ceil(CHIP_GB * GB / (per_token / 2)));
+        CHIP_GB, least_devices(0), o.tokens, least_devices(per_token * o.tokens), CHIP_GB, per_token / 1e6,
+        ceil(CHIP_GB * GB / (per_token / 2)));
 }
 
 int cmd_communication_accounting(const Options& o) {

@@ -280,9 +280,7 @@ TEST_CASE("answers ddp: weights") {
     std::vector<WeightsCheck> checks(2, {"naive", "lm_head.weight", 5.96e-08, 1e-6, 250});
     checks[1].max = 1.19e-07;
     auto answers = [&] {
-        return printed([&] {
-            print_checks(Communicator(), Table{"", {""}}, checks, "data parallel and of one process");
-        });
+        return printed([&] { print_checks(Communicator(), "caption", checks, "data parallel and of one process"); });
     };
     CHECK(has(answers(),
               "The weights of data parallel and of one process match: the largest difference is 1.19e-07 "
