@@ -324,7 +324,6 @@ enum Sharding {
     BROADCAST,  // the handout's: gradients are averaged before; each rank steps its shard, then sends it to all
     ZERO1,      // reduce-scatter of the gradients, each rank steps its shard, all-gather of the weights
 };
-const char* name_of(Sharding s);
 struct ParameterGroup {         // of an optimizer that steps each element by itself, so that any range can be a shard
     Tensor weights, gradients;  // flat
     AdamW adamw{};

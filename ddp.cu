@@ -120,11 +120,6 @@ static void finish_gradient_synchronization(DataParallel& d) {
 //   broadcast   the same, and a broadcast of each shard of the weights       3 Psi (N-1)/N
 //   ZeRO-1      reduce-scatter of the gradients, all-gather of the weights   2 Psi (N-1)/N
 
-const char* name_of(Sharding s) {
-    static const char* const names[] = {"unsharded", "broadcast", "ZeRO-1"};
-    return names[s];
-}
-
 struct Optimizer {  // over flat weights
     Communicator c;
     Sharding sharding = UNSHARDED;
@@ -203,9 +198,7 @@ Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, c
     return t;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
 // What ranks tell each other
-
 static bool everywhere(const Communicator& c, bool mine) {
     const std::vector<char> all = gather<char>(c, {mine});
     return std::count(all.begin(), all.end(), false) == 0;
@@ -322,9 +315,9 @@ int cmd_distributed_communication_single_node(const Options& o) {
     if (is_rank() || o.has("nproc") || o.has("backend")) {  // one group
         return run_ranks(o, [&](const Communicator& c) { run_as_rank(c, o); });
     }
-    std::unique_ptr<FILE, int (*)(FILE*)> results(tmpfile(), fclose);
+    FILE* results = tmpfile();
     if (!results) { fail("tmpfile: %s", strerror(errno)); }
-    setenv(RESULTS, std::to_string(fileno(results.get())).c_str(), true);
+    setenv(RESULTS, std::to_string(fileno(results)).c_str(), true);
     std::vector<std::string> missing;
     for (auto [backend, device] : {std::pair("gloo", CPU), {"nccl", CUDA}}) {
         if (o.device == (device == CPU ? "cuda" : "cpu")) { continue; }
@@ -343,7 +336,7 @@ int cmd_distributed_communication_single_node(const Options& o) {
     }
     std::vector<AllReduceGroup> groups;
     AllReduceGroup group;
-    for (rewind(results.get()); fread(&group, sizeof group, 1, results.get()) == 1;) { groups.push_back(group); }
+    for (rewind(results); fread(&group, sizeof group, 1, results) == 1;) { groups.push_back(group); }
     context.device = cuda_devices() > 0 && o.device != "cpu" ? CUDA : CPU;
     print_all_reduces(o, groups);
     if (!missing.empty()) { answer("", "Not measured: %s.", list_of(missing).c_str()); }
@@ -354,7 +347,7 @@ int cmd_distributed_communication_single_node(const Options& o) {
 // naive_ddp, ddp_overlap_individual_parameters, ddp_overlap_bucketed, optimizer_state_sharding, and fsdp.cu's fsdp: N
 // ranks, each with its part of a batch, against one process that sees all of it, on a small Transformer. Each rank
 // starts from other weights, so that the broadcast is tested too. The weights are equal but for rounding: the sum over
-// the batch is taken in another order. The second parameter group comes after 5 of 10 steps.
+// the batch is taken in another order.
 
 std::vector<Batch> part_of(const Batch& all, const Communicator& c, int n) {
     const int64_t T = all.tokens.dim(1), rows = all.tokens.dim(0) / c.world / n;
@@ -461,8 +454,8 @@ static int check_ways(const Options& o, const std::vector<CheckedWay>& ways) {
         if (c.rank == 0) { print(losses); }
         print_checks(
             c,
-            strprintf("%s: weights after each of %d steps; World size: %d, Batch size: %d; a Transformer of one "
-                      "block, d_model 16; AdamW, Learning rate: 0.01, a second parameter group after 5 steps",
+            strprintf("%s: weights after each of %d steps; World size: %d, Batch size: %d; a Transformer of one block, "
+                      "d_model 16; AdamW, Learning rate: 0.01, a second parameter group after 5 steps",
                       o.command.c_str(), CHECKED_STEPS, c.world, ROWS * c.world),
             checks, "data parallel on " + ranks(c.world) + " and of one process with the whole batch");
     });
@@ -669,19 +662,18 @@ static void answer_naive_ddp_benchmarking(const std::vector<DdpRun>& runs) {
     const DdpRun &none = runs[NO_SYNC], &naive = runs[NAIVE];
     const double total = naive.ms[TOTAL].mean, exposed = naive.ms[EXPOSED].mean, comm = naive.ms[COMMUNICATION].mean;
     answer("",
-           "A step takes %.2f ms: %s. %.2f ms of it (%.1f %%) are exposed communication, from the end of backward to "
-           "the end of the last all-reduce. The %d all-reduces, one per tensor, move %.1f MB in %.2f ms (%.3g GB/s).",
+           "A step takes %.2f ms: %s. %.2f ms of it (%.1f %%) are exposed communication, after backward. The %d "
+           "all-reduces, one per tensor, move %.1f MB in %.2f ms (%.3g GB/s).",
            total, against(naive.ms[TOTAL], none.ms[TOTAL], "without communication").c_str(), exposed,
            100 * exposed / total, naive.calls, naive.mb, comm, naive.mb / comm);
 }
 static void answer_minimal_ddp_flat_benchmarking(const std::vector<DdpRun>& runs) {
     const DdpRun &naive = runs[NAIVE], &flat = runs[FLAT];
-    answer("",
-           "With one all-reduce for all gradients a step takes %.2f ms: %s. Exposed communication takes %.2f ms: %s. "
-           "The all-reduce of %.1f MB takes %.2f ms: %s.",
-           flat.ms[TOTAL].mean, against(flat.ms[TOTAL], naive.ms[TOTAL], "naive").c_str(), flat.ms[EXPOSED].mean,
-           against(flat.ms[EXPOSED], naive.ms[EXPOSED], "naive").c_str(), flat.mb, flat.ms[COMMUNICATION].mean,
-           against(flat.ms[COMMUNICATION], naive.ms[COMMUNICATION], "naive's calls").c_str());
+    answer(
+        "",
+        "With one all-reduce for all gradients a step takes %.2f ms: %s. The all-reduce of %.1f MB takes %.2f ms: %s.",
+        flat.ms[TOTAL].mean, against(flat.ms[TOTAL], naive.ms[TOTAL], "naive").c_str(), flat.mb,
+        flat.ms[COMMUNICATION].mean, against(flat.ms[COMMUNICATION], naive.ms[COMMUNICATION], "naive's calls").c_str());
 }
 static void answer_ddp_overlap_individual_parameters_benchmarking(const std::vector<DdpRun>& runs) {
     const DdpRun &naive = runs[NAIVE], &over = runs[OVERLAPPED];
@@ -693,11 +685,8 @@ static void answer_ddp_overlap_individual_parameters_benchmarking(const std::vec
            "ms. In overlapped's, %.1f %% of their time lies under backward, and it waits %.2f ms.",
            naive.ms[EXPOSED].mean, 100 * over.ms[HIDDEN].mean / over.ms[COMMUNICATION].mean, over.ms[EXPOSED].mean);
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// ddp_bucketed_benchmarking (b): n_b buckets of s bytes together at w bytes/s, and o for each call. o and w are those
-// of the line through naive's calls and flat's one: they take n o + s/w and o + s/w.
-
+// (b): n_b buckets of s bytes together at w bytes/s, and o for each call. o and w are those of the line through naive's
+// calls and flat's one: they take n o + s/w and o + s/w.
 static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs) {
     const DdpRun &none = runs[NO_SYNC], &flat = runs[FLAT], &over = runs[OVERLAPPED];
     const std::vector<DdpRun> buckets(&over + 1, runs.data() + runs.size());
@@ -769,7 +758,7 @@ int cmd_ddp_bucketed_benchmarking(const Options& o) {
 struct ShardingRun : WayRun {
     Sharding sharding;
     std::vector<std::pair<const char*, MemoryUse>> peaks{};  // moment, peak since the one before
-    ShardingRun(Sharding s) : WayRun{name_of(s)}, sharding(s) {}
+    ShardingRun(const char* name, Sharding s) : WayRun{name}, sharding(s) {}
 };
 static void run_sharded(const Communicator& c, const Options& o, const ModelConfig& config, ShardingRun& r) {
     auto moment = [&](const char* what) {
@@ -800,11 +789,10 @@ static void answer_optimizer_state_sharding_accounting(const std::vector<Shardin
     const double part = 1e-6 * weights * (ranks - 1) / ranks;          // MB, of which a rank sends two or three
     auto peak = [](const ShardingRun& r, int i) { return mib_of(r.peaks[i].second.peak); };
     auto state = [](const ShardingRun& r) { return mib_of(r.peaks[2].second.peak_by[OPTIMIZER]); };
-    answer(
-        "a",
-        "Unsharded, the peak is %.1f MiB after init, %.1f before the optimizer's step and %.1f after it. Sharded, it "
-        "is %.1f, %.1f and %.1f MiB.",
-        peak(whole, 0), peak(whole, 1), peak(whole, 2), peak(ours, 0), peak(ours, 1), peak(ours, 2));
+    answer("a",
+           "Unsharded, the peak is %.1f MiB after init, %.1f before the optimizer's step and %.1f after it. Sharded, "
+           "it is %.1f, %.1f and %.1f MiB.",
+           peak(whole, 0), peak(whole, 1), peak(whole, 2), peak(ours, 0), peak(ours, 1), peak(ours, 2));
     answer("a",
            "Before the step weights and gradients take %.1f MiB each, activations the rest. The step adds AdamW's "
            "moments: %.1f MiB unsharded, %.1f MiB sharded, which is %sthe expected 1/%d.",
@@ -826,11 +814,12 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
     return run_ranks(asked, [&](const Communicator& c) {
         Options o = asked;
         const ModelConfig config = choose_step(o, c);
-        const char* waits = "; optimizer: with the wait for new weights, in ZeRO-1 for gradients, too";
-        Table time = step_table(caption_of(o, config, c) + waits, "Optimizer");
+        Table time =
+            step_table(caption_of(o, config, c) + "; optimizer: with its waits for new weights and ZeRO-1's gradients",
+                       "Optimizer");
         Table memory{"Peaks of rank 0 in a first step, MiB",
                      {"Optimizer", "Moment", "parameters", "gradients", "optimizer state", "the rest", "peak"}};
-        std::vector<ShardingRun> runs = {UNSHARDED, BROADCAST, ZERO1};
+        std::vector<ShardingRun> runs = {{"unsharded", UNSHARDED}, {"broadcast", BROADCAST}, {"ZeRO-1", ZERO1}};
         for (ShardingRun& r : runs) {
             run_sharded(c, o, config, r);
             add_step(time, r);
@@ -849,7 +838,7 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Section 2.4, communication_accounting: the handout's XXL model, L blocks of two Linear layers D x F and F x D, whose
-// 2 D F L = P parameters take 16 P bytes with their gradients and AdamW's moments, in fp32. It is arithmetic alone.
+// 2 D F L = P parameters take 16 P bytes with their gradients and AdamW's moments, in fp32.
 // A: all activations that a device's tokens save; every second layer's are sharded, like the weights, the rest is not.
 // C: FLOP/s of a chip; W: bytes/s of a link; X chips share the FSDP axis with M_X links, Y the TP axis with M_Y.
 // Forward of one block of B tokens: T_math = 4 B D F / (X Y C); gather of the weights T_FSDP = 4 D F / (Y W M_X);
@@ -859,41 +848,34 @@ static const double GB = 1e9;
 static const double GPU_GB = 80, CHIP_GB = 95;  // the memory of a GPU in (a), of a chip in (b)
 static const double M_X = 2, M_Y = 1;           // mesh axes, so links, of the FSDP and of the TP traffic
 
-static void answer_memory(const Options& o) {
-    const double D = o.d_model, F = o.d_ff, L = o.num_layers, P = 2 * D * F * L, per_token = 2 * L * (D + F);
-    auto least_devices = [&](double A) {  // the least N with (16 P + A/2) / N + A/2 < a chip's memory
-        return A / 2 < CHIP_GB * GB ? floor((16 * P + A / 2) / (CHIP_GB * GB - A / 2)) + 1 : INFINITY;
-    };
-    answer(
-        "a",
-        "P = 2 D F L = 2 x %g x %g x %g = %.4g parameters take 4 P = %.1f GB in fp32. With gradients and AdamW's two "
-        "moments they take 16 P = %.1f GB, the memory of %.1f / %g = %.2f, so %.0f GPUs. Backward saves 2 L (D + F) "
-        "= 2 x %g x (%g + %g) = %.4g MB per token in bf16.",
-        D, F, L, P, 4 * P / GB, 16 * P / GB, 16 * P / GB, GPU_GB, 16 * P / GB / GPU_GB, ceil(16 * P / GB / GPU_GB), L,
-        D, F, per_token / 1e6);
-    answer(
-        "b",
-        "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for backward, half of it "
-        "sharded. Without "
-        "activations that is below %g GB from N = %.0f devices on; with %d tokens per device, from N = %.0f on. No N "
-        "is enough from %g GB / (%.4g MB / 2) = %.0f tokens per device on, because A/2 alone fills the memory.",
-        CHIP_GB, least_devices(0), o.tokens, least_devices(per_token * o.tokens), CHIP_GB, per_token / 1e6,
-        ceil(CHIP_GB * GB / (per_token / 2)));
-}
-
 int cmd_communication_accounting(const Options& o) {
-    const double F = o.d_ff, X = o.fsdp, Y = o.tp, N = X * Y, alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB);
+    const double D = o.d_model, F = o.d_ff, L = o.num_layers, P = 2 * D * F * L, per_token = 2 * L * (D + F);
+    const double X = o.fsdp, Y = o.tp, N = X * Y, alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB);
     const double most_Y = M_Y * F / alpha;
     if (Y >= most_Y) { usage_error("--tp: got %g; no batch is compute bound from M_Y F W / C = %.1f on", Y, most_Y); }
     answer("", "communication_accounting; %s", origin().c_str());
-    answer_memory(o);
+    auto least_devices = [&](double A) {  // the least N with (16 P + A/2) / N + A/2 < a chip's memory
+        return A / 2 < CHIP_GB * GB ? floor((16 * P + A / 2) / (CHIP_GB * GB - A / 2)) + 1 : INFINITY;
+    };
+    answer("a",
+           "P = 2 D F L = 2 x %g x %g x %g = %.4g parameters take 4 P = %.1f GB in fp32. With gradients and AdamW's "
+           "two moments they take 16 P = %.1f GB, the memory of %.1f / %g = %.2f, so %.0f GPUs. Backward saves 2 L (D "
+           "+ F) = 2 x %g x (%g + %g) = %.4g MB per token in bf16.",
+           D, F, L, P, 4 * P / GB, 16 * P / GB, 16 * P / GB, GPU_GB, 16 * P / GB / GPU_GB, ceil(16 * P / GB / GPU_GB),
+           L, D, F, per_token / 1e6);
+    answer("b",
+           "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for backward, half of it "
+           "sharded. Without activations that is below %g GB from N = %.0f devices on; with %d tokens per device, from "
+           "N = %.0f on. No N is enough from %g GB / (%.4g MB / 2) = %.0f tokens per device on, because A/2 alone "
+           "fills the memory.",
+           CHIP_GB, least_devices(0), o.tokens, least_devices(per_token * o.tokens), CHIP_GB, per_token / 1e6,
+           ceil(CHIP_GB * GB / (per_token / 2)));
     const double overlapped = alpha * X / M_X, B = overlapped / (1 - Y / most_Y);  // T_math = T_FSDP + T_TP
     answer("c",
            "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte. Forward is compute bound from B = (alpha X / "
-           "M_X) / (1 - alpha Y / (M_Y F)) = (%.1f x %g / %g) / (1 - "
-           "%.1f x %g / (%g x %g)) = %.0f tokens overall, %.1f per chip. This holds for every schedule: FSDP's "
-           "gathers and TP's all-reduces take turns. Where both axes communicate at once, alpha X / M_X = %.0f tokens "
-           "(%.1f per chip) are enough, with Y below M_Y F / alpha = %.1f.",
+           "M_X) / (1 - alpha Y / (M_Y F)) = (%.1f x %g / %g) / (1 - %.1f x %g / (%g x %g)) = %.0f tokens overall, "
+           "%.1f per chip. There FSDP's gathers and TP's all-reduces take turns. If both axes communicate at once, "
+           "alpha X / M_X = %.0f tokens (%.1f per chip) are enough, with Y below M_Y F / alpha = %.1f.",
            o.tflops, o.bandwidth_gb, alpha, alpha, X, M_X, alpha, Y, M_Y, F, ceil(B), B / N, ceil(overlapped),
            overlapped / N, most_Y);
     // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of the time.

@@ -261,17 +261,16 @@ static double optimizer_step(Fsdp& f, LossScaler& scaler, double max_norm) {
     return norm;
 }
 
-// Every parameter in turn, whole, of `flat`: f.shard's weights, m or v, in its dtype. With `write`, what `see` leaves
-// there is cut up again. Every rank has to call it.
-static void visit_whole(Fsdp& f, const Tensor& flat, bool write,
-                        const std::function<void(const Parameter& p, const Tensor& whole)>& see) {
+// Every parameter in turn, whole, in the shard's dtype. With `write`, what `see` leaves there is cut up again. Every
+// rank has to call it.
+static void visit_whole(Fsdp& f, bool write, const std::function<void(const Parameter& p, const Tensor& whole)>& see) {
     for (int i = -1; i < (int)f.units.size(); i++) {
-        Tensor own = flat, whole = flat;
+        Tensor own = f.shard.weights, whole = own;
         int64_t begin = 0;
-        const bool is_split = f.split && i > 0 && flat.data == f.shard.weights.data;
+        const bool is_split = f.split && i > 0;
         if (i >= 0) {
             const FsdpUnit& u = f.units[i];
-            own = view(flat, u.offset, {u.part}), whole = empty({f.c.world * u.part}, flat.dtype, WORKSPACE);
+            own = view(own, u.offset, {u.part}), whole = empty({f.c.world * u.part}, own.dtype, WORKSPACE);
             begin = u.begin;
             if (is_split) { fast_ways.split(own, false); }
             wait(f.c, all_gather(f.c, whole, own));
@@ -285,12 +284,10 @@ static void visit_whole(Fsdp& f, const Tensor& flat, bool write,
     if (write) { forget_gathered(f); }
 }
 static void init_weights(Fsdp& f, uint64_t seed) {
-    visit_whole(f, f.shard.weights, true,
-                [&](const Parameter& p, const Tensor& whole) { init_weight(whole, p.name, seed); });
+    visit_whole(f, true, [&](const Parameter& p, const Tensor& whole) { init_weight(whole, p.name, seed); });
 }
 // Splits the own parts, if then a gather needs no cast before it.
 static void split_weights(Fsdp& f) {
-    if (f.split || f.units.size() < 2) { return; }
     f.split = can_split(f.shard.weights.dtype, f.units[1].weights.dtype);
     for (size_t i = 1; f.split && i < f.units.size(); i++) {
         fast_ways.split(view(f.shard.weights, f.units[i].offset, {f.units[i].part}), true);
@@ -359,7 +356,7 @@ static WeightsCheck check_case(const Communicator& c, const FsdpCase& k, uint64_
     Fsdp& f = *ours.f;
     for (int step = 0; step < STEPS; step++) {
         train_both(c, ours, whole, seed + step, k.batches);
-        visit_whole(f, f.shard.weights, false, [&](const Parameter& p, const Tensor& got) {
+        visit_whole(f, false, [&](const Parameter& p, const Tensor& got) {
             compare(check, got, view(whole.model.weights, p.offset, p.shape), atol, rtol);
         });
     }
@@ -375,12 +372,12 @@ int cmd_fsdp(const Options& o) {
             if (k.mode == FLASH && !fastest_flash(context.device, F32, 16)) { continue; }
             checks.push_back(check_case(c, k, o.seed));
         }
-        print_checks(
-            c,
-            strprintf("fsdp: weights after each of %d steps; World size: %d, Batch size: %d, context length: %d; "
-                      "Transformer: d_model 64, 3 layers; AdamW with lr 0.001, in pure_bf16 0.02",
-                      STEPS, c.world, ROWS * c.world, POSITIONS),
-            checks, strprintf("FSDP on %s and of one process with the whole batch", counted(c.world, "rank").c_str()));
+        print_checks(c,
+                     strprintf("fsdp: weights after each of %d steps; World size: %d, Batch size: %d, context length: "
+                               "%d; Transformer: d_model 64, 3 layers; AdamW with lr 0.001, in pure_bf16 0.02",
+                               STEPS, c.world, ROWS * c.world),
+                     checks,
+                     strprintf("FSDP on %s and of one process with the whole batch", counted(c.world, "rank").c_str()));
     });
 }
 
@@ -389,21 +386,17 @@ int cmd_fsdp(const Options& o) {
 // with FSDP; (b) how long each unit's gather took, and how long the compute stream waited for it.
 
 enum Way { PLAIN_DDP, SHARDED_OPTIMIZER, FULLY_SHARDED, EARLY_ADAMW };  // early: see begin_step's steps_in_backward
-struct FsdpUnitTimes {
-    double gather, wait;  // in forward, ms, of the mean step
-};
 struct FsdpRun : WayRun {
-    std::vector<FsdpUnitTimes> units{};
+    std::vector<double> gather{}, wait{};  // of each unit in forward, ms, in the mean step
 };
 
-// Adds the last of `steps` steps, so that the sums are means. Forward comes first and asks for each unit once, in
-// order.
-static void add_unit_times(const Fsdp& f, int steps, std::vector<FsdpUnitTimes>& units) {
-    units.resize(f.units.size());
-    for (size_t i = 0; i < units.size(); i++) {
+// Adds the last of `steps` steps. Forward comes first and asks for each unit once, in order.
+static void add_unit_times(const Fsdp& f, int steps, FsdpRun& r) {
+    r.gather.resize(f.units.size()), r.wait.resize(f.units.size());
+    for (size_t i = 0; i < f.units.size(); i++) {
         const FsdpWait& w = f.waits[i];
-        units[i].gather += ms_of(w.work->end, w.work->begin) / steps;
-        units[i].wait += ms_of(w.got, w.asked) / steps;
+        r.gather[i] += ms_of(w.work->end, w.work->begin) / steps;
+        r.wait[i] += ms_of(w.got, w.asked) / steps;
     }
 }
 
@@ -420,19 +413,16 @@ static void print_tables(const std::string& caption, const std::vector<FsdpRun>&
                    r.oom ? NAN : r.ms[TOTAL].mean);
     }
     print(memory);
-    const std::vector<FsdpUnitTimes>& units = runs[FULLY_SHARDED].units;
-    Table times{
-        "(b): FSDP's all-gathers in forward, and how long the compute stream waited for them, ms; rank 0, mean of all "
-        "steps",
-        {"unit", "gather", "wait"}};
-    for (size_t i = 0; i < units.size(); i++) {
-        const std::string layer = strprintf("layer %zu", i - 1);
-        times.row(i == 0                  ? "embedding"
-                  : i + 1 == units.size() ? "lm_head"
-                                          : layer,
-                  strprintf("%.3f", units[i].gather), strprintf("%.3f", units[i].wait));
+    const std::vector<double>&gather = runs[FULLY_SHARDED].gather, &wait = runs[FULLY_SHARDED].wait;
+    Table times{"(b): FSDP's all-gathers in forward, and the compute stream's waits for them, ms; rank 0, mean step",
+                {"unit", "gather", "wait"}};
+    for (size_t i = 0; i < gather.size(); i++) {
+        times.row(i == 0                   ? "embedding"
+                  : i + 1 == gather.size() ? "lm_head"
+                                           : strprintf("layer %zu", i - 1),
+                  strprintf("%.3f", gather[i]), strprintf("%.3f", wait[i]));
     }
-    if (!units.empty()) { print(times); }
+    if (!gather.empty()) { print(times); }
 }
 
 // runs: DDP, sharded optimizer, FSDP, ...; bytes: of a weight.
@@ -448,7 +438,7 @@ static void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, 
     for (int way : {PLAIN_DDP, SHARDED_OPTIMIZER}) {
         const char* other = way == PLAIN_DDP ? "DDP" : "the sharded optimizer";
         if (runs[way].oom) {
-            answer("a", "%s did not fit, so there is no comparison with it.", runs[way].name.c_str());
+            answer("a", "%s did not fit.", runs[way].name.c_str());
             continue;
         }
         const double saved = mib_of((double)runs[way].use.peak - (double)fsdp.use.peak);
@@ -460,12 +450,12 @@ static void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, 
            "FSDP needs more for two whole units and their gradients, in buffers. It needs less because its shards of "
            "all gradients are there only at backward's end, when activations are gone.");
     double gathers = 0, waits = 0;  // of those in forward that have a block to hide under
-    for (size_t u = 2; u < fsdp.units.size(); u++) { gathers += fsdp.units[u].gather, waits += fsdp.units[u].wait; }
+    for (size_t u = 2; u < fsdp.gather.size(); u++) { gathers += fsdp.gather[u], waits += fsdp.wait[u]; }
     answer("b",
            "%s in time for forward: from layer 1 on they take %.3f ms, and the compute stream waits %.3f ms for them "
            "(%.1f %%). Those of the embedding and of layer 0 have no block to hide under: it waits %.3f and %.3f ms.",
            waits < 0.05 * gathers ? "The gathers come" : "Not all gathers come", gathers, waits, 100 * waits / gathers,
-           fsdp.units[0].wait, fsdp.units[1].wait);
+           fsdp.wait[0], fsdp.wait[1]);
 }
 
 int cmd_fsdp_accounting(const Options& typed) {
@@ -483,7 +473,7 @@ int cmd_fsdp_accounting(const Options& typed) {
             if (runs.size() == EARLY_ADAMW && context.precision == PREC_FP16) { break; }  // its step needs a norm first
             FsdpRun& r = runs.emplace_back(FsdpRun{{name}});
             run_way(r, c, o, make, 1, [&](Trainer& t) {
-                if (t.f && t.steps > o.warmup[0]) { add_unit_times(*t.f, o.steps, r.units); }
+                if (t.f && t.steps > o.warmup[0]) { add_unit_times(*t.f, o.steps, r); }
             });
         }
         double psi = 0;
@@ -546,23 +536,22 @@ static LayerSizes sizes_of(const Options& o) {
     return {(double)o.tokens, (double)o.d_model, (double)o.d_ff, o.tflops * 1e12, o.bandwidth_gb * 1e9};
 }
 static void print_setting(const Options& o, const std::string& devices) {
-    answer(
-        "",
-        "%s: y = (f(x W1) * (x W2)) W3, products only, 2 bytes per element; B = %d tokens, D = %d, D_FF = %d, C = %g "
-        "TFLOP/s, W = %g GB/s out of each device, GB = 1e9 bytes; %s; %s",
-        o.command.c_str(), o.tokens, o.d_model, o.d_ff, o.tflops, o.bandwidth_gb, devices.c_str(), origin().c_str());
+    answer("",
+           "%s: y = (f(x W1) * (x W2)) W3, products only, 2 bytes per element; B = %d tokens, D = %d, D_FF = %d, C = "
+           "%g TFLOP/s, W = %g GB/s out of each device; %s; %s",
+           o.command.c_str(), o.tokens, o.d_model, o.d_ff, o.tflops, o.bandwidth_gb, devices.c_str(), origin().c_str());
 }
 int cmd_alternate_ring_all_reduce(const Options& o) {
     double S = o.tensor_mb * 1e6, W = o.bandwidth_gb * 1e9, N = o.devices;
     double ms = 1e3 * (N - 1) * S / W, usual_ms = 1e3 * 2 * (N - 1) * S / (N * W);
     answer("", "alternate_ring_all_reduce: S = %g MB per device, N = %g, W = %g GB/s out of each device; %s",
            o.tensor_mb, N, o.bandwidth_gb, origin().c_str());
-    answer("",
-           "The alternative takes (N - 1) S / W = (%g - 1) x %g / %g = %.4g ms: in each of N - 1 steps each device "
-           "sends a whole tensor of S bytes. That is N / 2 = %g times as long as reduce-scatter and all-gather: these "
-           "send S / N bytes in each of 2 (N - 1) steps, 2 (N - 1) S / (N W) = 2 x (%g - 1) x %g / (%g x %g) = %.4g "
-           "ms.",
-           N, S, W, ms, N / 2, N, S, N, W, usual_ms);
+    answer(
+        "",
+        "The alternative takes (N - 1) S / W = (%g - 1) x %g / %g = %.4g ms: in each of N - 1 steps each device sends "
+        "a whole tensor of S bytes. That is N / 2 = %g times as long as reduce-scatter and all-gather: these send S / "
+        "N bytes in each of 2 (N - 1) steps, 2 (N - 1) S / (N W) = 2 x (%g - 1) x %g / (%g x %g) = %.4g ms.",
+        N, S, W, ms, N / 2, N, S, N, W, usual_ms);
     return 0;
 }
 
@@ -579,11 +568,10 @@ static int split_of_batch(const Options& o, const char* n, const std::vector<Pas
     }
     for (const PassCost& p : costs) {
         const int k = &p == &costs[0] ? 12 : 6;
-        answer(
-            "b",
-            "%s: %d D D_FF (N - 1) / (N W) = %d x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms. A ring sends (N - 1) "
-            "/ N of 6 D D_FF bytes out of each device %s.",
-            p.what, k, k, D, F, N, N, W, 1e3 * p.communication, k == 12 ? sends : "once, to gather the weights");
+        answer("b",
+               "%s: %d D D_FF (N - 1) / (N W) = %d x %.7g x %.7g x (%g - 1) / (%g x %g) = %.4g ms. A ring sends (N - "
+               "1) / N of 6 D D_FF bytes out of each device %s.",
+               p.what, k, k, D, F, N, N, W, 1e3 * p.communication, k == 12 ? sends : "once, to gather the weights");
     }
     answer("c",
            "%s <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices%s, from 12 D D_FF (N - 1) / W <= 12 B D D_FF / C.", n,
@@ -607,8 +595,7 @@ int cmd_tp_calcs(const Options& o) {
     print_setting(o, strprintf("N_TP = %g", N));
     answer("a",
            "Device i holds W1(i), W2(i), W3(i) and saved x, x1(i), x2(i), z(i). Each device has all of dY, because y "
-           "was all-reduced, so nothing is sent before the end. The devices hold different columns of W1 and W2, so "
-           "their dx(i) are parts of a sum: one all-reduce of (B, D).");
+           "was all-reduced, so nothing is sent before the end: there one all-reduce adds up the dx(i).");
     sketch(
         "dz(i)  = dY W3(i)^T                          (B, D_FF / N_TP)\n"
         "dx2(i) = dz(i) * f(x1(i))                    (B, D_FF / N_TP)   * is element by element\n"
@@ -643,25 +630,23 @@ int cmd_fsdp_tp_calcs(const Options& o) {
     print_setting(o, strprintf("forward, N_FSDP = %g, N_TP = %g", N, M));
     answer("a",
            "6 B D D_FF / (N_FSDP N_TP) = 6 x %.7g x %.7g x %.7g / (%g x %g) = %.4g FLOP, three products of 2 (B / "
-           "N_FSDP) D (D_FF / N_TP). FSDP splits the rows of x, TP the columns of W1 and W2 and the rows of W3.",
+           "N_FSDP) D (D_FF / N_TP).",
            B, D, F, N, M, fsdp.flops);
     answer("b",
            "max(6 D D_FF (N_FSDP - 1), 4 B D (N_TP - 1)) / (N_FSDP N_TP W) = max(6 x %.7g x %.7g x (%g - 1), 4 x %.7g "
-           "x %.7g x (%g - 1)) / (%g x %g x %g) = %.4g ms. FSDP gathers a TP shard of the weights, 6 D D_FF / N_TP "
-           "bytes, in %.4g ms. TP all-reduces y of B / N_FSDP rows, 2 B D / N_FSDP bytes, in %.4g ms.",
+           "x %.7g x (%g - 1)) / (%g x %g x %g) = %.4g ms. FSDP's gather of a TP shard of the weights takes %.4g ms, "
+           "TP's all-reduce of y %.4g ms.",
            D, F, N, B, D, M, N, M, W, 1e3 * overlapped.communication, 1e3 * fsdp.communication, 1e3 * tp.communication);
-    answer(
-        "c",
-        "N_FSDP <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g, where N_TP cancels. N_TP <= 1 + 3 D_FF W / (2 C) = 1 + 3 "
-        "x %.7g x %g / (2 x %g) = %.4g, where N_FSDP cancels. So N <= %.4g x %.4g = %.4g devices.",
-        B, W, C, fsdp.most, F, W, C, tp.most, fsdp.most, tp.most, overlapped.most);
+    answer("c",
+           "N_FSDP <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g, where N_TP cancels. N_TP <= 1 + 3 D_FF W / (2 C) = 1 + "
+           "3 x %.7g x %g / (2 x %g) = %.4g, where N_FSDP cancels. So N <= %.4g x %.4g = %.4g devices.",
+           B, W, C, fsdp.most, F, W, C, tp.most, fsdp.most, tp.most, overlapped.most);
     const double Q = 3 * B * F * W / C + 3 * F + 2 * B;
-    answer(
-        "d",
-        "The times add: 3 D_FF N_FSDP + 2 B N_TP <= Q = 3 B D_FF W / C + 3 D_FF + 2 B = %.7g. N_FSDP N_TP is largest "
-        "where both terms are Q / 2: N_FSDP = Q / (6 D_FF) = %.4g, N_TP = Q / (4 B) = %.4g. So N <= Q^2 / (24 B "
-        "D_FF) = %.7g^2 / (24 x %.7g x %.7g) = %.4g devices.",
-        Q, Q / (6 * F), Q / (4 * B), Q, B, F, Q * Q / (24 * B * F));
+    answer("d",
+           "The times add: 3 D_FF N_FSDP + 2 B N_TP <= Q = 3 B D_FF W / C + 3 D_FF + 2 B = %.7g. N_FSDP N_TP is "
+           "largest where both terms are Q / 2: N_FSDP = Q / (6 D_FF) = %.4g, N_TP = Q / (4 B) = %.4g. So N <= Q^2 / "
+           "(24 B D_FF) = %.7g^2 / (24 x %.7g x %.7g) = %.4g devices.",
+           Q, Q / (6 * F), Q / (4 * B), Q, B, F, Q * Q / (24 * B * F));
     for (const PassCost& only : {fsdp, tp}) {
         if (costs[3].most != only.most) { continue; }
         answer("d", "That is less than one device on the other axis. So there is only the %s, and N <= %.4g devices.",
@@ -671,8 +656,7 @@ int cmd_fsdp_tp_calcs(const Options& o) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The 2026 handout's leaderboard: one training step of an 8.1B model on 32,768 tokens, all in bf16. The
-// model, its loss and AdamW are the other commands' own; here are what runs again, the timing and the tables.
+// The 2026 handout's leaderboard: one training step of an 8.1B model on 32,768 tokens, all in bf16.
 
 struct LeaderboardRun : WayRun {
     int world = 1;
@@ -688,7 +672,6 @@ static double step_flops(const ModelConfig& c, double B, double T) {
     return 6 * B * T * weights + 7 * B * T * T * C * L;
 }
 
-constexpr int HEAD_CHUNK = 2048;  // rows of the logits that the loss makes at a time
 // A step takes its sequences one by one, a backward each.
 static MakeTrainer trainer_of(const Options& o) {
     return [&o, config = configs_of(o)[0]](const Communicator& c) {
@@ -729,13 +712,12 @@ static void print_tables(const LeaderboardRun& r, const std::string& caption) {
     if (r.oom) { return; }
     const FlopUnit unit = unit_of(r.tflops());
     Table table{
-        "The same steps; head and loss come between forward and backward, and the head's gradients are made there",
-        {"median ms", "head and loss ms", "tokens/s", unit.name, "MFU %", "predicted MiB", "peak MiB", "first loss",
-         "last loss"}};
-    table.row(strprintf("%.1f", r.ms[TOTAL].median), strprintf("%.2f", r.ms[HEAD_AND_LOSS].mean),
-              strprintf("%.0f", r.tokens / r.ms[TOTAL].mean * 1e3), r.tflops() * unit.per_tera,
-              percent_of_peak(r.tflops() / r.world, context.precision), strprintf("%.1f", mib_of(r.predicted)),
-              strprintf("%.1f", mib_of(r.use.peak)), strprintf("%.5f", r.first_loss), strprintf("%.5f", r.loss));
+        "The same steps; head and loss, with the head's gradients, come between forward and backward",
+        {"head and loss ms", "tokens/s", unit.name, "MFU %", "predicted MiB", "peak MiB", "first loss", "last loss"}};
+    table.row(strprintf("%.2f", r.ms[HEAD_AND_LOSS].mean), strprintf("%.0f", r.tokens / r.ms[TOTAL].mean * 1e3),
+              r.tflops() * unit.per_tera, percent_of_peak(r.tflops() / r.world, context.precision),
+              strprintf("%.1f", mib_of(r.predicted)), strprintf("%.1f", mib_of(r.use.peak)),
+              strprintf("%.5f", r.first_loss), strprintf("%.5f", r.loss));
     print(table);
 }
 static void answer_leaderboard(const LeaderboardRun& r) {
@@ -751,11 +733,10 @@ static void leaderboard(Options o, const Communicator& c) {
         usage_error("--batch_size: got %d, takes a multiple of %d, the number of ranks", o.batch_size, c.world);
     }
     if (context.mode == EAGER || context.precision == PREC_FP16) {
-        usage_error(
-            "--mode %s and --precision %s: the loss goes by chunks, which takes mode fused or flash, and not fp16",
-            name_of(context.mode), name_of(context.precision));
+        usage_error("--mode %s, --precision %s: takes mode fused or flash, and not fp16", name_of(context.mode),
+                    name_of(context.precision));
     }
-    context.head_chunk = HEAD_CHUNK;
+    context.head_chunk = 2048;   // rows of the logits that the loss makes at a time
     context.each_launch = true;  // so that events can stand between the parts; a step's kernels hide the launches
     LeaderboardRun r{{config.name}};
     r.world = c.world, r.tokens = (double)o.batch_size * o.context_length;
@@ -772,10 +753,10 @@ static void leaderboard(Options o, const Communicator& c) {
         };
     });
     if (c.rank == 0) {
-        print_tables(r, caption_of(o, config, c) +
-                            strprintf("; d_ff %d, %d heads, vocabulary %d, causal; a sequence per backward; %.4g FLOP "
-                                      "per step without what runs again",
-                                      config.d_ff, config.num_heads, config.vocab_size, r.flops));
+        print_tables(r,
+                     caption_of(o, config, c) + strprintf("; d_ff %d, %d heads, vocabulary %d, causal; a sequence per "
+                                                          "backward; %.4g FLOP per step without what runs again",
+                                                          config.d_ff, config.num_heads, config.vocab_size, r.flops));
     }
     if (r.oom) { fail("no step ran: each rank needs %.1f GiB", mib_of(r.oom) / 1024); }
     if (c.rank == 0) { answer_leaderboard(r); }

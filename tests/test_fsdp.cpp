@@ -4,6 +4,7 @@
 #include "test.h"
 
 #include <tuple>
+#include <utility>
 
 void begin_unit(const Model& model, int unit);  // of model.cu
 Tensor end_unit(const Model& model, int unit, const Tensor& y);
@@ -122,7 +123,7 @@ static int gathers_in(const std::vector<FsdpWait>& waits) {
 static void check_gathers(const Communicator& c) {
     auto f = shards_of(c);
     Model model = sharded_model(small, *f);
-    visit_whole(*f, f->shard.weights, true, [](const Parameter& p, const Tensor& w) { init_weight(w, p.name, 1); });
+    visit_whole(*f, true, [](const Parameter& p, const Tensor& w) { init_weight(w, p.name, 1); });
     for (int step = 0; step < 3; step++) {
         step_of(model, *f, c.rank);
         const std::vector<FsdpWait> waits = gathers_of(*f);
@@ -165,7 +166,7 @@ TEST_CASE("fsdp: each unit is gathered once per pass and one ahead") {
 static void check_norm(const Communicator& c) {
     auto f = shards_of(c);
     Model ours = sharded_model(small, *f), whole = make_model(small);
-    visit_whole(*f, f->shard.weights, true, [](const Parameter& p, const Tensor& w) { init_weight(w, p.name, 1); });
+    visit_whole(*f, true, [](const Parameter& p, const Tensor& w) { init_weight(w, p.name, 1); });
     init_weights(whole, 1);
     Batch batch = random_batch(2 * c.world, 8, 50, 3);
     LossScaler scaler;
@@ -194,8 +195,7 @@ static void check_form(const Communicator& c) {
         init_weights(*f, 1);
         auto read = [&] {
             std::map<std::string, std::vector<float>> all;
-            visit_whole(*f, f->shard.weights, false,
-                        [&](const Parameter& p, const Tensor& w) { all[p.name] = to_floats(w); });
+            visit_whole(*f, false, [&](const Parameter& p, const Tensor& w) { all[p.name] = to_floats(w); });
             return all;
         };
         const auto initial = read();
@@ -206,7 +206,7 @@ static void check_form(const Communicator& c) {
         std::vector<float> losses;
         for (int step = 0; step < 3; step++) { losses.push_back(to_floats(step_of(model, *f, c.rank))[0]); }
         trained.push_back(read());
-        visit_whole(*f, f->shard.weights, true, [](const Parameter&, const Tensor&) {});  // as a checkpoint does
+        visit_whole(*f, true, [](const Parameter&, const Tensor&) {});  // as a checkpoint does
         CHECK(read() == trained.back());
         trained.back()["losses"] = losses;
         CHECK(trained.back()["lm_head.weight"] != initial.at("lm_head.weight"));
@@ -253,7 +253,7 @@ static void check_steps_in_backward(const Communicator& c) {
                 optimizer_step(*f, scaler, 0);
             }
             peaks[in_backward] = memory_use(context.device).peak_by[GRADIENTS];
-            visit_whole(*f, f->shard.weights, false, [&](const Parameter&, const Tensor& w) {
+            visit_whole(*f, false, [&](const Parameter&, const Tensor& w) {
                 for (float x : to_floats(w)) { all.push_back(x); }
             });
             trained.push_back(all);
@@ -284,12 +284,10 @@ static void check_missing(const Communicator& c) {
     model.parameters = parameters;
     for (Parameter& p : model.parameters) { p.weight = place(*f, p, p.shape), model.slots.push_back(p.weight); }
     add_hooks(model, *f);
-    visit_whole(*f, f->shard.weights, true,
-                [](const Parameter& p, const Tensor& w) { fill_normal(w, 1, key_of(p.name), 0, 1); });
+    visit_whole(*f, true, [](const Parameter& p, const Tensor& w) { fill_normal(w, 1, key_of(p.name), 0, 1); });
     f->shard.adamw = {1, 0, 0, 1, 0};  // without momentum and decay: no gradient, no step
     std::map<std::string, std::vector<float>> before;
-    visit_whole(*f, f->shard.weights, false,
-                [&](const Parameter& p, const Tensor& w) { before[p.name] = to_floats(w); });
+    visit_whole(*f, false, [&](const Parameter& p, const Tensor& w) { before[p.name] = to_floats(w); });
     auto after = before, once = before;
     for (int step = 0; step < 2; step++) {  // in the second, buffers hold the first's gradients
         begin_step(*f);
@@ -305,8 +303,7 @@ static void check_missing(const Communicator& c) {
         LossScaler scaler;
         optimizer_step(*f, scaler, 0);
         std::swap(once, after);
-        visit_whole(*f, f->shard.weights, false,
-                    [&](const Parameter& p, const Tensor& w) { after[p.name] = to_floats(w); });
+        visit_whole(*f, false, [&](const Parameter& p, const Tensor& w) { after[p.name] = to_floats(w); });
     }
     CHECK(once["fc"] != before["fc"]);  // by rank 0's first step
     CHECK(after["fc"] == once["fc"]);
@@ -354,7 +351,7 @@ static void check_trainers(const Communicator& c) {
             const std::vector<float> a = to_floats(got), b = to_floats(view(whole.model.weights, p.offset, p.shape));
             for (size_t i = 0; i < a.size(); i++) { worst = std::max<double>(worst, std::fabs(a[i] - b[i])); }
         };
-        if (ours.f) { visit_whole(*ours.f, ours.f->shard.weights, false, see); }
+        if (ours.f) { visit_whole(*ours.f, false, see); }
         for (const Parameter& p : ours.f ? std::vector<Parameter>() : ours.model.parameters) { see(p, p.weight); }
         CHECK(worst < 3e-6);  // three steps of AdamW move a weight by 3e-3
     }
@@ -376,15 +373,17 @@ static void check_pure_bf16_sharded(const Communicator& c) {
         const Setup whole = fixture_setup();
         auto f = fully_shard(c, whole.model.parameters, BF16);
         Model model = sharded_model(whole.model.config, *f);
-        visit_whole(*f, f->shard.weights, true, [&](const Parameter& p, const Tensor& w) {
+        visit_whole(*f, true, [&](const Parameter& p, const Tensor& w) {
             auto same = [&](const Parameter& other) { return other.name == p.name; };
             const auto& all = whole.model.parameters;
             copy(w, view(std::find_if(all.begin(), all.end(), same)->weight, 0, p.shape));
         });
         f->shard.adamw.lr = 1e-2f;
-        auto by_name = [&](const Tensor& flat) {
+        auto by_name = [&](Tensor flat) {  // laid out as the shard
+            const Tensor weights = std::exchange(f->shard.weights, flat);
             ByName all;
-            visit_whole(*f, flat, false, [&](const Parameter& p, const Tensor& t) { all[p.name] = copied(t); });
+            visit_whole(*f, false, [&](const Parameter& p, const Tensor& t) { all[p.name] = copied(t); });
+            f->shard.weights = weights;
             return all;
         };
         ByName gradients;
@@ -673,7 +672,7 @@ TEST_CASE("calcs: answers") {
                 "N_TP <= 1 + 3 D_FF W / (2 C) = 1 + 3 x 11008 x 4.5e+11 / (2 x 9.89e+14) = 8.513 devices"});
     check_says(
         csv_of(cmd_fsdp_tp_calcs, o),
-        {"max(6 x 4096 x 11008 x (4 - 1), 4 x 65536 x 4096 x (2 - 1)) / (4 x 2 x 4.5e+11) = 0.2983 ms. FSDP gathers",
+        {"max(6 x 4096 x 11008 x (4 - 1), 4 x 65536 x 4096 x (2 - 1)) / (4 x 2 x 4.5e+11) = 0.2983 ms. FSDP's gather",
          "1 + 65536 x 4.5e+11 / 9.89e+14 = 30.82, where N_TP cancels.", "So N <= 30.82 x 8.513 = 262.4 devices.",
          "= 1148846. ",
          "N_FSDP = Q / (6 D_FF) = 17.39, N_TP = Q / (4 B) = 4.382. So N <= Q^2 / (24 B D_FF) = 1148846^2 / (24 x 65536 "
@@ -792,7 +791,7 @@ TEST_CASE("leaderboard: the handout's step is counted and predicted where it doe
 TEST_CASE("leaderboard: wrong options") {
     for (const auto& [words, line] : std::vector<std::pair<Words, std::string>>{
              {{"--nproc", "2", "--batch_size", "3"}, "--batch_size: got 3, takes a multiple of 2, the number of ranks"},
-             {{"--precision", "fp16"}, "--mode fused and --precision fp16: the loss goes by chunks"}}) {
+             {{"--precision", "fp16"}, "--mode fused, --precision fp16: takes mode fused or flash, and not fp16"}}) {
         const Run r = leaderboard(words);
         CHECK(r.exit_code == 2);
         CHECK_MESSAGE(has(r.err, line), r.err);
@@ -844,7 +843,7 @@ static std::string said(const std::vector<FsdpRun>& runs, int world = 2, double 
 static std::vector<FsdpRun> runs_of(double ddp, double sharded, double fsdp) {  // peaks in MiB
     std::vector<FsdpRun> runs = {{"DDP"}, {"sharded optimizer"}, {"FSDP"}};
     runs[0].use.peak = ddp * 1048576, runs[1].use.peak = sharded * 1048576, runs[2].use.peak = fsdp * 1048576;
-    runs[2].units = {{0.3, 0.225}, {0.86, 0.801}, {26.13, 0.003}};
+    runs[2].gather = {0.3, 0.86, 26.13}, runs[2].wait = {0.225, 0.801, 0.003};
     return runs;
 }
 TEST_CASE("answers: fsdp_accounting") {
@@ -863,13 +862,13 @@ TEST_CASE("answers: fsdp_accounting") {
     CHECK(has(said(runs_of(57.6, 43.9, 47.2), 2, 3609728),
               "FSDP takes 3.3 MiB more than the sharded optimizer. That is 17.1 MiB more than expected.\n"));
     CHECK(has(said(runs, 2, 3406809600, 2), "8 Psi bytes with DDP, (4 + 4/N) Psi with"));
-    runs[2].units[2].wait = 12.4;
+    runs[2].wait[2] = 12.4;
     CHECK(has(said(runs),
               "**(b)** Not all gathers come in time for forward: from layer 1 on they take 26.130 ms, and "
               "the compute stream waits 12.400 ms for them (47.5 %)."));
     runs[0].oom = (size_t)(192.5 * (1 << 30));  // 10B
-    CHECK(has(said(runs), "**(a)** DDP did not fit, so there is no comparison with it.\n"));
-    runs[2].oom = 1 << 30, runs[2].units.clear();
+    CHECK(has(said(runs), "**(a)** DDP did not fit.\n"));
+    runs[2].oom = 1 << 30, runs[2].gather.clear();
     CHECK(!has(said(runs), "(b)"));
 }
 TEST_CASE("answers: leaderboard") {
