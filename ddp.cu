@@ -713,7 +713,9 @@ static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs) {
            "all-reduce %.2f ms, so %.2f times the tokens per rank would match.",
            none.ms[BACKWARD].mean, flat.ms[COMMUNICATION].mean, flat.ms[COMMUNICATION].mean / none.ms[BACKWARD].mean);
     const double s = flat.mb, n = runs[NAIVE].calls, sent = flat.ms[COMMUNICATION].mean;  // MB, ms
-    const double o = std::max((runs[NAIVE].ms[COMMUNICATION].mean - sent) / (n - 1), 1e-4), w = s / (sent - o);
+    // Within noise, too, a call takes some time, and flat's one is not all of it.
+    const double o = std::clamp((runs[NAIVE].ms[COMMUNICATION].mean - sent) / (n - 1), sent / 1e6, sent / 2);
+    const double w = s / (sent - o);
     const double mb = std::min(s, sqrt(s * o * w));  // at least one bucket
     answer("b",
            "Backward ends at s/w, sending at s/(n_b w) + n_b (o + s/(n_b w)): it begins when the first bucket is there "
