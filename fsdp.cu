@@ -373,8 +373,8 @@ int cmd_fsdp(const Options& o) {
             checks.push_back(check_case(c, k, o.seed));
         }
         print_checks(c,
-                     strprintf("fsdp: weights after each of %d steps; World size: %d, Batch size: %d, context length: "
-                               "%d; Transformer: d_model 64, 3 layers; AdamW with lr 0.001, in pure_bf16 0.02",
+                     strprintf("fsdp: weights after each of %d steps; World size: %d, Batch size: %d; Transformer: "
+                               "d_model 64, 3 layers; AdamW with lr 0.001, in pure_bf16 0.02",
                                STEPS, c.world, ROWS * c.world),
                      checks,
                      strprintf("FSDP on %s and of one process with the whole batch", counted(c.world, "rank").c_str()));
