@@ -321,7 +321,6 @@ enum Sharding {
     BROADCAST,  // the handout's: gradients are averaged before; each rank steps its shard, then sends it to all
     ZERO1,      // reduce-scatter of the gradients, each rank steps its shard, all-gather of the weights
 };
-const char* name_of(Sharding s);
 struct ParameterGroup {         // of an optimizer that steps each element by itself, so that any range can be a shard
     Tensor weights, gradients;  // flat
     AdamW adamw{};
@@ -344,7 +343,7 @@ struct WeightsCheck {  // of several ranks' weights against those of one process
     bool match = true;        // they are within the bounds, and all ranks hold the same bits
 };
 // Prints table and answer; fails if a row differs.
-void print_checks(const Communicator& c, const Table& table, const std::vector<WeightsCheck>& checks,
+void print_checks(const Communicator& c, const std::string& caption, const std::vector<WeightsCheck>& checks,
                   const std::string& what);
 void compare(WeightsCheck& d, const Tensor& got, const Tensor& want, double atol = 1e-6, double rtol = 1e-5);
 bool same_bits_everywhere(const Communicator& c, const Tensor& t);  // collective

@@ -13,8 +13,7 @@
 // The gradients lie in one buffer, in the order in which backward finishes them. So buckets are ranges of this buffer,
 // and nothing is copied.
 
-// The ways, in the order of cs336.h's Strategy. Another one is a row here, a name there, and a place in the list of the
-// command that times it (cmd_..._benchmarking).
+// The ways, in the order of cs336.h's Strategy.
 static const struct {
     const char* name;
     double cap_mb;  // of a bucket, in 1e6 bytes; a tensor that is larger has one of its own
@@ -122,11 +121,6 @@ static void finish_gradient_synchronization(DataParallel& d) {
 //   broadcast   the same, and a broadcast of each shard of the weights       3 Psi (N-1)/N
 //   ZeRO-1      reduce-scatter of the gradients, all-gather of the weights   2 Psi (N-1)/N
 
-const char* name_of(Sharding s) {
-    static const char* const names[] = {"unsharded", "broadcast", "ZeRO-1"};
-    return names[s];
-}
-
 struct Optimizer {  // over flat weights
     Communicator c;
     Sharding sharding = UNSHARDED;
@@ -183,6 +177,7 @@ Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strat
 }
 
 double norm_over_ranks(const Communicator& c, double square_sum) {
+    if (context.device == META) { return 1; }
     Tensor sum = from_floats({(float)square_sum}, {1});
     wait(c, all_reduce(c, sum, SUM));
     return std::sqrt(to_floats(sum)[0]);
@@ -191,10 +186,7 @@ static void attach(Trainer& t, const Optimizer& optimizer) {  // which steps in 
     t.sharded = std::make_shared<Optimizer>(optimizer);
     t.step_optimizer = [](Trainer& t) {
         // Only the ranks together know whether it is finite. With ZeRO-1 it is that of sums, not yet of averages.
-        auto norm = [&] {
-            double own = gradient_norm(t.model);
-            return context.device == META ? own : norm_over_ranks(t.c, own * own);
-        };
+        auto norm = [&] { return norm_over_ranks(t.c, std::pow(gradient_norm(t.model), 2)); };
         return guarded_step(t.scaler, 0, norm,
                             [&](float gradient_scale) { optimizer_step(*t.sharded, gradient_scale); });
     };
@@ -207,9 +199,7 @@ Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, c
     return t;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
 // What ranks tell each other
-
 static bool everywhere(const Communicator& c, bool mine) {
     const std::vector<char> all = gather<char>(c, {mine});
     return std::count(all.begin(), all.end(), false) == 0;
@@ -243,8 +233,8 @@ static int sizes(const Options& o) { return o.quick ? 2 : 4; }
 static size_t bytes_of(const AllReduceGroup& g, int size) { return (size_t)(SIZES_MB[size] * 1e6) * (g.nccl ? 1 : 3); }
 static double ring(int n) { return 2.0 * (n - 1) / n; }
 
-// Of all ranks and steps, in ms, of an all-reduce of n fp32 numbers.
-static Stats time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps) {
+// The median of all ranks and steps, in ms, of an all-reduce of n fp32 numbers.
+static double time_all_reduce(const Communicator& c, int64_t n, int warmup, int steps) {
     std::vector<float> values(n);
     for (int64_t i = 0; i < n; i++) { values[i] = (float)(i % 1000 + c.rank); }
     const Tensor t = from_floats(values, {n});
@@ -260,7 +250,7 @@ static Stats time_all_reduce(const Communicator& c, int64_t n, int warmup, int s
         synchronize();
         if (i >= warmup) { mine.push_back(now_ms() - start); }
     }
-    return stats_of(gather(c, mine));
+    return stats_of(gather(c, mine)).median;
 }
 
 // groups: of each backend by ranks.
@@ -273,13 +263,12 @@ static void answer_distributed_communication_single_node(const std::vector<AllRe
         if (std::isnan(large)) { continue; }
         if (!first[g.nccl]) {
             first[g.nccl] = &g;
-            answer("size", "%s with %s takes %.3g ms for 1 MB and %.4g ms for %g MB, %.3g times as long: %s.", who,
-                   ranks(g.ranks).c_str(), small, large, mb, large / small,
-                   large / small < 0.8 * mb ? "latency limits the small tensor, bandwidth the large one"
-                                            : "bandwidth limits both");
+            answer("size", "%s: %s with %s takes %.4g ms for %g MB, %.3g times as long as for 1 MB (%.3g ms).",
+                   large / small < 0.8 * mb ? "Latency limits the small tensor, bandwidth the large one"
+                                            : "Bandwidth limits both",
+                   who, ranks(g.ranks).c_str(), large, mb, large / small, small);
         } else {
-            answer("ranks",
-                   "From %d to %d ranks %s takes %.2f times as long for %g MB. A ring would take %.2f times as long.",
+            answer("ranks", "From %d to %d ranks %s takes %.2f times as long for %g MB (a ring: %.2f times).",
                    before->ranks, g.ranks, who, large / before->ms[sizes - 1], mb, ring(g.ranks) / ring(before->ranks));
         }
         before = &g;
@@ -317,7 +306,7 @@ static void run_as_rank(const Communicator& c, const Options& o) {
     for (int i = 0; i < sizes(o); i++) {
         const bool fits = bytes_of(g, i) <= room_of_each_rank(c);
         const int64_t n = (int64_t)(SIZES_MB[i] * 1e6 / 4);
-        g.ms[i] = fits ? time_all_reduce(c, n, o.warmup[0], o.steps).median : NAN;
+        g.ms[i] = fits ? time_all_reduce(c, n, o.warmup[0], o.steps) : NAN;
     }
     if (c.rank > 0) { return; }
     if (!getenv(RESULTS)) { return print_all_reduces(o, {g}); }
@@ -327,9 +316,9 @@ int cmd_distributed_communication_single_node(const Options& o) {
     if (is_rank() || o.has("nproc") || o.has("backend")) {  // one group
         return run_ranks(o, [&](const Communicator& c) { run_as_rank(c, o); });
     }
-    std::unique_ptr<FILE, int (*)(FILE*)> results(tmpfile(), fclose);
+    FILE* results = tmpfile();
     if (!results) { fail("tmpfile: %s", strerror(errno)); }
-    setenv(RESULTS, std::to_string(fileno(results.get())).c_str(), true);
+    setenv(RESULTS, std::to_string(fileno(results)).c_str(), true);
     std::vector<std::string> missing;
     for (auto [backend, device] : {std::pair("gloo", CPU), {"nccl", CUDA}}) {
         if (o.device == (device == CPU ? "cuda" : "cpu")) { continue; }
@@ -348,7 +337,7 @@ int cmd_distributed_communication_single_node(const Options& o) {
     }
     std::vector<AllReduceGroup> groups;
     AllReduceGroup group;
-    for (rewind(results.get()); fread(&group, sizeof group, 1, results.get()) == 1;) { groups.push_back(group); }
+    for (rewind(results); fread(&group, sizeof group, 1, results) == 1;) { groups.push_back(group); }
     context.device = cuda_devices() > 0 && o.device != "cpu" ? CUDA : CPU;
     print_all_reduces(o, groups);
     if (!missing.empty()) { answer("", "Not measured: %s.", list_of(missing).c_str()); }
@@ -359,7 +348,7 @@ int cmd_distributed_communication_single_node(const Options& o) {
 // naive_ddp, ddp_overlap_individual_parameters, ddp_overlap_bucketed, optimizer_state_sharding, and fsdp.cu's fsdp: N
 // ranks, each with its part of a batch, against one process that sees all of it, on a small Transformer. Each rank
 // starts from other weights, so that the broadcast is tested too. The weights are equal but for rounding: the sum over
-// the batch is taken in another order. The second parameter group comes after 5 of 10 steps.
+// the batch is taken in another order.
 
 std::vector<Batch> part_of(const Batch& all, const Communicator& c, int n) {
     const int64_t T = all.tokens.dim(1), rows = all.tokens.dim(0) / c.world / n;
@@ -390,8 +379,13 @@ bool same_bits_everywhere(const Communicator& c, const Tensor& t) {
     return everywhere(c, mine == gather<uint64_t>(c, {mine})[0]);
 }
 
-void print_checks(const Communicator& c, const Table& table, const std::vector<WeightsCheck>& checks,
+void print_checks(const Communicator& c, const std::string& caption, const std::vector<WeightsCheck>& checks,
                   const std::string& what) {
+    Table table{caption + "; backend " + c.backend, {"Way", "What", "max diff", "mean diff", "Parameters"}};
+    for (const WeightsCheck& x : checks) {
+        table.row(x.way, x.what, strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n),
+                  x.match ? "match" : "DIFFER");
+    }
     const int wrong = std::count_if(checks.begin(), checks.end(), [](auto& x) { return !x.match; });
     const WeightsCheck& worst =
         *std::max_element(checks.begin(), checks.end(), [](auto& a, auto& b) { return a.max < b.max; });
@@ -413,9 +407,9 @@ struct CheckedWay {
 };
 constexpr int CHECKED_STEPS = 10;
 
-// Adds rows to checks and both tables.
+// Adds rows to both.
 static void train_and_compare(const Communicator& c, const CheckedWay& way, uint64_t seed,
-                              std::vector<WeightsCheck>& checks, Table& table, Table& losses) {
+                              std::vector<WeightsCheck>& checks, Table& losses) {
     const ModelConfig config = {"lm", 16, 32, 1, 2, VOCABULARY};
     Trainer ours = data_parallel_trainer(c, random_model(config, seed + c.rank), way.strategy, way.bucket_mb), whole;
     whole.model = random_model(config, seed);
@@ -447,28 +441,24 @@ static void train_and_compare(const Communicator& c, const CheckedWay& way, uint
     const bool same = same_bits_everywhere(c, got.weights);
     for (WeightsCheck& x : rows) {
         x.match = x.match && same;
-        table.row(x.way, ours.d->works.size(), x.what, strprintf("%.2e", x.max), strprintf("%.2e", x.sum / x.n),
-                  x.match ? "match" : "DIFFER");
+        x.way += ", " + counted(ours.d->works.size(), "call");
         checks.push_back(x);
     }
 }
 
 static int check_ways(const Options& o, const std::vector<CheckedWay>& ways) {
     return run_ranks(o, [&](const Communicator& c) {
-        Table table{
-            strprintf("%s: weights of %s against those of one process after each of %d steps; World size: %d, "
-                      "Batch size: %d; a Transformer of one block, d_model 16; AdamW, Learning rate: 0.01, a second "
-                      "parameter group after 5 steps; backend %s",
-                      o.command.c_str(), ranks(c.world).c_str(), CHECKED_STEPS, c.world, ROWS * c.world,
-                      c.backend.c_str()),
-            {"Way", "calls", "Parameter", "max diff", "mean diff", "Parameters"}};
         Table losses{"Loss in each step: of data parallel (DDP), and of one process",
                      {"Way", "Step", "DDP", "one process"}};
         std::vector<WeightsCheck> checks;
-        for (const CheckedWay& way : ways) { train_and_compare(c, way, o.seed, checks, table, losses); }
+        for (const CheckedWay& way : ways) { train_and_compare(c, way, o.seed, checks, losses); }
         if (c.rank == 0) { print(losses); }
-        print_checks(c, table, checks,
-                     "data parallel on " + ranks(c.world) + " and of one process with the whole batch");
+        print_checks(
+            c,
+            strprintf("%s: weights after each of %d steps; World size: %d, Batch size: %d; a Transformer of one block, "
+                      "d_model 16; AdamW, Learning rate: 0.01, a second parameter group after 5 steps",
+                      o.command.c_str(), CHECKED_STEPS, c.world, ROWS * c.world),
+            checks, "data parallel on " + ranks(c.world) + " and of one process with the whole batch");
     });
 }
 int cmd_naive_ddp(const Options& o) { return check_ways(o, {{"naive", NAIVE}}); }
@@ -488,21 +478,17 @@ int cmd_optimizer_state_sharding(const Options& o) {
 //   | forward | backward          | exposed | optimizer |      compute stream
 //             |   [all-reduce][all-reduce]  |                  communication stream: hidden, as far as under backward
 
-// A default of --quick's, which Gloo may ask for: sets the field, unless its option was typed.
-template <class T>
-static void by_quick(Options& o, const char* name, T Options::*field, const T& to) {
-    if (!o.has(name)) { o.*field = to; }
-}
 ModelConfig choose_step(Options& o, const Communicator& c) {
     if (c.backend == "gloo" && !o.quick) { o.quick = true, context.sizes = "; Gloo, on the CPU: sizes of --quick"; }
-    if (o.quick && !o.has("size")) {
-        by_quick(o, "d_model", &Options::d_model, 128), by_quick(o, "d_ff", &Options::d_ff, 512);
-        by_quick(o, "num_layers", &Options::num_layers, 4), by_quick(o, "num_heads", &Options::num_heads, 4);
+    auto by_quick = [&](const char* name, int& field, int to) {
+        if (o.quick && !o.has(name)) { field = to; }
+    };
+    if (!o.has("size")) {
+        by_quick("d_model", o.d_model, 128), by_quick("d_ff", o.d_ff, 512);
+        by_quick("num_layers", o.num_layers, 4), by_quick("num_heads", o.num_heads, 4);
     }
-    if (o.quick) {
-        by_quick(o, "batch_size", &Options::batch_size, 1), by_quick(o, "context_length", &Options::context_length, 32);
-        by_quick(o, "warmup", &Options::warmup, {1}), by_quick(o, "steps", &Options::steps, 3);
-    }
+    by_quick("batch_size", o.batch_size, 1), by_quick("context_length", o.context_length, 32);
+    by_quick("warmup", o.warmup[0], 1), by_quick("steps", o.steps, 3);
     const std::vector<ModelConfig> configs = configs_of(o);
     context.precision = precisions_of(o)[0];
     context.mode = modes_of(o, configs, {context.precision})[0];
@@ -646,10 +632,8 @@ static void print_steps(const std::string& caption, const std::vector<DdpRun>& r
                         const Options& o, int ranks) {
     Table parts = step_table(caption, "Strategy");
     Table comparison{
-        strprintf(
-            "The same steps: their all-reduces, throughput, step time saved (vs naive), speed-up over one process "
-            "with the whole batch (%s), loss of the last step",
-            single.oom ? "out of memory" : strprintf("%.2f ms", single.ms[TOTAL].mean).c_str()),
+        strprintf("The same steps; vs naive: step time saved; speed-up: over one process with the whole batch (%s)",
+                  single.oom ? "out of memory" : strprintf("%.2f ms", single.ms[TOTAL].mean).c_str()),
         {"Strategy", "Comm Time (ms)", "hidden", "calls", "MB per step", "Samples/s", "Tokens/s", "vs naive",
          "speed-up", "Loss"}};
     for (const DdpRun& r : runs) {
@@ -679,46 +663,32 @@ static void answer_naive_ddp_benchmarking(const std::vector<DdpRun>& runs) {
     const DdpRun &none = runs[NO_SYNC], &naive = runs[NAIVE];
     const double total = naive.ms[TOTAL].mean, exposed = naive.ms[EXPOSED].mean, comm = naive.ms[COMMUNICATION].mean;
     answer("",
-           "A step takes %.2f ms: %s. %.2f ms of it (%.1f %%) are exposed communication, from the end of backward to "
-           "the end of the last all-reduce. The %d all-reduces, one per tensor, move %.1f MB in %.2f ms (%.1f GB/s).",
+           "A step takes %.2f ms: %s. %.2f ms of it (%.1f %%) are exposed communication, after backward. The %d "
+           "all-reduces, one per tensor, move %.1f MB in %.2f ms (%.3g GB/s).",
            total, against(naive.ms[TOTAL], none.ms[TOTAL], "without communication").c_str(), exposed,
            100 * exposed / total, naive.calls, naive.mb, comm, naive.mb / comm);
 }
 static void answer_minimal_ddp_flat_benchmarking(const std::vector<DdpRun>& runs) {
     const DdpRun &naive = runs[NAIVE], &flat = runs[FLAT];
-    answer("",
-           "With one all-reduce for all gradients a step takes %.2f ms: %s. Exposed communication takes %.2f ms: %s. "
-           "The all-reduce of %.1f MB takes %.2f ms: %s.",
-           flat.ms[TOTAL].mean, against(flat.ms[TOTAL], naive.ms[TOTAL], "naive").c_str(), flat.ms[EXPOSED].mean,
-           against(flat.ms[EXPOSED], naive.ms[EXPOSED], "naive").c_str(), flat.mb, flat.ms[COMMUNICATION].mean,
-           against(flat.ms[COMMUNICATION], naive.ms[COMMUNICATION], "naive's calls").c_str());
+    answer(
+        "",
+        "With one all-reduce for all gradients a step takes %.2f ms: %s. The all-reduce of %.1f MB takes %.2f ms: %s.",
+        flat.ms[TOTAL].mean, against(flat.ms[TOTAL], naive.ms[TOTAL], "naive").c_str(), flat.mb,
+        flat.ms[COMMUNICATION].mean, against(flat.ms[COMMUNICATION], naive.ms[COMMUNICATION], "naive's calls").c_str());
 }
 static void answer_ddp_overlap_individual_parameters_benchmarking(const std::vector<DdpRun>& runs) {
-    const DdpRun &none = runs[NO_SYNC], &naive = runs[NAIVE], &over = runs[OVERLAPPED];
+    const DdpRun &naive = runs[NAIVE], &over = runs[OVERLAPPED];
     const Stats& total = over.ms[TOTAL];
-    answer("a", "Overlapped, a step takes %.2f ms: %s, %s, and %s.", total.mean,
-           against(total, naive.ms[TOTAL], "naive").c_str(), against(total, runs[FLAT].ms[TOTAL], "flat").c_str(),
-           against(total, none.ms[TOTAL], "without communication").c_str());
+    answer("a", "Overlapped, a step takes %.2f ms: %s, and %s.", total.mean,
+           against(total, naive.ms[TOTAL], "naive").c_str(), against(total, runs[FLAT].ms[TOTAL], "flat").c_str());
     answer("b",
            "In naive's trace (--trace FILE.json) all all-reduces lie after backward, and the compute stream waits %.2f "
-           "ms. In overlapped's %.1f %% of their time lies under backward, and it waits %.2f ms.",
+           "ms. In overlapped's, %.1f %% of their time lies under backward, and it waits %.2f ms.",
            naive.ms[EXPOSED].mean, 100 * over.ms[HIDDEN].mean / over.ms[COMMUNICATION].mean, over.ms[EXPOSED].mean);
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// ddp_bucketed_benchmarking (b): the overhead of n buckets of s bytes together is s/(n w) + n o, as the last one cannot
-// hide, and each call costs o. o and w: of the line o + bytes/w through a small and a large all-reduce.
-
-struct BucketModel {
-    double s, o, w;  // bytes, ms, bytes per ms
-};
-static BucketModel bucket_model(const Communicator& c, double s) {
-    auto ms = [&](double bytes) { return time_all_reduce(c, (int64_t)(bytes / 4), 3, 7).min; };  // noise only adds
-    const double small = 0.25e6, large = std::max(std::min(s, 256e6), 4e6);
-    const double a = ms(small), w = (large - small) / (ms(large) - a);
-    return {s, std::max(a - small / w, 1e-4), w};
-}
-static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, const BucketModel& m) {
+// (b): n_b buckets of s bytes together at w bytes/s, and o for each call. o and w are those of the line through naive's
+// calls and flat's one: they take n o + s/w and o + s/w.
+static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs) {
     const DdpRun &none = runs[NO_SYNC], &flat = runs[FLAT], &over = runs[OVERLAPPED];
     const std::vector<DdpRun> buckets(&over + 1, runs.data() + runs.size());
     auto by_time = [](auto& a, auto& b) { return a.ms[TOTAL].mean < b.ms[TOTAL].mean; };
@@ -741,21 +711,23 @@ static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs, co
            few.name.c_str(), against(few.ms[EXPOSED], over.ms[EXPOSED], "a tensor per call").c_str());
     answer("a",
            "The model in (b) needs backward to take as long as communication. Here backward takes %.2f ms and flat's "
-           "all-reduce %.2f ms, of which overlapped hides %.0f %%: they match with %.2f times the tokens per rank.",
-           none.ms[BACKWARD].mean, flat.ms[COMMUNICATION].mean,
-           100 * over.ms[HIDDEN].mean / over.ms[COMMUNICATION].mean,
-           flat.ms[COMMUNICATION].mean / none.ms[BACKWARD].mean);
-    const double bytes = std::min(m.s, sqrt(m.s * m.o * m.w));  // at least one bucket
-    answer(
-        "b",
-        "A bucket takes s/(n_b w) to compute and o + s/(n_b w) to send, and sending goes on back to back once the "
-        "first is computed: overhead(s, w, o, n_b) = s/(n_b w) + n_b o. It is least, 2 sqrt(s o/w), for n_b = "
-        "sqrt(s/(o w)): the best bucket has s/n_b = sqrt(s o w) bytes. Timed alone, this run's fastest all-reduces "
-        "have o = %.1f us and w = %.2f GB/s. With s = %.1f MB the best bucket has %.1f MB and an overhead of %.2f ms.",
-        1e3 * m.o, m.w / 1e6, m.s / 1e6, bytes / 1e6, bytes / m.w + m.s / bytes * m.o);
+           "all-reduce %.2f ms, so %.2f times the tokens per rank would match.",
+           none.ms[BACKWARD].mean, flat.ms[COMMUNICATION].mean, flat.ms[COMMUNICATION].mean / none.ms[BACKWARD].mean);
+    const double s = flat.mb, n = runs[NAIVE].calls, sent = flat.ms[COMMUNICATION].mean;  // MB, ms
+    // Within noise, too, a call takes some time, and flat's one is not all of it.
+    const double o = std::clamp((runs[NAIVE].ms[COMMUNICATION].mean - sent) / (n - 1), sent / 1e6, sent / 2);
+    const double w = s / (sent - o);
+    const double mb = std::min(s, sqrt(s * o * w));  // at least one bucket
+    answer("b",
+           "Backward ends at s/w, sending at s/(n_b w) + n_b (o + s/(n_b w)): it begins when the first bucket is there "
+           "and goes on back to back. The difference is overhead(s, w, o, n_b) = s/(n_b w) + n_b o. It is least, 2 "
+           "sqrt(s o/w), for n_b = sqrt(s/(o w)), so the best bucket has s/n_b = sqrt(s o w) bytes. Naive's %.0f calls "
+           "and flat's one send s = %.1f MB with o = %.4g us and w = %.4g GB/s: the best bucket has %.4g MB and an "
+           "overhead of %.3g ms.",
+           n, s, 1e3 * o, w, mb, mb / w + s / mb * o);
 }
 
-static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
+static int benchmark(const Options& asked, std::vector<DdpRun> runs, void (*print_answer)(const std::vector<DdpRun>&)) {
     return run_ranks(asked, [&](const Communicator& c) {
         Options o = asked;
         const ModelConfig config = choose_step(o, c);
@@ -764,26 +736,23 @@ static int benchmark(const Options& asked, std::vector<DdpRun> runs) {
         for (DdpRun& r : runs) { measure(c, o, config, r, traces); }
         if (!o.trace.empty()) { write_trace(o.trace, traces, caption, c); }
         const WayRun single = single_process(c, o, config);
-        const DdpRun& last = runs.back();
-        const bool models = last.strategy == BUCKETED && c.world > 1 && !last.oom;
-        const BucketModel line = models ? bucket_model(c, last.mb * 1e6) : BucketModel{};
         if (c.rank == 0) { print_steps(caption, runs, single, o, c.world); }
-        if (!can_compare(c, {runs.begin(), runs.end()})) { return; }
-        if (last.strategy == NAIVE) { answer_naive_ddp_benchmarking(runs); }
-        if (last.strategy == FLAT) { answer_minimal_ddp_flat_benchmarking(runs); }
-        if (last.strategy == OVERLAPPED) { answer_ddp_overlap_individual_parameters_benchmarking(runs); }
-        if (last.strategy == BUCKETED) { answer_ddp_bucketed_benchmarking(runs, line); }
+        if (can_compare(c, {runs.begin(), runs.end()})) { print_answer(runs); }
     });
 }
-int cmd_naive_ddp_benchmarking(const Options& o) { return benchmark(o, {NO_SYNC, NAIVE}); }
-int cmd_minimal_ddp_flat_benchmarking(const Options& o) { return benchmark(o, {NO_SYNC, NAIVE, FLAT}); }
+int cmd_naive_ddp_benchmarking(const Options& o) {
+    return benchmark(o, {NO_SYNC, NAIVE}, answer_naive_ddp_benchmarking);
+}
+int cmd_minimal_ddp_flat_benchmarking(const Options& o) {
+    return benchmark(o, {NO_SYNC, NAIVE, FLAT}, answer_minimal_ddp_flat_benchmarking);
+}
 int cmd_ddp_overlap_individual_parameters_benchmarking(const Options& o) {
-    return benchmark(o, {NO_SYNC, NAIVE, FLAT, OVERLAPPED});
+    return benchmark(o, {NO_SYNC, NAIVE, FLAT, OVERLAPPED}, answer_ddp_overlap_individual_parameters_benchmarking);
 }
 int cmd_ddp_bucketed_benchmarking(const Options& o) {
     std::vector<DdpRun> runs = {NO_SYNC, NAIVE, FLAT, OVERLAPPED};
     for (double mb : o.bucket_size_mb) { runs.push_back({BUCKETED, mb}); }
-    return benchmark(o, runs);
+    return benchmark(o, runs, answer_ddp_bucketed_benchmarking);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -792,7 +761,7 @@ int cmd_ddp_bucketed_benchmarking(const Options& o) {
 struct ShardingRun : WayRun {
     Sharding sharding;
     std::vector<std::pair<const char*, MemoryUse>> peaks{};  // moment, peak since the one before
-    ShardingRun(Sharding s) : WayRun{name_of(s)}, sharding(s) {}
+    ShardingRun(const char* name, Sharding s) : WayRun{name}, sharding(s) {}
 };
 static void run_sharded(const Communicator& c, const Options& o, const ModelConfig& config, ShardingRun& r) {
     auto moment = [&](const char* what) {
@@ -824,8 +793,8 @@ static void answer_optimizer_state_sharding_accounting(const std::vector<Shardin
     auto peak = [](const ShardingRun& r, int i) { return mib_of(r.peaks[i].second.peak); };
     auto state = [](const ShardingRun& r) { return mib_of(r.peaks[2].second.peak_by[OPTIMIZER]); };
     answer("a",
-           "Peaks after init, before the optimizer's step and after it: %.1f, %.1f and %.1f MiB unsharded, %.1f, %.1f "
-           "and %.1f MiB sharded.",
+           "Unsharded, the peak is %.1f MiB after init, %.1f before the optimizer's step and %.1f after it. Sharded, "
+           "it is %.1f, %.1f and %.1f MiB.",
            peak(whole, 0), peak(whole, 1), peak(whole, 2), peak(ours, 0), peak(ours, 1), peak(ours, 2));
     answer("a",
            "Before the step weights and gradients take %.1f MiB each, activations the rest. The step adds AdamW's "
@@ -833,26 +802,27 @@ static void answer_optimizer_state_sharding_accounting(const std::vector<Shardin
            mib_of(weights), state(whole), state(ours),
            std::fabs(state(ours) / state(whole) - 1.0 / ranks) < 0.01 ? "" : "not ", ranks);
     answer("b",
-           "An iteration takes %.2f ms sharded, %s. Each rank steps only its share but then broadcasts it: it sends "
-           "%.1f MB per step instead of %.1f, and its optimizer takes %.2f ms, %s.",
-           ours.ms[TOTAL].mean, against(ours.ms[TOTAL], whole.ms[TOTAL], "unsharded").c_str(), 3 * part, 2 * part,
+           "An iteration takes %.2f ms sharded, %s. Each rank steps only its share but then broadcasts it: the "
+           "optimizer takes %.2f ms, %s.",
+           ours.ms[TOTAL].mean, against(ours.ms[TOTAL], whole.ms[TOTAL], "unsharded").c_str(),
            ours.ms[OPTIMIZER_STEP].mean,
            against(ours.ms[OPTIMIZER_STEP], whole.ms[OPTIMIZER_STEP], "unsharded").c_str());
     answer("c",
-           "ZeRO-1, too, shards only the optimizer's state: %.1f MiB per rank, where ours takes %.1f MiB. It "
-           "reduce-scatters gradients and all-gathers weights, so of Psi parameters a rank sends 2 Psi (N-1)/N "
-           "elements (%.1f MB). Ours all-reduces gradients and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).",
+           "ZeRO-1, too, shards only the optimizer's state: %.1f MiB per rank, ours %.1f MiB. It sends less: with a "
+           "reduce-scatter of gradients and an all-gather of weights, a rank sends 2 Psi (N-1)/N elements (%.1f MB) of "
+           "Psi parameters. Ours all-reduces gradients and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).",
            state(zero), state(ours), 2 * part, 3 * part);
 }
 int cmd_optimizer_state_sharding_accounting(const Options& asked) {
     return run_ranks(asked, [&](const Communicator& c) {
         Options o = asked;
         const ModelConfig config = choose_step(o, c);
-        const char* waits = "; optimizer: with the wait for new weights, in ZeRO-1 for gradients, too";
-        Table time = step_table(caption_of(o, config, c) + waits, "Optimizer");
+        Table time =
+            step_table(caption_of(o, config, c) + "; optimizer: with its waits for new weights and ZeRO-1's gradients",
+                       "Optimizer");
         Table memory{"Peaks of rank 0 in a first step, MiB",
                      {"Optimizer", "Moment", "parameters", "gradients", "optimizer state", "the rest", "peak"}};
-        std::vector<ShardingRun> runs = {UNSHARDED, BROADCAST, ZERO1};
+        std::vector<ShardingRun> runs = {{"unsharded", UNSHARDED}, {"broadcast", BROADCAST}, {"ZeRO-1", ZERO1}};
         for (ShardingRun& r : runs) {
             run_sharded(c, o, config, r);
             add_step(time, r);
@@ -871,7 +841,7 @@ int cmd_optimizer_state_sharding_accounting(const Options& asked) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Section 2.4, communication_accounting: the handout's XXL model, L blocks of two Linear layers D x F and F x D, whose
-// 2 D F L = P parameters take 16 P bytes with their gradients and AdamW's moments, in fp32. It is arithmetic alone.
+// 2 D F L = P parameters take 16 P bytes with their gradients and AdamW's moments, in fp32.
 // A: all activations that a device's tokens save; every second layer's are sharded, like the weights, the rest is not.
 // C: FLOP/s of a chip; W: bytes/s of a link; X chips share the FSDP axis with M_X links, Y the TP axis with M_Y.
 // Forward of one block of B tokens: T_math = 4 B D F / (X Y C); gather of the weights T_FSDP = 4 D F / (Y W M_X);
@@ -881,49 +851,43 @@ static const double GB = 1e9;
 static const double GPU_GB = 80, CHIP_GB = 95;  // the memory of a GPU in (a), of a chip in (b)
 static const double M_X = 2, M_Y = 1;           // mesh axes, so links, of the FSDP and of the TP traffic
 
-// The least N with (16 P + A/2) / N + A/2 < memory.
-static double least_devices(double P, double A, double memory) {
-    return A / 2 < memory ? floor((16 * P + A / 2) / (memory - A / 2)) + 1 : INFINITY;
-}
-static void answer_memory(const Options& o) {
-    const double D = o.d_model, F = o.d_ff, L = o.num_layers, P = 2 * D * F * L, per_token = 2 * L * (D + F);
-    answer("a",
-           "P = 2 D F L = 2 x %g x %g x %g = %.0f parameters take 4 P = %.1f GB in fp32. With their gradients and "
-           "AdamW's two moments they take 16 P = %.1f GB, the memory of %.1f / %g = %.2f, so %.0f GPUs. Backward saves "
-           "2 L (D + F) = 2 x %g x (%g + %g) = %.0f bytes per token in bf16.",
-           D, F, L, P, 4 * P / GB, 16 * P / GB, 16 * P / GB, GPU_GB, 16 * P / GB / GPU_GB, ceil(16 * P / GB / GPU_GB),
-           L, D, F, per_token);
-    answer("b",
-           "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for backward, and half of A "
-           "is sharded over the N devices, like the weights. Without activations that is below %g GB from N = %.0f "
-           "devices on; with %d tokens per device, from N = %.0f on. No N is enough from %g GB / (%.0f / 2) = %.0f "
-           "tokens per device on, because A/2 alone fills the memory.",
-           CHIP_GB, least_devices(P, 0, CHIP_GB * GB), o.tokens, least_devices(P, per_token * o.tokens, CHIP_GB * GB),
-           CHIP_GB, per_token, ceil(CHIP_GB * GB / (per_token / 2)));
-}
-
 int cmd_communication_accounting(const Options& o) {
-    const double F = o.d_ff, X = o.fsdp, Y = o.tp, N = X * Y, alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB);
+    const double D = o.d_model, F = o.d_ff, L = o.num_layers, P = 2 * D * F * L, per_token = 2 * L * (D + F);
+    const double X = o.fsdp, Y = o.tp, N = X * Y, alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB);
     const double most_Y = M_Y * F / alpha;
     if (Y >= most_Y) { usage_error("--tp: got %g; no batch is compute bound from M_Y F W / C = %.1f on", Y, most_Y); }
     answer("", "communication_accounting; %s", origin().c_str());
-    answer_memory(o);
+    auto least_devices = [&](double A) {  // the least N with (16 P + A/2) / N + A/2 < a chip's memory
+        return A / 2 < CHIP_GB * GB ? floor((16 * P + A / 2) / (CHIP_GB * GB - A / 2)) + 1 : INFINITY;
+    };
+    answer("a",
+           "P = 2 D F L = 2 x %g x %g x %g = %.4g parameters take 4 P = %.1f GB in fp32. With gradients and AdamW's "
+           "two moments they take 16 P = %.1f GB, the memory of %.1f / %g = %.2f, so %.0f GPUs. Backward saves 2 L (D "
+           "+ F) = 2 x %g x (%g + %g) = %.4g MB per token in bf16.",
+           D, F, L, P, 4 * P / GB, 16 * P / GB, 16 * P / GB, GPU_GB, 16 * P / GB / GPU_GB, ceil(16 * P / GB / GPU_GB),
+           L, D, F, per_token / 1e6);
+    answer("b",
+           "A device holds (16 P + A/2) / N + A/2 bytes, where A is what its tokens save for backward, half of it "
+           "sharded. Without activations that is below %g GB from N = %.0f devices on; with %d tokens per device, from "
+           "N = %.0f on. No N is enough from %g GB / (%.4g MB / 2) = %.0f tokens per device on, because A/2 alone "
+           "fills the memory.",
+           CHIP_GB, least_devices(0), o.tokens, least_devices(per_token * o.tokens), CHIP_GB, per_token / 1e6,
+           ceil(CHIP_GB * GB / (per_token / 2)));
     const double overlapped = alpha * X / M_X, B = overlapped / (1 - Y / most_Y);  // T_math = T_FSDP + T_TP
     answer("c",
            "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte. Forward is compute bound from B = (alpha X / "
-           "M_X) / (1 - alpha Y / (M_Y F)) = (%.1f x %g / %g) / (1 - "
-           "%.1f x %g / (%g x %g)) = %.0f tokens overall, %.1f per chip. This holds for every schedule: FSDP's "
-           "gathers and TP's all-reduces take turns. Where both axes communicate at once, each over its own links, "
+           "M_X) / (1 - alpha Y / (M_Y F)) = (%.1f x %g / %g) / (1 - %.1f x %g / (%g x %g)) = %.0f tokens overall, "
+           "%.1f per chip. There FSDP's gathers and TP's all-reduces take turns. If both axes communicate at once, "
            "alpha X / M_X = %.0f tokens (%.1f per chip) are enough, with Y below M_Y F / alpha = %.1f.",
            o.tflops, o.bandwidth_gb, alpha, alpha, X, M_X, alpha, Y, M_Y, F, ceil(B), B / N, ceil(overlapped),
            overlapped / N, most_Y);
     // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of the time.
     const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
     answer("d",
-           "The split can be chosen: the least batch is 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %g) = %.1f "
-           "tokens per chip, at X = 2 alpha N / (M_Y F) = %.1f. Communication on both axes at once divides it by 4: "
-           "alpha^2 / (M_X M_Y F) = %.1f. Fewer bytes (8-bit weights halve alpha X / M_X), more links per axis and "
-           "pipeline stages lower it further. Gradient accumulation does not: each micro-batch gathers the weights.",
+           "Choose the split: the least batch is 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %g) = %.1f tokens "
+           "per chip, at X = 2 alpha N / (M_Y F) = %.1f. Communication on both axes at once divides it by 4: alpha^2 / "
+           "(M_X M_Y F) = %.1f. Fewer bytes (8-bit weights halve alpha X / M_X), more links per axis and pipeline "
+           "stages lower it further. Gradient accumulation does not: each micro-batch gathers the weights.",
            alpha, M_X, M_Y, F, per_chip, 2 * N / most_Y, per_chip / 4);
     return 0;
 }
