@@ -373,6 +373,8 @@ struct WayRun {
 void run_way(
     WayRun& r, const Communicator& c, const Options& o, const MakeTrainer& make, int n = 1,
     const std::function<void(Trainer& t)>& see = [](Trainer&) {});
+// With --trace, behind a way's last timed step: one more. name: a literal, for its range.
+void trace_step(Trainer& t, const char* name, const Options& o, const ModelConfig& config, std::vector<Trace>& traces);
 // True in rank 0 of several, where one way ran, or all did; else it says why not. Fails where none did.
 bool can_compare(const Communicator& c, const std::vector<WayRun>& runs, bool all = true);
 // A row for each way: a step's time and its parts, or the bytes that it did not find.

@@ -566,6 +566,16 @@ struct DdpRun : WayRun {
         : WayRun{mb > 0 ? strprintf("%g MB", mb) : name_of(s)}, strategy(s), bucket_mb(mb) {}
 };
 
+void trace_step(Trainer& t, const char* name, const Options& o, const ModelConfig& config, std::vector<Trace>& traces) {
+    if (o.trace.empty() || t.steps < o.warmup[0] + o.steps) { return; }
+    start_tracing();
+    {
+        Range range(name);
+        barrier(t.c);
+        train_step(t, batches_of(o, config, t.c, 1));
+    }
+    traces.push_back(stop_tracing());
+}
 // Every way starts from the same weights and moments, so that their losses compare.
 static void measure(const Communicator& c, const Options& o, const ModelConfig& config, DdpRun& r,
                     std::vector<Trace>& traces) {
@@ -575,14 +585,7 @@ static void measure(const Communicator& c, const Options& o, const ModelConfig& 
     run_way(r, c, o, make, 1, [&](Trainer& t) {
         r.calls = (int)t.d->works.size(), r.mb = 0;
         for (const WorkPtr& work : t.d->works) { r.mb += (double)work->bytes / 1e6; }
-        if (o.trace.empty() || t.steps < o.warmup[0] + o.steps) { return; }
-        start_tracing();  // one more step, which is not timed
-        {
-            Range range(name_of(r.strategy));
-            barrier(c);
-            train_step(t, batches_of(o, config, c, 1));
-        }
-        traces.push_back(stop_tracing());
+        trace_step(t, name_of(r.strategy), o, config, traces);
     });
 }
 

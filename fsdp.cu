@@ -469,13 +469,16 @@ int cmd_fsdp_accounting(const Options& typed) {
             {"FSDP", [&](auto& c) { return fsdp_trainer(c, config, o.seed); }},
             {"FSDP, early AdamW", [&](auto& c) { return fsdp_trainer(c, config, o.seed, true); }}};
         std::vector<FsdpRun> runs;
+        std::vector<Trace> traces;
         for (const auto& [name, make] : ways) {
             if (runs.size() == EARLY_ADAMW && context.precision == PREC_FP16) { break; }  // its step needs a norm first
             FsdpRun& r = runs.emplace_back(FsdpRun{{name}});
             run_way(r, c, o, make, 1, [&](Trainer& t) {
                 if (t.f && t.steps > o.warmup[0]) { add_unit_times(*t.f, o.steps, r); }
+                trace_step(t, name, o, config, traces);
             });
         }
+        if (!o.trace.empty()) { write_trace(o.trace, traces, caption_of(o, config, c), c); }
         double psi = 0;
         for (const Parameter& p : lay_out_model(config).parameters) { psi += (double)count(p.shape); }
         if (c.rank == 0) { print_tables(caption_of(o, config, c), runs); }

@@ -85,7 +85,7 @@ static const Command COMMANDS[] = {
     {COMMAND(optimizer_state_sharding), "3", "6", 15, false, "AdamW's state split over the ranks", CHECK},
     {COMMAND(optimizer_state_sharding_accounting), "3", "6", 5, true, "its memory and time", DDP},
     {COMMAND(fsdp), "", "7", 15, false, "the weights sharded, too", CHECK},
-    {COMMAND(fsdp_accounting), "", "7", 5, true, "its memory; do its gathers come in time?", DDP},
+    {COMMAND(fsdp_accounting), "", "7", 5, true, "its memory; do its gathers come in time?", DDP + "trace"},
     {COMMAND(alternate_ring_all_reduce), "", "8.1", 1, false, "a ring that sends whole tensors",
      "tensor_mb devices bandwidth_gb=450"},
     {COMMAND(data_parallel_calcs), "", "8.2", 3, false, "how many devices data parallelism can use", CALCS + "devices"},
