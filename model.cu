@@ -622,8 +622,8 @@ static std::string out_of_memory(const std::vector<StepRun>& runs, Pass pass) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// benchmarking_script (1.1.3): (b) the times; (c) with fewer warm-up steps: the process's first run, when kernels'
-// code, library handles, memory pool and page tables are cold, with its steps counted from an earlier one on.
+// benchmarking_script (1.1.3): (b) the times; (c) with fewer warm-up steps: the runs of the first setting, their steps
+// counted from an earlier one on.
 
 constexpr double SMALL_DEVIATION = 0.05;  // of the mean
 static void answer_step_times(const std::vector<StepRun>& runs) {
@@ -680,34 +680,46 @@ static void print_steps(const std::vector<Setting>& settings, const Sweep& s) {
     print(table);
 }
 
-// runs: by their numbers of warm-up steps.
-static void answer_warmup(const std::vector<StepRun>& runs, const std::vector<int>& warmup) {
-    const Stats &cold = runs.front().pass[FWBW].ms, &warm = runs.back().pass[FWBW].ms;
-    if (warm.n == 0) { return; }
-    std::vector<std::string> means;
-    for (size_t i = 0; i < runs.size(); i++) {
-        const Stats& ms = runs[i].pass[FWBW].ms;
-        means.push_back(strprintf("%.2f ms (standard deviation %.2f) after %d", ms.mean, ms.std, warmup[i]));
+static void answer_warmup(const std::vector<StepRun>& runs, const std::vector<int>& warmup, int steps) {
+    bool slower = false;
+    for (size_t i = 0; i + 1 < warmup.size(); i++) {
+        std::vector<std::string> verdicts, same;
+        for (const StepRun& r : runs) {
+            if (!r.pass[FW].ran()) { continue; }
+            const Stats &warm = r.pass[FW].ms, cold = after_warmup(r, warmup[i], steps).pass[FW].ms;
+            // One slow step raises the cold mean and its deviation alike: only the warm run's deviation is noise.
+            const bool differ = std::fabs(cold.mean - warm.mean) > std::max(warm.std, SMALL_DEVIATION * warm.mean);
+            slower = slower || (differ && cold.mean > warm.mean);
+            if (differ) {
+                verdicts.push_back(
+                    strprintf("%.2f times as long for %s", cold.mean / warm.mean, r.config.name.c_str()));
+            } else {
+                same.push_back(r.config.name);
+            }
+        }
+        if (!same.empty()) { verdicts.push_back("level for " + list_of(same)); }
+        if (verdicts.empty()) { return; }
+        answer("c", "With %s, against %d, %s is %s.", counted(warmup[i], "warm-up step").c_str(), warmup.back(),
+               pass_names[FW], list_of(verdicts).c_str());
     }
-    // One slow step among many raises the cold mean and its deviation alike: only the warm run's deviation is noise.
-    const bool slower = cold.mean - warm.mean > std::max(warm.std, SMALL_DEVIATION * warm.mean);
-    answer("c", "%s takes %s warm-up steps: %s.", pass_names[FWBW], list_of(means).c_str(),
-           !slower                  ? "beyond the noise the first steps are not slower than the later ones"
-           : context.device == CUDA ? "the first steps also load the kernels' code, create the cuBLAS handle and grow "
-                                      "the pool"
-                                    : "the first steps also touch their memory for the first time");
+    if (slower) {
+        answer("c", "The first steps also %s, which raises mean and standard deviation.",
+               context.device == CUDA ? "load the kernels' code, create the cuBLAS handle and grow the memory pool"
+                                      : "touch their memory for the first time");
+    }
 }
 static void print_warmups(const Setting& first, const Sweep& s) {
-    Table table = times_table(s.caption("benchmarking_script (c): " + first.runs[0].config.name +
-                                        ", the process's first steps, counted after fewer for warm-up; " + first.name),
-                              {"warmup"});
-    std::vector<StepRun> runs;
-    for (int warmup : s.o.warmup) {
-        runs.push_back(after_warmup(first.runs[0], warmup, s.o.steps));
-        add_times(table, {to_cell(warmup)}, runs.back());
+    Table table =
+        times_table("benchmarking_script (c); " + first.name + "; the same runs' steps, counted after fewer for " +
+                        "warm-up; only the first size begins in a cold process",
+                    {"size", "warmup"});
+    for (const StepRun& r : first.runs) {
+        for (int warmup : s.o.warmup) {
+            add_times(table, {r.config.name, to_cell(warmup)}, after_warmup(r, warmup, s.o.steps));
+        }
     }
     print(table);
-    answer_warmup(runs, s.o.warmup);
+    answer_warmup(first.runs, s.o.warmup, s.o.steps);
 }
 
 int cmd_benchmarking_script(const Options& asked) {
@@ -771,8 +783,8 @@ static void compare_settings(const std::string& caption, const char* part, const
         for (Pass pass : {passes.front(), passes.back()}) {
             verdicts.push_back(pass_names[pass] + (" is " + compared(settings[k], first, pass)));
         }
-        answer(part, "Beside %s, %s %s.%s", first.name.c_str(), settings[k].name.c_str(), join(verdicts, "; ").c_str(),
-               out_of_memory(first.runs, passes.back()).c_str());
+        answer(part, "Beside %s, %s %s.%s", first.name.c_str(), settings[k].name.c_str(),
+               join(verdicts, ". Its ").c_str(), out_of_memory(first.runs, passes.back()).c_str());
     }
 }
 

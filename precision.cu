@@ -57,10 +57,10 @@ int cmd_mixed_precision_accumulation(const Options&) {
 
     const Accumulation bf16_sum = accumulate(BF16, BF16);
     answer("",
-           "The fp32 sum of 1000 times 0.01 is %.4f, the fp16 sum %.4f, and the fp32 sum of fp16 addends %.4f. fp16 "
-           "has no 0.01: rounding the addend costs %.4f, which widening it before the addition does not bring back, "
-           "and an fp16 sum is rounded again at each addition. A bf16 sum stops at %g after %d additions, where 0.01 "
-           "is less than half of its last bit: so factors may have 16 bits, but sums are kept in fp32.",
+           "Sums are kept in fp32, while factors may have 16 bits: 1000 times 0.01 is %.4f in fp32 and %.4f in fp16. "
+           "With fp16 addends the fp32 sum is %.4f: fp16 has no 0.01, and widening the addend does not bring back the "
+           "%.4f that its rounding costs. A bf16 sum stops at %g after %d additions, where 0.01 is less than half of "
+           "its last bit.",
            accumulate(F32, F32).sum, accumulate(F16, F16).sum, accumulate(F32, F16).sum,
            ADDITIONS * (double)rounded(0.01f, F16) - 10, bf16_sum.sum, bf16_sum.stalled);
     return 0;

@@ -889,19 +889,6 @@ static Run run_small(const char* command, Words words) {
     words.insert(words.begin(), model.begin(), model.end());
     return run_cs336(words);
 }
-// First cells of the rows of the table whose caption has these words, in csv; none without such a table.
-static Words first_cells(const std::string& out, const std::string& caption) {
-    size_t at = out.find(caption);
-    Words cells;
-    if (at == std::string::npos) { return cells; }
-    at = out.find('\n', out.find('\n', at) + 1) + 1;  // behind the header
-    while (at < out.size() && out[at] != '\n') {
-        cells.push_back(out.substr(at, out.find(',', at) - at));
-        at = out.find('\n', at) + 1;
-    }
-    return cells;
-}
-
 TEST_CASE("benchmark: benchmarking_script's tables have the columns of the write-ups") {
     Run r = run_small("benchmarking_script", {"--format", "csv", "--precision", "bf16,fp32"});
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
@@ -913,16 +900,21 @@ TEST_CASE("benchmark: benchmarking_script's tables have the columns of the write
     CHECK(has(r.out, "\n,model,mean,std\n0,\"custom (forward, backward)\","));
     CHECK(has(r.out, "\n1,custom (forward only),"));
     CHECK(has(r.out, "in seconds; precision bf16, mode eager; batch 1, context length: 32, vocabulary 16, 2 warmup"));
-    CHECK(first_cells(r.out, "whole steps") == Words{"custom", "custom", "custom", "custom"});  // bf16, fp32, two modes
+    for (const char* row : {"bf16,eager", "bf16,fused", "fp32,eager", "fp32,fused"}) {
+        CHECK_MESSAGE(has(r.out, std::string("\ncustom,") + row), row, " in: ", r.out);
+    }
     CHECK(has(r.out, "precision fp32, mode eager; batch 1, context length: 32, vocabulary 16, 2 warmup, 2 step\n"));
 }
-TEST_CASE("benchmark: (c) has a row for each number of warm-up steps, unless one is typed") {
+TEST_CASE("benchmark: (c) has a row for each size and number of warm-up steps, unless one is typed") {
     auto warmups = [&](const Words& more) {
         Words words = {"--format", "csv", "--precision", "bf16,fp32"};
         words.insert(words.end(), more.begin(), more.end());
         Run r = run_small("benchmarking_script", words);
         REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-        const Words cells = first_cells(r.out, "(c): custom, ");
+        Words cells;
+        for (const std::string warmup : {"0", "1", "2", "3", "5"}) {
+            if (has(r.out, "\ncustom," + warmup + ",")) { cells.push_back(warmup); }
+        }
         CHECK(has(r.out, "# (c) ") == !cells.empty());
         return cells;
     };
@@ -950,7 +942,7 @@ TEST_CASE("benchmark: torch_compile and benchmarking_mixed_precision print all p
     Run compile = run_small("torch_compile", {});
     REQUIRE_MESSAGE(compile.exit_code == 0, compile.err);
     for (const char* says : {"torch_compile (a)", "| size   | run_type  ", "| custom | forward+backward+optimizer |",
-                             "**(b)** Beside vanilla, compiled forward is ", "; forward+backward+optimizer is "}) {
+                             "**(b)** Beside vanilla, compiled forward is ", ". Its forward+backward+optimizer is "}) {
         CHECK_MESSAGE(has(compile.out, says), says, " in: ", compile.out);
     }
     Run mixed = run_small("benchmarking_mixed_precision", {});
@@ -1088,21 +1080,23 @@ TEST_CASE("answers step: benchmarking_script (b)") {
 TEST_CASE("answers step: benchmarking_script (c)") {
     RestoreContext restore;
     context.device = CUDA;
-    std::vector<int> warmup = {0, 1, 2, 5};
-    auto said = [&](const std::vector<StepRun>& runs) { return printed([&] { answer_warmup(runs, warmup); }); };
-    auto run = [](PassRun both) { return step_run("small", FP32, FLASH, {}, {}, both); };
-    std::vector<StepRun> runs = {run(took(32.93, 35.82)), run(took(22.14, 2.74)), run(took(20.27, 0.03)),
-                                 run(took(20.19, 0.02))};
-    check_says(said(runs),
-               {"**(c)** forward+backward takes 32.93 ms (standard deviation 35.82) after 0, 22.14 ms "
-                "(standard deviation 2.74) after 1, 20.27 ms (standard deviation 0.03) after 2 and 20.19 ms "
-                "(standard deviation 0.02) after 5 warm-up steps: the first steps also load the kernels' code, "
-                "create the cuBLAS handle and grow the pool.\n"});
+    auto said = [&](const std::vector<StepRun>& runs) { return printed([&] { answer_warmup(runs, {0, 1, 2}, 3); }); };
+    auto run = [](const char* size, const std::vector<double>& all) {
+        StepRun r = step_run(size, FP32, EAGER, {}, {}, {});
+        r.pass[FW].all = all;
+        return after_warmup(r, 2, 3);
+    };
+    StepRun small = run("small", {80, 23, 20, 20, 20}), large = run("large", {60, 60, 60, 60, 61});
+    check_says(said({small, large, run("xl", {})}),
+               {"**(c)** With 0 warm-up steps, against 2, forward is 2.05 times as long for small and "
+                "level for large.\n",
+                "**(c)** With 1 warm-up step, against 2, forward is level for small and large.\n",
+                "**(c)** The first steps also load the kernels' code, create the cuBLAS handle and grow the memory "
+                "pool, which raises mean and standard deviation.\n"});
     context.device = CPU;
-    check_says(said(runs), {"steps: the first steps also touch their memory for the first time.\n"});
-    runs[0] = run(took(20.3, 0.1));
-    check_says(said(runs), {"steps: beyond the noise the first steps are not slower than the later ones.\n"});
-    CHECK(said({run(no_room()), run(no_room())}) == "");
+    check_says(said({small}), {"The first steps also touch their memory for the first time, which"});
+    CHECK(!has(said({run("small", {5, 5, 20, 20, 20})}), "first steps"));  // the machine's speed has changed
+    CHECK(said({run("xl", {})}) == "");
 }
 TEST_CASE("answers step: settings side by side, as torch_compile (b) and benchmarking_mixed_precision (c)") {
     auto run = [](const char* size, Mode mode, PassRun forward, PassRun step) {
@@ -1116,14 +1110,15 @@ TEST_CASE("answers step: settings side by side, as torch_compile (b) and benchma
                   run("2.7B", FUSED, took(148.73, 0.2), took(472.92, 0.4))}};
     auto said = [&] { return printed([&] { compare_settings("", "b", {vanilla, compiled}, {FW, WHOLE_STEP}); }); };
     CHECK(has(said(), "| small | forward                    |        10.53 |          7.37 |   1.43x |\n"));
-    check_says(said().substr(said().find("**")),
-               {"**(b)** Beside vanilla, compiled forward is 1.43 times as fast for small and 1.16 times as fast for "
-                "2.7B; forward+backward+optimizer is 1.71 times as fast for small and 1.33 times as fast for 2.7B.\n"});
+    check_says(
+        said().substr(said().find("**")),
+        {"**(b)** Beside vanilla, compiled forward is 1.43 times as fast for small and 1.16 times as fast for "
+         "2.7B. Its forward+backward+optimizer is 1.71 times as fast for small and 1.33 times as fast for 2.7B.\n"});
     compiled.runs[0].pass[FW] = took(9.9, 1.5);  // within the noise
     compiled.runs[1].pass[FW] = took(200, 1);
     vanilla.runs[1].pass[WHOLE_STEP] = no_room();
     check_says(said().substr(said().find("**")),
-               {"forward is level within the noise for small and 0.86 times as fast for 2.7B; "
+               {"forward is level within the noise for small and 0.86 times as fast for 2.7B. Its "
                 "forward+backward+optimizer is 1.71 times as fast for small. Out of memory: "
                 "forward+backward+optimizer of 2.7B.\n"});
     vanilla.runs[0].pass[WHOLE_STEP] = no_room();

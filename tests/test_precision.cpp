@@ -104,9 +104,9 @@ TEST_CASE("precision: 0.01 a thousand times") {
 TEST_CASE("precision: mixed_precision_accumulation's table and answer") {
     const std::string text = printed([] { cmd_mixed_precision_accumulation({}); });
     for (const char* phrase : {"| fp32 += fp32(fp16) | 10.0021362 |", "| bf16 += bf16       |  4.0000000 |",
-                               "The fp32 sum of 1000 times 0.01 is 10.0001, the fp16 sum 9.9531, and the fp32 sum of "
-                               "fp16 addends 10.0021. ",
-                               "costs 0.0021, ", "stops at 4 after 350 additions, "}) {
+                               "1000 times 0.01 is 10.0001 in fp32 and 9.9531 in fp16. With fp16 addends the fp32 sum "
+                               "is 10.0021: ",
+                               "the 0.0021 that ", "stops at 4 after 350 additions, "}) {
         CHECK_MESSAGE(has(text, phrase), phrase, " in: ", text);
     }
 }
