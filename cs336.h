@@ -60,14 +60,13 @@ inline int run_ranks(const Options& o, const std::function<void(const Communicat
 
 void print_toy_models();  // benchmarking_mixed_precision (a) and (b): their tables and answers
 
-// Dynamic loss scaling for fp16 (PyTorch's GradScaler): the loss is multiplied by `scale` so that small gradients do
-// not vanish in fp16; a step whose gradients hold inf or NaN is skipped and the scale halved; after `growth_interval`
-// good steps in a row it doubles.
+// fp16's loss scaling (PyTorch's GradScaler): a step whose gradients hold inf or NaN is skipped and the scale halved;
+// after `growth_interval` good steps in a row it doubles.
 struct LossScaler {
     float scale = 65536;
     int good_steps = 0, growth_interval = 2000;
 };
-bool update_scale(LossScaler& scaler, bool found_inf);  // true: take the step
+void update_scale(LossScaler& scaler, bool found_inf);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // attention.cu: O = softmax(Q K^T / sqrt(D)) V; q [B,H,Tq,D], k and v [B,H,Tk,D] -> [B,H,Tq,D], any strides. Causal:
@@ -145,8 +144,7 @@ struct Layer {  // weights, as in the forward pass; o: output_proj; qkv and w13:
 struct Model {
     ModelConfig config;
     std::vector<Parameter> parameters;  // in backward order: the first is the first whose gradient is ready
-    // Arenas, [arena_size], all laid out alike: gradients after make_gradients, AdamW's moments m and v after
-    // make_optimizer_state, else null.
+    // Arenas, all laid out alike: gradients after make_gradients, m and v after make_optimizer_state, else null.
     Tensor weights, gradients, m, v;
     bool split = false;  // the matrices in `weights` are split (see FastWays)
     Tensor embedding, ln_final, lm_head;
@@ -160,19 +158,18 @@ struct Model {
 };
 int64_t aligned(int64_t elements);  // up to the next multiple of 64: 256 bytes of fp32
 Model make_model(const ModelConfig& c, DType dtype = weight_dtype());  // weights allocated on context.device, not set
-// The same in two steps, for those who put the weights elsewhere: the parameters without weights; then their weights.
+// The same in two steps, for those who put the weights elsewhere.
 Model lay_out_model(const ModelConfig& c);
 // Gives the tensor, with a gradient slot, for parameter p, or for p and those after it that are one product with it.
 using Place = std::function<Tensor(const Parameter& p, const Shape& shape)>;
 void place_weights(Model& model, const Place& place);
 void init_weights(const Model& model, uint64_t seed);  // normal; Linear std sqrt(2/(in+out)), embedding 1
 void init_weight(const Tensor& weight, const std::string& name, uint64_t seed);
-// Splits them if that suits the context's mode and precision, else joins them. While they are split only forward,
-// backward and AdamW can read them.
+// Or joins them, where the context's mode and precision need that. Only forward, backward and AdamW read split ones.
 void split_weights(Model& model, bool split = true);
 bool can_split(DType kept, DType products);               // as AdamW updates weights; as matrix products take them
 Tensor upper_halves(const Tensor& part);                  // of split weights: they in bf16
-Model random_model(const ModelConfig& c, uint64_t seed);  // made, initialised, perhaps split: for timed runs
+Model random_model(const ModelConfig& c, uint64_t seed);  // for timed runs: perhaps split
 // An arena for the gradients. Without it each lives from its first use to zero_gradients, as backward gave it.
 void make_gradients(Model& model);
 void make_optimizer_state(Model& model);   // m and v, zero, once
@@ -187,7 +184,7 @@ Checkpointing checkpointing_from(const std::string& name);  // usage_error if th
 // The ops of layers.cu, in the order of the forward pass; each runs in context.mode.
 // *x += delta (if any); returns rmsnorm(*x). x, delta and the result [B,T,C], weight [C].
 Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float eps);
-Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype);  // [T,D]: cos and sin of each pair, interleaved
+Tensor rope_table(int64_t T, int64_t D, float theta, DType dtype);
 Tensor self_attention(const Layer& layer, const Tensor& y, const Tensor& rope, int H);  // [B,T,C], before output_proj
 Tensor swiglu(const Layer& layer, const Tensor& y);                 // silu(y w1^T) * (y w3^T): [B,T,C] -> [B,T,F]
 Tensor cross_entropy(const Tensor& logits, const Tensor& targets);  // mean over all positions, []; targets I32 [B,T]
@@ -204,7 +201,7 @@ struct AdamWScalars {  // of one step
     float decay, beta1, beta2, eps, step_size, gradient_scale;
 };
 AdamWScalars scalars_of(const AdamW& a, int t, float gradient_scale);  // t: the step, from 1
-// Of one element. In memory bf16 is rounded to nearest once, as it is stored: what PyTorch's fused AdamW does.
+// Of one element. bf16 is rounded once, as it is stored: what PyTorch's fused AdamW does.
 template <class P, class G>
 HD inline void adamw_element(P* p_io, G g_in, P* m_io, P* v_io, AdamWScalars s) {
     Wide<P> p = *p_io, m = *m_io, v = *v_io, g = (Wide<P>)g_in * s.gradient_scale;
@@ -229,17 +226,15 @@ struct Batch {
 Batch random_batch(int B, int T, int V, uint64_t seed);  // uniform in [0, V)
 Tensor forward_to_loss(Model& model, const Batch& batch);
 void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale);
-// A training step is forward_backward, then optimizer_step. Leaves the gradients, multiplied by loss_scale; returns the
-// loss, [], without the scale. `between` is called when forward is done.
+// Leaves the gradients, multiplied by loss_scale; returns the loss, [], without it. `between`: when forward is done.
 Tensor forward_backward(
     Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between = [] {});
-// Clips to max_norm (0: does not), unscales, and returns the gradients' true norm (0 where it was not needed: without
-// clipping, unless in fp16). Steps unless that is not finite; in fp16 the loss scale then halves.
+// Clips to max_norm (0: does not), unscales, and returns the gradients' true norm (0 without clipping, unless in fp16).
+// Steps unless that is not finite; in fp16 the loss scale then halves.
 double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, double max_norm);
 // The same for gradients that lie elsewhere.
 double guarded_step(LossScaler& scaler, double max_norm, const std::function<double()>& norm_of_gradients,
                     const std::function<void(float gradient_scale)>& step);
-float loss_scale_of(const LossScaler& scaler);  // 1 unless the precision is fp16
 
 // What fast/ does in place of the plain ways of model.cu; null without it.
 using AdamWUpdate = void(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
@@ -291,9 +286,8 @@ struct Trainer {
     std::shared_ptr<struct Optimizer> sharded;
     std::shared_ptr<struct Fsdp> f;
 };
-// In one process a Trainer needs a model, and for several batches per step its gradients' arena.
-// A step on this rank's batches, one backward each, of equal sizes; one batch only if `d` averages. The loss is the
-// mean over them. `begins` is called where a part begins. Waits for the device.
+// A step on this rank's batches, one backward each, of equal sizes; one batch only if `d` averages, or without an arena
+// for the gradients. The loss is the mean over them. `begins` is called where a part begins. Waits for the device.
 void train_step(
     Trainer& t, const std::vector<Batch>& batches, const std::function<void(StepPart)>& begins = [](StepPart) {});
 
@@ -302,7 +296,6 @@ std::vector<Precision> precisions_of(const Options& o);
 // Those of --mode, checked; the default, flash, becomes fused where one of the models and precisions has no flash.
 std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& configs,
                            const std::vector<Precision>& precisions);
-Mode fastest_mode(const ModelConfig& c, Precision precision);  // flash, where there is one for this head size and type
 // "flash"; with all that the context may ask for "flash, recompute, checkpoint 4, head chunk 2048"
 std::string caption_of(Mode mode);
 // With context's precision, mode and checkpoint; B: sequences per rank.

@@ -287,49 +287,38 @@ static Tensor rope_eager(const Tensor& x, const Tensor& rope) {
     return interleave_last(sub(mul(cos, x1), mul(sin, x2)), add(mul(sin, x1), mul(cos, x2)));
 }
 
-struct HeadShape {
-    int T, H, D;
-};
-// One pair, by the angle whose cosine and sine are cos_sin.
-template <class T>
-HD inline void rotate_pair(T* x, const Wide<T>* cos_sin, bool backward) {
-    Wide<T> x1 = x[0], x2 = x[1], cos = cos_sin[0], sin = backward ? -cos_sin[1] : cos_sin[1];
-    x[0] = cos * x1 - sin * x2;
-    x[1] = sin * x1 + cos * x2;
-}
-// The place, in [B,H,T,D], of column c of row bt of q, k or v, which are [B,T] rows of [H,D].
-HD inline int64_t in_heads(int bt, int c, HeadShape s) {
-    int h = c / s.D;
-    return (((int64_t)(bt / s.T) * s.H + h) * s.T + bt % s.T) * s.D + (c - h * s.D);
-}
 // From qkv to the heads, or with `backward` from the heads' gradients to qkv's. Without heads q and k stay in qkv.
 template <int W, class T>
 struct Rope {
     T *qkv, *q, *k, *v;
     const Wide<T>* rope;
-    HeadShape s;
+    int positions, H, D;
     bool backward;
-    HD void operator()(int bt, int which, int c) const {
-        T *heads = which == 0 ? q : which == 1 ? k : v, *joined = qkv + (bt * (int64_t)3 + which) * (s.H * s.D) + c;
-        T* head = heads ? heads + in_heads(bt, c, s) : joined;
+    HD void operator()(int bt, int which, int c) const {  // columns from c of the H heads, of size D, in row bt
+        const int t = bt % positions, h = c / D;
+        T *heads = which == 0 ? q : which == 1 ? k : v, *joined = qkv + (bt * (int64_t)3 + which) * (H * D) + c;
+        T* head = heads ? heads + (((int64_t)(bt / positions) * H + h) * positions + t) * D + (c - h * D) : joined;
         Pack<T, W> pack = load_pack<W>(backward ? head : joined);
         if (which < 2) {
-            Pack<Wide<T>, W> cos_sin = load_pack<W>(rope + bt % s.T * s.D + c % s.D);
-            for (int i = 0; i < W; i += 2) { rotate_pair(&pack.x[i], &cos_sin.x[i], backward); }
+            Pack<Wide<T>, W> cos_sin = load_pack<W>(rope + t * D + c % D);
+            for (int i = 0; i < W; i += 2) {
+                Wide<T> x1 = pack.x[i], x2 = pack.x[i + 1], cos = cos_sin.x[i], sin = cos_sin.x[i + 1];
+                if (backward) { sin = -sin; }
+                pack.x[i] = cos * x1 - sin * x2;
+                pack.x[i + 1] = sin * x1 + cos * x2;
+            }
         }
         store_pack(backward ? joined : head, pack);
     }
 };
-// q, k and v: null to stay in place.
 static void rotate(const Tensor& qkv, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rope,
                    bool backward) {
-    HeadShape s{(int)rope.dim(0), (int)(qkv.dim(-1) / 3 / rope.dim(1)), (int)rope.dim(1)};
-    const int64_t C = s.H * s.D, N = qkv.size() / (3 * C);
-    with_any_packs<2>(qkv, s.D, {qkv.data, q.data, k.data, v.data, rope.data}, [&](auto zero, auto width) {
+    const int64_t C = qkv.dim(-1) / 3, D = rope.dim(1), N = qkv.size() / (3 * C);
+    with_any_packs<2>(qkv, D, {qkv.data, q.data, k.data, v.data, rope.data}, [&](auto zero, auto width) {
         using T = decltype(zero);
-        for_each_pack<width>(
-            qkv.device(), N, q ? 3 : 2, C,
-            Rope<width, T>{qkv.as<T>(), q.as<T>(), k.as<T>(), v.as<T>(), rope.as<Wide<T>>(), s, backward});
+        for_each_pack<width>(qkv.device(), N, q ? 3 : 2, C,
+                             Rope<width, T>{qkv.as<T>(), q.as<T>(), k.as<T>(), v.as<T>(), rope.as<Wide<T>>(),
+                                            (int)rope.dim(0), (int)(C / D), (int)D, backward});
     });
 }
 
@@ -423,22 +412,6 @@ struct SwigluBackward {
         store_pack(dh + at + F, db);
     }
 };
-static Tensor swiglu_of(const Tensor& h, Shape shape, int64_t F) {
-    shape.back() = F;
-    Tensor g = empty(shape, h.dtype);
-    with_any_packs(g, F, {g.data, h.data}, [&](auto zero, auto width) {
-        for_each_pack<width>(g.device(), g.size() / F, 1, F,
-                             Swiglu<width, decltype(zero)>{g.as(zero), h.as(zero), (int)F});
-    });
-    return g;
-}
-static void swiglu_backward(const Tensor& dh, const Tensor& dg, const Tensor& h) {
-    int64_t F = dg.dim(-1);
-    with_any_packs(dg, F, {dh.data, dg.data, h.data}, [&](auto zero, auto width) {
-        for_each_pack<width>(dg.device(), dg.size() / F, 1, F,
-                             SwigluBackward<width, decltype(zero)>{dh.as(zero), dg.as(zero), h.as(zero), (int)F});
-    });
-}
 Tensor swiglu(const Layer& layer, const Tensor& y) {
     if (context.mode == EAGER) {
         Tensor a = linear(y, layer.w1), b = linear(y, layer.w3);
@@ -447,11 +420,24 @@ Tensor swiglu(const Layer& layer, const Tensor& y) {
     }
     Tensor h = linear(y, layer.w13);
     Range r("swiglu");
-    auto compute = [shape = y.shape, F = layer.w1.dim(0), h = detached(h)] { return swiglu_of(h, shape, F); };
+    const int64_t F = layer.w1.dim(0);
+    Shape shape = y.shape;
+    shape.back() = F;
+    auto compute = [shape, F, h = detached(h)] {
+        Tensor g = empty(shape, h.dtype);
+        with_any_packs(g, F, {g.data, h.data}, [&](auto zero, auto width) {
+            for_each_pack<width>(g.device(), g.size() / F, 1, F,
+                                 Swiglu<width, decltype(zero)>{g.as(zero), h.as(zero), (int)F});
+        });
+        return g;
+    };
     Tensor g = compute();
-    record(g, {h}, [h](const Tensor& dg) {
-        Tensor dh = empty(h.shape, h.dtype);
-        swiglu_backward(dh, contiguous(dg), h);
+    record(g, {h}, [h, F](const Tensor& dg_in) {
+        Tensor dh = empty(h.shape, h.dtype), dg = contiguous(dg_in);
+        with_any_packs(dg, F, {dh.data, dg.data, h.data}, [&](auto zero, auto width) {
+            for_each_pack<width>(dg.device(), dg.size() / F, 1, F,
+                                 SwigluBackward<width, decltype(zero)>{dh.as(zero), dg.as(zero), h.as(zero), (int)F});
+        });
         add_gradient(h.gradient, dh);
     });
     recompute_by(g, [compute] {
@@ -609,7 +595,12 @@ Tensor chunked_loss(const Tensor& y, const Tensor& head, const Tensor& targets, 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The sum of all gradients' squares, for their norm. Its order is fixed, so the same gradients give the same bits.
+// The optimizer: the sum of all gradients' squares, in a fixed order, for their norm; then
+// AdamW (Loshchilov and Hutter, 2019; the handout's order), t = 1, 2, ...:
+//   p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
+//   p -= lr sqrt(1 - b2^t)/(1 - b1^t) m / (sqrt(v) + eps)
+// p, m and v are each read and written once, 24 bytes per parameter in fp32, and g is read (2 or 4). In pure bf16 that
+// is 14 in all.
 
 constexpr int NORM_BLOCKS = 1024;
 #ifdef __CUDACC__
@@ -647,13 +638,6 @@ double square_sum(const std::vector<FlatGradient>& gradients) {
     }
     return sum;
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// AdamW (Loshchilov and Hutter, 2019; the handout's order), t = 1, 2, ...:
-//   p *= 1 - lr wd;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
-//   p -= lr sqrt(1 - b2^t)/(1 - b1^t) m / (sqrt(v) + eps)
-// p, m and v are each read and written once, 24 bytes per parameter in fp32, and g is read (2 or 4). In pure bf16 that
-// is 14 in all.
 
 #ifdef __CUDACC__
 template <class P, class G>

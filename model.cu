@@ -22,7 +22,6 @@ const std::vector<ModelConfig> model_sizes = {
     {"2.7B", 2560, 10240, 32, 32, 10000}, {"xl (2026)", 2560, 10240, 32, 32, 10000},
     {"10B", 4608, 12288, 50, 36, 10000},  {"8B", 4096, 11008, 34, 32, 151936},
 };
-// usage_error unless it makes a model.
 static void check_config(const ModelConfig& c) {
     if (c.d_model % (2 * c.num_heads) != 0) {
         usage_error("--d_model %d is not divisible by --num_heads %d into heads of an even size; RoPE turns pairs",
@@ -32,17 +31,19 @@ static void check_config(const ModelConfig& c) {
 
 std::vector<ModelConfig> configs_of(const Options& o) {
     std::vector<ModelConfig> configs;
-    if (o.d_model || o.d_ff || o.num_layers || o.num_heads) {
+    if (!o.has("size") && (o.d_model || o.d_ff || o.num_layers || o.num_heads)) {
         auto or_small = [](int typed, int small) { return typed ? typed : small; };
         const ModelConfig& s = model_sizes[0];
         configs = {{"custom", or_small(o.d_model, s.d_model), or_small(o.d_ff, s.d_ff),
                     or_small(o.num_layers, s.num_layers), or_small(o.num_heads, s.num_heads), o.vocab_size}};
-    }
-    const bool custom = !configs.empty();
-    std::set<std::string> names;
-    for (const std::string& size : o.size) { names.insert(size == "xl" && o.edition == "2026" ? "xl (2026)" : size); }
-    for (const ModelConfig& c : model_sizes) {
-        if (!custom && names.count(c.name) > 0) { configs.push_back(c); }
+    } else {
+        std::set<std::string> names;
+        for (const std::string& size : o.size) {
+            names.insert(size == "xl" && o.edition == "2026" ? "xl (2026)" : size);
+        }
+        for (const ModelConfig& c : model_sizes) {
+            if (names.count(c.name) > 0) { configs.push_back(c); }
+        }
     }
     for (ModelConfig& c : configs) {
         if (o.has("vocab_size")) { c.vocab_size = o.vocab_size; }
@@ -52,10 +53,9 @@ std::vector<ModelConfig> configs_of(const Options& o) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Weights: one arena for them, one for each moment and, if make_gradients was called, one for the gradients, all laid
-// out in the order in which backward finishes the gradients, so that "the gradients that are ready" is always a prefix
-// of the arena (but for q, k and v, and w1 and w3, in mode eager). Matrices that one product can serve together stand
-// side by side.
+// Weights: one arena for them, and one each for the moments and, after make_gradients, the gradients. All are laid out
+// in the order in which backward finishes the gradients, so those that are ready are a prefix of the arena (but for q,
+// k and v, and w1 and w3, in mode eager). Matrices that one product can serve together stand side by side.
 
 int64_t aligned(int64_t elements) { return (elements + 63) / 64 * 64; }
 
@@ -175,7 +175,6 @@ Tensor upper_halves(const Tensor& part) {
     return upper;
 }
 
-// What a forward needs besides the weights.
 void make_ready(Model& model, int64_t T) {
     const ModelConfig& c = model.config;
     if (!model.rope || model.rope.dim(0) < T) {
@@ -268,13 +267,12 @@ std::string name_of(const Checkpointing& k) {
     return k.form == Checkpointing::BLOCKS && k.n == 0 ? "ffn" : strprintf(forms[k.form], k.n);
 }
 Checkpointing checkpointing_from(const std::string& name) {
-    if (name == "0") { return {}; }
     const int n = atoi(name.c_str() + std::min(name.find_first_of("123456789"), name.size()));
     for (int form = Checkpointing::NONE; form <= Checkpointing::BLOCKS; form++) {
         const Checkpointing k{Checkpointing::Form(form), n};
         if (name_of(k) == name) { return k; }
     }
-    usage_error("--checkpoint: got %s, takes a whole number, nested, ffn, ffn:N, blocks:N or none", name.c_str());
+    usage_error("--checkpoint: got %s, takes N, nested, ffn, ffn:N, blocks:N or none", name.c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -311,9 +309,10 @@ Tensor forward_to_loss(Model& model, const Batch& batch) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// A model's gradients, as backward left them: outside mode eager in the joined slots, not in those that they cover.
-// Their norm, sqrt(sum g^2) over all of them, is for clipping and shows fp16's overflows.
+// AdamW's step. Op by op, as PyTorch eager takes it, it is 13 kernels for every parameter tensor; else it is one, the
+// op of layers.cu, which has the formula.
 
+// The gradients as backward left them: outside mode eager in the joined slots, not in those that they cover.
 static std::vector<FlatGradient> flat_gradients(const Model& model) {
     std::vector<FlatGradient> gradients;
     for (const Tensor& t : model.slots) {
@@ -321,16 +320,11 @@ static std::vector<FlatGradient> flat_gradients(const Model& model) {
     }
     return gradients;
 }
-
+// sqrt(sum g^2): for clipping, and to see fp16's overflows.
 double gradient_norm(const Model& model) {
     Range range("gradient norm");
     return sqrt(square_sum(flat_gradients(model)));
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// AdamW's step. Op by op, as PyTorch eager takes it, it is 13 kernels for every parameter tensor; else it is one, the
-// op of layers.cu, which has the formula.
-
 static void adamw_eager(const Model& model, AdamWScalars s) {
     Range range("optimizer");
     for (const Parameter& parameter : model.parameters) {
@@ -346,7 +340,6 @@ static void adamw_eager(const Model& model, AdamWScalars s) {
         copy_or_add(p, scale(div(m, add_scalar(sqrt(v), s.eps)), -s.step_size), true);
     }
 }
-// With all gradients, times gradient_scale.
 static void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1) {
     NoGrad no_grad;
     std::vector<FlatGradient> gradients = flat_gradients(model);
@@ -367,20 +360,19 @@ static void adamw_step(Model& model, const AdamW& a, float gradient_scale = 1) {
 // A training step: forward_backward, then optimizer_step.
 
 Batch random_batch(int B, int T, int V, uint64_t seed) {
-    if (context.device == META) { return {empty({B, T}, I32, INPUTS), empty({B, T}, I32, INPUTS)}; }
-    Tensor x = empty_on(CPU, {B, T}, I32, INPUTS), y = empty_on(CPU, {B, T}, I32, INPUTS);
-    for (int64_t i = 0; i < x.size(); i++) {
-        x.as<int>()[i] = random_int(V, seed, key_of("tokens"), i);
-        y.as<int>()[i] = random_int(V, seed, key_of("targets"), i);
-    }
-    return {to_device(x, context.device), to_device(y, context.device)};
+    auto random = [&](const char* name) {
+        std::vector<int> x((size_t)B * T);
+        for (size_t i = 0; i < x.size(); i++) { x[i] = random_int(V, seed, key_of(name), i); }
+        return from_ints(x, {B, T});
+    };
+    return {random("tokens"), random("targets")};
 }
 void backward_from_loss(const Model& model, const Tensor& loss, float loss_scale) {
     Range range("backward");
     backward(loss, loss_scale);
     drop_weight_copies(model.slots);  // the weights are about to change
 }
-// As forward_backward, but adds to the gradients that are there.
+// forward_backward that adds to the gradients that are there.
 static Tensor add_gradients(Model& model, const Batch& batch, float loss_scale, const std::function<void()>& between) {
     Tensor loss = forward_to_loss(model, batch);
     between();
@@ -417,7 +409,7 @@ double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, doub
         scaler, max_norm, [&] { return gradient_norm(model); },
         [&](float gradient_scale) { adamw_step(model, adamw, gradient_scale); });
 }
-float loss_scale_of(const LossScaler& scaler) { return context.precision == PREC_FP16 ? scaler.scale : 1; }
+static float loss_scale_of(const LossScaler& scaler) { return context.precision == PREC_FP16 ? scaler.scale : 1; }
 
 void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler,
                const std::function<void()>& between) {
@@ -461,15 +453,14 @@ void train_step(Trainer& t, const std::vector<Batch>& batches, const std::functi
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What an experiment runs: its precisions and modes.
+// What an experiment runs, and the time of the model's passes: for benchmarking_script (1.1.3), torch_compile (b)
+// (1.3), benchmarking_mixed_precision (c) (1.1.5). Each phase is warmed up and timed by itself, with a device
+// synchronisation after every step and another one before backward.
 
 std::vector<Precision> precisions_of(const Options& o) {
     std::vector<Precision> precisions;
     for (const std::string& name : o.precision) { precisions.push_back(precision_from(name)); }
     return precisions;
-}
-Mode fastest_mode(const ModelConfig& c, Precision precision) {
-    return fastest_flash(context.device, matmul_dtype(precision), c.d_model / c.num_heads) ? FLASH : FUSED;
 }
 std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& configs,
                            const std::vector<Precision>& precisions) {
@@ -481,9 +472,12 @@ std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& con
             usage_error("--checkpoint: got %s, takes at most the model's %d blocks", name_of(k).c_str(), c.num_layers);
         }
         for (Precision precision : precisions) {
+            const DType dtype = matmul_dtype(precision);
+            const int64_t D = c.d_model / c.num_heads;
             for (Mode& mode : modes) {
-                if (!o.has("mode")) { mode = std::min(mode, fastest_mode(c, precision)); }
-                if (mode == FLASH) { require_flash(context.device, matmul_dtype(precision), c.d_model / c.num_heads); }
+                if (mode != FLASH || fastest_flash(context.device, dtype, D)) { continue; }
+                if (o.has("mode")) { require_flash(context.device, dtype, D); }
+                mode = FUSED;
             }
         }
     }
@@ -494,19 +488,11 @@ std::string caption_of(Mode mode) {
     std::string head = context.head_chunk ? ", head chunk " + std::to_string(context.head_chunk) : "";
     return name_of(mode) + std::string(context.recompute ? ", recompute" : "") + checkpoint + head;
 }
-const char* name_of(Phase phase) {
-    static const char* const names[] = {"forward", "forward+backward", "step"};
-    return names[phase];
-}
+const char* name_of(Phase phase) { return phase == FORWARD ? "forward" : phase == STEP ? "step" : "forward+backward"; }
 std::string row_of(const ModelConfig& c, int B, int T, Phase phase) {
     return strprintf("%s, batch %d, context length %d, %s, %s %s", c.name.c_str(), B, T, name_of(phase),
                      name_of(context.precision), caption_of(context.mode).c_str());
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Time of the whole model's passes: benchmarking_script (1.1.3), torch_compile (b) (1.3), benchmarking_mixed_precision
-// (c) (1.1.5). Each phase is warmed up and timed by itself, with a device synchronisation after every step; backward is
-// timed between its own two synchronisations, not as a difference of two averages.
 
 enum Pass { FW = FORWARD, FWBW = FORWARD_BACKWARD, WHOLE_STEP = STEP, BW_ONLY, PASSES };
 static const char* const pass_names[] = {"forward", "forward+backward", "forward+backward+optimizer", "backward"};
@@ -535,7 +521,6 @@ struct Setting {
     std::vector<StepRun> runs;  // by size
 };
 
-// What a command measures.
 struct Sweep {
     Options o;
     std::vector<ModelConfig> configs;
@@ -599,11 +584,9 @@ static std::string mib(size_t bytes, int decimals = 1) { return strprintf("%.*f"
 static std::string mean_cell(const PassRun& run, const char* format = "%.2f", double unit = 1) {
     return run.ran() ? strprintf(format, run.ms.mean * unit) : oom_cell(run.predicted);
 }
-// A table of forward, backward and both, after columns of its own.
 static Table times_table(const std::string& caption, std::vector<std::string> columns) {
-    for (const char* pass : {"fw", "bw_only", "fwbw"}) {
-        for (const char* what : {"_mean_ms", "_std_ms"}) { columns.push_back(std::string(pass) + what); }
-    }
+    columns.insert(columns.end(),
+                   {"fw_mean_ms", "fw_std_ms", "bw_only_mean_ms", "bw_only_std_ms", "fwbw_mean_ms", "fwbw_std_ms"});
     return {caption, columns};
 }
 static void add_times(Table& table, std::vector<std::string> row, const StepRun& r) {
@@ -612,7 +595,6 @@ static void add_times(Table& table, std::vector<std::string> row, const StepRun&
     }
     table.rows.push_back(row);
 }
-// " Out of memory: forward+backward of xl and 2.7B."
 static std::string out_of_memory(const std::vector<StepRun>& runs, Pass pass) {
     std::vector<std::string> sizes;
     for (const StepRun& r : runs) {
@@ -622,8 +604,8 @@ static std::string out_of_memory(const std::vector<StepRun>& runs, Pass pass) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// benchmarking_script (1.1.3): (b) the times; (c) with fewer warm-up steps: the process's first run, when kernels'
-// code, library handles, memory pool and page tables are cold, with its steps counted from an earlier one on.
+// benchmarking_script (1.1.3): (b) the times; (c) with fewer warm-up steps: the runs of the first setting, their steps
+// counted from an earlier one on.
 
 constexpr double SMALL_DEVIATION = 0.05;  // of the mean
 static void answer_step_times(const std::vector<StepRun>& runs) {
@@ -680,34 +662,46 @@ static void print_steps(const std::vector<Setting>& settings, const Sweep& s) {
     print(table);
 }
 
-// runs: by their numbers of warm-up steps.
-static void answer_warmup(const std::vector<StepRun>& runs, const std::vector<int>& warmup) {
-    const Stats &cold = runs.front().pass[FWBW].ms, &warm = runs.back().pass[FWBW].ms;
-    if (warm.n == 0) { return; }
-    std::vector<std::string> means;
-    for (size_t i = 0; i < runs.size(); i++) {
-        const Stats& ms = runs[i].pass[FWBW].ms;
-        means.push_back(strprintf("%.2f ms (standard deviation %.2f) after %d", ms.mean, ms.std, warmup[i]));
+static void answer_warmup(const std::vector<StepRun>& runs, const std::vector<int>& warmup, int steps) {
+    bool slower = false;
+    for (size_t i = 0; i + 1 < warmup.size(); i++) {
+        std::vector<std::string> verdicts, same;
+        for (const StepRun& r : runs) {
+            if (!r.pass[FW].ran()) { continue; }
+            const Stats &warm = r.pass[FW].ms, cold = after_warmup(r, warmup[i], steps).pass[FW].ms;
+            // One slow step raises the cold mean and its deviation alike: only the warm run's deviation is noise.
+            const bool differ = std::fabs(cold.mean - warm.mean) > std::max(warm.std, SMALL_DEVIATION * warm.mean);
+            slower = slower || (differ && cold.mean > warm.mean);
+            if (differ) {
+                verdicts.push_back(
+                    strprintf("%.2f times as long for %s", cold.mean / warm.mean, r.config.name.c_str()));
+            } else {
+                same.push_back(r.config.name);
+            }
+        }
+        if (!same.empty()) { verdicts.push_back("level for " + list_of(same)); }
+        if (verdicts.empty()) { return; }
+        answer("c", "With %s, against %d, %s is %s.", counted(warmup[i], "warm-up step").c_str(), warmup.back(),
+               pass_names[FW], list_of(verdicts).c_str());
     }
-    // One slow step among many raises the cold mean and its deviation alike: only the warm run's deviation is noise.
-    const bool slower = cold.mean - warm.mean > std::max(warm.std, SMALL_DEVIATION * warm.mean);
-    answer("c", "%s takes %s warm-up steps: %s.", pass_names[FWBW], list_of(means).c_str(),
-           !slower                  ? "beyond the noise the first steps are not slower than the later ones"
-           : context.device == CUDA ? "the first steps also load the kernels' code, create the cuBLAS handle and grow "
-                                      "the pool"
-                                    : "the first steps also touch their memory for the first time");
+    if (slower) {
+        answer("c", "The first steps also %s, which raises mean and standard deviation.",
+               context.device == CUDA ? "load the kernels' code, create the cuBLAS handle and grow the memory pool"
+                                      : "touch their memory for the first time");
+    }
 }
 static void print_warmups(const Setting& first, const Sweep& s) {
-    Table table = times_table(s.caption("benchmarking_script (c): " + first.runs[0].config.name +
-                                        ", the process's first steps, counted after fewer for warm-up; " + first.name),
-                              {"warmup"});
-    std::vector<StepRun> runs;
-    for (int warmup : s.o.warmup) {
-        runs.push_back(after_warmup(first.runs[0], warmup, s.o.steps));
-        add_times(table, {to_cell(warmup)}, runs.back());
+    Table table =
+        times_table("benchmarking_script (c); " + first.name +
+                        "; the same runs, counted after fewer steps; only the first size began in a cold process",
+                    {"size", "warmup"});
+    for (const StepRun& r : first.runs) {
+        for (int warmup : s.o.warmup) {
+            add_times(table, {r.config.name, to_cell(warmup)}, after_warmup(r, warmup, s.o.steps));
+        }
     }
     print(table);
-    answer_warmup(runs, s.o.warmup);
+    answer_warmup(first.runs, s.o.warmup, s.o.steps);
 }
 
 int cmd_benchmarking_script(const Options& asked) {
@@ -728,10 +722,10 @@ int cmd_benchmarking_script(const Options& asked) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Settings side by side: torch_compile (1.3) (b), the whole model: vanilla is mode eager, one kernel per operation, and
-// compiled is mode fused, what a compiler, or here a person, makes of it; and benchmarking_mixed_precision (1.1.5) (c).
+// Settings side by side: torch_compile (1.3) (b), the whole model in mode eager (vanilla) and in mode fused, what a
+// compiler, or here a person, makes of it; and benchmarking_mixed_precision (1.1.5) (c).
 
-// "1.71 times as fast for small and 1.33 times as fast for 2.7B": of the first and the last size that ran in both.
+// Of the first and the last size that ran in both.
 static std::string compared(const Setting& ours, const Setting& theirs, Pass pass) {
     std::vector<std::string> verdicts;
     for (size_t i = 0; i < ours.runs.size(); i++) {
@@ -743,35 +737,31 @@ static std::string compared(const Setting& ours, const Setting& theirs, Pass pas
     if (verdicts.empty()) { return "not to be compared"; }
     return (verdicts.size() > 1 ? verdicts[0] + " and " : "") + verdicts.back();
 }
-// A row for each size and pass, a column for each setting, all compared with the first one.
 static void compare_settings(const std::string& caption, const char* part, const std::vector<Setting>& settings,
                              const std::vector<Pass>& passes) {
     const Setting& first = settings[0];
-    Table table{caption, {"size", "run_type"}};
-    for (const Setting& s : settings) { table.columns.push_back(s.name + " (ms)"); }
+    Table table{caption, {"size", "run_type", first.name + " (ms)"}};
     for (size_t k = 1; k < settings.size(); k++) {
-        table.columns.push_back(settings.size() == 2 ? "speedup" : settings[k].name + " speedup");
+        table.columns.insert(table.columns.end(), {settings[k].name + " (ms)", "speedup"});
     }
     for (size_t i = 0; i < first.runs.size(); i++) {
         for (Pass pass : passes) {
-            std::vector<std::string> row = {first.runs[i].config.name, pass_names[pass]}, factors;
-            for (const Setting& s : settings) {
-                const PassRun &ours = s.runs[i].pass[pass], &theirs = first.runs[i].pass[pass];
+            const PassRun& theirs = first.runs[i].pass[pass];
+            std::vector<std::string> row = {first.runs[i].config.name, pass_names[pass], mean_cell(theirs)};
+            for (size_t k = 1; k < settings.size(); k++) {
+                const PassRun& ours = settings[k].runs[i].pass[pass];
                 row.push_back(mean_cell(ours));
-                factors.push_back(ours.ran() && theirs.ran() ? strprintf("%.2fx", theirs.ms.mean / ours.ms.mean) : "");
+                row.push_back(ours.ran() && theirs.ran() ? strprintf("%.2fx", theirs.ms.mean / ours.ms.mean) : "");
             }
-            row.insert(row.end(), factors.begin() + 1, factors.end());
             table.rows.push_back(row);
         }
     }
     print(table);
     require_a_run(first.runs[0].pass[FW]);
     for (size_t k = 1; k < settings.size(); k++) {
-        std::vector<std::string> verdicts;
-        for (Pass pass : {passes.front(), passes.back()}) {
-            verdicts.push_back(pass_names[pass] + (" is " + compared(settings[k], first, pass)));
-        }
-        answer(part, "Beside %s, %s %s.%s", first.name.c_str(), settings[k].name.c_str(), join(verdicts, "; ").c_str(),
+        answer(part, "Beside %s, %s %s is %s. Its %s is %s.%s", first.name.c_str(), settings[k].name.c_str(),
+               pass_names[passes.front()], compared(settings[k], first, passes.front()).c_str(),
+               pass_names[passes.back()], compared(settings[k], first, passes.back()).c_str(),
                out_of_memory(first.runs, passes.back()).c_str());
     }
 }
@@ -804,13 +794,13 @@ int cmd_benchmarking_mixed_precision(const Options& asked) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// gradient_checkpointing (2026, 3.2.1): (a) the strategy that holds least beside weights and gradients, found on META;
-// (b) without nesting: how many blocks make the best checkpoint.
+// gradient_checkpointing (2026, 3.2.1): (a) the strategy that holds least, found on META; (b) without nesting, how many
+// blocks make the best checkpoint.
 
 struct CheckpointRun {
     Checkpointing checkpoint;
     size_t beside;  // bytes that forward and backward hold at most beside weights and gradients, predicted
-    PassRun step;   // not of nesting
+    PassRun step;
     size_t bytes() const { return step.ran() ? step.peak : step.predicted; }
 };
 static size_t peak_beside_gradients(const ModelConfig& c, int B, int T) {
@@ -824,26 +814,23 @@ static size_t peak_beside_gradients(const ModelConfig& c, int B, int T) {
     });
     return peak - held;
 }
-// By size, then nested, then without checkpoints.
 static std::vector<CheckpointRun> run_checkpoints(const ModelConfig& c, const Options& o) {
     RestoreContext restore;
     std::vector<CheckpointRun> runs;
-    for (const char* name : {"1", "2", "4", "8", "nested", "none"}) {
+    for (const char* name : {"1", "2", "4", "8", "none"}) {
         context.checkpoint = checkpointing_from(name);
         if (context.checkpoint.n > c.num_layers) { continue; }
-        runs.push_back({context.checkpoint, peak_beside_gradients(c, o.batch_size, o.context_length), {}});
-        if (context.checkpoint.form == Checkpointing::NESTED) { continue; }
-        runs.back().step = measure_model(c, o, {STEP}).pass[WHOLE_STEP];
+        runs.push_back({context.checkpoint, peak_beside_gradients(c, o.batch_size, o.context_length),
+                        measure_model(c, o, {STEP}).pass[WHOLE_STEP]});
     }
     return runs;
 }
-static void answer_strategy(const std::vector<CheckpointRun>& runs, int N) {
-    const CheckpointRun &single = runs.front(), &nested = runs[runs.size() - 2], &none = runs.back();
+static void answer_strategy(const std::vector<CheckpointRun>& runs, size_t nested, int N) {
     answer("a",
-           "Linear nesting has the least peak: %s MiB beside weights and gradients, against %s with each block a "
-           "checkpoint and %s without checkpoints. It holds two inputs and one block's residuals, O(1) memory, and "
-           "runs N (N - 1) / 2 = %d blocks again, O(N^2) compute.",
-           mib(nested.beside).c_str(), mib(single.beside).c_str(), mib(none.beside).c_str(), N * (N - 1) / 2);
+           "Linear nesting has the least peak: %s MiB beside weights and gradients, against %s with a checkpoint per "
+           "block and %s without. It holds two inputs and one block's residuals, O(1) memory, and runs N (N - 1) / 2 = "
+           "%d blocks again, O(N^2) compute.",
+           mib(nested).c_str(), mib(runs.front().beside).c_str(), mib(runs.back().beside).c_str(), N * (N - 1) / 2);
     sketch(R"(def run(blocks, x):
     if len(blocks) > 1:
         x = checkpoint(run, blocks[:-1], x)  # keeps x, runs again in backward
@@ -852,10 +839,10 @@ static void answer_strategy(const std::vector<CheckpointRun>& runs, int N) {
 }
 static void answer_sizes(const std::vector<CheckpointRun>& runs, const std::string& model) {
     auto less = [](const CheckpointRun& a, const CheckpointRun& b) { return a.bytes() < b.bytes(); };
-    const CheckpointRun& best = *std::min_element(runs.begin(), runs.end() - 2, less);
+    const CheckpointRun& best = *std::min_element(runs.begin(), runs.end() - 1, less);
     std::vector<std::string> others;
     for (const CheckpointRun& r : runs) {
-        if (&r == &best || r.checkpoint.form == Checkpointing::NESTED) { continue; }
+        if (&r == &best) { continue; }
         others.push_back(mib(r.bytes()) + (r.step.ran() ? " " : " (out of memory) ") +
                          (r.checkpoint ? "with " + counted(r.checkpoint.n, "block") : "without checkpoints"));
     }
@@ -863,23 +850,23 @@ static void answer_sizes(const std::vector<CheckpointRun>& runs, const std::stri
            counted(best.checkpoint.n, "block").c_str(), mib(best.bytes()).c_str(), list_of(others).c_str());
 }
 int cmd_gradient_checkpointing(const Options& asked) {
-    Sweep s = sweep_of(asked);
-    ModelConfig& c = s.configs[0];
-    // At this length a block's scores, residuals and gradients are to each other about as those of xl.
-    if (s.o.quick && !s.o.has("size") && c.name != "custom") { c = {"tiny", 64, 256, 8, 4, 100}; }
+    const Sweep s = sweep_of(asked);
+    const ModelConfig& c = s.configs[0];
     context.precision = s.precisions[0], context.mode = s.modes[0];
     const std::vector<CheckpointRun> runs = run_checkpoints(c, s.o);
     Table table{
-        s.caption(strprintf("gradient_checkpointing: %s, N = %d blocks, precision %s, mode %s; beside: what forward "
-                            "and backward hold beside weights and gradients, predicted; step: with AdamW",
+        s.caption(strprintf("gradient_checkpointing: %s, N = %d blocks, precision %s, mode %s; beside: held beside "
+                            "weights and gradients, predicted; step: with AdamW",
                             c.name.c_str(), c.num_layers, name_of(context.precision), name_of(context.mode))),
         {"blocks per checkpoint", "beside MiB", "peak step MiB", "step_mean_ms"}};
     for (const auto& [checkpoint, beside, step] : runs) {
-        table.row(name_of(checkpoint), mib(beside), step.ran() ? mib(step.peak) : "",
-                  step.predicted > 0 ? mean_cell(step) : "");
+        table.row(name_of(checkpoint), mib(beside), step.ran() ? mib(step.peak) : "", mean_cell(step));
     }
+    context.checkpoint = {Checkpointing::NESTED};
+    const size_t nested = peak_beside_gradients(c, s.o.batch_size, s.o.context_length);
+    table.row("nested", mib(nested), "", "");
     print(table);
-    answer_strategy(runs, c.num_layers);
+    answer_strategy(runs, nested, c.num_layers);
     answer_sizes(runs, c.name);
     require_a_run(runs[0].step);
     return 0;
@@ -1003,8 +990,7 @@ static Text read_text(const std::string& path, int T) {
     if (size > INT_MAX) { fail("%s: expected at most %d bytes", path.c_str(), INT_MAX); }  // random_int draws windows
     text.train = size - size / 10;
     if (size / 10 < T + 1) {
-        fail("%s: %" PRId64 " bytes are too few: the tenth that is held out has to be longer than a context of %d",
-             path.c_str(), size, T);
+        fail("%s: %" PRId64 " bytes are too few: a tenth has to be longer than a context of %d", path.c_str(), size, T);
     }
     return text;
 }
@@ -1016,7 +1002,7 @@ static Batch windows(const Text& text, const std::vector<int64_t>& starts, int T
     }
     return {from_ints(x, {(int64_t)starts.size(), T}), from_ints(y, {(int64_t)starts.size(), T})};
 }
-// What step `step` sees is a function of (seed, step) alone. That makes a resumed run equal to an uninterrupted one.
+// A function of (seed, step) alone, so a resumed run equals an uninterrupted one.
 static Batch training_batch(const Text& text, const Options& o, int step) {
     std::vector<int64_t> starts;
     for (int b = 0; b < o.batch_size; b++) {
@@ -1028,15 +1014,15 @@ static Batch training_batch(const Text& text, const Options& o, int step) {
 // B windows at a time, as a step takes them: more would need memory that a step does not.
 static double held_out_loss(Model& model, const Text& text, int B, int T) {
     NoGrad no_grad;
-    std::vector<int64_t> all;
-    for (int64_t at = text.train; at + T < (int64_t)text.bytes.size(); at += T) { all.push_back(at); }
+    const int64_t n = ((int64_t)text.bytes.size() - text.train - 1) / T;
     double sum = 0;
-    for (size_t first = 0; first < all.size(); first += B) {
-        const std::vector<int64_t> starts(all.begin() + first, all.begin() + std::min(first + B, all.size()));
+    for (int64_t i = 0; i < n;) {
+        std::vector<int64_t> starts;
+        for (; i < n && (int)starts.size() < B; i++) { starts.push_back(text.train + i * T); }
         sum += to_doubles(forward_to_loss(model, windows(text, starts, T)))[0] * starts.size();
     }
     drop_weight_copies(model.slots);
-    return sum / all.size();
+    return sum / n;
 }
 
 // Continues the held-out text's first T bytes by n, each drawn from softmax(logits).
@@ -1100,8 +1086,8 @@ static void load_checkpoint(Trainer& t, const Options& o) {
     t.scaler.scale = state[2], t.scaler.good_steps = (int)state[3];
 }
 
-// Until the last step, or a signal. Fails where the loss or the gradients' norm is not finite; in fp16 that norm halves
-// the loss scale, until it is below 2^-14, fp16's smallest normal number.
+// Until the last step, or a signal. Fails where loss or gradients' norm is not finite; in fp16 such a norm halves the
+// loss scale, until it is below 2^-14, fp16's smallest normal number.
 static void take_steps(Trainer& t, const Text& text, const Options& o, Table& rows) {
     const int rows_apart = std::max(1, o.steps / 20);
     while (t.steps < o.steps && !EndSignals::seen()) {
@@ -1141,9 +1127,6 @@ int cmd_train(const Options& o) {
     Table rows{strprintf("train %s: %zu bytes, a tenth held out; %s; precision %s, mode %s", o.data.c_str(),
                          text.bytes.size(), run_of(o).c_str(), name_of(context.precision), name_of(context.mode)),
                {"step", "loss", "gradient norm", "ms", "tokens/s"}};
-    if (t.steps >= o.steps) {
-        note("train: %s has all %d steps behind it; --steps asks for more", o.load.c_str(), t.steps);
-    }
     int signal = 0;
     {
         EndSignals first_is_a_wish;

@@ -57,10 +57,10 @@ int cmd_mixed_precision_accumulation(const Options&) {
 
     const Accumulation bf16_sum = accumulate(BF16, BF16);
     answer("",
-           "The fp32 sum of 1000 times 0.01 is %.4f, the fp16 sum %.4f, and the fp32 sum of fp16 addends %.4f. fp16 "
-           "has no 0.01: rounding the addend costs %.4f, which widening it before the addition does not bring back, "
-           "and an fp16 sum is rounded again at each addition. A bf16 sum stops at %g after %d additions, where 0.01 "
-           "is less than half of its last bit: so factors may have 16 bits, but sums are kept in fp32.",
+           "Sums are kept in fp32, while factors may have 16 bits: 1000 times 0.01 is %.4f in fp32 and %.4f in fp16. "
+           "With fp16 addends the fp32 sum is %.4f: widening the addend does not bring back the "
+           "%.4f that its rounding costs. A bf16 sum stops at %g after %d additions, where 0.01 is less than half of "
+           "its last bit.",
            accumulate(F32, F32).sum, accumulate(F16, F16).sum, accumulate(F32, F16).sum,
            ADDITIONS * (double)rounded(0.01f, F16) - 10, bf16_sum.sum, bf16_sum.stalled);
     return 0;
@@ -74,9 +74,7 @@ int cmd_mixed_precision_accumulation(const Options&) {
 // outside mode eager, see Gradient.)
 
 // y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension, var = mean((x - mean)^2). PyTorch's
-// layer_norm is one operation on autocast's fp32 list, so its input is widened first. In fp16 the squares overflow from
-// |x - mean| = 256 on, and lose all their bits below 2e-4; bf16 has the range, but 8 bits are few for a difference of
-// near neighbours and for a sum.
+// layer_norm is one operation on autocast's fp32 list, so its input is widened first.
 static Tensor layer_norm(const Tensor& x16, const Tensor& weight, const Tensor& bias, float eps) {
     Tensor x = cast(x16, F32);
     Tensor centred = sub(x, mean_last(x));
@@ -94,11 +92,15 @@ static Tensor toy_cross_entropy(const Tensor& logits16, const Tensor& targets) {
 }
 
 // Runs the handout's ToyModel (fc1 - ReLU - LayerNorm - fc2, cross-entropy) forward and backward on context.device
-// under autocast to bf16 or fp16, and returns the dtypes that were seen.
-struct ToyDtypes {
-    DType parameters, fc1, layer_norm, logits, loss, gradients;
-};
-static ToyDtypes toy_model_dtypes(Precision precision) {
+// under autocast to bf16 or fp16, and returns the dtypes of its components.
+static const char* const toy_components[] = {"model parameters within the autocast context",
+                                             "output of the first feed-forward layer",
+                                             "output of the layer norm",
+                                             "predicted logits",
+                                             "loss",
+                                             "gradients"};
+constexpr int LAYER_NORM = 2;
+static std::vector<DType> toy_model_dtypes(Precision precision) {
     RestoreContext restore;
     context.precision = precision;
     context.recording = true;
@@ -122,32 +124,23 @@ static ToyDtypes toy_model_dtypes(Precision precision) {
     return {fc1.dtype, after_fc1.dtype, after_ln.dtype, logits.dtype, loss.dtype, fc1.gradient->value.dtype};
 }
 
-static void answer_toy_model(const ToyDtypes& half, const ToyDtypes& bf16) {
-    answer("a",
-           "Under autocast to %s the parameters are %s, the first layer's output is %s, layer norm's output is %s, the "
-           "logits are %s, the loss is %s and the gradients are %s.",
-           name_of(half.fc1), name_of(half.parameters), name_of(half.fc1), name_of(half.layer_norm),
-           name_of(half.logits), name_of(half.loss), name_of(half.gradients));
-    answer("b",
-           "Layer norm's mean and variance are sensitive: they are sums, of numbers and of squares. In fp16 a square "
-           "overflows from 256 on (256 x 256 = 65536, the largest number is 65504), and a small variance vanishes.");
-    answer("b",
-           "bf16 has fp32's range, which removes that danger, but with 8 significant bits a long sum still loses its "
-           "small terms. So autocast treats layer norm alike: its output is %s under float16 and %s under bfloat16.",
-           name_of(half.layer_norm), name_of(bf16.layer_norm));
-}
 void print_toy_models() {
-    const ToyDtypes half = toy_model_dtypes(PREC_FP16), bf16 = toy_model_dtypes(PREC_BF16);
+    const std::vector<DType> half = toy_model_dtypes(PREC_FP16), bf16 = toy_model_dtypes(PREC_BF16);
     Table table{strprintf("ToyModel: dtypes as seen, device %s, batch 8, 5 -> 10 -> 3", name_of(context.device)),
                 {"component", "under autocast to fp16", "to bf16"}};
-    table.row("model parameters within the autocast context", half.parameters, bf16.parameters);
-    table.row("output of the first feed-forward layer", half.fc1, bf16.fc1);
-    table.row("output of the layer norm", half.layer_norm, bf16.layer_norm);
-    table.row("predicted logits", half.logits, bf16.logits);
-    table.row("loss", half.loss, bf16.loss);
-    table.row("gradients", half.gradients, bf16.gradients);
+    std::vector<std::string> seen;
+    for (size_t i = 0; i < half.size(); i++) {
+        table.row(toy_components[i], half[i], bf16[i]);
+        seen.push_back(std::string(toy_components[i]) + " " + name_of(half[i]));
+    }
     print(table);
-    answer_toy_model(half, bf16);
+    answer("a", "Under autocast to fp16: %s.", list_of(seen).c_str());
+    answer("b",
+           "Layer norm's mean and variance are sensitive: in fp16 a square overflows from 256 on (256 x 256 = 65536, "
+           "the largest number is 65504), and a small variance vanishes. bf16 has fp32's range, but with 8 significant "
+           "bits a long sum loses its small terms. So autocast treats layer norm alike: its output is %s under "
+           "float16 and %s under bfloat16.",
+           name_of(half[LAYER_NORM]), name_of(bf16[LAYER_NORM]));
 }
 
 // --precision pure_bf16 is no autocast: the model itself is bf16. It needs 8 bytes per parameter for weight, gradient
@@ -159,16 +152,11 @@ void print_toy_models() {
 // none of this. A factor on the loss is a factor on all gradients. The largest one that works is not known beforehand
 // and changes during training, so it is searched for: up now and then, and down when something overflows.
 
-bool update_scale(LossScaler& scaler, bool found_inf) {
+void update_scale(LossScaler& scaler, bool found_inf) {
     if (found_inf) {
-        scaler.scale /= 2;
-        scaler.good_steps = 0;
-        return false;
-    }
-    scaler.good_steps++;
-    if (scaler.good_steps >= scaler.growth_interval) {
+        scaler.scale /= 2, scaler.good_steps = 0;
+    } else if (++scaler.good_steps >= scaler.growth_interval) {
         if (std::isfinite(scaler.scale * 2)) { scaler.scale *= 2; }
         scaler.good_steps = 0;
     }
-    return true;
 }
