@@ -840,14 +840,13 @@ static std::vector<AttentionRun> time_all(const AttentionImpl* other, int B, boo
 // pytorch_attention, and torch_compile (a): batch 8, no heads, no mask, fp32, head sizes and lengths on a grid
 
 constexpr int GRID_BATCH = 8;
-static int grid_passes(const Options& o) { return o.has("steps") ? o.steps : o.quick ? 3 : 100; }
 static std::vector<AttentionRun> run_grid(const Options& o, const AttentionImpl* other) {
     const std::vector<int> quick = {64, 128, 256}, all = {256, 1024, 4096, 8192, 16384};
-    return time_all(other, GRID_BATCH, false, F32, o.quick ? quick : all, {grid_passes(o)});
+    return time_all(other, GRID_BATCH, false, F32, o.quick ? quick : all, {o.steps});
 }
 static std::string grid_caption(const Options& o, const char* what) {
     return strprintf("%s; batch %d, no heads, no mask, precision fp32, 3 warmup, median of %d passes of each kind",
-                     what, GRID_BATCH, grid_passes(o));
+                     what, GRID_BATCH, o.steps);
 }
 
 // Bytes that naive holds when backward starts, in fp32: exp(S - m) and P; q, k, v, O and dO; maximum and sum of a row.
@@ -1102,12 +1101,13 @@ int cmd_flash_leaderboard(const Options& o) {
                           "median",
                           counted(c.H, "head").c_str(), c.D, c.Tq, name_of(context.precision), effort.warmup / 1e3,
                           effort.ms / 1e3),
-                {"implementation", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s"}};
+                {"implementation", "forward ms", "backward ms", "forward+backward ms", "TFLOP/s", "% of peak"}};
     std::string best;
     PassTimes best_times;
     for (const AttentionImpl* impl : asked) {
         const PassTimes t = pass_times(*impl, c, matmul_dtype(), effort);
-        table.row(impl->name, ms(t, FW), ms(t, BW), ms(t, BOTH), tflops_of(c, t));
+        table.row(impl->name, ms(t, FW), ms(t, BW), ms(t, BOTH), tflops_of(c, t),
+                  percent_of_peak(tflops_of(c, t), context.precision));
         if (!t.oom && (best.empty() || t.both.median < best_times.both.median)) { best = impl->name, best_times = t; }
     }
     print(table);

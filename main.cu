@@ -59,7 +59,8 @@ static const Command COMMANDS[] = {
      "size=xl " + MODEL + "context_length=2048 batch_size warmup=2 steps=5 precision=fp32 mode=eager seed", "",
      // At this length a block's scores, residuals and gradients are to each other about as those of xl.
      "d_model=64 d_ff=256 num_layers=8 num_heads=4 vocab_size=100 context_length=256 batch_size=1 warmup=1 steps=2"},
-    {COMMAND(pytorch_attention), "1.2.1", "4.1.1", 2, true, "time and memory of plain attention", "steps=100"},
+    {COMMAND(pytorch_attention), "1.2.1", "4.1.1", 2, true, "time and memory of plain attention", "steps=100", "",
+     "steps=3"},
     {COMMAND(torch_compile), "1.3", "4.2", 2, true, "eager against fused kernels", TIMED + "warmup precision*=fp32",
      TIMED_2026, TIMED_QUICK},
     {COMMAND(weighted_sum), "1.3.1", "4.2.1", 0, true, "the first kernel: a weighted sum", ""},

@@ -337,9 +337,9 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
         answers(),
         {"The fastest buckets have 100 MB: a step takes 103.94 ms, 6.1 % less than a tensor per call (110.65 ms) and "
          "11.4 % less than flat (117.25 ms).\n",
-         "Fewer calls should take less time: 25.66 ms in 9 calls, 58.7 % less than a tensor per call (62.10 ms). A "
-         "large last bucket should leave more exposed: 3.07 ms with 1000 MB, 5.20 times as long as a tensor per call "
-         "(0.59 ms).",
+         "Fewer calls should take less time; here they do: 25.66 ms in 9 calls, 58.7 % less than a tensor per call "
+         "(62.10 ms). A large last bucket should leave more exposed; here it does: 3.07 ms with 1000 MB, 5.20 times as "
+         "long as a tensor per call (0.59 ms).",
          "Here backward takes 52.33 ms and flat's all-reduce 23.07 ms, so 0.44 times the tokens per rank would match.",
          "Naive's 435 calls and flat's one send s = 7992.9 MB with o = 31.94 us and w = 346.9 GB/s: the best bucket "
          "has "
