@@ -470,10 +470,11 @@ int cmd_fsdp_accounting(const Options& typed) {
             {"FSDP, early AdamW", [&](auto& c) { return fsdp_trainer(c, config, o.seed, true); }}};
         std::vector<FsdpRun> runs;
         std::vector<Trace> traces;
-        for (const auto& [name, make] : ways) {
+        for (const std::pair<const char*, MakeTrainer>& way : ways) {
+            const char* name = way.first;
             if (runs.size() == EARLY_ADAMW && context.precision == PREC_FP16) { break; }  // its step needs a norm first
             FsdpRun& r = runs.emplace_back(FsdpRun{{name}});
-            run_way(r, c, o, make, 1, [&](Trainer& t) {
+            run_way(r, c, o, way.second, 1, [&](Trainer& t) {
                 if (t.f && t.steps > o.warmup[0]) { add_unit_times(*t.f, o.steps, r); }
                 trace_step(t, name, o, config, traces);
             });

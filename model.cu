@@ -270,9 +270,10 @@ Checkpointing checkpointing_from(const std::string& name) {
     const int n = atoi(name.c_str() + std::min(name.find_first_of("123456789"), name.size()));
     for (int form = Checkpointing::NONE; form <= Checkpointing::BLOCKS; form++) {
         const Checkpointing k{Checkpointing::Form(form), n};
-        if (name_of(k) == name) { return k; }
+        if (name_of(k) == name && name != "0") { return k; }
     }
-    usage_error("--checkpoint: got %s, takes N, nested, ffn, ffn:N, blocks:N or none", name.c_str());
+    usage_error("--checkpoint: got %s, takes a whole number from 1 on, nested, ffn, ffn:N, blocks:N or none",
+                name.c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -475,9 +476,8 @@ std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& con
             const DType dtype = matmul_dtype(precision);
             const int64_t D = c.d_model / c.num_heads;
             for (Mode& mode : modes) {
-                if (mode != FLASH || fastest_flash(context.device, dtype, D)) { continue; }
-                if (o.has("mode")) { require_flash(context.device, dtype, D); }
-                mode = FUSED;
+                if (!o.has("mode") && !fastest_flash(context.device, dtype, D)) { mode = std::min(mode, FUSED); }
+                if (mode == FLASH) { require_flash(context.device, dtype, D); }
             }
         }
     }

@@ -54,7 +54,7 @@ TEST_CASE("fsdp_accounting: memory as predicted, and a wait for each unit") {
     if (lacks("gloo", CPU, 3)) { return; }
     for (const char* n : {"2", "3"}) {
         for (const auto& [checkpoint, precision] :
-             {std::pair("0", "fp32"), {"1", "fp32"}, {"0", "fp16"}, {"0", "bf16"}}) {
+             {std::pair("none", "fp32"), {"1", "fp32"}, {"none", "fp16"}, {"none", "bf16"}}) {
             Run r = accounting({"--nproc", n, "--checkpoint", checkpoint, "--precision", precision});
             INFO(n << " ranks, checkpoint " << checkpoint << ", " << precision << "\n" << r.out << r.err);
             REQUIRE(r.exit_code == 0);

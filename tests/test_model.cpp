@@ -430,6 +430,7 @@ TEST_CASE_TEMPLATE("model: --checkpoint changes memory and no bit", D, OnCPU, On
         CHECK_THROWS_WITH_AS(modes_of(o, {config}, {FP32}),
                              doctest::Contains((std::string("--checkpoint: got ") + checkpoint).c_str()), Failure);
     }
+    CHECK_THROWS_AS(checkpointing_from("0"), Failure);
 }
 // Two backwards add up, with a loss scale; N = 66 rows.
 TEST_CASE_TEMPLATE("model: head and loss in chunks give what whole logits give", D, OnCPU, OnCUDA) {
