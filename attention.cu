@@ -1088,7 +1088,8 @@ int cmd_flash_leaderboard(const Options& o) {
         usage_error("--d_model %d: takes 16, 32, 64, 80 or 128 times --num_heads %d", o.d_model, o.num_heads);
     }
     context.device = choose_device(o.device);
-    context.precision = precision_from(o.precision[0]);
+    const bool only_fp32 = context.device == CPU && !o.has("precision");
+    context.precision = only_fp32 ? FP32 : precision_from(o.precision[0]);
     const AttentionCase c{1, o.num_heads, o.context_length, o.context_length, D, true};
     std::vector<const AttentionImpl*> asked;
     for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
@@ -1107,7 +1108,7 @@ int cmd_flash_leaderboard(const Options& o) {
     for (const AttentionImpl* impl : asked) {
         const PassTimes t = pass_times(*impl, c, matmul_dtype(), effort);
         table.row(impl->name, ms(t, FW), ms(t, BW), ms(t, BOTH), tflops_of(c, t),
-                  percent_of_peak(tflops_of(c, t), context.precision));
+                  percent_of_peak(tflops_of(c, t), matmul_dtype() == F32 ? FP32 : context.precision));
         if (!t.oom && (best.empty() || t.both.median < best_times.both.median)) { best = impl->name, best_times = t; }
     }
     print(table);

@@ -550,11 +550,14 @@ void run_way(WayRun& r, const Communicator& c, const Options& o, const MakeTrain
     r.predicted = steps_peak(c.world, o, make, n);
     r.oom = r.predicted <= room_of_each_rank(c) ? 0 : r.predicted;
     if (r.oom) { return; }
-    Trainer t = make(c);
-    reset_peak(context.device);
-    r.ms = timed_steps(t, batches_of(o, t.model.config, c, n), o, r.name.c_str(), see);
-    r.loss = mean_over_ranks(c, t.loss);
-    r.use = memory_use(context.device);
+    {
+        Trainer t = make(c);
+        reset_peak(context.device);
+        r.ms = timed_steps(t, batches_of(o, t.model.config, c, n), o, r.name.c_str(), see);
+        r.loss = mean_over_ranks(c, t.loss);
+        r.use = memory_use(context.device);
+    }
+    free_shared(c);
 }
 
 struct DdpRun : WayRun {
@@ -709,30 +712,36 @@ static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs) {
            best.ms[TOTAL].mean, against(best.ms[TOTAL], over.ms[TOTAL], "a tensor per call").c_str(),
            against(best.ms[TOTAL], flat.ms[TOTAL], "flat").c_str(),
            also.empty() ? "" : (" As fast, within the noise: " + list_of(also) + ".").c_str());
-    answer("a",
-           "Fewer calls should take less time; here they %s: %.2f ms in %s, %s. A large last bucket should leave more "
-           "exposed; here it does%s: %.2f ms with %s, %s.",
-           more(over, few, COMMUNICATION) ? "do" : "do not", few.ms[COMMUNICATION].mean,
-           counted(few.calls, "call").c_str(),
-           against(few.ms[COMMUNICATION], over.ms[COMMUNICATION], "a tensor per call").c_str(),
-           more(few, over, EXPOSED) ? "" : " not", few.ms[EXPOSED].mean, few.name.c_str(),
-           against(few.ms[EXPOSED], over.ms[EXPOSED], "a tensor per call").c_str());
+    if (few.calls < over.calls) {
+        answer("a",
+               "Fewer calls should take less time; here they %s: %.2f ms in %s, %s. A large last bucket should leave "
+               "more exposed; here it does%s: %.2f ms with %s, %s.",
+               more(over, few, COMMUNICATION) ? "do" : "do not", few.ms[COMMUNICATION].mean,
+               counted(few.calls, "call").c_str(),
+               against(few.ms[COMMUNICATION], over.ms[COMMUNICATION], "a tensor per call").c_str(),
+               more(few, over, EXPOSED) ? "" : " not", few.ms[EXPOSED].mean, few.name.c_str(),
+               against(few.ms[EXPOSED], over.ms[EXPOSED], "a tensor per call").c_str());
+    }
     answer("a",
            "The model in (b) needs backward to take as long as communication. Here backward takes %.2f ms and flat's "
            "all-reduce %.2f ms, so %.2f times the tokens per rank would match.",
            none.ms[BACKWARD].mean, flat.ms[COMMUNICATION].mean, flat.ms[COMMUNICATION].mean / none.ms[BACKWARD].mean);
     const double s = flat.mb, n = runs[NAIVE].calls, sent = flat.ms[COMMUNICATION].mean;  // MB, ms
-    // Within noise, too, a call takes some time, and flat's one is not all of it.
-    const double o = std::clamp((runs[NAIVE].ms[COMMUNICATION].mean - sent) / (n - 1), sent / 1e6, sent / 2);
-    const double w = s / (sent - o);
+    const double o = (runs[NAIVE].ms[COMMUNICATION].mean - sent) / (n - 1), w = s / (sent - o);
     const double mb = std::min(s, sqrt(s * o * w));  // at least one bucket
     answer("b",
            "Backward ends at s/w, sending at s/(n_b w) + n_b (o + s/(n_b w)): it begins when the first bucket is there "
            "and goes on back to back. The difference is overhead(s, w, o, n_b) = s/(n_b w) + n_b o. It is least, 2 "
-           "sqrt(s o/w), for n_b = sqrt(s/(o w)), so the best bucket has s/n_b = sqrt(s o w) bytes. Naive's %.0f calls "
-           "and flat's one send s = %.1f MB with o = %.4g us and w = %.4g GB/s: the best bucket has %.4g MB and an "
-           "overhead of %.3g ms.",
-           n, s, 1e3 * o, w, mb, mb / w + s / mb * o);
+           "sqrt(s o/w), for n_b = sqrt(s/(o w)), so the best bucket has s/n_b = sqrt(s o w) bytes.");
+    if (o > 0 && o < sent) {
+        answer("b",
+               "Naive's %.0f calls and flat's one send s = %.1f MB with o = %.4g us and w = %.4g GB/s: the best bucket "
+               "has %.4g MB and an overhead of %.3g ms.",
+               n, s, 1e3 * o, w, mb, mb / w + s / mb * o);
+    } else {
+        answer("b", "Naive's %.0f calls (%.2f ms) and flat's one (%.2f ms) do not give an o and a w here.", n,
+               runs[NAIVE].ms[COMMUNICATION].mean, sent);
+    }
 }
 
 static int benchmark(const Options& asked, std::vector<DdpRun> runs, void (*print_answer)(const std::vector<DdpRun>&)) {

@@ -339,8 +339,9 @@ static const std::vector<FsdpCase> fsdp_cases = {{FP32, EAGER},           {FP32,
                                                  {PREC_PURE_BF16, FUSED}, {PREC_PURE_BF16, FUSED, "1"}};
 static WeightsCheck check_case(const Communicator& c, const FsdpCase& k, uint64_t seed) {
     context.precision = k.precision, context.mode = k.mode, context.checkpoint = checkpointing_from(k.checkpoint);
-    WeightsCheck check{name_of(k.precision), strprintf("mode %s, checkpoint %s, %s per step", name_of(k.mode),
-                                                       k.checkpoint, counted(k.batches, "backward").c_str())};
+    WeightsCheck check{std::string("FSDP, ") + name_of(k.precision),
+                       strprintf("mode %s, checkpoint %s, %s per step", name_of(k.mode), k.checkpoint,
+                                 counted(k.batches, "backward").c_str())};
     const ModelConfig config = {"lm", 64, 96, 3, 4, VOCABULARY};
     const bool pure = k.precision == PREC_PURE_BF16;
     AdamW adamw;

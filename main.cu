@@ -69,7 +69,7 @@ static const Command COMMANDS[] = {
     {COMMAND(flash_benchmarking), "1.3.2", "4.2.2", 5, true, "FlashAttention-2 against plain attention", ""},
     {COMMAND(flash_leaderboard), "1.3.3", "", 0, true, "one long sequence, as fast as it goes",
      "d_model=1024 num_heads=16 context_length=16384 precision=bf16 impl=all", "",
-     "d_model=128 num_heads=2 context_length=512 precision=fp32"},
+     "d_model=128 num_heads=2 context_length=512"},
     {COMMAND(distributed_communication_single_node), "2.1", "5.1", 5, true, "all-reduce: sizes, ranks, backends",
      "warmup steps " + RANKS, "", "warmup=1 steps=3"},
     {COMMAND(naive_ddp), "2.2", "5.2", 5, false, "an all-reduce for each parameter", CHECK},
@@ -363,7 +363,7 @@ static double matmul_tflops(Precision precision, int64_t n) {
 }
 static double copy_gb_per_s(int64_t bytes) {
     Tensor from = zeros({bytes / 4}, F32), to = zeros({bytes / 4}, F32);
-    return 2.0 * bytes / stats_of(time_ms(2, 10, [&] { copy(to, from); })).median / 1e6;
+    return 2.0 * bytes / stats_of(time_ms(2, 10, [&] { copy_or_add(to, from, false); })).median / 1e6;
 }
 static int cmd_info(const Options& o) {
     context.device = choose_device(o.device);

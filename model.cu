@@ -672,7 +672,7 @@ static void answer_warmup(const std::vector<StepRun>& runs, const std::vector<in
             const Stats &warm = r.pass[FW].ms, cold = after_warmup(r, warmup[i], steps).pass[FW].ms;
             // One slow step raises the cold mean and its deviation alike: only the warm run's deviation is noise.
             const bool differ = std::fabs(cold.mean - warm.mean) > std::max(warm.std, SMALL_DEVIATION * warm.mean);
-            slower = slower || (differ && cold.mean > warm.mean);
+            slower = slower || (differ && cold.mean > warm.mean && &r == &runs[0]);  // the others began warm
             if (differ) {
                 verdicts.push_back(
                     strprintf("%.2f times as long for %s", cold.mean / warm.mean, r.config.name.c_str()));
@@ -743,7 +743,8 @@ static void compare_settings(const std::string& caption, const char* part, const
     const Setting& first = settings[0];
     Table table{caption, {"size", "run_type", first.name + " (ms)"}};
     for (size_t k = 1; k < settings.size(); k++) {
-        table.columns.insert(table.columns.end(), {settings[k].name + " (ms)", "speedup"});
+        table.columns.insert(table.columns.end(), {settings[k].name + " (ms)",
+                                                   settings.size() > 2 ? settings[k].name + " speedup" : "speedup"});
     }
     for (size_t i = 0; i < first.runs.size(); i++) {
         for (Pass pass : passes) {
@@ -1128,6 +1129,9 @@ int cmd_train(const Options& o) {
     Table rows{strprintf("train %s: %zu bytes, a tenth held out; %s; precision %s, mode %s", o.data.c_str(),
                          text.bytes.size(), run_of(o).c_str(), name_of(context.precision), name_of(context.mode)),
                {"step", "loss", "gradient norm", "ms", "tokens/s"}};
+    if (t.steps >= o.steps) {
+        note("train: %s has all %d steps behind it; --steps asks for more", o.load.c_str(), t.steps);
+    }
     int signal = 0;
     {
         EndSignals first_is_a_wish;

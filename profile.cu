@@ -572,9 +572,10 @@ static const MemoryRun* longest(const MemoryRuns& runs, PhaseMemory MemoryRun::*
 static void answer_peaks(const MemoryRun& r) {
     const size_t* by = r.forward.use.peak_by;
     answer("a",
-           "Forward alone is flat: above the weights (%s MiB) it has one equal peak per layer, %s MiB at context "
+           "Forward alone is flat: above the weights (%s MiB%s) it has one equal peak per layer, %s MiB at context "
            "length %d, because nothing is kept for backward.",
-           mib(by[PARAMETERS]).c_str(), mib(by[ACTIVATIONS]).c_str(), r.T);
+           mib(by[PARAMETERS]).c_str(), by[WEIGHT_COPIES] ? " and their growing 16-bit copies" : "",
+           mib(by[ACTIVATIONS]).c_str(), r.T);
     answer("a",
            "A step's stages can be told apart: memory climbs through forward, falls layer by layer in backward while "
            "the gradients grow, and is nearly flat in the optimizer.");

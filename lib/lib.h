@@ -557,8 +557,9 @@ WorkPtr broadcast(const Communicator& c, const Tensor& t, int root);
 WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, Reduction reduction, const Tensor& own = Tensor());
 WorkPtr all_gather(const Communicator& c, const Tensor& t, const Tensor& own = Tensor());
 // Runs f, on all ranks. What it allocates on a GPU is shared: NCCL's all-gather moves it by the GPUs' copy engines and
-// leaves the multiprocessors to products. Other ranks may read it to the end, so it goes when the ranks part.
+// leaves the multiprocessors to products. Other ranks read it, so its memory goes only by free_shared, on all ranks.
 void allocate_shared(const Communicator& c, const std::function<void()>& f);
+void free_shared(const Communicator& c);                // that of buffers which are gone
 void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute stream waits, the host does not
 // Runs f behind a collective. NCCL: what f launches runs in a stream of the lowest priority, so in the room that the
 // compute stream leaves; wait() waits for that, too. Gloo: wait() calls f. Until wait() nobody else may touch what f

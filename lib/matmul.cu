@@ -63,19 +63,23 @@ static cudaDataType_t cuda_type(DType t) { return t == BF16 ? CUDA_R_16BF : t ==
 static void cublas_product(const Product& p, cublasHandle_t handle = cublas()) {
     const Matrix &C = p.C, &A = p.A, &B = p.B;
     const float alpha = (float)p.alpha, beta = (float)p.beta;
-    // Its first choice is not always its fastest: the 2.7B model's gradient of w2 took 17 % longer with it. So it tries
-    // what there is when a large 16-bit product comes along for the first time.
-    cublasGemmAlgo_t kernel = CUBLAS_GEMM_DEFAULT;
-#if CUBLAS_VERSION >= 130100
-    if (A.dtype != F32 && C.batch == 1 && 2.0 * C.rows * C.cols * p.K >= 1e9) { kernel = CUBLAS_GEMM_AUTOTUNE; }
-#endif
     cublasComputeType_t compute =
         context.precision == TF32 && A.dtype == F32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
-    CUBLAS_CHECK(cublasGemmStridedBatchedEx(
-        handle, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, (int)C.cols,
-        (int)C.rows, (int)p.K, &alpha, B.data, cuda_type(B.dtype), (int)B.ld, B.batch_stride, A.data,
-        cuda_type(A.dtype), (int)A.ld, A.batch_stride, &beta, C.data, cuda_type(C.dtype), (int)C.ld, C.batch_stride,
-        (int)C.batch, compute, kernel));
+    auto multiply = [&](cublasGemmAlgo_t kernel) {
+        return cublasGemmStridedBatchedEx(handle, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
+                                          p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, (int)C.cols, (int)C.rows, (int)p.K,
+                                          &alpha, B.data, cuda_type(B.dtype), (int)B.ld, B.batch_stride, A.data,
+                                          cuda_type(A.dtype), (int)A.ld, A.batch_stride, &beta, C.data,
+                                          cuda_type(C.dtype), (int)C.ld, C.batch_stride, (int)C.batch, compute, kernel);
+    };
+#if CUBLAS_VERSION >= 130100
+    // Its first choice is not always its fastest: the 2.7B model's gradient of w2 took 17 % longer with it. So it tries
+    // what there is when a large 16-bit product comes along for the first time, unless that is while a graph is
+    // recorded, or there is no room for a second C.
+    const bool large = A.dtype != F32 && C.batch == 1 && 2.0 * C.rows * C.cols * p.K >= 1e9;
+    if (large && multiply(CUBLAS_GEMM_AUTOTUNE) == CUBLAS_STATUS_SUCCESS) { return; }
+#endif
+    CUBLAS_CHECK(multiply(CUBLAS_GEMM_DEFAULT));
 }
 
 static void multiply_cuda(const Product& p) {
@@ -306,6 +310,6 @@ double dense_peak(Precision precision) {
     return NAN;
 }
 std::string percent_of_peak(double tflops, Precision precision) {
-    double peak = dense_peak(precision);
-    return std::isnan(peak) ? "-" : strprintf("%.1f", 100 * tflops / peak);
+    const double share = tflops / dense_peak(precision);
+    return std::isnan(share) ? "-" : strprintf("%.1f", 100 * share);
 }

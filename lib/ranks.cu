@@ -37,6 +37,9 @@ constexpr bool HAS_GLOO = false;
 #define WITH_NCCL
 constexpr bool HAS_NCCL = true;
 #include <nccl.h>
+#ifdef NCCL_CTA_POLICY_ZERO  // NCCL 2.28
+#define WITH_WINDOWS
+#endif
 #else
 constexpr bool HAS_NCCL = false;
 #endif
@@ -185,7 +188,9 @@ struct Links {
 #ifdef WITH_NCCL
     ncclComm_t nccl = nullptr;
 #endif
-    std::shared_ptr<Places> windows;  // of allocate_shared; null: NCCL has none, or it is Gloo
+#ifdef WITH_WINDOWS
+    std::shared_ptr<struct Windows> windows;  // of allocate_shared; null with Gloo
+#endif
 #ifdef __CUDACC__
     cudaStream_t stream = nullptr;  // where collectives run, beside the compute stream
     cudaStream_t behind = nullptr;  // see run_behind
@@ -373,32 +378,35 @@ static void nccl_check(Links& l, ncclResult_t result, const char* call) {
 }
 #define NCCL_CHECK(l, call) nccl_check(l, call, #call)
 
-#ifdef NCCL_CTA_POLICY_ZERO  // NCCL 2.28
-// NCCL's symmetric windows. All ranks open one together, or close it. So a buffer that is given back waits for the next
-// one of its size, and none is closed before the ranks part: one of them may be on its way out by an error.
+#ifdef WITH_WINDOWS
+// NCCL's symmetric windows. All ranks open one together, or close it.
 struct Windows : Places {
     struct Window {
         void* data;
-        size_t bytes;
+        ncclWindow_t handle;
         bool in_use;
     };
     Links& links;
     std::vector<Window> windows;
     explicit Windows(Links& links) : links(links) { counted = true; }
     size_t take(size_t bytes, void** at) override {
-        auto fits = [&](const Window& w) { return !w.in_use && w.bytes == bytes; };
-        const size_t i = std::find_if(windows.begin(), windows.end(), fits) - windows.begin();
-        if (i == windows.size()) {
-            ncclWindow_t window;
-            void* data;
-            NCCL_CHECK(links, ncclMemAlloc(&data, bytes));
-            NCCL_CHECK(links, ncclCommWindowRegister(links.nccl, data, bytes, &window, NCCL_WIN_COLL_SYMMETRIC));
-            windows.push_back({data, bytes, false});
-        }
-        windows[i].in_use = true, *at = windows[i].data;
-        return i;
+        Window w{nullptr, nullptr, true};
+        give_back_cached_memory();  // our pool's is not NCCL's
+        NCCL_CHECK(links, ncclMemAlloc(&w.data, bytes));
+        NCCL_CHECK(links, ncclCommWindowRegister(links.nccl, w.data, bytes, &w.handle, NCCL_WIN_COLL_SYMMETRIC));
+        windows.push_back(w);
+        *at = w.data;
+        return windows.size() - 1;
     }
     void give(size_t number) override { windows[number].in_use = false; }
+    void close_unused() {
+        for (Window& w : windows) {
+            if (w.in_use || !w.data) { continue; }
+            NCCL_CHECK(links, ncclCommWindowDeregister(links.nccl, w.handle));
+            NCCL_CHECK(links, ncclMemFree(w.data));
+            w.data = nullptr;
+        }
+    }
 };
 #endif
 static void connect_nccl(Communicator& c) {
@@ -409,7 +417,7 @@ static void connect_nccl(Communicator& c) {
     memcpy(&id, gather_text(c, std::string((const char*)&id, sizeof id))[0].data(), sizeof id);
     // Blocking, since a non-blocking communicator starts a thread for every collective.
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-#ifdef NCCL_CTA_POLICY_ZERO
+#ifdef WITH_WINDOWS
     config.CTAPolicy = NCCL_CTA_POLICY_ZERO;  // copy engines, wherever they can do it
     l.windows = std::make_shared<Windows>(l);
 #endif
@@ -423,10 +431,12 @@ static void enqueue(Links& l, const Collective& x) {
     const size_t n = x.t.size(), bytes = bytes_of(x.t), part = bytes / l.world;
     char *data = x.t.data, *own = x.own ? x.own.data : data + l.rank * part;
     const ncclRedOp_t op = x.how == AVERAGE ? ncclAvg : ncclSum;
+#ifdef WITH_WINDOWS
     if (x.beside && n % l.world == 0 && l.windows && x.t.memory->places == l.windows) {
         enqueue(l, {Collective::REDUCE_SCATTER, x.t, x.how});
         return enqueue(l, {Collective::ALL_GATHER, x.t});
     }
+#endif
     switch (x.kind) {
         case Collective::ALL_REDUCE:
             return NCCL_CHECK(l, ncclAllReduce(data, data, n, nccl_type(x.t.dtype), op, l.nccl, l.stream));
@@ -480,8 +490,18 @@ WorkPtr all_gather(const Communicator& c, const Tensor& t, const Tensor& own) {
     return start(c, {Collective::ALL_GATHER, t, SUM, 0, own});
 }
 
-void allocate_shared(const Communicator& c, const std::function<void()>& f) {
-    context.device == CUDA&& c.links&& c.links->windows ? allocate_in(c.links->windows, f) : f();
+void allocate_shared([[maybe_unused]] const Communicator& c, const std::function<void()>& f) {
+#ifdef WITH_WINDOWS
+    if (context.device == CUDA && c.links && c.links->windows) { return allocate_in(c.links->windows, f); }
+#endif
+    f();
+}
+void free_shared([[maybe_unused]] const Communicator& c) {
+#ifdef WITH_WINDOWS
+    if (!c.links || !c.links->windows) { return; }
+    barrier(c);
+    c.links->windows->close_unused();
+#endif
 }
 
 void wait(const Communicator& c, const WorkPtr& work) {

@@ -39,7 +39,8 @@ static int in_this_trace(int range) { return range >= first_range ? range - firs
 #if defined(__CUDACC__) && defined(HAVE_CUPTI)
 // CONCURRENT_KERNEL, because KERNEL would run one kernel at a time.
 static const CUpti_ActivityKind traced_activities[] = {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,
-                                                       CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET};
+                                                       CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMCPY2,
+                                                       CUPTI_ACTIVITY_KIND_MEMSET};
 // A mutex of its own: CUPTI's thread takes milliseconds to read a buffer, and ranges must not wait so long.
 static std::mutex cupti_mutex;
 static std::vector<TracedWork> cupti_work;
@@ -109,6 +110,8 @@ static void CUPTIAPI take_buffer(CUcontext cuda, uint32_t stream_id, uint8_t* bu
             take_work<CUpti_ActivityKernel9>(record, ((const CUpti_ActivityKernel9*)record)->name);
         } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
             take_work<CUpti_ActivityMemcpy5>(record, "[CUDA memcpy]");
+        } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY2) {
+            take_work<CUpti_ActivityMemcpyPtoP4>(record, "[CUDA memcpy, peer to peer]");
         } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMSET) {
             take_work<CUpti_ActivityMemset4>(record, "[CUDA memset]");
         }

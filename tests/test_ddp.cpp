@@ -348,6 +348,8 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
     check_says(answers(), {"As fast, within the noise: 1000 MB."});
     runs[1].ms[COMMUNICATION] = of_six(7992.9, 0.05);  // a call takes 18 ms
     check_says(answers(), {"the best bucket has 7993 MB"});
+    runs[1].ms[COMMUNICATION] = of_six(22.1, 0.05);
+    check_says(answers(), {"Naive's 435 calls (22.10 ms) and flat's one (23.07 ms) do not give an o and a w here."});
 }
 
 TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {

@@ -21,7 +21,7 @@ static void check_fsdp(const std::vector<std::string>& more) {
     const bool flash = fastest_flash(more[1] == "cuda" ? CUDA : CPU, F32, 16);
     const std::vector<std::string> match(flash ? 14 : 13, "match");
     CHECK(column(r.out, "Parameters") == match);
-    CHECK(column(r.out, "Way").back() == "pure_bf16");
+    CHECK(column(r.out, "Way").back() == "FSDP, pure_bf16");
     CHECK(has(r.out, " and of one process with the whole batch match: the largest difference is "));
 }
 TEST_CASE("fsdp: weights equal those of single-process training, 1 to 3 ranks") {

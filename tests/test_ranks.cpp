@@ -71,8 +71,12 @@ static void check_shared_buffers(const Communicator& c) {
     NoGrad no_grad;
     const int64_t part = 1 << 18, n = part * c.world;
     Tensor own, whole, sum, expected = empty({n}, F32), x = zeros({1024, 1024}, F32), wrong = zeros({}, F32);
-    allocate_shared(c, [&] { own = empty({part}, F32), whole = empty({n}, F32), sum = empty({n}, F32); });
     for (int step = 0; step < 500; step++) {
+        if (step % 250 == 0) {
+            own = whole = sum = Tensor();
+            free_shared(c);
+            allocate_shared(c, [&] { own = empty({part}, F32), whole = empty({n}, F32), sum = empty({n}, F32); });
+        }
         auto delay = [&](int place) {
             for (int k = random_int(8, step, c.rank, place); k > 0; k--) { gemm(x, x, false, x, false); }
         };

@@ -483,7 +483,11 @@ TEST_CASE("gemm: whichever kernel cuBLAS finds the fastest, the bits are the sam
                                {10240, 2560, 1024},
                                {512, 5120, 1280},
                                {4096, 4096, 16384},
-                               {1600, 520, 1024}}) {
+                               {1600, 520, 1024},
+                               {768, 1024, 10000},
+                               {1024, 768, 10000},
+                               {256, 512, 50000},
+                               {128, 128, 131072}}) {
             for (int order = 0; order < 3; order++) {
                 bool ta = order == 1, tb = order == 2;
                 Tensor a = empty(ta ? Shape{K, M} : Shape{M, K}, type), b = empty(tb ? Shape{N, K} : Shape{K, N}, type);
