@@ -239,7 +239,6 @@ Tensor add_rmsnorm(Tensor* x, const Tensor& delta, const Tensor& weight, float e
     return context.mode == EAGER ? add_rmsnorm_eager(x, delta, weight, eps) : add_rmsnorm_fused(x, delta, weight, eps);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
 // What has no sums is one body for CPU and GPU: f(n, part, c) does W neighbours from column c on, of a row's part.
 
 #ifdef __CUDACC__

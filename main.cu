@@ -257,7 +257,7 @@ static const Command& find_command(const std::string& word) {
     usage_error("%s: no such command%s", word.empty() ? "''" : word.c_str(), did_you_mean(word, ids).c_str());
 }
 
-// Those that were not typed. (Edition 2026's xl is another model, too: configs_of.)
+// Those that were not typed.
 static void set_defaults(CLI::App& app, const std::string& words) {
     std::istringstream all(words);
     for (std::string word; all >> word;) {

@@ -186,7 +186,6 @@ void make_ready(Model& model, int64_t T) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
 // Around the ops of a unit, for FSDP; y: what the last of them gave. The model has to stay at its address. A weight
 // belongs to one unit, and backward comes to every unit's y on every rank: their collectives meet.
 

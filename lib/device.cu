@@ -112,9 +112,6 @@ void cuda_check(cudaError_t error, const char* call, const char* file, int line)
 }
 #endif
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Names
-
 static const char* const DEVICES[] = {"cpu", "cuda", "meta"};
 static const char* const DTYPES[] = {"float32", "float16", "bfloat16", "float64", "int32", "uint8"};
 static const char* const MODES[] = {"eager", "fused", "flash"};
@@ -578,7 +575,7 @@ std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Lines on stderr
+// Lines on stderr; ends by a signal
 
 void note(const char* format, ...) { fprintf(stderr, "%s\n", one_line(FORMATTED(format)).c_str()); }
 
@@ -588,9 +585,6 @@ void progress(const char* format, ...) {
     said_ms = now_ms();
     note("%s", FORMATTED(format).c_str());
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Ends by a signal
 
 static std::atomic<int> end_signal{0};
 

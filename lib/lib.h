@@ -158,7 +158,7 @@ constexpr Source here(const char* file = __builtin_FILE(), int line = __builtin_
                       const char* function = __builtin_FUNCTION()) {
     return {file, line, function};
 }
-// Fixed places for buffers: a captured CUDA graph's kernels have addresses built in, NCCL's copy engines need its own.
+// Fixed places for buffers, as a captured CUDA graph needs them, and NCCL's copy engines.
 struct Places {
     bool counted = false;  // each buffer there by itself; false: they are parts of a buffer
     virtual ~Places() = default;
@@ -551,13 +551,13 @@ enum Reduction { SUM, AVERAGE };
 // All in place, fp32 or bf16 (broadcast and all-gather: any), row-major. They start when what is queued on the compute
 // stream is done, and run beside what follows. Rank r owns the r-th of `world` equal parts of t; what reduce_scatter
 // leaves in the others is undefined. own: where this rank's part comes from, or its sum goes to, instead of its place.
-// beside: products run meanwhile, so a shared t is scattered and then gathered, which leaves them more multiprocessors.
+// beside: products run meanwhile; a shared t is scattered, then gathered, which leaves them more multiprocessors.
 WorkPtr all_reduce(const Communicator& c, const Tensor& t, Reduction reduction, bool beside = false);
 WorkPtr broadcast(const Communicator& c, const Tensor& t, int root);
 WorkPtr reduce_scatter(const Communicator& c, const Tensor& t, Reduction reduction, const Tensor& own = Tensor());
 WorkPtr all_gather(const Communicator& c, const Tensor& t, const Tensor& own = Tensor());
-// Runs f, on all ranks. What it allocates on a GPU is shared: NCCL's all-gather moves it by the GPUs' copy engines and
-// leaves the multiprocessors to products. Other ranks read it, so its memory goes only by free_shared, on all ranks.
+// Runs f, on all ranks. What it allocates on a GPU is shared: NCCL's all-gather moves it by copy engines and leaves the
+// multiprocessors to products. Other ranks read it, so its memory goes only by free_shared, on all ranks.
 void allocate_shared(const Communicator& c, const std::function<void()>& f);
 void free_shared(const Communicator& c);                // that of buffers which are gone
 void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute stream waits, the host does not

@@ -73,9 +73,8 @@ static void cublas_product(const Product& p, cublasHandle_t handle = cublas()) {
                                           cuda_type(C.dtype), (int)C.ld, C.batch_stride, (int)C.batch, compute, kernel);
     };
 #if CUBLAS_VERSION >= 130100
-    // Its first choice is not always its fastest: the 2.7B model's gradient of w2 took 17 % longer with it. So it tries
-    // what there is when a large 16-bit product comes along for the first time, unless that is while a graph is
-    // recorded, or there is no room for a second C.
+    // Its first choice is not always its fastest (17 % longer for the 2.7B model's gradient of w2). So it tries what it
+    // has at the first product of a large 16-bit shape, unless a graph is being recorded, or there is no room.
     const bool large = A.dtype != F32 && C.batch == 1 && 2.0 * C.rows * C.cols * p.K >= 1e9;
     if (large && multiply(CUBLAS_GEMM_AUTOTUNE) == CUBLAS_STATUS_SUCCESS) { return; }
 #endif
