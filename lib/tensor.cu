@@ -187,7 +187,6 @@ __global__ void for_each_kernel(F f, int64_t n) {
         f(i);
     }
 }
-// Blocks of 256 threads; the loop in the kernel does the rest.
 static int grid_for(int64_t n) { return (int)std::min<int64_t>((n + 255) / 256, multiprocessors() * 64); }
 #endif
 template <class F>
@@ -721,7 +720,7 @@ Tensor interleave_last(const Tensor& a, const Tensor& b) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Reductions. x [R,C] -> [R] along rows, or -> [C] down columns. Each input byte is read once.
+// Reductions. x [R,C] -> [R] along rows, or -> [C] down columns.
 
 struct Sum : Add {
     HD float start() const { return 0; }
@@ -877,6 +876,9 @@ struct SameIndex {  // links[n]: the next place that has n's index, N: none; lin
     int64_t N;
     HD void operator()(int64_t n) const {
         int next = (int)N, earlier = 0;
+#ifdef __CUDACC__
+#pragma unroll 16  // or it waits for each load: 0.16 ms for 4096 tokens
+#endif
         for (int m = (int)N - 1; m >= 0; m--) {
             const bool same = index[m] == index[n];
             next = same && m > n ? m : next;

@@ -478,22 +478,16 @@ TEST_CASE("gemm: whichever kernel cuBLAS finds the fastest, the bits are the sam
     if (!begin<OnCUDA>()) { return; }
     for (auto [type, out] : {std::pair<DType, DType>{BF16, BF16}, {BF16, F32}, {F16, F16}}) {
         for (auto [M, N, K] : {std::array<int64_t, 3>{1024, 2304, 768},
-                               {1024, 10000, 768},
                                {2560, 10240, 1024},
-                               {10240, 2560, 1024},
-                               {512, 5120, 1280},
-                               {4096, 4096, 16384},
                                {1600, 520, 1024},
-                               {768, 1024, 10000},
                                {1024, 768, 10000},
-                               {256, 512, 50000},
-                               {128, 128, 131072}}) {
+                               {256, 512, 50000}}) {
             for (int order = 0; order < 3; order++) {
                 bool ta = order == 1, tb = order == 2;
                 Tensor a = empty(ta ? Shape{K, M} : Shape{M, K}, type), b = empty(tb ? Shape{N, K} : Shape{K, N}, type);
                 fill_normal(a, 0, 1, 0, 1), fill_normal(b, 0, 2, 0, 1);
                 Tensor first = empty({M, N}, out), again = empty({M, N}, out);
-                for (int i = 0; i < 6; i++) {
+                for (int i = 0; i < 4; i++) {
                     const Product p{matrix_of(i ? again : first), matrix_of(a), matrix_of(b), ta, tb, K, 1, 0};
                     const cublasHandle_t handle = new_cublas();
                     cublas_product(p, handle);
