@@ -24,12 +24,12 @@ ours / PyTorch's: below 1, ours is faster, or needs less.
 
 Training: both go on from the same checkpoint of ours, taken after one step, with the same batches, learning rates and clipping.
 Their losses on the text's held-out part may differ by no more than those of ours with other seeds do, else the exit code is 1."""
-import argparse, csv, gc, itertools, json, math, os, statistics, subprocess, sys, tempfile, time
+import argparse, contextlib, csv, gc, importlib.metadata, itertools, json, math, os, statistics, subprocess, sys, tempfile, time
 
 SIZES = {"small": (768, 3072, 12, 12), "medium": (1024, 4096, 24, 16), "large": (1280, 5120, 36, 20),
          "xl": (1600, 6400, 48, 25), "2.7B": (2560, 10240, 32, 32)}  # d_model, d_ff, num_layers, num_heads
 VOCAB = 10000
-SHAPES = [(1024, 64), (4096, 64), (16384, 64), (65536, 64), (16384, 128), (4096, 80)]  # S, D
+SHAPES = [(1024, 64), (4096, 64), (16384, 64), (65536, 64), (4096, 128), (16384, 128), (4096, 80)]  # S, D
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Options. They are read before torch is imported, which takes seconds, or may not be there.
@@ -91,6 +91,8 @@ try:
     import torch, torch.nn as nn, torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 except ImportError as e: stop(f"needs PyTorch, 2.4 or later (pip install torch): {e}")
+try: from flash_attn.cute import flash_attn_func  # another peer, where it is installed: pip install flash-attn-4
+except ImportError: flash_attn_func = None
 CUDA = o.device == "cuda"
 of_rounds = "one round" if o.rounds == 1 else f"median of {o.rounds} rounds"
 if CUDA and not torch.cuda.is_available(): stop("--device: got 'cuda', but torch sees no GPU")
@@ -271,12 +273,14 @@ def median_ms(prepare, f):
     return queued(min(max(int(100 / once), 1), 5000), min(max(int(500 / once), 3), 5000))
 
 def attention_pytorch(S, D, backend):
-    q, k, v, dO = torch.randn(4, 1, o.heads, S, D, dtype=torch.bfloat16 if CUDA else torch.float32, device=o.device)
+    shape = (o.heads, S, D) if backend else (S, o.heads, D)  # None: FlashAttention-4
+    q, k, v, dO = torch.randn(4, 1, *shape, dtype=torch.bfloat16 if CUDA else torch.float32, device=o.device)
     qkv = [x.requires_grad_() for x in (q, k, v)]
-    forward = lambda _: F.scaled_dot_product_attention(*qkv, is_causal=True)
+    if backend: forward = lambda _: F.scaled_dot_product_attention(*qkv, is_causal=True)
+    else: forward = lambda _: flash_attn_func(*qkv, causal=True)[0]
     backward = lambda out: torch.autograd.grad(out, qkv, dO)
     if CUDA: time.sleep(1)  # as long as our process takes to start: a card that has just been busy is slower
-    with sdpa_kernel(backend):
+    with sdpa_kernel(backend) if backend else contextlib.nullcontext():
         return [median_ms(lambda: None, forward), median_ms(lambda: forward(None), backward),
                 median_ms(lambda: None, lambda _: backward(forward(None)))]
 
@@ -400,7 +404,7 @@ def ratio(what, x, peer):
 
 def where():
     device = torch.cuda.get_device_name() if CUDA else "CPU"
-    return f"{device}, PyTorch {torch.__version__}; commit {commit}"
+    return f"{device}, PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}; commit {commit}"
 
 def show(caption, columns, rows):
     def cell(column, x):
@@ -474,6 +478,7 @@ def compile_model_table():
 
 def attention_table():
     peers = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
+    if flash_attn_func: peers["FlashAttention-4 " + importlib.metadata.version("flash-attn-4")] = None
     if not CUDA: peers = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA math": SDPBackend.MATH}
     rows = []
     for shape in o.shapes:
