@@ -320,7 +320,7 @@ struct ParameterGroup {         // of an optimizer that steps each element by it
     Tensor m{}, v{};  // AdamW's, of the own shard, allocated at its first step
     int step = 0;
 };
-// Of the gradients of all ranks, the same on all, so all of them step, or none. It is infinite from 1.8e19 on.
+// The root of all ranks' sums: the same on all, so all of them step, or none. It is infinite from 1.8e19 on.
 double norm_over_ranks(const Communicator& c, double square_sum);
 Trainer sharded_trainer(const Communicator& c, Model model, Sharding sharding, const AdamW& adamw = {});
 

@@ -11,7 +11,7 @@
 // Data parallel. The four ways differ in two things only: how the flat gradients are cut into buckets, and whether a
 // bucket goes as soon as backward has finished it or after all of backward.
 // The gradients lie in one buffer, in the order in which backward finishes them. So buckets are ranges of this buffer,
-// and nothing is copied.
+// and nothing is copied. The step is model.cu's train_step, with data_parallel_trainer's hooks.
 
 // The ways, in the order of cs336.h's Strategy.
 static const struct {
@@ -185,7 +185,7 @@ double norm_over_ranks(const Communicator& c, double square_sum) {
 static void attach(Trainer& t, const Optimizer& optimizer) {  // which steps in place of the model's own
     t.sharded = std::make_shared<Optimizer>(optimizer);
     t.step_optimizer = [](Trainer& t) {
-        // Only the ranks together know whether it is finite. With ZeRO-1 it is that of sums, not yet of averages.
+        // Only the ranks together know whether it is finite. Nothing else of it is used.
         auto norm = [&] { return norm_over_ranks(t.c, std::pow(gradient_norm(t.model), 2)); };
         return guarded_step(t.scaler, 0, norm,
                             [&](float gradient_scale) { optimizer_step(*t.sharded, gradient_scale); });

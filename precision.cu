@@ -15,12 +15,12 @@ static float rounded(float x, DType format) {
     if (format == F16) { return fp16_to_float(float_to_fp16(x)); }
     return format == BF16 ? bf16_to_float(float_to_bf16(x)) : x;
 }
-// Operations run in fp32 and are then rounded to `format`. For fp16 and bf16 this is what one correctly rounded
-// operation gives: fp32's 24 bits are at least 2 p + 2 (p = 11 and 8 bits).
 struct Accumulation {
     float sum;
     int stalled;  // after so many additions the sum did not move any more
 };
+// Operations run in fp32 and are then rounded to `format`. For fp16 and bf16 this is what one correctly rounded
+// operation gives: fp32's 24 bits are at least 2 p + 2 (p = 11 and 8 bits).
 static Accumulation accumulate(DType format, DType addend_format) {
     float x = rounded(0.01f, addend_format), s = 0;
     int stalled = 0;
@@ -71,7 +71,7 @@ int cmd_mixed_precision_accumulation(const Options&) {
 // products take 16-bit copies of their operands, because tensor cores run those at several times fp32's rate and sum in
 // fp32 anyway; exp, log, powers, sums, norms and losses run in fp32; the rest takes what it is given. Parameters stay
 // in fp32, and so do the gradients of this toy model: the gradient of a cast casts back. (The Transformer's are 16-bit
-// outside mode eager, see Gradient.)
+// outside mode eager, see Gradient in lib/lib.h.)
 
 // y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension, var = mean((x - mean)^2). PyTorch's
 // layer_norm is one operation on autocast's fp32 list, so its input is widened first.
@@ -91,8 +91,6 @@ static Tensor toy_cross_entropy(const Tensor& logits16, const Tensor& targets) {
     return mean_all(sub(log(sum_last(exp(z))), pick_last(z, targets)));
 }
 
-// Runs the handout's ToyModel (fc1 - ReLU - LayerNorm - fc2, cross-entropy) forward and backward on context.device
-// under autocast to bf16 or fp16, and returns the dtypes of its components.
 static const char* const toy_components[] = {"model parameters within the autocast context",
                                              "output of the first feed-forward layer",
                                              "output of the layer norm",
@@ -100,6 +98,8 @@ static const char* const toy_components[] = {"model parameters within the autoca
                                              "loss",
                                              "gradients"};
 constexpr int LAYER_NORM = 2;
+// Runs the handout's ToyModel (fc1 - ReLU - LayerNorm - fc2, cross-entropy) forward and backward on context.device
+// under autocast to bf16 or fp16, and returns the dtypes of its components.
 static std::vector<DType> toy_model_dtypes(Precision precision) {
     RestoreContext restore;
     context.precision = precision;
@@ -116,7 +116,7 @@ static std::vector<DType> toy_model_dtypes(Precision precision) {
     fill_normal(x, 0, key_of("x"), 0, 1);
     Tensor targets = from_ints({0, 1, 2, 0, 1, 2, 0, 1}, {N});
 
-    Tensor after_fc1 = linear(x, fc1);
+    Tensor after_fc1 = linear(x, fc1);  // casts both: see autocast_operand
     Tensor after_ln = layer_norm(relu(after_fc1), ln_weight, ln_bias, 1e-5f);
     Tensor logits = linear(after_ln, fc2);
     Tensor loss = toy_cross_entropy(logits, targets);
@@ -145,7 +145,7 @@ void print_toy_models() {
 
 // --precision pure_bf16 is no autocast: the model itself is bf16. It needs 8 bytes per parameter for weight, gradient
 // and moments, not 16, and no copies. The price is AdamW's update: a step that is less than a 256th of its weight can
-// be rounded away. Arithmetic stays fp32, and every result is rounded to nearest as it is stored.
+// be rounded away.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Loss scaling. fp16's smallest number is 6e-8, and gradients are often smaller; bf16, with fp32's exponents, needs
