@@ -564,12 +564,11 @@ int cmd_alternate_ring_all_reduce(const Options& o) {
 static int split_of_batch(const Options& o, const char* n, const std::vector<PassCost>& costs, const char* sends) {
     const auto [B, D, F, C, W] = sizes_of(o);
     const double N = o.devices;
-    print_setting(o, strprintf("%s = %g", n, N));
+    print_setting(o, strprintf("N = %s = %g", n, N));
     for (const PassCost& p : costs) {
         const int k = &p == &costs[0] ? 12 : 6;  // of backward, of forward
-        answer("a",
-               "%s: %d B D D_FF / %s = %d x %.7g x %.7g x %.7g / %g = %.4g FLOP, %d products of 2 (B / %s) D D_FF.",
-               p.what, k, n, k, B, D, F, N, p.flops, k / 2, n);
+        answer("a", "%s: %d B D D_FF / N = %d x %.7g x %.7g x %.7g / %g = %.4g FLOP, %d products of 2 (B / N) D D_FF.",
+               p.what, k, k, B, D, F, N, p.flops, k / 2);
     }
     for (const PassCost& p : costs) {
         const int k = &p == &costs[0] ? 12 : 6;
@@ -579,8 +578,8 @@ static int split_of_batch(const Options& o, const char* n, const std::vector<Pas
                p.what, k, k, D, F, N, N, W, 1e3 * p.communication, k == 12 ? sends : "once, to gather the weights");
     }
     answer("c",
-           "%s <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices%s, from 12 D D_FF (N - 1) / W <= 12 B D D_FF / C.", n,
-           B, W, C, costs[0].most, costs.size() > 1 ? " in both passes" : "");
+           "N <= 1 + B W / C = 1 + %.7g x %g / %g = %.4g devices%s, from 12 D D_FF (N - 1) / W <= 12 B D D_FF / C.", B,
+           W, C, costs[0].most, costs.size() > 1 ? " in both passes" : "");
     return 0;
 }
 int cmd_data_parallel_calcs(const Options& o) {

@@ -657,12 +657,12 @@ TEST_CASE("calcs: answers") {
     check_says(csv_of(cmd_alternate_ring_all_reduce, o), {"takes (N - 1) S / W = (8 - 1) x 1e+09 / 4.5e+11 = 15.56 ms",
                                                           " = 3.889 ms.\n", "That is N / 2 = 4 times as long"});
     check_says(csv_of(cmd_data_parallel_calcs, o),
-               {"(a) Backward: 12 B D D_FF / N_DP = 12 x 65536 x 4096 x 11008 / 8 = 4.432e+12 FLOP, 6 products",
+               {"(a) Backward: 12 B D D_FF / N = 12 x 65536 x 4096 x 11008 / 8 = 4.432e+12 FLOP, 6 products",
                 "(b) Backward: 12 D D_FF (N - 1) / (N W) = 12 x 4096 x 11008 x (8 - 1) / (8 x 4.5e+11) = 1.052 ms. ",
                 "twice, to all-reduce the gradients.",
-                "(c) N_DP <= 1 + B W / C = 1 + 65536 x 4.5e+11 / 9.89e+14 = 30.82 devices, from 12 D D_FF"});
+                "(c) N <= 1 + B W / C = 1 + 65536 x 4.5e+11 / 9.89e+14 = 30.82 devices, from 12 D D_FF"});
     check_says(csv_of(cmd_fsdp_calcs, o),
-               {"Forward: 6 B D D_FF / N_FSDP = 6 x 65536 x 4096 x 11008 / 8 = 2.216e+12 FLOP, 3 products",
+               {"Forward: 6 B D D_FF / N = 6 x 65536 x 4096 x 11008 / 8 = 2.216e+12 FLOP, 3 products",
                 "Forward: 6 D D_FF (N - 1) / (N W) = 6 x 4096 x 11008 x (8 - 1) / (8 x 4.5e+11) = 0.526 ms",
                 "once, to gather the weights.", "= 30.82 devices in both passes"});
     check_says(csv_of(cmd_tp_calcs, o),
