@@ -56,7 +56,7 @@ static const Command COMMANDS[] = {
      "size=2.7B " + MODEL + "context_length*=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager out.folder",
      "size=xl context_length=128,2048", "size=small context_length=128"},
     {COMMAND(gradient_checkpointing), "", "3.2.1", 4, true, "what backward runs again, to keep less",
-     "size=xl " + MODEL + "context_length=2048 batch_size warmup=2 steps=5 precision=fp32 mode=eager seed", "",
+     "size=xl " + MODEL + "context_length=2048 batch_size warmup=1 steps=2 precision=fp32 mode=eager seed", "",
      // At this length a block's scores, residuals and gradients are to each other about as those of xl.
      "d_model=64 d_ff=256 num_layers=8 num_heads=4 vocab_size=100 context_length=256 batch_size=1 warmup=1 steps=2"},
     {COMMAND(pytorch_attention), "1.2.1", "4.1.1", 2, true, "time and memory of plain attention", "steps=100", "",
