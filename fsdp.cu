@@ -653,7 +653,7 @@ int cmd_fsdp_tp_calcs(const Options& o) {
            Q, Q / (6 * F), Q / (4 * B), Q, B, F, Q * Q / (24 * B * F));
     for (const PassCost& only : {fsdp, tp}) {
         if (costs[3].most != only.most) { continue; }
-        answer("d", "That is less than one device on the other axis. So there is only the %s, and N <= %.4g devices.",
+        answer("d", "The other axis then has less than one device. So there is only the %s, and N <= %.4g devices.",
                only.what, only.most);
     }
     return 0;
