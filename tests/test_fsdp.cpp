@@ -682,8 +682,9 @@ TEST_CASE("calcs: answers where communication is the limit, or an axis goes") {
     Options few = handout(), narrow = handout(), short_batch = handout();
     few.tokens = 2048, narrow.d_ff = 64, short_batch.tokens = 1024;
     check_says(csv_of(cmd_data_parallel_calcs, few), {"= 1.932 devices"});
-    check_says(csv_of(cmd_fsdp_tp_calcs, narrow), {"The other axis then has less than one device. So there is only the FSDP "
-                                                   "axis, and N <= 30.82 devices"});
+    check_says(csv_of(cmd_fsdp_tp_calcs, narrow),
+               {"The other axis then has less than one device. So there is only the FSDP "
+                "axis, and N <= 30.82 devices"});
     check_says(csv_of(cmd_fsdp_tp_calcs, short_batch),
                {"The other axis then has less than one device. So there is only the TP "
                 "axis, and N <= 8.513 devices"});
