@@ -341,8 +341,7 @@ static int cmd_reproduce(const Options& o) {
         if (c->is_in(o.edition)) { words.insert(words.end(), {"--edition", o.edition}); }
         if (o.quick) { words.push_back("--quick"); }
         // Both handouts have it, but not with the same defaults.
-        const bool differs = c->is_in("2025") && c->is_in("2026") &&
-                             (c->options.find("size") == 0 || c->options.find(CHECK) != std::string::npos);
+        const bool differs = c->is_in("2025") && c->is_in("2026") && c->options.find("size") == 0;
         const std::string path = o.out + "/" + c->id + (o.edition == "2026" && differs ? "-2026" : "") + ".md";
         if (is_of_this_commit(path)) { continue; }
         note("%s", path.c_str());
