@@ -65,7 +65,7 @@ COMPILE_CU = $(NVCC) -x cu -std=c++17 -O2 -lineinfo --threads 2 $(ARCH) -ccbin $
 TEST_FLAGS := --diag-suppress=3357  # a lambda may capture a structured binding, says g++
 LINK = $(NVCC) $(ARCH) -ccbin $(lastword $(CXX)) -Xcompiler -fopenmp
 DEFINES += $(if $(HAVE_CUPTI),-DHAVE_CUPTI $(CUPTI_INCLUDE:%=-I%))
-LIBS += $(foreach lib,$(CUDA_LIBS),-L$(lib) -Xlinker -rpath -Xlinker $(lib)) -lcublas -lcublasLt \
+LIBS += $(foreach lib,$(CUDA_LIBS),-L$(lib) -Xlinker -rpath -Xlinker $(lib)) -lcublas \
 	$(if $(HAVE_NCCL),-lnccl) $(if $(HAVE_CUPTI),-lcupti)
 else
 COMPILE_CU = $(CXX) -x c++ $(CXXFLAGS) $(SANITIZE)

@@ -4,8 +4,6 @@
 
 #include "test.h"
 
-#include <array>
-
 // A step as graphs and launch by launch, also where something changes in between: the same bits, or where blocks add up
 // dQ in no fixed order the same but for rounding.
 struct GraphCase {
