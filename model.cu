@@ -768,8 +768,8 @@ static void compare_settings(const std::string& caption, const char* part, const
 }
 
 int cmd_torch_compile(const Options& asked) {
+    const Sweep s = sweep_of(asked);  // which chooses the device
     torch_compile_attention(asked);
-    const Sweep s = sweep_of(asked);
     for (Precision precision : s.precisions) {
         const std::string caption = "torch_compile (b): whole model; vanilla = eager, compiled = fused; precision ";
         compare_settings(

@@ -88,6 +88,15 @@ TEST_CASE("main: reproduce writes what a problem prints") {
     CHECK(folder.files().size() == 2);
     CHECK(run_cs336({"reproduce", "no_such", "--out", folder.path}).exit_code == 2);
 }
+TEST_CASE("main: what runs on one GPU runs on the GPU that was asked for") {
+    if (!begin<OnCUDA>()) { return; }
+    for (const char* command : {"benchmarking_script", "nsys_profile", "benchmarking_mixed_precision",
+                                "memory_profiling", "gradient_checkpointing", "pytorch_attention", "torch_compile",
+                                "weighted_sum", "flash_forward", "flash_benchmarking", "flash_leaderboard"}) {
+        Run r = run_cs336({command, "--device", "cuda", "--quick"});
+        CHECK_MESSAGE(has(r.out.substr(0, r.out.find('\n')), device_description()), command, ": ", r.err, r.out);
+    }
+}
 TEST_CASE("main: tests/vs_pytorch.py explains itself and refuses in one line, also without PyTorch") {
     // -S: no site-packages, so there is no torch
     auto run = [](const std::string& words) { return run_shell("python3 -S tests/vs_pytorch.py " + words); };
