@@ -702,6 +702,10 @@ static AttentionTensors random_inputs(const AttentionCase& c, DType dtype, uint6
     return {random(c.Tq, 0), random(c.Tk, 1), random(c.Tk, 2), c.causal, random(c.Tq, 3)};
 }
 
+static void autocast_to(DType dtype) {  // an operand that is bf16 or fp16 already stays so
+    if (dtype == BF16) { context.precision = PREC_BF16; }
+    if (dtype == F16) { context.precision = PREC_FP16; }
+}
 struct Passes {  // of one implementation on given inputs, row-major and of one type
     const AttentionImpl& impl;
     AttentionTensors t;
@@ -713,9 +717,8 @@ struct Passes {  // of one implementation on given inputs, row-major and of one 
             t.o = empty(t.q.shape, t.q.dtype), t.L = empty({t.q.dim(0), t.q.dim(1), t.q.dim(2)}, F32);
             return run_pass(impl.forward, t);
         }
-        RestoreContext restore;  // an operand that is bf16 or fp16 already stays so
-        if (t.q.dtype == BF16) { context.precision = PREC_BF16; }
-        if (t.q.dtype == F16) { context.precision = PREC_FP16; }
+        RestoreContext restore;
+        autocast_to(t.q.dtype);
         t.o = impl.run(t.q, t.k, t.v, t.causal, with_L ? &t.L : nullptr);
     }
     void backward() {
@@ -778,6 +781,8 @@ struct Effort {
     }
 };
 static size_t peak_of_passes(const AttentionImpl& impl, const AttentionCase& c, DType dtype) {
+    RestoreContext restore;
+    autocast_to(dtype);
     return planned_peak([&] {
         Passes p(impl, random_inputs(c, dtype, 0));
         p.forward(), p.backward();

@@ -331,7 +331,6 @@ int cmd_distributed_communication_single_node(const Options& o) {
             progress("all-reduce: %s, %d ranks", backend, n);
             std::vector<std::string> words = o.command_line;
             words.insert(words.end(), {"--nproc", std::to_string(n), "--backend", backend});
-            if (!o.has("device")) { words.insert(words.end(), {"--device", name_of(device)}); }
             if (const int code = launch_ranks(n, words, o.timeout)) { return code; }
         }
     }
@@ -488,7 +487,7 @@ ModelConfig choose_step(Options& o, const Communicator& c) {
         by_quick("num_layers", o.num_layers, 4), by_quick("num_heads", o.num_heads, 4);
     }
     by_quick("batch_size", o.batch_size, 1), by_quick("context_length", o.context_length, 32);
-    by_quick("warmup", o.warmup[0], 1), by_quick("steps", o.steps, 3);
+    by_quick("warmup", o.warmup[0], 2), by_quick("steps", o.steps, 3);
     const std::vector<ModelConfig> configs = configs_of(o);
     context.precision = precisions_of(o)[0];
     context.mode = modes_of(o, configs, {context.precision})[0];

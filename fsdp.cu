@@ -731,6 +731,7 @@ static void answer_leaderboard(const LeaderboardRun& r) {
 
 static void leaderboard(Options o, const Communicator& c) {
     const ModelConfig config = choose_step(o, c);
+    if (o.quick && !o.has("batch_size")) { o.batch_size = c.world; }
     if (o.batch_size % c.world != 0) {
         usage_error("--batch_size: got %d, takes a multiple of %d, the number of ranks", o.batch_size, c.world);
     }
@@ -766,7 +767,7 @@ static void leaderboard(Options o, const Communicator& c) {
 int cmd_leaderboard(const Options& typed) {
     Options o = typed;
     if (!o.has("nproc")) { o.nproc = o.device != "cpu" && why_not("nccl", CUDA, 2).empty() ? 2 : 1; }
-    if (is_rank() || o.nproc > 1) {
+    if (is_rank() || o.nproc > 1 || o.has("backend")) {
         return run_ranks(o, [&](const Communicator& c) { leaderboard(o, c); });
     }
     context.device = choose_device(o.device);

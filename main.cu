@@ -33,7 +33,7 @@ static const std::string MODEL = "d_model d_ff num_layers num_heads vocab_size "
 static const std::string TIMED =
     "size*=small,medium,large,xl,2.7B " + MODEL + "context_length=256 batch_size steps seed ";
 static const std::string TIMED_2026 = "size=small,medium,large,xl,10B context_length=512";
-static const std::string TIMED_QUICK = "size=small context_length=32 batch_size=1 warmup=1 steps=2";
+static const std::string TIMED_QUICK = "size=small context_length=32 batch_size=1 warmup=2 steps=2";
 static const std::string RANKS = "nproc backend timeout ";
 static const std::string CHECK = "seed " + RANKS;
 static const std::string DDP =
@@ -233,28 +233,11 @@ static void add_options(CLI::App& app, const Command& command, Options& o) {
 // ---------------------------------------------------------------------------------------------------------------------
 // From the words on the command line to Options
 
-// "; did you mean quick?": the name to which the fewest letters in the word's middle must change. "": none is near.
-static std::string did_you_mean(const std::string& word, const std::vector<std::string>& names) {
-    std::string nearest;
-    size_t fewest = (word.size() + 1) * 2 / 5 + 1;  // letters; so many changed make another word
-    for (const std::string& name : names) {
-        const size_t shorter = std::min(word.size(), name.size());
-        size_t front = 0, back = 0;  // letters alike
-        while (front < shorter && word[front] == name[front]) { front++; }
-        while (front + back < shorter && word.rbegin()[back] == name.rbegin()[back]) { back++; }
-        const size_t n = front == word.size() ? 1 : std::max(word.size(), name.size()) - front - back;
-        if (n < fewest) { fewest = n, nearest = name; }
-    }
-    return nearest.empty() ? "" : "; did you mean " + nearest + "?";
-}
-
 static const Command& find_command(const std::string& word) {
-    std::vector<std::string> ids;
     for (const Command& c : COMMANDS) {
         if (word == c.id) { return c; }
-        ids.push_back(c.id);
     }
-    usage_error("%s: no such command%s", word.empty() ? "''" : word.c_str(), did_you_mean(word, ids).c_str());
+    usage_error("%s: no such command; `cs336 list` names them", word.empty() ? "''" : word.c_str());
 }
 
 // Those that were not typed.
@@ -266,6 +249,9 @@ static void set_defaults(CLI::App& app, const std::string& words) {
     }
 }
 
+static bool is_quick(const Command& c, const Options& o) {
+    return o.quick || (c.timed && (o.device == "cpu" || cuda_devices() == 0));
+}
 // words: the command's id and what follows. Sets the context, too. False: they ask for help, which is printed.
 static bool parse_options(const Command& command, const std::vector<std::string>& words, Options& o) {
     o.command = command.id, o.command_line = words;
@@ -280,10 +266,7 @@ static bool parse_options(const Command& command, const std::vector<std::string>
     } catch (const CLI::CallForHelp&) {
         return printf("%s", app.help().c_str()), false;
     } catch (const CLI::ExtrasError&) {
-        const std::string word = app.remaining()[0];
-        std::vector<std::string> names;
-        for (const CLI::Option* option : app.get_options()) { names.push_back(option->get_name()); }
-        usage_error("%s: no such option%s", word.c_str(), did_you_mean(word, names).c_str());
+        usage_error("%s: no such option; --help lists them", app.remaining()[0].c_str());
     } catch (const CLI::ParseError& e) { usage_error("%s", e.what()); }
     for (const CLI::Option* option : app.get_options()) {
         if (option->count() > 0) { o.given.insert(option->get_single_name()); }
@@ -291,7 +274,7 @@ static bool parse_options(const Command& command, const std::vector<std::string>
     if (command.is_problem() && !command.is_in(o.edition)) {
         usage_error("--edition: got %s, whose handout has no such problem", o.edition.c_str());
     }
-    if (command.timed && (o.device == "cpu" || cuda_devices() == 0)) { o.quick = true; }
+    o.quick = is_quick(command, o);
     if (o.edition == "2026") { set_defaults(app, command.in_2026); }
     if (o.quick) { set_defaults(app, command.quick); }
     if (!o.context_lengths.empty()) { o.context_length = o.context_lengths[0]; }
@@ -307,7 +290,7 @@ static bool parse_options(const Command& command, const std::vector<std::string>
         if (failed) { usage_error("--out %s: %s", o.out.c_str(), failed.message().c_str()); }
     }
     context.checkpoint = checkpointing_from(o.checkpoint), context.csv = o.format == "csv";
-    if (o.quick) { context.sizes = o.has("quick") ? "; sizes of --quick" : "; no GPU: sizes of --quick"; }
+    if (o.quick) { context.sizes = o.has("quick") ? "; sizes of --quick" : "; on the CPU: sizes of --quick"; }
     return true;
 }
 
@@ -324,10 +307,11 @@ static int cmd_list(const Options&) {
     return 0;
 }
 
-static bool is_of_this_commit(const std::string& path) {
+static bool is_of_this_commit(const std::string& path, bool quick) {
     std::ifstream file(path);
     const std::string text{std::istreambuf_iterator<char>(file), {}};
-    return commit().find("dirty") == std::string::npos && text.find("commit " + commit()) != std::string::npos;
+    return commit().find("dirty") == std::string::npos && text.find("commit " + commit()) != std::string::npos &&
+           quick == (text.find("sizes of --quick") != std::string::npos);
 }
 static int cmd_reproduce(const Options& o) {
     std::vector<const Command*> problems;
@@ -337,14 +321,15 @@ static int cmd_reproduce(const Options& o) {
     }
     int exit_code = 0;
     for (const Command* c : problems) {
-        std::vector<std::string> words = {c->id};
+        std::vector<std::string> words = {c->id, "--device", o.device, "--format", o.format};
         if (c->is_in(o.edition)) { words.insert(words.end(), {"--edition", o.edition}); }
         if (o.quick) { words.push_back("--quick"); }
         // Both handouts have it, but not with the same defaults.
         const bool differs = c->is_in("2025") && c->is_in("2026") && c->options.find("size") == 0;
         const std::string path = o.out + "/" + c->id + (o.edition == "2026" && differs ? "-2026" : "") + ".md";
-        if (is_of_this_commit(path)) { continue; }
-        note("%s", path.c_str());
+        const bool done = is_of_this_commit(path, is_quick(*c, o));
+        note("%s%s", path.c_str(), done ? ": of this commit already" : "");
+        if (done) { continue; }
         try {
             save_file(path, run_ourselves(words));
         } catch (const Failure& failure) { note("%s", failure.what()), exit_code = 1; }

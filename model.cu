@@ -566,7 +566,8 @@ static StepRun measure_model(const ModelConfig& c, const Options& o, const std::
         };
         run.predicted = predicted_peak(c, B, T, phase);
         if (phase == FORWARD_BACKWARD) { backward.predicted = run.predicted; }
-        run_if_fits(row_of(c, B, T, phase), run.predicted, measure, memory_use(context.device).now);
+        const bool oom = run_if_fits(row_of(c, B, T, phase), run.predicted, measure, memory_use(context.device).now);
+        if (oom && phase == FORWARD_BACKWARD) { backward.all.clear(); }
     }
     return after_warmup(r, o.warmup.back(), o.steps);
 }
@@ -595,12 +596,12 @@ static void add_times(Table& table, std::vector<std::string> row, const StepRun&
     }
     table.rows.push_back(row);
 }
-static std::string out_of_memory(const std::vector<StepRun>& runs, Pass pass) {
+static std::string out_of_memory(const std::vector<StepRun>& runs, Pass pass, const std::string& in = "") {
     std::vector<std::string> sizes;
     for (const StepRun& r : runs) {
         if (!r.pass[pass].ran()) { sizes.push_back(r.config.name); }
     }
-    return sizes.empty() ? "" : std::string(" Out of memory: ") + pass_names[pass] + " of " + list_of(sizes) + ".";
+    return sizes.empty() ? "" : " Out of memory" + in + ": " + pass_names[pass] + " of " + list_of(sizes) + ".";
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -760,10 +761,11 @@ static void compare_settings(const std::string& caption, const char* part, const
     print(table);
     require_a_run(first.runs[0].pass[FW]);
     for (size_t k = 1; k < settings.size(); k++) {
+        std::string oom;
+        for (const Setting& s : {first, settings[k]}) { oom += out_of_memory(s.runs, passes.back(), " in " + s.name); }
         answer(part, "Beside %s, %s %s is %s. Its %s is %s.%s", first.name.c_str(), settings[k].name.c_str(),
                pass_names[passes.front()], compared(settings[k], first, passes.front()).c_str(),
-               pass_names[passes.back()], compared(settings[k], first, passes.back()).c_str(),
-               out_of_memory(first.runs, passes.back()).c_str());
+               pass_names[passes.back()], compared(settings[k], first, passes.back()).c_str(), oom.c_str());
     }
 }
 
@@ -827,11 +829,14 @@ static std::vector<CheckpointRun> run_checkpoints(const ModelConfig& c, const Op
     return runs;
 }
 static void answer_strategy(const std::vector<CheckpointRun>& runs, size_t nested, int N) {
+    auto less = [](const CheckpointRun& a, const CheckpointRun& b) { return a.beside < b.beside; };
+    const bool least = nested < std::min_element(runs.begin(), runs.end(), less)->beside;
     answer("a",
-           "Linear nesting has the least peak: %s MiB beside weights and gradients, against %s with a checkpoint per "
+           "Linear nesting %s the least peak: %s MiB beside weights and gradients, against %s with a checkpoint per "
            "block and %s without. It holds two inputs and one block's residuals, O(1) memory, and runs N (N - 1) / 2 = "
            "%d blocks again, O(N^2) compute.",
-           mib(nested).c_str(), mib(runs.front().beside).c_str(), mib(runs.back().beside).c_str(), N * (N - 1) / 2);
+           least ? "has" : "does not have", mib(nested).c_str(), mib(runs.front().beside).c_str(),
+           mib(runs.back().beside).c_str(), N * (N - 1) / 2);
     sketch(R"(def run(blocks, x):
     if len(blocks) > 1:
         x = checkpoint(run, blocks[:-1], x)  # keeps x, runs again in backward

@@ -569,16 +569,18 @@ static const MemoryRun* longest(const MemoryRuns& runs, PhaseMemory MemoryRun::*
     }
     return found;
 }
-static void answer_peaks(const MemoryRun& r) {
+static void answer_peaks(const MemoryRun& r, bool step_ran) {
     const size_t* by = r.forward.use.peak_by;
     answer("a",
            "Forward alone is flat: above the weights (%s MiB%s) it has one equal peak per layer, %s MiB at context "
            "length %d, because nothing is kept for backward.",
            mib(by[PARAMETERS]).c_str(), by[WEIGHT_COPIES] ? " and their growing 16-bit copies" : "",
            mib(by[ACTIVATIONS]).c_str(), r.T);
-    answer("a",
-           "A step's stages can be told apart: memory climbs through forward, falls layer by layer in backward while "
-           "the gradients grow, and is nearly flat in the optimizer.");
+    if (step_ran) {
+        answer("a",
+               "A step's stages can be told apart: memory climbs through forward, falls layer by layer in backward "
+               "while the gradients grow, and is nearly flat in the optimizer.");
+    }
     answer("b", "At context length %d forward's peak is %s; a step %s (%s, %s).", r.T, gib(r.forward.use.peak).c_str(),
            r.step.oom ? ("would need " + gib(r.step.oom) + ", which is not there").c_str()
                       : ("has " + gib(r.step.use.peak)).c_str(),
@@ -617,7 +619,7 @@ static void answer_block(const MemoryRun& r) {
 static void answer_memory_profiling(const MemoryRuns& runs) {
     const MemoryRun* r = longest(runs, &MemoryRun::forward);
     if (!r) { fail("memory_profiling: no forward fits into memory"); }
-    answer_peaks(*r);
+    answer_peaks(*r, longest(runs, &MemoryRun::step));
     answer_precision(runs, "Forward", &MemoryRun::forward), answer_precision(runs, "A step", &MemoryRun::step);
     answer("d", "batch x context length x d_model x 4 bytes = %d x %d x %d x 4 / 1024^2 = %s MiB.", r->B, r->T,
            r->config.d_model, mib((double)r->B * r->T * r->config.d_model * 4).c_str());

@@ -5,11 +5,11 @@ import concurrent.futures, os, subprocess, sys, time
 
 WRONG = """
 nonsense                                                   | no such command
-benchmarking_scrpt                                         | benchmarking_scrpt: no such command; did you mean benchmarking_script?
+benchmarking_scrpt                                         | benchmarking_scrpt: no such command; `cs336 list` names them
 --quick list                                               | --quick: no such command
 list extra                                                 | extra: no such option
 list --nonsense                                            | --nonsense: no such option
-list --formt csv                                           | --formt: no such option; did you mean --format?
+list --formt csv                                           | --formt: no such option; --help lists them
 list -x                                                    | -x: no such option
 list --format json                                         | --format: json not in {md,csv}
 tp_calcs --steps 3                                         | --steps: no such option

@@ -165,6 +165,16 @@ TEST_CASE("ddp: the same commands on GPUs") {
                       "All ranks hold the same bits.");
     }
 }
+TEST_CASE("ddp: beside NCCL Gloo's all-reduces have all sizes, too, over NCCL") {
+    if (lacks("nccl", CUDA, 2)) { return; }
+    Run r = run_cs336({"distributed_communication_single_node", "--warmup", "1", "--steps", "1"});
+    INFO(r.out << r.err);
+    CHECK(r.exit_code == 0);
+    CHECK(has(r.out, "| gloo "));
+    CHECK(has(r.out, " 1000 "));
+    CHECK(!has(r.out, "inf"));
+    CHECK(!has(r.out, "nan"));
+}
 TEST_CASE("ddp: benchmarking commands") {
     if (lacks("gloo", CPU, 2)) { return; }
     Run r = run_cs336({"ddp_bucketed_benchmarking", "--device", "cpu", "--bucket_size_mb", "0.5,100"});

@@ -767,6 +767,7 @@ TEST_CASE("leaderboard: a small step, its predicted peak") {
 }
 TEST_CASE("leaderboard: two ranks give one rank's losses, with a backward per sequence") {
     if (lacks("gloo", CPU, 2)) { return; }
+    CHECK(leaderboard({"--nproc", "2"}).exit_code == 0);
     for (const char* batch_size : {"2", "4"}) {
         const Run one = tiny_step({}, batch_size),
                   two = tiny_step({"--nproc", "2", "--checkpoint", "ffn:1"}, batch_size);

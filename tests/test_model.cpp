@@ -1119,11 +1119,14 @@ TEST_CASE("answers step: settings side by side, as torch_compile (b) and benchma
     vanilla.runs[1].pass[WHOLE_STEP] = no_room();
     check_says(said().substr(said().find("**")),
                {"forward is level within the noise for small and 0.86 times as fast for 2.7B. Its "
-                "forward+backward+optimizer is 1.71 times as fast for small. Out of memory: "
+                "forward+backward+optimizer is 1.71 times as fast for small. Out of memory in vanilla: "
                 "forward+backward+optimizer of 2.7B.\n"});
     vanilla.runs[0].pass[WHOLE_STEP] = no_room();
-    check_says(said().substr(said().find("**")), {"forward+backward+optimizer is not to be compared. Out of memory: "
-                                                  "forward+backward+optimizer of small and 2.7B."});
+    check_says(said().substr(said().find("**")),
+               {"forward+backward+optimizer is not to be compared. Out of memory in vanilla: "
+                "forward+backward+optimizer of small and 2.7B."});
+    compiled.runs[1].pass[WHOLE_STEP] = no_room();
+    CHECK(has(said(), " Out of memory in compiled: forward+backward+optimizer of 2.7B.\n"));
 }
 TEST_CASE("answers step: gradient_checkpointing") {
     std::vector<CheckpointRun> runs;
@@ -1146,4 +1149,6 @@ TEST_CASE("answers step: gradient_checkpointing") {
          "a checkpoint per block and 258782.0 without. It holds two inputs and one block's residuals, "
          "O(1) memory, and runs N (N - 1) / 2 = 496 blocks again, O(N^2) compute."});
     CHECK(has(strategy, "        x = checkpoint(run, blocks[:-1], x)"));
+    CHECK(has(printed([&] { answer_strategy(runs, 99999ull << 20, 32); }),
+              "nesting does not have the least peak: 99999.0"));
 }

@@ -617,7 +617,7 @@ TEST_CASE("answers profile: memory_profiling on an H200") {
     check_said(said(runs), {"a step would need 245.9 GiB, which is not there (2.7B, fp32).",
                             "A step's peak changes by +11.5 % from fp32 to bf16 (context length 128)."});
     runs[0].step.oom = 1;
-    CHECK(!has(said(runs), "A step's peak"));
+    CHECK(!has(said(runs), "A step's "));
     for (MemoryRun& r : runs) { r.forward.oom = 1; }
     CHECK_THROWS_AS(answer_memory_profiling(runs), Failure);
 }
