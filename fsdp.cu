@@ -444,7 +444,7 @@ static void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, 
         }
         const double saved = mib_of((double)runs[way].use.peak - (double)fsdp.use.peak);
         const double more = saved - mib_of((way == PLAIN_DDP ? full : split) - part);
-        answer("a", "FSDP takes %.1f MiB %s than %s. That is %.1f MiB %s than expected.", std::fabs(saved),
+        answer("a", "FSDP takes %.1f MiB %s than %s. It takes %.1f MiB %s than expected.", std::fabs(saved),
                saved < 0 ? "more" : "less", other, std::fabs(more), more < 0 ? "more" : "less");
     }
     answer("a",

@@ -311,7 +311,7 @@ static bool is_of_this_commit(const std::string& path, bool quick) {
     std::ifstream file(path);
     const std::string text{std::istreambuf_iterator<char>(file), {}};
     return commit().find("dirty") == std::string::npos && text.find("commit " + commit()) != std::string::npos &&
-           quick == (text.find("sizes of --quick") != std::string::npos);
+           quick == (text.find("sizes of --quick") != std::string::npos) && context.csv == (text[0] == '#');
 }
 static int cmd_reproduce(const Options& o) {
     std::vector<const Command*> problems;

@@ -1134,7 +1134,7 @@ int cmd_train(const Options& o) {
                          text.bytes.size(), run_of(o).c_str(), name_of(context.precision), name_of(context.mode)),
                {"step", "loss", "gradient norm", "ms", "tokens/s"}};
     if (t.steps >= o.steps) {
-        note("train: %s has all %d steps behind it; --steps asks for more", o.load.c_str(), t.steps);
+        note("train: %s has %d steps behind it already; --steps takes more", o.load.c_str(), t.steps);
     }
     int signal = 0;
     {

@@ -591,12 +591,12 @@ static void answer_precision(const MemoryRuns& runs, const char* what, PhaseMemo
     for (const MemoryRun& low : runs) {
         if (!high || low.T != high->T || low.precision == high->precision || (low.*phase).oom) { continue; }
         const MemoryUse &from = (high->*phase).use, &to = (low.*phase).use;
+        auto change = [&](Category c) { return ((double)to.peak_by[c] - (double)from.peak_by[c]) / 1048576; };
         answer("c",
-               "%s's peak changes by %+.1f %% from %s to %s (context length %d). The weights' copies take %s MiB, and "
-               "activations change by %+.1f MiB.",
+               "%s's peak changes by %+.1f %% from %s to %s (context length %d). The weights' copies take %s MiB, "
+               "activations change by %+.1f MiB and gradients by %+.1f.",
                what, 100 * ((double)to.peak / from.peak - 1), name_of(high->precision), name_of(low.precision), low.T,
-               mib(to.peak_by[WEIGHT_COPIES]).c_str(),
-               ((double)to.peak_by[ACTIVATIONS] - (double)from.peak_by[ACTIVATIONS]) / 1048576);
+               mib(to.peak_by[WEIGHT_COPIES]).c_str(), change(ACTIVATIONS), change(GRADIENTS));
     }
 }
 static void answer_block(const MemoryRun& r) {

@@ -855,14 +855,14 @@ TEST_CASE("answers: fsdp_accounting") {
         {"**(a)** FSDP should save 25991.9 MiB against DDP and 12995.9 MiB against a sharded optimizer. Weights, "
          "gradients and two moments take 16 Psi bytes with DDP, (8 + 8/N) Psi with the sharded optimizer and "
          "16 Psi/N with FSDP (Psi = 3.407e+09, N = 2).\n",
-         "FSDP takes 30838.9 MiB less than DDP. That is 4847.0 MiB less than expected.\n",
-         "FSDP takes 17842.9 MiB less than the sharded optimizer. That is 4847.0",
+         "FSDP takes 30838.9 MiB less than DDP. It takes 4847.0 MiB less than expected.\n",
+         "FSDP takes 17842.9 MiB less than the sharded optimizer. It takes 4847.0",
          "**(b)** The gathers come in time for forward: from layer 1 on they take 26.130 ms, and the compute "
          "stream waits 0.003 ms for them (0.0 %).",
          "it waits 0.225 and 0.801 ms.\n"});
     // Two whole units and their gradients are more than what sharding saves: a CPU run of a model of 13.8 MiB.
     CHECK(has(said(runs_of(57.6, 43.9, 47.2), 2, 3609728),
-              "FSDP takes 3.3 MiB more than the sharded optimizer. That is 17.1 MiB more than expected.\n"));
+              "FSDP takes 3.3 MiB more than the sharded optimizer. It takes 17.1 MiB more than expected.\n"));
     CHECK(has(said(runs, 2, 3406809600, 2), "8 Psi bytes with DDP, (4 + 4/N) Psi with"));
     runs[2].wait[2] = 12.4;
     CHECK(has(said(runs),

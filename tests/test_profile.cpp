@@ -603,7 +603,7 @@ TEST_CASE("answers profile: memory_profiling on an H200") {
         {"above the weights (12995.9 MiB) it has one equal peak per layer, 504.5 MiB at context length 512",
          "**(b)** At context length 512 forward's peak is 13.2 GiB; a step has 65.2 GiB (2.7B, fp32).",
          "**(c)** Forward's peak changes by +45.5 % from fp32 to bf16 (context length 512). The weights' copies take "
-         "6237.5 MiB, and activations change by -84.1 MiB.",
+         "6237.5 MiB, activations change by -84.1 MiB and gradients by +0.0.",
          "**(c)** A step's peak changes by +1.9 % from fp32 to bf16 (context length 512).",
          "4 x 512 x 2560 x 4 / 1024^2 = 20.0 MiB.",
          "**(e)** Forward's largest allocations have 128.0 MiB each (context length 512): 32 by attention/scores "
