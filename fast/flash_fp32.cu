@@ -521,9 +521,10 @@ static void backward(const AttentionTensors& t) {
     float* delta = workspace.as<float>();
     int64_t rows = (int64_t)a.B * a.H * a.Tq;
     LAUNCH(flash_delta_fp32_kernel, ceil_div(rows * WARP, 256), 256, a, D, delta);
-    bool large = shared_memory_per_block() >= Fp32Tile<80, 64, 2>::backward_bytes;
-    auto run = [&](auto large_tile, auto small_tile) {
-        large ? backward_fp32<decltype(large_tile)>(a, delta) : backward_fp32<decltype(small_tile)>(a, delta);
+    auto run = [&](auto large, auto small) {
+        static_assert(decltype(small)::backward_bytes <= 99 * 1024, "8.6, 8.9 and 12.0 have no more");
+        shared_memory_per_block() >= decltype(large)::backward_bytes ? backward_fp32<decltype(large)>(a, delta)
+                                                                     : backward_fp32<decltype(small)>(a, delta);
     };
     switch (D) {
         case 16: return run(Fp32Tile<16, 64, 2>(), Fp32Tile<16, 64, 1>());

@@ -543,7 +543,7 @@ template <class F, size_t N>
 static void elementwise_into(const F& f, const Tensor& out, const Tensor (&inputs)[N]) {
     Loop loop = loop_over(out, inputs);
     if (loop.n == 0 || out.device() == META) { return; }
-    if (loop.n >> 32 > 1) { fail("%s: more elements than 32 bits can index", to_string(out.shape).c_str()); }
+    if (loop.n > (int64_t)1 << 32) { fail("%s: more elements than 32 bits can index", to_string(out.shape).c_str()); }
     constexpr std::integral_constant<int, 1> one;
     constexpr std::integral_constant<int, 4> four;
     constexpr std::integral_constant<int, 16> sixteen;
