@@ -165,7 +165,7 @@ TEST_CASE("ddp: the same commands on GPUs") {
                       "All ranks hold the same bits.");
     }
 }
-TEST_CASE("ddp: beside NCCL Gloo's all-reduces have all sizes, too, over NCCL") {
+TEST_CASE("ddp: Gloo's all-reduces have all sizes beside NCCL's") {
     if (lacks("nccl", CUDA, 2)) { return; }
     Run r = run_cs336({"distributed_communication_single_node", "--warmup", "1", "--steps", "1"});
     INFO(r.out << r.err);

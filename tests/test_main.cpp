@@ -89,7 +89,7 @@ TEST_CASE("main: reproduce writes what a problem prints") {
     CHECK(run_cs336({"reproduce", "no_such", "--out", folder.path}).exit_code == 2);
     run_cs336({"reproduce", "fsdp_calcs", "--quick", "--format", "csv", "--out", folder.path});
     CHECK(read_file(folder / "fsdp_calcs.md") == run_cs336({"fsdp_calcs", "--quick", "--format", "csv"}).out);
-    run_cs336({"reproduce", "fsdp_calcs", "--out", folder.path});  // another size is another output
+    run_cs336({"reproduce", "fsdp_calcs", "--out", folder.path});  // other sizes and formats are other outputs
     CHECK(read_file(folder / "fsdp_calcs.md") == run_cs336({"fsdp_calcs"}).out);
 }
 TEST_CASE("main: what runs on one GPU runs on the GPU that was asked for") {
