@@ -118,7 +118,7 @@ static Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v,
 // ---------------------------------------------------------------------------------------------------------------------
 // softmax: S [R,Tk] becomes P in place. The loop takes three passes per row. The kernel finds maximum and sum in one
 // (the sum is rescaled when the maximum grows: "online" softmax) and writes in a second. Row r holds query r % Tq;
-// causal rows stop at their own key. The kernel moves 3 elements per entry, eager's five move 8.
+// causal rows stop at their own key. The kernel moves at most 3 elements per entry, eager's five move 8.
 //   P_rj = exp(S_rj - L_r),  L_r = log sum_j exp S_rj
 //   dS_rj = P_rj (dP_rj - sum_k P_rk dP_rk)
 
@@ -153,7 +153,7 @@ static void softmax_backward_cpu(T* dP, const T* P, int64_t R, int Tq, int Tk, b
 }
 
 #ifdef __CUDACC__
-// One warp a row: neighbouring lanes read neighbouring columns, and a row's second pass finds it in L1.
+// One warp a row: neighbouring lanes read neighbouring columns, and a short row's second pass finds it in L1.
 template <class T>
 __global__ void softmax_kernel(T* S, float* L, int64_t R, int Tq, int Tk, bool causal) {
     int64_t r = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / WARP;
@@ -331,8 +331,8 @@ static void weighted_sum_backward(const Tensor& dx, const Tensor& dw, const Tens
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// FlashAttention-2 (Dao, 2023), the handout's section 1.3.2. Every kernel, here and in other files, cites these
-// numbers.
+// FlashAttention-2 (Dao, 2023), the handout's section 1.3.2. Every kernel, here and in fast/, cites the numbers
+// of these steps.
 //
 // S = Q K^T / sqrt(D) and P = softmax(S) never exist as a whole. Queries are cut into tiles Q_i of Bq rows, keys and
 // values into tiles K_j and V_j of Bk rows; q_tiles and k_tiles are how many there are (the handout's T_q and T_k: here
@@ -357,8 +357,8 @@ static void weighted_sum_backward(const Tensor& dx, const Tensor& dw, const Tens
 //   11. dS = P (dP - D_i)
 //   12. dQ_i += dS K_j / sqrt(D)
 //   13. dK_j += dS^T Q_i / sqrt(D)
-// dK_j and dV_j are sums over the queries, dQ_i is one over the keys: whoever owns a tile of one kind crosses the
-// other.
+// dK_j and dV_j are sums over the queries, dQ_i is one over the keys: who owns a tile of one kind loops over the
+// other kind's.
 
 // On the CPU, in fp32, for the GPU's reason: a tile of S fits into a core's cache.
 // Causal tiles above the diagonal are skipped, so half of the products disappear, which the versions above cannot do.
@@ -391,11 +391,12 @@ static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int 
                 s[j] = std::exp(s[j] - larger);  // step 3
                 sum += s[j];
             }
-            const float shrink = std::exp(m[i] - larger);            // 0 in the first tile
-            m[i] = larger, l[i] = l[i] * shrink + sum;               // step 4
-            for (int d = 0; d < D; d++) { O[i * D + d] *= shrink; }  // step 5
+            const float shrink = std::exp(m[i] - larger);  // step 3; 0 in the first tile
+            l[i] = l[i] * shrink + sum;                    // step 4
+            for (int d = 0; d < D; d++) { O[i * D + d] *= shrink; }
+            m[i] = larger;
         }
-        const float* v = row_of(a.v, a, head, k0);
+        const float* v = row_of(a.v, a, head, k0);  // step 5
         blas_product(O.data(), D, S.data(), CPU_BK, false, v, a.v.row, false, M, D, N, 1, 1);
     }
     for (int i = 0; i < M; i++) {  // step 6
@@ -630,7 +631,8 @@ static const AddRow<AttentionImpl> attention_impls[] = {
     {{"flash_v1", CUDA, 30, flash_on_gpu, nullptr, flash_v1_forward, flash_v1_backward}},
 };
 
-// None in fp16: of the GPU's only flash_v1 takes it, and fused, whose products the tensor cores do, is faster.
+// The last row that takes it. None in fp16: of the GPU's only flash_v1 takes it, and fused, whose products the tensor
+// cores do, is faster.
 const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
     const AttentionImpl* best = nullptr;
     if (dtype == F16) { return best; }
@@ -642,7 +644,7 @@ const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
 const AttentionImpl& require_flash(Device device, DType dtype, int64_t D) {
     const bool only_counted = device == META;
     if (only_counted) { device = context.planned_for; }
-    // The CPU has fp32 alone. What a GPU would hold can be counted all the same: no row is called.
+    // The CPU's row takes fp32 alone, but a plan, which calls no row, may count any dtype.
     const AttentionImpl* impl = fastest_flash(device, only_counted && device == CPU ? F32 : dtype, D);
     if (!impl) {
         usage_error("mode flash: no FlashAttention on %s for %s and head size %ld; --mode fused takes them all",
@@ -771,8 +773,8 @@ struct AttentionRun {
     PassTimes naive{}, other{};  // other: fused in torch_compile, flash in flash_benchmarking
 };
 struct Effort {
-    int n;                      // runs after 3 others, or 0:
-    double warmup = 0, ms = 0;  // for so long, but at least 3 times; then forward and backward together are timed, too
+    int n;                      // runs, after 3 others; 0: by time
+    double warmup = 0, ms = 0;  // at least 1 and 3 runs; both passes together are timed, too
     Stats time(const std::function<void()>& prepare, const std::function<void()>& f) const {
         if (n > 0) { return stats_of(time_queued_ms(3, n, prepare, f)); }
         const double once = time_queued_ms(1, 1, prepare, f)[0];

@@ -8,7 +8,7 @@
 //   fsdp.cu       the 2026 handout's sections 7 to 9: FSDP, the calculations, the 8.1B step
 //   main.cu       the command line
 //
-// Letters, here and in every file:
+// Letters, where a section does not define its own:
 //   B batch, T positions (context length; the handout's S), C model width d_model, H heads, D head size (C/H),
 //   F width of the feed-forward (d_ff), V vocabulary, L layers (in attention: the logsumexp), N rows (usually B*T; in
 //   ddp.cu: ranks). A template's T is an element's type, and its W a pack's width.
@@ -103,7 +103,7 @@ struct AttentionImpl {
     Device device;
     int rung;  // of the ladder from the plainest to the fastest
     bool (*takes)(DType dtype, int64_t D);
-    // Either it works on lib/tensor.cu's ops, which leave its backward on the tape ...
+    // Either its run leaves its backward on the tape ...
     Tensor (*run)(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Tensor* L);
     // ... or it has both passes by hand: forward writes o and L, backward reads them and writes dq, dk, dv.
     void (*forward)(const AttentionTensors& t);
@@ -112,7 +112,7 @@ struct AttentionImpl {
 bool flash_head_size(int64_t D);                                                   // 16, 32, 64, 80 and 128
 const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D);         // null: no row takes this
 const AttentionImpl& require_flash(Device device, DType dtype, int64_t D);         // usage_error if no row does
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal);  // modes eager and fused. Recorded
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal);  // modes eager and fused; on the tape
 // Causal, for the model in mode flash: q, k and v side by side in qkv [B,T,3C] -> [B,T,C], read and written in place of
 // transposes by strides.
 Tensor flash_self_attention(const Tensor& qkv, int H);
@@ -154,7 +154,7 @@ struct Model {
     int step = 0;               // optimizer steps taken
     // FSDP's hooks, else null: called before the ops of a unit, in forward and again in backward.
     std::function<void(int unit)> pre_forward, pre_backward;
-    std::shared_ptr<void> kept;  // by the way in which the last step ran, for the next one
+    std::shared_ptr<void> kept;  // by FastWays' step, for the next one: its graphs
 };
 int64_t aligned(int64_t elements);  // up to the next multiple of 64: 256 bytes of fp32
 Model make_model(const ModelConfig& c, DType dtype = weight_dtype());  // weights allocated on context.device, not set
@@ -167,8 +167,8 @@ void init_weights(const Model& model, uint64_t seed);  // normal; Linear std sqr
 void init_weight(const Tensor& weight, const std::string& name, uint64_t seed);
 // Or joins them, where the context's mode and precision need that. Only forward, backward and AdamW read split ones.
 void split_weights(Model& model, bool split = true);
-bool can_split(DType kept, DType products);               // as AdamW updates weights; as matrix products take them
-Tensor upper_halves(const Tensor& part);                  // of split weights: they in bf16
+bool can_split(DType kept, DType products);               // the dtypes in which AdamW and products take weights
+Tensor upper_halves(const Tensor& part);                  // of a split part, in bf16
 Model random_model(const ModelConfig& c, uint64_t seed);  // for timed runs: perhaps split
 // An arena for the gradients. Without it each lives from its first use to zero_gradients, as backward gave it.
 void make_gradients(Model& model);
@@ -216,7 +216,7 @@ struct FlatGradient {
 };
 double square_sum(const std::vector<FlatGradient>& gradients);  // waits for the device
 double gradient_norm(const Model& model);  // over all gradients; inf or NaN if one of them is; waits for the device
-// For flat p, m and v; t: the step, from 1; split: the gradients' parts of p are.
+// For flat p, m and v; t: the step, from 1; split: so are these parts of p.
 void adamw_update(const Tensor& p, const std::vector<FlatGradient>& gradients, const Tensor& m, const Tensor& v,
                   const AdamW& a, int t, float gradient_scale = 1, bool split = false);
 
@@ -261,10 +261,9 @@ size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // in c
 
 // A model in training. A step is train_step, for one process and for ranks that share it.
 // HEAD_AND_LOSS is a part of its own only where somebody adds its mark. EXPOSED: from backward's end until gradients
-// are averages; with FSDP nothing.
+// are averages; with FSDP the compute stream's waits for other ranks, in any part.
 enum StepPart { FORWARD_BLOCKS, HEAD_AND_LOSS, BACKWARD, OPTIMIZER_STEP, EXPOSED, STEP_PARTS };
-// A rank's step, in ms: first the parts; then all of it; the collectives, and what of them is beside
-// backward. With FSDP what the compute stream waits for other ranks, in any part, is EXPOSED instead.
+// A rank's step, in ms: first the parts; then all of it; the collectives, and what of them is beside backward.
 enum { TOTAL = STEP_PARTS, COMMUNICATION, HIDDEN, STEP_NUMBERS };
 using StepNumbers = std::array<double, STEP_NUMBERS>;
 struct Trainer {

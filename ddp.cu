@@ -29,7 +29,7 @@ const char* name_of(Strategy s) { return WAYS[s].name; }
 
 struct Bucket {          // what goes as one all-reduce
     int64_t begin, end;  // elements of the flat gradients
-    int first, last;     // parameters: those from first on, up to the one before last
+    int first, past;     // parameters [first, past)
 };
 struct DataParallel {
     Communicator c;
@@ -52,7 +52,7 @@ static void cut_into_buckets(DataParallel& d, double cap_mb) {
             bytes = 0;
         }
         bytes += more;
-        d.buckets.back().end = p.offset + count(p.shape), d.buckets.back().last = i + 1;
+        d.buckets.back().end = p.offset + count(p.shape), d.buckets.back().past = i + 1;
     }
 }
 
@@ -68,7 +68,7 @@ static void gradient_is_ready(DataParallel& d, int64_t begin, int64_t end) {
         if (d.parameters[i].offset >= begin && d.parameters[i].offset < end) { d.is_ready[i] = true; }
     }
     auto is_complete = [&](const Bucket& b) {
-        return std::count(d.is_ready.begin() + b.first, d.is_ready.begin() + b.last, false) == 0;
+        return std::count(d.is_ready.begin() + b.first, d.is_ready.begin() + b.past, false) == 0;
     };
     while (WAYS[d.strategy].at_once && d.next < d.buckets.size() && is_complete(d.buckets[d.next])) {
         start_next_bucket(d);
@@ -99,13 +99,13 @@ static void begin_step(DataParallel& d) {  // before each backward
     d.is_ready.assign(d.parameters.size(), false);
 }
 
-// After backward: then the gradients are averages.
+// After backward: the compute stream waits until the gradients are averages.
 static void finish_gradient_synchronization(DataParallel& d) {
     if (d.strategy == NO_SYNC) { return; }
     Range range("synchronize gradients");
-    for (size_t i = 0; i < d.parameters.size(); i++) {  // this rank's loss did not depend on it: its part is zero
+    for (size_t i = 0; i < d.parameters.size(); i++) {
         if (d.is_ready[i]) { continue; }
-        const Parameter& p = d.parameters[i];
+        const Parameter& p = d.parameters[i];  // this rank's loss does not depend on it
         fill_zero(view(d.gradients, p.offset, p.shape));
         gradient_is_ready(d, p.offset, p.offset + count(p.shape));
         p.weight.gradient->filled = true;
@@ -253,7 +253,7 @@ static double time_all_reduce(const Communicator& c, int64_t n, int warmup, int 
     return stats_of(gather(c, mine)).median;
 }
 
-// groups: of each backend by ranks.
+// groups: by backend, then by ranks.
 static void answer_distributed_communication_single_node(const std::vector<AllReduceGroup>& groups, int sizes) {
     const double mb = SIZES_MB[sizes - 1];
     const AllReduceGroup *first[2] = {}, *before = nullptr;  // of Gloo, of NCCL
@@ -872,9 +872,11 @@ int cmd_communication_accounting(const Options& o) {
     const double X = o.fsdp, Y = o.tp, N = X * Y, alpha = o.tflops * 1e12 / (o.bandwidth_gb * GB);
     const double most_Y = M_Y * F / alpha;
     if (Y >= most_Y) { usage_error("--tp: got %g; no batch is compute bound from M_Y F W / C = %.1f on", Y, most_Y); }
+    const double too_many = ceil(CHIP_GB * GB / (per_token / 2));  // tokens
+    if (o.tokens >= too_many) { usage_error("--tokens: got %d, takes less than %.0f", o.tokens, too_many); }
     answer("", "communication_accounting; %s", origin().c_str());
     auto least_devices = [&](double A) {  // the least N with (16 P + A/2) / N + A/2 < a chip's memory
-        return A / 2 < CHIP_GB * GB ? floor((16 * P + A / 2) / (CHIP_GB * GB - A / 2)) + 1 : INFINITY;
+        return floor((16 * P + A / 2) / (CHIP_GB * GB - A / 2)) + 1;
     };
     answer("a",
            "P = 2 D F L = 2 x %g x %g x %g = %.4g parameters take 4 P = %.1f GB in fp32. With gradients and AdamW's "
@@ -888,7 +890,7 @@ int cmd_communication_accounting(const Options& o) {
            "N = %.0f on. No N is enough from %g GB / (%.4g MB / 2) = %.0f tokens per device on, because A/2 alone "
            "fills the memory.",
            CHIP_GB, least_devices(0), o.tokens, least_devices(per_token * o.tokens), CHIP_GB, per_token / 1e6,
-           ceil(CHIP_GB * GB / (per_token / 2)));
+           too_many);
     const double overlapped = alpha * X / M_X, B = overlapped / (1 - Y / most_Y);  // T_math = T_FSDP + T_TP
     answer("c",
            "alpha = C / W = %g TFLOP/s / %g GB/s = %.1f FLOP per byte. Forward is compute bound from B = (alpha X / "

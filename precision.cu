@@ -6,7 +6,7 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // mixed_precision_accumulation: s = 0; a thousand times s = round(s + x), with x = round(0.01). Both roundings err.
 // x is rounded once, but its error is added a thousand times. s is rounded in every step, by up to half of its last
-// bit, and with a bias as long as s stays between the same powers of two. The rounding of s can stop the sum: when x is
+// bit, and by the same error while s stays between two powers of two. The rounding of s can stop the sum: when x is
 // less than half of the last bit of s, s no longer moves.
 
 constexpr int ADDITIONS = 1000;
@@ -20,7 +20,7 @@ struct Accumulation {
     int stalled;  // after so many additions the sum did not move any more
 };
 // Operations run in fp32 and are then rounded to `format`. For fp16 and bf16 this is what one correctly rounded
-// operation gives: fp32's 24 bits are at least 2 p + 2 (p = 11 and 8 bits).
+// operation gives: fp32's 24 bits are at least 2 p + 2 (p: their 11 and 8 bits).
 static Accumulation accumulate(DType format, DType addend_format) {
     float x = rounded(0.01f, addend_format), s = 0;
     int stalled = 0;
@@ -70,8 +70,8 @@ int cmd_mixed_precision_accumulation(const Options&) {
 // benchmarking_mixed_precision (a): autocast does not convert a model, it chooses a dtype for each operation. Matrix
 // products take 16-bit copies of their operands, because tensor cores run those at several times fp32's rate and sum in
 // fp32 anyway; exp, log, powers, sums, norms and losses run in fp32; the rest takes what it is given. Parameters stay
-// in fp32, and so do the gradients of this toy model: the gradient of a cast casts back. (The Transformer's are 16-bit
-// outside mode eager, see Gradient in lib/lib.h.)
+// in fp32, and so do the gradients of this toy model: the gradient of a cast casts back. (The Transformer's may be
+// 16-bit outside mode eager: see Gradient in lib/lib.h.)
 
 // y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension, var = mean((x - mean)^2). PyTorch's
 // layer_norm is one operation on autocast's fp32 list, so its input is widened first.

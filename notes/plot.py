@@ -164,7 +164,7 @@ def attention(name):
     band(right, lines, lambda row: row[3] / 1024, color=GREEN, lw=2, label="naive")
     flash = [4 * 8 * s * (5 * max(lines) + 1) / 2**30 for s in x]  # q, k, v, dO, O and L; batch 8
     right.plot(x, flash, "--", color=RED, label="FlashAttention would hold")
-    card = re.search(r"([\d.]+) (?:GiB )?are there", text_of("pytorch_attention"))
+    card = re.search(r"needs [\d.]+ GiB of (\d+(?:\.\d+)?)", text_of("pytorch_attention"))
     if card:
         right.axhline(float(card[1]), color="black")
         right.text(x[0], float(card[1]) * 1.25, f"the card: {float(card[1]):.0f} GiB")

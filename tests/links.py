@@ -4,8 +4,8 @@
 The file of a relative link exists, and so does its heading (file.md#heading). In [`name`](file.cu) or [`name`](file.h)
 the file has that name; of a name that is gone, the files that have it now are said.
 A measured number, which is one with a unit, stands in an output (notes/output) that its line links to, or else in one
-of those that its page links to. Not looked at: code, formulas ($...$), a paragraph with a link to elsewhere, and what
-follows the heading "Elsewhere".
+of those that its page links to; on the answer sheets one without a unit, too. Not looked at: code, formulas ($...$), a
+paragraph with a link to elsewhere, and what follows the heading "Elsewhere".
 A page has at most 600 words, notes/ at most 18,000."""
 import os, re, sys
 
@@ -71,6 +71,17 @@ def stale_numbers(page, text):
         line += paragraph.count("\n")
 
 
+def missing_on_sheet(page, text):
+    """Of the sheets' column of numbers, those without a unit (stale_numbers takes the others) that the row's output has
+    not, as (line, number)."""
+    for line, row in enumerate(text.split("\n"), 1):
+        cells = row.split("|")
+        if not os.path.basename(page).startswith("answers-") or len(cells) < 6: continue
+        outputs = " ".join(map(read, outputs_in(page, cells[4])))
+        for number in re.findall(r"\d[\d.]*(?:e[+-]\d+)?", NUMBER.sub("", cells[3])):
+            if not re.search(rf"(?<![\d.]){re.escape(number)}(?!\.?\d)", outputs): yield line, number
+
+
 os.chdir(ROOT)
 bad = words = 0
 for page in ["README.md", *sorted(os.path.join("notes", f) for f in os.listdir("notes") if f.endswith(".md"))]:
@@ -81,7 +92,7 @@ for page in ["README.md", *sorted(os.path.join("notes", f) for f in os.listdir("
         bad += 1
         print(f"{page}:{text.count(chr(10), 0, link.start()) + 1}: {' '.join(link[0].split())}: {wrong}")
     if page == "README.md": continue
-    for line, number in stale_numbers(page, text):
+    for line, number in [*stale_numbers(page, text), *missing_on_sheet(page, text)]:
         bad += 1
         print(f"{page}:{line}: {number} stands in no output that it links to")
     words += len(read(page).split())

@@ -108,7 +108,7 @@ static void check_buckets(const Communicator& c) {
             for (; p < model.parameters.size() && model.parameters[p].offset < b.end; p++, n++) {
                 bytes += 4.0 * count(model.parameters[p].shape);
             }
-            CHECK(n == b.last - b.first);
+            CHECK(n == b.past - b.first);
             CHECK((bytes <= mb * 1e6 || n == 1));
         }
         CHECK(p == model.parameters.size());
