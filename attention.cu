@@ -107,7 +107,7 @@ static Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v,
         Range r("softmax");
         Tensor m = max_last(s);
         s = sub(s, m);
-        Tensor e = exp(s), sum = sum_last(e);
+        Tensor e = exp(s), sum = sum_last(e);  // in fp32 under autocast
         p = div(e, sum);
         if (L) { *L = reshape(add(detached(m), log(detached(sum))), {q.dim(0), q.dim(1), q.dim(2)}); }
     }
@@ -361,7 +361,7 @@ static void weighted_sum_backward(const Tensor& dx, const Tensor& dw, const Tens
 // other kind's.
 
 // On the CPU, in fp32, for the GPU's reason: a tile of S fits into a core's cache.
-// Causal tiles above the diagonal are skipped, so half of the products disappear, which the versions above cannot do.
+// Causal tiles above the diagonal are skipped, half of the products, which the versions above cannot do.
 
 constexpr int CPU_BQ = 64, CPU_BK = 128;  // with D = 64: Q, K, V, S and O tiles take 128 KiB
 
@@ -631,8 +631,7 @@ static const AddRow<AttentionImpl> attention_impls[] = {
     {{"flash_v1", CUDA, 30, flash_on_gpu, nullptr, flash_v1_forward, flash_v1_backward}},
 };
 
-// The last row that takes it. None in fp16: of the GPU's only flash_v1 takes it, and fused, whose products the tensor
-// cores do, is faster.
+// The last row that takes it. None in fp16: on the GPU only flash_v1 takes that, and fused, on tensor cores, is faster.
 const AttentionImpl* fastest_flash(Device device, DType dtype, int64_t D) {
     const AttentionImpl* best = nullptr;
     if (dtype == F16) { return best; }
