@@ -873,7 +873,7 @@ int cmd_communication_accounting(const Options& o) {
     const double most_Y = M_Y * F / alpha;
     if (Y >= most_Y) { usage_error("--tp: got %g; no batch is compute bound from M_Y F W / C = %.1f on", Y, most_Y); }
     const double too_many = ceil(CHIP_GB * GB / (per_token / 2));  // tokens
-    if (o.tokens >= too_many) { usage_error("--tokens: got %d, takes less than %.0f", o.tokens, too_many); }
+    if (o.tokens >= too_many) { usage_error("--tokens: got %d, takes fewer than %.0f", o.tokens, too_many); }
     answer("", "communication_accounting; %s", origin().c_str());
     auto least_devices = [&](double A) {  // the least N with (16 P + A/2) / N + A/2 < a chip's memory
         return floor((16 * P + A / 2) / (CHIP_GB * GB - A / 2)) + 1;

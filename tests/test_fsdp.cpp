@@ -730,7 +730,7 @@ TEST_CASE("accounting: where nothing fits") {
     CHECK_THROWS_WITH(cmd_communication_accounting(o),
                       "--tp: got 21; no batch is compute bound from M_Y F W / C = 20.8 on");
     o = xxl(), o.tokens = 10828;
-    CHECK_THROWS_WITH(cmd_communication_accounting(o), "--tokens: got 10828, takes less than 10828");
+    CHECK_THROWS_WITH(cmd_communication_accounting(o), "--tokens: got 10828, takes fewer than 10828");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
