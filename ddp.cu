@@ -58,8 +58,10 @@ static void cut_into_buckets(DataParallel& d, double cap_mb) {
 
 static void start_next_bucket(DataParallel& d) {
     const Bucket& b = d.buckets[d.next++];
-    const Tensor gradients = view(d.gradients, b.begin, {b.end - b.begin});
-    d.works.push_back(all_reduce(d.c, gradients, AVERAGE, WAYS[d.strategy].at_once));
+    const int64_t n = b.end - b.begin;
+    // For a smaller bucket the second call would cost more than it gives backward.
+    const bool beside = WAYS[d.strategy].at_once && n > 8000000;
+    d.works.push_back(all_reduce(d.c, view(d.gradients, b.begin, {n}), AVERAGE, beside));
 }
 
 // Backward has finished the gradient at [begin, end), of one parameter, or of several that are one product.

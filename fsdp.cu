@@ -19,7 +19,7 @@ struct FsdpUnit {  // what is gathered at once; its elements are those of the mo
     int64_t offset = 0;         // of the own part, in Fsdp::shard
     Tensor weights, gradients;  // whole, [world * part], while the unit has its buffer
     Tensor gradient;            // the own part, averaged over the ranks; null until there is one
-    // Its tensors that have a gradient, by their first elements; some are one parameter, some are joined ones.
+    // Its tensors that have a gradient, by their first elements.
     std::multimap<int64_t, Tensor> slots;
 };
 struct FsdpWait {  // of the compute stream, for a collective and what runs behind it
@@ -521,10 +521,9 @@ static std::vector<PassCost> tp_costs(const LayerSizes& l, double N) {
     return {{"Backward", 12 * B * D * F / N, 4 * B * D * (N - 1) / N / W, 1 + 3 * F * W / C},
             {"Forward", 6 * B * D * F / N, 4 * B * D * (N - 1) / N / W, 1 + 3 * F * W / (2 * C)}};
 }
-// Forward: N devices along the FSDP axis, M along the TP axis; each axis, both overlapped, both in turn. With a = B W /
-// C and b = 3 D_FF W / (2 C) the axes' times are at most the products' up to 1 + a and 1 + b devices. In turn they add
-// up: 3 D_FF N + 2 B M <= Q, and N M is largest where both terms are Q / 2; where that is less than one device along an
-// axis, the axis goes.
+// Forward: N devices along the FSDP axis, M along the TP axis. With a = B W / C and b = 3 D_FF W / (2 C) the axes'
+// times are at most the products' up to 1 + a and 1 + b devices. In turn they add up: 3 D_FF N + 2 B M <= Q, and N M is
+// largest where both terms are Q / 2; where that is less than one device along an axis, the axis goes.
 static std::vector<PassCost> fsdp_tp_costs(const LayerSizes& l, double N, double M) {
     auto [B, D, F, C, W] = l;
     const double a = B * W / C, b = 3 * F * W / (2 * C), Q = 3 * B * F * W / C + 3 * F + 2 * B;

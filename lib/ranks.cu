@@ -126,7 +126,6 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
     std::vector<LaunchedRank> ranks;
     for (int r = 0; r < n; r++) { ranks.push_back({start_rank(r, n, arguments)}); }
     int code = 0, left = n;
-    // For a rank that has failed the others would wait for ever.
     auto end_all = [&](int exit_code, const std::string& why) {
         if (code == 0 && !why.empty()) { note("cs336: %s", why.c_str()); }
         if (code == 0) { code = exit_code; }  // the first reason counts
