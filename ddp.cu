@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Data parallel. The four ways differ in two things only: how the flat gradients are cut into buckets, and whether a
+// Data parallel. The four ways differ in two things: how the flat gradients are cut into buckets, and whether a
 // bucket goes as soon as backward has finished it or after all of backward.
 // The gradients lie in one buffer, in the order in which backward finishes them. So buckets are ranges of this buffer,
 // and nothing is copied. The step is model.cu's train_step, with data_parallel_trainer's hooks.
