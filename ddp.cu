@@ -59,7 +59,7 @@ static void cut_into_buckets(DataParallel& d, double cap_mb) {
 static void start_next_bucket(DataParallel& d) {
     const Bucket& b = d.buckets[d.next++];
     const int64_t n = b.end - b.begin;
-    // For a smaller bucket the second call would cost more than it gives backward.
+    // all_reduce then makes two calls, which with a smaller bucket cost more than backward gains.
     const bool beside = WAYS[d.strategy].at_once && n > 8000000;
     d.works.push_back(all_reduce(d.c, view(d.gradients, b.begin, {n}), AVERAGE, beside));
 }
@@ -409,9 +409,8 @@ struct CheckedWay {
 constexpr int CHECKED_STEPS = 10;
 
 // Adds rows to both.
-static void train_and_compare(const Communicator& c, const CheckedWay& way, uint64_t seed,
+static void train_and_compare(const Communicator& c, const ModelConfig& config, const CheckedWay& way, uint64_t seed,
                               std::vector<WeightsCheck>& checks, Table& losses) {
-    const ModelConfig config = {"lm", 16, 32, 1, 2, VOCABULARY};
     Trainer ours = data_parallel_trainer(c, random_model(config, seed + c.rank), way.strategy, way.bucket_mb), whole;
     whole.model = random_model(config, seed);
     make_gradients(whole.model);
@@ -452,7 +451,8 @@ static int check_ways(const Options& o, const std::vector<CheckedWay>& ways) {
         Table losses{"Loss in each step, the mean over the ranks",
                      {"Way", "Step", ranks(c.world), "one process with the whole batch"}};
         std::vector<WeightsCheck> checks;
-        for (const CheckedWay& way : ways) { train_and_compare(c, way, o.seed, checks, losses); }
+        const ModelConfig config = {"lm", 16, 32, 1, 2, VOCABULARY};
+        for (const CheckedWay& way : ways) { train_and_compare(c, config, way, o.seed, checks, losses); }
         if (c.rank == 0) { print(losses); }
         print_checks(
             c,

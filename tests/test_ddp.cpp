@@ -157,6 +157,21 @@ TEST_CASE("ddp: overlapped over NCCL, 20 times") {
     if (lacks("nccl", CUDA, 2)) { return; }
     check_often("cuda", "nccl", "2");
 }
+// The head's and the embedding's buckets are large enough to be scattered and gathered, by copy engines.
+static void check_large_buckets(const Communicator& c) {
+    Table losses{"", {"Way", "Step", "ours", "whole"}};
+    std::vector<WeightsCheck> checks;
+    const ModelConfig config = {"wide", 256, 64, 1, 2, 32000};
+    train_and_compare(c, config, {"overlapped", OVERLAPPED}, 0, checks, losses);
+    for (const WeightsCheck& x : checks) {
+        INFO(x.what << " " << x.max);
+        CHECK(x.match);
+    }
+}
+TEST_CASE("ddp: large buckets over NCCL") {
+    if (lacks("nccl", CUDA, 2)) { return; }
+    in_ranks("ddp: large buckets over NCCL", 2, CUDA, check_large_buckets);
+}
 TEST_CASE("ddp: the same commands on GPUs") {
     if (lacks("nccl", CUDA, 2)) { return; }
     for (const char* command :
