@@ -14,9 +14,6 @@
 #include "cs336.h"
 #include "lib/gpu.h"
 
-#include <algorithm>
-#include <numeric>
-
 static Heads heads_of(const Tensor& t) {
     return t ? Heads{t.data, t.stride[0], t.stride[1], t.stride[2]} : Heads{nullptr, 0, 0, 0};
 }

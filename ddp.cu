@@ -1,12 +1,6 @@
 // ddp.cu: sections 2 and 3. All-reduce, data parallel training in four ways, the sharded optimizer.
 #include "cs336.h"
 
-#include <algorithm>
-#include <cerrno>
-#include <cstdlib>
-#include <omp.h>
-#include <unistd.h>
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Data parallel. The four ways differ in two things: how the flat gradients are cut into buckets, and whether a
 // bucket goes as soon as backward has finished it or after all of backward.
@@ -59,7 +53,7 @@ static void cut_into_buckets(DataParallel& d, double cap_mb) {
 static void start_next_bucket(DataParallel& d) {
     const Bucket& b = d.buckets[d.next++];
     const int64_t n = b.end - b.begin;
-    // all_reduce then makes two calls, which with a smaller bucket cost more than backward gains.
+    // all_reduce then makes two calls, which with a smaller bucket cost more than they gain.
     const bool beside = WAYS[d.strategy].at_once && n > 8000000;
     d.works.push_back(all_reduce(d.c, view(d.gradients, b.begin, {n}), AVERAGE, beside));
 }
@@ -169,8 +163,10 @@ Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strat
     t.before_optimizer = [&d] { finish_gradient_synchronization(d); };
     t.add_communication = [&d](const Trainer& t, StepNumbers& n) {
         const double begin = n[FORWARD_BLOCKS], end = begin + n[BACKWARD];  // of backward
+        double reached = 0;                                                 // what two collectives share counts once
         for (const WorkPtr& work : d.works) {
-            const double from = ms_of(work->begin, t.marks[0].second), to = ms_of(work->end, t.marks[0].second);
+            const double from = std::max(reached, ms_of(work->begin, t.marks[0].second));
+            const double to = reached = std::max(from, ms_of(work->end, t.marks[0].second));
             n[COMMUNICATION] += to - from;
             n[HIDDEN] += std::max(0.0, std::min(to, end) - std::max(from, begin));
         }

@@ -1,8 +1,6 @@
 // fsdp.cu: the 2026 handout's sections 7 to 9. FSDP, its accounting, the calculations, the 8.1B step.
 #include "cs336.h"
 
-#include <algorithm>
-
 // ---------------------------------------------------------------------------------------------------------------------
 // FSDP (Zhao et al., 2023; ZeRO-3; the 2026 handout): the weights are sharded, too. A rank keeps
 // 1/N of each unit (the embedding, a block, the head) with its gradients and moments, in fp32 or, in pure bf16, in

@@ -4,10 +4,7 @@
 #include <CLI/CLI.hpp>
 
 #include <cfloat>
-#include <climits>
-#include <csignal>
 #include <filesystem>
-#include <fstream>
 #include <sstream>
 
 static RunCommand cmd_list, cmd_info, cmd_reproduce;

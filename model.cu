@@ -7,11 +7,7 @@
 //   logits = lm_head rmsnorm(x; ln_final)
 #include "cs336.h"
 
-#include <cerrno>
 #include <cinttypes>
-#include <climits>
-#include <fstream>
-#include <numeric>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sizes

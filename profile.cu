@@ -3,7 +3,6 @@
 #include "cs336.h"
 
 #include <nlohmann/json.hpp>
-#include <numeric>
 
 using Json = nlohmann::json;
 

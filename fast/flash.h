@@ -8,7 +8,6 @@
 #include "lib/gpu.h"
 
 #ifdef __CUDACC__
-#include <algorithm>
 
 #define DEVICE __device__ __forceinline__  // a function that becomes part of its kernels
 

@@ -6,8 +6,6 @@
 #include "cs336.h"
 #include "lib/gpu.h"
 
-#include <climits>
-
 // A captured step's buffers lie in one block. A rehearsal, the same step with buffers from the pool, shows which buffer
 // is held from when to when; plan() then lays them into a block that is not much larger than what the step holds at
 // most.

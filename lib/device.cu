@@ -2,21 +2,16 @@
 #include "gpu.h"
 
 #include <atomic>
-#include <cerrno>
 #include <chrono>
-#include <csignal>
 #include <mutex>
-#include <numeric>
 #include <random>
 #include <sstream>
 
 #include <fcntl.h>
 #include <malloc.h>
-#include <omp.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #ifdef HAVE_OPENBLAS
 extern "C" char* openblas_get_corename(void);

@@ -2,22 +2,29 @@
 // plain C++ (then the CPU path is all there is).
 #pragma once
 #include <algorithm>
+#include <cerrno>
+#include <climits>
 #include <cmath>
+#include <csignal>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <list>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <set>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <vector>
 
-#include <sys/types.h>
+#include <omp.h>
+#include <unistd.h>
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>

@@ -4,23 +4,17 @@
 //   the communicator all-reduce, broadcast, reduce-scatter, all-gather and barrier on NCCL or Gloo, asynchronous
 #include "lib.h"
 
-#include <cerrno>
 #include <chrono>
 #include <condition_variable>
-#include <csignal>
-#include <cstdlib>
 #include <deque>
 #include <filesystem>
-#include <fstream>
 #include <mutex>
 #include <thread>
 #include <utility>
 
-#include <omp.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #ifdef HAVE_GLOO
 constexpr bool HAS_GLOO = true;
@@ -185,15 +179,15 @@ struct Links {
     std::deque<std::function<void()>> jobs;
 #endif
 #ifdef WITH_NCCL
-    ncclComm_t nccl = nullptr;
+    struct Lane {
+        ncclComm_t nccl = nullptr;
+        cudaStream_t stream = nullptr;
+    } lanes[2];                     // of reduce-scatters; of all else
+    cudaStream_t behind = nullptr;  // see run_behind
+    int device = 0;
 #endif
 #ifdef WITH_WINDOWS
     std::shared_ptr<struct Windows> windows;  // of allocate_shared; null with Gloo
-#endif
-#ifdef __CUDACC__
-    cudaStream_t stream = nullptr;  // where collectives run, beside the compute stream
-    cudaStream_t behind = nullptr;  // see run_behind
-    int device = 0;
 #endif
 };
 
@@ -225,8 +219,8 @@ static bool has_ended(const Work& work) {
     return work.finished;
 }
 static void watch(Links& l) {
-#ifdef __CUDACC__
-    if (l.stream) { CUDA_CHECK(cudaSetDevice(l.device)); }  // a thread starts on GPU 0, and would make a context there
+#ifdef WITH_NCCL
+    if (l.behind) { CUDA_CHECK(cudaSetDevice(l.device)); }  // a thread starts on GPU 0, and would make a context there
 #endif
     const std::chrono::duration<double> turn(std::min(0.5, 0.1 * l.timeout_s));
     WorkPtr oldest;
@@ -367,15 +361,17 @@ static void start_on_gloo(Links&, const WorkPtr&, const Collective&) {}
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// NCCL has a stream of its own. It waits by an event for the compute stream before each collective, and the compute
-// stream waits for it afterwards. The host waits for neither.
+// NCCL runs on streams of its own. They wait by an event for the compute stream before each collective, and it waits
+// for them afterwards. The host waits for neither. Gathers run beside reduce-scatters: these have their own
+// communicator.
 
 #ifdef WITH_NCCL
-static void nccl_check(Links& l, ncclResult_t result, const char* call) {
+static void await(cudaStream_t s, const Mark& m) { CUDA_CHECK(cudaStreamWaitEvent(s, (cudaEvent_t)m.event.get())); }
+static void nccl_check(ncclResult_t result, const char* call) {
     if (result == ncclSuccess) { return; }
-    fail("%s: %s (%s)", call, ncclGetErrorString(result), ncclGetLastError(l.nccl));
+    fail("%s: %s (%s)", call, ncclGetErrorString(result), ncclGetLastError(nullptr));
 }
-#define NCCL_CHECK(l, call) nccl_check(l, call, #call)
+#define NCCL_CHECK(call) nccl_check(call, #call)
 
 #ifdef WITH_WINDOWS
 // NCCL's symmetric windows. All ranks open one together, or close it.
@@ -385,14 +381,14 @@ struct Windows : Places {
         ncclWindow_t handle;
         bool in_use;
     };
-    Links& links;
+    const ncclComm_t& nccl;
     std::vector<Window> windows;
-    explicit Windows(Links& links) : links(links) { counted = true; }
+    explicit Windows(const ncclComm_t& nccl) : nccl(nccl) { counted = true; }
     size_t take(size_t bytes, void** at) override {
         Window w{nullptr, nullptr, true};
         give_back_cached_memory();  // our pool's is not NCCL's
-        NCCL_CHECK(links, ncclMemAlloc(&w.data, bytes));
-        NCCL_CHECK(links, ncclCommWindowRegister(links.nccl, w.data, bytes, &w.handle, NCCL_WIN_COLL_SYMMETRIC));
+        NCCL_CHECK(ncclMemAlloc(&w.data, bytes));
+        NCCL_CHECK(ncclCommWindowRegister(nccl, w.data, bytes, &w.handle, NCCL_WIN_COLL_SYMMETRIC));
         windows.push_back(w);
         *at = w.data;
         return windows.size() - 1;
@@ -401,58 +397,71 @@ struct Windows : Places {
     void close_unused() {
         for (Window& w : windows) {
             if (w.in_use || !w.data) { continue; }
-            NCCL_CHECK(links, ncclCommWindowDeregister(links.nccl, w.handle));
-            NCCL_CHECK(links, ncclMemFree(w.data));
+            NCCL_CHECK(ncclCommWindowDeregister(nccl, w.handle));
+            NCCL_CHECK(ncclMemFree(w.data));
             w.data = nullptr;
         }
     }
 };
 #endif
-static void connect_nccl(Communicator& c) {
+static void connect_nccl(Communicator& c, int gpu) {
     Links& l = *c.links;
+    l.device = gpu;
+    int least, greatest;  // collectives first: the others wait for them
+    CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    for (auto& lane : l.lanes) {
+        CUDA_CHECK(cudaStreamCreateWithPriority(&lane.stream, cudaStreamNonBlocking, greatest));
+    }
+    CUDA_CHECK(cudaStreamCreateWithPriority(&l.behind, cudaStreamNonBlocking, least));
     if (c.local_world == c.world) { setenv("NCCL_SOCKET_IFNAME", "lo", false); }  // nobody else reaches its ports
     ncclUniqueId id{};
-    if (c.rank == 0) { NCCL_CHECK(l, ncclGetUniqueId(&id)); }
+    if (c.rank == 0) { NCCL_CHECK(ncclGetUniqueId(&id)); }
     memcpy(&id, gather_text(c, std::string((const char*)&id, sizeof id))[0].data(), sizeof id);
     // Blocking, since a non-blocking communicator starts a thread for every collective.
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclComm_t& nccl = l.lanes[1].nccl;
 #ifdef WITH_WINDOWS
     config.CTAPolicy = NCCL_CTA_POLICY_ZERO;  // copy engines, wherever they can do it
-    l.windows = std::make_shared<Windows>(l);
+    l.windows = std::make_shared<Windows>(nccl);
 #endif
-    NCCL_CHECK(l, ncclCommInitRankConfig(&l.nccl, c.world, id, c.rank, &config));
+    NCCL_CHECK(ncclCommInitRankConfig(&nccl, c.world, id, c.rank, &config));
+    NCCL_CHECK(ncclCommSplit(nccl, 0, c.rank, &l.lanes[0].nccl, nullptr));
 }
 static ncclDataType_t nccl_type(DType t) {
     if (t != F32 && t != BF16) { fail("NCCL: %s tensors are not for collectives here", name_of(t)); }
     return t == F32 ? ncclFloat32 : ncclBfloat16;
 }
-static void enqueue(Links& l, const Collective& x) {
+// When `ready` is reached. Returns begin and end.
+static std::pair<Mark, Mark> enqueue(Links& l, const Collective& x, const Mark& ready) {
+    const auto [nccl, stream] = l.lanes[x.kind != Collective::REDUCE_SCATTER];
     const size_t n = x.t.size(), bytes = bytes_of(x.t), part = bytes / l.world;
     char *data = x.t.data, *own = x.own ? x.own.data : data + l.rank * part;
     const ncclRedOp_t op = x.how == AVERAGE ? ncclAvg : ncclSum;
-#ifdef WITH_WINDOWS
-    if (x.beside && n % l.world == 0 && l.windows && x.t.memory->places == l.windows) {
-        enqueue(l, {Collective::REDUCE_SCATTER, x.t, x.how});
-        return enqueue(l, {Collective::ALL_GATHER, x.t});
+    await(stream, ready);
+    const Mark begin = mark_on(stream);
+    if (x.kind == Collective::ALL_REDUCE) {
+        NCCL_CHECK(ncclAllReduce(data, data, n, nccl_type(x.t.dtype), op, nccl, stream));
+    } else if (x.kind == Collective::BROADCAST) {
+        NCCL_CHECK(ncclBroadcast(data, data, bytes, ncclInt8, x.root, nccl, stream));
+    } else if (x.kind == Collective::REDUCE_SCATTER) {
+        NCCL_CHECK(ncclReduceScatter(data, own, n / l.world, nccl_type(x.t.dtype), op, nccl, stream));
+    } else {
+        NCCL_CHECK(ncclAllGather(own, data, part, ncclInt8, nccl, stream));
     }
-#endif
-    switch (x.kind) {
-        case Collective::ALL_REDUCE:
-            return NCCL_CHECK(l, ncclAllReduce(data, data, n, nccl_type(x.t.dtype), op, l.nccl, l.stream));
-        case Collective::BROADCAST:
-            return NCCL_CHECK(l, ncclBroadcast(data, data, bytes, ncclInt8, x.root, l.nccl, l.stream));
-        case Collective::REDUCE_SCATTER:
-            return NCCL_CHECK(l, ncclReduceScatter(data, own, n / l.world, nccl_type(x.t.dtype), op, l.nccl, l.stream));
-        case Collective::ALL_GATHER: return NCCL_CHECK(l, ncclAllGather(own, data, part, ncclInt8, l.nccl, l.stream));
-    }
+    return {begin, mark_on(stream)};
 }
 static void start_on_nccl(Links& l, const WorkPtr& work, const Collective& x) {
     Range range(work->what);
-    Mark ready = mark();
-    CUDA_CHECK(cudaStreamWaitEvent(l.stream, (cudaEvent_t)ready.event.get()));
-    work->begin = mark_on(l.stream);
-    enqueue(l, x);
-    work->end = mark_on(l.stream);
+    bool apart = false;
+#ifdef WITH_WINDOWS
+    apart = x.beside && x.t.size() % l.world == 0 && x.t.memory->places == l.windows;
+#endif
+    if (apart) {
+        const auto [begin, scattered] = enqueue(l, {Collective::REDUCE_SCATTER, x.t, x.how}, mark());
+        work->begin = begin, work->end = enqueue(l, {Collective::ALL_GATHER, x.t}, scattered).second;
+    } else {
+        std::tie(work->begin, work->end) = enqueue(l, x, mark());
+    }
     std::lock_guard<std::mutex> lock(l.mutex);
     l.under_way.push_back(work);
 }
@@ -507,11 +516,7 @@ void wait(const Communicator& c, const WorkPtr& work) {
     if (!work) { return; }
     Links& l = *c.links;
 #ifdef WITH_NCCL
-    if (l.nccl) {
-        const Mark& last = work->done.event ? work->done : work->end;
-        CUDA_CHECK(cudaStreamWaitEvent(stream(), (cudaEvent_t)last.event.get()));
-        return;
-    }
+    if (c.backend == "nccl") { return await(stream(), work->done.event ? work->done : work->end); }
 #endif
     std::unique_lock<std::mutex> lock(l.mutex);
     l.changed.wait(lock, [&] { return work->finished; });
@@ -522,8 +527,8 @@ void wait(const Communicator& c, const WorkPtr& work) {
 void run_behind([[maybe_unused]] const Communicator& c, const WorkPtr& work, const std::function<void()>& f) {
     if (!work) { return f(); }  // META
 #ifdef WITH_NCCL
-    if (Links& l = *c.links; l.nccl) {
-        CUDA_CHECK(cudaStreamWaitEvent(l.behind, (cudaEvent_t)work->end.event.get()));
+    if (Links& l = *c.links; c.backend == "nccl") {
+        await(l.behind, work->end);
         with_stream(l.behind, f);
         work->done = mark_on(l.behind);
         return;
@@ -598,17 +603,8 @@ static void connect_ranks(Communicator& c, const std::string& device, const std:
     const int local_rank = find_local_ranks(c, 0.8 * l.timeout_s), gpus = cuda_devices();
     const int gpu = gpus > 0 ? local_rank % gpus : 0;
     choose_device_and_backend(c, device, backend, gpu);
-#ifdef __CUDACC__
-    if (context.device == CUDA) {
-        int least, greatest;  // collectives first: the others wait for them
-        l.device = gpu;
-        CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-        CUDA_CHECK(cudaStreamCreateWithPriority(&l.stream, cudaStreamNonBlocking, greatest));
-        CUDA_CHECK(cudaStreamCreateWithPriority(&l.behind, cudaStreamNonBlocking, least));
-    }
-#endif
 #ifdef WITH_NCCL
-    if (c.backend == "nccl") { connect_nccl(c); }
+    if (c.backend == "nccl") { connect_nccl(c, gpu); }
 #endif
 #ifdef HAVE_GLOO
     if (c.backend == "gloo") { connect_gloo(c); }
@@ -633,7 +629,9 @@ static void disconnect_ranks(Communicator& c) {
 #endif
 #ifdef WITH_NCCL
     l.under_way.clear();
-    if (l.nccl) { NCCL_CHECK(l, ncclCommDestroy(l.nccl)); }
+    for (auto& lane : l.lanes) {
+        if (lane.nccl) { NCCL_CHECK(ncclCommDestroy(lane.nccl)); }
+    }
 #endif
     l.barrier_token = Tensor();
     // The last one removes the folder, since the others have yet to read from it.

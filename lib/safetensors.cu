@@ -8,9 +8,7 @@
 // the last. A file is taken as a whole or not at all, because a wrong weight looks just like a right one.
 #include "lib.h"
 
-#include <cerrno>
 #include <filesystem>
-#include <fstream>
 
 #include <nlohmann/json.hpp>
 

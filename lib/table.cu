@@ -1,11 +1,6 @@
 // lib/table.cu: tables and answers on stdout, as Markdown, or as csv, where captions and answers begin with #.
 #include "lib.h"
 
-#include <cerrno>
-#include <csignal>
-
-#include <unistd.h>
-
 std::string oom_cell(size_t bytes) { return strprintf("OOM (%.1f GiB)", bytes / 1073741824.0); }
 std::string* printed_to = nullptr;
 

@@ -3,12 +3,10 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <mutex>
 #include <unordered_map>
 
 #include <cxxabi.h>
-#include <unistd.h>
 
 #ifdef __CUDACC__
 #include <nvtx3/nvToolsExt.h>
