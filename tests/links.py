@@ -4,8 +4,9 @@
 The file of a relative link exists, and so does its heading (file.md#heading). In [`name`](file.cu) or [`name`](file.h)
 the file has that name; of a name that is gone, the files that have it now are said.
 A measured number, which is one with a unit, stands in an output (notes/output) that its line links to, or else in one
-of those that its page links to; on the answer sheets one without a unit, too. Not looked at: code, formulas ($...$), a
-paragraph with a link to elsewhere, and what follows the heading "Elsewhere".
+of those that its page links to; on the answer sheets one without a unit, too. In a formula ($...$) a decimal of four
+digits without a unit or a power of ten does. Not looked at: code, a paragraph with a link to elsewhere, and what
+follows the heading "Elsewhere".
 A page has at most 600 words, notes/ at most 18,000."""
 import os, re, sys
 
@@ -42,6 +43,7 @@ def wrong_with(page, text, target):
 
 
 NUMBER = re.compile(r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?) ?(ms|us|s|GiB|MiB|GB|MB|GB/s|TB/s|TFLOP/s|%|W|MHz)(?![\w/])")
+FORMULA = re.compile(r"\$\$.*?\$\$|\$[^$\n]*\$", re.S)
 SCALES = {"ms": (1, 1e3), "s": (1, 1e-3), "GiB": (1, 1 / 1024), "MiB": (1, 1024), "GB": (1, 1e-3), "MB": (1, 1e3),
           "GB/s": (1, 1e3), "TB/s": (1, 1e-3), "%": (1, 100)}
 
@@ -58,7 +60,13 @@ def values_in(outputs):
 def stale_numbers(page, text):
     """What the page says and its outputs do not, as (line, number)."""
     text = re.sub(r"^#+ Elsewhere$.*?(?=^# |^## |\Z)", lambda m: "\n" * m[0].count("\n"), text, flags=re.S | re.M)
-    text = re.sub(r"`[^`]*`|\$\$.*?\$\$|\$[^$\n]*\$", lambda m: "\n" * m[0].count("\n"), text, flags=re.S)
+    for formula in FORMULA.finditer(text):
+        for n in re.finditer(r"(?<![\w.,])\d+\.\d+(?!\d|\\cdot ?10\^|\\ )", formula[0]):
+            near, values = 0.5001 * 10.0 ** -len(n[0].partition(".")[2]), values_in(outputs_in(page, text))
+            if len(n[0].replace(".", "").lstrip("0")) < 4: continue
+            if not any(abs(v * scale - float(n[0])) <= near for v in values for scale in (1, 1e3, 1e-3)):
+                yield text.count("\n", 0, formula.start()) + 1, n[0]
+    text = re.sub(f"`[^`]*`|{FORMULA.pattern}", lambda m: "\n" * m[0].count("\n"), text, flags=re.S)
     line = 1
     for paragraph in re.split(r"(\n(?=\s*(?:\n|[*|] |\d+\. )))", text):
         if "](http" not in paragraph:
