@@ -163,7 +163,8 @@ Trainer data_parallel_trainer(const Communicator& c, Model model, Strategy strat
     t.before_optimizer = [&d] { finish_gradient_synchronization(d); };
     t.add_communication = [&d](const Trainer& t, StepNumbers& n) {
         const double begin = n[FORWARD_BLOCKS], end = begin + n[BACKWARD];  // of backward
-        double reached = 0;                                                 // what two collectives share counts once
+        // What two collectives share counts once.
+        double reached = 0;
         for (const WorkPtr& work : d.works) {
             const double from = std::max(reached, ms_of(work->begin, t.marks[0].second));
             const double to = reached = std::max(from, ms_of(work->end, t.marks[0].second));
