@@ -525,7 +525,7 @@ struct Sweep {
     std::string caption(const std::string& what) const {
         std::set<std::string> vocabularies;
         for (const ModelConfig& c : configs) { vocabularies.insert(std::to_string(c.vocab_size)); }
-        return strprintf("%s; batch %d, context length: %d, vocabulary %s, %d warmup, %d step", what.c_str(),
+        return strprintf("%s; batch %d, context length: %d, vocabulary %s, warmup %d, steps %d", what.c_str(),
                          o.batch_size, o.context_length, join({vocabularies.begin(), vocabularies.end()}, ",").c_str(),
                          o.warmup.back(), o.steps);
     }

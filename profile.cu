@@ -350,9 +350,9 @@ static void answer_nsys_profile(const ProfileRun& r) {
 static void print_profile(const std::vector<ProfileRun>& runs, const Options& o) {
     const char* how = context.device == CPU ? "; no kernels on a CPU: ranges of operations, timed by the clock" : "";
     const std::string setting = strprintf("precision %s, mode %s", name_of(context.precision), name_of(context.mode));
-    print_times(runs, setting + strprintf(", batch %d, %d warmup, %d step; S: context length%s", o.batch_size,
+    print_times(runs, setting + strprintf(", batch %d, warmup %d, steps %d; S: context length%s", o.batch_size,
                                           o.warmup[0], o.steps, how));
-    const std::vector<const ProfileRun*> all = answered(runs, o.edition == "2026");  // which asks for each profile
+    const std::vector<const ProfileRun*> all = answered(runs, o.edition == "2026");  // which wants each profile
     if (all.empty()) { fail("nsys_profile: no forward fits into memory"); }
     const ProfileRun& last = *all.back();
     if (!last.forward.kernels.empty()) {

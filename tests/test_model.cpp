@@ -904,7 +904,7 @@ TEST_CASE("benchmark: benchmarking_script's tables have the columns of the write
     for (const char* row : {"bf16,eager", "bf16,fused", "fp32,eager", "fp32,fused"}) {
         CHECK_MESSAGE(has(r.out, std::string("\ncustom,") + row), row, " in: ", r.out);
     }
-    CHECK(has(r.out, "precision fp32, mode eager; batch 1, context length: 32, vocabulary 16, 2 warmup, 2 step\n"));
+    CHECK(has(r.out, "precision fp32, mode eager; batch 1, context length: 32, vocabulary 16, warmup 2, steps 2\n"));
 }
 TEST_CASE("benchmark: (c) has a row for each size and number of warm-up steps, unless one is typed") {
     auto warmups = [&](const Words& more) {
