@@ -7,8 +7,8 @@
 # the ranks' threads).
 
 # What `make check` refuses to let grow: lines and bytes of all .cu and .h files, lib/ and fast/. Whoever deletes lowers it.
-BUDGET_LINES := 12859
-BUDGET_BYTES := 659946
+BUDGET_LINES := 12856
+BUDGET_BYTES := 659944
 
 CARD := $(wildcard /dev/nvidia[0-9]* /usr/lib/wsl/lib/nvidia-smi)
 NVCC_FOUND := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))

@@ -601,8 +601,7 @@ static std::string out_of_memory(const std::vector<StepRun>& runs, Pass pass, co
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// benchmarking_script (1.1.3): (b) the times; (c) with fewer warm-up steps: the runs of the first setting, their steps
-// counted from an earlier one on.
+// benchmarking_script (1.1.3): (b) the times; (c) the first setting's runs with fewer warm-up steps.
 
 constexpr double SMALL_DEVIATION = 0.05;  // of the mean
 static void answer_step_times(const std::vector<StepRun>& runs) {
@@ -662,24 +661,22 @@ static void print_steps(const std::vector<Setting>& settings, const Sweep& s) {
 static void answer_warmup(const std::vector<StepRun>& runs, const std::vector<int>& warmup, int steps) {
     bool slower = false;
     for (size_t i = 0; i + 1 < warmup.size(); i++) {
-        std::vector<std::string> verdicts, same;
-        for (const StepRun& r : runs) {
-            if (!r.pass[FW].ran()) { continue; }
-            const Stats &warm = r.pass[FW].ms, cold = after_warmup(r, warmup[i], steps).pass[FW].ms;
-            // One slow step raises the cold mean and its deviation alike: only the warm run's deviation is noise.
-            const bool differ = std::fabs(cold.mean - warm.mean) > std::max(warm.std, SMALL_DEVIATION * warm.mean);
-            slower = slower || (differ && cold.mean > warm.mean && &r == &runs[0]);  // the others began warm
-            if (differ) {
-                verdicts.push_back(
-                    strprintf("%.2f times as long for %s", cold.mean / warm.mean, r.config.name.c_str()));
-            } else {
-                same.push_back(r.config.name);
+        for (Pass pass : {FW, BW_ONLY}) {
+            std::vector<std::string> verdicts, same;
+            for (const StepRun& r : runs) {
+                if (!r.pass[pass].ran()) { continue; }
+                const Stats &warm = r.pass[pass].ms, cold = after_warmup(r, warmup[i], steps).pass[pass].ms;
+                // One slow step raises the cold mean and its deviation alike: only the warm run's deviation is noise.
+                const bool differ = std::fabs(cold.mean - warm.mean) > std::max(warm.std, SMALL_DEVIATION * warm.mean);
+                slower |= differ && cold.mean > warm.mean && &r == &runs[0];  // the others began warm
+                const std::string times = strprintf("%.2f times as long for ", cold.mean / warm.mean);
+                differ ? verdicts.push_back(times + r.config.name) : same.push_back(r.config.name);
             }
+            if (!same.empty()) { verdicts.push_back("level for " + list_of(same)); }
+            if (verdicts.empty()) { continue; }
+            answer("c", "With %s, against %d, %s is %s.", counted(warmup[i], "warm-up step").c_str(), warmup.back(),
+                   pass_names[pass], list_of(verdicts).c_str());
         }
-        if (!same.empty()) { verdicts.push_back("level for " + list_of(same)); }
-        if (verdicts.empty()) { return; }
-        answer("c", "With %s, against %d, %s is %s.", counted(warmup[i], "warm-up step").c_str(), warmup.back(),
-               pass_names[FW], list_of(verdicts).c_str());
     }
     if (slower) {
         answer("c", "The first steps also %s, which raises mean and standard deviation.",

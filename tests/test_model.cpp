@@ -900,7 +900,7 @@ TEST_CASE("benchmark: benchmarking_script's tables have the columns of the write
     CHECK(has(r.out, "\nsize,precision,mode,step_mean_ms,step_std_ms,peak step MiB\n"));
     CHECK(has(r.out, "\n,model,mean,std\n0,\"custom (forward, backward)\","));
     CHECK(has(r.out, "\n1,custom (forward only),"));
-    CHECK(has(r.out, "in seconds; precision bf16, mode eager; batch 1, context length: 32, vocabulary 16, 2 warmup"));
+    CHECK(has(r.out, "in seconds; precision bf16, mode eager; batch 1, context length: 32, vocabulary 16, warmup 2"));
     for (const char* row : {"bf16,eager", "bf16,fused", "fp32,eager", "fp32,fused"}) {
         CHECK_MESSAGE(has(r.out, std::string("\ncustom,") + row), row, " in: ", r.out);
     }
@@ -1081,20 +1081,25 @@ TEST_CASE("answers step: benchmarking_script (c)") {
     RestoreContext restore;
     context.device = CUDA;
     auto said = [&](const std::vector<StepRun>& runs) { return printed([&] { answer_warmup(runs, {0, 1, 2}, 3); }); };
-    auto run = [](const char* size, const std::vector<double>& all) {
+    auto run = [](const char* size, const std::vector<double>& forward, const std::vector<double>& backward = {}) {
         StepRun r = step_run(size, FP32, EAGER, {}, {}, {});
-        r.pass[FW].all = all;
+        r.pass[FW].all = forward, r.pass[BW_ONLY].all = backward;
         return after_warmup(r, 2, 3);
     };
-    StepRun small = run("small", {80, 23, 20, 20, 20}), large = run("large", {60, 60, 60, 60, 61});
-    check_says(said({small, large, run("xl", {})}),
+    const std::vector<double> level = {60, 60, 60, 60, 61};
+    StepRun small = run("small", {80, 23, 20, 20, 20}, {50, 40, 40, 40, 40}), large = run("large", level, level);
+    check_says(said({small, large, run("xl", {}), run("10B", level)}),
                {"**(c)** With 0 warm-up steps, against 2, forward is 2.05 times as long for small and "
+                "level for large and 10B.\n",
+                "**(c)** With 0 warm-up steps, against 2, backward is 1.08 times as long for small and "
                 "level for large.\n",
-                "**(c)** With 1 warm-up step, against 2, forward is level for small and large.\n",
+                "**(c)** With 1 warm-up step, against 2, forward is level for small, large and 10B.\n",
+                "**(c)** With 1 warm-up step, against 2, backward is level for small and large.\n",
                 "**(c)** The first steps also load the kernels' code, create the cuBLAS handle and grow the memory "
                 "pool, which raises mean and standard deviation.\n"});
     context.device = CPU;
     check_says(said({small}), {"The first steps also touch their memory for the first time, which"});
+    check_says(said({run("small", level, {90, 60, 60, 60, 61})}), {"backward is 1.16", "The first steps also"});
     CHECK(!has(said({run("small", {5, 5, 20, 20, 20})}), "first steps"));  // the machine's speed has changed
     CHECK(said({run("xl", {})}) == "");
 }
