@@ -6,9 +6,9 @@
 # errors, in a folder of its own), ASAN=1 (address and undefined behaviour sanitizers), TSAN=1 (the thread sanitizer, for
 # the ranks' threads).
 
-# What `make check` refuses to let grow: lines and bytes of all .cu and .h files, lib/ and fast/. Whoever deletes lowers it.
-BUDGET_LINES := 12856
-BUDGET_BYTES := 659944
+# What `make check` refuses to let grow (tests/tokens.py): the tokens of all .cu and .h files, those of the top folder's,
+# and the top's tokens per line of code. Comments and blank lines are free. Whoever deletes lowers it.
+BUDGET := 141000 76000 13.2
 
 CARD := $(wildcard /dev/nvidia[0-9]* /usr/lib/wsl/lib/nvidia-smi)
 NVCC_FOUND := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
@@ -172,7 +172,7 @@ test: $(PROGRAM) $(TEST_RUN) ## build and run all tests
 	@CS336_BINARY=$(PROGRAM) tests/run.sh $(TEST_RUN)
 
 check: ## what the CI runs: format, warnings as errors, tests under sanitizers, every command once
-	+@tests/check.sh "$(NVCC_FOUND)" $(BUDGET_LINES) $(BUDGET_BYTES)
+	+@tests/check.sh "$(NVCC_FOUND)" $(BUDGET)
 
 FUZZ_SECONDS := 300
 fuzz: ## libFuzzer (needs clang), five minutes, on the reader of safetensors; finds go to build/fuzz

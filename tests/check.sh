@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# tests/check.sh NVCC LINES BYTES: what `make check` does, in jobs side by side. Each step, and each case of what counts
+# tests/check.sh NVCC BUDGET...: what `make check` does, in jobs side by side. Each step, and each case of what counts
 # its cases, counts in the last line: `N passed, N failed, N skipped`. The logs stay in build/check. Without nvcc its
 # flavour is skipped.
 cd "$(dirname "$0")/.." || exit 1
-nvcc=$1 most_lines=$2 most_bytes=$3
+nvcc=$1
+shift
 logs=build/check
 rm -rf $logs && mkdir -p $logs && echo "0 passed, 1 failed, 0 skipped" >$logs/summary
 
@@ -28,13 +29,6 @@ prints() { timeout 600 "$@" | grep .; }  # exit code 0, and something on stdout
 build() { make INSTALL=0 WERROR=1 "$@"; }
 set -o pipefail
 
-budget() {
-    local lines bytes
-    read -r lines bytes < <(cat ./*.cu ./*.h lib/* fast/* | wc -lc)
-    echo "$lines of $most_lines lines and $bytes of $most_bytes bytes of .cu, .h, lib/ and fast/;" \
-        "tests: $(cat tests/*.cpp tests/*.h | wc -l) lines, Python: $(cat tests/*.py notes/*.py | wc -l)"
-    [ "$lines" -le "$most_lines" ] && [ "$bytes" -le "$most_bytes" ]
-}
 # Programs that print a table take the place of two cs336.
 turns() {
     local pair name columns time
@@ -94,7 +88,7 @@ tsan_flavour() {
 if command -v clang-format >/dev/null; then step format clang-format --dry-run --Werror ./*.cu ./*.h lib/* fast/* tests/*.cpp tests/*.h
 else skip format "no clang-format"; fi
 step links python3 tests/links.py
-step budget budget
+step budget python3 tests/tokens.py "$@"
 cat $logs/budget.log
 step turns turns
 # The longest first; as many at a time as there are cores, two or more.
