@@ -806,7 +806,7 @@ static double times_as_fast(const AttentionRun& r, Pass p) { return (r.naive.*p)
 static std::string speedup(const AttentionRun& r, Pass p) {
     return r.naive.oom || r.other.oom ? "" : strprintf("%.2fx", times_as_fast(r, p));
 }
-// "faster in 17 of 20 configurations (0.58 to 5.76 times as fast), slower in 2, level within the noise in 1"
+// "faster in 17 of 20 configurations (0.58 to 5.76 times as fast), slower in 2, level in 1"
 static std::string compared(const std::vector<AttentionRun>& runs, Pass p, DType dtype = F32) {
     int all = 0, oom = 0;
     std::vector<double> times;  // where they are not level, in order
@@ -822,7 +822,7 @@ static std::string compared(const std::vector<AttentionRun>& runs, Pass p, DType
     std::string text = strprintf("faster in %d of %s", apart - slower, counted(all, "configuration").c_str());
     if (apart > 0) { text += strprintf(" (%.2f to %.2f times as fast)", times.front(), times.back()); }
     if (slower > 0) { text += strprintf(", slower in %d", slower); }
-    if (all > apart + oom) { text += strprintf(", level within the noise in %d", all - apart - oom); }
+    if (all > apart + oom) { text += strprintf(", level in %d", all - apart - oom); }
     return text + (oom > 0 ? strprintf(", and does not compare in %d, where memory runs out", oom) : "");
 }
 // Naive and another implementation (null: naive alone) at each head size and length.

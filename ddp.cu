@@ -654,13 +654,15 @@ static void print_steps(const std::string& caption, const std::vector<DdpRun>& r
     if (!runs[NAIVE].oom) { print(comparison); }
 }
 
-// "12.1 % less than naive (133.12 ms)", "2.10 times as long as flat (116.98 ms)", or "level with ... within the noise".
+// "12.1 % less than naive (133.12 ms)", "2.10 times as long as flat (116.98 ms)", or "level with flat (116.98 ms)
+// within twice the standard error".
 static std::string against(const Stats& ours, const Stats& theirs, const char* name) {
     const double times = ours.mean / theirs.mean, more = 100 * std::fabs(times - 1);
     const std::string they = strprintf("%s (%.2f ms)", name, theirs.mean);
-    return level(ours, theirs) ? "level with " + they + " within the noise"
-           : times > 2         ? strprintf("%.2f times as long as %s", times, they.c_str())
-                               : strprintf("%.1f %% %s than %s", more, times > 1 ? "more" : "less", they.c_str());
+    const char* why = level(ours, theirs);
+    return why         ? strprintf("level with %s %s", they.c_str(), why)
+           : times > 2 ? strprintf("%.2f times as long as %s", times, they.c_str())
+                       : strprintf("%.1f %% %s than %s", more, times > 1 ? "more" : "less", they.c_str());
 }
 // In the answers the runs stand in the order of Strategy.
 static void answer_naive_ddp_benchmarking(const std::vector<DdpRun>& runs) {
@@ -709,7 +711,7 @@ static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs) {
     answer("a", "The fastest buckets have %s: a step takes %.2f ms, %s and %s.%s", best.name.c_str(),
            best.ms[TOTAL].mean, against(best.ms[TOTAL], over.ms[TOTAL], "a tensor per call").c_str(),
            against(best.ms[TOTAL], flat.ms[TOTAL], "flat").c_str(),
-           also.empty() ? "" : (" As fast, within the noise: " + list_of(also) + ".").c_str());
+           also.empty() ? "" : (" No slower beyond the noise: " + list_of(also) + ".").c_str());
     if (few.calls < over.calls) {
         answer("a",
                "Fewer calls should take less time; here they %s: %.2f ms in %s, %s. A large last bucket should leave "

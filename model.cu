@@ -725,7 +725,8 @@ static std::string compared(const Setting& ours, const Setting& theirs, Pass pas
     for (size_t i = 0; i < ours.runs.size(); i++) {
         const Stats &a = ours.runs[i].pass[pass].ms, &b = theirs.runs[i].pass[pass].ms;
         if (a.n == 0 || b.n == 0) { continue; }
-        verdicts.push_back((level(a, b) ? "level within the noise" : strprintf("%.2f times as fast", b.mean / a.mean)) +
+        const char* why = level(a, b);
+        verdicts.push_back((why ? strprintf("level %s", why) : strprintf("%.2f times as fast", b.mean / a.mean)) +
                            " for " + ours.runs[i].config.name);
     }
     if (verdicts.empty()) { return "not to be compared"; }

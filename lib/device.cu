@@ -535,9 +535,16 @@ Stats stats_of(std::vector<double> values) {
 }
 
 std::string deviation(const Stats& s, const char* format) { return s.n > 1 ? strprintf(format, s.std) : ""; }
-bool level(const Stats& a, const Stats& b) {
-    const double least = a.n > 1 && b.n > 1 ? 0.01 : 0.1;
-    return std::fabs(a.mean - b.mean) <= std::max(std::hypot(a.std, b.std), least * std::max(a.mean, b.mean));
+const char* level(const Stats& a, const Stats& b) {
+    const double difference = std::fabs(a.mean - b.mean), larger = std::max(a.mean, b.mean);
+    if (difference <= 0.005 * larger) { return "within 0.5 %, a clock's drift"; }
+
+    const int n = std::min(a.n, b.n);
+    const double error = 2 * std::hypot(a.std / std::sqrt(a.n), b.std / std::sqrt(b.n));
+    if (n >= 5) { return difference <= error ? "within twice the standard error" : nullptr; }
+
+    const double noise = n == 1 ? 0.1 * larger : std::hypot(a.std, b.std);
+    return difference <= std::max(noise, error) ? "within the deviations: too few steps to compare" : nullptr;
 }
 
 std::vector<double> time_queued_ms(int warmup, int n, const std::function<void()>& prepare,

@@ -230,9 +230,10 @@ struct Stats {
 };
 Stats stats_of(std::vector<double> values);
 std::string deviation(const Stats& s, const char* format);  // a cell; of one value: ""
-// Two times differ by no more than their noise: one standard deviation of each together, at least 1 % of the larger (10
-// % where one is of a single run, whose noise nobody knows).
-bool level(const Stats& a, const Stats& b);
+// Says within what two mean times are level ("within twice the standard error"); null where they differ. Level is a
+// difference below 0.5 % of the larger, by which clocks drift, or below twice its standard error. Below 5 runs that
+// error is not known: there the difference must exceed the deviations, too, and of a single run 10 % are assumed.
+const char* level(const Stats& a, const Stats& b);
 // Times in ms of the last n of warmup + n runs. time_ms: each run with the wait for its end. time_queued_ms: of f,
 // behind prepare, by the device's events and without waits, so that launch latency does not count where the device is
 // slower.

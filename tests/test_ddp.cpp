@@ -344,7 +344,7 @@ TEST_CASE("answers ddp: naive, flat and overlapped") {
     check_says(flat(), {"a step takes 117.25 ms: 12.1 % less than naive (133.32 ms).",
                         "The all-reduce of 7992.9 MB takes 23.07 ms: 37.5 % less than naive's calls (36.93 ms)."});
     runs[2].ms[TOTAL] = of_six(133.1, 0.3);
-    check_says(flat(), {"a step takes 133.10 ms: level with naive (133.32 ms) within the noise"});
+    check_says(flat(), {"a step takes 133.10 ms: level with naive (133.32 ms) within 0.5 %, a clock's drift."});
     runs = recorded();
     auto overlapped = [&] { return printed([&] { answer_ddp_overlap_individual_parameters_benchmarking(runs); }); };
     check_says(overlapped(),
@@ -370,7 +370,7 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
          "has "
          "297.6 MB and an overhead of 1.72 ms."});
     runs[7].ms[TOTAL] = of_six(104.02, 0.2);  // level
-    check_says(answers(), {"As fast, within the noise: 1000 MB."});
+    check_says(answers(), {"No slower beyond the noise: 1000 MB."});
     runs[1].ms[COMMUNICATION] = of_six(7992.9, 0.05);  // a call takes 18 ms
     check_says(answers(), {"the best bucket has 7993 MB"});
     runs[1].ms[COMMUNICATION] = of_six(22.1, 0.05);
@@ -405,7 +405,7 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
          "2 Psi (N-1)/N elements (7993.0 MB)", "3 Psi (N-1)/N (11989.5 MB)."});
     check_says(answers(4), {"which is not the expected 1/4."});
     runs[1].ms[TOTAL] = of_six(339.61, 0.23);
-    check_says(answers(2), {"sharded, level with unsharded (339.51 ms) within the noise."});
+    check_says(answers(2), {"sharded, level with unsharded (339.51 ms) within 0.5 %, a clock's drift."});
     Communicator two;
     two.world = 2;
     auto can = [&](bool all) { return can_compare(two, {runs.begin(), runs.end()}, all); };

@@ -228,6 +228,21 @@ TEST_CASE("measure: statistics") {
     CHECK(stats_of({3, 1, 2}).median == 2);
     CHECK(stats_of({3}).std == 0);
     CHECK(stats_of({3}).median == 3);
+
+    auto why = [](double mean, double std, int n, double other = 10, double other_std = 0.3) {
+        const char* text = level({mean, std, mean, mean, mean, n}, {other, other_std, other, other, other, n});
+        return std::string(text ? text : "");
+    };
+    CHECK(why(10.05, 0, 100) == "within 0.5 %, a clock's drift");
+    CHECK(why(10.06, 0, 100, 10, 0) == "");
+    CHECK(why(10.26, 0.3, 10) == "within twice the standard error");  // 2 hypot(0.3, 0.3) / sqrt(10) = 0.268
+    CHECK(why(10.28, 0.3, 10) == "");
+    CHECK(why(10.59, 0.3, 2) == "within the deviations: too few steps to compare");
+    CHECK(why(10.61, 0.3, 2) == "");
+    CHECK(why(10.42, 0.3, 4) == "within the deviations: too few steps to compare");  // hypot(0.3, 0.3) = 0.424
+    CHECK(why(10.43, 0.3, 4) == "");
+    CHECK(why(11.1, 0, 1, 10, 0) == "within the deviations: too few steps to compare");
+    CHECK(why(11.2, 0, 1, 10, 0) == "");
 }
 
 TEST_CASE("measure: time_ms warms up, then times") {

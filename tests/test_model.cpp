@@ -1123,7 +1123,7 @@ TEST_CASE("answers step: settings side by side, as torch_compile (b) and benchma
     compiled.runs[1].pass[FW] = took(200, 1);
     vanilla.runs[1].pass[WHOLE_STEP] = no_room();
     check_says(said().substr(said().find("**")),
-               {"forward is level within the noise for small and 0.86 times as fast for 2.7B. Its "
+               {"forward is level within twice the standard error for small and 0.86 times as fast for 2.7B. Its "
                 "forward+backward+optimizer is 1.71 times as fast for small. Out of memory in vanilla: "
                 "forward+backward+optimizer of 2.7B.\n"});
     vanilla.runs[0].pass[WHOLE_STEP] = no_room();
