@@ -343,15 +343,13 @@ static void flash_forward_mma(const AttentionTensors& t) {
 // OWN rows, keys, stay; tiles of STREAMED rows of the other side pass, double-buffered, and are
 // taken STEP rows at a time. A warp owns 16 or 32 rows: with 32 each ldmatrix of the streamed side feeds twice as many
 // products, and shared memory is what bounds these kernels. dV and dK of 32 rows are 128 floats a lane at D = 64; for D
-// = 128, PAIRED: two warps share 32 rows, one does steps 8 and 9 and holds dV, the other 10, 11 and 13 and dK.
-template <int HEAD, int OWN, int STREAMED, int STEP, int WARPS, bool PAIRED, int BLOCKS, int DQ_COLUMNS>
+// = 128, where that many do not fit into its registers, a warp owns 16.
+template <int HEAD, int OWN, int STREAMED, int STEP, int WARPS, int BLOCKS, int DQ_COLUMNS>
 struct BackwardTile {
     static constexpr int D = HEAD, own = OWN, streamed = STREAMED, step = STEP, warps = WARPS, threads = WARPS * WARP;
-    static constexpr bool paired = PAIRED;
-    static constexpr int blocks = BLOCKS;                      // that should share an SM: bounds the registers
-    static constexpr int owners = PAIRED ? WARPS / 2 : WARPS;  // warps, or pairs of them, with rows of their own
+    static constexpr int blocks = BLOCKS;  // that should share an SM: bounds the registers
     // A warp's part of S^T: own_fragments x step_fragments blocks of 16x8.
-    static constexpr int own_fragments = OWN / owners / 16, step_fragments = STEP / 8;
+    static constexpr int own_fragments = OWN / WARPS / 16, step_fragments = STEP / 8;
     using Scores = float[own_fragments][step_fragments][4];
     using Sums = float[own_fragments][D / 8][4];  // of dV or dK
     using Operand = uint32_t[own_fragments][4];   // 16 columns of Scores as a product's A
@@ -361,16 +359,14 @@ struct BackwardTile {
     static constexpr int dq_rows = WARPS / DQ_COLUMNS;  // and each has dq_row_blocks x dq_column_blocks blocks of 16x16
     static constexpr int dq_row_blocks = STREAMED / 16 / dq_rows,
                          dq_column_blocks = (D / 16 + DQ_COLUMNS - 1) / DQ_COLUMNS;
-    static constexpr int ds_buffers = PAIRED ? 2 : 1;  // 2: step 12 runs a tile late, which spares a barrier
     // How far sums are unrolled, of S and dP over D and of dQ over the keys: as far as registers last, without spills.
-    static constexpr int k_unroll = D >= 64 ? 1 : 2, dq_unroll = PAIRED ? 8 : D > 64 ? 2 : 4;
-    static constexpr size_t bytes = 2 * OWN * row * 2 + 2 * 2 * STREAMED * row * 2 + ds_buffers * OWN * ds_row * 2 +
-                                    2 * STREAMED * sizeof(float2) + (PAIRED ? OWN * STEP * 2 : 0);  // shared memory
-    static_assert(D % 16 == 0 && own_fragments >= 1 && OWN == own_fragments * 16 * owners && STREAMED % STEP == 0 &&
+    static constexpr int k_unroll = D >= 64 ? 1 : 2, dq_unroll = D > 64 ? 2 : 4;
+    static constexpr size_t bytes = 2 * OWN * row * 2 + 2 * 2 * STREAMED * row * 2 + OWN * ds_row * 2 +
+                                    2 * STREAMED * sizeof(float2);  // shared memory
+    static_assert(D % 16 == 0 && own_fragments >= 1 && OWN == own_fragments * 16 * WARPS && STREAMED % STEP == 0 &&
                   STEP % 16 == 0);
     static_assert(OWN % STREAMED == 0 && BACKWARD_PAD % STREAMED == 0 && dq_rows * dq_columns == WARPS &&
                   dq_row_blocks >= 1 && dq_row_blocks * 16 * dq_rows == STREAMED);
-    static_assert(!PAIRED || STEP == STREAMED);  // the tile's barrier then guards the one buffer that P passes through
 };
 
 // Rows [first, first + ROWS) of x to shared memory, asynchronously; zeros for those from `rows` on. (With one load_rows
@@ -482,9 +478,9 @@ DEVICE void store_ds(bf16* ds, const typename Tile::Operand& p, int lane) {
 // Steps 8 to 11 and 13 for Tile::step queries, by one warp. key: the warp's first; k, v: its rows of K and V; q, dO,
 // stats: the queries'; ds: where dS^T goes.
 template <class Tile, bool MASKED>
-DEVICE void step_alone(const AttentionArgs& a, int key, int query, const bf16* k, const bf16* v, const bf16* q,
-                       const bf16* dO, const float2* stats, bf16* ds, int lane, typename Tile::Sums& dk,
-                       typename Tile::Sums& dv) {
+DEVICE void step_queries(const AttentionArgs& a, int key, int query, const bf16* k, const bf16* v, const bf16* q,
+                         const bf16* dO, const float2* stats, bf16* ds, int lane, typename Tile::Sums& dk,
+                         typename Tile::Sums& dv) {
     typename Tile::Scores s = {}, dp;
     multiply<Tile>(s, k, q, lane);  // step 8
     exponentiate<Tile, MASKED>(s, a, key, query, stats, lane);
@@ -504,50 +500,6 @@ DEVICE void step_alone(const AttentionArgs& a, int key, int query, const bf16* k
     }
 }
 
-// Waits for the other warp of a pair. barrier.sync, not bar.sync: the two warps come from different places in the code.
-// Barrier 0 is __syncthreads().
-DEVICE void pair_barrier(int pair) { asm volatile("barrier.sync %0, 64;" ::"r"(pair + 1) : "memory"); }
-
-// The same by a pair. The first warp does steps 8 and 9, and passes P^T, packed, in the order of its lanes.
-template <class Tile, bool MASKED>
-DEVICE void step_first(const AttentionArgs& a, int pair, int key, int query, const bf16* k, const bf16* q,
-                       const bf16* dO, const float2* stats, uint4* exchange, int lane, typename Tile::Sums& dv) {
-    typename Tile::Scores s = {};
-    multiply<Tile>(s, k, q, lane);
-    exponentiate<Tile, MASKED>(s, a, key, query, stats, lane);
-    typename Tile::Operand p[Tile::step_fragments / 2];
-    for (int n = 0; n < Tile::step_fragments / 2; n++) {
-        pack_operand<Tile>(p[n], s, 2 * n);
-        for (int m = 0; m < Tile::own_fragments; m++) {
-            exchange[(n * Tile::own_fragments + m) * WARP + lane] =
-                make_uint4(p[n][m][0], p[n][m][1], p[n][m][2], p[n][m][3]);
-        }
-    }
-    pair_barrier(pair);  // P is there
-    for (int n = 0; n < Tile::step_fragments / 2; n++) { accumulate<Tile>(dv, p[n], dO + 16 * n * Tile::row, lane); }
-}
-// The second warp does steps 10, 11 and 13.
-template <class Tile>
-DEVICE void step_second(int pair, const bf16* v, const bf16* q, const bf16* dO, const float2* stats,
-                        const uint4* exchange, bf16* ds, int lane, typename Tile::Sums& dk) {
-    typename Tile::Scores dp;
-    multiply_dp<Tile>(dp, v, dO, stats, lane);
-    pair_barrier(pair);  // P is there
-    typename Tile::Operand p[Tile::step_fragments / 2];
-    for (int n = 0; n < Tile::step_fragments / 2; n++) {
-        for (int m = 0; m < Tile::own_fragments; m++) {
-            uint4 packed = exchange[(n * Tile::own_fragments + m) * WARP + lane];
-            uint32_t two[4] = {packed.x, packed.y, packed.z, packed.w};
-            for (int i = 0; i < 4; i++) {
-                dp[m][2 * n + i / 2][i % 2 * 2] *= bf16{(uint16_t)two[i]};
-                dp[m][2 * n + i / 2][i % 2 * 2 + 1] *= bf16{(uint16_t)(two[i] >> 16)};
-            }
-        }
-        pack_operand<Tile>(p[n], dp, 2 * n);
-        store_ds<Tile>(ds + 16 * n, p[n], lane);
-    }
-    for (int n = 0; n < Tile::step_fragments / 2; n++) { accumulate<Tile>(dk, p[n], q + 16 * n * Tile::row, lane); }
-}
 // Step 12 for one tile of queries: dS K [Bq,D], added to the workspace at `row` of all heads' rows.
 template <class Tile>
 DEVICE void backward_add_dq(float* dq, int row, const bf16* ds, const bf16* k, int warp, int lane) {
@@ -584,15 +536,12 @@ DEVICE void backward_add_dq(float* dq, int row, const bf16* ds, const bf16* k, i
 template <class Tile>
 __global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_main(AttentionArgs a, BackwardWorkspace w) {
 #ifdef HAS_CP_ASYNC
-    constexpr int Bk = Tile::own, Bq = Tile::streamed, tile_size = Bq * Tile::row, ds_size = Bk * Tile::ds_row;
+    constexpr int Bk = Tile::own, Bq = Tile::streamed, tile_size = Bq * Tile::row;
     extern __shared__ __align__(16) char shared[];
     bf16 *k = (bf16*)shared, *v = k + Bk * Tile::row, *q = v + Bk * Tile::row, *dO = q + 2 * tile_size,
          *ds = dO + 2 * tile_size;
-    float2* stats = (float2*)(ds + Tile::ds_buffers * ds_size);
-    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, owner = warp % Tile::owners,
-        own = owner * Tile::own_fragments * 16;
-    bool first = warp < Tile::owners;  // of a pair
-    uint4* exchange = (uint4*)(stats + 2 * Bq) + owner * Tile::own_fragments * Tile::step_fragments / 2 * WARP;
+    float2* stats = (float2*)(ds + Bk * Tile::ds_row);
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, own = warp * Tile::own_fragments * 16;
     // Causal: the first keys are seen by the most queries, so they start first.
     int bh = head_of_block(), b = bh / a.H, h = bh % a.H, k0 = blockIdx.y * Bk;
     int begin = a.causal ? k0 / Bq : 0, end = (a.Tq + Bq - 1) / Bq;  // query tiles
@@ -614,56 +563,32 @@ __global__ __launch_bounds__(Tile::threads, Tile::blocks) void backward_main(Att
     load_rows<Tile, Bk>(v, head_of<const bf16>(a.v, b, h), a.v.row, k0, a.Tk);
     if (begin < end) { load_tile(begin); }  // the loop waits for all three
     const bf16 *my_k = k + own * Tile::row, *my_v = v + own * Tile::row;
-    // A warp alone holds dV and dK; of a pair the first holds dV, the second dK, both in `sum`, and `dk` is not used.
-    typename Tile::Sums sum = {}, dk = {};
+    typename Tile::Sums dk = {}, dv = {};
 
-    auto add_dq = [&](int i) {
-        backward_add_dq<Tile>(w.dq, row + i * Bq, ds + i % Tile::ds_buffers * ds_size, k, warp, lane);
-    };
     auto step_tile = [&](int i, auto masked) {
         constexpr bool MASKED = decltype(masked)::value;
         cp_async_wait<0>();
         __syncthreads();  // this tile is there, from every thread; and nobody reads the other buffers any more
         if (i + 1 < end) { load_tile(i + 1); }
-        if (Tile::paired && i > begin) { add_dq(i - 1); }  // that barrier made its dS complete, too
         const bf16 *q_tile = q + i % 2 * tile_size, *dO_tile = dO + i % 2 * tile_size;
         const float2* stats_tile = stats + i % 2 * Bq;
-        bf16* ds_tile = ds + i % Tile::ds_buffers * ds_size + own * Tile::ds_row;
-        if constexpr (Tile::paired) {
-            if (first) {
-                step_first<Tile, MASKED>(a, owner, k0 + own, i * Bq, my_k, q_tile, dO_tile, stats_tile, exchange, lane,
-                                         sum);
-            } else {
-                step_second<Tile>(owner, my_v, q_tile, dO_tile, stats_tile, exchange, ds_tile, lane, sum);
-            }
-        } else {
 #pragma unroll 1
-            for (int at = 0; at < Bq; at += Tile::step) {
-                step_alone<Tile, MASKED>(a, k0 + own, i * Bq + at, my_k, my_v, q_tile + at * Tile::row,
-                                         dO_tile + at * Tile::row, stats_tile + at, ds_tile + at, lane, dk, sum);
-            }
-            __syncthreads();  // dS is there, from every warp
-            add_dq(i);
+        for (int at = 0; at < Bq; at += Tile::step) {
+            step_queries<Tile, MASKED>(a, k0 + own, i * Bq + at, my_k, my_v, q_tile + at * Tile::row,
+                                       dO_tile + at * Tile::row, stats_tile + at, ds + own * Tile::ds_row + at, lane,
+                                       dk, dv);
         }
+        __syncthreads();  // dS is there, from every warp
+        backward_add_dq<Tile>(w.dq, row + i * Bq, ds, k, warp, lane);
     };
     int i = begin;
 #pragma unroll 1
     for (; i < masked_end; i++) { step_tile(i, std::true_type()); }
 #pragma unroll 1
     for (; i < end; i++) { step_tile(i, std::false_type()); }
-    if (Tile::paired && begin < end) {
-        __syncthreads();  // the last dS is there, from every warp
-        add_dq(end - 1);
-    }
     cp_async_wait<0>();  // causal keys that no query sees: K and V may still be on their way
-    bf16 *to_dk = head_of<bf16>(a.dk, b, h), *to_dv = head_of<bf16>(a.dv, b, h);
-    if constexpr (Tile::paired) {
-        store_rows<Tile>(first ? to_dv : to_dk, first ? a.dv.row : a.dk.row, k0 + own, a.Tk, sum, first ? 1 : a.scale,
-                         lane);
-    } else {
-        store_rows<Tile>(to_dv, a.dv.row, k0 + own, a.Tk, sum, 1, lane);
-        store_rows<Tile>(to_dk, a.dk.row, k0 + own, a.Tk, dk, a.scale, lane);
-    }
+    store_rows<Tile>(head_of<bf16>(a.dv, b, h), a.dv.row, k0 + own, a.Tk, dv, 1, lane);
+    store_rows<Tile>(head_of<bf16>(a.dk, b, h), a.dk.row, k0 + own, a.Tk, dk, a.scale, lane);
 #endif
 }
 
@@ -682,16 +607,13 @@ static void launch_backward(const AttentionTensors& t) {
     backward_end<Tile::D>(a, w);
 }
 static void backward(const AttentionTensors& t) {
-    switch (t.q.dim(3)) {  // <D, own, streamed, step, warps, paired, blocks, dQ columns>
-        case 16: return launch_backward<BackwardTile<16, 128, 64, 32, 4, false, 2, 1>>(t);
-        case 32: return launch_backward<BackwardTile<32, 128, 64, 32, 4, false, 2, 1>>(t);
-        case 64: return launch_backward<BackwardTile<64, 128, 64, 32, 4, false, 2, 2>>(t);
+    switch (t.q.dim(3)) {  // <D, own, streamed, step, warps, blocks, dQ columns>
+        case 16: return launch_backward<BackwardTile<16, 128, 64, 32, 4, 2, 1>>(t);
+        case 32: return launch_backward<BackwardTile<32, 128, 64, 32, 4, 2, 1>>(t);
+        case 64: return launch_backward<BackwardTile<64, 128, 64, 32, 4, 2, 2>>(t);
         case 80:
-            return launch_backward<BackwardTile<80, 128, 64, 16, 4, false, 2, 1>,
-                                   BackwardTile<80, 128, 32, 16, 4, false, 1, 2>>(t);
-        default:
-            return launch_backward<BackwardTile<128, 128, 64, 64, 8, true, 1, 4>,
-                                   BackwardTile<128, 64, 32, 16, 4, false, 1, 2>>(t);
+            return launch_backward<BackwardTile<80, 128, 64, 16, 4, 2, 1>, BackwardTile<80, 128, 32, 16, 4, 1, 2>>(t);
+        default: return launch_backward<BackwardTile<128, 64, 32, 16, 4, 1, 2>>(t);
     }
 }
 static bool takes(DType t, int64_t D) {
