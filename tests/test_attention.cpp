@@ -45,7 +45,8 @@ static void find_truth(Problem& p, bool causal) {
     p.in.causal = causal;
     // The reference is slow; where it would take seconds, fused in float64 (which is held to it below) stands in.
     const bool small = p.in.q.dim(2) * p.in.k.dim(2) < 40000;
-    p.truth = result_of(small ? reference(p.in) : outputs_of(impl_named("fused", F64), as_type(F64, p.in)));
+    p.truth =
+        result_of(small ? reference(p.in, F64).results : outputs_of(impl_named("fused", F64), as_type(F64, p.in)));
 }
 static Tensor with_rows_times(const Tensor& t, int begin, int end, float factor) {  // of a tensor [1,1,T,D]
     std::vector<float> x = to_floats(t);
@@ -106,7 +107,7 @@ TEST_CASE("attention's backward agrees with central differences") {
             const std::vector<double> dO = to_doubles(in.dO);
             for (std::string name : {"reference", "naive", "fused"}) {
                 auto outputs = [&](const Inputs& x) {
-                    return name == "reference" ? reference(x) : outputs_of(impl_named(name, F64), x);
+                    return name == "reference" ? reference(x, F64).results : outputs_of(impl_named(name, F64), x);
                 };
                 const Result got = result_of(outputs(in));
                 auto loss = [&] {
@@ -317,6 +318,184 @@ TEST_CASE_TEMPLATE("flash: every implementation at every length and head size", 
         }
     }
 }
+// The largest share of its bound that a result of one of the rows takes, for each type and result.
+using Shares = std::map<DType, std::array<double, 5>>;
+static void add_shares(Shares& all, const AttentionCase& c, DType dtype, uint64_t seed) {
+    const AttentionTensors in = random_inputs(c, dtype, seed);
+    const Reference want = reference(in, dtype);
+    for (const AttentionImpl* impl : impls_for(dtype, c.D)) {
+        const std::vector<Tensor> got = outputs_of(*impl, as_type(dtype, in));
+        for (int i = 0; i < 5; i++) {
+            double& share = all[dtype][i];
+            share = std::max(share, error_of(got[i], want.results[i], want.bounds[i]).of_bound);
+        }
+    }
+}
+static void check_shares(const std::vector<AttentionCase>& cases, int seeds) {
+    Shares all;
+    for (int seed = 0; seed < seeds; seed++) {
+        for (const AttentionCase& c : cases) {
+            for (DType dtype : low_types) { add_shares(all, c, dtype, seed); }
+        }
+    }
+    for (const auto& [dtype, shares] : all) {
+        std::string text = strprintf("%s, %d seeds, worst share of the bound:", name_of(dtype), seeds);
+        for (int i = 0; i < 5; i++) {
+            text += strprintf(" %s %.3f", names[i], shares[i]);
+            CHECK_MESSAGE(shares[i] <= 1, name_of(dtype), " ", names[i]);
+        }
+        MESSAGE(text);
+    }
+}
+static const std::vector<AttentionCase> seed_cases = {
+    {1, 2, 1, 1, 16, true},    {1, 2, 33, 33, 16, true},    {2, 1, 65, 65, 32, true},  {1, 1, 31, 100, 80, false},
+    {1, 1, 100, 31, 80, true}, {1, 1, 130, 130, 64, false}, {1, 1, 63, 200, 128, true}};
+TEST_CASE_TEMPLATE("flash: the bounds hold for 32 seeds", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    check_shares(seed_cases, 32);
+}
+TEST_CASE_TEMPLATE("flash: the bounds hold for 1,000 seeds" * doctest::skip(), D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    check_shares(seed_cases, 1000);
+    check_shares(check_cases, 20);
+}
+
+// A row of the table with one mistake of a usual kind, by its name; the rest is exact.
+static std::string mistake;
+static bool is(const char* name) { return mistake == name; }
+static void mistaken(const AttentionTensors& t, bool backward) {
+    const int64_t H = t.q.dim(1), heads = t.q.dim(0) * H, Tq = t.q.dim(2), Tk = t.k.dim(2), D = t.q.dim(3);
+    const std::vector<double> Q = to_doubles(t.q), K = to_doubles(t.k), V = to_doubles(t.v);
+    const std::vector<double> dO = backward ? to_doubles(t.dO) : std::vector<double>(Q.size());
+    std::vector<float> o(Q.size()), L(heads * Tq), dq(Q.size()), dk(K.size()), dv(K.size());
+    const double scale = is("no scale") ? 1 : is("the scale twice") ? 1.0 / D : 1 / std::sqrt((double)D);
+    for (int64_t head = 0; head < heads; head++) {
+        if (is("only the first batch") && head >= H) { continue; }
+        for (int64_t i = 0; i < Tq; i++) {
+            if (is("only the first tile of queries") && i >= 64) { continue; }
+            int n = keys_seen(t.causal && !is("no mask"), (int)i, (int)Tk);
+            if (is("a query does not see its own key") && t.causal) { n = std::max(1, n - 1); }
+            if (is("a query sees one key more") && t.causal) { n = std::min((int)Tk, n + 1); }
+            if (is("the last tile of keys is skipped") && n > 32) { n = (n - 1) / 32 * 32; }
+            const double *q = &Q[(head * Tq + i) * D], *k = &K[head * Tk * D], *v = &V[head * Tk * D];
+            const double* g = &dO[(head * Tq + i) * D];
+            std::vector<double> s(n), p(n), dp(n);
+            double m = -INFINITY, l = 0, tile_m = -INFINITY;
+            for (int j = 0; j < n; j++) {
+                s[j] = scale * std::inner_product(q, q + D, k + j * D, 0.0);
+                m = std::max(m, s[j]);
+            }
+            for (int j = 0; j < n; j++) {
+                if (j % 32 == 0) { tile_m = std::max(tile_m, *std::max_element(&s[j], &s[0] + std::min(n, j + 32))); }
+                p[j] = std::exp(s[j] - (is("old tiles are not rescaled") ? tile_m : m));
+                l += p[j];
+            }
+            const double log_l = is("L without log") ? l : is("L is the maximum") ? 0 : std::log(l);
+            L[head * Tq + i] = (float)((is("L is log l") ? 0 : m) + log_l);
+            const double of_O = is("O is not divided by l") ? 1 : l;
+            for (int j = 0; j < n; j++) {
+                for (int d = 0; d < D; d++) { o[(head * Tq + i) * D + d] += (float)(p[j] / of_O * v[j * D + d]); }
+            }
+            double Di = 0;
+            for (int j = 0; j < n; j++) {
+                dp[j] = std::inner_product(g, g + D, v + j * D, 0.0);
+                Di += is("D is the sum of dP") ? dp[j] : is("no D") ? 0 : p[j] / l * dp[j];
+            }
+            for (int j = 0; j < n; j++) {
+                const double ds = (is("dS without P") ? 1 : p[j] / l) * (dp[j] - Di);
+                for (int d = 0; d < D; d++) {
+                    const int64_t key = (head * Tk + j) * D + d, query = (head * Tq + i) * D + d;
+                    dv[key] += (float)(p[j] / (is("dV from P that is not divided by l") ? 1 : l) * g[d]);
+                    dq[query] += (float)((is("dQ without the scale") ? 1 : scale) * ds * k[j * D + d]);
+                    dk[key] += (float)((is("dK without the scale") ? 1 : scale) * ds * q[d]);
+                }
+            }
+        }
+    }
+    if (is("dQ and dK change places") && Tq == Tk) { std::swap(dq, dk); }
+    if (is("O is 10 % off")) {
+        for (float& x : o) { x *= 1.1f; }
+    }
+    auto write = [](const Tensor& to, const std::vector<float>& x) { copy(to, from_floats(x, to.shape, to.dtype)); };
+    if (!backward) { return write(t.o, o), write(t.L, L); }
+    write(t.dq, dq), write(t.dk, dk), write(t.dv, dv);
+}
+static const AttentionImpl mistaken_impl = {"mistaken",
+                                            CPU,
+                                            99,
+                                            any_float,
+                                            nullptr,
+                                            [](const AttentionTensors& t) { mistaken(t, false); },
+                                            [](const AttentionTensors& t) { mistaken(t, true); }};
+
+TEST_CASE("flash: the bounds tell each usual mistake from rounding, in every type") {
+    begin<OnCPU>();
+    const char* mistakes[] = {"no scale",
+                              "the scale twice",
+                              "no mask",
+                              "a query does not see its own key",
+                              "a query sees one key more",
+                              "the last tile of keys is skipped",
+                              "only the first tile of queries",
+                              "only the first batch",
+                              "old tiles are not rescaled",
+                              "L without log",
+                              "L is the maximum",
+                              "L is log l",
+                              "O is not divided by l",
+                              "O is 10 % off",
+                              "no D",
+                              "D is the sum of dP",
+                              "dS without P",
+                              "dV from P that is not divided by l",
+                              "dQ without the scale",
+                              "dK without the scale",
+                              "dQ and dK change places"};
+    for (DType dtype : low_types) {
+        const AttentionTensors in = random_inputs({2, 1, 65, 65, 16, true}, dtype, 0);
+        const Reference want = reference(in, dtype);
+        auto worst = [&](const char* name) {
+            mistake = name;
+            const std::vector<Tensor> got = outputs_of(mistaken_impl, in);
+            double share = 0;
+            for (int i = 0; i < 5; i++) {
+                share = std::max(share, error_of(got[i], want.results[i], want.bounds[i]).of_bound);
+            }
+            return share;
+        };
+        CHECK(worst("none") <= 1);
+        for (const char* name : mistakes) {
+            const double share = worst(name);
+            CHECK_MESSAGE(share > 1.5, name_of(dtype), ", ", name, ": ", share);
+        }
+    }
+}
+TEST_CASE("flash: a WRONG row fails flash_forward and flash_backward, and leaves their answers") {
+    begin<OnCPU>();
+    const std::list<AttentionImpl> all = table_of<AttentionImpl>();
+    Options o;
+    o.device = "cpu", o.quick = true;
+    for (bool wrong : {false, true}) {
+        for (bool with_backward : {false, true}) {
+            int exit_code = -1;
+            const std::string text =
+                printed([&] { exit_code = with_backward ? cmd_flash_backward(o) : cmd_flash_forward(o); });
+            INFO(text);
+            CHECK(exit_code == wrong);
+            CHECK(has(text, with_backward ? "Backward computes P again" : "**(c)** A masked score"));
+            CHECK(has(text, "24 of 80 checks are WRONG.") == wrong);
+            CHECK(has(text, "All 56 checks pass: no error is above 0.") == !wrong);
+            const std::vector<std::string> rows = column(text, "implementation"), status = column(text, "status");
+            for (size_t i = 0; i < rows.size(); i++) { CHECK((status[i] == "WRONG") == (rows[i] == "10 % off")); }
+        }
+        table_of<AttentionImpl>().push_back({"10 % off", CPU, 99, any_float,
+                                             [](const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                                                Tensor* L) { return scale(attention_fused(q, k, v, causal, L), 1.1); },
+                                             nullptr, nullptr});
+    }
+    table_of<AttentionImpl>() = all;
+}
+
 TEST_CASE_TEMPLATE("flash: long sequences", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     check_all({1, 2, 1000, 1000, 64}, true);
