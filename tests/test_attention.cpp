@@ -378,7 +378,7 @@ TEST_CASE_TEMPLATE("flash: the bounds hold for 32 seeds", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     check_shares(seed_cases, 32);
 }
-TEST_CASE_TEMPLATE("flash: the bounds hold for 1,000 seeds" * doctest::skip(), D, OnCPU, OnCUDA) {
+TEST_CASE_TEMPLATE("flash: the bounds hold for 1000 seeds" * doctest::skip(), D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     check_shares(seed_cases, 1000);
     check_shares(check_cases, 20);
