@@ -12,6 +12,7 @@
 //   dV = P^T dO,  dP = dO V^T,  dS_ij = P_ij (dP_ij - D_i) with D_i = sum_j P_ij dP_ij,
 //   dQ = dS K / sqrt(D),  dK = dS^T Q / sqrt(D).
 #include "cs336.h"
+#include <cfloat>
 #include "lib/gpu.h"
 
 static Heads heads_of(const Tensor& t) {
@@ -33,6 +34,14 @@ AttentionArgs args_of(const AttentionTensors& t) {
 //   s_j = scale q_i k_j;  L_i = log sum_j exp s_j;  p_j = exp(s_j - L_i);  O_i = sum_j p_j v_j
 //   dp_j = dO_i v_j;  D_i = sum_j p_j dp_j;  ds_j = p_j (dp_j - D_i)
 //   dV_j += p_j dO_i;  dQ_i = scale sum_j ds_j k_j;  dK_j += scale ds_j q_i            (handout, eq. 13-19)
+//
+// Beside each result stands its bound: what rounding may cost. Every number that an implementation may store (S, P, dP,
+// dS and the results) is off by u of itself, where u is the type's unit roundoff plus that of fp32 times the root of
+// the number of terms in the longest sum. The errors are independent, so their squares add up:
+//   s_j by u max |s|, so p_j by e p_j with e = u (1 + max |s|);  L_i by e;  dp_j by u dp_j
+//   D_i by the root of sum_j (e p_j dp_j)^2 + sum_d (u O_id dO_id)^2: it is computed from P and dP, or from O and dO
+//   ds_j by p_j times the root of (e (dp_j - D_i))^2 + (u dp_j)^2 + (D_i's)^2
+// The bound is SIGMAS times the sum of u |result| and of the root of the squares of what these make of the result.
 
 static AttentionTensors as_type(DType dtype, AttentionTensors in) {  // on context.device
     for (Tensor* t : {&in.q, &in.k, &in.v, &in.dO}) {
@@ -40,49 +49,83 @@ static AttentionTensors as_type(DType dtype, AttentionTensors in) {  // on conte
     }
     return in;
 }
-static std::vector<Tensor> reference(const AttentionTensors& in) {  // O, L and, if there is a dO, dQ, dK, dV
+constexpr double SIGMAS = 6;
+static double square(double x) { return x * x; }
+static double roundoff(DType t) { return t == BF16 ? 0x1p-8 : t == F16 ? 0x1p-11 : t == F32 ? 0x1p-24 : 0x1p-53; }
+struct Reference {
+    std::vector<Tensor> results, bounds;  // of O, L and, if there is a dO, dQ, dK, dV
+};
+// Returns the results of these inputs, and the bounds of an implementation that stores numbers of the type `stored`.
+static Reference reference(const AttentionTensors& in, DType stored) {
     RestoreContext restore;
     context.device = CPU;
     const AttentionTensors t = as_type(F64, in);
     const int64_t heads = t.q.dim(0) * t.q.dim(1), Tq = t.q.dim(2), Tk = t.k.dim(2), D = t.q.dim(3);
-    const double scale = 1 / std::sqrt((double)D);
-    const double *Q = t.q.as<double>(), *K = t.k.as<double>(), *V = t.v.as<double>(), *all_dO = t.dO.as<double>();
-    std::vector<Tensor> out = {zeros(t.q.shape, F64), zeros({t.q.dim(0), t.q.dim(1), Tq}, F64)};
-    for (const Tensor* x : {&t.q, &t.k, &t.v}) { out.push_back(zeros(x->shape, F64)); }
-    double *O = out[0].as<double>(), *all_L = out[1].as<double>();
-    double *dQ = out[2].as<double>(), *dK = out[3].as<double>(), *dV = out[4].as<double>();
-    auto dot = [D](const double* x, const double* y) { return std::inner_product(x, x + D, y, 0.0); };
-    auto add = [D](double* to, double factor, const double* x) {
-        for (int d = 0; d < D; d++) { to[d] += factor * x[d]; }
-    };
+    const double scale = 1 / std::sqrt((double)D), tiny = stored == F16 ? 0x1p-25 : 0;
+    const double u = roundoff(stored) + roundoff(stored == F64 ? F64 : F32) * std::sqrt(std::max({Tq, Tk, D}));
+    Reference r;
+    for (std::vector<Tensor>* all : {&r.results, &r.bounds}) {
+        *all = {zeros(t.q.shape, F64), zeros({t.q.dim(0), t.q.dim(1), Tq}, F64)};
+        for (const Tensor* x : {&t.q, &t.k, &t.v}) { all->push_back(zeros(x->shape, F64)); }
+    }
 #pragma omp parallel for
     for (int64_t head = 0; head < heads; head++) {
-        const double *k = K + head * Tk * D, *v = V + head * Tk * D;
+        auto row = [&](const Tensor& x, int64_t i) { return x.as<double>() + (head * x.dim(2) + i) * D; };
+        auto dot = [&](const double* x, const double* y) { return std::inner_product(x, x + D, y, 0.0); };
+        // Row i of a result gets factor x, where the factor is known up to `error`.
+        auto add = [&](int result, int64_t i, double factor, double error, const double* x) {
+            double *to = row(r.results[result], i), *bound = row(r.bounds[result], i);
+            for (int d = 0; d < D; d++) {
+                to[d] += factor * x[d];
+                bound[d] += square(error * x[d]);
+            }
+        };
         std::vector<double> p(Tk), dp(Tk);
         for (int64_t i = 0; i < Tq; i++) {
-            const int64_t row = (head * Tq + i) * D;
+            const double* q = row(t.q, i);
             const int n = keys_seen(t.causal, (int)i, (int)Tk);
-            double m = -INFINITY, sum = 0, Di = 0;
-            for (int j = 0; j < n; j++) { p[j] = scale * dot(Q + row, k + j * D), m = std::max(m, p[j]); }  // s_j
-            for (int j = 0; j < n; j++) { sum += std::exp(p[j] - m); }
-            const double L = m + std::log(sum);
-            all_L[head * Tq + i] = L;
-            for (int j = 0; j < n; j++) { p[j] = std::exp(p[j] - L), add(O + row, p[j], v + j * D); }
-            if (!t.dO) { continue; }
-            const double* dO = all_dO + row;
-            double *dk = dK + head * Tk * D, *dv = dV + head * Tk * D;
+            double m = -INFINITY, sum = 0, largest = 0;
             for (int j = 0; j < n; j++) {
-                dp[j] = dot(dO, v + j * D), Di += p[j] * dp[j];
-                add(dv + j * D, p[j], dO);
+                p[j] = scale * dot(q, row(t.k, j));  // s_j
+                m = std::max(m, p[j]);
+                largest = std::max(largest, std::fabs(p[j]));
+            }
+            for (int j = 0; j < n; j++) { sum += std::exp(p[j] - m); }
+
+            const double L = m + std::log(sum), e = u * (1 + largest);
+            r.results[1].as<double>()[head * Tq + i] = L;
+            r.bounds[1].as<double>()[head * Tq + i] = e * e;
+            for (int j = 0; j < n; j++) {
+                p[j] = std::exp(p[j] - L);
+                add(0, i, p[j], e * p[j] + tiny, row(t.v, j));
+            }
+            if (!t.dO) { continue; }
+
+            const double *dO = row(t.dO, i), *O = row(r.results[0], i);
+            double Di = 0, Di_error = 0;  // the error's square
+            for (int d = 0; d < D; d++) { Di_error += square(u * O[d] * dO[d]); }
+            for (int j = 0; j < n; j++) {
+                dp[j] = dot(dO, row(t.v, j));
+                Di += p[j] * dp[j];
+                Di_error += square(e * p[j] * dp[j]);
+                add(4, j, p[j], e * p[j] + tiny, dO);
             }
             for (int j = 0; j < n; j++) {
-                const double ds = p[j] * (dp[j] - Di) * scale;
-                add(dQ + row, ds, k + j * D), add(dk + j * D, ds, Q + row);
+                const double ds = scale * p[j] * (dp[j] - Di);
+                const double error = std::sqrt(square(e * (dp[j] - Di)) + square(u * dp[j]) + Di_error);
+                add(2, i, ds, scale * p[j] * error + tiny, row(t.k, j));
+                add(3, j, ds, scale * p[j] * error + tiny, q);
             }
         }
     }
-    out.resize(t.dO ? 5 : 2);
-    return out;
+    r.results.resize(t.dO ? 5 : 2);
+    for (size_t k = 0; k < r.results.size(); k++) {
+        double *bound = r.bounds[k].as<double>(), *x = r.results[k].as<double>();
+        for (int64_t i = 0; i < r.results[k].size(); i++) {
+            bound[i] = SIGMAS * (std::sqrt(bound[i]) + u * std::fabs(x[i]) + tiny);
+        }
+    }
+    return r;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -115,7 +158,8 @@ static Tensor attention_naive(const Tensor& q, const Tensor& k, const Tensor& v,
 // ---------------------------------------------------------------------------------------------------------------------
 // softmax: S [R,Tk] becomes P in place. The loop takes three passes per row. The kernel finds maximum and sum in one
 // (the sum is rescaled when the maximum grows: "online" softmax) and writes in a second. Row r holds query r % Tq;
-// causal rows stop at their own key. The kernel moves at most 3 elements per entry, eager's five move 8.
+// causal rows stop at their own key. Maxima start from a finite number: a score of -inf then adds exp(-inf) = 0, where
+// -inf - -inf would be NaN. The kernel moves at most 3 elements per entry, eager's five move 8.
 //   P_rj = exp(S_rj - L_r),  L_r = log sum_j exp S_rj
 //   dS_rj = P_rj (dP_rj - sum_k P_rk dP_rk)
 
@@ -158,14 +202,14 @@ __global__ void softmax_kernel(T* S, float* L, int64_t R, int Tq, int Tk, bool c
     if (r >= R) { return; }  // a warp leaves as one, so the shuffles below stay legal
     T* s = S + r * Tk;
     int n = keys_seen(causal, (int)(r % Tq), Tk);
-    float m = -INFINITY, sum = 0;
+    float m = -FLT_MAX, sum = 0;
     for (int j = lane; j < n; j += WARP) {
         float x = s[j], larger = fmaxf(m, x);
         sum = sum * expf(m - larger) + expf(x - larger);
         m = larger;
     }
     float row_m = warp_max(m);
-    // A lane without a column has m = -inf, and exp(-inf - row_m) = 0 takes it out of the sum.
+    // A lane without a column, or with scores of -inf alone, has a sum of 0.
     float row_sum = warp_sum(sum * expf(m - row_m)), inverse = 1 / row_sum;
     if (L && lane == 0) { L[r] = row_m + logf(row_sum); }
     for (int j = lane; j < Tk; j += WARP) { s[j] = j < n ? expf(s[j] - row_m) * inverse : 0.0f; }
@@ -377,7 +421,7 @@ static void scores_cpu(float* S, const AttentionArgs& a, int D, int head, int q0
 // O and L of the queries [q0, q0 + M).
 static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int q0) {
     const int M = std::min(CPU_BQ, a.Tq - q0), keys = keys_seen(a.causal, q0 + M - 1, a.Tk);
-    std::vector<float> S(CPU_BQ * CPU_BK), O(M * D), m(M, -INFINITY), l(M);
+    std::vector<float> S(CPU_BQ * CPU_BK), O(M * D), m(M, -FLT_MAX), l(M);
     for (int k0 = 0; k0 < keys; k0 += CPU_BK) {
         const int N = std::min(CPU_BK, keys - k0);
         scores_cpu(S.data(), a, D, head, q0, M, k0, N);  // step 1
@@ -388,7 +432,7 @@ static void flash_forward_tile_cpu(const AttentionArgs& a, int D, int head, int 
                 s[j] = std::exp(s[j] - larger);  // step 3
                 sum += s[j];
             }
-            const float shrink = std::exp(m[i] - larger);  // step 3; 0 in the first tile
+            const float shrink = std::exp(m[i] - larger);  // step 3
             l[i] = l[i] * shrink + sum;                    // step 4
             for (int d = 0; d < D; d++) { O[i * D + d] *= shrink; }
             m[i] = larger;
@@ -511,7 +555,7 @@ __global__ void __launch_bounds__(V1_TILE* WARP, 1) flash_v1_forward_kernel(Atte
     int head = blockIdx.x, b = head / a.H, h = head % a.H, q0 = blockIdx.y * V1_TILE, i = q0 + threadIdx.y;
     V1Row q, O = {};
     v1_load(q, head_of<const T>(a.q, b, h), a.q.row, i, a.Tq, D);
-    float m = -INFINITY, l = 0;  // finite after the first tile: every query sees key 0
+    float m = -FLT_MAX, l = 0;  // not -inf: a tile's scores may all be -inf, and -inf - -inf is NaN
     int keys = keys_seen(a.causal, q0 + V1_TILE - 1, a.Tk);
     for (int k0 = 0; k0 < keys; k0 += V1_TILE) {
         __syncthreads();  // all warps have read the tiles of the turn before
@@ -806,24 +850,27 @@ static double times_as_fast(const AttentionRun& r, Pass p) { return (r.naive.*p)
 static std::string speedup(const AttentionRun& r, Pass p) {
     return r.naive.oom || r.other.oom ? "" : strprintf("%.2fx", times_as_fast(r, p));
 }
-// "faster in 17 of 20 configurations (0.58 to 5.76 times as fast), slower in 2, level in 1"
+// "faster in 17 of the 20 configurations that fit (0.58 to 5.76 times as fast), slower in 2, level in 1. In 4 memory
+// runs out"
 static std::string compared(const std::vector<AttentionRun>& runs, Pass p, DType dtype = F32) {
-    int all = 0, oom = 0;
+    int fit = 0, oom = 0;
     std::vector<double> times;  // where they are not level, in order
     for (const AttentionRun& r : runs) {
         if (r.dtype != dtype) { continue; }
         const bool lacks_one = r.naive.oom || r.other.oom;
-        all++, oom += lacks_one;
+        fit += !lacks_one, oom += lacks_one;
         if (!lacks_one && !level(r.other.*p, r.naive.*p)) { times.push_back(times_as_fast(r, p)); }
     }
     std::sort(times.begin(), times.end());
     const int apart = (int)times.size(),
               slower = (int)(std::lower_bound(times.begin(), times.end(), 1) - times.begin());
-    std::string text = strprintf("faster in %d of %s", apart - slower, counted(all, "configuration").c_str());
+    std::string text =
+        fit > 0 && apart - slower == fit ? "faster in all " : strprintf("faster in %d of the ", apart - slower);
+    text += counted(fit, "configuration") + " that fit";
     if (apart > 0) { text += strprintf(" (%.2f to %.2f times as fast)", times.front(), times.back()); }
     if (slower > 0) { text += strprintf(", slower in %d", slower); }
-    if (all > apart + oom) { text += strprintf(", level in %d", all - apart - oom); }
-    return text + (oom > 0 ? strprintf(", and does not compare in %d, where memory runs out", oom) : "");
+    if (fit > apart) { text += strprintf(", level in %d", fit - apart); }
+    return text + (oom > 0 ? strprintf(". In %d memory runs out", oom) : "");
 }
 // Naive and another implementation (null: naive alone) at each head size and length.
 static std::vector<AttentionRun> time_all(const AttentionImpl* other, int B, bool causal, DType dtype,
@@ -931,12 +978,17 @@ void torch_compile_attention(const Options& o) {
 // ---------------------------------------------------------------------------------------------------------------------
 // weighted_sum: both passes timed, and held to what the tape makes of sum(w x) in fp64
 
-static void weighted_sum_row(Table& table, int64_t N, int64_t D) {
+struct MemoryRates {
+    double forward, backward, copy;  // GB/s; copy: of x
+};
+static MemoryRates weighted_sum_row(Table& table, int64_t N, int64_t D) {
     const Tensor x = empty({N, D}, F32), w = empty({D}, F32), dy = empty({N}, F32);
     fill_normal(x, 0, 1, 0, 1), fill_normal(w, 0, 2, 0, 1), fill_normal(dy, 0, 3, 0, 1);
     const Tensor y = empty({N}, F32), dx = empty({N, D}, F32), dw = empty({D}, F32);
-    const double forward = stats_of(time_ms(2, 10, [&] { weighted_sum_forward(y, x, w); })).median;
-    const double backward = stats_of(time_ms(2, 10, [&] { weighted_sum_backward(dx, dw, dy, x, w); })).median;
+    auto ms_of = [](const std::function<void()>& f) { return stats_of(time_ms(2, 10, f)).median; };
+    const double copied = ms_of([&] { copy(dx, x); });
+    const double forward = ms_of([&] { weighted_sum_forward(y, x, w); });
+    const double backward = ms_of([&] { weighted_sum_backward(dx, dw, dy, x, w); });
     double error = 0;
     auto check = [&](const Tensor& got, const Tensor& want, int64_t terms) {
         const double tolerance = 1e-6 * std::sqrt((double)terms) + 1e-6;  // rounding errors of a sum: a random walk
@@ -955,21 +1007,31 @@ static void weighted_sum_row(Table& table, int64_t N, int64_t D) {
         check(dx, x64.gradient->value, 1), check(dw, w64.gradient->value, N);
     }
     const double GB_ms = 1e-6 * sizeof(float);  // of one number in one ms, in GB/s
-    table.row(N, D, forward, GB_ms * (N * D + D + N) / forward, backward, GB_ms * (2 * N * D + 2 * D + N) / backward,
+    const MemoryRates rates = {GB_ms * (N * D + D + N) / forward, GB_ms * (2 * N * D + 2 * D + N) / backward,
+                               GB_ms * 2 * N * D / copied};
+    table.row(N, D, forward, rates.forward, backward, rates.backward, rates.copy,
               small ? strprintf("%.1e", error) : "");
+    return rates;
+}
+static void answer_weighted_sum(const MemoryRates& r) {
+    for (auto [pass, rate] : {std::pair{"forward", r.forward}, {"backward", r.backward}}) {
+        answer("", "Memory %s %s of the largest x: it moves %.1f GB/s, a copy of x %.1f.",
+               rate >= 0.8 * r.copy ? "bounds" : "does not bound", pass, rate, r.copy);
+    }
+    answer("",
+           "Per number of x, forward does two FLOPs and reads 4 bytes, backward does three, reads 4 bytes and writes "
+           "4.");
 }
 int cmd_weighted_sum(const Options& o) {
     context.device = choose_device(o.device);
     Table table{"weighted_sum: forward and backward, fp32, median of 10 runs after 2, errors against fp64",
-                {"N", "D", "forward ms", "GB/s", "backward ms", "GB/s", "max error"}};
+                {"N", "D", "forward ms", "GB/s", "backward ms", "GB/s", "copy GB/s", "max error"}};
     for (auto [N, D] : {std::pair{1, 1}, {1, 7}, {3, 1}, {31, 33}, {257, 129}, {1000, 1023}, {5, 4097}}) {
         weighted_sum_row(table, N, D);
     }
-    o.quick ? weighted_sum_row(table, 2048, 512) : weighted_sum_row(table, 65536, 4096);
+    const MemoryRates largest = o.quick ? weighted_sum_row(table, 2048, 512) : weighted_sum_row(table, 65536, 4096);
     print(table);
-    answer("",
-           "Memory bounds both passes of a large x: per number of it, forward does two FLOPs and reads 4 bytes, "
-           "backward does three, reads 4 bytes and writes 4.");
+    answer_weighted_sum(largest);
     return 0;
 }
 
@@ -981,20 +1043,37 @@ static const std::vector<AttentionCase> check_cases = {
     {1, 2, 127, 200, 80, false}, {1, 2, 200, 127, 80, true},   {2, 1, 257, 129, 128, true}, {1, 1, 63, 300, 128, true},
     {1, 2, 700, 500, 64, false}, {1, 2, 500, 300, 128, false}, {1, 1, 500, 300, 80, false},
 };
-static void check_attention(const Options& o, const char* name, bool with_backward) {
+struct ResultError {
+    double largest = 0, of_bound = 0;  // of_bound: the largest share of an element's bound
+};
+static ResultError error_of(const Tensor& got, const Tensor& want, const Tensor& bound) {
+    const std::vector<double> x = to_doubles(got), y = to_doubles(want), b = to_doubles(bound);
+    ResultError e;
+    for (size_t i = 0; i < y.size(); i++) {
+        const double error = std::fabs(x[i] - y[i]);
+        e.largest = std::max(e.largest, error);
+        e.of_bound = std::max(e.of_bound, std::isfinite(error) ? error / (b[i] + DBL_MIN) : INFINITY);
+    }
+    return e;
+}
+// Prints the table and the verdict. The exit code: 1 where a row is WRONG.
+static int check_attention(const Options& o, const char* name, bool with_backward) {
     const Device device = choose_device(o.device);
-    Table table{strprintf("%s: largest error against the reference in float64, rtol = atol = 1e-2", name),
+    Table table{strprintf("%s: largest error against the reference in float64; WRONG: above what rounding S, P, dP, dS "
+                          "and the results to the dtype may cost",
+                          name),
                 {"implementation", "dtype", "B, H, Tq, Tk, D", "causal", "O", "L"}};
     if (with_backward) { table.columns.insert(table.columns.end(), {"dQ", "dK", "dV"}); }
     table.columns.push_back("status");
     size_t wrong = 0;
+    double worst = 0;
     for (const AttentionCase& c : check_cases) {
         if (o.quick && (int64_t)c.B * c.Tq * c.Tk > 70000) { continue; }
         for (DType dtype : {F32, BF16, F16}) {
             context.device = CPU;
             AttentionTensors in = random_inputs(c, dtype, o.seed);
             if (!with_backward) { in.dO = Tensor(); }
-            const std::vector<Tensor> want = reference(in);
+            const Reference want = reference(in, dtype);
             for (const AttentionImpl& impl : table_of<AttentionImpl>()) {
                 const bool is_tiled = impl.device == CPU && impl.forward;  // flash_forward (a)'s, which needs no GPU
                 if (!(impl.device == device || is_tiled) || !impl.takes(dtype, c.D)) { continue; }
@@ -1002,36 +1081,41 @@ static void check_attention(const Options& o, const char* name, bool with_backwa
                 const std::vector<Tensor> got = outputs_of(impl, as_type(dtype, in));
                 table.row(impl.name, dtype, strprintf("%d, %d, %d, %d, %d", c.B, c.H, c.Tq, c.Tk, c.D),
                           c.causal ? "yes" : "no");
-                bool ok = true;
-                for (size_t i = 0; i < want.size(); i++) {
-                    const Comparison difference = compare(got[i], want[i], 1e-2, 1e-2);
-                    table.rows.back().push_back(strprintf("%.1e", difference.max_abs));
-                    ok = ok && difference.ok();
+                double of_bound = 0;
+                for (size_t i = 0; i < got.size(); i++) {
+                    const ResultError error = error_of(got[i], want.results[i], want.bounds[i]);
+                    table.rows.back().push_back(strprintf("%.1e", error.largest));
+                    of_bound = std::max(of_bound, error.of_bound);
                 }
-                table.rows.back().push_back(ok ? "ok" : "WRONG");
-                wrong += !ok;
+                table.rows.back().push_back(of_bound <= 1 ? "ok" : "WRONG");
+                wrong += of_bound > 1;
+                worst = std::max(worst, of_bound);
             }
         }
     }
     context.device = device;
     print(table);
-    if (wrong > 0) { fail("%zu of %zu checks are off", wrong, table.rows.size()); }
-    answer("", "All %zu checks pass: |error| <= 1e-2 + 1e-2 |reference|.", table.rows.size());
+    if (wrong > 0) {
+        answer("", "%zu of %zu checks are WRONG.", wrong, table.rows.size());
+    } else {
+        answer("", "All %zu checks pass: no error is above %.2f of its bound.", table.rows.size(), worst);
+    }
+    return wrong > 0;
 }
 int cmd_flash_forward(const Options& o) {
-    check_attention(o, "flash_forward", false);
+    const int exit_code = check_attention(o, "flash_forward", false);
     answer("a", "`tiled` is the plain version: FlashAttention-2 in C++, without a kernel.");
     answer("b", "A block of a kernel works on one tile of queries of one head and loops over the tiles of keys.%s",
            context.device == CPU ? " None ran: they need a GPU." : "");
     answer("c",
            "A masked score becomes -inf where the handout adds -1e6. Both give the probability 0, because each query "
            "sees at least key 0.");
-    return 0;
+    return exit_code;
 }
 int cmd_flash_backward(const Options& o) {
-    check_attention(o, "flash_backward", true);
+    const int exit_code = check_attention(o, "flash_backward", true);
     answer("", "Backward computes P again, from L, and takes D = rowsum(O dO) in place of rowsum(P dP).");
-    return 0;
+    return exit_code;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1043,8 +1127,20 @@ static void answer_flash_benchmarking(const std::vector<AttentionRun>& runs) {
             answer("a", "No implementation of flash on this device takes %s.", name_of(dtype));
             continue;
         }
-        answer("a", "In %s flash (forward and backward) against naive is %s.", name_of(dtype),
+        answer("a", "Compared with naive, flash (forward and backward) in %s is %s.", name_of(dtype),
                compared(runs, BOTH, dtype).c_str());
+        const AttentionRun *first = nullptr, *last = nullptr;  // of those whose naive takes the same time
+        for (const AttentionRun& r : runs) {
+            if (r.dtype != dtype || r.D != runs[0].D || r.naive.oom) { continue; }
+            if (!first) { first = &r; }
+            if (r.naive.both.median < 1.2 * first->naive.both.median) { last = &r; }
+        }
+        if (context.device == CUDA && last && last->S >= 4 * first->S) {
+            answer("a",
+                   "Up to S %d naive's time is that of launching its kernels: at D %d it takes %.3f ms at S %d and "
+                   "%.3f at S %d.",
+                   last->S, first->D, first->naive.both.median, first->S, last->naive.both.median, last->S);
+        }
     }
 }
 int cmd_flash_benchmarking(const Options& o) {
@@ -1079,11 +1175,11 @@ static double tflops_of(const AttentionCase& c, const PassTimes& t) {  // of hal
     return t.oom ? NAN : 3.5 * 2 * c.H * c.Tq * (double)c.Tk * c.D / t.both.median / 1e9;
 }
 static void answer_flash_leaderboard(const std::string& impl, const AttentionCase& c, const PassTimes& t) {
-    answer("",
-           "Our fastest, %s, takes %.3f ms for forward and backward (%.3g TFLOP/s), %.3f ms for forward alone. The "
-           "class leaderboard of 2025 was led with 5.364 ms (16 heads, D 64, S 16384, bf16), in Triton on an H100; "
-           "ours is CUDA.",
+    answer("", "Our fastest, %s, takes %.3f ms for forward and backward (%.3g TFLOP/s), %.3f ms for forward alone.",
            impl.c_str(), t.both.median, tflops_of(c, t), t.forward.median);
+    if (c.H == 16 && c.D == 64 && c.Tq == 16384 && matmul_dtype() == BF16) {
+        answer("", "The class leaderboard of 2025 was led with 5.364 ms at these sizes, in Triton on an H100.");
+    }
 }
 int cmd_flash_leaderboard(const Options& o) {
     const int D = o.d_model / o.num_heads;

@@ -45,7 +45,8 @@ static void find_truth(Problem& p, bool causal) {
     p.in.causal = causal;
     // The reference is slow; where it would take seconds, fused in float64 (which is held to it below) stands in.
     const bool small = p.in.q.dim(2) * p.in.k.dim(2) < 40000;
-    p.truth = result_of(small ? reference(p.in) : outputs_of(impl_named("fused", F64), as_type(F64, p.in)));
+    p.truth =
+        result_of(small ? reference(p.in, F64).results : outputs_of(impl_named("fused", F64), as_type(F64, p.in)));
 }
 static Tensor with_rows_times(const Tensor& t, int begin, int end, float factor) {  // of a tensor [1,1,T,D]
     std::vector<float> x = to_floats(t);
@@ -106,7 +107,7 @@ TEST_CASE("attention's backward agrees with central differences") {
             const std::vector<double> dO = to_doubles(in.dO);
             for (std::string name : {"reference", "naive", "fused"}) {
                 auto outputs = [&](const Inputs& x) {
-                    return name == "reference" ? reference(x) : outputs_of(impl_named(name, F64), x);
+                    return name == "reference" ? reference(x, F64).results : outputs_of(impl_named(name, F64), x);
                 };
                 const Result got = result_of(outputs(in));
                 auto loss = [&] {
@@ -216,6 +217,30 @@ TEST_CASE_TEMPLATE("attention takes the views that split heads, and gives the sa
     }
 }
 
+TEST_CASE_TEMPLATE("a fused softmax takes scores of -inf, first in a row or all but its last", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    const int T = 100;  // a warp's lanes have three or four columns each
+    std::vector<float> x(2 * T, -INFINITY), want(2 * T);
+    for (int j = 1; j < T; j++) { x[j] = 0, want[j] = 1.0f / (T - 1); }
+    x.back() = 2, want.back() = 1;
+    const Tensor s = from_floats(x, {1, 1, 2, T}), L = empty({1, 1, 2}, F32);
+    softmax_in_place(s, L, Tensor(), false);
+    check_close("P", s, from_floats(want, s.shape), 1e-6, 0);
+    check_close("L", L, from_floats({std::log(T - 1.0f), 2}, L.shape), 1e-6, 0);
+}
+TEST_CASE_TEMPLATE("a first tile whose scores are all -inf counts nothing", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    Inputs in = random_inputs({1, 1, 3, 200, 16, false}, F32, 1);
+    std::vector<float> q(3 * 16), k = to_floats(in.k);
+    for (int i = 0; i < 3; i++) { q[i * 16] = 1; }
+    for (int j = 0; j < 128; j++) { k[j * 16] = -INFINITY; }  // tiled's first tile, v1's first four
+    in.q = from_floats(q, in.q.shape), in.k = from_floats(k, in.k.shape), in.dO = Tensor();
+    for (const char* name : {"naive", "fused", D::device == CPU ? "tiled" : "flash_v1"}) {
+        const std::vector<Tensor> got = outputs_of(impl_named(name), in), want = reference(in, F32).results;
+        for (int i : {0, 1}) { check_close(std::string(name) + " " + names[i], got[i], want[i], 1e-5, 1e-6); }
+    }
+}
+
 TEST_CASE_TEMPLATE("attention fails on shapes that do not fit", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     for (Mode mode : {EAGER, FUSED}) {
@@ -317,6 +342,184 @@ TEST_CASE_TEMPLATE("flash: every implementation at every length and head size", 
         }
     }
 }
+// The largest share of its bound that a result of one of the rows takes, for each type and result.
+using Shares = std::map<DType, std::array<double, 5>>;
+static void add_shares(Shares& all, const AttentionCase& c, DType dtype, uint64_t seed) {
+    const AttentionTensors in = random_inputs(c, dtype, seed);
+    const Reference want = reference(in, dtype);
+    for (const AttentionImpl* impl : impls_for(dtype, c.D)) {
+        const std::vector<Tensor> got = outputs_of(*impl, as_type(dtype, in));
+        for (int i = 0; i < 5; i++) {
+            double& share = all[dtype][i];
+            share = std::max(share, error_of(got[i], want.results[i], want.bounds[i]).of_bound);
+        }
+    }
+}
+static void check_shares(const std::vector<AttentionCase>& cases, int seeds) {
+    Shares all;
+    for (int seed = 0; seed < seeds; seed++) {
+        for (const AttentionCase& c : cases) {
+            for (DType dtype : low_types) { add_shares(all, c, dtype, seed); }
+        }
+    }
+    for (const auto& [dtype, shares] : all) {
+        std::string text = strprintf("%s, %d seeds, worst share of the bound:", name_of(dtype), seeds);
+        for (int i = 0; i < 5; i++) {
+            text += strprintf(" %s %.3f", names[i], shares[i]);
+            CHECK_MESSAGE(shares[i] <= 1, name_of(dtype), " ", names[i]);
+        }
+        MESSAGE(text);
+    }
+}
+static const std::vector<AttentionCase> seed_cases = {
+    {1, 2, 1, 1, 16, true},    {1, 2, 33, 33, 16, true},    {2, 1, 65, 65, 32, true},  {1, 1, 31, 100, 80, false},
+    {1, 1, 100, 31, 80, true}, {1, 1, 130, 130, 64, false}, {1, 1, 63, 200, 128, true}};
+TEST_CASE_TEMPLATE("flash: the bounds hold for 32 seeds", D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    check_shares(seed_cases, 32);
+}
+TEST_CASE_TEMPLATE("flash: the bounds hold for 1000 seeds" * doctest::skip(), D, OnCPU, OnCUDA) {
+    if (!begin<D>()) { return; }
+    check_shares(seed_cases, 1000);
+    check_shares(check_cases, 20);
+}
+
+// A row of the table with one mistake of a usual kind, by its name; the rest is exact.
+static std::string mistake;
+static bool is(const char* name) { return mistake == name; }
+static void mistaken(const AttentionTensors& t, bool backward) {
+    const int64_t H = t.q.dim(1), heads = t.q.dim(0) * H, Tq = t.q.dim(2), Tk = t.k.dim(2), D = t.q.dim(3);
+    const std::vector<double> Q = to_doubles(t.q), K = to_doubles(t.k), V = to_doubles(t.v);
+    const std::vector<double> dO = backward ? to_doubles(t.dO) : std::vector<double>(Q.size());
+    std::vector<float> o(Q.size()), L(heads * Tq), dq(Q.size()), dk(K.size()), dv(K.size());
+    const double scale = is("no scale") ? 1 : is("the scale twice") ? 1.0 / D : 1 / std::sqrt((double)D);
+    for (int64_t head = 0; head < heads; head++) {
+        if (is("only the first batch") && head >= H) { continue; }
+        for (int64_t i = 0; i < Tq; i++) {
+            if (is("only the first tile of queries") && i >= 64) { continue; }
+            int n = keys_seen(t.causal && !is("no mask"), (int)i, (int)Tk);
+            if (is("a query does not see its own key") && t.causal) { n = std::max(1, n - 1); }
+            if (is("a query sees one key more") && t.causal) { n = std::min((int)Tk, n + 1); }
+            if (is("the last tile of keys is skipped") && n > 32) { n = (n - 1) / 32 * 32; }
+            const double *q = &Q[(head * Tq + i) * D], *k = &K[head * Tk * D], *v = &V[head * Tk * D];
+            const double* g = &dO[(head * Tq + i) * D];
+            std::vector<double> s(n), p(n), dp(n);
+            double m = -INFINITY, l = 0, tile_m = -INFINITY;
+            for (int j = 0; j < n; j++) {
+                s[j] = scale * std::inner_product(q, q + D, k + j * D, 0.0);
+                m = std::max(m, s[j]);
+            }
+            for (int j = 0; j < n; j++) {
+                if (j % 32 == 0) { tile_m = std::max(tile_m, *std::max_element(&s[j], &s[0] + std::min(n, j + 32))); }
+                p[j] = std::exp(s[j] - (is("old tiles are not rescaled") ? tile_m : m));
+                l += p[j];
+            }
+            const double log_l = is("L without log") ? l : is("L is the maximum") ? 0 : std::log(l);
+            L[head * Tq + i] = (float)((is("L is log l") ? 0 : m) + log_l);
+            const double of_O = is("O is not divided by l") ? 1 : l;
+            for (int j = 0; j < n; j++) {
+                for (int d = 0; d < D; d++) { o[(head * Tq + i) * D + d] += (float)(p[j] / of_O * v[j * D + d]); }
+            }
+            double Di = 0;
+            for (int j = 0; j < n; j++) {
+                dp[j] = std::inner_product(g, g + D, v + j * D, 0.0);
+                Di += is("D is the sum of dP") ? dp[j] : is("no D") ? 0 : p[j] / l * dp[j];
+            }
+            for (int j = 0; j < n; j++) {
+                const double ds = (is("dS without P") ? 1 : p[j] / l) * (dp[j] - Di);
+                for (int d = 0; d < D; d++) {
+                    const int64_t key = (head * Tk + j) * D + d, query = (head * Tq + i) * D + d;
+                    dv[key] += (float)(p[j] / (is("dV from P that is not divided by l") ? 1 : l) * g[d]);
+                    dq[query] += (float)((is("dQ without the scale") ? 1 : scale) * ds * k[j * D + d]);
+                    dk[key] += (float)((is("dK without the scale") ? 1 : scale) * ds * q[d]);
+                }
+            }
+        }
+    }
+    if (is("dQ and dK change places") && Tq == Tk) { std::swap(dq, dk); }
+    if (is("O is 10 % off")) {
+        for (float& x : o) { x *= 1.1f; }
+    }
+    auto write = [](const Tensor& to, const std::vector<float>& x) { copy(to, from_floats(x, to.shape, to.dtype)); };
+    if (!backward) { return write(t.o, o), write(t.L, L); }
+    write(t.dq, dq), write(t.dk, dk), write(t.dv, dv);
+}
+static const AttentionImpl mistaken_impl = {"mistaken",
+                                            CPU,
+                                            99,
+                                            any_float,
+                                            nullptr,
+                                            [](const AttentionTensors& t) { mistaken(t, false); },
+                                            [](const AttentionTensors& t) { mistaken(t, true); }};
+
+TEST_CASE("flash: the bounds tell each usual mistake from rounding, in every type") {
+    begin<OnCPU>();
+    const char* mistakes[] = {"no scale",
+                              "the scale twice",
+                              "no mask",
+                              "a query does not see its own key",
+                              "a query sees one key more",
+                              "the last tile of keys is skipped",
+                              "only the first tile of queries",
+                              "only the first batch",
+                              "old tiles are not rescaled",
+                              "L without log",
+                              "L is the maximum",
+                              "L is log l",
+                              "O is not divided by l",
+                              "O is 10 % off",
+                              "no D",
+                              "D is the sum of dP",
+                              "dS without P",
+                              "dV from P that is not divided by l",
+                              "dQ without the scale",
+                              "dK without the scale",
+                              "dQ and dK change places"};
+    for (DType dtype : low_types) {
+        const AttentionTensors in = random_inputs({2, 1, 65, 65, 16, true}, dtype, 0);
+        const Reference want = reference(in, dtype);
+        auto worst = [&](const char* name) {
+            mistake = name;
+            const std::vector<Tensor> got = outputs_of(mistaken_impl, in);
+            double share = 0;
+            for (int i = 0; i < 5; i++) {
+                share = std::max(share, error_of(got[i], want.results[i], want.bounds[i]).of_bound);
+            }
+            return share;
+        };
+        CHECK(worst("none") <= 1);
+        for (const char* name : mistakes) {
+            const double share = worst(name);
+            CHECK_MESSAGE(share > 1.5, name_of(dtype), ", ", name, ": ", share);
+        }
+    }
+}
+TEST_CASE("flash: a WRONG row fails flash_forward and flash_backward, and leaves their answers") {
+    begin<OnCPU>();
+    const std::list<AttentionImpl> all = table_of<AttentionImpl>();
+    Options o;
+    o.device = "cpu", o.quick = true;
+    for (bool wrong : {false, true}) {
+        for (bool with_backward : {false, true}) {
+            int exit_code = -1;
+            const std::string text =
+                printed([&] { exit_code = with_backward ? cmd_flash_backward(o) : cmd_flash_forward(o); });
+            INFO(text);
+            CHECK(exit_code == wrong);
+            CHECK(has(text, with_backward ? "Backward computes P again" : "**(c)** A masked score"));
+            CHECK(has(text, "24 of 80 checks are WRONG.") == wrong);
+            CHECK(has(text, "All 56 checks pass: no error is above 0.") == !wrong);
+            const std::vector<std::string> rows = column(text, "implementation"), status = column(text, "status");
+            for (size_t i = 0; i < rows.size(); i++) { CHECK((status[i] == "WRONG") == (rows[i] == "10 % off")); }
+        }
+        table_of<AttentionImpl>().push_back({"10 % off", CPU, 99, any_float,
+                                             [](const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                                                Tensor* L) { return scale(attention_fused(q, k, v, causal, L), 1.1); },
+                                             nullptr, nullptr});
+    }
+    table_of<AttentionImpl>() = all;
+}
+
 TEST_CASE_TEMPLATE("flash: long sequences", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
     check_all({1, 2, 1000, 1000, 64}, true);
@@ -585,18 +788,54 @@ TEST_CASE("naive attention saves for its backward what pytorch_attention's formu
     p.reset();
 }
 
+TEST_CASE("pass_times holds what naive attention saves, and not its peak") {
+    begin<OnCPU>();
+    const size_t before = memory_use(CPU).now;
+    const PassTimes t = pass_times(impl_named("naive"), {8, 1, 256, 256, 32, false}, F32, {3});
+    CHECK(t.held == before + saved_by_naive(8, 256, 32));
+}
+
+TEST_CASE("pytorch_attention names the smallest power of 2 that does not fit") {
+    begin<OnCPU>();
+    const std::string text = run_cs336({"pytorch_attention", "--device", "cpu", "--quick"}).out;
+    int S = 0;
+    double needs = 0, has_GiB = 0;
+    const size_t at = text.find("(doubling S, predicted), S ");
+    REQUIRE(at != std::string::npos);
+    REQUIRE(sscanf(&text[at], "(doubling S, predicted), S %d and D 16, needs %lf GiB of %lf", &S, &needs, &has_GiB) ==
+            3);
+    auto peak = [](int S) { return peak_of_passes(impl_named("naive"), {8, 1, S, S, 16, false}, F32) / 1073741824.0; };
+    CHECK(peak(S) == doctest::Approx(needs).epsilon(0.01));
+    CHECK(peak(S) > has_GiB - 0.05);
+    CHECK(peak(S / 2) <= has_GiB + 0.05);
+}
+
+TEST_CASE("weighted_sum's rates count what each pass and the copy read and write") {
+    begin<OnCPU>();
+    Table table{"", {"N", "D", "forward ms", "forward GB/s", "backward ms", "backward GB/s", "copy GB/s", "max error"}};
+    const double N = 3000, D = 400;
+    const MemoryRates r = weighted_sum_row(table, 3000, 400);
+    const std::string text = printed([&] { print(table); });
+    auto cell = [&](const char* name) { return std::stod(column(text, name).at(0)); };
+    CHECK(cell("forward ms") * r.forward == doctest::Approx(4e-6 * (N * D + D + N)).epsilon(0.02));
+    CHECK(cell("backward ms") * r.backward == doctest::Approx(4e-6 * (2 * N * D + 2 * D + N)).epsilon(0.02));
+    CHECK(cell("forward GB/s") == doctest::Approx(r.forward).epsilon(0.02));
+    CHECK(cell("backward GB/s") == doctest::Approx(r.backward).epsilon(0.02));
+    CHECK(cell("copy GB/s") == doctest::Approx(r.copy).epsilon(0.02));
+}
+
 TEST_CASE("answers: torch_compile's attention") {
     std::vector<AttentionRun> runs = {{256, 16, F32, passes(0.075, 0.125), passes(0.025, 0.046)},
                                       {16384, 128, F32, passes(48.665, 96.981), passes(29.653, 55.999)}};
     auto text = [&] { return printed([&] { answer_torch_compile_attention(runs); }); };
-    check_says(text(), {"forward is faster in 2 of 2 configurations (1.64 to 3.00 times as fast). Its backward is "
-                        "faster in 2 of 2 configurations (1.73 to 2.72 times as fast). ",
+    check_says(text(), {"forward is faster in all 2 configurations that fit (1.64 to 3.00 times as fast). Its backward "
+                        "is faster in all 2 configurations that fit (1.73 to 2.72 times as fast). ",
                         "torch.compile itself did not run."});
     runs[0].other.forward = times(0.09), runs[0].other.backward = times(0.12, 0.03), runs[1].naive = oom();
-    check_says(text(), {"forward is faster in 0 of 2 configurations (0.83 to 0.83 times as fast), slower in 1, and "
-                        "does not compare in 1, where memory runs out. Its backward is faster in 0 of 2 "
-                        "configurations, level in 1, and does not compare in 1, where memory runs "
-                        "out. "});
+    check_says(text(),
+               {"forward is faster in 0 of the 1 configuration that fit (0.83 to 0.83 times as fast), slower in "
+                "1. In 1 memory runs out. Its backward is faster in 0 of the 1 configuration that fit, level "
+                "in 1. In 1 memory runs out. "});
 }
 
 TEST_CASE("answers: flash_benchmarking calls nothing faster that is slower or within the noise") {
@@ -607,32 +846,73 @@ TEST_CASE("answers: flash_benchmarking calls nothing faster that is slower or wi
         {65536, 128, F32, passes(125.522, 207.935, 332.953), passes(26.253, 66.962, 93.164)}};
     auto text = [&] { return printed([&] { answer_flash_benchmarking(runs); }); };
     check_says(text(),
-               {"In bfloat16 flash (forward and backward) against naive is faster in 2 of 2 configurations (36.84 "
-                "to 93.94 times as fast).",
-                "float32 flash (forward and backward) against naive is faster in 1 of 2 configurations (0.58 "
-                "to 3.57 times as fast), slower in 1."});
+               {"Compared with naive, flash (forward and backward) in bfloat16 is faster in all 2 configurations that "
+                "fit (36.84 to 93.94 times as fast).",
+                "flash (forward and backward) in float32 is faster in 1 of the 2 configurations that fit (0.58 to 3.57 "
+                "times as fast), slower in 1."});
     // A factor of 0.74, once clear, once within a busy machine's noise; and naive without memory.
     runs = {{512, 64, F32, passes(1, 1, 7.4), passes(1, 1, 10)}, {512, 64, BF16, oom(), passes(1, 1, 10)}};
-    check_says(text(), {"faster in 0 of 1 configuration (0.74 to 0.74 times as fast), slower in 1.",
-                        "faster in 0 of 1 configuration, and does not compare in 1, where memory runs out."});
+    check_says(text(), {"faster in 0 of the 1 configuration that fit (0.74 to 0.74 times as fast), slower in 1.",
+                        "in 0 of the 0 configurations that fit. In 1 memory runs out."});
     CHECK(!has(text(), "faster in 1"));
     runs[0].other.both.std = 15;  // of 100 runs: the standard error of the mean is 1.5
-    check_says(text(), {"faster in 0 of 1 configuration, level in 1."});
+    check_says(text(), {"faster in 0 of the 1 configuration that fit, level in 1."});
     CHECK(!has(text(), "0.74"));
+}
+
+TEST_CASE("answers: flash_benchmarking names the launches only where naive's time does not change, on a GPU") {
+    begin<OnCPU>();
+    std::vector<AttentionRun> runs;
+    for (auto [S, ms] : {std::pair{128, 0.344}, {256, 0.337}, {512, 0.354}, {1024, 1.113}, {2048, 4.078}}) {
+        runs.push_back({S, 16, BF16, passes(1, 1, ms), passes(1, 1, 0.03)});
+    }
+    runs.push_back({4096, 16, BF16, oom(), passes(1, 1, 0.1)});
+    runs.push_back({65536, 32, BF16, passes(1, 1, 0.344), passes(1, 1, 0.03)});  // of another head size
+    auto text = [&] { return printed([&] { answer_flash_benchmarking(runs); }); };
+    CHECK(!has(text(), "launching"));
+    context.device = CUDA;  // nothing runs on it
+    check_says(text(), {"Up to S 512 naive's time is that of launching its kernels: at D 16 it takes 0.344 ms at S 128 "
+                        "and 0.354 at S 512."});
+    runs[2].naive.both = times(0.5);  // only up to S 256
+    CHECK(!has(text(), "launching"));
+    context.device = CPU;
+}
+
+TEST_CASE("answers: weighted_sum's passes are bound by memory only where they move bytes as fast as a copy") {
+    auto text = [](MemoryRates rates) { return printed([&] { answer_weighted_sum(rates); }); };
+    check_says(text({2993, 2728, 2900}),
+               {"Memory bounds forward of the largest x: it moves 2993.0 GB/s, a copy of x 2900.0.",
+                "Memory bounds backward of the largest x: it moves 2728.0 GB/s, a copy of x 2900.0."});
+    check_says(text({2.1, 12, 14}), {"Memory does not bound forward of the largest x: it moves 2.1 GB/s, a copy of x "
+                                     "14.0.",
+                                     "Memory bounds backward"});
 }
 
 TEST_CASE("answers: flash_leaderboard") {
     const AttentionCase c{1, 16, 16384, 16384, 64, true};
-    check_says(printed([&] { answer_flash_leaderboard("hopper", c, passes(1.054, 2.476, 3.575)); }),
-               {"fastest, hopper, takes 3.575 ms for forward and backward (538 TFLOP/s), 1.054 ms for forward alone.",
-                "led with 5.364 ms (16 heads, D 64, S 16384, bf16), in Triton on an H100"});
+    auto text = [](const AttentionCase& c) {
+        return printed([&] { answer_flash_leaderboard("hopper", c, passes(1.054, 2.476, 3.575)); });
+    };
+    begin<OnCPU>();
+    check_says(text(c), {"fastest, hopper, takes 3.575 ms for forward and backward (538 TFLOP/s), 1.054 ms for forward "
+                         "alone."});
+    CHECK(!has(text(c), "class"));  // in fp32
+    context.precision = PREC_BF16;
+    check_says(text(c), {"The class leaderboard of 2025 was led with 5.364 ms at these sizes, in Triton on an H100."});
+    for (const AttentionCase& other :
+         {AttentionCase{1, 2, 16384, 16384, 64, true}, {1, 16, 512, 512, 64, true}, {1, 16, 16384, 16384, 32, true}}) {
+        CHECK(!has(text(other), "class"));
+    }
 }
 
 TEST_CASE("answers: the commands of sections 1.2 and 1.3, --quick") {
     const std::map<std::string, std::string> phrases = {
-        {"pytorch_attention", "At backward's peak"},    {"weighted_sum", "Memory bounds both"},
-        {"flash_forward", "All 56 checks pass"},        {"flash_backward", "All 56 checks pass"},
-        {"flash_benchmarking", "of 12 configurations"}, {"flash_leaderboard", "\n| tiled "},
+        {"pytorch_attention", "At backward's peak"},
+        {"weighted_sum", "of the largest x: it moves"},
+        {"flash_forward", "All 56 checks pass"},
+        {"flash_backward", "All 56 checks pass"},
+        {"flash_benchmarking", "12 configurations that fit"},
+        {"flash_leaderboard", "\n| tiled "},
     };
     for (const auto& [command, phrase] : phrases) {
         Run r = run_cs336({command, "--device", "cpu", "--quick"});
