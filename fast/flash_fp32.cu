@@ -15,12 +15,10 @@
 // in no fixed order.
 #include "flash.h"
 
-// streamed: rows of a streamed tile. groups: of threads, that share the block's own tile. shared: in the backward pass
-// the (two) groups also share the streamed tile.
-template <int HEAD, int STREAMED, int GROUPS, bool SHARED = false>
+// streamed: rows of a streamed tile. groups: of threads, that share the block's own tile.
+template <int HEAD, int STREAMED, int GROUPS>
 struct Fp32Tile {
     static constexpr int D = HEAD, streamed = STREAMED, groups = GROUPS;
-    static constexpr bool shared = SHARED;
     static constexpr int own = 64;       // rows of the tile that the block owns
     static constexpr int threads = 128;  // of a group, in a grid of tx x ty; the tx threads of a row are in one warp
     static constexpr int tx = D == 128 ? 16 : 8, ty = threads / tx;
@@ -35,8 +33,7 @@ struct Fp32Tile {
     static constexpr int own_floats = own * row, streamed_floats = streamed * row, p_floats = own * p_row;
     static constexpr int group_floats = 2 * streamed_floats + p_floats;
     static constexpr size_t forward_bytes = (own_floats + groups * group_floats) * sizeof(float);
-    static constexpr size_t backward_bytes =
-        (2 * own_floats + (shared ? 2 * streamed_floats + 2 * p_floats : groups * group_floats)) * sizeof(float);
+    static constexpr size_t backward_bytes = (2 * own_floats + groups * group_floats) * sizeof(float);
     static_assert(D % 16 == 0 && streamed % 16 == 0);
     static_assert(threads * rows * out_columns <= 2 * streamed_floats || groups == 1, "the merge reuses these tiles");
 };
@@ -302,10 +299,10 @@ __global__ void flash_delta_fp32_kernel(AttentionArgs a, int D, float* delta) {
     if (lane == 0) { delta[r] = sum; }
 }
 
-// Step 12: dS^T [own keys, streamed queries], by THREADS threads. One has 4 neighbouring queries.
-template <class Tile, int THREADS>
+// Step 12: dS^T [own keys, streamed queries], by a group's threads. One has 4 neighbouring queries.
+template <class Tile>
 DEVICE void add_dq(const AttentionArgs& a, int b, int h, int q0, const float* dS, const float* K, int t) {
-    constexpr int X = THREADS / (Tile::streamed / 4), OUT = Tile::D / X;
+    constexpr int X = Tile::threads / (Tile::streamed / 4), OUT = Tile::D / X;
     static_assert(Tile::D % X == 0 && X <= WARP);
     int x = grid_x<X>(t), y = grid_y<X>(t);
     float dQ[4][OUT] = {};
@@ -383,7 +380,7 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
         __syncwarp();
         rows_times_columns<Tile>(dK, P, Q, tx, ty);  // step 13
         group_barrier(group);                        // all of dS is there
-        add_dq<Tile, Tile::threads>(a, b, h, q0, P, K, t);
+        add_dq<Tile>(a, b, h, q0, P, K, t);
         group_barrier(group);  // Q has been read, and dS
         if (i + Tile::groups < end) { load_streamed<Tile>(Q, q, a.q.row, next, a.Tq, t); }
     }
@@ -402,90 +399,6 @@ __global__ __launch_bounds__(Tile::threads* Tile::groups, 1) void flash_backward
 #endif
 }
 
-// The same for large head sizes: the two groups share one tile of queries, and the products. Group 0 computes S and dV,
-// group 1 dP and dK; P passes through shared memory, and dQ is split. A thread holds one accumulator tile instead of
-// two, and S in 4x8 pieces instead of the 2x8 that two separate tiles of Q and dO would leave room for.
-template <class Tile>
-__global__ __launch_bounds__(Tile::threads * 2, 1) void flash_backward_shared_fp32_kernel(AttentionArgs a,
-                                                                                          const float* delta) {
-#ifdef HAS_CP_ASYNC
-    extern __shared__ float4 fp32_memory[];
-    int group = threadIdx.x / Tile::threads, t = threadIdx.x % Tile::threads, tx = grid_x<Tile::tx>(t),
-        ty = grid_y<Tile::tx>(t);
-    float *K = (float*)fp32_memory, *V = K + Tile::own_floats, *Q = V + Tile::own_floats,
-          *dO = Q + Tile::streamed_floats;
-    float *P = dO + Tile::streamed_floats, *dS = P + Tile::p_floats;
-
-    int head = head_of_block(), b = head / a.H, h = head % a.H;
-    int k0 = (int)blockIdx.y * Tile::own;  // the first keys are seen by the most queries: they start first
-    int first = a.causal ? k0 / Tile::streamed : 0, end = (a.Tq + Tile::streamed - 1) / Tile::streamed;
-    const float *q = head_of<float>(a.q, b, h), *from_dO = head_of<float>(a.dO, b, h);
-    const float *L = a.L + (int64_t)head * a.Tq, *D_i = delta + (int64_t)head * a.Tq;
-    // What a group multiplies: its product of rows, then its product of columns.
-    const float *own = group == 0 ? K : V, *streamed = group == 0 ? Q : dO;
-    float* mine = group == 0 ? P : dS;
-
-    load_rows<Tile::own, Tile::D, Tile::threads>(group == 0 ? K : V,
-                                                 group == 0 ? head_of<float>(a.k, b, h) : head_of<float>(a.v, b, h),
-                                                 group == 0 ? a.k.row : a.v.row, k0, a.Tk, t);
-    auto load_tile = [&](int i) {
-        load_streamed<Tile>(group == 0 ? Q : dO, group == 0 ? q : from_dO, group == 0 ? a.q.row : a.dO.row,
-                            i * Tile::streamed, a.Tq, t);
-    };
-    load_tile(first);
-
-    float sum[Tile::rows][Tile::out_columns] = {}, c = a.scale * LOG2_E;  // dV or dK
-    for (int i = first; i < end; i++) {
-        int q0 = i * Tile::streamed;
-        float l[Tile::columns], s[Tile::rows][Tile::columns] = {};  // L or D, S or dP
-        for (int n = 0; n < Tile::columns; n++) {                   // beyond Tq: L = inf makes P = 0
-            int query = q0 + tx + n * Tile::tx;
-            l[n] = group == 0 ? (query < a.Tq ? L[query] * LOG2_E : INFINITY) : (query < a.Tq ? D_i[query] : 0);
-        }
-        cp_async_wait<0>();
-        __syncthreads();                                  // Q and dO have arrived, and dS has been read
-        rows_times_rows<Tile>(s, own, streamed, tx, ty);  // step 8's S, or step 10
-        if (group == 0) {
-            bool masked = (a.causal && q0 < k0 + Tile::own - 1) || k0 + Tile::own > a.Tk;
-#pragma unroll
-            for (int r = 0; r < Tile::rows; r++) {
-                for (int n = 0; n < Tile::columns; n++) {
-                    s[r][n] = exp2_approx(fmaf(s[r][n], c, -l[n]));  // step 8's P
-                    int query = q0 + tx + n * Tile::tx, key = k0 + ty + r * Tile::ty;
-                    if (masked && (key >= a.Tk || (a.causal && key > query))) { s[r][n] = 0; }
-                }
-            }
-            store_p<Tile>(P, s, tx, ty);
-        }
-        __syncthreads();  // P is there
-        if (group == 1) {
-#pragma unroll
-            for (int r = 0; r < Tile::rows; r++) {
-                for (int n = 0; n < Tile::columns; n++) {
-                    s[r][n] = P[(ty + r * Tile::ty) * Tile::p_row + tx + n * Tile::tx] * (s[r][n] - l[n]);  // step 11
-                }
-            }
-            store_p<Tile>(dS, s, tx, ty);
-            __syncwarp();
-        }
-        rows_times_columns<Tile>(sum, mine, group == 0 ? dO : Q, tx, ty);  // step 9 or 13
-        __syncthreads();  // Q, dO and P have been read, and all of dS is there
-        if (i + 1 < end) { load_tile(i + 1); }
-        add_dq<Tile, 2 * Tile::threads>(a, b, h, q0, dS, K, threadIdx.x);
-    }
-
-    cp_async_wait<0>();  // without a tile the first loads are still under way
-    const Heads& out = group == 0 ? a.dv : a.dk;
-#pragma unroll
-    for (int r = 0; r < Tile::rows; r++) {
-        int key = k0 + ty + r * Tile::ty;
-        if (key < a.Tk) {
-            store_columns<Tile::tx>(head_of<float>(out, b, h) + key * out.row, sum[r], tx, group == 0 ? 1 : a.scale);
-        }
-    }
-#endif
-}
-
 // ---- launchers ----
 template <class Tile>
 static void forward_fp32(const AttentionArgs& a) {
@@ -494,12 +407,8 @@ static void forward_fp32(const AttentionArgs& a) {
 }
 template <class Tile>
 static void backward_fp32(const AttentionArgs& a, const float* delta) {
-    auto kernel = [] {
-        if constexpr (Tile::shared) { return flash_backward_shared_fp32_kernel<Tile>; }
-        if constexpr (!Tile::shared) { return flash_backward_kv_fp32_kernel<Tile>; }
-    };
-    launch(kernel(), attention_grid(a, ceil_div(a.Tk, Tile::own)), Tile::threads * Tile::groups, Tile::backward_bytes,
-           a, delta);
+    launch(flash_backward_kv_fp32_kernel<Tile>, attention_grid(a, ceil_div(a.Tk, Tile::own)),
+           Tile::threads * Tile::groups, Tile::backward_bytes, a, delta);
 }
 
 // Large tiles where a block can have the shared memory, small ones (at most 99 KB) where it cannot.
@@ -531,7 +440,7 @@ static void backward(const AttentionTensors& t) {
         case 32: return run(Fp32Tile<32, 64, 2>(), Fp32Tile<32, 64, 1>());
         case 64: return run(Fp32Tile<64, 64, 2>(), Fp32Tile<64, 64, 1>());
         case 80: return run(Fp32Tile<80, 64, 2>(), Fp32Tile<80, 32, 1>());
-        default: return run(Fp32Tile<128, 64, 2, true>(), Fp32Tile<128, 16, 1>());
+        default: return run(Fp32Tile<128, 32, 2>(), Fp32Tile<128, 16, 1>());
     }
 }
 static bool takes(DType t, int64_t D) {
