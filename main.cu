@@ -388,8 +388,9 @@ int main(int argc, char** argv) {
         Options o;
         exit_code = parse_options(command, words, o) ? command.run(o) : 0;
     } catch (const Failure& failure) {
-        note("%s: %s", who.c_str(), failure.what());
         exit_code = failure.exit_code;
+        // Whoever closed the pipe has read enough: we end as others do, without a word.
+        if (exit_code != 128 + SIGPIPE) { note("%s: %s", who.c_str(), failure.what()); }
     } catch (const std::exception& e) { note("%s: %s", who.c_str(), e.what()); }
     // Whoever started us sees the signal that ended us. A rank's launcher reads the code.
     if (exit_code > 128 && !is_rank()) {
