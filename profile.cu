@@ -45,7 +45,7 @@ static std::vector<TracedWork> work_of_ranges(const Trace& trace) {
     return work;
 }
 
-struct Launches {  // of a kernel, in a range
+struct Launches {  // of a kernel
     std::string kernel, path;
     std::vector<double> ns;
 };
@@ -53,17 +53,18 @@ using Kernels = std::vector<Launches>;
 
 static Kernels kernels_of(const Trace& trace) {
     const std::vector<std::string> paths = range_paths(trace);
-    std::map<std::pair<std::string, std::string>, std::vector<double>> found;
-    for (const TracedWork& w : trace.work) {
-        if (w.range >= 0) { found[{short_kernel_name(w.name), paths[w.range]}].push_back((double)(w.end - w.start)); }
-    }
     Kernels all;
-    for (const auto& [key, ns] : found) { all.push_back({key.first, key.second, ns}); }
+    for (const TracedWork& w : trace.work) {
+        if (w.range >= 0) { all.push_back({short_kernel_name(w.name), paths[w.range], {double(w.end - w.start)}}); }
+    }
     return all;
 }
-static double total(const Launches& l) { return std::accumulate(l.ns.begin(), l.ns.end(), 0.0); }
-static double total(const Kernels& all) {
-    return std::accumulate(all.begin(), all.end(), 0.0, [](double ns, auto& l) { return ns + total(l); });
+static double total(const Kernels& all) {  // ns
+    double sum = 0;
+    for (const Launches& l : all) {
+        for (double ns : l.ns) { sum += ns; }
+    }
+    return sum;
 }
 // Those in a range, or outside of it. With a matrix product's are those that cuBLAS clears or copies with before it.
 static Kernels in(const Kernels& all, const char* range, bool wanted = true) {
@@ -83,7 +84,7 @@ static Kernels grouped(const Kernels& all, const std::function<std::string(const
     }
     Kernels sorted;
     for (auto& [name, ns] : groups) { sorted.push_back({name, "", ns}); }
-    std::stable_sort(sorted.begin(), sorted.end(), [](auto& a, auto& b) { return total(a) > total(b); });
+    std::stable_sort(sorted.begin(), sorted.end(), [](auto& a, auto& b) { return total({a}) > total({b}); });
     return sorted;
 }
 static Kernels by_name(const Kernels& all) {
@@ -96,7 +97,9 @@ static Kernels by_name(const Kernels& all) {
 void write_trace(const std::string& path, const std::vector<Trace>& traces, const std::string& caption,
                  const Communicator& c) {
     std::vector<std::string> events;
-    auto quoted = [](const std::string& text) { return Json(text).dump(); };
+    auto quoted = [](const std::string& text) {  // a byte that is no UTF-8 becomes U+FFFD
+        return Json(text).dump(-1, ' ', false, Json::error_handler_t::replace);
+    };
     auto name = [&](const char* what, int row, const std::string& text) {
         events.push_back(strprintf(R"({"ph":"M","name":"%s","pid":%d,"tid":%d,"args":{"name":%s}})", what, c.rank, row,
                                    quoted(text).c_str()));
@@ -147,12 +150,12 @@ struct ProfileRun {  // of one size and length
     ModelConfig config;
     int B, T, passes;  // passes: in a trace
     ProfiledPhase forward{}, step{};
-    double in_trace = NAN;        // ms of a forward
-    std::string no_kernels = "";  // why none were traced
+    Stats in_trace = stats_of({NAN});  // ms of a forward; NAN: none was traced
+    std::string no_kernels = "";       // why none were traced
 };
 
-// The trace's forward of median length, without the first: from its first kernel's start to its last one's end.
-static double forward_in_trace(const Trace& trace) {
+// The trace's forwards without the first, in ms: each from its first kernel's start to its last one's end.
+static Stats forward_in_trace(const Trace& trace) {
     std::map<int, std::pair<int64_t, int64_t>> passes;  // by their outermost range: start, end
     for (const TracedWork& w : trace.work) {            // by start
         int outer = w.range;
@@ -163,7 +166,7 @@ static double forward_in_trace(const Trace& trace) {
     passes.erase(-1);
     std::vector<double> ms;
     for (const auto& [range, p] : passes) { ms.push_back((p.second - p.first) / 1e6); }
-    return ms.size() < 2 ? NAN : stats_of({ms.begin() + 1, ms.end()}).median;
+    return ms.size() < 2 ? stats_of({NAN}) : stats_of({ms.begin() + 1, ms.end()});
 }
 
 static void profile_phase(ProfileRun& r, Phase phase, const Options& o, std::vector<Trace>& traces) {
@@ -184,7 +187,10 @@ static void profile_phase(ProfileRun& r, Phase phase, const Options& o, std::vec
         if (!o.trace.empty()) { traces.push_back(trace); }
         if (context.device == CPU) { trace.work = work_of_ranges(trace); }
         p.kernels = kernels_of(trace);
-        if (phase == FORWARD) { r.in_trace = forward_in_trace(trace), r.no_kernels = trace.no_kernels; }
+        if (phase == FORWARD) {
+            r.in_trace = forward_in_trace(trace);
+            r.no_kernels = trace.no_kernels;
+        }
     });
 }
 
@@ -194,45 +200,51 @@ static double ms_of(const ProfileRun& r, const Kernels& all) {  // per pass; NAN
 static std::string where(const ProfileRun& r) {
     return strprintf("%s at context length %d", r.config.name.c_str(), r.T);
 }
-// A kernel's name without what many share, cut so that its table stays within 120 columns.
-static std::string brief(std::string name) {
+
+// A kernel's name as a cell: in csv all of it; else 25 characters, so that its table stays within 120 columns, from
+// behind what many names begin with. They stand so in the whole name: a search for them finds it.
+static std::string name_cell(std::string name) {
     constexpr size_t MOST = 25;
-    for (const char* common :
-         {"cutlass::Kernel2<", "cutlass_80_simt_", "sm80_xmma_", "f32f32_f32f32_f32_", "bf16bf16_bf16f32_f32_",
-          "tilesize", "_align1", "for_each_kernel<", ", float", "_kernel"}) {
+    if (context.csv) { return name; }
+    for (const char* common : {"for_each_kernel<Elementwise<", "for_each_kernel<", "cutlass::Kernel2<cutlass_80_",
+                               "sm80_xmma_", "f32f32_f32f32_f32_", "bf16bf16_bf16f32_f32_"}) {
         const size_t at = name.find(common);
-        if (at != std::string::npos) { name.erase(at, strlen(common)); }
+        if (at != std::string::npos) { name.erase(0, at + strlen(common)); }
     }
-    return "`" + (name.size() > MOST ? name.substr(0, MOST - 2) + ".." : name) + "`";
+    return "`" + name.substr(0, MOST) + "`";
 }
 
+// How often a kernel runs in one of the passes.
+static double per_pass(const Launches& l, int passes) { return (double)l.ns.size() / passes; }
+
 static void print_times(const std::vector<ProfileRun>& runs, const std::string& caption) {
-    Table t{"nsys_profile (a): medians; 'trace': forward from its first kernel to its last; " + caption,
+    Table t{"nsys_profile (a): means; 'trace': forward from its first start to its last end there; " + caption,
             {"size", "S", "forward ms", "std", "trace ms", "difference %", "step ms", "std"}};
     for (const ProfileRun& r : runs) {
-        auto median = [](const ProfiledPhase& p) { return p.oom ? oom_cell(p.oom) : strprintf("%.3f", p.ms.median); };
+        auto mean = [](const ProfiledPhase& p) { return p.oom ? oom_cell(p.oom) : strprintf("%.3f", p.ms.mean); };
         auto std = [](const ProfiledPhase& p) { return p.oom ? "" : deviation(p.ms, "%.3f"); };
-        t.row(r.config.name, r.T, median(r.forward), std(r.forward), r.in_trace,
-              100 * (r.in_trace / r.forward.ms.median - 1), median(r.step), std(r.step));
+
+        t.row(r.config.name, r.T, mean(r.forward), std(r.forward), r.in_trace.mean,
+              100 * (r.in_trace.mean / r.forward.ms.mean - 1), mean(r.step), std(r.step));
     }
     print(t);
 }
 static void print_top_kernels(const std::vector<ProfileRun>& runs, const std::string& caption) {
-    Table t{"nsys_profile (b): the kernel with the most time, and its launches per pass; " + caption,
-            {"size", "S", "phase", "%", "launches", "kernel"}};
+    Table t{"nsys_profile (b): what takes the most time; " + caption,
+            {"size", "S", "phase", "%", "times per pass", "name"}};
     for (const ProfileRun& r : runs) {
         for (auto& [phase, all] : {std::make_pair("forward", r.forward.kernels),
                                    {"forward+backward", in(r.step.kernels, "optimizer", false)}}) {
             if (all.empty()) { continue; }
             const Launches top = by_name(all)[0];
-            t.row(r.config.name, r.T, phase, strprintf("%.1f", share({top}, all)), (double)top.ns.size() / r.passes,
-                  brief(top.kernel));
+            t.row(r.config.name, r.T, phase, strprintf("%.1f", share({top}, all)), per_pass(top, r.passes),
+                  name_cell(top.kernel));
         }
     }
     print(t);
 }
 static void print_shares(const std::vector<ProfileRun>& runs, const std::string& caption) {
-    Table t{"nsys_profile (c), (d), (e): matrix products and other parts, % of forward's kernels; " + caption,
+    Table t{"nsys_profile (c), (d), (e): matrix products and other parts, % of forward's time; " + caption,
             {"size", "S", "matmul", "softmax", "rope", "swiglu", "rmsnorm", "step: matmul", "AdamW ms", "softmax ms",
              "products ms"}};
     for (const ProfileRun& r : runs) {
@@ -250,59 +262,63 @@ static void print_shares(const std::vector<ProfileRun>& runs, const std::string&
 static std::string with_unit(double ns) {  // as nsys prints times: a unit in each cell
     return ns >= 1e6 ? strprintf("%.2f ms", ns / 1e6) : strprintf("%.2f μs", ns / 1e3);
 }
-static void print_summary(const Kernels& all, const std::string& caption) {
+// Time of all passes, but totals and instances of one.
+static void print_summary(const Kernels& all, int passes, const std::string& caption) {
     const Kernels kernels = by_name(all);
     const size_t rows = std::min<size_t>(10, kernels.size());
-    Table t{strprintf("kernel summary: the first %zu of %zu kernels; %s", rows, kernels.size(), caption.c_str()),
+    Table t{strprintf("summary: the first %zu of %zu names; %s", rows, kernels.size(), caption.c_str()),
             {"Time", "Total Time", "Instances", "Avg", "Med", "Min", "Max", "StdDev", "Name"}};
     for (size_t i = 0; i < rows; i++) {
         const Stats ns = stats_of(kernels[i].ns);
-        t.row(strprintf("%.1f%%", 100 * total(kernels[i]) / total(all)), with_unit(total(kernels[i])), ns.n,
-              with_unit(ns.mean), with_unit(ns.median), with_unit(ns.min), with_unit(ns.max), with_unit(ns.std),
-              brief(kernels[i].kernel));
+        t.row(strprintf("%.1f%%", share({kernels[i]}, all)), with_unit(total({kernels[i]}) / passes),
+              strprintf("%g", per_pass(kernels[i], passes)), with_unit(ns.mean), with_unit(ns.median),
+              with_unit(ns.min), with_unit(ns.max), with_unit(ns.std), name_cell(kernels[i].kernel));
     }
     print(t);
 }
 
 static void answer_times(const ProfileRun& r) {
-    if (std::isnan(r.in_trace)) {
-        return answer("a", "Forward takes %.1f ms by the clock; no kernels were traced: %s (%s).", r.forward.ms.median,
+    const double clock = r.forward.ms.mean, traced = r.in_trace.mean;
+    if (std::isnan(traced)) {
+        return answer("a", "Forward takes %.1f ms by the clock; no kernels were traced: %s (%s).", clock,
                       r.no_kernels.c_str(), where(r).c_str());
     }
-    const double difference = 100 * (r.in_trace / r.forward.ms.median - 1);
-    const double noise = 100 * r.forward.ms.std / r.forward.ms.median;
-    answer("a", "Forward takes %.1f ms by the clock and %.1f ms in the trace (%s): they %s (%+.1f %%).",
-           r.forward.ms.median, r.in_trace, where(r).c_str(),
-           std::fabs(difference) <= std::max(5.0, noise) ? "match" : "differ", difference);
+    const char* within = level(r.forward.ms, r.in_trace);
+    answer("a", "Forward takes %.1f ms by the clock and %.1f ms in the trace (%s). They %s (%+.1f %%).", clock, traced,
+           where(r).c_str(), within ? strprintf("match %s", within).c_str() : "differ", 100 * (traced / clock - 1));
 }
 
 // Of the kernel with the most time: "`gemm` (40.2 %, 97 times per pass)"
 static std::string about_first(const Kernels& all, int passes) {
     const Launches top = by_name(all)[0];
     return strprintf("`%s` (%.1f %%, %s per pass)", top.kernel.c_str(), share({top}, all),
-                     counted(strprintf("%g", (double)top.ns.size() / passes), "time").c_str());
+                     counted(strprintf("%g", per_pass(top, passes)), "time").c_str());
 }
 static void answer_top_kernel(const ProfileRun& r) {
     const Kernels &forward = r.forward.kernels, both = in(r.step.kernels, "optimizer", false);
-    answer("b", "The kernel with the most time in forward is %s; %s.", about_first(forward, r.passes).c_str(),
-           where(r).c_str());
+    answer("b", "In forward %s takes the most time; %s.", about_first(forward, r.passes).c_str(), where(r).c_str());
     if (both.empty()) { return; }
-    answer("b", "With backward it is %s one, %s.",
-           by_name(both)[0].kernel == by_name(forward)[0].kernel ? "the same" : "another",
+    answer("b", "With backward it is %s, %s.",
+           by_name(both)[0].kernel == by_name(forward)[0].kernel ? "the same" : "another one",
            about_first(both, r.passes).c_str());
 }
 
+// What is neither matrix product nor AdamW; and the four parts of the model, each by its innermost range, to which most
+// of that goes: "softmax (4.2 %), rope (2.9 %) and swiglu (2.2 %)".
+static Kernels others_in(const Kernels& all) { return in(in(all, "matmul", false), "optimizer", false); }
+static std::string largest_others(const Kernels& all) {
+    std::vector<std::string> parts;
+    for (const Launches& l : grouped(others_in(all), [](auto& l) { return l.path.substr(l.path.rfind('/') + 1); })) {
+        if (parts.size() == 4) { break; }
+        parts.push_back(strprintf("%s (%.1f %%)", l.kernel.c_str(), share({l}, all)));
+    }
+    return list_of(parts);
+}
 static void answer_shares(const ProfileRun& r) {
     const Kernels &forward = r.forward.kernels, &step = r.step.kernels;
-    std::vector<std::string> others;  // by the part of the model
-    for (const Launches& l :
-         grouped(in(forward, "matmul", false), [](auto& l) { return l.path.substr(l.path.rfind('/') + 1); })) {
-        if (others.size() == 4) { break; }
-        others.push_back(strprintf("%s (%.1f %%)", l.kernel.c_str(), share({l}, forward)));
-    }
     const double in_forward = share(in(forward, "matmul"), forward);
     answer("c", "Of forward's time %.1f %% goes to matrix products (%s). Of the rest most goes to %s.", in_forward,
-           where(r).c_str(), list_of(others).c_str());
+           where(r).c_str(), largest_others(forward).c_str());
     if (step.empty()) { return; }
     const double in_step = share(in(step, "matmul"), step);
     answer("d", "From forward to a whole step the share of matrix products %s from %.1f to %.1f %% (%s).",
@@ -310,6 +326,8 @@ static void answer_shares(const ProfileRun& r) {
     const Kernels adamw = in(step, "optimizer");
     answer("d", "AdamW has no matrix products and takes %.1f of the traced step's %.1f ms (%.1f %%).", ms_of(r, adamw),
            ms_of(r, step), share(adamw, step));
+    answer("d", "The other parts have %.1f %% of forward and %.1f %% of the step; there most goes to %s.",
+           share(others_in(forward), forward), share(others_in(step), step), largest_others(step).c_str());
 }
 
 // FLOPs as the handout counts them: softmax 5 per entry of S (maximum, subtract, exp, sum, divide), the two products 2
@@ -318,9 +336,9 @@ static void answer_softmax(const ProfileRun& r) {
     const Kernels attention = in(r.forward.kernels, "attention");
     const double softmax = ms_of(r, in(attention, "softmax")), products = ms_of(r, in(attention, "matmul"));
     const double D = (double)r.config.d_model / r.config.num_heads, flops = 4 * D / 5, times = softmax / products;
+
     if (std::isnan(times)) {
-        return answer("e",
-                      "Softmax and both products are one kernel here (%.2f ms per forward); mode eager parts them.",
+        return answer("e", "Softmax and both products are not apart here (%.2f ms per forward); mode eager parts them.",
                       ms_of(r, attention));
     }
     answer("e",
@@ -348,21 +366,34 @@ static void answer_nsys_profile(const ProfileRun& r) {
     if (!r.forward.kernels.empty()) { answer_top_kernel(r), answer_shares(r), answer_softmax(r); }
 }
 static void print_profile(const std::vector<ProfileRun>& runs, const Options& o) {
-    const char* how = context.device == CPU ? "; no kernels on a CPU: ranges of operations, timed by the clock" : "";
-    const std::string setting = strprintf("precision %s, mode %s", name_of(context.precision), name_of(context.mode));
-    print_times(runs, setting + strprintf(", batch %d, warmup %d, steps %d; S: context length%s", o.batch_size,
-                                          o.warmup[0], o.steps, how));
+    const std::string setting = strprintf("%s; precision %s, mode %s",
+                                          context.device == CPU ? "ranges of operations by the CPU's clock" : "kernels",
+                                          name_of(context.precision), name_of(context.mode));
+    print_times(runs, setting + strprintf(", batch %d, warmup %d, steps %d; S: context length", o.batch_size,
+                                          o.warmup[0], o.steps));
     const std::vector<const ProfileRun*> all = answered(runs, o.edition == "2026");  // which wants each profile
     if (all.empty()) { fail("nsys_profile: no forward fits into memory"); }
     const ProfileRun& last = *all.back();
     if (!last.forward.kernels.empty()) {
         print_top_kernels(runs, setting);
         print_shares(runs, setting);
-        const std::string what = strprintf(" of %s, %d passes; %s", where(last).c_str(), last.passes, setting.c_str());
-        print_summary(last.forward.kernels, "forward" + what);
-        if (!last.step.kernels.empty()) { print_summary(last.step.kernels, "a step" + what); }
+        const std::string what = strprintf(" of %s; Total Time and Instances: of one pass, the mean of %d; %s",
+                                           where(last).c_str(), last.passes, setting.c_str());
+        print_summary(last.forward.kernels, last.passes, "forward" + what);
+        if (!last.step.kernels.empty()) { print_summary(last.step.kernels, last.passes, "a step" + what); }
     }
     for (const ProfileRun* r : all) { answer_nsys_profile(*r); }
+}
+
+// The handout's "longest that fits": the longest power of two above 512 whose step is predicted to need no more bytes
+// than `room`; where there is none, whose forward does; where there is none either, 512.
+static int longest_that_fits(const ModelConfig& c, int B, size_t room) {
+    int T = 512;
+    for (Phase phase : {STEP, FORWARD}) {
+        while (predicted_peak(c, B, 2 * T, phase) <= room) { T *= 2; }
+        if (T > 512) { break; }
+    }
+    return T;
 }
 
 int cmd_nsys_profile(const Options& o) {
@@ -374,15 +405,19 @@ int cmd_nsys_profile(const Options& o) {
     std::vector<Trace> traces;
     std::vector<ProfileRun> runs;
     for (const ModelConfig& c : configs) {
-        for (int T : o.context_lengths) {
+        std::set<int> lengths(o.context_lengths.begin(), o.context_lengths.end());
+        if (o.edition == "2026" && !o.quick && !o.has("context_length")) {
+            lengths.insert(longest_that_fits(c, o.batch_size, available_memory(context.device)));
+        }
+        for (int T : lengths) {
             runs.push_back({c, o.batch_size, T, o.steps + 1});
             for (Phase phase : {FORWARD, STEP}) { profile_phase(runs.back(), phase, o, traces); }
         }
     }
-    print_profile(runs, o);
-    if (!o.trace.empty()) {
-        write_trace(o.trace, traces, strprintf("cs336 %s; %s", join(o.command_line, " ").c_str(), origin().c_str()));
+    if (!o.trace.empty()) {  // first: whoever reads the tables may close the pipe
+        write_trace(o.trace, traces, "cs336 " + join(o.command_line, " ") + "; " + origin());
     }
+    print_profile(runs, o);
     return 0;
 }
 
@@ -466,15 +501,22 @@ struct MemoryRun {  // one size and length, in one precision
     Precision precision;
     int B, T;
     PhaseMemory forward{}, step{};
+    std::string peak_in = "";                    // the range of forward's peak
     size_t largest = 0;                          // allocation of forward, bytes
     std::map<std::string, int> largest_by = {};  // whose they are, and how many
     BlockMemory block{};
 };
 using MemoryRuns = std::vector<MemoryRun>;
 
-// Without what was there before.
-static void find_largest(MemoryRun& r, const std::vector<MemoryEvent>& log) {
+// Forward's peak and its largest allocation, without what was there before.
+static void read_forward(MemoryRun& r, const std::vector<MemoryEvent>& log) {
+    size_t now = 0, peak = 0;
     for (const MemoryEvent& e : log) {
+        now += e.is_alloc ? e.bytes : -e.bytes;
+        if (now > peak) {
+            peak = now;
+            r.peak_in = path_of(e);
+        }
         if (!e.is_alloc || e.ms == 0 || e.bytes < r.largest) { continue; }
         if (e.bytes > r.largest) { r.largest = e.bytes, r.largest_by.clear(); }
         r.largest_by[strprintf("%s (%s:%d)", op_of(e).c_str(), basename(e.at.file), e.at.line)]++;
@@ -537,7 +579,7 @@ static MemoryRun profile_memory(const ModelConfig& c, Precision precision, int B
             run_phase(phase, model, batch, scaler);
             const std::vector<MemoryEvent> log = stop_memory_log();
             m.use = memory_use(context.device);
-            if (phase == FORWARD) { find_largest(r, log); }
+            if (phase == FORWARD) { read_forward(r, log); }
             if (folder.empty()) { return; }
             save_file(strprintf("%s/snapshot_%s_%s_%d_%s.pickle", folder.c_str(), name_of(phase),
                                 c.name.substr(0, c.name.find(" (")).c_str(), T, name_of(precision)),
@@ -549,13 +591,10 @@ static MemoryRun profile_memory(const ModelConfig& c, Precision precision, int B
     return r;
 }
 
-static std::string mib(double bytes) { return strprintf("%.1f", bytes / 1048576); }
-static std::string gib(double bytes) { return strprintf("%.1f GiB", bytes / 1073741824.0); }
-
 static void print_peaks(const MemoryRuns& runs, const std::string& caption) {
     Table t{"memory_profiling (b), (c): " + caption,
             {"context length", "precision", "forward peak MiB", "full step peak MiB"}};
-    auto peak = [](const PhaseMemory& m) { return m.oom ? oom_cell(m.oom) : mib(m.use.peak); };
+    auto peak = [](const PhaseMemory& m) { return m.oom ? oom_cell(m.oom) : strprintf("%.1f", mib_of(m.use.peak)); };
     for (const MemoryRun& r : runs) { t.row(r.T, r.precision, peak(r.forward), peak(r.step)); }
     print(t);
 }
@@ -568,21 +607,32 @@ static const MemoryRun* longest(const MemoryRuns& runs, PhaseMemory MemoryRun::*
     }
     return found;
 }
-static void answer_peaks(const MemoryRun& r, bool step_ran) {
+static void answer_forward(const MemoryRun& r) {
     const size_t* by = r.forward.use.peak_by;
     answer("a",
-           "Forward alone is flat: above the weights (%s MiB%s) it has one equal peak per layer, %s MiB at context "
-           "length %d, because nothing is kept for backward.",
-           mib(by[PARAMETERS]).c_str(), by[WEIGHT_COPIES] ? " and their growing 16-bit copies" : "",
-           mib(by[ACTIVATIONS]).c_str(), r.T);
-    if (step_ran) {
-        answer("a",
-               "A step's stages can be told apart: memory climbs through forward, falls layer by layer in backward "
-               "while the gradients grow, and is nearly flat in the optimizer.");
+           "Forward alone keeps nothing for backward: above the weights (%.1f MiB%s) it has %s, %.1f MiB at context "
+           "length %d.",
+           mib_of(by[PARAMETERS]), by[WEIGHT_COPIES] ? " and their growing 16-bit copies" : "",
+           passes(r.peak_in, "layer") ? "one equal peak per layer" : ("one peak, in " + r.peak_in).c_str(),
+           mib_of(by[ACTIVATIONS]), r.T);
+}
+static void answer_stages(const MemoryRuns& runs) {
+    std::vector<std::string> changes;
+    for (const MemoryRun& r : runs) {
+        if (r.precision != runs[0].precision || r.block.oom) { continue; }
+        changes.push_back(strprintf("%+.1f MiB in forward, %+.1f in backward (%d tokens)", mib_of(r.block.bytes),
+                                    mib_of(r.block.change), r.T));
     }
-    answer("b", "At context length %d forward's peak is %s; a step %s (%s, %s).", r.T, gib(r.forward.use.peak).c_str(),
-           r.step.oom ? ("would need " + gib(r.step.oom) + ", which is not there").c_str()
-                      : ("has " + gib(r.step.use.peak)).c_str(),
+    if (!changes.empty()) {
+        answer("a",
+               "A step changes memory per block by %s. In backward a block's activations go and its gradients come.",
+               list_of(changes).c_str());
+    }
+}
+static void answer_peaks(const MemoryRun& r) {
+    const size_t step = r.step.oom ? r.step.oom : r.step.use.peak;
+    answer("b", "At context length %d forward's peak is %.1f GiB; a step's %s %.1f GiB (%s, %s).", r.T,
+           mib_of(r.forward.use.peak) / 1024, r.step.oom ? "does not fit with" : "is", mib_of(step) / 1024,
            r.config.name.c_str(), name_of(r.precision));
 }
 static void answer_precision(const MemoryRuns& runs, const char* what, PhaseMemory MemoryRun::*phase) {
@@ -590,13 +640,27 @@ static void answer_precision(const MemoryRuns& runs, const char* what, PhaseMemo
     for (const MemoryRun& low : runs) {
         if (!high || low.T != high->T || low.precision == high->precision || (low.*phase).oom) { continue; }
         const MemoryUse &from = (high->*phase).use, &to = (low.*phase).use;
-        auto change = [&](Category c) { return ((double)to.peak_by[c] - (double)from.peak_by[c]) / 1048576; };
-        answer("c",
-               "%s's peak changes by %+.1f %% from %s to %s (context length %d). The weights' copies take %s MiB, "
-               "activations change by %+.1f MiB and gradients by %+.1f.",
-               what, 100 * ((double)to.peak / from.peak - 1), name_of(high->precision), name_of(low.precision), low.T,
-               mib(to.peak_by[WEIGHT_COPIES]).c_str(), change(ACTIVATIONS), change(GRADIENTS));
+        const double all = (double)to.peak - from.peak;
+        const double copies = (double)to.peak_by[WEIGHT_COPIES] - from.peak_by[WEIGHT_COPIES];
+        answer(
+            "c",
+            "%s's peak changes by %+.1f %% from %s to %s (context length %d): 16-bit copies of weights by %+.1f MiB, "
+            "and all else by %+.1f MiB.",
+            what, 100 * all / from.peak, name_of(high->precision), name_of(low.precision), low.T, mib_of(copies),
+            mib_of(all - copies));
     }
+}
+// (d) Of each length, and of 512, which 2026's handout means where it names none.
+static void answer_residual(const MemoryRuns& runs) {
+    std::set<int> lengths = {512};
+    for (const MemoryRun& r : runs) { lengths.insert(r.T); }
+
+    const int B = runs[0].B, C = runs[0].config.d_model;
+    std::vector<std::string> each;
+    for (int T : lengths) {
+        each.push_back(strprintf("%d x %d x %d x 4 / 1024^2 = %.1f MiB", B, T, C, mib_of(4.0 * B * T * C)));
+    }
+    answer("d", "batch x context length x d_model x 4 bytes = %s.", list_of(each).c_str());
 }
 static void answer_block(const MemoryRun& r) {
     const BlockMemory& m = r.block;
@@ -608,24 +672,26 @@ static void answer_block(const MemoryRun& r) {
     for (size_t i = 0; i < most.size() && i < 5; i++) {
         five.push_back(strprintf("%s %.1f %%", most[i].second.c_str(), 100.0 * most[i].first / m.bytes));
     }
-    answer("f", "One block saves %s MiB for backward (%s at context length %d, %s), most by %s.", mib(m.bytes).c_str(),
+    answer("f", "One block saves %.1f MiB for backward (%s at context length %d, %s), most by %s.", mib_of(m.bytes),
            r.config.name.c_str(), r.T, name_of(r.precision), list_of(five).c_str());
     answer("f",
            "Backward over the block frees that, but memory changes by %+.1f MiB. The difference is the gradients of "
-           "its parameters: %s MiB, and %s by the formula.",
-           m.change / 1048576.0, mib(m.gradients()).c_str(), mib(m.formula).c_str());
+           "its parameters: %.1f MiB, and %.1f by the formula.",
+           mib_of(m.change), mib_of(m.gradients()), mib_of(m.formula));
 }
 static void answer_memory_profiling(const MemoryRuns& runs) {
     const MemoryRun* r = longest(runs, &MemoryRun::forward);
     if (!r) { fail("memory_profiling: no forward fits into memory"); }
-    answer_peaks(*r, longest(runs, &MemoryRun::step));
-    answer_precision(runs, "Forward", &MemoryRun::forward), answer_precision(runs, "A step", &MemoryRun::step);
-    answer("d", "batch x context length x d_model x 4 bytes = %d x %d x %d x 4 / 1024^2 = %s MiB.", r->B, r->T,
-           r->config.d_model, mib((double)r->B * r->T * r->config.d_model * 4).c_str());
+    answer_forward(*r);
+    answer_stages(runs);
+    answer_peaks(*r);
+    answer_precision(runs, "Forward", &MemoryRun::forward);
+    answer_precision(runs, "A step", &MemoryRun::step);
+    answer_residual(runs);
     std::vector<std::string> all;
     for (const auto& [by, times] : r->largest_by) { all.push_back(strprintf("%d by %s", times, by.c_str())); }
-    answer("e", "Forward's largest allocations have %s MiB each (context length %d): %s.", mib(r->largest).c_str(),
-           r->T, list_of(all).c_str());
+    answer("e", "Forward's largest allocations have %.1f MiB each (context length %d): %s.", mib_of(r->largest), r->T,
+           list_of(all).c_str());
     answer_block(*r);
 }
 

@@ -14,7 +14,7 @@ static void write_block(const std::string& block) {  // blocks are parted by an 
     is_first = false;
     signal(SIGPIPE, SIG_IGN);  // or a closed pipe would kill us before fwrite could tell
     if (fwrite(text.data(), 1, text.size(), stdout) != text.size() || fflush(stdout) != 0) {
-        fail("cannot write to stdout: %s", strerror(errno));
+        throw Failure(errno == EPIPE ? 128 + SIGPIPE : 1, strprintf("cannot write to stdout: %s", strerror(errno)));
     }
 }
 

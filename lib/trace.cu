@@ -27,10 +27,11 @@ static Trace trace;
 static int first_range = 0;
 static thread_local int innermost_traced = -1;
 
-// system_clock is CLOCK_REALTIME, which CUPTI uses, too.
+// The clock never goes back: it is the monotonic one, set once to the time since 1970.
 static int64_t epoch_ns() {
-    auto now = std::chrono::system_clock::now().time_since_epoch();
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+    using namespace std::chrono;
+    static const auto start = system_clock::now() - steady_clock::now().time_since_epoch();
+    return nanoseconds(start.time_since_epoch() + steady_clock::now().time_since_epoch()).count();
 }
 static int in_this_trace(int range) { return range >= first_range ? range - first_range : -1; }
 

@@ -261,7 +261,7 @@ def times_of(size, length):
 
 def memory(paths, name, same_as=""):
     """A snapshot has the order of allocations, but no times: the host runs ahead of a GPU, and a prediction computes
-    nothing. So the phases' widths are nsys_profile's times, at the size `same_as`; without them x has no unit."""
+    nothing. So only the phases' widths are times, nsys_profile's, at the size `same_as`; without them x has no unit."""
     rows, columns = (len(paths) + 1) // 2, min(len(paths), 2)
     figure, axes = plt.subplots(rows, columns, figsize=(10, 4.4 * rows), width_ratios=[2, 3][-columns:], squeeze=False,
                                 layout="constrained")
@@ -307,7 +307,7 @@ def memory(paths, name, same_as=""):
         axis.set_title(f"{kind}, S {length}: peak {peak:.1f} {unit}", pad=26)
         axis.locator_params(axis="y", nbins=6)
         axis.set(xlim=(0, start), ylim=(bottom, peak + (peak - bottom) * 0.05), ylabel=unit,
-                 xlabel="ms from its start" if measured else "in order, not timed")
+                 xlabel="ms; within a phase by allocation" if measured else "in order, not timed")
         if not measured: axis.set_xticks([])
     order = [c for c in CATEGORIES if c in shown]
     save(figure, name, f"{size}, {precision}", ([shown[c] for c in order], order))

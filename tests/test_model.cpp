@@ -817,7 +817,7 @@ TEST_CASE("train: where nobody reads the rows the run has saved") {
     const std::string save = folder / "piped";
     Run r =
         run_shell("timeout 100 " + program() + " train --data LICENSE --device cpu --quick --save " + save + " | true");
-    CHECK(has(r.out, "cannot write to stdout: Broken pipe"));
+    CHECK(!has(r.out, "Broken pipe"));
     CHECK(number_in(save, STEPS) == 20);
 }
 

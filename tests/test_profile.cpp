@@ -7,6 +7,8 @@
 #include <sstream>
 #include <thread>
 
+#include <sys/syscall.h>
+
 static Run run_words(const std::string& words) {  // of the program, parted by blanks
     std::istringstream text(words);
     return run_cs336({std::istream_iterator<std::string>(text), {}});
@@ -120,10 +122,10 @@ TEST_CASE("profile: kernels of made-up records") {
     context.device = CUDA;
     Trace trace = made_up_trace();
     const Kernels all = kernels_of(trace), kernels = by_name(all);
-    REQUIRE(all.size() == 3);  // the copy is in no range
+    REQUIRE(all.size() == 4);  // the copy is in no range
     REQUIRE(kernels.size() == 2);
     CHECK(kernels[0].kernel == "softmax_kernel<float>");
-    CHECK(total(kernels[0]) == 140);
+    CHECK(total({kernels[0]}) == 140);
     CHECK(stats_of(kernels[0].ns).std == doctest::Approx(15.2752523));
     CHECK(total(in(all, "forward")) == 180);
     CHECK(in(all, "forw").empty());  // whole names only
@@ -132,7 +134,7 @@ TEST_CASE("profile: kernels of made-up records") {
     trace.ranges = {{"forward", -1, -1, 1, 0, 9}, {"forward", -1, -1, 1, 10, 99}, {"x", 1, -1, 1, 11, 98}};
     trace.work.resize(3);
     for (int i : {0, 1, 2}) { trace.work[i].range = i, trace.work[i].start = 20 * i, trace.work[i].end = 20 * i + 5; }
-    CHECK(forward_in_trace(trace) == 25e-6);  // the second, since the first is left out: from 20 to 45
+    CHECK(forward_in_trace(trace).mean == 25e-6);  // the second, since the first is left out: from 20 to 45
 }
 
 TEST_CASE("profile: kernel names") {
@@ -140,8 +142,22 @@ TEST_CASE("profile: kernel names") {
     CHECK(short_kernel_name("void (anonymous namespace)::g(int)") == "g");
     CHECK(short_kernel_name("adamw_kernel(long)") == "adamw_kernel");
     CHECK(short_kernel_name("nvjet_x") == "nvjet_x");
-    CHECK(brief("cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>") == "`sgemm_256x128_8x4_nn>`");
-    CHECK(brief("for_each_kernel<Elementwise<2, 4, float, Mul> >") == "`Elementwise<2, 4, Mul> >`");
+    for (const std::string& name :
+         {std::string("for_each_kernel<Elementwise<2, 4, float, Mul> >"),
+          std::string("cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>"),
+          std::string("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1"),
+          std::string("reduce_rows_kernel<Sum>")}) {
+        begin_on(CPU);
+        const std::string cell = name_cell(name);
+        CAPTURE(cell);
+        CHECK((cell.size() > 2 && cell.size() <= 27 && cell.front() == '`' && cell.back() == '`'));
+        CHECK(has(name, cell.substr(1, cell.size() - 2)));  // a search for it finds the name
+        context.csv = true;
+        CHECK(name_cell(name) == name);
+    }
+    begin_on(CPU);
+    CHECK(name_cell("for_each_kernel<Elementwise<2, 4, float, Mul> >") == "`2, 4, float, Mul> >`");
+    CHECK(name_cell("cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>") == "`simt_sgemm_256x128_8x4_nn`");
 }
 
 static const char* const check_trace = R"(
@@ -177,6 +193,32 @@ TEST_CASE("profile: a trace file is JSON whose slices nest") {
         CHECK_MESSAGE(has(text, part), text);
     }
     CHECK_THROWS_AS(write_trace("/no/such/folder/trace.json", {}, ""), Failure);
+
+    Trace trace = made_up_trace();
+    trace.ranges[0].name = "not \xe4 UTF-8";
+    write_trace(file, {trace}, "--trace a\xff.json");
+    CHECK(has(python(check_trace, file), "--trace a\\ufffd.json"));
+}
+
+// The clock of the system, set back by so many seconds; the monotonic one as it is.
+static int64_t set_back = 0;
+extern "C" int clock_gettime(clockid_t clock, timespec* now) noexcept {
+    const long result = syscall(SYS_clock_gettime, clock, now);
+    if (clock == CLOCK_REALTIME) { now->tv_sec -= set_back; }
+    return (int)result;
+}
+TEST_CASE("profile: ranges go forward where the system's clock is set back") {
+    begin_on(CPU);
+    start_tracing();
+    {
+        Range range("forward");
+        set_back = 100;
+    }
+    const Trace trace = stop_tracing();
+    set_back = 0;
+    REQUIRE(trace.ranges.size() == 1);
+    CHECK(trace.ranges[0].end >= trace.ranges[0].start);
+    CHECK(trace.ranges[0].end - trace.ranges[0].start < 1000000000);
 }
 static const std::string TINY = " --device cpu --d_model 32 --num_layers 2 --num_heads 2 --d_ff 64 --vocab_size 50 ";
 TEST_CASE("profile: --trace of a command") {
@@ -189,17 +231,27 @@ TEST_CASE("profile: --trace of a command") {
         CHECK(has(text, strprintf("\"%s\"", range)));
     }
     CHECK(has(text, "cs336 nsys_profile --quick"));
+
+    r = run_shell("(" + program() + " nsys_profile --quick --trace " + folder / "piped.json" + TINY +
+                  "; echo exit $? >&2) | true");
+    CHECK(has(python(check_trace, folder / "piped.json"), "\"forward\""));  // written before the tables
+    CHECK(!has(r.out, "Broken pipe"));
+    CHECK(has(r.out, "exit 141"));
 }
 
 TEST_CASE("profile: nsys_profile on a tiny model") {
     Run r = run_words("nsys_profile --batch_size 2 --steps 2 --context_length 8,16" + TINY);
     REQUIRE_MESSAGE(r.exit_code == 0, r.err);
     for (const char* words :
-         {"|  Time | Total Time | Instances | Avg ", "mode eager", "of custom at context length 16, 3 passes; ",
+         {"|  Time | Total Time | Instances | Avg ", "mode eager",
+          "summary: the first 10 of 16 names; forward of custom at context length 16; Total Time and Instances: of one "
+          "pass, the mean of 3; ranges of operations by the CPU's clock; ",
           "It has 12.8 times fewer FLOPs (5 per score against 4 x 16)", "**(a)**", "**(b)**", "**(c)**", "**(d)**",
           "**(e)**"}) {
         CHECK_MESSAGE(has(r.out, words), words);
     }
+    CHECK(!has(r.out, "kernel"));  // a CPU runs none
+    CHECK(!has(r.out, "launches"));
     CHECK(run_words("nsys_profile --warmup 1,2 --device cpu").exit_code == 2);
     Run late = run_words("nsys_profile --device cpu --quick --mode flash --precision bf16");
     CHECK(late.exit_code == 2);
@@ -283,7 +335,7 @@ TEST_CASE("profile: beside another profiler ours is off, and says so") {
     unsetenv("NSYS_PROFILING_SESSION_ID");
     CHECK(r.exit_code == 0);
     CHECK(has(r.out, "no kernels were traced: nsys is attached"));
-    CHECK(!has(r.out, "kernel summary"));
+    CHECK(!has(r.out, "summary: "));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -454,6 +506,15 @@ TEST_CASE("memory_profiling: tables and files") {
     CHECK(has(r.err, "--out"));
 }
 
+TEST_CASE("memory_profiling: forward's peak is each layer's, or the logits'") {
+    begin_on(CPU);
+    Planning planning;
+    context.mode = EAGER;
+    ModelConfig c = {"tiny", 256, 1024, 2, 4, 1000};
+    CHECK(passes(profile_memory(c, FP32, 2, 64, 0, "").peak_in, "layer"));
+    c.vocab_size = 50257;
+    CHECK(profile_memory(c, FP32, 2, 64, 0, "").peak_in == "forward/lm_head");
+}
 static void check_as_planned(const MemoryRun& planned, const MemoryRun& run) {
     const bool copies = multiplies_copies(CPU, matmul_dtype(run.precision));  // in fp32, which a GPU's plan lacks
     CHECK((run.forward.use.peak == planned.forward.use.peak || copies));
@@ -511,7 +572,8 @@ static ProfileRun recorded() {
     const std::string xmma =
         "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4_alignc4_execute_"
         "kernel__5x_cublas";
-    r.forward.ms = stats_of({731.688}), r.step.ms = stats_of({2244.641}), r.in_trace = 731.049;
+    r.forward.ms = stats_of({731.688}), r.step.ms = stats_of({2244.641});
+    r.in_trace = stats_of({731.049});
     r.forward.kernels = {{xmma, "forward/layer/ffn/matmul", std::vector<double>(64, 292.5e6 / 64)},
                          {xmma, "forward/lm_head/matmul", ms(5)},
                          {"other", "forward/layer/projections/matmul", ms(295.9)},
@@ -536,15 +598,17 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
     ProfileRun r = recorded();
     check_said(
         said(r),
-        {"**(a)** Forward takes 731.7 ms by the clock and 731.0 ms in the trace (2.7B at context length 1024): they "
-         "match (-0.1 %).",
-         "kernel__5x_cublas` (43.1 %, 65 times per pass); 2.7B at",
+        {"**(a)** Forward takes 731.7 ms by the clock and 731.0 ms in the trace (2.7B at context length 1024). They "
+         "match within 0.5 %, a clock's drift (-0.1 %).",
+         "**(b)** In forward `sm80_xmma_gemm",
+         "kernel__5x_cublas` (43.1 %, 65 times per pass) takes the most time; 2.7B at",
          "**(b)** With backward it is another one, `nt` (86.9 %, 1 time per pass",
          "**(c)** Of forward's time 91.9 % goes to matrix products (2.7B at context length 1024). Of the rest "
          "most goes to "
          "softmax (5.5 %) and rope (2.5 %).",
          "**(d)** From forward to a whole step the share of matrix products falls from 91.9 to 82.9 %",
          "**(d)** AdamW has no matrix products and takes 101.9 of the traced step's 2231.9 ms (4.6 %).",
+         "**(d)** The other parts have 8.1 % of forward and 12.5 % of the step; there most goes to softmax (12.5 %).",
          "**(e)** Softmax takes 38.32 ms per forward and attention's two products 41.61 ms (2.7B at context length "
          "1024). It has 64 times fewer FLOPs (5 per score against 4 x 80), and each takes 58.9 times as long."});
     std::vector<ProfileRun> runs = {r, r, r,
@@ -558,16 +622,83 @@ TEST_CASE("answers profile: nsys_profile on an H200") {
     runs[0].step.oom = 1;
     CHECK(answered(runs, true) == Answered{&runs[1], &runs[2]});
 
-    r.in_trace = 1.074 * r.forward.ms.median, r.step.kernels[0].kernel = r.forward.kernels[0].kernel;
+    r.in_trace = stats_of({1.174 * r.forward.ms.mean}), r.step.kernels[0].kernel = r.forward.kernels[0].kernel;
     r.forward.kernels.erase(r.forward.kernels.begin() + 3);  // one kernel for all of attention
-    check_said(said(r), {"they differ (+7.4 %).", "With backward it is the same one, `sm80",
-                         "Softmax and both products are one kernel here (38.32 ms per forward)"});
+    check_said(said(r), {"They differ (+17.4 %).", "With backward it is the same, `sm80",
+                         "Softmax and both products are not apart here (38.32 ms per forward)"});
     r.step.kernels.clear(), r.step.oom = 1;
     CHECK(!has(said(r), "(d)"));
-    r.forward.kernels.clear(), r.no_kernels = "nsys is attached", r.in_trace = NAN;
+    r.forward.kernels.clear(), r.no_kernels = "nsys is attached", r.in_trace = stats_of({NAN});
     const std::string text = said(r);
     check_said(text, {"by the clock; no kernels were traced: nsys is attached (2.7B at context length 1024)."});
     CHECK(!has(text, "(b)"));
+}
+
+TEST_CASE("answers profile: clock and trace match within their noise only") {
+    begin_on(CPU);
+    ProfileRun r = recorded();
+    auto times = [&](const std::vector<double>& clock, const std::vector<double>& trace) {
+        r.forward.ms = stats_of(clock), r.in_trace = stats_of(trace);
+        return said(r);
+    };
+    CHECK(has(times({100, 101, 102, 103, 104}, {101, 102, 103, 104, 105}),
+              "They match within twice the standard error (+1.0 %)."));
+    CHECK(has(times({100, 100, 100, 100, 100}, {101, 101, 101, 101, 101}), "They differ (+1.0 %)."));
+    CHECK(has(times({100, 101, 100, 101, 100}, {55, 56, 55, 56, 55}), "They differ (-44.8 %)."));
+    CHECK(has(times({100, 120}, {105, 125}), "They match within the deviations: too few steps to compare (+4.5 %)."));
+}
+TEST_CASE("profile: the cells of nsys_profile's tables") {
+    begin_on(CPU);
+    ProfileRun r = recorded();
+    const double ns = 1e6;
+    r.forward.ms = stats_of({700, 710, 750}), r.in_trace = stats_of({756}), r.step.oom = (size_t)100 << 30;
+    std::string text = printed([&] { print_times({r}, ""); });
+    auto cell = [&](const char* name) { return column(text, name).at(0); };
+    CHECK(cell("forward ms") == "720.000");
+    CHECK(has(text, " 720.000 | 26.458 | "));
+    CHECK(cell("trace ms") == "756");
+    CHECK(cell("difference %") == "5");
+    CHECK(cell("step ms") == "OOM (100.0 GiB)");
+
+    r.step.oom = 0, r.passes = 2;
+    text = printed([&] { print_shares({r}, ""); });
+    CHECK(cell("matmul") == "91.9");
+    CHECK(cell("softmax") == "5.5");
+    CHECK(cell("rope") == "2.5");
+    CHECK(cell("step: matmul") == "82.9");
+    CHECK(cell("AdamW ms") == "50.97");
+    CHECK(cell("softmax ms") == "19.16");
+    CHECK(cell("products ms") == "20.81");
+    r.step.kernels.clear();
+    text = printed([&] { print_shares({r}, ""); });
+    CHECK(cell("step: matmul") == "");
+    CHECK(cell("AdamW ms") == "");
+
+    r.step.kernels = {{"adamw", "step/optimizer", {800 * ns}}, {"a", "step/backward", {10 * ns, 20 * ns}}};
+    text = printed([&] { print_top_kernels({r}, ""); });
+    CHECK(column(text, "%") == std::vector<std::string>{"43.1", "100.0"});  // the optimizer is no part of backward
+    CHECK(column(text, "times per pass") == std::vector<std::string>{"32.5", "1"});
+    CHECK(column(text, "name").at(1) == "`a`");
+
+    const Kernels three = {{"a", "", {1 * ns, 2 * ns}}, {"a", "", {9 * ns}}, {"b", "", {3e5}}, {"b", "", {3e5}}};
+    text = printed([&] { print_summary(three, 2, ""); });
+    const std::map<std::string, std::string> first = {
+        {"Time", "95.2%"},  {"Total Time", "6.00 ms"}, {"Instances", "1.5"},  {"Avg", "4.00 ms"}, {"Med", "2.00 ms"},
+        {"Min", "1.00 ms"}, {"Max", "9.00 ms"},        {"StdDev", "4.36 ms"}, {"Name", "`a`"}};
+    for (const auto& [name, is] : first) { CHECK_MESSAGE(cell(name.c_str()) == is, name); }
+    CHECK(column(text, "Total Time").at(1) == "300.00 μs");
+    CHECK(column(text, "Instances").at(1) == "1");
+}
+TEST_CASE("nsys_profile: the longest context that fits is a step's, or else a forward's") {
+    begin_on(CPU);
+    context.mode = EAGER;
+    const ModelConfig c = {"tiny", 64, 128, 2, 2, 100};
+    const size_t step = predicted_peak(c, 4, 2048, STEP), forward = predicted_peak(c, 4, 1024, FORWARD);
+    CHECK(longest_that_fits(c, 4, step) == 2048);
+    CHECK(longest_that_fits(c, 4, step - 1) == 1024);
+    REQUIRE(predicted_peak(c, 4, 1024, STEP) > forward);
+    CHECK(longest_that_fits(c, 4, forward) == 1024);
+    CHECK(longest_that_fits(c, 4, forward - 1) == 512);
 }
 
 static size_t bytes(double mib) { return (size_t)(mib * 1048576); }
@@ -586,6 +717,8 @@ static MemoryRuns recorded_memory() {
         {c, FP32, 4, 512, peaks(0, 0, 504.5, 13532.6), peaks(197.7, 0, 27596.5, 66814.2)},
         {c, PREC_BF16, 4, 128, peaks(0, 6448.8, 17.3, 19494.1), peaks(12995.9, 6448.8, 5.0, 58469.7)},
         {c, PREC_BF16, 4, 512, peaks(0, 6237.5, 420.4, 19686.0), peaks(422.7, 6448.8, 22174.7, 68066.3)}};
+    runs[1].peak_in = "forward/layer/attention/softmax";
+    runs[0].block.bytes = bytes(166.1), runs[0].block.change = (int64_t)bytes(233.9), runs[2].block.change = 1;
     runs[1].largest = bytes(128), runs[1].largest_by = {{"attention/scores matmul (matmul.cu:1)", 32}};
     BlockMemory& block = runs[1].block;  // of 2048 tokens
     block.by_op = {{"attention/softmax div", 2147483648}, {"ffn linear", 671088640}};
@@ -601,11 +734,16 @@ TEST_CASE("answers profile: memory_profiling on an H200") {
     check_said(
         said(runs),
         {"above the weights (12995.9 MiB) it has one equal peak per layer, 504.5 MiB at context length 512",
-         "**(b)** At context length 512 forward's peak is 13.2 GiB; a step has 65.2 GiB (2.7B, fp32).",
-         "**(c)** Forward's peak changes by +45.5 % from fp32 to bf16 (context length 512). The weights' copies take "
-         "6237.5 MiB, activations change by -84.1 MiB and gradients by +0.0.",
-         "**(c)** A step's peak changes by +1.9 % from fp32 to bf16 (context length 512).",
-         "4 x 512 x 2560 x 4 / 1024^2 = 20.0 MiB.",
+         "**(a)** A step changes memory per block by +166.1 MiB in forward, +233.9 in backward (128 tokens) and "
+         "+6502.1 MiB "
+         "in forward, -6102.0 in backward (512 tokens).",
+         "**(b)** At context length 512 forward's peak is 13.2 GiB; a step's is 65.2 GiB (2.7B, fp32).",
+         "**(c)** Forward's peak changes by +45.5 % from fp32 to bf16 (context length 512): 16-bit copies of weights "
+         "by "
+         "+6237.5 MiB, and all else by -84.1 MiB.",
+         "**(c)** A step's peak changes by +1.9 % from fp32 to bf16 (context length 512): 16-bit copies of weights by "
+         "+6448.8 MiB, and all else by -5196.7 MiB.",
+         "4 x 128 x 2560 x 4 / 1024^2 = 5.0 MiB and 4 x 512 x 2560 x 4 / 1024^2 = 20.0 MiB.",
          "**(e)** Forward's largest allocations have 128.0 MiB each (context length 512): 32 by attention/scores "
          "matmul (matmul.cu:1).",
          "**(f)** One block saves 6502.1 MiB for backward (2.7B at context length 512, fp32), most by "
@@ -614,10 +752,19 @@ TEST_CASE("answers profile: memory_profiling on an H200") {
          "memory changes by -6102.0 MiB. The difference is the gradients of its parameters: 400.0 MiB, and 400.0 by "
          "the formula."});
     runs[1].step.oom = bytes(251782.2);  // a shorter one stands for the steps
-    check_said(said(runs), {"a step would need 245.9 GiB, which is not there (2.7B, fp32).",
-                            "A step's peak changes by +11.5 % from fp32 to bf16 (context length 128)."});
+    check_said(said(runs), {"a step's does not fit with 245.9 GiB (2.7B, fp32).",
+                            "A step's peak changes by +11.5 % from fp32 to bf16 (context length 128):"});
     runs[0].step.oom = 1;
     CHECK(!has(said(runs), "A step's "));
+
+    runs[1].peak_in = "forward/lm_head", runs[0].block.oom = 1;  // the logits', once; no block of 128 tokens
+    const std::string text = said(runs);
+    check_said(
+        text, {"it has one peak, in forward/lm_head, 504.5 MiB at context length 512.",
+               "**(a)** A step changes memory per block by +6502.1 MiB in forward, -6102.0 in backward (512 tokens)."});
+    CHECK(!has(text, "per layer"));
+    runs[1].block.oom = 1;
+    CHECK(!has(said(runs), "per block"));
     for (MemoryRun& r : runs) { r.forward.oom = 1; }
     CHECK_THROWS_AS(answer_memory_profiling(runs), Failure);
 }
