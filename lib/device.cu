@@ -244,24 +244,22 @@ static size_t number_in(const char* folder, const char* name, const char* before
     const std::string text = text_in(folder, name, before);
     return text.find_first_of("0123456789") == std::string::npos ? SIZE_MAX : strtoull(text.c_str(), nullptr, 10);
 }
-// Files of a control group, by version 2's names and by version 1's.
-struct GroupFiles {
-    const char *limit, *used, *cached;  // what is cached counts as used, but makes room
-};
-static const GroupFiles GROUP_FILES[] = {{"memory.max", "memory.current", "\ninactive_file "},
-                                         {"memory.limit_in_bytes", "memory.usage_in_bytes", "\ntotal_inactive_file "}};
-
 // Returns what the control group in this folder and those above it leave, in bytes; SIZE_MAX: they have no limit.
-static size_t group_memory(std::string folder) {
+// Without the heap, as above.
+static size_t group_memory(const std::string& path) {
+    char group[512];
+    snprintf(group, sizeof group, "%s", path.c_str());
     size_t left = SIZE_MAX;
-    for (; !folder.empty(); folder.erase(folder.rfind('/'))) {
-        for (const GroupFiles& files : GROUP_FILES) {
-            const size_t limit = number_in(folder.c_str(), files.limit, "\n");
-            if (limit == SIZE_MAX) { continue; }
-            const size_t used = number_in(folder.c_str(), files.used, "\n");
-            const size_t cached = number_in(folder.c_str(), "memory.stat", files.cached);
-            if (used < SIZE_MAX && cached < SIZE_MAX) { left = std::min(left, std::max(limit + cached, used) - used); }
+    for (; *group; *strrchr(group, '/') = 0) {
+        size_t limit = number_in(group, "memory.max", "\n");
+        size_t used = number_in(group, "memory.current", "\n");
+        size_t cached = number_in(group, "memory.stat", "\ninactive_file ");  // counts as used, but makes room
+        if (limit == SIZE_MAX) {                                              // the names of version 1
+            limit = number_in(group, "memory.limit_in_bytes", "\n");
+            used = number_in(group, "memory.usage_in_bytes", "\n");
+            cached = number_in(group, "memory.stat", "\ntotal_inactive_file ");
         }
+        if (limit < SIZE_MAX) { left = std::min(left, std::max(limit + cached, used) - used); }
     }
     return left;
 }
@@ -270,7 +268,8 @@ size_t system_memory(const char* group) {
     static const std::string root = "/sys/fs/cgroup", own = root + text_in("/proc/self", "cgroup", "\n0::");
     static const std::string own_v1 = root + "/memory" + text_in("/proc/self", "cgroup", ":memory:");
     size_t left = number_in("/proc", "meminfo", "\nMemAvailable:") * 1024;
-    left = std::min({left, group_memory(group ? group : own), group_memory(group ? group : own_v1)});
+    if (group) { return std::min(left, group_memory(group)); }
+    left = std::min({left, group_memory(own), group_memory(own_v1)});
     rlimit space;
     if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY) {
         const size_t used = number_in("/proc/self", "status", "\nVmSize:") * 1024;
