@@ -170,7 +170,7 @@ $(BUILD)/config.mk:
 	    if grep -qE '^(Get|Hit):' $$log; then \
 	        for package in $$lacks; do $(APT) install -y --no-install-recommends $$package >>$$log 2>&1 || break; done; \
 	    fi; \
-	    why=$$(grep -E '^(E|W): |^sudo|not found' $$log | grep -v 'resolve host' | head -n 1 | tr -d '$$#()'); \
+	    why=$$(grep -E '^(E|W): |sudo: |not found' $$log | grep -v 'resolve host' | head -n 1 | tr -d '$$#()'); \
 	    probe >$@.new; \
 	fi; \
 	line="missing:$$lacks.$${why:+ apt-get says: $$why.} Please type: sudo apt-get install$$lacks"; \
