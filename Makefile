@@ -3,8 +3,8 @@
 # With a card in the machine, or where CUDA=1, ARCH="-gencode ..." or NVCC=path asks for it, nvcc compiles the .cu files
 # into build/cuda; else g++ compiles the same files as C++ into build/cpu. ./cs336 is of the flavour made last. Other
 # variables: V=1 (show the commands), INSTALL=0 (install nothing), PLAIN=1 (without fast/), WERROR=1 (warnings are
-# errors, in a folder of its own), ASAN=1 (address and undefined behaviour sanitizers), TSAN=1 (the thread sanitizer, for
-# the ranks' threads).
+# errors, in a folder of its own), ASAN=1 (address and undefined behaviour sanitizers), TSAN=1 (the thread sanitizer:
+# only the tests of the ranks' threads are built).
 
 # What `make check` refuses to let grow (tests/tokens.py): the tokens of all .cu and .h files, those of the top folder's,
 # and the top's tokens per line of code. Comments and blank lines are free. Whoever deletes lowers it.
@@ -14,11 +14,21 @@ CARD := $(wildcard /dev/nvidia[0-9]* /usr/lib/wsl/lib/nvidia-smi)
 NVCC_FOUND := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 ifeq ($(origin NVCC),undefined)
 NVCC := $(if $(CARD)$(ARCH)$(CUDA),$(or $(NVCC_FOUND),$(if $(ARCH)$(CUDA),nvcc)))
-HINT := $(if $(NVCC),,$(if $(NVCC_FOUND),This is the CPU build as no card was found; `make CUDA=1` builds for GPUs.))
+ifdef NVCC
+else ifdef CARD
+HINT := This is the CPU build: a card, but no nvcc: install the CUDA Toolkit 12.x or newer, then make config and make.
+else ifdef NVCC_FOUND
+HINT := This is the CPU build as no card was found; `make CUDA=1` builds for GPUs.
+endif
 else
 NVCC_FOUND := $(NVCC)
 endif
 override NVCC := $(if $(ASAN)$(TSAN),,$(NVCC))
+ifdef NVCC
+ifeq ($(shell command -v $(NVCC)),)
+$(error no $(NVCC): install the CUDA Toolkit 12.x or newer, put nvcc into PATH or name it (NVCC=path), then make)
+endif
+endif
 FLAVOUR := $(if $(ASAN),asan,$(if $(TSAN),tsan,$(if $(NVCC),cuda,cpu)))
 BUILD := build/$(FLAVOUR)$(if $(WERROR),-werror)
 # PLAIN=1 links fewer of the same object files.
@@ -42,8 +52,8 @@ MAKEFLAGS := $(MAKEFLAGS) $(if $(MAKELEVEL:0=)$(filter -j%,$(MAKEFLAGS)),,-j$(sh
 # Flags. No fast-math anywhere: tests compare with exact results, and NaN has to stay NaN. Without math-errno sqrt is an
 # instruction, also a vector's; its results are the same.
 
-WARN := -Wall -Wextra $(if $(WERROR),-Werror)
-CXXFLAGS := -std=c++17 -O2 -fno-math-errno -fopenmp $(WARN)
+CXXFLAGS := -O2
+NEEDED := -std=c++17 -fno-math-errno -fopenmp -Wall -Wextra $(if $(WERROR),-Werror)
 # The check of vptr takes a descriptor (a pipe tells it what can be read), and misreports where there is none left.
 ASAN_FLAGS := -O1 -g1 -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer
 SANITIZE := $(if $(ASAN),$(ASAN_FLAGS),$(if $(TSAN),-O1 -g1 -fsanitize=thread))
@@ -68,21 +78,26 @@ DEFINES += $(if $(HAVE_CUPTI),-DHAVE_CUPTI $(CUPTI_INCLUDE:%=-I%))
 LIBS += $(foreach lib,$(CUDA_LIBS),-L$(lib) -Xlinker -rpath -Xlinker $(lib)) -lcublas \
 	$(if $(HAVE_NCCL),-lnccl) $(if $(HAVE_CUPTI),-lcupti)
 else
-COMPILE_CU = $(CXX) -x c++ $(CXXFLAGS) $(SANITIZE)
+COMPILE_CU = $(CXX) -x c++ $(NEEDED) $(CXXFLAGS) $(SANITIZE)
 TEST_FLAGS := -U_FORTIFY_SOURCE  # it needs the optimization that test.h switches off
-LINK = $(CXX) $(CXXFLAGS) $(SANITIZE)
+LINK = $(CXX) $(NEEDED) $(CXXFLAGS) $(SANITIZE)
 endif
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The program and its tests
 
-all: cs336 ## build ./cs336; the first time in a folder, install what is missing
+all: $(if $(TSAN),$(TEST_RUN),cs336) ## build ./cs336; the first time in a folder, install what is missing
 cs336: $(PROGRAM) FORCE
 	@ln -f $< $@
 	@$(if $(HINT),echo '$(HINT)')
 
 ifneq ($(filter-out clean help format config,$(or $(MAKECMDGOALS),all)),)
 -include $(BUILD)/config.mk
+endif
+ifneq ($(filter test $(TEST_RUN),$(MAKECMDGOALS)),)
+ifeq ($(HAVE_CXX)$(HAVE_DOCTEST),yes)
+$(error the tests need doctest. Please type: sudo apt-get install doctest-dev, then make config)
+endif
 endif
 
 # `12 of 44 layers.cu` while nothing is there yet, else without the total.
@@ -119,44 +134,61 @@ $(BUILD)/fast/flash_hopper.o: override ARCH := $(if $(findstring 90,$(ARCH)),$(H
 	$(findstring compute_,$(ARCH)),$(ARCH),$(HOPPER)))
 endif
 
-# The commit stands in every table's caption: lib/device.cu is compiled again when it changes.
+# The commit stands in every table's caption: lib/device.cu is compiled again when it changes. A repository that only
+# holds this folder has commits of its own, which are not ours.
 $(BUILD)/lib/device.o: $(BUILD)/commit
 $(BUILD)/lib/device.o: DEFINES += -DCS336_COMMIT='"$(shell cat $(BUILD)/commit)"'
 $(BUILD)/commit: FORCE | $(BUILD)/config.mk
-	@git describe --always --dirty --exclude '*' >$@.new 2>/dev/null || echo unknown >$@.new; \
+	@{ [ -z "$$(git rev-parse --show-cdup 2>&1)" ] && git describe --always --dirty --exclude '*'; } >$@.new 2>/dev/null || \
+	echo unknown >$@.new; \
 	cmp -s $@.new $@ || cp $@.new $@
 
 -include $(OBJECTS:.o=.d) $(TEST_OBJECTS:.o=.d)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What is there? Each probe compiles and links a line: a header without its library, or the reverse, does not count. What
-# is missing apt installs, once for a folder; a machine without a network must not hang here.
-APT := $(if $(filter 0,$(shell id -u)),,sudo -n) timeout 300 env DEBIAN_FRONTEND=noninteractive apt-get -q \
-	-o Acquire::Retries=0 -o Acquire::http::Timeout=5 -o Acquire::https::Timeout=5 -o DPkg::Lock::Timeout=60
+# is missing apt installs, once for a folder, and gives up where its update reaches no archive: a machine without a network
+# must not hang here. Where what is needed is missing still, config.mk is an error message that removes itself.
+APT := $(if $(filter 0,$(shell id -u)),,sudo -n) timeout 300 env DEBIAN_FRONTEND=noninteractive LC_ALL=C \
+	RES_OPTIONS='timeout:2 attempts:1' apt-get -q -o Acquire::Retries=0 -o Acquire::http::Timeout=5 \
+	-o Acquire::https::Timeout=5 -o DPkg::Lock::Timeout=60
 $(BUILD)/config.mk:
-	@mkdir -p $(BUILD); \
+	@mkdir -p $(BUILD); log=$(BUILD)/apt.log; \
 	has() { printf '#include <%s>\nint main() { %s; }\n' "$$2" "$$3" | $(CXX) -std=c++17 $(CUDA_HOME:%=-I%/include) \
 	    $(CUPTI_INCLUDE:%=-I%) -x c++ - -o $(BUILD)/probe $(CUDA_LIBS:%=-L%) $$4 2>/dev/null && echo "HAVE_$$1 := yes"; }; \
-	install() { [ "$(INSTALL)" != 0 ] || return; echo "installing $$1" >&2; \
-	    [ "$$updated" ] || { $(APT) update >$(BUILD)/apt.log 2>&1; updated=yes; }; \
-	    $(APT) install -y --no-install-recommends $$1 >>$(BUILD)/apt.log 2>&1; }; \
-	need() { package=$$1; shift; has "$$@" || { install $$package && has "$$@"; } || \
-	    { echo "missing: $$package. Please type: sudo apt-get install $$package, then make config$$else" >&2; false; }; }; \
-	{ need g++ CXX cstdio 'return 0' && \
-	  need libcli11-dev CLI11 CLI/Version.hpp 'return CLI11_VERSION_MAJOR' && \
-	  need nlohmann-json3-dev JSON nlohmann/json_fwd.hpp 'nlohmann::json* j; (void)j' && { else="; going on without it"; \
-	  need doctest-dev DOCTEST doctest/doctest.h 'return DOCTEST_VERSION_MAJOR' -DDOCTEST_CONFIG_DISABLE; \
-	  need libopenblas-dev OPENBLAS cblas.h 'return *openblas_get_config()' -lopenblas; \
-	  need libgloo-dev GLOO gloo/types.h 'gloo::Slot::build(0, 0)' -lgloo; \
-	  has NCCL nccl.h 'ncclUniqueId id; ncclGetUniqueId(&id)' -lnccl; \
+	need() { package=$$1; shift; has "$$@" || lacks="$$lacks $$package"; }; \
+	probe() { lacks=; need g++ CXX cstdio 'return 0'; \
+	    need libcli11-dev CLI11 CLI/Version.hpp 'return CLI11_VERSION_MAJOR'; \
+	    need nlohmann-json3-dev JSON nlohmann/json_fwd.hpp 'nlohmann::json* j; (void)j'; needed=$$lacks; \
+	    need doctest-dev DOCTEST doctest/doctest.h 'return DOCTEST_VERSION_MAJOR' -DDOCTEST_CONFIG_DISABLE; \
+	    need libopenblas-dev OPENBLAS cblas.h 'return *openblas_get_config()' -lopenblas; \
+	    need libgloo-dev GLOO gloo/types.h 'gloo::Slot::build(0, 0)' -lgloo; }; \
+	probe >$@.new; \
+	if [ "$$lacks" ] && [ "$(INSTALL)" != 0 ]; then \
+	    echo "installing$$lacks" >&2; \
+	    $(APT) update >$$log 2>&1; \
+	    if grep -qE '^(Get|Hit):' $$log; then \
+	        for package in $$lacks; do $(APT) install -y --no-install-recommends $$package >>$$log 2>&1 || break; done; \
+	    fi; \
+	    why=$$(grep -E '^(E|W): |sudo: |not found' $$log | grep -v 'resolve host' | head -n 1 | tr -d '$$#()'); \
+	    probe >$@.new; \
+	fi; \
+	line="missing:$$lacks.$${why:+ apt-get says: $$why.} Please type: sudo apt-get install$$lacks"; \
+	if [ "$$needed" ]; then \
+	    echo "\$$(shell rm -f $@)\$$(error $$line; then make)" >$@.new; \
+	elif [ "$$lacks" ]; then \
+	    echo "$$line; then make config. Going on without." >&2; \
+	fi; \
+	{ has NCCL nccl.h 'ncclUniqueId id; ncclGetUniqueId(&id)' -lnccl; \
 	  has CUPTI cupti.h 'uint32_t v; cuptiGetVersion(&v)' -lcupti; \
 	  echo "NVCC_KNOWS := $(if $(NVCC),$(filter-out 3% 5% 6% 70 72,$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code))))"; \
 	  echo "FOUND := $(sort $(if $(NVCC),$(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader \
 	    2>/dev/null | grep -xE '[0-9]+\.[0-9]+'))))"; \
-	  echo 'CARDS := $$(if $$(filter-out $$(NVCC_KNOWS),$$(FOUND)),,$$(FOUND))'; }; } >$@.new && mv $@.new $@
+	  echo 'CARDS := $$(if $$(filter-out $$(NVCC_KNOWS),$$(FOUND)),,$$(FOUND))'; } >>$@.new; \
+	if cmp -s $@.new $@.old; then mv $@.old $@; else mv $@.new $@; fi
 
 config: ## look again for the libraries and cards, and print what was found
-	@rm -f $(BUILD)/config.mk
+	@[ ! -f $(BUILD)/config.mk ] || mv $(BUILD)/config.mk $(BUILD)/config.mk.old  # the same again keeps its date
 	@$(MAKE) --no-print-directory found
 found:
 	@echo "flavour: $(FLAVOUR), nvcc: $(or $(NVCC),none), ARCH: $(ARCH)"; cat $(BUILD)/config.mk
@@ -168,8 +200,13 @@ run: all ## the same, then run ./cs336 benchmarking_script
 	./cs336 benchmarking_script
 	@echo 'Next: `./cs336 list` shows all problems; `./cs336 flash_forward` checks FlashAttention and answers its questions.'
 
+ifdef TSAN
+test: $(TEST_RUN)  # one OpenMP thread, since the sanitizer does not know libgomp's barriers
+	OMP_NUM_THREADS=1 $(TEST_RUN) -tc="ranks: collectives over Gloo"
+else
 test: $(PROGRAM) $(TEST_RUN) ## build and run all tests
 	@CS336_BINARY=$(PROGRAM) tests/run.sh $(TEST_RUN)
+endif
 
 check: ## what the CI runs: format, warnings as errors, tests under sanitizers, every command once
 	+@tests/check.sh "$(NVCC_FOUND)" $(BUDGET)
@@ -196,6 +233,7 @@ format: ## clang-format all sources in place
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@sed -n '2,/^$$/s/^#//p' Makefile
 
 clean: ## remove everything that was built
 	rm -rf build cs336

@@ -619,10 +619,10 @@ double square_sum(const std::vector<FlatGradient>& gradients) {
     double sum = 0;
     if (context.device == CUDA) {
         Tensor partial = empty({(int64_t)gradients.size(), NORM_BLOCKS}, F64, WORKSPACE);
-        double* next = partial.as<double>();
-        for (const auto& [g, at] : gradients) {
-            with_gpu_type(g.dtype, [&, &g = g]([[maybe_unused]] auto zero) {
-                LAUNCH(square_sum_kernel, NORM_BLOCKS, 256, next, g.as(zero), g.size());
+        [[maybe_unused]] double* next = partial.as<double>();
+        for (const FlatGradient& one : gradients) {
+            with_gpu_type(one.g.dtype, [&]([[maybe_unused]] auto zero) {
+                LAUNCH(square_sum_kernel, NORM_BLOCKS, 256, next, one.g.as(zero), one.g.size());
             });
             next += NORM_BLOCKS;
         }

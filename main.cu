@@ -103,24 +103,31 @@ static const Command COMMANDS[] = {
     {COMMAND(model), "", "", 0, false, "your weights and batch in, gradients out",
      "weights! batch! num_heads! out! rope_theta steps=0 lr precision=fp32 mode=flash"},
     {COMMAND(attention), "", "", 0, false, "your q, k, v in, output and gradients out", "inputs! out! causal impl"},
-    {COMMAND(reproduce), "", "", 0, false, "all problems or the named, each into a file", "out.folder=notes/output"},
+    {COMMAND(reproduce), "", "", 0, false, "all problems of an edition, or the named, each into a file",
+     "out.folder=notes/output"},
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The options: a field of Options, what it takes, and what it is for.
 
-static CLI::Validator whole(int least, int most = 1 << 20) { return CLI::Range(least, most).description(""); }
-static CLI::Validator number(double most = FLT_MAX) {  // CLI11's ranges take NaN
+// CLI11's own ranges take NaN.
+template <class T>
+static CLI::Validator between(T least, T most, const char* what) {
     auto check = [=](std::string& text) {
-        double value = NAN;
-        const bool fits = CLI::detail::lexical_cast(text, value) && value >= FLT_MIN && value <= most;
-        return fits ? "" : strprintf("Value %s not in range %g to %g", text.c_str(), FLT_MIN, most);
+        T value = 0;
+        const bool fits = CLI::detail::lexical_cast(text, value) && value >= least && value <= most;
+        return fits
+                   ? ""
+                   : strprintf("got %s, takes %s from %.10g to %.10g", text.c_str(), what, (double)least, (double)most);
     };
     return CLI::Validator(check, "");
 }
+static CLI::Validator whole(int least, int most = 1 << 20) { return between(least, most, "a whole number"); }
+static CLI::Validator number(double most = FLT_MAX) { return between<double>(FLT_MIN, most, "a number"); }
 static CLI::Validator one_of(const std::vector<std::string>& names) { return CLI::IsMember(names, CLI::ignore_case); }
 static const CLI::Validator OUTPUT(
     [](std::string& path) -> std::string {  // tried before the work
+        if (path.empty()) { return "takes a file's name, got ''"; }
         try {
             return replace_file(path, nullptr), "";
         } catch (const Failure& failure) { return failure.what(); }
@@ -203,7 +210,7 @@ static void add_own_options(Adder& add, Options& o) {
     add.option("timeout", o.timeout, number(1e5), "60", "seconds that a rank waits for the others");
     add.option("bucket_size_mb", o.bucket_size_mb, number(1e5), "1,10,100,1000", "bucket sizes in MB (1e6 bytes)");
     // The calculations' letters
-    add.option("tokens", o.tokens, whole(1), "", "B, tokens of the batch (2.4 (b): on a device)");
+    add.option("tokens", o.tokens, whole(1, INT_MAX), "", "B, tokens of the batch (2.4 (b): on a device)");
     add.option("devices", o.devices, whole(2), "8", "N, how many devices share the work");
     add.option("tensor_mb", o.tensor_mb, number(), "1000", "S, the tensor that is reduced, in 1e6 bytes");
     add.option("tflops", o.tflops, number(), "460", "C, rate of a chip, in 1e12 FLOP/s");
@@ -258,12 +265,21 @@ static bool parse_options(const Command& command, const std::vector<std::string>
     add_options(app, command, o);
     if (command.run == cmd_reproduce) { app.add_option("problem", o.words, "which to run; none: all"); }
     if (command.is_problem() && !command.is_in("2025")) { o.edition = "2026"; }
+    for (const std::string& word : words) {  // CLI11 takes 1,,2 for 1,2
+        const std::string list = "," + word.substr(word.find('=') + 1) + ",";
+        if (list != ",," && list.find(",,") != std::string::npos) {
+            usage_error("%s: a word of the list is empty", word.c_str());
+        }
+    }
     try {
         app.parse(std::vector<std::string>(words.rbegin(), words.rend() - 1));  // CLI11 takes them from the end
     } catch (const CLI::CallForHelp&) {
+        if (o.edition == "2026") { set_defaults(app, command.in_2026); }
         return printf("%s", app.help().c_str()), false;
     } catch (const CLI::ExtrasError&) {
-        usage_error("%s: no such option; --help lists them", app.remaining()[0].c_str());
+        const std::string word = app.remaining()[0];
+        const char* hint = word[0] == '-' ? "" : ", and a list takes commas";
+        usage_error("%s: no such option; --help lists them%s", word.c_str(), hint);
     } catch (const CLI::ParseError& e) { usage_error("%s", e.what()); }
     for (const CLI::Option* option : app.get_options()) {
         if (option->count() > 0) { o.given.insert(option->get_single_name()); }
@@ -282,9 +298,10 @@ static bool parse_options(const Command& command, const std::vector<std::string>
             usage_error("--%s: takes another file than the input", o.save.empty() ? "out" : "save");
         }
     }
-    if (std::error_code failed; command.options.find("out.folder") != std::string::npos && !o.out.empty()) {
+    if (std::error_code failed;
+        command.options.find("out.folder") != std::string::npos && (o.has("out") || !o.out.empty())) {
         std::filesystem::create_directories(o.out, failed);
-        if (failed) { usage_error("--out %s: %s", o.out.c_str(), failed.message().c_str()); }
+        if (failed) { usage_error("--out '%s': %s", o.out.c_str(), failed.message().c_str()); }
     }
     context.checkpoint = checkpointing_from(o.checkpoint), context.csv = o.format == "csv";
     if (o.quick) { context.sizes = o.has("quick") ? "; sizes of --quick" : "; on the CPU: sizes of --quick"; }
@@ -304,17 +321,24 @@ static int cmd_list(const Options&) {
     return 0;
 }
 
-static bool is_of_this_commit(const std::string& path, bool quick) {
-    std::ifstream file(path);
-    const std::string text{std::istreambuf_iterator<char>(file), {}};
-    return commit().find("dirty") == std::string::npos && text.find("commit " + commit()) != std::string::npos &&
-           quick == (text.find("sizes of --quick") != std::string::npos) && context.csv == (text[0] == '#');
+// Whether the text is what a program of this commit prints on this device, at these sizes, in this format. A program
+// that knows no commit, or has changes of its own, says of no text that it is.
+static bool is_as_now(const std::string& text, const std::string& of_commit, bool quick) {
+    if (of_commit == "unknown" || of_commit.find("dirty") != std::string::npos) { return false; }
+    auto has = [&](const std::string& part) { return text.find(part) != std::string::npos; };
+    const bool device = has(device_description()) || has("meta (nothing is computed)");
+    return device && has("commit " + of_commit) && quick == has("sizes of --quick") && context.csv == (text[0] == '#');
 }
+// Runs each problem in a process of its own and writes what it prints into a file. Returns 1 where one failed.
 static int cmd_reproduce(const Options& o) {
     std::vector<const Command*> problems;
     for (const std::string& id : o.words) { problems.push_back(&find_command(id)); }
     for (const Command& c : COMMANDS) {
         if (o.words.empty() && c.is_in(o.edition)) { problems.push_back(&c); }
+    }
+    context.device = o.device == "cpu" || cuda_devices() == 0 ? CPU : CUDA;  // the children open it
+    if (!o.has("out") && (o.quick || context.device == CPU)) {
+        usage_error("--out: is required on a CPU and with --quick; notes/output is of GPUs, at the handout's sizes");
     }
     int exit_code = 0;
     for (const Command* c : problems) {
@@ -324,8 +348,10 @@ static int cmd_reproduce(const Options& o) {
         // Both handouts have it, but not with the same defaults.
         const bool differs = c->is_in("2025") && c->is_in("2026") && c->options.find("size") == 0;
         const std::string path = o.out + "/" + c->id + (o.edition == "2026" && differs ? "-2026" : "") + ".md";
-        const bool done = is_of_this_commit(path, is_quick(*c, o));
-        note("%s%s", path.c_str(), done ? ": of this commit already" : "");
+        std::ifstream file(path);
+        const std::string before{std::istreambuf_iterator<char>(file), {}};
+        const bool done = is_as_now(before, commit(), is_quick(*c, o));
+        note("%s%s", path.c_str(), done ? ": of this commit and device already" : "");
         if (done) { continue; }
         try {
             save_file(path, run_ourselves(words));
@@ -378,7 +404,7 @@ int main(int argc, char** argv) {
     const std::vector<std::string> words = {argv + 1, argv + argc};
     const std::string word = argc > 1 ? words[0] : "";
     if (argc < 2) { return print_usage(stderr), 2; }
-    if (word == "--help" || word == "-h") { return print_usage(stdout), 0; }
+    if (word == "--help" || word == "-h" || word == "help") { return print_usage(stdout), 0; }
     if (word == "--version") { return printf("%s\n", commit().c_str()), 0; }
     int exit_code = 1;
     std::string who = "cs336";

@@ -32,7 +32,8 @@ static Accumulation accumulate(DType format, DType addend_format) {
     return {s, stalled};
 }
 
-int cmd_mixed_precision_accumulation(const Options&) {
+int cmd_mixed_precision_accumulation(const Options& o) {
+    if (o.device == "cuda") { note("device cuda: these sums are the CPU's on every machine"); }
     struct Row {
         const char* what;
         DType format, addend;

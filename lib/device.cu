@@ -244,21 +244,35 @@ static size_t number_in(const char* folder, const char* name, const char* before
     const std::string text = text_in(folder, name, before);
     return text.find_first_of("0123456789") == std::string::npos ? SIZE_MAX : strtoull(text.c_str(), nullptr, 10);
 }
-size_t system_memory(const char* group) {
-    static const std::string own = [] {  // in a container it may be the root of what it sees
-        const std::string folder = std::string("/sys/fs/cgroup") + text_in("/proc/self", "cgroup", "\n0::");
-        return access((folder + "/memory.max").c_str(), R_OK) == 0 ? folder : "/sys/fs/cgroup";
-    }();
-    if (!group) { group = own.c_str(); }
-    size_t left = number_in("/proc", "meminfo", "\nMemAvailable:") * 1024;
-    size_t limit = number_in(group, "memory.max", "\n"), used = number_in(group, "memory.current", "\n");
-    size_t cached = number_in(group, "memory.stat", "\ninactive_file ");  // counts as used, but makes room
-    if (limit < SIZE_MAX && used < SIZE_MAX && cached < SIZE_MAX) {
-        left = std::min(left, std::max(limit + cached, used) - used);
+// Returns what the control group in this folder and those above it leave, in bytes; SIZE_MAX: they have no limit.
+// Without the heap, as above.
+static size_t group_memory(const std::string& path) {
+    char group[512];
+    snprintf(group, sizeof group, "%s", path.c_str());
+    size_t left = SIZE_MAX;
+    for (; *group; *strrchr(group, '/') = 0) {
+        size_t limit = number_in(group, "memory.max", "\n");
+        size_t used = number_in(group, "memory.current", "\n");
+        size_t cached = number_in(group, "memory.stat", "\ninactive_file ");  // counts as used, but makes room
+        if (limit == SIZE_MAX) {                                              // the names of version 1
+            limit = number_in(group, "memory.limit_in_bytes", "\n");
+            used = number_in(group, "memory.usage_in_bytes", "\n");
+            cached = number_in(group, "memory.stat", "\ntotal_inactive_file ");
+        }
+        if (limit < SIZE_MAX) { left = std::min(left, std::max(limit + cached, used) - used); }
     }
+    return left;
+}
+size_t system_memory(const char* group) {
+    // In a container the folder may not be there, but one above it.
+    static const std::string root = "/sys/fs/cgroup", own = root + text_in("/proc/self", "cgroup", "\n0::");
+    static const std::string own_v1 = root + "/memory" + text_in("/proc/self", "cgroup", ":memory:");
+    size_t left = number_in("/proc", "meminfo", "\nMemAvailable:") * 1024;
+    if (group) { return std::min(left, group_memory(group)); }
+    left = std::min({left, group_memory(own), group_memory(own_v1)});
     rlimit space;
     if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY) {
-        used = number_in("/proc/self", "status", "\nVmSize:") * 1024;
+        const size_t used = number_in("/proc/self", "status", "\nVmSize:") * 1024;
         left = std::min(left, std::max<size_t>(space.rlim_cur, used) - used);
     }
     return left;
@@ -582,9 +596,9 @@ std::vector<double> time_ms(int warmup, int n, const std::function<void()>& f) {
 void note(const char* format, ...) { fprintf(stderr, "%s\n", one_line(FORMATTED(format)).c_str()); }
 
 void progress(const char* format, ...) {
-    static double said_ms = now_ms() - 3000;  // the first line after two seconds, then one in five
-    if (now_ms() - said_ms < 5000) { return; }
-    said_ms = now_ms();
+    static double next_ms = 0;  // the first line at once, then one in five seconds
+    if (now_ms() < next_ms) { return; }
+    next_ms = now_ms() + 5000;
     note("%s", FORMATTED(format).c_str());
 }
 

@@ -355,9 +355,14 @@ void backward_from(const Tensor& y, const Tensor& dy) {
         Range range(step.op, step.range);
         Tensor d = std::move(step.output->value);
         step.output->value = Tensor();
-        if (d) { step.backward(d); }
-        for (const GradientPtr& g : step.inputs) {
-            if (--g->uses == 0 && g->ready) { g->ready(); }
+        try {
+            if (d) { step.backward(d); }
+            for (const GradientPtr& g : step.inputs) {
+                if (--g->uses == 0 && g->ready) { g->ready(); }
+            }
+        } catch (...) {  // clear_tape() has to see this step, too
+            tape.push_back(std::move(step));
+            throw;
         }
     }
 }

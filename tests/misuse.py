@@ -7,7 +7,7 @@ WRONG = """
 nonsense                                                   | no such command
 benchmarking_scrpt                                         | benchmarking_scrpt: no such command; `cs336 list` names them
 --quick list                                               | --quick: no such command
-list extra                                                 | extra: no such option
+list extra                                                 | extra: no such option; --help lists them, and a list takes commas
 list --nonsense                                            | --nonsense: no such option
 list --formt csv                                           | --formt: no such option; --help lists them
 list -x                                                    | -x: no such option
@@ -19,13 +19,19 @@ benchmarking_script --size                                 | --size
 benchmarking_script --size huge                            | --size: huge not in {small,medium
 benchmarking_script --size ''                              | --size:  not in {small
 benchmarking_script --size small --d_model 64              | excludes
-benchmarking_script --steps 0                              | --steps: Value 0 not in range
-benchmarking_script --steps -1                             | --steps: Value -1 not in range
-benchmarking_script --steps 2.5                            | --steps: Value 2.5 not in range
-benchmarking_script --steps 1e3                            | --steps: Value 1e3 not in range
-benchmarking_script --steps ''                             | --steps: Value  not in range
-benchmarking_script --steps 1,2                            | --steps: Value 1,2 not in range
-benchmarking_script --steps 18446744073709551617           | --steps: Value 18446744073709551617 not in range
+benchmarking_script --steps 0                              | --steps: got 0, takes a whole number from
+benchmarking_script --steps -1                             | --steps: got -1, takes a whole number from
+benchmarking_script --steps 2.5                            | --steps: got 2.5, takes a whole number from
+benchmarking_script --steps 1e3                            | --steps: got 1e3, takes a whole number from
+benchmarking_script --steps ''                             | --steps: got , takes a whole number from
+benchmarking_script --steps 1,2                            | --steps: got 1,2, takes a whole number from
+benchmarking_script --steps 18446744073709551617           | --steps: got 18446744073709551617, takes a whole number from
+benchmarking_script --precision fp32 bf16                   | bf16: no such option; --help lists them, and a list takes commas
+benchmarking_script --warmup 1,,2                          | 1,,2: a word of the list is empty
+benchmarking_script --warmup=1,2,                          | 1,2,: a word of the list is empty
+benchmarking_script --size ,                               | ,: a word of the list is empty
+benchmarking_script --seed 1.5                             | --seed: got 1.5, takes a whole number from
+fsdp_calcs --tokens 2147483648                             | --tokens: got 2147483648, takes a whole number from 1 to 2147483647
 benchmarking_script --steps 1 --steps 2                    | --steps
 benchmarking_script --quick=maybe                          | --quick
 benchmarking_script --precision fp8                        | --precision: fp8 not in {fp32,tf32
@@ -35,17 +41,22 @@ benchmarking_script --edition 2024                         | --edition: 2024 not
 benchmarking_script --d_model 63 --num_heads 2             | not divisible by --num_heads 2
 benchmarking_script --d_model 62 --num_heads 2             | not divisible by --num_heads 2 into heads of an even size
 benchmarking_script --checkpoint quarter                   | --checkpoint: got quarter, takes a whole number
-benchmarking_script --seed -1                              | --seed: Value -1 not in range
+benchmarking_script --seed -1                              | --seed: got -1, takes a whole number from
+nsys_profile --trace ''                                    | --trace: takes a file's name
+memory_profiling --out ''                                  | --out '': Invalid argument
+attention --inputs LICENSE --out ''                        | --out: takes a file's name
+reproduce tp_calcs --out ''                                | --out '': Invalid argument
+reproduce tp_calcs --device cpu                            | --out: is required on a CPU
 nsys_profile --trace no/such/x.json                        | --trace: no/such/x.json
 nsys_profile --trace tests                                 | --trace: tests: cannot be written: expected a regular file
 flash_leaderboard --d_model 1024 --num_heads 3             | --d_model 1024: takes 16, 32, 64, 80 or 128 times
 flash_leaderboard --d_model 272 --num_heads 16             | --d_model 272: takes 16, 32, 64, 80 or 128 times
 flash_leaderboard --impl none                              | --impl: none not in {all,auto,
-naive_ddp --nproc 0                                        | --nproc: Value 0 not in range
+naive_ddp --nproc 0                                        | --nproc: got 0, takes a whole number from
 naive_ddp --backend mpi                                    | --backend: mpi not in {auto,nccl,gloo}
-naive_ddp --timeout nan                                    | --timeout: Value nan not in range 1.17549e-38 to 100000
-ddp_bucketed_benchmarking --bucket_size_mb inf             | --bucket_size_mb: Value inf not in range
-train --data LICENSE --lr 0                                | --lr: Value 0 not in range
+naive_ddp --timeout nan                                    | --timeout: got nan, takes a number from 1.175494351e-38 to 100000
+ddp_bucketed_benchmarking --bucket_size_mb inf             | --bucket_size_mb: got inf, takes a number from
+train --data LICENSE --lr 0                                | --lr: got 0, takes a number from
 train --data LICENSE --num_heads 3                         | not divisible by --num_heads 3
 train --data no/such/file                                  | --data: File does not exist: no/such/file
 train --data LICENSE --save LICENSE                        | takes another file than the input

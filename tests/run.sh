@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # tests/run.sh RUNNER: all test cases, eight of them in each process, in JOBS processes at a time (as many as cores, at
-# most 8).
+# most 8). Each process is a line.
 # Those that have deadlines, or take a GPU's memory, run afterwards by themselves. The logs stay in RUNNER.logs; the last
 # line is `N passed, N failed, N skipped`.
 export RUNNER=$1 LOGS=$1.logs ALONE="ranks:*,measure:*"
 rm -rf "$LOGS" && mkdir -p "$LOGS" || exit 1
 
 part() {  # part NAME OPTIONS...: one process. Its log is shown if it fails, and ends in its counts also if it died.
-    local log=$LOGS/$1 code=0
+    local log=$LOGS/$1 code=0 start=$SECONDS
     "$RUNNER" "${@:2}" >"$log" 2>&1 || code=$?
-    [ $code = 0 ] && return
+    [ $code = 0 ] && echo "from case $1: $(tail -n 1 "$log"); $((SECONDS - start)) s" && return
     tail -n 1 "$log" | grep -qE '^[0-9]+ passed, [1-9][0-9]* failed' || echo "0 passed, 1 failed, 0 skipped" >>"$log"
     echo "--- $LOGS/$1: exit code $code of $RUNNER ${*:2}"
     grep -A 12 -E 'ERROR:|runtime error|Sanitizer' "$log" | head -n 60
@@ -18,6 +18,7 @@ part() {  # part NAME OPTIONS...: one process. Its log is shown if it fails, and
 export -f part
 
 cases=$("$RUNNER" -c -tce="$ALONE" | sed -nE 's/.*filters: ([0-9]+)$/\1/p')
+echo "running tests; first $cases, eight at a time, then those that run alone"
 seq 1 8 "$cases" | xargs -P "${JOBS:-$(($(nproc) < 8 ? $(nproc) : 8))}" -I{} bash -c 'part {} -tce="$ALONE" -f={} -l=$(({} + 7))'
 part alone -tc="$ALONE"
 for log in "$LOGS"/*; do grep '^skipped ' "$log"; tail -n 1 "$log"; done | awk '

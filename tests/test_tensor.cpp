@@ -416,6 +416,21 @@ TEST_CASE_TEMPLATE("backward frees the activations", D, OnCPU, OnCUDA) {
     }
     CHECK(memory_use(D::device).now == before);
 }
+TEST_CASE("what fails in the middle of backward leaves no tape and no uses") {
+    begin_on(CPU);
+    Tensor x = require_gradient(from_floats({2}, {1})), w = require_gradient(from_floats({3}, {1}));
+    int ready = 0;
+    w.gradient->ready = [&] { ready++; };
+    Tensor y = from_floats({6}, {1});
+    record(y, {x, w}, [](const Tensor&) { throw OutOfMemory(1, "no room"); });
+    CHECK_THROWS_AS(backward(square(y)), OutOfMemory);
+    clear_tape();
+    CHECK(x.gradient->uses == 0);
+    CHECK(w.gradient->uses == 0);
+    CHECK(ready == 0);
+    backward(square(w));
+    CHECK(ready == 1);
+}
 TEST_CASE("a checkpoint keeps its input alone, and runs again in backward") {
     begin_on(CPU);
     Tensor p = require_gradient(from_floats({0.5, -1, 2}, {3}, F64)), x0 = from_floats({1, -2, 0.25}, {3}, F64);
