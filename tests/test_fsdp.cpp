@@ -884,8 +884,7 @@ TEST_CASE("answers: fsdp_accounting") {
         for (int i = 0; i < 5; i++) { use.peak_by[all[i]] = (size_t)(mib[i] * 1048576); }
     };
     set(other, {1000, 1000, 1000, 6448.8, 4000}), set(fsdp, {500, 1301.1, 1000, 400, 425.8});
-    CHECK(causes(other, fsdp, 500 * 1048576.0, 0) ==
-          "weight copies -6048.8, activations -3574.2 and gradients +801.1");
+    CHECK(causes(other, fsdp, 500 * 1048576.0, 0) == "weight copies -6048.8, activations -3574.2 and gradients +801.1");
     runs[0].oom = (size_t)(192.5 * (1 << 30));  // 10B
     CHECK(has(said(runs), "**(a)** DDP did not fit.\n"));
     runs[2].oom = 1 << 30, runs[2].gather.clear();

@@ -258,11 +258,25 @@ static std::string text_so_far(FILE* file) {
 TEST_CASE("ranks: without a launcher, one that dies while the others wait for its text is named") {
     if (lacks("gloo", CPU, 2)) { return; }
     Folder folder;
-    const std::vector<std::string> words = {
-        "naive_ddp_benchmarking", "--device", "cpu", "--d_model", "16", "--d_ff", "32", "--num_layers", "1",
-        "--num_heads", "1", "--steps", "200", "--timeout", "2", "--context_length", "64"};
+    const std::vector<std::string> words = {"naive_ddp_benchmarking",
+                                            "--device",
+                                            "cpu",
+                                            "--d_model",
+                                            "16",
+                                            "--d_ff",
+                                            "32",
+                                            "--num_layers",
+                                            "1",
+                                            "--num_heads",
+                                            "1",
+                                            "--steps",
+                                            "60",
+                                            "--timeout",
+                                            "2",
+                                            "--context_length",
+                                            "64"};
     Started zero = start(words, as_rank(0, 2, folder)), one = start(words, as_rank(1, 2, folder));
-    for (int tries = 0; tries < 5000 && !has(text_so_far(zero.err), "one process: Step 1/"); tries++) { usleep(2000); }
+    for (int tries = 0; tries < 15000 && !has(text_so_far(zero.err), "one process: Step 1/"); tries++) { usleep(2000); }
     kill(zero.pid, SIGKILL);
     const double since = now_ms();
     finish(zero, since);
