@@ -346,6 +346,7 @@ bool same_bits_everywhere(const Communicator& c, const Tensor& t);  // collectiv
 // For what several ranks run: one model, in one precision and mode, which the context gets; --quick's defaults.
 ModelConfig choose_step(Options& o, const Communicator& c);
 std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c);
+double parameters_of(const ModelConfig& m);
 size_t room_of_each_rank(const Communicator& c);  // bytes, the least of all ranks'
 // What a rank holds at most in two steps, each of n batches, predicted on META.
 using MakeTrainer = std::function<Trainer(const Communicator& c)>;

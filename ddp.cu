@@ -122,11 +122,11 @@ struct Optimizer {  // over flat weights
     Sharding sharding = UNSHARDED;
     std::vector<ParameterGroup> groups{};
 };
-static void add_parameter_group(Optimizer& optimizer, const ParameterGroup& group) {  // also between steps
-    if (group.weights.size() % optimizer.c.world != 0) {
-        fail("%ld weights are not %d equal shards", (long)group.weights.size(), optimizer.c.world);
+static void add_parameter_group(Optimizer& o, const ParameterGroup& group) {  // also between steps
+    if (o.sharding != UNSHARDED && group.weights.size() % o.c.world != 0) {
+        fail("%ld weights are not %d equal shards", (long)group.weights.size(), o.c.world);
     }
-    optimizer.groups.push_back(group);
+    o.groups.push_back(group);
 }
 
 static void optimizer_step(Optimizer& o, float gradient_scale) {
@@ -209,7 +209,7 @@ double mean_over_ranks(const Communicator& c, double mine) {
     return mean;
 }
 size_t room_of_each_rank(const Communicator& c) {
-    const int gpus = std::max(1, cuda_devices());
+    const int gpus = std::max(1, c.local_gpus);
     const size_t sharing = context.device == CUDA ? (c.local_world + gpus - 1) / gpus : c.local_world;
     const std::vector<size_t> all = gather<size_t>(c, {available_memory(context.device) / sharing});
     return *std::min_element(all.begin(), all.end());
@@ -228,8 +228,8 @@ struct AllReduceGroup {  // of ranks that reduce tensors of all sizes
 };
 static const double SIZES_MB[] = {1, 10, 100, 1000};
 static int sizes(const Options& o) { return o.quick ? 2 : 4; }
-// On a rank's device; the CPU has what is compared with the sums, too.
-static size_t bytes_of(const AllReduceGroup& g, int size) { return (size_t)(SIZES_MB[size] * 1e6) * (g.nccl ? 1 : 3); }
+// On a rank's device; the CPU has what is compared with the sums, too: floats twice, and doubles.
+static size_t bytes_of(const AllReduceGroup& g, int size) { return (size_t)(SIZES_MB[size] * 1e6) * (g.nccl ? 1 : 5); }
 static double ring(int n) { return 2.0 * (n - 1) / n; }
 
 // The median of all ranks and steps, in ms, of an all-reduce of n fp32 numbers.
@@ -262,7 +262,7 @@ static void answer_distributed_communication_single_node(const std::vector<AllRe
         if (std::isnan(large)) { continue; }
         if (!first[g.nccl]) {
             first[g.nccl] = &g;
-            answer("size", "%s: %s with %s takes %.4g ms for %g MB, %.3g times as long as for 1 MB (%.3g ms).",
+            answer("size", "%s: %s with %s takes %.4g ms for %g MB, %.0f times as long as for 1 MB (%.3g ms).",
                    large / small < 0.8 * mb ? "Latency limits the small tensor, bandwidth the large one"
                                             : "Bandwidth limits both",
                    who, ranks(g.ranks).c_str(), large, mb, large / small, small);
@@ -274,7 +274,7 @@ static void answer_distributed_communication_single_node(const std::vector<AllRe
     }
     if (first[0] && first[1]) {
         auto times = [&](int size) { return first[0]->ms[size] / first[1]->ms[size]; };
-        answer("backend", "With %d ranks Gloo takes %.3g times as long as NCCL for 1 MB, and %.3g times for %g MB.",
+        answer("backend", "With %d ranks Gloo takes %.1f times as long as NCCL for 1 MB, and %.1f times for %g MB.",
                first[0]->ranks, times(0), times(sizes - 1), mb);
     }
 }
@@ -301,6 +301,7 @@ static void print_all_reduces(const Options& o, const std::vector<AllReduceGroup
 static const char* const RESULTS = "CS336_RESULTS";
 
 static void run_as_rank(const Communicator& c, const Options& o) {
+    if (c.world == 1) { usage_error("--nproc: got 1, takes 2 or more: one rank sends nothing"); }
     AllReduceGroup g{c.backend == "nccl", c.world, {}};
     for (int i = 0; i < sizes(o); i++) {
         const bool fits = bytes_of(g, i) <= room_of_each_rank(c);
@@ -477,7 +478,9 @@ int cmd_optimizer_state_sharding(const Options& o) {
 //             |   [all-reduce][all-reduce]  |                  communication stream: hidden, as far as under backward
 
 ModelConfig choose_step(Options& o, const Communicator& c) {
-    if (c.backend == "gloo" && !o.quick) { o.quick = true, context.sizes = "; Gloo, on the CPU: sizes of --quick"; }
+    if (c.backend == "gloo" && !o.quick) {
+        o.quick = true, context.sizes = "; Gloo, on the CPU: sizes of --quick where none is typed";
+    }
     auto by_quick = [&](const char* name, int& field, int to) {
         if (o.quick && !o.has(name)) { field = to; }
     };
@@ -492,13 +495,21 @@ ModelConfig choose_step(Options& o, const Communicator& c) {
     context.mode = modes_of(o, configs, {context.precision})[0];
     return configs[0];
 }
+double parameters_of(const ModelConfig& m) {
+    double n = 0;
+    for (const Parameter& p : lay_out_model(m).parameters) { n += (double)count(p.shape); }
+    return n;
+}
 std::string caption_of(const Options& o, const ModelConfig& m, const Communicator& c) {
+    const double millions = 1e-6 * parameters_of(m);
     return strprintf(
-        "%s; %s, backend %s; size %s (d_model %d, %s), precision %s, mode %s; %s per rank, context length: %d, AdamW; "
-        "%d warmup, %s",
-        o.command.c_str(), ranks(c.world).c_str(), c.backend.c_str(), m.name.c_str(), m.d_model,
-        counted(m.num_layers, "layer").c_str(), name_of(context.precision), caption_of(context.mode).c_str(),
-        counted(o.batch_size, "sequence").c_str(), o.context_length, o.warmup[0], counted(o.steps, "step").c_str());
+        "%s; %s, backend %s; size %s (%.4g million parameters, %.3g GB; d_model %d, d_ff %d, %s, %s, vocabulary %d), "
+        "precision %s, mode %s; %s per rank, context length: %d, AdamW; %d warmup, %s",
+        o.command.c_str(), ranks(c.world).c_str(), c.backend.c_str(), m.name.c_str(), millions,
+        1e-3 * millions * size_of(weight_dtype()), m.d_model, m.d_ff, counted(m.num_layers, "layer").c_str(),
+        counted(m.num_heads, "head").c_str(), m.vocab_size, name_of(context.precision),
+        caption_of(context.mode).c_str(), counted(o.batch_size, "sequence").c_str(), o.context_length, o.warmup[0],
+        counted(o.steps, "step").c_str());
 }
 static std::vector<Batch> batches_of(const Options& o, const ModelConfig& m, const Communicator& c, int n) {
     return part_of(random_batch(o.batch_size * c.world, o.context_length, m.vocab_size, o.seed + 1), c, n);
@@ -530,8 +541,11 @@ static StepStats timed_steps(Trainer& t, const std::vector<Batch>& batches, cons
     for (int i = -o.warmup[0]; i < o.steps; i++) {
         if (t.c.links) { barrier(t.c); }
         train_step(t, batches);
-        if (t.c.rank == 0) { progress("%s: step %d of %d", name, i + 1, o.steps); }
         if (i >= 0) { mine.push_back(numbers_of(t)); }
+        if (t.c.rank == 0 && i < 0) { progress("%s: warm-up %d of %d", name, o.warmup[0] + i + 1, o.warmup[0]); }
+        if (t.c.rank == 0 && i >= 0) {
+            note("%s: Step %d/%d: %.1f ms, loss %.4f", name, i + 1, o.steps, mine.back()[TOTAL], t.loss);
+        }
         see(t);
     }
     const std::vector<StepNumbers> all = gather(t.c, mine);  // rank by rank
@@ -548,12 +562,18 @@ void run_way(WayRun& r, const Communicator& c, const Options& o, const MakeTrain
     r.predicted = steps_peak(c.world, o, make, n);
     r.oom = r.predicted <= room_of_each_rank(c) ? 0 : r.predicted;
     if (r.oom) { return; }
-    {
+
+    auto run = [&] {
         Trainer t = make(c);
         reset_peak(context.device);
         r.ms = timed_steps(t, batches_of(o, t.model.config, c, n), o, r.name.c_str(), see);
         r.loss = mean_over_ranks(c, t.loss);
         r.use = memory_use(context.device);
+    };
+    if (c.world > 1) {
+        run();  // where one rank finds no memory, the others cannot go on
+    } else {
+        r.oom = run_if_fits(r.name, r.predicted, run, r.predicted);
     }
     free_shared(c);
 }
@@ -644,25 +664,28 @@ static void print_steps(const std::string& caption, const std::vector<DdpRun>& r
         const double total = r.ms[TOTAL].mean, comm = r.ms[COMMUNICATION].mean;
         const double rate = 1e3 * o.batch_size * ranks / total;
         add_step(parts, r);
+        if (r.oom) { continue; }
         comparison.row(
             r.name, strprintf("%.2f", comm), comm > 0 ? strprintf("%.1f%%", 100 * r.ms[HIDDEN].mean / comm) : "",
             r.calls, strprintf("%.1f", r.mb), strprintf("%.2f", rate), strprintf("%.0f", rate * o.context_length),
             r.strategy != NO_SYNC ? strprintf("%+.1f%%", 100 * (1 - total / runs[NAIVE].ms[TOTAL].mean)) : "",
             single.oom ? "" : strprintf("%.2fx", single.ms[TOTAL].mean / total), strprintf("%.4f", r.loss));
     }
+    add_step(parts, single);
     print(parts);
     if (!runs[NAIVE].oom) { print(comparison); }
 }
 
-// "12.1 % less than naive (133.12 ms)", "2.10 times as long as flat (116.98 ms)", or "level with flat (116.98 ms)
-// within twice the standard error".
+// "12.1 % less than naive (133.12 ms)", "2.10 times as long as flat (116.98 ms)", "level with flat (116.98 ms) within
+// twice the standard error", or "too noisy to compare with naive (133.12 ms)".
 static std::string against(const Stats& ours, const Stats& theirs, const char* name) {
     const double times = ours.mean / theirs.mean, more = 100 * std::fabs(times - 1);
     const std::string they = strprintf("%s (%.2f ms)", name, theirs.mean);
     const char* why = level(ours, theirs);
-    return why         ? strprintf("level with %s %s", they.c_str(), why)
-           : times > 2 ? strprintf("%.2f times as long as %s", times, they.c_str())
-                       : strprintf("%.1f %% %s than %s", more, times > 1 ? "more" : "less", they.c_str());
+    return why && more > 10 ? strprintf("too noisy to compare with %s", they.c_str())
+           : why            ? strprintf("level with %s %s", they.c_str(), why)
+           : times > 2      ? strprintf("%.2f times as long as %s", times, they.c_str())
+                            : strprintf("%.1f %% %s than %s", more, times > 1 ? "more" : "less", they.c_str());
 }
 // In the answers the runs stand in the order of Strategy.
 static void answer_naive_ddp_benchmarking(const std::vector<DdpRun>& runs) {
@@ -691,6 +714,10 @@ static void answer_ddp_overlap_individual_parameters_benchmarking(const std::vec
            "In naive's trace (--trace FILE.json) all all-reduces lie after backward, and the compute stream waits %.2f "
            "ms. In overlapped's, %.1f %% of their time lies under backward, and it waits %.2f ms.",
            naive.ms[EXPOSED].mean, 100 * over.ms[HIDDEN].mean / over.ms[COMMUNICATION].mean, over.ms[EXPOSED].mean);
+    const double calls = over.ms[COMMUNICATION].mean, backward = over.ms[BACKWARD].mean;
+    if (calls > backward) {
+        answer("b", "The calls take %.2f ms, backward %.2f ms, so they cannot all lie under it.", calls, backward);
+    }
 }
 // (b): n_b buckets of s bytes together at w bytes/s, and o for each call. o and w are those of the line through naive's
 // calls and flat's one: they take n o + s/w and o + s/w.
@@ -706,12 +733,14 @@ static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs) {
     };
     std::vector<std::string> also;
     for (const DdpRun& r : buckets) {
-        if (&r != &best && level(r.ms[TOTAL], best.ms[TOTAL])) { also.push_back(r.name); }
+        const char* why = &r == &best ? nullptr : level(r.ms[TOTAL], best.ms[TOTAL]);
+        if (why) { also.push_back(strprintf("%s (%.2f ms, %s)", r.name.c_str(), r.ms[TOTAL].mean, why)); }
     }
-    answer("a", "The fastest buckets have %s: a step takes %.2f ms, %s and %s.%s", best.name.c_str(),
+    answer("a", "%s %s: a step takes %.2f ms, %s and %s.",
+           also.empty() ? "The fastest buckets have" : "No bucket size is the fastest. With", best.name.c_str(),
            best.ms[TOTAL].mean, against(best.ms[TOTAL], over.ms[TOTAL], "a tensor per call").c_str(),
-           against(best.ms[TOTAL], flat.ms[TOTAL], "flat").c_str(),
-           also.empty() ? "" : (" No slower beyond the noise: " + list_of(also) + ".").c_str());
+           against(best.ms[TOTAL], flat.ms[TOTAL], "flat").c_str());
+    if (!also.empty()) { answer("a", "Level with it: %s.", list_of(also).c_str()); }
     if (few.calls < over.calls) {
         answer("a",
                "Fewer calls should take less time; here they %s: %.2f ms in %s, %s. A large last bucket should leave "
@@ -723,24 +752,46 @@ static void answer_ddp_bucketed_benchmarking(const std::vector<DdpRun>& runs) {
                against(few.ms[EXPOSED], over.ms[EXPOSED], "a tensor per call").c_str());
     }
     answer("a",
-           "The model in (b) needs backward to take as long as communication. Here backward takes %.2f ms and flat's "
-           "all-reduce %.2f ms, so %.2f times the tokens per rank would match.",
-           none.ms[BACKWARD].mean, flat.ms[COMMUNICATION].mean, flat.ms[COMMUNICATION].mean / none.ms[BACKWARD].mean);
+           "The model in (b) assumes that backward takes as long as communication. Here flat's all-reduce (%.2f ms) "
+           "takes %.2f times as long as backward (%.2f ms).",
+           flat.ms[COMMUNICATION].mean, flat.ms[COMMUNICATION].mean / none.ms[BACKWARD].mean, none.ms[BACKWARD].mean);
     const double s = flat.mb, n = runs[NAIVE].calls, sent = flat.ms[COMMUNICATION].mean;  // MB, ms
     const double o = (runs[NAIVE].ms[COMMUNICATION].mean - sent) / (n - 1), w = s / (sent - o);
     const double mb = std::min(s, sqrt(s * o * w));  // at least one bucket
     answer("b",
-           "Backward ends at s/w, sending at s/(n_b w) + n_b (o + s/(n_b w)): it begins when the first bucket is there "
-           "and goes on back to back. The difference is overhead(s, w, o, n_b) = s/(n_b w) + n_b o. It is least, 2 "
+           "Backward ends at s/w. Sending starts after the first bucket, at s/(n_b w), and then takes n_b (o + s/(n_b "
+           "w)). The difference of the ends is overhead(s, w, o, n_b) = s/(n_b w) + n_b o. It is least, 2 "
            "sqrt(s o/w), for n_b = sqrt(s/(o w)), so the best bucket has s/n_b = sqrt(s o w) bytes.");
     if (o > 0 && o < sent) {
-        answer("b",
-               "Naive's %.0f calls and flat's one send s = %.1f MB with o = %.4g us and w = %.4g GB/s: the best bucket "
-               "has %.4g MB and an overhead of %.3g ms.",
-               n, s, 1e3 * o, w, mb, mb / w + s / mb * o);
+        answer(
+            "b",
+            "From naive's time (%.0f calls) and flat's (one call), for s = %.1f MB, follow o = %.4g us per call and w "
+            "= %.4g GB/s. The best bucket then has %.4g MB and an overhead of %.3g ms.",
+            n, s, 1e3 * o, w, mb, mb / w + s / mb * o);
     } else {
         answer("b", "Naive's %.0f calls (%.2f ms) and flat's one (%.2f ms) do not give an o and a w here.", n,
                runs[NAIVE].ms[COMMUNICATION].mean, sent);
+    }
+}
+
+static std::vector<int> ends_of_buckets(const ModelConfig& config, double cap_mb) {
+    DataParallel d;
+    d.parameters = lay_out_model(config).parameters, d.gradients.dtype = weight_dtype();
+    cut_into_buckets(d, cap_mb);
+    std::vector<int> ends;
+    for (const Bucket& b : d.buckets) { ends.push_back(b.past); }
+    return ends;
+}
+// Neighbouring caps that cut the same buckets become one way, with both names.
+static void join_equal_caps(const ModelConfig& config, std::vector<DdpRun>& runs) {
+    for (size_t i = BUCKETED + 1; i < runs.size();) {
+        DdpRun &r = runs[i], &before = runs[i - 1];
+        if (ends_of_buckets(config, r.bucket_mb) != ends_of_buckets(config, before.bucket_mb)) {
+            i++;
+            continue;
+        }
+        before.name += " = " + r.name;
+        runs.erase(runs.begin() + i);
     }
 }
 
@@ -749,6 +800,7 @@ static int benchmark(const Options& asked, std::vector<DdpRun> runs, void (*prin
         Options o = asked;
         const ModelConfig config = choose_step(o, c);
         const std::string caption = caption_of(o, config, c);
+        join_equal_caps(config, runs);
         std::vector<Trace> traces;
         for (DdpRun& r : runs) { measure(c, o, config, r, traces); }
         if (!o.trace.empty()) { write_trace(o.trace, traces, caption, c); }
@@ -781,12 +833,15 @@ struct ShardingRun : WayRun {
     ShardingRun(const char* name, Sharding s) : WayRun{name}, sharding(s) {}
 };
 static void run_sharded(const Communicator& c, const Options& o, const ModelConfig& config, ShardingRun& r) {
+    size_t before = 0;  // held already, as cuBLAS's workspace
     auto moment = [&](const char* what) {
         synchronize();
         r.peaks.emplace_back(what, memory_use(context.device));
+        r.peaks.back().second.peak -= before;
         reset_peak(context.device);
     };
     auto make = [&](const Communicator& c) {
+        before = memory_use(context.device).now;
         reset_peak(context.device);
         Model model = make_model(config);
         init_weights(model, o.seed);
@@ -814,9 +869,9 @@ static void answer_optimizer_state_sharding_accounting(const std::vector<Shardin
            "it is %.1f, %.1f and %.1f MiB.",
            peak(whole, 0), peak(whole, 1), peak(whole, 2), peak(ours, 0), peak(ours, 1), peak(ours, 2));
     answer("a",
-           "Before the step weights and gradients take %.1f MiB each, activations the rest. The step adds AdamW's "
-           "moments: %.1f MiB unsharded, %.1f MiB sharded, which is %sthe expected 1/%d.",
-           mib_of(weights), state(whole), state(ours),
+           "Before the step weights take %.1f MiB and gradients %.1f MiB. The step adds AdamW's moments: %.1f MiB "
+           "unsharded, %.1f MiB sharded, which is %sthe expected 1/%d.",
+           mib_of(weights), mib_of(whole.peaks[1].second.peak_by[GRADIENTS]), state(whole), state(ours),
            std::fabs(state(ours) / state(whole) - 1.0 / ranks) < 0.01 ? "" : "not ", ranks);
     answer("b",
            "An iteration takes %.2f ms sharded, %s. Each rank steps only its share but then broadcasts it: the "
@@ -827,13 +882,15 @@ static void answer_optimizer_state_sharding_accounting(const std::vector<Shardin
     answer("c",
            "ZeRO-1, too, shards only the optimizer's state: %.1f MiB per rank, ours %.1f MiB. It sends less: with a "
            "reduce-scatter of gradients and an all-gather of weights, a rank sends 2 Psi (N-1)/N elements (%.1f MB) of "
-           "Psi parameters. Ours all-reduces gradients and broadcasts weights: 3 Psi (N-1)/N (%.1f MB).",
+           "Psi parameters. Ours all-reduces gradients and broadcasts weights: 3 Psi (N-1)/N (%.1f MB). The handout's "
+           "ranks own whole tensors; ours, like ZeRO's, own equal parts of one flat buffer.",
            state(zero), state(ours), 2 * part, 3 * part);
 }
 int cmd_optimizer_state_sharding_accounting(const Options& asked) {
     return run_ranks(asked, [&](const Communicator& c) {
         Options o = asked;
         const ModelConfig config = choose_step(o, c);
+        matmul(zeros({1, 1}, F32), zeros({1, 1}, F32));  // makes cuBLAS's workspace, which is no way's own
         Table time =
             step_table(caption_of(o, config, c) + "; optimizer: with its waits for new weights and ZeRO-1's gradients",
                        "Optimizer");
@@ -900,13 +957,19 @@ int cmd_communication_accounting(const Options& o) {
            "alpha X / M_X = %.0f tokens (%.1f per chip) are enough, with Y below M_Y F / alpha = %.1f.",
            o.tflops, o.bandwidth_gb, alpha, alpha, X, M_X, alpha, Y, M_Y, F, ceil(B), B / N, ceil(overlapped),
            overlapped / N, most_Y);
+    double least = INFINITY, best_X = 0;  // tokens per chip, of the splits into whole numbers
+    for (double x = 1; x <= N; x++) {
+        const double y = N / x, tokens = alpha * x / M_X / (1 - y / most_Y) / N;
+        if (y == floor(y) && y < most_Y && tokens < least) { least = tokens, best_X = x; }
+    }
     // In turn, B(X) = (alpha X / M_X) / (1 - alpha N / (X M_Y F)) is least where TP takes half of the time.
     const double per_chip = 4 * alpha * alpha / (M_X * M_Y * F);
     answer("d",
-           "Choose the split: the least batch is 4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %g) = %.1f tokens "
-           "per chip, at X = 2 alpha N / (M_Y F) = %.1f. Communication on both axes at once divides it by 4: alpha^2 / "
-           "(M_X M_Y F) = %.1f. Fewer bytes (8-bit weights halve alpha X / M_X), more links per axis and pipeline "
+           "Choose the split: the least batch of %g chips is %.1f tokens per chip, with (X, Y) = (%g, %g). It would be "
+           "4 alpha^2 / (M_X M_Y F) = 4 x %.1f^2 / (%g x %g x %g) = %.1f, if X could be 2 alpha N / (M_Y F) = %.1f. "
+           "Communication on both axes at once divides that by 4: alpha^2 / (M_X M_Y F) = %.1f. Fewer bytes (8-bit "
+           "weights halve alpha X / M_X), more links per axis and pipeline "
            "stages lower it further. Gradient accumulation does not: each micro-batch gathers the weights.",
-           alpha, M_X, M_Y, F, per_chip, 2 * N / most_Y, per_chip / 4);
+           N, least, best_X, N / best_X, alpha, M_X, M_Y, F, per_chip, 2 * N / most_Y, per_chip / 4);
     return 0;
 }

@@ -413,7 +413,7 @@ static void print_tables(const std::string& caption, const std::vector<FsdpRun>&
     }
     print(memory);
     const std::vector<double>&gather = runs[FULLY_SHARDED].gather, &wait = runs[FULLY_SHARDED].wait;
-    Table times{"(b): FSDP's all-gathers in forward, and the compute stream's waits for them, ms; rank 0, mean step",
+    Table times{"(b): FSDP's all-gathers in forward, and its waits for them, ms; rank 0, mean step",
                 {"unit", "gather", "wait"}};
     for (size_t i = 0; i < gather.size(); i++) {
         times.row(i == 0                   ? "embedding"
@@ -422,6 +422,20 @@ static void print_tables(const std::string& caption, const std::vector<FsdpRun>&
                   strprintf("%.3f", gather[i]), strprintf("%.3f", wait[i]));
     }
     if (!gather.empty()) { print(times); }
+}
+
+// By what FSDP's peak differs from the expected one, the largest part first. saved: the bytes that it should save of
+// weights, and of gradients; of moments.
+static std::string causes(const MemoryUse& other, const MemoryUse& fsdp, double saved, double moments) {
+    std::multimap<double, std::string> parts;
+    for (Category k : {PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS}) {
+        const double expected = k < OPTIMIZER ? saved : k == OPTIMIZER ? moments : 0;
+        const double mib = mib_of((double)fsdp.peak_by[k] - (double)other.peak_by[k] + expected);
+        if (std::fabs(mib) >= 0.05) { parts.insert({-std::fabs(mib), strprintf("%s %+.1f", name_of(k), mib)}); }
+    }
+    std::vector<std::string> all;
+    for (const auto& part : parts) { all.push_back(part.second); }
+    return list_of(all);
 }
 
 // runs: DDP, sharded optimizer, FSDP, ...; bytes: of a weight.
@@ -442,19 +456,18 @@ static void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, 
         }
         const double saved = mib_of((double)runs[way].use.peak - (double)fsdp.use.peak);
         const double more = saved - mib_of((way == PLAIN_DDP ? full : split) - part);
-        answer("a", "FSDP takes %.1f MiB %s than %s. It takes %.1f MiB %s than expected.", std::fabs(saved),
-               saved < 0 ? "more" : "less", other, std::fabs(more), more < 0 ? "more" : "less");
+        answer("a", "FSDP takes %.1f MiB %s than %s. It takes %.1f MiB %s than expected (MiB: %s).", std::fabs(saved),
+               saved < 0 ? "more" : "less", other, std::fabs(more), more < 0 ? "more" : "less",
+               causes(runs[way].use, fsdp.use, (full - part) / 4, way == PLAIN_DDP ? (full - part) / 2 : 0).c_str());
     }
-    answer("a",
-           "FSDP needs more for two whole units and their gradients, in buffers. It needs less because its shards of "
-           "all gradients are there only at backward's end, when activations are gone.");
     double gathers = 0, waits = 0;  // of those in forward that have a block to hide under
     for (size_t u = 2; u < fsdp.gather.size(); u++) { gathers += fsdp.gather[u], waits += fsdp.wait[u]; }
-    answer("b",
-           "%s in time for forward: from layer 1 on they take %.3f ms, and the compute stream waits %.3f ms for them "
-           "(%.1f %%). Those of the embedding and of layer 0 have no block to hide under: it waits %.3f and %.3f ms.",
-           waits < 0.05 * gathers ? "The gathers come" : "Not all gathers come", gathers, waits, 100 * waits / gathers,
-           fsdp.wait[0], fsdp.wait[1]);
+    answer(
+        "b",
+        "%s in time for forward: from layer 1 on they take %.3f ms, and forward waits %.3f ms for them. Those of the "
+        "embedding and of layer 0 have no block to hide under: it waits %.3f and %.3f ms.",
+        waits < 0.05 * gathers ? "The gathers come" : "Not all gathers come", gathers, waits, fsdp.wait[0],
+        fsdp.wait[1]);
 }
 
 int cmd_fsdp_accounting(const Options& typed) {
@@ -479,11 +492,9 @@ int cmd_fsdp_accounting(const Options& typed) {
             });
         }
         if (!o.trace.empty()) { write_trace(o.trace, traces, caption_of(o, config, c), c); }
-        double psi = 0;
-        for (const Parameter& p : lay_out_model(config).parameters) { psi += (double)count(p.shape); }
         if (c.rank == 0) { print_tables(caption_of(o, config, c), runs); }
         if (can_compare(c, {runs.begin(), runs.end()}, false)) {
-            answer_fsdp_accounting(runs, c.world, psi, (int)size_of(weight_dtype()));
+            answer_fsdp_accounting(runs, c.world, parameters_of(config), (int)size_of(weight_dtype()));
         }
     });
 }
@@ -753,10 +764,10 @@ static void leaderboard(Options o, const Communicator& c) {
         };
     });
     if (c.rank == 0) {
-        print_tables(r,
-                     caption_of(o, config, c) + strprintf("; d_ff %d, %d heads, vocabulary %d, causal; a sequence per "
-                                                          "backward; %.4g FLOP per step without what runs again",
-                                                          config.d_ff, config.num_heads, config.vocab_size, r.flops));
+        print_tables(
+            r, caption_of(o, config, c) + strprintf("; causal; a sequence per backward; %.4g FLOP per step without "
+                                                    "what runs again",
+                                                    r.flops));
     }
     if (r.oom) { fail("no step ran: each rank needs %.1f GiB", mib_of(r.oom) / 1024); }
     if (c.rank == 0) { answer_leaderboard(r); }

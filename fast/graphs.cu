@@ -150,11 +150,16 @@ static Tensor forward_backward_by_graphs(Model& model, const Batch& batch, float
     if (!g->forward) {
         g->loss = empty({}, F32);
         Tensor loss;
-        g->forward = capture(g->places, [&] {
-            loss = forward_to_loss(model, g->batch);
-            copy_in_stream(g->loss, loss);
-        });
-        g->backward = capture(g->places, [&] { backward_from_loss(model, loss, loss_scale); });
+        try {
+            g->forward = capture(g->places, [&] {
+                loss = forward_to_loss(model, g->batch);
+                copy_in_stream(g->loss, loss);
+            });
+            g->backward = capture(g->places, [&] { backward_from_loss(model, loss, loss_scale); });
+        } catch (...) {
+            model.kept = nullptr;  // half a step is none
+            throw;
+        }
         for (const Tensor& t : model.slots) {
             if (t.gradient->filled) { g->gradients.push_back({t.gradient, t.gradient->value}); }
         }

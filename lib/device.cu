@@ -9,6 +9,7 @@
 
 #include <fcntl.h>
 #include <malloc.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -162,6 +163,18 @@ int cuda_devices(std::string* why) {
     return devices;
 }
 
+std::string gpu_ids() {
+    std::string ids;
+#ifdef __CUDACC__
+    for (int i = 0; i < cuda_devices(); i++) {
+        char id[32] = " ";
+        CUDA_CHECK(cudaDeviceGetPCIBusId(id + 1, sizeof id - 1, i));
+        ids += id;
+    }
+#endif
+    return ids;
+}
+
 Device choose_device(const std::string& want, [[maybe_unused]] int gpu) {
     if (want == "cpu") { return CPU; }
     std::string why;
@@ -197,12 +210,23 @@ void synchronize() {
 
 int cpu_threads() { return omp_get_max_threads(); }
 
+// Whether whoever started us ignores SIGHUP, as nohup does. It is asked before the shared libraries start, since one of
+// them (UCX, behind some builds of Gloo) takes that signal.
+static bool ignores_hangup;
+static void see_hangup(int, char**, char**) {
+    struct sigaction before {};
+    sigaction(SIGHUP, nullptr, &before);
+    ignores_hangup = before.sa_handler == SIG_IGN;
+}
+__attribute__((section(".preinit_array"), used)) static void (*const first)(int, char**, char**) = see_hangup;
+
 // Two libraries read the environment only while the program loads, so we set what is unset and start once more.
 // OpenBLAS gives a processor younger than itself the kernels of an old one (Prescott: SSE3), five times too slow.
 // OpenMP's threads spin while they wait: where cores are shared (containers, CI, several ranks) a step was seen to take
 // 4 times as long. OpenBLAS's threads, which we do not use, want 128 MiB each, and try for ever where `ulimit -v`
 // leaves less.
 void choose_cpu_settings(char** argv) {
+    if (ignores_hangup) { signal(SIGHUP, SIG_IGN); }
     const char* core = nullptr;
 #if defined(HAVE_OPENBLAS) && defined(__x86_64__)
     if (strcmp(openblas_get_corename(), "Prescott") == 0 && __builtin_cpu_supports("avx2")) {
@@ -224,8 +248,8 @@ std::string device_description() {
         std::istringstream words(text_in("/proc/driver/nvidia", "version", "\nNVRM version:"));
         std::string version;
         while (words >> version && !isdigit(version[0])) {}
-        return strprintf("%s, driver %s, CUDA %d.%d", card().name, words ? version.c_str() : "unknown",
-                         CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+        return strprintf("%s, driver %s, CUDA %d.%d, %.0f GB", card().name, words ? version.c_str() : "unknown",
+                         CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, 1e-9 * card().totalGlobalMem);
     }
 #endif
     if (context.device == META) { return "meta (nothing is computed)"; }
@@ -445,7 +469,8 @@ std::shared_ptr<Memory> allocate(Device device, size_t bytes, Category category,
     memory->at = at;
     void* place = nullptr;
     if (places && device != CPU && bytes > 0) {
-        memory->places = places, memory->number = places->take(bytes, &place);
+        memory->number = places->take(bytes, &place);  // where it throws, there is nothing to give back
+        memory->places = places;
         memory->placed = place, memory->counted = !place || places->counted;
     }
     if (device == META) {
@@ -604,7 +629,10 @@ void progress(const char* format, ...) {
 
 static std::atomic<int> end_signal{0};
 
-static void take_end_signal(int number) { end_signal = number; }
+static void take_end_signal(int number) {
+    end_signal = number;
+    signal(number, SIG_DFL);  // the second one ends us at once
+}
 static void on_end_signals(sighandler_t answer) {
     for (int number : {SIGINT, SIGTERM, SIGHUP}) {
         if (signal(number, answer) == SIG_IGN) { signal(number, SIG_IGN); }  // as under nohup
@@ -639,13 +667,34 @@ void save_file(const std::string& path, const std::string& bytes) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Ourselves
 
+pid_t start_ourselves(const std::vector<std::string>& arguments, const std::function<void()>& prepare) {
+    std::vector<char*> argv = {program_invocation_name};  // as it was typed
+    for (const std::string& a : arguments) { argv.push_back((char*)a.c_str()); }
+    argv.push_back(nullptr);
+
+    const pid_t parent = getpid(), child = fork();
+    if (child < 0) { fail("fork: %s", strerror(errno)); }
+    if (child > 0) { return child; }
+    if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0 || getppid() != parent) { _exit(1); }
+    prepare();
+    execv("/proc/self/exe", argv.data());
+    _exit(127);
+}
+
 std::string run_ourselves(const std::vector<std::string>& arguments) {
-    const std::string line = strprintf("exec /proc/%d/exe '%s'", (int)getpid(), join(arguments, "' '").c_str());
-    FILE* output = popen(line.c_str(), "re");
-    if (!output) { fail("popen: %s", strerror(errno)); }
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC) != 0) { fail("pipe: %s", strerror(errno)); }
+    fflush(nullptr);
+    const pid_t child = start_ourselves(arguments, [&] { dup2(ends[1], STDOUT_FILENO); });
+    close(ends[1]);
+
+    FILE* output = fdopen(ends[0], "r");
     std::string text;
     for (int c; (c = fgetc(output)) != EOF;) { text += (char)c; }
-    const int status = pclose(output);
+    fclose(output);
+
+    int status = 0;
+    waitpid(child, &status, 0);
     if (status == 0) { return text; }
     fail("cs336 %s: %s %d", join(arguments, " ").c_str(), WIFSIGNALED(status) ? "killed by signal" : "exited with",
          WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status));

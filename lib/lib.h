@@ -141,6 +141,7 @@ struct Planning : RestoreContext {  // within its scope nothing is computed, mem
 };
 
 int cuda_devices(std::string* why = nullptr);                // 0 without a GPU or its driver, or in a CPU build: why
+std::string gpu_ids();                                       // words: of all that we see
 Device choose_device(const std::string& want, int gpu = 0);  // auto|cpu|cuda; says on stderr which one auto took
 void synchronize();                                          // wait for context.device
 std::string device_description();   // "NVIDIA H200, driver 580.159, CUDA 13.0" | "AMD EPYC, 2 threads, OpenBLAS ..."
@@ -251,6 +252,8 @@ struct EndSignals {
 // file stays. It returns false, with errno, if it failed; null: only tries.
 void replace_file(const std::string& path, const std::function<bool(FILE*)>& write);
 void save_file(const std::string& path, const std::string& bytes);
+// Starts this program anew, which does not outlive us. `prepare` runs in the new process.
+pid_t start_ourselves(const std::vector<std::string>& arguments, const std::function<void()>& prepare);
 std::string run_ourselves(const std::vector<std::string>& arguments);  // this program's stdout; fails if it fails
 std::string commit();                                                  // of the build
 
@@ -532,6 +535,7 @@ struct Communicator {
     int rank = 0, world = 1, local_world = 1;  // local: on this machine
     std::string backend;                       // nccl or gloo
     std::shared_ptr<Links> links;
+    int local_gpus = 0;  // that these ranks see together
 };
 bool is_rank();  // the environment says so: that of `--nproc`, torchrun, mpirun or srun
 // Starts n copies of this program with these arguments, waits for all; the exit code of the first that failed, or 0. A
@@ -541,7 +545,8 @@ int launch_ranks(int n, const std::vector<std::string>& arguments, double timeou
 // it has to be one, 0: of any number; device, backend: as the options take them.
 int join_ranks(int world, const std::string& device, const std::string& backend, double timeout_s,
                const std::function<void(const Communicator&)>& f);
-std::string why_not(const std::string& backend, Device device, int ranks);  // "" where that works on this machine
+std::string why_not(const std::string& backend, Device device, int ranks,
+                    int gpus = cuda_devices());  // "" where that works on this machine
 
 struct Work {  // a collective under way; the same on all ranks, in the same order
     const char* what;
@@ -574,6 +579,5 @@ void wait(const Communicator& c, const WorkPtr& work);  // NCCL: the compute str
 // writes, or free what it reads; so f allocates nothing, since memory is freed in the compute stream's order.
 void run_behind(const Communicator& c, const WorkPtr& work, const std::function<void()>& f);
 void barrier(const Communicator& c);  // the host waits, also for its device
-// Every rank's text, through the ranks' folder; also a barrier, by default with no deadline: then it is the launcher
-// that ends us where another rank is gone.
-std::vector<std::string> gather_text(const Communicator& c, const std::string& text, double timeout_s = INFINITY);
+// Every rank's text, through the ranks' folder; also a barrier. It waits as long as the others show life.
+std::vector<std::string> gather_text(const Communicator& c, const std::string& text);

@@ -9,10 +9,10 @@
 #include <deque>
 #include <filesystem>
 #include <mutex>
+#include <sstream>
 #include <thread>
 #include <utility>
 
-#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 
@@ -67,10 +67,12 @@ static Identity identity() {
     // torchrun, and our own launcher. By default a run's id may be "none".
     ask("RANK", "WORLD_SIZE", {"TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"});
     ask("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", {"PMIX_NAMESPACE"});  // mpirun
-    const char* tasks = getenv("SLURM_STEP_NUM_TASKS");
-    if (tasks && strcmp(tasks, "1") != 0) {  // srun; an interactive shell is a step of one task, and no rank
+    // An interactive shell is a step of one task, and no rank.
+    auto several = [](const char* world) { return getenv(world) && strcmp(getenv(world), "1") != 0; };
+    if (several("SLURM_STEP_NUM_TASKS")) {  // srun
         ask("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"});
     }
+    if (several("PMI_SIZE")) { ask("PMI_RANK", "PMI_SIZE", {}); }  // mpiexec of MPICH and Intel MPI
     return me;
 }
 bool is_rank() { return identity().rank >= 0; }
@@ -87,19 +89,12 @@ static void remove_folder_of_ranks() {
 }
 
 static pid_t start_rank(int r, int n, const std::vector<std::string>& arguments) {
-    std::vector<char*> argv = {program_invocation_name};  // as it was typed
-    for (const std::string& a : arguments) { argv.push_back((char*)a.c_str()); }
-    argv.push_back(nullptr);
-    const pid_t parent = getpid(), child = fork();
-    if (child < 0) { fail("fork: %s", strerror(errno)); }
-    if (child > 0) { return child; }
-    if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0 || getppid() != parent) { _exit(1); }  // it does not outlive us
-    setenv("RANK", std::to_string(r).c_str(), true);
-    setenv("WORLD_SIZE", std::to_string(n).c_str(), true);
-    setenv(RENDEZVOUS, folder_of_ranks.c_str(), true);
-    setenv("OMP_NUM_THREADS", std::to_string(std::max(1, omp_get_num_procs() / n)).c_str(), false);
-    execv("/proc/self/exe", argv.data());
-    _exit(127);
+    return start_ourselves(arguments, [&] {
+        setenv("RANK", std::to_string(r).c_str(), true);
+        setenv("WORLD_SIZE", std::to_string(n).c_str(), true);
+        setenv(RENDEZVOUS, folder_of_ranks.c_str(), true);
+        setenv("OMP_NUM_THREADS", std::to_string(std::max(1, omp_get_num_procs() / n)).c_str(), false);
+    });
 }
 
 struct LaunchedRank {
@@ -218,15 +213,19 @@ static bool has_ended(const Work& work) {
 #endif
     return work.finished;
 }
+static std::string life_of(int rank) { return strprintf("%s/life.%d", folder_of_ranks.c_str(), rank); }
 static void watch(Links& l) {
 #ifdef WITH_NCCL
-    if (l.behind) { CUDA_CHECK(cudaSetDevice(l.device)); }  // a thread starts on GPU 0, and would make a context there
+    if (context.device == CUDA) {
+        CUDA_CHECK(cudaSetDevice(l.device));
+    }  // a thread starts on GPU 0, and would make a context there
 #endif
     const std::chrono::duration<double> turn(std::min(0.5, 0.1 * l.timeout_s));
     WorkPtr oldest;
     double waited_s = 0;  // for it; turns are counted, since a clock also runs while the whole job is paused
     std::unique_lock<std::mutex> lock(l.mutex);
-    while (!l.changed.wait_for(lock, turn, [&] { return l.stopping; })) {
+    for (int turns = 0; !l.changed.wait_for(lock, turn, [&] { return l.stopping; }); turns++) {
+        std::ofstream(life_of(l.rank)) << turns;
         while (!l.under_way.empty() && has_ended(*l.under_way.front())) { l.under_way.pop_front(); }
         const WorkPtr before = std::exchange(oldest, l.under_way.empty() ? nullptr : l.under_way.front());
         waited_s = oldest && oldest == before ? waited_s + turn.count() : 0;
@@ -238,18 +237,24 @@ static void watch(Links& l) {
     }
 }
 
-std::vector<std::string> gather_text(const Communicator& c, const std::string& text, double timeout_s) {
+std::vector<std::string> gather_text(const Communicator& c, const std::string& text) {
     if (c.world == 1) { return {text}; }
+    const double limit_s = 0.8 * c.links->timeout_s;
     const std::string round = strprintf("%s/%u.", folder_of_ranks.c_str(), c.links->gathers++);
     save_file(round + std::to_string(c.rank), text);
     std::vector<std::string> all;
     for (int r = 0; r < c.world; r++) {
         std::ifstream file;
+        std::string life, before;  // what it wrote last
         double waited_ms = 0, last = now_ms();
         while (file.open(round + std::to_string(r), std::ios::binary), !file) {
-            if ((waited_ms += tick_ms(&last)) > 1e3 * timeout_s) {
-                fail("rank %d of %d did not come to %s within %g s (all ranks need one folder: %s)", r, c.world,
-                     folder_of_ranks.c_str(), timeout_s, RENDEZVOUS);
+            std::ifstream(life_of(r)) >> life;
+            waited_ms = life == before ? waited_ms + tick_ms(&last) : 0;
+            before = life;
+            if (waited_ms > 1e3 * limit_s) {
+                fail("rank %d of %d %s %s within %g s (all ranks need one folder: %s)", r, c.world,
+                     life.empty() ? "did not come to" : "shows no life in", folder_of_ranks.c_str(), limit_s,
+                     RENDEZVOUS);
             }
             usleep(1000);
         }
@@ -404,9 +409,8 @@ struct Windows : Places {
     }
 };
 #endif
-static void connect_nccl(Communicator& c, int gpu) {
+static void connect_nccl(Communicator& c) {
     Links& l = *c.links;
-    l.device = gpu;
     int least, greatest;  // collectives first: the others wait for them
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     for (auto& lane : l.lanes) {
@@ -546,9 +550,8 @@ void barrier(const Communicator& c) {
 // ---------------------------------------------------------------------------------------------------------------------
 // From the environment to a communicator, and back
 
-std::string why_not(const std::string& backend, Device device, int n) {
-    int gpus = cuda_devices();
-    if (device == CUDA && gpus == 0) { return "no GPU here"; }
+std::string why_not(const std::string& backend, Device device, int n, int gpus) {
+    if (device == CUDA && cuda_devices() == 0) { return "no GPU here"; }
     if (backend == "gloo" && device == CUDA) { return "Gloo works on CPUs only"; }
     if (backend == "gloo") { return HAS_GLOO ? "" : "built without Gloo (libgloo-dev)"; }
     if (device != CUDA) { return "NCCL works on GPUs only"; }
@@ -558,10 +561,12 @@ std::string why_not(const std::string& backend, Device device, int n) {
 }
 
 static void make_folder_of_ranks(const Identity& me) {
-    const char* where = getenv(RENDEZVOUS);
-    // In a machine's own folder the ranks' parent tells jobs apart, too.
+    const char *where = getenv(RENDEZVOUS), *file = getenv("TORCHELASTIC_ERROR_FILE");
+    // In a machine's own folder the ranks' parent tells jobs apart, too, or torchrun's folder, since a script may stand
+    // between: the error file is FOLDER/attempt_0/RANK/error.json.
+    const std::filesystem::path job = std::filesystem::path(file ? file : "").parent_path().parent_path().parent_path();
     const std::string above = where ? where : std::filesystem::temp_directory_path().string(),
-                      parent = where ? "" : "-" + std::to_string(getppid()),
+                      parent = where ? "" : "-" + (file ? job.filename().string() : std::to_string(getppid())),
                       folder = above + "/cs336-" + std::to_string(getuid()) + parent + me.job;
     struct stat s;
     if ((mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) || lstat(folder.c_str(), &s) != 0 ||
@@ -576,46 +581,58 @@ static void make_folder_of_ranks(const Identity& me) {
 }
 
 // How many ranks this machine has, and which of them we are.
-static int find_local_ranks(Communicator& c, double timeout_s) {
+static int find_local_ranks(Communicator& c) {
     std::string here;
     std::ifstream("/proc/sys/kernel/random/boot_id") >> here;
     std::error_code ignored;  // a container with a network of its own is another machine
     here += std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
-    const std::vector<std::string> machines = gather_text(c, here, timeout_s);
+    const std::vector<std::string> machines = gather_text(c, here), ids = gather_text(c, gpu_ids());
+    std::set<std::string> gpus;
+    for (int r = 0; r < c.world; r++) {
+        std::istringstream words(machines[r] == here ? ids[r] : "");
+        for (std::string id; words >> id;) { gpus.insert(id); }
+    }
+    c.local_gpus = (int)gpus.size();
     c.local_world = (int)std::count(machines.begin(), machines.end(), here);
     return (int)std::count(machines.begin(), machines.begin() + c.rank, here);
 }
 
 // By default NCCL where every rank of rank 0's machine has a GPU; else Gloo, on the CPU.
 static void choose_device_and_backend(Communicator& c, const std::string& device, const std::string& backend, int gpu) {
-    const std::string why = why_not("nccl", CUDA, c.local_world);
+    const std::string why = why_not("nccl", CUDA, c.local_world, c.local_gpus);
     const bool by_default = device == "cuda" || (device == "auto" && why.empty());
     c.backend = gather_text(c, backend != "auto" ? backend : by_default ? "nccl" : "gloo")[0];
     const bool nccl = c.backend == "nccl";
-    if (c.rank == 0 && device == "auto" && !nccl && !why.empty()) { note("took gloo, on the CPU (%s)", why.c_str()); }
+    if (c.rank == 0 && device == "auto" && !nccl && !why.empty()) {
+        note("took gloo, on the CPU, where steps have the sizes of --quick (%s)", why.c_str());
+    }
     context.device = choose_device(device != "auto" ? device : nccl ? "cuda" : "cpu", gpu);
-    const std::string not_so = why_not(c.backend, context.device, c.local_world);
+    const std::string not_so = why_not(c.backend, context.device, c.local_world, c.local_gpus);
     if (!not_so.empty()) { fail("backend %s: %s", c.backend.c_str(), not_so.c_str()); }
 }
 
 static void connect_ranks(Communicator& c, const std::string& device, const std::string& backend) {
     Links& l = *c.links;
-    const int local_rank = find_local_ranks(c, 0.8 * l.timeout_s), gpus = cuda_devices();
+    const int local_rank = find_local_ranks(c), gpus = cuda_devices();
     const int gpu = gpus > 0 ? local_rank % gpus : 0;
     choose_device_and_backend(c, device, backend, gpu);
 #ifdef WITH_NCCL
-    if (c.backend == "nccl") { connect_nccl(c, gpu); }
+    l.device = gpu;
+#endif
+    l.watchdog = std::thread([&l] { watch(l); });
+#ifdef WITH_NCCL
+    if (c.backend == "nccl") { connect_nccl(c); }
 #endif
 #ifdef HAVE_GLOO
     if (c.backend == "gloo") { connect_gloo(c); }
 #endif
-    l.watchdog = std::thread([&l] { watch(l); });
     l.barrier_token = zeros({1}, F32, WORKSPACE);
     barrier(c);
 }
 
 static void disconnect_ranks(Communicator& c) {
     Links& l = *c.links;
+    free_shared(c);
     gather_text(c, "");  // nobody still waits for a part of ours
     {
         std::lock_guard<std::mutex> lock(l.mutex);

@@ -116,6 +116,76 @@ static void check_buckets(const Communicator& c) {
         if (mb == 1e-6) { CHECK(d->buckets.size() == model.parameters.size()); }
     }
 }
+TEST_CASE("ddp: a bucket's MB are millions of bytes, and caps that cut alike are one way") {
+    DataParallel d;
+    d.gradients.dtype = F32;
+    d.parameters = {{"a", {127500}, 0, Tensor()}, {"b", {127500}, 127500, Tensor()}};  // 510,000 bytes each
+    cut_into_buckets(d, 1);
+    CHECK(d.buckets.size() == 2);
+
+    std::vector<DdpRun> runs = {NO_SYNC, NAIVE, FLAT, OVERLAPPED};
+    for (double mb : {0.5, 100.0, 1000.0}) { runs.push_back({BUCKETED, mb}); }
+    join_equal_caps({"lm", 128, 512, 4, 4, 10000}, runs);  // 14.4 MB
+    REQUIRE(runs.size() == 6);
+    CHECK(runs[4].name == "0.5 MB");
+    CHECK(runs[5].name == "100 MB = 1000 MB");
+}
+TEST_CASE("ddp: only a sharded optimizer wants equal shards, and each group counts its own steps") {
+    Communicator nine;
+    nine.world = 9;
+    const Tensor w = from_floats({1, 1, 1, 1}, {4}), g = from_floats({0.5, 0.5, 0.5, 0.5}, {4});
+    Optimizer whole{nine}, sharded{nine, ZERO1};
+    add_parameter_group(whole, {w, g});
+    CHECK(failure_of([&] { add_parameter_group(sharded, {w, g}); }) == "1: 4 weights are not 9 equal shards");
+
+    Optimizer o;
+    AdamW adamw;
+    adamw.lr = 0.1f, adamw.weight_decay = 0, adamw.eps = 0;
+    add_parameter_group(o, {view(w, 0, {2}), view(g, 0, {2}), adamw});
+    for (int i = 0; i < 5; i++) { optimizer_step(o, 1); }
+    add_parameter_group(o, {view(w, 2, {2}), view(g, 2, {2}), adamw});
+    copy(g, from_floats({0.5, 0.5, 0.5, -2}, {4}));
+    optimizer_step(o, 1);
+    CHECK(to_floats(w)[2] == doctest::Approx(0.9));  // a first step is lr, whatever the gradient's size
+    CHECK(to_floats(w)[3] == doctest::Approx(1.1));
+}
+static void check_what_ranks_tell(const Communicator& c) {
+    CHECK(same_bits_everywhere(c, from_floats({1, 2}, {2})));
+    CHECK(!same_bits_everywhere(c, from_floats({1, (float)c.rank}, {2})));
+
+    // The times are means over the ranks: rank 0 takes 40 ms more than rank 1's 40.
+    Options o;
+    o.warmup = {1}, o.steps = 2, o.batch_size = 1, o.context_length = 8;
+    WayRun r{"sleeps"};
+    run_way(r, c, o, [&](const Communicator& c) {
+        Trainer t;
+        t.c = c, t.model = random_model({"lm", 16, 16, 1, 1, 20}, 0);
+        t.step_optimizer = [&c](Trainer&) {
+            if (context.device != META) { usleep(c.rank == 0 ? 80000 : 40000); }
+            return 0.0;
+        };
+        return t;
+    });
+    CHECK(r.ms[OPTIMIZER_STEP].mean > 59);
+    CHECK(r.ms[OPTIMIZER_STEP].mean < 80);
+}
+TEST_CASE("ddp: ranks see that their bits differ and steps are means over them") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    in_ranks("ddp: ranks see that their bits differ and steps are means over them", 2, CPU, check_what_ranks_tell);
+}
+TEST_CASE("ddp: memory that is not there after all is a row of one process, not its end") {
+    Options o;
+    o.warmup = {0}, o.steps = 1, o.batch_size = 1, o.context_length = 8;
+    WayRun r{"one process"};
+    run_way(r, Communicator(), o, [&](const Communicator&) {
+        if (context.device != META) { throw OutOfMemory(1, "none left"); }
+        Trainer t;
+        t.model = random_model({"lm", 16, 16, 1, 1, 20}, 0);
+        return t;
+    });
+    CHECK(r.oom == r.predicted);
+    CHECK(r.oom > 0);
+}
 TEST_CASE("ddp: buckets") {
     if (lacks("gloo", CPU, 1)) { return; }
     in_ranks("ddp: buckets", 1, CPU, check_buckets);
@@ -195,8 +265,13 @@ TEST_CASE("ddp: benchmarking commands") {
     Run r = run_cs336({"ddp_bucketed_benchmarking", "--device", "cpu", "--bucket_size_mb", "0.5,100"});
     INFO(r.out << r.err);
     CHECK(r.exit_code == 0);
-    CHECK(has(r.out, "sizes of --quick"));
+    CHECK(has(r.out, "sizes of --quick where none is typed"));
+    CHECK(has(r.out, "size custom (3.61 million parameters, 0.0144 GB; d_model 128, d_ff 512, 4 layers, 4 heads, "));
     CHECK(has(r.out, "\n**(b)** "));
+    CHECK(has(r.out, "| one process "));
+    CHECK(has(r.err, "\nnaive: Step 3/3: "));
+    CHECK(!has(r.err, "naive: Step 4/3"));
+    CHECK(column(r.out, "hidden").at(1) == "0.0%");
     const std::vector<std::string> ways = {"no sync", "naive", "flat", "overlapped", "0.5 MB", "100 MB"};
     const std::vector<std::string> calls = column(r.out, "calls"), losses = column(r.out, "Loss");
     REQUIRE(losses.size() == ways.size());
@@ -209,7 +284,7 @@ TEST_CASE("ddp: benchmarking commands") {
     Run memory = run_cs336({"optimizer_state_sharding_accounting", "--quick", "--device", "cpu"});
     CHECK(memory.exit_code == 0);
     CHECK(has(memory.out, "| ZeRO-1 "));
-    CHECK(has(memory.out, "the expected 1/2"));
+    CHECK(has(memory.out, "which is the expected 1/2"));
     Run alone = run_cs336({"naive_ddp_benchmarking", "--device", "cpu", "--nproc", "1"});
     CHECK(alone.exit_code == 0);
     CHECK(has(alone.out, "Nothing to compare: "));
@@ -241,6 +316,9 @@ TEST_CASE("ddp: all-reduces of groups of ranks come back as numbers") {
     Run group = run_cs336({"distributed_communication_single_node", "--device", "cpu", "--nproc", "3"});
     CHECK(group.exit_code == 0);
     CHECK(has(group.out, "| gloo    | cpu    |     3 |                1 |"));
+    Run one = run_cs336({"distributed_communication_single_node", "--device", "cpu", "--nproc", "1"});
+    CHECK(one.exit_code == 2);
+    CHECK(has(one.err, "--nproc: got 1, takes 2 or more: one rank sends nothing"));
     if (cuda_devices() > 0) { return; }
     Run none = run_cs336({"distributed_communication_single_node", "--device", "cuda"});
     CHECK(none.exit_code == 1);
@@ -294,11 +372,18 @@ TEST_CASE("answers ddp: distributed_communication_single_node") {
         {"Bandwidth limits both: Gloo with 2 ranks takes 501.3 ms for 1000 MB, 905 times as long as for 1 MB (0.554 "
          "ms).",
          "Latency limits the small tensor, bandwidth the large one: NCCL with 2 ranks takes 3.099 ms for 1000 "
-         "MB, 88.5 times as long",
+         "MB, 89 times as long",
          "From 4 to 6 ranks Gloo takes 0.99 times as long for 1000 MB (a ring: 1.11 times).",
          "From 2 to 4 ranks NCCL takes 1.38 times as long for 1000 MB (",
-         "With 2 ranks Gloo takes 15.8 times as long as NCCL for 1 MB, and 162 times for 1000 MB."});
+         "With 2 ranks Gloo takes 15.8 times as long as NCCL for 1 MB, and 161.7 times for 1000 MB."});
+    CHECK(has(answers({{false, 2, {0.5, 5, 50, 527.5}}}), "1055 times as long as for 1 MB"));
     CHECK(answers({{false, 2, {0.554, 5, 50, NAN}}}) == "");
+    Options o;
+    o.warmup = {1}, o.steps = 1;
+    const std::string table = printed([&] { print_all_reduces(o, {{true, 4, {0.04, 0.1, 0.5, 4.0}}}); });
+    CHECK(std::stod(column(table, "algbw (GB/s)").at(3)) == doctest::Approx(250));
+    CHECK(std::stod(column(table, "busbw (GB/s)").at(3)) == doctest::Approx(375));  // 2 (4 - 1) / 4
+    CHECK(bytes_of({false, 2, {}}, 0) == 5000000);
 }
 
 TEST_CASE("answers ddp: weights") {
@@ -352,8 +437,37 @@ TEST_CASE("answers ddp: naive, flat and overlapped") {
                 "flat (117.25 ms).",
                 "**(b)** In naive's trace (--trace FILE.json) all all-reduces lie after backward, and the compute "
                 "stream waits 39.20 ms. In overlapped's, 99.1 % of their time lies under backward, and it waits 0.59"});
+    CHECK(!has(overlapped(), "cannot all lie under it"));  // 62.10 ms of calls, 68.24 of backward
+    runs[3].ms[BACKWARD] = of_six(19.8, 0.1);
+    check_says(overlapped(), {"The calls take 62.10 ms, backward 19.80 ms, so they cannot all lie under it."});
     runs[3].ms[TOTAL] = of_six(420.33, 5.2);
     check_says(overlapped(), {"3.15 times as long as naive (133.32 ms)"});
+    runs[3].ms[TOTAL] = {298.86, 400, 298.86, 100, 800, 3};
+    check_says(overlapped(), {"a step takes 298.86 ms: too noisy to compare with naive (133.32 ms), and too noisy"});
+}
+TEST_CASE("ddp: the cells of a table of steps") {
+    std::vector<DdpRun> runs = recorded();
+    runs[FLAT].oom = (size_t)5 << 30, runs[FLAT].ms = {};
+    WayRun single{"one process"};
+    single.ms[TOTAL] = of_six(266.64, 1), single.ms[FORWARD_BLOCKS] = of_six(66.66, 1);
+    Options o;
+    o.batch_size = 2, o.context_length = 128;
+    auto table = [&] { return printed([&] { print_steps("caption", runs, single, o, 2); }); };
+    CHECK(column(table(), "Samples/s").at(1) == "30.00");  // 2 ranks of 2 sequences in 133.32 ms
+    CHECK(column(table(), "Tokens/s").at(1) == "3840");
+    CHECK(column(table(), "vs naive").at(2) == "+17.0%");  // overlapped: flat, which did not fit, has no row here
+    CHECK(column(table(), "speed-up").at(1) == "2.00x");
+    CHECK(column(table(), "Forward (ms)").back() == "66.66 ± 1.00, 25%");
+    CHECK(has(table(), "OOM (5.0"));
+    CHECK(!has(table(), "inf"));
+}
+TEST_CASE("answers ddp: communication_accounting names a split that exists") {
+    Options o = {};
+    o.d_model = 16384, o.d_ff = 53248, o.num_layers = 126, o.fsdp = 16, o.tp = 4, o.tokens = 2048, o.tflops = 460;
+    o.bandwidth_gb = 180;
+    check_says(printed([&] { cmd_communication_accounting(o); }),
+               {"the least batch of 64 chips is 259.3 tokens per chip, with (X, Y) = (8, 8).",
+                "if X could be 2 alpha N / (M_Y F) = 6.1."});
 }
 TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
     std::vector<DdpRun> runs = recorded();
@@ -365,14 +479,15 @@ TEST_CASE("answers ddp: ddp_bucketed_benchmarking") {
          "Fewer calls should take less time; here they do: 25.66 ms in 9 calls, 58.7 % less than a tensor per call "
          "(62.10 ms). A large last bucket should leave more exposed; here it does: 3.07 ms with 1000 MB, 5.20 times as "
          "long as a tensor per call (0.59 ms).",
-         "Here backward takes 52.33 ms and flat's all-reduce 23.07 ms, so 0.44 times the tokens per rank would match.",
-         "Naive's 435 calls and flat's one send s = 7992.9 MB with o = 31.94 us and w = 346.9 GB/s: the best bucket "
-         "has "
-         "297.6 MB and an overhead of 1.72 ms."});
+         "Here flat's all-reduce (23.07 ms) takes 0.44 times as long as backward (52.33 ms).",
+         "From naive's time (435 calls) and flat's (one call), for s = 7992.9 MB, follow o = 31.94 us per call and w = "
+         "346.9 GB/s. The best bucket then has 297.6 MB and an overhead of 1.72 ms."});
     runs[7].ms[TOTAL] = of_six(104.02, 0.2);  // level
-    check_says(answers(), {"No slower beyond the noise: 1000 MB."});
+    check_says(answers(), {"No bucket size is the fastest. With 100 MB: a step takes 103.94 ms, ",
+                           "Level with it: 1000 MB (104.02 ms, within 0.5 %, a clock's drift)."});
+    CHECK(!has(answers(), "The fastest buckets"));
     runs[1].ms[COMMUNICATION] = of_six(7992.9, 0.05);  // a call takes 18 ms
-    check_says(answers(), {"the best bucket has 7993 MB"});
+    check_says(answers(), {"The best bucket then has 7993 MB"});
     runs[1].ms[COMMUNICATION] = of_six(22.1, 0.05);
     check_says(answers(), {"Naive's 435 calls (22.10 ms) and flat's one (23.07 ms) do not give an o and a w here."});
 }
@@ -383,9 +498,10 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
                   double optimizer) {
         ShardingRun r("", sharding);
         for (double peak : {after_init, 21340.3, after_step}) {
+            const bool has_stepped = peak == after_step;
             MemoryUse use{};
             use.peak = (size_t)(peak * MIB), use.peak_by[PARAMETERS] = use.peak_by[GRADIENTS] = (size_t)(7622.7 * MIB);
-            use.peak_by[OPTIMIZER] = (size_t)(state * MIB);
+            use.peak_by[OPTIMIZER] = (size_t)(has_stepped * state * MIB);
             r.peaks.emplace_back("", use);
         }
         r.ms[TOTAL] = of_six(total, 0.2), r.ms[OPTIMIZER_STEP] = of_six(optimizer, 0.1);
@@ -397,7 +513,9 @@ TEST_CASE("answers ddp: optimizer_state_sharding_accounting") {
     auto answers = [&](int ranks) { return printed([&] { answer_optimizer_state_sharding_accounting(runs, ranks); }); };
     check_says(
         answers(2),
-        {"Unsharded, the peak is 7622.7 MiB after init, 21340.3 before the optimizer's step and 30522.8 after it. "
+        {"Before the step weights take 7622.7 MiB and gradients 7622.7 MiB.",
+         "ours, like ZeRO's, own equal parts of one flat buffer.",
+         "Unsharded, the peak is 7622.7 MiB after init, 21340.3 before the optimizer's step and 30522.8 after it. "
          "Sharded, it is 7654.7, 21340.3 and 22900.1 MiB.",
          "15245.3 MiB unsharded, 7622.7 MiB sharded, which is the expected 1/2.",
          "**(b)** An iteration takes 354.61 ms sharded, 4.4 % more than unsharded (339.51 ms).",

@@ -754,7 +754,7 @@ static Run tiny_step(const Words& more, const char* batch_size = "2") {
 static double number(const Run& r, const char* name) { return std::stod(column(r.out, name).at(0)); }
 TEST_CASE("leaderboard: a small step, its predicted peak") {
     const Run r = tiny_step({});
-    CHECK(has(r.out, "vocabulary 5000, causal; "));
+    CHECK(has(r.out, "vocabulary 5000), precision pure_bf16, "));
     CHECK(has(r.out, "precision pure_bf16, mode fused, head chunk 2048; 2 sequences per rank"));
     CHECK(number(r, "peak MiB") > 2);
     CHECK(number(r, "peak MiB") == number(r, "predicted MiB"));
@@ -781,6 +781,13 @@ TEST_CASE("leaderboard: two ranks give one rank's losses, with a backward per se
         }
         CHECK(number(two, "last loss") < 0.98 * number(two, "first loss"));
         CHECK(number(one, "peak MiB") == number(one, "predicted MiB"));
+        const double tokens = 20 * std::stod(batch_size);  // of both ranks
+        CHECK(number(two, "tokens/s") == doctest::Approx(tokens / (number(two, "Total Time (ms)") / 1e3)).epsilon(0.1));
+        double parts = number(two, "head and loss ms");  // the waits count once
+        for (const char* part : {"Forward (ms)", "Backward (ms)", "Exposed Comm (ms)", "Optimizer (ms)"}) {
+            parts += number(two, part);
+        }
+        CHECK(parts == doctest::Approx(number(two, "Total Time (ms)")).epsilon(0.02));
         CHECK(number(two, "peak MiB") == doctest::Approx(number(two, "predicted MiB")).epsilon(0.02));
     }
 }
@@ -857,19 +864,27 @@ TEST_CASE("answers: fsdp_accounting") {
         {"**(a)** FSDP should save 25991.9 MiB against DDP and 12995.9 MiB against a sharded optimizer. Weights, "
          "gradients and two moments take 16 Psi bytes with DDP, (8 + 8/N) Psi with the sharded optimizer and "
          "16 Psi/N with FSDP (Psi = 3.407e+09, N = 2).\n",
-         "FSDP takes 30838.9 MiB less than DDP. It takes 4847.0 MiB less than expected.\n",
+         "FSDP takes 30838.9 MiB less than DDP. It takes 4847.0 MiB less than expected (MiB: ",
          "FSDP takes 17842.9 MiB less than the sharded optimizer. It takes 4847.0",
-         "**(b)** The gathers come in time for forward: from layer 1 on they take 26.130 ms, and the compute "
-         "stream waits 0.003 ms for them (0.0 %).",
+         "**(b)** The gathers come in time for forward: from layer 1 on they take 26.130 ms, and forward "
+         "waits 0.003 ms for them.",
          "it waits 0.225 and 0.801 ms.\n"});
     // Two whole units and their gradients are more than what sharding saves: a CPU run of a model of 13.8 MiB.
     CHECK(has(said(runs_of(57.6, 43.9, 47.2), 2, 3609728),
-              "FSDP takes 3.3 MiB more than the sharded optimizer. It takes 17.1 MiB more than expected.\n"));
+              "FSDP takes 3.3 MiB more than the sharded optimizer. It takes 17.1 MiB more than expected (MiB: "));
     CHECK(has(said(runs, 2, 3406809600, 2), "8 Psi bytes with DDP, (4 + 4/N) Psi with"));
     runs[2].wait[2] = 12.4;
     CHECK(has(said(runs),
               "**(b)** Not all gathers come in time for forward: from layer 1 on they take 26.130 ms, and "
-              "the compute stream waits 12.400 ms for them (47.5 %)."));
+              "forward waits 12.400 ms for them."));
+    // bf16: the largest cause is the sharded optimizer's copies, then its activations.
+    MemoryUse other{}, fsdp{};
+    auto set = [](MemoryUse& use, std::vector<double> mib) {
+        const Category all[] = {PARAMETERS, GRADIENTS, OPTIMIZER, WEIGHT_COPIES, ACTIVATIONS};
+        for (int i = 0; i < 5; i++) { use.peak_by[all[i]] = (size_t)(mib[i] * 1048576); }
+    };
+    set(other, {1000, 1000, 1000, 6448.8, 4000}), set(fsdp, {500, 1301.1, 1000, 400, 425.8});
+    CHECK(causes(other, fsdp, 500 * 1048576.0, 0) == "weight copies -6048.8, activations -3574.2 and gradients +801.1");
     runs[0].oom = (size_t)(192.5 * (1 << 30));  // 10B
     CHECK(has(said(runs), "**(a)** DDP did not fit.\n"));
     runs[2].oom = 1 << 30, runs[2].gather.clear();

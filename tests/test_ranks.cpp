@@ -249,6 +249,61 @@ TEST_CASE("ranks: signals to the launcher reach all, and no rank outlives it") {
 static std::vector<std::string> as_rank(int rank, int world, const Folder& folder) {
     return {"RANK=" + std::to_string(rank), "WORLD_SIZE=" + std::to_string(world), "CS336_RENDEZVOUS=" + folder.path};
 }
+// No launcher of ours: a rank notices by itself that another one is gone.
+static std::string text_so_far(FILE* file) {
+    std::string text(1 << 16, 0);
+    text.resize(std::max<ssize_t>(0, pread(fileno(file), text.data(), text.size(), 0)));
+    return text;
+}
+TEST_CASE("ranks: without a launcher, one that dies while the others wait for its text is named") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    Folder folder;
+    const std::vector<std::string> words = {"naive_ddp_benchmarking",
+                                            "--device",
+                                            "cpu",
+                                            "--d_model",
+                                            "16",
+                                            "--d_ff",
+                                            "32",
+                                            "--num_layers",
+                                            "1",
+                                            "--num_heads",
+                                            "1",
+                                            "--steps",
+                                            "60",
+                                            "--timeout",
+                                            "2",
+                                            "--context_length",
+                                            "64"};
+    Started zero = start(words, as_rank(0, 2, folder)), one = start(words, as_rank(1, 2, folder));
+    for (int tries = 0; tries < 15000 && !has(text_so_far(zero.err), "one process: Step 1/"); tries++) { usleep(2000); }
+    kill(zero.pid, SIGKILL);
+    const double since = now_ms();
+    finish(zero, since);
+    Ended e = finish(one, since);
+    INFO(e.err);
+    CHECK(e.exit_code == 1);
+    CHECK(has(e.err, "rank 0 of 2 shows no life in "));
+    CHECK(e.ms < 3500);
+}
+TEST_CASE("ranks: without a launcher, a collective has a deadline") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    Folder folder;
+    std::vector<std::string> words = long_run();
+    words.erase(words.begin() + 1, words.begin() + 3);  // --nproc
+    Started zero = start(words, as_rank(0, 2, folder)), one = start(words, as_rank(1, 2, folder));
+    usleep(1500000);
+    kill(zero.pid, SIGSTOP);
+    const double since = now_ms();
+    Ended e = finish(one, since);
+    kill(zero.pid, SIGKILL);
+    finish(zero, since);
+    INFO(e.err);
+    CHECK(e.exit_code == 1);
+    CHECK(has(e.err, "has not ended within 3 s"));
+    CHECK(e.ms > 2500);
+    CHECK(e.ms < 5500);
+}
 static const std::vector<std::string> short_run = {"naive_ddp", "--device", "cpu",       "--backend",
                                                    "gloo",      "--quick",  "--timeout", "3"};
 TEST_CASE("ranks: one that never comes, the same number twice, a folder that is none are named within the timeout") {
@@ -309,10 +364,9 @@ TEST_CASE("ranks: a job that is paused as a whole goes on, and so does a rank th
         CHECK(e.signal == SIGTERM);
     }
 }
-TEST_CASE("ranks: an inherited nohup holds") {
-    if (lacks("gloo", CPU, 2)) { return; }
+static void check_nohup(const std::vector<std::string>& variables) {
     signal(SIGHUP, SIG_IGN);
-    Started s = start(long_run());
+    Started s = start(long_run(), variables);
     signal(SIGHUP, SIG_DFL);
     std::vector<pid_t> all = {rank_of_launcher(s.pid, 0), rank_of_launcher(s.pid, 1), s.pid};
     usleep(500000);
@@ -321,6 +375,61 @@ TEST_CASE("ranks: an inherited nohup holds") {
     for (pid_t pid : all) { CHECK(!gone(pid)); }
     kill(s.pid, SIGTERM);
     finish(s, now_ms());
+}
+TEST_CASE("ranks: an inherited nohup holds") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    check_nohup({});
+}
+TEST_CASE("ranks: an inherited nohup holds where a shared library takes the signal first, as UCX does") {
+    if (lacks("gloo", CPU, 2)) { return; }
+    Folder folder;
+    write_file(folder / "take.c",
+               "#include <signal.h>\nstatic void f(int n) { (void)n; }\n"
+               "__attribute__((constructor)) static void take(void) { signal(SIGHUP, f); }\n");
+    const std::string library = folder / "take.so";
+    const Run built = run_shell("cc -shared -fPIC -o " + library + " " + folder / "take.c");
+    if (built.exit_code != 0) { return skip_this_case("no C compiler"); }
+    check_nohup({"LD_PRELOAD=" + library});
+}
+TEST_CASE("ranks: the second Ctrl-C ends at once") {
+    const pid_t pid = fork();
+    if (pid == 0) {
+        EndSignals noted;
+        while (true) { pause(); }
+    }
+    usleep(100000);
+    kill(pid, SIGINT);
+    usleep(100000);
+    CHECK(!gone(pid));
+    kill(pid, SIGINT);
+    int status = 0;
+    for (int tries = 0; tries < 100 && waitpid(pid, &status, WNOHANG) == 0; tries++) { usleep(10000); }
+    CHECK((WIFSIGNALED(status) && WTERMSIG(status) == SIGINT));
+    if (!WIFSIGNALED(status)) { kill(pid, SIGKILL); }
+}
+TEST_CASE("ranks: what reproduce runs does not outlive it") {
+    Folder folder;
+    Started s = start({"reproduce", "naive_ddp", "--device", "cpu", "--out", folder.path});
+    std::vector<pid_t> children;
+    for (int tries = 0; tries < 1000 && children.empty(); tries++) {
+        usleep(2000);
+        children = children_of(s.pid);
+    }
+    REQUIRE(!children.empty());
+    kill(s.pid, SIGTERM);
+    finish(s, now_ms());
+    usleep(100000);
+    CHECK(gone(children[0]));
+}
+TEST_CASE("ranks: a place that cannot be taken is not given back") {
+    struct None : Places {
+        int given = 0;
+        size_t take(size_t, void**) override { throw OutOfMemory(1, "no place"); }
+        void give(size_t) override { given++; }
+    };
+    auto none = std::make_shared<None>();
+    CHECK_THROWS_AS(allocate_in(none, [] { allocate(META, 64, WORKSPACE); }), OutOfMemory);
+    CHECK(none->given == 0);
 }
 TEST_CASE("ranks: children are waited for, also where SIGCHLD was ignored") {
     if (lacks("gloo", CPU, 2)) { return; }
@@ -360,6 +469,21 @@ TEST_CASE("ranks: what torchrun, mpirun and srun say is understood, and what is 
         }
     }
     CHECK(shared.files().empty());
+    Started hydra[] = {start(short_run, {"PMI_RANK=0", "PMI_SIZE=2"}), start(short_run, {"PMI_RANK=1", "PMI_SIZE=2"})};
+    for (const Started& one : hydra) {
+        Ended e = finish(one, one.at_ms);
+        INFO("mpiexec.hydra: " << e.err);
+        CHECK(e.exit_code == 0);
+        if (&one == &hydra[0]) { CHECK(has(e.out, "World size: 2")); }
+    }
+    // torchrun --no-python ./script.sh: each rank has a parent of its own.
+    std::string both;
+    for (const char* rank : {"0", "1"}) {
+        both += std::string("RANK=") + rank + " WORLD_SIZE=2 TORCHELASTIC_ERROR_FILE=/tmp/x/none_" +
+                std::to_string(getpid()) + "/attempt_0/" + rank + "/error.json sh -c '" + program() +
+                " naive_ddp --device cpu --timeout 3; true' & ";
+    }
+    CHECK(has(run_shell(both + "wait").out, "World size: 2"));
     Started shell = start(short_run, {"SLURM_STEP_ID=4294967290", "SLURM_STEP_NUM_TASKS=1", "SLURM_PROCID=0"});
     CHECK(finish(shell, shell.at_ms).exit_code == 0);
     Started wrong = start(short_run, {"RANK=x", "WORLD_SIZE=1"});
