@@ -35,7 +35,7 @@ struct Options {
     uint64_t seed = 0;
     bool quick = false;
     std::string checkpoint = "none";
-    std::string trace, out, weights, batch, data, save, load, inputs, impl;
+    std::string trace, out, weights, batch, data, inputs, impl;
     bool causal = false;
     double rope_theta = 0, lr = 0;
     int sample = 0;

@@ -98,7 +98,7 @@ static const Command COMMANDS[] = {
     {COMMAND(info), "", "", 0, false, "the device and its measured rates", ""},
     {COMMAND(train), "", "", 0, false, "train on a text's bytes, then continue it",
      "data! d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 lr precision=fp32 "
-     "mode=flash seed save load sample",
+     "mode=flash seed sample",
      "", "d_model=64 d_ff=128 num_layers=2 context_length=32 batch_size=4 steps=20"},
     {COMMAND(model), "", "", 0, false, "your weights and batch in, gradients out",
      "weights! batch! num_heads! out! rope_theta steps=0 lr precision=fp32 mode=flash"},
@@ -194,8 +194,6 @@ static void add_own_options(Adder& add, Options& o) {
     add.option("data", o.data, CLI::ExistingFile, "", "the text to train on; its bytes are the tokens");
     add.option("lr", o.lr, number(), "0.001", "learning rate");
     add.option("sample", o.sample, whole(0), "200", "bytes to write as a continuation");
-    add.option("save", o.save, OUTPUT, "", "file for weights and optimizer state");
-    add.option("load", o.load, CLI::ExistingFile, "", "file that --save wrote, to go on from");
     // Ranks
     add.option("nproc", o.nproc, whole(1, 64), "2", "ranks to start; under torchrun and the like theirs are taken");
     add.option("backend", o.backend, one_of({"auto", "nccl", "gloo"}), "auto",
@@ -275,11 +273,11 @@ static bool parse_options(const Command& command, const std::vector<std::string>
     if (o.edition == "2026") { set_defaults(app, command.in_2026); }
     if (o.quick) { set_defaults(app, command.quick); }
     if (!o.context_lengths.empty()) { o.context_length = o.context_lengths[0]; }
-    if (command.options.find(MODEL) != std::string::npos) { configs_of(o); }   // the sizes have to fit each other
-    for (const std::string& input : {o.data, o.weights, o.batch, o.inputs}) {  // --load may be saved over
+    if (command.options.find(MODEL) != std::string::npos) { configs_of(o); }  // the sizes have to fit each other
+    for (const std::string& input : {o.weights, o.batch, o.inputs}) {
         std::error_code ignored;
-        if (std::filesystem::equivalent(input, o.save + o.out, ignored)) {  // a command has one of the two
-            usage_error("--%s: takes another file than the input", o.save.empty() ? "out" : "save");
+        if (std::filesystem::equivalent(input, o.out, ignored)) {
+            usage_error("--out: takes another file than the input");
         }
     }
     if (std::error_code failed; command.options.find("out.folder") != std::string::npos && !o.out.empty()) {

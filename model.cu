@@ -875,12 +875,19 @@ int cmd_gradient_checkpointing(const Options& asked) {
 // ---------------------------------------------------------------------------------------------------------------------
 // model: your weights and batch in, our logits, loss, gradients and (after N AdamW steps) parameters out.
 
+// Element i of a file's tensor, which may lie at any address.
+template <class T>
+static T element(const FileTensor& f, int64_t i) {
+    T x;
+    memcpy(&x, (const char*)f.data + i * sizeof(T), sizeof(T));
+    return x;
+}
 static Tensor tensor_from_file(const FileTensor& f) {  // F32 or BF16 -> F32, I64 or I32 -> I32, on the CPU
     Tensor t = empty_on(CPU, f.shape, f.dtype[0] == 'I' ? I32 : F32, INPUTS);
     if (f.dtype == "F32") { memcpy(t.data, f.data, f.bytes); }
-    for (int64_t i = 0; f.dtype == "BF16" && i < t.size(); i++) { t.as<float>()[i] = ((const bf16*)f.data)[i]; }
+    for (int64_t i = 0; f.dtype == "BF16" && i < t.size(); i++) { t.as<float>()[i] = element<bf16>(f, i); }
     for (int64_t i = 0; t.dtype == I32 && i < t.size(); i++) {
-        const int64_t value = f.dtype == "I64" ? ((const int64_t*)f.data)[i] : ((const int*)f.data)[i];
+        const int64_t value = f.dtype == "I64" ? element<int64_t>(f, i) : element<int>(f, i);
         t.as<int>()[i] = value == (int)value ? (int)value : -1;  // -1: refused as a token below
     }
     return t;
@@ -905,33 +912,18 @@ using NamedTensors = std::vector<std::pair<std::string, Tensor>>;
 static void add_parts(NamedTensors& list, const std::string& prefix, const Model& model, const Tensor& arena) {
     for (const Parameter& p : model.parameters) { list.push_back({prefix + p.name, view(arena, p.offset, p.shape)}); }
 }
-// Every tensor that is missing, superfluous or wrong-shaped is refused by name.
-static void read_tensors(const SafeTensors& file, const NamedTensors& list, int layers) {
-    std::set<std::string> known;
-    for (const auto& [name, to] : list) {
-        const Tensor from = tensor_from_file(require_tensor(file, name, to.shape, {"F32", "BF16"}));
-        copy_or_add(to, to_device(from, context.device), false);
-        known.insert(name);
-    }
-    require_no_others(file, known, strprintf("one of a model of %d layers", layers));
-}
-// As F32. Numbers that are not finite are refused, unless any_number.
-static void save_tensors(const std::string& path, const NamedTensors& list, bool any_number,
-                         std::map<std::string, std::string> metadata = {}) {
+// Writes tensors as F32.
+static void save_tensors(const std::string& path, const NamedTensors& list) {
     NoGrad no_grad;
     std::vector<Tensor> kept;
     std::vector<std::pair<std::string, FileTensor>> described;
     for (const auto& [name, t] : list) {
         kept.push_back(to_device(contiguous(t.dtype == F32 ? t : cast(t, F32)), CPU));
-        const float* x = kept.back().as<float>();
-        if (!any_number && !std::all_of(x, x + t.size(), [](float value) { return std::isfinite(value); })) {
-            fail("%s is not finite: nothing was saved", name.c_str());
-        }
         described.push_back({name, describe(kept.back())});
     }
-    metadata["format"] = "pt";
-    save_safetensors(path, described, metadata);
+    save_safetensors(path, described, {{"format", "pt"}});
 }
+// Every tensor that is missing, superfluous or wrong-shaped is refused by name.
 static Model read_model(const Options& o) {
     const SafeTensors file = load_safetensors(o.weights);
     const Shape embedding = require_tensor(file, "token_embeddings.weight", {-1, -1}, {"F32", "BF16"}).shape,
@@ -946,52 +938,83 @@ static Model read_model(const Options& o) {
     check_config(c);
     context.mode = modes_of(o, {c}, {context.precision})[0];
     Model model = make_model(c);
-    NamedTensors weights;
-    add_parts(weights, "", model, model.weights);
-    read_tensors(file, weights, c.num_layers);
+    std::set<std::string> known;
+    for (const Parameter& p : model.parameters) {
+        const Tensor from = tensor_from_file(require_tensor(file, p.name, p.shape, {"F32", "BF16"}));
+        copy_or_add(detached(p.weight), to_device(from, context.device), false);
+        known.insert(p.name);
+    }
+    require_no_others(file, known, strprintf("one of a model of %d layers", c.num_layers));
     return model;
 }
 
+// The least loss scale that is tried, fp16's smallest normal number.
+constexpr float LEAST_SCALE = 0x1p-14f;
+static void require_scale(const LossScaler& scaler) {
+    if (scaler.scale < LEAST_SCALE) { fail("fp16: the gradients are not finite at any loss scale"); }
+}
+
+// Leaves the gradients, multiplied by the loss scale, and returns logits and loss. In fp16 the scale halves until all
+// gradients are finite.
+static NamedTensors logits_and_loss(Trainer& t, const Batch& batch) {
+    for (;;) {
+        zero_gradients(t.model);
+        const Tensor logits = forward(t.model, batch.tokens), loss = cross_entropy(logits, batch.targets);
+        backward_from_loss(t.model, loss, loss_scale_of(t.scaler));
+        if (context.precision != PREC_FP16 || std::isfinite(gradient_norm(t.model))) {
+            return {{"logits", logits}, {"loss", loss}};
+        }
+        update_scale(t.scaler, true);
+        require_scale(t.scaler);
+    }
+}
 int cmd_model(const Options& o) {
     context.device = choose_device(o.device);
     context.precision = precisions_of(o)[0];
     Trainer t;
     t.model = read_model(o);
+    t.adamw.lr = (float)o.lr;
     Model& model = t.model;
     const Batch batch = read_batch(o.batch, model.config.vocab_size);
     make_gradients(model);
-    Tensor logits = forward(model, batch.tokens), loss = cross_entropy(logits, batch.targets);
-    backward_from_loss(model, loss, loss_scale_of(t.scaler));
-    NamedTensors out = {{"logits", logits}, {"loss", loss}};
+    NamedTensors out = logits_and_loss(t, batch);
+    const double loss = to_doubles(out[1].second)[0];
     add_parts(out, "grad.", model, scale(model.gradients, 1 / loss_scale_of(t.scaler)));
-    t.adamw.lr = (float)o.lr;
-    for (int i = 0; i < o.steps; i++) { train_step(t, {batch}); }
+
+    while (model.step < o.steps) {  // in fp16 a step that is skipped is no step
+        train_step(t, {batch});
+        require_scale(t.scaler);
+    }
     if (o.steps > 0) { add_parts(out, "param.", model, model.weights); }
-    save_tensors(o.out, out, true);
+    save_tensors(o.out, out);
     printf("model %s: %d layers, tokens %s; loss %.6f; wrote %zu tensors to %s\n", o.weights.c_str(),
-           model.config.num_layers, to_string(batch.tokens.shape).c_str(), to_doubles(loss)[0], out.size(),
-           o.out.c_str());
+           model.config.num_layers, to_string(batch.tokens.shape).c_str(), loss, out.size(), o.out.c_str());
     return 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// train: a real text, byte by byte, in one process.
+// train: a demo in one process. It trains on a real text, byte by byte, prints the loss of a part that it never trained
+// on, and continues that part.
 
 struct Text {
     std::vector<uint8_t> bytes;
     int64_t train;  // bytes [0, train) are trained on, the last tenth is held out
 };
+// Reads a text, or of a larger one its first INT_MAX bytes: random_int draws windows.
 static Text read_text(const std::string& path, int T) {
-    std::ifstream file(path, std::ios::binary);
-    Text text;
-    text.bytes.assign(std::istreambuf_iterator<char>(file), {});
-    const int64_t size = (int64_t)text.bytes.size();
-    if (!file.is_open() || file.bad()) { fail("%s: cannot be read: %s", path.c_str(), strerror(errno)); }
-    if (size > INT_MAX) { fail("%s: expected at most %d bytes", path.c_str(), INT_MAX); }  // random_int draws windows
-    text.train = size - size / 10;
+    std::ifstream file(path, std::ios::binary | std::ios::ate);
+    const int64_t size = std::min<int64_t>(file.tellg(), INT_MAX);
+    if (size < 0) { fail("%s: cannot be read: %s", path.c_str(), strerror(errno)); }
     if (size / 10 < T + 1) {
         fail("%s: %" PRId64 " bytes are too few: a tenth has to be longer than a context of %d", path.c_str(), size, T);
     }
+    if (file.tellg() > size) { note("train: takes the first %" PRId64 " bytes of %s", size, path.c_str()); }
+
+    Text text;
+    text.bytes.resize(size);
+    text.train = size - size / 10;
+    file.seekg(0);
+    if (!file.read((char*)text.bytes.data(), size)) { fail("%s: cannot be read: %s", path.c_str(), strerror(errno)); }
     return text;
 }
 static Batch windows(const Text& text, const std::vector<int64_t>& starts, int T) {
@@ -1002,7 +1025,6 @@ static Batch windows(const Text& text, const std::vector<int64_t>& starts, int T
     }
     return {from_ints(x, {(int64_t)starts.size(), T}), from_ints(y, {(int64_t)starts.size(), T})};
 }
-// A function of (seed, step) alone, so a resumed run equals an uninterrupted one.
 static Batch training_batch(const Text& text, const Options& o, int step) {
     std::vector<int64_t> starts;
     for (int b = 0; b < o.batch_size; b++) {
@@ -1011,21 +1033,34 @@ static Batch training_batch(const Text& text, const Options& o, int step) {
     }
     return windows(text, starts, o.context_length);
 }
-// B windows at a time, as a step takes them: more would need memory that a step does not.
+// Returns the mean loss of the held-out windows, or of 100 that lie evenly among them. B at a time, as a step takes
+// them: more would need memory that a step does not.
 static double held_out_loss(Model& model, const Text& text, int B, int T) {
     NoGrad no_grad;
-    const int64_t n = ((int64_t)text.bytes.size() - text.train - 1) / T;
+    const int64_t all = ((int64_t)text.bytes.size() - text.train - 1) / T, n = std::min<int64_t>(all, 100);
     double sum = 0;
     for (int64_t i = 0; i < n;) {
         std::vector<int64_t> starts;
-        for (; i < n && (int)starts.size() < B; i++) { starts.push_back(text.train + i * T); }
+        for (; i < n && (int)starts.size() < B; i++) { starts.push_back(text.train + i * all / n * T); }
         sum += to_doubles(forward_to_loss(model, windows(text, starts, T)))[0] * starts.size();
     }
     drop_weight_copies(model.slots);
     return sum / n;
 }
 
-// Continues the held-out text's first T bytes by n, each drawn from softmax(logits).
+// Draws a token from softmax(logits); i: the how many-th draw.
+static int draw_token(const std::vector<double>& logits, uint64_t seed, int i) {
+    const double max = *std::max_element(logits.begin(), logits.end());
+    std::vector<double> weights;
+    for (double x : logits) { weights.push_back(std::exp(x - max)); }
+
+    double at = random_int(1 << 30, seed, key_of("sample"), i) / (double)(1 << 30);
+    at *= std::accumulate(weights.begin(), weights.end(), 0.0);
+    size_t token = 0;
+    while (token + 1 < weights.size() && (at -= weights[token]) >= 0) { token++; }
+    return (int)token;
+}
+// Continues the held-out text's first T bytes by n.
 static std::string sample_text(Model& model, const Text& text, int T, int n, uint64_t seed) {
     NoGrad no_grad;
     std::vector<int> tokens(text.bytes.begin() + text.train, text.bytes.begin() + text.train + T);
@@ -1033,13 +1068,7 @@ static std::string sample_text(Model& model, const Text& text, int T, int n, uin
     for (int i = 0; i < n; i++) {
         const Tensor logits = forward(model, from_ints({tokens.end() - T, tokens.end()}, {1, T}));
         const int64_t V = logits.dim(-1);
-        std::vector<double> l = to_doubles(view(contiguous(logits), (T - 1) * V, {V}));
-        const double max = *std::max_element(l.begin(), l.end());
-        for (double& x : l) { x = std::exp(x - max); }
-        double at = random_int(1 << 30, seed, key_of("sample"), i) / (double)(1 << 30);
-        at *= std::accumulate(l.begin(), l.end(), 0.0);
-        int token = 0;
-        while (token < V - 1 && (at -= l[token]) >= 0) { token++; }
+        const int token = draw_token(to_doubles(view(contiguous(logits), (T - 1) * V, {V})), seed, i);
         tokens.push_back(token);
         const bool printable = token < 127 && (token >= 32 || token == '\n');
         out += printable ? std::string(1, (char)token) : strprintf("\\x%02x", token);
@@ -1047,59 +1076,20 @@ static std::string sample_text(Model& model, const Text& text, int T, int n, uin
     return out;
 }
 
-// A checkpoint: weights, AdamW's moments, train.state, and in its metadata what else makes the run.
-static NamedTensors checkpoint_of(const Trainer& t) {
-    NamedTensors list;
-    add_parts(list, "", t.model, t.model.weights);
-    add_parts(list, "adamw.m.", t.model, t.model.m);
-    add_parts(list, "adamw.v.", t.model, t.model.v);
-    const std::vector<float> state = {(float)t.steps, (float)t.model.step, t.scaler.scale, (float)t.scaler.good_steps};
-    list.push_back({"train.state", from_floats(state, {4})});
-    return list;
-}
-static std::string run_of(const Options& o) {
-    return strprintf(
-        "--d_model %d --d_ff %d --num_layers %d --num_heads %d --batch_size %d --context_length %d --seed "
-        "%" PRIu64 " --lr %.9g",
-        o.d_model, o.d_ff, o.num_layers, o.num_heads, o.batch_size, o.context_length, o.seed, o.lr);
-}
-static void save_checkpoint(Trainer& t, const Options& o) {
-    zero_gradients(t.model), t.model.kept = nullptr;  // room, on a GPU that the run has filled
-    split_weights(t.model, false);
-    save_tensors(o.save, checkpoint_of(t), false, {{"run", run_of(o)}});
-    split_weights(t.model);
-}
-static void load_checkpoint(Trainer& t, const Options& o) {
-    const SafeTensors file = load_safetensors(o.load);
-    const auto run = file.metadata.find("run");
-    if (run == file.metadata.end() || run->second != run_of(o)) {
-        fail("--load %s: is not of a run with %s", o.load.c_str(), run_of(o).c_str());
-    }
-    const NamedTensors list = checkpoint_of(t);
-    read_tensors(file, list, o.num_layers);
-    const std::vector<float> state = to_floats(list.back().second);
-    const bool possible = std::all_of(state.begin(), state.end(), [](float x) { return std::isfinite(x) && x >= 0; });
-    if (!possible || std::max({state[0], state[1], state[3]}) > 1 << 20) {
-        fail("%s: tensor train.state: is none of a run", o.load.c_str());
-    }
-    t.steps = (int)state[0], t.model.step = (int)state[1];
-    t.scaler.scale = state[2], t.scaler.good_steps = (int)state[3];
-}
-
-// Until the last step, or a signal. Fails where loss or gradients' norm is not finite; in fp16 such a norm halves the
-// loss scale, until it is below 2^-14, fp16's smallest normal number.
+// Fails where loss or gradients' norm is not finite; in fp16 such a norm halves the loss scale, until it is below the
+// least.
 static void take_steps(Trainer& t, const Text& text, const Options& o, Table& rows) {
     const int rows_apart = std::max(1, o.steps / 20);
-    while (t.steps < o.steps && !EndSignals::seen()) {
+    while (t.steps < o.steps) {
         Batch batch = training_batch(text, o, t.steps);
         synchronize();
         const double start = now_ms();
         train_step(t, {batch});
         const double ms = now_ms() - start;
-        const bool skipped = !std::isfinite(t.norm) && context.precision == PREC_FP16 && t.scaler.scale >= 0x1p-14f;
+        const bool skipped = !std::isfinite(t.norm) && context.precision == PREC_FP16 && t.scaler.scale >= LEAST_SCALE;
         if (!std::isfinite(t.loss) || (!std::isfinite(t.norm) && !skipped)) {
             print(rows);
-            fail("step %d: the %s is not finite, and nothing was saved; a smaller --lr may help", t.steps,
+            fail("step %d: the %s is not finite; a smaller --lr may help", t.steps,
                  std::isfinite(t.loss) ? "gradients' norm" : "loss");
         }
         progress("step %d of %d: loss %.4f", t.steps, o.steps, t.loss);
@@ -1117,37 +1107,27 @@ int cmd_train(const Options& o) {
     context.device = choose_device(o.device);
     context.precision = precisions_of(o)[0];
     context.mode = modes_of(o, {c}, {context.precision})[0];
+
     Trainer t;
-    t.max_norm = 1, t.adamw.lr = (float)o.lr;
-    t.model = make_model(c);
-    make_optimizer_state(t.model);
-    o.load.empty() ? init_weights(t.model, o.seed) : load_checkpoint(t, o);
-    split_weights(t.model);
+    t.max_norm = 1;
+    t.adamw.lr = (float)o.lr;
+    t.model = random_model(c, o.seed);
     const double before = held_out_loss(t.model, text, o.batch_size, T);
-    Table rows{strprintf("train %s: %zu bytes, a tenth held out; %s; precision %s, mode %s", o.data.c_str(),
-                         text.bytes.size(), run_of(o).c_str(), name_of(context.precision), name_of(context.mode)),
+    note("train: held-out loss %.4f before the first step", before);
+    Table rows{strprintf("train %s: %zu bytes, a tenth held out; d_model %d, d_ff %d, %d layers, %d heads; batch %d, "
+                         "context length: %d, seed %" PRIu64 ", lr %g; precision %s, mode %s",
+                         o.data.c_str(), text.bytes.size(), c.d_model, c.d_ff, c.num_layers, c.num_heads, o.batch_size,
+                         T, o.seed, o.lr, name_of(context.precision), name_of(context.mode)),
                {"step", "loss", "gradient norm", "ms", "tokens/s"}};
-    if (t.steps >= o.steps) {
-        note("train: %s has %d steps behind it already; --steps takes more", o.load.c_str(), t.steps);
-    }
-    int signal = 0;
-    {
-        EndSignals first_is_a_wish;
-        note("train: held-out loss %.4f before the first step", before);
-        take_steps(t, text, o, rows);
-        if (!o.save.empty()) { save_checkpoint(t, o); }  // before all that takes time or may fail
-        signal = EndSignals::seen();
-    }
-    if (!rows.rows.empty()) { print(rows); }
-    if (signal) {
-        note("ended by signal %d (%s) after step %d of %d: %s", signal, strsignal(signal), t.steps, o.steps,
-             o.save.empty() ? "nothing was saved, since --save was not given"
-                            : ("to go on: the same command line with --load " + o.save).c_str());
-        return 128 + signal;
+    take_steps(t, text, o, rows);
+    print(rows);
+
+    const double after = held_out_loss(t.model, text, o.batch_size, T);
+    if (!std::isfinite(after)) {
+        fail("after step %d the held-out loss is not finite; a smaller --lr may help", t.steps);
     }
     Table summary{"train: loss in nats per byte", {"held-out loss before", "held-out loss after", "steps", "peak MiB"}};
-    summary.row(strprintf("%.4f", before), strprintf("%.4f", held_out_loss(t.model, text, o.batch_size, T)), t.steps,
-                mib(memory_use(context.device).peak, 0));
+    summary.row(strprintf("%.4f", before), strprintf("%.4f", after), t.steps, mib(memory_use(context.device).peak, 0));
     print(summary);
     if (o.sample > 0) {
         answer("", "The held-out text's first %d bytes continued:", T);

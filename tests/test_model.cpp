@@ -4,7 +4,6 @@
 #include "test.h"
 
 #include <algorithm>
-#include <csignal>
 #include <cstdio>
 #include <fstream>
 
@@ -656,7 +655,7 @@ TEST_CASE("model: the sizes' parameters, and what 10B takes") {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tests of model.cu: resuming, checkpoints, learning, and your own weights.
+// `train`, and your own weights
 
 using Words = std::vector<std::string>;
 
@@ -664,104 +663,6 @@ static Run train(const Words& more) {
     Words words = {"train", "--data", "LICENSE", "--quick", "--sample", "0"};
     words.insert(words.end(), more.begin(), more.end());
     return run_cs336(words);
-}
-enum { STEPS, UPDATES };  // in train.state
-static int number_in(const std::string& checkpoint, int which) {
-    return (int)((const float*)load_safetensors(checkpoint).tensors.at("train.state").data)[which];
-}
-TEST_CASE_TEMPLATE("train: a run that a signal ends saves, and goes on bit for bit as if uninterrupted", D, OnCPU,
-                   OnCUDA) {
-    if (!begin<D>()) { return; }
-    for (const char* precision : {"fp32", "bf16", "fp16", "pure_bf16"}) {
-        CAPTURE(std::string(precision));
-        Folder folder;
-        const std::string whole = folder / "whole", saved = folder / "saved", err = folder / "err";
-        Words words = {"--device", name_of(D::device), "--steps", "300", "--precision", precision, "--save", whole};
-        Run r = train(words);
-        REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-        words.back() = saved;
-        r = run_shell(program() + " train --data LICENSE --quick --sample 3 " + join(words, " ") + " >/dev/null 2>" +
-                      err + " & for i in $(seq 3000); do grep -q 'before the first step' " + err +
-                      " && break; sleep 0.01; done; kill -TERM $!; wait $!");
-        CHECK(r.exit_code == 128 + SIGTERM);
-        const int steps = number_in(saved, STEPS);
-        CHECK(steps < 300);
-        const std::string says = read_file(err);
-        CHECK_MESSAGE(has(says, strprintf("ended by signal 15 (Terminated) after step %d of 300: to go on", steps)),
-                      says);
-        CHECK(read_file(whole) != read_file(saved));
-        words.back() = folder / "resumed", words.insert(words.end(), {"--load", saved});
-        r = train(words);
-        REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-        CHECK(read_file(whole) == read_file(folder / "resumed"));
-    }
-}
-// A copy of a checkpoint, with `change` done to each tensor.
-static void changed_checkpoint(const std::string& good, const std::string& path,
-                               const std::function<void(const std::string& name, std::vector<float>& x)>& change) {
-    SafeTensors file = load_safetensors(good);
-    std::map<std::string, std::vector<float>> data;
-    std::vector<std::pair<std::string, FileTensor>> tensors;
-    for (const auto& [name, t] : file.tensors) {
-        std::vector<float>& x = data[name];
-        x.assign((const float*)t.data, (const float*)t.data + t.bytes / 4);
-        change(name, x);
-        tensors.push_back({name, {"F32", t.shape, x.data(), t.bytes}});
-    }
-    save_safetensors(path, tensors, file.metadata);
-}
-static Run train_on_cpu(Words more) {
-    more.insert(more.begin(), {"--device", "cpu"});
-    return train(more);
-}
-TEST_CASE("train: steps that fp16 skipped survive a checkpoint") {
-    Folder folder;
-    const std::string start = folder / "start", large = folder / "large", resumed = folder / "resumed";
-    Run r = train_on_cpu({"--precision", "fp16", "--save", start});
-    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-    changed_checkpoint(start, large, [](const std::string& name, std::vector<float>& x) {
-        if (name == "train.state") { x[2] = 1e12f; }  // gradients overflow until it has halved a few times
-    });
-    r = train_on_cpu({"--precision", "fp16", "--load", large, "--steps", "40", "--save", resumed});
-    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-    CHECK(has(r.out, "overflow, step skipped"));
-    CHECK(number_in(resumed, STEPS) == 40);
-    CHECK(number_in(resumed, UPDATES) < 40);
-}
-TEST_CASE("train: a checkpoint of another run, or of none, is refused in a line") {
-    Folder folder;
-    const std::string good = folder / "good", bad = folder / "bad";
-    Run r = train_on_cpu({"--steps", "1", "--save", good});
-    REQUIRE_MESSAGE(r.exit_code == 0, r.err);
-    auto refused = [&](const Words& words, const std::string& says) {
-        r = train_on_cpu(words);
-        CHECK(r.exit_code == 1);
-        CHECK(r.out == "");
-        CHECK(std::count(r.err.begin(), r.err.end(), '\n') == 1);
-        CHECK_MESSAGE(has(r.err, says), r.err);
-    };
-    for (const auto& [option, value] : {std::pair<const char*, const char*>{"--batch_size", "3"},
-                                        {"--num_heads", "2"},
-                                        {"--d_ff", "64"},
-                                        {"--num_layers", "1"},
-                                        {"--context_length", "16"},
-                                        {"--seed", "1"},
-                                        {"--lr", "0.01"}}) {
-        refused({"--load", good, option, value}, good + ": is not of a run with --d_model 64 --d_ff ");
-        CHECK(has(r.err, std::string(option) + " " + value));
-    }
-    refused({"--load", "tests/fixtures/model_weights.safetensors"}, ": is not of a run with ");
-    const std::pair<int, float> wrong[] = {{0, -1}, {0, NAN}, {0, 1 << 21}, {1, -1}, {2, INFINITY}, {2, -1}, {3, -1}};
-    for (const auto& [i, value] : wrong) {
-        changed_checkpoint(good, bad, [i = i, value = value](const std::string& name, std::vector<float>& x) {
-            if (name == "train.state") { x[i] = value; }
-        });
-        refused({"--load", bad}, bad + ": tensor train.state: is none of a run");
-    }
-    SafeTensors file = load_safetensors(good);
-    file.tensors["layers.2.ln1.weight"] = file.tensors.at("layers.1.ln1.weight");
-    save_safetensors(bad, {file.tensors.begin(), file.tensors.end()}, file.metadata);
-    refused({"--load", bad}, bad + ": tensor \"layers.2.ln1.weight\": not one of a model of 2 layers");
 }
 TEST_CASE_TEMPLATE("train: learns", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
@@ -774,51 +675,129 @@ TEST_CASE_TEMPLATE("train: learns", D, OnCPU, OnCUDA) {
     CHECK(before > 5.0);  // about log 256 = 5.5 plus what random logits add
     CHECK(after < 3.6);
 }
-TEST_CASE_TEMPLATE("train: what is not finite ends the run, is named, and is not saved", D, OnCPU, OnCUDA) {
+static Options training_options() {
+    Options o;
+    o.batch_size = 2, o.context_length = 8, o.steps = 3;
+    return o;
+}
+static Text text_of(const std::string& bytes) {
+    return {{bytes.begin(), bytes.end()}, (int64_t)(bytes.size() - bytes.size() / 10)};
+}
+static const ModelConfig of_bytes = {"", 12, 10, 2, 3, 256};
+
+TEST_CASE_TEMPLATE("train: what is not finite ends the run and is named", D, OnCPU, OnCUDA) {
     if (!begin<D>()) { return; }
-    Folder folder;
-    const std::string good = folder / "good", bad = folder / "bad";
-    auto run = [&](Words more) {
-        more.insert(more.end(), {"--device", name_of(D::device), "--save", good});
-        return train(more);
-    };
-    Run first = run({"--steps", "1"});
-    REQUIRE_MESSAGE(first.exit_code == 0, first.err);
-    const std::string kept = read_file(good);
-    auto ends = [&](const std::vector<std::string>& more, const std::string& says) {
+    auto ends = [&](Words more, const std::string& says) {
         CAPTURE(join(more, " "));
-        Run r = run(more);
+        more.insert(more.end(), {"--device", name_of(D::device)});
+        Run r = train(more);
         CHECK(r.exit_code == 1);
         CHECK_MESSAGE(has(r.err, says), r.err);
-        CHECK(has(r.err, "nothing was saved"));
+        CHECK(has(r.out, "gradient norm"));
         CHECK(!has(r.out, "held-out loss after"));
-        CHECK(read_file(good) == kept);
     };
     // 1e18: scores overflow, but no square in RMSNorm, whose result would then be 0, and the loss finite.
     for (const char* precision : {"fp32", "bf16", "fp16"}) {
         ends({"--lr", "1e18", "--mode", "fused", "--precision", precision, "--steps", "9"}, "the loss is not finite");
     }
-    changed_checkpoint(good, bad, [](const std::string& name, std::vector<float>& x) {
-        if (name == "adamw.v.layers.1.ffn.w3.weight") { x[7] = INFINITY; }
-    });
-    ends({"--load", bad, "--steps", "2"}, "adamw.v.layers.1.ffn.w3.weight is not finite");
-    // The residual stream is 0, so no weight of a norm can change the logits, but ln_final's is a factor of gradients.
-    changed_checkpoint(good, bad, [](const std::string& name, std::vector<float>& x) {
-        bool huge = name == "ln_final.weight", zero = name == "token_embeddings.weight",
-             large = name == "lm_head.weight";
-        if (name == "train.state") { x[2] = 0.0003f; }
-        for (float& value : x) { value = huge ? 3e38f : zero ? 0 : large ? 1e3f * value : value; }
-    });
-    ends({"--load", bad, "--steps", "9"}, "step 2: the gradients' norm is not finite");
-    ends({"--load", bad, "--steps", "9", "--precision", "fp16"}, "the gradients' norm is not finite");
+    ends({"--lr", "1e30", "--steps", "1"}, "after step 1 the held-out loss is not finite");  // no later step sees it
 }
-TEST_CASE("train: where nobody reads the rows the run has saved") {
+TEST_CASE_TEMPLATE("train: gradients that are not finite end it; in fp16 only when no loss scale helps", D, OnCPU,
+                   OnCUDA) {
+    if (!begin<D>()) { return; }
+    const Options o = training_options();
+    for (Precision precision : {FP32, PREC_FP16}) {
+        CAPTURE(std::string(name_of(precision)));
+        context.precision = precision;
+        auto end = [&](float huge, float scale) {
+            Trainer t;
+            t.model = random_model(of_bytes, 0);
+            t.max_norm = 1;
+            t.scaler.scale = scale;
+            // The residual stream is 0, so no weight of a norm can change the logits, but ln_final's is a factor of
+            // gradients.
+            fill_zero(t.model.embedding);
+            copy(view(t.model.ln_final, 0, {1}), from_floats({huge}, {1}));
+            scale_in_place(t.model.lm_head, 1000);
+            Table rows{"", {"step", "loss", "gradient norm", "ms", "tokens/s"}};
+            std::string why;
+            const std::string text =
+                printed([&] { why = failure_of([&] { take_steps(t, text_of(read_file("LICENSE")), o, rows); }); });
+            return why + text + (rows.rows.empty() ? "" : rows.rows[0][2]);
+        };
+        CHECK_MESSAGE(has(end(3e38f, LEAST_SCALE), "1: step 1: the gradients' norm is not finite"), end(3e38f, 1));
+        if (precision == PREC_FP16) { CHECK(end(1, 0x1p100f) == "nothing thrownoverflow, step skipped"); }
+    }
+}
+TEST_CASE("train: rows have tokens per second, and gradients are clipped to 1") {
+    begin_on(CPU);
+    Options o = training_options();
+    const Text text = text_of(read_file("LICENSE"));
+    Trainer t;
+    t.model = random_model(of_bytes, 0);
+    Table rows{"", {}};
+    take_steps(t, text, o, rows);
+    REQUIRE(rows.rows.size() == 3);
+    for (const auto& row : rows.rows) {  // both cells are rounded
+        CHECK(std::stod(row[4]) * std::stod(row[3]) == doctest::Approx(1e3 * 2 * 8).epsilon(0.05));
+    }
+
+    // AdamW hides a constant factor of the gradients, but not one of a single step.
+    auto losses = [&](double max_norm) {
+        Run r = train({"--device", "cpu", "--steps", "5"});
+        Trainer t;
+        t.max_norm = max_norm;
+        Options o = training_options();
+        o.batch_size = 4, o.context_length = 32, o.steps = 5;
+        t.model = random_model({"custom", 64, 128, 2, 4, 256}, 0);
+        context.mode = FLASH;
+        Table rows{"", {}};
+        take_steps(t, text, o, rows);
+        std::vector<std::string> by_hand;
+        for (const auto& row : rows.rows) { by_hand.push_back(row[1]); }
+        return column(r.out, "loss") == by_hand;
+    };
+    CHECK(losses(1));
+    CHECK(!losses(10));
+    CHECK(!losses(0));
+}
+TEST_CASE("train: the held-out loss is the mean of its windows, 100 at most, evenly apart") {
+    begin_on(CPU);
+    std::string bytes;
+    for (int i = 0; i < 2610; i++) { bytes += (char)random_int(256, 5, 0, i); }
+    Model model = random_model(of_bytes, 0);
+    auto mean = [&](const Text& text, int T, const std::vector<int64_t>& which) {
+        NoGrad no_grad;
+        double sum = 0;
+        for (int64_t i : which) {
+            sum += to_doubles(forward_to_loss(model, windows(text, {text.train + i * T}, T)))[0];
+        }
+        return sum / which.size();
+    };
+    const Text text = text_of(bytes);  // 261 bytes are held out
+    const double seven = mean(text, 37, {0, 1, 2, 3, 4, 5, 6});
+    for (int B : {1, 3, 8}) { CHECK(held_out_loss(model, text, B, 37) == doctest::Approx(seven).epsilon(1e-6)); }
+    std::vector<int64_t> which;
+    for (int i = 0; i < 100; i++) { which.push_back(i * 13 / 10); }  // of 130
+    CHECK(held_out_loss(model, text, 8, 2) == doctest::Approx(mean(text, 2, which)).epsilon(1e-6));
+}
+TEST_CASE("train: a sample draws from softmax(logits)") {
+    int ones = 0;
+    for (int i = 0; i < 4000; i++) { ones += draw_token({-1, std::log(3.0) - 1}, 7, i); }
+    CHECK(std::abs(ones - 3000) < 5 * std::sqrt(4000 * 0.75 * 0.25));
+}
+TEST_CASE("train: texts that are too short, too long, or no files") {
+    begin_on(CPU);
     Folder folder;
-    const std::string save = folder / "piped";
-    Run r =
-        run_shell("timeout 100 " + program() + " train --data LICENSE --device cpu --quick --save " + save + " | true");
-    CHECK(has(r.out, "cannot write to stdout: Broken pipe"));
-    CHECK(number_in(save, STEPS) == 20);
+    const std::string path = folder / "text";
+    write_file(path, std::string(89, 'a'));
+    CHECK(failure_of([&] { read_text(path, 8); }) == "1: " + path +
+                                                         ": 89 bytes are too few: a tenth has to be longer "
+                                                         "than a context of 8");
+    write_file(path, std::string(90, 'a'));
+    CHECK(read_text(path, 8).bytes.size() == 90);
+    CHECK(read_text(path, 8).train == 81);
+    CHECK(has(failure_of([&] { read_text(folder / "none", 8); }), "cannot be read: No such file"));
 }
 
 TEST_CASE_TEMPLATE("model command: reproduces the fixtures and refuses bad files", D, OnCPU, OnCUDA) {
