@@ -28,7 +28,7 @@ struct Command {
 
 static const std::string MODEL = "d_model d_ff num_layers num_heads vocab_size ";
 static const std::string TIMED =
-    "size*=small,medium,large,xl,2.7B " + MODEL + "context_length=256 batch_size steps seed ";
+    "size*=small,medium,large,xl,2.7B " + MODEL + "context_length*=256 batch_size steps seed ";
 static const std::string TIMED_2026 = "size=small,medium,large,xl,10B context_length=512";
 static const std::string TIMED_QUICK = "size=small context_length=32 batch_size=1 warmup=2 steps=2";
 static const std::string RANKS = "nproc backend timeout ";
@@ -48,7 +48,7 @@ static const Command COMMANDS[] = {
      "size=small,xl context_length=256,512,1024", TIMED_QUICK + " context_length=64"},
     {COMMAND(mixed_precision_accumulation), "1.1.5", "2.1.5", 1, false, "0.01 added a thousand times", ""},
     {COMMAND(benchmarking_mixed_precision), "1.1.5", "2.1.5", 2, true, "autocast's dtypes; fp32 against tf32, bf16",
-     TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash", TIMED_2026, TIMED_QUICK},
+     TIMED + "warmup precision*=fp32,tf32,bf16 mode*=eager,flash", TIMED_2026, TIMED_QUICK},
     {COMMAND(memory_profiling), "1.1.6", "2.1.6", 4, false, "where a step's memory goes",
      "size=2.7B " + MODEL + "context_length*=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager out.folder",
      "size=xl context_length=128,2048", "size=small context_length=128"},

@@ -265,7 +265,7 @@ Checkpointing checkpointing_from(const std::string& name) {
     const int n = atoi(name.c_str() + std::min(name.find_first_of("123456789"), name.size()));
     for (int form = Checkpointing::NONE; form <= Checkpointing::BLOCKS; form++) {
         const Checkpointing k{Checkpointing::Form(form), n};
-        if (name_of(k) == name && name != "0") { return k; }
+        if (name_of(k) == name && name != "0" && name != "ffn:0") { return k; }
     }
     usage_error("--checkpoint: got %s, takes a whole number from 1 on, nested, ffn, ffn:N, blocks:N or none",
                 name.c_str());
@@ -409,14 +409,17 @@ double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, doub
 static float loss_scale_of(const LossScaler& scaler) { return context.precision == PREC_FP16 ? scaler.scale : 1; }
 
 void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler,
-               const std::function<void()>& between) {
+               const std::function<void(Phase done)>& between) {
     if (phase == FORWARD) {
         infer(model, batch.tokens);
         return;
     }
     if (phase == STEP) { make_optimizer_state(model); }  // a first step, too, holds it all the time
-    forward_backward(model, batch, loss_scale_of(scaler), between);
-    if (phase == STEP) { optimizer_step(model, AdamW(), scaler, 0); }
+    forward_backward(model, batch, loss_scale_of(scaler), [&] { between(FORWARD); });
+    if (phase == STEP) {
+        between(FORWARD_BACKWARD);
+        optimizer_step(model, AdamW(), scaler, 0);
+    }
 }
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
     return planned_peak([&] {
@@ -452,13 +455,14 @@ void train_step(Trainer& t, const std::vector<Batch>& batches, const std::functi
 // ---------------------------------------------------------------------------------------------------------------------
 // What an experiment runs, and the time of the model's passes: for benchmarking_script (1.1.3), torch_compile (b)
 // (1.3), benchmarking_mixed_precision (c) (1.1.5). Each phase is warmed up and timed by itself, with a device
-// synchronisation after every step and another one before backward.
+// synchronisation after every step and another one before its last part: backward, or the optimizer step.
 
 std::vector<Precision> precisions_of(const Options& o) {
     std::vector<Precision> precisions;
     for (const std::string& name : o.precision) { precisions.push_back(precision_from(name)); }
     return precisions;
 }
+constexpr int MOST_NESTED = 1000;  // 12000 overflow the stack
 std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& configs,
                            const std::vector<Precision>& precisions) {
     std::vector<Mode> modes;
@@ -467,6 +471,10 @@ std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& con
         const Checkpointing& k = context.checkpoint;
         if (k.n > c.num_layers) {
             usage_error("--checkpoint: got %s, takes at most the model's %d blocks", name_of(k).c_str(), c.num_layers);
+        }
+        if (k.form == Checkpointing::NESTED && c.num_layers > MOST_NESTED) {
+            usage_error("--checkpoint nested: takes at most %d blocks, got %d: each is a call within the one before",
+                        MOST_NESTED, c.num_layers);
         }
         for (Precision precision : precisions) {
             const DType dtype = matmul_dtype(precision);
@@ -490,8 +498,9 @@ std::string row_of(const ModelConfig& c, int B, int T, Phase phase) {
                      name_of(context.precision), caption_of(context.mode).c_str());
 }
 
-enum Pass { FW = FORWARD, FWBW = FORWARD_BACKWARD, WHOLE_STEP = STEP, BW_ONLY, PASSES };
-static const char* const pass_names[] = {"forward", "forward+backward", "forward+backward+optimizer", "backward"};
+enum Pass { FW = FORWARD, FWBW = FORWARD_BACKWARD, WHOLE_STEP = STEP, BW_ONLY, OPT_ONLY, PASSES };
+static const char* const pass_names[] = {"forward", "forward+backward", "forward+backward+optimizer", "backward",
+                                         "optimizer step"};
 
 struct PassRun {
     size_t predicted = 0, peak = 0;  // bytes
@@ -530,12 +539,18 @@ struct Sweep {
                          o.warmup.back(), o.steps);
     }
 };
-static Sweep sweep_of(Options o) {
+// One for each context length.
+static std::vector<Sweep> sweeps_of(Options o) {
     context.device = choose_device(o.device);
     std::sort(o.warmup.begin(), o.warmup.end());
     Sweep s{o, configs_of(o), precisions_of(o), {}};
     s.modes = modes_of(o, s.configs, s.precisions);
-    return s;
+    std::vector<Sweep> sweeps;
+    for (int T : o.context_lengths) {
+        s.o.context_length = T;
+        sweeps.push_back(s);
+    }
+    return sweeps;
 }
 // In context's precision and mode.
 static StepRun measure_model(const ModelConfig& c, const Options& o, const std::vector<Phase>& phases) {
@@ -544,7 +559,7 @@ static StepRun measure_model(const ModelConfig& c, const Options& o, const std::
     Model model;
     Batch batch;
     for (Phase phase : phases) {
-        PassRun &run = r.pass[phase], &backward = r.pass[BW_ONLY];
+        PassRun &run = r.pass[phase], &last = r.pass[phase == STEP ? OPT_ONLY : BW_ONLY];
         auto measure = [&] {
             if (!model.weights) {
                 model = random_model(c, o.seed);
@@ -553,17 +568,21 @@ static StepRun measure_model(const ModelConfig& c, const Options& o, const std::
             reset_peak(context.device);
             LossScaler scaler;
             run.all = time_ms(0, o.warmup.back() + o.steps, [&] {
-                double begin = 0;  // of backward
-                run_phase(phase, model, batch, scaler, [&] { synchronize(), begin = now_ms(); });
+                double begin = 0;  // of the last part
+                run_phase(phase, model, batch, scaler, [&](Phase done) {
+                    if (done + 1 < phase) { return; }
+                    synchronize();
+                    begin = now_ms();
+                });
                 synchronize();
-                if (phase == FORWARD_BACKWARD) { backward.all.push_back(now_ms() - begin); }
+                if (phase != FORWARD) { last.all.push_back(now_ms() - begin); }
             });
             run.peak = memory_use(context.device).peak;
         };
         run.predicted = predicted_peak(c, B, T, phase);
-        if (phase == FORWARD_BACKWARD) { backward.predicted = run.predicted; }
+        if (phase != FORWARD) { last.predicted = run.predicted; }
         const bool oom = run_if_fits(row_of(c, B, T, phase), run.predicted, measure, memory_use(context.device).now);
-        if (oom && phase == FORWARD_BACKWARD) { backward.all.clear(); }
+        if (oom && phase != FORWARD) { last.all.clear(); }
     }
     return after_warmup(r, o.warmup.back(), o.steps);
 }
@@ -574,8 +593,8 @@ static std::vector<StepRun> measure_sizes(const Sweep& s, Precision precision, M
     for (const ModelConfig& c : s.configs) { runs.push_back(measure_model(c, s.o, phases)); }
     return runs;
 }
-static void require_a_run(const PassRun& smallest) {
-    if (!smallest.ran()) { fail("nothing fits into the memory that is available"); }
+static void require_a_run(bool ran) {
+    if (!ran) { fail("nothing fits into the memory that is available"); }
 }
 static std::string mib(size_t bytes, int decimals = 1) { return strprintf("%.*f", decimals, bytes / 1048576.0); }
 static std::string mean_cell(const PassRun& run, const char* format = "%.2f", double unit = 1) {
@@ -604,24 +623,40 @@ static std::string out_of_memory(const std::vector<StepRun>& runs, Pass pass, co
 // benchmarking_script (1.1.3): (b) the times; (c) the first setting's runs with fewer warm-up steps.
 
 constexpr double SMALL_DEVIATION = 0.05;  // of the mean
+// Says for each part of a step how long it takes in the largest size where it ran, and which part of which size is the
+// first that did not fit.
 static void answer_step_times(const std::vector<StepRun>& runs) {
-    std::vector<std::string> times;  // of the largest model that ran
-    std::string size = "nothing";
-    double most = 0;  // standard deviation over mean
+    const Pass parts[] = {FW, BW_ONLY, OPT_ONLY};
+    std::vector<std::string> sentences, missing;
     for (const StepRun& r : runs) {
-        if (r.pass[FW].ran()) { times.clear(), size = r.config.name; }
-        for (Pass pass : {FW, BW_ONLY, WHOLE_STEP}) {
-            const Stats& s = r.pass[pass].ms;
-            if (s.n == 0) { continue; }
-            times.push_back(strprintf("%.2f ms for %s", s.mean, pass_names[pass]));
-            most = std::max(most, s.std / s.mean);
+        std::vector<std::string> times;
+        for (Pass pass : parts) {
+            auto ran = [&](const StepRun& other) { return other.pass[pass].ran(); };
+            if (!ran(r) || std::any_of(&r + 1, &runs.back() + 1, ran)) { continue; }
+            times.push_back(strprintf("%.2f ms for %s", r.pass[pass].ms.mean, pass_names[pass]));
+        }
+        if (!times.empty()) { sentences.push_back(r.config.name + " takes " + list_of(times) + "."); }
+
+        auto lacks = [&](Pass pass) { return !r.pass[pass].ran(); };
+        const Pass* first = std::find_if(std::begin(parts), std::end(parts), lacks);
+        if (first != std::end(parts)) { missing.push_back(pass_names[*first] + (" of " + r.config.name)); }
+    }
+    if (!missing.empty()) { sentences.push_back("Out of memory: " + list_of(missing) + "."); }
+    answer("b", "In %s, mode %s, %s", name_of(runs[0].precision), name_of(runs[0].mode), join(sentences, " ").c_str());
+
+    double most = 0;  // standard deviation over mean
+    std::string of;
+    for (const StepRun& r : runs) {
+        for (int pass = 0; pass < PASSES; pass++) {
+            const Stats& ms = r.pass[pass].ms;
+            if (ms.n == 0 || ms.std <= most * ms.mean) { continue; }
+            most = ms.std / ms.mean;
+            of = pass_names[pass] + (" of " + r.config.name);
         }
     }
-    answer("b", "In %s, mode %s, %s takes %s.%s", name_of(runs[0].precision), name_of(runs[0].mode), size.c_str(),
-           list_of(times).c_str(), out_of_memory(runs, WHOLE_STEP).c_str());
     if (most > 0) {  // a single step has none
-        answer("b", "The standard deviation is %s %.1f %% of the mean.",
-               most <= SMALL_DEVIATION ? "small: at most" : "large: up to", 100 * most);
+        answer("b", "The standard deviation is %s %.1f %% of the mean (%s).",
+               most <= SMALL_DEVIATION ? "small: at most" : "large: up to", 100 * most, of.c_str());
     }
 }
 static void print_times(const Setting& setting, const Sweep& s) {
@@ -646,72 +681,93 @@ static void print_seconds(const Setting& first, const Sweep& s) {
     print(table);
 }
 static void print_steps(const std::vector<Setting>& settings, const Sweep& s) {
-    Table table{s.caption("benchmarking_script: whole steps, with AdamW"),
-                {"size", "precision", "mode", "step_mean_ms", "step_std_ms", "peak step MiB"}};
+    Table table{
+        s.caption("benchmarking_script: whole steps, with AdamW"),
+        {"size", "precision", "mode", "opt_mean_ms", "opt_std_ms", "step_mean_ms", "step_std_ms", "peak step MiB"}};
     for (const Setting& setting : settings) {
         for (const StepRun& r : setting.runs) {
-            const PassRun& step = r.pass[WHOLE_STEP];
-            table.row(r.config.name, r.precision, r.mode, mean_cell(step), deviation(step.ms, "%.2f"),
-                      step.ran() ? mib(step.peak, 0) : "");
+            const PassRun &optimizer = r.pass[OPT_ONLY], &step = r.pass[WHOLE_STEP];
+            table.row(r.config.name, r.precision, r.mode, mean_cell(optimizer), deviation(optimizer.ms, "%.2f"),
+                      mean_cell(step), deviation(step.ms, "%.2f"), step.ran() ? mib(step.peak, 0) : "");
         }
     }
     print(table);
 }
 
-static void answer_warmup(const std::vector<StepRun>& runs, const std::vector<int>& warmup, int steps) {
-    bool slower = false;
-    for (size_t i = 0; i + 1 < warmup.size(); i++) {
-        for (Pass pass : {FW, BW_ONLY}) {
-            std::vector<std::string> verdicts, same;
-            for (const StepRun& r : runs) {
-                if (!r.pass[pass].ran()) { continue; }
-                const Stats &warm = r.pass[pass].ms, cold = after_warmup(r, warmup[i], steps).pass[pass].ms;
-                // One slow step raises the cold mean and its deviation alike: only the warm run's deviation is noise.
-                const bool differ = std::fabs(cold.mean - warm.mean) > std::max(warm.std, SMALL_DEVIATION * warm.mean);
-                slower |= differ && cold.mean > warm.mean && &r == &runs[0];  // the others began warm
-                const std::string times = strprintf("%.2f times as long for ", cold.mean / warm.mean);
-                differ ? verdicts.push_back(times + r.config.name) : same.push_back(r.config.name);
-            }
-            if (!same.empty()) { verdicts.push_back("level for " + list_of(same)); }
-            if (verdicts.empty()) { continue; }
-            answer("c", "With %s, against %d, %s is %s.", counted(warmup[i], "warm-up step").c_str(), warmup.back(),
-                   pass_names[pass], list_of(verdicts).c_str());
+// What fewer warm-up steps change in a pass of a run with the most of them, for the sentence "Its ... is ...". `steps`
+// are counted. One slow step raises a cold mean and its deviation alike, so only the warm run's deviation is noise.
+static std::string against_warm(const StepRun& r, Pass pass, const std::vector<int>& warmup, int steps,
+                                bool* first_is_slow) {
+    const PassRun& warm = r.pass[pass];
+    std::vector<std::string> verdicts, same;
+    for (int fewer : warmup) {
+        const double mean = after_warmup(r, fewer, steps).pass[pass].ms.mean;
+        if (fewer == warmup.back()) { continue; }
+        if (std::fabs(mean - warm.ms.mean) <= std::max(warm.ms.std, SMALL_DEVIATION * warm.ms.mean)) {
+            same.push_back(std::to_string(fewer));
+            continue;
         }
+        // The steps that only the cold mean counts.
+        const auto slowest = std::max_element(&warm.all[fewer], &warm.all[warmup.back()]);
+        std::string why;
+        if (mean > warm.ms.mean) {
+            const int step = (int)(slowest - &warm.all[0]) + 1;
+            *first_is_slow |= step == 1;
+            why = strprintf(" (step %d: %.2f ms)", step, *slowest);
+        }
+        verdicts.push_back(strprintf("%.2f times as long with %d%s", mean / warm.ms.mean, fewer, why.c_str()));
     }
-    if (slower) {
-        answer("c", "The first steps also %s, which raises mean and standard deviation.",
-               context.device == CUDA ? "load the kernels' code, create the cuBLAS handle and grow the memory pool"
-                                      : "touch their memory for the first time");
+    if (!same.empty()) { verdicts.push_back("level with " + list_of(same)); }
+    return list_of(verdicts);
+}
+static void answer_warmup(const StepRun& cold, const std::vector<int>& warmup, int steps) {
+    bool first_is_slow = false;
+    for (Pass pass : {FW, BW_ONLY}) {
+        if (!cold.pass[pass].ran()) { continue; }
+        const std::string verdict = against_warm(cold, pass, warmup, steps, &first_is_slow);
+        answer("c", "Against %s, %s of %s is %s.", counted(warmup.back(), "warm-up step").c_str(), pass_names[pass],
+               cold.config.name.c_str(), verdict.c_str());
     }
+    if (!first_is_slow) { return; }
+    const bool captures = fast_ways.graphs_take && cold.mode == FLASH && context.device == CUDA;
+    answer("c", "The first step also %s%s, which raises mean and standard deviation.",
+           context.device == CUDA ? "loads the kernels' code, creates the cuBLAS handle and grows the memory pool"
+                                  : "touches its memory for the first time",
+           captures ? "; the second captures the CUDA graphs" : "");
 }
 static void print_warmups(const Setting& first, const Sweep& s) {
-    Table table =
-        times_table("benchmarking_script (c); " + first.name +
-                        "; the same runs, counted after fewer steps; only the first size began in a cold process",
-                    {"size", "warmup"});
+    Table table = times_table("benchmarking_script (c); " + first.name +
+                                  "; the same runs, counted after fewer steps; " + "only " + first.runs[0].config.name +
+                                  " began in a cold process (any other size: --size NAME --warmup 0)",
+                              {"size", "warmup"});
     for (const StepRun& r : first.runs) {
         for (int warmup : s.o.warmup) {
             add_times(table, {r.config.name, to_cell(warmup)}, after_warmup(r, warmup, s.o.steps));
         }
     }
     print(table);
-    answer_warmup(first.runs, s.o.warmup, s.o.steps);
+    answer_warmup(first.runs[0], s.o.warmup, s.o.steps);
 }
 
 int cmd_benchmarking_script(const Options& asked) {
-    const Sweep s = sweep_of(asked);
-    std::vector<Setting> settings;
-    for (Precision precision : s.precisions) {
-        for (Mode mode : s.modes) {
-            const std::string name = strprintf("precision %s, mode %s", name_of(precision), caption_of(mode).c_str());
-            settings.push_back({name, measure_sizes(s, precision, mode)});
-            print_times(settings.back(), s);
+    bool ran = false;
+    for (const Sweep& s : sweeps_of(asked)) {
+        std::vector<Setting> settings;
+        for (Precision precision : s.precisions) {
+            for (Mode mode : s.modes) {
+                const std::string name =
+                    strprintf("precision %s, mode %s", name_of(precision), caption_of(mode).c_str());
+                settings.push_back({name, measure_sizes(s, precision, mode)});
+                print_times(settings.back(), s);
+            }
         }
+        print_steps(settings, s);
+        print_seconds(settings[0], s);
+        // Only the first length began in a cold process.
+        if (s.o.warmup.size() > 1 && s.o.context_length == asked.context_length) { print_warmups(settings[0], s); }
+        ran |= settings[0].runs[0].pass[FW].ran();
     }
-    print_steps(settings, s);
-    print_seconds(settings[0], s);
-    if (s.o.warmup.size() > 1) { print_warmups(settings[0], s); }
-    require_a_run(settings[0].runs[0].pass[FW]);
+    require_a_run(ran);
     return 0;
 }
 
@@ -732,7 +788,8 @@ static std::string compared(const Setting& ours, const Setting& theirs, Pass pas
     if (verdicts.empty()) { return "not to be compared"; }
     return (verdicts.size() > 1 ? verdicts[0] + " and " : "") + verdicts.back();
 }
-static void compare_settings(const std::string& caption, const char* part, const std::vector<Setting>& settings,
+// Prints table and answers; false where nothing ran.
+static bool compare_settings(const std::string& caption, const char* part, const std::vector<Setting>& settings,
                              const std::vector<Pass>& passes) {
     const Setting& first = settings[0];
     Table table{caption, {"size", "run_type", first.name + " (ms)"}};
@@ -753,7 +810,7 @@ static void compare_settings(const std::string& caption, const char* part, const
         }
     }
     print(table);
-    require_a_run(first.runs[0].pass[FW]);
+    if (!first.runs[0].pass[FW].ran()) { return false; }
     for (size_t k = 1; k < settings.size(); k++) {
         std::string oom;
         for (const Setting& s : {first, settings[k]}) { oom += out_of_memory(s.runs, passes.back(), " in " + s.name); }
@@ -761,29 +818,54 @@ static void compare_settings(const std::string& caption, const char* part, const
                pass_names[passes.front()], compared(settings[k], first, passes.front()).c_str(),
                pass_names[passes.back()], compared(settings[k], first, passes.back()).c_str(), oom.c_str());
     }
+    return true;
 }
 
 int cmd_torch_compile(const Options& asked) {
-    const Sweep s = sweep_of(asked);  // which chooses the device
+    const std::vector<Sweep> sweeps = sweeps_of(asked);  // which chooses the device
     torch_compile_attention(asked);
-    for (Precision precision : s.precisions) {
-        const std::string caption = "torch_compile (b): whole model; vanilla = eager, compiled = fused; precision ";
-        compare_settings(
-            s.caption(caption + name_of(precision)), "b",
-            {{"vanilla", measure_sizes(s, precision, EAGER)}, {"compiled", measure_sizes(s, precision, FUSED)}},
-            {FW, FWBW, WHOLE_STEP});
+    bool ran = false;
+    for (const Sweep& s : sweeps) {
+        for (Precision precision : s.precisions) {
+            const std::string caption = "torch_compile (b): whole model; vanilla = eager, compiled = fused; precision ";
+            ran |= compare_settings(
+                s.caption(caption + name_of(precision)), "b",
+                {{"vanilla", measure_sizes(s, precision, EAGER)}, {"compiled", measure_sizes(s, precision, FUSED)}},
+                {FW, FWBW, WHOLE_STEP});
+        }
     }
+    require_a_run(ran);
     return 0;
 }
-int cmd_benchmarking_mixed_precision(const Options& asked) {
-    const Sweep s = sweep_of(asked);
-    print_toy_models();
-    std::vector<Setting> settings;
-    for (Precision precision : s.precisions) {
-        settings.push_back({name_of(precision), measure_sizes(s, precision, s.modes[0], {FORWARD, FORWARD_BACKWARD})});
+
+// Says in which of the modes that ran autocast's gradients are not as PyTorch's: see gradient_target.
+static void answer_gradients(const std::vector<Setting>& settings) {
+    for (const Setting& setting : settings) {
+        const StepRun& r = setting.runs[0];
+        const bool autocast = r.precision == PREC_BF16 || r.precision == PREC_FP16;
+        if (!autocast || r.mode == EAGER || !r.pass[BW_ONLY].ran()) { continue; }
+        answer("c", "In mode %s under %s the matrices' gradients are in 16 bits, where PyTorch's autocast has fp32.",
+               name_of(r.mode), name_of(r.precision));
     }
-    compare_settings(s.caption(std::string("benchmarking_mixed_precision (c); mode ") + name_of(context.mode)), "c",
-                     settings, {FW, BW_ONLY});
+}
+int cmd_benchmarking_mixed_precision(const Options& asked) {
+    const std::vector<Sweep> sweeps = sweeps_of(asked);
+    print_toy_models();
+    bool ran = false;
+    for (const Sweep& s : sweeps) {
+        for (Mode mode : s.modes) {
+            std::vector<Setting> settings;
+            for (Precision precision : s.precisions) {
+                if (precision == TF32 && context.device == CPU && !settings.empty()) { continue; }
+                settings.push_back(
+                    {name_of(precision), measure_sizes(s, precision, mode, {FORWARD, FORWARD_BACKWARD})});
+            }
+            ran |= compare_settings(s.caption(std::string("benchmarking_mixed_precision (c); mode ") + name_of(mode)),
+                                    "c", settings, {FW, BW_ONLY});
+            answer_gradients(settings);
+        }
+    }
+    require_a_run(ran);
     if (context.device == CPU) {
         answer("c", "On a CPU low precision saves no arithmetic: tf32 is fp32, and 16-bit products run in fp32.");
     }
@@ -822,53 +904,69 @@ static std::vector<CheckpointRun> run_checkpoints(const ModelConfig& c, const Op
     }
     return runs;
 }
-static void answer_strategy(const std::vector<CheckpointRun>& runs, size_t nested, int N) {
-    auto less = [](const CheckpointRun& a, const CheckpointRun& b) { return a.beside < b.beside; };
-    const bool least = nested < std::min_element(runs.begin(), runs.end(), less)->beside;
-    answer("a",
-           "Linear nesting %s the least peak: %s MiB beside weights and gradients, against %s with a checkpoint per "
-           "block and %s without. It holds two inputs and one block's residuals, O(1) memory, and runs N (N - 1) / 2 = "
-           "%d blocks again, O(N^2) compute.",
-           least ? "has" : "does not have", mib(nested).c_str(), mib(runs.front().beside).c_str(),
-           mib(runs.back().beside).c_str(), N * (N - 1) / 2);
+// Answers (a) by predictions, since nesting runs so many blocks again.
+static void answer_strategy(const std::vector<CheckpointRun>& runs, const CheckpointRun& nested, int N) {
+    const CheckpointRun &block = runs.front(), &without = runs.back();
+    answer(
+        "a",
+        "Beside weights and gradients linear nesting holds %s: %s MiB, against %s with a checkpoint per block and %s "
+        "without. It holds two inputs and one block's residuals, O(1) memory, and runs N (N - 1) / 2 = %d blocks "
+        "again, O(N^2) compute.",
+        nested.beside < std::min(block.beside, without.beside) ? "least" : "not least", mib(nested.beside).c_str(),
+        mib(block.beside).c_str(), mib(without.beside).c_str(), N * (N - 1) / 2);
+    const double saved = 1 - (double)nested.step.predicted / block.step.predicted;
+    answer("a", "A whole step, where gradients come as inputs go, peaks at %s MiB: nesting saves %s against %s MiB.",
+           mib(nested.step.predicted).c_str(), saved < 0.005 ? "nothing" : strprintf("%.1f %%", 100 * saved).c_str(),
+           mib(block.step.predicted).c_str());
     sketch(R"(def run(blocks, x):
     if len(blocks) > 1:
         x = checkpoint(run, blocks[:-1], x)  # keeps x, runs again in backward
     return blocks[-1](x)
 )");
 }
+// (b): the least peak of a step among the sizes of checkpoints that ran. Peaks that differ by less than 0.1 % are one.
 static void answer_sizes(const std::vector<CheckpointRun>& runs, const std::string& model) {
-    auto less = [](const CheckpointRun& a, const CheckpointRun& b) { return a.bytes() < b.bytes(); };
-    const CheckpointRun& best = *std::min_element(runs.begin(), runs.end() - 1, less);
-    std::vector<std::string> others;
+    const CheckpointRun* best = nullptr;
     for (const CheckpointRun& r : runs) {
-        if (&r == &best) { continue; }
-        others.push_back(mib(r.bytes()) + (r.step.ran() ? " " : " (out of memory) ") +
-                         (r.checkpoint ? "with " + counted(r.checkpoint.n, "block") : "without checkpoints"));
+        if (r.checkpoint && r.step.ran() && (!best || r.bytes() < best->bytes())) { best = &r; }
     }
-    answer("b", "In %s a step's peak is least with %s per checkpoint: %s MiB. Beside it: %s.", model.c_str(),
-           counted(best.checkpoint.n, "block").c_str(), mib(best.bytes()).c_str(), list_of(others).c_str());
+    if (!best) { return; }
+    std::vector<std::string> least, others;
+    for (const CheckpointRun& r : runs) {
+        const std::string size = r.checkpoint ? counted(r.checkpoint.n, "block") : "no checkpoints";
+        if (r.checkpoint && r.step.ran() && r.bytes() < 1.001 * best->bytes()) {
+            least.push_back(size);
+        } else {
+            others.push_back(mib(r.bytes()) + (r.step.ran() ? " with " : " (out of memory) with ") + size);
+        }
+    }
+    answer("b", "In %s a step's peak is least with %s per checkpoint: %s MiB. Else it is %s.", model.c_str(),
+           list_of(least).c_str(), mib(best->bytes()).c_str(), list_of(others).c_str());
 }
 int cmd_gradient_checkpointing(const Options& asked) {
-    const Sweep s = sweep_of(asked);
+    context.checkpoint = {Checkpointing::NESTED};  // sweeps_of refuses too many blocks
+    const Sweep s = sweeps_of(asked)[0];
     const ModelConfig& c = s.configs[0];
-    context.precision = s.precisions[0], context.mode = s.modes[0];
+    const int B = s.o.batch_size, T = s.o.context_length;
+    context.precision = s.precisions[0];
+    context.mode = s.modes[0];
+    CheckpointRun nested{context.checkpoint, peak_beside_gradients(c, B, T), {}};
+    nested.step.predicted = predicted_peak(c, B, T, STEP);
     const std::vector<CheckpointRun> runs = run_checkpoints(c, s.o);
     Table table{
         s.caption(strprintf("gradient_checkpointing: %s, N = %d blocks, precision %s, mode %s; beside: held beside "
                             "weights and gradients, predicted; step: with AdamW",
                             c.name.c_str(), c.num_layers, name_of(context.precision), name_of(context.mode))),
-        {"blocks per checkpoint", "beside MiB", "peak step MiB", "step_mean_ms"}};
+        {"blocks per checkpoint", "beside MiB", "predicted step MiB", "peak step MiB", "step_mean_ms"}};
     for (const auto& [checkpoint, beside, step] : runs) {
-        table.row(name_of(checkpoint), mib(beside), step.ran() ? mib(step.peak) : "", mean_cell(step));
+        table.row(name_of(checkpoint), mib(beside), mib(step.predicted), step.ran() ? mib(step.peak) : "",
+                  mean_cell(step));
     }
-    context.checkpoint = {Checkpointing::NESTED};
-    const size_t nested = peak_beside_gradients(c, s.o.batch_size, s.o.context_length);
-    table.row("nested", mib(nested), "", "");
+    table.row("nested", mib(nested.beside), mib(nested.step.predicted), "", "");
     print(table);
     answer_strategy(runs, nested, c.num_layers);
     answer_sizes(runs, c.name);
-    require_a_run(runs[0].step);
+    require_a_run(std::any_of(runs.begin(), runs.end(), [](const CheckpointRun& r) { return r.step.ran(); }));
     return 0;
 }
 
