@@ -35,7 +35,7 @@ struct Options {
     uint64_t seed = 0;
     bool quick = false;
     std::string checkpoint = "none";
-    std::string trace, out, weights, batch, data, save, load, inputs, impl;
+    std::string trace, out, weights, batch, data, inputs, impl;
     bool causal = false;
     double rope_theta = 0, lr = 0;
     int sample = 0;
@@ -255,8 +255,10 @@ inline FastWays fast_ways;
 
 enum Phase { FORWARD, FORWARD_BACKWARD, STEP };  // FORWARD: without a tape; STEP: with the optimizer's
 const char* name_of(Phase phase);
+// `between` is called when a part is done and another follows.
 void run_phase(
-    Phase phase, Model& model, const Batch& batch, LossScaler& scaler, const std::function<void()>& between = [] {});
+    Phase phase, Model& model, const Batch& batch, LossScaler& scaler,
+    const std::function<void(Phase done)>& between = [](Phase) {});
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase);  // in context's mode and precision
 
 // A model in training. A step is train_step, for one process and for ranks that share it.

@@ -28,7 +28,7 @@ struct Command {
 
 static const std::string MODEL = "d_model d_ff num_layers num_heads vocab_size ";
 static const std::string TIMED =
-    "size*=small,medium,large,xl,2.7B " + MODEL + "context_length=256 batch_size steps seed ";
+    "size*=small,medium,large,xl,2.7B " + MODEL + "context_length*=256 batch_size steps seed ";
 static const std::string TIMED_2026 = "size=small,medium,large,xl,10B context_length=512";
 static const std::string TIMED_QUICK = "size=small context_length=32 batch_size=1 warmup=2 steps=2";
 static const std::string RANKS = "nproc backend timeout ";
@@ -48,7 +48,7 @@ static const Command COMMANDS[] = {
      "size=small,xl context_length=256,512", TIMED_QUICK + " context_length=64"},
     {COMMAND(mixed_precision_accumulation), "1.1.5", "2.1.5", 1, false, "0.01 added a thousand times", ""},
     {COMMAND(benchmarking_mixed_precision), "1.1.5", "2.1.5", 2, true, "autocast's dtypes; fp32 against tf32, bf16",
-     TIMED + "warmup precision*=fp32,tf32,bf16 mode=flash", TIMED_2026, TIMED_QUICK},
+     TIMED + "warmup precision*=fp32,tf32,bf16 mode*=eager,flash", TIMED_2026, TIMED_QUICK},
     {COMMAND(memory_profiling), "1.1.6", "2.1.6", 4, false, "where a step's memory goes",
      "size=2.7B " + MODEL + "context_length*=128,256,512 batch_size seed precision*=fp32,bf16 mode=eager out.folder",
      "size=xl context_length=128,2048", "size=small context_length=128"},
@@ -98,7 +98,7 @@ static const Command COMMANDS[] = {
     {COMMAND(info), "", "", 0, false, "the device and its measured rates", ""},
     {COMMAND(train), "", "", 0, false, "train on a text's bytes, then continue it",
      "data! d_model=128 d_ff=512 num_layers=4 num_heads=4 context_length=128 batch_size=8 steps=200 lr precision=fp32 "
-     "mode=flash seed save load sample",
+     "mode=flash seed sample",
      "", "d_model=64 d_ff=128 num_layers=2 context_length=32 batch_size=4 steps=20"},
     {COMMAND(model), "", "", 0, false, "your weights and batch in, gradients out",
      "weights! batch! num_heads! out! rope_theta steps=0 lr precision=fp32 mode=flash"},
@@ -201,8 +201,6 @@ static void add_own_options(Adder& add, Options& o) {
     add.option("data", o.data, CLI::ExistingFile, "", "the text to train on; its bytes are the tokens");
     add.option("lr", o.lr, number(), "0.001", "learning rate");
     add.option("sample", o.sample, whole(0), "200", "bytes to write as a continuation");
-    add.option("save", o.save, OUTPUT, "", "file for weights and optimizer state");
-    add.option("load", o.load, CLI::ExistingFile, "", "file that --save wrote, to go on from");
     // Ranks
     add.option("nproc", o.nproc, whole(1, 64), "2", "ranks to start; under torchrun and the like theirs are taken");
     add.option("backend", o.backend, one_of({"auto", "nccl", "gloo"}), "auto",
@@ -291,11 +289,11 @@ static bool parse_options(const Command& command, const std::vector<std::string>
     if (o.edition == "2026") { set_defaults(app, command.in_2026); }
     if (o.quick) { set_defaults(app, command.quick); }
     if (!o.context_lengths.empty()) { o.context_length = o.context_lengths[0]; }
-    if (command.options.find(MODEL) != std::string::npos) { configs_of(o); }   // the sizes have to fit each other
-    for (const std::string& input : {o.data, o.weights, o.batch, o.inputs}) {  // --load may be saved over
+    if (command.options.find(MODEL) != std::string::npos) { configs_of(o); }  // the sizes have to fit each other
+    for (const std::string& input : {o.weights, o.batch, o.inputs}) {
         std::error_code ignored;
-        if (std::filesystem::equivalent(input, o.save + o.out, ignored)) {  // a command has one of the two
-            usage_error("--%s: takes another file than the input", o.save.empty() ? "out" : "save");
+        if (std::filesystem::equivalent(input, o.out, ignored)) {
+            usage_error("--out: takes another file than the input");
         }
     }
     if (std::error_code failed;

@@ -265,7 +265,7 @@ Checkpointing checkpointing_from(const std::string& name) {
     const int n = atoi(name.c_str() + std::min(name.find_first_of("123456789"), name.size()));
     for (int form = Checkpointing::NONE; form <= Checkpointing::BLOCKS; form++) {
         const Checkpointing k{Checkpointing::Form(form), n};
-        if (name_of(k) == name && name != "0") { return k; }
+        if (name_of(k) == name && name != "0" && name != "ffn:0") { return k; }
     }
     usage_error("--checkpoint: got %s, takes a whole number from 1 on, nested, ffn, ffn:N, blocks:N or none",
                 name.c_str());
@@ -409,14 +409,17 @@ double optimizer_step(Model& model, const AdamW& adamw, LossScaler& scaler, doub
 static float loss_scale_of(const LossScaler& scaler) { return context.precision == PREC_FP16 ? scaler.scale : 1; }
 
 void run_phase(Phase phase, Model& model, const Batch& batch, LossScaler& scaler,
-               const std::function<void()>& between) {
+               const std::function<void(Phase done)>& between) {
     if (phase == FORWARD) {
         infer(model, batch.tokens);
         return;
     }
     if (phase == STEP) { make_optimizer_state(model); }  // a first step, too, holds it all the time
-    forward_backward(model, batch, loss_scale_of(scaler), between);
-    if (phase == STEP) { optimizer_step(model, AdamW(), scaler, 0); }
+    forward_backward(model, batch, loss_scale_of(scaler), [&] { between(FORWARD); });
+    if (phase == STEP) {
+        between(FORWARD_BACKWARD);
+        optimizer_step(model, AdamW(), scaler, 0);
+    }
 }
 size_t predicted_peak(const ModelConfig& c, int B, int T, Phase phase) {
     return planned_peak([&] {
@@ -452,13 +455,14 @@ void train_step(Trainer& t, const std::vector<Batch>& batches, const std::functi
 // ---------------------------------------------------------------------------------------------------------------------
 // What an experiment runs, and the time of the model's passes: for benchmarking_script (1.1.3), torch_compile (b)
 // (1.3), benchmarking_mixed_precision (c) (1.1.5). Each phase is warmed up and timed by itself, with a device
-// synchronisation after every step and another one before backward.
+// synchronisation after every step and another one before its last part: backward, or the optimizer step.
 
 std::vector<Precision> precisions_of(const Options& o) {
     std::vector<Precision> precisions;
     for (const std::string& name : o.precision) { precisions.push_back(precision_from(name)); }
     return precisions;
 }
+constexpr int MOST_NESTED = 1000;  // 12000 overflow the stack
 std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& configs,
                            const std::vector<Precision>& precisions) {
     std::vector<Mode> modes;
@@ -467,6 +471,10 @@ std::vector<Mode> modes_of(const Options& o, const std::vector<ModelConfig>& con
         const Checkpointing& k = context.checkpoint;
         if (k.n > c.num_layers) {
             usage_error("--checkpoint: got %s, takes at most the model's %d blocks", name_of(k).c_str(), c.num_layers);
+        }
+        if (k.form == Checkpointing::NESTED && c.num_layers > MOST_NESTED) {
+            usage_error("--checkpoint nested: takes at most %d blocks, got %d: each is a call within the one before",
+                        MOST_NESTED, c.num_layers);
         }
         for (Precision precision : precisions) {
             const DType dtype = matmul_dtype(precision);
@@ -490,8 +498,9 @@ std::string row_of(const ModelConfig& c, int B, int T, Phase phase) {
                      name_of(context.precision), caption_of(context.mode).c_str());
 }
 
-enum Pass { FW = FORWARD, FWBW = FORWARD_BACKWARD, WHOLE_STEP = STEP, BW_ONLY, PASSES };
-static const char* const pass_names[] = {"forward", "forward+backward", "forward+backward+optimizer", "backward"};
+enum Pass { FW = FORWARD, FWBW = FORWARD_BACKWARD, WHOLE_STEP = STEP, BW_ONLY, OPT_ONLY, PASSES };
+static const char* const pass_names[] = {"forward", "forward+backward", "forward+backward+optimizer", "backward",
+                                         "optimizer step"};
 
 struct PassRun {
     size_t predicted = 0, peak = 0;  // bytes
@@ -530,12 +539,18 @@ struct Sweep {
                          o.warmup.back(), o.steps);
     }
 };
-static Sweep sweep_of(Options o) {
+// One for each context length.
+static std::vector<Sweep> sweeps_of(Options o) {
     context.device = choose_device(o.device);
     std::sort(o.warmup.begin(), o.warmup.end());
     Sweep s{o, configs_of(o), precisions_of(o), {}};
     s.modes = modes_of(o, s.configs, s.precisions);
-    return s;
+    std::vector<Sweep> sweeps;
+    for (int T : o.context_lengths) {
+        s.o.context_length = T;
+        sweeps.push_back(s);
+    }
+    return sweeps;
 }
 // In context's precision and mode.
 static StepRun measure_model(const ModelConfig& c, const Options& o, const std::vector<Phase>& phases) {
@@ -544,7 +559,7 @@ static StepRun measure_model(const ModelConfig& c, const Options& o, const std::
     Model model;
     Batch batch;
     for (Phase phase : phases) {
-        PassRun &run = r.pass[phase], &backward = r.pass[BW_ONLY];
+        PassRun &run = r.pass[phase], &last = r.pass[phase == STEP ? OPT_ONLY : BW_ONLY];
         auto measure = [&] {
             if (!model.weights) {
                 model = random_model(c, o.seed);
@@ -553,17 +568,21 @@ static StepRun measure_model(const ModelConfig& c, const Options& o, const std::
             reset_peak(context.device);
             LossScaler scaler;
             run.all = time_ms(0, o.warmup.back() + o.steps, [&] {
-                double begin = 0;  // of backward
-                run_phase(phase, model, batch, scaler, [&] { synchronize(), begin = now_ms(); });
+                double begin = 0;  // of the last part
+                run_phase(phase, model, batch, scaler, [&](Phase done) {
+                    if (done + 1 < phase) { return; }
+                    synchronize();
+                    begin = now_ms();
+                });
                 synchronize();
-                if (phase == FORWARD_BACKWARD) { backward.all.push_back(now_ms() - begin); }
+                if (phase != FORWARD) { last.all.push_back(now_ms() - begin); }
             });
             run.peak = memory_use(context.device).peak;
         };
         run.predicted = predicted_peak(c, B, T, phase);
-        if (phase == FORWARD_BACKWARD) { backward.predicted = run.predicted; }
+        if (phase != FORWARD) { last.predicted = run.predicted; }
         const bool oom = run_if_fits(row_of(c, B, T, phase), run.predicted, measure, memory_use(context.device).now);
-        if (oom && phase == FORWARD_BACKWARD) { backward.all.clear(); }
+        if (oom && phase != FORWARD) { last.all.clear(); }
     }
     return after_warmup(r, o.warmup.back(), o.steps);
 }
@@ -574,8 +593,8 @@ static std::vector<StepRun> measure_sizes(const Sweep& s, Precision precision, M
     for (const ModelConfig& c : s.configs) { runs.push_back(measure_model(c, s.o, phases)); }
     return runs;
 }
-static void require_a_run(const PassRun& smallest) {
-    if (!smallest.ran()) { fail("nothing fits into the memory that is available"); }
+static void require_a_run(bool ran) {
+    if (!ran) { fail("nothing fits into the memory that is available"); }
 }
 static std::string mib(size_t bytes, int decimals = 1) { return strprintf("%.*f", decimals, bytes / 1048576.0); }
 static std::string mean_cell(const PassRun& run, const char* format = "%.2f", double unit = 1) {
@@ -604,24 +623,40 @@ static std::string out_of_memory(const std::vector<StepRun>& runs, Pass pass, co
 // benchmarking_script (1.1.3): (b) the times; (c) the first setting's runs with fewer warm-up steps.
 
 constexpr double SMALL_DEVIATION = 0.05;  // of the mean
+// Says for each part of a step how long it takes in the largest size where it ran, and which part of which size is the
+// first that did not fit.
 static void answer_step_times(const std::vector<StepRun>& runs) {
-    std::vector<std::string> times;  // of the largest model that ran
-    std::string size = "nothing";
-    double most = 0;  // standard deviation over mean
+    const Pass parts[] = {FW, BW_ONLY, OPT_ONLY};
+    std::vector<std::string> sentences, missing;
     for (const StepRun& r : runs) {
-        if (r.pass[FW].ran()) { times.clear(), size = r.config.name; }
-        for (Pass pass : {FW, BW_ONLY, WHOLE_STEP}) {
-            const Stats& s = r.pass[pass].ms;
-            if (s.n == 0) { continue; }
-            times.push_back(strprintf("%.2f ms for %s", s.mean, pass_names[pass]));
-            most = std::max(most, s.std / s.mean);
+        std::vector<std::string> times;
+        for (Pass pass : parts) {
+            auto ran = [&](const StepRun& other) { return other.pass[pass].ran(); };
+            if (!ran(r) || std::any_of(&r + 1, &runs.back() + 1, ran)) { continue; }
+            times.push_back(strprintf("%.2f ms for %s", r.pass[pass].ms.mean, pass_names[pass]));
+        }
+        if (!times.empty()) { sentences.push_back(r.config.name + " takes " + list_of(times) + "."); }
+
+        auto lacks = [&](Pass pass) { return !r.pass[pass].ran(); };
+        const Pass* first = std::find_if(std::begin(parts), std::end(parts), lacks);
+        if (first != std::end(parts)) { missing.push_back(pass_names[*first] + (" of " + r.config.name)); }
+    }
+    if (!missing.empty()) { sentences.push_back("Out of memory: " + list_of(missing) + "."); }
+    answer("b", "In %s, mode %s, %s", name_of(runs[0].precision), name_of(runs[0].mode), join(sentences, " ").c_str());
+
+    double most = 0;  // standard deviation over mean
+    std::string of;
+    for (const StepRun& r : runs) {
+        for (int pass = 0; pass < PASSES; pass++) {
+            const Stats& ms = r.pass[pass].ms;
+            if (ms.n == 0 || ms.std <= most * ms.mean) { continue; }
+            most = ms.std / ms.mean;
+            of = pass_names[pass] + (" of " + r.config.name);
         }
     }
-    answer("b", "In %s, mode %s, %s takes %s.%s", name_of(runs[0].precision), name_of(runs[0].mode), size.c_str(),
-           list_of(times).c_str(), out_of_memory(runs, WHOLE_STEP).c_str());
     if (most > 0) {  // a single step has none
-        answer("b", "The standard deviation is %s %.1f %% of the mean.",
-               most <= SMALL_DEVIATION ? "small: at most" : "large: up to", 100 * most);
+        answer("b", "The standard deviation is %s %.1f %% of the mean (%s).",
+               most <= SMALL_DEVIATION ? "small: at most" : "large: up to", 100 * most, of.c_str());
     }
 }
 static void print_times(const Setting& setting, const Sweep& s) {
@@ -646,72 +681,93 @@ static void print_seconds(const Setting& first, const Sweep& s) {
     print(table);
 }
 static void print_steps(const std::vector<Setting>& settings, const Sweep& s) {
-    Table table{s.caption("benchmarking_script: whole steps, with AdamW"),
-                {"size", "precision", "mode", "step_mean_ms", "step_std_ms", "peak step MiB"}};
+    Table table{
+        s.caption("benchmarking_script: whole steps, with AdamW"),
+        {"size", "precision", "mode", "opt_mean_ms", "opt_std_ms", "step_mean_ms", "step_std_ms", "peak step MiB"}};
     for (const Setting& setting : settings) {
         for (const StepRun& r : setting.runs) {
-            const PassRun& step = r.pass[WHOLE_STEP];
-            table.row(r.config.name, r.precision, r.mode, mean_cell(step), deviation(step.ms, "%.2f"),
-                      step.ran() ? mib(step.peak, 0) : "");
+            const PassRun &optimizer = r.pass[OPT_ONLY], &step = r.pass[WHOLE_STEP];
+            table.row(r.config.name, r.precision, r.mode, mean_cell(optimizer), deviation(optimizer.ms, "%.2f"),
+                      mean_cell(step), deviation(step.ms, "%.2f"), step.ran() ? mib(step.peak, 0) : "");
         }
     }
     print(table);
 }
 
-static void answer_warmup(const std::vector<StepRun>& runs, const std::vector<int>& warmup, int steps) {
-    bool slower = false;
-    for (size_t i = 0; i + 1 < warmup.size(); i++) {
-        for (Pass pass : {FW, BW_ONLY}) {
-            std::vector<std::string> verdicts, same;
-            for (const StepRun& r : runs) {
-                if (!r.pass[pass].ran()) { continue; }
-                const Stats &warm = r.pass[pass].ms, cold = after_warmup(r, warmup[i], steps).pass[pass].ms;
-                // One slow step raises the cold mean and its deviation alike: only the warm run's deviation is noise.
-                const bool differ = std::fabs(cold.mean - warm.mean) > std::max(warm.std, SMALL_DEVIATION * warm.mean);
-                slower |= differ && cold.mean > warm.mean && &r == &runs[0];  // the others began warm
-                const std::string times = strprintf("%.2f times as long for ", cold.mean / warm.mean);
-                differ ? verdicts.push_back(times + r.config.name) : same.push_back(r.config.name);
-            }
-            if (!same.empty()) { verdicts.push_back("level for " + list_of(same)); }
-            if (verdicts.empty()) { continue; }
-            answer("c", "With %s, against %d, %s is %s.", counted(warmup[i], "warm-up step").c_str(), warmup.back(),
-                   pass_names[pass], list_of(verdicts).c_str());
+// What fewer warm-up steps change in a pass of a run with the most of them, for the sentence "Its ... is ...". `steps`
+// are counted. One slow step raises a cold mean and its deviation alike, so only the warm run's deviation is noise.
+static std::string against_warm(const StepRun& r, Pass pass, const std::vector<int>& warmup, int steps,
+                                bool* first_is_slow) {
+    const PassRun& warm = r.pass[pass];
+    std::vector<std::string> verdicts, same;
+    for (int fewer : warmup) {
+        const double mean = after_warmup(r, fewer, steps).pass[pass].ms.mean;
+        if (fewer == warmup.back()) { continue; }
+        if (std::fabs(mean - warm.ms.mean) <= std::max(warm.ms.std, SMALL_DEVIATION * warm.ms.mean)) {
+            same.push_back(std::to_string(fewer));
+            continue;
         }
+        // The steps that only the cold mean counts.
+        const auto slowest = std::max_element(&warm.all[fewer], &warm.all[warmup.back()]);
+        std::string why;
+        if (mean > warm.ms.mean) {
+            const int step = (int)(slowest - &warm.all[0]) + 1;
+            *first_is_slow |= step == 1;
+            why = strprintf(" (step %d: %.2f ms)", step, *slowest);
+        }
+        verdicts.push_back(strprintf("%.2f times as long with %d%s", mean / warm.ms.mean, fewer, why.c_str()));
     }
-    if (slower) {
-        answer("c", "The first steps also %s, which raises mean and standard deviation.",
-               context.device == CUDA ? "load the kernels' code, create the cuBLAS handle and grow the memory pool"
-                                      : "touch their memory for the first time");
+    if (!same.empty()) { verdicts.push_back("level with " + list_of(same)); }
+    return list_of(verdicts);
+}
+static void answer_warmup(const StepRun& cold, const std::vector<int>& warmup, int steps) {
+    bool first_is_slow = false;
+    for (Pass pass : {FW, BW_ONLY}) {
+        if (!cold.pass[pass].ran()) { continue; }
+        const std::string verdict = against_warm(cold, pass, warmup, steps, &first_is_slow);
+        answer("c", "Against %s, %s of %s is %s.", counted(warmup.back(), "warm-up step").c_str(), pass_names[pass],
+               cold.config.name.c_str(), verdict.c_str());
     }
+    if (!first_is_slow) { return; }
+    const bool captures = fast_ways.graphs_take && cold.mode == FLASH && context.device == CUDA;
+    answer("c", "The first step also %s%s, which raises mean and standard deviation.",
+           context.device == CUDA ? "loads the kernels' code, creates the cuBLAS handle and grows the memory pool"
+                                  : "touches its memory for the first time",
+           captures ? "; the second captures the CUDA graphs" : "");
 }
 static void print_warmups(const Setting& first, const Sweep& s) {
-    Table table =
-        times_table("benchmarking_script (c); " + first.name +
-                        "; the same runs, counted after fewer steps; only the first size began in a cold process",
-                    {"size", "warmup"});
+    Table table = times_table("benchmarking_script (c); " + first.name +
+                                  "; the same runs, counted after fewer steps; " + "only " + first.runs[0].config.name +
+                                  " began in a cold process (any other size: --size NAME --warmup 0)",
+                              {"size", "warmup"});
     for (const StepRun& r : first.runs) {
         for (int warmup : s.o.warmup) {
             add_times(table, {r.config.name, to_cell(warmup)}, after_warmup(r, warmup, s.o.steps));
         }
     }
     print(table);
-    answer_warmup(first.runs, s.o.warmup, s.o.steps);
+    answer_warmup(first.runs[0], s.o.warmup, s.o.steps);
 }
 
 int cmd_benchmarking_script(const Options& asked) {
-    const Sweep s = sweep_of(asked);
-    std::vector<Setting> settings;
-    for (Precision precision : s.precisions) {
-        for (Mode mode : s.modes) {
-            const std::string name = strprintf("precision %s, mode %s", name_of(precision), caption_of(mode).c_str());
-            settings.push_back({name, measure_sizes(s, precision, mode)});
-            print_times(settings.back(), s);
+    bool ran = false;
+    for (const Sweep& s : sweeps_of(asked)) {
+        std::vector<Setting> settings;
+        for (Precision precision : s.precisions) {
+            for (Mode mode : s.modes) {
+                const std::string name =
+                    strprintf("precision %s, mode %s", name_of(precision), caption_of(mode).c_str());
+                settings.push_back({name, measure_sizes(s, precision, mode)});
+                print_times(settings.back(), s);
+            }
         }
+        print_steps(settings, s);
+        print_seconds(settings[0], s);
+        // Only the first length began in a cold process.
+        if (s.o.warmup.size() > 1 && s.o.context_length == asked.context_length) { print_warmups(settings[0], s); }
+        ran |= settings[0].runs[0].pass[FW].ran();
     }
-    print_steps(settings, s);
-    print_seconds(settings[0], s);
-    if (s.o.warmup.size() > 1) { print_warmups(settings[0], s); }
-    require_a_run(settings[0].runs[0].pass[FW]);
+    require_a_run(ran);
     return 0;
 }
 
@@ -732,7 +788,8 @@ static std::string compared(const Setting& ours, const Setting& theirs, Pass pas
     if (verdicts.empty()) { return "not to be compared"; }
     return (verdicts.size() > 1 ? verdicts[0] + " and " : "") + verdicts.back();
 }
-static void compare_settings(const std::string& caption, const char* part, const std::vector<Setting>& settings,
+// Prints table and answers; false where nothing ran.
+static bool compare_settings(const std::string& caption, const char* part, const std::vector<Setting>& settings,
                              const std::vector<Pass>& passes) {
     const Setting& first = settings[0];
     Table table{caption, {"size", "run_type", first.name + " (ms)"}};
@@ -753,7 +810,7 @@ static void compare_settings(const std::string& caption, const char* part, const
         }
     }
     print(table);
-    require_a_run(first.runs[0].pass[FW]);
+    if (!first.runs[0].pass[FW].ran()) { return false; }
     for (size_t k = 1; k < settings.size(); k++) {
         std::string oom;
         for (const Setting& s : {first, settings[k]}) { oom += out_of_memory(s.runs, passes.back(), " in " + s.name); }
@@ -761,29 +818,54 @@ static void compare_settings(const std::string& caption, const char* part, const
                pass_names[passes.front()], compared(settings[k], first, passes.front()).c_str(),
                pass_names[passes.back()], compared(settings[k], first, passes.back()).c_str(), oom.c_str());
     }
+    return true;
 }
 
 int cmd_torch_compile(const Options& asked) {
-    const Sweep s = sweep_of(asked);  // which chooses the device
+    const std::vector<Sweep> sweeps = sweeps_of(asked);  // which chooses the device
     torch_compile_attention(asked);
-    for (Precision precision : s.precisions) {
-        const std::string caption = "torch_compile (b): whole model; vanilla = eager, compiled = fused; precision ";
-        compare_settings(
-            s.caption(caption + name_of(precision)), "b",
-            {{"vanilla", measure_sizes(s, precision, EAGER)}, {"compiled", measure_sizes(s, precision, FUSED)}},
-            {FW, FWBW, WHOLE_STEP});
+    bool ran = false;
+    for (const Sweep& s : sweeps) {
+        for (Precision precision : s.precisions) {
+            const std::string caption = "torch_compile (b): whole model; vanilla = eager, compiled = fused; precision ";
+            ran |= compare_settings(
+                s.caption(caption + name_of(precision)), "b",
+                {{"vanilla", measure_sizes(s, precision, EAGER)}, {"compiled", measure_sizes(s, precision, FUSED)}},
+                {FW, FWBW, WHOLE_STEP});
+        }
     }
+    require_a_run(ran);
     return 0;
 }
-int cmd_benchmarking_mixed_precision(const Options& asked) {
-    const Sweep s = sweep_of(asked);
-    print_toy_models();
-    std::vector<Setting> settings;
-    for (Precision precision : s.precisions) {
-        settings.push_back({name_of(precision), measure_sizes(s, precision, s.modes[0], {FORWARD, FORWARD_BACKWARD})});
+
+// Says in which of the modes that ran autocast's gradients are not as PyTorch's: see gradient_target.
+static void answer_gradients(const std::vector<Setting>& settings) {
+    for (const Setting& setting : settings) {
+        const StepRun& r = setting.runs[0];
+        const bool autocast = r.precision == PREC_BF16 || r.precision == PREC_FP16;
+        if (!autocast || r.mode == EAGER || !r.pass[BW_ONLY].ran()) { continue; }
+        answer("c", "In mode %s under %s the matrices' gradients are in 16 bits, where PyTorch's autocast has fp32.",
+               name_of(r.mode), name_of(r.precision));
     }
-    compare_settings(s.caption(std::string("benchmarking_mixed_precision (c); mode ") + name_of(context.mode)), "c",
-                     settings, {FW, BW_ONLY});
+}
+int cmd_benchmarking_mixed_precision(const Options& asked) {
+    const std::vector<Sweep> sweeps = sweeps_of(asked);
+    print_toy_models();
+    bool ran = false;
+    for (const Sweep& s : sweeps) {
+        for (Mode mode : s.modes) {
+            std::vector<Setting> settings;
+            for (Precision precision : s.precisions) {
+                if (precision == TF32 && context.device == CPU && !settings.empty()) { continue; }
+                settings.push_back(
+                    {name_of(precision), measure_sizes(s, precision, mode, {FORWARD, FORWARD_BACKWARD})});
+            }
+            ran |= compare_settings(s.caption(std::string("benchmarking_mixed_precision (c); mode ") + name_of(mode)),
+                                    "c", settings, {FW, BW_ONLY});
+            answer_gradients(settings);
+        }
+    }
+    require_a_run(ran);
     if (context.device == CPU) {
         answer("c", "On a CPU low precision saves no arithmetic: tf32 is fp32, and 16-bit products run in fp32.");
     }
@@ -822,65 +904,88 @@ static std::vector<CheckpointRun> run_checkpoints(const ModelConfig& c, const Op
     }
     return runs;
 }
-static void answer_strategy(const std::vector<CheckpointRun>& runs, size_t nested, int N) {
-    auto less = [](const CheckpointRun& a, const CheckpointRun& b) { return a.beside < b.beside; };
-    const bool least = nested < std::min_element(runs.begin(), runs.end(), less)->beside;
-    answer("a",
-           "Linear nesting %s the least peak: %s MiB beside weights and gradients, against %s with a checkpoint per "
-           "block and %s without. It holds two inputs and one block's residuals, O(1) memory, and runs N (N - 1) / 2 = "
-           "%d blocks again, O(N^2) compute.",
-           least ? "has" : "does not have", mib(nested).c_str(), mib(runs.front().beside).c_str(),
-           mib(runs.back().beside).c_str(), N * (N - 1) / 2);
+// Answers (a) by predictions, since nesting runs so many blocks again.
+static void answer_strategy(const std::vector<CheckpointRun>& runs, const CheckpointRun& nested, int N) {
+    const CheckpointRun &block = runs.front(), &without = runs.back();
+    answer(
+        "a",
+        "Beside weights and gradients linear nesting holds %s: %s MiB, against %s with a checkpoint per block and %s "
+        "without. It holds two inputs and one block's residuals, O(1) memory, and runs N (N - 1) / 2 = %d blocks "
+        "again, O(N^2) compute.",
+        nested.beside < std::min(block.beside, without.beside) ? "least" : "not least", mib(nested.beside).c_str(),
+        mib(block.beside).c_str(), mib(without.beside).c_str(), N * (N - 1) / 2);
+    const double saved = 1 - (double)nested.step.predicted / block.step.predicted;
+    answer("a", "A whole step, where gradients come as inputs go, peaks at %s MiB: nesting saves %s against %s MiB.",
+           mib(nested.step.predicted).c_str(), saved < 0.005 ? "nothing" : strprintf("%.1f %%", 100 * saved).c_str(),
+           mib(block.step.predicted).c_str());
     sketch(R"(def run(blocks, x):
     if len(blocks) > 1:
         x = checkpoint(run, blocks[:-1], x)  # keeps x, runs again in backward
     return blocks[-1](x)
 )");
 }
+// (b): the least peak of a step among the sizes of checkpoints that ran. Peaks that differ by less than 0.1 % are one.
 static void answer_sizes(const std::vector<CheckpointRun>& runs, const std::string& model) {
-    auto less = [](const CheckpointRun& a, const CheckpointRun& b) { return a.bytes() < b.bytes(); };
-    const CheckpointRun& best = *std::min_element(runs.begin(), runs.end() - 1, less);
-    std::vector<std::string> others;
+    const CheckpointRun* best = nullptr;
     for (const CheckpointRun& r : runs) {
-        if (&r == &best) { continue; }
-        others.push_back(mib(r.bytes()) + (r.step.ran() ? " " : " (out of memory) ") +
-                         (r.checkpoint ? "with " + counted(r.checkpoint.n, "block") : "without checkpoints"));
+        if (r.checkpoint && r.step.ran() && (!best || r.bytes() < best->bytes())) { best = &r; }
     }
-    answer("b", "In %s a step's peak is least with %s per checkpoint: %s MiB. Beside it: %s.", model.c_str(),
-           counted(best.checkpoint.n, "block").c_str(), mib(best.bytes()).c_str(), list_of(others).c_str());
+    if (!best) { return; }
+    std::vector<std::string> least, others;
+    for (const CheckpointRun& r : runs) {
+        const std::string size = r.checkpoint ? counted(r.checkpoint.n, "block") : "no checkpoints";
+        if (r.checkpoint && r.step.ran() && r.bytes() < 1.001 * best->bytes()) {
+            least.push_back(size);
+        } else {
+            others.push_back(mib(r.bytes()) + (r.step.ran() ? " with " : " (out of memory) with ") + size);
+        }
+    }
+    answer("b", "In %s a step's peak is least with %s per checkpoint: %s MiB. Else it is %s.", model.c_str(),
+           list_of(least).c_str(), mib(best->bytes()).c_str(), list_of(others).c_str());
 }
 int cmd_gradient_checkpointing(const Options& asked) {
-    const Sweep s = sweep_of(asked);
+    context.checkpoint = {Checkpointing::NESTED};  // sweeps_of refuses too many blocks
+    const Sweep s = sweeps_of(asked)[0];
     const ModelConfig& c = s.configs[0];
-    context.precision = s.precisions[0], context.mode = s.modes[0];
+    const int B = s.o.batch_size, T = s.o.context_length;
+    context.precision = s.precisions[0];
+    context.mode = s.modes[0];
+    CheckpointRun nested{context.checkpoint, peak_beside_gradients(c, B, T), {}};
+    nested.step.predicted = predicted_peak(c, B, T, STEP);
     const std::vector<CheckpointRun> runs = run_checkpoints(c, s.o);
     Table table{
         s.caption(strprintf("gradient_checkpointing: %s, N = %d blocks, precision %s, mode %s; beside: held beside "
                             "weights and gradients, predicted; step: with AdamW",
                             c.name.c_str(), c.num_layers, name_of(context.precision), name_of(context.mode))),
-        {"blocks per checkpoint", "beside MiB", "peak step MiB", "step_mean_ms"}};
+        {"blocks per checkpoint", "beside MiB", "predicted step MiB", "peak step MiB", "step_mean_ms"}};
     for (const auto& [checkpoint, beside, step] : runs) {
-        table.row(name_of(checkpoint), mib(beside), step.ran() ? mib(step.peak) : "", mean_cell(step));
+        table.row(name_of(checkpoint), mib(beside), mib(step.predicted), step.ran() ? mib(step.peak) : "",
+                  mean_cell(step));
     }
-    context.checkpoint = {Checkpointing::NESTED};
-    const size_t nested = peak_beside_gradients(c, s.o.batch_size, s.o.context_length);
-    table.row("nested", mib(nested), "", "");
+    table.row("nested", mib(nested.beside), mib(nested.step.predicted), "", "");
     print(table);
     answer_strategy(runs, nested, c.num_layers);
     answer_sizes(runs, c.name);
-    require_a_run(runs[0].step);
+    require_a_run(std::any_of(runs.begin(), runs.end(), [](const CheckpointRun& r) { return r.step.ran(); }));
     return 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // model: your weights and batch in, our logits, loss, gradients and (after N AdamW steps) parameters out.
 
+// Element i of a file's tensor, which may lie at any address.
+template <class T>
+static T element(const FileTensor& f, int64_t i) {
+    T x;
+    memcpy(&x, (const char*)f.data + i * sizeof(T), sizeof(T));
+    return x;
+}
 static Tensor tensor_from_file(const FileTensor& f) {  // F32 or BF16 -> F32, I64 or I32 -> I32, on the CPU
     Tensor t = empty_on(CPU, f.shape, f.dtype[0] == 'I' ? I32 : F32, INPUTS);
     if (f.dtype == "F32") { memcpy(t.data, f.data, f.bytes); }
-    for (int64_t i = 0; f.dtype == "BF16" && i < t.size(); i++) { t.as<float>()[i] = ((const bf16*)f.data)[i]; }
+    for (int64_t i = 0; f.dtype == "BF16" && i < t.size(); i++) { t.as<float>()[i] = element<bf16>(f, i); }
     for (int64_t i = 0; t.dtype == I32 && i < t.size(); i++) {
-        const int64_t value = f.dtype == "I64" ? ((const int64_t*)f.data)[i] : ((const int*)f.data)[i];
+        const int64_t value = f.dtype == "I64" ? element<int64_t>(f, i) : element<int>(f, i);
         t.as<int>()[i] = value == (int)value ? (int)value : -1;  // -1: refused as a token below
     }
     return t;
@@ -905,33 +1010,18 @@ using NamedTensors = std::vector<std::pair<std::string, Tensor>>;
 static void add_parts(NamedTensors& list, const std::string& prefix, const Model& model, const Tensor& arena) {
     for (const Parameter& p : model.parameters) { list.push_back({prefix + p.name, view(arena, p.offset, p.shape)}); }
 }
-// Every tensor that is missing, superfluous or wrong-shaped is refused by name.
-static void read_tensors(const SafeTensors& file, const NamedTensors& list, int layers) {
-    std::set<std::string> known;
-    for (const auto& [name, to] : list) {
-        const Tensor from = tensor_from_file(require_tensor(file, name, to.shape, {"F32", "BF16"}));
-        copy_or_add(to, to_device(from, context.device), false);
-        known.insert(name);
-    }
-    require_no_others(file, known, strprintf("one of a model of %d layers", layers));
-}
-// As F32. Numbers that are not finite are refused, unless any_number.
-static void save_tensors(const std::string& path, const NamedTensors& list, bool any_number,
-                         std::map<std::string, std::string> metadata = {}) {
+// Writes tensors as F32.
+static void save_tensors(const std::string& path, const NamedTensors& list) {
     NoGrad no_grad;
     std::vector<Tensor> kept;
     std::vector<std::pair<std::string, FileTensor>> described;
     for (const auto& [name, t] : list) {
         kept.push_back(to_device(contiguous(t.dtype == F32 ? t : cast(t, F32)), CPU));
-        const float* x = kept.back().as<float>();
-        if (!any_number && !std::all_of(x, x + t.size(), [](float value) { return std::isfinite(value); })) {
-            fail("%s is not finite: nothing was saved", name.c_str());
-        }
         described.push_back({name, describe(kept.back())});
     }
-    metadata["format"] = "pt";
-    save_safetensors(path, described, metadata);
+    save_safetensors(path, described, {{"format", "pt"}});
 }
+// Every tensor that is missing, superfluous or wrong-shaped is refused by name.
 static Model read_model(const Options& o) {
     const SafeTensors file = load_safetensors(o.weights);
     const Shape embedding = require_tensor(file, "token_embeddings.weight", {-1, -1}, {"F32", "BF16"}).shape,
@@ -946,52 +1036,83 @@ static Model read_model(const Options& o) {
     check_config(c);
     context.mode = modes_of(o, {c}, {context.precision})[0];
     Model model = make_model(c);
-    NamedTensors weights;
-    add_parts(weights, "", model, model.weights);
-    read_tensors(file, weights, c.num_layers);
+    std::set<std::string> known;
+    for (const Parameter& p : model.parameters) {
+        const Tensor from = tensor_from_file(require_tensor(file, p.name, p.shape, {"F32", "BF16"}));
+        copy_or_add(detached(p.weight), to_device(from, context.device), false);
+        known.insert(p.name);
+    }
+    require_no_others(file, known, strprintf("one of a model of %d layers", c.num_layers));
     return model;
 }
 
+// The least loss scale that is tried, fp16's smallest normal number.
+constexpr float LEAST_SCALE = 0x1p-14f;
+static void require_scale(const LossScaler& scaler) {
+    if (scaler.scale < LEAST_SCALE) { fail("fp16: the gradients are not finite at any loss scale"); }
+}
+
+// Leaves the gradients, multiplied by the loss scale, and returns logits and loss. In fp16 the scale halves until all
+// gradients are finite.
+static NamedTensors logits_and_loss(Trainer& t, const Batch& batch) {
+    for (;;) {
+        zero_gradients(t.model);
+        const Tensor logits = forward(t.model, batch.tokens), loss = cross_entropy(logits, batch.targets);
+        backward_from_loss(t.model, loss, loss_scale_of(t.scaler));
+        if (context.precision != PREC_FP16 || std::isfinite(gradient_norm(t.model))) {
+            return {{"logits", logits}, {"loss", loss}};
+        }
+        update_scale(t.scaler, true);
+        require_scale(t.scaler);
+    }
+}
 int cmd_model(const Options& o) {
     context.device = choose_device(o.device);
     context.precision = precisions_of(o)[0];
     Trainer t;
     t.model = read_model(o);
+    t.adamw.lr = (float)o.lr;
     Model& model = t.model;
     const Batch batch = read_batch(o.batch, model.config.vocab_size);
     make_gradients(model);
-    Tensor logits = forward(model, batch.tokens), loss = cross_entropy(logits, batch.targets);
-    backward_from_loss(model, loss, loss_scale_of(t.scaler));
-    NamedTensors out = {{"logits", logits}, {"loss", loss}};
+    NamedTensors out = logits_and_loss(t, batch);
+    const double loss = to_doubles(out[1].second)[0];
     add_parts(out, "grad.", model, scale(model.gradients, 1 / loss_scale_of(t.scaler)));
-    t.adamw.lr = (float)o.lr;
-    for (int i = 0; i < o.steps; i++) { train_step(t, {batch}); }
+
+    while (model.step < o.steps) {  // in fp16 a step that is skipped is no step
+        train_step(t, {batch});
+        require_scale(t.scaler);
+    }
     if (o.steps > 0) { add_parts(out, "param.", model, model.weights); }
-    save_tensors(o.out, out, true);
+    save_tensors(o.out, out);
     printf("model %s: %d layers, tokens %s; loss %.6f; wrote %zu tensors to %s\n", o.weights.c_str(),
-           model.config.num_layers, to_string(batch.tokens.shape).c_str(), to_doubles(loss)[0], out.size(),
-           o.out.c_str());
+           model.config.num_layers, to_string(batch.tokens.shape).c_str(), loss, out.size(), o.out.c_str());
     return 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// train: a real text, byte by byte, in one process.
+// train: a demo in one process. It trains on a real text, byte by byte, prints the loss of a part that it never trained
+// on, and continues that part.
 
 struct Text {
     std::vector<uint8_t> bytes;
     int64_t train;  // bytes [0, train) are trained on, the last tenth is held out
 };
+// Reads a text, or of a larger one its first INT_MAX bytes: random_int draws windows.
 static Text read_text(const std::string& path, int T) {
-    std::ifstream file(path, std::ios::binary);
-    Text text;
-    text.bytes.assign(std::istreambuf_iterator<char>(file), {});
-    const int64_t size = (int64_t)text.bytes.size();
-    if (!file.is_open() || file.bad()) { fail("%s: cannot be read: %s", path.c_str(), strerror(errno)); }
-    if (size > INT_MAX) { fail("%s: expected at most %d bytes", path.c_str(), INT_MAX); }  // random_int draws windows
-    text.train = size - size / 10;
+    std::ifstream file(path, std::ios::binary | std::ios::ate);
+    const int64_t size = std::min<int64_t>(file.tellg(), INT_MAX);
+    if (size < 0) { fail("%s: cannot be read: %s", path.c_str(), strerror(errno)); }
     if (size / 10 < T + 1) {
         fail("%s: %" PRId64 " bytes are too few: a tenth has to be longer than a context of %d", path.c_str(), size, T);
     }
+    if (file.tellg() > size) { note("train: takes the first %" PRId64 " bytes of %s", size, path.c_str()); }
+
+    Text text;
+    text.bytes.resize(size);
+    text.train = size - size / 10;
+    file.seekg(0);
+    if (!file.read((char*)text.bytes.data(), size)) { fail("%s: cannot be read: %s", path.c_str(), strerror(errno)); }
     return text;
 }
 static Batch windows(const Text& text, const std::vector<int64_t>& starts, int T) {
@@ -1002,7 +1123,6 @@ static Batch windows(const Text& text, const std::vector<int64_t>& starts, int T
     }
     return {from_ints(x, {(int64_t)starts.size(), T}), from_ints(y, {(int64_t)starts.size(), T})};
 }
-// A function of (seed, step) alone, so a resumed run equals an uninterrupted one.
 static Batch training_batch(const Text& text, const Options& o, int step) {
     std::vector<int64_t> starts;
     for (int b = 0; b < o.batch_size; b++) {
@@ -1011,21 +1131,34 @@ static Batch training_batch(const Text& text, const Options& o, int step) {
     }
     return windows(text, starts, o.context_length);
 }
-// B windows at a time, as a step takes them: more would need memory that a step does not.
+// Returns the mean loss of the held-out windows, or of 100 that lie evenly among them. B at a time, as a step takes
+// them: more would need memory that a step does not.
 static double held_out_loss(Model& model, const Text& text, int B, int T) {
     NoGrad no_grad;
-    const int64_t n = ((int64_t)text.bytes.size() - text.train - 1) / T;
+    const int64_t all = ((int64_t)text.bytes.size() - text.train - 1) / T, n = std::min<int64_t>(all, 100);
     double sum = 0;
     for (int64_t i = 0; i < n;) {
         std::vector<int64_t> starts;
-        for (; i < n && (int)starts.size() < B; i++) { starts.push_back(text.train + i * T); }
+        for (; i < n && (int)starts.size() < B; i++) { starts.push_back(text.train + i * all / n * T); }
         sum += to_doubles(forward_to_loss(model, windows(text, starts, T)))[0] * starts.size();
     }
     drop_weight_copies(model.slots);
     return sum / n;
 }
 
-// Continues the held-out text's first T bytes by n, each drawn from softmax(logits).
+// Draws a token from softmax(logits); i: the how many-th draw.
+static int draw_token(const std::vector<double>& logits, uint64_t seed, int i) {
+    const double max = *std::max_element(logits.begin(), logits.end());
+    std::vector<double> weights;
+    for (double x : logits) { weights.push_back(std::exp(x - max)); }
+
+    double at = random_int(1 << 30, seed, key_of("sample"), i) / (double)(1 << 30);
+    at *= std::accumulate(weights.begin(), weights.end(), 0.0);
+    size_t token = 0;
+    while (token + 1 < weights.size() && (at -= weights[token]) >= 0) { token++; }
+    return (int)token;
+}
+// Continues the held-out text's first T bytes by n.
 static std::string sample_text(Model& model, const Text& text, int T, int n, uint64_t seed) {
     NoGrad no_grad;
     std::vector<int> tokens(text.bytes.begin() + text.train, text.bytes.begin() + text.train + T);
@@ -1033,13 +1166,7 @@ static std::string sample_text(Model& model, const Text& text, int T, int n, uin
     for (int i = 0; i < n; i++) {
         const Tensor logits = forward(model, from_ints({tokens.end() - T, tokens.end()}, {1, T}));
         const int64_t V = logits.dim(-1);
-        std::vector<double> l = to_doubles(view(contiguous(logits), (T - 1) * V, {V}));
-        const double max = *std::max_element(l.begin(), l.end());
-        for (double& x : l) { x = std::exp(x - max); }
-        double at = random_int(1 << 30, seed, key_of("sample"), i) / (double)(1 << 30);
-        at *= std::accumulate(l.begin(), l.end(), 0.0);
-        int token = 0;
-        while (token < V - 1 && (at -= l[token]) >= 0) { token++; }
+        const int token = draw_token(to_doubles(view(contiguous(logits), (T - 1) * V, {V})), seed, i);
         tokens.push_back(token);
         const bool printable = token < 127 && (token >= 32 || token == '\n');
         out += printable ? std::string(1, (char)token) : strprintf("\\x%02x", token);
@@ -1047,59 +1174,20 @@ static std::string sample_text(Model& model, const Text& text, int T, int n, uin
     return out;
 }
 
-// A checkpoint: weights, AdamW's moments, train.state, and in its metadata what else makes the run.
-static NamedTensors checkpoint_of(const Trainer& t) {
-    NamedTensors list;
-    add_parts(list, "", t.model, t.model.weights);
-    add_parts(list, "adamw.m.", t.model, t.model.m);
-    add_parts(list, "adamw.v.", t.model, t.model.v);
-    const std::vector<float> state = {(float)t.steps, (float)t.model.step, t.scaler.scale, (float)t.scaler.good_steps};
-    list.push_back({"train.state", from_floats(state, {4})});
-    return list;
-}
-static std::string run_of(const Options& o) {
-    return strprintf(
-        "--d_model %d --d_ff %d --num_layers %d --num_heads %d --batch_size %d --context_length %d --seed "
-        "%" PRIu64 " --lr %.9g",
-        o.d_model, o.d_ff, o.num_layers, o.num_heads, o.batch_size, o.context_length, o.seed, o.lr);
-}
-static void save_checkpoint(Trainer& t, const Options& o) {
-    zero_gradients(t.model), t.model.kept = nullptr;  // room, on a GPU that the run has filled
-    split_weights(t.model, false);
-    save_tensors(o.save, checkpoint_of(t), false, {{"run", run_of(o)}});
-    split_weights(t.model);
-}
-static void load_checkpoint(Trainer& t, const Options& o) {
-    const SafeTensors file = load_safetensors(o.load);
-    const auto run = file.metadata.find("run");
-    if (run == file.metadata.end() || run->second != run_of(o)) {
-        fail("--load %s: is not of a run with %s", o.load.c_str(), run_of(o).c_str());
-    }
-    const NamedTensors list = checkpoint_of(t);
-    read_tensors(file, list, o.num_layers);
-    const std::vector<float> state = to_floats(list.back().second);
-    const bool possible = std::all_of(state.begin(), state.end(), [](float x) { return std::isfinite(x) && x >= 0; });
-    if (!possible || std::max({state[0], state[1], state[3]}) > 1 << 20) {
-        fail("%s: tensor train.state: is none of a run", o.load.c_str());
-    }
-    t.steps = (int)state[0], t.model.step = (int)state[1];
-    t.scaler.scale = state[2], t.scaler.good_steps = (int)state[3];
-}
-
-// Until the last step, or a signal. Fails where loss or gradients' norm is not finite; in fp16 such a norm halves the
-// loss scale, until it is below 2^-14, fp16's smallest normal number.
+// Fails where loss or gradients' norm is not finite; in fp16 such a norm halves the loss scale, until it is below the
+// least.
 static void take_steps(Trainer& t, const Text& text, const Options& o, Table& rows) {
     const int rows_apart = std::max(1, o.steps / 20);
-    while (t.steps < o.steps && !EndSignals::seen()) {
+    while (t.steps < o.steps) {
         Batch batch = training_batch(text, o, t.steps);
         synchronize();
         const double start = now_ms();
         train_step(t, {batch});
         const double ms = now_ms() - start;
-        const bool skipped = !std::isfinite(t.norm) && context.precision == PREC_FP16 && t.scaler.scale >= 0x1p-14f;
+        const bool skipped = !std::isfinite(t.norm) && context.precision == PREC_FP16 && t.scaler.scale >= LEAST_SCALE;
         if (!std::isfinite(t.loss) || (!std::isfinite(t.norm) && !skipped)) {
             print(rows);
-            fail("step %d: the %s is not finite, and nothing was saved; a smaller --lr may help", t.steps,
+            fail("step %d: the %s is not finite; a smaller --lr may help", t.steps,
                  std::isfinite(t.loss) ? "gradients' norm" : "loss");
         }
         progress("step %d of %d: loss %.4f", t.steps, o.steps, t.loss);
@@ -1117,37 +1205,27 @@ int cmd_train(const Options& o) {
     context.device = choose_device(o.device);
     context.precision = precisions_of(o)[0];
     context.mode = modes_of(o, {c}, {context.precision})[0];
+
     Trainer t;
-    t.max_norm = 1, t.adamw.lr = (float)o.lr;
-    t.model = make_model(c);
-    make_optimizer_state(t.model);
-    o.load.empty() ? init_weights(t.model, o.seed) : load_checkpoint(t, o);
-    split_weights(t.model);
+    t.max_norm = 1;
+    t.adamw.lr = (float)o.lr;
+    t.model = random_model(c, o.seed);
     const double before = held_out_loss(t.model, text, o.batch_size, T);
-    Table rows{strprintf("train %s: %zu bytes, a tenth held out; %s; precision %s, mode %s", o.data.c_str(),
-                         text.bytes.size(), run_of(o).c_str(), name_of(context.precision), name_of(context.mode)),
+    note("train: held-out loss %.4f before the first step", before);
+    Table rows{strprintf("train %s: %zu bytes, a tenth held out; d_model %d, d_ff %d, %d layers, %d heads; batch %d, "
+                         "context length: %d, seed %" PRIu64 ", lr %g; precision %s, mode %s",
+                         o.data.c_str(), text.bytes.size(), c.d_model, c.d_ff, c.num_layers, c.num_heads, o.batch_size,
+                         T, o.seed, o.lr, name_of(context.precision), name_of(context.mode)),
                {"step", "loss", "gradient norm", "ms", "tokens/s"}};
-    if (t.steps >= o.steps) {
-        note("train: %s has %d steps behind it already; --steps takes more", o.load.c_str(), t.steps);
-    }
-    int signal = 0;
-    {
-        EndSignals first_is_a_wish;
-        note("train: held-out loss %.4f before the first step", before);
-        take_steps(t, text, o, rows);
-        if (!o.save.empty()) { save_checkpoint(t, o); }  // before all that takes time or may fail
-        signal = EndSignals::seen();
-    }
-    if (!rows.rows.empty()) { print(rows); }
-    if (signal) {
-        note("ended by signal %d (%s) after step %d of %d: %s", signal, strsignal(signal), t.steps, o.steps,
-             o.save.empty() ? "nothing was saved, since --save was not given"
-                            : ("to go on: the same command line with --load " + o.save).c_str());
-        return 128 + signal;
+    take_steps(t, text, o, rows);
+    print(rows);
+
+    const double after = held_out_loss(t.model, text, o.batch_size, T);
+    if (!std::isfinite(after)) {
+        fail("after step %d the held-out loss is not finite; a smaller --lr may help", t.steps);
     }
     Table summary{"train: loss in nats per byte", {"held-out loss before", "held-out loss after", "steps", "peak MiB"}};
-    summary.row(strprintf("%.4f", before), strprintf("%.4f", held_out_loss(t.model, text, o.batch_size, T)), t.steps,
-                mib(memory_use(context.device).peak, 0));
+    summary.row(strprintf("%.4f", before), strprintf("%.4f", after), t.steps, mib(memory_use(context.device).peak, 0));
     print(summary);
     if (o.sample > 0) {
         answer("", "The held-out text's first %d bytes continued:", T);

@@ -59,7 +59,8 @@ ddp_bucketed_benchmarking --bucket_size_mb inf             | --bucket_size_mb: g
 train --data LICENSE --lr 0                                | --lr: got 0, takes a number from
 train --data LICENSE --num_heads 3                         | not divisible by --num_heads 3
 train --data no/such/file                                  | --data: File does not exist: no/such/file
-train --data LICENSE --save LICENSE                        | takes another file than the input
+attention --inputs LICENSE --out LICENSE                   | takes another file than the input
+train --data LICENSE --save FILE                           | --save: no such option
 reproduce nonsense                                         | nonsense
 """
 

@@ -156,16 +156,16 @@ TEST_CASE("main: an output is no input") {
     const std::string same = folder / "same", link = folder / "link";
     write_file(same, read_file("LICENSE"));
     std::filesystem::create_symlink(same, link);
-    const Words train = {"train", "--device", "cpu", "--quick", "--data", same};
+    const Words attention = {"attention", "--device", "cpu", "--inputs", same};
     for (const Words& more :
-         {Words{"--save", same}, {"--save", link}, {"--save", folder.path}, {"--save", folder / "no/such"}}) {
-        Words words = train;
+         {Words{"--out", same}, {"--out", link}, {"--out", folder.path}, {"--out", folder / "no/such"}}) {
+        Words words = attention;
         words.insert(words.end(), more.begin(), more.end());
         Run wrong = run_cs336(words);
         CAPTURE(join(more, " "));
         CHECK(wrong.exit_code == 2);
         CHECK(lines(wrong.err) == 1);
-        CHECK(has(wrong.err, "--save: "));
+        CHECK(has(wrong.err, "--out: "));
     }
     CHECK(read_file(same) == read_file("LICENSE"));
 }
@@ -254,7 +254,6 @@ TEST_CASE("main: tests/vs_pytorch.py explains itself and refuses in one line, al
         {"--speed 3", "--speed"},
         {"--program no/such", "no/such"},
         {"--context_length 256,0", "--context_length"},
-        {"--train no/such", "--train"},
         {"--program " + program() + " --quick", "PyTorch"},
     };
     for (const auto& [words, names] : wrong) {
