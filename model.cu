@@ -623,26 +623,21 @@ static std::string out_of_memory(const std::vector<StepRun>& runs, Pass pass, co
 // benchmarking_script (1.1.3): (b) the times; (c) the first setting's runs with fewer warm-up steps.
 
 constexpr double SMALL_DEVIATION = 0.05;  // of the mean
-// Says for each part of a step how long it takes in the largest size where it ran, and which part of which size is the
-// first that did not fit.
+// Says for each part of a step how long it takes in the largest size where it ran, and where it did not fit.
 static void answer_step_times(const std::vector<StepRun>& runs) {
-    const Pass parts[] = {FW, BW_ONLY, OPT_ONLY};
-    std::vector<std::string> sentences, missing;
-    for (const StepRun& r : runs) {
-        std::vector<std::string> times;
-        for (Pass pass : parts) {
-            auto ran = [&](const StepRun& other) { return other.pass[pass].ran(); };
-            if (!ran(r) || std::any_of(&r + 1, &runs.back() + 1, ran)) { continue; }
-            times.push_back(strprintf("%.2f ms for %s", r.pass[pass].ms.mean, pass_names[pass]));
+    std::vector<std::string> times;
+    std::string oom;
+    for (Pass pass : {FW, BW_ONLY, OPT_ONLY}) {
+        for (size_t i = runs.size(); i-- > 0;) {
+            const Stats& ms = runs[i].pass[pass].ms;
+            if (ms.n == 0) { continue; }
+            times.push_back(strprintf("%.2f ms for %s of %s", ms.mean, pass_names[pass], runs[i].config.name.c_str()));
+            break;
         }
-        if (!times.empty()) { sentences.push_back(r.config.name + " takes " + list_of(times) + "."); }
-
-        auto lacks = [&](Pass pass) { return !r.pass[pass].ran(); };
-        const Pass* first = std::find_if(std::begin(parts), std::end(parts), lacks);
-        if (first != std::end(parts)) { missing.push_back(pass_names[*first] + (" of " + r.config.name)); }
+        oom += out_of_memory(runs, pass);
     }
-    if (!missing.empty()) { sentences.push_back("Out of memory: " + list_of(missing) + "."); }
-    answer("b", "In %s, mode %s, %s", name_of(runs[0].precision), name_of(runs[0].mode), join(sentences, " ").c_str());
+    answer("b", "In %s, mode %s, the largest that ran takes %s.%s", name_of(runs[0].precision), name_of(runs[0].mode),
+           list_of(times).c_str(), oom.c_str());
 
     double most = 0;  // standard deviation over mean
     std::string of;
@@ -694,39 +689,33 @@ static void print_steps(const std::vector<Setting>& settings, const Sweep& s) {
     print(table);
 }
 
-// What fewer warm-up steps change in a pass of a run with the most of them, for the sentence "Its ... is ...". `steps`
-// are counted. One slow step raises a cold mean and its deviation alike, so only the warm run's deviation is noise.
-static std::string against_warm(const StepRun& r, Pass pass, const std::vector<int>& warmup, int steps,
-                                bool* first_is_slow) {
-    const PassRun& warm = r.pass[pass];
-    std::vector<std::string> verdicts, same;
-    for (int fewer : warmup) {
-        const double mean = after_warmup(r, fewer, steps).pass[pass].ms.mean;
-        if (fewer == warmup.back()) { continue; }
-        if (std::fabs(mean - warm.ms.mean) <= std::max(warm.ms.std, SMALL_DEVIATION * warm.ms.mean)) {
-            same.push_back(std::to_string(fewer));
-            continue;
-        }
-        // The steps that only the cold mean counts.
-        const auto slowest = std::max_element(&warm.all[fewer], &warm.all[warmup.back()]);
-        std::string why;
-        if (mean > warm.ms.mean) {
-            const int step = (int)(slowest - &warm.all[0]) + 1;
-            *first_is_slow |= step == 1;
-            why = strprintf(" (step %d: %.2f ms)", step, *slowest);
-        }
-        verdicts.push_back(strprintf("%.2f times as long with %d%s", mean / warm.ms.mean, fewer, why.c_str()));
-    }
-    if (!same.empty()) { verdicts.push_back("level with " + list_of(same)); }
-    return list_of(verdicts);
-}
+// Compares the run with the most warm-up steps with what the same run gives after fewer; `steps` are counted. One slow
+// step raises a cold mean and its deviation alike, so only the warm run's deviation is noise.
 static void answer_warmup(const StepRun& cold, const std::vector<int>& warmup, int steps) {
     bool first_is_slow = false;
     for (Pass pass : {FW, BW_ONLY}) {
-        if (!cold.pass[pass].ran()) { continue; }
-        const std::string verdict = against_warm(cold, pass, warmup, steps, &first_is_slow);
+        const PassRun& warm = cold.pass[pass];
+        if (!warm.ran()) { continue; }
+        std::vector<std::string> verdicts;
+        for (size_t i = 0; i + 1 < warmup.size(); i++) {
+            const double mean = after_warmup(cold, warmup[i], steps).pass[pass].ms.mean;
+            const double difference = mean - warm.ms.mean,
+                         noise = std::max(warm.ms.std, SMALL_DEVIATION * warm.ms.mean);
+            if (std::fabs(difference) <= noise) {
+                verdicts.push_back(strprintf("level with %d", warmup[i]));
+                continue;
+            }
+            std::string verdict = strprintf("%.2f times as long with %d", mean / warm.ms.mean, warmup[i]);
+            if (difference > 0) {  // by a step that only the cold mean counts
+                const auto slowest = std::max_element(&warm.all[warmup[i]], &warm.all[warmup.back()]);
+                const int step = (int)(slowest - &warm.all[0]) + 1;
+                first_is_slow |= step == 1;
+                verdict += strprintf(" (step %d: %.2f ms)", step, *slowest);
+            }
+            verdicts.push_back(verdict);
+        }
         answer("c", "Against %s, %s of %s is %s.", counted(warmup.back(), "warm-up step").c_str(), pass_names[pass],
-               cold.config.name.c_str(), verdict.c_str());
+               cold.config.name.c_str(), list_of(verdicts).c_str());
     }
     if (!first_is_slow) { return; }
     const bool captures = fast_ways.graphs_take && cold.mode == FLASH && context.device == CUDA;
@@ -1131,16 +1120,13 @@ static Batch training_batch(const Text& text, const Options& o, int step) {
     }
     return windows(text, starts, o.context_length);
 }
-// Returns the mean loss of the held-out windows, or of 100 that lie evenly among them. B at a time, as a step takes
-// them: more would need memory that a step does not.
-static double held_out_loss(Model& model, const Text& text, int B, int T) {
+// Returns the mean loss of the held-out windows, or of 100 that lie evenly among them.
+static double held_out_loss(Model& model, const Text& text, int T) {
     NoGrad no_grad;
     const int64_t all = ((int64_t)text.bytes.size() - text.train - 1) / T, n = std::min<int64_t>(all, 100);
     double sum = 0;
-    for (int64_t i = 0; i < n;) {
-        std::vector<int64_t> starts;
-        for (; i < n && (int)starts.size() < B; i++) { starts.push_back(text.train + i * all / n * T); }
-        sum += to_doubles(forward_to_loss(model, windows(text, starts, T)))[0] * starts.size();
+    for (int64_t i = 0; i < n; i++) {
+        sum += to_doubles(forward_to_loss(model, windows(text, {text.train + i * all / n * T}, T)))[0];
     }
     drop_weight_copies(model.slots);
     return sum / n;
@@ -1210,7 +1196,7 @@ int cmd_train(const Options& o) {
     t.max_norm = 1;
     t.adamw.lr = (float)o.lr;
     t.model = random_model(c, o.seed);
-    const double before = held_out_loss(t.model, text, o.batch_size, T);
+    const double before = held_out_loss(t.model, text, T);
     note("train: held-out loss %.4f before the first step", before);
     Table rows{strprintf("train %s: %zu bytes, a tenth held out; d_model %d, d_ff %d, %d layers, %d heads; batch %d, "
                          "context length: %d, seed %" PRIu64 ", lr %g; precision %s, mode %s",
@@ -1220,7 +1206,7 @@ int cmd_train(const Options& o) {
     take_steps(t, text, o, rows);
     print(rows);
 
-    const double after = held_out_loss(t.model, text, o.batch_size, T);
+    const double after = held_out_loss(t.model, text, T);
     if (!std::isfinite(after)) {
         fail("after step %d the held-out loss is not finite; a smaller --lr may help", t.steps);
     }
