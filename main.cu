@@ -302,7 +302,9 @@ static bool parse_options(const Command& command, const std::vector<std::string>
         if (failed) { usage_error("--out '%s': %s", o.out.c_str(), failed.message().c_str()); }
     }
     context.checkpoint = checkpointing_from(o.checkpoint), context.csv = o.format == "csv";
-    if (o.quick) { context.sizes = o.has("quick") ? "; sizes of --quick" : "; on the CPU: sizes of --quick where none is typed"; }
+    if (o.quick) {
+        context.sizes = o.has("quick") ? "; sizes of --quick" : "; on the CPU: sizes of --quick where none is typed";
+    }
     return true;
 }
 

@@ -722,7 +722,8 @@ TEST_CASE("accounting: table and answers") {
          "= 10828 tokens per device on", "= 2555.6 FLOP per byte.",
          " Forward is compute bound from B = (alpha X / M_X) / (1 - alpha Y / (M_Y F)) = (2555.6 x 16 / 2) / (1 - "
          "2555.6 x 4 / (1 x 53248)) = 25302 tokens overall, 395.3 per chip",
-         "20445 tokens (319.4 per chip)", "= 245.3 tokens per chip, at X = 2 alpha N / (M_Y F) = 6.1.", "= 61.3."});
+         "20445 tokens (319.4 per chip)", "259.3 tokens per chip, with (X, Y) = (8, 8).",
+         "= 245.3, if X could be 2 alpha N / (M_Y F) = 6.1.", "= 61.3."});
 }
 TEST_CASE("accounting: where nothing fits") {
     Options o = xxl();
@@ -794,7 +795,7 @@ TEST_CASE("leaderboard: two ranks give one rank's losses, with a backward per se
 TEST_CASE("leaderboard: the handout's step is counted and predicted where it does not fit") {
     const Run r = leaderboard({"--size", "8B", "--context_length", "32768", "--batch_size", "2"});
     CHECK(r.exit_code == 1);  // no row ran
-    CHECK(has(r.out, "size 8B (d_model 4096, 34 layers)"));
+    CHECK(has(r.out, "size 8B (8126 million parameters, 16.3 GB; d_model 4096, d_ff 11008, 34 layers, 32 heads"));
     CHECK(has(r.out, "; a sequence per backward; 5.044e+15 FLOP per step"));
     CHECK(has(column(r.out, "Total Time (ms)").at(0), "OOM ("));
     CHECK(has(r.err, "no step ran: each rank needs "));

@@ -41,9 +41,9 @@ TEST_CASE("main: the defaults are the handouts' settings") {
         "warmup=0,1,2,5 steps=10 precision=fp32",
         "nsys_profile 2025 size=small,medium,large,xl,2.7B context_length=128,256,512,1024 batch_size=4 warmup=2 "
         "steps=5 precision=fp32 mode=eager",
-        "nsys_profile 2026 size=small,xl context_length=256,512,1024 batch_size=4",
+        "nsys_profile 2026 size=small,xl context_length=256,512 batch_size=4",
         "benchmarking_mixed_precision 2025 size=small,medium,large,xl,2.7B context_length=256 batch_size=4 warmup=5 "
-        "steps=10 precision=fp32,tf32,bf16 mode=flash",
+        "steps=10 precision=fp32,tf32,bf16 mode=eager,flash",
         "benchmarking_mixed_precision 2026 size=small,medium,large,xl,10B context_length=512",
         "memory_profiling 2025 size=2.7B context_length=128,256,512 batch_size=4 precision=fp32,bf16 mode=eager",
         "memory_profiling 2026 size=xl context_length=128,2048 batch_size=4 precision=fp32,bf16",

@@ -209,7 +209,7 @@ static void check_failure(const std::vector<std::string>& command, int number, i
     Ended e = finish(s, since);
     INFO("signal " << number << " to rank " << victim << ": " << e.ms << " ms: " << e.err);
     CHECK(e.exit_code == 1);
-    CHECK(e.lines == 1);
+    CHECK(e.lines == 2);  // the first of progress, and the cause
     CHECK(has(e.err, "rank " + std::to_string(victim)));
     CHECK(has(e.err, number == SIGKILL ? "killed by signal 9" : "has been stopped for"));
     CHECK(e.ms < 3500);
