@@ -390,10 +390,11 @@ void print_checks(const Communicator& c, const std::string& caption, const std::
         *std::max_element(checks.begin(), checks.end(), [](auto& a, auto& b) { return a.max < b.max; });
     if (c.rank == 0) {
         print(table);
-        answer("", "The weights of %s %s: the largest difference is %.2e (%s, %s).%s", what.c_str(),
+        answer("", "The weights of %s %s: the largest difference is %.2e (%s, %s).%s%s", what.c_str(),
                wrong ? strprintf("DIFFER in %d of %zu rows", wrong, checks.size()).c_str() : "match", worst.max,
                worst.way.c_str(), worst.what.c_str(),
-               wrong ? "" : " Sums are taken in another order. All ranks hold the same bits.");
+               wrong || worst.max == 0 ? "" : " Sums are taken in another order.",
+               wrong ? "" : " All ranks hold the same bits.");
     }
     if (!everywhere(c, wrong == 0)) { fail("the weights differ"); }
 }

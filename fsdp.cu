@@ -464,7 +464,7 @@ static void answer_fsdp_accounting(const std::vector<FsdpRun>& runs, int world, 
     for (size_t u = 2; u < fsdp.gather.size(); u++) { gathers += fsdp.gather[u], waits += fsdp.wait[u]; }
     answer(
         "b",
-        "%s in time for forward: from layer 1 on they take %.3f ms, and forward waits %.3f ms for them. Those of the "
+        "%s in time for forward: those after layer 0 take %.3f ms, and forward waits %.3f ms for them. Those of the "
         "embedding and of layer 0 have no block to hide under: it waits %.3f and %.3f ms.",
         waits < 0.05 * gathers ? "The gathers come" : "Not all gathers come", gathers, waits, fsdp.wait[0],
         fsdp.wait[1]);
